@@ -1,0 +1,92 @@
+"""Checks of what the user passes: every message gives the value, what is accepted and the way out."""
+
+import math
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+def check_number(
+    name: str, value: object, *, low: float = -math.inf, high: float = math.inf, open_low: bool = False
+) -> float:
+    """A finite real number in [low, high] (or (low, high] with `open_low`), as a float."""
+    bounds = f"{'(' if open_low else '['}{low:g}, {high:g}]"
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"{name} is {value!r}; pass a real number in {bounds}")
+    number = float(value)
+    inside = low < number <= high if open_low else low <= number <= high
+    if not math.isfinite(number) or not inside:
+        raise ValueError(f"{name} is {number!r}; pass a finite number in {bounds}")
+    return number
+
+
+def check_integer(name: str, value: object, *, low: int, high: int | None = None) -> int:
+    """An integer in [low, high]."""
+    bounds = f"at least {low}" if high is None else f"from {low} to {high}"
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} is {value!r}; pass an integer {bounds}")
+    if value < low or (high is not None and value > high):
+        raise ValueError(f"{name} is {value}; pass an integer {bounds}")
+    return value
+
+
+def check_tau(tau: object) -> float:
+    """The temperature: a finite number above 0."""
+    return check_number("tau", tau, low=0.0, open_low=True)
+
+
+def check_floating(name: str, tensor: object) -> Tensor:
+    """A tensor of a floating dtype."""
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"{name} is {type(tensor).__name__}; pass a torch.Tensor")
+    if tensor.dtype not in FLOATS:
+        accepted = ", ".join(str(dtype).removeprefix("torch.") for dtype in FLOATS)
+        raise TypeError(f"{name} has dtype {tensor.dtype}; pass one of {accepted} ({name}.float())")
+    return tensor
+
+
+def check_scores(scores: object, size: int | None = None) -> Tensor:
+    """Scores of shape (..., n) with n >= 1, or n == size where a size is given."""
+    tensor = check_floating("scores", scores)
+    if tensor.dim() == 0 or tensor.shape[-1] == 0:
+        raise ValueError(f"scores have shape {tuple(tensor.shape)}; pass (..., n) with n >= 1")
+    if size is not None and tensor.shape[-1] != size:
+        raise ValueError(
+            f"scores end in {tensor.shape[-1]} tokens and the grid has {size}; "
+            "pass (..., height * width) in raster order, without prefix tokens"
+        )
+    return tensor
+
+
+def check_valid(valid: object, shape: Iterable[int]) -> Tensor:
+    """A boolean mask that broadcasts to `shape` and leaves at least one token in every row."""
+    shape = torch.Size(shape)
+    if not isinstance(valid, Tensor) or valid.dtype != torch.bool:
+        received = valid.dtype if isinstance(valid, Tensor) else type(valid).__name__
+        raise TypeError(f"valid is {received}; pass a torch.bool tensor, True where a token exists")
+    try:
+        fits = torch.broadcast_shapes(valid.shape, shape) == shape and valid.shape[-1] == shape[-1]
+    except (RuntimeError, IndexError):
+        fits = False
+    if not fits:
+        raise ValueError(f"valid has shape {tuple(valid.shape)}; pass one that broadcasts to {tuple(shape)}")
+    if not bool(valid.any(-1).all()):
+        row = tuple((~valid.any(-1)).nonzero()[0].tolist())
+        raise ValueError(f"valid leaves no token at leading index {row}; leave at least one in every row")
+    return valid
+
+
+def check_finite(name: str, tensor: Tensor, valid: Tensor | None = None) -> None:
+    """Raise with the place and the value of the first NaN or infinity among the valid entries."""
+    bad = ~torch.isfinite(tensor)
+    if valid is not None:
+        bad &= valid
+    if bool(bad.any()):
+        place = tuple(bad.nonzero()[0].tolist())
+        raise ValueError(
+            f"{name} hold {tensor[place].item()} at index {place} ({int(bad.sum())} such entries); "
+            f"pass finite {name} and use valid= for tokens that do not exist"
+        )

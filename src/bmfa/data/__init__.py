@@ -1,0 +1,1 @@
+"""Pictures and annotations in their usual layouts, and the embedded picture set."""

@@ -1,0 +1,1 @@
+"""Ways to compute the same thing: reference (the specification), eager (torch)."""
