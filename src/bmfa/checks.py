@@ -10,7 +10,12 @@ FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 def check_number(
-    name: str, value: object, *, low: float = -math.inf, high: float = math.inf, open_low: bool = False
+    name: str,
+    value: object,
+    *,
+    low: float = -math.inf,
+    high: float = math.inf,
+    open_low: bool = False,
 ) -> float:
     """A finite real number in [low, high] (or (low, high] with `open_low`), as a float."""
     bounds = f"{'(' if open_low else '['}{low:g}, {high:g}]"
@@ -72,10 +77,14 @@ def check_valid(valid: object, shape: Iterable[int]) -> Tensor:
     except (RuntimeError, IndexError):
         fits = False
     if not fits:
-        raise ValueError(f"valid has shape {tuple(valid.shape)}; pass one that broadcasts to {tuple(shape)}")
+        raise ValueError(
+            f"valid has shape {tuple(valid.shape)}; pass one that broadcasts to {tuple(shape)}"
+        )
     if not bool(valid.any(-1).all()):
         row = tuple((~valid.any(-1)).nonzero()[0].tolist())
-        raise ValueError(f"valid leaves no token at leading index {row}; leave at least one in every row")
+        raise ValueError(
+            f"valid leaves no token at leading index {row}; leave at least one in every row"
+        )
     return valid
 
 

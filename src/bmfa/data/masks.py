@@ -1,0 +1,101 @@
+"""COCO segmentations to pixel masks: polygons, uncompressed and compressed run lengths."""
+
+import math
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bmfa.data.extras import load
+
+DEGENERATE = "degenerate polygon"
+MALFORMED_POLYGON = "malformed polygon"
+MALFORMED_RUNS = "malformed run lengths"
+OUTSIDE = "mask outside the picture"
+EMPTY = "empty mask"
+
+# pycocotools walks every polygon edge in steps of a fifth of a pixel: far points would cost memory.
+_FAR = 16
+
+
+class MaskError(ValueError):
+    """A segmentation without a usable mask; the message is the reason, one of a fixed few."""
+
+
+def decode_mask(segmentation: Any, height: int, width: int) -> NDArray[np.bool_]:
+    """The (height, width) mask of a COCO segmentation, with at least one pixel."""
+    coco = load("pycocotools.mask")
+    if isinstance(segmentation, list):
+        polygons = _checked_polygons(segmentation, height, width)
+        runs = coco.merge(coco.frPyObjects(polygons, height, width))
+        mask: NDArray[np.bool_] = coco.decode(runs).view(bool)
+        if not mask.any():
+            raise MaskError(_why_empty(polygons, height, width))
+        return mask
+    runs = _checked_runs(segmentation, height, width)
+    if isinstance(runs["counts"], list):
+        runs = coco.frPyObjects(runs, height, width)
+    mask = coco.decode(runs).view(bool)
+    if not mask.any():
+        raise MaskError(EMPTY)
+    return mask
+
+
+def _checked_polygons(polygons: list[Any], height: int, width: int) -> list[list[float]]:
+    for polygon in polygons:
+        if not isinstance(polygon, list) or len(polygon) % 2:
+            raise MaskError(MALFORMED_POLYGON)
+        if not all(type(number) in (int, float) and math.isfinite(number) for number in polygon):
+            raise MaskError(MALFORMED_POLYGON)
+    # Fewer than three points enclose nothing, and pycocotools reads four numbers as a box.
+    enclosing = [polygon for polygon in polygons if len(polygon) >= 6]
+    if not enclosing:
+        raise MaskError(DEGENERATE)
+    limit = _FAR * max(height, width)
+    if any(abs(number) > limit for polygon in enclosing for number in polygon):
+        raise MaskError(OUTSIDE)
+    return enclosing
+
+
+def _why_empty(polygons: list[list[float]], height: int, width: int) -> str:
+    xs = [x for polygon in polygons for x in polygon[0::2]]
+    ys = [y for polygon in polygons for y in polygon[1::2]]
+    meets = min(xs) < width and max(xs) > 0 and min(ys) < height and max(ys) > 0
+    return DEGENERATE if meets else OUTSIDE
+
+
+def _checked_runs(segmentation: Any, height: int, width: int) -> dict[str, Any]:
+    """Run lengths that fill the picture exactly: pycocotools leaves memory unset behind short ones."""
+    size, counts = segmentation.get("size"), segmentation.get("counts")
+    if size != [height, width]:
+        raise MaskError(OUTSIDE)
+    lengths = counts if isinstance(counts, list) else _expand_counts(counts)
+    if not all(type(length) is int and length >= 0 for length in lengths):
+        raise MaskError(MALFORMED_RUNS)
+    if sum(lengths) != height * width:
+        raise MaskError(MALFORMED_RUNS)
+    return {"size": size, "counts": counts}
+
+
+def _expand_counts(text: Any) -> list[int]:
+    """Run lengths from COCO's text: 5 bits a character, a continuation bit, and differences to the
+    run before the last from the fourth run on."""
+    if not isinstance(text, str) or not text.isascii():
+        raise MaskError(MALFORMED_RUNS)
+    lengths: list[int] = []
+    value = shift = 0
+    for character in text:
+        code = ord(character) - 48
+        if not 0 <= code < 64 or shift > 30:
+            raise MaskError(MALFORMED_RUNS)
+        value |= (code & 31) << shift
+        shift += 5
+        if code & 32:
+            continue
+        if code & 16:
+            value -= 1 << shift
+        lengths.append(value + (lengths[-2] if len(lengths) > 2 else 0))
+        value = shift = 0
+    if shift:
+        raise MaskError(MALFORMED_RUNS)
+    return lengths

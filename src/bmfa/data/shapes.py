@@ -1,0 +1,90 @@
+"""Shapes made of strokes: their signed distances, and how they are painted."""
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[np.float64]
+
+
+class Stroke(NamedTuple):
+    """Segments, (count, 2 ends, 2 coordinates x and y), drawn with a round pen of some width."""
+
+    segments: Array
+    width: float
+
+    def placed(self, centre: Array, scale: float, turn: float) -> "Stroke":
+        """Scaled, width included, rotated by `turn` (1 is a full turn) and moved to a centre."""
+        cosine, sine = math.cos(2 * math.pi * turn), math.sin(2 * math.pi * turn)
+        rotated = self.segments @ np.array([[cosine, sine], [-sine, cosine]])
+        return Stroke(scale * rotated + centre, scale * self.width)
+
+
+def polyline(points: Array) -> Array:
+    """The segments between consecutive points, (count, 2, 2)."""
+    return np.stack([points[:-1], points[1:]], axis=1)
+
+
+def arc(pieces: int, turns: float = 1.0) -> Array:
+    """Points at equal angles on the unit circle, (pieces + 1, 2)."""
+    angles = 2 * math.pi * turns * np.arange(pieces + 1) / pieces
+    return np.stack([np.cos(angles), np.sin(angles)], axis=1)
+
+
+class Shape(NamedTuple):
+    """The pixels around a shape and their signed distance to its contour, negative inside.
+
+    `rows` and `columns` cut the window out of a canvas; a pixel's centre has whole coordinates.
+    """
+
+    rows: slice
+    columns: slice
+    distance: Array
+
+    @classmethod
+    def of(cls, strokes: Sequence[Stroke], height: int, width: int) -> "Shape":
+        """The union of strokes on a canvas, cut where it leaves the canvas."""
+        low = np.min([s.segments.min((0, 1)) - s.width / 2 - 1 for s in strokes], axis=0)
+        high = np.max([s.segments.max((0, 1)) + s.width / 2 + 1 for s in strokes], axis=0)
+        left, right = _clipped(low[0], high[0], width)
+        top, bottom = _clipped(low[1], high[1], height)
+        x, y = np.arange(left, right), np.arange(top, bottom)
+        distance = _distance(x, y, strokes[0])
+        for stroke in strokes[1:]:
+            distance = np.minimum(distance, _distance(x, y, stroke))
+        return cls(slice(top, bottom), slice(left, right), distance)
+
+    def mask(self, height: int, width: int) -> NDArray[np.bool_]:
+        """The shape's pixels on the canvas."""
+        mask = np.zeros((height, width), dtype=bool)
+        mask[self.rows, self.columns] = self.distance < 0
+        return mask
+
+    def paint(self, canvas: Array, colour: Array) -> None:
+        """Blend a colour, (3, 1, 1) or (3, rows, columns), over a canvas, (3, height, width); the
+        contour is smoothed over one pixel."""
+        cover = np.minimum(np.maximum(0.5 - self.distance, 0.0), 1.0)
+        target = canvas[:, self.rows, self.columns]
+        target += cover * (colour - target)
+
+
+def _clipped(low: float, high: float, size: int) -> tuple[int, int]:
+    first = min(max(0, math.floor(low)), size)
+    return first, max(first, min(size, math.ceil(high) + 1))
+
+
+def _distance(x: NDArray[np.int_], y: NDArray[np.int_], stroke: Stroke) -> Array:
+    start = stroke.segments[:, 0]
+    along = stroke.segments[:, 1] - start
+    length = np.sqrt((along**2).sum(-1))
+    unit = along / np.maximum(length, 1e-9)[:, None]
+    from_x, from_y = x - start[:, :1], y - start[:, 1:]  # (count, columns), (count, rows)
+    foot = (from_x * unit[:, :1])[:, None, :] + (from_y * unit[:, 1:])[:, :, None]
+    nearest = np.minimum(np.maximum(foot, 0.0), length[:, None, None])
+    # |p - a|^2 - 2 t s + t^2 with s the foot of the perpendicular and t the nearest point's place.
+    squared = nearest * (nearest - 2 * foot)
+    squared += (from_x * from_x)[:, None, :] + (from_y * from_y)[:, :, None]
+    return np.sqrt(np.maximum(squared.min(0), 0.0)) - stroke.width / 2

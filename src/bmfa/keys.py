@@ -1,0 +1,93 @@
+"""Pyramids of keys: block means of scores are linear, so mean keys give them without the tokens."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from bmfa.grid import Layout
+from bmfa.pyramid import Counts, Pyramid, ScorePyramid, child_lift, child_step, pool, settle
+
+# Below this share of blocks reached, a gather for each costs less than the product of a whole level.
+SPARSE_SHARE = 1 / 16
+
+
+@dataclass(frozen=True, eq=False)
+class KeyLevels:
+    """Mean keys of all heads: for each depth the rows [blocks | tokens] of its level, (r, G, d)."""
+
+    layout: Layout
+    rows: tuple[Tensor, ...]
+    tokens: Tensor  # (N, G, d)
+
+    @classmethod
+    def of(cls, layout: Layout, keys: Tensor, valid: Tensor | None) -> "KeyLevels":
+        """Pool (G, N, d) keys; `valid` is (N, G) or (N, 1)."""
+        tokens = keys.transpose(0, 1)  # (N, G, d)
+        size, heads, width = tokens.shape
+        if valid is not None and valid.shape[1] > 1:
+            valid = valid.repeat_interleave(width, dim=1)
+        if valid is not None:
+            wide = valid if valid.shape[1] == 1 else valid.view(size, heads, width)
+            tokens = tokens.where(wide.view(size, -1, 1) if wide.dim() == 2 else wide, 0.0)
+        flat = tokens.reshape(size, heads * width)
+        means = pool(layout, Counts.of(layout, keys.dtype, valid), flat)
+        rows = []
+        for depth, level in enumerate(layout.levels):
+            ends = tokens[level.tokens]
+            blocks = means[depth].view(-1, heads, width) if level.size else ends[:0]
+            rows.append(torch.cat((blocks, ends)))
+        return cls(layout, tuple(rows), tokens)
+
+
+class KeyPyramid(Pyramid):
+    """The pyramid of the scores of (g, Q, d) scaled queries against mean keys of g heads.
+
+    A column is a query: B = g Q, heads first.
+    """
+
+    def __init__(self, keys: KeyLevels, heads: slice, queries: Tensor, counts: Counts, tau: float):
+        super().__init__(keys.layout, counts, tau)
+        self.keys = keys
+        self.heads = heads
+        self.queries = queries
+
+    def rows(self, depth: int) -> Tensor:
+        """(r, B) means of the blocks and tokens of the level at `depth`."""
+        return products(self.keys.rows[depth][:, self.heads], self.queries)
+
+    def children(self, depth: int) -> Tensor:
+        """(n, k, B) means of the children, from the mean keys of the level below."""
+        level = self.layout.levels[depth]
+        rows = self.rows(depth + 1)
+        if not level.in_order:
+            rows = rows.index_select(0, level.children.flatten())
+        return rows.view(*level.children.shape, rows.shape[1])
+
+    def gamma_of(self, depth: int, reached: Tensor) -> Tensor:
+        """(n, B) one-step Gamma, computed for the blocks reached alone where they are few."""
+        sparse = self.counts.empty is None and bool(reached.sum() < SPARSE_SHARE * reached.numel())
+        if not sparse:
+            return self.gamma(depth)
+        block, column = reached.nonzero().unbind(-1)
+        head, query = column // self.queries.shape[1], column % self.queries.shape[1]
+        children = self.layout.levels[depth].children[block]  # (P, k)
+        keys = self.keys.rows[depth + 1][:, self.heads][children, head.unsqueeze(1)]  # (P, k, d)
+        means = torch.einsum("pkd,pd->pk", keys, self.queries[head, query]).unsqueeze(-1)
+        weights = self.counts.weights[depth][block]  # (P, k, 1)
+        step = child_step(means, weights, None, exact=depth + 1 == self.depth)
+        gamma = child_lift(step.offset, weights, self.tau).log1p() * self.tau - step.shift
+        result = means.new_zeros(reached.shape)
+        result[block, column] = settle(gamma, step.shift).squeeze(-1)
+        return result
+
+    def tokens(self, valid: Tensor | None) -> ScorePyramid:
+        """The pyramid of the exact scores of the same columns."""
+        tokens = products(self.keys.tokens[:, self.heads], self.queries)
+        return ScorePyramid(self.layout, self.counts, self.tau, tokens, valid)
+
+
+def products(keys: Tensor, queries: Tensor) -> Tensor:
+    """(r, g Q) products of (r, g, d) keys with the (g, Q, d) queries of the same heads."""
+    scores = keys.transpose(0, 1) @ queries.transpose(1, 2)  # (g, r, Q)
+    return scores.transpose(0, 1).reshape(keys.shape[0], -1)

@@ -1,0 +1,249 @@
+"""Statistics of every block of a layout, level by level: counts, means, gaps, masses, extrema.
+
+Batches lie in columns: a level is an (n, B) tensor, blocks by trees, so that each step works on
+long contiguous rows whatever the grid.
+"""
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from bmfa.grid import Layout
+
+# A difference counts as 0 up to this many roundings of the terms it was computed from.
+ROUNDINGS = 8.0
+
+
+@dataclass(frozen=True, eq=False)
+class Counts:
+    """Valid tokens of every block: the true weights. B is 1 where one mask serves all trees."""
+
+    blocks: tuple[Tensor, ...]  # (n, B) valid tokens of each block
+    weights: tuple[Tensor, ...]  # (n, k, B) share of each child in its parent, 0 where it is empty
+    empty: tuple[Tensor, ...] | None  # (n, k, B) children without valid tokens; None without a mask
+    branching: tuple[Tensor, ...]  # (n, B) children with valid tokens
+    total: Tensor  # (B,) valid tokens of the grid
+
+    @classmethod
+    def of(cls, layout: Layout, dtype: torch.dtype, valid: Tensor | None = None) -> "Counts":
+        """Counts under a mask of shape (N, B) or (N, 1), or of all tokens."""
+        return _full_counts(layout, dtype) if valid is None else _counts(layout, dtype, valid)
+
+
+@lru_cache(maxsize=64)
+def _full_counts(layout: Layout, dtype: torch.dtype) -> Counts:
+    everything = torch.ones(layout.grid.size, 1, dtype=torch.bool, device=layout.device)
+    counts = _counts(layout, dtype, everything)
+    return Counts(counts.blocks, counts.weights, None, counts.branching, counts.total)
+
+
+def _counts(layout: Layout, dtype: torch.dtype, valid: Tensor) -> Counts:
+    ones = valid.to(dtype)
+    blocks, weights, empty, branching = [], [], [], []
+    below = ones[:0]
+    for depth in reversed(range(len(layout.levels) - 1)):
+        level = layout.levels[depth]
+        children = layout.children(depth, below, ones) * level.present.unsqueeze(-1)  # (n, k, B)
+        below = children.sum(1)
+        blocks.append(below)
+        weights.append(children / below.clamp(min=1).unsqueeze(1))
+        empty.append(children == 0)
+        branching.append((children > 0).sum(1).to(dtype))
+    return Counts(
+        tuple(reversed(blocks)),
+        tuple(reversed(weights)),
+        tuple(reversed(empty)),
+        tuple(reversed(branching)),
+        ones.sum(0),
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class Step:
+    """Child means relative to the largest: M_C = largest + offset_C and M_B = largest + shift.
+
+    offset_C <= 0 and shift = sum_C w_C offset_C, so no exponential overflows, and a constant block
+    has offsets and shift of exactly 0.
+    """
+
+    mean: Tensor  # (n, B)
+    largest: Tensor  # (n, B)
+    offset: Tensor  # (n, k, B)
+    shift: Tensor  # (n, B)
+
+
+def child_step(children: Tensor, weights: Tensor, empty: Tensor | None, exact: bool) -> Step:
+    """The step from child means (n, k, B) to their parents.
+
+    Unless the child means are `exact`, a spread within the rounding of their own computation is no
+    spread: those offsets count as 0.
+    """
+    if empty is None:
+        largest = children.detach().amax(1)
+        offset = children - largest.unsqueeze(1)
+    else:
+        largest = children.detach().masked_fill(empty, -torch.inf).amax(1)
+        largest = largest.masked_fill(largest == -torch.inf, 0.0)  # a block without valid tokens
+        offset = (children - largest.unsqueeze(1)).masked_fill(empty, 0.0)
+    shift = (weights * offset).sum(1)
+    mean = largest + shift
+    if not exact:
+        flat = shift.abs() <= ROUNDINGS * epsilon(shift) * largest.abs()
+        offset = offset.masked_fill(flat.unsqueeze(1), 0.0)
+        shift = shift.masked_fill(flat, 0.0)
+    return Step(mean, largest, offset, shift)
+
+
+def child_lift(offset: Tensor, weights: Tensor, tau: float) -> Tensor:
+    """(n, B) sum_C w_C exp(offset_C / tau) - 1, in (-1, 0]: exactly 0 on a constant block."""
+    scaled = offset if tau == 1.0 else offset / tau
+    return (weights * scaled.expm1()).sum(1)
+
+
+def settle(value: Tensor, *terms: Tensor) -> Tensor:
+    """`value`, or 0 where it is no larger than the rounding of the terms it is computed from."""
+    floor = sum(term.abs() for term in terms) * (ROUNDINGS * epsilon(value))
+    return torch.where(value > floor, value, 0.0)
+
+
+def epsilon(tensor: Tensor) -> float:
+    """The relative spacing of the tensor's dtype."""
+    return torch.finfo(tensor.dtype).eps
+
+
+class Pyramid:
+    """Means of the blocks at every depth, and what follows from means alone."""
+
+    def __init__(self, layout: Layout, counts: Counts, tau: float) -> None:
+        self.layout = layout
+        self.counts = counts
+        self.tau = tau
+        self.depth = len(layout.levels) - 1
+        self._steps: dict[int, Step] = {}
+        self._lifts: dict[int, Tensor] = {}
+
+    def children(self, depth: int) -> Tensor:
+        """(n, k, B) means of the children of the blocks at `depth`."""
+        raise NotImplementedError
+
+    def step(self, depth: int) -> Step:
+        """The step from the children to the blocks at `depth`."""
+        if depth not in self._steps:
+            empty = None if self.counts.empty is None else self.counts.empty[depth]
+            exact = depth + 1 == self.depth  # the children are tokens
+            weights = self.counts.weights[depth]
+            self._steps[depth] = child_step(self.children(depth), weights, empty, exact)
+        return self._steps[depth]
+
+    def mean(self, depth: int) -> Tensor:
+        """(n, B) M of the blocks at `depth`."""
+        return self.step(depth).mean
+
+    def lift(self, depth: int) -> Tensor:
+        """(n, B) sum_C w_C exp(offset_C / tau) - 1 of the blocks at `depth`."""
+        if depth not in self._lifts:
+            weights = self.counts.weights[depth]
+            self._lifts[depth] = child_lift(self.step(depth).offset, weights, self.tau)
+        return self._lifts[depth]
+
+    def gamma(self, depth: int, lookahead: int = 1) -> Tensor:
+        """(n, B) Gamma from the descendants `lookahead` levels below the blocks at `depth`."""
+        if lookahead == 1 or depth + 1 == self.depth:
+            shift = self.step(depth).shift
+            return settle(self.lift(depth).log1p() * self.tau - shift, shift)
+        return self.residual(depth, self.gamma(depth + 1, lookahead - 1))
+
+    def gamma_of(self, depth: int, reached: Tensor) -> Tensor:
+        """(n, B) one-step Gamma of the blocks at `depth` that are reached; of others, anything."""
+        return self.gamma(depth)
+
+    def residual(self, depth: int, below: Tensor) -> Tensor:
+        """(n, B) tau log sum_C w_C exp((M_C + g_C) / tau) - M_B for gaps g of the blocks below.
+
+        The recursive residual theorem: with exact child gaps this is the exact gap, with upper or
+        lower bounds on them a bound; tokens have gap 0.
+        """
+        step = self.step(depth)
+        raised = step.offset + self.layout.children(depth, below, None)
+        top = raised.amax(1)
+        lift = child_lift(raised - top.unsqueeze(1), self.counts.weights[depth], self.tau)
+        return settle(top + lift.log1p() * self.tau - step.shift, top, step.shift)
+
+    def excess(self, depth: int) -> Tensor:
+        """(n, B) sum_C w_C exp(M_C / tau) - exp(M_B / tau), over exp(largest / tau): in [0, 1)."""
+        flat = (self.step(depth).shift / self.tau).expm1()
+        return settle(self.lift(depth) - flat, flat)
+
+    def gain(self, depth: int, log_partition: Tensor) -> Tensor:
+        """(n, B) share of Z that splitting a block recovers: pi_B (exp(Gamma_B / tau) - 1)."""
+        scale = self.step(depth).largest / self.tau - log_partition
+        return self.counts.blocks[depth] * scale.exp() * self.excess(depth)
+
+
+class ScorePyramid(Pyramid):
+    """A pyramid over known scores: (N, B) tokens in raster order, one tree for each column."""
+
+    def __init__(
+        self, layout: Layout, counts: Counts, tau: float, tokens: Tensor, valid: Tensor | None
+    ) -> None:
+        super().__init__(layout, counts, tau)
+        self.tokens = tokens
+        self.valid = valid
+
+    def children(self, depth: int) -> Tensor:
+        """(n, k, B) means of the children, from the level below."""
+        blocks = self.tokens[:0] if depth + 1 == self.depth else self.mean(depth + 1)
+        return self.layout.children(depth, blocks, self.tokens)
+
+    def gaps(self) -> list[Tensor]:
+        """The exact G of every block, an (n, B) tensor for each level."""
+        levels: list[Tensor] = []
+        for depth in reversed(range(self.depth)):
+            levels.append(self.residual(depth, levels[-1]) if levels else self.gamma(depth))
+        return levels[::-1]
+
+    def log_partition(self) -> Tensor:
+        """(B,) log Z of the whole grid."""
+        scaled = self.tokens if self.tau == 1.0 else self.tokens / self.tau
+        if self.valid is not None:
+            scaled = scaled.masked_fill(~self.valid, -torch.inf)
+        return scaled.logsumexp(0)
+
+    def variances(self) -> list[Tensor]:
+        """The population variance of every block, an (n, B) tensor for each level."""
+        levels: list[Tensor] = []
+        for depth in reversed(range(self.depth)):
+            step, weights = self.step(depth), self.counts.weights[depth]
+            spread = (step.offset - step.shift.unsqueeze(1)).square()
+            if levels:
+                spread = spread + self.layout.children(depth, levels[-1], None)
+            levels.append((weights * spread).sum(1))
+        return levels[::-1]
+
+    def maxima(self) -> list[Tensor]:
+        """The largest score of every block, an (n, B) tensor for each level."""
+        levels: list[Tensor] = []
+        for depth in reversed(range(self.depth)):
+            blocks = levels[-1] if levels else self.tokens[:0]
+            children = self.layout.children(depth, blocks, self.tokens)
+            if self.counts.empty is not None:
+                children = children.masked_fill(self.counts.empty[depth], -torch.inf)
+            levels.append(children.amax(1))
+        return levels[::-1]
+
+    def minima(self) -> list[Tensor]:
+        """The smallest score of every block, an (n, B) tensor for each level."""
+        mirrored = ScorePyramid(self.layout, self.counts, self.tau, -self.tokens, self.valid)
+        return [-level for level in mirrored.maxima()]
+
+
+def pool(layout: Layout, counts: Counts, tokens: Tensor) -> list[Tensor]:
+    """The mean of every block over (N, C) rows of keys or values, an (n, C) tensor a level."""
+    levels: list[Tensor] = []
+    for depth in reversed(range(len(layout.levels) - 1)):
+        children = layout.children(depth, levels[-1] if levels else tokens[:0], tokens)
+        empty = None if counts.empty is None else counts.empty[depth]
+        levels.append(child_step(children, counts.weights[depth], empty, exact=True).mean)
+    return levels[::-1]

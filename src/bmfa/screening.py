@@ -1,0 +1,372 @@
+"""Scores, or queries and keys, to trees."""
+
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from bmfa.checks import (
+    check_finite,
+    check_floating,
+    check_integer,
+    check_number,
+    check_scores,
+    check_tau,
+    check_valid,
+)
+from bmfa.grid import Grid
+from bmfa.keys import KeyLevels, KeyPyramid
+from bmfa.pyramid import Counts, Pyramid, ScorePyramid
+from bmfa.rules import Context, Decision, Rule
+from bmfa.tree import Tree
+
+# Scores held at once; a few times as many numbers are alive while a chunk is screened.
+CHUNK_ELEMENTS = 1 << 20
+
+ShareBy = str | float
+# A chunk of the flat batch: where it lies, and how its pyramid is made.
+Chunk = tuple[slice, Callable[[Counts], Pyramid]]
+
+
+def screen(
+    scores: Tensor,
+    grid: Grid,
+    rule: Rule,
+    *,
+    tau: float = 1.0,
+    max_depth: int | None = None,
+    valid: Tensor | None = None,
+    share: int | Sequence[int] | None = None,
+    share_by: ShareBy = "max",
+) -> Tree:
+    """Build the trees of `rule` on (..., N) scores in raster order.
+
+    `share` names dimensions of the scores over which one tree serves all, from node scores
+    aggregated by `share_by`: "max" (the conservative default), "mean" or a quantile in [0, 1]; the
+    trees keep these dimensions with size 1.
+    """
+    check_scores(scores, grid.size)
+    screening = Screening(scores, grid, rule, tau, max_depth, valid, share, share_by)
+    flat = scores.detach().reshape(-1, grid.size)
+    screening.check_finite("scores", scores, valid)
+    mask = screening.valid
+
+    def chunks() -> Iterator[Chunk]:
+        step = max(1, CHUNK_ELEMENTS // grid.size)
+        for start in range(0, len(flat), step):
+            part = slice(start, min(start + step, len(flat)))
+
+            def pyramid(counts: Counts, part: slice = part) -> Pyramid:
+                tokens = flat[part].to(screening.dtype).T
+                some = screening.columns(mask, part)
+                if some is not None:
+                    tokens = tokens.where(some, 0.0)
+                return ScorePyramid(screening.layout, counts, screening.tau, tokens, some)
+
+            yield part, pyramid
+
+    return screening.run(chunks())
+
+
+def screen_keys(
+    q: Tensor,
+    k: Tensor,
+    grid: Grid,
+    rule: Rule,
+    *,
+    scale: float | None = None,
+    tau: float = 1.0,
+    max_depth: int | None = None,
+    valid: Tensor | None = None,
+    share: int | Sequence[int] | None = None,
+    share_by: ShareBy = "max",
+) -> Tree:
+    """Build the trees of `rule` on the scores scale * q k^T without forming them.
+
+    q is (..., Q, d), k (..., N, d) the spatial keys alone, in raster order; the trees are those of
+    `screen` on the (..., Q, N) scores. Rules that read means alone take them from mean keys; the
+    others stream the scores of a chunk of queries at a time.
+    """
+    scale = check_queries(q, k, grid, scale)
+    like = q[..., :1].expand(*q.shape[:-1], grid.size)
+    screening = Screening(like, grid, rule, tau, max_depth, valid, share, share_by)
+    queries = (q.detach().to(screening.dtype) * scale).flatten(0, -3)  # (G, Q, d)
+    keys = k.detach().to(screening.dtype).flatten(0, -3)  # (G, N, d)
+    check_finite_keys(q, k)
+    if rule.needs == "nothing":
+        return screening.run(iter(()))
+    mask = screening.valid
+    per_head = mask if mask is None or mask.shape[1] == 1 else mask[:, :: queries.shape[1]]
+    levels = KeyLevels.of(screening.layout, keys, per_head)
+
+    def chunks() -> Iterator[Chunk]:
+        for heads, some in _query_chunks(queries.shape[0], queries.shape[1], grid.size):
+            first = heads.start * queries.shape[1] + some.start
+            count = (heads.stop - heads.start) * (some.stop - some.start)
+            part = slice(first, first + count)
+
+            def pyramid(
+                counts: Counts, part: slice = part, heads: slice = heads, some: slice = some
+            ) -> Pyramid:
+                made = KeyPyramid(levels, heads, queries[heads, some], counts, screening.tau)
+                if rule.needs == "means":
+                    return made
+                return made.tokens(screening.columns(mask, part))
+
+            yield part, pyramid
+
+    return screening.run(chunks())
+
+
+def _query_chunks(heads: int, queries: int, size: int) -> Iterator[tuple[slice, slice]]:
+    """Whole heads at once where they are small, parts of one head's queries where they are not."""
+    step = max(1, CHUNK_ELEMENTS // size)
+    if queries <= step:
+        together = max(1, step // max(1, queries))
+        for head in range(0, heads, together):
+            yield slice(head, min(head + together, heads)), slice(0, queries)
+        return
+    for head in range(heads):
+        for query in range(0, queries, step):
+            yield slice(head, head + 1), slice(query, min(query + step, queries))
+
+
+def check_queries(q: Tensor, k: Tensor, grid: Grid, scale: float | None) -> float:
+    """Shapes and dtypes of queries and spatial keys; the scale, 1 / sqrt(d) by default."""
+    check_floating("q", q)
+    check_floating("k", k)
+    if q.dtype != k.dtype or q.device != k.device:
+        raise TypeError(
+            f"q is {q.dtype} on {q.device} and k {k.dtype} on {k.device}; pass one dtype and device"
+        )
+    fits = q.dim() >= 2 and k.dim() == q.dim() and q.shape[:-2] == k.shape[:-2]
+    if not fits or q.shape[-1] != k.shape[-1] or q.shape[-1] == 0:
+        raise ValueError(
+            f"q has shape {tuple(q.shape)} and k {tuple(k.shape)}; pass (..., Q, d) and (..., N, d)"
+        )
+    if k.shape[-2] != grid.size:
+        raise ValueError(
+            f"k has {k.shape[-2]} tokens and the {grid.height}x{grid.width} grid {grid.size}; "
+            "pass the spatial keys alone, without prefix tokens"
+        )
+    if scale is None:
+        return float(q.shape[-1] ** -0.5)
+    return check_number("scale", scale)
+
+
+def check_finite_keys(q: Tensor, k: Tensor) -> None:
+    """Raise where a query or a key is not finite."""
+    for name, tensor in (("queries", q), ("keys", k)):
+        if not bool(torch.isfinite(tensor.detach().sum(dtype=torch.float64))):
+            check_finite(name, tensor)
+
+
+class Screening:
+    """One call: the checked settings, and how a batch becomes trees chunk by chunk."""
+
+    def __init__(
+        self,
+        scores: Tensor,
+        grid: Grid,
+        rule: Rule,
+        tau: float,
+        max_depth: int | None,
+        valid: Tensor | None,
+        share: int | Sequence[int] | None,
+        share_by: ShareBy,
+    ) -> None:
+        if not isinstance(rule, Rule):
+            raise TypeError(f"rule is {rule!r}; pass one of bmfa.rules, e.g. rules.Gamma(0.005)")
+        self.rule = rule
+        self.tau = check_tau(tau)
+        self.max_depth = None if max_depth is None else check_integer("max_depth", max_depth, low=0)
+        self.lead = tuple(scores.shape[:-1])
+        self.device = scores.device
+        double = scores.dtype == torch.float64 or rule.double
+        self.dtype = torch.float64 if double else torch.float32
+        self.layout = rule.layout(grid).to(scores.device)
+        self.valid = _mask_columns(valid, scores.shape)
+        tokens = grid.size if self.valid is None else int(self.valid.sum(0).min())
+        rule.check(grid, tokens)
+        self.share_by = _check_share_by(share_by)
+        self.shape, self.groups = _groups(self.lead, scores.dim(), share, scores.device)
+        if self.groups is not None and self.valid is not None and self.valid.shape[1] > 1:
+            self._check_shared_mask()
+
+    def check_finite(self, name: str, scores: Tensor, valid: Tensor | None) -> None:
+        """Raise where a valid score is not finite; one sum where all are."""
+        total = scores.detach().sum(dtype=torch.float64)
+        if not bool(torch.isfinite(total)):
+            check_finite(name, scores, valid)
+
+    def columns(self, mask: Tensor | None, part: slice) -> Tensor | None:
+        """The columns of a (N, B) mask that belong to a chunk; a (N, 1) mask as it is."""
+        return mask if mask is None or mask.shape[1] == 1 else mask[:, part]
+
+    def run(self, chunks: Iterator[Chunk]) -> Tree:
+        """Decide every tree, chunk by chunk or from aggregated scores."""
+        trees = self.trees
+        if self.rule.needs == "nothing" or trees == 0:
+            context = self._context(slice(0, trees), self._tree_mask())
+            return self._tree(self.rule.decide(torch.empty(0, trees, device=self.device), context))
+        if self.groups is None and not self.rule.together:
+            return self._tree(self._direct(chunks))
+        scores = self._aggregate(chunks)
+        return self._tree(
+            self.rule.decide(scores, self._context(slice(0, trees), self._tree_mask()))
+        )
+
+    @property
+    def trees(self) -> int:
+        """How many trees there are."""
+        return int(torch.Size(self.shape).numel())
+
+    def _direct(self, chunks: Iterator[Chunk]) -> Decision:
+        parts = []
+        for part, pyramid in chunks:
+            context = self._context(part, self.valid)
+            parts.append(self.rule.screen(pyramid(context.counts), context))
+        return _joined(parts)
+
+    def _aggregate(self, chunks: Iterator[Chunk]) -> Tensor:
+        """(rows, trees) node scores, aggregated over the members of each tree."""
+        reducer = _Reducer(self.groups, self.trees, self.share_by)
+        for part, pyramid in chunks:
+            counts = self._context(part, self.valid).counts
+            reducer.add(part, self.rule.scores(pyramid(counts)))
+        return reducer.result()
+
+    def _context(self, part: slice, mask: Tensor | None) -> Context:
+        counts = Counts.of(self.layout, self.dtype, self.columns(mask, part))
+        return Context(self.layout, counts, self.tau, part.stop - part.start, self.max_depth)
+
+    def _tree_mask(self) -> Tensor | None:
+        """The mask with one column for each tree."""
+        if self.groups is None or self.valid is None or self.valid.shape[1] == 1:
+            return self.valid
+        first = torch.zeros(self.trees, dtype=torch.int64, device=self.device)
+        members = torch.arange(len(self.groups), device=self.device)
+        first.scatter_(0, self.groups.flip(0), members.flip(0))
+        return self.valid[:, first]
+
+    def _check_shared_mask(self) -> None:
+        mask, groups = self._tree_mask(), self.groups
+        assert mask is not None and groups is not None and self.valid is not None
+        if not torch.equal(mask[:, groups], self.valid):
+            raise ValueError(
+                "valid differs between query-head pairs that share a tree; share only over "
+                "dimensions along which valid is constant"
+            )
+
+    def _tree(self, decision: Decision) -> Tree:
+        members = 1 if self.groups is None else len(self.groups) // max(1, self.trees)
+        return Tree(
+            layout=self.layout,
+            split=decision.split,
+            shape=self.shape,
+            tau=self.tau,
+            rule=str(self.rule),
+            valid=self._tree_mask(),
+            limited=decision.limited,
+            max_depth=self.max_depth,
+            labels=decision.labels,
+            members=members,
+        )
+
+
+class _Reducer:
+    """Node scores of many members to those of the trees they share."""
+
+    def __init__(self, groups: Tensor | None, trees: int, by: ShareBy) -> None:
+        self.groups = groups
+        self.trees = trees
+        self.by = "collect" if groups is None or isinstance(by, float) else by
+        self.quantile = by
+        self.total: Tensor | None = None
+        self.parts: list[Tensor] = []
+
+    def add(self, part: slice, scores: Tensor) -> None:
+        if self.by == "collect" or self.groups is None:
+            self.parts.append(scores)
+            return
+        if self.total is None:
+            start = -torch.inf if self.by == "max" else 0.0
+            self.total = scores.new_full((scores.shape[0], self.trees), start)
+        groups = self.groups[part]
+        if self.by == "max":
+            self.total.index_reduce_(1, groups, scores, "amax")
+        else:
+            self.total.index_add_(1, groups, scores)
+
+    def result(self) -> Tensor:
+        if self.total is not None and self.groups is not None:
+            members = len(self.groups) // self.trees
+            return self.total if self.by == "max" else self.total / members
+        scores = torch.cat(self.parts, dim=1)
+        if self.groups is None:
+            return scores
+        grouped = scores[:, self.groups.argsort(stable=True)].view(len(scores), self.trees, -1)
+        return _quantile(grouped, float(self.quantile))
+
+
+def _quantile(values: Tensor, quantile: float) -> Tensor:
+    """The linearly interpolated quantile over the last dimension, of any size."""
+    ordered = values.sort(-1).values
+    place = quantile * (values.shape[-1] - 1)
+    low = int(place)
+    high = min(low + 1, values.shape[-1] - 1)
+    return torch.lerp(ordered[..., low], ordered[..., high], place - low)
+
+
+def _joined(parts: list[Decision]) -> Decision:
+    if len(parts) == 1:
+        return parts[0]
+
+    def cat(name: str) -> Tensor | None:
+        tensors = [getattr(part, name) for part in parts]
+        return None if any(t is None for t in tensors) else torch.cat(tensors, dim=1)
+
+    split = cat("split")
+    assert split is not None
+    return Decision(split, cat("limited"), cat("labels"))
+
+
+def _mask_columns(valid: Tensor | None, shape: Sequence[int]) -> Tensor | None:
+    """The mask as (N, 1) columns where it is the same for all trees, else (N, B)."""
+    if valid is None:
+        return None
+    check_valid(valid, shape)
+    if valid[..., 0].numel() == 1:
+        return valid.reshape(-1, 1)
+    return valid.expand(tuple(shape)).reshape(-1, shape[-1]).T
+
+
+def _check_share_by(share_by: ShareBy) -> ShareBy:
+    if share_by in ("max", "mean"):
+        return share_by
+    if isinstance(share_by, str):
+        raise ValueError(f"share_by is {share_by!r}; pass 'max', 'mean' or a quantile in [0, 1]")
+    return check_number("share_by", share_by, low=0.0, high=1.0)
+
+
+def _groups(
+    lead: tuple[int, ...],
+    dimensions: int,
+    share: int | Sequence[int] | None,
+    device: torch.device,
+) -> tuple[tuple[int, ...], Tensor | None]:
+    """The shape of the trees, and the tree of every member of the flat batch."""
+    if share is None:
+        return lead, None
+    shared = set()
+    for dimension in [share] if isinstance(share, int) else share:
+        place = dimension + dimensions if dimension < 0 else dimension
+        if not 0 <= place < len(lead):
+            raise ValueError(
+                f"share names dimension {dimension} of scores with leading dimensions {lead}; "
+                f"pass dimensions from 0 to {len(lead) - 1}"
+            )
+        shared.add(place)
+    shape = tuple(1 if place in shared else size for place, size in enumerate(lead))
+    trees = torch.arange(int(torch.Size(shape).numel()), device=device).view(shape)
+    return shape, trees.expand(lead).flatten()

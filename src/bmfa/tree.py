@@ -1,0 +1,318 @@
+"""A batch of trees: which blocks are split, and everything that follows from that."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bmfa.bounds import output_bound
+from bmfa.checks import check_scores
+from bmfa.grid import Grid, Layout, Level
+from bmfa.pyramid import Counts, ScorePyramid
+
+# Trees handled at once where every token of every tree is looked at.
+CHUNK_ELEMENTS = 1 << 21
+
+
+@dataclass(frozen=True, eq=False)
+class Tree:
+    """Trees over one grid, one for each index of `shape`; a partition of the grid into rectangles.
+
+    Kept as one bit (a byte) for each block that could be split: a million trees on 16x16 take
+    85 MB. Leaves come in depth-first order, children from top left to bottom right.
+    """
+
+    layout: Layout
+    split: Tensor  # (blocks, B) bool, B the product of shape
+    shape: tuple[int, ...]
+    tau: float
+    rule: str
+    valid: Tensor | None = None  # (N, B) or (N, 1) bool
+    limited: Tensor | None = None  # (n, B) bool: blocks at max_depth that asked for a split
+    max_depth: int | None = None
+    labels: Tensor | None = None  # (blocks, B) int8
+    members: int = 1  # how many query-head pairs each tree serves
+
+    @property
+    def grid(self) -> Grid:
+        """The grid under the trees."""
+        return self.layout.grid
+
+    @property
+    def device(self) -> torch.device:
+        """Where the trees lie."""
+        return self.split.device
+
+    def __repr__(self) -> str:
+        many = f"{self.split.shape[1]} trees {self.shape}" if self.shape else "one tree"
+        shared = f", each for {self.members} query-head pairs" if self.members > 1 else ""
+        return (
+            f"Tree({many} on {self.grid.height}x{self.grid.width}, {self.rule}{shared}: "
+            f"{self.leaf_count.double().mean():.4g} leaves, "
+            f"{100 * self.leaf_ratio.double().mean():.4g} % of tokens)"
+        )
+
+    def __getitem__(self, index: Any) -> "Tree":
+        """The trees at an index over the leading dimensions."""
+        flat = torch.arange(self.split.shape[1], device=self.device).view(self.shape)[index]
+        columns = flat.flatten()
+
+        def pick(tensor: Tensor | None) -> Tensor | None:
+            if tensor is None or tensor.shape[1] == 1 < self.split.shape[1]:
+                return tensor
+            return tensor.index_select(1, columns)
+
+        return replace(
+            self,
+            split=self.split.index_select(1, columns),
+            shape=tuple(flat.shape),
+            valid=pick(self.valid),
+            limited=pick(self.limited),
+            labels=pick(self.labels),
+        )
+
+    def to(self, device: torch.device | str) -> "Tree":
+        """The same trees on another device."""
+        names = ("split", "valid", "limited", "labels")
+        moved = {n: t.to(device) for n in names if (t := getattr(self, n)) is not None}
+        return replace(self, layout=self.layout.to(device), **moved)
+
+    @property
+    def counts(self) -> Counts:
+        """Valid tokens of every block."""
+        return Counts.of(self.layout, torch.float32, self.valid)
+
+    @property
+    def leaf_count(self) -> Tensor:
+        """(...) leaves that hold a valid token."""
+        return self._collect(lambda part: part._leaf_count()).view(self.shape)
+
+    @property
+    def node_count(self) -> Tensor:
+        """(...) nodes visited: leaves and splits."""
+        return self.leaf_count + self.split.sum(0).view(self.shape)
+
+    @property
+    def leaf_ratio(self) -> Tensor:
+        """(...) leaves as a fraction of the valid tokens."""
+        total = self.counts.total.double().expand(self.split.shape[1])
+        return self.leaf_count / total.view(self.shape)
+
+    @property
+    def leaf_index(self) -> Tensor:
+        """(..., N) the leaf of every token, numbered as in leaf_boxes; -1 where not valid."""
+        return self._collect(lambda part: part._leaf_index()).view(*self.shape, self.grid.size)
+
+    @property
+    def leaf_boxes(self) -> Tensor:
+        """(..., L, 4) top, left, bottom, right of the leaves, half open; zeros beyond leaf_count."""
+        nodes = torch.cat([_with_tokens(level, self.grid.width) for level in self.layout.levels])
+        return self._by_leaf(lambda part: nodes.unsqueeze(1).expand(-1, part.split.shape[1], -1))
+
+    @property
+    def leaf_labels(self) -> Tensor:
+        """(..., L) index into rules.LABELS of every leaf of a certified tree."""
+        if self.labels is None:
+            raise ValueError(f"{self.rule} labels no leaves; screen with rules.Certified")
+        return self._by_leaf(lambda part: part._node_rows(part.labels))
+
+    @property
+    def depth_limited(self) -> Tensor:
+        """(..., L) leaves that the depth limit kept from being split."""
+        return self._by_leaf(lambda part: part._node_rows(part._limited_blocks()))
+
+    def refines(self, other: "Tree") -> Tensor:
+        """(...) whether every leaf lies inside a leaf of the other tree."""
+        if self.grid != other.grid:
+            raise ValueError(f"the trees lie on {self.grid} and {other.grid}; compare on one grid")
+        if self.layout is other.layout:
+            return ~(other.split & ~self.split).any(0).view(self.shape)
+        pairs = self.leaf_index.long() * (self.grid.size + 1) + other.leaf_index
+        pairs = pairs.sort(-1).values
+        if self.valid is not None:
+            raise ValueError("trees of different hierarchies are compared without valid= only")
+        return 1 + (pairs.diff(dim=-1) != 0).sum(-1) == self.leaf_count
+
+    def reconstruct(self, scores: Tensor) -> Tensor:
+        """(..., N) the mean score of its leaf at every token."""
+        return self._on_scores(scores, lambda part, pyramid: part._reconstruct(pyramid))
+
+    def error(self, scores: Tensor) -> Tensor:
+        """(...) E = F - F~ = tau KL(q || p) of every tree on its scores, exact to rounding."""
+        return self._on_scores(scores, lambda part, pyramid: part._error(pyramid))
+
+    def output_bound(self, scores: Tensor, values: Tensor) -> Tensor:
+        """(...) V_max sqrt(2 E / tau): how far the attention output can be from the exact one."""
+        norms = values.double().norm(dim=-1)
+        return output_bound(self.error(scores).double(), norms.amax(-1), tau=self.tau)
+
+    def _columns(self, start: int, stop: int) -> "Tree":
+        """The flat batch of trees from start to stop."""
+        flat = replace(self, shape=(self.split.shape[1],))
+        return flat[start:stop]
+
+    def _collect(self, compute: Callable[["Tree"], Tensor]) -> Tensor:
+        """Compute on the flat batch, so many trees at once that the intermediates stay small."""
+        trees = self.split.shape[1]
+        step = max(1, CHUNK_ELEMENTS // self.grid.size)
+        if trees <= step:
+            return compute(replace(self, shape=(trees,)))
+        parts = (self._columns(i, min(i + step, trees)) for i in range(0, trees, step))
+        return torch.cat([compute(part) for part in parts])
+
+    def _leaf_count(self) -> Tensor:
+        counts, first = self.counts, self.layout.levels[0]
+        if self.valid is None:
+            roots = torch.tensor(first.size + first.tokens.numel(), device=self.device)
+        else:
+            roots = self.valid[first.tokens].sum(0)
+            if counts.blocks:
+                roots = roots + (counts.blocks[0] > 0).sum(0)
+        grown = sum(
+            ((branching - 1) * split).sum(0)
+            for branching, split in zip(counts.branching, self._levels(), strict=True)
+        )
+        return (roots + grown + torch.zeros_like(self.split[:1].sum(0))).round().long()
+
+    def _levels(self) -> list[Tensor]:
+        """The (n, B) splits of every level that has blocks."""
+        offsets = self.layout.offsets
+        depths = range(len(self.layout.levels) - 1)
+        return [self.split[offsets[d] : offsets[d + 1]] for d in depths]
+
+    def _leaves(self) -> list[Tensor]:
+        """(n + t, B) for every level: which of its blocks and tokens are leaves with valid tokens."""
+        counts, leaves, above = self.counts, [], None
+        for level, split in zip(self.layout.levels, [*self._levels(), self.split[:0]], strict=True):
+            if above is None:
+                ends = self.split.new_ones(level.tokens.numel(), self.split.shape[1])
+                reached = torch.ones_like(split)
+            else:
+                ends, reached = above[level.token_parents], above[level.parents]
+            if self.valid is not None:
+                ends = ends & self.valid[level.tokens]
+                if level.size:
+                    reached = reached & (counts.blocks[len(leaves)] > 0)
+            leaves.append(torch.cat((reached & ~split, ends)))
+            above = split
+        return leaves
+
+    def _leaf_index(self) -> Tensor:
+        begins = self.split.new_zeros(self.grid.size, self.split.shape[1])
+        for level, leaves in zip(self.layout.levels, self._leaves(), strict=True):
+            starts = torch.cat((level.starts, level.token_starts))
+            begins[starts] |= leaves
+        index = begins.cumsum(0, dtype=torch.int32).sub_(1)[self.layout.z_rank]
+        if self.valid is not None:
+            index = index.masked_fill(~self.valid, -1)
+        return index.T.contiguous()
+
+    def _node_rows(self, blocks: Tensor | None) -> Tensor:
+        """(nodes, B) values of all blocks and tokens from those of the blocks; tokens have 0."""
+        assert blocks is not None
+        rows = []
+        for depth, level in enumerate(self.layout.levels):
+            offsets = self.layout.offsets
+            rows.append(blocks[offsets[depth] : offsets[depth + 1]])
+            rows.append(blocks.new_zeros(level.tokens.numel(), blocks.shape[1]))
+        return torch.cat(rows)
+
+    def _limited_blocks(self) -> Tensor:
+        blocks = torch.zeros_like(self.split)
+        if self.limited is not None and self.max_depth is not None:
+            start = self.layout.offsets[self.max_depth]
+            blocks[start : start + self.limited.shape[0]] = self.limited
+        return blocks
+
+    def _by_leaf(self, values: Callable[["Tree"], Tensor]) -> Tensor:
+        """(..., L, *) values of the leaves in order, out of (nodes, B, *) values of all nodes."""
+        most = int(self.leaf_count.max())
+        order = torch.cat([torch.cat((v.starts, v.token_starts)) for v in self.layout.levels])
+        order = order.argsort(stable=True)
+
+        def pick(part: "Tree") -> Tensor:
+            tree, place = torch.cat(part._leaves())[order].T.nonzero().unbind(-1)
+            counts = part.leaf_count
+            rank = torch.arange(len(tree), device=tree.device) - (counts.cumsum(0) - counts)[tree]
+            rows = values(part)
+            out = rows.new_zeros(part.split.shape[1], most, *rows.shape[2:])
+            out[tree, rank] = rows[order[place], tree]
+            return out
+
+        picked = self._collect(pick)
+        return picked.view(*self.shape, *picked.shape[1:])
+
+    def _on_scores(
+        self, scores: Tensor, compute: Callable[["Tree", ScorePyramid], Tensor]
+    ) -> Tensor:
+        """Compute on (..., N) scores whose leading dimensions the trees broadcast to."""
+        check_scores(scores, self.grid.size)
+        lead = scores.shape[:-1]
+        trees = torch.arange(self.split.shape[1], device=self.device).view(self.shape)
+        try:
+            columns = trees.expand(lead).flatten()
+        except RuntimeError:
+            raise ValueError(
+                f"scores have leading dimensions {tuple(lead)} and the trees {self.shape}; "
+                "pass the scores the trees were made for"
+            ) from None
+        flat = scores.reshape(-1, self.grid.size)
+        flat = flat if flat.dtype == torch.float64 else flat.float()
+        whole = replace(self, shape=(self.split.shape[1],))
+        step = max(1, CHUNK_ELEMENTS // self.grid.size)
+        parts = []
+        for start in range(0, len(flat), step):
+            part = whole[columns[start : start + step]]
+            parts.append(compute(part, part._pyramid(flat[start : start + step].T)))
+        result = torch.cat(parts) if parts else flat.new_empty(0)
+        return result.view(*lead, *result.shape[1:])
+
+    def _pyramid(self, tokens: Tensor) -> ScorePyramid:
+        counts = Counts.of(self.layout, tokens.dtype, self.valid)
+        if self.valid is not None:
+            tokens = tokens.where(self.valid, 0.0)
+        return ScorePyramid(self.layout, counts, self.tau, tokens, self.valid)
+
+    def _reconstruct(self, pyramid: ScorePyramid) -> Tensor:
+        tokens = pyramid.tokens.clone()
+        held = pyramid.mean(0) if pyramid.depth else tokens[:0]  # the mean of the leaf above
+        for depth, split in enumerate(self._levels()):
+            below = self.layout.levels[depth + 1]
+            ends = below.tokens
+            tokens[ends] = torch.where(
+                split[below.token_parents], pyramid.tokens[ends], held[below.token_parents]
+            )
+            if below.size:
+                mean = pyramid.mean(depth + 1)
+                held = torch.where(split[below.parents], mean, held[below.parents])
+        return tokens.T.contiguous()
+
+    def _error(self, pyramid: ScorePyramid) -> Tensor:
+        log_partition = pyramid.log_partition()
+        lost = torch.zeros_like(log_partition)  # the share of Z that the splits not made would add
+        for depth, split in enumerate(self._levels()):
+            lost += (pyramid.gain(depth, log_partition) * ~split).sum(0)
+        # Near 1 the difference 1 - lost is rounding: there the two partition functions are compared.
+        direct = log_partition - self._log_mass(pyramid)
+        exact = torch.where(lost < 0.5, -torch.log1p(-lost.clamp(max=0.5)), direct)
+        return exact * self.tau
+
+    def _log_mass(self, pyramid: ScorePyramid) -> Tensor:
+        """(B,) log of the mass n exp(M / tau) the leaves hold together."""
+        rows = []
+        for depth, leaves in enumerate(self._leaves()):
+            level = self.layout.levels[depth]
+            logits = pyramid.tokens[level.tokens] / self.tau
+            if level.size:
+                mean, counts = pyramid.mean(depth), pyramid.counts.blocks[depth]
+                logits = torch.cat((mean / self.tau + counts.log(), logits))
+            rows.append(logits.masked_fill(~leaves, -torch.inf))
+        return torch.cat(rows).logsumexp(0)
+
+
+def _with_tokens(level: Level, width: int) -> Tensor:
+    """(n + t, 4) boxes of the blocks and the tokens of a level."""
+    top, left = level.tokens // width, level.tokens % width
+    return torch.cat((level.boxes, torch.stack((top, left, top + 1, left + 1), -1)))
