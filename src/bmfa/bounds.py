@@ -1,11 +1,4 @@
-"""Bounds on the gap from block statistics, rounded outward so that they hold in floating point.
-
-Statistics are numbers or tensors that broadcast. They may be rounded: the bounds allow an error of
-STATISTIC_ULPS units in the last place of the largest of low, high and mean in the mean, and of as
-many relative units in the variance, which a sum over a block in the same dtype keeps. That
-allowance is wide where a large offset hides a small range; statistics about the mean (mean = 0,
-from the deviations s_i - max s, which are exact near the top) avoid it.
-"""
+"""Bounds on the gap from block statistics, rounded outward so that they hold in floating point."""
 
 import torch
 from torch import Tensor
@@ -13,10 +6,14 @@ from torch import Tensor
 from bmfa.checks import check_tau
 from bmfa.energy import as_tensors, binary_gap, check_elements, weighted_gap
 
+# Statistics are rounded themselves. The bounds allow an error in the mean of this many units in the
+# last place of the largest of low, high and mean (the sum of scores errs by ulps of the mean |s|, at
+# most |mean| + 2 |low| and |mean| + 2 |high|), and as many relative to the variance. A large offset
+# makes that allowance wide against a small range: statistics of energy.centered, mean = 0, do not.
 STATISTIC_ULPS = 8
 # binary_gap and weighted_gap err by a few units in the last place, and so does the gap they bound.
 RESULT_ULPS = 16
-# Child bounds above this many tau are summed relative to the largest, as their masses may underflow.
+# Child bounds above this many tau are summed relative to the largest: their masses may underflow.
 STEEP = 32.0
 
 
@@ -96,10 +93,11 @@ def recursive(
     gamma = weighted_gap(means, weights, tau=tau * (1 - _ulps(means, RESULT_ULPS)))
     weights = weights / weights.sum(-1, keepdim=True)
     bounds = torch.where(weights > 0, bounds, 0.0)
-    depth = means - torch.where(weights > 0, means, -torch.inf).amax(-1, keepdim=True)
-    mass = weights * torch.exp(torch.where(weights > 0, depth, 0.0) / tau)
-    padding = torch.where(bounds > 0, _ulps(means, STATISTIC_ULPS) * depth.abs(), 0.0)
-    residual = certificate(mass / mass.sum(-1, keepdim=True), bounds + padding, tau)
+    top = torch.where(weights > 0, means, -torch.inf).amax(-1, keepdim=True)
+    depth = torch.where(weights > 0, means - top, 0.0) / tau
+    mass = weights * torch.exp(depth)
+    rounding = 1 - _ulps(means, STATISTIC_ULPS) * depth.clamp(min=-1000.0)
+    residual = certificate(rounding * mass / mass.sum(-1, keepdim=True), bounds, tau)
     steep = bounds.amax(-1) > STEEP * tau
     smooth = _outward(gamma, gamma == 0) + residual
     return torch.where(steep, _steep_recursive(means, weights, bounds, tau), smooth)
@@ -124,22 +122,24 @@ def output_bound(error: float | Tensor, value_norm: float | Tensor, tau: float =
 def certificate(leaf_mass: Tensor, leaf_bound: Tensor, tau: float = 1.0) -> Tensor:
     """E <= tau log(1 + sum_L pi~_L (e^(U_L / tau) - 1)) over the last dimension, rounded up.
 
-    pi~ are masses relative to the coarse Z~ and U bounds on the gaps, of the unexpanded leaves
-    alone: a leaf that is exact adds nothing.
+    pi~ are masses relative to the coarse Z~ and U bounds on the gaps, of the unexpanded leaves: a
+    leaf that is exact, or none, has bound 0. A mass of 0 may have underflowed, so under a bound
+    above 0 it counts as the smallest normal number.
     """
     mass, bound = as_tensors(leaf_mass=leaf_mass, leaf_bound=leaf_bound)
     check_elements("leaf_mass", mass, mass >= 0, "masses of at least 0")
     check_elements("leaf_bound", bound, bound >= 0, "bounds of at least 0")
     tau = check_tau(tau)
     margin = 1 + _ulps(mass, STATISTIC_ULPS)
-    ratio = torch.where(mass > 0, bound / tau * margin, 0.0)
+    mass = (margin * mass).clamp(min=torch.finfo(mass.dtype).tiny)
+    ratio = margin * (bound / tau)
     # e^y - 1 = h (h + 2) with h = e^(y / 2) - 1: a tiny mass meets the first factor before the
     # second, so that the product overflows only where its logarithm is all that matters.
     root = torch.expm1(ratio / 2)
-    excess = (margin * mass * root * (root + 2)).sum(-1)
+    excess = (mass * root * (root + 2)).sum(-1)
     dominant = torch.logsumexp(mass.log() + ratio, -1)
     logarithm = torch.where(torch.isinf(excess), dominant, torch.log1p(excess))
-    return _outward(tau * logarithm, ((mass == 0) | (bound == 0)).all(-1))
+    return _outward(tau * logarithm, (bound == 0).all(-1))
 
 
 def _two_point_gap(top: Tensor, bottom: Tensor, tau: float) -> Tensor:
@@ -150,7 +150,7 @@ def _two_point_gap(top: Tensor, bottom: Tensor, tau: float) -> Tensor:
 
 
 def _steep_recursive(means: Tensor, weights: Tensor, bounds: Tensor, tau: float) -> Tensor:
-    """tau log sum_C w_C e^((M_C + U_C) / tau) - sum_C w_C M_C, relative to the largest M_C + U_C."""
+    """tau log sum_C w_C e^((M_C + U_C) / tau) - sum_C w_C M_C, scaled by its largest term."""
     sums = torch.where(weights > 0, means + bounds, -torch.inf)
     top = sums.amax(-1, keepdim=True)
     height = (weights * torch.where(weights > 0, top - means, 0.0)).sum(-1)
@@ -174,7 +174,7 @@ def _allowance(*statistics: Tensor) -> Tensor:
 
 
 def _outward(bound: Tensor, zero: Tensor) -> Tensor:
-    """The bound and RESULT_ULPS more (and the smallest normal number, as it may have underflowed)."""
+    """The bound and RESULT_ULPS more; the smallest normal number more, as it may underflow."""
     raised = bound * (1 + _ulps(bound, RESULT_ULPS)) + torch.finfo(bound.dtype).tiny
     return torch.where(zero, 0.0, raised)
 

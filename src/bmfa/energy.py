@@ -48,9 +48,12 @@ def free_energy(scores: Tensor, *, valid: Tensor | None = None, tau: float = 1.0
 
 def mean(scores: Tensor, *, valid: Tensor | None = None) -> Tensor:
     """M = (1 / n) sum_i s_i; the common score itself where all are equal."""
-    values, counts = _tokens(scores, valid)
-    deviation, top = _deviations(values, counts)
-    return top + _average(deviation, counts)
+    return _center(*_tokens(scores, valid))[1]
+
+
+def centered(scores: Tensor, *, valid: Tensor | None = None) -> Tensor:
+    """s_i - M to within rounding of itself, whatever the offset; 0 on tokens that are not valid."""
+    return _center(*_tokens(scores, valid))[0]
 
 
 def gap(scores: Tensor, *, valid: Tensor | None = None, tau: float = 1.0) -> Tensor:
@@ -73,8 +76,8 @@ def weighted_gap(values: Tensor, weights: Tensor, *, tau: float = 1.0) -> Tensor
 def gibbs(scores: Tensor, *, valid: Tensor | None = None, tau: float = 1.0) -> Tensor:
     """p_i = exp(s_i / tau) / Z, of the shape of the scores; 0 on tokens that are not valid."""
     values, counts = _tokens(scores, valid)
-    deviation, _ = _deviations(values, counts)
-    mass = counts * torch.exp(deviation / check_tau(tau))
+    depth, _ = _depth(values, counts)
+    mass = counts * torch.exp(depth / check_tau(tau))
     return mass / mass.sum(-1, keepdim=True)
 
 
@@ -86,8 +89,8 @@ def proxy(
     `partition` holds a label >= 0 for each token, (n,) or broadcasting to the scores.
     """
     values, counts = _tokens(scores, valid)
-    deviation, top = _deviations(values, counts)
-    return top + _free_energy(*_children(deviation, counts, partition), check_tau(tau))
+    deviation, center = _center(values, counts)
+    return center + _free_energy(*_children(deviation, counts, partition), check_tau(tau))
 
 
 def refinement_score(
@@ -95,7 +98,7 @@ def refinement_score(
 ) -> Tensor:
     """Gamma = Phi - M >= 0, as accurate as `gap`; exactly 0 where all scores are equal."""
     values, counts = _tokens(scores, valid)
-    deviation, _ = _deviations(values, counts)
+    deviation, _ = _center(values, counts)
     return _gap(*_children(deviation, counts, partition), check_tau(tau))
 
 
@@ -107,11 +110,9 @@ def cumulants(scores: Tensor, order: int = 4, *, valid: Tensor | None = None) ->
     """
     order = check_integer("order", order, low=1, high=4)
     values, counts = _tokens(scores, valid)
-    deviation, top = _deviations(values, counts)
-    center = _average(deviation, counts)
-    centered = deviation - center[..., None]
-    second, third, fourth = (_average(centered**power, counts) for power in (2, 3, 4))
-    return torch.stack([top + center, second, third, fourth - 3 * second**2][:order], -1)
+    deviation, center = _center(values, counts)
+    second, third, fourth = (_average(deviation**power, counts) for power in (2, 3, 4))
+    return torch.stack([center, second, third, fourth - 3 * second**2][:order], -1)
 
 
 def cumulant_gap(
@@ -156,7 +157,9 @@ def minority_mass(alpha: float | Tensor, delta: float | Tensor, tau: float = 1.0
     tau = check_tau(tau)
     top = delta.clamp(min=0).detach()
     minority = alpha * torch.exp((delta - top) / tau)
-    return minority / ((1 - alpha) * torch.exp(-top / tau) + minority)
+    total = minority + (1 - alpha) * torch.exp(-top / tau)
+    # Both terms vanish only where alpha is 0 or 1, and the other state underflows.
+    return torch.where(total > 0, minority / torch.where(total > 0, total, 1.0), alpha)
 
 
 def critical_advantage(
@@ -231,37 +234,46 @@ def _tokens(scores: Tensor, valid: Tensor | None) -> tuple[Tensor, Tensor]:
     return values, counts
 
 
-def _deviations(values: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
-    """Values less the largest that counts (0 where the count is 0), and that largest, (...).
-
-    Relative to an actual value, and not to the rounded mean, equal values deviate by exactly 0.
-    """
-    top = torch.where(counts > 0, values, -math.inf).amax(-1, keepdim=True).detach()
-    return torch.where(counts > 0, values - top, 0.0), top.squeeze(-1)
-
-
 def _average(values: Tensor, counts: Tensor) -> Tensor:
     return (counts * values).sum(-1) / counts.sum(-1)
 
 
+def _depth(values: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
+    """Values less the largest that counts (0 where the count is 0), and that largest, (...)."""
+    top = torch.where(counts > 0, values, -math.inf).amax(-1, keepdim=True).detach()
+    return torch.where(counts > 0, values - top, 0.0), top.squeeze(-1)
+
+
+def _center(values: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
+    """Values less their average (0 where the count is 0), and that average, (...).
+
+    The second average removes the rounding of the first; kept between the extremes, the first is
+    exact for equal values.
+    """
+    counted = counts > 0
+    low = torch.where(counted, values, math.inf).amin(-1)
+    high = torch.where(counted, values, -math.inf).amax(-1)
+    first = _average(torch.where(counted, values, 0.0), counts).clamp(low, high).detach()
+    deviation = torch.where(counted, values - first[..., None], 0.0)
+    second = _average(deviation, counts)
+    return torch.where(counted, deviation - second[..., None], 0.0), first + second
+
+
 def _free_energy(values: Tensor, counts: Tensor, tau: float) -> Tensor:
-    deviation, top = _deviations(values, counts)
-    return top + tau * _average(torch.exp(deviation / tau), counts).log()
+    depth, top = _depth(values, counts)
+    return top + tau * _average(torch.exp(depth / tau), counts).log()
 
 
 def _gap(values: Tensor, counts: Tensor, tau: float) -> Tensor:
-    """tau log(1 + E phi(x)) with x centered: the sum has no negative term, so nothing cancels.
+    """tau log(1 + E phi(x / tau)), x = s - M: no term is negative, so nothing cancels.
 
-    Where the top is steep, (top - M) + tau log E exp((s - top) / tau) instead.
+    Where the top is steep, F of x instead: its mean is 0.
     """
-    deviation, _ = _deviations(values, counts)
-    center = _average(deviation, counts)
-    steep = -center > STEEP * tau
-    x = torch.where(steep[..., None], 0.0, (deviation - center[..., None]) / tau)
-    smooth = tau * torch.log1p(_average(_excess(x), counts))
-    return torch.where(
-        steep, tau * _average(torch.exp(deviation / tau), counts).log() - center, smooth
-    )
+    deviation, _ = _center(values, counts)
+    sharp = _free_energy(deviation, counts, tau)
+    steep = deviation.amax(-1) > STEEP * tau
+    x = torch.where(steep[..., None], 0.0, deviation / tau)
+    return torch.where(steep, sharp, tau * torch.log1p(_average(_excess(x), counts)))
 
 
 def _children(deviation: Tensor, counts: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:

@@ -87,7 +87,7 @@ def child_step(children: Tensor, weights: Tensor, empty: Tensor | None, exact: b
         largest = children.detach().masked_fill(empty, -torch.inf).amax(1)
         largest = largest.masked_fill(largest == -torch.inf, 0.0)  # a block without valid tokens
         offset = (children - largest.unsqueeze(1)).masked_fill(empty, 0.0)
-    shift = (weights * offset).sum(1)
+    shift = weighted_sum(weights, offset)
     mean = largest + shift
     if not exact:
         flat = shift.abs() <= ROUNDINGS * epsilon(shift) * largest.abs()
@@ -99,7 +99,14 @@ def child_step(children: Tensor, weights: Tensor, empty: Tensor | None, exact: b
 def child_lift(offset: Tensor, weights: Tensor, tau: float) -> Tensor:
     """(n, B) sum_C w_C exp(offset_C / tau) - 1, in (-1, 0]: exactly 0 on a constant block."""
     scaled = offset if tau == 1.0 else offset / tau
-    return (weights * scaled.expm1()).sum(1)
+    return weighted_sum(weights, scaled.expm1())
+
+
+def weighted_sum(weights: Tensor, values: Tensor) -> Tensor:
+    """(n, B) sum over the children of (n, k, B) values."""
+    if weights.shape[-1] == 1 and values.device.type == "cpu":
+        return torch.bmm(weights.transpose(1, 2), values).squeeze(1)  # one pass instead of two
+    return (weights * values).sum(1)
 
 
 def settle(value: Tensor, *terms: Tensor) -> Tensor:
@@ -219,7 +226,7 @@ class ScorePyramid(Pyramid):
             spread = (step.offset - step.shift.unsqueeze(1)).square()
             if levels:
                 spread = spread + self.layout.children(depth, levels[-1], None)
-            levels.append((weights * spread).sum(1))
+            levels.append(weighted_sum(weights, spread))
         return levels[::-1]
 
     def maxima(self) -> list[Tensor]:

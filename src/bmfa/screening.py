@@ -157,8 +157,14 @@ def check_queries(q: Tensor, k: Tensor, grid: Grid, scale: float | None) -> floa
 def check_finite_keys(q: Tensor, k: Tensor) -> None:
     """Raise where a query or a key is not finite."""
     for name, tensor in (("queries", q), ("keys", k)):
-        if not bool(torch.isfinite(tensor.detach().sum(dtype=torch.float64))):
+        if not sums_finite(tensor):
             check_finite(name, tensor)
+
+
+def sums_finite(tensor: Tensor) -> bool:
+    """Whether the sum is finite, as it is where all entries are, unless they are huge."""
+    half = tensor.dtype in (torch.float16, torch.bfloat16)
+    return bool(torch.isfinite(tensor.detach().sum(dtype=torch.float32 if half else None)))
 
 
 class Screening:
@@ -195,8 +201,7 @@ class Screening:
 
     def check_finite(self, name: str, scores: Tensor, valid: Tensor | None) -> None:
         """Raise where a valid score is not finite; one sum where all are."""
-        total = scores.detach().sum(dtype=torch.float64)
-        if not bool(torch.isfinite(total)):
+        if not sums_finite(scores):
             check_finite(name, scores, valid)
 
     def columns(self, mask: Tensor | None, part: slice) -> Tensor | None:

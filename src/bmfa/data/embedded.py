@@ -10,7 +10,7 @@ from bmfa.data.clutter import add_clutter
 from bmfa.data.draws import Draws
 from bmfa.data.figures import CLASSES, FIGURES
 from bmfa.data.shapes import Array, Shape, Stroke
-from bmfa.data.textures import background, contrasting
+from bmfa.data.textures import background, contrasting, finished, luma_at
 
 FIGURE_SIZE = 112
 _VIEW = 0
@@ -33,7 +33,7 @@ def figure_picture(seed: int, index: int) -> FigurePicture:
     centre = draws.array(2, low=radius + 2, high=FIGURE_SIZE - radius - 3)
     add_clutter(draws, canvas, [(centre[0], centre[1], radius + 3)], tries=24)
     figure = _figure(draws, label, centre, radius)
-    figure.paint(canvas, contrasting(draws, canvas, figure, 75.0, 120.0))
+    figure.paint(canvas, contrasting(draws, luma_at(canvas, centre[None]), 75.0, 120.0)[0])
     return FigurePicture(finished(canvas), label, figure.mask(FIGURE_SIZE, FIGURE_SIZE))
 
 
@@ -48,8 +48,3 @@ def _figure(draws: Draws, label: int, centre: Array, radius: float) -> Shape:
     pen = draws.number(2.0, 2.8) / radius
     stroke = Stroke(FIGURES[CLASSES[label]], pen).placed(centre, radius, draws.number())
     return Shape.of([stroke], FIGURE_SIZE, FIGURE_SIZE)
-
-
-def finished(canvas: Array) -> NDArray[np.uint8]:
-    """A canvas (3, height, width) as an 8-bit picture (height, width, 3)."""
-    return np.clip(canvas + 0.5, 0.0, 255.0).astype(np.uint8).transpose(1, 2, 0).copy()

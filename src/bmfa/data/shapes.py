@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -52,10 +52,8 @@ class Shape(NamedTuple):
         left, right = _clipped(low[0], high[0], width)
         top, bottom = _clipped(low[1], high[1], height)
         x, y = np.arange(left, right), np.arange(top, bottom)
-        distance = _distance(x, y, strokes[0])
-        for stroke in strokes[1:]:
-            distance = np.minimum(distance, _distance(x, y, stroke))
-        return cls(slice(top, bottom), slice(left, right), distance)
+        distances = [segment_distance(x, y, s.segments) - s.width / 2 for s in strokes]
+        return cls(slice(top, bottom), slice(left, right), np.minimum.reduce(distances))
 
     def mask(self, height: int, width: int) -> NDArray[np.bool_]:
         """The shape's pixels on the canvas."""
@@ -76,15 +74,21 @@ def _clipped(low: float, high: float, size: int) -> tuple[int, int]:
     return first, max(first, min(size, math.ceil(high) + 1))
 
 
-def _distance(x: NDArray[np.int_], y: NDArray[np.int_], stroke: Stroke) -> Array:
-    start = stroke.segments[:, 0]
-    along = stroke.segments[:, 1] - start
-    length = np.sqrt((along**2).sum(-1))
-    unit = along / np.maximum(length, 1e-9)[:, None]
-    from_x, from_y = x - start[:, :1], y - start[:, 1:]  # (count, columns), (count, rows)
-    foot = (from_x * unit[:, :1])[:, None, :] + (from_y * unit[:, 1:])[:, :, None]
-    nearest = np.minimum(np.maximum(foot, 0.0), length[:, None, None])
-    # |p - a|^2 - 2 t s + t^2 with s the foot of the perpendicular and t the nearest point's place.
-    squared = nearest * (nearest - 2 * foot)
-    squared += (from_x * from_x)[:, None, :] + (from_y * from_y)[:, :, None]
-    return np.sqrt(np.maximum(squared.min(0), 0.0)) - stroke.width / 2
+def segment_distance(x: NDArray[Any], y: NDArray[Any], segments: Array) -> Array:
+    """Distance of pixels at columns x (..., w) and rows y (..., h) to the nearest of their segments
+    (..., count, 2, 2), as (..., h, w)."""
+    start, end = segments[..., 0, :], segments[..., 1, :]
+    along = end - start
+    length = np.sqrt((along**2).sum(-1, keepdims=True))
+    unit = along / np.maximum(length, 1e-9)
+    from_x = x[..., None, :] - start[..., :1]  # (..., count, w)
+    from_y = y[..., None, :] - start[..., 1:]  # (..., count, h)
+    foot = (from_x * unit[..., :1])[..., None, :] + (from_y * unit[..., 1:])[..., None]
+    nearest = np.minimum(np.maximum(foot, 0.0), length[..., None])
+    # |p - a|^2 - 2 t s + t^2, with s the foot of the perpendicular and t the nearest point's place.
+    foot *= -2.0
+    foot += nearest
+    foot *= nearest
+    foot += (from_x * from_x)[..., None, :]
+    foot += (from_y * from_y)[..., None]
+    return np.sqrt(np.maximum(foot.min(-3), 0.0))

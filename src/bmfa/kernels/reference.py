@@ -175,7 +175,7 @@ def _quadrants(box: Box) -> list[Box]:
     ]
     if top < middle and left < centre:
         return quadrants
-    return [quadrant for quadrant in quadrants if quadrant[0] < quadrant[2] and quadrant[1] < quadrant[3]]
+    return [box for box in quadrants if box[0] < box[2] and box[1] < box[3]]
 
 
 def _prefix_sums(grid: npt.NDArray[np.int64]) -> list[list[int]]:
@@ -187,10 +187,11 @@ def _prefix_sums(grid: npt.NDArray[np.int64]) -> list[list[int]]:
 class _Blocks:
     """O(1) counts, means and refinement scores of the blocks of one grid, in units of tau.
 
-    Scores are held as x = (s - max s) / tau, rounded to the finest power of two (a tick) for which
-    sums over the grid fit in 62 bits. Sums are then exact, and equal blocks have equal means
-    whatever surrounds them. A mean is off by at most half a tick and, u being half an epsilon,
-    2u max|x| from the two roundings of x; `doubt` is that for the difference of two means.
+    Scores are held as x = (s - max s) / tau in ticks, the smallest power of two for which sums
+    over the grid fit in 62 bits. Sums are then exact, and equal blocks have equal means whatever
+    surrounds them. With eps the float64 epsilon, a mean is off by at most half a tick, plus
+    eps max|x| for the two roundings of x and eps/2 max|x| for the division; `doubt` is twice
+    that, the error of a difference of two means.
     """
 
     def __init__(self, scores: npt.ArrayLike, tau: float, valid: npt.ArrayLike | None) -> None:
@@ -287,7 +288,7 @@ def _grow(blocks: _Blocks, splits: Decision, max_depth: int | None) -> Reference
         children = blocks.children(node)
         wanted = bool(children) and splits(node, children, depth)
         if wanted and depth != max_depth:
-            queue.extendleft((child, depth + 1) for child in reversed(children))
+            queue.extendleft([(child, depth + 1) for child in reversed(children)])
         else:
             leaves.append(node[0])
             depths.append(depth)
@@ -384,11 +385,9 @@ def _quadrant_decision(blocks: _Blocks, keeps: Callable[[int, Array], bool]) -> 
 
     A child is known by its position among the quadrants of some area, valid tokens or not.
     """
-    kept = [
-        box
-        for position, box in enumerate(_quadrants(blocks.root[0]))
-        if blocks.node(box)[1] and keeps(position, blocks.values(blocks.node(box)))
-    ]
+    quadrants = _quadrants(blocks.root[0]) if blocks.children(blocks.root) else []
+    nodes = [blocks.node(box) for box in quadrants]
+    kept = [node[0] for i, node in enumerate(nodes) if node[1] and keeps(i, blocks.values(node))]
 
     def splits(node: Node, children: list[Node], depth: int) -> bool:
         top, left, bottom, right = node[0]
@@ -418,16 +417,16 @@ def _decision(
         if rule.coarse:
             return _coarse_mass(blocks, rule.epsilon, max_depth)
         return lambda node, parts, _: blocks.gain(node, parts, blocks.log_z) > rule.epsilon
-    if isinstance(rule, rules.FixedDepth):
-        return lambda node, parts, depth: depth < rule.depth
     if isinstance(rule, rules.GlobalMean):
         return lambda node, parts, _: False
-    if isinstance(rule, rules.QuadrantGap):
-        return _quadrant_decision(blocks, lambda _, values: gap(values, tau) > rule.epsilon)
+    if isinstance(rule, rules.FixedDepth):
+        return lambda node, parts, depth: depth < rule.depth
     if isinstance(rule, rules.Variance):
         return _quadrant_decision(
             blocks, lambda _, values: tau / 2 * float(_centred(values, tau).var()) > rule.epsilon
         )
+    if isinstance(rule, rules.QuadrantGap):
+        return _quadrant_decision(blocks, lambda _, values: gap(values, tau) > rule.epsilon)
     if isinstance(rule, rules.RandomQuadrants):
         if keep is None:
             raise ValueError(f"{rule!r} was given no coins; pass keep=, a bool for each quadrant")
@@ -519,10 +518,11 @@ def dense_attention(
 ) -> Array:
     """o = sum_i p_i v_i with p = softmax(s / tau) over the prefix and the valid spatial keys."""
     scores = _attention_scores(q, k, scale)
-    mask = np.ones((scores.shape[0], scores.shape[-1]), bool)
-    mask[:, prefix:] = _spatial_mask(valid, mask.shape[0], mask.shape[1] - prefix)
-    logits = np.where(mask[:, None, None, :], scores / tau, -np.inf)
-    return _softmax_mean(logits, np.asarray(v, np.float64))
+    batch, *_, keys = scores.shape
+    mask = np.ones((batch, 1, 1, keys), bool)
+    mask[..., prefix:] = _spatial_mask(valid, batch, keys - prefix)[:, None, None]
+    values = np.where(mask.swapaxes(-1, -2), np.asarray(v, np.float64), 0.0)
+    return _softmax_mean(np.where(mask, scores / tau, -np.inf), values)
 
 
 def attention(

@@ -8,12 +8,11 @@ from torch import Tensor
 
 from bmfa.checks import check_integer, check_number
 from bmfa.grid import Grid
-from bmfa.pyramid import Pyramid, ScorePyramid
+from bmfa.pyramid import Pyramid, ScorePyramid, epsilon
 from bmfa.rules.base import Context, Decision, Rule, descend
 
 # Penalties below this are taken as 0: the share of Z at stake is below any score's rounding.
 LEAST_PENALTY = 1e-12
-BISECTIONS = 48
 
 
 @dataclass(frozen=True)
@@ -83,8 +82,8 @@ class Optimal(Rule):
     def decide(self, scores: Tensor, context: Context) -> Decision:
         """Splits from the gains of all blocks."""
         pruning = Pruning(scores, context)
-        asking = pruning.run(self._penalty(pruning)).asking
-        return descend(context, lambda depth, _: context.rows(asking, depth))
+        asking = pruning.asking(self._penalty(pruning))
+        return descend(context, lambda depth, _: asking[depth])
 
     def _penalty(self, pruning: "Pruning") -> Tensor:
         """(B,) the penalty itself, or the one at which the budget is met."""
@@ -92,14 +91,14 @@ class Optimal(Rule):
             return pruning.constant(self.penalty)
         if self.error is not None:
             error = self.error
-            return pruning.search(lambda run: self._average(run.error) <= error, smaller=False)
+            return pruning.search(lambda cost: self._average(cost.error) <= error, smaller=False)
         total, leaves = pruning.context.counts.total, self.leaves
         assert leaves is not None
         budget = total * leaves if isinstance(leaves, float) else torch.full_like(total, leaves)
         # A fraction that stands for a whole count must not lose it to rounding: 0.3 of 10 is 3.
         budget = (budget * (1 + 1e-6)).clamp(min=1)
         return pruning.search(
-            lambda run: self._average(run.leaves) <= self._average(budget), smaller=True
+            lambda cost: self._average(cost.leaves) <= self._average(budget), smaller=True
         )
 
     def _average(self, values: Tensor) -> Tensor:
@@ -108,10 +107,9 @@ class Optimal(Rule):
 
 
 @dataclass(frozen=True)
-class Run:
-    """One pass of pruning: what is asked for, and what the pruned trees cost and miss."""
+class Cost:
+    """What pruned trees cost and miss."""
 
-    asking: Tensor  # (blocks, B) bool
     leaves: Tensor  # (B,)
     error: Tensor  # (B,) E
 
@@ -120,53 +118,69 @@ class Pruning:
     """Bottom-up pruning of B trees by the (blocks, B) gains of their splits."""
 
     def __init__(self, gain: Tensor, context: Context) -> None:
-        self.gain = gain
         self.context = context
+        self.like = gain
+        self.depths = range(len(context.layout.levels) - 1)
+        self.gain = [context.rows(gain, depth) for depth in self.depths]
         # A block without valid tokens has no children; it is never reached and costs nothing.
         self.cost = [(k - 1).clamp(min=0) for k in context.counts.branching]
 
     def constant(self, value: float) -> Tensor:
         """(B,) the same penalty for every tree."""
-        return torch.full(
-            (self.context.trees,), value, dtype=self.gain.dtype, device=self.gain.device
-        )
+        return self.like.new_full((self.context.trees,), value)
 
-    def run(self, penalty: Tensor) -> Run:
-        """Prune at one penalty for each tree."""
-        context = self.context
+    def asking(self, penalty: Tensor) -> list[Tensor]:
+        """(n, B) for every level: the splits worth their leaves, at one penalty for each tree."""
         asking: list[Tensor] = []
-        below = self.gain.new_zeros(0, 3 * context.trees)
-        for depth in reversed(range(len(context.layout.levels) - 1)):
-            gain, cost = context.rows(self.gain, depth), self.cost[depth]
-            advantage, leaves, held = self._children(depth, below).chunk(3, dim=1)
-            net = gain - penalty * cost + advantage
-            ask = net > 0
-            asking.append(ask)
-            if context.max_depth is not None and depth >= context.max_depth:
-                ask = torch.zeros_like(ask)
-            grown = torch.cat((net, cost + leaves, gain + held), dim=1)
-            below = grown * ask.repeat(1, 3)
-        roots = (context.layout.levels[0].size + context.layout.levels[0].tokens.numel()) * 1.0
-        _, leaves, held = below.sum(0).chunk(3)
-        missing = (self.gain.sum(0) - held).clamp(0, 1)
-        error = missing.neg().log1p() * -context.tau
-        return Run(torch.cat(asking[::-1]) if asking else self.gain > 0, roots + leaves, error)
+        advantage: Tensor | None = None
+        for depth in reversed(self.depths):
+            net = self.gain[depth] - penalty * self.cost[depth]
+            if advantage is not None:
+                net += self._sum_children(depth, advantage)
+            asking.append(net > 0)
+            advantage = torch.zeros_like(net) if self._beyond(depth) else net.clamp_(min=0)
+        return asking[::-1]
 
-    def _children(self, depth: int, below: Tensor) -> Tensor:
-        """(n, 3 B) what the children of each block add up to."""
+    def measure(self, asking: list[Tensor]) -> Cost:
+        """Leaves and error of the trees that make these splits."""
+        context = self.context
+        first = context.layout.levels[0]
+        leaves = held = None
+        for depth in reversed(self.depths):
+            made = torch.zeros_like(asking[depth]) if self._beyond(depth) else asking[depth]
+            more, gain = self.cost[depth].expand_as(made), self.gain[depth]
+            if leaves is not None and held is not None:
+                more = more + self._sum_children(depth, leaves)
+                gain = gain + self._sum_children(depth, held)
+            leaves, held = more * made, gain * made
+        if leaves is None or held is None:
+            return Cost(self.constant(1.0), self.constant(0.0))
+        missing = (sum(gain.sum(0) for gain in self.gain) - held.sum(0)).clamp(0, 1)
+        error = missing.neg().log1p() * -context.tau
+        return Cost(first.size + first.tokens.numel() + leaves.sum(0), error)
+
+    def _beyond(self, depth: int) -> bool:
+        return self.context.max_depth is not None and depth >= self.context.max_depth
+
+    def _sum_children(self, depth: int, below: Tensor) -> Tensor:
+        """(n, B) what the children of each block add up to; tokens add nothing."""
         rows = self.context.layout.children(depth, below, None)
         level = self.context.layout.levels[depth]
-        return (rows if level.in_order else rows * level.present.unsqueeze(-1)).sum(1)
+        return rows.sum(1) if level.in_order else (rows * level.present.unsqueeze(-1)).sum(1)
 
-    def search(self, fits: Callable[[Run], Tensor], smaller: bool) -> Tensor:
+    def search(self, fits: Callable[[Cost], Tensor], smaller: bool) -> Tensor:
         """(B,) the smallest or the largest penalty that fits, found by bisection of its logarithm."""
         nothing = self.constant(0.0)
         low, high = self.constant(LEAST_PENALTY), self.constant(1.0)
-        free = fits(self.run(nothing))
-        for _ in range(BISECTIONS):
+
+        def met(penalty: Tensor) -> Tensor:
+            return fits(self.measure(self.asking(penalty)))
+
+        free = met(nothing)
+        while bool((high > low * (1 + 4 * epsilon(low))).any()):
             middle = (low * high).sqrt()
-            raise_low = fits(self.run(middle)) ^ smaller
-            low, high = torch.where(raise_low, middle, low), torch.where(raise_low, high, middle)
+            raised = met(middle) ^ smaller
+            low, high = torch.where(raised, middle, low), torch.where(raised, high, middle)
         if smaller:
             return torch.where(free, nothing, high)
-        return torch.where(fits(self.run(low)), low, nothing)
+        return torch.where(met(low), low, nothing)

@@ -1,0 +1,374 @@
+"""Bounds on the gap: they hold without tolerance, in their order, and are attained."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from bmfa import bounds, energy
+
+EPS = torch.finfo(torch.float64).eps
+PROPERTY = settings(deadline=None, derandomize=True, max_examples=60)
+DTYPES = [torch.float64, torch.float32]
+
+taus = st.sampled_from([1e-3, 0.1, 0.5, 1.0, 2.0, 30.0, 1e3])
+seeds = st.integers(0, 2**32 - 1)
+
+
+def tensor(values: list[float]) -> Tensor:
+    return torch.tensor(values, dtype=torch.float64)
+
+
+def random_blocks(seed: int, dtype: torch.dtype = torch.float64) -> Tensor:
+    """64 blocks of one size and one shape of law, on scales from 1e-8 to 1e4 and offsets to 1e4."""
+    generator = torch.Generator().manual_seed(seed)
+    size = int(torch.randint(1, 65, (), generator=generator))
+    noise = torch.randn(64, size, generator=generator, dtype=torch.float64)
+    spike = torch.zeros_like(noise)
+    spike[:, 0] = 1
+    laws = [noise, noise.round(), (noise > 1).double(), noise.exp().square(), spike, -spike]
+    laws += [spike + 1e-9 * noise, torch.zeros_like(noise)]
+    law = laws[int(torch.randint(len(laws), (), generator=generator))]
+    uniform = torch.rand(2, 64, 1, generator=generator, dtype=torch.float64)
+    offset = torch.where(uniform[1] < 0.5, 0.0, 10 ** (8 * uniform[1] - 4))
+    return (law * 10 ** (12 * uniform[0] - 8) + offset).to(dtype)
+
+
+def statistics(scores: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Low, high, mean and variance, in the dtype of the scores."""
+    mean, variance = energy.cumulants(scores, 2).unbind(-1)
+    return scores.amin(-1), scores.amax(-1), mean, variance
+
+
+def holds(bound: Tensor, gap: Tensor) -> bool:
+    return bool((bound.double() >= gap).all())
+
+
+def slack(dtype: torch.dtype, condition: float) -> float:
+    """How far a bound that is attained may lie above: its margins, times the gap's condition."""
+    ulps = bounds.RESULT_ULPS + 3 * bounds.STATISTIC_ULPS * condition
+    return 2 * ulps * torch.finfo(dtype).eps
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@PROPERTY
+@given(seed=seeds, tau=taus)
+def test_theorem_range_upper_bound(dtype: torch.dtype, seed: int, tau: float) -> None:
+    scores = random_blocks(seed, dtype)
+    gap = energy.gap(scores.double(), tau=tau)
+    low, high, *_ = statistics(scores)
+    bound = bounds.hoeffding(low, high, tau)
+    assert bound.dtype == dtype
+    assert holds(bound, gap)
+    spread = high.double() - low.double()
+    eps = torch.finfo(dtype).eps
+    torch.testing.assert_close(bound.double(), spread**2 / (8 * tau), rtol=32 * eps, atol=1e-37)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@PROPERTY
+@given(seed=seeds, tau=taus)
+def test_bounds_enclose_the_gap_without_tolerance(
+    dtype: torch.dtype, seed: int, tau: float
+) -> None:
+    scores = random_blocks(seed, dtype)
+    gap = energy.gap(scores.double(), tau=tau)
+    low, high, mean, variance = statistics(scores)
+    centered = energy.centered(scores)
+    for a, b, m in ((low, high, mean), (centered.amin(-1), centered.amax(-1), 0.0)):
+        assert holds(bounds.two_point(a, b, m, tau), gap)
+        assert holds(bounds.bennett(b, m, variance, tau), gap)
+        least = bounds.lower(a, m, variance, tau).double()
+        assert bool((least >= 0).all())
+        assert bool((least <= gap).all())
+
+
+@PROPERTY
+@given(seed=seeds, tau=taus)
+def test_bennett_below_two_point_below_hoeffding(seed: int, tau: float) -> None:
+    centered = energy.centered(random_blocks(seed))
+    low, high, _, variance = statistics(centered)
+    hoeffding = bounds.hoeffding(low, high, tau)
+    two_point = bounds.two_point(low, high, 0.0, tau)
+    bennett = bounds.bennett(high, 0.0, variance, tau)
+    # Each is raised by its margins, and the gap's condition in x is at most its height.
+    height = (high / tau).clamp(max=32).max().item()
+    outward = 1 + slack(torch.float64, 2 + height)
+    tiny = 8 * torch.finfo(torch.float64).tiny
+    assert bool((two_point <= hoeffding * outward + tiny).all())
+    assert bool((bennett <= two_point * outward + tiny).all())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@PROPERTY
+@given(
+    minority=st.integers(1, 8),
+    majority=st.integers(8, 32),
+    delta=st.floats(1e-6, 100, width=32),
+    negative=st.booleans(),
+    tau=st.sampled_from([0.1, 1.0, 30.0]),
+)
+def test_two_values_attain_supremum_and_infimum(
+    dtype: torch.dtype, minority: int, majority: int, delta: float, negative: bool, tau: float
+) -> None:
+    delta = -delta if negative else delta
+    scores = torch.tensor([delta] * minority + [0.0] * majority, dtype=dtype)
+    gap = energy.gap(scores.double(), tau=tau)
+    centered = energy.centered(scores)
+    low, high, _, variance = statistics(centered)
+    height = min(32.0, abs(delta) / tau)
+    # The rarer value lies off the mean by up to 32 times the commoner: its ulps weigh as much.
+    tolerance = slack(dtype, 2 + height) * 33
+    for upper in (
+        bounds.two_point(low, high, 0.0, tau),
+        bounds.bennett(high, 0.0, variance, tau),
+    ):
+        assert gap <= upper.double() <= gap * (1 + tolerance)
+    least = bounds.lower(low, 0.0, variance, tau).double()
+    assert gap * (1 - tolerance) <= least <= gap
+
+
+@PROPERTY
+@given(seed=seeds, tau=taus)
+def test_bounds_are_monotone(seed: int, tau: float) -> None:
+    low, high, _, variance = statistics(energy.centered(random_blocks(seed)))
+    more = 1 + 1e-9  # above the rounding of the gap, 1e-14
+    assert holds(bounds.bennett(high * more, 0.0, variance, tau), energy_floor(high, variance, tau))
+    assert holds(bounds.bennett(high, 0.0, variance * more, tau), energy_floor(high, variance, tau))
+    least = bounds.lower(low, 0.0, variance, tau)
+    assert holds(least, bounds.lower(low * more, 0.0, variance, tau) * (1 - 1e-12))
+    assert holds(least, bounds.lower(low, 0.0, variance / more, tau) * (1 - 1e-12))
+
+
+def energy_floor(high: Tensor, variance: Tensor, tau: float) -> Tensor:
+    return bounds.bennett(high, 0.0, variance, tau) * (1 - 1e-12)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_degenerate_blocks(dtype: torch.dtype) -> None:
+    value = torch.tensor([0.0, 0.1, -1e4], dtype=dtype)
+    zero = torch.zeros(3, dtype=dtype)
+    for bound in (
+        bounds.hoeffding(value, value),
+        bounds.two_point(value, value, value),
+        bounds.two_point(value, value, value * (1 + 4 * torch.finfo(dtype).eps)),
+        bounds.bennett(value, value, zero),
+        bounds.bennett(value + 1, value, zero),
+        bounds.lower(value, value, zero),
+        bounds.lower(value - 1, value, zero),
+        bounds.lower(zero, zero, zero + 1),
+    ):
+        assert torch.equal(bound, zero)
+
+
+@pytest.mark.parametrize("steps", [1, 5, 1000])
+@pytest.mark.parametrize("size", [2, 64, 4096])
+@pytest.mark.parametrize("top", [1.0, 1e4])
+def test_mean_that_rounds_to_the_maximum(top: float, size: int, steps: int) -> None:
+    ulp = math.ulp(top) * 2**29  # of float32
+    scores = torch.full((size,), top)
+    scores[0] -= steps * ulp
+    gap = energy.gap(scores.double(), tau=1e-3)
+    assert gap > 0
+    high, mean = scores.max(), scores.mean()
+    variance = (scores - mean).square().mean()
+    assert holds(bounds.bennett(high, mean, variance, 1e-3), gap)
+    assert holds(bounds.two_point(scores.min(), high, mean, 1e-3), gap)
+    if mean == high:
+        # The differences of such statistics hide the offset that explains them.
+        assert holds(bounds.bennett(0.0, 0.0, variance, 1e-3), gap)
+    assert bounds.lower(scores.min(), mean, variance, 1e-3).double() <= gap
+
+
+def test_variance_may_exceed_its_greatest_value_by_rounding() -> None:
+    low, high = tensor([-1.0, -3.0, -1e4]), tensor([2.0, 1e-3, 1.0])
+    variance = -low * high * (1 + 4 * EPS)
+    attained = energy.binary_gap(-low / (high - low), high - low)
+    assert holds(bounds.bennett(high, 0.0, variance), attained)
+
+
+@pytest.mark.parametrize("tau", [1e-3, 1.0, 1e3])
+def test_extreme_ranges(tau: float) -> None:
+    low, high = tensor([-1e4, -1e-9, -1e-160, -1e300]), tensor([1e4, 1e-9, 1e-160, 1e300])
+    variance = tensor([1e8, 1e-18, 1e-320, 1e200])
+    two_point = bounds.two_point(low, high, 0.0, tau)
+    bennett = bounds.bennett(high, 0.0, variance, tau)
+    for bound in (two_point, bennett, bounds.lower(low, 0.0, variance, tau)):
+        assert bool(torch.isfinite(bound).all())
+    assert bool((two_point > 0).all())
+    assert bool((bennett > 0).all())
+    # The gap of a block of -a and a.
+    symmetric = energy.binary_gap(0.5, tensor([2e4, 2e-9]), tau)
+    torch.testing.assert_close(two_point[:2], symmetric, rtol=slack(torch.float64, 34), atol=0)
+    assert bounds.bennett(1e-300, 0.0, 1e100) == pytest.approx(1e-300, rel=1e-14)
+
+
+@PROPERTY
+@given(seed=seeds, tau=taus)
+def test_theorem_recursive_residual_as_a_bound(seed: int, tau: float) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    scale = 2.0 ** int(torch.randint(-20, 14, (), generator=generator))
+    # Dyadic scores and children of 4 tokens: their means are exact.
+    scores = torch.randint(-8, 9, (16, 4, 4), generator=generator).double() * scale
+    gap = energy.gap(scores.flatten(1), tau=tau)
+    low, high, mean, variance = statistics(scores)
+    count = torch.full_like(mean, 4.0)
+    exact = bounds.recursive(mean, count, energy.gap(scores, tau=tau), tau)
+    assert holds(exact, gap)
+    # Both summands are raised, and M_C + U_C may lie 34 tau above the mean before the gap shows.
+    # A steep child bound is added as logarithms, to ulps of the largest M_C + U_C.
+    tolerance = slack(torch.float64, 36)
+    torch.testing.assert_close(exact, gap, rtol=tolerance, atol=1e-300)
+    for child in (bounds.hoeffding(low, high, tau), bounds.bennett(high, mean, variance, tau)):
+        assert holds(bounds.recursive(mean, count, child, tau), gap)
+
+
+@PROPERTY
+@given(seed=seeds, tau=taus)
+def test_recursive_bound_of_rounded_means(seed: int, tau: float) -> None:
+    scores = random_blocks(seed)
+    labels = torch.arange(scores.shape[-1]) % 5
+    gap = energy.gap(scores, tau=tau)
+    columns = [scores[:, labels == label] for label in range(5)]
+    counts = tensor([float(column.shape[-1]) for column in columns])
+    present = [column for column in columns if column.shape[-1]]
+    absent = [torch.zeros(64, dtype=torch.float64)] * (5 - len(present))
+    means = torch.stack([energy.mean(column) for column in present] + absent, -1)
+    # A child that does not exist has weight 0, and a bound that would show.
+    wild = [torch.full((64,), 1e6, dtype=torch.float64)] * (5 - len(present))
+    gaps = torch.stack([energy.gap(column, tau=tau) for column in present] + wild, -1)
+    bound = bounds.recursive(means, counts, gaps, tau)
+    margin = bounds.score_margin(EPS * scores.abs().amax(-1))  # an ulp of each mean
+    assert holds(bound + margin, gap)
+    tolerance = slack(torch.float64, 36)
+    assert bool((bound <= gap * (1 + tolerance) + margin + 1e-300).all())
+
+
+def test_recursive_bound_where_child_masses_underflow() -> None:
+    # The child of mean -1000 has no mass beside the other, and yet the only tokens that matter.
+    bound = bounds.recursive(tensor([0.0, -1000.0]), tensor([1.0, 1.0]), tensor([0.0, 2000.0]))
+    assert bound == pytest.approx(1500 - math.log(2), rel=slack(torch.float64, 1))
+    assert bounds.recursive(tensor([5.0, 5.0]), tensor([3.0, 1.0]), tensor([0.0, 0.0])) == 0
+
+
+@PROPERTY
+@given(seed=seeds, tau=taus, delta=st.floats(0, 10))
+def test_proposition_score_stability(seed: int, tau: float, delta: float) -> None:
+    scores = random_blocks(seed)
+    generator = torch.Generator().manual_seed(seed)
+    noise = torch.rand(scores.shape, generator=generator, dtype=torch.float64).mul(2).sub(1).sign()
+    moved = scores + delta * noise
+    gap = energy.gap(scores, tau=tau)
+    # The sum may move a score by half an ulp more than delta; the gap is computed to its ulps.
+    tolerance = EPS * moved.abs().amax(-1) + 8 * EPS * 34 * gap
+    difference = (energy.gap(moved, tau=tau) - gap).abs()
+    assert bool((difference <= bounds.score_margin(delta) + tolerance).all())
+
+
+def test_score_margin_is_attained() -> None:
+    # One token of many up by delta, the others down by delta, at a low temperature.
+    scores = torch.zeros(10**4, dtype=torch.float64)
+    moved = scores - 1
+    moved[0] = 1
+    difference = energy.gap(moved, tau=1e-6) - energy.gap(scores, tau=1e-6)
+    assert 2 * (1 - 1e-3) < difference <= bounds.score_margin(1.0)
+
+
+@PROPERTY
+@given(seed=seeds, tau=taus)
+def test_certificate_bounds_the_global_error(seed: int, tau: float) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    scale = 10 ** (6 * torch.rand((), generator=generator, dtype=torch.float64) - 4)
+    leaves = scale * torch.randn(8, 6, 4, generator=generator, dtype=torch.float64)
+    leaves[:, :2] = leaves[:, :2, :1]  # constant leaves, as good as expanded
+    labels = torch.arange(24) // 4
+    error = energy.gap(leaves.flatten(1), tau=tau) - energy.refinement_score(
+        leaves.flatten(1), labels, tau=tau
+    )
+    mass = torch.softmax(energy.mean(leaves) / tau, -1)
+    exact = bounds.certificate(mass[:, 2:], energy.gap(leaves[:, 2:], tau=tau), tau)
+    # The difference of two gaps is known to ulps of the larger.
+    tolerance = 8 * EPS * 34 * (energy.gap(leaves.flatten(1), tau=tau) + tau)
+    assert bool((exact - error >= -tolerance).all())
+    normal = (mass > torch.finfo(mass.dtype).tiny).all(-1)
+    assert bool(((exact - error)[normal] <= tolerance[normal]).all())
+    _, high, mean, variance = statistics(leaves)
+    upper = bounds.bennett(high, mean, variance, tau)
+    assert torch.equal(bounds.certificate(mass[:, 2:], upper[:, 2:], tau) >= exact, exact >= 0)
+    # Leaves of bound 0 add nothing.
+    whole = bounds.certificate(mass, upper, tau)
+    torch.testing.assert_close(
+        whole, bounds.certificate(mass[:, 2:], upper[:, 2:], tau), rtol=8 * EPS, atol=0
+    )
+
+
+def test_certificate_in_the_log_domain() -> None:
+    def certificate(mass: list[float], bound: list[float], tau: float = 1.0) -> float:
+        return bounds.certificate(tensor(mass), tensor(bound), tau).item()
+
+    assert certificate([], []) == 0
+    assert certificate([0.0, 0.5], [0.0, 0.0]) == 0
+    assert certificate([0.0, 0.5], [1.0, 0.0]) < 1e-300
+    # A mass that underflowed may still hide a bound that did not.
+    assert certificate([0.0], [1e6]) == pytest.approx(1e6, rel=1e-3)
+    # 700 units of x are known to 8 ulps each, by the outward margin.
+    tolerance = slack(torch.float64, 1400)
+    assert certificate([1e-300, 0.5], [1e4, 0.0]) == pytest.approx(1e4 - 300 * math.log(10))
+    expected = math.log1p(math.exp(700 - 300 * math.log(10)))
+    assert certificate([1e-300], [700.0]) == pytest.approx(expected, rel=tolerance)
+    expected = math.log1p(math.exp(715 - 305 * math.log(10)))
+    assert certificate([1e-305], [715.0]) == pytest.approx(expected, rel=tolerance)
+    assert certificate([1.0], [1e6], 1e-3) == pytest.approx(1e6, rel=tolerance)
+    assert certificate([1e-12], [1e-9]) == pytest.approx(1e-21, rel=1e-8)
+    assert certificate([1.0], [0.5]) >= 0.5
+
+
+@PROPERTY
+@given(st.floats(0, 1e4), st.floats(0, 1e4), taus)
+def test_output_bound(error: float, value_norm: float, tau: float) -> None:
+    bound = bounds.output_bound(error, value_norm, tau).item()
+    exact = value_norm * math.sqrt(2 * error / tau)
+    assert exact <= bound <= exact * (1 + 32 * EPS) + 1e-300
+    assert (bound == 0) == (error == 0 or value_norm == 0)
+
+
+def test_numbers_and_tensors_broadcast() -> None:
+    low = torch.zeros(3, 1)
+    assert bounds.hoeffding(low, torch.ones(4)).shape == (3, 4)
+    assert bounds.two_point(low, 1.0, 0.5).dtype == torch.float32
+    assert bounds.bennett(1.0, 0.0, 1.0).dtype == torch.float64
+    assert bounds.lower(low.half() - 1, 0.0, 1.0).dtype == torch.float32
+    assert bounds.recursive(low.new_zeros(2, 4), torch.ones(4), torch.ones(4)).shape == (2,)
+
+
+ONE = torch.ones(2)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda: bounds.hoeffding(2.0, 1.0), ValueError, r"holds -1\.0.*low no larger than high"),
+        (lambda: bounds.two_point(2.0, 1.0, 1.5), ValueError, r"holds -1\.0"),
+        (lambda: bounds.hoeffding("low", 1.0), TypeError, "'low'"),
+        (lambda: bounds.hoeffding(torch.arange(2), 1.0), TypeError, "int64"),
+        (lambda: bounds.hoeffding(0.0, 1.0, tau=0.0), ValueError, r"tau is 0\.0"),
+        (lambda: bounds.two_point(0.0, 1.0, 0.5, tau=-2.0), ValueError, r"tau is -2\.0"),
+        (lambda: bounds.bennett(1.0, 0.0, -0.5), ValueError, r"variance holds -0\.5"),
+        (lambda: bounds.lower(-1.0, 0.0, -0.5), ValueError, r"variance holds -0\.5"),
+        (lambda: bounds.bennett(torch.tensor([1.0, math.nan]), 0.0, 1.0), ValueError, "nan"),
+        (lambda: bounds.recursive(ONE, -ONE, ONE), ValueError, r"weights holds -1\.0"),
+        (lambda: bounds.recursive(ONE, ONE, -ONE), ValueError, r"child_bounds holds -1\.0"),
+        (lambda: bounds.recursive(ONE, torch.ones(3), ONE), ValueError, r"child_weights \(3,\)"),
+        (lambda: bounds.score_margin(-1.0), ValueError, r"delta holds -1\.0"),
+        (lambda: bounds.output_bound(-1.0, 1.0), ValueError, r"error holds -1\.0"),
+        (lambda: bounds.output_bound(1.0, -2.0), ValueError, r"value_norm holds -2\.0"),
+        (lambda: bounds.certificate(-ONE, ONE), ValueError, r"leaf_mass holds -1\.0"),
+        (lambda: bounds.certificate(ONE, -ONE), ValueError, r"leaf_bound holds -1\.0"),
+    ],
+)
+def test_bad_input_is_named(call, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        call()
