@@ -1,5 +1,7 @@
 """Bounds on the gap from block statistics, rounded outward so that they hold in floating point."""
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -115,7 +117,7 @@ def output_bound(error: float | Tensor, value_norm: float | Tensor, tau: float =
     error, value_norm = as_tensors(error=error, value_norm=value_norm)
     check_elements("error", error, error >= 0, "a free-energy error of at least 0")
     check_elements("value_norm", value_norm, value_norm >= 0, "a norm of at least 0")
-    bound = value_norm * (2 * (error / check_tau(tau))).sqrt()
+    bound = value_norm * error.sqrt() * math.sqrt(2 / check_tau(tau))
     return _outward(bound, (error == 0) | (value_norm == 0))
 
 

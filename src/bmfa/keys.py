@@ -66,8 +66,8 @@ class KeyPyramid(Pyramid):
 
     def gamma_of(self, depth: int, reached: Tensor) -> Tensor:
         """(n, B) one-step Gamma, computed for the blocks reached alone where they are few."""
-        sparse = self.counts.empty is None and bool(reached.sum() < SPARSE_SHARE * reached.numel())
-        if not sparse:
+        few = bool(reached.sum() < SPARSE_SHARE * reached.numel())
+        if not few or self.counts.empty is not None:
             return self.gamma(depth)
         block, column = reached.nonzero().unbind(-1)
         head, query = column // self.queries.shape[1], column % self.queries.shape[1]

@@ -85,14 +85,16 @@ def child_step(children: Tensor, weights: Tensor, empty: Tensor | None, exact: b
         offset = children - largest.unsqueeze(1)
     else:
         largest = children.detach().masked_fill(empty, -torch.inf).amax(1)
-        largest = largest.masked_fill(largest == -torch.inf, 0.0)  # a block without valid tokens
+        # A block without valid tokens takes what its children hold: any finite value will do.
+        largest = torch.where(largest == -torch.inf, children.detach().amax(1), largest)
         offset = (children - largest.unsqueeze(1)).masked_fill(empty, 0.0)
     shift = weighted_sum(weights, offset)
     mean = largest + shift
     if not exact:
-        flat = shift.abs() <= ROUNDINGS * epsilon(shift) * largest.abs()
-        offset = offset.masked_fill(flat.unsqueeze(1), 0.0)
-        shift = shift.masked_fill(flat, 0.0)
+        flat = shift.abs() <= largest.abs() * (ROUNDINGS * epsilon(shift))
+        if bool(flat.any()):
+            offset = offset.masked_fill(flat.unsqueeze(1), 0.0)
+            shift = shift.masked_fill(flat, 0.0)
     return Step(mean, largest, offset, shift)
 
 
@@ -159,7 +161,7 @@ class Pyramid:
         """(n, B) Gamma from the descendants `lookahead` levels below the blocks at `depth`."""
         if lookahead == 1 or depth + 1 == self.depth:
             shift = self.step(depth).shift
-            return settle(self.lift(depth).log1p() * self.tau - shift, shift)
+            return settle(self._scaled(self.lift(depth).log1p()) - shift, shift)
         return self.residual(depth, self.gamma(depth + 1, lookahead - 1))
 
     def gamma_of(self, depth: int, reached: Tensor) -> Tensor:
@@ -176,7 +178,10 @@ class Pyramid:
         raised = step.offset + self.layout.children(depth, below, None)
         top = raised.amax(1)
         lift = child_lift(raised - top.unsqueeze(1), self.counts.weights[depth], self.tau)
-        return settle(top + lift.log1p() * self.tau - step.shift, top, step.shift)
+        return settle(top + self._scaled(lift.log1p()) - step.shift, top, step.shift)
+
+    def _scaled(self, value: Tensor) -> Tensor:
+        return value if self.tau == 1.0 else value * self.tau
 
     def excess(self, depth: int) -> Tensor:
         """(n, B) sum_C w_C exp(M_C / tau) - exp(M_B / tau), over exp(largest / tau): in [0, 1)."""
@@ -190,12 +195,19 @@ class Pyramid:
 
 
 class ScorePyramid(Pyramid):
-    """A pyramid over known scores: (N, B) tokens in raster order, one tree for each column."""
+    """A pyramid over known scores: (N, B) tokens in raster order, one tree for each column.
+
+    Tokens that are not valid may hold anything; they get the largest valid score of their column,
+    so that the blocks they fill stay in range although no weight is on them.
+    """
 
     def __init__(
         self, layout: Layout, counts: Counts, tau: float, tokens: Tensor, valid: Tensor | None
     ) -> None:
         super().__init__(layout, counts, tau)
+        if valid is not None:
+            largest = tokens.masked_fill(~valid, -torch.inf).amax(0)
+            tokens = tokens.where(valid, largest)
         self.tokens = tokens
         self.valid = valid
 
@@ -238,7 +250,11 @@ class ScorePyramid(Pyramid):
             if self.counts.empty is not None:
                 children = children.masked_fill(self.counts.empty[depth], -torch.inf)
             levels.append(children.amax(1))
-        return levels[::-1]
+        levels.reverse()
+        if self.counts.empty is not None:
+            means = [self.mean(depth) for depth in range(self.depth)]
+            levels = [m.where(v == -torch.inf, v) for v, m in zip(levels, means, strict=True)]
+        return levels
 
     def minima(self) -> list[Tensor]:
         """The smallest score of every block, an (n, B) tensor for each level."""

@@ -21,7 +21,7 @@ from bmfa.rules import Context, Decision, Rule
 from bmfa.tree import Tree
 
 # Scores held at once; a few times as many numbers are alive while a chunk is screened.
-CHUNK_ELEMENTS = 1 << 20
+CHUNK_ELEMENTS = 1 << 19
 
 ShareBy = str | float
 # A chunk of the flat batch: where it lies, and how its pyramid is made.
@@ -57,10 +57,7 @@ def screen(
             part = slice(start, min(start + step, len(flat)))
 
             def pyramid(counts: Counts, part: slice = part) -> Pyramid:
-                tokens = flat[part].to(screening.dtype).T
-                some = screening.columns(mask, part)
-                if some is not None:
-                    tokens = tokens.where(some, 0.0)
+                tokens, some = flat[part].to(screening.dtype).T, screening.columns(mask, part)
                 return ScorePyramid(screening.layout, counts, screening.tau, tokens, some)
 
             yield part, pyramid
@@ -210,16 +207,12 @@ class Screening:
 
     def run(self, chunks: Iterator[Chunk]) -> Tree:
         """Decide every tree, chunk by chunk or from aggregated scores."""
-        trees = self.trees
-        if self.rule.needs == "nothing" or trees == 0:
-            context = self._context(slice(0, trees), self._tree_mask())
-            return self._tree(self.rule.decide(torch.empty(0, trees, device=self.device), context))
-        if self.groups is None and not self.rule.together:
+        unread = self.rule.needs == "nothing" or self.layout.block_count == 0 or self.trees == 0
+        if not unread and self.groups is None and not self.rule.together:
             return self._tree(self._direct(chunks))
-        scores = self._aggregate(chunks)
-        return self._tree(
-            self.rule.decide(scores, self._context(slice(0, trees), self._tree_mask()))
-        )
+        empty = torch.empty(0, self.trees, device=self.device)
+        context = self._context(slice(0, self.trees), self._tree_mask())
+        return self._tree(self.rule.decide(empty if unread else self._aggregate(chunks), context))
 
     @property
     def trees(self) -> int:

@@ -242,7 +242,7 @@ class Tree:
             return out
 
         picked = self._collect(pick)
-        return picked.view(*self.shape, *picked.shape[1:])
+        return picked.view((*self.shape, *picked.shape[1:]))
 
     def _on_scores(
         self, scores: Tensor, compute: Callable[["Tree", ScorePyramid], Tensor]
@@ -267,12 +267,10 @@ class Tree:
             part = whole[columns[start : start + step]]
             parts.append(compute(part, part._pyramid(flat[start : start + step].T)))
         result = torch.cat(parts) if parts else flat.new_empty(0)
-        return result.view(*lead, *result.shape[1:])
+        return result.view((*lead, *result.shape[1:]))
 
     def _pyramid(self, tokens: Tensor) -> ScorePyramid:
         counts = Counts.of(self.layout, tokens.dtype, self.valid)
-        if self.valid is not None:
-            tokens = tokens.where(self.valid, 0.0)
         return ScorePyramid(self.layout, counts, self.tau, tokens, self.valid)
 
     def _reconstruct(self, pyramid: ScorePyramid) -> Tensor:

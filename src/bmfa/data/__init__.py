@@ -1,1 +1,35 @@
 """Pictures and annotations in their usual layouts, and the embedded picture set."""
+
+from bmfa.data.annotations import AnnotationFile
+from bmfa.data.coco_writer import write_coco
+from bmfa.data.embedded import FigurePicture, figure_batch, figure_picture
+from bmfa.data.figures import CLASSES
+from bmfa.data.files import InstanceFiles
+from bmfa.data.instances import AnnotationError, Instance, InstanceSource, Picture, Tally
+from bmfa.data.pictures import PictureError, PictureFiles
+from bmfa.data.probe_stream import probe_blocks
+from bmfa.data.probes import MODES, ProbeBlock, ProbeSettings
+from bmfa.data.scenes import EmbeddedScenes, scene
+
+__all__ = [
+    "CLASSES",
+    "MODES",
+    "AnnotationError",
+    "AnnotationFile",
+    "EmbeddedScenes",
+    "FigurePicture",
+    "Instance",
+    "InstanceFiles",
+    "InstanceSource",
+    "Picture",
+    "PictureError",
+    "PictureFiles",
+    "ProbeBlock",
+    "ProbeSettings",
+    "Tally",
+    "figure_batch",
+    "figure_picture",
+    "probe_blocks",
+    "scene",
+    "write_coco",
+]

@@ -79,7 +79,8 @@ class AnnotationFile:
         for position, picture in enumerate(self.pictures):
             if picture.id in seen:
                 raise AnnotationError(
-                    f"{self.path}: images[{position}].id repeats {picture.id}; give each picture its own id"
+                    f"{self.path}: images[{position}].id repeats {picture.id}; "
+                    "give each picture its own id"
                 )
             seen.add(picture.id)
 
@@ -87,26 +88,28 @@ class AnnotationFile:
 def parse_json(path: Path) -> Any:
     """The content of a JSON file, or one line that says where it broke."""
     try:
-        data = path.read_bytes()
-    except OSError as error:
-        raise AnnotationError(f"{path} cannot be read: {error.strerror}; pass an annotation file") from error
-    try:
-        text = data.decode("utf-8-sig")
+        text = path.read_bytes().decode("utf-8-sig")
         return json.loads(text)
+    except OSError as error:
+        raise AnnotationError(f"{path} cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise AnnotationError(
-            f"{path} is no JSON text: byte {error.start} of {len(data)} is not UTF-8; "
+            f"{path} is no JSON text: byte {error.start} of {len(error.object)} is not UTF-8; "
             "pass the annotation file itself, unpacked"
         ) from error
     except json.JSONDecodeError as error:
-        byte = len(text[: error.pos].encode())
-        state = "is cut off" if not text[error.pos :].strip() else "is no valid JSON"
-        raise AnnotationError(
-            f"{path} {state} at byte {byte} of {len(data)} (line {error.lineno}, column {error.colno}): "
-            f"{error.msg}; fetch or write it again"
-        ) from error
-    except RecursionError as error:
-        raise AnnotationError(f"{path} nests too deeply for an annotation file") from error
+        raise AnnotationError(f"{path} {_where_broken(error)}; fetch or write it again") from error
+    except (ValueError, RecursionError) as error:
+        raise AnnotationError(f"{path} is no annotation file: {error}") from error
+
+
+def _where_broken(error: json.JSONDecodeError) -> str:
+    text = error.doc
+    ends_early = not text[error.pos :].strip() or not text.rstrip().endswith(("}", "]"))
+    state = "is cut off" if ends_early else "is no valid JSON"
+    byte, size = len(text[: error.pos].encode()), len(text.encode())
+    place = f"byte {byte} of {size} (line {error.lineno}, column {error.colno})"
+    return f"{state} at {place}: {error.msg}"
 
 
 class _Object:
@@ -118,8 +121,8 @@ class _Object:
         self.file, self.place, self.fields = file, place, fields
         if not isinstance(fields, dict):
             raise AnnotationError(
-                f"{file}: {place or 'the top level'} is {_brief(fields)}, not an object; pass a COCO or LVIS "
-                "instances file, which has images, annotations and categories"
+                f"{file}: {place or 'the top level'} is {_brief(fields)}, not an object; pass a COCO "
+                "or LVIS instances file, which has images, annotations and categories"
             )
 
     def fail(self, key: str, accepted: str) -> AnnotationError:

@@ -13,7 +13,9 @@ class Draws:
 
     def __init__(self, *key: int) -> None:
         if min(key) < 0:
-            raise ValueError(f"the key of random draws is {key}; pass a seed and an index of at least 0")
+            raise ValueError(
+                f"the key of random draws is {key}; pass a seed and an index of at least 0"
+            )
         self._generator = np.random.Generator(np.random.PCG64(np.random.SeedSequence(key)))
 
     def number(self, low: float = 0.0, high: float = 1.0) -> float:

@@ -26,8 +26,8 @@ def _arrow() -> Array:
 
 
 def _eight() -> Array:
-    loop = 0.5 * arc(16)
-    return np.concatenate([polyline(loop + [0.5, 0]), polyline(loop - [0.5, 0])])
+    loop, right = 0.5 * arc(16), np.array([0.5, 0.0])
+    return np.concatenate([polyline(loop + right), polyline(loop - right)])
 
 
 def _ladder() -> Array:

@@ -134,6 +134,4 @@ def _instance(
     picture: Picture, record: InstanceRecord, category: Category, mask: NDArray[np.bool_]
 ) -> Instance:
     area = float(mask.sum()) if record.area is None else float(record.area)
-    return Instance(
-        picture, record.id, category.name, category.frequency, area, record.crowd, mask
-    )
+    return Instance(picture, record.id, category.name, category.frequency, area, record.crowd, mask)

@@ -73,7 +73,9 @@ class Tally:
     def fault(self, reason: str, name: str, instances: int = 1) -> None:
         """Count a fault; with `strict`, raise instead."""
         if self.strict:
-            raise AnnotationError(f"{name}: {reason}; correct it, or read without strict to skip it")
+            raise AnnotationError(
+                f"{name}: {reason}; correct it, or read without strict to skip it"
+            )
         self._count(self.faults, reason, [name], instances)
 
     def leave_out(self, reason: str, name: str) -> None:

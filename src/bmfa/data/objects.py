@@ -24,9 +24,7 @@ def _small(draws: Draws) -> list[Stroke]:
     """A pebble of two or three overlapping discs."""
     count = draws.integer(2, 3)
     places = draws.array(count, 2, low=-0.4, high=0.4)
-    return [
-        Stroke(np.stack([place, place])[None], draws.number(0.8, 1.2)) for place in places
-    ]
+    return [Stroke(np.stack([place, place])[None], draws.number(0.8, 1.2)) for place in places]
 
 
 def _ring(draws: Draws) -> list[Stroke]:
@@ -72,9 +70,9 @@ class Kind(NamedTuple):
 
 
 KINDS: dict[str, Kind] = {
-    "thin": Kind(_thin, 0.26, (30.0, 90.0)),
+    "thin": Kind(_thin, 0.27, (30.0, 90.0)),
     "elongated": Kind(_elongated, 0.34, (20.0, 120.0)),
-    "small": Kind(_small, 0.15, (6.0, 15.0)),
+    "small": Kind(_small, 0.14, (6.0, 15.0)),
     "ring": Kind(_ring, 0.08, (20.0, 90.0)),
     "compound": Kind(_compound, 0.17, (30.0, 125.0)),
 }

@@ -4,9 +4,10 @@ import io
 import os
 import warnings
 import zipfile
+import zlib
 from collections.abc import Iterator, Sequence
 from functools import cached_property, lru_cache
-from pathlib import Path, PurePosixPath
+from pathlib import Path, PurePosixPath, PureWindowsPath
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,7 +31,9 @@ class PictureFiles:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
         if not self.path.is_dir() and not self.path.is_file():
-            raise PictureError(f"no folder or zip at {self.path}; pass the folder or zip of the pictures")
+            raise PictureError(
+                f"no folder or zip at {self.path}; pass the folder or zip of the pictures"
+            )
 
     def __getstate__(self) -> dict[str, Path]:
         # The listing can be large, and reading an entry does not need it.
@@ -79,6 +82,7 @@ class PictureFiles:
         return decode_picture(self._read_bytes(entry), entry)
 
     def _read_bytes(self, entry: str) -> bytes:
+        _check_inside(self.path, entry)
         try:
             if self.path.is_dir():
                 file = self.path / entry
@@ -87,7 +91,7 @@ class PictureFiles:
             archive = _open_zip(self.path, os.getpid())
             _check_bytes(entry, archive.getinfo(entry).file_size)
             return archive.read(entry)
-        except (OSError, KeyError, RuntimeError, EOFError, zipfile.BadZipFile) as error:
+        except (OSError, KeyError, RuntimeError, EOFError, zlib.error, zipfile.BadZipFile) as error:
             raise PictureError(f"{entry} in {self.path} cannot be read: {error}") from error
 
 
@@ -106,9 +110,12 @@ def decode_picture(data: bytes, name: str) -> NDArray[np.uint8]:
         raise PictureError(f"{name} is refused as a decompression bomb: {error}") from error
     except PictureError:
         raise
-    except (OSError, SyntaxError, ValueError, EOFError) as error:
+    except Exception as error:
+        # A decoder fed with damaged bytes raises whatever it stumbles over.
         reason = str(error).replace("\n", " ")
-        raise PictureError(f"{name} is no readable {', '.join(_FORMATS)} picture: {reason}") from error
+        raise PictureError(
+            f"{name} is no readable {', '.join(_FORMATS)} picture: {reason}"
+        ) from error
 
 
 def _check_header(name: str, mode: str, width: int, height: int) -> None:
@@ -149,13 +156,17 @@ def _folder_names(folder: Path) -> Iterator[str]:
 def _zip_names(path: Path) -> list[str]:
     names = _open_zip(path, os.getpid()).namelist()
     for name in names:
-        parts = name.replace("\\", "/").split("/")
-        if ".." in parts or parts[0] == "" or ":" in parts[0]:
-            raise PictureError(
-                f"{path} is refused: its entry {name!r} leads out of the archive; "
-                "pack the pictures again with plain relative paths"
-            )
+        _check_inside(path, name)
     return names
+
+
+def _check_inside(path: Path, name: str) -> None:
+    # A Windows path knows both slashes, drive letters and shares.
+    place = PureWindowsPath(name)
+    if place.anchor or ".." in place.parts:
+        raise PictureError(
+            f"{path} is refused: its entry {name!r} leads out of it; use plain relative paths"
+        )
 
 
 # One open archive for each process: after a fork two processes would share one file position.

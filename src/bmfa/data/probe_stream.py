@@ -36,9 +36,7 @@ def probe_blocks(
     check_integer("workers", workers, low=1)
     if limit is not None:
         check_integer("limit", limit, low=1)
-    return _blocks(
-        source, settings or ProbeSettings(), workers, limit, tally or Tally(), progress
-    )
+    return _blocks(source, settings or ProbeSettings(), workers, limit, tally or Tally(), progress)
 
 
 def _blocks(
@@ -83,8 +81,8 @@ def _results(
             yield pending.popleft().result()
     except BrokenProcessPool as error:
         raise RuntimeError(
-            f"one of {workers} worker processes ended early, out of memory or because the calling script "
-            "has no `if __name__ == '__main__':` around its work; add it, or pass workers=1"
+            f"one of {workers} worker processes ended early, out of memory or because the calling "
+            "script has no `if __name__ == '__main__':` around its work; add it, or pass workers=1"
         ) from error
     finally:
         pool.shutdown(cancel_futures=True)

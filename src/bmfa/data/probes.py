@@ -122,7 +122,10 @@ def _cells(instance: Instance, settings: ProbeSettings) -> _Cells | None:
     if not minority.any():
         return None
     grey = resized_grey(instance.picture.grey, box, settings.picture_size)
-    gradient = _per_cell(gradient_magnitude(grey), settings.grid) / (settings.picture_size // settings.grid) ** 2
+    gradient = (
+        _per_cell(gradient_magnitude(grey), settings.grid)
+        / (settings.picture_size // settings.grid) ** 2
+    )
     return _Cells(
         gradient,
         minority,
@@ -153,7 +156,7 @@ def _stacked(cells: Sequence[_Cells]) -> ProbeBlock:
 def crop_box(mask: NDArray[np.bool_]) -> tuple[int, int, int, int]:
     """Left, top, right, bottom of the crop: a square 1.5 times the longer side of the mask's own
     pixels, centred on them, widened to whole pixels and clipped to the picture."""
-    (top, bottom), (left, right) = _extent(mask.any(1)), _extent(mask.any(0))
+    (top, bottom), (left, right) = _extent(mask, 1), _extent(mask, 0)
     half = CROP_FACTOR * max(bottom - top, right - left) / 2
     middle_x, middle_y = (left + right) / 2, (top + bottom) / 2
     height, width = mask.shape
@@ -165,11 +168,14 @@ def crop_box(mask: NDArray[np.bool_]) -> tuple[int, int, int, int]:
     )
 
 
-def _extent(line: NDArray[np.bool_]) -> tuple[int, int]:
+def _extent(mask: NDArray[np.bool_], axis: int) -> tuple[int, int]:
+    line = np.asarray(mask.any(axis))
     return int(line.argmax()), len(line) - int(line[::-1].argmax())
 
 
-def resized_mask(mask: NDArray[np.bool_], box: tuple[int, int, int, int], size: int) -> NDArray[np.bool_]:
+def resized_mask(
+    mask: NDArray[np.bool_], box: tuple[int, int, int, int], size: int
+) -> NDArray[np.bool_]:
     """The crop of a mask, (size, size), by the nearest pixel."""
     image = load("PIL.Image")
     left, top, right, bottom = box
@@ -212,10 +218,13 @@ def _per_cell(values: NDArray[Any], grid: int) -> NDArray[np.float64]:
     """Sums over the cells of a square array, (grid, grid)."""
     side = len(values) // grid
     rows = values.reshape(grid, side, -1).sum(1, dtype=np.float32)
-    return rows.reshape(grid, grid, side).sum(2, dtype=np.float64)
+    cells: NDArray[np.float64] = rows.reshape(grid, grid, side).sum(2, dtype=np.float64)
+    return cells
 
 
 def relative_edge(gradient: NDArray[np.float64]) -> NDArray[np.float64]:
     """Cell gradients (..., n, n) over the 95th percentile of their grid, clipped to [0, 1]."""
     strong = np.percentile(gradient, EDGE_PERCENTILE, axis=(-2, -1), keepdims=True)
-    return np.clip(np.divide(gradient, strong, out=np.zeros_like(gradient), where=strong > 0), 0.0, 1.0)
+    return np.clip(
+        np.divide(gradient, strong, out=np.zeros_like(gradient), where=strong > 0), 0.0, 1.0
+    )

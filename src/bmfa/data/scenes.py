@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -9,7 +10,7 @@ from bmfa.data.clutter import Disc, add_clutter, is_free
 from bmfa.data.draws import Draws
 from bmfa.data.instances import Instance, Picture, Tally
 from bmfa.data.objects import KINDS
-from bmfa.data.shapes import Array, Shape
+from bmfa.data.shapes import Array, Shape, reach
 from bmfa.data.textures import background, contrasting, finished, luma_at, texture
 
 SCENE_HEIGHT, SCENE_WIDTH = 288, 384
@@ -18,31 +19,37 @@ _MOST_OBJECTS = 8
 _PLACES = 12
 
 
+class _Object(NamedTuple):
+    """A shape of some kind, and a disc (x, y, radius) that holds it."""
+
+    kind: str
+    disc: Disc
+    shape: Shape
+
+
 def scene(seed: int, index: int) -> list[Instance]:
     """The instances of the scene of (seed, index); their masks do not overlap."""
     draws = Draws(seed, index, _VIEW)
     canvas = background(draws, SCENE_HEIGHT, SCENE_WIDTH, strength=2.0)
     objects = _objects(draws)
     add_clutter(draws, canvas, [], tries=130)
-    for _, disc, shape in objects:
-        shape.paint(canvas, _surface(draws, canvas, disc, shape))
+    for one in objects:
+        one.shape.paint(canvas, _surface(draws, canvas, one))
     picture = Picture(index, f"{index:012d}.png", finished(canvas))
-    return [
-        _instance(picture, number, kind, shape) for number, (kind, _, shape) in enumerate(objects)
-    ]
+    return [_instance(picture, number, one) for number, one in enumerate(objects)]
 
 
-def _objects(draws: Draws) -> list[tuple[str, Disc, Shape]]:
-    """Kinds, the discs that hold them, and shapes; those that find no free place are left out."""
+def _objects(draws: Draws) -> list[_Object]:
+    """Objects in discs that do not meet; those that find no free place are left out."""
     planned = [_planned(draws) for _ in range(_MOST_OBJECTS)]
-    objects: list[tuple[str, Disc, Shape]] = []
+    objects: list[_Object] = []
     # The largest first: they would find no place later.
     for kind, radius in sorted(planned, key=lambda plan: -plan[1]):
         strokes, turn = KINDS[kind].make(draws), draws.number()
-        disc = _free_disc(draws, radius, [disc for _, disc, _ in objects])
+        disc = _free_disc(draws, radius * reach(strokes), [one.disc for one in objects])
         if disc is not None:
             placed = [stroke.placed(np.array(disc[:2]), radius, turn) for stroke in strokes]
-            objects.append((kind, disc, Shape.of(placed, SCENE_HEIGHT, SCENE_WIDTH)))
+            objects.append(_Object(kind, disc, Shape.of(placed, SCENE_HEIGHT, SCENE_WIDTH)))
     return objects
 
 
@@ -62,26 +69,28 @@ def _free_disc(draws: Draws, radius: float, taken: list[Disc]) -> Disc | None:
         disc = (
             margin + x * (SCENE_WIDTH - 2 * margin),
             margin + y * (SCENE_HEIGHT - 2 * margin),
-            1.1 * radius + 2,
+            radius + 2,
         )
         if is_free(disc, taken):
             return disc
     return None
 
 
-def _surface(draws: Draws, canvas: Array, disc: Disc, shape: Shape) -> Array:
+def _surface(draws: Draws, canvas: Array, one: _Object) -> Array:
     """An object's colours, (3, rows, columns): a contrast to the ground, a texture and a shade."""
-    rows, columns = shape.distance.shape
-    colour = contrasting(draws, luma_at(canvas, np.array([disc[:2]])), 8.0, 80.0)[0]
-    shade = np.linspace(-1.0, 1.0, columns) * draws.number(-14.0, 14.0)
-    shade = shade + np.linspace(-1.0, 1.0, rows)[:, None] * draws.number(-14.0, 14.0)
-    return colour + shade + draws.number(10.0, 50.0) * texture(draws, rows, columns)
+    rows, columns = one.shape.distance.shape
+    colour = contrasting(draws, luma_at(canvas, np.array([one.disc[:2]])), 8.0, 80.0)[0]
+    relief = draws.number(10.0, 50.0) * texture(draws, rows, columns)
+    relief += draws.number(-14.0, 14.0) * np.linspace(-1.0, 1.0, columns)
+    relief += draws.number(-14.0, 14.0) * np.linspace(-1.0, 1.0, rows)[:, None]
+    surface: Array = colour + relief
+    return surface
 
 
-def _instance(picture: Picture, number: int, kind: str, shape: Shape) -> Instance:
-    mask = shape.mask(SCENE_HEIGHT, SCENE_WIDTH)
+def _instance(picture: Picture, number: int, one: _Object) -> Instance:
+    mask = one.shape.mask(SCENE_HEIGHT, SCENE_WIDTH)
     identity = picture.id * _MOST_OBJECTS + number + 1
-    return Instance(picture, identity, kind, None, float(mask.sum()), False, mask)
+    return Instance(picture, identity, one.kind, None, float(mask.sum()), False, mask)
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,11 @@ class Stroke(NamedTuple):
         return Stroke(scale * rotated + centre, scale * self.width)
 
 
+def reach(strokes: Sequence[Stroke]) -> float:
+    """How far strokes get from the origin."""
+    return max(float(np.hypot(*s.segments.T).max()) + s.width / 2 for s in strokes)
+
+
 def polyline(points: Array) -> Array:
     """The segments between consecutive points, (count, 2, 2)."""
     return np.stack([points[:-1], points[1:]], axis=1)
@@ -91,4 +96,5 @@ def segment_distance(x: NDArray[Any], y: NDArray[Any], segments: Array) -> Array
     foot *= nearest
     foot += (from_x * from_x)[..., None, :]
     foot += (from_y * from_y)[..., None]
-    return np.sqrt(np.maximum(foot.min(-3), 0.0))
+    squared: Array = foot.min(-3)
+    return np.sqrt(np.maximum(squared, 0.0))

@@ -16,12 +16,14 @@ def colours(draws: Draws, luma: Array, tint: float) -> Array:
     """Colours (count, 3, 1, 1) of given lumas (count,), 0 to 255, their channels up to about `tint`
     away from them."""
     channels = draws.array(len(luma), 3, low=-tint, high=tint)
-    return (luma[:, None] + channels - (channels @ _LUMA)[:, None])[..., None, None]
+    mixed: Array = luma[:, None] + channels - (channels @ _LUMA)[:, None]
+    return mixed[..., None, None]
 
 
 def colour(draws: Draws, luma: float, tint: float) -> Array:
     """One colour, (3, 1, 1)."""
-    return colours(draws, np.array([luma]), tint)[0]
+    single: Array = colours(draws, np.array([luma]), tint)[0]
+    return single
 
 
 def luma_at(canvas: Array, centres: Array) -> Array:
@@ -30,11 +32,12 @@ def luma_at(canvas: Array, centres: Array) -> Array:
     steps = np.arange(-2, 3)
     columns = np.clip(centres[:, :1].astype(int) + steps, 0, width - 1)
     rows = np.clip(centres[:, 1:].astype(int) + steps, 0, height - 1)
-    return _LUMA @ canvas[:, rows[:, :, None], columns[:, None, :]].mean((2, 3))
+    means: Array = canvas[:, rows[:, :, None], columns[:, None, :]].mean((2, 3))
+    return _LUMA @ means
 
 
 def contrasting(draws: Draws, luma: Array, low: float, high: float, tint: float = 35.0) -> Array:
-    """Colours (count, 3, 1, 1) whose lumas differ from those given by low to high, towards the middle."""
+    """Colours (count, 3, 1, 1) whose lumas differ from those given by low to high, towards mid-grey."""
     step = draws.array(len(luma), low=low, high=high)
     return colours(draws, np.where(luma < 128.0, luma + step, luma - step), tint)
 

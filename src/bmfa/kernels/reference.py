@@ -357,7 +357,8 @@ def _optimal(blocks: _Blocks, rule: rules.Optimal, max_depth: int | None) -> Ref
     """The tree of least penalised error, at the penalty given or at the breakpoint of a budget.
 
     Along the path the leaf count falls and E grows with the penalty, so a search among the
-    breakpoints is exact. An error out of reach of `max_depth` gives the finest tree of the path.
+    breakpoints is exact: a budget of leaves takes the smallest penalty that fits, one of error the
+    largest. An error out of reach of `max_depth` gives the finest tree of the path.
     """
     if rule.pooled:
         raise NotImplementedError("pooled budgets belong to a batch; the reference builds one tree")
@@ -376,8 +377,12 @@ def _optimal(blocks: _Blocks, rule: rules.Optimal, max_depth: int | None) -> Ref
         return tree(path[bisect_left(path, -budget, key=lambda p: -len(tree(p).leaves))])
     if rule.error is None:
         raise ValueError(f"{rule!r} has no penalty, leaves or error; give one of them")
-    errors = bisect_right(path, rule.error, key=lambda p: tree(p).error(blocks.scores, blocks.tau))
-    return tree(path[max(0, errors - 1)])
+    fitting = bisect_right(path, rule.error, key=lambda p: tree(p).error(blocks.scores, blocks.tau))
+    if fitting == 0:
+        return tree(0.0)
+    # The largest penalty that fits lies just below the next breakpoint: of note for the marks alone.
+    above = path[fitting] if fitting < len(path) else math.inf
+    return _grow(blocks, lambda node, children, depth: critical[node[0]] >= above, max_depth)
 
 
 def _quadrant_decision(blocks: _Blocks, keeps: Callable[[int, Array], bool]) -> Decision:
@@ -435,7 +440,7 @@ def _decision(
 
 
 def _tiles(blocks: _Blocks, side: int) -> ReferenceTree:
-    """Tiles from the top left in row-major order; more than one are children of the root."""
+    """Tiles from the top left in row-major order: no quadtree, so no node is split."""
     height, width = blocks.scores.shape
     boxes = [
         (top, left, min(top + side, height), min(left + side, width))
@@ -445,7 +450,7 @@ def _tiles(blocks: _Blocks, side: int) -> ReferenceTree:
     depth = int(len(boxes) > 1)
     leaves = [box for box in boxes if blocks.node(box)[1]]
     size = len(leaves)
-    return ReferenceTree(leaves, [depth] * size, [False] * size, size + depth, blocks.valid)
+    return ReferenceTree(leaves, [depth] * size, [False] * size, size, blocks.valid)
 
 
 def _labels(blocks: _Blocks, tree: ReferenceTree, epsilon: float) -> list[str]:

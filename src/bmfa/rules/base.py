@@ -89,8 +89,6 @@ def descend(context: Context, wanted: Callable[[int, Tensor], Tensor]) -> Decisi
     )
     limited = None
     for depth, below in enumerate(layout.levels[1:]):
-        if not bool(reached.any()):
-            break
         asking = reached & wanted(depth, reached)
         if counts.empty is not None:
             asking &= counts.blocks[depth] > 1

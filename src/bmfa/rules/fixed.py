@@ -39,8 +39,7 @@ class FixedDepth(Fixed):
 
     def decide(self, scores: Tensor, context: Context) -> Decision:
         """Split everything above the depth."""
-        decision = descend(context, lambda depth, reached: reached & (depth < self.depth))
-        return Decision(decision.split)
+        return descend(context, lambda depth, reached: reached & (depth < self.depth))
 
 
 @dataclass(frozen=True)
@@ -61,7 +60,7 @@ class FixedBlocks(Fixed):
 
     def decide(self, scores: Tensor, context: Context) -> Decision:
         """Split nothing."""
-        return Decision(descend(context, lambda _, reached: ~reached).split)
+        return descend(context, lambda _, reached: ~reached)
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,8 @@ from bmfa.grid import Grid
 from bmfa.pyramid import Pyramid, ScorePyramid, epsilon
 from bmfa.rules.base import Context, Decision, Rule, descend
 
-# Penalties below this are taken as 0: the share of Z at stake is below any score's rounding.
-LEAST_PENALTY = 1e-12
+# Smaller penalties count as 0, by dtype: gains this small a share of Z are lost to underflow.
+LEAST_PENALTY = {torch.float32: 1e-30, torch.float64: 1e-250}
 
 
 @dataclass(frozen=True)
@@ -74,8 +74,6 @@ class Optimal(Rule):
     def scores(self, pyramid: Pyramid) -> Tensor:
         """The share of Z each split recovers."""
         assert isinstance(pyramid, ScorePyramid)
-        if pyramid.depth == 0:
-            return pyramid.tokens[:0]
         log_partition = pyramid.log_partition()
         return torch.cat([pyramid.gain(d, log_partition) for d in range(pyramid.depth)])
 
@@ -138,7 +136,10 @@ class Pruning:
             if advantage is not None:
                 net += self._sum_children(depth, advantage)
             asking.append(net > 0)
-            advantage = torch.zeros_like(net) if self._beyond(depth) else net.clamp_(min=0)
+            # Blocks at the depth limit are judged by all that lies below, for the mark they get; to
+            # those above they offer nothing.
+            limit = depth == self.context.max_depth
+            advantage = torch.zeros_like(net) if limit else net.clamp_(min=0)
         return asking[::-1]
 
     def measure(self, asking: list[Tensor]) -> Cost:
@@ -171,14 +172,14 @@ class Pruning:
     def search(self, fits: Callable[[Cost], Tensor], smaller: bool) -> Tensor:
         """(B,) the smallest or the largest penalty that fits, found by bisection of its logarithm."""
         nothing = self.constant(0.0)
-        low, high = self.constant(LEAST_PENALTY), self.constant(1.0)
+        low, high = self.constant(LEAST_PENALTY[self.like.dtype]), self.constant(1.0)
 
         def met(penalty: Tensor) -> Tensor:
             return fits(self.measure(self.asking(penalty)))
 
         free = met(nothing)
         while bool((high > low * (1 + 4 * epsilon(low))).any()):
-            middle = (low * high).sqrt()
+            middle = low.sqrt() * high.sqrt()
             raised = met(middle) ^ smaller
             low, high = torch.where(raised, middle, low), torch.where(raised, high, middle)
         if smaller:

@@ -149,8 +149,6 @@ class Mass(Threshold):
         """Splits of the trees of a pyramid, by the exact or the coarse partition function."""
         if not self.coarse:
             return super().screen(pyramid, context)
-        if pyramid.depth == 0:
-            return descend_by(torch.empty(0, context.trees), self.epsilon, context)
         # log Z of the current leaves; a level's asking blocks are judged with all its splits made.
         held = pyramid.counts.blocks[0].log() + pyramid.mean(0) / pyramid.tau  # (1, B)
 

@@ -1,0 +1,82 @@
+"""The embedded scenes written out as a COCO instances file with its pictures."""
+
+import io
+import json
+import os
+from collections.abc import Iterator
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from bmfa.data.extras import load
+from bmfa.data.instances import Instance, Picture
+from bmfa.data.objects import KINDS
+from bmfa.data.scenes import EmbeddedScenes
+
+ANNOTATIONS_NAME, PICTURES_NAME = "instances.json", "images"
+
+
+def write_coco(folder: str | os.PathLike[str], *, pictures: int = 120, seed: int = 0) -> Path:
+    """Write `instances.json` and `images/*.png` below a folder; returns the path of the former.
+
+    Every file appears whole or not at all, and the annotations last: where they exist, so do all
+    pictures.
+    """
+    target = Path(folder)
+    (target / PICTURES_NAME).mkdir(parents=True, exist_ok=True)
+    scenes = EmbeddedScenes(pictures, seed)
+    images: list[dict[str, Any]] = []
+    annotations: list[dict[str, Any]] = []
+    for picture, instances in _by_picture(scenes):
+        write_whole(target / PICTURES_NAME / picture.name, _png(picture))
+        height, width = picture.pixels.shape[:2]
+        images.append(
+            {"id": picture.id, "file_name": picture.name, "width": width, "height": height}
+        )
+        annotations += [_annotation(instance) for instance in instances]
+    content = {"images": images, "annotations": annotations, "categories": _categories()}
+    write_whole(target / ANNOTATIONS_NAME, json.dumps(content).encode())
+    return target / ANNOTATIONS_NAME
+
+
+def write_whole(path: Path, data: bytes) -> None:
+    """Write a file under another name beside its own, then rename it."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        temporary.write_bytes(data)
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _by_picture(scenes: EmbeddedScenes) -> Iterator[tuple[Picture, list[Instance]]]:
+    for _, group in groupby(scenes.instances(), key=lambda instance: instance.picture.id):
+        instances = list(group)
+        yield instances[0].picture, instances
+
+
+def _png(picture: Picture) -> bytes:
+    buffer = io.BytesIO()
+    load("PIL.Image").fromarray(picture.pixels).save(buffer, format="PNG")
+    return buffer.getvalue()
+
+
+def _annotation(instance: Instance) -> dict[str, Any]:
+    coco = load("pycocotools.mask")
+    runs = coco.encode(instance.mask.astype("uint8", order="F"))
+    return {
+        "id": instance.annotation_id,
+        "image_id": instance.picture.id,
+        "category_id": tuple(KINDS).index(instance.category) + 1,
+        "segmentation": {"size": list(instance.mask.shape), "counts": runs["counts"].decode()},
+        "area": instance.area,
+        "bbox": coco.toBbox(runs).tolist(),
+        "iscrowd": 0,
+    }
+
+
+def _categories() -> list[dict[str, Any]]:
+    return [
+        {"id": number, "name": kind, "supercategory": "embedded"}
+        for number, kind in enumerate(KINDS, start=1)
+    ]

@@ -1,0 +1,129 @@
+"""Seeded random screening problems, and what the oracle and the trees say of them."""
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+
+from bmfa import rules
+from bmfa.grid import Grid
+from bmfa.kernels import reference
+from bmfa.tree import Tree
+
+GRIDS = (
+    (1, 1),
+    (1, 7),
+    (2, 2),
+    (3, 5),
+    (4, 4),
+    (7, 3),
+    (8, 8),
+    (14, 14),
+    (5, 13),
+    (16, 16),
+    (12, 9),
+)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One grid of scores, a rule and its settings, all from a seed."""
+
+    grid: Grid
+    scores: np.ndarray  # (H, W)
+    rule: rules.Rule
+    tau: float
+    max_depth: int | None
+    valid: np.ndarray | None
+
+
+def random_scores(generator: np.random.Generator, height: int, width: int) -> np.ndarray:
+    """A grid of one of the kinds that matter: noise, a bright minority, ties, +-a, an offset."""
+    kind = generator.integers(6)
+    noise = generator.normal(size=(height, width)) * generator.choice([0.1, 1.0, 4.0])
+    if kind == 0:
+        return noise
+    if kind == 1:  # a small bright part
+        noise[generator.integers(height), generator.integers(width)] += generator.uniform(3, 12)
+        return noise
+    if kind == 2:  # few distinct values: constant blocks and exact ties
+        return generator.integers(0, 3, size=(height, width)).astype(float)
+    if kind == 3:  # the +-a counterexample
+        signs = (-1.0) ** np.add.outer(np.arange(height), np.arange(width))
+        return signs * generator.uniform(0.5, 3)
+    if kind == 4:  # a rectangle over a flat ground
+        field = np.zeros((height, width))
+        top, left = generator.integers(height), generator.integers(width)
+        field[top : top + height // 2 + 1, left : left + width // 2 + 1] = generator.uniform(1, 9)
+        return field
+    return noise + generator.choice([-1e4, 1e4])
+
+
+def random_rule(generator: np.random.Generator, tokens: int) -> rules.Rule:
+    """Any rule that needs no coins."""
+    epsilon = float(generator.choice([0.0, 1e-3, 0.02, 0.3, 1.0]))
+    share = float(generator.choice([1e-4, 1e-3, 1e-2, 0.1]))
+    return (
+        rules.Gamma(epsilon),
+        rules.Gamma(epsilon, lookahead=2),
+        rules.Gamma(epsilon, lookahead=3),
+        rules.ExactGap(epsilon),
+        rules.Certified(epsilon),
+        rules.Mass(share),
+        rules.Mass(share, coarse=True),
+        rules.Optimal(share),
+        rules.Optimal(leaves=int(generator.integers(1, tokens + 1))),
+        rules.Optimal(leaves=0.3),
+        rules.Optimal(error=float(generator.choice([1e-3, 0.05, 0.5]))),
+        rules.FixedDepth(int(generator.integers(0, 4))),
+        rules.FixedBlocks(int(generator.integers(1, 5))),
+        rules.QuadrantGap(epsilon),
+        rules.Variance(epsilon),
+        rules.GlobalMean(),
+    )[generator.integers(16)]
+
+
+def random_case(seed: int) -> Case:
+    """The case of a seed."""
+    generator = np.random.default_rng(seed)
+    height, width = GRIDS[generator.integers(len(GRIDS))]
+    valid = None
+    if generator.random() < 0.3:
+        valid = generator.random((height, width)) < 0.6
+        valid[generator.integers(height), generator.integers(width)] = True
+    tokens = height * width if valid is None else int(valid.sum())
+    return Case(
+        Grid(height, width),
+        random_scores(generator, height, width),
+        random_rule(generator, tokens),
+        float(generator.choice([1.0, 0.3, 2.5])),
+        None if generator.random() < 0.6 else int(generator.integers(0, 4)),
+        valid,
+    )
+
+
+def flat_valid(case: Case) -> torch.Tensor | None:
+    """The mask as `screen` takes it."""
+    return None if case.valid is None else torch.from_numpy(case.valid.ravel())
+
+
+def boxes(tree: Tree) -> list[tuple[int, ...]]:
+    """The leaves of one tree."""
+    return [tuple(box) for box in tree.leaf_boxes.tolist()]
+
+
+def reference_tree(case: Case, rule: rules.Rule | None = None) -> reference.ReferenceTree:
+    """The oracle's tree."""
+    return reference.build_tree(
+        case.scores, rule or case.rule, tau=case.tau, max_depth=case.max_depth, valid=case.valid
+    )
+
+
+def nudged(rule: rules.Rule, factor: float) -> rules.Rule:
+    """The rule with its threshold moved by a factor: trees that differ show a tie within rounding."""
+    moved = {
+        name: value * factor
+        for name in ("epsilon", "penalty", "error")
+        if isinstance(value := getattr(rule, name, None), float)
+    }
+    return replace(rule, **moved)
