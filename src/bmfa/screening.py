@@ -97,7 +97,7 @@ def screen_keys(
     levels = KeyLevels.of(screening.layout, keys, per_head)
 
     def chunks() -> Iterator[Chunk]:
-        for heads, some in _query_chunks(queries.shape[0], queries.shape[1], grid.size):
+        for heads, some in query_chunks(len(queries), queries.shape[1], grid.size, CHUNK_ELEMENTS):
             first = heads.start * queries.shape[1] + some.start
             count = (heads.stop - heads.start) * (some.stop - some.start)
             part = slice(first, first + count)
@@ -115,9 +115,14 @@ def screen_keys(
     return screening.run(chunks())
 
 
-def _query_chunks(heads: int, queries: int, size: int) -> Iterator[tuple[slice, slice]]:
-    """Whole heads at once where they are small, parts of one head's queries where they are not."""
-    step = max(1, CHUNK_ELEMENTS // size)
+def query_chunks(
+    heads: int, queries: int, size: int, elements: int
+) -> Iterator[tuple[slice, slice]]:
+    """Whole heads at once where they are small, parts of one head's queries where they are not.
+
+    About `elements` scores a chunk, of `size` keys for each query.
+    """
+    step = max(1, elements // size)
     if queries <= step:
         together = max(1, step // max(1, queries))
         for head in range(0, heads, together):

@@ -1,6 +1,6 @@
 """A batch of trees: which blocks are split, and everything that follows from that."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,6 +14,8 @@ from bmfa.pyramid import Counts, ScorePyramid
 
 # Trees handled at once where every token of every tree is looked at.
 CHUNK_ELEMENTS = 1 << 21
+
+Box = tuple[int, int, int, int]  # top, left, bottom, right; half open
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,6 +37,28 @@ class Tree:
     labels: Tensor | None = None  # (blocks, B) int8
     members: int = 1  # how many query-head pairs each tree serves
 
+    @classmethod
+    def from_boxes(
+        cls,
+        layout: Layout,
+        boxes: Sequence[Sequence[Box]],
+        shape: tuple[int, ...],
+        tau: float,
+        rule: str,
+        valid: Tensor | None = None,
+    ) -> "Tree":
+        """Trees from the leaves of each, which must be nodes of the layout."""
+        split = torch.zeros(layout.block_count, len(boxes), dtype=torch.bool)
+        blocks = torch.cat([level.boxes for level in layout.levels]).tolist()
+        for column, leaves in enumerate(boxes):
+            area = torch.full((layout.grid.height, layout.grid.width), layout.grid.size + 1)
+            for top, left, bottom, right in leaves:
+                area[top:bottom, left:right] = (bottom - top) * (right - left)
+            for row, (top, left, bottom, right) in enumerate(blocks):
+                smallest = area[top:bottom, left:right].min()
+                split[row, column] = smallest < (bottom - top) * (right - left)
+        return cls(layout, split, tuple(shape), tau, rule, valid)
+
     @property
     def grid(self) -> Grid:
         """The grid under the trees."""
@@ -53,6 +77,10 @@ class Tree:
             f"{self.leaf_count.double().mean():.4g} leaves, "
             f"{100 * self.leaf_ratio.double().mean():.4g} % of tokens)"
         )
+
+    def flat(self) -> "Tree":
+        """The same trees in one dimension."""
+        return replace(self, shape=(self.split.shape[1],))
 
     def __getitem__(self, index: Any) -> "Tree":
         """The trees at an index over the leading dimensions."""
@@ -78,6 +106,12 @@ class Tree:
         names = ("split", "valid", "limited", "labels")
         moved = {n: t.to(device) for n in names if (t := getattr(self, n)) is not None}
         return replace(self, layout=self.layout.to(device), **moved)
+
+    def mask_of_heads(self, heads: int) -> Tensor | None:
+        """(N, heads) or (N, 1): the mask of each head, which all its queries share."""
+        if self.valid is None or self.valid.shape[1] == 1:
+            return self.valid
+        return self.valid[:, :: self.valid.shape[1] // heads]
 
     @property
     def counts(self) -> Counts:
@@ -148,19 +182,13 @@ class Tree:
         norms = values.double().norm(dim=-1)
         return output_bound(self.error(scores).double(), norms.amax(-1), tau=self.tau)
 
-    def _columns(self, start: int, stop: int) -> "Tree":
-        """The flat batch of trees from start to stop."""
-        flat = replace(self, shape=(self.split.shape[1],))
-        return flat[start:stop]
-
     def _collect(self, compute: Callable[["Tree"], Tensor]) -> Tensor:
         """Compute on the flat batch, so many trees at once that the intermediates stay small."""
         trees = self.split.shape[1]
         step = max(1, CHUNK_ELEMENTS // self.grid.size)
         if trees <= step:
-            return compute(replace(self, shape=(trees,)))
-        parts = (self._columns(i, min(i + step, trees)) for i in range(0, trees, step))
-        return torch.cat([compute(part) for part in parts])
+            return compute(self.flat())
+        return torch.cat([compute(self.flat()[i : i + step]) for i in range(0, trees, step)])
 
     def _leaf_count(self) -> Tensor:
         counts, first = self.counts, self.layout.levels[0]
@@ -198,6 +226,16 @@ class Tree:
             leaves.append(torch.cat((reached & ~split, ends)))
             above = split
         return leaves
+
+    def leaf_nodes(self) -> Tensor:
+        """(blocks + N, B) which nodes are leaves: blocks of all levels, then tokens in raster order."""
+        leaves = self._leaves()
+        tokens = self.split.new_zeros(self.grid.size, self.split.shape[1])
+        blocks = []
+        for level, rows in zip(self.layout.levels, leaves, strict=True):
+            blocks.append(rows[: level.size])
+            tokens[level.tokens] = rows[level.size :]
+        return torch.cat((*blocks, tokens))
 
     def _leaf_index(self) -> Tensor:
         begins = self.split.new_zeros(self.grid.size, self.split.shape[1])
@@ -260,11 +298,10 @@ class Tree:
             ) from None
         flat = scores.reshape(-1, self.grid.size)
         flat = flat if flat.dtype == torch.float64 else flat.float()
-        whole = replace(self, shape=(self.split.shape[1],))
         step = max(1, CHUNK_ELEMENTS // self.grid.size)
         parts = []
         for start in range(0, len(flat), step):
-            part = whole[columns[start : start + step]]
+            part = self.flat()[columns[start : start + step]]
             parts.append(compute(part, part._pyramid(flat[start : start + step].T)))
         result = torch.cat(parts) if parts else flat.new_empty(0)
         return result.view((*lead, *result.shape[1:]))

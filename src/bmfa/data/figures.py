@@ -17,7 +17,7 @@ def _spiral() -> Array:
 
 
 def _zigzag() -> Array:
-    return polyline(np.array([[-1, 0.45], [-0.5, -0.45], [0, 0.45], [0.5, -0.45], [1, 0.45]]))
+    return polyline(np.array([[-0.9, 0.43], [-0.45, -0.43], [0, 0.43], [0.45, -0.43], [0.9, 0.43]]))
 
 
 def _arrow() -> Array:
@@ -31,7 +31,7 @@ def _eight() -> Array:
 
 
 def _ladder() -> Array:
-    rails = [[[-0.9, y], [0.9, y]] for y in (-0.45, 0.45)]
+    rails = [[[-0.88, y], [0.88, y]] for y in (-0.45, 0.45)]
     rungs = [[[x, -0.45], [x, 0.45]] for x in (-0.4, 0.4)]
     return np.array(rails + rungs)
 

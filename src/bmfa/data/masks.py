@@ -1,6 +1,7 @@
 """COCO segmentations to pixel masks: polygons, uncompressed and compressed run lengths."""
 
 import math
+import warnings
 from typing import Any
 
 import numpy as np
@@ -27,17 +28,23 @@ def decode_mask(segmentation: Any, height: int, width: int) -> NDArray[np.bool_]
     coco = load("pycocotools.mask")
     if isinstance(segmentation, list):
         polygons = _checked_polygons(segmentation, height, width)
-        runs = coco.merge(coco.frPyObjects(polygons, height, width))
-        mask: NDArray[np.bool_] = coco.decode(runs).view(bool)
+        mask = _decoded(coco.merge(coco.frPyObjects(polygons, height, width)))
         if not mask.any():
             raise MaskError(_why_empty(polygons, height, width))
         return mask
     runs = _checked_runs(segmentation, height, width)
-    if isinstance(runs["counts"], list):
-        runs = coco.frPyObjects(runs, height, width)
-    mask = coco.decode(runs).view(bool)
+    packed = isinstance(runs["counts"], str)
+    mask = _decoded(runs if packed else coco.frPyObjects(runs, height, width))
     if not mask.any():
         raise MaskError(EMPTY)
+    return mask
+
+
+def _decoded(runs: dict[str, Any]) -> NDArray[np.bool_]:
+    with warnings.catch_warnings():
+        # pycocotools 2.0 does not yet take NumPy 2's `copy` argument.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        mask: NDArray[np.bool_] = load("pycocotools.mask").decode(runs).view(bool)
     return mask
 
 

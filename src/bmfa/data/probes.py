@@ -122,12 +122,8 @@ def _cells(instance: Instance, settings: ProbeSettings) -> _Cells | None:
     if not minority.any():
         return None
     grey = resized_grey(instance.picture.grey, box, settings.picture_size)
-    gradient = (
-        _per_cell(gradient_magnitude(grey), settings.grid)
-        / (settings.picture_size // settings.grid) ** 2
-    )
     return _Cells(
-        gradient,
+        _per_cell(gradient_magnitude(grey), settings.grid),
         minority,
         box,
         instance.picture.id,
@@ -223,7 +219,8 @@ def _per_cell(values: NDArray[Any], grid: int) -> NDArray[np.float64]:
 
 
 def relative_edge(gradient: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Cell gradients (..., n, n) over the 95th percentile of their grid, clipped to [0, 1]."""
+    """Cell gradients (..., n, n), sums or means alike, over the 95th percentile of their grid, clipped
+    to [0, 1]."""
     strong = np.percentile(gradient, EDGE_PERCENTILE, axis=(-2, -1), keepdims=True)
     return np.clip(
         np.divide(gradient, strong, out=np.zeros_like(gradient), where=strong > 0), 0.0, 1.0

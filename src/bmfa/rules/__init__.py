@@ -9,6 +9,7 @@ from bmfa.rules.fixed import (
     RandomQuadrants,
     Variance,
 )
+from bmfa.rules.names import parse
 from bmfa.rules.optimal import Optimal
 from bmfa.rules.threshold import Certified, ExactGap, Gamma, Mass
 
@@ -28,4 +29,5 @@ __all__ = [
     "RandomQuadrants",
     "Rule",
     "Variance",
+    "parse",
 ]

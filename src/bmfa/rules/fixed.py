@@ -149,11 +149,13 @@ class RandomQuadrants(Quadrants):
         """No rows at all."""
         return torch.empty(0, 0)
 
-    def keep(self, scores: Tensor, context: Context) -> Tensor:
-        """Heads."""
-        root, quadrants = context.layout.levels[:2]
+    def coins(self, trees: int, quadrants: int) -> Tensor:
+        """(trees, quadrants) which children of the root of each tree are kept."""
         generator = torch.Generator().manual_seed(self.seed)
-        coins = torch.rand(context.trees, int(root.present.sum()), generator=generator)
-        # One coin for every child of the root; those of single tokens decide nothing.
-        is_block = root.children[root.present] < quadrants.size
-        return (coins.T < self.p).to(quadrants.boxes.device)[is_block]
+        return torch.rand(trees, quadrants, generator=generator) < self.p
+
+    def keep(self, scores: Tensor, context: Context) -> Tensor:
+        """Heads; a coin falls for every child of the root, also for single tokens."""
+        root, quadrants = context.layout.levels[:2]
+        coins = self.coins(context.trees, int(root.present.sum())).to(root.boxes.device)
+        return coins.T[root.children[root.present] < quadrants.size]

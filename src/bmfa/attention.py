@@ -1,0 +1,311 @@
+"""Screened attention on q, k, v: checks, chooses a backend, returns output, trees and statistics."""
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from bmfa.certificates import exact_error, key_certificate
+from bmfa.checks import check_floating, check_integer, check_number, check_tau, check_valid
+from bmfa.grid import Grid
+from bmfa.rules import Optimal, RandomQuadrants, Rule
+from bmfa.screening import check_finite_keys, check_queries, screen_keys
+from bmfa.tree import Tree
+
+BACKENDS = ("auto", "eager", "reference")
+FORMS = ("representative", "repeated")
+DEFAULT_RULE = Optimal(error=0.05)
+
+
+@dataclass(frozen=True)
+class Audit:
+    """Relative L2 error of the output over a random fraction of the queries, recomputed exactly."""
+
+    queries: int
+    mean: float
+    p95: float
+    maximum: float
+
+
+@dataclass(frozen=True)
+class Stats:
+    """What ran, and what is known of its error."""
+
+    backend: str
+    form: str
+    rule: str
+    why: str
+    leaf_ratio: float  # mean fraction of the valid tokens, prefix tokens not counted
+    certificate: Tensor | None = None  # (B, heads, Q) bound on E over all keys
+    certified_by: str | None = None  # "scores" or "keys"
+    fallback: int = 0  # queries recomputed exactly
+    audit: Audit | None = None
+
+
+class Screened(NamedTuple):
+    """What `screened_attention` returns."""
+
+    output: Tensor
+    tree: Tree
+    stats: Stats
+
+
+def screened_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    grid: Grid,
+    prefix: int = 0,
+    rule: Rule | None = None,
+    error: float | None = None,
+    leaves: float | int | None = None,
+    tau: float = 1.0,
+    scale: float | None = None,
+    max_depth: int | None = None,
+    valid: Tensor | None = None,
+    order: str = "raster",
+    form: str = "representative",
+    backend: str = "auto",
+    audit: float = 0.0,
+    certificate: bool = False,
+    fallback: float | None = None,
+) -> Screened:
+    """Attention with the spatial keys of each query and head summarised by a tree.
+
+    q, k, v are (B, heads, prefix + N, d) as in scaled_dot_product_attention, prefix tokens first and
+    always exact (q may have any number of queries), spatial tokens in raster or, `order="z"`, in
+    Z-order. At most one of `rule`, `error` (a target for E of every query) and `leaves` (a float is a
+    fraction of the tokens, an int a count) is given; none means a target of 0.05 for E.
+
+    `form` is "representative" (one logit M + tau log n and one mean value for each leaf) or
+    "repeated" (every score replaced by its leaf's mean): the same output. `audit` recomputes that
+    fraction of the queries exactly and reports their error; `certificate` bounds E of every query,
+    and `fallback` recomputes exactly the queries whose certificate exceeds it.
+    """
+    call = _Call(q, k, v, grid, prefix, tau, scale, valid, order)
+    chosen = _choose_rule(rule, error, leaves)
+    ran, why = _choose_backend(backend)
+    if form not in FORMS:
+        raise ValueError(f"form is {form!r}; pass one of {', '.join(FORMS)}")
+    check_number("audit", audit, low=0.0, high=1.0)
+    if fallback is not None:
+        check_number("fallback", fallback, low=0.0)
+    if ran == "reference":
+        output, tree = call.reference(chosen, max_depth, form)
+    else:
+        output, tree = call.eager(chosen, max_depth, form)
+    bound = None
+    if certificate or fallback is not None:
+        bound = call.certificate(chosen, tree)
+    replaced = 0
+    if fallback is not None and bound is not None:
+        output, replaced = call.fall_back(output, bound > fallback)
+    stats = Stats(
+        ran,
+        form,
+        str(chosen),
+        why,
+        float(tree.leaf_ratio.mean()),
+        bound,
+        None if bound is None else ("scores" if chosen.needs == "tokens" else "keys"),
+        replaced,
+        call.audit(output, audit) if audit > 0 else None,
+    )
+    return Screened(output.to(q.dtype), tree, stats)
+
+
+def _choose_rule(rule: Rule | None, error: float | None, leaves: float | int | None) -> Rule:
+    given = [n for n, x in (("rule", rule), ("error", error), ("leaves", leaves)) if x is not None]
+    if len(given) > 1:
+        raise ValueError(
+            f"{' and '.join(given)} are given; pass at most one of rule, error, leaves"
+        )
+    if error is not None:
+        return Optimal(error=error)
+    if leaves is not None:
+        return Optimal(leaves=leaves)
+    return DEFAULT_RULE if rule is None else rule
+
+
+def _choose_backend(backend: str) -> tuple[str, str]:
+    """The backend that runs, and why."""
+    if backend not in BACKENDS:
+        raise ValueError(f"backend is {backend!r}; pass one of {', '.join(BACKENDS)}")
+    if backend == "auto":
+        return "eager", "auto: eager serves every rule, dtype and device"
+    return backend, "requested"
+
+
+class _Call:
+    """One call with its inputs checked and laid out: heads in one dimension, raster order."""
+
+    def __init__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        grid: Grid,
+        prefix: int,
+        tau: float,
+        scale: float | None,
+        valid: Tensor | None,
+        order: str,
+    ) -> None:
+        if not isinstance(grid, Grid):
+            raise TypeError(f"grid is {grid!r}; pass bmfa.Grid(height, width)")
+        self.grid = grid
+        self.prefix = check_integer("prefix", prefix, low=0)
+        self.tau = check_tau(tau)
+        check_floating("v", v)
+        _check_tokens(q, k, v, grid, prefix)
+        self.scale = check_queries(q, k[:, :, prefix:], grid, scale)
+        check_finite_keys(q, k)
+        if order not in ("raster", "z"):
+            raise ValueError(f"order is {order!r}; pass 'raster' or 'z'")
+        self.shape = q.shape[:3]
+        working = torch.float64 if q.dtype == torch.float64 else torch.float32
+        self.valid = _spatial_mask(valid, q.shape[0], grid.size)  # (B or 1, 1, N)
+        place = grid.z_rank.to(q.device) if order == "z" else None
+        if place is not None and self.valid is not None:
+            self.valid = self.valid[..., place]
+        self.q = q.to(working).flatten(0, 1).contiguous()  # (G, Q, d)
+        self.k = _raster(k, prefix, place).to(working).flatten(0, 1).contiguous()
+        self.v = _raster(v, prefix, place).to(working).flatten(0, 1).contiguous()
+
+    def eager(self, rule: Rule, max_depth: int | None, form: str) -> tuple[Tensor, Tree]:
+        """Trees from mean keys or streamed scores, then attention over their leaves."""
+        from bmfa.kernels import eager
+
+        tree = screen_keys(
+            self.q.detach().view(*self.shape, -1),
+            self.k[:, self.prefix :].detach().reshape(*self.shape[:2], self.grid.size, -1),
+            self.grid,
+            rule,
+            scale=self.scale,
+            tau=self.tau,
+            max_depth=max_depth,
+            valid=None if self.valid is None else self.valid.unsqueeze(-2),
+        )
+        attend = eager.representative if form == "representative" else eager.repeated
+        flat = tree.flat()
+        output = attend(self.q, self.k, self.v, flat, prefix=self.prefix, scale=self.scale)
+        return output.view(*self.shape, -1), tree
+
+    def reference(self, rule: Rule, max_depth: int | None, form: str) -> tuple[Tensor, Tree]:
+        """The float64 specification, query by query, with the trees it built itself."""
+        from bmfa.kernels import reference
+
+        lead = self.shape[:2]
+        q, k, v = (
+            x.detach().double().cpu().view(*lead, *x.shape[1:]) for x in (self.q, self.k, self.v)
+        )
+        masks = None if self.valid is None else self.valid.expand(lead[0], -1, -1)[:, 0].cpu()
+        output, trees = reference.attention(
+            q.numpy(),
+            k.numpy(),
+            v.numpy(),
+            self.grid.height,
+            self.grid.width,
+            rule,
+            prefix=self.prefix,
+            tau=self.tau,
+            scale=self.scale,
+            max_depth=max_depth,
+            valid=None if masks is None else masks.numpy(),
+            keep=_coins(rule, self.shape, self.grid),
+            form=form,
+        )
+        boxes = [tree.leaves for heads in trees for queries in heads for tree in queries]
+        if masks is not None:
+            masks = (
+                masks.T
+                if len(masks) == 1
+                else masks.T.repeat_interleave(len(boxes) // len(masks), 1)
+            )
+        layout = rule.layout(self.grid)
+        tree = Tree.from_boxes(layout, boxes, self.shape, self.tau, str(rule), masks)
+        return torch.from_numpy(output).to(self.q), tree.to(self.q.device)
+
+    def certificate(self, rule: Rule, tree: Tree) -> Tensor:
+        """(B, heads, Q) a bound on E, in float64."""
+        q, k = self.q.detach().double() * self.scale, self.k.detach().double()
+        keys, before = k[:, self.prefix :], k[:, : self.prefix]
+        bound = exact_error if rule.needs == "tokens" else key_certificate
+        return bound(q, keys, tree.flat(), before).view(self.shape)
+
+    def fall_back(self, output: Tensor, above: Tensor) -> tuple[Tensor, int]:
+        """Exact outputs where `above`, and how many there were."""
+        count = int(above.sum())
+        if count == 0:
+            return output, 0
+        exact = self.dense(slice(None))
+        return torch.where(above.unsqueeze(-1), exact, output), count
+
+    def dense(self, queries: Tensor | slice) -> Tensor:
+        """(B, heads, *, d) exact attention of some queries."""
+        from bmfa.kernels import eager
+
+        mask = None
+        if self.valid is not None:
+            spatial = self.valid.expand(*self.shape[:2], -1).flatten(0, 1)
+            mask = torch.cat((spatial.new_ones(len(spatial), self.prefix), spatial), -1)
+        q = self.q[:, queries]
+        output = eager.dense(q, self.k, self.v, scale=self.scale, tau=self.tau, valid=mask)
+        return output.view(*self.shape[:2], *output.shape[1:])
+
+    def audit(self, output: Tensor, fraction: float) -> Audit:
+        """Relative errors at a random fraction of the query positions, at least one."""
+        total = self.shape[2]
+        count = max(1, round(fraction * total))
+        with torch.no_grad():
+            places = torch.randperm(total, device=self.q.device)[:count]
+            exact = self.dense(places).double()
+            errors = (output[:, :, places].double() - exact).norm(dim=-1) / exact.norm(dim=-1)
+        errors = errors.nan_to_num(0.0).flatten()  # an exact output of 0 that was met
+        ordered = errors.sort().values  # torch.quantile stops at 16 million numbers
+        p95 = ordered[min(len(ordered) - 1, int(0.95 * len(ordered)))]
+        return Audit(len(errors), float(errors.mean()), float(p95), float(ordered[-1]))
+
+
+def _check_tokens(q: Tensor, k: Tensor, v: Tensor, grid: Grid, prefix: int) -> None:
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        check_floating(name, tensor)
+        if tensor.dim() != 4:
+            raise ValueError(
+                f"{name} has shape {tuple(tensor.shape)}; pass (B, heads, tokens, d) as for "
+                "torch.nn.functional.scaled_dot_product_attention"
+            )
+    if k.shape[:3] != v.shape[:3] or k.dtype != v.dtype or k.device != v.device:
+        raise ValueError(
+            f"k is {tuple(k.shape)} {k.dtype} and v {tuple(v.shape)} {v.dtype}; "
+            "pass the same batch, heads, tokens, dtype and device"
+        )
+    if k.shape[2] != prefix + grid.size:
+        raise ValueError(
+            f"k has {k.shape[2]} tokens; a prefix of {prefix} and a {grid.height}x{grid.width} grid "
+            f"make {prefix + grid.size}; set prefix= to the number of class and register tokens"
+        )
+
+
+def _spatial_mask(valid: Tensor | None, batch: int, size: int) -> Tensor | None:
+    """(B or 1, 1, N) from (N,) or (B, N): which spatial keys exist, the same for all heads."""
+    if valid is None:
+        return None
+    check_valid(valid, (batch, size))
+    return valid.view(-1, 1, size)
+
+
+def _coins(rule: Rule, shape: torch.Size, grid: Grid) -> Any:
+    """The coins of RandomQuadrants for every query, as the oracle takes them."""
+    if not isinstance(rule, RandomQuadrants):
+        return None
+    quadrants = (1 + (grid.height > 1)) * (1 + (grid.width > 1))
+    return rule.coins(shape.numel(), quadrants).view(*shape, quadrants).numpy()
+
+
+def _raster(tokens: Tensor, prefix: int, place: Tensor | None) -> Tensor:
+    if place is None:
+        return tokens
+    return torch.cat((tokens[:, :, :prefix], tokens[:, :, prefix:][:, :, place]), 2)

@@ -1,0 +1,100 @@
+"""Records: what an experiment writes, and how files appear whole or not at all."""
+
+import json
+import os
+import platform
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+Row = dict[str, Any]
+
+PACKAGES = ("bmfa", "numpy", "torch", "triton", "matplotlib", "pillow", "pycocotools")
+
+
+@dataclass(frozen=True)
+class Record:
+    """One experiment: its settings, where it ran, and its rows of flat objects."""
+
+    experiment: str
+    settings: Mapping[str, Any]
+    rows: Sequence[Row]
+    environment: Mapping[str, Any] = field(default_factory=lambda: environment())
+
+    def to_json(self) -> str:
+        """The record as JSON, one row a line."""
+        head = asdict(self)
+        rows = ",\n    ".join(json.dumps(row, allow_nan=False) for row in head.pop("rows"))
+        order = {name: head[name] for name in ("experiment", "settings", "environment")}
+        body = json.dumps(order, indent=2, allow_nan=False)
+        return f'{body[:-2]},\n  "rows": [\n    {rows}\n  ]\n}}\n'
+
+    @classmethod
+    def from_json(cls, text: str, name: str = "record") -> "Record":
+        """Read a record; an error says what is missing in which file."""
+        try:
+            data = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise ValueError(
+                f"{name} is no JSON (line {error.lineno}: {error.msg}); pass a record written by --json"
+            ) from None
+        missing = {"experiment", "settings", "environment", "rows"} - set(
+            data if isinstance(data, dict) else ()
+        )
+        if missing:
+            raise ValueError(
+                f"{name} lacks {', '.join(sorted(missing))}; pass a record written by --json"
+            )
+        return cls(data["experiment"], data["settings"], data["rows"], data["environment"])
+
+
+def environment(device: str = "cpu") -> dict[str, Any]:
+    """Versions, processor and device: the frame of every figure."""
+    versions = {}
+    for package in PACKAGES:
+        try:
+            versions[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+    name = torch.cuda.get_device_name() if device.startswith("cuda") else _processor()
+    return {
+        "python": platform.python_version(),
+        **versions,
+        "system": f"{platform.system()} {platform.machine()}",
+        "device": device,
+        "device_name": name,
+        "threads": torch.get_num_threads(),
+    }
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()
+
+
+def write_whole(path: str | Path, text: str) -> None:
+    """Write a file so that it appears whole or not at all; `-` is standard output."""
+    if str(path) == "-":
+        sys.stdout.write(text)
+        return
+    target = Path(path)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+        os.chmod(temporary, 0o644)
+        os.replace(temporary, target)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise

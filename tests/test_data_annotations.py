@@ -1,0 +1,299 @@
+"""COCO and LVIS files: every published form, faults counted and named, damage located."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image
+from pycocotools import mask as coco_mask
+
+from bmfa.data import AnnotationError, InstanceFiles, PictureError, Tally
+from bmfa.data.annotations import AnnotationFile
+from bmfa.data.instances import size_group
+from bmfa.data.masks import MaskError, decode_mask
+
+HEIGHT, WIDTH = 30, 40
+SQUARE = [[5.0, 5, 15, 5, 15, 15, 5, 15]]
+
+
+def annotation(number: int, segmentation: Any = None, **changes: Any) -> dict[str, Any]:
+    record = {"id": number, "image_id": 1, "category_id": 1, "area": 100.0, "iscrowd": 0}
+    return record | {"segmentation": SQUARE if segmentation is None else segmentation} | changes
+
+
+def content(annotations: list[dict[str, Any]], **changes: Any) -> dict[str, Any]:
+    picture = {"id": 1, "file_name": "000000000001.png", "width": WIDTH, "height": HEIGHT}
+    whole = {
+        "images": [picture],
+        "annotations": annotations,
+        "categories": [{"id": 1, "name": "cat", "supercategory": "animal"}],
+    }
+    return whole | changes
+
+
+def written(
+    folder: Path, whole: Any, names: tuple[str, ...] = ("000000000001.png",)
+) -> InstanceFiles:
+    (folder / "images").mkdir(exist_ok=True)
+    for name in names:
+        Image.new("RGB", (WIDTH, HEIGHT), (10, 200, 30)).save(folder / "images" / name)
+    (folder / "instances.json").write_text(json.dumps(whole))
+    return InstanceFiles(folder / "instances.json", folder / "images")
+
+
+def runs_of(mask: np.ndarray) -> list[int]:
+    flat = mask.flatten(order="F")
+    borders = np.flatnonzero(np.diff(flat)) + 1
+    lengths = np.diff([0, *borders.tolist(), flat.size]).tolist()
+    return [0, *lengths] if flat[0] else lengths
+
+
+def test_polygons_and_both_run_lengths_give_one_mask(tmp_path: Path) -> None:
+    mask = np.zeros((HEIGHT, WIDTH), dtype=bool)
+    mask[5:15, 5:15] = True
+    packed = coco_mask.encode(np.asfortranarray(mask.view(np.uint8)))["counts"].decode()
+    size = [HEIGHT, WIDTH]
+    source = written(
+        tmp_path,
+        content(
+            [
+                annotation(1),
+                annotation(2, {"size": size, "counts": runs_of(mask)}, iscrowd=1),
+                annotation(3, {"size": size, "counts": packed}),
+            ]
+        ),
+    )
+    instances = list(source.instances())
+    assert [one.annotation_id for one in instances] == [1, 2, 3]
+    assert [one.crowd for one in instances] == [False, True, False]
+    for one in instances:
+        np.testing.assert_array_equal(one.mask, mask)
+        assert (one.category, one.frequency, one.size) == ("cat", None, "small")
+        assert one.picture is instances[0].picture
+
+
+def test_parts_of_a_polygon_are_joined_and_slivers_ignored(tmp_path: Path) -> None:
+    parts = [*SQUARE, [20, 20, 30, 20, 30, 25, 20, 25], [1, 1, 2, 2]]
+    (one,) = written(tmp_path, content([annotation(1, parts)])).instances()
+    assert one.mask.sum() == 100 + 50
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.integers(1, 20), st.integers(1, 20), st.integers(0, 2**32 - 1))
+def test_run_lengths_are_decoded_as_pycocotools_does(height: int, width: int, seed: int) -> None:
+    mask = np.random.default_rng(seed).random((height, width)) < 0.4
+    mask[seed % height, seed % width] = True
+    packed = coco_mask.encode(np.asfortranarray(mask.view(np.uint8)))["counts"].decode()
+    for counts in (packed, runs_of(mask)):
+        decoded = decode_mask({"size": [height, width], "counts": counts}, height, width)
+        np.testing.assert_array_equal(decoded, mask)
+
+
+FAULTS: list[tuple[str, Any]] = [
+    ("degenerate polygon", [[1, 1, 5, 5]]),
+    ("degenerate polygon", []),
+    ("degenerate polygon", [[3, 3, 3, 3, 3, 3]]),
+    ("malformed polygon", [[1, 1, 5, 5, 9]]),
+    ("malformed polygon", [[1, 1, 5, 5, 9, "9"]]),
+    ("malformed polygon", [[1, 1, 5, 5, 9, float("nan")]]),
+    ("malformed polygon", [1, 1, 5, 5, 9, 1]),
+    ("mask outside the picture", [[50, 50, 60, 50, 60, 60]]),
+    ("mask outside the picture", [[-30, 2, -10, 2, -10, 9]]),
+    ("mask outside the picture", [[0, 0, 1e9, 0, 0, 1e9]]),
+    ("mask outside the picture", {"size": [9, 9], "counts": [81]}),
+    ("empty mask", {"size": [HEIGHT, WIDTH], "counts": [HEIGHT * WIDTH]}),
+    ("malformed run lengths", {"size": [HEIGHT, WIDTH], "counts": [5, 7]}),
+    ("malformed run lengths", {"size": [HEIGHT, WIDTH], "counts": [5, 7000]}),
+    ("malformed run lengths", {"size": [HEIGHT, WIDTH], "counts": [-5, HEIGHT * WIDTH + 5]}),
+    ("malformed run lengths", {"size": [HEIGHT, WIDTH], "counts": [0.5, 1.5]}),
+    ("malformed run lengths", {"size": [HEIGHT, WIDTH], "counts": "zz"}),
+    ("malformed run lengths", {"size": [HEIGHT, WIDTH], "counts": "o" * 400}),
+    ("malformed run lengths", {"size": [HEIGHT, WIDTH], "counts": "\u00e9"}),
+    ("malformed run lengths", {"size": [HEIGHT, WIDTH], "counts": None}),
+]
+
+
+@pytest.mark.parametrize(("reason", "segmentation"), FAULTS)
+def test_an_unusable_mask_has_a_reason(reason: str, segmentation: Any) -> None:
+    with pytest.raises(MaskError, match=f"^{reason}$"):
+        decode_mask(segmentation, HEIGHT, WIDTH)
+
+
+def test_faults_are_counted_named_and_skipped(tmp_path: Path) -> None:
+    pictures = [
+        {"id": 1, "file_name": "000000000001.png", "width": WIDTH, "height": HEIGHT},
+        {"id": 2, "file_name": "gone.png", "width": WIDTH, "height": HEIGHT},
+        {"id": 3, "file_name": "other.png", "width": WIDTH + 1, "height": HEIGHT},
+        {"id": 4, "file_name": "broken.png", "width": WIDTH, "height": HEIGHT},
+    ]
+    source = written(
+        tmp_path,
+        content(
+            [
+                annotation(1),
+                annotation(2, [[1, 1, 5, 5]]),
+                annotation(3, [[50, 50, 60, 50, 60, 60]]),
+                annotation(4, category_id=9),
+                annotation(5, image_id=2),
+                annotation(6, image_id=2),
+                annotation(7, image_id=77),
+                annotation(8, image_id=3),
+                annotation(9, image_id=4),
+            ],
+            images=pictures,
+        ),
+        names=("000000000001.png", "other.png", "broken.png"),
+    )
+    (tmp_path / "images" / "broken.png").write_bytes(b"broken")
+    tally = Tally()
+    assert [one.annotation_id for one in source.instances(tally)] == [1]
+    assert tally.faults == {
+        "degenerate polygon": 1,
+        "mask outside the picture": 1,
+        "unknown category": 1,
+        "missing picture": 3,
+        "picture of another size than annotated": 1,
+        "unreadable picture": 1,
+    }
+    lines = tally.lines()
+    assert "degenerate polygon: 1 (annotation 2 of 000000000001.png)" in lines
+    assert "missing picture: 3 (gone.png, picture 77, not among images, ...)" in lines
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"segmentation": [[1, 1, 5, 5]]}, "annotation 1 of .*: degenerate polygon; .*strict"),
+        ({"category_id": 9}, "unknown category"),
+        ({"image_id": 77}, "picture 77, not among images: missing picture"),
+    ],
+)
+def test_strict_stops_at_the_first_fault(
+    tmp_path: Path, changes: dict[str, Any], said: str
+) -> None:
+    source = written(tmp_path, content([annotation(1, **changes)]))
+    with pytest.raises(AnnotationError, match=said):
+        list(source.instances(Tally(strict=True)))
+
+
+def test_area_comes_from_the_mask_where_the_file_has_none(tmp_path: Path) -> None:
+    record = annotation(1)
+    del record["area"]
+    (one,) = written(tmp_path, content([record])).instances()
+    assert one.area == 100
+    assert [size_group(area) for area in (1023.9, 1024, 9215.9, 9216)] == [
+        "small",
+        "medium",
+        "medium",
+        "large",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("picture", "name"),
+    [
+        ({"file_name": "COCO_val2014_000000000001.jpg"}, "000000000001.jpg"),
+        ({"file_name": "COCO_val2014_000000000001.jpg"}, "COCO_val2014_000000000001.jpg"),
+        ({"coco_url": "http://images.example/val2017/000000000001.jpg"}, "000000000001.jpg"),
+        (
+            {"coco_url": "http://images.example/val2017/000000000001.jpg"},
+            "val2017/000000000001.jpg",
+        ),
+    ],
+)
+def test_lvis_pictures_are_found_by_id_and_by_url(tmp_path: Path, picture: Any, name: str) -> None:
+    (tmp_path / "images" / "val2017").mkdir(parents=True)
+    category = {"id": 1, "name": "acorn", "frequency": "r", "synset": "acorn.n.01"}
+    record = annotation(1)
+    del record["iscrowd"]
+    whole = content(
+        [record],
+        images=[{"id": 1, "width": WIDTH, "height": HEIGHT, "neg_category_ids": []} | picture],
+        categories=[category],
+    )
+    (one,) = written(tmp_path, whole, names=(name,)).instances()
+    assert (one.category, one.frequency, one.crowd) == ("acorn", "r", False)
+    assert one.picture.name == name
+
+
+def test_a_folder_without_the_pictures_says_what_was_sought_and_found(tmp_path: Path) -> None:
+    with pytest.raises(PictureError) as caught:
+        written(tmp_path, content([annotation(1)]), names=("x.png", "y.png"))
+    for part in (
+        "none of the 1 pictures",
+        "looked for 000000000001.png",
+        "found 2 pictures, such as x.png",
+    ):
+        assert part in str(caught.value)
+
+
+WRONG: list[tuple[Any, str]] = [
+    ([], "the top level is a list, not an object"),
+    ({"images": [], "categories": []}, "annotations is missing"),
+    (content([]) | {"images": 3}, "images is 3, and"),
+    (content([5]), r"annotations\[0\] is 5, not an object"),
+    (content([annotation(1), annotation(2, image_id="x")]), r'annotations\[1\]\.image_id is "x"'),
+    (content([annotation(1, segmentation="x")]), r"annotations\[0\]\.segmentation is"),
+    (
+        content([{"id": 1, "image_id": 1, "category_id": 1, "caption": "a cat"}]),
+        "segmentation is missing",
+    ),
+    (content([annotation(1, area=-1)]), r"annotations\[0\]\.area is -1"),
+    (content([annotation(1, iscrowd=2)]), r"annotations\[0\]\.iscrowd is 2"),
+    (
+        content([], images=[{"id": 1, "file_name": "a.png", "width": 0, "height": 3}]),
+        r"images\[0\]\.width is 0",
+    ),
+    (
+        content([], images=[{"id": 1, "width": 4, "height": 3}]),
+        r"images\[0\]\.file_name is missing",
+    ),
+    (content([], images=content([])["images"] * 2), r"images\[1\]\.id repeats 1"),
+    (content([], categories=[{"id": 1}]), r"categories\[0\]\.name is missing"),
+    (
+        content([], categories=[{"id": 1, "name": "a", "frequency": "x"}]),
+        r"categories\[0\]\.frequency",
+    ),
+]
+
+
+@pytest.mark.parametrize(("whole", "said"), WRONG)
+def test_a_file_of_another_structure_names_the_place(tmp_path: Path, whole: Any, said: str) -> None:
+    (tmp_path / "a.json").write_text(json.dumps(whole))
+    with pytest.raises(AnnotationError, match=said) as caught:
+        AnnotationFile(tmp_path / "a.json")
+    assert "\n" not in str(caught.value)
+    assert "a.json" in str(caught.value)
+
+
+@pytest.mark.parametrize("keep", [0, 1, 30, 120, 200, -1])
+def test_a_cut_off_file_says_at_which_byte(tmp_path: Path, keep: int) -> None:
+    data = json.dumps(content([annotation(1)])).encode()[:keep]
+    (tmp_path / "a.json").write_bytes(data)
+    with pytest.raises(AnnotationError, match=rf"is cut off at byte \d+ of {len(data)} \(line 1,"):
+        AnnotationFile(tmp_path / "a.json")
+
+
+@pytest.mark.parametrize(
+    ("data", "said"),
+    [
+        (b'{"images": [,]}', "is no valid JSON at byte 12 of 15"),
+        ('{"é": [,]}'.encode(), "at byte 8 of 11"),
+        (b"\xff\xd8\xff", "byte 0 of 3 is not UTF-8"),
+        (b"[" * 200_000, "no annotation file|cut off"),
+        (b'{"images": ' + b"9" * 5000 + b"}", "is no annotation file"),
+    ],
+)
+def test_other_damage_is_located(tmp_path: Path, data: bytes, said: str) -> None:
+    (tmp_path / "a.json").write_bytes(data)
+    with pytest.raises(AnnotationError, match=said):
+        AnnotationFile(tmp_path / "a.json")
+
+
+def test_a_missing_file_is_one_line(tmp_path: Path) -> None:
+    with pytest.raises(AnnotationError, match="cannot be read: No such file"):
+        AnnotationFile(tmp_path / "a.json")

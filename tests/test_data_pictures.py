@@ -1,0 +1,167 @@
+"""Pictures from folders and zips, read in place; what is refused and how."""
+
+import io
+import pickle
+import struct
+import sys
+import zipfile
+import zlib
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from bmfa.data import PictureError, PictureFiles, pictures
+
+
+def encoded(pixels: np.ndarray, form: str = "PNG", **options: object) -> bytes:
+    buffer = io.BytesIO()
+    Image.fromarray(pixels).save(buffer, format=form, **options)
+    return buffer.getvalue()
+
+
+def sample(height: int = 5, width: int = 7) -> np.ndarray:
+    return np.random.default_rng(0).integers(0, 256, (height, width, 3), dtype=np.uint8)
+
+
+def png_that_claims(width: int, height: int) -> bytes:
+    def chunk(name: bytes, data: bytes) -> bytes:
+        check = struct.pack(">I", zlib.crc32(name + data))
+        return struct.pack(">I", len(data)) + name + data + check
+
+    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    body = chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(bytes(100))) + chunk(b"IEND", b"")
+    return b"\x89PNG\r\n\x1a\n" + body
+
+
+def folder_of(path: Path, files: dict[str, bytes]) -> Path:
+    for name, data in files.items():
+        (path / name).parent.mkdir(parents=True, exist_ok=True)
+        (path / name).write_bytes(data)
+    return path
+
+
+def zip_of(path: Path, files: dict[str, bytes]) -> Path:
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, data in files.items():
+            archive.writestr(name, data)
+    return path
+
+
+@pytest.fixture(params=["folder", "zip"])
+def store(request: pytest.FixtureRequest, tmp_path: Path):
+    def make(files: dict[str, bytes]) -> PictureFiles:
+        if request.param == "folder":
+            (tmp_path / "pictures").mkdir()
+            return PictureFiles(folder_of(tmp_path / "pictures", files))
+        return PictureFiles(zip_of(tmp_path / "pictures.zip", files))
+
+    return make
+
+
+def test_reads_the_same_pixels_from_folder_and_zip(store) -> None:
+    source = store({"val2017/a.png": encoded(sample()), "notes.txt": b"no picture"})
+    assert source.entries == ("val2017/a.png",)
+    np.testing.assert_array_equal(source.read("val2017/a.png"), sample())
+
+
+def test_a_name_fits_by_path_by_its_end_or_by_its_base(store) -> None:
+    source = store({"coco/val2017/1.jpg": b"", "coco/val2017/2.jpg": b""})
+    assert source.find(["1.jpg"]) == "coco/val2017/1.jpg"
+    assert source.find(["val2017/2.jpg"]) == "coco/val2017/2.jpg"
+    assert source.find(["elsewhere/2.jpg"]) == "coco/val2017/2.jpg"
+    assert source.find(["3.jpg", "1.jpg"]) == "coco/val2017/1.jpg"
+    assert source.find(["3.jpg"]) is None
+
+
+def test_a_longer_name_settles_a_doubtful_one_and_doubt_is_said(store) -> None:
+    source = store({"train/1.jpg": b"", "val/1.jpg": b""})
+    assert source.find(["1.jpg", "val/1.jpg"]) == "val/1.jpg"
+    with pytest.raises(PictureError, match=r"1\.jpg is in 2 places .*train/1\.jpg, val/1\.jpg"):
+        source.find(["1.jpg"])
+
+
+def test_reading_survives_pickling(store) -> None:
+    source = pickle.loads(pickle.dumps(store({"a.png": encoded(sample())})))
+    np.testing.assert_array_equal(source.read("a.png"), sample())
+
+
+def test_linked_folders_are_followed_once(tmp_path: Path) -> None:
+    folder_of(tmp_path / "elsewhere", {"a.png": encoded(sample())})
+    (tmp_path / "set").mkdir()
+    (tmp_path / "set" / "linked").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "elsewhere" / "back").symlink_to(tmp_path / "set")
+    assert PictureFiles(tmp_path / "set").entries == ("linked/a.png",)
+
+
+def test_every_eight_bit_mode_becomes_rgb_and_exif_turns_nothing() -> None:
+    grey = sample()[..., 0]
+    np.testing.assert_array_equal(
+        pictures.decode_picture(encoded(grey), "grey"), np.repeat(grey[..., None], 3, axis=2)
+    )
+    palette = io.BytesIO()
+    Image.fromarray(grey).convert("P").save(palette, format="PNG", transparency=b"\x00\xff")
+    assert pictures.decode_picture(palette.getvalue(), "palette").shape == (5, 7, 3)
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    turned = encoded(sample(), "JPEG", exif=exif)
+    assert pictures.decode_picture(turned, "turned").shape == (5, 7, 3)
+
+
+def test_sixteen_bits_are_refused_rather_than_clipped() -> None:
+    deep = np.full((4, 4), 40_000, dtype=np.uint16)
+    with pytest.raises(PictureError, match=r"16.*convert it to 8 bits"):
+        pictures.decode_picture(encoded(deep), "deep.png")
+
+
+@pytest.mark.parametrize("side", [10_000, 30_000])
+def test_decompression_bombs_are_refused(store, side: int) -> None:
+    source = store({"bomb.png": png_that_claims(side, side)})
+    with pytest.raises(PictureError, match=r"bomb\.png is refused as a decompression bomb"):
+        source.read("bomb.png")
+
+
+def test_entries_that_unpack_too_large_are_refused(store, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = store({"large.png": bytes(2000)})
+    monkeypatch.setattr(pictures, "MAX_FILE_BYTES", 1000)
+    with pytest.raises(PictureError, match="unpacks to 2,000 bytes, the limit is 1,000"):
+        source.read("large.png")
+
+
+@pytest.mark.parametrize(
+    "name", ["../out.png", "a/../../out.png", "/abs.png", "C:\\x.png", "..\\x.png"]
+)
+def test_a_zip_whose_paths_leave_it_is_refused(tmp_path: Path, name: str) -> None:
+    source = PictureFiles(zip_of(tmp_path / "evil.zip", {"good.png": b"", name: b""}))
+    with pytest.raises(PictureError, match=r"evil\.zip is refused: its entry .* leads out"):
+        source.find(["good.png"])
+
+
+def test_reading_never_leaves_the_folder(tmp_path: Path) -> None:
+    folder_of(tmp_path, {"secret.png": encoded(sample()), "set/a.png": encoded(sample())})
+    with pytest.raises(PictureError, match="leads out"):
+        PictureFiles(tmp_path / "set").read("../secret.png")
+
+
+@pytest.mark.parametrize("data", [b"", b"no picture", encoded(sample(40, 40), "JPEG")[:500]])
+def test_unreadable_pictures_are_one_clear_line(store, data: bytes) -> None:
+    with pytest.raises(PictureError, match=r"a\.jpg is no readable JPEG") as caught:
+        store({"a.jpg": data}).read("a.jpg")
+    assert "\n" not in str(caught.value)
+
+
+def test_missing_places_are_named(tmp_path: Path) -> None:
+    with pytest.raises(PictureError, match="no folder or zip at"):
+        PictureFiles(tmp_path / "nowhere")
+    (tmp_path / "a.zip").write_bytes(b"no zip")
+    with pytest.raises(PictureError, match="neither a folder nor a readable zip"):
+        PictureFiles(tmp_path / "a.zip").find(["a.png"])
+    with pytest.raises(PictureError, match=r"b\.png in .* cannot be read"):
+        PictureFiles(tmp_path).read("b.png")
+
+
+def test_a_missing_package_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "PIL.Image", None)
+    with pytest.raises(ModuleNotFoundError, match=r"pillow; run: pip install 'bmfa\[data\]'"):
+        pictures.decode_picture(b"", "a.png")
