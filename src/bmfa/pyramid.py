@@ -132,6 +132,7 @@ class Pyramid:
         self.depth = len(layout.levels) - 1
         self._steps: dict[int, Step] = {}
         self._lifts: dict[int, Tensor] = {}
+        self._excesses: dict[int, Tensor] = {}
 
     def children(self, depth: int) -> Tensor:
         """(n, k, B) means of the children of the blocks at `depth`."""
@@ -185,8 +186,10 @@ class Pyramid:
 
     def excess(self, depth: int) -> Tensor:
         """(n, B) sum_C w_C exp(M_C / tau) - exp(M_B / tau), over exp(largest / tau): in [0, 1)."""
-        flat = (self.step(depth).shift / self.tau).expm1()
-        return settle(self.lift(depth) - flat, flat)
+        if depth not in self._excesses:
+            flat = (self.step(depth).shift / self.tau).expm1()
+            self._excesses[depth] = settle(self.lift(depth) - flat, flat)
+        return self._excesses[depth]
 
     def gain(self, depth: int, log_partition: Tensor) -> Tensor:
         """(n, B) share of Z that splitting a block recovers: pi_B (exp(Gamma_B / tau) - 1)."""
@@ -210,6 +213,7 @@ class ScorePyramid(Pyramid):
             tokens = tokens.where(valid, largest)
         self.tokens = tokens
         self.valid = valid
+        self._log_partition: Tensor | None = None
 
     def children(self, depth: int) -> Tensor:
         """(n, k, B) means of the children, from the level below."""
@@ -225,10 +229,12 @@ class ScorePyramid(Pyramid):
 
     def log_partition(self) -> Tensor:
         """(B,) log Z of the whole grid."""
-        scaled = self.tokens if self.tau == 1.0 else self.tokens / self.tau
-        if self.valid is not None:
-            scaled = scaled.masked_fill(~self.valid, -torch.inf)
-        return scaled.logsumexp(0)
+        if self._log_partition is None:
+            scaled = self.tokens if self.tau == 1.0 else self.tokens / self.tau
+            if self.valid is not None:
+                scaled = scaled.masked_fill(~self.valid, -torch.inf)
+            self._log_partition = scaled.logsumexp(0)
+        return self._log_partition
 
     def variances(self) -> list[Tensor]:
         """The population variance of every block, an (n, B) tensor for each level."""

@@ -1,6 +1,7 @@
 """Scores, or queries and keys, to trees."""
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -263,18 +264,9 @@ class Screening:
 
     def _tree(self, decision: Decision) -> Tree:
         members = 1 if self.groups is None else len(self.groups) // max(1, self.trees)
-        return Tree(
-            layout=self.layout,
-            split=decision.split,
-            shape=self.shape,
-            tau=self.tau,
-            rule=str(self.rule),
-            valid=self._tree_mask(),
-            limited=decision.limited,
-            max_depth=self.max_depth,
-            labels=decision.labels,
-            members=members,
-        )
+        context = self._context(slice(0, self.trees), None)
+        tree = Tree.decided(decision, context, str(self.rule), self.shape)
+        return replace(tree, valid=self._tree_mask(), members=members)
 
 
 class _Reducer:

@@ -11,9 +11,10 @@ from bmfa.bounds import output_bound
 from bmfa.checks import check_scores
 from bmfa.grid import Grid, Layout, Level
 from bmfa.pyramid import Counts, ScorePyramid
+from bmfa.rules import Context, Decision
 
 # Trees handled at once where every token of every tree is looked at.
-CHUNK_ELEMENTS = 1 << 21
+CHUNK_ELEMENTS = 1 << 19
 
 Box = tuple[int, int, int, int]  # top, left, bottom, right; half open
 
@@ -36,6 +37,22 @@ class Tree:
     max_depth: int | None = None
     labels: Tensor | None = None  # (blocks, B) int8
     members: int = 1  # how many query-head pairs each tree serves
+
+    @classmethod
+    def decided(
+        cls, decision: Decision, context: Context, rule: str, shape: tuple[int, ...] | None = None
+    ) -> "Tree":
+        """The trees of a decision, in one dimension unless a shape is given."""
+        return cls(
+            context.layout,
+            decision.split,
+            (context.trees,) if shape is None else shape,
+            context.tau,
+            rule,
+            limited=decision.limited,
+            max_depth=context.max_depth,
+            labels=decision.labels,
+        )
 
     @classmethod
     def from_boxes(
@@ -175,7 +192,7 @@ class Tree:
 
     def error(self, scores: Tensor) -> Tensor:
         """(...) E = F - F~ = tau KL(q || p) of every tree on its scores, exact to rounding."""
-        return self._on_scores(scores, lambda part, pyramid: part._error(pyramid))
+        return self._on_scores(scores, lambda part, pyramid: part.error_on(pyramid))
 
     def output_bound(self, scores: Tensor, values: Tensor) -> Tensor:
         """(...) V_max sqrt(2 E / tau): how far the attention output can be from the exact one."""
@@ -324,15 +341,17 @@ class Tree:
                 held = torch.where(split[below.parents], mean, held[below.parents])
         return tokens.T.contiguous()
 
-    def _error(self, pyramid: ScorePyramid) -> Tensor:
+    def error_on(self, pyramid: ScorePyramid) -> Tensor:
+        """(B,) E of the flat batch of trees on the scores of a pyramid."""
         log_partition = pyramid.log_partition()
         lost = torch.zeros_like(log_partition)  # the share of Z that the splits not made would add
         for depth, split in enumerate(self._levels()):
             lost += (pyramid.gain(depth, log_partition) * ~split).sum(0)
-        # Near 1 the difference 1 - lost is rounding: there the two partition functions are compared.
-        direct = log_partition - self._log_mass(pyramid)
-        exact = torch.where(lost < 0.5, -torch.log1p(-lost.clamp(max=0.5)), direct)
-        return exact * self.tau
+        error = lost.clamp(max=0.5).neg_().log1p_().neg_()
+        # Near 1 the difference 1 - lost is rounding: there the partition functions are compared.
+        if bool((lost > 0.5).any()):
+            error = torch.where(lost > 0.5, log_partition - self._log_mass(pyramid), error)
+        return error * self.tau
 
     def _log_mass(self, pyramid: ScorePyramid) -> Tensor:
         """(B,) log of the mass n exp(M / tau) the leaves hold together."""

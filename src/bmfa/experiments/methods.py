@@ -1,13 +1,15 @@
 """Methods by name: what each one estimates of the free energy of a batch of grids, and at what size."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from bmfa import energy
-from bmfa.grid import Grid
-from bmfa.rules import parse
+from bmfa.checks import check_scores
+from bmfa.grid import Grid, Layout, quadtree
+from bmfa.pyramid import Counts, ScorePyramid
+from bmfa.rules import Context, parse
 from bmfa.screening import screen
 from bmfa.tree import Tree
 
@@ -25,6 +27,8 @@ DEFAULT_METHODS = (
     "mass:0.002",
     "optimal:0.001",
 )
+# Grids at once: their pyramid stays near the processor.
+CHUNK = 2048
 SUMMARIES = ("sparge-mean", "mean-variance", "edge-aware")
 
 
@@ -34,7 +38,8 @@ class Outcome:
 
     gap: Tensor  # (B,)
     leaf_percent: Tensor  # (B,)
-    tree: Tree | None = None
+    root_split: Tensor | None = None  # (B,) whether the tree is more than its root
+    tree: Tree | None = None  # of one chunk alone
 
 
 def check_method(name: str, seed: int = 0) -> str:
@@ -56,21 +61,89 @@ def apply(
     max_depth: int | None = None,
     seed: int = 0,
 ) -> Outcome:
-    """Run one method on (B, N) scores.
+    """Run one method on (B, N) scores."""
+    return apply_all([method], scores, grid, tau=tau, max_depth=max_depth, seed=seed)[0]
+
+
+def apply_all(
+    methods: Sequence[str],
+    scores: Tensor,
+    grid: Grid,
+    *,
+    tau: float = 1.0,
+    max_depth: int | None = None,
+    seed: int = 0,
+) -> list[Outcome]:
+    """Run many methods on the same (B, N) scores, chunk by chunk over one pyramid for all.
 
     sparge-mean summarises the grid by its mean, mean-variance by mean + variance / (2 tau), signed,
     and edge-aware keeps every position and is exact: the paper's full-retention oracle.
     """
-    one = torch.full(scores.shape[:-1], 100.0 / grid.size, dtype=torch.float64)
-    if method == "edge-aware":
-        return Outcome(torch.zeros_like(one), torch.full_like(one, 100.0))
-    if method == "sparge-mean":
-        return Outcome(energy.gap(scores, tau=tau), one)
-    if method == "mean-variance":
-        correction = energy.cumulant_gap(scores, 2, tau=tau)
-        return Outcome(energy.gap(scores, tau=tau) - correction, one)
-    tree = screen(scores, grid, parse(method, seed), tau=tau, max_depth=max_depth)
-    return Outcome(tree.error(scores), 100 * tree.leaf_ratio, tree)
+    check_scores(scores, grid.size)
+    parts: list[list[Outcome]] = [[] for _ in methods]
+    pooled = {m for m in methods if m not in SUMMARIES and parse(m, seed).together}
+    for start in range(0, len(scores), CHUNK):
+        chunk = _Chunk(scores[start : start + CHUNK], grid, tau, max_depth, seed)
+        for method, outcomes in zip(methods, parts, strict=True):
+            if method not in pooled:
+                outcomes.append(chunk.apply(method))
+    for method, outcomes in zip(methods, parts, strict=True):
+        if method in pooled:
+            tree = screen(scores, grid, parse(method, seed), tau=tau, max_depth=max_depth)
+            outcomes.append(Outcome(tree.error(scores), 100 * tree.leaf_ratio, _root_split(tree)))
+    return [_joined(outcomes) for outcomes in parts]
+
+
+class _Chunk:
+    """Some grids, and the pyramids of their scores that all methods read."""
+
+    def __init__(
+        self, scores: Tensor, grid: Grid, tau: float, max_depth: int | None, seed: int
+    ) -> None:
+        self.scores, self.grid, self.tau = scores, grid, tau
+        self.max_depth, self.seed = max_depth, seed
+        self.pyramids: dict[Layout, ScorePyramid] = {}
+
+    def pyramid(self, layout: Layout) -> ScorePyramid:
+        if layout not in self.pyramids:
+            counts = Counts.of(layout, self.scores.dtype)
+            self.pyramids[layout] = ScorePyramid(layout, counts, self.tau, self.scores.T, None)
+        return self.pyramids[layout]
+
+    def apply(self, method: str) -> Outcome:
+        whole = self.scores.new_full((len(self.scores),), 100.0)
+        if method == "edge-aware":
+            return Outcome(torch.zeros_like(whole), whole)
+        if method == "sparge-mean":
+            return self.tree("global-mean")
+        if method == "mean-variance":
+            mean = self.tree("global-mean")
+            variance = self.pyramid(quadtree(self.grid)).variances()[0].squeeze(0)
+            return Outcome(mean.gap - variance / (2 * self.tau), mean.leaf_percent)
+        return self.tree(method)
+
+    def tree(self, name: str) -> Outcome:
+        rule = parse(name, self.seed)
+        layout = rule.layout(self.grid)
+        pyramid = self.pyramid(layout)
+        context = Context(layout, pyramid.counts, self.tau, len(self.scores), self.max_depth)
+        tree = Tree.decided(rule.screen(pyramid, context), context, str(rule))
+        return Outcome(tree.error_on(pyramid), 100 * tree.leaf_ratio, _root_split(tree), tree)
+
+
+def _root_split(tree: Tree) -> Tensor:
+    return tree.split[0] if len(tree.split) else tree.split.any(0)
+
+
+def _joined(outcomes: list[Outcome]) -> Outcome:
+    if len(outcomes) == 1:
+        return outcomes[0]
+    splits = [outcome.root_split for outcome in outcomes]
+    return Outcome(
+        torch.cat([outcome.gap for outcome in outcomes]),
+        torch.cat([outcome.leaf_percent for outcome in outcomes]),
+        None if splits[0] is None else torch.cat([split for split in splits if split is not None]),
+    )
 
 
 def percentile(values: Tensor, percent: float) -> float:

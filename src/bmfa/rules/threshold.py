@@ -1,6 +1,6 @@
 """Rules that split while a score of the block exceeds epsilon."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import ClassVar
 
 import torch
@@ -98,13 +98,25 @@ class Certified(Threshold):
 
     def scores(self, pyramid: Pyramid) -> Tensor:
         """U of every block, then L of every block."""
-        assert isinstance(pyramid, ScorePyramid)
-        mean = torch.cat([pyramid.mean(d) for d in range(pyramid.depth)])
-        variance = torch.cat(pyramid.variances())
-        gamma = torch.cat([pyramid.gamma(d) for d in range(pyramid.depth)])
-        upper = bounds.bennett(torch.cat(pyramid.maxima()), mean, variance, tau=pyramid.tau)
-        lower = bounds.lower(torch.cat(pyramid.minima()), mean, variance, tau=pyramid.tau)
-        return torch.cat((upper, torch.maximum(gamma, lower)))
+        blocks = _Statistics.of(pyramid)
+        return torch.cat((blocks.upper(pyramid.tau), blocks.lower(pyramid.tau)))
+
+    def screen(self, pyramid: Pyramid, context: Context) -> Decision:
+        """Splits of the trees of a pyramid, the bounds taken only where a cheaper one leaves doubt.
+
+        Gamma > epsilon forces a split, as U is no smaller; a range bound of at most epsilon makes a
+        block safe, as U is no larger.
+        """
+        blocks = _Statistics.of(pyramid)
+        forced = blocks.gamma > self.epsilon
+        safe = bounds.hoeffding(blocks.minimum, blocks.maximum, tau=pyramid.tau) <= self.epsilon
+        upper = torch.where(forced, torch.inf, 0.0).to(blocks.mean.dtype)
+        lower = blocks.gamma.clone()
+        open_ = ~(forced | safe)
+        some = blocks.where(open_)
+        upper[open_] = some.upper(pyramid.tau)
+        lower[open_] = some.lower(pyramid.tau)
+        return self.decide(torch.cat((upper, lower)), context)
 
     def decide(self, scores: Tensor, context: Context) -> Decision:
         """Splits by U, every block labelled by U and L."""
@@ -114,6 +126,38 @@ class Certified(Threshold):
         labels[lower > self.epsilon] = MUST_REFINE
         labels[upper <= self.epsilon] = SAFE
         return Decision(decision.split, decision.limited, labels)
+
+
+@dataclass(frozen=True)
+class _Statistics:
+    """What the bounds of a certified tree are taken from, for all blocks or some."""
+
+    mean: Tensor
+    variance: Tensor
+    minimum: Tensor
+    maximum: Tensor
+    gamma: Tensor
+
+    @classmethod
+    def of(cls, pyramid: Pyramid) -> "_Statistics":
+        assert isinstance(pyramid, ScorePyramid)
+        return cls(
+            torch.cat([pyramid.mean(d) for d in range(pyramid.depth)]),
+            torch.cat(pyramid.variances()),
+            torch.cat(pyramid.minima()),
+            torch.cat(pyramid.maxima()),
+            torch.cat([pyramid.gamma(d) for d in range(pyramid.depth)]),
+        )
+
+    def where(self, some: Tensor) -> "_Statistics":
+        return _Statistics(*(getattr(self, field.name)[some] for field in fields(self)))
+
+    def upper(self, tau: float) -> Tensor:
+        return bounds.bennett(self.maximum, self.mean, self.variance, tau=tau)
+
+    def lower(self, tau: float) -> Tensor:
+        bound = bounds.lower(self.minimum, self.mean, self.variance, tau=tau)
+        return torch.maximum(self.gamma, bound)
 
 
 @dataclass(frozen=True)

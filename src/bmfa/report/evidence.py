@@ -1,0 +1,102 @@
+"""The rows of all records at hand, found by experiment and key."""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from bmfa.records import Record, Row
+
+# What names a row: of two rows with the same name, the later one counts.
+KEYS: Mapping[str, tuple[str, ...]] = {
+    "synthetic": ("placement", "method"),
+    "failure-curve": ("cells", "method", "delta"),
+    "gallery": ("placement", "method", "title"),
+    "probe": ("dataset", "mode", "method", "group"),
+    "ablation": ("parameter", "value"),
+    "cases": ("dataset", "title", "picture", "method"),
+}
+
+COMMANDS: Mapping[str, str] = {
+    "synthetic": "bmfa synthetic --json synthetic.json",
+    "failure-curve": "bmfa synthetic --curve --json curve.json",
+    "gallery": "bmfa report",
+    "probe": (
+        "bmfa probe --dataset coco --mode image-edge --annotations FILE --images DIR "
+        "--json probe.json"
+    ),
+    "ablation": "bmfa ablation --json ablation.json",
+    "cases": "bmfa report",
+    "bench": "bmfa bench trees --json bench.json",
+}
+
+
+class Evidence:
+    """What a page or a figure knows: records, and nothing else."""
+
+    def __init__(self, records: Record | Sequence[Record]) -> None:
+        self.records = (records,) if isinstance(records, Record) else tuple(records)
+
+    def has(self, experiment: str) -> bool:
+        """Whether any row of the experiment is at hand."""
+        return any(record.rows for record in self.records if record.experiment == experiment)
+
+    def rows(self, experiment: str) -> list[Row]:
+        """All rows of an experiment, in order, a repeated one replaced by its later version."""
+        keys = KEYS.get(experiment)
+        found = [row for r in self.records if r.experiment == experiment for row in r.rows]
+        if keys is None:
+            return found
+        return list({tuple(str(row.get(key)) for key in keys): row for row in found}.values())
+
+    def require(self, experiment: str) -> list[Row]:
+        """The rows of an experiment, or an error that says how to get them."""
+        rows = self.rows(experiment)
+        if not rows:
+            known = ", ".join(record.experiment for record in self.records) or "none"
+            raise ValueError(
+                f"no {experiment} rows among the records ({known}); "
+                f"make them with: {self.command(experiment)}"
+            )
+        return rows
+
+    def select(self, experiment: str, **keys: Any) -> list[Row]:
+        """The rows of an experiment with these values."""
+        return [
+            row
+            for row in self.rows(experiment)
+            if all(row.get(key) == value for key, value in keys.items())
+        ]
+
+    def value(self, experiment: str, column: str, **keys: Any) -> float | None:
+        """One number of one row; None where it is not at hand."""
+        rows = self.select(experiment, **keys)
+        return number(rows[-1], column) if rows else None
+
+    def setting(self, experiment: str, name: str, default: Any = None) -> Any:
+        """A setting of the last record of an experiment."""
+        found = [r.settings for r in self.records if r.experiment == experiment]
+        return found[-1].get(name, default) if found else default
+
+    def command(self, experiment: str) -> str:
+        """The command that makes the rows, in the record's own words where it has them."""
+        known = COMMANDS.get(experiment, f"bmfa {experiment} --json {experiment}.json")
+        return str(self.setting(experiment, "command", known))
+
+
+def number(row: Row, column: str) -> float | None:
+    """A finite number of a row, else None."""
+    value = row.get(column)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        return None
+    return float(value)
+
+
+def text(row: Row, column: str) -> str:
+    """A value of a row as text; empty where it is missing."""
+    value = row.get(column)
+    return "" if value is None else str(value)
+
+
+def in_order(rows: Sequence[Row], column: str) -> list[str]:
+    """The different texts of a column, in the order in which they first appear."""
+    return list(dict.fromkeys(text(row, column) for row in rows))

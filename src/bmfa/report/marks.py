@@ -1,0 +1,150 @@
+"""What the figures are made of: headings, labels at the ends of lines, fields and trees."""
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bmfa.report import style
+from bmfa.report.sheet import Sheet, load
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+Array = NDArray[np.float64]
+
+LEVELS = 16
+LIGHT_LINE, DARK_LINE = "#ffffff", "#000000"
+LABEL_HEIGHT = 14.0
+
+
+def heading(sheet: Sheet, axes: "Axes", title: str, below: str = "", indent: float = 34) -> None:
+    """The panel's title, and under it what its vertical axis shows."""
+    left, top, _, _ = sheet.box(axes)
+    sheet.text(left - indent, top - 28, title, fontsize=style.TITLE, fontweight="bold")
+    sheet.text(left - indent, top - 11, below, fontsize=style.SMALL, color=style.MUTED.light)
+
+
+def foot(sheet: Sheet, axes: "Axes", words: str) -> None:
+    """What the horizontal axis shows, under its middle."""
+    left, top, width, height = sheet.box(axes)
+    sheet.text(
+        left + width / 2,
+        top + height + 34,
+        words,
+        ha="center",
+        fontsize=style.SMALL,
+        color=style.MUTED.light,
+    )
+
+
+def log_ticks(axis: Any, ticks: Sequence[float]) -> None:
+    """Ticks of a logarithmic axis, written as plain numbers."""
+    axis.set_ticks(ticks, [f"{tick:g}" for tick in ticks])
+    axis.set_minor_locator(load("matplotlib.ticker").NullLocator())
+
+
+def spread(places: Sequence[float], distance: float, low: float, high: float) -> list[float]:
+    """Move ascending places as little as needed to keep them `distance` apart inside the range."""
+    blocks: list[tuple[float, int]] = []
+    for index, place in enumerate(places):
+        total, count = place - index * distance, 1
+        while blocks and blocks[-1][0] / blocks[-1][1] > total / count:
+            before, members = blocks.pop()
+            total, count = total + before, count + members
+        blocks.append((total, count))
+    flat = [total / count for total, count in blocks for _ in range(count)]
+    last = high - (len(flat) - 1) * distance
+    return [max(low, min(one, last)) + index * distance for index, one in enumerate(flat)]
+
+
+def end_labels(sheet: Sheet, axes: "Axes", ends: Mapping[str, float], reach: float = 16) -> None:
+    """Name every line at its right end, names pushed apart and tied to their lines."""
+    left, top, width, height = sheet.box(axes)
+    right = left + width
+
+    def pixel(value: float) -> float:
+        return sheet.height - float(axes.transData.transform((0, value))[1])
+
+    order = sorted(ends, key=lambda name: (pixel(ends[name]), list(ends).index(name)))
+    places = spread([pixel(ends[n]) for n in order], LABEL_HEIGHT, top - 2, top + height + 4)
+    for name, place in zip(order, places, strict=True):
+        colour = style.method_style(name).colour.light
+        xs = [right + 2, right + reach - 4]
+        sheet.line(xs, [pixel(ends[name]), place], color=colour, linewidth=0.8)
+        sheet.text(right + reach, place + 4, name, fontsize=style.SMALL, color=colour)
+
+
+def legend(sheet: Sheet, names: Sequence[str], top: float, columns: int, left: float = 4) -> None:
+    """Marker and name of every method, in rows."""
+    width = (sheet.width - 2 * left) / columns
+    rows = -(-len(names) // columns)
+    for index, name in enumerate(names):
+        x, y = left + index // rows * width, top + index % rows * 20 + 8
+        look = style.method_style(name)
+        sheet.line([x, x + 26], [y, y], **look.line)
+        sheet.line([x + 13], [y], linestyle="none", **look.mark)
+        sheet.text(x + 34, y + 4, name, fontsize=style.SMALL)
+
+
+def field(axes: "Axes", values: Array, low: float, high: float) -> None:
+    """A field of scores in steps of colour, each step one path."""
+    height, width = values.shape
+    share = (values - low) / ((high - low) or 1.0)
+    steps = np.clip((share * (LEVELS - 1)).round(), 0, LEVELS - 1).astype(int)
+    colours = load("matplotlib").colormaps["cividis"].resampled(LEVELS)
+    axes.set(xlim=(0, width), ylim=(height, 0))
+    axes.set_axis_off()
+    for step in np.unique(steps):
+        _boxes(axes, _runs(steps == step), facecolor=colours(step), linewidth=0, antialiased=False)
+
+
+def leaves(axes: "Axes", boxes: Sequence[Sequence[int]], means: Array, middle: float) -> None:
+    """The leaves of a tree over a field: light lines around dark leaves, dark around bright."""
+    corners = np.asarray(boxes, dtype=float).reshape(-1, 4)
+    for chosen, colour in ((means <= middle, LIGHT_LINE), (means > middle, DARK_LINE)):
+        _boxes(
+            axes,
+            corners[chosen],
+            facecolor="none",
+            edgecolor=colour,
+            linewidth=0.8,
+            alpha=0.75,
+            clip_on=False,
+        )
+
+
+def leaf_means(values: Array, boxes: Sequence[Sequence[int]]) -> Array:
+    """The mean score of every leaf."""
+    return np.array([values[t:b, left:r].mean() for t, left, b, r in boxes])
+
+
+def reconstruct(values: Array, boxes: Sequence[Sequence[int]]) -> Array:
+    """What a tree keeps of a field: the mean of its leaf at every token."""
+    kept = np.zeros_like(values)
+    for (top, left, bottom, right), mean in zip(boxes, leaf_means(values, boxes), strict=True):
+        kept[top:bottom, left:right] = mean
+    return kept
+
+
+def _runs(mask: NDArray[np.bool_]) -> Array:
+    """(n, 4) boxes that cover a mask, one for each run of tokens in a row."""
+    padded = np.pad(mask, ((0, 0), (1, 1))).astype(int)
+    change = np.diff(padded, axis=1)
+    rows, starts = np.nonzero(change == 1)
+    ends = np.nonzero(change == -1)[1]
+    return np.stack((rows, starts, rows + 1, ends), -1).astype(float)
+
+
+def _boxes(axes: "Axes", boxes: Array, **options: Any) -> None:
+    """All boxes (top, left, bottom, right) as one path."""
+    if len(boxes) == 0:
+        return
+    top, left, bottom, right = boxes.T
+    corners = ((left, top), (right, top), (right, bottom), (left, bottom), (left, top))
+    points = np.stack([np.stack(corner, -1) for corner in corners], 1)  # (n, 5, 2)
+    path = load("matplotlib.path").Path
+    codes = [path.MOVETO, *[path.LINETO] * 3, path.CLOSEPOLY] * len(boxes)
+    patch = load("matplotlib.patches").PathPatch(path(points.reshape(-1, 2), codes), **options)
+    axes.add_patch(patch)

@@ -1,0 +1,147 @@
+"""Matplotlib's SVG made small, self-contained and of the colours of the page around it."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from xml.etree import ElementTree
+
+from bmfa.report import style
+
+SVG = "http://www.w3.org/2000/svg"
+XLINK = "http://www.w3.org/1999/xlink"
+HREF = f"{{{XLINK}}}href"
+NUMBER = re.compile(r"-?\d+\.\d+")
+REFERENCE = re.compile(r"url\(#([^)]+)\)")
+NO_ROTATION = re.compile(r"rotate\(-?0 [^)]*\)")
+VARIABLES = {c.light: f"var(--{c.name}, {c.light})" for c in style.COLOURS}
+MEASURES = ("d", "x", "y", "width", "height", "transform")
+
+Element = ElementTree.Element
+
+
+@dataclass(frozen=True)
+class Placed:
+    """A picture as a data URI, and the rectangle it fills."""
+
+    uri: str
+    x: float
+    y: float
+    width: float
+    height: float
+
+
+def clean(raw: str, name: str, label: str, pictures: Mapping[str, Placed]) -> str:
+    """The drawing alone: colours as variables, text in the page's font, names of its own."""
+    root = ElementTree.fromstring(raw)
+    for element in root.iter():
+        _place_picture(element, pictures)
+        _restyle(element)
+        _round(element)
+    _remove_styles(root)
+    _rename(root, name)
+    _flatten(root)
+    _head(root, label)
+    ElementTree.register_namespace("", SVG)
+    ElementTree.register_namespace("xlink", XLINK)
+    return ElementTree.tostring(root, encoding="unicode")
+
+
+def _place_picture(element: Element, pictures: Mapping[str, Placed]) -> None:
+    """Put the original file in the place of the pixels that matplotlib made of it."""
+    placed = pictures.get(element.get("id", ""))
+    if placed is None or element.tag != f"{{{SVG}}}image":
+        return
+    element.attrib.clear()
+    element.attrib.update(
+        {
+            HREF: placed.uri,
+            "x": f"{placed.x:g}",
+            "y": f"{placed.y:g}",
+            "width": f"{placed.width:g}",
+            "height": f"{placed.height:g}",
+            "preserveAspectRatio": "none",
+        }
+    )
+
+
+def _restyle(element: Element) -> None:
+    declared = element.attrib.pop("style", None)
+    if declared is None:
+        return
+    pairs = (part.split(": ", 1) for part in declared.split("; ") if ": " in part)
+    kept = {key: VARIABLES.get(value, value) for key, value in pairs}
+    if "font-family" in kept:
+        mono = "Mono" in kept.pop("font-family")
+        kept |= {"font-family": f"var(--mono, {style.MONO})"} if mono else {}
+        kept.setdefault("fill", VARIABLES[style.INK.light])
+    kept.pop("stroke-dashoffset", None)
+    element.set("style", "; ".join(f"{key}: {value}" for key, value in kept.items()))
+
+
+def _round(element: Element) -> None:
+    for key in MEASURES:
+        if key in element.attrib:
+            short = NUMBER.sub(_two_decimals, element.attrib[key])
+            element.set(key, " ".join(short.split()))
+    if NO_ROTATION.fullmatch(element.get("transform", "")):
+        del element.attrib["transform"]
+
+
+def _two_decimals(match: re.Match[str]) -> str:
+    return f"{float(match[0]):.2f}".rstrip("0").rstrip(".")
+
+
+def _remove_styles(root: Element) -> None:
+    """Matplotlib's style sheet would rule the whole page; the root's attributes say the same."""
+    for parent in list(root.iter()):
+        for child in list(parent):
+            if child.tag in (f"{{{SVG}}}style", f"{{{SVG}}}metadata"):
+                parent.remove(child)
+    root.set("stroke-linejoin", "round")
+    root.set("stroke-linecap", "butt")
+
+
+def _rename(root: Element, name: str) -> None:
+    """Ids that nothing refers to go; the others begin with the figure's name."""
+    references = {
+        reference
+        for element in root.iter()
+        for value in element.attrib.values()
+        for reference in [*REFERENCE.findall(value), value[1:] if value.startswith("#") else ""]
+    }
+    names = {old: f"{name}-{number}" for number, old in enumerate(sorted(references - {""}))}
+    for element in root.iter():
+        for key, value in list(element.attrib.items()):
+            if key == "id":
+                element.attrib.pop(key)
+                if value in names:
+                    element.set(key, names[value])
+            elif key == HREF and value.startswith("#"):
+                element.set(key, f"#{names[value[1:]]}")
+            elif "url(#" in value:
+                element.set(key, REFERENCE.sub(lambda match: f"url(#{names[match[1]]})", value))
+
+
+def _flatten(parent: Element) -> None:
+    """Replace every group that says nothing by what it holds."""
+    children: list[Element] = []
+    for child in parent:
+        _flatten(child)
+        if child.tag == f"{{{SVG}}}g" and not child.attrib:
+            children.extend(child)
+        elif len(child) or child.tag != f"{{{SVG}}}defs":
+            children.append(child)
+    for child in children:
+        child.tail = None
+    if children or parent.tag != f"{{{SVG}}}text":
+        parent.text = parent.text if (parent.text or "").strip() else None
+    parent[:] = children
+
+
+def _head(root: Element, label: str) -> None:
+    for side in ("width", "height"):
+        root.set(side, root.get(side, "").removesuffix("pt"))
+    root.attrib.pop("version", None)
+    root.set("role", "img")
+    root.set("aria-label", label)
+    root.set("style", f"font-family: var(--font, {style.FONT})")
