@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 import torch
-from cases import boxes, flat_valid, nudged, random_case, reference_tree
 
 from bmfa.rules import LABELS
 from bmfa.screening import screen
+from cases import boxes, flat_valid, nudged, random_case, reference_tree
 
 BATCHES = 20
 SEEDS = 1000

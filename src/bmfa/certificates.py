@@ -10,7 +10,7 @@ from torch import Tensor
 
 from bmfa import bounds
 from bmfa.keys import KeyLevels, KeyPyramid, products
-from bmfa.pyramid import Counts, ScorePyramid, epsilon
+from bmfa.pyramid import Counts, ScorePyramid, machine_epsilon
 from bmfa.screening import query_chunks
 from bmfa.tree import Tree
 
@@ -21,20 +21,24 @@ def exact_error(q: Tensor, keys: Tensor, tree: Tree, prefix_keys: Tensor) -> Ten
     """(G, Q) E over all keys, the prefix tokens being exact leaves; rounded up.
 
     With the spatial error E_s and the share r of the spatial keys in the whole mass,
-    E = -tau log(1 - r (1 - exp(-E_s / tau))).
+    E = -tau log(1 - r (1 - exp(-E_s / tau))); where that loses more than half of the mass, the
+    logarithms of the two partition functions are compared instead.
     """
     errors = []
     for heads, queries, part in _parts(q, tree):
         scores = products(keys[heads].transpose(0, 1), q[heads, queries])  # (N, B)
-        spatial = part.error(scores.T)
-        before = products(prefix_keys[heads].transpose(0, 1), q[heads, queries]) / tree.tau
+        spatial = part.error(scores.T) / tree.tau
         masked = scores if part.valid is None else scores.masked_fill(~part.valid, -torch.inf)
         within = (masked / tree.tau).logsumexp(0)
-        share = (within - torch.cat((before, within[None])).logsumexp(0)).exp()
-        error = torch.log1p(share * torch.expm1(-spatial / tree.tau)) * -tree.tau
-        # The scores themselves are rounded; F and F~ each move by no more than they do.
-        rounding = 4 * q.shape[-1] * epsilon(q) * _largest(keys[heads], q[heads, queries])
-        errors.append(error + rounding)
+        before = products(prefix_keys[heads].transpose(0, 1), q[heads, queries]) / tree.tau
+        before = before.logsumexp(0)  # -inf without a prefix
+        whole = torch.logaddexp(before, within)
+        lost = (within - whole).exp() * -torch.expm1(-spatial)
+        compared = whole - torch.logaddexp(before, within - spatial)
+        error = torch.where(lost < 0.5, -torch.log1p(-lost.clamp(max=0.5)), compared) * tree.tau
+        # Scores are rounded; F and F~ move by no more than they do.
+        rounding = 4 * q.shape[-1] * machine_epsilon(q) * _largest(keys[heads], q[heads, queries])
+        errors.append(error * (1 + 64 * machine_epsilon(q)) + rounding)
     return torch.cat(errors).view(q.shape[:2])
 
 
@@ -106,4 +110,6 @@ def _leaf_bound(q: Tensor, low: Tensor, high: Tensor, tau: float) -> Tensor:
 
 def _largest(keys: Tensor, q: Tensor) -> Tensor:
     """(B,) |q| max |k|: no score is larger."""
-    return (q.norm(dim=-1) * keys.norm(dim=-1).amax(-1, keepdim=True)).flatten()
+    longest = torch.linalg.vector_norm(keys, dim=-1).amax(-1, keepdim=True)
+    bound: Tensor = torch.linalg.vector_norm(q, dim=-1) * longest
+    return bound.flatten()

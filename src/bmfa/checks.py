@@ -18,7 +18,7 @@ def check_number(
     open_low: bool = False,
 ) -> float:
     """A finite real number in [low, high] (or (low, high] with `open_low`), as a float."""
-    bounds = f"{'(' if open_low else '['}{low:g}, {high:g}]"
+    bounds = f"{'(' if open_low else '['}{low:g}, {high:g}{']' if math.isfinite(high) else ')'}"
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"{name} is {value!r}; pass a real number in {bounds}")
     number = float(value)
@@ -73,7 +73,8 @@ def check_valid(valid: object, shape: Iterable[int]) -> Tensor:
         received = valid.dtype if isinstance(valid, Tensor) else type(valid).__name__
         raise TypeError(f"valid is {received}; pass a torch.bool tensor, True where a token exists")
     try:
-        fits = torch.broadcast_shapes(valid.shape, shape) == shape and valid.shape[-1] == shape[-1]
+        common = torch.broadcast_shapes(valid.shape, shape)  # type: ignore[no-untyped-call]
+        fits = common == shape and valid.shape[-1] == shape[-1]
     except (RuntimeError, IndexError):
         fits = False
     if not fits:

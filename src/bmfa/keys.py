@@ -64,11 +64,11 @@ class KeyPyramid(Pyramid):
             rows = rows.index_select(0, level.children.flatten())
         return rows.view(*level.children.shape, rows.shape[1])
 
-    def gamma_of(self, depth: int, reached: Tensor) -> Tensor:
-        """(n, B) one-step Gamma, computed for the blocks reached alone where they are few."""
+    def gamma_exceeds(self, depth: int, epsilon: float, reached: Tensor) -> Tensor:
+        """(n, B) whether one-step Gamma > epsilon, computed for those reached where they are few."""
         few = bool(reached.sum() < SPARSE_SHARE * reached.numel())
         if not few or self.counts.empty is not None:
-            return self.gamma(depth)
+            return super().gamma_exceeds(depth, epsilon, reached)
         block, column = reached.nonzero().unbind(-1)
         head, query = column // self.queries.shape[1], column % self.queries.shape[1]
         children = self.layout.levels[depth].children[block]  # (P, k)
@@ -77,8 +77,8 @@ class KeyPyramid(Pyramid):
         weights = self.counts.weights[depth][block]  # (P, k, 1)
         step = child_step(means, weights, None, exact=depth + 1 == self.depth)
         gamma = child_lift(step.offset, weights, self.tau).log1p() * self.tau - step.shift
-        result = means.new_zeros(reached.shape)
-        result[block, column] = settle(gamma, step.shift).squeeze(-1)
+        result = torch.zeros_like(reached)
+        result[block, column] = settle(gamma, step.shift).squeeze(-1) > epsilon
         return result
 
     def tokens(self, valid: Tensor | None) -> ScorePyramid:
@@ -90,4 +90,4 @@ class KeyPyramid(Pyramid):
 def products(keys: Tensor, queries: Tensor) -> Tensor:
     """(r, g Q) products of (r, g, d) keys with the (g, Q, d) queries of the same heads."""
     scores = keys.transpose(0, 1) @ queries.transpose(1, 2)  # (g, r, Q)
-    return scores.transpose(0, 1).reshape(keys.shape[0], -1)
+    return scores.transpose(0, 1).reshape(len(keys), queries.shape[0] * queries.shape[1])

@@ -14,6 +14,8 @@ from bmfa.grid import Layout
 
 # A difference counts as 0 up to this many roundings of the terms it was computed from.
 ROUNDINGS = 8.0
+# A threshold this many roundings of 1 above 0 is told apart from it by a plain exponential.
+COARSE = 1000.0
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,7 +93,7 @@ def child_step(children: Tensor, weights: Tensor, empty: Tensor | None, exact: b
     shift = weighted_sum(weights, offset)
     mean = largest + shift
     if not exact:
-        flat = shift.abs() <= largest.abs() * (ROUNDINGS * epsilon(shift))
+        flat = shift.abs() <= largest.abs() * (ROUNDINGS * machine_epsilon(shift))
         if bool(flat.any()):
             offset = offset.masked_fill(flat.unsqueeze(1), 0.0)
             shift = shift.masked_fill(flat, 0.0)
@@ -113,11 +115,11 @@ def weighted_sum(weights: Tensor, values: Tensor) -> Tensor:
 
 def settle(value: Tensor, *terms: Tensor) -> Tensor:
     """`value`, or 0 where it is no larger than the rounding of the terms it is computed from."""
-    floor = sum(term.abs() for term in terms) * (ROUNDINGS * epsilon(value))
+    floor = sum(term.abs() for term in terms) * (ROUNDINGS * machine_epsilon(value))
     return torch.where(value > floor, value, 0.0)
 
 
-def epsilon(tensor: Tensor) -> float:
+def machine_epsilon(tensor: Tensor) -> float:
     """The relative spacing of the tensor's dtype."""
     return torch.finfo(tensor.dtype).eps
 
@@ -165,9 +167,20 @@ class Pyramid:
             return settle(self._scaled(self.lift(depth).log1p()) - shift, shift)
         return self.residual(depth, self.gamma(depth + 1, lookahead - 1))
 
-    def gamma_of(self, depth: int, reached: Tensor) -> Tensor:
-        """(n, B) one-step Gamma of the blocks at `depth` that are reached; of others, anything."""
-        return self.gamma(depth)
+    def gamma_exceeds(self, depth: int, epsilon: float, reached: Tensor) -> Tensor:
+        """(n, B) whether one-step Gamma > epsilon, for the blocks reached; for others, anything.
+
+        Far above the resolution of the dtype a plain exponential serves: it errs by a rounding of 1,
+        which expm1, twice its price, is there to avoid for small spreads.
+        """
+        step, weights = self.step(depth), self.counts.weights[depth]
+        coarse = epsilon > COARSE * self.tau * machine_epsilon(step.shift)
+        if not coarse or bool(
+            step.shift.amin() * ROUNDINGS * machine_epsilon(step.shift) < -epsilon
+        ):
+            return self.gamma(depth) > epsilon
+        scaled = step.offset if self.tau == 1.0 else step.offset / self.tau
+        return self._scaled(weighted_sum(weights, scaled.exp()).log_()) > step.shift + epsilon
 
     def residual(self, depth: int, below: Tensor) -> Tensor:
         """(n, B) tau log sum_C w_C exp((M_C + g_C) / tau) - M_B for gaps g of the blocks below.

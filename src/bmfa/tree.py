@@ -229,7 +229,8 @@ class Tree:
 
     def _leaves(self) -> list[Tensor]:
         """(n + t, B) for every level: which of its blocks and tokens are leaves with valid tokens."""
-        counts, leaves, above = self.counts, [], None
+        counts, above = self.counts, None
+        leaves: list[Tensor] = []
         for level, split in zip(self.layout.levels, [*self._levels(), self.split[:0]], strict=True):
             if above is None:
                 ends = self.split.new_ones(level.tokens.numel(), self.split.shape[1])

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from bmfa.checks import check_scores
+from bmfa.checks import check_integer, check_scores
 from bmfa.grid import Grid, Layout, quadtree
 from bmfa.pyramid import Counts, ScorePyramid
 from bmfa.rules import Context, parse
@@ -80,6 +80,11 @@ def apply_all(
     and edge-aware keeps every position and is exact: the paper's full-retention oracle.
     """
     check_scores(scores, grid.size)
+    if max_depth is not None:
+        check_integer("max_depth", max_depth, low=0)
+    for method in methods:
+        if check_method(method, seed) not in SUMMARIES:
+            parse(method, seed).check(grid, grid.size)
     parts: list[list[Outcome]] = [[] for _ in methods]
     pooled = {m for m in methods if m not in SUMMARIES and parse(m, seed).together}
     for start in range(0, len(scores), CHUNK):

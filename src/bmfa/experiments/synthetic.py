@@ -18,7 +18,7 @@ from bmfa.experiments.methods import (
     percentile,
 )
 from bmfa.grid import Grid
-from bmfa.records import Record, Row
+from bmfa.records import Record, Row, environment
 
 SIDE = 16
 GRID = Grid(SIDE, SIDE)
@@ -92,6 +92,7 @@ def run(
     max_depth: int | None = 4,
     seed: int = 0,
     scatter_seeds: int = SCATTER_SEEDS,
+    device: str = "cpu",
     progress: Progress | None = None,
 ) -> Record:
     """Every method on every placement: mean and P95 of the gap F - estimate, and leaves in percent."""
@@ -100,7 +101,7 @@ def run(
         check_method(method, seed)
     rows: list[Row] = []
     for placement in placements:
-        scores = score_grids(placement, seed, scatter_seeds)
+        scores = score_grids(placement, seed, scatter_seeds).to(device)
         outcomes = apply_all(methods, scores, GRID, max_depth=max_depth, seed=seed)
         for method, outcome in zip(methods, outcomes, strict=True):
             rows.append({"method": method, "placement": placement, **_summary(outcome)})
@@ -118,6 +119,7 @@ def run(
             "mean_variance": "signed: a negative gap is an overestimate",
         },
         rows,
+        environment(device),
     )
 
 

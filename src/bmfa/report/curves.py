@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 from bmfa.energy import critical_advantage
 from bmfa.records import Row
-from bmfa.report import style
+from bmfa.report import paper, style
 from bmfa.report.evidence import Evidence, in_order, number, text
 from bmfa.report.marks import end_labels, foot, heading
 from bmfa.report.sheet import Margins, Sheet, panels
@@ -15,21 +15,20 @@ if TYPE_CHECKING:
 
 TOKENS = 256
 NAMED = Margins(right=122)
-DATASETS = {"coco": "COCO", "lvis": "LVIS", "embedded": "Embedded pictures"}
 
 
 def failure_curve(evidence: Evidence, narrow: bool) -> Sheet:
     """Gap against the minority's advantage, one panel for each size of the minority."""
     rows = evidence.require("failure-curve")
     sizes = sorted({int(row["cells"]) for row in rows}, reverse=True)
+    limits = _range(rows, "gap")
     sheet, axes = _line_panels(len(sizes), narrow, height=270)
     for cells, panel in zip(sizes, axes, strict=True):
         some = [row for row in rows if row["cells"] == cells]
         panel.set_xlim(0, max(number(row, "delta") or 0.0 for row in some))
-        ends = _lines(panel, some, "delta", "gap", every=9)
-        bottom, top = panel.get_ylim()
-        panel.set_ylim(min(0.0, bottom), top * 1.12)
-        _critical_point(panel, cells, narrow)
+        panel.set_ylim(limits)
+        ends = _lines(panel, some, "delta", "gap", every=15)
+        _critical_point(panel, cells)
         share = "token" if cells == 1 else "tokens"
         heading(sheet, panel, f"{cells} bright {share} of {TOKENS}", "gap, F − estimate")
         foot(sheet, panel, "advantage Δ of the bright tokens")
@@ -66,16 +65,18 @@ def distribution(evidence: Evidence, narrow: bool) -> Sheet:
     rows = [row for row in evidence.require("probe") if row.get("gap_quantiles")]
     mode = "image-edge" if any(row.get("mode") == "image-edge" for row in rows) else None
     rows = [row for row in rows if mode in (None, row.get("mode"))]
-    datasets = in_order(rows, "dataset")
+    known = list(paper.DATASETS)
+    datasets = sorted(in_order(rows, "dataset"), key=lambda d: (known + [d]).index(d))
     if not datasets:
         raise ValueError("no probe row holds gap_quantiles; probe again with this version")
+    limits = _range(_quantile_points(rows), "gap")
     sheet, axes = _line_panels(len(datasets), narrow, height=250, columns=min(3, len(datasets)))
     for dataset, panel in zip(datasets, axes, strict=True):
         some = [row for row in rows if text(row, "dataset") == dataset]
-        panel.set_xlim(0, 100)
-        ends = _lines(panel, _quantile_points(some), "percentile", "gap", every=12)
+        panel.set(xlim=(0, 100), ylim=limits)
+        ends = _lines(panel, _quantile_points(some), "percentile", "gap", every=16)
         count = int(number(some[0], "instances") or 0)
-        heading(sheet, panel, f"{DATASETS.get(dataset, dataset)}, {count:,} instances", "gap")
+        heading(sheet, panel, f"{paper.DATASETS.get(dataset, dataset)}, {count:,} instances", "gap")
         foot(sheet, panel, "percentile of the instances")
         end_labels(sheet, panel, ends)
     return sheet
@@ -108,7 +109,13 @@ def _lines(axes: "Axes", rows: Sequence[Row], x: str, y: str, every: int) -> dic
     return ends
 
 
-def _critical_point(axes: "Axes", cells: int, narrow: bool) -> None:
+def _range(rows: Sequence[Row], column: str) -> tuple[float, float]:
+    """From 0, or the least value below it, to a little above the greatest."""
+    values = [value for row in rows if (value := number(row, column)) is not None]
+    return min(0.0, *values) - 0.04 * max(values), 1.15 * max(values)
+
+
+def _critical_point(axes: "Axes", cells: int) -> None:
     """Mark where the minority holds half of the Gibbs mass."""
     place = float(critical_advantage(cells / TOKENS))
     odds = (TOKENS - cells) / cells
@@ -122,6 +129,7 @@ def _critical_point(axes: "Axes", cells: int, narrow: bool) -> None:
             textcoords="offset points",
             ha="right",
             fontsize=style.SMALL,
+            bbox={"facecolor": style.SURFACE.light, "edgecolor": "none", "pad": 1.0},
         )
 
 

@@ -17,6 +17,7 @@ Array = NDArray[np.float64]
 LEVELS = 16
 LIGHT_LINE, DARK_LINE = "#ffffff", "#000000"
 LABEL_HEIGHT = 14.0
+LEGEND_ROW = 20.0
 
 
 def heading(sheet: Sheet, axes: "Axes", title: str, below: str = "", indent: float = 34) -> None:
@@ -76,16 +77,13 @@ def end_labels(sheet: Sheet, axes: "Axes", ends: Mapping[str, float], reach: flo
         sheet.text(right + reach, place + 4, name, fontsize=style.SMALL, color=colour)
 
 
-def legend(sheet: Sheet, names: Sequence[str], top: float, columns: int, left: float = 4) -> None:
+def legend(sheet: Sheet, names: Sequence[str], top: float, columns: int) -> None:
     """Marker and name of every method, in rows."""
-    width = (sheet.width - 2 * left) / columns
     rows = -(-len(names) // columns)
     for index, name in enumerate(names):
-        x, y = left + index // rows * width, top + index % rows * 20 + 8
-        look = style.method_style(name)
-        sheet.line([x, x + 26], [y, y], **look.line)
-        sheet.line([x + 13], [y], linestyle="none", **look.mark)
-        sheet.text(x + 34, y + 4, name, fontsize=style.SMALL)
+        x, y = 4 + index // rows * sheet.width / columns, top + index % rows * LEGEND_ROW + 8
+        sheet.line([x + 6], [y], linestyle="none", **style.method_style(name).mark)
+        sheet.text(x + 20, y + 4, name, fontsize=style.SMALL)
 
 
 def field(axes: "Axes", values: Array, low: float, high: float) -> None:
@@ -96,8 +94,12 @@ def field(axes: "Axes", values: Array, low: float, high: float) -> None:
     colours = load("matplotlib").colormaps["cividis"].resampled(LEVELS)
     axes.set(xlim=(0, width), ylim=(height, 0))
     axes.set_axis_off()
-    for step in np.unique(steps):
-        _boxes(axes, _runs(steps == step), facecolor=colours(step), linewidth=0, antialiased=False)
+    plain = {"linewidth": 0, "antialiased": False}
+    # The commonest step lies under all others, so that no seam shows what is behind the field.
+    commonest = np.bincount(steps.ravel()).argmax()
+    _boxes(axes, np.array([[0.0, 0.0, height, width]]), facecolor=colours(commonest), **plain)
+    for step in np.unique(steps[steps != commonest]):
+        _boxes(axes, _runs(steps == step), facecolor=colours(step), **plain)
 
 
 def leaves(axes: "Axes", boxes: Sequence[Sequence[int]], means: Array, middle: float) -> None:

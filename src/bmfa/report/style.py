@@ -5,9 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 from zlib import crc32
 
-FONT = (
-    'system-ui, -apple-system, "Segoe UI", Roboto, "Helvetica Neue", "Liberation Sans", sans-serif'
-)
+FONT = '-apple-system, "Segoe UI", Roboto, "Helvetica Neue", Arial, sans-serif'
 MONO = 'ui-monospace, "SF Mono", Menlo, Consolas, "Liberation Mono", monospace'
 
 TITLE, TEXT, SMALL = 13.0, 12.0, 11.0
@@ -75,6 +73,11 @@ class MethodStyle:
             "markeredgewidth": 1.3 if self.hollow else 0.6,
         }
 
+    @property
+    def open_mark(self) -> dict[str, Any]:
+        """The marker, a hollow one transparent, so that a point behind it shows."""
+        return self.mark | ({"markerfacecolor": "none"} if self.hollow else {})
+
 
 DOTTED: Dashes = (0, (1, 1.6))
 DASHED: Dashes = (0, (5, 2))
@@ -92,7 +95,7 @@ METHODS: Mapping[str, MethodStyle] = {
     "gamma": MethodStyle(GAMMA, "D", width=2.2, size=5.5),
     "gamma-h2": MethodStyle(LOOKAHEAD, "^", LONG, size=6.5),
     "exact-gap": MethodStyle(EXACT, "P", DASH_DOT_DOT, size=7.0),
-    "certified": MethodStyle(CERTIFIED, "h", DASHED, hollow=True, size=7.0),
+    "certified": MethodStyle(CERTIFIED, "h", DASHED, hollow=True, size=9.0),
     "mass": MethodStyle(MASS, "<", DOTTED, size=6.5),
     "optimal": MethodStyle(OPTIMAL, "*", width=2.2, size=10.0),
     "edge-aware": MethodStyle(INK, "X", DOTTED, size=6.5),
@@ -100,6 +103,7 @@ METHODS: Mapping[str, MethodStyle] = {
     "quadrant-gap": MethodStyle(EXACT, ">", DASH_DOT),
     "random-quadrants": MethodStyle(RANDOM, "d", DOTTED, hollow=True),
     "variance": MethodStyle(VARIANCE, "v", DASHED, hollow=True),
+    "paper": MethodStyle(INK, "o", "none", hollow=True, size=12.0),
 }
 
 OTHER_MARKERS = ("o", "s", "^", "D", "v", "p", "h", "<", ">", "P")

@@ -14,6 +14,7 @@ NUMBER = re.compile(r"-?\d+\.\d+")
 REFERENCE = re.compile(r"url\(#([^)]+)\)")
 NO_ROTATION = re.compile(r"rotate\(-?0 [^)]*\)")
 VARIABLES = {c.light: f"var(--{c.name}, {c.light})" for c in style.COLOURS}
+COMMAND = re.compile(r"([MLCQz])([^MLCQz]*)")
 MEASURES = ("d", "x", "y", "width", "height", "transform")
 
 Element = ElementTree.Element
@@ -36,7 +37,7 @@ def clean(raw: str, name: str, label: str, pictures: Mapping[str, Placed]) -> st
     for element in root.iter():
         _place_picture(element, pictures)
         _restyle(element)
-        _round(element)
+        _shorten(element)
     _remove_styles(root)
     _rename(root, name)
     _flatten(root)
@@ -78,13 +79,31 @@ def _restyle(element: Element) -> None:
     element.set("style", "; ".join(f"{key}: {value}" for key, value in kept.items()))
 
 
-def _round(element: Element) -> None:
+def _shorten(element: Element) -> None:
     for key in MEASURES:
         if key in element.attrib:
-            short = NUMBER.sub(_two_decimals, element.attrib[key])
-            element.set(key, " ".join(short.split()))
+            element.set(key, NUMBER.sub(_two_decimals, element.attrib[key]))
+    if "d" in element.attrib:
+        element.set("d", _short_path(element.attrib["d"]))
     if NO_ROTATION.fullmatch(element.get("transform", "")):
         del element.attrib["transform"]
+
+
+def _short_path(path: str) -> str:
+    """The same path with H and V for straight lines, and no command said twice in a row."""
+    words: list[str] = []
+    said, before = "", ["", ""]
+    for match in COMMAND.finditer(path):
+        command, numbers = match[1], match[2].split()
+        if command == "L" and numbers[1] == before[1]:
+            command, shown = "H", numbers[:1]
+        elif command == "L" and numbers[0] == before[0]:
+            command, shown = "V", numbers[1:]
+        else:
+            shown = numbers
+        words += shown if command == said and command in "LHV" else [command, *shown]
+        said, before = command, numbers[-2:] or before
+    return " ".join(words)
 
 
 def _two_decimals(match: re.Match[str]) -> str:

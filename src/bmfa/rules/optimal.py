@@ -8,7 +8,7 @@ from torch import Tensor
 
 from bmfa.checks import check_integer, check_number
 from bmfa.grid import Grid
-from bmfa.pyramid import Pyramid, ScorePyramid, epsilon
+from bmfa.pyramid import Pyramid, ScorePyramid, machine_epsilon
 from bmfa.rules.base import Context, Decision, Rule, descend
 
 # Smaller penalties count as 0, by dtype: gains this small a share of Z are lost to underflow.
@@ -178,7 +178,7 @@ class Pruning:
             return fits(self.measure(self.asking(penalty)))
 
         free = met(nothing)
-        while bool((high > low * (1 + 4 * epsilon(low))).any()):
+        while bool((high > low * (1 + 4 * machine_epsilon(low))).any()):
             middle = low.sqrt() * high.sqrt()
             raised = met(middle) ^ smaller
             low, high = torch.where(raised, middle, low), torch.where(raised, high, middle)

@@ -66,7 +66,7 @@ class Gamma(Threshold):
         """Splits level by level, so that a pyramid of keys computes only what is reached."""
         if self.lookahead > 1:
             return descend(context, lambda d, _: pyramid.gamma(d, self.lookahead) > self.epsilon)
-        return descend(context, lambda d, reached: pyramid.gamma_of(d, reached) > self.epsilon)
+        return descend(context, lambda d, some: pyramid.gamma_exceeds(d, self.epsilon, some))
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,5 @@
+"""`python -m bmfa` is the command."""
+
+from bmfa.cli import main
+
+main()

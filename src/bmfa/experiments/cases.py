@@ -1,0 +1,263 @@
+"""Qualitative cases: a few instances of different shape, each with its picture, scores and trees."""
+
+import base64
+import io
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from itertools import cycle, islice
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from bmfa import energy
+from bmfa.checks import check_integer
+from bmfa.data import ProbeBlock, ProbeSettings, Tally
+from bmfa.data.extras import load
+from bmfa.data.instances import InstanceSource
+from bmfa.data.probe_stream import Progress, probe_blocks
+from bmfa.data.probes import Mode
+from bmfa.experiments.methods import apply
+from bmfa.experiments.probes import PROTOCOL, TAU, check_probe, check_used, describe, scores_of
+from bmfa.grid import Grid
+from bmfa.records import Record, Row
+from bmfa.tree import Tree
+
+ALGORITHM = "gamma:0.005"
+# Kinds by the names of the embedded set, in the order of choice, and how titles call them; of the
+# first, the root should never be split.
+KINDS = {
+    "ring": "closed contour",
+    "thin": "thin",
+    "elongated": "elongated",
+    "compound": "compound",
+}
+PICTURE_SIDE = 160
+PICTURE_BYTES = 9000
+QUALITIES = (90, 80, 70, 60, 50, 40, 30, 20)
+
+
+def run(
+    source: InstanceSource,
+    *,
+    dataset: str,
+    mode: Mode = "image-edge",
+    count: int = 4,
+    methods: Sequence[str] = (ALGORITHM, "optimal:0.001"),
+    settings: ProbeSettings | None = None,
+    limit: int | None = 1000,
+    workers: int = 1,
+    progress: Progress | None = None,
+    seed: int = 0,
+) -> Record:
+    """Choose `count` instances among the first `limit`, and show the trees of every method on them.
+
+    The choice depends on the source alone: a closed contour whose root Algorithm 1 never splits,
+    then a thin, an elongated and a compound object, and so on in turn.
+    """
+    settings = settings or ProbeSettings()
+    names = check_probe(dataset, mode, methods, settings, seed)
+    check_integer("count", count, low=1)
+    tally = Tally()
+    blocks = list(
+        probe_blocks(source, settings, workers=workers, limit=limit, tally=tally, progress=progress)
+    )
+    check_used(sum(map(len, blocks)), tally)
+    probes = _joined(blocks)
+    choices = _choose(probes, scores_of([probes], mode), count)
+    rows = _rows(source, probes, choices, Shown(mode, names, seed))
+    told = {
+        "dataset": dataset,
+        "mode": mode,
+        "count": count,
+        "methods": list(names),
+        **asdict(settings),
+        "tau": TAU,
+        "limit": limit,
+        "workers": workers,
+        "seed": seed,
+        "protocol": PROTOCOL,
+        **describe(source, tally),
+    }
+    return Record("cases", told, [{"dataset": dataset, **row} for row in rows])
+
+
+@dataclass(frozen=True)
+class Shown:
+    """How the chosen instances are shown."""
+
+    mode: Mode
+    methods: Sequence[str]
+    seed: int
+
+
+@dataclass(frozen=True)
+class Choice:
+    """An instance by its place among the probes, and the shape it stands for."""
+
+    place: int
+    kind: str
+    root_split: bool
+
+
+def _joined(blocks: Sequence[ProbeBlock]) -> ProbeBlock:
+    def join(values: list[Any]) -> Any:
+        if isinstance(values[0], np.ndarray):
+            return np.concatenate(values)
+        return tuple(one for value in values for one in value)
+
+    names = ProbeBlock.__dataclass_fields__
+    return ProbeBlock(*(join([getattr(block, name) for block in blocks]) for name in names))
+
+
+def _choose(probes: ProbeBlock, scores: Tensor, count: int) -> list[Choice]:
+    """The best instance of each kind in turn, none twice.
+
+    More than its shape counts that its root is split or not as wanted, that the data names it so,
+    that its crop is not tiny, and that its category is new.
+    """
+    tree = apply(ALGORITHM, scores, _grid(probes), tau=TAU).tree
+    assert tree is not None
+    split, shapes = tree.split[0].numpy(), _shapes(probes)
+    category, small = np.array(probes.category), np.array(probes.size) == "small"
+    taken = np.zeros(len(probes), dtype=bool)
+    choices: list[Choice] = []
+    for kind in islice(cycle(KINDS), min(count, len(probes))):
+        seen = np.isin(category, category[taken])
+        unwanted = split == (kind == "ring")
+        keys = (-shapes[kind], seen, small, category != kind, unwanted, taken)
+        place = int(np.lexsort(keys)[0])
+        taken[place] = True
+        choices.append(Choice(place, kind, bool(split[place])))
+    return choices
+
+
+def _shapes(probes: ProbeBlock) -> dict[str, NDArray[np.float64]]:
+    """How much each instance is of each kind, from its contour cells and its area."""
+    cells = probes.minority.sum((1, 2))
+    left, top, right, bottom = probes.box.T
+    covered = probes.area / ((right - left) * (bottom - top))
+    return {
+        "ring": _enclosed(probes.minority),
+        "thin": cells / np.maximum(covered, 1e-9),
+        "elongated": _elongation(probes.minority),
+        "compound": cells.astype(np.float64),
+    }
+
+
+def _enclosed(minority: NDArray[np.bool_]) -> NDArray[np.float64]:
+    """Cells that the contour separates from the border of the grid."""
+    outside = np.pad(np.zeros_like(minority), ((0, 0), (1, 1), (1, 1)), constant_values=True)
+    free = np.pad(~minority, ((0, 0), (1, 1), (1, 1)), constant_values=True)
+    reached = 0
+    while reached != (reached := int(outside.sum())):
+        grown = outside.copy()
+        grown[:, 1:] |= outside[:, :-1]
+        grown[:, :-1] |= outside[:, 1:]
+        grown[:, :, 1:] |= outside[:, :, :-1]
+        grown[:, :, :-1] |= outside[:, :, 1:]
+        outside = grown & free
+    enclosed: NDArray[np.float64] = (free & ~outside).sum((1, 2), dtype=np.float64)
+    return enclosed
+
+
+def _elongation(minority: NDArray[np.bool_]) -> NDArray[np.float64]:
+    """The longer over the shorter spread of the contour cells, about their centre."""
+    side = minority.shape[-1]
+    place = np.stack(np.meshgrid(np.arange(side), np.arange(side)), -1).reshape(-1, 2)
+    weight = minority.reshape(len(minority), -1) / minority.sum((1, 2))[:, None]
+    away = place - (weight @ place)[:, None]  # (count, cells, 2)
+    spread = np.einsum("bn,bni,bnj->bij", weight, away, away)
+    short, long = np.linalg.eigvalsh(spread).T
+    # A row of single cells still has the width of a cell.
+    ratio: NDArray[np.float64] = np.sqrt((long + 1 / 12) / (short.clip(min=0) + 1 / 12))
+    return ratio
+
+
+def _rows(
+    source: InstanceSource, probes: ProbeBlock, choices: Sequence[Choice], shown: Shown
+) -> list[Row]:
+    """One row for each instance and method."""
+    places = [choice.place for choice in choices]
+    scores = scores_of([probes], shown.mode)[places]
+    trees = {name: _tree(name, scores, _grid(probes), shown.seed) for name in shown.methods}
+    pictures = _pictures(source, {int(identity) for identity in probes.picture_id[places]})
+    rows: list[Row] = []
+    for number, choice in enumerate(choices):
+        pixels = pictures[int(probes.picture_id[choice.place])]
+        case = _case(probes, choice, scores[number])
+        case["picture"] = _data_uri(pixels, probes.box[choice.place].tolist())
+        for name, tree in trees.items():
+            rows.append(case | {"method": name} | _result(tree[number], scores[number]))
+    return rows
+
+
+def _tree(method: str, scores: Tensor, grid: Grid, seed: int) -> Tree:
+    tree = apply(method, scores, grid, tau=TAU, seed=seed).tree
+    if tree is None:
+        raise ValueError(
+            f"method {method} has no tree to show; pass rules, such as gamma:0.005 or global-mean"
+        )
+    return tree
+
+
+def _case(probes: ProbeBlock, choice: Choice, scores: Tensor) -> Row:
+    """What is known of an instance whatever the method."""
+    place = choice.place
+    minority = torch.from_numpy(probes.minority[place]).flatten()
+    mass = energy.gibbs(scores, tau=TAU)[minority].sum()
+    blind = "" if choice.root_split else ", root never split"
+    return {
+        "title": f"{probes.category[place]}: {KINDS[choice.kind]}{blind}",
+        "kind": choice.kind,
+        "category": probes.category[place],
+        "picture_id": int(probes.picture_id[place]),
+        "annotation_id": int(probes.annotation_id[place]),
+        "height": probes.minority.shape[1],
+        "width": probes.minority.shape[2],
+        "scores": [round(score, 4) for score in scores.tolist()],
+        "minority_area_percent": 100 * float(minority.double().mean()),
+        "gibbs_mass_percent": 100 * float(mass),
+        "gap": float(energy.gap(scores, tau=TAU)),
+    }
+
+
+def _result(tree: Tree, scores: Tensor) -> Row:
+    return {
+        "boxes": tree.leaf_boxes.tolist(),
+        "error": float(tree.error(scores)),
+        "leaf_percent": 100 * float(tree.leaf_ratio),
+    }
+
+
+def _pictures(source: InstanceSource, wanted: set[int]) -> dict[int, NDArray[np.uint8]]:
+    """The pixels of some pictures by id, read again from the source until all are found."""
+    found: dict[int, NDArray[np.uint8]] = {}
+    for part in source.parts(1):
+        first = next(part.instances(Tally()), None)
+        if first is not None and first.picture.id in wanted:
+            found[first.picture.id] = first.picture.pixels
+            if len(found) == len(wanted):
+                break
+    return found
+
+
+def _data_uri(pixels: NDArray[np.uint8], box: Sequence[int]) -> str:
+    """The crop as the probe sees it, stretched to a square, as a small JPEG."""
+    image = load("PIL.Image")
+    crop = image.fromarray(pixels).crop(tuple(box))
+    crop = crop.resize((PICTURE_SIDE, PICTURE_SIDE), image.Resampling.BILINEAR)
+    data = b""
+    for quality in QUALITIES:
+        buffer = io.BytesIO()
+        crop.save(buffer, format="JPEG", quality=quality)
+        data = buffer.getvalue()
+        if len(data) <= PICTURE_BYTES:
+            break
+    return f"data:image/jpeg;base64,{base64.b64encode(data).decode()}"
+
+
+def _grid(probes: ProbeBlock) -> Grid:
+    return Grid(probes.minority.shape[1], probes.minority.shape[2])

@@ -1,0 +1,96 @@
+"""The figures by name: each is called with records and gives SVG, or PNG on request."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from bmfa.records import Record
+from bmfa.report import ablations, curves, galleries, scatter
+from bmfa.report.evidence import Evidence
+from bmfa.report.sheet import Sheet, styled
+
+
+@dataclass(frozen=True)
+class Plot:
+    """A figure made from records alone; `needs` names the experiments it reads."""
+
+    name: str
+    label: str
+    needs: tuple[str, ...]
+    draw: Callable[[Evidence, bool], Sheet]
+
+    def __call__(self, records: Record | Sequence[Record], *, narrow: bool = False) -> str:
+        """The figure as SVG, 880 pixels wide, or 360 for a narrow screen."""
+        name = f"{self.name}-narrow" if narrow else self.name
+        with styled():
+            return self.draw(Evidence(records), narrow).to_svg(name, self.label)
+
+    def png(
+        self, records: Record | Sequence[Record], *, narrow: bool = False, scale: float = 2.0
+    ) -> bytes:
+        """The figure as PNG in light colours, `scale` times as many pixels as the SVG has."""
+        with styled():
+            return self.draw(Evidence(records), narrow).to_png(scale)
+
+
+gallery = Plot(
+    "gallery",
+    "A bright minority, and what the mean, Algorithm 1 and the optimal tree keep of it",
+    ("gallery",),
+    galleries.gallery,
+)
+failure_curve = Plot(
+    "failure-curve",
+    "Gap against the advantage of the minority for every method, the critical point marked",
+    ("failure-curve",),
+    curves.failure_curve,
+)
+placements = Plot(
+    "placements",
+    "Mean gap and leaf ratio of every method for every placement of the minority",
+    ("synthetic",),
+    curves.placements,
+)
+motivation = Plot(
+    "motivation",
+    "A block whose small bright part carries most of the softmax mass",
+    ("cases",),
+    galleries.motivation,
+)
+pipeline = Plot(
+    "pipeline",
+    "From a picture to its scores, its tree and the trade-off over all instances",
+    ("cases", "probe"),
+    galleries.pipeline,
+)
+trade_off = Plot(
+    "trade-off",
+    "Mean gap against leaf ratio for every method and data source, with the paper's points",
+    ("synthetic", "probe"),
+    scatter.trade_off,
+)
+distribution = Plot(
+    "distribution",
+    "Gap at every percentile of the instances for every method",
+    ("probe",),
+    curves.distribution,
+)
+ablation = Plot(
+    "ablation",
+    "Error, leaf ratio and run time over threshold, depth, grid and look-ahead",
+    ("ablation",),
+    ablations.ablation,
+)
+cases = Plot(
+    "cases",
+    "Instances with their scores, and the trees of Algorithm 1 and of the optimal rule",
+    ("cases",),
+    galleries.cases,
+)
+
+ALL: dict[str, Plot] = {
+    plot.name: plot
+    for plot in (
+        *(gallery, failure_curve, placements, motivation, pipeline, trade_off),
+        *(distribution, ablation, cases),
+    )
+}

@@ -1,0 +1,99 @@
+"""HTML from data: everything that is not markup is escaped here."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from html import escape
+from typing import Any
+
+from bmfa.report.evidence import Evidence
+from bmfa.report.figures import Plot
+
+NOTHING = "–"
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column of a table: its head, and the decimals of its numbers; None for text."""
+
+    head: str
+    decimals: int | None = None
+    code: bool = False
+
+
+def decimal(value: Any, decimals: int) -> str:
+    """A number with so many decimals; anything else as text, nothing as a dash."""
+    if value is None:
+        return NOTHING
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return str(value)
+    shown = f"{value:,.{decimals}f}"
+    # A sum that ends a rounding error below zero is zero.
+    return shown.lstrip("-") if float(shown.replace(",", "")) == 0 else shown.replace("-", "−")
+
+
+def code(words: str) -> str:
+    """Words to be typed."""
+    return f"<code>{escape(words)}</code>"
+
+
+def paragraph(*sentences: str) -> str:
+    """Sentences of plain text; empty ones are left out, and a paragraph of none."""
+    words = " ".join(sentence for sentence in sentences if sentence)
+    return f"<p>{escape(words)}</p>" if words else ""
+
+
+def table(caption: str, columns: Sequence[Column], rows: Sequence[Sequence[Any]]) -> str:
+    """A table that scrolls in its own box where it is too wide for the screen."""
+    heads = "".join(
+        f'<th scope="col"{_numeric(column)}>{escape(column.head)}</th>' for column in columns
+    )
+    body = "".join(f"<tr>{_cells(columns, row)}</tr>" for row in rows)
+    label = escape(caption, quote=True)
+    return (
+        f'<div class="scroll" tabindex="0" role="region" aria-label="{label}"><table>'
+        f"<caption>{escape(caption)}</caption><thead><tr>{heads}</tr></thead>"
+        f"<tbody>{body}</tbody></table></div>"
+    )
+
+
+def figure(plot: Plot, evidence: Evidence, caption: str) -> str:
+    """A figure for wide and for narrow screens, its caption, and the commands that make it."""
+    wide = plot(evidence.records)
+    narrow = plot(evidence.records, narrow=True)
+    needed = [experiment for experiment in plot.needs if evidence.has(experiment)]
+    commands = dict.fromkeys(evidence.command(experiment) for experiment in needed)
+    made = " and ".join(code(command) for command in commands)
+    return (
+        f'<figure id="figure-{plot.name}"><div class="wide">{wide}</div>'
+        f'<div class="narrow">{narrow}</div><figcaption>{paragraph(caption)}'
+        f'<p class="command">Made by {made}</p></figcaption></figure>'
+    )
+
+
+def details(summary: str, content: str) -> str:
+    """Content that opens on request."""
+    return f"<details><summary>{escape(summary)}</summary>{content}</details>"
+
+
+def pairs(values: Mapping[str, Any]) -> str:
+    """A list of names and values."""
+    items = "".join(
+        f"<div><dt>{escape(str(name))}</dt><dd>{escape(str(value))}</dd></div>"
+        for name, value in values.items()
+    )
+    return f"<dl>{items}</dl>"
+
+
+def _numeric(column: Column) -> str:
+    return "" if column.decimals is None else ' class="number"'
+
+
+def _cells(columns: Sequence[Column], row: Sequence[Any]) -> str:
+    cells = []
+    for index, (column, value) in enumerate(zip(columns, row, strict=True)):
+        words = decimal(value, column.decimals or 0)
+        shown = code(words) if column.code else escape(words)
+        tag = "th" if index == 0 else "td"
+        scope = ' scope="row"' if index == 0 else ""
+        cells.append(f"<{tag}{scope}{_numeric(column)}>{shown}</{tag}>")
+    return "".join(cells)
