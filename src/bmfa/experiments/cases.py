@@ -2,7 +2,7 @@
 
 import base64
 import io
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import cycle, islice
 from typing import Any
@@ -19,10 +19,11 @@ from bmfa.data.extras import load
 from bmfa.data.instances import InstanceSource
 from bmfa.data.probe_stream import Progress, probe_blocks
 from bmfa.data.probes import Mode
-from bmfa.experiments.methods import apply
 from bmfa.experiments.probes import PROTOCOL, TAU, check_probe, check_used, describe, scores_of
 from bmfa.grid import Grid
 from bmfa.records import Record, Row
+from bmfa.rules import parse
+from bmfa.screening import screen
 from bmfa.tree import Tree
 
 ALGORITHM = "gamma:0.005"
@@ -58,7 +59,8 @@ def run(
     then a thin, an elongated and a compound object, and so on in turn.
     """
     settings = settings or ProbeSettings()
-    names = check_probe(dataset, mode, methods, settings, seed)
+    rules = {name: parse(name, seed) for name in methods}
+    check_probe(dataset, mode, methods, settings, seed)
     check_integer("count", count, low=1)
     tally = Tally()
     blocks = list(
@@ -66,13 +68,16 @@ def run(
     )
     check_used(sum(map(len, blocks)), tally)
     probes = _joined(blocks)
-    choices = _choose(probes, scores_of([probes], mode), count)
-    rows = _rows(source, probes, choices, Shown(mode, names, seed))
+    scores = scores_of([probes], mode)
+    choices = _choose(probes, scores, count)
+    scores = scores[[choice.place for choice in choices]]
+    trees = {name: screen(scores, _grid(probes), rule, tau=TAU) for name, rule in rules.items()}
+    rows = _rows(source, probes, choices, scores, trees)
     told = {
         "dataset": dataset,
         "mode": mode,
         "count": count,
-        "methods": list(names),
+        "methods": list(rules),
         **asdict(settings),
         "tau": TAU,
         "limit": limit,
@@ -85,21 +90,17 @@ def run(
 
 
 @dataclass(frozen=True)
-class Shown:
-    """How the chosen instances are shown."""
-
-    mode: Mode
-    methods: Sequence[str]
-    seed: int
-
-
-@dataclass(frozen=True)
 class Choice:
     """An instance by its place among the probes, and the shape it stands for."""
 
     place: int
     kind: str
     root_split: bool
+
+    def title(self, category: str) -> str:
+        """The category and what is shown; embedded categories are shapes already."""
+        words = [category] if category == self.kind else [category, KINDS[self.kind]]
+        return ", ".join(words if self.root_split else [*words, "root never split"])
 
 
 def _joined(blocks: Sequence[ProbeBlock]) -> ProbeBlock:
@@ -118,8 +119,7 @@ def _choose(probes: ProbeBlock, scores: Tensor, count: int) -> list[Choice]:
     More than its shape counts that its root is split or not as wanted, that the data names it so,
     that its crop is not tiny, and that its category is new.
     """
-    tree = apply(ALGORITHM, scores, _grid(probes), tau=TAU).tree
-    assert tree is not None
+    tree = screen(scores, _grid(probes), parse(ALGORITHM), tau=TAU)
     split, shapes = tree.split[0].numpy(), _shapes(probes)
     category, small = np.array(probes.category), np.array(probes.size) == "small"
     taken = np.zeros(len(probes), dtype=bool)
@@ -177,30 +177,22 @@ def _elongation(minority: NDArray[np.bool_]) -> NDArray[np.float64]:
 
 
 def _rows(
-    source: InstanceSource, probes: ProbeBlock, choices: Sequence[Choice], shown: Shown
+    source: InstanceSource,
+    probes: ProbeBlock,
+    choices: Sequence[Choice],
+    scores: Tensor,
+    trees: Mapping[str, Tree],
 ) -> list[Row]:
     """One row for each instance and method."""
-    places = [choice.place for choice in choices]
-    scores = scores_of([probes], shown.mode)[places]
-    trees = {name: _tree(name, scores, _grid(probes), shown.seed) for name in shown.methods}
-    pictures = _pictures(source, {int(identity) for identity in probes.picture_id[places]})
+    identities = [int(probes.picture_id[choice.place]) for choice in choices]
+    pictures = _pictures(source, set(identities))
     rows: list[Row] = []
-    for number, choice in enumerate(choices):
-        pixels = pictures[int(probes.picture_id[choice.place])]
+    for number, (choice, identity) in enumerate(zip(choices, identities, strict=True)):
         case = _case(probes, choice, scores[number])
-        case["picture"] = _data_uri(pixels, probes.box[choice.place].tolist())
+        case["picture"] = _data_uri(pictures[identity], probes.box[choice.place].tolist())
         for name, tree in trees.items():
             rows.append(case | {"method": name} | _result(tree[number], scores[number]))
     return rows
-
-
-def _tree(method: str, scores: Tensor, grid: Grid, seed: int) -> Tree:
-    tree = apply(method, scores, grid, tau=TAU, seed=seed).tree
-    if tree is None:
-        raise ValueError(
-            f"method {method} has no tree to show; pass rules, such as gamma:0.005 or global-mean"
-        )
-    return tree
 
 
 def _case(probes: ProbeBlock, choice: Choice, scores: Tensor) -> Row:
@@ -208,9 +200,8 @@ def _case(probes: ProbeBlock, choice: Choice, scores: Tensor) -> Row:
     place = choice.place
     minority = torch.from_numpy(probes.minority[place]).flatten()
     mass = energy.gibbs(scores, tau=TAU)[minority].sum()
-    blind = "" if choice.root_split else ", root never split"
     return {
-        "title": f"{probes.category[place]}: {KINDS[choice.kind]}{blind}",
+        "title": choice.title(probes.category[place]),
         "kind": choice.kind,
         "category": probes.category[place],
         "picture_id": int(probes.picture_id[place]),

@@ -177,6 +177,8 @@ class Probe:
         self._apart = [name for name in methods if name not in self._pooled]
         self._scores: list[Tensor] = []
         self._batches = 0
+        # What is built once for a grid is no instance's time.
+        apply_all(methods, torch.zeros(1, grid.size, dtype=torch.float64), grid)
 
     def add(self, batch: Sequence[ProbeBlock], mode: Mode) -> None:
         """Screen a batch; methods with a pooled budget wait for the whole."""

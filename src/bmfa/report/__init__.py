@@ -1,1 +1,32 @@
 """Records to figures and one page."""
+
+import os
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from bmfa.records import Record
+from bmfa.report import figures
+from bmfa.report.page import build_page
+
+__all__ = ["build_page", "figures", "save_png"]
+
+
+def save_png(
+    name: str, records: Record | Sequence[Record], path: str | Path, *, scale: float = 2.0
+) -> None:
+    """Write a figure, by its name in `figures.ALL`, as PNG; the file appears whole or not at all."""
+    if name not in figures.ALL:
+        raise ValueError(f"no figure is named {name!r}; pass one of {', '.join(figures.ALL)}")
+    data = figures.ALL[name].png(records, scale=scale)
+    target = Path(path)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(data)
+        os.chmod(temporary, 0o644)
+        os.replace(temporary, target)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise

@@ -1,0 +1,78 @@
+"""What the paper claims of its ablations."""
+
+from collections.abc import Sequence
+
+from bmfa.report import paper
+from bmfa.report.evidence import Evidence
+from bmfa.report.markup import decimal
+from bmfa.report.verdicts import Claim, Verdict, judge, missing, show
+
+
+def claims(evidence: Evidence) -> list[Claim]:
+    """The claims in the order of the chapter."""
+    return [_threshold(evidence), _depth(evidence), _grid(evidence), _run_time(evidence)]
+
+
+def _threshold(evidence: Evidence) -> Claim:
+    claim = "Threshold 0.05 to 0.001: mean gap and leaf ratio"
+    values = (0.05, 0.001)
+    gaps = [evidence.value("ablation", "mean_gap", parameter="epsilon", value=v) for v in values]
+    leaves = [
+        evidence.value("ablation", "leaf_percent", parameter="epsilon", value=v) for v in values
+    ]
+    printed = [paper.ABLATION["epsilon", value] for value in values]
+    words = _from_to([p.mean_gap for p in printed], [p.leaf_percent for p in printed])
+    if None in (*gaps, *leaves):
+        return missing(evidence, claim, words, "ablation")
+    compared = [(p.mean_gap, gap) for p, gap in zip(printed, gaps, strict=True)]
+    compared += [(p.leaf_percent, leaf) for p, leaf in zip(printed, leaves, strict=True)]
+    return Claim(claim, words, _from_to(gaps, leaves), judge(compared), _instances(evidence))
+
+
+def _from_to(gaps: Sequence[float | None], leaves: Sequence[float | None]) -> str:
+    first, last = (decimal(leaf, 2) for leaf in leaves)
+    return f"{show(gaps[0])} to {show(gaps[1])}, {first} to {last} %"
+
+
+def _instances(evidence: Evidence) -> str:
+    dataset = str(evidence.setting("ablation", "dataset", ""))
+    count = evidence.setting("ablation", "instances")
+    if not isinstance(count, int):
+        return ""
+    return f"On {count:,} instances of {paper.DATASETS.get(dataset, dataset or 'one source')}."
+
+
+def _depth(evidence: Evidence) -> Claim:
+    claim = "Depth 5 changes nothing on a grid of 16: mean gap at depth 4 and 5"
+    gaps = [evidence.value("ablation", "mean_gap", parameter="depth", value=v) for v in (4, 5)]
+    words = show(paper.ABLATION["depth", 4].mean_gap, paper.ABLATION["depth", 5].mean_gap)
+    if gaps[0] is None or gaps[1] is None:
+        return missing(evidence, claim, words, "ablation")
+    same = Verdict.REPRODUCED if gaps[0] == gaps[1] else Verdict.NOT_AS_CLAIMED
+    note = "Depth 4 is that of single tokens, so there is nothing to split."
+    return Claim(claim, words, show(*gaps), same, note)
+
+
+def _grid(evidence: Evidence) -> Claim:
+    claim = "A finer grid costs fewer leaves and loses more: mean gap at 8, 16 and 32 cells"
+    values = (8, 16, 32)
+    printed = [paper.ABLATION["grid", value].mean_gap for value in values]
+    gaps = [evidence.value("ablation", "mean_gap", parameter="grid", value=v) for v in values]
+    if None in gaps:
+        return missing(evidence, claim, show(*printed), "ablation")
+    verdict = judge(list(zip(printed, gaps, strict=True)))
+    return Claim(claim, show(*printed), show(*gaps), verdict, _instances(evidence))
+
+
+def _run_time(evidence: Evidence) -> Claim:
+    claim = "Screening one instance at the default threshold"
+    printed = paper.ABLATION["epsilon", 0.005].milliseconds or 0.0
+    words = f"{decimal(1000 * printed, 0)} µs"
+    ours = evidence.value(
+        "ablation", "microseconds_per_instance", parameter="epsilon", value=0.005
+    )
+    if ours is None:
+        return missing(evidence, claim, words, "ablation")
+    verdict = Verdict.BEATEN if ours < 1000 * printed else Verdict.NOT_AS_CLAIMED
+    note = "Other machine, other code: a batch in torch against one instance at a time in NumPy."
+    return Claim(claim, words, f"{decimal(ours, 0)} µs", verdict, note)

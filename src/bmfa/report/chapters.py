@@ -1,0 +1,160 @@
+"""The chapters of the page: each says what was done, shows it, and how to make it again."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from html import escape
+from typing import Any
+
+from bmfa.records import Row
+from bmfa.report import figures, paper, probe_chapter, synthetic_chapter
+from bmfa.report.evidence import Evidence, number, text
+from bmfa.report.markup import Column, code, decimal, figure, pairs, paragraph, table
+
+LONG_VALUES = ("scores", "boxes", "picture", "gap_quantiles")
+
+
+@dataclass(frozen=True)
+class Chapter:
+    """A chapter, and the experiment without which it can only say how to get it."""
+
+    name: str
+    title: str
+    experiment: str
+    content: Callable[[Evidence], str]
+
+    def render(self, evidence: Evidence) -> str:
+        """The chapter as a section."""
+        content = self.content(evidence) if self.present(evidence) else self._absent(evidence)
+        return f'<section id="{self.name}"><h2>{escape(self.title)}</h2>{content}</section>'
+
+    def present(self, evidence: Evidence) -> bool:
+        """Whether its record is at hand."""
+        return evidence.has(self.experiment)
+
+    def _absent(self, evidence: Evidence) -> str:
+        command = code(evidence.command(self.experiment))
+        return f'<p class="absent">Not measured here. Get it with {command}</p>'
+
+
+def ablation(evidence: Evidence) -> str:
+    """One parameter of Algorithm 1 changed at a time."""
+    dataset = str(evidence.setting("ablation", "dataset", ""))
+    where = paper.DATASETS.get(dataset, dataset)
+    one, two = (
+        evidence.value("ablation", "mean_gap", parameter="lookahead", value=value)
+        for value in (1, 2)
+    )
+    finding = ""
+    if one is not None and two is not None and two < one:
+        finding = (
+            f"Looking two levels down instead of one takes the mean gap from {decimal(one, 3)} to "
+            f"{decimal(two, 3)}: the paper leaves this to future work."
+        )
+    intro = paragraph(
+        "One parameter of Algorithm 1 is changed at a time; the others stay at ε = 0.005, full "
+        "depth, 16 × 16 cells and a look-ahead of one level.",
+        f"Data: {where}." if where else "",
+        finding,
+    )
+    caption = (
+        "The threshold buys accuracy with leaves. Rings are the paper's numbers; its run times "
+        "are of another machine and of code that takes one instance at a time."
+    )
+    columns = [Column("Parameter"), Column("Value"), Column("Mean gap", 3), Column("Leaf %", 3)]
+    columns += [Column("µs", 1), Column("Paper: mean gap", 3), Column("Leaf %", 2)]
+    rows = [_ablation_row(row) for row in evidence.rows("ablation")]
+    return (
+        intro
+        + figure(figures.ablation, evidence, caption)
+        + table("Ablations", [*columns, Column("ms", 3)], rows)
+    )
+
+
+def _ablation_row(row: Row) -> list[Any]:
+    value = number(row, "value")
+    printed = paper.ABLATION.get((text(row, "parameter"), value or 0.0))
+    theirs = (printed.mean_gap, printed.leaf_percent, printed.milliseconds) if printed else [None] * 3
+    ours = [row.get(c) for c in ("mean_gap", "leaf_percent", "microseconds_per_instance")]
+    return [text(row, "parameter"), text(row, "value"), *ours, *theirs]
+
+
+def cases(evidence: Evidence) -> str:
+    """Single instances."""
+    intro = paragraph(
+        "Single instances: the crop, the scores that the probe gives its cells, and what two "
+        "trees keep of them. An object centred in its crop can leave Algorithm 1 with one leaf."
+    )
+    caption = (
+        "Bright cells have high scores. Each tree shows the mean score of every leaf; lines are "
+        "the leaves' borders."
+    )
+    return intro + figure(figures.cases, evidence, caption)
+
+
+def bench(evidence: Evidence) -> str:
+    """Speed, as a plain table."""
+    return _plain("bench", evidence) + paragraph(
+        "Times are medians of one run on the machine named at the end of this page."
+    )
+
+
+def other(experiment: str) -> Callable[[Evidence], str]:
+    """A plain table for an experiment that has no chapter of its own."""
+    return lambda evidence: _plain(experiment, evidence)
+
+
+def _plain(experiment: str, evidence: Evidence) -> str:
+    rows = evidence.rows(experiment)
+    names = [n for n in dict.fromkeys(key for row in rows for key in row) if n not in LONG_VALUES]
+    columns = [_column(name, rows) for name in names]
+    body = [[row.get(name) for name in names] for row in rows]
+    command = code(evidence.command(experiment))
+    return f'{table(experiment, columns, body)}<p class="command">Made by {command}</p>'
+
+
+def _column(name: str, rows: list[Row]) -> Column:
+    values = [row.get(name) for row in rows if row.get(name) is not None]
+    head = name.replace("_", " ")
+    if not values or not all(isinstance(value, int | float) for value in values):
+        return Column(head, code=name == "method")
+    return Column(head, 0 if all(isinstance(value, int) for value in values) else 3)
+
+
+def environment(evidence: Evidence) -> str:
+    """Where every record was made, and with which settings."""
+    places: dict[str, tuple[Mapping[str, Any], list[str]]] = {}
+    for record in evidence.records:
+        key = repr(sorted(record.environment.items(), key=str))
+        places.setdefault(key, (record.environment, []))[1].append(record.experiment)
+    blocks = [
+        f"<h3>{escape(', '.join(dict.fromkeys(experiments)))}</h3>{pairs(values)}"
+        for values, experiments in places.values()
+    ]
+    columns = [Column("Record"), Column("Settings")]
+    rows = [[record.experiment, _settings(record.settings)] for record in evidence.records]
+    return "".join(blocks) + table("Settings of the records", columns, rows)
+
+
+def _settings(settings: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name} = {value}" for name, value in settings.items())
+
+
+CHAPTERS = (
+    Chapter("synthetic", "Synthetic stress test", "synthetic", synthetic_chapter.sweep),
+    Chapter("failure", "Where the mean begins to fail", "failure-curve", synthetic_chapter.curve),
+    Chapter("probes", "Instance probes", "probe", probe_chapter.content),
+    Chapter("ablations", "Ablations", "ablation", ablation),
+    Chapter("cases", "Single instances", "cases", cases),
+    Chapter("bench", "Speed", "bench", bench),
+)
+
+
+def chapters(evidence: Evidence) -> list[Chapter]:
+    """The known chapters, then one for every other experiment among the records."""
+    known = {chapter.experiment for chapter in CHAPTERS} | {"gallery"}
+    others = dict.fromkeys(r.experiment for r in evidence.records if r.experiment not in known)
+    extra = [
+        Chapter(f"record-{number}", experiment.capitalize(), experiment, other(experiment))
+        for number, experiment in enumerate(others)
+    ]
+    return [*CHAPTERS, *extra]

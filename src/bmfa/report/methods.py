@@ -1,0 +1,35 @@
+"""What each method is, and what it reads of the scores."""
+
+from collections.abc import Sequence
+
+from bmfa.report.markup import Column, table
+
+# Name, what it is, what it reads.
+KNOWN: Sequence[tuple[str, str, str]] = (
+    ("sparge-mean", "one leaf: the mean of all tokens", "mean"),
+    ("mean-variance", "the mean, corrected by half of the variance", "mean and variance"),
+    ("fixed-depth", "every block of one depth", "block means"),
+    ("gamma", "Algorithm 1 of the paper: split while Γ exceeds ε", "block means"),
+    ("gamma-h2", "Algorithm 1, Γ from two levels below", "block means"),
+    ("exact-gap", "split while the exact gap exceeds ε", "all scores"),
+    ("certified", "split until a proven bound says the gap is at most ε", "maxima and variances"),
+    ("mass", "Algorithm 1 with Γ weighed by the block's mass", "block means and Z"),
+    ("optimal", "the best tree there is at a price for each leaf", "all scores"),
+    ("edge-aware", "the paper's oracle: every token kept", "annotations"),
+)
+
+
+def reads(method: str) -> str:
+    """What a method reads of the scores; empty where it is not known."""
+    family = method.partition(":")[0]
+    return next((words for name, _, words in KNOWN if name == family), "")
+
+
+def key(methods: Sequence[str]) -> str:
+    """A table of the methods that appear, with what each is and reads."""
+    families = list(dict.fromkeys(method.partition(":")[0] for method in methods))
+    rows = [row for row in KNOWN if row[0] in families]
+    if not rows:
+        return ""
+    columns = [Column("Name", code=True), Column("What it is"), Column("Reads")]
+    return table("The methods; the number after a name is its ε, depth or price", columns, rows)
