@@ -151,9 +151,9 @@ def _enclosed(minority: NDArray[np.bool_]) -> NDArray[np.float64]:
     """Cells that the contour separates from the border of the grid."""
     outside = np.pad(np.zeros_like(minority), ((0, 0), (1, 1), (1, 1)), constant_values=True)
     free = np.pad(~minority, ((0, 0), (1, 1), (1, 1)), constant_values=True)
-    reached = 0
-    while reached != (reached := int(outside.sum())):
-        grown = outside.copy()
+    before = np.zeros_like(outside)
+    while (outside != before).any():
+        before, grown = outside, outside.copy()
         grown[:, 1:] |= outside[:, :-1]
         grown[:, :-1] |= outside[:, 1:]
         grown[:, :, 1:] |= outside[:, :, :-1]

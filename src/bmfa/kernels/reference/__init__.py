@@ -1,0 +1,28 @@
+"""The specification: energies, trees and screened attention in float64 NumPy, grid by grid."""
+
+from bmfa.kernels.reference.attention import attention, attention_error, dense_attention
+from bmfa.kernels.reference.blocks import Box, ReferenceTree
+from bmfa.kernels.reference.energies import (
+    free_energy,
+    gap,
+    lower_bound,
+    proxy,
+    refinement_score,
+    upper_bound,
+)
+from bmfa.kernels.reference.trees import build_tree
+
+__all__ = [
+    "Box",
+    "ReferenceTree",
+    "attention",
+    "attention_error",
+    "build_tree",
+    "dense_attention",
+    "free_energy",
+    "gap",
+    "lower_bound",
+    "proxy",
+    "refinement_score",
+    "upper_bound",
+]
