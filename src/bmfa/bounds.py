@@ -5,8 +5,8 @@ import math
 import torch
 from torch import Tensor
 
-from bmfa.checks import check_tau
-from bmfa.energy import as_tensors, binary_gap, check_elements, weighted_gap
+from bmfa.checks import as_tensors, check_elements, check_tau
+from bmfa.energy import binary_gap, weighted_gap
 
 # Statistics are rounded themselves. The bounds allow an error in the mean of this many units in the
 # last place of the largest of low, high and mean (the sum of scores errs by ulps of the mean |s|, at

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterable
+from functools import reduce
 
 import torch
 from torch import Tensor
@@ -100,3 +101,30 @@ def check_finite(name: str, tensor: Tensor, valid: Tensor | None = None) -> None
             f"{name} hold {tensor[place].item()} at index {place} ({int(bad.sum())} such entries); "
             f"pass finite {name} and use valid= for tokens that do not exist"
         )
+
+
+def as_tensors(**values: float | Tensor) -> list[Tensor]:
+    """The finite values by name, broadcast and in one dtype.
+
+    Tensors decide the dtype (half types become float32); numbers alone are float64.
+    """
+    tensors = {n: check_floating(n, v) for n, v in values.items() if isinstance(v, Tensor)}
+    numbers = {n: check_number(n, v) for n, v in values.items() if n not in tensors}
+    start = torch.float32 if tensors else torch.float64
+    dtype = reduce(torch.promote_types, (tensor.dtype for tensor in tensors.values()), start)
+    device = next((tensor.device for tensor in tensors.values()), None)
+    given = tensors | numbers
+    converted = [torch.as_tensor(given[name], dtype=dtype, device=device) for name in values]
+    for name, tensor in zip(values, converted, strict=True):
+        check_finite(name, tensor)
+    try:
+        return list(torch.broadcast_tensors(*converted))  # type: ignore[no-untyped-call]
+    except RuntimeError:
+        shapes = ", ".join(f"{name} {tuple(tensor.shape)}" for name, tensor in tensors.items())
+        raise ValueError(f"shapes do not broadcast: {shapes}; pass shapes that do") from None
+
+
+def check_elements(name: str, tensor: Tensor, inside: Tensor, accepted: str) -> None:
+    """Raise with the first element of `tensor` at which `inside` is False."""
+    if not bool(inside.all()):
+        raise ValueError(f"{name} holds {tensor[~inside][0].item()!r}; pass {accepted}")

@@ -19,12 +19,12 @@ from bmfa.grid import Grid
 from bmfa.keys import KeyLevels, KeyPyramid
 from bmfa.pyramid import Counts, Pyramid, ScorePyramid
 from bmfa.rules import Context, Decision, Rule
+from bmfa.sharing import Reducer, ShareBy, check_share_by, groups_of
 from bmfa.tree import Tree
 
 # Scores held at once; a few times as many numbers are alive while a chunk is screened.
 CHUNK_ELEMENTS = 1 << 19
 
-ShareBy = str | float
 # A chunk of the flat batch: where it lies, and how its pyramid is made.
 Chunk = tuple[slice, Callable[[Counts], Pyramid]]
 
@@ -197,8 +197,8 @@ class Screening:
         self.valid = _mask_columns(valid, scores.shape)
         tokens = grid.size if self.valid is None else int(self.valid.sum(0).min())
         rule.check(grid, tokens)
-        self.share_by = _check_share_by(share_by)
-        self.shape, self.groups = _groups(self.lead, scores.dim(), share, scores.device)
+        self.share_by = check_share_by(share_by)
+        self.shape, self.groups = groups_of(self.lead, scores.dim(), share, scores.device)
         if self.groups is not None and self.valid is not None and self.valid.shape[1] > 1:
             self._check_shared_mask()
 
@@ -234,7 +234,7 @@ class Screening:
 
     def _aggregate(self, chunks: Iterator[Chunk]) -> Tensor:
         """(rows, trees) node scores, aggregated over the members of each tree."""
-        reducer = _Reducer(self.groups, self.trees, self.share_by)
+        reducer = Reducer(self.groups, self.trees, self.share_by)
         for part, pyramid in chunks:
             counts = self._context(part, self.valid).counts
             reducer.add(part, self.rule.scores(pyramid(counts)))
@@ -269,50 +269,6 @@ class Screening:
         return replace(tree, valid=self._tree_mask(), members=members)
 
 
-class _Reducer:
-    """Node scores of many members to those of the trees they share."""
-
-    def __init__(self, groups: Tensor | None, trees: int, by: ShareBy) -> None:
-        self.groups = groups
-        self.trees = trees
-        self.by = "collect" if groups is None or isinstance(by, float) else by
-        self.quantile = by
-        self.total: Tensor | None = None
-        self.parts: list[Tensor] = []
-
-    def add(self, part: slice, scores: Tensor) -> None:
-        if self.by == "collect" or self.groups is None:
-            self.parts.append(scores)
-            return
-        if self.total is None:
-            start = -torch.inf if self.by == "max" else 0.0
-            self.total = scores.new_full((scores.shape[0], self.trees), start)
-        groups = self.groups[part]
-        if self.by == "max":
-            self.total.index_reduce_(1, groups, scores, "amax")
-        else:
-            self.total.index_add_(1, groups, scores)
-
-    def result(self) -> Tensor:
-        if self.total is not None and self.groups is not None:
-            members = len(self.groups) // self.trees
-            return self.total if self.by == "max" else self.total / members
-        scores = torch.cat(self.parts, dim=1)
-        if self.groups is None:
-            return scores
-        grouped = scores[:, self.groups.argsort(stable=True)].view(len(scores), self.trees, -1)
-        return _quantile(grouped, float(self.quantile))
-
-
-def _quantile(values: Tensor, quantile: float) -> Tensor:
-    """The linearly interpolated quantile over the last dimension, of any size."""
-    ordered = values.sort(-1).values
-    place = quantile * (values.shape[-1] - 1)
-    low = int(place)
-    high = min(low + 1, values.shape[-1] - 1)
-    return torch.lerp(ordered[..., low], ordered[..., high], place - low)
-
-
 def _joined(parts: list[Decision]) -> Decision:
     if len(parts) == 1:
         return parts[0]
@@ -334,34 +290,3 @@ def _mask_columns(valid: Tensor | None, shape: Sequence[int]) -> Tensor | None:
     if valid[..., 0].numel() == 1:
         return valid.reshape(-1, 1)
     return valid.expand(tuple(shape)).reshape(-1, shape[-1]).T
-
-
-def _check_share_by(share_by: ShareBy) -> ShareBy:
-    if share_by in ("max", "mean"):
-        return share_by
-    if isinstance(share_by, str):
-        raise ValueError(f"share_by is {share_by!r}; pass 'max', 'mean' or a quantile in [0, 1]")
-    return check_number("share_by", share_by, low=0.0, high=1.0)
-
-
-def _groups(
-    lead: tuple[int, ...],
-    dimensions: int,
-    share: int | Sequence[int] | None,
-    device: torch.device,
-) -> tuple[tuple[int, ...], Tensor | None]:
-    """The shape of the trees, and the tree of every member of the flat batch."""
-    if share is None:
-        return lead, None
-    shared = set()
-    for dimension in [share] if isinstance(share, int) else share:
-        place = dimension + dimensions if dimension < 0 else dimension
-        if not 0 <= place < len(lead):
-            raise ValueError(
-                f"share names dimension {dimension} of scores with leading dimensions {lead}; "
-                f"pass dimensions from 0 to {len(lead) - 1}"
-            )
-        shared.add(place)
-    shape = tuple(1 if place in shared else size for place, size in enumerate(lead))
-    trees = torch.arange(int(torch.Size(shape).numel()), device=device).view(shape)
-    return shape, trees.expand(lead).flatten()

@@ -68,9 +68,7 @@ def _run_time(evidence: Evidence) -> Claim:
     claim = "Screening one instance at the default threshold"
     printed = paper.ABLATION["epsilon", 0.005].milliseconds or 0.0
     words = f"{decimal(1000 * printed, 0)} µs"
-    ours = evidence.value(
-        "ablation", "microseconds_per_instance", parameter="epsilon", value=0.005
-    )
+    ours = evidence.value("ablation", "microseconds_per_instance", parameter="epsilon", value=0.005)
     if ours is None:
         return missing(evidence, claim, words, "ablation")
     verdict = Verdict.BEATEN if ours < 1000 * printed else Verdict.NOT_AS_CLAIMED

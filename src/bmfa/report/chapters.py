@@ -61,19 +61,18 @@ def ablation(evidence: Evidence) -> str:
         "are of another machine and of code that takes one instance at a time."
     )
     columns = [Column("Parameter"), Column("Value"), Column("Mean gap", 3), Column("Leaf %", 3)]
-    columns += [Column("µs", 1), Column("Paper: mean gap", 3), Column("Leaf %", 2)]
+    columns += [Column("µs", 1), Column("Paper: mean gap", 3, paper=True)]
+    columns += [Column("Leaf %", 2, paper=True), Column("ms", 3, paper=True)]
     rows = [_ablation_row(row) for row in evidence.rows("ablation")]
-    return (
-        intro
-        + figure(figures.ablation, evidence, caption)
-        + table("Ablations", [*columns, Column("ms", 3)], rows)
-    )
+    return intro + figure(figures.ablation, evidence, caption) + table("Ablations", columns, rows)
 
 
 def _ablation_row(row: Row) -> list[Any]:
     value = number(row, "value")
     printed = paper.ABLATION.get((text(row, "parameter"), value or 0.0))
-    theirs = (printed.mean_gap, printed.leaf_percent, printed.milliseconds) if printed else [None] * 3
+    theirs = (
+        (printed.mean_gap, printed.leaf_percent, printed.milliseconds) if printed else [None] * 3
+    )
     ours = [row.get(c) for c in ("mean_gap", "leaf_percent", "microseconds_per_instance")]
     return [text(row, "parameter"), text(row, "value"), *ours, *theirs]
 

@@ -1,10 +1,8 @@
 """The summary: what the paper claims, what is measured here, and the verdict."""
 
-from html import escape
-
 from bmfa.report import ablation_claims, probe_claims, synthetic_claims
 from bmfa.report.evidence import Evidence
-from bmfa.report.markup import NOTHING, code
+from bmfa.report.markup import NOTHING, code, prose
 from bmfa.report.verdicts import Claim, Verdict
 
 HEADS = ("Claim", "Paper", "Ours", "Verdict", "On the difference")
@@ -24,9 +22,7 @@ def summary(evidence: Evidence) -> str:
     """The summary table; on a narrow screen every row is a card."""
     heads = "".join(f'<th scope="col">{head}</th>' for head in HEADS)
     rows = "".join(_row(claim) for claim in claims(evidence))
-    return (
-        f'<table class="summary"><thead><tr>{heads}</tr></thead><tbody>{rows}</tbody></table>'
-    )
+    return f'<table class="summary"><thead><tr>{heads}</tr></thead><tbody>{rows}</tbody></table>'
 
 
 def _row(claim: Claim) -> str:
@@ -34,11 +30,11 @@ def _row(claim: Claim) -> str:
     kind = word.replace(" ", "-")
     command = f" {code(claim.command)}" if claim.command else ""
     return (
-        f'<tr><th scope="row">{escape(claim.claim)}</th>'
-        f'<td data-head="Paper">{escape(claim.printed)}</td>'
-        f'<td data-head="Ours">{escape(claim.ours)}</td>'
+        f'<tr><th scope="row">{prose(claim.claim)}</th>'
+        f'<td data-head="Paper">{prose(claim.printed)}</td>'
+        f'<td data-head="Ours">{prose(claim.ours)}</td>'
         f'<td><span class="verdict {kind}"><span aria-hidden="true">{sign}</span> {word}</span></td>'
-        f"<td>{escape(claim.note)}{command}</td></tr>"
+        f"<td>{prose(claim.note)}{command}</td></tr>"
     )
 
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 TOKENS = 256
-NAMED = Margins(right=122)
+NAMED = Margins(right=130)
 
 
 def failure_curve(evidence: Evidence, narrow: bool) -> Sheet:

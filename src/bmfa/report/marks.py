@@ -16,14 +16,14 @@ Array = NDArray[np.float64]
 
 LEVELS = 16
 LIGHT_LINE, DARK_LINE = "#ffffff", "#000000"
-LABEL_HEIGHT = 14.0
+LABEL_HEIGHT = 15.0
 LEGEND_ROW = 20.0
 
 
 def heading(sheet: Sheet, axes: "Axes", title: str, below: str = "", indent: float = 34) -> None:
     """The panel's title, and under it what its vertical axis shows."""
     left, top, _, _ = sheet.box(axes)
-    sheet.text(left - indent, top - 28, title, fontsize=style.TITLE, fontweight="bold")
+    sheet.text(left - indent, top - 29, title, fontsize=style.TITLE, fontweight="bold")
     sheet.text(left - indent, top - 11, below, fontsize=style.SMALL, color=style.MUTED.light)
 
 
@@ -87,19 +87,27 @@ def legend(sheet: Sheet, names: Sequence[str], top: float, columns: int) -> None
 
 
 def field(axes: "Axes", values: Array, low: float, high: float) -> None:
-    """A field of scores in steps of colour, each step one path."""
+    """A field of scores in steps of colour, each step one path of lines as thick as a token."""
     height, width = values.shape
     share = (values - low) / ((high - low) or 1.0)
     steps = np.clip((share * (LEVELS - 1)).round(), 0, LEVELS - 1).astype(int)
     colours = load("matplotlib").colormaps["cividis"].resampled(LEVELS)
     axes.set(xlim=(0, width), ylim=(height, 0))
     axes.set_axis_off()
-    plain = {"linewidth": 0, "antialiased": False}
     # The commonest step lies under all others, so that no seam shows what is behind the field.
     commonest = np.bincount(steps.ravel()).argmax()
-    _boxes(axes, np.array([[0.0, 0.0, height, width]]), facecolor=colours(commonest), **plain)
+    whole = np.array([[0.0, 0.0, height, width]])
+    _boxes(axes, whole, facecolor=colours(commonest), linewidth=0, antialiased=False)
+    thick = axes.get_window_extent().height / height
     for step in np.unique(steps[steps != commonest]):
-        _boxes(axes, _runs(steps == step), facecolor=colours(step), **plain)
+        lines = _runs(steps == step)
+        ends = np.stack((lines[:, [1, 0]], lines[:, [2, 0]]), 1).reshape(-1, 2)
+        path = load("matplotlib.path").Path
+        drawn = path(ends, [path.MOVETO, path.LINETO] * len(lines))
+        options = {"edgecolor": colours(step), "linewidth": thick, "capstyle": "butt"}
+        patch = load("matplotlib.patches").PathPatch(drawn, fill=False, **options)
+        patch.set_antialiased(False)
+        axes.add_patch(patch)
 
 
 def leaves(axes: "Axes", boxes: Sequence[Sequence[int]], means: Array, middle: float) -> None:
@@ -131,12 +139,11 @@ def reconstruct(values: Array, boxes: Sequence[Sequence[int]]) -> Array:
 
 
 def _runs(mask: NDArray[np.bool_]) -> Array:
-    """(n, 4) boxes that cover a mask, one for each run of tokens in a row."""
-    padded = np.pad(mask, ((0, 0), (1, 1))).astype(int)
-    change = np.diff(padded, axis=1)
+    """(n, 3) middle of the row, start and end of every run of tokens in a row."""
+    change = np.diff(np.pad(mask, ((0, 0), (1, 1))).astype(int), axis=1)
     rows, starts = np.nonzero(change == 1)
     ends = np.nonzero(change == -1)[1]
-    return np.stack((rows, starts, rows + 1, ends), -1).astype(float)
+    return np.stack((rows + 0.5, starts, ends), -1)
 
 
 def _boxes(axes: "Axes", boxes: Array, **options: Any) -> None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from decimal import ROUND_HALF_UP, Decimal
 from html import escape
 from typing import Any
 
@@ -13,11 +14,27 @@ NOTHING = "–"
 
 @dataclass(frozen=True)
 class Column:
-    """A column of a table: its head, and the decimals of its numbers; None for text."""
+    """A column of a table: its head, the decimals of its numbers (None for text), whose they are."""
 
     head: str
     decimals: int | None = None
     code: bool = False
+    paper: bool = False
+
+    @property
+    def kind(self) -> str:
+        """Its classes, as an attribute."""
+        classes = [
+            n for n, on in (("number", self.decimals is not None), ("paper", self.paper)) if on
+        ]
+        return f' class="{" ".join(classes)}"' if classes else ""
+
+
+PAPER_COLUMNS = (
+    Column("Paper: mean", 3, paper=True),
+    Column("P95", 3, paper=True),
+    Column("Leaf %", 3, paper=True),
+)
 
 
 def decimal(value: Any, decimals: int) -> str:
@@ -26,9 +43,17 @@ def decimal(value: Any, decimals: int) -> str:
         return NOTHING
     if isinstance(value, bool) or not isinstance(value, int | float):
         return str(value)
-    shown = f"{value:,.{decimals}f}"
-    # A sum that ends a rounding error below zero is zero.
-    return shown.lstrip("-") if float(shown.replace(",", "")) == 0 else shown.replace("-", "−")
+    exact = Decimal(value)
+    if not exact.is_finite():
+        return str(value)
+    # Halves go up, as in print: 1.5625 is 1.563. What rounds to zero has no sign.
+    rounded = exact.quantize(Decimal(1).scaleb(-decimals), ROUND_HALF_UP)
+    return f"{abs(rounded) if rounded == 0 else rounded:,f}".replace("-", "−")
+
+
+def prose(words: str) -> str:
+    """Plain text, with no line broken before a per cent sign."""
+    return escape(words).replace(" %", "\u00a0%")
 
 
 def code(words: str) -> str:
@@ -39,13 +64,13 @@ def code(words: str) -> str:
 def paragraph(*sentences: str) -> str:
     """Sentences of plain text; empty ones are left out, and a paragraph of none."""
     words = " ".join(sentence for sentence in sentences if sentence)
-    return f"<p>{escape(words)}</p>" if words else ""
+    return f"<p>{prose(words)}</p>" if words else ""
 
 
 def table(caption: str, columns: Sequence[Column], rows: Sequence[Sequence[Any]]) -> str:
     """A table that scrolls in its own box where it is too wide for the screen."""
     heads = "".join(
-        f'<th scope="col"{_numeric(column)}>{escape(column.head)}</th>' for column in columns
+        f'<th scope="col"{column.kind}>{escape(column.head)}</th>' for column in columns
     )
     body = "".join(f"<tr>{_cells(columns, row)}</tr>" for row in rows)
     label = escape(caption, quote=True)
@@ -84,10 +109,6 @@ def pairs(values: Mapping[str, Any]) -> str:
     return f"<dl>{items}</dl>"
 
 
-def _numeric(column: Column) -> str:
-    return "" if column.decimals is None else ' class="number"'
-
-
 def _cells(columns: Sequence[Column], row: Sequence[Any]) -> str:
     cells = []
     for index, (column, value) in enumerate(zip(columns, row, strict=True)):
@@ -95,5 +116,5 @@ def _cells(columns: Sequence[Column], row: Sequence[Any]) -> str:
         shown = code(words) if column.code else escape(words)
         tag = "th" if index == 0 else "td"
         scope = ' scope="row"' if index == 0 else ""
-        cells.append(f"<{tag}{scope}{_numeric(column)}>{shown}</{tag}>")
+        cells.append(f"<{tag}{scope}{column.kind}>{shown}</{tag}>")
     return "".join(cells)

@@ -7,13 +7,17 @@ from bmfa.report.markup import Column, table
 # Name, what it is, what it reads.
 KNOWN: Sequence[tuple[str, str, str]] = (
     ("sparge-mean", "one leaf: the mean of all tokens", "mean"),
-    ("mean-variance", "the mean, corrected by half of the variance", "mean and variance"),
+    ("mean-variance", "the mean plus half of the variance; may overestimate", "mean and variance"),
     ("fixed-depth", "every block of one depth", "block means"),
     ("gamma", "Algorithm 1 of the paper: split while Γ exceeds ε", "block means"),
     ("gamma-h2", "Algorithm 1, Γ from two levels below", "block means"),
     ("exact-gap", "split while the exact gap exceeds ε", "all scores"),
-    ("certified", "split until a proven bound says the gap is at most ε", "maxima and variances"),
-    ("mass", "Algorithm 1 with Γ weighed by the block's mass", "block means and Z"),
+    (
+        "certified",
+        "split until a proven bound says the gap is at most ε",
+        "block maxima and variances",
+    ),
+    ("mass", "Algorithm 1 with Γ weighed by the block's mass", "block means, Z of all scores"),
     ("optimal", "the best tree there is at a price for each leaf", "all scores"),
     ("edge-aware", "the paper's oracle: every token kept", "annotations"),
 )

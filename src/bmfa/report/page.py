@@ -5,10 +5,10 @@ from html import escape
 from importlib.resources import files
 
 from bmfa.records import Record
-from bmfa.report import figures, methods, style
+from bmfa.report import figures, methods, paper, style
 from bmfa.report.chapters import chapters, environment
 from bmfa.report.claims import summary
-from bmfa.report.evidence import Evidence, in_order
+from bmfa.report.evidence import Evidence, in_order, text
 from bmfa.report.markup import figure, paragraph
 
 TITLE = "What attention loses when blocks become means"
@@ -16,11 +16,6 @@ OPENING = (
     "This page measures how much softmax mass attention loses when a block of tokens is replaced by "
     "its mean, how far the adaptive trees of the BMFA paper repair it, and which trees do better; "
     "the paper's numbers stand beside ours."
-)
-GALLERY = (
-    "A few bright tokens hold most of the softmax mass (left). A mean over the block keeps nothing "
-    "of them. Algorithm 1 of the paper finds them in the corner, not in the centre, where the four "
-    "quarters look alike; the optimal tree finds them anywhere, at the price of reading every score."
 )
 # Nothing may be loaded: what is not on the page cannot be on it.
 POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
@@ -54,11 +49,24 @@ def _opening(evidence: Evidence) -> str:
         f'<li><a href="#{chapter.name}">{escape(chapter.title)}</a></li>'
         for chapter in chapters(evidence)
     )
-    shown = figure(figures.gallery, evidence, GALLERY) if evidence.has("gallery") else ""
+    caption = _gallery_caption(evidence)
+    shown = figure(figures.gallery, evidence, caption) if evidence.has("gallery") else ""
     return (
         f'<header><h1>{escape(TITLE)}</h1><p class="opening">{escape(OPENING)}</p></header>{shown}'
         f'<nav aria-label="Chapters"><ul><li><a href="#summary">Summary</a></li>{links}'
         '<li><a href="#environment">Environment and versions</a></li></ul></nav>'
+    )
+
+
+def _gallery_caption(evidence: Evidence) -> str:
+    """What the gallery shows, and where Algorithm 1 is blind in it."""
+    rows = [r for r in evidence.rows("gallery") if text(r, "method") == paper.ALGORITHM_1]
+    blind = [text(row, "placement") for row in rows if len(row.get("boxes", ())) == 1]
+    where = f" It sees nothing where they are {' or '.join(blind)}." if blind else ""
+    return (
+        "A few bright tokens hold most of the softmax mass; each summary shows the mean score of its "
+        f"leaves. Algorithm 1 of the paper compares the means of a block's quarters.{where} The "
+        "optimal tree reads every score."
     )
 
 

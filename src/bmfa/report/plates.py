@@ -13,8 +13,8 @@ from bmfa.report.evidence import number, text
 from bmfa.report.marks import Array, field, leaf_means, leaves, reconstruct
 from bmfa.report.sheet import Sheet
 
-LINE = 15.0
-CHARACTER = 6.0
+LINE = 16.0
+CHARACTER = 6.4
 
 
 @dataclass(frozen=True)

@@ -100,9 +100,7 @@ def _mask_only(evidence: Evidence) -> Claim:
         note += ", where the variance correction leads in the mean as well"
         whole = instances > 0.9 * paper.INSTANCES["coco"]
         verdict = Verdict.NOT_AS_CLAIMED if whole else verdict
-    return Claim(
-        claim, words, f"{show(mean, tail)} against {show(*ours[2:])}", verdict, f"{note}."
-    )
+    return Claim(claim, words, f"{show(mean, tail)} against {show(*ours[2:])}", verdict, f"{note}.")
 
 
 def _no_tail(evidence: Evidence) -> Claim:
@@ -118,5 +116,7 @@ def _no_tail(evidence: Evidence) -> Claim:
         return missing(evidence, claim, words, "probe")
     verdict = Verdict.BEATEN if tail < best else Verdict.NOT_AS_CLAIMED
     theirs = _probed(evidence, dataset, paper.ALGORITHM_1)[2]
-    note = f"{optimal[0].get('method')} reads exact scores; Algorithm 1 has {percent(theirs)} leaves."
+    note = (
+        f"{optimal[0].get('method')} reads exact scores; Algorithm 1 has {percent(theirs)} leaves."
+    )
     return Claim(claim, words, f"{show(tail)} at {percent(leaf)}", verdict, note)

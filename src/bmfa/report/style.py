@@ -8,7 +8,7 @@ from zlib import crc32
 FONT = '-apple-system, "Segoe UI", Roboto, "Helvetica Neue", Arial, sans-serif'
 MONO = 'ui-monospace, "SF Mono", Menlo, Consolas, "Liberation Mono", monospace'
 
-TITLE, TEXT, SMALL = 13.0, 12.0, 11.0
+TITLE, TEXT, SMALL = 14.0, 13.0, 12.0
 WIDE, NARROW = 880, 360
 
 Dashes = tuple[float, tuple[float, ...]] | str

@@ -1,6 +1,7 @@
 """Matplotlib's SVG made small, self-contained and of the colours of the page around it."""
 
 import re
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from xml.etree import ElementTree
@@ -41,6 +42,7 @@ def clean(raw: str, name: str, label: str, pictures: Mapping[str, Placed]) -> st
     _remove_styles(root)
     _rename(root, name)
     _flatten(root)
+    _gather_styles(root, name)
     _head(root, label)
     ElementTree.register_namespace("", SVG)
     ElementTree.register_namespace("xlink", XLINK)
@@ -76,7 +78,7 @@ def _restyle(element: Element) -> None:
         kept |= {"font-family": f"var(--mono, {style.MONO})"} if mono else {}
         kept.setdefault("fill", VARIABLES[style.INK.light])
     kept.pop("stroke-dashoffset", None)
-    element.set("style", "; ".join(f"{key}: {value}" for key, value in kept.items()))
+    element.set("style", ";".join(f"{key}:{value}" for key, value in kept.items()))
 
 
 def _shorten(element: Element) -> None:
@@ -101,9 +103,10 @@ def _short_path(path: str) -> str:
             command, shown = "V", numbers[1:]
         else:
             shown = numbers
-        words += shown if command == said and command in "LHV" else [command, *shown]
+        joined = " ".join(shown)
+        words.append(f" {joined}" if command == said and command in "LHV" else command + joined)
         said, before = command, numbers[-2:] or before
-    return " ".join(words)
+    return "".join(words)
 
 
 def _two_decimals(match: re.Match[str]) -> str:
@@ -155,6 +158,22 @@ def _flatten(parent: Element) -> None:
     if children or parent.tag != f"{{{SVG}}}text":
         parent.text = parent.text if (parent.text or "").strip() else None
     parent[:] = children
+
+
+def _gather_styles(root: Element, name: str) -> None:
+    """Declarations that are used again and again become classes with names of their own."""
+    used = Counter(e.attrib["style"] for e in root.iter() if "style" in e.attrib)
+    classes = {
+        words: f"{name}-s{number}"
+        for number, (words, count) in enumerate(used.items())
+        if count > 1
+    }
+    for element in root.iter():
+        if element.get("style") in classes:
+            element.set("class", classes[element.attrib.pop("style")])
+    sheet = ElementTree.Element(f"{{{SVG}}}style")
+    sheet.text = "".join(f".{kind}{{{words}}}" for words, kind in classes.items())
+    root.insert(0, sheet)
 
 
 def _head(root: Element, label: str) -> None:

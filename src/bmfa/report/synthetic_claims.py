@@ -93,6 +93,4 @@ def _optimal(evidence: Evidence) -> Claim:
     beaten = max(gaps) < paper.SYNTHETIC[paper.ALGORITHM_1].mean_gap
     words = f"{show(max(gaps))} at {decimal(min(leaves), 1)} to {decimal(max(leaves), 1)} %"
     note = "The optimal tree reads every score, Algorithm 1 block means alone."
-    return Claim(
-        claim, printed, words, Verdict.BEATEN if beaten else Verdict.NOT_AS_CLAIMED, note
-    )
+    return Claim(claim, printed, words, Verdict.BEATEN if beaten else Verdict.NOT_AS_CLAIMED, note)
