@@ -1,5 +1,6 @@
 """One tree for many query-head pairs: which pairs share, and how their node scores become one."""
 
+import warnings
 from collections.abc import Sequence
 
 import torch
@@ -63,7 +64,9 @@ class Reducer:
             self.total = scores.new_full((scores.shape[0], self.trees), start)
         groups = self.groups[part]
         if self.by == "max":
-            self.total.index_reduce_(1, groups, scores, "amax")
+            with warnings.catch_warnings():  # some versions of torch call it beta, each time
+                warnings.simplefilter("ignore", UserWarning)
+                self.total.index_reduce_(1, groups, scores, "amax")
         else:
             self.total.index_add_(1, groups, scores)
 

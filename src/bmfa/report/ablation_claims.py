@@ -24,9 +24,9 @@ def _threshold(evidence: Evidence) -> Claim:
     words = _from_to([p.mean_gap for p in printed], [p.leaf_percent for p in printed])
     if None in (*gaps, *leaves):
         return missing(evidence, claim, words, "ablation")
-    compared = [(p.mean_gap, gap) for p, gap in zip(printed, gaps, strict=True)]
-    compared += [(p.leaf_percent, leaf) for p, leaf in zip(printed, leaves, strict=True)]
-    return Claim(claim, words, _from_to(gaps, leaves), judge(compared), _instances(evidence))
+    theirs = [*(p.mean_gap for p in printed), *(p.leaf_percent for p in printed)]
+    verdict = judge(list(zip(theirs, [*gaps, *leaves], strict=True)))
+    return Claim(claim, words, _from_to(gaps, leaves), verdict, _instances(evidence))
 
 
 def _from_to(gaps: Sequence[float | None], leaves: Sequence[float | None]) -> str:

@@ -20,11 +20,11 @@ NAMED = Margins(right=130)
 def failure_curve(evidence: Evidence, narrow: bool) -> Sheet:
     """Gap against the minority's advantage, one panel for each size of the minority."""
     rows = evidence.require("failure-curve")
-    sizes = sorted({int(row["cells"]) for row in rows}, reverse=True)
+    sizes = sorted({int(size) for row in rows if (size := number(row, "cells"))}, reverse=True)
     limits = _range(rows, "gap")
     sheet, axes = _line_panels(len(sizes), narrow, height=270)
     for cells, panel in zip(sizes, axes, strict=True):
-        some = [row for row in rows if row["cells"] == cells]
+        some = [row for row in rows if row.get("cells") == cells]
         panel.set_xlim(0, max(number(row, "delta") or 0.0 for row in some))
         panel.set_ylim(limits)
         ends = _lines(panel, some, "delta", "gap", every=15)
@@ -53,11 +53,17 @@ def placements(evidence: Evidence, narrow: bool) -> Sheet:
         numbered = [{**row, "place": places.index(text(row, "placement"))} for row in rows]
         ends = _lines(panel, numbered, "place", column, every=1)
         panel.set_xlim(-0.3, len(places) - 0.7)
-        names = [place.replace("shifted-", "shifted\n").replace("-", ",") for place in places]
-        panel.set_xticks(range(len(places)), names)
+        panel.set_xticks(range(len(places)), _place_names(places, narrow))
         heading(sheet, panel, title, below)
         end_labels(sheet, panel, ends)
     return sheet
+
+
+def _place_names(places: Sequence[str], narrow: bool) -> list[str]:
+    """Names for the axis; where there is little room, every second short one stands lower."""
+    names = [place.replace("shifted-", "shifted\n").replace("-", ",") for place in places]
+    lower = [narrow and index % 2 == 0 < index and "\n" not in n for index, n in enumerate(names)]
+    return [f"\n{name}" if low else name for name, low in zip(names, lower, strict=True)]
 
 
 def distribution(evidence: Evidence, narrow: bool) -> Sheet:
@@ -65,8 +71,7 @@ def distribution(evidence: Evidence, narrow: bool) -> Sheet:
     rows = [row for row in evidence.require("probe") if row.get("gap_quantiles")]
     mode = "image-edge" if any(row.get("mode") == "image-edge" for row in rows) else None
     rows = [row for row in rows if mode in (None, row.get("mode"))]
-    known = list(paper.DATASETS)
-    datasets = sorted(in_order(rows, "dataset"), key=lambda d: (known + [d]).index(d))
+    datasets = paper.sort_datasets(in_order(rows, "dataset"))
     if not datasets:
         raise ValueError("no probe row holds gap_quantiles; probe again with this version")
     limits = _range(_quantile_points(rows), "gap")
@@ -110,24 +115,26 @@ def _lines(axes: "Axes", rows: Sequence[Row], x: str, y: str, every: int) -> dic
 
 
 def _range(rows: Sequence[Row], column: str) -> tuple[float, float]:
-    """From 0, or the least value below it, to a little above the greatest."""
+    """From a little below the least value to a little above the greatest."""
     values = [value for row in rows if (value := number(row, column)) is not None]
-    return min(0.0, *values) - 0.04 * max(values), 1.15 * max(values)
+    highest = max(values, default=0.0) or 1.0
+    return min(values, default=0.0) - 0.04 * highest, 1.15 * highest
 
 
 def _critical_point(axes: "Axes", cells: int) -> None:
-    """Mark where the minority holds half of the Gibbs mass."""
+    """Mark where the minority holds half of the Gibbs mass, on the side that has more room."""
     place = float(critical_advantage(cells / TOKENS))
     odds = (TOKENS - cells) / cells
     axes.axvline(place, color=style.INK.light, linewidth=1.0, linestyle=(0, (2, 2)))
-    top = axes.get_ylim()[1]
+    top, most = axes.get_ylim()[1], axes.get_xlim()[1]
+    shift, side = (-6, "right") if place > most / 2 else (6, "left")
     for line, words in enumerate(("half of the mass", f"log {odds:g} ≈ {place:.3f}")):
         axes.annotate(
             words,
             (place, top),
-            xytext=(-6, -12 - 14 * line),
+            xytext=(shift, -12 - 15 * line),
             textcoords="offset points",
-            ha="right",
+            ha=side,
             fontsize=style.SMALL,
             bbox={"facecolor": style.SURFACE.light, "edgecolor": "none", "pad": 1.0},
         )

@@ -23,10 +23,8 @@ class Column:
 
     @property
     def kind(self) -> str:
-        """Its classes, as an attribute."""
-        classes = [
-            n for n, on in (("number", self.decimals is not None), ("paper", self.paper)) if on
-        ]
+        """Its classes, as an attribute; a number of ours has none."""
+        classes = ["text"] * (self.decimals is None) + ["paper"] * self.paper
         return f' class="{" ".join(classes)}"' if classes else ""
 
 
@@ -114,7 +112,8 @@ def _cells(columns: Sequence[Column], row: Sequence[Any]) -> str:
     for index, (column, value) in enumerate(zip(columns, row, strict=True)):
         words = decimal(value, column.decimals or 0)
         shown = code(words) if column.code else escape(words)
-        tag = "th" if index == 0 else "td"
-        scope = ' scope="row"' if index == 0 else ""
-        cells.append(f"<{tag}{scope}{column.kind}>{shown}</{tag}>")
+        start, end = (
+            (f'th scope="row"{column.kind}', "th") if index == 0 else (f"td{column.kind}", "td")
+        )
+        cells.append(f"<{start}>{shown}</{end}>")
     return "".join(cells)

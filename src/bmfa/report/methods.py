@@ -23,12 +23,6 @@ KNOWN: Sequence[tuple[str, str, str]] = (
 )
 
 
-def reads(method: str) -> str:
-    """What a method reads of the scores; empty where it is not known."""
-    family = method.partition(":")[0]
-    return next((words for name, _, words in KNOWN if name == family), "")
-
-
 def key(methods: Sequence[str]) -> str:
     """A table of the methods that appear, with what each is and reads."""
     families = list(dict.fromkeys(method.partition(":")[0] for method in methods))

@@ -1,6 +1,6 @@
 """The numbers that the paper prints."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 NAME = "paper"
@@ -75,3 +75,9 @@ ABLATION: Mapping[tuple[str, float], Ablated] = {
     ("grid", 16): Ablated(0.549, 29.08, 2.099),
     ("grid", 32): Ablated(0.910, 12.39, 3.553),
 }
+
+
+def sort_datasets(names: Sequence[str]) -> list[str]:
+    """The paper's data sets first, in its order."""
+    known = list(DATASETS)
+    return sorted(names, key=lambda name: [*known, name].index(name))

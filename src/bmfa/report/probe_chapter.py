@@ -66,11 +66,13 @@ def _motivation(evidence: Evidence) -> str:
 def _findings(evidence: Evidence) -> str:
     """What the means hide."""
     rows = evidence.select("probe", mode="image-edge", group="all", method=paper.ALGORITHM_1)
+    found = {text(row, "dataset"): row for row in rows}
+    rows = [found[dataset] for dataset in paper.sort_datasets(list(found))]
     known = [r for r in rows if None not in (number(r, "unsplit_percent"), number(r, "p95_gap"))]
     if not known:
         return ""
     shares = ", ".join(
-        f"{decimal(row['unsplit_percent'], 1)} % ({paper.DATASETS.get(text(row, 'dataset'), '')})"
+        f"{decimal(row['unsplit_percent'], 1)} % ({paper.DATASETS.get(text(row, 'dataset'), text(row, 'dataset'))})"
         for row in known
     )
     tails = ", ".join(decimal(row["p95_gap"], 3) for row in known)
@@ -94,8 +96,7 @@ def _distribution(evidence: Evidence) -> str:
 
 def _tables(evidence: Evidence) -> str:
     rows = evidence.rows("probe")
-    known = list(paper.DATASETS)
-    datasets = sorted(in_order(rows, "dataset"), key=lambda name: [*known, name].index(name))
+    datasets = paper.sort_datasets(in_order(rows, "dataset"))
     parts = []
     for dataset in datasets:
         for mode in in_order(evidence.select("probe", dataset=dataset), "mode"):

@@ -56,7 +56,8 @@ def _embedded_order(evidence: Evidence) -> Claim:
         return missing(evidence, claim, "the order of its table", "probe")
     same = sorted(known, key=lambda method: known[method]) == order
     words = "the same order" if same else "another order"
-    note = f"{show(known['sparge-mean'])} to {show(known[paper.ALGORITHM_1])}, on pictures that the project makes itself."
+    gaps_said = f"{show(known['sparge-mean'])} to {show(known[paper.ALGORITHM_1])}"
+    note = f"{gaps_said}, on pictures that the library makes itself."
     verdict = Verdict.REPRODUCED if same else Verdict.NOT_AS_CLAIMED
     return Claim(claim, "the order of its table", words, verdict, note)
 

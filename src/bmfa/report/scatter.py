@@ -93,7 +93,7 @@ def points(axes: "Axes", source: Source) -> None:
 
 
 def named_points(axes: "Axes", source: Source) -> None:
-    """The paper's methods but the oracle, and the optimal tree, on plain axes, each named beside its point."""
+    """The paper's methods but its oracle, and the optimal tree, each named beside its point."""
     axes.set_xscale("log")
     axes.set(xlim=(0.25, 160), ylim=(0, 2.9))
     log_ticks(axes.xaxis, [0.4, 1, 3, 10, 30, 100])

@@ -16,7 +16,7 @@ REFERENCE = re.compile(r"url\(#([^)]+)\)")
 NO_ROTATION = re.compile(r"rotate\(-?0 [^)]*\)")
 VARIABLES = {c.light: f"var(--{c.name}, {c.light})" for c in style.COLOURS}
 COMMAND = re.compile(r"([MLCQz])([^MLCQz]*)")
-MEASURES = ("d", "x", "y", "width", "height", "transform")
+MEASURES = ("x", "y", "width", "height", "transform")
 
 Element = ElementTree.Element
 
@@ -84,9 +84,9 @@ def _restyle(element: Element) -> None:
 def _shorten(element: Element) -> None:
     for key in MEASURES:
         if key in element.attrib:
-            element.set(key, NUMBER.sub(_two_decimals, element.attrib[key]))
+            element.set(key, NUMBER.sub(_rounded, element.attrib[key]))
     if "d" in element.attrib:
-        element.set("d", _short_path(element.attrib["d"]))
+        element.set("d", _short_path(NUMBER.sub(_rounded, element.attrib["d"])))
     if NO_ROTATION.fullmatch(element.get("transform", "")):
         del element.attrib["transform"]
 
@@ -109,8 +109,10 @@ def _short_path(path: str) -> str:
     return "".join(words)
 
 
-def _two_decimals(match: re.Match[str]) -> str:
-    return f"{float(match[0]):.2f}".rstrip("0").rstrip(".")
+def _rounded(match: re.Match[str]) -> str:
+    """To a tenth of a pixel, which no screen shows."""
+    short = f"{float(match[0]):.1f}".removesuffix(".0")
+    return "0" if short == "-0" else short
 
 
 def _remove_styles(root: Element) -> None:

@@ -6,7 +6,6 @@ from bmfa.records import Row
 from bmfa.report import figures, paper
 from bmfa.report.evidence import Evidence, in_order, number, text
 from bmfa.report.markup import PAPER_COLUMNS, Column, decimal, figure, paragraph, table
-from bmfa.report.methods import reads
 
 
 def sweep(evidence: Evidence) -> str:
@@ -100,7 +99,7 @@ def _findings(evidence: Evidence) -> str:
 
 
 def _corner_table(evidence: Evidence) -> str:
-    columns = [Column("Method", code=True), Column("Reads"), Column("Mean gap", 3)]
+    columns = [Column("Method", code=True), Column("Mean gap", 3)]
     columns += [Column("P95 gap", 3), Column("Largest", 3), Column("Leaf %", 3)]
     columns += PAPER_COLUMNS
     rows = [_corner_row(row) for row in evidence.select("synthetic", placement="corner")]
@@ -112,7 +111,7 @@ def _corner_row(row: Row) -> list[Any]:
     ours = [row.get(name) for name in ("mean_gap", "p95_gap", "max_gap", "leaf_percent")]
     printed = paper.SYNTHETIC.get(method)
     theirs = [printed.mean_gap, printed.p95_gap, printed.leaf_percent] if printed else [None] * 3
-    return [method, reads(method), *ours, *theirs]
+    return [method, *ours, *theirs]
 
 
 def _placement_table(evidence: Evidence, column: str, caption: str) -> str:

@@ -61,7 +61,9 @@ def _place_matters(evidence: Evidence) -> Claim:
     words = f"{show(known[place])} ({place})"
     if known[place] <= 2 * paper.SYNTHETIC[paper.ALGORITHM_1].mean_gap:
         return Claim(claim, "near zero", words, Verdict.CLOSE)
-    note = f"The mean alone has {show(mean)} there: four equal quarters give a score of 0, so the root is never split."
+    note = (
+        f"The mean alone has {show(mean)} there: where all quarters look alike, nothing is split."
+    )
     return Claim(claim, "near zero", words, Verdict.NOT_AS_CLAIMED, note)
 
 
