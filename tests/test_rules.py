@@ -16,8 +16,6 @@ from bmfa.kernels import reference
 from bmfa.rules import LABELS
 from bmfa.screening import screen
 
-# Once in a process; test_screening.py has the test that a user sees it.
-pytestmark = pytest.mark.filterwarnings("ignore:index_reduce:UserWarning")
 NAN, INF = math.nan, math.inf
 
 

@@ -18,7 +18,7 @@ from bmfa.screening import screen
 from bmfa.tree import Tree
 from cases import random_rule, random_scores
 
-PROPERTY = settings(deadline=None, derandomize=True, max_examples=60)
+PROPERTY = settings(deadline=None, derandomize=True, max_examples=40)
 EXACT = 1e-10
 GRIDS = [(1, 1), (1, 7), (14, 14), (37, 37), (16, 25), (33, 64), (256, 256)]
 every_grid = pytest.mark.parametrize("size", GRIDS, ids=lambda size: f"{size[0]}x{size[1]}")

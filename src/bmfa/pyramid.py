@@ -204,11 +204,6 @@ class Pyramid:
             self._excesses[depth] = settle(self.lift(depth) - flat, flat)
         return self._excesses[depth]
 
-    def gain(self, depth: int, log_partition: Tensor) -> Tensor:
-        """(n, B) share of Z that splitting a block recovers: pi_B (exp(Gamma_B / tau) - 1)."""
-        scale = self.step(depth).largest / self.tau - log_partition
-        return self.counts.blocks[depth] * scale.exp() * self.excess(depth)
-
 
 class ScorePyramid(Pyramid):
     """A pyramid over known scores: (N, B) tokens in raster order, one tree for each column.
@@ -227,6 +222,7 @@ class ScorePyramid(Pyramid):
         self.tokens = tokens
         self.valid = valid
         self._log_partition: Tensor | None = None
+        self._gains: dict[int, Tensor] = {}
 
     def children(self, depth: int) -> Tensor:
         """(n, k, B) means of the children, from the level below."""
@@ -248,6 +244,13 @@ class ScorePyramid(Pyramid):
                 scaled = scaled.masked_fill(~self.valid, -torch.inf)
             self._log_partition = scaled.logsumexp(0)
         return self._log_partition
+
+    def gain(self, depth: int) -> Tensor:
+        """(n, B) share of Z that splitting a block recovers: pi_B (exp(Gamma_B / tau) - 1)."""
+        if depth not in self._gains:
+            scale = self.step(depth).largest / self.tau - self.log_partition()
+            self._gains[depth] = self.counts.blocks[depth] * scale.exp_() * self.excess(depth)
+        return self._gains[depth]
 
     def variances(self) -> list[Tensor]:
         """The population variance of every block, an (n, B) tensor for each level."""

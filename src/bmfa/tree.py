@@ -343,16 +343,33 @@ class Tree:
         return tokens.T.contiguous()
 
     def error_on(self, pyramid: ScorePyramid) -> Tensor:
-        """(B,) E of the flat batch of trees on the scores of a pyramid."""
-        log_partition = pyramid.log_partition()
-        lost = torch.zeros_like(log_partition)  # the share of Z that the splits not made would add
+        """(B,) E of the flat batch of trees on the scores of a pyramid.
+
+        E = -tau log(1 - lost), `lost` the share of Z that the splits not made would recover. Where
+        that is most of it, 1 - lost is rounding: the mass the leaves hold is added up instead.
+        """
+        lost = torch.zeros_like(pyramid.log_partition())
         for depth, split in enumerate(self._levels()):
-            lost += (pyramid.gain(depth, log_partition) * ~split).sum(0)
+            lost += (pyramid.gain(depth) * ~split).sum(0)
         error = lost.clamp(max=0.5).neg_().log1p_().neg_()
-        # Near 1 the difference 1 - lost is rounding: there the partition functions are compared.
         if bool((lost > 0.5).any()):
-            error = torch.where(lost > 0.5, log_partition - self._log_mass(pyramid), error)
+            error = torch.where(lost > 0.5, -self._log_held(pyramid), error)
         return error * self.tau
+
+    def _log_held(self, pyramid: ScorePyramid) -> Tensor:
+        """(B,) log of the share of Z the leaves hold: that of the roots, and what splits recover."""
+        first, log_partition = self.layout.levels[0], pyramid.log_partition()
+        held = (pyramid.mean(0) / self.tau - log_partition).exp_() * pyramid.counts.blocks[0]
+        held = held.sum(0)
+        if len(first.tokens):
+            ends = (pyramid.tokens[first.tokens] / self.tau - log_partition).exp_()
+            held += (ends if self.valid is None else ends * self.valid[first.tokens]).sum(0)
+        for depth, split in enumerate(self._levels()):
+            held += (pyramid.gain(depth) * split).sum(0)
+        # A share that small has lost digits, or all of them, to underflow.
+        if bool((held < 1e-30).any()):
+            return self._log_mass(pyramid) - log_partition
+        return held.log_()
 
     def _log_mass(self, pyramid: ScorePyramid) -> Tensor:
         """(B,) log of the mass n exp(M / tau) the leaves hold together."""

@@ -1,11 +1,12 @@
 """What the paper claims of its ablations."""
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 from bmfa.report import paper
 from bmfa.report.evidence import Evidence
 from bmfa.report.markup import decimal
-from bmfa.report.verdicts import Claim, Verdict, judge, missing, show
+from bmfa.report.verdicts import Claim, Pairs, Verdict, judge, missing, show
 
 
 def claims(evidence: Evidence) -> list[Claim]:
@@ -25,21 +26,31 @@ def _threshold(evidence: Evidence) -> Claim:
     if None in (*gaps, *leaves):
         return missing(evidence, claim, words, "ablation")
     theirs = [*(p.mean_gap for p in printed), *(p.leaf_percent for p in printed)]
-    verdict = judge(list(zip(theirs, [*gaps, *leaves], strict=True)))
-    return Claim(claim, words, _from_to(gaps, leaves), verdict, _instances(evidence))
+    compared = list(zip(theirs, [*gaps, *leaves], strict=True))
+    holds = _falls(gaps) and _falls(leaves[::-1])
+    return _judged(evidence, (claim, words, _from_to(gaps, leaves)), compared, holds)
+
+
+def _judged(evidence: Evidence, words: tuple[str, str, str], compared: Pairs, holds: bool) -> Claim:
+    """On the paper's data its numbers are compared, on other data only whether the trend holds."""
+    dataset = str(evidence.setting("ablation", "dataset") or "")
+    count = evidence.value("ablation", "instances", parameter="epsilon", value=0.005)
+    instances = "" if count is None else f" on {count:,.0f} instances"
+    note = f"Measured{instances} of {paper.dataset_title(dataset) or 'one source'}"
+    if dataset == "coco":
+        return Claim(*words, judge(compared), f"{note}.")
+    verdict = Verdict.CLOSE if holds else Verdict.NOT_AS_CLAIMED
+    return Claim(*words, verdict, f"{note}; the paper's numbers are of COCO, so the trend counts.")
+
+
+def _falls(values: Sequence[float | None]) -> bool:
+    known = [value for value in values if value is not None]
+    return all(after < before for before, after in pairwise(known))
 
 
 def _from_to(gaps: Sequence[float | None], leaves: Sequence[float | None]) -> str:
     first, last = (decimal(leaf, 2) for leaf in leaves)
     return f"{show(gaps[0])} to {show(gaps[1])}, {first} to {last} %"
-
-
-def _instances(evidence: Evidence) -> str:
-    dataset = str(evidence.setting("ablation", "dataset", ""))
-    count = evidence.setting("ablation", "instances")
-    if not isinstance(count, int):
-        return ""
-    return f"On {count:,} instances of {paper.DATASETS.get(dataset, dataset or 'one source')}."
 
 
 def _depth(evidence: Evidence) -> Claim:
@@ -60,8 +71,8 @@ def _grid(evidence: Evidence) -> Claim:
     gaps = [evidence.value("ablation", "mean_gap", parameter="grid", value=v) for v in values]
     if None in gaps:
         return missing(evidence, claim, show(*printed), "ablation")
-    verdict = judge(list(zip(printed, gaps, strict=True)))
-    return Claim(claim, show(*printed), show(*gaps), verdict, _instances(evidence))
+    compared = list(zip(printed, gaps, strict=True))
+    return _judged(evidence, (claim, show(*printed), show(*gaps)), compared, _falls(gaps[::-1]))
 
 
 def _run_time(evidence: Evidence) -> Claim:

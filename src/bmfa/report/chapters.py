@@ -3,12 +3,13 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from html import escape
+from pathlib import PurePath
 from typing import Any
 
 from bmfa.records import Row
 from bmfa.report import figures, paper, probe_chapter, synthetic_chapter
 from bmfa.report.evidence import Evidence, number, text
-from bmfa.report.markup import Column, code, decimal, figure, pairs, paragraph, table
+from bmfa.report.markup import Column, code, decimal, figure, made_by, pairs, paragraph, table
 
 LONG_VALUES = ("scores", "boxes", "picture", "gap_quantiles")
 
@@ -32,14 +33,14 @@ class Chapter:
         return evidence.has(self.experiment)
 
     def _absent(self, evidence: Evidence) -> str:
-        command = code(evidence.command(self.experiment))
+        command = code(evidence.commands(self.experiment)[0])
         return f'<p class="absent">Not measured here. Get it with {command}</p>'
 
 
 def ablation(evidence: Evidence) -> str:
     """One parameter of Algorithm 1 changed at a time."""
-    dataset = str(evidence.setting("ablation", "dataset", ""))
-    where = paper.DATASETS.get(dataset, dataset)
+    dataset = str(evidence.setting("ablation", "dataset") or "")
+    where = paper.dataset_title(dataset)
     one, two = (
         evidence.value("ablation", "mean_gap", parameter="lookahead", value=value)
         for value in (1, 2)
@@ -57,10 +58,10 @@ def ablation(evidence: Evidence) -> str:
         finding,
     )
     caption = (
-        "The threshold buys accuracy with leaves. Rings are the paper's numbers; its run times "
-        "are of another machine and of code that takes one instance at a time."
+        "The threshold buys accuracy with leaves. Rings are the paper's numbers, of COCO; its run "
+        "times are of another machine and of code that takes one instance at a time."
     )
-    columns = [Column("Parameter"), Column("Value"), Column("Mean gap", 3), Column("Leaf %", 3)]
+    columns = [Column("Parameter"), Column("Value", 0), Column("Mean gap", 3), Column("Leaf %", 3)]
     columns += [Column("µs", 1), Column("Paper: mean gap", 3, paper=True)]
     columns += [Column("Leaf %", 2, paper=True), Column("ms", 3, paper=True)]
     rows = [_ablation_row(row) for row in evidence.rows("ablation")]
@@ -104,11 +105,11 @@ def other(experiment: str) -> Callable[[Evidence], str]:
 
 def _plain(experiment: str, evidence: Evidence) -> str:
     rows = evidence.rows(experiment)
-    names = [n for n in dict.fromkeys(key for row in rows for key in row) if n not in LONG_VALUES]
+    said = dict.fromkeys(key for row in rows for key in row if row[key] is not None)
+    names = [name for name in said if name not in LONG_VALUES]
     columns = [_column(name, rows) for name in names]
     body = [[row.get(name) for name in names] for row in rows]
-    command = code(evidence.command(experiment))
-    return f'{table(experiment, columns, body)}<p class="command">Made by {command}</p>'
+    return table(experiment.capitalize(), columns, body) + made_by(evidence, experiment)
 
 
 def _column(name: str, rows: list[Row]) -> Column:
@@ -135,7 +136,19 @@ def environment(evidence: Evidence) -> str:
 
 
 def _settings(settings: Mapping[str, Any]) -> str:
-    return ", ".join(f"{name} = {value}" for name, value in settings.items())
+    known = {name: value for name, value in settings.items() if value not in (None, {}, [])}
+    return ", ".join(f"{name} = {_said(value)}" for name, value in known.items())
+
+
+def _said(value: Any) -> str:
+    """A value in words, those in lists and objects too; of a path its last part alone."""
+    if isinstance(value, Mapping):
+        if set(value) == {"instances", "names"}:
+            return str(value["instances"])
+        return f"({', '.join(f'{name}: {_said(one)}' for name, one in value.items())})"
+    if isinstance(value, list | tuple):
+        return " ".join(_said(one) for one in value)
+    return PurePath(value).name if str(value).startswith("/") else str(value)
 
 
 CHAPTERS = (

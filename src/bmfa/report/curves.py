@@ -81,7 +81,7 @@ def distribution(evidence: Evidence, narrow: bool) -> Sheet:
         panel.set(xlim=(0, 100), ylim=limits)
         ends = _lines(panel, _quantile_points(some), "percentile", "gap", every=16)
         count = int(number(some[0], "instances") or 0)
-        heading(sheet, panel, f"{paper.DATASETS.get(dataset, dataset)}, {count:,} instances", "gap")
+        heading(sheet, panel, f"{paper.dataset_title(dataset)}, {count:,} instances", "gap")
         foot(sheet, panel, "percentile of the instances")
         end_labels(sheet, panel, ends)
     return sheet

@@ -1,10 +1,13 @@
 """The rows of all records at hand, found by experiment and key."""
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from bmfa.records import Record, Row
+
+UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f\ud800-\udfff\ufffe\uffff]")
 
 # What names a row: of two rows with the same name, the later one counts.
 KEYS: Mapping[str, tuple[str, ...]] = {
@@ -20,10 +23,6 @@ COMMANDS: Mapping[str, str] = {
     "synthetic": "bmfa synthetic --json synthetic.json",
     "failure-curve": "bmfa synthetic --curve --json curve.json",
     "gallery": "bmfa report",
-    "probe": (
-        "bmfa probe --dataset coco --mode image-edge --annotations FILE --images DIR "
-        "--json probe.json"
-    ),
     "ablation": "bmfa ablation --json ablation.json",
     "cases": "bmfa report",
     "bench": "bmfa bench trees --json bench.json",
@@ -55,7 +54,7 @@ class Evidence:
             known = ", ".join(record.experiment for record in self.records) or "none"
             raise ValueError(
                 f"no {experiment} rows among the records ({known}); "
-                f"make them with: {self.command(experiment)}"
+                f"make them with: {self.commands(experiment)[0]}"
             )
         return rows
 
@@ -77,10 +76,21 @@ class Evidence:
         found = [r.settings for r in self.records if r.experiment == experiment]
         return found[-1].get(name, default) if found else default
 
-    def command(self, experiment: str) -> str:
-        """The command that makes the rows, in the record's own words where it has them."""
-        known = COMMANDS.get(experiment, f"bmfa {experiment} --json {experiment}.json")
-        return str(self.setting(experiment, "command", known))
+    def commands(self, experiment: str) -> list[str]:
+        """The commands that make the rows, in the records' own words where they have them."""
+        made = [record.settings for record in self.records if record.experiment == experiment]
+        # Figures of the probes show image-edge where there is a choice.
+        chosen = [one for one in made if one.get("mode") == "image-edge"] or made
+        own = [str(one.get("command") or _command(experiment, one)) for one in chosen]
+        return list(dict.fromkeys(own)) or [_command(experiment, {})]
+
+
+def _command(experiment: str, settings: Mapping[str, Any]) -> str:
+    if experiment != "probe":
+        return COMMANDS.get(experiment, f"bmfa {experiment} --json {experiment}.json")
+    dataset, mode = settings.get("dataset", "coco"), settings.get("mode", "image-edge")
+    files = "" if dataset == "embedded" else " --annotations FILE --images DIR"
+    return f"bmfa probe --dataset {dataset} --mode {mode}{files} --json probe.json"
 
 
 def number(row: Row, column: str) -> float | None:
@@ -92,9 +102,9 @@ def number(row: Row, column: str) -> float | None:
 
 
 def text(row: Row, column: str) -> str:
-    """A value of a row as text; empty where it is missing."""
+    """A value of a row as text that XML can hold; empty where it is missing."""
     value = row.get(column)
-    return "" if value is None else str(value)
+    return "" if value is None else UNPRINTABLE.sub("\ufffd", str(value))
 
 
 def in_order(rows: Sequence[Row], column: str) -> list[str]:

@@ -18,11 +18,16 @@ class Plot:
     needs: tuple[str, ...]
     draw: Callable[[Evidence, bool], Sheet]
 
-    def __call__(self, records: Record | Sequence[Record], *, narrow: bool = False) -> str:
-        """The figure as SVG, 880 pixels wide, or 360 for a narrow screen."""
+    def __call__(
+        self, records: Record | Sequence[Record], *, narrow: bool = False, inline: bool = False
+    ) -> str:
+        """The figure as SVG, 880 pixels wide, or 360 for a narrow screen, and a margin.
+
+        `inline` leaves margin, colours and font to the page in which the SVG will stand.
+        """
         name = f"{self.name}-narrow" if narrow else self.name
         with styled():
-            return self.draw(Evidence(records), narrow).to_svg(name, self.label)
+            return self.draw(Evidence(records), narrow).to_svg(name, self.label, inline)
 
     def png(
         self, records: Record | Sequence[Record], *, narrow: bool = False, scale: float = 2.0

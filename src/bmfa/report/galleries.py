@@ -1,15 +1,17 @@
 """Scenes with their trees: the gallery, the motivation, the pipeline and the qualitative cases."""
 
-from itertools import groupby
+from textwrap import shorten
 
+import torch
+
+from bmfa.energy import gap
 from bmfa.records import Row
 from bmfa.report import scatter, style
 from bmfa.report.evidence import Evidence, in_order, number, text
 from bmfa.report.marks import foot
-from bmfa.report.plates import Panel, Scene, share_of_mass, strip
+from bmfa.report.plates import Panel, Scene, share_of_mass, strip, tree_title
 from bmfa.report.sheet import Sheet
 
-TREES = {"gamma": "Algorithm 1", "optimal": "Optimal tree"}
 PLACES = {
     "corner": "In the corner",
     "centred": "In the centre",
@@ -27,13 +29,13 @@ def gallery(evidence: Evidence, narrow: bool) -> Sheet:
     scenes = [Scene.of([r for r in rows if text(r, "placement") == place]) for place in places]
     columns = 1 + max(len(scene.rows) for scene in scenes)
     width, words = (style.NARROW, 0.0) if narrow else (style.WIDE, 190.0)
-    side = min(165.0, (width - words - (columns - 1) * GAP) / columns)
+    side = min(165.0, (width - words - (columns - 1) * GAP - 1) / columns)
     head, below = (74.0, 44.0) if narrow else (26.0, 22.0)
     sheet = Sheet(width, len(scenes) * (head + side + below))
     for index, (place, scene) in enumerate(zip(places, scenes, strict=True)):
         top = index * (head + side + below) + head
         shown = [scene.scores_panel("Scores")]
-        shown += [scene.tree_panel(row, text(row, "title")) for row in scene.rows]
+        shown += [scene.tree_panel(row, tree_title(row)) for row in scene.rows]
         strip(sheet, words, top, side, GAP, shown)
         y = top - head + 14 if narrow else top + 14
         sheet.text(0, y, PLACES.get(place, place), fontsize=style.TITLE, fontweight="bold")
@@ -66,25 +68,30 @@ def motivation(evidence: Evidence, narrow: bool) -> Sheet:
 
 def pipeline(evidence: Evidence, narrow: bool) -> Sheet:
     """Picture, scores, tree, and the trade-off over all instances."""
-    scene = _best_scene(evidence)
-    row = scene.tree("gamma") or scene.first
-    shown = [scene.scores_panel("2. Scores"), scene.tree_panel(row, "3. Tree of Algorithm 1")]
-    if text(scene.first, "picture"):
-        shown.insert(0, scene.picture_panel("1. Picture"))
+    shown = _pipeline_panels(_best_scene(evidence))
     found = [one for one in scatter.sources(evidence) if one.instances]
-    side, gap = (108.0, 18.0) if narrow else (184.0, 28.0)
-    top = 40.0 if narrow else 26.0
-    width = style.NARROW if narrow else style.WIDE
+    width, side, apart, top = (
+        (style.NARROW, 108.0, 18.0, 40.0) if narrow else (style.WIDE, 184.0, 28.0, 26.0)
+    )
     height = top + side + 40
     sheet = Sheet(width, height + (262 if narrow and found else 0))
-    strip(sheet, 0, top, side, gap, shown)
+    strip(sheet, 0, top, side, apart, shown)
     for index in range(1, len(shown)):
-        x = index * (side + gap) - gap / 2
+        x = index * (side + apart) - apart / 2
         sheet.text(x, top + side / 2 + 6, "→", ha="center", fontsize=16, color=style.MUTED.light)
     if found:
         left, start = (0.0, height + 30) if narrow else (width - 232.0, top)
-        _trade_off(sheet, left, start, width - left, 184.0, found[0])
+        title = f"{len(shown) + 1}. Trade-off, {found[0].title}"
+        _trade_off(sheet, title, (left, start, width - left, 184.0), found[0])
     return sheet
+
+
+def _pipeline_panels(scene: Scene) -> list[Panel]:
+    first = 1 if text(scene.first, "picture") else 0
+    shown = [scene.picture_panel("1. Picture")] if first else []
+    shown.append(scene.scores_panel(f"{first + 1}. Scores"))
+    row = scene.tree("gamma") or scene.first
+    return [*shown, scene.tree_panel(row, f"{first + 2}. Tree of Algorithm 1")]
 
 
 def cases(evidence: Evidence, narrow: bool) -> Sheet:
@@ -95,24 +102,24 @@ def cases(evidence: Evidence, narrow: bool) -> Sheet:
     most = max(len(panels) for panels in shown)
     width = style.NARROW if narrow else style.WIDE
     cell = (width - (columns - 1) * 32) / columns
-    side = (cell - (most - 1) * 8) / most
+    side = (cell - (most - 1) * 8 - 1) / most
     height = 66 + side + 42
     sheet = Sheet(width, -(-len(scenes) // columns) * height)
     for index, (scene, panels) in enumerate(zip(scenes, shown, strict=True)):
         left, top = index % columns * (cell + 32), index // columns * height
-        title = text(scene.first, "title")
+        title = shorten(text(scene.first, "title"), int(cell / 8), placeholder=" …")
         sheet.text(left, top + 14, title, fontsize=style.TITLE, fontweight="bold")
-        gap = f"gap of the mean {_mean_gap(scene):.3f}"
-        _muted(sheet, left, top + 31, f"{share_of_mass(scene.first)}, {gap}".lstrip(", "))
+        lost = f"gap of the mean {_mean_gap(scene):.3f}"
+        _muted(sheet, left, top + 31, f"{share_of_mass(scene.first)}, {lost}".lstrip(", "))
         strip(sheet, left, top + 66, side, 8, panels)
     return sheet
 
 
 def _trade_off(
-    sheet: Sheet, left: float, top: float, width: float, height: float, source: scatter.Source
+    sheet: Sheet, title: str, box: tuple[float, float, float, float], source: scatter.Source
 ) -> None:
     """The trade-off as the last panel of a strip, its title in line with the others."""
-    title = f"4. Trade-off, {source.title}"
+    left, top, width, height = box
     sheet.text(left, top - 7, title, fontsize=style.SMALL, fontweight="bold")
     _muted(sheet, left, top + 10, "mean gap")
     axes = sheet.axes(left + 16, top + 20, width - 22, height - 20)
@@ -123,47 +130,31 @@ def _trade_off(
 def _case_panels(scene: Scene) -> list[Panel]:
     shown = [scene.picture_panel("Picture")] if text(scene.first, "picture") else []
     shown.append(scene.scores_panel("Scores"))
-    for row in scene.rows:
-        method = text(row, "method")
-        if method != "sparge-mean":
-            family = method.partition(":")[0]
-            shown.append(scene.tree_panel(row, TREES.get(family, method)))
-    return shown
+    trees = [row for row in scene.rows if text(row, "method") != "sparge-mean"]
+    return [*shown, *(scene.tree_panel(row, tree_title(row)) for row in trees)]
 
 
 def _scenes(evidence: Evidence) -> list[Scene]:
     """The cases, those of one title and picture together."""
-    rows = evidence.require("cases")
-
-    def key(row: Row) -> tuple[str, str, str]:
-        return text(row, "dataset"), text(row, "title"), text(row, "picture")
-
-    return [Scene.of(list(some)) for _, some in groupby(rows, key)]
+    together: dict[tuple[str, ...], list[Row]] = {}
+    for row in evidence.require("cases"):
+        key = tuple(text(row, column) for column in ("dataset", "title", "picture"))
+        together.setdefault(key, []).append(row)
+    return [Scene.of(rows) for rows in together.values()]
 
 
 def _best_scene(evidence: Evidence) -> Scene:
     """The case with the largest gap that Algorithm 1 does split; a scene of the gallery else."""
     if not evidence.has("cases"):
-        return Scene.of(evidence.select("gallery", **_place(evidence.require("gallery")[0])))
+        place = evidence.require("gallery")[0].get("placement")
+        return Scene.of(evidence.select("gallery", placement=place))
     scenes = _scenes(evidence)
     split = [scene for scene in scenes if len((scene.tree("gamma") or {}).get("boxes", ())) > 1]
     return max(split or scenes, key=_mean_gap)
 
 
-def _place(row: Row) -> dict[str, str]:
-    return {"placement": text(row, "placement")}
-
-
 def _mean_gap(scene: Scene) -> float:
-    """The gap of the block's mean, by its row or from the scores."""
-    row = scene.tree("sparge-mean")
-    known = None if row is None else number(row, "gap")
-    if known is not None:
-        return known
-    import torch
-
-    from bmfa.energy import gap
-
+    """The gap of the block's mean."""
     return float(gap(torch.from_numpy(scene.values.ravel())))
 
 

@@ -18,6 +18,7 @@ LEVELS = 16
 LIGHT_LINE, DARK_LINE = "#ffffff", "#000000"
 LABEL_HEIGHT = 15.0
 LEGEND_ROW = 20.0
+NAME_LENGTH = 20
 
 
 def heading(sheet: Sheet, axes: "Axes", title: str, below: str = "", indent: float = 34) -> None:
@@ -74,7 +75,7 @@ def end_labels(sheet: Sheet, axes: "Axes", ends: Mapping[str, float], reach: flo
         colour = style.method_style(name).colour.light
         xs = [right + 2, right + reach - 4]
         sheet.line(xs, [pixel(ends[name]), place], color=colour, linewidth=0.8)
-        sheet.text(right + reach, place + 4, name, fontsize=style.SMALL, color=colour)
+        sheet.text(right + reach, place + 4, _short(name), fontsize=style.SMALL, color=colour)
 
 
 def legend(sheet: Sheet, names: Sequence[str], top: float, columns: int) -> None:
@@ -83,7 +84,11 @@ def legend(sheet: Sheet, names: Sequence[str], top: float, columns: int) -> None
     for index, name in enumerate(names):
         x, y = 4 + index // rows * sheet.width / columns, top + index % rows * LEGEND_ROW + 8
         sheet.line([x + 6], [y], linestyle="none", **style.method_style(name).mark)
-        sheet.text(x + 20, y + 4, name, fontsize=style.SMALL)
+        sheet.text(x + 20, y + 4, _short(name), fontsize=style.SMALL)
+
+
+def _short(name: str) -> str:
+    return name if len(name) <= NAME_LENGTH else f"{name[: NAME_LENGTH - 1]}…"
 
 
 def field(axes: "Axes", values: Array, low: float, high: float) -> None:

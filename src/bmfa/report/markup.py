@@ -81,16 +81,20 @@ def table(caption: str, columns: Sequence[Column], rows: Sequence[Sequence[Any]]
 
 def figure(plot: Plot, evidence: Evidence, caption: str) -> str:
     """A figure for wide and for narrow screens, its caption, and the commands that make it."""
-    wide = plot(evidence.records)
-    narrow = plot(evidence.records, narrow=True)
+    wide = plot(evidence.records, inline=True)
+    narrow = plot(evidence.records, narrow=True, inline=True)
     needed = [experiment for experiment in plot.needs if evidence.has(experiment)]
-    commands = dict.fromkeys(evidence.command(experiment) for experiment in needed)
-    made = " and ".join(code(command) for command in commands)
     return (
         f'<figure id="figure-{plot.name}"><div class="wide">{wide}</div>'
         f'<div class="narrow">{narrow}</div><figcaption>{paragraph(caption)}'
-        f'<p class="command">Made by {made}</p></figcaption></figure>'
+        f"{made_by(evidence, *needed)}</figcaption></figure>"
     )
+
+
+def made_by(evidence: Evidence, *experiments: str) -> str:
+    """The commands that make what stands above."""
+    commands = dict.fromkeys(c for name in experiments for c in evidence.commands(name))
+    return f'<p class="command">Made by {", ".join(code(command) for command in commands)}</p>'
 
 
 def details(summary: str, content: str) -> str:

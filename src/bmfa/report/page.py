@@ -34,7 +34,7 @@ def build_page(records: Sequence[Record]) -> str:
         + _environment(evidence)
     )
     sheet = style.css_variables() + files("bmfa.report").joinpath("page.css").read_text("utf-8")
-    return (
+    page = (
         '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
@@ -42,6 +42,8 @@ def build_page(records: Sequence[Record]) -> str:
         f'<title>{escape(TITLE)}</title>\n<link rel="icon" href="data:,">\n'
         f"<style>\n{sheet}</style>\n</head>\n<body>\n<main>\n{body}\n</main>\n</body>\n</html>\n"
     )
+    # Half of a surrogate pair, which JSON can hold, has no place in a file.
+    return page.encode("utf-8", "replace").decode("utf-8")
 
 
 def _opening(evidence: Evidence) -> str:

@@ -13,6 +13,7 @@ from bmfa.report.evidence import number, text
 from bmfa.report.marks import Array, field, leaf_means, leaves, reconstruct
 from bmfa.report.sheet import Sheet
 
+TITLES = {"sparge-mean": "Mean of the block", "gamma": "Algorithm 1", "optimal": "Optimal tree"}
 LINE = 16.0
 CHARACTER = 6.4
 
@@ -96,13 +97,20 @@ class Scene:
 
 
 def tree_notes(row: Row) -> tuple[str, ...]:
-    """The gap and the leaf ratio of a tree."""
-    gap, leaf = number(row, "gap"), number(row, "leaf_percent")
+    """The gap and the leaf ratio of a tree; where a row has an error, its gap is that of the mean."""
+    error, leaf = number(row, "error"), number(row, "leaf_percent")
+    gap = number(row, "gap") if error is None else error
     notes = (
         "" if gap is None else f"gap {gap:.3f}",
         "" if leaf is None else f"{leaf:.1f} % leaves",
     )
     return tuple(note for note in notes if note)
+
+
+def tree_title(row: Row) -> str:
+    """What people call the method, else the row's own title."""
+    method = text(row, "method")
+    return TITLES.get(method.partition(":")[0]) or text(row, "title") or method
 
 
 def share_of_mass(row: Row) -> str:

@@ -72,7 +72,7 @@ def _findings(evidence: Evidence) -> str:
     if not known:
         return ""
     shares = ", ".join(
-        f"{decimal(row['unsplit_percent'], 1)} % ({paper.DATASETS.get(text(row, 'dataset'), text(row, 'dataset'))})"
+        f"{decimal(row['unsplit_percent'], 1)} % ({paper.dataset_title(text(row, 'dataset'))})"
         for row in known
     )
     tails = ", ".join(decimal(row["p95_gap"], 3) for row in known)
@@ -101,7 +101,7 @@ def _tables(evidence: Evidence) -> str:
     for dataset in datasets:
         for mode in in_order(evidence.select("probe", dataset=dataset), "mode"):
             some = evidence.select("probe", dataset=dataset, mode=mode)
-            title = f"{paper.DATASETS.get(dataset, dataset)}, {mode}"
+            title = f"{paper.dataset_title(dataset)}, {mode}"
             parts.append(_all_table(title, dataset, mode, some))
             parts.append(_group_table(title, [r for r in some if r.get("group") != "all"]))
     return "".join(parts)

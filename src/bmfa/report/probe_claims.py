@@ -28,7 +28,7 @@ def _probed(
 
 
 def _mean_gap(evidence: Evidence, dataset: str) -> Claim:
-    title = paper.DATASETS[dataset]
+    title = paper.dataset_title(dataset)
     claim = f"On {title} instances, Algorithm 1 lowers the mean gap of the mean"
     printed = paper.PROBES[dataset, "image-edge"]
     before, after = printed["sparge-mean"], printed[paper.ALGORITHM_1]
@@ -76,7 +76,7 @@ def _tail(evidence: Evidence) -> Claim:
         return missing(evidence, claim, words, "probe")
     verdict = Verdict.REPRODUCED if tail > correction else Verdict.NOT_AS_CLAIMED
     note = f"It comes from the {decimal(unsplit, 1)} % of instances whose root is never split."
-    ours = f"{show(tail)} against {show(correction)} ({paper.DATASETS[dataset]})"
+    ours = f"{show(tail)} against {show(correction)} ({paper.dataset_title(dataset)})"
     return Claim(claim, words, ours, verdict, note if unsplit is not None else "")
 
 
@@ -88,7 +88,9 @@ def _measured_dataset(evidence: Evidence) -> str:
 
 def _mask_only(evidence: Evidence) -> Claim:
     claim = "Without pixel edges Algorithm 1 still leads in the mean, not in P95"
-    printed = [*paper.MASK_ONLY[paper.ALGORITHM_1], *paper.MASK_ONLY["mean-variance"]]
+    points = paper.PROBES["coco", "mask-only"]
+    pair = points[paper.ALGORITHM_1], points["mean-variance"]
+    printed = [value for point in pair for value in (point.mean_gap, point.p95_gap)]
     words = f"{show(*printed[:2])} against {show(*printed[2:])}"
     mean, tail, _, instances, _ = _probed(evidence, "coco", paper.ALGORITHM_1, "mask-only")
     other_mean, other_tail, *_ = _probed(evidence, "coco", "mean-variance", "mask-only")
@@ -120,4 +122,5 @@ def _no_tail(evidence: Evidence) -> Claim:
     note = (
         f"{optimal[0].get('method')} reads exact scores; Algorithm 1 has {percent(theirs)} leaves."
     )
-    return Claim(claim, words, f"{show(tail)} at {percent(leaf)}", verdict, note)
+    ours = f"{show(tail)} at {percent(leaf)} ({paper.dataset_title(dataset)})"
+    return Claim(claim, words, ours, verdict, note)

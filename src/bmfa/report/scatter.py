@@ -84,7 +84,8 @@ def points(axes: "Axes", source: Source) -> None:
     log_ticks(axes.yaxis, [0, 0.001, 0.01, 0.1, 1])
     ring = style.method_style(paper.NAME)
     for printed in source.printed.values():
-        axes.plot([printed.leaf_percent], [printed.mean_gap], clip_on=False, **ring.mark)
+        if printed.leaf_percent is not None:
+            axes.plot([printed.leaf_percent], [printed.mean_gap], clip_on=False, **ring.mark)
     for row in source.rows:
         leaf, gap = number(row, "leaf_percent"), number(row, "mean_gap")
         if leaf is not None and gap is not None:

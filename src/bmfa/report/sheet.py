@@ -12,7 +12,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from bmfa.report import style
-from bmfa.report.svg import Placed, clean
+from bmfa.report.svg import MARGIN, Placed, clean
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -108,13 +108,13 @@ class Sheet:
         self._pictures[name] = Placed(uri, left, top, side, side)
         return True
 
-    def to_svg(self, name: str, label: str) -> str:
-        """The sheet as SVG that follows the colours and the font of the page it stands in."""
+    def to_svg(self, name: str, label: str, inline: bool = False) -> str:
+        """The sheet as SVG; inline, it follows the colours and the font of the page around it."""
         buffer = io.StringIO()
         nothing = dict.fromkeys(("Date", "Creator", "Format", "Type"))
         with load("matplotlib").rc_context({"svg.hashsalt": name}):
             self.figure.savefig(buffer, format="svg", metadata=nothing)
-        return clean(buffer.getvalue(), name, label, self._pictures)
+        return clean(buffer.getvalue(), name, label, self._pictures, inline)
 
     def to_png(self, scale: float = 2.0) -> bytes:
         """The sheet as PNG in the light colours, `scale` pixels for each of its own."""
@@ -123,6 +123,7 @@ class Sheet:
             buffer,
             format="png",
             dpi=72 * scale,
+            bbox_inches=self.figure.bbox_inches.padded(MARGIN / 72),
             facecolor=style.SURFACE.light,
             metadata={"Software": None},
         )

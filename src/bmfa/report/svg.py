@@ -18,6 +18,8 @@ VARIABLES = {c.light: f"var(--{c.name}, {c.light})" for c in style.COLOURS}
 COMMAND = re.compile(r"([MLCQz])([^MLCQz]*)")
 MEASURES = ("x", "y", "width", "height", "transform")
 
+MARGIN = 16
+
 Element = ElementTree.Element
 
 
@@ -32,8 +34,13 @@ class Placed:
     height: float
 
 
-def clean(raw: str, name: str, label: str, pictures: Mapping[str, Placed]) -> str:
-    """The drawing alone: colours as variables, text in the page's font, names of its own."""
+def clean(
+    raw: str, name: str, label: str, pictures: Mapping[str, Placed], inline: bool = False
+) -> str:
+    """The drawing alone: colours as variables, text in the page's font, names of its own.
+
+    A drawing that is not inline in a page carries the colours itself, and a margin.
+    """
     root = ElementTree.fromstring(raw)
     for element in root.iter():
         _place_picture(element, pictures)
@@ -44,6 +51,8 @@ def clean(raw: str, name: str, label: str, pictures: Mapping[str, Placed]) -> st
     _flatten(root)
     _gather_styles(root, name)
     _head(root, label)
+    if not inline:
+        _stand_alone(root)
     ElementTree.register_namespace("", SVG)
     ElementTree.register_namespace("xlink", XLINK)
     return ElementTree.tostring(root, encoding="unicode")
@@ -185,3 +194,13 @@ def _head(root: Element, label: str) -> None:
     root.set("role", "img")
     root.set("aria-label", label)
     root.set("style", f"font-family: var(--font, {style.FONT})")
+
+
+def _stand_alone(root: Element) -> None:
+    """Colours, light and dark, a ground of its own and room around the drawing."""
+    width, height = float(root.attrib["width"]), float(root.attrib["height"])
+    wide, high = width + 2 * MARGIN, height + 2 * MARGIN
+    root.set("viewBox", f"{-MARGIN} {-MARGIN} {wide:g} {high:g}")
+    root.set("width", f"{wide:g}")
+    root.set("height", f"{high:g}")
+    root[0].text = f"{style.css_variables()}:root{{background:var(--surface)}}{root[0].text}"

@@ -10,7 +10,7 @@ from bmfa.report.markup import PAPER_COLUMNS, Column, decimal, figure, paragraph
 
 def sweep(evidence: Evidence) -> str:
     """All settings, for every place of the minority."""
-    count = evidence.setting("synthetic", "settings_count", 396)
+    count = evidence.setting("synthetic", "settings", 396)
     intro = paragraph(
         "A grid of 16 × 16 scores holds 1 to 64 bright tokens of advantage Δ among zeros. Of all "
         f"settings, the {count} count in which the bright tokens hold at least half of the softmax "

@@ -59,5 +59,5 @@ def percent(value: float | None) -> str:
 
 
 def missing(evidence: Evidence, claim: str, printed: str, experiment: str) -> Claim:
-    command = evidence.command(experiment)
+    command = evidence.commands(experiment)[0]
     return Claim(claim, printed, NOTHING, Verdict.NOT_MEASURED, "Get it with", command)

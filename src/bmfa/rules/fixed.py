@@ -142,6 +142,11 @@ class RandomQuadrants(Quadrants):
         """Nothing: a coin reads no score."""
         return "nothing"
 
+    @property
+    def together(self) -> bool:
+        """The coins of a batch are drawn at once, so that no chunking shows in them."""
+        return True
+
     def __str__(self) -> str:
         return f"random-quadrants:{self.p:g}"
 

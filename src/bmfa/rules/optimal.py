@@ -74,8 +74,7 @@ class Optimal(Rule):
     def scores(self, pyramid: Pyramid) -> Tensor:
         """The share of Z each split recovers."""
         assert isinstance(pyramid, ScorePyramid)
-        log_partition = pyramid.log_partition()
-        return torch.cat([pyramid.gain(d, log_partition) for d in range(pyramid.depth)])
+        return torch.cat([pyramid.gain(d) for d in range(pyramid.depth)])
 
     def decide(self, scores: Tensor, context: Context) -> Decision:
         """Splits from the gains of all blocks."""

@@ -186,8 +186,7 @@ class Mass(Threshold):
                 "use coarse=False or share=None"
             )
         assert isinstance(pyramid, ScorePyramid)
-        log_partition = pyramid.log_partition()
-        return torch.cat([pyramid.gain(d, log_partition) for d in range(pyramid.depth)])
+        return torch.cat([pyramid.gain(d) for d in range(pyramid.depth)])
 
     def screen(self, pyramid: Pyramid, context: Context) -> Decision:
         """Splits of the trees of a pyramid, by the exact or the coarse partition function."""

@@ -1,0 +1,24 @@
+"""The command line: thin, it parses, calls one function, and prints or writes."""
+
+import sys
+from collections.abc import Sequence
+
+from bmfa.cli.output import check_target, refuse
+from bmfa.cli.parser import build_parser
+
+__all__ = ["main"]
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command; bad input ends with one line and exit status 2."""
+    options = build_parser().parse_args(arguments)
+    try:
+        check_target(options.json)
+        options.run(options)
+    except BrokenPipeError:
+        sys.exit(141)
+    except (ValueError, TypeError, OSError, ImportError) as error:
+        refuse(str(error))
+    except KeyboardInterrupt:
+        print("bmfa: interrupted", file=sys.stderr)
+        sys.exit(130)

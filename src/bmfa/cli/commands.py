@@ -1,0 +1,157 @@
+"""What each command does: call one function and hand its record on."""
+
+import argparse
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from bmfa.cli.output import check_device, finish, progress_line
+from bmfa.records import Record, write_whole
+
+if TYPE_CHECKING:
+    from bmfa.data import InstanceSource
+
+Options = argparse.Namespace
+
+PROBE_COLUMNS = "method group instances mean_gap median_gap p95_gap p99_gap max_gap leaf_percent unsplit_percent"
+
+
+def synthetic(options: Options) -> None:
+    """bmfa synthetic."""
+    from bmfa.experiments import synthetic
+    from bmfa.experiments.methods import DEFAULT_METHODS
+
+    methods = options.method or DEFAULT_METHODS
+    if options.curve:
+        record = synthetic.failure_curve(methods, seed=options.seed)
+        finish(record, options, "method cells delta minority_mass gap leaf_percent")
+        return
+    record = synthetic.run(
+        methods,
+        options.placement or synthetic.PLACEMENTS,
+        max_depth=options.max_depth,
+        seed=options.seed,
+        scatter_seeds=options.scatter_seeds,
+        device=check_device(options.device),
+        progress=progress_line(options),
+    )
+    finish(record, options, "placement method count mean_gap p95_gap leaf_percent")
+
+
+def probe(options: Options) -> None:
+    """bmfa probe."""
+    from bmfa.data import ProbeSettings
+    from bmfa.experiments import probes
+    from bmfa.experiments.methods import COMPARABLE_METHODS, DEFAULT_METHODS
+
+    record = probes.run(
+        _source(options),
+        dataset=options.dataset,
+        mode=options.mode,
+        methods=options.method or (*DEFAULT_METHODS, *COMPARABLE_METHODS),
+        settings=ProbeSettings(options.grid, options.img_size),
+        workers=_workers(options),
+        limit=options.limit,
+        strict=options.strict,
+        progress=progress_line(options, "pictures"),
+        seed=options.seed,
+    )
+    finish(record, options, PROBE_COLUMNS)
+    _tell_left_out(record, options)
+
+
+def ablation(options: Options) -> None:
+    """bmfa ablation."""
+    from bmfa.experiments import ablation
+
+    record = ablation.run(
+        _source(options),
+        dataset=options.dataset,
+        mode=options.mode,
+        picture_size=options.img_size,
+        limit=options.limit,
+        workers=_workers(options),
+        progress=progress_line(options, "pictures"),
+    )
+    columns = "parameter value mean_gap p95_gap leaf_percent unsplit_percent"
+    finish(record, options, f"{columns} microseconds_per_instance")
+
+
+def bench_trees(options: Options) -> None:
+    """bmfa bench trees."""
+    from bmfa.experiments import bench
+
+    record = bench.trees(
+        options.method or bench.TREE_METHODS,
+        grids=options.grids,
+        batch_size=options.batch_size,
+        repeats=options.repeats,
+        seed=options.seed,
+        device=check_device(options.device),
+    )
+    columns = "what n dtype method threads milliseconds microseconds_per_grid speedup"
+    finish(record, options, f"{columns} multiple_of_softmax leaf_percent")
+
+
+def info(options: Options) -> None:
+    """bmfa info."""
+    from bmfa.experiments.info import describe
+
+    finish(describe(), options, "what name status")
+
+
+def report(options: Options) -> None:
+    """bmfa report."""
+    from bmfa import report
+    from bmfa.experiments import chain
+
+    folder = Path(options.output)
+    if options.records:
+        records = [
+            Record.from_json(Path(name).read_text("utf-8"), name) for name in options.records
+        ]
+    else:
+        records = []
+        for name, record in chain.run(
+            seed=options.seed, workers=_workers(options), coco=options.coco, lvis=options.lvis
+        ):
+            write_whole(folder / "records" / f"{name}.json", record.to_json())
+            records.append(record)
+            if not options.quiet:
+                print(f"{name}: {len(record.rows)} rows", flush=True)
+    write_whole(folder / "index.html", report.build_page(records))
+    if options.png:
+        report.save_all(records, folder / "figures")
+    if not options.quiet:
+        print(f"page: {folder / 'index.html'}")
+
+
+def _source(options: Options) -> "InstanceSource":
+    """The embedded pictures, or a file of instances with its pictures."""
+    from bmfa.data import EmbeddedScenes, InstanceFiles
+
+    if options.dataset == "embedded":
+        if options.annotations or options.images:
+            raise ValueError(
+                "--annotations and --images go with --dataset coco or lvis, not embedded"
+            )
+        return EmbeddedScenes(seed=options.seed)
+    if not options.annotations or not options.images:
+        raise ValueError(
+            f"--dataset {options.dataset} needs --annotations FILE and --images DIR; "
+            "--dataset embedded needs neither"
+        )
+    return InstanceFiles(options.annotations, options.images)
+
+
+def _workers(options: Options) -> int:
+    if options.workers is None:
+        return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
+    workers: int = options.workers
+    return workers
+
+
+def _tell_left_out(record: Record, options: Options) -> None:
+    left: Any = record.settings.get("left_out")
+    if left and not options.quiet and options.json != "-":
+        print(f"\nleft out: {left}")

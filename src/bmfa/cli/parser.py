@@ -1,0 +1,179 @@
+"""Commands and their options."""
+
+import argparse
+from collections.abc import Callable
+from typing import NoReturn, TypeAlias
+
+from bmfa import __version__
+from bmfa.cli import commands
+from bmfa.cli.output import refuse
+
+Options = argparse.Namespace
+
+
+class Parser(argparse.ArgumentParser):
+    """Refuses bad usage in one line with exit status 2, without a page of usage before it."""
+
+    def error(self, message: str) -> NoReturn:
+        """Name what was wrong and where to read on."""
+        refuse(f"{message}; see {self.prog} --help")
+
+
+Commands: TypeAlias = "argparse._SubParsersAction[Parser]"
+
+
+def build_parser() -> Parser:
+    """The parser of all commands."""
+    parser = Parser(
+        prog="bmfa",
+        description="Measure, bound and repair what attention loses when it is summarised coarsely.",
+    )
+    parser.add_argument("--version", action="version", version=f"bmfa {__version__}")
+    every = parser.add_subparsers(metavar="COMMAND", required=True)
+    _add_report(every)
+    _add_synthetic(every)
+    _add_probe(every)
+    _add_ablation(every)
+    _add_bench(every)
+    _add_command(
+        every, "info", commands.info, "versions, devices and backends, and why one is missing"
+    )
+    return parser
+
+
+def _add_command(
+    every: Commands, name: str, run: Callable[[Options], None], summary: str
+) -> Parser:
+    """A command with the options that all commands share."""
+    command = every.add_parser(
+        name, help=summary, description=f"{summary[0].upper()}{summary[1:]}."
+    )
+    command.set_defaults(run=run)
+    command.add_argument(
+        "--json", metavar="FILE", help="write the record there; - is standard output"
+    )
+    command.add_argument("--seed", type=int, default=0, help="seed of everything random (0)")
+    command.add_argument("--device", default="cpu", help="cpu (the default), cuda, cuda:1, mps")
+    command.add_argument("--quiet", action="store_true", help="print no table and no progress")
+    return command
+
+
+def _add_methods(command: Parser) -> None:
+    command.add_argument(
+        "--method",
+        action="append",
+        metavar="NAME:VALUE",
+        help="a method such as gamma:0.005 or optimal:0.002; repeat for more; all without it",
+    )
+
+
+def _add_report(every: Commands) -> None:
+    command = _add_command(
+        every, "report", commands.report, "the evidence chain on one self-contained page"
+    )
+    command.add_argument(
+        "--output", default="report", metavar="DIR", help="where page and records go (report)"
+    )
+    command.add_argument(
+        "--records",
+        nargs="+",
+        metavar="FILE",
+        help="make the page from these records and run nothing",
+    )
+    command.add_argument("--png", action="store_true", help="write every figure as PNG too")
+    for dataset in ("coco", "lvis"):
+        command.add_argument(
+            f"--{dataset}",
+            nargs=2,
+            metavar=("ANNOTATIONS", "IMAGES"),
+            help=f"add the probe of a {dataset.upper()} file and its folder or zip of pictures",
+        )
+    _add_workers(command)
+
+
+def _add_synthetic(every: Commands) -> None:
+    command = _add_command(
+        every,
+        "synthetic",
+        commands.synthetic,
+        "the stress test: 396 bright minorities on a 16x16 grid, wherever they lie",
+    )
+    _add_methods(command)
+    command.add_argument(
+        "--placement",
+        action="append",
+        metavar="NAME",
+        help="corner, shifted-1-1, shifted-4-4, centred or scattered; repeat for more; all without",
+    )
+    command.add_argument("--max-depth", type=int, default=4, metavar="D", help="depth limit (4)")
+    command.add_argument(
+        "--scatter-seeds", type=int, default=200, metavar="N", help="scattered masks (200)"
+    )
+    command.add_argument(
+        "--curve", action="store_true", help="the failure curve at 4 and 1 cells, not the sweep"
+    )
+
+
+def _add_probe(every: Commands) -> None:
+    command = _add_command(
+        every, "probe", commands.probe, "the mass each method loses on instances of real pictures"
+    )
+    _add_source(command)
+    _add_methods(command)
+    command.add_argument("--grid", type=int, default=16, metavar="N", help="N x N cells (16)")
+    command.add_argument("--strict", action="store_true", help="stop at the first bad instance")
+
+
+def _add_ablation(every: Commands) -> None:
+    command = _add_command(
+        every, "ablation", commands.ablation, "epsilon, depth, grid and look-ahead, one at a time"
+    )
+    _add_source(command)
+
+
+def _add_source(command: Parser) -> None:
+    """Instances: of a COCO or LVIS file, or the embedded pictures."""
+    command.add_argument(
+        "--dataset",
+        choices=("embedded", "coco", "lvis"),
+        default="embedded",
+        help="embedded needs no files (the default)",
+    )
+    command.add_argument(
+        "--mode", choices=("image-edge", "mask-only"), default="image-edge", help="score field"
+    )
+    command.add_argument("--annotations", metavar="FILE", help="instances in COCO or LVIS form")
+    command.add_argument("--images", metavar="DIR", help="folder or zip with the pictures")
+    command.add_argument(
+        "--img-size", type=int, default=256, metavar="N", help="pixels of a resized crop (256)"
+    )
+    command.add_argument("--limit", type=int, metavar="N", help="only the first N instances")
+    _add_workers(command)
+
+
+def _add_workers(command: Parser) -> None:
+    command.add_argument(
+        "--workers", type=int, metavar="N", help="processes that read pictures (the cores)"
+    )
+
+
+def _add_bench(every: Commands) -> None:
+    summary = "speed and error, each with its baseline of the same run"
+    bench = every.add_parser(
+        "bench", help=summary, description=f"{summary[0].upper()}{summary[1:]}."
+    )
+    kinds = bench.add_subparsers(metavar="WHAT", required=True)
+    trees = _add_command(
+        kinds,
+        "trees",
+        commands.bench_trees,
+        "trees against the queue-based oracle, and against softmax",
+    )
+    _add_methods(trees)
+    trees.add_argument("--grids", type=int, default=36_000, metavar="N", help="16x16 grids (36000)")
+    trees.add_argument(
+        "--batch-size", type=int, default=64, metavar="N", help="pictures of the softmax part (64)"
+    )
+    trees.add_argument(
+        "--repeats", type=int, default=7, metavar="N", help="timings of which the median counts (7)"
+    )
