@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 Options = argparse.Namespace
 
-PROBE_COLUMNS = "method group instances mean_gap median_gap p95_gap p99_gap max_gap leaf_percent unsplit_percent"
+PROBE_COLUMNS = "method instances mean_gap median_gap p95_gap p99_gap max_gap leaf_percent"
 
 
 def synthetic(options: Options) -> None:
@@ -56,7 +56,7 @@ def probe(options: Options) -> None:
         progress=progress_line(options, "pictures"),
         seed=options.seed,
     )
-    finish(record, options, PROBE_COLUMNS)
+    finish(record, options, f"{PROBE_COLUMNS} unsplit_percent", group="all")
     _tell_left_out(record, options)
 
 
@@ -121,7 +121,10 @@ def report(options: Options) -> None:
                 print(f"{name}: {len(record.rows)} rows", flush=True)
     write_whole(folder / "index.html", report.build_page(records))
     if options.png:
-        report.save_all(records, folder / "figures")
+        made = {record.experiment for record in records}
+        for name, figure in report.figures.ALL.items():
+            if made.issuperset(figure.needs):
+                report.save_png(name, records, folder / "figures" / f"{name}.png")
     if not options.quiet:
         print(f"page: {folder / 'index.html'}")
 
@@ -152,6 +155,12 @@ def _workers(options: Options) -> int:
 
 
 def _tell_left_out(record: Record, options: Options) -> None:
-    left: Any = record.settings.get("left_out")
-    if left and not options.quiet and options.json != "-":
-        print(f"\nleft out: {left}")
+    """What the table does not show: other groups, and instances that were not used."""
+    if options.quiet or options.json == "-":
+        return
+    groups = dict.fromkeys(row["group"] for row in record.rows if row["group"] != "all")
+    print(f"by group ({', '.join(groups)}): in the record, --json FILE")
+    for kind in ("faults", "left_out"):
+        for reason, told in record.settings[kind].items():
+            names = ", ".join(map(str, told["names"][:3]))
+            print(f"{kind.replace('_', ' ')}: {reason}: {told['instances']} (e.g. {names})")

@@ -9,12 +9,15 @@ from typing import NoReturn
 from bmfa.records import Record, text_table, write_whole
 
 
-def finish(record: Record, options: argparse.Namespace, columns: str) -> None:
+def finish(
+    record: Record, options: argparse.Namespace, columns: str, group: str | None = None
+) -> None:
     """Write the record where asked, and print its table unless that would spoil the output."""
     if options.json is not None:
         write_whole(options.json, record.to_json())
     if not options.quiet and options.json != "-":
-        print(text_table(record.rows, columns.split()))
+        rows = [row for row in record.rows if group is None or row["group"] == group]
+        print(text_table(rows, columns.split()))
         if options.json is not None:
             print(f"\nrecord: {options.json}")
 

@@ -24,7 +24,7 @@ def _threshold(evidence: Evidence) -> Claim:
     printed = [paper.ABLATION["epsilon", value] for value in values]
     words = _from_to([p.mean_gap for p in printed], [p.leaf_percent for p in printed])
     if None in (*gaps, *leaves):
-        return missing(evidence, claim, words, "ablation")
+        return missing(claim, words, "ablation")
     theirs = [*(p.mean_gap for p in printed), *(p.leaf_percent for p in printed)]
     compared = list(zip(theirs, [*gaps, *leaves], strict=True))
     holds = _falls(gaps) and _falls(leaves[::-1])
@@ -58,7 +58,7 @@ def _depth(evidence: Evidence) -> Claim:
     gaps = [evidence.value("ablation", "mean_gap", parameter="depth", value=v) for v in (4, 5)]
     words = show(paper.ABLATION["depth", 4].mean_gap, paper.ABLATION["depth", 5].mean_gap)
     if gaps[0] is None or gaps[1] is None:
-        return missing(evidence, claim, words, "ablation")
+        return missing(claim, words, "ablation")
     same = Verdict.REPRODUCED if gaps[0] == gaps[1] else Verdict.NOT_AS_CLAIMED
     note = "Depth 4 is that of single tokens, so there is nothing to split."
     return Claim(claim, words, show(*gaps), same, note)
@@ -70,7 +70,7 @@ def _grid(evidence: Evidence) -> Claim:
     printed = [paper.ABLATION["grid", value].mean_gap for value in values]
     gaps = [evidence.value("ablation", "mean_gap", parameter="grid", value=v) for v in values]
     if None in gaps:
-        return missing(evidence, claim, show(*printed), "ablation")
+        return missing(claim, show(*printed), "ablation")
     compared = list(zip(printed, gaps, strict=True))
     return _judged(evidence, (claim, show(*printed), show(*gaps)), compared, _falls(gaps[::-1]))
 
@@ -81,7 +81,7 @@ def _run_time(evidence: Evidence) -> Claim:
     words = f"{decimal(1000 * printed, 0)} µs"
     ours = evidence.value("ablation", "microseconds_per_instance", parameter="epsilon", value=0.005)
     if ours is None:
-        return missing(evidence, claim, words, "ablation")
+        return missing(claim, words, "ablation")
     verdict = Verdict.BEATEN if ours < 1000 * printed else Verdict.NOT_AS_CLAIMED
     note = "Other machine, other code: a batch in torch against one instance at a time in NumPy."
     return Claim(claim, words, f"{decimal(ours, 0)} µs", verdict, note)

@@ -81,11 +81,12 @@ class Evidence:
         made = [record.settings for record in self.records if record.experiment == experiment]
         # Figures of the probes show image-edge where there is a choice.
         chosen = [one for one in made if one.get("mode") == "image-edge"] or made
-        own = [str(one.get("command") or _command(experiment, one)) for one in chosen]
-        return list(dict.fromkeys(own)) or [_command(experiment, {})]
+        own = [str(one.get("command") or command(experiment, one)) for one in chosen]
+        return list(dict.fromkeys(own)) or [command(experiment, {})]
 
 
-def _command(experiment: str, settings: Mapping[str, Any]) -> str:
+def command(experiment: str, settings: Mapping[str, Any]) -> str:
+    """The command that makes a record with these settings."""
     if experiment != "probe":
         return COMMANDS.get(experiment, f"bmfa {experiment} --json {experiment}.json")
     dataset, mode = settings.get("dataset", "coco"), settings.get("mode", "image-edge")

@@ -6,6 +6,7 @@ from bmfa.records import Row
 from bmfa.report import figures, paper
 from bmfa.report.evidence import Evidence, in_order, number, text
 from bmfa.report.markup import PAPER_COLUMNS, Column, decimal, details, figure, paragraph, table
+from bmfa.report.scatter import sources
 
 MEASURES = (
     ("Mean gap", "mean_gap", 3),
@@ -35,7 +36,7 @@ def content(evidence: Evidence) -> str:
         intro
         + warning
         + _motivation(evidence)
-        + figure(figures.trade_off, evidence, TRADE_OFF)
+        + (figure(figures.trade_off, evidence, TRADE_OFF) if sources(evidence) else "")
         + _findings(evidence)
         + _distribution(evidence)
         + _tables(evidence)

@@ -36,7 +36,7 @@ def _mean_gap(evidence: Evidence, dataset: str) -> Claim:
     mean = _probed(evidence, dataset, "sparge-mean")[0]
     gap, _, leaf, instances, _ = _probed(evidence, dataset, paper.ALGORITHM_1)
     if mean is None or gap is None:
-        return missing(evidence, claim, words, "probe")
+        return missing(claim, words, "probe", dataset=dataset)
     compared = [(before.mean_gap, mean), (after.mean_gap, gap), (after.leaf_percent, leaf)]
     note = (
         f"{decimal(instances, 0)} of {paper.INSTANCES[dataset]:,} instances; the protocol is "
@@ -53,7 +53,7 @@ def _embedded_order(evidence: Evidence) -> Claim:
     gaps = {method: _probed(evidence, "embedded", method)[0] for method in order}
     known = {method: gap for method, gap in gaps.items() if gap is not None}
     if len(known) < len(order):
-        return missing(evidence, claim, "the order of its table", "probe")
+        return missing(claim, "the order of its table", "probe", dataset="embedded")
     same = sorted(known, key=lambda method: known[method]) == order
     words = "the same order" if same else "another order"
     gaps_said = f"{show(known['sparge-mean'])} to {show(known[paper.ALGORITHM_1])}"
@@ -73,7 +73,7 @@ def _tail(evidence: Evidence) -> Claim:
     )
     unsplit = _probed(evidence, dataset, paper.ALGORITHM_1)[4]
     if tail is None or correction is None:
-        return missing(evidence, claim, words, "probe")
+        return missing(claim, words, "probe")
     verdict = Verdict.REPRODUCED if tail > correction else Verdict.NOT_AS_CLAIMED
     note = f"It comes from the {decimal(unsplit, 1)} % of instances whose root is never split."
     ours = f"{show(tail)} against {show(correction)} ({paper.dataset_title(dataset)})"
@@ -95,7 +95,7 @@ def _mask_only(evidence: Evidence) -> Claim:
     mean, tail, _, instances, _ = _probed(evidence, "coco", paper.ALGORITHM_1, "mask-only")
     other_mean, other_tail, *_ = _probed(evidence, "coco", "mean-variance", "mask-only")
     if mean is None or other_mean is None or instances is None:
-        return missing(evidence, claim, words, "probe")
+        return missing(claim, words, "probe", mode="mask-only")
     ours = [mean, tail, other_mean, other_tail]
     verdict = judge(list(zip(printed, ours, strict=True)))
     note = f"On {instances:,.0f} of {paper.INSTANCES['coco']:,} instances"
@@ -116,7 +116,7 @@ def _no_tail(evidence: Evidence) -> Claim:
     tail = number(optimal[0], "p95_gap") if optimal else None
     leaf = number(optimal[0], "leaf_percent") if optimal else None
     if tail is None or best is None:
-        return missing(evidence, claim, words, "probe")
+        return missing(claim, words, "probe")
     verdict = Verdict.BEATEN if tail < best else Verdict.NOT_AS_CLAIMED
     theirs = _probed(evidence, dataset, paper.ALGORITHM_1)[2]
     note = (

@@ -45,12 +45,15 @@ def sources(evidence: Evidence) -> list[Source]:
     corner = evidence.select("synthetic", placement="corner")
     if corner:
         found.append(Source("Synthetic, corner", 0, corner, paper.SYNTHETIC))
-    for dataset, title in paper.DATASETS.items():
-        rows = evidence.select("probe", dataset=dataset, mode="image-edge", group="all")
+    for dataset in paper.sort_datasets(in_order(evidence.rows("probe"), "dataset")):
+        rows = evidence.select("probe", dataset=dataset, group="all")
+        modes = in_order(rows, "mode")
+        mode = "image-edge" if "image-edge" in modes else next(iter(modes), "")
+        rows = [row for row in rows if text(row, "mode") == mode]
         if rows:
+            title = paper.dataset_title(dataset) + ("" if mode == "image-edge" else f", {mode}")
             count = int(number(rows[0], "instances") or 0)
-            printed = paper.PROBES.get((dataset, "image-edge"), {})
-            found.append(Source(title, count, rows, printed))
+            found.append(Source(title, count, rows, paper.PROBES.get((dataset, mode), {})))
     return found
 
 
@@ -58,7 +61,10 @@ def trade_off(evidence: Evidence, narrow: bool) -> Sheet:
     """Mean gap against leaf ratio, one panel for each data source."""
     found = sources(evidence)
     if not found:
-        evidence.require("probe")
+        raise ValueError(
+            "no rows of the corner placement or of all instances among the records; "
+            f"make them with: {evidence.commands('synthetic')[0]}"
+        )
     methods = list(dict.fromkeys(m for one in found for m in in_order(one.rows, "method")))
     columns, legend_columns = (1, 2) if narrow else (min(2, len(found)), 4)
     legend_rows = -(-(len(methods) + 1) // legend_columns)

@@ -30,7 +30,7 @@ def _mean_loses(evidence: Evidence) -> Claim:
     mean, tail, _ = _synthetic(evidence, "sparge-mean")
     words = show(printed.mean_gap, printed.p95_gap)
     if mean is None:
-        return missing(evidence, claim, words, "synthetic")
+        return missing(claim, words, "synthetic")
     verdict = judge([(printed.mean_gap, mean), (printed.p95_gap, tail)], 0, 0, PRINTED)
     note = "The same wherever the minority lies: a mean does not see places."
     return Claim(claim, words, show(mean, tail), verdict, note)
@@ -42,7 +42,7 @@ def _algorithm_repairs(evidence: Evidence) -> Claim:
     words = f"{show(printed.mean_gap, printed.p95_gap)} at {percent(printed.leaf_percent)}"
     mean, tail, leaf = _synthetic(evidence, paper.ALGORITHM_1)
     if mean is None:
-        return missing(evidence, claim, words, "synthetic")
+        return missing(claim, words, "synthetic")
     compared = [(printed.mean_gap, mean), (printed.p95_gap, tail), (printed.leaf_percent, leaf)]
     verdict = judge(compared, 0, 0, PRINTED)
     note = "With the minority in the corner of the grid; the next row has the other places."
@@ -55,7 +55,7 @@ def _place_matters(evidence: Evidence) -> Claim:
     gaps = {str(row.get("placement")): number(row, "mean_gap") for row in rows}
     known = {place: gap for place, gap in gaps.items() if gap is not None}
     if not known:
-        return missing(evidence, claim, "near zero", "synthetic")
+        return missing(claim, "near zero", "synthetic")
     place = max(known, key=lambda name: known[name])
     mean = _synthetic(evidence, "sparge-mean", place)[0]
     words = f"{show(known[place])} ({place})"
@@ -73,7 +73,7 @@ def _fixed_depth(evidence: Evidence) -> Claim:
     words = f"{show(printed.mean_gap)} at {percent(printed.leaf_percent)}"
     mean, _, leaf = _synthetic(evidence, "fixed-depth:2")
     if mean is None:
-        return missing(evidence, claim, words, "synthetic")
+        return missing(claim, words, "synthetic")
     verdict = judge([(printed.mean_gap, mean), (printed.leaf_percent, leaf)], 0, 0, PRINTED)
     fixed, adaptive = (
         _synthetic(evidence, method, "centred")[0]
@@ -91,7 +91,7 @@ def _optimal(evidence: Evidence) -> Claim:
     gaps = [gap for row in rows if (gap := number(row, "mean_gap")) is not None]
     leaves = [leaf for row in rows if (leaf := number(row, "leaf_percent")) is not None]
     if not gaps or not leaves:
-        return missing(evidence, claim, printed, "synthetic")
+        return missing(claim, printed, "synthetic")
     beaten = max(gaps) < paper.SYNTHETIC[paper.ALGORITHM_1].mean_gap
     words = f"{show(max(gaps))} at {decimal(min(leaves), 1)} to {decimal(max(leaves), 1)} %"
     note = "The optimal tree reads every score, Algorithm 1 block means alone."

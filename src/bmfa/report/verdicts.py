@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from bmfa.report.evidence import Evidence
+from bmfa.report.evidence import command
 from bmfa.report.markup import NOTHING, decimal
 
 PRINTED = 0.0006  # three decimals were printed
@@ -58,6 +58,7 @@ def percent(value: float | None) -> str:
     return NOTHING if value is None else f"{decimal(value, 3)} %"
 
 
-def missing(evidence: Evidence, claim: str, printed: str, experiment: str) -> Claim:
-    command = evidence.commands(experiment)[0]
-    return Claim(claim, printed, NOTHING, Verdict.NOT_MEASURED, "Get it with", command)
+def missing(claim: str, printed: str, experiment: str, **settings: str) -> Claim:
+    """A claim without the record that could judge it."""
+    words = command(experiment, settings)
+    return Claim(claim, printed, NOTHING, Verdict.NOT_MEASURED, "Get it with", words)
