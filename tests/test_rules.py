@@ -255,6 +255,21 @@ def test_a_constant_grid_is_one_leaf(rule, dtype):
     assert screen(spoilt, Grid(15, 11), rule, valid=valid).leaf_count.tolist() == [1] * 7
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("offset", [3.7, -100.0])
+def test_means_that_differ_by_rounding_are_equal(dtype, offset):
+    """Quadrants of the same values in other orders: their means are one number, to rounding."""
+    for side in (4, 7, 10):
+        values = noise(40, 1, side * side) + offset
+        order = torch.rand(
+            40, 4, side * side, generator=torch.Generator().manual_seed(side)
+        ).argsort(-1)
+        quadrants = values.expand(40, 4, -1).gather(-1, order).view(40, 2, 2, side, side)
+        scores = quadrants.transpose(2, 3).reshape(40, -1).to(dtype)
+        for rule in (rules.Gamma(0.0), rules.Mass(0.0), rules.Mass(0.0, coarse=True)):
+            assert bool((screen(scores, Grid(2 * side, 2 * side), rule).leaf_count == 1).all())
+
+
 @pytest.mark.parametrize("rule", THRESHOLD_RULES, ids=str)
 def test_the_smallest_step_in_a_constant_grid_is_told_or_lost_in_rounding(rule):
     """One token a rounding above the rest: whatever is decided, the error is rounding."""

@@ -133,6 +133,17 @@ def test_masked_tokens_belong_to_no_leaf():
     assert tree.leaf_index.tolist() == [0, -1, -1, -1, -1, -1, 1, 1]
 
 
+def test_a_masked_tile_of_one_token_is_no_leaf():
+    """4x4 in tiles of 3: the remainder in the corner is a token of its own."""
+    valid = torch.ones(2, 16, dtype=torch.bool)
+    valid[1, 15] = False
+    tree = screen(torch.zeros(2, 16), Grid(4, 4), rules.FixedBlocks(3), valid=valid)
+    assert tree.leaf_count.tolist() == [4, 3]
+    assert tree.leaf_boxes[:, 3].tolist() == [[3, 3, 4, 4], [0, 0, 0, 0]]
+    alone = screen(torch.zeros(16), Grid(4, 4), rules.FixedBlocks(1), valid=valid[1])
+    assert alone.leaf_count == 15 and alone.leaf_ratio == 1
+
+
 @every_rule
 def test_depth_limited_marks_and_labels_have_a_place_for_every_leaf(rule):
     tree = screen(noise(3, 14 * 14) * 3, Grid(14, 14), rule, max_depth=1)

@@ -36,7 +36,7 @@ class KeyLevels:
         rows = []
         for depth, level in enumerate(layout.levels):
             ends = tokens[level.tokens]
-            blocks = means[depth].view(-1, heads, width) if level.size else ends[:0]
+            blocks = means[depth].view(level.size, heads, width) if level.size else ends[:0]
             rows.append(torch.cat((blocks, ends)))
         return cls(layout, tuple(rows), tokens)
 

@@ -88,8 +88,9 @@ def screen_keys(
     scale = check_queries(q, k, grid, scale)
     like = q[..., :1].expand(*q.shape[:-1], grid.size)
     screening = Screening(like, grid, rule, tau, max_depth, valid, share, share_by)
-    queries = (q.detach().to(screening.dtype) * scale).flatten(0, -3)  # (G, Q, d)
-    keys = k.detach().to(screening.dtype).flatten(0, -3)  # (G, N, d)
+    heads = q.shape[:-2].numel()
+    queries = q.detach().to(screening.dtype).reshape(heads, *q.shape[-2:]) * scale  # (G, Q, d)
+    keys = k.detach().to(screening.dtype).reshape(heads, *k.shape[-2:])  # (G, N, d)
     check_finite_keys(q, k)
     if rule.needs == "nothing":
         return screening.run(iter(()))
@@ -213,7 +214,10 @@ class Screening:
 
     def run(self, chunks: Iterator[Chunk]) -> Tree:
         """Decide every tree, chunk by chunk or from aggregated scores."""
-        unread = self.rule.needs == "nothing" or self.layout.block_count == 0 or self.trees == 0
+        if self.trees == 0:
+            none = torch.zeros(self.layout.block_count, 0, dtype=torch.bool, device=self.device)
+            return self._tree(Decision(none))
+        unread = self.rule.needs == "nothing" or self.layout.block_count == 0
         if not unread and self.groups is None and not self.rule.together:
             return self._tree(self._direct(chunks))
         empty = torch.empty(0, self.trees, device=self.device)

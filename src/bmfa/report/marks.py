@@ -65,6 +65,7 @@ def end_labels(sheet: Sheet, axes: "Axes", ends: Mapping[str, float], reach: flo
     """Name every line at its right end, names pushed apart and tied to their lines."""
     left, top, width, height = sheet.box(axes)
     right = left + width
+    axes.autoscale_view()  # limits that are not set yet would move the ends afterwards
 
     def pixel(value: float) -> float:
         return sheet.height - float(axes.transData.transform((0, value))[1])
@@ -105,14 +106,7 @@ def field(axes: "Axes", values: Array, low: float, high: float) -> None:
     _boxes(axes, whole, facecolor=colours(commonest), linewidth=0, antialiased=False)
     thick = axes.get_window_extent().height / height
     for step in np.unique(steps[steps != commonest]):
-        lines = _runs(steps == step)
-        ends = np.stack((lines[:, [1, 0]], lines[:, [2, 0]]), 1).reshape(-1, 2)
-        path = load("matplotlib.path").Path
-        drawn = path(ends, [path.MOVETO, path.LINETO] * len(lines))
-        options = {"edgecolor": colours(step), "linewidth": thick, "capstyle": "butt"}
-        patch = load("matplotlib.patches").PathPatch(drawn, fill=False, **options)
-        patch.set_antialiased(False)
-        axes.add_patch(patch)
+        _thick_lines(axes, _runs(steps == step), edgecolor=colours(step), linewidth=thick)
 
 
 def leaves(axes: "Axes", boxes: Sequence[Sequence[int]], means: Array, middle: float) -> None:
@@ -151,6 +145,15 @@ def _runs(mask: NDArray[np.bool_]) -> Array:
     return np.stack((rows + 0.5, starts, ends), -1)
 
 
+def _thick_lines(axes: "Axes", runs: Array, **options: Any) -> None:
+    """All runs as one path, each a line without caps."""
+    path = load("matplotlib.path").Path
+    ends = np.stack((runs[:, [1, 0]], runs[:, [2, 0]]), 1).reshape(-1, 2)
+    drawn = path(ends, [path.MOVETO, path.LINETO] * len(runs))
+    options |= {"fill": False, "capstyle": "butt", "antialiased": False}
+    axes.add_artist(load("matplotlib.patches").PathPatch(drawn, **options))
+
+
 def _boxes(axes: "Axes", boxes: Array, **options: Any) -> None:
     """All boxes (top, left, bottom, right) as one path."""
     if len(boxes) == 0:
@@ -161,4 +164,4 @@ def _boxes(axes: "Axes", boxes: Array, **options: Any) -> None:
     path = load("matplotlib.path").Path
     codes = [path.MOVETO, *[path.LINETO] * 3, path.CLOSEPOLY] * len(boxes)
     patch = load("matplotlib.patches").PathPatch(path(points.reshape(-1, 2), codes), **options)
-    axes.add_patch(patch)
+    axes.add_artist(patch)

@@ -1,5 +1,6 @@
 """HTML from data: everything that is not markup is escaped here."""
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from decimal import ROUND_HALF_UP, Decimal
@@ -10,6 +11,8 @@ from bmfa.report.evidence import Evidence
 from bmfa.report.figures import Plot
 
 NOTHING = "–"
+LARGE = 1e15
+OPTION = re.compile(r"(--[a-z-]+)")
 
 
 @dataclass(frozen=True)
@@ -41,11 +44,10 @@ def decimal(value: Any, decimals: int) -> str:
         return NOTHING
     if isinstance(value, bool) or not isinstance(value, int | float):
         return str(value)
-    exact = Decimal(value)
-    if not exact.is_finite():
-        return str(value)
+    if not abs(value) < LARGE:
+        return f"{value:g}"
     # Halves go up, as in print: 1.5625 is 1.563. What rounds to zero has no sign.
-    rounded = exact.quantize(Decimal(1).scaleb(-decimals), ROUND_HALF_UP)
+    rounded = Decimal(value).quantize(Decimal(1).scaleb(-decimals), ROUND_HALF_UP)
     return f"{abs(rounded) if rounded == 0 else rounded:,f}".replace("-", "−")
 
 
@@ -55,8 +57,9 @@ def prose(words: str) -> str:
 
 
 def code(words: str) -> str:
-    """Words to be typed."""
-    return f"<code>{escape(words)}</code>"
+    """Words to be typed; no line is broken inside an option."""
+    kept = OPTION.sub(r"<span>\1</span>", escape(words))
+    return f"<code>{kept}</code>"
 
 
 def paragraph(*sentences: str) -> str:
@@ -114,7 +117,8 @@ def pairs(values: Mapping[str, Any]) -> str:
 def _cells(columns: Sequence[Column], row: Sequence[Any]) -> str:
     cells = []
     for index, (column, value) in enumerate(zip(columns, row, strict=True)):
-        words = decimal(value, column.decimals or 0)
+        plain = NOTHING if value is None else str(value)
+        words = plain if column.decimals is None else decimal(value, column.decimals)
         shown = code(words) if column.code else escape(words)
         start, end = (
             (f'th scope="row"{column.kind}', "th") if index == 0 else (f"td{column.kind}", "td")

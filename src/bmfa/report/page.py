@@ -17,7 +17,7 @@ OPENING = (
     "its mean, how far the adaptive trees of the BMFA paper repair it, and which trees do better; "
     "the paper's numbers stand beside ours."
 )
-# Nothing may be loaded: what is not on the page cannot be on it.
+# The browser itself keeps the page from loading anything.
 POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
 
 

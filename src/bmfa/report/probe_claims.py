@@ -112,7 +112,7 @@ def _no_tail(evidence: Evidence) -> Claim:
     words = f"{show(best)} (mean-variance, COCO)"
     dataset = _measured_dataset(evidence)
     rows = evidence.select("probe", dataset=dataset, mode="image-edge", group="all")
-    optimal = [row for row in rows if str(row.get("method")).startswith("optimal")]
+    optimal = [row for row in rows if str(row.get("method")).startswith("optimal:")]
     tail = number(optimal[0], "p95_gap") if optimal else None
     leaf = number(optimal[0], "leaf_percent") if optimal else None
     if tail is None or best is None:
