@@ -475,8 +475,7 @@ def masks(grid: Grid, batch: int) -> Tensor:
 
 
 @every_budget_grid
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize(("dtype", "masked"), [(torch.float32, False), (torch.float64, True)])
 def test_a_budget_of_leaves_holds_for_each_tree(size, dtype, masked):
     grid = Grid(*size)
     scores = noise(16, grid.size).to(dtype) * 2
@@ -503,8 +502,7 @@ def test_a_share_of_a_whole_count_is_that_count():
 
 
 @every_budget_grid
-@pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("tau", [0.1, 1.0])
+@pytest.mark.parametrize(("masked", "tau"), [(False, 0.1), (True, 1.0)])
 def test_a_budget_of_error_holds_for_each_tree(size, masked, tau):
     grid = Grid(*size)
     scores = noise(16, grid.size) * tau * torch.linspace(0.1, 4, 16, dtype=torch.float64)[:, None]

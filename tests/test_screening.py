@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import bmfa.keys
 import bmfa.screening
 from bmfa import energy, rules
 from bmfa.grid import Grid
@@ -96,7 +97,7 @@ MASKS = {
 @pytest.mark.parametrize("masked", MASKS)
 def test_keys_give_the_trees_of_the_scores(rule, masked):
     ties = trees = 0
-    for seed, size in enumerate(GRIDS[2:] if rule in SEARCHED else GRIDS + GRIDS[-2:]):
+    for seed, size in enumerate(GRIDS[2::2] if rule in SEARCHED else GRIDS + GRIDS[-2:]):
         grid = Grid(*size)
         q, k = noise(2, 3, 6, 5, seed=seed) * 2, noise(2, 3, grid.size, 5, seed=100 + seed)
         scale = (None, 0.7)[seed % 2]
@@ -134,6 +135,21 @@ def test_whole_numbers_give_equal_trees(rule, dtype):
         assert same(screen_keys(q, k, grid, rule), screen(exact, grid, rule))
 
 
+@pytest.mark.parametrize("share", [0.0, 2.0], ids=["whole levels", "reached alone"])
+@pytest.mark.parametrize("size", [(16, 16), (7, 9), (1, 7)])
+def test_nodes_reached_alone_or_whole_levels(share, size, monkeypatch):
+    """However Gamma is computed from keys, for few nodes or for all, the tree is that of the scores."""
+    monkeypatch.setattr(bmfa.keys, "SPARSE_SHARE", share)
+    grid = Grid(*size)
+    q, k = noise(2, 3, 9, 4, seed=1), noise(2, 3, grid.size, 4, seed=2)
+    q *= torch.logspace(-2, 1, 9, dtype=torch.float64).unsqueeze(1)
+    for tau, epsilon in ((1.0, 0.01), (0.3, 0.2), (1.0, 1e-14)):
+        tree = screen_keys(q, k, grid, rules.Gamma(epsilon), tau=tau)
+        expected = screen(q @ k.mT / 2, grid, rules.Gamma(epsilon), tau=tau)
+        assert same(tree, expected)
+        assert tree.leaf_count.max() > 1
+
+
 @every_rule
 def test_keys_without_leading_heads(rule):
     grid = Grid(4, 4)
@@ -142,9 +158,6 @@ def test_keys_without_leading_heads(rule):
     assert same(tree, screen((q @ k.mT).unsqueeze(0) / 2, grid, rule))
 
 
-@pytest.mark.xfail(
-    strict=True, raises=IndexError, reason="q (Q, d) passes the check and fails in flatten(0, -3)"
-)
 def test_queries_of_two_dimensions():
     q, k = whole(9, 4, seed=1), whole(16, 4, seed=2)
     tree = screen_keys(q, k, Grid(4, 4), rules.Gamma(0.1))
@@ -402,11 +415,6 @@ def test_an_empty_batch_of_fixed_trees(rule):
         assert tree.leaf_index.shape == (*shape, 16)
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="Screening.run hands decide() no rows for an empty batch, where it reads those of every "
-    "block; screen_keys flattens (0, Q, d)",
-)
 @pytest.mark.parametrize("rule", [r for r in RULES if r.needs != "nothing"], ids=str)
 @pytest.mark.parametrize("keys", [False, True], ids=["scores", "keys"])
 def test_an_empty_batch_of_trees(rule, keys):
@@ -420,6 +428,23 @@ def test_an_empty_batch_of_trees(rule, keys):
             tree = screen(torch.zeros(batch, queries, 16), grid, rule)
         assert tree.shape == (batch, queries) and tree.leaf_count.shape == (batch, queries)
         assert tree.leaf_index.shape == (batch, queries, 16)
+
+
+@pytest.mark.xfail(
+    strict=True, raises=RuntimeError, reason="the fewest valid tokens of no rows: min() of nothing"
+)
+@pytest.mark.parametrize("shape", [(0, 5), (2, 0)])
+def test_an_empty_batch_under_masks(shape):
+    valid = mask(*shape, 16)
+    tree = screen(torch.zeros(*shape, 16), Grid(4, 4), rules.Gamma(0.1), valid=valid)
+    assert tree.shape == shape and tree.leaf_index.shape == (*shape, 16)
+
+
+@pytest.mark.xfail(strict=True, reason="the error is torch's own: an empty list of tensors")
+@pytest.mark.parametrize("by", ["max", 0.5])
+def test_a_tree_shared_by_nobody_is_refused(by):
+    with pytest.raises(ValueError, match="share"):
+        screen(torch.zeros(0, 5, 16), Grid(4, 4), rules.Gamma(0.1), share=0, share_by=by)
 
 
 @every_rule

@@ -237,6 +237,25 @@ def test_the_output_bound_follows_leading_dimensions():
     assert bool((distance <= bound).all())
 
 
+@pytest.mark.xfail(
+    strict=True,
+    reason="Tree.output_bound lines up V_max (B, heads) with E (B, heads, Q) from the right: with one "
+    "picture and as many heads as queries, each query gets another head's norm",
+)
+def test_the_output_bound_of_values_as_attention_has_them():
+    generator = torch.Generator().manual_seed(0)
+    scores = torch.randn(1, 3, 3, 16, generator=generator, dtype=torch.float64)
+    values = torch.randn(1, 3, 16, 4, generator=generator, dtype=torch.float64)
+    values *= torch.tensor([1.0, 10.0, 100.0]).view(1, 3, 1, 1)
+    tree = screen(scores, Grid(4, 4), rules.GlobalMean())
+    try:
+        bound = tree.output_bound(scores, values)  # (B, heads, N, d)
+    except ValueError:
+        return  # a refusal is as good
+    distance = ((scores.softmax(-1) - 1 / 16) @ values).norm(dim=-1)
+    assert bool((distance <= bound).all())
+
+
 @PROPERTY
 @given(problems())
 def test_theorem_lookahead_consistency(problem):
@@ -520,7 +539,7 @@ OPTIMAL_GRIDS = [(4, 4), (3, 5), (1, 7), (5, 4), (8, 8), (2, 9)]
 
 
 @pytest.mark.parametrize("size", OPTIMAL_GRIDS, ids=lambda size: f"{size[0]}x{size[1]}")
-@pytest.mark.parametrize(("tau", "limit"), [(0.3, 99), (1.0, 99), (1.0, 2), (1.0, 1)])
+@pytest.mark.parametrize(("tau", "limit"), [(0.3, 99), (1.0, 99), (1.0, 1)])
 def test_optimal_against_every_tree(size, tau, limit):
     grid = Grid(*size)
     generator = np.random.default_rng(limit)

@@ -191,12 +191,11 @@ class Probe:
         self._pooled = [name for name in methods if _is_pooled(name)]
         self._apart = [name for name in methods if name not in self._pooled]
         self._scores: list[Tensor] = []
-        self._batches = 0
         # What is built once for a grid is no instance's time.
         apply_all(methods, torch.zeros(1, grid.size, dtype=torch.float64), grid)
 
     def add(self, batch: Sequence[ProbeBlock], mode: Mode) -> None:
-        """Screen a batch; methods with a pooled budget wait for the whole."""
+        """Screen a batch; methods that decide all instances together wait for the whole."""
         scores = scores_of(batch, mode)
         self._screen(self._apart, scores)
         if self._pooled:
@@ -220,13 +219,10 @@ class Probe:
         return rows
 
     def _screen(self, methods: Sequence[str], scores: Tensor) -> None:
-        # Another seed for every batch, or random rules would repeat themselves.
-        seed = self.seed + self._batches
         with self._timed():
-            outcomes = apply_all(methods, scores, self.grid, tau=TAU, seed=seed)
+            outcomes = apply_all(methods, scores, self.grid, tau=TAU, seed=self.seed)
         for name, outcome in zip(methods, outcomes, strict=True):
             self._measured[name].append(Measured.of(name, outcome, self.grid))
-        self._batches += 1
 
     @contextmanager
     def _timed(self) -> Iterator[None]:

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
-from torch.nn import functional as F
+from torch.nn.functional import gelu, scaled_dot_product_attention
 
 IMAGE_SIZE = 112
 PATCH_SIZE = 8
@@ -47,7 +47,7 @@ class Attention(nn.Module):
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """q, k, v (B, heads, tokens, d) to the output of the same shape."""
-        return F.scaled_dot_product_attention(q, k, v)
+        return scaled_dot_product_attention(q, k, v)
 
     def forward(self, x: Tensor) -> Tensor:
         batch, tokens, dim = x.shape
@@ -67,7 +67,7 @@ class Mlp(nn.Module):
         self.fc2 = nn.Linear(4 * dim, dim)
 
     def forward(self, x: Tensor) -> Tensor:
-        projected: Tensor = self.fc2(F.gelu(self.fc1(x)))
+        projected: Tensor = self.fc2(gelu(self.fc1(x)))
         return projected
 
 
@@ -163,7 +163,7 @@ def save(model: EmbeddedViT, path: str | os.PathLike[str], metadata: Mapping[str
     target = Path(path)
     state = {name: tensor.half().cpu() for name, tensor in model.state_dict().items()}
     partial = target.with_name(f"{target.name}.partial")
-    _safetensors().save_file(state, partial, metadata=dict(metadata))
+    partial.write_bytes(_safetensors().save(state, metadata=dict(metadata)))
     os.replace(partial, target)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
+from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, Dataset
 
 from bmfa.checks import check_integer
@@ -60,9 +60,10 @@ def train(
     if checkpoint is not None and checkpoint.exists():
         run.restore(checkpoint)
     for loss in run.remaining():
-        if run.step % recipe.checkpoint_every == 0 and checkpoint is not None:
+        last = run.step == steps
+        if checkpoint is not None and (last or run.step % recipe.checkpoint_every == 0):
             run.store(checkpoint)
-        if progress and (run.step % recipe.progress_every == 0 or run.step == steps):
+        if progress is not None and (last or run.step % recipe.progress_every == 0):
             progress(run.step, steps, loss.item())
     save(run.model, output, {"seed": str(seed), "steps": str(steps)})
     return run.model.eval()
@@ -125,7 +126,7 @@ class _Run:
         half = self.device.type == "cuda"
         with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=half):
             scores = self.model(pictures)
-        return F.cross_entropy(scores.float(), labels, label_smoothing=self.recipe.smoothing)
+        return cross_entropy(scores.float(), labels, label_smoothing=self.recipe.smoothing)
 
     def store(self, path: Path) -> None:
         """Write a checkpoint; the file is the old one or the new one, never a part."""
@@ -197,7 +198,7 @@ def _loader(run: _Run) -> DataLoader[tuple[Tensor, Tensor]]:
 def _optimiser(model: EmbeddedViT, recipe: Recipe) -> torch.optim.Optimizer:
     """AdamW, decaying the matrices alone."""
     parameters = list(model.parameters())
-    groups = [
+    groups: list[dict[str, Any]] = [
         {"params": [p for p in parameters if p.dim() in (2, 4)]},
         {"params": [p for p in parameters if p.dim() not in (2, 4)], "weight_decay": 0.0},
     ]

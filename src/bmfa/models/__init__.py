@@ -1,0 +1,18 @@
+"""Vision Transformers: loading, screening their attention, recording what it does."""
+
+from bmfa.models.loading import LoadedModel, load_model
+from bmfa.models.patching import layer_indices, patch, unpatch
+from bmfa.models.preprocessing import Preprocessing
+from bmfa.models.recording import LayerRecord, Recording, record
+
+__all__ = [
+    "LayerRecord",
+    "LoadedModel",
+    "Preprocessing",
+    "Recording",
+    "layer_indices",
+    "load_model",
+    "patch",
+    "record",
+    "unpatch",
+]

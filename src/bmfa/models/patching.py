@@ -1,0 +1,102 @@
+"""Screen the attention of a model, and undo it."""
+
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+
+from bmfa.attention import BACKENDS, DEFAULT_RULE
+from bmfa.checks import check_integer, check_number
+from bmfa.models.hosts import find_host
+from bmfa.models.screens import Place, screens_in
+from bmfa.rules import Optimal, RandomQuadrants, Rule, parse
+
+
+def patch(
+    model: nn.Module,
+    *,
+    rule: Rule | str | None = None,
+    error: float | None = None,
+    leaves: float | int | None = None,
+    layers: str | Sequence[int] = "last-4",
+    max_depth: int | None = None,
+    backend: str = "auto",
+    fallback: float | None = None,
+) -> nn.Module:
+    """Screen the attention of some layers; returns the same model, changed in place.
+
+    Only q, k, v -> output is replaced. One tree for each query and head covers the spatial keys;
+    class and register keys stay exact. The rule is one of bmfa.rules or its name; `error`, `leaves`
+    and the rest are those of `screened_attention`. `layers` is "all", "last-K" or a list of indices.
+    A model that is patched already is patched anew; `unpatch` undoes it.
+    """
+    chosen = _chosen_rule(rule, error, leaves)
+    options = _options(max_depth, backend, fallback)
+    host = find_host(model)
+    indices = layer_indices(layers, len(host.attentions))
+    unpatch(model)
+    place = Place(host.prefix)
+    place.watch(host.projection)
+    for index in indices:
+        screen = host.screen(index, place, _rule_of_layer(chosen, index), options)
+        screen.install(host.attentions[index])
+    return model
+
+
+def unpatch(model: nn.Module) -> nn.Module:
+    """Undo `patch`; a model that is not patched stays as it is."""
+    for module, screen in screens_in(model):
+        screen.place.forget()
+        screen.restore(module)
+    return model
+
+
+def layer_indices(layers: str | Sequence[int], depth: int) -> tuple[int, ...]:
+    """The layers that "all", "last-K" or a list of indices means in a model of some depth."""
+    if layers == "all":
+        return tuple(range(depth))
+    if isinstance(layers, str):
+        last = re.fullmatch(r"last-(\d+)", layers)
+        if last is None or not 1 <= int(last[1]) <= depth:
+            raise ValueError(
+                f"layers is {layers!r}; pass 'all', 'last-K' with K from 1 to {depth}, or a list"
+            )
+        return tuple(range(depth - int(last[1]), depth))
+    chosen = sorted({check_integer("layers", index, low=0, high=depth - 1) for index in layers})
+    if not chosen:
+        raise ValueError("layers is empty; pass 'all', 'last-K' or at least one index")
+    return tuple(chosen)
+
+
+def _chosen_rule(rule: Rule | str | None, error: float | None, leaves: float | None) -> Rule:
+    values = {"rule": rule, "error": error, "leaves": leaves}
+    given = [name for name, value in values.items() if value is not None]
+    if len(given) > 1:
+        raise ValueError(
+            f"{' and '.join(given)} are given; pass at most one of {', '.join(values)}"
+        )
+    if error is not None or leaves is not None:
+        return Optimal(error=error, leaves=leaves)
+    chosen = parse(rule) if isinstance(rule, str) else rule
+    if chosen is not None and not isinstance(chosen, Rule):
+        raise TypeError(f"rule is {rule!r}; pass one of bmfa.rules, or a name as 'optimal:0.002'")
+    return DEFAULT_RULE if chosen is None else chosen
+
+
+def _options(max_depth: int | None, backend: str, fallback: float | None) -> dict[str, Any]:
+    if max_depth is not None:
+        check_integer("max_depth", max_depth, low=0)
+    if fallback is not None:
+        check_number("fallback", fallback, low=0.0)
+    if backend not in BACKENDS:
+        raise ValueError(f"backend is {backend!r}; pass one of {', '.join(BACKENDS)}")
+    return {"max_depth": max_depth, "backend": backend, "fallback": fallback}
+
+
+def _rule_of_layer(rule: Rule, index: int) -> Rule:
+    """The rule; coins fall independently in every layer."""
+    if isinstance(rule, RandomQuadrants):
+        return replace(rule, seed=1009 * rule.seed + index)
+    return rule

@@ -1,0 +1,156 @@
+"""What replaces q, k, v -> output in one attention layer of a patched model."""
+
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from bmfa.attention import Screened, screened_attention
+from bmfa.grid import Grid
+from bmfa.rules import Rule
+
+_NAME = "bmfa_screen"
+
+
+class Listener(Protocol):
+    """Told of every call of a screened layer."""
+
+    def heard(self, call: "Call", screened: Screened) -> None:
+        """One call and what it gave."""
+        ...
+
+
+@dataclass(frozen=True, eq=False)
+class Call:
+    """The inputs of one screened layer: q and k (B, heads, prefix + N, d)."""
+
+    layer: int
+    q: Tensor
+    k: Tensor
+    scale: float
+    grid: Grid
+    prefix: int
+    valid: Tensor | None  # (B or 1, N) spatial keys that exist
+
+
+@dataclass(eq=False)
+class Place:
+    """The token grid of the picture now in the model: a forward hook of the patch projection."""
+
+    prefix: int
+    grid: Grid | None = None
+    handle: Any = None
+
+    def watch(self, projection: nn.Module) -> None:
+        """Note the grid whenever the projection runs."""
+        self.handle = projection.register_forward_hook(self)
+
+    def forget(self) -> None:
+        """Stop noting."""
+        if self.handle is not None:
+            self.handle.remove()
+            self.handle = None
+
+    def __call__(self, module: nn.Module, inputs: Any, output: Tensor) -> None:
+        self.grid = Grid(*output.shape[-2:])
+
+    def of(self, tokens: int) -> Grid:
+        """The grid, if it and the prefix make up the tokens."""
+        if self.grid is None:
+            raise RuntimeError(
+                "no picture went through the patch embedding; call the model itself, "
+                "not one of its blocks"
+            )
+        if self.prefix + self.grid.size != tokens:
+            raise ValueError(
+                f"attention over {tokens} tokens, but {self.prefix} prefix tokens and a "
+                f"{self.grid.height}x{self.grid.width} grid make {self.prefix + self.grid.size}; "
+                "screening needs all of them: switch off what drops or merges tokens"
+            )
+        return self.grid
+
+
+@dataclass(eq=False)
+class Screen:
+    """Screened attention for one layer, with the signature of scaled_dot_product_attention.
+
+    It is kept with the attention module: it travels with copies and pickles, not in the state dict.
+    """
+
+    layer: int
+    place: Place
+    rule: Rule
+    options: dict[str, Any]
+    kept: dict[str, Any] = field(default_factory=dict)  # what the host puts back
+    listener: Listener | None = None
+
+    def install(self, module: nn.Module) -> None:
+        """Take over the attention of a module; a host adds how."""
+        module.__dict__[_NAME] = self
+
+    def restore(self, module: nn.Module) -> None:
+        """Undo `install`."""
+        del module.__dict__[_NAME]
+
+    def __call__(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+    ) -> Tensor:
+        if is_causal:
+            raise ValueError("causal attention is not screened; unpatch the model")
+        if dropout_p > 0.0:
+            raise ValueError(
+                f"attention dropout of {dropout_p:g} is not served on trees; "
+                "call model.eval(), or build the model with attention dropout 0"
+            )
+        scale = query.shape[-1] ** -0.5 if scale is None else float(scale)
+        grid, prefix = self.place.of(key.shape[2]), self.place.prefix
+        valid = _valid_keys(attn_mask, prefix)
+        screened = screened_attention(
+            query,
+            key,
+            value,
+            grid=grid,
+            prefix=prefix,
+            rule=self.rule,
+            scale=scale,
+            valid=valid,
+            **self.options,
+        )
+        if self.listener is not None:
+            call = Call(self.layer, query, key, scale, grid, prefix, valid)
+            self.listener.heard(call, screened)
+        return screened.output
+
+
+def screen_of(module: nn.Module) -> Screen | None:
+    """The module's own screen."""
+    return module.__dict__.get(_NAME)
+
+
+def screens_in(model: nn.Module) -> list[tuple[nn.Module, Screen]]:
+    """All screened modules of a model with their screens."""
+    pairs = ((module, screen_of(module)) for module in model.modules())
+    return [(module, screen) for module, screen in pairs if screen is not None]
+
+
+def _valid_keys(mask: Tensor | None, prefix: int) -> Tensor | None:
+    """(B, N) the spatial keys that a padding mask leaves; any other mask is refused."""
+    if mask is None:
+        return None
+    allowed = mask if mask.dtype == torch.bool else mask == 0
+    padding = allowed.all() if mask.dtype == torch.bool else (allowed | (mask < -1e4)).all()
+    same = (allowed == allowed[:, :1, :1]).all()
+    if not (same and (padding or mask.dtype == torch.bool) and allowed[..., :prefix].all()):
+        raise ValueError(
+            f"an attention mask of shape {tuple(mask.shape)} that adds a bias, differs between "
+            "queries or heads, or hides prefix tokens is not served; pass a padding mask, or unpatch"
+        )
+    return None if bool(allowed.all()) else allowed[:, 0, 0, prefix:]
