@@ -132,9 +132,7 @@ def _wnid_index(names: Sequence[str], wnids: Sequence[str] | None) -> Mapping[st
     return index
 
 
-def _from_file(
-    files: PictureFiles, path: Path, wnids: Sequence[str] | None
-) -> dict[str, int]:
+def _from_file(files: PictureFiles, path: Path, wnids: Sequence[str] | None) -> dict[str, int]:
     """Labels by entry, from lines `NAME LABEL` or `NAME,LABEL`; what follows a label is ignored."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
@@ -151,11 +149,7 @@ def _from_file(
         )
     number = _numbering([label for _, label in rows], wnids)
     by_name = {name: number(label) for name, label in rows}
-    found = {
-        entry: by_name[key]
-        for entry in files.entries
-        for key in _keys(entry, by_name)[:1]
-    }
+    found = {entry: by_name[key] for entry in files.entries for key in _keys(entry, by_name)[:1]}
     if not found:
         raise PictureError(
             f"label file {path} names none of the {len(files.entries)} pictures in {files.path}, "

@@ -3,15 +3,16 @@
 import math
 import os
 from collections.abc import Mapping
-from importlib import import_module
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn.functional import gelu, scaled_dot_product_attention
+
+from bmfa.models.packages import load_package
+from bmfa.models.state_dicts import load_weights
 
 IMAGE_SIZE = 112
 PATCH_SIZE = 8
@@ -149,12 +150,9 @@ def preprocess(pixels: Tensor | NDArray[np.uint8]) -> Tensor:
 
 
 def load(weights: str | os.PathLike[str] | None = None) -> EmbeddedViT:
-    """The model in eval mode with the shipped weights, or with those of a safetensors file."""
-    path = WEIGHTS if weights is None else Path(weights)
+    """The model in eval mode with the shipped weights, or with those of a file."""
     model = EmbeddedViT()
-    state = _read(path)
-    _check_fit(path, state, model.state_dict())
-    model.load_state_dict(state)
+    load_weights(model, WEIGHTS if weights is None else weights)
     return model.eval()
 
 
@@ -162,46 +160,7 @@ def save(model: EmbeddedViT, path: str | os.PathLike[str], metadata: Mapping[str
     """Write the weights in half precision; the file appears whole or not at all."""
     target = Path(path)
     state = {name: tensor.half().cpu() for name, tensor in model.state_dict().items()}
+    content = load_package("safetensors.torch").save(state, metadata=dict(metadata))
     partial = target.with_name(f"{target.name}.partial")
-    partial.write_bytes(_safetensors().save(state, metadata=dict(metadata)))
+    partial.write_bytes(content)
     os.replace(partial, target)
-
-
-def _read(path: Path) -> dict[str, Tensor]:
-    if not path.is_file():
-        raise FileNotFoundError(f"weights {path} do not exist; pass a safetensors file, or none")
-    library = _safetensors()
-    try:
-        state: dict[str, Tensor] = library.load_file(path)
-    except import_module("safetensors").SafetensorError as error:
-        raise ValueError(
-            f"weights {path} are no whole safetensors file ({error}); fetch or make them again"
-        ) from None
-    return state
-
-
-def _check_fit(path: Path, state: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
-    missing = [name for name in expected if name not in state]
-    unexpected = [name for name in state if name not in expected]
-    if missing or unexpected:
-        raise ValueError(
-            f"weights {path} do not fit: {len(missing)} missing (first {missing[:1]}), "
-            f"{len(unexpected)} unexpected (first {unexpected[:1]}); pass weights of the embedded model"
-        )
-    for name, tensor in expected.items():
-        if state[name].shape != tensor.shape:
-            raise ValueError(
-                f"weights {path} do not fit: {name} is {tuple(state[name].shape)}, "
-                f"the model's is {tuple(tensor.shape)}; pass weights of the embedded model"
-            )
-
-
-def _safetensors() -> Any:
-    try:
-        return import_module("safetensors.torch")
-    except ModuleNotFoundError as error:
-        if error.name is None or error.name.partition(".")[0] != "safetensors":
-            raise
-        raise ModuleNotFoundError(
-            "weights need the package safetensors; run: pip install 'bmfa[models]'", name=error.name
-        ) from None

@@ -67,10 +67,11 @@ def find_host(model: nn.Module) -> Host:
     return hosts[0] if hosts else refuse(model)
 
 
-def refuse(model: nn.Module) -> NoReturn:
+def refuse(model: nn.Module, attention: nn.Module | None = None) -> NoReturn:
     """Raise with the attention class of the model that is not served, and why."""
-    culprit = next((m for m in model.modules() if _attends(m)), model)
-    name = class_name(culprit)
+    if attention is None:
+        attention = next((m for m in model.modules() if _attends(m)), model)
+    name = class_name(attention)
     lowered = name.lower()
     reason = REASONS.get(name)
     if reason is None:

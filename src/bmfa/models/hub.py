@@ -38,8 +38,13 @@ def create_timm(timm: Any, architecture: str, options: dict[str, Any]) -> nn.Mod
 def transformers_config(source: str) -> Any:
     """The configuration of a folder or a name on the hub."""
     transformers = load_package("transformers")
+    folder = Path(source)
+    if folder.is_dir() and not (folder / "config.json").is_file():
+        raise FileNotFoundError(
+            f"{source} has no config.json; pass a folder with config.json and model.safetensors"
+        )
     try:
-        return transformers.AutoConfig.from_pretrained(source, local_files_only=not reachable())
+        return transformers.AutoConfig.from_pretrained(source, **_access())
     except OSError as error:
         _missing_transformers(source, error)
 
@@ -56,7 +61,7 @@ def transformers_class(config: Any) -> Any:
 def create_transformers(kind: Any, source: str) -> nn.Module:
     """A transformers model with its published weights."""
     try:
-        model: nn.Module = kind.from_pretrained(source, local_files_only=not reachable())
+        model: nn.Module = kind.from_pretrained(source, **_access())
     except OSError as error:
         _missing_transformers(source, error)
     return model
@@ -87,6 +92,11 @@ def reachable() -> bool:
     return True
 
 
+def _access() -> dict[str, bool]:
+    """Code from the hub is never run, and a hub that cannot be reached not asked."""
+    return {"local_files_only": not reachable(), "trust_remote_code": False}
+
+
 def _missing_timm(architecture: str, repository: str, file: str, error: OSError) -> NoReturn:
     raise FileNotFoundError(
         f"the weights of timm:{architecture} are neither in the local cache nor can they be fetched "
@@ -99,8 +109,8 @@ def _missing_timm(architecture: str, repository: str, file: str, error: OSError)
 def _missing_transformers(source: str, error: OSError) -> NoReturn:
     if Path(source).is_dir():
         raise FileNotFoundError(
-            f"{source} is no model folder of transformers: {str(error).splitlines()[0]}; "
-            "it needs config.json and model.safetensors"
+            f"{source} lacks what a model needs: {str(error).splitlines()[0]}; "
+            "put model.safetensors beside config.json, or pass weights=FILE"
         ) from None
     folder = source.rpartition("/")[2]
     raise FileNotFoundError(

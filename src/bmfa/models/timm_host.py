@@ -77,8 +77,9 @@ def find(model: nn.Module) -> list[Host]:
 
 def _host(tower: Any) -> Host:
     attentions = tuple(getattr(block, "attn", block) for block in tower.blocks)
-    if any(class_name(attention) not in ATTENTIONS for attention in attentions):
-        refuse(tower)
+    for attention in attentions:
+        if class_name(attention) not in ATTENTIONS:
+            refuse(tower, attention)
     projection = getattr(tower.patch_embed, "proj", None)
     if not isinstance(projection, nn.Conv2d):
         raise TypeError(

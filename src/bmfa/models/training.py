@@ -15,10 +15,11 @@ from torch.utils.data import DataLoader, Dataset
 from bmfa.checks import check_integer
 from bmfa.data.embedded import figure_batch
 from bmfa.models.embedded import EmbeddedViT, preprocess, save
+from bmfa.models.packages import load_package
 
 # Far from the small seeds people type, so that those give pictures the model never saw.
 SEED = 20_260_000
-STEPS = 5000
+STEPS = 4400
 Progress = Callable[[int, int, float], None]
 
 
@@ -34,6 +35,10 @@ class Recipe:
     smoothing: float = 0.05
     checkpoint_every: int = 500
     progress_every: int = 50
+
+    def __post_init__(self) -> None:
+        for name in ("pictures", "views", "warmup", "checkpoint_every", "progress_every"):
+            check_integer(name, getattr(self, name), low=1)
 
 
 def train(
@@ -53,10 +58,11 @@ def train(
     CPU, to the order of sums on a GPU. `progress` gets the step, the number of steps and the loss.
     """
     recipe = Recipe() if recipe is None else recipe
-    check_integer("seed", seed, low=0)
-    run = _Run(seed, check_integer("steps", steps, low=1), torch.device(device), recipe)
+    check_integer("seed", seed, low=0, high=2**62)
+    check_integer("steps", steps, low=1)
     checkpoint = None if resume is None else Path(resume)
-    _check_folders(Path(output), checkpoint)
+    _check_files(Path(output), checkpoint)
+    run = _Run(seed, steps, _check_device(device), recipe)
     if checkpoint is not None and checkpoint.exists():
         run.restore(checkpoint)
     for loss in run.remaining():
@@ -219,8 +225,18 @@ def _read(path: Path) -> dict[str, Any]:
     return saved
 
 
-def _check_folders(*paths: Path | None) -> None:
-    """Refuse before hours of work what could not be written after them."""
+def _check_device(device: str | torch.device) -> torch.device:
+    try:
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).splitlines()[0]
+        raise ValueError(f"device {str(device)!r} cannot be used ({reason}); pass cpu") from None
+    return torch.device(device)
+
+
+def _check_files(*paths: Path | None) -> None:
+    """Refuse before long work what could not be written after it."""
+    load_package("safetensors.torch")
     for path in paths:
         if path is not None and (path.is_dir() or not path.parent.is_dir()):
             raise ValueError(f"{path} cannot be written; pass a file in a folder that exists")

@@ -1,0 +1,572 @@
+"""Models: hosts found, attention replaced and restored, layers recorded, weights loaded or refused."""
+
+import copy
+import json
+import pickle
+import subprocess
+import sys
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+if find_spec("timm") is None or find_spec("transformers") is None:
+    pytest.skip("needs timm and transformers: pip install 'bmfa[models]'", allow_module_level=True)
+
+from bmfa import Grid, rules, screened_attention
+from bmfa.models import Preprocessing, hub, load_model, patch, record, unpatch
+from bmfa.models.embedded import EmbeddedViT
+from bmfa.models.hosts import find_host
+from bmfa.models.packages import load_package
+from bmfa.models.patching import layer_indices
+from bmfa.models.screens import screens_in
+
+EXACT = rules.ExactGap(0.0)
+COARSE = rules.GlobalMean()
+VIT = {"img_size": 32, "patch_size": 4, "depth": 3, "embed_dim": 24, "num_heads": 3}
+EVA = {"img_size": 32, "patch_size": 4, "depth": 3, "embed_dim": 48, "num_heads": 3}
+HF = {
+    "hidden_size": 24,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 3,
+    "intermediate_size": 48,
+    "image_size": 32,
+    "patch_size": 4,
+}
+
+
+def timm_model(name: str, **options: Any) -> nn.Module:
+    """A small timm model with random weights."""
+    model: nn.Module = load_package("timm").create_model(name, num_classes=5, **options)
+    return model
+
+
+def hf_model(config: str, model: str, **options: Any) -> nn.Module:
+    """A small transformers model with random weights."""
+    transformers = load_package("transformers")
+    made: nn.Module = getattr(transformers, model)(getattr(transformers, config)(**HF | options))
+    return made
+
+
+def clip_model(kind: str) -> nn.Module:
+    """Both towers of CLIP or SigLIP, small."""
+    transformers = load_package("transformers")
+    text = {k: v for k, v in HF.items() if k not in ("image_size", "patch_size")}
+    text |= {"vocab_size": 50, "max_position_embeddings": 8}
+    config = getattr(transformers, f"{kind}Config")(text_config=text, vision_config=HF)
+    model: nn.Module = getattr(transformers, f"{kind}Model")(config)
+    return model
+
+
+TIMM: dict[str, tuple[int, Callable[[], nn.Module]]] = {
+    "vit": (1, lambda: timm_model("vit_tiny_patch16_224", **VIT, dynamic_img_size=True)),
+    "deit-distilled": (
+        2,
+        lambda: timm_model("deit_tiny_distilled_patch16_224", **VIT, dynamic_img_size=True),
+    ),
+    "registers": (
+        5,
+        lambda: timm_model(
+            "vit_tiny_patch16_224",
+            **VIT,
+            dynamic_img_size=True,
+            reg_tokens=4,
+            qk_norm=True,
+            init_values=0.5,
+        ),
+    ),
+    "no-class-token": (
+        0,
+        lambda: timm_model(
+            "vit_tiny_patch16_224",
+            **VIT,
+            dynamic_img_size=True,
+            class_token=False,
+            global_pool="avg",
+        ),
+    ),
+    "eva": (1, lambda: timm_model("eva02_tiny_patch14_224", **EVA, dynamic_img_size=True)),
+    "dinov3": (5, lambda: timm_model("vit_small_patch16_dinov3", **EVA, dynamic_img_size=True)),
+}
+TRANSFORMERS: dict[str, tuple[int, Callable[[], nn.Module]]] = {
+    "hf-vit": (1, lambda: hf_model("ViTConfig", "ViTForImageClassification")),
+    "hf-deit": (2, lambda: hf_model("DeiTConfig", "DeiTForImageClassification")),
+    "hf-dinov2": (1, lambda: hf_model("Dinov2Config", "Dinov2ForImageClassification")),
+    "hf-registers": (
+        4,
+        lambda: hf_model(
+            "Dinov2WithRegistersConfig", "Dinov2WithRegistersModel", num_register_tokens=3
+        ),
+    ),
+    "hf-dinov3": (
+        3,
+        lambda: hf_model(
+            "DINOv3ViTConfig",
+            "DINOv3ViTModel",
+            num_register_tokens=2,
+            num_attention_heads=2,
+        ),
+    ),
+    "hf-clip": (1, lambda: hf_model("CLIPVisionConfig", "CLIPVisionModel")),
+    "hf-siglip": (0, lambda: hf_model("SiglipVisionConfig", "SiglipVisionModel")),
+}
+MODELS = TIMM | TRANSFORMERS | {"embedded": (1, EmbeddedViT)}
+# How each host is asked to take pictures of another size than it was built for.
+SIZED = {name: {} for name in TIMM} | {
+    "hf-vit": {"interpolate_pos_encoding": True},
+    "hf-deit": {"interpolate_pos_encoding": True},
+    "hf-dinov2": {},
+    "hf-registers": {},
+    "hf-dinov3": {},
+    "hf-clip": {"interpolate_pos_encoding": True},
+    "hf-siglip": {"interpolate_pos_encoding": True},
+}
+
+
+def made(name: str, seed: int = 0) -> nn.Module:
+    """The model in evaluation mode, its weights large enough for attention to differ from a mean."""
+    torch.manual_seed(seed)
+    model = MODELS[name][1]().eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.2 * torch.randn_like(parameter))
+    return model
+
+
+def pictures(height: int = 32, width: int = 32, seed: int = 1) -> Tensor:
+    return torch.randn(2, 3, height, width, generator=torch.Generator().manual_seed(seed))
+
+
+def run(model: nn.Module, pixels: Tensor, **options: Any) -> Tensor:
+    """The main output of whatever host."""
+    with torch.no_grad():
+        output = model(pixels, **options)
+    for name in ("logits", "last_hidden_state"):
+        if hasattr(output, name):
+            return getattr(output, name)
+    return output
+
+
+def size_of(name: str) -> int:
+    return 112 if name == "embedded" else 32
+
+
+@pytest.fixture(params=sorted(MODELS))
+def name(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+def test_exact_gap_zero_gives_the_hosts_output_and_unpatch_its_bits(name: str) -> None:
+    model, pixels = made(name), pictures(size_of(name), size_of(name))
+    full = run(model, pixels)
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    assert patch(model, rule=EXACT, layers="all") is model
+    exact = run(model, pixels)
+    torch.testing.assert_close(exact, full, rtol=1e-4, atol=1e-4 * float(full.abs().max()))
+    patch(model, rule=COARSE, layers="all")
+    assert (run(model, pixels) - full).abs().max() > 1e-3 * full.abs().max()
+    assert list(model.state_dict()) == list(before)
+    unpatch(model)
+    assert torch.equal(run(model, pixels), full)
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+    assert not screens_in(model)
+    assert not any(module._forward_hooks for module in model.modules())
+
+
+def test_the_prefix_is_found(name: str) -> None:
+    model = made(name)
+    host = find_host(model)
+    assert host.prefix == MODELS[name][0]
+    patch(model, rule=COARSE, layers=[0, 2])
+    side = size_of(name)
+    with record(model) as recording:
+        run(model, pictures(side, side))
+    assert sorted(recording.layers) == [0, 2]
+    tree = recording[2].trees[0]
+    grid = Grid(14, 14) if name == "embedded" else Grid(8, 8)
+    assert tree.grid == grid and tree.shape[2] == grid.size + host.prefix
+
+
+@pytest.mark.parametrize("name", sorted(SIZED))
+@pytest.mark.parametrize("size", [(40, 40), (24, 48), (36, 16)])
+def test_other_sizes_and_aspect_ratios(name: str, size: tuple[int, int]) -> None:
+    model, pixels = made(name), pictures(*size)
+    full = run(model, pixels, **SIZED[name])
+    patch(model, rule=EXACT, layers="all")
+    with record(model) as recording:
+        exact = run(model, pixels, **SIZED[name])
+    torch.testing.assert_close(exact, full, rtol=1e-4, atol=1e-4 * float(full.abs().max()))
+    assert recording[1].trees[0].grid == Grid(size[0] // 4, size[1] // 4)
+    run(model, pictures(), **SIZED[name])  # and back again
+
+
+def test_patching_twice_equals_once(name: str) -> None:
+    model, pixels = made(name), pictures(size_of(name), size_of(name))
+    full = run(model, pixels)
+    once = run(patch(model, rule=COARSE, layers="last-2"), pixels)
+    patch(model, rule=EXACT, layers="all")
+    twice = run(patch(model, rule=COARSE, layers="last-2"), pixels)
+    assert torch.equal(once, twice)
+    assert len(screens_in(model)) == 2
+    assert torch.equal(run(unpatch(unpatch(model)), pixels), full)
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
+def test_copies_and_pickles_are_patched_on_their_own(
+    name: str, duplicate: Callable[[nn.Module], nn.Module]
+) -> None:
+    model, pixels = made(name), pictures(size_of(name), size_of(name))
+    full = run(model, pixels)
+    patch(model, rule=COARSE, layers="last-2")
+    screened = run(model, pixels)
+    other = duplicate(model)
+    assert torch.equal(run(other, pixels), screened)
+    assert torch.equal(run(unpatch(other), pixels), full)
+    assert torch.equal(run(model, pixels), screened)
+    assert torch.equal(run(unpatch(model), pixels), full)
+
+
+@pytest.mark.parametrize("name", ["vit", "hf-vit"])
+def test_a_pickle_runs_in_another_process(name: str, tmp_path: Path) -> None:
+    model, pixels = made(name), pictures()
+    screened = run(patch(model, rule=COARSE, layers="last-2"), pixels)
+    file = tmp_path / "model.pickle"
+    file.write_bytes(pickle.dumps((model, pixels, screened)))
+    code = (
+        "import pickle, sys, torch\n"
+        "from bmfa.models.packages import cure_torchvision\n"
+        "cure_torchvision()\n"
+        "model, pixels, screened = pickle.load(open(sys.argv[1], 'rb'))\n"
+        "output = model(pixels)\n"
+        "output = getattr(output, 'logits', output)\n"
+        "torch.testing.assert_close(output, screened)\n"
+    )
+    subprocess.run([sys.executable, "-c", code, str(file)], check=True, timeout=120)
+
+
+def test_only_queries_keys_and_values_are_replaced() -> None:
+    model, pixels = made("vit"), pictures()
+    seen: list[Tensor] = []
+    model.blocks[2].attn.proj.register_forward_hook(lambda m, x, y: seen.append(x[0]))
+    inputs: list[Tensor] = []
+    model.blocks[2].attn.qkv.register_forward_hook(lambda m, x, y: inputs.append(y))
+    rule = rules.Optimal(0.01)
+    run(patch(model, rule=rule, layers=[2]), pixels)
+    q, k, v = inputs[0].view(2, 65, 3, 3, 8).permute(2, 0, 3, 1, 4)
+    expected = screened_attention(q, k, v, grid=Grid(8, 8), prefix=1, rule=rule).output
+    torch.testing.assert_close(seen[0], expected.transpose(1, 2).reshape(2, 65, 24))
+
+
+def test_a_host_that_spells_its_softmax_out_is_served_too() -> None:
+    model, pixels = made("vit"), pictures()
+    for block in model.blocks:
+        block.attn.fused_attn = False
+    full = run(model, pixels)
+    patch(model, rule=EXACT, layers="all")
+    torch.testing.assert_close(run(model, pixels), full, rtol=1e-4, atol=1e-4)
+    unpatch(model)
+    assert not any(block.attn.fused_attn for block in model.blocks)
+    assert torch.equal(run(model, pixels), full)
+
+
+@pytest.mark.parametrize("kind", ["CLIP", "Siglip"])
+def test_the_text_tower_is_left_alone(kind: str) -> None:
+    model = clip_model(kind).eval()
+    patch(model, rule=COARSE, layers="all")
+    assert len(screens_in(model)) == 3
+    assert len(screens_in(model.vision_model)) == 3
+    inputs = {"input_ids": torch.ones(2, 8, dtype=torch.long), "pixel_values": pictures()}
+    coarse = model(**inputs)
+    exact = unpatch(model)(**inputs)
+    assert torch.equal(coarse.text_embeds, exact.text_embeds)
+    assert not torch.equal(coarse.image_embeds, exact.image_embeds)
+
+
+def test_gradients_flow_through_the_trees() -> None:
+    model = patch(made("vit"), rule=rules.Optimal(0.01), layers="all").train()
+    model(pictures()).sum().backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
+
+
+def test_a_wrapped_model_is_found() -> None:
+    wrapped = nn.Sequential(nn.Identity(), made("vit"))
+    full = run(wrapped, pictures())
+    assert not torch.equal(run(patch(wrapped, rule=COARSE, layers="all"), pictures()), full)
+    assert torch.equal(run(unpatch(wrapped), pictures()), full)
+    with pytest.raises(ValueError, match="2 vision towers"):
+        patch(nn.ModuleList([made("vit"), made("hf-vit")]))
+
+
+@pytest.mark.parametrize(
+    ("model", "culprit", "reason"),
+    [
+        (
+            lambda: timm_model("swin_tiny_patch4_window7_224"),
+            "timm.models.swin_transformer.WindowAttention",
+            "windows",
+        ),
+        (
+            lambda: timm_model("beit_base_patch16_224", depth=1),
+            "timm.models.beit.Attention",
+            "relative position bias",
+        ),
+        (
+            lambda: hf_model("BeitConfig", "BeitModel"),
+            "Beit",
+            "relative position bias",
+        ),
+        (
+            lambda: hf_model("SwinConfig", "SwinModel", depths=[1], num_heads=[2], embed_dim=8),
+            "Swin",
+            "windows",
+        ),
+        (
+            lambda: nn.TransformerEncoderLayer(8, 2),
+            "torch.nn.modules.activation.MultiheadAttention",
+            "not known",
+        ),
+        (lambda: nn.Linear(2, 2), "torch.nn.modules.linear.Linear", "not known"),
+    ],
+)
+def test_what_cannot_be_served_is_refused(
+    model: Callable[[], nn.Module], culprit: str, reason: str
+) -> None:
+    with pytest.raises(TypeError, match=reason) as caught:
+        patch(model(), rule=COARSE)
+    assert culprit in str(caught.value)
+    assert "timm VisionTransformer" in str(caught.value)
+
+
+def test_parallel_blocks_and_an_unknown_attention_are_refused() -> None:
+    parallel = timm_model(
+        "vit_tiny_patch16_224",
+        **VIT,
+        block_fn=load_package("timm.models.vision_transformer").ParallelScalingBlock,
+    )
+    with pytest.raises(TypeError, match="ParallelScalingBlock.*no module of its own"):
+        patch(parallel)
+    model = made("vit")
+    model.blocks[1].attn.__class__ = type("OwnAttention", (type(model.blocks[1].attn),), {})
+    with pytest.raises(TypeError, match="OwnAttention"):
+        patch(model)
+    with pytest.raises(TypeError, match="pass the torch.nn.Module"):
+        patch("vit")
+
+
+def test_layers() -> None:
+    assert layer_indices("all", 3) == (0, 1, 2)
+    assert layer_indices("last-2", 12) == (10, 11)
+    assert layer_indices([5, 1, 5], 12) == (1, 5)
+    for bad in ("last-13", "last-0", "first-2", "", []):
+        with pytest.raises(ValueError, match="layers is"):
+            layer_indices(bad, 12)
+    with pytest.raises(ValueError, match="from 0 to 11"):
+        layer_indices([12], 12)
+
+
+def test_options_are_checked_before_anything_is_changed() -> None:
+    model = made("vit")
+    for options, text in (
+        ({"rule": "gamma:x"}, "gamma:x"),
+        ({"rule": COARSE, "error": 0.1}, "rule and error"),
+        ({"backend": "magic"}, "magic"),
+        ({"max_depth": -1}, "max_depth"),
+        ({"fallback": -1.0}, "fallback"),
+        ({"layers": "last-9"}, "last-9"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            patch(model, **options)
+    with pytest.raises(TypeError, match="pass one of bmfa.rules"):
+        patch(model, rule=3)
+    assert not screens_in(model)
+    patch(model, leaves=0.25, layers="all", fallback=0.01)
+    with record(model) as recording:
+        run(model, pictures())
+    assert recording.leaf_ratio <= 0.25
+    assert any(stats.fallback for stats in recording[0].stats)
+
+
+def test_what_a_screened_layer_cannot_do_it_says() -> None:
+    model = patch(timm_model("vit_tiny_patch16_224", **VIT, attn_drop_rate=0.1), layers="all")
+    with pytest.raises(ValueError, match=r"dropout of 0.1.*model.eval"):
+        model.train()(pictures())
+    run(model.eval(), pictures())
+    with pytest.raises(ValueError, match="drops or merges tokens"):
+        model.blocks(torch.randn(2, 30, 24))
+    patch(model, layers="all")
+    with pytest.raises(RuntimeError, match="call the model itself"):
+        model.blocks(torch.randn(2, 65, 24))
+
+
+def test_masks_of_padding_are_kept_and_others_refused() -> None:
+    model = patch(made("vit"), rule=EXACT, layers=[0])
+    run(model, pictures())
+    attention, tokens = model.blocks[0].attn, torch.randn(2, 65, 24)
+    mask = torch.ones(2, 1, 1, 65, dtype=torch.bool)
+    mask[1, ..., 40:] = False
+    additive = torch.zeros(mask.shape).masked_fill(~mask, -torch.inf)
+    with torch.no_grad():
+        screened = attention(tokens, attn_mask=mask)
+        added = attention(tokens, attn_mask=additive)
+        with pytest.raises(ValueError, match="padding mask"):
+            attention(tokens, attn_mask=torch.ones(65, 65, dtype=torch.bool).tril()[None, None])
+        with pytest.raises(ValueError, match="padding mask"):
+            attention(tokens, attn_mask=torch.randn(2, 1, 1, 65))
+        with pytest.raises(ValueError, match="causal"):
+            attention(tokens, is_causal=True)
+        unpatch(model)
+        expected = attention(tokens, attn_mask=mask)
+    torch.testing.assert_close(screened, expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(added, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_records_hold_trees_errors_and_attention() -> None:
+    model, pixels = made("registers"), pictures()
+    with pytest.raises(ValueError, match="not patched"), record(model):
+        pass
+    patch(model, rule=rules.Optimal(0.005), layers="last-2")
+    with record(model, attention=True) as recording:
+        run(model, pixels)
+        run(model, pixels)
+    layer = recording[2]
+    assert len(layer.trees) == len(layer.errors) == len(layer.attention) == 2
+    assert layer.errors[0].shape == layer.leaf_ratios[0].shape == (2, 3, 69)
+    for weights in (layer.attention[0], layer.full_attention[0]):
+        torch.testing.assert_close(weights.sum(-1), torch.ones(2, 3, 69))
+    spatial, coarse = (w[..., 5:] for w in (layer.full_attention[0], layer.attention[0]))
+    p, q = (w / w.sum(-1, keepdim=True) for w in (spatial, coarse))
+    torch.testing.assert_close((q * (q / p).log()).sum(-1), layer.errors[0], rtol=1e-2, atol=1e-5)
+    ratios = torch.cat([r for index in (1, 2) for r in recording[index].leaf_ratios])
+    assert recording.leaf_ratio == pytest.approx(float(ratios.mean()))
+    with pytest.raises(KeyError, match="recorded are 1, 2"):
+        recording[0]
+    run(model, pixels)
+    assert len(layer.trees) == 2
+
+
+def test_coins_differ_between_layers() -> None:
+    model = patch(made("vit"), rule="random-quadrants:0.5", layers="all")
+    with record(model) as recording:
+        run(model, pictures())
+    first, second = (recording[index].trees[0].split for index in (0, 1))
+    assert not torch.equal(first, second)
+
+
+def test_torchvision_is_cured_only_where_torch_has_no_cuda() -> None:
+    assert load_package("torchvision").__version__
+    with pytest.raises(ModuleNotFoundError, match=r"pip install 'bmfa\[models\]'"):
+        load_package("no_such_package")
+
+
+def save_safetensors(model: nn.Module, path: Path) -> Path:
+    state = {key: value.contiguous() for key, value in model.state_dict().items()}
+    load_package("safetensors.torch").save_file(state, path)
+    return path
+
+
+def test_timm_weights_from_files(tmp_path: Path) -> None:
+    source = load_package("timm").create_model("deit_tiny_patch16_224")
+    file = save_safetensors(source.half(), tmp_path / "half.safetensors")
+    loaded = load_model("timm:deit_tiny_patch16_224", file)
+    assert loaded.preprocess == Preprocessing((224, 224), 0.9)
+    assert loaded.classes is not None and loaded.classes[1].startswith("goldfish")
+    assert not loaded.model.training
+    assert torch.equal(loaded.model.pos_embed, source.pos_embed.float())
+    torch.save({"model": source.state_dict()}, tmp_path / "checkpoint.pth")
+    again = load_model(
+        "timm:deit_tiny_patch16_224", tmp_path / "checkpoint.pth", crop_pct=0.875, img_size=64
+    )
+    assert again.preprocess.crop_pct == 0.875
+    assert again.logits(pictures(64, 64)).shape == (2, 1000)
+
+
+def test_weights_that_do_not_fit_are_named(tmp_path: Path) -> None:
+    source = load_package("timm").create_model("deit_tiny_patch16_224", depth=1)
+    name = "timm:deit_tiny_patch16_224"
+    short = save_safetensors(source, tmp_path / "short.safetensors")
+    with pytest.raises(ValueError, match=r"missing, first blocks\.1\.norm1\.weight; none unexp"):
+        load_model(name, short)
+    torch.save({"head.weight": torch.ones(2)}, tmp_path / "head.pt")
+    with pytest.raises(ValueError, match="missing, first cls_token"):
+        load_model(name, tmp_path / "head.pt")
+    torch.save(source, tmp_path / "model.pt")
+    with pytest.raises(ValueError, match="refused"):
+        load_model(name, tmp_path / "model.pt")
+    (tmp_path / "torn.safetensors").write_bytes(short.read_bytes()[:100])
+    with pytest.raises(ValueError, match="no readable safetensors"):
+        load_model(name, tmp_path / "torn.safetensors")
+    (tmp_path / "text.pth").write_text("weights")
+    with pytest.raises(ValueError, match=r"text\.pth"):
+        load_model(name, tmp_path / "text.pth")
+    with pytest.raises(FileNotFoundError, match=r"nowhere\.pth"):
+        load_model(name, tmp_path / "nowhere.pth")
+
+
+def test_transformers_folders(tmp_path: Path) -> None:
+    model = made("hf-deit")
+    model.save_pretrained(tmp_path)
+    settings = {
+        "size": {"shortest_edge": 40},
+        "do_center_crop": True,
+        "crop_size": {"height": 32, "width": 32},
+        "resample": 2,
+        "image_mean": [0.5, 0.5, 0.5],
+        "image_std": [0.5, 0.5, 0.5],
+    }
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(settings))
+    for name in (f"hf:{tmp_path}", str(tmp_path)):
+        loaded = load_model(name)
+        assert torch.equal(loaded.logits(pictures()), run(model, pictures()))
+    half = (0.5, 0.5, 0.5)
+    assert loaded.preprocess == Preprocessing((32, 32), 0.8, "bilinear", half, half)
+    assert loaded.classes == ("LABEL_0", "LABEL_1")
+    weights = save_safetensors(made("hf-deit", seed=3), tmp_path / "other.safetensors")
+    assert not torch.equal(load_model(name, weights).logits(pictures()), run(model, pictures()))
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(FileNotFoundError, match="has no config.json"):
+        load_model(f"hf:{tmp_path / 'empty'}")
+
+
+def test_without_a_network_the_error_says_what_to_download(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(hub, "reachable", lambda: False)
+    monkeypatch.setattr(load_package("huggingface_hub.constants"), "HF_HUB_CACHE", str(tmp_path))
+    url = "https://huggingface.co/timm/deit_tiny_patch16_224.fb_in1k/resolve/main/model.safetensors"
+    with pytest.raises(FileNotFoundError) as caught:
+        load_model("timm:deit_tiny_patch16_224")
+    assert url in str(caught.value) and "weights='PATH/model.safetensors'" in str(caught.value)
+    with pytest.raises(FileNotFoundError, match="config.json, preprocessor_config.json and model"):
+        load_model("hf:facebook/deit-tiny-patch16-224")
+    with pytest.raises(ValueError, match="timm has no model 'nothing'"):
+        load_model("timm:nothing")
+    with pytest.raises(ValueError, match="pass embedded, timm:NAME"):
+        load_model("resnet")
+
+
+@pytest.mark.parametrize("size", [(300, 200), (200, 300), (256, 256), (57, 91)])
+@pytest.mark.parametrize("crop_pct", [0.875, 0.9, 1.0])
+def test_preprocessing_is_timms(size: tuple[int, int], crop_pct: float) -> None:
+    timm_data = load_package("timm.data")
+    pixels = np.random.default_rng(0).integers(0, 256, (*size, 3), dtype=np.uint8)
+    image = load_package("PIL.Image").fromarray(pixels)
+    transform = timm_data.create_transform((3, 64, 64), interpolation="bicubic", crop_pct=crop_pct)
+    mine = Preprocessing((64, 64), crop_pct)(pixels)
+    torch.testing.assert_close(mine, transform(image), rtol=0, atol=1e-6)
+
+
+def test_preprocessing_of_other_shapes() -> None:
+    pixels = np.zeros((50, 200, 3), np.uint8)
+    assert Preprocessing((32, 48), 0.9)(pixels).shape == (3, 32, 48)
+    assert Preprocessing((32, 48), squash=True)(pixels).shape == (3, 32, 48)
+    settings = {"size": {"height": 24, "width": 24}, "do_resize": True}
+    assert Preprocessing.of_transformers(settings).squash
+    with pytest.raises(ValueError, match="crop_pct"):
+        Preprocessing(crop_pct=1.5)
+    with pytest.raises(ValueError, match="bicubic"):
+        Preprocessing(interpolation="cubic")
