@@ -5,7 +5,7 @@ import json
 import pickle
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -19,8 +19,7 @@ if find_spec("timm") is None or find_spec("transformers") is None:
     pytest.skip("needs timm and transformers: pip install 'bmfa[models]'", allow_module_level=True)
 
 from bmfa import Grid, rules, screened_attention
-from bmfa.models import Preprocessing, hub, load_model, patch, record, unpatch
-from bmfa.models.embedded import EmbeddedViT
+from bmfa.models import Preprocessing, embedded, hub, load_model, patch, record, unpatch
 from bmfa.models.hosts import find_host
 from bmfa.models.packages import load_package
 from bmfa.models.patching import layer_indices
@@ -40,6 +39,15 @@ HF = {
 }
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread() -> Iterator[None]:
+    """Small tensors: threads that wait for each other take longer than one."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 def timm_model(name: str, **options: Any) -> nn.Module:
     """A small timm model with random weights."""
     model: nn.Module = load_package("timm").create_model(name, num_classes=5, **options)
@@ -51,6 +59,14 @@ def hf_model(config: str, model: str, **options: Any) -> nn.Module:
     transformers = load_package("transformers")
     made: nn.Module = getattr(transformers, model)(getattr(transformers, config)(**HF | options))
     return made
+
+
+def hf_swin() -> nn.Module:
+    """A model with windows."""
+    transformers = load_package("transformers")
+    config = transformers.SwinConfig(image_size=32, embed_dim=8, depths=[1], num_heads=[2])
+    model: nn.Module = transformers.SwinModel(config)
+    return model
 
 
 def clip_model(kind: str) -> nn.Module:
@@ -115,7 +131,7 @@ TRANSFORMERS: dict[str, tuple[int, Callable[[], nn.Module]]] = {
     "hf-clip": (1, lambda: hf_model("CLIPVisionConfig", "CLIPVisionModel")),
     "hf-siglip": (0, lambda: hf_model("SiglipVisionConfig", "SiglipVisionModel")),
 }
-MODELS = TIMM | TRANSFORMERS | {"embedded": (1, EmbeddedViT)}
+MODELS = TIMM | TRANSFORMERS | {"embedded": (1, embedded.EmbeddedViT)}
 # How each host is asked to take pictures of another size than it was built for.
 SIZED = {name: {} for name in TIMM} | {
     "hf-vit": {"interpolate_pos_encoding": True},
@@ -231,20 +247,20 @@ def test_copies_and_pickles_are_patched_on_their_own(
     assert torch.equal(run(unpatch(model), pixels), full)
 
 
-@pytest.mark.parametrize("name", ["vit", "hf-vit"])
-def test_a_pickle_runs_in_another_process(name: str, tmp_path: Path) -> None:
-    model, pixels = made(name), pictures()
-    screened = run(patch(model, rule=COARSE, layers="last-2"), pixels)
-    file = tmp_path / "model.pickle"
-    file.write_bytes(pickle.dumps((model, pixels, screened)))
+def test_a_pickle_runs_in_another_process(tmp_path: Path) -> None:
+    cases = []
+    for name in ("vit", "hf-vit"):
+        model = patch(made(name), rule=COARSE, layers="last-2")
+        cases.append((model, pictures(), run(model, pictures())))
+    file = tmp_path / "models.pickle"
+    file.write_bytes(pickle.dumps(cases))
     code = (
         "import pickle, sys, torch\n"
         "from bmfa.models.packages import cure_torchvision\n"
         "cure_torchvision()\n"
-        "model, pixels, screened = pickle.load(open(sys.argv[1], 'rb'))\n"
-        "output = model(pixels)\n"
-        "output = getattr(output, 'logits', output)\n"
-        "torch.testing.assert_close(output, screened)\n"
+        "for model, pixels, screened in pickle.load(open(sys.argv[1], 'rb')):\n"
+        "    output = model(pixels)\n"
+        "    torch.testing.assert_close(getattr(output, 'logits', output), screened)\n"
     )
     subprocess.run([sys.executable, "-c", code, str(file)], check=True, timeout=120)
 
@@ -321,7 +337,7 @@ def test_a_wrapped_model_is_found() -> None:
             "relative position bias",
         ),
         (
-            lambda: hf_model("SwinConfig", "SwinModel", depths=[1], num_heads=[2], embed_dim=8),
+            hf_swin,
             "Swin",
             "windows",
         ),
@@ -348,13 +364,13 @@ def test_parallel_blocks_and_an_unknown_attention_are_refused() -> None:
         **VIT,
         block_fn=load_package("timm.models.vision_transformer").ParallelScalingBlock,
     )
-    with pytest.raises(TypeError, match="ParallelScalingBlock.*no module of its own"):
+    with pytest.raises(TypeError, match=r"ParallelScalingBlock.*no module of its own"):
         patch(parallel)
     model = made("vit")
     model.blocks[1].attn.__class__ = type("OwnAttention", (type(model.blocks[1].attn),), {})
     with pytest.raises(TypeError, match="OwnAttention"):
         patch(model)
-    with pytest.raises(TypeError, match="pass the torch.nn.Module"):
+    with pytest.raises(TypeError, match=r"pass the torch\.nn\.Module"):
         patch("vit")
 
 
@@ -381,7 +397,7 @@ def test_options_are_checked_before_anything_is_changed() -> None:
     ):
         with pytest.raises(ValueError, match=text):
             patch(model, **options)
-    with pytest.raises(TypeError, match="pass one of bmfa.rules"):
+    with pytest.raises(TypeError, match=r"pass one of bmfa\.rules"):
         patch(model, rule=3)
     assert not screens_in(model)
     patch(model, leaves=0.25, layers="all", fallback=0.01)
@@ -527,9 +543,23 @@ def test_transformers_folders(tmp_path: Path) -> None:
     assert loaded.classes == ("LABEL_0", "LABEL_1")
     weights = save_safetensors(made("hf-deit", seed=3), tmp_path / "other.safetensors")
     assert not torch.equal(load_model(name, weights).logits(pictures()), run(model, pictures()))
+    larger = load_model(name, img_size=(40, 24))
+    assert larger.preprocess.size == (40, 24)
+    assert larger.logits(pictures(40, 24)).shape == (2, 2)
     (tmp_path / "empty").mkdir()
-    with pytest.raises(FileNotFoundError, match="has no config.json"):
+    with pytest.raises(FileNotFoundError, match=r"has no config\.json"):
         load_model(f"hf:{tmp_path / 'empty'}")
+    with pytest.raises(FileNotFoundError, match=r"has no config\.json"):
+        load_model(f"hf:{tmp_path / 'nowhere'}")
+
+
+@pytest.mark.skipif(not embedded.WEIGHTS.is_file(), reason="the embedded weights are not built")
+def test_the_embedded_model_is_loaded_by_name() -> None:
+    loaded = load_model("embedded")
+    pixels = np.random.default_rng(0).integers(0, 256, (1, 112, 112, 3), dtype=np.uint8)
+    expected = embedded.preprocess(pixels)
+    torch.testing.assert_close(loaded.preprocess(pixels[0])[None], expected)
+    assert loaded.logits(expected).shape == (1, 10)
 
 
 def test_without_a_network_the_error_says_what_to_download(
@@ -541,7 +571,7 @@ def test_without_a_network_the_error_says_what_to_download(
     with pytest.raises(FileNotFoundError) as caught:
         load_model("timm:deit_tiny_patch16_224")
     assert url in str(caught.value) and "weights='PATH/model.safetensors'" in str(caught.value)
-    with pytest.raises(FileNotFoundError, match="config.json, preprocessor_config.json and model"):
+    with pytest.raises(FileNotFoundError, match="from https://huggingface"):
         load_model("hf:facebook/deit-tiny-patch16-224")
     with pytest.raises(ValueError, match="timm has no model 'nothing'"):
         load_model("timm:nothing")

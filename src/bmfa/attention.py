@@ -8,9 +8,9 @@ from torch import Tensor
 
 from bmfa.certificates import exact_error, key_certificate
 from bmfa.checks import check_floating, check_integer, check_number, check_tau, check_valid
-from bmfa.grid import Grid
+from bmfa.grid import Grid, check_grid
 from bmfa.rules import Optimal, RandomQuadrants, Rule
-from bmfa.screening import check_finite_keys, check_queries, screen_keys
+from bmfa.screening import check_finite_products, check_queries, screen_keys
 from bmfa.tree import Tree
 
 BACKENDS = ("auto", "eager", "reference")
@@ -153,26 +153,26 @@ class _Call:
         valid: Tensor | None,
         order: str,
     ) -> None:
-        if not isinstance(grid, Grid):
-            raise TypeError(f"grid is {grid!r}; pass bmfa.Grid(height, width)")
-        self.grid = grid
+        self.grid = check_grid(grid)
         self.prefix = check_integer("prefix", prefix, low=0)
         self.tau = check_tau(tau)
         check_floating("v", v)
         _check_tokens(q, k, v, grid, prefix)
         self.scale = check_queries(q, k[:, :, prefix:], grid, scale)
-        check_finite_keys(q, k)
         if order not in ("raster", "z"):
             raise ValueError(f"order is {order!r}; pass 'raster' or 'z'")
         self.shape = q.shape[:3]
         working = torch.float64 if q.dtype == torch.float64 else torch.float32
-        self.valid = _spatial_mask(valid, q.shape[0], grid.size)  # (B or 1, 1, N)
         place = grid.z_rank.to(q.device) if order == "z" else None
-        if place is not None and self.valid is not None:
-            self.valid = self.valid[..., place]
-        self.q = q.to(working).flatten(0, 1).contiguous()  # (G, Q, d)
-        self.k = _raster(k, prefix, place).to(working).flatten(0, 1).contiguous()
-        self.v = _raster(v, prefix, place).to(working).flatten(0, 1).contiguous()
+        self.valid = _spatial_mask(valid, q.shape[0], grid.size)  # (B or 1, 1, N)
+        exists = None
+        if self.valid is not None:
+            self.valid = self.valid if place is None else self.valid[..., place]
+            before = self.valid.new_ones(*self.valid.shape[:2], prefix)
+            exists = torch.cat((before, self.valid), -1).unsqueeze(-1)
+        k, v = (_raster(tokens, prefix, place, exists) for tokens in (k, v))
+        check_finite_products(q, (q * self.scale).to(working), k.to(working))
+        self.q, self.k, self.v = (x.to(working).flatten(0, 1).contiguous() for x in (q, k, v))
 
     def eager(self, rule: Rule, max_depth: int | None, form: str) -> tuple[Tensor, Tree]:
         """Trees from mean keys or streamed scores, then attention over their leaves."""
@@ -218,14 +218,9 @@ class _Call:
             form=form,
         )
         boxes = [tree.leaves for heads in trees for queries in heads for tree in queries]
-        if masks is not None:
-            masks = (
-                masks.T
-                if len(masks) == 1
-                else masks.T.repeat_interleave(len(boxes) // len(masks), 1)
-            )
+        columns = None if masks is None else masks.T
         layout = rule.layout(self.grid)
-        tree = Tree.from_boxes(layout, boxes, self.shape, self.tau, str(rule), masks)
+        tree = Tree.from_boxes(layout, boxes, self.shape, self.tau, str(rule), columns)
         return torch.from_numpy(output).to(self.q), tree.to(self.q.device)
 
     def certificate(self, rule: Rule, tree: Tree) -> Tensor:
@@ -305,7 +300,8 @@ def _coins(rule: Rule, shape: torch.Size, grid: Grid) -> Any:
     return rule.coins(shape.numel(), quadrants).view(*shape, quadrants).numpy()
 
 
-def _raster(tokens: Tensor, prefix: int, place: Tensor | None) -> Tensor:
-    if place is None:
-        return tokens
-    return torch.cat((tokens[:, :, :prefix], tokens[:, :, prefix:][:, :, place]), 2)
+def _raster(tokens: Tensor, prefix: int, place: Tensor | None, exists: Tensor | None) -> Tensor:
+    """Tokens in raster order, 0 where they do not exist and may hold anything."""
+    if place is not None:
+        tokens = torch.cat((tokens[:, :, :prefix], tokens[:, :, prefix:][:, :, place]), 2)
+    return tokens if exists is None else tokens.where(exists, 0.0)

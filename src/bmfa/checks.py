@@ -22,7 +22,10 @@ def check_number(
     bounds = f"{'(' if open_low else '['}{low:g}, {high:g}{']' if math.isfinite(high) else ')'}"
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"{name} is {value!r}; pass a real number in {bounds}")
-    number = float(value)
+    try:
+        number = float(value)
+    except OverflowError:
+        raise ValueError(f"{name} is beyond all floats; pass a finite number in {bounds}") from None
     inside = low < number <= high if open_low else low <= number <= high
     if not math.isfinite(number) or not inside:
         raise ValueError(f"{name} is {number!r}; pass a finite number in {bounds}")
@@ -36,6 +39,13 @@ def check_integer(name: str, value: object, *, low: int, high: int | None = None
         raise TypeError(f"{name} is {value!r}; pass an integer {bounds}")
     if value < low or (high is not None and value > high):
         raise ValueError(f"{name} is {value}; pass an integer {bounds}")
+    return value
+
+
+def check_flag(name: str, value: object) -> bool:
+    """True or False."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} is {value!r}; pass True or False")
     return value
 
 

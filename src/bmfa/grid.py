@@ -54,6 +54,13 @@ class Grid:
         return (starts.cumsum(0) - 1)[layout.z_rank]
 
 
+def check_grid(grid: object) -> Grid:
+    """The grid, if it is one."""
+    if not isinstance(grid, Grid):
+        raise TypeError(f"grid is {grid!r}; pass bmfa.Grid(height, width)")
+    return grid
+
+
 @dataclass(frozen=True, eq=False)
 class Level:
     """The blocks of one depth with more than one token, and the single tokens that end there.

@@ -20,6 +20,7 @@ class KeyLevels:
     layout: Layout
     rows: tuple[Tensor, ...]
     tokens: Tensor  # (N, G, d)
+    longest: Tensor  # (G,) the norm of the longest key
 
     @classmethod
     def of(cls, layout: Layout, keys: Tensor, valid: Tensor | None) -> "KeyLevels":
@@ -38,7 +39,8 @@ class KeyLevels:
             ends = tokens[level.tokens]
             blocks = means[depth].view(level.size, heads, width) if level.size else ends[:0]
             rows.append(torch.cat((blocks, ends)))
-        return cls(layout, tuple(rows), tokens)
+        longest = torch.linalg.vector_norm(tokens, dim=-1).amax(0)
+        return cls(layout, tuple(rows), tokens, longest)
 
 
 class KeyPyramid(Pyramid):
@@ -52,6 +54,12 @@ class KeyPyramid(Pyramid):
         self.keys = keys
         self.heads = heads
         self.queries = queries
+
+    def magnitude(self) -> Tensor:
+        """(B,) |q| max |k|: no score is larger."""
+        longest = self.keys.longest[self.heads].unsqueeze(1)
+        bound: Tensor = torch.linalg.vector_norm(self.queries, dim=-1) * longest
+        return bound.flatten()
 
     def rows(self, depth: int) -> Tensor:
         """(r, B) means of the blocks and tokens of the level at `depth`."""
@@ -76,7 +84,8 @@ class KeyPyramid(Pyramid):
         keys = self.keys.rows[depth + 1][:, self.heads][children, head.unsqueeze(1)]  # (P, k, d)
         means = torch.einsum("pkd,pd->pk", keys, self.queries[head, query]).unsqueeze(-1)
         weights = self.counts.weights[depth][block]  # (P, k, 1)
-        step = child_step(means, weights, None, exact=depth + 1 == self.depth)
+        magnitude = None if depth + 1 == self.depth else self.magnitude()[column].unsqueeze(-1)
+        step = child_step(means, weights, None, magnitude)
         gamma = child_lift(step.offset, weights, self.tau).log1p() * self.tau - step.shift
         result = torch.zeros_like(reached)
         result[block, column] = settle(gamma, step.shift).squeeze(-1) > epsilon

@@ -76,11 +76,13 @@ class Step:
     shift: Tensor  # (n, B)
 
 
-def child_step(children: Tensor, weights: Tensor, empty: Tensor | None, exact: bool) -> Step:
+def child_step(
+    children: Tensor, weights: Tensor, empty: Tensor | None, magnitude: Tensor | None
+) -> Step:
     """The step from child means (n, k, B) to their parents.
 
-    Unless the child means are `exact`, a spread within the rounding of their own computation is no
-    spread: those offsets count as 0.
+    A spread within the rounding of scores of that (B,) magnitude is no spread: those offsets count
+    as 0. Tokens are exact, and come without one.
     """
     if empty is None:
         largest = children.detach().amax(1)
@@ -92,8 +94,8 @@ def child_step(children: Tensor, weights: Tensor, empty: Tensor | None, exact: b
         offset = (children - largest.unsqueeze(1)).masked_fill(empty, 0.0)
     shift = weighted_sum(weights, offset)
     mean = largest + shift
-    if not exact:
-        flat = shift.abs() <= largest.abs() * (ROUNDINGS * machine_epsilon(shift))
+    if magnitude is not None:
+        flat = shift.abs() <= magnitude * (ROUNDINGS * machine_epsilon(shift))
         if bool(flat.any()):
             offset = offset.masked_fill(flat.unsqueeze(1), 0.0)
             shift = shift.masked_fill(flat, 0.0)
@@ -140,13 +142,17 @@ class Pyramid:
         """(n, k, B) means of the children of the blocks at `depth`."""
         raise NotImplementedError
 
+    def magnitude(self) -> Tensor:
+        """(B,) a bound on the size of the scores, or so."""
+        raise NotImplementedError
+
     def step(self, depth: int) -> Step:
         """The step from the children to the blocks at `depth`."""
         if depth not in self._steps:
             empty = None if self.counts.empty is None else self.counts.empty[depth]
-            exact = depth + 1 == self.depth  # the children are tokens
             weights = self.counts.weights[depth]
-            self._steps[depth] = child_step(self.children(depth), weights, empty, exact)
+            magnitude = None if depth + 1 == self.depth else self.magnitude()
+            self._steps[depth] = child_step(self.children(depth), weights, empty, magnitude)
         return self._steps[depth]
 
     def mean(self, depth: int) -> Tensor:
@@ -222,12 +228,20 @@ class ScorePyramid(Pyramid):
         self.tokens = tokens
         self.valid = valid
         self._log_partition: Tensor | None = None
+        self._magnitude: Tensor | None = None
         self._gains: dict[int, Tensor] = {}
 
     def children(self, depth: int) -> Tensor:
         """(n, k, B) means of the children, from the level below."""
         blocks = self.tokens[:0] if depth + 1 == self.depth else self.mean(depth + 1)
         return self.layout.children(depth, blocks, self.tokens)
+
+    def magnitude(self) -> Tensor:
+        """(B,) the largest score by size."""
+        if self._magnitude is None:
+            low, high = self.tokens.detach().aminmax(dim=0)
+            self._magnitude = torch.maximum(-low, high)
+        return self._magnitude
 
     def gaps(self) -> list[Tensor]:
         """The exact G of every block, an (n, B) tensor for each level."""
@@ -251,6 +265,11 @@ class ScorePyramid(Pyramid):
             scale = self.step(depth).largest / self.tau - self.log_partition()
             self._gains[depth] = self.counts.blocks[depth] * scale.exp_() * self.excess(depth)
         return self._gains[depth]
+
+    def root_share(self) -> Tensor:
+        """(B,) share of Z that the grid's mean holds."""
+        root = (self.mean(0) / self.tau - self.log_partition()).exp_() * self.counts.blocks[0]
+        return root.sum(0)
 
     def variances(self) -> list[Tensor]:
         """The population variance of every block, an (n, B) tensor for each level."""
@@ -290,5 +309,5 @@ def pool(layout: Layout, counts: Counts, tokens: Tensor) -> list[Tensor]:
     for depth in reversed(range(len(layout.levels) - 1)):
         children = layout.children(depth, levels[-1] if levels else tokens[:0], tokens)
         empty = None if counts.empty is None else counts.empty[depth]
-        levels.append(child_step(children, counts.weights[depth], empty, exact=True).mean)
+        levels.append(child_step(children, counts.weights[depth], empty, None).mean)
     return levels[::-1]

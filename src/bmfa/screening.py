@@ -15,7 +15,7 @@ from bmfa.checks import (
     check_tau,
     check_valid,
 )
-from bmfa.grid import Grid
+from bmfa.grid import Grid, check_grid
 from bmfa.keys import KeyLevels, KeyPyramid
 from bmfa.pyramid import Counts, Pyramid, ScorePyramid
 from bmfa.rules import Context, Decision, Rule
@@ -46,6 +46,7 @@ def screen(
     aggregated by `share_by`: "max" (the conservative default), "mean" or a quantile in [0, 1]; the
     trees keep these dimensions with size 1.
     """
+    check_grid(grid)
     check_scores(scores, grid.size)
     screening = Screening(scores, grid, rule, tau, max_depth, valid, share, share_by)
     flat = scores.detach().reshape(-1, grid.size)
@@ -58,7 +59,10 @@ def screen(
             part = slice(start, min(start + step, len(flat)))
 
             def pyramid(counts: Counts, part: slice = part) -> Pyramid:
-                tokens, some = flat[part].to(screening.dtype).T, screening.columns(mask, part)
+                tokens, some = (
+                    flat[part].to(screening.dtype).T,
+                    screening.columns(mask, part, screening.members),
+                )
                 return ScorePyramid(screening.layout, counts, screening.tau, tokens, some)
 
             yield part, pyramid
@@ -85,17 +89,23 @@ def screen_keys(
     `screen` on the (..., Q, N) scores. Rules that read means alone take them from mean keys; the
     others stream the scores of a chunk of queries at a time.
     """
+    check_grid(grid)
     scale = check_queries(q, k, grid, scale)
+    valid = _mask_of_heads(valid)
     like = q[..., :1].expand(*q.shape[:-1], grid.size)
     screening = Screening(like, grid, rule, tau, max_depth, valid, share, share_by)
     heads = q.shape[:-2].numel()
     queries = q.detach().to(screening.dtype).reshape(heads, *q.shape[-2:]) * scale  # (G, Q, d)
     keys = k.detach().to(screening.dtype).reshape(heads, *k.shape[-2:])  # (G, N, d)
-    check_finite_keys(q, k)
-    if rule.needs == "nothing":
-        return screening.run(iter(()))
     mask = screening.valid
-    per_head = mask if mask is None or mask.shape[1] == 1 else mask[:, :: queries.shape[1]]
+    per_head = mask
+    if mask is not None:
+        if mask.shape[1] > 1:
+            per_head = mask.repeat_interleave(heads // mask.shape[1], dim=1)
+        keys = keys.where(per_head.T.unsqueeze(-1), 0.0)  # type: ignore[union-attr]
+    check_finite_products(q, queries, keys)
+    if rule.needs == "nothing" or screening.trees == 0:
+        return screening.run(iter(()))
     levels = KeyLevels.of(screening.layout, keys, per_head)
 
     def chunks() -> Iterator[Chunk]:
@@ -110,7 +120,7 @@ def screen_keys(
                 made = KeyPyramid(levels, heads, queries[heads, some], counts, screening.tau)
                 if rule.needs == "means":
                     return made
-                return made.tokens(screening.columns(mask, part))
+                return made.tokens(screening.columns(mask, part, screening.members))
 
             yield part, pyramid
 
@@ -158,11 +168,29 @@ def check_queries(q: Tensor, k: Tensor, grid: Grid, scale: float | None) -> floa
     return check_number("scale", scale)
 
 
-def check_finite_keys(q: Tensor, k: Tensor) -> None:
-    """Raise where a query or a key is not finite."""
-    for name, tensor in (("queries", q), ("keys", k)):
+def check_finite_products(q: Tensor, queries: Tensor, keys: Tensor) -> None:
+    """Raise where a query or a valid key is not finite, or their products may overflow."""
+    for name, tensor in (("queries", q), ("keys", keys)):
         if not sums_finite(tensor):
             check_finite(name, tensor)
+    if queries.numel() and keys.numel():
+        largest = queries.abs().amax().double() * keys.abs().amax().double() * keys.shape[-1]
+        if not bool(largest < torch.finfo(queries.dtype).max):
+            raise ValueError(
+                f"scores of up to {largest:.3g} overflow {queries.dtype}; pass float64, or smaller "
+                "queries and keys"
+            )
+
+
+def _mask_of_heads(valid: Tensor | None) -> Tensor | None:
+    """The mask with one row for all queries of a head: keys exist for all of them or for none."""
+    if not isinstance(valid, Tensor) or valid.dim() < 2 or valid.shape[-2] <= 1:
+        return valid
+    if not bool((valid == valid[..., :1, :]).all()):
+        raise ValueError(
+            "valid differs between queries of a head; pass (..., 1, N), one mask for the keys"
+        )
+    return valid[..., :1, :]
 
 
 def sums_finite(tensor: Tensor) -> bool:
@@ -196,8 +224,8 @@ class Screening:
         self.dtype = torch.float64 if double else torch.float32
         self.layout = rule.layout(grid).to(scores.device)
         self.valid = _mask_columns(valid, scores.shape)
-        tokens = grid.size if self.valid is None else int(self.valid.sum(0).min())
-        rule.check(grid, tokens)
+        counted = self.valid is not None and self.valid.numel() > 0
+        rule.check(grid, int(self.valid.sum(0).min()) if counted else grid.size)  # type: ignore[union-attr]
         self.share_by = check_share_by(share_by)
         self.shape, self.groups = groups_of(self.lead, scores.dim(), share, scores.device)
         if self.groups is not None and self.valid is not None and self.valid.shape[1] > 1:
@@ -208,9 +236,12 @@ class Screening:
         if not sums_finite(scores):
             check_finite(name, scores, valid)
 
-    def columns(self, mask: Tensor | None, part: slice) -> Tensor | None:
-        """The columns of a (N, B) mask that belong to a chunk; a (N, 1) mask as it is."""
-        return mask if mask is None or mask.shape[1] == 1 else mask[:, part]
+    def columns(self, mask: Tensor | None, part: slice, trees: int) -> Tensor | None:
+        """(N, b) the masks of a part of so many trees; (N, 1) where one serves them all."""
+        if mask is None or mask.shape[1] == 1:
+            return mask
+        members = torch.arange(part.start, part.stop, device=mask.device)
+        return mask[:, members // (trees // mask.shape[1])]
 
     def run(self, chunks: Iterator[Chunk]) -> Tree:
         """Decide every tree, chunk by chunk or from aggregated scores."""
@@ -221,8 +252,13 @@ class Screening:
         if not unread and self.groups is None and not self.rule.together:
             return self._tree(self._direct(chunks))
         empty = torch.empty(0, self.trees, device=self.device)
-        context = self._context(slice(0, self.trees), self._tree_mask())
+        context = self._context(slice(0, self.trees), self._tree_mask(), self.trees)
         return self._tree(self.rule.decide(empty if unread else self._aggregate(chunks), context))
+
+    @property
+    def members(self) -> int:
+        """How many query-head pairs there are."""
+        return int(torch.Size(self.lead).numel())
 
     @property
     def trees(self) -> int:
@@ -232,7 +268,7 @@ class Screening:
     def _direct(self, chunks: Iterator[Chunk]) -> Decision:
         parts = []
         for part, pyramid in chunks:
-            context = self._context(part, self.valid)
+            context = self._context(part, self.valid, self.members)
             parts.append(self.rule.screen(pyramid(context.counts), context))
         return _joined(parts)
 
@@ -240,35 +276,49 @@ class Screening:
         """(rows, trees) node scores, aggregated over the members of each tree."""
         reducer = Reducer(self.groups, self.trees, self.share_by)
         for part, pyramid in chunks:
-            counts = self._context(part, self.valid).counts
+            counts = self._context(part, self.valid, self.members).counts
             reducer.add(part, self.rule.scores(pyramid(counts)))
         return reducer.result()
 
-    def _context(self, part: slice, mask: Tensor | None) -> Context:
-        counts = Counts.of(self.layout, self.dtype, self.columns(mask, part))
-        return Context(self.layout, counts, self.tau, part.stop - part.start, self.max_depth)
+    def _context(self, part: slice, mask: Tensor | None, trees: int) -> Context:
+        counts = Counts.of(self.layout, self.dtype, self.columns(mask, part, trees))
+        count, shared = part.stop - part.start, self.groups is not None
+        return Context(self.layout, counts, self.tau, count, self.max_depth, shared)
 
     def _tree_mask(self) -> Tensor | None:
         """The mask with one column for each tree."""
         if self.groups is None or self.valid is None or self.valid.shape[1] == 1:
             return self.valid
+        return self.valid[:, self._masks()[self._first_members()]]
+
+    def _masks(self) -> Tensor:
+        """(B,) which column of the mask serves each member of the flat batch."""
+        assert self.valid is not None
+        return torch.arange(self.members, device=self.device) // (
+            self.members // self.valid.shape[1]
+        )
+
+    def _first_members(self) -> Tensor:
+        """(trees,) the first member of each shared tree."""
+        assert self.groups is not None
         first = torch.zeros(self.trees, dtype=torch.int64, device=self.device)
-        members = torch.arange(len(self.groups), device=self.device)
-        first.scatter_(0, self.groups.flip(0), members.flip(0))
-        return self.valid[:, first]
+        members = torch.arange(self.members, device=self.device)
+        return first.scatter_(0, self.groups.flip(0), members.flip(0))
 
     def _check_shared_mask(self) -> None:
-        mask, groups = self._tree_mask(), self.groups
-        assert mask is not None and groups is not None and self.valid is not None
-        if not torch.equal(mask[:, groups], self.valid):
+        assert self.groups is not None and self.valid is not None
+        masks = self._masks()
+        first = masks[self._first_members()][self.groups]
+        pairs = torch.unique(torch.stack((first, masks), 1), dim=0)
+        if not torch.equal(self.valid[:, pairs[:, 0]], self.valid[:, pairs[:, 1]]):
             raise ValueError(
                 "valid differs between query-head pairs that share a tree; share only over "
                 "dimensions along which valid is constant"
             )
 
     def _tree(self, decision: Decision) -> Tree:
-        members = 1 if self.groups is None else len(self.groups) // max(1, self.trees)
-        context = self._context(slice(0, self.trees), None)
+        members = self.members // max(1, self.trees)
+        context = self._context(slice(0, self.trees), None, self.trees)
         tree = Tree.decided(decision, context, str(self.rule), self.shape)
         return replace(tree, valid=self._tree_mask(), members=members)
 
@@ -287,10 +337,12 @@ def _joined(parts: list[Decision]) -> Decision:
 
 
 def _mask_columns(valid: Tensor | None, shape: Sequence[int]) -> Tensor | None:
-    """The mask as (N, 1) columns where it is the same for all trees, else (N, B)."""
+    """The mask as (N, C) columns, each for the same number of consecutive members of the batch."""
     if valid is None:
         return None
     check_valid(valid, shape)
-    if valid[..., 0].numel() == 1:
-        return valid.reshape(-1, 1)
-    return valid.expand(tuple(shape)).reshape(-1, shape[-1]).T
+    full = valid.view((1,) * (len(shape) - valid.dim()) + tuple(valid.shape))
+    varying = [place for place, size in enumerate(full.shape[:-1]) if size != 1]
+    lead = tuple(shape)[: varying[-1] + 1] if varying else ()
+    rows = full.expand(*lead, *full.shape[len(lead) :]).reshape(torch.Size(lead).numel(), shape[-1])
+    return rows.T

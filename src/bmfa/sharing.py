@@ -30,7 +30,7 @@ def groups_of(
     if share is None:
         return lead, None
     shared = set()
-    for dimension in [share] if isinstance(share, int) else share:
+    for dimension in _dimensions(share):
         place = dimension + dimensions if dimension < 0 else dimension
         if not 0 <= place < len(lead):
             raise ValueError(
@@ -38,9 +38,19 @@ def groups_of(
                 f"pass dimensions from 0 to {len(lead) - 1}"
             )
         shared.add(place)
+        if lead[place] == 0:
+            raise ValueError(f"share names dimension {dimension} of size 0: nobody shares a tree")
     shape = tuple(1 if place in shared else size for place, size in enumerate(lead))
     trees = torch.arange(int(torch.Size(shape).numel()), device=device).view(shape)
     return shape, trees.expand(lead).flatten()
+
+
+def _dimensions(share: int | Sequence[int]) -> list[int]:
+    places = [share] if isinstance(share, int) else share
+    integers = isinstance(places, Sequence) and not isinstance(places, str)
+    if not integers or any(isinstance(p, bool) or not isinstance(p, int) for p in places):
+        raise TypeError(f"share is {share!r}; pass a dimension or several, as integers")
+    return list(places)
 
 
 class Reducer:

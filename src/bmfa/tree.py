@@ -32,7 +32,7 @@ class Tree:
     shape: tuple[int, ...]
     tau: float
     rule: str
-    valid: Tensor | None = None  # (N, B) or (N, 1) bool
+    valid: Tensor | None = None  # (N, C) bool, each column for B / C consecutive trees
     limited: Tensor | None = None  # (n, B) bool: blocks at max_depth that asked for a split
     max_depth: int | None = None
     labels: Tensor | None = None  # (blocks, B) int8
@@ -105,9 +105,10 @@ class Tree:
         columns = flat.flatten()
 
         def pick(tensor: Tensor | None) -> Tensor | None:
-            if tensor is None or tensor.shape[1] == 1 < self.split.shape[1]:
-                return tensor
-            return tensor.index_select(1, columns)
+            if tensor is None or tensor.shape[1] == 1:
+                return tensor if tensor is None or tensor is self.valid else tensor[:, columns]
+            repeats = max(1, self.split.shape[1] // max(1, tensor.shape[1]))
+            return tensor.index_select(1, columns // repeats)
 
         return replace(
             self,
@@ -128,11 +129,13 @@ class Tree:
         """(N, heads) or (N, 1): the mask of each head, which all its queries share."""
         if self.valid is None or self.valid.shape[1] == 1:
             return self.valid
-        return self.valid[:, :: self.valid.shape[1] // heads]
+        if self.valid.shape[1] > heads:
+            return self.valid[:, :: self.valid.shape[1] // heads]
+        return self.valid.repeat_interleave(heads // self.valid.shape[1], dim=1)
 
     @property
     def counts(self) -> Counts:
-        """Valid tokens of every block."""
+        """Valid tokens of every block, a column for each mask."""
         return Counts.of(self.layout, torch.float32, self.valid)
 
     @property
@@ -143,13 +146,17 @@ class Tree:
     @property
     def node_count(self) -> Tensor:
         """(...) nodes visited: leaves and splits."""
-        return self.leaf_count + self.split.sum(0).view(self.shape)
+        splits = self._collect(lambda part: part.split.sum(0))
+        return self.leaf_count + splits.view(self.shape)
 
     @property
     def leaf_ratio(self) -> Tensor:
         """(...) leaves as a fraction of the valid tokens."""
-        total = self.counts.total.double().expand(self.split.shape[1])
-        return self.leaf_count / total.view(self.shape)
+        if self.valid is None:
+            return self.leaf_count / self.grid.size
+        total = self.valid.sum(0)
+        repeats = self.split.shape[1] // max(1, len(total))
+        return self.leaf_count / total.repeat_interleave(repeats).view(self.shape)
 
     @property
     def leaf_index(self) -> Tensor:
@@ -175,16 +182,28 @@ class Tree:
         return self._by_leaf(lambda part: part._node_rows(part._limited_blocks()))
 
     def refines(self, other: "Tree") -> Tensor:
-        """(...) whether every leaf lies inside a leaf of the other tree."""
+        """(...) whether every leaf lies inside a leaf of the other tree; shapes broadcast."""
         if self.grid != other.grid:
             raise ValueError(f"the trees lie on {self.grid} and {other.grid}; compare on one grid")
+        try:
+            shape = torch.broadcast_shapes(self.shape, other.shape)  # type: ignore[no-untyped-call]
+        except RuntimeError:
+            raise ValueError(
+                f"the trees have shapes {self.shape} and {other.shape}; pass shapes that broadcast"
+            ) from None
+        fine, coarse = self._broadcast(shape), other._broadcast(shape)
         if self.layout is other.layout:
-            return ~(other.split & ~self.split).any(0).view(self.shape)
-        pairs = self.leaf_index.long() * (self.grid.size + 1) + other.leaf_index
-        pairs = pairs.sort(-1).values
-        if self.valid is not None:
+            return ~(coarse.split & ~fine.split).any(0).view(shape)
+        if self.valid is not None or other.valid is not None:
             raise ValueError("trees of different hierarchies are compared without valid= only")
-        return 1 + (pairs.diff(dim=-1) != 0).sum(-1) == self.leaf_count
+        pairs = fine.leaf_index.long() * self.grid.size + coarse.leaf_index
+        distinct = 1 + (pairs.sort(-1).values.diff(dim=-1) != 0).sum(-1)
+        return (distinct == fine.leaf_count).view(shape)
+
+    def _broadcast(self, shape: tuple[int, ...]) -> "Tree":
+        """The flat batch of the trees that stand at each index of a shape they broadcast to."""
+        trees = torch.arange(self.split.shape[1], device=self.device).view(self.shape)
+        return self.flat()[trees.expand(shape).flatten()]
 
     def reconstruct(self, scores: Tensor) -> Tensor:
         """(..., N) the mean score of its leaf at every token."""
@@ -192,19 +211,33 @@ class Tree:
 
     def error(self, scores: Tensor) -> Tensor:
         """(...) E = F - F~ = tau KL(q || p) of every tree on its scores, exact to rounding."""
-        return self._on_scores(scores, lambda part, pyramid: part.error_on(pyramid))
+        check_scores(scores, self.grid.size)
+        working = torch.float64 if scores.dtype == torch.float64 else torch.float32
+        exact = self._on_scores(scores.double(), lambda part, pyramid: part.error_on(pyramid))
+        return exact.to(working)
 
     def output_bound(self, scores: Tensor, values: Tensor) -> Tensor:
-        """(...) V_max sqrt(2 E / tau): how far the attention output can be from the exact one."""
-        norms = values.double().norm(dim=-1)
-        return output_bound(self.error(scores).double(), norms.amax(-1), tau=self.tau)
+        """(...) V_max sqrt(2 E / tau): how far the attention output can be from the exact one.
+
+        `values` are (..., N, d) with the leading dimensions of the trees, or, as attention has them,
+        without the last of these, over which all queries of a head share their values.
+        """
+        longest = torch.linalg.vector_norm(values.double(), dim=-1).amax(-1)
+        if values.dim() == len(self.shape) + 1:
+            longest = longest.unsqueeze(-1)
+        elif values.dim() != len(self.shape) + 2:
+            raise ValueError(
+                f"values have shape {tuple(values.shape)} and the trees {self.shape}; pass "
+                "(..., N, d) with the trees' leading dimensions, or all but the last of them"
+            )
+        return output_bound(self.error(scores).double(), longest, tau=self.tau)
 
     def _collect(self, compute: Callable[["Tree"], Tensor]) -> Tensor:
         """Compute on the flat batch, so many trees at once that the intermediates stay small."""
         trees = self.split.shape[1]
         step = max(1, CHUNK_ELEMENTS // self.grid.size)
         if trees <= step:
-            return compute(self.flat())
+            return compute(self.flat()[:])
         return torch.cat([compute(self.flat()[i : i + step]) for i in range(0, trees, step)])
 
     def _leaf_count(self) -> Tensor:
@@ -284,7 +317,7 @@ class Tree:
 
     def _by_leaf(self, values: Callable[["Tree"], Tensor]) -> Tensor:
         """(..., L, *) values of the leaves in order, out of (nodes, B, *) values of all nodes."""
-        most = int(self.leaf_count.max())
+        most = int(self.leaf_count.max()) if self.split.shape[1] else 0
         order = torch.cat([torch.cat((v.starts, v.token_starts)) for v in self.layout.levels])
         order = order.argsort(stable=True)
 
@@ -318,10 +351,10 @@ class Tree:
         flat = flat if flat.dtype == torch.float64 else flat.float()
         step = max(1, CHUNK_ELEMENTS // self.grid.size)
         parts = []
-        for start in range(0, len(flat), step):
+        for start in range(0, max(1, len(flat)), step):
             part = self.flat()[columns[start : start + step]]
             parts.append(compute(part, part._pyramid(flat[start : start + step].T)))
-        result = torch.cat(parts) if parts else flat.new_empty(0)
+        result = torch.cat(parts)
         return result.view((*lead, *result.shape[1:]))
 
     def _pyramid(self, tokens: Tensor) -> ScorePyramid:
@@ -359,8 +392,7 @@ class Tree:
     def _log_held(self, pyramid: ScorePyramid) -> Tensor:
         """(B,) log of the share of Z the leaves hold: that of the roots, and what splits recover."""
         first, log_partition = self.layout.levels[0], pyramid.log_partition()
-        held = (pyramid.mean(0) / self.tau - log_partition).exp_() * pyramid.counts.blocks[0]
-        held = held.sum(0)
+        held = pyramid.root_share()
         if len(first.tokens):
             ends = (pyramid.tokens[first.tokens] / self.tau - log_partition).exp_()
             held += (ends if self.valid is None else ends * self.valid[first.tokens]).sum(0)

@@ -39,12 +39,13 @@ def transformers_config(source: str) -> Any:
     """The configuration of a folder or a name on the hub."""
     transformers = load_package("transformers")
     folder = Path(source)
-    if folder.is_dir() and not (folder / "config.json").is_file():
+    a_path = folder.is_dir() or folder.is_absolute() or source.startswith(".")
+    if a_path and not (folder / "config.json").is_file():
         raise FileNotFoundError(
             f"{source} has no config.json; pass a folder with config.json and model.safetensors"
         )
     try:
-        return transformers.AutoConfig.from_pretrained(source, **_access())
+        return transformers.AutoConfig.from_pretrained(source, **_access(source))
     except OSError as error:
         _missing_transformers(source, error)
 
@@ -61,7 +62,7 @@ def transformers_class(config: Any) -> Any:
 def create_transformers(kind: Any, source: str) -> nn.Module:
     """A transformers model with its published weights."""
     try:
-        model: nn.Module = kind.from_pretrained(source, **_access())
+        model: nn.Module = kind.from_pretrained(source, **_access(source))
     except OSError as error:
         _missing_transformers(source, error)
     return model
@@ -71,7 +72,7 @@ def transformers_preprocessing(source: str, config: Any) -> Preprocessing:
     """From preprocessor_config.json where there is one, else the configuration's picture size."""
     cached = load_package("transformers.utils").cached_file
     try:
-        path = cached(source, "preprocessor_config.json", local_files_only=not reachable())
+        path = cached(source, "preprocessor_config.json", local_files_only=_is_local(source))
         return Preprocessing.of_transformers(json.loads(Path(path).read_text(encoding="utf-8")))
     except OSError:
         vision = getattr(config, "vision_config", config)
@@ -92,9 +93,13 @@ def reachable() -> bool:
     return True
 
 
-def _access() -> dict[str, bool]:
+def _access(source: str) -> dict[str, bool]:
     """Code from the hub is never run, and a hub that cannot be reached not asked."""
-    return {"local_files_only": not reachable(), "trust_remote_code": False}
+    return {"local_files_only": _is_local(source), "trust_remote_code": False}
+
+
+def _is_local(source: str) -> bool:
+    return Path(source).is_dir() or not reachable()
 
 
 def _missing_timm(architecture: str, repository: str, file: str, error: OSError) -> NoReturn:

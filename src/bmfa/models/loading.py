@@ -1,8 +1,9 @@
 """Models by name, with their own preprocessing and with weights from a file or the hub."""
 
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,9 @@ ACCEPTED = (
     "or a folder as transformers saves it"
 )
 
+# How transformers is asked for pictures of another size than the model was built for.
+_INTERPOLATE = "interpolate_pos_encoding"
+
 
 @dataclass(frozen=True, eq=False)
 class LoadedModel:
@@ -24,10 +28,11 @@ class LoadedModel:
     model: nn.Module
     preprocess: Preprocessing
     classes: tuple[str, ...] | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)  # what every call of the model passes
 
     def logits(self, pixels: Tensor) -> Tensor:
         """(B, classes) of (B, 3, height, width), whatever the host wraps them in."""
-        output = self.model(pixels)
+        output = self.model(pixels, **self.options)
         if isinstance(output, Tensor):
             return output
         logits = getattr(output, "logits", None)
@@ -69,9 +74,9 @@ def _load(name: str, weights: str | os.PathLike[str] | None, any_size: bool) -> 
     if source == "timm" and rest:
         return _load_timm(name, rest, weights, any_size)
     if source == "hf" and rest:
-        return _load_transformers(name, rest, weights)
+        return _load_transformers(name, rest, weights, any_size)
     if Path(name).is_dir():
-        return _load_transformers(name, name, weights)
+        return _load_transformers(name, name, weights, any_size)
     raise ValueError(f"model {name!r} is unknown; pass {ACCEPTED}")
 
 
@@ -105,7 +110,7 @@ def _load_timm(
 
 
 def _load_transformers(
-    name: str, source: str, weights: str | os.PathLike[str] | None
+    name: str, source: str, weights: str | os.PathLike[str] | None, any_size: bool
 ) -> LoadedModel:
     from bmfa.models import hub, state_dicts
 
@@ -118,4 +123,6 @@ def _load_transformers(
         state_dicts.load_weights(model, weights)
     labels: dict[int, Any] = config.id2label if hasattr(model, "classifier") else {}
     names = tuple(str(labels[index]) for index in sorted(labels)) or None
-    return LoadedModel(name, model, hub.transformers_preprocessing(source, config), names)
+    resizes = any_size and _INTERPOLATE in signature(model.forward).parameters
+    options = {_INTERPOLATE: True} if resizes else {}
+    return LoadedModel(name, model, hub.transformers_preprocessing(source, config), names, options)

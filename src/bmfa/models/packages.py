@@ -11,6 +11,7 @@ _SCHEMAS = (
     "nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
     "qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
 )
+_USERS_OF_TORCHVISION = ("timm", "torchvision", "transformers")
 _declared: list[Any] = []
 
 
@@ -18,13 +19,16 @@ def load_package(module: str) -> Any:
     """Import a module of the `models` extra, or say how to install it."""
     package = module.partition(".")[0]
     try:
-        cure_torchvision()
+        if package in _USERS_OF_TORCHVISION:
+            cure_torchvision()
         return import_module(module)
     except ModuleNotFoundError as error:
         if error.name is None or error.name.partition(".")[0] != package:
             raise
         raise ModuleNotFoundError(
-            f"models need the package {package}; run: pip install 'bmfa[models]'", name=error.name
+            f"models need the package {'pillow' if package == 'PIL' else package}; "
+            "run: pip install 'bmfa[models]'",
+            name=error.name,
         ) from None
 
 

@@ -11,6 +11,8 @@ from bmfa.grid import Grid
 from bmfa.rules import Rule
 
 _NAME = "bmfa_screen"
+# Added to a score, this hides a token: hosts use -inf or the least number of their dtype.
+_HIDDEN = -1e4
 
 
 class Listener(Protocol):
@@ -142,15 +144,16 @@ def screens_in(model: nn.Module) -> list[tuple[nn.Module, Screen]]:
 
 
 def _valid_keys(mask: Tensor | None, prefix: int) -> Tensor | None:
-    """(B, N) the spatial keys that a padding mask leaves; any other mask is refused."""
+    """(B or 1, N) the spatial keys that a padding mask leaves; any other mask is refused."""
     if mask is None:
         return None
-    allowed = mask if mask.dtype == torch.bool else mask == 0
-    padding = allowed.all() if mask.dtype == torch.bool else (allowed | (mask < -1e4)).all()
-    same = (allowed == allowed[:, :1, :1]).all()
-    if not (same and (padding or mask.dtype == torch.bool) and allowed[..., :prefix].all()):
+    mask = mask[(None,) * (4 - mask.dim())]  # (B, heads, Q, prefix + N) or ones for some of them
+    shown = mask if mask.dtype == torch.bool else mask == 0
+    hidden = ~shown if mask.dtype == torch.bool else mask < _HIDDEN
+    alike = (shown == shown[:, :1, :1]).all()
+    if not (alike and (shown | hidden).all() and shown[..., :prefix].all()):
         raise ValueError(
             f"an attention mask of shape {tuple(mask.shape)} that adds a bias, differs between "
             "queries or heads, or hides prefix tokens is not served; pass a padding mask, or unpatch"
         )
-    return None if bool(allowed.all()) else allowed[:, 0, 0, prefix:]
+    return None if bool(shown.all()) else shown[:, 0, 0, prefix:]

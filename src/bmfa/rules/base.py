@@ -24,6 +24,7 @@ class Context:
     tau: float
     trees: int
     max_depth: int | None = None
+    shared: bool = False  # whether scores are aggregates over the members of each tree
 
     def rows(self, scores: Tensor, depth: int) -> Tensor:
         """The rows of one level out of the rows of all blocks."""
@@ -74,6 +75,11 @@ class Rule:
     def screen(self, pyramid: Pyramid, context: Context) -> Decision:
         """Splits of the trees of a pyramid."""
         return self.decide(self.scores(pyramid), context)
+
+
+def spell(value: float) -> str:
+    """A number as the command line reads it back, and no longer than that."""
+    return str(int(value)) if float(value).is_integer() and abs(value) < 1e15 else repr(value)
 
 
 def descend(context: Context, wanted: Callable[[int, Tensor], Tensor]) -> Decision:

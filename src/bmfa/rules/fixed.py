@@ -1,6 +1,6 @@
 """Rules of fixed shape, and the one-level rules on the four quadrants."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -8,7 +8,7 @@ from torch import Tensor
 from bmfa.checks import check_integer, check_number
 from bmfa.grid import Grid, Layout, tiles
 from bmfa.pyramid import Pyramid, ScorePyramid
-from bmfa.rules.base import Context, Decision, Needs, Rule, descend
+from bmfa.rules.base import Context, Decision, Needs, Rule, descend, spell
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class FixedBlocks(Fixed):
 class GlobalMean(FixedDepth):
     """One leaf."""
 
-    depth: int = 0
+    depth: int = field(default=0, init=False, repr=False)
 
     def __str__(self) -> str:
         return "global-mean"
@@ -99,7 +99,7 @@ class QuadrantGap(Quadrants):
         check_number("epsilon", self.epsilon, low=0.0)
 
     def __str__(self) -> str:
-        return f"quadrant-gap:{self.epsilon:g}"
+        return f"quadrant-gap:{spell(self.epsilon)}"
 
     def scores(self, pyramid: Pyramid) -> Tensor:
         """G of the quadrants."""
@@ -116,7 +116,7 @@ class Variance(QuadrantGap):
     """Keep a quadrant whose population variance / (2 tau), its second-order gap, > epsilon."""
 
     def __str__(self) -> str:
-        return f"variance:{self.epsilon:g}"
+        return f"variance:{spell(self.epsilon)}"
 
     def scores(self, pyramid: Pyramid) -> Tensor:
         """The second-order gap of the quadrants."""
@@ -148,7 +148,7 @@ class RandomQuadrants(Quadrants):
         return True
 
     def __str__(self) -> str:
-        return f"random-quadrants:{self.p:g}"
+        return f"random-quadrants:{spell(self.p)}"
 
     def scores(self, pyramid: Pyramid) -> Tensor:
         """No rows at all."""

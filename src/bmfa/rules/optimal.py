@@ -6,16 +6,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from bmfa.checks import check_integer, check_number
+from bmfa.checks import check_flag, check_integer, check_number
 from bmfa.grid import Grid
 from bmfa.pyramid import Pyramid, ScorePyramid, machine_epsilon
-from bmfa.rules.base import Context, Decision, Rule, descend
+from bmfa.rules.base import Context, Decision, Rule, descend, spell
 
 # Smaller penalties count as 0, by dtype: gains this small a share of Z are lost to underflow.
 LEAST_PENALTY = {torch.float32: 1e-30, torch.float64: 1e-250}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Optimal(Rule):
     """The tree of the least penalty * leaves - (mass held), of all trees on the hierarchy.
 
@@ -33,6 +33,7 @@ class Optimal(Rule):
     pooled: bool = False
 
     def __post_init__(self) -> None:
+        check_flag("pooled", self.pooled)
         given = [n for n in ("penalty", "leaves", "error") if getattr(self, n) is not None]
         if len(given) != 1:
             raise ValueError(
@@ -52,6 +53,13 @@ class Optimal(Rule):
         elif self.leaves is not None:
             check_integer("leaves", self.leaves, low=1)
 
+    def __eq__(self, other: object) -> bool:
+        # One leaf and all leaves, 1 and 1.0, are equal numbers.
+        return type(other) is type(self) and repr(other) == repr(self)
+
+    def __hash__(self) -> int:
+        return hash(repr(self))
+
     @property
     def together(self) -> bool:
         """A pooled budget is spent over the whole batch."""
@@ -59,9 +67,11 @@ class Optimal(Rule):
 
     def __str__(self) -> str:
         if self.penalty is not None:
-            return f"optimal:{self.penalty:g}"
-        kind, value = ("leaves", self.leaves) if self.error is None else ("error", self.error)
-        return f"optimal-{kind}{'-pooled' if self.pooled else ''}:{value:g}"
+            return f"optimal:{spell(self.penalty)}"
+        pooled = "-pooled" if self.pooled else ""
+        if self.error is not None:
+            return f"optimal-error{pooled}:{spell(self.error)}"
+        return f"optimal-leaves{pooled}:{self.leaves!r}"
 
     def check(self, grid: Grid, tokens: int) -> None:
         """A count of leaves cannot exceed the tokens there are."""
@@ -72,9 +82,10 @@ class Optimal(Rule):
             )
 
     def scores(self, pyramid: Pyramid) -> Tensor:
-        """The share of Z each split recovers."""
+        """The share of Z each split recovers, then the share the root holds."""
         assert isinstance(pyramid, ScorePyramid)
-        return torch.cat([pyramid.gain(d) for d in range(pyramid.depth)])
+        gains = [pyramid.gain(d) for d in range(pyramid.depth)]
+        return torch.cat((*gains, pyramid.root_share().unsqueeze(0)))
 
     def decide(self, scores: Tensor, context: Context) -> Decision:
         """Splits from the gains of all blocks."""
@@ -117,6 +128,8 @@ class Pruning:
     def __init__(self, gain: Tensor, context: Context) -> None:
         self.context = context
         self.like = gain
+        # Aggregated gains bound what is missing; what aggregated roots hold would bound nothing.
+        self.root = None if context.shared or not len(gain) else gain[-1]
         self.depths = range(len(context.layout.levels) - 1)
         self.gain = [context.rows(gain, depth) for depth in self.depths]
         # A block without valid tokens has no children; it is never reached and costs nothing.
@@ -156,7 +169,10 @@ class Pruning:
         if leaves is None or held is None:
             return Cost(self.constant(1.0), self.constant(0.0))
         missing = (sum(gain.sum(0) for gain in self.gain) - held.sum(0)).clamp(0, 1)
-        error = missing.neg().log1p() * -context.tau
+        error = missing.neg().log1p_().neg_()
+        if self.root is not None:  # where little is held, 1 - missing is rounding
+            error = torch.where(missing > 0.5, -(self.root + held.sum(0)).log(), error)
+        error = error * context.tau
         return Cost(first.size + first.tokens.numel() + leaves.sum(0), error)
 
     def _beyond(self, depth: int) -> bool:

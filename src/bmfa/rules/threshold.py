@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from bmfa import bounds
-from bmfa.checks import check_integer, check_number
+from bmfa.checks import check_flag, check_integer, check_number
 from bmfa.pyramid import Pyramid, ScorePyramid
 from bmfa.rules.base import (
     MUST_REFINE,
@@ -19,6 +19,7 @@ from bmfa.rules.base import (
     Rule,
     descend,
     descend_by,
+    spell,
 )
 
 
@@ -56,7 +57,7 @@ class Gamma(Threshold):
         return "means"
 
     def __str__(self) -> str:
-        return f"gamma{'' if self.lookahead == 1 else f'-h{self.lookahead}'}:{self.epsilon:g}"
+        return f"gamma{'' if self.lookahead == 1 else f'-h{self.lookahead}'}:{spell(self.epsilon)}"
 
     def scores(self, pyramid: Pyramid) -> Tensor:
         """Gamma of every block."""
@@ -74,7 +75,7 @@ class ExactGap(Threshold):
     """Split while the exact gap G > epsilon; epsilon 0 gives dense attention."""
 
     def __str__(self) -> str:
-        return f"exact-gap:{self.epsilon:g}"
+        return f"exact-gap:{spell(self.epsilon)}"
 
     def scores(self, pyramid: Pyramid) -> Tensor:
         """G of every block."""
@@ -94,7 +95,7 @@ class Certified(Threshold):
     double: ClassVar[bool] = True
 
     def __str__(self) -> str:
-        return f"certified:{self.epsilon:g}"
+        return f"certified:{spell(self.epsilon)}"
 
     def scores(self, pyramid: Pyramid) -> Tensor:
         """U of every block, then L of every block."""
@@ -170,13 +171,17 @@ class Mass(Threshold):
 
     coarse: bool = False
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_flag("coarse", self.coarse)
+
     @property
     def needs(self) -> Needs:
         """Tokens for the exact Z, means for the coarse one."""
         return "means" if self.coarse else "tokens"
 
     def __str__(self) -> str:
-        return f"mass{'-coarse' if self.coarse else ''}:{self.epsilon:g}"
+        return f"mass{'-coarse' if self.coarse else ''}:{spell(self.epsilon)}"
 
     def scores(self, pyramid: Pyramid) -> Tensor:
         """The mass each split recovers."""
