@@ -187,7 +187,7 @@ def test_rows_are_complete_and_exact_trees_change_nothing(model: LoadedModel) ->
 
 
 def test_the_result_depends_neither_on_batches_nor_on_a_patch_before(model: LoadedModel) -> None:
-    methods: Sequence[str] = ("quadrant-gap:0.1", "optimal:0.01")
+    methods: Sequence[str] = ("quadrant-gap:0.1", "optimal:0.01", "random-quadrants:0.5")
     one = closed_loop.run(model, figures(4), methods, layers=[6, 7], batch_size=4)
     patch(model.model, rule="global-mean", layers="all")
     other = closed_loop.run(model, figures(4), methods, layers=[6, 7], batch_size=1)

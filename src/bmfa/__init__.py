@@ -11,6 +11,10 @@ if TYPE_CHECKING:
     from bmfa.energy import gap as gap
     from bmfa.energy import refinement_score as refinement_score
     from bmfa.grid import Grid as Grid
+    from bmfa.models import load_model as load_model
+    from bmfa.models import patch as patch
+    from bmfa.models import record as record
+    from bmfa.models import unpatch as unpatch
     from bmfa.screening import screen as screen
     from bmfa.screening import screen_keys as screen_keys
     from bmfa.tree import Tree as Tree
@@ -24,11 +28,15 @@ _HOMES = {
     "Tree": "tree",
     "free_energy": "energy",
     "gap": "energy",
+    "load_model": "models",
+    "patch": "models",
+    "record": "models",
     "refinement_score": "energy",
     "rules": "",
     "screen": "screening",
     "screen_keys": "screening",
     "screened_attention": "attention",
+    "unpatch": "models",
 }
 __all__ = ["__version__", *_HOMES]
 

@@ -91,8 +91,8 @@ def screen_keys(
     """
     check_grid(grid)
     scale = check_queries(q, k, grid, scale)
-    valid = _mask_of_heads(valid)
     like = q[..., :1].expand(*q.shape[:-1], grid.size)
+    valid = None if valid is None else _mask_of_heads(check_valid(valid, like.shape))
     screening = Screening(like, grid, rule, tau, max_depth, valid, share, share_by)
     heads = q.shape[:-2].numel()
     queries = q.detach().to(screening.dtype).reshape(heads, *q.shape[-2:]) * scale  # (G, Q, d)
@@ -182,9 +182,9 @@ def check_finite_products(q: Tensor, queries: Tensor, keys: Tensor) -> None:
             )
 
 
-def _mask_of_heads(valid: Tensor | None) -> Tensor | None:
+def _mask_of_heads(valid: Tensor) -> Tensor:
     """The mask with one row for all queries of a head: keys exist for all of them or for none."""
-    if not isinstance(valid, Tensor) or valid.dim() < 2 or valid.shape[-2] <= 1:
+    if valid.dim() < 2 or valid.shape[-2] <= 1:
         return valid
     if not bool((valid == valid[..., :1, :]).all()):
         raise ValueError(

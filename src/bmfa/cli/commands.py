@@ -77,6 +77,56 @@ def ablation(options: Options) -> None:
     finish(record, options, f"{columns} microseconds_per_instance")
 
 
+def closed_loop(options: Options) -> None:
+    """bmfa closed-loop."""
+    from bmfa.data.imagenet import ClassPictures, embedded_pictures
+    from bmfa.experiments import closed_loop
+    from bmfa.models import load_model
+
+    device = check_device(options.device)
+    model = load_model(
+        options.model, options.weights, img_size=options.img_size, crop_pct=options.crop_pct
+    )
+    if options.data_dir is not None:
+        pictures: Any = ClassPictures(
+            options.data_dir, options.labels, limit=options.limit, strict=options.strict
+        )
+    elif options.model == "embedded":
+        pictures = embedded_pictures(options.limit or 200, options.seed)
+    else:
+        raise ValueError(f"--model {options.model} needs --data-dir DIR with pictures")
+    record = closed_loop.run(
+        model,
+        pictures,
+        options.method or closed_loop.DEFAULT_METHODS,
+        layers=[_layers(text) for text in options.layers or ["last-4"]],
+        batch_size=options.batch_size,
+        seed=options.seed,
+        device=device,
+    )
+    columns = "method layers images leaf_percent agreement_percent output_kl attention_kl"
+    finish(record, options, f"{columns} top1_percent")
+    if not options.quiet and options.json != "-" and isinstance(pictures, ClassPictures):
+        print("\n".join(pictures.skipped.lines()), end="")
+
+
+def train_embedded(options: Options) -> None:
+    """bmfa train-embedded."""
+    from bmfa.models import training
+
+    show = progress_line(options, "step")
+    training.train(
+        options.output,
+        seed=training.SEED if options.seed is None else options.seed,
+        steps=training.STEPS if options.steps is None else options.steps,
+        device=check_device(options.device),
+        resume=options.resume,
+        progress=None if show is None else lambda step, steps, _: show(step, steps),
+    )
+    if not options.quiet:
+        print(f"weights: {options.output}")
+
+
 def bench_trees(options: Options) -> None:
     """bmfa bench trees."""
     from bmfa.experiments import bench
@@ -145,6 +195,12 @@ def _source(options: Options) -> "InstanceSource":
             "--dataset embedded needs neither"
         )
     return InstanceFiles(options.annotations, options.images)
+
+
+def _layers(text: str) -> str | list[int]:
+    """A choice of layers: a word, or indices with commas between."""
+    parts = text.split(",")
+    return [int(part) for part in parts] if all(part.isdigit() for part in parts) else text
 
 
 def _workers(options: Options) -> int:

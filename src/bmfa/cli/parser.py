@@ -34,7 +34,9 @@ def build_parser() -> Parser:
     _add_synthetic(every)
     _add_probe(every)
     _add_ablation(every)
+    _add_closed_loop(every)
     _add_bench(every)
+    _add_training(every)
     _add_command(
         every, "info", commands.info, "versions, devices and backends, and why one is missing"
     )
@@ -129,6 +131,51 @@ def _add_ablation(every: Commands) -> None:
         every, "ablation", commands.ablation, "epsilon, depth, grid and look-ahead, one at a time"
     )
     _add_source(command)
+
+
+def _add_closed_loop(every: Commands) -> None:
+    command = _add_command(
+        every, "closed-loop", commands.closed_loop, "a model's outputs with its attention screened"
+    )
+    _add_methods(command)
+    command.add_argument(
+        "--model",
+        default="embedded",
+        metavar="NAME",
+        help="embedded (the default), timm:NAME, hf:NAME or a folder that transformers saved",
+    )
+    command.add_argument("--weights", metavar="FILE", help="weights of the model: safetensors")
+    command.add_argument(
+        "--data-dir", metavar="DIR", help="pictures in folders by class; the embedded ones without"
+    )
+    command.add_argument("--labels", metavar="FILE", help="labels of a flat folder of pictures")
+    command.add_argument(
+        "--layers",
+        action="append",
+        metavar="CHOICE",
+        help="all, last-K or indices such as 8,9,10; repeat for more (last-4)",
+    )
+    command.add_argument("--crop-pct", type=float, metavar="P", help="share of the picture kept")
+    command.add_argument("--img-size", type=int, metavar="N", help="pixels of the model's input")
+    command.add_argument(
+        "--batch-size", type=int, default=25, metavar="N", help="pictures at once (25)"
+    )
+    command.add_argument("--limit", type=int, metavar="N", help="only the first N pictures")
+    command.add_argument("--strict", action="store_true", help="stop at an unreadable picture")
+
+
+def _add_training(every: Commands) -> None:
+    command = _add_command(
+        every, "train-embedded", commands.train_embedded, "train the embedded model from scratch"
+    )
+    command.add_argument(
+        "--output", default="embedded.safetensors", metavar="FILE", help="where the weights go"
+    )
+    command.add_argument("--steps", type=int, metavar="N", help="steps (those of the shipped file)")
+    command.add_argument(
+        "--resume", metavar="FILE", help="checkpoint to continue from, created where missing"
+    )
+    command.set_defaults(seed=None)
 
 
 def _add_source(command: Parser) -> None:

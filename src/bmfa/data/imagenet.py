@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bmfa.checks import check_integer
+from bmfa.data.embedded import figure_picture
 from bmfa.data.pictures import PictureError, PictureFiles
 
 _WNID = re.compile(r"n\d{8}")
@@ -115,6 +116,14 @@ class ClassPictures:
             f"{self.files.path} has a folder {odd!r}; name folders by class index or WordNet id, "
             "or pass a label file"
         )
+
+
+def embedded_pictures(count: int, seed: int = 0) -> Iterator[LabelledPicture]:
+    """The first pictures of the embedded set, each with its class."""
+    check_integer("count", count, low=1)
+    for index in range(count):
+        pixels, label, _ = figure_picture(seed, index)
+        yield LabelledPicture(f"embedded {seed}/{index}", pixels, label)
 
 
 def _wnid_index(names: Sequence[str], wnids: Sequence[str] | None) -> Mapping[str, int]:

@@ -13,7 +13,7 @@ from bmfa.data.imagenet import LabelledPicture
 from bmfa.models import LoadedModel, layer_indices, patch, record, unpatch
 from bmfa.models.hosts import find_host
 from bmfa.records import Record, Row, environment
-from bmfa.rules import parse
+from bmfa.rules import RandomQuadrants, parse
 
 # The paper's rules at its settings, then what goes past them.
 DEFAULT_METHODS = (
@@ -91,6 +91,12 @@ class Batch:
     labels: list[int | None]
     full: Tensor  # (B, classes)
 
+    def single(self) -> Iterator["Batch"]:
+        """The pictures one by one."""
+        for index, label in enumerate(self.labels):
+            place = slice(index, index + 1)
+            yield Batch(self.pixels[place], [label], self.full[place])
+
 
 def run(
     model: LoadedModel,
@@ -140,14 +146,16 @@ def run(
 def _measure(
     model: LoadedModel, batch: Batch, method: str, layers: Layers, seed: int, total: Total
 ) -> None:
-    """One method on one batch; a seed for each batch keeps the coins of pictures independent."""
-    patch(model.model, rule=parse(method, seed), layers=layers)
-    try:
-        with record(model.model) as recording:
-            logits = model.logits(batch.pixels)
-    finally:
-        unpatch(model.model)
-    total.add(batch, logits, recording.leaf_ratio, recording.error)
+    """One method on one batch; coins are drawn picture by picture, so that no batching shows."""
+    alone = isinstance(parse(method), RandomQuadrants)
+    for number, part in enumerate(batch.single() if alone else [batch]):
+        patch(model.model, rule=parse(method, seed + number), layers=layers)
+        try:
+            with record(model.model) as recording:
+                logits = model.logits(part.pixels)
+        finally:
+            unpatch(model.model)
+        total.add(part, logits, recording.leaf_ratio, recording.error)
 
 
 def _batches(
