@@ -15,7 +15,17 @@ import torch
 
 Row = dict[str, Any]
 
-PACKAGES = ("bmfa", "numpy", "torch", "triton", "matplotlib", "pillow", "pycocotools")
+PACKAGES = (
+    "bmfa",
+    "numpy",
+    "torch",
+    "triton",
+    "matplotlib",
+    "pillow",
+    "pycocotools",
+    "timm",
+    "transformers",
+)
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,7 @@
 """The embedded model: a plain pre-norm Vision Transformer for the embedded pictures."""
 
 import math
+import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -160,7 +161,9 @@ def save(model: EmbeddedViT, path: str | os.PathLike[str], metadata: Mapping[str
     """Write the weights in half precision; the file appears whole or not at all."""
     target = Path(path)
     state = {name: tensor.half().cpu() for name, tensor in model.state_dict().items()}
-    content = load_package("safetensors.torch").save(state, metadata=dict(metadata))
+    # One entry, as safetensors writes several in no fixed order, and equal weights make equal files.
+    made = {"recipe": json.dumps(dict(metadata), sort_keys=True)}
+    content = load_package("safetensors.torch").save(state, metadata=made)
     partial = target.with_name(f"{target.name}.partial")
     partial.write_bytes(content)
     os.replace(partial, target)
