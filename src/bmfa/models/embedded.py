@@ -1,7 +1,7 @@
 """The embedded model: a plain pre-norm Vision Transformer for the embedded pictures."""
 
-import math
 import json
+import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
