@@ -1,6 +1,7 @@
 """The embedded model: its weights, what they are good for, and how they were made."""
 
 import copy
+import json
 import math
 import pickle
 import sys
@@ -72,7 +73,8 @@ def test_weights_are_small_and_in_half_precision():
     with safe_open(WEIGHTS, framework="pt") as file:
         names, made_with = file.keys(), file.metadata()
         assert {file.get_tensor(name).dtype for name in names} == {torch.float16}
-    assert made_with == {"seed": str(training.SEED), "steps": str(training.STEPS)}
+    made = {"seed": str(training.SEED), "steps": str(training.STEPS)}
+    assert json.loads(made_with["recipe"]) == made
 
 
 def test_copies_and_pickles_give_the_same_scores(model):
