@@ -23,7 +23,7 @@ from bmfa.sharing import Reducer, ShareBy, check_share_by, groups_of
 from bmfa.tree import Tree
 
 # Scores held at once; a few times as many numbers are alive while a chunk is screened.
-CHUNK_ELEMENTS = 1 << 19
+CHUNK_ELEMENTS = 1 << 20
 
 # A chunk of the flat batch: where it lies, and how its pyramid is made.
 Chunk = tuple[slice, Callable[[Counts], Pyramid]]
