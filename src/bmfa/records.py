@@ -92,17 +92,17 @@ def _processor() -> str:
     return names[0] if names else platform.machine()
 
 
-def write_whole(path: str | Path, text: str) -> None:
-    """Write a file so that it appears whole or not at all; `-` is standard output."""
-    if str(path) == "-":
-        sys.stdout.write(text)
+def write_whole(path: str | Path, content: str | bytes) -> None:
+    """Write a file so that it appears whole or not at all; `-` is standard output for text."""
+    if str(path) == "-" and isinstance(content, str):
+        sys.stdout.write(content)
         return
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
     try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
+        with os.fdopen(handle, "wb") as file:
+            file.write(content.encode() if isinstance(content, str) else content)
         os.chmod(temporary, 0o644)
         os.replace(temporary, target)
     except BaseException:

@@ -1,11 +1,9 @@
 """Records to figures and one page."""
 
-import os
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from bmfa.records import Record
+from bmfa.records import Record, write_whole
 from bmfa.report import figures
 from bmfa.report.page import build_page
 
@@ -18,15 +16,4 @@ def save_png(
     """Write a figure, by its name in `figures.ALL`, as PNG; the file appears whole or not at all."""
     if name not in figures.ALL:
         raise ValueError(f"no figure is named {name!r}; pass one of {', '.join(figures.ALL)}")
-    data = figures.ALL[name].png(records, scale=scale)
-    target = Path(path)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(data)
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, target)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
+    write_whole(path, figures.ALL[name].png(records, scale=scale))
