@@ -8,7 +8,8 @@ import pytest
 
 from bmfa import __version__
 from bmfa.cli import main
-from bmfa.records import Record, text_table, write_whole
+from bmfa.files import write_whole
+from bmfa.records import Record, text_table
 
 
 def refused(capsys, *arguments):

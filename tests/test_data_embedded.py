@@ -11,7 +11,6 @@ from bmfa.data import (
     CLASSES,
     EmbeddedScenes,
     InstanceFiles,
-    coco_writer,
     figure_batch,
     figure_picture,
     scene,
@@ -144,7 +143,7 @@ def test_an_interrupted_write_leaves_no_torn_file(
     def refuse(*_: object) -> None:
         raise OSError("disk full")
 
-    monkeypatch.setattr(coco_writer.os, "replace", refuse)
+    monkeypatch.setattr("os.replace", refuse)
     with pytest.raises(OSError, match="disk full"):
         write_coco(tmp_path, pictures=2)
     assert (tmp_path / "instances.json").read_bytes() == before

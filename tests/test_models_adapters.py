@@ -21,9 +21,9 @@ if find_spec("timm") is None or find_spec("transformers") is None:
 from bmfa import Grid, rules, screened_attention
 from bmfa.models import Preprocessing, embedded, hub, load_model, patch, record, unpatch
 from bmfa.models.hosts import find_host
-from bmfa.models.packages import load_package
 from bmfa.models.patching import layer_indices
 from bmfa.models.screens import screens_in
+from bmfa.packages import load_package
 
 EXACT = rules.ExactGap(0.0)
 COARSE = rules.GlobalMean()
@@ -256,7 +256,7 @@ def test_a_pickle_runs_in_another_process(tmp_path: Path) -> None:
     file.write_bytes(pickle.dumps(cases))
     code = (
         "import pickle, sys, torch\n"
-        "from bmfa.models.packages import cure_torchvision\n"
+        "from bmfa.packages import cure_torchvision\n"
         "cure_torchvision()\n"
         "for model, pixels, screened in pickle.load(open(sys.argv[1], 'rb')):\n"
         "    output = model(pixels)\n"

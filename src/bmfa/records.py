@@ -1,10 +1,7 @@
-"""Records: what an experiment writes, and how files appear whole or not at all."""
+"""Records: what an experiment writes, where it ran, and its rows as a table."""
 
 import json
-import os
 import platform
-import sys
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib import metadata
@@ -90,24 +87,6 @@ def _processor() -> str:
         return platform.processor() or platform.machine()
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.machine()
-
-
-def write_whole(path: str | Path, content: str | bytes) -> None:
-    """Write a file so that it appears whole or not at all; `-` is standard output for text."""
-    if str(path) == "-" and isinstance(content, str):
-        sys.stdout.write(content)
-        return
-    target = Path(path)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(content.encode() if isinstance(content, str) else content)
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, target)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
 
 
 def text_table(rows: Sequence[Row], columns: Sequence[str]) -> str:

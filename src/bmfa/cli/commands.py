@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bmfa.cli.output import check_device, finish, progress_line
-from bmfa.records import Record, write_whole
+from bmfa.files import write_whole
+from bmfa.records import Record
 
 if TYPE_CHECKING:
     from bmfa.data import InstanceSource

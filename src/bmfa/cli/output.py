@@ -6,7 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
-from bmfa.records import Record, text_table, write_whole
+from bmfa.files import write_whole
+from bmfa.records import Record, text_table
 
 
 def finish(

@@ -12,6 +12,7 @@ from bmfa.data.extras import load
 from bmfa.data.instances import Instance, Picture
 from bmfa.data.objects import KINDS
 from bmfa.data.scenes import EmbeddedScenes
+from bmfa.files import write_whole
 
 ANNOTATIONS_NAME, PICTURES_NAME = "instances.json", "images"
 
@@ -37,16 +38,6 @@ def write_coco(folder: str | os.PathLike[str], *, pictures: int = 120, seed: int
     content = {"images": images, "annotations": annotations, "categories": _categories()}
     write_whole(target / ANNOTATIONS_NAME, json.dumps(content).encode())
     return target / ANNOTATIONS_NAME
-
-
-def write_whole(path: Path, data: bytes) -> None:
-    """Write a file under another name beside its own, then rename it."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        temporary.write_bytes(data)
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def _by_picture(scenes: EmbeddedScenes) -> Iterator[tuple[Picture, list[Instance]]]:

@@ -129,7 +129,7 @@ def embedded_pictures(count: int, seed: int = 0) -> Iterator[LabelledPicture]:
 def _wnid_index(names: Sequence[str], wnids: Sequence[str] | None) -> Mapping[str, int]:
     """Classes are numbered in the order of their WordNet ids."""
     if wnids is None:
-        from bmfa.models.classes import imagenet_wnids
+        from bmfa.data.classes import imagenet_wnids
 
         wnids = imagenet_wnids()
     index = {wnid: number for number, wnid in enumerate(wnids)}

@@ -12,8 +12,9 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn.functional import gelu, scaled_dot_product_attention
 
-from bmfa.models.packages import load_package
+from bmfa.files import write_whole
 from bmfa.models.state_dicts import load_weights
+from bmfa.packages import load_package
 
 IMAGE_SIZE = 112
 PATCH_SIZE = 8
@@ -157,13 +158,10 @@ def load(weights: str | os.PathLike[str] | None = None) -> EmbeddedViT:
     return model.eval()
 
 
-def save(model: EmbeddedViT, path: str | os.PathLike[str], metadata: Mapping[str, str]) -> None:
+def save(model: EmbeddedViT, path: str | Path, metadata: Mapping[str, str]) -> None:
     """Write the weights in half precision; the file appears whole or not at all."""
-    target = Path(path)
     state = {name: tensor.half().cpu() for name, tensor in model.state_dict().items()}
     # One entry, as safetensors writes several in no fixed order, and equal weights make equal files.
     made = {"recipe": json.dumps(dict(metadata), sort_keys=True)}
     content = load_package("safetensors.torch").save(state, metadata=made)
-    partial = target.with_name(f"{target.name}.partial")
-    partial.write_bytes(content)
-    os.replace(partial, target)
+    write_whole(path, content)

@@ -9,8 +9,8 @@ from urllib.parse import urlparse
 
 from torch import nn
 
-from bmfa.models.packages import load_package
 from bmfa.models.preprocessing import Preprocessing
+from bmfa.packages import load_package
 
 _WAY_OUT = "on a machine with a network"
 

@@ -91,8 +91,9 @@ def _load_embedded(weights: str | os.PathLike[str] | None) -> LoadedModel:
 def _load_timm(
     name: str, architecture: str, weights: str | os.PathLike[str] | None, any_size: bool
 ) -> LoadedModel:
-    from bmfa.models import classes, hub, state_dicts
-    from bmfa.models.packages import load_package
+    from bmfa.data import classes
+    from bmfa.models import hub, state_dicts
+    from bmfa.packages import load_package
 
     timm = load_package("timm")
     if not timm.is_model(architecture):

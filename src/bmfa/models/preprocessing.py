@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from bmfa.checks import check_integer, check_number
-from bmfa.models.packages import load_package
+from bmfa.packages import load_package
 
 INTERPOLATIONS = ("nearest", "bilinear", "bicubic", "lanczos")
 IMAGENET_MEAN = (0.485, 0.456, 0.406)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bmfa.models.packages import load_package
+from bmfa.packages import load_package
 
 # Where training scripts keep the weights inside a checkpoint.
 _WRAPPERS = ("model", "state_dict", "model_state", "teacher")

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, Dataset
 from bmfa.checks import check_integer
 from bmfa.data.embedded import figure_batch
 from bmfa.models.embedded import EmbeddedViT, preprocess, save
-from bmfa.models.packages import load_package
+from bmfa.packages import load_package
 
 # Far from the small seeds people type, so that those give pictures the model never saw.
 SEED = 20_260_000
@@ -71,7 +71,7 @@ def train(
             run.store(checkpoint)
         if progress is not None and (last or run.step % recipe.progress_every == 0):
             progress(run.step, steps, loss.item())
-    save(run.model, output, {"seed": str(seed), "steps": str(steps)})
+    save(run.model, Path(output), {"seed": str(seed), "steps": str(steps)})
     return run.model.eval()
 
 

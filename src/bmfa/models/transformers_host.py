@@ -7,8 +7,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from bmfa.models.hosts import Host, class_name
-from bmfa.models.packages import load_package
 from bmfa.models.screens import Screen, screen_of
+from bmfa.packages import load_package
 
 IMPLEMENTATION = "bmfa"
 

@@ -3,7 +3,8 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from bmfa.records import Record, write_whole
+from bmfa.files import write_whole
+from bmfa.records import Record
 from bmfa.report import figures
 from bmfa.report.page import build_page
 

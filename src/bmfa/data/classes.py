@@ -3,7 +3,7 @@
 from functools import cache
 from typing import Any
 
-from bmfa.models.packages import load_package
+from bmfa.packages import load_package
 
 
 @cache
