@@ -4,6 +4,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from bmfa import reduction as reduction
     from bmfa import rules as rules
     from bmfa.attention import Screened as Screened
     from bmfa.attention import screened_attention as screened_attention
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
     from bmfa.models import load_model as load_model
     from bmfa.models import patch as patch
     from bmfa.models import record as record
+    from bmfa.models import reduce as reduce
     from bmfa.models import unpatch as unpatch
     from bmfa.screening import screen as screen
     from bmfa.screening import screen_keys as screen_keys
@@ -31,6 +33,8 @@ _HOMES = {
     "load_model": "models",
     "patch": "models",
     "record": "models",
+    "reduce": "models",
+    "reduction": "",
     "refinement_score": "energy",
     "rules": "",
     "screen": "screening",

@@ -1,54 +1,24 @@
 """Screened attention on q, k, v: checks, chooses a backend, returns output, trees and statistics."""
 
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from functools import cached_property, partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from bmfa.certificates import exact_error, key_certificate
 from bmfa.checks import check_floating, check_integer, check_number, check_tau, check_valid
-from bmfa.grid import Grid, check_grid
+from bmfa.grid import Grid, check_grid, quadtree
 from bmfa.rules import Optimal, RandomQuadrants, Rule
+from bmfa.screened import Audit, Screened, Stats, Trees
 from bmfa.screening import check_finite_products, check_queries, screen_keys
 from bmfa.tree import Tree
 
-BACKENDS = ("auto", "eager", "reference")
+__all__ = ["Audit", "Screened", "Stats", "screened_attention"]
+
+BACKENDS = ("auto", "eager", "reference", "triton")
 FORMS = ("representative", "repeated")
 DEFAULT_RULE = Optimal(error=0.05)
-
-
-@dataclass(frozen=True)
-class Audit:
-    """Relative L2 error of the output over a random fraction of the queries, recomputed exactly."""
-
-    queries: int
-    mean: float
-    p95: float
-    maximum: float
-
-
-@dataclass(frozen=True)
-class Stats:
-    """What ran, and what is known of its error."""
-
-    backend: str
-    form: str
-    rule: str
-    why: str
-    leaf_ratio: float  # mean fraction of the valid tokens, prefix tokens not counted
-    certificate: Tensor | None = None  # (B, heads, Q) bound on E over all keys
-    certified_by: str | None = None  # "scores" or "keys"
-    fallback: int = 0  # queries recomputed exactly
-    audit: Audit | None = None
-
-
-class Screened(NamedTuple):
-    """What `screened_attention` returns."""
-
-    output: Tensor
-    tree: Tree
-    stats: Stats
 
 
 def screened_attention(
@@ -83,22 +53,26 @@ def screened_attention(
     "repeated" (every score replaced by its leaf's mean): the same output. `audit` recomputes that
     fraction of the queries exactly and reports their error; `certificate` bounds E of every query,
     and `fallback` recomputes exactly the queries whose certificate exceeds it.
+
+    `backend` "triton" is one kernel for grids of up to 16x16 on CUDA, without gradients; it always
+    takes the repeated form, waits for nothing, and so lets a NaN in q or k through to the outputs
+    that read it, where the others raise. "auto" takes it where it serves the call.
     """
     call = _Call(q, k, v, grid, prefix, tau, scale, valid, order)
     chosen = _choose_rule(rule, error, leaves)
-    ran, why = _choose_backend(backend)
     if form not in FORMS:
         raise ValueError(f"form is {form!r}; pass one of {', '.join(FORMS)}")
+    if max_depth is not None:
+        check_integer("max_depth", max_depth, low=0)
     check_number("audit", audit, low=0.0, high=1.0)
     if fallback is not None:
         check_number("fallback", fallback, low=0.0)
-    if ran == "reference":
-        output, tree = call.reference(chosen, max_depth, form)
-    else:
-        output, tree = call.eager(chosen, max_depth, form)
+    ran, why = _choose_backend(backend, call, chosen)
+    form = "repeated" if ran == "triton" else form
+    output, trees = call.run(ran, chosen, max_depth, form)
     bound = None
     if certificate or fallback is not None:
-        bound = call.certificate(chosen, tree)
+        bound = call.certificate(chosen, trees.tree)
     replaced = 0
     if fallback is not None and bound is not None:
         output, replaced = call.fall_back(output, bound > fallback)
@@ -107,13 +81,13 @@ def screened_attention(
         form,
         str(chosen),
         why,
-        float(tree.leaf_ratio.mean()),
+        trees,
         bound,
         None if bound is None else ("scores" if chosen.needs == "tokens" else "keys"),
         replaced,
         call.audit(output, audit) if audit > 0 else None,
     )
-    return Screened(output.to(q.dtype), tree, stats)
+    return Screened(output.to(q.dtype), trees, stats)
 
 
 def _choose_rule(rule: Rule | None, error: float | None, leaves: float | int | None) -> Rule:
@@ -126,20 +100,33 @@ def _choose_rule(rule: Rule | None, error: float | None, leaves: float | int | N
         return Optimal(error=error)
     if leaves is not None:
         return Optimal(leaves=leaves)
+    if rule is not None and not isinstance(rule, Rule):
+        raise TypeError(f"rule is {rule!r}; pass one of bmfa.rules, e.g. rules.Gamma(0.005)")
     return DEFAULT_RULE if rule is None else rule
 
 
-def _choose_backend(backend: str) -> tuple[str, str]:
+def _choose_backend(backend: str, call: "_Call", rule: Rule) -> tuple[str, str]:
     """The backend that runs, and why."""
     if backend not in BACKENDS:
         raise ValueError(f"backend is {backend!r}; pass one of {', '.join(BACKENDS)}")
-    if backend == "auto":
+    if backend in ("eager", "reference"):
+        return backend, "requested"
+    if backend == "auto" and call.device.type != "cuda":
         return "eager", "auto: eager serves every rule, dtype and device"
+    reason = call.unsupported_by_triton(rule)
+    if backend == "auto":
+        if reason is not None:
+            return "eager", f"auto: eager, because for triton {reason}"
+        return "triton", "auto: triton serves the grid, the rule, the dtype and the device"
+    if reason is not None:
+        raise ValueError(
+            f"backend='triton' does not serve this call: {reason}; pass backend='auto' or 'eager'"
+        )
     return backend, "requested"
 
 
 class _Call:
-    """One call with its inputs checked and laid out: heads in one dimension, raster order."""
+    """One call with its inputs checked, and laid out where a backend asks for that."""
 
     def __init__(
         self,
@@ -162,17 +149,73 @@ class _Call:
         if order not in ("raster", "z"):
             raise ValueError(f"order is {order!r}; pass 'raster' or 'z'")
         self.shape = q.shape[:3]
-        working = torch.float64 if q.dtype == torch.float64 else torch.float32
-        place = grid.z_rank.to(q.device) if order == "z" else None
+        self.device = q.device
+        self.order = order
+        self.inputs = q, k, v
+        self.place = grid.z_rank.to(q.device) if order == "z" else None
+        self.mask = valid
         self.valid = _spatial_mask(valid, q.shape[0], grid.size)  # (B or 1, 1, N)
+        if self.valid is not None and self.place is not None:
+            self.valid = self.valid[..., self.place]
+
+    @cached_property
+    def laid_out(self) -> tuple[Tensor, Tensor, Tensor]:
+        """q, k, v in the working precision: heads in one dimension, raster order, finite products."""
+        q, k, v = self.inputs
+        working = torch.float64 if q.dtype == torch.float64 else torch.float32
         exists = None
         if self.valid is not None:
-            self.valid = self.valid if place is None else self.valid[..., place]
-            before = self.valid.new_ones(*self.valid.shape[:2], prefix)
+            before = self.valid.new_ones(*self.valid.shape[:2], self.prefix)
             exists = torch.cat((before, self.valid), -1).unsqueeze(-1)
-        k, v = (_raster(tokens, prefix, place, exists) for tokens in (k, v))
+        k, v = (_raster(tokens, self.prefix, self.place, exists) for tokens in (k, v))
         check_finite_products(q, (q * self.scale).to(working), k.to(working))
-        self.q, self.k, self.v = (x.to(working).flatten(0, 1).contiguous() for x in (q, k, v))
+        q, k, v = (x.to(working).flatten(0, 1).contiguous() for x in (q, k, v))
+        return q, k, v
+
+    @property
+    def q(self) -> Tensor:
+        """(B heads, Q, d)."""
+        return self.laid_out[0]
+
+    @property
+    def k(self) -> Tensor:
+        """(B heads, prefix + N, d)."""
+        return self.laid_out[1]
+
+    @property
+    def v(self) -> Tensor:
+        """(B heads, prefix + N, *)."""
+        return self.laid_out[2]
+
+    def run(self, backend: str, rule: Rule, depth: int | None, form: str) -> tuple[Tensor, Trees]:
+        """Outputs and trees of a backend."""
+        if backend == "triton":
+            return self.triton(rule, depth)
+        output, tree = (self.reference if backend == "reference" else self.eager)(rule, depth, form)
+        return output, Trees(partial(_same, tree))
+
+    def unsupported_by_triton(self, rule: Rule) -> str | None:
+        """Why the Triton kernel does not serve this call; None where it does."""
+        from bmfa.kernels.triton import trees
+
+        return trees.unsupported(*self.inputs, self.grid, rule, self.mask)
+
+    def triton(self, rule: Rule, max_depth: int | None) -> tuple[Tensor, Trees]:
+        """One kernel from q, k, v to outputs and marks; trees are made from these on demand."""
+        from bmfa.kernels.triton import trees
+
+        output, marks = trees.attend(
+            *self.inputs,
+            grid=self.grid,
+            prefix=self.prefix,
+            rule=rule,
+            tau=self.tau,
+            scale=self.scale,
+            max_depth=max_depth,
+            order=self.order,
+        )
+        shape = tuple(self.shape)
+        return output, Trees(partial(_marked, marks, self.grid, shape, self.tau, rule, max_depth))
 
     def eager(self, rule: Rule, max_depth: int | None, form: str) -> tuple[Tensor, Tree]:
         """Trees from mean keys or streamed scores, then attention over their leaves."""
@@ -262,6 +305,33 @@ class _Call:
         ordered = errors.sort().values  # torch.quantile stops at 16 million numbers
         p95 = ordered[min(len(ordered) - 1, int(0.95 * len(ordered)))]
         return Audit(len(errors), float(errors.mean()), float(p95), float(ordered[-1]))
+
+
+def _same(tree: Tree) -> Tree:
+    return tree
+
+
+def _marked(
+    marks: Tensor,
+    grid: Grid,
+    shape: tuple[int, ...],
+    tau: float,
+    rule: Rule,
+    max_depth: int | None,
+) -> Tree:
+    """The trees whose splits a kernel marked."""
+    from bmfa.kernels.triton.tree_tables import decided
+
+    decision = decided(marks, grid, max_depth)
+    return Tree(
+        quadtree(grid).to(marks.device),
+        decision.split,
+        shape,
+        tau,
+        str(rule),
+        limited=decision.limited,
+        max_depth=max_depth,
+    )
 
 
 def _check_tokens(q: Tensor, k: Tensor, v: Tensor, grid: Grid, prefix: int) -> None:

@@ -3,7 +3,7 @@
 import argparse
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from bmfa.cli.output import check_device, finish, progress_line
 from bmfa.files import write_whole
@@ -11,6 +11,7 @@ from bmfa.records import Record
 
 if TYPE_CHECKING:
     from bmfa.data import InstanceSource
+    from bmfa.experiments.model_chain import OwnModel
 
 Options = argparse.Namespace
 
@@ -42,23 +43,27 @@ def synthetic(options: Options) -> None:
 def probe(options: Options) -> None:
     """bmfa probe."""
     from bmfa.data import ProbeSettings
-    from bmfa.experiments import probes
+    from bmfa.experiments import probes, shards
     from bmfa.experiments.methods import COMPARABLE_METHODS, DEFAULT_METHODS
 
-    record = probes.run(
-        _source(options),
-        dataset=options.dataset,
-        mode=options.mode,
-        methods=options.method or (*DEFAULT_METHODS, *COMPARABLE_METHODS),
-        settings=ProbeSettings(options.grid, options.img_size),
-        workers=_workers(options),
-        limit=options.limit,
-        strict=options.strict,
-        progress=progress_line(options, "pictures"),
-        seed=options.seed,
-    )
-    finish(record, options, f"{PROBE_COLUMNS} unsplit_percent", group="all")
-    _tell_left_out(record, options)
+    source = _source(options)
+    with shards.joined() as processes:
+        record = probes.run(
+            source,
+            dataset=options.dataset,
+            mode=options.mode,
+            methods=options.method or (*DEFAULT_METHODS, *COMPARABLE_METHODS),
+            settings=ProbeSettings(options.grid, options.img_size),
+            workers=_workers(options),
+            limit=options.limit,
+            strict=options.strict,
+            progress=progress_line(options, "pictures"),
+            seed=options.seed,
+            resume=options.resume,
+        )
+        if processes.first:
+            finish(record, options, f"{PROBE_COLUMNS} unsplit_percent", group="all")
+            _tell_left_out(record, options)
 
 
 def ablation(options: Options) -> None:
@@ -76,39 +81,6 @@ def ablation(options: Options) -> None:
     )
     columns = "parameter value mean_gap p95_gap leaf_percent unsplit_percent"
     finish(record, options, f"{columns} microseconds_per_instance")
-
-
-def closed_loop(options: Options) -> None:
-    """bmfa closed-loop."""
-    from bmfa.data.imagenet import ClassPictures, embedded_pictures
-    from bmfa.experiments import closed_loop
-    from bmfa.models import load_model
-
-    device = check_device(options.device)
-    model = load_model(
-        options.model, options.weights, img_size=options.img_size, crop_pct=options.crop_pct
-    )
-    if options.data_dir is not None:
-        pictures: Any = ClassPictures(
-            options.data_dir, options.labels, limit=options.limit, strict=options.strict
-        )
-    elif options.model == "embedded":
-        pictures = embedded_pictures(options.limit or 200, options.seed)
-    else:
-        raise ValueError(f"--model {options.model} needs --data-dir DIR with pictures")
-    record = closed_loop.run(
-        model,
-        pictures,
-        options.method or closed_loop.DEFAULT_METHODS,
-        layers=[_layers(text) for text in options.layers or ["last-4"]],
-        batch_size=options.batch_size,
-        seed=options.seed,
-        device=device,
-    )
-    columns = "method layers images leaf_percent agreement_percent output_kl attention_kl"
-    finish(record, options, f"{columns} top1_percent")
-    if not options.quiet and options.json != "-" and isinstance(pictures, ClassPictures):
-        print("\n".join(pictures.skipped.lines()), end="")
 
 
 def train_embedded(options: Options) -> None:
@@ -164,7 +136,12 @@ def report(options: Options) -> None:
     else:
         records = []
         for name, record in chain.run(
-            seed=options.seed, workers=_workers(options), coco=options.coco, lvis=options.lvis
+            seed=options.seed,
+            workers=_workers(options),
+            coco=options.coco,
+            lvis=options.lvis,
+            own=_own_model(options),
+            device=check_device(options.device),
         ):
             write_whole(folder / "records" / f"{name}.json", record.to_json())
             records.append(record)
@@ -172,12 +149,24 @@ def report(options: Options) -> None:
                 print(f"{name}: {len(record.rows)} rows", flush=True)
     write_whole(folder / "index.html", report.build_page(records))
     if options.png:
-        made = {record.experiment for record in records}
         for name, figure in report.figures.ALL.items():
-            if made.issuperset(figure.needs):
+            if figure.drawable(records):
                 report.save_png(name, records, folder / "figures" / f"{name}.png")
     if not options.quiet:
         print(f"page: {folder / 'index.html'}")
+
+
+def _own_model(options: Options) -> "OwnModel | None":
+    """A person's model and pictures, both or neither."""
+    from bmfa.experiments.model_chain import OwnModel
+
+    if options.imagenet is None and options.weights is None:
+        return None
+    if options.imagenet is None or options.weights is None:
+        raise ValueError("--weights FILE and --imagenet DIR go together; pass both, or neither")
+    return OwnModel(
+        options.weights, options.imagenet, options.model, options.labels, limit=options.limit
+    )
 
 
 def _source(options: Options) -> "InstanceSource":
@@ -198,15 +187,10 @@ def _source(options: Options) -> "InstanceSource":
     return InstanceFiles(options.annotations, options.images)
 
 
-def _layers(text: str) -> str | list[int]:
-    """A choice of layers: a word, or indices with commas between."""
-    parts = text.split(",")
-    return [int(part) for part in parts] if all(part.isdigit() for part in parts) else text
-
-
 def _workers(options: Options) -> int:
     if options.workers is None:
-        return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
+        return max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     workers: int = options.workers
     return workers
 

@@ -1,13 +1,18 @@
 """What the commands print and write, and how they refuse."""
 
 import argparse
+import os
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
 from bmfa.files import write_whole
 from bmfa.records import Record, text_table
+
+# Seconds that a process which is not the first waits before it tells of an error.
+DEFERENCE = 5.0
 
 
 def finish(
@@ -24,15 +29,36 @@ def finish(
 
 
 def progress_line(options: argparse.Namespace, what: str = "") -> Callable[[int, int], None] | None:
-    """A line that counts up on a terminal; nothing in a pipe."""
-    if options.quiet or not sys.stderr.isatty():
+    """A line that counts up on a terminal, with the rate and the time left; nothing in a pipe."""
+    if options.quiet or process_rank() != 0 or not sys.stderr.isatty():
         return None
+    first: list[tuple[int, float]] = []  # what was done when, at the first call
 
     def show(done: int, total: int) -> None:
+        now = time.monotonic()
+        first[:] = first or [(done, now)]
         line = "" if done >= total else f"{what} {done}/{total}".strip()
+        seconds, steps = now - first[0][1], done - first[0][0]
+        if line and steps > 0 and seconds > 0:
+            rate = steps / seconds
+            line += f", {rate:.3g}/s, {_duration((total - done) / rate)} left"
         print(f"\r\033[K{line}", end="", file=sys.stderr, flush=True)
 
     return show
+
+
+def _duration(seconds: float) -> str:
+    """Hours and minutes, minutes and seconds, or seconds."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    if hours:
+        return f"{hours} h {minutes:02} min"
+    return f"{minutes} min {rest:02} s" if minutes else f"{rest} s"
+
+
+def process_rank() -> int:
+    """The rank that torchrun gave this process; 0 without it."""
+    return int(os.environ.get("RANK", "0")) if os.environ.get("WORLD_SIZE", "1") != "1" else 0
 
 
 def check_device(name: str) -> str:
@@ -57,6 +83,14 @@ def check_target(path: str | None) -> None:
 
 
 def refuse(message: str) -> NoReturn:
-    """End with one line and exit status 2."""
-    print(f"bmfa: {' '.join(message.split())}", file=sys.stderr)
+    """End with one line and exit status 2.
+
+    Of several processes the first tells first: where it meets the same error, torchrun ends the
+    others while they wait, and the line appears once.
+    """
+    rank = process_rank()
+    if rank != 0:
+        time.sleep(DEFERENCE)
+    place = f" process {rank}:" if rank else ""
+    print(f"bmfa:{place} {' '.join(message.split())}", file=sys.stderr)
     sys.exit(2)

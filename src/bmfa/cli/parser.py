@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import NoReturn, TypeAlias
 
 from bmfa import __version__
-from bmfa.cli import commands
+from bmfa.cli import commands, models, screen
 from bmfa.cli.output import refuse
 
 Options = argparse.Namespace
@@ -35,6 +35,8 @@ def build_parser() -> Parser:
     _add_probe(every)
     _add_ablation(every)
     _add_closed_loop(every)
+    _add_evaluate(every)
+    _add_screen(every)
     _add_bench(every)
     _add_training(every)
     _add_command(
@@ -50,7 +52,7 @@ def _add_command(
     command = every.add_parser(
         name, help=summary, description=f"{summary[0].upper()}{summary[1:]}."
     )
-    command.set_defaults(run=run)
+    command.set_defaults(run=run, shared=False)
     command.add_argument(
         "--json", metavar="FILE", help="write the record there; - is standard output"
     )
@@ -90,6 +92,22 @@ def _add_report(every: Commands) -> None:
             metavar=("ANNOTATIONS", "IMAGES"),
             help=f"add the probe of a {dataset.upper()} file and its folder or zip of pictures",
         )
+    command.add_argument(
+        "--imagenet",
+        metavar="DIR",
+        help="add the model chapters on these pictures, in folders by class; needs --weights",
+    )
+    command.add_argument("--weights", metavar="FILE", help="weights of the model for --imagenet")
+    command.add_argument(
+        "--model",
+        default="timm:deit_tiny_patch16_224",
+        metavar="NAME",
+        help="the model for --imagenet (timm:deit_tiny_patch16_224, the paper's)",
+    )
+    command.add_argument("--labels", metavar="FILE", help="labels of a flat folder of --imagenet")
+    command.add_argument(
+        "--limit", type=int, default=100, metavar="N", help="pictures of --imagenet (100)"
+    )
     _add_workers(command)
 
 
@@ -124,6 +142,8 @@ def _add_probe(every: Commands) -> None:
     _add_methods(command)
     command.add_argument("--grid", type=int, default=16, metavar="N", help="N x N cells (16)")
     command.add_argument("--strict", action="store_true", help="stop at the first bad instance")
+    command.set_defaults(shared=True)
+    _add_resume(command)
 
 
 def _add_ablation(every: Commands) -> None:
@@ -135,26 +155,67 @@ def _add_ablation(every: Commands) -> None:
 
 def _add_closed_loop(every: Commands) -> None:
     command = _add_command(
-        every, "closed-loop", commands.closed_loop, "a model's outputs with its attention screened"
+        every, "closed-loop", models.closed_loop, "a model's outputs with its attention screened"
     )
     _add_methods(command)
-    command.add_argument(
-        "--model",
-        default="embedded",
-        metavar="NAME",
-        help="embedded (the default), timm:NAME, hf:NAME or a folder that transformers saved",
-    )
-    command.add_argument("--weights", metavar="FILE", help="weights of the model: safetensors")
-    command.add_argument(
-        "--data-dir", metavar="DIR", help="pictures in folders by class; the embedded ones without"
-    )
-    command.add_argument("--labels", metavar="FILE", help="labels of a flat folder of pictures")
+    _add_pictures(command)
     command.add_argument(
         "--layers",
         action="append",
         metavar="CHOICE",
         help="all, last-K or indices such as 8,9,10; repeat for more (last-4)",
     )
+
+
+def _add_evaluate(every: Commands) -> None:
+    command = _add_command(
+        every, "evaluate", models.evaluate, "accuracy, cost and speed of a model, method by method"
+    )
+    command.add_argument(
+        "--method",
+        action="append",
+        metavar="NAME:VALUE",
+        help="full, a rule as optimal:0.002 or a reduction as free-energy:8; repeat for more; "
+        "a choice of them without it",
+    )
+    _add_pictures(command)
+    command.add_argument(
+        "--layers",
+        default="last-4",
+        metavar="CHOICE",
+        help="of the rules: all, last-K or indices such as 8,9,10 (last-4)",
+    )
+    command.add_argument("--amp", action="store_true", help="run the model under autocast")
+    command.add_argument(
+        "--dtype", metavar="NAME", help="cast the model: float32 (the default), float16, bfloat16"
+    )
+    command.add_argument(
+        "--repeats",
+        type=int,
+        default=5,
+        metavar="N",
+        help="timings of which the median counts, 0 for none (5)",
+    )
+
+
+def _add_pictures(command: Parser) -> None:
+    """A model and the pictures it runs over, in processes that share them."""
+    command.set_defaults(shared=True)
+    command.add_argument(
+        "--model",
+        default="embedded",
+        metavar="NAME",
+        help="embedded (the default), timm:NAME, hf:NAME or a folder that transformers saved",
+    )
+    command.add_argument(
+        "--weights", metavar="FILE", help="weights of the model: safetensors or a state dict"
+    )
+    command.add_argument(
+        "--data-dir",
+        metavar="DIR",
+        help="pictures in folders by class index or WordNet id; the embedded ones without",
+    )
+    command.add_argument("--labels", metavar="FILE", help="labels of a flat folder of pictures")
     command.add_argument("--crop-pct", type=float, metavar="P", help="share of the picture kept")
     command.add_argument("--img-size", type=int, metavar="N", help="pixels of the model's input")
     command.add_argument(
@@ -162,6 +223,58 @@ def _add_closed_loop(every: Commands) -> None:
     )
     command.add_argument("--limit", type=int, metavar="N", help="only the first N pictures")
     command.add_argument("--strict", action="store_true", help="stop at an unreadable picture")
+    command.add_argument(
+        "--workers", type=int, metavar="N", help="threads that read ahead (those a GPU keeps busy)"
+    )
+    _add_resume(command)
+
+
+def _add_resume(command: Parser) -> None:
+    command.add_argument(
+        "--resume",
+        metavar="FILE",
+        help="partial results to continue from, created where missing",
+    )
+
+
+def _add_screen(every: Commands) -> None:
+    command = _add_command(
+        every, "screen", screen.screen, "one picture: a query's attention, its tree and certificate"
+    )
+    command.add_argument(
+        "picture", metavar="PICTURE", help="a picture file, or embedded:N for the N-th embedded one"
+    )
+    command.add_argument(
+        "--model",
+        default="embedded",
+        metavar="NAME",
+        help="embedded (the default), timm:NAME, hf:NAME or a folder that transformers saved",
+    )
+    command.add_argument("--weights", metavar="FILE", help="weights of the model: safetensors")
+    command.add_argument("--layer", type=int, metavar="L", help="layer to look at, from 0 (last)")
+    command.add_argument(
+        "--head", type=int, metavar="H", help="head, from 0 (the one whose mean loses most)"
+    )
+    command.add_argument(
+        "--query", default="class", metavar="TOKEN", help="class (the default) or ROW,COLUMN"
+    )
+    command.add_argument(
+        "--method",
+        action="append",
+        metavar="NAME:VALUE",
+        help="a rule such as quadrant-gap:0.8; repeat for more (optimal:0.002)",
+    )
+    command.add_argument(
+        "--layers",
+        default="last-4",
+        metavar="CHOICE",
+        help="screened for the class it says: all or last-K (last-4)",
+    )
+    command.add_argument("--crop-pct", type=float, metavar="P", help="share of the picture kept")
+    command.add_argument("--img-size", type=int, metavar="N", help="pixels of the model's input")
+    command.add_argument(
+        "--output", default="screen.png", metavar="FILE.png", help="the figure (screen.png)"
+    )
 
 
 def _add_training(every: Commands) -> None:

@@ -86,15 +86,24 @@ class ClassPictures:
 
     def __iter__(self) -> Iterator[LabelledPicture]:
         self.skipped = Skipped()
-        for entry in self.entries:
+        for index in range(len(self)):
             try:
-                pixels = self.files.read(entry)
+                picture = self.read(index)
             except PictureError as error:
                 if self.strict:
                     raise
                 self.skipped.add(str(error))
                 continue
-            yield LabelledPicture(entry, pixels, self._labels.get(entry))
+            yield picture
+
+    def read(self, index: int) -> LabelledPicture:
+        """One picture by its place among the entries; raises where it cannot be read."""
+        entry = self.entries[index]
+        return LabelledPicture(entry, self.files.read(entry), self._labels.get(entry))
+
+    def names(self) -> list[tuple[str, int | None]]:
+        """Every entry with its label, nothing read."""
+        return [(entry, self._labels.get(entry)) for entry in self.entries]
 
     def _read_labels(
         self, labels: str | os.PathLike[str] | None, wnids: Sequence[str] | None
@@ -118,12 +127,34 @@ class ClassPictures:
         )
 
 
-def embedded_pictures(count: int, seed: int = 0) -> Iterator[LabelledPicture]:
+class EmbeddedPictures:
+    """The first pictures of the embedded set, each with its class, drawn when they are read."""
+
+    def __init__(self, count: int, seed: int = 0) -> None:
+        self.count, self.seed = check_integer("count", count, low=1), seed
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __iter__(self) -> Iterator[LabelledPicture]:
+        return (self.read(index) for index in range(self.count))
+
+    def read(self, index: int) -> LabelledPicture:
+        """One picture by its index."""
+        pixels, label, _ = figure_picture(self.seed, index)
+        return LabelledPicture(self._name(index), pixels, label)
+
+    def names(self) -> list[tuple[str, int | None]]:
+        """Every picture's name, nothing drawn; a label is known with its picture alone."""
+        return [(self._name(index), None) for index in range(self.count)]
+
+    def _name(self, index: int) -> str:
+        return f"embedded {self.seed}/{index}"
+
+
+def embedded_pictures(count: int, seed: int = 0) -> EmbeddedPictures:
     """The first pictures of the embedded set, each with its class."""
-    check_integer("count", count, low=1)
-    for index in range(count):
-        pixels, label, _ = figure_picture(seed, index)
-        yield LabelledPicture(f"embedded {seed}/{index}", pixels, label)
+    return EmbeddedPictures(count, seed)
 
 
 def _wnid_index(names: Sequence[str], wnids: Sequence[str] | None) -> Mapping[str, int]:

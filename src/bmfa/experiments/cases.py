@@ -1,7 +1,5 @@
 """Qualitative cases: a few instances of different shape, each with its picture, scores and trees."""
 
-import base64
-import io
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import cycle, islice
@@ -20,6 +18,7 @@ from bmfa.data.instances import InstanceSource
 from bmfa.data.probe_stream import Progress, probe_blocks
 from bmfa.data.probes import Mode
 from bmfa.experiments.probes import PROTOCOL, TAU, check_probe, check_used, describe, scores_of
+from bmfa.experiments.thumbnails import jpeg_uri
 from bmfa.grid import Grid
 from bmfa.records import Record, Row
 from bmfa.rules import parse
@@ -37,7 +36,6 @@ KINDS = {
 }
 PICTURE_SIDE = 160
 PICTURE_BYTES = 9000
-QUALITIES = (90, 80, 70, 60, 50, 40, 30, 20)
 
 
 def run(
@@ -240,14 +238,7 @@ def _data_uri(pixels: NDArray[np.uint8], box: Sequence[int]) -> str:
     image = load("PIL.Image")
     crop = image.fromarray(pixels).crop(tuple(box))
     crop = crop.resize((PICTURE_SIDE, PICTURE_SIDE), image.Resampling.BILINEAR)
-    data = b""
-    for quality in QUALITIES:
-        buffer = io.BytesIO()
-        crop.save(buffer, format="JPEG", quality=quality)
-        data = buffer.getvalue()
-        if len(data) <= PICTURE_BYTES:
-            break
-    return f"data:image/jpeg;base64,{base64.b64encode(data).decode()}"
+    return jpeg_uri(crop, PICTURE_BYTES)
 
 
 def _grid(probes: ProbeBlock) -> Grid:

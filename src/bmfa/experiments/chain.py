@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 
 from bmfa.data import EmbeddedScenes, InstanceFiles, InstanceSource
 from bmfa.data.probes import MODES
-from bmfa.experiments import ablation, bench, cases, probes, synthetic
+from bmfa.experiments import ablation, bench, cases, model_chain, probes, synthetic
 from bmfa.experiments.methods import COMPARABLE_METHODS, DEFAULT_METHODS
 from bmfa.records import Record
 
@@ -19,8 +19,15 @@ def run(
     workers: int = 1,
     coco: Sequence[str] | None = None,
     lvis: Sequence[str] | None = None,
+    own: model_chain.OwnModel | None = None,
+    device: str = "cpu",
 ) -> Iterator[tuple[str, Record]]:
-    """Run the experiments one by one; `coco` and `lvis` are (annotations, images)."""
+    """Run the experiments one by one; `coco` and `lvis` are (annotations, images).
+
+    `own` adds a person's model on their pictures; `device` is where models run.
+    """
+    # Files that are missing are told of now, not after minutes.
+    loaded = own.load() if own is not None else None
     files = {
         name: InstanceFiles(*paths) for name, paths in (("coco", coco), ("lvis", lvis)) if paths
     }
@@ -42,4 +49,5 @@ def run(
             yield f"probe-{dataset}-{mode}", record
     yield "ablation", ablation.run(embedded, dataset="embedded", workers=workers)
     yield "cases", cases.run(embedded, dataset="embedded", seed=seed)
+    yield from model_chain.run(loaded, seed=seed, device=device)
     yield "bench", bench.trees(repeats=3, seed=seed)

@@ -1,15 +1,28 @@
 """Screening inside a model: how far its outputs move, against the leaves that are left."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
-from dataclasses import asdict, dataclass
-from itertools import islice
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from bmfa.checks import check_integer
 from bmfa.data.imagenet import LabelledPicture
+from bmfa.experiments import shards
+from bmfa.experiments.batches import (
+    Batch,
+    Batches,
+    Progress,
+    Source,
+    Sums,
+    collect,
+    fits,
+    identity,
+    skipped_in,
+)
+from bmfa.experiments.outputs import Reference, add_up
+from bmfa.experiments.resuming import open_checkpoint
 from bmfa.models import LoadedModel, layer_indices, patch, record, unpatch
 from bmfa.models.hosts import find_host
 from bmfa.records import Record, Row, environment
@@ -40,7 +53,6 @@ PROTOCOL = (
     "output_kl is KL(full || approximate); attention_kl is the mean of F - F~ over the spatial keys"
 )
 Layers = str | Sequence[int]
-Progress = Callable[[int, int | None], None]  # pictures done, of how many
 
 
 @dataclass
@@ -55,15 +67,16 @@ class Total:
     leaf_ratio: float = 0.0
     attention_kl: float = 0.0
 
-    def add(self, batch: "Batch", logits: Tensor, leaf_ratio: float, attention_kl: float) -> None:
-        """The outputs (B, classes) of one batch, its mean leaf ratio and its mean attention KL."""
-        full, approximate = (x.double().log_softmax(-1) for x in (batch.full, logits))
-        chosen, size = logits.argmax(-1), len(logits)
+    def add(
+        self, reference: Reference, logits: Tensor, leaf_ratio: float, attention_kl: float
+    ) -> None:
+        """Outputs (B, classes) of some pictures, their mean leaf ratio and mean attention KL."""
+        size = len(reference)
         self.images += size
-        self.labelled += sum(label is not None for label in batch.labels)
-        self.agreeing += int((chosen == batch.full.argmax(-1)).sum())
-        self.right += sum(a == b for a, b in zip(chosen.tolist(), batch.labels, strict=True))
-        self.output_kl += float((full.exp() * (full - approximate)).sum())
+        self.labelled += reference.labelled
+        self.agreeing += reference.agreeing(logits)
+        self.right += reference.right(logits)
+        self.output_kl += reference.output_kl(logits)
         self.leaf_ratio += size * leaf_ratio
         self.attention_kl += size * attention_kl
 
@@ -83,53 +96,32 @@ class Total:
         return row
 
 
-@dataclass(frozen=True, eq=False)
-class Batch:
-    """Prepared pictures, their labels, and what the full model makes of them."""
-
-    pixels: Tensor  # (B, 3, height, width)
-    labels: list[int | None]
-    full: Tensor  # (B, classes)
-
-    def single(self) -> Iterator["Batch"]:
-        """The pictures one by one."""
-        for index, label in enumerate(self.labels):
-            place = slice(index, index + 1)
-            yield Batch(self.pixels[place], [label], self.full[place])
-
-
 def run(
     model: LoadedModel,
-    pictures: Iterable[LabelledPicture],
+    pictures: Iterable[LabelledPicture] | Source,
     methods: Sequence[str] = DEFAULT_METHODS,
     *,
     layers: Layers | Sequence[Layers] = "last-4",
     batch_size: int = 25,
     seed: int = 0,
     device: str = "cpu",
+    workers: int = 0,
+    resume: str | os.PathLike[str] | None = None,
     progress: Progress | None = None,
 ) -> Record:
     """Every method in every choice of layers, against the full model on the same pictures.
 
     `layers` is one choice ("all", "last-K", a list of indices) or a list of such choices. The first
     row is the full model's. The model is patched while this runs and left without any patch.
+
+    Processes joined by torch.distributed share the batches and all return the rows of one process,
+    bit for bit. `resume` is a file of partial results, created where missing: a run that was killed
+    continues from it to the same rows.
     """
-    check_integer("batch_size", batch_size, low=1)
     choices = _choices(layers)
     _check(model, methods, choices)
-    whole = Total()
-    totals = {(method, name): Total() for name in choices for method in methods}
-    model.model.to(device)
-    with torch.inference_mode():
-        for batch in _batches(model, pictures, batch_size, device):
-            for (method, name), total in totals.items():
-                _measure(model, batch, method, choices[name], seed + whole.images, total)
-            whole.add(batch, batch.full, 1.0, 0.0)
-            if progress is not None:
-                progress(whole.images, len(pictures) if isinstance(pictures, Sized) else None)
-    if not whole.images:
-        raise ValueError("no picture could be read; pass pictures")
-    rows = [whole.row(FULL, "none"), *(total.row(*key) for key, total in totals.items())]
+    batches = Batches(pictures, model.preprocess, batch_size, workers)
+    keys = [(method, name) for name in choices for method in dict.fromkeys(methods)]
     settings = {
         "model": model.name,
         "preprocessing": asdict(model.preprocess),
@@ -138,34 +130,65 @@ def run(
         "batch_size": batch_size,
         "seed": seed,
         "protocol": PROTOCOL,
-        **_skipped(pictures),
     }
+    unpatch(model.model).to(device)
+    processes = shards.current()
+    checkpoint = open_checkpoint(
+        resume,
+        "closed-loop",
+        lambda: {**settings, **identity(model, batches, device)},
+        fits([FULL, *map(_key, keys)], [field.name for field in fields(Total)]),
+        processes,
+    )
+
+    def measure(batch: Batch) -> Sums:
+        reference = _reference(model, batch, device)
+        whole = Total()
+        whole.add(reference, reference.full, 1.0, 0.0)
+        found = {
+            _key(key): _measure(model, reference, key[0], choices[key[1]], seed) for key in keys
+        }
+        return {key: asdict(total) for key, total in {FULL: whole, **found}.items()}
+
+    with torch.inference_mode():
+        parts = collect(batches, measure, processes, checkpoint, progress)
+    read = [part["sums"] for part in parts if part["sums"]]
+    if not read:
+        raise ValueError("no picture could be read; pass pictures")
+
+    def total(key: str) -> Total:
+        return Total(**add_up([sums[key] for sums in read]))  # type: ignore[arg-type]
+
+    rows = [total(FULL).row(FULL, "none"), *(total(_key(key)).row(*key) for key in keys)]
+    skipped = skipped_in(parts)
+    settings |= {"skipped": skipped.count, "skipped_names": skipped.reasons}
     return Record("closed-loop", settings, rows, environment(device))
 
 
+def _reference(model: LoadedModel, batch: Batch, device: str) -> Reference:
+    assert batch.pixels is not None
+    pixels = batch.pixels.to(device)
+    return Reference(pixels, batch.places, batch.labels, model.logits(pixels))
+
+
 def _measure(
-    model: LoadedModel, batch: Batch, method: str, layers: Layers, seed: int, total: Total
-) -> None:
+    model: LoadedModel, reference: Reference, method: str, layers: Layers, seed: int
+) -> Total:
     """One method on one batch; coins are drawn picture by picture, so that no batching shows."""
-    alone = isinstance(parse(method), RandomQuadrants)
-    for number, part in enumerate(batch.single() if alone else [batch]):
-        patch(model.model, rule=parse(method, seed + number), layers=layers)
+    alone, total = isinstance(parse(method), RandomQuadrants), Total()
+    for part in reference.single() if alone else [reference]:
+        patch(model.model, rule=parse(method, seed + part.places[0]), layers=layers)
         try:
             with record(model.model) as recording:
                 logits = model.logits(part.pixels)
         finally:
             unpatch(model.model)
         total.add(part, logits, recording.leaf_ratio, recording.error)
+    return total
 
 
-def _batches(
-    model: LoadedModel, pictures: Iterable[LabelledPicture], size: int, device: str
-) -> Iterator[Batch]:
-    unpatch(model.model)
-    rest = iter(pictures)
-    while some := list(islice(rest, size)):
-        pixels = torch.stack([model.preprocess(picture.pixels) for picture in some]).to(device)
-        yield Batch(pixels, [picture.label for picture in some], model.logits(pixels))
+def _key(key: tuple[str, str]) -> str:
+    return " in ".join(key)
 
 
 def _choices(layers: Layers | Sequence[Layers]) -> dict[str, Layers]:
@@ -184,9 +207,3 @@ def _check(model: LoadedModel, methods: Sequence[str], choices: dict[str, Layers
     depth = len(find_host(model.model).attentions)
     for layers in choices.values():
         layer_indices(layers, depth)
-
-
-def _skipped(pictures: Iterable[LabelledPicture]) -> dict[str, Any]:
-    """What a source of files could not read."""
-    skipped = getattr(pictures, "skipped", None)
-    return {} if skipped is None else {"skipped": skipped.count, "skipped_names": skipped.reasons}

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from bmfa.kernels.triton.trees import unavailable
 from bmfa.records import Record, Row, environment
 
 EXTRAS = {
@@ -49,7 +50,18 @@ def _backends() -> list[Row]:
     return [
         _row("backend", "reference", "available: float64 NumPy, the specification"),
         _row("backend", "eager", "available: any torch device, gradients by autograd"),
+        _row("backend", "triton", _triton()),
     ]
+
+
+def _triton() -> str:
+    """Whether the fused kernels run here, and why not."""
+    reason = unavailable(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    if reason is not None:
+        return f"unavailable: {reason}"
+    if not torch.cuda.is_available():
+        return "interpreted: TRITON_INTERPRET is set; slow, for tests"
+    return "available: one kernel for grids of up to 16x16, without gradients"
 
 
 def _extras() -> list[Row]:

@@ -1,5 +1,6 @@
 """Instance probes: how much softmax mass each method loses on the score grids of real objects."""
 
+import os
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -13,6 +14,7 @@ from bmfa.data import MODES, EmbeddedScenes, InstanceFiles, ProbeBlock, ProbeSet
 from bmfa.data.instances import SIZES, InstanceSource
 from bmfa.data.probe_stream import Progress, probe_blocks
 from bmfa.data.probes import Mode
+from bmfa.experiments import probe_parts
 from bmfa.experiments.methods import (
     CHUNK,
     DEFAULT_METHODS,
@@ -44,18 +46,27 @@ def run(
     strict: bool = False,
     progress: Progress | None = None,
     seed: int = 0,
+    resume: str | os.PathLike[str] | None = None,
 ) -> Record:
     """Probe every instance of a source with every method.
 
     Grids are built by `workers` processes and screened here, batch by batch in the source's order,
     so the rows are the same for any number of them. Only a few numbers for each instance and method
     are kept; a pooled method spends its budget on all instances at once, so it keeps their grids.
+    Processes joined by torch.distributed share the building of grids; `resume` is a file that keeps
+    the grids built so far, created where missing.
     """
     settings = settings or ProbeSettings()
     names = check_probe(dataset, mode, methods, settings, seed)
     tally = Tally(strict)
     blocks = probe_blocks(
-        source, settings, workers=workers, limit=limit, tally=tally, progress=progress
+        source,
+        settings,
+        workers=workers,
+        limit=limit,
+        tally=tally,
+        progress=progress,
+        spread=probe_parts.spread(source, settings, strict, resume),
     )
     probe = Probe(names, Grid(settings.grid, settings.grid), seed)
     for batch in batches(blocks):

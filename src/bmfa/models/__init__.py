@@ -4,15 +4,19 @@ from bmfa.models.loading import LoadedModel, load_model
 from bmfa.models.patching import layer_indices, patch, unpatch
 from bmfa.models.preprocessing import Preprocessing
 from bmfa.models.recording import LayerRecord, Recording, record
+from bmfa.models.reducing import final_tokens, reduce, unmerge
 
 __all__ = [
     "LayerRecord",
     "LoadedModel",
     "Preprocessing",
     "Recording",
+    "final_tokens",
     "layer_indices",
     "load_model",
     "patch",
     "record",
+    "reduce",
+    "unmerge",
     "unpatch",
 ]

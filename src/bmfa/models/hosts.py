@@ -5,6 +5,7 @@ from typing import NoReturn
 
 from torch import nn
 
+from bmfa.models.reduced import Branches, SizedAttention
 from bmfa.models.screens import Screen
 
 SUPPORTED = (
@@ -12,6 +13,13 @@ SUPPORTED = (
     "transformers ViT, DeiT, DINOv2 (also with registers), DINOv3 ViT, CLIP vision, SigLIP vision; "
     "the embedded model"
 )
+REDUCED = (
+    "timm VisionTransformer and DeiT (also distilled); "
+    "transformers ViT, DeiT, DINOv2 (also with registers), CLIP vision, SigLIP vision; "
+    "the embedded model"
+)
+_ROPE = "it turns queries and keys by their place on the grid, and a merged token has none"
+_LAYOUT = "its block is no attention branch followed by a perceptron branch"
 _BIAS = "it adds a relative position bias to the scores, so block means are not linear in the keys"
 _WINDOWS = "it attends inside windows, not over one grid, and adds a relative position bias"
 _TWO = "its output is the difference of two softmax maps"
@@ -33,12 +41,16 @@ REASONS = {
 
 @dataclass(frozen=True, eq=False)
 class Host:
-    """A vision tower: its attention modules in order, its patch projection and prefix tokens."""
+    """A vision tower: its blocks and their attention in order, patch projection and prefix tokens."""
 
     screen: type[Screen]
+    sized: type[SizedAttention]
     attentions: tuple[nn.Module, ...]
     projection: nn.Module
     prefix: int
+    blocks: tuple[nn.Module, ...]
+    branches: Branches | None  # None where tokens cannot be reduced
+    pools: bool  # whether anything behind the blocks reads spatial tokens
 
 
 def class_name(module: nn.Module) -> str:
@@ -78,6 +90,16 @@ def refuse(model: nn.Module, attention: nn.Module | None = None) -> NoReturn:
         reason = _WINDOWS if "swin" in lowered else _BIAS if "beit" in lowered else _UNKNOWN
     raise TypeError(
         f"{name} in {type(model).__name__} is not served: {reason}; served are {SUPPORTED}"
+    )
+
+
+def refuse_reduction(model: nn.Module, host: Host) -> NoReturn:
+    """Raise with the block class of the model that is not reduced, and why."""
+    name = class_name(host.blocks[0])
+    rope = any(word in name.lower() for word in ("eva", "dinov3", "rope"))
+    raise TypeError(
+        f"{name} in {type(model).__name__} is not reduced: {_ROPE if rope else _LAYOUT}; "
+        f"reduced are {REDUCED}"
     )
 
 

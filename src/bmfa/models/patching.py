@@ -10,7 +10,8 @@ from torch import nn
 from bmfa.attention import BACKENDS, DEFAULT_RULE
 from bmfa.checks import check_integer, check_number
 from bmfa.models.hosts import find_host
-from bmfa.models.screens import Place, screens_in
+from bmfa.models.reduced import reduced_blocks
+from bmfa.models.screens import Place, replacements_in
 from bmfa.rules import Optimal, RandomQuadrants, Rule, parse
 
 
@@ -30,7 +31,7 @@ def patch(
     Only q, k, v -> output is replaced. One tree for each query and head covers the spatial keys;
     class and register keys stay exact. The rule is one of bmfa.rules or its name; `error`, `leaves`
     and the rest are those of `screened_attention`. `layers` is "all", "last-K" or a list of indices.
-    A model that is patched already is patched anew; `unpatch` undoes it.
+    A model that is patched or reduced already is restored first; `unpatch` undoes it.
     """
     chosen = _chosen_rule(rule, error, leaves)
     options = _options(max_depth, backend, fallback)
@@ -46,10 +47,12 @@ def patch(
 
 
 def unpatch(model: nn.Module) -> nn.Module:
-    """Undo `patch`; a model that is not patched stays as it is."""
-    for module, screen in screens_in(model):
-        screen.place.forget()
-        screen.restore(module)
+    """Undo `patch` or `reduce`; a model as it was made stays as it is."""
+    for block in reduced_blocks(model):
+        block.restore()
+    for module, replacement in replacements_in(model):
+        replacement.place.forget()
+        replacement.restore(module)
     return model
 
 

@@ -74,18 +74,15 @@ class Place:
 
 
 @dataclass(eq=False)
-class Screen:
-    """Screened attention for one layer, with the signature of scaled_dot_product_attention.
+class Replacement:
+    """What one layer has instead of scaled_dot_product_attention, with the same signature.
 
     It is kept with the attention module: it travels with copies and pickles, not in the state dict.
     """
 
     layer: int
     place: Place
-    rule: Rule
-    options: dict[str, Any]
-    kept: dict[str, Any] = field(default_factory=dict)  # what the host puts back
-    listener: Listener | None = None
+    kept: dict[str, Any] = field(init=False, default_factory=dict)  # what the host puts back
 
     def install(self, module: nn.Module) -> None:
         """Take over the attention of a module; a host adds how."""
@@ -94,6 +91,28 @@ class Screen:
     def restore(self, module: nn.Module) -> None:
         """Undo `install`."""
         del module.__dict__[_NAME]
+
+    def __call__(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+    ) -> Tensor:
+        """The output of attention."""
+        raise NotImplementedError
+
+
+@dataclass(eq=False)
+class Screen(Replacement):
+    """Screened attention for one layer."""
+
+    rule: Rule
+    options: dict[str, Any]
+    listener: Listener | None = None
 
     def __call__(
         self,
@@ -114,7 +133,7 @@ class Screen:
             )
         scale = query.shape[-1] ** -0.5 if scale is None else float(scale)
         grid, prefix = self.place.of(key.shape[2]), self.place.prefix
-        valid = _valid_keys(attn_mask, prefix)
+        valid = valid_keys(attn_mask, prefix)
         screened = screened_attention(
             query,
             key,
@@ -132,18 +151,23 @@ class Screen:
         return screened.output
 
 
-def screen_of(module: nn.Module) -> Screen | None:
-    """The module's own screen."""
+def replacement_of(module: nn.Module) -> Replacement | None:
+    """What the module has instead of its attention."""
     return module.__dict__.get(_NAME)
+
+
+def replacements_in(model: nn.Module) -> list[tuple[nn.Module, Replacement]]:
+    """All modules of a model whose attention is replaced, and by what."""
+    pairs = ((module, replacement_of(module)) for module in model.modules())
+    return [(module, replacement) for module, replacement in pairs if replacement is not None]
 
 
 def screens_in(model: nn.Module) -> list[tuple[nn.Module, Screen]]:
     """All screened modules of a model with their screens."""
-    pairs = ((module, screen_of(module)) for module in model.modules())
-    return [(module, screen) for module, screen in pairs if screen is not None]
+    return [(m, screen) for m, screen in replacements_in(model) if isinstance(screen, Screen)]
 
 
-def _valid_keys(mask: Tensor | None, prefix: int) -> Tensor | None:
+def valid_keys(mask: Tensor | None, prefix: int) -> Tensor | None:
     """(B or 1, N) the spatial keys that a padding mask leaves; any other mask is refused."""
     if mask is None:
         return None

@@ -2,6 +2,7 @@
 
 import os
 import pickle
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,10 @@ def read_state_dict(path: str | os.PathLike[str]) -> dict[str, Tensor]:
     if file.suffix == ".safetensors":
         return _read_safetensors(file)
     try:
-        content = torch.load(file, map_location="cpu", weights_only=True)
+        with warnings.catch_warnings():
+            # Torch warns of pickles of other makers; what it cannot read raises all the same.
+            warnings.simplefilter("ignore")
+            content = torch.load(file, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         reason = str(error).strip().splitlines()[0]
         raise ValueError(

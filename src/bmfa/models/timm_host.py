@@ -7,7 +7,8 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 
 from bmfa.models.hosts import Host, class_name, class_names, refuse
-from bmfa.models.screens import Screen
+from bmfa.models.reduced import Branches, SizedAttention
+from bmfa.models.screens import Replacement, Screen
 
 TOWERS = {
     "timm.models.vision_transformer.VisionTransformer",
@@ -23,35 +24,43 @@ ATTENTIONS = {
 }
 
 
-class Interception(TorchFunctionMode):
-    """Scaled dot-product attention goes to the screen; the rest of the layer runs as it is written."""
+BRANCHES = {
+    "timm.models.vision_transformer.Block": Branches(
+        ("norm1", "attn", "ls1", "drop_path1"), ("norm2", "mlp", "ls2", "drop_path2")
+    ),
+    "bmfa.models.embedded.Block": Branches(("norm1", "attn"), ("norm2", "mlp")),
+}
 
-    def __init__(self, screen: Screen) -> None:
+
+class Interception(TorchFunctionMode):
+    """Scaled dot-product attention is replaced; the rest of the layer runs as it is written."""
+
+    def __init__(self, replacement: Replacement) -> None:
         super().__init__()
-        self.screen = screen
+        self.replacement = replacement
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func is scaled_dot_product_attention:
-            return self.screen(*args, **(kwargs or {}))
+            return self.replacement(*args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
 
 
-class ScreenedForward:
+class ReplacedForward:
     """The forward of one attention module under interception; copies and pickles with it."""
 
-    def __init__(self, module: nn.Module, screen: Screen) -> None:
+    def __init__(self, module: nn.Module, replacement: Replacement) -> None:
         self.module = module
-        self.screen = screen
+        self.replacement = replacement
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        with Interception(self.screen):
+        with Interception(self.replacement):
             return type(self.module).forward(self.module, *args, **kwargs)
 
 
-class TimmScreen(Screen):
-    """A screen that the module's own forward is run under."""
+class TimmReplacement(Replacement):
+    """A replacement that the module's own forward is run under."""
 
     def install(self, module: nn.Module) -> None:
         """Replace the forward of the instance."""
@@ -60,7 +69,7 @@ class TimmScreen(Screen):
             # Its other path spells the softmax out and never calls what is intercepted.
             self.kept["fused_attn"] = module.fused_attn
             module.__dict__["fused_attn"] = True
-        module.__dict__["forward"] = ScreenedForward(module, self)
+        module.__dict__["forward"] = ReplacedForward(module, self)
 
     def restore(self, module: nn.Module) -> None:
         """Undo `install`."""
@@ -68,6 +77,14 @@ class TimmScreen(Screen):
         for name, value in self.kept.items():
             setattr(module, name, value)
         del module.__dict__["forward"]
+
+
+class TimmScreen(TimmReplacement, Screen):
+    """A screen in timm."""
+
+
+class TimmSized(TimmReplacement, SizedAttention):
+    """Attention among merged tokens in timm."""
 
 
 def find(model: nn.Module) -> list[Host]:
@@ -86,4 +103,15 @@ def _host(tower: Any) -> Host:
             f"{class_name(tower.patch_embed)} in {type(tower).__name__} is not served: its patches "
             "come from no convolution, so the grid is unknown; build the model with a PatchEmbed"
         )
-    return Host(TimmScreen, attentions, projection, int(tower.num_prefix_tokens))
+    blocks = tuple(tower.blocks)
+    names = {class_name(block) for block in blocks}
+    return Host(
+        TimmScreen,
+        TimmSized,
+        attentions,
+        projection,
+        int(tower.num_prefix_tokens),
+        blocks,
+        BRANCHES.get(names.pop()) if len(names) == 1 else None,
+        getattr(tower, "global_pool", "token") != "token",
+    )

@@ -7,42 +7,60 @@ from typing import Any
 from torch import Tensor, nn
 
 from bmfa.models.hosts import Host, class_name
-from bmfa.models.screens import Screen, screen_of
+from bmfa.models.reduced import Branches, SizedAttention
+from bmfa.models.screens import Replacement, Screen, replacement_of
 from bmfa.packages import load_package
 
 IMPLEMENTATION = "bmfa"
 
 
+_VIT = Branches(("layernorm_before", "attention", "dropout"), ("layernorm_after", "mlp", "dropout"))
+_DINO = Branches(
+    ("norm1", "attention", "layer_scale1", "drop_path"),
+    ("norm2", "mlp", "layer_scale2", "drop_path"),
+)
+_CLIP = Branches(("layer_norm1", "self_attn"), ("layer_norm2", "mlp"))
+
+# How the names of those models end whose outputs read spatial tokens.
+_READERS = ("ForMaskedImageModeling", "Backbone")
+_POOLERS = (*_READERS, "ForImageClassification")
+_ALL = ("",)
+
+
 @dataclass(frozen=True)
 class Family:
-    """The names of a model family: attention class, patch convolution, prefix tokens."""
+    """The names of a model family: attention class, block layout, patch convolution, prefix."""
 
     attention: str
+    branches: Branches | None
     projection: str = "patch_embeddings.projection"
     prefix: int = 1
     registers: bool = False
+    readers: tuple[str, ...] = _READERS
 
 
 # By the class of the embeddings, which tells the vision tower of CLIP from its text tower.
 FAMILIES = {
-    "vit.modeling_vit.ViTEmbeddings": Family("ViTAttention"),
-    "deit.modeling_deit.DeiTEmbeddings": Family("DeiTAttention", prefix=2),
-    "dinov2.modeling_dinov2.Dinov2Embeddings": Family("Dinov2Attention"),
+    "vit.modeling_vit.ViTEmbeddings": Family("ViTAttention", _VIT),
+    "deit.modeling_deit.DeiTEmbeddings": Family("DeiTAttention", _VIT, prefix=2),
+    "dinov2.modeling_dinov2.Dinov2Embeddings": Family("Dinov2Attention", _DINO, readers=_POOLERS),
     "dinov2_with_registers.modeling_dinov2_with_registers.Dinov2WithRegistersEmbeddings": Family(
-        "Dinov2WithRegistersAttention", registers=True
+        "Dinov2WithRegistersAttention", _DINO, registers=True, readers=_POOLERS
     ),
     "dinov3_vit.modeling_dinov3_vit.DINOv3ViTEmbeddings": Family(
-        "DINOv3ViTAttention", "patch_embeddings", registers=True
+        "DINOv3ViTAttention", None, "patch_embeddings", registers=True
     ),
-    "clip.modeling_clip.CLIPVisionEmbeddings": Family("CLIPAttention", "patch_embedding"),
+    "clip.modeling_clip.CLIPVisionEmbeddings": Family(
+        "CLIPAttention", _CLIP, "patch_embedding", readers=_POOLERS
+    ),
     "siglip.modeling_siglip.SiglipVisionEmbeddings": Family(
-        "SiglipAttention", "patch_embedding", prefix=0
+        "SiglipAttention", _CLIP, "patch_embedding", prefix=0, readers=_ALL
     ),
 }
 
 
-class TransformersScreen(Screen):
-    """A screen reached through a configuration of the module's own that names our function."""
+class TransformersReplacement(Replacement):
+    """A replacement reached through a configuration of the module's own that names our function."""
 
     def install(self, module: nn.Module) -> None:
         """Give the module that configuration."""
@@ -64,6 +82,14 @@ class TransformersScreen(Screen):
         self.__dict__.update(state)
 
 
+class TransformersScreen(TransformersReplacement, Screen):
+    """A screen in transformers."""
+
+
+class TransformersSized(TransformersReplacement, SizedAttention):
+    """Attention among merged tokens in transformers."""
+
+
 def find(model: nn.Module) -> list[Host]:
     """The vision towers in a model."""
     hosts = []
@@ -71,7 +97,7 @@ def find(model: nn.Module) -> list[Host]:
         for embeddings in tower.children():
             family = FAMILIES.get(class_name(embeddings).removeprefix("transformers.models."))
             if family is not None:
-                hosts.append(_host(tower, embeddings, family))
+                hosts.append(_host(model, tower, embeddings, family))
     return hosts
 
 
@@ -86,13 +112,13 @@ def attend(
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """An attention function of transformers: (B, heads, tokens, d) to (B, tokens, heads, d)."""
-    screen = screen_of(module)
-    if screen is None:
+    replacement = replacement_of(module)
+    if replacement is None:
         raise RuntimeError(
             f"{class_name(module)} is set to {IMPLEMENTATION!r} without a rule; use bmfa.patch(model)"
         )
     causal = bool(kwargs.get("is_causal", False))
-    output = screen(query, key, value, attention_mask, dropout, causal, scaling)
+    output = replacement(query, key, value, attention_mask, dropout, causal, scaling)
     return output.transpose(1, 2).contiguous(), None
 
 
@@ -104,9 +130,23 @@ def _register() -> None:
     masks.AttentionMaskInterface.register(IMPLEMENTATION, masks.sdpa_mask)
 
 
-def _host(tower: nn.Module, embeddings: Any, family: Family) -> Host:
-    attentions = tuple(m for m in tower.modules() if type(m).__name__ == family.attention)
+def _host(model: nn.Module, tower: nn.Module, embeddings: Any, family: Family) -> Host:
+    pairs = [
+        (block, child)
+        for block in tower.modules()
+        for child in block.children()
+        if type(child).__name__ == family.attention
+    ]
     prefix = family.prefix
     if family.registers:
         prefix += int(embeddings.config.num_register_tokens)
-    return Host(TransformersScreen, attentions, embeddings.get_submodule(family.projection), prefix)
+    return Host(
+        TransformersScreen,
+        TransformersSized,
+        tuple(attention for _, attention in pairs),
+        embeddings.get_submodule(family.projection),
+        prefix,
+        tuple(block for block, _ in pairs),
+        family.branches,
+        any(type(module).__name__.endswith(family.readers) for module in model.modules()),
+    )

@@ -7,11 +7,24 @@ from pathlib import PurePath
 from typing import Any
 
 from bmfa.records import Row
-from bmfa.report import figures, paper, probe_chapter, synthetic_chapter
+from bmfa.report import (
+    classification_chapter,
+    closed_loop_chapter,
+    figures,
+    layer_chapter,
+    paper,
+    picture_chapter,
+    probe_chapter,
+    reduction_chapter,
+    synthetic_chapter,
+)
 from bmfa.report.evidence import Evidence, number, text
 from bmfa.report.markup import Column, code, decimal, figure, made_by, pairs, paragraph, table
 
-LONG_VALUES = ("scores", "boxes", "picture", "gap_quantiles")
+LONG_VALUES = (
+    *("scores", "boxes", "picture", "gap_quantiles"),
+    *("attention", "screened_attention"),
+)
 
 
 @dataclass(frozen=True)
@@ -157,6 +170,11 @@ CHAPTERS = (
     Chapter("probes", "Instance probes", "probe", probe_chapter.content),
     Chapter("ablations", "Ablations", "ablation", ablation),
     Chapter("cases", "Single instances", "cases", cases),
+    Chapter("closed-loop", "Inside a model", "closed-loop", closed_loop_chapter.content),
+    Chapter("layers", "Layer sensitivity", "closed-loop", layer_chapter.content),
+    Chapter("pictures", "Four pictures in a model", "picture", picture_chapter.content),
+    Chapter("classification", "Classification", "evaluate", classification_chapter.content),
+    Chapter("reductions", "Token reduction", "evaluate", reduction_chapter.content),
     Chapter("bench", "Speed", "bench", bench),
 )
 

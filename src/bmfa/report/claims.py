@@ -1,9 +1,15 @@
 """The summary: what the paper claims, what is measured here, and the verdict."""
 
-from bmfa.report import ablation_claims, probe_claims, synthetic_claims
+from bmfa.report import (
+    ablation_claims,
+    classification_claims,
+    closed_loop_claims,
+    probe_claims,
+    synthetic_claims,
+)
 from bmfa.report.evidence import Evidence
-from bmfa.report.markup import NOTHING, code, prose
-from bmfa.report.verdicts import Claim, Verdict
+from bmfa.report.markup import code, prose
+from bmfa.report.verdicts import Claim
 
 HEADS = ("Claim", "Paper", "Ours", "Verdict", "On the difference")
 
@@ -14,7 +20,8 @@ def claims(evidence: Evidence) -> list[Claim]:
         *synthetic_claims.claims(evidence),
         *probe_claims.claims(evidence),
         *ablation_claims.claims(evidence),
-        *_models(evidence),
+        *closed_loop_claims.claims(evidence),
+        *classification_claims.claims(evidence),
     ]
 
 
@@ -36,16 +43,3 @@ def _row(claim: Claim) -> str:
         f'<td><span class="verdict {kind}"><span aria-hidden="true">{sign}</span> {word}</span></td>'
         f"<td>{prose(claim.note)}{command}</td></tr>"
     )
-
-
-def _models(evidence: Evidence) -> list[Claim]:
-    """What the paper claims of whole models, while no record of it is at hand."""
-    absent = (
-        ("closed-loop", "DeiT-Tiny keeps its predictions: agreement", "75.98 % at 30.82 %"),
-        ("evaluate", "DeiT-Tiny keeps its ImageNet accuracy: top-1", "71.520 % at 55.861 %"),
-    )
-    return [
-        Claim(claim, printed, NOTHING, Verdict.NOT_MEASURED, f"No {experiment} record is here.")
-        for experiment, claim, printed in absent
-        if not evidence.has(experiment)
-    ]

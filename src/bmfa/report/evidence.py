@@ -17,6 +17,7 @@ KEYS: Mapping[str, tuple[str, ...]] = {
     "probe": ("dataset", "mode", "method", "group"),
     "ablation": ("parameter", "value"),
     "cases": ("dataset", "title", "picture", "method"),
+    "picture": ("model", "title", "layer", "head", "query", "method"),
 }
 
 COMMANDS: Mapping[str, str] = {
@@ -26,7 +27,9 @@ COMMANDS: Mapping[str, str] = {
     "ablation": "bmfa ablation --json ablation.json",
     "cases": "bmfa report",
     "bench": "bmfa bench trees --json bench.json",
+    "picture": "bmfa screen embedded:3 --json picture.json",
 }
+MODELS = ("closed-loop", "evaluate")
 
 
 class Evidence:
@@ -87,11 +90,25 @@ class Evidence:
 
 def command(experiment: str, settings: Mapping[str, Any]) -> str:
     """The command that makes a record with these settings."""
+    if experiment in MODELS:
+        return _model_command(experiment, settings)
     if experiment != "probe":
         return COMMANDS.get(experiment, f"bmfa {experiment} --json {experiment}.json")
     dataset, mode = settings.get("dataset", "coco"), settings.get("mode", "image-edge")
     files = "" if dataset == "embedded" else " --annotations FILE --images DIR"
     return f"bmfa probe --dataset {dataset} --mode {mode}{files} --json probe.json"
+
+
+def _model_command(experiment: str, settings: Mapping[str, Any]) -> str:
+    model = str(settings.get("model", "embedded"))
+    files = "" if model == "embedded" else f" --model {model} --weights FILE --data-dir DIR"
+    layers = settings.get("layers")
+    choices = [str(one) for one in layers] if isinstance(layers, list | tuple) else []
+    if len(choices) > 4:
+        return "bmfa report"  # one command for each layer alone would be a page
+    chosen = "".join(f" --layers {choice}" for choice in choices if choices != ["last-4"])
+    method = f" --method {settings['method']}" if "method" in settings else ""
+    return f"bmfa {experiment}{files}{chosen}{method} --json {experiment}.json"
 
 
 def number(row: Row, column: str) -> float | None:

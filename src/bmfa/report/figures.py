@@ -4,7 +4,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from bmfa.records import Record
-from bmfa.report import ablations, curves, galleries, scatter
+from bmfa.report import (
+    ablations,
+    attention_cases,
+    attention_maps,
+    curves,
+    evaluation,
+    galleries,
+    layer_curves,
+    model_curves,
+    scatter,
+)
 from bmfa.report.evidence import Evidence
 from bmfa.report.sheet import Sheet, styled
 
@@ -17,6 +27,12 @@ class Plot:
     label: str
     needs: tuple[str, ...]
     draw: Callable[[Evidence, bool], Sheet]
+    ready: Callable[[Evidence], bool] = lambda evidence: True
+
+    def drawable(self, records: Record | Sequence[Record]) -> bool:
+        """Whether the records hold what it shows."""
+        evidence = Evidence(records)
+        return all(map(evidence.has, self.needs)) and self.ready(evidence)
 
     def __call__(
         self, records: Record | Sequence[Record], *, narrow: bool = False, inline: bool = False
@@ -91,11 +107,58 @@ cases = Plot(
     ("cases",),
     galleries.cases,
 )
+closed_loop = Plot(
+    "closed-loop",
+    "Agreement with the full model and output KL against leaf ratio, ours beside the paper's",
+    ("closed-loop",),
+    model_curves.closed_loop,
+)
+layers = Plot(
+    "layers",
+    "Agreement and output KL over the layers that are screened, several and one alone",
+    ("closed-loop",),
+    layer_curves.layers,
+    layer_curves.ready,
+)
+top1 = Plot(
+    "top1",
+    "Top-1 accuracy against leaf ratio, ours beside the paper's",
+    ("evaluate",),
+    model_curves.top1,
+    lambda evidence: bool(model_curves.screened(evidence)),
+)
+accuracy = Plot(
+    "accuracy",
+    "Top-1 accuracy against images per second for every method",
+    ("evaluate",),
+    evaluation.accuracy,
+    lambda evidence: bool(evaluation.timed(evidence)),
+)
+reductions = Plot(
+    "reductions",
+    "Agreement and output KL of token reductions against operations",
+    ("evaluate",),
+    model_curves.reductions,
+    lambda evidence: bool(model_curves.reduced(evidence)),
+)
+pictures = Plot(
+    "attention-cases",
+    "Pictures with the class token's attention, full and screened, and the trees of several rules",
+    ("picture",),
+    attention_cases.attention_cases,
+)
+# Drawn for one picture at a time, so not on the page.
+screen = Plot(
+    "screen",
+    "A picture with its tree, a query's attention full and screened, and the difference",
+    ("picture",),
+    attention_maps.screen,
+)
 
 ALL: dict[str, Plot] = {
     plot.name: plot
     for plot in (
         *(gallery, failure_curve, placements, motivation, pipeline, trade_off),
-        *(distribution, ablation, cases),
+        *(distribution, ablation, cases, closed_loop, layers, top1, accuracy, reductions, pictures),
     )
 }

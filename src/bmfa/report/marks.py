@@ -18,7 +18,7 @@ LEVELS = 16
 LIGHT_LINE, DARK_LINE = "#ffffff", "#000000"
 LABEL_HEIGHT = 15.0
 LEGEND_ROW = 20.0
-NAME_LENGTH = 20
+NAME_LENGTH = 21
 
 
 def heading(sheet: Sheet, axes: "Axes", title: str, below: str = "", indent: float = 34) -> None:
@@ -122,6 +122,25 @@ def leaves(axes: "Axes", boxes: Sequence[Sequence[int]], means: Array, middle: f
             alpha=0.75,
             clip_on=False,
         )
+
+
+def outline(
+    axes: "Axes", boxes: Sequence[Sequence[int]], colour: str = LIGHT_LINE, strength: float = 0.9
+) -> None:
+    """Boxes over a picture: a line that shows on bright and on dark ground."""
+    corners = np.asarray(boxes, dtype=float).reshape(-1, 4)
+    for line, width, alpha in ((DARK_LINE, 2.4, 0.4), (colour, 1.0, strength)):
+        _boxes(axes, corners, facecolor="none", edgecolor=line, linewidth=width, alpha=alpha)
+
+
+def veil(axes: "Axes", cover: Array, colour: str) -> None:
+    """Cover tokens with a colour, each in steps of opacity from 0 (open) to 1."""
+    steps = np.clip((cover * LEVELS).round(), 0, LEVELS).astype(int)
+    for step in np.unique(steps[steps > 0]):
+        middle, start, end = _runs(steps == step).T
+        corners = np.stack((middle - 0.5, start, middle + 0.5, end), -1)
+        alpha = float(step) / LEVELS
+        _boxes(axes, corners, facecolor=colour, alpha=alpha, linewidth=0, antialiased=False)
 
 
 def leaf_means(values: Array, boxes: Sequence[Sequence[int]]) -> Array:

@@ -12,6 +12,8 @@ from bmfa.report.figures import Plot
 
 NOTHING = "–"
 LARGE = 1e15
+TINIEST = 1e-12  # what is smaller is the rounding of a zero
+SUPERSCRIPT = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 OPTION = re.compile(r"(--[a-z-]+)")
 
 
@@ -49,6 +51,16 @@ def decimal(value: Any, decimals: int) -> str:
     # Halves go up, as in print: 1.5625 is 1.563. What rounds to zero has no sign.
     rounded = Decimal(value).quantize(Decimal(1).scaleb(-decimals), ROUND_HALF_UP)
     return f"{abs(rounded) if rounded == 0 else rounded:,f}".replace("-", "−")
+
+
+def tiny(value: float | None) -> str:
+    """A number that may be very small: three decimals, or its leading digit and its power of ten."""
+    if value is None:
+        return NOTHING
+    if value >= 0.001 or value < TINIEST:
+        return decimal(max(value, 0.0), 3)
+    digit, _, power = f"{value:.0e}".partition("e")
+    return f"{digit} × 10{str(int(power)).translate(SUPERSCRIPT)}"
 
 
 def prose(words: str) -> str:

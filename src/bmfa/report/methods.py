@@ -20,6 +20,30 @@ KNOWN: Sequence[tuple[str, str, str]] = (
     ("mass", "Algorithm 1 with Γ weighed by the block's mass", "block means, Z of all scores"),
     ("optimal", "the best tree there is at a price for each leaf", "all scores"),
     ("edge-aware", "the paper's oracle: every token kept", "annotations"),
+    (
+        "quadrant-gap",
+        "the rule behind the paper's tables: each quarter kept token by token where its gap exceeds "
+        "ε, else its mean",
+        "all scores",
+    ),
+    ("random-quadrants", "the same by the throw of a coin of probability p", "nothing"),
+    ("variance", "the same by the variance of the quarter", "means and squares"),
+    ("fixed-blocks", "tiles of so many tokens a side", "block means"),
+    ("global-mean", "one leaf: the mean of all keys", "mean"),
+    ("tome", "merges so many pairs of alike keys in every layer", "keys"),
+    ("pitome", "the same, tokens in crowds first", "keys"),
+    ("tofu", "prunes early and merges late", "keys and features"),
+    ("diffrate", "prunes and merges by rates learned for each layer", "attention and features"),
+    ("crossget", "merges with cross tokens as guides", "keys"),
+    ("dct", "keeps the low frequencies of the sequence", "features"),
+    ("evit", "keeps what the class token attends to, fuses the rest", "attention"),
+    ("random-pool", "merges so many tokens at random in every layer", "nothing"),
+    ("fixed-pool", "merges tiles of so many tokens a side", "nothing"),
+    (
+        "free-energy",
+        "ours: merges the pairs that cost the least free energy, mass times distortion",
+        "attention and features",
+    ),
 )
 
 
@@ -30,4 +54,8 @@ def key(methods: Sequence[str]) -> str:
     if not rows:
         return ""
     columns = [Column("Name", code=True), Column("What it is"), Column("Reads")]
-    return table("The methods; the number after a name is its ε, depth or price", columns, rows)
+    return table(
+        "The methods; the number after a name is its ε, depth, price, probability or budget",
+        columns,
+        rows,
+    )

@@ -75,7 +75,7 @@ def _gallery_caption(evidence: Evidence) -> str:
 def _methods(evidence: Evidence) -> str:
     names = [
         name
-        for experiment in ("synthetic", "probe")
+        for experiment in ("synthetic", "probe", "closed-loop", "evaluate")
         for name in in_order(evidence.rows(experiment), "method")
     ]
     content = methods.key(names)

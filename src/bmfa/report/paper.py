@@ -75,6 +75,55 @@ ABLATION: Mapping[tuple[str, float], Ablated] = {
 }
 
 
+@dataclass(frozen=True)
+class Loop:
+    """What the paper prints of one method in DeiT-Tiny's last four blocks, on COCO."""
+
+    leaf_percent: float
+    agreement_percent: float
+    output_kl: float | None = None
+
+
+@dataclass(frozen=True)
+class Classified:
+    """What the paper prints of one method on ImageNet-1K; None where it prints nothing."""
+
+    top1_percent: float
+    drop_pp: float
+    agreement_percent: float | None
+    leaf_percent: float | None
+    speedup: float
+
+
+MODEL = "DeiT-Tiny"
+COCO_PICTURES, IMAGENET_PICTURES = 5_000, 50_000
+# The paper calls the rule of these tables BMFA; its leaf ratios are those of one level of quadrants.
+QUADRANTS = ("quadrant-gap:0.8", "quadrant-gap:0.5")
+RANDOM = ("random-quadrants:0.25", "random-quadrants:0.5")
+FIXED = "fixed-blocks:2"
+# Algorithm 1 itself at the threshold that the tables name.
+PRINTED_THRESHOLD = "gamma:0.8"
+
+CLOSED_LOOP: Mapping[str, Loop] = {
+    FIXED: Loop(25.00, 73.50, 0.196),
+    "random-quadrants:0.25": Loop(26.53, 61.54, 0.406),
+    "random-quadrants:0.5": Loop(51.00, 72.40, 0.189),
+    "quadrant-gap:0.8": Loop(30.82, 75.98, 0.149),
+    "quadrant-gap:0.5": Loop(52.66, 87.00, 0.041),
+    "variance": Loop(97.57, 99.02),
+}
+
+IMAGENET: Mapping[str, Classified] = {
+    "full": Classified(72.084, 0.000, None, None, 1.000),
+    "tome:8": Classified(71.666, 0.418, 94.122, None, 1.187),
+    FIXED: Classified(69.322, 2.762, 87.322, 25.000, 0.940),
+    "quadrant-gap:0.8": Classified(69.820, 2.264, 88.146, 34.868, 0.864),
+    "quadrant-gap:0.5": Classified(71.520, 0.564, 93.646, 55.861, 0.860),
+    "random-quadrants:0.25": Classified(65.146, 6.938, 79.458, 26.530, 0.916),
+    "random-quadrants:0.5": Classified(69.148, 2.936, 86.908, 51.024, 0.920),
+}
+
+
 def dataset_title(name: str) -> str:
     """A data set's name as people write it."""
     return DATASETS.get(name, name)

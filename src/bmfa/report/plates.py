@@ -74,7 +74,7 @@ class Scene:
 
     def tree_panel(self, row: Row, title: str) -> Panel:
         """What the leaves keep, and the leaves; under them the gap and the leaf ratio."""
-        boxes = _boxes(row, self.values.shape)
+        boxes = checked_boxes(row, self.values.shape)
         draw_field = self._field(reconstruct(self.values, boxes))
         means = leaf_means(self.values, boxes)
         middle = (self.values.min() + self.values.max()) / 2
@@ -144,7 +144,7 @@ def _notes(sheet: Sheet, x: float, top: float, side: float, notes: Sequence[str]
         sheet.text(x, top + 15 + index * LINE, words, **options)
 
 
-def _boxes(row: Row, shape: tuple[int, ...]) -> list[tuple[int, int, int, int]]:
+def checked_boxes(row: Row, shape: tuple[int, ...]) -> list[tuple[int, int, int, int]]:
     """The leaves of a row, checked against the grid."""
     boxes = [tuple(int(side) for side in box) for box in row.get("boxes", ())]
     for box in boxes:

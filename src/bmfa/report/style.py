@@ -103,6 +103,16 @@ METHODS: Mapping[str, MethodStyle] = {
     "quadrant-gap": MethodStyle(EXACT, ">", DASH_DOT),
     "random-quadrants": MethodStyle(RANDOM, "d", DOTTED, hollow=True),
     "variance": MethodStyle(VARIANCE, "v", DASHED, hollow=True),
+    "free-energy": MethodStyle(CERTIFIED, "*", width=2.2, size=10.0),
+    "tome": MethodStyle(GAMMA, "o", DASHED),
+    "pitome": MethodStyle(LOOKAHEAD, "^", DASH_DOT, hollow=True),
+    "tofu": MethodStyle(VARIANCE, "s", DOTTED, size=5.5),
+    "diffrate": MethodStyle(EXACT, "X", DASHED, size=6.5),
+    "crossget": MethodStyle(FIXED, "D", DASH_DOT, hollow=True, size=5.5),
+    "dct": MethodStyle(MASS, "p", DOTTED, hollow=True),
+    "evit": MethodStyle(OPTIMAL, "P", DASH_DOT_DOT, hollow=True),
+    "random-pool": MethodStyle(RANDOM, "<", DOTTED, hollow=True),
+    "fixed-pool": MethodStyle(MEAN, ">", DASHED, hollow=True),
     "paper": MethodStyle(INK, "o", "none", hollow=True, size=12.0),
 }
 

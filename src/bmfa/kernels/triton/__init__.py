@@ -1,0 +1,1 @@
+"""Fused kernels in Triton, for CUDA devices; imported where a call asks for them."""

@@ -1,0 +1,198 @@
+"""Proportional attention and the mass each token receives, in Triton, with all keys on chip."""
+
+# Triton's language has no types.
+# mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call,import"
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+LOG2_E = math.log2(math.e)
+
+# (queries a tile, tiles a program, warps, stages), pinned: no tuning at run time. float32 products
+# leave the tensor cores, where small tiles need no spilling.
+HALF_PRECISION = (64, 1, 4, 1)
+SINGLE_PRECISION = (16, 1, 8, 1)
+
+
+@triton.jit
+def _bias(size, first, T, N: tl.constexpr):
+    """log2 of the sizes of N keys; a key past the end weighs nothing."""
+    keys = first + tl.arange(0, N)
+    bias = tl.log2(tl.load(size + keys, mask=keys < T, other=1.0))
+    return tl.where(keys < T, bias, float("-inf"))
+
+
+@triton.jit
+def _rows(base, first, T, stride_t, stride_d, N: tl.constexpr, D: tl.constexpr, DIM: tl.constexpr):
+    """N rows of one head, (N, D), zero past the last token and past the head dimension."""
+    rows = (first + tl.arange(0, N)).to(tl.int64)
+    columns = tl.arange(0, D)
+    inside = (rows < T)[:, None] & (columns < DIM)[None, :]
+    address = base + rows[:, None] * stride_t + columns[None, :] * stride_d
+    return tl.load(address, mask=inside, other=0.0)
+
+
+@triton.jit
+def _store_mass(partial, p, share_prefix, share_rest, first, T, N: tl.constexpr):
+    """Column sums of one tile's attention, weighted for the prefix queries and for the others."""
+    keys = first + tl.arange(0, N)
+    tl.store(partial + keys, tl.sum(p * share_prefix[:, None], 0), mask=keys < T)
+    tl.store(partial + T + keys, tl.sum(p * share_rest[:, None], 0), mask=keys < T)
+
+
+@triton.jit
+def _store_mass_rest(partial, p, share_rest, first, T, N: tl.constexpr):
+    """The same for a tile without prefix queries."""
+    keys = first + tl.arange(0, N)
+    tl.store(partial + keys, tl.zeros((N,), tl.float32), mask=keys < T)
+    tl.store(partial + T + keys, tl.sum(p * share_rest[:, None], 0), mask=keys < T)
+
+
+@triton.jit(do_not_specialize=["heads", "T", "prefix"])
+def attend_kernel(
+    q, k, v, size, output, partial,
+    heads, T, prefix, scale,
+    q_b, q_h, q_t, q_d, k_b, k_h, k_t, k_d, v_b, v_h, v_t, v_d,
+    DIM: tl.constexpr, D: tl.constexpr, N0: tl.constexpr, N1: tl.constexpr,
+    M: tl.constexpr, LOOP: tl.constexpr, MASS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One program: LOOP tiles of M queries of one head of one picture, against all its keys.
+
+    The keys lie in two parts of N0 and N1 (powers of two, N1 may be 0), so that 189 tokens cost 192
+    columns and not 256. All logits of a tile are on chip at once: the softmax needs no rescaling, and
+    the columns of the finished attention can be summed.
+    """
+    groups = tl.cdiv(T, M * LOOP)
+    program = tl.program_id(0)
+    pair = (program // groups).to(tl.int64)  # picture and head
+    picture = pair // heads
+    head = pair % heads
+    q += picture * q_b + head * q_h
+    k += picture * k_b + head * k_h
+    v += picture * v_b + head * v_h
+    size += picture * T
+    output += (picture * T * heads + head) * DIM  # (B, T, heads, DIM)
+    partial += pair * groups * LOOP * 2 * T  # (B, heads, tiles, 2, T)
+
+    k0 = _rows(k, 0, T, k_t, k_d, N0, D, DIM)
+    v0 = _rows(v, 0, T, v_t, v_d, N0, D, DIM)
+    bias0 = _bias(size, 0, T, N0)
+    if N1 > 0:
+        k1 = _rows(k, N0, T, k_t, k_d, N1, D, DIM)
+        v1 = _rows(v, N0, T, v_t, v_d, N1, D, DIM)
+        bias1 = _bias(size, N0, T, N1)
+
+    columns = tl.arange(0, D)
+    start = (program % groups) * LOOP
+    for step in range(LOOP):
+        tile = start + step
+        queries = _rows(q, tile * M, T, q_t, q_d, M, D, DIM)
+        s0 = tl.dot(queries, tl.trans(k0), input_precision=PRECISION) * scale + bias0[None, :]
+        top = tl.max(s0, 1)
+        if N1 > 0:
+            s1 = tl.dot(queries, tl.trans(k1), input_precision=PRECISION) * scale + bias1[None, :]
+            top = tl.maximum(top, tl.max(s1, 1))
+        p0 = tl.exp2(s0 - top[:, None])
+        total = tl.sum(p0, 1)
+        mixed = tl.dot(p0.to(v0.dtype), v0, input_precision=PRECISION)
+        if N1 > 0:
+            p1 = tl.exp2(s1 - top[:, None])
+            total += tl.sum(p1, 1)
+            mixed = tl.dot(p1.to(v0.dtype), v1, mixed, input_precision=PRECISION)
+        share = 1.0 / total
+
+        rows = tile * M + tl.arange(0, M)
+        address = output + (rows.to(tl.int64) * heads * DIM)[:, None] + columns[None, :]
+        inside = (rows < T)[:, None] & (columns < DIM)[None, :]
+        tl.store(address, (mixed * share[:, None]).to(output.dtype.element_ty), mask=inside)
+
+        if MASS:
+            # Means over heads and queries: the finishing kernel has only to add.
+            rest = tl.where((rows >= prefix) & (rows < T), share, 0.0)
+            rest /= heads * tl.maximum(T - prefix, 1)
+            here = partial + tile * 2 * T
+            if tile * M < prefix:
+                first = tl.where(rows < prefix, share, 0.0) / (heads * prefix)
+                _store_mass(here, p0, first, rest, 0, T, N0)
+                if N1 > 0:
+                    _store_mass(here, p1, first, rest, N0, T, N1)
+            else:
+                _store_mass_rest(here, p0, rest, 0, T, N0)
+                if N1 > 0:
+                    _store_mass_rest(here, p1, rest, N0, T, N1)
+
+
+@triton.jit(do_not_specialize=["T", "prefix"])
+def mass_kernel(partial, mass, T, prefix, PARTS: tl.constexpr, N: tl.constexpr):
+    """Adds the parts (heads and tiles) of one picture in order: (parts, 2, T) to (T, 2)."""
+    picture = tl.program_id(0).to(tl.int64)
+    keys = tl.arange(0, N)
+    partial += picture * PARTS * 2 * T
+    first = tl.zeros((N,), tl.float32)
+    rest = tl.zeros((N,), tl.float32)
+    for _ in range(PARTS):
+        first += tl.load(partial + keys, mask=keys < T, other=0.0)
+        rest += tl.load(partial + T + keys, mask=keys < T, other=0.0)
+        partial += 2 * T
+    if prefix == 0:
+        first = rest
+    tl.store(mass + picture * T * 2 + 2 * keys, first, mask=keys < T)
+    tl.store(mass + picture * T * 2 + 2 * keys + 1, rest, mask=keys < T)
+
+
+def key_parts(tokens: int) -> tuple[int, int]:
+    """Two powers of two (the second may be 0) that hold the tokens with the least padding."""
+    whole = max(16, triton.next_power_of_2(tokens))
+    half = whole // 2
+    if half < 16 or tokens <= half:
+        return whole, 0
+    rest = max(16, triton.next_power_of_2(tokens - half))
+    return (half, rest) if rest < half else (whole, 0)
+
+
+def launch_attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    size: Tensor,
+    scale: float,
+    prefix: int,
+    mass: bool,
+    configuration: tuple[int, int, int, int] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Output as a (B, heads, T, d) view of (B, T, heads, d), and the mass (empty if not asked)."""
+    batch, heads, tokens, dim = q.shape
+    output = torch.empty((batch, tokens, heads, dim), dtype=q.dtype, device=q.device)
+    queries, loop, warps, stages = configuration or _default(tokens, q.dtype)
+    loop = min(loop, triton.cdiv(tokens, queries))
+    groups = triton.cdiv(tokens, queries * loop)
+    first, second = key_parts(tokens)
+    shape = (batch, heads, groups * loop, 2, tokens) if mass else (0,)
+    partial = torch.empty(shape, dtype=torch.float32, device=q.device)
+    total = torch.empty((batch, tokens, 2) if mass else (0,), dtype=torch.float32, device=q.device)
+    if batch * heads == 0:
+        return output.transpose(1, 2), total
+    with torch.cuda.device_of(q):
+        attend_kernel[(batch * heads * groups,)](
+            q, k, v, size, output, partial, heads, tokens, prefix, scale * LOG2_E,
+            *q.stride(), *k.stride(), *v.stride(),
+            DIM=dim, D=max(16, triton.next_power_of_2(dim)), N0=first, N1=second, M=queries, LOOP=loop,
+            MASS=mass, PRECISION="ieee", num_warps=warps, num_stages=stages,
+        )  # fmt: skip
+        if mass:
+            width = triton.next_power_of_2(tokens)
+            parts = heads * groups * loop
+            mass_kernel[(batch,)](partial, total, tokens, prefix, PARTS=parts, N=width)
+    return output.transpose(1, 2), total
+
+
+def _default(tokens: int, dtype: torch.dtype) -> tuple[int, int, int, int]:
+    if dtype == torch.float32:
+        return SINGLE_PRECISION
+    queries, loop, warps, stages = HALF_PRECISION
+    # Twice the logits a row need twice the threads to hold them.
+    return (queries, loop, warps if tokens <= 256 else 2 * warps, stages)

@@ -1,0 +1,1 @@
+"""Tiled attention by Triton kernels: pool, score, select, sum residuals, attend."""

@@ -1,0 +1,95 @@
+"""Square tiles over a grid, groups of neighbouring tiles, and what attention over them returns."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from bmfa.checks import check_integer, check_number
+from bmfa.grid import Grid, check_grid
+
+# The largest gap that is added to a tile's logit: beyond it a tile belongs among the expanded ones.
+CAP = 4.0
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """Tiles of side x side tokens from the top left, smaller at the right and bottom.
+
+    Tiles are numbered in raster order; `group` consecutive ones hold the queries that share a
+    representative, the last group perhaps fewer.
+    """
+
+    grid: Grid
+    side: int = 8
+    group: int = 2
+
+    def __post_init__(self) -> None:
+        check_grid(self.grid)
+        check_integer("side", self.side, low=2)
+        check_integer("group", self.group, low=1)
+
+    @property
+    def tiles_down(self) -> int:
+        """Rows of tiles."""
+        return -(-self.grid.height // self.side)
+
+    @property
+    def tiles_across(self) -> int:
+        """Columns of tiles."""
+        return -(-self.grid.width // self.side)
+
+    @property
+    def tiles(self) -> int:
+        """T, the number of tiles."""
+        return self.tiles_down * self.tiles_across
+
+    @property
+    def groups(self) -> int:
+        """R, the number of query groups."""
+        return -(-self.tiles // self.group)
+
+    @property
+    def ragged(self) -> bool:
+        """Whether some tile has fewer than side * side tokens."""
+        return self.grid.height % self.side != 0 or self.grid.width % self.side != 0
+
+    @cached_property
+    def slots(self) -> Tensor:
+        """(T, side * side) raster index of the token in each slot of each tile; -1 where none is."""
+        down = torch.arange(self.tiles_down * self.side).view(-1, 1, self.side, 1)
+        across = torch.arange(self.tiles_across * self.side).view(1, -1, 1, self.side)
+        inside = (down < self.grid.height) & (across < self.grid.width)
+        index = torch.where(inside, down * self.grid.width + across, -1)
+        return index.reshape(self.tiles, self.side * self.side)
+
+    def expanded_from_leaves(self, leaves: float | int) -> int:
+        """How many tiles a budget of leaves expands: tokens of those tiles, one for every other.
+
+        A float is a fraction of the tokens, an int a count. Tiles count as full, so that a ragged
+        grid never exceeds the budget; a budget of all tokens expands every tile.
+        """
+        size = self.grid.size
+        if isinstance(leaves, int):
+            budget = float(check_integer("leaves", leaves, low=1))
+        else:
+            budget = check_number("leaves", leaves, low=0.0, high=1.0, open_low=True) * size
+        if budget >= size:
+            return self.tiles
+        return min(self.tiles, max(0, int((budget - self.tiles) // (self.side**2 - 1))))
+
+
+@dataclass(frozen=True, eq=False)
+class Tiled:
+    """What tiled attention returns: outputs, and which tiles each group of queries expanded."""
+
+    output: Tensor  # (B, heads, prefix + N, d)
+    counts: Tensor  # (B, heads, R) int32, tiles expanded
+    expanded: Tensor | Callable[[], Tensor]  # (B, heads, R, T) bool, perhaps made on demand
+
+    @cached_property
+    def marks(self) -> Tensor:
+        """(B, heads, R, T) whether the queries of a group see a tile token by token."""
+        return self.expanded if isinstance(self.expanded, Tensor) else self.expanded()
