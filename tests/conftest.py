@@ -4,6 +4,8 @@ import os
 from importlib.util import find_spec
 
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
+# As the command sets it: processes started by a test then add up as this one does.
+os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")
 
 
 def _interpret_kernels() -> None:

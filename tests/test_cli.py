@@ -127,7 +127,9 @@ def test_the_module_is_the_command():
     assert done.stdout.strip() == f"bmfa {__version__}"
 
 
-@pytest.mark.parametrize("command", [[], ["synthetic"], ["bench"], ["bench", "trees"], ["info"]])
+@pytest.mark.parametrize(
+    "command", [[], ["synthetic"], ["bench"], ["bench", "trees"], ["info"], ["screen"]]
+)
 def test_every_command_has_help(capsys, command):
     with pytest.raises(SystemExit) as stop:
         main([*command, "--help"])

@@ -167,6 +167,17 @@ def test_a_machine_with_too_few_devices_says_so(monkeypatch: pytest.MonkeyPatch)
     assert shards.own_device("cuda") == "cuda:3" and shards.own_device("cpu") == "cpu"
 
 
+def test_sums_do_not_depend_on_threads(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MKL_CBWR", "")
+    monkeypatch.delenv("MKL_CBWR")
+    with pytest.raises(SystemExit):
+        main(["evaluate", "--limit", "0"])
+    assert "count is 0" in capsys.readouterr().err
+    assert os.environ["MKL_CBWR"] == "AUTO,STRICT"  # torchrun gives each process one thread
+
+
 def test_other_commands_run_in_the_first_process_alone(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

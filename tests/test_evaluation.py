@@ -377,6 +377,9 @@ def test_the_command_refuses_weights(capsys: pytest.CaptureFixture[str], tmp_pat
     assert "is refused" in refused(capsys, "evaluate", "--weights", str(tmp_path / "code.pt"))
     torch.save({"model": Path("x")}, tmp_path / "path.pt")
     assert "is refused" in refused(capsys, "evaluate", "--weights", str(tmp_path / "path.pt"))
+    for content in (b"", b"root:x:0:0:root:/root", b"PK\x03\x04torn", b"\x80\x02}q\x00."):
+        (tmp_path / "junk.pt").write_bytes(content)
+        assert "junk.pt" in refused(capsys, "evaluate", "--weights", str(tmp_path / "junk.pt"))
     assert "no weights at" in refused(capsys, "evaluate", "--weights", str(tmp_path / "none.pt"))
 
 

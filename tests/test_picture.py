@@ -2,7 +2,9 @@
 
 import json
 import math
+import os
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -218,3 +220,16 @@ def test_the_four_cases_are_different_pictures_of_the_kinds_they_name(model: Loa
     assert record.settings["chosen_from"] == 12 and record.settings["command"] == "bmfa report"
     with pytest.raises(ValueError, match="count is 3"):
         model_cases.run(model, count=3)
+
+
+@pytest.mark.skipif("BMFA_ASSETS" not in os.environ, reason="BMFA_ASSETS names no real pictures")
+@pytest.mark.skipif(find_spec("timm") is None, reason="needs timm: pip install 'bmfa[models]'")
+def test_deit_tiny_on_a_photograph(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assets = Path(os.environ["BMFA_ASSETS"])
+    weights = assets / "weights" / "deit_tiny_patch16_224.fp16.safetensors"
+    arguments = ["screen", str(assets / "photos" / "shih-tzu.jpg"), "--weights", str(weights)]
+    arguments += ["--model", "timm:deit_tiny_patch16_224", "--layer", "9", "--query", "5,6"]
+    main([*arguments, "--output", str(tmp_path / "out.png"), "--json", "-"])
+    (row,) = json.loads(capsys.readouterr().out)["rows"]
+    assert row["full_class"] == row["screened_class"] == "Shih-Tzu"
+    assert row["error"] <= row["certificate"] and row["leaf_percent"] < 60

@@ -1,6 +1,7 @@
 """The model chapters of the page: figures, honest claims, and text that follows the records."""
 
 import re
+from html import unescape
 from xml.etree import ElementTree
 
 import pytest
@@ -25,7 +26,7 @@ def chapter(records: list[Record], name: str) -> str:
     """The text of one chapter, without its markup."""
     (found,) = [one for one in CHAPTERS if one.name == name]
     without_figures = re.sub(r"<svg.*?</svg>", " ", found.render(Evidence(records)), flags=re.S)
-    return re.sub(r"<[^>]+>", "", without_figures).replace("\u00a0", " ")
+    return unescape(re.sub(r"<[^>]+>", "", without_figures)).replace("\u00a0", " ")
 
 
 @pytest.mark.parametrize("narrow", [False, True])
@@ -202,8 +203,8 @@ def test_text_of_a_record_is_escaped() -> None:
         (None, "–"),
         (0.149, "0.149"),
         (2.26089, "2.261"),
-        (4.1e-7, "4 × 10⁻⁷"),
-        (0.0004, "4 × 10⁻⁴"),
+        (4.1e-7, "4\u00a0×\u00a010⁻⁷"),
+        (0.0004, "4\u00a0×\u00a010⁻⁴"),
         (0.0, "0.000"),
         (-3e-17, "0.000"),
     ],
@@ -222,6 +223,15 @@ def test_where_nothing_can_be_told_apart_it_is_said() -> None:
     assert "tells few reductions apart: 4 of 4" in chapter(records, "reductions")
     assert find(records, "best merging").verdict is Verdict.CLOSE
     assert "tells few" not in chapter([base], "reductions")
+
+
+def test_merging_is_called_ahead_or_behind_as_the_record_says() -> None:
+    assert "ahead of tome's 94.2 %" in chapter([model_records.evaluate()], "reductions")
+    worse = {"free-energy:8": {"agreement_percent": 94.2, "output_kl": 0.03}}
+    base = model_records.evaluate()
+    rows = [row | worse.get(row["method"], {}) for row in base.rows]
+    text = chapter([Record("evaluate", base.settings, rows)], "reductions")
+    assert "(output KL 0.030), behind tome's 94.2 %" in text
 
 
 def test_speeds_carry_their_frame() -> None:

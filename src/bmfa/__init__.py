@@ -4,7 +4,6 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from bmfa import reduction as reduction
     from bmfa import rules as rules
     from bmfa.attention import Screened as Screened
     from bmfa.attention import screened_attention as screened_attention
@@ -34,7 +33,6 @@ _HOMES = {
     "patch": "models",
     "record": "models",
     "reduce": "models",
-    "reduction": "",
     "refinement_score": "energy",
     "rules": "",
     "screen": "screening",

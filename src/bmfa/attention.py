@@ -1,23 +1,28 @@
 """Screened attention on q, k, v: checks, chooses a backend, returns output, trees and statistics."""
 
+from collections.abc import Callable
+from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from bmfa import tiled
 from bmfa.certificates import exact_error, key_certificate
 from bmfa.checks import check_floating, check_integer, check_number, check_tau, check_valid
 from bmfa.grid import Grid, check_grid, quadtree
 from bmfa.rules import Optimal, RandomQuadrants, Rule
 from bmfa.screened import Audit, Screened, Stats, Trees
 from bmfa.screening import check_finite_products, check_queries, screen_keys
+from bmfa.tiled_certificates import tiled_certificate
+from bmfa.tiling import Tiled, Tiling
 from bmfa.tree import Tree
 
 __all__ = ["Audit", "Screened", "Stats", "screened_attention"]
 
 BACKENDS = ("auto", "eager", "reference", "triton")
-FORMS = ("representative", "repeated")
+FORMS = ("representative", "repeated", "tiled")
 DEFAULT_RULE = Optimal(error=0.05)
 
 
@@ -36,37 +41,52 @@ def screened_attention(
     max_depth: int | None = None,
     valid: Tensor | None = None,
     order: str = "raster",
-    form: str = "representative",
+    form: str | None = None,
     backend: str = "auto",
     audit: float = 0.0,
     certificate: bool = False,
     fallback: float | None = None,
 ) -> Screened:
-    """Attention with the spatial keys of each query and head summarised by a tree.
+    """Attention with the spatial keys of each query summarised by blocks, as exactly as is asked.
 
     q, k, v are (B, heads, prefix + N, d) as in scaled_dot_product_attention, prefix tokens first and
-    always exact (q may have any number of queries), spatial tokens in raster or, `order="z"`, in
-    Z-order. At most one of `rule`, `error` (a target for E of every query) and `leaves` (a float is a
-    fraction of the tokens, an int a count) is given; none means a target of 0.05 for E.
+    always exact, spatial tokens in raster or, `order="z"`, in Z-order. At most one of `rule`, `error`
+    and `leaves` is given.
 
-    `form` is "representative" (one logit M + tau log n and one mean value for each leaf) or
-    "repeated" (every score replaced by its leaf's mean): the same output. `audit` recomputes that
-    fraction of the queries exactly and reports their error; `certificate` bounds E of every query,
-    and `fallback` recomputes exactly the queries whose certificate exceeds it.
+    Without a rule the form is "tiled", the fast one for long sequences: 8x8 tiles of keys, queries in
+    groups of two tiles, one representative query for each group that sees every token exactly. It
+    chooses the tiles that are expanded, and corrects the mass and the values of the others. `error` is
+    a target for E of the representative before these corrections (0.1 where nothing is given),
+    `leaves` a budget: a float is a fraction of the tokens, an int a count. "auto" takes dense attention
+    where that is faster.
 
-    `backend` "triton" is one kernel for grids of up to 16x16 on CUDA, without gradients; it always
-    takes the repeated form, waits for nothing, and so lets a NaN in q or k through to the outputs
-    that read it, where the others raise. "auto" takes it where it serves the call.
+    With a rule, or with `form` "representative" (one logit M + tau log n and one mean value for each
+    leaf) or "repeated" (every score replaced by its leaf's mean: the same output), every query and
+    head has a tree of its own and `error` and `leaves` hold for each of them; q may have any number
+    of queries.
+
+    `audit` recomputes that fraction of the queries exactly and reports their error; `certificate`
+    bounds E of every query, and `fallback` recomputes exactly the queries whose certificate exceeds
+    it. `stats` says what ran and why. The Triton kernels serve CUDA, without gradients; they wait for
+    nothing, and so let a NaN in q or k through to the outputs that read it, where the others raise.
     """
-    call = _Call(q, k, v, grid, prefix, tau, scale, valid, order)
-    chosen = _choose_rule(rule, error, leaves)
-    if form not in FORMS:
+    if form is not None and form not in FORMS:
         raise ValueError(f"form is {form!r}; pass one of {', '.join(FORMS)}")
+    if backend not in BACKENDS:
+        raise ValueError(f"backend is {backend!r}; pass one of {', '.join(BACKENDS)}")
     if max_depth is not None:
         check_integer("max_depth", max_depth, low=0)
     check_number("audit", audit, low=0.0, high=1.0)
     if fallback is not None:
         check_number("fallback", fallback, low=0.0)
+    chosen = _choose_rule(rule, error, leaves)
+    call = _Call(*_autocast(q, k, v), grid, prefix, tau, scale, valid, order)
+    by_tiles = form == "tiled" or (form is None and rule is None and max_depth is None)
+    if by_tiles and (form == "tiled" or call.self_attention):
+        return _tiled_attention(
+            call, rule, error, leaves, form, max_depth, backend, audit, certificate, fallback
+        )
+    form = form or "representative"
     ran, why = _choose_backend(backend, call, chosen)
     form = "repeated" if ran == "triton" else form
     output, trees = call.run(ran, chosen, max_depth, form)
@@ -90,6 +110,77 @@ def screened_attention(
     return Screened(output.to(q.dtype), trees, stats)
 
 
+def _tiled_attention(
+    call: "_Call",
+    rule: Rule | None,
+    error: float | None,
+    leaves: float | int | None,
+    form: str | None,
+    max_depth: int | None,
+    backend: str,
+    audit: float,
+    certificate: bool,
+    fallback: float | None,
+) -> Screened:
+    """The form "tiled", or dense attention where "auto" finds that faster."""
+    if rule is not None or max_depth is not None:
+        raise ValueError("form='tiled' takes no rule and no max_depth; pass error= or leaves=")
+    call.check_self_attention()
+    tiling = Tiling(call.grid)
+    question = tiled.Question.of(tiling, error, leaves)
+    ran, why = tiled.choose(
+        backend,
+        *call.inputs,
+        tiling,
+        prefix=call.prefix,
+        order=call.order,
+        forced=form == "tiled" or certificate or fallback is not None,
+    )
+    result = call.tiled(ran, tiling, question)
+    make = partial(
+        tiled.tree_of, result, tiling, call.prefix, call.tau, str(question), call.order_of(ran)
+    )
+    trees = Trees(partial(_in_order, make, call, ran))
+    output, bound, replaced = result.output, None, 0
+    if certificate or fallback is not None:
+        bound = call.tiled_certificate(result, tiling, ran)
+    if fallback is not None and bound is not None:
+        output, replaced = call.fall_back(output, bound > fallback)
+    stats = Stats(
+        ran,
+        "dense" if ran == "dense" else "tiled",
+        str(question),
+        why,
+        trees,
+        bound,
+        None if bound is None else "keys",
+        replaced,
+        call.audit(output, audit) if audit > 0 else None,
+        result.counts,
+        tiling.tiles,
+    )
+    return Screened(output.to(call.inputs[0].dtype), trees, stats)
+
+
+def _in_order(make: Callable[[], Tree], call: "_Call", ran: str) -> Tree:
+    """Trees of queries in the caller's order."""
+    tree = make()
+    if call.order == "z" and call.order_of(ran) == "raster":
+        order = call.grid.z_order.to(call.device) + call.prefix
+        first = torch.arange(call.prefix, device=call.device)
+        return tree[:, :, torch.cat((first, order))]
+    return tree
+
+
+def _autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """In the dtype that autocast asks of attention."""
+    kind = q.device.type
+    if not torch.is_autocast_enabled(kind) or q.dtype == torch.float64:
+        return q, k, v
+    dtype = torch.get_autocast_dtype(kind)
+    return q.to(dtype), k.to(dtype), v.to(dtype)
+
+
 def _choose_rule(rule: Rule | None, error: float | None, leaves: float | int | None) -> Rule:
     given = [n for n, x in (("rule", rule), ("error", error), ("leaves", leaves)) if x is not None]
     if len(given) > 1:
@@ -107,8 +198,6 @@ def _choose_rule(rule: Rule | None, error: float | None, leaves: float | int | N
 
 def _choose_backend(backend: str, call: "_Call", rule: Rule) -> tuple[str, str]:
     """The backend that runs, and why."""
-    if backend not in BACKENDS:
-        raise ValueError(f"backend is {backend!r}; pass one of {', '.join(BACKENDS)}")
     if backend in ("eager", "reference"):
         return backend, "requested"
     if backend == "auto" and call.device.type != "cuda":
@@ -157,6 +246,90 @@ class _Call:
         self.valid = _spatial_mask(valid, q.shape[0], grid.size)  # (B or 1, 1, N)
         if self.valid is not None and self.place is not None:
             self.valid = self.valid[..., self.place]
+
+    @property
+    def self_attention(self) -> bool:
+        """Whether the queries are the tokens themselves."""
+        return self.shape[2] == self.prefix + self.grid.size
+
+    def check_self_attention(self) -> None:
+        """Tiles of queries are those of the keys."""
+        if not self.self_attention:
+            raise ValueError(
+                f"form='tiled' takes a query for each of {self.prefix + self.grid.size} tokens; q has "
+                f"{self.shape[2]}; pass form='representative'"
+            )
+
+    def order_of(self, backend: str) -> str:
+        """The order in which a backend takes the tokens: all but Triton's tiles take raster order."""
+        return self.order if backend == "triton" else "raster"
+
+    def tiled(self, backend: str, tiling: Tiling, question: tiled.Question) -> Tiled:
+        """Attention over tiles; "dense" expands them all."""
+        q, k, v = self.inputs
+        batch, heads = self.shape[:2]
+        if backend == "dense":
+            output = tiled.dense(q, k, v, self.scale / self.tau, self._dense_mask())
+            lines = (batch, heads, tiling.groups)
+            counts = torch.full(lines, tiling.tiles, dtype=torch.int32, device=self.device)
+            every = torch.ones((1, 1, 1, 1), dtype=torch.bool, device=self.device)
+            return Tiled(output, counts, every.expand(*lines, tiling.tiles))
+        mask, turned = self.mask, self.order != self.order_of(backend)
+        if mask is not None:
+            mask = mask.view(-1, self.grid.size)
+        if turned:
+            q, k, v = (_raster(tokens, self.prefix, self.place, None) for tokens in (q, k, v))
+            mask = None if mask is None else mask[:, self.place]
+        if not q.is_cuda and mask is None:
+            check_finite_products(q, q * self.scale, k)
+        result = tiled.attend(
+            backend,
+            q,
+            k,
+            v,
+            tiling,
+            question,
+            prefix=self.prefix,
+            scale=self.scale,
+            tau=self.tau,
+            valid=mask,
+            order=self.order_of(backend),
+        )
+        if not turned:
+            return result
+        order = self.grid.z_order.to(self.device)
+        return replace(result, output=_raster(result.output, self.prefix, order, None))
+
+    def _dense_mask(self) -> Tensor | None:
+        """(B, 1, 1, prefix + N) which keys exist."""
+        if self.mask is None:
+            return None
+        spatial = self.mask.view(-1, self.grid.size)
+        before = spatial.new_ones(len(spatial), self.prefix)
+        return torch.cat((before, spatial), 1)[:, None, None]
+
+    def tiled_certificate(self, result: Tiled, tiling: Tiling, backend: str) -> Tensor:
+        """(B, heads, prefix + N) a bound on E, in float64 and the caller's order."""
+        lead = self.shape[:2]
+        q, k = (x.detach().double() for x in self.inputs[:2])
+        k = self.k.detach().double().view(*lead, *self.k.shape[1:])
+        marks = result.marks
+        if self.place is not None:
+            q = _raster(q, self.prefix, self.place, None)
+            if self.order_of(backend) == "z":
+                marks = _raster_marks(marks, tiling)
+        valid = None if self.valid is None else self.valid[:, 0].expand(lead[0], -1)
+        if valid is not None:
+            before = valid.new_ones(lead[0], self.prefix)
+            exists = torch.cat((before, valid), 1)[:, None, :, None]
+            q = q.where(exists, 0.0)
+        bound = tiled_certificate(
+            q, k, tiling, marks, prefix=self.prefix, scale=self.scale, tau=self.tau, valid=valid
+        )
+        if self.place is None:
+            return bound
+        order = self.grid.z_order.to(self.device)
+        return _raster(bound.unsqueeze(-1), self.prefix, order, None).squeeze(-1)
 
     @cached_property
     def laid_out(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -278,8 +451,10 @@ class _Call:
         count = int(above.sum())
         if count == 0:
             return output, 0
-        exact = self.dense(slice(None))
-        return torch.where(above.unsqueeze(-1), exact, output), count
+        places = above.flatten(0, 1).any(0).nonzero().squeeze(1)
+        exact = self.dense(places).to(output.dtype)
+        merged = torch.where(above[:, :, places].unsqueeze(-1), exact, output[:, :, places])
+        return output.index_copy(2, places, merged), count
 
     def dense(self, queries: Tensor | slice) -> Tensor:
         """(B, heads, *, d) exact attention of some queries."""
@@ -305,6 +480,19 @@ class _Call:
         ordered = errors.sort().values  # torch.quantile stops at 16 million numbers
         p95 = ordered[min(len(ordered) - 1, int(0.95 * len(ordered)))]
         return Audit(len(errors), float(errors.mean()), float(p95), float(ordered[-1]))
+
+
+def _raster_marks(marks: Tensor, tiling: Tiling) -> Tensor:
+    """(B, heads, R, T) marks of groups and tiles in Z-order, for groups and tiles in raster order.
+
+    A raster group may hold tiles of two groups in Z-order: it expands what both of them do.
+    """
+    size, ends = tiling.side**2, tiling.slots[:, 0].to(marks.device)
+    number = tiling.grid.z_rank.to(marks.device)[ends] // size  # of each raster tile in Z-order
+    by_tile = marks[:, :, number // tiling.group][..., number]  # (B, heads, T, T)
+    pairs = by_tile.unflatten(2, (tiling.groups, tiling.group))  # type: ignore[no-untyped-call]
+    every: Tensor = pairs.all(3)
+    return every
 
 
 def _same(tree: Tree) -> Tree:

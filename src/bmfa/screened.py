@@ -45,6 +45,15 @@ class Stats:
     certified_by: str | None = None  # "scores" or "keys"
     fallback: int = 0  # queries recomputed exactly
     audit: Audit | None = None
+    counts: Tensor | None = field(default=None, repr=False)  # (B, heads, groups) tiles expanded
+    tiles: int = 0  # of the grid, where there are any
+
+    @property
+    def density(self) -> float | None:
+        """Mean fraction of the tiles that are expanded, in the form "tiled"; waits for the device."""
+        if self.counts is None:
+            return None
+        return float(self.counts.double().mean()) / self.tiles
 
     @property
     def leaf_ratio(self) -> float:

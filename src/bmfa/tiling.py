@@ -6,6 +6,7 @@ from functools import cached_property
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from bmfa.checks import check_integer, check_number
 from bmfa.grid import Grid, check_grid
@@ -93,3 +94,48 @@ class Tiled:
     def marks(self) -> Tensor:
         """(B, heads, R, T) whether the queries of a group see a tile token by token."""
         return self.expanded if isinstance(self.expanded, Tensor) else self.expanded()
+
+
+def by_tiles(tokens: Tensor, tiling: Tiling, dtype: torch.dtype) -> Tensor:
+    """(B heads, T, S, *) from (B, heads, N, *) in raster order, zeros in slots without a token."""
+    side, grid = tiling.side, tiling.grid
+    x = split_dimension(tokens.flatten(0, 1).to(dtype), 1, (grid.height, grid.width))
+    if tiling.ragged:
+        x = pad(x, (0, 0, 0, -grid.width % side, 0, -grid.height % side))
+    x = split_dimension(x, 2, (tiling.tiles_across, side))
+    x = split_dimension(x, 1, (tiling.tiles_down, side))
+    return x.transpose(2, 3).flatten(3, 4).flatten(1, 2)
+
+
+def by_groups(tiles: Tensor, tiling: Tiling) -> Tensor:
+    """(G, R, group, *) from (G, T, *), zeros where the last group has fewer tiles."""
+    missing = tiling.groups * tiling.group - tiling.tiles
+    if missing:
+        tiles = pad(tiles, (0, 0) * (tiles.dim() - 2) + (0, missing))
+    return split_dimension(tiles, 1, (tiling.groups, tiling.group))
+
+
+def by_raster(groups: Tensor, tiling: Tiling) -> Tensor:
+    """(G, N, *) from (G, R, group * S, *)."""
+    side, grid = tiling.side, tiling.grid
+    x = groups.flatten(1, 2)[:, : tiling.tiles * side * side]
+    x = split_dimension(x, 1, (tiling.tiles_down, tiling.tiles_across, side, side)).transpose(2, 3)
+    x = x.flatten(3, 4).flatten(1, 2)  # (G, rows, columns, *)
+    return x[:, : grid.height, : grid.width].flatten(1, 2)
+
+
+def existing_slots(tiling: Tiling, valid: Tensor | None, like: Tensor) -> Tensor | None:
+    """(B heads, T, S) which slots hold a token of (B, heads, ...); None where all do."""
+    batch, heads = like.shape[:2]
+    if valid is None:
+        if not tiling.ragged:
+            return None
+        valid = torch.ones(1, tiling.grid.size, dtype=torch.bool, device=like.device)
+    inside = by_tiles(valid[:, None, :, None], tiling, torch.bool).squeeze(-1)
+    return inside.repeat_interleave(batch * heads // len(inside), 0)
+
+
+def split_dimension(x: Tensor, dimension: int, sizes: tuple[int, ...]) -> Tensor:
+    """`x.unflatten`, which torch leaves without types."""
+    result: Tensor = x.unflatten(dimension, sizes)  # type: ignore[no-untyped-call]
+    return result

@@ -116,7 +116,7 @@ class Preprocessing:
         new = [int(targets[along] * side / image.size[along]) for side in image.size]
         new[along] = targets[along]
         image = image if image.size == tuple(new) else image.resize(new, filter_)
-        left, top = round((new[0] - width) / 2), round((new[1] - height) / 2)
+        left, top = (new[0] - width) // 2, (new[1] - height) // 2
         return image.crop((left, top, left + width, top + height))
 
 

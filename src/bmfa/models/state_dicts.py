@@ -34,8 +34,10 @@ def read_state_dict(path: str | os.PathLike[str]) -> dict[str, Tensor]:
             f"{file} is refused: it is no file of plain tensors ({reason}); "
             "save model.state_dict() alone, or as safetensors"
         ) from None
-    except (RuntimeError, EOFError, OSError) as error:
-        raise ValueError(f"{file} is no readable state-dict file: {error}") from None
+    except Exception as error:  # fed with anything else, torch raises whatever it stumbles over
+        raise ValueError(
+            f"{file} is no readable state-dict file: {error or type(error).__name__}"
+        ) from None
     return _tensors(content, file)
 
 

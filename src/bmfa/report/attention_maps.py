@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from textwrap import shorten
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -11,6 +12,9 @@ from bmfa.report.evidence import Evidence, number, text
 from bmfa.report.marks import Array, outline, veil
 from bmfa.report.plates import Panel, Scene, checked_boxes, strip
 from bmfa.report.sheet import Sheet
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 VEIL = "#0a0d12"
 COVER = 0.82  # how much of the picture is hidden where nothing is attended to
@@ -67,10 +71,10 @@ class View(Scene):
         most = float(np.abs(difference).max()) or 1.0
 
         def draw(sheet: Sheet, left: float, top: float, side: float) -> None:
-            def cover(axes: object) -> None:
-                veil(axes, np.full(difference.shape, 0.8), VEIL)  # type: ignore[arg-type]
-                veil(axes, np.clip(difference / most, 0, 1), MORE)  # type: ignore[arg-type]
-                veil(axes, np.clip(-difference / most, 0, 1), LESS)  # type: ignore[arg-type]
+            def cover(axes: "Axes") -> None:
+                veil(axes, np.full(difference.shape, 0.8), VEIL)
+                veil(axes, np.clip(difference / most, 0, 1), MORE)
+                veil(axes, np.clip(-difference / most, 0, 1), LESS)
 
             self._over(sheet, left, top, side, cover)
             self._mark_query(sheet)
@@ -78,7 +82,7 @@ class View(Scene):
         return Panel(title, tuple(notes), draw)
 
     def _over(
-        self, sheet: Sheet, left: float, top: float, side: float, draw: Callable[..., None]
+        self, sheet: Sheet, left: float, top: float, side: float, draw: Callable[["Axes"], None]
     ) -> None:
         height, width = self.values.shape
         if not sheet.picture(left, top, side, text(self.first, "picture")):

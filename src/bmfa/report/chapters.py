@@ -172,7 +172,7 @@ CHAPTERS = (
     Chapter("cases", "Single instances", "cases", cases),
     Chapter("closed-loop", "Inside a model", "closed-loop", closed_loop_chapter.content),
     Chapter("layers", "Layer sensitivity", "closed-loop", layer_chapter.content),
-    Chapter("pictures", "Four pictures in a model", "picture", picture_chapter.content),
+    Chapter("pictures", "Pictures in a model", "picture", picture_chapter.content),
     Chapter("classification", "Classification", "evaluate", classification_chapter.content),
     Chapter("reductions", "Token reduction", "evaluate", reduction_chapter.content),
     Chapter("bench", "Speed", "bench", bench),

@@ -58,7 +58,7 @@ def content(evidence: Evidence) -> str:
     tables = "".join(
         comparison(run, [row for row in run.rows if not runs.is_reduction(row)]) for run in found
     )
-    return intro + shown + tables + made_by(evidence, "evaluate")
+    return intro + shown + tables + ("" if shown else made_by(evidence, "evaluate"))
 
 
 def _frame(found: Sequence[Run]) -> str:
@@ -122,7 +122,7 @@ def _speed(run: Run) -> str:
         if best < 1
         else f"{method} is the fastest rule"
     )
-    return f"In speed, {words} ({decimal(best, 2)} times)."
+    return f"{run.title}, speed: {words} ({decimal(best, 2)} times)."
 
 
 def comparison(run: Run, rows: Sequence[Row]) -> str:

@@ -60,7 +60,7 @@ def tiny(value: float | None) -> str:
     if value >= 0.001 or value < TINIEST:
         return decimal(max(value, 0.0), 3)
     digit, _, power = f"{value:.0e}".partition("e")
-    return f"{digit} × 10{str(int(power)).translate(SUPERSCRIPT)}"
+    return f"{digit}\u00a0×\u00a010{str(int(power)).translate(SUPERSCRIPT)}"
 
 
 def prose(words: str) -> str:

@@ -3,7 +3,7 @@
 from bmfa.report import figures, paper, runs
 from bmfa.report.classification_chapter import comparison
 from bmfa.report.evidence import Evidence, number, text
-from bmfa.report.markup import decimal, figure, made_by, paragraph, tiny
+from bmfa.report.markup import decimal, figure, paragraph, tiny
 from bmfa.report.model_curves import reduced
 from bmfa.report.runs import Run
 
@@ -30,7 +30,7 @@ def content(evidence: Evidence) -> str:
     )
     tables = "".join(comparison(run, run.rows) for run in found)
     shown = figure(figures.reductions, evidence, caption)
-    return intro + shown + tables + made_by(evidence, "evaluate")
+    return intro + shown + tables
 
 
 def _merging(run: Run) -> str:
@@ -48,9 +48,9 @@ def _merging(run: Run) -> str:
         word = "against"
         if max(kl, their_kl) < runs.TELLING:
             word = "too near to tell from"
-        elif ours > theirs and kl < their_kl:
+        elif ours >= theirs and kl < their_kl:
             word = "ahead of"
-        elif ours < theirs and kl > their_kl:
+        elif ours <= theirs and kl > their_kl:
             word = "behind"
         sentences.append(
             f"{run.title}, {budget} tokens a layer: free-energy agrees on {decimal(ours, 1)} % "

@@ -10,6 +10,8 @@ from bmfa.kernels.reference.energies import (
     refinement_score,
     upper_bound,
 )
+from bmfa.kernels.reference.tiled import tiled_attention
+from bmfa.kernels.reference.tiled_errors import tiled_error
 from bmfa.kernels.reference.trees import build_tree
 
 __all__ = [
@@ -24,5 +26,7 @@ __all__ = [
     "lower_bound",
     "proxy",
     "refinement_score",
+    "tiled_attention",
+    "tiled_error",
     "upper_bound",
 ]

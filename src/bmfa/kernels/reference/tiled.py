@@ -147,7 +147,7 @@ def tiled_attention(
     losses = np.zeros(expanded.shape)
     limit = None if error is None else -math.expm1(-error / tau)
     for b, h in np.ndindex(batch, heads):
-        members = _members(tiling, exists[b])
+        members = tile_members(tiling, exists[b])
         head = _Head(queries[b, h], keys[b, h], values[b, h], members, prefix, scale / tau)
         for p in range(prefix):
             output[b, h, p] = head.dense(queries[b, h, p])
@@ -165,60 +165,7 @@ def tiled_attention(
     return ReferenceTiled(output, expanded, losses)
 
 
-def tiled_error(
-    q: npt.ArrayLike,
-    k: npt.ArrayLike,
-    expanded: npt.ArrayLike,
-    tiling: Tiling,
-    *,
-    prefix: int = 0,
-    scale: float,
-    tau: float = 1.0,
-    valid: npt.ArrayLike | None = None,
-) -> npt.NDArray[np.longdouble]:
-    """E = -tau log(1 - sum_{L not in X} P_L (1 - exp(-G_L / tau))) of every query, in long double.
-
-    P_L is the share of tile L in Z, and G_L / tau = log mean exp(s_i - M_L). Prefix queries and those
-    that are not valid have E = 0. As a difference of logarithms where most of the mass is lost.
-    """
-    queries, keys = (np.asarray(x, np.longdouble) for x in (q, k))
-    batch, heads, tokens, _ = queries.shape
-    marks = np.asarray(expanded, bool)
-    size = tiling.grid.size
-    exists = np.ones((batch, size), bool) if valid is None else np.asarray(valid, bool)
-    factor = np.longdouble(scale) / np.longdouble(tau)
-    errors = np.zeros((batch, heads, tokens), np.longdouble)
-    for b, h in np.ndindex(batch, heads):
-        members = _members(tiling, exists[b])
-        existing = [tile for tile, inside in enumerate(members) if inside]
-        for tile in existing:
-            marked = marks[b, h, tile // tiling.group]
-            some = queries[b, h, prefix + np.array(members[tile])]
-            exact, coarse, lost = [], [], []
-            if prefix:
-                before = _log_sum_rows(factor * (some @ keys[b, h, :prefix].T))
-                exact.append(before)
-                coarse.append(before)
-            for other in existing:
-                scores = factor * (some @ keys[b, h, prefix + np.array(members[other])].T)
-                mass = _log_sum_rows(scores)
-                exact.append(mass)
-                if marked[other]:
-                    coarse.append(mass)
-                    continue
-                centered = scores - scores.mean(-1, keepdims=True)
-                gap = np.maximum(_log_sum_rows(centered) - np.log(np.longdouble(len(members[other]))), 0)
-                coarse.append(mass - gap)
-                lost.append(mass + np.log(-np.expm1(-np.where(gap > 0, gap, 1))) + np.where(gap > 0, 0, -np.inf))
-            whole = _log_sum_rows(np.stack(exact, -1))
-            share = sum((np.exp(x - whole) for x in lost), np.zeros(len(some), np.longdouble))
-            direct = -np.log1p(-np.minimum(share, 0.5))
-            compared = whole - _log_sum_rows(np.stack(coarse, -1))
-            errors[b, h, prefix + np.array(members[tile])] = tau * np.where(share < 0.5, direct, compared)
-    return errors
-
-
-def _members(tiling: Tiling, exists: Mask) -> list[list[int]]:
+def tile_members(tiling: Tiling, exists: Mask) -> list[list[int]]:
     """The valid tokens of each tile, as raster indices."""
     height, width, side = tiling.grid.height, tiling.grid.width, tiling.side
     members = []
@@ -253,8 +200,3 @@ def _choose(
 def _log_sum(logits: Array) -> float:
     top = logits.max()
     return float(top + np.log(np.exp(logits - top).sum()))
-
-
-def _log_sum_rows(logits: npt.NDArray[np.longdouble]) -> npt.NDArray[np.longdouble]:
-    top = logits.max(-1, keepdims=True)
-    return np.asarray(top[..., 0] + np.log(np.exp(logits - top).sum(-1)))

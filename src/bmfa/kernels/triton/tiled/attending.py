@@ -20,7 +20,11 @@ def attend(
     """Program (query group, head): GROUP tiles of queries against their lists."""
     SLOTS: tl.constexpr = SIDE * SIDE
     row, head = tl.program_id(0), tl.program_id(1)
-    batch, place, wide = (head // heads).to(tl.int64), (head % heads).to(tl.int64), head.to(tl.int64)
+    batch, place, wide = (
+        (head // heads).to(tl.int64),
+        (head % heads).to(tl.int64),
+        head.to(tl.int64),
+    )
     q += batch * q_batch + place * q_head + prefix * q_row
     k += batch * k_batch + place * k_head
     v += batch * v_batch + place * v_head
@@ -29,7 +33,11 @@ def attend(
     vbar += wide * tiles * D
     counts += wide * tiles
     line = wide * rows + row
-    slots, columns, queries = tl.arange(0, SLOTS), tl.arange(0, BLOCK_D), tl.arange(0, GROUP * SLOTS)
+    slots, columns, queries = (
+        tl.arange(0, SLOTS),
+        tl.arange(0, BLOCK_D),
+        tl.arange(0, GROUP * SLOTS),
+    )
     inside = columns < D
     tile = (first + row) * GROUP + queries // SLOTS
     tokens, on_grid = tokens_of(tile, queries % SLOTS, height, width, across, ALIGNED, SIDE)
@@ -44,9 +52,6 @@ def attend(
         mask=(every < shares)[:, None] & inside[None, :], other=0.0,
     )  # fmt: skip
     mean = tl.load(qbar + (wide * groups + first + row) * D + columns, mask=inside, other=0.0)
-    square = columns[:, None] * D + columns[None, :]
-    within = inside[:, None] & inside[None, :]
-    moment = tl.load(cross + wide * (D * D) + square, mask=within, other=0.0)
 
     binary = factor * LOG2E
     top = tl.full((GROUP * SLOTS,), float("-inf"), tl.float32)
@@ -65,6 +70,9 @@ def attend(
             bonus = bonus.to(tl.float32) * LOG2E + 6.0  # log2 of the tile's 64 tokens
         logits = tl.dot(asked, tl.trans(keys), input_precision=PRECISION) * binary + bonus[None, :]
         top, mass, result = absorb(top, mass, result, logits, values, PRECISION)
+    square = columns[:, None] * D + columns[None, :]
+    within = inside[:, None] & inside[None, :]
+    moment = tl.load(cross + wide * (D * D) + square, mask=within, other=0.0)
     apart = (asked.to(tl.float32) - mean.to(tl.float32)[None, :]).to(asked.dtype)
     linear = tl.dot(apart, moment, input_precision=PRECISION)
     loss = tl.sum(lost, 0) / tl.where(kept > 0.0, kept, 1.0)

@@ -16,12 +16,14 @@ from bmfa.kernels.triton.tiled.selecting import select
 
 SIDE, GROUP = 8, 2
 CAP = 4.0
-# Pinned, not tuned at run time: tiles of one scoring program, mean tiles in one step of attention,
+# Pinned, not tuned at run time: columns of a scoring program, mean tiles in one step of attention,
 # rows of the first-order matrix that one program adds up.
 TILES, COARSE, STRIP = 16, 64, 16
+# Warps (for head dims up to 64; twice as many above) and pipeline stages of each kernel.
+CONFIGURATION = {"pool": (4, 3), "score": (4, 3), "residual": (4, 3), "attend": (4, 2)}
 # Programs that keep a large card busy, and the shares of k and v that scratch memory may take.
 BUSY = 512
-ROWS_SHARE, PARTS_SHARE = 0.10, 0.04
+ROWS_SHARE, PARTS_SHARE = 0.10, 0.065
 
 
 @dataclass(frozen=True)
@@ -33,6 +35,7 @@ class Plan:
     across: int
     groups: int
     pooled: int  # tiles of one pooling program
+    scored: int  # tiles of one scoring program
     rows: int  # representatives at once
     block: int  # representatives of one program
     share: int  # tiles of one residual program
@@ -44,7 +47,8 @@ class Plan:
         tiles = down * across
         groups = -(-tiles // GROUP)
         room = 2 * height * width * dim * size  # bytes of k and v of one head
-        pooled = 16 if tiles > 64 else 8
+        few = tiles * heads < 2 * BUSY  # too few for long loops to fill the card
+        pooled, scored = (4, 4) if few else (8, TILES)
         # energy (4 bytes) and gap (2 bytes) of every representative and tile
         chunks = -(-6 * groups * tiles // max(1, int(ROWS_SHARE * room)))
         chunks = max(1, min(chunks, groups // 64))
@@ -52,8 +56,9 @@ class Plan:
         block = 64 if rows > 32 else 32 if rows > 16 else 16
         programs = heads * -(-rows // block)
         parts = min(BUSY // programs, int(PARTS_SHARE * room) // (4 * rows * dim))
-        share = TILES * -(-tiles // (TILES * max(1, parts)))
-        return cls(heads, tiles, across, groups, pooled, rows, block, share)
+        step = TILES // 2 if few else TILES
+        share = step * -(-tiles // (step * max(1, parts)))
+        return cls(heads, tiles, across, groups, pooled, scored, rows, block, share)
 
 
 def launch(
@@ -114,7 +119,11 @@ class _Launch:
         }
         self.ragged = bool(height % SIDE or width % SIDE)
         self.padded = 0 if prefix == 0 else max(16, triton.next_power_of_2(prefix))
-        self.warps = 4 if block_d <= 64 else 8
+        self.wide = 1 if block_d <= 64 else 2
+
+    def _how(self, kernel: str) -> dict[str, int]:
+        warps, stages = CONFIGURATION[kernel]
+        return {"num_warps": warps * self.wide, "num_stages": stages}
 
     def run(self, error: float | None, expand: int) -> tuple[Tensor, Tensor]:
         """Pool once, then score, select, sum residuals and attend for some groups at a time."""
@@ -135,7 +144,7 @@ class _Launch:
     def _pool(self) -> tuple[Tensor, ...]:
         plan, new = self.plan, self.q.new_empty
         parts = -(-plan.tiles // plan.pooled)
-        cross = new((plan.heads, parts, self.dim, self.dim), dtype=torch.float32)
+        cross = new((plan.heads, parts, self.dim, self.dim), dtype=_rough(self.q.dtype))
         tops = new((plan.heads, parts, self.prefix), dtype=torch.float32)
         masses = new((plan.heads, parts, self.prefix), dtype=torch.float32)
         outputs = new((plan.heads, parts, self.prefix, self.dim), dtype=torch.float32)
@@ -145,7 +154,7 @@ class _Launch:
             *self.strides["q"], *self.strides["k"], *self.strides["v"],
             *self.span, plan.groups, self.factor,
             GROUP=GROUP, TILES=plan.pooled, PREFIX=self.padded, RAGGED=self.ragged,
-            **self.shape, **self.places, num_warps=self.warps, num_stages=2,
+            **self.shape, **self.places, **self._how("pool"),
         )  # fmt: skip
         return cross, tops, masses, outputs
 
@@ -166,7 +175,7 @@ class _Launch:
         gap = new((*lines, tiles), dtype=torch.float16)
         some = amounts if rows == plan.groups else new(lines, dtype=torch.int32)
         tops, masses = new(lines, dtype=torch.float32), new(lines, dtype=torch.float32)
-        blocks, chunks = -(-rows // plan.block), -(-tiles // TILES)
+        blocks, chunks = -(-rows // plan.block), -(-tiles // plan.scored)
         ends = (first, rows, plan.groups)
         strips = -(-self.dim // STRIP) if first == 0 else 0
         parts = pooled[0].shape[1]
@@ -174,8 +183,9 @@ class _Launch:
             self.k, self.mask, self.kbar, self.qbar, self.counts, energy, gap,
             pooled[0], self.cross_sums, *pooled[1:], self.output,
             *self.strides["k"], *self.strides["o"], *self.span, *ends, chunks, parts, self.factor,
-            ROWS=plan.block, TILES=TILES, STRIP=STRIP, BLOCK_P=triton.next_power_of_2(parts),
-            **self.shape, **self.places, num_warps=4, num_stages=3,
+            ROWS=plan.block, TILES=TILES, LOOP=plan.scored, STRIP=STRIP,
+            BLOCK_P=triton.next_power_of_2(parts),
+            **self.shape, **self.places, **self._how("score"),
         )  # fmt: skip
         block_t = max(32, triton.next_power_of_2(tiles))
         select[(rows, plan.heads)](
@@ -190,8 +200,8 @@ class _Launch:
         residual[(shares, blocks, plan.heads)](
             self.k, self.v, self.mask, self.vbar, self.qbar, words, tops, lost,
             *self.strides["k"], *self.strides["v"], *self.span, *ends, plan.share, self.factor,
-            ROWS=plan.block, TILES=TILES, RAGGED=self.ragged,
-            **self.shape, **self.places, num_warps=4, num_stages=3,
+            ROWS=plan.block, TILES=TILES, LOOP=min(TILES, plan.share), RAGGED=self.ragged,
+            **self.shape, **self.places, **self._how("residual"),
         )  # fmt: skip
         attend[(rows, plan.heads)](
             self.q, self.k, self.v, self.mask, self.kbar, self.vbar, self.qbar, self.counts,
@@ -200,7 +210,12 @@ class _Launch:
             *self.span, *ends, shares, self.factor,
             GROUP=GROUP, COARSE=COARSE, PREFIX=self.padded, RAGGED=self.ragged,
             SHARES=triton.next_power_of_2(shares),
-            **self.shape, **self.places, num_warps=self.warps, num_stages=3,
+            **self.shape, **self.places, **self._how("attend"),
         )  # fmt: skip
         if some is not amounts:
             amounts[:, first : first + rows] = some
+
+
+def _rough(dtype: torch.dtype) -> torch.dtype:
+    """Parts of the first-order matrix: small, and with the range of float32."""
+    return dtype if dtype == torch.float32 else torch.bfloat16

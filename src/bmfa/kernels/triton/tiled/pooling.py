@@ -34,7 +34,11 @@ def pool(
     """Program (part, head): TILES tiles, its part of the first-order matrix and prefix outputs."""
     SLOTS: tl.constexpr = SIDE * SIDE
     part, head = tl.program_id(0), tl.program_id(1)
-    batch, place, wide = (head // heads).to(tl.int64), (head % heads).to(tl.int64), head.to(tl.int64)
+    batch, place, wide = (
+        (head // heads).to(tl.int64),
+        (head % heads).to(tl.int64),
+        head.to(tl.int64),
+    )
     q += batch * q_batch + place * q_head
     k += batch * k_batch + place * k_head
     v += batch * v_batch + place * v_head
@@ -95,7 +99,11 @@ def pool(
     moment -= tl.dot(tl.trans(key_sums), value_sums / some, input_precision="tf32x3")
     square = columns[:, None] * D + columns[None, :]
     place = (wide * tl.num_programs(0) + part) * (D * D)
-    tl.store(cross + place + square, moment, mask=inside[:, None] & inside[None, :])
+    tl.store(
+        cross + place + square,
+        moment.to(cross.dtype.element_ty),
+        mask=inside[:, None] & inside[None, :],
+    )
     asking = tl.zeros((SLOTS,), tl.float32)
     for member in tl.static_range(TILES):
         there = tl.sum(tl.where(rows == member, count, 0.0), 0)

@@ -11,13 +11,17 @@ def residual(
     k, v, valid, vbar, qbar, words, tops, parts,
     k_batch, k_head, k_row, v_batch, v_head, v_row,
     heads, prefix, height, width, across, tiles, first, rows, groups, share, factor,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr, TILES: tl.constexpr,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr, TILES: tl.constexpr, LOOP: tl.constexpr,
     SIDE: tl.constexpr, ALIGNED: tl.constexpr, MASKED: tl.constexpr, RAGGED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Program (part, representatives, head): sum of exp(score - top) (value - mean value)."""
     part, block, head = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    batch, place, wide = (head // heads).to(tl.int64), (head % heads).to(tl.int64), head.to(tl.int64)
+    batch, place, wide = (
+        (head // heads).to(tl.int64),
+        (head % heads).to(tl.int64),
+        head.to(tl.int64),
+    )
     k += batch * k_batch + place * k_head + prefix * k_row
     v += batch * v_batch + place * v_head + prefix * v_row
     valid += batch * height * width
@@ -29,10 +33,10 @@ def residual(
     marks = words + (wide * groups + first + local.to(tl.int64)) * tl.cdiv(tiles, 32)
     slots, columns, members = tl.arange(0, SIDE * SIDE), tl.arange(0, BLOCK_D), tl.arange(0, TILES)
     lost = tl.zeros((ROWS, BLOCK_D), tl.float32)
-    for start in range(part * share, tl.minimum(part * share + share, tiles), TILES):
+    for start in range(part * share, tl.minimum(part * share + share, tiles), LOOP):
         word = tl.load(marks + start // 32, mask=real, other=0)
         masses = tl.zeros((ROWS, TILES), tl.float32)
-        for member in range(TILES):
+        for member in range(LOOP):
             tile = start + member
             tokens, on_grid = tokens_of(tile, slots, height, width, across, ALIGNED, SIDE)
             exists = existing(valid, tokens, on_grid & (tile < tiles), MASKED)
@@ -50,7 +54,8 @@ def residual(
             mass = tl.sum(weights.to(tl.float32), 1)
             masses = tl.where((members == member)[None, :], mass[:, None], masses)
         places = start + members
-        means = load_rows(vbar + wide * tiles * D, places, D, places < tiles, D, BLOCK_D)
+        known = (members < LOOP) & (places < tiles)
+        means = load_rows(vbar + wide * tiles * D, places, D, known, D, BLOCK_D)
         lost -= tl.dot(masses, means.to(tl.float32), input_precision="tf32x3")
     places = (wide * rows + local.to(tl.int64)) * tl.num_programs(0) + part
     stored = real[:, None] & (columns < D)[None, :]

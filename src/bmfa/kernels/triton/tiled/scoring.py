@@ -20,7 +20,7 @@ def gather_parts(
     moment = tl.zeros((STRIP, BLOCK_D), tl.float32)
     for part in range(parts):
         place = cross + (wide * parts + part) * (D * D)
-        moment += tl.load(place + square, mask=within, other=0.0)
+        moment += tl.load(place + square, mask=within, other=0.0).to(tl.float32)
     total = 0.0
     for start in range(0, tiles, 1024):
         places = start + tl.arange(0, 1024)
@@ -48,17 +48,21 @@ def score(
     cross, cross_sums, prefix_tops, prefix_masses, prefix_outputs, output,
     k_batch, k_head, k_row, o_batch, o_head, o_row,
     heads, prefix, height, width, across, tiles, first, rows, groups, chunks, parts, factor,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr, TILES: tl.constexpr,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr, TILES: tl.constexpr, LOOP: tl.constexpr,
     STRIP: tl.constexpr, BLOCK_P: tl.constexpr, SIDE: tl.constexpr,
     ALIGNED: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Program (tiles, representatives, head): energy = log sum exp, gap = energy - log n - mean.
+    """Program (LOOP tiles, representatives, head): energy = log sum exp, gap = energy - log n - mean.
 
     Representatives are `first` to `first + rows`; the mean is the product with the stored mean key, so
     that the gap also makes up for that key's rounding. Programs past the tiles gather the pool.
     """
     chunk, block, head = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    batch, place, wide = (head // heads).to(tl.int64), (head % heads).to(tl.int64), head.to(tl.int64)
+    batch, place, wide = (
+        (head // heads).to(tl.int64),
+        (head % heads).to(tl.int64),
+        head.to(tl.int64),
+    )
     if chunk >= chunks:
         if block == 0 and first == 0:
             gather_parts(
@@ -74,8 +78,8 @@ def score(
         slots, members = tl.arange(0, SIDE * SIDE), tl.arange(0, TILES)
         tops = tl.full((ROWS, TILES), float("-inf"), tl.float32)
         sums = tl.zeros((ROWS, TILES), tl.float32)
-        for member in range(TILES):
-            tile = chunk * TILES + member
+        for member in range(LOOP):
+            tile = chunk * LOOP + member
             tokens, on_grid = tokens_of(tile, slots, height, width, across, ALIGNED, SIDE)
             exists = existing(valid, tokens, on_grid & (tile < tiles), MASKED)
             keys = load_rows(k, tokens, k_row, exists, D, BLOCK_D)
@@ -89,8 +93,8 @@ def score(
             sums = tl.where(here, mass[:, None], sums)
         energies = tops + tl.log(tl.where(sums > 0.0, sums, 1.0))
         energies = tl.where(sums > 0.0, energies, float("-inf"))
-        places = chunk * TILES + members
-        known = places < tiles
+        places = chunk * LOOP + members
+        known = (members < LOOP) & (places < tiles)
         means = load_rows(kbar + wide * tiles * D, places, D, known, D, BLOCK_D)
         mean = tl.dot(asked, tl.trans(means), input_precision=PRECISION) * factor
         count = tl.load(counts + wide * tiles + places, mask=known, other=0.0)

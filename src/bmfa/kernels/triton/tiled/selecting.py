@@ -30,7 +30,11 @@ def select(
     """Program (representative, head). The row of `energy` becomes the list of expanded tiles, their
     gaps become -inf; bits of `words` mark the tiles that stay, `tops` and `masses` scale their sums."""
     row, head = tl.program_id(0), tl.program_id(1)
-    batch, place, wide = (head // heads).to(tl.int64), (head % heads).to(tl.int64), head.to(tl.int64)
+    batch, place, wide = (
+        (head // heads).to(tl.int64),
+        (head % heads).to(tl.int64),
+        head.to(tl.int64),
+    )
     line = wide * rows + row
     offset = line * tiles
     places, columns = tl.arange(0, BLOCK_T), tl.arange(0, BLOCK_D)
@@ -62,7 +66,9 @@ def select(
     stays = (count > 0.0) & (chosen == 0)
     tl.store(amounts + line, tl.sum(chosen.to(tl.int32), 0))
     tl.store(tops + line, top)
-    tl.store(masses + line, tl.sum(tl.where(stays, tl.exp(energies - top - (raw - capped)), 0.0), 0))
+    tl.store(
+        masses + line, tl.sum(tl.where(stays, tl.exp(energies - top - (raw - capped)), 0.0), 0)
+    )
     listed = (energy + offset).to(tl.pointer_type(tl.int32))
     tl.store(listed + tl.cumsum(chosen.to(tl.int32), 0) - 1, places, mask=chosen)
     after = tl.where(stays, capped, float("-inf"))

@@ -1,0 +1,178 @@
+"""Attention over tiles for long sequences: which backend runs, and when dense attention is faster."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+
+from bmfa.grid import Grid, tiles
+from bmfa.tiling import Tiled, Tiling
+from bmfa.tree import Tree
+
+DEFAULT_ERROR = 0.1
+# Measured break-even: below so many tokens dense attention is as fast. On CUDA launching the kernels
+# takes the host a while too, so a call must be worth that many operations.
+LEAST_TOKENS = {"cuda": 4096, "cpu": 2048}
+LEAST_OPERATIONS = {"cuda": 1.5e11, "cpu": 0.0}
+# From here on cuDNN is the faster dense kernel on Hopper and later.
+LONG = 1024
+
+
+@dataclass(frozen=True)
+class Question:
+    """How much is asked of a call: an error target, or tiles to expand."""
+
+    error: float | None
+    expand: int | None
+
+    @classmethod
+    def of(cls, tiling: Tiling, error: float | None, leaves: float | int | None) -> "Question":
+        """From the arguments of `screened_attention`; nothing given means the default error."""
+        if leaves is not None:
+            return cls(None, tiling.expanded_from_leaves(leaves))
+        return cls(DEFAULT_ERROR if error is None else error, None)
+
+    def __str__(self) -> str:
+        return f"error {self.error:g}" if self.expand is None else f"{self.expand} tiles expanded"
+
+
+def slower_than_dense(q: Tensor, grid: Grid) -> str | None:
+    """Why dense attention is taken for the faster one; None where tiles are."""
+    least = LEAST_TOKENS.get(q.device.type, LEAST_TOKENS["cpu"])
+    if grid.size < least:
+        return f"dense attention is as fast below {least} tokens, and there are {grid.size}"
+    batch, heads, _, dim = q.shape
+    operations = 4.0 * batch * heads * dim * grid.size**2
+    if operations < LEAST_OPERATIONS.get(q.device.type, 0.0):
+        return (
+            f"the whole of dense attention is {operations / 1e9:.0f} GFLOP, over before tiles begin"
+        )
+    return None
+
+
+def triton_refusal(
+    q: Tensor, k: Tensor, v: Tensor, tiling: Tiling, prefix: int, order: str
+) -> str | None:
+    """Why the Triton kernels do not serve a call; None where they do."""
+    from bmfa.kernels.triton.tiled import operators
+
+    return operators.unsupported(q, k, v, tiling, prefix, order)
+
+
+def attend(
+    backend: str,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    tiling: Tiling,
+    question: Question,
+    *,
+    prefix: int,
+    scale: float,
+    tau: float,
+    valid: Tensor | None,
+    order: str,
+) -> Tiled:
+    """Run the kernels of a backend; all but Triton's take raster order."""
+    asked = {"error": question.error, "expand": question.expand}
+    common = {"prefix": prefix, "scale": scale, "tau": tau, "valid": valid}
+    if backend == "triton":
+        from bmfa.kernels.triton.tiled import operators
+
+        return operators.attend(q, k, v, tiling, order=order, **asked, **common)  # type: ignore[arg-type]
+    if backend == "reference":
+        return _reference(q, k, v, tiling, {**asked, **common})
+    from bmfa.kernels.eager import tiled
+
+    return tiled.attend(q, k, v, tiling, **asked, **common)  # type: ignore[arg-type]
+
+
+def dense(q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor | None) -> Tensor:
+    """The best dense path: scaled_dot_product_attention, by cuDNN where that is faster."""
+    if mask is None and q.is_cuda and k.shape[2] >= LONG and _hopper(q.device):
+        order = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION]
+        rest = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+        with sdpa_kernel(order + rest, set_priority=True):
+            return scaled_dot_product_attention(q, k, v, scale=scale)
+    return scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
+
+
+def choose(
+    backend: str,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    tiling: Tiling,
+    *,
+    prefix: int,
+    order: str,
+    forced: bool,
+) -> tuple[str, str]:
+    """The backend that runs ("dense" among them, unless tiles are `forced`), and why."""
+    if backend in ("eager", "reference"):
+        return backend, "requested"
+    refusal = None
+    if backend == "triton" or q.is_cuda:
+        refusal = triton_refusal(q, k, v, tiling, prefix, order)
+    if backend == "triton":
+        if refusal is not None:
+            raise ValueError(
+                f"backend='triton' does not serve this call: {refusal}; pass backend='auto' or 'eager'"
+            )
+        return backend, "requested"
+    if not forced and (reason := slower_than_dense(q, tiling.grid)) is not None:
+        return "dense", f"auto: {reason}"
+    if not q.is_cuda:
+        return "eager", "auto: eager serves every device"
+    if refusal is None:
+        return "triton", "auto: triton serves the grid, the dtype and the device"
+    if forced:
+        return "eager", f"auto: eager, because for triton {refusal}"
+    return "dense", f"auto: dense, because for triton {refusal}"
+
+
+def tree_of(tiled: Tiled, tiling: Tiling, prefix: int, tau: float, rule: str, order: str) -> Tree:
+    """The partition of every query: its group's tiles, expanded ones token by token.
+
+    Prefix queries see every token.
+    """
+    layout = tiles(tiling.grid, tiling.side)
+    marks = tiled.marks  # (B, heads, R, T)
+    batch, heads = marks.shape[:2]
+    slots = tiling.slots.to(marks.device)
+    large = (slots >= 0).sum(-1) > 1
+    number = torch.arange(tiling.tiles, device=marks.device)
+    group = torch.empty(tiling.grid.size, dtype=torch.int64, device=marks.device)
+    if order == "z":
+        first = tiling.grid.z_rank.to(marks.device)[slots[:, 0]]
+        number = first // tiling.side**2  # where a tile stands in Z-order
+        place = torch.arange(tiling.grid.size, device=marks.device)
+        group = place // (tiling.side**2 * tiling.group)
+    else:
+        of_tile = (number // tiling.group).unsqueeze(-1).expand_as(slots)
+        group[slots[slots >= 0]] = of_tile[slots >= 0]
+    split = marks[:, :, group][..., number[large]]  # (B, heads, N, blocks)
+    split = torch.cat((split.new_ones(batch, heads, prefix, split.shape[-1]), split), 2)
+    shape = tuple(split.shape[:3])
+    blocks = split.flatten(0, 2).T.contiguous()
+    return Tree(layout.to(marks.device), blocks, shape, tau, rule)
+
+
+def _reference(q: Tensor, k: Tensor, v: Tensor, tiling: Tiling, options: dict[str, Any]) -> Tiled:
+    """The float64 specification."""
+    from bmfa.kernels import reference
+
+    valid = options.pop("valid")
+    masks = None if valid is None else valid.expand(q.shape[0], -1).cpu().numpy()
+    wide, keys, values = (x.detach().double().cpu().numpy() for x in (q, k, v))
+    result = reference.tiled_attention(wide, keys, values, tiling, valid=masks, **options)
+    expanded = torch.from_numpy(result.expanded).to(q.device)
+    output = torch.from_numpy(result.output).to(q)
+    return Tiled(output, expanded.sum(-1, dtype=torch.int32), expanded)
+
+
+def _hopper(device: torch.device) -> bool:
+    return torch.cuda.get_device_capability(device) >= (9, 0)

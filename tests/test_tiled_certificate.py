@@ -1,0 +1,126 @@
+"""The certificate of tiled attention is never below the true error, whatever q and k are."""
+
+import numpy as np
+import pytest
+import torch
+
+from bmfa.certificates import tiled_certificate
+from bmfa.grid import Grid
+from bmfa.kernels.eager.tiled import attend
+from bmfa.kernels.reference import attention_error, build_tree, tiled_error
+from bmfa.rules import FixedBlocks
+from bmfa.tiling import Tiling
+
+GRIDS = ((1, 1), (1, 7), (8, 8), (9, 9), (14, 14), (11, 25), (16, 16), (5, 30))
+
+
+def adversarial(seed: int) -> tuple[torch.Tensor, torch.Tensor, Tiling, int, torch.Tensor | None]:
+    """q, k, tiling, prefix and valid of one of the kinds that break bounds."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, dtype=torch.float64, generator=generator)
+
+    grid = Grid(*GRIDS[seed % len(GRIDS)])
+    tiling = Tiling(grid, side=(8, 8, 4, 3)[seed // 8 % 4], group=(2, 1, 3)[seed % 3])
+    prefix = (0, 1, 5)[seed // 2 % 3]
+    q, k = (normal(1, 2, prefix + grid.size, 16) for _ in range(2))
+    spatial = k[:, :, prefix:]
+    kind = seed // 5 % 9
+    if kind == 0:  # huge keys
+        k *= 1e4
+    elif kind == 1:  # one bright token
+        spatial[:, :, seed % grid.size] = 40 * q[:, :, prefix + seed % grid.size]
+    elif kind == 2:  # constant keys
+        spatial[:] = spatial[:, :, :1].clone()
+    elif kind == 3:  # queries far from their representative, in both directions
+        q[:, :, ::2] = 20 * q[:, :, :1].clone()
+        q[:, :, 1::2] = -q[:, :, :1]
+    elif kind == 4:  # nearly constant keys on a large offset
+        spatial[:] = 1e3 + 1e-7 * spatial
+    elif kind == 5:  # two-valued keys along the query: the extreme of Hoeffding's bound
+        sign = torch.where(normal(1, 2, grid.size, 1) > 0, 1.0, -1.0)
+        spatial[:] = 0.3 * sign * normal(1, 2, 1, 16)
+    elif kind == 6:  # tiny everything
+        q *= 1e-9
+    elif kind == 7:  # representative 0, all queries +-a
+        q[:, :, prefix:] = 3 * normal(1, 2, 1, 16) * (-1.0) ** torch.arange(grid.size)[:, None]
+    valid = None
+    if seed % 4 == 0:
+        valid = torch.rand(1, grid.size, generator=generator) > 0.4
+        valid[:, tiling.slots[0].clamp(min=0)] = False
+        valid[:, -1] = True
+        gone = torch.cat((torch.zeros(1, prefix, dtype=torch.bool), ~valid), 1)[:, None, :, None]
+        q, k = (x.masked_fill(gone, torch.nan) for x in (q, k))
+    return q, k, tiling, prefix, valid
+
+
+@pytest.mark.parametrize("first", range(0, 360, 40))
+def test_certificate_is_never_below_the_error(first: int) -> None:
+    generator = torch.Generator().manual_seed(first)
+    for seed in range(first, first + 40):
+        q, k, tiling, prefix, valid = adversarial(seed)
+        scale, tau = 0.25, (1.0, 0.3, 4.0)[seed % 3]
+        share = (0.0, 0.3, 0.8)[seed // 3 % 3]
+        marks = torch.rand(1, 2, tiling.groups, tiling.tiles, generator=generator) < share
+        settings = {"prefix": prefix, "scale": scale, "tau": tau}
+        bound = tiled_certificate(q, k, tiling, marks, valid=valid, **settings)
+        error = tiled_error(q.numpy(), k.numpy(), marks.numpy(), tiling, valid=valid, **settings)
+        assert bound.dtype == torch.float64 and bound.shape == q.shape[:3]
+        assert bool(torch.isfinite(bound).all())
+        below = bound.numpy().astype(np.longdouble) < error
+        assert not below.any(), (seed, bound.numpy()[below][:3], error[below][:3])
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_everything_expanded_is_certified_exactly(seed: int) -> None:
+    q, k, tiling, prefix, valid = adversarial(seed)
+    marks = torch.ones(1, 2, tiling.groups, tiling.tiles, dtype=torch.bool)
+    bound = tiled_certificate(q, k, tiling, marks, prefix=prefix, scale=0.25, valid=valid)
+    assert not bool(bound.any())
+
+
+def test_prefix_queries_have_no_error() -> None:
+    q, k = torch.randn(2, 1, 2, 3 + 256, 16)
+    marks = torch.zeros(1, 2, 2, 4, dtype=torch.bool)
+    bound = tiled_certificate(q, k, Tiling(Grid(16, 16)), marks, prefix=3, scale=0.25)
+    assert not bool(bound[:, :, :3].any()) and bool((bound[:, :, 3:] > 0).all())
+
+
+def test_nearly_equal_keys_are_certified_to_be_nearly_exact() -> None:
+    """Small deviations leave the bound small: second order in them, as the error is."""
+    torch.manual_seed(4)
+    q, k = torch.randn(2, 1, 1, 256, 16, dtype=torch.float64)
+    marks = torch.zeros(1, 1, 2, 4, dtype=torch.bool)
+    for size in (1e-2, 1e-3):
+        small = k[:, :, :1] + size * k
+        bound = tiled_certificate(q, small, Tiling(Grid(16, 16)), marks, prefix=0, scale=0.25)
+        error = tiled_error(q, small, marks, Tiling(Grid(16, 16)), scale=0.25)
+        assert float(bound.max()) < 100 * size**2
+        assert float((bound.numpy() / error).max()) < 1e3
+
+
+def test_the_representative_is_certified_by_its_exact_gaps() -> None:
+    """Where all queries of a group are equal the bound is the error itself."""
+    torch.manual_seed(5)
+    q = torch.randn(1, 2, 1, 16, dtype=torch.float64).expand(1, 2, 256, 16)
+    k = 2 * torch.randn(1, 2, 256, 16, dtype=torch.float64)
+    tiling = Tiling(Grid(16, 16))
+    marks = attend(q, k, k, tiling, prefix=0, scale=0.25, expand=1).marks
+    bound = tiled_certificate(q, k, tiling, marks, prefix=0, scale=0.25).numpy()
+    error = tiled_error(q, k, marks, tiling, scale=0.25)
+    assert (bound >= error).all()
+    assert np.abs(bound / error - 1).max() < 1e-8
+
+
+def test_error_is_that_of_fixed_blocks() -> None:
+    """tiled_error with nothing expanded is E of a tree of blocks of the same side."""
+    torch.manual_seed(6)
+    q, k = torch.randn(2, 1, 1, 2 + 11 * 13, 16, dtype=torch.float64).numpy()
+    tiling = Tiling(Grid(11, 13), side=4)
+    marks = np.zeros((1, 1, tiling.groups, tiling.tiles), bool)
+    error = tiled_error(q, k, marks, tiling, prefix=2, scale=0.25, tau=0.7)
+    scores = 0.25 * q @ k.swapaxes(-1, -2)
+    trees = [build_tree(row[2:].reshape(11, 13), FixedBlocks(4), tau=0.7) for row in scores[0, 0]]
+    want = attention_error(q, k, [[trees]], prefix=2, scale=0.25, tau=0.7)
+    assert np.abs(error[..., 2:] - want[..., 2:]).max() < 1e-13

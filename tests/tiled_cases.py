@@ -1,0 +1,159 @@
+"""Seeded problems of tiled attention, and how its answers are compared with the oracle's."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from bmfa.grid import Grid
+from bmfa.kernels.reference.tiled import ReferenceTiled, tiled_attention
+from bmfa.tiling import Tiled, Tiling
+
+NAMED_GRIDS = (
+    (1, 1),
+    (1, 7),
+    (8, 8),
+    (9, 9),
+    (14, 14),
+    (16, 25),
+    (24, 40),
+    (37, 37),
+    (33, 64),
+)
+KINDS = ("noise", "smooth", "bright", "constant", "offset")
+
+
+@dataclass(frozen=True)
+class TiledCase:
+    """q, k, v on a grid with all settings, from a seed."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    tiling: Tiling
+    settings: dict[str, Any]  # prefix, scale, tau, error or expand
+    valid: Tensor | None
+
+    def oracle(self) -> ReferenceTiled:
+        q, k, v = (x.double().numpy() for x in (self.q, self.k, self.v))
+        valid = None if self.valid is None else self.valid.numpy()
+        return tiled_attention(q, k, v, self.tiling, valid=valid, **self.settings)
+
+    @property
+    def seen(self) -> Tensor:
+        """(B, 1, prefix + N) which outputs are specified."""
+        batch, prefix = len(self.q), self.settings["prefix"]
+        seen = torch.ones(batch, 1, self.q.shape[2], dtype=torch.bool)
+        if self.valid is not None:
+            seen[:, 0, prefix:] = self.valid
+        return seen
+
+
+def tiled_case(
+    seed: int,
+    dtype: torch.dtype = torch.float64,
+    shape: tuple[int, int] | None = None,
+    kind: str | None = None,
+    poison: bool = True,
+) -> TiledCase:
+    """A case of any size up to 20x20, or of a given shape."""
+    generator = np.random.default_rng(seed)
+    height, width = shape or (int(x) for x in generator.integers(1, 21, 2))
+    tiling = Tiling(
+        Grid(height, width),
+        side=8 if generator.random() < 0.7 else int(generator.integers(2, 6)),
+        group=int(generator.choice([1, 2, 2, 3, 4])),
+    )
+    prefix = int(generator.choice([0, 1, 5]))
+    batch, heads = (int(x) for x in generator.integers(1, 3, 2))
+    dim = int(generator.choice([32, 64, 80]))
+    lead = (batch, heads, prefix + tiling.grid.size, dim)
+    q, v = (generator.normal(size=lead) * generator.choice([0.3, 1.0, 2.0]) for _ in range(2))
+    k = _keys(generator, lead, prefix, tiling, kind or str(generator.choice(KINDS)))
+    q, k, v = (torch.from_numpy(x).to(dtype) for x in (q, k, v))
+    valid = _mask(generator, batch, tiling) if generator.random() < 0.4 else None
+    if valid is not None and poison:
+        missing = torch.cat((valid.new_zeros(batch, prefix), ~valid), 1)[:, None, :, None]
+        q, k, v = (x.masked_fill(missing, torch.nan) for x in (q, k, v))
+    tau = float(generator.choice([1.0, 1.0, 0.5, 2.0]))
+    settings = {"prefix": prefix, "scale": dim**-0.5, "tau": tau}
+    return TiledCase(q, k, v, tiling, settings | _mode(generator, tiling), valid)
+
+
+def _keys(
+    generator: np.random.Generator, lead: tuple[int, ...], prefix: int, tiling: Tiling, kind: str
+) -> np.ndarray:
+    keys = generator.normal(size=lead) * generator.choice([0.5, 1.0, 3.0])
+    if kind == "smooth":
+        keys[..., prefix:, :] = np.cumsum(keys[..., prefix:, :], -2) / 3
+    if kind == "bright":
+        keys[..., prefix + generator.integers(tiling.grid.size), :] *= 20
+    if kind == "constant":
+        keys[..., prefix:, :] = keys[..., prefix : prefix + 1, :]
+    if kind == "offset":
+        keys += 30.0
+    return keys
+
+
+def _mask(generator: np.random.Generator, batch: int, tiling: Tiling) -> Tensor:
+    """Tokens at random, whole tiles, or the tiles of whole groups missing; one token always left."""
+    valid = torch.from_numpy(generator.random((batch, tiling.grid.size)) < 0.7)
+    if generator.random() < 0.5:
+        run = int(generator.choice([1, tiling.group]))
+        first = int(generator.integers(-(-tiling.tiles // run))) * run
+        gone = tiling.slots[first : first + run].flatten()
+        valid[:, gone[gone >= 0]] = False
+    valid[:, int(generator.integers(tiling.grid.size))] = True
+    return valid
+
+
+def _mode(generator: np.random.Generator, tiling: Tiling) -> dict[str, Any]:
+    if generator.random() < 0.5:
+        return {"error": float(generator.choice([0.0, 1e-3, 0.02, 0.1, 0.5, 5.0]))}
+    return {"expand": int(generator.choice([0, 1, 3, tiling.tiles - 1, tiling.tiles, 10**6]))}
+
+
+def compare(case: TiledCase, got: Tiled, want: ReferenceTiled, epsilon: float) -> int:
+    """Assert equal sets and outputs within rounding of `epsilon`; returns the groups compared.
+
+    A set may differ in tiles whose loss lies within rounding of 0 or of the place where the oracle
+    cut; outputs of such a group follow the other set, and are not compared.
+    """
+    largest = _largest_score(case)
+    slack = 64 * epsilon * (1 + largest)
+    marks = got.marks.numpy()
+    assert got.counts.dtype == torch.int32
+    assert np.array_equal(got.counts.numpy(), marks.sum(-1))
+    alike = (marks == want.expanded).all(-1)  # (B, heads, R)
+    for place in zip(*np.nonzero(~alike), strict=True):
+        losses, chosen = want.losses[place], want.expanded[place]
+        inside = losses[chosen].min() if chosen.any() else np.inf
+        outside = losses[~chosen].max() if not chosen.all() else 0.0
+        moved = losses[marks[place] != chosen]
+        edge = np.minimum(abs(moved - inside), abs(moved - outside))
+        assert (np.minimum(edge, moved) <= slack).all(), (place, moved, inside, outside)
+    output, exact = got.output.detach().double().numpy(), want.output
+    compared = _queries_of(case, alike) & case.seen.numpy()
+    assert np.isfinite(output[np.broadcast_to(case.seen.numpy(), compared.shape)]).all()
+    values = np.nan_to_num(case.v.double().numpy())
+    allowed = slack * (1 + max(abs(exact).max(), abs(values).max()))
+    difference = abs(output - exact).max(-1)[compared]
+    assert difference.size == 0 or difference.max() <= allowed, (difference.max(), allowed)
+    return int(alike.sum())
+
+
+def _largest_score(case: TiledCase) -> float:
+    """|q| |k| scale / tau: no score is larger."""
+    q, k = (x.nan_to_num(0.0).double().norm(dim=-1).amax() for x in (case.q, case.k))
+    return float(q * k) * case.settings["scale"] / case.settings["tau"]
+
+
+def _queries_of(case: TiledCase, groups: np.ndarray) -> np.ndarray:
+    """(B, heads, prefix + N) from one flag for each group; the prefix is always in."""
+    tiling, prefix = case.tiling, case.settings["prefix"]
+    flags = np.ones((*groups.shape[:2], prefix + tiling.grid.size), bool)
+    for tile, tokens in enumerate(tiling.slots.numpy()):
+        flags[..., prefix + tokens[tokens >= 0]] = groups[..., tile // tiling.group, None]
+    return flags
