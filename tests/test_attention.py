@@ -5,8 +5,12 @@ import pytest
 import torch
 
 from bmfa import Grid, rules, screened_attention
-from bmfa.kernels import eager, reference
+from bmfa.grid import quadtree, tiles
+from bmfa.kernels import reference
+from bmfa.kernels.eager import trees
+from bmfa.pyramid import _full_counts
 from bmfa.rules import parse
+from bmfa.screening import query_chunks
 from cases import nudged
 
 GRIDS = ((1, 1), (1, 7), (2, 3), (4, 4), (5, 7), (7, 7))
@@ -134,6 +138,27 @@ def test_gradients_with_padding_are_finite_and_zero_on_it():
     assert (k.grad[:, :, 5] == 0).all() and (v.grad[:, :, 5] == 0).all()
 
 
+@pytest.mark.parametrize("form", ["representative", "repeated"])
+@pytest.mark.parametrize("name", ["gamma:0.05", "fixed-blocks:2"])
+def test_gradients_after_a_first_call_in_inference_mode(form, name):
+    for kept in (quadtree, tiles, _full_counts):
+        kept.cache_clear()  # as in a new process
+    grid = Grid(5, 6)
+    common = {"grid": grid, "prefix": 1, "rule": parse(name), "form": form}
+    inputs = tensors(4, grid)
+    with torch.inference_mode():
+        before = screened_attention(*inputs, **common)
+        layouts = [before.tree.layout, quadtree(grid)]
+        levels = [level for layout in layouts for level in layout.levels]
+        kept = [value for level in levels for value in (*vars(level).values(), level.counts)]
+        kept += [order for layout in layouts for order in (layout.z_rank, layout.z_order)]
+    assert not any(value.is_inference() for value in kept if isinstance(value, torch.Tensor))
+    q, k, v = (t.requires_grad_() for t in inputs)
+    after = screened_attention(q, k, v, **common).output
+    after.square().sum().backward()
+    torch.testing.assert_close(after, before.output)
+
+
 def test_padding_may_hold_anything():
     grid = Grid(4, 4)
     q, k, v = tensors(5, grid, prefix=1)
@@ -168,14 +193,23 @@ def test_z_order_is_raster_order_reordered():
     torch.testing.assert_close(z.output, raster[:, :, order])
 
 
-def test_chunking_does_not_show(monkeypatch):
+@pytest.mark.parametrize("form", ["representative", "repeated"])
+def test_chunking_does_not_show(monkeypatch, form):
+    chunks = []
+
+    def counted(*sizes):
+        chunks.append(list(query_chunks(*sizes)))
+        return chunks[-1]
+
+    monkeypatch.setattr(trees, "query_chunks", counted)
     grid = Grid(6, 6)
     q, k, v = tensors(9, grid, heads=3)
-    whole = screened_attention(q, k, v, grid=grid, prefix=1, leaves=0.3).output
-    monkeypatch.setattr(eager, "CHUNK_ELEMENTS", 200)
-    torch.testing.assert_close(
-        screened_attention(q, k, v, grid=grid, prefix=1, leaves=0.3).output, whole
-    )
+    common = {"grid": grid, "prefix": 1, "leaves": 0.3, "form": form, "backend": "eager"}
+    whole = screened_attention(q, k, v, **common).output
+    monkeypatch.setattr(trees, "CHUNK_ELEMENTS", 200)
+    parts = screened_attention(q, k, v, **common).output
+    assert len(chunks[0]) == 1 and len(chunks[1]) > 6 * 4  # several of each head's 37 queries
+    torch.testing.assert_close(parts, whole)
 
 
 @pytest.mark.parametrize("name", RULES)
@@ -205,7 +239,7 @@ def test_the_error_target_is_met_for_every_query():
     q, k, v = tensors(11, grid)
     for target in (0.0, 0.01, 0.2):
         stats = screened_attention(
-            q, k, v, grid=grid, prefix=1, error=target, certificate=True
+            q, k, v, grid=grid, prefix=1, error=target, form="representative", certificate=True
         ).stats
         assert float(stats.certificate.max()) <= target + 1e-10
 
@@ -213,7 +247,9 @@ def test_the_error_target_is_met_for_every_query():
 def test_the_output_stays_within_its_bound():
     grid = Grid(7, 7)
     q, k, v = tensors(12, grid, prefix=0)
-    result = screened_attention(q, k, v, grid=grid, leaves=0.2, certificate=True)
+    result = screened_attention(
+        q, k, v, grid=grid, leaves=0.2, form="representative", certificate=True
+    )
     dense = torch.nn.functional.scaled_dot_product_attention(q, k, v)
     longest = v.norm(dim=-1).amax(-1, keepdim=True)
     bound = longest * (2 * result.stats.certificate).sqrt()
@@ -237,7 +273,9 @@ def test_fallback_recomputes_what_exceeds_it():
 def test_the_audit_measures_the_error():
     grid = Grid(6, 6)
     q, k, v = tensors(14, grid)
-    result = screened_attention(q, k, v, grid=grid, prefix=1, leaves=0.2, audit=1.0)
+    result = screened_attention(
+        q, k, v, grid=grid, prefix=1, leaves=0.2, form="representative", audit=1.0
+    )
     dense = torch.nn.functional.scaled_dot_product_attention(q, k, v)
     errors = ((result.output - dense).norm(dim=-1) / dense.norm(dim=-1)).flatten()
     audit = result.stats.audit
@@ -245,7 +283,9 @@ def test_the_audit_measures_the_error():
     assert audit.mean == pytest.approx(float(errors.mean()))
     assert audit.maximum == pytest.approx(float(errors.max()))
     assert float(errors.median()) <= audit.p95 <= audit.maximum
-    part = screened_attention(q, k, v, grid=grid, prefix=1, leaves=0.2, audit=0.1).stats.audit
+    part = screened_attention(
+        q, k, v, grid=grid, prefix=1, leaves=0.2, form="representative", audit=0.1
+    ).stats.audit
     assert part.queries == 4 * round(0.1 * 37)
     assert part.maximum <= audit.maximum + 1e-12
 

@@ -1,6 +1,7 @@
 """Models: hosts found, attention replaced and restored, layers recorded, weights loaded or refused."""
 
 import copy
+import io
 import json
 import pickle
 import subprocess
@@ -400,7 +401,7 @@ def test_options_are_checked_before_anything_is_changed() -> None:
     with pytest.raises(TypeError, match=r"pass one of bmfa\.rules"):
         patch(model, rule=3)
     assert not screens_in(model)
-    patch(model, leaves=0.25, layers="all", fallback=0.01)
+    patch(model, leaves=0.25, layers="all", form="representative", fallback=0.01)
     with record(model) as recording:
         run(model, pictures())
     assert recording.leaf_ratio <= 0.25
@@ -523,6 +524,22 @@ def test_weights_that_do_not_fit_are_named(tmp_path: Path) -> None:
         load_model(name, tmp_path / "nowhere.pth")
 
 
+@pytest.mark.parametrize("terminal", [False, True])
+def test_progress_bars_are_for_terminals(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, terminal: bool
+) -> None:
+    made("hf-deit").save_pretrained(tmp_path)
+    logging = load_package("transformers.utils.logging")
+    monkeypatch.delenv("HF_HUB_DISABLE_PROGRESS_BARS", raising=False)
+    stderr = io.StringIO()
+    monkeypatch.setattr(stderr, "isatty", lambda: terminal)
+    monkeypatch.setattr(sys, "stderr", stderr)
+    logging.enable_progress_bar()
+    load_model(f"hf:{tmp_path}")
+    assert ("%|" in stderr.getvalue()) == terminal
+    assert logging.is_progress_bar_enabled()  # the process's own choice is left as it was
+
+
 def test_transformers_folders(tmp_path: Path) -> None:
     model = made("hf-deit")
     model.save_pretrained(tmp_path)
@@ -581,13 +598,30 @@ def test_without_a_network_the_error_says_what_to_download(
 
 @pytest.mark.parametrize("size", [(300, 200), (200, 300), (256, 256), (57, 91)])
 @pytest.mark.parametrize("crop_pct", [0.875, 0.9, 1.0])
-def test_preprocessing_is_timms(size: tuple[int, int], crop_pct: float) -> None:
+def test_preprocessing_is_timms_but_for_the_corner(size: tuple[int, int], crop_pct: float) -> None:
     timm_data = load_package("timm.data")
     pixels = np.random.default_rng(0).integers(0, 256, (*size, 3), dtype=np.uint8)
     image = load_package("PIL.Image").fromarray(pixels)
     transform = timm_data.create_transform((3, 64, 64), interpolation="bicubic", crop_pct=crop_pct)
+    resize, centre, *normalise = transform.transforms
+    assert type(centre).__name__ == "CenterCrop"  # which rounds half a pixel to even
+    expected = resize(image)
+    left, top = (expected.width - 64) // 2, (expected.height - 64) // 2
+    expected = expected.crop((left, top, left + 64, top + 64))
+    for step in normalise:
+        expected = step(expected)
     mine = Preprocessing((64, 64), crop_pct)(pixels)
-    torch.testing.assert_close(mine, transform(image), rtol=0, atol=1e-6)
+    torch.testing.assert_close(mine, expected, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("margin", range(5))
+def test_an_odd_margin_leaves_its_last_pixel_below_and_to_the_right(margin: int) -> None:
+    pixels = np.arange((8 + margin) * 8, dtype=np.uint8).reshape(8 + margin, 8, 1).repeat(3, 2)
+    for turned in (pixels, pixels.transpose(1, 0, 2)):
+        shown = Preprocessing((8, 8), 1.0, mean=(0.0,) * 3, std=(1 / 255,) * 3)(turned)
+        kept = pixels[margin // 2 : margin // 2 + 8, :, 0]
+        expected = kept if turned is pixels else kept.T
+        np.testing.assert_allclose(shown[0].numpy(), expected, rtol=1e-6)
 
 
 def test_preprocessing_of_other_shapes() -> None:

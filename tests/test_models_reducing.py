@@ -448,6 +448,63 @@ def test_triton_gives_the_models_output(policy: str) -> None:
         run(reduce(model.double(), policy, backend="triton"), pixels.double())
 
 
+@pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton")
+@pytest.mark.parametrize("policy", ["tome:6", "free-energy:6"])
+def test_a_reduced_model_compiles_whole(policy: str) -> None:
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    model, pixels = reduce(made("vit").to(device), policy, backend="triton"), pictures().to(device)
+    with torch.no_grad():
+        expected = model(pixels)
+        compiled = torch.compile(model, backend="eager", fullgraph=True)
+        torch.testing.assert_close(compiled(pixels), expected, rtol=0, atol=0)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("policy", ["tome:8", "free-energy:8", "free-energy:12"])
+def test_a_reduced_model_replays_as_a_graph(policy: str) -> None:
+    timm = bmfa.packages.load_package("timm")
+    model = timm.create_model("deit_tiny_patch16_224").cuda().half().eval()
+    reduce(model, policy)
+    shown = [torch.randn(4, 3, 224, 224, device="cuda", dtype=torch.float16) for _ in range(2)]
+    with torch.inference_mode():
+        expected = [model(pixels) for pixels in shown]
+        static = shown[0].clone()
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            model(static)
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            output = model(static)
+        for pixels, found in zip(reversed(shown), reversed(expected), strict=True):
+            static.copy_(pixels)
+            graph.replay()
+            assert torch.equal(output, found)
+
+
+@pytest.mark.parametrize("changed", ["norm", "hook", "dropout"])
+def test_what_a_layer_has_besides_is_not_skipped(changed: str) -> None:
+    """Plain layers are spelt out; any other runs as it is written."""
+    model, pixels = made("vit"), pictures()
+    reduce(model, "tome:0")
+    plain = run(model, pixels)
+    called: list[int] = []
+    if changed == "norm":
+        model.blocks[0].attn.q_norm = nn.LayerNorm(8)
+        assert not torch.allclose(run(model, pixels), plain)
+    elif changed == "hook":
+        for part in (model.blocks[0].ls1, model.blocks[0].mlp, model.blocks[0].mlp.drop1):
+            part.register_forward_hook(lambda module, x, y: called.append(1))
+        assert torch.equal(run(model, pixels), plain) and len(called) == 3
+    else:
+        model.blocks[0].mlp.drop1.p = 0.9
+        assert torch.equal(run(model, pixels), plain)
+        with torch.no_grad():
+            assert not torch.equal(model.train()(pixels), plain)
+
+
 def test_public_names() -> None:
     assert bmfa.reduce is reduce
     assert isinstance(bmfa.reduction.parse("tome:8"), Policy)

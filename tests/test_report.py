@@ -149,7 +149,13 @@ def cases(uri: str | None = None) -> Record:
 
 def bench() -> Record:
     row = {"what": "trees", "n": 256, "dtype": "float32", "method": "gamma:0.005", "speedup": None}
-    return record("bench", [{**row, "milliseconds": 4.5}])
+    timed = [
+        {"what": "attention", "n": n, "method": method, "batch": 1, "milliseconds": time * n,
+         "speedup": 1 / time, "error_l2_percent": 8 * (1 - time), "dtype": "float32", "dim": 64}
+        for n in (4096, 16384)
+        for method, time in (("dense", 1.0), ("tiled-tiles:0", 0.2), ("tiled-error:0.1", 0.4))
+    ]  # fmt: skip
+    return record("bench", [{**row, "milliseconds": 4.5}, *timed])
 
 
 @pytest.fixture(scope="module")

@@ -50,9 +50,10 @@ def attention(q: Tensor, k: Tensor, size: Tensor, scale: float) -> Array:
 
 
 def masses(weights: Array, prefix: int) -> Array:
-    rest = weights[:, :, prefix:].mean((1, 2))
-    first = weights[:, :, :prefix].mean((1, 2)) if prefix else rest
-    return np.stack((first, rest), -1)
+    """(B, 2, T) sums over heads of the mean attention of the prefix queries and of the others."""
+    rest = weights[:, :, prefix:].mean(2).sum(1)
+    first = weights[:, :, :prefix].mean(2).sum(1) if prefix else rest
+    return np.stack((first, rest), 1)
 
 
 def heads_of(seed: int, shape: tuple[int, int, int, int], dtype: torch.dtype) -> list[Tensor]:
@@ -89,7 +90,17 @@ def check_attend(
     logit = np.abs(np.einsum("bhid,bhjd->bhij", np.abs(array(q)), np.abs(array(k)))).max() * scale
     rounding = (q.shape[-1] + 8) * 2.0**-24 * max(1.0, logit)
     expected = masses(weights, prefix)
-    np.testing.assert_allclose(array(received), expected, rtol=2 * rounding, atol=1e-12)
+    assert received.shape[::2] == (len(q), 2) and received.shape[3] == q.shape[2]
+    # The weights are rounded once to a half type, whose least numbers are this far apart.
+    half, least = 0.0, 1e-12
+    if q.dtype != torch.float32:
+        half = torch.finfo(q.dtype).eps / 2
+        least = q.shape[1] * torch.finfo(q.dtype).smallest_normal * torch.finfo(q.dtype).eps
+    rtol = 2 * rounding + half
+    np.testing.assert_allclose(array(received).sum(1), expected, rtol=rtol, atol=least)
+    _, first = merging.attend(q, k, v, size, scale=scale, prefix=prefix, mass=True, others=False)
+    assert first is not None and first.shape[2] == 1
+    np.testing.assert_allclose(array(first).sum(1), expected[:, :1], rtol=rtol, atol=least)
 
 
 @pytest.mark.parametrize("seed", SWEEP)
@@ -125,11 +136,11 @@ def test_several_tiles_a_program_give_the_same() -> None:
 
     q, k, v = heads_of(5, (1, 2, 75, 16), torch.float16)
     size = sizes_of(5, 1, 75)
-    one = launch_attend(q, k, v, size, 0.25, 1, True, (16, 1, 4, 1))
+    one = launch_attend(q, k, v, size, 0.25, 1, True, True, (16, 1, 4, 1))
     for loop in (2, 9):
-        several = launch_attend(q, k, v, size, 0.25, 1, True, (16, loop, 4, 1))
+        several = launch_attend(q, k, v, size, 0.25, 1, True, True, (16, loop, 4, 1))
         torch.testing.assert_close(several[0], one[0], rtol=0, atol=0)
-        torch.testing.assert_close(several[1], one[1], rtol=1e-6, atol=0)
+        torch.testing.assert_close(several[1].sum(1), one[1].sum(1), rtol=1e-6, atol=0)
 
 
 def test_a_token_of_size_n_is_n_equal_tokens() -> None:
@@ -142,7 +153,8 @@ def test_a_token_of_size_n_is_n_equal_tokens() -> None:
     scores = (q @ wide[0].transpose(2, 3) * 0.25).softmax(-1)
     torch.testing.assert_close(grouped, scores @ wide[1], rtol=1e-5, atol=1e-6)
     assert mass is not None
-    torch.testing.assert_close(mass.sum(1), torch.ones(1, 2, device=DEVICE), rtol=1e-6, atol=0)
+    whole = torch.full((1, 2), 2.0, device=DEVICE)  # one for each head
+    torch.testing.assert_close(mass.sum((1, 3)), whole, rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
@@ -153,7 +165,8 @@ def test_attend_is_finite_on_constant_and_huge_inputs(dtype: torch.dtype) -> Non
         output, mass = merging.attend(tokens, tokens, tokens, size, scale=1.0, mass=True)
         torch.testing.assert_close(output, tokens, rtol=2e-3, atol=0)
         assert mass is not None
-        torch.testing.assert_close(mass, torch.full_like(mass, 1 / 21), rtol=1e-6, atol=0)
+        received = mass.sum(1)
+        torch.testing.assert_close(received, torch.full_like(received, 2 / 21), rtol=1e-6, atol=0)
 
 
 def pair_weights(a: Array, b: Array, pair: str) -> Array:
@@ -236,6 +249,29 @@ def test_merge_is_the_definition(seed: int, pair: str, poison: bool) -> None:
         check_merge(x, size, features, None, r, prefix, pair)
 
 
+@pytest.mark.parametrize("seed", range(6))
+def test_features_may_be_made_on_the_way(seed: int, poison: bool) -> None:
+    """Keys give their unit means over heads, no features the layer norm; weights come in parts."""
+    draw = torch.Generator().manual_seed(seed)
+    tokens, channels, heads, dim = (23, 40, 3, 24) if seed % 2 else (37, 70, 2, 80)
+    x = (3 * torch.randn(2, tokens, channels, generator=draw) + 1).to(DEVICE)
+    k = heads_of(seed, (2, heads, tokens, dim), torch.float32)[1]
+    size, parts = sizes_of(seed, 2, tokens), torch.rand(2, 3, 2, tokens, generator=draw).to(DEVICE)
+    centred = array(x) - array(x).mean(-1, keepdims=True)
+    normal = centred / np.sqrt((centred**2).mean(-1, keepdims=True) + 1e-5)
+    keys = array(k).mean(1)
+    keys /= np.linalg.norm(keys, axis=-1, keepdims=True)
+    for features, exact in ((None, normal), (k, keys)):
+        new = merging.merge(x, size, features, parts, 6, prefix=1, pair="sum")
+        again = merging.merge(x.half(), size, None if features is None else k.half(), parts, 6)
+        assert again[0].isfinite().all()
+        for row in range(2):
+            weight = array(parts[row]).sum((0, 1))
+            expected = merged(array(x[row]), array(size[row]), exact[row], weight, 6, 1, "sum")
+            np.testing.assert_array_equal(new[2][row].cpu().numpy(), expected[2])
+            np.testing.assert_allclose(array(new[0][row]), expected[0], rtol=0, atol=1e-4)
+
+
 def test_merge_in_steps_is_the_same() -> None:
     from bmfa.kernels.triton.bipartite import launch_merge
 
@@ -302,7 +338,7 @@ def test_an_empty_batch_stays_empty() -> None:
     q, k, v = (tensor[:0] for tensor in heads_of(0, (1, 2, 9, 16), torch.float16))
     size = torch.ones(0, 9, device=DEVICE)
     output, mass = merging.attend(q, k, v, size, scale=1.0, mass=True)
-    assert output.shape == (0, 2, 9, 16) and mass is not None and mass.shape == (0, 9, 2)
+    assert output.shape == (0, 2, 9, 16) and mass is not None and mass.shape[::2] == (0, 2)
     features = merging.tome_features(k)
     assert merging.merge(features, size, features, None, 2)[0].shape == (0, 7, 16)
 
@@ -312,7 +348,7 @@ def test_operators_work_with_fake_tensors_compilers_and_flop_counters() -> None:
     size = sizes_of(4, 2, 21)
     checks = ("test_schema", "test_faketensor")
     x = torch.randn(2, 21, 20, device=DEVICE)
-    arguments = (q, k, v, size, 0.25, 1, True)
+    arguments = (q, k, v, size, 0.25, 1, True, True)
     torch.library.opcheck(torch.ops.bmfa.attend.default, arguments, test_utils=checks)
     arguments = (x, size, merging.tome_features(k), size, 5, 1, "sum")
     torch.library.opcheck(torch.ops.bmfa.merge.default, arguments, test_utils=checks)
@@ -322,7 +358,7 @@ def test_operators_work_with_fake_tensors_compilers_and_flop_counters() -> None:
         output, mass = merging.attend(q, k, v, size, scale=0.25, mass=True)
         assert mass is not None
         tokens = output.transpose(1, 2).reshape(2, 21, 48)
-        new = merging.merge(tokens, size, merging.tome_features(k), mass[..., 1], 5, pair="sum")
+        new = merging.merge(tokens, size, merging.tome_features(k), mass, 5, pair="sum")
         return new[0]
 
     with torch.inference_mode(), FlopCounterMode(display=False) as counter:
@@ -348,6 +384,58 @@ def test_the_predicate_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "CUDA" in (merging.unsupported(torch.zeros(1)) or "")
     monkeypatch.setattr(merging, "_ABSENT", "Triton is not installed")
     assert merging.unsupported(tokens) == "Triton is not installed"
+
+
+class Compiled:
+    """What compiling gives, as far as a plan looks at it."""
+
+    function, packed_metadata = "function", "metadata"
+
+    def __init__(self) -> None:
+        self.runs: list[tuple[object, ...]] = []
+
+    def run(self, *arguments: object) -> None:
+        self.runs.append(arguments)
+
+
+def test_a_plan_launches_directly_only_what_was_compiled_for_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from types import SimpleNamespace
+
+    from bmfa.kernels.triton import launcher
+
+    compiled, searched = Compiled(), []
+
+    class Kernel:
+        def __getitem__(self, grid: tuple[int]) -> object:
+            return lambda *a, **options: searched.append((grid, a, options)) or compiled
+
+    stream = SimpleNamespace(active=SimpleNamespace(get_current_stream=lambda device: 7))
+    hooks = SimpleNamespace(calls=[])
+    runtime = SimpleNamespace(launch_enter_hook=hooks, launch_exit_hook=hooks)
+    monkeypatch.setattr(launcher, "driver", stream)
+    monkeypatch.setattr(launcher.triton, "knobs", SimpleNamespace(runtime=runtime))
+    monkeypatch.setattr(launcher, "CompiledKernel", Compiled)
+    monkeypatch.setattr(launcher, "_DIRECT", True)
+    x = torch.zeros(64)
+    current = x.get_device()
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current)
+    plan = launcher.Plan(Kernel(), 5, (3, "constant"), num_warps=4)
+    plan(x[1:])  # unaligned: what is compiled for it serves no other
+    plan(x)
+    assert [entry[2] for entry in searched] == [{"num_warps": 4}] * 2 and not compiled.runs
+    plan(x)
+    assert len(searched) == 2
+    expected = (5, 1, 1, 7, "function", "metadata", None, None, None, x.data_ptr(), 3, "constant")
+    assert compiled.runs == [expected]
+    plan(x[1:])
+    hooks.calls.append(print)
+    plan(x)
+    hooks.calls.clear()
+    current = 1
+    plan(x)
+    assert len(searched) == 5 and len(compiled.runs) == 1
 
 
 def test_an_old_or_missing_triton_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,9 @@ from torch import Tensor
 
 from bmfa.checks import check_integer
 
+# Tensors that are kept must serve autograd later, whatever mode the first call ran in.
+lasting = torch.inference_mode(False)
+
 
 @dataclass(frozen=True)
 class Grid:
@@ -84,6 +87,7 @@ class Level:
         return self.boxes.shape[0]
 
     @cached_property
+    @lasting
     def counts(self) -> Tensor:
         """(n,) tokens of each block."""
         top, left, bottom, right = self.boxes.unbind(-1)
@@ -123,6 +127,7 @@ class Layout:
         return self.offsets[-1]
 
     @cached_property
+    @lasting
     def z_rank(self) -> Tensor:
         """(N,) place in Z-order of each raster token."""
         rank = torch.empty(self.grid.size, dtype=torch.int64, device=self.device)
@@ -131,6 +136,7 @@ class Layout:
         return rank
 
     @cached_property
+    @lasting
     def z_order(self) -> Tensor:
         """(N,) raster index of the i-th token in Z-order."""
         return self.z_rank.argsort()
@@ -168,11 +174,13 @@ class Layout:
 
 
 @lru_cache(maxsize=64)
+@lasting
 def _moved(layout: Layout, device: torch.device) -> Layout:
     return Layout(layout.grid, tuple(level.to(device) for level in layout.levels))
 
 
 @lru_cache(maxsize=256)
+@lasting
 def quadtree(grid: Grid) -> Layout:
     """The quadtree: a side n splits into floor(n / 2) and the rest, a side of 1 does not split."""
     root = np.array([[0, 0, grid.height, grid.width]])
@@ -180,6 +188,7 @@ def quadtree(grid: Grid) -> Layout:
 
 
 @lru_cache(maxsize=256)
+@lasting
 def tiles(grid: Grid, side: int) -> Layout:
     """Tiles of side x side tokens from the top left, remainders at the right and the bottom."""
     tops, lefts = np.meshgrid(

@@ -10,7 +10,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from bmfa.grid import Layout
+from bmfa.grid import Layout, lasting
 
 # A difference counts as 0 up to this many roundings of the terms it was computed from.
 ROUNDINGS = 8.0
@@ -35,6 +35,7 @@ class Counts:
 
 
 @lru_cache(maxsize=64)
+@lasting
 def _full_counts(layout: Layout, dtype: torch.dtype) -> Counts:
     everything = torch.ones(layout.grid.size, 1, dtype=torch.bool, device=layout.device)
     counts = _counts(layout, dtype, everything)

@@ -8,8 +8,6 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-import torch
-
 Row = dict[str, Any]
 
 PACKAGES = (
@@ -63,6 +61,8 @@ class Record:
 
 def environment(device: str = "cpu") -> dict[str, Any]:
     """Versions, processor and device: the frame of every figure."""
+    import torch  # here, so that `bmfa --help` need not wait for it
+
     versions = {}
     for package in PACKAGES:
         try:

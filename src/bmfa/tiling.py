@@ -57,6 +57,12 @@ class Tiling:
         """Whether some tile has fewer than side * side tokens."""
         return self.grid.height % self.side != 0 or self.grid.width % self.side != 0
 
+    @property
+    def z_aligned(self) -> bool:
+        """Whether every tile is contiguous in Z-order: both sides halve evenly down to the tile's."""
+        down, across = self.tiles_down, self.tiles_across
+        return not self.ragged and down == across and down & (down - 1) == 0
+
     @cached_property
     def slots(self) -> Tensor:
         """(T, side * side) raster index of the token in each slot of each tile; -1 where none is."""

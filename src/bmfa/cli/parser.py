@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import NoReturn, TypeAlias
 
 from bmfa import __version__
-from bmfa.cli import commands, models, screen
+from bmfa.cli import bench, bench_options, commands, models, screen
 from bmfa.cli.output import refuse
 
 Options = argparse.Namespace
@@ -319,10 +319,10 @@ def _add_workers(command: Parser) -> None:
 
 def _add_bench(every: Commands) -> None:
     summary = "speed and error, each with its baseline of the same run"
-    bench = every.add_parser(
+    command = every.add_parser(
         "bench", help=summary, description=f"{summary[0].upper()}{summary[1:]}."
     )
-    kinds = bench.add_subparsers(metavar="WHAT", required=True)
+    kinds = command.add_subparsers(metavar="WHAT", required=True)
     trees = _add_command(
         kinds,
         "trees",
@@ -337,3 +337,17 @@ def _add_bench(every: Commands) -> None:
     trees.add_argument(
         "--repeats", type=int, default=7, metavar="N", help="timings of which the median counts (7)"
     )
+    attention = _add_command(
+        kinds,
+        "attention",
+        bench.attention,
+        "tiled attention against the best dense path, on real q, k, v, over the number of tokens",
+    )
+    bench_options.add_attention(attention)
+    model = _add_command(
+        kinds,
+        "model",
+        bench.model,
+        "a model at high resolution, screened and on its best dense path, end to end",
+    )
+    bench_options.add_model(model)

@@ -66,7 +66,7 @@ def run(
     *,
     seed: int = 0,
     images: int = 100,
-    layer_images: int = 40,
+    layer_images: int = 30,
     device: str = "cpu",
 ) -> Iterator[tuple[str, Record]]:
     """The records of the embedded model, then those of a person's own."""

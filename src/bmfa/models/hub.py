@@ -3,6 +3,9 @@
 import json
 import os
 import socket
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
 from urllib.parse import urlparse
@@ -62,10 +65,26 @@ def transformers_class(config: Any) -> Any:
 def create_transformers(kind: Any, source: str) -> nn.Module:
     """A transformers model with its published weights."""
     try:
-        model: nn.Module = kind.from_pretrained(source, **_access(source))
+        with _bars_on_terminals_alone():
+            model: nn.Module = kind.from_pretrained(source, **_access(source))
     except OSError as error:
         _missing_transformers(source, error)
     return model
+
+
+@contextmanager
+def _bars_on_terminals_alone() -> Iterator[None]:
+    """Keep transformers' progress bars out of pipes and files, unless the environment asks for them."""
+    logging = load_package("transformers.utils.logging")
+    asked_for = "HF_HUB_DISABLE_PROGRESS_BARS" in os.environ
+    if sys.stderr.isatty() or asked_for or not logging.is_progress_bar_enabled():
+        yield
+        return
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.enable_progress_bar()
 
 
 def transformers_preprocessing(source: str, config: Any) -> Preprocessing:

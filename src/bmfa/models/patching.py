@@ -7,9 +7,10 @@ from typing import Any
 
 from torch import nn
 
-from bmfa.attention import BACKENDS, DEFAULT_RULE
+from bmfa.attention import BACKENDS, FORMS
 from bmfa.checks import check_integer, check_number
 from bmfa.models.hosts import find_host
+from bmfa.models.ordering import keep_in_order
 from bmfa.models.reduced import reduced_blocks
 from bmfa.models.screens import Place, replacements_in
 from bmfa.rules import Optimal, RandomQuadrants, Rule, parse
@@ -23,23 +24,38 @@ def patch(
     leaves: float | int | None = None,
     layers: str | Sequence[int] = "last-4",
     max_depth: int | None = None,
+    form: str | None = None,
+    order: str = "raster",
     backend: str = "auto",
     fallback: float | None = None,
 ) -> nn.Module:
     """Screen the attention of some layers; returns the same model, changed in place.
 
-    Only q, k, v -> output is replaced. One tree for each query and head covers the spatial keys;
-    class and register keys stay exact. The rule is one of bmfa.rules or its name; `error`, `leaves`
-    and the rest are those of `screened_attention`. `layers` is "all", "last-K" or a list of indices.
-    A model that is patched or reduced already is restored first; `unpatch` undoes it.
+    Only q, k, v -> output is replaced; class and register keys stay exact. The rule is one of
+    bmfa.rules or its name: one tree for each query and head covers the spatial keys. Without a rule,
+    `error` and `leaves` ask for attention over tiles, dense where that is faster: what makes a model
+    at high resolution fast. These and the rest are the arguments of `screened_attention`. `layers` is
+    "all", "last-K" or a list of indices. With `order="z"` tokens travel through the blocks in Z-order,
+    permuted once, which the fast kernels read a little faster; what the model returns is in raster
+    order, but tokens taken from between the blocks are not. A model that is patched or reduced
+    already is restored first; `unpatch` undoes it.
     """
     chosen = _chosen_rule(rule, error, leaves)
-    options = _options(max_depth, backend, fallback)
+    options = _options(error, leaves, max_depth, form, backend, fallback)
     host = find_host(model)
+    if order not in ("raster", "z"):
+        raise ValueError(f"order is {order!r}; pass 'raster' or 'z'")
+    if order == "z" and host.branches is None:
+        raise ValueError(
+            f"order='z' is not served for {type(model).__name__}: its attention turns keys by their "
+            "place on the grid; pass order='raster'"
+        )
     indices = layer_indices(layers, len(host.attentions))
     unpatch(model)
-    place = Place(host.prefix)
+    place = Place(host.prefix, order)
     place.watch(host.projection)
+    if order == "z":
+        keep_in_order(host.blocks, place)
     for index in indices:
         screen = host.screen(index, place, _rule_of_layer(chosen, index), options)
         screen.install(host.attentions[index])
@@ -73,32 +89,50 @@ def layer_indices(layers: str | Sequence[int], depth: int) -> tuple[int, ...]:
     return tuple(chosen)
 
 
-def _chosen_rule(rule: Rule | str | None, error: float | None, leaves: float | None) -> Rule:
+def _chosen_rule(rule: Rule | str | None, error: float | None, leaves: float | None) -> Rule | None:
     values = {"rule": rule, "error": error, "leaves": leaves}
     given = [name for name, value in values.items() if value is not None]
     if len(given) > 1:
         raise ValueError(
             f"{' and '.join(given)} are given; pass at most one of {', '.join(values)}"
         )
-    if error is not None or leaves is not None:
-        return Optimal(error=error, leaves=leaves)
     chosen = parse(rule) if isinstance(rule, str) else rule
     if chosen is not None and not isinstance(chosen, Rule):
         raise TypeError(f"rule is {rule!r}; pass one of bmfa.rules, or a name as 'optimal:0.002'")
-    return DEFAULT_RULE if chosen is None else chosen
+    return chosen
 
 
-def _options(max_depth: int | None, backend: str, fallback: float | None) -> dict[str, Any]:
+def _options(
+    error: float | None,
+    leaves: float | int | None,
+    max_depth: int | None,
+    form: str | None,
+    backend: str,
+    fallback: float | None,
+) -> dict[str, Any]:
+    """Arguments of `screened_attention`, checked before any picture is seen."""
+    if error is not None or leaves is not None:
+        Optimal(error=error, leaves=leaves)  # refuses what is no target or budget
     if max_depth is not None:
         check_integer("max_depth", max_depth, low=0)
     if fallback is not None:
         check_number("fallback", fallback, low=0.0)
-    if backend not in BACKENDS:
-        raise ValueError(f"backend is {backend!r}; pass one of {', '.join(BACKENDS)}")
-    return {"max_depth": max_depth, "backend": backend, "fallback": fallback}
+    for name, value, accepted in (("form", form, (None, *FORMS)), ("backend", backend, BACKENDS)):
+        if value not in accepted:
+            raise ValueError(
+                f"{name} is {value!r}; pass one of {', '.join(filter(None, accepted))}"
+            )
+    return {
+        "error": error,
+        "leaves": leaves,
+        "max_depth": max_depth,
+        "form": form,
+        "backend": backend,
+        "fallback": fallback,
+    }
 
 
-def _rule_of_layer(rule: Rule, index: int) -> Rule:
+def _rule_of_layer(rule: Rule | None, index: int) -> Rule | None:
     """The rule; coins fall independently in every layer."""
     if isinstance(rule, RandomQuadrants):
         return replace(rule, seed=1009 * rule.seed + index)

@@ -21,6 +21,8 @@ class Branches:
 
     attention: tuple[str, ...]
     mlp: tuple[str, ...]
+    # Classes, by module and name, whose children run one after the other.
+    sequences: frozenset[tuple[str, str]] = frozenset()
 
 
 @dataclass(eq=False)
@@ -76,6 +78,7 @@ class Pass:
             scale=scale,
             prefix=self.place.prefix,
             mass=reads_mass,
+            others=self.policy.reads_others,
             backend=self.backend,
         )
         return output
@@ -96,8 +99,11 @@ class Pass:
             self.mass,
             self.backend,
         )
-        # Costs differ by less than half types resolve, so autocast ends here.
-        with torch.autocast(x.device.type, enabled=False):
+        if torch.is_autocast_enabled(x.device.type):
+            # Costs differ by less than half types resolve, so autocast ends here.
+            with torch.autocast(x.device.type, enabled=False):
+                step = self.policy.step(moment)
+        else:
             step = self.policy.step(moment)
         if step is None:
             return x
@@ -170,7 +176,7 @@ class ReducedBlock:
     def __call__(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         self.run.enter(self.layer, x)
         norm, attention, *rest = self.branches.attention
-        attended = self._module(attention)(self._module(norm)(x), *args, **kwargs)
+        attended = getattr(self.block, attention)(getattr(self.block, norm)(x), *args, **kwargs)
         x = x + self._chain(attended[0] if isinstance(attended, tuple) else attended, rest)
         x = self.run.reduce(x, "attention")
         x = x + self._chain(x, self.branches.mlp)
@@ -179,12 +185,13 @@ class ReducedBlock:
 
     def _chain(self, x: Tensor, names: tuple[str, ...] | list[str]) -> Tensor:
         for name in names:
-            x = self._module(name)(x)
+            module = getattr(self.block, name)
+            kind = type(module)
+            if (kind.__module__, kind.__name__) in self.branches.sequences and not hooked(module):
+                x = in_order(module, x)
+            elif not idle(module):
+                x = module(x)
         return x
-
-    def _module(self, name: str) -> nn.Module:
-        module: nn.Module = getattr(self.block, name)
-        return module
 
 
 @dataclass(eq=False)
@@ -216,6 +223,32 @@ class SizedAttention(Replacement):
             )
         scale = query.shape[-1] ** -0.5 if scale is None else float(scale)
         return self.run.attend(query, key, value, scale)
+
+
+def idle(module: nn.Module) -> bool:
+    """Whether a module does nothing now; small models spend more time calling than computing."""
+    kind = type(module)
+    nothing = kind is nn.Identity or (kind is nn.Dropout and not module.training)
+    return nothing and not hooked(module)
+
+
+def hooked(module: nn.Module) -> bool:
+    """Whether calling the module runs more than its forward."""
+    return bool(
+        module._forward_hooks
+        or module._forward_pre_hooks
+        or module._backward_hooks
+        or module._backward_pre_hooks
+        or "forward" in module.__dict__
+    )
+
+
+def in_order(module: nn.Module, x: Tensor) -> Tensor:
+    """The children of a module, one after the other."""
+    for child in module._modules.values():
+        if child is not None and not idle(child):
+            x = child(x)
+    return x
 
 
 def reduced_blocks(model: nn.Module) -> list[ReducedBlock]:

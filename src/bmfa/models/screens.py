@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from bmfa.attention import Screened, screened_attention
 from bmfa.grid import Grid
 from bmfa.rules import Rule
+from bmfa.tiling import Tiling
 
 _NAME = "bmfa_screen"
 # Added to a score, this hides a token: hosts use -inf or the least number of their dtype.
@@ -41,8 +42,17 @@ class Place:
     """The token grid of the picture now in the model: a forward hook of the patch projection."""
 
     prefix: int
+    wanted: str = "raster"  # the order in which tokens are to travel
     grid: Grid | None = None
     handle: Any = None
+    others: list[Any] = field(default_factory=list)  # further hooks, each with its handle
+
+    @property
+    def order(self) -> str:
+        """The order in which the tokens travel: Z-order is for grids that have whole tiles in it."""
+        if self.wanted == "z" and self.grid is not None and Tiling(self.grid).z_aligned:
+            return "z"
+        return "raster"
 
     def watch(self, projection: nn.Module) -> None:
         """Note the grid whenever the projection runs."""
@@ -50,9 +60,10 @@ class Place:
 
     def forget(self) -> None:
         """Stop noting."""
-        if self.handle is not None:
-            self.handle.remove()
-            self.handle = None
+        for hook in (self, *self.others):
+            if hook.handle is not None:
+                hook.handle.remove()
+                hook.handle = None
 
     def __call__(self, module: nn.Module, inputs: Any, output: Tensor) -> None:
         self.grid = Grid(*output.shape[-2:])
@@ -110,7 +121,7 @@ class Replacement:
 class Screen(Replacement):
     """Screened attention for one layer."""
 
-    rule: Rule
+    rule: Rule | None
     options: dict[str, Any]
     listener: Listener | None = None
 
@@ -143,6 +154,7 @@ class Screen(Replacement):
             rule=self.rule,
             scale=scale,
             valid=valid,
+            order=self.place.order,
             **self.options,
         )
         if self.listener is not None:

@@ -2,12 +2,12 @@
 
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 
 from bmfa.models.hosts import Host, class_name, class_names, refuse
-from bmfa.models.reduced import Branches, SizedAttention
+from bmfa.models.reduced import Branches, SizedAttention, idle
 from bmfa.models.screens import Replacement, Screen
 
 TOWERS = {
@@ -24,9 +24,16 @@ ATTENTIONS = {
 }
 
 
+# Plain layers: projections, and parts that do nothing unless the model is built with them.
+SPELT = {"timm.layers.attention.Attention", "timm.models.vision_transformer.Attention"}
+PROJECTIONS = ("qkv", "proj", "proj_drop")
+SKIPPED = ("q_norm", "k_norm", "attn_drop", "norm", "gate")
+
 BRANCHES = {
     "timm.models.vision_transformer.Block": Branches(
-        ("norm1", "attn", "ls1", "drop_path1"), ("norm2", "mlp", "ls2", "drop_path2")
+        ("norm1", "attn", "ls1", "drop_path1"),
+        ("norm2", "mlp", "ls2", "drop_path2"),
+        frozenset({("timm.layers.mlp", "Mlp")}),
     ),
     "bmfa.models.embedded.Block": Branches(("norm1", "attn"), ("norm2", "mlp")),
 }
@@ -59,6 +66,31 @@ class ReplacedForward:
             return type(self.module).forward(self.module, *args, **kwargs)
 
 
+class SpeltForward(ReplacedForward):
+    """The forward of a plain attention layer spelt out, where nothing but q, k, v comes between.
+
+    Interception calls Python for every operation of the layer; any other layer runs under it.
+    """
+
+    def __call__(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        parts = self.module._modules
+        if args or kwargs or not all(_skipped(parts.get(name)) for name in SKIPPED):
+            return super().__call__(x, *args, **kwargs)
+        qkv, proj, dropout = parts["qkv"], parts["proj"], parts["proj_drop"]
+        if qkv is None or proj is None or dropout is None:
+            return super().__call__(x)
+        batch, tokens, _ = x.shape
+        joint = qkv(x).view(batch, tokens, 3, self.module.num_heads, -1)
+        q, k, v = joint.permute(2, 0, 3, 1, 4).unbind(0)  # (B, heads, T, d) each
+        mixed = self.replacement(q, k, v)
+        output = proj(mixed.transpose(1, 2).reshape(batch, tokens, -1))
+        return output if idle(dropout) else dropout(output)
+
+
+def _skipped(part: nn.Module | None) -> bool:
+    return part is None or idle(part)
+
+
 class TimmReplacement(Replacement):
     """A replacement that the module's own forward is run under."""
 
@@ -69,7 +101,8 @@ class TimmReplacement(Replacement):
             # Its other path spells the softmax out and never calls what is intercepted.
             self.kept["fused_attn"] = module.fused_attn
             module.__dict__["fused_attn"] = True
-        module.__dict__["forward"] = ReplacedForward(module, self)
+        spelt = class_name(module) in SPELT and set(module._modules) <= {*SKIPPED, *PROJECTIONS}
+        module.__dict__["forward"] = (SpeltForward if spelt else ReplacedForward)(module, self)
 
     def restore(self, module: nn.Module) -> None:
         """Undo `install`."""

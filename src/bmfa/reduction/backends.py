@@ -19,18 +19,21 @@ def attend(
     scale: float,
     prefix: int,
     mass: bool,
+    others: bool = True,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor | None]:
     """Proportional attention and its mass: `kernels.eager.merging.attend` on a chosen backend."""
     kernel = choose(backend, q, k, v, size)
-    output, masses = kernel.attend(q, k, v, size, scale=scale, prefix=prefix, mass=mass)
+    output, masses = kernel.attend(
+        q, k, v, size, scale=scale, prefix=prefix, mass=mass, others=others
+    )
     return output, masses
 
 
 def merge(
     x: Tensor,
     size: Tensor,
-    features: Tensor,
+    features: Tensor | None,
     weight: Tensor | None,
     r: int,
     *,
@@ -57,12 +60,22 @@ def check_backend(backend: object) -> str:
     return str(backend)
 
 
+_LOADED: list[Any] = []
+
+
+def _fused() -> Any:
+    """The fused kernels, loaded when first asked for."""
+    if not _LOADED:
+        _LOADED.append(import_module("bmfa.kernels.triton.merging"))
+    return _LOADED[0]
+
+
 def choose(backend: str, *tensors: Tensor | None) -> Any:
     """The module that serves some tensors: "auto" takes Triton on CUDA wherever it can."""
     on_cuda = tensors[0] is not None and tensors[0].is_cuda
     if backend == "eager" or (backend == "auto" and not on_cuda):
         return eager
-    triton = import_module("bmfa.kernels.triton.merging")
+    triton = _fused()
     reason = triton.unsupported(*tensors)
     if reason is None:
         return triton

@@ -26,7 +26,7 @@ class Moment:
     x: Tensor  # (B, T, C), prefix tokens first
     size: Tensor  # (B, T) float32
     k: Tensor  # (B, heads, T, d) of this block's attention
-    mass: Tensor | None = None  # (B, T, 2), see kernels.eager.merging.attend
+    mass: Tensor | None = None  # (B, parts, rows, T), see kernels.eager.merging.attend
     backend: str = "auto"
 
     @property
@@ -49,13 +49,21 @@ class Moment:
 
     @property
     def attention(self) -> Tensor:
-        """The mass, where the policy reads it."""
+        """(B, rows, T) the mass, mean over heads: of the prefix queries, then of the others."""
+        return self.parts.sum(1) / self.k.shape[1]
+
+    @property
+    def parts(self) -> Tensor:
+        """The mass as attention left it; merging adds the parts itself."""
         if self.mass is None:
             raise RuntimeError("the attention mass was not computed; let reads_mass ask for it")
         return self.mass
 
-    def merge(self, features: Tensor, weight: Tensor | None, r: int, pair: str) -> "Step":
-        """Bipartite merging of r tokens, on the backend of this pass."""
+    def merge(self, features: Tensor | None, weight: Tensor | None, r: int, pair: str) -> "Step":
+        """Bipartite merging of r tokens, on the backend of this pass.
+
+        Features and weight as in kernels.eager.merging.merge.
+        """
         x, size, target = merge(
             self.x,
             self.size,
@@ -85,6 +93,7 @@ class Policy:
 
     stage: ClassVar[Literal["attention", "mlp"]] = "attention"  # behind which of them it acts
     proportional: ClassVar[bool] = True  # whether attention adds log(size)
+    reads_others: ClassVar[bool] = False  # whether the mass of queries behind the prefix counts
 
     def check(self, grid: Grid, prefix: int, depth: int) -> None:
         """Raise where the parameters fit no block of a model on this grid."""

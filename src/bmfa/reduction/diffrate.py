@@ -100,6 +100,6 @@ class DiffRate(Policy):
 def _order(moment: Moment) -> Tensor:
     """(B, T) positions, the prefix first, then by class attention, descending."""
     prefix = moment.prefix
-    spatial = moment.attention[:, prefix:, 0].argsort(dim=1, descending=True, stable=True)
+    spatial = moment.attention[:, 0, prefix:].argsort(dim=1, descending=True, stable=True)
     first = torch.arange(prefix, device=spatial.device).expand(len(spatial), -1)
     return torch.cat((first, spatial + prefix), 1)

@@ -38,7 +38,7 @@ class EViT(Policy):
         if not self.reads_mass(moment.layer, moment.depth) or stay >= moment.tokens - 1:
             return None
         prefix = moment.prefix
-        attention = moment.attention[..., 0]  # (B, T)
+        attention = moment.attention[:, 0]  # (B, T)
         order = attention[:, prefix:].argsort(dim=1, descending=True, stable=True) + prefix
         leaves = torch.zeros_like(attention, dtype=torch.bool).scatter(1, order[:, stay:], True)
         place = (~leaves).cumsum(1, dtype=torch.int32) - 1

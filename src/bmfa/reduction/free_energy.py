@@ -28,8 +28,7 @@ keys, gives about twice the output KL that mass times distortion gives.
 """
 
 from dataclasses import dataclass
-
-from torch.nn.functional import layer_norm
+from typing import ClassVar
 
 from bmfa.grid import Grid
 from bmfa.reduction.base import Moment, Policy, Step, check_budget, check_pairs, removed
@@ -43,6 +42,7 @@ class FreeEnergy(Policy):
     spread over the others.
     """
 
+    reads_others: ClassVar[bool] = True
     budget: int | float
 
     def __post_init__(self) -> None:
@@ -64,8 +64,8 @@ class FreeEnergy(Policy):
         r = min(self._removed(moment), moment.tokens // 2)
         if r == 0:
             return None
-        features = layer_norm(moment.x, moment.x.shape[-1:])
-        return moment.merge(features, moment.attention.sum(-1), r, "sum")
+        # The layer norm of the tokens, and all parts of the mass together.
+        return moment.merge(None, moment.parts, r, "sum")
 
     def _removed(self, moment: Moment) -> int:
         """The tokens that leave this block: L blocks' worth in the L - 1 behind the first."""

@@ -31,5 +31,5 @@ class ToMe(Policy):
         r = min(removed(self.budget, moment.tokens), moment.tokens // 2)
         if r == 0:
             return None
-        # Squared distances of unit vectors are 2 - 2 cosine: the same order.
-        return moment.merge(moment.unit_keys, None, r, "none")
+        # Squared distances of the unit mean keys are 2 - 2 cosine: the same order.
+        return moment.merge(moment.k, None, r, "none")

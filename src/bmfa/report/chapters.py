@@ -8,6 +8,7 @@ from typing import Any
 
 from bmfa.records import Row
 from bmfa.report import (
+    bench_tables,
     classification_chapter,
     closed_loop_chapter,
     figures,
@@ -105,9 +106,13 @@ def cases(evidence: Evidence) -> str:
 
 
 def bench(evidence: Evidence) -> str:
-    """Speed, as a plain table."""
-    return _plain("bench", evidence) + paragraph(
-        "Times are medians of one run on the machine named at the end of this page."
+    """Speed: attention and models, then all else as a plain table."""
+    others = [row for row in evidence.rows("bench") if row.get("what") not in bench_tables.KINDS]
+    plain = _plain("bench", evidence, others) if others else ""
+    return (
+        bench_tables.chapter(evidence)
+        + plain
+        + paragraph("Times are medians of one run on the machine named at the end of this page.")
     )
 
 
@@ -116,8 +121,8 @@ def other(experiment: str) -> Callable[[Evidence], str]:
     return lambda evidence: _plain(experiment, evidence)
 
 
-def _plain(experiment: str, evidence: Evidence) -> str:
-    rows = evidence.rows(experiment)
+def _plain(experiment: str, evidence: Evidence, some: list[Row] | None = None) -> str:
+    rows = evidence.rows(experiment) if some is None else some
     said = dict.fromkeys(key for row in rows for key in row if row[key] is not None)
     names = [name for name in said if name not in LONG_VALUES]
     columns = [_column(name, rows) for name in names]

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from bmfa.records import Record
 from bmfa.report import (
     ablations,
+    attention_bench,
     attention_cases,
     attention_maps,
     curves,
@@ -147,6 +148,20 @@ pictures = Plot(
     ("picture",),
     attention_cases.attention_cases,
 )
+attention_time = Plot(
+    "attention-time",
+    "Time of attention against the number of tokens, with the fitted exponents",
+    ("bench",),
+    attention_bench.time_figure,
+    attention_bench.ready,
+)
+attention_error = Plot(
+    "attention-error",
+    "Error of attention against its speed, for every number of tokens",
+    ("bench",),
+    attention_bench.error_figure,
+    attention_bench.error_ready,
+)
 # Drawn for one picture at a time, so not on the page.
 screen = Plot(
     "screen",
@@ -160,5 +175,6 @@ ALL: dict[str, Plot] = {
     for plot in (
         *(gallery, failure_curve, placements, motivation, pipeline, trade_off),
         *(distribution, ablation, cases, closed_loop, layers, top1, accuracy, reductions, pictures),
+        *(attention_time, attention_error),
     )
 }

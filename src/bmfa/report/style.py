@@ -113,6 +113,13 @@ METHODS: Mapping[str, MethodStyle] = {
     "evit": MethodStyle(OPTIMAL, "P", DASH_DOT_DOT, hollow=True),
     "random-pool": MethodStyle(RANDOM, "<", DOTTED, hollow=True),
     "fixed-pool": MethodStyle(MEAN, ">", DASHED, hollow=True),
+    "dense": MethodStyle(INK, "X", size=6.5),
+    "tiles": MethodStyle(OPTIMAL, "s", DASHED, size=5.5),
+    "error": MethodStyle(CERTIFIED, "^", DASH_DOT),
+    "at-error": MethodStyle(OPTIMAL, "*", width=2.2, size=10.0),
+    "sparge": MethodStyle(GAMMA, "v", DOTTED),
+    "natten": MethodStyle(LOOKAHEAD, "p", DOTTED, hollow=True),
+    "flex": MethodStyle(VARIANCE, "D", DOTTED, hollow=True, size=5.5),
     "paper": MethodStyle(INK, "o", "none", hollow=True, size=12.0),
 }
 

@@ -5,7 +5,7 @@ x is (B, T, C), prefix tokens first; size (B, T) float32 counts the tokens that 
 
 import torch
 from torch import Tensor
-from torch.nn.functional import normalize, scaled_dot_product_attention
+from torch.nn.functional import layer_norm, normalize, scaled_dot_product_attention
 
 PAIRS = ("none", "sum", "harmonic")
 
@@ -19,11 +19,14 @@ def attend(
     scale: float,
     prefix: int = 1,
     mass: bool = False,
+    others: bool = True,
 ) -> tuple[Tensor, Tensor | None]:
     """(B, heads, T, d) softmax(q k^T scale + log size_j) v, the softmax in float32; and the mass.
 
-    The mass is (B, T, 2) float32, means over heads: the attention on token j of the prefix queries
-    and of the others, each query counted once. Without prefix the first repeats the second.
+    The mass is (B, parts, 2, T) float32, whose parts (here one) are to be added: the attention on
+    token j of the prefix queries (0) and of the others (1), each a mean over queries and a sum over
+    heads. Without prefix the first repeats the second. Without `others` it is (B, parts, 1, T), the
+    first of them.
     """
     bias = size.log()[:, None, None]  # (B, 1, 1, T)
     if not mass and q.dtype in (torch.float32, torch.float64):
@@ -34,16 +37,17 @@ def attend(
     output = weights.to(v.dtype) @ v
     if not mass:
         return output, None
-    over_heads = weights.mean(1).float()
+    over_heads = weights.sum(1).float()
     of_others = over_heads[:, prefix:].mean(1)
     of_prefix = over_heads[:, :prefix].mean(1) if prefix else of_others
-    return output, torch.stack((of_prefix, of_others), -1)
+    rows = (of_prefix, of_others) if others else (of_prefix,)
+    return output, torch.stack(rows, 1).unsqueeze(1)
 
 
 def merge(
     x: Tensor,
     size: Tensor,
-    features: Tensor,
+    features: Tensor | None,
     weight: Tensor | None,
     r: int,
     *,
@@ -57,7 +61,16 @@ def merge(
     of equal costs the lowest index wins. Prefix tokens take no part. Merged tokens are means weighted
     by size. The new order is the prefix, the even positions left, then the odd ones; the target
     (B, T) int32 is the new position of every old token.
+
+    The features are (B, T, F), or keys (B, heads, T, d) for their unit means over heads, or None for
+    the layer norm of x. The weight is (B, T), or (B, ..., T) to be added up.
     """
+    if features is None:
+        features = layer_norm(x, x.shape[-1:])
+    elif features.dim() == 4:
+        features = tome_features(features)
+    if weight is not None and weight.dim() > 2:
+        weight = weight.flatten(1, -2).sum(1)
     source, destination = match(features, weight, r, prefix=prefix, pair=pair)
     target = bipartite_target(source, destination, x.shape[1], prefix)
     merged, sizes = pool(x, size, target, x.shape[1] - source.shape[1])

@@ -3,10 +3,15 @@
 # Triton's language has no types.
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call,import"
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from bmfa.kernels.triton.features import feature_rows, load_rows, statistics, store_rows
+from bmfa.kernels.triton.launcher import Plan
 
 # (destinations a step of the matching, channels a step, warps, stages, registers a thread), pinned.
 # 128 registers let two programs share a multiprocessor; long lists of edges and float32 need more.
@@ -17,33 +22,29 @@ HIGHEST = tl.constexpr(3.0e38)
 
 
 @triton.jit
-def _tile(base, rows, inside, first, width, stride_t, stride_c, BLOCK: tl.constexpr):
-    """Chosen rows of one picture, BLOCK channels from `first` on, zero outside."""
-    columns = first + tl.arange(0, BLOCK)
-    address = (
-        base + rows.to(tl.int64)[:, None] * stride_t + columns.to(tl.int64)[None, :] * stride_c
-    )
-    return tl.load(address, mask=inside[:, None] & (columns < width)[None, :], other=0.0)
-
-
-@triton.jit
-def _store(base, rows, inside, first, width, values, BLOCK: tl.constexpr):
-    """Writes BLOCK channels of chosen rows of a contiguous picture."""
-    columns = first + tl.arange(0, BLOCK)
-    address = base + rows.to(tl.int64)[:, None] * width + columns[None, :]
-    mask = inside[:, None] & (columns < width)[None, :]
-    tl.store(address, values.to(base.dtype.element_ty), mask=mask)
+def _weights(weight, rows, T, PARTS: tl.constexpr, ROWS: tl.constexpr):
+    """The weights of chosen tokens, added up from their parts (PARTS, T)."""
+    part = tl.arange(0, ROWS)
+    address = weight + part[:, None] * T + rows[None, :]
+    inside = (part < PARTS)[:, None] & (rows < T)[None, :]
+    return tl.sum(tl.load(address, mask=inside, other=0.0), 0)
 
 
 @triton.jit
 def _cheapest(
-    features, weight, T, prefix, f_t, f_c,
-    F: tl.constexpr, PAIR: tl.constexpr, HALF: tl.constexpr, STEP: tl.constexpr, BLOCK_F: tl.constexpr,
+    features, weight, T, prefix, f_h, f_t, f_c,
+    F: tl.constexpr, KIND: tl.constexpr, HEADS: tl.constexpr, PAIR: tl.constexpr,
+    PARTS: tl.constexpr, ROWS: tl.constexpr, HALF: tl.constexpr, STEP: tl.constexpr,
+    BLOCK_F: tl.constexpr,
 ):  # fmt: skip
     """For each a its cheapest b: cost and index among the odd positions, ties to the lowest."""
     a = 2 * tl.arange(0, HALF)
+    shift_a = tl.zeros((HALF,), tl.float32)
+    factor_a = shift_a
+    if KIND != "given":
+        shift_a, factor_a = statistics(features, a, a < T, f_h, f_t, f_c, F, KIND, HEADS, BLOCK_F)
     if PAIR != "none":
-        weight_a = tl.load(weight + a, mask=a < T, other=0.0)
+        weight_a = _weights(weight, a, T, PARTS, ROWS)
     best = tl.full((HALF,), float("inf"), tl.float32)
     choice = tl.zeros((HALF,), tl.int32)
     for step in range(0, HALF, STEP):
@@ -52,15 +53,25 @@ def _cheapest(
         product = tl.zeros((HALF, STEP), tl.float32)
         norm_a = tl.zeros((HALF,), tl.float32)
         norm_b = tl.zeros((STEP,), tl.float32)
+        shift_b = norm_b
+        factor_b = norm_b
+        if KIND != "given":
+            shift_b, factor_b = statistics(
+                features, b, b < T, f_h, f_t, f_c, F, KIND, HEADS, BLOCK_F
+            )
         for first in range(0, F, BLOCK_F):
-            f_a = _tile(features, a, a < T, first, F, f_t, f_c, BLOCK_F)
-            f_b = _tile(features, b, b < T, first, F, f_t, f_c, BLOCK_F)
+            f_a = feature_rows(
+                features, a, a < T, shift_a, factor_a, first, f_h, f_t, f_c, F, KIND, HEADS, BLOCK_F
+            )
+            f_b = feature_rows(
+                features, b, b < T, shift_b, factor_b, first, f_h, f_t, f_c, F, KIND, HEADS, BLOCK_F
+            )
             product = tl.dot(f_a, tl.trans(f_b), product, input_precision="ieee")
             norm_a += tl.sum(f_a.to(tl.float32) * f_a.to(tl.float32), 1)
             norm_b += tl.sum(f_b.to(tl.float32) * f_b.to(tl.float32), 1)
         cost = norm_a[:, None] + norm_b[None, :] - 2.0 * product
         if PAIR != "none":
-            weight_b = tl.load(weight + b, mask=b < T, other=0.0)
+            weight_b = _weights(weight, b, T, PARTS, ROWS)
             both = weight_a[:, None] + weight_b[None, :]
             if PAIR == "sum":
                 cost *= both
@@ -89,20 +100,22 @@ def _rank(cost, HALF: tl.constexpr):
 @triton.jit(do_not_specialize=["T", "r", "prefix"])
 def merge_kernel(
     x, size, features, weight, x_new, size_new, target,
-    T, r, prefix, x_b, x_t, x_c, f_b, f_t, f_c,
-    C: tl.constexpr, F: tl.constexpr, PAIR: tl.constexpr, HALF: tl.constexpr, STEP: tl.constexpr,
+    T, r, prefix, x_b, x_t, x_c, f_b, f_h, f_t, f_c,
+    C: tl.constexpr, F: tl.constexpr, KIND: tl.constexpr, HEADS: tl.constexpr, PAIR: tl.constexpr,
+    PARTS: tl.constexpr, ROWS: tl.constexpr, HALF: tl.constexpr, STEP: tl.constexpr,
     R: tl.constexpr, BLOCK_F: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     """One picture: match even with odd positions, merge the r cheapest edges, write the new tokens.
 
-    R is a power of two with R >= r, or 0: the edges that merge, in order of cost, form a short list;
-    everything that is not touched by one of them is copied.
+    The features are given, or the layer norm of the tokens themselves ("normal"), or the unit mean
+    over heads of keys ("keys"). R is a power of two with R >= r, or 0: the edges that merge, in order
+    of cost, form a short list; everything that is not touched by one of them is copied.
     """
     picture = tl.program_id(0).to(tl.int64)
     x += picture * x_b
     features += picture * f_b
     size += picture * T
-    weight += picture * T
+    weight += picture * PARTS * T
     target += picture * T
     size_new += picture * (T - r)
     x_new += picture * (T - r) * C
@@ -117,8 +130,9 @@ def merge_kernel(
     stays_b = b < T
     if R > 0:
         cost, choice = _cheapest(
-            features, weight, T, prefix, f_t, f_c, F, PAIR, HALF, STEP, BLOCK_F
-        )
+            features, weight, T, prefix, f_h, f_t, f_c,
+            F, KIND, HEADS, PAIR, PARTS, ROWS, HALF, STEP, BLOCK_F,
+        )  # fmt: skip
         rank = _rank(cost, HALF)
         merges = rank < r
         size_a = tl.load(size + a, mask=a < T, other=0.0)
@@ -141,10 +155,10 @@ def merge_kernel(
         place = offset + chosen
         tl.store(size_new + place, total, mask=writes)
         for first in range(0, C, BLOCK_C):
-            x_source = _tile(x, source, alive, first, C, x_t, x_c, BLOCK_C).to(tl.float32)
-            x_goal = _tile(x, goal, alive, first, C, x_t, x_c, BLOCK_C).to(tl.float32)
+            x_source = load_rows(x, source, alive, first, C, x_t, x_c, BLOCK_C).to(tl.float32)
+            x_goal = load_rows(x, goal, alive, first, C, x_t, x_c, BLOCK_C).to(tl.float32)
             mixed = tl.dot(share, x_source, x_goal * goal_size[:, None], input_precision="tf32x3")
-            _store(x_new, place, writes, first, C, mixed / total[:, None], BLOCK_C)
+            store_rows(x_new, place, writes, first, C, mixed / total[:, None], BLOCK_C)
 
         touched = tl.max((chosen[:, None] == index[None, :]).to(tl.int32), 0)
         stays_a = stays_a & (rank >= r)
@@ -161,36 +175,16 @@ def merge_kernel(
     tl.store(size_new + place_a, tl.load(size + a, mask=stays_a, other=0.0), mask=stays_a)
     tl.store(size_new + place_b, tl.load(size + b, mask=stays_b, other=0.0), mask=stays_b)
     for first in range(0, C, BLOCK_C):
-        even = _tile(x, a, stays_a, first, C, x_t, x_c, BLOCK_C)
-        odd = _tile(x, b, stays_b, first, C, x_t, x_c, BLOCK_C)
-        _store(x_new, place_a, stays_a, first, C, even, BLOCK_C)
-        _store(x_new, place_b, stays_b, first, C, odd, BLOCK_C)
-
-
-@triton.jit(do_not_specialize=["T"])
-def tome_kernel(
-    k, features, T, k_b, k_h, k_t, k_d,
-    HEADS: tl.constexpr, DIM: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr,
-):  # fmt: skip
-    """Mean over heads of ROWS keys of one picture, divided by its length."""
-    blocks = tl.cdiv(T, ROWS)
-    picture = (tl.program_id(0) // blocks).to(tl.int64)
-    rows = (tl.program_id(0) % blocks) * ROWS + tl.arange(0, ROWS)
-    k += picture * k_b
-    mean = tl.zeros((ROWS, D), tl.float32)
-    for _ in range(HEADS):
-        mean += _tile(k, rows, rows < T, 0, DIM, k_t, k_d, D).to(tl.float32)
-        k += k_h
-    mean /= HEADS
-    length = tl.sqrt(tl.sum(mean * mean, 1))
-    unit = mean / tl.maximum(length, 1e-12)[:, None]
-    _store(features + picture * T * DIM, rows, rows < T, 0, DIM, unit, D)
+        even = load_rows(x, a, stays_a, first, C, x_t, x_c, BLOCK_C)
+        odd = load_rows(x, b, stays_b, first, C, x_t, x_c, BLOCK_C)
+        store_rows(x_new, place_a, stays_a, first, C, even, BLOCK_C)
+        store_rows(x_new, place_b, stays_b, first, C, odd, BLOCK_C)
 
 
 def launch_merge(
     x: Tensor,
     size: Tensor,
-    features: Tensor,
+    features: Tensor | None,
     weight: Tensor | None,
     r: int,
     prefix: int,
@@ -202,35 +196,55 @@ def launch_merge(
     x_new = torch.empty((batch, tokens - r, channels), dtype=x.dtype, device=x.device)
     size_new = torch.empty((batch, tokens - r), dtype=torch.float32, device=x.device)
     target = torch.empty((batch, tokens), dtype=torch.int32, device=x.device)
-    if batch == 0:
-        return x_new, size_new, target
-    step, block, warps, stages, registers = configuration or CONFIGURATION
-    half = max(16, triton.next_power_of_2((tokens + 1) // 2))
-    edges = 0 if r == 0 else max(16, triton.next_power_of_2(r))
-    width = features.shape[2]
-    capped = edges <= 32 and features.element_size() == 2
-    with torch.cuda.device_of(x):
-        merge_kernel[(batch,)](
-            x, size, features, size if weight is None else weight, x_new, size_new, target,
-            tokens, r, prefix, *x.stride(), *features.stride(),
-            C=channels, F=width, PAIR=pair, HALF=half, STEP=min(step, half), R=edges,
-            BLOCK_F=min(64, max(16, triton.next_power_of_2(width))),
-            BLOCK_C=min(block, max(16, triton.next_power_of_2(channels))),
-            num_warps=warps if tokens <= 256 else 2 * warps, num_stages=stages,
-            maxnreg=registers if capped else None,
+    if batch > 0:
+        given = x if features is None else features
+        parts = 1 if weight is None else weight.shape[1:-1].numel()
+        key = (
+            x.get_device(), x.dtype, x.shape, x.stride(),
+            features is None, given.dtype, given.shape, given.stride(),
+            parts, r, prefix, pair, configuration,
         )  # fmt: skip
+        plan = _PLANS.get(key)
+        if plan is None:
+            plan = _PLANS[key] = _plan(x, features, parts, r, prefix, pair, configuration)
+        plan(x, size, given, size if weight is None else weight, x_new, size_new, target)
     return x_new, size_new, target
 
 
-def launch_tome_features(k: Tensor, rows: int = 32, warps: int = 4) -> Tensor:
-    """Unit mean over heads of the keys, (B, T, d) in their dtype."""
-    batch, heads, tokens, dim = k.shape
-    features = torch.empty((batch, tokens, dim), dtype=k.dtype, device=k.device)
-    if batch * tokens == 0:
-        return features
-    with torch.cuda.device_of(k):
-        tome_kernel[(batch * triton.cdiv(tokens, rows),)](
-            k, features, tokens, *k.stride(),
-            HEADS=heads, DIM=dim, D=max(16, triton.next_power_of_2(dim)), ROWS=rows, num_warps=warps,
-        )  # fmt: skip
-    return features
+_PLANS: dict[Any, Plan] = {}
+
+
+def _plan(
+    x: Tensor,
+    features: Tensor | None,
+    parts: int,
+    r: int,
+    prefix: int,
+    pair: str,
+    configuration: tuple[int, int, int, int, int] | None,
+) -> Plan:
+    batch, tokens, channels = x.shape
+    step, block, warps, stages, registers = configuration or CONFIGURATION
+    half = max(16, triton.next_power_of_2((tokens + 1) // 2))
+    edges = 0 if r == 0 else max(16, triton.next_power_of_2(r))
+    given = x if features is None else features
+    kind = "normal" if features is None else "keys" if given.ndim == 4 else "given"
+    heads = given.shape[1] if kind == "keys" else 1
+    width = given.shape[-1]
+    f_b, *f_h, f_t, f_c = given.stride()
+    numbers = (tokens, r, prefix, *x.stride(), f_b, f_h[0] if f_h else 0, f_t, f_c)
+    constants = (
+        channels, width, kind, heads, pair, parts, triton.next_power_of_2(parts),
+        half, min(step, half), edges,
+        min(64, max(16, triton.next_power_of_2(width))),
+        min(block, max(16, triton.next_power_of_2(channels))),
+    )  # fmt: skip
+    capped = edges <= 32 and given.element_size() == 2
+    return Plan(
+        merge_kernel,
+        batch,
+        numbers + constants,
+        num_warps=warps if tokens <= 256 else 2 * warps,
+        num_stages=stages,
+        maxnreg=registers if capped else None,
+    )

@@ -4,11 +4,14 @@
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call,import"
 
 import math
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from bmfa.kernels.triton.launcher import Plan
 
 LOG2_E = math.log2(math.e)
 
@@ -37,19 +40,16 @@ def _rows(base, first, T, stride_t, stride_d, N: tl.constexpr, D: tl.constexpr, 
 
 
 @triton.jit
-def _store_mass(partial, p, share_prefix, share_rest, first, T, N: tl.constexpr):
-    """Column sums of one tile's attention, weighted for the prefix queries and for the others."""
+def _store_mass(partial, p, share, first, T, N: tl.constexpr):
+    """Column sums of one tile's attention, each query with its share."""
     keys = first + tl.arange(0, N)
-    tl.store(partial + keys, tl.sum(p * share_prefix[:, None], 0), mask=keys < T)
-    tl.store(partial + T + keys, tl.sum(p * share_rest[:, None], 0), mask=keys < T)
+    tl.store(partial + keys, tl.sum(p.to(tl.float32) * share[:, None], 0), mask=keys < T)
 
 
 @triton.jit
-def _store_mass_rest(partial, p, share_rest, first, T, N: tl.constexpr):
-    """The same for a tile without prefix queries."""
-    keys = first + tl.arange(0, N)
+def _store_zero(partial, T, N: tl.constexpr):
+    keys = tl.arange(0, N)
     tl.store(partial + keys, tl.zeros((N,), tl.float32), mask=keys < T)
-    tl.store(partial + T + keys, tl.sum(p * share_rest[:, None], 0), mask=keys < T)
 
 
 @triton.jit(do_not_specialize=["heads", "T", "prefix"])
@@ -58,7 +58,8 @@ def attend_kernel(
     heads, T, prefix, scale,
     q_b, q_h, q_t, q_d, k_b, k_h, k_t, k_d, v_b, v_h, v_t, v_d,
     DIM: tl.constexpr, D: tl.constexpr, N0: tl.constexpr, N1: tl.constexpr,
-    M: tl.constexpr, LOOP: tl.constexpr, MASS: tl.constexpr, PRECISION: tl.constexpr,
+    M: tl.constexpr, LOOP: tl.constexpr, MASS: tl.constexpr, OTHERS: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One program: LOOP tiles of M queries of one head of one picture, against all its keys.
 
@@ -76,7 +77,13 @@ def attend_kernel(
     v += picture * v_b + head * v_h
     size += picture * T
     output += (picture * T * heads + head) * DIM  # (B, T, heads, DIM)
-    partial += pair * groups * LOOP * 2 * T  # (B, heads, tiles, 2, T)
+    # (B, heads, tiles, 2, T), or of the tiles with prefix queries alone (B, heads, tiles, 1, T).
+    tiles = groups * LOOP
+    if OTHERS:
+        partial += pair * tiles * 2 * T
+    else:
+        tiles = tl.where(prefix > 0, tl.cdiv(prefix, M), tiles)
+        partial += pair * tiles * T
 
     k0 = _rows(k, 0, T, k_t, k_d, N0, D, DIM)
     v0 = _rows(v, 0, T, v_t, v_d, N0, D, DIM)
@@ -98,11 +105,13 @@ def attend_kernel(
             top = tl.maximum(top, tl.max(s1, 1))
         p0 = tl.exp2(s0 - top[:, None])
         total = tl.sum(p0, 1)
-        mixed = tl.dot(p0.to(v0.dtype), v0, input_precision=PRECISION)
+        h0 = p0.to(v0.dtype)
+        mixed = tl.dot(h0, v0, input_precision=PRECISION)
         if N1 > 0:
             p1 = tl.exp2(s1 - top[:, None])
             total += tl.sum(p1, 1)
-            mixed = tl.dot(p1.to(v0.dtype), v1, mixed, input_precision=PRECISION)
+            h1 = p1.to(v0.dtype)
+            mixed = tl.dot(h1, v1, mixed, input_precision=PRECISION)
         share = 1.0 / total
 
         rows = tile * M + tl.arange(0, M)
@@ -111,37 +120,24 @@ def attend_kernel(
         tl.store(address, (mixed * share[:, None]).to(output.dtype.element_ty), mask=inside)
 
         if MASS:
-            # Means over heads and queries: the finishing kernel has only to add.
+            # Means over the queries of a head: whoever reads the parts has only to add. The weights
+            # as the values met them: single precision of all would have to leave the registers.
             rest = tl.where((rows >= prefix) & (rows < T), share, 0.0)
-            rest /= heads * tl.maximum(T - prefix, 1)
-            here = partial + tile * 2 * T
-            if tile * M < prefix:
-                first = tl.where(rows < prefix, share, 0.0) / (heads * prefix)
-                _store_mass(here, p0, first, rest, 0, T, N0)
+            rest /= tl.maximum(T - prefix, 1)
+            here = partial + tile * T
+            if OTHERS:
+                here += tile * T
+                _store_mass(here + T, h0, rest, 0, T, N0)
                 if N1 > 0:
-                    _store_mass(here, p1, first, rest, N0, T, N1)
-            else:
-                _store_mass_rest(here, p0, rest, 0, T, N0)
+                    _store_mass(here + T, h1, rest, N0, T, N1)
+            if (tile * M < prefix) | (prefix == 0):
+                only = tl.where(rows < prefix, share, 0.0) / tl.maximum(prefix, 1)
+                only = tl.where(prefix == 0, rest, only)
+                _store_mass(here, h0, only, 0, T, N0)
                 if N1 > 0:
-                    _store_mass_rest(here, p1, rest, N0, T, N1)
-
-
-@triton.jit(do_not_specialize=["T", "prefix"])
-def mass_kernel(partial, mass, T, prefix, PARTS: tl.constexpr, N: tl.constexpr):
-    """Adds the parts (heads and tiles) of one picture in order: (parts, 2, T) to (T, 2)."""
-    picture = tl.program_id(0).to(tl.int64)
-    keys = tl.arange(0, N)
-    partial += picture * PARTS * 2 * T
-    first = tl.zeros((N,), tl.float32)
-    rest = tl.zeros((N,), tl.float32)
-    for _ in range(PARTS):
-        first += tl.load(partial + keys, mask=keys < T, other=0.0)
-        rest += tl.load(partial + T + keys, mask=keys < T, other=0.0)
-        partial += 2 * T
-    if prefix == 0:
-        first = rest
-    tl.store(mass + picture * T * 2 + 2 * keys, first, mask=keys < T)
-    tl.store(mass + picture * T * 2 + 2 * keys + 1, rest, mask=keys < T)
+                    _store_mass(here, h1, only, N0, T, N1)
+            elif OTHERS:
+                _store_zero(here, T, 2 * N0)
 
 
 def key_parts(tokens: int) -> tuple[int, int]:
@@ -162,32 +158,76 @@ def launch_attend(
     scale: float,
     prefix: int,
     mass: bool,
+    others: bool,
     configuration: tuple[int, int, int, int] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Output as a (B, heads, T, d) view of (B, T, heads, d), and the mass (empty if not asked)."""
     batch, heads, tokens, dim = q.shape
     output = torch.empty((batch, tokens, heads, dim), dtype=q.dtype, device=q.device)
-    queries, loop, warps, stages = configuration or _default(tokens, q.dtype)
-    loop = min(loop, triton.cdiv(tokens, queries))
-    groups = triton.cdiv(tokens, queries * loop)
-    first, second = key_parts(tokens)
-    shape = (batch, heads, groups * loop, 2, tokens) if mass else (0,)
+    shape = mass_shape(q.shape, q.dtype, prefix, others, configuration) if mass else (0,)
     partial = torch.empty(shape, dtype=torch.float32, device=q.device)
-    total = torch.empty((batch, tokens, 2) if mass else (0,), dtype=torch.float32, device=q.device)
-    if batch * heads == 0:
-        return output.transpose(1, 2), total
-    with torch.cuda.device_of(q):
-        attend_kernel[(batch * heads * groups,)](
-            q, k, v, size, output, partial, heads, tokens, prefix, scale * LOG2_E,
-            *q.stride(), *k.stride(), *v.stride(),
-            DIM=dim, D=max(16, triton.next_power_of_2(dim)), N0=first, N1=second, M=queries, LOOP=loop,
-            MASS=mass, PRECISION="ieee", num_warps=warps, num_stages=stages,
+    if batch * heads > 0:
+        key = (
+            q.get_device(), q.dtype, q.shape, q.stride(), k.stride(), v.stride(),
+            scale, prefix, mass, others, configuration,
         )  # fmt: skip
-        if mass:
-            width = triton.next_power_of_2(tokens)
-            parts = heads * groups * loop
-            mass_kernel[(batch,)](partial, total, tokens, prefix, PARTS=parts, N=width)
-    return output.transpose(1, 2), total
+        plan = _PLANS.get(key)
+        if plan is None:
+            plan = _PLANS[key] = _plan(q, k, v, scale, prefix, mass, others, configuration)
+        plan(q, k, v, size, output, partial)
+    return output.transpose(1, 2), partial
+
+
+_PLANS: dict[Any, Plan] = {}
+
+
+def _plan(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float,
+    prefix: int,
+    mass: bool,
+    others: bool,
+    configuration: tuple[int, int, int, int] | None,
+) -> Plan:
+    batch, heads, tokens, dim = q.shape
+    queries, loop, warps, stages = _configured(tokens, q.dtype, configuration)
+    groups = triton.cdiv(tokens, queries * loop)
+    width = max(16, triton.next_power_of_2(dim))
+    numbers = (heads, tokens, prefix, scale * LOG2_E, *q.stride(), *k.stride(), *v.stride())
+    constants = (dim, width, *key_parts(tokens), queries, loop, mass, others, "ieee")
+    return Plan(
+        attend_kernel,
+        batch * heads * groups,
+        numbers + constants,
+        num_warps=warps,
+        num_stages=stages,
+    )
+
+
+def mass_shape(
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    prefix: int,
+    others: bool,
+    configuration: tuple[int, int, int, int] | None = None,
+) -> tuple[int, int, int, int]:
+    """(B, parts, rows, T): a part for every head and tile of queries that is asked for."""
+    batch, heads, tokens, _ = shape
+    queries, loop, _, _ = _configured(tokens, dtype, configuration)
+    if prefix > 0 and not others:
+        return batch, heads * triton.cdiv(prefix, queries), 1, tokens
+    tiles = loop * triton.cdiv(tokens, queries * loop)
+    return batch, heads * tiles, 2 if others else 1, tokens
+
+
+def _configured(
+    tokens: int, dtype: torch.dtype, configuration: tuple[int, int, int, int] | None
+) -> tuple[int, int, int, int]:
+    """Queries a tile, tiles a program, warps and stages."""
+    queries, loop, warps, stages = configuration or _default(tokens, dtype)
+    return queries, min(loop, triton.cdiv(tokens, queries)), warps, stages
 
 
 def _default(tokens: int, dtype: torch.dtype) -> tuple[int, int, int, int]:

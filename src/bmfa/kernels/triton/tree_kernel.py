@@ -1,8 +1,5 @@
 """One pass over q, k, v for small grids: scores, trees, leaf means, softmax, output."""
 
-# Triton's language has no types.
-# mypy: ignore-errors
-
 import triton
 import triton.language as tl
 

@@ -5,9 +5,6 @@ a rule carries upwards, it finds at the children in `below`; tokens carry nothin
 and in units of log 2, so that exponentials are powers of 2.
 """
 
-# Triton's language has no types.
-# mypy: ignore-errors
-
 import triton
 import triton.language as tl
 

@@ -75,7 +75,7 @@ def attend(
     moment = tl.load(cross + wide * (D * D) + square, mask=within, other=0.0)
     apart = (asked.to(tl.float32) - mean.to(tl.float32)[None, :]).to(asked.dtype)
     linear = tl.dot(apart, moment, input_precision=PRECISION)
-    loss = tl.sum(lost, 0) / tl.where(kept > 0.0, kept, 1.0)
+    loss = tl.sum(lost.to(tl.float32), 0) / tl.where(kept > 0.0, kept, 1.0)
     result += mass[:, None] * (linear + loss[None, :])
 
     if PREFIX > 0:

@@ -43,21 +43,12 @@ def unsupported(
         )
     if prefix > MOST_PREFIX:
         return f"the prefix has {prefix} tokens; the kernels take up to {MOST_PREFIX}"
-    if order == "z" and not z_aligned(tiling):
+    if order == "z" and not tiling.z_aligned:
         return (
             f"order is 'z' and a {grid.height}x{grid.width} grid has no {tiling.side}x{tiling.side} "
             "tiles in its Z-order; pass raster order"
         )
     return None
-
-
-def z_aligned(tiling: Tiling) -> bool:
-    """Whether every tile is contiguous in Z-order: both sides halve evenly down to the tile's."""
-    sides = (tiling.grid.height, tiling.grid.width)
-    if any(side % tiling.side for side in sides):
-        return False
-    down, across = (side // tiling.side for side in sides)
-    return down == across and down & (down - 1) == 0
 
 
 def attend(

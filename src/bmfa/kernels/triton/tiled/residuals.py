@@ -59,4 +59,5 @@ def residual(
         lost -= tl.dot(masses, means.to(tl.float32), input_precision="tf32x3")
     places = (wide * rows + local.to(tl.int64)) * tl.num_programs(0) + part
     stored = real[:, None] & (columns < D)[None, :]
-    tl.store(parts + places[:, None] * D + columns[None, :], lost, mask=stored)
+    pointers = parts + places[:, None] * D + columns[None, :]
+    tl.store(pointers, lost.to(parts.dtype.element_ty), mask=stored)

@@ -100,7 +100,9 @@ def score(
         count = tl.load(counts + wide * tiles + places, mask=known, other=0.0)
         # A tile of one token has no gap, whatever the rounding of its stored mean key.
         free = energies - tl.log(tl.maximum(count, 1.0))[None, :] - mean
-        free = tl.where((count > 1.0)[None, :], tl.minimum(tl.maximum(free, 0.0), 6e4), 0.0)
+        # What rounding alone may leave counts as none.
+        real = (count > 1.0)[None, :] & (free > 1e-6 * (4.0 + tl.abs(mean)))
+        free = tl.where(real, tl.minimum(free, 6e4), 0.0)
         offsets = (wide * rows + local.to(tl.int64))[:, None] * tiles + places[None, :]
         stored = (local < rows)[:, None] & known[None, :]
         tl.store(energy + offsets, energies, mask=stored)

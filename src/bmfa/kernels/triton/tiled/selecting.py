@@ -40,9 +40,9 @@ def select(
     places, columns = tl.arange(0, BLOCK_T), tl.arange(0, BLOCK_D)
     known = places < tiles
     energies = tl.load(energy + offset + places, mask=known, other=float("-inf"))
-    raw = tl.load(gap + offset + places, mask=known, other=0.0).to(tl.float32)
+    free = tl.load(gap + offset + places, mask=known, other=0.0).to(tl.float32)
     count = tl.load(counts + wide * tiles + places, mask=known, other=0.0)
-    capped = tl.minimum(raw, CAP)
+    capped = tl.minimum(free, CAP)
     asked = tl.load(qbar + (wide * groups + first + row) * D + columns, mask=columns < D, other=0.0)
     k += batch * k_batch + place * k_head
     top = tl.max(energies, 0)
@@ -66,9 +66,7 @@ def select(
     stays = (count > 0.0) & (chosen == 0)
     tl.store(amounts + line, tl.sum(chosen.to(tl.int32), 0))
     tl.store(tops + line, top)
-    tl.store(
-        masses + line, tl.sum(tl.where(stays, tl.exp(energies - top - (raw - capped)), 0.0), 0)
-    )
+    tl.store(masses + line, tl.sum(tl.where(stays, mass, 0.0), 0))
     listed = (energy + offset).to(tl.pointer_type(tl.int32))
     tl.store(listed + tl.cumsum(chosen.to(tl.int32), 0) - 1, places, mask=chosen)
     after = tl.where(stays, capped, float("-inf"))

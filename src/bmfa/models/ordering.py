@@ -1,0 +1,50 @@
+"""Tokens in Z-order for the whole network: permuted before the first block, put back behind the last."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from bmfa.models.screens import Place
+
+
+@dataclass(eq=False)
+class IntoOrder:
+    """A hook before the first block."""
+
+    place: Place
+    handle: Any = None
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        return (_permuted(args[0], self.place, back=False), *args[1:])
+
+
+@dataclass(eq=False)
+class BackToRaster:
+    """A hook behind the last block."""
+
+    place: Place
+    handle: Any = None
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
+        if isinstance(output, tuple):
+            return (_permuted(output[0], self.place, back=True), *output[1:])
+        return _permuted(output, self.place, back=True)
+
+
+def keep_in_order(blocks: tuple[nn.Module, ...], place: Place) -> None:
+    """Permute around these blocks, wherever the grid has its tiles in Z-order."""
+    into, back = IntoOrder(place), BackToRaster(place)
+    into.handle = blocks[0].register_forward_pre_hook(into)
+    back.handle = blocks[-1].register_forward_hook(back)
+    place.others.extend((into, back))
+
+
+def _permuted(tokens: Tensor, place: Place, back: bool) -> Tensor:
+    if place.order != "z" or place.grid is None:
+        return tokens
+    grid = place.grid
+    order = (grid.z_rank if back else grid.z_order).to(tokens.device) + place.prefix
+    first = torch.arange(place.prefix, device=tokens.device)
+    return tokens.index_select(1, torch.cat((first, order)))
