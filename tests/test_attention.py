@@ -290,15 +290,26 @@ def test_the_audit_measures_the_error():
     assert part.maximum <= audit.maximum + 1e-12
 
 
-def test_the_defaults_meet_their_target_and_say_what_ran():
+def test_the_defaults_say_what_ran():
     grid = Grid(4, 4)
     q, k, v = tensors(15, grid)
     output, tree, stats = screened_attention(q, k, v, grid=grid, prefix=1)
     assert output.shape == q.shape
     assert tree.shape == (2, 2, 17)
-    assert (stats.backend, stats.rule) == ("eager", "optimal-error:0.05")
-    assert 0 < stats.leaf_ratio <= 1
+    assert (stats.backend, stats.form, stats.rule) == ("dense", "dense", "error 0.1")
+    assert stats.leaf_ratio == stats.density == 1.0
+    assert "16" in stats.why
     assert stats.certificate is None and stats.audit is None
+    exact = torch.nn.functional.scaled_dot_product_attention(q, k, v)
+    torch.testing.assert_close(output, exact)
+
+
+def test_a_form_without_a_rule_meets_a_target_for_every_query():
+    grid = Grid(4, 4)
+    q, k, v = tensors(15, grid)
+    _, tree, stats = screened_attention(q, k, v, grid=grid, prefix=1, form="representative")
+    assert (stats.backend, stats.rule) == ("eager", "optimal-error:0.05")
+    assert tree.shape == (2, 2, 17) and 0 < stats.leaf_ratio <= 1
 
 
 GRID = Grid(4, 4)

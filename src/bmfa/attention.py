@@ -126,6 +126,7 @@ def _tiled_attention(
     if rule is not None or max_depth is not None:
         raise ValueError("form='tiled' takes no rule and no max_depth; pass error= or leaves=")
     call.check_self_attention()
+    _choose_rule(rule, error, leaves).check(call.grid, call.grid.size)
     tiling = Tiling(call.grid)
     question = tiled.Question.of(tiling, error, leaves)
     ran, why = tiled.choose(
@@ -268,6 +269,8 @@ class _Call:
         """Attention over tiles; "dense" expands them all."""
         q, k, v = self.inputs
         batch, heads = self.shape[:2]
+        if not q.is_cuda and self.mask is None:
+            check_finite_products(q, q * self.scale, k)
         if backend == "dense":
             output = tiled.dense(q, k, v, self.scale / self.tau, self._dense_mask())
             lines = (batch, heads, tiling.groups)
@@ -280,8 +283,6 @@ class _Call:
         if turned:
             q, k, v = (_raster(tokens, self.prefix, self.place, None) for tokens in (q, k, v))
             mask = None if mask is None else mask[:, self.place]
-        if not q.is_cuda and mask is None:
-            check_finite_products(q, q * self.scale, k)
         result = tiled.attend(
             backend,
             q,

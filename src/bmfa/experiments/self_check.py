@@ -109,7 +109,7 @@ def _error(
 
 def leaves_of(tiling: Tiling, expand: int) -> int:
     """The budget that expands so many tiles for each group."""
-    return tiling.tiles + expand * (tiling.side**2 - 1)
+    return min(tiling.grid.size, tiling.tiles + expand * (tiling.side**2 - 1))
 
 
 def _judge(

@@ -138,7 +138,7 @@ class _Pipeline:
     def _pool(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor
     ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-        """Mean keys, values and queries, counts, room for the first-order matrix; its parts, the prefix."""
+        """Means of tiles and groups, counts, room for the first-order matrix; its parts, the prefix."""
         sizes, new, full = self.sizes, q.new_empty, torch.float32
         programs = -(-sizes.tiles // sizes.pooled)
         means = (
