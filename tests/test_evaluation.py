@@ -1,10 +1,12 @@
 """Evaluation: accuracy, cost and speed of every method, and what the command refuses."""
 
+import copy
 import json
 import os
 import pickle
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -19,6 +21,7 @@ from bmfa.data.imagenet import LabelledPicture, embedded_pictures
 from bmfa.experiments import closed_loop, evaluation, flops, throughput
 from bmfa.experiments.batches import Batches
 from bmfa.experiments.model_methods import applied, check_methods, counted_leaves, parse
+from bmfa.experiments.throughput import Rate
 from bmfa.models import LoadedModel, load_model, patch
 from bmfa.models.reduced import reduced_blocks
 from bmfa.models.screens import screens_in
@@ -29,7 +32,7 @@ from bmfa.report.evaluation import round_ticks
 COLUMNS = [
     *("method", "images", "top1_percent", "top5_percent", "drop_pp", "agreement_percent"),
     *("output_kl", "leaf_percent", "final_tokens", "gflops"),
-    *("images_per_second", "images_per_second_end_to_end", "speedup"),
+    *("images_per_second", "images_per_second_end_to_end", "speedup", "timed"),
 ]
 TIMED = {"images_per_second", "images_per_second_end_to_end", "speedup"}
 
@@ -159,7 +162,7 @@ def test_speed_is_a_median_of_alternating_samples(
     pixels = throughput.filled(torch.zeros(3, 3, 4, 4), 8)
     rates = throughput.model_rates(model, call, pixels, ["full", "global-mean"], "last-4", 3)
     assert seen == [False, False, True, True] + [False, True] * 3
-    assert rates == {"full": 8 / 0.5, "global-mean": 8 / 2.0}
+    assert rates == {"full": Rate(8 / 0.5, "eager"), "global-mean": Rate(8 / 2.0, "eager")}
 
 
 def test_short_calls_are_timed_together(
@@ -174,8 +177,27 @@ def test_short_calls_are_timed_together(
 
     monkeypatch.setattr(throughput.time, "perf_counter", lambda: clock[0])
     rates = throughput.model_rates(model, call, torch.zeros(2, 3, 4, 4), ["full"], "last-4", 2)
-    assert rates["full"] == pytest.approx(200.0)
+    assert rates["full"].images_per_second == pytest.approx(200.0)
     assert len(calls) >= 2 + 2 * 10
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_cuda_graphs_are_timed_where_they_can_be_captured(model: LoadedModel) -> None:
+    on_cuda = replace(model, model=copy.deepcopy(model.model).cuda())
+    pixels, kept = torch.zeros(2, 3, 224, 224, device="cuda"), []
+
+    def call(pixels: torch.Tensor) -> torch.Tensor:
+        logits = on_cuda.logits(pixels)
+        if not reduced_blocks(on_cuda.model):
+            kept.append(float(logits.sum()))  # waits for the device
+        return logits
+
+    with torch.inference_mode():
+        rates = throughput.model_rates(on_cuda, call, pixels, ["full", "tome:8"], "last-4", 2)
+        assert (rates["full"].timed, rates["tome:8"].timed) == ("eager", "graph")
+        rates = throughput.model_rates(on_cuda, on_cuda.logits, pixels, ["full"], "last-4", 2)
+    assert rates["full"].timed == "graph" and rates["full"].images_per_second > 0
 
 
 def test_timed_rows_and_their_figure(model: LoadedModel) -> None:

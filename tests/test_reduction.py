@@ -63,6 +63,7 @@ def moment(
     depth: int = 4,
     batch: int = 2,
     dtype: torch.dtype = torch.float64,
+    others: bool = True,
 ) -> Moment:
     """Random tokens of random sizes, and the attention mass of random queries."""
     generator = torch.Generator().manual_seed(seed)
@@ -345,32 +346,52 @@ def test_fixed_tiles_with_remainders() -> None:
 
 @pytest.mark.parametrize("seed", range(12))
 def test_free_energy_is_mass_times_distortion(seed: int) -> None:
-    picture = moment(seed, layer=1, depth=2, prefix=seed % 3)
+    """The mass of the prefix queries, or of all where there is no prefix."""
+    picture = moment(seed, layer=1, depth=2, prefix=seed % 3, others=FreeEnergy.reads_others)
     step = stepped(FreeEnergy(2), picture)
     assert step.x.shape[1] == picture.x.shape[1] - 4  # two blocks' worth in the second
     for index in range(2):
-        x, size, _ = arrays(picture, index)
+        x, size, keys = arrays(picture, index)
         centred = x - x.mean(1, keepdims=True)
         normal = centred / np.sqrt((centred**2).mean(1, keepdims=True) + 1e-5)
-        weight = picture.attention[index].double().numpy().sum(0)
+        weight = received(seed, index, picture.prefix)
         pairs = oracle.bipartite(normal, weight, 4, picture.prefix, "sum")
         order = oracle.bipartite_order(pairs, len(x), picture.prefix)
         expected = oracle.pool(x, size, oracle.groups(pairs, order))
         check_step(step, index, *expected, oracle.targets(pairs, order, len(x)))
 
 
-@pytest.mark.parametrize("depth", [1, 2, 8, 12, 24])
-@pytest.mark.parametrize("budget", [0, 1, 3, 8])
-def test_free_energy_spares_the_first_block_and_removes_as_much(depth: int, budget: int) -> None:
-    counts = []
+@pytest.mark.parametrize(
+    ("depth", "acting"),
+    [
+        (1, [0]),
+        (2, [1]),
+        (3, [1]),
+        (4, [1]),
+        (8, [2, 4, 6]),
+        (12, [3, 5, 7, 9]),
+        (24, [6, 8, 10, 12, 14, 16, 18, 20, 22]),
+    ],
+)
+@pytest.mark.parametrize("budget", [1, 3, 8])
+def test_free_energy_merges_in_few_blocks_and_as_much(
+    depth: int, acting: list[int], budget: int
+) -> None:
+    policy, counts = FreeEnergy(budget), []
     for layer in range(depth):
-        step = FreeEnergy(budget).step(moment(0, grid=(20, 24), layer=layer, depth=depth))
+        step = policy.step(moment(0, grid=(20, 24), layer=layer, depth=depth))
         counts.append(0 if step is None else 481 - step.x.shape[1])
     assert sum(counts) == budget * depth
-    if depth > 1:
-        assert counts[0] == 0 and max(counts[1:]) - min(counts[1:]) <= 1
-    step = FreeEnergy(0.9).step(moment(0, grid=(20, 20), layer=1, depth=2))
-    assert step is not None and 401 - step.x.shape[1] == removed(0.9**2, 400)
+    assert [layer for layer in range(depth) if policy.reads_mass(layer, depth)] == acting
+    assert [layer for layer, count in enumerate(counts) if count] == acting[: sum(counts)]
+    shares = [counts[layer] for layer in acting]
+    assert max(shares) - min(shares) <= 1 and shares[0] == max(shares)
+    assert FreeEnergy(0).step(moment(0, layer=acting[0], depth=depth)) is None
+
+
+def test_free_energy_keeps_the_share_of_all_blocks_together() -> None:
+    step = stepped(FreeEnergy(0.95), moment(0, grid=(20, 20), layer=5, depth=12))
+    assert 401 - step.x.shape[1] == removed(0.95**3, 400)
 
 
 def test_mass_times_distortion_bounds_the_loss_of_free_energy() -> None:

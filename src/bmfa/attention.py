@@ -242,11 +242,15 @@ class _Call:
         self.device = q.device
         self.order = order
         self.inputs = q, k, v
-        self.place = grid.z_rank.to(q.device) if order == "z" else None
         self.mask = valid
         self.valid = _spatial_mask(valid, q.shape[0], grid.size)  # (B or 1, 1, N)
         if self.valid is not None and self.place is not None:
             self.valid = self.valid[..., self.place]
+
+    @cached_property
+    def place(self) -> Tensor | None:
+        """(N,) place in Z-order of every raster token, where that is the order; a copy to the device."""
+        return self.grid.z_rank.to(self.device) if self.order == "z" else None
 
     @property
     def self_attention(self) -> bool:

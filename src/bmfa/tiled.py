@@ -44,6 +44,8 @@ def slower_than_dense(q: Tensor, grid: Grid) -> str | None:
     least = LEAST_TOKENS.get(q.device.type, LEAST_TOKENS["cpu"])
     if grid.size < least:
         return f"dense attention is as fast below {least} tokens, and there are {grid.size}"
+    if torch.compiler.is_compiling() or (q.is_cuda and torch.cuda.is_current_stream_capturing()):
+        return None  # launching costs the host nothing then
     batch, heads, _, dim = q.shape
     operations = 4.0 * batch * heads * dim * grid.size**2
     if operations < LEAST_OPERATIONS.get(q.device.type, 0.0):

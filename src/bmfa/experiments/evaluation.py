@@ -59,8 +59,8 @@ DEFAULT_METHODS = (
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 TIMING = (
     "images_per_second: one warm batch that is on the device, median of alternating repeats, one "
-    "process, nothing recorded; end to end: the first batches read, prepared, moved and classified; "
-    "speedup: images_per_second over that of full in this run"
+    "process, nothing recorded, in a CUDA graph where timed is graph; end to end: the first batches "
+    "read, prepared, moved and classified; speedup: images_per_second over that of full in this run"
 )
 _TOP = 5
 
@@ -96,7 +96,7 @@ class Total:
 class Speed:
     """Pictures per second by method; empty where nothing was timed."""
 
-    model: dict[str, float]
+    model: dict[str, throughput.Rate]
     end_to_end: dict[str, float]
 
 
@@ -272,9 +272,12 @@ def _row(name: str, totals: dict[str, Total], cost: flops.Cost, speed: Speed) ->
         "leaf_percent": 100 * total.leaf_ratio / total.images if ruled else None,
         "final_tokens": cost.final_tokens,
         "gflops": cost.flops / 1e9,
-        "images_per_second": rate,
+        "images_per_second": None if rate is None else rate.images_per_second,
         "images_per_second_end_to_end": speed.end_to_end.get(name),
-        "speedup": None if rate is None or base is None else rate / base,
+        "speedup": None
+        if rate is None or base is None
+        else rate.images_per_second / base.images_per_second,
+        "timed": None if rate is None else rate.timed,
     }
 
 

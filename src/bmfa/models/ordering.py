@@ -1,11 +1,13 @@
 """Tokens in Z-order for the whole network: permuted before the first block, put back behind the last."""
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from bmfa.grid import Grid
 from bmfa.models.screens import Place
 
 
@@ -44,7 +46,12 @@ def keep_in_order(blocks: tuple[nn.Module, ...], place: Place) -> None:
 def _permuted(tokens: Tensor, place: Place, back: bool) -> Tensor:
     if place.order != "z" or place.grid is None:
         return tokens
-    grid = place.grid
-    order = (grid.z_rank if back else grid.z_order).to(tokens.device) + place.prefix
-    first = torch.arange(place.prefix, device=tokens.device)
-    return tokens.index_select(1, torch.cat((first, order)))
+    return tokens.index_select(1, _places(place.grid, place.prefix, back, tokens.device))
+
+
+@lru_cache(maxsize=64)
+def _places(grid: Grid, prefix: int, back: bool, device: torch.device) -> Tensor:
+    """(prefix + N,) where each token comes from; kept, as a copy to the device waits for it."""
+    with torch.inference_mode(False):
+        order = (grid.z_rank if back else grid.z_order) + prefix
+        return torch.cat((torch.arange(prefix), order)).to(device)

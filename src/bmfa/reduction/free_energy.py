@@ -14,21 +14,16 @@ equal tokens merge for nothing whatever their mass. Two readings make that a cos
 - distortion: a query's scores are linear in the normalised token, so over queries of no preferred
   direction (u_a - u_b)^2 is proportional to |LN(x_a) - LN(x_b)|^2. The tokens are those behind the
   residual of the attention just computed, nearer to what the next block reads than its keys are.
-- mass: pi_j is what the class query gives to token j plus what the other queries give to it on
-  average: the output is read from the one, and the one reads from the others in every later block.
+- mass: pi_j is what the class query, from which the output is read, gives to token j. A model without
+  prefix tokens reads its output from all of them, so there it is what all queries give on average.
 
     cost(a, b) = (pi_a + pi_b) |LN(x_a) - LN(x_b)|^2
 
-Nothing merges in the first block. Its tokens have seen no perceptron and its class query is the same
-for every picture, so neither factor says much of what later blocks will read: merging there alone
-costs DeiT-Tiny as much as merging in all the others. The blocks behind it share out its budget, and
-as many tokens are left behind the last block as ToMe leaves; the tokens of all blocks together are
-3 % more than ToMe's at r = 8, 5 % at r = 12. Under this schedule ToMe's cost alone, the cosine of
-keys, gives about twice the output KL that mass times distortion gives.
+@@SCHEDULE@@
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
 
 from bmfa.grid import Grid
 from bmfa.reduction.base import Moment, Policy, Step, check_budget, check_pairs, removed
@@ -38,11 +33,10 @@ from bmfa.reduction.base import Moment, Policy, Step, check_budget, check_pairs,
 class FreeEnergy(Policy):
     """Bipartite matching by mass times distortion; means weighted by size.
 
-    The budget is that of ToMe, a whole number of tokens or a share for each block, the first block's
-    spread over the others.
+    The budget is that of ToMe, a whole number of tokens or a share for each block; the blocks that
+    merge spend it for all.
     """
 
-    reads_others: ClassVar[bool] = True
     budget: int | float
 
     def __post_init__(self) -> None:
@@ -57,7 +51,7 @@ class FreeEnergy(Policy):
 
     def reads_mass(self, layer: int, depth: int) -> bool:
         """In the blocks that merge."""
-        return layer >= _first(depth)
+        return layer in _acting(depth)
 
     def step(self, moment: Moment) -> Step | None:
         """Merge."""
@@ -68,17 +62,17 @@ class FreeEnergy(Policy):
         return moment.merge(None, moment.parts, r, "sum")
 
     def _removed(self, moment: Moment) -> int:
-        """The tokens that leave this block: L blocks' worth in the L - 1 behind the first."""
-        first = _first(moment.depth)
-        acting = moment.depth - first
-        if moment.layer < first:
+        """The tokens that leave this block, the larger counts first where they differ."""
+        acting = _acting(moment.depth)
+        if moment.layer not in acting:
             return 0
         if isinstance(self.budget, int):
-            total, done = self.budget * moment.depth, moment.layer - first
-            return total * (done + 1) // acting - total * done // acting
-        return removed(self.budget ** (moment.depth / acting), moment.tokens)
+            done, total = acting.index(moment.layer), self.budget * moment.depth
+            before, behind = (-(-total * count // len(acting)) for count in (done, done + 1))
+            return behind - before
+        return removed(self.budget ** (moment.depth / len(acting)), moment.tokens)
 
 
-def _first(depth: int) -> int:
-    """The first block that merges; a single block has no other to leave it to."""
-    return min(1, depth - 1)
+def _acting(depth: int) -> Sequence[int]:
+    """The blocks that merge; of one or two blocks the last, as there is no other."""
+    return range(max(1, depth // 4), depth - 1, 2) or range(depth - 1, depth)

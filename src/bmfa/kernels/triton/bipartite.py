@@ -15,7 +15,7 @@ from bmfa.kernels.triton.launcher import Plan
 
 # (destinations a step of the matching, channels a step, warps, stages, registers a thread), pinned.
 # 128 registers let two programs share a multiprocessor; long lists of edges and float32 need more.
-CONFIGURATION = (64, 64, 8, 2, 128)
+CONFIGURATION = (32, 64, 8, 1, 128)
 
 # Above every finite cost that is compared: also what an overflowing cost becomes.
 HIGHEST = tl.constexpr(3.0e38)

@@ -15,9 +15,13 @@ from bmfa.kernels.triton.launcher import Plan
 
 LOG2_E = math.log2(math.e)
 
-# (queries a tile, tiles a program, warps, stages), pinned: no tuning at run time. float32 products
-# leave the tensor cores, where small tiles need no spilling.
-HALF_PRECISION = (64, 1, 4, 1)
+# (queries a tile, tiles a program, warps, stages), pinned: no tuning at run time. One program takes
+# all queries of a head, so that keys are fetched once, while registers and shared memory hold them;
+# beyond, twice the logits a row need twice the threads. float32 products leave the tensor cores,
+# where small tiles need no spilling.
+HALF_PRECISION = (64, 9, 4, 2)
+MANY_TOKENS = (64, 1, 8, 1)
+WIDE_HEADS = (64, 1, 4, 1)
 SINGLE_PRECISION = (16, 1, 8, 1)
 
 
@@ -192,7 +196,7 @@ def _plan(
     configuration: tuple[int, int, int, int] | None,
 ) -> Plan:
     batch, heads, tokens, dim = q.shape
-    queries, loop, warps, stages = _configured(tokens, q.dtype, configuration)
+    queries, loop, warps, stages = _configured(tokens, dim, q.dtype, configuration)
     groups = triton.cdiv(tokens, queries * loop)
     width = max(16, triton.next_power_of_2(dim))
     numbers = (heads, tokens, prefix, scale * LOG2_E, *q.stride(), *k.stride(), *v.stride())
@@ -214,8 +218,8 @@ def mass_shape(
     configuration: tuple[int, int, int, int] | None = None,
 ) -> tuple[int, int, int, int]:
     """(B, parts, rows, T): a part for every head and tile of queries that is asked for."""
-    batch, heads, tokens, _ = shape
-    queries, loop, _, _ = _configured(tokens, dtype, configuration)
+    batch, heads, tokens, dim = shape
+    queries, loop, _, _ = _configured(tokens, dim, dtype, configuration)
     if prefix > 0 and not others:
         return batch, heads * triton.cdiv(prefix, queries), 1, tokens
     tiles = loop * triton.cdiv(tokens, queries * loop)
@@ -223,16 +227,16 @@ def mass_shape(
 
 
 def _configured(
-    tokens: int, dtype: torch.dtype, configuration: tuple[int, int, int, int] | None
+    tokens: int, dim: int, dtype: torch.dtype, configuration: tuple[int, int, int, int] | None
 ) -> tuple[int, int, int, int]:
     """Queries a tile, tiles a program, warps and stages."""
-    queries, loop, warps, stages = configuration or _default(tokens, dtype)
+    queries, loop, warps, stages = configuration or _default(tokens, dim, dtype)
     return queries, min(loop, triton.cdiv(tokens, queries)), warps, stages
 
 
-def _default(tokens: int, dtype: torch.dtype) -> tuple[int, int, int, int]:
+def _default(tokens: int, dim: int, dtype: torch.dtype) -> tuple[int, int, int, int]:
     if dtype == torch.float32:
         return SINGLE_PRECISION
-    queries, loop, warps, stages = HALF_PRECISION
-    # Twice the logits a row need twice the threads to hold them.
-    return (queries, loop, warps if tokens <= 256 else 2 * warps, stages)
+    if tokens > 256:
+        return MANY_TOKENS
+    return HALF_PRECISION if dim <= 64 else WIDE_HEADS
