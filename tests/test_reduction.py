@@ -75,9 +75,14 @@ def moment(
     q, k, v = (draw(batch, 2, tokens, 6) for _ in range(3))
     size = torch.randint(1, 5, (batch, tokens), generator=generator).float()
     size[:, :prefix] = 1.0
-    _, mass = eager.attend(q, k, v, size, scale=0.4, prefix=prefix, mass=True)
+    _, mass = eager.attend(q, k, v, size, scale=0.4, prefix=prefix, mass=True, others=others)
     x = draw(batch, tokens, 7)
     return Moment(layer, depth, Grid(*grid), prefix, x, size, k, mass)
+
+
+def acting(name: str) -> int:
+    """A block of four in which the policy acts."""
+    return 1 if name.startswith("free-energy") else 2
 
 
 def arrays(picture: Moment, index: int) -> tuple[Array, Array, Array]:
@@ -347,14 +352,18 @@ def test_fixed_tiles_with_remainders() -> None:
 @pytest.mark.parametrize("seed", range(12))
 def test_free_energy_is_mass_times_distortion(seed: int) -> None:
     """The mass of the prefix queries, or of all where there is no prefix."""
-    picture = moment(seed, layer=1, depth=2, prefix=seed % 3, others=FreeEnergy.reads_others)
+    picture, whole = (
+        moment(seed, layer=1, depth=2, prefix=seed % 3, others=others)
+        for others in (FreeEnergy.reads_others, True)
+    )
     step = stepped(FreeEnergy(2), picture)
     assert step.x.shape[1] == picture.x.shape[1] - 4  # two blocks' worth in the second
     for index in range(2):
-        x, size, keys = arrays(picture, index)
+        x, size, _ = arrays(picture, index)
         centred = x - x.mean(1, keepdims=True)
         normal = centred / np.sqrt((centred**2).mean(1, keepdims=True) + 1e-5)
-        weight = received(seed, index, picture.prefix)
+        of_prefix, of_others = whole.attention[index].double().numpy()
+        weight = of_prefix if picture.prefix else of_others
         pairs = oracle.bipartite(normal, weight, 4, picture.prefix, "sum")
         order = oracle.bipartite_order(pairs, len(x), picture.prefix)
         expected = oracle.pool(x, size, oracle.groups(pairs, order))
@@ -362,7 +371,7 @@ def test_free_energy_is_mass_times_distortion(seed: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("depth", "acting"),
+    ("depth", "blocks"),
     [
         (1, [0]),
         (2, [1]),
@@ -375,18 +384,18 @@ def test_free_energy_is_mass_times_distortion(seed: int) -> None:
 )
 @pytest.mark.parametrize("budget", [1, 3, 8])
 def test_free_energy_merges_in_few_blocks_and_as_much(
-    depth: int, acting: list[int], budget: int
+    depth: int, blocks: list[int], budget: int
 ) -> None:
     policy, counts = FreeEnergy(budget), []
     for layer in range(depth):
         step = policy.step(moment(0, grid=(20, 24), layer=layer, depth=depth))
         counts.append(0 if step is None else 481 - step.x.shape[1])
     assert sum(counts) == budget * depth
-    assert [layer for layer in range(depth) if policy.reads_mass(layer, depth)] == acting
-    assert [layer for layer, count in enumerate(counts) if count] == acting[: sum(counts)]
-    shares = [counts[layer] for layer in acting]
+    assert [layer for layer in range(depth) if policy.reads_mass(layer, depth)] == blocks
+    assert [layer for layer, count in enumerate(counts) if count] == blocks[: sum(counts)]
+    shares = [counts[layer] for layer in blocks]
     assert max(shares) - min(shares) <= 1 and shares[0] == max(shares)
-    assert FreeEnergy(0).step(moment(0, layer=acting[0], depth=depth)) is None
+    assert FreeEnergy(0).step(moment(0, layer=blocks[0], depth=depth)) is None
 
 
 def test_free_energy_keeps_the_share_of_all_blocks_together() -> None:
@@ -418,7 +427,7 @@ def test_merging_conserves_sizes_and_weighted_sums(name: str, prefix: int, layer
     picture = moment(5, prefix=prefix, layer=layer)
     step = parse(name).step(picture)
     if step is None:
-        assert name.startswith("fixed-pool") and layer == 1
+        assert (name, layer) in (("fixed-pool:2", 1), ("free-energy:3", 2))
         return
     assert step.target is not None
     assert torch.equal(step.size.sum(1), picture.size.sum(1))
@@ -438,9 +447,9 @@ def test_merging_conserves_sizes_and_weighted_sums(name: str, prefix: int, layer
 @pytest.mark.parametrize("name", [*MERGING, "tofu:3", "diffrate:3", "evit:0.5", "dct:0.8"])
 def test_pictures_do_not_see_each_other(name: str) -> None:
     policy = parse(name)
-    picture = moment(8, layer=2)
+    picture = moment(8, layer=acting(name))
     alone = Moment(
-        2,
+        picture.layer,
         4,
         picture.grid,
         1,
@@ -551,7 +560,7 @@ def test_half_types_are_averaged_in_float32(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("name", ["tome:3", "tofu:3", "diffrate:3", "evit:0.5", "free-energy:3"])
 def test_gradients_flow_through_the_means(name: str) -> None:
-    picture = moment(1, layer=2)
+    picture = moment(1, layer=acting(name))
     picture.x.requires_grad_()
     stepped(parse(name), picture).x.square().sum().backward()
     assert picture.x.grad is not None and bool(picture.x.grad.isfinite().all())

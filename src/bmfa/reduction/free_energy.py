@@ -14,12 +14,20 @@ equal tokens merge for nothing whatever their mass. Two readings make that a cos
 - distortion: a query's scores are linear in the normalised token, so over queries of no preferred
   direction (u_a - u_b)^2 is proportional to |LN(x_a) - LN(x_b)|^2. The tokens are those behind the
   residual of the attention just computed, nearer to what the next block reads than its keys are.
-- mass: pi_j is what the class query, from which the output is read, gives to token j. A model without
-  prefix tokens reads its output from all of them, so there it is what all queries give on average.
+- mass: pi_j is what the prefix queries give to token j, on average: the output is read from the class
+  query. A model without prefix reads it from all tokens, so there pi_j is the mean over all queries.
 
     cost(a, b) = (pi_a + pi_b) |LN(x_a) - LN(x_b)|^2
 
-@@SCHEDULE@@
+Every second block merges, from a quarter of the depth on, and never the last, behind whose attention
+nothing but the output is read. Early tokens have seen few perceptrons and an early class query has seen
+little of its picture, so neither factor says much of what later blocks will read: with every second
+block from the second on merging, DeiT-Tiny at r = 8 loses more than three times the output KL. And a
+merging has a price of its own, whatever it merges. The few blocks share out the budget of all, and as
+many tokens are left behind the last as ToMe leaves, as long as no block wants more than half of its
+tokens. On DeiT-Tiny attention and perceptrons together read 3 % more tokens than under ToMe at r = 8,
+5 % more at r = 12. The schedule has its part in what is gained: with the cosine of keys, ToMe's cost,
+it gives 0.47 and 0.57 of ToMe's output KL, and mass times distortion 0.50 and 0.57 of that.
 """
 
 from collections.abc import Sequence
