@@ -273,14 +273,14 @@ class _Call:
         """Attention over tiles; "dense" expands them all."""
         q, k, v = self.inputs
         batch, heads = self.shape[:2]
-        if not q.is_cuda and self.mask is None:
+        if not q.is_cuda and self.mask is None and backend != "triton":
             check_finite_products(q, q * self.scale, k)
         if backend == "dense":
             output = tiled.dense(q, k, v, self.scale / self.tau, self._dense_mask())
+            # Nothing else is launched on the device: how many tiles that is, the host knows.
             lines = (batch, heads, tiling.groups)
-            counts = torch.full(lines, tiling.tiles, dtype=torch.int32, device=self.device)
-            every = torch.ones((1, 1, 1, 1), dtype=torch.bool, device=self.device)
-            return Tiled(output, counts, every.expand(*lines, tiling.tiles))
+            counts = torch.full(lines, tiling.tiles, dtype=torch.int32, device="cpu")
+            return Tiled(output, counts, partial(_all_marked, (*lines, tiling.tiles), self.device))
         mask, turned = self.mask, self.order != self.order_of(backend)
         if mask is not None:
             mask = mask.view(-1, self.grid.size)
@@ -498,6 +498,10 @@ def _raster_marks(marks: Tensor, tiling: Tiling) -> Tensor:
     pairs = by_tile.unflatten(2, (tiling.groups, tiling.group))  # type: ignore[no-untyped-call]
     every: Tensor = pairs.all(3)
     return every
+
+
+def _all_marked(shape: tuple[int, ...], device: torch.device) -> Tensor:
+    return torch.ones(shape, dtype=torch.bool, device=device)
 
 
 def _same(tree: Tree) -> Tree:

@@ -17,8 +17,6 @@ DEFAULT_ERROR = 0.1
 # takes the host a while too, so a call must be worth that many operations.
 LEAST_TOKENS = {"cuda": 4096, "cpu": 2048}
 LEAST_OPERATIONS = {"cuda": 1.5e11, "cpu": 0.0}
-# From here on cuDNN is the faster dense kernel on Hopper and later.
-LONG = 1024
 
 
 @dataclass(frozen=True)
@@ -93,8 +91,8 @@ def attend(
 
 
 def dense(q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor | None) -> Tensor:
-    """The best dense path: scaled_dot_product_attention, by cuDNN where that is faster."""
-    if mask is None and q.is_cuda and k.shape[2] >= LONG and _hopper(q.device):
+    """The best dense path: scaled_dot_product_attention, by cuDNN on Hopper and later."""
+    if mask is None and q.is_cuda and _hopper(q.device):
         order = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION]
         rest = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
         with sdpa_kernel(order + rest, set_priority=True):

@@ -62,6 +62,7 @@ QUESTIONS: dict[type[Rule], Callable[..., Question]] = {
 }
 
 
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def unavailable(device: torch.device) -> str | None:
     """Why no Triton kernel runs on a device; None where it does."""
     if find_spec("triton") is None:
