@@ -62,9 +62,14 @@ QUESTIONS: dict[type[Rule], Callable[..., Question]] = {
 }
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def unavailable(device: torch.device) -> str | None:
     """Why no Triton kernel runs on a device; None where it does."""
+    reason: str | None = _unavailable(device)
+    return reason
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _unavailable(device: torch.device) -> str | None:
     if find_spec("triton") is None:
         return "the package triton is not installed"
     if device.type == "cuda":
