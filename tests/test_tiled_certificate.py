@@ -4,11 +4,11 @@ import numpy as np
 import pytest
 import torch
 
-from bmfa.certificates import tiled_certificate
 from bmfa.grid import Grid
 from bmfa.kernels.eager.tiled import attend
 from bmfa.kernels.reference import attention_error, build_tree, tiled_error
 from bmfa.rules import FixedBlocks
+from bmfa.tiled_certificates import tiled_certificate
 from bmfa.tiling import Tiling
 
 GRIDS = ((1, 1), (1, 7), (8, 8), (9, 9), (14, 14), (11, 25), (16, 16), (5, 30))

@@ -12,10 +12,7 @@ from bmfa import bounds
 from bmfa.keys import KeyLevels, KeyPyramid, products
 from bmfa.pyramid import Counts, ScorePyramid, machine_epsilon
 from bmfa.screening import query_chunks
-from bmfa.tiled_certificates import tiled_certificate
 from bmfa.tree import Tree
-
-__all__ = ["exact_error", "key_certificate", "tiled_certificate"]
 
 CHUNK_ELEMENTS = 1 << 20
 
