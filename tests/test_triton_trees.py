@@ -239,9 +239,15 @@ GRID = Grid(4, 4)
         ({"rule": parse("certified:0.1")}, "the rule is certified:0.1; the kernel takes ExactGap"),
         ({"rule": parse("fixed-blocks:2")}, "the rule is fixed-blocks:2"),
         ({"rule": parse("mass-coarse:0.1")}, "the kernel takes the exact Z"),
-        ({"error": 0.1}, "the rule is optimal-error:0.1; the kernel takes a penalty"),
-        ({"leaves": 3}, "the rule is optimal-leaves:3"),
-        ({"valid": torch.ones(16, dtype=torch.bool)}, "takes no padding"),
+        (
+            {"rule": rules.Optimal(error=0.1)},
+            "the rule is optimal-error:0.1; the kernel takes a penalty",
+        ),
+        ({"rule": rules.Optimal(leaves=3)}, "the rule is optimal-leaves:3"),
+        (
+            {"rule": parse("gamma:0.1"), "valid": torch.ones(16, dtype=torch.bool)},
+            "takes no padding",
+        ),
     ],
 )
 def test_what_is_not_served_is_refused_with_the_reason_and_taken_by_auto(change, message):
