@@ -1,0 +1,129 @@
+"""Screened attention over tiles, or dense attention where "auto" finds that faster."""
+
+from dataclasses import replace
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from bmfa import tiled
+from bmfa.calls import Call, in_raster
+from bmfa.screened import Trees
+from bmfa.screening import check_finite_products
+from bmfa.tiled import Question
+from bmfa.tiled_certificates import tiled_certificate
+from bmfa.tiling import Tiled, Tiling
+from bmfa.tree import Tree
+
+
+class TileCall(Call):
+    """A call whose queries share the tiles of their group."""
+
+    def check_self_attention(self) -> None:
+        """Tiles of queries are those of the keys."""
+        if not self.self_attention:
+            raise ValueError(
+                f"form='tiled' takes a query for each of {self.prefix + self.grid.size} tokens; q has "
+                f"{self.shape[2]}; pass form='representative'"
+            )
+
+    def order_of(self, backend: str) -> str:
+        """The order in which a backend takes the tokens: all but Triton's tiles take raster order."""
+        return self.order if backend == "triton" else "raster"
+
+    def attend(self, backend: str, tiling: Tiling, question: Question) -> Tiled:
+        """Attention over tiles; "dense" expands them all."""
+        q, k, v = self.inputs
+        batch, heads = self.shape[:2]
+        if not q.is_cuda and self.mask is None and backend != "triton":
+            check_finite_products(q, q * self.scale, k)
+        if backend == "dense":
+            output = tiled.dense(q, k, v, self.scale / self.tau, self._dense_mask())
+            # Nothing else is launched on the device: how many tiles that is, the host knows.
+            lines = (batch, heads, tiling.groups)
+            counts = torch.full(lines, tiling.tiles, dtype=torch.int32, device="cpu")
+            return Tiled(output, counts, partial(_all_marked, (*lines, tiling.tiles), self.device))
+        mask, turned = self.mask, self.order != self.order_of(backend)
+        if mask is not None:
+            mask = mask.view(-1, self.grid.size)
+        if turned:
+            q, k, v = (in_raster(tokens, self.prefix, self.place, None) for tokens in (q, k, v))
+            mask = None if mask is None else mask[:, self.place]
+        result = tiled.attend(
+            backend,
+            q,
+            k,
+            v,
+            tiling,
+            question,
+            prefix=self.prefix,
+            scale=self.scale,
+            tau=self.tau,
+            valid=mask,
+            order=self.order_of(backend),
+        )
+        if not turned:
+            return result
+        order = self.grid.z_order.to(self.device)
+        return replace(result, output=in_raster(result.output, self.prefix, order, None))
+
+    def _dense_mask(self) -> Tensor | None:
+        """(B, 1, 1, prefix + N) which keys exist."""
+        if self.mask is None:
+            return None
+        spatial = self.mask.view(-1, self.grid.size)
+        before = spatial.new_ones(len(spatial), self.prefix)
+        return torch.cat((before, spatial), 1)[:, None, None]
+
+    def certificate(self, result: Tiled, tiling: Tiling, backend: str) -> Tensor:
+        """(B, heads, prefix + N) a bound on E, in float64 and the caller's order."""
+        lead = self.shape[:2]
+        q, k = (x.detach().double() for x in self.inputs[:2])
+        k = self.k.detach().double().view(*lead, *self.k.shape[1:])
+        marks = result.marks
+        if self.place is not None:
+            q = in_raster(q, self.prefix, self.place, None)
+            if self.order_of(backend) == "z":
+                marks = _raster_marks(marks, tiling)
+        valid = None if self.valid is None else self.valid[:, 0].expand(lead[0], -1)
+        if valid is not None:
+            before = valid.new_ones(lead[0], self.prefix)
+            exists = torch.cat((before, valid), 1)[:, None, :, None]
+            q = q.where(exists, 0.0)
+        bound = tiled_certificate(
+            q, k, tiling, marks, prefix=self.prefix, scale=self.scale, tau=self.tau, valid=valid
+        )
+        if self.place is None:
+            return bound
+        order = self.grid.z_order.to(self.device)
+        return in_raster(bound.unsqueeze(-1), self.prefix, order, None).squeeze(-1)
+
+    def trees(self, result: Tiled, tiling: Tiling, question: Question, backend: str) -> Trees:
+        """The partition of every query, made on demand."""
+        return Trees(partial(self._tree, result, tiling, str(question), backend))
+
+    def _tree(self, result: Tiled, tiling: Tiling, rule: str, backend: str) -> Tree:
+        order = self.order_of(backend)
+        tree = tiled.tree_of(result, tiling, self.prefix, self.tau, rule, order)
+        if self.order == order:
+            return tree
+        places = self.grid.z_order.to(self.device) + self.prefix
+        first = torch.arange(self.prefix, device=self.device)
+        return tree[:, :, torch.cat((first, places))]
+
+
+def _raster_marks(marks: Tensor, tiling: Tiling) -> Tensor:
+    """(B, heads, R, T) marks of groups and tiles in Z-order, for groups and tiles in raster order.
+
+    A raster group may hold tiles of two groups in Z-order: it expands what both of them do.
+    """
+    size, ends = tiling.side**2, tiling.slots[:, 0].to(marks.device)
+    number = tiling.grid.z_rank.to(marks.device)[ends] // size  # of each raster tile in Z-order
+    by_tile = marks[:, :, number // tiling.group][..., number]  # (B, heads, T, T)
+    pairs = by_tile.unflatten(2, (tiling.groups, tiling.group))  # type: ignore[no-untyped-call]
+    every: Tensor = pairs.all(3)
+    return every
+
+
+def _all_marked(shape: tuple[int, ...], device: torch.device) -> Tensor:
+    return torch.ones(shape, dtype=torch.bool, device=device)
