@@ -57,27 +57,6 @@ def launch(
     return output, *call.run(q, k, v, mask, output)
 
 
-@lru_cache(maxsize=256)
-def _prepared(
-    shape: tuple[int, int, int],
-    strides: tuple[Strides, ...],
-    dtype: torch.dtype,
-    device: int,
-    masked: bool,
-    height: int,
-    width: int,
-    prefix: int,
-    factor: float,
-    error: float | None,
-    expand: int,
-    aligned: bool,
-) -> "_Pipeline":
-    """The pipeline for calls that are alike in everything but the numbers in their tensors."""
-    return _Pipeline(
-        shape, strides, dtype, masked, height, width, prefix, factor, error, expand, aligned
-    )
-
-
 class _Pipeline:
     """All launches of a call with everything settled but the tensors."""
 
@@ -86,6 +65,7 @@ class _Pipeline:
         shape: tuple[int, int, int],
         strides: tuple[Strides, ...],
         dtype: torch.dtype,
+        device: int,
         masked: bool,
         height: int,
         width: int,
@@ -96,6 +76,7 @@ class _Pipeline:
         aligned: bool,
     ) -> None:
         batch, self.heads, self.dim = shape
+        self.device = device  # of the compiled kernels in its plans
         self.q_strides, self.k_strides, self.v_strides, self.o_strides = strides
         self.prefix, self.factor = prefix, factor
         self.sizes = Sizes.of(batch * self.heads, height, width, self.dim, dtype.itemsize)
@@ -245,3 +226,7 @@ class _Pipeline:
         warps, stages = CONFIGURATION[name]
         return {"num_warps": warps * self.wide if name in ("pool", "attend") else warps,
                 "num_stages": stages}  # fmt: skip
+
+
+# One for all calls that are alike in everything but the numbers in their tensors.
+_prepared = lru_cache(maxsize=256)(_Pipeline)
