@@ -1,11 +1,10 @@
-"""The certificate of tiled attention is never below the true error, whatever q and k are."""
+"""The certificate of tiled attention is never below the true error, and hardly above it."""
 
 import numpy as np
 import pytest
 import torch
 
 from bmfa.grid import Grid
-from bmfa.kernels.eager.tiled import attend
 from bmfa.kernels.reference import attention_error, build_tree, tiled_error
 from bmfa.rules import FixedBlocks
 from bmfa.tiled_certificates import tiled_certificate
@@ -55,35 +54,45 @@ def adversarial(seed: int) -> tuple[torch.Tensor, torch.Tensor, Tiling, int, tor
     return q, k, tiling, prefix, valid
 
 
+def largest_score(q: torch.Tensor, k: torch.Tensor, factor: float) -> float:
+    return factor * float(q.nan_to_num(0).norm(dim=-1).max() * k.nan_to_num(0).norm(dim=-1).max())
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("first", range(0, 360, 40))
-def test_certificate_is_never_below_the_error(first: int) -> None:
+def test_certificate_is_the_error_rounded_outward(first: int, dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(first)
     for seed in range(first, first + 40):
         q, k, tiling, prefix, valid = adversarial(seed)
+        q, k = q.to(dtype), k.to(dtype)
         scale, tau = 0.25, (1.0, 0.3, 4.0)[seed % 3]
         share = (0.0, 0.3, 0.8)[seed // 3 % 3]
         marks = torch.rand(1, 2, tiling.groups, tiling.tiles, generator=generator) < share
         settings = {"prefix": prefix, "scale": scale, "tau": tau}
-        bound = tiled_certificate(q, k, tiling, marks, valid=valid, **settings)
-        error = tiled_error(q.numpy(), k.numpy(), marks.numpy(), tiling, valid=valid, **settings)
+        bound = tiled_certificate("eager", q, k, tiling, marks, valid=valid, **settings)
+        wide = q.double().numpy(), k.double().numpy()
+        error = tiled_error(*wide, marks.numpy(), tiling, valid=valid, **settings)
         assert bound.dtype == torch.float64 and bound.shape == q.shape[:3]
         assert bool(torch.isfinite(bound).all())
         below = bound.numpy().astype(np.longdouble) < error
         assert not below.any(), (seed, bound.numpy()[below][:3], error[below][:3])
+        # A score of 16 terms and a mean of 64 of them, each rounded; nothing worse than that.
+        allowed = 2000 * torch.finfo(dtype).eps * (1 + largest_score(q, k, scale / tau)) * tau
+        assert float((bound.numpy() - error).max()) < allowed
 
 
 @pytest.mark.parametrize("seed", range(12))
 def test_everything_expanded_is_certified_exactly(seed: int) -> None:
     q, k, tiling, prefix, valid = adversarial(seed)
     marks = torch.ones(1, 2, tiling.groups, tiling.tiles, dtype=torch.bool)
-    bound = tiled_certificate(q, k, tiling, marks, prefix=prefix, scale=0.25, valid=valid)
+    bound = tiled_certificate("eager", q, k, tiling, marks, prefix=prefix, scale=0.25, valid=valid)
     assert not bool(bound.any())
 
 
 def test_prefix_queries_have_no_error() -> None:
     q, k = torch.randn(2, 1, 2, 3 + 256, 16)
     marks = torch.zeros(1, 2, 2, 4, dtype=torch.bool)
-    bound = tiled_certificate(q, k, Tiling(Grid(16, 16)), marks, prefix=3, scale=0.25)
+    bound = tiled_certificate("eager", q, k, Tiling(Grid(16, 16)), marks, prefix=3, scale=0.25)
     assert not bool(bound[:, :, :3].any()) and bool((bound[:, :, 3:] > 0).all())
 
 
@@ -94,23 +103,12 @@ def test_nearly_equal_keys_are_certified_to_be_nearly_exact() -> None:
     marks = torch.zeros(1, 1, 2, 4, dtype=torch.bool)
     for size in (1e-2, 1e-3):
         small = k[:, :, :1] + size * k
-        bound = tiled_certificate(q, small, Tiling(Grid(16, 16)), marks, prefix=0, scale=0.25)
+        bound = tiled_certificate(
+            "eager", q, small, Tiling(Grid(16, 16)), marks, prefix=0, scale=0.25
+        )
         error = tiled_error(q, small, marks, Tiling(Grid(16, 16)), scale=0.25)
         assert float(bound.max()) < 100 * size**2
-        assert float((bound.numpy() / error).max()) < 1e3
-
-
-def test_the_representative_is_certified_by_its_exact_gaps() -> None:
-    """Where all queries of a group are equal the bound is the error itself."""
-    torch.manual_seed(5)
-    q = torch.randn(1, 2, 1, 16, dtype=torch.float64).expand(1, 2, 256, 16)
-    k = 2 * torch.randn(1, 2, 256, 16, dtype=torch.float64)
-    tiling = Tiling(Grid(16, 16))
-    marks = attend(q, k, k, tiling, prefix=0, scale=0.25, expand=1).marks
-    bound = tiled_certificate(q, k, tiling, marks, prefix=0, scale=0.25).numpy()
-    error = tiled_error(q, k, marks, tiling, scale=0.25)
-    assert (bound >= error).all()
-    assert np.abs(bound / error - 1).max() < 1e-8
+        assert float((bound.numpy() - error).max()) < 1e-11  # scores below 10, float64
 
 
 def test_error_is_that_of_fixed_blocks() -> None:

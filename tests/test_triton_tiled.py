@@ -8,6 +8,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from bmfa import Grid, screened_attention
 from bmfa.kernels import reference
+from bmfa.tiled_certificates import tiled_certificate
 from bmfa.tiling import CAP, Tiling
 
 triton = pytest.importorskip("triton")
@@ -132,11 +133,32 @@ def test_every_element_is_written(monkeypatch):
 
     def poisoned(self, *args, **kwargs):
         fresh = new_empty(self, *args, **kwargs)
-        return fresh.fill_(math.nan) if fresh.is_floating_point() else fresh.fill_(-7)
+        return fresh.fill_(math.nan) if fresh.is_floating_point() else fresh.fill_(255)
 
     monkeypatch.setattr(torch.Tensor, "new_empty", poisoned)
     result, oracle = run(q, k, v, tiling, prefix=2, expand=1)
     compare(result, oracle, tiling, 2, 2e-4)
+
+
+@pytest.mark.parametrize("seed", range(CASES // 2))
+def test_certificate_is_the_error_rounded_outward(seed):
+    tiling, prefix, dim, _, valid = drawn(seed)
+    q, k, _ = tensors(seed, tiling.grid, prefix, dim)
+    if valid is not None:
+        hidden = torch.cat((valid.new_ones(1, prefix), valid), 1)[:, None, :, None]
+        q, k = (x.where(hidden, math.nan) for x in (q, k))
+    share = (0.0, 0.4, 1.0)[seed % 3]
+    generator = torch.Generator().manual_seed(seed)
+    marks = torch.rand(1, 2, tiling.groups, tiling.tiles, generator=generator) < share
+    settings = {"prefix": prefix, "scale": dim**-0.5, "tau": 0.7}
+    bound = tiled_certificate("triton", q, k, tiling, marks.to(DEVICE), valid=valid, **settings)
+    wide = (x.double().cpu().numpy() for x in (q, k))
+    mask = None if valid is None else valid.cpu()
+    error = reference.tiled_error(*wide, marks.numpy(), tiling, valid=mask, **settings)
+    above = bound.cpu().numpy() - error
+    # Scores of at most 60, each a sum of at most 80 products and 64 of them in a mean.
+    assert (above >= 0).all() and above.max() < 4 * 60 * (80 + 64 + 16) * 2.0**-23
+    assert share < 1.0 or not bool(bound.any())
 
 
 def test_full_list_is_dense_attention():

@@ -72,14 +72,17 @@ def screened_attention(
     check_number("audit", audit, low=0.0, high=1.0)
     if fallback is not None:
         check_number("fallback", fallback, low=0.0)
-    chosen = _choose_rule(rule, error, leaves)
+    _check_at_most_one(rule=rule, error=error, leaves=leaves)
     inputs = (*_autocast(q, k, v), grid, prefix, tau, scale, valid, order)
     if form == "tiled" or (form is None and rule is None and max_depth is None):
+        if rule is not None or max_depth is not None:
+            raise ValueError("form='tiled' takes no rule and no max_depth; pass error= or leaves=")
         tiles = TileCall(*inputs)
         if form == "tiled" or tiles.self_attention:
             return _tiled_attention(
-                tiles, rule, error, leaves, form, max_depth, backend, audit, certificate, fallback
+                tiles, error, leaves, form, backend, audit, certificate, fallback
             )
+    chosen = _choose_rule(rule, error, leaves)
     call = TreeCall(*inputs)
     form = form or "representative"
     ran, why = call.choose(backend, chosen)
@@ -107,21 +110,16 @@ def screened_attention(
 
 def _tiled_attention(
     call: TileCall,
-    rule: Rule | None,
     error: float | None,
     leaves: float | int | None,
     form: str | None,
-    max_depth: int | None,
     backend: str,
     audit: float,
     certificate: bool,
     fallback: float | None,
 ) -> Screened:
     """The form "tiled", or dense attention where "auto" finds that faster."""
-    if rule is not None or max_depth is not None:
-        raise ValueError("form='tiled' takes no rule and no max_depth; pass error= or leaves=")
     call.check_self_attention()
-    _choose_rule(rule, error, leaves).check(call.grid, call.grid.size)
     tiling = Tiling(call.grid)
     question = tiled.Question.of(tiling, error, leaves)
     ran, why = tiled.choose(
@@ -146,7 +144,7 @@ def _tiled_attention(
         why,
         trees,
         bound,
-        None if bound is None else "keys",
+        None if bound is None else "scores",
         replaced,
         call.audit(output, audit) if audit > 0 else None,
         result.counts,
@@ -164,12 +162,15 @@ def _autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return q.to(dtype), k.to(dtype), v.to(dtype)
 
 
-def _choose_rule(rule: Rule | None, error: float | None, leaves: float | int | None) -> Rule:
-    given = [n for n, x in (("rule", rule), ("error", error), ("leaves", leaves)) if x is not None]
+def _check_at_most_one(**choices: object) -> None:
+    given = [name for name, choice in choices.items() if choice is not None]
     if len(given) > 1:
         raise ValueError(
-            f"{' and '.join(given)} are given; pass at most one of rule, error, leaves"
+            f"{' and '.join(given)} are given; pass at most one of {', '.join(choices)}"
         )
+
+
+def _choose_rule(rule: Rule | None, error: float | None, leaves: float | int | None) -> Rule:
     if error is not None:
         return Optimal(error=error)
     if leaves is not None:

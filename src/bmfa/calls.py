@@ -8,7 +8,7 @@ from torch import Tensor
 from bmfa.checks import check_floating, check_integer, check_tau, check_valid
 from bmfa.grid import Grid, check_grid
 from bmfa.screened import Audit
-from bmfa.screening import check_finite_products, check_queries
+from bmfa.screening import check_finite_products, check_products
 
 
 class Call:
@@ -29,9 +29,8 @@ class Call:
         self.grid = check_grid(grid)
         self.prefix = check_integer("prefix", prefix, low=0)
         self.tau = check_tau(tau)
-        check_floating("v", v)
         _check_tokens(q, k, v, grid, prefix)
-        self.scale = check_queries(q, k[:, :, prefix:], grid, scale)
+        self.scale = check_products(q, k, scale)
         if order not in ("raster", "z"):
             raise ValueError(f"order is {order!r}; pass 'raster' or 'z'")
         self.shape = q.shape[:3]

@@ -19,27 +19,36 @@ def check_number(
     open_low: bool = False,
 ) -> float:
     """A finite real number in [low, high] (or (low, high] with `open_low`), as a float."""
-    bounds = f"{'(' if open_low else '['}{low:g}, {high:g}{']' if math.isfinite(high) else ')'}"
     if isinstance(value, bool) or not isinstance(value, (int, float)):
+        bounds = _interval(low, high, open_low)
         raise TypeError(f"{name} is {value!r}; pass a real number in {bounds}")
     try:
         number = float(value)
     except OverflowError:
+        bounds = _interval(low, high, open_low)
         raise ValueError(f"{name} is beyond all floats; pass a finite number in {bounds}") from None
     inside = low < number <= high if open_low else low <= number <= high
     if not math.isfinite(number) or not inside:
+        bounds = _interval(low, high, open_low)
         raise ValueError(f"{name} is {number!r}; pass a finite number in {bounds}")
     return number
 
 
+def _interval(low: float, high: float, open_low: bool) -> str:
+    return f"{'(' if open_low else '['}{low:g}, {high:g}{']' if math.isfinite(high) else ')'}"
+
+
 def check_integer(name: str, value: object, *, low: int, high: int | None = None) -> int:
     """An integer in [low, high]."""
-    bounds = f"at least {low}" if high is None else f"from {low} to {high}"
     if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name} is {value!r}; pass an integer {bounds}")
+        raise TypeError(f"{name} is {value!r}; pass an integer {_range(low, high)}")
     if value < low or (high is not None and value > high):
-        raise ValueError(f"{name} is {value}; pass an integer {bounds}")
+        raise ValueError(f"{name} is {value}; pass an integer {_range(low, high)}")
     return value
+
+
+def _range(low: int, high: int | None) -> str:
+    return f"at least {low}" if high is None else f"from {low} to {high}"
 
 
 def check_flag(name: str, value: object) -> bool:

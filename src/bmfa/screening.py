@@ -147,24 +147,31 @@ def query_chunks(
 
 def check_queries(q: Tensor, k: Tensor, grid: Grid, scale: float | None) -> float:
     """Shapes and dtypes of queries and spatial keys; the scale, 1 / sqrt(d) by default."""
+    scale = check_products(q, k, scale)
+    if k.shape[-2] != grid.size:
+        raise ValueError(
+            f"k has {k.shape[-2]} tokens and the {grid.height}x{grid.width} grid {grid.size}; "
+            "pass the spatial keys alone, without prefix tokens"
+        )
+    return scale
+
+
+def check_products(q: Tensor, k: Tensor, scale: float | None) -> float:
+    """Queries and keys that go together; the scale of their products, 1 / sqrt(d) by default."""
     check_floating("q", q)
     check_floating("k", k)
     if q.dtype != k.dtype or q.device != k.device:
         raise TypeError(
             f"q is {q.dtype} on {q.device} and k {k.dtype} on {k.device}; pass one dtype and device"
         )
-    fits = q.dim() >= 2 and k.dim() == q.dim() and q.shape[:-2] == k.shape[:-2]
-    if not fits or q.shape[-1] != k.shape[-1] or q.shape[-1] == 0:
+    ends, others = q.shape, k.shape
+    fits = len(ends) >= 2 and len(others) == len(ends) and ends[:-2] == others[:-2]
+    if not fits or ends[-1] != others[-1] or ends[-1] == 0:
         raise ValueError(
-            f"q has shape {tuple(q.shape)} and k {tuple(k.shape)}; pass (..., Q, d) and (..., N, d)"
-        )
-    if k.shape[-2] != grid.size:
-        raise ValueError(
-            f"k has {k.shape[-2]} tokens and the {grid.height}x{grid.width} grid {grid.size}; "
-            "pass the spatial keys alone, without prefix tokens"
+            f"q has shape {tuple(ends)} and k {tuple(others)}; pass (..., Q, d) and (..., N, d)"
         )
     if scale is None:
-        return float(q.shape[-1] ** -0.5)
+        return float(ends[-1] ** -0.5)
     return check_number("scale", scale)
 
 

@@ -77,26 +77,29 @@ class TileCall(Call):
 
     def certificate(self, result: Tiled, tiling: Tiling, backend: str) -> Tensor:
         """(B, heads, prefix + N) a bound on E, in float64 and the caller's order."""
-        lead = self.shape[:2]
-        q, k = (x.detach().double() for x in self.inputs[:2])
-        k = self.k.detach().double().view(*lead, *self.k.shape[1:])
-        marks = result.marks
-        if self.place is not None:
-            q = in_raster(q, self.prefix, self.place, None)
-            if self.order_of(backend) == "z":
-                marks = _raster_marks(marks, tiling)
-        valid = None if self.valid is None else self.valid[:, 0].expand(lead[0], -1)
-        if valid is not None:
-            before = valid.new_ones(lead[0], self.prefix)
-            exists = torch.cat((before, valid), 1)[:, None, :, None]
-            q = q.where(exists, 0.0)
+        q, k = self.inputs[:2]
+        valid = None if self.mask is None else self.mask.view(-1, self.grid.size)
+        order = self.order_of(backend)
+        turned = self.order != order
+        if turned:
+            q, k = (in_raster(tokens, self.prefix, self.place, None) for tokens in (q, k))
+            valid = None if valid is None else valid[:, self.place]
         bound = tiled_certificate(
-            q, k, tiling, marks, prefix=self.prefix, scale=self.scale, tau=self.tau, valid=valid
+            backend,
+            q,
+            k,
+            tiling,
+            result.marks,
+            prefix=self.prefix,
+            scale=self.scale,
+            tau=self.tau,
+            valid=valid,
+            order=order,
         )
-        if self.place is None:
+        if not turned:
             return bound
-        order = self.grid.z_order.to(self.device)
-        return in_raster(bound.unsqueeze(-1), self.prefix, order, None).squeeze(-1)
+        places = self.grid.z_order.to(self.device)
+        return in_raster(bound.unsqueeze(-1), self.prefix, places, None).squeeze(-1)
 
     def trees(self, result: Tiled, tiling: Tiling, question: Question, backend: str) -> Trees:
         """The partition of every query, made on demand."""
@@ -110,19 +113,6 @@ class TileCall(Call):
         places = self.grid.z_order.to(self.device) + self.prefix
         first = torch.arange(self.prefix, device=self.device)
         return tree[:, :, torch.cat((first, places))]
-
-
-def _raster_marks(marks: Tensor, tiling: Tiling) -> Tensor:
-    """(B, heads, R, T) marks of groups and tiles in Z-order, for groups and tiles in raster order.
-
-    A raster group may hold tiles of two groups in Z-order: it expands what both of them do.
-    """
-    size, ends = tiling.side**2, tiling.slots[:, 0].to(marks.device)
-    number = tiling.grid.z_rank.to(marks.device)[ends] // size  # of each raster tile in Z-order
-    by_tile = marks[:, :, number // tiling.group][..., number]  # (B, heads, T, T)
-    pairs = by_tile.unflatten(2, (tiling.groups, tiling.group))  # type: ignore[no-untyped-call]
-    every: Tensor = pairs.all(3)
-    return every
 
 
 def _all_marked(shape: tuple[int, ...], device: torch.device) -> Tensor:

@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
+from bmfa.checks import check_number
 from bmfa.grid import Grid, tiles
 from bmfa.tiling import Tiled, Tiling
 from bmfa.tree import Tree
@@ -17,6 +18,7 @@ DEFAULT_ERROR = 0.1
 # takes the host a while too, so a call must be worth that many operations.
 LEAST_TOKENS = {"cuda": 4096, "cpu": 2048}
 LEAST_OPERATIONS = {"cuda": 1.5e11, "cpu": 0.0}
+WORTH_CHOOSING = 1e10
 
 
 @dataclass(frozen=True)
@@ -31,7 +33,9 @@ class Question:
         """From the arguments of `screened_attention`; nothing given means the default error."""
         if leaves is not None:
             return cls(None, tiling.expanded_from_leaves(leaves))
-        return cls(DEFAULT_ERROR if error is None else error, None)
+        if error is None:
+            return cls(DEFAULT_ERROR, None)
+        return cls(check_number("error", error, low=0.0), None)
 
     def __str__(self) -> str:
         return f"error {self.error:g}" if self.expand is None else f"{self.expand} tiles expanded"
@@ -42,10 +46,9 @@ def slower_than_dense(q: Tensor, grid: Grid) -> str | None:
     least = LEAST_TOKENS.get(q.device.type, LEAST_TOKENS["cpu"])
     if grid.size < least:
         return f"dense attention is as fast below {least} tokens, and there are {grid.size}"
-    if torch.compiler.is_compiling() or (q.is_cuda and torch.cuda.is_current_stream_capturing()):
+    if _recorded(q):
         return None  # launching costs the host nothing then
-    batch, heads, _, dim = q.shape
-    operations = 4.0 * batch * heads * dim * grid.size**2
+    operations = _operations(q)
     if operations < LEAST_OPERATIONS.get(q.device.type, 0.0):
         return (
             f"the whole of dense attention is {operations / 1e9:.0f} GFLOP, over before tiles begin"
@@ -91,8 +94,12 @@ def attend(
 
 
 def dense(q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor | None) -> Tensor:
-    """The best dense path: scaled_dot_product_attention, by cuDNN on Hopper and later."""
-    if mask is None and q.is_cuda and _hopper(q.device):
+    """The best dense path: scaled_dot_product_attention, by cuDNN on Hopper and later.
+
+    Choosing takes the host as long as a small call takes the device, unless it is recorded.
+    """
+    worth = _recorded(q) or _operations(q) >= WORTH_CHOOSING
+    if mask is None and q.is_cuda and worth and _hopper(q.device):
         order = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION]
         rest = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
         with sdpa_kernel(order + rest, set_priority=True):
@@ -172,6 +179,17 @@ def _reference(q: Tensor, k: Tensor, v: Tensor, tiling: Tiling, options: dict[st
     expanded = torch.from_numpy(result.expanded).to(q.device)
     output = torch.from_numpy(result.output).to(q)
     return Tiled(output, expanded.sum(-1, dtype=torch.int32), expanded)
+
+
+def _recorded(q: Tensor) -> bool:
+    """Whether the launches of a call are recorded, in a compiled or a CUDA graph, for later."""
+    return torch.compiler.is_compiling() or (q.is_cuda and torch.cuda.is_current_stream_capturing())
+
+
+def _operations(q: Tensor) -> float:
+    """Of dense attention."""
+    batch, heads, tokens, dim = q.shape
+    return 4.0 * batch * heads * dim * tokens**2
 
 
 def _hopper(device: torch.device) -> bool:

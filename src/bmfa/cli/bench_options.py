@@ -37,7 +37,7 @@ def add_attention(command: Command) -> None:
         "--peer",
         action="append",
         metavar="NAME",
-        help="sparge, natten or flex, timed where installed (flex only if asked for)",
+        help="sparge, natten, pisa, pisa-0th or flex; those that are installed, flex only if named",
     )
     command.add_argument(
         "--no-certificate", action="store_true", help="do not time the certificate and the audit"

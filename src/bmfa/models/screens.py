@@ -6,6 +6,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from bmfa import tiled
 from bmfa.attention import Screened, screened_attention
 from bmfa.grid import Grid
 from bmfa.rules import Rule
@@ -125,6 +126,22 @@ class Screen(Replacement):
     options: dict[str, Any]
     listener: Listener | None = None
 
+    @property
+    def dense_serves(self) -> bool:
+        """Whether dense attention, where that is faster, is all that is asked for.
+
+        The checks and the statistics of a call take the host longer than small pictures take a GPU.
+        """
+        asked = self.options
+        return (
+            self.listener is None
+            and self.rule is None
+            and asked["backend"] == "auto"
+            and asked["form"] is None
+            and asked["max_depth"] is None
+            and asked["fallback"] is None
+        )
+
     def __call__(
         self,
         query: Tensor,
@@ -144,6 +161,8 @@ class Screen(Replacement):
             )
         scale = query.shape[-1] ** -0.5 if scale is None else float(scale)
         grid, prefix = self.place.of(key.shape[2]), self.place.prefix
+        if self.dense_serves and attn_mask is None and tiled.slower_than_dense(query, grid):
+            return tiled.dense(query, key, value, scale, None)
         valid = valid_keys(attn_mask, prefix)
         screened = screened_attention(
             query,

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 NAMED = Margins(left=46, right=150)
 # Settings that have a line of their own in the figure of times; all are in that of errors.
 SHOWN = ("tiled-tiles:0", "tiled-tiles:0.1", "tiled-error:0.1")
-PEERS = ("sparge", "natten", "flex")
+PEERS = ("sparge", "natten", "pisa", "pisa-0th", "flex")
 LEAST = 1024  # fewer tokens are no matter of speed
 
 

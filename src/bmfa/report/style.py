@@ -119,6 +119,8 @@ METHODS: Mapping[str, MethodStyle] = {
     "at-error": MethodStyle(OPTIMAL, "*", width=2.2, size=10.0),
     "sparge": MethodStyle(GAMMA, "v", DOTTED),
     "natten": MethodStyle(LOOKAHEAD, "p", DOTTED, hollow=True),
+    "pisa": MethodStyle(EXACT, "D", DOTTED, size=5.5),
+    "pisa-0th": MethodStyle(MASS, "o", DOTTED, hollow=True),
     "flex": MethodStyle(VARIANCE, "D", DOTTED, hollow=True, size=5.5),
     "paper": MethodStyle(INK, "o", "none", hollow=True, size=12.0),
 }

@@ -9,17 +9,19 @@ from bmfa.kernels.triton.tiled.tokens import LOG2E, existing, load_rows, tokens_
 
 @triton.jit
 def attend(
-    q, k, v, valid, kbar, vbar, qbar, counts, energy, gap, amounts, masses, cross, parts, output,
+    q, k, v, valid, kbar, vbar, qbar, counts, energy, gap, amounts, masses, cross, lost, output,
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row,
     o_batch, o_head, o_row,
     heads, prefix, height, width, across, tiles, first, rows, groups, shares, factor,
     D: tl.constexpr, BLOCK_D: tl.constexpr, GROUP: tl.constexpr, SIDE: tl.constexpr,
-    COARSE: tl.constexpr, PREFIX: tl.constexpr, SHARES: tl.constexpr,
+    MEMBERS: tl.constexpr, COARSE: tl.constexpr, PREFIX: tl.constexpr, SHARES: tl.constexpr,
     ALIGNED: tl.constexpr, MASKED: tl.constexpr, RAGGED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Program (query group, head): GROUP tiles of queries against their lists."""
+    """Program (MEMBERS tiles of queries of a group, head): these queries against the group's list."""
     SLOTS: tl.constexpr = SIDE * SIDE
-    row, head = tl.program_id(0), tl.program_id(1)
+    QUERIES: tl.constexpr = MEMBERS * SLOTS
+    part, head = tl.program_id(0), tl.program_id(1)
+    row = part * MEMBERS // GROUP
     batch, place, wide = (
         (head // heads).to(tl.int64),
         (head % heads).to(tl.int64),
@@ -36,27 +38,27 @@ def attend(
     slots, columns, queries = (
         tl.arange(0, SLOTS),
         tl.arange(0, BLOCK_D),
-        tl.arange(0, GROUP * SLOTS),
+        tl.arange(0, QUERIES),
     )
     inside = columns < D
-    tile = (first + row) * GROUP + queries // SLOTS
+    tile = first * GROUP + part * MEMBERS + queries // SLOTS
     tokens, on_grid = tokens_of(tile, queries % SLOTS, height, width, across, ALIGNED, SIDE)
     present = on_grid & (tile < tiles)
     asked = load_rows(q, tokens, q_row, present, D, BLOCK_D)
     # What the representative knows, asked for early and used after the mean tiles.
-    amount = tl.load(amounts + line)
+    amount = tl.load(amounts + wide * groups + first + row)
     kept = tl.load(masses + line)
     every = tl.arange(0, SHARES)
-    lost = tl.load(
-        parts + (line * shares + every)[:, None] * D + columns[None, :],
+    given_back = tl.load(
+        lost + (line * shares + every)[:, None] * D + columns[None, :],
         mask=(every < shares)[:, None] & inside[None, :], other=0.0,
     )  # fmt: skip
     mean = tl.load(qbar + (wide * groups + first + row) * D + columns, mask=inside, other=0.0)
 
     binary = factor * LOG2E
-    top = tl.full((GROUP * SLOTS,), float("-inf"), tl.float32)
-    mass = tl.zeros((GROUP * SLOTS,), tl.float32)
-    result = tl.zeros((GROUP * SLOTS, BLOCK_D), tl.float32)
+    top = tl.full((QUERIES,), float("-inf"), tl.float32)
+    mass = tl.zeros((QUERIES,), tl.float32)
+    result = tl.zeros((QUERIES, BLOCK_D), tl.float32)
     for start in range(0, tiles, COARSE):
         places = start + tl.arange(0, COARSE)
         known = places < tiles
@@ -75,7 +77,7 @@ def attend(
     moment = tl.load(cross + wide * (D * D) + square, mask=within, other=0.0)
     apart = (asked.to(tl.float32) - mean.to(tl.float32)[None, :]).to(asked.dtype)
     linear = tl.dot(apart, moment, input_precision=PRECISION)
-    loss = tl.sum(lost.to(tl.float32), 0) / tl.where(kept > 0.0, kept, 1.0)
+    loss = tl.sum(given_back.to(tl.float32), 0) / tl.where(kept > 0.0, kept, 1.0)
     result += mass[:, None] * (linear + loss[None, :])
 
     if PREFIX > 0:

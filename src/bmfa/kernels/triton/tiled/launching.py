@@ -5,11 +5,11 @@ from math import expm1
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 
-from bmfa.kernels.triton.launcher import Plan, Programs
+from bmfa.kernels.triton.launcher import Chain, Programs, Scratch
 from bmfa.kernels.triton.tiled.attending import attend
+from bmfa.kernels.triton.tiled.certifying import certify
 from bmfa.kernels.triton.tiled.pooling import pool
 from bmfa.kernels.triton.tiled.residuals import residual
 from bmfa.kernels.triton.tiled.scoring import score
@@ -26,6 +26,8 @@ from bmfa.kernels.triton.tiled.sizes import (
 )
 
 Strides = tuple[int, ...]
+# Tensors that a call brings; the kernels find them by these names.
+GIVEN = ("q", "k", "v", "valid", "output", "amounts", "words")
 
 
 def launch(
@@ -75,17 +77,25 @@ class _Pipeline:
         expand: int,
         aligned: bool,
     ) -> None:
-        batch, self.heads, self.dim = shape
+        batch, heads, self.dim = shape
         self.device = device  # of the compiled kernels in its plans
-        self.q_strides, self.k_strides, self.v_strides, self.o_strides = strides
-        self.prefix, self.factor = prefix, factor
-        self.sizes = Sizes.of(batch * self.heads, height, width, self.dim, dtype.itemsize)
-        self.span = (self.heads, prefix, height, width, self.sizes.across, self.sizes.tiles)
-        self.question = (0.0 if error is None else -expm1(-error), expand)
-        self.rough = dtype if dtype == torch.float32 else torch.bfloat16
-        block_d = max(16, triton.next_power_of_2(self.dim))
+        self.sizes = sizes = Sizes.of(batch * heads, height, width, self.dim, dtype.itemsize)
+        self.words = (sizes.heads, sizes.groups, -(-sizes.tiles // 32))
+        block_d = max(16, _power_of_2(self.dim))
         self.wide = 1 if block_d <= 64 else 2
-        self.constants: dict[str, Any] = {
+        # Every argument of every kernel that is not a tensor, by its name.
+        self.values: dict[str, Any] = {
+            **_named_strides("qkvo", strides),
+            "heads": heads,
+            "prefix": prefix,
+            "height": height,
+            "width": width,
+            "across": sizes.across,
+            "tiles": sizes.tiles,
+            "groups": sizes.groups,
+            "factor": factor,
+            "target": 0.0 if error is None else -expm1(-error),
+            "budget": expand,
             "D": self.dim,
             "BLOCK_D": block_d,
             "SIDE": SIDE,
@@ -94,138 +104,146 @@ class _Pipeline:
             "TILES": TILES,
             "STRIP": STRIP,
             "CAP": CAP,
-            "ROWS": self.sizes.block,
+            "ROWS": sizes.block,
             "ALIGNED": aligned,
             "MASKED": masked,
             "RAGGED": bool(height % SIDE or width % SIDE),
-            "PREFIX": 0 if prefix == 0 else max(16, triton.next_power_of_2(prefix)),
+            "PREFIX": 0 if prefix == 0 else max(16, _power_of_2(prefix)),
             "BY_ERROR": error is not None,
             "PRECISION": "ieee" if dtype == torch.float32 else "tf32",
         }
-        self.plans: dict[tuple[str, int], Plan] = {}
+        self.pooled = -(-sizes.tiles // sizes.pooled)
+        self.shares = -(-sizes.tiles // sizes.share)
+        self.chain = Chain(GIVEN, self._scratch(dtype, prefix))
+        self._add(pool, (self.pooled, sizes.heads, 1), TILES=sizes.pooled)
+        for first in range(0, sizes.groups, sizes.rows):
+            self._add_attention(first)
 
     def run(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, output: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Pool once, then score, select, sum residuals and attend for some groups at a time."""
-        sizes, new = self.sizes, q.new_empty
-        words = new((sizes.heads, sizes.groups, -(-sizes.tiles // 32)), dtype=torch.int32)
-        amounts = new((sizes.heads, sizes.groups), dtype=torch.int32)
-        means, parts = self._pool(q, k, v, mask)
-        for first in range(0, sizes.groups, sizes.rows):
-            self._attend(first, q, k, v, mask, output, means, parts, words, amounts)
+        """Fill the output; expanded tiles of each group, and words that mark those that stay."""
+        words = q.new_empty(self.words, dtype=torch.int32)
+        amounts = q.new_empty(self.words[:2], dtype=torch.int32)
+        self.chain(q, k, v, mask, output, amounts, words)
         return amounts, words
 
-    def _pool(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor
-    ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-        """Means of tiles and groups, counts, room for the first-order matrix; its parts, the prefix."""
-        sizes, new, full = self.sizes, q.new_empty, torch.float32
-        programs = -(-sizes.tiles // sizes.pooled)
-        means = (
-            new((sizes.heads, sizes.tiles, self.dim)),
-            new((sizes.heads, sizes.tiles, self.dim)),
-            new((sizes.heads, sizes.groups, self.dim)),
-            new((sizes.heads, sizes.tiles), dtype=full),
-            new((sizes.heads, self.dim, self.dim)),
-        )
-        lines = (sizes.heads, programs)
-        parts = (
-            new((*lines, self.dim, self.dim), dtype=self.rough),
-            new((*lines, self.prefix), dtype=full),
-            new((*lines, self.prefix), dtype=full),
-            new((*lines, self.prefix, self.dim), dtype=full),
-        )
-        numbers = (
-            *self.q_strides, *self.k_strides, *self.v_strides, *self.span, sizes.groups, self.factor,
-        )  # fmt: skip
-        self._start(
-            "pool", 0, pool, (programs, sizes.heads, 1), (q, k, v, mask, *means[:4], *parts), numbers,
-            TILES=sizes.pooled,
-        )  # fmt: skip
-        return means, parts
+    def _scratch(self, dtype: torch.dtype, prefix: int) -> Scratch:
+        """What the kernels leave for each other."""
+        sizes, dim, full = self.sizes, self.dim, torch.float32
+        rough = dtype if dtype == full else torch.bfloat16
+        parts = (sizes.heads, self.pooled)
+        lines = (sizes.heads, min(sizes.rows, sizes.groups))
+        scratch = Scratch()
+        scratch.add("kbar", (sizes.heads, sizes.tiles, dim), dtype)
+        scratch.add("vbar", (sizes.heads, sizes.tiles, dim), dtype)
+        scratch.add("qbar", (sizes.heads, sizes.groups, dim), dtype)
+        scratch.add("counts", (sizes.heads, sizes.tiles), full)
+        scratch.add("cross", (sizes.heads, dim, dim), dtype)
+        scratch.add("cross_parts", (*parts, dim, dim), rough)
+        scratch.add("prefix_tops", (*parts, prefix), full)
+        scratch.add("prefix_masses", (*parts, prefix), full)
+        scratch.add("prefix_outputs", (*parts, prefix, dim), full)
+        scratch.add("energy", (*lines, sizes.tiles), full)
+        scratch.add("gap", (*lines, sizes.tiles), torch.float16)
+        scratch.add("tops", lines, full)
+        scratch.add("masses", lines, full)
+        scratch.add("lost", (*lines, self.shares, dim), rough)
+        return scratch
 
-    def _attend(
-        self,
-        first: int,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        mask: Tensor,
-        output: Tensor,
-        means: tuple[Tensor, ...],
-        parts: tuple[Tensor, ...],
-        words: Tensor,
-        amounts: Tensor,
-    ) -> None:
-        """The query groups from `first` on."""
-        sizes, new, full = self.sizes, q.new_empty, torch.float32
-        kbar, vbar, qbar, counts, cross = means
+    def _add_attention(self, first: int) -> None:
+        """Score, select, sum residuals and attend for the query groups from `first` on."""
+        sizes = self.sizes
         rows = min(sizes.rows, sizes.groups - first)
-        lines, tiles = (sizes.heads, rows), sizes.tiles
-        ends = (first, rows, sizes.groups)
-        energy, gap = new((*lines, tiles), dtype=full), new((*lines, tiles), dtype=torch.float16)
-        tops, masses = new(lines, dtype=full), new(lines, dtype=full)
-        some = amounts if rows == sizes.groups else new(lines, dtype=torch.int32)
-        blocks, chunks = -(-rows // sizes.block), -(-tiles // sizes.scored)
+        blocks, chunks = -(-rows // sizes.block), -(-sizes.tiles // sizes.scored)
         strips = -(-self.dim // STRIP) if first == 0 else 0
-        pooled = parts[0].shape[1]
-        self._start(
-            "score", first, score, (chunks + strips, blocks, sizes.heads),
-            (k, mask, kbar, qbar, counts, energy, gap, parts[0], cross, *parts[1:], output),
-            (*self.k_strides, *self.o_strides, *self.span, *ends, chunks, pooled, self.factor),
-            LOOP=sizes.scored, BLOCK_P=triton.next_power_of_2(pooled),
+        some = {"first": first, "rows": rows}
+        self._add(
+            score, (chunks + strips, blocks, sizes.heads), **some,
+            LOOP=sizes.scored, chunks=chunks, parts=self.pooled, BLOCK_P=_power_of_2(self.pooled),
         )  # fmt: skip
-        self._start(
-            "select", first, select, (rows, sizes.heads, 1),
-            (k, qbar, counts, energy, gap, some, tops, masses, words),
-            (*self.k_strides, *self.span[:2], tiles, *ends, self.factor, *self.question),
-            BLOCK_T=max(32, triton.next_power_of_2(tiles)),
+        block = max(32, _power_of_2(sizes.tiles))
+        self._add(select, (rows, sizes.heads, 1), **some, BLOCK_T=block)
+        self._add(
+            residual, (self.shares, blocks, sizes.heads), **some,
+            share=sizes.share, LOOP=min(TILES, sizes.share),
         )  # fmt: skip
-        shares = -(-tiles // sizes.share)
-        lost = new((*lines, shares, self.dim), dtype=self.rough)
-        self._start(
-            "residual", first, residual, (shares, blocks, sizes.heads),
-            (k, v, mask, vbar, qbar, words, tops, lost),
-            (*self.k_strides, *self.v_strides, *self.span, *ends, sizes.share, self.factor),
-            LOOP=min(TILES, sizes.share),
+        self._add(
+            attend, (rows * GROUP // sizes.members, sizes.heads, 1), **some,
+            MEMBERS=sizes.members, shares=self.shares, SHARES=_power_of_2(self.shares),
         )  # fmt: skip
-        self._start(
-            "attend", first, attend, (rows, sizes.heads, 1),
-            (q, k, v, mask, *means[:4], energy, gap, some, masses, cross, lost, output),
-            (*self.q_strides, *self.k_strides, *self.v_strides, *self.o_strides,
-             *self.span, *ends, shares, self.factor),
-            SHARES=triton.next_power_of_2(shares),
-        )  # fmt: skip
-        if some is not amounts:
-            amounts[:, first : first + rows] = some
 
-    def _start(
-        self,
-        name: str,
-        first: int,
-        kernel: Any,
-        programs: Programs,
-        tensors: tuple[Tensor, ...],
-        numbers: tuple[float, ...],
-        **own: int,
-    ) -> None:
-        """Launch a kernel; its plan is made the first time."""
-        plan = self.plans.get((name, first))
-        if plan is None:
-            constants = {**self.constants, **own}
-            named = kernel.arg_names[len(tensors) + len(numbers) :]
-            rest = (*numbers, *(constants[each] for each in named))
-            plan = self.plans[name, first] = Plan(kernel, programs, rest, **self._how(name))
-        plan(*tensors)
+    def _add(self, kernel: Any, programs: Programs, **own: int) -> None:
+        warps, stages = self._how(kernel)
+        values = {**self.values, **own}
+        self.chain.add(kernel, programs, values, num_warps=warps, num_stages=stages)
 
-    def _how(self, name: str) -> dict[str, int]:
+    def _how(self, kernel: Any) -> tuple[int, int]:
         """Warps and stages."""
-        if name == "select":
-            return {"num_warps": 1 if self.sizes.tiles <= 1024 else 4}
-        warps, stages = CONFIGURATION[name]
-        return {"num_warps": warps * self.wide if name in ("pool", "attend") else warps,
-                "num_stages": stages}  # fmt: skip
+        if kernel is select:
+            return 1 if self.sizes.tiles <= 1024 else 4, 3
+        warps, stages = CONFIGURATION[kernel.__name__]
+        return warps * self.wide if kernel in (pool, attend) else warps, stages
+
+
+def losses(
+    q: Tensor,
+    k: Tensor,
+    valid: Tensor | None,
+    expanded: Tensor,
+    height: int,
+    width: int,
+    prefix: int,
+    factor: float,
+    aligned: bool,
+) -> Tensor:
+    """(B, heads, N) E / tau of every spatial query; `expanded` (B, heads, R, T) is what it marks."""
+    batch, heads, _, dim = q.shape
+    lost = q.new_empty((batch, heads, height * width), dtype=torch.float32)
+    groups, tiles = expanded.shape[2:]
+    block_d = max(16, _power_of_2(dim))
+    values = {
+        **_named_strides("qk", (q.stride()[:3], k.stride()[:3])),
+        "heads": heads,
+        "prefix": prefix,
+        "height": height,
+        "width": width,
+        "across": -(-width // SIDE),
+        "tiles": tiles,
+        "groups": groups,
+        "factor": factor,
+        "D": dim,
+        "BLOCK_D": block_d,
+        "SIDE": SIDE,
+        "GROUP": GROUP,
+        "PREFIX": 0 if prefix == 0 else max(16, _power_of_2(prefix)),
+        "ALIGNED": aligned,
+        "MASKED": valid is not None,
+        "RAGGED": bool(height % SIDE or width % SIDE),
+        "PRECISION": "ieee" if q.dtype == torch.float32 else "tf32",
+    }
+    warps, stages = CONFIGURATION["certify"]
+    chain = Chain(("q", "k", "valid", "expanded", "losses"), Scratch())
+    chain.add(
+        certify, (groups, batch * heads, 1), values,
+        num_warps=warps * (1 if block_d <= 64 else 2), num_stages=stages,
+    )  # fmt: skip
+    mask = q if valid is None else valid.contiguous().view(torch.uint8)
+    chain(q, k, mask, expanded.contiguous().view(torch.uint8), lost)
+    return lost
+
+
+def _named_strides(names: str, strides: tuple[Strides, ...]) -> dict[str, int]:
+    """The strides of tensors as the kernels call them."""
+    return {
+        f"{name}_{what}": stride
+        for name, own in zip(names, strides, strict=True)
+        for what, stride in zip(("batch", "head", "row"), own, strict=True)
+    }
+
+
+def _power_of_2(number: int) -> int:
+    return 1 << (number - 1).bit_length()
 
 
 # One for all calls that are alike in everything but the numbers in their tensors.

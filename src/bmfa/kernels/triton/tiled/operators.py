@@ -19,6 +19,10 @@ _library.define(
     "tiled(Tensor q, Tensor k, Tensor v, Tensor? valid, int height, int width, int prefix,"
     " float factor, float? error, int expand, bool aligned) -> (Tensor, Tensor, Tensor)"
 )
+_library.define(
+    "tile_losses(Tensor q, Tensor k, Tensor? valid, Tensor expanded, int height, int width, int prefix,"
+    " float factor, bool aligned) -> Tensor"
+)
 
 
 def unsupported(
@@ -84,6 +88,26 @@ def attend(
     return Tiled(output, counts.view(shape), marks)
 
 
+def tile_losses(
+    q: Tensor,
+    k: Tensor,
+    tiling: Tiling,
+    expanded: Tensor,
+    prefix: int,
+    factor: float,
+    valid: Tensor | None,
+    order: str,
+) -> Tensor:
+    """As `bmfa.kernels.eager.certifying.tile_losses` defines them."""
+    if valid is not None:
+        valid = valid.expand(q.shape[0], -1)
+    grid = tiling.grid
+    lost: Tensor = torch.ops.bmfa.tile_losses.default(
+        q, k, valid, expanded, grid.height, grid.width, prefix, factor, order == "z"
+    )
+    return lost
+
+
 def _some(tiling: Tiling, valid: Tensor | None, like: Tensor) -> Tensor:
     """(B or 1, 1, 1, T) whether a tile has any token."""
     if valid is None:
@@ -110,9 +134,27 @@ def _fake(
     )
 
 
-_library.impl("tiled", _run, "CUDA")
-_library.impl("tiled", _run, "CPU")  # in Triton's interpreter
+def _run_losses(*arguments: Any) -> Any:
+    return import_module("bmfa.kernels.triton.tiled.launching").losses(*arguments)
+
+
+def _fake_losses(
+    q: Tensor,
+    k: Tensor,
+    valid: Tensor | None,
+    expanded: Tensor,
+    height: int,
+    width: int,
+    *rest: Any,
+) -> Tensor:
+    return q.new_empty((*q.shape[:2], height * width), dtype=torch.float32)
+
+
+for _device in ("CUDA", "CPU"):  # the latter in Triton's interpreter
+    _library.impl("tiled", _run, _device)
+    _library.impl("tile_losses", _run_losses, _device)
 torch.library.register_fake("bmfa::tiled", _fake, lib=_library)
+torch.library.register_fake("bmfa::tile_losses", _fake_losses, lib=_library)
 operator: Any = torch.ops.bmfa.tiled.default
 
 
@@ -127,3 +169,13 @@ def _flops(
     tokens, tiles = height * width, -(-height // 8) * -(-width // 8)
     products = 1.5 * -(-tiles // 2) * tokens + tokens * (tiles + prefix + 64 * min(expand, tiles))
     return int(4 * batch * heads * dim * (products + prefix * tokens))
+
+
+@register_flop_formula(torch.ops.bmfa.tile_losses)
+def _flops_of_losses(
+    q: Any, k: Any, valid: Any, expanded: Any, height: int, width: int, prefix: int, *rest: Any,
+    **kwargs: Any,
+) -> int:  # fmt: skip
+    """All scores of the spatial queries."""
+    batch, heads, tokens, dim = q
+    return int(2 * batch * heads * dim * height * width * tokens)

@@ -24,7 +24,7 @@ def absorb(top, mass, output, logits, values, PRECISION: tl.constexpr):
 
 @triton.jit
 def pool(
-    q, k, v, valid, kbar, vbar, qbar, counts, cross, prefix_tops, prefix_masses, prefix_outputs,
+    q, k, v, valid, kbar, vbar, qbar, counts, cross_parts, prefix_tops, prefix_masses, prefix_outputs,
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row,
     heads, prefix, height, width, across, tiles, groups, factor,
     D: tl.constexpr, BLOCK_D: tl.constexpr, GROUP: tl.constexpr, SIDE: tl.constexpr,
@@ -100,8 +100,8 @@ def pool(
     square = columns[:, None] * D + columns[None, :]
     place = (wide * tl.num_programs(0) + part) * (D * D)
     tl.store(
-        cross + place + square,
-        moment.to(cross.dtype.element_ty),
+        cross_parts + place + square,
+        moment.to(cross_parts.dtype.element_ty),
         mask=inside[:, None] & inside[None, :],
     )
     asking = tl.zeros((SLOTS,), tl.float32)

@@ -8,7 +8,7 @@ from bmfa.kernels.triton.tiled.tokens import LOG2E, existing, load_rows, tokens_
 
 @triton.jit
 def residual(
-    k, v, valid, vbar, qbar, words, tops, parts,
+    k, v, valid, vbar, qbar, words, tops, lost,
     k_batch, k_head, k_row, v_batch, v_head, v_row,
     heads, prefix, height, width, across, tiles, first, rows, groups, share, factor,
     D: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr, TILES: tl.constexpr, LOOP: tl.constexpr,
@@ -32,7 +32,7 @@ def residual(
     top = tl.load(tops + wide * rows + local, mask=real, other=0.0) * LOG2E
     marks = words + (wide * groups + first + local.to(tl.int64)) * tl.cdiv(tiles, 32)
     slots, columns, members = tl.arange(0, SIDE * SIDE), tl.arange(0, BLOCK_D), tl.arange(0, TILES)
-    lost = tl.zeros((ROWS, BLOCK_D), tl.float32)
+    total = tl.zeros((ROWS, BLOCK_D), tl.float32)
     for start in range(part * share, tl.minimum(part * share + share, tiles), LOOP):
         word = tl.load(marks + start // 32, mask=real, other=0)
         masses = tl.zeros((ROWS, TILES), tl.float32)
@@ -50,14 +50,14 @@ def residual(
             if MASKED or RAGGED:
                 weights = tl.where(exists[None, :], weights, 0.0)
             weights = weights.to(values.dtype)
-            lost = tl.dot(weights, values, lost, input_precision=PRECISION)
+            total = tl.dot(weights, values, total, input_precision=PRECISION)
             mass = tl.sum(weights.to(tl.float32), 1)
             masses = tl.where((members == member)[None, :], mass[:, None], masses)
         places = start + members
         known = (members < LOOP) & (places < tiles)
         means = load_rows(vbar + wide * tiles * D, places, D, known, D, BLOCK_D)
-        lost -= tl.dot(masses, means.to(tl.float32), input_precision="tf32x3")
+        total -= tl.dot(masses, means.to(tl.float32), input_precision="tf32x3")
     places = (wide * rows + local.to(tl.int64)) * tl.num_programs(0) + part
     stored = real[:, None] & (columns < D)[None, :]
-    pointers = parts + places[:, None] * D + columns[None, :]
-    tl.store(pointers, lost.to(parts.dtype.element_ty), mask=stored)
+    pointers = lost + places[:, None] * D + columns[None, :]
+    tl.store(pointers, total.to(lost.dtype.element_ty), mask=stored)

@@ -8,7 +8,7 @@ from bmfa.kernels.triton.tiled.tokens import existing, load_rows, tokens_of
 
 @triton.jit
 def gather_parts(
-    cross, cross_sums, counts, prefix_tops, prefix_masses, prefix_outputs, output,
+    cross_parts, cross, counts, prefix_tops, prefix_masses, prefix_outputs, output,
     o_batch, o_head, o_row, heads, prefix, tiles, head, strip, parts, factor,
     D: tl.constexpr, BLOCK_D: tl.constexpr, STRIP: tl.constexpr, BLOCK_P: tl.constexpr,
 ):  # fmt: skip
@@ -19,15 +19,15 @@ def gather_parts(
     within = (lines < D)[:, None] & (columns < D)[None, :]
     moment = tl.zeros((STRIP, BLOCK_D), tl.float32)
     for part in range(parts):
-        place = cross + (wide * parts + part) * (D * D)
+        place = cross_parts + (wide * parts + part) * (D * D)
         moment += tl.load(place + square, mask=within, other=0.0).to(tl.float32)
     total = 0.0
     for start in range(0, tiles, 1024):
         places = start + tl.arange(0, 1024)
         total += tl.sum(tl.load(counts + wide * tiles + places, mask=places < tiles, other=0.0), 0)
     moment *= factor / tl.maximum(total, 1.0)
-    target = cross_sums + wide * (D * D) + square
-    tl.store(target, moment.to(cross_sums.dtype.element_ty), mask=within)
+    target = cross + wide * (D * D) + square
+    tl.store(target, moment.to(cross.dtype.element_ty), mask=within)
     for own in range(strip, prefix, tl.cdiv(D, STRIP)):
         shares = tl.arange(0, BLOCK_P)
         place = (wide * parts + shares) * prefix + own
@@ -45,7 +45,7 @@ def gather_parts(
 @triton.jit
 def score(
     k, valid, kbar, qbar, counts, energy, gap,
-    cross, cross_sums, prefix_tops, prefix_masses, prefix_outputs, output,
+    cross_parts, cross, prefix_tops, prefix_masses, prefix_outputs, output,
     k_batch, k_head, k_row, o_batch, o_head, o_row,
     heads, prefix, height, width, across, tiles, first, rows, groups, chunks, parts, factor,
     D: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr, TILES: tl.constexpr, LOOP: tl.constexpr,
@@ -66,7 +66,7 @@ def score(
     if chunk >= chunks:
         if block == 0 and first == 0:
             gather_parts(
-                cross, cross_sums, counts, prefix_tops, prefix_masses, prefix_outputs, output,
+                cross_parts, cross, counts, prefix_tops, prefix_masses, prefix_outputs, output,
                 o_batch, o_head, o_row, heads, prefix, tiles, head, chunk - chunks, parts, factor,
                 D, BLOCK_D, STRIP, BLOCK_P,
             )  # fmt: skip

@@ -64,7 +64,7 @@ def select(
         chosen = chosen | (known & (budget >= tiles))
     chosen = chosen & (count > 0.0)
     stays = (count > 0.0) & (chosen == 0)
-    tl.store(amounts + line, tl.sum(chosen.to(tl.int32), 0))
+    tl.store(amounts + wide * groups + first + row, tl.sum(chosen.to(tl.int32), 0))
     tl.store(tops + line, top)
     tl.store(masses + line, tl.sum(tl.where(stays, mass, 0.0), 0))
     listed = (energy + offset).to(tl.pointer_type(tl.int32))

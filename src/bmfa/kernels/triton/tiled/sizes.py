@@ -8,7 +8,13 @@ CAP = 4.0
 # rows of the first-order matrix that one program adds up.
 TILES, COARSE, STRIP = 16, 64, 16
 # Warps (for head dims up to 64; twice as many above) and pipeline stages of each kernel.
-CONFIGURATION = {"pool": (4, 3), "score": (4, 3), "residual": (4, 3), "attend": (4, 2)}
+CONFIGURATION = {
+    "pool": (4, 3),
+    "score": (4, 3),
+    "residual": (4, 3),
+    "attend": (4, 2),
+    "certify": (4, 3),
+}
 # Programs that keep a large card busy, and the shares of k and v that scratch memory may take.
 BUSY = 512
 ROWS_SHARE, PARTS_SHARE = 0.10, 0.035
@@ -27,6 +33,7 @@ class Sizes:
     rows: int  # representatives at once
     block: int  # representatives of one program
     share: int  # tiles of one residual program
+    members: int  # tiles of queries of one attending program
 
     @classmethod
     def of(cls, heads: int, height: int, width: int, dim: int, size: int) -> "Sizes":
@@ -46,4 +53,4 @@ class Sizes:
         parts = min(BUSY // programs, int(PARTS_SHARE * room) // (size * rows * dim))
         step = TILES // 2 if few else TILES
         share = step * -(-tiles // (step * max(1, parts)))
-        return cls(heads, tiles, across, groups, pooled, scored, rows, block, share)
+        return cls(heads, tiles, across, groups, pooled, scored, rows, block, share, GROUP)
