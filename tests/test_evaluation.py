@@ -185,7 +185,7 @@ def test_short_calls_are_timed_together(
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_cuda_graphs_are_timed_where_they_can_be_captured(model: LoadedModel) -> None:
     on_cuda = replace(model, model=copy.deepcopy(model.model).cuda())
-    pixels, kept = torch.zeros(2, 3, 224, 224, device="cuda"), []
+    pixels, kept = torch.zeros(2, 3, 112, 112, device="cuda"), []
 
     def call(pixels: torch.Tensor) -> torch.Tensor:
         logits = on_cuda.logits(pixels)

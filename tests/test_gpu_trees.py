@@ -75,13 +75,13 @@ def test_other_grids_prefixes_widths_and_limits(name, size):
         check(*tokens, parse(name), grid=grid, prefix=prefix, max_depth=limit, tau=0.8)
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
 def test_auto_takes_the_kernel_and_waits_for_nothing():
     q, k, v = tensors(1, 4, 3, 197, 64, torch.float16)
     common = {"grid": Grid(14, 14), "prefix": 1, "rule": parse("gamma:0.005")}
     assert screened_attention(q, k, v, **common).stats.backend == "triton"
-    before = torch.cuda.get_sync_debug_mode()
-    torch.cuda.set_sync_debug_mode("error")
     try:
+        torch.cuda.set_sync_debug_mode("error")
         screened_attention(q, k, v, **common)
     finally:
-        torch.cuda.set_sync_debug_mode(before)
+        torch.cuda.set_sync_debug_mode("default")

@@ -62,6 +62,29 @@ def hf_model(config: str, model: str, **options: Any) -> nn.Module:
     return made
 
 
+class Dinov2Attention(nn.Module):
+    """Attention as transformers nests it up to 5.17: a part of it owns the configuration."""
+
+    def __init__(self, part: nn.Module) -> None:
+        super().__init__()
+        self.attention = part
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.attention(*args, **kwargs)
+
+
+def nested_model() -> nn.Module:
+    """DINOv2 in the nested layout, whatever the version; the part needs another class name."""
+    model = hf_model("Dinov2Config", "Dinov2Model")
+    family = "dinov2_with_registers"
+    module = load_package(f"transformers.models.{family}.modeling_{family}")
+    for layer in list(model.modules()):
+        if type(layer).__name__ == "Dinov2Layer":
+            part = module.Dinov2WithRegistersAttention(model.config)
+            layer.attention = Dinov2Attention(part)
+    return model
+
+
 def hf_swin() -> nn.Module:
     """A model with windows."""
     transformers = load_package("transformers")
@@ -114,6 +137,7 @@ TRANSFORMERS: dict[str, tuple[int, Callable[[], nn.Module]]] = {
     "hf-vit": (1, lambda: hf_model("ViTConfig", "ViTForImageClassification")),
     "hf-deit": (2, lambda: hf_model("DeiTConfig", "DeiTForImageClassification")),
     "hf-dinov2": (1, lambda: hf_model("Dinov2Config", "Dinov2ForImageClassification")),
+    "hf-nested": (1, nested_model),
     "hf-registers": (
         4,
         lambda: hf_model(
@@ -138,6 +162,7 @@ SIZED = {name: {} for name in TIMM} | {
     "hf-vit": {"interpolate_pos_encoding": True},
     "hf-deit": {"interpolate_pos_encoding": True},
     "hf-dinov2": {},
+    "hf-nested": {},
     "hf-registers": {},
     "hf-dinov3": {},
     "hf-clip": {"interpolate_pos_encoding": True},
@@ -302,6 +327,38 @@ def test_the_text_tower_is_left_alone(kind: str) -> None:
     exact = unpatch(model)(**inputs)
     assert torch.equal(coarse.text_embeds, exact.text_embeds)
     assert not torch.equal(coarse.image_embeds, exact.image_embeds)
+
+
+def own_configs(model: nn.Module) -> list[nn.Module]:
+    """The modules whose configuration is not the model's."""
+    return [m for m in model.modules() if getattr(m, "config", model.config) is not model.config]
+
+
+def test_only_the_part_that_calls_attention_gets_a_configuration_of_its_own() -> None:
+    model = made("hf-nested")
+    named = model.config._attn_implementation
+    assert not own_configs(model)
+    patch(model, rule=COARSE, layers="all")
+    replaced = own_configs(model)
+    assert len(replaced) == 3 and replaced == [module for module, _ in screens_in(model)]
+    assert not any(isinstance(module, Dinov2Attention) for module in replaced)
+    assert model.config._attn_implementation == named
+    assert not own_configs(unpatch(model))
+
+
+@pytest.mark.parametrize("owners", [0, 2])
+def test_nested_attention_without_one_caller_is_refused(owners: int) -> None:
+    model = made("hf-nested")
+    attention = next(module for module in model.modules() if isinstance(module, Dinov2Attention))
+    attention.attention = nn.Sequential(nn.Identity(), nn.Identity())
+    for part in attention.attention[:owners]:
+        part.config = model.config
+    with pytest.raises(
+        TypeError, match=rf"Dinov2Attention .* {owners} of its parts .* from 5\.9 on"
+    ):
+        patch(model, rule=COARSE, layers="all")
+    assert not screens_in(model)
+    assert not any(module._forward_hooks for module in model.modules())
 
 
 def test_gradients_flow_through_the_trees() -> None:

@@ -526,7 +526,8 @@ def check_edges(features: Tensor, weight: Tensor, target: Tensor, r: int, pair: 
         assert goes.sum() == r
         chosen = cost[np.arange(len(even)), went]
         assert (chosen[goes] <= cost[goes].min(1) + rounding).all()
-        assert chosen[goes].max() <= cost[~goes].min() + 2 * rounding
+        if not goes.all():
+            assert chosen[goes].max() <= cost[~goes].min() + 2 * rounding
 
 
 @pytest.mark.gpu

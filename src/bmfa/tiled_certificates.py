@@ -28,37 +28,48 @@ def tiled_certificate(
     """
     factor = scale / tau
     with torch.no_grad():
+        longest = _longest_key(k, prefix, valid)
+        per_score, always = _allowances(q, tiling)
         if backend == "triton":
             from bmfa.kernels.triton.tiled import operators
 
-            lost = operators.tile_losses(q, k, tiling, expanded, prefix, factor, valid, order)
-        else:
-            from bmfa.kernels.eager.certifying import tile_losses
+            bound = operators.tile_bounds(
+                q, k, tiling, expanded, longest, prefix=prefix, factor=factor,
+                per_score=per_score, always=always, valid=valid, order=order,
+            )  # fmt: skip
+            return bound.double() * tau
+        from bmfa.kernels.eager.certifying import tile_losses
 
-            lost = tile_losses(q, k, tiling, expanded, prefix=prefix, factor=factor, valid=valid)
-        slack = _slack(q, k, tiling, prefix, abs(factor), valid)
-        bound = torch.where(lost == -torch.inf, 0.0, lost.double().clamp(min=0) + slack) * tau
+        lost = tile_losses(q, k, tiling, expanded, prefix=prefix, factor=factor, valid=valid)
+        norms = torch.linalg.vector_norm(q[:, :, prefix:], dim=-1, dtype=_working(q))
+        reach = abs(factor) * norms.double() * longest.double().unsqueeze(-1)
+        bound = lost.double().clamp(min=0) + per_score * reach + always
+        bound = torch.where(lost == -torch.inf, 0.0, bound) * tau
         if valid is not None:
             bound = bound.where(valid.unsqueeze(1), 0.0)
         return torch.cat((bound.new_zeros(*q.shape[:2], prefix), bound), -1)
 
 
-def _slack(
-    q: Tensor, k: Tensor, tiling: Tiling, prefix: int, factor: float, valid: Tensor | None
-) -> Tensor:
-    """(B, heads, N) what rounding may have taken from log Z - log Z~, in float64.
-
-    With R the largest score that the norms allow, a score is a product of d terms, a mean score a sum
-    of S of them, and the exponent a difference: each off by less than (d + S + 16) R units. A sum of
-    T tiles of S positive terms and its logarithm are off by T + S + 64 units. Units are two roundings
-    of the working precision: matrix units may truncate, and exponentials are good to two.
-    """
-    working = torch.float64 if q.dtype == torch.float64 else torch.float32
-    unit = 2 * torch.finfo(working).eps
-    keys = torch.linalg.vector_norm(k, dim=-1, dtype=working)
-    queries = torch.linalg.vector_norm(q[:, :, prefix:], dim=-1, dtype=working)
+def _longest_key(k: Tensor, prefix: int, valid: Tensor | None) -> Tensor:
+    """(B, heads) the norm of the longest key that exists."""
+    norms: Tensor = torch.linalg.vector_norm(k, dim=-1, dtype=_working(k))
     if valid is not None:
-        keys[:, :, prefix:].masked_fill_(~valid.unsqueeze(1), 0.0)
-    reach: Tensor = factor * queries.double() * keys.amax(-1, keepdim=True).double()
-    slots = tiling.side**2
-    return 2 * unit * ((q.shape[-1] + slots + 16) * reach + tiling.tiles + slots + 64)
+        norms[:, :, prefix:].masked_fill_(~valid.unsqueeze(1), 0.0)
+    return norms.amax(-1)
+
+
+def _allowances(q: Tensor, tiling: Tiling) -> tuple[float, float]:
+    """What rounding may take from log Z - log Z~: for each unit of the largest score R, and always.
+
+    R is what the norms allow. A score is a product of d terms, a mean score a sum of S of them, and
+    the exponent a difference: each off by less than (d + S + 16) R units. A sum of T tiles of S
+    positive terms and its logarithm are off by T + S + 64 units. Units are two roundings of the
+    working precision: matrix units may truncate, and exponentials are good to two.
+    """
+    slots, unit = tiling.side**2, 2 * torch.finfo(_working(q)).eps
+    return 2 * unit * (q.shape[-1] + slots + 16), 2 * unit * (tiling.tiles + slots + 64)
+
+
+def _working(tensor: Tensor) -> torch.dtype:
+    """The precision of the scores."""
+    return torch.float64 if tensor.dtype == torch.float64 else torch.float32

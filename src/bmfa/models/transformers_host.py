@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from bmfa.models.hosts import Host, class_name
+from bmfa.models.hosts import SUPPORTED, Host, class_name
 from bmfa.models.reduced import Branches, SizedAttention
 from bmfa.models.screens import Replacement, Screen, replacement_of
 from bmfa.packages import load_package
@@ -143,10 +143,27 @@ def _host(model: nn.Module, tower: nn.Module, embeddings: Any, family: Family) -
     return Host(
         TransformersScreen,
         TransformersSized,
-        tuple(attention for _, attention in pairs),
+        tuple(_caller(attention) for _, attention in pairs),
         embeddings.get_submodule(family.projection),
         prefix,
         tuple(block for block, _ in pairs),
         family.branches,
         any(type(module).__name__.endswith(family.readers) for module in model.modules()),
     )
+
+
+def _caller(attention: nn.Module) -> nn.Module:
+    """The module that calls the attention function: the one whose configuration names it.
+
+    That is the attention itself, or a part of it where a version of transformers nests them.
+    """
+    if hasattr(attention, "config"):
+        return attention
+    owners = [part for part in attention.modules() if hasattr(part, "config")]
+    if len(owners) != 1:
+        raise TypeError(
+            f"{class_name(attention)} is not served: {len(owners)} of its parts own a configuration, "
+            "where the one that calls the attention function is needed; "
+            f"served are {SUPPORTED}, as transformers defines them from 5.9 on"
+        )
+    return owners[0]

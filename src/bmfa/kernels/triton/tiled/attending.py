@@ -14,14 +14,13 @@ def attend(
     o_batch, o_head, o_row,
     heads, prefix, height, width, across, tiles, first, rows, groups, shares, factor,
     D: tl.constexpr, BLOCK_D: tl.constexpr, GROUP: tl.constexpr, SIDE: tl.constexpr,
-    MEMBERS: tl.constexpr, COARSE: tl.constexpr, PREFIX: tl.constexpr, SHARES: tl.constexpr,
+    COARSE: tl.constexpr, PREFIX: tl.constexpr, SHARES: tl.constexpr,
     ALIGNED: tl.constexpr, MASKED: tl.constexpr, RAGGED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Program (MEMBERS tiles of queries of a group, head): these queries against the group's list."""
+    """Program (tile of queries, head): these queries against the list of their group."""
     SLOTS: tl.constexpr = SIDE * SIDE
-    QUERIES: tl.constexpr = MEMBERS * SLOTS
-    part, head = tl.program_id(0), tl.program_id(1)
-    row = part * MEMBERS // GROUP
+    tile, head = tl.program_id(0) + first * GROUP, tl.program_id(1)
+    row = tile // GROUP - first
     batch, place, wide = (
         (head // heads).to(tl.int64),
         (head % heads).to(tl.int64),
@@ -35,15 +34,9 @@ def attend(
     vbar += wide * tiles * D
     counts += wide * tiles
     line = wide * rows + row
-    slots, columns, queries = (
-        tl.arange(0, SLOTS),
-        tl.arange(0, BLOCK_D),
-        tl.arange(0, QUERIES),
-    )
+    slots, columns = tl.arange(0, SLOTS), tl.arange(0, BLOCK_D)
     inside = columns < D
-    tile = first * GROUP + part * MEMBERS + queries // SLOTS
-    tokens, on_grid = tokens_of(tile, queries % SLOTS, height, width, across, ALIGNED, SIDE)
-    present = on_grid & (tile < tiles)
+    tokens, present = tokens_of(tile, slots, height, width, across, ALIGNED, SIDE)
     asked = load_rows(q, tokens, q_row, present, D, BLOCK_D)
     # What the representative knows, asked for early and used after the mean tiles.
     amount = tl.load(amounts + wide * groups + first + row)
@@ -56,9 +49,9 @@ def attend(
     mean = tl.load(qbar + (wide * groups + first + row) * D + columns, mask=inside, other=0.0)
 
     binary = factor * LOG2E
-    top = tl.full((QUERIES,), float("-inf"), tl.float32)
-    mass = tl.zeros((QUERIES,), tl.float32)
-    result = tl.zeros((QUERIES, BLOCK_D), tl.float32)
+    top = tl.full((SLOTS,), float("-inf"), tl.float32)
+    mass = tl.zeros((SLOTS,), tl.float32)
+    result = tl.zeros((SLOTS, BLOCK_D), tl.float32)
     for start in range(0, tiles, COARSE):
         places = start + tl.arange(0, COARSE)
         known = places < tiles

@@ -15,20 +15,44 @@ def add_mass(top, mass, other, more):
 
 
 @triton.jit
+def score_tile(
+    asked, k, valid, index, k_row, height, width, across, binary,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, SIDE: tl.constexpr,
+    ALIGNED: tl.constexpr, MASKED: tl.constexpr, RAGGED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Scores (base 2) of a tile, -inf where there is no token, their mean, and how many there are."""
+    slots = tl.arange(0, SIDE * SIDE)
+    tokens, inside = tokens_of(index, slots, height, width, across, ALIGNED, SIDE)
+    exists = existing(valid, tokens, inside, MASKED)
+    keys = load_rows(k, tokens, k_row, exists, D, BLOCK_D)
+    scores = tl.dot(asked, tl.trans(keys), input_precision=PRECISION) * binary
+    total = tl.sum(scores, 1)  # keys that do not exist are 0, and so are their scores
+    count = SIDE * SIDE * 1.0
+    if MASKED or RAGGED:
+        count = tl.sum(exists.to(tl.float32), 0)
+        scores = tl.where(exists[None, :], scores, float("-inf"))
+    return scores, total / tl.maximum(count, 1.0), count
+
+
+@triton.jit
 def certify(
-    q, k, valid, expanded, losses,
+    q, k, valid, expanded, longest, bounds,
     q_batch, q_head, q_row, k_batch, k_head, k_row,
-    heads, prefix, height, width, across, tiles, groups, factor,
+    heads, prefix, height, width, across, tiles, groups, factor, per_score, always,
     D: tl.constexpr, BLOCK_D: tl.constexpr, GROUP: tl.constexpr, SIDE: tl.constexpr,
     PREFIX: tl.constexpr, ALIGNED: tl.constexpr, MASKED: tl.constexpr, RAGGED: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PRECISION: tl.constexpr, PLAIN: tl.constexpr,
 ):  # fmt: skip
-    """Program (query group, head): E / tau = log Z - log Z~ of the queries of GROUP tiles.
+    """Program (query group, head): E / tau = log Z - log Z~ of each of its queries, rounded upwards.
 
     Z adds up the tokens; Z~ takes n exp(mean score) for a tile that stays. No mean key is read: the
-    mean of the scores is at hand, and its rounding is that of the scores. -inf where no tile stays.
+    mean of the scores is at hand, and its rounding is that of the scores. 0 where no tile stays.
+    Where the norms (`longest` is the longest key of the head) allow no score beyond 2^PLAIN, there is
+    no maximum to look for. `per_score` times the largest such score, and `always`, are added for what
+    rounding may have taken.
     """
     SLOTS: tl.constexpr = SIDE * SIDE
+    QUERIES: tl.constexpr = GROUP * SLOTS
     group, head = tl.program_id(0), tl.program_id(1)
     batch, place, wide = (
         (head // heads).to(tl.int64),
@@ -39,45 +63,62 @@ def certify(
     k += batch * k_batch + place * k_head
     valid += batch * height * width
     expanded += (wide * groups + group) * tiles
-    slots, queries = tl.arange(0, SLOTS), tl.arange(0, GROUP * SLOTS)
+    queries = tl.arange(0, QUERIES)
     tile = group * GROUP + queries // SLOTS
     tokens, on_grid = tokens_of(tile, queries % SLOTS, height, width, across, ALIGNED, SIDE)
-    present = on_grid & (tile < tiles)
+    on_grid = on_grid & (tile < tiles)
+    present = existing(valid, tokens, on_grid, MASKED)
     asked = load_rows(q, tokens, q_row, present, D, BLOCK_D)
     binary = factor * LOG2E
-    exact_top = tl.full((GROUP * SLOTS,), float("-inf"), tl.float32)
-    exact = tl.zeros((GROUP * SLOTS,), tl.float32)
+    exact_top = tl.full((QUERIES,), float("-inf"), tl.float32)
+    exact = tl.zeros((QUERIES,), tl.float32)
     if PREFIX > 0:
         before = tl.arange(0, PREFIX)
         own = load_rows(k, before, k_row, before < prefix, D, BLOCK_D)
-        scores = tl.dot(asked, tl.trans(own), input_precision=PRECISION) * binary
-        scores = tl.where((before < prefix)[None, :], scores, float("-inf"))
-        exact_top = tl.max(scores, 1)
-        exact = tl.sum(tl.exp2(scores - exact_top[:, None]), 1)
+        own_scores = tl.dot(asked, tl.trans(own), input_precision=PRECISION) * binary
+        own_scores = tl.where((before < prefix)[None, :], own_scores, float("-inf"))
+        exact_top = tl.max(own_scores, 1)
+        exact = tl.sum(tl.exp2(own_scores - exact_top[:, None]), 1)
     coarse_top, coarse = exact_top, exact
     k += prefix * k_row
     some = False
-    for index in range(tiles):
-        there, inside = tokens_of(index, slots, height, width, across, ALIGNED, SIDE)
-        exists = existing(valid, there, inside, MASKED)
-        keys = load_rows(k, there, k_row, exists, D, BLOCK_D)
-        scores = tl.dot(asked, tl.trans(keys), input_precision=PRECISION) * binary
-        count = SLOTS * 1.0
-        total = tl.sum(scores, 1)  # keys that do not exist are 0, and so are their scores
-        if MASKED or RAGGED:
-            count = tl.sum(exists.to(tl.float32), 0)
-            scores = tl.where(exists[None, :], scores, float("-inf"))
-        top = tl.max(scores, 1)
-        level = tl.where(top == float("-inf"), 0.0, top)
-        mass = tl.sum(tl.exp2(scores - level[:, None]), 1)
-        stays = (tl.load(expanded + index) == 0) & (count > 1.0)
-        some = some | stays
-        exact_top, exact = add_mass(exact_top, exact, top, mass)
-        # A bright minority may lie so far above its mean that the two sums share no scale.
-        mean = total / tl.maximum(count, 1.0)
-        coarse_top, coarse = add_mass(
-            coarse_top, coarse, tl.where(stays, mean, top), tl.where(stays, count, mass)
-        )
+    wide_asked = asked.to(tl.float32)
+    reach = tl.sqrt(tl.sum(wide_asked * wide_asked, 1)) * tl.load(longest + wide) * tl.abs(factor)
+    if tl.max(reach, 0) * LOG2E < PLAIN:
+        coarse = exact * tl.exp2(exact_top)
+        exact = coarse
+        for index in range(tiles):
+            scores, mean, count = score_tile(
+                asked, k, valid, index, k_row, height, width, across, binary,
+                D, BLOCK_D, SIDE, ALIGNED, MASKED, RAGGED, PRECISION,
+            )  # fmt: skip
+            mass = tl.sum(tl.exp2(scores), 1)
+            stays = (tl.load(expanded + index) == 0) & (count > 1.0)
+            some = some | stays
+            exact += mass
+            coarse += tl.where(stays, count * tl.exp2(mean), mass)
+        exact_top = tl.zeros((QUERIES,), tl.float32)
+        coarse_top = exact_top
+    else:
+        for index in range(tiles):
+            scores, mean, count = score_tile(
+                asked, k, valid, index, k_row, height, width, across, binary,
+                D, BLOCK_D, SIDE, ALIGNED, MASKED, RAGGED, PRECISION,
+            )  # fmt: skip
+            top = tl.max(scores, 1)
+            level = tl.where(top == float("-inf"), 0.0, top)
+            mass = tl.sum(tl.exp2(scores - level[:, None]), 1)
+            stays = (tl.load(expanded + index) == 0) & (count > 1.0)
+            some = some | stays
+            exact_top, exact = add_mass(exact_top, exact, top, mass)
+            # A bright minority may lie so far above its mean that the two sums share no scale.
+            coarse_top, coarse = add_mass(
+                coarse_top, coarse, tl.where(stays, mean, top), tl.where(stays, count, mass)
+            )
     apart = (exact_top - coarse_top) + (tl.log2(exact) - tl.log2(coarse))
-    lost = tl.where(some, apart / LOG2E, float("-inf"))
-    tl.store(losses + wide * height * width + tokens, lost, mask=present)
+    bound = tl.maximum(apart * (1.000001 / LOG2E), 0.0) + per_score * reach + always
+    bound = tl.where(some & present, bound, 0.0)
+    tl.store(bounds + wide * (prefix + height * width) + prefix + tokens, bound, mask=on_grid)
+    if group == 0 and PREFIX > 0:
+        first = tl.arange(0, PREFIX)
+        tl.store(bounds + wide * (prefix + height * width) + first, 0.0, mask=first < prefix)

@@ -19,6 +19,7 @@ from bmfa.kernels.triton.tiled.sizes import (
     COARSE,
     CONFIGURATION,
     GROUP,
+    PLAIN,
     SIDE,
     STRIP,
     TILES,
@@ -169,8 +170,8 @@ class _Pipeline:
             share=sizes.share, LOOP=min(TILES, sizes.share),
         )  # fmt: skip
         self._add(
-            attend, (rows * GROUP // sizes.members, sizes.heads, 1), **some,
-            MEMBERS=sizes.members, shares=self.shares, SHARES=_power_of_2(self.shares),
+            attend, (min(rows * GROUP, sizes.tiles - first * GROUP), sizes.heads, 1), **some,
+            shares=self.shares, SHARES=_power_of_2(self.shares),
         )  # fmt: skip
 
     def _add(self, kernel: Any, programs: Programs, **own: int) -> None:
@@ -183,23 +184,31 @@ class _Pipeline:
         if kernel is select:
             return 1 if self.sizes.tiles <= 1024 else 4, 3
         warps, stages = CONFIGURATION[kernel.__name__]
-        return warps * self.wide if kernel in (pool, attend) else warps, stages
+        if kernel is attend and self.sizes.few:
+            stages = 2
+        return warps * self.wide if kernel is pool else warps, stages
 
 
-def losses(
+def bounds(
     q: Tensor,
     k: Tensor,
     valid: Tensor | None,
     expanded: Tensor,
+    longest: Tensor,
     height: int,
     width: int,
     prefix: int,
     factor: float,
+    per_score: float,
+    always: float,
     aligned: bool,
 ) -> Tensor:
-    """(B, heads, N) E / tau of every spatial query; `expanded` (B, heads, R, T) is what it marks."""
-    batch, heads, _, dim = q.shape
-    lost = q.new_empty((batch, heads, height * width), dtype=torch.float32)
+    """(B, heads, prefix + N) bounds on E / tau where `expanded` (B, heads, R, T) marks tiles.
+
+    `longest` (B, heads) is the norm of the longest key, in float32.
+    """
+    batch, heads, tokens, dim = q.shape
+    bound = q.new_empty((batch, heads, tokens), dtype=torch.float32)
     groups, tiles = expanded.shape[2:]
     block_d = max(16, _power_of_2(dim))
     values = {
@@ -212,6 +221,8 @@ def losses(
         "tiles": tiles,
         "groups": groups,
         "factor": factor,
+        "per_score": per_score,
+        "always": always,
         "D": dim,
         "BLOCK_D": block_d,
         "SIDE": SIDE,
@@ -221,16 +232,16 @@ def losses(
         "MASKED": valid is not None,
         "RAGGED": bool(height % SIDE or width % SIDE),
         "PRECISION": "ieee" if q.dtype == torch.float32 else "tf32",
+        "PLAIN": PLAIN,
     }
     warps, stages = CONFIGURATION["certify"]
-    chain = Chain(("q", "k", "valid", "expanded", "losses"), Scratch())
-    chain.add(
-        certify, (groups, batch * heads, 1), values,
-        num_warps=warps * (1 if block_d <= 64 else 2), num_stages=stages,
-    )  # fmt: skip
+    chain = Chain(("q", "k", "valid", "expanded", "longest", "bounds"), Scratch())
+    programs = (groups, batch * heads, 1)
+    chain.add(certify, programs, values, num_warps=warps, num_stages=stages)
     mask = q if valid is None else valid.contiguous().view(torch.uint8)
-    chain(q, k, mask, expanded.contiguous().view(torch.uint8), lost)
-    return lost
+    marks = expanded.contiguous().view(torch.uint8)
+    chain(q, k, mask, marks, longest.contiguous(), bound)
+    return bound
 
 
 def _named_strides(names: str, strides: tuple[Strides, ...]) -> dict[str, int]:

@@ -20,8 +20,8 @@ _library.define(
     " float factor, float? error, int expand, bool aligned) -> (Tensor, Tensor, Tensor)"
 )
 _library.define(
-    "tile_losses(Tensor q, Tensor k, Tensor? valid, Tensor expanded, int height, int width, int prefix,"
-    " float factor, bool aligned) -> Tensor"
+    "tile_bounds(Tensor q, Tensor k, Tensor? valid, Tensor expanded, Tensor longest, int height,"
+    " int width, int prefix, float factor, float per_score, float always, bool aligned) -> Tensor"
 )
 
 
@@ -88,24 +88,33 @@ def attend(
     return Tiled(output, counts.view(shape), marks)
 
 
-def tile_losses(
+def tile_bounds(
     q: Tensor,
     k: Tensor,
     tiling: Tiling,
     expanded: Tensor,
+    longest: Tensor,
+    *,
     prefix: int,
     factor: float,
+    per_score: float,
+    always: float,
     valid: Tensor | None,
     order: str,
 ) -> Tensor:
-    """As `bmfa.kernels.eager.certifying.tile_losses` defines them."""
+    """(B, heads, prefix + N) `bmfa.kernels.eager.certifying.tile_losses`, and what rounding may take.
+
+    `longest` (B, heads) is the norm of the longest key; with it `per_score` and `always` make up
+    for rounding. 0 for prefix queries and those that are not valid.
+    """
     if valid is not None:
         valid = valid.expand(q.shape[0], -1)
     grid = tiling.grid
-    lost: Tensor = torch.ops.bmfa.tile_losses.default(
-        q, k, valid, expanded, grid.height, grid.width, prefix, factor, order == "z"
-    )
-    return lost
+    bound: Tensor = torch.ops.bmfa.tile_bounds.default(
+        q, k, valid, expanded, longest, grid.height, grid.width, prefix, factor, per_score, always,
+        order == "z",
+    )  # fmt: skip
+    return bound
 
 
 def _some(tiling: Tiling, valid: Tensor | None, like: Tensor) -> Tensor:
@@ -134,27 +143,19 @@ def _fake(
     )
 
 
-def _run_losses(*arguments: Any) -> Any:
-    return import_module("bmfa.kernels.triton.tiled.launching").losses(*arguments)
+def _run_bounds(*arguments: Any) -> Any:
+    return import_module("bmfa.kernels.triton.tiled.launching").bounds(*arguments)
 
 
-def _fake_losses(
-    q: Tensor,
-    k: Tensor,
-    valid: Tensor | None,
-    expanded: Tensor,
-    height: int,
-    width: int,
-    *rest: Any,
-) -> Tensor:
-    return q.new_empty((*q.shape[:2], height * width), dtype=torch.float32)
+def _fake_bounds(q: Tensor, *rest: Any) -> Tensor:
+    return q.new_empty(q.shape[:3], dtype=torch.float32)
 
 
 for _device in ("CUDA", "CPU"):  # the latter in Triton's interpreter
     _library.impl("tiled", _run, _device)
-    _library.impl("tile_losses", _run_losses, _device)
+    _library.impl("tile_bounds", _run_bounds, _device)
 torch.library.register_fake("bmfa::tiled", _fake, lib=_library)
-torch.library.register_fake("bmfa::tile_losses", _fake_losses, lib=_library)
+torch.library.register_fake("bmfa::tile_bounds", _fake_bounds, lib=_library)
 operator: Any = torch.ops.bmfa.tiled.default
 
 
@@ -171,9 +172,9 @@ def _flops(
     return int(4 * batch * heads * dim * (products + prefix * tokens))
 
 
-@register_flop_formula(torch.ops.bmfa.tile_losses)
-def _flops_of_losses(
-    q: Any, k: Any, valid: Any, expanded: Any, height: int, width: int, prefix: int, *rest: Any,
+@register_flop_formula(torch.ops.bmfa.tile_bounds)
+def _flops_of_bounds(
+    q: Any, k: Any, valid: Any, expanded: Any, longest: Any, height: int, width: int, *rest: Any,
     **kwargs: Any,
 ) -> int:  # fmt: skip
     """All scores of the spatial queries."""

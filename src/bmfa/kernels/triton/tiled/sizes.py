@@ -4,6 +4,8 @@ from dataclasses import dataclass
 
 SIDE, GROUP = 8, 2
 CAP = 4.0
+# 2^100 a hundred thousand times, and 2^-100, are numbers still.
+PLAIN = 100.0
 # Pinned, not tuned at run time: columns of a scoring program, mean tiles in one step of attention,
 # rows of the first-order matrix that one program adds up.
 TILES, COARSE, STRIP = 16, 64, 16
@@ -12,7 +14,7 @@ CONFIGURATION = {
     "pool": (4, 3),
     "score": (4, 3),
     "residual": (4, 3),
-    "attend": (4, 2),
+    "attend": (4, 3),
     "certify": (4, 3),
 }
 # Programs that keep a large card busy, and the shares of k and v that scratch memory may take.
@@ -33,7 +35,7 @@ class Sizes:
     rows: int  # representatives at once
     block: int  # representatives of one program
     share: int  # tiles of one residual program
-    members: int  # tiles of queries of one attending program
+    few: bool  # too few tiles for long loops to fill the card
 
     @classmethod
     def of(cls, heads: int, height: int, width: int, dim: int, size: int) -> "Sizes":
@@ -42,8 +44,8 @@ class Sizes:
         tiles = down * across
         groups = -(-tiles // GROUP)
         room = 2 * height * width * dim * size  # bytes of k and v of one head
-        few = tiles * heads < 2 * BUSY  # too few for long loops to fill the card
-        pooled, scored = (4, 4) if few else (8, TILES)
+        few = tiles * heads < 2 * BUSY
+        pooled, scored = (4, 2) if few else (8, TILES)
         # energy (4 bytes) and gap (2 bytes) of every representative and tile
         chunks = -(-6 * groups * tiles // max(1, int(ROWS_SHARE * room)))
         chunks = max(1, min(chunks, groups // 64))
@@ -53,4 +55,4 @@ class Sizes:
         parts = min(BUSY // programs, int(PARTS_SHARE * room) // (size * rows * dim))
         step = TILES // 2 if few else TILES
         share = step * -(-tiles // (step * max(1, parts)))
-        return cls(heads, tiles, across, groups, pooled, scored, rows, block, share, GROUP)
+        return cls(heads, tiles, across, groups, pooled, scored, rows, block, share, few)
