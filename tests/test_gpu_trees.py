@@ -66,6 +66,15 @@ def test_trees_and_outputs_at_the_size_of_deit(name, dtype):
     check(*tensors(0, 2, 3, 197, 64, dtype), parse(name), grid=Grid(14, 14), prefix=1)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+@pytest.mark.parametrize("size", [(3, 3), (4, 3), (7, 7), (8, 8), (12, 9), (16, 16)])
+@pytest.mark.parametrize("name", [*RULES, "mass:0.02", "optimal:0.02"])
+def test_every_rule_at_every_depth(name, size, dtype):
+    """A compiler may lay out each number of levels in its own way, and get one of them wrong."""
+    grid = Grid(*size)
+    check(*tensors(5, 2, 2, 3 + grid.size, 64, dtype), parse(name), grid=grid, prefix=3)
+
+
 @pytest.mark.parametrize("size", [(16, 16), (7, 7), (12, 9), (1, 13), (3, 3), (16, 2)])
 @pytest.mark.parametrize("name", ["gamma:0.02", "optimal:0.002", "quadrant-gap:0.3"])
 def test_other_grids_prefixes_widths_and_limits(name, size):

@@ -126,6 +126,7 @@ def _tiled_attention(
         backend,
         *call.inputs,
         tiling,
+        question,
         prefix=call.prefix,
         order=call.order,
         forced=form == "tiled" or certificate or fallback is not None,

@@ -1,5 +1,6 @@
 """Attention over tiles for long sequences: which backend runs, and when dense attention is faster."""
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,15 +10,19 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from bmfa.checks import check_number
-from bmfa.grid import Grid, tiles
+from bmfa.grid import tiles
 from bmfa.tiling import Tiled, Tiling
 from bmfa.tree import Tree
 
 DEFAULT_ERROR = 0.1
-# Measured break-even: below so many tokens dense attention is as fast. On CUDA launching the kernels
-# takes the host a while too, so a call must be worth that many operations.
+# Measured break-even. Below so many tokens dense attention is as fast.
 LEAST_TOKENS = {"cuda": 4096, "cpu": 2048}
-LEAST_OPERATIONS = {"cuda": 6e10, "cpu": 0.0}
+# A call must save so many operations of dense attention: on CUDA to fill the card with what comes before
+# the attending, and, unless its launches are recorded, to make up for the host's time to launch it.
+LEAST_SAVED = {"cuda": 6e10, "recorded": 2e10, "cpu": 0.0}
+# An expanded tile costs so many times what it costs dense attention, and an error target of 0.1 expands
+# this share of the tiles of 64 x 64 tokens, others by a power of the target; larger grids take less.
+EXPANDED_COST, EXPANDED_SHARE, TARGET_POWER = 1.7, 0.16, -0.6
 # Naming the dense path takes the host 30 microseconds, and it is mostly torch's own choice.
 WORTH_CHOOSING = 1e12
 
@@ -38,21 +43,28 @@ class Question:
             return cls(DEFAULT_ERROR, None)
         return cls(check_number("error", error, low=0.0), None)
 
+    def share(self, tiles: int) -> float:
+        """The share of the tiles that is expanded: known from a budget, a guess from a target."""
+        if self.expand is not None:
+            return self.expand / tiles
+        if not self.error:
+            return 1.0
+        return min(1.0, EXPANDED_SHARE * math.pow(self.error / DEFAULT_ERROR, TARGET_POWER))
+
     def __str__(self) -> str:
         return f"error {self.error:g}" if self.expand is None else f"{self.expand} tiles expanded"
 
 
-def slower_than_dense(q: Tensor, grid: Grid) -> str | None:
+def slower_than_dense(q: Tensor, tiling: Tiling, question: Question) -> str | None:
     """Why dense attention is taken for the faster one; None where tiles are."""
-    least = LEAST_TOKENS.get(q.device.type, LEAST_TOKENS["cpu"])
-    if grid.size < least:
-        return f"dense attention is as fast below {least} tokens, and there are {grid.size}"
-    if _recorded(q):
-        return None  # launching costs the host nothing then
-    operations = _operations(q)
-    if operations < LEAST_OPERATIONS.get(q.device.type, 0.0):
+    kind, size = q.device.type, tiling.grid.size
+    least = LEAST_TOKENS.get(kind, LEAST_TOKENS["cpu"])
+    if size < least:
+        return f"dense attention is as fast below {least} tokens, and there are {size}"
+    saved = _operations(q) * (1.0 - EXPANDED_COST * question.share(tiling.tiles))
+    if saved < LEAST_SAVED.get("recorded" if _recorded(q) else kind, 0.0):
         return (
-            f"the whole of dense attention is {operations / 1e9:.0f} GFLOP, over before tiles begin"
+            f"tiles save {max(0.0, saved) / 1e9:.0f} GFLOP of dense attention, less than they cost"
         )
     return None
 
@@ -111,6 +123,7 @@ def choose(
     k: Tensor,
     v: Tensor,
     tiling: Tiling,
+    question: Question,
     *,
     prefix: int,
     order: str,
@@ -128,7 +141,7 @@ def choose(
                 f"backend='triton' does not serve this call: {refusal}; pass backend='auto' or 'eager'"
             )
         return backend, "requested"
-    if not forced and (reason := slower_than_dense(q, tiling.grid)) is not None:
+    if not forced and (reason := slower_than_dense(q, tiling, question)) is not None:
         return "dense", f"auto: {reason}"
     if not q.is_cuda:
         return "eager", "auto: eager serves every device"

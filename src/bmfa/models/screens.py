@@ -161,8 +161,11 @@ class Screen(Replacement):
             )
         scale = query.shape[-1] ** -0.5 if scale is None else float(scale)
         grid, prefix = self.place.of(key.shape[2]), self.place.prefix
-        if self.dense_serves and attn_mask is None and tiled.slower_than_dense(query, grid):
-            return tiled.dense(query, key, value, scale, None)
+        if self.dense_serves and attn_mask is None:
+            tiling = Tiling(grid)
+            question = tiled.Question.of(tiling, self.options["error"], self.options["leaves"])
+            if tiled.slower_than_dense(query, tiling, question) is not None:
+                return tiled.dense(query, key, value, scale, None)
         valid = valid_keys(attn_mask, prefix)
         screened = screened_attention(
             query,

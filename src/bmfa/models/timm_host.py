@@ -74,11 +74,13 @@ class SpeltForward(ReplacedForward):
 
     def __call__(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
         parts = self.module._modules
-        if args or kwargs or not all(_skipped(parts.get(name)) for name in SKIPPED):
+        qkv, proj, dropout = (parts[name] for name in PROJECTIONS)
+        masked = any(
+            given is not None and given is not False for given in (*args, *kwargs.values())
+        )
+        plain = not masked and all(_skipped(parts.get(name)) for name in SKIPPED)
+        if not plain or qkv is None or proj is None or dropout is None:
             return super().__call__(x, *args, **kwargs)
-        qkv, proj, dropout = parts["qkv"], parts["proj"], parts["proj_drop"]
-        if qkv is None or proj is None or dropout is None:
-            return super().__call__(x)
         batch, tokens, _ = x.shape
         joint = qkv(x).view(batch, tokens, 3, self.module.num_heads, -1)
         q, k, v = joint.permute(2, 0, 3, 1, 4).unbind(0)  # (B, heads, T, d) each
