@@ -33,8 +33,6 @@ WIDEST = {2: 128, 4: 64}  # by bytes of a number: beyond, registers spill
 COARSE = 1000 * torch.finfo(torch.float32).eps
 # Queries and warps of a program, pinned; by bytes of a number.
 CONFIGURATION = {2: (64, 4), 4: (32, 4)}
-# Compiled for 16 or 64 queries and trees of this depth, Triton 3.6 gives queries the Z of another.
-MIXED_DEPTH, UNMIXED = 3, (32, 4)
 
 
 class Question(NamedTuple):
@@ -163,7 +161,7 @@ def _launch(
 
     output, marks = _outputs(q, v, depth, limit)
     (batch, heads, queries, width), value_width = q.shape, v.shape[-1]
-    tile, warps = UNMIXED if depth == MIXED_DEPTH else CONFIGURATION[q.element_size()]
+    tile, warps = CONFIGURATION[q.element_size()]
     screened_attention_kernel[(-(-queries // tile), batch * heads)](
         q, k, v, output, marks, slots, table, slots if coins is None else coins,
         *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *output.stride()[:3],
