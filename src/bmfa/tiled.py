@@ -1,6 +1,8 @@
 """Attention over tiles for long sequences: which backend runs, and when dense attention is faster."""
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,12 +21,13 @@ DEFAULT_ERROR = 0.1
 LEAST_TOKENS = {"cuda": 4096, "cpu": 2048}
 # A call must save so many operations of dense attention: on CUDA to fill the card with what comes before
 # the attending, and, unless its launches are recorded, to make up for the host's time to launch it.
-LEAST_SAVED = {"cuda": 6e10, "recorded": 2e10, "cpu": 0.0}
+LEAST_SAVED = {"cuda": 2e11, "recorded": 2e10, "cpu": 0.0}
 # An expanded tile costs so many times what it costs dense attention, and an error target of 0.1 expands
 # this share of the tiles of 64 x 64 tokens, others by a power of the target; larger grids take less.
 EXPANDED_COST, EXPANDED_SHARE, TARGET_POWER = 1.7, 0.16, -0.6
 # Naming the dense path takes the host 30 microseconds, and it is mostly torch's own choice.
 WORTH_CHOOSING = 1e12
+_recorded_anyway = False
 
 
 @dataclass(frozen=True)
@@ -195,6 +198,17 @@ def _reference(q: Tensor, k: Tensor, v: Tensor, tiling: Tiling, options: dict[st
 def _recorded(q: Tensor) -> bool:
     """Whether the launches of a call are recorded, in a compiled or a CUDA graph, for later."""
     return torch.compiler.is_compiling() or (q.is_cuda and torch.cuda.is_current_stream_capturing())
+
+
+@contextmanager
+def as_recorded(recorded: bool = True) -> Iterator[None]:
+    """Choose as for calls in a graph: what a graph did is judged by calls outside of it."""
+    global _recorded_anyway
+    before, _recorded_anyway = _recorded_anyway, recorded
+    try:
+        yield
+    finally:
+        _recorded_anyway = before
 
 
 def _operations(q: Tensor) -> float:

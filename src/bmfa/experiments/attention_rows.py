@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from bmfa import tiled
 from bmfa.experiments import dense_paths, peers, timing
 from bmfa.experiments.attention_methods import Call, Setting, Truth, auto_call, judge, tiled_call
 from bmfa.experiments.qkv import Recorded, Tensors
@@ -136,7 +137,8 @@ class SizeBench:
         base: tuple[float, float | None],
         density: float | None,
     ) -> Row:
-        judged = judge(call, self.inputs, self.truth, self.batch, density)
+        with tiled.as_recorded(self.plan.place.type == "cuda"):  # as the graphs that were timed
+            judged = judge(call, self.inputs, self.truth, self.batch, density)
         percent = None if judged.density is None else 100 * judged.density
         return {
             **self._frame(name),

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from bmfa import tiled
 from bmfa.checks import check_integer
 from bmfa.experiments import dense_paths, timing
 from bmfa.experiments.attention_methods import Setting
@@ -133,10 +134,12 @@ class _Bench:
             self.settings.repeats,
             self.place,
         )
-        times = self._graphs(works) or eager
+        graphs = self._graphs(works)
+        times = graphs or eager
         best = min(full, key=lambda name: times[name])
         truth = features(works[best], self.loaded, self.pixels)
-        rows = [self._row(name, model, times, eager, best, truth) for name, model in works.items()]
+        with tiled.as_recorded(graphs is not None):
+            rows = [self._row(name, m, times, eager, best, truth) for name, m in works.items()]
         dense = next(row for row in rows if row["method"] == best)
         return [{**dense, "method": "full", "path": best.removeprefix("full-")}, *rows]
 

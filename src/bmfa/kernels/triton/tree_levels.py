@@ -35,28 +35,12 @@ def entry(table, FIELD: tl.constexpr, LEVEL: tl.constexpr, DEPTH: tl.constexpr):
 
 
 @triton.jit
-def of_query(value, QUERIES: tl.constexpr, NODES: tl.constexpr):
-    """(Q, n) a number of each query, at all its blocks."""
-    return tl.broadcast_to(value[:, None], (QUERIES, NODES))
-
-
-@triton.jit
-def of_children(value, QUERIES: tl.constexpr, NODES: tl.constexpr):
-    """(Q, n) what the children of each block have all alike."""
-    return tl.max(tl.reshape(value, (QUERIES, 4, NODES)), 1)
-
-
-@triton.jit
 def climb(
     below, carried, magnitude, top, scale, table, coins, threshold,
     RULE: tl.constexpr, FINE: tl.constexpr, LEVEL: tl.constexpr, DEPTH: tl.constexpr,
     LIMIT: tl.constexpr, QUERIES: tl.constexpr,
 ):  # fmt: skip
-    """One level up: means of its blocks, the splits asked for, and what the next level needs.
-
-    What a query has but once, the magnitude of its scores, their top and 1 / Z, is kept for each block:
-    handed from level to level as one number, Triton 3.6 gives some queries the number of another.
-    """
+    """One level up: means of its blocks, the splits asked for, and what the next level needs."""
     nodes: tl.constexpr = 4**LEVEL
     deepest: tl.constexpr = LEVEL == DEPTH - 1
     count = entry(table, 0, LEVEL, DEPTH)
@@ -66,14 +50,10 @@ def climb(
         weights = (sizes / count[None, :])[None, :, :]
     children = tl.reshape(below, (QUERIES, 4, nodes))
     carried = tl.reshape(carried, (QUERIES, 4, nodes))
-    if not deepest:
-        magnitude = of_children(magnitude, QUERIES, nodes)
-        top = of_children(top, QUERIES, nodes)
-        scale = of_children(scale, QUERIES, nodes)
     largest, offsets, shift, mean = block_step(children, weights, magnitude, deepest)
     if deepest:
-        magnitude = of_query(tl.max(tl.maximum(tl.abs(largest), tl.abs(shift)), 1), QUERIES, nodes)
-        top = of_query(tl.max(largest, 1), QUERIES, nodes)
+        magnitude = tl.max(tl.maximum(tl.abs(largest), tl.abs(shift)), 1)
+        top = tl.max(largest, 1)
     carry = mean
     want = tl.full((QUERIES, nodes), True, tl.int1)
     if RULE == "gamma":
@@ -85,7 +65,7 @@ def climb(
         carry = variances(offsets, weights, shift, carried, deepest)
         want = carry > threshold
     elif RULE == "mass" or RULE == "optimal":
-        mass = count[None, :] * tl.exp2(largest - top)
+        mass = count[None, :] * tl.exp2(largest - top[:, None])
         gain, scale = recovered(offsets, weights, shift, mass, scale, FINE, deepest)
         if RULE == "mass":
             want = gain > threshold * entry(table, 1, LEVEL, DEPTH)[None, :]
@@ -116,9 +96,9 @@ def ascend(
     """From the tokens up: means of the blocks, the splits asked for, and the largest score of each
     block at the deepest level.
     """
-    nothing = tl.zeros((QUERIES, 4 ** (DEPTH - 1)), tl.float32)
+    magnitude = tl.zeros((QUERIES,), tl.float32)
     mean, want, peaks, carried, magnitude, top, scale = climb(
-        scores, scores, nothing, nothing, nothing, table, coins, threshold,
+        scores, scores, magnitude, magnitude, magnitude, table, coins, threshold,
         RULE, FINE, DEPTH - 1, DEPTH, LIMIT, QUERIES,
     )  # fmt: skip
     means, wanted = (scores, mean), (want,)

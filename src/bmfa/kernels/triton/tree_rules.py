@@ -59,7 +59,7 @@ def block_step(children, weights, magnitude, DEEPEST: tl.constexpr):
     shift = tl.sum(weights * offsets, 1)
     mean = largest + shift
     if not DEEPEST:
-        flat = tl.abs(shift) <= magnitude * ROUNDING
+        flat = tl.abs(shift) <= magnitude[:, None] * ROUNDING
         offsets = tl.where(flat[:, None, :], 0.0, offsets)
         shift = tl.where(flat, 0.0, shift)
     return largest, offsets, shift, mean
@@ -97,13 +97,13 @@ def variances(offsets, weights, shift, below, DEEPEST: tl.constexpr):
 
 @triton.jit
 def recovered(offsets, weights, shift, mass, scale, FINE: tl.constexpr, DEEPEST: tl.constexpr):
-    """The share of Z that each split recovers, and 1 / Z at each block; `mass` is its n 2^largest."""
+    """The share of Z that each split recovers, and 1 / Z; `mass` is n 2^largest of each block."""
     lift = tl.sum(weights * power(offsets, FINE), 1)
     if DEEPEST:
         held = 1.0 + lift if FINE else lift
-        scale = tl.broadcast_to((1.0 / tl.sum(mass * held, 1))[:, None], mass.shape)
+        scale = 1.0 / tl.sum(mass * held, 1)
     flat = power(shift, FINE)
     excess = lift - flat
     if FINE:
         excess = settle(excess, tl.abs(flat))
-    return excess * mass * scale, scale
+    return excess * mass * scale[:, None], scale

@@ -33,6 +33,9 @@ WIDEST = {2: 128, 4: 64}  # by bytes of a number: beyond, registers spill
 COARSE = 1000 * torch.finfo(torch.float32).eps
 # Queries and warps of a program, pinned; by bytes of a number.
 CONFIGURATION = {2: (64, 4), 4: (32, 4)}
+# At this depth, in tiles of 64 queries and with heads no wider than 32, Triton 3.6 hands what a query has
+# once, as its Z, to the next level at the row of another query: neither is launched.
+MIXED_DEPTH, UNMIXED, MIXED_WIDTH = 3, (32, 4), 32
 
 
 class Question(NamedTuple):
@@ -104,6 +107,11 @@ def unsupported(
     width, widest = max(q.shape[-1], v.shape[-1]), WIDEST[q.element_size()]
     if width > widest:
         return f"a head is {width} wide; the kernel takes up to {widest} in {q.dtype}"
+    if q.is_cuda and grid.depth == MIXED_DEPTH and q.shape[-1] <= MIXED_WIDTH:
+        return (
+            f"heads are {q.shape[-1]} wide, and on grids of 5 to 8 tokens Triton 3.6 mixes up the "
+            f"queries of heads up to {MIXED_WIDTH}"
+        )
     if q.numel() == 0 or v.numel() == 0:
         return "there is no query"
     return _unsupported_rule(rule)
@@ -161,7 +169,7 @@ def _launch(
 
     output, marks = _outputs(q, v, depth, limit)
     (batch, heads, queries, width), value_width = q.shape, v.shape[-1]
-    tile, warps = CONFIGURATION[q.element_size()]
+    tile, warps = UNMIXED if depth == MIXED_DEPTH else CONFIGURATION[q.element_size()]
     screened_attention_kernel[(-(-queries // tile), batch * heads)](
         q, k, v, output, marks, slots, table, slots if coins is None else coins,
         *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *output.stride()[:3],
