@@ -18,6 +18,16 @@ NAMED = Margins(left=46, right=150)
 # Settings that have a line of their own in the figure of times; all are in that of errors.
 SHOWN = ("tiled-tiles:0", "tiled-tiles:0.1", "tiled-error:0.1")
 PEERS = ("sparge", "natten", "pisa", "pisa-0th", "flex")
+WORDS = {
+    "dense": "dense, best path",
+    "tiles": "bmfa, a share of the tiles",
+    "error": "bmfa, an error target",
+    "sparge": "SpargeAttn",
+    "natten": "NATTEN",
+    "pisa": "PISA, first order",
+    "pisa-0th": "PISA, zeroth order",
+    "flex": "flex attention, best blocks",
+}
 LEAST = 1024  # fewer tokens are no matter of speed
 
 
@@ -105,7 +115,7 @@ def error_figure(evidence: Evidence, narrow: bool) -> Sheet:
     rows = [row for row in attention_rows(evidence) if int(row["n"]) >= LEAST]
     sizes = sorted({int(row["n"]) for row in rows})
     names = [name for name in ("dense", "tiles", "error", *PEERS) if _family(rows, name)]
-    columns, legend_columns = (1, 2) if narrow else (min(2, len(sizes)), 4)
+    columns, legend_columns = (1, 1) if narrow else (min(2, len(sizes)), 3)
     room = -(-len(names) // legend_columns) * LEGEND_ROW + 12
     width = style.NARROW if narrow else style.WIDE
     sheet, axes = panels(len(sizes), columns, width, 200, Margins(left=44), foot=room)
@@ -114,7 +124,7 @@ def error_figure(evidence: Evidence, narrow: bool) -> Sheet:
         _error_panel(panel, some, names)
         heading(sheet, panel, f"{n:,} tokens", "relative L2 error, %", indent=40)
         foot(sheet, panel, "times as fast as the best dense path, logarithmic")
-    legend(sheet, names, sheet.height - room + 8, legend_columns)
+    legend(sheet, names, sheet.height - room + 8, legend_columns, WORDS)
     return sheet
 
 

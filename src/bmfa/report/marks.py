@@ -79,13 +79,20 @@ def end_labels(sheet: Sheet, axes: "Axes", ends: Mapping[str, float], reach: flo
         sheet.text(right + reach, place + 4, _short(name), fontsize=style.SMALL, color=colour)
 
 
-def legend(sheet: Sheet, names: Sequence[str], top: float, columns: int) -> None:
-    """Marker and name of every method, in rows."""
+def legend(
+    sheet: Sheet,
+    names: Sequence[str],
+    top: float,
+    columns: int,
+    words: Mapping[str, str] | None = None,
+) -> None:
+    """Marker and name of every method, or the words for it, in rows."""
     rows = -(-len(names) // columns)
     for index, name in enumerate(names):
         x, y = 4 + index // rows * sheet.width / columns, top + index % rows * LEGEND_ROW + 8
         sheet.line([x + 6], [y], linestyle="none", **style.method_style(name).mark)
-        sheet.text(x + 20, y + 4, _short(name), fontsize=style.SMALL)
+        said = _short(name) if words is None else words.get(name, name)
+        sheet.text(x + 20, y + 4, said, fontsize=style.SMALL)
 
 
 def _short(name: str) -> str:

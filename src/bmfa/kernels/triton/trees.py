@@ -33,7 +33,7 @@ WIDEST = {2: 128, 4: 64}  # by bytes of a number: beyond, registers spill
 COARSE = 1000 * torch.finfo(torch.float32).eps
 # Queries and warps of a program, pinned; by bytes of a number.
 CONFIGURATION = {2: (64, 4), 4: (32, 4)}
-# At this depth, in tiles of 64 queries and with heads no wider than 32, Triton 3.6 hands what a query has
+# At this depth, in tiles of 64 queries and with heads up to 32 wide, Triton 3.6 hands what a query has
 # once, as its Z, to the next level at the row of another query: neither is launched.
 MIXED_DEPTH, UNMIXED, MIXED_WIDTH = 3, (32, 4), 32
 
