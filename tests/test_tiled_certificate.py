@@ -4,7 +4,9 @@ import numpy as np
 import pytest
 import torch
 
+from bmfa import screened_attention
 from bmfa.grid import Grid
+from bmfa.kernels.eager.certifying import working_precision
 from bmfa.kernels.reference import attention_error, build_tree, tiled_error
 from bmfa.rules import FixedBlocks
 from bmfa.tiled_certificates import tiled_certificate
@@ -79,6 +81,68 @@ def test_certificate_is_the_error_rounded_outward(first: int, dtype: torch.dtype
         # A score of 16 terms and a mean of 64 of them, each rounded; nothing worse than that.
         allowed = 2000 * torch.finfo(dtype).eps * (1 + largest_score(q, k, scale / tau)) * tau
         assert float((bound.numpy() - error).max()) < allowed
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_autocast_does_not_reach_the_certificate(dtype: torch.dtype) -> None:
+    torch.manual_seed(1)
+    q, k, v = (2 * torch.randn(3, 1, 2, 1 + 256, 64)).to(dtype)
+    with torch.autocast("cpu", torch.bfloat16):
+        result = screened_attention(
+            q,
+            k,
+            v,
+            grid=Grid(16, 16),
+            prefix=1,
+            leaves=0.5,
+            form="tiled",
+            certificate=True,
+            audit=1.0,
+        )
+    assert result.output.dtype == torch.bfloat16
+    tokens = [x.bfloat16().double() for x in (q, k, v)]
+    same = screened_attention(
+        *tokens, grid=Grid(16, 16), prefix=1, leaves=0.5, form="tiled", certificate=True
+    )
+    bound = same.stats.certificate
+    assert result.stats.certificate is not None and bound is not None
+    assert float((result.stats.certificate - bound).min()) > -1e-12
+    assert float((result.stats.certificate - bound).max()) < 0.01
+    # The audit's exact outputs are exact: nothing but the roundings of the output lies between.
+    exact = torch.nn.functional.scaled_dot_product_attention(*tokens)
+    apart = (result.output.double() - exact).norm(dim=-1) / exact.norm(dim=-1)
+    assert result.stats.audit is not None
+    assert result.stats.audit.mean == pytest.approx(float(apart.mean()), rel=1e-3)
+
+
+def test_fewer_bits_in_products_do_not_reach_the_certificate() -> None:
+    before = torch.get_float32_matmul_precision()
+    assert working_precision(torch.zeros(1)) == torch.float32
+    try:
+        torch.set_float32_matmul_precision("high")
+        assert working_precision(torch.zeros(1)) == torch.float64
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+@pytest.mark.parametrize("size", [1e25, 1e-25])
+def test_queries_and_keys_of_any_size(size: float) -> None:
+    torch.manual_seed(2)
+    q, k = torch.randn(2, 1, 2, 256, 16)
+    q, k = size * q, k / size
+    tiling, marks = Tiling(Grid(16, 16)), torch.zeros(1, 2, 2, 4, dtype=torch.bool)
+    bound = tiled_certificate("eager", q, k, tiling, marks, prefix=0, scale=0.25)
+    error = tiled_error(q.double().numpy(), k.double().numpy(), marks.numpy(), tiling, scale=0.25)
+    assert bool((bound.numpy() >= error).all()) and float((bound.numpy() - error).max()) < 1e-2
+
+
+def test_a_query_that_is_no_number_is_recomputed() -> None:
+    torch.manual_seed(3)
+    q, k = torch.randn(2, 1, 1, 256, 16)
+    q[:, :, 5] = torch.nan
+    marks = torch.zeros(1, 1, 2, 4, dtype=torch.bool)
+    bound = tiled_certificate("eager", q, k, Tiling(Grid(16, 16)), marks, prefix=0, scale=0.25)
+    assert bool(torch.isinf(bound[0, 0, 5])) and not bool(torch.isnan(bound).any())
 
 
 @pytest.mark.parametrize("seed", range(12))

@@ -31,8 +31,12 @@ def test_a_budget_is_known_and_a_target_is_guessed() -> None:
         (Grid(14, 14), {}, "dense attention is as fast below 2048 tokens, and there are 196"),
         (LONG, {}, None),
         (LONG, {"error": 0.05}, None),
-        (LONG, {"error": 0.0}, "tiles save 0 GFLOP of dense attention, less than they cost"),
-        (LONG, {"leaves": 1.0}, "less than they cost"),
+        (
+            LONG,
+            {"error": 0.0},
+            "error 0 would expand 100% of the tiles, which saves less than tiles cost",
+        ),
+        (LONG, {"leaves": 1.0}, "which saves less than tiles cost"),
         (LONG, {"leaves": 0.1}, None),
     ],
 )
@@ -44,6 +48,18 @@ def test_auto_says_why_it_is_dense(grid: Grid, asked: dict[str, float], reason: 
         assert reason in result.stats.why and result.stats.density == 1.0
         exact = torch.nn.functional.scaled_dot_product_attention(q, q, q)
         torch.testing.assert_close(result.output, exact)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_compiled_calls_of_several_sizes_choose_alike() -> None:
+    compiled = torch.compile(
+        lambda q: screened_attention(q, q, q, grid=LONG, error=0.0).output, backend="eager"
+    )
+    for batch in (1, 2, 3):  # from the second on the size is a symbol
+        q = queries(LONG).expand(batch, -1, -1, -1).contiguous()
+        exact = torch.nn.functional.scaled_dot_product_attention(q, q, q)
+        torch.testing.assert_close(compiled(q), exact)
+    torch.compiler.reset()
 
 
 @pytest.mark.gpu
@@ -58,4 +74,4 @@ def test_a_graph_may_take_tiles_where_single_calls_are_dense() -> None:
     assert tiled.slower_than_dense(q, tiling, question) is not None
     with tiled.as_recorded():
         few = tiled.slower_than_dense(q[:1], tiling, question)
-    assert few is not None and "less than they cost" in few
+    assert few is not None and "which saves less than tiles cost" in few

@@ -144,7 +144,8 @@ def test_every_element_is_written(monkeypatch):
 def test_certificate_is_the_error_rounded_outward(seed):
     tiling, prefix, dim, _, valid = drawn(seed)
     spread = 1.5 if seed % 4 else 40.0  # beyond what needs no maximum
-    q, k, _ = tensors(seed, tiling.grid, prefix, dim, spread=spread)
+    dtype = (torch.float32, torch.float16, torch.bfloat16 if GPU else torch.float16)[seed // 2 % 3]
+    q, k, _ = tensors(seed, tiling.grid, prefix, dim, dtype=dtype, spread=spread)
     if valid is not None:
         hidden = torch.cat((valid.new_ones(1, prefix), valid), 1)[:, None, :, None]
         q, k = (x.where(hidden, math.nan) for x in (q, k))
@@ -158,10 +159,19 @@ def test_certificate_is_the_error_rounded_outward(seed):
     error = reference.tiled_error(*wide, marks.numpy(), tiling, valid=mask, **settings)
     above = bound.cpu().numpy() - error
     # Scores of up to |q| |k|, each a sum of at most 80 products and 64 of them in a mean.
-    norms = [float(x.nan_to_num(0.0).norm(dim=-1).max()) for x in (q, k)]
+    norms = [float(x.float().nan_to_num(0.0).norm(dim=-1).max()) for x in (q, k)]
     largest = math.prod(norms) * dim**-0.5
     assert (above >= 0).all() and above.max() < 4 * (largest + 1) * (80 + 64 + 16) * 2.0**-22
     assert share < 1.0 or not bool(bound.any())
+
+
+def test_what_is_no_number_is_certified_as_unknown():
+    tiling = Tiling(Grid(8, 9))
+    q, k, _ = tensors(0, tiling.grid, 0)
+    marks = torch.zeros(1, 2, 1, 2, dtype=torch.bool, device=DEVICE)
+    for size in (1e25, 1e-25):
+        bound = tiled_certificate("triton", size * q, k / size, tiling, marks, prefix=0, scale=0.2)
+        assert not bool(bound.isnan().any()) and bool((bound > 0).all())
 
 
 def test_full_list_is_dense_attention():

@@ -1,5 +1,8 @@
 """Screened attention on q, k, v: checks, chooses a backend, returns output, trees and statistics."""
 
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -73,17 +76,36 @@ def screened_attention(
     if fallback is not None:
         check_number("fallback", fallback, low=0.0)
     _check_at_most_one(rule=rule, error=error, leaves=leaves)
-    inputs = (*_autocast(q, k, v), grid, prefix, tau, scale, valid, order)
-    if form == "tiled" or (form is None and rule is None and max_depth is None):
-        if rule is not None or max_depth is not None:
-            raise ValueError("form='tiled' takes no rule and no max_depth; pass error= or leaves=")
-        tiles = TileCall(*inputs)
-        if form == "tiled" or tiles.self_attention:
-            return _tiled_attention(
-                tiles, error, leaves, form, backend, audit, certificate, fallback
-            )
-    chosen = _choose_rule(rule, error, leaves)
-    call = TreeCall(*inputs)
+    tokens, precision = _autocast(q, k, v)
+    inputs = (*tokens, grid, prefix, tau, scale, valid, order)
+    with precision:
+        if form == "tiled" or (form is None and rule is None and max_depth is None):
+            if rule is not None or max_depth is not None:
+                raise ValueError(
+                    "form='tiled' takes no rule and no max_depth; pass error= or leaves="
+                )
+            call = TileCall(*inputs)
+            if form == "tiled" or call.self_attention:
+                return _tiled_attention(
+                    call, error, leaves, form, backend, audit, certificate, fallback
+                )
+        chosen = _choose_rule(rule, error, leaves)
+        return _tree_attention(
+            TreeCall(*inputs), chosen, max_depth, form, backend, audit, certificate, fallback
+        )
+
+
+def _tree_attention(
+    call: TreeCall,
+    chosen: Rule,
+    max_depth: int | None,
+    form: str | None,
+    backend: str,
+    audit: float,
+    certificate: bool,
+    fallback: float | None,
+) -> Screened:
+    """The forms in which every query and head has a tree of its own."""
     form = form or "representative"
     ran, why = call.choose(backend, chosen)
     form = "repeated" if ran == "triton" else form
@@ -93,7 +115,7 @@ def screened_attention(
         bound = call.certificate(chosen, trees.tree)
     replaced = 0
     if fallback is not None and bound is not None:
-        output, replaced = call.fall_back(output, bound > fallback)
+        output, replaced = call.fall_back(output, ~(bound <= fallback))
     stats = Stats(
         ran,
         form,
@@ -105,7 +127,7 @@ def screened_attention(
         replaced,
         call.audit(output, audit) if audit > 0 else None,
     )
-    return Screened(output.to(q.dtype), trees, stats)
+    return Screened(output.to(call.inputs[0].dtype), trees, stats)
 
 
 def _tiled_attention(
@@ -137,7 +159,7 @@ def _tiled_attention(
     if certificate or fallback is not None:
         bound = call.certificate(result, tiling, ran)
     if fallback is not None and bound is not None:
-        output, replaced = call.fall_back(output, bound > fallback)
+        output, replaced = call.fall_back(output, ~(bound <= fallback))
     stats = Stats(
         ran,
         "dense" if ran == "dense" else "tiled",
@@ -154,13 +176,18 @@ def _tiled_attention(
     return Screened(output.to(call.inputs[0].dtype), trees, stats)
 
 
-def _autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """In the dtype that autocast asks of attention."""
+def _autocast(
+    q: Tensor, k: Tensor, v: Tensor
+) -> tuple[tuple[Tensor, Tensor, Tensor], AbstractContextManager[Any]]:
+    """In the dtype that autocast asks of attention; what is computed inside is in none but its own."""
     kind = q.device.type
-    if not torch.is_autocast_enabled(kind) or q.dtype == torch.float64:
-        return q, k, v
+    if not torch.is_autocast_enabled(kind):
+        return (q, k, v), nullcontext()
+    outside = torch.autocast(kind, enabled=False)
+    if q.dtype == torch.float64:
+        return (q, k, v), outside
     dtype = torch.get_autocast_dtype(kind)
-    return q.to(dtype), k.to(dtype), v.to(dtype)
+    return (q.to(dtype), k.to(dtype), v.to(dtype)), outside
 
 
 def _check_at_most_one(**choices: object) -> None:

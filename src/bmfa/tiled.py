@@ -64,12 +64,13 @@ def slower_than_dense(q: Tensor, tiling: Tiling, question: Question) -> str | No
     least = LEAST_TOKENS.get(kind, LEAST_TOKENS["cpu"])
     if size < least:
         return f"dense attention is as fast below {least} tokens, and there are {size}"
-    saved = _operations(q) * (1.0 - EXPANDED_COST * question.share(tiling.tiles))
-    if saved < LEAST_SAVED.get("recorded" if _recorded(q) else kind, 0.0):
-        return (
-            f"tiles save {max(0.0, saved) / 1e9:.0f} GFLOP of dense attention, less than they cost"
-        )
-    return None
+    share = question.share(tiling.tiles)
+    saved = _operations(q) * (1.0 - EXPANDED_COST * share)
+    if saved >= LEAST_SAVED.get("recorded" if _recorded(q) else kind, 0.0):
+        return None
+    if torch.compiler.is_compiling():  # sizes may be symbols, which have no format
+        return "tiles save less than they cost"
+    return f"{question} would expand {share:.0%} of the tiles, which saves less than tiles cost"
 
 
 def triton_refusal(
@@ -110,7 +111,7 @@ def attend(
 
 
 def dense(q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor | None) -> Tensor:
-    """The best dense path: scaled_dot_product_attention, by cuDNN on Hopper and later."""
+    """The best dense path: scaled_dot_product_attention, long ones by cuDNN on Hopper and later."""
     worth = _recorded(q) or _operations(q) >= WORTH_CHOOSING
     if mask is None and q.is_cuda and worth and _hopper(q.device):
         order = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION]
@@ -197,7 +198,10 @@ def _reference(q: Tensor, k: Tensor, v: Tensor, tiling: Tiling, options: dict[st
 
 def _recorded(q: Tensor) -> bool:
     """Whether the launches of a call are recorded, in a compiled or a CUDA graph, for later."""
-    return torch.compiler.is_compiling() or (q.is_cuda and torch.cuda.is_current_stream_capturing())
+    if not q.is_cuda:
+        return False
+    compiling = torch.compiler.is_compiling()
+    return compiling or _recorded_anyway or torch.cuda.is_current_stream_capturing()
 
 
 @contextmanager

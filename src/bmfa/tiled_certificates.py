@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from bmfa.kernels.eager.certifying import tile_losses, working_precision
 from bmfa.tiling import Tiling
 
 
@@ -28,48 +29,45 @@ def tiled_certificate(
     """
     factor = scale / tau
     with torch.no_grad():
-        longest = _longest_key(k, prefix, valid)
-        per_score, always = _allowances(q, tiling)
+        working = torch.float32 if backend == "triton" else working_precision(q)
+        per_score, always = _allowances(q.shape[-1], tiling, prefix, working)
         if backend == "triton":
             from bmfa.kernels.triton.tiled import operators
 
+            longest = _longest_key(k, prefix, valid, torch.float32)
             bound = operators.tile_bounds(
                 q, k, tiling, expanded, longest, prefix=prefix, factor=factor,
                 per_score=per_score, always=always, valid=valid, order=order,
             )  # fmt: skip
             return bound.double() * tau
-        from bmfa.kernels.eager.certifying import tile_losses
-
         lost = tile_losses(q, k, tiling, expanded, prefix=prefix, factor=factor, valid=valid)
-        norms = torch.linalg.vector_norm(q[:, :, prefix:], dim=-1, dtype=_working(q))
-        reach = abs(factor) * norms.double() * longest.double().unsqueeze(-1)
+        longest = _longest_key(k, prefix, valid, torch.float64)
+        norms = torch.linalg.vector_norm(q[:, :, prefix:], dim=-1, dtype=torch.float64)
+        reach = abs(factor) * norms * longest.unsqueeze(-1)
         bound = lost.double().clamp(min=0) + per_score * reach + always
+        bound = bound.where(bound == bound, torch.inf)  # nothing is known of what is no number
         bound = torch.where(lost == -torch.inf, 0.0, bound) * tau
         if valid is not None:
             bound = bound.where(valid.unsqueeze(1), 0.0)
         return torch.cat((bound.new_zeros(*q.shape[:2], prefix), bound), -1)
 
 
-def _longest_key(k: Tensor, prefix: int, valid: Tensor | None) -> Tensor:
+def _longest_key(k: Tensor, prefix: int, valid: Tensor | None, dtype: torch.dtype) -> Tensor:
     """(B, heads) the norm of the longest key that exists."""
-    norms: Tensor = torch.linalg.vector_norm(k, dim=-1, dtype=_working(k))
+    norms: Tensor = torch.linalg.vector_norm(k, dim=-1, dtype=dtype)
     if valid is not None:
         norms[:, :, prefix:].masked_fill_(~valid.unsqueeze(1), 0.0)
     return norms.amax(-1)
 
 
-def _allowances(q: Tensor, tiling: Tiling) -> tuple[float, float]:
+def _allowances(dim: int, tiling: Tiling, prefix: int, working: torch.dtype) -> tuple[float, float]:
     """What rounding may take from log Z - log Z~: for each unit of the largest score R, and always.
 
     R is what the norms allow. A score is a product of d terms, a mean score a sum of S of them, and
     the exponent a difference: each off by less than (d + S + 16) R units. A sum of T tiles of S
-    positive terms and its logarithm are off by T + S + 64 units. Units are two roundings of the
-    working precision: matrix units may truncate, and exponentials are good to two.
+    positive terms and of the prefix, and its logarithm, are off by T + S + prefix + 64 units. Units are
+    two roundings of the working precision: matrix units may truncate, and exponentials are good to two.
     """
-    slots, unit = tiling.side**2, 2 * torch.finfo(_working(q)).eps
-    return 2 * unit * (q.shape[-1] + slots + 16), 2 * unit * (tiling.tiles + slots + 64)
-
-
-def _working(tensor: Tensor) -> torch.dtype:
-    """The precision of the scores."""
-    return torch.float64 if tensor.dtype == torch.float64 else torch.float32
+    slots, unit = tiling.side**2, 2 * torch.finfo(working).eps
+    terms = tiling.tiles + slots + prefix
+    return 2 * unit * (dim + slots + 16), 2 * unit * (terms + 64)

@@ -161,7 +161,8 @@ class Screen(Replacement):
             )
         scale = query.shape[-1] ** -0.5 if scale is None else float(scale)
         grid, prefix = self.place.of(key.shape[2]), self.place.prefix
-        if self.dense_serves and attn_mask is None:
+        alike = query.is_cuda and query.shape[2] == key.shape[2]
+        if alike and attn_mask is None and self.dense_serves:
             tiling = Tiling(grid)
             question = tiled.Question.of(tiling, self.options["error"], self.options["leaves"])
             if tiled.slower_than_dense(query, tiling, question) is not None:

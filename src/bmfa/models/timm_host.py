@@ -75,10 +75,8 @@ class SpeltForward(ReplacedForward):
     def __call__(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
         parts = self.module._modules
         qkv, proj, dropout = (parts[name] for name in PROJECTIONS)
-        masked = any(
-            given is not None and given is not False for given in (*args, *kwargs.values())
-        )
-        plain = not masked and all(_skipped(parts.get(name)) for name in SKIPPED)
+        unmasked = not args and all(_IDLE.get(name, kwargs) is kwargs[name] for name in kwargs)
+        plain = unmasked and all(_skipped(parts.get(name)) for name in SKIPPED)
         if not plain or qkv is None or proj is None or dropout is None:
             return super().__call__(x, *args, **kwargs)
         batch, tokens, _ = x.shape
@@ -87,6 +85,10 @@ class SpeltForward(ReplacedForward):
         mixed = self.replacement(q, k, v)
         output = proj(mixed.transpose(1, 2).reshape(batch, tokens, -1))
         return output if idle(dropout) else dropout(output)
+
+
+# Arguments of an attention layer that ask for nothing.
+_IDLE = {"attn_mask": None, "is_causal": False}
 
 
 def _skipped(part: nn.Module | None) -> bool:

@@ -24,7 +24,7 @@ def tile_losses(
     Z adds up exp(factor q.k) over all keys, Z~ takes n exp(mean score) for the tiles that `expanded`
     (B, heads, R, T) does not mark. -inf where all are marked, and nothing is lost.
     """
-    working = torch.float64 if q.dtype == torch.float64 else torch.float32
+    working = working_precision(q)
     queries, tokens = (by_tiles(x[:, :, prefix:], tiling, working) for x in (q, k))
     before = k[:, :, :prefix].flatten(0, 1).to(working)
     exists = existing_slots(tiling, valid, q)
@@ -48,6 +48,12 @@ def tile_losses(
     ]
     spatial = split_dimension(torch.cat(losses), 0, (len(marks), tiling.groups)).unsqueeze(-1)
     return split_dimension(by_raster(spatial, tiling).squeeze(-1), 0, q.shape[:2])
+
+
+def working_precision(q: Tensor) -> torch.dtype:
+    """float32, unless q is float64 or products of float32 may be rounded to less than that."""
+    single = q.dtype != torch.float64 and torch.get_float32_matmul_precision() == "highest"
+    return torch.float32 if single else torch.float64
 
 
 def _losses(

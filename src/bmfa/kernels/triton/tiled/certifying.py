@@ -117,6 +117,7 @@ def certify(
             )
     apart = (exact_top - coarse_top) + (tl.log2(exact) - tl.log2(coarse))
     bound = tl.maximum(apart * (1.000001 / LOG2E), 0.0) + per_score * reach + always
+    bound = tl.where(bound == bound, bound, float("inf"))  # nothing is known of what is no number
     bound = tl.where(some & present, bound, 0.0)
     tl.store(bounds + wide * (prefix + height * width) + prefix + tokens, bound, mask=on_grid)
     if group == 0 and PREFIX > 0:

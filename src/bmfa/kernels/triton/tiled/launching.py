@@ -8,8 +8,13 @@ import torch
 from torch import Tensor
 
 from bmfa.kernels.triton.launcher import Chain, Programs, Scratch
+from bmfa.kernels.triton.tiled.arguments import (
+    Strides,
+    common_arguments,
+    named_strides,
+    power_of_2,
+)
 from bmfa.kernels.triton.tiled.attending import attend
-from bmfa.kernels.triton.tiled.certifying import certify
 from bmfa.kernels.triton.tiled.pooling import pool
 from bmfa.kernels.triton.tiled.residuals import residual
 from bmfa.kernels.triton.tiled.scoring import score
@@ -19,14 +24,11 @@ from bmfa.kernels.triton.tiled.sizes import (
     COARSE,
     CONFIGURATION,
     GROUP,
-    PLAIN,
-    SIDE,
     STRIP,
     TILES,
     Sizes,
 )
 
-Strides = tuple[int, ...]
 # Tensors that a call brings; the kernels find them by these names.
 GIVEN = ("q", "k", "v", "valid", "output", "amounts", "words")
 
@@ -82,36 +84,20 @@ class _Pipeline:
         self.device = device  # of the compiled kernels in its plans
         self.sizes = sizes = Sizes.of(batch * heads, height, width, self.dim, dtype.itemsize)
         self.words = (sizes.heads, sizes.groups, -(-sizes.tiles // 32))
-        block_d = max(16, _power_of_2(self.dim))
-        self.wide = 1 if block_d <= 64 else 2
-        # Every argument of every kernel that is not a tensor, by its name.
+        self.wide = 1 if self.dim <= 64 else 2
         self.values: dict[str, Any] = {
-            **_named_strides("qkvo", strides),
-            "heads": heads,
-            "prefix": prefix,
-            "height": height,
-            "width": width,
-            "across": sizes.across,
-            "tiles": sizes.tiles,
-            "groups": sizes.groups,
-            "factor": factor,
+            **named_strides("qkvo", strides),
+            **common_arguments(
+                heads, self.dim, dtype, masked, height, width, prefix, factor, aligned
+            ),
             "target": 0.0 if error is None else -expm1(-error),
             "budget": expand,
-            "D": self.dim,
-            "BLOCK_D": block_d,
-            "SIDE": SIDE,
-            "GROUP": GROUP,
             "COARSE": COARSE,
             "TILES": TILES,
             "STRIP": STRIP,
             "CAP": CAP,
             "ROWS": sizes.block,
-            "ALIGNED": aligned,
-            "MASKED": masked,
-            "RAGGED": bool(height % SIDE or width % SIDE),
-            "PREFIX": 0 if prefix == 0 else max(16, _power_of_2(prefix)),
             "BY_ERROR": error is not None,
-            "PRECISION": "ieee" if dtype == torch.float32 else "tf32",
         }
         self.pooled = -(-sizes.tiles // sizes.pooled)
         self.shares = -(-sizes.tiles // sizes.share)
@@ -161,9 +147,9 @@ class _Pipeline:
         some = {"first": first, "rows": rows}
         self._add(
             score, (chunks + strips, blocks, sizes.heads), **some,
-            LOOP=sizes.scored, chunks=chunks, parts=self.pooled, BLOCK_P=_power_of_2(self.pooled),
+            LOOP=sizes.scored, chunks=chunks, parts=self.pooled, BLOCK_P=power_of_2(self.pooled),
         )  # fmt: skip
-        block = max(32, _power_of_2(sizes.tiles))
+        block = max(32, power_of_2(sizes.tiles))
         self._add(select, (rows, sizes.heads, 1), **some, BLOCK_T=block)
         self._add(
             residual, (self.shares, blocks, sizes.heads), **some,
@@ -171,7 +157,7 @@ class _Pipeline:
         )  # fmt: skip
         self._add(
             attend, (min(rows * GROUP, sizes.tiles - first * GROUP), sizes.heads, 1), **some,
-            shares=self.shares, SHARES=_power_of_2(self.shares),
+            shares=self.shares, SHARES=power_of_2(self.shares),
         )  # fmt: skip
 
     def _add(self, kernel: Any, programs: Programs, **own: int) -> None:
@@ -187,74 +173,6 @@ class _Pipeline:
         if kernel is attend and self.sizes.few:
             stages = 2
         return warps * self.wide if kernel is pool else warps, stages
-
-
-def bounds(
-    q: Tensor,
-    k: Tensor,
-    valid: Tensor | None,
-    expanded: Tensor,
-    longest: Tensor,
-    height: int,
-    width: int,
-    prefix: int,
-    factor: float,
-    per_score: float,
-    always: float,
-    aligned: bool,
-) -> Tensor:
-    """(B, heads, prefix + N) bounds on E / tau where `expanded` (B, heads, R, T) marks tiles.
-
-    `longest` (B, heads) is the norm of the longest key, in float32.
-    """
-    batch, heads, tokens, dim = q.shape
-    bound = q.new_empty((batch, heads, tokens), dtype=torch.float32)
-    groups, tiles = expanded.shape[2:]
-    block_d = max(16, _power_of_2(dim))
-    values = {
-        **_named_strides("qk", (q.stride()[:3], k.stride()[:3])),
-        "heads": heads,
-        "prefix": prefix,
-        "height": height,
-        "width": width,
-        "across": -(-width // SIDE),
-        "tiles": tiles,
-        "groups": groups,
-        "factor": factor,
-        "per_score": per_score,
-        "always": always,
-        "D": dim,
-        "BLOCK_D": block_d,
-        "SIDE": SIDE,
-        "GROUP": GROUP,
-        "PREFIX": 0 if prefix == 0 else max(16, _power_of_2(prefix)),
-        "ALIGNED": aligned,
-        "MASKED": valid is not None,
-        "RAGGED": bool(height % SIDE or width % SIDE),
-        "PRECISION": "ieee" if q.dtype == torch.float32 else "tf32",
-        "PLAIN": PLAIN,
-    }
-    warps, stages = CONFIGURATION["certify"]
-    chain = Chain(("q", "k", "valid", "expanded", "longest", "bounds"), Scratch())
-    programs = (groups, batch * heads, 1)
-    chain.add(certify, programs, values, num_warps=warps, num_stages=stages)
-    mask = q if valid is None else valid.contiguous().view(torch.uint8)
-    marks = expanded.contiguous().view(torch.uint8)
-    chain(q, k, mask, marks, longest.contiguous(), bound)
-    return bound
-
-
-def _named_strides(names: str, strides: tuple[Strides, ...]) -> dict[str, int]:
-    """The strides of tensors as the kernels call them."""
-    return {
-        f"{name}_{what}": stride
-        for name, own in zip(names, strides, strict=True)
-        for what, stride in zip(("batch", "head", "row"), own, strict=True)
-    }
-
-
-def _power_of_2(number: int) -> int:
-    return 1 << (number - 1).bit_length()
 
 
 # One for all calls that are alike in everything but the numbers in their tensors.

@@ -144,7 +144,7 @@ def _fake(
 
 
 def _run_bounds(*arguments: Any) -> Any:
-    return import_module("bmfa.kernels.triton.tiled.launching").bounds(*arguments)
+    return import_module("bmfa.kernels.triton.tiled.bounding").bounds(*arguments)
 
 
 def _fake_bounds(q: Tensor, *rest: Any) -> Tensor:
