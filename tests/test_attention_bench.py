@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -15,7 +16,9 @@ from bmfa.experiments.qkv import Recorded, Source
 from bmfa.grid import Grid
 from bmfa.models.embedded import load as load_embedded
 from bmfa.records import Record
+from bmfa.report import attention_bench as attention_figures
 from bmfa.report import bench_tables, build_page, figures
+from bmfa.report.evidence import Evidence
 
 
 @pytest.fixture(scope="module")
@@ -246,3 +249,13 @@ def test_bench_model_compares_with_the_dense_model(capsys, form):
     # All tiles expanded, or dense where that is faster: the dense model but for rounding.
     assert rows["tiles:1"]["error_l2_percent"] < 1e-2
     assert (rows["error:0.05"]["error_l2_percent"] > 1e-2) == bool(form)
+
+
+def test_a_figure_shows_one_machine(record: Record) -> None:
+    elsewhere = replace(
+        record,
+        rows=[{**row, "milliseconds": 1e6} for row in record.rows[:3]],
+        environment={**record.environment, "device_name": "another machine"},
+    )
+    alone = attention_figures.attention_rows(Evidence(record))
+    assert attention_figures.attention_rows(Evidence([elsewhere, record])) == alone

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from bmfa.experiments import attention_summary
-from bmfa.records import Row
+from bmfa.records import Record, Row
 from bmfa.report import style
 from bmfa.report.evaluation import round_ticks
 from bmfa.report.evidence import Evidence, number, text
@@ -32,8 +32,10 @@ LEAST = 1024  # fewer tokens are no matter of speed
 
 
 def attention_rows(evidence: Evidence) -> list[Row]:
-    """Rows of attention on a model's own heads that have all that the figures show."""
-    rows = [row for row in evidence.rows("bench") if "method" in row and "n" in row]
+    """Rows of attention on a model's own heads that have all that the figures show, of one machine."""
+    device = _device(evidence)
+    records = [r for r in evidence.records if r.environment.get("device_name") == device]
+    rows = [row for row in Evidence(records).rows("bench") if "method" in row and "n" in row]
     return [
         row
         for row in attention_summary.own_rows(rows)
@@ -103,10 +105,18 @@ def _time_lines(rows: Sequence[Row]) -> dict[str, dict[int, float]]:
 
 
 def _title(evidence: Evidence) -> str:
-    for record in evidence.records:
-        if any(row.get("what") == "attention" for row in record.rows):
-            return f"Attention, {record.environment.get('device_name', 'one machine')}"
-    return "Attention"
+    device = _device(evidence)
+    return "Attention" if device is None else f"Attention, {device}"
+
+
+def _device(evidence: Evidence) -> object:
+    """The machine of the record with most rows of attention: times of two share no axis."""
+
+    def count(record: Record) -> int:
+        return sum(row.get("what") == "attention" for row in record.rows)
+
+    most = max(evidence.records, key=count, default=None)
+    return None if most is None else most.environment.get("device_name")
 
 
 def error_figure(evidence: Evidence, narrow: bool) -> Sheet:
