@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from bmfa.kernels.triton.launcher import Plan
-from bmfa.kernels.triton.tiled.arguments import Strides, common_arguments, named_strides
+from bmfa.kernels.triton.tiled.arguments import Frame, mask_or_any
 from bmfa.kernels.triton.tiled.certifying import certify
 from bmfa.kernels.triton.tiled.sizes import CONFIGURATION, PLAIN
 
@@ -31,41 +31,18 @@ def bounds(
     `longest` (B, heads) is the norm of the longest key, in float32.
     """
     bound = q.new_empty(q.shape[:3], dtype=torch.float32)
-    call = _certifier(
-        (*q.shape[:2], q.shape[3]), (q.stride()[:3], k.stride()[:3]), q.dtype, q.get_device(),
-        valid is not None, height, width, prefix, factor, per_score, always, aligned,
-    )  # fmt: skip
-    mask = q if valid is None else valid.contiguous().view(torch.uint8)
-    call(q, k, mask, expanded.contiguous().view(torch.uint8), longest, bound)
+    frame = Frame.of((q, k), valid, height, width, prefix, factor, aligned)
+    marks = expanded.contiguous().view(torch.uint8)
+    _certifier(frame, per_score, always)(q, k, mask_or_any(valid, q), marks, longest, bound)
     return bound
 
 
 @lru_cache(maxsize=64)
-def _certifier(
-    shape: tuple[int, int, int],
-    strides: tuple[Strides, ...],
-    dtype: torch.dtype,
-    device: int,
-    masked: bool,
-    height: int,
-    width: int,
-    prefix: int,
-    factor: float,
-    per_score: float,
-    always: float,
-    aligned: bool,
-) -> Plan:
-    """The launch of the certificate with everything settled but the tensors."""
-    batch, heads, dim = shape
-    values = {
-        **named_strides("qk", strides),
-        **common_arguments(heads, dim, dtype, masked, height, width, prefix, factor, aligned),
-        "per_score": per_score,
-        "always": always,
-        "PLAIN": PLAIN,
-    }
-    warps, stages = CONFIGURATION["certify"]
-    programs = (values["groups"], batch * heads, 1)
+def _certifier(frame: Frame, per_score: float, always: float) -> Plan:
+    """The launch with everything settled but the tensors."""
+    values = {**frame.arguments(), "per_score": per_score, "always": always, "PLAIN": PLAIN}
     names: Any = certify.arg_names[6:]  # behind the tensors
     rest = tuple(values[name] for name in names)
+    programs = (values["groups"], frame.batch * frame.heads, 1)
+    warps, stages = CONFIGURATION["certify"]
     return Plan(certify, programs, rest, num_warps=warps, num_stages=stages)

@@ -8,12 +8,7 @@ import torch
 from torch import Tensor
 
 from bmfa.kernels.triton.launcher import Chain, Programs, Scratch
-from bmfa.kernels.triton.tiled.arguments import (
-    Strides,
-    common_arguments,
-    named_strides,
-    power_of_2,
-)
+from bmfa.kernels.triton.tiled.arguments import Frame, mask_or_any, power_of_2
 from bmfa.kernels.triton.tiled.attending import attend
 from bmfa.kernels.triton.tiled.pooling import pool
 from bmfa.kernels.triton.tiled.residuals import residual
@@ -53,43 +48,24 @@ def launch(
     """
     batch, heads, tokens, dim = q.shape
     output = q.new_empty((batch, tokens, heads, dim)).transpose(1, 2)
-    strides = tuple(tensor.stride()[:3] for tensor in (q, k, v, output))
-    call = _prepared(
-        (batch, heads, dim), strides, q.dtype, q.get_device(), valid is not None,
-        height, width, prefix, factor, error, expand, aligned,
-    )  # fmt: skip
-    mask = q if valid is None else valid.contiguous().view(torch.uint8)
-    return output, *call.run(q, k, v, mask, output)
+    frame = Frame.of((q, k, v, output), valid, height, width, prefix, factor, aligned)
+    call = _prepared(frame, error, expand)
+    return output, *call.run(q, k, v, mask_or_any(valid, q), output)
 
 
 class _Pipeline:
     """All launches of a call with everything settled but the tensors."""
 
-    def __init__(
-        self,
-        shape: tuple[int, int, int],
-        strides: tuple[Strides, ...],
-        dtype: torch.dtype,
-        device: int,
-        masked: bool,
-        height: int,
-        width: int,
-        prefix: int,
-        factor: float,
-        error: float | None,
-        expand: int,
-        aligned: bool,
-    ) -> None:
-        batch, heads, self.dim = shape
-        self.device = device  # of the compiled kernels in its plans
-        self.sizes = sizes = Sizes.of(batch * heads, height, width, self.dim, dtype.itemsize)
+    def __init__(self, frame: Frame, error: float | None, expand: int) -> None:
+        self.dim, self.dtype, self.prefix = frame.dim, frame.dtype, frame.prefix
+        rows = frame.batch * frame.heads
+        self.sizes = sizes = Sizes.of(
+            rows, frame.height, frame.width, frame.dim, frame.dtype.itemsize
+        )
         self.words = (sizes.heads, sizes.groups, -(-sizes.tiles // 32))
         self.wide = 1 if self.dim <= 64 else 2
         self.values: dict[str, Any] = {
-            **named_strides("qkvo", strides),
-            **common_arguments(
-                heads, self.dim, dtype, masked, height, width, prefix, factor, aligned
-            ),
+            **frame.arguments(),
             "target": 0.0 if error is None else -expm1(-error),
             "budget": expand,
             "COARSE": COARSE,
@@ -101,7 +77,7 @@ class _Pipeline:
         }
         self.pooled = -(-sizes.tiles // sizes.pooled)
         self.shares = -(-sizes.tiles // sizes.share)
-        self.chain = Chain(GIVEN, self._scratch(dtype, prefix))
+        self.chain = Chain(GIVEN, self._scratch())
         self._add(pool, (self.pooled, sizes.heads, 1), TILES=sizes.pooled)
         for first in range(0, sizes.groups, sizes.rows):
             self._add_attention(first)
@@ -115,9 +91,10 @@ class _Pipeline:
         self.chain(q, k, v, mask, output, amounts, words)
         return amounts, words
 
-    def _scratch(self, dtype: torch.dtype, prefix: int) -> Scratch:
+    def _scratch(self) -> Scratch:
         """What the kernels leave for each other."""
-        sizes, dim, full = self.sizes, self.dim, torch.float32
+        sizes, dim, prefix, dtype = self.sizes, self.dim, self.prefix, self.dtype
+        full = torch.float32
         rough = dtype if dtype == full else torch.bfloat16
         parts = (sizes.heads, self.pooled)
         lines = (sizes.heads, min(sizes.rows, sizes.groups))
