@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from bmfa.checks import check_number
+from bmfa.checks import check_integer, check_number
 from bmfa.grid import tiles
 from bmfa.tiling import Tiled, Tiling
 from bmfa.tree import Tree
@@ -41,6 +41,8 @@ class Question:
     def of(cls, tiling: Tiling, error: float | None, leaves: float | int | None) -> "Question":
         """From the arguments of `screened_attention`; nothing given means the default error."""
         if leaves is not None:
+            if isinstance(leaves, int):
+                check_integer("leaves", leaves, low=1, high=tiling.grid.size)
             return cls(None, tiling.expanded_from_leaves(leaves))
         if error is None:
             return cls(DEFAULT_ERROR, None)

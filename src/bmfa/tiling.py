@@ -80,7 +80,7 @@ class Tiling:
         """
         size = self.grid.size
         if isinstance(leaves, int):
-            budget = float(check_integer("leaves", leaves, low=1, high=size))
+            budget = float(check_integer("leaves", leaves, low=1))
         else:
             budget = check_number("leaves", leaves, low=0.0, high=1.0, open_low=True) * size
         if budget >= size:
