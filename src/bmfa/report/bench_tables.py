@@ -85,16 +85,9 @@ def _markdown_table(rows: Sequence[Row], columns: Sequence[tuple[str, str, int |
 
 def chapter(evidence: Evidence) -> str:
     """Attention and models on the page; empty where neither was measured."""
-    parts = []
-    for kind, columns in KINDS.items():
-        rows = [row for row in evidence.rows("bench") if row.get("what") == kind]
-        if not rows:
-            continue
-        shown = _shown(rows, columns)
-        heads = [Column(head, decimals, code=key == "method") for key, head, decimals in shown]
-        body = [[row.get(key) for key, _, _ in shown] for row in rows]
-        parts.append(table(f"Speed and error: {kind}", heads, body))
-    if not parts:
+    records = [record for record in evidence.records if record.experiment == "bench"]
+    parts = [_tables(record) for record in records]
+    if not any(parts):
         return ""
     shown_figures = "".join(
         figure(plot, evidence, caption)
@@ -111,6 +104,19 @@ def chapter(evidence: Evidence) -> str:
         if plot.drawable(evidence.records)
     )
     return shown_figures + "".join(parts) + _finding(evidence) + made_by(evidence, "bench")
+
+
+def _tables(record: Record) -> str:
+    """What one run measured, with its frame; empty where it was something else."""
+    parts = []
+    for kind, columns in KINDS.items():
+        rows = [row for row in record.rows if row.get("what") == kind]
+        if rows:
+            shown = _shown(rows, columns)
+            heads = [Column(head, decimals, code=key == "method") for key, head, decimals in shown]
+            body = [[row.get(key) for key, _, _ in shown] for row in rows]
+            parts.append(table(f"Speed and error: {kind}", heads, body))
+    return "".join((*parts, paragraph(frame(record)))) if parts else ""
 
 
 def _finding(evidence: Evidence) -> str:
