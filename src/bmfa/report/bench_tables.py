@@ -53,10 +53,11 @@ def frame(record: Record) -> str:
     place, settings = record.environment, record.settings
     dtypes = dict.fromkeys(str(row["dtype"]) for row in record.rows if "dtype" in row)
     paths = dict.fromkeys(str(row["path"]) for row in record.rows if "path" in row)
-    threads = "" if str(place.get("device")).startswith("cuda") else f", {place['threads']} threads"
+    threads = None if str(place.get("device")).startswith("cuda") else place.get("threads")
+    cores = "" if threads is None else f", {threads} threads"
     names = settings.get("pictures") or []
     return (
-        f"{place.get('device_name')}{threads}, torch {place.get('torch')}, {', '.join(dtypes)}; "
+        f"{place.get('device_name')}{cores}, torch {place.get('torch')}, {', '.join(dtypes)}; "
         f"{settings.get('model')} (weights: {settings.get('weights')}), {len(names)} "
         f"{'picture' if len(names) == 1 else 'pictures'}; dense is the best path of the same run "
         f"({', '.join(paths)})."
