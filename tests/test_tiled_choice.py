@@ -1,5 +1,7 @@
 """When tiles are taken for faster than dense attention, and what a call then says."""
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -75,3 +77,68 @@ def test_a_graph_may_take_tiles_where_single_calls_are_dense() -> None:
     with tiled.as_recorded():
         few = tiled.slower_than_dense(q[:1], tiling, question)
     assert few is not None and "which saves less than tiles cost" in few
+
+
+def test_a_second_call_is_the_first_without_its_checks() -> None:
+    grid = Grid(6, 6)
+    q = queries(grid)
+    first, second = (screened_attention(q, 2 * q, q, grid=grid, error=0.3) for _ in "ab")
+    assert torch.equal(first.output, second.output)
+    assert repr(first.stats) == repr(second.stats) and "dense" in first.stats.why
+    assert second.stats.density == 1.0 and second.stats.leaf_ratio == first.stats.leaf_ratio
+    assert torch.equal(second.tree.leaf_count, first.tree.leaf_count)
+    q[0, 0, 3] = torch.nan
+    with pytest.raises(ValueError, match="queries"):
+        screened_attention(q, 2 * q.nan_to_num(), q, grid=grid, error=0.3)
+
+
+@pytest.mark.parametrize(
+    ("served", "refused"),
+    [
+        ({"error": 1.0}, {"error": True}),
+        ({"tau": 1.0}, {"tau": True}),
+        ({"leaves": 1.0}, {"leaves": True}),
+        ({"prefix": 0}, {"prefix": 0.0}),
+        ({}, {"order": ["z"]}),
+        ({}, {"grid": [6, 6]}),
+        ({"audit": 0.0}, {"audit": False}),
+    ],
+)
+def test_what_was_served_does_not_let_in_what_equals_it(
+    served: dict[str, Any], refused: dict[str, Any]
+) -> None:
+    q, grid = queries(Grid(6, 6)), {"grid": Grid(6, 6)}
+    screened_attention(q, q, q, **(grid | served))
+    with pytest.raises((TypeError, ValueError)):
+        screened_attention(q, q, q, **(grid | refused))
+
+
+def test_a_budget_of_one_is_no_share_of_one() -> None:
+    q = queries(Grid(6, 6))
+    everything, one = (screened_attention(q, q, q, grid=Grid(6, 6), leaves=x) for x in (1.0, 1))
+    assert everything.stats.rule != one.stats.rule
+
+
+def test_autocast_is_looked_at_in_every_call() -> None:
+    q, grid = queries(Grid(6, 6)), Grid(6, 6)
+    assert screened_attention(q, q, q, grid=grid).output.dtype == q.dtype
+    with torch.autocast("cpu", torch.float16):
+        assert screened_attention(q, q, q, grid=grid).output.dtype == torch.float16
+        half = q.half()
+        for _ in "ab":
+            assert screened_attention(half, half, half, grid=grid).output.dtype == torch.float16
+    assert screened_attention(q, q, q, grid=grid).output.dtype == q.dtype
+
+
+@pytest.mark.parametrize("target", [0.02, 0.1, 0.3])
+@pytest.mark.parametrize("size", [0.5, 1.0, 2.0])
+def test_a_target_holds_where_queries_have_nothing_in_common(target: float, size: float) -> None:
+    torch.manual_seed(3)
+    grid = Grid(32, 32)
+    q, k, v = torch.randn(3, 1, 2, grid.size, 64)
+    result = screened_attention(
+        size * q, k, v, grid=grid, error=target, form="tiled", certificate=True
+    )
+    bound = result.stats.certificate
+    assert bound is not None
+    assert float(bound.mean()) <= 1.1 * target

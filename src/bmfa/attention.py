@@ -1,13 +1,16 @@
 """Screened attention on q, k, v: checks, chooses a backend, returns output, trees and statistics."""
 
+from collections.abc import Hashable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from bmfa import tiled
+from bmfa import dense_attention, tiled
 from bmfa.checks import check_integer, check_number
+from bmfa.dense_attention import DenseCall
 from bmfa.grid import Grid
 from bmfa.rules import Optimal, Rule
 from bmfa.screened import Audit, Screened, Stats
@@ -66,6 +69,15 @@ def screened_attention(
     it. `stats` says what ran and why. The Triton kernels serve CUDA, without gradients; they wait for
     nothing, and so let a NaN in q or k through to the outputs that read it, where the others raise.
     """
+    plain = form is None and rule is None and max_depth is None and valid is None
+    plain = plain and not (certificate or audit) and fallback is None and backend == "auto"
+    like = None
+    if plain:
+        like = dense_attention.likeness(
+            q, k, v, grid, prefix, error, leaves, tau, scale, order, audit, certificate
+        )
+        if (dense := dense_attention.known(like)) is not None:
+            return dense(q, k, v)
     if form is not None and form not in FORMS:
         raise ValueError(f"form is {form!r}; pass one of {', '.join(FORMS)}")
     if backend not in BACKENDS:
@@ -87,7 +99,7 @@ def screened_attention(
             call = TileCall(*inputs)
             if form == "tiled" or call.self_attention:
                 return _tiled_attention(
-                    call, error, leaves, form, backend, audit, certificate, fallback
+                    call, error, leaves, form, backend, audit, certificate, fallback, like
                 )
         chosen = _choose_rule(rule, error, leaves)
         return _tree_attention(
@@ -139,6 +151,7 @@ def _tiled_attention(
     audit: float,
     certificate: bool,
     fallback: float | None,
+    like: Hashable | None,
 ) -> Screened:
     """The form "tiled", or dense attention where "auto" finds that faster."""
     call.check_self_attention()
@@ -153,6 +166,8 @@ def _tiled_attention(
         order=call.order,
         forced=form == "tiled" or certificate or fallback is not None,
     )
+    if ran == "dense":
+        return _dense_attention(call, tiling, question, why, audit, like)
     result = call.attend(ran, tiling, question)
     trees = call.trees(result, tiling, question, ran)
     output, bound, replaced = result.output, None, 0
@@ -162,7 +177,7 @@ def _tiled_attention(
         output, replaced = call.fall_back(output, ~(bound <= fallback))
     stats = Stats(
         ran,
-        "dense" if ran == "dense" else "tiled",
+        "tiled",
         str(question),
         why,
         trees,
@@ -174,6 +189,25 @@ def _tiled_attention(
         tiling.tiles,
     )
     return Screened(output.to(call.inputs[0].dtype), trees, stats)
+
+
+def _dense_attention(
+    call: TileCall,
+    tiling: Tiling,
+    question: tiled.Question,
+    why: str,
+    audit: float,
+    like: Hashable | None,
+) -> Screened:
+    """Dense attention, which later calls like this one have without checks."""
+    mask = call.dense_mask()
+    dense = DenseCall(call.inputs, mask, tiling, question, why, call.prefix, call.scale, call.tau)
+    screened = dense(*call.inputs, mask)
+    if like is not None and tiled.slower_than_dense(call.inputs[0], tiling, question) is not None:
+        dense_attention.remember(like, dense)
+    if audit > 0:
+        screened.stats = replace(screened.stats, audit=call.audit(screened.output, audit))
+    return screened
 
 
 def _autocast(

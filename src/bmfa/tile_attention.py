@@ -32,17 +32,10 @@ class TileCall(Call):
         return self.order if backend == "triton" else "raster"
 
     def attend(self, backend: str, tiling: Tiling, question: Question) -> Tiled:
-        """Attention over tiles; "dense" expands them all."""
+        """Attention over tiles."""
         q, k, v = self.inputs
-        batch, heads = self.shape[:2]
         if not q.is_cuda and self.mask is None and backend != "triton":
             check_finite_products(q, q * self.scale, k)
-        if backend == "dense":
-            output = tiled.dense(q, k, v, self.scale / self.tau, self._dense_mask())
-            # Nothing else is launched on the device: how many tiles that is, the host knows.
-            lines = (batch, heads, tiling.groups)
-            counts = torch.full(lines, tiling.tiles, dtype=torch.int32, device="cpu")
-            return Tiled(output, counts, partial(_all_marked, (*lines, tiling.tiles), self.device))
         mask, turned = self.mask, self.order != self.order_of(backend)
         if mask is not None:
             mask = mask.view(-1, self.grid.size)
@@ -67,8 +60,8 @@ class TileCall(Call):
         order = self.grid.z_order.to(self.device)
         return replace(result, output=in_raster(result.output, self.prefix, order, None))
 
-    def _dense_mask(self) -> Tensor | None:
-        """(B, 1, 1, prefix + N) which keys exist."""
+    def dense_mask(self) -> Tensor | None:
+        """(B, 1, 1, prefix + N) which keys exist, for dense attention."""
         if self.mask is None:
             return None
         spatial = self.mask.view(-1, self.grid.size)
@@ -113,7 +106,3 @@ class TileCall(Call):
         places = self.grid.z_order.to(self.device) + self.prefix
         first = torch.arange(self.prefix, device=self.device)
         return tree[:, :, torch.cat((first, places))]
-
-
-def _all_marked(shape: tuple[int, ...], device: torch.device) -> Tensor:
-    return torch.ones(shape, dtype=torch.bool, device=device)

@@ -8,8 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.functional import scaled_dot_product_attention
 
 from bmfa.checks import check_integer, check_number
 from bmfa.grid import tiles
@@ -25,8 +23,6 @@ LEAST_SAVED = {"cuda": 2e11, "recorded": 2e10, "cpu": 0.0}
 # An expanded tile costs so many times what it costs dense attention, and an error target of 0.1 expands
 # this share of the tiles of 64 x 64 tokens, others by a power of the target; larger grids take less.
 EXPANDED_COST, EXPANDED_SHARE, TARGET_POWER = 1.7, 0.16, -0.6
-# Naming the dense path takes the host 30 microseconds; torch's own choice may be a third slower.
-WORTH_CHOOSING = 2e10
 _recorded_anyway = False
 
 
@@ -67,8 +63,8 @@ def slower_than_dense(q: Tensor, tiling: Tiling, question: Question) -> str | No
     if size < least:
         return f"dense attention is as fast below {least} tokens, and there are {size}"
     share = question.share(tiling.tiles)
-    saved = _operations(q) * (1.0 - EXPANDED_COST * share)
-    if saved >= LEAST_SAVED.get("recorded" if _recorded(q) else kind, 0.0):
+    saved = operations(q) * (1.0 - EXPANDED_COST * share)
+    if saved >= LEAST_SAVED.get("recorded" if recorded(q) else kind, 0.0):
         return None
     if torch.compiler.is_compiling():  # sizes may be symbols, which have no format
         return "tiles save less than they cost"
@@ -110,17 +106,6 @@ def attend(
     from bmfa.kernels.eager import tiled
 
     return tiled.attend(q, k, v, tiling, **asked, **common)  # type: ignore[arg-type]
-
-
-def dense(q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor | None) -> Tensor:
-    """The best dense path: scaled_dot_product_attention, long ones by cuDNN on Hopper and later."""
-    worth = _recorded(q) or _operations(q) >= WORTH_CHOOSING
-    if mask is None and q.is_cuda and worth and _hopper(q.device):
-        order = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION]
-        rest = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-        with sdpa_kernel(order + rest, set_priority=True):
-            return scaled_dot_product_attention(q, k, v, scale=scale)
-    return scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
 
 
 def choose(
@@ -198,7 +183,7 @@ def _reference(q: Tensor, k: Tensor, v: Tensor, tiling: Tiling, options: dict[st
     return Tiled(output, expanded.sum(-1, dtype=torch.int32), expanded)
 
 
-def _recorded(q: Tensor) -> bool:
+def recorded(q: Tensor) -> bool:
     """Whether the launches of a call are recorded, in a compiled or a CUDA graph, for later."""
     if not q.is_cuda:
         return False
@@ -217,11 +202,7 @@ def as_recorded(recorded: bool = True) -> Iterator[None]:
         _recorded_anyway = before
 
 
-def _operations(q: Tensor) -> float:
+def operations(q: Tensor) -> float:
     """Of dense attention."""
     batch, heads, tokens, dim = q.shape
     return 4.0 * batch * heads * dim * tokens**2
-
-
-def _hopper(device: torch.device) -> bool:
-    return torch.cuda.get_device_capability(device) >= (9, 0)

@@ -6,7 +6,6 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from bmfa import tiled
 from bmfa.attention import Screened, screened_attention
 from bmfa.grid import Grid
 from bmfa.rules import Rule
@@ -126,22 +125,6 @@ class Screen(Replacement):
     options: dict[str, Any]
     listener: Listener | None = None
 
-    @property
-    def dense_serves(self) -> bool:
-        """Whether dense attention, where that is faster, is all that is asked for.
-
-        The checks and the statistics of a call take the host longer than small pictures take a GPU.
-        """
-        asked = self.options
-        return (
-            self.listener is None
-            and self.rule is None
-            and asked["backend"] == "auto"
-            and asked["form"] is None
-            and asked["max_depth"] is None
-            and asked["fallback"] is None
-        )
-
     def __call__(
         self,
         query: Tensor,
@@ -161,12 +144,6 @@ class Screen(Replacement):
             )
         scale = query.shape[-1] ** -0.5 if scale is None else float(scale)
         grid, prefix = self.place.of(key.shape[2]), self.place.prefix
-        alike = query.is_cuda and query.shape[2] == key.shape[2]
-        if alike and attn_mask is None and self.dense_serves:
-            tiling = Tiling(grid)
-            question = tiled.Question.of(tiling, self.options["error"], self.options["leaves"])
-            if tiled.slower_than_dense(query, tiling, question) is not None:
-                return tiled.dense(query, key, value, scale, None)
         valid = valid_keys(attn_mask, prefix)
         screened = screened_attention(
             query,

@@ -27,9 +27,11 @@ class Tiles:
 
     q: Tensor  # (G, R, group * S, d) times scale / tau, as is mean_q
     mean_q: Tensor  # (G, R, d) the representatives
+    query_spread: Tensor  # (G, R) mean squared distance of the queries from them, over 2d
     keys: Tensor  # (G, T + prefix + T S, d)
     values: Tensor  # (G, T + prefix + T S, e)
     deviation: Tensor  # (G, T S, d) keys less the mean of their tile
+    key_spread: Tensor  # (G, T) mean squared length of the deviations
     exists: Tensor | None  # (G, T, S); None where every slot holds a token
     counts: Tensor  # (1 or G, T) tokens of each tile
     prefix: int
@@ -61,13 +63,18 @@ class Tiles:
         if exists is not None:
             deviation = deviation.masked_fill(~exists.unsqueeze(-1), 0.0)
         sums = by_groups(q.sum(2), tiling).sum(2)
-        members = by_groups(counts.unsqueeze(-1), tiling).sum(2)
+        members = by_groups(counts.unsqueeze(-1), tiling).sum(2).clamp(min=1)
+        mean_q = sums / members
+        squares = by_groups(_squares(q).unsqueeze(-1), tiling).sum(2) / members
+        apart = (squares.squeeze(-1) - mean_q.square().sum(-1)).clamp(min=0)
         return cls(
             by_groups(q.flatten(2), tiling).view(*sums.shape[:2], -1, q.shape[-1]),
-            sums / members.clamp(min=1),
+            mean_q,
+            apart / (2 * q.shape[-1]),
             torch.cat((means[0], before[0], k.flatten(1, 2)), 1),
             torch.cat((means[1], before[1], v.flatten(1, 2)), 1),
             deviation.flatten(1, 2),
+            _squares(deviation) / counts.clamp(min=1),
             exists,
             counts,
             prefix,
@@ -98,7 +105,7 @@ class Tiles:
 class Screen:
     """What the representatives found."""
 
-    gap: Tensor  # (G R, T) capped
+    gap: Tensor  # (G R, T) of the representative and the spread of its group, capped
     expanded: Tensor  # (G R, T) bool
     residual: Tensor  # (G R, e)
 
@@ -132,7 +139,9 @@ def _screen_part(
     shares = scores.softmax(-1)
     # log sum exp, at the price of two maxima instead of a second exponential
     energy = scores.amax(-1) - shares.amax(-1).log()
-    gap = (energy - count.clamp(min=1).log()).clamp(0.0, CAP)
+    gap = (energy - count.clamp(min=1).log()).clamp(min=0.0)
+    spread = tiles.query_spread[heads, rows].unsqueeze(-1) * tiles.key_spread[heads].unsqueeze(1)
+    gap = (gap + spread).clamp(max=CAP)
     coarse = representative @ keys[:, : tiles.first].transpose(1, 2)
     mean, before = coarse[..., : tiles.tiles], coarse[..., tiles.tiles :]
     mass = (mean + energy).masked_fill(count == 0, -torch.inf)  # A_L
@@ -149,6 +158,12 @@ def _screen_part(
     tokens = (shares * weight.unsqueeze(-1)).flatten(2)
     residual = tokens @ values[:, tiles.first :] - weight @ values[:, : tiles.tiles]
     return gap, expanded, residual
+
+
+def _squares(tiles: Tensor) -> Tensor:
+    """(G, T) sum of the squares in (G, T, S, d)."""
+    lengths: Tensor = torch.linalg.vector_norm(tiles, dim=(2, 3))
+    return lengths.square()
 
 
 def _by_error(loss: Tensor, limit: float | None) -> Tensor:

@@ -40,6 +40,9 @@ class _Head:
         self.size = sum(len(members[tile]) for tile in self.tiles)
         self.key = {tile: self.k[members[tile]].mean(0) for tile in self.tiles}
         self.value = {tile: self.v[members[tile]].mean(0) for tile in self.tiles}
+        self.spread = {
+            tile: _mean_square(self.k[members[tile]] - self.key[tile]) for tile in self.tiles
+        }
         self.cross = np.zeros((k.shape[1], v.shape[1]))
         for tile in self.tiles:
             for token in members[tile]:
@@ -50,13 +53,15 @@ class _Head:
     def screen(self, queries: list[int]) -> _Screen:
         """Step 3, for the mean of the queries (0 where there is none)."""
         query = self.q[queries].mean(0) if queries else np.zeros(self.q.shape[1])
+        apart = _mean_square(self.q[queries] - query) if queries else 0.0
         gaps, masses, losses = {}, {}, {}
         for tile in self.tiles:
             scores = self.factor * (self.k[self.members[tile]] @ query)
             centered = scores - scores.mean()
-            gap = _log_sum(centered) - math.log(len(scores))
+            gap = max(_log_sum(centered) - math.log(len(scores)), 0.0)
             masses[tile] = _log_sum(scores)
-            gaps[tile] = min(max(gap, 0.0), CAP)
+            gap += self.factor**2 * apart * self.spread[tile] / (2 * len(query))
+            gaps[tile] = min(gap, CAP)
         before = self.factor * (self.before[0] @ query)
         whole = _log_sum(np.array([*masses.values(), *before]))
         for tile in self.tiles:
@@ -123,10 +128,13 @@ def tiled_attention(
 
     1. kbar_L, vbar_L, n_L: means and count of the valid tokens of tile L; n = sum_L n_L;
        cross = sum_L sum_{i in L} (k_i - kbar_L) (v_i - vbar_L)^T.
-    2. qbar_g: the mean of the valid queries of the group, 0 where there is none.
+    2. qbar_g: the mean of the valid queries of the group, 0 where there is none;
+       rho_g = mean |q - qbar_g|^2 over them, kappa_L = mean |k_i - kbar_L|^2 over a tile.
     3. s_i = c qbar.k_i, A_L = log sum_{i in L} exp s_i, M_L = c qbar.kbar_L,
-       gap_L = clip(A_L - log n_L - M_L, 0, CAP), Z = sum_L exp A_L + sum_prefix exp(c qbar.k_p),
-       loss_L = exp(A_L) (1 - exp(-gap_L)) / Z.
+       spread_L = c^2 rho_g kappa_L / 2d: queries that differ from qbar in all d directions alike raise
+       the variance of a tile's scores by c^2 rho kappa / d on average, and its gap by half of that;
+       gap_L = min(max(A_L - log n_L - M_L, 0) + spread_L, CAP),
+       Z = sum_L exp A_L + sum_prefix exp(c qbar.k_p), loss_L = exp(A_L) (1 - exp(-gap_L)) / Z.
     4. X, the expanded tiles: with `error`, the fewest, largest loss first and ties together, such
        that the other losses sum to at most 1 - exp(-error / tau); with `expand`, so many of the
        largest above 0 (ties: the first), or every tile where there are no more than that.
@@ -134,8 +142,7 @@ def tiled_attention(
        and the prefix (both exact); with u = sum of w over the tiles outside X
            o = sum w v + u residual + (u / n) c (q - qbar) cross,
            residual = sum_{L not in X} sum_{i in L} exp(s_i) (v_i - vbar_L) / sum_{L not in X} exp A_L,
-       whose denominator is sum n_L exp(M_L + gap_L) where no gap is capped, and bounds the
-       residual where one is.
+       whose denominator keeps the residual among the differences of the values.
     6. Prefix queries are exact; the outputs of queries that are not valid are 0.
     """
     queries, keys, values = (np.asarray(x, np.float64) for x in (q, k, v))
@@ -195,6 +202,11 @@ def _choose(
     if count == 0:
         return set()
     return {tile for tile in ranked if losses[tile] >= losses[ranked[count - 1]]}
+
+
+def _mean_square(vectors: Array) -> float:
+    """The mean of their squared lengths."""
+    return float((vectors**2).sum(-1).mean())
 
 
 def _log_sum(logits: Array) -> float:

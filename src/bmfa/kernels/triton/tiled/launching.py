@@ -102,6 +102,8 @@ class _Pipeline:
         scratch.add("kbar", (sizes.heads, sizes.tiles, dim), dtype)
         scratch.add("vbar", (sizes.heads, sizes.tiles, dim), dtype)
         scratch.add("qbar", (sizes.heads, sizes.groups, dim), dtype)
+        scratch.add("key_spread", (sizes.heads, sizes.tiles), full)
+        scratch.add("query_spread", (sizes.heads, sizes.groups), full)
         scratch.add("counts", (sizes.heads, sizes.tiles), full)
         scratch.add("cross", (sizes.heads, dim, dim), dtype)
         scratch.add("cross_parts", (*parts, dim, dim), rough)

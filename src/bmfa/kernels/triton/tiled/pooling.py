@@ -23,8 +23,24 @@ def absorb(top, mass, output, logits, values, PRECISION: tl.constexpr):
 
 
 @triton.jit
+def squared(tile):
+    """The sum of the squares."""
+    wide = tile.to(tl.float32)
+    return tl.sum(tl.sum(wide * wide, 1), 0)
+
+
+@triton.jit
+def spread(squares, means):
+    """The mean squared distance from the means: 0 where rounding alone may leave that much, and where
+    squares are beyond single precision."""
+    apart = squares - tl.sum(means * means, 1)
+    return tl.where(apart > 2e-6 * squares, apart, 0.0)
+
+
+@triton.jit
 def pool(
-    q, k, v, valid, kbar, vbar, qbar, counts, cross_parts, prefix_tops, prefix_masses, prefix_outputs,
+    q, k, v, valid, kbar, vbar, qbar, key_spread, query_spread, counts, cross_parts,
+    prefix_tops, prefix_masses, prefix_outputs,
     q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row,
     heads, prefix, height, width, across, tiles, groups, factor,
     D: tl.constexpr, BLOCK_D: tl.constexpr, GROUP: tl.constexpr, SIDE: tl.constexpr,
@@ -48,6 +64,8 @@ def pool(
     key_sums = tl.zeros((SLOTS, BLOCK_D), tl.float32)
     value_sums = tl.zeros((SLOTS, BLOCK_D), tl.float32)
     query_sums = tl.zeros((SLOTS, BLOCK_D), tl.float32)
+    key_squares = tl.zeros((SLOTS,), tl.float32)
+    query_squares = tl.zeros((SLOTS,), tl.float32)
     moment = tl.zeros((BLOCK_D, BLOCK_D), tl.float32)
     if PREFIX > 0:
         before = tl.arange(0, PREFIX)
@@ -78,6 +96,8 @@ def pool(
         value_sums = tl.dot(mine.to(keys.dtype), values, value_sums, input_precision=PRECISION)
         query_sums = tl.dot(group.to(keys.dtype), queries, query_sums, input_precision=PRECISION)
         moment = tl.dot(tl.trans(keys), values, moment, input_precision=PRECISION)
+        key_squares = tl.where(rows == member, squared(keys), key_squares)
+        query_squares += tl.where(rows == member // GROUP, squared(queries), 0.0)
         if MASKED or RAGGED:
             count = tl.where(rows == member, tl.sum(exists.to(tl.float32), 0), count)
         if PREFIX > 0:
@@ -93,7 +113,10 @@ def pool(
     inside = columns < D
     lines = (wide * tiles + places)[:, None] * D + columns[None, :]
     stored = known[:, None] & inside[None, :]
-    tl.store(kbar + lines, (key_sums / some).to(kbar.dtype.element_ty), mask=stored)
+    key_means = key_sums / some
+    apart = spread(key_squares / tl.maximum(count, 1.0), key_means)
+    tl.store(key_spread + wide * tiles + places, apart, mask=known)
+    tl.store(kbar + lines, key_means.to(kbar.dtype.element_ty), mask=stored)
     tl.store(vbar + lines, (value_sums / some).to(vbar.dtype.element_ty), mask=stored)
     tl.store(counts + wide * tiles + places, count, mask=known)
     moment -= tl.dot(tl.trans(key_sums), value_sums / some, input_precision="tf32x3")
@@ -109,8 +132,12 @@ def pool(
         there = tl.sum(tl.where(rows == member, count, 0.0), 0)
         asking += tl.where(rows == member // GROUP, there, 0.0)
     line = part * (TILES // GROUP) + rows
-    stored = ((rows < TILES // GROUP) & (line < groups))[:, None] & inside[None, :]
-    means = query_sums / tl.maximum(asking, 1.0)[:, None]
+    real = (rows < TILES // GROUP) & (line < groups)
+    stored = real[:, None] & inside[None, :]
+    asking = tl.maximum(asking, 1.0)
+    means = query_sums / asking[:, None]
+    apart = spread(query_squares / asking, means) * (factor * factor / (2 * D))
+    tl.store(query_spread + wide * groups + line, apart, mask=real)
     target = qbar + (wide * groups + line)[:, None] * D + columns[None, :]
     tl.store(target, means.to(qbar.dtype.element_ty), mask=stored)
     if PREFIX > 0:

@@ -22,7 +22,7 @@ def least_threshold(bits, loss, target, budget, BY_ERROR: tl.constexpr):
 
 @triton.jit
 def select(
-    k, qbar, counts, energy, gap, amounts, tops, masses, words,
+    k, qbar, key_spread, query_spread, counts, energy, gap, amounts, tops, masses, words,
     k_batch, k_head, k_row, heads, prefix, tiles, first, rows, groups, factor, target, budget,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_T: tl.constexpr, BY_ERROR: tl.constexpr,
     CAP: tl.constexpr,
@@ -42,7 +42,9 @@ def select(
     energies = tl.load(energy + offset + places, mask=known, other=float("-inf"))
     free = tl.load(gap + offset + places, mask=known, other=0.0).to(tl.float32)
     count = tl.load(counts + wide * tiles + places, mask=known, other=0.0)
-    capped = tl.minimum(free, CAP)
+    apart = tl.load(key_spread + wide * tiles + places, mask=known, other=0.0)
+    apart *= tl.load(query_spread + wide * groups + first + row)
+    capped = tl.minimum(free + apart, CAP)
     asked = tl.load(qbar + (wide * groups + first + row) * D + columns, mask=columns < D, other=0.0)
     k += batch * k_batch + place * k_head
     top = tl.max(energies, 0)

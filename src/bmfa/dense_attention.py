@@ -1,0 +1,135 @@
+"""Dense attention where "auto" finds it faster: a call is checked once, for all that are like it.
+
+The checks of a call take the host longer than small pictures take a GPU. They look at shapes, dtypes,
+devices and options alone, so that what was found of one call holds for all calls with the same.
+"""
+
+from collections.abc import Hashable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+
+from bmfa import tiled
+from bmfa.screened import Screened, Stats, Trees
+from bmfa.screening import check_finite_products, sums_finite
+from bmfa.tiled import Question
+from bmfa.tiling import Tiled, Tiling
+from bmfa.tree import Tree
+
+# The dense paths by their speed on Hopper and later; torch takes the first that serves a call.
+BEST = [
+    SDPBackend.CUDNN_ATTENTION,
+    SDPBackend.FLASH_ATTENTION,
+    SDPBackend.EFFICIENT_ATTENTION,
+    SDPBackend.MATH,
+]
+# Operations of a single call, unless it is recorded, from which a third of its time is worth 0.1 ms.
+WORTH_NAMING = 1e11
+_MOST_KNOWN = 1024
+_known: dict[Hashable, "DenseCall"] = {}
+
+
+class DenseCall:
+    """Everything about a call of dense attention but its tensors."""
+
+    def __init__(
+        self,
+        tensors: tuple[Tensor, Tensor, Tensor],  # q, k, v of a first call
+        mask: Tensor | None,
+        tiling: Tiling,
+        question: Question,
+        why: str,
+        prefix: int,
+        scale: float,
+        tau: float,
+    ) -> None:
+        q = tensors[0]
+        self.tiling, self.rule = tiling, str(question)
+        self.prefix, self.scale, self.tau = prefix, scale, tau
+        self.factor = scale / tau
+        self.named = mask is None and names_cudnn(*tensors)
+        self.watched = not (q.is_cuda or torch.compiler.is_compiling())
+        # Nothing is launched on the device for this: how many tiles are expanded, the host knows.
+        rows = (q.shape[0], q.shape[1], tiling.groups)
+        self.counts = torch.full(rows, tiling.tiles, dtype=torch.int32, device="cpu")
+        self.trees = _AllExpanded(partial(self._tree, q.device))
+        self.stats = Stats(
+            "dense", "dense", self.rule, why, self.trees, counts=self.counts, tiles=tiling.tiles
+        )
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Screened:
+        """Attend; a mask is as scaled_dot_product_attention takes it."""
+        if self.named:
+            with sdpa_kernel(BEST, set_priority=True):
+                output = scaled_dot_product_attention(q, k, v, scale=self.factor)
+        else:
+            output = scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=self.factor)
+        # A score that is no number leaves none in its whole row: one column tells of them all.
+        if self.watched and mask is None and not sums_finite(output[..., :1]):
+            check_finite_products(q, q * self.scale, k)
+        return Screened(output, self.trees, self.stats)
+
+    def _tree(self, device: torch.device) -> Tree:
+        """Every tile expanded, for every query: in any order of the tokens the same."""
+        marks = torch.ones((*self.counts.shape, self.tiling.tiles), dtype=torch.bool, device=device)
+        whole = Tiled(marks, self.counts, marks)
+        return tiled.tree_of(whole, self.tiling, self.prefix, self.tau, self.rule, "raster")
+
+
+class _AllExpanded(Trees):
+    """Shared by all calls that are alike, and hence made again whenever they are asked for."""
+
+    @property
+    def tree(self) -> Tree:
+        """The trees."""
+        return self._make()
+
+
+def names_cudnn(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Whether dense attention is to be by cuDNN, the fastest on Hopper and later, and torch takes
+    another unless it is told to. Naming it takes the host 0.1 ms."""
+    if not q.is_cuda or torch.cuda.get_device_capability(q.device) < (9, 0):
+        return False
+    if not tiled.recorded(q) and tiled.operations(q) < WORTH_NAMING:
+        return False
+    if torch.compiler.is_compiling():
+        return True
+    own_choice: int = torch._fused_sdp_choice(q, k, v)
+    return own_choice != SDPBackend.CUDNN_ATTENTION.value
+
+
+def likeness(q: Any, k: Any, v: Any, *options: Any) -> Hashable | None:
+    """Equal for calls that are checked and served alike; None where a call is to be checked."""
+    for tensor in (q, k, v):
+        if not isinstance(tensor, Tensor):
+            return None
+    if torch.compiler.is_compiling():
+        return None
+    device = q.device
+    if torch.is_autocast_enabled(device.type):
+        dtype = torch.get_autocast_dtype(device.type)
+        if not q.dtype == k.dtype == v.dtype == dtype:
+            return None
+    return (
+        q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, device, k.device, v.device,
+        tiled.recorded(q), options, tuple(map(type, options)),
+    )  # fmt: skip
+
+
+def known(like: Hashable) -> DenseCall | None:
+    """What serves a call like this, if one was served before."""
+    try:
+        return _known.get(like)
+    except TypeError:  # an option without a hash is none that the checks accept
+        return None
+
+
+def remember(like: Hashable, call: DenseCall) -> None:
+    """Calls like this one need no checks from now on."""
+    if len(_known) >= _MOST_KNOWN:
+        _known.clear()
+    _known[like] = call
