@@ -43,7 +43,7 @@ def test_a_budget_is_known_and_a_target_is_guessed() -> None:
     ],
 )
 def test_auto_says_why_it_is_dense(grid: Grid, asked: dict[str, float], reason: str | None) -> None:
-    q = queries(grid)
+    q = 0.3 * queries(grid)
     result = screened_attention(q, q, q, grid=grid, **asked)
     assert result.stats.form == ("tiled" if reason is None else "dense")
     if reason is not None:
@@ -142,3 +142,18 @@ def test_a_target_holds_where_queries_have_nothing_in_common(target: float, size
     bound = result.stats.certificate
     assert bound is not None
     assert float(bound.mean()) <= 1.1 * target
+
+
+def test_auto_is_dense_where_the_target_expands_most_tiles() -> None:
+    torch.manual_seed(4)
+    q, k, v = torch.randn(3, 1, 1, LONG.size, 32)
+    result = screened_attention(q, k, v, grid=LONG, error=0.1)
+    assert result.stats.form == "dense"
+    assert "error 0.1 expands more than 43% of the tiles" in result.stats.why
+    exact = torch.nn.functional.scaled_dot_product_attention(q, k, v)
+    torch.testing.assert_close(result.output, exact)
+    like_neighbours = q[:, :, :1].expand_as(q).contiguous()
+    result = screened_attention(like_neighbours, k, v, grid=LONG, error=0.5)
+    assert result.stats.form == "tiled"  # the same call with other numbers
+    result = screened_attention(q, k, v, grid=LONG, error=0.1, backend="eager")
+    assert result.stats.form == "tiled" and result.stats.density > 0.43

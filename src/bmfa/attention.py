@@ -157,6 +157,7 @@ def _tiled_attention(
     call.check_self_attention()
     tiling = Tiling(call.grid)
     question = tiled.Question.of(tiling, error, leaves)
+    forced = form == "tiled" or certificate or fallback is not None
     ran, why = tiled.choose(
         backend,
         *call.inputs,
@@ -164,11 +165,16 @@ def _tiled_attention(
         question,
         prefix=call.prefix,
         order=call.order,
-        forced=form == "tiled" or certificate or fallback is not None,
+        forced=forced,
     )
-    if ran == "dense":
+    result = None
+    if ran != "dense":
+        most = 1.0 if forced or backend != "auto" else 1.0 / tiled.expanded_cost(call.inputs[0])
+        result = call.attend(ran, tiling, question, most)
+        if result is None:
+            why = f"auto: {question} expands more than {most:.0%} of the tiles, dense is faster"
+    if result is None:
         return _dense_attention(call, tiling, question, why, audit, like)
-    result = call.attend(ran, tiling, question)
     trees = call.trees(result, tiling, question, ran)
     output, bound, replaced = result.output, None, 0
     if certificate or fallback is not None:

@@ -31,8 +31,10 @@ class TileCall(Call):
         """The order in which a backend takes the tokens: all but Triton's tiles take raster order."""
         return self.order if backend == "triton" else "raster"
 
-    def attend(self, backend: str, tiling: Tiling, question: Question) -> Tiled:
-        """Attention over tiles."""
+    def attend(
+        self, backend: str, tiling: Tiling, question: Question, most: float = 1.0
+    ) -> Tiled | None:
+        """Attention over tiles; None where more than a share `most` of them would be expanded."""
         q, k, v = self.inputs
         if not q.is_cuda and self.mask is None and backend != "triton":
             check_finite_products(q, q * self.scale, k)
@@ -54,8 +56,9 @@ class TileCall(Call):
             tau=self.tau,
             valid=mask,
             order=self.order_of(backend),
+            most=most,
         )
-        if not turned:
+        if result is None or not turned:
             return result
         order = self.grid.z_order.to(self.device)
         return replace(result, output=in_raster(result.output, self.prefix, order, None))

@@ -20,9 +20,11 @@ LEAST_TOKENS = {"cuda": 4096, "cpu": 2048}
 # A call must save so many operations of dense attention: on CUDA to fill the card with what comes before
 # the attending, and, unless its launches are recorded, to make up for the host's time to launch it.
 LEAST_SAVED = {"cuda": 2e11, "recorded": 2e10, "cpu": 0.0}
-# An expanded tile costs so many times what it costs dense attention, and an error target of 0.1 expands
-# this share of the tiles of 64 x 64 tokens, others by a power of the target; larger grids take less.
-EXPANDED_COST, EXPANDED_SHARE, TARGET_POWER = 1.7, 0.16, -0.6
+# An expanded tile costs so many times what it costs dense attention.
+EXPANDED_COST = {"cuda": 1.7, "cpu": 2.3}
+# An error target of 0.1 expands this share of the tiles of 64 x 64 tokens, others by a power of the
+# target; larger grids take less.
+EXPANDED_SHARE, TARGET_POWER = 0.16, -0.6
 _recorded_anyway = False
 
 
@@ -63,12 +65,17 @@ def slower_than_dense(q: Tensor, tiling: Tiling, question: Question) -> str | No
     if size < least:
         return f"dense attention is as fast below {least} tokens, and there are {size}"
     share = question.share(tiling.tiles)
-    saved = operations(q) * (1.0 - EXPANDED_COST * share)
+    saved = operations(q) * (1.0 - expanded_cost(q) * share)
     if saved >= LEAST_SAVED.get("recorded" if recorded(q) else kind, 0.0):
         return None
     if torch.compiler.is_compiling():  # sizes may be symbols, which have no format
         return "tiles save less than they cost"
     return f"{question} would expand {share:.0%} of the tiles, which saves less than tiles cost"
+
+
+def expanded_cost(q: Tensor) -> float:
+    """What an expanded tile costs, over what it costs dense attention."""
+    return EXPANDED_COST.get(q.device.type, EXPANDED_COST["cpu"])
 
 
 def triton_refusal(
@@ -93,8 +100,13 @@ def attend(
     tau: float,
     valid: Tensor | None,
     order: str,
-) -> Tiled:
-    """Run the kernels of a backend; all but Triton's take raster order."""
+    most: float = 1.0,
+) -> Tiled | None:
+    """Run the kernels of a backend; all but Triton's take raster order.
+
+    None where the eager ones find that more than a share `most` of the tiles would be expanded; for
+    Triton's to know that, the host would have to wait for the device.
+    """
     asked = {"error": question.error, "expand": question.expand}
     common = {"prefix": prefix, "scale": scale, "tau": tau, "valid": valid}
     if backend == "triton":
@@ -105,7 +117,7 @@ def attend(
         return _reference(q, k, v, tiling, {**asked, **common})
     from bmfa.kernels.eager import tiled
 
-    return tiled.attend(q, k, v, tiling, **asked, **common)  # type: ignore[arg-type]
+    return tiled.attend(q, k, v, tiling, most=most, **asked, **common)  # type: ignore[arg-type]
 
 
 def choose(

@@ -26,18 +26,21 @@ def attend(
     error: float | None = None,
     expand: int | None = None,
     valid: Tensor | None = None,
-) -> Tiled:
+    most: float = 1.0,
+) -> Tiled | None:
     """Attention of (B, heads, prefix + N, d) tokens in raster order over tiles.
 
     One of `error` (a target for E of every representative) and `expand` (tiles expanded for each
     group) is given. Half types are computed in float32. The choice of the expanded tiles is not
-    differentiated; everything else is.
+    differentiated; everything else is. None where more than a share `most` of the tiles is expanded.
     """
     if (error is None) == (expand is None):
         raise ValueError(f"error is {error!r} and expand is {expand!r}; pass exactly one of them")
     tiles = Tiles.of(q, k, v, tiling, prefix, scale / tau, valid)
     limit = None if error is None else -math.expm1(-error / tau)
     screen = screen_tiles(tiles, limit, expand)
+    if most < 1.0 and float(screen.expanded.mean(dtype=torch.float32)) > most:
+        return None
     spatial = split_dimension(by_raster(_attend(tiles, screen), tiling), 0, q.shape[:2])
     output = spatial.to(q.dtype)
     if prefix:
