@@ -58,6 +58,8 @@ def test_errors_fall_with_density_to_rounding(record):
         assert errors[0] > errors[1] > errors[2]
         assert errors[2] < 100 * 64 * torch.finfo(torch.float32).eps
         assert all(row["error_p95_query_percent"] >= 0 for row in some)
+        energies = [row["e_mean"] for row in some]
+        assert energies[0] > energies[1] > energies[2] and energies[2] < 1e-4
 
 
 def test_wide_heads_carry_the_error_on_the_models_own(record):

@@ -23,7 +23,7 @@ def test_a_budget_is_known_and_a_target_is_guessed() -> None:
     shares = [Question(error, None).share(tiling.tiles) for error in (0.0, 0.01, 0.05, 0.1, 0.2)]
     assert shares[0] == 1.0 and shares == sorted(shares, reverse=True)
     # What 64x64 tokens of four blocks of DeiT-Tiny expand: records/attention-h200.json.
-    for share, measured in zip(shares[2:], (0.30, 0.16, 0.05), strict=True):
+    for share, measured in zip(shares[2:], (0.35, 0.21, 0.07), strict=True):
         assert share == pytest.approx(measured, abs=0.07)
 
 

@@ -55,9 +55,9 @@ def screened_attention(
     Without a rule the form is "tiled", the fast one for long sequences: 8x8 tiles of keys, queries in
     groups of two tiles, one representative query for each group that sees every token exactly. It
     chooses the tiles that are expanded, and corrects the mass and the values of the others. `error` is
-    a target for E of the representative before these corrections (0.1 where nothing is given),
-    `leaves` a budget: a float is a fraction of the tokens, an int a count. "auto" takes dense attention
-    where that is faster.
+    a target for the mean E of a group before these corrections (0.1 where nothing is given), estimated
+    at the representative and from how far the queries lie apart; `leaves` is a budget: a float is a
+    fraction of the tokens, an int a count. "auto" takes dense attention where that is faster.
 
     With a rule, or with `form` "representative" (one logit M + tau log n and one mean value for each
     leaf) or "repeated" (every score replaced by its leaf's mean: the same output), every query and

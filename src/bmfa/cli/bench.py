@@ -10,7 +10,7 @@ from bmfa.records import Record
 Options = argparse.Namespace
 
 ATTENTION_COLUMNS = (
-    "n heads dim dtype batch method density_percent error_l2_percent error_p95_query_percent "
+    "n heads dim dtype batch method density_percent e_mean error_l2_percent error_p95_query_percent "
     "milliseconds milliseconds_eager speedup speedup_eager added_milliseconds own_error_percent "
     "peak_mebibytes extra_memory_percent ran"
 )

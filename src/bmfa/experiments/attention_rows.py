@@ -12,6 +12,7 @@ from bmfa.experiments.attention_methods import Call, Setting, Truth, auto_call, 
 from bmfa.experiments.qkv import Recorded, Tensors
 from bmfa.experiments.self_check import check_dense
 from bmfa.records import Row
+from bmfa.screened import Screened
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 # Pictures are timed together while they make no more tokens than this.
@@ -74,10 +75,15 @@ class SizeBench:
         ]
         dense = next(row for row in rows if row["method"] == best)
         rows.insert(0, {**dense, "method": "dense", "path": best.removeprefix("dense-")})
-        most = CERTIFIED_TOKENS.get(self.plan.place.type, CERTIFIED_TOKENS["cpu"])
-        if self.plan.certificate and self.recorded.grid.size <= most:
+        if self.certified:
             rows += self._knowledge(base)
         return rows
+
+    @property
+    def certified(self) -> bool:
+        """Whether the certificate is asked for, and is no matter of minutes."""
+        most = CERTIFIED_TOKENS.get(self.plan.place.type, CERTIFIED_TOKENS["cpu"])
+        return self.plan.certificate and self.recorded.grid.size <= most
 
     def _dense_paths(self) -> dict[str, Call]:
         tokens = next(iter(self.timed.values()))
@@ -141,11 +147,13 @@ class SizeBench:
             judged = judge(call, self.inputs, self.truth, self.batch, density)
             memory = self._memory(call)
         percent = None if judged.density is None else 100 * judged.density
+        known = self.certified and name.startswith("tiled-")
         return {
             **self._frame(name),
             "density_percent": 100.0 if name.startswith("dense-") else percent,
             "error_l2_percent": judged.error,
             "error_p95_query_percent": judged.p95,
+            "e_mean": self._mean_error(name.removeprefix("tiled-")) if known else None,
             "error_queries": len(self.truth.queries),
             "milliseconds": times[0],
             "milliseconds_eager": times[1],
@@ -154,6 +162,19 @@ class SizeBench:
             **memory,
             "ran": judged.form,
         }
+
+    def _mean_error(self, setting: str) -> float:
+        """E of the queries, which an error target is for: the mean over pictures, blocks and heads."""
+        call = tiled_call(
+            self.recorded, self.plan.backend, Setting.parse(setting), certificate=True
+        )
+        means = []
+        for tokens in self.inputs.values():
+            for start in range(0, self.pictures, self.batch):
+                result = call(*(x[start : start + self.batch] for x in tokens))
+                assert isinstance(result, Screened) and result.stats.certificate is not None
+                means.append(float(result.stats.certificate[:, :, self.recorded.prefix :].mean()))
+        return sum(means) / len(means)
 
     def _frame(self, method: str) -> Row:
         return {

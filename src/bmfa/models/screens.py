@@ -44,15 +44,9 @@ class Place:
     prefix: int
     wanted: str = "raster"  # the order in which tokens are to travel
     grid: Grid | None = None
+    order: str = "raster"  # in which they travel: Z-order is for grids that have whole tiles in it
     handle: Any = None
     others: list[Any] = field(default_factory=list)  # further hooks, each with its handle
-
-    @property
-    def order(self) -> str:
-        """The order in which the tokens travel: Z-order is for grids that have whole tiles in it."""
-        if self.wanted == "z" and self.grid is not None and Tiling(self.grid).z_aligned:
-            return "z"
-        return "raster"
 
     def watch(self, projection: nn.Module) -> None:
         """Note the grid whenever the projection runs."""
@@ -67,6 +61,8 @@ class Place:
 
     def __call__(self, module: nn.Module, inputs: Any, output: Tensor) -> None:
         self.grid = Grid(*output.shape[-2:])
+        turned = self.wanted == "z" and Tiling(self.grid).z_aligned
+        self.order = "z" if turned else "raster"
 
     def of(self, tokens: int) -> Grid:
         """The grid, if it and the prefix make up the tokens."""

@@ -15,6 +15,7 @@ ATTENTION = (
     ("dim", "d", 0),
     ("method", "method", None),
     ("density_percent", "tiles expanded, %", 1),
+    ("e_mean", "E, mean of queries", 3),
     ("error_l2_percent", "error, %", 2),
     ("error_p95_query_percent", "P95 of queries, %", 1),
     ("milliseconds", "ms", 3),
