@@ -44,10 +44,19 @@ def only(name: str) -> Iterator[None]:
 
 @contextmanager
 def preferring(name: str) -> Iterator[None]:
-    """One path first, the others where it does not serve a call."""
+    """One path first, the others where it does not serve a call.
+
+    Leaving puts back the order that was found: torch has its own from the first call on, see `settle`.
+    """
     rest = [path for other, path in PATHS.items() if other != name]
     with sdpa_kernel([PATHS[name], *rest], set_priority=True):
         yield
+
+
+def settle(device: torch.device, dtype: torch.dtype) -> None:
+    """Let torch choose its order of the paths; a first call inside `preferring` would hide it."""
+    q = torch.zeros(1, 1, 16, 64, device=device, dtype=dtype)
+    scaled_dot_product_attention(q, q, q)
 
 
 def refusal(name: str, q: Tensor, k: Tensor, v: Tensor) -> str | None:

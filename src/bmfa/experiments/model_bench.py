@@ -127,6 +127,7 @@ class _Bench:
     def rows(self) -> list[Row]:
         """The dense model by every path, and screened by every setting."""
         check_backend(self._backend(), self.dtype, self.settings.device, [self._shape()[1]])
+        dense_paths.settle(self.place, self.dtype)
         full = self._full()
         works = {**full, **{name: self._screened(name) for name in self.settings.methods}}
         eager = timing.alternating(
