@@ -157,3 +157,23 @@ def test_auto_is_dense_where_the_target_expands_most_tiles() -> None:
     assert result.stats.form == "tiled"  # the same call with other numbers
     result = screened_attention(q, k, v, grid=LONG, error=0.1, backend="eager")
     assert result.stats.form == "tiled" and result.stats.density > 0.43
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_dense_calls_compile_into_one_graph_that_stays() -> None:
+    grid, counters = Grid(14, 14), torch._dynamo.utils.counters["stats"]
+    torch.compiler.reset()
+    counters.clear()
+
+    def attend(q: torch.Tensor) -> torch.Tensor:
+        return screened_attention(q, q, q, grid=grid).output
+
+    compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
+    q = queries(grid)
+    torch.testing.assert_close(compiled(q), attend(q))
+    for size in (3, 4, 5):  # calls that are remembered are no reason to compile again
+        other = queries(Grid(size, size))
+        screened_attention(other, other, other, grid=Grid(size, size))
+    compiled(q)
+    assert counters["unique_graphs"] == 1
+    torch.compiler.reset()

@@ -76,7 +76,7 @@ def screened_attention(
         like = dense_attention.likeness(
             q, k, v, grid, prefix, error, leaves, tau, scale, order, audit, certificate
         )
-        if (dense := dense_attention.known(like)) is not None:
+        if like is not None and (dense := dense_attention.known(like)) is not None:
             return dense(q, k, v)
     if form is not None and form not in FORMS:
         raise ValueError(f"form is {form!r}; pass one of {', '.join(FORMS)}")
