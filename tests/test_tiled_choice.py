@@ -177,3 +177,50 @@ def test_dense_calls_compile_into_one_graph_that_stays() -> None:
     compiled(q)
     assert counters["unique_graphs"] == 1
     torch.compiler.reset()
+
+
+def test_dense_calls_refuse_scores_that_are_no_numbers() -> None:
+    grid = Grid(6, 6)
+    q, k, v = torch.rand(3, 1, 1, grid.size, 8) + 0.1
+    for _ in "ab":  # with checks and without
+        assert screened_attention(q, k, v, grid=grid).stats.form == "dense"
+    with pytest.raises(ValueError, match="overflow"):
+        screened_attention(1e20 * q, -1e20 * k, v, grid=grid)  # all scores -inf: no NaN comes of it
+    for name in ("queries", "keys"):
+        for bad in (torch.inf, -torch.inf, torch.nan):
+            spoilt = {"queries": q.clone(), "keys": k.clone()}
+            spoilt[name][0, 0, 3, 0] = bad
+            with pytest.raises(ValueError, match=f"{name} hold"):
+                screened_attention(spoilt["queries"], spoilt["keys"], v, grid=grid)
+
+
+@pytest.mark.parametrize(("grid", "size"), [(Grid(6, 6), 1.0), (LONG, 1.0), (LONG, 0.1)])
+def test_what_does_not_exist_may_hold_anything_dense_or_not(grid: Grid, size: float) -> None:
+    torch.manual_seed(5)
+    valid = torch.rand(1, grid.size) > 0.3
+    clean = torch.randn(3, 1, 1, grid.size, 32)
+    q, k, v = clean.masked_fill(~valid[:, None, None, :, None], torch.nan).unbind()
+    got = screened_attention(size * q, k, v, grid=grid, valid=valid)
+    want = screened_attention(size * clean[0], *clean[1:], grid=grid, valid=valid)
+    assert got.stats.form == want.stats.form == ("tiled" if size < 1 else "dense")
+    torch.testing.assert_close(got.output[:, :, valid[0]], want.output[:, :, valid[0]])
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"audit": torch.zeros(2)}, "audit is"),
+        ({"q": None}, "q is NoneType; pass a torch.Tensor"),
+        ({"v": [1.0]}, "v is list; pass a torch.Tensor"),
+    ],
+)
+def test_bad_input_is_named_before_anything_runs(wrong: dict[str, Any], message: str) -> None:
+    q = queries(Grid(6, 6))
+    with pytest.raises(TypeError, match=message):
+        screened_attention(**({"q": q, "k": q, "v": q, "grid": Grid(6, 6)} | wrong))
+
+
+def test_nothing_is_attended_to_without_a_picture() -> None:
+    q = queries(LONG)[:0]
+    result = screened_attention(q, q, q, grid=LONG)
+    assert result.output.shape == q.shape and result.stats.density == 1.0

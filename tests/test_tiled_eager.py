@@ -186,6 +186,44 @@ def test_no_tensor_of_tokens_by_tokens() -> None:
     assert largest <= eager_tiles.CHUNK_ELEMENTS
 
 
+@pytest.mark.parametrize("common", [1e3, 1e4])
+def test_what_all_queries_share_is_no_spread(common: float) -> None:
+    torch.manual_seed(6)
+    q, k, v = torch.randn(3, 1, 1, 256, 32)
+    q[..., 0], k[..., 0] = common, 1.0
+    options = {"prefix": 0, "scale": 0.2, "expand": 1}
+    got = attend(q, k, v, Tiling(Grid(16, 16)), **options)
+    want = tiled_attention(q.numpy(), k.numpy(), v.numpy(), Tiling(Grid(16, 16)), **options)
+    assert np.array_equal(got.marks.numpy(), want.expanded)
+    assert np.abs(got.output.numpy() - want.output).max() < 1e-7 * common
+
+
+@pytest.mark.parametrize(("queries", "keys"), [(0.0, 1e20), (1e-30, 1e30), (0.0, 0.0)])
+def test_spreads_beyond_all_numbers_count_as_none(queries: float, keys: float) -> None:
+    torch.manual_seed(7)
+    q, k, v = torch.randn(3, 1, 1, 256, 32)
+    got = attend(q * queries, k * keys, v, Tiling(Grid(16, 16)), prefix=0, scale=0.2, error=3.0)
+    assert bool(torch.isfinite(got.output).all())
+
+
+def test_a_budget_is_not_spent_on_constant_tiles() -> None:
+    torch.manual_seed(8)
+    q, k, v = torch.randn(3, 1, 1, 256, 32)
+    got = attend(
+        q, k[:, :, :1].expand_as(k), v, Tiling(Grid(16, 16)), prefix=0, scale=0.2, expand=2
+    )
+    assert int(got.counts.sum()) == 0
+
+
+def test_second_derivatives_are_numbers_where_a_tile_has_one_token() -> None:
+    torch.manual_seed(9)
+    q, k, v = (torch.randn(1, 1, 81, 8, dtype=torch.float64).requires_grad_() for _ in "qkv")
+    output = attend(q, k, v, Tiling(Grid(9, 9)), prefix=0, scale=0.3, error=0.1).output
+    (first,) = torch.autograd.grad(output.square().sum(), k, create_graph=True)
+    (second,) = torch.autograd.grad(first.square().sum(), k)
+    assert bool(torch.isfinite(second).all())
+
+
 def test_one_target_is_given() -> None:
     q = torch.zeros(1, 1, 64, 4)
     for mode in ({}, {"error": 0.1, "expand": 2}):

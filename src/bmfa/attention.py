@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from bmfa import dense_attention, tiled
-from bmfa.checks import check_integer, check_number
+from bmfa.checks import check_floating, check_integer, check_number
 from bmfa.dense_attention import DenseCall
 from bmfa.grid import Grid
 from bmfa.rules import Optimal, Rule
@@ -66,16 +66,15 @@ def screened_attention(
 
     `audit` recomputes that fraction of the queries exactly and reports their error; `certificate`
     bounds E of every query, and `fallback` recomputes exactly the queries whose certificate exceeds
-    it. `stats` says what ran and why. The Triton kernels serve CUDA, without gradients; they wait for
-    nothing, and so let a NaN in q or k through to the outputs that read it, where the others raise.
+    it. `stats` says what ran and why. The Triton kernels serve CUDA, without gradients. Calls on CUDA
+    and compiled ones wait for nothing, and so let a NaN in q or k through to the outputs that read it,
+    where the others raise.
     """
     plain = form is None and rule is None and max_depth is None and valid is None
-    plain = plain and not (certificate or audit) and fallback is None and backend == "auto"
+    plain = plain and certificate is False and fallback is None and backend == "auto"
     like = None
-    if plain:
-        like = dense_attention.likeness(
-            q, k, v, grid, prefix, error, leaves, tau, scale, order, audit, certificate
-        )
+    if plain and type(audit) in (int, float) and audit == 0:
+        like = dense_attention.likeness(q, k, v, grid, prefix, error, leaves, tau, scale, order)
         if like is not None and (dense := dense_attention.known(like)) is not None:
             return dense(q, k, v)
     if form is not None and form not in FORMS:
@@ -206,9 +205,13 @@ def _dense_attention(
     like: Hashable | None,
 ) -> Screened:
     """Dense attention, which later calls like this one have without checks."""
-    mask = call.dense_mask()
-    dense = DenseCall(call.inputs, mask, tiling, question, why, call.prefix, call.scale, call.tau)
-    screened = dense(*call.inputs, mask)
+    mask, tensors = call.dense_mask(), call.inputs
+    if mask is not None:
+        there = mask.transpose(-1, -2)
+        q, k, v = (x.where(there, 0.0) for x in tensors)  # what does not exist may hold anything
+        tensors = (q, k, v)
+    dense = DenseCall(tensors, mask, tiling, question, why, call.prefix, call.scale, call.tau)
+    screened = dense(*tensors, mask)
     if like is not None and tiled.slower_than_dense(call.inputs[0], tiling, question) is not None:
         dense_attention.remember(like, dense)
     if audit > 0:
@@ -220,6 +223,8 @@ def _autocast(
     q: Tensor, k: Tensor, v: Tensor
 ) -> tuple[tuple[Tensor, Tensor, Tensor], AbstractContextManager[Any]]:
     """In the dtype that autocast asks of attention; what is computed inside is in none but its own."""
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        check_floating(name, tensor)
     kind = q.device.type
     if not torch.is_autocast_enabled(kind):
         return (q, k, v), nullcontext()

@@ -15,7 +15,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from bmfa import tiled
 from bmfa.screened import Screened, Stats, Trees
-from bmfa.screening import check_finite_products, sums_finite
+from bmfa.screening import check_finite_products
 from bmfa.tiled import Question
 from bmfa.tiling import Tiled, Tiling
 from bmfa.tree import Tree
@@ -53,13 +53,9 @@ class DenseCall:
         self.factor = scale / tau
         self.named = mask is None and names_cudnn(*tensors)
         self.watched = not (q.is_cuda or torch.compiler.is_compiling())
-        # Nothing is launched on the device for this: how many tiles are expanded, the host knows.
-        rows = (q.shape[0], q.shape[1], tiling.groups)
-        self.counts = torch.full(rows, tiling.tiles, dtype=torch.int32, device="cpu")
-        self.trees = _AllExpanded(partial(self._tree, q.device))
-        self.stats = Stats(
-            "dense", "dense", self.rule, why, self.trees, counts=self.counts, tiles=tiling.tiles
-        )
+        marks = (q.shape[0], q.shape[1], tiling.groups, tiling.tiles)
+        self.trees = _AllExpanded(partial(self._tree, marks, q.device))
+        self.stats = Stats("dense", "dense", self.rule, why, self.trees)
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Screened:
         """Attend; a mask is as scaled_dot_product_attention takes it."""
@@ -68,15 +64,24 @@ class DenseCall:
                 output = scaled_dot_product_attention(q, k, v, scale=self.factor)
         else:
             output = scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=self.factor)
-        # A score that is no number leaves none in its whole row: one column tells of them all.
-        if self.watched and mask is None and not sums_finite(output[..., :1]):
+        if self.watched and mask is None and not self._bounded(q, k):
             check_finite_products(q, q * self.scale, k)
         return Screened(output, self.trees, self.stats)
 
-    def _tree(self, device: torch.device) -> Tree:
+    def _bounded(self, q: Tensor, k: Tensor) -> bool:
+        """Whether no score can overflow: one look at each tensor, which NaN does not pass."""
+        if not q.numel() or not k.numel():
+            return True
+        largest = abs(self.scale) * q.shape[-1]
+        for tensor in (q, k):
+            low, high = tensor.detach().aminmax()
+            largest *= max(-float(low), float(high))
+        return largest < torch.finfo(q.dtype).max
+
+    def _tree(self, shape: tuple[int, ...], device: torch.device) -> Tree:
         """Every tile expanded, for every query: in any order of the tokens the same."""
-        marks = torch.ones((*self.counts.shape, self.tiling.tiles), dtype=torch.bool, device=device)
-        whole = Tiled(marks, self.counts, marks)
+        marks = torch.ones(shape, dtype=torch.bool, device=device)
+        whole = Tiled(marks, marks.sum(-1, dtype=torch.int32), marks)
         return tiled.tree_of(whole, self.tiling, self.prefix, self.tau, self.rule, "raster")
 
 

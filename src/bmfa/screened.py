@@ -50,7 +50,9 @@ class Stats:
 
     @property
     def density(self) -> float | None:
-        """Mean fraction of the tiles that are expanded, in the form "tiled"; waits for the device."""
+        """Mean fraction of the tiles that are expanded; waits for the device, None without tiles."""
+        if self.form == "dense":
+            return 1.0
         if self.counts is None:
             return None
         return float(self.counts.double().mean()) / self.tiles

@@ -61,6 +61,8 @@ class Question:
 def slower_than_dense(q: Tensor, tiling: Tiling, question: Question) -> str | None:
     """Why dense attention is taken for the faster one; None where tiles are."""
     kind, size = q.device.type, tiling.grid.size
+    if q.numel() == 0:
+        return "there is nothing to attend to"
     least = LEAST_TOKENS.get(kind, LEAST_TOKENS["cpu"])
     if size < least:
         return f"dense attention is as fast below {least} tokens, and there are {size}"

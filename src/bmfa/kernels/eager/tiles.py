@@ -65,16 +65,22 @@ class Tiles:
         sums = by_groups(q.sum(2), tiling).sum(2)
         members = by_groups(counts.unsqueeze(-1), tiling).sum(2).clamp(min=1)
         mean_q = sums / members
-        squares = by_groups(_squares(q).unsqueeze(-1), tiling).sum(2) / members
-        apart = (squares.squeeze(-1) - mean_q.square().sum(-1)).clamp(min=0)
+        grouped = by_groups(q.flatten(2), tiling).view(*sums.shape[:2], -1, q.shape[-1])
+        apart = grouped - mean_q.unsqueeze(2)
+        if exists is not None or tiling.tiles % tiling.group:
+            there = q.new_ones(q.shape[:3]) if exists is None else exists.to(working)
+            apart = apart * by_groups(there, tiling).flatten(2).unsqueeze(-1)
+        query_spread = apart.square().sum((2, 3)) / members.squeeze(-1) / (2 * q.shape[-1])
+        key_spread = deviation.square().sum((2, 3)) / counts.clamp(min=1)
+        rounding = (8 * torch.finfo(working).eps) ** 2 * means[0].square().sum(-1)
         return cls(
-            by_groups(q.flatten(2), tiling).view(*sums.shape[:2], -1, q.shape[-1]),
+            grouped,
             mean_q,
-            apart / (2 * q.shape[-1]),
+            query_spread,
             torch.cat((means[0], before[0], k.flatten(1, 2)), 1),
             torch.cat((means[1], before[1], v.flatten(1, 2)), 1),
             deviation.flatten(1, 2),
-            _squares(deviation) / counts.clamp(min=1),
+            key_spread.where(key_spread > rounding, 0.0),
             exists,
             counts,
             prefix,
@@ -141,7 +147,7 @@ def _screen_part(
     energy = scores.amax(-1) - shares.amax(-1).log()
     gap = (energy - count.clamp(min=1).log()).clamp(min=0.0)
     spread = tiles.query_spread[heads, rows].unsqueeze(-1) * tiles.key_spread[heads].unsqueeze(1)
-    gap = (gap + spread).clamp(max=CAP)
+    gap = (gap + spread.nan_to_num(0.0)).clamp(max=CAP)  # 0 times squares beyond all numbers
     coarse = representative @ keys[:, : tiles.first].transpose(1, 2)
     mean, before = coarse[..., : tiles.tiles], coarse[..., tiles.tiles :]
     mass = (mean + energy).masked_fill(count == 0, -torch.inf)  # A_L
@@ -158,12 +164,6 @@ def _screen_part(
     tokens = (shares * weight.unsqueeze(-1)).flatten(2)
     residual = tokens @ values[:, tiles.first :] - weight @ values[:, : tiles.tiles]
     return gap, expanded, residual
-
-
-def _squares(tiles: Tensor) -> Tensor:
-    """(G, T) sum of the squares in (G, T, S, d)."""
-    lengths: Tensor = torch.linalg.vector_norm(tiles, dim=(2, 3))
-    return lengths.square()
 
 
 def _by_error(loss: Tensor, limit: float | None) -> Tensor:

@@ -143,7 +143,7 @@ def tiled_attention(
            o = sum w v + u residual + (u / n) c (q - qbar) cross,
            residual = sum_{L not in X} sum_{i in L} exp(s_i) (v_i - vbar_L) / sum_{L not in X} exp A_L,
        whose denominator keeps the residual among the differences of the values.
-    6. Prefix queries are exact; the outputs of queries that are not valid are 0.
+    6. Prefix queries are exact; the outputs of queries that are not valid are of no account (0 here).
     """
     queries, keys, values = (np.asarray(x, np.float64) for x in (q, k, v))
     batch, heads, tokens, _ = queries.shape
