@@ -70,8 +70,8 @@ class Tiles:
         if exists is not None or tiling.tiles % tiling.group:
             there = q.new_ones(q.shape[:3]) if exists is None else exists.to(working)
             apart = apart * by_groups(there, tiling).flatten(2).unsqueeze(-1)
-        query_spread = apart.square().sum((2, 3)) / members.squeeze(-1) / (2 * q.shape[-1])
-        key_spread = deviation.square().sum((2, 3)) / counts.clamp(min=1)
+        query_spread = _squares(apart) / members.squeeze(-1) / (2 * q.shape[-1])
+        key_spread = _squares(deviation) / counts.clamp(min=1)
         rounding = (8 * torch.finfo(working).eps) ** 2 * means[0].square().sum(-1)
         return cls(
             grouped,
@@ -164,6 +164,12 @@ def _screen_part(
     tokens = (shares * weight.unsqueeze(-1)).flatten(2)
     residual = tokens @ values[:, tiles.first :] - weight @ values[:, : tiles.tiles]
     return gap, expanded, residual
+
+
+def _squares(vectors: Tensor) -> Tensor:
+    """(G, T) sum of the squares in (G, T, S, d), without a tensor of them."""
+    line = vectors.flatten(2).unsqueeze(2)
+    return (line @ line.transpose(2, 3)).flatten(1)
 
 
 def _by_error(loss: Tensor, limit: float | None) -> Tensor:
