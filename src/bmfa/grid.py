@@ -264,7 +264,11 @@ def _rows(area: np.ndarray) -> np.ndarray:
     present = area > 0
     block = area[present] > 1
     rows = np.zeros(area.shape, dtype=np.int64)
-    rows[present] = np.where(block, np.cumsum(block) - 1, block.sum() + np.cumsum(~block) - 1)
+    rows[present] = np.where(
+        block,
+        np.cumsum(block, dtype=np.int64) - 1,
+        block.sum() + np.cumsum(~block, dtype=np.int64) - 1,
+    )
     if len(rows) == 0:
         return rows
     first = np.take_along_axis(rows, present.argmax(axis=1)[:, None], axis=1)

@@ -1,6 +1,5 @@
 """Scores, or queries and keys, to trees."""
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
@@ -204,7 +203,7 @@ def _mask_of_heads(valid: Tensor) -> Tensor:
 def sums_finite(tensor: Tensor) -> bool:
     """Whether the sum is finite, as it is where all entries are, unless they are huge."""
     half = tensor.dtype in (torch.float16, torch.bfloat16)
-    return math.isfinite(float(tensor.detach().sum(dtype=torch.float32 if half else None)))
+    return bool(torch.isfinite(tensor.detach().sum(dtype=torch.float32 if half else None)))
 
 
 class Screening:

@@ -46,12 +46,27 @@ def keep_in_order(blocks: tuple[nn.Module, ...], place: Place) -> None:
 def _permuted(tokens: Tensor, place: Place, back: bool) -> Tensor:
     if place.order != "z" or place.grid is None:
         return tokens
-    return tokens.index_select(1, _places(place.grid, place.prefix, back, tokens.device))
+    grid = place.grid
+    places = _back if back else _into
+    return tokens.index_select(1, places(grid.height, grid.width, place.prefix, tokens.device))
+
+
+# A graph knows a constant by its function's name, so the two ways have one each.
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _into(height: int, width: int, prefix: int, device: torch.device) -> Tensor:
+    """(prefix + N,) where each token comes from, into Z-order: a constant of compiled graphs."""
+    return _places(Grid(height, width), prefix, False, device)
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _back(height: int, width: int, prefix: int, device: torch.device) -> Tensor:
+    """The same back to raster order."""
+    return _places(Grid(height, width), prefix, True, device)
 
 
 @lru_cache(maxsize=64)
 def _places(grid: Grid, prefix: int, back: bool, device: torch.device) -> Tensor:
-    """(prefix + N,) where each token comes from; kept, as a copy to the device waits for it."""
+    """Kept, as a copy to the device waits for it."""
     with torch.inference_mode(False):
         order = (grid.z_rank if back else grid.z_order) + prefix
         return torch.cat((torch.arange(prefix), order)).to(device)

@@ -60,7 +60,10 @@ class Place:
                 hook.handle = None
 
     def __call__(self, module: nn.Module, inputs: Any, output: Tensor) -> None:
-        self.grid = Grid(*output.shape[-2:])
+        height, width = output.shape[-2:]
+        self.grid = Grid(
+            int(height), int(width)
+        )  # no symbols: what depends on a grid is a constant
         turned = self.wanted == "z" and Tiling(self.grid).z_aligned
         self.order = "z" if turned else "raster"
 
