@@ -1,5 +1,6 @@
 """Tokens in Z-order for the whole network: permuted before the first block, put back behind the last."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -9,6 +10,8 @@ from torch import Tensor, nn
 
 from bmfa.grid import Grid
 from bmfa.models.screens import Place
+
+Places = Callable[[int, int, int, torch.device], Tensor]
 
 
 @dataclass(eq=False)
@@ -51,14 +54,20 @@ def _permuted(tokens: Tensor, place: Place, back: bool) -> Tensor:
     return tokens.index_select(1, places(grid.height, grid.width, place.prefix, tokens.device))
 
 
+def _constant(function: Places) -> Places:
+    """As torch.compiler.assume_constant_result, which would load the compiler to say so."""
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
 # A graph knows a constant by its function's name, so the two ways have one each.
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@_constant
 def _into(height: int, width: int, prefix: int, device: torch.device) -> Tensor:
     """(prefix + N,) where each token comes from, into Z-order: a constant of compiled graphs."""
     return _places(Grid(height, width), prefix, False, device)
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@_constant
 def _back(height: int, width: int, prefix: int, device: torch.device) -> Tensor:
     """The same back to raster order."""
     return _places(Grid(height, width), prefix, True, device)
