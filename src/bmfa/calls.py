@@ -62,7 +62,7 @@ class Call:
             before = self.valid.new_ones(*self.valid.shape[:2], self.prefix)
             exists = torch.cat((before, self.valid), -1).unsqueeze(-1)
         k, v = (in_raster(tokens, self.prefix, self.place, exists) for tokens in (k, v))
-        check_finite_products(q, (q * self.scale).to(working), k.to(working))
+        check_finite_products(q, k, self.scale, working)
         q, k, v = (x.to(working).flatten(0, 1).contiguous() for x in (q, k, v))
         return q, k, v
 

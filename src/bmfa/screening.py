@@ -103,7 +103,7 @@ def screen_keys(
         if mask.shape[1] > 1:
             per_head = mask.repeat_interleave(heads // mask.shape[1], dim=1)
         keys = keys.where(per_head.T.unsqueeze(-1), 0.0)  # type: ignore[union-attr]
-    check_finite_products(q, queries, keys)
+    check_finite_products(q, keys, scale, screening.dtype)
     if rule.needs == "nothing" or screening.trees == 0:
         return screening.run(iter(()))
     levels = KeyLevels.of(screening.layout, keys, per_head)
@@ -175,18 +175,21 @@ def check_products(q: Tensor, k: Tensor, scale: float | None) -> float:
     return check_number("scale", scale)
 
 
-def check_finite_products(q: Tensor, queries: Tensor, keys: Tensor) -> None:
-    """Raise where a query or a valid key is not finite, or their products may overflow."""
-    for name, tensor in (("queries", q), ("keys", keys)):
-        if not sums_finite(tensor):
-            check_finite(name, tensor)
-    if queries.numel() and keys.numel():
-        largest = queries.abs().amax().double() * keys.abs().amax().double() * keys.shape[-1]
-        if not bool(largest < torch.finfo(queries.dtype).max):
-            raise ValueError(
-                f"scores of up to {largest:.3g} overflow {queries.dtype}; pass float64, or smaller "
-                "queries and keys"
-            )
+def check_finite_products(q: Tensor, keys: Tensor, scale: float, dtype: torch.dtype) -> None:
+    """Raise where a query or a valid key is not finite, or their products may overflow a dtype."""
+    largest = abs(scale) * keys.shape[-1]
+    for tensor in (q, keys):
+        if tensor.numel():
+            some = tensor.detach()
+            largest *= max(-float(some.amin()), float(some.amax()))  # NaN where one is in it
+    if largest < torch.finfo(dtype).max:
+        return
+    check_finite("queries", q)
+    check_finite("keys", keys)
+    if q.numel() and keys.numel():
+        raise ValueError(
+            f"scores of up to {largest:.3g} overflow {dtype}; pass float64, or smaller queries and keys"
+        )
 
 
 def _mask_of_heads(valid: Tensor) -> Tensor:

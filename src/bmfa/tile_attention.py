@@ -37,7 +37,7 @@ class TileCall(Call):
         """Attention over tiles; None where more than a share `most` of them would be expanded."""
         q, k, v = self.inputs
         if not q.is_cuda and self.mask is None and backend != "triton":
-            check_finite_products(q, q * self.scale, k)
+            check_finite_products(q, k, self.scale, q.dtype)
         mask, turned = self.mask, self.order != self.order_of(backend)
         if mask is not None:
             mask = mask.view(-1, self.grid.size)

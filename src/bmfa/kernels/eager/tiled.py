@@ -30,7 +30,7 @@ def attend(
 ) -> Tiled | None:
     """Attention of (B, heads, prefix + N, d) tokens in raster order over tiles.
 
-    One of `error` (a target for E of every representative) and `expand` (tiles expanded for each
+    One of `error` (a target for the mean E of every group) and `expand` (tiles expanded for each
     group) is given. Half types are computed in float32. The choice of the expanded tiles is not
     differentiated; everything else is. None where more than a share `most` of the tiles is expanded.
     """
