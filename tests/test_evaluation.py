@@ -23,7 +23,7 @@ from bmfa.experiments.batches import Batches
 from bmfa.experiments.model_methods import applied, check_methods, counted_leaves, parse
 from bmfa.experiments.throughput import Rate
 from bmfa.models import LoadedModel, load_model, patch
-from bmfa.models.reduced import reduced_blocks
+from bmfa.models.reduced import reductions_in
 from bmfa.models.screens import screens_in
 from bmfa.records import Record
 from bmfa.report import figures
@@ -92,7 +92,7 @@ def test_rows_against_plain_counting(model: LoadedModel) -> None:
     assert full["leaf_percent"] is full["final_tokens"] is None
     assert mean["leaf_percent"] == pytest.approx(100 / 196) and mean["final_tokens"] is None
     assert pooled["final_tokens"] == 1 + 16 and pooled["leaf_percent"] is None
-    assert not screens_in(model.model) and not reduced_blocks(model.model)
+    assert not screens_in(model.model) and not reductions_in(model.model)
 
 
 def test_leaves_are_those_of_the_closed_loop(model: LoadedModel) -> None:
@@ -189,7 +189,7 @@ def test_cuda_graphs_are_timed_where_they_can_be_captured(model: LoadedModel) ->
 
     def call(pixels: torch.Tensor) -> torch.Tensor:
         logits = on_cuda.logits(pixels)
-        if not reduced_blocks(on_cuda.model):
+        if not reductions_in(on_cuda.model):
             kept.append(float(logits.sum()))  # waits for the device
         return logits
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import bmfa
 from bmfa import Grid, rules
 from bmfa.models import final_tokens, patch, record, reduce, unmerge, unpatch
-from bmfa.models.reduced import reduced_blocks
+from bmfa.models.reduced import reductions_in
 from bmfa.models.reducing import final_sizes
 from bmfa.models.screens import replacements_in
 from bmfa.reduction import Moment, Policy, Step, ToMe, parse
@@ -91,11 +91,12 @@ def test_unpatch_restores_bits_and_state(name: str, policy: str) -> None:
     assert list(model.state_dict()) == list(before)
     reduce(reduce(model, "tome:1"), policy)
     assert torch.equal(run(model, pixels), once)
-    assert len(reduced_blocks(model)) == len(replacements_in(model)) == (8 if tokens > 190 else 3)
+    assert len(reductions_in(model)) == 1
+    assert len(replacements_in(model)) == (8 if tokens > 190 else 3)
     unpatch(model)
     assert torch.equal(run(model, pixels), full)
     assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
-    assert not reduced_blocks(model) and not replacements_in(model)
+    assert not reductions_in(model) and not replacements_in(model)
     assert not any(module._forward_hooks for module in model.modules())
     assert not any("forward" in vars(module) for module in model.modules())
 
@@ -177,7 +178,7 @@ def test_a_policy_acts_between_attention_and_perceptron() -> None:
 
 @pytest.mark.parametrize("policy", ["tome:5", "crossget:5", "random-pool:5"])
 def test_merging_keeps_exact_multiplicities(name: str, policy: str) -> None:
-    model = reduce(made(name), policy)
+    model = reduce(made(name), policy, dense=False)
     run(model, shown(name))
     prefix = MODELS[name][0]
     tokens = 196 if name == "embedded" else 64
@@ -186,8 +187,10 @@ def test_merging_keeps_exact_multiplicities(name: str, policy: str) -> None:
     assert sizes[:, :prefix].eq(1).all()
     assert sizes[:, prefix:].sum(1).tolist() == [tokens, tokens]
     # The map of unmerge says the same: every token on the grid is counted once.
-    run_ = reduced_blocks(model)[0].run
-    counts = torch.stack([row.bincount(minlength=final_tokens(model)) for row in run_.source()])
+    left = final_tokens(model)
+    numbers = torch.arange(float(left)).view(1, -1, 1).expand(2, -1, 1)
+    source = unmerge(model, numbers)[..., 0].long()
+    counts = torch.stack([row.bincount(minlength=left) for row in source])
     assert torch.equal(counts, sizes.long())
 
 
@@ -215,7 +218,7 @@ def test_tokens_behind_every_block_of_a_deit(policy: str, counts: list[int], dep
     seen: list[int] = []
     for block in model.blocks:
         block.register_forward_hook(lambda m, x, y: seen.append(y.shape[1]))
-    run(reduce(model, policy), torch.randn(2, 3, 224, 224))
+    run(reduce(model, policy, dense=False), torch.randn(2, 3, 224, 224))
     assert seen == counts
     assert final_tokens(model) == counts[-1]
 
@@ -255,7 +258,7 @@ def test_unmerging_follows_every_merge() -> None:
         model, torch.arange(float(final_tokens(model))).view(1, -1, 1).expand(2, -1, 1)
     )
     assert source.shape == (2, 65, 1)
-    state = reduced_blocks(model)[0].run
+    state = reductions_in(model)[0].finished.current
     for picture in range(2):
         for token in range(65):
             place = token
@@ -267,9 +270,9 @@ def test_unmerging_follows_every_merge() -> None:
 def test_pruned_tokens_get_their_nearest_neighbour() -> None:
     model = reduce(made("vit"), "diffrate:0")
     run(model, pictures(12, 16))
-    state = reduced_blocks(model)[0].run
-    assert state.grid == Grid(3, 4)
-    state.targets = [torch.tensor([[0, -1, 1, -1, -1, -1, -1, -1, 2, -1, -1, -1, -1]])]
+    state = reductions_in(model)[0].finished.current
+    assert state is not None and state.grid == Grid(3, 4)
+    state.targets = (torch.tensor([[0, -1, 1, -1, -1, -1, -1, -1, 2, -1, -1, -1, -1]]),)
     #   . a . .      a at (0, 1), b at (1, 3)
     #   . . . b      ties, as (0, 3) with 4 and 1, do not occur here but at (1, 2)
     #   . . . .
@@ -316,11 +319,13 @@ def test_the_text_tower_is_left_alone(kind: str) -> None:
     assert not torch.equal(reduced.image_embeds, full.image_embeds)
 
 
-def test_hidden_states_of_transformers_are_those_of_the_reduced_blocks() -> None:
-    model = reduce(hf_model("ViTConfig", "ViTModel").eval(), "tome:4")
+def test_hidden_states_of_transformers_are_on_the_grid_unless_declined() -> None:
+    model = reduce(hf_model("ViTConfig", "ViTModel").eval(), "tome:4", dense=False)
     with torch.no_grad():
-        output = model(pictures(), output_hidden_states=True)
-    assert [state.shape[1] for state in output.hidden_states] == [65, 61, 57, 53]
+        merged = model(pictures(), output_hidden_states=True).hidden_states
+        whole = reduce(model, "tome:4")(pictures(), output_hidden_states=True).hidden_states
+    assert [state.shape[1] for state in merged] == [65, 61, 57, 53]
+    assert [state.shape[1] for state in whole] == [65, 65, 65, 65]
 
 
 @pytest.mark.parametrize("policy", ACTING)

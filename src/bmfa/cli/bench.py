@@ -72,7 +72,6 @@ def model(options: Options) -> None:
         tuple(_methods(options) or model_bench.METHODS),
         _layers(options.layers),
         options.form,
-        options.order,
         options.batch_size,
         options.dtype,
         device,

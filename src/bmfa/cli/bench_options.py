@@ -61,12 +61,6 @@ def add_model(command: Command) -> None:
         "--form", choices=("tiled",), help="tiles even where dense attention is faster"
     )
     command.add_argument(
-        "--order",
-        choices=("raster", "z"),
-        default="raster",
-        help="z permutes the tokens once, for the whole model (raster)",
-    )
-    command.add_argument(
         "--batch-size", type=int, default=1, metavar="N", help="pictures at once (1)"
     )
 

@@ -25,7 +25,7 @@ from bmfa.screened import Screened
 SIZES = {"cuda": (1024, 2048, 4096), "cpu": (512,)}
 METHODS = ("error:0.1", "error:0.2", "tiles:0.03")
 FULL = ("cudnn", "flash")
-HOW = ("model", "layers", "form", "order", "repeats", "seed")
+HOW = ("model", "layers", "form", "repeats", "seed")
 
 Progress = Callable[[int, int], None]
 
@@ -40,7 +40,6 @@ class Settings:
     methods: tuple[str, ...] = METHODS
     layers: str | Sequence[int] = "all"
     form: str | None = None
-    order: str = "raster"
     batch_size: int = 1
     dtype: str | None = None
     device: str = "cpu"
@@ -156,7 +155,7 @@ class _Bench:
         model = self.loaded.model
         shared = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
         asked = Setting.parse(name).asked(self.grid)
-        how = {name: getattr(self.settings, name) for name in ("layers", "form", "order")}
+        how = {name: getattr(self.settings, name) for name in ("layers", "form")}
         return patch(deepcopy(model, shared), **how, **asked)
 
     def _forward(self, model: nn.Module) -> timing.Work:

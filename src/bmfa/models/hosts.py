@@ -45,12 +45,13 @@ class Host:
 
     screen: type[Screen]
     sized: type[SizedAttention]
+    tower: nn.Module
     attentions: tuple[nn.Module, ...]
     projection: nn.Module
     prefix: int
     blocks: tuple[nn.Module, ...]
     branches: Branches | None  # None where tokens cannot be reduced
-    pools: bool  # whether anything behind the blocks reads spatial tokens
+    pools: bool  # whether anything behind the blocks may read spatial tokens
 
 
 def class_name(module: nn.Module) -> str:

@@ -9,10 +9,9 @@ from torch import nn
 
 from bmfa.attention import BACKENDS, FORMS
 from bmfa.checks import check_integer, check_number
+from bmfa.models.forwards import override_method, override_of, restore_method
 from bmfa.models.hosts import find_host
-from bmfa.models.ordering import keep_in_order
-from bmfa.models.reduced import reduced_blocks
-from bmfa.models.screens import Place, replacements_in
+from bmfa.models.screens import GridOfBlock, TokenGrid, replacements_in
 from bmfa.rules import Optimal, RandomQuadrants, Rule, parse
 
 
@@ -25,7 +24,6 @@ def patch(
     layers: str | Sequence[int] = "last-4",
     max_depth: int | None = None,
     form: str | None = None,
-    order: str = "raster",
     backend: str = "auto",
     fallback: float | None = None,
 ) -> nn.Module:
@@ -35,40 +33,32 @@ def patch(
     bmfa.rules or its name: one tree for each query and head covers the spatial keys. Without a rule,
     `error` and `leaves` ask for attention over tiles, dense where that is faster: what makes a model
     at high resolution fast. These and the rest are the arguments of `screened_attention`. `layers` is
-    "all", "last-K" or a list of indices. With `order="z"` tokens travel through the blocks in Z-order,
-    permuted once, which the fast kernels read a little faster; what the model returns is in raster
-    order, but tokens taken from between the blocks are not. A model that is patched or reduced
-    already is restored first; `unpatch` undoes it.
+    "all", "last-K" or a list of indices. Threads may run the model at once, and gradient checkpointing
+    of blocks or of the model is served. A model that is patched or reduced already is restored first;
+    `unpatch` undoes it.
     """
     chosen = _chosen_rule(rule, error, leaves)
     options = _options(error, leaves, max_depth, form, backend, fallback)
     host = find_host(model)
-    if order not in ("raster", "z"):
-        raise ValueError(f"order is {order!r}; pass 'raster' or 'z'")
-    if order == "z" and host.branches is None:
-        raise ValueError(
-            f"order='z' is not served for {type(model).__name__}: its attention turns keys by their "
-            "place on the grid; pass order='raster'"
-        )
     indices = layer_indices(layers, len(host.attentions))
     unpatch(model)
-    place = Place(host.prefix, order)
-    place.watch(host.projection)
-    if order == "z":
-        keep_in_order(host.blocks, place)
+    grid = TokenGrid(host.prefix)
+    grid.watch(host.projection)
     for index in indices:
-        screen = host.screen(index, place, _rule_of_layer(chosen, index), options)
+        screen = host.screen(index, grid, _rule_of_layer(chosen, index), options)
         screen.install(host.attentions[index])
+        override_method(host.blocks[index], GridOfBlock(grid))
     return model
 
 
 def unpatch(model: nn.Module) -> nn.Module:
     """Undo `patch` or `reduce`; a model as it was made stays as it is."""
-    for block in reduced_blocks(model):
-        block.restore()
     for module, replacement in replacements_in(model):
-        replacement.place.forget()
+        replacement.grid.forget()
         replacement.restore(module)
+    for module in model.modules():
+        if override_of(module) is not None:
+            restore_method(module)
     return model
 
 

@@ -80,8 +80,6 @@ def record(model: nn.Module, *, attention: bool = False) -> Iterator[Recording]:
         raise ValueError(
             "the model is not patched; patch(model, rule=rules.ExactGap(0.0)) records it unchanged"
         )
-    if any(screen.place.wanted != "raster" for screen in screens):
-        raise ValueError("tokens travel in Z-order; patch(model, order='raster') to record them")
     recording = Recording(keep_attention=attention)
     before = [screen.listener for screen in screens]
     for screen in screens:

@@ -1,6 +1,7 @@
 """The parts of a reduced model: its blocks and attention layers, and the pass they share."""
 
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
@@ -8,11 +9,11 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
 from bmfa.grid import Grid
-from bmfa.models.screens import Place, Replacement, valid_keys
+from bmfa.models.forwards import has_own_forward, override_of
+from bmfa.models.passes import PassState, recomputing
+from bmfa.models.screens import Replacement, TokenGrid, valid_keys
 from bmfa.reduction import Moment, Policy
 from bmfa.reduction.backends import attend
-
-_NAME = "bmfa_reduced"
 
 
 @dataclass(frozen=True)
@@ -26,77 +27,106 @@ class Branches:
 
 
 @dataclass(eq=False)
-class Pass:
-    """Pictures on their way through the blocks; what `unmerge` needs outlives the pass.
+class Progress:
+    """How far one forward pass has come: what was merged so far, and what stands for what.
+
+    A block works on a copy, so that gradient checkpointing may run it again from the state in which it
+    began.
+    """
+
+    grid: Grid
+    tokens: int  # with the prefix
+    exposed: bool  # whether every block returns the whole grid: something reads between the blocks
+    layer: int = 0  # the block that runs, or is next
+    size: Tensor | None = None  # (B, T) float32; None while every token stands for itself
+    targets: tuple[Tensor, ...] = ()
+    spreads: tuple[Tensor, ...] = ()
+    # Where the whole grid was returned: that tensor, and the tokens that it was made from.
+    returned: Tensor | None = None
+    merged: Tensor | None = None
+    # What the attention of the block that runs leaves for its policy.
+    keys: Tensor | None = None
+    mass: Tensor | None = None
+
+
+@dataclass(eq=False)
+class Reduction:
+    """Token reduction in one model: the policy, and the passes it is at work in.
 
     Copies and pickles of a model take the policy along, not the pictures.
     """
 
-    place: Place
+    grid: TokenGrid
     policy: Policy
-    depth: int
+    blocks: tuple[nn.Module, ...]
     backend: str
-    dense: bool
-    layer: int = 0  # the block now running
-    grid: Grid | None = None
-    tokens: int = 0  # with the prefix
-    size: Tensor | None = None  # (B, T) float32; None while every token stands for itself
-    keys: Tensor | None = None
-    mass: Tensor | None = None
-    targets: list[Tensor] = field(default_factory=list)
-    spreads: list[Tensor] = field(default_factory=list)
+    dense: bool  # whether the last block returns the whole grid
+    expose: bool  # whether every block does, where something reads what lies between them
+    passes: PassState[Progress] = field(default_factory=PassState)
+    finished: PassState[Progress] = field(default_factory=PassState)
+    # Whether the pass that runs in this thread is to return what lies between the blocks.
+    exposing: PassState[bool] = field(default_factory=PassState)
 
-    def __getstate__(self) -> dict[str, Any]:
-        return Pass(self.place, self.policy, self.depth, self.backend, self.dense).__dict__
+    @property
+    def depth(self) -> int:
+        """The number of blocks."""
+        return len(self.blocks)
 
-    def enter(self, layer: int, x: Tensor) -> None:
-        """A block begins; the first one begins a pass."""
-        if layer == 0:
-            grid = self.place.of(x.shape[1])
-            self.policy.check(grid, self.place.prefix, self.depth)
-            self.grid, self.layer, self.tokens = grid, 0, x.shape[1]
-            self.size, self.targets, self.spreads = None, [], []
-        if layer != self.layer or x.shape[1] != self.tokens or self.grid is None:
+    def enter(self, layer: int, x: Tensor) -> tuple[Progress, Tensor]:
+        """Begin a block; returns the state of the pass, and the tokens (B, T, C) that are left."""
+        start = self._progress(layer, x)
+        if start.layer != layer or x.shape[1] != self._received(start):
             raise RuntimeError(
-                f"block {layer} runs on {x.shape[1]} tokens where block {self.layer} on {self.tokens} "
-                "was next; call the whole model, without gradient checkpointing"
+                f"block {layer} runs on {x.shape[1]} tokens where block {start.layer} on "
+                f"{self._received(start)} was next; call the whole model, or apply gradient "
+                "checkpointing to whole blocks"
             )
+        self.passes.save(x, start)
+        progress = replace(start, returned=None, merged=None)
+        self.passes.begin(progress)
+        if start.returned is None or start.merged is None:
+            return progress, x
+        return progress, self._merged(start, start.returned, start.merged, x)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-        """Attention of the block now running."""
-        reads_mass = self.policy.reads_mass(self.layer, self.depth)
-        self.keys, self.mass = k, None
-        size = self.size if self.policy.proportional else None
+        """Attention of the block that runs."""
+        progress = self.passes.current
+        if progress is None or k.shape[2] != progress.tokens:
+            raise RuntimeError(
+                f"attention over {k.shape[2]} tokens runs outside of its block; call the whole model, "
+                "or apply gradient checkpointing to whole blocks"
+            )
+        reads_mass = self.policy.reads_mass(progress.layer, self.depth)
+        progress.keys, progress.mass = k, None
+        size = progress.size if self.policy.proportional else None
         if size is None and not reads_mass:
             return scaled_dot_product_attention(q, k, v, scale=scale)
-        size = self._ones(k) if size is None else size
-        output, self.mass = attend(
+        output, progress.mass = attend(
             q,
             k,
             v,
-            size,
+            _ones(k) if size is None else size,
             scale=scale,
-            prefix=self.place.prefix,
+            prefix=self.grid.prefix,
             mass=reads_mass,
             others=self.policy.reads_others,
             backend=self.backend,
         )
         return output
 
-    def reduce(self, x: Tensor, stage: Literal["attention", "mlp"]) -> Tensor:
+    def reduce(self, progress: Progress, x: Tensor, stage: Literal["attention", "mlp"]) -> Tensor:
         """The tokens that the policy leaves at this stage of the block."""
-        if stage != self.policy.stage or self.keys is None or self.grid is None:
+        if stage != self.policy.stage or progress.keys is None:
             return x
-        size = self._ones(self.keys) if self.size is None else self.size
         moment = Moment(
-            self.layer,
+            progress.layer,
             self.depth,
-            self.grid,
-            self.place.prefix,
+            progress.grid,
+            self.grid.prefix,
             x,
-            size,
-            self.keys,
-            self.mass,
+            _ones(progress.keys) if progress.size is None else progress.size,
+            progress.keys,
+            progress.mass,
             self.backend,
         )
         if torch.is_autocast_enabled(x.device.type):
@@ -107,85 +137,127 @@ class Pass:
             step = self.policy.step(moment)
         if step is None:
             return x
-        self.size, self.tokens = step.size, step.x.shape[1]
-        self.targets += [] if step.target is None else [step.target]
-        self.spreads += [] if step.spread is None else [step.spread]
+        progress.size, progress.tokens = step.size, step.x.shape[1]
+        progress.targets += () if step.target is None else (step.target,)
+        progress.spreads += () if step.spread is None else (step.spread,)
         return step.x
 
-    def leave(self, x: Tensor) -> Tensor:
-        """A block ends; the last one ends the pass."""
-        self.keys = self.mass = None
-        self.layer += 1
-        if self.layer < self.depth:
-            return x
-        if self.size is not None:
-            self.size = self.size.detach()
-        return self.restore(x) if self.dense else x
+    def leave(self, progress: Progress, x: Tensor) -> Tensor:
+        """End a block; returns the tokens that it hands on, on the whole grid where that is read."""
+        last = progress.layer + 1 == self.depth
+        progress = replace(progress, layer=progress.layer + 1, keys=None, mass=None)
+        if last:
+            size = None if progress.size is None else progress.size.detach()
+            self.finished.begin(replace(progress, size=size))
+        output = x
+        if (progress.exposed or (last and self.dense)) and progress.tokens < self._whole(progress):
+            output = self.restore(progress, x)
+            progress = replace(progress, returned=output, merged=x)
+        self.passes.save(output, progress)
+        self.passes.begin(replace(progress, returned=None, merged=None) if last else progress)
+        return output
 
-    def restore(self, tokens: Tensor) -> Tensor:
-        """(B, prefix + N, C) of the last tokens (B, T', C)."""
-        prefix = self.place.prefix
-        if self.spreads:
-            matrix = torch.linalg.multi_dot(self.spreads) if self.spreads[1:] else self.spreads[0]
+    def restore(self, progress: Progress, tokens: Tensor) -> Tensor:
+        """(B, prefix + N, C) of the tokens (B, T, C) that are left."""
+        prefix = self.grid.prefix
+        if progress.spreads:
+            first, *others = progress.spreads
+            matrix = torch.linalg.multi_dot(progress.spreads) if others else first
             spatial = matrix.to(tokens.dtype) @ tokens[:, prefix:]
             return torch.cat((tokens[:, :prefix], spatial), 1)
-        if not self.targets:
+        if not progress.targets:
             return tokens
-        source = self.source()
+        source = self._source(progress)
         return tokens.gather(1, source.unsqueeze(-1).expand(-1, -1, tokens.shape[2]))
 
-    def source(self) -> Tensor:
-        """(B, prefix + N) the last token that holds each token of the grid.
+    def _progress(self, layer: int, x: Tensor) -> Progress:
+        """The state of the pass in which a block begins."""
+        if recomputing() and (saved := self.passes.recall(x)) is not None:
+            return saved
+        if layer == 0:
+            grid = self.grid.of(x.shape[1])
+            self.policy.check(grid, self.grid.prefix, self.depth)
+            return Progress(grid, x.shape[1], self.expose and self._is_read_between_blocks())
+        progress = self.passes.current
+        if progress is None:
+            raise RuntimeError(
+                f"block {layer} runs where no pass is known; call the whole model, or apply gradient "
+                "checkpointing to whole blocks"
+            )
+        return progress
+
+    def _is_read_between_blocks(self) -> bool:
+        hooks = (block._forward_hooks or block._forward_pre_hooks for block in self.blocks)
+        return bool(self.exposing.current) or any(hooks)
+
+    def _whole(self, progress: Progress) -> int:
+        return self.grid.prefix + progress.grid.size
+
+    def _received(self, progress: Progress) -> int:
+        """How many tokens the next block is handed."""
+        return progress.tokens if progress.returned is None else self._whole(progress)
+
+    def _merged(self, start: Progress, returned: Tensor, merged: Tensor, x: Tensor) -> Tensor:
+        """The tokens that a returned grid was made from, where the model hands on that grid."""
+        if x is returned and (torch.is_grad_enabled() or not x.requires_grad):
+            return merged
+        if torch.compiler.is_compiling():
+            return merged
+        if x.untyped_storage()._cdata != returned.untyped_storage()._cdata:
+            raise RuntimeError(
+                f"the tokens that block {start.layer - 1} returned were replaced before block "
+                f"{start.layer}, and those were merged; remove the hook that replaces them, or unpatch"
+            )
+        # Reentrant checkpointing detached the grid, and gradients must pass through it.
+        if start.spreads:
+            raise RuntimeError(
+                "transformed tokens cannot be taken from the grid again; use gradient checkpointing "
+                "with use_reentrant=False"
+            )
+        source = self._source(start)
+        holder = torch.arange(source.shape[1], device=x.device).expand_as(source)
+        index = source.new_empty(source.shape[0], start.tokens).scatter_(1, source, holder)
+        return x.gather(1, index.unsqueeze(-1).expand(-1, -1, x.shape[2]))
+
+    def _source(self, progress: Progress) -> Tensor:
+        """(B, prefix + N) the token left that holds each token of the grid.
 
         A token that was pruned has that of the nearest one on the grid that was not, the first in
         raster order among equals.
         """
-        first, *others = (target.long() for target in self.targets)
+        first, *others = (target.long() for target in progress.targets)
         source = first
         for target in others:
             source = target.gather(1, source.clamp(min=0)).where(source >= 0, source)
-        if self.grid is not None and bool((source < 0).any()):
-            spatial = source[:, self.place.prefix :]
-            for row in spatial:
-                _fill_pruned(row, self.grid)
+        if bool((source < 0).any()):
+            for row in source[:, self.grid.prefix :]:
+                _fill_pruned(row, progress.grid)
         return source
 
-    def _ones(self, k: Tensor) -> Tensor:
-        return torch.ones(k.shape[0], k.shape[2], device=k.device)
 
-
+@dataclass(eq=False)
 class ReducedBlock:
-    """The forward of one block with the policy at work; copies and pickles with the block."""
+    """Runs one block with the policy at work; copies and pickles with the block."""
 
-    def __init__(self, block: nn.Module, layer: int, branches: Branches, run: Pass) -> None:
-        self.block = block
-        self.layer = layer
-        self.branches = branches
-        self.run = run
+    layer: int
+    branches: Branches
+    reduction: Reduction
 
-    def install(self) -> None:
-        """Replace the forward of the instance."""
-        self.block.__dict__[_NAME] = self
-        self.block.__dict__["forward"] = self
-
-    def restore(self) -> None:
-        """Undo `install`."""
-        del self.block.__dict__[_NAME]
-        del self.block.__dict__["forward"]
-
-    def __call__(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        self.run.enter(self.layer, x)
+    def run(self, module: nn.Module, forward: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """Compute the output of the block."""
+        progress, x = self.reduction.enter(self.layer, x)
         norm, attention, *rest = self.branches.attention
-        attended = getattr(self.block, attention)(getattr(self.block, norm)(x), *args, **kwargs)
-        x = x + self._chain(attended[0] if isinstance(attended, tuple) else attended, rest)
-        x = self.run.reduce(x, "attention")
-        x = x + self._chain(x, self.branches.mlp)
-        x = self.run.reduce(x, "mlp")
-        return self.run.leave(x)
+        attended = getattr(module, attention)(getattr(module, norm)(x), *args, **kwargs)
+        attended = attended[0] if isinstance(attended, tuple) else attended
+        x = x + self._chain(module, attended, rest)
+        x = self.reduction.reduce(progress, x, "attention")
+        x = x + self._chain(module, x, self.branches.mlp)
+        x = self.reduction.reduce(progress, x, "mlp")
+        return self.reduction.leave(progress, x)
 
-    def _chain(self, x: Tensor, names: tuple[str, ...] | list[str]) -> Tensor:
+    def _chain(self, block: nn.Module, x: Tensor, names: tuple[str, ...] | list[str]) -> Tensor:
         for name in names:
-            module = getattr(self.block, name)
+            module = getattr(block, name)
             kind = type(module)
             if (kind.__module__, kind.__name__) in self.branches.sequences and not hooked(module):
                 x = in_order(module, x)
@@ -195,10 +267,25 @@ class ReducedBlock:
 
 
 @dataclass(eq=False)
+class ExposedPass:
+    """Runs the method of a model that returns what lies between its blocks, on the whole grid."""
+
+    reduction: Reduction
+
+    def run(self, module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Compute what the method returns."""
+        self.reduction.exposing.begin(True)
+        try:
+            return forward(*args, **kwargs)
+        finally:
+            self.reduction.exposing.begin(False)
+
+
+@dataclass(eq=False)
 class SizedAttention(Replacement):
     """Attention among tokens that stand for several."""
 
-    run: Pass
+    reduction: Reduction
 
     def __call__(
         self,
@@ -217,12 +304,12 @@ class SizedAttention(Replacement):
                 f"attention dropout of {dropout_p:g} is not served; "
                 "call model.eval(), or build the model with attention dropout 0"
             )
-        if attn_mask is not None and valid_keys(attn_mask, self.place.prefix) is not None:
+        if attn_mask is not None and valid_keys(attn_mask, self.grid.prefix) is not None:
             raise ValueError(
                 "attention masks are not served on merged tokens; pass pictures without padding"
             )
         scale = query.shape[-1] ** -0.5 if scale is None else float(scale)
-        return self.run.attend(query, key, value, scale)
+        return self.reduction.attend(query, key, value, scale)
 
 
 def idle(module: nn.Module) -> bool:
@@ -239,7 +326,7 @@ def hooked(module: nn.Module) -> bool:
         or module._forward_pre_hooks
         or module._backward_hooks
         or module._backward_pre_hooks
-        or "forward" in module.__dict__
+        or has_own_forward(module)
     )
 
 
@@ -251,10 +338,16 @@ def in_order(module: nn.Module, x: Tensor) -> Tensor:
     return x
 
 
-def reduced_blocks(model: nn.Module) -> list[ReducedBlock]:
-    """The reduced blocks of a model."""
-    found = (module.__dict__.get(_NAME) for module in model.modules())
-    return [block for block in found if block is not None]
+def reductions_in(model: nn.Module) -> list[Reduction]:
+    """The reductions at work in a model: one, or none."""
+    overrides = (override_of(module) for module in model.modules())
+    blocks = [override for override in overrides if isinstance(override, ReducedBlock)]
+    return [block.reduction for block in blocks[:1]]
+
+
+def _ones(k: Tensor) -> Tensor:
+    """(B, T) sizes of tokens that all stand for themselves."""
+    return torch.ones(k.shape[0], k.shape[2], device=k.device)
 
 
 def _fill_pruned(source: Tensor, grid: Grid) -> None:

@@ -1,5 +1,7 @@
 """What replaces q, k, v -> output in one attention layer of a patched model."""
 
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -8,8 +10,8 @@ from torch import Tensor, nn
 
 from bmfa.attention import Screened, screened_attention
 from bmfa.grid import Grid
+from bmfa.models.passes import PassState, recomputing
 from bmfa.rules import Rule
-from bmfa.tiling import Tiling
 
 _NAME = "bmfa_screen"
 # Added to a score, this hides a token: hosts use -inf or the least number of their dtype.
@@ -38,15 +40,17 @@ class Call:
 
 
 @dataclass(eq=False)
-class Place:
-    """The token grid of the picture now in the model: a forward hook of the patch projection."""
+class TokenGrid:
+    """The token grid of the pictures in a model, for each forward pass its own.
+
+    It is a forward hook of the patch projection, which is where the grid of a pass becomes known.
+    """
 
     prefix: int
-    wanted: str = "raster"  # the order in which tokens are to travel
-    grid: Grid | None = None
-    order: str = "raster"  # in which they travel: Z-order is for grids that have whole tiles in it
+    passes: PassState[Grid] = field(default_factory=PassState)
     handle: Any = None
-    others: list[Any] = field(default_factory=list)  # further hooks, each with its handle
+    # The grid of every pass so far with that many tokens; None where there were several.
+    only: dict[int, Grid | None] = field(default_factory=dict)
 
     def watch(self, projection: nn.Module) -> None:
         """Note the grid whenever the projection runs."""
@@ -54,33 +58,62 @@ class Place:
 
     def forget(self) -> None:
         """Stop noting."""
-        for hook in (self, *self.others):
-            if hook.handle is not None:
-                hook.handle.remove()
-                hook.handle = None
+        if self.handle is not None:
+            self.handle.remove()
+            self.handle = None
 
     def __call__(self, module: nn.Module, inputs: Any, output: Tensor) -> None:
         height, width = output.shape[-2:]
-        self.grid = Grid(
-            int(height), int(width)
-        )  # no symbols: what depends on a grid is a constant
-        turned = self.wanted == "z" and Tiling(self.grid).z_aligned
-        self.order = "z" if turned else "raster"
+        # Integers, no symbols: what depends on a grid is a constant of a compiled graph.
+        grid = Grid(int(height), int(width))
+        self.passes.begin(grid)
+        if not torch.compiler.is_compiling() and self.only.setdefault(grid.size, grid) != grid:
+            self.only[grid.size] = None
 
     def of(self, tokens: int) -> Grid:
-        """The grid, if it and the prefix make up the tokens."""
-        if self.grid is None:
+        """The grid of the pass that runs in this thread, if it and the prefix make up the tokens."""
+        grid = self.passes.current
+        if grid is None and recomputing():
+            grid = self.only.get(tokens - self.prefix)
+            if grid is None:
+                raise RuntimeError(
+                    f"attention over {tokens} tokens runs again in a backward pass, and the grid of "
+                    "its picture is unknown; apply gradient checkpointing to whole blocks or to the "
+                    "model"
+                )
+        if grid is None:
             raise RuntimeError(
-                "no picture went through the patch embedding; call the model itself, "
+                "no picture went through the patch embedding in this thread; call the model itself, "
                 "not one of its blocks"
             )
-        if self.prefix + self.grid.size != tokens:
+        if self.prefix + grid.size != tokens:
             raise ValueError(
                 f"attention over {tokens} tokens, but {self.prefix} prefix tokens and a "
-                f"{self.grid.height}x{self.grid.width} grid make {self.prefix + self.grid.size}; "
+                f"{grid.height}x{grid.width} grid make {self.prefix + grid.size}; "
                 "screening needs all of them: switch off what drops or merges tokens"
             )
-        return self.grid
+        return grid
+
+
+@dataclass(eq=False)
+class GridOfBlock:
+    """Runs a block as it is, with the grid of its own pass where gradient checkpointing repeats it."""
+
+    grid: TokenGrid
+
+    def run(self, module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Compute the output of the block."""
+        passes = self.grid.passes
+        if not args or not (recomputing() or torch.is_grad_enabled() or args[0].requires_grad):
+            return forward(*args, **kwargs)
+        grid = passes.recall(args[0]) if recomputing() else passes.current
+        if grid is None:
+            return forward(*args, **kwargs)
+        with passes.resumed(grid) if recomputing() else nullcontext():
+            passes.save(args[0], grid)
+            output = forward(*args, **kwargs)
+            passes.save(output[0] if isinstance(output, tuple) else output, grid)
+        return output
 
 
 @dataclass(eq=False)
@@ -91,7 +124,7 @@ class Replacement:
     """
 
     layer: int
-    place: Place
+    grid: TokenGrid
     kept: dict[str, Any] = field(init=False, default_factory=dict)  # what the host puts back
 
     def install(self, module: nn.Module) -> None:
@@ -142,7 +175,7 @@ class Screen(Replacement):
                 "call model.eval(), or build the model with attention dropout 0"
             )
         scale = query.shape[-1] ** -0.5 if scale is None else float(scale)
-        grid, prefix = self.place.of(key.shape[2]), self.place.prefix
+        grid, prefix = self.grid.of(key.shape[2]), self.grid.prefix
         valid = valid_keys(attn_mask, prefix)
         screened = screened_attention(
             query,
@@ -153,7 +186,6 @@ class Screen(Replacement):
             rule=self.rule,
             scale=scale,
             valid=valid,
-            order=self.place.order,
             **self.options,
         )
         if self.listener is not None:

@@ -1,11 +1,13 @@
 """timm's Vision Transformers, and the embedded model, which is laid out as they are."""
 
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 
+from bmfa.models.forwards import has_own_forward, override_method, restore_method
 from bmfa.models.hosts import Host, class_name, class_names, refuse
 from bmfa.models.reduced import Branches, SizedAttention, idle
 from bmfa.models.screens import Replacement, Screen
@@ -28,6 +30,7 @@ ATTENTIONS = {
 SPELT = {"timm.layers.attention.Attention", "timm.models.vision_transformer.Attention"}
 PROJECTIONS = ("qkv", "proj", "proj_drop")
 SKIPPED = ("q_norm", "k_norm", "attn_drop", "norm", "gate")
+PARTS = {*PROJECTIONS, *SKIPPED}
 
 BRANCHES = {
     "timm.models.vision_transformer.Block": Branches(
@@ -54,39 +57,6 @@ class Interception(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-class ReplacedForward:
-    """The forward of one attention module under interception; copies and pickles with it."""
-
-    def __init__(self, module: nn.Module, replacement: Replacement) -> None:
-        self.module = module
-        self.replacement = replacement
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        with Interception(self.replacement):
-            return type(self.module).forward(self.module, *args, **kwargs)
-
-
-class SpeltForward(ReplacedForward):
-    """The forward of a plain attention layer spelt out, where nothing but q, k, v comes between.
-
-    Interception calls Python for every operation of the layer; any other layer runs under it.
-    """
-
-    def __call__(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
-        parts = self.module._modules
-        qkv, proj, dropout = (parts[name] for name in PROJECTIONS)
-        unmasked = not args and all(_IDLE.get(name, kwargs) is kwargs[name] for name in kwargs)
-        plain = unmasked and all(_skipped(parts.get(name)) for name in SKIPPED)
-        if not plain or qkv is None or proj is None or dropout is None:
-            return super().__call__(x, *args, **kwargs)
-        batch, tokens, _ = x.shape
-        joint = qkv(x).view(batch, tokens, 3, self.module.num_heads, -1)
-        q, k, v = joint.permute(2, 0, 3, 1, 4).unbind(0)  # (B, heads, T, d) each
-        mixed = self.replacement(q, k, v)
-        output = proj(mixed.transpose(1, 2).reshape(batch, tokens, -1))
-        return output if idle(dropout) else dropout(output)
-
-
 # Arguments of an attention layer that ask for nothing.
 _IDLE = {"attn_mask": None, "is_causal": False}
 
@@ -105,15 +75,43 @@ class TimmReplacement(Replacement):
             # Its other path spells the softmax out and never calls what is intercepted.
             self.kept["fused_attn"] = module.fused_attn
             module.__dict__["fused_attn"] = True
-        spelt = class_name(module) in SPELT and set(module._modules) <= {*SKIPPED, *PROJECTIONS}
-        module.__dict__["forward"] = (SpeltForward if spelt else ReplacedForward)(module, self)
+        override_method(module, self)
 
     def restore(self, module: nn.Module) -> None:
         """Undo `install`."""
         super().restore(module)
         for name, value in self.kept.items():
             setattr(module, name, value)
-        del module.__dict__["forward"]
+        restore_method(module)
+
+    def run(self, module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Compute the output of the attention module."""
+        if len(args) == 1 and _is_plain(module, kwargs):
+            return self._plain(module, args[0])
+        with Interception(self):
+            return forward(*args, **kwargs)
+
+    def _plain(self, module: Any, x: Tensor) -> Tensor:
+        """The layer spelt out: interception calls Python for every operation of its forward."""
+        batch, tokens, _ = x.shape
+        joint = module.qkv(x).view(batch, tokens, 3, module.num_heads, -1)
+        q, k, v = joint.permute(2, 0, 3, 1, 4).unbind(0)  # (B, heads, T, d) each
+        output: Tensor = module.proj(self(q, k, v).transpose(1, 2).reshape(batch, tokens, -1))
+        dropout = module.proj_drop
+        return output if idle(dropout) else dropout(output)
+
+
+def _is_plain(module: nn.Module, options: dict[str, Any]) -> bool:
+    """Whether nothing but the projections lies between the input, q, k, v and the output."""
+    parts = module._modules
+    return (
+        class_name(module) in SPELT
+        and not has_own_forward(module)
+        and parts.keys() <= PARTS
+        and all(parts.get(name) is not None for name in PROJECTIONS)
+        and all(_skipped(parts.get(name)) for name in SKIPPED)
+        and all(_IDLE.get(name, options) is value for name, value in options.items())
+    )
 
 
 class TimmScreen(TimmReplacement, Screen):
@@ -126,10 +124,10 @@ class TimmSized(TimmReplacement, SizedAttention):
 
 def find(model: nn.Module) -> list[Host]:
     """The vision towers in a model."""
-    return [_host(module) for module in model.modules() if class_names(module) & TOWERS]
+    return [_host(model, module) for module in model.modules() if class_names(module) & TOWERS]
 
 
-def _host(tower: Any) -> Host:
+def _host(model: nn.Module, tower: Any) -> Host:
     attentions = tuple(getattr(block, "attn", block) for block in tower.blocks)
     for attention in attentions:
         if class_name(attention) not in ATTENTIONS:
@@ -145,10 +143,11 @@ def _host(tower: Any) -> Host:
     return Host(
         TimmScreen,
         TimmSized,
+        tower,
         attentions,
         projection,
         int(tower.num_prefix_tokens),
         blocks,
         BRANCHES.get(names.pop()) if len(names) == 1 else None,
-        getattr(tower, "global_pool", "token") != "token",
+        model is not tower or getattr(tower, "global_pool", "token") != "token",
     )

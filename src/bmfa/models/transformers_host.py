@@ -117,6 +117,11 @@ def attend(
         raise RuntimeError(
             f"{class_name(module)} is set to {IMPLEMENTATION!r} without a rule; use bmfa.patch(model)"
         )
+    if kwargs.get("output_attentions") or replacement.kept["config"].output_attentions:
+        raise ValueError(
+            "output_attentions=True is not served by a patched layer, which forms no matrix of weights; "
+            "record them with bmfa.record(model, attention=True), or call bmfa.unpatch(model)"
+        )
     causal = bool(kwargs.get("is_causal", False))
     output = replacement(query, key, value, attention_mask, dropout, causal, scaling)
     return output.transpose(1, 2).contiguous(), None
@@ -143,12 +148,14 @@ def _host(model: nn.Module, tower: nn.Module, embeddings: Any, family: Family) -
     return Host(
         TransformersScreen,
         TransformersSized,
+        tower,
         tuple(_caller(attention) for _, attention in pairs),
         embeddings.get_submodule(family.projection),
         prefix,
         tuple(block for block, _ in pairs),
         family.branches,
-        any(type(module).__name__.endswith(family.readers) for module in model.modules()),
+        type(model).__module__ != type(embeddings).__module__
+        or any(type(module).__name__.endswith(family.readers) for module in model.modules()),
     )
 
 
