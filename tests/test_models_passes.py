@@ -452,3 +452,22 @@ def test_attention_weights_of_a_patched_model_are_refused() -> None:
         model(pixels)
     unpatch(model)
     assert len(model(pixels).attentions) == 3
+
+
+@pytest.mark.parametrize("whole", [True, False])
+@pytest.mark.parametrize("host", HOSTS)
+def test_reduced_models_compile_for_grids_of_one_size(host: str, whole: bool) -> None:
+    model = reduce(HOSTS[host](), "tome:4")
+    shown = [pictures(size) for size in (WIDE, TALL, WIDE)]
+    with torch.no_grad():
+        expected = [logits(model, pixels) for pixels in shown]
+        torch.compiler.reset()
+        options = {"backend": "aot_eager", "fullgraph": True}
+        if whole:
+            model.compile(**options)
+        else:
+            for block in blocks_of(model):
+                block.compile(**options)
+        for pixels, output in zip(shown, expected, strict=True):
+            torch.testing.assert_close(logits(model, pixels), output)
+    torch.compiler.reset()

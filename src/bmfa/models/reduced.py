@@ -229,9 +229,10 @@ class Reduction:
         source = first
         for target in others:
             source = target.gather(1, source.clamp(min=0)).where(source >= 0, source)
-        if bool((source < 0).any()):
-            for row in source[:, self.grid.prefix :]:
-                _fill_pruned(row, progress.grid)
+        if self.policy.prunes:
+            spatial = source[:, self.grid.prefix :]
+            filled = torch.stack([_fill_pruned(row, progress.grid) for row in spatial])
+            source = torch.cat((source[:, : self.grid.prefix], filled), 1)
         return source
 
 
@@ -350,10 +351,11 @@ def _ones(k: Tensor) -> Tensor:
     return torch.ones(k.shape[0], k.shape[2], device=k.device)
 
 
-def _fill_pruned(source: Tensor, grid: Grid) -> None:
-    """Give the pruned of (N) tokens, those with source -1, the source of their nearest neighbour."""
-    place = torch.arange(grid.size, device=source.device)
-    at = torch.stack((place // grid.width, place % grid.width), -1)
-    pruned, present = source < 0, source >= 0
-    distance = (at[pruned].unsqueeze(1) - at[present]).square().sum(-1)
-    source[pruned] = source[present][distance.argmin(1)]
+def _fill_pruned(source: Tensor, grid: Grid) -> Tensor:
+    """(N,) with the source of the nearest present token where a token was pruned, that is, has -1."""
+    index = torch.arange(grid.size, device=source.device)
+    row, column = index // grid.width, index % grid.width
+    distance = (row.unsqueeze(1) - row).square() + (column.unsqueeze(1) - column).square()
+    ranked = distance * grid.size + index  # the first in raster order among equals
+    ranked = ranked.masked_fill(source < 0, torch.iinfo(ranked.dtype).max)
+    return source[ranked.argmin(1)]

@@ -93,6 +93,7 @@ class Policy:
 
     stage: ClassVar[Literal["attention", "mlp"]] = "attention"  # behind which of them it acts
     proportional: ClassVar[bool] = True  # whether attention adds log(size)
+    prunes: ClassVar[bool] = False  # whether tokens may leave without being merged into another
     reads_others: ClassVar[bool] = False  # whether the mass of queries behind the prefix counts
 
     def check(self, grid: Grid, prefix: int, depth: int) -> None:

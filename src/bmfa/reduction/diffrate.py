@@ -1,6 +1,7 @@
 """DiffRate: per-block numbers of tokens to keep and of tokens to merge into."""
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -33,6 +34,7 @@ class DiffRate(Policy):
     is one as ToMe's: then nothing is pruned and M_l = T - r.
     """
 
+    prunes: ClassVar[bool] = True
     budget: int | float | str
 
     def __post_init__(self) -> None:

@@ -1,6 +1,7 @@
 """ToFu: ToMe's matching; early blocks prune the sources, later ones merge and keep norms."""
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -17,6 +18,7 @@ class ToFu(Policy):
     MLERP keeps the direction of the mean and takes the largest norm in the group.
     """
 
+    prunes: ClassVar[bool] = True
     budget: int | float
 
     def __post_init__(self) -> None:
