@@ -2,14 +2,24 @@
 
 import json
 import math
+from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
+from bmfa.attention import screened_attention
 from bmfa.cli import main
-from bmfa.experiments import attention_bench, attention_summary, dense_paths, peers, self_check
+from bmfa.experiments import (
+    attention_bench,
+    attention_rows,
+    attention_summary,
+    dense_paths,
+    peers,
+    self_check,
+    timing,
+)
 from bmfa.experiments.attention_methods import Setting, Truth
 from bmfa.experiments.long_models import AnySize, load_long
 from bmfa.experiments.qkv import Recorded, Source
@@ -60,6 +70,92 @@ def test_errors_fall_with_density_to_rounding(record):
         assert all(row["error_p95_query_percent"] >= 0 for row in some)
         energies = [row["e_mean"] for row in some]
         assert energies[0] > energies[1] > energies[2] and energies[2] < 1e-4
+
+
+def energies_of_four_tiles(block: int) -> torch.Tensor:
+    """E of every spatial query on a grid of 16x16 whose four 8x8 tiles are means, in float64."""
+    recorded = Source.of().record(128, [block])
+    q, k, _ = (x.double() for x in recorded.blocks[block])
+    scores = q[:, :, 1:] @ k.transpose(-2, -1) / math.sqrt(q.shape[-1])  # (1, 3, 256, 257)
+    tiles = scores[..., 1:].unflatten(-1, (2, 8, 2, 8)).mean((-3, -1)).flatten(-2)
+    coarse = torch.cat((scores[..., :1], tiles + math.log(64)), -1)
+    return scores.logsumexp(-1) - coarse.logsumexp(-1)
+
+
+def test_mean_e_is_that_of_the_free_energies(record):
+    means = [float(energies_of_four_tiles(block).mean()) for block in (1, 6)]
+    row = row_of(record, 256, "tiled-tiles:0")
+    # The certificate rounds outward by a few float32 epsilons of the scores' size.
+    assert row["e_mean"] == pytest.approx(sum(means) / 2, rel=1e-3)
+    assert row["worst_block_e_mean"] == pytest.approx(max(means), rel=1e-3)
+
+
+def test_errors_are_those_of_the_outputs(record):
+    recorded = Source.of().record(128, [1, 6])
+    errors = []
+    for q, k, v in recorded.blocks.values():
+        output, _, _ = screened_attention(
+            q, k, v, grid=recorded.grid, prefix=1, form="tiled", backend="eager", leaves=4
+        )
+        wanted = scaled_dot_product_attention(q.double(), k.double(), v.double())
+        errors.append(100 * float((output - wanted).norm() / wanted.norm()))
+    row = row_of(record, 256, "tiled-tiles:0")
+    assert row["error_l2_percent"] == pytest.approx(sum(errors) / 2, rel=1e-4)
+    assert row["worst_block_error_percent"] == pytest.approx(max(errors), rel=1e-4)
+
+
+def test_random_tokens_need_no_model(capsys):
+    sizes = ["--tokens", "256", "--error", "0.2", "--tiles", "0", "--repeats", "1"]
+    main(["bench", "attention", "--model", "random", "--pictures", "2", *sizes, "--json", "-"])
+    made = Record.from_json(capsys.readouterr().out)
+    assert made.settings["model"] == "random" and made.settings["weights"] == "none"
+    assert all(row["keys"] == "random q, k, v" and row["dim"] == 64 for row in made.rows)
+    # No model's heads, so nothing is said of where tiles begin to be worth their while.
+    assert "break_even_tokens" not in made.settings
+    rows = {row["method"]: row for row in made.rows}
+    assert rows["tiled-error:0.2"]["pictures"] == 2
+    # Neighbours have nothing in common: means lose half of everything, and a target expands most.
+    assert rows["tiled-tiles:0"]["error_l2_percent"] > 40
+    assert rows["tiled-error:0.2"]["density_percent"] > 50 > 100 * rows["tiled-error:0.2"]["e_mean"]
+
+
+def test_random_tokens_have_no_weights(capsys):
+    with pytest.raises(SystemExit):
+        main(["bench", "attention", "--model", "random", "--data-dir", "photos"])
+    assert "no weights and no pictures" in capsys.readouterr().err
+
+
+class Clock:
+    """Times of a device that has CUDA graphs: each call takes as long as its name says."""
+
+    def __init__(self, monkeypatch) -> None:
+        self.contexts: list[tuple[str, ...]] = []
+        self.inside: list[str] = []
+        monkeypatch.setattr(dense_paths, "only", self.only)
+        monkeypatch.setattr(timing, "milliseconds", self.milliseconds)
+
+    @contextmanager
+    def only(self, name: str):
+        self.inside.append(name)
+        yield
+        self.inside.pop()
+
+    def milliseconds(self, work, repeats, device):
+        self.contexts.append(tuple(self.inside))
+        work()
+        return {"cudnn": (1.0, 5.0), "default": (2.0, 3.0)}[self.inside[-1]]
+
+
+def test_dense_paths_are_chosen_before_the_clock_starts(monkeypatch):
+    clock = Clock(monkeypatch)
+    tokens = Source.of("random").record(64, [0]).blocks[0]
+    plan = attention_rows.Plan((), "eager", "float32", "cpu", 1)
+    bench = attention_rows.SizeBench(Source.of("random").record(64, [0]), plan, {})
+    calls = {f"dense-{name}": dense_paths.dense_path(name) for name in ("cudnn", "default")}
+    times = {name: bench._milliseconds(name, call, tokens) for name, call in calls.items()}
+    assert clock.contexts == [("cudnn",), ("default",)]
+    # Without graphs the fastest dense call is the base, whichever wins with graphs.
+    assert bench._fastest_eager(times) == 3.0
 
 
 def test_wide_heads_carry_the_error_on_the_models_own(record):
@@ -210,7 +306,7 @@ def test_blocks_of_keys_that_a_peer_drops_have_no_weight():
 
 def test_tables_and_figures_are_made_from_the_record(record, tmp_path, capsys):
     words = bench_tables.markdown(record)
-    assert "dense is the best path of the same run (flash" in words
+    assert "dense is the best path of the same run (default" in words or "run (flash" in words
     assert "| `tiled-tiles:0.25` | 25.0 |" in words
     assert figures.ALL["attention-time"].drawable(record)
     assert not figures.ALL["attention-error"].drawable(record)

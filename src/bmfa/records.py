@@ -2,10 +2,14 @@
 
 import json
 import platform
-from collections.abc import Mapping, Sequence
+import re
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import asdict, dataclass, field
 from importlib import metadata
-from pathlib import Path
+from pathlib import Path, PureWindowsPath
 from typing import Any
 
 Row = dict[str, Any]
@@ -21,6 +25,9 @@ PACKAGES = (
     "timm",
     "transformers",
 )
+
+_HUB_NAME = re.compile(r"hf:[\w.-]+/[\w.-]+")
+_command: ContextVar[str | None] = ContextVar("command", default=None)
 
 
 @dataclass(frozen=True)
@@ -59,8 +66,40 @@ class Record:
         return cls(data["experiment"], data["settings"], data["rows"], data["environment"])
 
 
+@contextmanager
+def made_by_command(arguments: Sequence[str]) -> Iterator[None]:
+    """Write the command line into the environment of every record made inside.
+
+    Args:
+        arguments: the words that follow `bmfa`, as typed.
+    """
+    token = _command.set(shlex.join(("bmfa", *map(without_folders, arguments))))
+    try:
+        yield
+    finally:
+        _command.reset(token)
+
+
+def without_folders(argument: str) -> str:
+    """A word of a command line with paths cut to the file name; names on a hub stay whole.
+
+    Example:
+        >>> without_folders("--weights=/home/me/deit.safetensors")
+        '--weights=deit.safetensors'
+        >>> without_folders("hf:facebook/deit-tiny-patch16-224")
+        'hf:facebook/deit-tiny-patch16-224'
+    """
+    if argument.startswith("--") and "=" in argument:
+        option, _, value = argument.partition("=")
+        return f"{option}={without_folders(value)}"
+    if _HUB_NAME.fullmatch(argument) or not re.search(r"[/\\]", argument):
+        return argument
+    prefix = "hf:" if argument.startswith("hf:") else ""
+    return prefix + (PureWindowsPath(argument).name or argument)  # splits at both separators
+
+
 def environment(device: str = "cpu") -> dict[str, Any]:
-    """Versions, processor and device: the frame of every figure."""
+    """Versions, processor, device, and the command where there was one: the frame of every figure."""
     import torch  # here, so that `bmfa --help` need not wait for it
 
     versions = {}
@@ -70,7 +109,9 @@ def environment(device: str = "cpu") -> dict[str, Any]:
         except metadata.PackageNotFoundError:
             continue
     name = torch.cuda.get_device_name() if device.startswith("cuda") else _processor()
+    command = _command.get()
     return {
+        **({} if command is None else {"command": command}),
         "python": platform.python_version(),
         **versions,
         "system": f"{platform.system()} {platform.machine()}",

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from bmfa.cli.output import check_target, process_rank, refuse
 from bmfa.cli.parser import build_parser
+from bmfa.records import made_by_command
 
 __all__ = ["main"]
 
@@ -20,7 +21,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")
     try:
         check_target(options.json)
-        options.run(options)
+        with made_by_command(sys.argv[1:] if arguments is None else arguments):
+            options.run(options)
     except BrokenPipeError:
         sys.exit(141)
     except (ValueError, TypeError, OSError, ImportError) as error:

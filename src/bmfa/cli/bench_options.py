@@ -71,7 +71,8 @@ def _add_common(command: Command) -> None:
         "--model",
         default="embedded",
         metavar="NAME",
-        help="embedded (the default) or timm:NAME, with random weights unless --weights is given",
+        help="embedded (the default) or timm:NAME, with random weights unless --weights is given; "
+        "bench attention also takes random: normal q, k, v without a model",
     )
     command.add_argument("--weights", metavar="FILE", help="weights of the model")
     command.add_argument(

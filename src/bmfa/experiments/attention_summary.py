@@ -12,8 +12,10 @@ FIT_FROM = 4096
 
 
 def summary(rows: Sequence[Row]) -> dict[str, Any]:
-    """Break-even and exponents, for the settings of a record."""
+    """Break-even and exponents, for the settings of a record; nothing without a model's own heads."""
     own = own_rows(rows)
+    if not own:
+        return {}
     return {
         "break_even_tokens": break_even(own),
         "break_even_error_percent": ACCEPTED_ERROR,
@@ -106,6 +108,8 @@ def each(row: Row) -> float:
 
 def lines(settings: dict[str, Any]) -> list[str]:
     """The summary in words."""
+    if "break_even_error_percent" not in settings:
+        return []
     n, off = settings.get("break_even_tokens"), settings.get("break_even_error_percent")
     if n is None:
         told = [

@@ -18,6 +18,8 @@ PATHS = {
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
     "math": SDPBackend.MATH,
 }
+# What torch chooses for a call on its own.
+DEFAULT = "default"
 # Scores that the path which writes them all out may hold.
 MOST_SCORES = {"cuda": 2**31, "cpu": 2**24}
 # Scores of exact attention held at once, in float64.
@@ -25,7 +27,9 @@ CHUNK_SCORES = 2**25
 
 
 def dense_path(name: str) -> Attend:
-    """Attention by one path alone."""
+    """Attention by one path alone; DEFAULT is the plain call."""
+    if name == DEFAULT:
+        return scaled_dot_product_attention
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         with only(name):
@@ -36,7 +40,10 @@ def dense_path(name: str) -> Attend:
 
 @contextmanager
 def only(name: str) -> Iterator[None]:
-    """One path alone, without its warnings of what it does not serve."""
+    """One path alone, without its warnings of what it does not serve; DEFAULT changes nothing."""
+    if name == DEFAULT:
+        yield
+        return
     with warnings.catch_warnings(), sdpa_kernel([PATHS[name]]):
         warnings.simplefilter("ignore")
         yield

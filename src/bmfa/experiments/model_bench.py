@@ -88,7 +88,6 @@ def run(settings: Settings, sizes: Sequence[int] = (), progress: Progress | None
         "timing": "median of forward passes that take turns, all in CUDA graphs (milliseconds) where "
         "all can be captured, and call by call (milliseconds_eager)",
         "error": "relative L2 of the final features against the dense model of the same dtype",
-        "command": "bmfa bench model --json FILE",
     }
     return Record("bench", made, rows, environment(settings.device))
 

@@ -12,7 +12,7 @@ from bmfa.records import Record
 # The paper's rules at its settings, Algorithm 1 from its printed threshold down, and what goes past.
 METHODS = (
     *("fixed-blocks:2", "global-mean", "random-quadrants:0.25", "random-quadrants:0.5"),
-    *("quadrant-gap:0.8", "quadrant-gap:0.5"),
+    *("quadrant-gap:0.8", "quadrant-gap:0.5", "variance:0.8", "variance:0.2"),
     *("gamma:0.8", "gamma:0.2", "gamma:0.05", "gamma:0.02"),
     *("exact-gap:1", "exact-gap:0.5", "mass:0.005", "mass:0.001"),
     *("optimal:0.05", "optimal:0.02", "optimal:0.005", "optimal:0.002"),

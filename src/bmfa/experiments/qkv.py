@@ -15,6 +15,9 @@ from bmfa.grid import Grid
 from bmfa.models.hosts import Host, find_host
 
 Tensors = tuple[Tensor, Tensor, Tensor]
+# A source without a model: q, k, v are normal and independent, with the heads of DeiT-Tiny.
+RANDOM = "random"
+RANDOM_HEADS, RANDOM_DIM, RANDOM_PATCH = 3, 64, 16
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,7 +59,12 @@ class Source:
         seed: int = 0,
         device: str = "cpu",
     ) -> "Source":
-        """The first pictures of a folder, or embedded scenes."""
+        """The first pictures of a folder, or embedded scenes; with RANDOM so many random draws."""
+        if model == RANDOM:
+            if weights is not None or data_dir is not None:
+                raise ValueError("model random has no weights and no pictures; leave both out")
+            draws = [f"draw {index}" for index in range(pictures)]
+            return cls(model, None, [], draws, head_dim, seed, device)
         found, names = pictures_of(data_dir, pictures, seed)
         return cls(model, weights, found, names, head_dim, seed, device)
 
@@ -67,6 +75,8 @@ class Source:
     @cached_property
     def plan(self) -> tuple[int, int, str]:
         """Pixels along the side of a token, blocks of the model, and what its weights are."""
+        if self.model == RANDOM:
+            return RANDOM_PATCH, 1, "none"
         loaded, weights = load_long(self.model, self.weights, size=224, head_dim=self.head_dim)
         host = find_host(loaded.model)
         return _patch_size(host), len(host.attentions), weights
@@ -77,6 +87,8 @@ class Source:
 
     def record(self, size: int, blocks: Sequence[int]) -> Recorded:
         """What attention is given in some blocks, picture by picture, for pictures of size x size."""
+        if self.model == RANDOM:
+            return self._random(size // RANDOM_PATCH, blocks)
         loaded, _ = load_long(
             self.model, self.weights, size=size, head_dim=self.head_dim, seed=self.seed
         )
@@ -89,6 +101,16 @@ class Source:
         joined = {block: _joined([one[block] for one in heard]) for block in blocks}
         side = size // _patch_size(host)
         return Recorded(Grid(side, side), host.prefix, joined)
+
+    def _random(self, side: int, blocks: Sequence[int]) -> Recorded:
+        """Normal q, k, v on a grid of side x side, without a prefix."""
+        generator = torch.Generator().manual_seed(self.seed)
+        shape = (len(self.names), RANDOM_HEADS, side * side, self.head_dim or RANDOM_DIM)
+        drawn: dict[int, Tensors] = {}
+        for block in blocks:
+            q, k, v = (torch.randn(shape, generator=generator).to(self.device) for _ in range(3))
+            drawn[block] = (q, k, v)
+        return Recorded(Grid(side, side), 0, drawn)
 
 
 def _patch_size(host: Host) -> int:

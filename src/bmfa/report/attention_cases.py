@@ -11,7 +11,7 @@ from bmfa.report.sheet import Sheet
 
 GAP = 10.0
 RULES = {
-    "quadrant-gap": "Paper's rule",
+    "quadrant-gap": "Quadrant gap",
     "gamma": "Algorithm 1",
     "optimal": "Optimal tree",
     "fixed-blocks": "Fixed blocks",

@@ -6,6 +6,9 @@ from html import escape
 from pathlib import PurePath
 from typing import Any
 
+import torch
+
+from bmfa.grid import Grid
 from bmfa.records import Row
 from bmfa.report import (
     bench_tables,
@@ -21,6 +24,8 @@ from bmfa.report import (
 )
 from bmfa.report.evidence import Evidence, number, text
 from bmfa.report.markup import Column, code, decimal, figure, made_by, pairs, paragraph, table
+from bmfa.rules import Gamma
+from bmfa.screening import screen
 
 LONG_VALUES = (
     *("scores", "boxes", "picture", "gap_quantiles"),
@@ -102,7 +107,63 @@ def cases(evidence: Evidence) -> str:
         "Bright cells have high scores. Each tree shows the mean score of every leaf; lines are "
         "the leaves' borders."
     )
-    return intro + figure(figures.cases, evidence, caption)
+    return (
+        intro
+        + figure(figures.cases, evidence, caption)
+        + _largest_gap(evidence)
+        + _beside_the_papers_figures(evidence)
+    )
+
+
+def _largest_gap(evidence: Evidence) -> str:
+    """Whether any instance probed here reaches the gaps of the paper's cases."""
+    rows = evidence.select("probe", mode="image-edge", group="all", method="sparge-mean")
+    known = [(gap, text(row, "dataset")) for row in rows if (gap := number(row, "max_gap"))]
+    if not known:
+        return ""
+    largest, dataset = max(known)
+    low, high = paper.CASE_GAPS
+    sentence = (
+        f"The largest gap of a mean over all instances probed here is {decimal(largest, 3)} "
+        f"({paper.dataset_title(dataset)}); the paper's four cases have {decimal(low, 3)} to "
+        f"{decimal(high, 3)}."
+    )
+    beyond = (
+        " Its scores have a longer upper tail than our fit gives them." if largest < low else ""
+    )
+    return paragraph(sentence + beyond)
+
+
+def _beside_the_papers_figures(evidence: Evidence) -> str:
+    """Area, mass and gap of our cases and the paper's, and leaves at the threshold of its overview."""
+    epsilon = f"ε = {paper.OVERVIEW_EPSILON:g}"
+    columns = [Column("Instance"), Column("Minority, % of cells", 1), Column("of Gibbs mass, %", 1)]
+    columns += [Column("Gap of the mean", 3), Column(f"Leaves of Algorithm 1 at {epsilon}")]
+    shown = {text(row, "title"): row for row in evidence.rows("cases")}
+    measures = ("minority_area_percent", "gibbs_mass_percent", "gap")
+    rows: list[list[Any]] = [
+        [title, *(row.get(name) for name in measures), _leaves(row)] for title, row in shown.items()
+    ]
+    for which, block in zip(("first", "second"), paper.FIRST_FIGURE, strict=True):
+        name = f"Paper: first figure, {which} block"
+        rows.append([name, block.area_percent, block.mass_percent, block.gap, None])
+    areas = " to ".join(decimal(value, 1) for value in paper.CASE_AREAS)
+    gaps = " to ".join(decimal(value, 3) for value in paper.CASE_GAPS)
+    rows.append(["Paper: four cases", areas, f"over {decimal(paper.CASE_MASS, 0)}", gaps, None])
+    overview = f"{paper.OVERVIEW_LEAVES} of {paper.OVERVIEW_TOKENS}"
+    rows.append(["Paper: overview, a kite", None, None, None, overview])
+    return table(
+        "Single instances here and in the paper's figures, which are of COCO", columns, rows
+    )
+
+
+def _leaves(row: Row) -> str | None:
+    """Leaves of Algorithm 1 on the scores of a case, at the threshold of the paper's overview."""
+    scores, grid = row.get("scores"), Grid(int(row["height"]), int(row["width"]))
+    if not isinstance(scores, list) or len(scores) != grid.size:
+        return None
+    tree = screen(torch.tensor(scores, dtype=torch.float64), grid, Gamma(paper.OVERVIEW_EPSILON))
+    return f"{int(tree.leaf_count)} of {grid.size}"
 
 
 def bench(evidence: Evidence) -> str:

@@ -8,8 +8,8 @@ from bmfa.report import (
     synthetic_claims,
 )
 from bmfa.report.evidence import Evidence
-from bmfa.report.markup import code, prose
-from bmfa.report.verdicts import Claim
+from bmfa.report.markup import code, paragraph, prose
+from bmfa.report.verdicts import LEGEND, Claim
 
 HEADS = ("Claim", "Paper", "Ours", "Verdict", "On the difference")
 
@@ -26,10 +26,13 @@ def claims(evidence: Evidence) -> list[Claim]:
 
 
 def summary(evidence: Evidence) -> str:
-    """The summary table; on a narrow screen every row is a card."""
+    """What the verdicts mean, and the table; on a narrow screen every row is a card."""
     heads = "".join(f'<th scope="col">{head}</th>' for head in HEADS)
     rows = "".join(_row(claim) for claim in claims(evidence))
-    return f'<table class="summary"><thead><tr>{heads}</tr></thead><tbody>{rows}</tbody></table>'
+    return (
+        paragraph(LEGEND)
+        + f'<table class="summary"><thead><tr>{heads}</tr></thead><tbody>{rows}</tbody></table>'
+    )
 
 
 def _row(claim: Claim) -> str:

@@ -1,11 +1,11 @@
 """What the paper claims of classification, and of token reduction beside it."""
 
 from bmfa.report import paper, runs
-from bmfa.report.closed_loop_claims import where
+from bmfa.report.closed_loop_claims import FIT, where
 from bmfa.report.evidence import Evidence, number, text
 from bmfa.report.markup import decimal, tiny
 from bmfa.report.runs import Run
-from bmfa.report.verdicts import Claim, Verdict, missing
+from bmfa.report.verdicts import Claim, Verdict, direction, missing
 
 EXPERIMENT = "evaluate"
 
@@ -19,7 +19,7 @@ def claims(evidence: Evidence) -> list[Claim]:
 
 
 def _accuracy(run: Run | None) -> Claim:
-    claim = "Its rule costs less accuracy than chance or a fixed grid: drop of top-1 in points"
+    claim = "BMFA costs less accuracy than chance or a fixed grid: drop of top-1 in points"
     methods = (paper.QUADRANTS[0], paper.RANDOM[0], paper.FIXED)
     words = _drops([paper.IMAGENET[method].drop_pp for method in methods])
     drops = [] if run is None else [run.value(method, "drop_pp") for method in methods]
@@ -28,9 +28,16 @@ def _accuracy(run: Run | None) -> Claim:
         return missing(claim, words, EXPERIMENT)
     held = known[0] < known[1] and known[0] < known[2]
     level = known[0] <= known[1] and known[0] <= known[2]
-    verdict = Verdict.REPRODUCED if held else Verdict.CLOSE if level else Verdict.NOT_AS_CLAIMED
+    verdict = direction(held)
+    if run.papers and run.images == paper.IMAGENET_PICTURES:
+        verdict = Verdict.REPRODUCED if held else Verdict.NOT_AS_CLAIMED
+    elif level and not held:
+        verdict = Verdict.LEVEL
     best = number(run.full or {}, "top1_percent")
-    note = f"{where(run)}, the full model {decimal(best, 1)} %; the paper: ImageNet's 50,000."
+    note = (
+        f"{where(run)}, the full model {decimal(best, 1)} %; the paper: {paper.MODEL}, ImageNet's "
+        f"{paper.IMAGENET_PICTURES:,}. {FIT}."
+    )
     return Claim(claim, words, _drops(known), verdict, note)
 
 
@@ -51,7 +58,7 @@ def _speed(run: Run | None) -> Claim:
     if run is None or not known:
         return missing(claim, words, EXPERIMENT)
     best, method = max(known)
-    verdict = Verdict.REPRODUCED if best < 1 else Verdict.BEATEN
+    verdict = Verdict.AGREES if best < 1 else Verdict.AHEAD
     own = run.value(rule, "speedup")
     note = f"{where(run)}" + ("" if own is None else f"; {rule} {decimal(own, 2)} times")
     note += ". The machine is named at the end of this page."
@@ -65,12 +72,9 @@ def _reductions(run: Run | None) -> list[Claim]:
     drop, speed = (None if run is None else run.value("tome:8", c) for c in ("drop_pp", "speedup"))
     if run is None or drop is None:
         return [missing(claim, words, EXPERIMENT), _free_energy(run)]
-    kept, fast = drop <= 1.0, speed is not None and speed > 1
-    verdict = Verdict.REPRODUCED if kept and fast else Verdict.NOT_AS_CLAIMED
-    if speed is None and kept:
-        verdict = Verdict.CLOSE
+    verdict = direction(drop <= 1.0 and (speed is None or speed > 1))
     said = f"{decimal(drop, 2)} points, {decimal(speed, 2)} times"
-    note = f"{where(run)}; another machine than the paper's."
+    note = f"{where(run)}; another machine than the paper's{'' if speed is not None else ', not timed'}."
     return [Claim(claim, words, said, verdict, note), _free_energy(run)]
 
 
@@ -86,13 +90,13 @@ def _free_energy(run: Run | None) -> Claim:
     (ours, kl), (theirs, their_kl) = pairs
     if run is None or ours is None or kl is None or theirs is None or their_kl is None:
         return missing(claim, words, EXPERIMENT)
-    verdict = Verdict.NOT_AS_CLAIMED
+    verdict = Verdict.DIFFERS
     if ours >= theirs and kl < their_kl:
-        verdict = Verdict.BEATEN
+        verdict = Verdict.AHEAD
     elif ours >= theirs or kl < their_kl:
-        verdict = Verdict.CLOSE
+        verdict = Verdict.LEVEL
     note = f"{where(run)}: tome:8 has {decimal(theirs, 2)} %, {tiny(their_kl)}"
     if max(kl, their_kl) < runs.TELLING:
-        verdict, note = Verdict.CLOSE, f"{note}; too near each other to tell"
+        verdict, note = Verdict.LEVEL, f"{note}; both leave the output where it was"
     said = f"{decimal(ours, 2)} %, {tiny(kl)} (free-energy:8)"
     return Claim(claim, words, said, verdict, f"{note}.")

@@ -80,12 +80,18 @@ class Evidence:
         return found[-1].get(name, default) if found else default
 
     def commands(self, experiment: str) -> list[str]:
-        """The commands that make the rows, in the records' own words where they have them."""
-        made = [record.settings for record in self.records if record.experiment == experiment]
+        """The commands that make the rows: as recorded, or that of the experiment alone."""
+        made = [record for record in self.records if record.experiment == experiment]
         # Figures of the probes show image-edge where there is a choice.
-        chosen = [one for one in made if one.get("mode") == "image-edge"] or made
-        own = [str(one.get("command") or command(experiment, one)) for one in chosen]
+        chosen = [one for one in made if one.settings.get("mode") == "image-edge"] or made
+        own = [_recorded_command(one) or command(experiment, one.settings) for one in chosen]
         return list(dict.fromkeys(own)) or [command(experiment, {})]
+
+
+def _recorded_command(record: Record) -> str | None:
+    """The command that made a record; None for `bmfa report`, which makes all of them."""
+    words = record.environment.get("command")
+    return None if words is None or str(words).startswith("bmfa report") else str(words)
 
 
 def command(experiment: str, settings: Mapping[str, Any]) -> str:

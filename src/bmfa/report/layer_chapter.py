@@ -15,13 +15,14 @@ def content(evidence: Evidence) -> str:
     intro = paragraph(
         "The same rules in more and more layers, counted from the last, then in one layer alone. The "
         "paper shows its figure in a supplement that is not available; in its text, every method "
-        "degrades with more layers and its rule stays ahead of random retention.",
-        *(_persists(run, choices) for run, choices in several),
+        "degrades with more layers and its rule stays ahead of random retention (last-2, last-4, last-8 "
+        "and all layers).",
+        *(_persists(run, [c for c in choices if not run.takes_all(c)]) for run, choices in several),
         *(_weakest(run) for run, _ in single),
     )
     caption = (
-        "Agreement (left) and output KL (right). A model of eight layers has no last-8 but all of "
-        "them."
+        "Agreement (left) and output KL (right). The embedded model has eight layers: its last-8 would "
+        "be all of them."
     )
     return intro + figure(figures.layers, runs.of_depths(evidence, True), caption)
 

@@ -22,8 +22,8 @@ KNOWN: Sequence[tuple[str, str, str]] = (
     ("edge-aware", "the paper's oracle: every token kept", "annotations"),
     (
         "quadrant-gap",
-        "the rule behind the paper's tables: each quarter kept token by token where its gap exceeds "
-        "ε, else its mean",
+        "our fit to the rule of the paper's model tables: each quarter kept token by token where its "
+        "gap exceeds ε, else its mean",
         "all scores",
     ),
     ("random-quadrants", "the same by the throw of a coin of probability p", "nothing"),

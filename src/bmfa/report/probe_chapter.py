@@ -29,8 +29,8 @@ def content(evidence: Evidence) -> str:
     )
     warning = (
         '<p class="warning"><strong>The protocol is recovered, not proven.</strong> The paper’s '
-        "supplement is not available. This construction was fitted to its published table and "
-        "meets it closely, but its constants are fits.</p>"
+        "supplement is not available. This construction was fitted to its published table, so that "
+        "closeness to the table is no evidence of its own.</p>"
     )
     return (
         intro

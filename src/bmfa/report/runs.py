@@ -18,6 +18,8 @@ TITLES = {
     "timm:deit_tiny_patch16_224": "DeiT-Tiny",
     "hf:facebook/deit-tiny-patch16-224": "DeiT-Tiny",
 }
+# Layers of the models that are known here: a choice of that many from the last is all of them.
+DEPTHS = {"Embedded model": 8, "DeiT-Tiny": 12}
 REDUCTIONS = (
     *("tome", "pitome", "tofu", "diffrate", "crossget", "dct", "evit"),
     *("random-pool", "fixed-pool", "free-energy"),
@@ -42,6 +44,11 @@ class Run:
     def papers(self) -> bool:
         """Whether this is the paper's own model."""
         return self.title == TITLES["timm:deit_tiny_patch16_224"]
+
+    def takes_all(self, choice: str) -> bool:
+        """Whether last-K is all layers of this model."""
+        depth = DEPTHS.get(self.title)
+        return depth is not None and choice in {f"last-{count}" for count in range(depth, 100)}
 
     @property
     def images(self) -> int:

@@ -1,0 +1,85 @@
+"""Records carry the command that made them, and no folder of the machine."""
+
+import json
+import shlex
+
+import pytest
+
+from bmfa.cli import main
+from bmfa.records import Record, environment, made_by_command, without_folders
+
+
+@pytest.mark.parametrize(
+    ("typed", "kept"),
+    [
+        ("/home/me/weights/deit.safetensors", "deit.safetensors"),
+        ("photos/", "photos"),
+        (r"C:\Users\me\deit.safetensors", "deit.safetensors"),
+        ("--weights=../deit.safetensors", "--weights=deit.safetensors"),
+        ("hf:facebook/deit-tiny-patch16-224", "hf:facebook/deit-tiny-patch16-224"),
+        ("hf:/home/me/models/deit", "hf:deit"),
+        ("timm:deit_tiny_patch16_224", "timm:deit_tiny_patch16_224"),
+        ("--layers", "--layers"),
+        ("8,9,10", "8,9,10"),
+        ("gamma:0.005", "gamma:0.005"),
+        ("-", "-"),
+    ],
+)
+def test_words_lose_their_folders_and_nothing_else(typed, kept):
+    assert without_folders(typed) == kept
+
+
+def test_the_command_is_that_of_the_run_alone():
+    with made_by_command(["bench", "trees", "--json", "/tmp/a b.json"]):
+        words = environment()["command"]
+    assert words == "bmfa bench trees --json 'a b.json'"
+    assert shlex.split(words)[-1] == "a b.json"
+    assert "command" not in environment()
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["synthetic", "--method", "gamma:0.005", "--placement", "corner"],
+        ["synthetic", "--curve", "--method", "gamma:0.005"],
+        ["probe", "--limit", "2", "--method", "sparge-mean", "--workers", "1"],
+        ["ablation", "--limit", "2", "--workers", "1"],
+        ["bench", "trees", "--grids", "4", "--repeats", "1", "--batch-size", "1"],
+        ["bench", "attention", "--tokens", "16", "--tiles", "0", "--repeats", "1"],
+        ["bench", "model", "--img-size", "64", "--error", "0.1", "--repeats", "1"],
+        ["closed-loop", "--limit", "2", "--method", "global-mean"],
+        ["evaluate", "--limit", "2", "--method", "global-mean", "--repeats", "0"],
+        ["screen", "embedded:3", "--method", "gamma:0.05", "--output", "FOLDER/a.png"],
+        ["info"],
+    ],
+)
+def test_every_command_writes_itself_without_folders(arguments, tmp_path):
+    folder = tmp_path / "private folder"
+    folder.mkdir()
+    typed = [word.replace("FOLDER", str(folder)) for word in arguments]
+    main([*typed, "--quiet", "--json", str(folder / "made.json")])
+    text = (folder / "made.json").read_text("utf-8")
+    expected = [word.removeprefix("FOLDER/") for word in arguments]
+    record = Record.from_json(text)
+    words = ["bmfa", *expected, "--quiet", "--json", "made.json"]
+    assert record.environment["command"] == shlex.join(words)
+    assert "private folder" not in text
+
+
+def test_files_of_a_run_are_named_without_folders(tmp_path):
+    image = pytest.importorskip("PIL.Image")
+    folder, target = tmp_path / "private folder" / "pictures", tmp_path / "made.json"
+    for name in ("0", "1"):
+        (folder / name).mkdir(parents=True)
+    image.new("RGB", (32, 32), "red").save(folder / "0" / "good.png")
+    (folder / "1" / "broken.png").write_bytes(b"no picture")
+    rest = ["--quiet", "--json", str(target)]
+    main(
+        ["evaluate", "--data-dir", str(folder), "--method", "global-mean", "--repeats", "0", *rest]
+    )
+    assert json.loads(target.read_text("utf-8"))["settings"]["skipped"] == 1
+    assert "private folder" not in target.read_text("utf-8")
+    output = ["--output", str(tmp_path / "a.png")]
+    main(["screen", str(folder / "0" / "good.png"), "--method", "gamma:0.05", *output, *rest])
+    assert "good.png" in target.read_text("utf-8")
+    assert "private folder" not in target.read_text("utf-8")
