@@ -210,7 +210,19 @@ class Tree:
         return self._on_scores(scores, lambda part, pyramid: part._reconstruct(pyramid))
 
     def error(self, scores: Tensor) -> Tensor:
-        """(...) E = F - F~ = tau KL(q || p) of every tree on its scores, exact to rounding."""
+        """E = F - F~ = tau KL(q || p) of every tree on its scores, exact to rounding.
+
+        q is the distribution that has the mean score of its leaf at every token, and p that of the
+        scores; both are over the valid spatial tokens alone. Attention over tiles adds corrections to
+        its mean tiles: for its trees this is E without them, and no measure of its output.
+
+        Args:
+            scores: (..., N) spatial scores, scaled but not divided by tau, whose leading dimensions
+                the trees broadcast to. Tokens that are not valid may hold anything.
+
+        Returns:
+            (...) errors in float32, or float64 for such scores.
+        """
         check_scores(scores, self.grid.size)
         working = torch.float64 if scores.dtype == torch.float64 else torch.float32
         exact = self._on_scores(scores.double(), lambda part, pyramid: part.error_on(pyramid))
