@@ -1,7 +1,9 @@
 """Bounds on the gap: they hold without tolerance, in their order, and are attained."""
 
+import itertools
 import math
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -243,6 +245,48 @@ def test_recursive_bound_of_rounded_means(seed: int, tau: float) -> None:
     assert holds(bound + margin, gap)
     tolerance = slack(torch.float64, 36)
     assert bool((bound <= gap * (1 + tolerance) + margin + 1e-300).all())
+
+
+def recursive_gap(means: Tensor, weights: Tensor, gaps: Tensor, tau: float) -> np.ndarray:
+    """The gap of a block from those of its children, in extended precision."""
+    if np.finfo(np.longdouble).eps > 1e-18:
+        pytest.skip("needs extended precision to judge float64")
+    m, w, g = (x.double().numpy().astype(np.longdouble) for x in (means, weights, gaps))
+    counted, w = w > 0, w / w.sum(-1, keepdims=True)
+    m = np.where(counted, m, m.min())
+    depth = m - m.max(-1, keepdims=True)  # the differences of floats of one size are exact
+    raised = np.where(counted, depth + g, -np.inf) / np.longdouble(tau)
+    top = raised.max(-1, keepdims=True)
+    mass = (w * np.exp(raised - top)).sum(-1)
+    lift = (w * np.expm1(raised - top)).sum(-1)
+    log = np.where(lift > -0.5, np.log1p(np.maximum(lift, -0.5)), np.log(mass))
+    gap: np.ndarray = tau * (top[..., 0] + log) - (w * depth).sum(-1)
+    return gap
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("offset", [0.0, 1e4, -1e6])
+def test_recursive_bound_is_rounded_up_at_every_offset(dtype: torch.dtype, offset: float) -> None:
+    generator = torch.Generator().manual_seed(0)
+    eps = torch.finfo(dtype).eps
+    for tau, spread, size in itertools.product(
+        (1e-3, 1.0), (1e-2, 1.0, 100.0), (1e-4, 1.0, 30.0, 1e3)
+    ):
+        noise = torch.randn(4000, 4, generator=generator)
+        means = (offset + spread * noise).to(dtype)
+        weights = torch.randint(0, 65, (4000, 4), generator=generator).to(dtype)
+        weights[:, 0] += 1
+        weights[:1000, 0] *= 1e6  # the others may hold the mass, and hardly any tokens
+        gaps = (size * torch.rand(4000, 4, generator=generator)).to(dtype)
+        bound = bounds.recursive(means, weights, gaps, tau).double().numpy()
+        gap = recursive_gap(means, weights, gaps, tau)
+        reach = (means.amax(-1) - means.amin(-1) + gaps.amax(-1)).double().numpy()
+        # The judge rounds, too: terms of that size cancel.
+        below = bound < gap - 8 * np.finfo(np.longdouble).eps * reach
+        assert not below.any(), (tau, spread, size, int(below.sum()))
+        # The margins of both terms: of the gap, of U_C - D_C, and of exponents up to STEEP.
+        steps = 8 * bounds.RESULT_ULPS * (1 + bounds.STEEP)
+        assert bool((bound - gap <= steps * eps * (gap + reach)).all()), (tau, spread, size)
 
 
 def test_recursive_bound_where_child_masses_underflow() -> None:
