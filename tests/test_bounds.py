@@ -347,6 +347,52 @@ def test_certificate_bounds_the_global_error(seed: int, tau: float) -> None:
     )
 
 
+@pytest.mark.parametrize("tau", [0.3, 1.0])
+def test_certificate_is_rounded_up(tau: float) -> None:
+    """In float32, judged in float64, where its terms have all their digits."""
+    generator = torch.Generator().manual_seed(0)
+    for size in (1e-6, 1.0, 20.0, 60.0):
+        bound = size * tau * torch.rand(4000, 5, generator=generator)
+        # The masses of steep leaves are tiny: their exponential alone is off by more than the result.
+        mass = torch.rand(4000, 5, generator=generator) * 10 ** torch.empty(4000, 1).uniform_(
+            -25, 0, generator=generator
+        )
+        excess = (mass.double() * torch.expm1(bound.double() / tau)).sum(-1)
+        exact = tau * torch.log1p(excess)
+        got = bounds.certificate(mass, bound, tau).double()
+        assert bool((got >= exact).all()), (size, int((got < exact).sum()))
+        steps = 4 * (bounds.RESULT_ULPS + bounds.STATISTIC_ULPS * (1 + size))
+        assert bool((got <= exact * (1 + steps * torch.finfo(torch.float32).eps) + 1e-37).all())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_certificate_that_underflows_is_not_zero(dtype: torch.dtype) -> None:
+    tiny = torch.finfo(dtype).tiny
+    small = torch.tensor([tiny, 1e3 * tiny], dtype=dtype)
+    assert bounds.certificate(small, small) > 0
+
+
+@pytest.mark.parametrize("tau", [0.1, 1.0, 30.0])
+def test_bennett_allows_for_the_rounding_of_the_variance(tau: float) -> None:
+    """With a variance too small by its allowance, the result keeps its own margin, in float32.
+
+    On two values the bound is the gap itself. At heights far below tau the variance decides alone: the
+    gap is v / 2 tau, and the allowance for the mean adds next to nothing.
+    """
+    generator = torch.Generator().manual_seed(0)
+    high = 1e-2 * tau * (0.1 + torch.rand(4000, generator=generator))
+    low = -high * (0.1 + torch.rand(4000, generator=generator))
+    exact_high, exact_low = high.double(), low.double()
+    share = exact_high / (exact_high - exact_low)  # of the low value: the mean is 0
+    exact = energy.binary_gap(share, exact_low - exact_high, tau)
+    eps = torch.finfo(torch.float32).eps
+    rounded = -exact_high * exact_low * (1 - bounds.STATISTIC_ULPS * eps)
+    variance = torch.nextafter(rounded.float(), torch.tensor(0.0))
+    bound = bounds.bennett(high, 0.0, variance, tau).double()
+    computed = 6  # ulps: of the variance's own step, and of binary_gap
+    assert bool((bound >= exact * (1 + (bounds.RESULT_ULPS - computed) * eps)).all())
+
+
 def test_certificate_in_the_log_domain() -> None:
     def certificate(mass: list[float], bound: list[float], tau: float = 1.0) -> float:
         return bounds.certificate(tensor(mass), tensor(bound), tau).item()
