@@ -14,7 +14,7 @@ from bmfa import bounds, rules
 from bmfa.grid import Grid
 from bmfa.kernels import reference
 from bmfa.rules import LABELS
-from bmfa.screening import screen
+from bmfa.screening import screen, screen_keys
 
 NAN, INF = math.nan, math.inf
 
@@ -163,6 +163,32 @@ NAMES = {
     "random-quadrants:0.25": rules.RandomQuadrants(0.25),
     "global-mean": rules.GlobalMean(),
 }
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_tree_functions_take_rules_by_name(name):
+    assert rules.as_rule(name) == NAMES[name] and rules.as_rule(NAMES[name]) is NAMES[name]
+    q, k = noise(2, 3, 5), noise(2, 64, 5, seed=1)
+    scores = q @ k.transpose(1, 2) / math.sqrt(5)
+    by_name, by_rule = (screen(scores, Grid(8, 8), rule) for rule in (name, NAMES[name]))
+    assert torch.equal(by_name.split, by_rule.split) and by_name.rule == name
+    by_name, by_rule = (screen_keys(q, k, Grid(8, 8), rule) for rule in (name, NAMES[name]))
+    assert torch.equal(by_name.split, by_rule.split)
+    if name != "random-quadrants:0.25" and "pooled" not in name:
+        one = scores[0, 0].view(8, 8).numpy()
+        assert reference.build_tree(one, name) == reference.build_tree(one, NAMES[name])
+
+
+@pytest.mark.parametrize("rule", [None, 0.005, rules.Gamma, ("gamma", 0.005)], ids=repr)
+def test_what_is_no_rule_is_refused_with_the_way_out(rule):
+    message = rf"^rule is {re.escape(repr(rule))}; pass one of bmfa.rules.*'gamma:0.005'"
+    for call in (
+        lambda: rules.as_rule(rule),
+        lambda: screen(torch.zeros(4), Grid(2, 2), rule),
+        lambda: screen_keys(torch.zeros(3, 5), torch.zeros(4, 5), Grid(2, 2), rule),
+    ):
+        with pytest.raises(TypeError, match=message):
+            call()
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -513,6 +539,39 @@ def test_a_large_budget_of_error_holds_for_each_tree(dtype, budget, tau):
     scores = noise(64, 64).to(dtype) * 60 * tau
     tree = screen(scores, Grid(8, 8), rules.Optimal(error=budget * tau), tau=tau)
     assert bool((tree.error(scores.double()) <= 1.001 * budget * tau).all())
+
+
+def all_trees(scores: np.ndarray) -> list[tuple[int, float]]:
+    """Leaves and E of the 17 trees on a 4x4 grid: one leaf, or four quarters, each split or not."""
+    quarters = [scores[y : y + 2, x : x + 2] for y in (0, 2) for x in (0, 2)]
+    trees = [(1, 16 * np.exp(scores.mean()))]
+    for splits in itertools.product((False, True), repeat=4):
+        held = sum(
+            np.exp(quarter).sum() if split else 4 * np.exp(quarter.mean())
+            for quarter, split in zip(quarters, splits, strict=True)
+        )
+        trees.append((4 + 3 * sum(splits), held))
+    return [(leaves, -math.log(held / np.exp(scores).sum())) for leaves, held in trees]
+
+
+def test_a_budget_takes_the_best_tree_of_the_path_and_not_of_all_trees():
+    """No tree with as many leaves has less error; one with fewer may meet the same budget."""
+    better = {"error": 0, "leaves": 0}
+    for seed in range(40):
+        scores = noise(16, seed=seed)
+        trees = all_trees(scores.view(4, 4).numpy())
+        for budget in (0.05, 0.1, 0.2, 4, 7):
+            by_error = isinstance(budget, float)
+            rule = rules.Optimal(error=budget) if by_error else rules.Optimal(leaves=budget)
+            tree = screen(scores, Grid(4, 4), rule)
+            leaves, error = int(tree.leaf_count), float(tree.error(scores))
+            assert (error <= budget + 1e-12) if by_error else (leaves <= budget)
+            assert all(other >= error - 1e-12 for count, other in trees if count <= leaves)
+            if by_error:
+                better["error"] += any(n < leaves and e <= budget for n, e in trees)
+            else:
+                better["leaves"] += any(n <= budget and e < error - 1e-12 for n, e in trees)
+    assert better["error"] and better["leaves"]  # as the documentation of Optimal says
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

@@ -192,6 +192,7 @@ def _tiled_attention(
         call.audit(output, audit) if audit > 0 else None,
         result.counts,
         tiling.tiles,
+        call.existing(tiling, ran),
     )
     return Screened(output.to(call.inputs[0].dtype), trees, stats)
 
@@ -210,7 +211,9 @@ def _dense_attention(
         there = mask.transpose(-1, -2)
         q, k, v = (x.where(there, 0.0) for x in tensors)  # what does not exist may hold anything
         tensors = (q, k, v)
-    dense = DenseCall(tensors, mask, tiling, question, why, call.prefix, call.scale, call.tau)
+    dense = DenseCall(
+        tensors, mask, tiling, question, why, call.prefix, call.scale, call.tau, call.valid
+    )
     screened = dense(*tensors, mask)
     if like is not None and tiled.slower_than_dense(call.inputs[0], tiling, question) is not None:
         dense_attention.remember(like, dense)

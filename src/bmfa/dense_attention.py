@@ -46,6 +46,7 @@ class DenseCall:
         prefix: int,
         scale: float,
         tau: float,
+        valid: Tensor | None = None,  # (B or 1, 1, N) spatial keys that exist, in raster order
     ) -> None:
         q = tensors[0]
         self.tiling, self.rule = tiling, str(question)
@@ -54,7 +55,7 @@ class DenseCall:
         self.named = mask is None and names_cudnn(*tensors)
         self.watched = not (q.is_cuda or torch.compiler.is_compiling())
         marks = (q.shape[0], q.shape[1], tiling.groups, tiling.tiles)
-        self.trees = _AllExpanded(partial(self._tree, marks, q.device))
+        self.trees = _AllExpanded(partial(self._tree, marks, q.device, valid))
         self.stats = Stats("dense", "dense", self.rule, why, self.trees)
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Screened:
@@ -68,11 +69,11 @@ class DenseCall:
             check_finite_products(q, k, self.scale, q.dtype)
         return Screened(output, self.trees, self.stats)
 
-    def _tree(self, shape: tuple[int, ...], device: torch.device) -> Tree:
+    def _tree(self, shape: tuple[int, ...], device: torch.device, valid: Tensor | None) -> Tree:
         """Every tile expanded, for every query: in any order of the tokens the same."""
         marks = torch.ones(shape, dtype=torch.bool, device=device)
         whole = Tiled(marks, marks.sum(-1, dtype=torch.int32), marks)
-        return tiled.tree_of(whole, self.tiling, self.prefix, self.tau, self.rule, "raster")
+        return tiled.tree_of(whole, self.tiling, self.prefix, self.tau, self.rule, "raster", valid)
 
 
 class _AllExpanded(Trees):
