@@ -14,7 +14,7 @@ from bmfa import bounds, rules
 from bmfa.grid import Grid
 from bmfa.kernels import reference
 from bmfa.rules import LABELS
-from bmfa.screening import screen
+from bmfa.screening import screen, screen_keys
 
 NAN, INF = math.nan, math.inf
 
@@ -163,6 +163,32 @@ NAMES = {
     "random-quadrants:0.25": rules.RandomQuadrants(0.25),
     "global-mean": rules.GlobalMean(),
 }
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_tree_functions_take_rules_by_name(name):
+    assert rules.as_rule(name) == NAMES[name] and rules.as_rule(NAMES[name]) is NAMES[name]
+    q, k = noise(2, 3, 5), noise(2, 64, 5, seed=1)
+    scores = q @ k.transpose(1, 2) / math.sqrt(5)
+    by_name, by_rule = (screen(scores, Grid(8, 8), rule) for rule in (name, NAMES[name]))
+    assert torch.equal(by_name.split, by_rule.split) and by_name.rule == name
+    by_name, by_rule = (screen_keys(q, k, Grid(8, 8), rule) for rule in (name, NAMES[name]))
+    assert torch.equal(by_name.split, by_rule.split)
+    if name != "random-quadrants:0.25" and "pooled" not in name:
+        one = scores[0, 0].view(8, 8).numpy()
+        assert reference.build_tree(one, name) == reference.build_tree(one, NAMES[name])
+
+
+@pytest.mark.parametrize("rule", [None, 0.005, rules.Gamma, ("gamma", 0.005)], ids=repr)
+def test_what_is_no_rule_is_refused_with_the_way_out(rule):
+    message = rf"^rule is {re.escape(repr(rule))}; pass one of bmfa.rules.*'gamma:0.005'"
+    for call in (
+        lambda: rules.as_rule(rule),
+        lambda: screen(torch.zeros(4), Grid(2, 2), rule),
+        lambda: screen_keys(torch.zeros(3, 5), torch.zeros(4, 5), Grid(2, 2), rule),
+    ):
+        with pytest.raises(TypeError, match=message):
+            call()
 
 
 @pytest.mark.parametrize("name", NAMES)

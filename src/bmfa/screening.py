@@ -18,7 +18,7 @@ from bmfa.checks import (
 from bmfa.grid import Grid, check_grid
 from bmfa.keys import KeyLevels, KeyPyramid
 from bmfa.pyramid import Counts, Pyramid, ScorePyramid
-from bmfa.rules import Context, Decision, Rule
+from bmfa.rules import Context, Decision, Rule, as_rule
 from bmfa.sharing import Reducer, ShareBy, check_share_by, groups_of
 from bmfa.tree import Tree
 
@@ -32,7 +32,7 @@ Chunk = tuple[slice, Callable[[Counts], Pyramid]]
 def screen(
     scores: Tensor,
     grid: Grid,
-    rule: Rule,
+    rule: Rule | str,
     *,
     tau: float = 1.0,
     max_depth: int | None = None,
@@ -42,11 +42,23 @@ def screen(
 ) -> Tree:
     """Build the trees of `rule` on (..., N) scores in raster order.
 
-    `share` names dimensions of the scores over which one tree serves all, from node scores
-    aggregated by `share_by`: "max" (the conservative default), "mean" or a quantile in [0, 1]; the
-    trees keep these dimensions with size 1.
+    Args:
+        scores: (..., N) floating-point scores in raster order, N = height * width.
+        grid: The grid of the N tokens.
+        rule: A rule of `bmfa.rules`, or its name, e.g. `"gamma:0.005"`.
+        tau: The temperature, above 0.
+        max_depth: The depth at which no block is split; None goes down to single tokens.
+        valid: bool, broadcasts to the scores: the tokens that exist. All do by default.
+        share: Dimensions of the scores over which one tree serves all. The trees keep these
+            dimensions with size 1.
+        share_by: How the node scores of the pairs that share a tree are aggregated: "max" (the
+            conservative default), "mean" or a quantile in [0, 1].
+
+    Returns:
+        A `Tree` of shape `scores.shape[:-1]`, with size 1 in the shared dimensions.
     """
     check_grid(grid)
+    rule = as_rule(rule)
     check_scores(scores, grid.size)
     screening = Screening(scores, grid, rule, tau, max_depth, valid, share, share_by)
     flat = scores.detach().reshape(-1, grid.size)
@@ -74,7 +86,7 @@ def screen_keys(
     q: Tensor,
     k: Tensor,
     grid: Grid,
-    rule: Rule,
+    rule: Rule | str,
     *,
     scale: float | None = None,
     tau: float = 1.0,
@@ -85,11 +97,23 @@ def screen_keys(
 ) -> Tree:
     """Build the trees of `rule` on the scores scale * q k^T without forming them.
 
-    q is (..., Q, d), k (..., N, d) the spatial keys alone, in raster order; the trees are those of
-    `screen` on the (..., Q, N) scores. Rules that read means alone take them from mean keys; the
-    others stream the scores of a chunk of queries at a time.
+    The trees are those of `screen` on the (..., Q, N) scores. Rules that read means alone take them
+    from mean keys; the others stream the scores of a chunk of queries at a time.
+
+    Args:
+        q: (..., Q, d) queries.
+        k: (..., N, d) the spatial keys alone, in raster order, of the dtype and device of q.
+        grid: The grid of the N tokens.
+        rule: A rule of `bmfa.rules`, or its name, e.g. `"gamma:0.005"`.
+        scale: The factor of the products, 1 / sqrt(d) by default.
+        tau, max_depth, share, share_by: As in `screen`.
+        valid: bool, (..., 1, N) or a shape that broadcasts to it: the keys that exist.
+
+    Returns:
+        A `Tree` of shape `q.shape[:-1]`, with size 1 in the shared dimensions.
     """
     check_grid(grid)
+    rule = as_rule(rule)
     scale = check_queries(q, k, grid, scale)
     like = q[..., :1].expand(*q.shape[:-1], grid.size)
     valid = None if valid is None else _mask_of_heads(check_valid(valid, like.shape))
@@ -223,8 +247,6 @@ class Screening:
         share: int | Sequence[int] | None,
         share_by: ShareBy,
     ) -> None:
-        if not isinstance(rule, Rule):
-            raise TypeError(f"rule is {rule!r}; pass one of bmfa.rules, e.g. rules.Gamma(0.005)")
         self.rule = rule
         self.tau = check_tau(tau)
         self.max_depth = None if max_depth is None else check_integer("max_depth", max_depth, low=0)

@@ -9,7 +9,7 @@ from bmfa.rules.fixed import (
     RandomQuadrants,
     Variance,
 )
-from bmfa.rules.names import parse
+from bmfa.rules.names import as_rule, parse
 from bmfa.rules.optimal import Optimal
 from bmfa.rules.threshold import Certified, ExactGap, Gamma, Mass
 
@@ -29,5 +29,6 @@ __all__ = [
     "RandomQuadrants",
     "Rule",
     "Variance",
+    "as_rule",
     "parse",
 ]

@@ -59,3 +59,31 @@ def parse(text: str, seed: int = 0) -> Rule:
         ) from None
     names = ", ".join((*MAKERS, "random-quadrants", "global-mean"))
     raise ValueError(f"rule {text!r} is unknown; pass NAME:VALUE with a name of {names}")
+
+
+def as_rule(rule: object) -> Rule:
+    """Return `rule` as a `Rule`, parsing a command-line name such as `"gamma:0.005"`.
+
+    Args:
+        rule: A `Rule`, or its name as `parse` reads it. `random-quadrants` by name has seed 0.
+
+    Returns:
+        The rule itself, or the rule of that name.
+
+    Raises:
+        TypeError: If `rule` is neither a `Rule` nor a string.
+        ValueError: If the string names no rule, or its value is out of range.
+
+    Example:
+        >>> as_rule("gamma:0.005")
+        Gamma(epsilon=0.005, lookahead=1)
+    """
+    if isinstance(rule, Rule):
+        return rule
+    if isinstance(rule, str):
+        return parse(rule)
+    made = f"; {rule.__name__} is a class: pass an instance" if isinstance(rule, type) else ""
+    raise TypeError(
+        f"rule is {rule!r}; pass one of bmfa.rules, e.g. rules.Gamma(0.005), or its name, "
+        f"e.g. 'gamma:0.005'{made}"
+    )

@@ -61,7 +61,7 @@ def attention(
     v: npt.ArrayLike,
     height: int,
     width: int,
-    rule: rules.Rule,
+    rule: rules.Rule | str,
     *,
     prefix: int = 0,
     tau: float = 1.0,

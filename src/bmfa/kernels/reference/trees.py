@@ -187,7 +187,7 @@ def _decision(
         if keep is None:
             raise ValueError(f"{rule!r} was given no coins; pass keep=, a bool for each quadrant")
         return _quadrant_decision(blocks, lambda position, _: bool(keep[position]))
-    raise TypeError(f"rule is {rule!r}; pass one of the rules of bmfa.rules")
+    raise NotImplementedError(f"the reference builds no tree of {rule!r}")
 
 
 def _tiles(blocks: Blocks, side: int) -> ReferenceTree:
@@ -221,7 +221,7 @@ def _labels(blocks: Blocks, tree: ReferenceTree, epsilon: float) -> list[str]:
 
 def build_tree(
     scores: npt.ArrayLike,
-    rule: rules.Rule,
+    rule: rules.Rule | str,
     *,
     tau: float = 1.0,
     max_depth: int | None = None,
@@ -233,7 +233,7 @@ def build_tree(
     A leaf at `max_depth` that the rule would have split is marked depth-limited. FixedBlocks is no
     quadtree, and `max_depth` does not touch it.
     """
-    blocks = Blocks(scores, tau, valid)
+    blocks, rule = Blocks(scores, tau, valid), rules.as_rule(rule)
     if isinstance(rule, rules.FixedBlocks):
         return _tiles(blocks, rule.side)
     if isinstance(rule, rules.Optimal):
