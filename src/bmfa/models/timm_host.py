@@ -79,11 +79,10 @@ class SpeltForward(ReplacedForward):
         plain = unmasked and all(_skipped(parts.get(name)) for name in SKIPPED)
         if not plain or qkv is None or proj is None or dropout is None:
             return super().__call__(x, *args, **kwargs)
-        batch, tokens, _ = x.shape
-        joint = qkv(x).view(batch, tokens, 3, self.module.num_heads, -1)
+        joint = qkv(x).unflatten(-1, (3, self.module.num_heads, -1))
         q, k, v = joint.permute(2, 0, 3, 1, 4).unbind(0)  # (B, heads, T, d) each
         mixed = self.replacement(q, k, v)
-        output = proj(mixed.transpose(1, 2).reshape(batch, tokens, -1))
+        output = proj(mixed.transpose(1, 2).flatten(2))
         return output if idle(dropout) else dropout(output)
 
 
