@@ -100,7 +100,7 @@ def test_a_second_call_is_the_first_without_its_checks() -> None:
         ({"leaves": 1.0}, {"leaves": True}),
         ({"prefix": 0}, {"prefix": 0.0}),
         ({}, {"order": ["z"]}),
-        ({}, {"grid": [6, 6]}),
+        ({"grid": (6, 6)}, {"grid": (6.0, 6.0)}),
         ({"audit": 0.0}, {"audit": False}),
     ],
 )

@@ -1,18 +1,20 @@
 """Screened attention on q, k, v: checks, chooses a backend, returns output, trees and statistics."""
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import Any
+from functools import partial, wraps
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 
 from bmfa import dense_attention, tiled
-from bmfa.checks import check_floating, check_integer, check_number
+from bmfa.attention_operator import tiles_in_graph, trees_in_graph
+from bmfa.checks import check_floating, check_integer, check_number, has_values, python_number
 from bmfa.dense_attention import DenseCall
-from bmfa.grid import Grid
-from bmfa.rules import Optimal, Rule
+from bmfa.grid import Grid, check_grid
+from bmfa.rules import Optimal, Rule, as_rule
 from bmfa.screened import Audit, Screened, Stats
 from bmfa.tile_attention import TileCall
 from bmfa.tiling import Tiling
@@ -25,14 +27,56 @@ FORMS = ("representative", "repeated", "tiled")
 DEFAULT_RULE = Optimal(error=0.05)
 
 
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+# Arguments of scaled_dot_product_attention, and what to do without them.
+_SDPA = {
+    "attn_mask": "pass valid=, a torch.bool mask of the spatial tokens that exist; biases and masks "
+    "that differ between queries are not served",
+    "dropout_p": "attention dropout is not served; leave the argument out",
+    "is_causal": "tokens of a grid have no causal order, and every query sees every token; leave the "
+    "argument out",
+    "enable_gqa": "pass one key head for each query head: k.repeat_interleave(groups, 1), and v "
+    "likewise",
+}
+
+
+def _explained(function: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Explain what to pass instead of the arguments of scaled_dot_product_attention."""
+
+    @wraps(function)
+    def explained(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        if len(args) > 3 or "grid" not in kwargs or any(name in kwargs for name in _SDPA):
+            _explain(args, kwargs)
+        return function(*args, **kwargs)
+
+    return explained
+
+
+def _explain(args: tuple[object, ...], kwargs: dict[str, object]) -> None:
+    for name, way_out in _SDPA.items():
+        if name in kwargs:
+            raise TypeError(f"screened_attention takes no {name}: {way_out}")
+    if len(args) > 3:
+        raise TypeError(
+            f"screened_attention got {len(args)} arguments without a name and takes q, k and v so; "
+            "name the others: grid=, prefix=, valid=; for an attention mask, pass valid="
+        )
+    raise TypeError(
+        "screened_attention got no grid; pass grid=(height, width), the grid of the spatial tokens, "
+        "and prefix=, the number of class and register tokens before them"
+    )
+
+
+@_explained
 def screened_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
     *,
-    grid: Grid,
+    grid: Grid | tuple[int, int],
     prefix: int = 0,
-    rule: Rule | None = None,
+    rule: Rule | str | None = None,
     error: float | None = None,
     leaves: float | int | None = None,
     tau: float = 1.0,
@@ -46,30 +90,61 @@ def screened_attention(
     certificate: bool = False,
     fallback: float | None = None,
 ) -> Screened:
-    """Attention with the spatial keys of each query summarised by blocks, as exactly as is asked.
-
-    q, k, v are (B, heads, prefix + N, d) as in scaled_dot_product_attention, prefix tokens first and
-    always exact, spatial tokens in raster or, `order="z"`, in Z-order. At most one of `rule`, `error`
-    and `leaves` is given.
+    """Attention with the spatial keys of each query summarised by blocks, to a given accuracy.
 
     Without a rule the form is "tiled", the fast one for long sequences: 8x8 tiles of keys, queries in
     groups of two tiles, one representative query for each group that sees every token exactly. It
-    chooses the tiles that are expanded, and corrects the mass and the values of the others. `error` is
-    a target for the mean E of a group before these corrections (0.1 where nothing is given), estimated
-    at the representative and from how far the queries lie apart; `leaves` is a budget: a float is a
-    fraction of the tokens, an int a count. "auto" takes dense attention where that is faster.
+    chooses the tiles that are expanded, and corrects the mass and the values of the others. "auto"
+    takes dense attention where that is faster.
 
-    With a rule, or with `form` "representative" (one logit M + tau log n and one mean value for each
-    leaf) or "repeated" (every score replaced by its leaf's mean: the same output), every query and
-    head has a tree of its own and `error` and `leaves` hold for each of them; q may have any number
-    of queries.
+    With a rule, or with `form` "representative" or "repeated", every query and head has a tree of its
+    own, `error` and `leaves` hold for each of them, and q may have any number of queries.
 
-    `audit` recomputes that fraction of the queries exactly and reports their error; `certificate`
-    bounds E of every query, and `fallback` recomputes exactly the queries whose certificate exceeds
-    it. `stats` says what ran and why. The Triton kernels serve CUDA, without gradients. Calls on CUDA
-    and compiled ones wait for nothing, and so let a NaN in q or k through to the outputs that read it,
-    where the others raise.
+    A call in a graph of torch.compile or torch.export is one operator of the graph, or dense attention;
+    torch.jit.trace is refused. Calls of dense attention and of Triton kernels in a graph, and all calls
+    on CUDA, wait for nothing, and so let a NaN in q or k through to the outputs that read it; the
+    others raise. On the meta device and for fake tensors the output has its shape and dtype.
+
+    Args:
+        q: (B, heads, Q, d) queries, as in scaled_dot_product_attention. Q = prefix + N for tiles.
+        k: (B, heads, prefix + N, d) keys: prefix tokens first, then the N spatial tokens.
+        v: (B, heads, prefix + N, e) values, of the dtype and device of k.
+        grid: The grid of the N spatial tokens, or its sides (height, width).
+        prefix: The number of class, register and other tokens before the grid; always exact.
+        rule: A rule of `bmfa.rules`, or its name, e.g. `"gamma:0.005"`. At most one of `rule`,
+            `error` and `leaves` is given.
+        error: The target for the error E. With tiles it is for the mean E of a group before the
+            corrections, estimated at the representative and from how far the queries lie apart
+            (0.1 by default); with trees, for every query (0.05 by default).
+        leaves: A budget of leaves: a float is a fraction of the tokens, an int a count.
+        tau: The temperature, above 0.
+        scale: The factor of q . k, 1 / sqrt(d) by default.
+        max_depth: The depth at which no block is split; None goes down to single tokens.
+        valid: torch.bool, (N,), (B, N) or (B, 1, 1, N): the spatial tokens that exist. The others
+            may hold anything; with Q = prefix + N, the outputs of such queries have no meaning.
+        order: The order of the spatial tokens, "raster" or "z" (Z-order).
+        form: "tiled", "representative" (one logit M + tau log n and one mean value for each leaf),
+            "repeated" (every score replaced by its leaf's mean: the same output), or None.
+        backend: "auto", "eager", "triton" (CUDA, no gradients) or "reference" (NumPy, float64).
+        audit: The fraction of the queries to recompute exactly; `stats.audit` reports their error.
+        certificate: Whether `stats.certificate` bounds E of every query.
+        fallback: Queries whose certificate exceeds this are recomputed exactly.
+
+    Returns:
+        A `Screened`: `.output` (B, heads, Q, e) in the dtype of q, `.tree` the trees of every query,
+        `.stats` what ran and why.
+
+    Raises:
+        TypeError: If an argument has a wrong type.
+        ValueError: If shapes, values or settings do not fit, or the backend does not serve the call.
+        RuntimeError: If the call is traced by torch.jit.trace.
     """
+    if torch._C._get_tracing_state() is not None:
+        raise RuntimeError(
+            "screened_attention is not traced by torch.jit.trace: a trace would keep the tiles and "
+            "trees of the example for all inputs; use torch.compile or torch.export.export"
+        )
+    grid = check_grid(grid)
     plain = form is None and rule is None and max_depth is None and valid is None
     plain = plain and certificate is False and fallback is None and backend == "auto"
     like = None
@@ -82,12 +157,18 @@ def screened_attention(
     if backend not in BACKENDS:
         raise ValueError(f"backend is {backend!r}; pass one of {', '.join(BACKENDS)}")
     if max_depth is not None:
-        check_integer("max_depth", max_depth, low=0)
-    check_number("audit", audit, low=0.0, high=1.0)
+        max_depth = check_integer("max_depth", max_depth, low=0)
+    audit = check_number("audit", audit, low=0.0, high=1.0)
     if fallback is not None:
-        check_number("fallback", fallback, low=0.0)
+        fallback = check_number("fallback", fallback, low=0.0)
     _check_at_most_one(rule=rule, error=error, leaves=leaves)
+    leaves = python_number(leaves)  # type: ignore[assignment]
     tokens, precision = _autocast(q, k, v)
+    if audit > 0 and not has_values(q):
+        raise ValueError(
+            f"audit is {audit:g}, and tensors hold no numbers in a graph or on the meta device; "
+            "pass audit=0 there, and audit calls outside of it"
+        )
     inputs = (*tokens, grid, prefix, tau, scale, valid, order)
     with precision:
         if form == "tiled" or (form is None and rule is None and max_depth is None):
@@ -96,10 +177,11 @@ def screened_attention(
                     "form='tiled' takes no rule and no max_depth; pass error= or leaves="
                 )
             call = TileCall(*inputs)
-            if form == "tiled" or call.self_attention:
+            if call.self_attention or (form == "tiled" and call.shape[2] > 0):
                 return _tiled_attention(
                     call, error, leaves, form, backend, audit, certificate, fallback, like
                 )
+            form = None
         chosen = _choose_rule(rule, error, leaves)
         return _tree_attention(
             TreeCall(*inputs), chosen, max_depth, form, backend, audit, certificate, fallback
@@ -120,13 +202,9 @@ def _tree_attention(
     form = form or "representative"
     ran, why = call.choose(backend, chosen)
     form = "repeated" if ran == "triton" else form
-    output, trees = call.run(ran, chosen, max_depth, form)
-    bound = None
-    if certificate or fallback is not None:
-        bound = call.certificate(chosen, trees.tree)
-    replaced = 0
-    if fallback is not None and bound is not None:
-        output, replaced = call.fall_back(output, ~(bound <= fallback))
+    in_graph = ran != "triton" and not has_values(call.inputs[0])
+    compute = partial(trees_in_graph, call) if in_graph else call.compute
+    output, trees, bound, replaced = compute(ran, chosen, max_depth, form, certificate, fallback)
     stats = Stats(
         ran,
         form,
@@ -166,20 +244,21 @@ def _tiled_attention(
         order=call.order,
         forced=forced,
     )
-    result = None
+    computed = None
     if ran != "dense":
-        most = 1.0 if forced or backend != "auto" else 1.0 / tiled.expanded_cost(call.inputs[0])
-        result = call.attend(ran, tiling, question, most)
-        if result is None:
-            why = f"auto: {question} expands more than {most:.0%} of the tiles, dense is faster"
-    if result is None:
+        most = 1.0 if forced or backend != "auto" else tiled.most_expanded(call.inputs[0])
+        in_graph = ran != "triton" and not has_values(call.inputs[0])
+        compute = partial(tiles_in_graph, call) if in_graph else call.compute
+        computed = compute(ran, tiling, question, most, certificate, fallback)
+        over = f"expands more than {most:.0%} of the tiles"
+        if computed is None:
+            why = f"auto: {question} {over}, dense is faster"
+        elif in_graph and most < 1.0:
+            why = f"auto: tiles, or in the graph dense attention where {question} {over}"
+    if computed is None:
         return _dense_attention(call, tiling, question, why, audit, like)
-    trees = call.trees(result, tiling, question, ran)
-    output, bound, replaced = result.output, None, 0
-    if certificate or fallback is not None:
-        bound = call.certificate(result, tiling, ran)
-    if fallback is not None and bound is not None:
-        output, replaced = call.fall_back(output, ~(bound <= fallback))
+    result, bound, replaced = computed
+    output, trees = result.output, call.trees(result, tiling, question, ran)
     stats = Stats(
         ran,
         "tiled",
@@ -206,11 +285,7 @@ def _dense_attention(
     like: Hashable | None,
 ) -> Screened:
     """Dense attention, which later calls like this one have without checks."""
-    mask, tensors = call.dense_mask(), call.inputs
-    if mask is not None:
-        there = mask.transpose(-1, -2)
-        q, k, v = (x.where(there, 0.0) for x in tensors)  # what does not exist may hold anything
-        tensors = (q, k, v)
+    mask, tensors = call.dense_mask, call.without_absent
     dense = DenseCall(
         tensors, mask, tiling, question, why, call.prefix, call.scale, call.tau, call.valid
     )
@@ -229,7 +304,7 @@ def _autocast(
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         check_floating(name, tensor)
     kind = q.device.type
-    if not torch.is_autocast_enabled(kind):
+    if q.is_meta or not torch.is_autocast_enabled(kind):
         return (q, k, v), nullcontext()
     outside = torch.autocast(kind, enabled=False)
     if q.dtype == torch.float64:
@@ -246,11 +321,9 @@ def _check_at_most_one(**choices: object) -> None:
         )
 
 
-def _choose_rule(rule: Rule | None, error: float | None, leaves: float | int | None) -> Rule:
+def _choose_rule(rule: Rule | str | None, error: float | None, leaves: float | int | None) -> Rule:
     if error is not None:
         return Optimal(error=error)
     if leaves is not None:
         return Optimal(leaves=leaves)
-    if rule is not None and not isinstance(rule, Rule):
-        raise TypeError(f"rule is {rule!r}; pass one of bmfa.rules, e.g. rules.Gamma(0.005)")
-    return DEFAULT_RULE if rule is None else rule
+    return DEFAULT_RULE if rule is None else as_rule(rule)

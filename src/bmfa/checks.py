@@ -4,8 +4,10 @@ import math
 from collections.abc import Iterable
 from functools import reduce
 
+import numpy as np
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -19,9 +21,10 @@ def check_number(
     open_low: bool = False,
 ) -> float:
     """A finite real number in [low, high] (or (low, high] with `open_low`), as a float."""
+    value = python_number(value)
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         bounds = _interval(low, high, open_low)
-        raise TypeError(f"{name} is {value!r}; pass a real number in {bounds}")
+        raise TypeError(f"{name} is {value!r}; pass a real number in {bounds}{_item_of(value)}")
     try:
         number = float(value)
     except OverflowError:
@@ -40,8 +43,11 @@ def _interval(low: float, high: float, open_low: bool) -> str:
 
 def check_integer(name: str, value: object, *, low: int, high: int | None = None) -> int:
     """An integer in [low, high]."""
+    value = python_number(value)
     if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name} is {value!r}; pass an integer {_range(low, high)}")
+        raise TypeError(
+            f"{name} is {value!r}; pass an integer {_range(low, high)}{_item_of(value)}"
+        )
     if value < low or (high is not None and value > high):
         raise ValueError(f"{name} is {value}; pass an integer {_range(low, high)}")
     return value
@@ -49,6 +55,30 @@ def check_integer(name: str, value: object, *, low: int, high: int | None = None
 
 def _range(low: int, high: int | None) -> str:
     return f"at least {low}" if high is None else f"from {low} to {high}"
+
+
+def python_number(value: object) -> object:
+    """The Python number in a NumPy scalar or in a symbol of a compiler; other values as they are."""
+    if isinstance(value, np.generic):
+        return value.item()
+    if torch.compiler.is_compiling() and isinstance(value, (int, float)):
+        from torch.fx.experimental.symbolic_shapes import guard_scalar
+
+        return guard_scalar(value)
+    return value
+
+
+def _item_of(value: object) -> str:
+    return ", not a tensor: call .item()" if isinstance(value, Tensor) else ""
+
+
+def has_values(tensor: Tensor) -> bool:
+    """False where the numbers in a tensor cannot be read.
+
+    So it is in graphs that are being compiled or exported, on the meta device and for fake tensors.
+    """
+    unread = torch.compiler.is_compiling() or tensor.is_meta or isinstance(tensor, FakeTensor)
+    return not unread
 
 
 def check_flag(name: str, value: object) -> bool:
@@ -67,6 +97,9 @@ def check_floating(name: str, tensor: object) -> Tensor:
     """A tensor of a floating dtype."""
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{name} is {type(tensor).__name__}; pass a torch.Tensor")
+    if tensor.is_nested or tensor.layout != torch.strided:
+        kind = "nested" if tensor.is_nested else tensor.layout
+        raise TypeError(f"{name} is a {kind} tensor; pass a dense one, padded, with valid= as mask")
     if tensor.dtype not in FLOATS:
         accepted = ", ".join(str(dtype).removeprefix("torch.") for dtype in FLOATS)
         raise TypeError(f"{name} has dtype {tensor.dtype}; pass one of {accepted} ({name}.float())")
@@ -101,7 +134,7 @@ def check_valid(valid: object, shape: Iterable[int]) -> Tensor:
         raise ValueError(
             f"valid has shape {tuple(valid.shape)}; pass one that broadcasts to {tuple(shape)}"
         )
-    if not bool(valid.any(-1).all()):
+    if has_values(valid) and not bool(valid.any(-1).all()):
         row = tuple((~valid.any(-1)).nonzero()[0].tolist())
         raise ValueError(
             f"valid leaves no token at leading index {row}; leave at least one in every row"

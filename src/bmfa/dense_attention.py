@@ -14,8 +14,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from bmfa import tiled
+from bmfa.calls import check_finite_scores
+from bmfa.checks import has_values
 from bmfa.screened import Screened, Stats, Trees
-from bmfa.screening import check_finite_products
 from bmfa.tiled import Question
 from bmfa.tiling import Tiled, Tiling
 from bmfa.tree import Tree
@@ -53,7 +54,7 @@ class DenseCall:
         self.prefix, self.scale, self.tau = prefix, scale, tau
         self.factor = scale / tau
         self.named = mask is None and names_cudnn(*tensors)
-        self.watched = not (q.is_cuda or torch.compiler.is_compiling())
+        self.watched = not q.is_cuda and has_values(q)
         marks = (q.shape[0], q.shape[1], tiling.groups, tiling.tiles)
         self.trees = _AllExpanded(partial(self._tree, marks, q.device, valid))
         self.stats = Stats("dense", "dense", self.rule, why, self.trees)
@@ -65,8 +66,8 @@ class DenseCall:
                 output = scaled_dot_product_attention(q, k, v, scale=self.factor)
         else:
             output = scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=self.factor)
-        if self.watched and mask is None:
-            check_finite_products(q, k, self.scale, q.dtype)
+        if self.watched:
+            check_finite_scores(q, k, self.scale)
         return Screened(output, self.trees, self.stats)
 
     def _tree(self, shape: tuple[int, ...], device: torch.device, valid: Tensor | None) -> Tree:
@@ -101,10 +102,8 @@ def names_cudnn(q: Tensor, k: Tensor, v: Tensor) -> bool:
 def likeness(q: Any, k: Any, v: Any, *options: Any) -> Hashable | None:
     """Equal for calls that are checked and served alike; None where a call is to be checked."""
     for tensor in (q, k, v):
-        if not isinstance(tensor, Tensor):
+        if not isinstance(tensor, Tensor) or not has_values(tensor):
             return None
-    if torch.compiler.is_compiling():
-        return None
     device = q.device
     if torch.is_autocast_enabled(device.type):
         dtype = torch.get_autocast_dtype(device.type)

@@ -1,8 +1,9 @@
 """The static quadtree over a grid of tokens: its blocks level by level, built once and reused."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, wraps
 
 import numpy as np
 import torch
@@ -16,14 +17,25 @@ lasting = torch.inference_mode(False)
 
 @dataclass(frozen=True)
 class Grid:
-    """A grid of height x width spatial tokens, in raster order unless said otherwise."""
+    """A grid of height x width spatial tokens, in raster order unless said otherwise.
+
+    Functions that take a grid take the pair (height, width) as well.
+
+    Args:
+        height: The number of rows, at least 1.
+        width: The number of columns, at least 1.
+
+    Example:
+        >>> Grid(14, 14).size
+        196
+    """
 
     height: int
     width: int
 
     def __post_init__(self) -> None:
-        check_integer("height", self.height, low=1)
-        check_integer("width", self.width, low=1)
+        object.__setattr__(self, "height", check_integer("height", self.height, low=1))
+        object.__setattr__(self, "width", check_integer("width", self.width, low=1))
 
     @property
     def size(self) -> int:
@@ -57,11 +69,60 @@ class Grid:
         return (starts.cumsum(0) - 1)[layout.z_rank]
 
 
+def _explained(init: Callable[..., None]) -> Callable[..., None]:
+    """`Grid.__init__`, with a message of its own where there are not two sizes."""
+
+    @wraps(init)
+    def explained(self: Grid, *sizes: int, **named: int) -> None:
+        if len(sizes) + len(named) != 2:
+            raise TypeError(f"Grid got {_spelt(sizes, named)}; {_advice(sizes)}")
+        init(self, *sizes, **named)
+
+    return explained
+
+
+Grid.__init__ = _explained(Grid.__init__)  # type: ignore[method-assign]
+
+
+def _spelt(sizes: tuple[object, ...], named: dict[str, int]) -> str:
+    given = [repr(size) for size in sizes] + [f"{name}={size!r}" for name, size in named.items()]
+    return f"({', '.join(given)})" if given else "nothing"
+
+
+def _advice(sizes: tuple[object, ...]) -> str:
+    """What to pass instead of these sizes."""
+    match sizes:
+        case (int(count),) if count > 0 and math.isqrt(count) ** 2 == count:
+            return f"did you mean Grid({math.isqrt(count)}, {math.isqrt(count)})?"
+        case ((height, width),):
+            return f"did you mean Grid({height!r}, {width!r})?"
+        case (_, height, width):
+            return (
+                f"did you mean Grid({height!r}, {width!r})? A grid has two sides; pictures or frames "
+                "go into the batch dimension of the tensors"
+            )
+    return "pass Grid(height, width), or the pair (height, width) where a grid is taken"
+
+
 def check_grid(grid: object) -> Grid:
-    """The grid, if it is one."""
-    if not isinstance(grid, Grid):
-        raise TypeError(f"grid is {grid!r}; pass bmfa.Grid(height, width)")
-    return grid
+    """The grid, given as one or as its two sides.
+
+    Args:
+        grid: A `Grid`, or a tuple or list (height, width).
+
+    Returns:
+        The grid.
+
+    Raises:
+        TypeError: If `grid` is anything else.
+        ValueError: If a side is below 1.
+    """
+    if isinstance(grid, Grid):
+        return grid
+    if isinstance(grid, (tuple, list)) and len(grid) == 2:
+        return Grid(*grid)
+    sizes = tuple(grid) if isinstance(grid, (tuple, list)) else (grid,)
+    raise TypeError(f"grid is {grid!r}; {_advice(sizes)}")
 
 
 @dataclass(frozen=True, eq=False)

@@ -45,7 +45,7 @@ class Stats:
     trees: Trees = field(repr=False)
     certificate: Tensor | None = None  # (B, heads, Q) bound on E over all keys
     certified_by: str | None = None  # "scores" or "keys"
-    fallback: int = 0  # queries recomputed exactly
+    fallback: int | Tensor = 0  # queries recomputed exactly; a tensor in compiled graphs
     audit: Audit | None = None
     counts: Tensor | None = field(default=None, repr=False)  # (B, heads, groups) tiles expanded
     tiles: int = 0  # of the grid, where there are any

@@ -31,7 +31,7 @@ Chunk = tuple[slice, Callable[[Counts], Pyramid]]
 
 def screen(
     scores: Tensor,
-    grid: Grid,
+    grid: Grid | tuple[int, int],
     rule: Rule | str,
     *,
     tau: float = 1.0,
@@ -44,7 +44,7 @@ def screen(
 
     Args:
         scores: (..., N) floating-point scores in raster order, N = height * width.
-        grid: The grid of the N tokens.
+        grid: The grid of the N tokens, or its sides (height, width).
         rule: A rule of `bmfa.rules`, or its name, e.g. `"gamma:0.005"`.
         tau: The temperature, above 0.
         max_depth: The depth at which no block is split; None goes down to single tokens.
@@ -57,7 +57,7 @@ def screen(
     Returns:
         A `Tree` of shape `scores.shape[:-1]`, with size 1 in the shared dimensions.
     """
-    check_grid(grid)
+    grid = check_grid(grid)
     rule = as_rule(rule)
     check_scores(scores, grid.size)
     screening = Screening(scores, grid, rule, tau, max_depth, valid, share, share_by)
@@ -85,7 +85,7 @@ def screen(
 def screen_keys(
     q: Tensor,
     k: Tensor,
-    grid: Grid,
+    grid: Grid | tuple[int, int],
     rule: Rule | str,
     *,
     scale: float | None = None,
@@ -103,7 +103,7 @@ def screen_keys(
     Args:
         q: (..., Q, d) queries.
         k: (..., N, d) the spatial keys alone, in raster order, of the dtype and device of q.
-        grid: The grid of the N tokens.
+        grid: The grid of the N tokens, or its sides (height, width).
         rule: A rule of `bmfa.rules`, or its name, e.g. `"gamma:0.005"`.
         scale: The factor of the products, 1 / sqrt(d) by default.
         tau, max_depth, share, share_by: As in `screen`.
@@ -112,7 +112,7 @@ def screen_keys(
     Returns:
         A `Tree` of shape `q.shape[:-1]`, with size 1 in the shared dimensions.
     """
-    check_grid(grid)
+    grid = check_grid(grid)
     rule = as_rule(rule)
     scale = check_queries(q, k, grid, scale)
     like = q[..., :1].expand(*q.shape[:-1], grid.size)

@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 
 from bmfa import tiled
-from bmfa.calls import Call, in_raster
+from bmfa.calls import Call, check_finite_scores, in_raster
 from bmfa.screened import Trees
-from bmfa.screening import check_finite_products
 from bmfa.tiled import Question
 from bmfa.tiled_certificates import tiled_certificate
 from bmfa.tiling import Existing, Tiled, Tiling
@@ -37,11 +36,9 @@ class TileCall(Call):
     ) -> Tiled | None:
         """Attention over tiles; None where more than a share `most` of them would be expanded."""
         q, k, v = self.inputs
-        if not q.is_cuda and self.mask is None and backend != "triton":
-            check_finite_products(q, k, self.scale, q.dtype)
+        if not q.is_cuda and backend != "triton":
+            check_finite_scores(*self.without_absent[:2], self.scale)
         mask, turned = self.mask, self.order != self.order_of(backend)
-        if mask is not None:
-            mask = mask.view(-1, self.grid.size)
         if turned:
             q, k, v = (in_raster(tokens, self.prefix, self.place, None) for tokens in (q, k, v))
             mask = None if mask is None else mask[:, self.place]
@@ -64,19 +61,45 @@ class TileCall(Call):
         order = self.grid.z_order.to(self.device)
         return replace(result, output=in_raster(result.output, self.prefix, order, None))
 
+    @property
+    def without_absent(self) -> tuple[Tensor, Tensor, Tensor]:
+        """q, k, v with 0 for tokens that do not exist and may hold anything."""
+        if (present := self.present) is None:
+            return self.inputs
+        q, k, v = (tokens.where(present.unsqueeze(-1), 0.0) for tokens in self.inputs)
+        return q, k, v
+
+    @property
     def dense_mask(self) -> Tensor | None:
-        """(B, 1, 1, prefix + N) which keys exist, for dense attention."""
-        if self.mask is None:
+        """(B or 1, 1, 1, prefix + N) which keys exist, for dense attention."""
+        return None if (present := self.present) is None else present.unsqueeze(1)
+
+    def compute(
+        self,
+        backend: str,
+        tiling: Tiling,
+        question: Question,
+        most: float,
+        certified: bool,
+        fallback: float | None,
+    ) -> tuple[Tiled, Tensor | None, int | Tensor] | None:
+        """Attention over tiles, the certificate, and how many queries were recomputed exactly.
+
+        None where more than a share `most` of the tiles would be expanded.
+        """
+        result = self.attend(backend, tiling, question, most)
+        if result is None:
             return None
-        spatial = self.mask.view(-1, self.grid.size)
-        before = spatial.new_ones(len(spatial), self.prefix)
-        return torch.cat((before, spatial), 1)[:, None, None]
+        bound = None
+        if certified or fallback is not None:
+            bound = self.certificate(result, tiling, backend)
+        output, replaced = self.bounded(result.output, bound, fallback)
+        return replace(result, output=output), bound, replaced
 
     def certificate(self, result: Tiled, tiling: Tiling, backend: str) -> Tensor:
         """(B, heads, prefix + N) a bound on E, in float64 and the caller's order."""
         q, k = self.inputs[:2]
-        valid = None if self.mask is None else self.mask.view(-1, self.grid.size)
-        order = self.order_of(backend)
+        valid, order = self.mask, self.order_of(backend)
         turned = self.order != order
         if turned:
             q, k = (in_raster(tokens, self.prefix, self.place, None) for tokens in (q, k))

@@ -83,6 +83,11 @@ def expanded_cost(q: Tensor) -> float:
     return EXPANDED_COST.get(q.device.type, EXPANDED_COST["cpu"])
 
 
+def most_expanded(q: Tensor) -> float:
+    """The share of expanded tiles above which dense attention is faster."""
+    return check_number("share", 1.0 / expanded_cost(q), low=0.0, high=1.0)
+
+
 def triton_refusal(
     q: Tensor, k: Tensor, v: Tensor, tiling: Tiling, prefix: int, order: str
 ) -> str | None:

@@ -28,7 +28,7 @@ class Tiling:
     group: int = 2
 
     def __post_init__(self) -> None:
-        check_grid(self.grid)
+        object.__setattr__(self, "grid", check_grid(self.grid))
         check_integer("side", self.side, low=2)
         check_integer("group", self.group, low=1)
 

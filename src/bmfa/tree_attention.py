@@ -12,6 +12,7 @@ from bmfa.grid import Grid, quadtree
 from bmfa.rules import RandomQuadrants, Rule
 from bmfa.screened import Trees
 from bmfa.screening import screen_keys
+from bmfa.tiling import split_dimension
 from bmfa.tree import Tree
 
 
@@ -34,6 +35,23 @@ class TreeCall(Call):
                 f"backend='triton' does not serve this call: {reason}; pass backend='auto' or 'eager'"
             )
         return backend, "requested"
+
+    def compute(
+        self,
+        backend: str,
+        rule: Rule,
+        max_depth: int | None,
+        form: str,
+        certified: bool,
+        fallback: float | None,
+    ) -> tuple[Tensor, Trees, Tensor | None, int | Tensor]:
+        """Outputs, trees, the certificate, and how many queries were recomputed exactly."""
+        output, trees = self.run(backend, rule, max_depth, form)
+        bound = None
+        if certified or fallback is not None:
+            bound = self.certificate(rule, trees.tree)
+        output, replaced = self.bounded(output, bound, fallback)
+        return output, trees, bound, replaced
 
     def run(self, backend: str, rule: Rule, depth: int | None, form: str) -> tuple[Tensor, Trees]:
         """Outputs and trees of a backend."""
@@ -70,8 +88,8 @@ class TreeCall(Call):
         from bmfa.kernels import eager
 
         tree = screen_keys(
-            self.q.detach().view(*self.shape, -1),
-            self.k[:, self.prefix :].detach().reshape(*self.shape[:2], self.grid.size, -1),
+            split_dimension(self.q.detach(), 0, self.shape[:2]),
+            split_dimension(self.k[:, self.prefix :].detach(), 0, self.shape[:2]),
             self.grid,
             rule,
             scale=self.scale,
@@ -82,7 +100,7 @@ class TreeCall(Call):
         attend = eager.representative if form == "representative" else eager.repeated
         flat = tree.flat()
         output = attend(self.q, self.k, self.v, flat, prefix=self.prefix, scale=self.scale)
-        return output.view(*self.shape, -1), tree
+        return split_dimension(output, 0, self.shape[:2]), tree
 
     def reference(self, rule: Rule, max_depth: int | None, form: str) -> tuple[Tensor, Tree]:
         """The float64 specification, query by query, with the trees it built itself."""
@@ -116,6 +134,8 @@ class TreeCall(Call):
 
     def certificate(self, rule: Rule, tree: Tree) -> Tensor:
         """(B, heads, Q) a bound on E, in float64."""
+        if self.q.numel() == 0:
+            return self.q.new_zeros(self.shape, dtype=torch.float64)
         q, k = self.q.detach().double() * self.scale, self.k.detach().double()
         keys, before = k[:, self.prefix :], k[:, : self.prefix]
         bound = exact_error if rule.needs == "tokens" else key_certificate

@@ -113,7 +113,10 @@ class EmbeddedViT(nn.Module):
                 f"{IMAGE_SIZE}) as `preprocess` returns them"
             )
         spatial = self.patch_embed(pictures)
-        x = torch.cat((self.cls_token.expand(len(spatial), -1, -1), spatial), 1) + self.pos_embed
+        x = (
+            torch.cat((self.cls_token.expand(spatial.shape[0], -1, -1), spatial), 1)
+            + self.pos_embed
+        )
         x = self.norm(self.blocks(x))
         scores: Tensor = self.head(x[:, 0])
         return scores

@@ -63,20 +63,48 @@ def unpatch(model: nn.Module) -> nn.Module:
 
 
 def layer_indices(layers: str | Sequence[int], depth: int) -> tuple[int, ...]:
-    """The layers that "all", "last-K" or a list of indices means in a model of some depth."""
-    if layers == "all":
-        return tuple(range(depth))
+    """The indices of the layers that a description of layers means.
+
+    Args:
+        layers: "all", "last-K", or a list, tuple, range or array of indices. A negative index counts
+            from the end.
+        depth: The number of layers of the model.
+
+    Returns:
+        The indices from 0 to depth - 1 in ascending order, each once.
+
+    Raises:
+        TypeError: If `layers` is a number, or an index is no integer.
+        ValueError: If there is no such layer, or `layers` is empty.
+
+    Example:
+        >>> layer_indices([0, -1], 12)
+        (0, 11)
+    """
+    if hasattr(layers, "tolist"):  # a NumPy array or a tensor
+        layers = layers.tolist()
     if isinstance(layers, str):
+        if layers == "all":
+            return tuple(range(depth))
         last = re.fullmatch(r"last-(\d+)", layers)
         if last is None or not 1 <= int(last[1]) <= depth:
             raise ValueError(
                 f"layers is {layers!r}; pass 'all', 'last-K' with K from 1 to {depth}, or a list"
             )
         return tuple(range(depth - int(last[1]), depth))
-    chosen = sorted({check_integer("layers", index, low=0, high=depth - 1) for index in layers})
-    if not chosen:
+    if not hasattr(layers, "__iter__"):
+        raise TypeError(f"layers is {layers!r}; pass {_advice(layers)}a list of indices")
+    indices = [check_integer("layers", index, low=-depth, high=depth - 1) for index in layers]
+    if not indices:
         raise ValueError("layers is empty; pass 'all', 'last-K' or at least one index")
-    return tuple(chosen)
+    return tuple(sorted({index % depth for index in indices}))
+
+
+def _advice(layers: object) -> str:
+    """What to pass instead of one number."""
+    if not isinstance(layers, int):
+        return "'all', 'last-K' or "
+    return f"[{layers}] for that layer alone, 'last-{layers}' for the last {layers}, 'all' or "
 
 
 def _chosen_rule(rule: Rule | str | None, error: float | None, leaves: float | None) -> Rule | None:

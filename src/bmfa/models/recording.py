@@ -104,7 +104,7 @@ def record(model: nn.Module, *, attention: bool = False) -> Iterator[Recording]:
         A context manager that gives a `Recording`, filled by every forward pass inside the block.
 
     Raises:
-        ValueError: If the model is not patched, or its tokens travel in Z-order.
+        ValueError: If the model is not patched.
     """
     screens = [screen for _, screen in screens_in(model)]
     if not screens:

@@ -93,10 +93,9 @@ class TimmReplacement(Replacement):
 
     def _plain(self, module: Any, x: Tensor) -> Tensor:
         """The layer spelt out: interception calls Python for every operation of its forward."""
-        batch, tokens, _ = x.shape
-        joint = module.qkv(x).view(batch, tokens, 3, module.num_heads, -1)
+        joint = module.qkv(x).unflatten(-1, (3, module.num_heads, -1))
         q, k, v = joint.permute(2, 0, 3, 1, 4).unbind(0)  # (B, heads, T, d) each
-        output: Tensor = module.proj(self(q, k, v).transpose(1, 2).reshape(batch, tokens, -1))
+        output: Tensor = module.proj(self(q, k, v).transpose(1, 2).flatten(2))
         dropout = module.proj_drop
         return output if idle(dropout) else dropout(output)
 

@@ -7,6 +7,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
+from bmfa.checks import check_number
 from bmfa.grid import Grid, Layout, quadtree
 from bmfa.pyramid import Counts, Pyramid
 
@@ -79,6 +80,7 @@ class Rule:
 
 def spell(value: float) -> str:
     """A number as the command line reads it back, and no longer than that."""
+    value = check_number("value", value)
     return str(int(value)) if float(value).is_integer() and abs(value) < 1e15 else repr(value)
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from bmfa.checks import check_flag, check_integer, check_number
+from bmfa.checks import check_flag, check_integer, check_number, python_number
 from bmfa.grid import Grid
 from bmfa.pyramid import Pyramid, ScorePyramid, machine_epsilon
 from bmfa.rules.base import Context, Decision, Rule, descend, spell
@@ -49,6 +49,7 @@ class Optimal(Rule):
     pooled: bool = False
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "leaves", python_number(self.leaves))
         check_flag("pooled", self.pooled)
         given = [n for n in ("penalty", "leaves", "error") if getattr(self, n) is not None]
         if len(given) != 1:
@@ -87,7 +88,7 @@ class Optimal(Rule):
         pooled = "-pooled" if self.pooled else ""
         if self.error is not None:
             return f"optimal-error{pooled}:{spell(self.error)}"
-        return f"optimal-leaves{pooled}:{self.leaves!r}"
+        return f"optimal-leaves{pooled}:{python_number(self.leaves)!r}"
 
     def check(self, grid: Grid, tokens: int) -> None:
         """A count of leaves cannot exceed the tokens there are."""

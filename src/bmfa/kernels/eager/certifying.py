@@ -24,6 +24,8 @@ def tile_losses(
     Z adds up exp(factor q.k) over all keys, Z~ takes n exp(mean score) for the tiles that `expanded`
     (B, heads, R, T) does not mark. -inf where all are marked, and nothing is lost.
     """
+    if q.numel() == 0:
+        return q.new_zeros((*q.shape[:2], tiling.grid.size))
     working = working_precision(q)
     queries, tokens = (by_tiles(x[:, :, prefix:], tiling, working) for x in (q, k))
     before = k[:, :, :prefix].flatten(0, 1).to(working)

@@ -36,6 +36,9 @@ def attend(
     """
     if (error is None) == (expand is None):
         raise ValueError(f"error is {error!r} and expand is {expand!r}; pass exactly one of them")
+    if q.numel() == 0:  # an empty batch, which still has gradients
+        marks = q.new_zeros(*q.shape[:2], tiling.groups, tiling.tiles, dtype=torch.bool)
+        return Tiled(q[..., :1] * v[:, :, :1], marks.sum(-1, dtype=torch.int32), marks)
     tiles = Tiles.of(q, k, v, tiling, prefix, scale / tau, valid)
     limit = None if error is None else -math.expm1(-error / tau)
     screen = screen_tiles(tiles, limit, expand)

@@ -146,7 +146,7 @@ def attend(
     limit = grid.depth if max_depth is None else min(max_depth, grid.depth)
     q, k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in (q, k, v))
     output, marks = screen(
-        q, k, v, slots, table, coins, question.name, question.threshold, question.fine,
+        q, k, v, slots, table, coins, question.name, float(question.threshold), question.fine,
         scale / tau * LOG2_E, prefix, grid.depth, limit,
     )  # fmt: skip
     return output, marks

@@ -35,6 +35,8 @@ def unsupported(
         return f"q is {q.dtype} and k {k.dtype}; the kernels take float16, bfloat16 or float32"
     if torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v)):
         return "gradients are asked for, and the kernels have no backward; use torch.no_grad()"
+    if q.numel() == 0:
+        return "there is no query"
     dim = q.shape[-1]
     if dim not in DIMS or v.shape[-1] != dim:
         return f"heads are {dim} wide (values {v.shape[-1]}); the kernels take {DIMS}, both alike"

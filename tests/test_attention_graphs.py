@@ -1,0 +1,382 @@
+"""Calls in compiled and exported graphs, on the meta device, of nothing, and of absent queries."""
+
+from collections.abc import Callable, Iterator
+from importlib.util import find_spec
+from shutil import which
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.functional import scaled_dot_product_attention
+
+from bmfa import Grid, rules, screened_attention
+from bmfa.models import embedded, patch
+from bmfa.packages import load_package
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
+
+SMALL, LONG, PREFIX = Grid(12, 16), Grid(48, 48), 1
+TILED = {"form": "tiled", "error": 0.1}
+CALLS: dict[str, tuple[Grid, dict[str, Any]]] = {
+    "tiled": (SMALL, TILED),
+    "auto": (LONG, {"error": 0.1}),
+    "leaves": (LONG, {"leaves": 0.1}),
+    "certified": (SMALL, {**TILED, "certificate": True, "fallback": 0.05}),
+    "reference": (SMALL, {**TILED, "backend": "reference"}),
+    "z": (Grid(16, 16), {**TILED, "order": "z"}),
+    "optimal": (SMALL, {"rule": rules.Optimal(0.002)}),
+    "repeated": (SMALL, {"rule": "gamma-h2:0.005", "form": "repeated", "max_depth": 3}),
+    "random": (SMALL, {"rule": rules.RandomQuadrants(0.5, seed=7), "certificate": True}),
+    "leaf-budget": (SMALL, {"rule": rules.Optimal(leaves=0.2), "fallback": 0.02}),
+}
+EVERY_CALL = pytest.mark.parametrize("name", CALLS)
+
+
+@pytest.fixture(autouse=True)
+def _fresh_compiler() -> Iterator[None]:
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+def tokens(grid: Grid, seed: int = 0, batch: int = 2, size: float = 0.1) -> tuple[Tensor, ...]:
+    """q, k, v; `auto` finds queries of a small size worth tiles on LONG, and others not."""
+    generator = torch.Generator().manual_seed(seed)
+    q, k, v = torch.randn(3, batch, 1, PREFIX + grid.size, 16, generator=generator)
+    return size * q, k, v
+
+
+class Attend(nn.Module):
+    """A call as a function of q, k and v."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.grid, self.settings = CALLS[name]
+
+    def call(self, *qkv: Tensor, **more: Any) -> Any:
+        return screened_attention(
+            *qkv, **{"grid": self.grid, "prefix": PREFIX} | self.settings | more
+        )
+
+    def forward(self, *qkv: Tensor) -> Tensor:
+        return self.call(*qkv).output
+
+
+@EVERY_CALL
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_calls_compile_into_one_graph(name: str, dynamic: bool | None) -> None:
+    attend = Attend(name)
+    compiled = torch.compile(attend, fullgraph=True, dynamic=dynamic, backend="aot_eager")
+    for seed, size in ((0, 0.1), (1, 1.0)):  # what is expanded is chosen anew for every input
+        qkv = tokens(attend.grid, seed, size=size)
+        assert torch.equal(compiled(*qkv), attend(*qkv))
+    if dynamic:
+        qkv = tokens(attend.grid, batch=3)
+        assert torch.equal(compiled(*qkv), attend(*qkv))
+
+
+def test_auto_is_tiled_or_dense_in_the_same_graph() -> None:
+    attend = Attend("auto")
+    forms = [attend.call(*tokens(LONG, size=size)).stats.form for size in (0.1, 1.0)]
+    assert forms == ["tiled", "dense"]  # the two inputs of the test above
+
+
+@EVERY_CALL
+@pytest.mark.parametrize("strict", [False, True])
+def test_calls_are_exported(name: str, strict: bool) -> None:
+    attend = Attend(name)
+    batch = torch.export.Dim("batch", min=1, max=16)
+    program = torch.export.export(
+        attend, tokens(attend.grid), dynamic_shapes=(({0: batch},) * 3,), strict=strict
+    ).module()
+    for seed, size, count in ((1, 0.1, 3), (2, 1.0, 1)):
+        qkv = tokens(attend.grid, seed, count, size)
+        assert torch.equal(program(*qkv), attend(*qkv))
+
+
+@pytest.mark.parametrize("name", ["tiled", "auto", "optimal", "repeated", "leaf-budget"])
+def test_gradients_of_compiled_calls(name: str) -> None:
+    attend = Attend(name)
+    compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
+    gradients = []
+    for function in (attend, compiled):
+        qkv = [x.double().requires_grad_() for x in tokens(attend.grid)]
+        function(*qkv).sin().sum().backward()
+        gradients.append([x.grad for x in qkv])
+    torch.testing.assert_close(gradients[1], gradients[0], rtol=1e-12, atol=1e-12)
+
+
+def test_the_operator_keeps_its_promises() -> None:
+    attend = Attend("certified")
+    seen: list[tuple[Any, ...]] = []
+
+    def keep(graph: Any, inputs: Any) -> Any:
+        seen.extend(n.args for n in graph.graph.nodes if "screened_attention" in str(n.target))
+        return graph
+
+    torch.compile(attend, fullgraph=True, backend=keep)(*tokens(SMALL))
+    (arguments,) = seen
+    qkv = [x.double().requires_grad_() for x in tokens(SMALL, batch=1)]
+    torch.library.opcheck(
+        torch.ops.bmfa.screened_attention.default, (*qkv, None, *arguments[4:]),
+        test_utils=("test_schema", "test_faketensor", "test_autograd_registration"),
+    )  # fmt: skip
+
+
+@EVERY_CALL
+def test_masked_calls_compile(name: str) -> None:
+    attend = Attend(name)
+    valid = torch.rand(2, attend.grid.size, generator=torch.Generator().manual_seed(3)) > 0.3
+    compiled = torch.compile(
+        lambda *x: attend.call(*x[:3], valid=x[3]).output, fullgraph=True, backend="aot_eager"
+    )
+    qkv = tokens(attend.grid)
+    got, want = compiled(*qkv, valid), attend.call(*qkv, valid=valid).output
+    exists = torch.cat((valid.new_ones(2, PREFIX), valid), 1)[:, None, :, None]
+    assert torch.equal(got.where(exists, 0.0), want.where(exists, 0.0))
+
+
+@pytest.mark.parametrize("name", ["certified", "leaf-budget"])
+def test_stats_of_compiled_calls(name: str) -> None:
+    attend = Attend(name)
+
+    def facts(*qkv: Tensor) -> tuple[Any, ...]:
+        stats = attend.call(*qkv).stats
+        return stats.certificate, torch.as_tensor(stats.fallback)
+
+    qkv = tokens(attend.grid, size=1.0)
+    got = torch.compile(facts, fullgraph=True, backend="aot_eager")(*qkv)
+    want = facts(*qkv)
+    assert torch.equal(got[0], want[0]) and int(got[1]) == int(want[1]) > 0
+
+
+@pytest.mark.parametrize("name", ["tiled", "optimal"])
+def test_trees_of_compiled_calls(name: str) -> None:
+    attend = Attend(name)
+    compiled = torch.compile(lambda *qkv: attend.call(*qkv), backend="eager")
+    qkv = tokens(attend.grid)
+    got, want = compiled(*qkv), attend.call(*qkv)
+    assert torch.equal(got.tree.leaf_index, want.tree.leaf_index)
+    assert got.stats.leaf_ratio == want.stats.leaf_ratio
+    assert got.stats.density == want.stats.density
+
+
+def test_compiled_tiles_still_refuse_nan() -> None:
+    attend = Attend("tiled")
+    compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
+    q, k, v = tokens(SMALL)
+    q[0, 0, 3, 0] = torch.nan
+    with pytest.raises(ValueError, match="queries hold nan"):
+        compiled(q, k, v)
+
+
+@pytest.mark.parametrize(
+    "transform", [lambda f, qkv: torch.compile(f, backend="eager")(*qkv), torch.export.export]
+)
+def test_an_audit_in_a_graph_is_refused(transform: Callable[..., Any]) -> None:
+    class Audited(Attend):
+        def forward(self, *qkv: Tensor) -> Tensor:
+            return self.call(*qkv, audit=0.1).output
+
+    with pytest.raises(Exception, match="audit calls outside of it"):
+        transform(Audited("tiled"), tokens(SMALL))
+
+
+@pytest.mark.skipif(
+    which("g++") is None and which("clang++") is None, reason="needs a C++ compiler"
+)
+@pytest.mark.parametrize("rule", ["optimal:0.002", "optimal-error:0.05"])
+def test_inductor_serves_optimal(rule: str) -> None:
+    def attend(*qkv: Tensor) -> Tensor:
+        return screened_attention(*qkv, grid=SMALL, prefix=PREFIX, rule=rule).output
+
+    qkv = tokens(SMALL)
+    assert torch.equal(torch.compile(attend, fullgraph=True)(*qkv), attend(*qkv))
+
+
+@EVERY_CALL
+def test_meta_and_fake_tensors_have_shapes_out(name: str) -> None:
+    attend = Attend(name)
+    real = attend.call(*tokens(attend.grid))
+    qkv = [
+        x[..., :8].to("meta") if i == 2 else x.to("meta") for i, x in enumerate(tokens(attend.grid))
+    ]
+    result = attend.call(*qkv)
+    assert result.output.is_meta and result.output.dtype == torch.float32
+    assert result.output.shape == (*real.output.shape[:3], 8)
+    if real.stats.certificate is not None:
+        assert result.stats.certificate.shape == real.stats.certificate.shape
+    with FakeTensorMode() as mode:
+        fake = attend(*(mode.from_tensor(x.half()) for x in tokens(attend.grid)))
+    assert fake.shape == real.output.shape and fake.dtype == torch.float16
+    assert fake.device.type == "cpu"
+
+
+def test_calls_on_meta_leave_no_trace_in_later_calls() -> None:
+    grid = Grid(6, 6)
+    q = torch.randn(1, 1, 36, 8, device="meta")
+    assert screened_attention(q, q, q, grid=grid).output.is_meta
+    with FakeTensorMode() as mode:
+        fake = mode.from_tensor(torch.zeros(1, 1, 36, 8))
+        screened_attention(fake, fake, fake, grid=grid)
+    bad = torch.full((1, 1, 36, 8), torch.nan)
+    with pytest.raises(ValueError, match="queries hold nan"):
+        screened_attention(bad, bad, bad, grid=grid)
+
+
+@EVERY_CALL
+@pytest.mark.parametrize("empty", ["batch", "heads", "queries"])
+def test_calls_of_nothing_return_nothing(name: str, empty: str) -> None:
+    attend = Attend(name)
+    shapes = {"batch": (0, 2, 1.0), "heads": (2, 0, 1.0), "queries": (2, 2, 0.0)}
+    batch, heads, queries = shapes[empty]
+    count = int(queries * (PREFIX + attend.grid.size))
+    q = torch.zeros(batch, heads, count, 16, requires_grad=True)
+    k = torch.zeros(batch, heads, PREFIX + attend.grid.size, 16, requires_grad=True)
+    v = torch.zeros(batch, heads, PREFIX + attend.grid.size, 8, requires_grad=True)
+    valid = torch.ones(batch, attend.grid.size, dtype=torch.bool)
+    for mask in (None, valid):
+        result = attend.call(q, k, v, valid=mask)
+        assert result.output.shape == (batch, heads, count, 8)
+        assert result.tree.shape == (batch, heads, count)
+        if result.stats.certificate is not None:
+            assert result.stats.certificate.shape == (batch, heads, count)
+        if attend.settings.get("backend") != "reference":
+            result.output.sum().backward()
+            assert q.grad is not None and q.grad.shape == q.shape
+    assert attend.call(q, k, v, audit=0.5).stats.audit is None
+
+
+@EVERY_CALL
+def test_a_traced_call_is_refused(name: str) -> None:
+    with pytest.raises(RuntimeError, match=r"torch\.compile or torch\.export"):
+        torch.jit.trace(Attend(name), tokens(CALLS[name][0]))
+
+
+@EVERY_CALL
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_queries_that_do_not_exist_may_hold_anything(name: str, bad: float) -> None:
+    attend = Attend(name)
+    grid = attend.grid
+    valid = torch.rand(2, grid.size, generator=torch.Generator().manual_seed(4)) > 0.2
+    clean = tokens(grid)
+    exists = torch.cat((valid.new_ones(2, PREFIX), valid), 1)[:, None, :, None]
+    spoilt = [x.masked_fill(~exists, bad) for x in clean]
+    got, want = (attend.call(*x, valid=valid, audit=0.5) for x in (spoilt, clean))
+    assert torch.equal(got.output.where(exists, 0.0), want.output.where(exists, 0.0))
+    assert bool(got.output.isfinite().all())
+    assert got.stats.audit is not None and got.stats.audit.maximum < 1.0
+    if got.stats.certificate is not None:
+        assert bool(got.stats.certificate.isfinite().all())
+
+
+def test_without_tiles_absent_queries_are_exact_to_float64() -> None:
+    q, k, v = (x.double() for x in tokens(SMALL))
+    valid = torch.rand(2, SMALL.size, generator=torch.Generator().manual_seed(4)) > 0.2
+    mask = torch.cat((valid.new_ones(2, PREFIX), valid), 1)[:, None, None]
+    exact = scaled_dot_product_attention(q, k, v, attn_mask=mask)
+    exists = mask.transpose(2, 3)
+    q, k, v = (x.masked_fill(~exists, torch.nan) for x in (q, k, v))
+    for settings in ({"rule": rules.ExactGap(0.0)}, {"form": "tiled", "error": 0.0}, {}):
+        result = screened_attention(q, k, v, grid=SMALL, prefix=PREFIX, valid=valid, **settings)
+        torch.testing.assert_close(result.output.where(exists, 0.0), exact.where(exists, 0.0))
+
+
+def test_an_audit_leaves_absent_queries_out() -> None:
+    q, k, v = tokens(SMALL)
+    valid = torch.rand(2, SMALL.size, generator=torch.Generator().manual_seed(5)) > 0.5
+    options = {"grid": SMALL, "prefix": PREFIX, "valid": valid, "form": "tiled", "audit": 1.0}
+    result = screened_attention(q, k, v, error=0.0, **options)
+    assert result.stats.audit.queries == 2 * PREFIX + int(valid.sum())
+    assert result.stats.audit.maximum < 1e-5
+
+
+# Models: q, k and v come from a network, and the grid from its patches.
+
+
+def timm_model(size: int) -> nn.Module:
+    if find_spec("timm") is None:
+        pytest.skip("needs timm: pip install 'bmfa[models]'")
+    torch.manual_seed(0)
+    options = {"patch_size": 4, "depth": 2, "embed_dim": 24, "num_heads": 3, "num_classes": 5}
+    model: nn.Module = load_package("timm").create_model(
+        "vit_tiny_patch16_224", img_size=size, **options
+    )
+    return model.eval()
+
+
+def embedded_model(depth: int = 2) -> nn.Module:
+    torch.manual_seed(0)
+    return embedded.EmbeddedViT(dim=24, depth=depth, num_heads=3).eval()
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], int, dict[str, Any]]] = {
+    "timm-tiled": (lambda: timm_model(32), 32, TILED),
+    "timm-auto": (lambda: timm_model(192), 192, {"error": 0.1}),  # 48x48 tokens
+    "timm-optimal": (lambda: timm_model(32), 32, {"rule": "optimal:0.002"}),
+    "embedded-tiled": (embedded_model, 112, TILED),
+    "embedded-optimal": (embedded_model, 112, {"rule": "optimal:0.002"}),
+}
+EVERY_MODEL = pytest.mark.parametrize("name", MODELS)
+
+
+def patched(name: str) -> tuple[nn.Module, Callable[..., Tensor]]:
+    """A patched model, and pictures for it."""
+    make, size, settings = MODELS[name]
+
+    def pictures(batch: int = 2, seed: int = 0) -> Tensor:
+        generator = torch.Generator().manual_seed(seed)
+        return torch.randn(batch, 3, size, size, generator=generator)
+
+    return patch(make(), layers="all", **settings), pictures
+
+
+@EVERY_MODEL
+@pytest.mark.parametrize("dynamic", [None, True])
+@torch.no_grad()
+def test_patched_models_compile_into_one_graph(name: str, dynamic: bool | None) -> None:
+    model, pictures = patched(name)
+    compiled = torch.compile(model, fullgraph=True, dynamic=dynamic, backend="aot_eager")
+    for seed in (0, 1):
+        torch.testing.assert_close(compiled(pictures(seed=seed)), model(pictures(seed=seed)))
+
+
+@EVERY_MODEL
+@torch.no_grad()
+def test_patched_models_are_exported(name: str) -> None:
+    model, pictures = patched(name)
+    shapes = ({0: torch.export.Dim("batch", min=1, max=16)},)
+    program = torch.export.export(model, (pictures(),), dynamic_shapes=shapes).module()
+    torch.testing.assert_close(program(pictures(3, seed=1)), model(pictures(3, seed=1)))
+
+
+@EVERY_MODEL
+@torch.no_grad()
+def test_patched_models_on_meta_and_without_pictures(name: str) -> None:
+    model, pictures = patched(name)
+    classes = model(pictures()).shape[1]
+    assert model(pictures(0)).shape == (0, classes)
+    output = model.to("meta")(pictures().to("meta"))
+    assert output.is_meta and output.shape == (2, classes)
+
+
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
+@pytest.mark.parametrize("name", ["timm-tiled", "embedded-optimal"])
+def test_traced_models_are_refused(name: str) -> None:
+    model, pictures = patched(name)
+    with pytest.raises(RuntimeError, match=r"torch\.compile or torch\.export"):
+        torch.jit.trace(model, pictures())
+
+
+@pytest.mark.skipif(
+    which("g++") is None and which("clang++") is None, reason="needs a C++ compiler"
+)
+@torch.no_grad()
+def test_inductor_serves_a_model_with_optimal_trees() -> None:
+    pictures = patched("embedded-optimal")[1]
+    model = patch(embedded_model(depth=1), layers="all", rule="optimal:0.002")
+    torch.testing.assert_close(
+        torch.compile(model, fullgraph=True)(pictures()), model(pictures()), rtol=1e-4, atol=1e-5
+    )
