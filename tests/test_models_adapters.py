@@ -281,9 +281,7 @@ def test_a_pickle_runs_in_another_process(tmp_path: Path) -> None:
     file = tmp_path / "models.pickle"
     file.write_bytes(pickle.dumps(cases))
     code = (
-        "import pickle, sys, torch\n"
-        "from bmfa.packages import cure_torchvision\n"
-        "cure_torchvision()\n"
+        "import pickle, sys, torch, bmfa\n"
         "for model, pixels, screened in pickle.load(open(sys.argv[1], 'rb')):\n"
         "    output = model(pixels)\n"
         "    torch.testing.assert_close(getattr(output, 'logits', output), screened)\n"
@@ -531,10 +529,12 @@ def test_coins_differ_between_layers() -> None:
     assert not torch.equal(first, second)
 
 
-def test_torchvision_is_cured_only_where_torch_has_no_cuda() -> None:
-    assert load_package("torchvision").__version__
-    with pytest.raises(ModuleNotFoundError, match=r"pip install 'bmfa\[models\]'"):
-        load_package("no_such_package")
+@pytest.mark.parametrize("package", ["timm", "torchvision", "transformers", "huggingface_hub"])
+def test_a_missing_package_names_the_extra(monkeypatch: pytest.MonkeyPatch, package: str) -> None:
+    monkeypatch.setitem(sys.modules, package, None)
+    words = rf"{package} is not installed; run: pip install 'bmfa\[models\]'"
+    with pytest.raises(ModuleNotFoundError, match=words):
+        load_package(package)
 
 
 def save_safetensors(model: nn.Module, path: Path) -> Path:
