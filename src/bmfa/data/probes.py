@@ -12,8 +12,8 @@ from typing import Any, Literal, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from bmfa.data.extras import load
 from bmfa.data.instances import Instance, Tally
+from bmfa.packages import load_package
 
 Mode = Literal["image-edge", "mask-only"]
 MODES: tuple[Mode, ...] = get_args(Mode)
@@ -173,7 +173,7 @@ def resized_mask(
     mask: NDArray[np.bool_], box: tuple[int, int, int, int], size: int
 ) -> NDArray[np.bool_]:
     """The crop of a mask, (size, size), by the nearest pixel."""
-    image = load("PIL.Image")
+    image = load_package("PIL.Image")
     left, top, right, bottom = box
     crop = image.fromarray(np.ascontiguousarray(mask[top:bottom, left:right]).view(np.uint8))
     return np.asarray(crop.resize((size, size), image.Resampling.NEAREST)).view(bool)
@@ -182,7 +182,7 @@ def resized_mask(
 def resized_grey(grey: Any, box: tuple[int, int, int, int], size: int) -> NDArray[np.uint8]:
     """The crop of a grey Pillow image, (size, size), by Pillow's antialiased bilinear filter."""
     # Cropped first: with `box=` the filter would reach pixels outside the crop.
-    crop = grey.crop(box).resize((size, size), load("PIL.Image").Resampling.BILINEAR)
+    crop = grey.crop(box).resize((size, size), load_package("PIL.Image").Resampling.BILINEAR)
     return np.asarray(crop)
 
 

@@ -81,11 +81,12 @@ def _load(name: str, weights: str | os.PathLike[str] | None, any_size: bool) -> 
 
 
 def _load_embedded(weights: str | os.PathLike[str] | None) -> LoadedModel:
+    from bmfa.data.figures import CLASSES
     from bmfa.models import embedded
 
     side, mean, std = embedded.IMAGE_SIZE, embedded.MEAN, embedded.STD
     preprocess = Preprocessing((side, side), 1.0, mean=(mean,) * 3, std=(std,) * 3)
-    return LoadedModel("embedded", embedded.load(weights), preprocess)
+    return LoadedModel("embedded", embedded.load(weights), preprocess, tuple(CLASSES))
 
 
 def _load_timm(
