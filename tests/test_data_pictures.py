@@ -217,7 +217,7 @@ def test_a_gif_among_pictures_is_not_left_out_in_silence(
         with pytest.raises(SystemExit):
             main(command)
         error = capsys.readouterr().err
-        assert "none of 1 pictures could be read (b.gif is a GIF" in error
+        assert "no picture could be read (b.gif is a GIF" in error
 
 
 def test_sixteen_bits_are_refused_rather_than_clipped() -> None:

@@ -26,6 +26,13 @@ MINORITY_BASE, MINORITY_EDGE, MAJORITY_EDGE = 3.6, 2.2, 0.35
 MASK_ONLY_SCORE = 4.25
 
 
+def multiples(size: int, step: int) -> str:
+    """The sizes next to this one that a step divides, in words."""
+    below = size // step * step
+    near = " or ".join(str(fit) for fit in (below, below + step) if fit)
+    return f"a multiple of {step}, such as {near}"
+
+
 @dataclass(frozen=True)
 class ProbeSettings:
     """Cells along a side of the grid, and the side in pixels to which every crop is resized."""
@@ -41,8 +48,8 @@ class ProbeSettings:
         check_integer("picture_size", self.picture_size, low=1, high=8192)
         if self.picture_size % self.grid:
             raise ValueError(
-                f"picture_size is {self.picture_size}, which {self.grid} cells do not divide; "
-                f"pass a multiple of the grid, such as {16 * self.grid}"
+                f"picture_size (--img-size) is {self.picture_size}, which {self.grid} cells do not "
+                f"divide; pass {multiples(self.picture_size, self.grid)}"
             )
 
 

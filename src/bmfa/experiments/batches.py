@@ -256,10 +256,7 @@ def _fault(key: str, values: Any, kind: type[SumsType], images: int) -> str | No
 def nothing_read(skipped: Skipped) -> ValueError:
     """The error of a run that could not read one picture."""
     reason = f" ({skipped.reasons[0]})" if skipped.reasons else ""
-    return ValueError(
-        f"none of {skipped.count} pictures could be read{reason}; pass pictures as JPEG, PNG, "
-        "WEBP or BMP"
-    )
+    return ValueError(f"no picture could be read{reason}; pass pictures as JPEG, PNG, WEBP or BMP")
 
 
 def skipped_in(parts: Iterable[Mapping[str, Any]]) -> Skipped:

@@ -2,7 +2,6 @@
 
 import os
 import pickle
-import string
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,7 +12,8 @@ from torch import Tensor, nn
 
 # Where training scripts keep the weights inside a checkpoint.
 _WRAPPERS = ("model", "state_dict", "model_state", "teacher")
-_TEXT = frozenset(string.printable.encode())
+# Bytes that no text holds, and that all files of weights begin with.
+_CONTROL = frozenset({*range(9), *range(14, 32)})
 _ACCEPTED = "pass a safetensors file, or a state dict that torch.save wrote"
 
 
@@ -34,7 +34,7 @@ def read_state_dict(path: str | os.PathLike[str]) -> dict[str, Tensor]:
     if not file.is_file():
         kind = "a folder" if file.is_dir() else "no file"
         raise FileNotFoundError(f"weights {file} is {kind}; {_ACCEPTED}")
-    _check_binary(file)
+    check_binary(file)
     if file.suffix == ".safetensors":
         return _read_safetensors(file)
     try:
@@ -75,14 +75,14 @@ def load_weights(model: nn.Module, path: str | os.PathLike[str]) -> None:
     model.load_state_dict(found)
 
 
-def _check_binary(file: Path) -> None:
+def check_binary(file: Path) -> None:
     """Refuse an empty file, and text: a web page, or a pointer that stands for the file itself."""
     with file.open("rb") as content:
         start = content.read(256)
     if not start:
         raise ValueError(f"{file} is empty; {_ACCEPTED}")
-    if _TEXT.issuperset(start):
-        line = start.decode().strip().partition("\n")[0][:40]
+    if _CONTROL.isdisjoint(start):
+        line = start.decode(errors="replace").strip().partition("\n")[0][:40]
         raise ValueError(f"{file} is a text file that begins with {line!r}; {_ACCEPTED}")
 
 
