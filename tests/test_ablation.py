@@ -85,7 +85,10 @@ def test_two_processes_a_limit_and_progress() -> None:
         ({"epsilons": (-1.0,)}, "epsilon is -1.0"),
         ({"depths": (0,)}, "depth is 0"),
         ({"grids": (1,)}, "grid is 1"),
-        ({"grids": (24,)}, "which 24 cells do not divide"),
+        (
+            {"grids": (24,)},
+            "grids of 16, 24 cells do not all divide; pass a multiple of 48, such as 240 or 288",
+        ),
         ({"lookaheads": (0,)}, "lookahead is 0"),
         ({"mode": "edges"}, "mode is 'edges'"),
         (

@@ -1,6 +1,7 @@
 """Pictures from folders and zips, read in place; what is refused and how."""
 
 import io
+import json
 import pickle
 import struct
 import sys
@@ -12,7 +13,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from bmfa.data import PictureError, PictureFiles, pictures
+from bmfa.cli import main
+from bmfa.data import InstanceFiles, PictureError, PictureFiles, Tally, pictures
+from bmfa.models import Preprocessing
 
 
 def encoded(pixels: np.ndarray, form: str = "PNG", **options: object) -> bytes:
@@ -95,7 +98,7 @@ def test_linked_folders_are_followed_once(tmp_path: Path) -> None:
     assert PictureFiles(tmp_path / "set").entries == ("linked/a.png",)
 
 
-def test_every_eight_bit_mode_becomes_rgb_and_exif_turns_nothing() -> None:
+def test_every_eight_bit_mode_becomes_rgb() -> None:
     grey = sample()[..., 0]
     np.testing.assert_array_equal(
         pictures.decode_picture(encoded(grey), "grey"), np.repeat(grey[..., None], 3, axis=2)
@@ -103,10 +106,118 @@ def test_every_eight_bit_mode_becomes_rgb_and_exif_turns_nothing() -> None:
     palette = io.BytesIO()
     Image.fromarray(grey).convert("P").save(palette, format="PNG", transparency=b"\x00\xff")
     assert pictures.decode_picture(palette.getvalue(), "palette").shape == (5, 7, 3)
+
+
+def with_orientation(pixels: np.ndarray, orientation: int, form: str = "PNG") -> bytes:
     exif = Image.Exif()
-    exif[0x0112] = 6
-    turned = encoded(sample(), "JPEG", exif=exif)
-    assert pictures.decode_picture(turned, "turned").shape == (5, 7, 3)
+    exif[0x0112] = orientation
+    return encoded(pixels, form, exif=exif)
+
+
+# What turns the stored picture upright, by the definition of the EXIF standard.
+UPRIGHT = {
+    1: lambda x: x,
+    2: np.fliplr,
+    3: lambda x: np.rot90(x, 2),
+    4: np.flipud,
+    5: lambda x: x.transpose(1, 0, 2),
+    6: lambda x: np.rot90(x, -1),
+    7: lambda x: np.rot90(x, 2).transpose(1, 0, 2),
+    8: np.rot90,
+}
+
+
+@pytest.mark.parametrize("orientation", UPRIGHT)
+def test_pictures_are_turned_upright_as_exif_says(store, orientation: int) -> None:
+    files = store({"a.png": with_orientation(sample(), orientation)})
+    np.testing.assert_array_equal(files.read("a.png"), UPRIGHT[orientation](sample()))
+    np.testing.assert_array_equal(files.read("a.png", upright=False), sample())
+
+
+def test_a_pillow_image_is_turned_upright_by_the_preprocessing() -> None:
+    preprocess = Preprocessing((7, 5), 1.0)
+    image = Image.open(io.BytesIO(with_orientation(sample(), 6)))
+    expected = preprocess(np.ascontiguousarray(UPRIGHT[6](sample())))
+    np.testing.assert_array_equal(preprocess(image).numpy(), expected.numpy())
+
+
+@pytest.mark.parametrize("orientation", [0, 9, 77])
+def test_an_orientation_that_means_nothing_turns_nothing(orientation: int) -> None:
+    data = with_orientation(sample(), orientation)
+    np.testing.assert_array_equal(pictures.decode_picture(data, "a.png"), sample())
+
+
+def test_damaged_exif_data_turn_nothing() -> None:
+    data = encoded(sample(), "PNG", exif=b"Exif\x00\x00II*\x00\xff\xff\xff\xff")
+    np.testing.assert_array_equal(pictures.decode_picture(data, "a.png"), sample())
+
+
+@pytest.mark.parametrize("annotated", [(5, 7), (7, 5)])
+def test_annotations_decide_where_they_fit_one_orientation_alone(
+    tmp_path: Path, annotated: tuple[int, int]
+) -> None:
+    height, width = annotated
+    folder_of(tmp_path / "images", {"1.png": with_orientation(sample(), 6)})
+    segmentation = {"size": [height, width], "counts": [0, height * width]}
+    annotation = {"id": 1, "image_id": 1, "category_id": 1, "segmentation": segmentation}
+    content = {
+        "images": [{"id": 1, "file_name": "1.png", "height": height, "width": width}],
+        "annotations": [annotation],
+        "categories": [{"id": 1, "name": "thing"}],
+    }
+    (tmp_path / "instances.json").write_text(json.dumps(content))
+    tally = Tally(strict=True)
+    source = InstanceFiles(tmp_path / "instances.json", tmp_path / "images")
+    (instance,) = source.instances(tally)
+    expected = sample() if annotated == (5, 7) else UPRIGHT[6](sample())
+    np.testing.assert_array_equal(instance.picture.pixels, expected)
+
+
+def gif(frames: int) -> bytes:
+    buffer = io.BytesIO()
+    first, *rest = [Image.fromarray(sample() // (n + 1)) for n in range(frames)]
+    first.save(buffer, format="GIF", save_all=True, append_images=rest)
+    return buffer.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("data", "what"),
+    [
+        (gif(1), "is a GIF"),
+        (gif(3), "is a GIF"),
+        (encoded(sample(), "TIFF"), "is a TIFF"),
+        (b"\x00\x00\x00\x18ftypheic\x00\x00\x00\x00", "is a HEIC"),
+        (b"%PDF-1.7\n", "is a PDF"),
+        (b"name,label\n", "is no picture, or a damaged one"),
+        (b"", "is no picture, or a damaged one"),
+    ],
+)
+@pytest.mark.parametrize("name", ["a.gif", "a.jpg"])
+def test_files_that_are_no_pictures_are_named_with_a_way_out(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, data: bytes, what: str, name: str
+) -> None:
+    (tmp_path / name).write_bytes(data)
+    with pytest.raises(SystemExit) as stop:
+        main(["screen", str(tmp_path / name), "--output", str(tmp_path / "s.png")])
+    error = capsys.readouterr().err
+    assert stop.value.code == 2 and error.count("\n") == 1
+    assert f"{name} {what}" in error and "JPEG, PNG, WEBP or BMP" in error
+
+
+def test_a_gif_among_pictures_is_not_left_out_in_silence(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    folder_of(tmp_path, {"a.png": encoded(sample()), "b.gif": gif(2), "notes.txt": b"x"})
+    arguments = ["closed-loop", "--data-dir", str(tmp_path), "--method", "global-mean"]
+    main([*arguments, "--layers", "last-1"])
+    printed = capsys.readouterr().out
+    assert "1 unreadable pictures skipped: b.gif is a GIF" in printed
+    (tmp_path / "a.png").unlink()
+    for command in (arguments, ["evaluate", "--data-dir", str(tmp_path), "--method", "full"]):
+        with pytest.raises(SystemExit):
+            main(command)
+        error = capsys.readouterr().err
+        assert "no picture could be read (b.gif is a GIF" in error
 
 
 def test_sixteen_bits_are_refused_rather_than_clipped() -> None:
@@ -146,7 +257,7 @@ def test_reading_never_leaves_the_folder(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("data", [b"", b"no picture", encoded(sample(40, 40), "JPEG")[:500]])
 def test_unreadable_pictures_are_one_clear_line(store, data: bytes) -> None:
-    with pytest.raises(PictureError, match=r"a\.jpg is no readable JPEG") as caught:
+    with pytest.raises(PictureError, match=r"a\.jpg is no .*JPEG, PNG, WEBP or BMP") as caught:
         store({"a.jpg": data}).read("a.jpg")
     assert "\n" not in str(caught.value)
 
@@ -163,5 +274,7 @@ def test_missing_places_are_named(tmp_path: Path) -> None:
 
 def test_a_missing_package_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "PIL.Image", None)
-    with pytest.raises(ModuleNotFoundError, match=r"pillow; run: pip install 'bmfa\[data\]'"):
+    with pytest.raises(
+        ModuleNotFoundError, match=r"pillow is not installed; run: pip install 'bmfa\[data\]'"
+    ):
         pictures.decode_picture(b"", "a.png")

@@ -105,7 +105,38 @@ def test_an_error_is_told_once_and_ends_all(tmp_path: Path) -> None:
     resume = ["--resume", f"{tmp_path}/parts.json"]
     done = launch(2, "evaluate", "--limit", "2", "--method", "full", *resume)
     assert done.returncode != 0
-    assert done.stderr.count("holds no partial results") == 1
+    assert done.stderr.count("holds no usable partial results") == 1
+
+
+def test_an_error_of_one_process_is_raised_in_all() -> None:
+    slots: list[object] = [None, None]
+    barrier, seen = Barrier(2), ["", ""]
+
+    class Simulated(Processes):
+        def exchange(self, value: object) -> list[object]:
+            slots[self.rank] = value
+            barrier.wait(10)
+            found = list(slots)
+            barrier.wait(10)
+            return found
+
+    def work(task: int) -> int:
+        if task == 3:
+            raise ValueError("task 3 failed")
+        return task
+
+    def run(rank: int) -> None:
+        try:
+            list(Simulated(rank, 2).rounds(range(6), work))
+        except ValueError as error:
+            seen[rank] = str(error)
+
+    threads = [Thread(target=run, args=(rank,), daemon=True) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    assert seen == ["task 3 failed"] * 2
 
 
 def simulated(count: int, work: "list[list[list[tuple[int, int]]]]") -> None:

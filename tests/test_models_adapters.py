@@ -20,6 +20,7 @@ if find_spec("timm") is None or find_spec("transformers") is None:
     pytest.skip("needs timm and transformers: pip install 'bmfa[models]'", allow_module_level=True)
 
 from bmfa import Grid, rules, screened_attention
+from bmfa.experiments.long_models import load_long
 from bmfa.models import Preprocessing, embedded, hub, load_model, patch, record, unpatch
 from bmfa.models.hosts import find_host
 from bmfa.models.patching import layer_indices
@@ -281,9 +282,7 @@ def test_a_pickle_runs_in_another_process(tmp_path: Path) -> None:
     file = tmp_path / "models.pickle"
     file.write_bytes(pickle.dumps(cases))
     code = (
-        "import pickle, sys, torch\n"
-        "from bmfa.packages import cure_torchvision\n"
-        "cure_torchvision()\n"
+        "import pickle, sys, torch, bmfa\n"
         "for model, pixels, screened in pickle.load(open(sys.argv[1], 'rb')):\n"
         "    output = model(pixels)\n"
         "    torch.testing.assert_close(getattr(output, 'logits', output), screened)\n"
@@ -575,10 +574,12 @@ def test_coins_differ_between_layers() -> None:
     assert not torch.equal(first, second)
 
 
-def test_torchvision_is_cured_only_where_torch_has_no_cuda() -> None:
-    assert load_package("torchvision").__version__
-    with pytest.raises(ModuleNotFoundError, match=r"pip install 'bmfa\[models\]'"):
-        load_package("no_such_package")
+@pytest.mark.parametrize("package", ["timm", "torchvision", "transformers", "huggingface_hub"])
+def test_a_missing_package_names_the_extra(monkeypatch: pytest.MonkeyPatch, package: str) -> None:
+    monkeypatch.setitem(sys.modules, package, None)
+    words = rf"{package} is not installed; run: pip install 'bmfa\[models\]'"
+    with pytest.raises(ModuleNotFoundError, match=words):
+        load_package(package)
 
 
 def save_safetensors(model: nn.Module, path: Path) -> Path:
@@ -623,6 +624,80 @@ def test_weights_that_do_not_fit_are_named(tmp_path: Path) -> None:
         load_model(name, tmp_path / "text.pth")
     with pytest.raises(FileNotFoundError, match=r"nowhere\.pth"):
         load_model(name, tmp_path / "nowhere.pth")
+
+
+@pytest.mark.parametrize("name", ["weights.safetensors", "weights.pth", "weights.bin"])
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (
+            b"version https://lfs.example/spec/v1\noid sha256:0",
+            "text file that begins with 'version",
+        ),
+        (
+            "<!doctype html>\n<p>Gr\u00fc\u00dfe</p>".encode(),
+            "text file that begins with '<!doctype",
+        ),
+        (b"", "is empty"),
+    ],
+)
+def test_weights_that_are_text_are_refused_with_a_way_out(
+    tmp_path: Path, name: str, content: bytes, words: str
+) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(
+        ValueError, match=f"{name} is.*{words.removeprefix('is ')}.*pass a safetensors"
+    ):
+        load_model("embedded", tmp_path / name)
+    with pytest.raises(FileNotFoundError, match=r"is a folder; pass a safetensors file"):
+        load_model("embedded", tmp_path)
+
+
+def test_a_folder_whose_weights_are_text_is_refused(tmp_path: Path) -> None:
+    made("hf-vit").save_pretrained(tmp_path)
+    (tmp_path / "model.safetensors").write_text("version https://lfs.example/spec/v1\n")
+    with pytest.raises(ValueError, match=r"model\.safetensors is a text file that begins with"):
+        load_model(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("name", "offered"),
+    [
+        ("deit_tny_patch16_224", "deit_tiny_patch16_224"),
+        ("vit-base-patch16-224", "vit_base_patch16_224"),
+        ("vit_base_patch16_224.nope", "vit_base_patch16_224.augreg"),
+        ("nope", "deit_tiny_patch16_224"),
+    ],
+)
+def test_names_that_timm_does_not_have_meet_close_ones(name: str, offered: str) -> None:
+    with pytest.raises(ValueError, match=f"timm has no model '{name}'.*such as .*{offered}"):
+        load_model(f"timm:{name}")
+    with pytest.raises(ValueError, match=f"timm has no model '{name}'.*such as .*{offered}"):
+        load_long(f"timm:{name}", size=224)
+
+
+def test_sizes_that_patches_do_not_fill_are_refused_with_those_that_fit(tmp_path: Path) -> None:
+    weights = tmp_path / "weights.pt"
+    torch.save(load_package("timm").create_model("vit_tiny_patch16_224").state_dict(), weights)
+    fitting = r"multiple of 16, such as 96 or 112"
+    for size in (100, (96, 100)):
+        with pytest.raises(ValueError, match=fitting):
+            load_model("timm:vit_tiny_patch16_224", weights, img_size=size)
+    with pytest.raises(ValueError, match=r"such as 16$"):
+        load_model("timm:vit_tiny_patch16_224", weights, img_size=9)
+    loaded = load_model("timm:vit_tiny_patch16_224", weights, img_size=(96, 112))
+    assert loaded.logits(pictures(96, 112)).shape == (2, 1000)
+    made("hf-vit").save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="multiple of 4, such as 24 or 28"):
+        load_model(str(tmp_path), img_size=25)
+    with pytest.raises(ValueError, match="img_size is 100; embedded takes 112 alone"):
+        load_model("embedded", img_size=100)
+    assert load_model("embedded", img_size=112).preprocess.size == (112, 112)
+    with pytest.raises(ValueError, match=fitting):
+        load_long("timm:vit_tiny_patch16_224", size=100)
+    for head_dim in (None, 16):
+        with pytest.raises(ValueError, match="multiple of 8, such as 96 or 104"):
+            load_long("embedded", size=100, head_dim=head_dim)
 
 
 @pytest.mark.parametrize("terminal", [False, True])

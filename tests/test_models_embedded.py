@@ -4,8 +4,11 @@ import copy
 import json
 import math
 import pickle
+import subprocess
 import sys
+import tomllib
 from itertools import pairwise
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -19,7 +22,6 @@ from bmfa.models.embedded import GRID_SIZE, WEIGHTS, EmbeddedViT, load, preproce
 from bmfa.models.training import Recipe, evaluate, train, view
 from bmfa.rules import ExactGap, GlobalMean
 
-pytest.importorskip("safetensors")
 COUNT, HELD_OUT = 300, 7
 SMALL = Recipe(pictures=2, views=2, warmup=1, checkpoint_every=1, progress_every=1)
 
@@ -252,9 +254,27 @@ def test_bad_weights_are_refused(tmp_path):
         load(tmp_path / "deeper.safetensors")
 
 
-def test_without_safetensors_the_extra_is_named(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "safetensors.torch", None)
-    with pytest.raises(ModuleNotFoundError, match=r"safetensors.*pip install 'bmfa\[models\]'"):
-        load()
-    with pytest.raises(ModuleNotFoundError, match=r"pip install 'bmfa\[models\]'"):
-        train(tmp_path / "weights", steps=1)
+def test_the_model_and_its_pictures_need_no_extra():
+    """A plain installation has what the embedded model imports, and no more is imported."""
+    code = (
+        "import sys\n"
+        "for name in ('PIL', 'matplotlib', 'timm', 'torchvision', 'transformers', 'pycocotools'):\n"
+        "    sys.modules[name] = None\n"
+        "import bmfa\n"
+        "from bmfa.data.imagenet import embedded_pictures\n"
+        "from bmfa.experiments import closed_loop\n"
+        "model = bmfa.load_model('embedded')\n"
+        "record = closed_loop.run(model, embedded_pictures(2), ['gamma:0.05'], layers='last-1')\n"
+        "print(record.rows[0]['images'])\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "2"
+    root = Path(__file__).parents[1]
+    if not (root / "pyproject.toml").is_file():
+        pytest.skip("no pyproject.toml beside the tests")
+    project = tomllib.loads((root / "pyproject.toml").read_text())["project"]
+    assert {name.split(">")[0] for name in project["dependencies"]} == {
+        "numpy",
+        "safetensors",
+        "torch",
+    }

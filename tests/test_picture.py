@@ -20,6 +20,7 @@ from bmfa.experiments import model_cases, picture
 from bmfa.kernels import reference
 from bmfa.models import LoadedModel, load_model, patch
 from bmfa.models.screens import screens_in
+from bmfa.packages import load_package
 from bmfa.records import Record
 from bmfa.rules import parse
 
@@ -220,6 +221,19 @@ def test_the_four_cases_are_different_pictures_of_the_kinds_they_name(model: Loa
     assert record.settings["chosen_from"] == 12 and record.settings["command"] == "bmfa report"
     with pytest.raises(ValueError, match="count is 3"):
         model_cases.run(model, count=3)
+
+
+@pytest.mark.skipif(find_spec("timm") is None, reason="needs timm: pip install 'bmfa[models]'")
+def test_the_label_of_an_embedded_picture_is_its_own_whatever_model_looks(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name, weights = "vit_tiny_patch16_224", tmp_path / "weights.pt"
+    torch.save(load_package("timm").create_model(name).state_dict(), weights)
+    arguments = ["screen", "embedded:3", "--model", f"timm:{name}", "--weights", str(weights)]
+    main([*arguments, "--output", str(tmp_path / "out.png")])
+    assert "labelled square\n" in capsys.readouterr().out
+    main(["screen", "embedded:3", "--output", str(tmp_path / "out.png")])
+    assert "full: square" in (printed := capsys.readouterr().out) and "labelled square" in printed
 
 
 @pytest.mark.skipif("BMFA_ASSETS" not in os.environ, reason="BMFA_ASSETS names no real pictures")

@@ -3,6 +3,8 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from bmfa.packages import install_finder
+
 if TYPE_CHECKING:
     from bmfa import rules as rules
     from bmfa.attention import Screened as Screened
@@ -41,6 +43,8 @@ _HOMES = {
     "unpatch": "models",
 }
 __all__ = ["__version__", *_HOMES]
+
+install_finder()
 
 
 def __getattr__(name: str) -> Any:

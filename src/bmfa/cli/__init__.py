@@ -4,7 +4,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from bmfa.cli.output import check_target, process_rank, refuse
+from bmfa.cli.output import check_target, printing, process_rank, refuse
 from bmfa.cli.parser import build_parser
 from bmfa.records import made_by_command
 
@@ -23,6 +23,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         check_target(options.json)
         with made_by_command(sys.argv[1:] if arguments is None else arguments):
             options.run(options)
+        with printing():
+            pass  # what is still in the buffer
     except BrokenPipeError:
         sys.exit(141)
     except (ValueError, TypeError, OSError, ImportError) as error:

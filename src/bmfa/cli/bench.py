@@ -1,10 +1,12 @@
 """The benchmarks of attention and of models: run them, or show the records of runs again."""
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
-from bmfa.cli.output import check_device, finish, progress_line
+from bmfa.cli.output import check_device, finish, progress_line, table_of
+from bmfa.packages import require_packages
 from bmfa.records import Record
 
 Options = argparse.Namespace
@@ -25,6 +27,7 @@ def attention(options: Options) -> None:
     from bmfa.experiments import attention_bench, attention_summary
     from bmfa.experiments.qkv import Source
 
+    _require(options)
     if options.records:
         _show(options, ATTENTION_COLUMNS)
         return
@@ -52,15 +55,15 @@ def attention(options: Options) -> None:
         certificate=not options.no_certificate,
         progress=progress_line(options, "sizes"),
     )
-    _finish(record, options, ATTENTION_COLUMNS)
-    if not options.quiet and options.json != "-" and not options.markdown:
-        print("\n".join(attention_summary.lines(dict(record.settings))))
+    notes = [] if options.markdown else attention_summary.lines(dict(record.settings))
+    _finish(record, options, ATTENTION_COLUMNS, notes)
 
 
 def model(options: Options) -> None:
     """bmfa bench model."""
     from bmfa.experiments import model_bench
 
+    _require(options)
     if options.records:
         _show(options, MODEL_COLUMNS)
         return
@@ -82,6 +85,14 @@ def model(options: Options) -> None:
     _finish(record, options, MODEL_COLUMNS)
 
 
+def _require(options: Options) -> None:
+    """Raise before the work unless the packages for pictures and figures are installed."""
+    if options.figures is not None:
+        require_packages(("matplotlib",), "report")
+    if not options.records:
+        require_packages(("PIL",), "data")
+
+
 def _show(options: Options, columns: str) -> None:
     """Tables and figures of records at hand."""
     for name in options.records:
@@ -89,23 +100,17 @@ def _show(options: Options, columns: str) -> None:
         _finish(record, options, columns)
 
 
-def _finish(record: Record, options: Options, columns: str) -> None:
+def _finish(record: Record, options: Options, columns: str, notes: Sequence[str] = ()) -> None:
     """The record, its table as text or Markdown, and its figures where asked."""
-    from bmfa.files import write_whole
     from bmfa.report import bench_tables, figures
 
-    if options.markdown:
-        if options.json is not None:
-            write_whole(options.json, record.to_json())
-        if options.json != "-":
-            print(bench_tables.markdown(record))
-    else:
-        finish(record, options, columns)
-    if options.figures is not None:
-        for name in ("attention-time", "attention-error"):
-            plot = figures.ALL[name]
-            if plot.drawable(record):
-                write_whole(Path(options.figures) / f"{name}.png", plot.png(record))
+    made: dict[str | Path, Callable[[], bytes]] = {}
+    for name in ("attention-time", "attention-error") if options.figures is not None else ():
+        if figures.ALL[name].drawable(record):
+            path = Path(options.figures) / f"{name}.png"
+            made[path] = partial(figures.ALL[name].png, record)
+    table = bench_tables.markdown(record) if options.markdown else table_of(record, columns)
+    finish(record, options, table, notes=notes, figures=made, announce=not options.markdown)
 
 
 def _methods(options: Options) -> list[str]:

@@ -5,8 +5,9 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from bmfa.cli.output import check_device, finish, progress_line
+from bmfa.cli.output import check_device, finish, progress_line, table_of
 from bmfa.files import write_whole
+from bmfa.packages import require_packages
 from bmfa.records import Record
 
 if TYPE_CHECKING:
@@ -26,7 +27,8 @@ def synthetic(options: Options) -> None:
     methods = options.method or DEFAULT_METHODS
     if options.curve:
         record = synthetic.failure_curve(methods, seed=options.seed)
-        finish(record, options, "method cells delta minority_mass gap leaf_percent")
+        columns = "method cells delta minority_mass gap leaf_percent"
+        finish(record, options, table_of(record, columns))
         return
     record = synthetic.run(
         methods,
@@ -37,7 +39,8 @@ def synthetic(options: Options) -> None:
         device=check_device(options.device),
         progress=progress_line(options),
     )
-    finish(record, options, "placement method count mean_gap p95_gap leaf_percent")
+    columns = "placement method count mean_gap p95_gap leaf_percent"
+    finish(record, options, table_of(record, columns))
 
 
 def probe(options: Options) -> None:
@@ -62,8 +65,10 @@ def probe(options: Options) -> None:
             resume=options.resume,
         )
         if processes.first:
-            finish(record, options, f"{PROBE_COLUMNS} unsplit_percent", group="all")
-            _tell_left_out(record, options)
+            table = table_of(record, f"{PROBE_COLUMNS} unsplit_percent", group="all")
+            groups = dict.fromkeys(row["group"] for row in record.rows if row["group"] != "all")
+            note = f"by group ({', '.join(groups)}): in the record, --json FILE"
+            finish(record, options, table, notes=[note], warnings=_left_out(record))
 
 
 def ablation(options: Options) -> None:
@@ -80,7 +85,7 @@ def ablation(options: Options) -> None:
         progress=progress_line(options, "pictures"),
     )
     columns = "parameter value mean_gap p95_gap leaf_percent unsplit_percent"
-    finish(record, options, f"{columns} microseconds_per_instance")
+    finish(record, options, table_of(record, f"{columns} microseconds_per_instance"))
 
 
 def train_embedded(options: Options) -> None:
@@ -113,18 +118,22 @@ def bench_trees(options: Options) -> None:
         device=check_device(options.device),
     )
     columns = "what n dtype method threads milliseconds microseconds_per_grid speedup"
-    finish(record, options, f"{columns} multiple_of_softmax leaf_percent")
+    finish(record, options, table_of(record, f"{columns} multiple_of_softmax leaf_percent"))
 
 
 def info(options: Options) -> None:
     """bmfa info."""
     from bmfa.experiments.info import describe
 
-    finish(describe(), options, "what name status")
+    record = describe()
+    finish(record, options, table_of(record, "what name status"))
 
 
 def report(options: Options) -> None:
     """bmfa report."""
+    require_packages(("matplotlib", "PIL"), "report")
+    if options.coco or options.lvis:
+        require_packages(("pycocotools",), "data")
     from bmfa import report
     from bmfa.experiments import chain
 
@@ -173,6 +182,7 @@ def _source(options: Options) -> "InstanceSource":
     """The embedded pictures, or a file of instances with its pictures."""
     from bmfa.data import EmbeddedScenes, InstanceFiles
 
+    require_packages(("PIL",), "data")
     if options.dataset == "embedded":
         if options.annotations or options.images:
             raise ValueError(
@@ -184,6 +194,7 @@ def _source(options: Options) -> "InstanceSource":
             f"--dataset {options.dataset} needs --annotations FILE and --images DIR; "
             "--dataset embedded needs neither"
         )
+    require_packages(("PIL", "pycocotools"), "data")
     return InstanceFiles(options.annotations, options.images)
 
 
@@ -195,13 +206,11 @@ def _workers(options: Options) -> int:
     return workers
 
 
-def _tell_left_out(record: Record, options: Options) -> None:
-    """What the table does not show: other groups, and instances that were not used."""
-    if options.quiet or options.json == "-":
-        return
-    groups = dict.fromkeys(row["group"] for row in record.rows if row["group"] != "all")
-    print(f"by group ({', '.join(groups)}): in the record, --json FILE")
+def _left_out(record: Record) -> list[str]:
+    """The instances that were not used."""
+    lines = []
     for kind in ("faults", "left_out"):
         for reason, told in record.settings[kind].items():
             names = ", ".join(map(str, told["names"][:3]))
-            print(f"{kind.replace('_', ' ')}: {reason}: {told['instances']} (e.g. {names})")
+            lines.append(f"{kind.replace('_', ' ')}: {reason}: {told['instances']} (e.g. {names})")
+    return lines

@@ -2,10 +2,10 @@
 
 import argparse
 import os
-import sys
 from typing import TYPE_CHECKING, Any
 
-from bmfa.cli.output import check_device, finish, progress_line
+from bmfa.cli.output import check_device, finish, progress_line, table_of
+from bmfa.packages import require_packages
 from bmfa.records import Record
 
 if TYPE_CHECKING:
@@ -43,8 +43,7 @@ def closed_loop(options: Options) -> None:
             progress=progress_line(options, "pictures"),
         )
         if processes.first:
-            finish(record, options, LOOP_COLUMNS)
-            _tell_skipped(record, options)
+            finish(record, options, table_of(record, LOOP_COLUMNS), warnings=_skipped(record))
 
 
 def evaluate(options: Options) -> None:
@@ -70,8 +69,7 @@ def evaluate(options: Options) -> None:
             progress=progress_line(options, "pictures"),
         )
         if processes.first:
-            finish(record, options, EVALUATION_COLUMNS)
-            _tell_skipped(record, options)
+            finish(record, options, table_of(record, EVALUATION_COLUMNS), warnings=_skipped(record))
 
 
 def _loaded(options: Options) -> "LoadedModel":
@@ -87,6 +85,7 @@ def _pictures(options: Options) -> Any:
     from bmfa.data.imagenet import ClassPictures, embedded_pictures
 
     if options.data_dir is not None:
+        require_packages(("PIL",), "data")
         return ClassPictures(
             options.data_dir, options.labels, limit=options.limit, strict=options.strict
         )
@@ -115,10 +114,8 @@ def _workers(options: Options, device: str) -> int:
     return max(1, min(16, (os.cpu_count() or 1) // here))
 
 
-def _tell_skipped(record: Record, options: Options) -> None:
-    """What could not be read; beside a record on standard output, as an error."""
+def _skipped(record: Record) -> list[str]:
+    """What could not be read."""
     from bmfa.data.imagenet import Skipped
 
-    skipped = Skipped(record.settings["skipped"], record.settings["skipped_names"])
-    for line in [] if options.quiet else skipped.lines():
-        print(line, file=sys.stderr if options.json == "-" else sys.stdout)
+    return Skipped(record.settings["skipped"], record.settings["skipped_names"]).lines()

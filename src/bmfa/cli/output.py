@@ -4,7 +4,8 @@ import argparse
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NoReturn
 
@@ -16,16 +17,66 @@ DEFERENCE = 5.0
 
 
 def finish(
-    record: Record, options: argparse.Namespace, columns: str, group: str | None = None
+    record: Record,
+    options: argparse.Namespace,
+    table: str,
+    *,
+    notes: Sequence[str] = (),
+    warnings: Sequence[str] = (),
+    figures: Mapping[str | Path, Callable[[], bytes]] | None = None,
+    announce: bool = True,
 ) -> None:
-    """Write the record where asked, and print its table unless that would spoil the output."""
+    """Print the result of a command, then write its files.
+
+    What cannot be printed or written does not keep the rest from being printed and written, so that
+    the work is not lost; where the record cannot be written, `--quiet` prints the table too.
+
+    Args:
+        record: what `--json` writes.
+        options: those of the command; `json` and `quiet` are read.
+        table: the rows as text; not printed where the record itself goes to standard output.
+        notes: lines below the table, printed where it is.
+        warnings: lines on what the table lacks; beside a record on standard output they go to
+            standard error.
+        figures: further files by path, made when they are written.
+        announce: print the names of the files.
+
+    Raises:
+        OSError: with the first that could not be printed or written.
+    """
+    beside = options.json == "-"
+    errors: list[OSError] = []
+    try:
+        with printing():
+            if not options.quiet:
+                for line in () if beside else (table, *notes):
+                    print(line)
+                for line in warnings:
+                    print(line, file=sys.stderr if beside else sys.stdout)
+    except OSError as error:
+        errors.append(error)
+    files: dict[str | Path, Callable[[], bytes | str]] = {**(figures or {})}
     if options.json is not None:
-        write_whole(options.json, record.to_json())
-    if not options.quiet and options.json != "-":
-        rows = [row for row in record.rows if group is None or row["group"] == group]
-        print(text_table(rows, columns.split()))
-        if options.json is not None:
-            print(f"\nrecord: {options.json}")
+        files[options.json] = record.to_json
+    for path, content in files.items():
+        try:
+            write_whole(path, content())
+        except OSError as error:
+            errors.append(error)
+            continue
+        if announce and not options.quiet and not beside:
+            print(f"{'record' if path == options.json else 'figure'}: {path}")
+    if errors:
+        if options.quiet and not beside:
+            with suppress(OSError), printing():
+                print(table)
+        raise errors[0]
+
+
+def table_of(record: Record, columns: str, group: str | None = None) -> str:
+    """The rows of a record, or those of one group, as text."""
+    rows = [row for row in record.rows if group is None or row["group"] == group]
+    return text_table(rows, columns.split())
 
 
 def progress_line(options: argparse.Namespace, what: str = "") -> Callable[[int, int], None] | None:
@@ -80,6 +131,19 @@ def check_target(path: str | None) -> None:
     if Path(path).is_dir():
         raise ValueError(f"--json {path} is a folder; name a file in it")
     Path(path).parent.mkdir(parents=True, exist_ok=True)
+
+
+@contextmanager
+def printing() -> Iterator[None]:
+    """Print inside the block; where that fails, say so once and not again when Python exits."""
+    try:
+        yield
+        sys.stdout.flush()
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if isinstance(error, BrokenPipeError):
+            raise
+        raise OSError(f"standard output cannot be written ({error.strerror})") from error
 
 
 def refuse(message: str) -> NoReturn:

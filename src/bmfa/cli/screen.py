@@ -1,11 +1,12 @@
 """bmfa screen: one picture as a model attends to it."""
 
 import argparse
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from bmfa.cli.output import check_device, finish
-from bmfa.files import write_whole
+from bmfa.cli.output import check_device, finish, table_of
+from bmfa.packages import require_packages
 from bmfa.records import Record
 
 if TYPE_CHECKING:
@@ -17,6 +18,7 @@ COLUMNS = "method layer head query leaves leaf_percent gap error certificate mov
 
 def screen(options: argparse.Namespace) -> None:
     """bmfa screen."""
+    require_packages(("matplotlib", "PIL"), "report")
     from bmfa.experiments import picture
     from bmfa.models import load_model
     from bmfa.report import figures
@@ -36,24 +38,25 @@ def screen(options: argparse.Namespace) -> None:
         seed=options.seed,
         device=check_device(options.device),
     )
-    write_whole(options.output, figures.screen.png(record))
-    finish(record, options, COLUMNS)
-    if not options.quiet and options.json != "-":
-        _tell(record, options)
+    finish(
+        record,
+        options,
+        table_of(record, COLUMNS),
+        notes=_said(record, options),
+        figures={options.output: partial(figures.screen.png, record)},
+    )
 
 
 def read_picture(name: str, seed: int) -> "LabelledPicture":
     """A file, or one of the embedded pictures."""
-    from bmfa.data.embedded import figure_picture
-    from bmfa.data.imagenet import LabelledPicture
+    from bmfa.data.imagenet import EmbeddedPictures, LabelledPicture
     from bmfa.data.pictures import PictureFiles
 
     index = name.removeprefix(EMBEDDED)
     if index != name:
         if not index.isdecimal():
             raise ValueError(f"picture {name!r} names no embedded picture; pass e.g. embedded:3")
-        pixels, label, _ = figure_picture(seed, int(index))
-        return LabelledPicture(f"embedded {seed}/{index}", pixels, label)
+        return EmbeddedPictures(int(index) + 1, seed).read(int(index))
     path = Path(name)
     if not path.is_file():
         kind = "a folder" if path.is_dir() else "no file"
@@ -68,15 +71,14 @@ def _check_figure(path: str) -> None:
     Path(path).parent.mkdir(parents=True, exist_ok=True)
 
 
-def _tell(record: Record, options: argparse.Namespace) -> None:
-    """What the model says, and where the figure is."""
+def _said(record: Record, options: argparse.Namespace) -> list[str]:
+    """The classes that the model gives, full and screened."""
     row = record.rows[0]
     label = f", labelled {row['label']}" if "label" in row else ""
-    print(f"\nfull: {row['full_class']} ({row['full_class_percent']:.1f} %){label}")
-    for row in record.rows:
-        print(
-            f"{row['method']} in {options.layers}: {row['screened_class']} "
-            f"({row['screened_class_percent']:.1f} %), output KL {row['output_kl']:.2g}; certificate "
-            f"from {row['certificate_from']}"
-        )
-    print(f"figure: {options.output}")
+    first = f"\nfull: {row['full_class']} ({row['full_class_percent']:.1f} %){label}"
+    return [first] + [
+        f"{row['method']} in {options.layers}: {row['screened_class']} "
+        f"({row['screened_class_percent']:.1f} %), output KL {row['output_kl']:.2g}; certificate "
+        f"from {row['certificate_from']}"
+        for row in record.rows
+    ]

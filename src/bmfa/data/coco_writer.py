@@ -8,11 +8,11 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from bmfa.data.extras import load
 from bmfa.data.instances import Instance, Picture
 from bmfa.data.objects import KINDS
 from bmfa.data.scenes import EmbeddedScenes
 from bmfa.files import write_whole
+from bmfa.packages import load_package
 
 ANNOTATIONS_NAME, PICTURES_NAME = "instances.json", "images"
 
@@ -48,12 +48,12 @@ def _by_picture(scenes: EmbeddedScenes) -> Iterator[tuple[Picture, list[Instance
 
 def _png(picture: Picture) -> bytes:
     buffer = io.BytesIO()
-    load("PIL.Image").fromarray(picture.pixels).save(buffer, format="PNG")
+    load_package("PIL.Image").fromarray(picture.pixels).save(buffer, format="PNG")
     return buffer.getvalue()
 
 
 def _annotation(instance: Instance) -> dict[str, Any]:
-    coco = load("pycocotools.mask")
+    coco = load_package("pycocotools.mask")
     runs = coco.encode(instance.mask.astype("uint8", order="F"))
     return {
         "id": instance.annotation_id,

@@ -16,6 +16,8 @@ MISSING_PICTURE = "missing picture"
 UNREADABLE_PICTURE = "unreadable picture"
 OTHER_SIZE = "picture of another size than annotated"
 UNKNOWN_CATEGORY = "unknown category"
+# Faults of the files, which may be mended between two runs.
+FAULTS_OF_FILES = (UNREADABLE_PICTURE, OTHER_SIZE)
 
 
 @dataclass(frozen=True)
@@ -92,6 +94,10 @@ class InstancePart:
         """Itself: a part is not cut further."""
         yield self
 
+    def listing(self) -> list[str]:
+        """The pictures and the files that hold them; it changes when a missing one is supplied."""
+        return [f"{row.picture.id}\n{row.entry}" for row in self._rows]
+
     def instances(self, tally: Tally) -> Iterator[Instance]:
         """Every usable instance, picture by picture; the others are counted in `tally`."""
         for row in self._rows:
@@ -109,7 +115,11 @@ class InstancePart:
         except PictureError as error:
             tally.fault(UNREADABLE_PICTURE, str(error), instances)
             return None
-        if pixels.shape[:2] != (row.picture.height, row.picture.width):
+        annotated = (row.picture.height, row.picture.width)
+        if pixels.shape[:2] != annotated:
+            # The annotations may be of the picture as it is stored, whatever its EXIF data say.
+            pixels = self._pictures.read(row.entry, upright=False)
+        if pixels.shape[:2] != annotated:
             tally.fault(OTHER_SIZE, row.entry, instances)
             return None
         return Picture(row.picture.id, row.entry, pixels)

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from bmfa.checks import check_integer
 from bmfa.data.embedded import figure_picture
+from bmfa.data.figures import CLASSES
 from bmfa.data.pictures import PictureError, PictureFiles
 
 _WNID = re.compile(r"n\d{8}")
@@ -20,11 +21,16 @@ _NAMED = 5
 
 @dataclass(frozen=True, eq=False)
 class LabelledPicture:
-    """A picture, (height, width, 3) RGB in 8 bits, and the index of its class where it is known."""
+    """A picture, (height, width, 3) RGB in 8 bits, and its class where it is known.
+
+    `label` is the index of the class. `label_name` is its name where the data set has its own
+    classes; without one, the model's name of that index is meant.
+    """
 
     name: str
     pixels: NDArray[np.uint8]
     label: int | None = None
+    label_name: str | None = None
 
 
 @dataclass
@@ -142,7 +148,7 @@ class EmbeddedPictures:
     def read(self, index: int) -> LabelledPicture:
         """One picture by its index."""
         pixels, label, _ = figure_picture(self.seed, index)
-        return LabelledPicture(self._name(index), pixels, label)
+        return LabelledPicture(self._name(index), pixels, label, CLASSES[label])
 
     def names(self) -> list[tuple[str, int | None]]:
         """Every picture's name, nothing drawn; a label is known with its picture alone."""

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from bmfa.data.extras import load
+from bmfa.packages import load_package
 
 SIZES = ("small", "medium", "large")
 _SIZE_EDGES = (32.0**2, 96.0**2)
@@ -36,7 +36,7 @@ class Picture:
     @cached_property
     def grey(self) -> Any:
         """The picture as an 8-bit grey Pillow image."""
-        return load("PIL.Image").fromarray(self.pixels).convert("L")
+        return load_package("PIL.Image").fromarray(self.pixels).convert("L")
 
 
 @dataclass(frozen=True, eq=False)

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from bmfa.data.extras import load
+from bmfa.packages import load_package
 
 DEGENERATE = "degenerate polygon"
 MALFORMED_POLYGON = "malformed polygon"
@@ -25,7 +25,7 @@ class MaskError(ValueError):
 
 def decode_mask(segmentation: Any, height: int, width: int) -> NDArray[np.bool_]:
     """The (height, width) mask of a COCO segmentation, with at least one pixel."""
-    coco = load("pycocotools.mask")
+    coco = load_package("pycocotools.mask")
     if isinstance(segmentation, list):
         polygons = _checked_polygons(segmentation, height, width)
         mask = _decoded(coco.merge(coco.frPyObjects(polygons, height, width)))
@@ -44,7 +44,7 @@ def _decoded(runs: dict[str, Any]) -> NDArray[np.bool_]:
     with warnings.catch_warnings():
         # pycocotools 2.0 does not yet take NumPy 2's `copy` argument.
         warnings.simplefilter("ignore", DeprecationWarning)
-        mask: NDArray[np.bool_] = load("pycocotools.mask").decode(runs).view(bool)
+        mask: NDArray[np.bool_] = load_package("pycocotools.mask").decode(runs).view(bool)
     return mask
 
 

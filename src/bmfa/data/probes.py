@@ -12,8 +12,8 @@ from typing import Any, Literal, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from bmfa.data.extras import load
 from bmfa.data.instances import Instance, Tally
+from bmfa.packages import load_package
 
 Mode = Literal["image-edge", "mask-only"]
 MODES: tuple[Mode, ...] = get_args(Mode)
@@ -24,6 +24,13 @@ LEAST_AREA = 20.0
 EDGE_PERCENTILE = 95.0
 MINORITY_BASE, MINORITY_EDGE, MAJORITY_EDGE = 3.6, 2.2, 0.35
 MASK_ONLY_SCORE = 4.25
+
+
+def multiples(size: int, step: int) -> str:
+    """The sizes next to this one that a step divides, in words."""
+    below = size // step * step
+    near = " or ".join(str(fit) for fit in (below, below + step) if fit)
+    return f"a multiple of {step}, such as {near}"
 
 
 @dataclass(frozen=True)
@@ -41,8 +48,8 @@ class ProbeSettings:
         check_integer("picture_size", self.picture_size, low=1, high=8192)
         if self.picture_size % self.grid:
             raise ValueError(
-                f"picture_size is {self.picture_size}, which {self.grid} cells do not divide; "
-                f"pass a multiple of the grid, such as {16 * self.grid}"
+                f"picture_size (--img-size) is {self.picture_size}, which {self.grid} cells do not "
+                f"divide; pass {multiples(self.picture_size, self.grid)}"
             )
 
 
@@ -173,7 +180,7 @@ def resized_mask(
     mask: NDArray[np.bool_], box: tuple[int, int, int, int], size: int
 ) -> NDArray[np.bool_]:
     """The crop of a mask, (size, size), by the nearest pixel."""
-    image = load("PIL.Image")
+    image = load_package("PIL.Image")
     left, top, right, bottom = box
     crop = image.fromarray(np.ascontiguousarray(mask[top:bottom, left:right]).view(np.uint8))
     return np.asarray(crop.resize((size, size), image.Resampling.NEAREST)).view(bool)
@@ -182,7 +189,7 @@ def resized_mask(
 def resized_grey(grey: Any, box: tuple[int, int, int, int], size: int) -> NDArray[np.uint8]:
     """The crop of a grey Pillow image, (size, size), by Pillow's antialiased bilinear filter."""
     # Cropped first: with `box=` the filter would reach pixels outside the crop.
-    crop = grey.crop(box).resize((size, size), load("PIL.Image").Resampling.BILINEAR)
+    crop = grey.crop(box).resize((size, size), load_package("PIL.Image").Resampling.BILINEAR)
     return np.asarray(crop)
 
 

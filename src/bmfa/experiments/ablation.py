@@ -11,7 +11,7 @@ from bmfa.checks import check_integer
 from bmfa.data import ProbeBlock, ProbeSettings, Tally
 from bmfa.data.instances import InstanceSource
 from bmfa.data.probe_stream import Progress, probe_blocks
-from bmfa.data.probes import Mode
+from bmfa.data.probes import Mode, multiples
 from bmfa.experiments.methods import apply
 from bmfa.experiments.probes import (
     PROTOCOL,
@@ -100,7 +100,15 @@ def run(
     check_mode(mode)
     planned = _planned(epsilons, depths, grids, lookaheads)
     totals = {setting: Total() for _, _, setting in planned}
-    readings = [ProbeSettings(g, picture_size) for g in dict.fromkeys(s.grid for s in totals)]
+    grids_read = list(dict.fromkeys(setting.grid for setting in totals))
+    ProbeSettings(1, picture_size)  # checks the size by itself
+    if picture_size % (step := math.lcm(*grids_read)):
+        raise ValueError(
+            f"picture_size (--img-size) is {picture_size}, which grids of "
+            f"{', '.join(map(str, sorted(grids_read)))} cells do not all divide; "
+            f"pass {multiples(picture_size, step)}"
+        )
+    readings = [ProbeSettings(grid, picture_size) for grid in grids_read]
     tally = Tally()
     for number, reading in enumerate(readings):
         told = progress and _later(progress, number, len(readings))

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ from torch import Tensor
 from bmfa.checks import check_integer
 from bmfa.data.imagenet import LabelledPicture, Skipped
 from bmfa.data.pictures import PictureError
-from bmfa.experiments.resuming import Checkpoint, Part, digest, weights_digest
+from bmfa.experiments.resuming import Check, Checkpoint, Part, digest, weights_digest
 from bmfa.experiments.shards import Processes
 from bmfa.models import LoadedModel, Preprocessing
 
@@ -113,11 +113,13 @@ class Batches:
 
     def first(self) -> Batch:
         """The first picture that can be read, alone."""
+        skipped = Skipped()
         for place in range(len(self.source)):
             batch = self._joined(0, [self._prepared(place)], [place])
             if batch.pixels is not None:
                 return batch
-        raise ValueError("no picture could be read; pass pictures")
+            skipped.add(*batch.skipped)
+        raise nothing_read(skipped)
 
     def digest(self) -> str:
         """A fingerprint of the pictures' names and labels."""
@@ -159,16 +161,20 @@ def collect(
     """What `measure` gives for every batch, in their order, the same in all processes.
 
     Each batch is measured once, by one process, as if that were alone; the first process keeps the
-    parts of all in its checkpoint, so a run may continue with another number of processes.
+    parts of all in its checkpoint, so a run may continue with another number of processes. Batches
+    with pictures that could not be read are read again, and measured again if more can be read now.
     """
     total = len(batches.source)
     known = processes.from_first(lambda: {} if checkpoint is None else dict(checkpoint.parts))
-    parts = {number: known[number] for number in range(len(batches)) if number in known}
-    left = [number for number in range(len(batches)) if number not in parts]
+    numbers = range(len(batches))
+    parts = {n: known[n] for n in numbers if n in known and not known[n]["skipped"]}
+    left = [number for number in numbers if number not in parts]
     read = batches.read(processes.mine(left))
 
     def work(number: int) -> Part:
         batch = next(read)
+        if number in known and known[number]["skipped"] == batch.skipped:
+            return known[number]
         sums = measure(batch) if batch.pixels is not None else {}
         return {"skipped": batch.skipped, "sums": sums}
 
@@ -193,30 +199,64 @@ def identity(model: LoadedModel, batches: Batches, device: str) -> dict[str, Any
     }
 
 
-def fits(keys: Iterable[str], columns: Iterable[str]) -> Callable[[Part], bool]:
-    """Whether a part of a file is one that `collect` makes with these keys and numbers."""
-    expected, names = set(keys), set(columns)
+class SumsType(Protocol):
+    """A dataclass of the sums of one method over some pictures."""
 
-    def check(part: Part) -> bool:
+    __dataclass_fields__: ClassVar[dict[str, Any]]
+    images: int
+
+    def ranges(self) -> dict[str, tuple[float, float]]:
+        """The least and the largest value of every sum, given how many pictures were counted."""
+        ...
+
+
+def check_part(batches: Batches, keys: Iterable[str], kind: type[SumsType]) -> Check:
+    """Make the check of a part that was saved by `collect`.
+
+    Args:
+        batches: the batches of this run.
+        keys: the methods that every part has.
+        kind: the dataclass of a method's sums, which knows their ranges.
+
+    Returns:
+        A function of the number of a batch and its part. It returns a phrase that names the first
+        value that cannot be, or None.
+    """
+    expected = set(keys)
+
+    def check(number: int, part: Part) -> str | None:
         if not isinstance(part, dict) or part.keys() != {"skipped", "sums"}:
-            return False
+            return "it has no skipped and sums"
         skipped, sums = part["skipped"], part["sums"]
-        if not isinstance(skipped, list) or not isinstance(sums, dict):
-            return False
-        return all(isinstance(one, str) for one in skipped) and (
-            (not sums and bool(skipped))
-            or (sums.keys() == expected and all(_numbers(one, names) for one in sums.values()))
-        )
+        if not isinstance(skipped, list) or not all(isinstance(one, str) for one in skipped):
+            return "skipped is no list of reasons"
+        images = len(batches.places(number)) - len(skipped)
+        if not isinstance(sums, dict) or sums.keys() != (expected if images > 0 else set()):
+            return "sums are not those of the methods of this run"
+        return next(filter(None, (_fault(key, sums[key], kind, images) for key in sums)), None)
 
     return check
 
 
-def _numbers(values: object, names: set[str]) -> bool:
-    return (
-        isinstance(values, dict)
-        and values.keys() == names
-        and all(isinstance(x, (int, float)) and not isinstance(x, bool) for x in values.values())
-    )
+def _fault(key: str, values: Any, kind: type[SumsType], images: int) -> str | None:
+    """What is wrong with the sums of one method over so many pictures."""
+    if not isinstance(values, dict) or values.keys() != kind.__dataclass_fields__.keys():
+        return f"the sums of {key} are not {', '.join(kind.__dataclass_fields__)}"
+    for name, field in kind.__dataclass_fields__.items():
+        accepted = int if field.type is int else (int, float)
+        if not isinstance(values[name], accepted) or isinstance(values[name], bool):
+            return f"{name} of {key} is {values[name]!r}, and no number of its kind"
+    ranges = {"images": (images, images), **kind(**values).ranges()}
+    for name, (low, high) in ranges.items():
+        if not low <= values[name] <= high:
+            return f"{name} of {key} is {values[name]}, outside the range {low:g} to {high:g}"
+    return None
+
+
+def nothing_read(skipped: Skipped) -> ValueError:
+    """The error of a run that could not read one picture."""
+    reason = f" ({skipped.reasons[0]})" if skipped.reasons else ""
+    return ValueError(f"no picture could be read{reason}; pass pictures as JPEG, PNG, WEBP or BMP")
 
 
 def skipped_in(parts: Iterable[Mapping[str, Any]]) -> Skipped:

@@ -13,13 +13,13 @@ from torch import Tensor
 from bmfa import energy
 from bmfa.checks import check_integer
 from bmfa.data import ProbeBlock, ProbeSettings, Tally
-from bmfa.data.extras import load
 from bmfa.data.instances import InstanceSource
 from bmfa.data.probe_stream import Progress, probe_blocks
 from bmfa.data.probes import Mode
 from bmfa.experiments.probes import PROTOCOL, TAU, check_probe, check_used, describe, scores_of
 from bmfa.experiments.thumbnails import jpeg_uri
 from bmfa.grid import Grid
+from bmfa.packages import load_package
 from bmfa.records import Record, Row
 from bmfa.rules import parse
 from bmfa.screening import screen
@@ -235,7 +235,7 @@ def _pictures(source: InstanceSource, wanted: set[int]) -> dict[int, NDArray[np.
 
 def _data_uri(pixels: NDArray[np.uint8], box: Sequence[int]) -> str:
     """The crop as the probe sees it, stretched to a square, as a small JPEG."""
-    image = load("PIL.Image")
+    image = load_package("PIL.Image")
     crop = image.fromarray(pixels).crop(tuple(box))
     crop = crop.resize((PICTURE_SIDE, PICTURE_SIDE), image.Resampling.BILINEAR)
     return jpeg_uri(crop, PICTURE_BYTES)

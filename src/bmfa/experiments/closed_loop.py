@@ -1,8 +1,9 @@
 """Screening inside a model: how far its outputs move, against the leaves that are left."""
 
 import os
+import sys
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -16,13 +17,14 @@ from bmfa.experiments.batches import (
     Progress,
     Source,
     Sums,
+    check_part,
     collect,
-    fits,
     identity,
+    nothing_read,
     skipped_in,
 )
-from bmfa.experiments.outputs import Reference, add_up
-from bmfa.experiments.resuming import open_checkpoint
+from bmfa.experiments.outputs import ROUNDING, Reference, add_up
+from bmfa.experiments.resuming import lost_pictures_explained, open_checkpoint
 from bmfa.models import LoadedModel, layer_indices, patch, record, unpatch
 from bmfa.models.hosts import find_host
 from bmfa.records import Record, Row, environment
@@ -79,6 +81,18 @@ class Total:
         self.output_kl += reference.output_kl(logits)
         self.leaf_ratio += size * leaf_ratio
         self.attention_kl += size * attention_kl
+
+    def ranges(self) -> dict[str, tuple[float, float]]:
+        """The least and the largest value of every sum, given how many pictures were counted."""
+        unlimited = (-ROUNDING * self.images, sys.float_info.max)
+        return {
+            "labelled": (0, self.images),
+            "agreeing": (0, self.images),
+            "right": (0, self.labelled),
+            "output_kl": unlimited,
+            "leaf_ratio": (0, (1 + ROUNDING) * self.images),
+            "attention_kl": unlimited,
+        }
 
     def row(self, method: str, layers: str) -> Row:
         """The means, in the units of the records."""
@@ -137,7 +151,7 @@ def run(
         resume,
         "closed-loop",
         lambda: {**settings, **identity(model, batches, device)},
-        fits([FULL, *map(_key, keys)], [field.name for field in fields(Total)]),
+        check_part(batches, [FULL, *map(_key, keys)], Total),
         processes,
     )
 
@@ -150,11 +164,11 @@ def run(
         }
         return {key: asdict(total) for key, total in {FULL: whole, **found}.items()}
 
-    with torch.inference_mode():
+    with torch.inference_mode(), lost_pictures_explained(resume, checkpoint):
         parts = collect(batches, measure, processes, checkpoint, progress)
     read = [part["sums"] for part in parts if part["sums"]]
     if not read:
-        raise ValueError("no picture could be read; pass pictures")
+        raise nothing_read(skipped_in(parts))
 
     def total(key: str) -> Total:
         return Total(**add_up([sums[key] for sums in read]))  # type: ignore[arg-type]

@@ -1,10 +1,11 @@
 """Accuracy, cost and speed of a model under every method, on pictures with labels."""
 
 import os
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from copy import deepcopy
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -19,8 +20,8 @@ from bmfa.experiments.batches import (
     Progress,
     Source,
     Sums,
+    check_part,
     collect,
-    fits,
     identity,
     skipped_in,
 )
@@ -33,8 +34,8 @@ from bmfa.experiments.model_methods import (
     counted_leaves,
     parse,
 )
-from bmfa.experiments.outputs import Reference, add_up, check_labels, check_outputs
-from bmfa.experiments.resuming import open_checkpoint
+from bmfa.experiments.outputs import ROUNDING, Reference, add_up, check_labels, check_outputs
+from bmfa.experiments.resuming import lost_pictures_explained, open_checkpoint
 from bmfa.models import LoadedModel, unpatch
 from bmfa.records import Record, Row, environment
 
@@ -86,6 +87,17 @@ class Total:
         self.top5 += reference.among(logits, _TOP)
         self.output_kl += reference.output_kl(logits)
         self.leaf_ratio += leaf_ratio
+
+    def ranges(self) -> dict[str, tuple[float, float]]:
+        """The least and the largest value of every sum, given how many pictures were counted."""
+        return {
+            "labelled": (0, self.images),
+            "agreeing": (0, self.images),
+            "top5": (0, self.labelled),
+            "top1": (0, self.top5),
+            "output_kl": (-ROUNDING * self.images, sys.float_info.max),
+            "leaf_ratio": (0, (1 + ROUNDING) * self.images),
+        }
 
     def percent(self, right: int) -> float | None:
         """Of the pictures with labels; None without any."""
@@ -223,10 +235,10 @@ def run(
         resume,
         "evaluate",
         lambda: {**settings, **identity(evaluation.model, batches, device)},
-        fits(names, [field.name for field in fields(Total)]),
+        check_part(batches, names, Total),
         processes,
     )
-    with torch.inference_mode():
+    with torch.inference_mode(), lost_pictures_explained(resume, checkpoint):
         parts = collect(batches, _measure_all(evaluation, names), processes, checkpoint, progress)
         speed = processes.from_first(lambda: evaluation.speed(batches, names, repeats))
     sums = [part["sums"] for part in parts if part["sums"]]

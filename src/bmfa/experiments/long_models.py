@@ -14,6 +14,7 @@ from bmfa.data.pictures import PictureFiles
 from bmfa.data.scenes import scene
 from bmfa.models import LoadedModel, Preprocessing, load_model
 from bmfa.models.embedded import EmbeddedViT
+from bmfa.models.loading import check_img_size, check_timm_name
 from bmfa.packages import load_package
 
 Picture = NDArray[np.uint8]
@@ -59,13 +60,17 @@ def load_long(
     """
     if head_dim is not None or (name.startswith("timm:") and weights is None):
         return _random(name, size, head_dim, seed), RANDOM
-    loaded = load_model(name, weights, img_size=size, crop_pct=1.0)
-    _resize(loaded.model, size)
     if name == "embedded":
+        loaded = load_model(name, weights, crop_pct=1.0)
         tower = loaded.model
         if not isinstance(tower, EmbeddedViT):
             raise TypeError(f"the embedded model is {type(tower).__name__}")
-        loaded = LoadedModel(name, AnySize(tower).eval(), loaded.preprocess)
+        preprocess = loaded.preprocess.override(img_size=size)
+        loaded = LoadedModel(name, AnySize(tower).eval(), preprocess)
+        check_img_size(name, loaded.model, preprocess.size)
+    else:
+        loaded = load_model(name, weights, img_size=size, crop_pct=1.0)
+        _resize(loaded.model, size)
     return loaded, SHIPPED if weights is None else os.path.basename(weights)
 
 
@@ -75,7 +80,9 @@ def _random(name: str, size: int, head_dim: int | None, seed: int) -> LoadedMode
         if name == "embedded":
             tower = EmbeddedViT(dim=3 * (head_dim or 32), num_heads=3)
             preprocess = Preprocessing((size, size), 1.0, mean=(0.5,) * 3, std=(0.25,) * 3)
-            return LoadedModel(name, AnySize(tower).eval(), preprocess)
+            model = AnySize(tower).eval()
+            check_img_size(name, model, (size, size))
+            return LoadedModel(name, model, preprocess)
         if not name.startswith("timm:"):
             raise ValueError(
                 f"model {name!r} has no random form; pass embedded or timm:NAME, or leave out --head-dim"
@@ -86,13 +93,13 @@ def _random(name: str, size: int, head_dim: int | None, seed: int) -> LoadedMode
 def _random_timm(name: str, size: int, head_dim: int | None) -> LoadedModel:
     timm = load_package("timm")
     architecture = name.partition(":")[2]
-    if not timm.is_model(architecture):
-        raise ValueError(f"timm has no model {architecture!r}; pass one of its names")
+    check_timm_name(timm, architecture)
     changes: dict[str, Any] = {}
     if head_dim is not None:
         heads = timm.create_model(architecture).blocks[0].attn.num_heads
         changes["embed_dim"] = heads * head_dim
     model = timm.create_model(architecture, dynamic_img_size=True, **changes).eval()
+    check_img_size(name, model, (size, size))
     _resize(model, size)
     settings = load_package("timm.data").resolve_data_config({}, model=model)
     preprocess = Preprocessing.of_timm(settings).override(img_size=size, crop_pct=1.0)

@@ -7,6 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+# Relative rounding of sums that cannot be negative, or exceed the number of pictures, but for it.
+ROUNDING = 1e-6
+
 
 @dataclass(frozen=True, eq=False)
 class Reference:

@@ -10,7 +10,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from bmfa.certificates import exact_error, key_certificate
-from bmfa.data.figures import CLASSES
 from bmfa.data.imagenet import LabelledPicture
 from bmfa.energy import gap
 from bmfa.experiments.closed_loop import Layers
@@ -231,13 +230,13 @@ def _said(model: LoadedModel, picture: LabelledPicture, full: Tensor, screened: 
         "output_kl": float((before.exp() * (before - after)).sum()),
     }
     if picture.label is not None:
-        row["label"] = _class_name(model, picture.label)
+        row["label"] = picture.label_name or _class_name(model, picture.label)
     return row
 
 
 def _class_name(model: LoadedModel, index: int) -> str:
-    names = CLASSES if model.name == "embedded" else model.classes
-    return names[index] if names is not None and index < len(names) else f"class {index}"
+    names = model.classes or ()
+    return names[index] if index < len(names) else f"class {index}"
 
 
 def _layer(layer: int | None, depth: int) -> int:

@@ -2,11 +2,13 @@
 
 import base64
 import os
+import sys
 import zlib
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +16,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bmfa.data import EmbeddedScenes, InstanceFiles, ProbeBlock, ProbeSettings, Tally
-from bmfa.data.instances import InstanceSource
+from bmfa.data.files import FAULTS_OF_FILES, InstancePart
+from bmfa.data.instances import SIZES, InstanceSource
 from bmfa.data.probe_stream import Compute, Result, Spread
 from bmfa.experiments import shards
-from bmfa.experiments.resuming import Part, digest, open_checkpoint
+from bmfa.experiments.resuming import (
+    Part,
+    digest,
+    lost_pictures_explained,
+    open_checkpoint,
+)
 
 # The arrays of a block that are worth packing, and their types.
 _ARRAYS: dict[str, np.dtype[Any]] = {"edge": np.dtype(np.float64), "minority": np.dtype(np.bool_)}
@@ -35,28 +43,36 @@ def spread(
     settings: ProbeSettings,
     strict: bool,
     resume: str | os.PathLike[str] | None,
-) -> Spread | None:
-    """How the parts of a source are computed; None where one process does it without a file."""
+) -> Spread:
+    """How the parts of a source are computed: by one process or several, with a file or without."""
     processes = shards.current()
     if resume is None and processes.count == 1:
-        return None
+        return _compute_here
     checkpoint = open_checkpoint(
         resume,
         "probe",
         lambda: {**asdict(settings), "strict": strict, "pictures": len(source), **_origin(source)},
-        _fits,
+        partial(_fault, settings.grid),
         processes,
     )
 
     def compute_all(parts: Iterator[InstanceSource], compute: Compute) -> Iterator[Result]:
         every = list(parts)
-        known: dict[int, Part] = processes.from_first(
+        listings = [_listing(part) for part in every]
+        saved: dict[int, Part] = processes.from_first(
             lambda: {} if checkpoint is None else dict(checkpoint.parts)
         )
+        known = {
+            n: saved[n] for n in range(len(every)) if n in saved and _lasts(saved[n], listings[n])
+        }
         left = [number for number in range(len(every)) if number not in known]
         reached = 0
-        with closing(compute(every[n] for n in processes.mine(left))) as results:  # type: ignore[type-var]
-            rounds = processes.rounds(left, lambda number: packed(next(results)))
+        explained = lost_pictures_explained(resume, checkpoint)
+        results = compute(every[n] for n in processes.mine(left))
+        with explained, closing(results):  # type: ignore[type-var]
+            rounds = processes.rounds(
+                left, lambda number: packed(next(results)) | {"listing": listings[number]}
+            )
             for done in rounds:
                 known |= dict(done)
                 if checkpoint is not None:
@@ -69,6 +85,11 @@ def spread(
         yield from (unpacked(known[number], strict) for number in range(reached, len(every)))
 
     return compute_all
+
+
+def _compute_here(parts: Iterator[InstanceSource], compute: Compute) -> Iterator[Result]:
+    with lost_pictures_explained(None, None):
+        yield from compute(parts)
 
 
 def packed(result: Result) -> Part:
@@ -113,14 +134,47 @@ def _pack(array: NDArray[Any]) -> str:
     return base64.b64encode(zlib.compress(np.ascontiguousarray(array).tobytes(), 1)).decode()
 
 
-def _fits(part: Part) -> bool:
+def _lasts(part: Part, listing: str) -> bool:
+    """False if the files of a saved part have changed, or could not be read, so that it is redone."""
+    return part["listing"] == listing and not any(
+        part["faults"].get(one) for one in FAULTS_OF_FILES
+    )
+
+
+def _listing(part: InstanceSource) -> str:
+    """A fingerprint of the files that hold the pictures of a part."""
+    return digest(part.listing()) if isinstance(part, InstancePart) else ""
+
+
+def _fault(grid: int, number: int, part: Part) -> str | None:
+    """A phrase that names the first value of a saved part that cannot be, or None."""
     try:
-        _, block, _ = unpacked(part)
-        return block is None or all(
-            len(getattr(block, name)) == len(block) for name in (*_COLUMNS, *_WORDS)
+        pictures, block, tally = unpacked(part)
+        counts = {"pictures": pictures, **tally.faults, **tally.left_out}
+        columns = (
+            {} if block is None else {name: getattr(block, name) for name in (*_COLUMNS, *_WORDS)}
         )
-    except (KeyError, TypeError, ValueError, zlib.error):
-        return False
+        for name, values in columns.items():
+            if len(values) != len(block or ()):
+                return f"{name} has {len(values)} values for {len(block or ())} instances"
+        if not isinstance(part["listing"], str):
+            return f"listing is {part['listing']!r}"
+    except (KeyError, TypeError, ValueError, zlib.error) as error:
+        return f"it cannot be unpacked ({type(error).__name__}: {error})"
+    for name, count in counts.items():
+        if not isinstance(count, int) or count < 0:
+            return f"the count of {name} is {count!r}, and no integer of at least 0"
+    if block is None:
+        return None
+    if block.edge.shape[1:] != (grid, grid):
+        return f"its grids have shape {block.edge.shape[1:]}, and not {(grid, grid)}"
+    for name, low, high in (("edge", 0.0, 1.0), ("area", 0.0, sys.float_info.max)):
+        values = getattr(block, name)
+        outside = values[~((values >= low) & (values <= high))]
+        if len(outside):
+            return f"{name} is {outside[0]}, outside the range {low:g} to {high:g}"
+    unknown = next((size for size in block.size if size not in SIZES), None)
+    return None if unknown is None else f"size is {unknown!r}, and none of {', '.join(SIZES)}"
 
 
 def _origin(source: InstanceSource) -> dict[str, Any]:

@@ -43,12 +43,7 @@ class Processes:
         """What the first process computes while the others wait; an error of it is every one's."""
         if self.count == 1:
             return work()
-        outcome: tuple[Any, Exception | None] = (None, None)
-        if self.first:
-            try:
-                outcome = (work(), None)
-            except Exception as error:
-                outcome = (None, error)
+        outcome = _outcome(lambda _: work(), None) if self.first else (None, None)
         result, fault = self.exchange(outcome)[0]
         if fault is not None:
             raise fault
@@ -61,17 +56,29 @@ class Processes:
         """Work the tasks off, each by one process; every process gets all results, in order.
 
         A round is one task for each process. Who works on a task never changes what it is made of,
-        so results do not depend on the number of processes.
+        so results do not depend on the number of processes. An error of one process is raised in
+        all of them, in the same round.
         """
         rest = iter(tasks)
         while some := list(islice(rest, self.count)):
-            mine = [work(task) for task in some[self.rank : self.rank + 1]]
-            results = [result for results in self.exchange(mine) for result in results]
-            yield list(zip(some, results, strict=True))
+            mine = [_outcome(work, task) for task in some[self.rank : self.rank + 1]]
+            outcomes = [outcome for outcomes in self.exchange(mine) for outcome in outcomes]
+            for _, fault in outcomes:
+                if fault is not None:
+                    raise fault
+            yield [(task, result) for task, (result, _) in zip(some, outcomes, strict=True)]
 
     def mine(self, tasks: Iterable[Task]) -> Iterator[Task]:
         """The tasks that `rounds` gives to this process."""
         return islice(tasks, self.rank, None, self.count)
+
+
+def _outcome(work: Callable[[Task], Result], task: Task) -> tuple[Any, Exception | None]:
+    """The result of a task, or the error it ended with."""
+    try:
+        return work(task), None
+    except Exception as error:
+        return None, error
 
 
 def current() -> Processes:

@@ -14,7 +14,6 @@ from torch.nn.functional import gelu, scaled_dot_product_attention
 
 from bmfa.files import write_whole
 from bmfa.models.state_dicts import load_weights
-from bmfa.packages import load_package
 
 IMAGE_SIZE = 112
 PATCH_SIZE = 8
@@ -163,8 +162,9 @@ def load(weights: str | os.PathLike[str] | None = None) -> EmbeddedViT:
 
 def save(model: EmbeddedViT, path: str | Path, metadata: Mapping[str, str]) -> None:
     """Write the weights in half precision; the file appears whole or not at all."""
+    from safetensors.torch import save as to_bytes
+
     state = {name: tensor.half().cpu() for name, tensor in model.state_dict().items()}
     # One entry, as safetensors writes several in no fixed order, and equal weights make equal files.
     made = {"recipe": json.dumps(dict(metadata), sort_keys=True)}
-    content = load_package("safetensors.torch").save(state, metadata=made)
-    write_whole(path, content)
+    write_whole(path, to_bytes(state, metadata=made))

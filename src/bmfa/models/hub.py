@@ -13,6 +13,7 @@ from urllib.parse import urlparse
 from torch import nn
 
 from bmfa.models.preprocessing import Preprocessing
+from bmfa.models.state_dicts import check_binary
 from bmfa.packages import load_package
 
 _WAY_OUT = "on a machine with a network"
@@ -64,11 +65,19 @@ def transformers_class(config: Any) -> Any:
 
 def create_transformers(kind: Any, source: str) -> nn.Module:
     """A transformers model with its published weights."""
+    from safetensors import SafetensorError
+
+    for file in sorted(Path(source).glob("*.safetensors")) if Path(source).is_dir() else ():
+        check_binary(file)
     try:
         with _bars_on_terminals_alone():
             model: nn.Module = kind.from_pretrained(source, **_access(source))
     except OSError as error:
         _missing_transformers(source, error)
+    except SafetensorError as error:
+        raise ValueError(
+            f"the weights of {source} are damaged ({error}); fetch them again, or pass weights=FILE"
+        ) from None
     return model
 
 

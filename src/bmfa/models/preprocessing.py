@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from bmfa.checks import check_integer, check_number
+from bmfa.data.pictures import turn_upright
 from bmfa.packages import load_package
 
 INTERPOLATIONS = ("nearest", "bilinear", "bicubic", "lanczos")
@@ -93,10 +94,16 @@ class Preprocessing:
         return replace(self, **{name: v for name, v in changes.items() if v is not None})
 
     def __call__(self, picture: Any) -> Tensor:
-        """(3, height, width) of a Pillow image, or of (height, width, 3) RGB in 8 bits."""
-        images = load_package("PIL.Image")
-        image = images.fromarray(picture) if isinstance(picture, np.ndarray) else picture
-        pixels = np.asarray(self._cropped(image.convert("RGB"), images), dtype=np.float32) / 255
+        """Prepare one picture.
+
+        Args:
+            picture: a Pillow image, which is turned upright as its EXIF orientation says, or
+                (height, width, 3) RGB in 8 bits.
+
+        Returns:
+            (3, height, width) of the model's size, float32.
+        """
+        pixels = np.asarray(self._resized(picture), dtype=np.float32) / 255
         mean, std = (np.asarray(values, np.float32) for values in (self.mean, self.std))
         normal = (pixels - mean) / std
         return torch.from_numpy(np.ascontiguousarray(normal.transpose(2, 0, 1)))
@@ -104,6 +111,15 @@ class Preprocessing:
     def batch(self, pictures: Sequence[NDArray[np.uint8]]) -> Tensor:
         """(B, 3, height, width) of some pictures."""
         return torch.stack([self(picture) for picture in pictures])
+
+    def _resized(self, picture: Any) -> Any:
+        """The picture at the model's size; Pillow is needed only where that changes it."""
+        array, whole = isinstance(picture, np.ndarray), self.squash or self.crop_pct == 1.0
+        if array and whole and picture.dtype == np.uint8 and picture.shape == (*self.size, 3):
+            return picture
+        images = load_package("PIL.Image")
+        image = images.fromarray(picture) if array else turn_upright(picture)
+        return self._cropped(image.convert("RGB"), images)
 
     def _cropped(self, image: Any, images: Any) -> Any:
         height, width = self.size

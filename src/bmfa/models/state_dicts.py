@@ -10,17 +10,31 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bmfa.packages import load_package
-
 # Where training scripts keep the weights inside a checkpoint.
 _WRAPPERS = ("model", "state_dict", "model_state", "teacher")
+# Bytes that no text holds, and that all files of weights begin with.
+_CONTROL = frozenset({*range(9), *range(14, 32)})
+_ACCEPTED = "pass a safetensors file, or a state dict that torch.save wrote"
 
 
 def read_state_dict(path: str | os.PathLike[str]) -> dict[str, Tensor]:
-    """The tensors of a file by name; anything but tensors is refused."""
+    """Read the weights of a model.
+
+    Args:
+        path: a safetensors file, or a pickle of tensors that `torch.save` wrote.
+
+    Returns:
+        The tensors by name, on the CPU.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: the file holds anything but tensors, or is damaged.
+    """
     file = Path(path)
     if not file.is_file():
-        raise FileNotFoundError(f"no weights at {file}; pass a safetensors or state-dict file")
+        kind = "a folder" if file.is_dir() else "no file"
+        raise FileNotFoundError(f"weights {file} is {kind}; {_ACCEPTED}")
+    check_binary(file)
     if file.suffix == ".safetensors":
         return _read_safetensors(file)
     try:
@@ -61,12 +75,25 @@ def load_weights(model: nn.Module, path: str | os.PathLike[str]) -> None:
     model.load_state_dict(found)
 
 
+def check_binary(file: Path) -> None:
+    """Refuse an empty file, and text: a web page, or a pointer that stands for the file itself."""
+    with file.open("rb") as content:
+        start = content.read(256)
+    if not start:
+        raise ValueError(f"{file} is empty; {_ACCEPTED}")
+    if _CONTROL.isdisjoint(start):
+        line = start.decode(errors="replace").strip().partition("\n")[0][:40]
+        raise ValueError(f"{file} is a text file that begins with {line!r}; {_ACCEPTED}")
+
+
 def _read_safetensors(file: Path) -> dict[str, Tensor]:
-    load_file = load_package("safetensors.torch").load_file
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
     try:
         return dict(load_file(file))
-    except load_package("safetensors").SafetensorError as error:
-        raise ValueError(f"{file} is no readable safetensors file: {error}") from None
+    except SafetensorError as error:
+        raise ValueError(f"{file} is no readable safetensors file ({error}); {_ACCEPTED}") from None
 
 
 def _tensors(content: Any, file: Path) -> dict[str, Tensor]:

@@ -15,7 +15,6 @@ from torch.utils.data import DataLoader, Dataset
 from bmfa.checks import check_integer
 from bmfa.data.embedded import figure_batch
 from bmfa.models.embedded import EmbeddedViT, preprocess, save
-from bmfa.packages import load_package
 
 # Far from the small seeds people type, so that those give pictures the model never saw.
 SEED = 20_260_000
@@ -236,7 +235,6 @@ def _check_device(device: str | torch.device) -> torch.device:
 
 def _check_files(*paths: Path | None) -> None:
     """Refuse before long work what could not be written after it."""
-    load_package("safetensors.torch")
     for path in paths:
         if path is not None and (path.is_dir() or not path.parent.is_dir()):
             raise ValueError(f"{path} cannot be written; pass a file in a folder that exists")
