@@ -171,7 +171,7 @@ def bench(evidence: Evidence) -> str:
     return (
         bench_tables.chapter(evidence)
         + plain
-        + paragraph("Times are medians of one run on the machine named at the end of this page.")
+        + paragraph("Times are medians of one run, on the machines named at the end of this page.")
     )
 
 
