@@ -312,6 +312,34 @@ def test_the_papers_figures_stand_beside_ours(records: list[Record]) -> None:
     assert "longer upper tail" in chapter
 
 
+def section(records: list[Record], name: str) -> str:
+    """The text of a chapter without its figures and markup."""
+    page = (
+        report.build_page(records).partition(f'<section id="{name}">')[2].partition("</section>")[0]
+    )
+    return re.sub(r"<[^>]+>", "", re.sub(r"<svg.*?</svg>", "", page, flags=re.S)).replace(
+        "\u00a0", " "
+    )
+
+
+def test_sentences_follow_the_records() -> None:
+    assert "Weighing by mass alone does not help: mass:0.002 has 0.835" in section(
+        [synthetic()], "synthetic"
+    )
+    better = synthetic()
+    for row in better.rows:
+        row["mean_gap"] = 0.1 if row["method"] == "mass:0.002" else row["mean_gap"]
+    assert "Weighing by mass" not in section([better], "synthetic")
+    text = section([probe()], "probes")
+    assert "26.5 % (COCO). That is where its P95 gap comes from (2.465)" in text
+    assert "P95 gaps of rules that look further (COCO): optimal:0.001 0.005 at 36.0 %." in text
+    few = probe()
+    for row in few.rows:
+        row["unsplit_percent"] = 1.0
+    assert "comes from" not in section([few], "probes")
+    assert find([few], "tail is worse").note == ""
+
+
 def test_summary_says_that_the_centre_defeats_algorithm_1(records: list[Record]) -> None:
     claim = find(records, "residual near zero")
     assert claim.verdict is Verdict.DIFFERS

@@ -128,10 +128,8 @@ def _largest_gap(evidence: Evidence) -> str:
         f"({paper.dataset_title(dataset)}); the paper's four cases have {decimal(low, 3)} to "
         f"{decimal(high, 3)}."
     )
-    beyond = (
-        " Its scores have a longer upper tail than our fit gives them." if largest < low else ""
-    )
-    return paragraph(sentence + beyond)
+    beyond = " None reaches them: its scores may have a longer upper tail than our fit gives them."
+    return paragraph(sentence + (beyond if largest < low else ""))
 
 
 def _beside_the_papers_figures(evidence: Evidence) -> str:
@@ -173,7 +171,7 @@ def bench(evidence: Evidence) -> str:
     return (
         bench_tables.chapter(evidence)
         + plain
-        + paragraph("Times are medians of one run on the machine named at the end of this page.")
+        + paragraph("Times are medians of one run, on the machines named at the end of this page.")
     )
 
 

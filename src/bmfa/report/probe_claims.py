@@ -3,6 +3,7 @@
 from bmfa.report import paper
 from bmfa.report.evidence import Evidence, in_order, number
 from bmfa.report.markup import decimal
+from bmfa.report.probe_chapter import BEYOND_P95
 from bmfa.report.verdicts import Claim, Verdict, direction, missing, percent, show
 
 
@@ -74,7 +75,7 @@ def _tail(evidence: Evidence) -> Claim:
         return missing(claim, words, "probe")
     note = f"It comes from the {decimal(unsplit, 1)} % of instances whose root is never split."
     ours = f"{show(tail)} against {show(correction)} ({paper.dataset_title(dataset)})"
-    shown = note if unsplit is not None else ""
+    shown = note if unsplit is not None and unsplit > BEYOND_P95 else ""
     return Claim(claim, words, ours, direction(tail > correction), shown)
 
 

@@ -17,7 +17,7 @@ def content(evidence: Evidence) -> str:
     printed = paper.IMAGENET["tome:8"]
     intro = paragraph(
         "Token reduction shortens the sequence for every later layer instead of screening attention. "
-        f"The paper compares seven methods in a figure and prints the numbers of one: tome:8 loses "
+        f"The paper compares six methods in a figure and prints the numbers of one: tome:8 loses "
         f"{decimal(printed.drop_pp, 3)} points at {decimal(printed.speedup, 3)} times the speed of "
         "the full model. free-energy is this library's: it merges what costs the least free energy, "
         "mass times distortion.",

@@ -79,11 +79,15 @@ def _findings(evidence: Evidence) -> str:
             f"centre, where the mean has {gap('sparge-mean', 'centred')} and fixed-depth:2 "
             f"{gap('fixed-depth:2', 'centred')}."
         )
-    mass = [m for m in in_order(evidence.rows("synthetic"), "method") if m.startswith("mass")]
-    if mass:
+    corner = {
+        text(row, "method"): number(row, "mean_gap") or 0.0
+        for row in evidence.select("synthetic", placement="corner")
+    }
+    mass = next((method for method in corner if method.startswith("mass")), None)
+    if mass is not None and corner[mass] > corner.get(paper.ALGORITHM_1, 0.0):
         sentences.append(
-            f"Weighing by mass alone does not help: {mass[0]} has {gap(mass[0], 'corner')} in the "
-            "corner, because it weighs the same blind score."
+            f"Weighing by mass alone does not help: {mass} has {gap(mass, 'corner')} in the corner, "
+            "because it weighs the same blind score."
         )
     least = evidence.value("synthetic", "min_gap", method="mean-variance", placement="corner")
     if least is not None and least < 0:
