@@ -12,7 +12,7 @@ from bmfa.checks import check_integer, check_number
 from bmfa.models.forwards import override_method, override_of, restore_method
 from bmfa.models.hosts import find_host
 from bmfa.models.screens import GridOfBlock, TokenGrid, replacements_in
-from bmfa.rules import Optimal, RandomQuadrants, Rule, parse
+from bmfa.rules import Optimal, RandomQuadrants, Rule, as_rule
 
 
 def patch(
@@ -114,10 +114,7 @@ def _chosen_rule(rule: Rule | str | None, error: float | None, leaves: float | N
         raise ValueError(
             f"{' and '.join(given)} are given; pass at most one of {', '.join(values)}"
         )
-    chosen = parse(rule) if isinstance(rule, str) else rule
-    if chosen is not None and not isinstance(chosen, Rule):
-        raise TypeError(f"rule is {rule!r}; pass one of bmfa.rules, or a name as 'optimal:0.002'")
-    return chosen
+    return None if rule is None else as_rule(rule)
 
 
 def _options(
