@@ -101,8 +101,10 @@ def names_cudnn(q: Tensor, k: Tensor, v: Tensor) -> bool:
 def likeness(q: Any, k: Any, v: Any, *options: Any) -> Hashable | None:
     """Equal for calls that are checked and served alike; None where a call is to be checked."""
     for tensor in (q, k, v):
-        if not isinstance(tensor, Tensor) or not has_values(tensor):
+        if not isinstance(tensor, Tensor) or tensor.layout != torch.strided:
             return None
+    if not has_values(q):
+        return None
     device = q.device
     if torch.is_autocast_enabled(device.type):
         dtype = torch.get_autocast_dtype(device.type)
