@@ -1,7 +1,9 @@
 """Bounds on the gap: they hold without tolerance, in their order, and are attained."""
 
+import itertools
 import math
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -245,6 +247,48 @@ def test_recursive_bound_of_rounded_means(seed: int, tau: float) -> None:
     assert bool((bound <= gap * (1 + tolerance) + margin + 1e-300).all())
 
 
+def recursive_gap(means: Tensor, weights: Tensor, gaps: Tensor, tau: float) -> np.ndarray:
+    """The gap of a block from those of its children, in extended precision."""
+    if np.finfo(np.longdouble).eps > 1e-18:
+        pytest.skip("needs extended precision to judge float64")
+    m, w, g = (x.double().numpy().astype(np.longdouble) for x in (means, weights, gaps))
+    counted, w = w > 0, w / w.sum(-1, keepdims=True)
+    m = np.where(counted, m, m.min())
+    depth = m - m.max(-1, keepdims=True)  # the differences of floats of one size are exact
+    raised = np.where(counted, depth + g, -np.inf) / np.longdouble(tau)
+    top = raised.max(-1, keepdims=True)
+    mass = (w * np.exp(raised - top)).sum(-1)
+    lift = (w * np.expm1(raised - top)).sum(-1)
+    log = np.where(lift > -0.5, np.log1p(np.maximum(lift, -0.5)), np.log(mass))
+    gap: np.ndarray = tau * (top[..., 0] + log) - (w * depth).sum(-1)
+    return gap
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("offset", [0.0, 1e4, -1e6])
+def test_recursive_bound_is_rounded_up_at_every_offset(dtype: torch.dtype, offset: float) -> None:
+    generator = torch.Generator().manual_seed(0)
+    eps = torch.finfo(dtype).eps
+    for tau, spread, size in itertools.product(
+        (1e-3, 1.0), (1e-2, 1.0, 100.0), (1e-4, 1.0, 30.0, 1e3)
+    ):
+        noise = torch.randn(4000, 4, generator=generator)
+        means = (offset + spread * noise).to(dtype)
+        weights = torch.randint(0, 65, (4000, 4), generator=generator).to(dtype)
+        weights[:, 0] += 1
+        weights[:1000, 0] *= 1e6  # the others may hold the mass, and hardly any tokens
+        gaps = (size * torch.rand(4000, 4, generator=generator)).to(dtype)
+        bound = bounds.recursive(means, weights, gaps, tau).double().numpy()
+        gap = recursive_gap(means, weights, gaps, tau)
+        reach = (means.amax(-1) - means.amin(-1) + gaps.amax(-1)).double().numpy()
+        # The judge rounds, too: terms of that size cancel.
+        below = bound < gap - 8 * np.finfo(np.longdouble).eps * reach
+        assert not below.any(), (tau, spread, size, int(below.sum()))
+        # The margins of both terms: of the gap, of U_C - D_C, and of exponents up to STEEP.
+        steps = 8 * bounds.RESULT_ULPS * (1 + bounds.STEEP)
+        assert bool((bound - gap <= steps * eps * (gap + reach)).all()), (tau, spread, size)
+
+
 def test_recursive_bound_where_child_masses_underflow() -> None:
     # The child of mean -1000 has no mass beside the other, and yet the only tokens that matter.
     bound = bounds.recursive(tensor([0.0, -1000.0]), tensor([1.0, 1.0]), tensor([0.0, 2000.0]))
@@ -301,6 +345,52 @@ def test_certificate_bounds_the_global_error(seed: int, tau: float) -> None:
     torch.testing.assert_close(
         whole, bounds.certificate(mass[:, 2:], upper[:, 2:], tau), rtol=8 * EPS, atol=0
     )
+
+
+@pytest.mark.parametrize("tau", [0.3, 1.0])
+def test_certificate_is_rounded_up(tau: float) -> None:
+    """In float32, judged in float64, where its terms have all their digits."""
+    generator = torch.Generator().manual_seed(0)
+    for size in (1e-6, 1.0, 20.0, 60.0):
+        bound = size * tau * torch.rand(4000, 5, generator=generator)
+        # The masses of steep leaves are tiny: their exponential alone is off by more than the result.
+        mass = torch.rand(4000, 5, generator=generator) * 10 ** torch.empty(4000, 1).uniform_(
+            -25, 0, generator=generator
+        )
+        excess = (mass.double() * torch.expm1(bound.double() / tau)).sum(-1)
+        exact = tau * torch.log1p(excess)
+        got = bounds.certificate(mass, bound, tau).double()
+        assert bool((got >= exact).all()), (size, int((got < exact).sum()))
+        steps = 4 * (bounds.RESULT_ULPS + bounds.STATISTIC_ULPS * (1 + size))
+        assert bool((got <= exact * (1 + steps * torch.finfo(torch.float32).eps) + 1e-37).all())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_certificate_that_underflows_is_not_zero(dtype: torch.dtype) -> None:
+    tiny = torch.finfo(dtype).tiny
+    small = torch.tensor([tiny, 1e3 * tiny], dtype=dtype)
+    assert bounds.certificate(small, small) > 0
+
+
+@pytest.mark.parametrize("tau", [0.1, 1.0, 30.0])
+def test_bennett_allows_for_the_rounding_of_the_variance(tau: float) -> None:
+    """With a variance too small by its allowance, the result keeps its own margin, in float32.
+
+    On two values the bound is the gap itself. At heights far below tau the variance decides alone: the
+    gap is v / 2 tau, and the allowance for the mean adds next to nothing.
+    """
+    generator = torch.Generator().manual_seed(0)
+    high = 1e-2 * tau * (0.1 + torch.rand(4000, generator=generator))
+    low = -high * (0.1 + torch.rand(4000, generator=generator))
+    exact_high, exact_low = high.double(), low.double()
+    share = exact_high / (exact_high - exact_low)  # of the low value: the mean is 0
+    exact = energy.binary_gap(share, exact_low - exact_high, tau)
+    eps = torch.finfo(torch.float32).eps
+    rounded = -exact_high * exact_low * (1 - bounds.STATISTIC_ULPS * eps)
+    variance = torch.nextafter(rounded.float(), torch.tensor(0.0))
+    bound = bounds.bennett(high, 0.0, variance, tau).double()
+    computed = 6  # ulps: of the variance's own step, and of binary_gap
+    assert bool((bound >= exact * (1 + (bounds.RESULT_ULPS - computed) * eps)).all())
 
 
 def test_certificate_in_the_log_domain() -> None:

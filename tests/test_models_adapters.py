@@ -523,6 +523,50 @@ def test_records_hold_trees_errors_and_attention() -> None:
     assert len(layer.trees) == 2
 
 
+def test_recorded_attention_is_what_the_layer_used() -> None:
+    model, used = made("vit"), []
+    patch(model, rule=rules.Optimal(leaves=0.3), layers=[1])
+    with record(model) as recording:
+        run(model, pictures())
+    middle = float(recording[1].errors[0].median())
+    patch(model, rule=rules.Optimal(leaves=0.3), layers=[1], fallback=middle)
+    screen = screens_in(model)[0][1]
+    attend = type(screen).__call__
+
+    def watched(self: Any, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
+        output = attend(self, query, key, value, **options)
+        used.append((value, output))
+        return output
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(type(screen), "__call__", watched)
+        with record(model, attention=True) as recording:
+            run(model, pictures())
+    (value, output), layer = used[0], recording[1]
+    recomputed = layer.stats[0].fallback
+    assert 0 < recomputed < output.shape[:3].numel()
+    torch.testing.assert_close(layer.attention[0] @ value, output, rtol=1e-4, atol=1e-5)
+    same = (layer.attention[0] == layer.full_attention[0]).all(-1)
+    assert int(same.sum()) == recomputed
+
+
+def test_attention_over_tiles_has_no_weights_to_record() -> None:
+    model = patch(made("vit"), error=0.5, form="tiled", layers=[1])
+    with record(model) as recording:
+        run(model, pictures())
+    assert recording[1].stats[0].form == "tiled"
+    with (
+        record(model, attention=True) as recording,
+        pytest.raises(ValueError, match=r"layer 1 attends over tiles.*record\(model\) without"),
+    ):
+        run(model, pictures())
+    patch(model, error=0.5, layers=[1])  # "auto" is dense on a grid this small
+    with record(model, attention=True) as recording:
+        run(model, pictures())
+    assert recording[1].stats[0].form == "dense"
+    assert torch.equal(recording[1].attention[0], recording[1].full_attention[0])
+
+
 def test_coins_differ_between_layers() -> None:
     model = patch(made("vit"), rule="random-quadrants:0.5", layers="all")
     with record(model) as recording:

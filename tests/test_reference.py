@@ -694,7 +694,9 @@ def test_refusals_teach():
         build_tree(np.full((2, 2), np.inf), rules.GlobalMean())
     with pytest.raises(ValueError, match="shape"):
         build_tree(np.zeros(4), rules.GlobalMean())
-    with pytest.raises(TypeError, match="rule is"):
+    with pytest.raises(TypeError, match=r"rule is 3; pass one of bmfa\.rules"):
+        build_tree(np.zeros((2, 2)), 3)
+    with pytest.raises(ValueError, match=r"rule 'gamma'.*NAME:VALUE"):
         build_tree(np.zeros((2, 2)), "gamma")
     with pytest.raises(ValueError, match="representative"):
         reference.attention(*qkv(0, 1, 1, 1), 1, 1, rules.GlobalMean(), form="single")

@@ -543,6 +543,39 @@ def test_a_large_budget_of_error_holds_for_each_tree(dtype, budget, tau):
     assert bool((tree.error(scores.double()) <= 1.001 * budget * tau).all())
 
 
+def all_trees(scores: np.ndarray) -> list[tuple[int, float]]:
+    """Leaves and E of the 17 trees on a 4x4 grid: one leaf, or four quarters, each split or not."""
+    quarters = [scores[y : y + 2, x : x + 2] for y in (0, 2) for x in (0, 2)]
+    trees = [(1, 16 * np.exp(scores.mean()))]
+    for splits in itertools.product((False, True), repeat=4):
+        held = sum(
+            np.exp(quarter).sum() if split else 4 * np.exp(quarter.mean())
+            for quarter, split in zip(quarters, splits, strict=True)
+        )
+        trees.append((4 + 3 * sum(splits), held))
+    return [(leaves, -math.log(held / np.exp(scores).sum())) for leaves, held in trees]
+
+
+def test_a_budget_takes_the_best_tree_of_the_path_and_not_of_all_trees():
+    """No tree with as many leaves has less error; one with fewer may meet the same budget."""
+    better = {"error": 0, "leaves": 0}
+    for seed in range(40):
+        scores = noise(16, seed=seed)
+        trees = all_trees(scores.view(4, 4).numpy())
+        for budget in (0.05, 0.1, 0.2, 4, 7):
+            by_error = isinstance(budget, float)
+            rule = rules.Optimal(error=budget) if by_error else rules.Optimal(leaves=budget)
+            tree = screen(scores, Grid(4, 4), rule)
+            leaves, error = int(tree.leaf_count), float(tree.error(scores))
+            assert (error <= budget + 1e-12) if by_error else (leaves <= budget)
+            assert all(other >= error - 1e-12 for count, other in trees if count <= leaves)
+            if by_error:
+                better["error"] += any(n < leaves and e <= budget for n, e in trees)
+            else:
+                better["leaves"] += any(n <= budget and e < error - 1e-12 for n, e in trees)
+    assert better["error"] and better["leaves"]  # as the documentation of Optimal says
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_pooled_budgets_hold_on_average(dtype):
     grid = Grid(14, 14)

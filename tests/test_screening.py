@@ -564,9 +564,9 @@ BAD = {
     "tau text": (lambda: screen(SCORES, GRID, RULE, tau="1"), TypeError, "tau is '1'; pass"),
     "tau True": (lambda: screen(SCORES, GRID, RULE, tau=True), TypeError, "tau is True; pass"),
     "rule text": (
-        lambda: screen(SCORES, GRID, "gamma:0.1"),
-        TypeError,
-        r"rule is 'gamma:0\.1'; pass one of bmfa\.rules, e\.g\. rules\.Gamma",
+        lambda: screen(SCORES, GRID, "gama:0.1"),
+        ValueError,
+        r"rule 'gama:0\.1' is unknown; pass NAME:VALUE with a name of gamma,",
     ),
     "rule class": (
         lambda: screen(SCORES, GRID, rules.Gamma),
@@ -735,8 +735,8 @@ BAD_KEYS = {
     ),
     "rule": (
         lambda: screen_keys(keys(2, 5, 8), keys(2, 16, 8), GRID, "gamma"),
-        TypeError,
-        "rule is 'gamma'; pass one of",
+        ValueError,
+        "rule 'gamma'.*rules read NAME:VALUE",
     ),
     "mask": (
         lambda: screen_keys(

@@ -7,7 +7,7 @@ import torch
 from bmfa import screened_attention
 from bmfa.grid import Grid
 from bmfa.kernels.eager.certifying import working_precision
-from bmfa.kernels.reference import attention_error, build_tree, tiled_error
+from bmfa.kernels.reference import attention_error, build_tree, tiled_attention, tiled_error
 from bmfa.rules import FixedBlocks
 from bmfa.tiled_certificates import tiled_certificate
 from bmfa.tiling import Tiling
@@ -151,6 +151,69 @@ def test_everything_expanded_is_certified_exactly(seed: int) -> None:
     marks = torch.ones(1, 2, tiling.groups, tiling.tiles, dtype=torch.bool)
     bound = tiled_certificate("eager", q, k, tiling, marks, prefix=prefix, scale=0.25, valid=valid)
     assert not bool(bound.any())
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("order", ["raster", "z"])
+def test_certificates_stand_at_their_queries_in_every_order(order: str, masked: bool) -> None:
+    torch.manual_seed(7)
+    grid, prefix = Grid(11, 13), 2  # Z-order is not its own inverse here
+    q, k, v = 2 * torch.randn(3, 1, 2, prefix + grid.size, 8, dtype=torch.float64)
+    valid = torch.rand(1, grid.size) < 0.7 if masked else None
+    spatial = grid.z_order if order == "z" else torch.arange(grid.size)
+    assert order == "raster" or not torch.equal(grid.z_order, grid.z_rank)
+    places = torch.cat((torch.arange(prefix), prefix + spatial))
+    result = screened_attention(
+        *(x[:, :, places] for x in (q, k, v)),
+        grid=grid,
+        prefix=prefix,
+        error=0.3,
+        order=order,
+        valid=None if valid is None else valid[:, spatial],
+        form="tiled",
+        backend="eager",
+        certificate=True,
+    )
+    tiling, scale = Tiling(grid), 8**-0.5
+    marks = tiled_attention(
+        *(x.numpy() for x in (q, k, v)),
+        tiling,
+        prefix=prefix,
+        scale=scale,
+        error=0.3,
+        valid=None if valid is None else valid.numpy(),
+    ).expanded
+    assert 0 < marks.mean() < 1
+    error = tiled_error(
+        q.numpy(), k.numpy(), marks, tiling, prefix=prefix, scale=scale, valid=valid
+    )[:, :, places]
+    assert error.max() > 0.1 and result.stats.certificate is not None
+    apart = result.stats.certificate.numpy() - error
+    assert apart.min() >= 0 and apart.max() < 1e-10  # scores below 100, float64
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("order", ["raster", "z"])
+def test_fallback_recomputes_the_queries_above_it_and_no_others(order: str, masked: bool) -> None:
+    torch.manual_seed(8)
+    grid, prefix = Grid(11, 13), 2
+    q, k, v = 2 * torch.randn(3, 1, 2, prefix + grid.size, 8, dtype=torch.float64)
+    valid = torch.rand(1, grid.size) < 0.7 if masked else None
+    call = {"grid": grid, "prefix": prefix, "error": 0.3, "order": order, "valid": valid}
+    call |= {"form": "tiled", "backend": "eager"}
+    plain = screened_attention(q, k, v, certificate=True, **call)
+    bound = plain.stats.certificate
+    assert bound is not None
+    limit = float(bound[bound > 0].quantile(0.7))
+    mended = screened_attention(q, k, v, fallback=limit, **call)
+    above = bound > limit
+    assert 0 < int(above.sum()) < int((~above).sum())
+    assert mended.stats.fallback == int(above.sum())
+    mask = None if valid is None else torch.cat((valid.new_ones(1, prefix), valid), 1)
+    exact = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+    assert bool(((plain.output - exact).abs().amax(-1)[above] > 1e-3).all())
+    torch.testing.assert_close(mended.output[above], exact[above], rtol=1e-9, atol=1e-9)
+    assert torch.equal(mended.output[~above], plain.output[~above])
 
 
 def test_prefix_queries_have_no_error() -> None:

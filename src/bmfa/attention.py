@@ -271,6 +271,7 @@ def _tiled_attention(
         call.audit(output, audit) if audit > 0 else None,
         result.counts,
         tiling.tiles,
+        call.existing(tiling, ran),
     )
     return Screened(output.to(call.inputs[0].dtype), trees, stats)
 
@@ -285,7 +286,9 @@ def _dense_attention(
 ) -> Screened:
     """Dense attention, which later calls like this one have without checks."""
     mask, tensors = call.dense_mask, call.without_absent
-    dense = DenseCall(tensors, mask, tiling, question, why, call.prefix, call.scale, call.tau)
+    dense = DenseCall(
+        tensors, mask, tiling, question, why, call.prefix, call.scale, call.tau, call.on_demand
+    )
     screened = dense(*tensors, mask)
     if like is not None and tiled.slower_than_dense(call.inputs[0], tiling, question) is not None:
         dense_attention.remember(like, dense)

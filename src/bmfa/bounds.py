@@ -82,21 +82,32 @@ def recursive(
 ) -> Tensor:
     """G <= Gamma + tau log sum_C pi_C e^(U_C / tau) over the last dimension, rounded up.
 
-    pi_C is proportional to w_C e^(M_C / tau), and U_C any bound on the gap of child C. The means
-    count as exact: where they are rounded by up to delta, add score_margin(delta). Weights may be
-    counts; a child of weight 0 has no effect.
+    pi_C is proportional to w_C e^(M_C / tau), and U_C any bound on the gap of child C.
+
+    Args:
+        child_means: (..., k) M_C. They count as exact, at any offset: where they are rounded by up
+            to delta, add score_margin(delta).
+        child_weights: (..., k) at least 0, not all 0: counts will do. A child of weight 0 has no
+            effect.
+        child_bounds: (..., k) U_C, at least 0.
+        tau: The temperature, above 0.
+
+    Returns:
+        (...) the bound, in the dtype of the tensors, float32 at least.
     """
     means, weights, bounds = as_tensors(
         child_means=child_means, child_weights=child_weights, child_bounds=child_bounds
     )
     check_elements("child_bounds", bounds, bounds >= 0, "bounds of at least 0")
     tau = check_tau(tau)
+    # Relative to the largest, means are exact to rounding of themselves whatever their offset.
+    largest = torch.where(weights > 0, means, -torch.inf).amax(-1, keepdim=True)
+    means = torch.where(weights > 0, means - largest, 0.0)
     # A little below tau the gap is a little larger, by what rounding M_C / tau may have taken.
     gamma = weighted_gap(means, weights, tau=tau * (1 - _ulps(means, RESULT_ULPS)))
     weights = weights / weights.sum(-1, keepdim=True)
     bounds = torch.where(weights > 0, bounds, 0.0)
-    top = torch.where(weights > 0, means, -torch.inf).amax(-1, keepdim=True)
-    depth = torch.where(weights > 0, means - top, 0.0) / tau
+    depth = means / tau
     mass = weights * torch.exp(depth)
     rounding = 1 - _ulps(means, STATISTIC_ULPS) * depth.clamp(min=-1000.0)
     residual = certificate(rounding * mass / mass.sum(-1, keepdim=True), bounds, tau)
@@ -152,12 +163,21 @@ def _two_point_gap(top: Tensor, bottom: Tensor, tau: float) -> Tensor:
 
 
 def _steep_recursive(means: Tensor, weights: Tensor, bounds: Tensor, tau: float) -> Tensor:
-    """tau log sum_C w_C e^((M_C + U_C) / tau) - sum_C w_C M_C, scaled by its largest term."""
-    sums = torch.where(weights > 0, means + bounds, -torch.inf)
-    top = sums.amax(-1, keepdim=True)
-    height = (weights * torch.where(weights > 0, top - means, 0.0)).sum(-1)
-    loss = tau * (weights * torch.exp((sums - top) / tau)).sum(-1).log()
+    """tau log sum_C w_C e^((M_C + U_C) / tau) - sum_C w_C M_C, rounded up.
+
+    Means are relative to the largest. M_C + U_C is rounded up for every child, and the bound increases
+    in it.
+    """
     margin = _ulps(means, RESULT_ULPS)
+    raised = (1 + margin) * bounds + (1 - margin) * means
+    raised = torch.where(weights > 0, raised, -torch.inf)
+    top = raised.amax(-1, keepdim=True)  # at least 0
+    height = (weights * (top - means)).sum(-1)
+    below = (raised - top) / tau
+    lift = (weights * torch.expm1(below)).sum(-1)
+    mass = (weights * torch.exp(below)).sum(-1)
+    # The logarithm of 1 + lift = mass, from whichever keeps its digits.
+    loss = tau * torch.where(lift > -0.5, torch.log1p(lift), mass.log())
     return (1 + margin) * height + (1 - margin) * loss
 
 

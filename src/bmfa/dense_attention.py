@@ -4,7 +4,7 @@ The checks of a call take the host longer than small pictures take a GPU. They l
 devices and options alone, so that what was found of one call holds for all calls with the same.
 """
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from functools import partial
 from typing import Any
 
@@ -47,6 +47,8 @@ class DenseCall:
         prefix: int,
         scale: float,
         tau: float,
+        valid: Callable[[], Tensor]
+        | None = None,  # (B or 1, 1, N) keys that exist, in raster order
     ) -> None:
         q = tensors[0]
         self.tiling, self.rule = tiling, str(question)
@@ -55,7 +57,7 @@ class DenseCall:
         self.named = mask is None and names_cudnn(*tensors)
         self.watched = not q.is_cuda and has_values(q)
         marks = (q.shape[0], q.shape[1], tiling.groups, tiling.tiles)
-        self.trees = _AllExpanded(partial(self._tree, marks, q.device))
+        self.trees = _AllExpanded(partial(self._tree, marks, q.device, valid))
         self.stats = Stats("dense", "dense", self.rule, why, self.trees)
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Screened:
@@ -69,11 +71,14 @@ class DenseCall:
             check_finite_scores(q, k, self.scale)
         return Screened(output, self.trees, self.stats)
 
-    def _tree(self, shape: tuple[int, ...], device: torch.device) -> Tree:
+    def _tree(
+        self, shape: tuple[int, ...], device: torch.device, valid: Callable[[], Tensor] | None
+    ) -> Tree:
         """Every tile expanded, for every query: in any order of the tokens the same."""
         marks = torch.ones(shape, dtype=torch.bool, device=device)
         whole = Tiled(marks, marks.sum(-1, dtype=torch.int32), marks)
-        return tiled.tree_of(whole, self.tiling, self.prefix, self.tau, self.rule, "raster")
+        exists = None if valid is None else valid()
+        return tiled.tree_of(whole, self.tiling, self.prefix, self.tau, self.rule, "raster", exists)
 
 
 class _AllExpanded(Trees):

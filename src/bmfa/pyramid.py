@@ -197,6 +197,9 @@ class Pyramid:
         """
         step = self.step(depth)
         raised = step.offset + self.layout.children(depth, below, None)
+        if self.counts.empty is not None:
+            # A child without valid tokens must not be the largest; the largest is at least 0.
+            raised = raised.masked_fill(self.counts.empty[depth], 0.0)
         top = raised.amax(1)
         lift = child_lift(raised - top.unsqueeze(1), self.counts.weights[depth], self.tau)
         return settle(top + self._scaled(lift.log1p()) - step.shift, top, step.shift)
@@ -280,7 +283,8 @@ class ScorePyramid(Pyramid):
             spread = (step.offset - step.shift.unsqueeze(1)).square()
             if levels:
                 spread = spread + self.layout.children(depth, levels[-1], None)
-            levels.append(weighted_sum(weights, spread))
+            # An overflow of a child without tokens must not meet its weight of 0.
+            levels.append(weighted_sum(weights, spread.masked_fill(weights == 0, 0.0)))
         return levels[::-1]
 
     def maxima(self) -> list[Tensor]:

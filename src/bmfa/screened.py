@@ -6,7 +6,9 @@ from functools import cached_property
 from typing import Any
 
 from torch import Tensor
+from torch.nn.functional import pad
 
+from bmfa.tiling import Existing
 from bmfa.tree import Tree
 
 
@@ -47,20 +49,40 @@ class Stats:
     audit: Audit | None = None
     counts: Tensor | None = field(default=None, repr=False)  # (B, heads, groups) tiles expanded
     tiles: int = 0  # of the grid, where there are any
+    existing: Callable[[], Existing] | None = field(
+        default=None, repr=False
+    )  # of a masked tiled call
 
     @property
     def density(self) -> float | None:
-        """Mean fraction of the tiles that are expanded; waits for the device, None without tiles."""
+        """Mean share of the tiles that a group of queries expands; waits for the device.
+
+        The mean is over pictures, heads and groups. Under a mask, a tile without a valid token and a
+        group without a valid query count nowhere. 1.0 for dense attention, None for trees.
+        """
         if self.form == "dense":
             return 1.0
         if self.counts is None:
             return None
-        return float(self.counts.double().mean()) / self.tiles
+        if self.existing is None:
+            return float(self.counts.double().mean()) / self.tiles
+        existing = self.existing()
+        shares = self.counts.double() / existing.tiles.view(-1, 1, 1)
+        return float(shares[existing.groups.unsqueeze(1).expand_as(shares)].mean())
 
     @property
     def leaf_ratio(self) -> float:
-        """The mean fraction of the valid tokens, prefix tokens not counted; waits for the device."""
-        return float(self.trees.tree.leaf_ratio.mean())
+        """Mean number of leaves as a fraction of the valid tokens; waits for the device.
+
+        Prefix tokens are no leaves. The mean is over pictures, heads and queries; in the form "tiled",
+        queries that do not exist are left out.
+        """
+        ratios = self.trees.tree.leaf_ratio  # (B, heads, Q)
+        if self.existing is not None:
+            exists = self.existing().queries
+            exists = pad(exists, (ratios.shape[-1] - exists.shape[-1], 0), value=True)
+            ratios = ratios[exists.unsqueeze(1).expand_as(ratios)]
+        return float(ratios.mean())
 
 
 class Screened:
@@ -73,7 +95,12 @@ class Screened:
 
     @property
     def tree(self) -> Tree:
-        """The trees of every picture, head and query."""
+        """The trees of every picture, head and query, (B, heads, Q).
+
+        Those of the form "tiled" are the partition of the keys into tokens of expanded tiles and means
+        of the others. The form corrects these means, so that `tree.error` and `tree.reconstruct` speak
+        of the partition without the corrections, not of the output.
+        """
         return self._trees.tree
 
     def __iter__(self) -> Iterator[Any]:

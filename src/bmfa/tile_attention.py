@@ -1,5 +1,6 @@
 """Screened attention over tiles, or dense attention where "auto" finds that faster."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
@@ -11,7 +12,7 @@ from bmfa.calls import Call, check_finite_scores, in_raster
 from bmfa.screened import Trees
 from bmfa.tiled import Question
 from bmfa.tiled_certificates import tiled_certificate
-from bmfa.tiling import Tiled, Tiling
+from bmfa.tiling import Existing, Tiled, Tiling
 from bmfa.tree import Tree
 
 
@@ -120,15 +121,25 @@ class TileCall(Call):
         places = self.grid.z_order.to(self.device)
         return in_raster(bound.unsqueeze(-1), self.prefix, places, None).squeeze(-1)
 
+    def existing(self, tiling: Tiling, backend: str) -> Callable[[], Existing] | None:
+        """Which queries, groups and tiles exist, computed on demand; None where all do."""
+        return None if self.mask is None else partial(self._existing, tiling, backend)
+
+    def _existing(self, tiling: Tiling, backend: str) -> Existing:
+        assert self.valid is not None
+        return Existing.of(self.valid[:, 0], tiling, self.order, self.order_of(backend))
+
     def trees(self, result: Tiled, tiling: Tiling, question: Question, backend: str) -> Trees:
         """The partition of every query, made on demand."""
         return Trees(partial(self._tree, result, tiling, str(question), backend))
 
     def _tree(self, result: Tiled, tiling: Tiling, rule: str, backend: str) -> Tree:
         order = self.order_of(backend)
-        tree = tiled.tree_of(result, tiling, self.prefix, self.tau, rule, order)
+        tree = tiled.tree_of(result, tiling, self.prefix, self.tau, rule, order, self.valid)
         if self.order == order:
             return tree
         places = self.grid.z_order.to(self.device) + self.prefix
         first = torch.arange(self.prefix, device=self.device)
-        return tree[:, :, torch.cat((first, places))]
+        # Queries of a picture share its mask, which stays as it is: a column for each picture.
+        unmasked = replace(tree, valid=None)
+        return replace(unmasked[:, :, torch.cat((first, places))], valid=tree.valid)

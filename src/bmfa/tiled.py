@@ -11,6 +11,7 @@ from torch import Tensor
 
 from bmfa.checks import check_integer, check_number
 from bmfa.grid import tiles
+from bmfa.pyramid import Counts
 from bmfa.tiling import Tiled, Tiling
 from bmfa.tree import Tree
 
@@ -164,10 +165,32 @@ def choose(
     return "dense", f"auto: dense, because for triton {refusal}"
 
 
-def tree_of(tiled: Tiled, tiling: Tiling, prefix: int, tau: float, rule: str, order: str) -> Tree:
-    """The partition of every query: its group's tiles, expanded ones token by token.
+def tree_of(
+    tiled: Tiled,
+    tiling: Tiling,
+    prefix: int,
+    tau: float,
+    rule: str,
+    order: str,
+    valid: Tensor | None = None,
+) -> Tree:
+    """The partition of the spatial keys that every query of a tiled call sees.
 
-    Prefix queries see every token.
+    A leaf is a token of an expanded tile, or a tile of which the call takes the mean. The corrections
+    that the call adds to mean tiles are no part of a tree. Prefix queries see every token.
+
+    Args:
+        tiled: The result of the call.
+        tiling: Its tiles and groups of queries.
+        prefix: The number of prefix queries.
+        tau: The temperature.
+        rule: What the trees say of how they were made.
+        order: The order in which the backend took the tokens, "raster" or "z": it numbers the tiles
+            and groups of `tiled`, and orders the trees.
+        valid: (B or 1, 1, N) bool in raster order: the keys that exist. All do by default.
+
+    Returns:
+        Trees of shape (B, heads, prefix + N), queries in `order`.
     """
     layout = tiles(tiling.grid, tiling.side)
     marks = tiled.marks  # (B, heads, R, T)
@@ -188,7 +211,14 @@ def tree_of(tiled: Tiled, tiling: Tiling, prefix: int, tau: float, rule: str, or
     split = torch.cat((split.new_ones(batch, heads, prefix, split.shape[-1]), split), 2)
     shape = tuple(split.shape[:3])
     blocks = split.flatten(0, 2).T.contiguous()
-    return Tree(layout.to(marks.device), blocks, shape, tau, rule)
+    layout = layout.to(marks.device)
+    if valid is None:
+        return Tree(layout, blocks, shape, tau, rule)
+    masks = valid.squeeze(1).T  # (N, B or 1)
+    if layout.block_count:  # a tile with one valid token is a leaf, and one without is none
+        several = Counts.of(layout, torch.float32, masks).blocks[0] > 1
+        blocks &= several.repeat_interleave(blocks.shape[1] // max(1, several.shape[1]), 1)
+    return Tree(layout, blocks, shape, tau, rule, masks)
 
 
 def _reference(q: Tensor, k: Tensor, v: Tensor, tiling: Tiling, options: dict[str, Any]) -> Tiled:

@@ -141,6 +141,35 @@ def existing_slots(tiling: Tiling, valid: Tensor | None, like: Tensor) -> Tensor
     return inside.repeat_interleave(batch * heads // len(inside), 0)
 
 
+@dataclass(frozen=True, eq=False)
+class Existing:
+    """What of a masked call over tiles exists: a token of the mask is both a query and a key."""
+
+    queries: Tensor  # (B or 1, N) bool, spatial queries in the order of the call
+    groups: Tensor  # (B or 1, R) bool, groups with a query, as the backend numbers them
+    tiles: Tensor  # (B or 1,) the number of tiles with a key
+
+    @classmethod
+    def of(cls, valid: Tensor, tiling: Tiling, order: str, backend_order: str) -> "Existing":
+        """From (B or 1, N) valid tokens in raster order.
+
+        Args:
+            valid: bool.
+            tiling: Tiles and groups.
+            order: The order of the call's queries, "raster" or "z".
+            backend_order: The order in which the backend took them: in Z-order tiles are contiguous.
+        """
+        turned = valid
+        if order == "z":
+            turned = valid[:, tiling.grid.z_order.to(valid.device)]
+        if backend_order == "z":
+            inside = split_dimension(turned, 1, (tiling.tiles, tiling.side**2))
+        else:
+            inside = by_tiles(valid[:, None, :, None], tiling, torch.bool).squeeze(-1)
+        tiles = inside.any(-1)
+        return cls(turned, by_groups(tiles, tiling).any(-1), tiles.sum(-1))
+
+
 def split_dimension(x: Tensor, dimension: int, sizes: tuple[int, ...]) -> Tensor:
     """`x.unflatten`, which torch leaves without types."""
     result: Tensor = x.unflatten(dimension, sizes)  # type: ignore[no-untyped-call]

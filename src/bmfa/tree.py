@@ -210,7 +210,19 @@ class Tree:
         return self._on_scores(scores, lambda part, pyramid: part._reconstruct(pyramid))
 
     def error(self, scores: Tensor) -> Tensor:
-        """(...) E = F - F~ = tau KL(q || p) of every tree on its scores, exact to rounding."""
+        """E = F - F~ = tau KL(q || p) of every tree on its scores, exact to rounding.
+
+        q is the distribution that has the mean score of its leaf at every token, and p that of the
+        scores; both are over the valid spatial tokens alone. Attention over tiles adds corrections to
+        its mean tiles: for its trees this is E without them, and no measure of its output.
+
+        Args:
+            scores: (..., N) spatial scores, scaled but not divided by tau, whose leading dimensions
+                the trees broadcast to. Tokens that are not valid may hold anything.
+
+        Returns:
+            (...) errors in float32, or float64 for such scores.
+        """
         check_scores(scores, self.grid.size)
         working = torch.float64 if scores.dtype == torch.float64 else torch.float32
         exact = self._on_scores(scores.double(), lambda part, pyramid: part.error_on(pyramid))
@@ -219,18 +231,36 @@ class Tree:
     def output_bound(self, scores: Tensor, values: Tensor) -> Tensor:
         """(...) V_max sqrt(2 E / tau): how far the attention output can be from the exact one.
 
-        `values` are (..., N, d) with the leading dimensions of the trees, or, as attention has them,
-        without the last of these, over which all queries of a head share their values.
+        V_max is the norm of the longest value of a valid token.
+
+        Args:
+            scores: (..., N) scores, as for `error`.
+            values: (..., N, d) with the leading dimensions of the trees, or, as attention has them,
+                without the last of these, over which all queries of a head share their values.
+
+        Returns:
+            (...) float64 bounds.
         """
-        longest = torch.linalg.vector_norm(values.double(), dim=-1).amax(-1)
-        if values.dim() == len(self.shape) + 1:
-            longest = longest.unsqueeze(-1)
-        elif values.dim() != len(self.shape) + 2:
+        per_tree = values.dim() == len(self.shape) + 2
+        if not per_tree and values.dim() != len(self.shape) + 1:
             raise ValueError(
                 f"values have shape {tuple(values.shape)} and the trees {self.shape}; pass "
                 "(..., N, d) with the trees' leading dimensions, or all but the last of them"
             )
+        norms = torch.linalg.vector_norm(values.double(), dim=-1)  # (..., N)
+        norms = norms if per_tree else norms.unsqueeze(-2)
+        if self.valid is not None:
+            norms = norms.where(self._mask(), 0.0)
+        longest = norms.amax(-1)
         return output_bound(self.error(scores).double(), longest, tau=self.tau)
+
+    def _mask(self) -> Tensor:
+        """(..., N) the valid tokens of every tree; (N,) where one mask serves all."""
+        assert self.valid is not None
+        if self.valid.shape[1] == 1:
+            return self.valid.squeeze(1)
+        repeats = self.split.shape[1] // max(1, self.valid.shape[1])
+        return self.valid.repeat_interleave(repeats, 1).T.view(*self.shape, self.grid.size)
 
     def _collect(self, compute: Callable[["Tree"], Tensor]) -> Tensor:
         """Compute on the flat batch, so many trees at once that the intermediates stay small."""

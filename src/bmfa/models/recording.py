@@ -18,8 +18,11 @@ class LayerRecord:
 
     trees: list[Tree] = field(default_factory=list)
     leaf_ratios: list[Tensor] = field(default_factory=list)
-    errors: list[Tensor] = field(default_factory=list)  # E over the spatial keys
-    attention: list[Tensor] = field(default_factory=list)  # over prefix + N keys, on the trees
+    # E of the trees over the spatial keys; with tiles, without their corrections (Tree.error)
+    errors: list[Tensor] = field(default_factory=list)
+    # The weights over prefix + N keys that the layer used: those of its trees, or full attention
+    # where `fallback` recomputed a query
+    attention: list[Tensor] = field(default_factory=list)
     full_attention: list[Tensor] = field(default_factory=list)  # the same inputs without trees
     stats: list[Stats] = field(default_factory=list)
 
@@ -30,6 +33,7 @@ class Recording:
 
     layers: dict[int, LayerRecord] = field(default_factory=dict)
     keep_attention: bool = False
+    fallbacks: dict[int, float | None] = field(default_factory=dict, repr=False)  # of each layer
 
     def __getitem__(self, layer: int) -> LayerRecord:
         try:
@@ -52,6 +56,12 @@ class Recording:
 
     def heard(self, call: Call, screened: Screened) -> None:
         """Keep one call of a layer."""
+        if self.keep_attention and screened.stats.form == "tiled":
+            raise ValueError(
+                f"layer {call.layer} attends over tiles: it adds corrections to mean tiles, so its "
+                "output is no average of the values by attention weights; record(model) without "
+                "attention=True, or patch(model, rule=...) and record the weights of trees"
+            )
         record = self.layers.setdefault(call.layer, LayerRecord())
         with torch.no_grad():
             working = torch.promote_types(call.q.dtype, torch.float32)
@@ -62,8 +72,17 @@ class Recording:
             record.errors.append(screened.tree.error(scores[..., call.prefix :]))
             record.stats.append(screened.stats)
             if self.keep_attention:
-                record.attention.append(_attention(call, scores, screened.tree))
-                record.full_attention.append(_attention(call, scores))
+                full = _attention(call, scores)
+                record.full_attention.append(full)
+                record.attention.append(self._used(call, scores, screened, full))
+
+    def _used(self, call: Call, scores: Tensor, screened: Screened, full: Tensor) -> Tensor:
+        """The weights that the layer used."""
+        weights = _attention(call, scores, screened.tree)
+        bound, limit = screened.stats.certificate, self.fallbacks.get(call.layer)
+        if bound is None or limit is None:
+            return weights
+        return torch.where((bound <= limit).unsqueeze(-1), weights, full)
 
     def _mean(self, tensors: list[Tensor]) -> float:
         if not tensors:
@@ -74,7 +93,19 @@ class Recording:
 
 @contextmanager
 def record(model: nn.Module, *, attention: bool = False) -> Iterator[Recording]:
-    """Record what the screened layers do while the block runs; with `attention` the weights too."""
+    """Record what the screened layers do while the block runs.
+
+    Args:
+        model: A patched model with its tokens in raster order.
+        attention: Whether to keep the attention weights too. Attention over tiles has none: where it
+            runs, the forward pass raises a ValueError.
+
+    Returns:
+        A context manager that gives a `Recording`, filled by every forward pass inside the block.
+
+    Raises:
+        ValueError: If the model is not patched, or its tokens travel in Z-order.
+    """
     screens = [screen for _, screen in screens_in(model)]
     if not screens:
         raise ValueError(
@@ -82,7 +113,8 @@ def record(model: nn.Module, *, attention: bool = False) -> Iterator[Recording]:
         )
     if any(screen.place.wanted != "raster" for screen in screens):
         raise ValueError("tokens travel in Z-order; patch(model, order='raster') to record them")
-    recording = Recording(keep_attention=attention)
+    fallbacks = {screen.layer: screen.options.get("fallback") for screen in screens}
+    recording = Recording(keep_attention=attention, fallbacks=fallbacks)
     before = [screen.listener for screen in screens]
     for screen in screens:
         screen.listener = recording

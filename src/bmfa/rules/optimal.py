@@ -1,4 +1,4 @@
-"""The best tree there is: fewest leaves for the mass they hold, by bottom-up pruning."""
+"""Trees with the least price of leaves and lost mass together, by bottom-up pruning."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,14 +17,30 @@ LEAST_PENALTY = {torch.float32: 1e-30, torch.float64: 1e-250}
 
 @dataclass(frozen=True, eq=False)
 class Optimal(Rule):
-    """The tree of the least penalty * leaves - (mass held), of all trees on the hierarchy.
+    """The tree of the least penalty * leaves - (share of Z held), of all trees on the hierarchy.
 
     Splitting block B recovers gain_B = pi_B (exp(Gamma_B / tau) - 1) of Z, costs k_B - 1 leaves, and
     opens its children: with advantage A_B = max(0, gain_B - penalty (k_B - 1) + sum_C A_C) the split
-    is kept iff that sum is positive. Give one of `penalty`, a budget of `leaves` (an int is a count,
-    a float in (0, 1] a fraction of the valid tokens) or a budget for the `error` E; a budget is met
-    by the largest, or smallest, tree on the path of all penalties. Budgets hold for each tree, or,
-    `pooled`, for the average of the batch under one penalty.
+    is kept iff that sum is positive.
+
+    The trees of all penalties form a path, each a refinement of the one before: the corners of the
+    convex hull of (leaves, share of Z held) over all trees. None of them is beaten by a tree with as
+    many or fewer leaves. A budget takes one tree of this path: `leaves` the largest that fits, `error`
+    the smallest whose E is no larger. It is the best tree of the path, not of all trees: a tree off
+    the path may lie between it and its neighbour on the path. It may meet the same `error` with fewer
+    leaves, though with more than the next smaller tree of the path has; or hold more of Z within the
+    same `leaves`, though less than the next larger tree.
+
+    With an `error` that no tree down to `max_depth` meets, the largest tree of the path is taken.
+    Budgets are met to within rounding of E. Shared trees are pruned by aggregated gains, and `error`
+    is then a budget of E computed from these.
+
+    Args:
+        penalty: The share of Z that a leaf must hold to be worth it, at least 0.
+        leaves: A budget of leaves: an int is a count, a float in (0, 1] a fraction of the valid tokens.
+        error: A budget of E = F - F~, at least 0. Exactly one of these three is given.
+        pooled: Whether a budget holds for the average of the batch, under one penalty for all trees,
+            instead of for each tree.
     """
 
     penalty: float | None = None
