@@ -438,7 +438,7 @@ def test_layers() -> None:
     for bad in ("last-13", "last-0", "first-2", "", []):
         with pytest.raises(ValueError, match="layers is"):
             layer_indices(bad, 12)
-    with pytest.raises(ValueError, match="from 0 to 11"):
+    with pytest.raises(ValueError, match="from -12 to 11"):
         layer_indices([12], 12)
 
 

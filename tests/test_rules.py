@@ -53,6 +53,8 @@ BY_EPSILON = [
 def test_a_bad_epsilon_is_refused_when_made(make, value, error):
     received = re.escape(repr(float(value) if error is ValueError else value))
     accepted = r"pass a (finite|real) number in \[0, inf[\])]"
+    if isinstance(value, torch.Tensor):
+        accepted += r", not a tensor: call \.item\(\)"
     with pytest.raises(error, match=f"^epsilon is {received}; {accepted}$"):
         make(value)
 

@@ -782,7 +782,7 @@ def test_products_that_overflow_are_refused(rule):
 @pytest.mark.parametrize(
     "call",
     [
-        lambda: screen(SCORES, (4, 4), RULE),
+        lambda: screen(SCORES, {4}, RULE),
         lambda: screen(SCORES, GRID, RULE, share="0"),
         lambda: screen(SCORES, GRID, RULE, share=0.0),
         lambda: screen(SCORES, GRID, RULE, share=False),

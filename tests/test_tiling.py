@@ -70,7 +70,7 @@ def test_a_budget_is_kept_and_all_tokens_are_dense(shape: tuple[int, int]) -> No
 @pytest.mark.parametrize(
     ("make", "error", "word"),
     [
-        (lambda: Tiling((8, 8)), TypeError, "grid"),  # type: ignore[arg-type]
+        (lambda: Tiling(64), TypeError, "grid is 64"),  # type: ignore[arg-type]
         (lambda: Tiling(Grid(8, 8), side=1), ValueError, "side is 1"),
         (lambda: Tiling(Grid(8, 8), group=0), ValueError, "group is 0"),
         (lambda: Tiling(Grid(8, 8)).expanded_from_leaves(0), ValueError, "leaves is 0"),

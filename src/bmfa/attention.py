@@ -287,7 +287,7 @@ def _dense_attention(
     """Dense attention, which later calls like this one have without checks."""
     mask, tensors = call.dense_mask, call.without_absent
     dense = DenseCall(
-        tensors, mask, tiling, question, why, call.prefix, call.scale, call.tau, call.valid
+        tensors, mask, tiling, question, why, call.prefix, call.scale, call.tau, call.on_demand
     )
     screened = dense(*tensors, mask)
     if like is not None and tiled.slower_than_dense(call.inputs[0], tiling, question) is not None:

@@ -1,6 +1,7 @@
 """One call of screened attention: its inputs checked, and laid out where a backend asks for that."""
 
-from functools import cached_property
+from collections.abc import Callable
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor
@@ -46,6 +47,11 @@ class Call:
             return None
         mask = self.mask if self.place is None else self.mask[:, self.place]
         return mask.unsqueeze(1)
+
+    @property
+    def on_demand(self) -> Callable[[], Tensor] | None:
+        """`valid`, computed when it is called: no graph can hold what the order of a grid takes."""
+        return None if self.mask is None else partial(_valid, self)
 
     @cached_property
     def place(self) -> Tensor | None:
@@ -156,6 +162,11 @@ class Call:
         ordered = errors.sort().values  # torch.quantile stops at 16 million numbers
         p95 = ordered[min(len(ordered) - 1, int(0.95 * len(ordered)))]
         return Audit(len(errors), float(errors.mean()), float(p95), float(ordered[-1]))
+
+
+def _valid(call: Call) -> Tensor:
+    assert call.valid is not None
+    return call.valid
 
 
 def _check_tokens(q: Tensor, k: Tensor, v: Tensor, grid: Grid, prefix: int) -> None:

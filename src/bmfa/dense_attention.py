@@ -4,7 +4,7 @@ The checks of a call take the host longer than small pictures take a GPU. They l
 devices and options alone, so that what was found of one call holds for all calls with the same.
 """
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from functools import partial
 from typing import Any
 
@@ -47,7 +47,8 @@ class DenseCall:
         prefix: int,
         scale: float,
         tau: float,
-        valid: Tensor | None = None,  # (B or 1, 1, N) spatial keys that exist, in raster order
+        valid: Callable[[], Tensor]
+        | None = None,  # (B or 1, 1, N) keys that exist, in raster order
     ) -> None:
         q = tensors[0]
         self.tiling, self.rule = tiling, str(question)
@@ -70,11 +71,14 @@ class DenseCall:
             check_finite_scores(q, k, self.scale)
         return Screened(output, self.trees, self.stats)
 
-    def _tree(self, shape: tuple[int, ...], device: torch.device, valid: Tensor | None) -> Tree:
+    def _tree(
+        self, shape: tuple[int, ...], device: torch.device, valid: Callable[[], Tensor] | None
+    ) -> Tree:
         """Every tile expanded, for every query: in any order of the tokens the same."""
         marks = torch.ones(shape, dtype=torch.bool, device=device)
         whole = Tiled(marks, marks.sum(-1, dtype=torch.int32), marks)
-        return tiled.tree_of(whole, self.tiling, self.prefix, self.tau, self.rule, "raster", valid)
+        exists = None if valid is None else valid()
+        return tiled.tree_of(whole, self.tiling, self.prefix, self.tau, self.rule, "raster", exists)
 
 
 class _AllExpanded(Trees):
@@ -102,8 +106,10 @@ def names_cudnn(q: Tensor, k: Tensor, v: Tensor) -> bool:
 def likeness(q: Any, k: Any, v: Any, *options: Any) -> Hashable | None:
     """Equal for calls that are checked and served alike; None where a call is to be checked."""
     for tensor in (q, k, v):
-        if not isinstance(tensor, Tensor) or not has_values(tensor):
+        if not isinstance(tensor, Tensor) or tensor.layout != torch.strided:
             return None
+    if not has_values(q):
+        return None
     device = q.device
     if torch.is_autocast_enabled(device.type):
         dtype = torch.get_autocast_dtype(device.type)

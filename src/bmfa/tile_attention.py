@@ -123,8 +123,11 @@ class TileCall(Call):
 
     def existing(self, tiling: Tiling, backend: str) -> Callable[[], Existing] | None:
         """Which queries, groups and tiles exist, computed on demand; None where all do."""
-        valid, orders = self.valid, (self.order, self.order_of(backend))
-        return None if valid is None else partial(Existing.of, valid[:, 0], tiling, *orders)
+        return None if self.mask is None else partial(self._existing, tiling, backend)
+
+    def _existing(self, tiling: Tiling, backend: str) -> Existing:
+        assert self.valid is not None
+        return Existing.of(self.valid[:, 0], tiling, self.order, self.order_of(backend))
 
     def trees(self, result: Tiled, tiling: Tiling, question: Question, backend: str) -> Trees:
         """The partition of every query, made on demand."""

@@ -217,7 +217,7 @@ def tree_of(
     masks = valid.squeeze(1).T  # (N, B or 1)
     if layout.block_count:  # a tile with one valid token is a leaf, and one without is none
         several = Counts.of(layout, torch.float32, masks).blocks[0] > 1
-        blocks &= several.repeat_interleave(blocks.shape[1] // several.shape[1], 1)
+        blocks &= several.repeat_interleave(blocks.shape[1] // max(1, several.shape[1]), 1)
     return Tree(layout, blocks, shape, tau, rule, masks)
 
 

@@ -7,7 +7,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from bmfa.checks import check_number
+from bmfa.checks import check_number, python_number
 from bmfa.grid import Grid, Layout, quadtree
 from bmfa.pyramid import Counts, Pyramid
 
@@ -47,6 +47,10 @@ class Rule:
 
     # Whether statistics are taken in float64 whatever the input: bounds must hold after rounding.
     double: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        for name in self.__dataclass_fields__:  # NumPy scalars become Python numbers
+            object.__setattr__(self, name, python_number(getattr(self, name)))
 
     @property
     def needs(self) -> Needs:

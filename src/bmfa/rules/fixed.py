@@ -32,6 +32,7 @@ class FixedDepth(Fixed):
     depth: int
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_integer("depth", self.depth, low=0)
 
     def __str__(self) -> str:
@@ -49,6 +50,7 @@ class FixedBlocks(Fixed):
     side: int
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_integer("side", self.side, low=1)
 
     def __str__(self) -> str:
@@ -96,6 +98,7 @@ class QuadrantGap(Quadrants):
     epsilon: float
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_number("epsilon", self.epsilon, low=0.0)
 
     def __str__(self) -> str:
@@ -134,6 +137,7 @@ class RandomQuadrants(Quadrants):
     seed: int = 0
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_number("p", self.p, low=0.0, high=1.0)
         check_integer("seed", self.seed, low=0)
 

@@ -49,7 +49,7 @@ class Optimal(Rule):
     pooled: bool = False
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "leaves", python_number(self.leaves))
+        super().__post_init__()
         check_flag("pooled", self.pooled)
         given = [n for n in ("penalty", "leaves", "error") if getattr(self, n) is not None]
         if len(given) != 1:

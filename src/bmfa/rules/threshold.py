@@ -30,6 +30,7 @@ class Threshold(Rule):
     epsilon: float
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_number("epsilon", self.epsilon, low=0.0)
 
     def decide(self, scores: Tensor, context: Context) -> Decision:
