@@ -278,3 +278,14 @@ def test_a_missing_package_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> N
         ModuleNotFoundError, match=r"pillow is not installed; run: pip install 'bmfa\[data\]'"
     ):
         pictures.decode_picture(b"", "a.png")
+
+
+def test_a_picture_that_fits_is_prepared_without_pillow(monkeypatch: pytest.MonkeyPatch) -> None:
+    pixels = sample(12, 16)
+    for preprocess in (Preprocessing((12, 16), 1.0), Preprocessing((12, 16), squash=True)):
+        expected = preprocess(Image.fromarray(pixels))
+        with monkeypatch.context() as patch:
+            patch.setitem(sys.modules, "PIL.Image", None)
+            assert preprocess(pixels).equal(expected)
+            with pytest.raises(ModuleNotFoundError, match="pillow"):
+                Preprocessing((12, 16), 0.9)(pixels)

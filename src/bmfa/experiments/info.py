@@ -9,12 +9,15 @@ from pathlib import Path
 import torch
 
 from bmfa.kernels.triton.trees import unavailable
+from bmfa.packages import PACKAGES
 from bmfa.records import Record, Row, environment
 
 EXTRAS = {
-    "matplotlib": ("figures and the page", "report"),
-    "PIL": ("pictures", "data"),
-    "pycocotools": ("instance masks", "data"),
+    "matplotlib": "figures and the page",
+    "PIL": "pictures",
+    "pycocotools": "instance masks",
+    "timm": "models named timm:NAME",
+    "transformers": "models named hf:NAME",
 }
 ARCH_REQ_XCOMP_PERM, AMX_TILE_DATA, SYS_ARCH_PRCTL = 0x1023, 18, 158
 
@@ -68,10 +71,12 @@ def _extras() -> list[Row]:
     return [
         _row(
             "extra",
-            f"{module} ({use})",
-            "available" if find_spec(module) else f"missing: pip install 'bmfa[{extra}]'",
+            f"{PACKAGES[module][0]} ({use})",
+            "available"
+            if find_spec(module)
+            else f"missing: pip install 'bmfa[{PACKAGES[module][1]}]'",
         )
-        for module, (use, extra) in EXTRAS.items()
+        for module, use in EXTRAS.items()
     ]
 
 
