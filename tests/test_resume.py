@@ -380,7 +380,7 @@ def test_pictures_that_vanish_stop_the_run_which_continues_when_they_are_back(
         printed = capsys.readouterr()
         assert stop.value.code == 2 and printed.out == "" and printed.err.count("\n") == 1
         assert str(root) in printed.err and "bring the pictures back" in printed.err
-        saved = f"1 batches are saved in {file}, and --resume {file} continues from them"
+        saved = f"1 batch is saved in {file}, and --resume {file} continues from there"
         assert (saved if resume else "nothing of this run is saved") in printed.err
         bring_back(root)
     assert list(json.loads(file.read_text())["parts"]) == ["0"]
@@ -456,7 +456,7 @@ def test_a_probe_stops_where_its_pictures_vanish_and_tries_unreadable_ones_again
             lost.append(done)
             take_away(images)
 
-    with pytest.raises(PicturesLostError, match=r"1 batches are saved in .*--resume"):
+    with pytest.raises(PicturesLostError, match=r"1 batch is saved in .*--resume"):
         run(resume=file, progress=vanish)
     bring_back(images)
     lost.clear()

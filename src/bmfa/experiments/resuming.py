@@ -163,10 +163,11 @@ def lost_pictures_explained(
         elif checkpoint is not None and not checkpoint.write():
             rest = f"the last results could not be saved in {resume}"
         else:
-            count = "all finished" if checkpoint is None else len(checkpoint.parts)
-            rest = (
-                f"{count} batches are saved in {resume}, and --resume {resume} continues from them"
+            count = None if checkpoint is None else len(checkpoint.parts)
+            saved = (
+                "1 batch is" if count == 1 else f"{'all' if count is None else count} batches are"
             )
+            rest = f"{saved} saved in {resume}, and --resume {resume} continues from there"
         raise PicturesLostError(f"{error}; {rest}") from None
 
 
