@@ -20,6 +20,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::U
 SMALL, LONG, PREFIX = Grid(12, 16), Grid(48, 48), 1
 TILED = {"form": "tiled", "error": 0.1}
 CALLS: dict[str, tuple[Grid, dict[str, Any]]] = {
+    "dense": (SMALL, {}),
     "tiled": (SMALL, TILED),
     "auto": (LONG, {"error": 0.1}),
     "leaves": (LONG, {"leaves": 0.1}),

@@ -54,7 +54,9 @@ class DenseCall:
         self.tiling, self.rule = tiling, str(question)
         self.prefix, self.scale, self.tau = prefix, scale, tau
         self.factor = scale / tau
-        self.named = mask is None and names_cudnn(*tensors)
+        self.named = BEST if mask is None and names_cudnn(*tensors) else None
+        if q.numel() == 0:  # the fused kernels on CUDA return no tensor for an empty batch
+            self.named = [SDPBackend.MATH]
         self.watched = not q.is_cuda and has_values(q)
         marks = (q.shape[0], q.shape[1], tiling.groups, tiling.tiles)
         self.trees = _AllExpanded(partial(self._tree, marks, q.device, valid))
@@ -62,9 +64,9 @@ class DenseCall:
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Screened:
         """Attend; a mask is as scaled_dot_product_attention takes it."""
-        if self.named:
-            with sdpa_kernel(BEST, set_priority=True):
-                output = scaled_dot_product_attention(q, k, v, scale=self.factor)
+        if self.named is not None:
+            with sdpa_kernel(self.named, set_priority=True):
+                output = scaled_dot_product_attention(q, k, v, mask, scale=self.factor)
         else:
             output = scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=self.factor)
         if self.watched:

@@ -43,9 +43,8 @@ class Question:
             if isinstance(leaves, int):
                 check_integer("leaves", leaves, low=1, high=tiling.grid.size)
             return cls(None, tiling.expanded_from_leaves(leaves))
-        if error is None:
-            return cls(DEFAULT_ERROR, None)
-        return cls(check_number("error", error, low=0.0), None)
+        target = DEFAULT_ERROR if error is None else error
+        return cls(check_number("error", target, low=0.0), None)
 
     def share(self, tiles: int) -> float:
         """The share of the tiles that is expanded: known from a budget, a guess from a target."""

@@ -38,6 +38,7 @@ MAKERS: dict[str, Callable[[str], Rule]] = {
     "quadrant-gap": lambda text: QuadrantGap(float(text)),
     "variance": lambda text: Variance(float(text)),
 }
+LOOKAHEAD = re.compile(r"gamma-h(\d+)")
 EXAMPLES = "gamma:0.005, gamma-h2:0.005, certified:0.5, mass:0.002, optimal:0.002, fixed-depth:2"
 
 
@@ -49,7 +50,7 @@ def parse(text: str, seed: int = 0) -> Rule:
             return GlobalMean()
         if name == "random-quadrants":
             return RandomQuadrants(float(value), seed)
-        if lookahead := re.fullmatch(r"gamma-h(\d+)", name):
+        if lookahead := LOOKAHEAD.fullmatch(name):
             return Gamma(float(value), lookahead=int(lookahead[1]))
         if name in MAKERS:
             return MAKERS[name](value)
