@@ -294,6 +294,21 @@ def test_an_audit_leaves_absent_queries_out() -> None:
     assert result.stats.audit.maximum < 1e-5
 
 
+@pytest.mark.skipif(find_spec("triton") is None, reason="needs triton: pip install 'bmfa[triton]'")
+@pytest.mark.parametrize("order", ["raster", "z"])
+def test_the_kernel_of_trees_compiles(order: str) -> None:
+    grid, device = Grid(5, 11), "cuda" if torch.cuda.is_available() else "cpu"
+    settings = {"grid": grid, "prefix": PREFIX, "backend": "triton", "order": order}
+
+    def attend(*qkv: Tensor) -> Tensor:
+        return screened_attention(*qkv, rule="optimal:0.002", **settings).output
+
+    qkv = [x.to(device) for x in tokens(grid)]
+    with torch.no_grad():
+        compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
+        assert torch.equal(compiled(*qkv), attend(*qkv))
+
+
 # Models: q, k and v come from a network, and the grid from its patches.
 
 

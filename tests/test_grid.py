@@ -141,6 +141,13 @@ def test_partitions_nest_are_rectangles_and_lie_together_in_z_order(height, widt
     assert int(finer.max()) == 0
 
 
+def test_depth_is_that_of_the_quadtree():
+    for height in range(1, 20):
+        for width in (1, 2, 3, 5, 8, 9, 16, 17, 33):
+            grid = Grid(height, width)
+            assert grid.depth == len(quadtree(grid).levels) - 1
+
+
 def test_partition_beyond_the_depth_is_single_tokens():
     grid = Grid(3, 5)
     for depth in (grid.depth, grid.depth + 1, 99):

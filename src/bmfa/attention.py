@@ -202,8 +202,8 @@ def _tree_attention(
     form = form or "representative"
     ran, why = call.choose(backend, chosen)
     form = "repeated" if ran == "triton" else form
-    in_graph = ran != "triton" and not has_values(call.inputs[0])
-    compute = partial(trees_in_graph, call) if in_graph else call.compute
+    readable = has_values(call.inputs[0])
+    compute = call.compute if readable else partial(trees_in_graph, call)
     output, trees, bound, replaced = compute(ran, chosen, max_depth, form, certificate, fallback)
     stats = Stats(
         ran,

@@ -2,8 +2,9 @@
 
 The numbers in q and k decide which tiles are expanded and which blocks are split. Tensors have no
 numbers in a graph that is being compiled or exported, on the meta device and in a FakeTensorMode. There
-the eager and the reference backend become one node of the graph, `torch.ops.bmfa.screened_attention`,
-which runs as a call outside of a graph does. Its backward computes the forward again.
+a call becomes one node of the graph, `torch.ops.bmfa.screened_attention`, which runs as a call outside
+of a graph does. Its backward computes the forward again. Dense attention and the Triton kernels for
+tiles choose by shapes alone on the host, and are nodes of their own.
 
 A program that loads an exported graph imports this module first; `bmfa.screened_attention` does too.
 """

@@ -45,7 +45,9 @@ class Grid:
     @property
     def depth(self) -> int:
         """The depth at which every block is a single token."""
-        return len(quadtree(self).levels) - 1
+        return (
+            max(self.height, self.width) - 1
+        ).bit_length()  # a side n leaves at most ceil(n / 2)
 
     @property
     def z_order(self) -> Tensor:
