@@ -1,7 +1,7 @@
 """The parts of a reduced model: its blocks and attention layers, and the pass they share."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
@@ -48,6 +48,18 @@ class Progress:
     keys: Tensor | None = None
     mass: Tensor | None = None
 
+    def copy(self) -> "Progress":
+        """The same state for a block to work on."""
+        return Progress(
+            self.grid,
+            self.tokens,
+            self.exposed,
+            self.layer,
+            self.size,
+            self.targets,
+            self.spreads,
+        )
+
 
 @dataclass(eq=False)
 class Reduction:
@@ -82,7 +94,7 @@ class Reduction:
                 "checkpointing to whole blocks"
             )
         self.passes.save(x, start)
-        progress = replace(start, returned=None, merged=None)
+        progress = start.copy()
         self.passes.begin(progress)
         if start.returned is None or start.merged is None:
             return progress, x
@@ -144,17 +156,19 @@ class Reduction:
 
     def leave(self, progress: Progress, x: Tensor) -> Tensor:
         """End a block; returns the tokens that it hands on, on the whole grid where that is read."""
-        last = progress.layer + 1 == self.depth
-        progress = replace(progress, layer=progress.layer + 1, keys=None, mass=None)
-        if last:
-            size = None if progress.size is None else progress.size.detach()
-            self.finished.begin(replace(progress, size=size))
+        progress.layer += 1
+        progress.keys = progress.mass = None
+        last = progress.layer == self.depth
         output = x
         if (progress.exposed or (last and self.dense)) and progress.tokens < self._whole(progress):
             output = self.restore(progress, x)
-            progress = replace(progress, returned=output, merged=x)
+            if not last:
+                progress.returned, progress.merged = output, x
+        if last:
+            progress.size = None if progress.size is None else progress.size.detach()
+            self.finished.begin(progress)
         self.passes.save(output, progress)
-        self.passes.begin(replace(progress, returned=None, merged=None) if last else progress)
+        self.passes.begin(progress)
         return output
 
     def restore(self, progress: Progress, tokens: Tensor) -> Tensor:
