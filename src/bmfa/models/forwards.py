@@ -6,7 +6,7 @@ weights through `self`, so copies, pickles and the replicas of `nn.DataParallel`
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, Protocol
 
 from torch import nn
@@ -67,7 +67,7 @@ def _subclass(kind: Any, method: str) -> type[nn.Module]:
         installed = self.__dict__.get(_NAME)
         if installed is None:  # a wrapper kept this method beyond `restore_method`
             return original(self, *args, **kwargs)
-        before = original.__get__(self) if installed.own is None else installed.own
+        before = partial(original, self) if installed.own is None else installed.own
         return installed.override.run(self, before, *args, **kwargs)
 
     def reduce_ex(self: nn.Module, protocol: Any) -> Any:
