@@ -43,7 +43,7 @@ def _one_thread() -> Iterator[None]:
 def timm_vit(**options: Any) -> nn.Module:
     torch.manual_seed(0)
     model: nn.Module = load_package("timm").create_model(
-        "vit_tiny_patch16_224", img_size=32, dynamic_img_size=True, **SMALL | options
+        "vit_tiny_patch16_224", **{"img_size": 32, "dynamic_img_size": True} | SMALL | options
     )
     return model.eval()
 
@@ -452,6 +452,9 @@ def test_attention_weights_of_a_patched_model_are_refused() -> None:
         model(pixels)
     unpatch(model)
     assert len(model(pixels).attentions) == 3
+    reduce(model, "tome:4")
+    with pytest.raises(ValueError, match="patched or reduced"):
+        model(pixels)
 
 
 @pytest.mark.parametrize("whole", [True, False])
@@ -471,3 +474,96 @@ def test_reduced_models_compile_for_grids_of_one_size(host: str, whole: bool) ->
         for pixels, output in zip(shown, expected, strict=True):
             torch.testing.assert_close(logits(model, pixels), output)
     torch.compiler.reset()
+
+
+def tokens_of(model: nn.Module, pixels: Tensor) -> Tensor:
+    return model.norm_pre(model._pos_embed(model.patch_embed(pixels)))
+
+
+@pytest.mark.parametrize("other", [TALL, (32, 32)])
+@pytest.mark.parametrize("change", CHANGES)
+def test_passes_in_turns_and_inside_each_other_keep_their_grids(
+    change: str, other: tuple[int, int]
+) -> None:
+    model = CHANGES[change](timm_vit())
+    shown = {"first": pictures(WIDE), "second": pictures(other, seed=1)}
+    with torch.no_grad():
+        alone = {name: model.blocks(tokens_of(model, x)) for name, x in shown.items()}
+        # In turns, block by block.
+        now = {}
+        for name, pixels in shown.items():
+            now[name] = model.blocks[0](tokens_of(model, pixels))
+        for block in model.blocks[1:]:
+            now = {name: block(x) for name, x in now.items()}
+        for name in shown:
+            assert torch.equal(now[name], alone[name])
+        # One inside a block of the other, before its attention and behind its end.
+        whole = logits(model, shown["first"])
+        for module in (model.blocks[1].norm1, model.blocks[1].mlp):
+            entered: list[bool] = []
+
+            def run_another(*_: object, entered: list[bool] = entered) -> None:
+                if not entered:
+                    entered.append(True)
+                    logits(model, shown["second"])
+
+            handle = module.register_forward_hook(run_another)
+            assert torch.equal(logits(model, shown["first"]), whole) and entered
+            handle.remove()
+
+
+def test_pictures_that_wait_for_the_same_block_are_refused_where_they_cannot_be_told() -> None:
+    model = patch(timm_vit(), rule=COARSE, layers="last-1")
+    first, second = tokens_of(model, pictures(WIDE)), tokens_of(model, pictures(TALL))
+    with pytest.raises(RuntimeError, match="grids of 4x8 and 8x4"):
+        model.blocks(first)
+    assert second.shape == first.shape
+    model(pictures(TALL))  # nothing is left of it
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("part", ["attn", "block"])
+def test_a_model_that_was_wrapped_between_two_patches_runs(change: str, part: str) -> None:
+    model, pixels = CHANGES[change](timm_vit()), pictures(WIDE)
+    expected = patch(timm_vit(), rule=COARSE, layers="all")
+    for block in model.blocks:
+        module = block.attn if part == "attn" else block
+        module.forward = lambda *a, run=module.forward, **k: run(*a, **k)
+    with torch.no_grad():
+        patch(model, rule=COARSE, layers="all")
+        assert torch.equal(logits(model, pixels), logits(expected, pixels))
+        assert torch.equal(logits(unpatch(model), pixels), logits(unpatch(expected), pixels))
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True")
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("change", CHANGES)
+def test_checkpointing_of_blocks_inside_that_of_the_model(change: str, reentrant: bool) -> None:
+    model = CHANGES[change](timm_vit())
+    expected = gradients(model)
+    inner = checkpointed(model, 1, reentrant)
+
+    class Nested(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = model
+
+        def forward(self, pixels: Tensor) -> Tensor:
+            pixels = pixels.requires_grad_()
+            return checkpoint(inner, pixels, use_reentrant=reentrant)
+
+    for mine, theirs in zip(gradients(Nested()), expected, strict=True):
+        torch.testing.assert_close(mine, theirs)
+
+
+@pytest.mark.parametrize("policy", ["tome:4", "evit:0.7", "dct:0.9"])
+def test_reduced_models_return_shapes_on_the_meta_device(policy: str) -> None:
+    model = reduce(timm_vit(dynamic_img_size=False), policy).to("meta")
+    assert model(torch.empty(2, 3, 32, 32, device="meta")).shape == (2, 5)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_trace_of_a_reduced_model_is_refused() -> None:
+    model = reduce(timm_vit(), "tome:4")
+    with pytest.raises(RuntimeError, match=r"torch\.compile or torch\.export"):
+        torch.jit.trace(model, pictures((32, 32)), check_trace=False)

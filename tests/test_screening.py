@@ -6,6 +6,7 @@ import sys
 import warnings
 
 import pytest
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -876,3 +877,11 @@ def test_all_queries_of_a_large_grid_take_little_memory(heads, rule):
     grown, leaves = map(float, shown.stdout.split())
     assert grown < 2**30, "half of the 2 GiB allowed"
     assert 10 < leaves < 3000, "trees that ask something of the screening"
+
+
+@pytest.mark.parametrize("share", [np.int64(1), np.array([1])])
+def test_shared_dimensions_may_be_numpy_integers(share: object) -> None:
+    scores = torch.randn(2, 3, 16, dtype=torch.float64)
+    expected = screen(scores, Grid(4, 4), rules.Gamma(0.01), share=1)
+    tree = screen(scores, Grid(4, 4), rules.Gamma(0.01), share=share)  # type: ignore[arg-type]
+    assert torch.equal(tree.leaf_index, expected.leaf_index)

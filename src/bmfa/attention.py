@@ -116,7 +116,8 @@ def screened_attention(
         error: The target for the error E. With tiles it is for the mean E of a group before the
             corrections, estimated at the representative and from how far the queries lie apart
             (0.1 by default); with trees, for every query (0.05 by default).
-        leaves: A budget of leaves: a float is a fraction of the tokens, an int a count.
+        leaves: A budget of leaves: a float is a fraction of the tokens, an int a count. For tiles it
+            is rounded down to whole tiles, and counts the tokens that `valid` marks absent.
         tau: The temperature, above 0.
         scale: The factor of q . k, 1 / sqrt(d) by default.
         max_depth: The depth at which no block is split; None goes down to single tokens.

@@ -3,6 +3,7 @@
 import warnings
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -46,11 +47,12 @@ def groups_of(
 
 
 def _dimensions(share: int | Sequence[int]) -> list[int]:
-    places = [share] if isinstance(share, int) else share
-    integers = isinstance(places, Sequence) and not isinstance(places, str)
-    if not integers or any(isinstance(p, bool) or not isinstance(p, int) for p in places):
+    given = share.tolist() if isinstance(share, (np.ndarray, np.integer)) else share
+    dimensions = [given] if isinstance(given, int) else given
+    integers = isinstance(dimensions, Sequence) and not isinstance(dimensions, str)
+    if not integers or any(isinstance(d, bool) or not isinstance(d, int) for d in dimensions):
         raise TypeError(f"share is {share!r}; pass a dimension or several, as integers")
-    return list(places)
+    return list(dimensions)
 
 
 class Reducer:

@@ -5,11 +5,13 @@ weights through `self`, so copies, pickles and the replicas of `nn.DataParallel`
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from typing import Any, Protocol
 
 from torch import nn
+
+from bmfa.models.passes import PassState
 
 _NAME = "bmfa_forward"
 
@@ -29,6 +31,7 @@ class _Installed:
     override: Override
     method: str
     own: Callable[..., Any] | None
+    running: PassState[bool] = field(default_factory=PassState)  # whether `own` runs
 
 
 def override_method(module: nn.Module, override: Override, method: str = "forward") -> None:
@@ -67,8 +70,12 @@ def _subclass(kind: Any, method: str) -> type[nn.Module]:
         installed = self.__dict__.get(_NAME)
         if installed is None:  # a wrapper kept this method beyond `restore_method`
             return original(self, *args, **kwargs)
-        before = partial(original, self) if installed.own is None else installed.own
-        return installed.override.run(self, before, *args, **kwargs)
+        if installed.own is None:
+            return installed.override.run(self, partial(original, self), *args, **kwargs)
+        if installed.running.current:  # the wrapper itself wraps an override
+            return original(self, *args, **kwargs)
+        run_own = partial(installed.override.run, self, installed.own, *args, **kwargs)
+        return installed.running.within(True, run_own)
 
     def reduce_ex(self: nn.Module, protocol: Any) -> Any:
         state: Any = super(subclass, self).__reduce_ex__(protocol)

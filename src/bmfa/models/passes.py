@@ -2,28 +2,28 @@
 
 import threading
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
 
 State = TypeVar("State")
+Output = TypeVar("Output")
 
 
 class PassState(Generic[State]):
     """The state of the forward pass that runs in this thread.
 
-    Several threads may run a model at once, so each has a state of its own. Gradient checkpointing runs
-    blocks again during the backward pass, when other pictures may have gone through the model. It hands
-    them the same tokens as before; so a state is saved with the tokens that it belongs to, for as long
-    as these live, and is found by their storage.
+    Several passes may be under way at once: in other threads, in one thread block by block in turns, one
+    inside of another, and again in a backward pass, where gradient checkpointing repeats blocks. So each
+    thread has a current state, a block has its own while it runs, and a state is saved with the tokens
+    that it belongs to, for as long as these live: whoever is handed them finds it by their storage.
     """
 
     def __init__(self) -> None:
         self._thread = threading.local()
-        self._saved: dict[int, tuple[weakref.ref[Tensor], State]] = {}
+        self._saved: dict[int, tuple[weakref.ref[Any], State]] = {}
 
     def __getstate__(self) -> dict[str, Any]:
         return {}  # copies and pickles of a model take no pass along
@@ -43,40 +43,48 @@ class PassState(Generic[State]):
         return getattr(self._thread, "state", None)
 
     def begin(self, state: State) -> None:
-        """Set the state of the pass that runs in this thread."""
-        self._thread.state = state
-        if not torch.compiler.is_compiling():
-            self._thread.task = _task()
+        """Set the state of this thread, unless a block runs in it, which has its own."""
+        if torch.compiler.is_compiling():
+            self._thread.state = state
+        elif not getattr(self._thread, "inside", False):
+            self._thread.state, self._thread.task = state, _task()
 
-    @contextmanager
-    def resumed(self, state: State) -> Iterator[None]:
-        """Within a backward pass, make a saved state the current one while a block runs again."""
-        before = self._thread.__dict__.copy()
-        self.begin(state)
+    def within(self, state: State, call: Callable[[], Output]) -> Output:
+        """What `call` returns, run with this state as the current one."""
+        if torch.compiler.is_compiling():
+            self._thread.state = state
+            return call()
+        thread = self._thread.__dict__
+        before = thread.copy()
+        thread.update(state=state, task=_task(), inside=True)
         try:
-            yield
+            return call()
         finally:
-            self._thread.__dict__.clear()
-            self._thread.__dict__.update(before)
+            thread.clear()
+            thread.update(before)
 
     def save(self, tokens: Tensor, state: State) -> None:
-        """Let `recall` find the state from these tokens, where a backward pass may follow."""
+        """Let `recall` find the state from these tokens."""
         if torch.compiler.is_compiling():
             return  # a compiled graph has its state as constants
-        if not (tokens.requires_grad or torch.is_grad_enabled()):
+        storage = _storage(tokens)
+        if storage is None:
             return
-        key = _storage_key(tokens)
+        key = storage._cdata
 
-        def forget(dead: weakref.ref[Tensor]) -> None:
+        def forget(dead: weakref.ref[Any]) -> None:
             entry = self._saved.get(key)
             if entry is not None and entry[0] is dead:
                 self._saved.pop(key, None)
 
-        self._saved[key] = (weakref.ref(tokens, forget), state)
+        self._saved[key] = (weakref.ref(storage, forget), state)
 
     def recall(self, tokens: Tensor) -> State | None:
         """The state that was saved with these tokens."""
-        entry = self._saved.get(_storage_key(tokens))
+        if torch.compiler.is_compiling():
+            return None
+        storage = _storage(tokens)
+        entry = None if storage is None else self._saved.get(storage._cdata)
         return None if entry is None or entry[0]() is None else entry[1]
 
 
@@ -91,7 +99,9 @@ def _task() -> int:
     return task
 
 
-def _storage_key(tokens: Tensor) -> int:
-    """The address of the storage, which reentrant checkpointing keeps where it detaches a tensor."""
-    key: int = tokens.untyped_storage()._cdata
-    return key
+def _storage(tokens: Tensor) -> Any:
+    """The storage, which checkpointing shares where it detaches a tensor."""
+    try:
+        return tokens.untyped_storage()
+    except (NotImplementedError, RuntimeError):
+        return None  # tensors of torch.func have none

@@ -47,7 +47,8 @@ def patch(
     for index in indices:
         screen = host.screen(index, grid, _rule_of_layer(chosen, index), options)
         screen.install(host.attentions[index])
-        override_method(host.blocks[index], GridOfBlock(grid))
+    for index, block in enumerate(host.blocks):
+        override_method(block, GridOfBlock(index, grid))
     return model
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -86,6 +87,11 @@ class Reduction:
 
     def enter(self, layer: int, x: Tensor) -> tuple[Progress, Tensor]:
         """Begin a block; returns the state of the pass, and the tokens (B, T, C) that are left."""
+        if torch._C._get_tracing_state() is not None:
+            raise RuntimeError(
+                "a reduced model is not traced by torch.jit.trace: a trace would keep the merges of the "
+                "example for all inputs; use torch.compile or torch.export.export"
+            )
         start = self._progress(layer, x)
         if start.layer != layer or x.shape[1] != self._received(start):
             raise RuntimeError(
@@ -95,7 +101,6 @@ class Reduction:
             )
         self.passes.save(x, start)
         progress = start.copy()
-        self.passes.begin(progress)
         if start.returned is None or start.merged is None:
             return progress, x
         return progress, self._merged(start, start.returned, start.merged, x)
@@ -141,7 +146,7 @@ class Reduction:
             progress.mass,
             self.backend,
         )
-        if torch.is_autocast_enabled(x.device.type):
+        if not x.is_meta and torch.is_autocast_enabled(x.device.type):
             # Costs differ by less than half types resolve, so autocast ends here.
             with torch.autocast(x.device.type, enabled=False):
                 step = self.policy.step(moment)
@@ -186,13 +191,12 @@ class Reduction:
 
     def _progress(self, layer: int, x: Tensor) -> Progress:
         """The state of the pass in which a block begins."""
-        if recomputing() and (saved := self.passes.recall(x)) is not None:
-            return saved
-        if layer == 0:
-            grid = self.grid.of(x.shape[1])
+        saved = self.passes.recall(x)
+        if layer == 0 and (saved is None or not recomputing()):
+            grid = self.grid.of(x.shape[1], self.grid.enter(0, x))
             self.policy.check(grid, self.grid.prefix, self.depth)
             return Progress(grid, x.shape[1], self.expose and self._is_read_between_blocks())
-        progress = self.passes.current
+        progress = self.passes.current if saved is None else saved
         if progress is None:
             raise RuntimeError(
                 f"block {layer} runs where no pass is known; call the whole model, or apply gradient "
@@ -261,14 +265,19 @@ class ReducedBlock:
     def run(self, module: nn.Module, forward: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Compute the output of the block."""
         progress, x = self.reduction.enter(self.layer, x)
+        branches = partial(self._branches, module, progress, x, *args, **kwargs)
+        return self.reduction.leave(progress, self.reduction.passes.within(progress, branches))
+
+    def _branches(
+        self, module: nn.Module, progress: Progress, x: Tensor, *args: Any, **kwargs: Any
+    ) -> Tensor:
         norm, attention, *rest = self.branches.attention
         attended = getattr(module, attention)(getattr(module, norm)(x), *args, **kwargs)
         attended = attended[0] if isinstance(attended, tuple) else attended
         x = x + self._chain(module, attended, rest)
         x = self.reduction.reduce(progress, x, "attention")
         x = x + self._chain(module, x, self.branches.mlp)
-        x = self.reduction.reduce(progress, x, "mlp")
-        return self.reduction.leave(progress, x)
+        return self.reduction.reduce(progress, x, "mlp")
 
     def _chain(self, block: nn.Module, x: Tensor, names: tuple[str, ...] | list[str]) -> Tensor:
         for name in names:

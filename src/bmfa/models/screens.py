@@ -1,8 +1,8 @@
 """What replaces q, k, v -> output in one attention layer of a patched model."""
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -48,6 +48,8 @@ class TokenGrid:
 
     prefix: int
     passes: PassState[Grid] = field(default_factory=PassState)
+    # Grids of pictures that went through the projection and have not come to a block.
+    waiting: PassState[tuple[Grid, ...]] = field(default_factory=PassState)
     handle: Any = None
     # The grid of every pass so far with that many tokens; None where there were several.
     only: dict[int, Grid | None] = field(default_factory=dict)
@@ -67,12 +69,34 @@ class TokenGrid:
         # Integers, no symbols: what depends on a grid is a constant of a compiled graph.
         grid = Grid(int(height), int(width))
         self.passes.begin(grid)
-        if not torch.compiler.is_compiling() and self.only.setdefault(grid.size, grid) != grid:
+        if torch.compiler.is_compiling():
+            return
+        self.waiting.begin((*(w for w in self.waiting.current or () if w != grid), grid))
+        if self.only.setdefault(grid.size, grid) != grid:
             self.only[grid.size] = None
 
-    def of(self, tokens: int) -> Grid:
-        """The grid of the pass that runs in this thread, if it and the prefix make up the tokens."""
-        grid = self.passes.current
+    def enter(self, layer: int, tokens: Tensor) -> Grid | None:
+        """The grid of the tokens that a block is handed, and None where it is unknown."""
+        if layer == 0 and not torch.compiler.is_compiling():
+            waiting = self.waiting.current or ()
+            size = tokens.shape[1] - self.prefix
+            fitting = [grid for grid in waiting if grid.size == size]
+            if fitting:
+                self.waiting.begin(tuple(grid for grid in waiting if grid.size != size))
+            if len(fitting) > 1:
+                raise RuntimeError(
+                    f"pictures with grids of {' and '.join(map(_sides, fitting))} went through the "
+                    "patch embedding before one of them came to a block, and nothing tells which this "
+                    "is; run one after the other"
+                )
+            if fitting:
+                return fitting[0]
+        grid = self.passes.recall(tokens)
+        return self.passes.current if grid is None else grid
+
+    def of(self, tokens: int, grid: Grid | None = None) -> Grid:
+        """The given grid, or that of the block that runs, if it and the prefix make up the tokens."""
+        grid = self.passes.current if grid is None else grid
         if grid is None and recomputing():
             grid = self.only.get(tokens - self.prefix)
             if grid is None:
@@ -95,24 +119,26 @@ class TokenGrid:
         return grid
 
 
+def _sides(grid: Grid) -> str:
+    return f"{grid.height}x{grid.width}"
+
+
 @dataclass(eq=False)
 class GridOfBlock:
-    """Runs a block as it is, with the grid of its own pass where gradient checkpointing repeats it."""
+    """Runs a block as it is, with the grid of the tokens that it is handed."""
 
+    layer: int
     grid: TokenGrid
 
     def run(self, module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Compute the output of the block."""
-        passes = self.grid.passes
-        if not args or not (recomputing() or torch.is_grad_enabled() or args[0].requires_grad):
-            return forward(*args, **kwargs)
-        grid = passes.recall(args[0]) if recomputing() else passes.current
+        grid = self.grid.enter(self.layer, args[0]) if args else None
         if grid is None:
             return forward(*args, **kwargs)
-        with passes.resumed(grid) if recomputing() else nullcontext():
-            passes.save(args[0], grid)
-            output = forward(*args, **kwargs)
-            passes.save(output[0] if isinstance(output, tuple) else output, grid)
+        passes = self.grid.passes
+        passes.save(args[0], grid)
+        output = passes.within(grid, partial(forward, *args, **kwargs))
+        passes.save(output[0] if isinstance(output, tuple) else output, grid)
         return output
 
 

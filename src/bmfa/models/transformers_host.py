@@ -119,8 +119,9 @@ def attend(
         )
     if kwargs.get("output_attentions") or replacement.kept["config"].output_attentions:
         raise ValueError(
-            "output_attentions=True is not served by a patched layer, which forms no matrix of weights; "
-            "record them with bmfa.record(model, attention=True), or call bmfa.unpatch(model)"
+            "output_attentions=True is not served by a patched or reduced model, which forms no matrix "
+            "of weights; call bmfa.unpatch(model), or, where a rule screens it, record them with "
+            "bmfa.record(model, attention=True)"
         )
     causal = bool(kwargs.get("is_causal", False))
     output = replacement(query, key, value, attention_mask, dropout, causal, scaling)
