@@ -5,8 +5,8 @@ import subprocess
 import sys
 import warnings
 
-import pytest
 import numpy as np
+import pytest
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
