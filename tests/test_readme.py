@@ -485,7 +485,7 @@ def test_records_keep_their_command_and_no_folder(path):
     made = json.loads(text)
     if path.stem not in WITHOUT_COMMAND:
         assert made["environment"]["command"].startswith("bmfa ")
-    assert not re.search(r'"[^"]*(?:/home/|/root/|/tmp/|/work/|/mnt/|/Users/)[^"]*"', text)
+    assert not re.search(r"[\s\"=](?:/|~/|[A-Z]:\\)\w", text)  # no path from a root
 
 
 def test_links_to_records_lead_somewhere():
