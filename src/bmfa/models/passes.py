@@ -55,13 +55,12 @@ class PassState(Generic[State]):
             self._thread.state = state
             return call()
         thread = self._thread.__dict__
-        before = thread.copy()
-        thread.update(state=state, task=_task(), inside=True)
+        before = thread.get("state"), thread.get("task", -1), thread.get("inside", False)
+        thread["state"], thread["task"], thread["inside"] = state, _task(), True
         try:
             return call()
         finally:
-            thread.clear()
-            thread.update(before)
+            thread["state"], thread["task"], thread["inside"] = before
 
     def save(self, tokens: Tensor, state: State) -> None:
         """Let `recall` find the state from these tokens."""
@@ -71,6 +70,9 @@ class PassState(Generic[State]):
         if storage is None:
             return
         key = storage._cdata
+        entry = self._saved.get(key)
+        if entry is not None and entry[1] is state and entry[0]() is storage:
+            return
 
         def forget(dead: weakref.ref[Any]) -> None:
             entry = self._saved.get(key)
