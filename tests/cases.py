@@ -6,9 +6,9 @@ import numpy as np
 import torch
 
 from bmfa import rules
+from bmfa.attention.kernels import reference
 from bmfa.grid import Grid
-from bmfa.kernels import reference
-from bmfa.tree import Tree
+from bmfa.trees.tree import Tree
 
 GRIDS = (
     (1, 1),

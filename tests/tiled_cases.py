@@ -7,9 +7,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from bmfa.attention.kernels.reference.tiled import ReferenceTiled, tiled_attention
+from bmfa.attention.tiling import Tiled, Tiling
 from bmfa.grid import Grid
-from bmfa.kernels.reference.tiled import ReferenceTiled, tiled_attention
-from bmfa.tiling import Tiled, Tiling
 
 NAMED_GRIDS = (
     (1, 1),

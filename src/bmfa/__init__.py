@@ -6,9 +6,12 @@ from typing import TYPE_CHECKING, Any
 from bmfa.packages import install_finder
 
 if TYPE_CHECKING:
+    from bmfa import bounds as bounds
+    from bmfa import energy as energy
+    from bmfa import merging as merging
     from bmfa import rules as rules
-    from bmfa.attention import Screened as Screened
-    from bmfa.attention import screened_attention as screened_attention
+    from bmfa.attention.api import screened_attention as screened_attention
+    from bmfa.attention.result import Screened as Screened
     from bmfa.energy import free_energy as free_energy
     from bmfa.energy import gap as gap
     from bmfa.energy import refinement_score as refinement_score
@@ -18,42 +21,41 @@ if TYPE_CHECKING:
     from bmfa.models import record as record
     from bmfa.models import reduce as reduce
     from bmfa.models import unpatch as unpatch
-    from bmfa.screening import screen as screen
-    from bmfa.screening import screen_keys as screen_keys
-    from bmfa.tree import Tree as Tree
+    from bmfa.trees.build import screen as screen
+    from bmfa.trees.build import screen_keys as screen_keys
+    from bmfa.trees.tree import Tree as Tree
 
 __version__ = "0.1.0"
 
-# Loaded on first use, so that `import bmfa` and `bmfa --help` cost nothing.
-_HOMES = {
-    "Grid": "grid",
-    "Screened": "attention",
-    "Tree": "tree",
-    "free_energy": "energy",
-    "gap": "energy",
-    "load_model": "models",
-    "patch": "models",
-    "record": "models",
-    "reduce": "models",
-    "refinement_score": "energy",
-    "rules": "",
-    "screen": "screening",
-    "screen_keys": "screening",
-    "screened_attention": "attention",
-    "unpatch": "models",
+# Public names and the modules that define them, imported on first use so that `import bmfa` is fast.
+_MODULES = {
+    "Grid": "bmfa.grid",
+    "Screened": "bmfa.attention.result",
+    "Tree": "bmfa.trees.tree",
+    "free_energy": "bmfa.energy",
+    "gap": "bmfa.energy",
+    "load_model": "bmfa.models",
+    "patch": "bmfa.models",
+    "record": "bmfa.models",
+    "reduce": "bmfa.models",
+    "refinement_score": "bmfa.energy",
+    "screen": "bmfa.trees.build",
+    "screen_keys": "bmfa.trees.build",
+    "screened_attention": "bmfa.attention.api",
+    "unpatch": "bmfa.models",
 }
-__all__ = ["__version__", *_HOMES]
+_SUBMODULES = ("bounds", "energy", "merging", "rules")
+__all__ = ["__version__", *_MODULES, *_SUBMODULES]
 
 install_finder()
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+    if name in _SUBMODULES:
+        return import_module(f"bmfa.{name}")
+    if name not in _MODULES:
         raise AttributeError(f"module 'bmfa' has no attribute {name!r}")
-    home = _HOMES[name]
-    value = import_module(f"bmfa.{home}" if home else f"bmfa.{name}")
-    if home:
-        value = getattr(value, name)
+    value = getattr(import_module(_MODULES[name]), name)
     globals()[name] = value
     return value
 

@@ -24,8 +24,9 @@ MODEL_COLUMNS = (
 
 def attention(options: Options) -> None:
     """bmfa bench attention."""
-    from bmfa.experiments import attention_bench, attention_summary
-    from bmfa.experiments.qkv import Source
+    from bmfa.evidence.bench import attention as attention_bench
+    from bmfa.evidence.bench import attention_summary
+    from bmfa.evidence.bench.qkv import Source
 
     _require(options)
     if options.records:
@@ -61,7 +62,7 @@ def attention(options: Options) -> None:
 
 def model(options: Options) -> None:
     """bmfa bench model."""
-    from bmfa.experiments import model_bench
+    from bmfa.evidence.bench import model as model_bench
 
     _require(options)
     if options.records:
@@ -102,7 +103,8 @@ def _show(options: Options, columns: str) -> None:
 
 def _finish(record: Record, options: Options, columns: str, notes: Sequence[str] = ()) -> None:
     """The record, its table as text or Markdown, and its figures where asked."""
-    from bmfa.report import bench_tables, figures
+    from bmfa.evidence.bench import chapter as bench_tables
+    from bmfa.evidence.page import figures
 
     made: dict[str | Path, Callable[[], bytes]] = {}
     for name in ("attention-time", "attention-error") if options.figures is not None else ():

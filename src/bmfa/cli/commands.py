@@ -12,7 +12,7 @@ from bmfa.records import Record
 
 if TYPE_CHECKING:
     from bmfa.data import InstanceSource
-    from bmfa.experiments.model_chain import OwnModel
+    from bmfa.evidence.report_models import OwnModel
 
 Options = argparse.Namespace
 
@@ -21,8 +21,8 @@ PROBE_COLUMNS = "method instances mean_gap median_gap p95_gap p99_gap max_gap le
 
 def synthetic(options: Options) -> None:
     """bmfa synthetic."""
-    from bmfa.experiments import synthetic
-    from bmfa.experiments.methods import DEFAULT_METHODS
+    from bmfa.evidence.methods import DEFAULT_METHODS
+    from bmfa.evidence.synthetic import run as synthetic
 
     methods = options.method or DEFAULT_METHODS
     if options.curve:
@@ -46,8 +46,9 @@ def synthetic(options: Options) -> None:
 def probe(options: Options) -> None:
     """bmfa probe."""
     from bmfa.data import ProbeSettings
-    from bmfa.experiments import probes, shards
-    from bmfa.experiments.methods import COMPARABLE_METHODS, DEFAULT_METHODS
+    from bmfa.evidence.methods import COMPARABLE_METHODS, DEFAULT_METHODS
+    from bmfa.evidence.probes import run as probes
+    from bmfa.evidence.runner import processes as shards
 
     source = _source(options)
     with shards.joined() as processes:
@@ -73,7 +74,7 @@ def probe(options: Options) -> None:
 
 def ablation(options: Options) -> None:
     """bmfa ablation."""
-    from bmfa.experiments import ablation
+    from bmfa.evidence.ablation import run as ablation
 
     record = ablation.run(
         _source(options),
@@ -107,7 +108,7 @@ def train_embedded(options: Options) -> None:
 
 def bench_trees(options: Options) -> None:
     """bmfa bench trees."""
-    from bmfa.experiments import bench
+    from bmfa.evidence.bench import trees as bench
 
     record = bench.trees(
         options.method or bench.TREE_METHODS,
@@ -123,7 +124,7 @@ def bench_trees(options: Options) -> None:
 
 def info(options: Options) -> None:
     """bmfa info."""
-    from bmfa.experiments.info import describe
+    from bmfa.environment import describe
 
     record = describe()
     finish(record, options, table_of(record, "what name status"))
@@ -134,8 +135,8 @@ def report(options: Options) -> None:
     require_packages(("matplotlib", "PIL"), "report")
     if options.coco or options.lvis:
         require_packages(("pycocotools",), "data")
-    from bmfa import report
-    from bmfa.experiments import chain
+    from bmfa.evidence import page as report
+    from bmfa.evidence import report as chain
 
     folder = Path(options.output)
     if options.records:
@@ -167,7 +168,7 @@ def report(options: Options) -> None:
 
 def _own_model(options: Options) -> "OwnModel | None":
     """A person's model and pictures, both or neither."""
-    from bmfa.experiments.model_chain import OwnModel
+    from bmfa.evidence.report_models import OwnModel
 
     if options.imagenet is None and options.weights is None:
         return None

@@ -25,7 +25,8 @@ EMBEDDED_PICTURES = 200
 
 def closed_loop(options: Options) -> None:
     """bmfa closed-loop."""
-    from bmfa.experiments import closed_loop, shards
+    from bmfa.evidence.closed_loop import run as closed_loop
+    from bmfa.evidence.runner import processes as shards
 
     device = check_device(shards.own_device(options.device))
     model, pictures = _loaded(options), _pictures(options)
@@ -48,7 +49,8 @@ def closed_loop(options: Options) -> None:
 
 def evaluate(options: Options) -> None:
     """bmfa evaluate."""
-    from bmfa.experiments import evaluation, shards
+    from bmfa.evidence.classification import run as evaluation
+    from bmfa.evidence.runner import processes as shards
 
     device = check_device(shards.own_device(options.device))
     model, pictures = _loaded(options), _pictures(options)

@@ -19,9 +19,9 @@ COLUMNS = "method layer head query leaves leaf_percent gap error certificate mov
 def screen(options: argparse.Namespace) -> None:
     """bmfa screen."""
     require_packages(("matplotlib", "PIL"), "report")
-    from bmfa.experiments import picture
+    from bmfa.evidence.page import figures
+    from bmfa.evidence.pictures import picture
     from bmfa.models import load_model
-    from bmfa.report import figures
 
     _check_figure(options.output)
     view = picture.View(options.layer, options.head, options.query)

@@ -2,14 +2,14 @@
 
 from bmfa.data.annotations import AnnotationFile
 from bmfa.data.coco_writer import write_coco
-from bmfa.data.embedded import FigurePicture, figure_batch, figure_picture
-from bmfa.data.figures import CLASSES
+from bmfa.data.drawn.embedded import FigurePicture, figure_batch, figure_picture
+from bmfa.data.drawn.figures import CLASSES
+from bmfa.data.drawn.scenes import EmbeddedScenes, scene
 from bmfa.data.files import InstanceFiles
 from bmfa.data.instances import AnnotationError, Instance, InstanceSource, Picture, Tally
 from bmfa.data.pictures import PictureError, PictureFiles
 from bmfa.data.probe_stream import probe_blocks
 from bmfa.data.probes import MODES, ProbeBlock, ProbeSettings
-from bmfa.data.scenes import EmbeddedScenes, scene
 
 __all__ = [
     "CLASSES",

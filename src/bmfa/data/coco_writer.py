@@ -8,9 +8,9 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from bmfa.data.drawn.objects import KINDS
+from bmfa.data.drawn.scenes import EmbeddedScenes
 from bmfa.data.instances import Instance, Picture
-from bmfa.data.objects import KINDS
-from bmfa.data.scenes import EmbeddedScenes
 from bmfa.files import write_whole
 from bmfa.packages import load_package
 

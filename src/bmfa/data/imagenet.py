@@ -11,8 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bmfa.checks import check_integer
-from bmfa.data.embedded import figure_picture
-from bmfa.data.figures import CLASSES
+from bmfa.data.drawn.embedded import figure_picture
+from bmfa.data.drawn.figures import CLASSES
 from bmfa.data.pictures import PictureError, PictureFiles
 
 _WNID = re.compile(r"n\d{8}")

@@ -146,7 +146,7 @@ def _load(name: str, weights: str | os.PathLike[str] | None, any_size: bool) -> 
 
 
 def _load_embedded(weights: str | os.PathLike[str] | None) -> LoadedModel:
-    from bmfa.data.figures import CLASSES
+    from bmfa.data.drawn.figures import CLASSES
     from bmfa.models import embedded
 
     side, mean, std = embedded.IMAGE_SIZE, embedded.MEAN, embedded.STD

@@ -7,12 +7,12 @@ from typing import Any
 
 from torch import nn
 
-from bmfa.attention import BACKENDS, FORMS
+from bmfa.attention.api import BACKENDS, FORMS
 from bmfa.checks import check_integer, check_number
 from bmfa.models.forwards import override_method, override_of, restore_method
 from bmfa.models.hosts import find_host
 from bmfa.models.screens import GridOfBlock, TokenGrid, replacements_in
-from bmfa.rules import Optimal, RandomQuadrants, Rule, as_rule
+from bmfa.trees.rules import Optimal, RandomQuadrants, Rule, as_rule
 
 
 def patch(

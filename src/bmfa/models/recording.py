@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from bmfa.attention import Screened, Stats
+from bmfa.attention.api import Screened, Stats
 from bmfa.models.screens import Call, screens_in
-from bmfa.tree import Tree
+from bmfa.trees.tree import Tree
 
 
 @dataclass(eq=False)

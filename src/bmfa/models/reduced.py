@@ -10,11 +10,11 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
 from bmfa.grid import Grid
+from bmfa.merging import Moment, Policy
+from bmfa.merging.dispatch import attend
 from bmfa.models.forwards import has_own_forward, override_of
 from bmfa.models.passes import PassState, recomputing
 from bmfa.models.screens import Replacement, TokenGrid, valid_keys
-from bmfa.reduction import Moment, Policy
-from bmfa.reduction.backends import attend
 
 
 @dataclass(frozen=True)

@@ -2,13 +2,13 @@
 
 from torch import Tensor, nn
 
+from bmfa.merging import Policy, parse
+from bmfa.merging.dispatch import check_backend
 from bmfa.models.forwards import has_own_forward, override_method
 from bmfa.models.hosts import find_host, refuse_reduction
 from bmfa.models.patching import unpatch
 from bmfa.models.reduced import ExposedPass, Progress, ReducedBlock, Reduction, reductions_in
 from bmfa.models.screens import TokenGrid
-from bmfa.reduction import Policy, parse
-from bmfa.reduction.backends import check_backend
 
 
 def reduce(
@@ -20,7 +20,7 @@ def reduce(
 ) -> nn.Module:
     """Reduce the tokens from block to block; returns the same model, changed in place.
 
-    The policy is one of bmfa.reduction or its name. Class, distillation and register tokens stay;
+    The policy is one of bmfa.merging or its name. Class, distillation and register tokens stay;
     every picture keeps the same number of tokens. With `dense` the tokens behind the last block get
     their grid back, each spatial token with the value of the one that holds it, so that pooling and
     dense heads see exact multiplicities; by default so where the model pools spatial tokens or is a
@@ -30,7 +30,7 @@ def reduce(
     """
     chosen = parse(policy) if isinstance(policy, str) else policy
     if not isinstance(chosen, Policy):
-        raise TypeError(f"policy is {policy!r}; pass one of bmfa.reduction, or a name as 'tome:8'")
+        raise TypeError(f"policy is {policy!r}; pass one of bmfa.merging, or a name as 'tome:8'")
     check_backend(backend)
     host = find_host(model)
     if host.branches is None:

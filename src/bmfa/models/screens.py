@@ -8,10 +8,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from bmfa.attention import Screened, screened_attention
+from bmfa.attention.api import Screened, screened_attention
 from bmfa.grid import Grid
 from bmfa.models.passes import PassState, recomputing
-from bmfa.rules import Rule
+from bmfa.trees.rules import Rule
 
 _NAME = "bmfa_screen"
 # Added to a score, this hides a token: hosts use -inf or the least number of their dtype.

@@ -13,7 +13,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, Dataset
 
 from bmfa.checks import check_integer
-from bmfa.data.embedded import figure_batch
+from bmfa.data.drawn.embedded import figure_batch
 from bmfa.models.embedded import EmbeddedViT, preprocess, save
 
 # Far from the small seeds people type, so that those give pictures the model never saw.

@@ -1,0 +1,1 @@
+"""Screened attention: the public function, its backends and its kernels."""

@@ -1,0 +1,1 @@
+"""The embedded pictures: drawn from a seed, never stored."""

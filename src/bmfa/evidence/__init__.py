@@ -1,0 +1,1 @@
+"""Experiments, each a folder: run, figures and chapter; and the page they make."""

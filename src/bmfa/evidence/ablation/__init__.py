@@ -1,0 +1,1 @@
+"""Ablations of the refinement rule on probe grids."""

@@ -1,0 +1,1 @@
+"""Benchmarks of trees, attention and whole models."""

@@ -1,0 +1,169 @@
+"""How long trees take: the vectorised screening against the oracle, and against softmax."""
+
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+import torch.nn.functional as functional
+from torch import Tensor
+
+from bmfa.attention.kernels import reference
+from bmfa.checks import check_integer
+from bmfa.grid import Grid
+from bmfa.records import Record, Row, environment
+from bmfa.trees.build import screen
+from bmfa.trees.rules import Gamma, parse
+
+TREE_METHODS = ("gamma:0.005", "optimal:0.001", "exact-gap:0.005", "mass:0.002", "certified:0.005")
+SCORE_METHODS = ("gamma:0.05", "optimal:0.002", "quadrant-gap:0.8")
+GRIDS = 36_000
+ORACLE_GRIDS = 200
+BATCH_SIZE = 64
+HEADS, QUERIES = 3, 197  # of DeiT-Tiny at 224 px
+
+Progress = Callable[[int, int], None]
+
+
+def score_fields(count: int, grid: Grid, seed: int = 0) -> Tensor:
+    """(count, N) float32 fields that vary smoothly over the grid, with noise and a bright spot."""
+    generator = torch.Generator().manual_seed(seed)
+    coarse = torch.randn(1, count, 5, 5, generator=generator)
+    smooth = functional.interpolate(coarse, (grid.height, grid.width), mode="bilinear")
+    fields = smooth.view(count, grid.size) + 0.1 * torch.randn(
+        count, grid.size, generator=generator
+    )
+    spot = torch.randint(grid.size, (count, 1), generator=generator)
+    return fields.scatter_add_(1, spot, 5 * torch.rand(count, 1, generator=generator))
+
+
+def median_milliseconds(work: Callable[[], object], repeats: int, device: torch.device) -> float:
+    """The median time of a warmed-up call."""
+    work()
+    times = []
+    for _ in range(repeats):
+        _synchronise(device)
+        start = time.perf_counter()
+        work()
+        _synchronise(device)
+        times.append(1e3 * (time.perf_counter() - start))
+    return statistics.median(times)
+
+
+def trees(
+    methods: Sequence[str] = TREE_METHODS,
+    *,
+    grids: int = GRIDS,
+    batch_size: int = BATCH_SIZE,
+    repeats: int = 7,
+    seed: int = 0,
+    device: str = "cpu",
+    progress: Progress | None = None,
+) -> Record:
+    """Time for each grid of 16x16 against the oracle on one core, and screening against softmax."""
+    check_integer("grids", grids, low=1)
+    check_integer("batch_size", batch_size, low=1)
+    check_integer("repeats", repeats, low=1)
+    place = torch.device(device)
+    rows = [
+        *_against_oracle(methods, grids, repeats, seed, place),
+        *_against_softmax(batch_size, repeats, seed, place),
+    ]
+    if progress is not None:
+        progress(len(rows), len(rows))
+    settings = {
+        "grids": grids,
+        "oracle_grids": min(grids, ORACLE_GRIDS),
+        "scores": [batch_size, HEADS, QUERIES, 196],
+        "repeats": repeats,
+        "seed": seed,
+    }
+    return Record("bench", settings, rows, environment(device))
+
+
+def _against_oracle(
+    methods: Sequence[str], grids: int, repeats: int, seed: int, device: torch.device
+) -> list[Row]:
+    """The queue-based oracle is a rule of one grid at a time on one core; so is the first run here."""
+    grid = Grid(16, 16)
+    scores = score_fields(grids, grid, seed)
+    base = _oracle_milliseconds(scores[:ORACLE_GRIDS], grid) / min(ORACLE_GRIDS, grids)
+    rows = [_row("trees", grid, "float64", "gamma:0.005 (oracle)", 1, base * grids, grids, 1.0)]
+    scores = scores.to(device)
+    for threads in sorted({1, torch.get_num_threads()}):
+        with _threads(threads):
+            for method in methods:
+                rule = parse(method, seed)
+                each = median_milliseconds(lambda: screen(scores, grid, rule), repeats, device)  # noqa: B023
+                leaves = 100 * float(screen(scores, grid, rule).leaf_ratio.mean())
+                row = _row(
+                    "trees", grid, "float32", method, threads, each, grids, base * grids / each
+                )
+                rows.append({**row, "leaf_percent": leaves})
+    return rows
+
+
+def _oracle_milliseconds(scores: Tensor, grid: Grid) -> float:
+    fields = scores.double().view(-1, grid.height, grid.width).numpy()
+    start = time.perf_counter()
+    for field in fields:
+        reference.build_tree(field, Gamma(0.005))
+    return 1e3 * (time.perf_counter() - start)
+
+
+def _against_softmax(batch_size: int, repeats: int, seed: int, device: torch.device) -> list[Row]:
+    """Screening of a DeiT-Tiny batch's scores in multiples of one softmax over them."""
+    grid, shape = Grid(14, 14), (batch_size, HEADS, QUERIES)
+    count = torch.Size(shape).numel()
+    rows: list[Row] = []
+    for dtype in (torch.float32, torch.float64):
+        scores = score_fields(count, grid, seed).to(device, dtype).view(*shape, grid.size)
+        name, threads = str(dtype).removeprefix("torch."), torch.get_num_threads()
+        softmax = median_milliseconds(lambda: scores.softmax(-1), repeats, device)  # noqa: B023
+        rows.append(_row("softmax", grid, name, "softmax", threads, softmax, count, 1.0))
+        for method in SCORE_METHODS:
+            rule = parse(method, seed)
+            each = median_milliseconds(lambda: screen(scores, grid, rule), repeats, device)  # noqa: B023
+            row = _row("softmax", grid, name, method, threads, each, count, softmax / each)
+            leaves = 100 * float(screen(scores, grid, rule).leaf_ratio.mean())
+            rows.append({**row, "multiple_of_softmax": each / softmax, "leaf_percent": leaves})
+    return rows
+
+
+def _row(
+    what: str,
+    grid: Grid,
+    dtype: str,
+    method: str,
+    threads: int,
+    milliseconds: float,
+    count: int,
+    speedup: float,
+) -> Row:
+    return {
+        "what": what,
+        "n": grid.size,
+        "dtype": dtype,
+        "method": method,
+        "threads": threads,
+        "grids": count,
+        "milliseconds": milliseconds,
+        "microseconds_per_grid": 1e3 * milliseconds / count,
+        "speedup": speedup,
+    }
+
+
+@contextmanager
+def _threads(count: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _synchronise(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -1,0 +1,1 @@
+"""Accuracy, cost and speed of models under each method."""

@@ -1,0 +1,1 @@
+"""Screening inside a model: how far its outputs move."""

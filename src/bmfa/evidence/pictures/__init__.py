@@ -1,0 +1,1 @@
+"""Single pictures: attention, trees and leaves drawn over them."""

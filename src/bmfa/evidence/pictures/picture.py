@@ -1,0 +1,274 @@
+"""Pictures in a model: the attention of one query, its trees, and what each of them loses."""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from bmfa.data.imagenet import LabelledPicture
+from bmfa.energy import gap
+from bmfa.evidence.closed_loop.run import Layers
+from bmfa.evidence.pictures.thumbnails import jpeg_uri
+from bmfa.models import LoadedModel, layer_indices, patch, unpatch
+from bmfa.models.hosts import find_host
+from bmfa.models.screens import Call, screens_in
+from bmfa.packages import load_package
+from bmfa.records import Record, Row, environment
+from bmfa.trees.certificates import exact_error, key_certificate
+from bmfa.trees.rules import Rule, parse
+from bmfa.trees.tree import Tree
+
+DEFAULT_METHODS = ("optimal:0.002",)
+CLASS = "class"
+PICTURE_BYTES = 40_000
+DIGITS = 7
+PROTOCOL = (
+    "scores and trees of one query and head, the layer's inputs those of the full model; error is E "
+    "over all keys, prefix keys exact; gap is that of one leaf over the spatial keys; the class is "
+    "what the model says with the layers screened"
+)
+
+
+@dataclass(frozen=True)
+class View:
+    """What to look at; without a layer the last, without a head the one of the largest gap."""
+
+    layer: int | None = None
+    head: int | None = None
+    query: str = CLASS  # or ROW,COLUMN of the grid, from 0
+
+    def __post_init__(self) -> None:
+        if self.query != CLASS and self.place is None:
+            raise ValueError(
+                f"query is {self.query!r}; pass {CLASS}, or ROW,COLUMN of a token such as 3,5"
+            )
+
+    @property
+    def place(self) -> tuple[int, int] | None:
+        """Row and column of the query; None for the class token."""
+        parts = self.query.split(",")
+        if len(parts) != 2 or not all(part.strip().isdecimal() for part in parts):
+            return None
+        return int(parts[0]), int(parts[1])
+
+
+def run(
+    model: LoadedModel,
+    pictures: Sequence[LabelledPicture],
+    methods: Sequence[str] = DEFAULT_METHODS,
+    *,
+    view: View | None = None,
+    layers: Layers = "last-4",
+    picture_bytes: int = PICTURE_BYTES,
+    seed: int = 0,
+    device: str = "cpu",
+) -> Record:
+    """A row for every picture and method: attention full and screened, tree, E and certificate.
+
+    `layers` are those screened for the class that the model then says. The model is patched while
+    this runs and left without any patch.
+    """
+    view = view or View()
+    rules = {method: parse(method, seed) for method in methods}
+    depth = len(find_host(model.model).attentions)
+    layer_indices(layers, depth)
+    view = replace(view, layer=_layer(view.layer, depth))
+    model.model.to(device)
+    rows: list[Row] = []
+    with torch.inference_mode():
+        for picture in pictures:
+            rows += _rows(model, picture, rules, view, layers, picture_bytes, device)
+    settings = {
+        "model": model.name,
+        "preprocessing": asdict(model.preprocess),
+        "pictures": [picture.name for picture in pictures],
+        "methods": list(methods),
+        **asdict(view),
+        "layers": layers,
+        "seed": seed,
+        "protocol": PROTOCOL,
+    }
+    return Record("picture", settings, rows, environment(device))
+
+
+@dataclass(eq=False)
+class Heard:
+    """The last call of a screened layer, and its trees."""
+
+    call: Call | None = None
+    tree: Tree | None = None
+
+    def heard(self, call: Call, screened: Any) -> None:
+        """Keep what a layer was given and what it built."""
+        self.call, self.tree = call, screened.tree
+
+
+@dataclass(frozen=True, eq=False)
+class Query:
+    """One query of one head over all keys, in float64; q is scaled."""
+
+    head: int
+    index: int
+    q: Tensor  # (1, 1, d)
+    keys: Tensor  # (1, prefix + N, d)
+    prefix: int
+
+    @classmethod
+    def of(cls, call: Call, view: View) -> "Query":
+        """The query that the view names."""
+        index = _query_index(view, call)
+        heads = call.q.shape[1]
+        q, k = call.q[0].double() * call.scale, call.k[0].double()
+        if view.head is None:
+            scores = (q[:, index : index + 1] @ k.transpose(-2, -1))[:, 0]  # (heads, prefix + N)
+            head = int(gap(scores[:, call.prefix :]).argmax())
+        elif 0 <= view.head < heads:
+            head = view.head
+        else:
+            raise ValueError(f"head is {view.head}; layer {call.layer} has heads 0 to {heads - 1}")
+        return cls(head, index, q[head, index][None, None], k[head][None], call.prefix)
+
+    @property
+    def scores(self) -> Tensor:
+        """(prefix + N,) products with all keys."""
+        return (self.q @ self.keys.transpose(-2, -1))[0, 0]
+
+    def certificate(self, rule: Rule, tree: Tree) -> float:
+        """A proven bound on E; from exact scores where the rule reads them, else from means."""
+        bound = exact_error if rule.needs == "tokens" else key_certificate
+        spatial, before = self.keys[:, self.prefix :], self.keys[:, : self.prefix]
+        return float(bound(self.q, spatial, tree.flat(), before))
+
+
+def _rows(
+    model: LoadedModel,
+    picture: LabelledPicture,
+    rules: dict[str, Rule],
+    view: View,
+    layers: Layers,
+    picture_bytes: int,
+    device: str,
+) -> list[Row]:
+    unpatch(model.model)
+    pixels = model.preprocess(picture.pixels)[None].to(device)
+    full = model.logits(pixels)
+    uri = jpeg_uri(_shown(model, pixels[0]), picture_bytes)
+    rows = []
+    for method, rule in rules.items():
+        call, trees = _hear(model, pixels, rule, view.layer or 0)
+        query = Query.of(call, view)
+        tree = trees[0, query.head, query.index : query.index + 1]
+        row: Row = {"model": model.name, "title": picture.name, "method": method}
+        row |= {"layer": call.layer, "head": query.head, "query": view.query}
+        row |= {"height": call.grid.height, "width": call.grid.width, "picture": uri}
+        row |= _attention(query, rule, tree)
+        row |= _said(model, picture, full, _screened(model, pixels, rule, layers))
+        rows.append(row)
+    return rows
+
+
+def _hear(model: LoadedModel, pixels: Tensor, rule: Rule, layer: int) -> tuple[Call, Tree]:
+    """The inputs of one layer of the full model, and the trees of a rule on them."""
+    patch(model.model, rule=rule, layers=[layer])
+    heard = Heard()
+    try:
+        for _, screen in screens_in(model.model):
+            screen.listener = heard
+        model.logits(pixels)
+    finally:
+        unpatch(model.model)
+    if heard.call is None or heard.tree is None:
+        raise RuntimeError(f"layer {layer} of {model.name} was not called")
+    return heard.call, heard.tree
+
+
+def _screened(model: LoadedModel, pixels: Tensor, rule: Rule, layers: Layers) -> Tensor:
+    """What the model says with some layers screened."""
+    patch(model.model, rule=rule, layers=layers)
+    try:
+        return model.logits(pixels)
+    finally:
+        unpatch(model.model)
+
+
+def _attention(query: Query, rule: Rule, tree: Tree) -> Row:
+    """Both distributions over the spatial keys, the tree, E and its bound."""
+    scores = query.scores
+    before, spatial = scores[: query.prefix], scores[query.prefix :]
+    kept = torch.cat((before, tree.reconstruct(spatial[None])[0]))
+    full, approximate = scores.softmax(-1), kept.softmax(-1)
+    error = float(scores.logsumexp(-1) - kept.logsumexp(-1))
+    return {
+        "scores": _listed(spatial),
+        "attention": _listed(full[query.prefix :]),
+        "screened_attention": _listed(approximate[query.prefix :]),
+        "prefix_percent": 100 * float(full[: query.prefix].sum()),
+        "boxes": tree[0].leaf_boxes.tolist(),
+        "leaves": int(tree.leaf_count[0]),
+        "leaf_percent": 100 * float(tree.leaf_ratio[0]),
+        "gap": float(gap(spatial)),
+        "error": max(error, 0.0),
+        "certificate": query.certificate(rule, tree),
+        "certificate_from": "scores" if rule.needs == "tokens" else "keys",
+        "moved_percent": 50 * float((full - approximate).abs().sum()),
+    }
+
+
+def _said(model: LoadedModel, picture: LabelledPicture, full: Tensor, screened: Tensor) -> Row:
+    """The classes that the full and the screened model say, and how far the outputs are apart."""
+    before, after = (logits[0].double().log_softmax(-1) for logits in (full, screened))
+    first, second = int(before.argmax()), int(after.argmax())
+    row: Row = {
+        "full_class": _class_name(model, first),
+        "full_class_percent": 100 * float(before[first].exp()),
+        "screened_class": _class_name(model, second),
+        "screened_class_percent": 100 * float(after[second].exp()),
+        "output_kl": float((before.exp() * (before - after)).sum()),
+    }
+    if picture.label is not None:
+        row["label"] = picture.label_name or _class_name(model, picture.label)
+    return row
+
+
+def _class_name(model: LoadedModel, index: int) -> str:
+    names = model.classes or ()
+    return names[index] if index < len(names) else f"class {index}"
+
+
+def _layer(layer: int | None, depth: int) -> int:
+    if layer is None:
+        return depth - 1
+    if not 0 <= layer < depth:
+        raise ValueError(f"layer is {layer}; the model has layers 0 to {depth - 1}")
+    return layer
+
+
+def _query_index(view: View, call: Call) -> int:
+    """The query among the tokens, the prefix first."""
+    if view.place is None:
+        if call.prefix == 0:
+            raise ValueError("the model has no class token; pass the query as ROW,COLUMN")
+        return 0
+    (row, column), grid = view.place, call.grid
+    if row >= grid.height or column >= grid.width:
+        raise ValueError(
+            f"query {view.query} is outside the {grid.height}x{grid.width} grid; rows are 0 to "
+            f"{grid.height - 1}, columns 0 to {grid.width - 1}"
+        )
+    return call.prefix + row * grid.width + column
+
+
+def _shown(model: LoadedModel, pixels: Tensor) -> Any:
+    """The picture as the model sees it: resized, cropped, its colours put back."""
+    mean, std = (np.asarray(v, np.float32) for v in (model.preprocess.mean, model.preprocess.std))
+    colours: NDArray[np.float32] = pixels.cpu().numpy().transpose(1, 2, 0) * std + mean
+    eight_bits = (255 * colours).round().clip(0, 255).astype(np.uint8)
+    return load_package("PIL.Image").fromarray(eight_bits)
+
+
+def _listed(values: Tensor) -> list[float]:
+    return [round(value, DIGITS) for value in values.tolist()]

@@ -1,0 +1,1 @@
+"""Instance probes on annotated pictures."""

@@ -1,0 +1,182 @@
+"""The parts of a probe shared between processes, and kept in a file of partial results."""
+
+import base64
+import os
+import sys
+import zlib
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bmfa.data import EmbeddedScenes, InstanceFiles, ProbeBlock, ProbeSettings, Tally
+from bmfa.data.files import FAULTS_OF_FILES, InstancePart
+from bmfa.data.instances import SIZES, InstanceSource
+from bmfa.data.probe_stream import Compute, Result, Spread
+from bmfa.evidence.runner import processes as shards
+from bmfa.evidence.runner.resume import Part, digest, lost_pictures_explained, open_checkpoint
+
+# The arrays of a block that are worth packing, and their types.
+_ARRAYS: dict[str, np.dtype[Any]] = {"edge": np.dtype(np.float64), "minority": np.dtype(np.bool_)}
+_COLUMNS: dict[str, np.dtype[Any]] = {
+    "box": np.dtype(np.int64),
+    "picture_id": np.dtype(np.int64),
+    "annotation_id": np.dtype(np.int64),
+    "area": np.dtype(np.float64),
+}
+_WORDS = ("category", "size", "frequency")
+
+
+def spread(
+    source: InstanceSource,
+    settings: ProbeSettings,
+    strict: bool,
+    resume: str | os.PathLike[str] | None,
+) -> Spread:
+    """How the parts of a source are computed: by one process or several, with a file or without."""
+    processes = shards.current()
+    if resume is None and processes.count == 1:
+        return _compute_here
+    checkpoint = open_checkpoint(
+        resume,
+        "probe",
+        lambda: {**asdict(settings), "strict": strict, "pictures": len(source), **_origin(source)},
+        partial(_fault, settings.grid),
+        processes,
+    )
+
+    def compute_all(parts: Iterator[InstanceSource], compute: Compute) -> Iterator[Result]:
+        every = list(parts)
+        listings = [_listing(part) for part in every]
+        saved: dict[int, Part] = processes.from_first(
+            lambda: {} if checkpoint is None else dict(checkpoint.parts)
+        )
+        known = {
+            n: saved[n] for n in range(len(every)) if n in saved and _lasts(saved[n], listings[n])
+        }
+        left = [number for number in range(len(every)) if number not in known]
+        reached = 0
+        explained = lost_pictures_explained(resume, checkpoint)
+        results = compute(every[n] for n in processes.mine(left))
+        with explained, closing(results):  # type: ignore[type-var]
+            rounds = processes.rounds(
+                left, lambda number: packed(next(results)) | {"listing": listings[number]}
+            )
+            for done in rounds:
+                known |= dict(done)
+                if checkpoint is not None:
+                    checkpoint.keep(dict(done))
+                while reached in known:
+                    yield unpacked(known[reached], strict)
+                    reached += 1
+        if checkpoint is not None:
+            checkpoint.write()
+        yield from (unpacked(known[number], strict) for number in range(reached, len(every)))
+
+    return compute_all
+
+
+def _compute_here(parts: Iterator[InstanceSource], compute: Compute) -> Iterator[Result]:
+    with lost_pictures_explained(None, None):
+        yield from compute(parts)
+
+
+def packed(result: Result) -> Part:
+    """The result of a part as JSON holds it, every number exact."""
+    pictures, block, tally = result
+    return {
+        "pictures": pictures,
+        "faults": dict(tally.faults),
+        "left_out": dict(tally.left_out),
+        "names": tally.names,
+        "block": None if block is None else _packed_block(block),
+    }
+
+
+def unpacked(part: Part, strict: bool = False) -> Result:
+    """Undo `packed`."""
+    tally = Tally(strict, Counter(part["faults"]), Counter(part["left_out"]), dict(part["names"]))
+    block = None if part["block"] is None else _unpacked_block(part["block"])
+    return int(part["pictures"]), block, tally
+
+
+def _packed_block(block: ProbeBlock) -> dict[str, Any]:
+    return {
+        "shape": list(block.edge.shape),
+        **{name: _pack(getattr(block, name)) for name in _ARRAYS},
+        **{name: getattr(block, name).tolist() for name in _COLUMNS},
+        **{name: list(getattr(block, name)) for name in _WORDS},
+    }
+
+
+def _unpacked_block(content: dict[str, Any]) -> ProbeBlock:
+    fields: dict[str, Any] = {name: tuple(content[name]) for name in _WORDS}
+    for name, kind in _COLUMNS.items():
+        fields[name] = np.array(content[name], kind)
+    for name, kind in _ARRAYS.items():
+        data = zlib.decompress(base64.b64decode(content[name]))
+        fields[name] = np.frombuffer(data, kind).reshape(content["shape"])
+    return ProbeBlock(**fields)
+
+
+def _pack(array: NDArray[Any]) -> str:
+    return base64.b64encode(zlib.compress(np.ascontiguousarray(array).tobytes(), 1)).decode()
+
+
+def _lasts(part: Part, listing: str) -> bool:
+    """False if the files of a saved part have changed, or could not be read, so that it is redone."""
+    return part["listing"] == listing and not any(
+        part["faults"].get(one) for one in FAULTS_OF_FILES
+    )
+
+
+def _listing(part: InstanceSource) -> str:
+    """A fingerprint of the files that hold the pictures of a part."""
+    return digest(part.listing()) if isinstance(part, InstancePart) else ""
+
+
+def _fault(grid: int, number: int, part: Part) -> str | None:
+    """A phrase that names the first value of a saved part that cannot be, or None."""
+    try:
+        pictures, block, tally = unpacked(part)
+        counts = {"pictures": pictures, **tally.faults, **tally.left_out}
+        columns = (
+            {} if block is None else {name: getattr(block, name) for name in (*_COLUMNS, *_WORDS)}
+        )
+        for name, values in columns.items():
+            if len(values) != len(block or ()):
+                return f"{name} has {len(values)} values for {len(block or ())} instances"
+        if not isinstance(part["listing"], str):
+            return f"listing is {part['listing']!r}"
+    except (KeyError, TypeError, ValueError, zlib.error) as error:
+        return f"it cannot be unpacked ({type(error).__name__}: {error})"
+    for name, count in counts.items():
+        if not isinstance(count, int) or count < 0:
+            return f"the count of {name} is {count!r}, and no integer of at least 0"
+    if block is None:
+        return None
+    if block.edge.shape[1:] != (grid, grid):
+        return f"its grids have shape {block.edge.shape[1:]}, and not {(grid, grid)}"
+    for name, low, high in (("edge", 0.0, 1.0), ("area", 0.0, sys.float_info.max)):
+        values = getattr(block, name)
+        outside = values[~((values >= low) & (values <= high))]
+        if len(outside):
+            return f"{name} is {outside[0]}, outside the range {low:g} to {high:g}"
+    unknown = next((size for size in block.size if size not in SIZES), None)
+    return None if unknown is None else f"size is {unknown!r}, and none of {', '.join(SIZES)}"
+
+
+def _origin(source: InstanceSource) -> dict[str, Any]:
+    """What tells a source from others."""
+    if isinstance(source, InstanceFiles):
+        annotations = Path(source.annotations.path)
+        return {"annotations": digest([annotations.read_bytes()])}
+    if isinstance(source, EmbeddedScenes):
+        return {"scenes": asdict(source)}
+    return {"source": type(source).__name__}

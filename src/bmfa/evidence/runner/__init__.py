@@ -1,0 +1,1 @@
+"""Batches, processes and resumable runs shared by the experiments."""

@@ -1,5 +1,0 @@
-"""Attention in torch operations, for any device: over trees."""
-
-from bmfa.kernels.eager.trees import dense, repeated, representative
-
-__all__ = ["dense", "repeated", "representative"]

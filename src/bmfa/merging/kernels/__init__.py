@@ -1,0 +1,1 @@
+"""Kernels of token merging: reference (NumPy), eager (torch) and triton."""

@@ -1,0 +1,1 @@
+"""Token-reduction policies, one file each."""

@@ -1,0 +1,41 @@
+"""The rules that decide which blocks of a tree are split."""
+
+from bmfa.trees.rules import (
+    LABELS,
+    Certified,
+    Context,
+    Decision,
+    ExactGap,
+    FixedBlocks,
+    FixedDepth,
+    Gamma,
+    GlobalMean,
+    Mass,
+    Optimal,
+    QuadrantGap,
+    RandomQuadrants,
+    Rule,
+    Variance,
+    as_rule,
+    parse,
+)
+
+__all__ = [
+    "LABELS",
+    "Certified",
+    "Context",
+    "Decision",
+    "ExactGap",
+    "FixedBlocks",
+    "FixedDepth",
+    "Gamma",
+    "GlobalMean",
+    "Mass",
+    "Optimal",
+    "QuadrantGap",
+    "RandomQuadrants",
+    "Rule",
+    "Variance",
+    "as_rule",
+    "parse",
+]

@@ -1,0 +1,1 @@
+"""Quadtrees over a grid: layout, statistics of blocks, rules, construction, certificates."""

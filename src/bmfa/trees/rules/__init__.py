@@ -1,0 +1,34 @@
+"""How splits are decided: each rule is immutable, checks its parameters, and says its name."""
+
+from bmfa.trees.rules.base import LABELS, Context, Decision, Rule
+from bmfa.trees.rules.fixed import (
+    FixedBlocks,
+    FixedDepth,
+    GlobalMean,
+    QuadrantGap,
+    RandomQuadrants,
+    Variance,
+)
+from bmfa.trees.rules.names import as_rule, parse
+from bmfa.trees.rules.optimal import Optimal
+from bmfa.trees.rules.threshold import Certified, ExactGap, Gamma, Mass
+
+__all__ = [
+    "LABELS",
+    "Certified",
+    "Context",
+    "Decision",
+    "ExactGap",
+    "FixedBlocks",
+    "FixedDepth",
+    "Gamma",
+    "GlobalMean",
+    "Mass",
+    "Optimal",
+    "QuadrantGap",
+    "RandomQuadrants",
+    "Rule",
+    "Variance",
+    "as_rule",
+    "parse",
+]

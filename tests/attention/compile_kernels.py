@@ -1,0 +1,92 @@
+"""Compile kernels for Hopper on a machine without a GPU; run by test_triton_compiles.py.
+
+Prints a line for each kernel, and for the kernel of trees the conversions between layouts that Triton
+3.6 gets wrong: registers with a repeated value behind the rows, to the same without it.
+"""
+
+import json
+import re
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from bmfa.attention.kernels.triton import trees
+from bmfa.attention.kernels.triton.tiled import bounding, launching
+from bmfa.attention.kernels.triton.tiled.arguments import Frame
+from bmfa.attention.kernels.triton.tree_kernel import screened_attention_kernel
+
+HOPPER = GPUTarget("cuda", 90, 32)
+POINTERS = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32"}
+POINTERS |= {torch.int32: "*i32", torch.uint8: "*u8"}
+LINEAR = re.compile(r"^(#linear\d*) = #ttg.linear<\{register = (\[.*?\]), lane", re.M)
+COLUMN = r"tensor<\d+x1xf32, #ttg.slice<\{dim = 1, parent = (#\w+)\}>>"
+CONVERSION = re.compile(rf"convert_layout %\w+ : {COLUMN} -> {COLUMN}")
+
+
+def build(kernel, tensors, rest, options):
+    """Compile with tensors of these dtypes, the other arguments of a plan behind them."""
+    signature = {n: POINTERS[t] for n, t in zip(kernel.arg_names, tensors, strict=False)}
+    constants = {}
+    for index, value in enumerate(rest, len(tensors)):
+        parameter = kernel.params[index]
+        if parameter.is_constexpr:
+            signature[parameter.name], constants[(index,)] = "constexpr", value
+        else:
+            signature[parameter.name] = "fp32" if isinstance(value, float) else "i32"
+    source = ASTSource(kernel, signature, constants)
+    return triton.compile(source, target=HOPPER, options=options)
+
+
+def tiled(dim, dtype, masked, prefix, aligned):
+    side, mask = 64, torch.uint8 if masked else dtype
+    strides = ((3 * side**2 * dim, dim, 3 * dim),) * 4
+    frame = Frame(1, 3, dim, strides, dtype, 0, masked, side, side, prefix, 0.125, aligned)
+    plan = bounding._certifier(frame, 1e-5, 1e-5)
+    tensors = (dtype, dtype, mask, torch.uint8, torch.float32, torch.float32)
+    build(plan.kernel, tensors, plan.rest, plan.options)
+    print("certify", dim)
+    chain = launching._prepared(frame, 0.1, 0).chain
+    dtypes = dict.fromkeys(("q", "k", "v", "output"), dtype) | {"valid": mask}
+    dtypes |= {"amounts": torch.int32, "words": torch.int32}
+    dtypes |= {name: piece[2] for name, piece in chain.scratch.pieces.items()}
+    for plan, places in chain.steps:
+        tensors = [dtypes[chain.names[place]] for place in places]
+        build(plan.kernel, tensors, plan.rest, plan.options)
+        print(plan.kernel.__name__, dim)
+
+
+def rows_of(layout):
+    """The rows that each register of a thread adds; 0 is another copy."""
+    return [row for row, child, block in layout if row or not child]
+
+
+def tree(rule, depth, width):
+    tile, warps = trees.UNMIXED if depth == trees.MIXED_DEPTH else trees.CONFIGURATION[2]
+    kernel = screened_attention_kernel
+    constants = {
+        "RULE": rule, "FINE": False, "DEPTH": depth, "LIMIT": depth, "PREFIX": 1, "PREFIX_TILE": 16,
+        "WIDTH": width, "VALUE_WIDTH": width, "WORDS": 1, "QUERIES": tile,
+    }  # fmt: skip
+    names = kernel.arg_names
+    tensors = [torch.float16] * 4 + [torch.int32] * 2 + [torch.float32, torch.int32]
+    numbers = [1.0 if n in ("scale", "threshold") else 64 for n in names[8 : -len(constants)]]
+    rest = (*numbers, *(constants[name] for name in names[-len(constants) :]))
+    text = build(kernel, tensors, rest, {"num_warps": warps, "num_stages": 1}).asm["ttgir"]
+    layouts = {name: json.loads(bases) for name, bases in LINEAR.findall(text)}
+    layouts = {name: rows_of(x) for name, x in layouts.items() if len(x[0]) == 3}
+    mixed = [
+        (layouts[a], layouts[b])
+        for a, b in CONVERSION.findall(text)
+        if a in layouts and b in layouts and layouts[a] == [*layouts[b], 0]
+    ]
+    print("tree", rule, depth, width, mixed or "sound")
+
+
+if __name__ == "__main__":
+    tiled(64, torch.bfloat16, False, 1, False)
+    tiled(128, torch.float16, True, 0, True)
+    for depth in (2, 3, 4):
+        tree("optimal", depth, 64)
+    tree("optimal", trees.MIXED_DEPTH, trees.MIXED_WIDTH)

@@ -1,0 +1,363 @@
+"""Screened attention: the eager backend against the float64 oracle, forms, errors, gradients."""
+
+import numpy as np
+import pytest
+import torch
+
+from bmfa import Grid, rules, screened_attention
+from bmfa.attention.kernels import reference
+from bmfa.attention.kernels.eager import trees
+from bmfa.grid import quadtree, tiles
+from bmfa.trees.build import query_chunks
+from bmfa.trees.pyramid import _full_counts
+from bmfa.trees.rules import parse
+from cases import nudged
+
+GRIDS = ((1, 1), (1, 7), (2, 3), (4, 4), (5, 7), (7, 7))
+RULES = (
+    "gamma:0.05",
+    "gamma-h2:0.02",
+    "exact-gap:0.1",
+    "certified:0.2",
+    "mass:0.005",
+    "mass-coarse:0.005",
+    "optimal:0.003",
+    "optimal-leaves:0.3",
+    "optimal-error:0.02",
+    "fixed-depth:1",
+    "fixed-blocks:2",
+    "quadrant-gap:0.3",
+    "variance:0.3",
+    "random-quadrants:0.5",
+    "global-mean",
+)
+DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+
+
+def tensors(seed, grid, prefix=1, batch=2, heads=2, width=8, dtype=torch.float64, sharpness=2.0):
+    generator = torch.Generator().manual_seed(seed)
+    shape = (batch, heads, prefix + grid.size, width)
+    q, k, v = (torch.randn(shape, generator=generator, dtype=torch.float64) for _ in range(3))
+    return (sharpness * q).to(dtype), k.to(dtype), v.to(dtype)
+
+
+def random_mask(seed, batch, grid):
+    mask = torch.rand(batch, grid.size, generator=torch.Generator().manual_seed(seed)) < 0.7
+    mask[:, seed % grid.size] = True
+    return mask
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_eager_equals_the_oracle(name):
+    for seed, size in enumerate(GRIDS):
+        grid, rule = Grid(*size), parse(name, seed)
+        prefix = seed % 3
+        q, k, v = tensors(seed, grid, prefix)
+        tau, valid = (1.0, 0.7)[seed % 2], (None, random_mask(seed, 2, grid))[seed // 2 % 2]
+        common = {"grid": grid, "prefix": prefix, "rule": rule, "tau": tau, "valid": valid}
+        oracle = screened_attention(q, k, v, backend="reference", **common)
+        for form in ("representative", "repeated"):
+            result = screened_attention(q, k, v, backend="eager", form=form, **common)
+            assert torch.equal(result.tree.split, oracle.tree.split), (name, size)
+            torch.testing.assert_close(result.output, oracle.output, atol=1e-12, rtol=1e-12)
+
+
+def test_a_thousand_seeded_cases_against_the_oracle():
+    ties = 0
+    for seed in range(1000):
+        generator = np.random.default_rng(seed)
+        grid = Grid(*(int(side) for side in generator.integers(1, 6, size=2)))
+        rule = parse(RULES[seed % len(RULES)], seed)
+        prefix = int(generator.integers(0, 3))
+        q, k, v = tensors(seed, grid, prefix, batch=1, heads=1, width=int(generator.integers(1, 9)))
+        q = q[:, :, :2] if q.shape[2] > 1 else q
+        common = {"grid": grid, "prefix": prefix, "rule": rule}
+        oracle = screened_attention(q, k, v, backend="reference", **common)
+        result = screened_attention(q, k, v, backend="eager", **common)
+        if not torch.equal(result.tree.split, oracle.tree.split):
+            around = (
+                screened_attention(
+                    q, k, v, backend="reference", **{**common, "rule": nudged(rule, f)}
+                )
+                for f in (1 - 1e-9, 1 + 1e-9)
+            )
+            assert any(not torch.equal(a.tree.split, oracle.tree.split) for a in around), seed
+            ties += 1
+            continue
+        torch.testing.assert_close(result.output, oracle.output, atol=1e-12, rtol=1e-12)
+    assert ties <= 5
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_exact_gap_zero_is_dense_attention(dtype):
+    grid = Grid(5, 7)
+    q, k, v = tensors(0, grid, dtype=dtype)
+    result = screened_attention(q, k, v, grid=grid, prefix=1, rule=rules.ExactGap(0.0))
+    dense = torch.nn.functional.scaled_dot_product_attention(q.double(), k.double(), v.double())
+    assert result.output.dtype == dtype
+    eager_error = (
+        torch.nn.functional.scaled_dot_product_attention(q, k, v).double() - dense
+    ).norm() / dense.norm()
+    error = (result.output.double() - dense).norm() / dense.norm()
+    # SDPA in float64 is its own reference, so the allowance is a few roundings of what we work in.
+    working = torch.float64 if dtype == torch.float64 else torch.float32
+    assert error <= 2 * eager_error + 8 * torch.finfo(working).eps
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_forms_agree_to_rounding_in_every_dtype(dtype):
+    grid = Grid(6, 5)
+    q, k, v = tensors(3, grid, dtype=dtype)
+    one, other = (
+        screened_attention(q, k, v, grid=grid, prefix=1, leaves=0.3, form=form).output.double()
+        for form in ("representative", "repeated")
+    )
+    assert (one - other).norm() <= 4 * torch.finfo(dtype).eps * one.norm()
+
+
+@pytest.mark.parametrize("form", ["representative", "repeated"])
+@pytest.mark.parametrize("name", ["fixed-depth:1", "optimal-leaves:3", "exact-gap:0"])
+def test_gradients_by_autograd(form, name):
+    grid = Grid(2, 3)
+    inputs = [t.requires_grad_() for t in tensors(1, grid, batch=1, heads=1, width=2)]
+
+    def attend(q, k, v):
+        return screened_attention(q, k, v, grid=grid, prefix=1, rule=parse(name), form=form).output
+
+    assert torch.autograd.gradcheck(attend, inputs)
+
+
+def test_gradients_with_padding_are_finite_and_zero_on_it():
+    grid = Grid(3, 3)
+    q, k, v = (t.requires_grad_() for t in tensors(2, grid, prefix=0, batch=1))
+    valid = torch.ones(9, dtype=torch.bool)
+    valid[5] = False
+    output = screened_attention(q, k, v, grid=grid, valid=valid, rule=rules.FixedDepth(1)).output
+    output.square().sum().backward()
+    assert all(torch.isfinite(t.grad).all() for t in (q, k, v))
+    assert (k.grad[:, :, 5] == 0).all() and (v.grad[:, :, 5] == 0).all()
+
+
+@pytest.mark.parametrize("form", ["representative", "repeated"])
+@pytest.mark.parametrize("name", ["gamma:0.05", "fixed-blocks:2"])
+def test_gradients_after_a_first_call_in_inference_mode(form, name):
+    for kept in (quadtree, tiles, _full_counts):
+        kept.cache_clear()  # as in a new process
+    grid = Grid(5, 6)
+    common = {"grid": grid, "prefix": 1, "rule": parse(name), "form": form}
+    inputs = tensors(4, grid)
+    with torch.inference_mode():
+        before = screened_attention(*inputs, **common)
+        layouts = [before.tree.layout, quadtree(grid)]
+        levels = [level for layout in layouts for level in layout.levels]
+        kept = [value for level in levels for value in (*vars(level).values(), level.counts)]
+        kept += [order for layout in layouts for order in (layout.z_rank, layout.z_order)]
+    assert not any(value.is_inference() for value in kept if isinstance(value, torch.Tensor))
+    q, k, v = (t.requires_grad_() for t in inputs)
+    after = screened_attention(q, k, v, **common).output
+    after.square().sum().backward()
+    torch.testing.assert_close(after, before.output)
+
+
+def test_padding_may_hold_anything():
+    grid = Grid(4, 4)
+    q, k, v = tensors(5, grid, prefix=1)
+    valid = random_mask(5, 2, grid)
+    dirty = [t.clone() for t in (k, v)]
+    spatial = [t[:, :, 1:] for t in dirty]
+    for tensor in spatial:
+        tensor[~valid[:, None].expand(-1, 2, -1)] = 1e30
+    common = {"grid": grid, "prefix": 1, "valid": valid, "leaves": 0.4}
+    clean = screened_attention(q, k, v, **common).output
+    torch.testing.assert_close(screened_attention(q, *dirty, **common).output, clean)
+
+
+def test_heads_and_batch_permute_the_result():
+    grid = Grid(4, 5)
+    q, k, v = tensors(7, grid, batch=3, heads=4)
+    whole = screened_attention(q, k, v, grid=grid, prefix=1, rule=rules.Gamma(0.05))
+    batch, heads = torch.tensor([2, 0, 1]), torch.tensor([3, 1, 0, 2])
+    moved = [t[batch][:, heads] for t in (q, k, v)]
+    permuted = screened_attention(*moved, grid=grid, prefix=1, rule=rules.Gamma(0.05))
+    torch.testing.assert_close(permuted.output, whole.output[batch][:, heads])
+    assert torch.equal(permuted.tree.leaf_count, whole.tree.leaf_count[batch][:, heads])
+
+
+def test_z_order_is_raster_order_reordered():
+    grid = Grid(5, 6)
+    q, k, v = tensors(8, grid, prefix=2)
+    order = torch.cat((torch.arange(2), 2 + grid.z_order))
+    common = {"grid": grid, "prefix": 2, "rule": rules.Optimal(0.002), "valid": None}
+    raster = screened_attention(q, k, v, **common).output
+    z = screened_attention(q[:, :, order], k[:, :, order], v[:, :, order], order="z", **common)
+    torch.testing.assert_close(z.output, raster[:, :, order])
+
+
+@pytest.mark.parametrize("form", ["representative", "repeated"])
+def test_chunking_does_not_show(monkeypatch, form):
+    chunks = []
+
+    def counted(*sizes):
+        chunks.append(list(query_chunks(*sizes)))
+        return chunks[-1]
+
+    monkeypatch.setattr(trees, "query_chunks", counted)
+    grid = Grid(6, 6)
+    q, k, v = tensors(9, grid, heads=3)
+    common = {"grid": grid, "prefix": 1, "leaves": 0.3, "form": form, "backend": "eager"}
+    whole = screened_attention(q, k, v, **common).output
+    monkeypatch.setattr(trees, "CHUNK_ELEMENTS", 200)
+    parts = screened_attention(q, k, v, **common).output
+    assert len(chunks[0]) == 1 and len(chunks[1]) > 6 * 4  # several of each head's 37 queries
+    torch.testing.assert_close(parts, whole)
+
+
+@pytest.mark.parametrize("name", RULES)
+@pytest.mark.parametrize("masked", [False, True])
+def test_the_certificate_is_never_below_the_error(name, masked):
+    for seed, sharpness in enumerate((0.1, 2.0, 30.0)):
+        grid = Grid(6, 7)
+        q, k, v = tensors(seed, grid, prefix=2, sharpness=sharpness)
+        valid = random_mask(seed, 2, grid) if masked else None
+        rule = parse(name, seed)
+        common = {"grid": grid, "prefix": 2, "rule": rule, "valid": valid}
+        result = screened_attention(q, k, v, certificate=True, **common)
+        _, trees = reference.attention(
+            *(t.numpy() for t in (q, k, v)), 6, 7, rule, prefix=2,
+            valid=None if valid is None else valid.numpy(),
+            keep=rule.coins(2 * 2 * 44, 4).view(2, 2, 44, 4).numpy() if "random" in name else None,
+        )  # fmt: skip
+        error = torch.from_numpy(reference.attention_error(q.numpy(), k.numpy(), trees, prefix=2))
+        assert (result.stats.certificate >= error).all()
+        assert result.stats.certified_by == ("scores" if rule.needs == "tokens" else "keys")
+        if rule.needs == "tokens":
+            torch.testing.assert_close(result.stats.certificate, error, atol=1e-9, rtol=1e-9)
+
+
+def test_the_error_target_is_met_for_every_query():
+    grid = Grid(7, 7)
+    q, k, v = tensors(11, grid)
+    for target in (0.0, 0.01, 0.2):
+        stats = screened_attention(
+            q, k, v, grid=grid, prefix=1, error=target, form="representative", certificate=True
+        ).stats
+        assert float(stats.certificate.max()) <= target + 1e-10
+
+
+def test_the_output_stays_within_its_bound():
+    grid = Grid(7, 7)
+    q, k, v = tensors(12, grid, prefix=0)
+    result = screened_attention(
+        q, k, v, grid=grid, leaves=0.2, form="representative", certificate=True
+    )
+    dense = torch.nn.functional.scaled_dot_product_attention(q, k, v)
+    longest = v.norm(dim=-1).amax(-1, keepdim=True)
+    bound = longest * (2 * result.stats.certificate).sqrt()
+    assert ((result.output - dense).norm(dim=-1) <= bound).all()
+
+
+def test_fallback_recomputes_what_exceeds_it():
+    grid = Grid(6, 6)
+    q, k, v = tensors(13, grid)
+    common = {"grid": grid, "prefix": 1, "rule": rules.ExactGap(1.0)}
+    plain = screened_attention(q, k, v, certificate=True, **common)
+    limit = float(plain.stats.certificate.median())
+    mended = screened_attention(q, k, v, fallback=limit, **common)
+    above = plain.stats.certificate > limit
+    dense = torch.nn.functional.scaled_dot_product_attention(q, k, v)
+    assert mended.stats.fallback == int(above.sum()) > 0
+    torch.testing.assert_close(mended.output[above], dense[above])
+    torch.testing.assert_close(mended.output[~above], plain.output[~above])
+
+
+def test_the_audit_measures_the_error():
+    grid = Grid(6, 6)
+    q, k, v = tensors(14, grid)
+    result = screened_attention(
+        q, k, v, grid=grid, prefix=1, leaves=0.2, form="representative", audit=1.0
+    )
+    dense = torch.nn.functional.scaled_dot_product_attention(q, k, v)
+    errors = ((result.output - dense).norm(dim=-1) / dense.norm(dim=-1)).flatten()
+    audit = result.stats.audit
+    assert audit.queries == errors.numel()
+    assert audit.mean == pytest.approx(float(errors.mean()))
+    assert audit.maximum == pytest.approx(float(errors.max()))
+    assert float(errors.median()) <= audit.p95 <= audit.maximum
+    part = screened_attention(
+        q, k, v, grid=grid, prefix=1, leaves=0.2, form="representative", audit=0.1
+    ).stats.audit
+    assert part.queries == 4 * round(0.1 * 37)
+    assert part.maximum <= audit.maximum + 1e-12
+
+
+def test_the_defaults_say_what_ran():
+    grid = Grid(4, 4)
+    q, k, v = tensors(15, grid)
+    output, tree, stats = screened_attention(q, k, v, grid=grid, prefix=1)
+    assert output.shape == q.shape
+    assert tree.shape == (2, 2, 17)
+    assert (stats.backend, stats.form, stats.rule) == ("dense", "dense", "error 0.1")
+    assert stats.leaf_ratio == stats.density == 1.0
+    assert "16" in stats.why
+    assert stats.certificate is None and stats.audit is None
+    exact = torch.nn.functional.scaled_dot_product_attention(q, k, v)
+    torch.testing.assert_close(output, exact)
+
+
+def test_a_form_without_a_rule_meets_a_target_for_every_query():
+    grid = Grid(4, 4)
+    q, k, v = tensors(15, grid)
+    _, tree, stats = screened_attention(q, k, v, grid=grid, prefix=1, form="representative")
+    assert (stats.backend, stats.rule) == ("eager", "optimal-error:0.05")
+    assert tree.shape == (2, 2, 17) and 0 < stats.leaf_ratio <= 1
+
+
+GRID = Grid(4, 4)
+
+
+@pytest.mark.parametrize(
+    ("change", "kind", "message"),
+    [
+        ({"backend": "cuda"}, ValueError, "backend is 'cuda'; pass one of auto, eager, reference"),
+        ({"form": "sum"}, ValueError, "form is 'sum'"),
+        ({"order": "hilbert"}, ValueError, "order is 'hilbert'"),
+        ({"prefix": 0}, ValueError, "k has 17 tokens"),
+        ({"prefix": -1}, ValueError, "prefix is -1"),
+        ({"tau": 0.0}, ValueError, "tau is 0.0"),
+        ({"scale": float("nan")}, ValueError, "scale is nan"),
+        ({"error": -1.0}, ValueError, "error is -1.0"),
+        ({"leaves": 0}, ValueError, "leaves is 0"),
+        ({"leaves": 17}, ValueError, "leaves is 17"),
+        ({"leaves": 1.5}, ValueError, "leaves is 1.5"),
+        ({"error": 0.1, "leaves": 3}, ValueError, "error and leaves are given"),
+        ({"audit": 2.0}, ValueError, "audit is 2.0"),
+        ({"fallback": -0.1}, ValueError, "fallback is -0.1"),
+        ({"rule": "gamma"}, ValueError, "rule 'gamma'"),
+        ({"rule": 0.005}, TypeError, "rule is 0.005; pass one of bmfa.rules"),
+        ({"grid": 16}, TypeError, r"grid is 16; did you mean Grid\(4, 4\)?"),
+        ({"valid": torch.zeros(16, dtype=torch.bool)}, ValueError, "leaves no token"),
+        ({"valid": torch.ones(9, dtype=torch.bool)}, ValueError, r"valid has shape \(9,\)"),
+        ({"max_depth": -1}, ValueError, "max_depth is -1"),
+    ],
+)
+def test_bad_settings_are_refused_with_the_value(change, kind, message):
+    q, k, v = tensors(0, GRID)
+    with pytest.raises(kind, match=message):
+        screened_attention(q, k, v, **{"grid": GRID, "prefix": 1, **change})
+
+
+def test_bad_tensors_are_refused_with_the_value():
+    q, k, v = tensors(0, GRID)
+    common = {"grid": GRID, "prefix": 1}
+    with pytest.raises(TypeError, match="int64"):
+        screened_attention(q.long(), k, v, **common)
+    with pytest.raises(ValueError, match=r"pass \(B, heads, tokens, d\)"):
+        screened_attention(q[0], k[0], v[0], **common)
+    with pytest.raises(TypeError, match="one dtype"):
+        screened_attention(q.float(), k, v, **common)
+    with pytest.raises(ValueError, match="same batch, heads"):
+        screened_attention(q, k, v[:, :, :5], **common)
+    broken = k.clone()
+    broken[1, 0, 3, 2] = float("nan")
+    with pytest.raises(ValueError, match=r"keys hold nan at index \(1, 0, 3, 2\)"):
+        screened_attention(q, broken, v, **common)

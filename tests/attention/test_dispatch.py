@@ -1,0 +1,227 @@
+"""When tiles are taken for faster than dense attention, and what a call then says."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from bmfa import Grid, screened_attention
+from bmfa.attention import dispatch as tiled
+from bmfa.attention.dispatch import Question
+from bmfa.attention.tiling import Tiling
+
+LONG = Grid(48, 48)
+
+
+def queries(grid: Grid, heads: int = 1) -> torch.Tensor:
+    return torch.randn(1, heads, grid.size, 8, generator=torch.Generator().manual_seed(0))
+
+
+def test_a_budget_is_known_and_a_target_is_guessed() -> None:
+    tiling = Tiling(Grid(64, 64))
+    assert Question.of(tiling, None, 1.0).share(tiling.tiles) == 1.0
+    assert Question(None, 16).share(tiling.tiles) == 16 / 64
+    shares = [Question(error, None).share(tiling.tiles) for error in (0.0, 0.01, 0.05, 0.1, 0.2)]
+    assert shares[0] == 1.0 and shares == sorted(shares, reverse=True)
+    # What 64x64 tokens of four blocks of DeiT-Tiny expand: records/attention-h200.json.
+    for share, measured in zip(shares[2:], (0.35, 0.21, 0.07), strict=True):
+        assert share == pytest.approx(measured, abs=0.07)
+
+
+@pytest.mark.parametrize(
+    ("grid", "asked", "reason"),
+    [
+        (Grid(14, 14), {}, "dense attention is as fast below 2048 tokens, and there are 196"),
+        (LONG, {}, None),
+        (LONG, {"error": 0.05}, None),
+        (
+            LONG,
+            {"error": 0.0},
+            "error 0 would expand 100% of the tiles, which saves less than tiles cost",
+        ),
+        (LONG, {"leaves": 1.0}, "which saves less than tiles cost"),
+        (LONG, {"leaves": 0.1}, None),
+    ],
+)
+def test_auto_says_why_it_is_dense(grid: Grid, asked: dict[str, float], reason: str | None) -> None:
+    q = 0.3 * queries(grid)
+    result = screened_attention(q, q, q, grid=grid, **asked)
+    assert result.stats.form == ("tiled" if reason is None else "dense")
+    if reason is not None:
+        assert reason in result.stats.why and result.stats.density == 1.0
+        exact = torch.nn.functional.scaled_dot_product_attention(q, q, q)
+        torch.testing.assert_close(result.output, exact)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_compiled_calls_of_several_sizes_choose_alike() -> None:
+    compiled = torch.compile(
+        lambda q: screened_attention(q, q, q, grid=LONG, error=0.0).output, backend="eager"
+    )
+    for batch in (1, 2, 3):  # from the second on the size is a symbol
+        q = queries(LONG).expand(batch, -1, -1, -1).contiguous()
+        exact = torch.nn.functional.scaled_dot_product_attention(q, q, q)
+        torch.testing.assert_close(compiled(q), exact)
+    torch.compiler.reset()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_graph_may_take_tiles_where_single_calls_are_dense() -> None:
+    grid = Grid(64, 64)
+    q = torch.randn(4, 3, grid.size, 64, device="cuda", dtype=torch.bfloat16)
+    tiling, question = Tiling(grid), Question(0.1, None)
+    assert tiled.slower_than_dense(q, tiling, question) is not None
+    with tiled.as_recorded():
+        assert tiled.slower_than_dense(q, tiling, question) is None
+    assert tiled.slower_than_dense(q, tiling, question) is not None
+    with tiled.as_recorded():
+        few = tiled.slower_than_dense(q[:1], tiling, question)
+    assert few is not None and "which saves less than tiles cost" in few
+
+
+def test_a_second_call_is_the_first_without_its_checks() -> None:
+    grid = Grid(6, 6)
+    q = queries(grid)
+    first, second = (screened_attention(q, 2 * q, q, grid=grid, error=0.3) for _ in "ab")
+    assert torch.equal(first.output, second.output)
+    assert repr(first.stats) == repr(second.stats) and "dense" in first.stats.why
+    assert second.stats.density == 1.0 and second.stats.leaf_ratio == first.stats.leaf_ratio
+    assert torch.equal(second.tree.leaf_count, first.tree.leaf_count)
+    q[0, 0, 3] = torch.nan
+    with pytest.raises(ValueError, match="queries"):
+        screened_attention(q, 2 * q.nan_to_num(), q, grid=grid, error=0.3)
+
+
+@pytest.mark.parametrize(
+    ("served", "refused"),
+    [
+        ({"error": 1.0}, {"error": True}),
+        ({"tau": 1.0}, {"tau": True}),
+        ({"leaves": 1.0}, {"leaves": True}),
+        ({"prefix": 0}, {"prefix": 0.0}),
+        ({}, {"order": ["z"]}),
+        ({"grid": (6, 6)}, {"grid": (6.0, 6.0)}),
+        ({"audit": 0.0}, {"audit": False}),
+    ],
+)
+def test_what_was_served_does_not_let_in_what_equals_it(
+    served: dict[str, Any], refused: dict[str, Any]
+) -> None:
+    q, grid = queries(Grid(6, 6)), {"grid": Grid(6, 6)}
+    screened_attention(q, q, q, **(grid | served))
+    with pytest.raises((TypeError, ValueError)):
+        screened_attention(q, q, q, **(grid | refused))
+
+
+def test_a_budget_of_one_is_no_share_of_one() -> None:
+    q = queries(Grid(6, 6))
+    everything, one = (screened_attention(q, q, q, grid=Grid(6, 6), leaves=x) for x in (1.0, 1))
+    assert everything.stats.rule != one.stats.rule
+
+
+def test_autocast_is_looked_at_in_every_call() -> None:
+    q, grid = queries(Grid(6, 6)), Grid(6, 6)
+    assert screened_attention(q, q, q, grid=grid).output.dtype == q.dtype
+    with torch.autocast("cpu", torch.float16):
+        assert screened_attention(q, q, q, grid=grid).output.dtype == torch.float16
+        half = q.half()
+        for _ in "ab":
+            assert screened_attention(half, half, half, grid=grid).output.dtype == torch.float16
+    assert screened_attention(q, q, q, grid=grid).output.dtype == q.dtype
+
+
+@pytest.mark.parametrize("target", [0.02, 0.1, 0.3])
+@pytest.mark.parametrize("size", [0.5, 1.0, 2.0])
+def test_a_target_holds_where_queries_have_nothing_in_common(target: float, size: float) -> None:
+    torch.manual_seed(3)
+    grid = Grid(32, 32)
+    q, k, v = torch.randn(3, 1, 2, grid.size, 64)
+    result = screened_attention(
+        size * q, k, v, grid=grid, error=target, form="tiled", certificate=True
+    )
+    bound = result.stats.certificate
+    assert bound is not None
+    assert float(bound.mean()) <= 1.1 * target
+
+
+def test_auto_is_dense_where_the_target_expands_most_tiles() -> None:
+    torch.manual_seed(4)
+    q, k, v = torch.randn(3, 1, 1, LONG.size, 32)
+    result = screened_attention(q, k, v, grid=LONG, error=0.1)
+    assert result.stats.form == "dense"
+    assert "error 0.1 expands more than 43% of the tiles" in result.stats.why
+    exact = torch.nn.functional.scaled_dot_product_attention(q, k, v)
+    torch.testing.assert_close(result.output, exact)
+    like_neighbours = q[:, :, :1].expand_as(q).contiguous()
+    result = screened_attention(like_neighbours, k, v, grid=LONG, error=0.5)
+    assert result.stats.form == "tiled"  # the same call with other numbers
+    result = screened_attention(q, k, v, grid=LONG, error=0.1, backend="eager")
+    assert result.stats.form == "tiled" and result.stats.density > 0.43
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_dense_calls_compile_into_one_graph_that_stays() -> None:
+    grid, counters = Grid(14, 14), torch._dynamo.utils.counters["stats"]
+    torch.compiler.reset()
+    counters.clear()
+
+    def attend(q: torch.Tensor) -> torch.Tensor:
+        return screened_attention(q, q, q, grid=grid).output
+
+    compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
+    q = queries(grid)
+    torch.testing.assert_close(compiled(q), attend(q))
+    for size in (3, 4, 5):  # calls that are remembered are no reason to compile again
+        other = queries(Grid(size, size))
+        screened_attention(other, other, other, grid=Grid(size, size))
+    compiled(q)
+    assert counters["unique_graphs"] == 1
+    torch.compiler.reset()
+
+
+def test_dense_calls_refuse_scores_that_are_no_numbers() -> None:
+    grid = Grid(6, 6)
+    q, k, v = torch.rand(3, 1, 1, grid.size, 8) + 0.1
+    for _ in "ab":  # with checks and without
+        assert screened_attention(q, k, v, grid=grid).stats.form == "dense"
+    with pytest.raises(ValueError, match="overflow"):
+        screened_attention(1e20 * q, -1e20 * k, v, grid=grid)  # all scores -inf: no NaN comes of it
+    for name in ("queries", "keys"):
+        for bad in (torch.inf, -torch.inf, torch.nan):
+            spoilt = {"queries": q.clone(), "keys": k.clone()}
+            spoilt[name][0, 0, 3, 0] = bad
+            with pytest.raises(ValueError, match=f"{name} hold"):
+                screened_attention(spoilt["queries"], spoilt["keys"], v, grid=grid)
+
+
+@pytest.mark.parametrize(("grid", "size"), [(Grid(6, 6), 1.0), (LONG, 1.0), (LONG, 0.1)])
+def test_what_does_not_exist_may_hold_anything_dense_or_not(grid: Grid, size: float) -> None:
+    torch.manual_seed(5)
+    valid = torch.rand(1, grid.size) > 0.3
+    clean = torch.randn(3, 1, 1, grid.size, 32)
+    q, k, v = clean.masked_fill(~valid[:, None, None, :, None], torch.nan).unbind()
+    got = screened_attention(size * q, k, v, grid=grid, valid=valid)
+    want = screened_attention(size * clean[0], *clean[1:], grid=grid, valid=valid)
+    assert got.stats.form == want.stats.form == ("tiled" if size < 1 else "dense")
+    torch.testing.assert_close(got.output[:, :, valid[0]], want.output[:, :, valid[0]])
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"audit": torch.zeros(2)}, "audit is"),
+        ({"q": None}, "q is NoneType; pass a torch.Tensor"),
+        ({"v": [1.0]}, "v is list; pass a torch.Tensor"),
+    ],
+)
+def test_bad_input_is_named_before_anything_runs(wrong: dict[str, Any], message: str) -> None:
+    q = queries(Grid(6, 6))
+    with pytest.raises(TypeError, match=message):
+        screened_attention(**({"q": q, "k": q, "v": q, "grid": Grid(6, 6)} | wrong))
+
+
+def test_nothing_is_attended_to_without_a_picture() -> None:
+    q = queries(LONG)[:0]
+    result = screened_attention(q, q, q, grid=LONG)
+    assert result.output.shape == q.shape and result.stats.density == 1.0

@@ -1,0 +1,231 @@
+"""Tiled attention in torch against the float64 oracle, and what its semantics promise."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from bmfa.attention.kernels.eager import tiles as eager_tiles
+from bmfa.attention.kernels.eager.tiled import attend
+from bmfa.attention.kernels.reference import dense_attention, tiled_attention
+from bmfa.attention.tiling import Tiling
+from bmfa.grid import Grid
+from tiled_cases import NAMED_GRIDS, TiledCase, compare, tiled_case
+
+
+def run(case: TiledCase, **changes: Any):
+    settings = case.settings | changes
+    return attend(case.q, case.k, case.v, case.tiling, valid=case.valid, **settings)
+
+
+@pytest.mark.parametrize("first", range(0, 1000, 20))
+def test_seeded_shapes_equal_the_oracle(first: int) -> None:
+    groups = compared = 0
+    for seed in range(first, first + 20):
+        case = tiled_case(seed)
+        want = case.oracle()
+        compared += compare(case, run(case), want, 2.3e-16)
+        groups += want.expanded[..., 0].size
+    assert compared > 0.7 * groups
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_single_precision_equals_the_oracle(seed: int) -> None:
+    case = tiled_case(1000 + seed, torch.float32)
+    compare(case, run(case), case.oracle(), 1.2e-7)
+
+
+@pytest.mark.parametrize("shape", NAMED_GRIDS)
+@pytest.mark.parametrize("kind", ["noise", "bright"])
+def test_named_grids_equal_the_oracle(shape: tuple[int, int], kind: str) -> None:
+    case = tiled_case(7, shape=shape, kind=kind)
+    compare(case, run(case), case.oracle(), 2.3e-16)
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_everything_expanded_is_dense_attention(seed: int) -> None:
+    case = tiled_case(2000 + seed, poison=False)
+    got = run(case, error=None, expand=case.tiling.tiles)
+    mask = None
+    if case.valid is not None:
+        before = case.valid.new_ones(len(case.valid), case.settings["prefix"])
+        mask = torch.cat((before, case.valid), 1)[:, None, None]
+    factor = case.settings["scale"] / case.settings["tau"]
+    exact = scaled_dot_product_attention(case.q, case.k, case.v, attn_mask=mask, scale=factor)
+    seen = case.seen.expand(exact.shape[:3])
+    assert torch.allclose(got.output[seen], exact[seen], rtol=1e-10, atol=1e-11)
+
+
+def test_an_error_of_zero_expands_what_loses() -> None:
+    torch.manual_seed(0)
+    q, k, v = torch.randn(3, 1, 2, 256, 32, dtype=torch.float64)
+    got = attend(q, k, v, Tiling(Grid(16, 16)), prefix=0, scale=0.2, error=0.0)
+    assert bool(got.marks.all())
+    exact = scaled_dot_product_attention(q, k, v, scale=0.2)
+    assert torch.allclose(got.output, exact, rtol=1e-11, atol=1e-12)
+
+
+@pytest.mark.parametrize("mode", [{"expand": 0}, {"expand": 2}, {"error": 0.1}, {"error": 0.0}])
+def test_constant_keys_lose_nothing(mode: dict[str, Any]) -> None:
+    torch.manual_seed(1)
+    q, k, v = torch.randn(3, 1, 2, 3 + 14 * 14, 32, dtype=torch.float64)
+    k[:, :, 3:] = k[:, :, 3:4]
+    got = attend(q, k, v, Tiling(Grid(14, 14)), prefix=3, scale=0.3, **mode).output
+    exact = dense_attention(q.numpy(), k.numpy(), v.numpy(), prefix=3, scale=0.3)
+    assert np.abs(got.numpy() - exact).max() < 1e-13
+
+
+@pytest.mark.parametrize("size", [1e2, 1e4, 1e6])
+@pytest.mark.parametrize("mode", [{"expand": 0}, {"expand": 1}, {"error": 0.05}])
+def test_huge_keys_stay_finite(size: float, mode: dict[str, Any]) -> None:
+    torch.manual_seed(2)
+    q, k, v = torch.randn(3, 1, 2, 1 + 16 * 25, 32)
+    got = attend(q, k * size, v, Tiling(Grid(16, 25)), prefix=1, scale=0.2, **mode)
+    assert bool(torch.isfinite(got.output).all())
+    want = tiled_attention(
+        q.numpy(), k.numpy() * size, v.numpy(), Tiling(Grid(16, 25)), prefix=1, scale=0.2, **mode
+    )
+    assert np.isfinite(want.output).all()
+
+
+def test_one_token_far_above_its_tile_moves_the_residual_by_no_more_than_the_values() -> None:
+    q = torch.ones(1, 1, 128, 32)
+    k, v = torch.zeros(1, 1, 128, 32), torch.rand(1, 1, 128, 32)
+    k[:, :, 5] = 50.0
+    got = attend(q, k, v, Tiling(Grid(8, 16)), prefix=0, scale=1.0, expand=0)
+    assert float(got.output.abs().max()) <= 2.0
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_permuting_heads_and_batch_permutes_the_result(seed: int) -> None:
+    case = tiled_case(3000 + seed, poison=False)
+    batch, heads = torch.arange(len(case.q)).flip(0), torch.arange(case.q.shape[1]).flip(0)
+    q, k, v = (x[batch][:, heads] for x in (case.q, case.k, case.v))
+    valid = None if case.valid is None else case.valid[batch]
+    got = attend(q, k, v, case.tiling, valid=valid, **case.settings)
+    want = run(case)
+    assert torch.equal(got.marks, want.marks[batch][:, heads])
+    seen = case.seen.expand(want.output.shape[:3])[batch]
+    moved = want.output[batch][:, heads]
+    assert torch.allclose(got.output[seen], moved[seen], rtol=1e-11, atol=1e-12)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_small_chunks_give_the_same(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = tiled_case(4000 + seed, shape=(20, 23))
+    whole = run(case)
+    monkeypatch.setattr(eager_tiles, "CHUNK_ELEMENTS", 1)
+    parts = run(case)
+    assert torch.equal(whole.marks, parts.marks)
+    seen = case.seen.expand(whole.output.shape[:3])
+    assert torch.allclose(whole.output[seen], parts.output[seen], rtol=1e-11, atol=1e-12)
+
+
+def test_what_missing_tokens_hold_does_not_matter() -> None:
+    generator = torch.Generator().manual_seed(3)
+    q, k, v = torch.randn(3, 2, 2, 2 + 14 * 14, 32, generator=generator)
+    valid = torch.rand(2, 14 * 14, generator=generator) > 0.3
+    valid[0, Tiling(Grid(14, 14)).slots[1].clamp(min=0)] = False
+    settings = {"prefix": 2, "scale": 0.2, "error": 0.01, "valid": valid}
+    clean = attend(q, k, v, Tiling(Grid(14, 14)), **settings)
+    gone = torch.cat((valid.new_zeros(2, 2), ~valid), 1)[:, None, :, None]
+    for filling in (torch.nan, torch.inf, 1e30):
+        dirty = [x.masked_fill(gone, filling) for x in (q, k, v)]
+        got = attend(*dirty, Tiling(Grid(14, 14)), **settings)
+        seen = ~gone[..., 0].expand(2, 2, -1)
+        assert torch.equal(got.output[seen], clean.output[seen])
+        assert torch.equal(got.marks, clean.marks)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_types_are_computed_in_single_precision(dtype: torch.dtype) -> None:
+    case = tiled_case(11, dtype, shape=(14, 14), kind="noise")
+    got = run(case).output
+    assert got.dtype == dtype
+    single = attend(
+        *(x.float() for x in (case.q, case.k, case.v)),
+        case.tiling, valid=case.valid, **case.settings,
+    )  # fmt: skip
+    seen = case.seen.expand(got.shape[:3])
+    assert torch.equal(got[seen], single.output.to(dtype)[seen])
+
+
+@pytest.mark.parametrize("mode", [{"expand": 0}, {"expand": 1}, {"error": 0.02}])
+@pytest.mark.parametrize("masked", [False, True])
+def test_gradients(mode: dict[str, Any], masked: bool) -> None:
+    generator = torch.Generator().manual_seed(5)
+    shape = (1, 1, 1 + 5 * 6, 4)
+    inputs = [torch.randn(*shape, dtype=torch.float64, generator=generator) for _ in range(3)]
+    valid = torch.rand(1, 30, generator=generator) > 0.3 if masked else None
+    tiling = Tiling(Grid(5, 6), side=3)
+
+    def output(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        got = attend(q, k, v, tiling, prefix=1, scale=0.5, valid=valid, **mode).output
+        return got if valid is None else got[:, :, torch.cat((torch.ones(1).bool(), valid[0]))]
+
+    assert torch.autograd.gradcheck(output, [x.requires_grad_() for x in inputs])
+
+
+def test_no_tensor_of_tokens_by_tokens() -> None:
+    """The largest tensor made is far below N x N."""
+    largest = 0
+
+    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            nonlocal largest
+            result = func(*args, **(kwargs or {}))
+            if isinstance(result, torch.Tensor):
+                largest = max(largest, result.numel())
+            return result
+
+    q, k, v = torch.randn(3, 1, 1, 64 * 64, 32)
+    with torch.no_grad(), Watch():
+        attend(q, k, v, Tiling(Grid(64, 64)), prefix=0, scale=0.2, expand=4)
+    assert largest <= eager_tiles.CHUNK_ELEMENTS
+
+
+@pytest.mark.parametrize("common", [1e3, 1e4])
+def test_what_all_queries_share_is_no_spread(common: float) -> None:
+    torch.manual_seed(6)
+    q, k, v = torch.randn(3, 1, 1, 256, 32)
+    q[..., 0], k[..., 0] = common, 1.0
+    options = {"prefix": 0, "scale": 0.2, "expand": 1}
+    got = attend(q, k, v, Tiling(Grid(16, 16)), **options)
+    want = tiled_attention(q.numpy(), k.numpy(), v.numpy(), Tiling(Grid(16, 16)), **options)
+    assert np.array_equal(got.marks.numpy(), want.expanded)
+    assert np.abs(got.output.numpy() - want.output).max() < 1e-7 * common
+
+
+@pytest.mark.parametrize(("queries", "keys"), [(0.0, 1e20), (1e-30, 1e30), (0.0, 0.0)])
+def test_spreads_beyond_all_numbers_count_as_none(queries: float, keys: float) -> None:
+    torch.manual_seed(7)
+    q, k, v = torch.randn(3, 1, 1, 256, 32)
+    got = attend(q * queries, k * keys, v, Tiling(Grid(16, 16)), prefix=0, scale=0.2, error=3.0)
+    assert bool(torch.isfinite(got.output).all())
+
+
+def test_a_budget_is_not_spent_on_constant_tiles() -> None:
+    torch.manual_seed(8)
+    q, k, v = torch.randn(3, 1, 1, 256, 32)
+    got = attend(
+        q, k[:, :, :1].expand_as(k), v, Tiling(Grid(16, 16)), prefix=0, scale=0.2, expand=2
+    )
+    assert int(got.counts.sum()) == 0
+
+
+def test_second_derivatives_are_numbers_where_a_tile_has_one_token() -> None:
+    torch.manual_seed(9)
+    q, k, v = (torch.randn(1, 1, 81, 8, dtype=torch.float64).requires_grad_() for _ in "qkv")
+    output = attend(q, k, v, Tiling(Grid(9, 9)), prefix=0, scale=0.3, error=0.1).output
+    (first,) = torch.autograd.grad(output.square().sum(), k, create_graph=True)
+    (second,) = torch.autograd.grad(first.square().sum(), k)
+    assert bool(torch.isfinite(second).all())
+
+
+def test_one_target_is_given() -> None:
+    q = torch.zeros(1, 1, 64, 4)
+    for mode in ({}, {"error": 0.1, "expand": 2}):
+        with pytest.raises(ValueError, match="exactly one"):
+            attend(q, q, q, Tiling(Grid(8, 8)), prefix=0, scale=1.0, **mode)

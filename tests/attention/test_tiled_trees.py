@@ -1,0 +1,236 @@
+"""The trees and statistics of masked calls over tiles, from the tiles that the reference expands."""
+
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from bmfa import Grid, screened_attention
+from bmfa.attention.kernels.reference import tiled_attention
+from bmfa.attention.tiling import Tiling
+
+SIDE, GROUP = 8, 2
+
+
+class Masked:
+    """Two pictures with a mask each, and what a call over tiles does to them, by definition."""
+
+    def __init__(self, shape: tuple[int, int], prefix: int, tau: float, **asked: Any) -> None:
+        generator = torch.Generator().manual_seed(sum(shape))
+        self.grid, self.prefix, self.tau, self.asked = Grid(*shape), prefix, tau, asked
+        tokens = torch.randn(
+            3, 2, 2, prefix + self.grid.size, 8, dtype=torch.float64, generator=generator
+        )
+        self.q, self.k, self.v = 2 * tokens[0], 2 * tokens[1], tokens[2]
+        self.valid = torch.rand(2, self.grid.size, generator=generator) < 0.6
+        self.valid.view(2, *shape)[0, : min(SIDE, shape[0] - 1), :SIDE] = False  # no token at all
+        self.valid.view(2, *shape)[1, 0, 0] = True
+        self.valid.view(2, *shape)[1, :SIDE, SIDE : 2 * SIDE] = False
+        self.valid.view(2, *shape)[1, 0, SIDE] = True  # one token
+        self.tiling = Tiling(self.grid, SIDE, GROUP)
+        expanded = {"error": asked.get("error", 0.1)}
+        if "leaves" in asked:
+            expanded = {"expand": self.tiling.expanded_from_leaves(asked["leaves"])}
+        self.marks = tiled_attention(
+            self.q.numpy(),
+            self.k.numpy(),
+            self.v.numpy(),
+            self.tiling,
+            prefix=prefix,
+            scale=8**-0.5,
+            tau=tau,
+            valid=self.valid.numpy(),
+            **expanded,
+        ).expanded  # (B, heads, R, T)
+        scores = self.q @ self.k.transpose(2, 3) * 8**-0.5
+        self.scores = scores[..., prefix:]  # (B, heads, prefix + N, N)
+
+    def call(self, order: str, backend: str, **options: Any) -> Any:
+        tensors = [self.q, self.k, self.v]
+        valid = self.valid
+        missing = (~valid)[:, None, :, None]
+        missing = torch.cat((missing.new_zeros(2, 1, self.prefix, 1), missing), 2)
+        tensors = [x.masked_fill(missing, torch.nan) for x in tensors]
+        if order == "z":
+            tensors = [x[:, :, self.rows(order)] for x in tensors]
+            valid = valid[:, self.grid.z_order]
+        settings = {"prefix": self.prefix, "tau": self.tau, "order": order, "backend": backend}
+        return screened_attention(
+            *tensors, grid=self.grid, valid=valid, **settings, **self.asked, **options
+        )
+
+    def rows(self, order: str) -> Tensor:
+        """The queries in an order, prefix first."""
+        spatial = self.grid.z_order if order == "z" else torch.arange(self.grid.size)
+        return torch.cat((torch.arange(self.prefix), self.prefix + spatial))
+
+    @cached_property
+    def tiles(self) -> list[list[int]]:
+        """The tokens of every tile."""
+        return [[t for t in row if t >= 0] for row in self.tiling.slots.tolist()]
+
+    def leaves(self, picture: int, head: int, query: int) -> list[list[int]]:
+        """The leaves that a query sees, as lists of valid tokens, tile by tile."""
+        tiles = self.tiles
+        marks = np.ones(len(tiles), bool)
+        if query >= self.prefix:
+            own = next(i for i, tokens in enumerate(tiles) if query - self.prefix in tokens)
+            marks = self.marks[picture, head, own // GROUP]
+        leaves: list[list[int]] = []
+        for tokens, expanded in zip(tiles, marks, strict=True):
+            present = [t for t in tokens if self.valid[picture, t]]
+            leaves += [[t] for t in present] if expanded else [present] if present else []
+        return leaves
+
+    def error(self, picture: int, head: int, query: int) -> float:
+        """E = F - F~ of the partition over the spatial keys."""
+        scores = self.scores[picture, head, query].numpy() / self.tau
+        leaves = self.leaves(picture, head, query)
+        exact = np.concatenate([scores[leaf] for leaf in leaves])
+        coarse = np.concatenate([np.full(len(leaf), scores[leaf].mean()) for leaf in leaves])
+        return self.tau * float(np.logaddexp.reduce(exact) - np.logaddexp.reduce(coarse))
+
+
+CASES = [
+    ((9, 17), 0, 1.0, {"error": 0.3}),
+    ((5, 30), 2, 0.7, {"leaves": 0.7}),
+    ((9, 9), 1, 1.0, {"leaves": 1.0}),
+    ((16, 16), 3, 2.0, {"error": 0.1}),
+]
+
+
+@pytest.mark.parametrize("order", ["raster", "z"])
+@pytest.mark.parametrize(("shape", "prefix", "tau", "asked"), CASES)
+def test_trees_of_masked_tiles(
+    shape: tuple[int, int], prefix: int, tau: float, asked: dict[str, Any], order: str
+) -> None:
+    case = Masked(shape, prefix, tau, **asked)
+    result = case.call(order, "eager", form="tiled")
+    check_trees(case, result, order)
+
+
+def check_trees(case: Masked, result: Any, order: str) -> None:
+    tree, rows = result.tree, case.rows(order)
+    index, count, ratio = tree.leaf_index, tree.leaf_count, tree.leaf_ratio
+    errors = tree.error(case.scores[:, :, rows].masked_fill(~case.valid[:, None, None], torch.nan))
+    ratios = []
+    generator = np.random.default_rng(0)
+    some = {*range(case.prefix), *generator.choice(len(rows), 40).tolist()}
+    for place, query in enumerate(rows.tolist()):
+        for picture, head in np.ndindex(2, 2):
+            missing = query >= case.prefix and not case.valid[picture, query - case.prefix]
+            if missing and place not in some:
+                continue
+            leaves = case.leaves(picture, head, query)
+            if not missing:
+                ratios.append(len(leaves) / int(case.valid[picture].sum()))
+            assert int(count[picture, head, place]) == len(leaves)
+            assert float(ratio[picture, head, place]) == pytest.approx(
+                len(leaves) / int(case.valid[picture].sum())
+            )
+            if place not in some:
+                continue
+            got = index[picture, head, place]
+            want = torch.full((case.grid.size,), -1)
+            for number, leaf in enumerate(leaves):
+                want[leaf] = number
+            assert got.tolist() == want.tolist()
+            error = case.error(picture, head, query)
+            assert float(errors[picture, head, place]) == pytest.approx(error, abs=1e-12)
+    assert result.stats.leaf_ratio == pytest.approx(np.mean(ratios))
+    assert result.stats.density == pytest.approx(density(case))
+
+
+def density(case: Masked) -> float:
+    """Expanded tiles over those that hold a token, of every group that has a query."""
+    shares = []
+    for picture, head, group in np.ndindex(2, 2, case.tiling.groups):
+        tiles = case.tiles
+        present = [any(case.valid[picture, t] for t in tokens) for tokens in tiles]
+        if any(present[GROUP * group : GROUP * (group + 1)]):
+            shares.append(case.marks[picture, head, group][present].sum() / sum(present))
+    return float(np.mean(shares))
+
+
+@pytest.mark.parametrize("order", ["raster", "z"])
+def test_one_mask_for_all_pictures(order: str) -> None:
+    case = Masked((16, 16), 1, 1.0, error=0.2)
+    case.valid = case.valid[:1].expand(2, -1).clone()
+    both = case.call(order, "eager", form="tiled")
+    case.valid = case.valid[:1]
+    one = screened_attention(
+        *(x[:, :, case.rows(order)] for x in (case.q, case.k, case.v)),
+        grid=case.grid,
+        prefix=1,
+        valid=case.valid[0, case.grid.z_order if order == "z" else slice(None)],
+        order=order,
+        error=0.2,
+        form="tiled",
+    )
+    assert torch.equal(one.tree.leaf_index, both.tree.leaf_index)
+    assert one.stats.density == both.stats.density
+    assert one.stats.leaf_ratio == both.stats.leaf_ratio
+
+
+@pytest.mark.parametrize("order", ["raster", "z"])
+def test_dense_calls_have_every_valid_token_as_a_leaf(order: str) -> None:
+    case = Masked((9, 17), 2, 1.0)
+    result = case.call(order, "auto")
+    assert result.stats.form == "dense" and result.stats.density == 1.0
+    tokens = case.valid.sum(-1)
+    assert torch.equal(result.tree.leaf_count, tokens.view(2, 1, 1).expand(2, 2, 2 + 9 * 17))
+    assert result.stats.leaf_ratio == 1.0
+    assert torch.equal(result.tree.leaf_index[0, 0, 0] >= 0, case.valid[0])
+    assert not bool(result.tree.error(case.scores).any())
+
+
+def test_density_is_the_mean_over_groups_heads_and_pictures() -> None:
+    torch.manual_seed(0)
+    grid = Grid(24, 24)
+    q, k, v = torch.randn(3, 2, 2, grid.size, 8)
+    q *= torch.linspace(0, 2, grid.size).view(-1, 1)  # later groups expand more
+    q[1] *= 2  # and the second picture
+    result = screened_attention(q, k, v, grid=grid, error=0.3, form="tiled")
+    marks = tiled_attention(
+        q.numpy(), k.numpy(), v.numpy(), Tiling(grid), scale=8**-0.5, error=0.3
+    ).expanded
+    amounts = np.unique(marks.sum(-1))
+    assert len(amounts) > 2 and amounts[-1] / 9 > marks.mean() + 0.1
+    assert result.stats.density == pytest.approx(float(marks.mean()), rel=1e-12)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of NumPy, in the interpreter
+def test_tiles_in_the_order_of_the_kernels() -> None:
+    """In Z-order Triton's groups are pairs of tiles in that order, and so are those of the trees."""
+    pytest.importorskip("triton")
+    torch.manual_seed(1)
+    grid, device = Grid(32, 32), "cuda" if torch.cuda.is_available() else "cpu"
+    q, k, v = 2 * torch.randn(3, 2, 1, grid.size, 32, device=device)
+    valid = torch.rand(2, grid.size, device=device) < 0.6
+    valid.view(2, 8, 128)[0, 1] = False  # a group in Z-order without a query
+    valid.view(2, 16, 64)[1, 5] = False  # a tile without a key
+    result = screened_attention(
+        q, k, v, grid=grid, valid=valid, error=0.4, order="z", form="tiled", backend="triton"
+    )
+    index = result.tree.leaf_index.cpu()[..., grid.z_order]  # keys in Z-order, as the queries
+    valid = valid.cpu()
+    assert torch.equal(index >= 0, valid[:, None, None].expand_as(index))
+    shares, ratios = [], []
+    for picture in range(2):
+        tokens = valid[picture].nonzero().squeeze(1).tolist()
+        tiles = {token // 64 for token in tokens}
+        for group in range(8):
+            members = [token for token in tokens if token // 128 == group]
+            seen = [index[picture, 0, query] for query in members]
+            assert all(torch.equal(row, seen[0]) for row in seen)
+            if members:
+                leaves = [seen[0].view(16, 64)[tile] for tile in sorted(tiles)]
+                expanded = sum(len(row[row >= 0].unique()) > 1 for row in leaves)
+                shares.append(expanded / len(tiles))
+            ratios += [(int(row.max()) + 1) / len(tokens) for row in seen]
+    assert 0 < min(shares) < max(shares) and len(shares) == 15
+    assert result.stats.density == pytest.approx(np.mean(shares))
+    assert result.stats.leaf_ratio == pytest.approx(np.mean(ratios))

@@ -1,0 +1,150 @@
+"""The embedded picture set: the same everywhere, balanced, within its stated sizes, read back whole."""
+
+import hashlib
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from bmfa.data import (
+    CLASSES,
+    EmbeddedScenes,
+    InstanceFiles,
+    figure_batch,
+    figure_picture,
+    scene,
+    write_coco,
+)
+from bmfa.data.drawn.figures import FIGURES
+from bmfa.data.drawn.objects import KINDS
+
+
+def checksum(*arrays: np.ndarray) -> str:
+    return hashlib.sha256(b"".join(array.tobytes() for array in arrays)).hexdigest()[:16]
+
+
+@pytest.mark.parametrize(
+    ("seed", "index", "expected"),
+    [(0, 0, "cba333728d950f64"), (0, 7, "5da423c185f92cb3"), (3, 12345, "62724c33729b77cc")],
+)
+def test_a_figure_picture_depends_on_seed_and_index_alone(
+    seed: int, index: int, expected: str
+) -> None:
+    picture = figure_picture(seed, index)
+    assert checksum(picture.pixels, picture.mask) == expected
+
+
+@pytest.mark.parametrize(
+    ("seed", "index", "expected"), [(0, 0, "2d6a9a91fd4fb203"), (5, 99, "fe7fc971c45ce9e5")]
+)
+def test_a_scene_depends_on_seed_and_index_alone(seed: int, index: int, expected: str) -> None:
+    instances = scene(seed, index)
+    masks = [one.mask for one in instances]
+    assert checksum(instances[0].picture.pixels, *masks) == expected
+
+
+def test_figures_are_small_thin_everywhere_and_balanced() -> None:
+    pictures = [figure_picture(1, index) for index in range(400)]
+    labels = np.array([picture.label for picture in pictures])
+    assert np.bincount(labels).tolist() == [40] * len(CLASSES)
+    shares = np.array([picture.mask.mean() for picture in pictures])
+    assert 0.005 <= shares.min()
+    assert shares.max() <= 0.03
+    covered = np.sum([picture.mask for picture in pictures], axis=0)
+    regions = covered.reshape(4, 28, 4, 28).sum((1, 3))
+    assert regions.min() > 0.1 * regions.max()
+
+
+def test_figures_stand_out_from_what_lies_around_them() -> None:
+    for index in range(100):
+        picture = figure_picture(2, index)
+        luma = picture.pixels @ [0.299, 0.587, 0.114]
+        near = np.pad(picture.mask, 6)
+        around = (
+            np.lib.stride_tricks.sliding_window_view(near, (13, 13)).any((2, 3)) & ~picture.mask
+        )
+        assert abs(luma[picture.mask].mean() - luma[around].mean()) > 25
+
+
+def test_figures_fit_the_unit_circle_and_none_is_another_turned() -> None:
+    assert len(FIGURES) == 10
+    profiles = []
+    for segments in FIGURES.values():
+        steps = np.linspace(0, 1, 200)[:, None, None]
+        points = segments[:, 0] + steps * (segments[:, 1] - segments[:, 0])
+        lengths = np.hypot(*(segments[:, 1] - segments[:, 0]).T)
+        radius = np.hypot(*np.moveaxis(points, -1, 0))
+        assert radius.max() <= 1.0 + 1e-9
+        # Ink by distance from the centre, which no rotation changes.
+        weights = np.broadcast_to(lengths, radius.shape)
+        profile, _ = np.histogram(radius, bins=5, range=(0, 1.01), weights=weights)
+        profiles.append(profile / profile.sum() * 10)
+    distances = [np.abs(a - b).sum() for i, a in enumerate(profiles) for b in profiles[:i]]
+    assert min(distances) > 0.5
+
+
+def test_a_batch_holds_the_pictures() -> None:
+    pixels, labels = figure_batch(4, [3, 14, 25])
+    assert pixels.shape == (3, 112, 112, 3)
+    assert pixels.dtype == np.uint8
+    assert labels.tolist() == [3, 4, 5]
+    np.testing.assert_array_equal(pixels[1], figure_picture(4, 14).pixels)
+
+
+@pytest.mark.parametrize(("seed", "index"), [(-1, 0), (0, -1)])
+def test_negative_keys_are_explained(seed: int, index: int) -> None:
+    with pytest.raises(ValueError, match="at least 0"):
+        figure_picture(seed, index)
+
+
+def test_scene_masks_are_apart_and_of_every_kind_and_size() -> None:
+    scenes = [scene(6, index) for index in range(40)]
+    for instances in scenes:
+        assert np.sum([one.mask for one in instances], axis=0).max() == 1
+        assert all(one.area == one.mask.sum() >= 20 for one in instances)
+    every = [one for instances in scenes for one in instances]
+    assert {one.category for one in every} == set(KINDS)
+    assert {one.size for one in every} == {"small", "medium", "large"}
+    assert len({one.annotation_id for one in every}) == len(every) >= 4 * len(scenes)
+
+
+def test_parts_of_a_source_are_its_pictures_in_order() -> None:
+    source = EmbeddedScenes(pictures=11, seed=3, start=5)
+    parts = list(source.parts(32))
+    assert [len(part) for part in parts] == [4, 4, 3]
+    whole = [one.annotation_id for one in source.instances()]
+    assert [one.annotation_id for part in parts for one in part.instances()] == whole
+
+
+def test_written_scenes_are_read_back_exactly(tmp_path: Path) -> None:
+    file = write_coco(tmp_path / "deep" / "er", pictures=3, seed=8)
+    read = list(InstanceFiles(file, file.parent / "images").instances())
+    made = list(EmbeddedScenes(pictures=3, seed=8).instances())
+    assert len(read) == len(made)
+    for one, other in zip(read, made, strict=True):
+        np.testing.assert_array_equal(one.mask, other.mask)
+        np.testing.assert_array_equal(one.picture.pixels, other.picture.pixels)
+        assert (one.category, one.area, one.annotation_id) == (
+            other.category,
+            other.area,
+            other.annotation_id,
+        )
+    assert sorted(path.name for path in file.parent.iterdir()) == ["images", "instances.json"]
+    assert set(json.loads(file.read_text())) == {"images", "annotations", "categories"}
+
+
+def test_an_interrupted_write_leaves_no_torn_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_coco(tmp_path, pictures=1)
+    before = (tmp_path / "instances.json").read_bytes()
+
+    def refuse(*_: object) -> None:
+        raise OSError("disk full")
+
+    monkeypatch.setattr("os.replace", refuse)
+    with pytest.raises(OSError, match="disk full"):
+        write_coco(tmp_path, pictures=2)
+    assert (tmp_path / "instances.json").read_bytes() == before
+    assert [path.name for path in (tmp_path / "images").iterdir()] == ["000000000000.png"]

@@ -1,0 +1,354 @@
+"""`bmfa bench attention` and `bmfa bench model`: what they record, refuse and show."""
+
+import json
+import math
+from contextlib import contextmanager
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from bmfa import timing
+from bmfa.attention.api import screened_attention
+from bmfa.cli import main
+from bmfa.evidence.bench import attention as attention_bench
+from bmfa.evidence.bench import attention_rows, attention_summary, dense_paths, peers, self_check
+from bmfa.evidence.bench import chapter as bench_tables
+from bmfa.evidence.bench import figures as attention_figures
+from bmfa.evidence.bench.attention_methods import Setting, Truth
+from bmfa.evidence.bench.long_models import AnySize, load_long
+from bmfa.evidence.bench.qkv import Recorded, Source
+from bmfa.evidence.page import build_page, figures
+from bmfa.evidence.page.records import Evidence
+from bmfa.grid import Grid
+from bmfa.models.embedded import load as load_embedded
+from bmfa.records import Record
+
+
+@pytest.fixture(scope="module")
+def record() -> Record:
+    methods = ("tiles:0", "tiles:0.25", "tiles:1", "error:0.1")
+    return attention_bench.run(
+        Source.of(), tokens=[100, 256], blocks=[1, 6], methods=methods, repeats=1, head_dim=64
+    )
+
+
+def row_of(record: Record, n: int, method: str, dim: int = 32):
+    (row,) = (r for r in record.rows if r["n"] == n and r["method"] == method and r["dim"] == dim)
+    return row
+
+
+def test_every_size_has_dense_paths_and_all_settings(record):
+    for n in (100, 256):
+        methods = [row["method"] for row in record.rows if row["n"] == n and row["dim"] == 32]
+        assert methods[0] == "dense"
+        assert {"dense-flash", "auto", "tiled-tiles:0", "tiled-tiles:1", "tiled-error:0.1"} <= set(
+            methods
+        )
+        dense = row_of(record, n, "dense")
+        paths = [
+            row["milliseconds"]
+            for row in record.rows
+            if row["n"] == n and row["dim"] == 32 and row["method"].startswith("dense-")
+        ]
+        assert dense["milliseconds"] == min(paths) and dense["speedup"] == 1.0
+
+
+def test_errors_fall_with_density_to_rounding(record):
+    for n in (100, 256):
+        some = [row_of(record, n, f"tiled-tiles:{share}") for share in ("0", "0.25", "1")]
+        assert [row["density_percent"] for row in some] == [0.0, 25.0, 100.0]
+        errors = [row["error_l2_percent"] for row in some]
+        assert errors[0] > errors[1] > errors[2]
+        assert errors[2] < 100 * 64 * torch.finfo(torch.float32).eps
+        assert all(row["error_p95_query_percent"] >= 0 for row in some)
+        energies = [row["e_mean"] for row in some]
+        assert energies[0] > energies[1] > energies[2] and energies[2] < 1e-4
+
+
+def energies_of_four_tiles(block: int) -> torch.Tensor:
+    """E of every spatial query on a grid of 16x16 whose four 8x8 tiles are means, in float64."""
+    recorded = Source.of().record(128, [block])
+    q, k, _ = (x.double() for x in recorded.blocks[block])
+    scores = q[:, :, 1:] @ k.transpose(-2, -1) / math.sqrt(q.shape[-1])  # (1, 3, 256, 257)
+    tiles = scores[..., 1:].unflatten(-1, (2, 8, 2, 8)).mean((-3, -1)).flatten(-2)
+    coarse = torch.cat((scores[..., :1], tiles + math.log(64)), -1)
+    return scores.logsumexp(-1) - coarse.logsumexp(-1)
+
+
+def test_mean_e_is_that_of_the_free_energies(record):
+    means = [float(energies_of_four_tiles(block).mean()) for block in (1, 6)]
+    row = row_of(record, 256, "tiled-tiles:0")
+    # The certificate rounds outward by a few float32 epsilons of the scores' size.
+    assert row["e_mean"] == pytest.approx(sum(means) / 2, rel=1e-3)
+    assert row["worst_block_e_mean"] == pytest.approx(max(means), rel=1e-3)
+
+
+def test_errors_are_those_of_the_outputs(record):
+    recorded = Source.of().record(128, [1, 6])
+    errors = []
+    for q, k, v in recorded.blocks.values():
+        output, _, _ = screened_attention(
+            q, k, v, grid=recorded.grid, prefix=1, form="tiled", backend="eager", leaves=4
+        )
+        wanted = scaled_dot_product_attention(q.double(), k.double(), v.double())
+        errors.append(100 * float((output - wanted).norm() / wanted.norm()))
+    row = row_of(record, 256, "tiled-tiles:0")
+    assert row["error_l2_percent"] == pytest.approx(sum(errors) / 2, rel=1e-4)
+    assert row["worst_block_error_percent"] == pytest.approx(max(errors), rel=1e-4)
+
+
+def test_random_tokens_need_no_model(capsys):
+    sizes = ["--tokens", "256", "--error", "0.2", "--tiles", "0", "--repeats", "1"]
+    main(["bench", "attention", "--model", "random", "--pictures", "2", *sizes, "--json", "-"])
+    made = Record.from_json(capsys.readouterr().out)
+    assert made.settings["model"] == "random" and made.settings["weights"] == "none"
+    assert all(row["keys"] == "random q, k, v" and row["dim"] == 64 for row in made.rows)
+    # No model's heads, so nothing is said of where tiles begin to be worth their while.
+    assert "break_even_tokens" not in made.settings
+    rows = {row["method"]: row for row in made.rows}
+    assert rows["tiled-error:0.2"]["pictures"] == 2
+    # Neighbours have nothing in common: means lose half of everything, and a target expands most.
+    assert rows["tiled-tiles:0"]["error_l2_percent"] > 40
+    assert rows["tiled-error:0.2"]["density_percent"] > 50 > 100 * rows["tiled-error:0.2"]["e_mean"]
+
+
+def test_random_tokens_have_no_weights(capsys):
+    with pytest.raises(SystemExit):
+        main(["bench", "attention", "--model", "random", "--data-dir", "photos"])
+    assert "no weights and no pictures" in capsys.readouterr().err
+
+
+class Clock:
+    """Times of a device that has CUDA graphs: each call takes as long as its name says."""
+
+    def __init__(self, monkeypatch) -> None:
+        self.contexts: list[tuple[str, ...]] = []
+        self.inside: list[str] = []
+        monkeypatch.setattr(dense_paths, "only", self.only)
+        monkeypatch.setattr(timing, "milliseconds", self.milliseconds)
+
+    @contextmanager
+    def only(self, name: str):
+        self.inside.append(name)
+        yield
+        self.inside.pop()
+
+    def milliseconds(self, work, repeats, device):
+        self.contexts.append(tuple(self.inside))
+        work()
+        return {"cudnn": (1.0, 5.0), "default": (2.0, 3.0)}[self.inside[-1]]
+
+
+def test_dense_paths_are_chosen_before_the_clock_starts(monkeypatch):
+    clock = Clock(monkeypatch)
+    tokens = Source.of("random").record(64, [0]).blocks[0]
+    plan = attention_rows.Plan((), "eager", "float32", "cpu", 1)
+    bench = attention_rows.SizeBench(Source.of("random").record(64, [0]), plan, {})
+    calls = {f"dense-{name}": dense_paths.dense_path(name) for name in ("cudnn", "default")}
+    times = {name: bench._milliseconds(name, call, tokens) for name, call in calls.items()}
+    assert clock.contexts == [("cudnn",), ("default",)]
+    # Without graphs the fastest dense call is the base, whichever wins with graphs.
+    assert bench._fastest_eager(times) == 3.0
+
+
+def test_wide_heads_carry_the_error_on_the_models_own(record):
+    wide = row_of(record, 256, "tiled-tiles:0.25", dim=64)
+    own = row_of(record, 256, "tiled-tiles:0.25")
+    assert wide["keys"] == "random weights"
+    assert wide["own_error_percent"] == own["error_l2_percent"]
+    assert not any("error:" in row["method"] for row in record.rows if row["dim"] == 64)
+
+
+def test_knowledge_of_the_error_has_its_price(record):
+    rows = [row for row in record.rows if "+" in row["method"]]
+    assert {row["method"].partition("+")[2] for row in rows} == {"certificate", "audit:0.05"}
+    assert all(math.isfinite(row["added_milliseconds"]) for row in rows)
+    assert not any("+" in row["method"] for row in attention_summary.own_rows(record.rows))
+
+
+def test_the_record_says_what_it_is_about(record):
+    settings = record.settings
+    assert settings["weights"] == "shipped" and settings["blocks"] == [1, 6]
+    assert "passed" in settings["self_check"]
+    assert {"sparge", "natten", "flex"} <= set(settings["absent"])
+    again = Record.from_json(record.to_json())
+    assert again.rows == [dict(row) for row in record.rows]
+
+
+def test_recorded_tokens_are_those_of_the_model():
+    source = Source.of()
+    recorded = source.record(112, [0, 7])
+    model = load_embedded()
+    loaded, _ = load_long("embedded", size=112)
+    pixels = loaded.preprocess.batch(source.pictures)
+    seen: list[torch.Tensor] = []
+    attention = model.blocks[7].attn
+    attention.attend = lambda q, k, v: seen.append(q) or scaled_dot_product_attention(q, k, v)
+    with torch.no_grad():
+        scores = model(pixels)
+        assert torch.equal(seen[0], recorded.blocks[7][0])
+        torch.testing.assert_close(AnySize(load_embedded())(pixels), scores)
+    assert recorded.grid == Grid(14, 14) and recorded.prefix == 1
+
+
+def test_sampled_queries_meet_every_column():
+    q = torch.zeros(1, 1, 1 + 128 * 128, 1)
+    truth = Truth.of(Recorded(Grid(128, 128), 1, {0: (q, q, q)}))
+    assert len(truth.queries) >= 2048
+    assert len(set(((truth.queries[1:] - 1) % 128).tolist())) == 128
+
+
+def test_exact_attention_is_attention():
+    q, k, v = torch.randn(3, 2, 2, 33, 16, dtype=torch.float64).unbind()
+    torch.testing.assert_close(
+        dense_paths.exact(q[:, :, :5], k, v), scaled_dot_product_attention(q[:, :, :5], k, v)
+    )
+
+
+@pytest.mark.parametrize("wrong", [lambda x: 1.01 * x, lambda x: x * torch.nan])
+def test_nothing_is_timed_on_red_tests(monkeypatch, capsys, wrong):
+    right = self_check.screened_attention
+
+    def broken(*args, **options):
+        screened = right(*args, **options)
+        screened.output = wrong(screened.output)
+        return screened
+
+    monkeypatch.setattr(self_check, "screened_attention", broken)
+    with pytest.raises(SystemExit) as stop:
+        main(["bench", "attention", "--tokens", "16"])
+    told = capsys.readouterr()
+    assert stop.value.code == 2 and told.out == ""
+    assert "backend eager is off by" in told.err and "red tests" in told.err
+    assert told.err.count("\n") == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_the_self_check_passes_what_is_right(dtype):
+    self_check.check_backend("eager", dtype, "cpu", [32])
+    self_check.check_dense(["flash", "math"], torch.float32, "cpu", [32])
+
+
+def rows_of_power(power: float, factor: float, error: float, method: str):
+    return [
+        {"what": "attention", "n": n, "method": method, "batch": 4, "error_l2_percent": error,
+         "milliseconds": 4 * factor * n**power, "speedup": 2.0}
+        for n in (4096, 16384, 65536)
+    ]  # fmt: skip
+
+
+def test_exponents_and_break_even_come_from_the_rows():
+    rows = rows_of_power(1.5, 1e-5, 9.5, "tiled-tiles:0") + rows_of_power(
+        1.5, 3e-5, 5.5, "tiled-tiles:0.1"
+    )
+    times = attention_summary.times_at_error(rows, 7.5)
+    assert attention_summary.exponent(times) == pytest.approx(1.5)
+    # Halfway between the errors, halfway between the logarithms of the times, for one picture.
+    assert times[4096] == pytest.approx(math.sqrt(3) * 1e-5 * 4096**1.5)
+    assert attention_summary.time_at_error(rows[:1], 7.5) is None
+    assert attention_summary.time_at_error(rows[:1], 9.9) == pytest.approx(1e-5 * 4096**1.5)
+    assert attention_summary.break_even(rows) == 4096
+    rows[1]["speedup"] = rows[4]["speedup"] = 0.9
+    assert attention_summary.break_even(rows) == 65536
+    assert attention_summary.break_even(rows, error=5.0) is None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--tokens", "200"], ["tokens is 200", "196"]),
+        (["--size", "100"], ["size is 100", "8 pixel"]),
+        (["--size", "112", "--tokens", "196"], ["--size and --tokens"]),
+        (["--tokens", "16", "--blocks", "9"], ["blocks is 9", "7"]),
+        (["--tokens", "16", "--blocks", "a"], ["'a'", "2,5,8,11"]),
+        (["--tokens", "16", "--tiles", "2"], ["tiles:2", "[0, 1]"]),
+        (["--tokens", "16", "--dtype", "int8"], ["'int8'", "bfloat16"]),
+        (["--tokens", "16", "--peer", "abacus"], ["'abacus'", "natten"]),
+        (["--tokens", "16", "--peer", "natten"], ["natten", "not installed"]),
+        (["--model", "timm:abacus", "--tokens", "16"], ["'abacus'"]),
+        (["--records", "/nowhere.json"], ["nowhere.json"]),
+    ],
+)
+def test_bad_input_is_one_line(capsys, arguments, words):
+    with pytest.raises(SystemExit) as stop:
+        main(["bench", "attention", *arguments])
+    told = capsys.readouterr().err
+    assert stop.value.code == 2 and told.count("\n") == 1
+    assert all(word in told for word in words), told
+
+
+@pytest.mark.parametrize("name", ["tiles", "tiles:", "gamma:0.1", "error:1.2.3", "leaves:0"])
+def test_settings_that_are_none(name):
+    with pytest.raises((ValueError, TypeError), match=r"pass"):
+        Setting.parse(name)
+
+
+def test_blocks_of_keys_that_a_peer_drops_have_no_weight():
+    grid, prefix = Grid(16, 16), 1
+    q, k, v = torch.randn(3, 1, 2, 257, 32).unbind()
+    attend, density = peers.PEERS["flex"][1](grid, prefix, 0.34)
+    means = [torch.stack([p.mean(2) for p in x.split(128, dim=2)], 2) for x in (q, k)]
+    best = (means[0] @ means[1].transpose(-2, -1)).argmax(-1)  # (1, 2, 3)
+    blocks = torch.arange(257) // 128
+    mask = best[:, :, blocks].unsqueeze(-1) == blocks
+    wanted = scaled_dot_product_attention(q, k, v, attn_mask=mask)
+    with pytest.warns(match="flex_attention"):
+        torch.testing.assert_close(attend(q, k, v), wanted, atol=1e-5, rtol=1e-4)
+    assert density == 0.34
+
+
+def test_tables_and_figures_are_made_from_the_record(record, tmp_path, capsys):
+    words = bench_tables.markdown(record)
+    assert "dense is the best path of the same run (default" in words or "run (flash" in words
+    assert "| `tiled-tiles:0.25` | 25.0 |" in words
+    assert figures.ALL["attention-time"].drawable(record)
+    assert not figures.ALL["attention-error"].drawable(record)
+    longer = [{**row, "n": 16 * row["n"]} for row in record.rows]
+    both = Record("bench", record.settings, [*record.rows, *longer], record.environment)
+    for name in ("attention-time", "attention-error"):
+        for narrow in (False, True):
+            assert "<svg" in figures.ALL[name](both, narrow=narrow)
+    page = build_page([both])
+    assert 'id="figure-attention-time"' in page and "Speed and error: attention" in page
+    file = tmp_path / "record.json"
+    file.write_text(record.to_json())
+    main(["bench", "attention", "--records", str(file), "--markdown", "--figures", str(tmp_path)])
+    assert capsys.readouterr().out.strip() == words
+    assert (tmp_path / "attention-time.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_bench_attention_on_a_random_timm_model(capsys):
+    pytest.importorskip("timm")
+    model = "timm:vit_tiny_patch16_224"
+    sizes = ["--size", "80", "--blocks", "0", "--tiles", "0.5", "--repeats", "1"]
+    main(["bench", "attention", "--model", model, *sizes, "--no-certificate", "--json", "-"])
+    made = json.loads(capsys.readouterr().out)
+    assert made["settings"]["weights"] == "random" and made["rows"][0]["n"] == 25
+    assert {row["dim"] for row in made["rows"]} == {64}
+
+
+@pytest.mark.parametrize("form", [[], ["--form", "tiled"]])
+def test_bench_model_compares_with_the_dense_model(capsys, form):
+    sizes = ["--img-size", "128", "--error", "0.05", "--tiles", "1", "--repeats", "1"]
+    main(["bench", "model", *sizes, *form, "--json", "-"])
+    made = json.loads(capsys.readouterr().out)
+    rows = {row["method"]: row for row in made["rows"]}
+    assert rows["full"]["speedup"] == 1.0 and rows["full"]["error_l2_percent"] == 0.0
+    assert rows["full"]["path"] == "default" and rows["full"]["n"] == 256
+    layers = 8 if form else 0
+    assert rows["error:0.05"]["tiled_layers"] == layers and rows["error:0.05"]["layers"] == 8
+    # All tiles expanded, or dense where that is faster: the dense model but for rounding.
+    assert rows["tiles:1"]["error_l2_percent"] < 1e-2
+    assert (rows["error:0.05"]["error_l2_percent"] > 1e-2) == bool(form)
+
+
+def test_a_figure_shows_one_machine(record: Record) -> None:
+    elsewhere = replace(
+        record,
+        rows=[{**row, "milliseconds": 1e6} for row in record.rows[:3]],
+        environment={**record.environment, "device_name": "another machine"},
+    )
+    alone = attention_figures.attention_rows(Evidence(record))
+    assert attention_figures.attention_rows(Evidence([elsewhere, record])) == alone

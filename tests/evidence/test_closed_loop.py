@@ -1,0 +1,245 @@
+"""The closed loop: pictures with labels, and how far the outputs of a screened model move."""
+
+import json
+import os
+from collections.abc import Iterator, Sequence
+from importlib.util import find_spec
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from bmfa.data import PictureError, figure_batch
+from bmfa.data.imagenet import ClassPictures, LabelledPicture
+from bmfa.evidence.closed_loop import run as closed_loop
+from bmfa.models import LoadedModel, Preprocessing, load_model, patch
+from bmfa.models.embedded import EmbeddedViT
+from bmfa.models.screens import screens_in
+from bmfa.records import Record
+
+COLUMNS = [
+    "method",
+    "layers",
+    "images",
+    "leaf_percent",
+    "agreement_percent",
+    "output_kl",
+    "attention_kl",
+    "top1_percent",
+]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread() -> Iterator[None]:
+    """Small tensors: threads that wait for each other take longer than one."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def write_picture(path: Path, seed: int = 0) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pixels = np.random.default_rng(seed).integers(0, 256, (20, 24, 3), dtype=np.uint8)
+    Image.fromarray(pixels).save(path)
+
+
+def labels_of(pictures: ClassPictures) -> dict[str, int | None]:
+    return {picture.name: picture.label for picture in pictures}
+
+
+def test_folders_by_class_index(tmp_path: Path) -> None:
+    for name in ("002/b.png", "002/a.jpg", "010/c.png"):
+        write_picture(tmp_path / name)
+    pictures = ClassPictures(tmp_path)
+    assert labels_of(pictures) == {"002/a.jpg": 2, "002/b.png": 2, "010/c.png": 10}
+    assert pictures.labelled and len(pictures) == 3
+    assert len(list(ClassPictures(tmp_path, limit=2))) == 2
+    assert next(iter(pictures)).pixels.shape == (20, 24, 3)
+
+
+def test_folders_by_wordnet_id(tmp_path: Path) -> None:
+    for name in ("n00000002/b.png", "n00000009/a.png"):
+        write_picture(tmp_path / name)
+    wnids = ["n00000001", "n00000002", "n00000009"]
+    assert list(labels_of(ClassPictures(tmp_path, wnids=wnids)).values()) == [1, 2]
+    with pytest.raises(PictureError, match="n00000009 is none of the 2 classes"):
+        ClassPictures(tmp_path, wnids=wnids[:2])
+
+
+@pytest.mark.skipif(find_spec("timm") is None, reason="needs timm: pip install 'bmfa[models]'")
+def test_the_wordnet_ids_of_imagenet_are_known(tmp_path: Path) -> None:
+    write_picture(tmp_path / "n01443537" / "a.png")
+    assert labels_of(ClassPictures(tmp_path)) == {"n01443537/a.png": 1}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "a.png 3\nb.png 4\n",
+        "ImageId,PredictionString\na,3 1 2 3 4\nb,4 5 6 7 8\n",
+        "name label\n\n./nothing.png 9\na.png 3\nb.png 4\n",
+    ],
+)
+def test_a_flat_folder_with_a_label_file(tmp_path: Path, text: str) -> None:
+    for name in ("val/a.png", "val/b.png"):
+        write_picture(tmp_path / name)
+    (tmp_path / "labels.txt").write_text(text)
+    pictures = ClassPictures(tmp_path / "val", tmp_path / "labels.txt")
+    assert labels_of(pictures) == {"a.png": 3, "b.png": 4}
+
+
+def test_label_files_that_cannot_be_used(tmp_path: Path) -> None:
+    write_picture(tmp_path / "val/a.png")
+    file = tmp_path / "labels.txt"
+    for text, match in (
+        ("a.png 3\nb.png cat\n", "'b.png cat'"),
+        ("x.png 3\n", "names none of the 1 pictures"),
+        ("3\n4\n", "NAME LABEL"),
+    ):
+        file.write_text(text)
+        with pytest.raises(PictureError, match=match):
+            ClassPictures(tmp_path / "val", file)
+    with pytest.raises(PictureError, match="cannot be read"):
+        ClassPictures(tmp_path / "val", tmp_path / "nowhere.txt")
+
+
+def test_a_flat_folder_without_labels(tmp_path: Path) -> None:
+    write_picture(tmp_path / "a.png")
+    pictures = ClassPictures(tmp_path)
+    assert labels_of(pictures) == {"a.png": None} and not pictures.labelled
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(PictureError, match="no pictures in"):
+        ClassPictures(tmp_path / "empty")
+    write_picture(tmp_path / "cats" / "b.png")
+    with pytest.raises(PictureError, match="WordNet id"):
+        ClassPictures(tmp_path)
+
+
+def test_unreadable_pictures_and_bombs_are_skipped_counted_and_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("1/a.png", "1/torn.png", "2/c.png"):
+        write_picture(tmp_path / name)
+    (tmp_path / "1/torn.png").write_bytes((tmp_path / "1/torn.png").read_bytes()[:200])
+    Image.new("L", (40, 40)).save(tmp_path / "2/bomb.png")
+    monkeypatch.setattr("bmfa.data.pictures.MAX_PIXELS", 1000)
+    pictures = ClassPictures(tmp_path)
+    assert labels_of(pictures) == {"1/a.png": 1, "2/c.png": 2}
+    assert pictures.skipped.count == 2
+    (line,) = pictures.skipped.lines()
+    assert "torn.png" in line and "bomb.png is refused as a decompression bomb" in line
+    assert len(list(pictures)) == 2 and pictures.skipped.count == 2
+    with pytest.raises(PictureError, match=r"torn\.png"):
+        list(ClassPictures(tmp_path, strict=True))
+
+
+@pytest.fixture
+def model() -> LoadedModel:
+    """The embedded architecture with sharp random attention."""
+    torch.manual_seed(0)
+    vit = EmbeddedViT().eval()
+    with torch.no_grad():
+        for block in vit.blocks:
+            block.attn.qkv.weight.mul_(3.0)
+    half = (0.5, 0.5, 0.5)
+    return LoadedModel("embedded", vit, Preprocessing((112, 112), 1.0, mean=half, std=half))
+
+
+def figures(count: int) -> list[LabelledPicture]:
+    pixels, labels = figure_batch(0, range(count))
+    pairs = zip(pixels, labels, strict=True)
+    return [LabelledPicture(f"{i}", p, int(label)) for i, (p, label) in enumerate(pairs)]
+
+
+def rows_of(record: Record) -> dict[tuple[str, str], dict[str, float]]:
+    return {(row["method"], row["layers"]): row for row in record.rows}
+
+
+def test_rows_are_complete_and_exact_trees_change_nothing(model: LoadedModel) -> None:
+    seen: list[tuple[int, int | None]] = []
+    record = closed_loop.run(
+        model,
+        figures(5),
+        ["exact-gap:0", "global-mean", "random-quadrants:0.5"],
+        layers=["last-2", "all"],
+        batch_size=2,
+        progress=lambda done, total: seen.append((done, total)),
+    )
+    rows = rows_of(record)
+    assert [list(row) for row in record.rows] == [COLUMNS] * 7
+    assert seen == [(2, 5), (4, 5), (5, 5)]
+    full = rows["full", "none"]
+    assert full["agreement_percent"] == full["leaf_percent"] == 100.0
+    for layers in ("last-2", "all"):
+        exact, mean = rows["exact-gap:0", layers], rows["global-mean", layers]
+        assert exact["agreement_percent"] == 100.0
+        assert abs(exact["output_kl"]) < 1e-6 and abs(exact["attention_kl"]) < 1e-5
+        assert mean["leaf_percent"] == pytest.approx(100 / 196)
+        assert mean["attention_kl"] > 0 and mean["output_kl"] > 0
+        assert rows["random-quadrants:0.5", layers]["leaf_percent"] == pytest.approx(51, abs=2)
+    assert not screens_in(model.model)
+    assert Record.from_json(record.to_json()).rows == record.rows
+    assert json.loads(record.to_json())["settings"]["layers"] == ["last-2", "all"]
+
+
+def test_the_result_depends_neither_on_batches_nor_on_a_patch_before(model: LoadedModel) -> None:
+    methods: Sequence[str] = ("quadrant-gap:0.1", "optimal:0.01", "random-quadrants:0.5")
+    one = closed_loop.run(model, figures(4), methods, layers=[6, 7], batch_size=4)
+    patch(model.model, rule="global-mean", layers="all")
+    other = closed_loop.run(model, figures(4), methods, layers=[6, 7], batch_size=1)
+    for mine, theirs in zip(one.rows, other.rows, strict=True):
+        assert mine["layers"] in ("none", "6,7")
+        for column in COLUMNS[2:]:
+            assert mine[column] == pytest.approx(theirs[column], rel=1e-3, abs=1e-6)
+
+
+def test_pictures_without_labels_have_no_top1(model: LoadedModel) -> None:
+    pictures = [LabelledPicture(p.name, p.pixels) for p in figures(2)]
+    record = closed_loop.run(model, pictures, ["global-mean"])
+    assert all("top1_percent" not in row for row in record.rows)
+
+
+def test_bad_settings_raise_before_a_picture_is_read(model: LoadedModel) -> None:
+    def never() -> LabelledPicture:
+        raise AssertionError("a picture was read")
+
+    pictures = (never() for _ in range(1))
+    with pytest.raises(ValueError, match="is unknown"):
+        closed_loop.run(model, pictures, ["nonsense:1"])
+    with pytest.raises(ValueError, match="no methods"):
+        closed_loop.run(model, pictures, [])
+    with pytest.raises(ValueError, match="last-9"):
+        closed_loop.run(model, pictures, ["global-mean"], layers="last-9")
+    with pytest.raises(ValueError, match="batch_size"):
+        closed_loop.run(model, pictures, ["global-mean"], batch_size=0)
+    with pytest.raises(ValueError, match="no picture could be read"):
+        closed_loop.run(model, [], ["global-mean"])
+
+
+# Every tenth of the 500 pictures: leaf %, agreement %, output KL, attention KL.
+SUBSET = {
+    "quadrant-gap:0.8": (34.75, 96.0, 0.0733, 0.2506),
+    "gamma:0.05": (28.36, 94.0, 0.0945, 0.4219),
+    "optimal:0.002": (30.60, 98.0, 0.00465, 0.0799),
+}
+
+
+@pytest.mark.skipif("BMFA_ASSETS" not in os.environ, reason="BMFA_ASSETS names no folder")
+@pytest.mark.skipif(find_spec("timm") is None, reason="needs timm: pip install 'bmfa[models]'")
+def test_deit_tiny_on_imagenet_keeps_its_figures() -> None:
+    assets = Path(os.environ["BMFA_ASSETS"])
+    weights = assets / "weights" / "deit_tiny_patch16_224.fp16.safetensors"
+    model = load_model("timm:deit_tiny_patch16_224", weights, crop_pct=0.875)
+    pictures = list(islice(ClassPictures(assets / "imagenet-val"), None, None, 10))
+    rows = rows_of(closed_loop.run(model, pictures, list(SUBSET)))
+    assert rows["full", "none"]["top1_percent"] == pytest.approx(70.0, abs=2.1)
+    for method, (leaves, agreement, output_kl, attention_kl) in SUBSET.items():
+        row = rows[method, "last-4"]
+        assert row["leaf_percent"] == pytest.approx(leaves, abs=0.5)
+        assert row["agreement_percent"] == pytest.approx(agreement, abs=2.1)  # one picture
+        assert row["output_kl"] == pytest.approx(output_kl, rel=0.1)
+        assert row["attention_kl"] == pytest.approx(attention_kl, rel=0.1)

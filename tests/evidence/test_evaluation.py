@@ -1,0 +1,426 @@
+"""Evaluation: accuracy, cost and speed of every method, and what the command refuses."""
+
+import copy
+import json
+import os
+import pickle
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from bmfa.cli import main
+from bmfa.cli.output import progress_line
+from bmfa.data.imagenet import LabelledPicture, embedded_pictures
+from bmfa.evidence.classification import flops, throughput
+from bmfa.evidence.classification import run as evaluation
+from bmfa.evidence.classification.figures import round_ticks
+from bmfa.evidence.classification.throughput import Rate
+from bmfa.evidence.closed_loop import run as closed_loop
+from bmfa.evidence.model_methods import applied, check_methods, counted_leaves, parse
+from bmfa.evidence.page import figures
+from bmfa.evidence.runner.batches import Batches
+from bmfa.models import LoadedModel, load_model, patch
+from bmfa.models.reduced import reductions_in
+from bmfa.models.screens import screens_in
+from bmfa.records import Record
+
+COLUMNS = [
+    *("method", "images", "top1_percent", "top5_percent", "drop_pp", "agreement_percent"),
+    *("output_kl", "leaf_percent", "final_tokens", "gflops"),
+    *("images_per_second", "images_per_second_end_to_end", "speedup", "timed"),
+]
+TIMED = {"images_per_second", "images_per_second_end_to_end", "speedup"}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread() -> Iterator[None]:
+    """Small tensors: threads that wait for each other take longer than one."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def model() -> LoadedModel:
+    return load_model("embedded")
+
+
+def wrong_labels(count: int) -> list[LabelledPicture]:
+    """Embedded pictures, every third with the label of another class."""
+    return [
+        LabelledPicture(p.name, p.pixels, (p.label or 0) + (i % 3 == 0) if p.label != 9 else 9)
+        for i, p in enumerate(embedded_pictures(count))
+    ]
+
+
+def test_rows_against_plain_counting(model: LoadedModel) -> None:
+    pictures = wrong_labels(7)
+    methods = ["global-mean", "fixed-pool:4"]
+    record = evaluation.run(model, pictures, methods, batch_size=3, repeats=0)
+    assert [list(row) for row in record.rows] == [COLUMNS] * 3
+    pixels = model.preprocess.batch([picture.pixels for picture in pictures])
+    labels = np.array([picture.label for picture in pictures])
+    outputs = {}
+    for name in ("full", *methods):
+        with applied(model.model, name, "last-4"), torch.inference_mode():
+            outputs[name] = model.logits(pixels).double().numpy()
+    share = np.exp(outputs["full"]) / np.exp(outputs["full"]).sum(1, keepdims=True)
+    for row in record.rows:
+        scores = outputs[row["method"]]
+        order = (-scores).argsort(1)
+        top1 = 100 * (order[:, 0] == labels).mean()
+        assert row["images"] == 7
+        assert row["top1_percent"] == pytest.approx(top1, abs=1e-9)
+        top5 = 100 * (order[:, :5] == labels[:, None]).any(1).mean()
+        assert row["top5_percent"] == pytest.approx(top5, abs=1e-9)
+        best = 100 * (outputs["full"].argmax(1) == labels).mean()
+        assert row["drop_pp"] == pytest.approx(best - top1, abs=1e-9)
+        same = 100 * (scores.argmax(1) == outputs["full"].argmax(1)).mean()
+        assert row["agreement_percent"] == pytest.approx(same, abs=1e-9)
+        other = np.exp(scores) / np.exp(scores).sum(1, keepdims=True)
+        kl = (share * np.log(share / other)).sum(1).mean()
+        # Batches of another size round the float32 outputs differently.
+        assert row["output_kl"] == pytest.approx(kl, rel=1e-4, abs=1e-6)
+        assert all(row[column] is None for column in TIMED)
+    full, mean, pooled = record.rows
+    assert full["leaf_percent"] is full["final_tokens"] is None
+    assert mean["leaf_percent"] == pytest.approx(100 / 196) and mean["final_tokens"] is None
+    assert pooled["final_tokens"] == 1 + 16 and pooled["leaf_percent"] is None
+    assert not screens_in(model.model) and not reductions_in(model.model)
+
+
+def test_leaves_are_those_of_the_closed_loop(model: LoadedModel) -> None:
+    pictures, methods = embedded_pictures(5), ["optimal:0.002", "random-quadrants:0.5"]
+    ours = evaluation.run(model, pictures, methods, batch_size=2, seed=3, repeats=0)
+    theirs = closed_loop.run(model, pictures, methods, batch_size=2, seed=3)
+    for mine, other in zip(ours.rows[1:], theirs.rows[1:], strict=True):
+        assert mine["leaf_percent"] == pytest.approx(other["leaf_percent"], rel=1e-9)
+        assert mine["output_kl"] == other["output_kl"]
+
+
+def test_pictures_without_labels_have_no_accuracy(model: LoadedModel) -> None:
+    pictures = [LabelledPicture(p.name, p.pixels) for p in embedded_pictures(2)]
+    row = evaluation.run(model, pictures, ["full"], repeats=0).rows[0]
+    assert row["top1_percent"] is row["top5_percent"] is row["drop_pp"] is None
+    assert row["agreement_percent"] == 100.0
+
+
+def model_flops(attended: list[int], processed: list[int]) -> int:
+    """The embedded model by hand: 8 blocks of width 96 with these tokens in attention and MLP."""
+    total = 2 * 196 * 96 * 3 * 8 * 8 + 2 * 96 * 10  # patches and head
+    for tokens, behind in zip(attended, processed, strict=True):
+        total += 2 * tokens * 96 * 4 * 96 + 4 * tokens * tokens * 96  # projections, attention
+        total += 2 * behind * 96 * 8 * 96
+    return total
+
+
+def test_operations_against_counting_by_hand(model: LoadedModel) -> None:
+    pixels = model.preprocess.batch([p.pixels for p in embedded_pictures(1)])
+    methods = ["full", "fixed-depth:4", "global-mean", "optimal:0.002", "random-pool:8", "tome:8"]
+    costs = flops.costs(model, pixels, methods, "last-4")
+    whole = model_flops([197] * 8, [197] * 8)
+    assert costs["full"].flops == whole
+    assert costs["fixed-depth:4"].flops == whole  # every token is a leaf
+    # 3 heads and 197 queries in 4 layers: of 197 products with keys and with values, 2 are left.
+    assert costs["global-mean"].flops == whole - 4 * 2 * 2 * 96 * 197 * (197 - 2)
+    with (
+        torch.inference_mode(),
+        applied(model.model, "optimal:0.002", "last-4"),
+        counted_leaves(model.model) as leaves,
+    ):
+        model.logits(pixels)
+    kept = round(196 * leaves.sum * 4 * 3 * 197)  # leaves of all trees
+    assert costs["optimal:0.002"].flops == whole - 2 * 32 * (4 * 3 * 197 * 196 - kept)
+    fewer = [197 - 8 * block for block in range(9)]
+    merged = model_flops(fewer[:8], fewer[1:])
+    assert costs["random-pool:8"] == flops.Cost(merged, 197 - 64)  # pairs cost no products
+    matching = sum(2 * 32 * (tokens // 2 + 1) ** 2 for tokens in fewer[:8])
+    assert merged < costs["tome:8"].flops <= merged + matching
+    assert costs["tome:8"].final_tokens == 197 - 64
+
+
+def test_speed_is_a_median_of_alternating_samples(
+    model: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock, seen = [0.0], []
+
+    def call(pixels: torch.Tensor) -> torch.Tensor:
+        screened = bool(screens_in(model.model))
+        assert all(screen.listener is None for _, screen in screens_in(model.model))
+        seen.append(screened)
+        late = 100.0 if len(seen) == 6 else 1.0  # one sample of the full model meets a hitch
+        clock[0] += late * (2.0 if screened else 0.5)
+        return pixels
+
+    monkeypatch.setattr(throughput.time, "perf_counter", lambda: clock[0])
+    pixels = throughput.filled(torch.zeros(3, 3, 4, 4), 8)
+    rates = throughput.model_rates(model, call, pixels, ["full", "global-mean"], "last-4", 3)
+    assert seen == [False, False, True, True] + [False, True] * 3
+    assert rates == {"full": Rate(8 / 0.5, "eager"), "global-mean": Rate(8 / 2.0, "eager")}
+
+
+def test_short_calls_are_timed_together(
+    model: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock, calls = [0.0], []
+
+    def call(pixels: torch.Tensor) -> torch.Tensor:
+        calls.append(1)
+        clock[0] += 0.01
+        return pixels
+
+    monkeypatch.setattr(throughput.time, "perf_counter", lambda: clock[0])
+    rates = throughput.model_rates(model, call, torch.zeros(2, 3, 4, 4), ["full"], "last-4", 2)
+    assert rates["full"].images_per_second == pytest.approx(200.0)
+    assert len(calls) >= 2 + 2 * 10
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_cuda_graphs_are_timed_where_they_can_be_captured(model: LoadedModel) -> None:
+    on_cuda = replace(model, model=copy.deepcopy(model.model).cuda())
+    pixels, kept = torch.zeros(2, 3, 112, 112, device="cuda"), []
+
+    def call(pixels: torch.Tensor) -> torch.Tensor:
+        logits = on_cuda.logits(pixels)
+        if not reductions_in(on_cuda.model):
+            kept.append(float(logits.sum()))  # waits for the device
+        return logits
+
+    with torch.inference_mode():
+        rates = throughput.model_rates(on_cuda, call, pixels, ["full", "tome:8"], "last-4", 2)
+        assert (rates["full"].timed, rates["tome:8"].timed) == ("eager", "graph")
+        rates = throughput.model_rates(on_cuda, on_cuda.logits, pixels, ["full"], "last-4", 2)
+    assert rates["full"].timed == "graph" and rates["full"].images_per_second > 0
+
+
+def test_timed_rows_and_their_figure(model: LoadedModel) -> None:
+    record = evaluation.run(
+        model, embedded_pictures(3), ["fixed-pool:7", "evit:0.7"], batch_size=2, repeats=1
+    )
+    full = record.rows[0]
+    for row in record.rows:
+        assert all(row[column] > 0 for column in TIMED)
+        assert row["speedup"] == row["images_per_second"] / full["images_per_second"]
+    assert Record.from_json(record.to_json()).rows == record.rows
+    drawn = figures.accuracy(record)
+    assert "fixed-pool" in drawn and "evit" in drawn and "Embedded model, 3 pictures" in drawn
+    untimed = evaluation.run(model, embedded_pictures(1), ["full", "evit:0.7"], repeats=0)
+    assert figures.accuracy.drawable(record) and not figures.accuracy.drawable(untimed)
+    with pytest.raises(ValueError, match="--repeats"):
+        figures.accuracy(untimed)
+
+
+@pytest.mark.parametrize("low", [0.02, 3.0, 45.0, 980.0])
+@pytest.mark.parametrize("span", [1.3, 2.0, 12.0, 900.0])
+def test_ticks_are_few_and_inside(low: float, span: float) -> None:
+    ticks = round_ticks(low, low * span)
+    assert 1 <= len(ticks) <= 7
+    assert all(low <= tick <= low * span for tick in ticks)
+
+
+def test_half_precision_leaves_the_callers_model_alone(model: LoadedModel) -> None:
+    pictures = embedded_pictures(4)
+    single = evaluation.run(model, pictures, ["tome:8"], repeats=0).rows
+    half = evaluation.run(model, pictures, ["tome:8"], repeats=0, dtype="float16").rows
+    mixed = evaluation.run(model, pictures, ["tome:8"], repeats=0, amp=True).rows
+    assert next(model.model.parameters()).dtype == torch.float32
+    for mine, other, third in zip(single, half, mixed, strict=True):
+        assert mine["top1_percent"] == other["top1_percent"] == third["top1_percent"]
+        assert mine["gflops"] == other["gflops"] == third["gflops"]
+    assert half[1]["output_kl"] != single[1]["output_kl"]
+
+
+def test_threads_that_read_ahead_change_nothing(model: LoadedModel) -> None:
+    for workers in (0, 3):
+        batches = Batches(embedded_pictures(11), model.preprocess, 2, workers)
+        found = list(batches.read(range(6)))
+        assert [batch.places for batch in found] == [[0, 1], [2, 3], [4, 5], [6, 7], [8, 9], [10]]
+        assert found[2].pixels is not None
+        again = next(Batches(embedded_pictures(11), model.preprocess, 2).read([2]))
+        assert torch.equal(found[2].pixels, again.pixels)  # type: ignore[arg-type]
+
+
+def test_bad_settings_raise_before_the_work(model: LoadedModel) -> None:
+    def refused(match: str, methods: list[str], **options: object) -> None:
+        with pytest.raises(ValueError, match=match):
+            evaluation.run(model, embedded_pictures(1), methods, repeats=0, **options)  # type: ignore[arg-type]
+
+    refused(
+        r"'delta:1' is unknown; pass full, a rule .*optimal.* or a reduction .*tome", ["delta:1"]
+    )
+    refused("no methods", [])
+    refused("last-9", ["full"], layers="last-9")
+    refused("batch_size is 0", ["full"], batch_size=0)
+    refused("dtype is 'int8'", ["full"], dtype="int8")
+    refused("amp and dtype float16", ["full"], dtype="float16", amp=True)
+    refused("98 pairs", ["tome:99"])
+    refused("197 tokens in 12 blocks", ["diffrate:0.8g"])
+    with pytest.raises(ValueError, match="repeats is -1"):
+        evaluation.run(model, embedded_pictures(1), ["full"], repeats=-1)
+    picture = next(iter(embedded_pictures(1)))
+    far = [LabelledPicture("far", picture.pixels, 207)]
+    with pytest.raises(ValueError, match="class 207, and the model 10 classes"):
+        evaluation.run(model, far, ["full"], repeats=0)
+    with pytest.raises(ValueError, match="no picture could be read"):
+        evaluation.run(model, [], ["full"], repeats=0)
+    assert check_methods(["tome:8", "full", "tome:8"], model.model, "all") == ["full", "tome:8"]
+    assert parse("gamma-h3:0.1").rule is not None
+
+
+def test_outputs_that_are_not_finite_are_told(model: LoadedModel) -> None:
+    broken = load_model("embedded")
+    with torch.no_grad():
+        broken.model.head.bias.fill_(torch.inf)  # type: ignore[union-attr]
+    with pytest.raises(ValueError, match="not finite; try --dtype bfloat16"):
+        evaluation.run(broken, embedded_pictures(1), ["full"], repeats=0)
+
+
+def test_a_patch_before_is_removed(model: LoadedModel) -> None:
+    pictures = embedded_pictures(2)
+    before = evaluation.run(model, pictures, ["full"], repeats=0).rows
+    patch(model.model, rule="global-mean", layers="all")
+    assert evaluation.run(model, pictures, ["full"], repeats=0).rows == before
+
+
+class Terminal:
+    """Standard error that says it is a terminal."""
+
+    def __init__(self) -> None:
+        self.text = ""
+
+    def isatty(self) -> bool:
+        return True
+
+    def write(self, text: str) -> None:
+        self.text += text
+
+    def flush(self) -> None:
+        pass
+
+
+class Options:
+    quiet = False
+
+
+def test_progress_has_a_rate_and_the_time_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, terminal = [100.0], Terminal()
+    monkeypatch.setattr("bmfa.cli.output.time.monotonic", lambda: now[0])
+    monkeypatch.setattr(sys, "stderr", terminal)
+    show = progress_line(Options(), "pictures")  # type: ignore[arg-type]
+    assert show is not None
+    for done, seconds in ((200, 0.0), (250, 10.0), (400, 30.0)):
+        now[0] += seconds
+        show(done, 1000)
+    lines = terminal.text.split("\r\033[K")
+    # What was done before a run continued does not count as its speed.
+    assert lines[1:] == [
+        "pictures 200/1000",
+        "pictures 250/1000, 5/s, 2 min 30 s left",
+        "pictures 400/1000, 5/s, 2 min 00 s left",
+    ]
+    show(1000, 1000)
+    assert terminal.text.endswith("\r\033[K")
+
+
+def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    with pytest.raises(SystemExit) as stop:
+        main(list(arguments))
+    error = capsys.readouterr().err
+    assert stop.value.code == 2
+    assert error.count("\n") == 1 and error.startswith("bmfa: ")
+    return error
+
+
+def folder(tmp_path: Path, count: int = 2) -> Path:
+    """Pictures of classes 0 to 9 in folders by class index."""
+    for picture in embedded_pictures(count):
+        place = tmp_path / "val" / f"{picture.label:03}"
+        place.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(picture.pixels).save(place / f"{picture.name.partition('/')[2]}.png")
+    return tmp_path / "val"
+
+
+def test_the_command_names_what_it_skipped(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    data = folder(tmp_path, 3)
+    whole = next(data.glob("*/*.png")).read_bytes()
+    (data / "000").mkdir(exist_ok=True)
+    (data / "000" / "torn.png").write_bytes(whole[: len(whole) // 2])
+    Image.new("1", (20_000, 20_000)).save(data / "000" / "bomb.png")
+    arguments = ["evaluate", "--data-dir", str(data), "--method", "full", "--repeats", "0"]
+    main([*arguments, "--json", str(tmp_path / "r.json")])
+    record = json.loads((tmp_path / "r.json").read_text())
+    assert record["rows"][0]["images"] == 3 and record["settings"]["skipped"] == 2
+    assert "bomb" in record["settings"]["skipped_names"][0]
+    printed = capsys.readouterr()
+    assert "2 unreadable pictures skipped" in printed.out and "torn.png" in printed.out
+    main([*arguments, "--json", "-"])
+    printed = capsys.readouterr()
+    assert json.loads(printed.out)["rows"] == record["rows"] and "torn.png" in printed.err
+    main([*arguments, "--quiet"])
+    assert capsys.readouterr() == ("", "")
+    assert "bomb.png is refused" in refused(capsys, *arguments, "--strict")
+
+
+def test_the_command_refuses_in_one_line(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    (tmp_path / "empty").mkdir()
+    assert "no pictures in" in refused(capsys, "evaluate", "--data-dir", str(tmp_path / "empty"))
+    assert "no folder or zip" in refused(capsys, "evaluate", "--data-dir", str(tmp_path / "none"))
+    error = refused(capsys, "evaluate", "--method", "delta:1", "--limit", "1")
+    assert "'delta:1'" in error and "exact-gap" in error and "free-energy" in error
+    error = refused(capsys, "evaluate", "--method", "tome:200", "--limit", "1")
+    assert "200 tokens a block" in error and "98 pairs" in error
+    assert "'fast'" in refused(capsys, "evaluate", "--method", "tome:fast")
+    assert "--labels goes with --data-dir" in refused(capsys, "evaluate", "--labels", "x.txt")
+    assert "limit is 0" in refused(
+        capsys, "evaluate", "--data-dir", str(folder(tmp_path)), "--limit", "0"
+    )
+    assert "count is 0" in refused(capsys, "evaluate", "--limit", "0")
+    assert "workers is -1" in refused(capsys, "evaluate", "--workers", "-1", "--limit", "1")
+
+
+def test_the_command_refuses_weights(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    state = load_model("embedded").model.state_dict()
+    state["extra"] = state.pop("head.bias")
+    torch.save(state, tmp_path / "other.pt")
+    error = refused(capsys, "evaluate", "--weights", str(tmp_path / "other.pt"))
+    assert "1 missing, first head.bias" in error and "1 unexpected, first extra" in error
+    (tmp_path / "code.pt").write_bytes(pickle.dumps(print))
+    assert "is refused" in refused(capsys, "evaluate", "--weights", str(tmp_path / "code.pt"))
+    torch.save({"model": Path("x")}, tmp_path / "path.pt")
+    assert "is refused" in refused(capsys, "evaluate", "--weights", str(tmp_path / "path.pt"))
+    for content in (b"", b"root:x:0:0:root:/root", b"PK\x03\x04torn", b"\x80\x02}q\x00."):
+        (tmp_path / "junk.pt").write_bytes(content)
+        assert "junk.pt" in refused(capsys, "evaluate", "--weights", str(tmp_path / "junk.pt"))
+    assert "is no file; pass a safetensors" in refused(
+        capsys, "evaluate", "--weights", str(tmp_path / "none.pt")
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.skipif("BMFA_ASSETS" not in os.environ, reason="BMFA_ASSETS names no folder")
+@pytest.mark.skipif(find_spec("timm") is None, reason="needs timm: pip install 'bmfa[models]'")
+def test_deit_tiny_keeps_its_accuracy(capsys: pytest.CaptureFixture[str]) -> None:
+    assets = Path(os.environ["BMFA_ASSETS"])
+    weights = assets / "weights" / "deit_tiny_patch16_224.fp16.safetensors"
+    main(
+        f"evaluate --model timm:deit_tiny_patch16_224 --weights {weights} --crop-pct 0.875 "
+        f"--data-dir {assets / 'imagenet-val'} --method full --repeats 0 --json -".split()
+    )
+    (row,) = json.loads(capsys.readouterr().out)["rows"]
+    assert row["images"] == 500
+    assert row["top1_percent"] == pytest.approx(69.2)
+    assert row["top5_percent"] == pytest.approx(90.6)
+    assert row["gflops"] == pytest.approx(2.51, abs=0.01)  # 1.25 G multiply-adds, as published

@@ -1,0 +1,107 @@
+"""The model experiments of the page: their records make its chapters, offline and on own files."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+
+from bmfa.cli import main
+from bmfa.data.drawn.embedded import figure_picture
+from bmfa.evidence import report_models as model_chain
+from bmfa.evidence.page import figures
+from bmfa.evidence.page.chapters import CHAPTERS
+from bmfa.evidence.page.records import Evidence
+from bmfa.models import embedded
+
+SHOWN = ("closed-loop", "layers", "top1", "accuracy", "reductions", "attention-cases")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(autouse=True)
+def _few_methods(monkeypatch: pytest.MonkeyPatch) -> None:
+    rules = ("fixed-blocks:2", "optimal:0.02")
+    monkeypatch.setattr(model_chain, "CPU_TIMING", (2, 1))
+    for name in ("METHODS", "LAYER_METHODS", "RULES"):
+        monkeypatch.setattr(model_chain, name, rules)
+    monkeypatch.setattr(model_chain, "SINGLE_METHODS", ("global-mean",))
+    for name in ("MERGERS", "EMBEDDED_MERGERS"):
+        monkeypatch.setattr(model_chain, name, ("tome:8", "free-energy:8"))
+
+
+def own_files(folder: Path) -> model_chain.OwnModel:
+    """The embedded model and pictures, as if they were a person's own."""
+    for index in range(3):
+        path = folder / str(index) / "a.png"
+        path.parent.mkdir(parents=True)
+        Image.fromarray(figure_picture(0, index)[0]).save(path)
+    return model_chain.OwnModel(str(embedded.WEIGHTS), str(folder), "embedded", limit=2)
+
+
+def test_the_records_make_every_figure_of_the_model_chapters(tmp_path: Path) -> None:
+    own = own_files(tmp_path).load()
+    records = dict(model_chain.run(own, images=4, layer_images=2))
+    assert list(records) == [
+        *("closed-loop", "closed-loop-layers", "closed-loop-single", "pictures", "evaluate"),
+        *("own-closed-loop", "own-closed-loop-layers", "own-evaluate"),
+    ]
+    assert {row["images"] for row in records["closed-loop"].rows} == {4}
+    assert {row["images"] for row in records["own-evaluate"].rows} == {2}
+    assert records["closed-loop-layers"].settings["layers"] == ["last-2", "last-4", "all"]
+    alone = {row["layers"] for row in records["closed-loop-single"].rows}
+    assert alone == {"none", *map(str, range(8))}
+    for name in SHOWN:
+        assert figures.ALL[name].drawable(list(records.values()))
+    evidence = Evidence(list(records.values())[:5])
+    for chapter in CHAPTERS:
+        if chapter.name in ("closed-loop", "layers", "pictures", "classification", "reductions"):
+            assert "Not measured here" not in chapter.render(evidence)
+
+
+def test_every_method_of_the_page_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    from bmfa.evidence.model_methods import parse
+
+    monkeypatch.undo()
+    names = (
+        *(model_chain.METHODS, model_chain.LAYER_METHODS, model_chain.SINGLE_METHODS),
+        *(model_chain.RULES, model_chain.MERGERS, model_chain.EMBEDDED_MERGERS),
+    )
+    for name in {method for some in names for method in some}:
+        assert parse(name).name == name
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--weights", "w.safetensors"], "go together"),
+        (["--imagenet", "."], "go together"),
+        (["--imagenet", "nowhere", "--weights", "w"], "no folder or zip at nowhere"),
+        (["--imagenet", "empty", "--weights", "w"], "no pictures in empty"),
+        (["--imagenet", "some", "--weights", "w", "--limit", "0"], "limit is 0"),
+        (["--imagenet", "some", "--weights", "nowhere", "--model", "embedded"], "nowhere"),
+    ],
+)
+def test_files_of_ones_own_are_checked_before_the_work(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    arguments: list[str],
+    words: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("empty").mkdir()
+    own_files(tmp_path / "some")
+    with pytest.raises(SystemExit) as ended:
+        main(["report", *arguments])
+    told = capsys.readouterr()
+    assert ended.value.code == 2 and told.out == ""
+    assert told.err.count("\n") == 1 and words in told.err
+    assert not Path("report").exists()

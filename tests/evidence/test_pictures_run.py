@@ -1,0 +1,249 @@
+"""One picture in a model: attention, tree and certificate against an oracle, and the command."""
+
+import json
+import math
+import os
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from bmfa.attention.kernels import reference
+from bmfa.cli import main
+from bmfa.data.drawn.embedded import figure_picture
+from bmfa.data.drawn.figures import CLASSES
+from bmfa.data.imagenet import LabelledPicture
+from bmfa.evidence.pictures import model_cases, picture
+from bmfa.models import LoadedModel, load_model, patch
+from bmfa.models.screens import screens_in
+from bmfa.packages import load_package
+from bmfa.records import Record
+from bmfa.trees.rules import parse
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def model() -> LoadedModel:
+    return load_model("embedded")
+
+
+def shown(index: int = 3) -> LabelledPicture:
+    pixels, label, _ = figure_picture(0, index)
+    return LabelledPicture(f"embedded 0/{index}", pixels, label)
+
+
+def products(model: LoadedModel, layer: int, head: int, query: int) -> np.ndarray:
+    """The scores of one query over all keys, from the weights themselves, in float64."""
+    seen: list[torch.Tensor] = []
+    attention = model.model.blocks[layer].attn
+    handle = attention.register_forward_hook(lambda module, inputs, output: seen.append(inputs[0]))
+    with torch.inference_mode():
+        model.logits(model.preprocess(shown().pixels)[None])
+    handle.remove()
+    tokens = seen[0][0].double().numpy()  # (197, 96)
+    weight, bias = (p.detach().double().numpy() for p in attention.qkv.parameters())
+    q, k, _ = np.split(tokens @ weight.T + bias, 3, axis=1)
+    part = slice(head * attention.head_dim, (head + 1) * attention.head_dim)
+    return np.asarray(k[:, part] @ q[query, part] * attention.scale)
+
+
+@pytest.mark.parametrize(("query", "index"), [("class", 0), ("4,6", 1 + 4 * 14 + 6)])
+def test_attention_tree_and_error_are_the_oracles(
+    model: LoadedModel, query: str, index: int
+) -> None:
+    view = picture.View(layer=5, head=2, query=query)
+    (row,) = picture.run(model, [shown()], ["optimal:0.002"], view=view).rows
+    scores = products(model, 5, 2, index)
+    # The layer computes in float32 what the oracle does in float64.
+    assert np.allclose(row["scores"], scores[1:], atol=1e-4)
+    full = np.exp(scores - np.logaddexp.reduce(scores))
+    assert np.allclose(row["attention"], full[1:], atol=1e-4)
+    assert row["prefix_percent"] == pytest.approx(100 * full[0], abs=0.01)
+    grid = np.asarray(row["scores"]).reshape(14, 14)
+    tree = reference.build_tree(grid, parse("optimal:0.002"))
+    assert {tuple(box) for box in row["boxes"]} == {tuple(box) for box in tree.leaves}
+    kept = scores.copy()
+    for top, left, bottom, right in row["boxes"]:
+        inside = [1 + r * 14 + c for r in range(top, bottom) for c in range(left, right)]
+        kept[inside] = scores[inside].mean()
+    error = np.logaddexp.reduce(scores) - np.logaddexp.reduce(kept)
+    assert row["error"] == pytest.approx(error, abs=1e-4)
+    approximate = np.exp(kept - np.logaddexp.reduce(kept))
+    assert np.allclose(row["screened_attention"], approximate[1:], atol=1e-4)
+    assert row["moved_percent"] == pytest.approx(50 * np.abs(full - approximate).sum(), abs=0.01)
+    spatial = scores[1:]
+    gap = np.logaddexp.reduce(spatial) - math.log(len(spatial)) - spatial.mean()
+    assert row["gap"] == pytest.approx(gap, abs=1e-4)
+    assert row["leaves"] == len(row["boxes"]) == round(row["leaf_percent"] / 100 * 196)
+
+
+def test_the_certificate_bounds_the_error_and_says_where_it_comes_from(model: LoadedModel) -> None:
+    methods = ["optimal:0.02", "gamma:0.05", "global-mean", "quadrant-gap:0.8"]
+    rows = picture.run(model, [shown()], methods).rows
+    for row in rows:
+        assert row["certificate"] >= row["error"] - 1e-12
+    sources = {row["method"]: row["certificate_from"] for row in rows}
+    assert list(sources.values()) == ["scores", "keys", "keys", "scores"]
+
+
+def test_exact_trees_change_nothing_and_no_patch_is_left(model: LoadedModel) -> None:
+    patch(model.model, rule="global-mean", layers="all")
+    row = picture.run(model, [shown()], ["exact-gap:0"], layers="all").rows[0]
+    assert row["error"] < 1e-9 and row["moved_percent"] < 1e-4 and row["output_kl"] < 1e-6
+    assert row["full_class"] == row["screened_class"] == row["label"] == "square"
+    assert not screens_in(model.model)
+
+
+def test_without_a_word_the_last_layer_and_the_head_that_a_mean_serves_worst(
+    model: LoadedModel,
+) -> None:
+    def look(head: int | None) -> dict:
+        view = picture.View(head=head)
+        return picture.run(model, [shown()], ["global-mean"], view=view).rows[0]
+
+    row, gaps = look(None), [look(head)["gap"] for head in range(3)]
+    assert row["layer"] == 7 and row["head"] == int(np.argmax(gaps))
+
+
+def test_the_picture_shown_is_what_the_model_sees(model: LoadedModel) -> None:
+    import base64
+    import io
+
+    (row,) = picture.run(model, [shown()], picture_bytes=10**6).rows
+    data = base64.b64decode(row["picture"].partition(",")[2])
+    seen = np.asarray(Image.open(io.BytesIO(data)), dtype=float)
+    assert seen.shape == (112, 112, 3)
+    # JPEG of quality 90 on a noisy texture.
+    assert np.abs(seen - shown().pixels).mean() < 8
+
+
+@pytest.mark.parametrize(
+    ("view", "words"),
+    [
+        ({"layer": 8}, "layer is 8; the model has layers 0 to 7"),
+        ({"layer": -1}, "layer is -1"),
+        ({"head": 3}, "head is 3; layer 7 has heads 0 to 2"),
+        ({"head": -1}, "head is -1"),
+        ({"query": "14,0"}, "query 14,0 is outside the 14x14 grid"),
+        ({"query": "cls"}, "query is 'cls'; pass class, or ROW,COLUMN"),
+        ({"query": "1,2,3"}, "ROW,COLUMN"),
+    ],
+)
+def test_a_view_outside_the_model_is_refused(model: LoadedModel, view: dict, words: str) -> None:
+    with pytest.raises(ValueError, match=words.replace("(", r"\(")):
+        picture.run(model, [shown()], view=picture.View(**view))
+    assert not screens_in(model.model)
+
+
+def test_the_command_draws_a_figure_and_writes_a_record(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file, figure, record = (tmp_path / name for name in ("in.png", "made/out.png", "out.json"))
+    Image.fromarray(figure_picture(0, 3)[0]).resize((150, 130)).save(file)
+    arguments = ["screen", str(file), "--query", "4,6", "--method", "gamma:0.05"]
+    main([*arguments, "--output", str(figure), "--json", str(record)])
+    told = capsys.readouterr().out
+    assert "gamma:0.05" in told and f"figure: {figure}" in told and "certificate from keys" in told
+    with Image.open(figure) as image:
+        assert image.format == "PNG" and image.size[0] == 2 * (880 + 32)
+        assert len(image.convert("RGB").getcolors(1 << 24)) > 500
+    assert [path.name for path in figure.parent.iterdir()] == ["out.png"]
+    (row,) = Record.from_json(record.read_text()).rows
+    assert row["query"] == "4,6" and row["title"] == "in.png" and "label" not in row
+
+
+def test_the_embedded_pictures_need_no_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    main(["screen", "embedded:3", "--json", "-"])
+    record = json.loads(capsys.readouterr().out)
+    assert record["experiment"] == "picture" and record["rows"][0]["label"] == CLASSES[3]
+    assert [path.name for path in tmp_path.iterdir()] == ["screen.png"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["nowhere.png"], "nowhere.png is no file; pass a picture file, or embedded:N"),
+        (["."], "is a folder"),
+        (["torn.png"], "torn.png is no readable"),
+        (["embedded:x"], "e.g. embedded:3"),
+        (["embedded:1", "--query", "20,1"], "outside the 14x14 grid"),
+        (["embedded:1", "--layer", "99"], "layers 0 to 7"),
+        (["embedded:1", "--head", "99"], "heads 0 to 2"),
+        (["embedded:1", "--layers", "last-99"], "last-99"),
+        (["embedded:1", "--method", "tree:1"], "rule 'tree:1' is unknown"),
+        (["embedded:1", "--output", "figure.jpg"], "pass FILE.png"),
+        (["embedded:1", "--model", "nothing"], "model 'nothing' is unknown"),
+    ],
+)
+def test_bad_input_is_one_line_and_status_2(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    arguments: list[str],
+    words: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Image.new("RGB", (64, 64)).save("whole.png")
+    Path("torn.png").write_bytes(Path("whole.png").read_bytes()[:60])
+    with pytest.raises(SystemExit) as ended:
+        main(["screen", *arguments])
+    told = capsys.readouterr()
+    assert ended.value.code == 2 and told.out == ""
+    assert told.err.startswith("bmfa: ") and told.err.count("\n") == 1 and words in told.err
+    assert not list(tmp_path.glob("screen*"))
+
+
+def test_the_four_cases_are_different_pictures_of_the_kinds_they_name(model: LoadedModel) -> None:
+    record = model_cases.run(model, count=12, batch_size=12)
+    titles = list(dict.fromkeys(row["title"] for row in record.rows))
+    kinds = [title.partition(":")[0] for title in titles]
+    assert kinds == ["Small figure", "Centred figure", "Clutter", "Failure"]
+    assert len({row["picture"] for row in record.rows}) == 4
+    assert len(record.rows) == 4 * len(model_cases.METHODS)
+    smallest = min(range(12), key=lambda index: figure_picture(0, index).mask.sum())
+    small = record.rows[0]
+    if not titles[3].endswith(CLASSES[smallest % 10]):  # the failure case is chosen first
+        assert small["label"] == CLASSES[smallest % 10]
+    assert record.settings["chosen_from"] == 12 and record.settings["command"] == "bmfa report"
+    with pytest.raises(ValueError, match="count is 3"):
+        model_cases.run(model, count=3)
+
+
+@pytest.mark.skipif(find_spec("timm") is None, reason="needs timm: pip install 'bmfa[models]'")
+def test_the_label_of_an_embedded_picture_is_its_own_whatever_model_looks(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name, weights = "vit_tiny_patch16_224", tmp_path / "weights.pt"
+    torch.save(load_package("timm").create_model(name).state_dict(), weights)
+    arguments = ["screen", "embedded:3", "--model", f"timm:{name}", "--weights", str(weights)]
+    main([*arguments, "--output", str(tmp_path / "out.png")])
+    assert "labelled square\n" in capsys.readouterr().out
+    main(["screen", "embedded:3", "--output", str(tmp_path / "out.png")])
+    assert "full: square" in (printed := capsys.readouterr().out) and "labelled square" in printed
+
+
+@pytest.mark.skipif("BMFA_ASSETS" not in os.environ, reason="BMFA_ASSETS names no real pictures")
+@pytest.mark.skipif(find_spec("timm") is None, reason="needs timm: pip install 'bmfa[models]'")
+def test_deit_tiny_on_a_photograph(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assets = Path(os.environ["BMFA_ASSETS"])
+    weights = assets / "weights" / "deit_tiny_patch16_224.fp16.safetensors"
+    arguments = ["screen", str(assets / "photos" / "shih-tzu.jpg"), "--weights", str(weights)]
+    arguments += ["--model", "timm:deit_tiny_patch16_224", "--layer", "9", "--query", "5,6"]
+    main([*arguments, "--output", str(tmp_path / "out.png"), "--json", "-"])
+    (row,) = json.loads(capsys.readouterr().out)["rows"]
+    assert row["full_class"] == row["screened_class"] == "Shih-Tzu"
+    assert row["error"] <= row["certificate"] and row["leaf_percent"] < 60

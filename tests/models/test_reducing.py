@@ -1,0 +1,516 @@
+"""Reduced models: hosts served and refused, restored bits, copies, static shapes, unmerging."""
+
+import copy
+import pickle
+from collections.abc import Callable, Iterator
+from importlib.util import find_spec
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import bmfa
+from bmfa import Grid, rules
+from bmfa.merging import Moment, Policy, Step, ToMe, parse
+from bmfa.models import final_tokens, patch, record, reduce, unmerge, unpatch
+from bmfa.models.reduced import reductions_in
+from bmfa.models.reducing import final_sizes
+from bmfa.models.screens import replacements_in
+from models.test_hosts import MODELS, SIZED, clip_model, hf_model, made, pictures, run, size_of
+
+ROPE = ("eva", "dinov3", "hf-dinov3")
+REDUCED = sorted(set(MODELS) - set(ROPE))
+POOLING = ("no-class-token", "hf-dinov2", "hf-siglip")
+ACTING = [
+    "tome:3",
+    "pitome:0.9",
+    "tofu:0.9",
+    "diffrate:3",
+    "crossget:0.9",
+    "dct:0.9",
+    "dct2:0.9",
+    "evit:0.7",
+    "random-pool:3",
+    "fixed-pool:2",
+    "free-energy:3",
+]
+IDLE = [
+    "tome:0",
+    "pitome:1.0",
+    "tofu:0",
+    "diffrate:1.0",
+    "crossget:0",
+    "dct:1.0",
+    "dct2:1.0",
+    "evit:1.0",
+    "random-pool:0",
+    "fixed-pool:1",
+    "free-energy:0",
+]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread() -> Iterator[None]:
+    """Small tensors: threads that wait for each other take longer than one."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(params=REDUCED)
+def name(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+def shown(name: str) -> Tensor:
+    return pictures(size_of(name), size_of(name))
+
+
+@pytest.mark.parametrize("policy", IDLE)
+def test_nothing_removed_is_the_hosts_output(name: str, policy: str) -> None:
+    model, pixels = made(name), shown(name)
+    full = run(model, pixels)
+    assert reduce(model, policy) is model
+    torch.testing.assert_close(
+        run(model, pixels), full, rtol=1e-4, atol=1e-4 * float(full.abs().max())
+    )
+
+
+@pytest.mark.parametrize("policy", ACTING)
+def test_unpatch_restores_bits_and_state(name: str, policy: str) -> None:
+    model, pixels = made(name), shown(name)
+    full = run(model, pixels)
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    reduce(model, policy)
+    once = run(model, pixels)
+    tokens = MODELS[name][0] + (196 if name == "embedded" else 64)
+    assert final_tokens(model) < tokens
+    assert once.isfinite().all()
+    assert list(model.state_dict()) == list(before)
+    reduce(reduce(model, "tome:1"), policy)
+    assert torch.equal(run(model, pixels), once)
+    assert len(reductions_in(model)) == 1
+    assert len(replacements_in(model)) == (8 if tokens > 190 else 3)
+    unpatch(model)
+    assert torch.equal(run(model, pixels), full)
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+    assert not reductions_in(model) and not replacements_in(model)
+    assert not any(module._forward_hooks for module in model.modules())
+    assert not any("forward" in vars(module) for module in model.modules())
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
+def test_copies_and_pickles_are_reduced_on_their_own(
+    name: str, duplicate: Callable[[nn.Module], nn.Module]
+) -> None:
+    model, pixels = made(name), shown(name)
+    full = run(model, pixels)
+    reduce(model, "free-energy:3")
+    reduced = run(model, pixels)
+    other = duplicate(model)
+    with pytest.raises(RuntimeError, match="no picture went through"):
+        final_tokens(other)
+    assert torch.equal(run(other, pixels), reduced)
+    assert torch.equal(run(unpatch(other), pixels), full)
+    assert torch.equal(run(model, pixels), reduced)
+    assert torch.equal(run(unpatch(model), pixels), full)
+
+
+@pytest.mark.parametrize("name", sorted(set(SIZED) - set(ROPE)))
+def test_other_sizes_and_aspect_ratios(name: str) -> None:
+    model = reduce(made(name), "tome:2")
+    for height, width in ((24, 48), (40, 40), (32, 32)):
+        run(model, pictures(height, width), **SIZED[name])
+        assert final_tokens(model) == MODELS[name][0] + height * width // 16 - 6
+
+
+@pytest.mark.parametrize("name", ROPE)
+def test_rotary_positions_are_refused(name: str) -> None:
+    model, pixels = made(name), shown(name)
+    full = run(model, pixels)
+    with pytest.raises(TypeError, match=r"(EvaBlock|DINOv3ViTLayer) .*merged token has none.*CLIP"):
+        reduce(model, "tome:3")
+    assert torch.equal(run(model, pixels), full)
+
+
+def test_other_blocks_are_refused() -> None:
+    timm = bmfa.packages.load_package("timm")
+    from timm.models.vision_transformer import ResPostBlock
+
+    model = timm.create_model(
+        "vit_tiny_patch16_224", depth=1, embed_dim=24, num_heads=3, block_fn=ResPostBlock
+    )
+    with pytest.raises(TypeError, match="ResPostBlock in VisionTransformer is not reduced"):
+        reduce(model, "tome:3")
+
+
+class Spy(ToMe):
+    """ToMe that remembers what it saw."""
+
+    seen: list[Moment] = []  # noqa: RUF012
+    autocast: list[bool] = []  # noqa: RUF012
+
+    def step(self, moment: Moment) -> Step | None:
+        self.seen.append(moment)
+        self.autocast.append(torch.is_autocast_enabled("cpu"))
+        return super().step(moment)
+
+
+def test_a_policy_acts_between_attention_and_perceptron() -> None:
+    model, pixels = made("vit"), pictures()
+    Spy.seen.clear()
+    Spy.autocast.clear()
+    entered: list[Tensor] = []
+    attended: list[Tensor] = []
+    keys: list[Tensor] = []
+    model.blocks[0].register_forward_pre_hook(lambda m, x: entered.append(x[0]))
+    model.blocks[0].attn.register_forward_hook(lambda m, x, y: attended.append(y))
+    model.blocks[0].attn.qkv.register_forward_hook(lambda m, x, y: keys.append(y))
+    run(reduce(model, Spy(5)), pixels)
+    moment = Spy.seen[0]
+    assert (moment.layer, moment.depth, moment.grid, moment.prefix) == (0, 3, Grid(8, 8), 1)
+    torch.testing.assert_close(moment.x, entered[0] + attended[0])
+    torch.testing.assert_close(moment.k, keys[0].view(2, 65, 3, 3, 8).permute(2, 0, 3, 1, 4)[1])
+    assert [m.x.shape[1] for m in Spy.seen] == [65, 60, 55]
+
+
+@pytest.mark.parametrize("policy", ["tome:5", "crossget:5", "random-pool:5"])
+def test_merging_keeps_exact_multiplicities(name: str, policy: str) -> None:
+    model = reduce(made(name), policy, dense=False)
+    run(model, shown(name))
+    prefix = MODELS[name][0]
+    tokens = 196 if name == "embedded" else 64
+    sizes = final_sizes(model)
+    assert sizes.shape == (2, final_tokens(model)) and sizes.dtype == torch.float32
+    assert sizes[:, :prefix].eq(1).all()
+    assert sizes[:, prefix:].sum(1).tolist() == [tokens, tokens]
+    # The map of unmerge says the same: every token on the grid is counted once.
+    left = final_tokens(model)
+    numbers = torch.arange(float(left)).view(1, -1, 1).expand(2, -1, 1)
+    source = unmerge(model, numbers)[..., 0].long()
+    counts = torch.stack([row.bincount(minlength=left) for row in source])
+    assert torch.equal(counts, sizes.long())
+
+
+@pytest.mark.parametrize("depth", [12])
+@pytest.mark.parametrize(
+    ("policy", "counts"),
+    [
+        ("tome:8", [197 - 8 * blocks for blocks in range(1, 13)]),
+        ("free-energy:8", [197] * 3 + [173] * 2 + [149] * 2 + [125] * 2 + [101] * 3),
+        ("tome:16", [181, 165, 149, 133, 117, 101, 85, 69, 53, 37, 21, 11]),
+        ("diffrate:0.8g", [197, 196, 190, 172, 154, 125, 107, 96, 84, 78, 70, 3]),
+        ("diffrate:0.9g", [197, 196, 194, 188, 172, 147, 129, 115, 107, 103, 96, 3]),
+        ("diffrate:8", [197, *(197 - 8 * blocks for blocks in range(1, 12))]),
+        ("evit:0.7", [197] * 3 + [140] * 3 + [100] * 3 + [72] * 3),
+        ("pitome:0.95", [188, 179, 171, 163, 155, 148, 141, 134, 128, 122, 116, 111]),
+        ("dct:0.95", [188, 179, 171, 163, 155, 148, 141, 134, 128, 122, 116, 111]),
+        ("fixed-pool:2", [197] * 6 + [50] * 6),
+    ],
+)
+def test_tokens_behind_every_block_of_a_deit(policy: str, counts: list[int], depth: int) -> None:
+    timm = bmfa.packages.load_package("timm")
+    torch.manual_seed(0)
+    model = timm.create_model("deit_tiny_patch16_224", embed_dim=12, num_heads=2, num_classes=3)
+    model.eval()
+    seen: list[int] = []
+    for block in model.blocks:
+        block.register_forward_hook(lambda m, x, y: seen.append(y.shape[1]))
+    run(reduce(model, policy, dense=False), torch.randn(2, 3, 224, 224))
+    assert seen == counts
+    assert final_tokens(model) == counts[-1]
+
+
+def test_static_shapes_whatever_the_pictures() -> None:
+    model = made("vit")
+    for policy in ACTING:
+        reduce(model, policy)
+        counts = set()
+        for seed in range(3):
+            run(model, 10.0**seed * pictures(seed=seed))
+            counts.add(final_tokens(model))
+        assert len(counts) == 1
+
+
+@pytest.mark.parametrize("policy", ["tome:3", "tofu:3", "diffrate:3", "dct:0.9", "evit:0.7"])
+def test_dense_outputs_are_unmerged_ones(policy: str) -> None:
+    model, pixels = made("hf-vit").vit, pictures()
+    reduced = run(reduce(model, policy), pixels)
+    assert reduced.shape[1] == final_tokens(model)
+    restored = unmerge(model, reduced)
+    dense = run(reduce(model, policy, dense=True), pixels)
+    assert dense.shape == restored.shape == (2, 65, 24)
+    if not policy.startswith("dct"):  # the last norm does not commute with an interpolation
+        assert torch.equal(dense, restored)
+    assert final_tokens(model) == reduced.shape[1]
+    assert unmerge(model, dense) is dense
+    with pytest.raises(ValueError, match=r"pass \(B, 65, C\) of the last pass"):
+        unmerge(model, reduced)
+
+
+def test_unmerging_follows_every_merge() -> None:
+    model = made("vit")
+    reduce(model, "tome:20")
+    run(model, pictures())
+    source = unmerge(
+        model, torch.arange(float(final_tokens(model))).view(1, -1, 1).expand(2, -1, 1)
+    )
+    assert source.shape == (2, 65, 1)
+    state = reductions_in(model)[0].finished.current
+    for picture in range(2):
+        for token in range(65):
+            place = token
+            for target in state.targets:
+                place = int(target[picture, place])
+            assert source[picture, token, 0] == place
+
+
+def test_pruned_tokens_get_their_nearest_neighbour() -> None:
+    model = reduce(made("vit"), "diffrate:0")
+    run(model, pictures(12, 16))
+    state = reductions_in(model)[0].finished.current
+    assert state is not None and state.grid == Grid(3, 4)
+    state.targets = (torch.tensor([[0, -1, 1, -1, -1, -1, -1, -1, 2, -1, -1, -1, -1]]),)
+    #   . a . .      a at (0, 1), b at (1, 3)
+    #   . . . b      ties, as (0, 3) with 4 and 1, do not occur here but at (1, 2)
+    #   . . . .
+    state.tokens = 3
+    restored = unmerge(model, torch.tensor([[[7.0], [1.0], [2.0]]]))
+    assert restored[0, 1:, 0].view(3, 4).tolist() == [
+        [1, 1, 1, 2],
+        [1, 1, 2, 2],
+        [1, 1, 2, 2],
+    ]
+
+
+@pytest.mark.parametrize("name", POOLING)
+def test_pooling_hosts_see_exact_multiplicities(name: str) -> None:
+    model, pixels = made(name), shown(name)
+    reduce(model, "tome:6")
+    automatic = run(model, pixels)
+    assert torch.equal(automatic, run(reduce(model, "tome:6", dense=True), pixels))
+    assert not torch.equal(automatic, run(reduce(model, "tome:6", dense=False), pixels))
+
+
+def test_a_mean_over_unmerged_tokens_is_weighted_by_size() -> None:
+    model, pixels = made("no-class-token"), pictures()
+    tokens: list[Tensor] = []
+    model.norm = nn.Identity()
+    model.fc_norm.register_forward_pre_hook(lambda m, x: tokens.append(x[0]))
+    behind: list[Tensor] = []
+    reduce(model, "tome:6", dense=False)
+    model.blocks[-1].register_forward_hook(lambda m, x, y: behind.append(y))
+    run(model, pixels)
+    sizes = final_sizes(model)
+    weighted = (behind[0] * sizes.unsqueeze(-1)).sum(1) / sizes.sum(1, keepdim=True)
+    run(reduce(model, "tome:6"), pixels)
+    torch.testing.assert_close(tokens[1], weighted)
+
+
+@pytest.mark.parametrize("kind", ["CLIP", "Siglip"])
+def test_the_text_tower_is_left_alone(kind: str) -> None:
+    model = clip_model(kind).eval()
+    inputs = {"input_ids": torch.ones(2, 8, dtype=torch.long), "pixel_values": pictures()}
+    full = model(**inputs)
+    reduced = reduce(model, "tome:12")(**inputs)
+    assert torch.equal(reduced.text_embeds, full.text_embeds)
+    assert not torch.equal(reduced.image_embeds, full.image_embeds)
+
+
+def test_hidden_states_of_transformers_are_on_the_grid_unless_declined() -> None:
+    model = reduce(hf_model("ViTConfig", "ViTModel").eval(), "tome:4", dense=False)
+    with torch.no_grad():
+        merged = model(pictures(), output_hidden_states=True).hidden_states
+        whole = reduce(model, "tome:4")(pictures(), output_hidden_states=True).hidden_states
+    assert [state.shape[1] for state in merged] == [65, 61, 57, 53]
+    assert [state.shape[1] for state in whole] == [65, 65, 65, 65]
+
+
+@pytest.mark.parametrize("policy", ACTING)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_types_follow_single_precision(policy: str, dtype: torch.dtype) -> None:
+    model, pixels = made("embedded"), shown("embedded")
+    full = run(reduce(model, policy), pixels)
+    half = run(reduce(made("embedded").to(dtype), policy), pixels.to(dtype))
+    assert half.dtype == dtype and half.isfinite().all()
+    # The others may choose other pairs after rounding.
+    if policy.startswith(("dct", "random", "fixed")):
+        tolerance = 64 * torch.finfo(dtype).eps * float(full.abs().max())
+        torch.testing.assert_close(half.float(), full, rtol=0, atol=tolerance)
+
+
+@pytest.mark.parametrize("policy", ACTING)
+def test_autocast_leaves_the_choice_of_pairs_in_single_precision(policy: str) -> None:
+    model, pixels = made("vit"), pictures()
+    expected = run(reduce(model, policy), pixels)
+    tokens = final_tokens(model)
+    with torch.autocast("cpu", torch.bfloat16):
+        output = run(model, pixels)
+    assert final_tokens(model) == tokens
+    assert output.isfinite().all() and output.shape == expected.shape
+
+
+def test_a_policy_is_not_autocast() -> None:
+    Spy.autocast.clear()
+    with torch.autocast("cpu", torch.bfloat16):
+        run(reduce(made("vit"), Spy(5)), pictures())
+    assert Spy.autocast == [False] * 3
+
+
+@pytest.mark.parametrize("policy", ACTING)
+def test_gradients_and_inference_mode(policy: str) -> None:
+    model = reduce(made("vit"), policy).train()
+    model(pictures()).sum().backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
+    copy.deepcopy(model)
+    expected = run(model.eval(), pictures())
+    with torch.inference_mode():
+        assert torch.equal(model(pictures()), expected)
+
+
+def test_reduce_replaces_patch_and_patch_replaces_reduce() -> None:
+    model, pixels = made("vit"), pictures()
+    full = run(model, pixels)
+    reduced = run(reduce(model, "tome:6"), pixels)
+    screened = run(patch(model, rule=rules.GlobalMean(), layers="all"), pixels)
+    with pytest.raises(ValueError, match="not reduced"):
+        final_tokens(model)
+    assert torch.equal(run(reduce(model, "tome:6"), pixels), reduced)
+    with pytest.raises(ValueError, match="not patched"), record(model):
+        pass
+    assert torch.equal(run(patch(model, rule=rules.GlobalMean(), layers="all"), pixels), screened)
+    assert torch.equal(run(unpatch(model), pixels), full)
+
+
+def test_a_budget_beyond_the_tokens_is_refused_at_the_pass() -> None:
+    model = reduce(made("vit"), "tome:33")
+    with pytest.raises(ValueError, match=r"tome:33 removes 33 .*8x8 grid has 32 pairs"):
+        run(model, pictures())
+    run(reduce(model, "tome:32"), pictures())
+    assert final_tokens(model) == 1 + 64 - 32 - 16 - 8
+    reduce(model, "diffrate:0.8g")
+    with pytest.raises(ValueError, match="197 tokens in 12 blocks, not for 65 in 3"):
+        run(model, pictures())
+
+
+@pytest.mark.parametrize(
+    ("act", "kind", "message"),
+    [
+        (lambda m: reduce(m, 8), TypeError, "policy is 8; pass one of bmfa.merging"),
+        (lambda m: reduce(m, "tome:x"), ValueError, "reduction 'tome:x'"),
+        (lambda m: reduce(m, "tome:3", backend="cuda"), ValueError, "pass one of auto, eager"),
+        (lambda m: reduce(None, "tome:3"), TypeError, "torch.nn.Module"),
+        (lambda m: final_tokens(m), ValueError, "the model is not reduced"),
+        (lambda m: final_tokens(reduce(m, "tome:3")), RuntimeError, "no picture went through"),
+        (lambda m: final_sizes(_ran(m, "tome:0")), RuntimeError, "no block removed a token"),
+        (lambda m: reduce(m, "tome:3").blocks[0](torch.zeros(1, 65, 24)), RuntimeError, "picture"),
+        (lambda m: _ran(m, "tome:3").blocks[2](torch.zeros(1, 65, 24)), RuntimeError, "was next"),
+        (lambda m: _ran(m, "tome:3", attn_mask=torch.eye(65) > 0), ValueError, "mask"),
+        (lambda m: _ran(m, "tome:3", is_causal=True), ValueError, "causal attention"),
+    ],
+)
+def test_what_cannot_be_served_says_so(
+    act: Callable[[Any], object], kind: type[Exception], message: str
+) -> None:
+    with pytest.raises(kind, match=message):
+        act(made("vit"))
+
+
+def _ran(model: Any, policy: str, **options: Any) -> Any:
+    run(reduce(model, policy), pictures(), **options)
+    return model
+
+
+def test_attention_dropout_is_refused() -> None:
+    model = reduce(hf_model("ViTConfig", "ViTModel", attention_probs_dropout_prob=0.1), "tome:3")
+    with pytest.raises(ValueError, match=r"dropout of 0.1 is not served; call model.eval\(\)"):
+        model.train()(pictures())
+
+
+def test_a_host_that_spells_its_softmax_out_is_served_too() -> None:
+    model, pixels = made("vit"), pictures()
+    fused = run(reduce(model, "free-energy:4"), pixels)
+    unpatch(model)
+    for block in model.blocks:
+        block.attn.fused_attn = False
+    assert torch.equal(run(reduce(model, "free-energy:4"), pixels), fused)
+    unpatch(model)
+    assert not any(block.attn.fused_attn for block in model.blocks)
+
+
+@pytest.mark.skipif(
+    torch.cuda.is_available() or find_spec("triton") is None, reason="needs Triton's interpreter"
+)
+@pytest.mark.parametrize("policy", ["tome:6", "free-energy:6", "evit:0.7"])
+def test_triton_gives_the_models_output(policy: str) -> None:
+    model, pixels = made("vit"), pictures()
+    eager = run(reduce(model, policy, backend="eager"), pixels)
+    fused = run(reduce(model, policy, backend="triton"), pixels)
+    torch.testing.assert_close(fused, eager, rtol=1e-4, atol=1e-4 * float(eager.abs().max()))
+    with pytest.raises(ValueError, match=r"backend 'triton' cannot run: .*float64"):
+        run(reduce(model.double(), policy, backend="triton"), pixels.double())
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton")
+@pytest.mark.parametrize("policy", ["tome:6", "free-energy:6"])
+def test_a_reduced_model_compiles_whole(policy: str) -> None:
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    model, pixels = reduce(made("vit").to(device), policy, backend="triton"), pictures().to(device)
+    with torch.no_grad():
+        expected = model(pixels)
+        compiled = torch.compile(model, backend="eager", fullgraph=True)
+        torch.testing.assert_close(compiled(pixels), expected, rtol=0, atol=0)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("policy", ["tome:8", "free-energy:8", "free-energy:12"])
+def test_a_reduced_model_replays_as_a_graph(policy: str) -> None:
+    timm = bmfa.packages.load_package("timm")
+    model = timm.create_model("deit_tiny_patch16_224").cuda().half().eval()
+    reduce(model, policy)
+    shown = [torch.randn(4, 3, 224, 224, device="cuda", dtype=torch.float16) for _ in range(2)]
+    with torch.inference_mode():
+        expected = [model(pixels) for pixels in shown]
+        static = shown[0].clone()
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            model(static)
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            output = model(static)
+        for pixels, found in zip(reversed(shown), reversed(expected), strict=True):
+            static.copy_(pixels)
+            graph.replay()
+            assert torch.equal(output, found)
+
+
+@pytest.mark.parametrize("changed", ["norm", "hook", "dropout"])
+def test_what_a_layer_has_besides_is_not_skipped(changed: str) -> None:
+    """Plain layers are spelt out; any other runs as it is written."""
+    model, pixels = made("vit"), pictures()
+    reduce(model, "tome:0")
+    plain = run(model, pixels)
+    called: list[int] = []
+    if changed == "norm":
+        model.blocks[0].attn.q_norm = nn.LayerNorm(8)
+        assert not torch.allclose(run(model, pixels), plain)
+    elif changed == "hook":
+        for part in (model.blocks[0].ls1, model.blocks[0].mlp, model.blocks[0].mlp.drop1):
+            part.register_forward_hook(lambda module, x, y: called.append(1))
+        assert torch.equal(run(model, pixels), plain) and len(called) == 3
+    else:
+        model.blocks[0].mlp.drop1.p = 0.9
+        assert torch.equal(run(model, pixels), plain)
+        with torch.no_grad():
+            assert not torch.equal(model.train()(pixels), plain)
+
+
+def test_public_names() -> None:
+    assert bmfa.reduce is reduce
+    assert isinstance(bmfa.merging.parse("tome:8"), Policy)
+    assert parse("tome:8") == ToMe(8)

@@ -1,0 +1,529 @@
+"""What a tree says of itself: leaves, counts, order, reconstruction, indexing, size."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import bmfa.trees.tree
+from bmfa import rules
+from bmfa.grid import Grid, quadtree
+from bmfa.trees.build import screen
+from bmfa.trees.tree import Tree
+from cases import boxes, flat_valid, random_case
+
+GRIDS = [(1, 1), (1, 7), (2, 2), (5, 3), (14, 14), (16, 25), (37, 37)]
+RULES = [
+    rules.Gamma(0.02),
+    rules.ExactGap(0.3),
+    rules.Certified(0.3),
+    rules.Mass(1e-3),
+    rules.Optimal(1e-3),
+    rules.Optimal(leaves=0.3),
+    rules.FixedDepth(2),
+    rules.FixedBlocks(3),
+    rules.QuadrantGap(0.3),
+    rules.RandomQuadrants(0.5),
+    rules.GlobalMean(),
+]
+every_grid = pytest.mark.parametrize("size", GRIDS, ids=lambda size: f"{size[0]}x{size[1]}")
+every_rule = pytest.mark.parametrize("rule", RULES, ids=str)
+
+
+def noise(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def paint(tree: Tree) -> np.ndarray:
+    """(B, H, W) the leaf of every token, painted from the boxes of each tree; -1 where there is none."""
+    trees = tree.flat()
+    index = np.full((len(trees.leaf_count), tree.grid.height, tree.grid.width), -1)
+    for canvas, every, count in zip(
+        index, trees.leaf_boxes.tolist(), trees.leaf_count, strict=True
+    ):
+        for leaf, (top, left, bottom, right) in enumerate(every[:count]):
+            assert (canvas[top:bottom, left:right] == -1).all(), "leaves overlap"
+            assert top < bottom and left < right
+            canvas[top:bottom, left:right] = leaf
+        assert not any(map(any, every[count:])), "zeros beyond the count"
+    return index
+
+
+@every_grid
+@every_rule
+def test_boxes_partition_the_grid_and_agree_with_the_index(size, rule):
+    grid = Grid(*size)
+    tree = screen(noise(5, grid.size) * 2, grid, rule)
+    painted = paint(tree)
+    assert painted.min() >= 0
+    assert np.array_equal(painted, tree.leaf_index.view(5, *size).numpy())
+    assert tree.leaf_boxes.shape == (5, int(tree.leaf_count.max()), 4)
+    assert torch.equal(tree.leaf_index.amax(-1) + 1, tree.leaf_count)
+    torch.testing.assert_close(tree.leaf_ratio.double(), tree.leaf_count.double() / grid.size)
+
+
+@pytest.mark.parametrize("seed", range(0, 200, 2))
+def test_boxes_cover_the_valid_tokens(seed):
+    case = random_case(seed)
+    valid = flat_valid(case)
+    tree = screen(
+        torch.from_numpy(case.scores.ravel()),
+        case.grid,
+        case.rule,
+        tau=case.tau,
+        valid=valid,
+        max_depth=case.max_depth,
+    )
+    painted = paint(tree)[0]
+    inside = np.ones_like(painted, bool) if case.valid is None else case.valid
+    assert (painted[inside] >= 0).all()
+    expected = np.where(inside, painted, -1)
+    assert np.array_equal(tree.leaf_index.view(expected.shape).numpy(), expected)
+    assert set(painted[inside]) == set(range(int(tree.leaf_count))), "a leaf without valid tokens"
+    assert tree.leaf_ratio.item() == pytest.approx(int(tree.leaf_count) / inside.sum())
+
+
+def test_leaves_come_depth_first():
+    """A 4x4 grid, its second quadrant split."""
+    scores = torch.zeros(4, 4, dtype=torch.float64)
+    scores[0, 2] = 5.0
+    tree = screen(scores.flatten(), Grid(4, 4), rules.Gamma(0.01))
+    assert boxes(tree) == [
+        (0, 0, 2, 2),
+        (0, 2, 1, 3),
+        (0, 3, 1, 4),
+        (1, 2, 2, 3),
+        (1, 3, 2, 4),
+        (2, 0, 4, 2),
+        (2, 2, 4, 4),
+    ]
+    assert tree.leaf_index.view(4, 4).tolist() == [
+        [0, 0, 1, 2],
+        [0, 0, 3, 4],
+        [5, 5, 6, 6],
+        [5, 5, 6, 6],
+    ]
+    assert (tree.leaf_count, tree.node_count) == (7, 9)
+    assert tree.leaf_ratio == 7 / 16
+    assert tree.leaf_index.dtype == torch.int32
+
+
+def test_tiles_come_row_by_row():
+    tree = screen(torch.zeros(15), Grid(3, 5), rules.FixedBlocks(2))
+    assert boxes(tree) == [
+        (0, 0, 2, 2),
+        (0, 2, 2, 4),
+        (0, 4, 2, 5),
+        (2, 0, 3, 2),
+        (2, 2, 3, 4),
+        (2, 4, 3, 5),
+    ]
+    assert (tree.leaf_count, tree.node_count) == (6, 6)
+
+
+def test_masked_tokens_belong_to_no_leaf():
+    valid = torch.tensor([[True, False, False, False], [False, False, True, True]]).flatten()
+    tree = screen(torch.zeros(8), Grid(2, 4), rules.FixedDepth(1), valid=valid)
+    assert tree.leaf_count == 2 and tree.leaf_ratio == 2 / 3
+    # Columns split 2 | 2, rows 1 | 1: the quadrants without valid tokens are no leaves.
+    assert boxes(tree) == [(0, 0, 1, 2), (1, 2, 2, 4)]
+    assert tree.leaf_index.tolist() == [0, -1, -1, -1, -1, -1, 1, 1]
+
+
+def test_a_masked_tile_of_one_token_is_no_leaf():
+    """4x4 in tiles of 3: the remainder in the corner is a token of its own."""
+    valid = torch.ones(2, 16, dtype=torch.bool)
+    valid[1, 15] = False
+    tree = screen(torch.zeros(2, 16), Grid(4, 4), rules.FixedBlocks(3), valid=valid)
+    assert tree.leaf_count.tolist() == [4, 3]
+    assert tree.leaf_boxes[:, 3].tolist() == [[3, 3, 4, 4], [0, 0, 0, 0]]
+    alone = screen(torch.zeros(16), Grid(4, 4), rules.FixedBlocks(1), valid=valid[1])
+    assert alone.leaf_count == 15 and alone.leaf_ratio == 1
+
+
+@every_rule
+def test_depth_limited_marks_and_labels_have_a_place_for_every_leaf(rule):
+    tree = screen(noise(3, 14 * 14) * 3, Grid(14, 14), rule, max_depth=1)
+    assert tree.depth_limited.shape == tree.leaf_boxes.shape[:-1]
+    assert tree.depth_limited.dtype == torch.bool
+    if isinstance(rule, rules.Certified):
+        assert tree.leaf_labels.shape == tree.depth_limited.shape
+        return
+    with pytest.raises(ValueError, match=r"labels no leaves; screen with rules\.Certified"):
+        _ = tree.leaf_labels
+
+
+def test_refines_is_an_order():
+    grid = Grid(14, 14)
+    scores = noise(6, 196)
+    fine, coarse = (screen(scores, grid, rules.ExactGap(e)) for e in (0.3, 0.5))
+    other = screen(scores.flip(-1), grid, rules.ExactGap(0.3))
+    assert bool(fine.refines(coarse).all()) and not bool(coarse.refines(fine).any())
+    assert bool(fine.refines(fine).all())
+    assert not bool((fine.refines(other) | other.refines(fine)).any())
+    assert fine.refines(coarse).shape == (6,)
+
+
+def test_refines_one_tree_for_all():
+    grid = Grid(8, 8)
+    trees = screen(noise(2, 3, 64), grid, rules.ExactGap(0.3))
+    assert 1 < trees.leaf_count.min() and trees.leaf_count.max() < 64
+    whole = screen(noise(64), grid, rules.GlobalMean())
+    single = screen(noise(64), grid, rules.FixedDepth(9))
+    assert trees.refines(whole).tolist() == [[True] * 3] * 2
+    assert trees.refines(single).tolist() == [[False] * 3] * 2
+
+
+def test_refines_broadcasts():
+    grid = Grid(8, 8)
+    trees = screen(noise(2, 3, 64), grid, rules.ExactGap(0.4))
+    whole = screen(noise(64), grid, rules.GlobalMean())
+    assert torch.equal(whole.refines(trees), trees.leaf_count == 1)
+    assert not bool(whole.refines(trees).all())
+    rows = screen(noise(2, 1, 64), grid, rules.FixedDepth(9))
+    assert rows.refines(trees).tolist() == [[True] * 3] * 2
+    assert trees.refines(rows).tolist() == [[False] * 3] * 2
+
+
+def test_refines_refuses_shapes_that_do_not_broadcast():
+    grid = Grid(4, 4)
+    first, second = (screen(noise(*s, 16), grid, rules.Gamma(0.1)) for s in ((2, 3), (3, 2)))
+    with pytest.raises(ValueError, match="shape"):
+        first.refines(second)
+
+
+def test_refines_between_tiles_and_quadtrees():
+    def tree(size: int, rule: rules.Rule) -> Tree:
+        return screen(noise(2, size * size), Grid(size, size), rule)
+
+    same = [(16, 2, 3), (16, 4, 2), (16, 8, 1), (16, 16, 0), (16, 1, 4), (14, 7, 1), (14, 99, 0)]
+    for size, side, depth in same:
+        tiles, nodes = tree(size, rules.FixedBlocks(side)), tree(size, rules.FixedDepth(depth))
+        assert bool((tiles.refines(nodes) & nodes.refines(tiles)).all()), (size, side)
+        assert torch.equal(tiles.leaf_count, nodes.leaf_count)
+    # 7 splits into 3 and 4: tiles of 2 cross the border at 3.
+    tiles, nodes = tree(14, rules.FixedBlocks(2)), tree(14, rules.FixedDepth(2))
+    assert not bool(tiles.refines(nodes).any()) and not bool(nodes.refines(tiles).any())
+    # Finer and coarser tiles, of which 2 divides 4 and 3 does not.
+    assert bool(tree(16, rules.FixedBlocks(2)).refines(tree(16, rules.FixedBlocks(4))).all())
+    assert not bool(tree(16, rules.FixedBlocks(4)).refines(tree(16, rules.FixedBlocks(2))).any())
+    assert not bool(tree(16, rules.FixedBlocks(3)).refines(tree(16, rules.FixedBlocks(4))).any())
+    dense = tree(16, rules.ExactGap(0.0))
+    assert bool(dense.refines(tree(16, rules.FixedBlocks(3))).all())
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_refines_agrees_with_the_leaves(seed):
+    """Both ways of deciding it, against the definition."""
+    grid = Grid(*GRIDS[seed % len(GRIDS)][:2]) if seed % 7 < 6 else Grid(9, 6)
+    scores = noise(4, grid.size, seed=seed) * 2
+    made = [rules.Gamma(0.3), rules.Gamma(0.05), rules.FixedBlocks(2), rules.FixedDepth(1)]
+    trees = [screen(scores, grid, rule) for rule in made]
+    for fine in trees:
+        for coarse in trees:
+            inside = []
+            for i in range(4):
+                pairs = {
+                    *zip(fine[i].leaf_index.tolist(), coarse[i].leaf_index.tolist(), strict=True)
+                }
+                inside.append(len(pairs) == int(fine[i].leaf_count))
+            assert fine.refines(coarse).tolist() == inside
+
+
+def test_refines_needs_one_grid():
+    first = screen(noise(12), Grid(3, 4), rules.GlobalMean())
+    second = screen(noise(12), Grid(4, 3), rules.GlobalMean())
+    with pytest.raises(ValueError, match=r"height=3, width=4.*height=4, width=3.*one grid"):
+        first.refines(second)
+
+
+def test_refines_between_hierarchies_with_a_mask_on_the_other():
+    grid = Grid(4, 4)
+    tiles = screen(torch.zeros(16), grid, rules.FixedBlocks(2))
+    valid = torch.ones(16, dtype=torch.bool)
+    valid[0] = False
+    nodes = screen(torch.zeros(16), grid, rules.FixedDepth(1), valid=valid)
+    try:
+        answer = bool(tiles.refines(nodes))
+    except ValueError as error:
+        answer = "valid" in str(error)  # a refusal is as good
+    assert answer
+
+
+@every_grid
+@every_rule
+def test_reconstruct_repeats_the_mean(size, rule):
+    grid = Grid(*size)
+    scores = noise(2, grid.size)
+    tree = screen(scores, grid, rule)
+    rebuilt = tree.reconstruct(scores)
+    for tree_, field, result in zip((tree[0], tree[1]), scores, rebuilt, strict=True):
+        field, result = field.view(*size), result.view(*size)
+        for top, left, bottom, right in boxes(tree_):
+            part = result[top:bottom, left:right]
+            assert bool((part == part[0, 0]).all())
+            mean = field[top:bottom, left:right].mean()
+            torch.testing.assert_close(part[0, 0], mean, atol=1e-13, rtol=0)
+    torch.testing.assert_close(tree.reconstruct(rebuilt), rebuilt, atol=1e-13, rtol=0)
+    torch.testing.assert_close(rebuilt.mean(-1), scores.mean(-1), atol=1e-13, rtol=0)
+
+
+def test_reconstruct_of_single_tokens_is_the_input():
+    grid = Grid(5, 7)
+    scores = noise(3, 35) + 1e4
+    dense = screen(scores, grid, rules.FixedDepth(9))
+    assert torch.equal(dense.reconstruct(scores), scores)
+
+
+def test_reconstruct_leaves_invalid_tokens_out():
+    valid = torch.tensor([True, True, False, True])
+    scores = torch.tensor([1.0, 3.0, float("nan"), 5.0])
+    tree = screen(scores, Grid(1, 4), rules.FixedDepth(1), valid=valid)
+    assert tree.reconstruct(scores)[valid].tolist() == [2.0, 2.0, 5.0]
+    assert tree.error(scores).isfinite()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_half_precision_scores_are_taken_in_float32(dtype):
+    scores = noise(3, 64).to(dtype)
+    tree = screen(scores, Grid(8, 8), rules.Gamma(0.1))
+    wide = torch.promote_types(dtype, torch.float32)
+    assert tree.reconstruct(scores).dtype == tree.error(scores).dtype == wide
+    assert torch.equal(tree.error(scores), tree.error(scores.to(wide)))
+
+
+def test_the_gradient_of_the_error_is_what_the_attention_misses():
+    """dE / ds = p - q."""
+    scores = noise(3, 5, 21).requires_grad_()
+    tree = screen(scores, Grid(3, 7), rules.Gamma(0.2))
+    assert tree.leaf_count.max() > 1
+    tree.error(scores).sum().backward()
+    p, q = scores.detach().softmax(-1), tree.reconstruct(scores.detach()).softmax(-1)
+    torch.testing.assert_close(scores.grad, p - q, atol=1e-12, rtol=0)
+
+
+def example() -> tuple[Tree, Tensor]:
+    """(2, 3, 4) certified trees under masks and a depth limit: every field is there."""
+    scores = noise(2, 3, 4, 30) * 2
+    valid = torch.rand(2, 3, 4, 30, generator=torch.Generator().manual_seed(1)) < 0.8
+    valid[..., 0] = True
+    tree = screen(scores, Grid(5, 6), rules.Certified(0.1), valid=valid, max_depth=2)
+    return tree, scores
+
+
+MASK = torch.tensor([[True, False, True], [False, True, False]])
+INDICES = [
+    0,
+    -1,
+    (1, 2),
+    (1, 2, 3),
+    slice(1, None),
+    (slice(None), slice(None, None, 2)),
+    ...,
+    (..., 1),
+    (0, ..., slice(1, 3)),
+    None,
+    MASK,
+    torch.tensor([1, 0, 1]),
+    ([0, 1], [2, 0]),
+    (slice(None), [2, 0, 1]),
+    slice(0, 0),
+]
+
+
+@pytest.mark.parametrize("index", INDICES, ids=lambda index: str(index).replace("\n", ""))
+def test_indexing_is_that_of_the_leading_dimensions(index):
+    tree, scores = example()
+    part, place = tree[index], torch.arange(24).view(2, 3, 4)[index]
+    assert part.shape == tuple(place.shape)
+
+    def picked(values: Tensor) -> Tensor:
+        return values.flatten(0, 2)[place]
+
+    for name in ("leaf_count", "node_count", "leaf_ratio", "leaf_index"):
+        assert torch.equal(getattr(part, name), picked(getattr(tree, name))), name
+    error = picked(tree.error(scores))
+    torch.testing.assert_close(part.error(picked(scores)), error, atol=1e-14, rtol=1e-13)
+    if place.numel():
+        most = int(part.leaf_count.max())
+        assert torch.equal(part.leaf_boxes, picked(tree.leaf_boxes)[..., :most, :])
+        assert torch.equal(part.leaf_labels, picked(tree.leaf_labels)[..., :most])
+        assert torch.equal(part.depth_limited, picked(tree.depth_limited)[..., :most])
+
+
+@pytest.mark.parametrize("index", [2, (0, 0, 0, 0), (0, 3), -3])
+def test_indices_out_of_range(index):
+    with pytest.raises(IndexError):
+        example()[0][index]
+
+
+def test_indexing_one_tree():
+    tree = screen(noise(16), Grid(4, 4), rules.Gamma(0.1))
+    assert tree.shape == () and tree[...].shape == () and tree[None].shape == (1,)
+    assert torch.equal(tree[None].leaf_index[0], tree.leaf_index)
+    with pytest.raises(IndexError):
+        tree[0]
+
+
+def test_a_mask_for_all_trees_survives_indexing():
+    valid = torch.arange(16) % 3 > 0
+    trees = screen(noise(4, 16), Grid(4, 4), rules.Gamma(0.1), valid=valid)
+    assert trees.valid.shape == (16, 1)
+    for part in (trees[1], trees[1:2], trees[:0]):
+        assert torch.equal(part.leaf_index >= 0, valid.expand(*part.shape, 16))
+    assert torch.equal(trees[1:2][0].leaf_index, trees.leaf_index[1])
+
+
+def test_moving_keeps_everything():
+    tree, scores = example()
+    same = tree.to("cpu")
+    assert same.layout is tree.layout
+    assert torch.equal(same.leaf_labels, tree.leaf_labels)
+    assert torch.equal(same.error(scores), tree.error(scores))
+    far = tree.to("meta")
+    assert far.device.type == "meta" and far.layout.device.type == "meta"
+    held = (far.split, far.valid, far.limited, far.labels)
+    assert all(tensor.device.type == "meta" for tensor in held)
+    assert far.shape == tree.shape and far.rule == tree.rule
+
+
+def test_repr_is_short_and_says_the_rule():
+    tree, _ = example()
+    text = repr(tree)
+    assert text.startswith("Tree(24 trees (2, 3, 4) on 5x6, certified:0.1: ") and "\n" not in text
+    assert f"{tree.leaf_count.double().mean():.4g} leaves" in text
+    assert len(text) < 120
+    one = screen(torch.zeros(16), Grid(4, 4), rules.GlobalMean())
+    assert repr(one) == "Tree(one tree on 4x4, global-mean: 1 leaves, 6.25 % of tokens)"
+    shared = screen(torch.zeros(6, 16), Grid(4, 4), rules.FixedDepth(1), share=0)
+    assert "each for 6 query-head pairs" in repr(shared) and shared.members == 6
+
+
+def test_shared_trees_spread_over_the_scores_they_serve():
+    scores = noise(2, 3, 4, 30)
+    grid = Grid(5, 6)
+    tree = screen(scores, grid, rules.FixedDepth(1), share=(1, 2))
+    assert tree.shape == (2, 1, 1)
+    every = screen(scores, grid, rules.FixedDepth(1))
+    assert tree.error(scores).shape == (2, 3, 4)
+    assert torch.equal(tree.error(scores), every.error(scores))
+    assert torch.equal(tree.reconstruct(scores), every.reconstruct(scores))
+    one = screen(scores[0, 0, 0], grid, rules.FixedDepth(1))
+    assert torch.equal(one.error(scores), every.error(scores))
+
+
+@pytest.mark.parametrize("shape", [(3,), (2, 4), (4, 2), ()])
+def test_scores_of_other_trees_are_refused(shape):
+    tree = screen(noise(2, 3, 16), Grid(4, 4), rules.Gamma(0.1))
+    with pytest.raises(ValueError, match=r"leading dimensions .* and the trees \(2, 3\); pass"):
+        tree.error(noise(*shape, 16))
+    with pytest.raises(ValueError, match="scores end in 15 tokens and the grid has 16"):
+        tree.reconstruct(noise(2, 3, 15))
+    with pytest.raises(TypeError, match=r"dtype torch\.int64"):
+        tree.error(torch.zeros(2, 3, 16, dtype=torch.int64))
+
+
+@every_rule
+def test_chunks_change_nothing(rule, monkeypatch):
+    grid = Grid(7, 5)
+    scores = noise(2, 4, 35)
+    valid = torch.rand(4, 35, generator=torch.Generator().manual_seed(3)) < 0.7
+    valid[:, 3] = True
+    tree = screen(scores, grid, rule, valid=valid, max_depth=2)
+    names = ["leaf_count", "node_count", "leaf_ratio", "leaf_index", "leaf_boxes", "depth_limited"]
+    if isinstance(rule, rules.Certified):
+        names.append("leaf_labels")
+    whole = {name: getattr(tree, name) for name in names}
+    error, rebuilt = tree.error(scores), tree.reconstruct(scores)
+    for elements in (1, 35 * 4):
+        monkeypatch.setattr(bmfa.trees.tree, "CHUNK_ELEMENTS", elements)
+        for name in names:
+            assert torch.equal(getattr(tree, name), whole[name]), name
+        torch.testing.assert_close(tree.error(scores), error, atol=1e-14, rtol=1e-13)
+        torch.testing.assert_close(tree.reconstruct(scores), rebuilt, atol=1e-14, rtol=0)
+
+
+def test_trees_from_boxes():
+    grid = Grid(5, 3)
+    scores = noise(4, 15)
+    for valid in (None, torch.arange(15) % 4 > 0):
+        tree = screen(scores, grid, rules.Gamma(0.1), valid=valid)
+        leaves = [boxes(tree[i]) for i in range(4)]
+        mask = None if valid is None else valid.view(-1, 1)
+        made = Tree.from_boxes(quadtree(grid), leaves, (4,), 1.0, "made", mask)
+        assert torch.equal(made.leaf_index, tree.leaf_index)
+        assert torch.equal(made.error(scores), tree.error(scores))
+
+
+def test_an_empty_batch_of_trees():
+    tree = screen(noise(5, 16), Grid(4, 4), rules.Gamma(0.1))[:0]
+    assert tree.leaf_count.shape == tree.node_count.shape == tree.leaf_ratio.shape == (0,)
+    assert tree.leaf_index.shape == (0, 16)
+    assert tree.error(noise(0, 16)).shape == (0,)
+    assert "0 trees (0,)" in repr(tree)
+
+
+@pytest.mark.parametrize("shape", [(0,), (2, 0)])
+def test_an_empty_batch_of_trees_has_no_boxes(shape):
+    scores = noise(*shape, 16)
+    trees = screen(noise(2, 3, 16), Grid(4, 4), rules.Gamma(0.1))
+    tree = trees[0, :0] if shape == (0,) else trees[:, :0]
+    assert tree.shape == shape
+    assert tree.reconstruct(scores).shape == (*shape, 16)
+    assert tree.leaf_boxes.shape == (*shape, 0, 4)
+    assert tree.depth_limited.shape == (*shape, 0)
+
+
+def held_bytes(tree: Tree) -> int:
+    tensors = (getattr(tree, name) for name in ("split", "valid", "limited", "labels"))
+    return sum(t.untyped_storage().nbytes() for t in tensors if t is not None)
+
+
+def test_a_million_trees_fit_in_a_gibibyte():
+    """A thousand trees a thousand times, with all a tree may hold: certified, limited, masked."""
+    grid = Grid(16, 16)
+    valid = torch.rand(1000, 256, generator=torch.Generator().manual_seed(0)) < 0.9
+    scores = noise(1000, 256)
+    plain = screen(scores, grid, rules.Gamma(0.02))
+    full = screen(scores, grid, rules.Certified(0.1), valid=valid, max_depth=3)
+    assert None not in (full.valid, full.limited, full.labels)
+    assert 1000 * held_bytes(plain) <= 100e6
+    assert 1000 * held_bytes(full) < 2**30
+
+
+class Largest(TorchDispatchMode):
+    """The most bytes that any tensor made meanwhile has memory for."""
+
+    bytes = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        for tensor in result if isinstance(result, tuple | list) else (result,):
+            if isinstance(tensor, Tensor):
+                self.bytes = max(self.bytes, tensor.untyped_storage().nbytes())
+        return result
+
+
+def test_counting_the_leaves_of_a_million_trees_takes_little_memory():
+    base = screen(noise(1000, 256), Grid(16, 16), rules.Gamma(0.02))
+    tree = replace(base, split=base.split.repeat(1, 1000), shape=(1000, 1000))
+    tree.split[:, 7000:8000] = False
+    with Largest() as largest:
+        counts, ratios = tree.leaf_count, tree.leaf_ratio
+    assert largest.bytes <= 16e6, "an answer or two, and chunks: not another batch of trees"
+    assert counts.shape == ratios.shape == (1000, 1000)
+    assert torch.equal(counts[6], base.leaf_count) and bool((counts[7] == 1).all())
+
+
+def test_ratios_of_masked_trees_take_little_memory():
+    valid = torch.rand(100, 256, generator=torch.Generator().manual_seed(0)) < 0.9
+    base = screen(noise(100, 256), Grid(16, 16), rules.Gamma(0.02), valid=valid)
+    tree = replace(
+        base, split=base.split.repeat(1, 100), valid=base.valid.repeat(1, 100), shape=(10000,)
+    )
+    with Largest() as largest:
+        assert torch.equal(tree.leaf_ratio[:100], base.leaf_ratio)
+    assert largest.bytes <= 2 * (tree.split.numel() + tree.valid.numel())
