@@ -17,9 +17,9 @@ import torch
 from bmfa import Grid, screened_attention
 from bmfa.data.drawn.embedded import figure_batch
 from bmfa.data.drawn.figures import FIGURES
-from bmfa.models import training
+from bmfa.models.embedded import training
 from bmfa.models.embedded import GRID_SIZE, WEIGHTS, EmbeddedViT, load, preprocess, save
-from bmfa.models.training import Recipe, evaluate, train, view
+from bmfa.models.embedded.training import Recipe, evaluate, train, view
 from bmfa.trees.rules import ExactGap, GlobalMean
 
 COUNT, HELD_OUT = 300, 7

@@ -91,7 +91,7 @@ def ablation(options: Options) -> None:
 
 def train_embedded(options: Options) -> None:
     """bmfa train-embedded."""
-    from bmfa.models import training
+    from bmfa.models.embedded import training
 
     show = progress_line(options, "step")
     training.train(

@@ -14,7 +14,7 @@ from bmfa.merging.policies.names import MAKERS as REDUCTIONS
 from bmfa.models import layer_indices, patch, unpatch
 from bmfa.models.hosts import find_host
 from bmfa.models.reducing import reduce
-from bmfa.models.screens import Call, screens_in
+from bmfa.models.screened_layer import LayerInputs, observe
 from bmfa.trees import rules
 from bmfa.trees.rules.names import MAKERS as RULES
 
@@ -89,8 +89,7 @@ class Leaves:
 
     ratios: list[Tensor] = field(default_factory=list)  # (B,) of every layer
 
-    def heard(self, call: Call, screened: Screened) -> None:
-        """One call of a layer."""
+    def __call__(self, call: LayerInputs, screened: Screened) -> None:
         self.ratios.append(screened.tree.leaf_ratio.double().flatten(1).mean(1))
 
     @property
@@ -103,11 +102,5 @@ class Leaves:
 def counted_leaves(model: nn.Module) -> Iterator[Leaves]:
     """Count the leaves of the screened layers while the block runs; of a model without, none."""
     leaves = Leaves()
-    screens = [screen for _, screen in screens_in(model)]
-    for screen in screens:
-        screen.listener = leaves
-    try:
+    with observe(model, leaves):
         yield leaves
-    finally:
-        for screen in screens:
-            screen.listener = None

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.functional import gelu, scaled_dot_product_attention
 
 from bmfa.files import write_whole
-from bmfa.models.state_dicts import load_weights
+from bmfa.models.weights import load_weights
 
 IMAGE_SIZE = 112
 PATCH_SIZE = 8
