@@ -92,7 +92,7 @@ def _bits(grid: Grid, device: torch.device) -> tuple[Tensor, Tensor]:
     return torch.cat(words).to(device), torch.cat(bits).to(device, torch.int32)
 
 
-def decided(marks: Tensor, grid: Grid, max_depth: int | None) -> Decision:
+def decode_splits(marks: Tensor, grid: Grid, max_depth: int | None) -> Decision:
     """The splits that the kernel marked, and the blocks that the depth limit kept from one."""
     layout = quadtree(grid)
     words, bits = _bits(grid, marks.device)
