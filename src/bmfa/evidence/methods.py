@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 
 from bmfa.checks import check_integer, check_scores
-from bmfa.grid import Grid, Layout, quadtree
+from bmfa.grid import Grid
 from bmfa.trees.build import screen
+from bmfa.trees.layout import Layout, quadtree_layout
 from bmfa.trees.pyramid import Counts, ScorePyramid
 from bmfa.trees.rules import Context, parse
 from bmfa.trees.tree import Tree
@@ -131,7 +132,7 @@ class _Chunk:
             return self.tree("global-mean")
         if method == "mean-variance":
             mean = self.tree("global-mean")
-            variance = self.pyramid(quadtree(self.grid)).variances()[0].squeeze(0)
+            variance = self.pyramid(quadtree_layout(self.grid)).variances()[0].squeeze(0)
             return Outcome(mean.gap - variance / (2 * self.tau), mean.leaf_percent)
         return self.tree(method)
 
@@ -157,12 +158,3 @@ def _joined(outcomes: list[Outcome]) -> Outcome:
         torch.cat([outcome.leaf_percent for outcome in outcomes]),
         None if splits[0] is None else torch.cat([split for split in splits if split is not None]),
     )
-
-
-def percentile(values: Tensor, percent: float) -> float:
-    """A linearly interpolated percentile."""
-    ordered = values.double().sort().values
-    place = (len(ordered) - 1) * percent / 100
-    low = int(place)
-    high = min(low + 1, len(ordered) - 1)
-    return float(torch.lerp(ordered[low], ordered[high], place - low))

@@ -15,9 +15,9 @@ from bmfa.evidence.methods import (
     apply,
     apply_all,
     check_method,
-    percentile,
 )
 from bmfa.grid import Grid
+from bmfa.quantiles import quantile
 from bmfa.records import Record, Row, environment
 
 SIDE = 16
@@ -128,7 +128,7 @@ def _summary(outcome: Outcome) -> Row:
     return {
         "count": len(gap),
         "mean_gap": float(gap.mean()),
-        "p95_gap": percentile(gap, 95),
+        "p95_gap": float(quantile(gap.double(), 0.95)),
         "min_gap": float(gap.min()),
         "max_gap": float(gap.max()),
         "leaf_percent": float(outcome.leaf_percent.mean()),
