@@ -11,7 +11,7 @@ from torch import Tensor
 
 from bmfa.attention.tiling import Tiled, Tiling
 from bmfa.checks import check_integer, check_number
-from bmfa.grid import tiles
+from bmfa.trees.layout import tile_layout
 from bmfa.trees.pyramid import Counts
 from bmfa.trees.tree import Tree
 
@@ -191,7 +191,7 @@ def tree_of(
     Returns:
         Trees of shape (B, heads, prefix + N), queries in `order`.
     """
-    layout = tiles(tiling.grid, tiling.side)
+    layout = tile_layout(tiling.grid, tiling.side)
     marks = tiled.marks  # (B, heads, R, T)
     batch, heads = marks.shape[:2]
     slots = tiling.slots.to(marks.device)

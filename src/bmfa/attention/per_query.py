@@ -9,9 +9,10 @@ from torch import Tensor
 from bmfa.attention.inputs import Call
 from bmfa.attention.result import Trees
 from bmfa.attention.tiling import split_dimension
-from bmfa.grid import Grid, quadtree
+from bmfa.grid import Grid
 from bmfa.trees.build import screen_keys
 from bmfa.trees.certificates import exact_error, key_certificate
+from bmfa.trees.layout import quadtree_layout
 from bmfa.trees.rules import RandomQuadrants, Rule
 from bmfa.trees.tree import Tree
 
@@ -161,7 +162,7 @@ def _marked(
 
     decision = decode_splits(marks, grid, max_depth)
     return Tree(
-        quadtree(grid).to(marks.device),
+        quadtree_layout(grid).to(marks.device),
         decision.split,
         shape,
         tau,
