@@ -14,9 +14,9 @@ import bmfa
 from bmfa import Grid, rules
 from bmfa.merging import Moment, Policy, Step, ToMe, parse
 from bmfa.models import final_tokens, patch, record, reduce, unmerge, unpatch
-from bmfa.models.token_reduction import find_reduction
-from bmfa.models.reducing import final_sizes
 from bmfa.models.hosts.base import replacements_in
+from bmfa.models.reducing import final_sizes
+from bmfa.models.token_reduction import find_reduction
 from models.test_hosts import MODELS, SIZED, clip_model, hf_model, made, pictures, run, size_of
 
 ROPE = ("eva", "dinov3", "hf-dinov3")
@@ -130,7 +130,7 @@ def test_other_sizes_and_aspect_ratios(name: str) -> None:
 def test_rotary_positions_are_refused(name: str) -> None:
     model, pixels = made(name), shown(name)
     full = run(model, pixels)
-    with pytest.raises(TypeError, match=r"(EvaBlock|DINOv3ViTLayer) .*merged token has no position.*CLIP"):
+    with pytest.raises(TypeError, match=r"(EvaBlock|DINOv3ViTLayer) .*token has no position.*CLIP"):
         reduce(model, "tome:3")
     assert torch.equal(run(model, pixels), full)
 
@@ -403,7 +403,11 @@ def test_a_budget_beyond_the_tokens_is_refused_at_the_pass() -> None:
         (lambda m: reduce(m, "tome:3", backend="cuda"), ValueError, "pass one of auto, eager"),
         (lambda m: reduce(None, "tome:3"), TypeError, "torch.nn.Module"),
         (lambda m: final_tokens(m), ValueError, "the model is not reduced"),
-        (lambda m: final_tokens(reduce(m, "tome:3")), RuntimeError, "was not called in this thread"),
+        (
+            lambda m: final_tokens(reduce(m, "tome:3")),
+            RuntimeError,
+            "was not called in this thread",
+        ),
         (lambda m: final_sizes(_ran(m, "tome:0")), RuntimeError, "no block removed a token"),
         (lambda m: reduce(m, "tome:3").blocks[0](torch.zeros(1, 65, 24)), RuntimeError, "no image"),
         (lambda m: _ran(m, "tome:3").blocks[2](torch.zeros(1, 65, 24)), RuntimeError, "was next"),

@@ -190,8 +190,13 @@ def _check_options(
     targets = {"rule": rule, "error": error, "leaves": leaves}
     given = [name for name, value in targets.items() if value is not None]
     if len(given) > 1:
-        raise ValueError(f"{' and '.join(given)} are given; pass at most one of rule, error, leaves")
-    for name, value, kinds in (("form", form, (None, *get_args(Form))), ("backend", backend, get_args(Backend))):
+        raise ValueError(
+            f"{' and '.join(given)} are given; pass at most one of rule, error, leaves"
+        )
+    for name, value, kinds in (
+        ("form", form, (None, *get_args(Form))),
+        ("backend", backend, get_args(Backend)),
+    ):
         if value not in kinds:
             raise ValueError(f"{name} is {value!r}; pass one of {', '.join(filter(None, kinds))}")
     if error is not None or leaves is not None:
@@ -199,8 +204,8 @@ def _check_options(
         if form in ("representative", "repeated") or max_depth is not None:
             tree = f"form={form!r}" if form is not None else f"max_depth={max_depth!r}"
             raise ValueError(
-                f"{given[0]}= is for attention over tiles, and {tree} is for a tree for each query; pass "
-                f"rule=rules.Optimal({given[0]}={targets[given[0]]!r}), or leave {tree} out"
+                f"{given[0]}= is for attention over tiles, and {tree} is for a tree for each query; "
+                f"pass rule=rules.Optimal({given[0]}={targets[given[0]]!r}), or leave {tree} out"
             )
     if max_depth is not None:
         check_integer("max_depth", max_depth, low=0)

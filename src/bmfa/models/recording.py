@@ -124,9 +124,7 @@ class Recording:
 
 
 @contextmanager
-def record(
-    model: nn.Module, *, trees: bool = True, attention: bool = False
-) -> Iterator[Recording]:
+def record(model: nn.Module, *, trees: bool = True, attention: bool = False) -> Iterator[Recording]:
     """Record the screened layers of a model inside a `with` block.
 
     Recording computes the full score matrix of every screened layer, unless both `trees` and

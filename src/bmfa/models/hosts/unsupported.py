@@ -16,7 +16,9 @@ REDUCIBLE = (
     "transformers ViT, DeiT, DINOv2 (also with registers), CLIP vision, SigLIP vision; "
     "the embedded model"
 )
-_ROPE = "it rotates queries and keys by their position on the grid, and a merged token has no position"
+_ROPE = (
+    "it rotates queries and keys by their position on the grid, and a merged token has no position"
+)
 _LAYOUT = "its block is not an attention branch followed by an MLP branch"
 _BIAS = "it adds a relative position bias to the scores, so block means are not linear in the keys"
 _WINDOWS = "it attends inside windows, not over one grid, and adds a relative position bias"
