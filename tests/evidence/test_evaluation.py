@@ -20,10 +20,9 @@ from bmfa.cli.output import progress_line
 from bmfa.data.imagenet import LabelledPicture, embedded_pictures
 from bmfa.evidence.classification import flops, throughput
 from bmfa.evidence.classification import run as evaluation
-from bmfa.evidence.classification.figures import round_ticks
 from bmfa.evidence.classification.throughput import Rate
 from bmfa.evidence.closed_loop import run as closed_loop
-from bmfa.evidence.model_methods import applied, check_methods, counted_leaves, parse
+from bmfa.evidence.model_methods import applied, check_methods, count_leaves, parse
 from bmfa.evidence.page import figures
 from bmfa.evidence.runner.batches import Batches
 from bmfa.models import LoadedModel, load_model, patch
@@ -134,7 +133,7 @@ def test_operations_against_counting_by_hand(model: LoadedModel) -> None:
     with (
         torch.inference_mode(),
         applied(model.model, "optimal:0.002", "last-4"),
-        counted_leaves(model.model) as leaves,
+        count_leaves(model.model) as leaves,
     ):
         model.logits(pixels)
     kept = round(196 * leaves.sum * 4 * 3 * 197)  # leaves of all trees
@@ -222,6 +221,8 @@ def test_timed_rows_and_their_figure(model: LoadedModel) -> None:
 @pytest.mark.parametrize("low", [0.02, 3.0, 45.0, 980.0])
 @pytest.mark.parametrize("span", [1.3, 2.0, 12.0, 900.0])
 def test_ticks_are_few_and_inside(low: float, span: float) -> None:
+    from bmfa.evidence.classification.figures import round_ticks
+
     ticks = round_ticks(low, low * span)
     assert 1 <= len(ticks) <= 7
     assert all(low <= tick <= low * span for tick in ticks)

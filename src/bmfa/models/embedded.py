@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn.functional import gelu, scaled_dot_product_attention
 
-from bmfa.files import write_whole
+from bmfa.files import write_atomic
 from bmfa.models.state_dicts import load_weights
 
 IMAGE_SIZE = 112
@@ -167,4 +167,4 @@ def save(model: EmbeddedViT, path: str | Path, metadata: Mapping[str, str]) -> N
     state = {name: tensor.half().cpu() for name, tensor in model.state_dict().items()}
     # One entry, as safetensors writes several in no fixed order, and equal weights make equal files.
     made = {"recipe": json.dumps(dict(metadata), sort_keys=True)}
-    write_whole(path, to_bytes(state, metadata=made))
+    write_atomic(path, to_bytes(state, metadata=made))

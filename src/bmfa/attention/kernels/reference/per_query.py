@@ -5,9 +5,8 @@ import math
 import numpy as np
 import numpy.typing as npt
 
-from bmfa.attention.kernels.reference.blocks import Mask, ReferenceTree
-from bmfa.attention.kernels.reference.energies import Array
-from bmfa.attention.kernels.reference.trees import build_tree
+from bmfa.attention.kernels.reference.energy import Array
+from bmfa.attention.kernels.reference.trees import Mask, ReferenceTree, build_tree
 from bmfa.trees import rules
 
 Trees = list[list[list[ReferenceTree]]]  # [batch][head][query]
@@ -50,7 +49,7 @@ def dense_attention(
     return _softmax_mean(np.where(mask, scores / tau, -np.inf), values)
 
 
-def attention(
+def per_query_attention(
     q: npt.ArrayLike,
     k: npt.ArrayLike,
     v: npt.ArrayLike,

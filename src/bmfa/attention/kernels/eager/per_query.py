@@ -18,7 +18,7 @@ from bmfa.trees.tree import Tree
 CHUNK_ELEMENTS = 1 << 22
 
 
-def representative(
+def representative_attention(
     q: Tensor, k: Tensor, v: Tensor, tree: Tree, *, prefix: int, scale: float
 ) -> Tensor:
     """(G, Q, *) softmax over prefix tokens and leaves: logit M + tau log n, mean value.
@@ -44,7 +44,9 @@ def representative(
     return _chunked(q, v, tree, keys.shape[1], attend)
 
 
-def repeated(q: Tensor, k: Tensor, v: Tensor, tree: Tree, *, prefix: int, scale: float) -> Tensor:
+def repeated_attention(
+    q: Tensor, k: Tensor, v: Tensor, tree: Tree, *, prefix: int, scale: float
+) -> Tensor:
     """(G, Q, *) softmax over all tokens, the scores of a leaf replaced by their mean."""
     if len(q) == 0:
         return _joined([], q, v)
@@ -64,7 +66,7 @@ def repeated(q: Tensor, k: Tensor, v: Tensor, tree: Tree, *, prefix: int, scale:
     return _chunked(q, v, tree, k.shape[1], attend)
 
 
-def dense(
+def dense_attention(
     q: Tensor, k: Tensor, v: Tensor, *, scale: float, tau: float, valid: Tensor | None
 ) -> Tensor:
     """(G, Q, *) exact attention; `valid` is (1 or G, prefix + N)."""

@@ -2,15 +2,14 @@
 
 import math
 from collections.abc import Callable
-from importlib import import_module
-from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from bmfa.attention.kernels.triton.tree_tables import coins_of, tables
+from bmfa.attention.kernels.triton import unsupported_reason as backend_unsupported_reason
+from bmfa.attention.kernels.triton.per_query.tables import coins_of, tables
 from bmfa.grid import Grid
 from bmfa.trees.rules import (
     ExactGap,
@@ -65,32 +64,11 @@ QUESTIONS: dict[type[Rule], Callable[..., Question]] = {
 }
 
 
-def unavailable(device: torch.device) -> str | None:
-    """Why no Triton kernel runs on a device; None where it does."""
-    reason: str | None = _unavailable(device)
-    return reason
-
-
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _unavailable(device: torch.device) -> str | None:
-    if find_spec("triton") is None:
-        return "the package triton is not installed"
-    if device.type == "cuda":
-        major, minor = torch.cuda.get_device_capability(device)
-        return None if major >= 8 else f"compute capability {major}.{minor} is below 8.0"
-    return None if interpreted() else f"the device is {device.type}, and Triton needs CUDA"
-
-
-def interpreted() -> bool:
-    """Whether Triton kernels run in its interpreter, on the CPU: slow, for tests."""
-    return bool(import_module("triton").knobs.runtime.interpret)
-
-
-def unsupported(
+def unsupported_reason(
     q: Tensor, k: Tensor, v: Tensor, grid: Grid, rule: Rule, valid: Tensor | None
 ) -> str | None:
     """Why this kernel does not serve a call; None where it does."""
-    if (reason := unavailable(q.device)) is not None:
+    if (reason := backend_unsupported_reason(q.device)) is not None:
         return reason
     if q.dtype not in DTYPES:
         return f"the dtype is {q.dtype}; the kernel takes float16, bfloat16 and float32"
@@ -130,7 +108,7 @@ def _unsupported_rule(rule: Rule) -> str | None:
     return None
 
 
-def attend(
+def per_query_attention(
     q: Tensor, k: Tensor, v: Tensor, *, grid: Grid, prefix: int, rule: Rule, tau: float,
     scale: float, max_depth: int | None, order: str,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
@@ -165,7 +143,7 @@ def _launch(
     rule: str, threshold: float, fine: bool, scale: float, prefix: int, depth: int, limit: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """One program for each tile of queries of one head of one picture."""
-    from bmfa.attention.kernels.triton.tree_kernel import screened_attention_kernel
+    from bmfa.attention.kernels.triton.per_query.kernel import screened_attention_kernel
 
     output, marks = _outputs(q, v, depth, limit)
     (batch, heads, queries, width), value_width = q.shape, v.shape[-1]

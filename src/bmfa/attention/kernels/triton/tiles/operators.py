@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from bmfa.attention.kernels.triton.trees import unavailable
+from bmfa.attention.kernels.triton import unsupported_reason as backend_unsupported_reason
 from bmfa.attention.tiling import Tiled, Tiling
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -25,11 +25,11 @@ _library.define(
 )
 
 
-def unsupported(
+def unsupported_reason(
     q: Tensor, k: Tensor, v: Tensor, tiling: Tiling, prefix: int, order: str
 ) -> str | None:
     """Why these kernels do not serve a call; None where they do."""
-    if (reason := unavailable(q.device)) is not None:
+    if (reason := backend_unsupported_reason(q.device)) is not None:
         return reason
     if q.dtype not in DTYPES or k.dtype != q.dtype:
         return f"q is {q.dtype} and k {k.dtype}; the kernels take float16, bfloat16 or float32"
@@ -57,7 +57,7 @@ def unsupported(
     return None
 
 
-def attend(
+def tiled_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -71,7 +71,7 @@ def attend(
     valid: Tensor | None = None,
     order: str = "raster",
 ) -> Tiled:
-    """Attention over tiles, as `bmfa.attention.kernels.eager.tiled.attend` defines it."""
+    """Attention over tiles, as `bmfa.attention.kernels.eager.tiles.attend` defines it."""
     if valid is not None:
         valid = valid.expand(q.shape[0], -1)
     target = None if error is None else error / tau
@@ -90,7 +90,7 @@ def attend(
     return Tiled(output, counts.view(shape), marks)
 
 
-def tile_bounds(
+def log_partition_loss_bound(
     q: Tensor,
     k: Tensor,
     tiling: Tiling,
@@ -129,7 +129,7 @@ def _some(tiling: Tiling, valid: Tensor | None, like: Tensor) -> Tensor:
 
 
 def _run(q: Tensor, k: Tensor, v: Tensor, valid: Tensor | None, *sizes: Any) -> Any:
-    return import_module("bmfa.attention.kernels.triton.tiled.launching").launch(
+    return import_module("bmfa.attention.kernels.triton.tiles.launch").launch(
         q, k, v, valid, *sizes
     )
 
@@ -148,7 +148,7 @@ def _fake(
 
 
 def _run_bounds(*arguments: Any) -> Any:
-    return import_module("bmfa.attention.kernels.triton.tiled.bounding").bounds(*arguments)
+    return import_module("bmfa.attention.kernels.triton.tiles.launch").bounds(*arguments)
 
 
 def _fake_bounds(q: Tensor, *rest: Any) -> Tensor:

@@ -7,7 +7,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bmfa.grid import Grid, quadtree
+from bmfa.grid import Grid
+from bmfa.trees.layout import quadtree_layout
 from bmfa.trees.rules import Decision, RandomQuadrants
 
 
@@ -84,7 +85,7 @@ def coins_of(rule: RandomQuadrants, trees: int, grid: Grid, device: torch.device
 def _bits(grid: Grid, device: torch.device) -> tuple[Tensor, Tensor]:
     """The word and the bit of every block's mark, in the order of the quadtree's blocks."""
     words, bits = [], []
-    for depth, level in enumerate(quadtree(grid).levels[:-1]):
+    for depth, level in enumerate(quadtree_layout(grid).levels[:-1]):
         paths = _paths(grid, depth).boxes.tolist()
         nodes = torch.tensor([paths.index(box) for box in level.boxes.tolist()])
         words.append(nodes * 0 if depth < 3 else 1 + nodes // 32)
@@ -92,9 +93,9 @@ def _bits(grid: Grid, device: torch.device) -> tuple[Tensor, Tensor]:
     return torch.cat(words).to(device), torch.cat(bits).to(device, torch.int32)
 
 
-def decided(marks: Tensor, grid: Grid, max_depth: int | None) -> Decision:
+def decode_splits(marks: Tensor, grid: Grid, max_depth: int | None) -> Decision:
     """The splits that the kernel marked, and the blocks that the depth limit kept from one."""
-    layout = quadtree(grid)
+    layout = quadtree_layout(grid)
     words, bits = _bits(grid, marks.device)
     offsets, last = layout.offsets, len(layout.levels) - 1
     limit = last if max_depth is None else min(max_depth, last)

@@ -13,12 +13,12 @@ from triton.runtime import driver
 # How a compiled kernel is started is no public interface: other versions go through Triton itself.
 _KNOWN = ((3, 6),)
 _DIRECT = tuple(int(part) for part in triton.__version__.split(".")[:2]) in _KNOWN
-Programs = tuple[int, int, int]
+LaunchGrid = tuple[int, int, int]
 _ALIGNMENT = 15  # Triton specialises kernels on pointers that 16 divides
 _PIECE = 256  # bytes that divide the start of every scratch tensor
 
 
-class Plan:
+class CachedLaunch:
     """One kernel on one device with everything settled but the tensors.
 
     A plan is for tensors of equal dtypes, shapes and strides: then all that Triton specialises on is
@@ -27,7 +27,7 @@ class Plan:
     """
 
     def __init__(
-        self, kernel: Any, programs: int | Programs, rest: tuple[Any, ...], **options: object
+        self, kernel: Any, programs: int | LaunchGrid, rest: tuple[Any, ...], **options: object
     ) -> None:
         self.kernel = kernel
         self.programs = (programs, 1, 1) if isinstance(programs, int) else programs
@@ -73,8 +73,8 @@ class Plan:
             self.start = compiled.run
 
 
-class Scratch:
-    """Scratch tensors of one call in one allocation: each would cost the host half a launch."""
+class Workspace:
+    """Workspace tensors of one call in one allocation: each would cost the host half a launch."""
 
     def __init__(self) -> None:
         self.pieces: dict[str, tuple[int, tuple[int, ...], torch.dtype]] = {}
@@ -93,26 +93,26 @@ class Scratch:
         ]
 
 
-class Chain:
+class LaunchSequence:
     """Plans one after the other, each on some of the same tensors, found by their names.
 
     The tensors of a call are those `given` to it, in that order, and those in `scratch`.
     """
 
-    def __init__(self, given: tuple[str, ...], scratch: Scratch) -> None:
+    def __init__(self, given: tuple[str, ...], scratch: Workspace) -> None:
         self.names = (*given, *scratch.pieces)
         self.scratch = scratch
-        self.steps: list[tuple[Plan, tuple[int, ...]]] = []
+        self.steps: list[tuple[CachedLaunch, tuple[int, ...]]] = []
         self._offsets = [start for start, _, _ in scratch.pieces.values()]
         self._ready = False
 
     def add(
-        self, kernel: Any, programs: Programs, values: Mapping[str, Any], **options: object
+        self, kernel: Any, programs: LaunchGrid, values: Mapping[str, Any], **options: object
     ) -> None:
         """A kernel; its tensors come first, its other arguments are looked up in `values`."""
         places = tuple(self.names.index(name) for name in kernel.arg_names if name in self.names)
         rest = tuple(values[name] for name in kernel.arg_names if name not in self.names)
-        self.steps.append((Plan(kernel, programs, rest, **options), places))
+        self.steps.append((CachedLaunch(kernel, programs, rest, **options), places))
 
     def __call__(self, *given: Tensor) -> None:
         """Launch all of them on the current stream."""

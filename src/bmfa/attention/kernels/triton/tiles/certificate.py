@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from bmfa.attention.kernels.triton.tiled.tokens import LOG2E, existing, load_rows, tokens_of
+from bmfa.attention.kernels.triton.tiles.tokens import LOG2E, existing, load_rows, tokens_of
 
 
 @triton.jit

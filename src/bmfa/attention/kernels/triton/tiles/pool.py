@@ -6,7 +6,7 @@ Sums of tiles are rows of a product with a one-hot matrix, so that no reduction 
 import triton
 import triton.language as tl
 
-from bmfa.attention.kernels.triton.tiled.tokens import LOG2E, existing, load_rows, tokens_of
+from bmfa.attention.kernels.triton.tiles.tokens import LOG2E, existing, load_rows, tokens_of
 
 
 @triton.jit
