@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from bmfa.files import write_whole
+from bmfa.files import write_atomic
 from bmfa.records import Record, Row
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ class Output:
             files[self.json] = record.to_json
         for path, content in files.items():
             try:
-                write_whole(path, content())
+                write_atomic(path, content())
             except OSError as error:
                 errors.append(error)
                 continue

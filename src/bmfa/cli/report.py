@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 from typer import Option
 
 from bmfa.cli import options as opt
-from bmfa.files import write_whole
+from bmfa.files import write_atomic
 from bmfa.packages import require_packages
 from bmfa.records import Record
 
@@ -92,11 +92,11 @@ def report(
             own=_own_model(imagenet, weights, model=model, labels=labels, limit=limit),
             device=opt.resolve_device(device),
         ):
-            write_whole(folder / "records" / f"{name}.json", record.to_json())
+            write_atomic(folder / "records" / f"{name}.json", record.to_json())
             collected.append(record)
             if not quiet:
                 print(f"{name}: {len(record.rows)} rows", flush=True)
-    write_whole(folder / "index.html", page.build_page(collected))
+    write_atomic(folder / "index.html", page.build_page(collected))
     if png:
         for name, figure in page.figures.ALL.items():
             if figure.drawable(collected):

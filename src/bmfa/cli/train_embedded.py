@@ -34,7 +34,7 @@ def train_embedded(
     ] = None,
 ) -> None:
     """Train the embedded model from scratch."""
-    from bmfa.models import training
+    from bmfa.models.embedded import training
 
     progress = Output(json, quiet).progress("steps")
     training.train(
