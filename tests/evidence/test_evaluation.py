@@ -4,7 +4,6 @@ import copy
 import json
 import os
 import pickle
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from importlib.util import find_spec
@@ -16,7 +15,6 @@ import torch
 from PIL import Image
 
 from bmfa.cli import main
-from bmfa.cli.output import progress_line
 from bmfa.data.imagenet import LabelledPicture, embedded_pictures
 from bmfa.evidence.classification import flops, throughput
 from bmfa.evidence.classification import run as evaluation
@@ -290,46 +288,6 @@ def test_a_patch_before_is_removed(model: LoadedModel) -> None:
     before = evaluation.run(model, pictures, ["full"], repeats=0).rows
     patch(model.model, rule="global-mean", layers="all")
     assert evaluation.run(model, pictures, ["full"], repeats=0).rows == before
-
-
-class Terminal:
-    """Standard error that says it is a terminal."""
-
-    def __init__(self) -> None:
-        self.text = ""
-
-    def isatty(self) -> bool:
-        return True
-
-    def write(self, text: str) -> None:
-        self.text += text
-
-    def flush(self) -> None:
-        pass
-
-
-class Options:
-    quiet = False
-
-
-def test_progress_has_a_rate_and_the_time_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    now, terminal = [100.0], Terminal()
-    monkeypatch.setattr("bmfa.cli.output.time.monotonic", lambda: now[0])
-    monkeypatch.setattr(sys, "stderr", terminal)
-    show = progress_line(Options(), "pictures")  # type: ignore[arg-type]
-    assert show is not None
-    for done, seconds in ((200, 0.0), (250, 10.0), (400, 30.0)):
-        now[0] += seconds
-        show(done, 1000)
-    lines = terminal.text.split("\r\033[K")
-    # What was done before a run continued does not count as its speed.
-    assert lines[1:] == [
-        "pictures 200/1000",
-        "pictures 250/1000, 5/s, 2 min 30 s left",
-        "pictures 400/1000, 5/s, 2 min 00 s left",
-    ]
-    show(1000, 1000)
-    assert terminal.text.endswith("\r\033[K")
 
 
 def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
