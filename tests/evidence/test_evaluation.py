@@ -23,8 +23,8 @@ from bmfa.evidence.closed_loop import run as closed_loop
 from bmfa.evidence.model_methods import applied, check_methods, count_leaves, parse
 from bmfa.evidence.page import figures
 from bmfa.models import LoadedModel, load_model, patch
-from bmfa.models.reduced import reductions_in
-from bmfa.models.screens import screens_in
+from bmfa.models.screened_layer import screened_layers
+from bmfa.models.token_reduction import find_reduction
 from bmfa.records import Record
 
 COLUMNS = [
@@ -90,7 +90,7 @@ def test_rows_against_plain_counting(model: LoadedModel) -> None:
     assert full["leaf_percent"] is full["final_tokens"] is None
     assert mean["leaf_percent"] == pytest.approx(100 / 196) and mean["final_tokens"] is None
     assert pooled["final_tokens"] == 1 + 16 and pooled["leaf_percent"] is None
-    assert not screens_in(model.model) and not reductions_in(model.model)
+    assert not screened_layers(model.model) and not find_reduction(model.model)
 
 
 def test_leaves_are_those_of_the_closed_loop(model: LoadedModel) -> None:
@@ -149,8 +149,8 @@ def test_speed_is_a_median_of_alternating_samples(
     clock, seen = [0.0], []
 
     def call(pixels: torch.Tensor) -> torch.Tensor:
-        screened = bool(screens_in(model.model))
-        assert all(screen.listener is None for _, screen in screens_in(model.model))
+        screened = bool(screened_layers(model.model))
+        assert all(layer.observer is None for layer in screened_layers(model.model))
         seen.append(screened)
         late = 100.0 if len(seen) == 6 else 1.0  # one sample of the full model meets a hitch
         clock[0] += late * (2.0 if screened else 0.5)
@@ -191,7 +191,7 @@ def test_cuda_graphs_are_timed_where_they_can_be_captured(model: LoadedModel) ->
 
     def call(pixels: torch.Tensor) -> torch.Tensor:
         logits = on_cuda.logits(pixels)
-        if not reductions_in(on_cuda.model):
+        if not find_reduction(on_cuda.model):
             kept.append(float(logits.sum()))  # waits for the device
         return logits
 

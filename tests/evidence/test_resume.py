@@ -377,7 +377,7 @@ def test_pictures_that_vanish_stop_the_run_which_continues_when_they_are_back(
     assert expected["rows"][0]["images"] == 6
     for resume in ([], ["--resume", str(file)]):
         with monkeypatch.context() as patch:
-            patch.setattr("bmfa.cli.models.progress_line", lambda *_: vanishing(root, vanish))
+            patch.setattr("bmfa.cli.output.Output.progress", lambda *_: vanishing(root, vanish))
             with pytest.raises(SystemExit) as stop:
                 main([*arguments, *resume])
         printed = capsys.readouterr()
@@ -491,7 +491,7 @@ def test_a_full_disk_under_the_partial_results_does_not_end_the_run(
     expected, file = evaluate(model), tmp_path / "parts.json"
 
     def fill(done: int, total: int) -> None:
-        monkeypatch.setattr(resuming, "write_whole", full_disk)
+        monkeypatch.setattr(resuming, "write_atomic", full_disk)
 
     def full_disk(path: Path, content: str) -> None:
         raise OSError(28, "No space left on device", str(path))

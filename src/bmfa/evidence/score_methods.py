@@ -8,8 +8,9 @@ from torch import Tensor
 
 from bmfa.checks import check_integer, check_scores
 from bmfa.evidence.methods import is_kind, names
-from bmfa.grid import Grid, Layout, quadtree
+from bmfa.grid import Grid
 from bmfa.trees.build import screen
+from bmfa.trees.layout import Layout, quadtree_layout
 from bmfa.trees.pyramid import Counts, ScorePyramid
 from bmfa.trees.rules import Context, Rule, parse
 from bmfa.trees.tree import Tree
@@ -131,7 +132,7 @@ class _Chunk:
         mean = self._estimate_by_tree(parse("global-mean"))
         if method == "sparge-mean":
             return mean
-        variance = self._pyramid(quadtree(self.grid)).variances()[0].squeeze(0)
+        variance = self._pyramid(quadtree_layout(self.grid)).variances()[0].squeeze(0)
         return Estimate(mean.gap - variance / (2 * self.tau), mean.leaf_percent)
 
     def _estimate_by_tree(self, rule: Rule) -> Estimate:

@@ -17,8 +17,10 @@ from bmfa.data.probes import Mode
 from bmfa.evidence.methods import DEFAULT_METHODS, is_kind
 from bmfa.evidence.probes import parts as probe_parts
 from bmfa.evidence.score_methods import CHUNK, Estimate, check_method, estimate_all
-from bmfa.grid import Grid, quadtree
+from bmfa.grid import Grid
+from bmfa.quantiles import quantile
 from bmfa.records import Record, Row
+from bmfa.trees.layout import quadtree_layout
 from bmfa.trees.rules import parse
 
 DATASETS = ("coco", "lvis", "embedded")
@@ -152,7 +154,9 @@ class Measured:
     def of(cls, method: str, outcome: Estimate, grid: Grid) -> "Measured":
         """The numbers of an outcome; summaries have no root to split, and neither have tiles."""
         split = outcome.root_split
-        rooted = not is_kind(method, "summary") and parse(method).layout(grid) is quadtree(grid)
+        rooted = not is_kind(method, "summary") and parse(method).layout(grid) is quadtree_layout(
+            grid
+        )
         unsplit = ~split if rooted and split is not None else None
         return cls(outcome.gap, outcome.leaf_percent, unsplit)
 
@@ -169,7 +173,7 @@ class Measured:
     def row(self, chosen: Tensor | slice = slice(None)) -> Row:
         """Statistics of the instances chosen; percentiles interpolate linearly."""
         gap = self.gap[chosen]
-        quantiles = gap.quantile(torch.linspace(0, 1, 101, dtype=gap.dtype)).tolist()
+        quantiles = quantile(gap, torch.linspace(0, 1, 101, dtype=torch.float64)).tolist()
         unsplit = None if self.unsplit is None else self.unsplit[chosen].double().mean()
         return {
             "instances": len(gap),

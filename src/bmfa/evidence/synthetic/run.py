@@ -12,6 +12,7 @@ from bmfa.checks import check_integer
 from bmfa.evidence.methods import DEFAULT_METHODS
 from bmfa.evidence.score_methods import Estimate, check_method, estimate, estimate_all
 from bmfa.grid import Grid
+from bmfa.quantiles import quantile
 from bmfa.records import Record, Row, environment
 
 SIDE = 16
@@ -122,7 +123,7 @@ def _summary(outcome: Estimate) -> Row:
     return {
         "count": len(gap),
         "mean_gap": float(gap.mean()),
-        "p95_gap": float(gap.quantile(0.95)),
+        "p95_gap": float(quantile(gap, 0.95)),
         "min_gap": float(gap.min()),
         "max_gap": float(gap.max()),
         "leaf_percent": float(outcome.leaf_percent.mean()),
