@@ -25,7 +25,7 @@ def progress_bar(unit: str = "", *, quiet: bool = False) -> Progress | None:
 
     def show(done: int, total: int) -> None:
         if not bars:
-            from tqdm import tqdm  # type: ignore[import-untyped]
+            from tqdm import tqdm
 
             bars.append(tqdm(total=total, initial=done, unit=f" {unit}".rstrip(), leave=False))
         bars[0].update(done - bars[0].n)
