@@ -360,7 +360,7 @@ def test_the_command_refuses_weights(capsys: pytest.CaptureFixture[str], tmp_pat
     for content in (b"", b"root:x:0:0:root:/root", b"PK\x03\x04torn", b"\x80\x02}q\x00."):
         (tmp_path / "junk.pt").write_bytes(content)
         assert "junk.pt" in refused(capsys, "evaluate", "--weights", str(tmp_path / "junk.pt"))
-    assert "is no file; pass a safetensors" in refused(
+    assert "does not exist; pass a safetensors" in refused(
         capsys, "evaluate", "--weights", str(tmp_path / "none.pt")
     )
 
