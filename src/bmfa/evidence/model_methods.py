@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from bmfa import merging as reduction
 from bmfa.attention.api import Screened
-from bmfa.merging.policies.names import MAKERS as REDUCTIONS
+from bmfa.merging import POLICY_NAMES
 from bmfa.models import layer_indices, patch, unpatch
 from bmfa.models.hosts import find_host
 from bmfa.models.reducing import reduce
@@ -23,7 +23,6 @@ Layers = str | Sequence[int]
 
 _LOOKAHEAD = re.compile(r"gamma-h\d+")
 _RULES = (*RULES, "random-quadrants", "global-mean")
-_REDUCTIONS = (*REDUCTIONS, "random-pool")
 
 
 @dataclass(frozen=True)
@@ -47,11 +46,11 @@ def parse(name: str, seed: int = 0) -> Method:
         return Method(name)
     if family in _RULES or _LOOKAHEAD.fullmatch(family):
         return Method(name, rule=rules.parse(name, seed))
-    if family in _REDUCTIONS:
+    if family in POLICY_NAMES:
         return Method(name, policy=reduction.parse(name, seed))
     raise ValueError(
         f"method {name!r} is unknown; pass {FULL}, a rule NAME:VALUE ({', '.join(_RULES)}) "
-        f"or a reduction NAME:VALUE ({', '.join(_REDUCTIONS)})"
+        f"or a reduction NAME:VALUE ({', '.join(POLICY_NAMES)})"
     )
 
 

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
 from bmfa.grid import Grid
-from bmfa.merging import Moment, Policy
-from bmfa.merging.dispatch import attend
+from bmfa.merging import LayerState, Policy
+from bmfa.merging.dispatch import Backend, proportional_attention
 from bmfa.models.forwards import has_own_forward, override_of
 from bmfa.models.passes import PassState, recomputing
 from bmfa.models.screens import Replacement, TokenGrid, valid_keys
@@ -72,7 +72,7 @@ class Reduction:
     grid: TokenGrid
     policy: Policy
     blocks: tuple[nn.Module, ...]
-    backend: str
+    backend: Backend
     dense: bool  # whether the last block returns the whole grid
     expose: bool  # whether every block does, where something reads what lies between them
     passes: PassState[Progress] = field(default_factory=PassState)
@@ -118,7 +118,7 @@ class Reduction:
         size = progress.size if self.policy.proportional else None
         if size is None and not reads_mass:
             return scaled_dot_product_attention(q, k, v, scale=scale)
-        output, progress.mass = attend(
+        output, progress.mass = proportional_attention(
             q,
             k,
             v,
@@ -126,7 +126,6 @@ class Reduction:
             scale=scale,
             prefix=self.grid.prefix,
             mass=reads_mass,
-            others=self.policy.reads_others,
             backend=self.backend,
         )
         return output
@@ -135,7 +134,7 @@ class Reduction:
         """The tokens that the policy leaves at this stage of the block."""
         if stage != self.policy.stage or progress.keys is None:
             return x
-        moment = Moment(
+        state = LayerState(
             progress.layer,
             self.depth,
             progress.grid,
@@ -149,15 +148,15 @@ class Reduction:
         if not x.is_meta and torch.is_autocast_enabled(x.device.type):
             # Costs differ by less than half types resolve, so autocast ends here.
             with torch.autocast(x.device.type, enabled=False):
-                step = self.policy.step(moment)
+                reduced = self.policy.reduce(state)
         else:
-            step = self.policy.step(moment)
-        if step is None:
+            reduced = self.policy.reduce(state)
+        if reduced is None:
             return x
-        progress.size, progress.tokens = step.size, step.x.shape[1]
-        progress.targets += () if step.target is None else (step.target,)
-        progress.spreads += () if step.spread is None else (step.spread,)
-        return step.x
+        progress.size, progress.tokens = reduced.size, reduced.x.shape[1]
+        progress.targets += () if reduced.assignment is None else (reduced.assignment,)
+        progress.spreads += () if reduced.unmerge_matrix is None else (reduced.unmerge_matrix,)
+        return reduced.x
 
     def leave(self, progress: Progress, x: Tensor) -> Tensor:
         """End a block; returns the tokens that it hands on, on the whole grid where that is read."""

@@ -31,7 +31,7 @@ def reduce(
     chosen = parse(policy) if isinstance(policy, str) else policy
     if not isinstance(chosen, Policy):
         raise TypeError(f"policy is {policy!r}; pass one of bmfa.merging, or a name as 'tome:8'")
-    check_backend(backend)
+    checked_backend = check_backend(backend)
     host = find_host(model)
     if host.branches is None:
         refuse_reduction(model, host)
@@ -46,7 +46,7 @@ def reduce(
     grid = TokenGrid(host.prefix)
     grid.watch(host.projection)
     whole = host.pools if dense is None else dense
-    reduction = Reduction(grid, chosen, host.blocks, backend, whole, dense is not False)
+    reduction = Reduction(grid, chosen, host.blocks, checked_backend, whole, dense is not False)
     for layer, (block, attention) in enumerate(zip(host.blocks, host.attentions, strict=True)):
         override_method(block, ReducedBlock(layer, host.branches, reduction))
         host.sized(layer, grid, reduction).install(attention)
