@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from bmfa.attention.kernels.triton.launcher import Plan
+from bmfa.attention.kernels.triton.launch import CachedLaunch
 
 LOG2_E = math.log2(math.e)  # exp(x) = exp2(x * LOG2_E)
 # Plans are a few hundred bytes each; a reduced model of 24 blocks needs 48.
@@ -188,7 +188,7 @@ def _plan(
     scale: float,
     prefix: int,
     mass: bool,
-) -> Plan:
+) -> CachedLaunch:
     batch, heads, tokens, dim = shape
     config = launch_config(tokens, dim, dtype)
     tiles = min(config.tiles, triton.cdiv(tokens, config.block_m))
@@ -196,7 +196,7 @@ def _plan(
     block_d = max(16, triton.next_power_of_2(dim))
     numbers = (heads, tokens, prefix, scale * LOG2_E, *strides)
     constants = (dim, block_d, *key_blocks(tokens), config.block_m, tiles, mass, "ieee")
-    return Plan(
+    return CachedLaunch(
         proportional_attention_kernel,
         programs,
         numbers + constants,

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from bmfa.attention.kernels.triton.launcher import Plan
+from bmfa.attention.kernels.triton.launch import CachedLaunch
 
 LAYER_NORM_EPS = tl.constexpr(1e-5)  # the default of torch.nn.functional.layer_norm
 MIN_NORM = tl.constexpr(1e-12)  # the default of torch.nn.functional.normalize
@@ -116,5 +116,5 @@ def launch_unit_mean_keys(k: Tensor) -> Tensor:
         block_d = max(16, triton.next_power_of_2(dim))
         arguments = (tokens, *k.stride(), heads, dim, block_d, KEYS_BLOCK_T)
         programs = batch * triton.cdiv(tokens, KEYS_BLOCK_T)
-        Plan(unit_mean_keys_kernel, programs, arguments, num_warps=4)(k, features)
+        CachedLaunch(unit_mean_keys_kernel, programs, arguments, num_warps=4)(k, features)
     return features

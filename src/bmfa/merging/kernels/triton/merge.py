@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from bmfa.attention.kernels.triton.launcher import Plan
+from bmfa.attention.kernels.triton.launch import CachedLaunch
 from bmfa.merging.kernels.triton.features import (
     feature_statistics,
     load_features,
@@ -217,7 +217,7 @@ def _plan(
     parts: int,
     r: int,
     prefix: int,
-) -> Plan:
+) -> CachedLaunch:
     batch, tokens, channels = shape
     feature_dtype, feature_shape, feature_strides = features
     from_keys = len(feature_shape) == 4
@@ -235,7 +235,7 @@ def _plan(
         min(BLOCK_C, max(16, triton.next_power_of_2(channels))),
     )  # fmt: skip
     capped = block_r <= 32 and feature_dtype.itemsize == 2
-    return Plan(
+    return CachedLaunch(
         merge_kernel,
         batch,
         numbers + constants,
