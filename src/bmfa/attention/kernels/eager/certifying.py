@@ -5,11 +5,11 @@ from torch import Tensor
 
 from bmfa.attention.tiling import (
     Tiling,
-    by_groups,
-    by_raster,
-    by_tiles,
-    existing_slots,
-    split_dimension,
+    groups_to_tokens,
+    tiles_to_groups,
+    tokens_to_tiles,
+    unflatten,
+    valid_slots,
 )
 
 # Scores held at once: few enough to stay in a CPU's cache, many enough to keep a GPU busy.
@@ -34,12 +34,12 @@ def tile_losses(
     if q.numel() == 0:
         return q.new_zeros((*q.shape[:2], tiling.grid.size))
     working = working_precision(q)
-    queries, tokens = (by_tiles(x[:, :, prefix:], tiling, working) for x in (q, k))
+    queries, tokens = (tokens_to_tiles(x[:, :, prefix:], tiling, working) for x in (q, k))
     before = k[:, :, :prefix].flatten(0, 1).to(working)
-    exists = existing_slots(tiling, valid, q)
+    exists = valid_slots(tiling, valid, q)
     if exists is not None:
         queries, tokens = (x.masked_fill(~exists.unsqueeze(-1), 0.0) for x in (queries, tokens))
-    queries = by_groups(queries * factor, tiling).flatten(2, 3)  # (G, R, m, d)
+    queries = tiles_to_groups(queries * factor, tiling).flatten(2, 3)  # (G, R, m, d)
     marks = expanded.flatten(0, 1)
     size = queries.shape[2] * tokens.shape[1] * tokens.shape[2]
     most = CHUNK_SCORES.get(q.device.type, CHUNK_SCORES["cpu"])
@@ -55,8 +55,8 @@ def tile_losses(
         for head in range(len(marks))
         for start in range(0, tiling.groups, rows)
     ]
-    spatial = split_dimension(torch.cat(losses), 0, (len(marks), tiling.groups)).unsqueeze(-1)
-    return split_dimension(by_raster(spatial, tiling).squeeze(-1), 0, q.shape[:2])
+    spatial = unflatten(torch.cat(losses), 0, (len(marks), tiling.groups)).unsqueeze(-1)
+    return unflatten(groups_to_tokens(spatial, tiling).squeeze(-1), 0, q.shape[:2])
 
 
 def working_precision(q: Tensor) -> torch.dtype:
@@ -70,7 +70,7 @@ def _losses(
 ) -> Tensor:
     """(r, m) for queries (r, m, d) of some groups of a head, its tokens (T, S, d), marks (r, T)."""
     tiles, slots = tokens.shape[:2]
-    scores = split_dimension(queries @ tokens.flatten(0, 1).T, 2, (tiles, slots))  # (r, m, T, S)
+    scores = unflatten(queries @ tokens.flatten(0, 1).T, 2, (tiles, slots))  # (r, m, T, S)
     counts = scores.new_full((tiles,), float(slots))
     means = scores.sum(-1)
     if exists is not None:

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 from bmfa.attention.kernels.eager.tiles import Screen, Tiles, screen_tiles
-from bmfa.attention.tiling import Tiled, Tiling, by_raster, split_dimension
+from bmfa.attention.tiling import TiledAttention, Tiling, groups_to_tokens, unflatten
 
 
 def attend(
@@ -27,7 +27,7 @@ def attend(
     expand: int | None = None,
     valid: Tensor | None = None,
     most: float = 1.0,
-) -> Tiled | None:
+) -> TiledAttention | None:
     """Attention of (B, heads, prefix + N, d) tokens in raster order over tiles.
 
     One of `error` (a target for the mean E of every group) and `expand` (tiles expanded for each
@@ -38,18 +38,18 @@ def attend(
         raise ValueError(f"error is {error!r} and expand is {expand!r}; pass exactly one of them")
     if q.numel() == 0:  # an empty batch, which still has gradients
         marks = q.new_zeros(*q.shape[:2], tiling.groups, tiling.tiles, dtype=torch.bool)
-        return Tiled(q[..., :1] * v[:, :, :1], marks.sum(-1, dtype=torch.int32), marks)
+        return TiledAttention(q[..., :1] * v[:, :, :1], marks.sum(-1, dtype=torch.int32), marks)
     tiles = Tiles.of(q, k, v, tiling, prefix, scale / tau, valid)
     limit = None if error is None else -math.expm1(-error / tau)
     screen = screen_tiles(tiles, limit, expand)
     if most < 1.0 and float(screen.expanded.mean(dtype=torch.float32)) > most:
         return None
-    spatial = split_dimension(by_raster(_attend(tiles, screen), tiling), 0, q.shape[:2])
+    spatial = unflatten(groups_to_tokens(_attend(tiles, screen), tiling), 0, q.shape[:2])
     output = spatial.to(q.dtype)
     if prefix:
         output = torch.cat((_dense_prefix(q, tiles, scale / tau).to(q.dtype), output), 2)
-    marks = split_dimension(screen.expanded, 0, (*q.shape[:2], tiling.groups))
-    return Tiled(output, marks.sum(-1, dtype=torch.int32), marks)
+    marks = unflatten(screen.expanded, 0, (*q.shape[:2], tiling.groups))
+    return TiledAttention(output, marks.sum(-1, dtype=torch.int32), marks)
 
 
 def _attend(tiles: Tiles, screen: Screen) -> Tensor:
@@ -74,7 +74,7 @@ def _attend(tiles: Tiles, screen: Screen) -> Tensor:
     output = torch.cat(outputs)
     if not alike:
         output = output[order.argsort()]
-    return split_dimension(output, 0, (heads, groups))
+    return unflatten(output, 0, (heads, groups))
 
 
 @dataclass(frozen=True, eq=False)
@@ -114,10 +114,8 @@ class _Table:
         queries = tiles.q.flatten(0, 1)[some]
         rows, absent = self.gathered(some, reach)
         rows = (rows + head.unsqueeze(1) * tiles.keys.shape[1]).flatten()
-        keys = split_dimension(tiles.keys.flatten(0, 1).index_select(0, rows), 0, (len(head), -1))
-        values = split_dimension(
-            tiles.values.flatten(0, 1).index_select(0, rows), 0, (len(head), -1)
-        )
+        keys = unflatten(tiles.keys.flatten(0, 1).index_select(0, rows), 0, (len(head), -1))
+        values = unflatten(tiles.values.flatten(0, 1).index_select(0, rows), 0, (len(head), -1))
         logits = queries @ keys.transpose(1, 2)
         logits[..., : tiles.tiles] += self.bias[some]
         if absent is not None:
@@ -152,10 +150,10 @@ def _dense_prefix(q: Tensor, tiles: Tiles, factor: float) -> Tensor:
     """(B, heads, prefix, e) exact outputs of the prefix queries."""
     queries = q[:, :, : tiles.prefix].to(tiles.q.dtype)
     keys, values = (
-        split_dimension(x[:, tiles.tiles :], 0, q.shape[:2]) for x in (tiles.keys, tiles.values)
+        unflatten(x[:, tiles.tiles :], 0, q.shape[:2]) for x in (tiles.keys, tiles.values)
     )
     mask = None
     if tiles.exists is not None:
-        spatial = split_dimension(tiles.exists.flatten(1), 0, q.shape[:2]).unsqueeze(2)
+        spatial = unflatten(tiles.exists.flatten(1), 0, q.shape[:2]).unsqueeze(2)
         mask = pad(spatial, (tiles.prefix, 0), value=True)
     return scaled_dot_product_attention(queries, keys, values, attn_mask=mask, scale=factor)

@@ -8,7 +8,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from bmfa.attention.tiling import CAP, Tiling, by_groups, by_tiles, existing_slots, split_dimension
+from bmfa.attention.tiling import (
+    GAP_CAP,
+    Tiling,
+    tiles_to_groups,
+    tokens_to_tiles,
+    unflatten,
+    valid_slots,
+)
 from bmfa.trees.build import query_chunks
 
 # Logits held at once: few enough to stay in a processor's cache, enough to hide the calls.
@@ -49,9 +56,9 @@ class Tiles:
     ) -> "Tiles":
         """Lay tokens out in tiles, in at least float32, and take means."""
         working = torch.promote_types(q.dtype, torch.float32)
-        exists = existing_slots(tiling, valid, q)
+        exists = valid_slots(tiling, valid, q)
         before = [x[:, :, :prefix].to(working).flatten(0, 1) for x in (k, v)]
-        q, k, v = (by_tiles(x[:, :, prefix:], tiling, working) for x in (q, k, v))
+        q, k, v = (tokens_to_tiles(x[:, :, prefix:], tiling, working) for x in (q, k, v))
         q = q * factor
         if exists is None:
             counts = q.new_full((1, tiling.tiles), float(tiling.side**2))
@@ -62,14 +69,14 @@ class Tiles:
         deviation = k - means[0].unsqueeze(2)
         if exists is not None:
             deviation = deviation.masked_fill(~exists.unsqueeze(-1), 0.0)
-        sums = by_groups(q.sum(2), tiling).sum(2)
-        members = by_groups(counts.unsqueeze(-1), tiling).sum(2).clamp(min=1)
+        sums = tiles_to_groups(q.sum(2), tiling).sum(2)
+        members = tiles_to_groups(counts.unsqueeze(-1), tiling).sum(2).clamp(min=1)
         mean_q = sums / members
-        grouped = by_groups(q.flatten(2), tiling).view(*sums.shape[:2], -1, q.shape[-1])
+        grouped = tiles_to_groups(q.flatten(2), tiling).view(*sums.shape[:2], -1, q.shape[-1])
         apart = grouped - mean_q.unsqueeze(2)
         if exists is not None or tiling.tiles % tiling.group:
             there = q.new_ones(q.shape[:3]) if exists is None else exists.to(working)
-            apart = apart * by_groups(there, tiling).flatten(2).unsqueeze(-1)
+            apart = apart * tiles_to_groups(there, tiling).flatten(2).unsqueeze(-1)
         query_spread = _squares(apart) / members.squeeze(-1) / (2 * q.shape[-1])
         key_spread = _squares(deviation) / counts.clamp(min=1)
         rounding = (8 * torch.finfo(working).eps) ** 2 * means[0].square().sum(-1)
@@ -137,7 +144,7 @@ def _screen_part(
     keys, values = tiles.keys[heads], tiles.values[heads]
     representative = tiles.mean_q[heads, rows]  # (g, r, d)
     scores = representative @ tiles.deviation[heads].transpose(1, 2)
-    scores = split_dimension(scores, 2, (tiles.tiles, tiles.slots))  # (g, r, T, S) s - M
+    scores = unflatten(scores, 2, (tiles.tiles, tiles.slots))  # (g, r, T, S) s - M
     if tiles.exists is not None:
         # A tile without tokens keeps its zeros; its count of 0 takes it out below.
         absent = ~tiles.exists[heads].unsqueeze(1) & (count > 0).unsqueeze(-1)
@@ -147,7 +154,7 @@ def _screen_part(
     energy = scores.amax(-1) - shares.amax(-1).log()
     gap = (energy - count.clamp(min=1).log()).clamp(min=0.0)
     spread = tiles.query_spread[heads, rows].unsqueeze(-1) * tiles.key_spread[heads].unsqueeze(1)
-    gap = (gap + spread.nan_to_num(0.0)).clamp(max=CAP)  # 0 times squares beyond all numbers
+    gap = (gap + spread.nan_to_num(0.0)).clamp(max=GAP_CAP)  # 0 times squares beyond all numbers
     coarse = representative @ keys[:, : tiles.first].transpose(1, 2)
     mean, before = coarse[..., : tiles.tiles], coarse[..., tiles.tiles :]
     mass = (mean + energy).masked_fill(count == 0, -torch.inf)  # A_L

@@ -15,9 +15,9 @@ from bmfa.attention.kernels.triton.tiled.residuals import residual
 from bmfa.attention.kernels.triton.tiled.scoring import score
 from bmfa.attention.kernels.triton.tiled.selecting import select
 from bmfa.attention.kernels.triton.tiled.sizes import (
-    CAP,
     COARSE,
     CONFIGURATION,
+    GAP_CAP,
     GROUP,
     STRIP,
     TILES,
@@ -71,7 +71,7 @@ class _Pipeline:
             "COARSE": COARSE,
             "TILES": TILES,
             "STRIP": STRIP,
-            "CAP": CAP,
+            "GAP_CAP": GAP_CAP,
             "ROWS": sizes.block,
             "BY_ERROR": error is not None,
         }

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 SIDE, GROUP = 8, 2
-CAP = 4.0
+GAP_CAP = 4.0
 # 2^100 a hundred thousand times, and 2^-100, are numbers still.
 PLAIN = 100.0
 # Pinned, not tuned at run time: columns of a scoring program, mean tiles in one step of attention,
