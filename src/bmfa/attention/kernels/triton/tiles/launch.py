@@ -23,7 +23,7 @@ from bmfa.attention.kernels.triton.tiles.pool import pool_kernel
 from bmfa.attention.kernels.triton.tiles.residual import residual_kernel
 from bmfa.attention.kernels.triton.tiles.score import score_kernel
 from bmfa.attention.kernels.triton.tiles.select import select_kernel
-from bmfa.attention.tiling import CAP, Tiling
+from bmfa.attention.tiling import GAP_CAP, Tiling
 from bmfa.grid import Grid
 
 # Tensors that every call passes; kernels find them by these names.
@@ -98,14 +98,14 @@ class CallKey(NamedTuple):
             "prefix": self.prefix,
             "height": self.height,
             "width": self.width,
-            "tiles_across": tiling.tiles_across,
+            "tiles_across": tiling.columns,
             "num_tiles": tiling.tiles,
             "num_groups": tiling.groups,
             "qk_scale": self.qk_scale,
             "D": self.dim,
             "BLOCK_D": _dot_block(self.dim),
             "SIDE": tiling.side,
-            "LOG2_S": math.log2(tiling.side**2),
+            "LOG2_S": math.log2(tiling.slots),
             "GROUP": tiling.group,
             "BLOCK_PREFIX": _dot_block(self.prefix) if self.prefix else 0,
             "Z_ORDER": self.z_order,
@@ -161,7 +161,7 @@ class _AttentionLaunch:
             "budget": expand,
             "BLOCK_MEANS": BLOCK_MEANS,
             "STRIP": STRIP,
-            "CAP": CAP,
+            "GAP_CAP": GAP_CAP,
             "BLOCK_R": self.work.block_r,
             "BY_ERROR": error is not None,
         }

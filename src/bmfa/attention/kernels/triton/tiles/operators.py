@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from bmfa.attention.kernels.triton import unsupported_reason as unsupported_device_reason
-from bmfa.attention.tiling import Tiled, Tiling
+from bmfa.attention.tiling import GROUP_TILES, TILE_SIDE, TiledAttention, Tiling
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 DIMS = (32, 64, 80, 96, 128)  # head dimensions that the tests run
@@ -51,10 +51,10 @@ def unsupported_reason(
         return (
             f"the grid is {grid.height}x{grid.width}; the kernels take sides up to {LARGEST_SIDE}"
         )
-    if (tiling.side, tiling.group) != (Tiling.side, Tiling.group):
+    if (tiling.side, tiling.group) != (TILE_SIDE, GROUP_TILES):
         return (
             f"tiles of {tiling.side}x{tiling.side} tokens are in groups of {tiling.group}; the "
-            f"kernels take tiles of {Tiling.side}x{Tiling.side} in groups of {Tiling.group}"
+            f"kernels take tiles of {TILE_SIDE}x{TILE_SIDE} in groups of {GROUP_TILES}"
         )
     if prefix > LARGEST_PREFIX:
         return f"the prefix has {prefix} tokens; the kernels take up to {LARGEST_PREFIX}"
@@ -79,7 +79,7 @@ def tiled_attention(
     expand: int | None = None,
     valid: Tensor | None = None,
     order: str = "raster",
-) -> Tiled:
+) -> TiledAttention:
     """Compute tiled attention as specified by `bmfa.attention.kernels.reference.tiled_attention`.
 
     Args:
@@ -107,7 +107,7 @@ def tiled_attention(
         mask: Tensor = coarse.flatten(-2)[..., : tiling.tiles] == 0
         return mask.view(*shape, -1) & _tiles_with_tokens(tiling, valid, mask)
 
-    return Tiled(output, expanded_count.view(shape), expanded)
+    return TiledAttention(output, expanded_count.view(shape), expanded)
 
 
 def log_partition_loss_bound(
@@ -155,15 +155,15 @@ def _tiles_with_tokens(tiling: Tiling, valid: Tensor | None, like: Tensor) -> Te
     """Return a (B or 1, 1, 1, T) mask of the tiles that have a token."""
     if valid is None:
         return like.new_ones(1, 1, 1, tiling.tiles)
-    slots = tiling.slots.to(valid.device)
+    slots = tiling.slot_tokens.to(valid.device)
     exists = valid[:, slots.clamp(min=0)] & (slots >= 0)  # (B, T, S)
     return exists.any(-1)[:, None, None, :]
 
 
 def _tiles_and_groups(height: int, width: int) -> tuple[int, int]:
     """Return T and R of a grid."""
-    tiles = -(-height // Tiling.side) * -(-width // Tiling.side)
-    return tiles, -(-tiles // Tiling.group)
+    tiles = -(-height // TILE_SIDE) * -(-width // TILE_SIDE)
+    return tiles, -(-tiles // GROUP_TILES)
 
 
 # Kernels are imported on the first call: Triton may be missing.
@@ -211,7 +211,7 @@ def _flops(
     queries with the prefix, the mean tiles and `expand` tiles. What a target expands is not known."""
     batch, heads, _, dim = q
     tokens, (tiles, groups) = height * width, _tiles_and_groups(height, width)
-    expanded_tokens = Tiling.side**2 * min(expand, tiles)
+    expanded_tokens = TILE_SIDE**2 * min(expand, tiles)
     products = 1.5 * groups * tokens + tokens * (tiles + prefix + expanded_tokens)
     return int(4 * batch * heads * dim * (products + prefix * tokens))
 

@@ -41,7 +41,7 @@ def select_kernel(
     stride_kb, stride_kh, stride_kt, H, prefix, num_tiles, first_group, num_rows, num_groups,
     qk_scale, target, budget,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_T: tl.constexpr, BY_ERROR: tl.constexpr,
-    CAP: tl.constexpr,
+    GAP_CAP: tl.constexpr,
 ):  # fmt: skip
     """Choose the expanded tiles of one query group of one head. Grid: (num_rows, B * H).
 
@@ -61,7 +61,7 @@ def select_kernel(
     count = tl.load(counts + batch_head * num_tiles + tiles, mask=is_tile, other=0.0)
     spread = tl.load(k_spread + batch_head * num_tiles + tiles, mask=is_tile, other=0.0)
     spread *= tl.load(q_spread + group)
-    capped_gap = tl.minimum(tile_gap + spread, CAP)
+    capped_gap = tl.minimum(tile_gap + spread, GAP_CAP)
     q_means = tl.load(q_mean + group * D + columns, mask=columns < D, other=0.0)
     k += batch * stride_kb + head * stride_kh
     m_i = tl.max(tile_lse, 0)
