@@ -104,7 +104,7 @@ def full_disk(path):
 
 
 CORNER = ["synthetic", "--placement", "corner", "--method", "gamma:0.005"]
-BENCH_TREES = "bench trees --repeats 1 --batch-size 1 --method gamma:0.005".split()
+BENCH_TREES = ["bench", "trees", "--repeats", "1", "--batch-size", "1", "--method", "gamma:0.005"]
 
 
 @full_device
