@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from bmfa.attention.tiling import CAP, Tiling, by_groups, by_tiles, existing_slots, split_dimension
-from bmfa.trees.build import query_chunks
+from bmfa.trees.keys import query_chunks
 
 # Logits held at once: few enough to stay in a processor's cache, enough to hide the calls.
 CHUNK_ELEMENTS = 1 << 19
