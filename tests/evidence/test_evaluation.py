@@ -4,7 +4,6 @@ import copy
 import json
 import os
 import pickle
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from importlib.util import find_spec
@@ -16,7 +15,6 @@ import torch
 from PIL import Image
 
 from bmfa.cli import main
-from bmfa.cli.output import progress_line
 from bmfa.data.imagenet import LabelledPicture, embedded_pictures
 from bmfa.evidence.classification import flops, throughput
 from bmfa.evidence.classification import run as evaluation
@@ -24,10 +22,9 @@ from bmfa.evidence.classification.throughput import Rate
 from bmfa.evidence.closed_loop import run as closed_loop
 from bmfa.evidence.model_methods import applied, check_methods, count_leaves, parse
 from bmfa.evidence.page import figures
-from bmfa.evidence.runner.batches import Batches
 from bmfa.models import LoadedModel, load_model, patch
-from bmfa.models.reduced import reductions_in
-from bmfa.models.screens import screens_in
+from bmfa.models.screened_layer import screened_layers
+from bmfa.models.token_reduction import find_reduction
 from bmfa.records import Record
 
 COLUMNS = [
@@ -93,7 +90,7 @@ def test_rows_against_plain_counting(model: LoadedModel) -> None:
     assert full["leaf_percent"] is full["final_tokens"] is None
     assert mean["leaf_percent"] == pytest.approx(100 / 196) and mean["final_tokens"] is None
     assert pooled["final_tokens"] == 1 + 16 and pooled["leaf_percent"] is None
-    assert not screens_in(model.model) and not reductions_in(model.model)
+    assert not screened_layers(model.model) and not find_reduction(model.model)
 
 
 def test_leaves_are_those_of_the_closed_loop(model: LoadedModel) -> None:
@@ -152,16 +149,18 @@ def test_speed_is_a_median_of_alternating_samples(
     clock, seen = [0.0], []
 
     def call(pixels: torch.Tensor) -> torch.Tensor:
-        screened = bool(screens_in(model.model))
-        assert all(screen.listener is None for _, screen in screens_in(model.model))
+        screened = bool(screened_layers(model.model))
+        assert all(layer.observer is None for layer in screened_layers(model.model))
         seen.append(screened)
         late = 100.0 if len(seen) == 6 else 1.0  # one sample of the full model meets a hitch
         clock[0] += late * (2.0 if screened else 0.5)
         return pixels
 
     monkeypatch.setattr(throughput.time, "perf_counter", lambda: clock[0])
-    pixels = throughput.filled(torch.zeros(3, 3, 4, 4), 8)
-    rates = throughput.model_rates(model, call, pixels, ["full", "global-mean"], "last-4", 3)
+    pixels = throughput.repeat_to_size(torch.zeros(3, 3, 4, 4), 8)
+    rates = throughput.model_rates(
+        model, call, pixels, ["full", "global-mean"], layers="last-4", repeats=3
+    )
     assert seen == [False, False, True, True] + [False, True] * 3
     assert rates == {"full": Rate(8 / 0.5, "eager"), "global-mean": Rate(8 / 2.0, "eager")}
 
@@ -177,7 +176,9 @@ def test_short_calls_are_timed_together(
         return pixels
 
     monkeypatch.setattr(throughput.time, "perf_counter", lambda: clock[0])
-    rates = throughput.model_rates(model, call, torch.zeros(2, 3, 4, 4), ["full"], "last-4", 2)
+    rates = throughput.model_rates(
+        model, call, torch.zeros(2, 3, 4, 4), ["full"], layers="last-4", repeats=2
+    )
     assert rates["full"].images_per_second == pytest.approx(200.0)
     assert len(calls) >= 2 + 2 * 10
 
@@ -190,14 +191,18 @@ def test_cuda_graphs_are_timed_where_they_can_be_captured(model: LoadedModel) ->
 
     def call(pixels: torch.Tensor) -> torch.Tensor:
         logits = on_cuda.logits(pixels)
-        if not reductions_in(on_cuda.model):
+        if not find_reduction(on_cuda.model):
             kept.append(float(logits.sum()))  # waits for the device
         return logits
 
     with torch.inference_mode():
-        rates = throughput.model_rates(on_cuda, call, pixels, ["full", "tome:8"], "last-4", 2)
+        rates = throughput.model_rates(
+            on_cuda, call, pixels, ["full", "tome:8"], layers="last-4", repeats=2
+        )
         assert (rates["full"].timed, rates["tome:8"].timed) == ("eager", "graph")
-        rates = throughput.model_rates(on_cuda, on_cuda.logits, pixels, ["full"], "last-4", 2)
+        rates = throughput.model_rates(
+            on_cuda, on_cuda.logits, pixels, ["full"], layers="last-4", repeats=2
+        )
     assert rates["full"].timed == "graph" and rates["full"].images_per_second > 0
 
 
@@ -240,16 +245,6 @@ def test_half_precision_leaves_the_callers_model_alone(model: LoadedModel) -> No
     assert half[1]["output_kl"] != single[1]["output_kl"]
 
 
-def test_threads_that_read_ahead_change_nothing(model: LoadedModel) -> None:
-    for workers in (0, 3):
-        batches = Batches(embedded_pictures(11), model.preprocess, 2, workers)
-        found = list(batches.read(range(6)))
-        assert [batch.places for batch in found] == [[0, 1], [2, 3], [4, 5], [6, 7], [8, 9], [10]]
-        assert found[2].pixels is not None
-        again = next(Batches(embedded_pictures(11), model.preprocess, 2).read([2]))
-        assert torch.equal(found[2].pixels, again.pixels)  # type: ignore[arg-type]
-
-
 def test_bad_settings_raise_before_the_work(model: LoadedModel) -> None:
     def refused(match: str, methods: list[str], **options: object) -> None:
         with pytest.raises(ValueError, match=match):
@@ -263,7 +258,7 @@ def test_bad_settings_raise_before_the_work(model: LoadedModel) -> None:
     refused("batch_size is 0", ["full"], batch_size=0)
     refused("dtype is 'int8'", ["full"], dtype="int8")
     refused("amp and dtype float16", ["full"], dtype="float16", amp=True)
-    refused("98 pairs", ["tome:99"])
+    refused("at most 98", ["tome:99"])
     refused("197 tokens in 12 blocks", ["diffrate:0.8g"])
     with pytest.raises(ValueError, match="repeats is -1"):
         evaluation.run(model, embedded_pictures(1), ["full"], repeats=-1)
@@ -290,46 +285,6 @@ def test_a_patch_before_is_removed(model: LoadedModel) -> None:
     before = evaluation.run(model, pictures, ["full"], repeats=0).rows
     patch(model.model, rule="global-mean", layers="all")
     assert evaluation.run(model, pictures, ["full"], repeats=0).rows == before
-
-
-class Terminal:
-    """Standard error that says it is a terminal."""
-
-    def __init__(self) -> None:
-        self.text = ""
-
-    def isatty(self) -> bool:
-        return True
-
-    def write(self, text: str) -> None:
-        self.text += text
-
-    def flush(self) -> None:
-        pass
-
-
-class Options:
-    quiet = False
-
-
-def test_progress_has_a_rate_and_the_time_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    now, terminal = [100.0], Terminal()
-    monkeypatch.setattr("bmfa.cli.output.time.monotonic", lambda: now[0])
-    monkeypatch.setattr(sys, "stderr", terminal)
-    show = progress_line(Options(), "pictures")  # type: ignore[arg-type]
-    assert show is not None
-    for done, seconds in ((200, 0.0), (250, 10.0), (400, 30.0)):
-        now[0] += seconds
-        show(done, 1000)
-    lines = terminal.text.split("\r\033[K")
-    # What was done before a run continued does not count as its speed.
-    assert lines[1:] == [
-        "pictures 200/1000",
-        "pictures 250/1000, 5/s, 2 min 30 s left",
-        "pictures 400/1000, 5/s, 2 min 00 s left",
-    ]
-    show(1000, 1000)
-    assert terminal.text.endswith("\r\033[K")
 
 
 def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
@@ -382,7 +337,7 @@ def test_the_command_refuses_in_one_line(
     error = refused(capsys, "evaluate", "--method", "delta:1", "--limit", "1")
     assert "'delta:1'" in error and "exact-gap" in error and "free-energy" in error
     error = refused(capsys, "evaluate", "--method", "tome:200", "--limit", "1")
-    assert "200 tokens a block" in error and "98 pairs" in error
+    assert "200 tokens a block" in error and "at most 98" in error
     assert "'fast'" in refused(capsys, "evaluate", "--method", "tome:fast")
     assert "--labels goes with --data-dir" in refused(capsys, "evaluate", "--labels", "x.txt")
     assert "limit is 0" in refused(
@@ -405,7 +360,7 @@ def test_the_command_refuses_weights(capsys: pytest.CaptureFixture[str], tmp_pat
     for content in (b"", b"root:x:0:0:root:/root", b"PK\x03\x04torn", b"\x80\x02}q\x00."):
         (tmp_path / "junk.pt").write_bytes(content)
         assert "junk.pt" in refused(capsys, "evaluate", "--weights", str(tmp_path / "junk.pt"))
-    assert "is no file; pass a safetensors" in refused(
+    assert "does not exist; pass a safetensors" in refused(
         capsys, "evaluate", "--weights", str(tmp_path / "none.pt")
     )
 

@@ -141,7 +141,9 @@ class Call:
             spatial = self.valid.expand(*self.shape[:2], -1).flatten(0, 1)
             mask = torch.cat((spatial.new_ones(len(spatial), self.prefix), spatial), -1)
         q = self.q[:, queries]
-        output = eager.dense(q, self.k, self.v, scale=self.scale, tau=self.tau, valid=mask)
+        output = eager.dense_attention(
+            q, self.k, self.v, scale=self.scale, tau=self.tau, valid=mask
+        )
         return output.view(*self.shape[:2], *output.shape[1:])
 
     def audit(self, output: Tensor, fraction: float) -> Audit | None:

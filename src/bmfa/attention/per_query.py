@@ -8,7 +8,7 @@ from torch import Tensor
 
 from bmfa.attention.inputs import Call
 from bmfa.attention.result import Trees
-from bmfa.attention.tiling import split_dimension
+from bmfa.attention.tiling import unflatten
 from bmfa.grid import Grid
 from bmfa.trees.build import screen_keys
 from bmfa.trees.certificates import exact_error, key_certificate
@@ -63,15 +63,15 @@ class TreeCall(Call):
 
     def unsupported_by_triton(self, rule: Rule) -> str | None:
         """Why the Triton kernel does not serve this call; None where it does."""
-        from bmfa.attention.kernels.triton import trees
+        from bmfa.attention.kernels.triton.per_query import operators
 
-        return trees.unsupported(*self.inputs, self.grid, rule, self.mask)
+        return operators.unsupported_reason(*self.inputs, self.grid, rule, self.mask)
 
     def triton(self, rule: Rule, max_depth: int | None) -> tuple[Tensor, Trees]:
         """One kernel from q, k, v to outputs and marks; trees are made from these on demand."""
-        from bmfa.attention.kernels.triton import trees
+        from bmfa.attention.kernels.triton.per_query import operators
 
-        output, marks = trees.attend(
+        output, marks = operators.per_query_attention(
             *self.inputs,
             grid=self.grid,
             prefix=self.prefix,
@@ -89,8 +89,8 @@ class TreeCall(Call):
         from bmfa.attention.kernels import eager
 
         tree = screen_keys(
-            split_dimension(self.q.detach(), 0, self.shape[:2]),
-            split_dimension(self.k[:, self.prefix :].detach(), 0, self.shape[:2]),
+            unflatten(self.q.detach(), 0, self.shape[:2]),
+            unflatten(self.k[:, self.prefix :].detach(), 0, self.shape[:2]),
             self.grid,
             rule,
             scale=self.scale,
@@ -98,10 +98,12 @@ class TreeCall(Call):
             max_depth=max_depth,
             valid=None if self.valid is None else self.valid.unsqueeze(-2),
         )
-        attend = eager.representative if form == "representative" else eager.repeated
+        attend = (
+            eager.representative_attention if form == "representative" else eager.repeated_attention
+        )
         flat = tree.flat()
         output = attend(self.q, self.k, self.v, flat, prefix=self.prefix, scale=self.scale)
-        return split_dimension(output, 0, self.shape[:2]), tree
+        return unflatten(output, 0, self.shape[:2]), tree
 
     def reference(self, rule: Rule, max_depth: int | None, form: str) -> tuple[Tensor, Tree]:
         """The float64 specification, query by query, with the trees it built itself."""
@@ -112,7 +114,7 @@ class TreeCall(Call):
             x.detach().double().cpu().view(*lead, *x.shape[1:]) for x in (self.q, self.k, self.v)
         )
         masks = None if self.valid is None else self.valid.expand(lead[0], -1, -1)[:, 0].cpu()
-        output, trees = reference.attention(
+        output, trees = reference.per_query_attention(
             q.numpy(),
             k.numpy(),
             v.numpy(),
@@ -156,9 +158,9 @@ def _marked(
     max_depth: int | None,
 ) -> Tree:
     """The trees whose splits a kernel marked."""
-    from bmfa.attention.kernels.triton.tree_tables import decided
+    from bmfa.attention.kernels.triton.per_query.tables import decode_splits
 
-    decision = decided(marks, grid, max_depth)
+    decision = decode_splits(marks, grid, max_depth)
     return Tree(
         quadtree_layout(grid).to(marks.device),
         decision.split,

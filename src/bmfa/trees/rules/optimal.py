@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from bmfa.checks import check_flag, check_integer, check_number, python_number
+from bmfa.checks import check_flag, check_leaves, check_number, python_number
 from bmfa.grid import Grid
 from bmfa.trees.pyramid import Pyramid, ScorePyramid, machine_epsilon
 from bmfa.trees.rules.base import Context, Decision, Rule, format_number, split_from_root
@@ -19,7 +19,7 @@ LEAST_PENALTY = {torch.float32: 1e-30, torch.float64: 1e-250}
 LEAVES_SLACK = 1e-6
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class Optimal(Rule):
     """Use the tree with the least penalty * leaves - (share of Z held), among all trees.
 
@@ -40,8 +40,8 @@ class Optimal(Rule):
 
     Args:
         penalty: Share of Z that a leaf must hold to be kept, at least 0.
-        leaves: Budget of leaves: an int is a number of leaves, a float in (0, 1] a fraction of the
-            valid tokens.
+        leaves: Budget of leaves: an int of at least 2 is a number of leaves, a float in (0, 1] a
+            fraction of the valid tokens.
         error: Budget of E = F - F~, at least 0, in units of the scores. Exactly one of `penalty`,
             `leaves` and `error` must be given.
         pooled: If True, the budget holds for the average over the batch, under one penalty for all
@@ -82,17 +82,8 @@ class Optimal(Rule):
                 )
         if self.error is not None:
             check_number("error", self.error, low=0.0)
-        if isinstance(self.leaves, float):
-            check_number("leaves", self.leaves, low=0.0, high=1.0, open_low=True)
-        elif self.leaves is not None:
-            check_integer("leaves", self.leaves, low=1)
-
-    def __eq__(self, other: object) -> bool:
-        # By repr, because leaves=1 (one leaf) and leaves=1.0 (all tokens) are equal numbers.
-        return type(other) is type(self) and repr(other) == repr(self)
-
-    def __hash__(self) -> int:
-        return hash(repr(self))
+        if self.leaves is not None:
+            check_leaves(self.leaves)
 
     @property
     def needs_all_trees(self) -> bool:
@@ -112,7 +103,7 @@ class Optimal(Rule):
         if isinstance(self.leaves, int) and self.leaves > tokens:
             raise ValueError(
                 f"leaves is {self.leaves} and the {grid.height}x{grid.width} grid has {tokens} valid "
-                f"tokens; pass an integer from 1 to {tokens}, or a fraction in (0, 1]"
+                f"tokens; pass an integer from 2 to {tokens}, or a fraction in (0, 1]"
             )
 
     def node_scores(self, pyramid: Pyramid) -> Tensor:
