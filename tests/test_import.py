@@ -135,7 +135,7 @@ def test_the_core_loads_torch_and_numpy_alone():
     code = (
         "import sys, time; t = time.perf_counter(); import bmfa\n"
         "bmfa.screen, bmfa.screen_keys, bmfa.screened_attention, bmfa.rules, bmfa.Grid, bmfa.gap\n"
-        "import bmfa.attention.kernels.eager.tiled, bmfa.attention.kernels.reference\n"
+        "import bmfa.attention.kernels.eager.tiles, bmfa.attention.kernels.reference\n"
         "import bmfa.attention.dispatch\n"
         "print(time.perf_counter() - t)\n"
         f"print([name for name in {HEAVY} if name in sys.modules])"

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bmfa.attention.kernels.reference.tiled import ReferenceTiled, tiled_attention
+from bmfa.attention.kernels.reference.tiles import ReferenceTiled, tiled_attention
 from bmfa.attention.tiling import Tiled, Tiling
 from bmfa.grid import Grid
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from bmfa.attention.kernels.triton.trees import unavailable
+from bmfa.attention.kernels.triton import unsupported_reason
 from bmfa.packages import PACKAGES
 from bmfa.records import Record, Row, environment
 
@@ -59,7 +59,7 @@ def _backends() -> list[Row]:
 
 def _triton() -> str:
     """Whether the fused kernels run here, and why not."""
-    reason = unavailable(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    reason = unsupported_reason(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     if reason is not None:
         return f"unavailable: {reason}"
     if not torch.cuda.is_available():

@@ -6,7 +6,7 @@ import tempfile
 from pathlib import Path
 
 
-def write_whole(path: str | Path, content: str | bytes) -> None:
+def write_atomic(path: str | Path, content: str | bytes) -> None:
     """Write a file so that it appears whole or not at all.
 
     Args:

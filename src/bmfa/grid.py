@@ -1,9 +1,10 @@
-"""The static quadtree over a grid of tokens: its blocks level by level, built once and reused."""
+"""The grid of spatial tokens and its Z-order."""
 
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property, lru_cache, wraps
+from functools import lru_cache, wraps
+from typing import ParamSpec, TypeVar
 
 import numpy as np
 import torch
@@ -11,103 +12,130 @@ from torch import Tensor
 
 from bmfa.checks import check_integer
 
-# Tensors that are kept must serve autograd later, whatever mode the first call ran in.
-lasting = torch.inference_mode(False)
+P = ParamSpec("P")
+Side = TypeVar("Side", np.ndarray, Tensor)
+
+# Decorator: tensors that are cached must be normal tensors, also where the first call is made in
+# inference mode, because autograd cannot save inference tensors.
+normal_tensors = torch.inference_mode(False)
 
 
-@dataclass(frozen=True)
+def split_point(start: Side, stop: Side) -> Side:
+    """Return where the sides [start, stop) split: floor(n / 2) tokens, then the rest."""
+    middle: Side = start + (stop - start) // 2
+    return middle
+
+
+def _explain_wrong_sides(init: Callable[P, None]) -> Callable[P, None]:
+    """Replace Python's message about missing arguments by one that suggests the right call."""
+
+    @wraps(init)
+    def checked_init(*args: P.args, **kwargs: P.kwargs) -> None:
+        sides = args[1:]  # without self
+        if len(sides) + len(kwargs) != 2:
+            received = [repr(side) for side in sides]
+            received += [f"{name}={side!r}" for name, side in kwargs.items()]
+            call = f"({', '.join(received)})" if received else "nothing"
+            raise TypeError(f"Grid got {call}; {_suggest_grid(sides)}")
+        init(*args, **kwargs)
+
+    return checked_init
+
+
+@dataclass(frozen=True, init=False)
 class Grid:
-    """A grid of height x width spatial tokens, in raster order unless said otherwise.
+    """A grid of `height` x `width` spatial tokens, in raster order unless stated otherwise.
 
-    Functions that take a grid take the pair (height, width) as well.
+    Every function that takes a grid also accepts the pair `(height, width)`.
 
     Args:
-        height: The number of rows, at least 1.
-        width: The number of columns, at least 1.
+        height: Number of rows, at least 1.
+        width: Number of columns, at least 1.
+
+    Raises:
+        TypeError: If the arguments are not two integers.
+        ValueError: If a side is below 1.
 
     Example:
-        >>> Grid(14, 14).size
+        >>> import bmfa
+        >>> grid = bmfa.Grid(14, 14)
+        >>> grid.size
         196
+        >>> bmfa.Grid(196)
+        Traceback (most recent call last):
+        ...
+        TypeError: Grid got (196); did you mean Grid(14, 14)?
     """
 
     height: int
     width: int
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "height", check_integer("height", self.height, low=1))
-        object.__setattr__(self, "width", check_integer("width", self.width, low=1))
+    @_explain_wrong_sides
+    def __init__(self, height: int, width: int) -> None:
+        object.__setattr__(self, "height", check_integer("height", height, low=1))
+        object.__setattr__(self, "width", check_integer("width", width, low=1))
 
     @property
     def size(self) -> int:
-        """The number of tokens."""
+        """Number of tokens, `height * width`."""
         return self.height * self.width
 
     @property
     def depth(self) -> int:
-        """The depth at which every block is a single token."""
-        return (
-            max(self.height, self.width) - 1
-        ).bit_length()  # a side n leaves at most ceil(n / 2)
+        """Smallest depth at which every block of the quadtree is a single token."""
+        return (max(self.height, self.width) - 1).bit_length()  # a side n leaves ceil(n / 2)
 
     @property
     def z_order(self) -> Tensor:
-        """(N,) raster index of the i-th token in Z-order; `scores[..., grid.z_order]` reorders."""
-        return quadtree(self).z_order.clone()
+        """(N,) int64: raster index of the i-th token in Z-order.
+
+        The tokens of every quadtree block are consecutive in Z-order; `scores[..., grid.z_order]`
+        reorders raster scores.
+
+        Example:
+            >>> import bmfa
+            >>> bmfa.Grid(2, 4).z_order
+            tensor([0, 1, 4, 5, 2, 3, 6, 7])
+        """
+        return _z_order(self.height, self.width).clone()
 
     @property
     def z_rank(self) -> Tensor:
-        """(N,) place in Z-order of the i-th raster token: the inverse of `z_order`."""
-        return quadtree(self).z_rank.clone()
+        """(N,) int64: position in Z-order of the i-th raster token; the inverse of `z_order`.
+
+        Example:
+            >>> import bmfa
+            >>> bmfa.Grid(2, 4).z_rank
+            tensor([0, 1, 4, 5, 2, 3, 6, 7])
+        """
+        return _z_order(self.height, self.width).argsort()
 
     def partition(self, depth: int) -> Tensor:
-        """(N,) label of the block of that depth each token lies in, blocks numbered in Z-order."""
+        """Label every token with its quadtree block at one depth.
+
+        Args:
+            depth: Depth of the blocks, at least 0. A single token above that depth is its own block.
+
+        Returns:
+            (N,) int64 labels in raster order; blocks are numbered from 0 in Z-order.
+
+        Raises:
+            TypeError: If `depth` is not an integer.
+            ValueError: If `depth` is negative.
+
+        Example:
+            >>> import bmfa
+            >>> bmfa.Grid(2, 4).partition(1)
+            tensor([0, 0, 1, 1, 2, 2, 3, 3])
+        """
         check_integer("depth", depth, low=0)
-        layout = quadtree(self)
-        starts = torch.zeros(self.size, dtype=torch.int64)
-        for level in layout.levels[: depth + 1]:
-            starts[level.token_starts] = 1
-        if depth < len(layout.levels):
-            starts[layout.levels[depth].starts] = 1
-        return (starts.cumsum(0) - 1)[layout.z_rank]
-
-
-def _explained(init: Callable[..., None]) -> Callable[..., None]:
-    """`Grid.__init__`, with a message of its own where there are not two sizes."""
-
-    @wraps(init)
-    def explained(self: Grid, *sizes: int, **named: int) -> None:
-        if len(sizes) + len(named) != 2:
-            raise TypeError(f"Grid got {_spelt(sizes, named)}; {_advice(sizes)}")
-        init(self, *sizes, **named)
-
-    return explained
-
-
-Grid.__init__ = _explained(Grid.__init__)  # type: ignore[method-assign]
-
-
-def _spelt(sizes: tuple[object, ...], named: dict[str, int]) -> str:
-    given = [repr(size) for size in sizes] + [f"{name}={size!r}" for name, size in named.items()]
-    return f"({', '.join(given)})" if given else "nothing"
-
-
-def _advice(sizes: tuple[object, ...]) -> str:
-    """What to pass instead of these sizes."""
-    match sizes:
-        case (int(count),) if count > 0 and math.isqrt(count) ** 2 == count:
-            return f"did you mean Grid({math.isqrt(count)}, {math.isqrt(count)})?"
-        case ((height, width),):
-            return f"did you mean Grid({height!r}, {width!r})?"
-        case (_, height, width):
-            return (
-                f"did you mean Grid({height!r}, {width!r})? A grid has two sides; pictures or frames "
-                "go into the batch dimension of the tensors"
-            )
-    return "pass Grid(height, width), or the pair (height, width) where a grid is taken"
+        codes = _z_codes(self.height, self.width) >> 2 * max(0, self.depth - depth)
+        labels: Tensor = torch.unique(codes, return_inverse=True)[1]
+        return labels
 
 
 def check_grid(grid: object) -> Grid:
-    """The grid, given as one or as its two sides.
+    """Return `grid` as a `Grid`.
 
     Args:
         grid: A `Grid`, or a tuple or list (height, width).
@@ -123,216 +151,48 @@ def check_grid(grid: object) -> Grid:
         return grid
     if isinstance(grid, (tuple, list)) and len(grid) == 2:
         return Grid(*grid)
-    sizes = tuple(grid) if isinstance(grid, (tuple, list)) else (grid,)
-    raise TypeError(f"grid is {grid!r}; {_advice(sizes)}")
+    sides = tuple(grid) if isinstance(grid, (tuple, list)) else (grid,)
+    raise TypeError(f"grid is {grid!r}; {_suggest_grid(sides)}")
 
 
-@dataclass(frozen=True, eq=False)
-class Level:
-    """The blocks of one depth with more than one token, and the single tokens that end there.
-
-    `children` indexes the rows [blocks | tokens] of the next level; a missing child repeats a
-    present one, so that gathered rows are always real and need only a weight of 0.
-    """
-
-    boxes: Tensor  # (n, 4) top, left, bottom, right; half open
-    starts: Tensor  # (n,) place in Z-order of the block's first token
-    tokens: Tensor  # (t,) raster index
-    token_starts: Tensor  # (t,) place in Z-order
-    parents: Tensor  # (n,) row of the parent among the previous level's blocks
-    token_parents: Tensor  # (t,)
-    children: Tensor  # (n, k)
-    present: Tensor  # (n, k) bool
-
-    @property
-    def size(self) -> int:
-        """The number of blocks."""
-        return self.boxes.shape[0]
-
-    @cached_property
-    @lasting
-    def counts(self) -> Tensor:
-        """(n,) tokens of each block."""
-        top, left, bottom, right = self.boxes.unbind(-1)
-        return (bottom - top) * (right - left)
-
-    @cached_property
-    def in_order(self) -> bool:
-        """Whether the children are all present and lie in the next level one after the other."""
-        n, k = self.children.shape
-        return bool(self.present.all()) and torch.equal(
-            self.children.flatten().cpu(), torch.arange(n * k)
-        )
-
-    def to(self, device: torch.device) -> "Level":
-        """The same level on another device."""
-        return Level(**{name: value.to(device) for name, value in self._tensors()})
-
-    def _tensors(self) -> list[tuple[str, Tensor]]:
-        return [(name, getattr(self, name)) for name in self.__dataclass_fields__]
-
-
-@dataclass(frozen=True, eq=False)
-class Layout:
-    """A static hierarchy of rectangles over a grid: the quadtree, or tiles that are never split."""
-
-    grid: Grid
-    levels: tuple[Level, ...]
-
-    @cached_property
-    def offsets(self) -> tuple[int, ...]:
-        """Where the blocks of each level begin in the list of all blocks, its length last."""
-        return (0, *np.cumsum([level.size for level in self.levels]).tolist())
-
-    @property
-    def block_count(self) -> int:
-        """All blocks with more than one token."""
-        return self.offsets[-1]
-
-    @cached_property
-    @lasting
-    def z_rank(self) -> Tensor:
-        """(N,) place in Z-order of each raster token."""
-        rank = torch.empty(self.grid.size, dtype=torch.int64, device=self.device)
-        for level in self.levels:
-            rank[level.tokens] = level.token_starts
-        return rank
-
-    @cached_property
-    @lasting
-    def z_order(self) -> Tensor:
-        """(N,) raster index of the i-th token in Z-order."""
-        return self.z_rank.argsort()
-
-    @property
-    def device(self) -> torch.device:
-        """Where the index tensors lie."""
-        return self.levels[0].boxes.device
-
-    def children(self, depth: int, blocks: Tensor, tokens: Tensor | None) -> Tensor:
-        """(n, k, B) rows of the children of the blocks at `depth`.
-
-        `blocks` are the (n', B) rows of the next level's blocks, `tokens` the (N, B) rows of all
-        tokens in raster order, or None where a token counts 0.
-        """
-        level, below = self.levels[depth], self.levels[depth + 1]
-        n, k = level.children.shape
-        if below.size == 0 and tokens is not None:
-            rows = tokens.index_select(0, below.tokens[level.children].flatten())
-        elif level.in_order and below.tokens.numel() == 0:
-            rows = blocks
-        else:
-            ending = (
-                blocks.new_zeros(below.tokens.numel(), blocks.shape[1])
-                if tokens is None
-                else tokens.index_select(0, below.tokens)
+def _suggest_grid(sides: tuple[object, ...]) -> str:
+    match sides:
+        case (int(count),) if count > 0 and math.isqrt(count) ** 2 == count:
+            return f"did you mean Grid({math.isqrt(count)}, {math.isqrt(count)})?"
+        case ((height, width),):
+            return f"did you mean Grid({height!r}, {width!r})?"
+        case (_, height, width):
+            return (
+                f"did you mean Grid({height!r}, {width!r})? A grid has two sides; pictures or frames "
+                "go into the batch dimension of the tensors"
             )
-            rows = torch.cat((blocks, ending)).index_select(0, level.children.flatten())
-        return rows.view(n, k, rows.shape[1])
-
-    def to(self, device: torch.device | str) -> "Layout":
-        """The same layout on another device, kept for reuse."""
-        device = torch.device(device)
-        return self if device == self.device else _moved(self, device)
-
-
-@lru_cache(maxsize=64)
-@lasting
-def _moved(layout: Layout, device: torch.device) -> Layout:
-    return Layout(layout.grid, tuple(level.to(device) for level in layout.levels))
+    return "pass Grid(height, width), or the pair (height, width) where a grid is taken"
 
 
 @lru_cache(maxsize=256)
-@lasting
-def quadtree(grid: Grid) -> Layout:
-    """The quadtree: a side n splits into floor(n / 2) and the rest, a side of 1 does not split."""
-    root = np.array([[0, 0, grid.height, grid.width]])
-    return Layout(grid, _levels(root, _quarters, grid.width))
+@normal_tensors
+def _z_order(height: int, width: int) -> Tensor:
+    return _z_codes(height, width).argsort(stable=True)
 
 
-@lru_cache(maxsize=256)
-@lasting
-def tiles(grid: Grid, side: int) -> Layout:
-    """Tiles of side x side tokens from the top left, remainders at the right and the bottom."""
-    tops, lefts = np.meshgrid(
-        np.arange(0, grid.height, side), np.arange(0, grid.width, side), indexing="ij"
-    )
-    top, left = tops.ravel(), lefts.ravel()
-    boxes = np.stack(
-        (top, left, np.minimum(top + side, grid.height), np.minimum(left + side, grid.width)), -1
-    )
-    return Layout(grid, _levels(boxes, _singles, grid.width))
+def _z_codes(height: int, width: int) -> Tensor:
+    """(N,) int64 Z-order code of every raster token: a row bit and a column bit for each level.
+
+    The bits tell which half of its block the token belongs to, the pair of the root first, so that
+    the tokens of a block share a prefix.
+    """
+    depth = (max(height, width) - 1).bit_length()
+    rows, columns = _half_bits(height, depth), _half_bits(width, depth)
+    return (2 * rows.unsqueeze(1) + columns).flatten()  # (H, W) -> (N,)
 
 
-def _quarters(boxes: np.ndarray) -> np.ndarray:
-    """(n, 4, 4) children: top-left, top-right, bottom-left, bottom-right; some may be empty."""
-    top, left, bottom, right = boxes.T
-    middle, centre = top + (bottom - top) // 2, left + (right - left) // 2
-    return np.stack(
-        (
-            np.stack((top, left, middle, centre), -1),
-            np.stack((top, centre, middle, right), -1),
-            np.stack((middle, left, bottom, centre), -1),
-            np.stack((middle, centre, bottom, right), -1),
-        ),
-        axis=1,
-    )
-
-
-def _singles(boxes: np.ndarray) -> np.ndarray:
-    """(n, k, 4) the single tokens of each box in raster order, empty boxes at the end."""
-    height, width = (boxes[:, 2:] - boxes[:, :2]).max(0)
-    dy, dx = (steps.ravel() for steps in np.mgrid[0:height, 0:width])
-    top, left = boxes[:, :1] + dy, boxes[:, 1:2] + dx  # (n, k)
-    inside = ((top < boxes[:, 2:3]) & (left < boxes[:, 3:])).astype(top.dtype)
-    return np.stack((top, left, top + inside, left + inside), -1)
-
-
-def _area(boxes: np.ndarray) -> np.ndarray:
-    area: np.ndarray = np.prod(boxes[..., 2:] - boxes[..., :2], axis=-1)
-    return area
-
-
-def _levels(
-    boxes: np.ndarray, split: Callable[[np.ndarray], np.ndarray], width: int
-) -> tuple[Level, ...]:
-    """Split all boxes of a level at once until only single tokens are left."""
-    levels = []
-    starts = np.cumsum(_area(boxes)) - _area(boxes)
-    parents = np.zeros(len(boxes), dtype=np.int64)
-    while len(boxes):
-        block = _area(boxes) > 1
-        blocks, tokens = boxes[block], boxes[~block]
-        kids = split(blocks) if len(blocks) else np.zeros((0, 4, 4), dtype=np.int64)
-        area = _area(kids)
-        present = area > 0
-        fields = {
-            "boxes": blocks,
-            "starts": starts[block],
-            "tokens": tokens[:, 0] * width + tokens[:, 1],
-            "token_starts": starts[~block],
-            "parents": parents[block],
-            "token_parents": parents[~block],
-            "children": _rows(area),
-            "present": present,
-        }
-        levels.append(Level(**{name: torch.from_numpy(array) for name, array in fields.items()}))
-        starts = (starts[block][:, None] + np.cumsum(area, axis=1) - area)[present]
-        parents, boxes = np.nonzero(present)[0], kids[present]
-    return tuple(levels)
-
-
-def _rows(area: np.ndarray) -> np.ndarray:
-    """(n, k) row of each child in the next level; a missing one repeats the first present."""
-    present = area > 0
-    block = area[present] > 1
-    rows = np.zeros(area.shape, dtype=np.int64)
-    rows[present] = np.where(
-        block,
-        np.cumsum(block, dtype=np.int64) - 1,
-        block.sum() + np.cumsum(~block, dtype=np.int64) - 1,
-    )
-    if len(rows) == 0:
-        return rows
-    first = np.take_along_axis(rows, present.argmax(axis=1)[:, None], axis=1)
-    return np.where(present, rows, first)
+def _half_bits(side: int, depth: int) -> Tensor:
+    """(side,) int64: bit 2 * (depth - 1 - l) is 1 in the second half of a block of level l."""
+    index = torch.arange(side)
+    start, stop, bits = torch.zeros_like(index), torch.full_like(index, side), index * 0
+    for _ in range(depth):
+        middle = split_point(start, stop)
+        second = index >= middle
+        start, stop = torch.where(second, middle, start), torch.where(second, stop, middle)
+        bits = 4 * bits + second
+    return bits

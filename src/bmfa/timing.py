@@ -7,12 +7,23 @@ from typing import Any
 
 import torch
 
-from bmfa.evidence.bench.trees import median_milliseconds
-
 Work = Callable[[], object]
 # A graph holds so many milliseconds of calls, so that starting it does not count.
 GRAPH_MILLISECONDS, MOST_CALLS = 20.0, 20
 WARM_UP = 3
+
+
+def median_milliseconds(work: Work, repeats: int, device: torch.device) -> float:
+    """The median time of a warmed-up call."""
+    work()
+    times = []
+    for _ in range(repeats):
+        _synchronise(device)
+        start = time.perf_counter()
+        work()
+        _synchronise(device)
+        times.append(1e3 * (time.perf_counter() - start))
+    return statistics.median(times)
 
 
 def milliseconds(work: Work, repeats: int, device: torch.device) -> tuple[float, float | None]:

@@ -12,10 +12,10 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from bmfa.attention.kernels.triton import trees
-from bmfa.attention.kernels.triton.tiled import bounding, launching
-from bmfa.attention.kernels.triton.tiled.arguments import Frame
-from bmfa.attention.kernels.triton.tree_kernel import screened_attention_kernel
+from bmfa.attention.kernels.triton.per_query import operators
+from bmfa.attention.kernels.triton.per_query.kernel import screened_attention_kernel
+from bmfa.attention.kernels.triton.tiles import launch
+from bmfa.attention.kernels.triton.tiles.launch import Frame
 
 HOPPER = GPUTarget("cuda", 90, 32)
 POINTERS = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32"}
@@ -43,11 +43,11 @@ def tiled(dim, dtype, masked, prefix, aligned):
     side, mask = 64, torch.uint8 if masked else dtype
     strides = ((3 * side**2 * dim, dim, 3 * dim),) * 4
     frame = Frame(1, 3, dim, strides, dtype, 0, masked, side, side, prefix, 0.125, aligned)
-    plan = bounding._certifier(frame, 1e-5, 1e-5)
+    plan = launch._certifier(frame, 1e-5, 1e-5)
     tensors = (dtype, dtype, mask, torch.uint8, torch.float32, torch.float32)
     build(plan.kernel, tensors, plan.rest, plan.options)
     print("certify", dim)
-    chain = launching._prepared(frame, 0.1, 0).chain
+    chain = launch._prepared(frame, 0.1, 0).chain
     dtypes = dict.fromkeys(("q", "k", "v", "output"), dtype) | {"valid": mask}
     dtypes |= {"amounts": torch.int32, "words": torch.int32}
     dtypes |= {name: piece[2] for name, piece in chain.scratch.pieces.items()}
@@ -63,7 +63,9 @@ def rows_of(layout):
 
 
 def tree(rule, depth, width):
-    tile, warps = trees.UNMIXED if depth == trees.MIXED_DEPTH else trees.CONFIGURATION[2]
+    tile, warps = (
+        operators.UNMIXED if depth == operators.MIXED_DEPTH else operators.CONFIGURATION[2]
+    )
     kernel = screened_attention_kernel
     constants = {
         "RULE": rule, "FINE": False, "DEPTH": depth, "LIMIT": depth, "PREFIX": 1, "PREFIX_TILE": 16,
@@ -89,4 +91,4 @@ if __name__ == "__main__":
     tiled(128, torch.float16, True, 0, True)
     for depth in (2, 3, 4):
         tree("optimal", depth, 64)
-    tree("optimal", trees.MIXED_DEPTH, trees.MIXED_WIDTH)
+    tree("optimal", operators.MIXED_DEPTH, operators.MIXED_WIDTH)

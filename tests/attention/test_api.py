@@ -6,9 +6,9 @@ import torch
 
 from bmfa import Grid, rules, screened_attention
 from bmfa.attention.kernels import reference
-from bmfa.attention.kernels.eager import trees
-from bmfa.grid import quadtree, tiles
+from bmfa.attention.kernels.eager import per_query
 from bmfa.trees.build import query_chunks
+from bmfa.trees.layout import quadtree_layout, tile_layout
 from bmfa.trees.pyramid import _full_counts
 from bmfa.trees.rules import parse
 from cases import nudged
@@ -141,17 +141,17 @@ def test_gradients_with_padding_are_finite_and_zero_on_it():
 @pytest.mark.parametrize("form", ["representative", "repeated"])
 @pytest.mark.parametrize("name", ["gamma:0.05", "fixed-blocks:2"])
 def test_gradients_after_a_first_call_in_inference_mode(form, name):
-    for kept in (quadtree, tiles, _full_counts):
+    for kept in (quadtree_layout, tile_layout, _full_counts):
         kept.cache_clear()  # as in a new process
     grid = Grid(5, 6)
     common = {"grid": grid, "prefix": 1, "rule": parse(name), "form": form}
     inputs = tensors(4, grid)
     with torch.inference_mode():
         before = screened_attention(*inputs, **common)
-        layouts = [before.tree.layout, quadtree(grid)]
+        layouts = [before.tree.layout, quadtree_layout(grid)]
         levels = [level for layout in layouts for level in layout.levels]
         kept = [value for level in levels for value in (*vars(level).values(), level.counts)]
-        kept += [order for layout in layouts for order in (layout.z_rank, layout.z_order)]
+        kept += [order for layout in layouts for order in (layout.token_rank, layout.token_order)]
     assert not any(value.is_inference() for value in kept if isinstance(value, torch.Tensor))
     q, k, v = (t.requires_grad_() for t in inputs)
     after = screened_attention(q, k, v, **common).output
@@ -201,12 +201,12 @@ def test_chunking_does_not_show(monkeypatch, form):
         chunks.append(list(query_chunks(*sizes)))
         return chunks[-1]
 
-    monkeypatch.setattr(trees, "query_chunks", counted)
+    monkeypatch.setattr(per_query, "query_chunks", counted)
     grid = Grid(6, 6)
     q, k, v = tensors(9, grid, heads=3)
     common = {"grid": grid, "prefix": 1, "leaves": 0.3, "form": form, "backend": "eager"}
     whole = screened_attention(q, k, v, **common).output
-    monkeypatch.setattr(trees, "CHUNK_ELEMENTS", 200)
+    monkeypatch.setattr(per_query, "CHUNK_ELEMENTS", 200)
     parts = screened_attention(q, k, v, **common).output
     assert len(chunks[0]) == 1 and len(chunks[1]) > 6 * 4  # several of each head's 37 queries
     torch.testing.assert_close(parts, whole)
@@ -222,7 +222,7 @@ def test_the_certificate_is_never_below_the_error(name, masked):
         rule = parse(name, seed)
         common = {"grid": grid, "prefix": 2, "rule": rule, "valid": valid}
         result = screened_attention(q, k, v, certificate=True, **common)
-        _, trees = reference.attention(
+        _, trees = reference.per_query_attention(
             *(t.numpy() for t in (q, k, v)), 6, 7, rule, prefix=2,
             valid=None if valid is None else valid.numpy(),
             keep=rule.coins(2 * 2 * 44, 4).view(2, 2, 44, 4).numpy() if "random" in name else None,

@@ -630,7 +630,9 @@ def test_exact_gap_zero_is_dense_attention(height, width, prefix, masked):
         valid = np.random.default_rng(2).random((2, height * width)) < 0.6
         valid[:, 0] = True
     options = {"prefix": prefix, "tau": 0.7, "scale": 0.3, "valid": valid}
-    output, trees = reference.attention(q, k, v, height, width, rules.ExactGap(0.0), **options)
+    output, trees = reference.per_query_attention(
+        q, k, v, height, width, rules.ExactGap(0.0), **options
+    )
     np.testing.assert_allclose(output, reference.dense_attention(q, k, v, **options), atol=1e-12)
     assert len(trees) == len(trees[0]) == 2
     assert len(trees[0][0]) == prefix + height * width
@@ -641,8 +643,8 @@ def test_multiplicity_equivalence(rule):
     q, k, v = qkv(3, 1, 2, 1 + 6 * 7)
     valid = np.random.default_rng(4).random(42) < 0.8
     options = {"prefix": 1, "valid": valid, "keep": COINS}
-    repeated, trees = reference.attention(q, k, v, 6, 7, rule, **options)
-    representative, same = reference.attention(
+    repeated, trees = reference.per_query_attention(q, k, v, 6, 7, rule, **options)
+    representative, same = reference.per_query_attention(
         q, k, v, 6, 7, rule, **options, form="representative"
     )
     np.testing.assert_allclose(repeated, representative, rtol=0, atol=1e-12)
@@ -656,14 +658,14 @@ def test_dense_attention_by_hand():
         np.array([[[[0.0], [4.0]]]]),
     )
     np.testing.assert_allclose(reference.dense_attention(q, k, v), [[[[3.0], [3.0]]]])
-    output, _ = reference.attention(q, k, v, 1, 2, rules.GlobalMean())
+    output, _ = reference.per_query_attention(q, k, v, 1, 2, rules.GlobalMean())
     np.testing.assert_allclose(output, [[[[2.0], [2.0]]]])
 
 
 @pytest.mark.parametrize("rule", [rules.Gamma(0.1), rules.Optimal(leaves=6)], ids=repr)
 def test_attention_error_is_the_divergence_over_all_keys(rule):
     q, k, v = qkv(5, 1, 2, 2 + 25)
-    output, trees = reference.attention(q, k, v, 5, 5, rule, prefix=2, tau=1.5)
+    output, trees = reference.per_query_attention(q, k, v, 5, 5, rule, prefix=2, tau=1.5)
     errors = reference.attention_error(q, k, trees, prefix=2, tau=1.5)
     exact = reference.dense_attention(q, k, v, prefix=2, tau=1.5)
     longest = np.linalg.norm(v, axis=-1).max()
@@ -680,7 +682,7 @@ def test_attention_error_is_the_divergence_over_all_keys(rule):
 def test_coins_reach_their_own_trees():
     q, k, v = qkv(6, 1, 2, 16)
     coins = np.random.default_rng(7).random((1, 2, 16, 4)) < 0.5
-    _, trees = reference.attention(q, k, v, 4, 4, rules.RandomQuadrants(0.5), keep=coins)
+    _, trees = reference.per_query_attention(q, k, v, 4, 4, rules.RandomQuadrants(0.5), keep=coins)
     for h, i in np.ndindex(2, 16):
         assert len(trees[0][h][i].leaves) == 4 + 3 * coins[0, h, i].sum()
 
@@ -699,4 +701,4 @@ def test_refusals_teach():
     with pytest.raises(ValueError, match=r"rule 'gamma'.*NAME:VALUE"):
         build_tree(np.zeros((2, 2)), "gamma")
     with pytest.raises(ValueError, match="representative"):
-        reference.attention(*qkv(0, 1, 1, 1), 1, 1, rules.GlobalMean(), form="single")
+        reference.per_query_attention(*qkv(0, 1, 1, 1), 1, 1, rules.GlobalMean(), form="single")

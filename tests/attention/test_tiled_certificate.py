@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from bmfa import screened_attention
-from bmfa.attention.kernels.eager.certifying import working_precision
+from bmfa.attention.kernels.eager.tiles import working_precision
 from bmfa.attention.kernels.reference import (
     attention_error,
     build_tree,

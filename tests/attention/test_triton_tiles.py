@@ -13,7 +13,7 @@ from bmfa.attention.tiling import CAP, Tiling
 
 triton = pytest.importorskip("triton")
 
-from bmfa.attention.kernels.triton.tiled import operators  # noqa: E402
+from bmfa.attention.kernels.triton.tiles import operators  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of NumPy, in the interpreter
 
@@ -34,7 +34,9 @@ def tensors(seed, grid, prefix=1, dim=32, heads=2, batch=1, dtype=torch.float32,
 
 def run(q, k, v, tiling, *, prefix, valid=None, **asked):
     scale = q.shape[-1] ** -0.5
-    result = operators.attend(q, k, v, tiling, prefix=prefix, scale=scale, valid=valid, **asked)
+    result = operators.tiled_attention(
+        q, k, v, tiling, prefix=prefix, scale=scale, valid=valid, **asked
+    )
     assert result.output.dtype == q.dtype
     oracle = reference.tiled_attention(
         *(x.double().cpu().numpy() for x in (q, k, v)),

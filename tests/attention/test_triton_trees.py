@@ -10,7 +10,7 @@ from bmfa.trees.rules import parse
 from cases import nudged
 
 pytest.importorskip("triton")
-from bmfa.attention.kernels.triton import trees
+from bmfa.attention.kernels.triton.per_query import operators
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 GRIDS = ((14, 14), (16, 16), (5, 7), (1, 7), (12, 9), (3, 3), (7, 2))
@@ -172,7 +172,7 @@ def test_strided_inputs_and_z_order():
 @pytest.mark.parametrize("limit", [None, 0, 2, 9])
 def test_every_element_is_written_and_nothing_beyond(limit, monkeypatch):
     made = []
-    real = trees._outputs
+    real = operators._outputs
 
     def poisoned(*settings):
         made.append(
@@ -180,7 +180,7 @@ def test_every_element_is_written_and_nothing_beyond(limit, monkeypatch):
         )
         return made[-1]
 
-    monkeypatch.setattr(trees, "_outputs", poisoned)
+    monkeypatch.setattr(operators, "_outputs", poisoned)
     grid = Grid(9, 4)
     q, k, v = tensors(6, grid, heads=2, queries=5, width=10)
     result = screened_attention(
@@ -294,7 +294,7 @@ def test_auto_never_takes_the_interpreter():
 
 def test_the_operator_is_known_to_compilers_and_flop_counters():
     q, k, v = tensors(9, GRID, heads=2, queries=5)
-    slots, table = trees.tables(GRID, 1, "raster", q.device)
+    slots, table = operators.tables(GRID, 1, "raster", q.device)
     settings = (q, k, v, slots, table, None, "gamma", 0.1, False, 0.25, 1, 2, 2)
     checks = ("test_schema", "test_faketensor")
     torch.library.opcheck(torch.ops.bmfa.screen.default, settings, test_utils=checks)

@@ -10,7 +10,7 @@ import pytest
 
 from bmfa import __version__
 from bmfa.cli import main
-from bmfa.files import write_whole
+from bmfa.files import write_atomic
 from bmfa.records import Record, text_table
 
 
@@ -77,7 +77,7 @@ def test_a_failed_write_leaves_nothing(tmp_path, monkeypatch):
     path.write_text("before")
     monkeypatch.setattr("os.replace", lambda *_: (_ for _ in ()).throw(OSError("disk full")))
     with pytest.raises(OSError, match="disk full"):
-        write_whole(path, "after")
+        write_atomic(path, "after")
     assert path.read_text() == "before"
     assert list(tmp_path.iterdir()) == [path]
 
@@ -151,7 +151,7 @@ def test_a_full_disk_leaves_the_older_file(tmp_path, monkeypatch):
 
     monkeypatch.setattr("os.fdopen", lambda handle, mode: Full())
     with pytest.raises(OSError, match=r"record\.json cannot be written \(No space left"):
-        write_whole(path, "after")
+        write_atomic(path, "after")
     assert path.read_text() == "before" and list(tmp_path.iterdir()) == [path]
 
 

@@ -20,15 +20,14 @@ from bmfa.cli.output import progress_line
 from bmfa.data.imagenet import LabelledPicture, embedded_pictures
 from bmfa.evidence.classification import flops, throughput
 from bmfa.evidence.classification import run as evaluation
-from bmfa.evidence.classification.figures import round_ticks
 from bmfa.evidence.classification.throughput import Rate
 from bmfa.evidence.closed_loop import run as closed_loop
-from bmfa.evidence.model_methods import applied, check_methods, counted_leaves, parse
+from bmfa.evidence.model_methods import applied, check_methods, count_leaves, parse
 from bmfa.evidence.page import figures
 from bmfa.evidence.runner.batches import Batches
 from bmfa.models import LoadedModel, load_model, patch
-from bmfa.models.reduced import reductions_in
-from bmfa.models.screens import screens_in
+from bmfa.models.screened_layer import screened_layers
+from bmfa.models.token_reduction import find_reduction
 from bmfa.records import Record
 
 COLUMNS = [
@@ -94,7 +93,7 @@ def test_rows_against_plain_counting(model: LoadedModel) -> None:
     assert full["leaf_percent"] is full["final_tokens"] is None
     assert mean["leaf_percent"] == pytest.approx(100 / 196) and mean["final_tokens"] is None
     assert pooled["final_tokens"] == 1 + 16 and pooled["leaf_percent"] is None
-    assert not screens_in(model.model) and not reductions_in(model.model)
+    assert not screened_layers(model.model) and not find_reduction(model.model)
 
 
 def test_leaves_are_those_of_the_closed_loop(model: LoadedModel) -> None:
@@ -134,7 +133,7 @@ def test_operations_against_counting_by_hand(model: LoadedModel) -> None:
     with (
         torch.inference_mode(),
         applied(model.model, "optimal:0.002", "last-4"),
-        counted_leaves(model.model) as leaves,
+        count_leaves(model.model) as leaves,
     ):
         model.logits(pixels)
     kept = round(196 * leaves.sum * 4 * 3 * 197)  # leaves of all trees
@@ -153,8 +152,8 @@ def test_speed_is_a_median_of_alternating_samples(
     clock, seen = [0.0], []
 
     def call(pixels: torch.Tensor) -> torch.Tensor:
-        screened = bool(screens_in(model.model))
-        assert all(screen.listener is None for _, screen in screens_in(model.model))
+        screened = bool(screened_layers(model.model))
+        assert all(layer.observer is None for layer in screened_layers(model.model))
         seen.append(screened)
         late = 100.0 if len(seen) == 6 else 1.0  # one sample of the full model meets a hitch
         clock[0] += late * (2.0 if screened else 0.5)
@@ -191,7 +190,7 @@ def test_cuda_graphs_are_timed_where_they_can_be_captured(model: LoadedModel) ->
 
     def call(pixels: torch.Tensor) -> torch.Tensor:
         logits = on_cuda.logits(pixels)
-        if not reductions_in(on_cuda.model):
+        if not find_reduction(on_cuda.model):
             kept.append(float(logits.sum()))  # waits for the device
         return logits
 
@@ -222,6 +221,8 @@ def test_timed_rows_and_their_figure(model: LoadedModel) -> None:
 @pytest.mark.parametrize("low", [0.02, 3.0, 45.0, 980.0])
 @pytest.mark.parametrize("span", [1.3, 2.0, 12.0, 900.0])
 def test_ticks_are_few_and_inside(low: float, span: float) -> None:
+    from bmfa.evidence.classification.figures import round_ticks
+
     ticks = round_ticks(low, low * span)
     assert 1 <= len(ticks) <= 7
     assert all(low <= tick <= low * span for tick in ticks)

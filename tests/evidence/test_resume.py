@@ -490,7 +490,7 @@ def test_a_full_disk_under_the_partial_results_does_not_end_the_run(
     expected, file = evaluate(model), tmp_path / "parts.json"
 
     def fill(done: int, total: int) -> None:
-        monkeypatch.setattr(resuming, "write_whole", full_disk)
+        monkeypatch.setattr(resuming, "write_atomic", full_disk)
 
     def full_disk(path: Path, content: str) -> None:
         raise OSError(28, "No space left on device", str(path))

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from bmfa.cli import main
-from bmfa.evidence.methods import DEFAULT_METHODS, apply
+from bmfa.evidence.methods import DEFAULT_METHODS
+from bmfa.evidence.score_methods import estimate
 from bmfa.evidence.synthetic import run as synthetic
 from bmfa.records import Record
 
@@ -66,7 +67,7 @@ def test_the_optimal_tree_closes_the_gap_wherever_the_minority_lies(rows, placem
 
 
 def test_one_penalty_for_all_settings_at_the_leaves_of_algorithm_1():
-    outcome = apply(
+    outcome = estimate(
         "optimal-leaves-pooled:0.05794", synthetic.score_grids("corner"), synthetic.GRID
     )
     assert float(outcome.leaf_percent.mean()) <= 5.794
@@ -75,8 +76,8 @@ def test_one_penalty_for_all_settings_at_the_leaves_of_algorithm_1():
 
 def test_the_root_is_never_split_for_one_cell():
     scores = 14.50 * torch.eye(256, dtype=torch.float64)[:1]
-    assert not bool(apply("gamma:0.005", scores, synthetic.GRID).root_split)
-    assert bool(apply("gamma:0.005", scores * 14.52 / 14.50, synthetic.GRID).root_split)
+    assert not bool(estimate("gamma:0.005", scores, synthetic.GRID).root_split)
+    assert bool(estimate("gamma:0.005", scores * 14.52 / 14.50, synthetic.GRID).root_split)
 
 
 def test_masks_have_their_cells():

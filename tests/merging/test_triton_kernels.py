@@ -403,7 +403,7 @@ def test_a_plan_launches_directly_only_what_was_compiled_for_it(
 ) -> None:
     from types import SimpleNamespace
 
-    from bmfa.attention.kernels.triton import launcher
+    from bmfa.attention.kernels.triton import launch as launcher
 
     compiled, searched = Compiled(), []
 
@@ -421,7 +421,7 @@ def test_a_plan_launches_directly_only_what_was_compiled_for_it(
     x = torch.zeros(64)
     current = x.get_device()
     monkeypatch.setattr(torch.cuda, "current_device", lambda: current)
-    plan = launcher.Plan(Kernel(), 5, (3, "constant"), num_warps=4)
+    plan = launcher.CachedLaunch(Kernel(), 5, (3, "constant"), num_warps=4)
     plan(x[1:])  # unaligned: what is compiled for it serves no other
     plan(x)
     assert [entry[2] for entry in searched] == [{"num_warps": 4}] * 2 and not compiled.runs

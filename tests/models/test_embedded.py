@@ -17,9 +17,8 @@ import torch
 from bmfa import Grid, screened_attention
 from bmfa.data.drawn.embedded import figure_batch
 from bmfa.data.drawn.figures import FIGURES
-from bmfa.models import training
-from bmfa.models.embedded import GRID_SIZE, WEIGHTS, EmbeddedViT, load, preprocess, save
-from bmfa.models.training import Recipe, evaluate, train, view
+from bmfa.models.embedded import GRID_SIZE, WEIGHTS, EmbeddedViT, load, preprocess, save, training
+from bmfa.models.embedded.training import Recipe, evaluate, train, view
 from bmfa.trees.rules import ExactGap, GlobalMean
 
 COUNT, HELD_OUT = 300, 7
@@ -262,9 +261,9 @@ def test_the_model_and_its_pictures_need_no_extra():
         "    sys.modules[name] = None\n"
         "import bmfa\n"
         "from bmfa.data.imagenet import embedded_pictures\n"
-        "from bmfa.evidence import closed_loop\n"
+        "from bmfa.evidence.closed_loop.run import run\n"
         "model = bmfa.load_model('embedded')\n"
-        "record = closed_loop.run(model, embedded_pictures(2), ['gamma:0.05'], layers='last-1')\n"
+        "record = run(model, embedded_pictures(2), ['gamma:0.05'], layers='last-1')\n"
         "print(record.rows[0]['images'])\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from bmfa import energy, rules
-from bmfa.grid import Grid, quadtree
+from bmfa.grid import Grid
 from bmfa.trees.build import screen
+from bmfa.trees.layout import quadtree_layout
 from bmfa.trees.pyramid import Counts, ScorePyramid
 from bmfa.trees.tree import Tree
 from cases import random_rule, random_scores
@@ -110,9 +111,9 @@ def divergence(tree: Tree, scores: Tensor) -> Tensor:
 
 def pyramid_of(grid: Grid, scores: Tensor, tau: float, valid: Tensor | None = None) -> ScorePyramid:
     mask = None if valid is None else valid.view(-1, 1)
-    counts = Counts.of(quadtree(grid), torch.float64, mask)
+    counts = Counts.of(quadtree_layout(grid), torch.float64, mask)
     tokens = scores.reshape(-1, grid.size).T
-    return ScorePyramid(quadtree(grid), counts, tau, tokens, mask)
+    return ScorePyramid(quadtree_layout(grid), counts, tau, tokens, mask)
 
 
 @PROPERTY

@@ -10,8 +10,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import bmfa.trees.tree
 from bmfa import rules
-from bmfa.grid import Grid, quadtree
+from bmfa.grid import Grid
 from bmfa.trees.build import screen
+from bmfa.trees.layout import quadtree_layout
 from bmfa.trees.tree import Tree
 from cases import boxes, flat_valid, random_case
 
@@ -453,7 +454,7 @@ def test_trees_from_boxes():
         tree = screen(scores, grid, rules.Gamma(0.1), valid=valid)
         leaves = [boxes(tree[i]) for i in range(4)]
         mask = None if valid is None else valid.view(-1, 1)
-        made = Tree.from_boxes(quadtree(grid), leaves, (4,), 1.0, "made", mask)
+        made = Tree.from_boxes(quadtree_layout(grid), leaves, (4,), 1.0, "made", mask)
         assert torch.equal(made.leaf_index, tree.leaf_index)
         assert torch.equal(made.error(scores), tree.error(scores))
 

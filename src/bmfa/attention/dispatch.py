@@ -11,7 +11,7 @@ from torch import Tensor
 
 from bmfa.attention.tiling import Tiled, Tiling
 from bmfa.checks import check_integer, check_number
-from bmfa.grid import tiles
+from bmfa.trees.layout import tile_layout
 from bmfa.trees.pyramid import Counts
 from bmfa.trees.tree import Tree
 
@@ -91,9 +91,9 @@ def triton_refusal(
     q: Tensor, k: Tensor, v: Tensor, tiling: Tiling, prefix: int, order: str
 ) -> str | None:
     """Why the Triton kernels do not serve a call; None where they do."""
-    from bmfa.attention.kernels.triton.tiled import operators
+    from bmfa.attention.kernels.triton.tiles import operators
 
-    return operators.unsupported(q, k, v, tiling, prefix, order)
+    return operators.unsupported_reason(q, k, v, tiling, prefix, order)
 
 
 def attend(
@@ -119,14 +119,14 @@ def attend(
     asked = {"error": question.error, "expand": question.expand}
     common = {"prefix": prefix, "scale": scale, "tau": tau, "valid": valid}
     if backend == "triton":
-        from bmfa.attention.kernels.triton.tiled import operators
+        from bmfa.attention.kernels.triton.tiles import operators
 
-        return operators.attend(q, k, v, tiling, order=order, **asked, **common)  # type: ignore[arg-type]
+        return operators.tiled_attention(q, k, v, tiling, order=order, **asked, **common)  # type: ignore[arg-type]
     if backend == "reference":
         return _reference(q, k, v, tiling, {**asked, **common})
-    from bmfa.attention.kernels.eager import tiled
+    from bmfa.attention.kernels.eager.tiles import tiled_attention
 
-    return tiled.attend(q, k, v, tiling, most=most, **asked, **common)  # type: ignore[arg-type]
+    return tiled_attention(q, k, v, tiling, most=most, **asked, **common)  # type: ignore[arg-type]
 
 
 def choose(
@@ -191,7 +191,7 @@ def tree_of(
     Returns:
         Trees of shape (B, heads, prefix + N), queries in `order`.
     """
-    layout = tiles(tiling.grid, tiling.side)
+    layout = tile_layout(tiling.grid, tiling.side)
     marks = tiled.marks  # (B, heads, R, T)
     batch, heads = marks.shape[:2]
     slots = tiling.slots.to(marks.device)

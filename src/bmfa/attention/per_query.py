@@ -9,9 +9,10 @@ from torch import Tensor
 from bmfa.attention.inputs import Call
 from bmfa.attention.result import Trees
 from bmfa.attention.tiling import split_dimension
-from bmfa.grid import Grid, quadtree
+from bmfa.grid import Grid
 from bmfa.trees.build import screen_keys
 from bmfa.trees.certificates import exact_error, key_certificate
+from bmfa.trees.layout import quadtree_layout
 from bmfa.trees.rules import RandomQuadrants, Rule
 from bmfa.trees.tree import Tree
 
@@ -62,15 +63,15 @@ class TreeCall(Call):
 
     def unsupported_by_triton(self, rule: Rule) -> str | None:
         """Why the Triton kernel does not serve this call; None where it does."""
-        from bmfa.attention.kernels.triton import trees
+        from bmfa.attention.kernels.triton.per_query import operators
 
-        return trees.unsupported(*self.inputs, self.grid, rule, self.mask)
+        return operators.unsupported_reason(*self.inputs, self.grid, rule, self.mask)
 
     def triton(self, rule: Rule, max_depth: int | None) -> tuple[Tensor, Trees]:
         """One kernel from q, k, v to outputs and marks; trees are made from these on demand."""
-        from bmfa.attention.kernels.triton import trees
+        from bmfa.attention.kernels.triton.per_query import operators
 
-        output, marks = trees.attend(
+        output, marks = operators.per_query_attention(
             *self.inputs,
             grid=self.grid,
             prefix=self.prefix,
@@ -97,7 +98,9 @@ class TreeCall(Call):
             max_depth=max_depth,
             valid=None if self.valid is None else self.valid.unsqueeze(-2),
         )
-        attend = eager.representative if form == "representative" else eager.repeated
+        attend = (
+            eager.representative_attention if form == "representative" else eager.repeated_attention
+        )
         flat = tree.flat()
         output = attend(self.q, self.k, self.v, flat, prefix=self.prefix, scale=self.scale)
         return split_dimension(output, 0, self.shape[:2]), tree
@@ -111,7 +114,7 @@ class TreeCall(Call):
             x.detach().double().cpu().view(*lead, *x.shape[1:]) for x in (self.q, self.k, self.v)
         )
         masks = None if self.valid is None else self.valid.expand(lead[0], -1, -1)[:, 0].cpu()
-        output, trees = reference.attention(
+        output, trees = reference.per_query_attention(
             q.numpy(),
             k.numpy(),
             v.numpy(),
@@ -155,11 +158,11 @@ def _marked(
     max_depth: int | None,
 ) -> Tree:
     """The trees whose splits a kernel marked."""
-    from bmfa.attention.kernels.triton.tree_tables import decided
+    from bmfa.attention.kernels.triton.per_query.tables import decode_splits
 
-    decision = decided(marks, grid, max_depth)
+    decision = decode_splits(marks, grid, max_depth)
     return Tree(
-        quadtree(grid).to(marks.device),
+        quadtree_layout(grid).to(marks.device),
         decision.split,
         shape,
         tau,

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from bmfa.attention.kernels.eager.certifying import tile_losses, working_precision
+from bmfa.attention.kernels.eager.tiles import log_partition_loss, working_precision
 from bmfa.attention.tiling import Tiling
 
 
@@ -32,15 +32,15 @@ def tiled_certificate(
         working = torch.float32 if backend == "triton" else working_precision(q)
         per_score, always = _allowances(q.shape[-1], tiling, prefix, working)
         if backend == "triton":
-            from bmfa.attention.kernels.triton.tiled import operators
+            from bmfa.attention.kernels.triton.tiles import operators
 
             longest = _longest_key(k, prefix, valid, torch.float32)
-            bound = operators.tile_bounds(
+            bound = operators.log_partition_loss_bound(
                 q, k, tiling, expanded, longest, prefix=prefix, factor=factor,
                 per_score=per_score, always=always, valid=valid, order=order,
             )  # fmt: skip
             return bound.double() * tau
-        lost = tile_losses(q, k, tiling, expanded, prefix=prefix, factor=factor, valid=valid)
+        lost = log_partition_loss(q, k, tiling, expanded, prefix=prefix, factor=factor, valid=valid)
         longest = _longest_key(k, prefix, valid, torch.float64)
         norms = torch.linalg.vector_norm(q[:, :, prefix:], dim=-1, dtype=torch.float64)
         reach = abs(factor) * norms * longest.unsqueeze(-1)

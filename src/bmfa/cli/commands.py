@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from bmfa.cli.output import check_device, finish, progress_line, table_of
-from bmfa.files import write_whole
+from bmfa.files import write_atomic
 from bmfa.packages import require_packages
 from bmfa.records import Record
 
@@ -91,7 +91,7 @@ def ablation(options: Options) -> None:
 
 def train_embedded(options: Options) -> None:
     """bmfa train-embedded."""
-    from bmfa.models import training
+    from bmfa.models.embedded import training
 
     show = progress_line(options, "step")
     training.train(
@@ -153,11 +153,11 @@ def report(options: Options) -> None:
             own=_own_model(options),
             device=check_device(options.device),
         ):
-            write_whole(folder / "records" / f"{name}.json", record.to_json())
+            write_atomic(folder / "records" / f"{name}.json", record.to_json())
             records.append(record)
             if not options.quiet:
                 print(f"{name}: {len(record.rows)} rows", flush=True)
-    write_whole(folder / "index.html", report.build_page(records))
+    write_atomic(folder / "index.html", report.build_page(records))
     if options.png:
         for name, figure in report.figures.ALL.items():
             if figure.drawable(records):

@@ -9,7 +9,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NoReturn
 
-from bmfa.files import write_whole
+from bmfa.files import write_atomic
 from bmfa.records import Record, text_table
 
 # Seconds that a process which is not the first waits before it tells of an error.
@@ -60,7 +60,7 @@ def finish(
         files[options.json] = record.to_json
     for path, content in files.items():
         try:
-            write_whole(path, content())
+            write_atomic(path, content())
         except OSError as error:
             errors.append(error)
             continue

@@ -11,7 +11,7 @@ from typing import Any
 from bmfa.data.drawn.objects import KINDS
 from bmfa.data.drawn.scenes import EmbeddedScenes
 from bmfa.data.instances import Instance, Picture
-from bmfa.files import write_whole
+from bmfa.files import write_atomic
 from bmfa.packages import load_package
 
 ANNOTATIONS_NAME, PICTURES_NAME = "instances.json", "images"
@@ -29,14 +29,14 @@ def write_coco(folder: str | os.PathLike[str], *, pictures: int = 120, seed: int
     images: list[dict[str, Any]] = []
     annotations: list[dict[str, Any]] = []
     for picture, instances in _by_picture(scenes):
-        write_whole(target / PICTURES_NAME / picture.name, _png(picture))
+        write_atomic(target / PICTURES_NAME / picture.name, _png(picture))
         height, width = picture.pixels.shape[:2]
         images.append(
             {"id": picture.id, "file_name": picture.name, "width": width, "height": height}
         )
         annotations += [_annotation(instance) for instance in instances]
     content = {"images": images, "annotations": annotations, "categories": _categories()}
-    write_whole(target / ANNOTATIONS_NAME, json.dumps(content).encode())
+    write_atomic(target / ANNOTATIONS_NAME, json.dumps(content).encode())
     return target / ANNOTATIONS_NAME
 
 

@@ -1,6 +1,5 @@
-"""Methods by name on a model: the model as it is, a rule in some layers, or a token reduction."""
+"""Methods on a model: parse a name, apply it to the model, and count the leaves of its trees."""
 
-import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -8,68 +7,69 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from bmfa import merging as reduction
+from bmfa import merging
 from bmfa.attention.api import Screened
-from bmfa.merging.policies.names import MAKERS as REDUCTIONS
+from bmfa.evidence.methods import FULL, is_kind, names
 from bmfa.models import layer_indices, patch, unpatch
 from bmfa.models.hosts import find_host
 from bmfa.models.reducing import reduce
-from bmfa.models.screens import Call, screens_in
+from bmfa.models.screened_layer import LayerInputs, observe
 from bmfa.trees import rules
-from bmfa.trees.rules.names import MAKERS as RULES
 
-FULL = "full"
-Layers = str | Sequence[int]
-
-_LOOKAHEAD = re.compile(r"gamma-h\d+")
-_RULES = (*RULES, "random-quadrants", "global-mean")
-_REDUCTIONS = (*REDUCTIONS, "random-pool")
+Layers = str | Sequence[int]  # "all", "last-K" or indices
 
 
 @dataclass(frozen=True)
-class Method:
-    """A method with what it means: neither a rule nor a policy is the model as it is."""
+class ModelMethod:
+    """A parsed method: a rule, a policy, or neither for the unchanged model."""
 
     name: str
     rule: rules.Rule | None = None
-    policy: reduction.Policy | None = None
+    policy: merging.Policy | None = None
 
     @property
     def random(self) -> bool:
-        """Whether it throws coins for every picture; random pooling draws once for all of them."""
+        """True if it draws for every picture; random pooling draws once for all of them."""
         return isinstance(self.rule, rules.RandomQuadrants)
 
 
-def parse(name: str, seed: int = 0) -> Method:
-    """The method of a command-line name."""
-    family = name.partition(":")[0]
+def parse(name: str, seed: int = 0) -> ModelMethod:
+    """Parse `full`, a rule or a reduction.
+
+    Raises:
+        ValueError: If the name is unknown or its value is out of range.
+
+    Example:
+        >>> parse("tome:8").policy is not None
+        True
+    """
     if name == FULL:
-        return Method(name)
-    if family in _RULES or _LOOKAHEAD.fullmatch(family):
-        return Method(name, rule=rules.parse(name, seed))
-    if family in _REDUCTIONS:
-        return Method(name, policy=reduction.parse(name, seed))
+        return ModelMethod(name)
+    if is_kind(name, "rule"):
+        return ModelMethod(name, rule=rules.parse(name, seed))
+    if is_kind(name, "reduction"):
+        return ModelMethod(name, policy=merging.parse(name, seed))
     raise ValueError(
-        f"method {name!r} is unknown; pass {FULL}, a rule NAME:VALUE ({', '.join(_RULES)}) "
-        f"or a reduction NAME:VALUE ({', '.join(_REDUCTIONS)})"
+        f"method {name!r} is unknown; pass {FULL}, a rule NAME:VALUE ({', '.join(names(['rule']))}) "
+        f"or a reduction NAME:VALUE ({', '.join(names(['reduction']))})"
     )
 
 
-def check_methods(names: Sequence[str], model: nn.Module, layers: Layers) -> list[str]:
-    """`full`, then every other method once; raises before any picture is read."""
-    if not names:
+def check_methods(methods: Sequence[str], model: nn.Module, layers: Layers) -> list[str]:
+    """Return `full`, then every other method once; raise ValueError for names or layers unknown."""
+    if not methods:
         raise ValueError("no methods; pass some, e.g. full, optimal:0.002, free-energy:8")
-    for name in names:
+    for name in methods:
         parse(name)
     layer_indices(layers, len(find_host(model).attentions))
-    return list(dict.fromkeys((FULL, *names)))
+    return list(dict.fromkeys((FULL, *methods)))
 
 
 @contextmanager
-def applied(model: nn.Module, name: str, layers: Layers, seed: int = 0) -> Iterator[Method]:
-    """Apply a method while the block runs; a rule in these layers, a reduction in its own blocks.
+def applied(model: nn.Module, name: str, layers: Layers, seed: int = 0) -> Iterator[ModelMethod]:
+    """Apply a method inside the block: a rule in `layers`, a reduction in the blocks it chooses.
 
-    The model is left without any patch, whatever it had before.
+    Patches that the model had before are removed, and it has none afterwards.
     """
     method = parse(name, seed)
     unpatch(model)
@@ -84,30 +84,23 @@ def applied(model: nn.Module, name: str, layers: Layers, seed: int = 0) -> Itera
 
 
 @dataclass(eq=False)
-class Leaves:
-    """Hears the screened layers of a pass and keeps their leaves alone."""
+class LeafCounter:
+    """An observer of screened layers that keeps their leaf ratios."""
 
-    ratios: list[Tensor] = field(default_factory=list)  # (B,) of every layer
+    ratios: list[Tensor] = field(default_factory=list)  # (B,) for every layer
 
-    def heard(self, call: Call, screened: Screened) -> None:
-        """One call of a layer."""
+    def __call__(self, inputs: LayerInputs, screened: Screened) -> None:
         self.ratios.append(screened.tree.leaf_ratio.double().flatten(1).mean(1))
 
     @property
     def sum(self) -> float:
-        """The leaf ratios of all pictures, each a mean over layers, heads and queries, added up."""
+        """Sum over the pictures of the leaf ratio, each a mean over layers, heads and queries."""
         return float(torch.stack(self.ratios).mean(0).sum()) if self.ratios else 0.0
 
 
 @contextmanager
-def counted_leaves(model: nn.Module) -> Iterator[Leaves]:
-    """Count the leaves of the screened layers while the block runs; of a model without, none."""
-    leaves = Leaves()
-    screens = [screen for _, screen in screens_in(model)]
-    for screen in screens:
-        screen.listener = leaves
-    try:
-        yield leaves
-    finally:
-        for screen in screens:
-            screen.listener = None
+def count_leaves(model: nn.Module) -> Iterator[LeafCounter]:
+    """Count the leaves of the screened layers that run inside the block."""
+    counter = LeafCounter()
+    with observe(model, counter):
+        yield counter

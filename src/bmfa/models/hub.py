@@ -13,7 +13,7 @@ from urllib.parse import urlparse
 from torch import nn
 
 from bmfa.models.preprocessing import Preprocessing
-from bmfa.models.state_dicts import check_binary
+from bmfa.models.weights import check_binary
 from bmfa.packages import load_package
 
 _WAY_OUT = "on a machine with a network"

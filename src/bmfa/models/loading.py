@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from bmfa.models.preprocessing import Preprocessing
+from bmfa.models.weights import load_weights
 
 ACCEPTED = (
     "embedded, timm:NAME (timm:deit_tiny_patch16_224), hf:NAME (hf:facebook/deit-tiny-patch16-224), "
@@ -158,7 +159,7 @@ def _load_timm(
     name: str, architecture: str, weights: str | os.PathLike[str] | None, any_size: bool
 ) -> LoadedModel:
     from bmfa.data import classes
-    from bmfa.models import hub, state_dicts
+    from bmfa.models import hub
     from bmfa.packages import load_package
 
     timm = load_package("timm")
@@ -168,7 +169,7 @@ def _load_timm(
         model = hub.create_timm(timm, architecture, options)
     else:
         model = timm.create_model(architecture, **options)
-        state_dicts.load_weights(model, weights)
+        load_weights(model, weights)
     settings = load_package("timm.data").resolve_data_config({}, model=model)
     names = classes.imagenet_names() if model.num_classes == 1000 else None
     return LoadedModel(name, model, Preprocessing.of_timm(settings), names)
@@ -177,7 +178,7 @@ def _load_timm(
 def _load_transformers(
     name: str, source: str, weights: str | os.PathLike[str] | None, any_size: bool
 ) -> LoadedModel:
-    from bmfa.models import hub, state_dicts
+    from bmfa.models import hub
 
     config = hub.transformers_config(source)
     kind = hub.transformers_class(config)
@@ -185,7 +186,7 @@ def _load_transformers(
         model = hub.create_transformers(kind, source)
     else:
         model = kind._from_config(config)
-        state_dicts.load_weights(model, weights)
+        load_weights(model, weights)
     labels: dict[int, Any] = config.id2label if hasattr(model, "classifier") else {}
     names = tuple(str(labels[index]) for index in sorted(labels)) or None
     resizes = any_size and _INTERPOLATE in signature(model.forward).parameters

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from bmfa.grid import Layout
+from bmfa.trees.layout import Layout
 from bmfa.trees.pyramid import Counts, Pyramid, ScorePyramid, child_lift, child_step, pool, settle
 
 # Below this share of blocks reached, gathering their keys costs less than a whole level (measured:
@@ -69,7 +69,7 @@ class KeyPyramid(Pyramid):
         """(n, k, B) means of the children, from the mean keys of the level below."""
         level = self.layout.levels[depth]
         rows = self.rows(depth + 1)
-        if not level.in_order:
+        if not level.children_contiguous:
             rows = rows.index_select(0, level.children.flatten())
         return rows.view(*level.children.shape, rows.shape[1])
 

@@ -10,7 +10,8 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from bmfa.grid import Layout, lasting
+from bmfa.grid import normal_tensors
+from bmfa.trees.layout import Layout
 
 # A difference counts as 0 up to this many roundings of the terms it was computed from.
 ROUNDINGS = 8.0
@@ -35,7 +36,7 @@ class Counts:
 
 
 @lru_cache(maxsize=64)
-@lasting
+@normal_tensors
 def _full_counts(layout: Layout, dtype: torch.dtype) -> Counts:
     everything = torch.ones(layout.grid.size, 1, dtype=torch.bool, device=layout.device)
     counts = _counts(layout, dtype, everything)
@@ -48,7 +49,9 @@ def _counts(layout: Layout, dtype: torch.dtype, valid: Tensor) -> Counts:
     below = ones[:0]
     for depth in reversed(range(len(layout.levels) - 1)):
         level = layout.levels[depth]
-        children = layout.children(depth, below, ones) * level.present.unsqueeze(-1)  # (n, k, B)
+        children = layout.gather_children(depth, below, ones) * level.present.unsqueeze(
+            -1
+        )  # (n, k, B)
         below = children.sum(1)
         blocks.append(below)
         weights.append(children / below.clamp(min=1).unsqueeze(1))
@@ -196,7 +199,7 @@ class Pyramid:
         lower bounds on them a bound; tokens have gap 0.
         """
         step = self.step(depth)
-        raised = step.offset + self.layout.children(depth, below, None)
+        raised = step.offset + self.layout.gather_children(depth, below, None)
         if self.counts.empty is not None:
             # A child without valid tokens must not be the largest; the largest is at least 0.
             raised = raised.masked_fill(self.counts.empty[depth], 0.0)
@@ -238,7 +241,7 @@ class ScorePyramid(Pyramid):
     def children(self, depth: int) -> Tensor:
         """(n, k, B) means of the children, from the level below."""
         blocks = self.tokens[:0] if depth + 1 == self.depth else self.mean(depth + 1)
-        return self.layout.children(depth, blocks, self.tokens)
+        return self.layout.gather_children(depth, blocks, self.tokens)
 
     def magnitude(self) -> Tensor:
         """(B,) the largest score by size."""
@@ -282,7 +285,7 @@ class ScorePyramid(Pyramid):
             step, weights = self.step(depth), self.counts.weights[depth]
             spread = (step.offset - step.shift.unsqueeze(1)).square()
             if levels:
-                spread = spread + self.layout.children(depth, levels[-1], None)
+                spread = spread + self.layout.gather_children(depth, levels[-1], None)
             # An overflow of a child without tokens must not meet its weight of 0.
             levels.append(weighted_sum(weights, spread.masked_fill(weights == 0, 0.0)))
         return levels[::-1]
@@ -292,7 +295,7 @@ class ScorePyramid(Pyramid):
         levels: list[Tensor] = []
         for depth in reversed(range(self.depth)):
             blocks = levels[-1] if levels else self.tokens[:0]
-            children = self.layout.children(depth, blocks, self.tokens)
+            children = self.layout.gather_children(depth, blocks, self.tokens)
             if self.counts.empty is not None:
                 children = children.masked_fill(self.counts.empty[depth], -torch.inf)
             levels.append(children.amax(1))
@@ -312,7 +315,7 @@ def pool(layout: Layout, counts: Counts, tokens: Tensor) -> list[Tensor]:
     """The mean of every block over (N, C) rows of keys or values, an (n, C) tensor a level."""
     levels: list[Tensor] = []
     for depth in reversed(range(len(layout.levels) - 1)):
-        children = layout.children(depth, levels[-1] if levels else tokens[:0], tokens)
+        children = layout.gather_children(depth, levels[-1] if levels else tokens[:0], tokens)
         empty = None if counts.empty is None else counts.empty[depth]
         levels.append(child_step(children, counts.weights[depth], empty, None).mean)
     return levels[::-1]

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from bmfa.checks import check_number
+from bmfa.quantiles import quantile
 
 ShareBy = str | float  # "max", "mean" or a quantile
 
@@ -91,13 +92,4 @@ class Reducer:
         if self.groups is None:
             return scores
         grouped = scores[:, self.groups.argsort(stable=True)].view(len(scores), self.trees, -1)
-        return _quantile(grouped, float(self.quantile))
-
-
-def _quantile(values: Tensor, quantile: float) -> Tensor:
-    """The linearly interpolated quantile over the last dimension, of any size."""
-    ordered = values.sort(-1).values
-    place = quantile * (values.shape[-1] - 1)
-    low = int(place)
-    high = min(low + 1, values.shape[-1] - 1)
-    return torch.lerp(ordered[..., low], ordered[..., high], place - low)
+        return quantile(grouped, float(self.quantile))

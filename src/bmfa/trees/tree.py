@@ -9,7 +9,8 @@ from torch import Tensor
 
 from bmfa.bounds import output_bound
 from bmfa.checks import check_scores
-from bmfa.grid import Grid, Layout, Level
+from bmfa.grid import Grid
+from bmfa.trees.layout import Layout, Level
 from bmfa.trees.pyramid import Counts, ScorePyramid
 from bmfa.trees.rules import Context, Decision
 
@@ -323,7 +324,7 @@ class Tree:
         for level, leaves in zip(self.layout.levels, self._leaves(), strict=True):
             starts = torch.cat((level.starts, level.token_starts))
             begins[starts] |= leaves
-        index = begins.cumsum(0, dtype=torch.int32).sub_(1)[self.layout.z_rank]
+        index = begins.cumsum(0, dtype=torch.int32).sub_(1)[self.layout.token_rank]
         if self.valid is not None:
             index = index.masked_fill(~self.valid, -1)
         return index.T.contiguous()

@@ -12,7 +12,6 @@ from bmfa.data import ProbeBlock, ProbeSettings, Tally
 from bmfa.data.instances import InstanceSource
 from bmfa.data.probe_stream import Progress, probe_blocks
 from bmfa.data.probes import Mode, multiples
-from bmfa.evidence.methods import apply
 from bmfa.evidence.probes.run import (
     PROTOCOL,
     TAU,
@@ -24,6 +23,7 @@ from bmfa.evidence.probes.run import (
     one_thread,
     scores_of,
 )
+from bmfa.evidence.score_methods import estimate
 from bmfa.grid import Grid
 from bmfa.records import Record, Row
 from bmfa.trees.rules import Gamma
@@ -55,7 +55,7 @@ class Setting:
         for _ in range(REPEATS):
             with one_thread():
                 start = time.thread_time()
-                outcome = apply(method, scores, grid, tau=TAU, max_depth=self.depth)
+                outcome = estimate(method, scores, grid, tau=TAU, max_depth=self.depth)
                 best = min(best, time.thread_time() - start)
         return Measured.of(method, outcome, grid), best
 

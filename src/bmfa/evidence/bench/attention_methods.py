@@ -18,6 +18,7 @@ from bmfa.evidence.bench.dense_paths import exact
 from bmfa.evidence.bench.qkv import Recorded, Tensors
 from bmfa.evidence.bench.self_check import leaves_of
 from bmfa.grid import Grid
+from bmfa.quantiles import quantile
 
 TILES = (0.0, 0.01, 0.03, 0.06, 0.1, 0.2)
 ERRORS = (0.05, 0.1, 0.2)
@@ -144,7 +145,9 @@ def judge(
     if densities:
         density = sum(densities) / len(densities)
     mean, worst = mean_and_worst(errors.values())
-    return Judged(100 * mean, 100 * worst, 100 * _p95(queries), density, form)
+    return Judged(
+        100 * mean, 100 * worst, 100 * float(quantile(torch.cat(queries), 0.95)), density, form
+    )
 
 
 def mean_and_worst(blocks: Iterable[Sequence[float]]) -> tuple[float, float]:
@@ -152,8 +155,3 @@ def mean_and_worst(blocks: Iterable[Sequence[float]]) -> tuple[float, float]:
     lists = list(blocks)
     whole = [value for block in lists for value in block]
     return sum(whole) / len(whole), max(sum(block) / len(block) for block in lists)
-
-
-def _p95(parts: Sequence[Tensor]) -> float:
-    ordered = torch.cat(list(parts)).sort().values  # torch.quantile stops at 16 million numbers
-    return float(ordered[min(len(ordered) - 1, int(0.95 * len(ordered)))])

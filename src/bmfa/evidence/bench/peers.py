@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from bmfa.evidence.bench.dense_paths import Attend
-from bmfa.grid import Grid, tiles
+from bmfa.grid import Grid
+from bmfa.trees.layout import tile_layout
 
 FLEX_BLOCK = 128
 PISA_SIDE = 8
@@ -106,7 +107,9 @@ class TileOrdered:
 
     def __init__(self, attend: Attend, grid: Grid, prefix: int) -> None:
         self.attend = attend
-        self.order = torch.cat((tiles(grid, PISA_SIDE).z_order + prefix, torch.arange(prefix)))
+        self.order = torch.cat(
+            (tile_layout(grid, PISA_SIDE).token_order + prefix, torch.arange(prefix))
+        )
         self.places: dict[torch.device, tuple[Tensor, Tensor]] = {}
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

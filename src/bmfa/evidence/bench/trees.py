@@ -1,6 +1,5 @@
 """How long trees take: the vectorised screening against the oracle, and against softmax."""
 
-import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -13,6 +12,7 @@ from bmfa.attention.kernels import reference
 from bmfa.checks import check_integer
 from bmfa.grid import Grid
 from bmfa.records import Record, Row, environment
+from bmfa.timing import median_milliseconds
 from bmfa.trees.build import screen
 from bmfa.trees.rules import Gamma, parse
 
@@ -36,19 +36,6 @@ def score_fields(count: int, grid: Grid, seed: int = 0) -> Tensor:
     )
     spot = torch.randint(grid.size, (count, 1), generator=generator)
     return fields.scatter_add_(1, spot, 5 * torch.rand(count, 1, generator=generator))
-
-
-def median_milliseconds(work: Callable[[], object], repeats: int, device: torch.device) -> float:
-    """The median time of a warmed-up call."""
-    work()
-    times = []
-    for _ in range(repeats):
-        _synchronise(device)
-        start = time.perf_counter()
-        work()
-        _synchronise(device)
-        times.append(1e3 * (time.perf_counter() - start))
-    return statistics.median(times)
 
 
 def trees(

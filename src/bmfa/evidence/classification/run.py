@@ -15,7 +15,8 @@ from bmfa.checks import check_integer
 from bmfa.data.imagenet import LabelledPicture
 from bmfa.environment import amx_refused
 from bmfa.evidence.classification import flops, throughput
-from bmfa.evidence.model_methods import FULL, Layers, applied, check_methods, counted_leaves, parse
+from bmfa.evidence.methods import FULL
+from bmfa.evidence.model_methods import Layers, applied, check_methods, count_leaves, parse
 from bmfa.evidence.runner import processes as shards
 from bmfa.evidence.runner.batches import (
     Batch,
@@ -152,7 +153,7 @@ class Evaluation:
             seed = self.seed + (part.places[0] if random else 0)
             with (
                 applied(self.model.model, name, self.layers, seed),
-                counted_leaves(self.model.model) as leaves,
+                count_leaves(self.model.model) as leaves,
             ):
                 logits = check_outputs(self.logits(part.pixels).float(), name)
             total.add(part, logits, leaves.sum)

@@ -14,17 +14,13 @@ from bmfa.data import MODES, EmbeddedScenes, InstanceFiles, ProbeBlock, ProbeSet
 from bmfa.data.instances import SIZES, InstanceSource
 from bmfa.data.probe_stream import Progress, probe_blocks
 from bmfa.data.probes import Mode
-from bmfa.evidence.methods import (
-    CHUNK,
-    DEFAULT_METHODS,
-    SUMMARIES,
-    Outcome,
-    apply_all,
-    check_method,
-)
+from bmfa.evidence.methods import DEFAULT_METHODS, is_kind
 from bmfa.evidence.probes import parts as probe_parts
-from bmfa.grid import Grid, quadtree
+from bmfa.evidence.score_methods import CHUNK, Estimate, check_method, estimate_all
+from bmfa.grid import Grid
+from bmfa.quantiles import quantile
 from bmfa.records import Record, Row
+from bmfa.trees.layout import quadtree_layout
 from bmfa.trees.rules import parse
 
 DATASETS = ("coco", "lvis", "embedded")
@@ -155,10 +151,12 @@ class Measured:
     unsplit: Tensor | None = None  # (B,) bool
 
     @classmethod
-    def of(cls, method: str, outcome: Outcome, grid: Grid) -> "Measured":
+    def of(cls, method: str, outcome: Estimate, grid: Grid) -> "Measured":
         """The numbers of an outcome; summaries have no root to split, and neither have tiles."""
         split = outcome.root_split
-        rooted = method not in SUMMARIES and parse(method).layout(grid) is quadtree(grid)
+        rooted = not is_kind(method, "summary") and parse(method).layout(grid) is quadtree_layout(
+            grid
+        )
         unsplit = ~split if rooted and split is not None else None
         return cls(outcome.gap, outcome.leaf_percent, unsplit)
 
@@ -175,7 +173,7 @@ class Measured:
     def row(self, chosen: Tensor | slice = slice(None)) -> Row:
         """Statistics of the instances chosen; percentiles interpolate linearly."""
         gap = self.gap[chosen]
-        quantiles = gap.quantile(torch.linspace(0, 1, 101, dtype=gap.dtype)).tolist()
+        quantiles = quantile(gap, torch.linspace(0, 1, 101, dtype=torch.float64)).tolist()
         unsplit = None if self.unsplit is None else self.unsplit[chosen].double().mean()
         return {
             "instances": len(gap),
@@ -203,7 +201,7 @@ class Probe:
         self._apart = [name for name in methods if name not in self._pooled]
         self._scores: list[Tensor] = []
         # What is built once for a grid is no instance's time.
-        apply_all(methods, torch.zeros(1, grid.size, dtype=torch.float64), grid)
+        estimate_all(methods, torch.zeros(1, grid.size, dtype=torch.float64), grid)
 
     def add(self, batch: Sequence[ProbeBlock], mode: Mode) -> None:
         """Screen a batch; methods that decide all instances together wait for the whole."""
@@ -231,7 +229,7 @@ class Probe:
 
     def _screen(self, methods: Sequence[str], scores: Tensor) -> None:
         with self._timed():
-            outcomes = apply_all(methods, scores, self.grid, tau=TAU, seed=self.seed)
+            outcomes = estimate_all(methods, scores, self.grid, tau=TAU, seed=self.seed)
         for name, outcome in zip(methods, outcomes, strict=True):
             self._measured[name].append(Measured.of(name, outcome, self.grid))
 
@@ -257,7 +255,7 @@ def _group(name: str, members: list[bool]) -> Iterator[tuple[str, Tensor]]:
 
 
 def _is_pooled(method: str) -> bool:
-    return method not in SUMMARIES and parse(method).together
+    return not is_kind(method, "summary") and parse(method).together
 
 
 def check_probe(

@@ -16,7 +16,7 @@ from torch import nn
 from bmfa import __version__
 from bmfa.data.pictures import PicturesLostError
 from bmfa.evidence.runner.processes import Processes
-from bmfa.files import write_whole
+from bmfa.files import write_atomic
 
 FORMAT = "bmfa partial results 2"
 # Seconds between two writes; where a write is slow, so many times what it takes.
@@ -88,7 +88,7 @@ class Checkpoint:
         content: dict[str, Any] = {"format": FORMAT, "settings": self.settings}
         for name, values in (("digests", self._digests), ("parts", self.parts)):
             content[name] = {str(number): values[number] for number in sorted(self.parts)}
-        write_whole(self.path, json.dumps(content, allow_nan=False))
+        write_atomic(self.path, json.dumps(content, allow_nan=False))
 
     def _read(self, check: Check) -> None:
         content = self._content()

@@ -9,15 +9,10 @@ from torch import Tensor
 
 from bmfa import energy
 from bmfa.checks import check_integer
-from bmfa.evidence.methods import (
-    DEFAULT_METHODS,
-    Outcome,
-    apply,
-    apply_all,
-    check_method,
-    percentile,
-)
+from bmfa.evidence.methods import DEFAULT_METHODS
+from bmfa.evidence.score_methods import Estimate, check_method, estimate, estimate_all
 from bmfa.grid import Grid
+from bmfa.quantiles import quantile
 from bmfa.records import Record, Row, environment
 
 SIDE = 16
@@ -102,7 +97,7 @@ def run(
     rows: list[Row] = []
     for placement in placements:
         scores = score_grids(placement, seed, scatter_seeds).to(device)
-        outcomes = apply_all(methods, scores, GRID, max_depth=max_depth, seed=seed)
+        outcomes = estimate_all(methods, scores, GRID, max_depth=max_depth, seed=seed)
         for method, outcome in zip(methods, outcomes, strict=True):
             rows.append({"method": method, "placement": placement, **_summary(outcome)})
         if progress is not None:
@@ -123,12 +118,12 @@ def run(
     )
 
 
-def _summary(outcome: Outcome) -> Row:
+def _summary(outcome: Estimate) -> Row:
     gap = outcome.gap
     return {
         "count": len(gap),
         "mean_gap": float(gap.mean()),
-        "p95_gap": percentile(gap, 95),
+        "p95_gap": float(quantile(gap, 0.95)),
         "min_gap": float(gap.min()),
         "max_gap": float(gap.max()),
         "leaf_percent": float(outcome.leaf_percent.mean()),
@@ -146,7 +141,7 @@ def failure_curve(
         scores = advantage[:, None] * torch.from_numpy(corner_mask(count).ravel())
         mass = energy.minority_mass(count / GRID.size, advantage)
         for method in methods:
-            outcome = apply(method, scores, GRID, max_depth=4, seed=seed)
+            outcome = estimate(method, scores, GRID, max_depth=4, seed=seed)
             rows += [
                 {
                     "method": method,
@@ -175,7 +170,7 @@ def gallery(
     for placement in placements:
         scores = torch.from_numpy(advantage * masks(placement, cells, seed, 1).reshape(1, -1))
         for method in methods:
-            outcome = apply(method, scores, GRID, max_depth=4, seed=seed)
+            outcome = estimate(method, scores, GRID, max_depth=4, seed=seed)
             boxes = (
                 [[0, 0, SIDE, SIDE]]
                 if outcome.tree is None

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from bmfa.checks import check_number, python_number
-from bmfa.grid import Grid, Layout, quadtree
+from bmfa.grid import Grid
+from bmfa.trees.layout import Layout, quadtree_layout
 from bmfa.trees.pyramid import Counts, Pyramid
 
 Needs = Literal["nothing", "means", "tokens"]
@@ -64,7 +65,7 @@ class Rule:
 
     def layout(self, grid: Grid) -> Layout:
         """The hierarchy the rule works on."""
-        return quadtree(grid)
+        return quadtree_layout(grid)
 
     def check(self, grid: Grid, tokens: int) -> None:
         """Raise where the parameters do not fit the grid or its smallest count of valid tokens."""

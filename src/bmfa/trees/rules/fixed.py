@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from bmfa.checks import check_integer, check_number
-from bmfa.grid import Grid, Layout, tiles
+from bmfa.grid import Grid
+from bmfa.trees.layout import Layout, tile_layout
 from bmfa.trees.pyramid import Pyramid, ScorePyramid
 from bmfa.trees.rules.base import Context, Decision, Needs, Rule, descend, spell
 
@@ -58,7 +59,7 @@ class FixedBlocks(Fixed):
 
     def layout(self, grid: Grid) -> Layout:
         """The tiles, which are no quadtree nodes."""
-        return tiles(grid, min(self.side, max(grid.height, grid.width)))
+        return tile_layout(grid, min(self.side, max(grid.height, grid.width)))
 
     def decide(self, scores: Tensor, context: Context) -> Decision:
         """Split nothing."""

@@ -197,9 +197,13 @@ class Pruning:
 
     def _sum_children(self, depth: int, below: Tensor) -> Tensor:
         """(n, B) what the children of each block add up to; tokens add nothing."""
-        rows = self.context.layout.children(depth, below, None)
+        rows = self.context.layout.gather_children(depth, below, None)
         level = self.context.layout.levels[depth]
-        return rows.sum(1) if level.in_order else (rows * level.present.unsqueeze(-1)).sum(1)
+        return (
+            rows.sum(1)
+            if level.children_contiguous
+            else (rows * level.present.unsqueeze(-1)).sum(1)
+        )
 
     def search(self, fits: Callable[[Cost], Tensor], smaller: bool) -> Tensor:
         """(B,) the smallest or the largest penalty that fits, found by bisection of its logarithm."""

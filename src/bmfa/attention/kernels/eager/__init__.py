@@ -1,5 +1,9 @@
 """Attention in torch operations, for any device: over trees."""
 
-from bmfa.attention.kernels.eager.trees import dense, repeated, representative
+from bmfa.attention.kernels.eager.per_query import (
+    dense_attention,
+    repeated_attention,
+    representative_attention,
+)
 
-__all__ = ["dense", "repeated", "representative"]
+__all__ = ["dense_attention", "repeated_attention", "representative_attention"]

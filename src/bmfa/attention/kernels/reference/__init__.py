@@ -1,8 +1,6 @@
 """The specification: energies, trees and screened attention in float64 NumPy, grid by grid."""
 
-from bmfa.attention.kernels.reference.attention import attention, attention_error, dense_attention
-from bmfa.attention.kernels.reference.blocks import Box, ReferenceTree
-from bmfa.attention.kernels.reference.energies import (
+from bmfa.attention.kernels.reference.energy import (
     free_energy,
     gap,
     lower_bound,
@@ -10,20 +8,24 @@ from bmfa.attention.kernels.reference.energies import (
     refinement_score,
     upper_bound,
 )
-from bmfa.attention.kernels.reference.tiled import tiled_attention
-from bmfa.attention.kernels.reference.tiled_errors import tiled_error
-from bmfa.attention.kernels.reference.trees import build_tree
+from bmfa.attention.kernels.reference.per_query import (
+    attention_error,
+    dense_attention,
+    per_query_attention,
+)
+from bmfa.attention.kernels.reference.tiles import tiled_attention, tiled_error
+from bmfa.attention.kernels.reference.trees import Box, ReferenceTree, build_tree
 
 __all__ = [
     "Box",
     "ReferenceTree",
-    "attention",
     "attention_error",
     "build_tree",
     "dense_attention",
     "free_energy",
     "gap",
     "lower_bound",
+    "per_query_attention",
     "proxy",
     "refinement_score",
     "tiled_attention",

@@ -1,1 +1,32 @@
-"""Fused kernels in Triton, for CUDA devices; imported where a call asks for them."""
+"""Fused Triton kernels for CUDA devices, imported on first use."""
+
+from importlib import import_module
+from importlib.util import find_spec
+
+import torch
+
+# Ampere is the first architecture with the TF32 and bfloat16 matrix units that the kernels use.
+LEAST_CAPABILITY = (8, 0)
+
+
+def unsupported_reason(device: torch.device) -> str | None:
+    """Return why no Triton kernel can run on a device, or None if one can."""
+    reason: str | None = _unsupported_reason(device)
+    return reason
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _unsupported_reason(device: torch.device) -> str | None:
+    if find_spec("triton") is None:
+        return "the package triton is not installed"
+    if device.type == "cuda":
+        major, minor = torch.cuda.get_device_capability(device)
+        if (major, minor) >= LEAST_CAPABILITY:
+            return None
+        return f"compute capability {major}.{minor} is below 8.0"
+    return None if is_interpreted() else f"the device is {device.type}, and Triton needs CUDA"
+
+
+def is_interpreted() -> bool:
+    """True if Triton kernels run in its interpreter on the CPU, which is slow and for tests."""
+    return bool(import_module("triton").knobs.runtime.interpret)

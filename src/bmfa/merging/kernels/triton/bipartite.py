@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from bmfa.attention.kernels.triton.launcher import Plan
+from bmfa.attention.kernels.triton.launch import CachedLaunch
 from bmfa.merging.kernels.triton.features import feature_rows, load_rows, statistics, store_rows
 
 # (destinations a step of the matching, channels a step, warps, stages, registers a thread), pinned.
@@ -211,7 +211,7 @@ def launch_merge(
     return x_new, size_new, target
 
 
-_PLANS: dict[Any, Plan] = {}
+_PLANS: dict[Any, CachedLaunch] = {}
 
 
 def _plan(
@@ -222,7 +222,7 @@ def _plan(
     prefix: int,
     pair: str,
     configuration: tuple[int, int, int, int, int] | None,
-) -> Plan:
+) -> CachedLaunch:
     batch, tokens, channels = x.shape
     step, block, warps, stages, registers = configuration or CONFIGURATION
     half = max(16, triton.next_power_of_2((tokens + 1) // 2))
@@ -240,7 +240,7 @@ def _plan(
         min(block, max(16, triton.next_power_of_2(channels))),
     )  # fmt: skip
     capped = edges <= 32 and given.element_size() == 2
-    return Plan(
+    return CachedLaunch(
         merge_kernel,
         batch,
         numbers + constants,

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from bmfa.attention.kernels.triton.launcher import Plan
+from bmfa.attention.kernels.triton.launch import CachedLaunch
 
 EPSILON = tl.constexpr(1e-5)  # of torch's layer norm
 
@@ -115,5 +115,5 @@ def launch_tome_features(k: Tensor, rows: int = 32, warps: int = 4) -> Tensor:
         return features
     width = max(16, triton.next_power_of_2(dim))
     rest = (tokens, *k.stride(), heads, dim, width, rows)
-    Plan(tome_kernel, batch * triton.cdiv(tokens, rows), rest, num_warps=warps)(k, features)
+    CachedLaunch(tome_kernel, batch * triton.cdiv(tokens, rows), rest, num_warps=warps)(k, features)
     return features

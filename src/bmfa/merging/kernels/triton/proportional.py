@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from bmfa.attention.kernels.triton.launcher import Plan
+from bmfa.attention.kernels.triton.launch import CachedLaunch
 
 LOG2_E = math.log2(math.e)
 
@@ -182,7 +182,7 @@ def launch_attend(
     return output.transpose(1, 2), partial
 
 
-_PLANS: dict[Any, Plan] = {}
+_PLANS: dict[Any, CachedLaunch] = {}
 
 
 def _plan(
@@ -194,14 +194,14 @@ def _plan(
     mass: bool,
     others: bool,
     configuration: tuple[int, int, int, int] | None,
-) -> Plan:
+) -> CachedLaunch:
     batch, heads, tokens, dim = q.shape
     queries, loop, warps, stages = _configured(tokens, dim, q.dtype, configuration)
     groups = triton.cdiv(tokens, queries * loop)
     width = max(16, triton.next_power_of_2(dim))
     numbers = (heads, tokens, prefix, scale * LOG2_E, *q.stride(), *k.stride(), *v.stride())
     constants = (dim, width, *key_parts(tokens), queries, loop, mass, others, "ieee")
-    return Plan(
+    return CachedLaunch(
         attend_kernel,
         batch * heads * groups,
         numbers + constants,

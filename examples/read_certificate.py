@@ -1,0 +1,49 @@
+"""Read what screened attention knows about its own error: audit, certificate and fallback.
+
+Run with: python examples/read_certificate.py
+"""
+
+import torch
+from torch.nn.functional import interpolate, scaled_dot_product_attention
+
+import bmfa
+
+# Smooth random q, k, v of 2 heads on a 32x32 grid, (1, 2, 1024, 32) each.
+torch.manual_seed(0)
+smooth = interpolate(torch.randn(6, 32, 8, 8), size=32, mode="bicubic")
+q, k, v = smooth.flatten(2).mT.reshape(3, 1, 2, 1024, 32)
+exact = scaled_dot_product_attention(q, k, v)
+
+
+def relative_error(output: torch.Tensor) -> float:
+    """Return the relative L2 error of an attention output."""
+    return float((output - exact).norm() / exact.norm())
+
+
+print("Tiles, at most 20 % of the tokens as leaves:")
+tiles = bmfa.screened_attention(
+    q, k, v, grid=(32, 32), leaves=0.2, form="tiled", audit=0.1, certificate=True
+)
+stats = tiles.stats
+print(f"  backend {stats.backend}, {stats.density:.1%} of the tiles expanded")
+print(f"  true error of the output: {relative_error(tiles.output):.2%}")
+print(f"  audit of {stats.audit.queries} queries: mean {stats.audit.mean:.2%}")
+# The certificate bounds E of the partition before the corrections, not the error of the output.
+print(f"  certificate of E: mean {stats.certificate.mean():.3f}, max {stats.certificate.max():.3f}")
+
+limit = float(stats.certificate.quantile(0.75))
+print(f"The same, with queries whose certificate exceeds {limit:.3f} recomputed exactly:")
+fallback = bmfa.screened_attention(q, k, v, grid=(32, 32), leaves=0.2, form="tiled", fallback=limit)
+print(f"  {fallback.stats.fallback} of {q.shape[1] * q.shape[2]} queries recomputed")
+print(f"  true error of the output: {relative_error(fallback.output):.2%}")
+
+print("A tree for each query, E at most 0.05:")
+rule = bmfa.rules.Optimal(error=0.05)
+trees = bmfa.screened_attention(q, k, v, grid=(32, 32), rule=rule, certificate=True)
+certificate = trees.stats.certificate
+print(f"  leaves: {trees.stats.leaf_ratio:.1%} of the tokens")
+print(f"  certificate of E: max {certificate.max():.4f}")
+# Without corrections E bounds the output: |o - o~| <= max |v| sqrt(2 E).
+bound = bmfa.bounds.output_bound(certificate, v.norm(dim=-1).amax(-1, keepdim=True).double())
+distance = (trees.output - exact).norm(dim=-1)
+print(f"  distance to the exact output: max {distance.max():.3f}, bound {bound.max():.3f}")

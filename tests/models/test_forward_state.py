@@ -1,0 +1,563 @@
+"""State of a model belongs to one forward pass: threads, checkpointing, wrappers, replicas, readers."""
+
+import copy
+import io
+import threading
+from collections.abc import Callable, Iterator
+from importlib.util import find_spec
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+if find_spec("timm") is None or find_spec("transformers") is None:
+    pytest.skip("needs timm and transformers: pip install 'bmfa[models]'", allow_module_level=True)
+
+from bmfa import rules
+from bmfa.models import final_tokens, patch, reduce, unmerge, unpatch
+from bmfa.models.screened_layer import screened_layers
+from bmfa.models.token_reduction import find_reduction
+from bmfa.packages import load_package
+
+COARSE = rules.Optimal(leaves=0.2)
+WIDE, TALL = (16, 32), (32, 16)  # pixels: grids of 4x8 and 8x4 tokens, the same number of them
+SMALL = {"patch_size": 4, "depth": 3, "embed_dim": 24, "num_heads": 3, "num_classes": 5}
+VISION = {
+    "hidden_size": 24,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 3,
+    "intermediate_size": 48,
+    "image_size": 32,
+    "patch_size": 4,
+}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def timm_vit(**options: Any) -> nn.Module:
+    torch.manual_seed(0)
+    model: nn.Module = load_package("timm").create_model(
+        "vit_tiny_patch16_224", **{"img_size": 32, "dynamic_img_size": True} | SMALL | options
+    )
+    return model.eval()
+
+
+def hf_vit() -> nn.Module:
+    torch.manual_seed(0)
+    transformers = load_package("transformers")
+    config = transformers.Dinov2Config(**VISION | {"num_labels": 5})
+    model: nn.Module = transformers.Dinov2ForImageClassification(config)
+    return model.eval()
+
+
+HOSTS: dict[str, Callable[[], nn.Module]] = {"timm": timm_vit, "transformers": hf_vit}
+CHANGES: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "patch": lambda model: patch(model, rule=COARSE, layers="all"),
+    "reduce": lambda model: reduce(model, "tome:4"),
+}
+
+
+def pictures(size: tuple[int, int], seed: int = 0) -> Tensor:
+    return torch.randn(2, 3, *size, generator=torch.Generator().manual_seed(seed))
+
+
+def logits(model: nn.Module, pixels: Tensor) -> Tensor:
+    output = model(pixels)
+    return output if isinstance(output, Tensor) else output.logits
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("host", HOSTS)
+def test_threads_with_pictures_of_other_shapes_do_not_disturb_each_other(
+    host: str, change: str
+) -> None:
+    model = CHANGES[change](HOSTS[host]())
+    shown = {size: pictures(size) for size in (WIDE, TALL, (32, 32))}
+    with torch.no_grad():
+        alone = {size: logits(model, pixels) for size, pixels in shown.items()}
+    wrong: list[object] = []
+    together = threading.Barrier(len(shown))
+
+    def serve(size: tuple[int, int]) -> None:
+        try:
+            with torch.no_grad():
+                for _ in range(10):
+                    together.wait(timeout=60)
+                    if not torch.equal(logits(model, shown[size]), alone[size]):
+                        wrong.append(size)
+        except Exception as error:
+            wrong.append(error)
+            together.abort()
+
+    threads = [threading.Thread(target=serve, args=(size,)) for size in shown]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+
+
+def gradients(model: nn.Module) -> list[Tensor]:
+    """Of two forward passes with grids of one size and other shapes, before one backward pass."""
+    model.zero_grad()
+    first = logits(model, pictures(WIDE)).square().sum()
+    second = logits(model, pictures(TALL, seed=1)).square().sum()
+    (first + second).backward()
+    return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+
+def blocks_of(model: nn.Module) -> list[nn.Module]:
+    return [m for m in model.modules() if type(m).__name__ in ("Block", "Dinov2Layer")]
+
+
+def checkpointed(model: nn.Module, every: int, reentrant: bool) -> Callable[[Tensor], Tensor]:
+    """Apply gradient checkpointing to runs of `every` blocks of a timm model."""
+
+    def forward(pixels: Tensor) -> Tensor:
+        x = model.norm_pre(model.patch_drop(model._pos_embed(model.patch_embed(pixels))))
+        blocks = list(model.blocks)
+        for start in range(0, len(blocks), every):
+            run = nn.Sequential(*blocks[start : start + every])
+            x = checkpoint(run, x, use_reentrant=reentrant)
+        return model.forward_head(model.norm(x))
+
+    return forward
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("every", [1, 2])
+def test_gradient_checkpointing_recomputes_with_the_grid_of_its_own_pass(
+    every: int, reentrant: bool, change: str
+) -> None:
+    model = CHANGES[change](timm_vit())
+    expected = gradients(model)
+
+    class Checkpointed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = model
+            self.run = checkpointed(model, every, reentrant)
+
+        def forward(self, pixels: Tensor) -> Tensor:
+            return self.run(pixels)
+
+    for mine, theirs in zip(gradients(Checkpointed()), expected, strict=True):
+        torch.testing.assert_close(mine, theirs)
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("host", HOSTS)
+def test_the_checkpointing_of_the_hosts_recomputes_with_the_grid_of_its_own_pass(
+    host: str, change: str
+) -> None:
+    model = CHANGES[change](HOSTS[host]()).train()
+    expected = gradients(model)
+    if host == "timm":
+        model.set_grad_checkpointing()
+    else:
+        model.gradient_checkpointing_enable()
+    for mine, theirs in zip(gradients(model), expected, strict=True):
+        torch.testing.assert_close(mine, theirs)
+
+
+def test_checkpointing_of_a_whole_model_is_served() -> None:
+    model = patch(timm_vit(), rule=COARSE, layers="all")
+    expected = gradients(model)
+    whole = copy.deepcopy(model)
+    whole.forward_features = lambda x, run=whole.forward_features, **options: checkpoint(
+        run, x, use_reentrant=False, **options
+    )
+    for mine, theirs in zip(gradients(whole), expected, strict=True):
+        torch.testing.assert_close(mine, theirs)
+
+
+def test_checkpointing_inside_a_block_is_refused_where_the_grid_is_ambiguous() -> None:
+    model = patch(timm_vit(), rule=COARSE, layers="all")
+    expected = gradients(copy.deepcopy(model))
+    for block in model.blocks:
+
+        def forward(x: Tensor, block: Any = block) -> Tensor:
+            x = x + checkpoint(lambda y: block.attn(block.norm1(y)), x, use_reentrant=False)
+            return x + block.mlp(block.norm2(x))
+
+        block.forward = forward
+    alone = logits(model, pictures(WIDE)).square().sum()
+    alone.backward()  # one shape alone is no question
+    with pytest.raises(RuntimeError, match="apply gradient checkpointing to whole blocks"):
+        gradients(model)
+    assert len(expected) == len(list(model.parameters()))
+
+
+def test_nothing_is_kept_once_the_tokens_are_gone() -> None:
+    model = patch(timm_vit(), rule=COARSE, layers="all")
+    logits(model, pictures(WIDE)).sum().backward()
+    assert screened_layers(model)[0].token_grid.passes._attached == {}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_forward_of_the_instance_runs_and_survives(change: str) -> None:
+    model = timm_vit()
+    pixels, calls = pictures(WIDE), []
+    layer = model.blocks[1].attn
+    before = type(layer).forward.__get__(layer)
+
+    def wrapper(*args: Any, **kwargs: Any) -> Tensor:
+        calls.append(1)
+        return 2 * before(*args, **kwargs)
+
+    expected = CHANGES[change](copy.deepcopy(model))
+    with torch.no_grad():
+        expected.blocks[1].attn.proj.weight.mul_(2), expected.blocks[1].attn.proj.bias.mul_(2)
+        layer.forward = wrapper
+        full = logits(model, pixels)
+        CHANGES[change](model)
+        calls.clear()
+        torch.testing.assert_close(logits(model, pixels), logits(expected, pixels))
+        assert calls == [1]
+        unpatch(model)
+        assert layer.__dict__["forward"] is wrapper
+        assert torch.equal(logits(model, pixels), full)
+
+
+def test_a_forward_that_was_wrapped_after_patching_survives() -> None:
+    model, pixels = timm_vit(), pictures(WIDE)
+    with torch.no_grad():
+        full = logits(model, pixels)
+        patch(model, rule=COARSE, layers="all")
+        screened = logits(model, pixels)
+        for block in model.blocks:
+            block.attn.forward = lambda *a, run=block.attn.forward, **k: run(*a, **k)
+        assert torch.equal(logits(model, pixels), screened)
+        unpatch(model)
+        assert torch.equal(logits(model, pixels), full)
+
+
+def test_reducing_a_block_with_a_forward_of_its_own_is_refused() -> None:
+    model = timm_vit()
+    block = model.blocks[2]
+    block.forward = lambda x, run=block.forward: run(x)
+    with pytest.raises(TypeError, match=r"block 2 .* has a forward of its own"):
+        reduce(model, "tome:4")
+    assert "forward" in vars(block)
+
+
+def replicas(model: nn.Module, factor: float) -> nn.Module:
+    """One replica as nn.DataParallel makes it, its parameters being `factor` times the model's."""
+    copies = {module: module._replicate_for_data_parallel() for module in model.modules()}
+    for module, replica in copies.items():
+        for name, child in module._modules.items():
+            replica._modules[name] = None if child is None else copies[child]
+        for name, parameter in module._parameters.items():
+            value = None if parameter is None else parameter.detach() * factor
+            setattr(replica, name, value)
+        for name, buffer in module._buffers.items():
+            replica._buffers[name] = buffer
+    return copies[model]
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("host", HOSTS)
+def test_replicas_compute_with_their_own_weights(host: str, change: str) -> None:
+    model, pixels = HOSTS[host](), pictures(WIDE)
+    expected = copy.deepcopy(model)
+    with torch.no_grad():
+        for parameter in expected.parameters():
+            parameter.mul_(0.5)
+        replica = replicas(CHANGES[change](model), 0.5)
+        assert torch.equal(logits(replica, pixels), logits(CHANGES[change](expected), pixels))
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("host", HOSTS)
+def test_copies_and_pickles_are_changed_alike_and_on_their_own(host: str, change: str) -> None:
+    model, pixels = CHANGES[change](HOSTS[host]()), pictures(WIDE)
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    with torch.no_grad():
+        changed = logits(model, pixels)
+        for other in (copy.deepcopy(model), torch.load(file, weights_only=False)):
+            assert type(other) is type(model) and repr(other) == repr(model)
+            assert torch.equal(logits(other, pixels), changed)
+            assert not torch.equal(logits(unpatch(other), pixels), changed)
+        assert torch.equal(logits(model, pixels), changed)
+
+
+def depth_anything() -> nn.Module:
+    transformers = load_package("transformers")
+    backbone = transformers.Dinov2Config(
+        **VISION, out_indices=[1, 2, 3], reshape_hidden_states=False
+    )
+    config = transformers.DepthAnythingConfig(
+        backbone_config=backbone,
+        reassemble_hidden_size=24,
+        patch_size=4,
+        reassemble_factors=[2, 1, 0.5],
+        neck_hidden_sizes=[8, 8, 8],
+        fusion_hidden_size=8,
+        head_hidden_size=4,
+    )
+    return transformers.DepthAnythingForDepthEstimation(config)
+
+
+def backbone() -> nn.Module:
+    transformers = load_package("transformers")
+    return transformers.Dinov2Backbone(transformers.Dinov2Config(**VISION, out_indices=[1, 2, 3]))
+
+
+def llava() -> nn.Module:
+    transformers = load_package("transformers")
+    text = {k: v for k, v in VISION.items() if k not in ("image_size", "patch_size")}
+    text |= {"vocab_size": 50, "max_position_embeddings": 128, "num_key_value_heads": 3}
+    config = transformers.LlavaConfig(
+        vision_config=transformers.CLIPVisionConfig(**VISION),
+        text_config=transformers.LlamaConfig(**text),
+        image_token_index=49,
+        image_seq_length=64,
+        vision_feature_layer=-2,
+    )
+    return transformers.LlavaForConditionalGeneration(config)
+
+
+def features_only() -> nn.Module:
+    return load_package("timm").create_model(
+        "vit_tiny_patch16_224", features_only=True, img_size=32, **{**SMALL, "num_classes": 0}
+    )
+
+
+DENSE: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module, Tensor], Any]]] = {
+    "depth-anything": (depth_anything, lambda m, x: [m(x).predicted_depth]),
+    "dinov2-backbone": (backbone, lambda m, x: list(m(x).feature_maps)),
+    "features-only": (features_only, lambda m, x: m(x)),
+    "forward-intermediates": (timm_vit, lambda m, x: m.forward_intermediates(x)[1]),
+    "get-intermediate-layers": (timm_vit, lambda m, x: list(m.get_intermediate_layers(x, n=2))),
+    "llava": (
+        llava,
+        lambda m, x: [
+            m(
+                input_ids=torch.cat((torch.full((2, 64), 49), torch.ones(2, 4).long()), 1),
+                pixel_values=x,
+            ).logits
+        ],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", DENSE)
+def test_models_that_read_between_blocks_are_served(name: str) -> None:
+    make, read = DENSE[name]
+    torch.manual_seed(0)
+    model, pixels = make().eval(), pictures((32, 32))
+    with torch.no_grad():
+        full = read(model, pixels)
+        exact = read(patch(model, rule=rules.ExactGap(0.0), layers="all"), pixels)
+        torch.testing.assert_close(exact, full, rtol=1e-4, atol=1e-5)
+        tiles = read(patch(model, error=0.0, form="tiled", layers="all"), pixels)
+        torch.testing.assert_close(tiles, full, rtol=1e-4, atol=1e-5)
+        none = read(reduce(model, "tome:0"), pixels)
+        torch.testing.assert_close(none, full, rtol=1e-4, atol=1e-5)
+        merged = read(reduce(model, "tome:6"), pixels)
+        assert [x.shape for x in merged] == [x.shape for x in full]
+        assert all(torch.isfinite(x).all() for x in merged)
+        assert final_tokens(model) < 64
+        assert not all(torch.equal(x, y) for x, y in zip(merged, full, strict=True))
+
+
+def test_tokens_travel_through_a_model_in_raster_order_alone() -> None:
+    with pytest.raises(TypeError, match="order"):
+        patch(timm_vit(), error=0.0, layers="all", order="z")  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize("policy", ["tome:6", "evit:0.7", "dct:0.9", "fixed-pool:2"])
+def test_what_is_read_between_blocks_is_the_unmerged_tokens(policy: str) -> None:
+    model, pixels = timm_vit(), pictures((32, 32))
+    with torch.no_grad():
+        for depth in (1, 2, 3):
+            short = copy.deepcopy(model)
+            reduce(short, policy, dense=False)
+            # The reference: stop behind that block, and unmerge what is there by hand.
+            x = short.norm_pre(short._pos_embed(short.patch_embed(pixels)))
+            for block in short.blocks[:depth]:
+                x = block(x)
+            reduction = find_reduction(short)
+            expected = reduction.unmerge(reduction.passes.current, x)
+            whole = reduce(copy.deepcopy(model), policy)
+            seen: list[Tensor] = []
+            whole.blocks[depth - 1].register_forward_hook(lambda m, i, o, to=seen: to.append(o))
+            read = whole(pixels)
+            torch.testing.assert_close(seen[0], expected)
+            torch.testing.assert_close(read, reduce(copy.deepcopy(model), policy)(pixels))
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_reduced_models_are_read_between_blocks_under_checkpointing(reentrant: bool) -> None:
+    model = reduce(timm_vit(), "tome:4")
+    model.blocks[0].register_forward_hook(lambda m, i, o: None)
+    expected = gradients(model)
+    run = checkpointed(model, 1, reentrant)
+
+    class Checkpointed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = model
+
+        def forward(self, pixels: Tensor) -> Tensor:
+            return run(pixels)
+
+    for mine, theirs in zip(gradients(Checkpointed()), expected, strict=True):
+        torch.testing.assert_close(mine, theirs)
+
+
+def test_tokens_replaced_between_merged_blocks_are_refused() -> None:
+    model = reduce(timm_vit(), "tome:4")
+    model.blocks[0].register_forward_hook(lambda m, i, o: o + 1)
+    with pytest.raises(RuntimeError, match="block 0 returned were replaced before block 1"):
+        model(pictures((32, 32)))
+
+
+def test_unmerging_a_grid_that_was_given_back_changes_nothing() -> None:
+    model = reduce(timm_vit(), "tome:4", dense=True)
+    with torch.no_grad():
+        tokens = model.forward_features(pictures((32, 32)))
+    assert unmerge(model, tokens) is tokens
+
+
+def test_attention_weights_of_a_patched_model_are_refused() -> None:
+    transformers = load_package("transformers")
+    config = transformers.ViTConfig(**VISION)
+    config._attn_implementation = "eager"
+    model = transformers.ViTModel(config).eval()
+    pixels = pictures((32, 32))
+    assert len(model(pixels, output_attentions=True).attentions) == 3
+    patch(model, rule=COARSE, layers="last-1")
+    with pytest.raises(ValueError, match="output_attentions=True is not supported"):
+        model(pixels, output_attentions=True)
+    model.config.output_attentions = True
+    with pytest.raises(ValueError, match=r"bmfa\.record"):
+        model(pixels)
+    unpatch(model)
+    assert len(model(pixels).attentions) == 3
+    reduce(model, "tome:4")
+    with pytest.raises(ValueError, match="patched or reduced"):
+        model(pixels)
+
+
+@pytest.mark.parametrize("whole", [True, False])
+@pytest.mark.parametrize("host", HOSTS)
+def test_reduced_models_compile_for_grids_of_one_size(host: str, whole: bool) -> None:
+    model = reduce(HOSTS[host](), "tome:4")
+    shown = [pictures(size) for size in (WIDE, TALL, WIDE)]
+    with torch.no_grad():
+        expected = [logits(model, pixels) for pixels in shown]
+        torch.compiler.reset()
+        options = {"backend": "aot_eager", "fullgraph": True}
+        if whole:
+            model.compile(**options)
+        else:
+            for block in blocks_of(model):
+                block.compile(**options)
+        for pixels, output in zip(shown, expected, strict=True):
+            torch.testing.assert_close(logits(model, pixels), output)
+    torch.compiler.reset()
+
+
+def tokens_of(model: nn.Module, pixels: Tensor) -> Tensor:
+    return model.norm_pre(model._pos_embed(model.patch_embed(pixels)))
+
+
+@pytest.mark.parametrize("other", [TALL, (32, 32)])
+@pytest.mark.parametrize("change", CHANGES)
+def test_passes_in_turns_and_inside_each_other_keep_their_grids(
+    change: str, other: tuple[int, int]
+) -> None:
+    model = CHANGES[change](timm_vit())
+    shown = {"first": pictures(WIDE), "second": pictures(other, seed=1)}
+    with torch.no_grad():
+        alone = {name: model.blocks(tokens_of(model, x)) for name, x in shown.items()}
+        # In turns, block by block.
+        now = {}
+        for name, pixels in shown.items():
+            now[name] = model.blocks[0](tokens_of(model, pixels))
+        for block in model.blocks[1:]:
+            now = {name: block(x) for name, x in now.items()}
+        for name in shown:
+            assert torch.equal(now[name], alone[name])
+        # One inside a block of the other, before its attention and behind its end.
+        whole = logits(model, shown["first"])
+        for module in (model.blocks[1].norm1, model.blocks[1].mlp):
+            entered: list[bool] = []
+
+            def run_another(*_: object, entered: list[bool] = entered) -> None:
+                if not entered:
+                    entered.append(True)
+                    logits(model, shown["second"])
+
+            handle = module.register_forward_hook(run_another)
+            assert torch.equal(logits(model, shown["first"]), whole) and entered
+            handle.remove()
+
+
+def test_pictures_that_wait_for_the_same_block_are_refused_where_they_cannot_be_told() -> None:
+    model = patch(timm_vit(), rule=COARSE, layers="last-1")
+    first, second = tokens_of(model, pictures(WIDE)), tokens_of(model, pictures(TALL))
+    with pytest.raises(RuntimeError, match="grids of 4x8 and 8x4"):
+        model.blocks(first)
+    assert second.shape == first.shape
+    model(pictures(TALL))  # nothing is left of it
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("part", ["attn", "block"])
+def test_a_model_that_was_wrapped_between_two_patches_runs(change: str, part: str) -> None:
+    model, pixels = CHANGES[change](timm_vit()), pictures(WIDE)
+    expected = patch(timm_vit(), rule=COARSE, layers="all")
+    for block in model.blocks:
+        module = block.attn if part == "attn" else block
+        module.forward = lambda *a, run=module.forward, **k: run(*a, **k)
+    with torch.no_grad():
+        patch(model, rule=COARSE, layers="all")
+        assert torch.equal(logits(model, pixels), logits(expected, pixels))
+        assert torch.equal(logits(unpatch(model), pixels), logits(unpatch(expected), pixels))
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True")
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("change", CHANGES)
+def test_checkpointing_of_blocks_inside_that_of_the_model(change: str, reentrant: bool) -> None:
+    model = CHANGES[change](timm_vit())
+    expected = gradients(model)
+    inner = checkpointed(model, 1, reentrant)
+
+    class Nested(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = model
+
+        def forward(self, pixels: Tensor) -> Tensor:
+            pixels = pixels.requires_grad_()
+            return checkpoint(inner, pixels, use_reentrant=reentrant)
+
+    for mine, theirs in zip(gradients(Nested()), expected, strict=True):
+        torch.testing.assert_close(mine, theirs)
+
+
+@pytest.mark.parametrize("policy", ["tome:4", "evit:0.7", "dct:0.9"])
+def test_reduced_models_return_shapes_on_the_meta_device(policy: str) -> None:
+    model = reduce(timm_vit(dynamic_img_size=False), policy).to("meta")
+    assert model(torch.empty(2, 3, 32, 32, device="meta")).shape == (2, 5)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_trace_of_a_reduced_model_is_refused() -> None:
+    model = reduce(timm_vit(), "tome:4")
+    with pytest.raises(RuntimeError, match=r"torch\.compile or torch\.export"):
+        torch.jit.trace(model, pictures((32, 32)), check_trace=False)

@@ -1,0 +1,281 @@
+"""docs/benchmarks.md: every number in its tables and its text is that of a record in records/."""
+
+import json
+import re
+from collections.abc import Callable
+
+import pytest
+
+from markdown_records import (
+    RECORDS,
+    ROOT,
+    TABLES,
+    Fact,
+    Row,
+    check_fact,
+    expected_rows,
+    prose,
+    record,
+    row,
+    tables,
+    unchecked_numbers,
+)
+
+PAGE = (ROOT / "docs" / "benchmarks.md").read_text("utf-8")
+ALL_TABLES = tables(PAGE)
+
+
+@pytest.mark.parametrize(("head", "rows"), ALL_TABLES, ids=[h[1] for h, _ in ALL_TABLES])
+def test_every_cell_of_a_table_is_in_a_record(head, rows):
+    assert rows == expected_rows(head, rows)
+
+
+def test_every_kind_of_table_is_there():
+    assert {tuple(head[:2]) for head, _ in ALL_TABLES} == set(TABLES)
+
+
+# Values that the text quotes
+
+ERROR, SPEED, CERTIFIED = "error_l2_percent", "speedup", "tiled-tiles:0.03+certificate"
+
+
+def h200(n: int, method: str, column: str) -> float:
+    return float(row("attention-h200", n=n, method=method)[column])
+
+
+def cpu(n: int, method: str, column: str) -> float:
+    return float(row("attention-cpu", n=n, method=method)[column])
+
+
+def deit(size: int, method: str, column: str = "milliseconds_eager") -> float:
+    return float(row("model-deit-h200", img_size=size, method=method)[column])
+
+
+def head_dim_128(method: str, column: str) -> float:
+    return float(row("attention-h200-d128", dim=128, method=method)[column])
+
+
+def pisa_run(n: int, method: str, column: str) -> float:
+    return float(row("attention-h200-pisa", n=n, method=method)[column])
+
+
+def times_pisa(n: int, ours: str) -> float:
+    return pisa_run(n, ours, SPEED) / pisa_run(n, "pisa:0.2", SPEED)
+
+
+def range_of_tiles(value: Callable[[Row], float]) -> list[float]:
+    """Minimum and maximum of tiled attention from 4,096 tokens on, over all settings."""
+    found = [
+        value(one)
+        for one in record("attention-h200")["rows"]
+        if one["n"] >= 4096 and one["method"].startswith("tiled-") and "+" not in one["method"]
+    ]
+    return [min(found), max(found)]
+
+
+def fastest_dense_call(n: int) -> float:
+    rows = [r for r in record("attention-h200")["rows"] if r["n"] == n]
+    return float(min(r["milliseconds_eager"] for r in rows if r["method"].startswith("dense-")))
+
+
+def range_of_softmaxes() -> list[float]:
+    """Minimum and maximum cost of screening in softmaxes, in float32."""
+    rows = [one for one in record("trees-cpu")["rows"] if one["dtype"] == "float32"]
+    found = [one["multiple_of_softmax"] for one in rows if "multiple_of_softmax" in one]
+    return [min(found), max(found)]
+
+
+def range_of_tree_speeds() -> list[float]:
+    """Minimum and maximum speed of DeiT-Tiny with trees in the last four blocks."""
+    methods = ("gamma:0.05", "quadrant-gap:0.8", "optimal:0.002")
+    found = [row("evaluate-deit-h200", method=method)["speedup"] for method in methods]
+    return [min(found), max(found)]
+
+
+# Sentences of the page, and the values of the records in their order.
+FACTS: list[Fact] = [
+    ("the paper: {} bright minorities", lambda: [record("synthetic")["settings"]["settings"]]),
+    (
+        "The last two columns are {} instances",
+        lambda: [row("probe-embedded", method="sparge-mean", group="all")["instances"]],
+    ),
+    (
+        "With no tile expanded at all, the error at 16,384 tokens is {} %",
+        lambda: [h200(16384, "tiled-tiles:0", ERROR)],
+    ),
+    (
+        "grows with the number of tokens to the power {}, that of tiles at {} % error to the power {}",
+        lambda: [
+            record("attention-h200")["settings"][name]
+            for name in ("exponent_dense", "exponent_error_percent", "exponent_tiled")
+        ],
+    ),
+    (
+        "Scratch memory is {} to {} % of K and V",
+        lambda: range_of_tiles(lambda one: one["extra_memory_percent"]),
+    ),
+    (
+        "With a CUDA graph, the break-even point is {} tokens",
+        lambda: [record("attention-h200")["settings"]["break_even_tokens"]],
+    ),
+    (
+        "Without a graph, a call with tiles takes {} to {} ms longer",
+        lambda: range_of_tiles(lambda one: one["milliseconds_eager"] - one["milliseconds"]),
+    ),
+    (
+        "With 16,384 tokens PISA has an error of {} % at {}x and {} % at {}x, and tiles have {} % at "
+        "{}x. With 65,536 tokens PISA has {} % at {}x, and tiles have {} % at {}x.",
+        lambda: [
+            pisa_run(n, method, column)
+            for n, method in (
+                (16384, "pisa:0.2"),
+                (16384, "pisa:0.05"),
+                (16384, "tiled-tiles:0.01"),
+                (65536, "pisa:0.3"),
+                (65536, "tiled-tiles:0"),
+            )
+            for column in (ERROR, SPEED)
+        ],
+    ),
+    (
+        "tiles are {} times as fast with 4,096 tokens (about {} %) and {} times with 16,384 tokens "
+        "(about {} %)",
+        lambda: [
+            times_pisa(4096, "tiled-tiles:0.06"),
+            pisa_run(4096, "tiled-tiles:0.06", ERROR),
+            times_pisa(16384, "tiled-tiles:0.01"),
+            pisa_run(16384, "tiled-tiles:0.01", ERROR),
+        ],
+    ),
+    (
+        "`` expands {} % of the tiles ({}x with 16,384 tokens). When made to expand {} %, tiles run at "
+        "{}x",
+        lambda: [
+            head_dim_128(method, column)
+            for method in ("auto", "tiled-tiles:0.03")
+            for column in ("density_percent", SPEED)
+        ],
+    ),
+    (
+        "at a target of 0.1 with 4,096 tokens, the worst of the four blocks has a mean E of {}. With "
+        "no tile expanded at 16,384 tokens, the worst block has an output error of {} %, and the mean "
+        "of the four is {} %",
+        lambda: [
+            h200(4096, "tiled-error:0.1", "worst_block_e_mean"),
+            h200(16384, "tiled-tiles:0", "worst_block_error_percent"),
+            h200(16384, "tiled-tiles:0", ERROR),
+        ],
+    ),
+    (
+        "{} ms with 16,384 tokens, where dense attention takes {} ms. With a certificate, a call runs "
+        "at {}x of dense attention with 4,096 tokens, {}x with 16,384 and {}x with 65,536",
+        lambda: [
+            h200(16384, CERTIFIED, "added_milliseconds"),
+            fastest_dense_call(16384),
+            *(h200(n, CERTIFIED, SPEED) for n in (4096, 16384, 65536)),
+        ],
+    ),
+    ("moves its features by {} %", lambda: [deit(2048, "full-flash", ERROR)]),
+    (
+        "takes {} ms at 224 px ({} ms patched), {} ms at 1,024 px ({} ms patched) and {} ms at 2,048 px "
+        "({} ms patched with ``)",
+        lambda: [deit(s, method) for s in (224, 1024, 2048) for method in ("full", "error:0.1")],
+    ),
+    (
+        "DeiT-Tiny, {} ImageNet images, float16, one H200, batch {}, 224 px",
+        lambda: [
+            row("evaluate-deit-h200", method="full")["images"],
+            record("evaluate-deit-h200")["settings"]["batch_size"],
+        ],
+    ),
+    (
+        "relative to {} of the full model",
+        lambda: [round(row("evaluate-deit-h200", method="full")["images_per_second"], -2)],
+    ),
+    ("in the last four blocks runs at {}x to {}x of the full model", range_of_tree_speeds),
+    (
+        "With 4,096 tokens, tiles are {} times as fast as `` at an error of {} % and {} times at {} %.",
+        lambda: [
+            cpu(4096, method, column)
+            for method in ("tiled-tiles:0.03", "tiled-tiles:0.1")
+            for column in (SPEED, ERROR)
+        ],
+    ),
+    (
+        "With 16,384 tokens, tiles are {} times as fast at an error of {} % and {} times at {} %.",
+        lambda: [
+            cpu(16384, method, column)
+            for method in ("tiled-tiles:0", "tiled-tiles:0.1")
+            for column in (SPEED, ERROR)
+        ],
+    ),
+    (
+        "runs dense have a speed of {}x with 196 tokens and {}x with 1,024 tokens",
+        lambda: [cpu(n, "auto", SPEED) for n in (196, 1024)],
+    ),
+    (
+        "With a certificate, a call runs at {}x with 4,096 tokens",
+        lambda: [cpu(4096, CERTIFIED, SPEED)],
+    ),
+    (
+        "A 16x16 tree takes {} µs on one core, {} times less than the grid-by-grid reference",
+        lambda: [
+            row("trees-cpu", what="trees", method="gamma:0.005", threads=1)[name]
+            for name in ("microseconds_per_grid", SPEED)
+        ],
+    ),
+    ("costs as much as {} to {} softmaxes", range_of_softmaxes),
+    (
+        "reduce its speed to {}x with 196 tokens and {}x with 1,024 tokens",
+        lambda: [h200(n, "auto", "speedup_eager") for n in (196, 1024)],
+    ),
+]
+
+# Numbers of other kinds: sizes, versions and settings.
+OTHERS = (
+    r"below 1x|relative L2 error|H200|8x8 tiles|16x16 grid|expands 6 % of the tiles",
+    r"\(blocks 2, 5, 8, 11; 3 heads of 64\)|timed one by one at 65,536",
+    r"(?:at|[Bb]elow|from|[Ww]ith) (?:1,024|4,096|16,384|65,536)(?: tokens)?",
+    r"at 1,024, 4,096, 16,384 and 65,536 tokens",
+    r"torch \d+\.\d+\.\d+|Triton \d+\.\d+\.\d+|float(?:16|32|64)|Head dimension 128",
+    r"batch 1,|2 cores of an|trained at 224 px|At 2,048 px",
+)
+
+
+@pytest.mark.parametrize("fact", FACTS, ids=[words[:40] for words, _ in FACTS])
+def test_what_the_text_says_is_in_a_record(fact):
+    check_fact(prose(PAGE), fact)
+
+
+def test_no_number_of_the_text_is_without_a_record():
+    assert unchecked_numbers(prose(PAGE), FACTS, OTHERS) == []
+
+
+@pytest.mark.parametrize("name", ["attention-h200", "attention-cpu"])
+def test_the_frame_of_the_speeds_is_that_of_the_record(name):
+    made = record(name)
+    version = made["environment"]["torch"].partition("+")[0]
+    assert f"torch {version}, " in prose(PAGE)
+    assert made["settings"]["blocks"] == [2, 5, 8, 11]
+    dense = [one for one in made["rows"] if one["method"] == "dense"]
+    assert all(one["batch"] == 1 for one in dense if one["n"] == 65536)
+    if name == "attention-h200":
+        assert {one["path"] for one in dense} == {"cudnn", "default"}
+    assert {(one["heads"], one["dim"]) for one in made["rows"]} == {(3, 64)}
+
+
+WITHOUT_COMMAND = {"attention-h200-pisa"}  # made before records kept their command
+
+
+@pytest.mark.parametrize("path", sorted(RECORDS.glob("*.json")), ids=lambda p: p.stem)
+def test_records_keep_their_command_and_no_folder(path):
+    text = path.read_text("utf-8")
+    made = json.loads(text)
+    if path.stem not in WITHOUT_COMMAND:
+        assert made["environment"]["command"].startswith("bmfa ")
+    assert not re.search(r"[\s\"=](?:/|~/|[A-Z]:\\)\w", text)  # no path from a root
+
+
+def test_the_page_names_every_record():
+    named = set(re.findall(r"`([\w-]+)\.json`", PAGE))
+    assert named == {path.stem for path in RECORDS.glob("*.json")} - {"gallery"}

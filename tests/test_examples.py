@@ -1,0 +1,67 @@
+"""The example scripts run on a CPU without a network and print what their text promises."""
+
+import re
+import runpy
+import socket
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+
+# Patterns that the output of each script must contain, in this order.
+EXPECTED = {
+    "measure.py": (
+        r"corner: 86\.5% of the softmax mass",
+        r"gap G = F - M +1\.8925",
+        r"optimal:0\.001 +10 leaves, error 0\.0000",
+        r"centre: 86\.5%",
+        r"refinement score +0\.0000",
+        r"gamma:0\.005 +1 leaves, error 1\.8925",
+        r"optimal:0\.001 +40 leaves, error 0\.0000",
+    ),
+    "screen_picture.py": (
+        r"screened attention: (\w+)\n.*full attention: +\1\n",
+        r"Leaves: 19\.\d% of the tokens; KL of attention: 0\.035",
+        r"one tree on 14x14, optimal:0\.002",
+        r"(?:\n  (?:[ \d]\S ?){14}){14}",
+    ),
+    "speed_up_model.py": (
+        r"full attention +\d+ ms",
+        r"leaves=0\.05 +\d+ ms, \d+\.\dx, features move by 0\.\d+%",
+        r"bit-identical after unpatch: True",
+    ),
+    "merge_tokens.py": (
+        r"full +197",
+        r"tome:12 +101 +\d+% +\d\.\de",
+        r"free-energy:20 +46 ",
+    ),
+    "read_certificate.py": (
+        r"12\.5% of the tiles expanded",
+        r"audit of 204 queries",
+        r"512 of 2048 queries recomputed",
+        r"certificate of E: max 0\.0500",
+        r"distance to the exact output: max 0\.\d+, bound \d",
+    ),
+}
+
+
+def test_every_example_is_tested():
+    assert {path.name for path in EXAMPLES.glob("*.py")} == set(EXPECTED)
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_an_example_runs_and_prints_what_it_promises(name, monkeypatch, capsys, tmp_path):
+    def refuse(*args: object) -> None:
+        raise OSError("no network")
+
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+    monkeypatch.chdir(tmp_path)
+    runpy.run_path(str(EXAMPLES / name), run_name="__main__")
+    output = capsys.readouterr().out
+    position = 0
+    for pattern in EXPECTED[name]:
+        found = re.compile(pattern).search(output, position)
+        assert found is not None, f"{pattern!r} is not in\n{output[position:]}"
+        position = found.end()
+    assert list(tmp_path.iterdir()) == []

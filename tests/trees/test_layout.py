@@ -1,0 +1,192 @@
+"""Static layouts: bookkeeping of the levels of quadtrees and tiles."""
+
+import pytest
+import torch
+
+from bmfa.grid import Grid
+from bmfa.trees.layout import Layout, Level, quadtree_layout, tile_layout
+
+SIZES = [
+    (1, 1),
+    (1, 2),
+    (2, 1),
+    (1, 7),
+    (2, 2),
+    (3, 2),
+    (5, 3),
+    (4, 4),
+    (14, 14),
+    (16, 25),
+    (33, 64),
+]
+LARGE = [(37, 37), (256, 256)]
+TILES = [(1, 1, 1), (1, 7, 3), (5, 8, 3), (4, 4, 4), (14, 14, 4), (6, 3, 1), (3, 5, 9), (33, 64, 7)]
+
+
+def layouts() -> list[Layout]:
+    made = [quadtree_layout(Grid(*size)) for size in SIZES + LARGE]
+    return made + [tile_layout(Grid(height, width), side) for height, width, side in TILES]
+
+
+def name(layout: Layout) -> str:
+    grid = layout.grid
+    return f"{grid.height}x{grid.width}-{len(layout.levels)}-levels"
+
+
+every_layout = pytest.mark.parametrize("layout", layouts(), ids=name)
+
+
+def rows(level: Level, width: int) -> torch.Tensor:
+    """(n + t, 4) boxes of the rows [blocks | tokens]."""
+    top, left = level.tokens // width, level.tokens % width
+    return torch.cat((level.boxes, torch.stack((top, left, top + 1, left + 1), -1)))
+
+
+def test_boxes_of_fourteen_squared():
+    levels = quadtree_layout(Grid(14, 14)).levels
+    assert levels[0].boxes.tolist() == [[0, 0, 14, 14]]
+    assert levels[1].boxes.tolist() == [[0, 0, 7, 7], [0, 7, 7, 14], [7, 0, 14, 7], [7, 7, 14, 14]]
+    first = [[0, 0, 3, 3], [0, 3, 3, 7], [3, 0, 7, 3], [3, 3, 7, 7]]
+    assert levels[2].boxes[:4].tolist() == first
+    assert levels[2].counts[:4].tolist() == [9, 12, 12, 16]
+    # 3x3 splits into 1 | 2 each way: a single token, which ends there, and three blocks.
+    assert levels[3].tokens[0] == 0
+    assert levels[3].boxes[:3].tolist() == [[0, 1, 1, 3], [1, 0, 3, 1], [1, 1, 3, 3]]
+    assert [level.size for level in levels] == [1, 4, 16, 60, 0]
+
+
+def test_depth_is_that_of_the_quadtree():
+    for height in range(1, 20):
+        for width in (1, 2, 3, 5, 8, 9, 16, 17, 33):
+            grid = Grid(height, width)
+            assert grid.depth == len(quadtree_layout(grid).levels) - 1
+
+
+def test_layouts_are_built_once():
+    assert quadtree_layout(Grid(9, 11)) is quadtree_layout(Grid(9, 11))
+    assert tile_layout(Grid(9, 11), 4) is tile_layout(Grid(9, 11), 4)
+    assert tile_layout(Grid(9, 11), 4) is not tile_layout(Grid(9, 11), 3)
+    assert quadtree_layout(Grid(9, 11)) is not quadtree_layout(Grid(11, 9))
+    layout = quadtree_layout(Grid(9, 11))
+    assert layout.to("cpu") is layout
+    assert layout.to("meta") is layout.to("meta")
+    assert layout.to("meta").device.type == "meta"
+
+
+@every_layout
+def test_every_token_ends_at_one_level(layout):
+    tokens = torch.cat([level.tokens for level in layout.levels])
+    assert torch.equal(tokens.sort().values, torch.arange(layout.grid.size))
+    starts = torch.cat([level.token_starts for level in layout.levels])
+    assert torch.equal(layout.token_rank[tokens], starts)
+    assert torch.equal(layout.token_order[layout.token_rank], torch.arange(layout.grid.size))
+
+
+@every_layout
+def test_children_fill_their_parents(layout):
+    width = layout.grid.width
+    for level, below in zip(layout.levels, layout.levels[1:], strict=False):
+        boxes = rows(below, width)
+        area = (boxes[:, 2] - boxes[:, 0]) * (boxes[:, 3] - boxes[:, 1])
+        children = boxes[level.children]  # (n, k, 4)
+        assert bool((area[level.children] * level.present).sum(1).eq(level.counts).all())
+        inside = torch.cat(
+            (
+                children[..., :2] >= level.boxes[:, None, :2],
+                children[..., 2:] <= level.boxes[:, None, 2:],
+            ),
+            -1,
+        )
+        assert bool(inside.all())
+        # Each row of the level below is the child of one parent, and knows it.
+        parents = torch.arange(level.size)[:, None].expand_as(level.children)
+        listed = level.children[level.present]
+        assert torch.equal(listed.sort().values, torch.arange(len(boxes)))
+        known = torch.cat((below.parents, below.token_parents))
+        assert torch.equal(known[listed], parents[level.present])
+
+
+@every_layout
+def test_starts_follow_from_the_counts(layout):
+    for level, below in zip(layout.levels, layout.levels[1:], strict=False):
+        starts = torch.cat((below.starts, below.token_starts))[level.children]
+        counts = torch.cat((below.counts, torch.ones_like(below.tokens)))[level.children]
+        counts = counts * level.present
+        expected = level.starts[:, None] + counts.cumsum(1) - counts
+        assert torch.equal(starts[level.present], expected[level.present])
+
+
+@every_layout
+def test_rows_of_children_are_gathered(layout):
+    """`Layout.children` on the boxes themselves gives what the index tensors say."""
+    width = layout.grid.width
+    every_token = torch.arange(layout.grid.size)
+    top, left = every_token // width, every_token % width
+    tokens = torch.stack((top, left, top + 1, left + 1), -1)
+    for depth, level in enumerate(layout.levels[:-1]):
+        below = layout.levels[depth + 1]
+        gathered = layout.gather_children(depth, below.boxes, tokens)
+        assert torch.equal(gathered, rows(below, width)[level.children])
+        zeroed = layout.gather_children(depth, torch.ones_like(below.boxes), None)
+        block = level.children < below.size
+        assert torch.equal(zeroed[..., 0].bool(), block)
+
+
+@every_layout
+def test_offsets_count_the_blocks(layout):
+    sizes = [level.size for level in layout.levels]
+    assert layout.offsets[0] == 0 and layout.block_count == sum(sizes) == layout.offsets[-1]
+    assert [b - a for a, b in zip(layout.offsets, layout.offsets[1:], strict=False)] == sizes
+    assert sizes[-1] == 0, "the last level holds single tokens alone"
+    for level in layout.levels:
+        assert bool((level.counts > 1).all())
+
+
+def test_tiles_have_remainders_at_the_right_and_the_bottom():
+    layout = tile_layout(Grid(5, 8), 3)
+    assert layout.levels[0].boxes.tolist() == [
+        [0, 0, 3, 3],
+        [0, 3, 3, 6],
+        [0, 6, 3, 8],
+        [3, 0, 5, 3],
+        [3, 3, 5, 6],
+        [3, 6, 5, 8],
+    ]
+    assert layout.levels[0].counts.tolist() == [9, 9, 6, 6, 6, 4]
+    assert layout.levels[0].starts.tolist() == [0, 9, 18, 24, 30, 36]
+    # Inside a tile the tokens lie in raster order.
+    assert layout.token_order[18:24].tolist() == [6, 7, 14, 15, 22, 23]
+
+
+def test_a_remainder_of_one_token_is_a_token():
+    layout = tile_layout(Grid(4, 4), 3)
+    first = layout.levels[0]
+    assert first.boxes.tolist() == [[0, 0, 3, 3], [0, 3, 3, 4], [3, 0, 4, 3]]
+    assert first.tokens.tolist() == [15] and first.token_starts.tolist() == [15]
+
+
+def test_tiles_of_one_token_and_of_the_whole_grid():
+    assert tile_layout(Grid(3, 4), 1).block_count == 0
+    assert tile_layout(Grid(3, 4), 1).levels[0].tokens.tolist() == list(range(12))
+    whole = tile_layout(Grid(3, 4), 4)
+    assert whole.levels[0].boxes.tolist() == [[0, 0, 3, 4]]
+
+
+@every_layout
+def test_the_tokens_of_a_quadtree_are_in_z_order(layout):
+    if layout is quadtree_layout(layout.grid):
+        assert torch.equal(layout.token_rank, layout.grid.z_rank)
+        assert torch.equal(layout.token_order, layout.grid.z_order)
+    else:
+        assert torch.equal(layout.levels[0].starts.sort().values, layout.levels[0].starts)
+
+
+def test_partition_labels_the_blocks_of_every_level():
+    for height, width in SIZES:
+        layout = quadtree_layout(Grid(height, width))
+        for depth, level in enumerate(layout.levels):
+            labels = layout.grid.partition(depth).view(height, width)
+            for top, left, bottom, right in level.boxes.tolist():
+                block = labels[top:bottom, left:right]
+                assert bool((block == block[0, 0]).all())
+                assert int((labels == block[0, 0]).sum()) == block.numel()
