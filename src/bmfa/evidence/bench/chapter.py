@@ -1,6 +1,5 @@
 """The chapter on speed, and its tables as Markdown."""
 
-from collections.abc import Sequence
 from typing import Any
 
 from bmfa.evidence.bench import attention_summary, figures
@@ -16,7 +15,7 @@ from bmfa.evidence.page.blocks import (
 )
 from bmfa.evidence.page.formats import format_number
 from bmfa.evidence.page.record_set import RecordSet, get_number
-from bmfa.records import Record, Row
+from bmfa.records import Record
 
 # Key and column, by the value of `what` in the rows.
 COLUMNS: dict[str, tuple[tuple[str, Column], ...]] = {

@@ -186,8 +186,9 @@ def _reductions(records: RecordSet) -> list[Block]:
         *illustrate(
             figures.reductions,
             records,
-            "Agreement with the full model and output KL against the operations per picture. To the "
-            "left is better, with a high agreement and a low KL; the line is the cost of the full model.",
+            "Agreement with the full model and output KL against the operations per picture; the line "
+            "is the cost of the full model. Up and to the left is better for the agreement, down and to "
+            "the left for the KL.",
         ),
         *(_table(run) for run in runs),
     ]

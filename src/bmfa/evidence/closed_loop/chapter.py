@@ -68,7 +68,7 @@ def _content(records: RecordSet) -> list[Block]:
         *(block for run in runs for block in paragraph(*_findings(run), lead=f"{run.title}.")),
         *paragraph(
             *_which_rule(runs),
-            lead="The paper does not define the rule of its model tables; we infer it.",
+            lead="The rule of the paper's model tables is our inference.",
             style="warning",
         ),
         *(_table(run) for run in runs),
@@ -78,7 +78,7 @@ def _content(records: RecordSet) -> list[Block]:
 def _describe(run: ModelRun) -> str:
     if run.model == EMBEDDED:
         return (
-            "Here the model is the embedded one (0.9 M parameters, eight layers, 14 × 14 tokens like "
+            "Here it is the embedded model (0.9 M parameters, eight layers, 14 × 14 tokens like "
             f"{paper.MODEL}) on {run.images:,} pictures that the library draws: the order of the rules "
             "can be compared with the paper, the numbers cannot."
         )
@@ -157,7 +157,8 @@ def _cheapest_optimal(run: ModelRun) -> str:
     if not ours:
         return f"No optimal tree measured here has an output KL as low as that of {BMFA}."
     if ours >= leaf:
-        return f"The optimal tree needs {format_percent(ours, 1)} leaves to reach the output KL of {BMFA}."
+        needed = format_percent(ours, 1)
+        return f"The optimal tree needs {needed} leaves to reach the output KL of {BMFA}."
     return (
         f"The optimal tree reaches the output KL of {BMFA} with {format_percent(ours, 1)} leaves "
         f"({get_text(best, 'method')}) instead of {format_percent(leaf, 1)}, "

@@ -59,7 +59,7 @@ def layers(records: RecordSet, narrow: bool) -> Canvas:
     canvas, panels = panel_grid(len(data), 2, narrow=narrow, height=210, margins=margins)
     for axes, (run, choices, single, (column, y_label)) in zip(panels, data, strict=True):
         set_measure_axis(axes, column, run.rows)
-        ends = {}
+        ends: dict[str, float] = {}
         for method in unique(run.rows, "method"):
             rows = [
                 {**row, "index": choices.index(get_text(row, "layers"))}

@@ -14,7 +14,6 @@ from bmfa.evidence.methods import METHODS, find_method
 from bmfa.evidence.page import paper, style
 from bmfa.evidence.page.blocks import (
     Block,
-    Chapter,
     Column,
     Commands,
     Properties,
@@ -156,7 +155,7 @@ def _other_experiments(records: RecordSet) -> list[Section]:
     sections = []
     for index, experiment in enumerate(others):
         title = experiment.capitalize()
-        blocks = [
+        blocks: list[Block] = [
             generic_table(title, records.rows(experiment)),
             Commands(records.commands(experiment)),
         ]

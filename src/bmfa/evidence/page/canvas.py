@@ -182,7 +182,7 @@ class Figure:
         label: its description for screen readers.
         needs: the experiments whose rows it shows.
         draw: draws it on a canvas, for a wide or a narrow screen.
-        available: returns True if the rows hold what it shows; by default, if there are any.
+        available: returns True if the rows hold what it shows; by default, if all experiments have rows.
     """
 
     name: str
@@ -231,8 +231,11 @@ def figure(
     available: Callable[[RecordSet], bool] | None = None,
 ) -> Callable[[Callable[[RecordSet, bool], Canvas]], Figure]:
     """Decorate a function that draws on a canvas, which makes it a `Figure`."""
-    any_rows = lambda records: any(map(records.has, needs))  # noqa: E731
-    return lambda draw: Figure(name, label, needs, draw, available or any_rows)
+
+    def has_rows(records: RecordSet) -> bool:
+        return all(map(records.has, needs))
+
+    return lambda draw: Figure(name, label, needs, draw, available or has_rows)
 
 
 @contextmanager

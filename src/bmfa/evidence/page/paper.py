@@ -144,7 +144,7 @@ class FigureBlock:
 
 
 FIRST_FIGURE = (FigureBlock(12.5, 97.6, 2.923), FigureBlock(10.5, 97.1, 2.854))
-# The four cases of the paper's last figure: range of areas (%), lower bound of the mass (%), range of gaps.
+# The four cases of the paper's last figure: areas in %, lower bound of the mass in %, gaps.
 CASE_AREAS, CASE_MASS, CASE_GAPS = (9.8, 12.5), 97.0, (2.854, 3.091)
 # The tree of the paper's overview figure, on a crop of a kite.
 OVERVIEW_EPSILON, OVERVIEW_LEAVES, OVERVIEW_TOKENS = 0.004, 82, 256

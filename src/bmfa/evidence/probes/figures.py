@@ -127,11 +127,11 @@ def draw_named_points(axes: "Axes", source: DataSource) -> None:
         if leaf is None or gap is None or method not in NAME_OFFSETS:
             continue
         draw_point(axes, method, leaf, gap)
-        *offset, alignment = NAME_OFFSETS[method]
+        x, y, alignment = NAME_OFFSETS[method]
         axes.annotate(
             method,
             (leaf, gap),
-            xytext=offset,
+            xytext=(x, y),
             textcoords="offset points",
             ha=alignment,
             fontsize=style.SMALL,
