@@ -4,7 +4,6 @@ import copy
 import json
 import os
 import pickle
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from importlib.util import find_spec
@@ -16,7 +15,6 @@ import torch
 from PIL import Image
 
 from bmfa.cli import main
-from bmfa.cli.output import progress_line
 from bmfa.data.imagenet import LabelledPicture, embedded_pictures
 from bmfa.evidence.classification import flops, throughput
 from bmfa.evidence.classification import run as evaluation
@@ -24,7 +22,6 @@ from bmfa.evidence.classification.throughput import Rate
 from bmfa.evidence.closed_loop import run as closed_loop
 from bmfa.evidence.model_methods import applied, check_methods, count_leaves, parse
 from bmfa.evidence.page import figures
-from bmfa.evidence.runner.batches import Batches
 from bmfa.models import LoadedModel, load_model, patch
 from bmfa.models.screened_layer import screened_layers
 from bmfa.models.token_reduction import find_reduction
@@ -160,8 +157,10 @@ def test_speed_is_a_median_of_alternating_samples(
         return pixels
 
     monkeypatch.setattr(throughput.time, "perf_counter", lambda: clock[0])
-    pixels = throughput.filled(torch.zeros(3, 3, 4, 4), 8)
-    rates = throughput.model_rates(model, call, pixels, ["full", "global-mean"], "last-4", 3)
+    pixels = throughput.repeat_to_size(torch.zeros(3, 3, 4, 4), 8)
+    rates = throughput.model_rates(
+        model, call, pixels, ["full", "global-mean"], layers="last-4", repeats=3
+    )
     assert seen == [False, False, True, True] + [False, True] * 3
     assert rates == {"full": Rate(8 / 0.5, "eager"), "global-mean": Rate(8 / 2.0, "eager")}
 
@@ -177,7 +176,9 @@ def test_short_calls_are_timed_together(
         return pixels
 
     monkeypatch.setattr(throughput.time, "perf_counter", lambda: clock[0])
-    rates = throughput.model_rates(model, call, torch.zeros(2, 3, 4, 4), ["full"], "last-4", 2)
+    rates = throughput.model_rates(
+        model, call, torch.zeros(2, 3, 4, 4), ["full"], layers="last-4", repeats=2
+    )
     assert rates["full"].images_per_second == pytest.approx(200.0)
     assert len(calls) >= 2 + 2 * 10
 
@@ -195,9 +196,13 @@ def test_cuda_graphs_are_timed_where_they_can_be_captured(model: LoadedModel) ->
         return logits
 
     with torch.inference_mode():
-        rates = throughput.model_rates(on_cuda, call, pixels, ["full", "tome:8"], "last-4", 2)
+        rates = throughput.model_rates(
+            on_cuda, call, pixels, ["full", "tome:8"], layers="last-4", repeats=2
+        )
         assert (rates["full"].timed, rates["tome:8"].timed) == ("eager", "graph")
-        rates = throughput.model_rates(on_cuda, on_cuda.logits, pixels, ["full"], "last-4", 2)
+        rates = throughput.model_rates(
+            on_cuda, on_cuda.logits, pixels, ["full"], layers="last-4", repeats=2
+        )
     assert rates["full"].timed == "graph" and rates["full"].images_per_second > 0
 
 
@@ -242,16 +247,6 @@ def test_half_precision_leaves_the_callers_model_alone(model: LoadedModel) -> No
     assert half[1]["output_kl"] != single[1]["output_kl"]
 
 
-def test_threads_that_read_ahead_change_nothing(model: LoadedModel) -> None:
-    for workers in (0, 3):
-        batches = Batches(embedded_pictures(11), model.preprocess, 2, workers)
-        found = list(batches.read(range(6)))
-        assert [batch.places for batch in found] == [[0, 1], [2, 3], [4, 5], [6, 7], [8, 9], [10]]
-        assert found[2].pixels is not None
-        again = next(Batches(embedded_pictures(11), model.preprocess, 2).read([2]))
-        assert torch.equal(found[2].pixels, again.pixels)  # type: ignore[arg-type]
-
-
 def test_bad_settings_raise_before_the_work(model: LoadedModel) -> None:
     def refused(match: str, methods: list[str], **options: object) -> None:
         with pytest.raises(ValueError, match=match):
@@ -292,46 +287,6 @@ def test_a_patch_before_is_removed(model: LoadedModel) -> None:
     before = evaluation.run(model, pictures, ["full"], repeats=0).rows
     patch(model.model, rule="global-mean", layers="all")
     assert evaluation.run(model, pictures, ["full"], repeats=0).rows == before
-
-
-class Terminal:
-    """Standard error that says it is a terminal."""
-
-    def __init__(self) -> None:
-        self.text = ""
-
-    def isatty(self) -> bool:
-        return True
-
-    def write(self, text: str) -> None:
-        self.text += text
-
-    def flush(self) -> None:
-        pass
-
-
-class Options:
-    quiet = False
-
-
-def test_progress_has_a_rate_and_the_time_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    now, terminal = [100.0], Terminal()
-    monkeypatch.setattr("bmfa.cli.output.time.monotonic", lambda: now[0])
-    monkeypatch.setattr(sys, "stderr", terminal)
-    show = progress_line(Options(), "pictures")  # type: ignore[arg-type]
-    assert show is not None
-    for done, seconds in ((200, 0.0), (250, 10.0), (400, 30.0)):
-        now[0] += seconds
-        show(done, 1000)
-    lines = terminal.text.split("\r\033[K")
-    # What was done before a run continued does not count as its speed.
-    assert lines[1:] == [
-        "pictures 200/1000",
-        "pictures 250/1000, 5/s, 2 min 30 s left",
-        "pictures 400/1000, 5/s, 2 min 00 s left",
-    ]
-    show(1000, 1000)
-    assert terminal.text.endswith("\r\033[K")
 
 
 def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
@@ -407,7 +362,7 @@ def test_the_command_refuses_weights(capsys: pytest.CaptureFixture[str], tmp_pat
     for content in (b"", b"root:x:0:0:root:/root", b"PK\x03\x04torn", b"\x80\x02}q\x00."):
         (tmp_path / "junk.pt").write_bytes(content)
         assert "junk.pt" in refused(capsys, "evaluate", "--weights", str(tmp_path / "junk.pt"))
-    assert "is no file; pass a safetensors" in refused(
+    assert "does not exist; pass a safetensors" in refused(
         capsys, "evaluate", "--weights", str(tmp_path / "none.pt")
     )
 

@@ -620,7 +620,7 @@ def test_weights_that_do_not_fit_are_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="refused"):
         load_model(name, tmp_path / "model.pt")
     (tmp_path / "torn.safetensors").write_bytes(short.read_bytes()[:100])
-    with pytest.raises(ValueError, match="no readable safetensors"):
+    with pytest.raises(ValueError, match="not a readable safetensors"):
         load_model(name, tmp_path / "torn.safetensors")
     (tmp_path / "text.pth").write_text("weights")
     with pytest.raises(ValueError, match=r"text\.pth"):
@@ -693,7 +693,7 @@ def test_sizes_that_patches_do_not_fill_are_refused_with_those_that_fit(tmp_path
     made("hf-vit").save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="multiple of 4, such as 24 or 28"):
         load_model(str(tmp_path), img_size=25)
-    with pytest.raises(ValueError, match="img_size is 100; embedded takes 112 alone"):
+    with pytest.raises(ValueError, match="img_size is 100; embedded accepts only 112"):
         load_model("embedded", img_size=100)
     assert load_model("embedded", img_size=112).preprocess.size == (112, 112)
     with pytest.raises(ValueError, match=fitting):
@@ -761,7 +761,7 @@ def test_the_embedded_model_is_loaded_by_name() -> None:
 def test_without_a_network_the_error_says_what_to_download(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(hub, "reachable", lambda: False)
+    monkeypatch.setattr(hub, "is_reachable", lambda: False)
     monkeypatch.setattr(load_package("huggingface_hub.constants"), "HF_HUB_CACHE", str(tmp_path))
     url = "https://huggingface.co/timm/deit_tiny_patch16_224.fb_in1k/resolve/main/model.safetensors"
     with pytest.raises(FileNotFoundError) as caught:
