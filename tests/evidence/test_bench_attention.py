@@ -19,7 +19,8 @@ from bmfa.evidence.bench import figures as attention_figures
 from bmfa.evidence.bench.attention_methods import Setting, Truth
 from bmfa.evidence.bench.long_models import AnySize, load_long
 from bmfa.evidence.bench.qkv import Recorded, Source
-from bmfa.evidence.page import build_page, figures
+from bmfa.evidence.page import figures
+from bmfa.evidence.page.build import build_page
 from bmfa.evidence.page.record_set import RecordSet
 from bmfa.grid import Grid
 from bmfa.models.embedded import load as load_embedded

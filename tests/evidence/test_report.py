@@ -16,9 +16,8 @@ from xml.etree import ElementTree
 import pytest
 
 import model_records
-from bmfa.evidence import page as report
 from bmfa.evidence.page import figures, style
-from bmfa.evidence.page.build import all_claims
+from bmfa.evidence.page.build import all_claims, build_page
 from bmfa.evidence.page.canvas import Figure
 from bmfa.evidence.page.claims import Claim, Verdict, compare
 from bmfa.evidence.page.drawing import spread_labels
@@ -182,7 +181,7 @@ def words(page: str) -> str:
 
 @pytest.fixture(scope="module")
 def page(records: list[Record]) -> str:
-    return report.build_page(records)
+    return build_page(records)
 
 
 class Links(HTMLParser):
@@ -223,7 +222,7 @@ def test_every_figure_has_a_caption_and_its_command(page: str) -> None:
 
 
 def test_absent_chapters_say_how_to_get_them() -> None:
-    page = report.build_page([])
+    page = build_page([])
     assert page.count("Not measured here. Run") == 11
     assert "bmfa ablation --json ablation.json" in words(page)
     assert "<svg" not in page
@@ -233,18 +232,18 @@ def test_absent_chapters_say_how_to_get_them() -> None:
 def test_any_single_record_makes_a_page(records: list[Record]) -> None:
     with patch.object(Figure, "__call__", return_value="<svg></svg>"):
         for one in records:
-            assert "</html>" in report.build_page([one])
+            assert "</html>" in build_page([one])
 
 
 @pytest.mark.slow
 def test_any_single_record_makes_a_page_with_its_figures(records: list[Record]) -> None:
     for one in records:
-        assert "</html>" in report.build_page([one])
+        assert "</html>" in build_page([one])
 
 
 def test_unknown_experiment_gets_a_plain_table() -> None:
     rows = [{"method": "full", "top1_percent": 72.084, "note": None, "mixed": 0.25}]
-    page = report.build_page([record("another", [*rows, {"method": "tome:8", "mixed": "none"}])])
+    page = build_page([record("another", [*rows, {"method": "tome:8", "mixed": "none"}])])
     assert "<h2>Another</h2>" in page and "72.084" in page and "note" not in page
     assert ">0.25<" in page and ">none<" in page
 
@@ -335,7 +334,7 @@ def test_the_papers_figures_stand_beside_ours(page: str) -> None:
 def section(records: list[Record], name: str) -> str:
     """The text of one chapter on the page; its figures are not drawn."""
     with patch.object(Figure, "__call__", return_value=""):
-        return model_records.page_text(report.build_page(records), name)
+        return model_records.page_text(build_page(records), name)
 
 
 def test_sentences_follow_the_records() -> None:
@@ -427,13 +426,13 @@ def test_text_from_data_is_escaped() -> None:
     made += [record("cases", rows), record("failure-curve", curve), record("probe", probes)]
     made += [record("synthetic", placed), record("ablation", ablation().rows, dataset=HOSTILE)]
     made.append(Record("bench", {}, [{HOSTILE: 1.0, "method": HOSTILE}], {HOSTILE: HOSTILE}))
-    page = report.build_page(made)
+    page = build_page(made)
     assert "<script" not in page and "&lt;script&gt;" in page
 
 
 def test_characters_that_xml_cannot_hold_are_replaced() -> None:
     rows = [{**row, "method": "a\x00b\ud800"} for row in failure_curve().rows]
-    page = report.build_page([record("failure-curve", rows)])
+    page = build_page([record("failure-curve", rows)])
     assert "a\ufffdb" in page and "\x00" not in page
     page.encode("utf-8")
 
@@ -466,7 +465,7 @@ def test_links_inside_the_page_lead_somewhere_and_ids_are_unique(page: str) -> N
 
 
 def test_page_is_deterministic_and_small(records: list[Record], page: str) -> None:
-    assert report.build_page(records) == page
+    assert build_page(records) == page
     assert len(page.encode()) < 1_200_000
 
 
@@ -521,11 +520,11 @@ def test_critical_point_is_marked(records: list[Record]) -> None:
 
 def test_png_on_request(records: list[Record], tmp_path: Path) -> None:
     target = tmp_path / "made" / "curve.png"
-    report.save_png("failure-curve", records, target, scale=1.0)
+    figures.save_png("failure-curve", records, target, scale=1.0)
     assert target.read_bytes().startswith(b"\x89PNG")
     assert [path.name for path in target.parent.iterdir()] == ["curve.png"]
     with pytest.raises(ValueError, match=r"no figure is named 'curve'; pass one of gallery"):
-        report.save_png("curve", records, target)
+        figures.save_png("curve", records, target)
 
 
 def test_methods_look_alike_everywhere_and_unlike_each_other() -> None:
@@ -574,7 +573,7 @@ def test_without_matplotlib_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_import_does_not_load_matplotlib() -> None:
-    code = "import sys, bmfa.evidence.page; sys.exit('matplotlib' in sys.modules)"
+    code = "import sys, bmfa.evidence.page.build; sys.exit('matplotlib' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

@@ -6,10 +6,9 @@ from xml.etree import ElementTree
 import pytest
 
 import model_records
-from bmfa.evidence import page as report
 from bmfa.evidence import report_models as model_chain
 from bmfa.evidence.page import figures, model_runs, paper, style
-from bmfa.evidence.page.build import all_claims
+from bmfa.evidence.page.build import all_claims, build_page
 from bmfa.evidence.page.canvas import Figure
 from bmfa.evidence.page.claims import Claim, Verdict
 from bmfa.evidence.page.formats import format_small
@@ -27,7 +26,7 @@ def find(records: list[Record], part: str) -> Claim:
 def chapter(records: list[Record], name: str) -> str:
     """The text of one chapter on the page; its figures are not drawn."""
     with patch.object(Figure, "__call__", return_value=""):
-        return page_text(report.build_page(records), name)
+        return page_text(build_page(records), name)
 
 
 @pytest.mark.parametrize("narrow", [False, True])
@@ -63,7 +62,7 @@ def test_figures_without_their_rows_are_not_drawn() -> None:
 
 
 def test_the_page_has_the_model_chapters_in_order() -> None:
-    page = report.build_page(model_records.every())
+    page = build_page(model_records.every())
     assert len(page.encode()) < 700_000
     names = ("closed-loop", "layers", "pictures", "classification", "reductions", "bench")
     places = [page.index(f'<section id="{name}">') for name in names]
@@ -74,7 +73,7 @@ def test_the_page_has_the_model_chapters_in_order() -> None:
 
 
 def test_one_record_makes_its_chapter_and_the_others_say_how_to_get_theirs() -> None:
-    page = report.build_page([model_records.pictures()])
+    page = build_page([model_records.pictures()])
     assert "</html>" in page and page.count("Not measured here. Run") == 10
     assert "--layers last-2" in chapter([model_records.closed_loop()], "layers")
     assert "--method tome:8" in chapter([model_records.evaluate(merged=False)], "reductions")
@@ -261,7 +260,7 @@ def test_attention_that_does_not_fill_the_grid_is_refused() -> None:
 
 def test_text_of_a_record_is_escaped() -> None:
     rows = [{**row, "title": "<b>x", "full_class": "a<i>"} for row in model_records.pictures().rows]
-    shown = report.build_page([Record("picture", {"model": "<u>"}, rows)])
+    shown = build_page([Record("picture", {"model": "<u>"}, rows)])
     assert "<b>x" not in shown and "a<i>" not in shown and "&lt;b&gt;x" in shown
 
 

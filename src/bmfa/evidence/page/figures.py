@@ -1,5 +1,8 @@
 """All figures by name."""
 
+from collections.abc import Sequence
+from pathlib import Path
+
 from bmfa.evidence.ablation.figures import ablation
 from bmfa.evidence.bench.figures import attention_error, attention_time
 from bmfa.evidence.classification.figures import accuracy, reductions, top1
@@ -8,8 +11,10 @@ from bmfa.evidence.page.canvas import Figure
 from bmfa.evidence.pictures.figures import attention_cases, cases, motivation, pipeline, screen
 from bmfa.evidence.probes.figures import distribution, trade_off
 from bmfa.evidence.synthetic.figures import failure_curve, gallery, placements
+from bmfa.files import write_atomic
+from bmfa.records import Record
 
-__all__ = ["ALL", "screen"]
+__all__ = ["ALL", "save_png", "screen"]
 
 # The figures of the page. `screen` shows one picture at a time and is not part of the page.
 ALL: dict[str, Figure] = {
@@ -20,3 +25,22 @@ ALL: dict[str, Figure] = {
         *(attention_time, attention_error),
     )
 }
+
+
+def save_png(
+    name: str, records: Record | Sequence[Record], path: str | Path, *, scale: float = 2.0
+) -> None:
+    """Write a figure as a PNG file.
+
+    Args:
+        name: a name in `ALL`.
+        records: one or more records that hold its data.
+        path: the file, replaced atomically.
+        scale: pixels for each CSS pixel.
+
+    Raises:
+        ValueError: if the name is unknown or the records do not hold the data of the figure.
+    """
+    if name not in ALL:
+        raise ValueError(f"no figure is named {name!r}; pass one of {', '.join(ALL)}")
+    write_atomic(path, ALL[name].png(records, scale=scale))
