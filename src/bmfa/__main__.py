@@ -1,4 +1,4 @@
-"""`python -m bmfa` is the command."""
+"""`python -m bmfa` runs the `bmfa` command."""
 
 from bmfa.cli import main
 

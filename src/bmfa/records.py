@@ -1,4 +1,4 @@
-"""Records: what an experiment writes, where it ran, and its rows as a table."""
+"""Records: what an experiment writes, and where it ran."""
 
 import json
 import platform
@@ -128,25 +128,3 @@ def _processor() -> str:
         return platform.processor() or platform.machine()
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.machine()
-
-
-def text_table(rows: Sequence[Row], columns: Sequence[str]) -> str:
-    """The rows as aligned text; columns no row has are left out."""
-    shown = [name for name in columns if any(name in row for row in rows)]
-    cells = [shown, *([_cell(row.get(name)) for name in shown] for row in rows)]
-    widths = [max(len(line[i]) for line in cells) for i in range(len(shown))]
-    right = [any(isinstance(row.get(name), (int, float)) for row in rows) for name in shown]
-    lines = [
-        "  ".join(
-            text.rjust(width) if number else text.ljust(width)
-            for text, width, number in zip(line, widths, right, strict=True)
-        ).rstrip()
-        for line in cells
-    ]
-    return "\n".join((lines[0], "-" * len(lines[0]), *lines[1:]))
-
-
-def _cell(value: Any) -> str:
-    if value is None:
-        return ""
-    return f"{value:.3f}" if isinstance(value, float) else str(value)

@@ -185,10 +185,11 @@ def test_recorded_tokens_are_those_of_the_model():
     pixels = loaded.preprocess.batch(source.pictures)
     seen: list[torch.Tensor] = []
     attention = model.blocks[7].attn
-    attention.attend = lambda q, k, v: seen.append(q) or scaled_dot_product_attention(q, k, v)
+    attention.qkv.register_forward_hook(lambda module, inputs, output: seen.append(output))
     with torch.no_grad():
         scores = model(pixels)
-        assert torch.equal(seen[0], recorded.blocks[7][0])
+        q = seen[0].unflatten(-1, (3, attention.num_heads, -1)).permute(2, 0, 3, 1, 4)[0]
+        assert torch.equal(q, recorded.blocks[7][0])
         torch.testing.assert_close(AnySize(load_embedded())(pixels), scores)
     assert recorded.grid == Grid(14, 14) and recorded.prefix == 1
 

@@ -17,7 +17,7 @@ from bmfa.data.imagenet import ClassPictures, LabelledPicture
 from bmfa.evidence.closed_loop import run as closed_loop
 from bmfa.models import LoadedModel, Preprocessing, load_model, patch
 from bmfa.models.embedded import EmbeddedViT
-from bmfa.models.screens import screens_in
+from bmfa.models.screened_layer import screened_layers
 from bmfa.records import Record
 
 COLUMNS = [
@@ -181,7 +181,7 @@ def test_rows_are_complete_and_exact_trees_change_nothing(model: LoadedModel) ->
         assert mean["leaf_percent"] == pytest.approx(100 / 196)
         assert mean["attention_kl"] > 0 and mean["output_kl"] > 0
         assert rows["random-quadrants:0.5", layers]["leaf_percent"] == pytest.approx(51, abs=2)
-    assert not screens_in(model.model)
+    assert not screened_layers(model.model)
     assert Record.from_json(record.to_json()).rows == record.rows
     assert json.loads(record.to_json())["settings"]["layers"] == ["last-2", "all"]
 

@@ -4,7 +4,6 @@ import copy
 import json
 import os
 import pickle
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from importlib.util import find_spec
@@ -16,7 +15,6 @@ import torch
 from PIL import Image
 
 from bmfa.cli import main
-from bmfa.cli.output import progress_line
 from bmfa.data.imagenet import LabelledPicture, embedded_pictures
 from bmfa.evidence.classification import flops, throughput
 from bmfa.evidence.classification import run as evaluation
@@ -26,8 +24,8 @@ from bmfa.evidence.model_methods import applied, check_methods, count_leaves, pa
 from bmfa.evidence.page import figures
 from bmfa.evidence.runner.batches import Batches
 from bmfa.models import LoadedModel, load_model, patch
-from bmfa.models.reduced import reductions_in
-from bmfa.models.screens import screens_in
+from bmfa.models.screened_layer import screened_layers
+from bmfa.models.token_reduction import find_reduction
 from bmfa.records import Record
 
 COLUMNS = [
@@ -93,7 +91,7 @@ def test_rows_against_plain_counting(model: LoadedModel) -> None:
     assert full["leaf_percent"] is full["final_tokens"] is None
     assert mean["leaf_percent"] == pytest.approx(100 / 196) and mean["final_tokens"] is None
     assert pooled["final_tokens"] == 1 + 16 and pooled["leaf_percent"] is None
-    assert not screens_in(model.model) and not reductions_in(model.model)
+    assert not screened_layers(model.model) and not find_reduction(model.model)
 
 
 def test_leaves_are_those_of_the_closed_loop(model: LoadedModel) -> None:
@@ -152,8 +150,8 @@ def test_speed_is_a_median_of_alternating_samples(
     clock, seen = [0.0], []
 
     def call(pixels: torch.Tensor) -> torch.Tensor:
-        screened = bool(screens_in(model.model))
-        assert all(screen.listener is None for _, screen in screens_in(model.model))
+        screened = bool(screened_layers(model.model))
+        assert all(layer.observer is None for layer in screened_layers(model.model))
         seen.append(screened)
         late = 100.0 if len(seen) == 6 else 1.0  # one sample of the full model meets a hitch
         clock[0] += late * (2.0 if screened else 0.5)
@@ -190,7 +188,7 @@ def test_cuda_graphs_are_timed_where_they_can_be_captured(model: LoadedModel) ->
 
     def call(pixels: torch.Tensor) -> torch.Tensor:
         logits = on_cuda.logits(pixels)
-        if not reductions_in(on_cuda.model):
+        if not find_reduction(on_cuda.model):
             kept.append(float(logits.sum()))  # waits for the device
         return logits
 
@@ -292,46 +290,6 @@ def test_a_patch_before_is_removed(model: LoadedModel) -> None:
     assert evaluation.run(model, pictures, ["full"], repeats=0).rows == before
 
 
-class Terminal:
-    """Standard error that says it is a terminal."""
-
-    def __init__(self) -> None:
-        self.text = ""
-
-    def isatty(self) -> bool:
-        return True
-
-    def write(self, text: str) -> None:
-        self.text += text
-
-    def flush(self) -> None:
-        pass
-
-
-class Options:
-    quiet = False
-
-
-def test_progress_has_a_rate_and_the_time_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    now, terminal = [100.0], Terminal()
-    monkeypatch.setattr("bmfa.cli.output.time.monotonic", lambda: now[0])
-    monkeypatch.setattr(sys, "stderr", terminal)
-    show = progress_line(Options(), "pictures")  # type: ignore[arg-type]
-    assert show is not None
-    for done, seconds in ((200, 0.0), (250, 10.0), (400, 30.0)):
-        now[0] += seconds
-        show(done, 1000)
-    lines = terminal.text.split("\r\033[K")
-    # What was done before a run continued does not count as its speed.
-    assert lines[1:] == [
-        "pictures 200/1000",
-        "pictures 250/1000, 5/s, 2 min 30 s left",
-        "pictures 400/1000, 5/s, 2 min 00 s left",
-    ]
-    show(1000, 1000)
-    assert terminal.text.endswith("\r\033[K")
-
-
 def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     with pytest.raises(SystemExit) as stop:
         main(list(arguments))
@@ -405,7 +363,7 @@ def test_the_command_refuses_weights(capsys: pytest.CaptureFixture[str], tmp_pat
     for content in (b"", b"root:x:0:0:root:/root", b"PK\x03\x04torn", b"\x80\x02}q\x00."):
         (tmp_path / "junk.pt").write_bytes(content)
         assert "junk.pt" in refused(capsys, "evaluate", "--weights", str(tmp_path / "junk.pt"))
-    assert "is no file; pass a safetensors" in refused(
+    assert "does not exist; pass a safetensors" in refused(
         capsys, "evaluate", "--weights", str(tmp_path / "none.pt")
     )
 

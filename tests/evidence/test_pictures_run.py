@@ -19,7 +19,7 @@ from bmfa.data.drawn.figures import CLASSES
 from bmfa.data.imagenet import LabelledPicture
 from bmfa.evidence.pictures import model_cases, picture
 from bmfa.models import LoadedModel, load_model, patch
-from bmfa.models.screens import screens_in
+from bmfa.models.screened_layer import screened_layers
 from bmfa.packages import load_package
 from bmfa.records import Record
 from bmfa.trees.rules import parse
@@ -102,7 +102,7 @@ def test_exact_trees_change_nothing_and_no_patch_is_left(model: LoadedModel) -> 
     row = picture.run(model, [shown()], ["exact-gap:0"], layers="all").rows[0]
     assert row["error"] < 1e-9 and row["moved_percent"] < 1e-4 and row["output_kl"] < 1e-6
     assert row["full_class"] == row["screened_class"] == row["label"] == "square"
-    assert not screens_in(model.model)
+    assert not screened_layers(model.model)
 
 
 def test_without_a_word_the_last_layer_and_the_head_that_a_mean_serves_worst(
@@ -143,7 +143,7 @@ def test_the_picture_shown_is_what_the_model_sees(model: LoadedModel) -> None:
 def test_a_view_outside_the_model_is_refused(model: LoadedModel, view: dict, words: str) -> None:
     with pytest.raises(ValueError, match=words.replace("(", r"\(")):
         picture.run(model, [shown()], view=picture.View(**view))
-    assert not screens_in(model.model)
+    assert not screened_layers(model.model)
 
 
 def test_the_command_draws_a_figure_and_writes_a_record(

@@ -377,7 +377,7 @@ def test_pictures_that_vanish_stop_the_run_which_continues_when_they_are_back(
     assert expected["rows"][0]["images"] == 6
     for resume in ([], ["--resume", str(file)]):
         with monkeypatch.context() as patch:
-            patch.setattr("bmfa.cli.models.progress_line", lambda *_: vanishing(root, vanish))
+            patch.setattr("bmfa.cli.output.Output.progress", lambda *_: vanishing(root, vanish))
             with pytest.raises(SystemExit) as stop:
                 main([*arguments, *resume])
         printed = capsys.readouterr()

@@ -23,8 +23,9 @@ from bmfa import Grid, rules, screened_attention
 from bmfa.evidence.bench.long_models import load_long
 from bmfa.models import Preprocessing, embedded, hub, load_model, patch, record, unpatch
 from bmfa.models.hosts import find_host
+from bmfa.models.hosts.base import replacements_in
 from bmfa.models.patching import layer_indices
-from bmfa.models.screens import screens_in
+from bmfa.models.screened_layer import screened_layers
 from bmfa.packages import load_package
 
 EXACT = rules.ExactGap(0.0)
@@ -217,7 +218,7 @@ def test_exact_gap_zero_gives_the_hosts_output_and_unpatch_its_bits(name: str) -
     unpatch(model)
     assert torch.equal(run(model, pixels), full)
     assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
-    assert not screens_in(model)
+    assert not screened_layers(model)
     assert not any(module._forward_hooks for module in model.modules())
 
 
@@ -255,7 +256,7 @@ def test_patching_twice_equals_once(name: str) -> None:
     patch(model, rule=EXACT, layers="all")
     twice = run(patch(model, rule=COARSE, layers="last-2"), pixels)
     assert torch.equal(once, twice)
-    assert len(screens_in(model)) == 2
+    assert len(screened_layers(model)) == 2
     assert torch.equal(run(unpatch(unpatch(model)), pixels), full)
 
 
@@ -319,8 +320,8 @@ def test_a_host_that_spells_its_softmax_out_is_served_too() -> None:
 def test_the_text_tower_is_left_alone(kind: str) -> None:
     model = clip_model(kind).eval()
     patch(model, rule=COARSE, layers="all")
-    assert len(screens_in(model)) == 3
-    assert len(screens_in(model.vision_model)) == 3
+    assert len(screened_layers(model)) == 3
+    assert len(screened_layers(model.vision_model)) == 3
     inputs = {"input_ids": torch.ones(2, 8, dtype=torch.long), "pixel_values": pictures()}
     coarse = model(**inputs)
     exact = unpatch(model)(**inputs)
@@ -339,7 +340,7 @@ def test_only_the_part_that_calls_attention_gets_a_configuration_of_its_own() ->
     assert not own_configs(model)
     patch(model, rule=COARSE, layers="all")
     replaced = own_configs(model)
-    assert len(replaced) == 3 and replaced == [module for module, _ in screens_in(model)]
+    assert len(replaced) == 3 and replaced == [module for module, _ in replacements_in(model)]
     assert not any(isinstance(module, Dinov2Attention) for module in replaced)
     assert model.config._attn_implementation == named
     assert not own_configs(unpatch(model))
@@ -356,7 +357,7 @@ def test_nested_attention_without_one_caller_is_refused(owners: int) -> None:
         TypeError, match=rf"Dinov2Attention .* {owners} of its parts .* from 5\.9 on"
     ):
         patch(model, rule=COARSE, layers="all")
-    assert not screens_in(model)
+    assert not screened_layers(model)
     assert not any(module._forward_hooks for module in model.modules())
 
 
@@ -421,7 +422,7 @@ def test_parallel_blocks_and_an_unknown_attention_are_refused() -> None:
         **VIT,
         block_fn=load_package("timm.models.vision_transformer").ParallelScalingBlock,
     )
-    with pytest.raises(TypeError, match=r"ParallelScalingBlock.*no module of its own"):
+    with pytest.raises(TypeError, match=r"ParallelScalingBlock.*not a module of its own"):
         patch(parallel)
     model = made("vit")
     model.blocks[1].attn.__class__ = type("OwnAttention", (type(model.blocks[1].attn),), {})
@@ -447,6 +448,8 @@ def test_options_are_checked_before_anything_is_changed() -> None:
     for options, text in (
         ({"rule": "gamma:x"}, "gamma:x"),
         ({"rule": COARSE, "error": 0.1}, "rule and error"),
+        ({"error": 0.1, "form": "repeated"}, r"rule=rules\.Optimal\(error=0\.1\)"),
+        ({"leaves": 9, "max_depth": 2}, r"rule=rules\.Optimal\(leaves=9\)"),
         ({"backend": "magic"}, "magic"),
         ({"max_depth": -1}, "max_depth"),
         ({"fallback": -1.0}, "fallback"),
@@ -456,8 +459,8 @@ def test_options_are_checked_before_anything_is_changed() -> None:
             patch(model, **options)
     with pytest.raises(TypeError, match=r"pass one of bmfa\.rules"):
         patch(model, rule=3)
-    assert not screens_in(model)
-    patch(model, leaves=0.25, layers="all", form="representative", fallback=0.01)
+    assert not screened_layers(model)
+    patch(model, rule=rules.Optimal(leaves=0.25), layers="all", fallback=0.01)
     with record(model) as recording:
         run(model, pictures())
     assert recording.leaf_ratio <= 0.25
@@ -529,7 +532,7 @@ def test_recorded_attention_is_what_the_layer_used() -> None:
         run(model, pictures())
     middle = float(recording[1].errors[0].median())
     patch(model, rule=rules.Optimal(leaves=0.3), layers=[1], fallback=middle)
-    screen = screens_in(model)[0][1]
+    screen = screened_layers(model)[0]
     attend = type(screen).__call__
 
     def watched(self: Any, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
@@ -617,7 +620,7 @@ def test_weights_that_do_not_fit_are_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="refused"):
         load_model(name, tmp_path / "model.pt")
     (tmp_path / "torn.safetensors").write_bytes(short.read_bytes()[:100])
-    with pytest.raises(ValueError, match="no readable safetensors"):
+    with pytest.raises(ValueError, match="not a readable safetensors"):
         load_model(name, tmp_path / "torn.safetensors")
     (tmp_path / "text.pth").write_text("weights")
     with pytest.raises(ValueError, match=r"text\.pth"):
@@ -690,7 +693,7 @@ def test_sizes_that_patches_do_not_fill_are_refused_with_those_that_fit(tmp_path
     made("hf-vit").save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="multiple of 4, such as 24 or 28"):
         load_model(str(tmp_path), img_size=25)
-    with pytest.raises(ValueError, match="img_size is 100; embedded takes 112 alone"):
+    with pytest.raises(ValueError, match="img_size is 100; embedded accepts only 112"):
         load_model("embedded", img_size=100)
     assert load_model("embedded", img_size=112).preprocess.size == (112, 112)
     with pytest.raises(ValueError, match=fitting):
@@ -758,7 +761,7 @@ def test_the_embedded_model_is_loaded_by_name() -> None:
 def test_without_a_network_the_error_says_what_to_download(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(hub, "reachable", lambda: False)
+    monkeypatch.setattr(hub, "is_reachable", lambda: False)
     monkeypatch.setattr(load_package("huggingface_hub.constants"), "HF_HUB_CACHE", str(tmp_path))
     url = "https://huggingface.co/timm/deit_tiny_patch16_224.fb_in1k/resolve/main/model.safetensors"
     with pytest.raises(FileNotFoundError) as caught:

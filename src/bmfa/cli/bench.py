@@ -1,16 +1,21 @@
-"""The benchmarks of attention and of models: run them, or show the records of runs again."""
+"""bmfa bench: trees, attention and models against their baselines, or the tables of old records."""
 
-import argparse
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Annotated, Literal
 
-from bmfa.cli.output import check_device, finish, progress_line, table_of
+from typer import Option
+
+from bmfa.cli import options as opt
+from bmfa.cli.output import Output, table_of
 from bmfa.packages import require_packages
 from bmfa.records import Record
 
-Options = argparse.Namespace
-
+TREE_COLUMNS = (
+    "what n dtype method threads milliseconds microseconds_per_grid speedup multiple_of_softmax "
+    "leaf_percent"
+)
 ATTENTION_COLUMNS = (
     "n heads dim dtype batch method density_percent e_mean error_l2_percent error_p95_query_percent "
     "milliseconds milliseconds_eager speedup speedup_eager added_milliseconds own_error_percent "
@@ -21,122 +26,288 @@ MODEL_COLUMNS = (
     "milliseconds milliseconds_eager speedup speedup_eager peak_mebibytes"
 )
 
+BenchModel = Annotated[
+    str,
+    Option(
+        "--model",
+        metavar="NAME",
+        help="embedded or timm:NAME, with random weights unless --weights is given; bench attention "
+        "also takes random: normal q, k, v without a model.",
+    ),
+]
+Pictures = Annotated[
+    str | None,
+    Option("--data-dir", metavar="DIR", help="Folder of pictures; embedded ones by default."),
+]
+Tiles = Annotated[
+    list[float] | None,
+    Option("--tiles", metavar="X...", help="Fractions of the tiles to expand: 0 0.03 0.1."),
+]
+Leaves = Annotated[
+    list[float] | None,
+    Option("--leaves", metavar="X...", help="Budgets: leaves as fractions of the tokens."),
+]
+Error = Annotated[
+    list[float] | None,
+    Option("--error", metavar="X...", help="Targets for the error E: 0.1 0.2."),
+]
+Dtype = Annotated[
+    str | None,
+    Option(
+        "--dtype",
+        metavar="NAME",
+        help="bfloat16 (the default on a GPU), float16 or float32 (the default elsewhere).",
+    ),
+]
+Repeats = Annotated[
+    int | None,
+    Option(
+        "--repeats", metavar="N", help="Timings; their median counts (5 on a GPU, 3 elsewhere)."
+    ),
+]
+Records = Annotated[
+    list[str] | None,
+    Option(
+        "--records",
+        metavar="FILE...",
+        help="Show the tables and figures of these records without running anything.",
+    ),
+]
+Markdown = Annotated[bool, Option("--markdown", help="Print the table as Markdown.")]
+Figures = Annotated[
+    str | None, Option("--figures", metavar="DIR", help="Write the figures to DIR as PNG.")
+]
 
-def attention(options: Options) -> None:
-    """bmfa bench attention."""
-    from bmfa.evidence.bench import attention as attention_bench
+
+def trees(
+    *,
+    json: opt.Json = None,
+    seed: opt.Seed = 0,
+    device: opt.Device = "auto",
+    quiet: opt.Quiet = False,
+    method: opt.Methods = None,
+    grids: Annotated[int, Option("--grids", metavar="N", help="Number of 16x16 grids.")] = 36_000,
+    batch_size: Annotated[
+        int,
+        Option("--batch-size", metavar="N", help="Pictures in a batch of the softmax part."),
+    ] = 64,
+    repeats: Annotated[
+        int, Option("--repeats", metavar="N", help="Timings; their median counts.")
+    ] = 7,
+) -> None:
+    """Trees against the queue-based oracle, and against softmax."""
+    from bmfa.evidence.bench import trees as experiment
+
+    record = experiment.trees(
+        method or experiment.TREE_METHODS,
+        grids=grids,
+        batch_size=batch_size,
+        repeats=repeats,
+        seed=seed,
+        device=opt.resolve_device(device),
+    )
+    Output(json, quiet).finish(record, table_of(record.rows, TREE_COLUMNS))
+
+
+def attention(
+    *,
+    json: opt.Json = None,
+    seed: opt.Seed = 0,
+    device: opt.Device = "auto",
+    quiet: opt.Quiet = False,
+    model: BenchModel = "embedded",
+    weights: opt.Weights = None,
+    data_dir: Pictures = None,
+    tiles: Tiles = None,
+    leaves: Leaves = None,
+    error: Error = None,
+    dtype: Dtype = None,
+    repeats: Repeats = None,
+    records: Records = None,
+    markdown: Markdown = False,
+    figures: Figures = None,
+    size: Annotated[
+        list[int] | None,
+        Option("--size", metavar="PX...", help="Sides of the pictures in pixels."),
+    ] = None,
+    tokens: Annotated[
+        list[int] | None,
+        Option(
+            "--tokens",
+            metavar="N...",
+            help="Numbers of tokens, which must be squares (196 1024 4096 16384, and 65536 on a "
+            "GPU).",
+        ),
+    ] = None,
+    pictures: Annotated[
+        int | None,
+        Option("--pictures", metavar="N", help="Number of pictures (4 on a GPU, else 1)."),
+    ] = None,
+    blocks: Annotated[
+        str | None,
+        Option("--blocks", metavar="B,B,...", help="Blocks of the model, from 0 (2,5,8,11)."),
+    ] = None,
+    head_dim: Annotated[
+        int | None,
+        Option(
+            "--head-dim",
+            metavar="D",
+            help="Time heads of this dimension, too, on random weights of the same model.",
+        ),
+    ] = None,
+    backend: Annotated[
+        Literal["triton", "eager"] | None,
+        Option("--backend", help="Kernels: triton on a GPU by default, else eager."),
+    ] = None,
+    peer: Annotated[
+        list[str] | None,
+        Option(
+            "--peer",
+            metavar="NAME",
+            help="sparge, natten, pisa, pisa-0th or flex; by default those that are installed, "
+            "except flex.",
+        ),
+    ] = None,
+    no_certificate: Annotated[
+        bool, Option("--no-certificate", help="Do not time the certificate and the audit.")
+    ] = False,
+) -> None:
+    """Tiled attention against the best dense path.
+
+    Queries, keys and values are those of a model on pictures, at several numbers of tokens.
+    """
+    from bmfa.evidence.bench import attention as experiment
     from bmfa.evidence.bench import attention_summary
     from bmfa.evidence.bench.qkv import Source
 
-    _require(options)
-    if options.records:
-        _show(options, ATTENTION_COLUMNS)
+    results = _Results(Output(json, quiet), ATTENTION_COLUMNS, markdown, figures)
+    if results.show_old(records):
         return
-    device = check_device(options.device)
-    pictures = options.pictures or (4 if device.startswith("cuda") else 1)
+    device = opt.resolve_device(device)
     source = Source.of(
-        options.model,
-        options.weights,
-        options.data_dir,
-        pictures=pictures,
-        seed=options.seed,
+        model,
+        weights,
+        data_dir,
+        pictures=pictures or (4 if device.startswith("cuda") else 1),
+        seed=seed,
         device=device,
     )
-    record = attention_bench.run(
+    record = experiment.run(
         source,
-        tokens=options.tokens or (),
-        sizes=options.size or (),
-        blocks=None if options.blocks is None else _numbers(options.blocks),
-        methods=_methods(options),
-        head_dim=options.head_dim,
-        dtype=options.dtype,
-        backend=options.backend,
-        repeats=_repeats(options, device),
-        peer=options.peer or (),
-        certificate=not options.no_certificate,
-        progress=progress_line(options, "sizes"),
+        tokens=tokens or (),
+        sizes=size or (),
+        blocks=None if blocks is None else _indices(blocks),
+        methods=_method_names(tiles=tiles, leaves=leaves, error=error),
+        head_dim=head_dim,
+        dtype=dtype,
+        backend=backend,
+        repeats=_default_repeats(device) if repeats is None else repeats,
+        peer=peer or (),
+        certificate=not no_certificate,
+        progress=results.output.progress("sizes"),
     )
-    notes = [] if options.markdown else attention_summary.lines(dict(record.settings))
-    _finish(record, options, ATTENTION_COLUMNS, notes)
+    results.finish(record, [] if markdown else attention_summary.lines(dict(record.settings)))
 
 
-def model(options: Options) -> None:
-    """bmfa bench model."""
-    from bmfa.evidence.bench import model as model_bench
+def model(
+    *,
+    json: opt.Json = None,
+    seed: opt.Seed = 0,
+    device: opt.Device = "auto",
+    quiet: opt.Quiet = False,
+    model: BenchModel = "embedded",
+    weights: opt.Weights = None,
+    data_dir: Pictures = None,
+    tiles: Tiles = None,
+    leaves: Leaves = None,
+    error: Error = None,
+    dtype: Dtype = None,
+    repeats: Repeats = None,
+    records: Records = None,
+    markdown: Markdown = False,
+    figures: Figures = None,
+    img_size: Annotated[
+        list[int] | None,
+        Option(
+            "--img-size",
+            metavar="PX...",
+            help="Sides of the pictures in pixels (1024 2048 4096 on a GPU, else 512).",
+        ),
+    ] = None,
+    layers: opt.Layers = "all",
+    form: Annotated[
+        Literal["tiled"] | None,
+        Option("--form", help="Use tiles even where dense attention is faster."),
+    ] = None,
+    batch_size: opt.BatchSize = 1,
+) -> None:
+    """A model at high resolution, screened and dense, end to end."""
+    from bmfa.evidence.bench import model as experiment
 
-    _require(options)
-    if options.records:
-        _show(options, MODEL_COLUMNS)
+    results = _Results(Output(json, quiet), MODEL_COLUMNS, markdown, figures)
+    if results.show_old(records):
         return
-    device = check_device(options.device)
-    settings = model_bench.Settings(
-        options.model,
-        options.weights,
-        options.data_dir,
-        tuple(_methods(options) or model_bench.METHODS),
-        _layers(options.layers),
-        options.form,
-        options.batch_size,
-        options.dtype,
-        device,
-        _repeats(options, device),
-        options.seed,
+    device = opt.resolve_device(device)
+    settings = experiment.Settings(
+        model=model,
+        weights=weights,
+        data_dir=data_dir,
+        methods=tuple(_method_names(tiles=tiles, leaves=leaves, error=error) or experiment.METHODS),
+        layers=opt.parse_layers(layers),
+        form=form,
+        batch_size=batch_size,
+        dtype=dtype,
+        device=device,
+        repeats=_default_repeats(device) if repeats is None else repeats,
+        seed=seed,
     )
-    record = model_bench.run(settings, options.img_size or (), progress_line(options, "sizes"))
-    _finish(record, options, MODEL_COLUMNS)
+    results.finish(experiment.run(settings, img_size or (), results.output.progress("sizes")))
 
 
-def _require(options: Options) -> None:
-    """Raise before the work unless the packages for pictures and figures are installed."""
-    if options.figures is not None:
-        require_packages(("matplotlib",), "report")
-    if not options.records:
-        require_packages(("PIL",), "data")
+class _Results:
+    """Shows the records of a benchmark: tables as text or Markdown, and figures."""
+
+    def __init__(
+        self, output: Output, columns: str, markdown: bool, figure_folder: str | None
+    ) -> None:
+        if figure_folder is not None:
+            require_packages(("matplotlib",), "report")
+        self.output, self.columns = output, columns
+        self.markdown, self.figure_folder = markdown, figure_folder
+
+    def show_old(self, paths: Sequence[str] | None) -> bool:
+        """Show the records in these files; False if there are none and the benchmark must run."""
+        for path in paths or ():
+            self.finish(Record.from_json(Path(path).read_text("utf-8"), path))
+        if not paths:
+            require_packages(("PIL",), "data")
+        return bool(paths)
+
+    def finish(self, record: Record, notes: Sequence[str] = ()) -> None:
+        from bmfa.evidence.bench.chapter import markdown
+        from bmfa.evidence.page import figures
+
+        files: dict[str | Path, Callable[[], bytes]] = {}
+        if self.figure_folder is not None:
+            for name in ("attention-time", "attention-error"):
+                if figures.ALL[name].drawable(record):
+                    path = Path(self.figure_folder) / f"{name}.png"
+                    files[path] = partial(figures.ALL[name].png, record)
+        table = markdown(record) if self.markdown else table_of(record.rows, self.columns)
+        self.output.finish(record, table, notes=notes, figures=files, announce=not self.markdown)
 
 
-def _show(options: Options, columns: str) -> None:
-    """Tables and figures of records at hand."""
-    for name in options.records:
-        record = Record.from_json(Path(name).read_text("utf-8"), name)
-        _finish(record, options, columns)
+def _method_names(**values: Sequence[float] | None) -> list[str]:
+    """Return the names that rows carry: `tiles:0.1` for the value 0.1 of `--tiles`."""
+    return [f"{kind}:{value:g}" for kind, given in values.items() for value in given or ()]
 
 
-def _finish(record: Record, options: Options, columns: str, notes: Sequence[str] = ()) -> None:
-    """The record, its table as text or Markdown, and its figures where asked."""
-    from bmfa.evidence.bench import chapter as bench_tables
-    from bmfa.evidence.page import figures
-
-    made: dict[str | Path, Callable[[], bytes]] = {}
-    for name in ("attention-time", "attention-error") if options.figures is not None else ():
-        if figures.ALL[name].drawable(record):
-            path = Path(options.figures) / f"{name}.png"
-            made[path] = partial(figures.ALL[name].png, record)
-    table = bench_tables.markdown(record) if options.markdown else table_of(record, columns)
-    finish(record, options, table, notes=notes, figures=made, announce=not options.markdown)
+def _default_repeats(device: str) -> int:
+    return 5 if device.startswith("cuda") else 3
 
 
-def _methods(options: Options) -> list[str]:
-    """The settings that were asked for, by their names in rows."""
-    kinds: dict[str, Sequence[float] | None] = {
-        "tiles": options.tiles,
-        "leaves": options.leaves,
-        "error": options.error,
-    }
-    return [f"{kind}:{value:g}" for kind, values in kinds.items() for value in values or ()]
-
-
-def _repeats(options: Options, device: str) -> int:
-    usual = 5 if device.startswith("cuda") else 3
-    return usual if options.repeats is None else int(options.repeats)
-
-
-def _numbers(words: str) -> list[int]:
+def _indices(text: str) -> list[int]:
     try:
-        return [int(word) for word in words.split(",")]
+        return [int(part) for part in text.split(",")]
     except ValueError:
-        raise ValueError(f"--blocks is {words!r}; pass indices with commas, as 2,5,8,11") from None
-
-
-def _layers(words: str) -> str | list[int]:
-    parts = words.split(",")
-    return [int(part) for part in parts] if all(part.isdecimal() for part in parts) else words
+        raise ValueError(f"--blocks is {text!r}; pass indices such as 2,5,8,11") from None

@@ -1,141 +1,180 @@
-"""What the commands print and write, and how they refuse."""
+"""Tables, files, progress bars and error lines of the commands."""
 
-import argparse
 import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from bmfa.files import write_atomic
-from bmfa.records import Record, text_table
+from bmfa.records import Record, Row
 
-# Seconds that a process which is not the first waits before it tells of an error.
-DEFERENCE = 5.0
+if TYPE_CHECKING:
+    from rich.table import Table
+
+# Seconds that the other processes of torchrun wait before they report an error. If the first one
+# meets the same error, torchrun ends the others while they wait, and the line appears once.
+REPORT_DELAY = 5.0
+# Columns of a table that is printed to a file or pipe: no line is wrapped or cut.
+PIPE_WIDTH = 10_000
+
+Progress = Callable[[int, int], None]  # (steps done, steps in total)
 
 
-def finish(
-    record: Record,
-    options: argparse.Namespace,
-    table: str,
-    *,
-    notes: Sequence[str] = (),
-    warnings: Sequence[str] = (),
-    figures: Mapping[str | Path, Callable[[], bytes]] | None = None,
-    announce: bool = True,
-) -> None:
-    """Print the result of a command, then write its files.
+@dataclass(frozen=True)
+class Output:
+    """Where the result of a command goes: `--json` and `--quiet`."""
 
-    What cannot be printed or written does not keep the rest from being printed and written, so that
-    the work is not lost; where the record cannot be written, `--quiet` prints the table too.
+    json: str | None
+    quiet: bool
 
-    Args:
-        record: what `--json` writes.
-        options: those of the command; `json` and `quiet` are read.
-        table: the rows as text; not printed where the record itself goes to standard output.
-        notes: lines below the table, printed where it is.
-        warnings: lines on what the table lacks; beside a record on standard output they go to
-            standard error.
-        figures: further files by path, made when they are written.
-        announce: print the names of the files.
+    def progress(self, unit: str) -> Progress | None:
+        """Return a callback that draws a progress bar, or None if nobody would see it."""
+        if self.quiet or process_rank() != 0 or not sys.stderr.isatty():
+            return None
+        return progress_bar(unit)
 
-    Raises:
-        OSError: with the first that could not be printed or written.
-    """
-    beside = options.json == "-"
-    errors: list[OSError] = []
-    try:
-        with printing():
-            if not options.quiet:
-                for line in () if beside else (table, *notes):
-                    print(line)
-                for line in warnings:
-                    print(line, file=sys.stderr if beside else sys.stdout)
-    except OSError as error:
-        errors.append(error)
-    files: dict[str | Path, Callable[[], bytes | str]] = {**(figures or {})}
-    if options.json is not None:
-        files[options.json] = record.to_json
-    for path, content in files.items():
+    def finish(
+        self,
+        record: Record,
+        table: "Table | str",
+        *,
+        notes: Sequence[str] = (),
+        warnings: Sequence[str] = (),
+        figures: Mapping[str | Path, Callable[[], bytes]] | None = None,
+        announce: bool = True,
+    ) -> None:
+        """Print the result of a command, then write its files.
+
+        If one part cannot be printed or written, the others still are, so that the work is not lost;
+        if the record cannot be written, the table is printed even with `--quiet`.
+
+        Args:
+            record: written by `--json`.
+            table: printed unless the record itself goes to standard output.
+            notes: lines printed below the table.
+            warnings: lines about missing data; they go to standard error if the record goes to
+                standard output.
+            figures: functions that return the content of further files, by path.
+            announce: print the names of the files.
+
+        Raises:
+            OSError: the first part that could not be printed or written.
+        """
+        to_stdout = self.json == "-"
+        errors: list[OSError] = []
         try:
-            write_atomic(path, content())
+            with flushed_stdout():
+                if not self.quiet:
+                    for part in () if to_stdout else (table, *notes):
+                        show(part)
+                    for line in warnings:
+                        print(line, file=sys.stderr if to_stdout else sys.stdout)
         except OSError as error:
             errors.append(error)
-            continue
-        if announce and not options.quiet and not beside:
-            print(f"{'record' if path == options.json else 'figure'}: {path}")
-    if errors:
-        if options.quiet and not beside:
-            with suppress(OSError), printing():
-                print(table)
-        raise errors[0]
+        files: dict[str | Path, Callable[[], bytes | str]] = {**(figures or {})}
+        if self.json is not None:
+            files[self.json] = record.to_json
+        for path, content in files.items():
+            try:
+                write_atomic(path, content())
+            except OSError as error:
+                errors.append(error)
+                continue
+            if announce and not self.quiet and not to_stdout:
+                print(f"{'record' if path == self.json else 'figure'}: {path}")
+        if errors:
+            if self.quiet and not to_stdout:
+                with suppress(OSError), flushed_stdout():
+                    show(table)
+            raise errors[0]
 
 
-def table_of(record: Record, columns: str, group: str | None = None) -> str:
-    """The rows of a record, or those of one group, as text."""
-    rows = [row for row in record.rows if group is None or row["group"] == group]
-    return text_table(rows, columns.split())
+def table_of(rows: Sequence[Row], columns: str) -> "Table":
+    """Build a table of rows.
+
+    Args:
+        rows: rows of a record.
+        columns: keys of the rows, separated by spaces; a key that no row has is left out.
+
+    Returns:
+        The table, numbers aligned to the right with three decimals for floats.
+    """
+    from rich.box import Box
+    from rich.table import Table
+    from rich.text import Text
+
+    rule = Box("    \n    \n -- \n    \n    \n    \n    \n    \n")
+    table = Table(box=rule, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
+    names = [name for name in columns.split() if any(name in row for row in rows)]
+    for name in names:
+        number = any(isinstance(row.get(name), (int, float)) for row in rows)
+        table.add_column(name, justify="right" if number else "left", no_wrap=True)
+    for row in rows:
+        table.add_row(*(Text(_cell(row.get(name))) for name in names))
+    return table
 
 
-def progress_line(options: argparse.Namespace, what: str = "") -> Callable[[int, int], None] | None:
-    """A line that counts up on a terminal, with the rate and the time left; nothing in a pipe."""
-    if options.quiet or process_rank() != 0 or not sys.stderr.isatty():
-        return None
-    first: list[tuple[int, float]] = []  # what was done when, at the first call
-
-    def show(done: int, total: int) -> None:
-        now = time.monotonic()
-        first[:] = first or [(done, now)]
-        line = "" if done >= total else f"{what} {done}/{total}".strip()
-        seconds, steps = now - first[0][1], done - first[0][0]
-        if line and steps > 0 and seconds > 0:
-            rate = steps / seconds
-            line += f", {rate:.3g}/s, {_duration((total - done) / rate)} left"
-        print(f"\r\033[K{line}", end="", file=sys.stderr, flush=True)
-
-    return show
+def _cell(value: Any) -> str:
+    if value is None:
+        return ""
+    return f"{value:.3f}" if isinstance(value, float) else str(value)
 
 
-def _duration(seconds: float) -> str:
-    """Hours and minutes, minutes and seconds, or seconds."""
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    if hours:
-        return f"{hours} h {minutes:02} min"
-    return f"{minutes} min {rest:02} s" if minutes else f"{rest} s"
+def show(part: "Table | str") -> None:
+    """Print text as it is, or a table with its header in bold if standard output is a terminal."""
+    if isinstance(part, str):
+        print(part)
+        return
+    from rich.console import Console
+
+    # Without a colour system rich writes no escape codes at all: bold is not a colour to NO_COLOR.
+    plain = "NO_COLOR" in os.environ or not sys.stdout.isatty()
+    console = Console(file=sys.stdout, width=PIPE_WIDTH, color_system=None if plain else "auto")
+    with console.capture() as captured:
+        console.print(part)
+    print("\n".join(line.rstrip() for line in captured.get().splitlines()))
+
+
+def progress_bar(unit: str) -> Progress:
+    """Return a callback that draws steps done, rate and time left on standard error."""
+    from tqdm import tqdm
+
+    bars: list[Any] = []
+
+    def update(done: int, total: int) -> None:
+        if not bars:
+            # Steps of an earlier run that is being resumed do not count towards the rate.
+            bars.append(
+                tqdm(initial=done, total=total, unit=f" {unit}", leave=False, dynamic_ncols=True)
+            )
+        bars[0].update(done - bars[0].n)
+        if done >= total:
+            bars.pop().close()
+
+    return update
 
 
 def process_rank() -> int:
-    """The rank that torchrun gave this process; 0 without it."""
+    """Return the rank that torchrun gave this process, 0 without torchrun."""
     return int(os.environ.get("RANK", "0")) if os.environ.get("WORLD_SIZE", "1") != "1" else 0
 
 
-def check_device(name: str) -> str:
-    """The device, if torch has it here."""
-    import torch
-
-    try:
-        torch.empty(1, device=name)
-    except (RuntimeError, AssertionError) as error:
-        reason = str(error).splitlines()[0]
-        raise ValueError(f"device {name!r} is not usable ({reason}); pass --device cpu") from None
-    return name
-
-
-def check_target(path: str | None) -> None:
-    """Find out before the work whether its result can be written."""
+def check_json_target(path: str | None) -> None:
+    """Raise before the work if the record cannot be written to this path."""
     if path is None or path == "-":
         return
     if Path(path).is_dir():
-        raise ValueError(f"--json {path} is a folder; name a file in it")
+        raise ValueError(f"--json {path} is a folder; pass the name of a file in it")
     Path(path).parent.mkdir(parents=True, exist_ok=True)
 
 
 @contextmanager
-def printing() -> Iterator[None]:
-    """Print inside the block; where that fails, say so once and not again when Python exits."""
+def flushed_stdout() -> Iterator[None]:
+    """Flush standard output after the block; report a failure once, not again when Python exits."""
     try:
         yield
         sys.stdout.flush()
@@ -146,15 +185,11 @@ def printing() -> Iterator[None]:
         raise OSError(f"standard output cannot be written ({error.strerror})") from error
 
 
-def refuse(message: str) -> NoReturn:
-    """End with one line and exit status 2.
-
-    Of several processes the first tells first: where it meets the same error, torchrun ends the
-    others while they wait, and the line appears once.
-    """
+def fail(message: str) -> NoReturn:
+    """Print the message as one line on standard error and exit with status 2."""
     rank = process_rank()
     if rank != 0:
-        time.sleep(DEFERENCE)
-    place = f" process {rank}:" if rank else ""
-    print(f"bmfa:{place} {' '.join(message.split())}", file=sys.stderr)
+        time.sleep(REPORT_DELAY)
+    prefix = f"bmfa: process {rank}:" if rank else "bmfa:"
+    print(prefix, " ".join(message.split()), file=sys.stderr)
     sys.exit(2)

@@ -1,11 +1,13 @@
 """bmfa screen: one picture as a model attends to it."""
 
-import argparse
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
-from bmfa.cli.output import check_device, finish, table_of
+from typer import Argument, Option
+
+from bmfa.cli import options as opt
+from bmfa.cli.output import Output, table_of
 from bmfa.packages import require_packages
 from bmfa.records import Record
 
@@ -16,39 +18,69 @@ EMBEDDED = "embedded:"
 COLUMNS = "method layer head query leaves leaf_percent gap error certificate moved_percent"
 
 
-def screen(options: argparse.Namespace) -> None:
-    """bmfa screen."""
+def screen(
+    *,
+    picture: Annotated[
+        str,
+        Argument(
+            metavar="PICTURE", help="A picture file, or embedded:N for the N-th embedded picture."
+        ),
+    ],
+    json: opt.Json = None,
+    seed: opt.Seed = 0,
+    device: opt.Device = "auto",
+    quiet: opt.Quiet = False,
+    model: opt.Model = "embedded",
+    weights: opt.Weights = None,
+    layer: Annotated[
+        int | None,
+        Option("--layer", metavar="L", help="Layer to show, from 0; the last by default."),
+    ] = None,
+    head: Annotated[
+        int | None,
+        Option(
+            "--head", metavar="H", help="Head, from 0; the one with the largest gap by default."
+        ),
+    ] = None,
+    query: Annotated[
+        str, Option("--query", metavar="TOKEN", help="class or ROW,COLUMN.")
+    ] = "class",
+    method: opt.Methods = None,
+    layers: opt.Layers = "last-4",
+    crop_pct: opt.CropPct = None,
+    img_size: opt.ImgSize = None,
+    output: Annotated[
+        str, Option("--output", metavar="FILE.png", help="File for the figure.")
+    ] = "screen.png",
+) -> None:
+    """One picture: a query's attention, tree and certificate."""
     require_packages(("matplotlib", "PIL"), "report")
     from bmfa.evidence.page import figures
-    from bmfa.evidence.pictures import picture
+    from bmfa.evidence.pictures import picture as experiment
     from bmfa.models import load_model
 
-    _check_figure(options.output)
-    view = picture.View(options.layer, options.head, options.query)
-    shown = read_picture(options.picture, options.seed)
-    model = load_model(
-        options.model, options.weights, img_size=options.img_size, crop_pct=options.crop_pct
-    )
-    record = picture.run(
-        model,
+    _check_figure(output)
+    view = experiment.View(layer, head, query)
+    shown = read_picture(picture, seed)
+    record = experiment.run(
+        load_model(model, weights, img_size=img_size, crop_pct=crop_pct),
         [shown],
-        options.method or picture.DEFAULT_METHODS,
+        method or experiment.DEFAULT_METHODS,
         view=view,
-        layers=options.layers,
-        seed=options.seed,
-        device=check_device(options.device),
+        layers=layers,
+        seed=seed,
+        device=opt.resolve_device(device),
     )
-    finish(
+    Output(json, quiet).finish(
         record,
-        options,
-        table_of(record, COLUMNS),
-        notes=_said(record, options),
-        figures={options.output: partial(figures.screen.png, record)},
+        table_of(record.rows, COLUMNS),
+        notes=_predictions(record, layers),
+        figures={output: partial(figures.screen.png, record)},
     )
 
 
 def read_picture(name: str, seed: int) -> "LabelledPicture":
-    """A file, or one of the embedded pictures."""
+    """Read a picture file, or draw the embedded picture that `embedded:N` names."""
     from bmfa.data.imagenet import EmbeddedPictures, LabelledPicture
     from bmfa.data.pictures import PictureFiles
 
@@ -65,19 +97,19 @@ def read_picture(name: str, seed: int) -> "LabelledPicture":
 
 
 def _check_figure(path: str) -> None:
-    """Find out before the work whether the figure can be written."""
+    """Raise before the work if the figure cannot be written."""
     if Path(path).is_dir() or Path(path).suffix.lower() != ".png":
-        raise ValueError(f"--output {path} is no name of a figure; pass FILE.png")
+        raise ValueError(f"--output {path} is not the name of a figure; pass FILE.png")
     Path(path).parent.mkdir(parents=True, exist_ok=True)
 
 
-def _said(record: Record, options: argparse.Namespace) -> list[str]:
-    """The classes that the model gives, full and screened."""
+def _predictions(record: Record, layers: str) -> list[str]:
+    """Describe the classes that the model predicts, with full and with screened attention."""
     row = record.rows[0]
     label = f", labelled {row['label']}" if "label" in row else ""
-    first = f"\nfull: {row['full_class']} ({row['full_class_percent']:.1f} %){label}"
-    return [first] + [
-        f"{row['method']} in {options.layers}: {row['screened_class']} "
+    full = f"\nfull: {row['full_class']} ({row['full_class_percent']:.1f} %){label}"
+    return [full] + [
+        f"{row['method']} in {layers}: {row['screened_class']} "
         f"({row['screened_class_percent']:.1f} %), output KL {row['output_kl']:.2g}; certificate "
         f"from {row['certificate_from']}"
         for row in record.rows

@@ -13,7 +13,7 @@ from bmfa.evidence.methods import FULL, is_kind, names
 from bmfa.models import layer_indices, patch, unpatch
 from bmfa.models.hosts import find_host
 from bmfa.models.reducing import reduce
-from bmfa.models.screens import Call, screens_in
+from bmfa.models.screened_layer import LayerInputs, observe
 from bmfa.trees import rules
 
 Layers = str | Sequence[int]  # "all", "last-K" or indices
@@ -85,11 +85,11 @@ def applied(model: nn.Module, name: str, layers: Layers, seed: int = 0) -> Itera
 
 @dataclass(eq=False)
 class LeafCounter:
-    """A listener of screened layers that keeps their leaf ratios."""
+    """An observer of screened layers that keeps their leaf ratios."""
 
     ratios: list[Tensor] = field(default_factory=list)  # (B,) for every layer
 
-    def heard(self, call: Call, screened: Screened) -> None:
+    def __call__(self, inputs: LayerInputs, screened: Screened) -> None:
         self.ratios.append(screened.tree.leaf_ratio.double().flatten(1).mean(1))
 
     @property
@@ -102,11 +102,5 @@ class LeafCounter:
 def count_leaves(model: nn.Module) -> Iterator[LeafCounter]:
     """Count the leaves of the screened layers that run inside the block."""
     counter = LeafCounter()
-    screens = [screen for _, screen in screens_in(model)]
-    for screen in screens:
-        screen.listener = counter
-    try:
+    with observe(model, counter):
         yield counter
-    finally:
-        for screen in screens:
-            screen.listener = None

@@ -1,4 +1,4 @@
-"""Models from the Hugging Face hub or its local cache, and what to say without a network."""
+"""Models from the Hugging Face hub or its local cache, and instructions if neither has them."""
 
 import json
 import os
@@ -13,14 +13,12 @@ from urllib.parse import urlparse
 from torch import nn
 
 from bmfa.models.preprocessing import Preprocessing
-from bmfa.models.state_dicts import check_binary
+from bmfa.models.weights import check_binary
 from bmfa.packages import load_package
-
-_WAY_OUT = "on a machine with a network"
 
 
 def create_timm(timm: Any, architecture: str, options: dict[str, Any]) -> nn.Module:
-    """A timm model with its published weights."""
+    """Create a timm model with its published weights."""
     cfg = timm.get_pretrained_cfg(architecture)
     repository = cfg.hf_hub_id if cfg is not None else None
     if not repository:
@@ -30,7 +28,7 @@ def create_timm(timm: Any, architecture: str, options: dict[str, Any]) -> nn.Mod
     file = "model.safetensors"
     hub = load_package("huggingface_hub")
     try:
-        path = hub.hf_hub_download(repository, file, local_files_only=not reachable())
+        path = hub.hf_hub_download(repository, file, local_files_only=not is_reachable())
     except OSError as error:
         _missing_timm(architecture, repository, file, error)
     model: nn.Module = timm.create_model(
@@ -40,22 +38,22 @@ def create_timm(timm: Any, architecture: str, options: dict[str, Any]) -> nn.Mod
 
 
 def transformers_config(source: str) -> Any:
-    """The configuration of a folder or a name on the hub."""
+    """Return the configuration of a folder or of a name on the hub."""
     transformers = load_package("transformers")
     folder = Path(source)
-    a_path = folder.is_dir() or folder.is_absolute() or source.startswith(".")
-    if a_path and not (folder / "config.json").is_file():
+    is_path = folder.is_dir() or folder.is_absolute() or source.startswith(".")
+    if is_path and not (folder / "config.json").is_file():
         raise FileNotFoundError(
             f"{source} has no config.json; pass a folder with config.json and model.safetensors"
         )
     try:
-        return transformers.AutoConfig.from_pretrained(source, **_access(source))
+        return transformers.AutoConfig.from_pretrained(source, **_loading_options(source))
     except OSError as error:
         _missing_transformers(source, error)
 
 
 def transformers_class(config: Any) -> Any:
-    """The classifier that the configuration names, or the bare model of its family."""
+    """Return the classifier class that the configuration names, or the base model of its family."""
     transformers = load_package("transformers")
     names = [name for name in config.architectures or () if "ForImageClassification" in name]
     if names:
@@ -64,29 +62,29 @@ def transformers_class(config: Any) -> Any:
 
 
 def create_transformers(kind: Any, source: str) -> nn.Module:
-    """A transformers model with its published weights."""
+    """Load a transformers model with its weights."""
     from safetensors import SafetensorError
 
     for file in sorted(Path(source).glob("*.safetensors")) if Path(source).is_dir() else ():
         check_binary(file)
     try:
-        with _bars_on_terminals_alone():
-            model: nn.Module = kind.from_pretrained(source, **_access(source))
+        with _progress_bars_on_terminals_only():
+            model: nn.Module = kind.from_pretrained(source, **_loading_options(source))
     except OSError as error:
         _missing_transformers(source, error)
     except SafetensorError as error:
         raise ValueError(
-            f"the weights of {source} are damaged ({error}); fetch them again, or pass weights=FILE"
+            f"the weights of {source} are damaged ({error}); download them again, or pass weights=FILE"
         ) from None
     return model
 
 
 @contextmanager
-def _bars_on_terminals_alone() -> Iterator[None]:
-    """Keep transformers' progress bars out of pipes and files, unless the environment asks for them."""
+def _progress_bars_on_terminals_only() -> Iterator[None]:
+    """Disable transformers' progress bars in pipes and files, unless the environment sets them."""
     logging = load_package("transformers.utils.logging")
-    asked_for = "HF_HUB_DISABLE_PROGRESS_BARS" in os.environ
-    if sys.stderr.isatty() or asked_for or not logging.is_progress_bar_enabled():
+    configured = "HF_HUB_DISABLE_PROGRESS_BARS" in os.environ
+    if sys.stderr.isatty() or configured or not logging.is_progress_bar_enabled():
         yield
         return
     logging.disable_progress_bar()
@@ -97,20 +95,19 @@ def _bars_on_terminals_alone() -> Iterator[None]:
 
 
 def transformers_preprocessing(source: str, config: Any) -> Preprocessing:
-    """From preprocessor_config.json where there is one, else the configuration's picture size."""
-    cached = load_package("transformers.utils").cached_file
+    """Read preprocessor_config.json, or without one the image size of the configuration."""
+    cached_file = load_package("transformers.utils").cached_file
     try:
-        path = cached(source, "preprocessor_config.json", local_files_only=_is_local(source))
+        path = cached_file(source, "preprocessor_config.json", local_files_only=_is_local(source))
         return Preprocessing.of_transformers(json.loads(Path(path).read_text(encoding="utf-8")))
     except OSError:
-        vision = getattr(config, "vision_config", config)
-        side = vision.image_size
+        side = getattr(config, "vision_config", config).image_size
         size = (side, side) if isinstance(side, int) else (side[0], side[1])
         return Preprocessing(size)
 
 
-def reachable() -> bool:
-    """Whether the hub's name resolves: without it the hub is asked again for most of a minute."""
+def is_reachable() -> bool:
+    """Return True if the name of the hub resolves; if not, its client would retry for a minute."""
     if any(name.lower().endswith("_proxy") for name in os.environ):
         return True
     host = urlparse(os.environ.get("HF_ENDPOINT", "https://huggingface.co")).hostname
@@ -121,20 +118,20 @@ def reachable() -> bool:
     return True
 
 
-def _access(source: str) -> dict[str, bool]:
-    """Code from the hub is never run, and a hub that cannot be reached not asked."""
+def _loading_options(source: str) -> dict[str, bool]:
+    """Never run code from the hub, and use local files alone if the hub is not reachable."""
     return {"local_files_only": _is_local(source), "trust_remote_code": False}
 
 
 def _is_local(source: str) -> bool:
-    return Path(source).is_dir() or not reachable()
+    return Path(source).is_dir() or not is_reachable()
 
 
 def _missing_timm(architecture: str, repository: str, file: str, error: OSError) -> NoReturn:
     raise FileNotFoundError(
-        f"the weights of timm:{architecture} are neither in the local cache nor can they be fetched "
-        f"({type(error).__name__}); {_WAY_OUT} download "
-        f"https://huggingface.co/{repository}/resolve/main/{file}, put it anywhere here, "
+        f"the weights of timm:{architecture} are not in the local cache and cannot be downloaded "
+        f"({type(error).__name__}); on a machine with a network download "
+        f"https://huggingface.co/{repository}/resolve/main/{file}, copy it to this machine, "
         f"and pass weights='PATH/{file}' (--weights PATH/{file})"
     ) from None
 
@@ -142,13 +139,13 @@ def _missing_timm(architecture: str, repository: str, file: str, error: OSError)
 def _missing_transformers(source: str, error: OSError) -> NoReturn:
     if Path(source).is_dir():
         raise FileNotFoundError(
-            f"{source} lacks what a model needs: {str(error).splitlines()[0]}; "
+            f"{source} does not contain a complete model: {str(error).splitlines()[0]}; "
             "put model.safetensors beside config.json, or pass weights=FILE"
         ) from None
     folder = source.rpartition("/")[2]
     raise FileNotFoundError(
-        f"{source} is neither in the local cache nor can it be fetched ({type(error).__name__}); "
-        f"{_WAY_OUT} download config.json, preprocessor_config.json and model.safetensors from "
-        f"https://huggingface.co/{source}/tree/main into one folder here, and pass that folder: "
-        f"hf:PATH/{folder}"
+        f"{source} is not in the local cache and cannot be downloaded ({type(error).__name__}); "
+        "on a machine with a network download config.json, preprocessor_config.json and "
+        f"model.safetensors from https://huggingface.co/{source}/tree/main into one folder, copy it to "
+        f"this machine, and pass it: hf:PATH/{folder}"
     ) from None

@@ -1,4 +1,4 @@
-"""Models by name, with their own preprocessing and with weights from a file or the hub."""
+"""Load models by name, with their own preprocessing and weights from a file or the hub."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -10,37 +10,67 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from bmfa.models.preprocessing import Preprocessing
+from bmfa.data.classes import imagenet_names
+from bmfa.data.drawn.figures import CLASSES
+from bmfa.data.probes import multiples
+from bmfa.models import embedded, hub
+from bmfa.models.hosts import find_host
+from bmfa.models.preprocessing import Interpolation, Preprocessing
+from bmfa.models.weights import load_weights
+from bmfa.packages import load_package
 
 ACCEPTED = (
     "embedded, timm:NAME (timm:deit_tiny_patch16_224), hf:NAME (hf:facebook/deit-tiny-patch16-224), "
-    "or a folder as transformers saves it"
+    "or a folder saved by transformers"
 )
 
 _EXAMPLES = ["deit_tiny_patch16_224", "vit_base_patch16_224", "vit_small_patch14_dinov2"]
-# How transformers is asked for pictures of another size than the model was built for.
+# The argument with which models of transformers accept images of another size.
 _INTERPOLATE = "interpolate_pos_encoding"
 
 
 @dataclass(frozen=True, eq=False)
 class LoadedModel:
-    """A model in evaluation mode, what prepares its pictures, and the names of its outputs."""
+    """A model in evaluation mode, with its preprocessing and class names.
+
+    Attributes:
+        name: The name it was loaded by.
+        model: The module, for `patch`, `reduce` and `record`.
+        preprocess: Converts an image to the tensor that the model expects.
+        classes: The names of the outputs, or None if they are unknown.
+        options: Keyword arguments that every call of the model needs.
+    """
 
     name: str
     model: nn.Module
     preprocess: Preprocessing
     classes: tuple[str, ...] | None = None
-    options: Mapping[str, Any] = field(default_factory=dict)  # what every call of the model passes
+    options: Mapping[str, Any] = field(default_factory=dict)
 
     def logits(self, pixels: Tensor) -> Tensor:
-        """(B, classes) of (B, 3, height, width), whatever the host wraps them in."""
+        """Compute the class scores of preprocessed images.
+
+        Args:
+            pixels: (B, 3, height, width) images as `preprocess` returns them.
+
+        Returns:
+            (B, classes) logits.
+
+        Raises:
+            TypeError: If the model is not a classifier.
+
+        Example:
+            >>> import bmfa, torch
+            >>> bmfa.load_model("embedded").logits(torch.zeros(2, 3, 112, 112)).shape
+            torch.Size([2, 10])
+        """
         output = self.model(pixels, **self.options)
         if isinstance(output, Tensor):
             return output
         logits = getattr(output, "logits", None)
         if not isinstance(logits, Tensor):
             raise TypeError(
-                f"{self.name} gives {type(output).__name__} without logits; pass a classifier"
+                f"{self.name} returns {type(output).__name__} without logits; load a classifier"
             )
         return logits
 
@@ -51,31 +81,39 @@ def load_model(
     *,
     img_size: int | tuple[int, int] | None = None,
     crop_pct: float | None = None,
-    interpolation: str | None = None,
+    interpolation: Interpolation | None = None,
     mean: Sequence[float] | None = None,
     std: Sequence[float] | None = None,
 ) -> LoadedModel:
     """Load a model by name, with the preprocessing it was trained with.
 
     Args:
-        name: `embedded`, `timm:NAME`, `hf:NAME`, or a folder that transformers saved.
-        weights: safetensors file, or a state dict of tensors alone, with the model's own key names;
-            None for the shipped or published weights.
-        img_size: side, or (height, width), of the model's input in pixels, a multiple of its patches;
-            position embeddings are interpolated. None for the model's own size.
-        crop_pct: share of the shorter side of a picture that is kept, in (0, 1].
-        interpolation: nearest, bilinear, bicubic or lanczos.
-        mean: mean of each channel, of colours in [0, 1].
-        std: standard deviation of each channel.
+        name: `"embedded"`, `"timm:NAME"`, `"hf:NAME"`, or a folder saved by transformers.
+        weights: A safetensors file, or a state dict that `torch.save` wrote, with the model's own key
+            names. None loads the weights that are shipped or published.
+        img_size: The side, or (height, width), of the input in pixels, a multiple of the patch size;
+            position embeddings are interpolated. None keeps the model's own size.
+        crop_pct: The fraction of the shorter side of an image that is kept, in (0, 1].
+        interpolation: `"nearest"`, `"bilinear"`, `"bicubic"` or `"lanczos"`.
+        mean: The mean of each channel, for colours in [0, 1].
+        std: The standard deviation of each channel.
 
     Returns:
-        The model in evaluation mode, its preprocessing and the names of its classes.
+        The model in evaluation mode, its preprocessing and class names.
 
     Raises:
-        ValueError: the name, the weights or a size does not fit.
-        FileNotFoundError: weights are neither in a file, nor in the local cache, nor can be fetched.
+        ValueError: If the name is unknown, or the weights or a size do not fit the model.
+        FileNotFoundError: If the weights are neither in a file nor in the local cache, and cannot be
+            downloaded.
+        ModuleNotFoundError: If timm or transformers is not installed.
+
+    Example:
+        >>> import bmfa
+        >>> loaded = bmfa.load_model("embedded")
+        >>> loaded.preprocess.size, loaded.classes[:2]
+        ((112, 112), ('ring', 'cross'))
     """
-    loaded = _load(name, weights, img_size is not None)
+    loaded = _load(name, weights, any_size=img_size is not None)
     preprocess = loaded.preprocess.override(
         img_size=img_size, crop_pct=crop_pct, interpolation=interpolation, mean=mean, std=std
     )
@@ -86,48 +124,39 @@ def load_model(
 
 
 def check_img_size(name: str, model: nn.Module, size: tuple[int, int]) -> None:
-    """Raise ValueError unless the model takes pictures of this height and width.
+    """Raise ValueError unless the model accepts images of this height and width.
 
-    Models that cannot be screened are not checked; they are refused elsewhere.
+    Models of unsupported classes are not checked; `patch` and `reduce` refuse them.
     """
-    from bmfa.data.probes import multiples
-    from bmfa.models.embedded import IMAGE_SIZE, EmbeddedViT
-    from bmfa.models.hosts import find_host
-
-    if isinstance(model, EmbeddedViT):
-        if size != (IMAGE_SIZE, IMAGE_SIZE):
+    given = str(size[0]) if size[0] == size[1] else f"{size[0]}x{size[1]}"
+    if isinstance(model, embedded.EmbeddedViT):
+        if size != (embedded.IMAGE_SIZE, embedded.IMAGE_SIZE):
             raise ValueError(
-                f"img_size is {_in_words(size)}; {name} takes {IMAGE_SIZE} alone, leave it out"
+                f"img_size is {given}; {name} accepts only {embedded.IMAGE_SIZE}, leave it out"
             )
         return
     try:
         projection: Any = find_host(model).projection
     except TypeError:
         return
-    for side, patch in zip(size, projection.stride, strict=True):
-        if side % patch:
+    for side, patch_size in zip(size, projection.stride, strict=True):
+        if side % patch_size:
             raise ValueError(
-                f"img_size is {_in_words(size)}; {name} cuts pictures into patches of {patch} pixels, "
-                f"so pass {multiples(side, patch)}"
+                f"img_size is {given}; {name} has patches of {patch_size} pixels, so pass "
+                f"{multiples(side, patch_size)}"
             )
 
 
-def _in_words(size: tuple[int, int]) -> str:
-    return str(size[0]) if size[0] == size[1] else f"{size[0]}x{size[1]}"
-
-
 def check_timm_name(timm: Any, architecture: str) -> None:
-    """Raise ValueError, with names that are close, unless timm has this model."""
+    """Raise ValueError with similar names unless timm has this model."""
     model, _, tag = architecture.partition(".")
-    known = timm.list_pretrained(f"{model}.*") if tag and timm.is_model(model) else None
-    if known is None and timm.is_model(architecture):
+    tagged = timm.list_pretrained(f"{model}.*") if tag and timm.is_model(model) else None
+    if architecture in tagged if tagged is not None else timm.is_model(architecture):
         return
-    if known is not None and architecture in known:
-        return
-    names = known if known is not None else timm.list_models()
-    near = get_close_matches(architecture, names, n=5, cutoff=0.5) or known or _EXAMPLES
+    names = timm.list_models() if tagged is None else tagged
+    similar = get_close_matches(architecture, names, n=5, cutoff=0.5) or tagged or _EXAMPLES
     raise ValueError(
-        f"timm has no model {architecture!r}; pass one of its names, such as {', '.join(near[:5])} "
+        f"timm has no model {architecture!r}; pass one of its names, such as {', '.join(similar[:5])} "
         "(timm.list_models() lists all)"
     )
 
@@ -146,9 +175,6 @@ def _load(name: str, weights: str | os.PathLike[str] | None, any_size: bool) -> 
 
 
 def _load_embedded(weights: str | os.PathLike[str] | None) -> LoadedModel:
-    from bmfa.data.drawn.figures import CLASSES
-    from bmfa.models import embedded
-
     side, mean, std = embedded.IMAGE_SIZE, embedded.MEAN, embedded.STD
     preprocess = Preprocessing((side, side), 1.0, mean=(mean,) * 3, std=(std,) * 3)
     return LoadedModel("embedded", embedded.load(weights), preprocess, tuple(CLASSES))
@@ -157,10 +183,6 @@ def _load_embedded(weights: str | os.PathLike[str] | None) -> LoadedModel:
 def _load_timm(
     name: str, architecture: str, weights: str | os.PathLike[str] | None, any_size: bool
 ) -> LoadedModel:
-    from bmfa.data import classes
-    from bmfa.models import hub, state_dicts
-    from bmfa.packages import load_package
-
     timm = load_package("timm")
     check_timm_name(timm, architecture)
     options = {"dynamic_img_size": True} if any_size else {}
@@ -168,26 +190,25 @@ def _load_timm(
         model = hub.create_timm(timm, architecture, options)
     else:
         model = timm.create_model(architecture, **options)
-        state_dicts.load_weights(model, weights)
+        load_weights(model, weights)
     settings = load_package("timm.data").resolve_data_config({}, model=model)
-    names = classes.imagenet_names() if model.num_classes == 1000 else None
-    return LoadedModel(name, model, Preprocessing.of_timm(settings), names)
+    classes = imagenet_names() if model.num_classes == 1000 else None
+    return LoadedModel(name, model, Preprocessing.of_timm(settings), classes)
 
 
 def _load_transformers(
     name: str, source: str, weights: str | os.PathLike[str] | None, any_size: bool
 ) -> LoadedModel:
-    from bmfa.models import hub, state_dicts
-
     config = hub.transformers_config(source)
     kind = hub.transformers_class(config)
     if weights is None:
         model = hub.create_transformers(kind, source)
     else:
         model = kind._from_config(config)
-        state_dicts.load_weights(model, weights)
+        load_weights(model, weights)
     labels: dict[int, Any] = config.id2label if hasattr(model, "classifier") else {}
-    names = tuple(str(labels[index]) for index in sorted(labels)) or None
-    resizes = any_size and _INTERPOLATE in signature(model.forward).parameters
-    options = {_INTERPOLATE: True} if resizes else {}
-    return LoadedModel(name, model, hub.transformers_preprocessing(source, config), names, options)
+    classes = tuple(str(labels[index]) for index in sorted(labels)) or None
+    interpolates = any_size and _INTERPOLATE in signature(model.forward).parameters
+    options = {_INTERPOLATE: True} if interpolates else {}
+    preprocess = hub.transformers_preprocessing(source, config)
+    return LoadedModel(name, model, preprocess, classes, options)

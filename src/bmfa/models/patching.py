@@ -3,16 +3,23 @@
 import re
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal, get_args
 
 from torch import nn
 
-from bmfa.attention.api import BACKENDS, FORMS
 from bmfa.checks import check_integer, check_number
-from bmfa.models.forwards import override_method, override_of, restore_method
 from bmfa.models.hosts import find_host
-from bmfa.models.screens import GridOfBlock, TokenGrid, replacements_in
+from bmfa.models.hosts.base import replacements_in
+from bmfa.models.override import override_method, override_of, restore_method
+from bmfa.models.screened_layer import ScreenedLayer
+from bmfa.models.token_grid import BlockGrid, TokenGrid
 from bmfa.trees.rules import Optimal, RandomQuadrants, Rule, as_rule
+
+Form = Literal["tiled", "representative", "repeated"]
+Backend = Literal["auto", "eager", "triton", "reference"]
+
+# A prime larger than the depth of any model, so that no two pairs of seed and layer share a stream.
+_SEED_STRIDE = 1009
 
 
 def patch(
@@ -23,39 +30,100 @@ def patch(
     leaves: float | int | None = None,
     layers: str | Sequence[int] = "last-4",
     max_depth: int | None = None,
-    form: str | None = None,
-    backend: str = "auto",
+    form: Form | None = None,
+    backend: Backend = "auto",
     fallback: float | None = None,
 ) -> nn.Module:
-    """Screen the attention of some layers; returns the same model, changed in place.
+    """Screen the attention of some layers of a model, in place.
 
-    Only q, k, v -> output is replaced; class and register keys stay exact. The rule is one of
-    bmfa.rules or its name: one tree for each query and head covers the spatial keys. Without a rule,
-    `error` and `leaves` ask for attention over tiles, dense where that is faster: what makes a model
-    at high resolution fast. These and the rest are the arguments of `screened_attention`. `layers` is
-    "all", "last-K" or a list of indices. Threads may run the model at once, and gradient checkpointing
-    of blocks or of the model is served. A model that is patched or reduced already is restored first;
-    `unpatch` undoes it.
+    Only the step from q, k, v to the output of attention is replaced, by `screened_attention`; norms,
+    projections, rotary embeddings and dropout run as the model defines them. Class and register keys
+    stay exact.
+
+    With `rule`, every query and head has a tree of its own over the spatial keys. Without a rule, the
+    layers attend over tiles of keys, within the target `error` or the budget `leaves`, or run dense
+    where dense attention is faster: this form makes models at high resolution faster.
+
+    The model can run in several threads at once, under `torch.compile`, and with gradient
+    checkpointing of whole blocks or of the whole model. A model that is already patched or reduced is
+    restored first.
+
+    Args:
+        model: A timm or transformers Vision Transformer, the embedded model, or a model that contains
+            one of them.
+        rule: A rule of `bmfa.rules` or its name, e.g. `"optimal:0.002"`. At most one of `rule`,
+            `error` and `leaves` is given.
+        error: The target for the error of attention over tiles, as in `screened_attention`. For a tree
+            for each query, pass `rule=rules.Optimal(error=...)`.
+        leaves: The budget of attention over tiles: a float in (0, 1] is a fraction of the tokens, an
+            int from 2 on is a count. For a tree for each query, pass `rule=rules.Optimal(leaves=...)`.
+        layers: `"all"`, `"last-K"`, or the indices of the layers; negative ones count from the end.
+        max_depth: The depth at which trees are not split further; None goes down to single tokens.
+        form: `"tiled"`, `"representative"` or `"repeated"`, see `screened_attention`. None selects
+            `"representative"` with a rule, and otherwise tiles or dense attention.
+        backend: `"auto"`, `"eager"`, `"triton"` or `"reference"`.
+        fallback: Queries whose certificate exceeds this value are recomputed exactly.
+
+    Returns:
+        The same model.
+
+    Raises:
+        TypeError: If the model or its attention is not supported, or an argument has a wrong type.
+        ValueError: If arguments exclude each other or are out of range. The model is unchanged.
+
+    Example:
+        >>> import bmfa, torch
+        >>> loaded = bmfa.load_model("embedded")
+        >>> images = torch.zeros(1, 3, 112, 112)
+        >>> full = loaded.logits(images)
+        >>> model = bmfa.patch(loaded.model, rule=bmfa.rules.ExactGap(0.0), layers="last-2")
+        >>> torch.allclose(loaded.logits(images), full, atol=1e-4)  # a gap of 0 is exact
+        True
+        >>> torch.equal(bmfa.unpatch(model)(images), full)
+        True
     """
-    chosen = _chosen_rule(rule, error, leaves)
-    options = _options(error, leaves, max_depth, form, backend, fallback)
+    options = _check_options(
+        rule=rule,
+        error=error,
+        leaves=leaves,
+        max_depth=max_depth,
+        form=form,
+        backend=backend,
+        fallback=fallback,
+    )
     host = find_host(model)
     indices = layer_indices(layers, len(host.attentions))
     unpatch(model)
-    grid = TokenGrid(host.prefix)
-    grid.watch(host.projection)
+    token_grid = TokenGrid(host.prefix)
+    token_grid.watch(host.projection)
     for index in indices:
-        screen = host.screen(index, grid, _rule_of_layer(chosen, index), options)
-        screen.install(host.attentions[index])
+        layer = ScreenedLayer(index, token_grid, _options_of_layer(options, index))
+        host.replacement(layer).install(host.attentions[index])
     for index, block in enumerate(host.blocks):
-        override_method(block, GridOfBlock(index, grid))
+        override_method(block, BlockGrid(index, token_grid))
     return model
 
 
 def unpatch(model: nn.Module) -> nn.Module:
-    """Undo `patch` or `reduce`; a model as it was made stays as it is."""
+    """Undo `patch` or `reduce`, in place.
+
+    Args:
+        model: A patched or reduced model. Any other model is left unchanged.
+
+    Returns:
+        The same model, which computes the same bits as before it was changed.
+
+    Example:
+        >>> import bmfa, torch
+        >>> model = bmfa.load_model("embedded").model
+        >>> images = torch.zeros(1, 3, 112, 112)
+        >>> full = model(images)
+        >>> reduced = bmfa.reduce(model, "tome:8")(images)
+        >>> torch.equal(bmfa.unpatch(model)(images), full)
+        True
+    """
     for module, replacement in replacements_in(model):
-        replacement.grid.forget()
+        replacement.function.token_grid.remove()
         replacement.restore(module)
     for module in model.modules():
         if override_of(module) is not None:
@@ -64,23 +132,25 @@ def unpatch(model: nn.Module) -> nn.Module:
 
 
 def layer_indices(layers: str | Sequence[int], depth: int) -> tuple[int, ...]:
-    """The indices of the layers that a description of layers means.
+    """Resolve a description of layers to their indices.
 
     Args:
-        layers: "all", "last-K", or a list, tuple, range or array of indices. A negative index counts
-            from the end.
+        layers: `"all"`, `"last-K"`, or a list, tuple, range or array of indices. A negative index
+            counts from the end.
         depth: The number of layers of the model.
 
     Returns:
         The indices from 0 to depth - 1 in ascending order, each once.
 
     Raises:
-        TypeError: If `layers` is a number, or an index is no integer.
+        TypeError: If `layers` is a number, or an index is not an integer.
         ValueError: If there is no such layer, or `layers` is empty.
 
     Example:
         >>> layer_indices([0, -1], 12)
         (0, 11)
+        >>> layer_indices("last-2", 12)
+        (10, 11)
     """
     if hasattr(layers, "tolist"):  # a NumPy array or a tensor
         layers = layers.tolist()
@@ -93,32 +163,22 @@ def layer_indices(layers: str | Sequence[int], depth: int) -> tuple[int, ...]:
                 f"layers is {layers!r}; pass 'all', 'last-K' with K from 1 to {depth}, or a list"
             )
         return tuple(range(depth - int(last[1]), depth))
+    if isinstance(layers, int):
+        raise TypeError(
+            f"layers is {layers!r}; pass [{layers}] for that layer alone, 'last-{layers}' for the last "
+            f"{layers}, 'all' or a list of indices"
+        )
     if not hasattr(layers, "__iter__"):
-        raise TypeError(f"layers is {layers!r}; pass {_advice(layers)}a list of indices")
+        raise TypeError(f"layers is {layers!r}; pass 'all', 'last-K' or a list of indices")
     indices = [check_integer("layers", index, low=-depth, high=depth - 1) for index in layers]
     if not indices:
         raise ValueError("layers is empty; pass 'all', 'last-K' or at least one index")
     return tuple(sorted({index % depth for index in indices}))
 
 
-def _advice(layers: object) -> str:
-    """What to pass instead of one number."""
-    if not isinstance(layers, int):
-        return "'all', 'last-K' or "
-    return f"[{layers}] for that layer alone, 'last-{layers}' for the last {layers}, 'all' or "
-
-
-def _chosen_rule(rule: Rule | str | None, error: float | None, leaves: float | None) -> Rule | None:
-    values = {"rule": rule, "error": error, "leaves": leaves}
-    given = [name for name, value in values.items() if value is not None]
-    if len(given) > 1:
-        raise ValueError(
-            f"{' and '.join(given)} are given; pass at most one of {', '.join(values)}"
-        )
-    return None if rule is None else as_rule(rule)
-
-
-def _options(
+def _check_options(
+    *,
+    rule: Rule | str | None,
     error: float | None,
     leaves: float | int | None,
     max_depth: int | None,
@@ -126,19 +186,33 @@ def _options(
     backend: str,
     fallback: float | None,
 ) -> dict[str, Any]:
-    """Arguments of `screened_attention`, checked before any picture is seen."""
+    """Check the arguments before the model is changed; returns those of `screened_attention`."""
+    targets = {"rule": rule, "error": error, "leaves": leaves}
+    given = [name for name, value in targets.items() if value is not None]
+    if len(given) > 1:
+        raise ValueError(
+            f"{' and '.join(given)} are given; pass at most one of rule, error, leaves"
+        )
+    for name, value, kinds in (
+        ("form", form, (None, *get_args(Form))),
+        ("backend", backend, get_args(Backend)),
+    ):
+        if value not in kinds:
+            raise ValueError(f"{name} is {value!r}; pass one of {', '.join(filter(None, kinds))}")
     if error is not None or leaves is not None:
-        Optimal(error=error, leaves=leaves)  # refuses what is no target or budget
+        Optimal(error=error, leaves=leaves)  # checks their types and ranges
+        if form in ("representative", "repeated") or max_depth is not None:
+            tree = f"form={form!r}" if form is not None else f"max_depth={max_depth!r}"
+            raise ValueError(
+                f"{given[0]}= is for attention over tiles, and {tree} is for a tree for each query; "
+                f"pass rule=rules.Optimal({given[0]}={targets[given[0]]!r}), or leave {tree} out"
+            )
     if max_depth is not None:
         check_integer("max_depth", max_depth, low=0)
     if fallback is not None:
         check_number("fallback", fallback, low=0.0)
-    for name, value, accepted in (("form", form, (None, *FORMS)), ("backend", backend, BACKENDS)):
-        if value not in accepted:
-            raise ValueError(
-                f"{name} is {value!r}; pass one of {', '.join(filter(None, accepted))}"
-            )
     return {
+        "rule": None if rule is None else as_rule(rule),
         "error": error,
         "leaves": leaves,
         "max_depth": max_depth,
@@ -148,8 +222,9 @@ def _options(
     }
 
 
-def _rule_of_layer(rule: Rule | None, index: int) -> Rule | None:
-    """The rule; coins fall independently in every layer."""
+def _options_of_layer(options: dict[str, Any], layer: int) -> dict[str, Any]:
+    """Give random rules an independent seed in every layer."""
+    rule = options["rule"]
     if isinstance(rule, RandomQuadrants):
-        return replace(rule, seed=1009 * rule.seed + index)
-    return rule
+        return options | {"rule": replace(rule, seed=_SEED_STRIDE * rule.seed + layer)}
+    return options

@@ -1,9 +1,9 @@
-"""A model's own preprocessing: resize, centre crop, mean and standard deviation."""
+"""The preprocessing of a model: resize, centre crop, mean and standard deviation."""
 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
@@ -14,24 +14,41 @@ from bmfa.checks import check_integer, check_number
 from bmfa.data.pictures import turn_upright
 from bmfa.packages import load_package
 
-INTERPOLATIONS = ("nearest", "bilinear", "bicubic", "lanczos")
+Interpolation = Literal["nearest", "bilinear", "bicubic", "lanczos"]
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
-# Pillow's numbers of the filters, as preprocessor_config.json gives them.
-_RESAMPLE = {0: "nearest", 1: "lanczos", 2: "bilinear", 3: "bicubic"}
+# Pillow's numbers for the filters, as in preprocessor_config.json.
+_RESAMPLE: dict[int, Interpolation] = {0: "nearest", 1: "lanczos", 2: "bilinear", 3: "bicubic"}
 
 
 @dataclass(frozen=True)
 class Preprocessing:
-    """From a picture to the (3, height, width) tensor that a model was trained on.
+    """Converts an image to the (3, height, width) tensor that a model expects.
 
-    The shorter side is resized to the crop's side / crop_pct and the centre cut out; with `squash`
-    the whole picture is resized to the crop's size, whatever its aspect ratio.
+    Args:
+        size: The height and width of the result in pixels.
+        crop_pct: The fraction of the shorter side that the centre crop keeps, in (0, 1]: the image is
+            resized so that this side has the crop's side / crop_pct pixels.
+        interpolation: `"nearest"`, `"bilinear"`, `"bicubic"` or `"lanczos"`.
+        mean: The mean of each channel, for colours in [0, 1].
+        std: The standard deviation of each channel.
+        squash: If True, the whole image is resized to `size` without a crop, which changes its aspect
+            ratio.
+
+    Raises:
+        TypeError: If a size is not an integer or `crop_pct` not a number.
+        ValueError: If a value is out of range or the interpolation unknown.
+
+    Example:
+        >>> import numpy as np
+        >>> image = np.zeros((48, 64, 3), np.uint8)
+        >>> Preprocessing((32, 32), 0.9)(image).shape
+        torch.Size([3, 32, 32])
     """
 
-    size: tuple[int, int] = (224, 224)  # height, width
+    size: tuple[int, int] = (224, 224)
     crop_pct: float = 0.875
-    interpolation: str = "bicubic"
+    interpolation: Interpolation = "bicubic"
     mean: tuple[float, ...] = IMAGENET_MEAN
     std: tuple[float, ...] = IMAGENET_STD
     squash: bool = False
@@ -40,14 +57,26 @@ class Preprocessing:
         for side in self.size:
             check_integer("size", side, low=1)
         check_number("crop_pct", self.crop_pct, low=0.0, high=1.0, open_low=True)
-        if self.interpolation not in INTERPOLATIONS:
-            raise ValueError(
-                f"interpolation is {self.interpolation!r}; pass one of {', '.join(INTERPOLATIONS)}"
-            )
+        if self.interpolation not in get_args(Interpolation):
+            accepted = ", ".join(get_args(Interpolation))
+            raise ValueError(f"interpolation is {self.interpolation!r}; pass one of {accepted}")
 
     @classmethod
     def of_timm(cls, settings: Mapping[str, Any]) -> "Preprocessing":
-        """From what timm.data.resolve_data_config gives."""
+        """Convert the settings of timm.
+
+        Args:
+            settings: What `timm.data.resolve_data_config` returns.
+
+        Returns:
+            The same preprocessing.
+
+        Example:
+            >>> settings = {"input_size": (3, 64, 64), "crop_pct": 0.9, "interpolation": "bilinear"}
+            >>> settings |= {"mean": (0.5,) * 3, "std": (0.5,) * 3, "crop_mode": "center"}
+            >>> Preprocessing.of_timm(settings).size
+            (64, 64)
+        """
         _, height, width = settings["input_size"]
         return cls(
             (height, width),
@@ -60,7 +89,18 @@ class Preprocessing:
 
     @classmethod
     def of_transformers(cls, settings: Mapping[str, Any]) -> "Preprocessing":
-        """From the content of a preprocessor_config.json."""
+        """Convert the settings of transformers.
+
+        Args:
+            settings: The content of a preprocessor_config.json.
+
+        Returns:
+            The same preprocessing.
+
+        Example:
+            >>> Preprocessing.of_transformers({"size": {"height": 64, "width": 64}}).squash
+            True
+        """
         resized = _sides(settings.get("size", 224))
         crop = settings.get("crop_size") if settings.get("do_center_crop") else None
         size = _sides(crop) if crop is not None else resized
@@ -78,11 +118,26 @@ class Preprocessing:
         *,
         img_size: int | tuple[int, int] | None = None,
         crop_pct: float | None = None,
-        interpolation: str | None = None,
+        interpolation: Interpolation | None = None,
         mean: Sequence[float] | None = None,
         std: Sequence[float] | None = None,
     ) -> "Preprocessing":
-        """The same with what is given changed; a crop_pct keeps the aspect ratio."""
+        """Change some settings.
+
+        Args:
+            img_size: The side, or (height, width), of the result in pixels.
+            crop_pct: The fraction of the shorter side that is kept; also sets `squash` to False.
+            interpolation: `"nearest"`, `"bilinear"`, `"bicubic"` or `"lanczos"`.
+            mean: The mean of each channel.
+            std: The standard deviation of each channel.
+
+        Returns:
+            A new `Preprocessing`; arguments that are None keep their value.
+
+        Example:
+            >>> Preprocessing().override(img_size=448).size
+            (448, 448)
+        """
         changes: dict[str, Any] = {
             "size": (img_size, img_size) if isinstance(img_size, int) else img_size,
             "crop_pct": crop_pct,
@@ -94,50 +149,66 @@ class Preprocessing:
         return replace(self, **{name: v for name, v in changes.items() if v is not None})
 
     def __call__(self, picture: Any) -> Tensor:
-        """Prepare one picture.
+        """Preprocess one image.
 
         Args:
-            picture: a Pillow image, which is turned upright as its EXIF orientation says, or
-                (height, width, 3) RGB in 8 bits.
+            picture: A Pillow image, which is rotated as its EXIF orientation says, or a
+                (height, width, 3) uint8 array of RGB.
 
         Returns:
-            (3, height, width) of the model's size, float32.
+            (3, height, width) float32 tensor of the size of the model.
         """
-        pixels = np.asarray(self._resized(picture), dtype=np.float32) / 255
+        pixels = np.asarray(self._resize(picture), dtype=np.float32) / 255
         mean, std = (np.asarray(values, np.float32) for values in (self.mean, self.std))
-        normal = (pixels - mean) / std
-        return torch.from_numpy(np.ascontiguousarray(normal.transpose(2, 0, 1)))
+        normalised = (pixels - mean) / std
+        return torch.from_numpy(np.ascontiguousarray(normalised.transpose(2, 0, 1)))
 
     def batch(self, pictures: Sequence[NDArray[np.uint8]]) -> Tensor:
-        """(B, 3, height, width) of some pictures."""
+        """Preprocess several images.
+
+        Args:
+            pictures: (height, width, 3) uint8 arrays of any sizes.
+
+        Returns:
+            (B, 3, height, width) float32 tensor.
+
+        Example:
+            >>> import numpy as np
+            >>> images = [np.zeros((48, 64, 3), np.uint8)] * 2
+            >>> Preprocessing((32, 32), 0.9).batch(images).shape
+            torch.Size([2, 3, 32, 32])
+        """
         return torch.stack([self(picture) for picture in pictures])
 
-    def _resized(self, picture: Any) -> Any:
-        """The picture at the model's size; Pillow is needed only where that changes it."""
-        array, whole = isinstance(picture, np.ndarray), self.squash or self.crop_pct == 1.0
-        if array and whole and picture.dtype == np.uint8 and picture.shape == (*self.size, 3):
+    def _resize(self, picture: Any) -> Any:
+        """Resize and crop; Pillow is needed only if that changes the image."""
+        is_array, height, width = isinstance(picture, np.ndarray), *self.size
+        uncropped = self.squash or self.crop_pct == 1.0
+        if (
+            is_array
+            and uncropped
+            and picture.dtype == np.uint8
+            and picture.shape == (*self.size, 3)
+        ):
             return picture
-        images = load_package("PIL.Image")
-        image = images.fromarray(picture) if array else turn_upright(picture)
-        return self._cropped(image.convert("RGB"), images)
-
-    def _cropped(self, image: Any, images: Any) -> Any:
-        height, width = self.size
-        filter_ = images.Resampling[self.interpolation.upper()]
+        pil = load_package("PIL.Image")
+        image = (pil.fromarray(picture) if is_array else turn_upright(picture)).convert("RGB")
+        resampling = pil.Resampling[self.interpolation.upper()]
         if self.squash:
-            return image.resize((width, height), filter_)
-        # The side that needs the larger factor meets its target, the other side follows.
+            return image.resize((width, height), resampling)
+        # The side that needs the larger factor gets its target size, and the other side follows.
+        # Sizes are rounded down as in timm; 1e-6 px absorbs the rounding of quotients that are integers.
         targets = [math.floor(side / self.crop_pct + 1e-6) for side in (width, height)]
         along = 0 if targets[0] * image.height >= targets[1] * image.width else 1
         new = [int(targets[along] * side / image.size[along]) for side in image.size]
         new[along] = targets[along]
-        image = image if image.size == tuple(new) else image.resize(new, filter_)
+        image = image if image.size == tuple(new) else image.resize(new, resampling)
         left, top = (new[0] - width) // 2, (new[1] - height) // 2
         return image.crop((left, top, left + width, top + height))
 
 
 def _sides(size: Any) -> tuple[int, int]:
-    """Height and width of the forms that preprocessor_config.json uses."""
+    """Return the height and width from any form that preprocessor_config.json uses."""
     if isinstance(size, int):
         return size, size
     if "shortest_edge" in size:

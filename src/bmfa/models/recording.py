@@ -1,4 +1,4 @@
-"""What the screened layers of a model did: trees, leaf ratios, errors, attention."""
+"""Record what the screened layers of a model do: trees, leaf ratios, errors, attention weights."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,126 +8,175 @@ import torch
 from torch import Tensor, nn
 
 from bmfa.attention.api import Screened, Stats
-from bmfa.models.screens import Call, screens_in
+from bmfa.models.screened_layer import LayerInputs, observe, screened_layers
 from bmfa.trees.tree import Tree
 
 
 @dataclass(eq=False)
 class LayerRecord:
-    """One layer, an entry for each call of the model; tensors are (B, heads, queries, ...)."""
+    """What one layer did; every list has an entry for each forward pass.
 
+    Attributes:
+        stats: The statistics of `screened_attention`.
+        trees: Trees of shape (B, heads, queries).
+        leaf_ratios: (B, heads, queries) leaves as a fraction of the valid tokens.
+        errors: (B, heads, queries) error E of the trees over the spatial keys. For attention over
+            tiles it is the error of the partition, before the corrections of the form.
+        attention: (B, heads, queries, prefix + N) the attention weights that the layer used: those of
+            its trees, or full attention for queries that `fallback` recomputed.
+        full_attention: The weights of full attention on the same inputs.
+    """
+
+    stats: list[Stats] = field(default_factory=list)
     trees: list[Tree] = field(default_factory=list)
     leaf_ratios: list[Tensor] = field(default_factory=list)
-    # E of the trees over the spatial keys; with tiles, without their corrections (Tree.error)
     errors: list[Tensor] = field(default_factory=list)
-    # The weights over prefix + N keys that the layer used: those of its trees, or full attention
-    # where `fallback` recomputed a query
     attention: list[Tensor] = field(default_factory=list)
-    full_attention: list[Tensor] = field(default_factory=list)  # the same inputs without trees
-    stats: list[Stats] = field(default_factory=list)
+    full_attention: list[Tensor] = field(default_factory=list)
 
 
 @dataclass(eq=False)
 class Recording:
-    """The records of all screened layers by their index."""
+    """The records of all screened layers; `recording[index]` is the `LayerRecord` of a layer.
+
+    Attributes:
+        layers: The records by layer index.
+        keep_trees: True if trees, leaf ratios and errors are recorded.
+        keep_attention: True if attention weights are recorded.
+    """
 
     layers: dict[int, LayerRecord] = field(default_factory=dict)
+    keep_trees: bool = True
     keep_attention: bool = False
-    fallbacks: dict[int, float | None] = field(default_factory=dict, repr=False)  # of each layer
+    fallbacks: dict[int, float | None] = field(default_factory=dict, repr=False)  # by layer
 
     def __getitem__(self, layer: int) -> LayerRecord:
         try:
             return self.layers[layer]
         except KeyError:
-            known = ", ".join(map(str, sorted(self.layers))) or "none: no picture was seen"
+            known = ", ".join(map(str, sorted(self.layers))) or "none: the model was not called"
             raise KeyError(f"layer {layer} was not recorded; recorded are {known}") from None
 
     @property
     def leaf_ratio(self) -> float:
-        """The mean over layers, calls, pictures, heads and queries."""
-        return self._mean(
-            [ratio for record in self.layers.values() for ratio in record.leaf_ratios]
-        )
+        """Mean leaf ratio over layers, forward passes, images, heads and queries.
+
+        Raises:
+            ValueError: If no trees were recorded.
+
+        Example:
+            >>> import bmfa, torch
+            >>> model = bmfa.load_model("embedded").model
+            >>> model = bmfa.patch(model, rule="fixed-depth:1", layers=[7])
+            >>> with bmfa.record(model) as recording:
+            ...     _ = model(torch.zeros(1, 3, 112, 112))
+            >>> round(recording.leaf_ratio * 196)
+            4
+        """
+        return _mean([ratio for record in self.layers.values() for ratio in record.leaf_ratios])
 
     @property
     def error(self) -> float:
-        """The mean of E over the spatial keys, likewise."""
-        return self._mean([error for record in self.layers.values() for error in record.errors])
+        """Mean error E over the spatial keys, of the same trees as `leaf_ratio`.
 
-    def heard(self, call: Call, screened: Screened) -> None:
-        """Keep one call of a layer."""
+        Raises:
+            ValueError: If no trees were recorded.
+
+        Example:
+            >>> import bmfa, torch
+            >>> model = bmfa.load_model("embedded").model
+            >>> model = bmfa.patch(model, rule=bmfa.rules.ExactGap(0.0), layers=[7])
+            >>> with bmfa.record(model) as recording:
+            ...     _ = model(torch.zeros(1, 3, 112, 112))
+            >>> recording.error < 1e-6
+            True
+        """
+        return _mean([error for record in self.layers.values() for error in record.errors])
+
+    def __call__(self, inputs: LayerInputs, screened: Screened) -> None:
+        """Record one call of a screened layer."""
         if self.keep_attention and screened.stats.form == "tiled":
             raise ValueError(
-                f"layer {call.layer} attends over tiles: it adds corrections to mean tiles, so its "
-                "output is no average of the values by attention weights; record(model) without "
-                "attention=True, or patch(model, rule=...) and record the weights of trees"
+                f"layer {inputs.layer} attends over tiles, and the corrections of this form are not "
+                "attention weights; call record(model) without attention=True, or patch the model "
+                "with rule=... to record the weights of trees"
             )
-        record = self.layers.setdefault(call.layer, LayerRecord())
+        record = self.layers.setdefault(inputs.layer, LayerRecord())
+        record.stats.append(screened.stats)
+        if not (self.keep_trees or self.keep_attention):
+            return
         with torch.no_grad():
-            working = torch.promote_types(call.q.dtype, torch.float32)
-            q, k = call.q.detach().to(working), call.k.detach().to(working)
-            scores = q @ k.transpose(-2, -1) * call.scale  # (B, heads, Q, prefix + N)
-            record.trees.append(screened.tree)
-            record.leaf_ratios.append(screened.tree.leaf_ratio)
-            record.errors.append(screened.tree.error(scores[..., call.prefix :]))
-            record.stats.append(screened.stats)
+            dtype = torch.promote_types(inputs.q.dtype, torch.float32)
+            q, k = inputs.q.detach().to(dtype), inputs.k.detach().to(dtype)
+            scores = q @ k.transpose(-2, -1) * inputs.scale  # (B, heads, Q, prefix + N)
+            if self.keep_trees:
+                record.trees.append(screened.tree)
+                record.leaf_ratios.append(screened.tree.leaf_ratio)
+                record.errors.append(screened.tree.error(scores[..., inputs.prefix :]))
             if self.keep_attention:
-                full = _attention(call, scores)
+                full = _attention_weights(inputs, scores)
+                weights = _attention_weights(inputs, scores, screened.tree)
+                bound, limit = screened.stats.certificate, self.fallbacks.get(inputs.layer)
+                if bound is not None and limit is not None:
+                    weights = torch.where((bound <= limit).unsqueeze(-1), weights, full)
+                record.attention.append(weights)
                 record.full_attention.append(full)
-                record.attention.append(self._used(call, scores, screened, full))
-
-    def _used(self, call: Call, scores: Tensor, screened: Screened, full: Tensor) -> Tensor:
-        """The weights that the layer used."""
-        weights = _attention(call, scores, screened.tree)
-        bound, limit = screened.stats.certificate, self.fallbacks.get(call.layer)
-        if bound is None or limit is None:
-            return weights
-        return torch.where((bound <= limit).unsqueeze(-1), weights, full)
-
-    def _mean(self, tensors: list[Tensor]) -> float:
-        if not tensors:
-            raise ValueError("nothing was recorded; call the model inside `with record(model)`")
-        total = sum(float(tensor.double().sum()) for tensor in tensors)
-        return total / sum(tensor.numel() for tensor in tensors)
 
 
 @contextmanager
-def record(model: nn.Module, *, attention: bool = False) -> Iterator[Recording]:
-    """Record what the screened layers do while the block runs.
+def record(model: nn.Module, *, trees: bool = True, attention: bool = False) -> Iterator[Recording]:
+    """Record the screened layers of a model inside a `with` block.
+
+    Recording computes the full score matrix of every screened layer, unless both `trees` and
+    `attention` are False.
 
     Args:
-        model: A patched model with its tokens in raster order.
-        attention: Whether to keep the attention weights too. Attention over tiles has none: where it
-            runs, the forward pass raises a ValueError.
+        model: A patched model.
+        trees: If True, record trees, leaf ratios and errors; otherwise statistics alone.
+        attention: If True, record the attention weights too. Attention over tiles has no weights: a
+            layer that uses it raises a ValueError in the forward pass.
 
     Returns:
-        A context manager that gives a `Recording`, filled by every forward pass inside the block.
+        A context manager that yields a `Recording`; every forward pass inside the block adds to it.
 
     Raises:
         ValueError: If the model is not patched.
+
+    Example:
+        >>> import bmfa, torch
+        >>> loaded = bmfa.load_model("embedded")
+        >>> model = bmfa.patch(loaded.model, rule="fixed-depth:2", layers="last-1")
+        >>> with bmfa.record(model, attention=True) as recording:
+        ...     logits = loaded.logits(torch.zeros(1, 3, 112, 112))
+        >>> recording[7].trees[0].shape  # images, heads, queries
+        (1, 3, 197)
+        >>> recording[7].attention[0].shape
+        torch.Size([1, 3, 197, 197])
     """
-    screens = [screen for _, screen in screens_in(model)]
-    if not screens:
+    layers = screened_layers(model)
+    if not layers:
         raise ValueError(
-            "the model is not patched; patch(model, rule=rules.ExactGap(0.0)) records it unchanged"
+            "the model is not patched; to record it unchanged, call "
+            "patch(model, rule=rules.ExactGap(0.0)) first"
         )
-    fallbacks = {screen.layer: screen.options.get("fallback") for screen in screens}
-    recording = Recording(keep_attention=attention, fallbacks=fallbacks)
-    before = [screen.listener for screen in screens]
-    for screen in screens:
-        screen.listener = recording
-    try:
+    fallbacks = {layer.layer: layer.options.get("fallback") for layer in layers}
+    recording = Recording(keep_trees=trees, keep_attention=attention, fallbacks=fallbacks)
+    with observe(model, recording):
         yield recording
-    finally:
-        for screen, listener in zip(screens, before, strict=True):
-            screen.listener = listener
 
 
-def _attention(call: Call, scores: Tensor, tree: Tree | None = None) -> Tensor:
-    """(B, heads, Q, prefix + N) softmax weights, spread evenly over each leaf where there are trees."""
-    spatial = scores[..., call.prefix :]
+def _attention_weights(inputs: LayerInputs, scores: Tensor, tree: Tree | None = None) -> Tensor:
+    """Return (B, heads, Q, prefix + N) softmax weights, uniform within each leaf of the trees."""
+    spatial = scores[..., inputs.prefix :]
     if tree is not None:
         spatial = tree.reconstruct(spatial)
-    if call.valid is not None:
-        spatial = spatial.masked_fill(~call.valid[:, None, None], -torch.inf)
-    return torch.cat((scores[..., : call.prefix], spatial), -1).softmax(-1)
+    if inputs.valid is not None:
+        spatial = spatial.masked_fill(~inputs.valid[:, None, None], -torch.inf)
+    return torch.cat((scores[..., : inputs.prefix], spatial), -1).softmax(-1)
+
+
+def _mean(tensors: list[Tensor]) -> float:
+    if not tensors:
+        raise ValueError("no trees were recorded; call the model inside `with record(model)`")
+    total = sum(float(tensor.double().sum()) for tensor in tensors)
+    return total / sum(tensor.numel() for tensor in tensors)

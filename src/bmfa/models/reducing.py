@@ -1,95 +1,191 @@
-"""Reduce the tokens of a model from block to block, and give dense outputs their grid back."""
+"""Reduce the tokens of a model from block to block, and map outputs back to the grid."""
+
+from typing import Literal
 
 from torch import Tensor, nn
 
 from bmfa.merging import Policy, parse
 from bmfa.merging.dispatch import check_backend
-from bmfa.models.forwards import has_own_forward, override_method
-from bmfa.models.hosts import find_host, refuse_reduction
+from bmfa.models.hosts import find_host
+from bmfa.models.hosts.unsupported import raise_not_reducible
+from bmfa.models.override import has_instance_forward, override_method
 from bmfa.models.patching import unpatch
-from bmfa.models.reduced import ExposedPass, Progress, ReducedBlock, Reduction, reductions_in
-from bmfa.models.screens import TokenGrid
+from bmfa.models.token_grid import TokenGrid
+from bmfa.models.token_reduction import (
+    ExposedBlocks,
+    ReducedAttention,
+    ReducedBlock,
+    ReductionState,
+    TokenReduction,
+    find_reduction,
+)
 
 
 def reduce(
     model: nn.Module,
     policy: Policy | str,
     *,
-    backend: str = "auto",
+    backend: Literal["auto", "eager", "triton"] = "auto",
     dense: bool | None = None,
 ) -> nn.Module:
-    """Reduce the tokens from block to block; returns the same model, changed in place.
+    """Reduce the tokens of a model from block to block, in place.
 
-    The policy is one of bmfa.merging or its name. Class, distillation and register tokens stay;
-    every picture keeps the same number of tokens. With `dense` the tokens behind the last block get
-    their grid back, each spatial token with the value of the one that holds it, so that pooling and
-    dense heads see exact multiplicities; by default so where the model pools spatial tokens or is a
-    part of another. Where something reads the tokens between the blocks (hooks, hidden states, timm's
-    `forward_intermediates`), every block returns them on the whole grid; with `dense=False` none does.
-    A model that is patched or reduced already is restored first; `unpatch` undoes it.
+    Class, distillation and register tokens are never merged, and all images of a batch keep the same
+    number of tokens. A model that is already patched or reduced is restored first.
+
+    If something reads the tokens between the blocks (forward hooks, hidden states, timm's
+    `forward_intermediates`), every block returns them on the full grid, unless `dense` is False.
+
+    Args:
+        model: A timm or transformers Vision Transformer, the embedded model, or a model that contains
+            one of them. Models with rotary position embeddings cannot be reduced.
+        policy: A policy of `bmfa.merging` or its name, e.g. `"tome:8"`.
+        backend: `"auto"`, `"eager"` or `"triton"`.
+        dense: If True, the last block returns the full grid, each spatial token with the value of the
+            token it was merged into, so that pooling and dense heads see exact multiplicities. None
+            selects this if the model pools spatial tokens or is a part of another model.
+
+    Returns:
+        The same model.
+
+    Raises:
+        TypeError: If the model cannot be reduced, or `policy` is neither a policy nor a name.
+        ValueError: If the name of the policy or of the backend is unknown. In a forward pass: if the
+            policy removes more tokens than there are.
+
+    Example:
+        >>> import bmfa, torch
+        >>> from bmfa.models import final_tokens
+        >>> model = bmfa.reduce(bmfa.load_model("embedded").model, "tome:8")
+        >>> model(torch.zeros(1, 3, 112, 112)).shape
+        torch.Size([1, 10])
+        >>> final_tokens(model)  # 197 - 8 blocks * 8 tokens
+        133
     """
     chosen = parse(policy) if isinstance(policy, str) else policy
     if not isinstance(chosen, Policy):
-        raise TypeError(f"policy is {policy!r}; pass one of bmfa.merging, or a name as 'tome:8'")
+        raise TypeError(
+            f"policy is {policy!r}; pass one of bmfa.merging, or a name such as 'tome:8'"
+        )
     check_backend(backend)
     host = find_host(model)
-    if host.branches is None:
-        refuse_reduction(model, host)
+    if host.layout is None:
+        raise_not_reducible(model, host)
     for layer, block in enumerate(host.blocks):
-        if has_own_forward(block):
+        if has_instance_forward(block):
             raise TypeError(
-                f"block {layer} of {type(model).__name__} has a forward of its own, set on the "
-                "instance by whatever wrapped it, so its branches are unknown; remove the wrapper, or "
-                "apply it after bmfa.reduce"
+                f"block {layer} of {type(model).__name__} has a forward of its own, set on the instance "
+                "by a wrapper, so its branches are unknown; remove the wrapper, or apply it after "
+                "bmfa.reduce"
             )
     unpatch(model)
-    grid = TokenGrid(host.prefix)
-    grid.watch(host.projection)
-    whole = host.pools if dense is None else dense
-    reduction = Reduction(grid, chosen, host.blocks, backend, whole, dense is not False)
+    token_grid = TokenGrid(host.prefix)
+    token_grid.watch(host.projection)
+    reduction = TokenReduction(
+        token_grid,
+        chosen,
+        host.blocks,
+        backend,
+        dense=host.reads_spatial_tokens if dense is None else dense,
+        expose=dense is not False,
+    )
     for layer, (block, attention) in enumerate(zip(host.blocks, host.attentions, strict=True)):
-        override_method(block, ReducedBlock(layer, host.branches, reduction))
-        host.sized(layer, grid, reduction).install(attention)
+        override_method(block, ReducedBlock(layer, host.layout, reduction))
+        host.replacement(ReducedAttention(layer, token_grid, reduction)).install(attention)
     if hasattr(host.tower, "forward_intermediates"):
-        override_method(host.tower, ExposedPass(reduction), "forward_intermediates")
+        override_method(host.tower, ExposedBlocks(reduction), "forward_intermediates")
     return model
 
 
 def final_tokens(model: nn.Module) -> int:
-    """The tokens behind the last block in the last pass of this thread, prefix tokens included."""
-    return _finished(model)[1].tokens
+    """Count the tokens that were left after the last block.
+
+    Args:
+        model: A reduced model that was called in this thread.
+
+    Returns:
+        The number of tokens of an image in the last forward pass, prefix tokens included.
+
+    Raises:
+        ValueError: If the model is not reduced.
+        RuntimeError: If it was not called in this thread.
+
+    Example:
+        >>> import bmfa, torch
+        >>> model = bmfa.reduce(bmfa.load_model("embedded").model, "tome:4")
+        >>> _ = model(torch.zeros(1, 3, 112, 112))
+        >>> final_tokens(model)
+        165
+    """
+    return _last_pass(model)[1].tokens
 
 
 def final_sizes(model: nn.Module) -> Tensor:
-    """(B, T') how many tokens each of them stood for."""
-    size = _finished(model)[1].size
+    """Return how many tokens each token after the last block stands for.
+
+    Args:
+        model: A reduced model that was called in this thread.
+
+    Returns:
+        (B, T') float32 multiplicities in the last forward pass, 1 for prefix tokens.
+
+    Raises:
+        ValueError: If the model is not reduced.
+        RuntimeError: If it was not called in this thread, or no block removed a token.
+
+    Example:
+        >>> import bmfa, torch
+        >>> model = bmfa.reduce(bmfa.load_model("embedded").model, "tome:4")
+        >>> _ = model(torch.zeros(1, 3, 112, 112))
+        >>> final_sizes(model).sum()
+        tensor(197.)
+    """
+    size = _last_pass(model)[1].size
     if size is None:
         raise RuntimeError("no block removed a token in the last pass; every size is 1")
     return size
 
 
 def unmerge(model: nn.Module, tokens: Tensor) -> Tensor:
-    """Tokens (B, T', C) of this thread's last pass back on the grid: (B, prefix + N, C), raster order.
+    """Map the tokens after the last block back to the grid.
 
-    Each spatial token has the value of the one it was merged into, a pruned one that of its nearest
-    neighbour on the grid that was not pruned; transformed sequences (DCT) are transformed back.
-    Where the model gave the grid back itself, its tokens are returned as they are.
+    Args:
+        model: A reduced model that was called in this thread.
+        tokens: (B, T', C) tokens of the last forward pass, T' as `final_tokens` returns it; or
+            (B, prefix + N, C) if the model itself returned the full grid (`dense`), which are returned
+            unchanged.
+
+    Returns:
+        (B, prefix + N, C), spatial tokens in raster order. Each has the value of the token it was
+        merged into; a pruned token that of the nearest token on the grid that was not pruned; tokens
+        that were transformed (DCT) are transformed back.
+
+    Raises:
+        ValueError: If the model is not reduced, or `tokens` has another shape.
+        RuntimeError: If the model was not called in this thread.
+
+    Example:
+        >>> import bmfa, torch
+        >>> model = bmfa.reduce(bmfa.load_model("embedded").model, "tome:4", dense=False)
+        >>> _ = model(torch.zeros(1, 3, 112, 112))
+        >>> unmerge(model, torch.zeros(1, final_tokens(model), 96)).shape
+        torch.Size([1, 197, 96])
     """
-    reduction, progress = _finished(model)
-    whole = reduction.dense or progress.exposed
-    expected = reduction.grid.prefix + progress.grid.size if whole else progress.tokens
+    reduction, state = _last_pass(model)
+    on_grid = reduction.dense or state.full_grid
+    expected = reduction.token_grid.prefix + state.grid.size if on_grid else state.tokens
     if tokens.dim() != 3 or tokens.shape[1] != expected:
         raise ValueError(
             f"tokens have shape {tuple(tokens.shape)}; pass (B, {expected}, C) of the last pass"
         )
-    return tokens if whole else reduction.restore(progress, tokens)
+    return tokens if on_grid else reduction.unmerge(state, tokens)
 
 
-def _finished(model: nn.Module) -> tuple[Reduction, Progress]:
-    found = reductions_in(model)
-    if not found:
+def _last_pass(model: nn.Module) -> tuple[TokenReduction, ReductionState]:
+    reduction = find_reduction(model)
+    if reduction is None:
         raise ValueError("the model is not reduced; call bmfa.reduce(model, 'tome:8') first")
-    progress = found[0].finished.current
-    if progress is None:
-        raise RuntimeError("no picture went through the model in this thread; call it first")
-    return found[0], progress
+    state = reduction.finished.current
+    if state is None:
+        raise RuntimeError("the model was not called in this thread; call it first")
+    return reduction, state

@@ -20,7 +20,7 @@ from bmfa.evidence.bench.self_check import check_backend
 from bmfa.grid import Grid
 from bmfa.models import LoadedModel, patch
 from bmfa.models.hosts import Host, find_host
-from bmfa.models.screens import Call, screens_in
+from bmfa.models.screened_layer import LayerInputs, observe
 from bmfa.records import Record, Row, environment
 
 SIZES = {"cuda": (1024, 2048, 4096), "cpu": (512,)}
@@ -100,8 +100,7 @@ class _Ear:
     forms: list[str] = field(default_factory=list)
     densities: list[float] = field(default_factory=list)
 
-    def heard(self, call: Call, screened: Screened) -> None:
-        """One layer."""
+    def __call__(self, call: LayerInputs, screened: Screened) -> None:
         density = screened.stats.density
         self.forms.append(screened.stats.form)
         self.densities += [] if density is None else [density]
@@ -177,11 +176,8 @@ class _Bench:
         truth: Tensor,
     ) -> Row:
         ear = _Ear()
-        for _, screen in screens_in(model):
-            screen.listener = ear
-        got = features(model, self.loaded, self.pixels)
-        for _, screen in screens_in(model):
-            screen.listener = None
+        with observe(model, ear):
+            got = features(model, self.loaded, self.pixels)
         apart = (got.double() - truth.double()).flatten(1).norm(dim=1)
         heads, dim = self._shape()
         peak = timing.peak_bytes(self._forward(model), self.place)

@@ -13,7 +13,7 @@ from bmfa.attention.api import Screened
 from bmfa.evidence.model_methods import Layers, applied
 from bmfa.models import LoadedModel
 from bmfa.models.reducing import final_tokens
-from bmfa.models.screens import Call, screens_in
+from bmfa.models.screened_layer import LayerInputs, observe
 from bmfa.trees.rules import Rule
 
 COUNTING = (
@@ -69,7 +69,7 @@ def attention_flops(
     return 2 * batch * heads * queries * key_shape[2] * (width + value_shape[3])
 
 
-def tree_flops(call: Call, screened: Screened, rule: Rule) -> int:
+def tree_flops(call: LayerInputs, screened: Screened, rule: Rule) -> int:
     """A screened layer, see COUNTING."""
     batch, heads, queries, width = call.q.shape
     leaves = int(screened.tree.leaf_count.sum())
@@ -97,8 +97,7 @@ class _Difference:
     rule: Rule
     flops: int = 0
 
-    def heard(self, call: Call, screened: Screened) -> None:
-        """One call of a layer."""
+    def __call__(self, call: LayerInputs, screened: Screened) -> None:
         full = attention_flops(call.q.shape, call.k.shape, call.k.shape)
         self.flops += tree_flops(call, screened, self.rule) - full
 
@@ -106,7 +105,6 @@ class _Difference:
 def _saved(model: LoadedModel, pixels: Tensor, rule: Rule) -> int:
     """What screening adds to the flops of the full model; less than 0 where it saves."""
     difference = _Difference(rule)
-    for _, screen in screens_in(model.model):
-        screen.listener = difference
-    model.logits(pixels)
+    with observe(model.model, difference):
+        model.logits(pixels)
     return difference.flops

@@ -15,7 +15,7 @@ from bmfa.evidence.closed_loop.run import Layers
 from bmfa.evidence.pictures.thumbnails import jpeg_uri
 from bmfa.models import LoadedModel, layer_indices, patch, unpatch
 from bmfa.models.hosts import find_host
-from bmfa.models.screens import Call, screens_in
+from bmfa.models.screened_layer import LayerInputs, observe
 from bmfa.packages import load_package
 from bmfa.records import Record, Row, environment
 from bmfa.trees.certificates import exact_error, key_certificate
@@ -99,11 +99,10 @@ def run(
 class Heard:
     """The last call of a screened layer, and its trees."""
 
-    call: Call | None = None
+    call: LayerInputs | None = None
     tree: Tree | None = None
 
-    def heard(self, call: Call, screened: Any) -> None:
-        """Keep what a layer was given and what it built."""
+    def __call__(self, call: LayerInputs, screened: Any) -> None:
         self.call, self.tree = call, screened.tree
 
 
@@ -118,7 +117,7 @@ class Query:
     prefix: int
 
     @classmethod
-    def of(cls, call: Call, view: View) -> "Query":
+    def of(cls, call: LayerInputs, view: View) -> "Query":
         """The query that the view names."""
         index = _query_index(view, call)
         heads = call.q.shape[1]
@@ -171,14 +170,13 @@ def _rows(
     return rows
 
 
-def _hear(model: LoadedModel, pixels: Tensor, rule: Rule, layer: int) -> tuple[Call, Tree]:
+def _hear(model: LoadedModel, pixels: Tensor, rule: Rule, layer: int) -> tuple[LayerInputs, Tree]:
     """The inputs of one layer of the full model, and the trees of a rule on them."""
     patch(model.model, rule=rule, layers=[layer])
     heard = Heard()
     try:
-        for _, screen in screens_in(model.model):
-            screen.listener = heard
-        model.logits(pixels)
+        with observe(model.model, heard):
+            model.logits(pixels)
     finally:
         unpatch(model.model)
     if heard.call is None or heard.tree is None:
@@ -247,7 +245,7 @@ def _layer(layer: int | None, depth: int) -> int:
     return layer
 
 
-def _query_index(view: View, call: Call) -> int:
+def _query_index(view: View, call: LayerInputs) -> int:
     """The query among the tokens, the prefix first."""
     if view.place is None:
         if call.prefix == 0:

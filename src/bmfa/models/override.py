@@ -1,7 +1,7 @@
-"""Run other code in place of a method of a module, mostly its forward, and undo it.
+"""Run other code in place of a method of one module, usually its forward, and undo it.
 
-The class of the instance is replaced by a subclass with another method. The subclass finds its
-weights through `self`, so copies, pickles and the replicas of `nn.DataParallel` compute with their own.
+The class of the instance is replaced by a subclass with another method. The subclass reads its weights
+through `self`, so copies, pickles and the replicas of `nn.DataParallel` compute with their own.
 """
 
 from collections.abc import Callable
@@ -11,71 +11,72 @@ from typing import Any, Protocol
 
 from torch import nn
 
-from bmfa.models.passes import PassState
+from bmfa.models.forward_state import ForwardState
 
-_NAME = "bmfa_forward"
+_ATTRIBUTE = "bmfa_override"
 
 
 class Override(Protocol):
     """Code that runs in place of a method of a module."""
 
     def run(self, module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Compute what the method returns; `forward` is what would have run."""
+        """Compute what the method returns; `forward` is the method that was replaced."""
         ...
 
 
 @dataclass(eq=False)
 class _Installed:
-    """An override, and the method of that name which a wrapper had set on the instance before."""
-
     override: Override
     method: str
-    own: Callable[..., Any] | None
-    running: PassState[bool] = field(default_factory=PassState)  # whether `own` runs
+    instance_method: Callable[..., Any] | None  # set on the instance by a wrapper, before
+    running: ForwardState[bool] = field(default_factory=ForwardState)  # True in instance_method
 
 
 def override_method(module: nn.Module, override: Override, method: str = "forward") -> None:
     """Run `override` in place of a method of the module until `restore_method`."""
     kind: Any = type(module)
-    module.__dict__[_NAME] = _Installed(override, method, module.__dict__.pop(method, None))
+    instance_method = module.__dict__.pop(method, None)
+    module.__dict__[_ATTRIBUTE] = _Installed(override, method, instance_method)
     module.__class__ = _subclass(kind, method)
 
 
 def restore_method(module: nn.Module) -> None:
     """Undo `override_method`; a method that was set on the instance since then stays."""
-    installed: _Installed = module.__dict__.pop(_NAME)
+    installed: _Installed = module.__dict__.pop(_ATTRIBUTE)
     module.__class__ = type(module).__mro__[1]
-    if installed.own is not None:
-        module.__dict__.setdefault(installed.method, installed.own)
+    if installed.instance_method is not None:
+        module.__dict__.setdefault(installed.method, installed.instance_method)
 
 
 def override_of(module: nn.Module) -> Override | None:
-    """What runs in place of a method of the module, if anything does."""
-    installed: _Installed | None = module.__dict__.get(_NAME)
+    """Return the override of a module, or None."""
+    installed: _Installed | None = module.__dict__.get(_ATTRIBUTE)
     return None if installed is None else installed.override
 
 
-def has_own_forward(module: nn.Module) -> bool:
-    """Whether a wrapper has set `forward` on the instance."""
-    installed: _Installed | None = module.__dict__.get(_NAME)
-    return "forward" in module.__dict__ or (installed is not None and installed.own is not None)
+def has_instance_forward(module: nn.Module) -> bool:
+    """Return True if a wrapper has set `forward` on the instance."""
+    installed: _Installed | None = module.__dict__.get(_ATTRIBUTE)
+    return "forward" in module.__dict__ or (
+        installed is not None and installed.instance_method is not None
+    )
 
 
 @lru_cache(maxsize=256)
 def _subclass(kind: Any, method: str) -> type[nn.Module]:
-    """A subclass that looks like `kind` to everything that asks for its name."""
+    """Make a subclass that has the name of `kind` and runs the override of the instance."""
     original = getattr(kind, method)
 
     def run(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        installed = self.__dict__.get(_NAME)
+        installed = self.__dict__.get(_ATTRIBUTE)
         if installed is None:  # a wrapper kept this method beyond `restore_method`
             return original(self, *args, **kwargs)
-        if installed.own is None:
+        if installed.instance_method is None:
             return installed.override.run(self, partial(original, self), *args, **kwargs)
-        if installed.running.current:  # the wrapper itself wraps an override
+        if installed.running.current:  # the wrapper itself calls an overridden method
             return original(self, *args, **kwargs)
-        run_own = partial(installed.override.run, self, installed.own, *args, **kwargs)
-        return installed.running.within(True, run_own)
+        wrapped = partial(installed.override.run, self, installed.instance_method, *args, **kwargs)
+        return installed.running.run_with(True, wrapped)
 
     def reduce_ex(self: nn.Module, protocol: Any) -> Any:
         state: Any = super(subclass, self).__reduce_ex__(protocol)
@@ -93,6 +94,6 @@ def _subclass(kind: Any, method: str) -> type[nn.Module]:
 
 
 def _make(kind: Any, method: str) -> nn.Module:
-    """An instance of the subclass of `kind` without state, which unpickling adds."""
+    """Make an instance without state for unpickling, which adds the state."""
     subclass = _subclass(kind, method)
     return subclass.__new__(subclass)

@@ -17,6 +17,8 @@ if find_spec("timm") is None or find_spec("transformers") is None:
 
 from bmfa import rules
 from bmfa.models import final_tokens, patch, reduce, unmerge, unpatch
+from bmfa.models.screened_layer import screened_layers
+from bmfa.models.token_reduction import find_reduction
 from bmfa.packages import load_package
 
 COARSE = rules.Optimal(leaves=0.2)
@@ -198,9 +200,7 @@ def test_checkpointing_inside_a_block_is_refused_where_the_grid_is_ambiguous() -
 def test_nothing_is_kept_once_the_tokens_are_gone() -> None:
     model = patch(timm_vit(), rule=COARSE, layers="all")
     logits(model, pictures(WIDE)).sum().backward()
-    from bmfa.models.screens import screens_in
-
-    assert screens_in(model)[0][1].grid.passes._saved == {}
+    assert screened_layers(model)[0].token_grid.passes._attached == {}
 
 
 @pytest.mark.parametrize("change", CHANGES)
@@ -388,20 +388,14 @@ def test_what_is_read_between_blocks_is_the_unmerged_tokens(policy: str) -> None
             x = short.norm_pre(short._pos_embed(short.patch_embed(pixels)))
             for block in short.blocks[:depth]:
                 x = block(x)
-            reduction = next(iter(_reductions(short)))
-            expected = reduction.restore(reduction.passes.current, x)
+            reduction = find_reduction(short)
+            expected = reduction.unmerge(reduction.passes.current, x)
             whole = reduce(copy.deepcopy(model), policy)
             seen: list[Tensor] = []
             whole.blocks[depth - 1].register_forward_hook(lambda m, i, o, to=seen: to.append(o))
             read = whole(pixels)
             torch.testing.assert_close(seen[0], expected)
             torch.testing.assert_close(read, reduce(copy.deepcopy(model), policy)(pixels))
-
-
-def _reductions(model: nn.Module) -> list[Any]:
-    from bmfa.models.reduced import reductions_in
-
-    return reductions_in(model)
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
@@ -445,7 +439,7 @@ def test_attention_weights_of_a_patched_model_are_refused() -> None:
     pixels = pictures((32, 32))
     assert len(model(pixels, output_attentions=True).attentions) == 3
     patch(model, rule=COARSE, layers="last-1")
-    with pytest.raises(ValueError, match="output_attentions=True is not served"):
+    with pytest.raises(ValueError, match="output_attentions=True is not supported"):
         model(pixels, output_attentions=True)
     model.config.output_attentions = True
     with pytest.raises(ValueError, match=r"bmfa\.record"):

@@ -1,4 +1,4 @@
-"""The embedded model: a plain pre-norm Vision Transformer for the embedded pictures."""
+"""The embedded model: a pre-norm Vision Transformer for the embedded pictures."""
 
 import json
 import math
@@ -13,18 +13,18 @@ from torch import Tensor, nn
 from torch.nn.functional import gelu, scaled_dot_product_attention
 
 from bmfa.files import write_atomic
-from bmfa.models.state_dicts import load_weights
+from bmfa.models.weights import load_weights
 
 IMAGE_SIZE = 112
 PATCH_SIZE = 8
 GRID_SIZE = (IMAGE_SIZE // PATCH_SIZE, IMAGE_SIZE // PATCH_SIZE)
 CLASS_COUNT = 10
-MEAN, STD = 0.5, 0.25
+MEAN, STD = 0.5, 0.25  # of every channel, for colours in [0, 1]
 WEIGHTS = Path(__file__).with_name("embedded.safetensors")
 
 
 class PatchEmbed(nn.Module):
-    """Pictures (B, 3, 112, 112) to tokens (B, 196, dim) in raster order."""
+    """Converts images (B, 3, 112, 112) to tokens (B, 196, dim) in raster order."""
 
     def __init__(self, dim: int) -> None:
         super().__init__()
@@ -37,7 +37,7 @@ class PatchEmbed(nn.Module):
 
 
 class Attention(nn.Module):
-    """Multi-head attention; `attend` is all that a method has to replace."""
+    """Multi-head self-attention."""
 
     def __init__(self, dim: int, num_heads: int) -> None:
         super().__init__()
@@ -47,21 +47,17 @@ class Attention(nn.Module):
         self.qkv = nn.Linear(dim, 3 * dim)
         self.proj = nn.Linear(dim, dim)
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """q, k, v (B, heads, tokens, d) to the output of the same shape."""
-        return scaled_dot_product_attention(q, k, v)
-
     def forward(self, x: Tensor) -> Tensor:
         batch, tokens, dim = x.shape
         qkv = self.qkv(x).reshape(batch, tokens, 3, self.num_heads, self.head_dim)
         q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)  # (B, heads, tokens, d)
-        output = self.attend(q, k, v).transpose(1, 2).reshape(batch, tokens, dim)
+        output = scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(batch, tokens, dim)
         projected: Tensor = self.proj(output)
         return projected
 
 
 class Mlp(nn.Module):
-    """Two layers, token by token."""
+    """Two linear layers with a GELU between them."""
 
     def __init__(self, dim: int) -> None:
         super().__init__()
@@ -74,7 +70,7 @@ class Mlp(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and a perceptron, each after its norm and beside a residual path."""
+    """Attention and MLP, each after a norm and with a residual connection."""
 
     def __init__(self, dim: int, num_heads: int) -> None:
         super().__init__()
@@ -85,12 +81,22 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attn(self.norm1(x))
-        lifted: Tensor = x + self.mlp(self.norm2(x))
-        return lifted
+        output: Tensor = x + self.mlp(self.norm2(x))
+        return output
 
 
 class EmbeddedViT(nn.Module):
-    """A class token and 14x14 patches through eight blocks; names and weights are laid out as timm's."""
+    """A class token and 14x14 patches through eight blocks, with the parameter names of timm.
+
+    Args:
+        dim: The width of the tokens, a multiple of 4 and of `num_heads`.
+        depth: The number of blocks.
+        num_heads: The number of attention heads.
+
+    Example:
+        >>> EmbeddedViT(dim=24, depth=2)(torch.zeros(1, 3, 112, 112)).shape
+        torch.Size([1, 10])
+    """
 
     def __init__(self, dim: int = 96, depth: int = 8, num_heads: int = 3) -> None:
         super().__init__()
@@ -98,37 +104,35 @@ class EmbeddedViT(nn.Module):
         self.num_classes = CLASS_COUNT
         self.patch_embed = PatchEmbed(dim)
         self.cls_token = nn.Parameter(0.02 * torch.randn(1, 1, dim))
-        self.pos_embed = nn.Parameter(_positions(dim))
+        self.pos_embed = nn.Parameter(_initial_positions(dim))
         self.blocks = nn.Sequential(*(Block(dim, num_heads) for _ in range(depth)))
         self.norm = nn.LayerNorm(dim, eps=1e-6)
         self.head = nn.Linear(dim, CLASS_COUNT)
         self.apply(_initialise)
 
     def forward(self, pictures: Tensor) -> Tensor:
-        """Class scores (B, 10) of preprocessed pictures (B, 3, 112, 112)."""
+        """Compute logits (B, 10) of preprocessed images (B, 3, 112, 112)."""
         if pictures.dim() != 4 or pictures.shape[1:] != (3, IMAGE_SIZE, IMAGE_SIZE):
             raise ValueError(
                 f"pictures have shape {tuple(pictures.shape)}; pass (B, 3, {IMAGE_SIZE}, "
                 f"{IMAGE_SIZE}) as `preprocess` returns them"
             )
         spatial = self.patch_embed(pictures)
-        x = (
-            torch.cat((self.cls_token.expand(spatial.shape[0], -1, -1), spatial), 1)
-            + self.pos_embed
-        )
+        class_token = self.cls_token.expand(spatial.shape[0], -1, -1)
+        x = torch.cat((class_token, spatial), 1) + self.pos_embed  # (B, 1 + 196, dim)
         x = self.norm(self.blocks(x))
-        scores: Tensor = self.head(x[:, 0])
-        return scores
+        logits: Tensor = self.head(x[:, 0])
+        return logits
 
 
-def _positions(dim: int) -> Tensor:
-    """(1, 1 + 196, dim): waves along rows and columns, from which learning starts; 0 for the class.
+def _initial_positions(dim: int) -> Tensor:
+    """Return (1, 1 + 196, dim) sines and cosines of row and column, 0 for the class token.
 
-    Started from noise, the model spends most of its training on finding out which patches touch.
+    With random initial positions, most of the training goes into learning which patches are neighbours.
     """
     frequency = 100.0 ** -torch.linspace(0, 1, dim // 4)
-    place = torch.cartesian_prod(*(torch.arange(side) for side in GRID_SIZE))
-    angle = (place.unsqueeze(-1) * frequency).flatten(1)
+    position = torch.cartesian_prod(*(torch.arange(side) for side in GRID_SIZE))  # (196, 2)
+    angle = (position.unsqueeze(-1) * frequency).flatten(1)
     return torch.cat((torch.zeros(1, dim), torch.cat((angle.sin(), angle.cos()), 1))).unsqueeze(0)
 
 
@@ -141,11 +145,26 @@ def _initialise(module: nn.Module) -> None:
 
 
 def preprocess(pixels: Tensor | NDArray[np.uint8]) -> Tensor:
-    """8-bit pictures (B, 112, 112, 3) as the model takes them: (B, 3, 112, 112), float32."""
+    """Convert 8-bit images to the input of the model.
+
+    Args:
+        pixels: (B, 112, 112, 3) uint8 images.
+
+    Returns:
+        (B, 3, 112, 112) float32 tensor.
+
+    Raises:
+        TypeError: If the images are not uint8.
+        ValueError: If they have another shape.
+
+    Example:
+        >>> preprocess(torch.zeros(2, 112, 112, 3, dtype=torch.uint8)).shape
+        torch.Size([2, 3, 112, 112])
+    """
     tensor = torch.from_numpy(pixels) if isinstance(pixels, np.ndarray) else pixels
     if not isinstance(tensor, Tensor) or tensor.dtype != torch.uint8:
         received = tensor.dtype if isinstance(tensor, Tensor) else type(pixels).__name__
-        raise TypeError(f"pixels are {received}; pass 8-bit pictures, uint8")
+        raise TypeError(f"pixels are {received}; pass 8-bit images, uint8")
     if tensor.dim() != 4 or tensor.shape[1:] != (IMAGE_SIZE, IMAGE_SIZE, 3):
         raise ValueError(
             f"pixels have shape {tuple(tensor.shape)}; pass (B, {IMAGE_SIZE}, {IMAGE_SIZE}, 3)"
@@ -154,17 +173,38 @@ def preprocess(pixels: Tensor | NDArray[np.uint8]) -> Tensor:
 
 
 def load(weights: str | os.PathLike[str] | None = None) -> EmbeddedViT:
-    """The model in eval mode with the shipped weights, or with those of a file."""
+    """Load the model in evaluation mode.
+
+    Args:
+        weights: A safetensors file or a state dict; None loads the weights that are shipped.
+
+    Returns:
+        The model.
+
+    Raises:
+        FileNotFoundError: If there is no such file.
+        ValueError: If the file does not fit the model.
+
+    Example:
+        >>> load().training
+        False
+    """
     model = EmbeddedViT()
     load_weights(model, WEIGHTS if weights is None else weights)
     return model.eval()
 
 
 def save(model: EmbeddedViT, path: str | Path, metadata: Mapping[str, str]) -> None:
-    """Write the weights in half precision; the file appears whole or not at all."""
+    """Write the weights to a safetensors file in half precision.
+
+    Args:
+        model: The model.
+        path: The file, which is replaced atomically.
+        metadata: Settings of the training, stored in the file.
+    """
     from safetensors.torch import save as to_bytes
 
     state = {name: tensor.half().cpu() for name, tensor in model.state_dict().items()}
-    # One entry, as safetensors writes several in no fixed order, and equal weights make equal files.
-    made = {"recipe": json.dumps(dict(metadata), sort_keys=True)}
-    write_atomic(path, to_bytes(state, metadata=made))
+    # One entry: safetensors writes several in no fixed order, and equal weights must give equal files.
+    recipe = {"recipe": json.dumps(dict(metadata), sort_keys=True)}
+    write_atomic(path, to_bytes(state, metadata=recipe))

@@ -1,0 +1,67 @@
+"""bmfa closed-loop."""
+
+from typing import Annotated
+
+from typer import Option
+
+from bmfa.cli import options as opt
+from bmfa.cli.output import Output, table_of
+
+COLUMNS = "method layers images leaf_percent agreement_percent output_kl attention_kl top1_percent"
+
+
+def closed_loop(
+    *,
+    json: opt.Json = None,
+    seed: opt.Seed = 0,
+    device: opt.Device = "auto",
+    quiet: opt.Quiet = False,
+    method: opt.Methods = None,
+    model: opt.Model = "embedded",
+    weights: opt.Weights = None,
+    data_dir: opt.DataDir = None,
+    labels: opt.Labels = None,
+    crop_pct: opt.CropPct = None,
+    img_size: opt.ImgSize = None,
+    batch_size: opt.BatchSize = 25,
+    limit: opt.Limit = None,
+    strict: opt.Strict = False,
+    workers: opt.Workers = None,
+    resume: opt.Resume = None,
+    layers: Annotated[
+        list[str] | None,
+        Option(
+            "--layers",
+            metavar="CHOICE",
+            help="Screened layers: all, last-K or indices such as 8,9,10; repeat for several "
+            "choices.  [default: last-4]",
+        ),
+    ] = None,
+) -> None:
+    """A model's outputs with its attention screened."""
+    from bmfa.evidence.closed_loop import run as experiment
+    from bmfa.evidence.runner.processes import joined
+    from bmfa.models import load_model
+
+    output = Output(json, quiet)
+    device = opt.resolve_device(device, multi_process=True)
+    loaded = load_model(model, weights, img_size=img_size, crop_pct=crop_pct)
+    pictures = opt.labelled_pictures(
+        data_dir, model=model, labels=labels, limit=limit, strict=strict, seed=seed
+    )
+    with joined(device) as processes:
+        record = experiment.run(
+            loaded,
+            pictures,
+            method or experiment.DEFAULT_METHODS,
+            layers=[opt.parse_layers(text) for text in layers or ["last-4"]],
+            batch_size=batch_size,
+            seed=seed,
+            device=device,
+            workers=opt.picture_workers(workers, device),
+            resume=resume,
+            progress=output.progress("pictures"),
+        )
+        if processes.first:
+            warnings = opt.skipped_lines(record.settings)
+            output.finish(record, table_of(record.rows, COLUMNS), warnings=warnings)

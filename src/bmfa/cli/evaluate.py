@@ -1,0 +1,74 @@
+"""bmfa evaluate."""
+
+from typing import Annotated
+
+from typer import Option
+
+from bmfa.cli import options as opt
+from bmfa.cli.output import Output, table_of
+
+COLUMNS = (
+    "method images top1_percent top5_percent drop_pp agreement_percent leaf_percent final_tokens "
+    "gflops images_per_second images_per_second_end_to_end speedup"
+)
+
+
+def evaluate(
+    *,
+    json: opt.Json = None,
+    seed: opt.Seed = 0,
+    device: opt.Device = "auto",
+    quiet: opt.Quiet = False,
+    method: opt.Methods = None,
+    model: opt.Model = "embedded",
+    weights: opt.Weights = None,
+    data_dir: opt.DataDir = None,
+    labels: opt.Labels = None,
+    crop_pct: opt.CropPct = None,
+    img_size: opt.ImgSize = None,
+    batch_size: opt.BatchSize = 25,
+    limit: opt.Limit = None,
+    strict: opt.Strict = False,
+    workers: opt.Workers = None,
+    resume: opt.Resume = None,
+    layers: opt.Layers = "last-4",
+    amp: Annotated[bool, Option("--amp", help="Run the model under autocast.")] = False,
+    dtype: Annotated[
+        str | None,
+        Option("--dtype", metavar="NAME", help="Cast the model: float32, float16 or bfloat16."),
+    ] = None,
+    repeats: Annotated[
+        int,
+        Option("--repeats", metavar="N", help="Timings; their median counts. 0 for none."),
+    ] = 5,
+) -> None:
+    """Accuracy, cost and speed of a model, method by method."""
+    from bmfa.evidence.classification import run as experiment
+    from bmfa.evidence.runner.processes import joined
+    from bmfa.models import load_model
+
+    output = Output(json, quiet)
+    device = opt.resolve_device(device, multi_process=True)
+    loaded = load_model(model, weights, img_size=img_size, crop_pct=crop_pct)
+    pictures = opt.labelled_pictures(
+        data_dir, model=model, labels=labels, limit=limit, strict=strict, seed=seed
+    )
+    with joined(device) as processes:
+        record = experiment.run(
+            loaded,
+            pictures,
+            method or experiment.DEFAULT_METHODS,
+            layers=opt.parse_layers(layers),
+            batch_size=batch_size,
+            seed=seed,
+            device=device,
+            amp=amp,
+            dtype=dtype,
+            repeats=repeats,
+            workers=opt.picture_workers(workers, device),
+            resume=resume,
+            progress=output.progress("pictures"),
+        )
+        if processes.first:
+            warnings = opt.skipped_lines(record.settings)
+            output.finish(record, table_of(record.rows, COLUMNS), warnings=warnings)

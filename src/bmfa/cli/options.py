@@ -1,0 +1,215 @@
+"""Options that several commands share, and the values they stand for."""
+
+import os
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from typer import Option
+
+from bmfa.packages import require_packages
+
+if TYPE_CHECKING:
+    from bmfa.data import InstanceSource
+
+Json = Annotated[
+    str | None,
+    Option("--json", metavar="FILE", help="Write the record to FILE; - is standard output."),
+]
+Seed = Annotated[int, Option("--seed", metavar="N", help="Seed of all random numbers.")]
+Device = Annotated[
+    str,
+    Option(
+        "--device",
+        metavar="NAME",
+        help="auto (CUDA if available, else the CPU), cpu, cuda, cuda:1 or mps.",
+    ),
+]
+Quiet = Annotated[bool, Option("--quiet", help="Print no table and no progress.")]
+
+Methods = Annotated[
+    list[str] | None,
+    Option(
+        "--method",
+        metavar="NAME:VALUE",
+        help="Method such as gamma:0.005; repeat for several. `bmfa methods` lists all of them. "
+        "Without this option, a default list runs.",
+    ),
+]
+Model = Annotated[
+    str,
+    Option(
+        "--model",
+        metavar="NAME",
+        help="embedded, timm:NAME, hf:NAME or a folder saved by transformers.",
+    ),
+]
+Weights = Annotated[
+    str | None,
+    Option("--weights", metavar="FILE", help="Weights of the model: safetensors or a state dict."),
+]
+DataDir = Annotated[
+    str | None,
+    Option(
+        "--data-dir",
+        metavar="DIR",
+        help="Pictures in folders named by class index or WordNet id; embedded ones by default.",
+    ),
+]
+Labels = Annotated[
+    str | None,
+    Option("--labels", metavar="FILE", help="Labels, if the pictures are in one folder."),
+]
+CropPct = Annotated[
+    float | None,
+    Option("--crop-pct", metavar="P", help="Fraction of the picture that the crop keeps."),
+]
+ImgSize = Annotated[
+    int | None,
+    Option("--img-size", metavar="PX", help="Side of the model's input in pixels."),
+]
+BatchSize = Annotated[int, Option("--batch-size", metavar="N", help="Pictures in a batch.")]
+Limit = Annotated[int | None, Option("--limit", metavar="N", help="Use only the first N pictures.")]
+Strict = Annotated[bool, Option("--strict", help="Stop at the first unreadable picture.")]
+Workers = Annotated[
+    int | None,
+    Option("--workers", metavar="N", help="Processes that read pictures.", show_default=False),
+]
+Resume = Annotated[
+    str | None,
+    Option(
+        "--resume",
+        metavar="FILE",
+        help="Partial results to continue from; the file is created if it does not exist.",
+    ),
+]
+Layers = Annotated[
+    str,
+    Option(
+        "--layers",
+        metavar="CHOICE",
+        help="Screened layers: all, last-K or indices such as 8,9,10.",
+    ),
+]
+
+Dataset = Annotated[
+    Literal["embedded", "coco", "lvis"],
+    Option("--dataset", help="Instances; embedded needs no files."),
+]
+Mode = Annotated[
+    Literal["image-edge", "mask-only"], Option("--mode", help="What the scores are made of.")
+]
+Annotations = Annotated[
+    str | None,
+    Option("--annotations", metavar="FILE", help="Instances in COCO or LVIS format."),
+]
+Images = Annotated[
+    str | None, Option("--images", metavar="DIR", help="Folder or zip of the pictures.")
+]
+CropSize = Annotated[
+    int, Option("--img-size", metavar="PX", help="Side of a resized crop in pixels.")
+]
+InstanceLimit = Annotated[
+    int | None, Option("--limit", metavar="N", help="Use only the first N instances.")
+]
+
+
+def resolve_device(name: str, *, multi_process: bool = False) -> str:
+    """Return the torch device that `--device` stands for.
+
+    Args:
+        name: `auto`, or the name of a torch device.
+        multi_process: give every process of torchrun a CUDA device of its own.
+
+    Raises:
+        ValueError: the device cannot be used on this machine.
+    """
+    import torch
+
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if multi_process:
+        from bmfa.evidence.runner.processes import own_device
+
+        name = own_device(name)
+    try:
+        torch.empty(1, device=name)
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).splitlines()[0]
+        raise ValueError(f"device {name!r} is not usable ({reason}); pass --device cpu") from None
+    return name
+
+
+def parse_layers(text: str) -> str | list[int]:
+    """Return indices for `8,9,10`, and any other choice as it is."""
+    parts = text.split(",")
+    return [int(part) for part in parts] if all(part.isdecimal() for part in parts) else text
+
+
+def instance_source(
+    dataset: str, annotations: str | None, images: str | None, seed: int
+) -> "InstanceSource":
+    """Open the instances of `--dataset`, `--annotations` and `--images`."""
+    from bmfa.data import EmbeddedScenes, InstanceFiles
+
+    require_packages(("PIL",), "data")
+    if dataset == "embedded":
+        if annotations or images:
+            raise ValueError("--annotations and --images need --dataset coco or lvis, not embedded")
+        return EmbeddedScenes(seed=seed)
+    if not annotations or not images:
+        raise ValueError(
+            f"--dataset {dataset} needs --annotations FILE and --images DIR; "
+            "--dataset embedded needs neither"
+        )
+    require_packages(("PIL", "pycocotools"), "data")
+    return InstanceFiles(annotations, images)
+
+
+def instance_workers(workers: int | None) -> int:
+    """Return the number of processes that read instances: by default the cores of this process."""
+    if workers is not None:
+        return workers
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
+    return max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+
+
+def picture_workers(workers: int | None, device: str) -> int:
+    """Return the number of workers that read pictures: by default as many as a GPU keeps busy."""
+    if workers is not None:
+        return workers
+    if not device.startswith("cuda"):
+        return 0
+    local_processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return max(1, min(16, (os.cpu_count() or 1) // local_processes))
+
+
+def labelled_pictures(
+    data_dir: str | None,
+    *,
+    model: str,
+    labels: str | None,
+    limit: int | None,
+    strict: bool,
+    seed: int,
+) -> Any:
+    """Open the pictures of `--data-dir`, or draw the embedded ones for the embedded model."""
+    from bmfa.data.imagenet import ClassPictures, embedded_pictures
+
+    if data_dir is not None:
+        require_packages(("PIL",), "data")
+        return ClassPictures(data_dir, labels, limit=limit, strict=strict)
+    if model != "embedded":
+        raise ValueError(f"--model {model} needs --data-dir DIR with pictures")
+    if labels is not None:
+        raise ValueError("--labels needs --data-dir DIR; the embedded pictures have labels")
+    return embedded_pictures(EMBEDDED_PICTURES if limit is None else limit, seed)
+
+
+# Embedded pictures that a model command draws by default: one percent point is two of them.
+EMBEDDED_PICTURES = 200
+
+
+def skipped_lines(settings: Any) -> list[str]:
+    """Describe the pictures that could not be read, from the settings of a record."""
+    from bmfa.data.imagenet import Skipped
+
+    return Skipped(settings["skipped"], settings["skipped_names"]).lines()

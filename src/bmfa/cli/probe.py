@@ -1,0 +1,73 @@
+"""bmfa probe."""
+
+from typing import Annotated
+
+from typer import Option
+
+from bmfa.cli import options as opt
+from bmfa.cli.output import Output, table_of
+from bmfa.records import Record
+
+COLUMNS = (
+    "method instances mean_gap median_gap p95_gap p99_gap max_gap leaf_percent unsplit_percent"
+)
+
+
+def probe(
+    *,
+    json: opt.Json = None,
+    seed: opt.Seed = 0,
+    device: opt.Device = "auto",
+    quiet: opt.Quiet = False,
+    dataset: opt.Dataset = "embedded",
+    mode: opt.Mode = "image-edge",
+    annotations: opt.Annotations = None,
+    images: opt.Images = None,
+    img_size: opt.CropSize = 256,
+    limit: opt.InstanceLimit = None,
+    workers: opt.Workers = None,
+    method: opt.Methods = None,
+    grid: Annotated[
+        int, Option("--grid", metavar="N", help="Cells along a side of the grid.")
+    ] = 16,
+    strict: Annotated[bool, Option("--strict", help="Stop at the first bad instance.")] = False,
+    resume: opt.Resume = None,
+) -> None:
+    """The mass each method loses on instances of real pictures."""
+    source = opt.instance_source(dataset, annotations, images, seed)
+    from bmfa.data import ProbeSettings
+    from bmfa.evidence.methods import COMPARABLE_METHODS, DEFAULT_METHODS
+    from bmfa.evidence.probes import run as experiment
+    from bmfa.evidence.runner.processes import joined
+
+    output = Output(json, quiet)
+    with joined() as processes:
+        record = experiment.run(
+            source,
+            dataset=dataset,
+            mode=mode,
+            methods=method or (*DEFAULT_METHODS, *COMPARABLE_METHODS),
+            settings=ProbeSettings(grid, img_size),
+            workers=opt.instance_workers(workers),
+            limit=limit,
+            strict=strict,
+            progress=output.progress("pictures"),
+            seed=seed,
+            resume=resume,
+        )
+        if processes.first:
+            rows = [row for row in record.rows if row["group"] == "all"]
+            groups = dict.fromkeys(row["group"] for row in record.rows if row["group"] != "all")
+            note = f"by group ({', '.join(groups)}): in the record, --json FILE"
+            table = table_of(rows, COLUMNS)
+            output.finish(record, table, notes=[note], warnings=_unused_instances(record))
+
+
+def _unused_instances(record: Record) -> list[str]:
+    """Describe the instances that the experiment left out."""
+    lines = []
+    for kind in ("faults", "left_out"):
+        for reason, found in record.settings[kind].items():
+            names = ", ".join(map(str, found["names"][:3]))
+            lines.append(f"{kind.replace('_', ' ')}: {reason}: {found['instances']} (e.g. {names})")
+    return lines

@@ -1,0 +1,118 @@
+"""bmfa report."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+from typer import Option
+
+from bmfa.cli import options as opt
+from bmfa.files import write_atomic
+from bmfa.packages import require_packages
+from bmfa.records import Record
+
+if TYPE_CHECKING:
+    from bmfa.evidence.report_models import OwnModel
+
+
+def report(
+    *,
+    json: opt.Json = None,
+    seed: opt.Seed = 0,
+    device: opt.Device = "auto",
+    quiet: opt.Quiet = False,
+    output: Annotated[
+        str, Option("--output", metavar="DIR", help="Folder for the page and the records.")
+    ] = "report",
+    records: Annotated[
+        list[str] | None,
+        Option(
+            "--records",
+            metavar="FILE...",
+            help="Make the page from these records without running any experiment.",
+        ),
+    ] = None,
+    png: Annotated[bool, Option("--png", help="Write every figure as PNG, too.")] = False,
+    coco: Annotated[
+        tuple[str, str] | None,
+        Option(
+            "--coco",
+            metavar="ANNOTATIONS IMAGES",
+            help="Add the probe of a COCO file and its folder or zip of pictures.",
+        ),
+    ] = None,
+    lvis: Annotated[
+        tuple[str, str] | None,
+        Option(
+            "--lvis",
+            metavar="ANNOTATIONS IMAGES",
+            help="Add the probe of an LVIS file and its folder or zip of pictures.",
+        ),
+    ] = None,
+    imagenet: Annotated[
+        str | None,
+        Option(
+            "--imagenet",
+            metavar="DIR",
+            help="Add the model chapters on these pictures, in folders by class; needs --weights.",
+        ),
+    ] = None,
+    weights: Annotated[
+        str | None,
+        Option("--weights", metavar="FILE", help="Weights of the model for --imagenet."),
+    ] = None,
+    model: Annotated[
+        str, Option("--model", metavar="NAME", help="The model for --imagenet.")
+    ] = "timm:deit_tiny_patch16_224",
+    labels: Annotated[
+        str | None,
+        Option("--labels", metavar="FILE", help="Labels, if --imagenet is one folder of pictures."),
+    ] = None,
+    limit: Annotated[
+        int, Option("--limit", metavar="N", help="Number of pictures of --imagenet.")
+    ] = 100,
+    workers: opt.Workers = None,
+) -> None:
+    """The evidence chain on one self-contained page."""
+    require_packages(("matplotlib", "PIL"), "report")
+    if coco or lvis:
+        require_packages(("pycocotools",), "data")
+    from bmfa.evidence import page
+    from bmfa.evidence import report as experiments
+
+    folder = Path(output)
+    if records:
+        collected = [Record.from_json(Path(name).read_text("utf-8"), name) for name in records]
+    else:
+        collected = []
+        for name, record in experiments.run(
+            seed=seed,
+            workers=opt.instance_workers(workers),
+            coco=coco,
+            lvis=lvis,
+            own=_own_model(imagenet, weights, model=model, labels=labels, limit=limit),
+            device=opt.resolve_device(device),
+        ):
+            write_atomic(folder / "records" / f"{name}.json", record.to_json())
+            collected.append(record)
+            if not quiet:
+                print(f"{name}: {len(record.rows)} rows", flush=True)
+    write_atomic(folder / "index.html", page.build_page(collected))
+    if png:
+        for name, figure in page.figures.ALL.items():
+            if figure.drawable(collected):
+                page.save_png(name, collected, folder / "figures" / f"{name}.png")
+    if not quiet:
+        print(f"page: {folder / 'index.html'}")
+
+
+def _own_model(
+    imagenet: str | None, weights: str | None, *, model: str, labels: str | None, limit: int
+) -> "OwnModel | None":
+    """Return the user's model and pictures, or None if neither is given."""
+    from bmfa.evidence.report_models import OwnModel
+
+    if imagenet is None and weights is None:
+        return None
+    if imagenet is None or weights is None:
+        raise ValueError("--weights FILE and --imagenet DIR go together; pass both, or neither")
+    return OwnModel(weights, imagenet, model, labels, limit=limit)

@@ -1,0 +1,63 @@
+"""bmfa synthetic."""
+
+from typing import Annotated
+
+from typer import Option
+
+from bmfa.cli import options as opt
+from bmfa.cli.output import Output, table_of
+
+COLUMNS = "placement method count mean_gap p95_gap leaf_percent"
+CURVE_COLUMNS = "method cells delta minority_mass gap leaf_percent"
+
+
+def synthetic(
+    *,
+    json: opt.Json = None,
+    seed: opt.Seed = 0,
+    device: opt.Device = "auto",
+    quiet: opt.Quiet = False,
+    method: opt.Methods = None,
+    placement: Annotated[
+        list[str] | None,
+        Option(
+            "--placement",
+            metavar="NAME",
+            help="corner, shifted-1-1, shifted-4-4, centred or scattered; repeat for several. "
+            "All of them by default.",
+        ),
+    ] = None,
+    max_depth: Annotated[
+        int, Option("--max-depth", metavar="D", help="Depth limit of the trees.")
+    ] = 4,
+    scatter_seeds: Annotated[
+        int, Option("--scatter-seeds", metavar="N", help="Number of scattered masks.")
+    ] = 200,
+    curve: Annotated[
+        bool,
+        Option("--curve", help="Run the failure curve at 4 cells and 1 cell instead."),
+    ] = False,
+) -> None:
+    """The stress test: bright minorities on a 16x16 grid.
+
+    396 settings of size and brightness at each of several placements.
+    """
+    from bmfa.evidence.methods import DEFAULT_METHODS
+    from bmfa.evidence.synthetic import run as experiment
+
+    output = Output(json, quiet)
+    methods = method or DEFAULT_METHODS
+    if curve:
+        record = experiment.failure_curve(methods, seed=seed)
+        output.finish(record, table_of(record.rows, CURVE_COLUMNS))
+        return
+    record = experiment.run(
+        methods,
+        placement or experiment.PLACEMENTS,
+        max_depth=max_depth,
+        seed=seed,
+        scatter_seeds=scatter_seeds,
+        device=opt.resolve_device(device),
+        progress=output.progress("placements"),
+    )
+    output.finish(record, table_of(record.rows, COLUMNS))

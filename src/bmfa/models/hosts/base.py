@@ -1,0 +1,146 @@
+"""What a host provides: its layers, and how their attention is replaced by another function."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from bmfa.models.override import has_instance_forward
+from bmfa.models.token_grid import TokenGrid
+
+_ATTRIBUTE = "bmfa_attention"
+# Hosts hide a key by adding -inf or the smallest number of the dtype, -65504 in float16, to its score.
+_HIDDEN_SCORE = -1e4
+
+
+@dataclass(eq=False)
+class AttentionFunction:
+    """Replaces `scaled_dot_product_attention` in one layer and has its signature."""
+
+    layer: int
+    token_grid: TokenGrid
+
+    def __call__(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+    ) -> Tensor:
+        """Map q, k, v (B, heads, tokens, d) to the output of the same shape."""
+        raise NotImplementedError
+
+
+@dataclass(eq=False)
+class AttentionReplacement:
+    """Passes q, k, v of an attention module to a function; each host has a subclass.
+
+    It is stored in the module's `__dict__`: it follows copies and pickles, but is not in the state dict.
+    """
+
+    function: AttentionFunction
+    saved: dict[str, Any] = field(init=False, default_factory=dict)  # attributes to restore
+
+    def install(self, module: nn.Module) -> None:
+        """Replace the attention of the module; a subclass adds how."""
+        module.__dict__[_ATTRIBUTE] = self
+
+    def restore(self, module: nn.Module) -> None:
+        """Undo `install`."""
+        del module.__dict__[_ATTRIBUTE]
+
+
+@dataclass(frozen=True)
+class BlockLayout:
+    """Names of the modules in the two residual branches of a block, in the order of their calls."""
+
+    attention: tuple[str, ...]
+    mlp: tuple[str, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Host:
+    """A vision tower and its parts, in the order in which they run."""
+
+    replacement: type[AttentionReplacement]
+    tower: nn.Module
+    blocks: tuple[nn.Module, ...]
+    attentions: tuple[nn.Module, ...]
+    projection: nn.Module  # convolution that makes patches into tokens
+    prefix: int  # class, distillation and register tokens
+    layout: BlockLayout | None  # None if its tokens cannot be reduced
+    reads_spatial_tokens: bool  # True if something after the last block may read them
+
+
+def replacement_of(module: nn.Module) -> AttentionReplacement | None:
+    """Return what replaces the attention of the module, or None."""
+    return module.__dict__.get(_ATTRIBUTE)
+
+
+def replacements_in(model: nn.Module) -> list[tuple[nn.Module, AttentionReplacement]]:
+    """List the modules of a model whose attention is replaced, with the replacements."""
+    pairs = ((module, replacement_of(module)) for module in model.modules())
+    return [(module, replacement) for module, replacement in pairs if replacement is not None]
+
+
+def check_attention_options(dropout_p: float, is_causal: bool) -> None:
+    """Refuse options of `scaled_dot_product_attention` that neither trees nor merged tokens support."""
+    if is_causal:
+        raise ValueError(
+            "causal attention is not supported in patched or reduced models, whose tokens form a grid; "
+            "call bmfa.unpatch(model)"
+        )
+    if dropout_p > 0.0:
+        raise ValueError(
+            f"attention dropout of {dropout_p:g} is not supported in patched or reduced models; call "
+            "model.eval(), or build the model with attention dropout 0"
+        )
+
+
+def valid_keys(mask: Tensor, prefix: int) -> Tensor | None:
+    """Convert a padding mask to the mask of spatial keys that exist.
+
+    Args:
+        mask: Boolean or additive mask that broadcasts to (B, heads, Q, prefix + N).
+        prefix: The number of prefix tokens.
+
+    Returns:
+        (B or 1, N) torch.bool, or None if all keys exist.
+
+    Raises:
+        ValueError: If the mask is not a padding mask of spatial keys.
+    """
+    mask = mask[(None,) * (4 - mask.dim())]  # (B or 1, heads or 1, Q or 1, prefix + N)
+    visible = mask if mask.dtype == torch.bool else mask == 0
+    hidden = ~visible if mask.dtype == torch.bool else mask < _HIDDEN_SCORE
+    same = (visible == visible[:, :1, :1]).all()
+    if not (same and (visible | hidden).all() and visible[..., :prefix].all()):
+        raise ValueError(
+            f"an attention mask of shape {tuple(mask.shape)} that adds a bias, differs between queries "
+            "or heads, or hides prefix tokens is not supported; pass a padding mask, or call "
+            "bmfa.unpatch(model)"
+        )
+    return None if bool(visible.all()) else visible[:, 0, 0, prefix:]
+
+
+def class_name(module: nn.Module) -> str:
+    """Return the module path and name of the class."""
+    return f"{type(module).__module__}.{type(module).__qualname__}"
+
+
+def is_noop(module: nn.Module) -> bool:
+    """Return True if calling the module returns its input: skipping it saves time in small models."""
+    kind = type(module)
+    if not (kind is nn.Identity or (kind is nn.Dropout and not module.training)):
+        return False
+    return not (
+        module._forward_hooks
+        or module._forward_pre_hooks
+        or module._backward_hooks
+        or module._backward_pre_hooks
+        or has_instance_forward(module)
+    )

@@ -1,0 +1,67 @@
+"""Which classes are supported, and why the others are not."""
+
+from typing import NoReturn
+
+from torch import nn
+
+from bmfa.models.hosts.base import Host, class_name
+
+SUPPORTED = (
+    "timm VisionTransformer, DeiT (also distilled), EVA and DINOv3; "
+    "transformers ViT, DeiT, DINOv2 (also with registers), DINOv3 ViT, CLIP vision, SigLIP vision; "
+    "the embedded model"
+)
+REDUCIBLE = (
+    "timm VisionTransformer and DeiT (also distilled); "
+    "transformers ViT, DeiT, DINOv2 (also with registers), CLIP vision, SigLIP vision; "
+    "the embedded model"
+)
+_ROPE = (
+    "it rotates queries and keys by their position on the grid, and a merged token has no position"
+)
+_LAYOUT = "its block is not an attention branch followed by an MLP branch"
+_BIAS = "it adds a relative position bias to the scores, so block means are not linear in the keys"
+_WINDOWS = "it attends inside windows, not over one grid, and adds a relative position bias"
+_DIFFERENCE = "its output is the difference of two softmax maps"
+_NO_MODULE = "its attention is not a module of its own"
+_UNKNOWN = "its class is not known, so its keys may not be a prefix followed by one grid"
+_REASONS = {
+    "timm.models.beit.Attention": _BIAS,
+    "timm.layers.attention_diff.DiffAttention": _DIFFERENCE,
+    "timm.layers.diff_attention.DiffAttention": _DIFFERENCE,
+    "timm.models.vision_transformer.ParallelScalingBlock": _NO_MODULE,
+    "timm.models.vision_transformer.DiffParallelScalingBlock": _DIFFERENCE,
+    "timm.models.vision_transformer.ParallelThingsBlock": _NO_MODULE,
+    "timm.models.vision_transformer_relpos.RelPosAttention": _BIAS,
+    "timm.models.vision_transformer_sam.Attention": _WINDOWS,
+    "timm.models.swin_transformer.WindowAttention": _WINDOWS,
+    "timm.models.swin_transformer_v2.WindowAttention": _WINDOWS,
+}
+
+
+def raise_unsupported(model: nn.Module, attention: nn.Module | None = None) -> NoReturn:
+    """Raise a TypeError that names the attention class of the model and why it is not supported."""
+    if attention is None:
+        attention = next((m for m in model.modules() if _is_attention(m)), model)
+    name = class_name(attention)
+    reason = _REASONS.get(name)
+    if reason is None:
+        lower = name.lower()
+        reason = _WINDOWS if "swin" in lower else _BIAS if "beit" in lower else _UNKNOWN
+    raise TypeError(
+        f"{name} in {type(model).__name__} is not supported: {reason}; supported are {SUPPORTED}"
+    )
+
+
+def raise_not_reducible(model: nn.Module, host: Host) -> NoReturn:
+    """Raise a TypeError that names the block class of the model and why it cannot be reduced."""
+    name = class_name(host.blocks[0])
+    rope = any(word in name.lower() for word in ("eva", "dinov3", "rope"))
+    raise TypeError(
+        f"the tokens of {name} in {type(model).__name__} cannot be reduced: "
+        f"{_ROPE if rope else _LAYOUT}; supported are {REDUCIBLE}"
+    )
+
+
+def _is_attention(module: nn.Module) -> bool:
+    return class_name(module) in _REASONS or "Attention" in type(module).__name__

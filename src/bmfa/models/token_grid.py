@@ -1,0 +1,123 @@
+"""The grid of spatial tokens in each forward pass of a patched or reduced model."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from bmfa.grid import Grid
+from bmfa.models.forward_state import ForwardState, is_recomputing
+
+# Token counts whose grid is remembered for recomputation inside a block; later ones are refused there.
+_MAX_SIZES = 256
+
+
+@dataclass(eq=False)
+class TokenGrid:
+    """Tracks the token grid of the images in a model, separately for each forward pass.
+
+    It is a forward hook of the patch projection, whose output has the shape of the grid. Blocks then
+    carry the grid of their own tokens, so that attention finds it.
+    """
+
+    prefix: int
+    passes: ForwardState[Grid] = field(default_factory=ForwardState)
+    # Grids of images that went through the projection and have not reached the first block yet.
+    pending: ForwardState[tuple[Grid, ...]] = field(default_factory=ForwardState)
+    handle: Any = None
+    # By token count: the grid of all passes so far, or None if several grids have that many tokens.
+    unique: dict[int, Grid | None] = field(default_factory=dict)
+
+    def watch(self, projection: nn.Module) -> None:
+        """Read the grid from every output of the projection."""
+        self.handle = projection.register_forward_hook(self)
+
+    def remove(self) -> None:
+        """Undo `watch`."""
+        if self.handle is not None:
+            self.handle.remove()
+            self.handle = None
+
+    def __call__(self, module: nn.Module, inputs: Any, output: Tensor) -> None:
+        height, width = output.shape[-2:]
+        # Integers, not symbols: whatever depends on a grid is a constant of a compiled graph.
+        grid = Grid(int(height), int(width))
+        self.passes.set(grid)
+        if torch.compiler.is_compiling():
+            return
+        self.pending.set((*(g for g in self.pending.current or () if g != grid), grid))
+        if grid.size in self.unique:
+            if self.unique[grid.size] != grid:
+                self.unique[grid.size] = None
+        elif len(self.unique) < _MAX_SIZES:
+            self.unique[grid.size] = grid
+
+    def of_block(self, layer: int, tokens: Tensor) -> Grid | None:
+        """Return the grid of the tokens (B, prefix + N, C) that a block receives, None if unknown."""
+        if layer == 0 and not torch.compiler.is_compiling():
+            pending = self.pending.current or ()
+            size = tokens.shape[1] - self.prefix
+            fitting = [grid for grid in pending if grid.size == size]
+            if fitting:
+                self.pending.set(tuple(grid for grid in pending if grid.size != size))
+            if len(fitting) > 1:
+                shapes = " and ".join(f"{grid.height}x{grid.width}" for grid in fitting)
+                raise RuntimeError(
+                    f"images with grids of {shapes} went through the patch embedding before any of them "
+                    "reached the first block, and both have the same number of tokens, so the grid of "
+                    "these tokens is ambiguous; run one image through the model after the other"
+                )
+            if fitting:
+                return fitting[0]
+        grid = self.passes.find(tokens)
+        return self.passes.current if grid is None else grid
+
+    def of_attention(self, tokens: int, grid: Grid | None = None) -> Grid:
+        """Return the grid of the running block, or the given one, if it fits the number of tokens.
+
+        Raises:
+            RuntimeError: If no grid is known.
+            ValueError: If the prefix and the grid do not make up the tokens.
+        """
+        grid = self.passes.current if grid is None else grid
+        if grid is None and is_recomputing():
+            grid = self.unique.get(tokens - self.prefix)
+            if grid is None:
+                raise RuntimeError(
+                    f"attention over {tokens} tokens is recomputed in a backward pass and its grid is "
+                    "unknown; apply gradient checkpointing to whole blocks or to the model"
+                )
+        if grid is None:
+            raise RuntimeError(
+                "no image went through the patch embedding in this thread; call the model itself, "
+                "not one of its blocks"
+            )
+        if self.prefix + grid.size != tokens:
+            raise ValueError(
+                f"attention over {tokens} tokens, but {self.prefix} prefix tokens and a "
+                f"{grid.height}x{grid.width} grid make {self.prefix + grid.size}; screening needs all "
+                "of them: switch off whatever drops or merges tokens"
+            )
+        return grid
+
+
+@dataclass(eq=False)
+class BlockGrid:
+    """Override of a block that runs it with the grid of the tokens that it receives."""
+
+    layer: int
+    token_grid: TokenGrid
+
+    def run(self, module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Compute the output of the block."""
+        grid = self.token_grid.of_block(self.layer, args[0]) if args else None
+        if grid is None:
+            return forward(*args, **kwargs)
+        passes = self.token_grid.passes
+        passes.attach(args[0], grid)
+        output = passes.run_with(grid, partial(forward, *args, **kwargs))
+        passes.attach(output[0] if isinstance(output, tuple) else output, grid)
+        return output

@@ -1,0 +1,345 @@
+"""Token reduction inside a model: its blocks, its attention, and the state of a forward pass."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
+
+from bmfa.grid import Grid
+from bmfa.merging import Moment, Policy
+from bmfa.merging.dispatch import attend
+from bmfa.models.forward_state import ForwardState, is_recomputing
+from bmfa.models.hosts.base import (
+    AttentionFunction,
+    BlockLayout,
+    check_attention_options,
+    is_noop,
+    valid_keys,
+)
+from bmfa.models.override import override_of
+from bmfa.models.token_grid import TokenGrid
+
+
+@dataclass(eq=False)
+class ReductionState:
+    """What one forward pass has merged so far.
+
+    A block works on a copy, so that gradient checkpointing can rerun it from the state it started in.
+    """
+
+    grid: Grid
+    tokens: int  # with the prefix
+    full_grid: bool  # True if every block returns the full grid, because something reads its output
+    layer: int = 0  # the block that runs, or is next
+    size: Tensor | None = None  # (B, T) float32 multiplicities; None while all are 1
+    targets: tuple[Tensor, ...] = ()  # of every step that merged tokens, see merging.Step
+    spreads: tuple[Tensor, ...] = ()  # of every step that transformed them
+    # If the last block returned the full grid: its output, and the tokens it was made from.
+    returned: Tensor | None = None
+    merged: Tensor | None = None
+    # Left by the attention of the running block for its policy.
+    keys: Tensor | None = None  # (B, heads, T, d)
+    mass: Tensor | None = None
+
+    def copy(self) -> "ReductionState":
+        """Return a state for the next block to work on."""
+        return ReductionState(
+            self.grid,
+            self.tokens,
+            self.full_grid,
+            self.layer,
+            self.size,
+            self.targets,
+            self.spreads,
+        )
+
+
+@dataclass(eq=False)
+class TokenReduction:
+    """The reduction of one model: its policy, and the states of its forward passes.
+
+    Copies and pickles of a model include the policy, but no states.
+    """
+
+    token_grid: TokenGrid
+    policy: Policy
+    blocks: tuple[nn.Module, ...]
+    backend: str
+    dense: bool  # True if the last block returns the full grid
+    expose: bool  # True if every block does whose output something reads
+    passes: ForwardState[ReductionState] = field(default_factory=ForwardState)
+    finished: ForwardState[ReductionState] = field(default_factory=ForwardState)
+    # True while a method runs that returns the outputs of blocks.
+    exposing: ForwardState[bool] = field(default_factory=ForwardState)
+
+    @property
+    def depth(self) -> int:
+        """The number of blocks."""
+        return len(self.blocks)
+
+    def begin_block(self, layer: int, x: Tensor) -> tuple[ReductionState, Tensor]:
+        """Return the state for a block to work on, and the tokens (B, T, C) that are left."""
+        if torch._C._get_tracing_state() is not None:
+            raise RuntimeError(
+                "torch.jit.trace does not support reduced models: a trace would apply the merges of the "
+                "example to all inputs; use torch.compile or torch.export.export"
+            )
+        start = self._state_before(layer, x)
+        expected = start.tokens if start.returned is None else self._all_tokens(start)
+        if start.layer != layer or x.shape[1] != expected:
+            raise RuntimeError(
+                f"block {layer} runs on {x.shape[1]} tokens, but block {start.layer} on {expected} was "
+                "next; call the whole model, or apply gradient checkpointing to whole blocks"
+            )
+        self.passes.attach(x, start)
+        if start.returned is None or start.merged is None:
+            return start.copy(), x
+        return start.copy(), self._merged_tokens(start, start.returned, start.merged, x)
+
+    def attention(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        """Compute the attention of the running block; its state keeps keys and mass."""
+        state = self.passes.current
+        if state is None or k.shape[2] != state.tokens:
+            raise RuntimeError(
+                f"attention over {k.shape[2]} tokens runs outside of its block; call the whole model, "
+                "or apply gradient checkpointing to whole blocks"
+            )
+        reads_mass = self.policy.reads_mass(state.layer, self.depth)
+        state.keys, state.mass = k, None
+        size = state.size if self.policy.proportional else None
+        if size is None and not reads_mass:
+            return scaled_dot_product_attention(q, k, v, scale=scale)
+        output, state.mass = attend(
+            q,
+            k,
+            v,
+            _ones(k) if size is None else size,
+            scale=scale,
+            prefix=self.token_grid.prefix,
+            mass=reads_mass,
+            others=self.policy.reads_others,
+            backend=self.backend,
+        )
+        return output
+
+    def apply_policy(
+        self, state: ReductionState, x: Tensor, stage: Literal["attention", "mlp"]
+    ) -> Tensor:
+        """Return the tokens (B, T', C) that the policy leaves after this stage of the block."""
+        if stage != self.policy.stage or state.keys is None:
+            return x
+        moment = Moment(
+            state.layer,
+            self.depth,
+            state.grid,
+            self.token_grid.prefix,
+            x,
+            _ones(state.keys) if state.size is None else state.size,
+            state.keys,
+            state.mass,
+            self.backend,
+        )
+        if not x.is_meta and torch.is_autocast_enabled(x.device.type):
+            # Half types do not resolve the differences between costs, so autocast is off here.
+            with torch.autocast(x.device.type, enabled=False):
+                step = self.policy.step(moment)
+        else:
+            step = self.policy.step(moment)
+        if step is None:
+            return x
+        state.size, state.tokens = step.size, step.x.shape[1]
+        state.targets += () if step.target is None else (step.target,)
+        state.spreads += () if step.spread is None else (step.spread,)
+        return step.x
+
+    def end_block(self, state: ReductionState, x: Tensor) -> Tensor:
+        """Return the output of the block: the tokens that are left, or the full grid."""
+        state.layer += 1
+        state.keys = state.mass = None
+        last = state.layer == self.depth
+        output = x
+        if (state.full_grid or (last and self.dense)) and state.tokens < self._all_tokens(state):
+            output = self.unmerge(state, x)
+            if not last:
+                state.returned, state.merged = output, x
+        if last:
+            state.size = None if state.size is None else state.size.detach()
+            self.finished.set(state)
+        self.passes.attach(output, state)
+        self.passes.set(state)
+        return output
+
+    def unmerge(self, state: ReductionState, tokens: Tensor) -> Tensor:
+        """Return (B, prefix + N, C) from the tokens (B, T, C) that are left."""
+        prefix = self.token_grid.prefix
+        if state.spreads:
+            first, *others = state.spreads
+            matrix = torch.linalg.multi_dot(state.spreads) if others else first
+            spatial = matrix.to(tokens.dtype) @ tokens[:, prefix:]
+            return torch.cat((tokens[:, :prefix], spatial), 1)
+        if not state.targets:
+            return tokens
+        source = self._source(state)
+        return tokens.gather(1, source.unsqueeze(-1).expand(-1, -1, tokens.shape[2]))
+
+    def _state_before(self, layer: int, x: Tensor) -> ReductionState:
+        """Return the state in which a block starts that receives x."""
+        attached = self.passes.find(x)
+        if layer == 0 and (attached is None or not is_recomputing()):
+            grid = self.token_grid.of_attention(x.shape[1], self.token_grid.of_block(0, x))
+            self.policy.check(grid, self.token_grid.prefix, self.depth)
+            return ReductionState(grid, x.shape[1], self.expose and self._reads_block_outputs())
+        state = self.passes.current if attached is None else attached
+        if state is None:
+            raise RuntimeError(
+                f"block {layer} runs without a forward pass of the model; call the whole model, or "
+                "apply gradient checkpointing to whole blocks"
+            )
+        return state
+
+    def _reads_block_outputs(self) -> bool:
+        hooks = (block._forward_hooks or block._forward_pre_hooks for block in self.blocks)
+        return bool(self.exposing.current) or any(hooks)
+
+    def _all_tokens(self, state: ReductionState) -> int:
+        return self.token_grid.prefix + state.grid.size
+
+    def _merged_tokens(
+        self, start: ReductionState, returned: Tensor, merged: Tensor, x: Tensor
+    ) -> Tensor:
+        """Return the tokens from which the full grid x was made."""
+        if x is returned and (torch.is_grad_enabled() or not x.requires_grad):
+            return merged
+        if torch.compiler.is_compiling():
+            return merged
+        if x.untyped_storage()._cdata != returned.untyped_storage()._cdata:
+            raise RuntimeError(
+                f"the tokens that block {start.layer - 1} returned were replaced before block "
+                f"{start.layer}, which works on merged ones; remove the hook that replaces them, or "
+                "call bmfa.unpatch(model)"
+            )
+        # Reentrant checkpointing detached the grid; gradients must flow through x.
+        if start.spreads:
+            raise RuntimeError(
+                "transformed tokens cannot be recovered from the grid; use gradient checkpointing with "
+                "use_reentrant=False"
+            )
+        source = self._source(start)
+        holder = torch.arange(source.shape[1], device=x.device).expand_as(source)
+        index = source.new_empty(source.shape[0], start.tokens).scatter_(1, source, holder)
+        return x.gather(1, index.unsqueeze(-1).expand(-1, -1, x.shape[2]))
+
+    def _source(self, state: ReductionState) -> Tensor:
+        """Return (B, prefix + N) indices of the remaining token that holds each original token.
+
+        A pruned token has the index of the nearest token on the grid that was not pruned, of equally
+        near ones the first in raster order.
+        """
+        first, *others = (target.long() for target in state.targets)
+        source = first
+        for target in others:
+            source = target.gather(1, source.clamp(min=0)).where(source >= 0, source)
+        if self.policy.prunes:
+            prefix = self.token_grid.prefix
+            filled = torch.stack([_fill_pruned(row, state.grid) for row in source[:, prefix:]])
+            source = torch.cat((source[:, :prefix], filled), 1)
+        return source
+
+
+@dataclass(eq=False)
+class ReducedBlock:
+    """Override of a block that applies the policy after its attention or its MLP."""
+
+    layer: int
+    layout: BlockLayout
+    reduction: TokenReduction
+
+    def run(self, module: nn.Module, forward: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """Compute the output of the block."""
+        state, x = self.reduction.begin_block(self.layer, x)
+        branches = partial(self._run_branches, module, state, x, *args, **kwargs)
+        return self.reduction.end_block(state, self.reduction.passes.run_with(state, branches))
+
+    def _run_branches(
+        self, module: nn.Module, state: ReductionState, x: Tensor, *args: Any, **kwargs: Any
+    ) -> Tensor:
+        norm, attention, *rest = self.layout.attention
+        attended = getattr(module, attention)(getattr(module, norm)(x), *args, **kwargs)
+        attended = attended[0] if isinstance(attended, tuple) else attended
+        x = x + _run_parts(module, rest, attended)
+        x = self.reduction.apply_policy(state, x, "attention")
+        x = x + _run_parts(module, self.layout.mlp, x)
+        return self.reduction.apply_policy(state, x, "mlp")
+
+
+@dataclass(eq=False)
+class ExposedBlocks:
+    """Override of a method that returns the outputs of blocks, which then are on the full grid."""
+
+    reduction: TokenReduction
+
+    def run(self, module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Compute what the method returns."""
+        self.reduction.exposing.set(True)
+        try:
+            return forward(*args, **kwargs)
+        finally:
+            self.reduction.exposing.set(False)
+
+
+@dataclass(eq=False)
+class ReducedAttention(AttentionFunction):
+    """Attention among tokens of which each may stand for several."""
+
+    reduction: TokenReduction
+
+    def __call__(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+    ) -> Tensor:
+        check_attention_options(dropout_p, is_causal)
+        if attn_mask is not None and valid_keys(attn_mask, self.token_grid.prefix) is not None:
+            raise ValueError(
+                "attention masks are not supported among merged tokens; pass images without padding"
+            )
+        scale = query.shape[-1] ** -0.5 if scale is None else float(scale)
+        return self.reduction.attention(query, key, value, scale)
+
+
+def find_reduction(model: nn.Module) -> TokenReduction | None:
+    """Return the token reduction of a model, or None."""
+    overrides = (override_of(module) for module in model.modules())
+    blocks = (override for override in overrides if isinstance(override, ReducedBlock))
+    return next((block.reduction for block in blocks), None)
+
+
+def _run_parts(block: nn.Module, names: tuple[str, ...] | list[str], x: Tensor) -> Tensor:
+    for name in names:
+        part = getattr(block, name)
+        x = x if is_noop(part) else part(x)
+    return x
+
+
+def _ones(k: Tensor) -> Tensor:
+    """Return the sizes (B, T) of tokens that were not merged."""
+    return torch.ones(k.shape[0], k.shape[2], device=k.device)
+
+
+def _fill_pruned(source: Tensor, grid: Grid) -> Tensor:
+    """Replace -1 in (N,) by the source of the nearest token on the grid that was not pruned."""
+    index = torch.arange(grid.size, device=source.device)
+    row, column = index // grid.width, index % grid.width
+    distance = (row.unsqueeze(1) - row).square() + (column.unsqueeze(1) - column).square()
+    ranked = distance * grid.size + index  # ties go to the first in raster order
+    ranked = ranked.masked_fill(source < 0, torch.iinfo(ranked.dtype).max)
+    return source[ranked.argmin(1)]
