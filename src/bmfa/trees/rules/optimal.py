@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from bmfa.checks import check_flag, check_integer, check_number, python_number
+from bmfa.checks import check_flag, check_leaves, check_number, python_number
 from bmfa.grid import Grid
 from bmfa.trees.pyramid import Pyramid, ScorePyramid, machine_epsilon
 from bmfa.trees.rules.base import Context, Decision, Rule, descend, spell
@@ -37,7 +37,8 @@ class Optimal(Rule):
 
     Args:
         penalty: The share of Z that a leaf must hold to be worth it, at least 0.
-        leaves: A budget of leaves: an int is a count, a float in (0, 1] a fraction of the valid tokens.
+        leaves: A budget of leaves: an int (at least 2) is a count, a float in (0, 1] a fraction of the
+            valid tokens.
         error: A budget of E = F - F~, at least 0. Exactly one of these three is given.
         pooled: Whether a budget holds for the average of the batch, under one penalty for all trees,
             instead of for each tree.
@@ -65,17 +66,8 @@ class Optimal(Rule):
                 )
         if self.error is not None:
             check_number("error", self.error, low=0.0)
-        if isinstance(self.leaves, float):
-            check_number("leaves", self.leaves, low=0.0, high=1.0, open_low=True)
-        elif self.leaves is not None:
-            check_integer("leaves", self.leaves, low=1)
-
-    def __eq__(self, other: object) -> bool:
-        # One leaf and all leaves, 1 and 1.0, are equal numbers.
-        return type(other) is type(self) and repr(other) == repr(self)
-
-    def __hash__(self) -> int:
-        return hash(repr(self))
+        if self.leaves is not None:
+            check_leaves(self.leaves)
 
     @property
     def together(self) -> bool:
@@ -95,7 +87,7 @@ class Optimal(Rule):
         if isinstance(self.leaves, int) and self.leaves > tokens:
             raise ValueError(
                 f"leaves is {self.leaves} and the {grid.height}x{grid.width} grid has {tokens} valid "
-                f"tokens; pass an integer from 1 to {tokens}, or a fraction in (0, 1]"
+                f"tokens; pass an integer from 2 to {tokens}, or a fraction in (0, 1]"
             )
 
     def scores(self, pyramid: Pyramid) -> Tensor:

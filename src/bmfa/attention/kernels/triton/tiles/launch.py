@@ -17,7 +17,7 @@ from bmfa.attention.kernels.triton.tiles.score import score
 from bmfa.attention.kernels.triton.tiles.select import select
 
 SIDE, GROUP = 8, 2
-CAP = 4.0
+GAP_CAP = 4.0
 # 2^100 a hundred thousand times, and 2^-100, are numbers still.
 PLAIN = 100.0
 # Pinned, not tuned at run time: columns of a scoring program, mean tiles in one step of attention,
@@ -195,7 +195,7 @@ class _Pipeline:
             "COARSE": COARSE,
             "TILES": TILES,
             "STRIP": STRIP,
-            "CAP": CAP,
+            "GAP_CAP": GAP_CAP,
             "ROWS": sizes.block,
             "BY_ERROR": error is not None,
         }

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from bmfa.attention.kernels.triton import unsupported_reason as backend_unsupported_reason
-from bmfa.attention.tiling import Tiled, Tiling
+from bmfa.attention.tiling import TiledAttention, Tiling
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 DIMS = (32, 64, 80, 96, 128)
@@ -70,7 +70,7 @@ def tiled_attention(
     expand: int | None = None,
     valid: Tensor | None = None,
     order: str = "raster",
-) -> Tiled:
+) -> TiledAttention:
     """Attention over tiles, as `bmfa.attention.kernels.eager.tiles.attend` defines it."""
     if valid is not None:
         valid = valid.expand(q.shape[0], -1)
@@ -87,7 +87,7 @@ def tiled_attention(
         expanded: Tensor = stays.flatten(-2)[..., : tiling.tiles] == 0
         return expanded.view(*shape, -1) & _some(tiling, valid, expanded)
 
-    return Tiled(output, counts.view(shape), marks)
+    return TiledAttention(output, counts.view(shape), marks)
 
 
 def log_partition_loss_bound(
@@ -123,7 +123,7 @@ def _some(tiling: Tiling, valid: Tensor | None, like: Tensor) -> Tensor:
     """(B or 1, 1, 1, T) whether a tile has any token."""
     if valid is None:
         return like.new_ones(1, 1, 1, tiling.tiles)
-    slots = tiling.slots.to(valid.device)
+    slots = tiling.slot_tokens.to(valid.device)
     there = valid[:, slots.clamp(min=0)] & (slots >= 0)
     return there.any(-1)[:, None, None, :]
 

@@ -25,7 +25,7 @@ def select(
     k, qbar, key_spread, query_spread, counts, energy, gap, amounts, tops, masses, words,
     k_batch, k_head, k_row, heads, prefix, tiles, first, rows, groups, factor, target, budget,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_T: tl.constexpr, BY_ERROR: tl.constexpr,
-    CAP: tl.constexpr,
+    GAP_CAP: tl.constexpr,
 ):  # fmt: skip
     """Program (representative, head). The row of `energy` becomes the list of expanded tiles, their
     gaps become -inf; bits of `words` mark the tiles that stay, `tops` and `masses` scale their sums."""
@@ -44,7 +44,7 @@ def select(
     count = tl.load(counts + wide * tiles + places, mask=known, other=0.0)
     apart = tl.load(key_spread + wide * tiles + places, mask=known, other=0.0)
     apart *= tl.load(query_spread + wide * groups + first + row)
-    capped = tl.minimum(free + apart, CAP)
+    capped = tl.minimum(free + apart, GAP_CAP)
     asked = tl.load(qbar + (wide * groups + first + row) * D + columns, mask=columns < D, other=0.0)
     k += batch * k_batch + place * k_head
     top = tl.max(energies, 0)
