@@ -260,7 +260,7 @@ def test_bad_settings_raise_before_the_work(model: LoadedModel) -> None:
     refused("batch_size is 0", ["full"], batch_size=0)
     refused("dtype is 'int8'", ["full"], dtype="int8")
     refused("amp and dtype float16", ["full"], dtype="float16", amp=True)
-    refused("98 pairs", ["tome:99"])
+    refused("at most 98", ["tome:99"])
     refused("197 tokens in 12 blocks", ["diffrate:0.8g"])
     with pytest.raises(ValueError, match="repeats is -1"):
         evaluation.run(model, embedded_pictures(1), ["full"], repeats=-1)
@@ -339,7 +339,7 @@ def test_the_command_refuses_in_one_line(
     error = refused(capsys, "evaluate", "--method", "delta:1", "--limit", "1")
     assert "'delta:1'" in error and "exact-gap" in error and "free-energy" in error
     error = refused(capsys, "evaluate", "--method", "tome:200", "--limit", "1")
-    assert "200 tokens a block" in error and "98 pairs" in error
+    assert "200 tokens a block" in error and "at most 98" in error
     assert "'fast'" in refused(capsys, "evaluate", "--method", "tome:fast")
     assert "--labels goes with --data-dir" in refused(capsys, "evaluate", "--labels", "x.txt")
     assert "limit is 0" in refused(
