@@ -215,18 +215,20 @@ def test_timed_rows_and_their_figure(model: LoadedModel) -> None:
         assert all(row[column] > 0 for column in TIMED)
         assert row["speedup"] == row["images_per_second"] / full["images_per_second"]
     assert Record.from_json(record.to_json()).rows == record.rows
-    drawn = figures.accuracy(record)
+    drawn = figures.ALL["accuracy"](record)
     assert "fixed-pool" in drawn and "evit" in drawn and "Embedded model, 3 pictures" in drawn
     untimed = evaluation.run(model, embedded_pictures(1), ["full", "evit:0.7"], repeats=0)
-    assert figures.accuracy.drawable(record) and not figures.accuracy.drawable(untimed)
+    assert figures.ALL["accuracy"].drawable(record) and not figures.ALL["accuracy"].drawable(
+        untimed
+    )
     with pytest.raises(ValueError, match="--repeats"):
-        figures.accuracy(untimed)
+        figures.ALL["accuracy"](untimed)
 
 
 @pytest.mark.parametrize("low", [0.02, 3.0, 45.0, 980.0])
 @pytest.mark.parametrize("span", [1.3, 2.0, 12.0, 900.0])
 def test_ticks_are_few_and_inside(low: float, span: float) -> None:
-    from bmfa.evidence.classification.figures import round_ticks
+    from bmfa.evidence.page.drawing import round_ticks
 
     ticks = round_ticks(low, low * span)
     assert 1 <= len(ticks) <= 7
@@ -258,7 +260,7 @@ def test_bad_settings_raise_before_the_work(model: LoadedModel) -> None:
     refused("batch_size is 0", ["full"], batch_size=0)
     refused("dtype is 'int8'", ["full"], dtype="int8")
     refused("amp and dtype float16", ["full"], dtype="float16", amp=True)
-    refused("98 pairs", ["tome:99"])
+    refused("at most 98", ["tome:99"])
     refused("197 tokens in 12 blocks", ["diffrate:0.8g"])
     with pytest.raises(ValueError, match="repeats is -1"):
         evaluation.run(model, embedded_pictures(1), ["full"], repeats=-1)
@@ -337,7 +339,7 @@ def test_the_command_refuses_in_one_line(
     error = refused(capsys, "evaluate", "--method", "delta:1", "--limit", "1")
     assert "'delta:1'" in error and "exact-gap" in error and "free-energy" in error
     error = refused(capsys, "evaluate", "--method", "tome:200", "--limit", "1")
-    assert "200 tokens a block" in error and "98 pairs" in error
+    assert "200 tokens a block" in error and "at most 98" in error
     assert "'fast'" in refused(capsys, "evaluate", "--method", "tome:fast")
     assert "--labels goes with --data-dir" in refused(capsys, "evaluate", "--labels", "x.txt")
     assert "limit is 0" in refused(
