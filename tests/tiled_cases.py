@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from bmfa.attention.kernels.reference.tiles import ReferenceTiled, tiled_attention
-from bmfa.attention.tiling import Tiled, Tiling
+from bmfa.attention.tiling import TiledAttention, Tiling
 from bmfa.grid import Grid
 
 NAMED_GRIDS = (
@@ -103,7 +103,7 @@ def _mask(generator: np.random.Generator, batch: int, tiling: Tiling) -> Tensor:
     if generator.random() < 0.5:
         run = int(generator.choice([1, tiling.group]))
         first = int(generator.integers(-(-tiling.tiles // run))) * run
-        gone = tiling.slots[first : first + run].flatten()
+        gone = tiling.slot_tokens[first : first + run].flatten()
         valid[:, gone[gone >= 0]] = False
     valid[:, int(generator.integers(tiling.grid.size))] = True
     return valid
@@ -115,7 +115,7 @@ def _mode(generator: np.random.Generator, tiling: Tiling) -> dict[str, Any]:
     return {"expand": int(generator.choice([0, 1, 3, tiling.tiles - 1, tiling.tiles, 10**6]))}
 
 
-def compare(case: TiledCase, got: Tiled, want: ReferenceTiled, epsilon: float) -> int:
+def compare(case: TiledCase, got: TiledAttention, want: ReferenceTiled, epsilon: float) -> int:
     """Assert equal sets and outputs within rounding of `epsilon`; returns the groups compared.
 
     A set may differ in tiles whose loss lies within rounding of 0 or of the place where the oracle
@@ -123,9 +123,9 @@ def compare(case: TiledCase, got: Tiled, want: ReferenceTiled, epsilon: float) -
     """
     largest = _largest_score(case)
     slack = 64 * epsilon * (1 + largest)
-    marks = got.marks.numpy()
-    assert got.counts.dtype == torch.int32
-    assert np.array_equal(got.counts.numpy(), marks.sum(-1))
+    marks = got.expanded.numpy()
+    assert got.expanded_count.dtype == torch.int32
+    assert np.array_equal(got.expanded_count.numpy(), marks.sum(-1))
     alike = (marks == want.expanded).all(-1)  # (B, heads, R)
     for place in zip(*np.nonzero(~alike), strict=True):
         losses, chosen = want.losses[place], want.expanded[place]
@@ -154,6 +154,6 @@ def _queries_of(case: TiledCase, groups: np.ndarray) -> np.ndarray:
     """(B, heads, prefix + N) from one flag for each group; the prefix is always in."""
     tiling, prefix = case.tiling, case.settings["prefix"]
     flags = np.ones((*groups.shape[:2], prefix + tiling.grid.size), bool)
-    for tile, tokens in enumerate(tiling.slots.numpy()):
+    for tile, tokens in enumerate(tiling.slot_tokens.numpy()):
         flags[..., prefix + tokens[tokens >= 0]] = groups[..., tile // tiling.group, None]
     return flags

@@ -53,6 +53,22 @@ def check_integer(name: str, value: object, *, low: int, high: int | None = None
     return value
 
 
+def check_leaves(leaves: object, *, size: int | None = None) -> float | int:
+    """A budget of leaves: a float in (0, 1] is a fraction of the tokens, an int >= 2 is a count.
+
+    The int 1 is refused because it is easily mistaken for the fraction 1.0.
+    """
+    leaves = python_number(leaves)
+    if isinstance(leaves, float):
+        return check_number("leaves", leaves, low=0.0, high=1.0, open_low=True)
+    if leaves == 1 and not isinstance(leaves, bool):
+        raise ValueError(
+            "leaves is the integer 1, which may mean one leaf or all tokens; pass leaves=1.0 for all "
+            "tokens, an integer of at least 2 for a count, or rule=bmfa.rules.GlobalMean() for one leaf"
+        )
+    return check_integer("leaves", leaves, low=2, high=size)
+
+
 def _range(low: int, high: int | None) -> str:
     return f"at least {low}" if high is None else f"from {low} to {high}"
 

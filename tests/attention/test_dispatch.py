@@ -7,8 +7,8 @@ import torch
 
 from bmfa import Grid, screened_attention
 from bmfa.attention import dispatch as tiled
-from bmfa.attention.dispatch import Question
-from bmfa.attention.tiling import Tiling
+from bmfa.attention.dispatch import expected_share
+from bmfa.attention.tiling import Budget, Tiling
 
 LONG = Grid(48, 48)
 
@@ -19,9 +19,11 @@ def queries(grid: Grid, heads: int = 1) -> torch.Tensor:
 
 def test_a_budget_is_known_and_a_target_is_guessed() -> None:
     tiling = Tiling(Grid(64, 64))
-    assert Question.of(tiling, None, 1.0).share(tiling.tiles) == 1.0
-    assert Question(None, 16).share(tiling.tiles) == 16 / 64
-    shares = [Question(error, None).share(tiling.tiles) for error in (0.0, 0.01, 0.05, 0.1, 0.2)]
+    assert expected_share(Budget.of(tiling, None, 1.0), tiling.tiles) == 1.0
+    assert expected_share(Budget(None, 16), tiling.tiles) == 16 / 64
+    shares = [
+        expected_share(Budget(error, None), tiling.tiles) for error in (0.0, 0.01, 0.05, 0.1, 0.2)
+    ]
     assert shares[0] == 1.0 and shares == sorted(shares, reverse=True)
     # What 64x64 tokens of four blocks of DeiT-Tiny expand: records/attention-h200.json.
     for share, measured in zip(shares[2:], (0.35, 0.21, 0.07), strict=True):
@@ -70,7 +72,7 @@ def test_compiled_calls_of_several_sizes_choose_alike() -> None:
 def test_a_graph_may_take_tiles_where_single_calls_are_dense() -> None:
     grid = Grid(64, 64)
     q = torch.randn(4, 3, grid.size, 64, device="cuda", dtype=torch.bfloat16)
-    tiling, question = Tiling(grid), Question(0.1, None)
+    tiling, question = Tiling(grid), Budget(0.1, None)
     assert tiled.slower_than_dense(q, tiling, question) is not None
     with tiled.as_recorded():
         assert tiled.slower_than_dense(q, tiling, question) is None
@@ -116,8 +118,9 @@ def test_what_was_served_does_not_let_in_what_equals_it(
 
 def test_a_budget_of_one_is_no_share_of_one() -> None:
     q = queries(Grid(6, 6))
-    everything, one = (screened_attention(q, q, q, grid=Grid(6, 6), leaves=x) for x in (1.0, 1))
-    assert everything.stats.rule != one.stats.rule
+    assert screened_attention(q, q, q, grid=Grid(6, 6), leaves=1.0).stats.density == 1.0
+    with pytest.raises(ValueError, match=r"one leaf or all tokens; pass leaves=1\.0"):
+        screened_attention(q, q, q, grid=Grid(6, 6), leaves=1)
 
 
 def test_autocast_is_looked_at_in_every_call() -> None:

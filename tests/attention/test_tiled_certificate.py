@@ -54,7 +54,7 @@ def adversarial(seed: int) -> tuple[torch.Tensor, torch.Tensor, Tiling, int, tor
     valid = None
     if seed % 4 == 0:
         valid = torch.rand(1, grid.size, generator=generator) > 0.4
-        valid[:, tiling.slots[0].clamp(min=0)] = False
+        valid[:, tiling.slot_tokens[0].clamp(min=0)] = False
         valid[:, -1] = True
         gone = torch.cat((torch.zeros(1, prefix, dtype=torch.bool), ~valid), 1)[:, None, :, None]
         q, k = (x.masked_fill(gone, torch.nan) for x in (q, k))

@@ -63,7 +63,7 @@ def test_an_error_of_zero_expands_what_loses() -> None:
     torch.manual_seed(0)
     q, k, v = torch.randn(3, 1, 2, 256, 32, dtype=torch.float64)
     got = attend(q, k, v, Tiling(Grid(16, 16)), prefix=0, scale=0.2, error=0.0)
-    assert bool(got.marks.all())
+    assert bool(got.expanded.all())
     exact = scaled_dot_product_attention(q, k, v, scale=0.2)
     assert torch.allclose(got.output, exact, rtol=1e-11, atol=1e-12)
 
@@ -107,7 +107,7 @@ def test_permuting_heads_and_batch_permutes_the_result(seed: int) -> None:
     valid = None if case.valid is None else case.valid[batch]
     got = attend(q, k, v, case.tiling, valid=valid, **case.settings)
     want = run(case)
-    assert torch.equal(got.marks, want.marks[batch][:, heads])
+    assert torch.equal(got.expanded, want.expanded[batch][:, heads])
     seen = case.seen.expand(want.output.shape[:3])[batch]
     moved = want.output[batch][:, heads]
     assert torch.allclose(got.output[seen], moved[seen], rtol=1e-11, atol=1e-12)
@@ -119,7 +119,7 @@ def test_small_chunks_give_the_same(seed: int, monkeypatch: pytest.MonkeyPatch) 
     whole = run(case)
     monkeypatch.setattr(eager_tiles, "CHUNK_ELEMENTS", 1)
     parts = run(case)
-    assert torch.equal(whole.marks, parts.marks)
+    assert torch.equal(whole.expanded, parts.expanded)
     seen = case.seen.expand(whole.output.shape[:3])
     assert torch.allclose(whole.output[seen], parts.output[seen], rtol=1e-11, atol=1e-12)
 
@@ -128,7 +128,7 @@ def test_what_missing_tokens_hold_does_not_matter() -> None:
     generator = torch.Generator().manual_seed(3)
     q, k, v = torch.randn(3, 2, 2, 2 + 14 * 14, 32, generator=generator)
     valid = torch.rand(2, 14 * 14, generator=generator) > 0.3
-    valid[0, Tiling(Grid(14, 14)).slots[1].clamp(min=0)] = False
+    valid[0, Tiling(Grid(14, 14)).slot_tokens[1].clamp(min=0)] = False
     settings = {"prefix": 2, "scale": 0.2, "error": 0.01, "valid": valid}
     clean = attend(q, k, v, Tiling(Grid(14, 14)), **settings)
     gone = torch.cat((valid.new_zeros(2, 2), ~valid), 1)[:, None, :, None]
@@ -137,7 +137,7 @@ def test_what_missing_tokens_hold_does_not_matter() -> None:
         got = attend(*dirty, Tiling(Grid(14, 14)), **settings)
         seen = ~gone[..., 0].expand(2, 2, -1)
         assert torch.equal(got.output[seen], clean.output[seen])
-        assert torch.equal(got.marks, clean.marks)
+        assert torch.equal(got.expanded, clean.expanded)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -195,7 +195,7 @@ def test_what_all_queries_share_is_no_spread(common: float) -> None:
     options = {"prefix": 0, "scale": 0.2, "expand": 1}
     got = attend(q, k, v, Tiling(Grid(16, 16)), **options)
     want = reference_attention(q.numpy(), k.numpy(), v.numpy(), Tiling(Grid(16, 16)), **options)
-    assert np.array_equal(got.marks.numpy(), want.expanded)
+    assert np.array_equal(got.expanded.numpy(), want.expanded)
     assert np.abs(got.output.numpy() - want.output).max() < 1e-7 * common
 
 
@@ -213,7 +213,7 @@ def test_a_budget_is_not_spent_on_constant_tiles() -> None:
     got = attend(
         q, k[:, :, :1].expand_as(k), v, Tiling(Grid(16, 16)), prefix=0, scale=0.2, expand=2
     )
-    assert int(got.counts.sum()) == 0
+    assert int(got.expanded_count.sum()) == 0
 
 
 def test_second_derivatives_are_numbers_where_a_tile_has_one_token() -> None:

@@ -33,8 +33,8 @@ class Masked:
         self.tiling = Tiling(self.grid, SIDE, GROUP)
         expanded = {"error": asked.get("error", 0.1)}
         if "leaves" in asked:
-            expanded = {"expand": self.tiling.expanded_from_leaves(asked["leaves"])}
-        self.marks = tiled_attention(
+            expanded = {"expand": self.tiling.tiles_within(asked["leaves"])}
+        self.expanded = tiled_attention(
             self.q.numpy(),
             self.k.numpy(),
             self.v.numpy(),
@@ -70,7 +70,7 @@ class Masked:
     @cached_property
     def tiles(self) -> list[list[int]]:
         """The tokens of every tile."""
-        return [[t for t in row if t >= 0] for row in self.tiling.slots.tolist()]
+        return [[t for t in row if t >= 0] for row in self.tiling.slot_tokens.tolist()]
 
     def leaves(self, picture: int, head: int, query: int) -> list[list[int]]:
         """The leaves that a query sees, as lists of valid tokens, tile by tile."""
@@ -78,7 +78,7 @@ class Masked:
         marks = np.ones(len(tiles), bool)
         if query >= self.prefix:
             own = next(i for i, tokens in enumerate(tiles) if query - self.prefix in tokens)
-            marks = self.marks[picture, head, own // GROUP]
+            marks = self.expanded[picture, head, own // GROUP]
         leaves: list[list[int]] = []
         for tokens, expanded in zip(tiles, marks, strict=True):
             present = [t for t in tokens if self.valid[picture, t]]
@@ -151,7 +151,7 @@ def density(case: Masked) -> float:
         tiles = case.tiles
         present = [any(case.valid[picture, t] for t in tokens) for tokens in tiles]
         if any(present[GROUP * group : GROUP * (group + 1)]):
-            shares.append(case.marks[picture, head, group][present].sum() / sum(present))
+            shares.append(case.expanded[picture, head, group][present].sum() / sum(present))
     return float(np.mean(shares))
 
 

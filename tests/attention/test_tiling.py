@@ -3,7 +3,14 @@
 import pytest
 import torch
 
-from bmfa.attention.tiling import Tiled, Tiling, by_groups, by_raster, by_tiles, existing_slots
+from bmfa.attention.tiling import (
+    TiledAttention,
+    Tiling,
+    groups_to_tokens,
+    tiles_to_groups,
+    tokens_to_tiles,
+    valid_slots,
+)
 from bmfa.grid import Grid
 from tiled_cases import NAMED_GRIDS
 
@@ -12,59 +19,62 @@ from tiled_cases import NAMED_GRIDS
 @pytest.mark.parametrize(("side", "group"), [(8, 2), (8, 1), (5, 3), (2, 4)])
 def test_every_token_has_one_slot(shape: tuple[int, int], side: int, group: int) -> None:
     tiling = Tiling(Grid(*shape), side, group)
-    assert tiling.slots.shape == (tiling.tiles, side * side)
-    assert tiling.slots.dtype == torch.int64
-    tokens = tiling.slots[tiling.slots >= 0]
+    assert tiling.slot_tokens.shape == (tiling.tiles, side * side)
+    assert tiling.slot_tokens.dtype == torch.int64
+    tokens = tiling.slot_tokens[tiling.slot_tokens >= 0]
     assert torch.equal(tokens.sort().values, torch.arange(tiling.grid.size))
     assert tiling.groups == (tiling.tiles + group - 1) // group
-    assert tiling.ragged == bool((tiling.slots < 0).any())
-    assert tiling.slots is tiling.slots
+    assert tiling.ragged == bool((tiling.slot_tokens < 0).any())
+    assert tiling.slot_tokens is tiling.slot_tokens
 
 
 def test_slots_are_raster_within_raster() -> None:
     tiling = Tiling(Grid(9, 17))
-    assert (tiling.tiles_down, tiling.tiles_across) == (2, 3)
+    assert (tiling.rows, tiling.columns) == (2, 3)
     for tile, slot in ((0, 0), (1, 9), (2, 8), (3, 3), (4, 63), (5, 0)):
         row, column = tile // 3 * 8 + slot // 8, tile % 3 * 8 + slot % 8
         inside = row < 9 and column < 17
-        assert tiling.slots[tile, slot] == (row * 17 + column if inside else -1)
+        assert tiling.slot_tokens[tile, slot] == (row * 17 + column if inside else -1)
 
 
 @pytest.mark.parametrize("shape", NAMED_GRIDS)
 def test_layout_is_undone(shape: tuple[int, int]) -> None:
     tiling = Tiling(Grid(*shape), group=3)
     tokens = torch.randn(2, 2, tiling.grid.size, 3)
-    tiles = by_tiles(tokens, tiling, torch.float64)
+    tiles = tokens_to_tiles(tokens, tiling, torch.float64)
     assert tiles.dtype == torch.float64
     flat = tokens.flatten(0, 1).double()
-    gathered = flat[:, tiling.slots.clamp(min=0)]
-    gathered[:, tiling.slots < 0] = 0
+    gathered = flat[:, tiling.slot_tokens.clamp(min=0)]
+    gathered[:, tiling.slot_tokens < 0] = 0
     assert torch.equal(tiles, gathered)
-    back = by_raster(by_groups(tiles, tiling).flatten(2, 3), tiling)
+    back = groups_to_tokens(tiles_to_groups(tiles, tiling).flatten(2, 3), tiling)
     assert torch.equal(back, flat)
-    exists = existing_slots(tiling, None, tokens)
-    whole = torch.ones(4, *tiling.slots.shape, dtype=torch.bool)
-    assert torch.equal(whole if exists is None else exists, (tiling.slots >= 0).expand_as(whole))
+    exists = valid_slots(tiling, None, tokens)
+    whole = torch.ones(4, *tiling.slot_tokens.shape, dtype=torch.bool)
+    assert torch.equal(
+        whole if exists is None else exists, (tiling.slot_tokens >= 0).expand_as(whole)
+    )
 
 
 def test_leaves_buy_tiles() -> None:
     tiling = Tiling(Grid(64, 64))  # 64 tiles
-    assert tiling.expanded_from_leaves(64) == 0
-    assert tiling.expanded_from_leaves(64 + 63) == 1
-    assert tiling.expanded_from_leaves(64 + 62) == 0
-    assert tiling.expanded_from_leaves(1) == 0
-    assert tiling.expanded_from_leaves(0.1) == (410 - 64) // 63
-    assert tiling.expanded_from_leaves(1.0) == 64
-    assert tiling.expanded_from_leaves(10**9) == 64
+    assert tiling.tiles_within(64) == 0
+    assert tiling.tiles_within(64 + 63) == 1
+    assert tiling.tiles_within(64 + 62) == 0
+    assert tiling.tiles_within(2) == 0
+    assert tiling.tiles_within(0.1) == (410 - 64) // 63
+    assert tiling.tiles_within(1.0) == 64
+    assert tiling.tiles_within(4096) == 64
 
 
 @pytest.mark.parametrize("shape", NAMED_GRIDS)
 def test_a_budget_is_kept_and_all_tokens_are_dense(shape: tuple[int, int]) -> None:
     tiling = Tiling(Grid(*shape))
-    for leaves in range(tiling.tiles, tiling.grid.size, 7):
-        assert tiling.tiles + 63 * tiling.expanded_from_leaves(leaves) <= max(leaves, tiling.tiles)
-    assert tiling.expanded_from_leaves(1.0) == tiling.tiles
-    assert tiling.expanded_from_leaves(tiling.grid.size) == tiling.tiles
+    for leaves in range(max(2, tiling.tiles), tiling.grid.size, 7):
+        assert tiling.tiles + 63 * tiling.tiles_within(leaves) <= max(leaves, tiling.tiles)
+    assert tiling.tiles_within(1.0) == tiling.tiles
+    if tiling.grid.size > 1:  # an integer of 1 is refused
+        assert tiling.tiles_within(tiling.grid.size) == tiling.tiles
 
 
 @pytest.mark.parametrize(
@@ -73,9 +83,9 @@ def test_a_budget_is_kept_and_all_tokens_are_dense(shape: tuple[int, int]) -> No
         (lambda: Tiling(64), TypeError, "grid is 64"),  # type: ignore[arg-type]
         (lambda: Tiling(Grid(8, 8), side=1), ValueError, "side is 1"),
         (lambda: Tiling(Grid(8, 8), group=0), ValueError, "group is 0"),
-        (lambda: Tiling(Grid(8, 8)).expanded_from_leaves(0), ValueError, "leaves is 0"),
-        (lambda: Tiling(Grid(8, 8)).expanded_from_leaves(1.5), ValueError, "leaves is 1.5"),
-        (lambda: Tiling(Grid(8, 8)).expanded_from_leaves(True), TypeError, "leaves is True"),
+        (lambda: Tiling(Grid(8, 8)).tiles_within(0), ValueError, "leaves is 0"),
+        (lambda: Tiling(Grid(8, 8)).tiles_within(1.5), ValueError, "leaves is 1.5"),
+        (lambda: Tiling(Grid(8, 8)).tiles_within(True), TypeError, "leaves is True"),
     ],
 )
 def test_bad_input_is_named(make, error, word) -> None:
@@ -90,8 +100,8 @@ def test_marks_are_made_once_on_demand() -> None:
         calls.append(1)
         return torch.ones(1, 1, 1, 1, dtype=torch.bool)
 
-    lazy = Tiled(torch.zeros(1, 1, 1, 1), torch.ones(1, 1, 1, dtype=torch.int32), marks)
+    lazy = TiledAttention(torch.zeros(1, 1, 1, 1), torch.ones(1, 1, 1, dtype=torch.int32), marks)
     assert not calls
-    assert lazy.marks is lazy.marks and len(calls) == 1
-    eager = Tiled(lazy.output, lazy.counts, lazy.marks)
-    assert eager.marks is lazy.marks
+    assert lazy.expanded is lazy.expanded and len(calls) == 1
+    eager = TiledAttention(lazy.output, lazy.expanded_count, lazy.expanded)
+    assert eager.expanded is lazy.expanded

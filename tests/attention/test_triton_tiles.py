@@ -9,7 +9,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from bmfa import Grid, screened_attention
 from bmfa.attention.kernels import reference
 from bmfa.attention.tile_certificates import tiled_certificate
-from bmfa.attention.tiling import CAP, Tiling
+from bmfa.attention.tiling import GAP_CAP, Tiling
 
 triton = pytest.importorskip("triton")
 
@@ -51,7 +51,7 @@ def run(q, k, v, tiling, *, prefix, valid=None, **asked):
 
 def settled_queries(result, oracle, tiling, prefix):
     """Which queries' groups chose the oracle's tiles; the others' differ only in near losses."""
-    marks, expected = result.marks.cpu(), torch.from_numpy(oracle.expanded)
+    marks, expected = result.expanded.cpu(), torch.from_numpy(oracle.expanded)
     losses = torch.from_numpy(oracle.losses)
     same = (marks == expected).all(-1)
     for place in (~same).nonzero().tolist():
@@ -62,7 +62,7 @@ def settled_queries(result, oracle, tiling, prefix):
         threshold = chosen.min() if len(chosen) else near.max()
         assert (near - threshold).abs().max() <= NEAR * threshold
     groups = torch.empty(tiling.grid.size, dtype=torch.int64)
-    slots = tiling.slots
+    slots = tiling.slot_tokens
     of_tile = (torch.arange(tiling.tiles) // tiling.group).unsqueeze(1).expand_as(slots)
     groups[slots[slots >= 0]] = of_tile[slots >= 0]
     return torch.cat((same.new_ones(*same.shape[:2], prefix), same[:, :, groups]), 2)
@@ -195,7 +195,7 @@ def test_constant_and_huge_keys_stay_finite(size):
     result, oracle = run(q, k, v, tiling, prefix=1, expand=1)
     assert bool(result.output.isfinite().all())
     if size == 0.0:
-        assert int(result.counts.sum()) == 0  # nothing is lost, nothing is expanded
+        assert int(result.expanded_count.sum()) == 0  # nothing is lost, nothing is expanded
         compare(result, oracle, tiling, 1, 2e-4)
 
 
@@ -225,9 +225,9 @@ def test_error_is_met_by_every_representative():
     q, k, v = tensors(6, tiling.grid, 0)
     for target in (0.01, 0.1, 0.5):
         result, oracle = run(q, k, v, tiling, prefix=0, error=target)
-        kept = torch.from_numpy(oracle.losses).masked_fill(result.marks.cpu(), 0.0).sum(-1)
+        kept = torch.from_numpy(oracle.losses).masked_fill(result.expanded.cpu(), 0.0).sum(-1)
         assert bool((kept <= -math.expm1(-target) * (1 + NEAR)).all())
-    assert CAP == 4.0
+    assert GAP_CAP == 4.0
 
 
 def test_flops_and_fake_tensors():
@@ -248,7 +248,7 @@ def test_flops_and_fake_tensors():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"dim": 48}, "heads are 48 wide"),
+        ({"dim": 48}, "head dimension is 48"),
         ({"dtype": torch.float64}, "float64"),
         ({"strided": True}, "not contiguous"),
         ({"order": "z"}, "Z-order"),

@@ -21,7 +21,6 @@ from bmfa.evidence.classification.throughput import Rate
 from bmfa.evidence.closed_loop import run as closed_loop
 from bmfa.evidence.model_methods import applied, check_methods, count_leaves, parse
 from bmfa.evidence.page import figures
-from bmfa.evidence.runner.batches import Batches
 from bmfa.models import LoadedModel, load_model, patch
 from bmfa.models.screened_layer import screened_layers
 from bmfa.models.token_reduction import find_reduction
@@ -148,8 +147,10 @@ def test_speed_is_a_median_of_alternating_samples(
         return pixels
 
     monkeypatch.setattr(throughput.time, "perf_counter", lambda: clock[0])
-    pixels = throughput.filled(torch.zeros(3, 3, 4, 4), 8)
-    rates = throughput.model_rates(model, call, pixels, ["full", "global-mean"], "last-4", 3)
+    pixels = throughput.repeat_to_size(torch.zeros(3, 3, 4, 4), 8)
+    rates = throughput.model_rates(
+        model, call, pixels, ["full", "global-mean"], layers="last-4", repeats=3
+    )
     assert seen == [False, False, True, True] + [False, True] * 3
     assert rates == {"full": Rate(8 / 0.5, "eager"), "global-mean": Rate(8 / 2.0, "eager")}
 
@@ -165,7 +166,9 @@ def test_short_calls_are_timed_together(
         return pixels
 
     monkeypatch.setattr(throughput.time, "perf_counter", lambda: clock[0])
-    rates = throughput.model_rates(model, call, torch.zeros(2, 3, 4, 4), ["full"], "last-4", 2)
+    rates = throughput.model_rates(
+        model, call, torch.zeros(2, 3, 4, 4), ["full"], layers="last-4", repeats=2
+    )
     assert rates["full"].images_per_second == pytest.approx(200.0)
     assert len(calls) >= 2 + 2 * 10
 
@@ -183,9 +186,13 @@ def test_cuda_graphs_are_timed_where_they_can_be_captured(model: LoadedModel) ->
         return logits
 
     with torch.inference_mode():
-        rates = throughput.model_rates(on_cuda, call, pixels, ["full", "tome:8"], "last-4", 2)
+        rates = throughput.model_rates(
+            on_cuda, call, pixels, ["full", "tome:8"], layers="last-4", repeats=2
+        )
         assert (rates["full"].timed, rates["tome:8"].timed) == ("eager", "graph")
-        rates = throughput.model_rates(on_cuda, on_cuda.logits, pixels, ["full"], "last-4", 2)
+        rates = throughput.model_rates(
+            on_cuda, on_cuda.logits, pixels, ["full"], layers="last-4", repeats=2
+        )
     assert rates["full"].timed == "graph" and rates["full"].images_per_second > 0
 
 
@@ -198,18 +205,20 @@ def test_timed_rows_and_their_figure(model: LoadedModel) -> None:
         assert all(row[column] > 0 for column in TIMED)
         assert row["speedup"] == row["images_per_second"] / full["images_per_second"]
     assert Record.from_json(record.to_json()).rows == record.rows
-    drawn = figures.accuracy(record)
+    drawn = figures.ALL["accuracy"](record)
     assert "fixed-pool" in drawn and "evit" in drawn and "Embedded model, 3 pictures" in drawn
     untimed = evaluation.run(model, embedded_pictures(1), ["full", "evit:0.7"], repeats=0)
-    assert figures.accuracy.drawable(record) and not figures.accuracy.drawable(untimed)
+    assert figures.ALL["accuracy"].drawable(record) and not figures.ALL["accuracy"].drawable(
+        untimed
+    )
     with pytest.raises(ValueError, match="--repeats"):
-        figures.accuracy(untimed)
+        figures.ALL["accuracy"](untimed)
 
 
 @pytest.mark.parametrize("low", [0.02, 3.0, 45.0, 980.0])
 @pytest.mark.parametrize("span", [1.3, 2.0, 12.0, 900.0])
 def test_ticks_are_few_and_inside(low: float, span: float) -> None:
-    from bmfa.evidence.classification.figures import round_ticks
+    from bmfa.evidence.page.drawing import round_ticks
 
     ticks = round_ticks(low, low * span)
     assert 1 <= len(ticks) <= 7
@@ -228,16 +237,6 @@ def test_half_precision_leaves_the_callers_model_alone(model: LoadedModel) -> No
     assert half[1]["output_kl"] != single[1]["output_kl"]
 
 
-def test_threads_that_read_ahead_change_nothing(model: LoadedModel) -> None:
-    for workers in (0, 3):
-        batches = Batches(embedded_pictures(11), model.preprocess, 2, workers)
-        found = list(batches.read(range(6)))
-        assert [batch.places for batch in found] == [[0, 1], [2, 3], [4, 5], [6, 7], [8, 9], [10]]
-        assert found[2].pixels is not None
-        again = next(Batches(embedded_pictures(11), model.preprocess, 2).read([2]))
-        assert torch.equal(found[2].pixels, again.pixels)  # type: ignore[arg-type]
-
-
 def test_bad_settings_raise_before_the_work(model: LoadedModel) -> None:
     def refused(match: str, methods: list[str], **options: object) -> None:
         with pytest.raises(ValueError, match=match):
@@ -251,7 +250,7 @@ def test_bad_settings_raise_before_the_work(model: LoadedModel) -> None:
     refused("batch_size is 0", ["full"], batch_size=0)
     refused("dtype is 'int8'", ["full"], dtype="int8")
     refused("amp and dtype float16", ["full"], dtype="float16", amp=True)
-    refused("98 pairs", ["tome:99"])
+    refused("at most 98", ["tome:99"])
     refused("197 tokens in 12 blocks", ["diffrate:0.8g"])
     with pytest.raises(ValueError, match="repeats is -1"):
         evaluation.run(model, embedded_pictures(1), ["full"], repeats=-1)
@@ -330,7 +329,7 @@ def test_the_command_refuses_in_one_line(
     error = refused(capsys, "evaluate", "--method", "delta:1", "--limit", "1")
     assert "'delta:1'" in error and "exact-gap" in error and "free-energy" in error
     error = refused(capsys, "evaluate", "--method", "tome:200", "--limit", "1")
-    assert "200 tokens a block" in error and "98 pairs" in error
+    assert "200 tokens a block" in error and "at most 98" in error
     assert "'fast'" in refused(capsys, "evaluate", "--method", "tome:fast")
     assert "--labels goes with --data-dir" in refused(capsys, "evaluate", "--labels", "x.txt")
     assert "limit is 0" in refused(

@@ -4,13 +4,13 @@ import pytest
 
 from bmfa.evidence import methods
 from bmfa.evidence.methods import METHODS, find_mark, find_method, is_kind, names
-from bmfa.merging.policies.names import MAKERS as REDUCTIONS
+from bmfa.merging import POLICY_NAMES
 from bmfa.trees.rules.names import MAKERS as RULES
 
 
 def test_every_rule_and_reduction_that_is_parsed_is_registered() -> None:
     assert set(names(["rule"])) == {*RULES, "random-quadrants", "global-mean"}
-    assert set(names(["reduction"])) == {*REDUCTIONS, "random-pool"}
+    assert set(names(["reduction"])) == set(POLICY_NAMES)
 
 
 def test_peers_of_the_benchmark_are_registered() -> None:

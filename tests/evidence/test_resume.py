@@ -72,8 +72,8 @@ def test_a_run_that_ends_after_any_batch_continues_to_the_same_rows(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(resuming, "INTERVAL", 0.0)
-    monkeypatch.setattr(resuming, "LEISURE", 0.0)
+    monkeypatch.setattr(resuming, "WRITE_INTERVAL", 0.0)
+    monkeypatch.setattr(resuming, "WRITE_PAUSE", 0.0)
     expected, file, seen = run(model), tmp_path / "parts.json", []
 
     def end(done: int, total: int) -> None:
@@ -92,7 +92,7 @@ def test_parts_are_written_at_intervals_and_at_the_end(
     model: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file, counts = tmp_path / "parts.json", []
-    monkeypatch.setattr(resuming, "INTERVAL", 3600.0)
+    monkeypatch.setattr(resuming, "WRITE_INTERVAL", 3600.0)
 
     def count(done: int, total: int) -> None:
         counts.append(len(json.loads(file.read_text())["parts"]))
@@ -144,7 +144,7 @@ def probe(**options: Any) -> Record:
 def test_a_probe_continues_to_the_same_rows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(resuming, "INTERVAL", 0.0)
+    monkeypatch.setattr(resuming, "WRITE_INTERVAL", 0.0)
     monkeypatch.setattr("bmfa.data.probe_stream._PART_INSTANCES", 32)
     expected, file, ends = probe(), tmp_path / "parts.json", []
 
@@ -190,12 +190,12 @@ def test_the_parts_of_a_probe_survive_json() -> None:
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        ("", "no whole JSON"),
-        ('{"format": "bmfa partial resu', "no whole JSON"),
-        ("[1, 2]", "no format"),
-        ('{"experiment": "evaluate", "rows": []}', "no format"),
+        ("", "incomplete JSON"),
+        ('{"format": "bmfa partial resu', "incomplete JSON"),
+        ("[1, 2]", "its format is not"),
+        ('{"experiment": "evaluate", "rows": []}', "its format is not"),
         ('{"format": "bmfa partial results 2", "settings": {}}', "digests, parts is missing"),
-        ("\x00\xff", "no whole JSON"),
+        ("\x00\xff", "incomplete JSON"),
     ],
 )
 def test_a_torn_or_foreign_file_is_refused_and_kept(
@@ -342,8 +342,8 @@ def bring_back(root: Path) -> None:
 
 
 COMMANDS = {
-    "evaluate": "--method tome:8 --repeats 0 --batch-size 2",
-    "closed-loop": "--method global-mean --layers last-1 --batch-size 2",
+    "evaluate": "--method tome:8 --repeats 0 --batch-size 2 --workers 0",
+    "closed-loop": "--method global-mean --layers last-1 --batch-size 2 --workers 0",
 }
 
 
@@ -397,6 +397,7 @@ def test_links_into_a_disk_that_vanishes_stop_the_run_too(
             ["full"],
             batch_size=2,
             repeats=0,
+            workers=0,
             progress=vanishing(disk, take_away),
         )
 
@@ -476,8 +477,8 @@ def test_a_full_disk_under_the_partial_results_does_not_end_the_run(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr(resuming, "INTERVAL", 0.0)
-    monkeypatch.setattr(resuming, "LEISURE", 0.0)
+    monkeypatch.setattr(resuming, "WRITE_INTERVAL", 0.0)
+    monkeypatch.setattr(resuming, "WRITE_PAUSE", 0.0)
     expected, file = evaluate(model), tmp_path / "parts.json"
 
     def fill(done: int, total: int) -> None:
@@ -495,7 +496,7 @@ def test_a_full_disk_under_the_partial_results_does_not_end_the_run(
 
 def test_the_numbers_of_a_file_are_exact(tmp_path: Path) -> None:
     first = Checkpoint(tmp_path / "f", "x", {"a": (1, 2)}, lambda number, part: None)
-    first.keep({10: {"sum": 0.1 + 0.2}, 2: {"sum": 1e-300}})
+    first.add({10: {"sum": 0.1 + 0.2}, 2: {"sum": 1e-300}})
     first.write()
     again = Checkpoint(tmp_path / "f", "x", {"a": [1, 2]}, lambda number, part: None)
     assert again.parts == first.parts and list(again.parts) == [2, 10]

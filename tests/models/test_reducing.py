@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import bmfa
 from bmfa import Grid, rules
-from bmfa.merging import Moment, Policy, Step, ToMe, parse
+from bmfa.merging import LayerState, Policy, ReducedTokens, ToMe, parse
 from bmfa.models import final_sizes, final_tokens, patch, record, reduce, unmerge, unpatch
 from bmfa.models.hosts.base import replacements_in
 from bmfa.models.token_reduction import find_reduction
@@ -158,13 +158,13 @@ def test_other_blocks_are_refused() -> None:
 class Spy(ToMe):
     """ToMe that remembers what it saw."""
 
-    seen: list[Moment] = []  # noqa: RUF012
+    seen: list[LayerState] = []  # noqa: RUF012
     autocast: list[bool] = []  # noqa: RUF012
 
-    def step(self, moment: Moment) -> Step | None:
-        self.seen.append(moment)
+    def reduce(self, state: LayerState) -> ReducedTokens | None:
+        self.seen.append(state)
         self.autocast.append(torch.is_autocast_enabled("cpu"))
-        return super().step(moment)
+        return super().reduce(state)
 
 
 def test_a_policy_acts_between_attention_and_perceptron() -> None:
@@ -178,10 +178,10 @@ def test_a_policy_acts_between_attention_and_perceptron() -> None:
     model.blocks[0].attn.register_forward_hook(lambda m, x, y: attended.append(y))
     model.blocks[0].attn.qkv.register_forward_hook(lambda m, x, y: keys.append(y))
     run(reduce(model, Spy(5)), pixels)
-    moment = Spy.seen[0]
-    assert (moment.layer, moment.depth, moment.grid, moment.prefix) == (0, 3, Grid(8, 8), 1)
-    torch.testing.assert_close(moment.x, entered[0] + attended[0])
-    torch.testing.assert_close(moment.k, keys[0].view(2, 65, 3, 3, 8).permute(2, 0, 3, 1, 4)[1])
+    state = Spy.seen[0]
+    assert (state.layer, state.depth, state.grid, state.prefix) == (0, 3, Grid(8, 8), 1)
+    torch.testing.assert_close(state.x, entered[0] + attended[0])
+    torch.testing.assert_close(state.k, keys[0].view(2, 65, 3, 3, 8).permute(2, 0, 3, 1, 4)[1])
     assert [m.x.shape[1] for m in Spy.seen] == [65, 60, 55]
 
 
@@ -271,8 +271,8 @@ def test_unmerging_follows_every_merge() -> None:
     for picture in range(2):
         for token in range(65):
             place = token
-            for target in state.targets:
-                place = int(target[picture, place])
+            for assignment in state.assignments:
+                place = int(assignment[picture, place])
             assert source[picture, token, 0] == place
 
 
@@ -281,7 +281,7 @@ def test_pruned_tokens_get_their_nearest_neighbour() -> None:
     run(model, pictures(12, 16))
     state = find_reduction(model).finished.current
     assert state is not None and state.grid == Grid(3, 4)
-    state.targets = (torch.tensor([[0, -1, 1, -1, -1, -1, -1, -1, 2, -1, -1, -1, -1]]),)
+    state.assignments = (torch.tensor([[0, -1, 1, -1, -1, -1, -1, -1, 2, -1, -1, -1, -1]]),)
     #   . a . .      a at (0, 1), b at (1, 3)
     #   . . . b      ties, as (0, 3) with 4 and 1, do not occur here but at (1, 2)
     #   . . . .

@@ -82,9 +82,9 @@ def test_a_bad_epsilon_is_refused_when_made(make, value, error):
         (lambda: rules.RandomQuadrants(0.5, -1), ValueError, "seed is -1; pass .* at least 0"),
         (lambda: rules.RandomQuadrants(0.5, 1.0), TypeError, r"seed is 1\.0; pass an integer"),
         (lambda: rules.RandomQuadrants(0.5, None), TypeError, "seed is None; pass an integer"),
-        (lambda: rules.Optimal(), ValueError, "got nothing; give exactly one of penalty="),
-        (lambda: rules.Optimal(0.1, leaves=3), ValueError, "got penalty and leaves; give exactly"),
-        (lambda: rules.Optimal(0.1, error=0.1), ValueError, "got penalty and error; give exactly"),
+        (lambda: rules.Optimal(), ValueError, "got nothing; pass exactly one of penalty="),
+        (lambda: rules.Optimal(0.1, leaves=3), ValueError, "got penalty and leaves; pass exactly"),
+        (lambda: rules.Optimal(0.1, error=0.1), ValueError, "got penalty and error; pass exactly"),
         (lambda: rules.Optimal(leaves=3, error=0.1), ValueError, "got leaves and error; give"),
         (lambda: rules.Optimal(0.1, 3, 0.1), ValueError, "got penalty and leaves and error; give"),
         (lambda: rules.Optimal(-0.1), ValueError, r"penalty is -0\.1; pass"),
@@ -94,14 +94,15 @@ def test_a_bad_epsilon_is_refused_when_made(make, value, error):
         (lambda: rules.Optimal(error=-1), ValueError, r"error is -1\.0; pass"),
         (lambda: rules.Optimal(error=INF), ValueError, "error is inf; pass"),
         (lambda: rules.Optimal(error="1"), TypeError, "error is '1'; pass"),
-        (lambda: rules.Optimal(leaves=0), ValueError, "leaves is 0; pass an integer at least 1"),
-        (lambda: rules.Optimal(leaves=-5), ValueError, "leaves is -5; pass an integer at least 1"),
+        (lambda: rules.Optimal(leaves=0), ValueError, "leaves is 0; pass an integer at least 2"),
+        (lambda: rules.Optimal(leaves=-5), ValueError, "leaves is -5; pass an integer at least 2"),
+        (lambda: rules.Optimal(leaves=1), ValueError, "one leaf or all tokens; pass leaves=1.0"),
         (lambda: rules.Optimal(leaves=0.0), ValueError, r"leaves is 0\.0; pass .* in \(0, 1\]"),
         (lambda: rules.Optimal(leaves=1.5), ValueError, r"leaves is 1\.5; pass .* in \(0, 1\]"),
         (lambda: rules.Optimal(leaves=NAN), ValueError, r"leaves is nan; pass .* in \(0, 1\]"),
         (lambda: rules.Optimal(leaves=True), TypeError, "leaves is True; pass an integer"),
         (lambda: rules.Optimal(leaves="3"), TypeError, "leaves is '3'; pass an integer"),
-        (lambda: rules.Optimal(0.1, pooled=True), ValueError, "pooled=True shares a budget"),
+        (lambda: rules.Optimal(0.1, pooled=True), ValueError, "pooled=True pools a budget"),
     ],
 )
 def test_bad_parameters_are_refused_when_made(make, error, message):
@@ -502,10 +503,9 @@ def test_a_budget_of_leaves_holds_for_each_tree(size, dtype, masked):
     valid = masks(grid, 16) if masked else torch.ones(16, grid.size, dtype=torch.bool)
     tokens = valid.sum(-1)
     fewest = int(tokens.min())
-    for count in sorted({1, max(1, fewest // 3), fewest}):
+    for count in sorted({2, max(2, fewest // 3), fewest} - {1}) if fewest > 1 else ():
         tree = screen(scores, grid, rules.Optimal(leaves=count), valid=valid)
         assert bool((tree.leaf_count <= count).all())
-        assert count > 1 or bool((tree.leaf_count == 1).all())
     for share in (0.01, 0.3, 0.5, 1.0):
         tree = screen(scores, grid, rules.Optimal(leaves=share), valid=valid)
         allowed = (tokens * share + 1e-9).floor().clamp(min=1)
@@ -582,7 +582,7 @@ def test_pooled_budgets_hold_on_average(dtype):
     scores = (noise(3, 8, 196) * torch.linspace(0.2, 4, 24, dtype=torch.float64).view(3, 8, 1)).to(
         dtype
     )
-    for leaves in (1, 20, 196, 0.02, 0.25, 1.0):
+    for leaves in (2, 20, 196, 0.02, 0.25, 1.0):
         tree = screen(scores, grid, rules.Optimal(leaves=leaves, pooled=True))
         budget = 196 * leaves if isinstance(leaves, float) else leaves
         assert tree.leaf_count.double().mean() <= budget + 1e-6
@@ -604,10 +604,10 @@ def test_pooled_trees_share_one_penalty():
 
 @pytest.mark.parametrize("rule", [rules.Optimal(leaves=17), rules.Optimal(leaves=17, pooled=True)])
 def test_a_leaf_budget_above_the_tokens_is_refused(rule):
-    with pytest.raises(ValueError, match=r"leaves is 17 and the 4x4 grid has 16 .* from 1 to 16"):
+    with pytest.raises(ValueError, match=r"leaves is 17 and the 4x4 grid has 16 .* from 2 to 16"):
         screen(torch.zeros(16), Grid(4, 4), rule)
     valid = torch.ones(3, 36, dtype=torch.bool)
     valid[1, 10:] = False
-    with pytest.raises(ValueError, match=r"leaves is 17 and the 6x6 grid has 10 valid .* 1 to 10"):
+    with pytest.raises(ValueError, match=r"leaves is 17 and the 6x6 grid has 10 valid .* 2 to 10"):
         screen(torch.zeros(3, 36), Grid(6, 6), rule, valid=valid)
     assert screen(torch.zeros(36), Grid(6, 6), rule).leaf_count == 1

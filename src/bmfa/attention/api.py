@@ -16,7 +16,7 @@ from bmfa.attention.operator import tiles_in_graph, trees_in_graph
 from bmfa.attention.per_query import TreeCall
 from bmfa.attention.result import Audit, Screened, Stats
 from bmfa.attention.tiles import TileCall
-from bmfa.attention.tiling import Tiling
+from bmfa.attention.tiling import Budget, Tiling
 from bmfa.checks import check_floating, check_integer, check_number, has_values, python_number
 from bmfa.grid import Grid, check_grid
 from bmfa.trees.rules import Optimal, Rule, as_rule
@@ -235,7 +235,7 @@ def _tiled_attention(
     """The form "tiled", or dense attention where "auto" finds that faster."""
     call.check_self_attention()
     tiling = Tiling(call.grid)
-    question = tiled.Question.of(tiling, error, leaves)
+    question = Budget.of(tiling, error, leaves)
     forced = form == "tiled" or certificate or fallback is not None
     ran, why = tiled.choose(
         backend,
@@ -271,7 +271,7 @@ def _tiled_attention(
         None if bound is None else "scores",
         replaced,
         call.audit(output, audit) if audit > 0 else None,
-        result.counts,
+        result.expanded_count,
         tiling.tiles,
         call.existing(tiling, ran),
     )
@@ -281,7 +281,7 @@ def _tiled_attention(
 def _dense_attention(
     call: TileCall,
     tiling: Tiling,
-    question: tiled.Question,
+    question: Budget,
     why: str,
     audit: float,
     like: Hashable | None,

@@ -14,10 +14,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from bmfa.attention import dispatch as tiled
-from bmfa.attention.dispatch import Question
 from bmfa.attention.inputs import check_finite_scores
 from bmfa.attention.result import Screened, Stats, Trees
-from bmfa.attention.tiling import Tiled, Tiling
+from bmfa.attention.tiling import Budget, TiledAttention, Tiling
 from bmfa.checks import has_values
 from bmfa.trees.tree import Tree
 
@@ -42,7 +41,7 @@ class DenseCall:
         tensors: tuple[Tensor, Tensor, Tensor],  # q, k, v of a first call
         mask: Tensor | None,
         tiling: Tiling,
-        question: Question,
+        question: Budget,
         why: str,
         prefix: int,
         scale: float,
@@ -78,7 +77,7 @@ class DenseCall:
     ) -> Tree:
         """Every tile expanded, for every query: in any order of the tokens the same."""
         marks = torch.ones(shape, dtype=torch.bool, device=device)
-        whole = Tiled(marks, marks.sum(-1, dtype=torch.int32), marks)
+        whole = TiledAttention(marks, marks.sum(-1, dtype=torch.int32), marks)
         exists = None if valid is None else valid()
         return tiled.tree_of(whole, self.tiling, self.prefix, self.tau, self.rule, "raster", exists)
 

@@ -3,19 +3,17 @@
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from bmfa.attention.tiling import Tiled, Tiling
-from bmfa.checks import check_integer, check_number
+from bmfa.attention.tiling import DEFAULT_ERROR, Budget, TiledAttention, Tiling
+from bmfa.checks import check_number
 from bmfa.trees.layout import tile_layout
 from bmfa.trees.pyramid import Counts
 from bmfa.trees.tree import Tree
 
-DEFAULT_ERROR = 0.1
 # Measured break-even. Below so many tokens dense attention is as fast.
 LEAST_TOKENS = {"cuda": 4096, "cpu": 2048}
 # A call must save so many operations of dense attention: on CUDA to fill the card with what comes before
@@ -29,36 +27,16 @@ EXPANDED_SHARE, TARGET_POWER = 0.19, -0.6
 _recorded_anyway = False
 
 
-@dataclass(frozen=True)
-class Question:
-    """How much is asked of a call: an error target, or tiles to expand."""
-
-    error: float | None
-    expand: int | None
-
-    @classmethod
-    def of(cls, tiling: Tiling, error: float | None, leaves: float | int | None) -> "Question":
-        """From the arguments of `screened_attention`; nothing given means the default error."""
-        if leaves is not None:
-            if isinstance(leaves, int):
-                check_integer("leaves", leaves, low=1, high=tiling.grid.size)
-            return cls(None, tiling.expanded_from_leaves(leaves))
-        target = DEFAULT_ERROR if error is None else error
-        return cls(check_number("error", target, low=0.0), None)
-
-    def share(self, tiles: int) -> float:
-        """The share of the tiles that is expanded: known from a budget, a guess from a target."""
-        if self.expand is not None:
-            return self.expand / tiles
-        if not self.error:
-            return 1.0
-        return min(1.0, EXPANDED_SHARE * math.pow(self.error / DEFAULT_ERROR, TARGET_POWER))
-
-    def __str__(self) -> str:
-        return f"error {self.error:g}" if self.expand is None else f"{self.expand} tiles expanded"
+def expected_share(budget: Budget, tiles: int) -> float:
+    """Share of the tiles that is expanded: known for a number of tiles, estimated for a target."""
+    if budget.expand is not None:
+        return budget.expand / tiles
+    if not budget.error:
+        return 1.0
+    return min(1.0, EXPANDED_SHARE * math.pow(budget.error / DEFAULT_ERROR, TARGET_POWER))
 
 
-def slower_than_dense(q: Tensor, tiling: Tiling, question: Question) -> str | None:
+def slower_than_dense(q: Tensor, tiling: Tiling, question: Budget) -> str | None:
     """Why dense attention is taken for the faster one; None where tiles are."""
     kind, size = q.device.type, tiling.grid.size
     if q.numel() == 0:
@@ -68,7 +46,7 @@ def slower_than_dense(q: Tensor, tiling: Tiling, question: Question) -> str | No
         return f"dense attention is as fast below {least} tokens, and there are {size}"
     if question.error and not q.is_cuda:
         return None  # the eager kernels find out, after a screening that takes little
-    share = question.share(tiling.tiles)
+    share = expected_share(question, tiling.tiles)
     saved = operations(q) * (1.0 - expanded_cost(q) * share)
     if saved >= LEAST_SAVED.get("recorded" if recorded(q) else kind, 0.0):
         return None
@@ -102,7 +80,7 @@ def attend(
     k: Tensor,
     v: Tensor,
     tiling: Tiling,
-    question: Question,
+    question: Budget,
     *,
     prefix: int,
     scale: float,
@@ -110,7 +88,7 @@ def attend(
     valid: Tensor | None,
     order: str,
     most: float = 1.0,
-) -> Tiled | None:
+) -> TiledAttention | None:
     """Run the kernels of a backend; all but Triton's take raster order.
 
     None where the eager ones find that more than a share `most` of the tiles would be expanded; for
@@ -135,7 +113,7 @@ def choose(
     k: Tensor,
     v: Tensor,
     tiling: Tiling,
-    question: Question,
+    question: Budget,
     *,
     prefix: int,
     order: str,
@@ -165,7 +143,7 @@ def choose(
 
 
 def tree_of(
-    tiled: Tiled,
+    tiled: TiledAttention,
     tiling: Tiling,
     prefix: int,
     tau: float,
@@ -192,9 +170,9 @@ def tree_of(
         Trees of shape (B, heads, prefix + N), queries in `order`.
     """
     layout = tile_layout(tiling.grid, tiling.side)
-    marks = tiled.marks  # (B, heads, R, T)
+    marks = tiled.expanded  # (B, heads, R, T)
     batch, heads = marks.shape[:2]
-    slots = tiling.slots.to(marks.device)
+    slots = tiling.slot_tokens.to(marks.device)
     large = (slots >= 0).sum(-1) > 1
     number = torch.arange(tiling.tiles, device=marks.device)
     group = torch.empty(tiling.grid.size, dtype=torch.int64, device=marks.device)
@@ -220,7 +198,9 @@ def tree_of(
     return Tree(layout, blocks, shape, tau, rule, masks)
 
 
-def _reference(q: Tensor, k: Tensor, v: Tensor, tiling: Tiling, options: dict[str, Any]) -> Tiled:
+def _reference(
+    q: Tensor, k: Tensor, v: Tensor, tiling: Tiling, options: dict[str, Any]
+) -> TiledAttention:
     """The float64 specification."""
     from bmfa.attention.kernels import reference
 
@@ -230,7 +210,7 @@ def _reference(q: Tensor, k: Tensor, v: Tensor, tiling: Tiling, options: dict[st
     result = reference.tiled_attention(wide, keys, values, tiling, valid=masks, **options)
     expanded = torch.from_numpy(result.expanded).to(q.device)
     output = torch.from_numpy(result.output).to(q)
-    return Tiled(output, expanded.sum(-1, dtype=torch.int32), expanded)
+    return TiledAttention(output, expanded.sum(-1, dtype=torch.int32), expanded)
 
 
 def recorded(q: Tensor) -> bool:

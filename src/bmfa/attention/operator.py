@@ -16,11 +16,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from bmfa.attention.dispatch import Question
 from bmfa.attention.per_query import TreeCall
 from bmfa.attention.result import Trees
 from bmfa.attention.tiles import TileCall
-from bmfa.attention.tiling import Tiled, Tiling
+from bmfa.attention.tiling import Budget, TiledAttention, Tiling
 from bmfa.grid import Grid
 from bmfa.trees.rules import RandomQuadrants, Rule, parse
 from bmfa.trees.tree import Tree
@@ -66,17 +65,17 @@ def tiles_in_graph(
     call: TileCall,
     backend: str,
     tiling: Tiling,
-    question: Question,
+    question: Budget,
     most: float,
     certified: bool,
     fallback: float | None,
-) -> tuple[Tiled, Tensor | None, int | Tensor]:
+) -> tuple[TiledAttention, Tensor | None, int | Tensor]:
     """`TileCall.compute` as an operator; dense attention, if it is to be, runs in the operator."""
     settings = _settings(call, backend, "tiled", certified, fallback)._replace(
         error=question.error, expand=question.expand, most=most
     )
     output, marks, bound, replaced = _operator(*call.inputs, call.mask, *settings)
-    result = Tiled(output, marks.sum(-1, dtype=torch.int32), marks)
+    result = TiledAttention(output, marks.sum(-1, dtype=torch.int32), marks)
     return (result, *_bounded(bound, replaced, certified, fallback))
 
 
@@ -134,7 +133,7 @@ def _attend(
             s.backend, rule, s.max_depth, s.form, s.certified, s.fallback
         )
         return output, None, bound, replaced
-    call, question = TileCall(*inputs), Question(s.error, s.expand)
+    call, question = TileCall(*inputs), Budget(s.error, s.expand)
     computed = call.compute(s.backend, s.tiling, question, s.most, s.certified, s.fallback)
     if computed is None:
         output = scaled_dot_product_attention(
@@ -142,7 +141,7 @@ def _attend(
         )
         return output, None, None, 0
     result, bound, replaced = computed
-    return result.output, result.marks, bound, replaced
+    return result.output, result.expanded, bound, replaced
 
 
 def _forward(

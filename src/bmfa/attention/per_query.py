@@ -8,7 +8,7 @@ from torch import Tensor
 
 from bmfa.attention.inputs import Call
 from bmfa.attention.result import Trees
-from bmfa.attention.tiling import split_dimension
+from bmfa.attention.tiling import unflatten
 from bmfa.grid import Grid
 from bmfa.trees.build import screen_keys
 from bmfa.trees.certificates import exact_error, key_certificate
@@ -89,8 +89,8 @@ class TreeCall(Call):
         from bmfa.attention.kernels import eager
 
         tree = screen_keys(
-            split_dimension(self.q.detach(), 0, self.shape[:2]),
-            split_dimension(self.k[:, self.prefix :].detach(), 0, self.shape[:2]),
+            unflatten(self.q.detach(), 0, self.shape[:2]),
+            unflatten(self.k[:, self.prefix :].detach(), 0, self.shape[:2]),
             self.grid,
             rule,
             scale=self.scale,
@@ -103,7 +103,7 @@ class TreeCall(Call):
         )
         flat = tree.flat()
         output = attend(self.q, self.k, self.v, flat, prefix=self.prefix, scale=self.scale)
-        return split_dimension(output, 0, self.shape[:2]), tree
+        return unflatten(output, 0, self.shape[:2]), tree
 
     def reference(self, rule: Rule, max_depth: int | None, form: str) -> tuple[Tensor, Tree]:
         """The float64 specification, query by query, with the trees it built itself."""
@@ -177,4 +177,4 @@ def _coins(rule: Rule, shape: torch.Size, grid: Grid) -> Any:
     if not isinstance(rule, RandomQuadrants):
         return None
     quadrants = (1 + (grid.height > 1)) * (1 + (grid.width > 1))
-    return rule.coins(shape.numel(), quadrants).view(*shape, quadrants).numpy()
+    return rule.draw(shape.numel(), quadrants).view(*shape, quadrants).numpy()

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 from torch.nn.functional import pad
 
-from bmfa.attention.tiling import Existing
+from bmfa.attention.tiling import ValidTiles
 from bmfa.trees.tree import Tree
 
 
@@ -49,7 +49,7 @@ class Stats:
     audit: Audit | None = None
     counts: Tensor | None = field(default=None, repr=False)  # (B, heads, groups) tiles expanded
     tiles: int = 0  # of the grid, where there are any
-    existing: Callable[[], Existing] | None = field(
+    existing: Callable[[], ValidTiles] | None = field(
         default=None, repr=False
     )  # of a masked tiled call
 
@@ -67,7 +67,7 @@ class Stats:
         if self.existing is None:
             return float(self.counts.double().mean()) / self.tiles
         existing = self.existing()
-        shares = self.counts.double() / existing.tiles.view(-1, 1, 1)
+        shares = self.counts.double() / (existing.sizes > 0).sum(-1).view(-1, 1, 1)
         return float(shares[existing.groups.unsqueeze(1).expand_as(shares)].mean())
 
     @property

@@ -8,11 +8,10 @@ import torch
 from torch import Tensor
 
 from bmfa.attention import dispatch as tiled
-from bmfa.attention.dispatch import Question
 from bmfa.attention.inputs import Call, check_finite_scores, in_raster
 from bmfa.attention.result import Trees
 from bmfa.attention.tile_certificates import tiled_certificate
-from bmfa.attention.tiling import Existing, Tiled, Tiling
+from bmfa.attention.tiling import Budget, TiledAttention, Tiling, ValidTiles
 from bmfa.trees.tree import Tree
 
 
@@ -32,8 +31,8 @@ class TileCall(Call):
         return self.order if backend == "triton" else "raster"
 
     def attend(
-        self, backend: str, tiling: Tiling, question: Question, most: float = 1.0
-    ) -> Tiled | None:
+        self, backend: str, tiling: Tiling, question: Budget, most: float = 1.0
+    ) -> TiledAttention | None:
         """Attention over tiles; None where more than a share `most` of them would be expanded."""
         q, k, v = self.inputs
         if not q.is_cuda and backend != "triton":
@@ -78,11 +77,11 @@ class TileCall(Call):
         self,
         backend: str,
         tiling: Tiling,
-        question: Question,
+        question: Budget,
         most: float,
         certified: bool,
         fallback: float | None,
-    ) -> tuple[Tiled, Tensor | None, int | Tensor] | None:
+    ) -> tuple[TiledAttention, Tensor | None, int | Tensor] | None:
         """Attention over tiles, the certificate, and how many queries were recomputed exactly.
 
         None where more than a share `most` of the tiles would be expanded.
@@ -96,7 +95,7 @@ class TileCall(Call):
         output, replaced = self.bounded(result.output, bound, fallback)
         return replace(result, output=output), bound, replaced
 
-    def certificate(self, result: Tiled, tiling: Tiling, backend: str) -> Tensor:
+    def certificate(self, result: TiledAttention, tiling: Tiling, backend: str) -> Tensor:
         """(B, heads, prefix + N) a bound on E, in float64 and the caller's order."""
         q, k = self.inputs[:2]
         valid, order = self.mask, self.order_of(backend)
@@ -109,7 +108,7 @@ class TileCall(Call):
             q,
             k,
             tiling,
-            result.marks,
+            result.expanded,
             prefix=self.prefix,
             scale=self.scale,
             tau=self.tau,
@@ -121,19 +120,21 @@ class TileCall(Call):
         places = self.grid.z_order.to(self.device)
         return in_raster(bound.unsqueeze(-1), self.prefix, places, None).squeeze(-1)
 
-    def existing(self, tiling: Tiling, backend: str) -> Callable[[], Existing] | None:
+    def existing(self, tiling: Tiling, backend: str) -> Callable[[], ValidTiles] | None:
         """Which queries, groups and tiles exist, computed on demand; None where all do."""
         return None if self.mask is None else partial(self._existing, tiling, backend)
 
-    def _existing(self, tiling: Tiling, backend: str) -> Existing:
+    def _existing(self, tiling: Tiling, backend: str) -> ValidTiles:
         assert self.valid is not None
-        return Existing.of(self.valid[:, 0], tiling, self.order, self.order_of(backend))
+        return ValidTiles.of(self.valid[:, 0], tiling, self.order, self.order_of(backend))
 
-    def trees(self, result: Tiled, tiling: Tiling, question: Question, backend: str) -> Trees:
+    def trees(
+        self, result: TiledAttention, tiling: Tiling, question: Budget, backend: str
+    ) -> Trees:
         """The partition of every query, made on demand."""
         return Trees(partial(self._tree, result, tiling, str(question), backend))
 
-    def _tree(self, result: Tiled, tiling: Tiling, rule: str, backend: str) -> Tree:
+    def _tree(self, result: TiledAttention, tiling: Tiling, rule: str, backend: str) -> Tree:
         order = self.order_of(backend)
         tree = tiled.tree_of(result, tiling, self.prefix, self.tau, rule, order, self.valid)
         if self.order == order:

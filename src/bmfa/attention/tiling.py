@@ -1,4 +1,8 @@
-"""Square tiles over a grid, groups of neighbouring tiles, and what attention over them returns."""
+"""Geometry of the tiled form: tiles of keys, groups of queries, budgets, and token layouts.
+
+Shapes: B batch, H heads, N spatial tokens in raster order, T tiles, S = side * side slots in a tile,
+R groups of queries. A ragged grid has tiles with fewer than S tokens; their other slots are empty.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -8,24 +12,36 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from bmfa.checks import check_integer, check_number
+from bmfa.checks import check_integer, check_leaves, check_number
 from bmfa.grid import Grid, check_grid
 
-# The largest gap that is added to a tile's logit: beyond it a tile belongs among the expanded ones.
-CAP = 4.0
+# Side of a tile in tokens, and tiles whose queries share a representative. The Triton kernels are
+# written for these sizes and refuse others.
+TILE_SIDE = 8
+GROUP_TILES = 2
+# Largest gap, in units of tau, that is added to the logit of an unexpanded tile. A tile with a larger
+# gap holds a token with more than exp(4) = 55 times the mean weight, almost all the mass of its 64
+# tokens: adding more would extrapolate from the representative to queries that may not share it.
+GAP_CAP = 4.0
+DEFAULT_ERROR = 0.1
 
 
 @dataclass(frozen=True)
 class Tiling:
-    """Tiles of side x side tokens from the top left, smaller at the right and bottom.
+    """Square tiles over a grid, from the top left, smaller at the right and bottom edges.
 
-    Tiles are numbered in raster order; `group` consecutive ones hold the queries that share a
-    representative, the last group perhaps fewer.
+    Tiles are numbered in raster order. The queries of `group` consecutive tiles share one
+    representative query; the last group may have fewer tiles.
+
+    Args:
+        grid: Grid of the spatial tokens.
+        side: Side of a tile in tokens.
+        group: Number of tiles in a group of queries.
     """
 
     grid: Grid
-    side: int = 8
-    group: int = 2
+    side: int = TILE_SIDE
+    group: int = GROUP_TILES
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "grid", check_grid(self.grid))
@@ -33,144 +49,177 @@ class Tiling:
         check_integer("group", self.group, low=1)
 
     @property
-    def tiles_down(self) -> int:
-        """Rows of tiles."""
+    def rows(self) -> int:
+        """Number of rows of tiles."""
         return -(-self.grid.height // self.side)
 
     @property
-    def tiles_across(self) -> int:
-        """Columns of tiles."""
+    def columns(self) -> int:
+        """Number of columns of tiles."""
         return -(-self.grid.width // self.side)
 
     @property
     def tiles(self) -> int:
         """T, the number of tiles."""
-        return self.tiles_down * self.tiles_across
+        return self.rows * self.columns
+
+    @property
+    def slots(self) -> int:
+        """S, the number of slots in a tile."""
+        return self.side * self.side
 
     @property
     def groups(self) -> int:
-        """R, the number of query groups."""
+        """R, the number of groups of queries."""
         return -(-self.tiles // self.group)
 
     @property
     def ragged(self) -> bool:
-        """Whether some tile has fewer than side * side tokens."""
+        """True if some tiles have fewer than S tokens."""
         return self.grid.height % self.side != 0 or self.grid.width % self.side != 0
 
     @property
     def z_aligned(self) -> bool:
-        """Whether every tile is contiguous in Z-order: both sides halve evenly down to the tile's."""
-        down, across = self.tiles_down, self.tiles_across
-        return not self.ragged and down == across and down & (down - 1) == 0
+        """True if the tokens of every tile are consecutive in Z-order."""
+        return not self.ragged and self.rows == self.columns and self.rows & (self.rows - 1) == 0
 
     @cached_property
-    def slots(self) -> Tensor:
-        """(T, side * side) raster index of the token in each slot of each tile; -1 where none is."""
-        down = torch.arange(self.tiles_down * self.side).view(-1, 1, self.side, 1)
-        across = torch.arange(self.tiles_across * self.side).view(1, -1, 1, self.side)
-        inside = (down < self.grid.height) & (across < self.grid.width)
-        index = torch.where(inside, down * self.grid.width + across, -1)
-        return index.reshape(self.tiles, self.side * self.side)
+    def slot_tokens(self) -> Tensor:
+        """(T, S) raster index of the token in each slot, -1 for empty slots."""
+        row = torch.arange(self.rows * self.side).view(-1, 1, self.side, 1)
+        column = torch.arange(self.columns * self.side).view(1, -1, 1, self.side)
+        inside = (row < self.grid.height) & (column < self.grid.width)
+        index = torch.where(inside, row * self.grid.width + column, -1)
+        return index.reshape(self.tiles, self.slots)
 
-    def expanded_from_leaves(self, leaves: float | int) -> int:
-        """How many tiles a budget of leaves expands: tokens of those tiles, one for every other.
+    def tiles_within(self, leaves: float | int) -> int:
+        """Return the number of tiles that a budget of leaves can expand.
 
-        A float is a fraction of the tokens, an int a count. Tiles count as full, so that a ragged
-        grid never exceeds the budget; a budget of all tokens expands every tile.
+        An expanded tile has S leaves and any other tile has one. Tiles count as full, so a ragged
+        grid never exceeds the budget.
+
+        Args:
+            leaves: A float is a fraction of the N tokens, an int is a number of leaves.
+
+        Returns:
+            The number of expanded tiles, from 0 to T. A budget of N leaves expands every tile.
         """
-        size = self.grid.size
-        if isinstance(leaves, int):
-            budget = float(check_integer("leaves", leaves, low=1))
-        else:
-            budget = check_number("leaves", leaves, low=0.0, high=1.0, open_low=True) * size
-        if budget >= size:
+        leaves = check_leaves(leaves, size=self.grid.size)
+        budget = leaves * self.grid.size if isinstance(leaves, float) else leaves
+        if budget >= self.grid.size:
             return self.tiles
-        return min(self.tiles, max(0, int((budget - self.tiles) // (self.side**2 - 1))))
+        return min(self.tiles, max(0, int((budget - self.tiles) // (self.slots - 1))))
+
+
+@dataclass(frozen=True)
+class Budget:
+    """Stopping criterion of the tiled form: a target for the error, or a number of expanded tiles.
+
+    Exactly one of the two is not None.
+    """
+
+    error: float | None
+    expand: int | None
+
+    @classmethod
+    def of(cls, tiling: Tiling, error: float | None, leaves: float | int | None) -> "Budget":
+        """Make a budget from the arguments of `screened_attention`, with the default error if both
+        are None."""
+        if leaves is not None:
+            return cls(None, tiling.tiles_within(leaves))
+        return cls(check_number("error", DEFAULT_ERROR if error is None else error, low=0.0), None)
+
+    def __str__(self) -> str:
+        return f"error {self.error:g}" if self.expand is None else f"{self.expand} tiles expanded"
 
 
 @dataclass(frozen=True, eq=False)
-class Tiled:
-    """What tiled attention returns: outputs, and which tiles each group of queries expanded."""
+class TiledAttention:
+    """Result of a kernel of the tiled form."""
 
-    output: Tensor  # (B, heads, prefix + N, d)
-    counts: Tensor  # (B, heads, R) int32, tiles expanded
-    expanded: Tensor | Callable[[], Tensor]  # (B, heads, R, T) bool, perhaps made on demand
+    output: Tensor  # (B, H, prefix + N, d)
+    expanded_count: Tensor  # (B, H, R) int32, expanded tiles of each group
+    expanded_or_make: Tensor | Callable[[], Tensor]  # see `expanded`
 
     @cached_property
-    def marks(self) -> Tensor:
-        """(B, heads, R, T) whether the queries of a group see a tile token by token."""
-        return self.expanded if isinstance(self.expanded, Tensor) else self.expanded()
+    def expanded(self) -> Tensor:
+        """(B, H, R, T) bool, True for the tiles that a group of queries reads token by token."""
+        made = self.expanded_or_make
+        return made if isinstance(made, Tensor) else made()
 
 
-def by_tiles(tokens: Tensor, tiling: Tiling, dtype: torch.dtype) -> Tensor:
-    """(B heads, T, S, *) from (B, heads, N, *) in raster order, zeros in slots without a token."""
+@dataclass(frozen=True, eq=False)
+class ValidTiles:
+    """The valid part of a masked call: a token of the mask is both a query and a key."""
+
+    queries: Tensor  # (B or 1, N) bool, valid spatial queries in the order of the caller
+    groups: Tensor  # (B or 1, R) bool, groups with a valid query, as the backend numbers them
+    sizes: Tensor  # (B or 1, T) int64, valid tokens of each tile, as the backend numbers them
+
+    @classmethod
+    def of(cls, valid: Tensor, tiling: Tiling, order: str, kernel_order: str) -> "ValidTiles":
+        """Count the valid tokens of tiles.
+
+        Args:
+            valid: (B or 1, N) bool in raster order.
+            tiling: Tiles and groups.
+            order: Order of the caller's tokens, "raster" or "z".
+            kernel_order: Order of the tokens in the kernel. In Z-order tiles are consecutive.
+        """
+        queries = valid
+        if order == "z":
+            queries = valid[:, tiling.grid.z_order.to(valid.device)]
+        if kernel_order == "z":
+            inside = unflatten(queries, 1, (tiling.tiles, tiling.slots))
+        else:
+            inside = tokens_to_tiles(valid[:, None, :, None], tiling, torch.bool).squeeze(-1)
+        sizes = inside.sum(-1)
+        return cls(queries, tiles_to_groups(sizes > 0, tiling).any(-1), sizes)
+
+
+def tokens_to_tiles(tokens: Tensor, tiling: Tiling, dtype: torch.dtype) -> Tensor:
+    """(B H, T, S, *) from (B, H, N, *) tokens in raster order, zeros in empty slots."""
     side, grid = tiling.side, tiling.grid
-    x = split_dimension(tokens.flatten(0, 1).to(dtype), 1, (grid.height, grid.width))
+    x = unflatten(tokens.flatten(0, 1).to(dtype), 1, (grid.height, grid.width))
     if tiling.ragged:
         x = pad(x, (0, 0, 0, -grid.width % side, 0, -grid.height % side))
-    x = split_dimension(x, 2, (tiling.tiles_across, side))
-    x = split_dimension(x, 1, (tiling.tiles_down, side))
+    x = unflatten(x, 2, (tiling.columns, side))
+    x = unflatten(x, 1, (tiling.rows, side))  # (B H, rows, side, columns, side, *)
     return x.transpose(2, 3).flatten(3, 4).flatten(1, 2)
 
 
-def by_groups(tiles: Tensor, tiling: Tiling) -> Tensor:
-    """(G, R, group, *) from (G, T, *), zeros where the last group has fewer tiles."""
+def tiles_to_groups(tiles: Tensor, tiling: Tiling) -> Tensor:
+    """(B H, R, group, *) from (B H, T, *), zeros where the last group has fewer tiles."""
     missing = tiling.groups * tiling.group - tiling.tiles
     if missing:
         tiles = pad(tiles, (0, 0) * (tiles.dim() - 2) + (0, missing))
-    return split_dimension(tiles, 1, (tiling.groups, tiling.group))
+    return unflatten(tiles, 1, (tiling.groups, tiling.group))
 
 
-def by_raster(groups: Tensor, tiling: Tiling) -> Tensor:
-    """(G, N, *) from (G, R, group * S, *)."""
+def groups_to_tokens(groups: Tensor, tiling: Tiling) -> Tensor:
+    """(B H, N, *) in raster order from (B H, R, group * S, *)."""
     side, grid = tiling.side, tiling.grid
-    x = groups.flatten(1, 2)[:, : tiling.tiles * side * side]
-    x = split_dimension(x, 1, (tiling.tiles_down, tiling.tiles_across, side, side)).transpose(2, 3)
-    x = x.flatten(3, 4).flatten(1, 2)  # (G, rows, columns, *)
+    x = groups.flatten(1, 2)[:, : tiling.tiles * tiling.slots]
+    x = unflatten(x, 1, (tiling.rows, tiling.columns, side, side)).transpose(2, 3)
+    x = x.flatten(3, 4).flatten(1, 2)  # (B H, rows * side, columns * side, *)
     return x[:, : grid.height, : grid.width].flatten(1, 2)
 
 
-def existing_slots(tiling: Tiling, valid: Tensor | None, like: Tensor) -> Tensor | None:
-    """(B heads, T, S) which slots hold a token of (B, heads, ...); None where all do."""
+def valid_slots(tiling: Tiling, valid: Tensor | None, like: Tensor) -> Tensor | None:
+    """(B H, T, S) bool, True for slots with a valid token of `like` (B, H, ...).
+
+    None if every slot has one.
+    """
     batch, heads = like.shape[:2]
     if valid is None:
         if not tiling.ragged:
             return None
         valid = torch.ones(1, tiling.grid.size, dtype=torch.bool, device=like.device)
-    inside = by_tiles(valid[:, None, :, None], tiling, torch.bool).squeeze(-1)
+    inside = tokens_to_tiles(valid[:, None, :, None], tiling, torch.bool).squeeze(-1)
     return inside.repeat_interleave(batch * heads // len(inside), 0)
 
 
-@dataclass(frozen=True, eq=False)
-class Existing:
-    """What of a masked call over tiles exists: a token of the mask is both a query and a key."""
-
-    queries: Tensor  # (B or 1, N) bool, spatial queries in the order of the call
-    groups: Tensor  # (B or 1, R) bool, groups with a query, as the backend numbers them
-    tiles: Tensor  # (B or 1,) the number of tiles with a key
-
-    @classmethod
-    def of(cls, valid: Tensor, tiling: Tiling, order: str, backend_order: str) -> "Existing":
-        """From (B or 1, N) valid tokens in raster order.
-
-        Args:
-            valid: bool.
-            tiling: Tiles and groups.
-            order: The order of the call's queries, "raster" or "z".
-            backend_order: The order in which the backend took them: in Z-order tiles are contiguous.
-        """
-        turned = valid
-        if order == "z":
-            turned = valid[:, tiling.grid.z_order.to(valid.device)]
-        if backend_order == "z":
-            inside = split_dimension(turned, 1, (tiling.tiles, tiling.side**2))
-        else:
-            inside = by_tiles(valid[:, None, :, None], tiling, torch.bool).squeeze(-1)
-        tiles = inside.any(-1)
-        return cls(turned, by_groups(tiles, tiling).any(-1), tiles.sum(-1))
-
-
-def split_dimension(x: Tensor, dimension: int, sizes: tuple[int, ...]) -> Tensor:
-    """`x.unflatten`, which torch leaves without types."""
-    result: Tensor = x.unflatten(dimension, sizes)  # type: ignore[no-untyped-call]
+def unflatten(x: Tensor, dim: int, sizes: tuple[int, ...]) -> Tensor:
+    """`torch.Tensor.unflatten` with type annotations."""
+    result: Tensor = x.unflatten(dim, sizes)  # type: ignore[no-untyped-call]
     return result

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
 from bmfa.grid import Grid
-from bmfa.merging import Moment, Policy
-from bmfa.merging.dispatch import attend
+from bmfa.merging import LayerState, Policy
+from bmfa.merging.dispatch import Backend, proportional_attention
 from bmfa.models.forward_state import ForwardState, is_recomputing
 from bmfa.models.hosts.base import (
     AttentionFunction,
@@ -36,8 +36,8 @@ class ReductionState:
     full_grid: bool  # True if every block returns the full grid, because something reads its output
     layer: int = 0  # the block that runs, or is next
     size: Tensor | None = None  # (B, T) float32 multiplicities; None while all are 1
-    targets: tuple[Tensor, ...] = ()  # of every step that merged tokens, see merging.Step
-    spreads: tuple[Tensor, ...] = ()  # of every step that transformed them
+    assignments: tuple[Tensor, ...] = ()  # of every block that merged tokens, see ReducedTokens
+    unmerge_matrices: tuple[Tensor, ...] = ()  # of every block that transformed them
     # If the last block returned the full grid: its output, and the tokens it was made from.
     returned: Tensor | None = None
     merged: Tensor | None = None
@@ -53,8 +53,8 @@ class ReductionState:
             self.full_grid,
             self.layer,
             self.size,
-            self.targets,
-            self.spreads,
+            self.assignments,
+            self.unmerge_matrices,
         )
 
 
@@ -68,7 +68,7 @@ class TokenReduction:
     token_grid: TokenGrid
     policy: Policy
     blocks: tuple[nn.Module, ...]
-    backend: str
+    backend: Backend
     dense: bool  # True if the last block returns the full grid
     expose: bool  # True if every block does whose output something reads
     passes: ForwardState[ReductionState] = field(default_factory=ForwardState)
@@ -113,7 +113,7 @@ class TokenReduction:
         size = state.size if self.policy.proportional else None
         if size is None and not reads_mass:
             return scaled_dot_product_attention(q, k, v, scale=scale)
-        output, state.mass = attend(
+        output, state.mass = proportional_attention(
             q,
             k,
             v,
@@ -121,7 +121,6 @@ class TokenReduction:
             scale=scale,
             prefix=self.token_grid.prefix,
             mass=reads_mass,
-            others=self.policy.reads_others,
             backend=self.backend,
         )
         return output
@@ -132,7 +131,7 @@ class TokenReduction:
         """Return the tokens (B, T', C) that the policy leaves after this stage of the block."""
         if stage != self.policy.stage or state.keys is None:
             return x
-        moment = Moment(
+        layer_state = LayerState(
             state.layer,
             self.depth,
             state.grid,
@@ -146,15 +145,17 @@ class TokenReduction:
         if not x.is_meta and torch.is_autocast_enabled(x.device.type):
             # Half types do not resolve the differences between costs, so autocast is off here.
             with torch.autocast(x.device.type, enabled=False):
-                step = self.policy.step(moment)
+                reduced = self.policy.reduce(layer_state)
         else:
-            step = self.policy.step(moment)
-        if step is None:
+            reduced = self.policy.reduce(layer_state)
+        if reduced is None:
             return x
-        state.size, state.tokens = step.size, step.x.shape[1]
-        state.targets += () if step.target is None else (step.target,)
-        state.spreads += () if step.spread is None else (step.spread,)
-        return step.x
+        state.size, state.tokens = reduced.size, reduced.x.shape[1]
+        state.assignments += () if reduced.assignment is None else (reduced.assignment,)
+        state.unmerge_matrices += (
+            () if reduced.unmerge_matrix is None else (reduced.unmerge_matrix,)
+        )
+        return reduced.x
 
     def end_block(self, state: ReductionState, x: Tensor) -> Tensor:
         """Return the output of the block: the tokens that are left, or the full grid."""
@@ -176,12 +177,12 @@ class TokenReduction:
     def unmerge(self, state: ReductionState, tokens: Tensor) -> Tensor:
         """Return (B, prefix + N, C) from the tokens (B, T, C) that are left."""
         prefix = self.token_grid.prefix
-        if state.spreads:
-            first, *others = state.spreads
-            matrix = torch.linalg.multi_dot(state.spreads) if others else first
+        if state.unmerge_matrices:
+            first, *others = state.unmerge_matrices
+            matrix = torch.linalg.multi_dot(state.unmerge_matrices) if others else first
             spatial = matrix.to(tokens.dtype) @ tokens[:, prefix:]
             return torch.cat((tokens[:, :prefix], spatial), 1)
-        if not state.targets:
+        if not state.assignments:
             return tokens
         source = self._source(state)
         return tokens.gather(1, source.unsqueeze(-1).expand(-1, -1, tokens.shape[2]))
@@ -223,7 +224,7 @@ class TokenReduction:
                 "call bmfa.unpatch(model)"
             )
         # Reentrant checkpointing detached the grid; gradients must flow through x.
-        if start.spreads:
+        if start.unmerge_matrices:
             raise RuntimeError(
                 "transformed tokens cannot be recovered from the grid; use gradient checkpointing with "
                 "use_reentrant=False"
@@ -239,10 +240,10 @@ class TokenReduction:
         A pruned token has the index of the nearest token on the grid that was not pruned, of equally
         near ones the first in raster order.
         """
-        first, *others = (target.long() for target in state.targets)
+        first, *others = (assignment.long() for assignment in state.assignments)
         source = first
-        for target in others:
-            source = target.gather(1, source.clamp(min=0)).where(source >= 0, source)
+        for assignment in others:
+            source = assignment.gather(1, source.clamp(min=0)).where(source >= 0, source)
         if self.policy.prunes:
             prefix = self.token_grid.prefix
             filled = torch.stack([_fill_pruned(row, state.grid) for row in source[:, prefix:]])

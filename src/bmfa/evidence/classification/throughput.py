@@ -1,4 +1,4 @@
-"""Pictures per second: of the model alone, and end to end with reading and preparing them."""
+"""Pictures per second: of the model alone, and end to end with reading and preprocessing."""
 
 import statistics
 import time
@@ -11,62 +11,86 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from bmfa.evidence.classification.evaluator import Evaluator
 from bmfa.evidence.model_methods import Layers, applied
-from bmfa.evidence.runner.batches import Batch, Batches
+from bmfa.evidence.runner.batches import PictureBatches
 from bmfa.models import LoadedModel
 from bmfa.timing import Work, captured
 
-# A sample lasts at least so many seconds, so that starting and stopping the clock does not count.
+# A sample lasts at least 0.1 s or 50 calls, so that the clock's own time does not count.
 SAMPLE_SECONDS = 0.1
-MOST_CALLS = 50
+MAX_CALLS = 50
 END_TO_END_BATCHES = 2
 
-Call = Callable[[Tensor], Tensor]  # pixels on the device to outputs
+Forward = Callable[[Tensor], Tensor]  # pixels on the device to outputs
 Timed = Literal["graph", "eager"]
 
 
 @dataclass(frozen=True)
 class Rate:
-    """Pictures per second, and whether the host launched every kernel or a CUDA graph did."""
+    """Pictures per second, and whether a CUDA graph or the host launched the kernels."""
 
     images_per_second: float
     timed: Timed
 
 
-def filled(pixels: Tensor, size: int) -> Tensor:
-    """A batch of so many pictures, those at hand repeated."""
+@dataclass(frozen=True)
+class Throughput:
+    """Rates by method; both are empty if nothing was timed."""
+
+    model: dict[str, Rate]
+    end_to_end: dict[str, float]  # pictures per second
+
+
+def measure(
+    evaluator: Evaluator, batches: PictureBatches, methods: Sequence[str], repeats: int
+) -> Throughput:
+    """Time every method on one batch on the device, and end to end; 0 repeats time nothing."""
+    if repeats == 0:
+        return Throughput({}, {})
+    first = next(batch for batch in batches.read(range(len(batches))) if len(batch))
+    pixels = repeat_to_size(evaluator.load(first), batches.size)
+    rates = model_rates(
+        evaluator.model, evaluator.logits, pixels, methods, layers=evaluator.layers, repeats=repeats
+    )
+    return Throughput(rates, end_to_end_rates(evaluator, batches, methods))
+
+
+def repeat_to_size(pixels: Tensor, size: int) -> Tensor:
+    """Return a batch of `size` pictures, repeating those given."""
     return pixels[list(islice(cycle(range(len(pixels))), size))]
 
 
 def model_rates(
     model: LoadedModel,
-    call: Call,
+    forward: Forward,
     pixels: Tensor,
     methods: Sequence[str],
+    *,
     layers: Layers,
     repeats: int,
 ) -> dict[str, Rate]:
-    """Pictures per second of every method on one batch that is on the device already.
+    """Return the pictures per second of every method on one batch that is on the device.
 
-    All methods are warmed up, then timed in turn, `repeats` times over: a machine that slows down
-    slows all of them. The median counts. Nothing is recorded meanwhile. On CUDA a method runs in a
-    graph, as launching takes longer than small models do; one that waits for the device cannot.
+    All methods are warmed up and then timed in turn, `repeats` times over, so that a machine that
+    slows down slows all of them; the median counts. On CUDA a method runs in a graph, because
+    launching takes longer than small models do, unless it waits for the device.
     """
     calls: dict[str, int] = {}
     timed: dict[str, Timed] = {}
     for name in methods:
         with applied(model.model, name, layers):
-            _seconds(partial(call, pixels), pixels.device, 1)
-            work, timed[name] = _work(call, pixels, "graph" if pixels.is_cuda else "eager")
+            _seconds(partial(forward, pixels), pixels.device, 1)
+            work, timed[name] = _capture(forward, pixels, "graph" if pixels.is_cuda else "eager")
             once = _seconds(work, pixels.device, 1)
-        calls[name] = max(1, min(MOST_CALLS, int(SAMPLE_SECONDS / max(once, 1e-9)) + 1))
+        calls[name] = max(1, min(MAX_CALLS, int(SAMPLE_SECONDS / max(once, 1e-9)) + 1))
     samples: dict[str, list[float]] = {name: [] for name in methods}
     for _ in range(repeats):
         for name in methods:
             with applied(model.model, name, layers):
-                work, timed[name] = _work(call, pixels, timed[name])
+                work, timed[name] = _capture(forward, pixels, timed[name])
                 if pixels.is_cuda:
-                    _seconds(work, pixels.device, 1)  # clocks, and what a fresh patch sets up
+                    _seconds(work, pixels.device, 1)  # raises the clocks, sets up the fresh patch
                 samples[name].append(_seconds(work, pixels.device, calls[name]) / calls[name])
     return {
         name: Rate(len(pixels) / statistics.median(times), timed[name])
@@ -75,47 +99,44 @@ def model_rates(
 
 
 def end_to_end_rates(
-    model: LoadedModel,
-    run: Callable[[Batch], Tensor],
-    batches: Batches,
-    methods: Sequence[str],
-    layers: Layers,
+    evaluator: Evaluator, batches: PictureBatches, methods: Sequence[str]
 ) -> dict[str, float]:
-    """Pictures per second of every method over the first batches, read and prepared anew.
+    """Return the pictures per second of every method over the first batches, read anew for each.
 
-    The files were read before, so they come from memory where it holds them; `run` moves a batch to
-    the device and gives its outputs.
+    The files have been read before, so they usually come from the page cache.
     """
     rates = {}
-    numbers = range(min(END_TO_END_BATCHES, len(batches)))
+    reader = batches.read(range(min(END_TO_END_BATCHES, len(batches))), keep_workers=True)
+    for _ in reader:
+        pass  # starts the worker processes
     for name in methods:
-        with applied(model.model, name, layers):
+        with applied(evaluator.model.model, name, evaluator.layers):
             count, start = 0, time.perf_counter()
-            for batch in batches.read(numbers):
-                if batch.pixels is not None:
-                    run(batch).cpu()
-                    count += len(batch.pixels)
+            for batch in reader:
+                if len(batch):
+                    evaluator.logits(evaluator.load(batch)).cpu()
+                    count += len(batch)
             rates[name] = count / (time.perf_counter() - start)
     return rates
 
 
-def _work(call: Call, pixels: Tensor, wanted: Timed) -> tuple[Work, Timed]:
-    """A call of the model as it is now, in a graph where that is wanted and works."""
-    work = partial(call, pixels)
+def _capture(forward: Forward, pixels: Tensor, wanted: Timed) -> tuple[Work, Timed]:
+    """Return a call of the model as it is patched now, in a CUDA graph if wanted and possible."""
+    work = partial(forward, pixels)
     graph = captured(work, 1) if wanted == "graph" else None
     return (work, "eager") if graph is None else (graph.graph.replay, "graph")
 
 
 def _seconds(work: Work, device: torch.device, calls: int) -> float:
-    """The time of some calls in a row."""
-    _synchronise(device)
+    """Return the duration of several calls in a row."""
+    _synchronize(device)
     start = time.perf_counter()
     for _ in range(calls):
         work()
-    _synchronise(device)
+    _synchronize(device)
     return time.perf_counter() - start
 
 
-def _synchronise(device: torch.device) -> None:
+def _synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)

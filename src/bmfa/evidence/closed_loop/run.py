@@ -1,4 +1,4 @@
-"""Screening inside a model: how far its outputs move, against the leaves that are left."""
+"""The closed loop: how far screening inside a model moves its outputs, against the leaves left."""
 
 import os
 import sys
@@ -10,51 +10,35 @@ import torch
 from torch import Tensor
 
 from bmfa.data.imagenet import LabelledPicture
-from bmfa.evidence.runner import processes as shards
-from bmfa.evidence.runner.batches import (
-    Batch,
-    Batches,
-    Progress,
-    Source,
+from bmfa.evidence.methods import FULL
+from bmfa.evidence.model_methods import Layers
+from bmfa.evidence.runner.batches import Batch, PictureBatches, PictureSource
+from bmfa.evidence.runner.progress import Progress
+from bmfa.evidence.runner.resume import open_checkpoint
+from bmfa.evidence.runner.totals import (
+    ROUNDING,
+    Reference,
     Sums,
     check_part,
-    collect,
-    identity,
-    nothing_read,
-    skipped_in,
+    run_identity,
+    sum_over_pictures,
 )
-from bmfa.evidence.runner.outputs import ROUNDING, Reference, add_up
-from bmfa.evidence.runner.resume import lost_pictures_explained, open_checkpoint
 from bmfa.models import LoadedModel, layer_indices, patch, record, unpatch
 from bmfa.models.hosts import find_host
 from bmfa.records import Record, Row, environment
 from bmfa.trees.rules import RandomQuadrants, parse
 
-# The paper's rules at its settings, then what goes past them.
+# The paper's rules at its settings, then further ones.
 DEFAULT_METHODS = (
-    "fixed-blocks:2",
-    "global-mean",
-    "random-quadrants:0.25",
-    "random-quadrants:0.5",
-    "quadrant-gap:0.8",
-    "quadrant-gap:0.5",
-    "gamma:0.05",
-    "gamma:0.02",
-    "exact-gap:0.5",
-    "exact-gap:0.2",
-    "mass:0.005",
-    "mass:0.002",
-    "mass:0.001",
-    "optimal:0.005",
-    "optimal:0.002",
-    "optimal:0.001",
+    *("fixed-blocks:2", "global-mean", "random-quadrants:0.25", "random-quadrants:0.5"),
+    *("quadrant-gap:0.8", "quadrant-gap:0.5", "gamma:0.05", "gamma:0.02"),
+    *("exact-gap:0.5", "exact-gap:0.2", "mass:0.005", "mass:0.002", "mass:0.001"),
+    *("optimal:0.005", "optimal:0.002", "optimal:0.001"),
 )
-FULL = "full"
 PROTOCOL = (
     "one tree for each query and head over the spatial keys, prefix keys exact, every query screened; "
     "output_kl is KL(full || approximate); attention_kl is the mean of F - F~ over the spatial keys"
 )
-Layers = str | Sequence[int]
 
 
 @dataclass
@@ -72,18 +56,18 @@ class Total:
     def add(
         self, reference: Reference, logits: Tensor, leaf_ratio: float, attention_kl: float
     ) -> None:
-        """Outputs (B, classes) of some pictures, their mean leaf ratio and mean attention KL."""
+        """Add the (B, classes) outputs of some pictures, their mean leaf ratio and attention KL."""
         size = len(reference)
         self.images += size
         self.labelled += reference.labelled
-        self.agreeing += reference.agreeing(logits)
-        self.right += reference.right(logits)
-        self.output_kl += reference.output_kl(logits)
+        self.agreeing += reference.count_agreeing(logits)
+        self.right += reference.count_correct(logits)
+        self.output_kl += reference.sum_output_kl(logits)
         self.leaf_ratio += size * leaf_ratio
         self.attention_kl += size * attention_kl
 
     def ranges(self) -> dict[str, tuple[float, float]]:
-        """The least and the largest value of every sum, given how many pictures were counted."""
+        """Return the least and the largest possible value of every sum for `images` pictures."""
         unlimited = (-ROUNDING * self.images, sys.float_info.max)
         return {
             "labelled": (0, self.images),
@@ -95,7 +79,7 @@ class Total:
         }
 
     def row(self, method: str, layers: str) -> Row:
-        """The means, in the units of the records."""
+        """Return the means in the units of records."""
         row: Row = {
             "method": method,
             "layers": layers,
@@ -112,30 +96,52 @@ class Total:
 
 def run(
     model: LoadedModel,
-    pictures: Iterable[LabelledPicture] | Source,
+    pictures: Iterable[LabelledPicture] | PictureSource,
     methods: Sequence[str] = DEFAULT_METHODS,
     *,
     layers: Layers | Sequence[Layers] = "last-4",
     batch_size: int = 25,
     seed: int = 0,
     device: str = "cpu",
-    workers: int = 0,
+    workers: int | None = None,
     resume: str | os.PathLike[str] | None = None,
     progress: Progress | None = None,
 ) -> Record:
-    """Every method in every choice of layers, against the full model on the same pictures.
+    """Compare the model screened by every rule, in every choice of layers, with the full model.
 
-    `layers` is one choice ("all", "last-K", a list of indices) or a list of such choices. The first
-    row is the full model's. The model is patched while this runs and left without any patch.
+    Processes joined by torch.distributed share the batches and all return the same rows as one
+    process. The model is patched during the run and has no patch afterwards.
 
-    Processes joined by torch.distributed share the batches and all return the rows of one process,
-    bit for bit. `resume` is a file of partial results, created where missing: a run that was killed
-    continues from it to the same rows.
+    Args:
+        model: The model.
+        pictures: Pictures with or without labels.
+        methods: Names of rules.
+        layers: One choice of layers (`"all"`, `"last-K"` or indices), or a list of choices.
+        batch_size: Pictures in a batch.
+        seed: Seed of random rules.
+        device: Device of the model.
+        workers: Worker processes that read pictures; None chooses by source and cores.
+        resume: File of partial results, created if missing, from which a killed run continues.
+        progress: Called with the pictures done and their number.
+
+    Returns:
+        A record of one row for the full model, then one for each method and choice of layers.
+
+    Raises:
+        ValueError: If a method or a layer is unknown, or no picture can be read.
+
+    Example:
+        >>> from bmfa.data.imagenet import embedded_pictures
+        >>> from bmfa.models import load_model
+        >>> model = load_model("embedded")
+        >>> record = run(model, embedded_pictures(2), ["exact-gap:0"], layers="last-1")
+        >>> [row["agreement_percent"] for row in record.rows]
+        [100.0, 100.0]
     """
-    choices = _choices(layers)
+    choices = _layer_choices(layers)
     _check(model, methods, choices)
-    batches = Batches(pictures, model.preprocess, batch_size, workers)
-    keys = [(method, name) for name in choices for method in dict.fromkeys(methods)]
+    batches = PictureBatches(pictures, model.preprocess, batch_size, workers=workers, device=device)
+    keys = {f"{m} in {name}": (m, name) for name in choices for m in dict.fromkeys(methods)}
     settings = {
         "model": model.name,
         "preprocessing": asdict(model.preprocess),
@@ -146,52 +152,37 @@ def run(
         "protocol": PROTOCOL,
     }
     unpatch(model.model).to(device)
-    processes = shards.current()
+
+    def measure(batch: Batch) -> Sums:
+        pixels = batch.to(device)
+        reference = Reference(pixels, batch.indices, batch.labels, model.logits(pixels))
+        full = Total()
+        full.add(reference, reference.full, 1.0, 0.0)
+        totals = {FULL: full}
+        for key, (method, name) in keys.items():
+            totals[key] = _measure(model, reference, method, choices[name], seed)
+        return {key: asdict(total) for key, total in totals.items()}
+
     checkpoint = open_checkpoint(
         resume,
         "closed-loop",
-        lambda: {**settings, **identity(model, batches, device)},
-        check_part(batches, [FULL, *map(_key, keys)], Total),
-        processes,
+        lambda: {**settings, **run_identity(model, batches, device)},
+        check_part(batches, [FULL, *keys], Total),
     )
-
-    def measure(batch: Batch) -> Sums:
-        reference = _reference(model, batch, device)
-        whole = Total()
-        whole.add(reference, reference.full, 1.0, 0.0)
-        found = {
-            _key(key): _measure(model, reference, key[0], choices[key[1]], seed) for key in keys
-        }
-        return {key: asdict(total) for key, total in {FULL: whole, **found}.items()}
-
-    with torch.inference_mode(), lost_pictures_explained(resume, checkpoint):
-        parts = collect(batches, measure, processes, checkpoint, progress)
-    read = [part["sums"] for part in parts if part["sums"]]
-    if not read:
-        raise nothing_read(skipped_in(parts))
-
-    def total(key: str) -> Total:
-        return Total(**add_up([sums[key] for sums in read]))  # type: ignore[arg-type]
-
-    rows = [total(FULL).row(FULL, "none"), *(total(_key(key)).row(*key) for key in keys)]
-    skipped = skipped_in(parts)
+    with torch.inference_mode(), checkpoint as saved:
+        totals, skipped = sum_over_pictures(batches, measure, Total, saved, progress)
+    rows = [totals[FULL].row(FULL, "none"), *(totals[key].row(*keys[key]) for key in keys)]
     settings |= {"skipped": skipped.count, "skipped_names": skipped.reasons}
     return Record("closed-loop", settings, rows, environment(device))
-
-
-def _reference(model: LoadedModel, batch: Batch, device: str) -> Reference:
-    assert batch.pixels is not None
-    pixels = batch.pixels.to(device)
-    return Reference(pixels, batch.places, batch.labels, model.logits(pixels))
 
 
 def _measure(
     model: LoadedModel, reference: Reference, method: str, layers: Layers, seed: int
 ) -> Total:
-    """One method on one batch; coins are drawn picture by picture, so that no batching shows."""
-    alone, total = isinstance(parse(method), RandomQuadrants), Total()
-    for part in reference.single() if alone else [reference]:
-        patch(model.model, rule=parse(method, seed + part.places[0]), layers=layers)
+    """Measure one method on one batch; random rules draw for each picture, whatever its batch."""
+    random, total = isinstance(parse(method), RandomQuadrants), Total()
+    for part in reference.single() if random else [reference]:
+        patch(model.model, rule=parse(method, seed + part.indices[0]), layers=layers)
         try:
             with record(model.model) as recording:
                 logits = model.logits(part.pixels)
@@ -201,19 +192,14 @@ def _measure(
     return total
 
 
-def _key(key: tuple[str, str]) -> str:
-    return " in ".join(key)
-
-
-def _choices(layers: Layers | Sequence[Layers]) -> dict[str, Layers]:
-    """The choices of layers by the name that rows give them."""
+def _layer_choices(layers: Layers | Sequence[Layers]) -> dict[str, Layers]:
+    """Return the choices of layers by their names in rows."""
     single = isinstance(layers, str) or all(isinstance(part, int) for part in layers)
     choices: list[Any] = [layers] if single else list(layers)
     return {c if isinstance(c, str) else ",".join(map(str, c)): c for c in choices}
 
 
 def _check(model: LoadedModel, methods: Sequence[str], choices: dict[str, Layers]) -> None:
-    """Raise before any picture is read."""
     if not methods:
         raise ValueError(f"no methods; pass some, e.g. {', '.join(DEFAULT_METHODS[:3])}")
     for method in methods:

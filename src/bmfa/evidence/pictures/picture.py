@@ -11,7 +11,7 @@ from torch import Tensor
 
 from bmfa.data.imagenet import LabelledPicture
 from bmfa.energy import gap
-from bmfa.evidence.closed_loop.run import Layers
+from bmfa.evidence.model_methods import Layers
 from bmfa.evidence.pictures.thumbnails import jpeg_uri
 from bmfa.models import LoadedModel, layer_indices, patch, unpatch
 from bmfa.models.hosts import find_host

@@ -20,7 +20,7 @@ from bmfa.data.files import FAULTS_OF_FILES, InstancePart
 from bmfa.data.instances import SIZES, InstanceSource
 from bmfa.data.probe_stream import Compute, Result, Spread
 from bmfa.evidence.runner import processes as shards
-from bmfa.evidence.runner.resume import Part, digest, lost_pictures_explained, open_checkpoint
+from bmfa.evidence.runner.resume import Part, digest, open_checkpoint
 
 # The arrays of a block that are worth packing, and their types.
 _ARRAYS: dict[str, np.dtype[Any]] = {"edge": np.dtype(np.float64), "minority": np.dtype(np.bool_)}
@@ -40,51 +40,43 @@ def spread(
     resume: str | os.PathLike[str] | None,
 ) -> Spread:
     """How the parts of a source are computed: by one process or several, with a file or without."""
-    processes = shards.current()
-    if resume is None and processes.count == 1:
-        return _compute_here
-    checkpoint = open_checkpoint(
-        resume,
-        "probe",
-        lambda: {**asdict(settings), "strict": strict, "pictures": len(source), **_origin(source)},
-        partial(_fault, settings.grid),
-        processes,
-    )
+    check = partial(_fault, settings.grid)
 
     def compute_all(parts: Iterator[InstanceSource], compute: Compute) -> Iterator[Result]:
+        checkpoint = open_checkpoint(resume, "probe", identity, check)
+        if resume is None and shards.current().count == 1:
+            with checkpoint:
+                yield from compute(parts)
+            return
         every = list(parts)
         listings = [_listing(part) for part in every]
-        saved: dict[int, Part] = processes.from_first(
-            lambda: {} if checkpoint is None else dict(checkpoint.parts)
-        )
-        known = {
-            n: saved[n] for n in range(len(every)) if n in saved and _lasts(saved[n], listings[n])
-        }
-        left = [number for number in range(len(every)) if number not in known]
-        reached = 0
-        explained = lost_pictures_explained(resume, checkpoint)
-        results = compute(every[n] for n in processes.mine(left))
-        with explained, closing(results):  # type: ignore[type-var]
-            rounds = processes.rounds(
-                left, lambda number: packed(next(results)) | {"listing": listings[number]}
-            )
-            for done in rounds:
-                known |= dict(done)
-                if checkpoint is not None:
-                    checkpoint.keep(dict(done))
-                while reached in known:
-                    yield unpacked(known[reached], strict)
-                    reached += 1
-        if checkpoint is not None:
-            checkpoint.write()
-        yield from (unpacked(known[number], strict) for number in range(reached, len(every)))
+        with checkpoint as saved:
+            processes = saved.processes
+            done = {
+                number: part
+                for number, part in saved.parts.items()
+                if number < len(every) and _is_current(part, listings[number])
+            }
+            left = [number for number in range(len(every)) if number not in done]
+            results = compute(every[number] for number in processes.mine(left))
+            reached = 0
+            with closing(results):  # type: ignore[type-var]
+                rounds = processes.rounds(
+                    left, lambda number: packed(next(results)) | {"listing": listings[number]}
+                )
+                for computed in rounds:
+                    done |= dict(computed)
+                    saved.add(dict(computed))
+                    while reached in done:
+                        yield unpacked(done[reached], strict)
+                        reached += 1
+            saved.write()
+            yield from (unpacked(done[number], strict) for number in range(reached, len(every)))
+
+    def identity() -> dict[str, Any]:
+        return {**asdict(settings), "strict": strict, "pictures": len(source), **_origin(source)}
 
     return compute_all
-
-
-def _compute_here(parts: Iterator[InstanceSource], compute: Compute) -> Iterator[Result]:
-    with lost_pictures_explained(None, None):
-        yield from compute(parts)
 
 
 def packed(result: Result) -> Part:
@@ -129,7 +121,7 @@ def _pack(array: NDArray[Any]) -> str:
     return base64.b64encode(zlib.compress(np.ascontiguousarray(array).tobytes(), 1)).decode()
 
 
-def _lasts(part: Part, listing: str) -> bool:
+def _is_current(part: Part, listing: str) -> bool:
     """False if the files of a saved part have changed, or could not be read, so that it is redone."""
     return part["listing"] == listing and not any(
         part["faults"].get(one) for one in FAULTS_OF_FILES

@@ -1,4 +1,4 @@
-"""Work shared between processes, on one machine or several: torchrun starts them, this joins them."""
+"""Work shared between the processes of torchrun, on one machine or several."""
 
 import os
 from collections.abc import Callable, Iterable, Iterator
@@ -11,8 +11,8 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as distributed
 
-# One process may wait for another as long as its batch takes; torchrun ends all where one dies.
-PATIENCE = timedelta(days=2)
+# A process waits for the slowest batch of the others; torchrun ends all if one of them dies.
+TIMEOUT = timedelta(days=2)
 _VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 Task = TypeVar("Task")
@@ -21,18 +21,18 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class Processes:
-    """This process among all that share the work."""
+    """The rank of this process and the number of processes that share the work."""
 
     rank: int = 0
     count: int = 1
 
     @property
     def first(self) -> bool:
-        """Whether this one prints and writes."""
+        """True if this process prints and writes."""
         return self.rank == 0
 
     def exchange(self, value: Any) -> list[Any]:
-        """What every process passes, in the order of their ranks; all must call."""
+        """Return the values of all processes by rank; a collective call."""
         if self.count == 1:
             return [value]
         values: list[Any] = [None] * self.count
@@ -40,41 +40,43 @@ class Processes:
         return values
 
     def from_first(self, work: Callable[[], Result]) -> Result:
-        """What the first process computes while the others wait; an error of it is every one's."""
+        """Return what the first process computes; an error of it is raised in every process."""
         if self.count == 1:
             return work()
-        outcome = _outcome(lambda _: work(), None) if self.first else (None, None)
-        result, fault = self.exchange(outcome)[0]
-        if fault is not None:
-            raise fault
+        outcome = _try(lambda _: work(), None) if self.first else (None, None)
+        result, error = self.exchange(outcome)[0]
+        if error is not None:
+            raise error
         shared: Result = result
         return shared
 
     def rounds(
         self, tasks: Iterable[Task], work: Callable[[Task], Result]
     ) -> Iterator[list[tuple[Task, Result]]]:
-        """Work the tasks off, each by one process; every process gets all results, in order.
+        """Do all tasks, one for each process in every round, and yield the results of a round.
 
-        A round is one task for each process. Who works on a task never changes what it is made of,
-        so results do not depend on the number of processes. An error of one process is raised in
-        all of them, in the same round.
+        Every process receives all results in order. A task does not depend on the process that does
+        it, so the results are the same for any number of processes. An error of one process is
+        raised in all of them, in the same round.
         """
-        rest = iter(tasks)
-        while some := list(islice(rest, self.count)):
-            mine = [_outcome(work, task) for task in some[self.rank : self.rank + 1]]
+        remaining = iter(tasks)
+        while current_round := list(islice(remaining, self.count)):
+            mine = [_try(work, task) for task in current_round[self.rank : self.rank + 1]]
             outcomes = [outcome for outcomes in self.exchange(mine) for outcome in outcomes]
-            for _, fault in outcomes:
-                if fault is not None:
-                    raise fault
-            yield [(task, result) for task, (result, _) in zip(some, outcomes, strict=True)]
+            for _, error in outcomes:
+                if error is not None:
+                    raise error
+            yield [
+                (task, result) for task, (result, _) in zip(current_round, outcomes, strict=True)
+            ]
 
     def mine(self, tasks: Iterable[Task]) -> Iterator[Task]:
-        """The tasks that `rounds` gives to this process."""
+        """Return the tasks that `rounds` assigns to this process."""
         return islice(tasks, self.rank, None, self.count)
 
 
-def _outcome(work: Callable[[Task], Result], task: Task) -> tuple[Any, Exception | None]:
-    """The result of a task, or the error it ended with."""
+def _try(work: Callable[[Task], Result], task: Task) -> tuple[Any, Exception | None]:
+    """Return the result of a task, or the error it raised."""
     try:
         return work(task), None
     except Exception as error:
@@ -82,36 +84,43 @@ def _outcome(work: Callable[[Task], Result], task: Task) -> tuple[Any, Exception
 
 
 def current() -> Processes:
-    """The processes that were joined, by `joined` or by the calling program; else this one alone."""
+    """Return the processes of the default group, or this one alone if there is no group."""
     if distributed.is_available() and distributed.is_initialized():
         return Processes(distributed.get_rank(), distributed.get_world_size())
     return Processes()
 
 
 def launched() -> bool:
-    """Whether torchrun, or a launcher that sets the same variables, started several processes."""
+    """Return True if torchrun, or a launcher that sets its variables, started several processes."""
     return all(name in os.environ for name in _VARIABLES) and int(os.environ["WORLD_SIZE"]) > 1
 
 
+def cores_per_process() -> int:
+    """Return the cores of this machine divided by the processes that torchrun started on it."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return max(1, (cores or 1) // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+
+
 def own_device(device: str) -> str:
-    """The device of this process: `cuda` means another one for each process of a machine."""
+    """Return the device of this process: `cuda` becomes `cuda:LOCAL_RANK` under torchrun.
+
+    Raises:
+        ValueError: If this machine has fewer CUDA devices than processes.
+    """
     if device != "cuda" or not launched():
         return device
-    local, here = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
-    if local >= here:
+    local, devices = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+    if local >= devices:
         raise ValueError(
-            f"process {local} of this machine finds {here} CUDA devices; "
-            f"start at most {here}: torchrun --nproc-per-node {here}"
+            f"process {local} of this machine finds {devices} CUDA devices; "
+            f"start at most {devices}: torchrun --nproc-per-node {devices}"
         )
     return f"cuda:{local}"
 
 
 @contextmanager
 def joined(device: str = "cpu") -> Iterator[Processes]:
-    """Join the processes that torchrun started, for as long as the block runs.
-
-    Results travel by gloo; beside CUDA devices nccl is set up as well.
-    """
+    """Join the process group of torchrun inside the block; gloo carries the results."""
     if not launched() or distributed.is_initialized():
         yield current()
         return
@@ -119,7 +128,7 @@ def joined(device: str = "cpu") -> Iterator[Processes]:
     if cuda:
         torch.cuda.set_device(device)
     nccl = cuda and distributed.is_nccl_available()
-    distributed.init_process_group("cpu:gloo,cuda:nccl" if nccl else "gloo", timeout=PATIENCE)
+    distributed.init_process_group("cpu:gloo,cuda:nccl" if nccl else "gloo", timeout=TIMEOUT)
     try:
         yield current()
     finally:

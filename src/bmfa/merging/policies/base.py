@@ -1,4 +1,4 @@
-"""What a policy is: in every block it reads the tokens and may return fewer of them."""
+"""The interface of a token-reduction policy: `LayerState` in, `ReducedTokens` out."""
 
 import math
 from dataclasses import dataclass
@@ -9,129 +9,231 @@ from torch import Tensor
 
 from bmfa.checks import check_integer, check_number
 from bmfa.grid import Grid
-from bmfa.merging.dispatch import merge, tome_features
+from bmfa.merging.dispatch import Backend, merge_tokens, unit_mean_keys
+from bmfa.merging.operation import assign, pool
 
-# Shares are decimal fractions: what a product with one misses of a whole number is rounding.
+# Fractions are decimal numbers such as 0.95: a product that misses an integer by less than this is
+# rounding.
 _ROUNDING = 1e-9
 
 
 @dataclass(frozen=True, eq=False)
-class Moment:
-    """The tokens of one block, between attention and perceptron or behind both."""
+class LayerState:
+    """The tokens of one block as a policy sees them, after its attention or after its MLP.
+
+    Args: layer: index of the block. depth: number of blocks of the model. grid: grid of the spatial
+        tokens before any reduction. prefix: number of leading tokens that are not spatial. x: (B,
+        T, C) tokens, prefix tokens first. size: (B, T) float32, number of original tokens that each
+        token stands for. k: (B, H, T, d) keys of the attention of this block. mass: (B, parts, T)
+        float32; summed over its parts it is the attention that each token receives,
+            averaged over the prefix queries (over all queries if prefix is 0) and summed over
+            heads. None unless `Policy.reads_mass` asked for it.
+        backend: backend of the merge operation.
+
+    Example:
+        >>> import torch
+        >>> from bmfa import Grid, merging
+        >>> x, k = torch.randn(1, 17, 8), torch.randn(1, 2, 17, 4)
+        >>> state = merging.LayerState(0, 12, Grid(4, 4), 1, x, torch.ones(1, 17), k)
+        >>> state.tokens
+        16
+    """
 
     layer: int
     depth: int
     grid: Grid
     prefix: int
-    x: Tensor  # (B, T, C), prefix tokens first
-    size: Tensor  # (B, T) float32
-    k: Tensor  # (B, heads, T, d) of this block's attention
-    mass: Tensor | None = None  # (B, parts, rows, T), see kernels.eager.merging.attend
-    backend: str = "auto"
+    x: Tensor
+    size: Tensor
+    k: Tensor
+    mass: Tensor | None = None
+    backend: Backend = "auto"
 
     @property
     def tokens(self) -> int:
-        """The tokens that may be reduced: all but the prefix."""
+        """Number of tokens that can be reduced: T - prefix."""
         return self.x.shape[1] - self.prefix
 
     @property
     def unit_keys(self) -> Tensor:
-        """(B, T, d) unit mean over heads of the keys: their products are cosines."""
-        return tome_features(self.k, self.backend)
+        """(B, T, d) means over heads of the keys, each normalised to unit length."""
+        return unit_mean_keys(self.k, self.backend)
 
     @property
     def cosines(self) -> Tensor:
-        """(B, T - prefix, T - prefix) cosines of the mean-head keys, -inf on the diagonal."""
+        """(B, T - prefix, T - prefix) float32 cosines of the unit keys."""
         keys = self.unit_keys[:, self.prefix :].float()
-        return (keys @ keys.transpose(1, 2)).diagonal_scatter(
-            keys.new_full(keys.shape[:2], -torch.inf), dim1=1, dim2=2
-        )
+        return keys @ keys.transpose(1, 2)
 
     @property
     def attention(self) -> Tensor:
-        """(B, rows, T) the mass, mean over heads: of the prefix queries, then of the others."""
-        return self.parts.sum(1) / self.k.shape[1]
+        """(B, T) attention that each token receives, averaged over heads too; raises without mass."""
+        return self.required_mass.sum(1) / self.k.shape[1]
 
     @property
-    def parts(self) -> Tensor:
-        """The mass as attention left it; merging adds the parts itself."""
+    def required_mass(self) -> Tensor:
+        """The mass, (B, parts, T); RuntimeError if it was not computed."""
         if self.mass is None:
-            raise RuntimeError("the attention mass was not computed; let reads_mass ask for it")
+            raise RuntimeError(
+                "the attention mass was not computed; return True from reads_mass for this block"
+            )
         return self.mass
 
-    def merge(self, features: Tensor | None, weight: Tensor | None, r: int, pair: str) -> "Step":
-        """Bipartite merging of r tokens, on the backend of this pass.
-
-        Features and weight as in kernels.eager.merging.merge.
-        """
-        x, size, target = merge(
-            self.x,
-            self.size,
-            features,
-            weight,
-            r,
-            prefix=self.prefix,
-            pair=pair,
-            backend=self.backend,
+    def merge_cheapest(
+        self, r: int, *, keys: Tensor | None = None, weight: Tensor | None = None
+    ) -> "ReducedTokens":
+        """Merge the r cheapest pairs by bipartite matching; see `bmfa.merging.dispatch.merge_tokens`."""
+        x, size, assignment = merge_tokens(
+            self.x, self.size, keys, weight, r, prefix=self.prefix, backend=self.backend
         )
-        return Step(x, size, target)
+        return ReducedTokens(x, size, assignment)
+
+    def merge_pairs(self, source: Tensor, destination: Tensor) -> "ReducedTokens":
+        """Merge tokens at `source` (B, r) into those at `destination`; the order of the rest is kept.
+
+        Positions count spatial tokens only. The merged tokens are averages weighted by size.
+        """
+        total = self.x.shape[1]
+        assignment = assign(source + self.prefix, destination + self.prefix, total)
+        return self.pooled(assignment, total - source.shape[1])
+
+    def pooled(
+        self, assignment: Tensor, count: int, weight: Tensor | None = None
+    ) -> "ReducedTokens":
+        """Average the tokens of each new position; see `bmfa.merging.operation.pool`."""
+        x, size = pool(self.x, self.size, assignment, count, weight)
+        return ReducedTokens(x, size, assignment)
 
 
 @dataclass(frozen=True, eq=False)
-class Step:
-    """The tokens after a policy acted, and how to find the old ones in them."""
+class ReducedTokens:
+    """The tokens that a policy returns, and how to map them back to the tokens it received.
 
-    x: Tensor  # (B, T', C)
-    size: Tensor  # (B, T') float32
-    target: Tensor | None = None  # (B, T) new position of every old token, -1 where it was pruned
-    spread: Tensor | None = None  # (T - prefix, T' - prefix) matrix from new tokens to old ones
+    Args: x: (B, T', C) tokens, prefix tokens first. size: (B, T') float32, number of original
+        tokens that each token stands for. assignment: (B, T) new position of every old token, -1 if
+        it was pruned. unmerge_matrix: (T - prefix, T' - prefix) matrix from new to old spatial
+        tokens, for policies that
+            transform the sequence and have no assignment.
+
+    Example:
+        >>> import torch
+        >>> from bmfa.merging import ReducedTokens
+        >>> reduced = ReducedTokens(torch.zeros(1, 2, 8), torch.ones(1, 2), torch.tensor([[0, 1, 1]]))
+        >>> reduced.x.shape[1]
+        2
+    """
+
+    x: Tensor
+    size: Tensor
+    assignment: Tensor | None = None
+    unmerge_matrix: Tensor | None = None
 
 
 @dataclass(frozen=True)
 class Policy:
-    """How tokens are reduced; immutable, its parameters checked when made."""
+    """Base class of token-reduction policies: immutable, with parameters checked on construction.
 
-    stage: ClassVar[Literal["attention", "mlp"]] = "attention"  # behind which of them it acts
-    proportional: ClassVar[bool] = True  # whether attention adds log(size)
-    prunes: ClassVar[bool] = False  # whether tokens may leave without being merged into another
-    reads_others: ClassVar[bool] = False  # whether the mass of queries behind the prefix counts
+    Subclasses implement `reduce`, and override the class attributes and the other methods if
+    needed. `str(policy)` is the command-line name, which `parse` reads back.
+
+    Attributes:
+        name: command-line name without the parameter.
+        stage: the policy acts after this part of the block, "attention" or "mlp".
+        proportional: True if attention adds log(size) to the scores.
+        prunes: True if tokens can be dropped without being merged into another.
+
+    Example:
+        >>> from dataclasses import dataclass
+        >>> from bmfa import merging
+        >>> @dataclass(frozen=True)
+        ... class KeepFirstHalf(merging.Policy):
+        ...     def reduce(self, state):
+        ...         x, size = state.x, state.size
+        ...         count = x.shape[1] // 2
+        ...         return merging.ReducedTokens(x[:, :count], size[:, :count])
+        >>> KeepFirstHalf().reads_mass(0, 12)
+        False
+    """
+
+    name: ClassVar[str] = ""
+    stage: ClassVar[Literal["attention", "mlp"]] = "attention"
+    proportional: ClassVar[bool] = True
+    prunes: ClassVar[bool] = False
 
     def check(self, grid: Grid, prefix: int, depth: int) -> None:
-        """Raise where the parameters fit no block of a model on this grid."""
+        """Raise ValueError if the parameters do not fit a model with this grid, prefix and depth."""
 
     def reads_mass(self, layer: int, depth: int) -> bool:
-        """Whether this block's attention mass is asked for."""
+        """Return True if `reduce` reads the attention mass of this block."""
         return False
 
-    def step(self, moment: Moment) -> Step | None:
-        """Fewer tokens, or None where this block keeps all."""
+    def reduce(self, state: LayerState) -> ReducedTokens | None:
+        """Return the tokens that remain, or None if this block keeps all of them."""
         raise NotImplementedError
 
 
+@dataclass(frozen=True)
+class BudgetPolicy(Policy):
+    """Base class of policies with a budget: an int removes tokens, a float keeps a fraction per block.
+
+    Args: budget: int, number of tokens that every block removes; or float in [`min_fraction`, 1],
+        fraction of
+            the spatial tokens that every block keeps. A block with too few tokens removes what it
+            can.
+
+    Raises:
+        ValueError: the budget is out of range.
+        TypeError: the budget is not a number.
+    """
+
+    min_fraction: ClassVar[float] = 0.5  # a pair leaves one of two tokens
+    budget: int | float
+
+    def __post_init__(self) -> None:
+        check_budget(self.budget, least=self.min_fraction)
+
+    def __str__(self) -> str:
+        return f"{self.name}:{self.budget!r}"
+
+    def check(self, grid: Grid, prefix: int, depth: int) -> None:
+        count, most = removed_count(self.budget, grid.size), self.max_removed(grid.size)
+        if count > most:
+            raise ValueError(
+                f"{self} removes {count} tokens a block, but of the {grid.size} tokens of a "
+                f"{grid.height}x{grid.width} grid at most {most} can be removed; pass at most {most}"
+            )
+
+    def max_removed(self, tokens: int) -> int:
+        """Return how many of `tokens` spatial tokens one block can remove."""
+        return tokens // 2
+
+    def removed(self, state: LayerState) -> int:
+        """Return how many tokens this block removes."""
+        count = removed_count(self.budget, state.tokens)
+        return min(count, self.max_removed(state.tokens))
+
+
 def check_budget(budget: object, *, least: float = 0.0) -> None:
-    """A whole number of tokens to remove from each block, or the share that each block keeps."""
+    """Raise unless the budget is a count (int) or a fraction (float) from `least` (not 0) to 1."""
     if isinstance(budget, int) and not isinstance(budget, bool):
         check_integer("tokens removed from a block", budget, low=0)
     else:
         check_number("share kept by a block", budget, low=least, high=1.0, open_low=least == 0.0)
 
 
-def removed(budget: int | float, tokens: int) -> int:
-    """The tokens that leave a block of some tokens, the prefix not counted."""
+def removed_count(budget: int | float, tokens: int) -> int:
+    """Return how many of `tokens` spatial tokens a budget removes."""
     if isinstance(budget, int):
         return budget
     return math.floor(tokens - budget * tokens + _ROUNDING)
 
 
-def kept(share: float, tokens: int) -> int:
-    """The smallest whole number that is at least a share of the tokens."""
-    return math.ceil(share * tokens - _ROUNDING)
+def kept_count(fraction: float, tokens: int) -> int:
+    """Return the least integer that is at least fraction * tokens."""
+    return math.ceil(fraction * tokens - _ROUNDING)
 
 
-def check_pairs(policy: object, budget: int | float, grid: Grid) -> None:
-    """Raise where even the first block has too few tokens for the budget to find partners."""
-    if removed(budget, grid.size) > grid.size // 2:
-        raise ValueError(
-            f"{policy} removes {removed(budget, grid.size)} tokens a block, but a "
-            f"{grid.height}x{grid.width} grid has {grid.size // 2} pairs; pass at most that many"
-        )
+def without_diagonal(cosines: Tensor) -> Tensor:
+    """Return (B, n, n) with -inf on the diagonal, so that no token matches itself."""
+    diagonal = cosines.new_full(cosines.shape[:2], -torch.inf)
+    return cosines.diagonal_scatter(diagonal, dim1=1, dim2=2)

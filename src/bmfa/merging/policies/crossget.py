@@ -1,53 +1,52 @@
-"""CrossGET: matching among all tokens at once, the vision part."""
+"""CrossGET: matching among all tokens at once (the vision branch)."""
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
-from bmfa.grid import Grid
-from bmfa.merging.kernels.eager import pool, targets
-from bmfa.merging.policies.base import Moment, Policy, Step, check_budget, removed
+from bmfa.merging.policies.base import BudgetPolicy, LayerState, ReducedTokens, without_diagonal
 
 
 @dataclass(frozen=True)
-class CrossGET(Policy):
-    """Tokens ranked by their largest cosine match only later ones; the r best edges are sources.
+class CrossGET(BudgetPolicy):
+    """Complete-graph soft matching (Shi et al., 2024).
 
-    Each source then goes to the most similar token that is none; the order of the tokens stays.
+    Tokens are ranked by their largest cosine. The r tokens with the largest cosine to a token of a
+    later rank are sources, and each merges into the most similar token that is not a source. The
+    order of the tokens is kept.
+
+    Args: budget: int, number of tokens that every block removes; or float in (0, 1], fraction of
+        the spatial
+            tokens that every block keeps. A block keeps at least one spatial token.
+
+    Raises:
+        ValueError: the budget is out of range.
+        TypeError: the budget is not a number.
+
+    Example:
+        >>> import bmfa
+        >>> str(bmfa.merging.CrossGET(0.95))
+        'crossget:0.95'
     """
 
-    budget: int | float
+    name: ClassVar[str] = "crossget"
+    min_fraction: ClassVar[float] = 0.0
 
-    def __post_init__(self) -> None:
-        check_budget(self.budget)
+    def max_removed(self, tokens: int) -> int:
+        return tokens - 1
 
-    def __str__(self) -> str:
-        return f"crossget:{self.budget!r}"
-
-    def check(self, grid: Grid, prefix: int, depth: int) -> None:
-        """One token at least must stay."""
-        r = removed(self.budget, grid.size)
-        if r >= grid.size and r > 0:
-            raise ValueError(
-                f"{self} removes {r} tokens a block, but a {grid.height}x{grid.width} grid has "
-                f"{grid.size}; pass at most {grid.size - 1}"
-            )
-
-    def step(self, moment: Moment) -> Step | None:
-        """Merge."""
-        r = min(removed(self.budget, moment.tokens), moment.tokens - 1)
+    def reduce(self, state: LayerState) -> ReducedTokens | None:
+        r = self.removed(state)
         if r == 0:
             return None
-        cosines = moment.cosines
+        cosines = without_diagonal(state.cosines)
         best = cosines.amax(2)
         rank = best.argsort(dim=1, descending=True, stable=True).argsort(dim=1)
-        later = rank.unsqueeze(1) > rank.unsqueeze(2)  # (B, i, j): j comes after i
+        later = rank.unsqueeze(1) > rank.unsqueeze(2)  # (B, i, j): True if j ranks after i
         remaining = cosines.masked_fill(~later, -torch.inf).amax(2)
         source = remaining.argsort(dim=1, descending=True, stable=True)[:, :r]
-        leaving = torch.zeros_like(best, dtype=torch.bool).scatter(1, source, True)
+        is_source = torch.zeros_like(best, dtype=torch.bool).scatter(1, source, True)
         rows = cosines.gather(1, source.unsqueeze(-1).expand(-1, -1, cosines.shape[2]))
-        destination = rows.masked_fill(leaving.unsqueeze(1), -torch.inf).argmax(2)
-        tokens, prefix = moment.x.shape[1], moment.prefix
-        target = targets(source + prefix, destination + prefix, tokens)
-        x, size = pool(moment.x, moment.size, target, tokens - r)
-        return Step(x, size, target)
+        destination = rows.masked_fill(is_source.unsqueeze(1), -torch.inf).argmax(2)
+        return state.merge_pairs(source, destination)

@@ -1,4 +1,4 @@
-"""DCT: tokens as a signal, whose high frequencies are dropped after every block."""
+"""DCT: tokens as a signal whose high frequencies are dropped after every block."""
 
 import math
 from dataclasses import dataclass
@@ -10,93 +10,109 @@ from torch import Tensor
 
 from bmfa.checks import check_number
 from bmfa.grid import Grid
-from bmfa.merging.policies.base import Moment, Policy, Step, kept
+from bmfa.merging.policies.base import LayerState, Policy, ReducedTokens, kept_count
 
 
 @dataclass(frozen=True)
 class DCT(Policy):
-    """Along the sequence: of T tokens the first ceil(T share) coefficients remain.
+    """Drop high frequencies along the sequence: every block keeps ceil(fraction T) of T coefficients.
 
-    An orthonormal DCT-II, cut, and its inverse of the new length times sqrt(M / T), so that a
-    constant signal keeps its value.
+    The spatial tokens are transformed by an orthonormal DCT-II, truncated to M coefficients, and
+    transformed back by an inverse of length M times sqrt(M / T), so that a constant signal keeps
+    its value.
+
+    Args:
+        fraction: fraction of the coefficients that every block keeps, in (0, 1].
+
+    Raises:
+        ValueError: the fraction is out of range.
+        TypeError: the fraction is not a number.
+
+    Example:
+        >>> import bmfa
+        >>> str(bmfa.merging.DCT(0.95))
+        'dct:0.95'
     """
 
+    name: ClassVar[str] = "dct"
     stage: ClassVar[Literal["attention", "mlp"]] = "mlp"
-    share: float
+    fraction: float
 
     def __post_init__(self) -> None:
-        check_number("share kept", self.share, low=0.0, high=1.0, open_low=True)
+        check_number("share kept", self.fraction, low=0.0, high=1.0, open_low=True)
 
     def __str__(self) -> str:
-        return f"dct:{self.share!r}"
+        return f"{self.name}:{self.fraction!r}"
 
-    def step(self, moment: Moment) -> Step | None:
-        """Cut."""
-        left = kept(self.share, moment.tokens)
-        if left == moment.tokens:
+    def reduce(self, state: LayerState) -> ReducedTokens | None:
+        before, after = state.tokens, kept_count(self.fraction, state.tokens)
+        if before == after:
             return None
-        return _transformed(
-            moment, shortening(moment.tokens, left), shortening(left, moment.tokens)
-        )
+        return _transform(state, resampling_matrix(before, after), resampling_matrix(after, before))
 
 
 @dataclass(frozen=True)
-class GridDCT(Policy):
-    """On the grid, rows and columns alike, which keeps neighbours together.
+class GridDCT(DCT):
+    """Drop high frequencies along both sides of the grid, which keeps neighbours together.
 
-    Behind block l a side of n tokens has round(n share^((l + 1) / 2)) left, at least 1: about the
-    share of the tokens in every block.
+    After block l a side of n tokens has round(n fraction^((l + 1) / 2)) tokens, at least 1: every
+    block keeps about the fraction of the tokens.
+
+    Args:
+        fraction: fraction of the tokens that every block keeps, in (0, 1].
+
+    Raises:
+        ValueError: the fraction is out of range.
+        TypeError: the fraction is not a number.
+
+    Example:
+        >>> import bmfa
+        >>> str(bmfa.merging.GridDCT(0.95))
+        'dct2:0.95'
     """
 
-    stage: ClassVar[Literal["attention", "mlp"]] = "mlp"
-    share: float
+    name: ClassVar[str] = "dct2"
 
-    def __post_init__(self) -> None:
-        check_number("share kept", self.share, low=0.0, high=1.0, open_low=True)
-
-    def __str__(self) -> str:
-        return f"dct2:{self.share!r}"
-
-    def step(self, moment: Moment) -> Step | None:
-        """Cut."""
-        before, after = (self._sides(moment.grid, moment.layer + more) for more in (0, 1))
+    def reduce(self, state: LayerState) -> ReducedTokens | None:
+        before, after = (self._sides(state.grid, state.layer + more) for more in (0, 1))
         if before == after:
             return None
         down, up = (
-            torch.kron(shortening(x[0], y[0]), shortening(x[1], y[1]))
+            torch.kron(resampling_matrix(x[0], y[0]), resampling_matrix(x[1], y[1]))
             for x, y in ((before, after), (after, before))
         )
-        return _transformed(moment, down, up)
+        return _transform(state, down, up)
 
     def _sides(self, grid: Grid, blocks: int) -> tuple[int, int]:
-        """Height and width behind so many blocks."""
-        factor = self.share ** (blocks / 2)
+        """Return height and width after so many blocks."""
+        factor = self.fraction ** (blocks / 2)
         return max(1, round(grid.height * factor)), max(1, round(grid.width * factor))
 
 
-@lru_cache(maxsize=512)
-def shortening(tokens: int, left: int) -> Tensor:
-    """(left, tokens) matrix from a signal to one of another length, cut or padded in frequency."""
-    shared = min(tokens, left)
-    matrix = cosine_basis(left)[:shared].T @ cosine_basis(tokens)[:shared]
-    return matrix * math.sqrt(left / tokens)
+# A model of 24 blocks needs two matrices per block; at 256 tokens one takes 512 KiB.
+@lru_cache(maxsize=128)
+def resampling_matrix(length: int, new_length: int) -> Tensor:
+    """Return (new_length, length) float64: truncate or zero-pad a signal in frequency."""
+    shared = min(length, new_length)
+    matrix = dct_basis(new_length)[:shared].T @ dct_basis(length)[:shared]
+    return matrix * math.sqrt(new_length / length)
 
 
-def cosine_basis(tokens: int) -> Tensor:
-    """(frequency, place) float64 orthonormal DCT-II."""
-    place = torch.arange(tokens, dtype=torch.float64)
-    basis = torch.cos(math.pi / tokens * (place + 0.5) * place.unsqueeze(1))
-    basis *= math.sqrt(2.0 / tokens)
+def dct_basis(length: int) -> Tensor:
+    """Return the orthonormal DCT-II, (frequency, position) float64."""
+    index = torch.arange(length, dtype=torch.float64)
+    basis = torch.cos(math.pi / length * (index + 0.5) * index.unsqueeze(1))
+    basis *= math.sqrt(2.0 / length)
     basis[0] /= math.sqrt(2.0)
     return basis
 
 
-def _transformed(moment: Moment, down: Tensor, up: Tensor) -> Step:
-    """The spatial tokens times a matrix in float32; each then stands for T / M times as many."""
-    prefix, dtype = moment.prefix, moment.x.dtype
-    wide = torch.promote_types(dtype, torch.float32)
-    spatial = down.to(moment.x.device, wide) @ moment.x[:, prefix:].to(wide)
-    x = torch.cat((moment.x[:, :prefix], spatial.to(dtype)), 1)
-    size = moment.size.new_full(x.shape[:2], moment.grid.size / len(down))
-    size[:, :prefix] = moment.size[:, :prefix]
-    return Step(x, size, spread=up.to(moment.x.device, wide))
+def _transform(state: LayerState, down: Tensor, up: Tensor) -> ReducedTokens:
+    """Multiply the spatial tokens by `down` (T', T) in float32; each then stands for N / T' tokens."""
+    prefix, dtype = state.prefix, state.x.dtype
+    compute = torch.promote_types(dtype, torch.float32)
+    spatial = down.to(state.x.device, compute) @ state.x[:, prefix:].to(compute)
+    x = torch.cat((state.x[:, :prefix], spatial.to(dtype)), 1)
+    size = state.size.new_full(x.shape[:2], state.grid.size / len(down))
+    size[:, :prefix] = state.size[:, :prefix]
+    return ReducedTokens(x, size, unmerge_matrix=up.to(state.x.device, compute))

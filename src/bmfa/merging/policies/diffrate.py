@@ -1,6 +1,6 @@
-"""DiffRate: per-block numbers of tokens to keep and of tokens to merge into."""
+"""DiffRate: a number of tokens to keep, and of tokens to merge into, for every block."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
@@ -8,10 +8,10 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from bmfa.grid import Grid
-from bmfa.merging.kernels.eager import pool
-from bmfa.merging.policies.base import Moment, Policy, Step, check_budget, removed
+from bmfa.merging.policies.base import BudgetPolicy, LayerState, ReducedTokens
 
-# The learnt numbers of DeiT-Tiny, class token included: (tokens kept, tokens after merging).
+# Published learnt numbers of DeiT-Tiny, class token included: (tokens kept, tokens after merging)
+# per block.
 DEIT_TINY = {
     "0.8g": (
         (197, 197, 196, 186, 166, 147, 117, 103, 92, 80, 74, 3),
@@ -25,83 +25,92 @@ DEIT_TINY = {
 
 
 @dataclass(frozen=True)
-class DiffRate(Policy):
-    """Tokens sorted by class attention: the last are pruned, those before them merge.
+class DiffRate(BudgetPolicy):
+    """Prune the tokens with the least class attention, merge those before them (Chen et al., 2023).
 
-    The first P_l tokens are kept, and of them each behind the first M_l merges into the most similar
-    of those: an unweighted mean of the group, whose size grows by source size times cosine. The
-    first block never acts. The budget names learnt numbers ("0.8g", "0.9g": DeiT-Tiny at 224 px), or
-    is one as ToMe's: then nothing is pruned and M_l = T - r.
+    In block l the first P_l tokens are kept, and of these the tokens after the first M_l merge into
+    the most similar of the first M_l. The merged token is the unweighted average of its group, and
+    its size grows by the size of each source times its cosine, if positive. The first block never
+    acts.
+
+    Args: budget: "0.8g" or "0.9g", the numbers learnt for DeiT-Tiny at 224 px; or int, number of
+        tokens that
+            every block merges; or float in (0, 1], fraction of the spatial tokens that every block
+            keeps. With int and float nothing is pruned.
+
+    Raises:
+        ValueError: the budget is out of range or its name is unknown.
+        TypeError: the budget is not a number or a name.
+
+    Example:
+        >>> import bmfa
+        >>> str(bmfa.merging.DiffRate("0.8g"))
+        'diffrate:0.8g'
     """
 
+    name: ClassVar[str] = "diffrate"
     prunes: ClassVar[bool] = True
-    budget: int | float | str
+    min_fraction: ClassVar[float] = 0.0
+    budget: int | float | str  # type: ignore[assignment]
 
     def __post_init__(self) -> None:
         if not isinstance(self.budget, str):
-            check_budget(self.budget)
+            super().__post_init__()
         elif self.budget not in DEIT_TINY:
             raise ValueError(f"numbers {self.budget!r} are unknown; pass {' or '.join(DEIT_TINY)}")
 
     def __str__(self) -> str:
-        budget = self.budget if isinstance(self.budget, str) else repr(self.budget)
-        return f"diffrate:{budget}"
+        return f"diffrate:{self.budget}" if isinstance(self.budget, str) else super().__str__()
 
     def check(self, grid: Grid, prefix: int, depth: int) -> None:
-        """Learnt numbers fit one model; otherwise one token at least must stay."""
-        if isinstance(self.budget, str):
-            if (prefix + grid.size, depth) != (197, 12):
-                raise ValueError(
-                    f"{self} holds numbers for 197 tokens in 12 blocks, not for {prefix + grid.size} "
-                    f"in {depth}; pass a whole number or a share, e.g. diffrate:8"
-                )
-        elif removed(self.budget, grid.size) >= grid.size > 1:
+        if not isinstance(self.budget, str):
+            super().check(grid, prefix, depth)
+        elif (prefix + grid.size, depth) != (197, 12):
             raise ValueError(
-                f"{self} removes {removed(self.budget, grid.size)} tokens a block, but a "
-                f"{grid.height}x{grid.width} grid has {grid.size}; pass at most {grid.size - 1}"
+                f"{self} has numbers for 197 tokens in 12 blocks, and the model has "
+                f"{prefix + grid.size} tokens in {depth}; pass a count or a fraction, e.g. diffrate:8"
             )
 
+    def max_removed(self, tokens: int) -> int:
+        return tokens - 1
+
     def reads_mass(self, layer: int, depth: int) -> bool:
-        """In all blocks but the first."""
         return layer > 0
 
-    def step(self, moment: Moment) -> Step | None:
-        """Prune and merge."""
-        total = moment.x.shape[1]
-        keep, final = self._numbers(moment)
-        if moment.layer == 0 or final == total:
+    def reduce(self, state: LayerState) -> ReducedTokens | None:
+        total = state.x.shape[1]
+        keep, final = self._counts(state)
+        if state.layer == 0 or final == total:
             return None
-        order = _order(moment)  # (B, T), prefix first
-        features = normalize(moment.x.float(), dim=-1)
+        order = _order_by_attention(state)
+        features = normalize(state.x.float(), dim=-1)
         ranked = features.gather(1, order.unsqueeze(-1).expand_as(features))
-        place = torch.arange(total, device=order.device).expand_as(order)
-        place = place.masked_fill(place >= keep, -1)
-        size = moment.size.gather(1, order)
+        position = torch.arange(total, device=order.device).expand_as(order)
+        position = position.masked_fill(position >= keep, -1)
+        size = state.size.gather(1, order)
         if keep > final:
-            cosines = ranked[:, final:keep] @ ranked[:, moment.prefix : final].transpose(1, 2)
+            cosines = ranked[:, final:keep] @ ranked[:, state.prefix : final].transpose(1, 2)
             best, partner = cosines.max(2)
-            place = place.clone()
-            place[:, final:keep] = partner + moment.prefix
-            # A token that points away from all others adds nothing to the size of its nearest.
+            position = position.clone()
+            position[:, final:keep] = partner + state.prefix
             size[:, final:keep] *= best.clamp(min=0.0)
-        target = torch.empty_like(place).scatter(1, order, place).to(torch.int32)
+        assignment = torch.empty_like(position).scatter(1, order, position).to(torch.int32)
         sizes = torch.empty_like(size).scatter(1, order, size)
-        x, size = pool(moment.x, sizes, target, final, torch.ones_like(sizes))
-        return Step(x, size, target)
+        unweighted = torch.ones_like(sizes)
+        return replace(state, size=sizes).pooled(assignment, final, unweighted)
 
-    def _numbers(self, moment: Moment) -> tuple[int, int]:
-        """Tokens kept, and tokens after merging; the prefix counts."""
-        total = moment.x.shape[1]
+    def _counts(self, state: LayerState) -> tuple[int, int]:
+        """Return P, the tokens kept, and M, the tokens after merging; both count the prefix."""
+        total = state.x.shape[1]
         if isinstance(self.budget, str):
-            keep, final = (numbers[moment.layer] for numbers in DEIT_TINY[self.budget])
+            keep, final = (counts[state.layer] for counts in DEIT_TINY[self.budget])
             return min(keep, total), min(final, total)
-        r = min(removed(self.budget, moment.tokens), moment.tokens - 1)
-        return total, total - r
+        return total, total - self.removed(state)
 
 
-def _order(moment: Moment) -> Tensor:
-    """(B, T) positions, the prefix first, then by class attention, descending."""
-    prefix = moment.prefix
-    spatial = moment.attention[:, 0, prefix:].argsort(dim=1, descending=True, stable=True)
+def _order_by_attention(state: LayerState) -> Tensor:
+    """Return (B, T) positions: the prefix, then spatial tokens by class attention, descending."""
+    prefix = state.prefix
+    spatial = state.attention[:, prefix:].argsort(dim=1, descending=True, stable=True)
     first = torch.arange(prefix, device=spatial.device).expand(len(spatial), -1)
     return torch.cat((first, spatial + prefix), 1)

@@ -1,4 +1,4 @@
-"""EViT: keep the tokens that the class attends to, and fuse the rest into one."""
+"""EViT: keep the tokens with the most class attention, and fuse the rest into one."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -6,43 +6,51 @@ from typing import ClassVar
 import torch
 
 from bmfa.checks import check_number
-from bmfa.merging.kernels.eager import pool
-from bmfa.merging.policies.base import Moment, Policy, Step, kept
+from bmfa.merging.policies.base import LayerState, Policy, ReducedTokens, kept_count
 
 
 @dataclass(frozen=True)
 class EViT(Policy):
-    """After a quarter, a half and three quarters of the blocks (3, 6 and 9 of 12).
+    """Keep attentive tokens and fuse the rest, in three of the blocks (Liang et al., 2022).
 
-    The share of the tokens with the largest class attention stays, in its order; the others become
-    one token at the end, their mean weighted by that attention. Attention does not count sizes: the
-    fused token is a summary of what matters least, and would outweigh all others.
+    It acts after a quarter, a half and three quarters of the blocks. The tokens with the largest
+    class attention stay in their order; the others become one token at the end, their average
+    weighted by that attention. Attention ignores sizes: the fused token summarises what matters
+    least, and with its size it would outweigh all others.
+
+    Args:
+        fraction: fraction of the spatial tokens that stay in each of the three blocks, in (0, 1].
+
+    Raises:
+        ValueError: the fraction is out of range.
+        TypeError: the fraction is not a number.
+
+    Example:
+        >>> import bmfa
+        >>> [layer for layer in range(12) if bmfa.merging.EViT(0.7).reads_mass(layer, 12)]
+        [3, 6, 9]
     """
 
+    name: ClassVar[str] = "evit"
     proportional: ClassVar[bool] = False
-    share: float
+    fraction: float
 
     def __post_init__(self) -> None:
-        check_number("share kept", self.share, low=0.0, high=1.0, open_low=True)
+        check_number("share kept", self.fraction, low=0.0, high=1.0, open_low=True)
 
     def __str__(self) -> str:
-        return f"evit:{self.share!r}"
+        return f"evit:{self.fraction!r}"
 
     def reads_mass(self, layer: int, depth: int) -> bool:
-        """In the three blocks that act."""
         return layer in {depth // 4, depth // 2, 3 * depth // 4} - {0}
 
-    def step(self, moment: Moment) -> Step | None:
-        """Keep and fuse."""
-        stay = kept(self.share, moment.tokens)
-        if not self.reads_mass(moment.layer, moment.depth) or stay >= moment.tokens - 1:
+    def reduce(self, state: LayerState) -> ReducedTokens | None:
+        kept = kept_count(self.fraction, state.tokens)
+        if not self.reads_mass(state.layer, state.depth) or kept >= state.tokens - 1:
             return None
-        prefix = moment.prefix
-        attention = moment.attention[:, 0]  # (B, T)
+        prefix, attention = state.prefix, state.attention  # attention is (B, T)
         order = attention[:, prefix:].argsort(dim=1, descending=True, stable=True) + prefix
-        leaves = torch.zeros_like(attention, dtype=torch.bool).scatter(1, order[:, stay:], True)
-        place = (~leaves).cumsum(1, dtype=torch.int32) - 1
-        target = place.masked_fill(leaves, prefix + stay)
-        weight = torch.where(leaves, attention, 1.0)
-        x, size = pool(moment.x, moment.size, target, prefix + stay + 1, weight)
-        return Step(x, size, target)
+        fused = torch.zeros_like(attention, dtype=torch.bool).scatter(1, order[:, kept:], True)
+        position = (~fused).cumsum(1, dtype=torch.int32) - 1
+        assignment = position.masked_fill(fused, prefix + kept)
+        return state.pooled(assignment, prefix + kept + 1, torch.where(fused, attention, 1.0))

@@ -1,22 +1,36 @@
 """Fixed pooling: the middle block averages square tiles of the grid."""
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
 from bmfa.checks import check_integer
 from bmfa.grid import Grid
-from bmfa.merging.kernels.eager import pool
-from bmfa.merging.policies.base import Moment, Policy, Step
+from bmfa.merging.policies.base import LayerState, Policy, ReducedTokens
 
 
 @dataclass(frozen=True)
 class FixedPool(Policy):
-    """Tiles of side x side from the top left, remainders at the right and bottom, as FixedBlocks.
+    """Average tiles of side x side tokens once, after half of the blocks.
 
-    Once, after half of the blocks: before, tokens know too little of the picture to be averaged.
+    Tiles start at the top left and are cut at the right and bottom border, as those of
+    `rules.FixedBlocks`.
+
+    Args:
+        side: side of a tile in tokens, at least 1; 1 changes nothing.
+
+    Raises:
+        ValueError: the side is below 1.
+        TypeError: the side is not an integer.
+
+    Example:
+        >>> import bmfa
+        >>> str(bmfa.merging.FixedPool(2))
+        'fixed-pool:2'
     """
 
+    name: ClassVar[str] = "fixed-pool"
     side: int
 
     def __post_init__(self) -> None:
@@ -26,25 +40,21 @@ class FixedPool(Policy):
         return f"fixed-pool:{self.side}"
 
     def check(self, grid: Grid, prefix: int, depth: int) -> None:
-        """A tile is no larger than the grid."""
         if self.side > max(grid.height, grid.width):
             raise ValueError(
                 f"{self} has tiles larger than the {grid.height}x{grid.width} grid; "
                 f"pass a side from 1 to {max(grid.height, grid.width)}"
             )
 
-    def step(self, moment: Moment) -> Step | None:
-        """Average, in the middle block."""
-        if moment.layer != moment.depth // 2 or self.side == 1:
+    def reduce(self, state: LayerState) -> ReducedTokens | None:
+        if state.layer != state.depth // 2 or self.side == 1:
             return None
-        grid, prefix, device = moment.grid, moment.prefix, moment.x.device
+        grid, prefix, device = state.grid, state.prefix, state.x.device
         rows, columns = (
-            torch.arange(side, device=device) // self.side for side in (grid.height, grid.width)
+            torch.arange(length, device=device) // self.side for length in (grid.height, grid.width)
         )
-        across = -(-grid.width // self.side)
-        tiles = (rows.unsqueeze(1) * across + columns).flatten()  # (N) tile of each token
-        target = torch.cat((torch.arange(prefix, device=device), prefix + tiles)).int()
-        count = prefix + across * -(-grid.height // self.side)
-        target = target.expand(len(moment.x), -1)
-        x, size = pool(moment.x, moment.size, target, count)
-        return Step(x, size, target)
+        tiles_down, tiles_across = -(-grid.height // self.side), -(-grid.width // self.side)
+        tiles = (rows.unsqueeze(1) * tiles_across + columns).flatten()  # (H * W) tile of each token
+        assignment = torch.cat((torch.arange(prefix, device=device), prefix + tiles)).int()
+        count = prefix + tiles_down * tiles_across
+        return state.pooled(assignment.expand(len(state.x), -1), count)

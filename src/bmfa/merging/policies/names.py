@@ -16,36 +16,56 @@ from bmfa.merging.policies.tome import ToMe
 
 
 def _budget(text: str) -> int | float:
-    """A whole number is a count of tokens to remove from each block, any other a share to keep."""
+    """Parse an integer as a count of tokens to remove, any other number as a fraction to keep."""
     return int(text) if text.isdecimal() else float(text)
 
 
-MAKERS: dict[str, Callable[[str], Policy]] = {
-    "tome": lambda text: ToMe(_budget(text)),
-    "pitome": lambda text: PiToMe(_budget(text)),
-    "tofu": lambda text: ToFu(_budget(text)),
-    "diffrate": lambda text: DiffRate(text if text.endswith("g") else _budget(text)),
-    "crossget": lambda text: CrossGET(_budget(text)),
-    "dct": lambda text: DCT(float(text)),
-    "dct2": lambda text: GridDCT(float(text)),
-    "evit": lambda text: EViT(float(text)),
-    "fixed-pool": lambda text: FixedPool(int(text)),
-    "free-energy": lambda text: FreeEnergy(_budget(text)),
+# Name of each policy, and the function that makes it from the text after the colon and a seed.
+_PARSERS: dict[str, Callable[[str, int], Policy]] = {
+    "tome": lambda text, seed: ToMe(_budget(text)),
+    "pitome": lambda text, seed: PiToMe(_budget(text)),
+    "tofu": lambda text, seed: ToFu(_budget(text)),
+    "diffrate": lambda text, seed: DiffRate(text if text.endswith("g") else _budget(text)),
+    "crossget": lambda text, seed: CrossGET(_budget(text)),
+    "dct": lambda text, seed: DCT(float(text)),
+    "dct2": lambda text, seed: GridDCT(float(text)),
+    "evit": lambda text, seed: EViT(float(text)),
+    "fixed-pool": lambda text, seed: FixedPool(int(text)),
+    "free-energy": lambda text, seed: FreeEnergy(_budget(text)),
+    "random-pool": lambda text, seed: RandomPool(_budget(text), seed),
 }
-EXAMPLES = "tome:8, pitome:0.95, diffrate:0.8g, evit:0.7, free-energy:8"
+POLICY_NAMES: tuple[str, ...] = tuple(_PARSERS)
+_EXAMPLES = "tome:8, pitome:0.95, diffrate:0.8g, evit:0.7, free-energy:8"
 
 
 def parse(text: str, seed: int = 0) -> Policy:
-    """The policy of a name such as `tome:8`, `pitome:0.95` or `diffrate:0.8g`."""
+    """Make a policy from its command-line name.
+
+    Args: text: NAME:VALUE. A value without a decimal point is a number of tokens to remove per
+        block, other
+            numbers are the fraction to keep; `fixed-pool` takes the side of its tiles.
+        seed: seed of `random-pool`; other policies ignore it.
+
+    Returns:
+        The policy; `str(policy)` gives the name back.
+
+    Raises:
+        ValueError: the name is unknown or the value is not accepted.
+
+    Example:
+        >>> import bmfa
+        >>> bmfa.merging.parse("tome:8")
+        ToMe(budget=8)
+        >>> bmfa.merging.parse("pitome:0.95")
+        PiToMe(budget=0.95)
+    """
     name, _, value = text.partition(":")
+    if name not in _PARSERS:
+        names = ", ".join(POLICY_NAMES)
+        raise ValueError(f"reduction {text!r} is unknown; pass NAME:VALUE with a name of {names}")
     try:
-        if name == "random-pool":
-            return RandomPool(_budget(value), seed)
-        if name in MAKERS:
-            return MAKERS[name](value)
+        return _PARSERS[name](value, seed)
     except ValueError as error:
         raise ValueError(
-            f"reduction {text!r}: {error}; reductions read NAME:VALUE, e.g. {EXAMPLES}"
+            f"reduction {text!r}: {error}; reductions read NAME:VALUE, e.g. {_EXAMPLES}"
         ) from None
-    names = ", ".join((*MAKERS, "random-pool"))
-    raise ValueError(f"reduction {text!r} is unknown; pass NAME:VALUE with a name of {names}")

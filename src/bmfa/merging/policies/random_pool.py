@@ -1,43 +1,50 @@
-"""Random pooling: the baseline that looks at nothing."""
+"""Random pooling: merge random pairs, the baseline that reads nothing."""
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
 from bmfa.checks import check_integer
-from bmfa.grid import Grid
-from bmfa.merging.kernels.eager import pool, targets
-from bmfa.merging.policies.base import Moment, Policy, Step, check_budget, check_pairs, removed
+from bmfa.merging.policies.base import BudgetPolicy, LayerState, ReducedTokens
+
+_LAYER_STRIDE = 1009  # a prime above every depth: different seeds never share the draws of a layer
 
 
 @dataclass(frozen=True)
-class RandomPool(Policy):
-    """Every block merges r disjoint pairs drawn from a seed, the same for all pictures."""
+class RandomPool(BudgetPolicy):
+    """Every block merges r disjoint random pairs, the same for all pictures.
 
-    budget: int | float
+    Args: budget: int, number of tokens that every block removes; or float in [0.5, 1], fraction of
+        the
+            spatial tokens that every block keeps. A block with too few tokens removes half of them.
+        seed: seed of the pairs, at least 0.
+
+    Raises:
+        ValueError: the budget or the seed is out of range.
+        TypeError: the budget or the seed is not a number.
+
+    Example:
+        >>> import bmfa
+        >>> str(bmfa.merging.RandomPool(8, seed=1))
+        'random-pool:8'
+    """
+
+    name: ClassVar[str] = "random-pool"
     seed: int = 0
 
     def __post_init__(self) -> None:
-        check_budget(self.budget, least=0.5)
+        super().__post_init__()
         check_integer("seed", self.seed, low=0)
 
-    def __str__(self) -> str:
-        return f"random-pool:{self.budget!r}"
-
-    def check(self, grid: Grid, prefix: int, depth: int) -> None:
-        """At most half of the tokens find a partner."""
-        check_pairs(self, self.budget, grid)
-
-    def step(self, moment: Moment) -> Step | None:
-        """Merge."""
-        r = min(removed(self.budget, moment.tokens), moment.tokens // 2)
+    def reduce(self, state: LayerState) -> ReducedTokens | None:
+        r = self.removed(state)
         if r == 0:
             return None
-        batch, tokens, prefix = len(moment.x), moment.x.shape[1], moment.prefix
         # Drawn on the CPU, so that every device draws the same pairs.
-        coins = torch.Generator().manual_seed(1009 * self.seed + moment.layer)
-        drawn = prefix + torch.randperm(moment.tokens, generator=coins).to(moment.x.device)
-        source, destination = (part.expand(batch, -1) for part in (drawn[:r], drawn[r : 2 * r]))
-        target = targets(source, destination, tokens)
-        x, size = pool(moment.x, moment.size, target, tokens - r)
-        return Step(x, size, target)
+        generator = torch.Generator().manual_seed(_LAYER_STRIDE * self.seed + state.layer)
+        drawn = torch.randperm(state.tokens, generator=generator).to(state.x.device)
+        source, destination = (
+            part.expand(len(state.x), -1) for part in (drawn[:r], drawn[r : 2 * r])
+        )
+        return state.merge_pairs(source, destination)

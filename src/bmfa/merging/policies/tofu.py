@@ -1,4 +1,4 @@
-"""ToFu: ToMe's matching; early blocks prune the sources, later ones merge and keep norms."""
+"""ToFu: ToMe's matching; early blocks prune tokens, later blocks merge them and keep their norms."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -6,54 +6,54 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from bmfa.grid import Grid
-from bmfa.merging.kernels.eager import bipartite_target, match, pool
-from bmfa.merging.policies.base import Moment, Policy, Step, check_budget, check_pairs, removed
+from bmfa.merging.operation import assign_bipartite, match_bipartite
+from bmfa.merging.policies.base import BudgetPolicy, LayerState, ReducedTokens
 
 
 @dataclass(frozen=True)
-class ToFu(Policy):
-    """The first half of the blocks prunes; the others merge by MLERP.
+class ToFu(BudgetPolicy):
+    """Pruning in the first half of the blocks, MLERP merging in the second (Kim et al., 2024).
 
-    MLERP keeps the direction of the mean and takes the largest norm in the group.
+    MLERP keeps the direction of the average and gives it the largest norm of the tokens in the
+    group.
+
+    Args: budget: int, number of tokens that every block removes; or float in [0.5, 1], fraction of
+        the
+            spatial tokens that every block keeps. A block with too few tokens removes half of them.
+
+    Raises:
+        ValueError: the budget is out of range.
+        TypeError: the budget is not a number.
+
+    Example:
+        >>> import bmfa
+        >>> str(bmfa.merging.ToFu(0.95))
+        'tofu:0.95'
     """
 
+    name: ClassVar[str] = "tofu"
     prunes: ClassVar[bool] = True
-    budget: int | float
 
-    def __post_init__(self) -> None:
-        check_budget(self.budget, least=0.5)
-
-    def __str__(self) -> str:
-        return f"tofu:{self.budget!r}"
-
-    def check(self, grid: Grid, prefix: int, depth: int) -> None:
-        """At most half of the tokens find a partner."""
-        check_pairs(self, self.budget, grid)
-
-    def step(self, moment: Moment) -> Step | None:
-        """Prune or merge."""
-        r = min(removed(self.budget, moment.tokens), moment.tokens // 2)
+    def reduce(self, state: LayerState) -> ReducedTokens | None:
+        r = self.removed(state)
         if r == 0:
             return None
-        tokens, prefix = moment.x.shape[1], moment.prefix
-        source, destination = match(moment.unit_keys, None, r, prefix=prefix)
-        target = bipartite_target(source, destination, tokens, prefix)
-        if 2 * moment.layer < moment.depth:
-            target = target.scatter(1, source, -1)
-            x, size = pool(moment.x, moment.size, target, tokens - r)
-        else:
-            x, size = pool(moment.x, moment.size, target, tokens - r)
-            x = _largest_norms(moment.x, x, target)
-        return Step(x, size, target)
+        tokens, prefix = state.x.shape[1], state.prefix
+        source, destination = match_bipartite(state.unit_keys, None, r, prefix=prefix)
+        assignment = assign_bipartite(source, destination, tokens, prefix)
+        if 2 * state.layer < state.depth:
+            return state.pooled(assignment.scatter(1, source, -1), tokens - r)
+        merged = state.pooled(assignment, tokens - r)
+        x = _with_largest_norms(state.x, merged.x, assignment)
+        return ReducedTokens(x, merged.size, assignment)
 
 
-def _largest_norms(x: Tensor, means: Tensor, target: Tensor) -> Tensor:
-    """The means with the largest norm among the tokens of each."""
+def _with_largest_norms(x: Tensor, means: Tensor, assignment: Tensor) -> Tensor:
+    """Scale the means (B, T', C) to the largest norm among the tokens x (B, T, C) of each."""
     norms = torch.linalg.vector_norm(x.float(), dim=-1)
-    largest = norms.new_zeros(means.shape[:2]).scatter_reduce(1, target.long(), norms, "amax")
-    wide = means.float()
-    length = torch.linalg.vector_norm(wide, dim=-1)
+    largest = norms.new_zeros(means.shape[:2]).scatter_reduce(1, assignment.long(), norms, "amax")
+    values = means.float()
+    length = torch.linalg.vector_norm(values, dim=-1)
     factor = largest / length.where(length > 0, 1.0)
-    scaled: Tensor = wide * factor.unsqueeze(-1)
+    scaled: Tensor = values * factor.unsqueeze(-1)
     return scaled.to(x.dtype)

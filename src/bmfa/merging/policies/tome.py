@@ -1,35 +1,32 @@
-"""ToMe: every block merges the r pairs of tokens whose keys are most alike."""
+"""ToMe: every block merges the r pairs of tokens with the most similar keys."""
 
 from dataclasses import dataclass
+from typing import ClassVar
 
-from bmfa.grid import Grid
-from bmfa.merging.policies.base import Moment, Policy, Step, check_budget, check_pairs, removed
+from bmfa.merging.policies.base import BudgetPolicy, LayerState, ReducedTokens
 
 
 @dataclass(frozen=True)
-class ToMe(Policy):
-    """Bipartite matching by the cosine of mean-head keys; means weighted by size.
+class ToMe(BudgetPolicy):
+    """Bipartite matching by the cosine of the mean keys; averages weighted by size (Bolya et al., 2023).
 
-    The budget is a whole number of tokens to remove from each block, or the share that each keeps;
-    where the tokens run out, a block removes as many as find a partner.
+    Args: budget: int, number of tokens that every block removes; or float in [0.5, 1], fraction of
+        the
+            spatial tokens that every block keeps. A block with too few tokens removes half of them.
+
+    Raises:
+        ValueError: the budget is out of range.
+        TypeError: the budget is not a number.
+
+    Example:
+        >>> import bmfa
+        >>> str(bmfa.merging.ToMe(8))
+        'tome:8'
     """
 
-    budget: int | float
+    name: ClassVar[str] = "tome"
 
-    def __post_init__(self) -> None:
-        check_budget(self.budget, least=0.5)
-
-    def __str__(self) -> str:
-        return f"tome:{self.budget!r}"
-
-    def check(self, grid: Grid, prefix: int, depth: int) -> None:
-        """At most half of the tokens find a partner."""
-        check_pairs(self, self.budget, grid)
-
-    def step(self, moment: Moment) -> Step | None:
-        """Merge."""
-        r = min(removed(self.budget, moment.tokens), moment.tokens // 2)
-        if r == 0:
-            return None
-        # Squared distances of the unit mean keys are 2 - 2 cosine: the same order.
-        return moment.merge(moment.k, None, r, "none")
+    def reduce(self, state: LayerState) -> ReducedTokens | None:
+        r = self.removed(state)
+        # The squared distance of unit keys is 2 - 2 cosine: the nearest are the most similar.
+        return state.merge_cheapest(r, keys=state.k) if r else None

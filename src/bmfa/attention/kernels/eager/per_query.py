@@ -9,8 +9,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from bmfa.attention.tiling import split_dimension
-from bmfa.trees.build import query_chunks
+from bmfa.attention.tiling import unflatten
+from bmfa.trees.keys import query_chunks
 from bmfa.trees.pyramid import Counts, pool
 from bmfa.trees.tree import Tree
 
@@ -36,7 +36,7 @@ def representative_attention(
     def attend(heads: slice, queries: slice, part: Tree) -> Tensor:
         logits = q[heads, queries] @ keys[heads].transpose(1, 2) * (scale / tree.tau)
         logits = logits + (multiplicity if len(multiplicity) == 1 else multiplicity[heads])[:, None]
-        leaves = split_dimension(part.leaf_nodes().T, 0, logits.shape[:2])
+        leaves = unflatten(part.leaf_nodes().T, 0, logits.shape[:2])
         spatial = logits[..., prefix:].masked_fill(~leaves, -torch.inf)
         weights = torch.cat((logits[..., :prefix], spatial), -1).softmax(-1)
         return weights @ values[heads]
@@ -113,7 +113,7 @@ def _with_blocks(
         wide = valid if valid.shape[1] == 1 else valid.repeat_interleave(width, 1)
     counts = Counts.of(tree.layout, tokens.dtype, wide)
     means = pool(tree.layout, counts, spatial.flatten(1))
-    blocks = [split_dimension(level, 1, (heads, width)).transpose(0, 1) for level in means]
+    blocks = [unflatten(level, 1, (heads, width)).transpose(0, 1) for level in means]
     rows = torch.cat((tokens[:, :prefix], *blocks, spatial.transpose(0, 1)), 1)
     per_head = Counts.of(tree.layout, tokens.dtype, valid).blocks
     sizes = torch.cat(per_head).T if per_head else tokens.new_ones(1, 0)  # (1 or G, blocks)

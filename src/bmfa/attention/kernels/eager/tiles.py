@@ -11,16 +11,16 @@ from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 from bmfa.attention.tiling import (
-    CAP,
-    Tiled,
+    GAP_CAP,
+    TiledAttention,
     Tiling,
-    by_groups,
-    by_raster,
-    by_tiles,
-    existing_slots,
-    split_dimension,
+    groups_to_tokens,
+    tiles_to_groups,
+    tokens_to_tiles,
+    unflatten,
+    valid_slots,
 )
-from bmfa.trees.build import query_chunks
+from bmfa.trees.keys import query_chunks
 
 # Logits held at once: few enough to stay in a processor's cache, enough to hide the calls.
 CHUNK_ELEMENTS = 1 << 19
@@ -60,9 +60,9 @@ class Tiles:
     ) -> "Tiles":
         """Lay tokens out in tiles, in at least float32, and take means."""
         working = torch.promote_types(q.dtype, torch.float32)
-        exists = existing_slots(tiling, valid, q)
+        exists = valid_slots(tiling, valid, q)
         before = [x[:, :, :prefix].to(working).flatten(0, 1) for x in (k, v)]
-        q, k, v = (by_tiles(x[:, :, prefix:], tiling, working) for x in (q, k, v))
+        q, k, v = (tokens_to_tiles(x[:, :, prefix:], tiling, working) for x in (q, k, v))
         q = q * factor
         if exists is None:
             counts = q.new_full((1, tiling.tiles), float(tiling.side**2))
@@ -73,14 +73,14 @@ class Tiles:
         deviation = k - means[0].unsqueeze(2)
         if exists is not None:
             deviation = deviation.masked_fill(~exists.unsqueeze(-1), 0.0)
-        sums = by_groups(q.sum(2), tiling).sum(2)
-        members = by_groups(counts.unsqueeze(-1), tiling).sum(2).clamp(min=1)
+        sums = tiles_to_groups(q.sum(2), tiling).sum(2)
+        members = tiles_to_groups(counts.unsqueeze(-1), tiling).sum(2).clamp(min=1)
         mean_q = sums / members
-        grouped = by_groups(q.flatten(2), tiling).view(*sums.shape[:2], -1, q.shape[-1])
+        grouped = tiles_to_groups(q.flatten(2), tiling).view(*sums.shape[:2], -1, q.shape[-1])
         apart = grouped - mean_q.unsqueeze(2)
         if exists is not None or tiling.tiles % tiling.group:
             there = q.new_ones(q.shape[:3]) if exists is None else exists.to(working)
-            apart = apart * by_groups(there, tiling).flatten(2).unsqueeze(-1)
+            apart = apart * tiles_to_groups(there, tiling).flatten(2).unsqueeze(-1)
         query_spread = _squares(apart) / members.squeeze(-1) / (2 * q.shape[-1])
         key_spread = _squares(deviation) / counts.clamp(min=1)
         rounding = (8 * torch.finfo(working).eps) ** 2 * means[0].square().sum(-1)
@@ -148,7 +148,7 @@ def _screen_part(
     keys, values = tiles.keys[heads], tiles.values[heads]
     representative = tiles.mean_q[heads, rows]  # (g, r, d)
     scores = representative @ tiles.deviation[heads].transpose(1, 2)
-    scores = split_dimension(scores, 2, (tiles.tiles, tiles.slots))  # (g, r, T, S) s - M
+    scores = unflatten(scores, 2, (tiles.tiles, tiles.slots))  # (g, r, T, S) s - M
     if tiles.exists is not None:
         # A tile without tokens keeps its zeros; its count of 0 takes it out below.
         absent = ~tiles.exists[heads].unsqueeze(1) & (count > 0).unsqueeze(-1)
@@ -158,7 +158,7 @@ def _screen_part(
     energy = scores.amax(-1) - shares.amax(-1).log()
     gap = (energy - count.clamp(min=1).log()).clamp(min=0.0)
     spread = tiles.query_spread[heads, rows].unsqueeze(-1) * tiles.key_spread[heads].unsqueeze(1)
-    gap = (gap + spread.nan_to_num(0.0)).clamp(max=CAP)  # 0 times squares beyond all numbers
+    gap = (gap + spread.nan_to_num(0.0)).clamp(max=GAP_CAP)  # 0 times squares beyond all numbers
     coarse = representative @ keys[:, : tiles.first].transpose(1, 2)
     mean, before = coarse[..., : tiles.tiles], coarse[..., tiles.tiles :]
     mass = (mean + energy).masked_fill(count == 0, -torch.inf)  # A_L
@@ -212,7 +212,7 @@ def tiled_attention(
     expand: int | None = None,
     valid: Tensor | None = None,
     most: float = 1.0,
-) -> Tiled | None:
+) -> TiledAttention | None:
     """Attention of (B, heads, prefix + N, d) tokens in raster order over tiles.
 
     One of `error` (a target for the mean E of every group) and `expand` (tiles expanded for each
@@ -223,18 +223,18 @@ def tiled_attention(
         raise ValueError(f"error is {error!r} and expand is {expand!r}; pass exactly one of them")
     if q.numel() == 0:  # an empty batch, which still has gradients
         marks = q.new_zeros(*q.shape[:2], tiling.groups, tiling.tiles, dtype=torch.bool)
-        return Tiled(q[..., :1] * v[:, :, :1], marks.sum(-1, dtype=torch.int32), marks)
+        return TiledAttention(q[..., :1] * v[:, :, :1], marks.sum(-1, dtype=torch.int32), marks)
     tiles = Tiles.of(q, k, v, tiling, prefix, scale / tau, valid)
     limit = None if error is None else -math.expm1(-error / tau)
     screen = screen_tiles(tiles, limit, expand)
     if most < 1.0 and float(screen.expanded.mean(dtype=torch.float32)) > most:
         return None
-    spatial = split_dimension(by_raster(_attend(tiles, screen), tiling), 0, q.shape[:2])
+    spatial = unflatten(groups_to_tokens(_attend(tiles, screen), tiling), 0, q.shape[:2])
     output = spatial.to(q.dtype)
     if prefix:
         output = torch.cat((_dense_prefix(q, tiles, scale / tau).to(q.dtype), output), 2)
-    marks = split_dimension(screen.expanded, 0, (*q.shape[:2], tiling.groups))
-    return Tiled(output, marks.sum(-1, dtype=torch.int32), marks)
+    marks = unflatten(screen.expanded, 0, (*q.shape[:2], tiling.groups))
+    return TiledAttention(output, marks.sum(-1, dtype=torch.int32), marks)
 
 
 def _attend(tiles: Tiles, screen: Screen) -> Tensor:
@@ -259,7 +259,7 @@ def _attend(tiles: Tiles, screen: Screen) -> Tensor:
     output = torch.cat(outputs)
     if not alike:
         output = output[order.argsort()]
-    return split_dimension(output, 0, (heads, groups))
+    return unflatten(output, 0, (heads, groups))
 
 
 @dataclass(frozen=True, eq=False)
@@ -299,10 +299,8 @@ class _Table:
         queries = tiles.q.flatten(0, 1)[some]
         rows, absent = self.gathered(some, reach)
         rows = (rows + head.unsqueeze(1) * tiles.keys.shape[1]).flatten()
-        keys = split_dimension(tiles.keys.flatten(0, 1).index_select(0, rows), 0, (len(head), -1))
-        values = split_dimension(
-            tiles.values.flatten(0, 1).index_select(0, rows), 0, (len(head), -1)
-        )
+        keys = unflatten(tiles.keys.flatten(0, 1).index_select(0, rows), 0, (len(head), -1))
+        values = unflatten(tiles.values.flatten(0, 1).index_select(0, rows), 0, (len(head), -1))
         logits = queries @ keys.transpose(1, 2)
         logits[..., : tiles.tiles] += self.bias[some]
         if absent is not None:
@@ -337,11 +335,11 @@ def _dense_prefix(q: Tensor, tiles: Tiles, factor: float) -> Tensor:
     """(B, heads, prefix, e) exact outputs of the prefix queries."""
     queries = q[:, :, : tiles.prefix].to(tiles.q.dtype)
     keys, values = (
-        split_dimension(x[:, tiles.tiles :], 0, q.shape[:2]) for x in (tiles.keys, tiles.values)
+        unflatten(x[:, tiles.tiles :], 0, q.shape[:2]) for x in (tiles.keys, tiles.values)
     )
     mask = None
     if tiles.exists is not None:
-        spatial = split_dimension(tiles.exists.flatten(1), 0, q.shape[:2]).unsqueeze(2)
+        spatial = unflatten(tiles.exists.flatten(1), 0, q.shape[:2]).unsqueeze(2)
         mask = pad(spatial, (tiles.prefix, 0), value=True)
     return scaled_dot_product_attention(queries, keys, values, attn_mask=mask, scale=factor)
 
@@ -368,12 +366,12 @@ def log_partition_loss(
     if q.numel() == 0:
         return q.new_zeros((*q.shape[:2], tiling.grid.size))
     working = working_precision(q)
-    queries, tokens = (by_tiles(x[:, :, prefix:], tiling, working) for x in (q, k))
+    queries, tokens = (tokens_to_tiles(x[:, :, prefix:], tiling, working) for x in (q, k))
     before = k[:, :, :prefix].flatten(0, 1).to(working)
-    exists = existing_slots(tiling, valid, q)
+    exists = valid_slots(tiling, valid, q)
     if exists is not None:
         queries, tokens = (x.masked_fill(~exists.unsqueeze(-1), 0.0) for x in (queries, tokens))
-    queries = by_groups(queries * factor, tiling).flatten(2, 3)  # (G, R, m, d)
+    queries = tiles_to_groups(queries * factor, tiling).flatten(2, 3)  # (G, R, m, d)
     marks = expanded.flatten(0, 1)
     size = queries.shape[2] * tokens.shape[1] * tokens.shape[2]
     most = CHUNK_SCORES.get(q.device.type, CHUNK_SCORES["cpu"])
@@ -389,8 +387,8 @@ def log_partition_loss(
         for head in range(len(marks))
         for start in range(0, tiling.groups, rows)
     ]
-    spatial = split_dimension(torch.cat(losses), 0, (len(marks), tiling.groups)).unsqueeze(-1)
-    return split_dimension(by_raster(spatial, tiling).squeeze(-1), 0, q.shape[:2])
+    spatial = unflatten(torch.cat(losses), 0, (len(marks), tiling.groups)).unsqueeze(-1)
+    return unflatten(groups_to_tokens(spatial, tiling).squeeze(-1), 0, q.shape[:2])
 
 
 def working_precision(q: Tensor) -> torch.dtype:
@@ -404,7 +402,7 @@ def _losses(
 ) -> Tensor:
     """(r, m) for queries (r, m, d) of some groups of a head, its tokens (T, S, d), marks (r, T)."""
     tiles, slots = tokens.shape[:2]
-    scores = split_dimension(queries @ tokens.flatten(0, 1).T, 2, (tiles, slots))  # (r, m, T, S)
+    scores = unflatten(queries @ tokens.flatten(0, 1).T, 2, (tiles, slots))  # (r, m, T, S)
     counts = scores.new_full((tiles,), float(slots))
     means = scores.sum(-1)
     if exists is not None:

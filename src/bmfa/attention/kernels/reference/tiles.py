@@ -8,7 +8,7 @@ import numpy.typing as npt
 
 from bmfa.attention.kernels.reference.energy import Array
 from bmfa.attention.kernels.reference.trees import Mask
-from bmfa.attention.tiling import CAP, Tiling
+from bmfa.attention.tiling import GAP_CAP, Tiling
 
 
 class ReferenceTiled(NamedTuple):
@@ -61,7 +61,7 @@ class _Head:
             gap = max(_log_sum(centered) - math.log(len(scores)), 0.0)
             masses[tile] = _log_sum(scores)
             gap += self.factor**2 * apart * self.spread[tile] / (2 * len(query))
-            gaps[tile] = min(gap, CAP)
+            gaps[tile] = min(gap, GAP_CAP)
         before = self.factor * (self.before[0] @ query)
         whole = _log_sum(np.array([*masses.values(), *before]))
         for tile in self.tiles:
@@ -133,7 +133,7 @@ def tiled_attention(
     3. s_i = c qbar.k_i, A_L = log sum_{i in L} exp s_i, M_L = c qbar.kbar_L,
        spread_L = c^2 rho_g kappa_L / 2d: queries that differ from qbar in all d directions alike raise
        the variance of a tile's scores by c^2 rho kappa / d on average, and its gap by half of that;
-       gap_L = min(max(A_L - log n_L - M_L, 0) + spread_L, CAP),
+       gap_L = min(max(A_L - log n_L - M_L, 0) + spread_L, GAP_CAP),
        Z = sum_L exp A_L + sum_prefix exp(c qbar.k_p), loss_L = exp(A_L) (1 - exp(-gap_L)) / Z.
     4. X, the expanded tiles: with `error`, the fewest, largest loss first and ties together, such
        that the other losses sum to at most 1 - exp(-error / tau); with `expand`, so many of the

@@ -1,87 +1,153 @@
-"""The merging kernels as operators of torch: what compilers, fake tensors and flop counters see."""
+"""The Triton kernels as operators of torch, for torch.compile, fake tensors and the flop counter.
 
-from collections.abc import Callable
-from functools import cache
+This module loads without Triton, so that `unsupported_reason` can say that it is missing; the
+modules with the kernels are imported by the first call.
+"""
+
 from importlib import import_module
+from os import environ
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-# Defined without the wrappers of torch.library.custom_op, which cost 10 to 25 microseconds a call.
+# A program holds the keys of a head, or all pairs of a picture, on chip. At 512 tokens the merge
+# kernel compares 256 x 256 pairs and still compiles without spilling to local memory.
+MAX_TOKENS = 512
+# Bytes of the keys of one head, padded to powers of two. Keys and values together take twice as
+# much of the 227 KiB of shared memory of a multiprocessor of compute capability 9.0.
+MAX_KEY_BYTES = 65536
+MIN_TRITON = (3, 2)
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+
+# Defined without torch.library.custom_op, whose wrappers cost 10 to 25 microseconds a call.
 _library: Any = torch.library.Library("bmfa", "FRAGMENT")  # type: ignore[no-untyped-call]
 _library.define(
-    "attend(Tensor q, Tensor k, Tensor v, Tensor size, float scale, int prefix, bool mass,"
-    " bool others) -> (Tensor, Tensor)"
+    "proportional_attention(Tensor q, Tensor k, Tensor v, Tensor size, float scale, int prefix,"
+    " bool mass) -> (Tensor, Tensor)"
 )
 _library.define(
-    "merge(Tensor x, Tensor size, Tensor? features, Tensor? weight, SymInt r, int prefix, str pair)"
+    "merge_tokens(Tensor x, Tensor size, Tensor? keys, Tensor? weight, SymInt r, int prefix)"
     " -> (Tensor, Tensor, Tensor)"
 )
-_library.define("tome_features(Tensor k) -> Tensor")
+_library.define("unit_mean_keys(Tensor k) -> Tensor")
 
 
-@cache
-def _kernels(module: str) -> Any:
-    """The module with the kernels: it needs Triton, this one does not."""
-    return import_module(f"bmfa.merging.kernels.triton.{module}")
+def proportional_attention(
+    q: Tensor, k: Tensor, v: Tensor, size: Tensor, *, scale: float, prefix: int, mass: bool
+) -> tuple[Tensor, Tensor | None]:
+    """See `bmfa.merging.dispatch.proportional_attention`.
+
+    The mass sums the weights as they are multiplied with the values, rounded to the dtype of v.
+    """
+    output, masses = torch.ops.bmfa.proportional_attention.default(
+        q, k, v, _contiguous_float32(size), float(scale), prefix, mass
+    )
+    return output, masses if mass else None
 
 
-def _attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    size: Tensor,
-    scale: float,
-    prefix: int,
-    mass: bool,
-    others: bool,
-) -> Any:
-    return _kernels("proportional").launch_attend(q, k, v, size, scale, prefix, mass, others)
+def merge_tokens(
+    x: Tensor, size: Tensor, keys: Tensor | None, weight: Tensor | None, r: int, *, prefix: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """See `bmfa.merging.dispatch.merge_tokens`; features are rounded to the dtype of keys or x."""
+    weight = None if weight is None else _contiguous_float32(weight)
+    new: tuple[Tensor, Tensor, Tensor] = torch.ops.bmfa.merge_tokens.default(
+        x, _contiguous_float32(size), keys, weight, r, prefix
+    )
+    return new
 
 
-def _merge(
-    x: Tensor,
-    size: Tensor,
-    features: Tensor | None,
-    weight: Tensor | None,
-    r: int,
-    prefix: int,
-    pair: str,
-) -> Any:
-    return _kernels("bipartite").launch_merge(x, size, features, weight, r, prefix, pair)
+def unit_mean_keys(k: Tensor) -> Tensor:
+    """See `bmfa.merging.dispatch.unit_mean_keys`."""
+    features: Tensor = torch.ops.bmfa.unit_mean_keys.default(k)
+    return features
 
 
-def _tome_features(k: Tensor) -> Any:
-    return _kernels("features").launch_tome_features(k)
+def unsupported_reason(first: Tensor, *others: Tensor | None) -> str | None:
+    """Return the reason why the kernels cannot run on these inputs, or None if they can.
+
+    Args:
+        first: x (B, T, C), or q or k (B, H, T, d): it gives the number of tokens.
+        others: the other inputs of the call.
+    """
+    if _TRITON_PROBLEM is not None:
+        return _TRITON_PROBLEM
+    tensors = [tensor for tensor in (first, *others) if tensor is not None]
+    for tensor in tensors:
+        if not tensor.is_cuda and not (_INTERPRETED and tensor.device.type == "cpu"):
+            return f"the inputs are on {tensor.device}, and Triton kernels need a CUDA device"
+        if tensor.dtype not in _DTYPES:
+            return f"the dtype is {tensor.dtype}, and the kernels take float16, bfloat16 or float32"
+        if tensor.requires_grad and torch.is_grad_enabled():
+            return "gradients are enabled, and the kernels have no backward; use torch.no_grad()"
+    tokens = first.shape[-2]
+    if tokens > MAX_TOKENS:
+        return f"there are {tokens} tokens, and the kernels take at most {MAX_TOKENS}"
+    for tensor in tensors:
+        if tensor.dim() == 4 and _key_bytes(tensor) > MAX_KEY_BYTES:
+            return (
+                f"{tokens} keys of dimension {tensor.shape[3]} in {tensor.dtype} do not fit on chip: "
+                f"padded to powers of two they may take {MAX_KEY_BYTES} bytes"
+            )
+    return None
 
 
-def _fake_attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    size: Tensor,
-    scale: float,
-    prefix: int,
-    mass: bool,
-    others: bool,
+def _key_bytes(heads: Tensor) -> int:
+    tokens, dim = (max(16, 1 << (length - 1).bit_length()) for length in heads.shape[2:])
+    return tokens * dim * heads.itemsize
+
+
+def _find_triton_problem() -> str | None:
+    try:
+        version: str = import_module("triton").__version__
+    except ImportError as error:
+        return f"Triton does not load ({error}); run: pip install triton"
+    if tuple(int(part) for part in version.split(".")[:2]) < MIN_TRITON:
+        oldest = ".".join(map(str, MIN_TRITON))
+        return f"Triton is {version}, and the kernels need {oldest} or newer: pip install -U triton"
+    return None
+
+
+_TRITON_PROBLEM = _find_triton_problem()
+# Triton reads the variable when kernels are defined, so a later change has no effect.
+_INTERPRETED = environ.get("TRITON_INTERPRET") == "1"
+
+
+def _contiguous_float32(values: Tensor) -> Tensor:
+    """The kernels take sizes and weights without strides."""
+    return values.to(torch.float32).contiguous()
+
+
+def _attention_impl(
+    q: Tensor, k: Tensor, v: Tensor, size: Tensor, scale: float, prefix: int, mass: bool
 ) -> tuple[Tensor, Tensor]:
+    from bmfa.merging.kernels.triton.attention import launch_attention
+
+    return launch_attention(q, k, v, size, scale, prefix, mass)
+
+
+def _attention_fake(
+    q: Tensor, k: Tensor, v: Tensor, size: Tensor, scale: float, prefix: int, mass: bool
+) -> tuple[Tensor, Tensor]:
+    from bmfa.merging.kernels.triton.attention import mass_shape
+
     batch, heads, tokens, dim = q.shape
     output = q.new_empty((batch, tokens, heads, dim)).transpose(1, 2)
-    kernels = _kernels("proportional") if mass else None
-    shape = (0,) if kernels is None else kernels.mass_shape(q.shape, q.dtype, prefix, others)
+    shape = mass_shape(q.shape, q.dtype, prefix) if mass else (0,)
     return output, q.new_empty(shape, dtype=torch.float32)
 
 
-def _fake_merge(
-    x: Tensor,
-    size: Tensor,
-    features: Tensor | None,
-    weight: Tensor | None,
-    r: int,
-    prefix: int,
-    pair: str,
+def _merge_impl(
+    x: Tensor, size: Tensor, keys: Tensor | None, weight: Tensor | None, r: int, prefix: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    from bmfa.merging.kernels.triton.merge import launch_merge
+
+    return launch_merge(x, size, keys, weight, r, prefix)
+
+
+def _merge_fake(
+    x: Tensor, size: Tensor, keys: Tensor | None, weight: Tensor | None, r: int, prefix: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     batch, tokens, channels = x.shape
     x_new = x.new_empty((batch, tokens - r, channels))
@@ -89,38 +155,39 @@ def _fake_merge(
     return x_new, size_new, x.new_empty((batch, tokens), dtype=torch.int32)
 
 
-def _fake_tome_features(k: Tensor) -> Tensor:
+def _keys_impl(k: Tensor) -> Tensor:
+    from bmfa.merging.kernels.triton.features import launch_unit_mean_keys
+
+    return launch_unit_mean_keys(k)
+
+
+def _keys_fake(k: Tensor) -> Tensor:
     batch, _, tokens, dim = k.shape
     return k.new_empty((batch, tokens, dim))
 
 
-_OPERATORS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
-    "attend": (_attend, _fake_attend),
-    "merge": (_merge, _fake_merge),
-    "tome_features": (_tome_features, _fake_tome_features),
-}
-for _name, (_run, _fake) in _OPERATORS.items():
-    _library.impl(_name, _run, "CUDA")
-    _library.impl(_name, _run, "CPU")  # in Triton's interpreter
+for _name, _impl, _fake in (
+    ("proportional_attention", _attention_impl, _attention_fake),
+    ("merge_tokens", _merge_impl, _merge_fake),
+    ("unit_mean_keys", _keys_impl, _keys_fake),
+):
+    _library.impl(_name, _impl, "CUDA")
+    _library.impl(_name, _impl, "CPU")  # Triton's interpreter
     torch.library.register_fake(f"bmfa::{_name}", _fake, lib=_library)
 
-attend: Any = torch.ops.bmfa.attend.default
-merge: Any = torch.ops.bmfa.merge.default
-tome_features: Any = torch.ops.bmfa.tome_features.default
 
-
-@register_flop_formula(torch.ops.bmfa.attend)
-def _attend_flops(q: torch.Size, k: torch.Size, v: torch.Size, *_: object, **__: object) -> int:
-    """The two products, as torch counts scaled_dot_product_attention."""
+@register_flop_formula(torch.ops.bmfa.proportional_attention)
+def _attention_flops(q: torch.Size, k: torch.Size, v: torch.Size, *_: object, **__: object) -> int:
+    """Count the two matrix products, as torch counts scaled_dot_product_attention."""
     batch, heads, queries, dim = q
     return 2 * batch * heads * queries * k[2] * (dim + v[3])
 
 
-@register_flop_formula(torch.ops.bmfa.merge)
+@register_flop_formula(torch.ops.bmfa.merge_tokens)
 def _merge_flops(
-    x: torch.Size, size: torch.Size, features: torch.Size | None, *_: object, **__: object
+    x: torch.Size, size: torch.Size, keys: torch.Size | None, *_: object, **__: object
 ) -> int:
-    """The product of the even with the odd positions; the rest moves memory."""
+    """Count the product of the features at even and at odd positions."""
     batch, tokens, channels = x
-    width = channels if features is None else features[-1]
-    return 2 * batch * ((tokens + 1) // 2) * (tokens // 2) * width
+    features = channels if keys is None else keys[-1]
+    return 2 * batch * ((tokens + 1) // 2) * (tokens // 2) * features
