@@ -331,7 +331,7 @@ def test_the_command_refuses_in_one_line(
     error = refused(capsys, "evaluate", "--method", "tome:200", "--limit", "1")
     assert "200 tokens a block" in error and "at most 98" in error
     assert "'fast'" in refused(capsys, "evaluate", "--method", "tome:fast")
-    assert "--labels goes with --data-dir" in refused(capsys, "evaluate", "--labels", "x.txt")
+    assert "--labels needs --data-dir" in refused(capsys, "evaluate", "--labels", "x.txt")
     assert "limit is 0" in refused(
         capsys, "evaluate", "--data-dir", str(folder(tmp_path)), "--limit", "0"
     )

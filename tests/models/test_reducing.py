@@ -395,7 +395,9 @@ def test_reduce_replaces_patch_and_patch_replaces_reduce() -> None:
 
 def test_a_budget_beyond_the_tokens_is_refused_at_the_pass() -> None:
     model = reduce(make_model("vit"), "tome:33")
-    with pytest.raises(ValueError, match=r"tome:33 removes 33 .*8x8 grid has 32 pairs"):
+    with pytest.raises(
+        ValueError, match=r"tome:33 removes 33 .*8x8 grid at most 32 can be removed"
+    ):
         run(model, pictures())
     run(reduce(model, "tome:32"), pictures())
     assert final_tokens(model) == 1 + 64 - 32 - 16 - 8

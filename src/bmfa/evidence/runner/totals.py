@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from bmfa.data.imagenet import Skipped
+from bmfa.evidence.runner import Progress
 from bmfa.evidence.runner.batches import Batch, PictureBatches, no_pictures_error
-from bmfa.evidence.runner.progress import Progress
 from bmfa.evidence.runner.resume import Check, Checkpoint, Part, weights_digest
 from bmfa.models import LoadedModel
 
