@@ -215,18 +215,20 @@ def test_timed_rows_and_their_figure(model: LoadedModel) -> None:
         assert all(row[column] > 0 for column in TIMED)
         assert row["speedup"] == row["images_per_second"] / full["images_per_second"]
     assert Record.from_json(record.to_json()).rows == record.rows
-    drawn = figures.accuracy(record)
+    drawn = figures.ALL["accuracy"](record)
     assert "fixed-pool" in drawn and "evit" in drawn and "Embedded model, 3 pictures" in drawn
     untimed = evaluation.run(model, embedded_pictures(1), ["full", "evit:0.7"], repeats=0)
-    assert figures.accuracy.drawable(record) and not figures.accuracy.drawable(untimed)
+    assert figures.ALL["accuracy"].drawable(record) and not figures.ALL["accuracy"].drawable(
+        untimed
+    )
     with pytest.raises(ValueError, match="--repeats"):
-        figures.accuracy(untimed)
+        figures.ALL["accuracy"](untimed)
 
 
 @pytest.mark.parametrize("low", [0.02, 3.0, 45.0, 980.0])
 @pytest.mark.parametrize("span", [1.3, 2.0, 12.0, 900.0])
 def test_ticks_are_few_and_inside(low: float, span: float) -> None:
-    from bmfa.evidence.classification.figures import round_ticks
+    from bmfa.evidence.page.drawing import round_ticks
 
     ticks = round_ticks(low, low * span)
     assert 1 <= len(ticks) <= 7

@@ -11,8 +11,9 @@ from bmfa.cli import main
 from bmfa.data.drawn.embedded import figure_picture
 from bmfa.evidence import report_models as model_chain
 from bmfa.evidence.page import figures
-from bmfa.evidence.page.chapters import CHAPTERS
-from bmfa.evidence.page.records import Evidence
+from bmfa.evidence.page.blocks import NotMeasured
+from bmfa.evidence.page.build import CHAPTERS
+from bmfa.evidence.page.record_set import RecordSet
 from bmfa.models import embedded
 
 SHOWN = ("closed-loop", "layers", "top1", "accuracy", "reductions", "attention-cases")
@@ -60,10 +61,11 @@ def test_the_records_make_every_figure_of_the_model_chapters(tmp_path: Path) -> 
     assert alone == {"none", *map(str, range(8))}
     for name in SHOWN:
         assert figures.ALL[name].drawable(list(records.values()))
-    evidence = Evidence(list(records.values())[:5])
+    record_set = RecordSet(list(records.values())[:5])
     for chapter in CHAPTERS:
         if chapter.name in ("closed-loop", "layers", "pictures", "classification", "reductions"):
-            assert "Not measured here" not in chapter.render(evidence)
+            blocks = chapter.blocks(record_set)
+            assert not any(isinstance(block, NotMeasured) for block in blocks)
 
 
 def test_every_method_of_the_page_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
