@@ -386,12 +386,16 @@ def test_reduce_replaces_patch_and_patch_replaces_reduce() -> None:
 
 def test_a_budget_beyond_the_tokens_is_refused_at_the_pass() -> None:
     model = reduce(made("vit"), "tome:33")
-    with pytest.raises(ValueError, match=r"tome:33 removes 33 .*8x8 grid at most 32 can be removed"):
+    with pytest.raises(
+        ValueError, match=r"tome:33 removes 33 .*8x8 grid at most 32 can be removed"
+    ):
         run(model, pictures())
     run(reduce(model, "tome:32"), pictures())
     assert final_tokens(model) == 1 + 64 - 32 - 16 - 8
     reduce(model, "diffrate:0.8g")
-    with pytest.raises(ValueError, match="197 tokens in 12 blocks, and the model has 65 tokens in 3"):
+    with pytest.raises(
+        ValueError, match="197 tokens in 12 blocks, and the model has 65 tokens in 3"
+    ):
         run(model, pictures())
 
 
