@@ -4,7 +4,6 @@ import copy
 import json
 import os
 import pickle
-from collections.abc import Iterator
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -33,15 +32,6 @@ COLUMNS = [
     *("images_per_second", "images_per_second_end_to_end", "speedup", "timed"),
 ]
 TIMED = {"images_per_second", "images_per_second_end_to_end", "speedup"}
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    """Small tensors: threads that wait for each other take longer than one."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")
@@ -341,7 +331,7 @@ def test_the_command_refuses_in_one_line(
     error = refused(capsys, "evaluate", "--method", "tome:200", "--limit", "1")
     assert "200 tokens a block" in error and "at most 98" in error
     assert "'fast'" in refused(capsys, "evaluate", "--method", "tome:fast")
-    assert "--labels goes with --data-dir" in refused(capsys, "evaluate", "--labels", "x.txt")
+    assert "--labels needs --data-dir" in refused(capsys, "evaluate", "--labels", "x.txt")
     assert "limit is 0" in refused(
         capsys, "evaluate", "--data-dir", str(folder(tmp_path)), "--limit", "0"
     )

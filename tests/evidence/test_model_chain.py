@@ -1,10 +1,8 @@
 """The model experiments of the page: their records make its chapters, offline and on own files."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 from PIL import Image
 
 from bmfa.cli import main
@@ -17,14 +15,6 @@ from bmfa.evidence.page.record_set import RecordSet
 from bmfa.models import embedded
 
 SHOWN = ("closed-loop", "layers", "top1", "accuracy", "reductions", "attention-cases")
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(autouse=True)
