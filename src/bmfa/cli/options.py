@@ -154,16 +154,16 @@ def labelled_pictures(
     seed: int,
 ) -> Any:
     """Open the pictures of `--data-dir`, or draw the embedded ones for the embedded model."""
-    from bmfa.data.imagenet import ClassPictures, embedded_pictures
+    from bmfa.data.classification import EmbeddedPictures, LabelledPictures
 
     if data_dir is not None:
         require_packages(("PIL",), "data")
-        return ClassPictures(data_dir, labels, limit=limit, strict=strict)
+        return LabelledPictures(data_dir, labels, limit=limit, strict=strict)
     if model != "embedded":
         raise ValueError(f"--model {model} needs --data-dir DIR with pictures")
     if labels is not None:
         raise ValueError("--labels needs --data-dir DIR; the embedded pictures have labels")
-    return embedded_pictures(EMBEDDED_PICTURES if limit is None else limit, seed)
+    return EmbeddedPictures(EMBEDDED_PICTURES if limit is None else limit, seed)
 
 
 # Embedded pictures that a model command draws by default: one percent point is two of them.
@@ -172,6 +172,6 @@ EMBEDDED_PICTURES = 200
 
 def skipped_lines(settings: Any) -> list[str]:
     """Describe the pictures that could not be read, from the settings of a record."""
-    from bmfa.data.imagenet import Skipped
+    from bmfa.data.classification import SkippedPictures
 
-    return Skipped(settings["skipped"], settings["skipped_names"]).lines()
+    return SkippedPictures(settings["skipped"], settings["skipped_names"]).lines()

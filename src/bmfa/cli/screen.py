@@ -12,7 +12,7 @@ from bmfa.packages import require_packages
 from bmfa.records import Record
 
 if TYPE_CHECKING:
-    from bmfa.data.imagenet import LabelledPicture
+    from bmfa.data.classification import LabelledPicture
 
 EMBEDDED = "embedded:"
 COLUMNS = "method layer head query leaves leaf_percent gap error certificate moved_percent"
@@ -73,14 +73,14 @@ def screen(
 
 def read_picture(name: str, seed: int) -> "LabelledPicture":
     """Read a picture file, or draw the embedded picture that `embedded:N` names."""
-    from bmfa.data.imagenet import EmbeddedPictures, LabelledPicture
+    from bmfa.data.classification import EmbeddedPictures, LabelledPicture
     from bmfa.data.pictures import PictureFiles
 
     index = name.removeprefix(EMBEDDED)
     if index != name:
         if not index.isdecimal():
             raise ValueError(f"picture {name!r} names no embedded picture; pass e.g. embedded:3")
-        return EmbeddedPictures(int(index) + 1, seed).read(int(index))
+        return EmbeddedPictures(int(index) + 1, seed)[int(index)]
     path = Path(name)
     if not path.is_file():
         kind = "a folder" if path.is_dir() else "no file"
