@@ -13,9 +13,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from bmfa.attention.kernels.triton.per_query import operators
-from bmfa.attention.kernels.triton.per_query.kernel import screened_attention_kernel
+from bmfa.attention.kernels.triton.per_query.kernel import per_query_attention_kernel
 from bmfa.attention.kernels.triton.tiles import launch
-from bmfa.attention.kernels.triton.tiles.launch import Frame
 
 HOPPER = GPUTarget("cuda", 90, 32)
 POINTERS = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32"}
@@ -42,15 +41,15 @@ def build(kernel, tensors, rest, options):
 def tiled(dim, dtype, masked, prefix, aligned):
     side, mask = 64, torch.uint8 if masked else dtype
     strides = ((3 * side**2 * dim, dim, 3 * dim),) * 4
-    frame = Frame(1, 3, dim, strides, dtype, 0, masked, side, side, prefix, 0.125, aligned)
-    plan = launch._certifier(frame, 1e-5, 1e-5)
+    key = launch.CallKey(1, 3, dim, strides, dtype, 0, masked, side, side, prefix, 0.125, aligned)
+    plan = launch.prepare_certificate(key, 1e-5, 1e-5)
     tensors = (dtype, dtype, mask, torch.uint8, torch.float32, torch.float32)
     build(plan.kernel, tensors, plan.rest, plan.options)
-    print("certify", dim)
-    chain = launch._prepared(frame, 0.1, 0).chain
-    dtypes = dict.fromkeys(("q", "k", "v", "output"), dtype) | {"valid": mask}
-    dtypes |= {"amounts": torch.int32, "words": torch.int32}
-    dtypes |= {name: piece[2] for name, piece in chain.scratch.pieces.items()}
+    print(plan.kernel.__name__, dim)
+    chain = launch.prepare_attention(key, 0.1, 0).sequence
+    dtypes = dict.fromkeys(("q", "k", "v", "o"), dtype) | {"valid": mask}
+    dtypes |= {"expanded_count": torch.int32, "coarse_bits": torch.int32}
+    dtypes |= {name: piece[2] for name, piece in chain.workspace.tensors.items()}
     for plan, places in chain.steps:
         tensors = [dtypes[chain.names[place]] for place in places]
         build(plan.kernel, tensors, plan.rest, plan.options)
@@ -64,16 +63,20 @@ def rows_of(layout):
 
 def tree(rule, depth, width):
     tile, warps = (
-        operators.UNMIXED if depth == operators.MIXED_DEPTH else operators.CONFIGURATION[2]
+        operators.SAFE_BLOCK_Q_AND_WARPS
+        if depth == operators.MISCOMPILED_DEPTH
+        else operators.BLOCK_Q_AND_WARPS[2]
     )
-    kernel = screened_attention_kernel
+    kernel = per_query_attention_kernel
     constants = {
-        "RULE": rule, "FINE": False, "DEPTH": depth, "LIMIT": depth, "PREFIX": 1, "PREFIX_TILE": 16,
-        "WIDTH": width, "VALUE_WIDTH": width, "WORDS": 1, "QUERIES": tile,
+        "RULE": rule, "FINE": False, "DEPTH": depth, "MAX_DEPTH": depth, "PREFIX": 1, "BLOCK_PREFIX": 16,
+        "BLOCK_D": width, "BLOCK_DV": width, "WORDS": 1, "BLOCK_Q": tile,
     }  # fmt: skip
     names = kernel.arg_names
     tensors = [torch.float16] * 4 + [torch.int32] * 2 + [torch.float32, torch.int32]
-    numbers = [1.0 if n in ("scale", "threshold") else 64 for n in names[8 : -len(constants)]]
+    numbers = [
+        1.0 if n in ("qk_scale_log2", "threshold") else 64 for n in names[8 : -len(constants)]
+    ]
     rest = (*numbers, *(constants[name] for name in names[-len(constants) :]))
     text = build(kernel, tensors, rest, {"num_warps": warps, "num_stages": 1}).asm["ttgir"]
     layouts = {name: json.loads(bases) for name, bases in LINEAR.findall(text)}
@@ -91,4 +94,4 @@ if __name__ == "__main__":
     tiled(128, torch.float16, True, 0, True)
     for depth in (2, 3, 4):
         tree("optimal", depth, 64)
-    tree("optimal", operators.MIXED_DEPTH, operators.MIXED_WIDTH)
+    tree("optimal", operators.MISCOMPILED_DEPTH, operators.MISCOMPILED_HEAD)

@@ -1,14 +1,12 @@
 """The model experiments of the page: their records make its chapters, offline and on own files."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 from PIL import Image
 
 from bmfa.cli import main
-from bmfa.data.drawn.embedded import figure_picture
+from bmfa.data.drawn.glyphs import draw_glyph
 from bmfa.evidence import report_models as model_chain
 from bmfa.evidence.page import figures
 from bmfa.evidence.page.blocks import NotMeasured
@@ -17,14 +15,6 @@ from bmfa.evidence.page.record_set import RecordSet
 from bmfa.models import embedded
 
 SHOWN = ("closed-loop", "layers", "top1", "accuracy", "reductions", "attention-cases")
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(autouse=True)
@@ -43,7 +33,7 @@ def own_files(folder: Path) -> model_chain.OwnModel:
     for index in range(3):
         path = folder / str(index) / "a.png"
         path.parent.mkdir(parents=True)
-        Image.fromarray(figure_picture(0, index)[0]).save(path)
+        Image.fromarray(draw_glyph(0, index)[0]).save(path)
     return model_chain.OwnModel(str(embedded.WEIGHTS), str(folder), "embedded", limit=2)
 
 

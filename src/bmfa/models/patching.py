@@ -7,13 +7,13 @@ from typing import Any, Literal, get_args
 
 from torch import nn
 
-from bmfa.checks import check_integer, check_number
+from bmfa.checks import check_integer, check_leaves, check_number
 from bmfa.models.hosts import find_host
 from bmfa.models.hosts.base import replacements_in
 from bmfa.models.override import override_method, override_of, restore_method
 from bmfa.models.screened_layer import ScreenedLayer
 from bmfa.models.token_grid import BlockGrid, TokenGrid
-from bmfa.trees.rules import Optimal, RandomQuadrants, Rule, as_rule
+from bmfa.trees.rules import RandomQuadrants, Rule, as_rule
 
 Form = Literal["tiled", "representative", "repeated"]
 Backend = Literal["auto", "eager", "triton", "reference"]
@@ -200,7 +200,8 @@ def _check_options(
         if value not in kinds:
             raise ValueError(f"{name} is {value!r}; pass one of {', '.join(filter(None, kinds))}")
     if error is not None or leaves is not None:
-        Optimal(error=error, leaves=leaves)  # checks their types and ranges
+        error = None if error is None else check_number("error", error, low=0.0)
+        leaves = None if leaves is None else check_leaves(leaves)
         if form in ("representative", "repeated") or max_depth is not None:
             tree = f"form={form!r}" if form is not None else f"max_depth={max_depth!r}"
             raise ValueError(
