@@ -84,7 +84,7 @@ def test_the_package_description_has_no_relative_link(wheel):
     assert metadata["Version"] == bmfa.__version__
     assert metadata["Description-Content-Type"] == "text/markdown"
     description = metadata.get_payload()
-    assert "pip install" in description
+    assert "bmfa.load_model" in description
     targets = re.findall(r"\]\(([^)\s]+)|(?:src|href)=\"([^\"]+)", description)
     links = [link or attribute for link, attribute in targets]
     assert [link for link in links if not link.startswith(("https://", "#"))] == []

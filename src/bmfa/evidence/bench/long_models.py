@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn.functional import interpolate
 
-from bmfa.data.drawn.scenes import scene
+from bmfa.data.drawn.scenes import draw_scene
 from bmfa.data.pictures import PictureFiles
 from bmfa.models import LoadedModel, Preprocessing, load_model
 from bmfa.models.embedded import EmbeddedViT
@@ -116,7 +116,7 @@ def pictures_of(folder: str | None, count: int, seed: int = 0) -> tuple[list[Pic
     """The first pictures of a folder, or embedded scenes, and their names."""
     if folder is None:
         names = [f"embedded scene {index}" for index in range(count)]
-        return [scene(seed, index)[0].picture.pixels for index in range(count)], names
+        return [draw_scene(seed, index)[0].picture.pixels for index in range(count)], names
     files = PictureFiles(folder)
     entries = list(files.entries[:count])
     if len(entries) < count:
