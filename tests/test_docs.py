@@ -6,7 +6,6 @@ import re
 import socket
 import subprocess
 import sys
-import tomllib
 from contextlib import suppress
 from dataclasses import fields
 from html.parser import HTMLParser
@@ -22,7 +21,6 @@ import bmfa
 from bmfa.attention.result import Audit, Stats
 from bmfa.cli.app import app, main
 from bmfa.evidence.methods import METHODS
-from markdown_records import tables
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -114,24 +112,6 @@ def test_the_reference_has_every_public_name(site, name):
     assert documented
     anchored = {anchor.rpartition(".")[2] for anchor in anchors if anchor.startswith("bmfa.")}
     assert documented - anchored == set()
-
-
-# The table of supported versions
-
-
-def test_supported_versions_are_those_of_the_requirements():
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
-    groups = (project["dependencies"], *project["optional-dependencies"].values())
-    least = dict(re.findall(r"^([\w-]+)>=([\d.]+)", "\n".join(map("\n".join, groups)), re.M))
-    least["Python"] = project["requires-python"].removeprefix(">=")
-    pins = (ROOT / "constraints.txt").read_text("utf-8")
-    tested = dict(re.findall(r"^([\w-]+)==([\d.]+)$", pins, re.M))
-    found = tables((DOCS / "start.md").read_text("utf-8"))
-    (rows,) = [rows for head, rows in found if head == ["package", "supported", "tested"]]
-    assert {name for name, _, _ in rows} >= {"Python", "torch", "timm", "transformers", "triton"}
-    for name, supported, version in rows:
-        assert supported.startswith(f"{least[name]} or newer")
-        assert name == "Python" or version == tested[name]
 
 
 # Code

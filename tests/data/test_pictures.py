@@ -81,7 +81,7 @@ def test_a_name_fits_by_path_by_its_end_or_by_its_base(store) -> None:
 def test_a_longer_name_settles_a_doubtful_one_and_doubt_is_said(store) -> None:
     source = store({"train/1.jpg": b"", "val/1.jpg": b""})
     assert source.find(["1.jpg", "val/1.jpg"]) == "val/1.jpg"
-    with pytest.raises(PictureError, match=r"1\.jpg is in 2 places .*train/1\.jpg, val/1\.jpg"):
+    with pytest.raises(PictureError, match=r"1\.jpg matches 2 pictures .*train/1\.jpg, val/1\.jpg"):
         source.find(["1.jpg"])
 
 

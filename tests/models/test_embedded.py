@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from bmfa.data.drawn.embedded import figure_batch
-from bmfa.data.drawn.figures import FIGURES
+from bmfa.data.drawn.glyphs import GLYPHS, draw_glyph_batch
 from bmfa.models import patch
 from bmfa.models.embedded import WEIGHTS, EmbeddedViT, load, preprocess, save, training
 from bmfa.models.embedded.training import Recipe, augment, evaluate, train
@@ -30,7 +29,7 @@ def model():
 
 @pytest.fixture(scope="module")
 def pictures():
-    pixels, labels = figure_batch(HELD_OUT, range(COUNT))
+    pixels, labels = draw_glyph_batch(HELD_OUT, range(COUNT))
     return preprocess(pixels), torch.from_numpy(labels)
 
 
@@ -118,7 +117,7 @@ def test_views_are_the_symmetries_of_the_square_and_the_inverse():
 
 
 def test_a_mirrored_figure_is_still_nearest_to_its_own_class():
-    points = {name: outline(segments) for name, segments in FIGURES.items()}
+    points = {name: outline(segments) for name, segments in GLYPHS.items()}
     for name, figure in points.items():
         distances = {other: apart(figure * (1, -1), points[other]) for other in points}
         assert min(distances, key=distances.get) == name
@@ -251,10 +250,10 @@ def test_the_model_and_its_pictures_need_no_extra():
         "for name in ('PIL', 'matplotlib', 'timm', 'torchvision', 'transformers', 'pycocotools'):\n"
         "    sys.modules[name] = None\n"
         "import bmfa\n"
-        "from bmfa.data.imagenet import embedded_pictures\n"
+        "from bmfa.data.classification import EmbeddedPictures\n"
         "from bmfa.evidence.closed_loop.run import run\n"
         "model = bmfa.load_model('embedded')\n"
-        "record = run(model, embedded_pictures(2), ['gamma:0.05'], layers='last-1')\n"
+        "record = run(model, EmbeddedPictures(2), ['gamma:0.05'], layers='last-1')\n"
         "print(record.rows[0]['images'])\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

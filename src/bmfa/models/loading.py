@@ -10,8 +10,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from bmfa.data.classes import imagenet_names
-from bmfa.data.drawn.figures import CLASSES
+from bmfa.data.classification import imagenet_names
+from bmfa.data.drawn.glyphs import GLYPH_CLASSES
 from bmfa.data.probes import multiples
 from bmfa.models import embedded, hub
 from bmfa.models.hosts import find_host
@@ -177,7 +177,7 @@ def _load(name: str, weights: str | os.PathLike[str] | None, any_size: bool) -> 
 def _load_embedded(weights: str | os.PathLike[str] | None) -> LoadedModel:
     side, mean, std = embedded.IMAGE_SIZE, embedded.MEAN, embedded.STD
     preprocess = Preprocessing((side, side), 1.0, mean=(mean,) * 3, std=(std,) * 3)
-    return LoadedModel("embedded", embedded.load(weights), preprocess, tuple(CLASSES))
+    return LoadedModel("embedded", embedded.load(weights), preprocess, tuple(GLYPH_CLASSES))
 
 
 def _load_timm(

@@ -5,13 +5,13 @@ from typing import TYPE_CHECKING
 
 from bmfa.evidence.bench import summary
 from bmfa.evidence.page import style
-from bmfa.evidence.page.canvas import Canvas, Margins, figure, panel_grid
+from bmfa.evidence.page.canvas import Canvas, figure
 from bmfa.evidence.page.drawing import (
+    Margins,
     add_labels,
-    draw_legend,
     draw_line,
     label_line_ends,
-    legend_height,
+    panel_grid,
     set_log_range,
     set_ticks,
 )
@@ -134,22 +134,16 @@ def attention_error(records: RecordSet, narrow: bool) -> Canvas:
     _require(_has_errors(records))
     rows = _long_rows(records)
     sizes = sorted({int(row["n"]) for row in rows})
-    names = [name for name in TITLES if _family(rows, name)]
-    columns = 1 if narrow else 3
+    legend = {name: title for name, title in TITLES.items() if _family(rows, name)}
+    columns = min(2, len(sizes))
     canvas, panels = panel_grid(
-        len(sizes),
-        min(2, len(sizes)),
-        narrow=narrow,
-        height=200,
-        bottom=legend_height(len(names), columns),
+        len(sizes), columns, narrow=narrow, height=200, legend=legend, legend_columns=3
     )
     for n, axes in zip(sizes, panels, strict=True):
-        _draw_errors(
-            axes, {name: _family([r for r in rows if r["n"] == n], name) for name in names}
-        )
+        found = [row for row in rows if row["n"] == n]
+        _draw_errors(axes, {name: _family(found, name) for name in legend})
         x_label = "speed-up over the fastest dense path, logarithmic"
         add_labels(canvas, axes, f"{n:,} tokens", "relative L2 error, %", x_label)
-    draw_legend(canvas, names, columns, TITLES)
     return canvas
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.functional import interpolate, scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 
-from bmfa.data.drawn.scenes import scene
+from bmfa.data.drawn.scenes import draw_scene
 from bmfa.data.pictures import PictureFiles
 from bmfa.grid import Grid
 from bmfa.models import LoadedModel, Preprocessing, load_model
@@ -304,7 +304,7 @@ def read_pictures(folder: str | None, count: int, seed: int = 0) -> tuple[list[P
     """
     if folder is None:
         names = [f"embedded scene {index}" for index in range(count)]
-        return [scene(seed, index)[0].picture.pixels for index in range(count)], names
+        return [draw_scene(seed, index)[0].picture.pixels for index in range(count)], names
     files = PictureFiles(folder)
     entries = list(files.entries[:count])
     if len(entries) < count:

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from bmfa.checks import check_integer
-from bmfa.data.imagenet import ClassPictures, LabelledPicture, Skipped
+from bmfa.data.classification import LabelledPicture, LabelledPictures, SkippedPictures
 from bmfa.data.pictures import PictureError, PicturesLostError
 from bmfa.evidence.runner.processes import cores_per_process
 from bmfa.evidence.runner.resume import digest
@@ -30,7 +30,7 @@ class PictureSource(Protocol):
 
     def __len__(self) -> int: ...
 
-    def read(self, index: int) -> LabelledPicture:
+    def __getitem__(self, index: int) -> LabelledPicture:
         """Return one picture; raise PictureError if it cannot be read."""
         ...
 
@@ -48,7 +48,7 @@ class PictureList:
     def __len__(self) -> int:
         return len(self.pictures)
 
-    def read(self, index: int) -> LabelledPicture:
+    def __getitem__(self, index: int) -> LabelledPicture:
         return self.pictures[index]
 
     def names(self) -> list[tuple[str, int | None]]:
@@ -124,7 +124,7 @@ class PictureBatches:
     ) -> None:
         self.size = check_integer("batch_size", size, low=1)
         self.source: PictureSource = (
-            pictures if hasattr(pictures, "read") else PictureList(list(pictures))  # type: ignore[assignment]
+            pictures if hasattr(pictures, "names") else PictureList(list(pictures))  # type: ignore[assignment]
         )
         self.workers = default_workers(self.source) if workers is None else workers
         check_integer("workers", self.workers, low=0)
@@ -154,7 +154,7 @@ class PictureBatches:
         Raises:
             ValueError: If no picture can be read.
         """
-        dataset, skipped = _PreprocessedPictures(self.source, self.preprocess), Skipped()
+        dataset, skipped = _PreprocessedPictures(self.source, self.preprocess), SkippedPictures()
         for index in range(len(dataset)):
             batch = self.checked(_collate([dataset[index]]))
             if len(batch):
@@ -223,7 +223,7 @@ class _PreprocessedPictures(Dataset[tuple[int, Any, int | None]]):
 
     def __getitem__(self, index: int) -> tuple[int, Tensor | Exception, int | None]:
         try:
-            picture = self.source.read(index)
+            picture = self.source[index]
         except (PictureError, PicturesLostError) as error:
             # Returned, not raised: DataLoader would put a traceback into the message.
             return index, error, None
@@ -248,10 +248,10 @@ def default_workers(source: PictureSource) -> int:
     """Return the number of worker processes: 0 for pictures that are drawn or in memory, or if this
     process has one core; otherwise one for each core, at most `MAX_WORKERS`."""
     cores = cores_per_process()
-    return min(MAX_WORKERS, cores) if isinstance(source, ClassPictures) and cores > 1 else 0
+    return min(MAX_WORKERS, cores) if isinstance(source, LabelledPictures) and cores > 1 else 0
 
 
-def no_pictures_error(skipped: Skipped) -> ValueError:
+def no_pictures_error(skipped: SkippedPictures) -> ValueError:
     """Return the error of a run that could not read any picture."""
     reason = f" ({skipped.reasons[0]})" if skipped.reasons else ""
     return ValueError(f"no picture could be read{reason}; pass pictures as JPEG, PNG, WEBP or BMP")

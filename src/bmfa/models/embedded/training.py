@@ -14,7 +14,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, Dataset
 
 from bmfa.checks import check_integer
-from bmfa.data.drawn.embedded import figure_batch
+from bmfa.data.drawn.glyphs import draw_glyph_batch
 from bmfa.files import write_atomic
 from bmfa.models.embedded.model import EmbeddedViT, preprocess, save
 
@@ -124,7 +124,7 @@ def evaluate(model: EmbeddedViT, seed: int, count: int, *, batch: int = 100) -> 
     correct = 0
     with torch.inference_mode():
         for start in range(0, count, batch):
-            pixels, labels = figure_batch(seed, range(start, min(start + batch, count)))
+            pixels, labels = draw_glyph_batch(seed, range(start, min(start + batch, count)))
             predicted = model(preprocess(pixels).to(device)).argmax(-1)
             correct += int((predicted.cpu() == torch.from_numpy(labels)).sum())
     return correct / count
@@ -237,7 +237,7 @@ class _PictureBatches(Dataset[tuple[Tensor, Tensor]]):
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         first = (self.start + index) * self.pictures
-        pixels, labels = figure_batch(self.seed, range(first, first + self.pictures))
+        pixels, labels = draw_glyph_batch(self.seed, range(first, first + self.pictures))
         return torch.from_numpy(pixels), torch.from_numpy(labels)
 
 
