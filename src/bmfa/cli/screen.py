@@ -4,7 +4,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from typer import Argument, Option
+from typer import Argument
 
 from bmfa.cli import options as opt
 from bmfa.cli.output import Output, table_of
@@ -33,25 +33,17 @@ def screen(
     model: opt.Model = "embedded",
     weights: opt.Weights = None,
     layer: Annotated[
-        int | None,
-        Option("--layer", metavar="L", help="Layer to show, from 0; the last by default."),
+        int | None, opt.option("--layer L", "Layer to show, from 0; the last by default.")
     ] = None,
     head: Annotated[
-        int | None,
-        Option(
-            "--head", metavar="H", help="Head, from 0; the one with the largest gap by default."
-        ),
+        int | None, opt.option("--head H", "Head, from 0; the one with the largest gap by default.")
     ] = None,
-    query: Annotated[
-        str, Option("--query", metavar="TOKEN", help="class or ROW,COLUMN.")
-    ] = "class",
+    query: Annotated[str, opt.option("--query TOKEN", "class or ROW,COLUMN.")] = "class",
     method: opt.Methods = None,
     layers: opt.Layers = "last-4",
     crop_pct: opt.CropPct = None,
     img_size: opt.ImgSize = None,
-    output: Annotated[
-        str, Option("--output", metavar="FILE.png", help="File for the figure.")
-    ] = "screen.png",
+    output: Annotated[str, opt.option("--output FILE.png", "File for the figure.")] = "screen.png",
 ) -> None:
     """One picture: a query's attention, tree and certificate."""
     require_packages(("matplotlib", "PIL"), "report")
