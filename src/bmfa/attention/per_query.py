@@ -126,7 +126,7 @@ class TreeCall(Call):
             scale=self.scale,
             max_depth=max_depth,
             valid=None if masks is None else masks.numpy(),
-            keep=_coins(rule, self.shape, self.grid),
+            coins=_coins(rule, self.shape, self.grid),
             form=form,
         )
         boxes = [tree.leaves for heads in trees for queries in heads for tree in queries]
