@@ -3,6 +3,8 @@
 import os
 from importlib.util import find_spec
 
+import pytest
+
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
 # As the command sets it: processes started by a test then add up as this one does.
 os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")
@@ -28,3 +30,11 @@ if find_spec("triton") is not None:
 
     if not torch.cuda.is_available():
         _interpret_kernels()
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _one_thread() -> None:
+    """Tensors are small, so that one thread is faster than several, and tests run in parallel."""
+    import torch
+
+    torch.set_num_threads(1)

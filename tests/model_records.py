@@ -2,6 +2,8 @@
 
 import base64
 import io
+import re
+from html import unescape
 
 import pytest
 
@@ -110,6 +112,14 @@ def pictures() -> Record:
 def every() -> list[Record]:
     """A record of every model experiment."""
     return [closed_loop(), layers(), single(), pictures(), evaluate()]
+
+
+def page_text(page: str, section: str) -> str:
+    """The text of a section of a page, without figures and markup."""
+    found = page.partition(f'<section id="{section}">')[2].partition("</section>")[0]
+    found = re.sub(r"<svg.*?</svg>", " ", found, flags=re.S)
+    found = unescape(re.sub(r"<[^>]+>", "", found)).replace("\u00a0", " ")
+    return re.sub(r"\s+", " ", found)
 
 
 def _loop_row(

@@ -10,6 +10,7 @@ from typing import Any
 
 # Package to its name on the index and to the smallest extra of bmfa that brings it.
 PACKAGES = {
+    "jinja2": ("jinja2", "report"),
     "matplotlib": ("matplotlib", "report"),
     "PIL": ("pillow", "data"),
     "pycocotools": ("pycocotools", "data"),

@@ -15,7 +15,6 @@ from triton.compiler import ASTSource
 from bmfa.attention.kernels.triton.per_query import operators
 from bmfa.attention.kernels.triton.per_query.kernel import screened_attention_kernel
 from bmfa.attention.kernels.triton.tiles import launch
-from bmfa.attention.kernels.triton.tiles.launch import Frame
 
 HOPPER = GPUTarget("cuda", 90, 32)
 POINTERS = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32"}
@@ -42,15 +41,15 @@ def build(kernel, tensors, rest, options):
 def tiled(dim, dtype, masked, prefix, aligned):
     side, mask = 64, torch.uint8 if masked else dtype
     strides = ((3 * side**2 * dim, dim, 3 * dim),) * 4
-    frame = Frame(1, 3, dim, strides, dtype, 0, masked, side, side, prefix, 0.125, aligned)
-    plan = launch._certifier(frame, 1e-5, 1e-5)
+    key = launch.CallKey(1, 3, dim, strides, dtype, 0, masked, side, side, prefix, 0.125, aligned)
+    plan = launch.prepare_certificate(key, 1e-5, 1e-5)
     tensors = (dtype, dtype, mask, torch.uint8, torch.float32, torch.float32)
     build(plan.kernel, tensors, plan.rest, plan.options)
-    print("certify", dim)
-    chain = launch._prepared(frame, 0.1, 0).chain
-    dtypes = dict.fromkeys(("q", "k", "v", "output"), dtype) | {"valid": mask}
-    dtypes |= {"amounts": torch.int32, "words": torch.int32}
-    dtypes |= {name: piece[2] for name, piece in chain.scratch.pieces.items()}
+    print(plan.kernel.__name__, dim)
+    chain = launch.prepare_attention(key, 0.1, 0).sequence
+    dtypes = dict.fromkeys(("q", "k", "v", "o"), dtype) | {"valid": mask}
+    dtypes |= {"expanded_count": torch.int32, "coarse_bits": torch.int32}
+    dtypes |= {name: piece[2] for name, piece in chain.workspace.tensors.items()}
     for plan, places in chain.steps:
         tensors = [dtypes[chain.names[place]] for place in places]
         build(plan.kernel, tensors, plan.rest, plan.options)

@@ -7,7 +7,7 @@ import torch
 from bmfa import Grid, rules, screened_attention
 from bmfa.attention.kernels import reference
 from bmfa.attention.kernels.eager import per_query
-from bmfa.trees.build import query_chunks
+from bmfa.trees.keys import query_chunks
 from bmfa.trees.layout import quadtree_layout, tile_layout
 from bmfa.trees.pyramid import _full_counts
 from bmfa.trees.rules import parse
@@ -225,7 +225,7 @@ def test_the_certificate_is_never_below_the_error(name, masked):
         _, trees = reference.per_query_attention(
             *(t.numpy() for t in (q, k, v)), 6, 7, rule, prefix=2,
             valid=None if valid is None else valid.numpy(),
-            keep=rule.coins(2 * 2 * 44, 4).view(2, 2, 44, 4).numpy() if "random" in name else None,
+            keep=rule.draw(2 * 2 * 44, 4).view(2, 2, 44, 4).numpy() if "random" in name else None,
         )  # fmt: skip
         error = torch.from_numpy(reference.attention_error(q.numpy(), k.numpy(), trees, prefix=2))
         assert (result.stats.certificate >= error).all()

@@ -21,8 +21,8 @@ def test_kernels_compile_for_hopper_and_mix_up_no_queries(tmp_path):
     )
     assert done.returncode == 0, done.stderr[-2000:]
     lines = done.stdout.splitlines()
-    for name in ("pool", "score", "select", "residual", "attend", "certify"):
-        assert f"{name} 64" in lines and f"{name} 128" in lines
+    for name in ("pool", "score", "select", "residual", "attention", "certificate"):
+        assert f"{name}_kernel 64" in lines and f"{name}_kernel 128" in lines
     assert [f"tree optimal {depth} 64 sound" in lines for depth in (2, 3, 4)] == [True] * 3
     # The configuration that is refused: where this one is sound, nothing need be refused any more.
     assert "tree optimal 3 32 [([0, 8, 0], [0, 8])" in done.stdout

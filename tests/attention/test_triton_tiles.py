@@ -248,7 +248,7 @@ def test_flops_and_fake_tensors():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"dim": 48}, "heads are 48 wide"),
+        ({"dim": 48}, "head dimension is 48"),
         ({"dtype": torch.float64}, "float64"),
         ({"strided": True}, "not contiguous"),
         ({"order": "z"}, "Z-order"),

@@ -7,9 +7,11 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from bmfa import __version__
 from bmfa.cli import main
+from bmfa.evidence.methods import METHODS
 from bmfa.files import write_atomic
 from bmfa.records import Record
 
@@ -101,6 +103,7 @@ def full_disk(path):
 
 
 CORNER = ["synthetic", "--placement", "corner", "--method", "gamma:0.005"]
+BENCH_TREES = ["bench", "trees", "--repeats", "1", "--batch-size", "1", "--method", "gamma:0.005"]
 
 
 @full_device
@@ -111,7 +114,7 @@ CORNER = ["synthetic", "--placement", "corner", "--method", "gamma:0.005"]
         CORNER,
         ["probe", "--limit", "5", "--workers", "1", "--method", "gamma:0.005"],
         ["evaluate", "--limit", "2", "--repeats", "0", "--method", "gamma:0.005"],
-        ["bench", "trees", "--grids", "5", "--repeats", "1", "--method", "gamma:0.005"],
+        [*BENCH_TREES, "--grids", "5"],
     ],
 )
 def test_a_full_disk_names_the_file_and_the_table_is_printed(capsys, tmp_path, arguments, quiet):
@@ -219,21 +222,55 @@ def test_info_names_backends_and_what_is_missing(capsys):
     assert any(row["what"] == "device" and row["name"].startswith("cuda") for row in rows)
 
 
-def test_bench_trees_is_a_record_with_its_baselines(capsys):
-    main(
-        [
-            "bench",
-            "trees",
-            "--grids",
-            "50",
-            "--repeats",
-            "1",
-            "--method",
-            "gamma:0.005",
-            "--json",
-            "-",
-        ]
+def test_methods_lists_the_registry(capsys):
+    main(["methods", "--json", "-"])
+    rows = {row["method"]: row for row in json.loads(capsys.readouterr().out)["rows"]}
+    names = {name.partition(":")[0] for name in rows}
+    assert names == set(METHODS)
+    assert rows["gamma:VALUE"]["kind"] == "rule" and "block means" in rows["gamma:VALUE"]["reads"]
+    main(["methods"])
+    printed = capsys.readouterr().out
+    assert all(f"\n{name} " in printed for name in rows)
+
+
+def test_methods_starts_without_torch():
+    code = "import sys; from bmfa.cli import main; main(['methods']); print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "False"
+
+
+@pytest.mark.parametrize("separate", [True, False])
+def test_an_option_takes_several_values_or_is_repeated(capsys, separate):
+    names = ["gamma:0.005", "global-mean"]
+    words = (
+        [word for name in names for word in ("--method", name)]
+        if separate
+        else ["--method", *names]
     )
+    main(["synthetic", "--placement", "corner", *words, "--json", "-"])
+    assert [row["method"] for row in json.loads(capsys.readouterr().out)["rows"]] == names
+
+
+def test_a_unique_prefix_of_an_option_is_enough(capsys):
+    main(["synthetic", "--place", "corner", "--meth=global-mean", "--js", "-"])
+    assert json.loads(capsys.readouterr().out)["rows"][0]["method"] == "global-mean"
+    assert "no such option: --s" in refused(capsys, "synthetic", "--s", "1")
+
+
+def test_auto_is_a_device_that_works_and_the_record_names_it(capsys):
+    main(["synthetic", "--placement", "corner", "--method", "global-mean", "--json", "-"])
+    environment = json.loads(capsys.readouterr().out)["environment"]
+    assert environment["device"] == ("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def test_brackets_in_paths_are_not_markup(capsys, tmp_path):
+    path = tmp_path / "[bold]x[/]" / "r[0].json"
+    main([*CORNER, "--json", str(path)])
+    assert f"record: {path}" in capsys.readouterr().out and path.is_file()
+
+
+def test_bench_trees_is_a_record_with_its_baselines(capsys):
+    main([*BENCH_TREES, "--grids", "50", "--json", "-"])
     rows = json.loads(capsys.readouterr().out)["rows"]
     assert rows[0]["method"] == "gamma:0.005 (oracle)"
     assert {row["what"] for row in rows} == {"trees", "softmax"}
@@ -248,7 +285,7 @@ def test_the_module_is_the_command():
 
 
 @pytest.mark.parametrize(
-    "command", [[], ["synthetic"], ["bench"], ["bench", "trees"], ["info"], ["screen"]]
+    "command", [[], ["synthetic"], ["bench"], ["bench", "trees"], ["info"], ["methods"], ["screen"]]
 )
 def test_every_command_has_help(capsys, command):
     with pytest.raises(SystemExit) as stop:

@@ -1,7 +1,5 @@
 """Batches of pictures: worker processes change nothing but the speed, and errors stay one line."""
 
-import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,7 +11,6 @@ from bmfa.data.pictures import PictureError, PicturesLostError
 from bmfa.evidence.classification import run as evaluation
 from bmfa.evidence.runner import batches as reading
 from bmfa.evidence.runner.batches import PictureBatches, default_workers
-from bmfa.evidence.runner.progress import progress_bar
 from bmfa.models import LoadedModel, load_model
 
 
@@ -116,37 +113,3 @@ def test_pictures_in_memory_are_read_by_index(model: LoadedModel) -> None:
     pictures = [LabelledPicture(p.name, p.pixels, p.label) for p in embedded_pictures(3)]
     (batch,) = PictureBatches(iter(pictures), model.preprocess, 4).read([0])
     assert batch.indices == [0, 1, 2] and batch.labels == [p.label for p in pictures]
-
-
-class Terminal:
-    """Standard error that claims to be a terminal."""
-
-    def __init__(self, tty: bool = True) -> None:
-        self.text, self.tty = "", tty
-
-    def isatty(self) -> bool:
-        return self.tty
-
-    def write(self, text: str) -> None:
-        self.text += text
-
-    def flush(self) -> None:
-        pass
-
-
-def bar(
-    monkeypatch: pytest.MonkeyPatch, tty: bool, quiet: bool
-) -> tuple[Terminal, Callable | None]:  # type: ignore[type-arg]
-    terminal = Terminal(tty)
-    monkeypatch.setattr(sys, "stderr", terminal)
-    return terminal, progress_bar("pictures", quiet=quiet)
-
-
-def test_progress_is_shown_on_a_terminal_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    for tty, quiet in ((False, False), (True, True)):
-        assert bar(monkeypatch, tty, quiet)[1] is None
-    terminal, show = bar(monkeypatch, True, False)
-    assert show is not None
-    show(200, 1000)  # restored from a checkpoint
-    show(1000, 1000)
-    assert "200/1000" in terminal.text and "pictures" in terminal.text

@@ -19,8 +19,9 @@ from bmfa.evidence.bench import figures as attention_figures
 from bmfa.evidence.bench.attention_methods import Setting, Truth
 from bmfa.evidence.bench.long_models import AnySize, load_long
 from bmfa.evidence.bench.qkv import Recorded, Source
-from bmfa.evidence.page import build_page, figures
-from bmfa.evidence.page.records import Evidence
+from bmfa.evidence.page import figures
+from bmfa.evidence.page.build import build_page
+from bmfa.evidence.page.record_set import RecordSet
 from bmfa.grid import Grid
 from bmfa.models.embedded import load as load_embedded
 from bmfa.records import Record
@@ -302,7 +303,7 @@ def test_blocks_of_keys_that_a_peer_drops_have_no_weight():
 
 def test_tables_and_figures_are_made_from_the_record(record, tmp_path, capsys):
     words = bench_tables.markdown(record)
-    assert "dense is the best path of the same run (default" in words or "run (flash" in words
+    assert "dense is the fastest path of the same run (default" in words or "run (flash" in words
     assert "| `tiled-tiles:0.25` | 25.0 |" in words
     assert figures.ALL["attention-time"].drawable(record)
     assert not figures.ALL["attention-error"].drawable(record)
@@ -351,5 +352,5 @@ def test_a_figure_shows_one_machine(record: Record) -> None:
         rows=[{**row, "milliseconds": 1e6} for row in record.rows[:3]],
         environment={**record.environment, "device_name": "another machine"},
     )
-    alone = attention_figures.attention_rows(Evidence(record))
-    assert attention_figures.attention_rows(Evidence([elsewhere, record])) == alone
+    alone = attention_figures.attention_rows(RecordSet(record))
+    assert attention_figures.attention_rows(RecordSet([elsewhere, record])) == alone

@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
@@ -30,15 +30,6 @@ COLUMNS = [
     "attention_kl",
     "top1_percent",
 ]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    """Small tensors: threads that wait for each other take longer than one."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def write_picture(path: Path, seed: int = 0) -> None:

@@ -4,7 +4,6 @@ import copy
 import json
 import os
 import pickle
-from collections.abc import Iterator
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -33,15 +32,6 @@ COLUMNS = [
     *("images_per_second", "images_per_second_end_to_end", "speedup", "timed"),
 ]
 TIMED = {"images_per_second", "images_per_second_end_to_end", "speedup"}
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    """Small tensors: threads that wait for each other take longer than one."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")
@@ -215,18 +205,20 @@ def test_timed_rows_and_their_figure(model: LoadedModel) -> None:
         assert all(row[column] > 0 for column in TIMED)
         assert row["speedup"] == row["images_per_second"] / full["images_per_second"]
     assert Record.from_json(record.to_json()).rows == record.rows
-    drawn = figures.accuracy(record)
+    drawn = figures.ALL["accuracy"](record)
     assert "fixed-pool" in drawn and "evit" in drawn and "Embedded model, 3 pictures" in drawn
     untimed = evaluation.run(model, embedded_pictures(1), ["full", "evit:0.7"], repeats=0)
-    assert figures.accuracy.drawable(record) and not figures.accuracy.drawable(untimed)
+    assert figures.ALL["accuracy"].drawable(record) and not figures.ALL["accuracy"].drawable(
+        untimed
+    )
     with pytest.raises(ValueError, match="--repeats"):
-        figures.accuracy(untimed)
+        figures.ALL["accuracy"](untimed)
 
 
 @pytest.mark.parametrize("low", [0.02, 3.0, 45.0, 980.0])
 @pytest.mark.parametrize("span", [1.3, 2.0, 12.0, 900.0])
 def test_ticks_are_few_and_inside(low: float, span: float) -> None:
-    from bmfa.evidence.classification.figures import round_ticks
+    from bmfa.evidence.page.drawing import round_ticks
 
     ticks = round_ticks(low, low * span)
     assert 1 <= len(ticks) <= 7
@@ -339,7 +331,7 @@ def test_the_command_refuses_in_one_line(
     error = refused(capsys, "evaluate", "--method", "tome:200", "--limit", "1")
     assert "200 tokens a block" in error and "at most 98" in error
     assert "'fast'" in refused(capsys, "evaluate", "--method", "tome:fast")
-    assert "--labels goes with --data-dir" in refused(capsys, "evaluate", "--labels", "x.txt")
+    assert "--labels needs --data-dir" in refused(capsys, "evaluate", "--labels", "x.txt")
     assert "limit is 0" in refused(
         capsys, "evaluate", "--data-dir", str(folder(tmp_path)), "--limit", "0"
     )

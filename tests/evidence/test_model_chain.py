@@ -1,29 +1,20 @@
 """The model experiments of the page: their records make its chapters, offline and on own files."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 from PIL import Image
 
 from bmfa.cli import main
 from bmfa.data.drawn.embedded import figure_picture
 from bmfa.evidence import report_models as model_chain
 from bmfa.evidence.page import figures
-from bmfa.evidence.page.chapters import CHAPTERS
-from bmfa.evidence.page.records import Evidence
+from bmfa.evidence.page.blocks import NotMeasured
+from bmfa.evidence.page.build import CHAPTERS
+from bmfa.evidence.page.record_set import RecordSet
 from bmfa.models import embedded
 
 SHOWN = ("closed-loop", "layers", "top1", "accuracy", "reductions", "attention-cases")
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(autouse=True)
@@ -60,10 +51,11 @@ def test_the_records_make_every_figure_of_the_model_chapters(tmp_path: Path) -> 
     assert alone == {"none", *map(str, range(8))}
     for name in SHOWN:
         assert figures.ALL[name].drawable(list(records.values()))
-    evidence = Evidence(list(records.values())[:5])
+    record_set = RecordSet(list(records.values())[:5])
     for chapter in CHAPTERS:
         if chapter.name in ("closed-loop", "layers", "pictures", "classification", "reductions"):
-            assert "Not measured here" not in chapter.render(evidence)
+            blocks = chapter.blocks(record_set)
+            assert not any(isinstance(block, NotMeasured) for block in blocks)
 
 
 def test_every_method_of_the_page_is_known(monkeypatch: pytest.MonkeyPatch) -> None:

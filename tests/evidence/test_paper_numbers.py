@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from bmfa.evidence import page as report
 from bmfa.evidence.page import paper
+from bmfa.evidence.page.build import build_page
 from bmfa.records import Record
 
 # As printed: mean gap, P95 gap and leaf ratio on COCO, then on LVIS.
@@ -208,7 +208,7 @@ def tables() -> dict[str, list[list[tuple[str, bool]]]]:
         Record(name, {"model": "embedded"}, list(rows_of(name)), {})
         for name in ("synthetic", "probe", "ablation", "closed-loop", "evaluate")
     ]
-    return Cells(report.build_page(made)).tables
+    return Cells(build_page(made)).tables
 
 
 @pytest.mark.parametrize(

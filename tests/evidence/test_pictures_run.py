@@ -3,7 +3,6 @@
 import json
 import math
 import os
-from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -23,14 +22,6 @@ from bmfa.models.screened_layer import screened_layers
 from bmfa.packages import load_package
 from bmfa.records import Record
 from bmfa.trees.rules import parse
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")

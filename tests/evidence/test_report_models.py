@@ -1,33 +1,32 @@
 """The model chapters of the page: figures, honest claims, and text that follows the records."""
 
-import re
-from html import unescape
+from unittest.mock import patch
 from xml.etree import ElementTree
 
 import pytest
 
 import model_records
-from bmfa.evidence import page as report
 from bmfa.evidence import report_models as model_chain
-from bmfa.evidence.page import claims, figures, markup, paper, runs, style
-from bmfa.evidence.page.chapters import CHAPTERS
-from bmfa.evidence.page.records import Evidence
-from bmfa.evidence.page.verdicts import Claim, Verdict
+from bmfa.evidence.page import figures, model_runs, paper, style
+from bmfa.evidence.page.build import all_claims, build_page
+from bmfa.evidence.page.canvas import Figure
+from bmfa.evidence.page.claims import Claim, Verdict
+from bmfa.evidence.page.formats import format_small
+from bmfa.evidence.page.record_set import RecordSet
 from bmfa.records import Record
-from model_records import DEIT, MERGED
+from model_records import DEIT, MERGED, page_text
 
 FIGURES = ("closed-loop", "layers", "top1", "reductions", "attention-cases")
 
 
 def find(records: list[Record], part: str) -> Claim:
-    return next(claim for claim in claims.claims(Evidence(records)) if part in claim.claim)
+    return next(claim for claim in all_claims(RecordSet(records)) if part in claim.claim)
 
 
 def chapter(records: list[Record], name: str) -> str:
-    """The text of one chapter, without its markup."""
-    (found,) = [one for one in CHAPTERS if one.name == name]
-    without_figures = re.sub(r"<svg.*?</svg>", " ", found.render(Evidence(records)), flags=re.S)
-    return unescape(re.sub(r"<[^>]+>", "", without_figures)).replace("\u00a0", " ")
+    """The text of one chapter on the page; its figures are not drawn."""
+    with patch.object(Figure, "__call__", return_value=""):
+        return page_text(build_page(records), name)
 
 
 @pytest.mark.parametrize("narrow", [False, True])
@@ -43,37 +42,39 @@ def test_figures_stand_beside_the_papers_points() -> None:
     for name in ("closed-loop", "top1"):
         text = figures.ALL[name](model_records.every())
         assert "Paper: DeiT-Tiny" in text and "Embedded model, " in text
-    both = figures.closed_loop([model_records.closed_loop(), model_records.closed_loop(DEIT)])
+    both = figures.ALL["closed-loop"](
+        [model_records.closed_loop(), model_records.closed_loop(DEIT)]
+    )
     assert "Embedded model, 100 pictures" in both and ">DeiT-Tiny, 100 pictures<" in both
     assert ">paper<" in both  # the rings of ImageNet, on the paper's own model alone
-    assert ">paper<" not in figures.closed_loop(model_records.closed_loop())
+    assert ">paper<" not in figures.ALL["closed-loop"](model_records.closed_loop())
 
 
 def test_figures_without_their_rows_are_not_drawn() -> None:
     one = [model_records.closed_loop()]
-    assert figures.closed_loop.drawable(one) and not figures.layers.drawable(one)
+    assert figures.ALL["closed-loop"].drawable(one) and not figures.ALL["layers"].drawable(one)
     with pytest.raises(ValueError, match="several choices of layers"):
-        figures.layers(one)
+        figures.ALL["layers"](one)
     plain = [model_records.evaluate(merged=False)]
-    assert figures.top1.drawable(plain) and not figures.reductions.drawable(plain)
+    assert figures.ALL["top1"].drawable(plain) and not figures.ALL["reductions"].drawable(plain)
     with pytest.raises(ValueError, match="no evaluate row is of a reduction"):
-        figures.reductions(plain)
+        figures.ALL["reductions"](plain)
 
 
 def test_the_page_has_the_model_chapters_in_order() -> None:
-    page = report.build_page(model_records.every())
+    page = build_page(model_records.every())
     assert len(page.encode()) < 700_000
     names = ("closed-loop", "layers", "pictures", "classification", "reductions", "bench")
     places = [page.index(f'<section id="{name}">') for name in names]
     assert places == sorted(places)
     for name in FIGURES:
         assert page.count(f'id="figure-{name}"') == 1
-    assert "Algorithm 1 as it is printed" in page
+    assert "Algorithm 1 as printed" in page
 
 
 def test_one_record_makes_its_chapter_and_the_others_say_how_to_get_theirs() -> None:
-    page = report.build_page([model_records.pictures()])
-    assert "</html>" in page and page.count("Not measured here. Get it with") == 10
+    page = build_page([model_records.pictures()])
+    assert "</html>" in page and page.count("Not measured here. Run") == 10
     assert "--layers last-2" in chapter([model_records.closed_loop()], "layers")
     assert "--method tome:8" in chapter([model_records.evaluate(merged=False)], "reductions")
     assert "last-2" in chapter([model_records.layers()], "layers")
@@ -83,16 +84,16 @@ def test_the_difference_between_the_models_is_said() -> None:
     embedded = chapter(model_records.every(), "closed-loop")
     assert "embedded model (0.9 M parameters" in embedded and "the numbers cannot" in embedded
     own = chapter([model_records.closed_loop(DEIT)], "closed-loop")
-    assert "DeiT-Tiny is shown on 100 pictures, on other pictures than the paper" in own
-    assert "easier than ImageNet" in chapter(model_records.every(), "classification")
-    assert "smallest figure" in chapter(model_records.every(), "pictures")
+    assert "DeiT-Tiny is shown on 100 pictures, which are not those of the paper" in own
+    assert "easier than the thousand classes" in chapter(model_records.every(), "classification")
+    assert "smallest object" in chapter(model_records.every(), "pictures")
 
 
 def test_algorithm_1_is_told_from_the_quadrant_rule() -> None:
     text = chapter([model_records.closed_loop(DEIT)], "closed-loop")
     assert "p + 4 (1 − p) / 196" in text
-    assert "Algorithm 1 keeps 0.6 % leaves (DeiT-Tiny), where they print 30.82 %" in text
-    assert "does not even beat fixed blocks of 2 × 2 tokens" in text
+    assert "Algorithm 1 has 0.6 % leaves (DeiT-Tiny), whereas the paper prints 30.82 %" in text
+    assert "is not better than fixed blocks of 2 × 2 tokens" in text
     # p + 4 (1 - p) / 196 is what the paper prints of random retention, to its decimals.
     for share, printed in ((0.25, 26.53), (0.5, 51.02)):
         assert 100 * (share + 4 * (1 - share) / 196) == pytest.approx(printed, abs=0.005)
@@ -101,21 +102,21 @@ def test_algorithm_1_is_told_from_the_quadrant_rule() -> None:
 def test_text_follows_a_record_that_says_otherwise() -> None:
     better = model_records.closed_loop(changes={"gamma:0.05": (25.0, 99.0, 0.001)})
     text = chapter([better], "closed-loop")
-    assert "beats fixed blocks" in text and "not even" not in text
+    assert "is better than fixed blocks" in text and "not better" not in text
 
 
 @pytest.mark.parametrize(
     ("part", "verdict"),
     [
-        ("keeps more than chance", Verdict.AGREES),
-        ("more than a fixed grid", Verdict.AGREES),
+        ("preserves more than chance", Verdict.AGREES),
+        ("more than fixed blocks", Verdict.AGREES),
         ("tables is Algorithm 1", Verdict.DIFFERS),
         ("By variance alone", Verdict.AGREES),
-        ("The least output KL", Verdict.AHEAD),
+        ("The smallest output KL", Verdict.AHEAD),
         ("lead over chance", Verdict.AGREES),
-        ("costs less accuracy", Verdict.AGREES),
+        ("loses less accuracy", Verdict.AGREES),
         ("no speed-up", Verdict.AGREES),
-        ("tome:8, drop and speed-up", Verdict.AGREES),
+        ("speed-up of tome:8", Verdict.AGREES),
         ("best merging", Verdict.AHEAD),
     ],
 )
@@ -135,7 +136,7 @@ def test_claims_that_do_not_hold_are_not_called_reproduced() -> None:
         for row in base.rows
     ]
     records = [Record("closed-loop", base.settings, rows), model_records.layers(lead=-1.0)]
-    for part in ("keeps more than chance", "more than a fixed grid", "The least output KL"):
+    for part in ("preserves more than chance", "more than fixed blocks", "The smallest output KL"):
         assert find(records, part).verdict is Verdict.DIFFERS
     assert find(records, "lead over chance").verdict is Verdict.DIFFERS
     worse = model_records.evaluate()
@@ -146,7 +147,7 @@ def test_claims_that_do_not_hold_are_not_called_reproduced() -> None:
         for row in worse.rows
     ]
     changed = [Record("evaluate", worse.settings, slower)]
-    assert find(changed, "tome:8, drop").verdict is Verdict.DIFFERS
+    assert find(changed, "speed-up of tome:8").verdict is Verdict.DIFFERS
     assert find(changed, "no speed-up").verdict is Verdict.AHEAD
 
 
@@ -160,7 +161,7 @@ def on_all_of_imagenet(worse: float = 0.0) -> Record:
 
 
 def test_the_papers_model_on_all_of_its_pictures_is_judged_strictly() -> None:
-    part = "costs less accuracy"
+    part = "loses less accuracy"
     assert find([on_all_of_imagenet()], part).verdict is Verdict.REPRODUCED
     assert find([on_all_of_imagenet(worse=9.0)], part).verdict is Verdict.NOT_AS_CLAIMED
     assert find([model_records.evaluate(DEIT)], part).verdict is Verdict.AGREES
@@ -169,12 +170,12 @@ def test_the_papers_model_on_all_of_its_pictures_is_judged_strictly() -> None:
 def test_the_quadrant_rule_is_called_our_fit() -> None:
     records = model_records.every()
     assert (
-        "our fit to its leaf ratios, which the paper does not state"
-        in find(records, "keeps more than chance").note
+        "our fit to the leaf ratios, because the paper does not define the rule"
+        in find(records, "preserves more than chance").note
     )
     assert "our fit" in find(records, "tables is Algorithm 1").note
-    page = report.build_page(records)
-    assert "is our reading" in page and "is our fit to the leaf ratios" in page
+    page = chapter(records, "closed-loop")
+    assert "is our inference" in page and "is our fit to the leaf ratios" in page
     assert "rule behind the paper" not in page and "Paper's rule" not in page
     assert "rule is one level of quadrants" not in page
 
@@ -192,49 +193,49 @@ def test_all_layers_are_not_judged_as_the_last_eight(extra: list[str]) -> None:
     made = [Record("closed-loop", record.settings, [*record.rows, *rows])]
     claim = find(made, "lead over chance")
     assert claim.ours == "last-2, last-4, all" and claim.verdict is Verdict.AGREES
-    assert "last-8 is all layers of this model and is not judged" in claim.note
+    assert "last-8 means all layers of this model and is not judged" in claim.note
     assert "last-8:" not in chapter(made, "layers") and "last-12" not in claim.note
     deit = find([model_records.layers(DEIT)], "lead over chance")
-    assert "last-8 not run" in deit.note
+    assert "last-8 not measured" in deit.note
 
 
 def test_the_variance_rule_is_run_and_judged_or_said_not_to_be() -> None:
     assert {"variance:0.8", "variance:0.2"} <= set(model_chain.METHODS)
     text = chapter(model_records.every(), "closed-loop")
     assert "variance:0.2 99.5 % at 95.9 % leaves" in text
-    assert "99.02 % at 97.57 % leaves, without its threshold" in text
+    assert "99.02 % at 97.57 % leaves, without a threshold" in text
     claim = find(model_records.every(), "By variance alone")
     assert claim.ours == "99.50 % at 95.90 % (variance:0.2)"
-    assert claim.printed == "99.02 % at 97.57 %" and "names no threshold" in claim.note
+    assert claim.printed == "99.02 % at 97.57 %" and "states no threshold" in claim.note
     cheap = model_records.closed_loop(changes={"variance:0.8": (17.6, 100.0, 0.0)})
     assert find([cheap], "By variance alone").verdict is Verdict.DIFFERS
     base = model_records.closed_loop()
     without = [row for row in base.rows if not row["method"].startswith("variance")]
     records = [Record("closed-loop", base.settings, without)]
     assert find(records, "By variance alone").verdict is Verdict.NOT_MEASURED
-    assert "variance-only row was not run" in chapter(records, "closed-loop")
+    assert "variance-only row was not measured" in chapter(records, "closed-loop")
 
 
 def test_the_papers_own_model_judges_where_it_is_there() -> None:
     records = [*model_records.every(), model_records.closed_loop(DEIT)]
-    claim = find(records, "keeps more than chance")
+    claim = find(records, "preserves more than chance")
     assert claim.note.startswith("DeiT-Tiny, 100 pictures")
     assert claim.printed == "75.98 % at 30.82 % against 61.54 % at 26.53 %"
     assert claim.ours == "88.00 % at 35.40 % against 76.40 % at 26.50 %"
 
 
 def test_runs_take_the_row_of_most_pictures_and_keep_models_apart() -> None:
-    evidence = Evidence([model_records.layers(), model_records.closed_loop()])
-    (run,) = runs.closed_loops(evidence)
+    records = RecordSet([model_records.layers(), model_records.closed_loop()])
+    (run,) = model_runs.closed_loop_runs(records)
     assert run.value("quadrant-gap:0.8", "images") == 100
-    ((several, choices),) = runs.depths(evidence)
+    ((several, choices),) = model_runs.layer_runs(records)
     assert choices == ["last-2", "last-4", "all"] and several.images == 40
-    both = Evidence([model_records.closed_loop(DEIT), model_records.closed_loop()])
-    assert [one.model for one in runs.closed_loops(both)] == ["embedded", DEIT]
+    both = RecordSet([model_records.closed_loop(DEIT), model_records.closed_loop()])
+    assert [one.model for one in model_runs.closed_loop_runs(both)] == ["embedded", DEIT]
 
 
 def test_a_models_path_shows_its_last_part_alone() -> None:
-    assert runs.Run("/home/someone/models/vit", None, []).title == "vit"
+    assert model_runs.ModelRun("/home/someone/models/vit", None, []).title == "vit"
 
 
 def test_what_the_paper_prints_is_consistent() -> None:
@@ -245,22 +246,21 @@ def test_what_the_paper_prints_is_consistent() -> None:
 
 def test_pictures_whose_class_changes_are_named() -> None:
     text = chapter(model_records.every(), "pictures")
-    assert "gamma:0.05 turns ring into eight" in text
+    assert "gamma:0.05 changes ring to eight" in text
     kept = [row for row in model_records.pictures().rows if row["screened_class"] == "ring"]
     same = Record("picture", {"model": "embedded"}, kept)
-    assert "No rule shown here changes what the model says" in chapter([same], "pictures")
+    assert "No rule shown here changes the predicted class" in chapter([same], "pictures")
 
 
 def test_attention_that_does_not_fill_the_grid_is_refused() -> None:
     rows = [{**row, "attention": [0.5, 0.5]} for row in model_records.pictures().rows]
-    with pytest.raises(ValueError, match="2 numbers of attention for a grid of 4x4"):
-        figures.pictures(Record("picture", {}, rows))
+    with pytest.raises(ValueError, match="2 values of attention for a grid of 4x4"):
+        figures.ALL["attention-cases"](Record("picture", {}, rows))
 
 
 def test_text_of_a_record_is_escaped() -> None:
     rows = [{**row, "title": "<b>x", "full_class": "a<i>"} for row in model_records.pictures().rows]
-    evidence = Evidence(Record("picture", {"model": "<u>"}, rows))
-    shown = next(one for one in CHAPTERS if one.name == "pictures").render(evidence)
+    shown = build_page([Record("picture", {"model": "<u>"}, rows)])
     assert "<b>x" not in shown and "a<i>" not in shown and "&lt;b&gt;x" in shown
 
 
@@ -277,7 +277,7 @@ def test_text_of_a_record_is_escaped() -> None:
     ],
 )
 def test_small_numbers_keep_a_digit(value: float | None, shown: str) -> None:
-    assert markup.tiny(value) == shown
+    assert format_small(value) == shown
 
 
 def test_where_nothing_can_be_told_apart_it_is_said() -> None:
@@ -287,18 +287,18 @@ def test_where_nothing_can_be_told_apart_it_is_said() -> None:
         for row in base.rows
     ]
     records = [Record("evaluate", base.settings, same)]
-    assert "tells few reductions apart: 4 of 4" in chapter(records, "reductions")
+    assert "hardly distinguishes the reductions: 4 of 4" in chapter(records, "reductions")
     assert find(records, "best merging").verdict is Verdict.LEVEL
-    assert "tells few" not in chapter([base], "reductions")
+    assert "hardly distinguishes" not in chapter([base], "reductions")
 
 
 def test_merging_is_called_ahead_or_behind_as_the_record_says() -> None:
-    assert "ahead of tome's 94.2 %" in chapter([model_records.evaluate()], "reductions")
+    assert "ahead of tome with 94.2 %" in chapter([model_records.evaluate()], "reductions")
     worse = {"free-energy:8": {"agreement_percent": 94.2, "output_kl": 0.03}}
     base = model_records.evaluate()
     rows = [row | worse.get(row["method"], {}) for row in base.rows]
     text = chapter([Record("evaluate", base.settings, rows)], "reductions")
-    assert "(output KL 0.030), behind tome's 94.2 %" in text
+    assert "(output KL 0.030), behind tome with 94.2 %" in text
 
 
 def test_speeds_carry_their_frame() -> None:

@@ -3,7 +3,7 @@
 import copy
 import io
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from importlib.util import find_spec
 from typing import Any
 
@@ -32,14 +32,6 @@ VISION = {
     "image_size": 32,
     "patch_size": 4,
 }
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def timm_vit(**options: Any) -> nn.Module:
@@ -451,8 +443,15 @@ def test_attention_weights_of_a_patched_model_are_refused() -> None:
         model(pixels)
 
 
-@pytest.mark.parametrize("whole", [True, False])
-@pytest.mark.parametrize("host", HOSTS)
+@pytest.mark.parametrize(
+    ("host", "whole"),
+    [
+        ("timm", True),
+        ("timm", False),
+        ("transformers", False),
+        pytest.param("transformers", True, marks=pytest.mark.slow),
+    ],
+)
 def test_reduced_models_compile_for_grids_of_one_size(host: str, whole: bool) -> None:
     model = reduce(HOSTS[host](), "tome:4")
     shown = [pictures(size) for size in (WIDE, TALL, WIDE)]

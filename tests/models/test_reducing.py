@@ -2,8 +2,9 @@
 
 import copy
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from importlib.util import find_spec
+from itertools import product
 from typing import Any
 
 import pytest
@@ -13,11 +14,19 @@ from torch import Tensor, nn
 import bmfa
 from bmfa import Grid, rules
 from bmfa.merging import LayerState, Policy, ReducedTokens, ToMe, parse
-from bmfa.models import final_tokens, patch, record, reduce, unmerge, unpatch
+from bmfa.models import final_sizes, final_tokens, patch, record, reduce, unmerge, unpatch
 from bmfa.models.hosts.base import replacements_in
-from bmfa.models.reducing import final_sizes
 from bmfa.models.token_reduction import find_reduction
-from models.test_hosts import MODELS, SIZED, clip_model, hf_model, made, pictures, run, size_of
+from models.host_models import (
+    MODELS,
+    SIZED,
+    clip_model,
+    hf_model,
+    image_size,
+    make_model,
+    pictures,
+    run,
+)
 
 ROPE = ("eva", "dinov3", "hf-dinov3")
 REDUCED = sorted(set(MODELS) - set(ROPE))
@@ -50,13 +59,13 @@ IDLE = [
 ]
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    """Small tensors: threads that wait for each other take longer than one."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+def host_policies(policies: list[str]) -> list[Any]:
+    """Every policy on every host; a quick run has all on three hosts, and three on all hosts."""
+    params = []
+    for name, policy in product(REDUCED, policies):
+        quick = name in ("vit", "hf-vit", "embedded") or policy.startswith(("tome", "dct:", "evit"))
+        params.append(pytest.param(name, policy, marks=[] if quick else pytest.mark.slow))
+    return params
 
 
 @pytest.fixture(params=REDUCED)
@@ -65,12 +74,12 @@ def name(request: pytest.FixtureRequest) -> str:
 
 
 def shown(name: str) -> Tensor:
-    return pictures(size_of(name), size_of(name))
+    return pictures(image_size(name), image_size(name))
 
 
-@pytest.mark.parametrize("policy", IDLE)
+@pytest.mark.parametrize(("name", "policy"), host_policies(IDLE))
 def test_nothing_removed_is_the_hosts_output(name: str, policy: str) -> None:
-    model, pixels = made(name), shown(name)
+    model, pixels = make_model(name), shown(name)
     full = run(model, pixels)
     assert reduce(model, policy) is model
     torch.testing.assert_close(
@@ -78,9 +87,9 @@ def test_nothing_removed_is_the_hosts_output(name: str, policy: str) -> None:
     )
 
 
-@pytest.mark.parametrize("policy", ACTING)
+@pytest.mark.parametrize(("name", "policy"), host_policies(ACTING))
 def test_unpatch_restores_bits_and_state(name: str, policy: str) -> None:
-    model, pixels = made(name), shown(name)
+    model, pixels = make_model(name), shown(name)
     full = run(model, pixels)
     before = {key: value.clone() for key, value in model.state_dict().items()}
     reduce(model, policy)
@@ -105,7 +114,7 @@ def test_unpatch_restores_bits_and_state(name: str, policy: str) -> None:
 def test_copies_and_pickles_are_reduced_on_their_own(
     name: str, duplicate: Callable[[nn.Module], nn.Module]
 ) -> None:
-    model, pixels = made(name), shown(name)
+    model, pixels = make_model(name), shown(name)
     full = run(model, pixels)
     reduce(model, "free-energy:3")
     reduced = run(model, pixels)
@@ -120,7 +129,7 @@ def test_copies_and_pickles_are_reduced_on_their_own(
 
 @pytest.mark.parametrize("name", sorted(set(SIZED) - set(ROPE)))
 def test_other_sizes_and_aspect_ratios(name: str) -> None:
-    model = reduce(made(name), "tome:2")
+    model = reduce(make_model(name), "tome:2")
     for height, width in ((24, 48), (40, 40), (32, 32)):
         run(model, pictures(height, width), **SIZED[name])
         assert final_tokens(model) == MODELS[name][0] + height * width // 16 - 6
@@ -128,7 +137,7 @@ def test_other_sizes_and_aspect_ratios(name: str) -> None:
 
 @pytest.mark.parametrize("name", ROPE)
 def test_rotary_positions_are_refused(name: str) -> None:
-    model, pixels = made(name), shown(name)
+    model, pixels = make_model(name), shown(name)
     full = run(model, pixels)
     with pytest.raises(TypeError, match=r"(EvaBlock|DINOv3ViTLayer) .*token has no position.*CLIP"):
         reduce(model, "tome:3")
@@ -159,7 +168,7 @@ class Spy(ToMe):
 
 
 def test_a_policy_acts_between_attention_and_perceptron() -> None:
-    model, pixels = made("vit"), pictures()
+    model, pixels = make_model("vit"), pictures()
     Spy.seen.clear()
     Spy.autocast.clear()
     entered: list[Tensor] = []
@@ -178,7 +187,7 @@ def test_a_policy_acts_between_attention_and_perceptron() -> None:
 
 @pytest.mark.parametrize("policy", ["tome:5", "crossget:5", "random-pool:5"])
 def test_merging_keeps_exact_multiplicities(name: str, policy: str) -> None:
-    model = reduce(made(name), policy, dense=False)
+    model = reduce(make_model(name), policy, dense=False)
     run(model, shown(name))
     prefix = MODELS[name][0]
     tokens = 196 if name == "embedded" else 64
@@ -224,7 +233,7 @@ def test_tokens_behind_every_block_of_a_deit(policy: str, counts: list[int], dep
 
 
 def test_static_shapes_whatever_the_pictures() -> None:
-    model = made("vit")
+    model = make_model("vit")
     for policy in ACTING:
         reduce(model, policy)
         counts = set()
@@ -236,7 +245,7 @@ def test_static_shapes_whatever_the_pictures() -> None:
 
 @pytest.mark.parametrize("policy", ["tome:3", "tofu:3", "diffrate:3", "dct:0.9", "evit:0.7"])
 def test_dense_outputs_are_unmerged_ones(policy: str) -> None:
-    model, pixels = made("hf-vit").vit, pictures()
+    model, pixels = make_model("hf-vit").vit, pictures()
     reduced = run(reduce(model, policy), pixels)
     assert reduced.shape[1] == final_tokens(model)
     restored = unmerge(model, reduced)
@@ -251,7 +260,7 @@ def test_dense_outputs_are_unmerged_ones(policy: str) -> None:
 
 
 def test_unmerging_follows_every_merge() -> None:
-    model = made("vit")
+    model = make_model("vit")
     reduce(model, "tome:20")
     run(model, pictures())
     source = unmerge(
@@ -268,7 +277,7 @@ def test_unmerging_follows_every_merge() -> None:
 
 
 def test_pruned_tokens_get_their_nearest_neighbour() -> None:
-    model = reduce(made("vit"), "diffrate:0")
+    model = reduce(make_model("vit"), "diffrate:0")
     run(model, pictures(12, 16))
     state = find_reduction(model).finished.current
     assert state is not None and state.grid == Grid(3, 4)
@@ -287,7 +296,7 @@ def test_pruned_tokens_get_their_nearest_neighbour() -> None:
 
 @pytest.mark.parametrize("name", POOLING)
 def test_pooling_hosts_see_exact_multiplicities(name: str) -> None:
-    model, pixels = made(name), shown(name)
+    model, pixels = make_model(name), shown(name)
     reduce(model, "tome:6")
     automatic = run(model, pixels)
     assert torch.equal(automatic, run(reduce(model, "tome:6", dense=True), pixels))
@@ -295,7 +304,7 @@ def test_pooling_hosts_see_exact_multiplicities(name: str) -> None:
 
 
 def test_a_mean_over_unmerged_tokens_is_weighted_by_size() -> None:
-    model, pixels = made("no-class-token"), pictures()
+    model, pixels = make_model("no-class-token"), pictures()
     tokens: list[Tensor] = []
     model.norm = nn.Identity()
     model.fc_norm.register_forward_pre_hook(lambda m, x: tokens.append(x[0]))
@@ -331,9 +340,9 @@ def test_hidden_states_of_transformers_are_on_the_grid_unless_declined() -> None
 @pytest.mark.parametrize("policy", ACTING)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_half_types_follow_single_precision(policy: str, dtype: torch.dtype) -> None:
-    model, pixels = made("embedded"), shown("embedded")
+    model, pixels = make_model("embedded"), shown("embedded")
     full = run(reduce(model, policy), pixels)
-    half = run(reduce(made("embedded").to(dtype), policy), pixels.to(dtype))
+    half = run(reduce(make_model("embedded").to(dtype), policy), pixels.to(dtype))
     assert half.dtype == dtype and half.isfinite().all()
     # The others may choose other pairs after rounding.
     if policy.startswith(("dct", "random", "fixed")):
@@ -343,7 +352,7 @@ def test_half_types_follow_single_precision(policy: str, dtype: torch.dtype) -> 
 
 @pytest.mark.parametrize("policy", ACTING)
 def test_autocast_leaves_the_choice_of_pairs_in_single_precision(policy: str) -> None:
-    model, pixels = made("vit"), pictures()
+    model, pixels = make_model("vit"), pictures()
     expected = run(reduce(model, policy), pixels)
     tokens = final_tokens(model)
     with torch.autocast("cpu", torch.bfloat16):
@@ -355,13 +364,13 @@ def test_autocast_leaves_the_choice_of_pairs_in_single_precision(policy: str) ->
 def test_a_policy_is_not_autocast() -> None:
     Spy.autocast.clear()
     with torch.autocast("cpu", torch.bfloat16):
-        run(reduce(made("vit"), Spy(5)), pictures())
+        run(reduce(make_model("vit"), Spy(5)), pictures())
     assert Spy.autocast == [False] * 3
 
 
 @pytest.mark.parametrize("policy", ACTING)
 def test_gradients_and_inference_mode(policy: str) -> None:
-    model = reduce(made("vit"), policy).train()
+    model = reduce(make_model("vit"), policy).train()
     model(pictures()).sum().backward()
     assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
     copy.deepcopy(model)
@@ -371,7 +380,7 @@ def test_gradients_and_inference_mode(policy: str) -> None:
 
 
 def test_reduce_replaces_patch_and_patch_replaces_reduce() -> None:
-    model, pixels = made("vit"), pictures()
+    model, pixels = make_model("vit"), pictures()
     full = run(model, pixels)
     reduced = run(reduce(model, "tome:6"), pixels)
     screened = run(patch(model, rule=rules.GlobalMean(), layers="all"), pixels)
@@ -385,7 +394,7 @@ def test_reduce_replaces_patch_and_patch_replaces_reduce() -> None:
 
 
 def test_a_budget_beyond_the_tokens_is_refused_at_the_pass() -> None:
-    model = reduce(made("vit"), "tome:33")
+    model = reduce(make_model("vit"), "tome:33")
     with pytest.raises(ValueError, match=r"tome:33 removes 33 .*8x8 grid has 32 pairs"):
         run(model, pictures())
     run(reduce(model, "tome:32"), pictures())
@@ -419,7 +428,7 @@ def test_what_cannot_be_served_says_so(
     act: Callable[[Any], object], kind: type[Exception], message: str
 ) -> None:
     with pytest.raises(kind, match=message):
-        act(made("vit"))
+        act(make_model("vit"))
 
 
 def _ran(model: Any, policy: str, **options: Any) -> Any:
@@ -434,7 +443,7 @@ def test_attention_dropout_is_refused() -> None:
 
 
 def test_a_host_that_spells_its_softmax_out_is_served_too() -> None:
-    model, pixels = made("vit"), pictures()
+    model, pixels = make_model("vit"), pictures()
     fused = run(reduce(model, "free-energy:4"), pixels)
     unpatch(model)
     for block in model.blocks:
@@ -449,7 +458,7 @@ def test_a_host_that_spells_its_softmax_out_is_served_too() -> None:
 )
 @pytest.mark.parametrize("policy", ["tome:6", "free-energy:6", "evit:0.7"])
 def test_triton_gives_the_models_output(policy: str) -> None:
-    model, pixels = made("vit"), pictures()
+    model, pixels = make_model("vit"), pictures()
     eager = run(reduce(model, policy, backend="eager"), pixels)
     fused = run(reduce(model, policy, backend="triton"), pixels)
     torch.testing.assert_close(fused, eager, rtol=1e-4, atol=1e-4 * float(eager.abs().max()))
@@ -458,10 +467,15 @@ def test_triton_gives_the_models_output(policy: str) -> None:
 
 
 @pytest.mark.skipif(find_spec("triton") is None, reason="needs Triton")
-@pytest.mark.parametrize("policy", ["tome:6", "free-energy:6"])
+@pytest.mark.parametrize(
+    "policy", ["tome:6", pytest.param("free-energy:6", marks=pytest.mark.slow)]
+)
 def test_a_reduced_model_compiles_whole(policy: str) -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    model, pixels = reduce(made("vit").to(device), policy, backend="triton"), pictures().to(device)
+    model, pixels = (
+        reduce(make_model("vit").to(device), policy, backend="triton"),
+        pictures().to(device),
+    )
     with torch.no_grad():
         expected = model(pixels)
         compiled = torch.compile(model, backend="eager", fullgraph=True)
@@ -496,7 +510,7 @@ def test_a_reduced_model_replays_as_a_graph(policy: str) -> None:
 @pytest.mark.parametrize("changed", ["norm", "hook", "dropout"])
 def test_what_a_layer_has_besides_is_not_skipped(changed: str) -> None:
     """Plain layers are spelt out; any other runs as it is written."""
-    model, pixels = made("vit"), pictures()
+    model, pixels = make_model("vit"), pictures()
     reduce(model, "tome:0")
     plain = run(model, pixels)
     called: list[int] = []

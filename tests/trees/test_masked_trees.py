@@ -140,7 +140,7 @@ def check_batch(
     coins: list[list[bool] | None] = [None] * len(oracles)
     if isinstance(rule, rules.RandomQuadrants):
         sides = [min(side, 2) for side in (batch.grid.height, batch.grid.width)]
-        coins = rule.coins(len(oracles), sides[0] * sides[1]).tolist()
+        coins = rule.draw(len(oracles), sides[0] * sides[1]).tolist()
     index, found = tree.leaf_index, split_boxes(tree)
     count, ratio = tree.leaf_count, tree.leaf_ratio
     labels = tree.leaf_labels if isinstance(rule, rules.Certified) else None

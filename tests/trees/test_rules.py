@@ -82,9 +82,9 @@ def test_a_bad_epsilon_is_refused_when_made(make, value, error):
         (lambda: rules.RandomQuadrants(0.5, -1), ValueError, "seed is -1; pass .* at least 0"),
         (lambda: rules.RandomQuadrants(0.5, 1.0), TypeError, r"seed is 1\.0; pass an integer"),
         (lambda: rules.RandomQuadrants(0.5, None), TypeError, "seed is None; pass an integer"),
-        (lambda: rules.Optimal(), ValueError, "got nothing; give exactly one of penalty="),
-        (lambda: rules.Optimal(0.1, leaves=3), ValueError, "got penalty and leaves; give exactly"),
-        (lambda: rules.Optimal(0.1, error=0.1), ValueError, "got penalty and error; give exactly"),
+        (lambda: rules.Optimal(), ValueError, "got nothing; pass exactly one of penalty="),
+        (lambda: rules.Optimal(0.1, leaves=3), ValueError, "got penalty and leaves; pass exactly"),
+        (lambda: rules.Optimal(0.1, error=0.1), ValueError, "got penalty and error; pass exactly"),
         (lambda: rules.Optimal(leaves=3, error=0.1), ValueError, "got leaves and error; give"),
         (lambda: rules.Optimal(0.1, 3, 0.1), ValueError, "got penalty and leaves and error; give"),
         (lambda: rules.Optimal(-0.1), ValueError, r"penalty is -0\.1; pass"),
@@ -102,7 +102,7 @@ def test_a_bad_epsilon_is_refused_when_made(make, value, error):
         (lambda: rules.Optimal(leaves=NAN), ValueError, r"leaves is nan; pass .* in \(0, 1\]"),
         (lambda: rules.Optimal(leaves=True), TypeError, "leaves is True; pass an integer"),
         (lambda: rules.Optimal(leaves="3"), TypeError, "leaves is '3'; pass an integer"),
-        (lambda: rules.Optimal(0.1, pooled=True), ValueError, "pooled=True shares a budget"),
+        (lambda: rules.Optimal(0.1, pooled=True), ValueError, "pooled=True pools a budget"),
     ],
 )
 def test_bad_parameters_are_refused_when_made(make, error, message):

@@ -158,4 +158,4 @@ def _random_choices(rule: Rule, shape: torch.Size, grid: Grid) -> Any:
     if not isinstance(rule, RandomQuadrants):
         return None
     quadrants = (1 + (grid.height > 1)) * (1 + (grid.width > 1))
-    return rule.coins(shape.numel(), quadrants).view(*shape, quadrants).numpy()
+    return rule.draw(shape.numel(), quadrants).view(*shape, quadrants).numpy()

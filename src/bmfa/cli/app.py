@@ -15,6 +15,7 @@ from bmfa.cli.ablation import ablation
 from bmfa.cli.closed_loop import closed_loop
 from bmfa.cli.evaluate import evaluate
 from bmfa.cli.info import info
+from bmfa.cli.methods import methods
 from bmfa.cli.output import check_json_target, fail, flushed_stdout, process_rank
 from bmfa.cli.probe import probe
 from bmfa.cli.report import report
@@ -103,6 +104,7 @@ app.command("closed-loop", cls=Command)(closed_loop)
 app.command("evaluate", cls=Command)(evaluate)
 app.command("screen", cls=Command)(screen)
 app.command("train-embedded", cls=Command)(train_embedded)
+app.command("methods", cls=Command)(methods)
 app.command("info", cls=Command)(info)
 app.add_typer(bench_app, name="bench")
 bench_app.command("trees", cls=Command)(bench.trees)

@@ -58,7 +58,7 @@ def closed_loop(
             batch_size=batch_size,
             seed=seed,
             device=device,
-            workers=opt.picture_workers(workers, device),
+            workers=workers,
             resume=resume,
             progress=output.progress("pictures"),
         )

@@ -65,7 +65,7 @@ def evaluate(
             amp=amp,
             dtype=dtype,
             repeats=repeats,
-            workers=opt.picture_workers(workers, device),
+            workers=workers,
             resume=resume,
             progress=output.progress("pictures"),
         )

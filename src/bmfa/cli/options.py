@@ -172,16 +172,6 @@ def instance_workers(workers: int | None) -> int:
     return max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
 
-def picture_workers(workers: int | None, device: str) -> int:
-    """Return the number of workers that read pictures: by default as many as a GPU keeps busy."""
-    if workers is not None:
-        return workers
-    if not device.startswith("cuda"):
-        return 0
-    local_processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    return max(1, min(16, (os.cpu_count() or 1) // local_processes))
-
-
 def labelled_pictures(
     data_dir: str | None,
     *,

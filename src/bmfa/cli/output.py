@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 # Seconds that the other processes of torchrun wait before they report an error. If the first one
 # meets the same error, torchrun ends the others while they wait, and the line appears once.
 REPORT_DELAY = 5.0
-# Columns of a table that is printed to a file or pipe: no line is wrapped or cut.
+# Characters in a line of a table that is printed to a file or pipe: no line is wrapped.
 PIPE_WIDTH = 10_000
 
 Progress = Callable[[int, int], None]  # (steps done, steps in total)
@@ -112,7 +112,7 @@ def table_of(rows: Sequence[Row], columns: str) -> "Table":
     names = [name for name in columns.split() if any(name in row for row in rows)]
     for name in names:
         number = any(isinstance(row.get(name), (int, float)) for row in rows)
-        table.add_column(name, justify="right" if number else "left", no_wrap=True)
+        table.add_column(name, justify="right" if number else "left", no_wrap=number)
     for row in rows:
         table.add_row(*(Text(_cell(row.get(name))) for name in names))
     return table
@@ -131,9 +131,13 @@ def show(part: "Table | str") -> None:
         return
     from rich.console import Console
 
-    # Without a colour system rich writes no escape codes at all: bold is not a colour to NO_COLOR.
-    plain = "NO_COLOR" in os.environ or not sys.stdout.isatty()
-    console = Console(file=sys.stdout, width=PIPE_WIDTH, color_system=None if plain else "auto")
+    # Without a colour system rich writes no escape codes at all; NO_COLOR alone would keep the bold.
+    terminal = sys.stdout.isatty()
+    plain = "NO_COLOR" in os.environ or not terminal
+    console = Console(file=sys.stdout, color_system=None if plain else "auto")
+    # Text wraps at the edge of a terminal; a table of numbers may exceed it, but is never cut.
+    least = console.measure(part, options=console.options.update(max_width=PIPE_WIDTH)).minimum
+    console.width = max(console.width, least) if terminal else PIPE_WIDTH
     with console.capture() as captured:
         console.print(part)
     print("\n".join(line.rstrip() for line in captured.get().splitlines()))

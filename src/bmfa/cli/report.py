@@ -73,11 +73,12 @@ def report(
     workers: opt.Workers = None,
 ) -> None:
     """The evidence chain on one self-contained page."""
-    require_packages(("matplotlib", "PIL"), "report")
+    require_packages(("jinja2", "matplotlib", "PIL"), "report")
     if coco or lvis:
         require_packages(("pycocotools",), "data")
-    from bmfa.evidence import page
     from bmfa.evidence import report as experiments
+    from bmfa.evidence.page import figures
+    from bmfa.evidence.page.build import build_page
 
     folder = Path(output)
     if records:
@@ -96,11 +97,11 @@ def report(
             collected.append(record)
             if not quiet:
                 print(f"{name}: {len(record.rows)} rows", flush=True)
-    write_atomic(folder / "index.html", page.build_page(collected))
+    write_atomic(folder / "index.html", build_page(collected))
     if png:
-        for name, figure in page.figures.ALL.items():
+        for name, figure in figures.ALL.items():
             if figure.drawable(collected):
-                page.save_png(name, collected, folder / "figures" / f"{name}.png")
+                figures.save_png(name, collected, folder / "figures" / f"{name}.png")
     if not quiet:
         print(f"page: {folder / 'index.html'}")
 

@@ -10,6 +10,7 @@ from bmfa.checks import check_integer, check_scores
 from bmfa.evidence.methods import is_kind, names
 from bmfa.grid import Grid
 from bmfa.trees.build import screen
+from bmfa.trees.errors import tree_error
 from bmfa.trees.layout import Layout, quadtree_layout
 from bmfa.trees.pyramid import Counts, ScorePyramid
 from bmfa.trees.rules import Context, Rule, parse
@@ -103,7 +104,7 @@ def estimate_all(
             rules[method] = parse(method, seed)
             rules[method].check(grid, grid.size)
     parts: dict[str, list[Estimate]] = {method: [] for method in methods}
-    pooled = [method for method, rule in rules.items() if rule.together]
+    pooled = [method for method, rule in rules.items() if rule.needs_all_trees]
     for start in range(0, len(scores), CHUNK):
         chunk = _Chunk(scores[start : start + CHUNK], grid, tau, max_depth)
         for method in parts:
@@ -139,8 +140,8 @@ class _Chunk:
         layout = rule.layout(self.grid)
         pyramid = self._pyramid(layout)
         context = Context(layout, pyramid.counts, self.tau, len(self.scores), self.max_depth)
-        tree = Tree.decided(rule.screen(pyramid, context), context, str(rule))
-        return Estimate(tree.error_on(pyramid), 100 * tree.leaf_ratio, _root_split(tree), tree)
+        tree = Tree.from_decision(rule.screen(pyramid, context), context, str(rule))
+        return Estimate(tree_error(tree, pyramid), 100 * tree.leaf_ratio, _root_split(tree), tree)
 
     def _pyramid(self, layout: Layout) -> ScorePyramid:
         if layout not in self.pyramids:

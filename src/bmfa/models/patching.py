@@ -201,6 +201,11 @@ def _check_options(
             raise ValueError(f"{name} is {value!r}; pass one of {', '.join(filter(None, kinds))}")
     if error is not None or leaves is not None:
         Optimal(error=error, leaves=leaves)  # checks their types and ranges
+        if isinstance(leaves, int) and leaves == 1:
+            raise ValueError(
+                "leaves=1 is ambiguous: pass leaves=1.0 for all tokens, or rule=rules.Optimal(leaves=1) "
+                "for one leaf per tree"
+            )
         if form in ("representative", "repeated") or max_depth is not None:
             tree = f"form={form!r}" if form is not None else f"max_depth={max_depth!r}"
             raise ValueError(

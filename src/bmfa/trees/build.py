@@ -1,7 +1,7 @@
-"""Scores, or queries and keys, to trees."""
+"""Build trees from scores, or from queries and keys."""
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -16,17 +16,16 @@ from bmfa.checks import (
     check_valid,
 )
 from bmfa.grid import Grid, check_grid
-from bmfa.trees.keys import KeyLevels, KeyPyramid
+from bmfa.trees.keys import KeyLevels, KeyPyramid, query_chunks
+from bmfa.trees.layout import Layout
 from bmfa.trees.pyramid import Counts, Pyramid, ScorePyramid
 from bmfa.trees.rules import Context, Decision, Rule, as_rule
-from bmfa.trees.sharing import Reducer, ShareBy, check_share_by, groups_of
+from bmfa.trees.sharing import ShareBy, aggregate_scores, assign_trees, check_share_by
 from bmfa.trees.tree import Tree
 
-# Scores held at once; a few times as many numbers are alive while a chunk is screened.
+# Scores of a chunk. A few times as many numbers are alive while a chunk is screened: 16 MB each in
+# float32, which fits the last-level cache of a server processor.
 CHUNK_ELEMENTS = 1 << 20
-
-# A chunk of the flat batch: where it lies, and how its pyramid is made.
-Chunk = tuple[slice, Callable[[Counts], Pyramid]]
 
 
 def screen(
@@ -40,46 +39,56 @@ def screen(
     share: int | Sequence[int] | None = None,
     share_by: ShareBy = "max",
 ) -> Tree:
-    """Build the trees of `rule` on (..., N) scores in raster order.
+    """Build one tree for each row of scores.
 
     Args:
-        scores: (..., N) floating-point scores in raster order, N = height * width.
-        grid: The grid of the N tokens, or its sides (height, width).
-        rule: A rule of `bmfa.rules`, or its name, e.g. `"gamma:0.005"`.
-        tau: The temperature, above 0.
-        max_depth: The depth at which no block is split; None goes down to single tokens.
-        valid: bool, broadcasts to the scores: the tokens that exist. All do by default.
-        share: Dimensions of the scores over which one tree serves all. The trees keep these
+        scores: (..., N) float16, bfloat16, float32 or float64 scores in raster order,
+            N = height * width, without prefix tokens.
+        grid: Grid of the N tokens, or its sides (height, width).
+        rule: Rule that decides the splits, or its name, such as `"gamma:0.005"`.
+        tau: Temperature, above 0, in units of the scores.
+        max_depth: Depth at which no block is split; None for no limit.
+        valid: bool tensor that broadcasts to `scores`, True for tokens that exist. None for all.
+            Other tokens may hold anything.
+        share: Dimensions of `scores` over which one tree serves all. The trees keep these
             dimensions with size 1.
-        share_by: How the node scores of the pairs that share a tree are aggregated: "max" (the
-            conservative default), "mean" or a quantile in [0, 1].
+        share_by: Aggregate of the node scores of the rows that share a tree: `"max"`, `"mean"` or a
+            quantile in [0, 1].
 
     Returns:
         A `Tree` of shape `scores.shape[:-1]`, with size 1 in the shared dimensions.
+
+    Raises:
+        TypeError: If an argument has the wrong type or dtype.
+        ValueError: If shapes do not fit, a number is out of range, or a valid score is not finite.
+
+    Example:
+        >>> import torch, bmfa
+        >>> scores = torch.zeros(2, 64)
+        >>> scores[0, 9] = 6.0  # one outlier in the first row
+        >>> tree = bmfa.screen(scores, (8, 8), "gamma:0.005")
+        >>> tree.leaf_count
+        tensor([10,  1])
+        >>> bmfa.screen(scores, (8, 8), "gamma:0.005", share=0).leaf_count
+        tensor([10])
     """
-    grid = check_grid(grid)
-    rule = as_rule(rule)
+    grid, rule = check_grid(grid), as_rule(rule)
     check_scores(scores, grid.size)
-    screening = Screening(scores, grid, rule, tau, max_depth, valid, share, share_by)
-    flat = scores.detach().reshape(-1, grid.size)
-    screening.check_finite("scores", scores, valid)
-    mask = screening.valid
-
-    def chunks() -> Iterator[Chunk]:
-        step = max(1, CHUNK_ELEMENTS // grid.size)
-        for start in range(0, len(flat), step):
-            part = slice(start, min(start + step, len(flat)))
-
-            def pyramid(counts: Counts, part: slice = part) -> Pyramid:
-                tokens, some = (
-                    flat[part].to(screening.dtype).T,
-                    screening.columns(mask, part, screening.members),
-                )
-                return ScorePyramid(screening.layout, counts, screening.tau, tokens, some)
-
-            yield part, pyramid
-
-    return screening.run(chunks())
+    batch = _check_batch(
+        scores,
+        grid,
+        rule,
+        tau=tau,
+        max_depth=max_depth,
+        valid=valid,
+        share=share,
+        share_by=share_by,
+    )
+    half = scores.dtype in (torch.float16, torch.bfloat16)
+    # A finite sum proves that all scores are finite, in one pass; huge scores may still overflow it.
+    if not bool(torch.isfinite(scores.detach().sum(dtype=torch.float32 if half else None))):
+        check_finite("scores", scores, valid)
+    return _build(batch, _score_pyramids(batch, scores.detach().reshape(-1, grid.size)))
 
 
 def screen_keys(
@@ -95,82 +104,276 @@ def screen_keys(
     share: int | Sequence[int] | None = None,
     share_by: ShareBy = "max",
 ) -> Tree:
-    """Build the trees of `rule` on the scores scale * q k^T without forming them.
+    """Build one tree for each query from queries and keys, without the (Q, N) score matrix.
 
-    The trees are those of `screen` on the (..., Q, N) scores. Rules that read means alone take them
-    from mean keys; the others stream the scores of a chunk of queries at a time.
+    The trees are those of `screen` on the scores `scale * q @ k.mT`, except where a node score is
+    within rounding of the threshold. Rules that read means alone use mean keys; other rules compute
+    the scores of a chunk of queries at a time.
 
     Args:
-        q: (..., Q, d) queries.
-        k: (..., N, d) the spatial keys alone, in raster order, of the dtype and device of q.
-        grid: The grid of the N tokens, or its sides (height, width).
-        rule: A rule of `bmfa.rules`, or its name, e.g. `"gamma:0.005"`.
-        scale: The factor of the products, 1 / sqrt(d) by default.
-        tau, max_depth, share, share_by: As in `screen`.
-        valid: bool, (..., 1, N) or a shape that broadcasts to it: the keys that exist.
+        q: (..., Q, d) floating-point queries.
+        k: (..., N, d) spatial keys in raster order, without prefix tokens, of the dtype and device
+            of `q`.
+        grid: Grid of the N tokens, or its sides (height, width).
+        rule: Rule that decides the splits, or its name, such as `"gamma:0.005"`.
+        scale: Factor of the products; None for 1 / sqrt(d).
+        tau: Temperature, above 0, in units of the scores.
+        max_depth: Depth at which no block is split; None for no limit.
+        valid: bool tensor that broadcasts to (..., 1, N), True for keys that exist. None for all.
+        share: Dimensions of the (..., Q, N) scores over which one tree serves all.
+        share_by: Aggregate of the node scores of the queries that share a tree: `"max"`, `"mean"` or
+            a quantile in [0, 1].
 
     Returns:
         A `Tree` of shape `q.shape[:-1]`, with size 1 in the shared dimensions.
+
+    Raises:
+        TypeError: If an argument has the wrong type or dtype.
+        ValueError: If shapes do not fit, a number is out of range, `valid` differs between the
+            queries of a head, or the products may overflow.
+
+    Example:
+        >>> import torch, bmfa
+        >>> generator = torch.Generator().manual_seed(0)
+        >>> q = torch.randn(1, 2, 5, 16, generator=generator)  # (B, heads, Q, d)
+        >>> k = torch.randn(1, 2, 64, 16, generator=generator)
+        >>> tree = bmfa.screen_keys(q, k, (8, 8), "gamma:0.05")
+        >>> tree.shape
+        (1, 2, 5)
+        >>> exact = bmfa.screen(q @ k.mT / 4, (8, 8), "gamma:0.05")
+        >>> torch.equal(tree.leaf_index, exact.leaf_index)
+        True
     """
-    grid = check_grid(grid)
-    rule = as_rule(rule)
+    grid, rule = check_grid(grid), as_rule(rule)
     scale = check_queries(q, k, grid, scale)
-    like = q[..., :1].expand(*q.shape[:-1], grid.size)
-    valid = None if valid is None else _mask_of_heads(check_valid(valid, like.shape))
-    screening = Screening(like, grid, rule, tau, max_depth, valid, share, share_by)
+    like = q[..., :1].expand(*q.shape[:-1], grid.size)  # of the shape of the scores
+    if valid is not None:
+        valid = _one_mask_per_head(check_valid(valid, like.shape))
+    batch = _check_batch(
+        like,
+        grid,
+        rule,
+        tau=tau,
+        max_depth=max_depth,
+        valid=valid,
+        share=share,
+        share_by=share_by,
+    )
     heads = q.shape[:-2].numel()
-    queries = q.detach().to(screening.dtype).reshape(heads, *q.shape[-2:]) * scale  # (G, Q, d)
-    keys = k.detach().to(screening.dtype).reshape(heads, *k.shape[-2:])  # (G, N, d)
-    mask = screening.valid
-    per_head = mask
-    if mask is not None:
-        if mask.shape[1] > 1:
-            per_head = mask.repeat_interleave(heads // mask.shape[1], dim=1)
-        keys = keys.where(per_head.T.unsqueeze(-1), 0.0)  # type: ignore[union-attr]
-    check_finite_products(q, keys, scale, screening.dtype)
-    if rule.needs == "nothing" or screening.trees == 0:
-        return screening.run(iter(()))
-    levels = KeyLevels.of(screening.layout, keys, per_head)
-
-    def chunks() -> Iterator[Chunk]:
-        for heads, some in query_chunks(len(queries), queries.shape[1], grid.size, CHUNK_ELEMENTS):
-            first = heads.start * queries.shape[1] + some.start
-            count = (heads.stop - heads.start) * (some.stop - some.start)
-            part = slice(first, first + count)
-
-            def pyramid(
-                counts: Counts, part: slice = part, heads: slice = heads, some: slice = some
-            ) -> Pyramid:
-                made = KeyPyramid(levels, heads, queries[heads, some], counts, screening.tau)
-                if rule.needs == "means":
-                    return made
-                return made.tokens(screening.columns(mask, part, screening.members))
-
-            yield part, pyramid
-
-    return screening.run(chunks())
+    queries = q.detach().to(batch.dtype).reshape(heads, *q.shape[-2:]) * scale  # (G, Q, d)
+    keys = k.detach().to(batch.dtype).reshape(heads, *k.shape[-2:])  # (G, N, d)
+    head_mask = batch.valid  # (N, 1) or (N, G)
+    if head_mask is not None:
+        if head_mask.shape[1] > 1:
+            head_mask = head_mask.repeat_interleave(heads // head_mask.shape[1], dim=1)
+        keys = keys.where(head_mask.T.unsqueeze(-1), 0.0)
+    check_finite_products(q, keys, scale, batch.dtype)
+    if rule.needs == "nothing" or batch.trees == 0:
+        return _build(batch, iter(()))
+    return _build(batch, _key_pyramids(batch, KeyLevels.of(batch.layout, keys, head_mask), queries))
 
 
-def query_chunks(
-    heads: int, queries: int, size: int, elements: int
-) -> Iterator[tuple[slice, slice]]:
-    """Whole heads at once where they are small, parts of one head's queries where they are not.
+@dataclass(frozen=True, eq=False)
+class _Batch:
+    """A batch of score rows, the members, and the trees they get."""
 
-    About `elements` scores a chunk, of `size` keys for each query.
-    """
-    step = max(1, elements // size)
-    if queries <= step:
-        together = max(1, step // max(1, queries))
-        for head in range(0, heads, together):
-            yield slice(head, min(head + together, heads)), slice(0, queries)
-        return
-    for head in range(heads):
-        for query in range(0, queries, step):
-            yield slice(head, head + 1), slice(query, min(query + step, queries))
+    rule: Rule
+    layout: Layout
+    dtype: torch.dtype  # of the statistics
+    tau: float
+    max_depth: int | None
+    members: int
+    shape: tuple[int, ...]  # of the trees
+    trees: int
+    valid: Tensor | None  # (N, C) bool, each column for members / C consecutive members
+    groups: Tensor | None  # (members,) tree of every member; None for one tree each
+    share_by: ShareBy
+
+    def mask_of(self, part: slice) -> Tensor | None:
+        """(N, b) or (N, 1) masks of some members."""
+        if self.valid is None or self.valid.shape[1] == 1:
+            return self.valid
+        return self.valid[:, self.mask_columns[part]]
+
+    @property
+    def mask_columns(self) -> Tensor:
+        """(members,) column of `valid` that holds the mask of each member."""
+        assert self.valid is not None
+        members = torch.arange(self.members, device=self.valid.device)
+        return members // (self.members // self.valid.shape[1])
+
+
+def _check_batch(
+    scores: Tensor,
+    grid: Grid,
+    rule: Rule,
+    *,
+    tau: float,
+    max_depth: int | None,
+    valid: Tensor | None,
+    share: int | Sequence[int] | None,
+    share_by: ShareBy,
+) -> _Batch:
+    """Check the options of `screen` for scores of this shape, dtype and device."""
+    if max_depth is not None:
+        max_depth = check_integer("max_depth", max_depth, low=0)
+    lead = tuple(scores.shape[:-1])
+    columns = None if valid is None else _mask_columns(check_valid(valid, scores.shape), lead)
+    fewest = grid.size if columns is None or columns.numel() == 0 else int(columns.sum(0).min())
+    rule.check(grid, fewest)
+    shape, groups = (lead, None) if share is None else assign_trees(lead, share, scores.device)
+    float64 = scores.dtype == torch.float64 or rule.float64_statistics
+    batch = _Batch(
+        rule=rule,
+        layout=rule.layout(grid).to(scores.device),
+        dtype=torch.float64 if float64 else torch.float32,
+        tau=check_tau(tau),
+        max_depth=max_depth,
+        members=scores.shape[:-1].numel(),
+        shape=shape,
+        trees=torch.Size(shape).numel(),
+        valid=columns,
+        groups=groups,
+        share_by=check_share_by(share_by),
+    )
+    if groups is not None and columns is not None and columns.shape[1] > 1:
+        _check_shared_masks(batch)
+    return batch
+
+
+def _mask_columns(valid: Tensor, lead: tuple[int, ...]) -> Tensor:
+    """(N, C) mask, each column for the same number of consecutive members of the batch."""
+    full = valid.view((1,) * (len(lead) + 1 - valid.dim()) + tuple(valid.shape))
+    varying = [dim for dim, size in enumerate(full.shape[:-1]) if size != 1]
+    lead = lead[: varying[-1] + 1] if varying else ()
+    rows = full.expand(*lead, *full.shape[len(lead) :])
+    return rows.reshape(torch.Size(lead).numel(), full.shape[-1]).T
+
+
+def _one_mask_per_head(valid: Tensor) -> Tensor:
+    """Return the mask of the keys, which must be the same for all queries of a head."""
+    if valid.dim() < 2 or valid.shape[-2] <= 1:
+        return valid
+    if not bool((valid == valid[..., :1, :]).all()):
+        raise ValueError(
+            "valid differs between queries of a head; pass (..., 1, N), one mask for the keys"
+        )
+    return valid[..., :1, :]
+
+
+def _check_shared_masks(batch: _Batch) -> None:
+    """Raise ValueError if members with different masks share a tree."""
+    assert batch.groups is not None and batch.valid is not None
+    columns = batch.mask_columns
+    first = columns[_first_members(batch)][batch.groups]
+    pairs = torch.unique(torch.stack((first, columns), 1), dim=0)
+    if not torch.equal(batch.valid[:, pairs[:, 0]], batch.valid[:, pairs[:, 1]]):
+        raise ValueError(
+            "valid differs between query-head pairs that share a tree; share only over "
+            "dimensions along which valid is constant"
+        )
+
+
+def _first_members(batch: _Batch) -> Tensor:
+    """(trees,) the first member of each shared tree."""
+    assert batch.groups is not None
+    first = torch.zeros(batch.trees, dtype=torch.int64, device=batch.groups.device)
+    members = torch.arange(batch.members, device=batch.groups.device)
+    return first.scatter_(0, batch.groups.flip(0), members.flip(0))
+
+
+def _score_pyramids(batch: _Batch, scores: Tensor) -> Iterator[tuple[slice, Pyramid]]:
+    """Chunks of (members, N) scores, each with its pyramid."""
+    step = max(1, CHUNK_ELEMENTS // scores.shape[1])
+    for start in range(0, len(scores), step):
+        part = slice(start, min(start + step, len(scores)))
+        mask = batch.mask_of(part)
+        counts = Counts.of(batch.layout, batch.dtype, mask)
+        tokens = scores[part].to(batch.dtype).T  # (N, b)
+        yield part, ScorePyramid(batch.layout, counts, batch.tau, tokens, mask)
+
+
+def _key_pyramids(
+    batch: _Batch, levels: KeyLevels, queries: Tensor
+) -> Iterator[tuple[slice, Pyramid]]:
+    """Chunks of (G, Q, d) queries, each with the pyramid of its scores."""
+    heads_total, queries_total, _ = queries.shape
+    size = batch.layout.grid.size
+    for heads, rows in query_chunks(heads_total, queries_total, size, CHUNK_ELEMENTS):
+        start = heads.start * queries_total + rows.start
+        part = slice(start, start + (heads.stop - heads.start) * (rows.stop - rows.start))
+        mask = batch.mask_of(part)
+        counts = Counts.of(batch.layout, batch.dtype, mask)
+        pyramid = KeyPyramid(levels, heads, queries[heads, rows], counts, batch.tau)
+        yield part, pyramid if batch.rule.needs == "means" else pyramid.exact_scores(mask)
+
+
+def _build(batch: _Batch, pyramids: Iterator[tuple[slice, Pyramid]]) -> Tree:
+    """Decide the splits of every tree: chunk by chunk, or all trees from aggregated node scores."""
+    rule, layout = batch.rule, batch.layout
+    mask = batch.valid  # of the trees
+    if batch.groups is not None and mask is not None and mask.shape[1] > 1:
+        mask = mask[:, batch.mask_columns[_first_members(batch)]]
+    if batch.trees == 0:
+        none = torch.zeros(layout.block_count, 0, dtype=torch.bool, device=layout.device)
+        decision = Decision(none)
+    elif (
+        batch.groups is None
+        and not rule.needs_all_trees
+        and rule.needs != "nothing"
+        and layout.block_count > 0
+    ):
+        decision = _concatenate([_decide(batch, part, pyramid) for part, pyramid in pyramids])
+    else:
+        scores = torch.empty(0, batch.trees, device=layout.device)
+        if rule.needs != "nothing" and layout.block_count > 0:
+            parts = ((part, rule.node_scores(pyramid)) for part, pyramid in pyramids)
+            scores = aggregate_scores(parts, batch.groups, batch.trees, batch.share_by)
+        tree_mask = mask
+        if mask is not None and 1 < mask.shape[1] < batch.trees:
+            tree_mask = mask.repeat_interleave(batch.trees // mask.shape[1], dim=1)
+        counts = Counts.of(layout, batch.dtype, tree_mask)
+        shared = batch.groups is not None
+        context = Context(layout, counts, batch.tau, batch.trees, batch.max_depth, shared)
+        decision = rule.decide(scores, context)
+    return Tree(
+        layout=layout,
+        split=decision.split,
+        shape=batch.shape,
+        tau=batch.tau,
+        rule=str(rule),
+        valid=mask,
+        limited=decision.limited,
+        max_depth=batch.max_depth,
+        labels=decision.labels,
+        members=batch.members // max(1, batch.trees),
+    )
+
+
+def _decide(batch: _Batch, part: slice, pyramid: Pyramid) -> Decision:
+    """Decide the splits of a chunk with one tree for each member."""
+    trees = part.stop - part.start
+    context = Context(batch.layout, pyramid.counts, batch.tau, trees, batch.max_depth)
+    return batch.rule.screen(pyramid, context)
+
+
+def _concatenate(parts: list[Decision]) -> Decision:
+    if len(parts) == 1:
+        return parts[0]
+
+    def cat(tensors: list[Tensor | None]) -> Tensor | None:
+        present = [tensor for tensor in tensors if tensor is not None]
+        return torch.cat(present, dim=1) if len(present) == len(tensors) else None
+
+    return Decision(
+        torch.cat([part.split for part in parts], dim=1),
+        cat([part.limited for part in parts]),
+        cat([part.labels for part in parts]),
+    )
 
 
 def check_queries(q: Tensor, k: Tensor, grid: Grid, scale: float | None) -> float:
-    """Shapes and dtypes of queries and spatial keys; the scale, 1 / sqrt(d) by default."""
+    """Check queries and spatial keys; return the scale, 1 / sqrt(d) by default."""
     scale = check_products(q, k, scale)
     if k.shape[-2] != grid.size:
         raise ValueError(
@@ -181,31 +384,30 @@ def check_queries(q: Tensor, k: Tensor, grid: Grid, scale: float | None) -> floa
 
 
 def check_products(q: Tensor, k: Tensor, scale: float | None) -> float:
-    """Queries and keys that go together; the scale of their products, 1 / sqrt(d) by default."""
+    """Check that the shapes and dtypes of queries and keys fit; return the scale of their products."""
     check_floating("q", q)
     check_floating("k", k)
     if q.dtype != k.dtype or q.device != k.device:
         raise TypeError(
             f"q is {q.dtype} on {q.device} and k {k.dtype} on {k.device}; pass one dtype and device"
         )
-    ends, others = q.shape, k.shape
-    fits = len(ends) >= 2 and len(others) == len(ends) and ends[:-2] == others[:-2]
-    if not fits or ends[-1] != others[-1] or ends[-1] == 0:
+    fits = q.dim() >= 2 and k.dim() == q.dim() and q.shape[:-2] == k.shape[:-2]
+    if not fits or q.shape[-1] != k.shape[-1] or q.shape[-1] == 0:
         raise ValueError(
-            f"q has shape {tuple(ends)} and k {tuple(others)}; pass (..., Q, d) and (..., N, d)"
+            f"q has shape {tuple(q.shape)} and k {tuple(k.shape)}; pass (..., Q, d) and (..., N, d)"
         )
     if scale is None:
-        return float(ends[-1] ** -0.5)
+        return float(q.shape[-1] ** -0.5)
     return check_number("scale", scale)
 
 
 def check_finite_products(q: Tensor, keys: Tensor, scale: float, dtype: torch.dtype) -> None:
-    """Raise where a query or a valid key is not finite, or their products may overflow a dtype."""
+    """Raise ValueError if a query or a key is not finite, or their products may overflow `dtype`."""
     largest = abs(scale) * keys.shape[-1]
     for tensor in (q, keys):
         if tensor.numel():
-            some = tensor.detach()
-            largest *= max(-float(some.amin()), float(some.amax()))  # NaN where one is in it
+            values = tensor.detach()
+            largest *= max(-float(values.amin()), float(values.amax()))  # NaN propagates
     if largest < torch.finfo(dtype).max:
         return
     check_finite("queries", q)
@@ -214,167 +416,3 @@ def check_finite_products(q: Tensor, keys: Tensor, scale: float, dtype: torch.dt
         raise ValueError(
             f"scores of up to {largest:.3g} overflow {dtype}; pass float64, or smaller queries and keys"
         )
-
-
-def _mask_of_heads(valid: Tensor) -> Tensor:
-    """The mask with one row for all queries of a head: keys exist for all of them or for none."""
-    if valid.dim() < 2 or valid.shape[-2] <= 1:
-        return valid
-    if not bool((valid == valid[..., :1, :]).all()):
-        raise ValueError(
-            "valid differs between queries of a head; pass (..., 1, N), one mask for the keys"
-        )
-    return valid[..., :1, :]
-
-
-def sums_finite(tensor: Tensor) -> bool:
-    """Whether the sum is finite, as it is where all entries are, unless they are huge."""
-    half = tensor.dtype in (torch.float16, torch.bfloat16)
-    return bool(torch.isfinite(tensor.detach().sum(dtype=torch.float32 if half else None)))
-
-
-class Screening:
-    """One call: the checked settings, and how a batch becomes trees chunk by chunk."""
-
-    def __init__(
-        self,
-        scores: Tensor,
-        grid: Grid,
-        rule: Rule,
-        tau: float,
-        max_depth: int | None,
-        valid: Tensor | None,
-        share: int | Sequence[int] | None,
-        share_by: ShareBy,
-    ) -> None:
-        self.rule = rule
-        self.tau = check_tau(tau)
-        self.max_depth = None if max_depth is None else check_integer("max_depth", max_depth, low=0)
-        self.lead = tuple(scores.shape[:-1])
-        self.device = scores.device
-        double = scores.dtype == torch.float64 or rule.double
-        self.dtype = torch.float64 if double else torch.float32
-        self.layout = rule.layout(grid).to(scores.device)
-        self.valid = _mask_columns(valid, scores.shape)
-        counted = self.valid is not None and self.valid.numel() > 0
-        rule.check(grid, int(self.valid.sum(0).min()) if counted else grid.size)  # type: ignore[union-attr]
-        self.share_by = check_share_by(share_by)
-        self.shape, self.groups = groups_of(self.lead, scores.dim(), share, scores.device)
-        if self.groups is not None and self.valid is not None and self.valid.shape[1] > 1:
-            self._check_shared_mask()
-
-    def check_finite(self, name: str, scores: Tensor, valid: Tensor | None) -> None:
-        """Raise where a valid score is not finite; one sum where all are."""
-        if not sums_finite(scores):
-            check_finite(name, scores, valid)
-
-    def columns(self, mask: Tensor | None, part: slice, trees: int) -> Tensor | None:
-        """(N, b) the masks of a part of so many trees; (N, 1) where one serves them all."""
-        if mask is None or mask.shape[1] == 1:
-            return mask
-        members = torch.arange(part.start, part.stop, device=mask.device)
-        return mask[:, members // (trees // mask.shape[1])]
-
-    def run(self, chunks: Iterator[Chunk]) -> Tree:
-        """Decide every tree, chunk by chunk or from aggregated scores."""
-        if self.trees == 0:
-            none = torch.zeros(self.layout.block_count, 0, dtype=torch.bool, device=self.device)
-            return self._tree(Decision(none))
-        unread = self.rule.needs == "nothing" or self.layout.block_count == 0
-        if not unread and self.groups is None and not self.rule.together:
-            return self._tree(self._direct(chunks))
-        empty = torch.empty(0, self.trees, device=self.device)
-        context = self._context(slice(0, self.trees), self._tree_mask(), self.trees)
-        return self._tree(self.rule.decide(empty if unread else self._aggregate(chunks), context))
-
-    @property
-    def members(self) -> int:
-        """How many query-head pairs there are."""
-        return int(torch.Size(self.lead).numel())
-
-    @property
-    def trees(self) -> int:
-        """How many trees there are."""
-        return int(torch.Size(self.shape).numel())
-
-    def _direct(self, chunks: Iterator[Chunk]) -> Decision:
-        parts = []
-        for part, pyramid in chunks:
-            context = self._context(part, self.valid, self.members)
-            parts.append(self.rule.screen(pyramid(context.counts), context))
-        return _joined(parts)
-
-    def _aggregate(self, chunks: Iterator[Chunk]) -> Tensor:
-        """(rows, trees) node scores, aggregated over the members of each tree."""
-        reducer = Reducer(self.groups, self.trees, self.share_by)
-        for part, pyramid in chunks:
-            counts = self._context(part, self.valid, self.members).counts
-            reducer.add(part, self.rule.scores(pyramid(counts)))
-        return reducer.result()
-
-    def _context(self, part: slice, mask: Tensor | None, trees: int) -> Context:
-        counts = Counts.of(self.layout, self.dtype, self.columns(mask, part, trees))
-        count, shared = part.stop - part.start, self.groups is not None
-        return Context(self.layout, counts, self.tau, count, self.max_depth, shared)
-
-    def _tree_mask(self) -> Tensor | None:
-        """The mask with one column for each tree."""
-        if self.groups is None or self.valid is None or self.valid.shape[1] == 1:
-            return self.valid
-        return self.valid[:, self._masks()[self._first_members()]]
-
-    def _masks(self) -> Tensor:
-        """(B,) which column of the mask serves each member of the flat batch."""
-        assert self.valid is not None
-        return torch.arange(self.members, device=self.device) // (
-            self.members // self.valid.shape[1]
-        )
-
-    def _first_members(self) -> Tensor:
-        """(trees,) the first member of each shared tree."""
-        assert self.groups is not None
-        first = torch.zeros(self.trees, dtype=torch.int64, device=self.device)
-        members = torch.arange(self.members, device=self.device)
-        return first.scatter_(0, self.groups.flip(0), members.flip(0))
-
-    def _check_shared_mask(self) -> None:
-        assert self.groups is not None and self.valid is not None
-        masks = self._masks()
-        first = masks[self._first_members()][self.groups]
-        pairs = torch.unique(torch.stack((first, masks), 1), dim=0)
-        if not torch.equal(self.valid[:, pairs[:, 0]], self.valid[:, pairs[:, 1]]):
-            raise ValueError(
-                "valid differs between query-head pairs that share a tree; share only over "
-                "dimensions along which valid is constant"
-            )
-
-    def _tree(self, decision: Decision) -> Tree:
-        members = self.members // max(1, self.trees)
-        context = self._context(slice(0, self.trees), None, self.trees)
-        tree = Tree.decided(decision, context, str(self.rule), self.shape)
-        return replace(tree, valid=self._tree_mask(), members=members)
-
-
-def _joined(parts: list[Decision]) -> Decision:
-    if len(parts) == 1:
-        return parts[0]
-
-    def cat(name: str) -> Tensor | None:
-        tensors = [getattr(part, name) for part in parts]
-        return None if any(t is None for t in tensors) else torch.cat(tensors, dim=1)
-
-    split = cat("split")
-    assert split is not None
-    return Decision(split, cat("limited"), cat("labels"))
-
-
-def _mask_columns(valid: Tensor | None, shape: Sequence[int]) -> Tensor | None:
-    """The mask as (N, C) columns, each for the same number of consecutive members of the batch."""
-    if valid is None:
-        return None
-    check_valid(valid, shape)
-    full = valid.view((1,) * (len(shape) - valid.dim()) + tuple(valid.shape))
-    varying = [place for place, size in enumerate(full.shape[:-1]) if size != 1]
-    lead = tuple(shape)[: varying[-1] + 1] if varying else ()
-    rows = full.expand(*lead, *full.shape[len(lead) :]).reshape(torch.Size(lead).numel(), shape[-1])
-    return rows.T

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from bmfa import bounds
-from bmfa.trees.build import query_chunks
-from bmfa.trees.keys import KeyLevels, KeyPyramid, products
+from bmfa.trees.keys import KeyLevels, KeyPyramid, key_scores, query_chunks
 from bmfa.trees.pyramid import Counts, ScorePyramid, machine_epsilon
 from bmfa.trees.tree import Tree
 
@@ -26,11 +25,11 @@ def exact_error(q: Tensor, keys: Tensor, tree: Tree, prefix_keys: Tensor) -> Ten
     """
     errors = []
     for heads, queries, part in _parts(q, tree):
-        scores = products(keys[heads].transpose(0, 1), q[heads, queries])  # (N, B)
+        scores = key_scores(keys[heads].transpose(0, 1), q[heads, queries])  # (N, B)
         spatial = part.error(scores.T) / tree.tau
         masked = scores if part.valid is None else scores.masked_fill(~part.valid, -torch.inf)
         within = (masked / tree.tau).logsumexp(0)
-        before = products(prefix_keys[heads].transpose(0, 1), q[heads, queries]) / tree.tau
+        before = key_scores(prefix_keys[heads].transpose(0, 1), q[heads, queries]) / tree.tau
         before = before.logsumexp(0)  # -inf without a prefix
         whole = torch.logaddexp(before, within)
         lost = (within - whole).exp() * -torch.expm1(-spatial)
@@ -57,12 +56,12 @@ def key_certificate(q: Tensor, keys: Tensor, tree: Tree, prefix_keys: Tensor) ->
         some = q[heads, queries]
         counts = Counts.of(layout, q.dtype, part.valid)
         pyramid = KeyPyramid(levels, heads, some, counts, tree.tau)
-        before = products(prefix_keys[heads].transpose(0, 1), some)
+        before = key_scores(prefix_keys[heads].transpose(0, 1), some)
         logits, upper = [before / tree.tau], [torch.zeros_like(before)]
         for depth, (low, high) in enumerate(boxes):
             logits.append(pyramid.mean(depth) / tree.tau + counts.blocks[depth].log())
             upper.append(_leaf_bound(some, low[:, heads], high[:, heads], tree.tau))
-        tokens = products(levels.tokens[:, heads], some)
+        tokens = key_scores(levels.tokens[:, heads], some)
         logits.append(tokens / tree.tau)
         upper.append(torch.zeros_like(tokens))
         leaves = torch.cat((part.split.new_ones(before.shape), part.leaf_nodes()))
@@ -101,8 +100,8 @@ def _key_boxes(
 def _leaf_bound(q: Tensor, low: Tensor, high: Tensor, tau: float) -> Tensor:
     """(n, B) the two-point bound over the range that (n, g, d) key boxes allow."""
     up, down = q.clamp(min=0), q.clamp(max=0)
-    above = products(high, up) + products(low, down)
-    below = products(low, up) + products(high, down)
+    above = key_scores(high, up) + key_scores(low, down)
+    below = key_scores(low, up) + key_scores(high, down)
     return bounds.two_point(
         below.clamp(max=0), above.clamp(min=0), torch.zeros_like(above), tau=tau
     )

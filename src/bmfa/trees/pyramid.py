@@ -1,11 +1,13 @@
 """Statistics of every block of a layout, level by level: counts, means, gaps, masses, extrema.
 
-Batches lie in columns: a level is an (n, B) tensor, blocks by trees, so that each step works on
-long contiguous rows whatever the grid.
+A level is an (n, B) tensor, blocks by trees, so that every operation works on long contiguous rows
+whatever the size of the grid.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, wraps
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -13,25 +15,29 @@ from torch import Tensor
 from bmfa.grid import normal_tensors
 from bmfa.trees.layout import Layout
 
-# A difference counts as 0 up to this many roundings of the terms it was computed from.
+PyramidT = TypeVar("PyramidT", bound="Pyramid")
+
+# Roundings, in units of the machine epsilon, up to which a difference counts as 0. The mean of four
+# children takes four products, three additions and one difference.
 ROUNDINGS = 8.0
-# A threshold this many roundings of 1 above 0 is told apart from it by a plain exponential.
-COARSE = 1000.0
+# A threshold of this many roundings of 1 is compared by exp, which errs by one rounding of 1: at most
+# 0.1 % of the threshold. Smaller thresholds need expm1, which takes twice the time.
+EXP_ROUNDINGS = 1000.0
 
 
 @dataclass(frozen=True, eq=False)
 class Counts:
-    """Valid tokens of every block: the true weights. B is 1 where one mask serves all trees."""
+    """Number of valid tokens of every block, by level. B is 1 if all trees have the same mask."""
 
     blocks: tuple[Tensor, ...]  # (n, B) valid tokens of each block
-    weights: tuple[Tensor, ...]  # (n, k, B) share of each child in its parent, 0 where it is empty
+    weights: tuple[Tensor, ...]  # (n, k, B) share of each child in its parent, 0 if it is empty
     empty: tuple[Tensor, ...] | None  # (n, k, B) children without valid tokens; None without a mask
     branching: tuple[Tensor, ...]  # (n, B) children with valid tokens
     total: Tensor  # (B,) valid tokens of the grid
 
     @classmethod
     def of(cls, layout: Layout, dtype: torch.dtype, valid: Tensor | None = None) -> "Counts":
-        """Counts under a mask of shape (N, B) or (N, 1), or of all tokens."""
+        """Count the tokens of a (N, B) or (N, 1) mask, or all tokens."""
         return _full_counts(layout, dtype) if valid is None else _counts(layout, dtype, valid)
 
 
@@ -48,10 +54,8 @@ def _counts(layout: Layout, dtype: torch.dtype, valid: Tensor) -> Counts:
     blocks, weights, empty, branching = [], [], [], []
     below = ones[:0]
     for depth in reversed(range(len(layout.levels) - 1)):
-        level = layout.levels[depth]
-        children = layout.gather_children(depth, below, ones) * level.present.unsqueeze(
-            -1
-        )  # (n, k, B)
+        present = layout.levels[depth].present.unsqueeze(-1)
+        children = layout.gather_children(depth, below, ones) * present  # (n, k, B)
         below = children.sum(1)
         blocks.append(below)
         weights.append(children / below.clamp(min=1).unsqueeze(1))
@@ -67,11 +71,11 @@ def _counts(layout: Layout, dtype: torch.dtype, valid: Tensor) -> Counts:
 
 
 @dataclass(frozen=True, eq=False)
-class Step:
+class ChildOffsets:
     """Child means relative to the largest: M_C = largest + offset_C and M_B = largest + shift.
 
-    offset_C <= 0 and shift = sum_C w_C offset_C, so no exponential overflows, and a constant block
-    has offsets and shift of exactly 0.
+    offset_C <= 0 and shift = sum_C w_C offset_C, so that no exponential overflows, and a constant
+    block has offsets and shift of exactly 0.
     """
 
     mean: Tensor  # (n, B)
@@ -80,33 +84,37 @@ class Step:
     shift: Tensor  # (n, B)
 
 
-def child_step(
-    children: Tensor, weights: Tensor, empty: Tensor | None, magnitude: Tensor | None
-) -> Step:
-    """The step from child means (n, k, B) to their parents.
+def child_offsets(
+    children: Tensor, weights: Tensor, empty: Tensor | None, score_bound: Tensor | None
+) -> ChildOffsets:
+    """Return the means of parents, and those of their children relative to the largest child.
 
-    A spread within the rounding of scores of that (B,) magnitude is no spread: those offsets count
-    as 0. Tokens are exact, and come without one.
+    Args:
+        children: (n, k, B) means of the children.
+        weights: (n, k, B) or (n, k, 1) share of each child in its parent.
+        empty: (n, k, B) children without valid tokens, or None.
+        score_bound: (B,) bound on the scores. A spread within the rounding of such scores counts as
+            0. None for children that are single tokens, which are exact.
     """
     if empty is None:
         largest = children.detach().amax(1)
         offset = children - largest.unsqueeze(1)
     else:
         largest = children.detach().masked_fill(empty, -torch.inf).amax(1)
-        # A block without valid tokens takes what its children hold: any finite value will do.
+        # A block without valid tokens has weight 0; any finite value serves.
         largest = torch.where(largest == -torch.inf, children.detach().amax(1), largest)
         offset = (children - largest.unsqueeze(1)).masked_fill(empty, 0.0)
     shift = weighted_sum(weights, offset)
     mean = largest + shift
-    if magnitude is not None:
-        flat = shift.abs() <= magnitude * (ROUNDINGS * machine_epsilon(shift))
-        if bool(flat.any()):
-            offset = offset.masked_fill(flat.unsqueeze(1), 0.0)
-            shift = shift.masked_fill(flat, 0.0)
-    return Step(mean, largest, offset, shift)
+    if score_bound is not None:
+        constant = shift.abs() <= score_bound * (ROUNDINGS * machine_epsilon(shift))
+        if bool(constant.any()):
+            offset = offset.masked_fill(constant.unsqueeze(1), 0.0)
+            shift = shift.masked_fill(constant, 0.0)
+    return ChildOffsets(mean, largest, offset, shift)
 
 
-def child_lift(offset: Tensor, weights: Tensor, tau: float) -> Tensor:
+def weighted_expm1(offset: Tensor, weights: Tensor, tau: float) -> Tensor:
     """(n, B) sum_C w_C exp(offset_C / tau) - 1, in (-1, 0]: exactly 0 on a constant block."""
     scaled = offset if tau == 1.0 else offset / tau
     return weighted_sum(weights, scaled.expm1())
@@ -119,110 +127,116 @@ def weighted_sum(weights: Tensor, values: Tensor) -> Tensor:
     return (weights * values).sum(1)
 
 
-def settle(value: Tensor, *terms: Tensor) -> Tensor:
-    """`value`, or 0 where it is no larger than the rounding of the terms it is computed from."""
-    floor = sum(term.abs() for term in terms) * (ROUNDINGS * machine_epsilon(value))
-    return torch.where(value > floor, value, 0.0)
+def zero_below_rounding(value: Tensor, *terms: Tensor) -> Tensor:
+    """Return `value`, or 0 where it is within the rounding of the terms it was computed from."""
+    rounding = sum(term.abs() for term in terms) * (ROUNDINGS * machine_epsilon(value))
+    return torch.where(value > rounding, value, 0.0)
 
 
 def machine_epsilon(tensor: Tensor) -> float:
-    """The relative spacing of the tensor's dtype."""
     return torch.finfo(tensor.dtype).eps
 
 
+def _once_per_level(
+    compute: Callable[[PyramidT, int], Tensor],
+) -> Callable[[PyramidT, int], Tensor]:
+    """Decorator of a method of one depth: its results are stored with the pyramid."""
+
+    @wraps(compute)
+    def lookup(self: PyramidT, depth: int) -> Tensor:
+        key = (compute.__name__, depth)
+        if key not in self.computed:
+            self.computed[key] = compute(self, depth)
+        return self.computed[key]
+
+    return lookup
+
+
 class Pyramid:
-    """Means of the blocks at every depth, and what follows from means alone."""
+    """Means of the blocks at every depth, and the quantities that follow from means alone."""
 
     def __init__(self, layout: Layout, counts: Counts, tau: float) -> None:
         self.layout = layout
         self.counts = counts
         self.tau = tau
         self.depth = len(layout.levels) - 1
-        self._steps: dict[int, Step] = {}
-        self._lifts: dict[int, Tensor] = {}
-        self._excesses: dict[int, Tensor] = {}
+        self.computed: dict[tuple[str, int], Tensor] = {}
 
-    def children(self, depth: int) -> Tensor:
-        """(n, k, B) means of the children of the blocks at `depth`."""
+    def score_bound(self) -> Tensor:
+        """(B,) upper bound on `abs(scores)`, within rounding."""
         raise NotImplementedError
 
-    def magnitude(self) -> Tensor:
-        """(B,) a bound on the size of the scores, or so."""
+    def offsets(self, depth: int) -> ChildOffsets:
+        """Child means relative to the largest child, for the blocks at `depth`."""
         raise NotImplementedError
 
-    def step(self, depth: int) -> Step:
-        """The step from the children to the blocks at `depth`."""
-        if depth not in self._steps:
-            empty = None if self.counts.empty is None else self.counts.empty[depth]
-            weights = self.counts.weights[depth]
-            magnitude = None if depth + 1 == self.depth else self.magnitude()
-            self._steps[depth] = child_step(self.children(depth), weights, empty, magnitude)
-        return self._steps[depth]
+    def _offsets_from(self, depth: int, children: Tensor) -> ChildOffsets:
+        """Offsets of the blocks at `depth` from the (n, k, B) means of their children."""
+        empty = None if self.counts.empty is None else self.counts.empty[depth]
+        bound = None if depth + 1 == self.depth else self.score_bound()
+        return child_offsets(children, self.counts.weights[depth], empty, bound)
 
     def mean(self, depth: int) -> Tensor:
         """(n, B) M of the blocks at `depth`."""
-        return self.step(depth).mean
+        return self.offsets(depth).mean
 
-    def lift(self, depth: int) -> Tensor:
+    @_once_per_level
+    def _expm1(self, depth: int) -> Tensor:
         """(n, B) sum_C w_C exp(offset_C / tau) - 1 of the blocks at `depth`."""
-        if depth not in self._lifts:
-            weights = self.counts.weights[depth]
-            self._lifts[depth] = child_lift(self.step(depth).offset, weights, self.tau)
-        return self._lifts[depth]
+        return weighted_expm1(self.offsets(depth).offset, self.counts.weights[depth], self.tau)
 
     def gamma(self, depth: int, lookahead: int = 1) -> Tensor:
         """(n, B) Gamma from the descendants `lookahead` levels below the blocks at `depth`."""
         if lookahead == 1 or depth + 1 == self.depth:
-            shift = self.step(depth).shift
-            return settle(self._scaled(self.lift(depth).log1p()) - shift, shift)
-        return self.residual(depth, self.gamma(depth + 1, lookahead - 1))
+            shift = self.offsets(depth).shift
+            return zero_below_rounding(self._times_tau(self._expm1(depth).log1p()) - shift, shift)
+        return self.gap_from_children(depth, self.gamma(depth + 1, lookahead - 1))
 
     def gamma_exceeds(self, depth: int, epsilon: float, reached: Tensor) -> Tensor:
-        """(n, B) whether one-step Gamma > epsilon, for the blocks reached; for others, anything.
-
-        Far above the resolution of the dtype a plain exponential serves: it errs by a rounding of 1,
-        which expm1, twice its price, is there to avoid for small spreads.
-        """
-        step, weights = self.step(depth), self.counts.weights[depth]
-        coarse = epsilon > COARSE * self.tau * machine_epsilon(step.shift)
-        if not coarse or bool(
-            step.shift.amin() * ROUNDINGS * machine_epsilon(step.shift) < -epsilon
+        """(n, B) bool: one-step Gamma > epsilon. Undefined for blocks that are not reached."""
+        offsets = self.offsets(depth)
+        rounding = machine_epsilon(offsets.shift)
+        if epsilon <= EXP_ROUNDINGS * self.tau * rounding or bool(
+            offsets.shift.amin() * ROUNDINGS * rounding < -epsilon
         ):
             return self.gamma(depth) > epsilon
-        scaled = step.offset if self.tau == 1.0 else step.offset / self.tau
-        return self._scaled(weighted_sum(weights, scaled.exp()).log_()) > step.shift + epsilon
+        scaled = offsets.offset if self.tau == 1.0 else offsets.offset / self.tau
+        mass = weighted_sum(self.counts.weights[depth], scaled.exp())
+        return self._times_tau(mass.log_()) > offsets.shift + epsilon
 
-    def residual(self, depth: int, below: Tensor) -> Tensor:
-        """(n, B) tau log sum_C w_C exp((M_C + g_C) / tau) - M_B for gaps g of the blocks below.
+    def gap_from_children(self, depth: int, child_gaps: Tensor) -> Tensor:
+        """(n, B) tau log sum_C w_C exp((M_C + g_C) / tau) - M_B from the gaps g of the level below.
 
-        The recursive residual theorem: with exact child gaps this is the exact gap, with upper or
-        lower bounds on them a bound; tokens have gap 0.
+        With exact child gaps this is the exact gap (recursive residual theorem); with upper or lower
+        bounds it is a bound. Tokens have gap 0.
         """
-        step = self.step(depth)
-        raised = step.offset + self.layout.gather_children(depth, below, None)
+        offsets = self.offsets(depth)
+        raised = offsets.offset + self.layout.gather_children(depth, child_gaps, None)
         if self.counts.empty is not None:
             # A child without valid tokens must not be the largest; the largest is at least 0.
             raised = raised.masked_fill(self.counts.empty[depth], 0.0)
         top = raised.amax(1)
-        lift = child_lift(raised - top.unsqueeze(1), self.counts.weights[depth], self.tau)
-        return settle(top + self._scaled(lift.log1p()) - step.shift, top, step.shift)
+        log_mass = weighted_expm1(
+            raised - top.unsqueeze(1), self.counts.weights[depth], self.tau
+        ).log1p()
+        gap = top + self._times_tau(log_mass) - offsets.shift
+        return zero_below_rounding(gap, top, offsets.shift)
 
-    def _scaled(self, value: Tensor) -> Tensor:
-        return value if self.tau == 1.0 else value * self.tau
-
+    @_once_per_level
     def excess(self, depth: int) -> Tensor:
         """(n, B) sum_C w_C exp(M_C / tau) - exp(M_B / tau), over exp(largest / tau): in [0, 1)."""
-        if depth not in self._excesses:
-            flat = (self.step(depth).shift / self.tau).expm1()
-            self._excesses[depth] = settle(self.lift(depth) - flat, flat)
-        return self._excesses[depth]
+        mean = (self.offsets(depth).shift / self.tau).expm1()
+        return zero_below_rounding(self._expm1(depth) - mean, mean)
+
+    def _times_tau(self, value: Tensor) -> Tensor:
+        return value if self.tau == 1.0 else value * self.tau
 
 
 class ScorePyramid(Pyramid):
-    """A pyramid over known scores: (N, B) tokens in raster order, one tree for each column.
+    """Pyramid of known scores: (N, B) tokens in raster order, one column for each tree.
 
-    Tokens that are not valid may hold anything; they get the largest valid score of their column,
-    so that the blocks they fill stay in range although no weight is on them.
+    Tokens that are not valid may hold anything. They get the largest valid score of their column, so
+    that the blocks they fill stay finite although their weight is 0.
     """
 
     def __init__(
@@ -234,31 +248,28 @@ class ScorePyramid(Pyramid):
             tokens = tokens.where(valid, largest)
         self.tokens = tokens
         self.valid = valid
+        self._score_bound: Tensor | None = None
         self._log_partition: Tensor | None = None
-        self._magnitude: Tensor | None = None
-        self._gains: dict[int, Tensor] = {}
-
-    def children(self, depth: int) -> Tensor:
-        """(n, k, B) means of the children, from the level below."""
-        blocks = self.tokens[:0] if depth + 1 == self.depth else self.mean(depth + 1)
-        return self.layout.gather_children(depth, blocks, self.tokens)
-
-    def magnitude(self) -> Tensor:
-        """(B,) the largest score by size."""
-        if self._magnitude is None:
-            tokens = self.tokens.detach()  # two passes of amax cost a tenth of one of aminmax
-            self._magnitude = torch.maximum(tokens.amax(0), -tokens.amin(0))
-        return self._magnitude
-
-    def gaps(self) -> list[Tensor]:
-        """The exact G of every block, an (n, B) tensor for each level."""
-        levels: list[Tensor] = []
+        self._levels: list[ChildOffsets] = []
+        below = tokens[:0]
         for depth in reversed(range(self.depth)):
-            levels.append(self.residual(depth, levels[-1]) if levels else self.gamma(depth))
-        return levels[::-1]
+            children = layout.gather_children(depth, below, tokens)
+            self._levels.insert(0, self._offsets_from(depth, children))
+            below = self._levels[0].mean
+
+    def offsets(self, depth: int) -> ChildOffsets:
+        """Child means relative to the largest child, for the blocks at `depth`."""
+        return self._levels[depth]
+
+    def score_bound(self) -> Tensor:
+        """(B,) largest absolute score."""
+        if self._score_bound is None:
+            tokens = self.tokens.detach()  # amax and amin take a tenth of the time of aminmax
+            self._score_bound = torch.maximum(tokens.amax(0), -tokens.amin(0))
+        return self._score_bound
 
     def log_partition(self) -> Tensor:
-        """(B,) log Z of the whole grid."""
+        """(B,) log Z of the grid."""
         if self._log_partition is None:
             scaled = self.tokens if self.tau == 1.0 else self.tokens / self.tau
             if self.valid is not None:
@@ -266,56 +277,67 @@ class ScorePyramid(Pyramid):
             self._log_partition = scaled.logsumexp(0)
         return self._log_partition
 
+    @_once_per_level
     def gain(self, depth: int) -> Tensor:
         """(n, B) share of Z that splitting a block recovers: pi_B (exp(Gamma_B / tau) - 1)."""
-        if depth not in self._gains:
-            scale = self.step(depth).largest / self.tau - self.log_partition()
-            self._gains[depth] = self.counts.blocks[depth] * scale.exp_() * self.excess(depth)
-        return self._gains[depth]
+        scale = self.offsets(depth).largest / self.tau - self.log_partition()
+        return self.counts.blocks[depth] * scale.exp_() * self.excess(depth)
 
     def root_share(self) -> Tensor:
-        """(B,) share of Z that the grid's mean holds."""
+        """(B,) share of Z that the mean of the grid holds."""
         root = (self.mean(0) / self.tau - self.log_partition()).exp_() * self.counts.blocks[0]
         return root.sum(0)
 
-    def variances(self) -> list[Tensor]:
-        """The population variance of every block, an (n, B) tensor for each level."""
+    def gaps(self) -> list[Tensor]:
+        """Exact G of every block, an (n, B) tensor for each level."""
         levels: list[Tensor] = []
         for depth in reversed(range(self.depth)):
-            step, weights = self.step(depth), self.counts.weights[depth]
-            spread = (step.offset - step.shift.unsqueeze(1)).square()
+            levels.append(
+                self.gap_from_children(depth, levels[-1]) if levels else self.gamma(depth)
+            )
+        return levels[::-1]
+
+    def variances(self) -> list[Tensor]:
+        """Population variance of every block, an (n, B) tensor for each level."""
+        levels: list[Tensor] = []
+        for depth in reversed(range(self.depth)):
+            offsets, weights = self.offsets(depth), self.counts.weights[depth]
+            spread = (offsets.offset - offsets.shift.unsqueeze(1)).square()
             if levels:
                 spread = spread + self.layout.gather_children(depth, levels[-1], None)
-            # An overflow of a child without tokens must not meet its weight of 0.
+            # A child without valid tokens may overflow, and inf * 0 is NaN.
             levels.append(weighted_sum(weights, spread.masked_fill(weights == 0, 0.0)))
         return levels[::-1]
 
     def maxima(self) -> list[Tensor]:
-        """The largest score of every block, an (n, B) tensor for each level."""
+        """Largest score of every block, an (n, B) tensor for each level."""
+        return self._maxima(self.tokens, 1.0)
+
+    def minima(self) -> list[Tensor]:
+        """Smallest score of every block, an (n, B) tensor for each level."""
+        return [-level for level in self._maxima(-self.tokens, -1.0)]
+
+    def _maxima(self, tokens: Tensor, sign: float) -> list[Tensor]:
+        """Largest valid token of every block; `sign` times the mean for a block without any."""
         levels: list[Tensor] = []
         for depth in reversed(range(self.depth)):
-            blocks = levels[-1] if levels else self.tokens[:0]
-            children = self.layout.gather_children(depth, blocks, self.tokens)
+            blocks = levels[-1] if levels else tokens[:0]
+            children = self.layout.gather_children(depth, blocks, tokens)
             if self.counts.empty is not None:
                 children = children.masked_fill(self.counts.empty[depth], -torch.inf)
             levels.append(children.amax(1))
         levels.reverse()
         if self.counts.empty is not None:
-            means = [self.mean(depth) for depth in range(self.depth)]
-            levels = [m.where(v == -torch.inf, v) for v, m in zip(levels, means, strict=True)]
+            for depth, level in enumerate(levels):
+                levels[depth] = torch.where(level == -torch.inf, sign * self.mean(depth), level)
         return levels
-
-    def minima(self) -> list[Tensor]:
-        """The smallest score of every block, an (n, B) tensor for each level."""
-        mirrored = ScorePyramid(self.layout, self.counts, self.tau, -self.tokens, self.valid)
-        return [-level for level in mirrored.maxima()]
 
 
 def pool(layout: Layout, counts: Counts, tokens: Tensor) -> list[Tensor]:
-    """The mean of every block over (N, C) rows of keys or values, an (n, C) tensor a level."""
+    """Mean of every block over (N, C) rows of keys or values, an (n, C) tensor for each level."""
     levels: list[Tensor] = []
     for depth in reversed(range(len(layout.levels) - 1)):
         children = layout.gather_children(depth, levels[-1] if levels else tokens[:0], tokens)
         empty = None if counts.empty is None else counts.empty[depth]
-        levels.append(child_step(children, counts.weights[depth], empty, None).mean)
+        levels.append(child_offsets(children, counts.weights[depth], empty, None).mean)
     return levels[::-1]

@@ -10,11 +10,13 @@ from torch import Tensor
 from bmfa.bounds import output_bound
 from bmfa.checks import check_scores
 from bmfa.grid import Grid
+from bmfa.trees.errors import leaf_means, tree_error
 from bmfa.trees.layout import Layout, Level
 from bmfa.trees.pyramid import Counts, ScorePyramid
 from bmfa.trees.rules import Context, Decision
 
-# Trees handled at once where every token of every tree is looked at.
+# Tokens of all trees handled at once by properties that visit every token of every tree: 2 MB in
+# float32, so that the temporaries stay in the second-level cache.
 CHUNK_ELEMENTS = 1 << 19
 
 Box = tuple[int, int, int, int]  # top, left, bottom, right; half open
@@ -22,34 +24,58 @@ Box = tuple[int, int, int, int]  # top, left, bottom, right; half open
 
 @dataclass(frozen=True, eq=False)
 class Tree:
-    """Trees over one grid, one for each index of `shape`; a partition of the grid into rectangles.
+    """Trees over one grid, one for each index of `shape`.
 
-    Kept as one bit (a byte) for each block that could be split: a million trees on 16x16 take
-    85 MB. Leaves come in depth-first order, children from top left to bottom right.
+    A tree is a partition of the grid into rectangles, its leaves. It is stored as one byte for each
+    block that can be split: a million trees on a 16x16 grid take 85 MB. Leaves are numbered in
+    depth-first order, children from top left to bottom right. Indexing selects trees over the leading
+    dimensions, as indexing a tensor of that shape does.
+
+    Trees are made by `bmfa.screen`, `bmfa.screen_keys` and `bmfa.screened_attention`.
+
+    Args:
+        layout: Block hierarchy.
+        split: (blocks, B) bool, B the product of `shape`: blocks that are split.
+        shape: Leading dimensions.
+        tau: Temperature.
+        rule: Name of the rule that decided the splits.
+        valid: (N, C) bool masks, each column for B / C consecutive trees; None if all tokens exist.
+        limited: (n, B) bool: blocks at `max_depth` that the rule would split.
+        max_depth: Depth limit, or None.
+        labels: (blocks, B) int8 index into `bmfa.rules.LABELS`, for `Certified`.
+        members: Number of query-head pairs that each tree serves.
+
+    Example:
+        >>> import torch, bmfa
+        >>> scores = torch.zeros(2, 16)
+        >>> scores[0, 0] = 6.0
+        >>> tree = bmfa.screen(scores, (4, 4), "gamma:0.005")
+        >>> tree
+        Tree(2 trees (2,) on 4x4, gamma:0.005: 4 leaves, 25 % of tokens)
+        >>> tree[0]
+        Tree(one tree on 4x4, gamma:0.005: 7 leaves, 43.75 % of tokens)
     """
 
     layout: Layout
-    split: Tensor  # (blocks, B) bool, B the product of shape
+    split: Tensor
     shape: tuple[int, ...]
     tau: float
     rule: str
-    valid: Tensor | None = None  # (N, C) bool, each column for B / C consecutive trees
-    limited: Tensor | None = None  # (n, B) bool: blocks at max_depth that asked for a split
+    valid: Tensor | None = None
+    limited: Tensor | None = None
     max_depth: int | None = None
-    labels: Tensor | None = None  # (blocks, B) int8
-    members: int = 1  # how many query-head pairs each tree serves
+    labels: Tensor | None = None
+    members: int = 1
 
     @classmethod
-    def decided(
-        cls, decision: Decision, context: Context, rule: str, shape: tuple[int, ...] | None = None
-    ) -> "Tree":
-        """The trees of a decision, in one dimension unless a shape is given."""
+    def from_decision(cls, decision: Decision, context: Context, rule: str) -> "Tree":
+        """Return the flat batch of trees of a decision without masks."""
         return cls(
-            context.layout,
-            decision.split,
-            (context.trees,) if shape is None else shape,
-            context.tau,
-            rule,
+            layout=context.layout,
+            split=decision.split,
+            shape=(context.trees,),
+            tau=context.tau,
+            rule=rule,
             limited=decision.limited,
             max_depth=context.max_depth,
             labels=decision.labels,
@@ -65,7 +91,7 @@ class Tree:
         rule: str,
         valid: Tensor | None = None,
     ) -> "Tree":
-        """Trees from the leaves of each, which must be nodes of the layout."""
+        """Return the trees with these leaves, which must be nodes of the layout."""
         split = torch.zeros(layout.block_count, len(boxes), dtype=torch.bool)
         blocks = torch.cat([level.boxes for level in layout.levels]).tolist()
         for column, leaves in enumerate(boxes):
@@ -79,35 +105,44 @@ class Tree:
 
     @property
     def grid(self) -> Grid:
-        """The grid under the trees."""
+        """The grid of the spatial tokens."""
         return self.layout.grid
 
     @property
     def device(self) -> torch.device:
-        """Where the trees lie."""
+        """Device of the trees."""
         return self.split.device
 
     def __repr__(self) -> str:
-        many = f"{self.split.shape[1]} trees {self.shape}" if self.shape else "one tree"
+        trees = f"{self.split.shape[1]} trees {self.shape}" if self.shape else "one tree"
         shared = f", each for {self.members} query-head pairs" if self.members > 1 else ""
         return (
-            f"Tree({many} on {self.grid.height}x{self.grid.width}, {self.rule}{shared}: "
+            f"Tree({trees} on {self.grid.height}x{self.grid.width}, {self.rule}{shared}: "
             f"{self.leaf_count.double().mean():.4g} leaves, "
             f"{100 * self.leaf_ratio.double().mean():.4g} % of tokens)"
         )
 
     def flat(self) -> "Tree":
-        """The same trees in one dimension."""
+        """Return the same trees with one leading dimension.
+
+        Returns:
+            A `Tree` of shape (B,).
+
+        Example:
+            >>> import torch, bmfa
+            >>> bmfa.screen(torch.zeros(2, 3, 16), (4, 4), "gamma:0.005").flat().shape
+            (6,)
+        """
         return replace(self, shape=(self.split.shape[1],))
 
     def __getitem__(self, index: Any) -> "Tree":
-        """The trees at an index over the leading dimensions."""
+        """Return the trees at an index over the leading dimensions."""
         flat = torch.arange(self.split.shape[1], device=self.device).view(self.shape)[index]
         columns = flat.flatten()
 
-        def pick(tensor: Tensor | None) -> Tensor | None:
-            if tensor is None or tensor.shape[1] == 1:
-                return tensor if tensor is None or tensor is self.valid else tensor[:, columns]
+        def select(tensor: Tensor | None) -> Tensor | None:
+            if tensor is None or (tensor is self.valid and tensor.shape[1] == 1):
+                return tensor
             repeats = max(1, self.split.shape[1] // max(1, tensor.shape[1]))
             return tensor.index_select(1, columns // repeats)
 
@@ -115,44 +150,61 @@ class Tree:
             self,
             split=self.split.index_select(1, columns),
             shape=tuple(flat.shape),
-            valid=pick(self.valid),
-            limited=pick(self.limited),
-            labels=pick(self.labels),
+            valid=select(self.valid),
+            limited=select(self.limited),
+            labels=select(self.labels),
         )
 
     def to(self, device: torch.device | str) -> "Tree":
-        """The same trees on another device."""
+        """Return the trees on another device.
+
+        Args:
+            device: Device, as for `torch.Tensor.to`.
+
+        Returns:
+            A `Tree` with all tensors on `device`.
+
+        Example:
+            >>> import torch, bmfa
+            >>> bmfa.screen(torch.zeros(16), (4, 4), "gamma:0.005").to("cpu").device
+            device(type='cpu')
+        """
         names = ("split", "valid", "limited", "labels")
         moved = {n: t.to(device) for n in names if (t := getattr(self, n)) is not None}
         return replace(self, layout=self.layout.to(device), **moved)
 
-    def mask_of_heads(self, heads: int) -> Tensor | None:
-        """(N, heads) or (N, 1): the mask of each head, which all its queries share."""
-        if self.valid is None or self.valid.shape[1] == 1:
-            return self.valid
-        if self.valid.shape[1] > heads:
-            return self.valid[:, :: self.valid.shape[1] // heads]
-        return self.valid.repeat_interleave(heads // self.valid.shape[1], dim=1)
-
-    @property
-    def counts(self) -> Counts:
-        """Valid tokens of every block, a column for each mask."""
-        return Counts.of(self.layout, torch.float32, self.valid)
-
     @property
     def leaf_count(self) -> Tensor:
-        """(...) leaves that hold a valid token."""
-        return self._collect(lambda part: part._leaf_count()).view(self.shape)
+        """(...) int64: number of leaves that hold a valid token.
+
+        Example:
+            >>> import torch, bmfa
+            >>> bmfa.screen(torch.zeros(2, 16), (4, 4), "fixed-depth:1").leaf_count
+            tensor([4, 4])
+        """
+        return self._in_chunks(lambda part: part._leaf_count()).view(self.shape)
 
     @property
     def node_count(self) -> Tensor:
-        """(...) nodes visited: leaves and splits."""
-        splits = self._collect(lambda part: part.split.sum(0))
+        """(...) int64: number of nodes visited, leaves plus splits.
+
+        Example:
+            >>> import torch, bmfa
+            >>> bmfa.screen(torch.zeros(2, 16), (4, 4), "fixed-depth:1").node_count
+            tensor([5, 5])
+        """
+        splits = self._in_chunks(lambda part: part.split.sum(0))
         return self.leaf_count + splits.view(self.shape)
 
     @property
     def leaf_ratio(self) -> Tensor:
-        """(...) leaves as a fraction of the valid tokens."""
+        """(...) leaves as a fraction of the valid tokens, in (0, 1].
+
+        Example:
+            >>> import torch, bmfa
+            >>> bmfa.screen(torch.zeros(2, 16), (4, 4), "fixed-depth:1").leaf_ratio
+            tensor([0.2500, 0.2500])
+        """
         if self.valid is None:
             return self.leaf_count / self.grid.size
         total = self.valid.sum(0)
@@ -161,31 +213,84 @@ class Tree:
 
     @property
     def leaf_index(self) -> Tensor:
-        """(..., N) the leaf of every token, numbered as in leaf_boxes; -1 where not valid."""
-        return self._collect(lambda part: part._leaf_index()).view(*self.shape, self.grid.size)
+        """(..., N) int32: leaf of every token, numbered as in `leaf_boxes`; -1 if not valid.
+
+        Example:
+            >>> import torch, bmfa
+            >>> bmfa.screen(torch.zeros(8), (2, 4), "fixed-depth:1").leaf_index
+            tensor([0, 0, 1, 1, 2, 2, 3, 3], dtype=torch.int32)
+        """
+        return self._in_chunks(lambda part: part._leaf_index()).view(*self.shape, self.grid.size)
 
     @property
     def leaf_boxes(self) -> Tensor:
-        """(..., L, 4) top, left, bottom, right of the leaves, half open; zeros beyond leaf_count."""
-        nodes = torch.cat([_with_tokens(level, self.grid.width) for level in self.layout.levels])
+        """(..., L, 4) int64: top, left, bottom, right of every leaf, half open.
+
+        L is the largest leaf count of the batch; rows beyond `leaf_count` are zeros.
+
+        Example:
+            >>> import torch, bmfa
+            >>> bmfa.screen(torch.zeros(16), (4, 4), "fixed-depth:1").leaf_boxes.tolist()
+            [[0, 0, 2, 2], [0, 2, 2, 4], [2, 0, 4, 2], [2, 2, 4, 4]]
+        """
+        nodes = torch.cat([_node_boxes(level, self.grid.width) for level in self.layout.levels])
         return self._by_leaf(lambda part: nodes.unsqueeze(1).expand(-1, part.split.shape[1], -1))
 
     @property
     def leaf_labels(self) -> Tensor:
-        """(..., L) index into rules.LABELS of every leaf of a certified tree."""
+        """(..., L) int8: index into `bmfa.rules.LABELS` of every leaf of a certified tree.
+
+        Raises:
+            ValueError: If the rule is not `Certified`.
+
+        Example:
+            >>> import torch, bmfa
+            >>> scores = torch.zeros(16)
+            >>> scores[0] = 6.0
+            >>> tree = bmfa.screen(scores, (4, 4), "certified:0.5", max_depth=1)
+            >>> [bmfa.rules.LABELS[label] for label in tree.leaf_labels.tolist()]
+            ['must-refine', 'safe', 'safe', 'safe']
+        """
         if self.labels is None:
             raise ValueError(f"{self.rule} labels no leaves; screen with rules.Certified")
         return self._by_leaf(lambda part: part._node_rows(part.labels))
 
     @property
     def depth_limited(self) -> Tensor:
-        """(..., L) leaves that the depth limit kept from being split."""
+        """(..., L) bool: leaves that the rule would split but `max_depth` does not allow.
+
+        Example:
+            >>> import torch, bmfa
+            >>> scores = torch.zeros(16)
+            >>> scores[0] = 6.0
+            >>> bmfa.screen(scores, (4, 4), "gamma:0.005", max_depth=1).depth_limited
+            tensor([ True, False, False, False])
+        """
         return self._by_leaf(lambda part: part._node_rows(part._limited_blocks()))
 
     def refines(self, other: "Tree") -> Tensor:
-        """(...) whether every leaf lies inside a leaf of the other tree; shapes broadcast."""
+        """Compare trees on one grid.
+
+        Args:
+            other: Trees whose shape broadcasts with that of these trees.
+
+        Returns:
+            (...) bool: True if every leaf of the tree is inside a leaf of the other tree.
+
+        Raises:
+            ValueError: If the grids differ, the shapes do not broadcast, or trees of different block
+                hierarchies have masks.
+
+        Example:
+            >>> import torch, bmfa
+            >>> fine, coarse = (
+            ...     bmfa.screen(torch.zeros(16), (4, 4), f"fixed-depth:{depth}") for depth in (2, 1)
+            ... )
+            >>> fine.refines(coarse), coarse.refines(fine)
+            (tensor(True), tensor(False))
+        """
         if self.grid != other.grid:
-            raise ValueError(f"the trees lie on {self.grid} and {other.grid}; compare on one grid")
+            raise ValueError(f"the trees are on {self.grid} and {other.grid}; compare on one grid")
         try:
             shape = torch.broadcast_shapes(self.shape, other.shape)  # type: ignore[no-untyped-call]
         except RuntimeError:
@@ -196,51 +301,87 @@ class Tree:
         if self.layout is other.layout:
             return ~(coarse.split & ~fine.split).any(0).view(shape)
         if self.valid is not None or other.valid is not None:
-            raise ValueError("trees of different hierarchies are compared without valid= only")
+            raise ValueError(
+                "trees of different hierarchies have masks; compare trees made without valid="
+            )
         pairs = fine.leaf_index.long() * self.grid.size + coarse.leaf_index
         distinct = 1 + (pairs.sort(-1).values.diff(dim=-1) != 0).sum(-1)
         return (distinct == fine.leaf_count).view(shape)
 
-    def _broadcast(self, shape: tuple[int, ...]) -> "Tree":
-        """The flat batch of the trees that stand at each index of a shape they broadcast to."""
-        trees = torch.arange(self.split.shape[1], device=self.device).view(self.shape)
-        return self.flat()[trees.expand(shape).flatten()]
-
     def reconstruct(self, scores: Tensor) -> Tensor:
-        """(..., N) the mean score of its leaf at every token."""
-        return self._on_scores(scores, lambda part, pyramid: part._reconstruct(pyramid))
+        """Replace every score by the mean of its leaf.
+
+        Args:
+            scores: (..., N) floating-point scores, to whose leading dimensions the trees broadcast.
+
+        Returns:
+            (..., N) mean scores in float32, or float64 for float64 scores.
+
+        Raises:
+            TypeError: If `scores` is not a floating-point tensor.
+            ValueError: If the shape does not fit the trees.
+
+        Example:
+            >>> import torch, bmfa
+            >>> scores = torch.arange(8.0)
+            >>> bmfa.screen(scores, (2, 4), "fixed-depth:1").reconstruct(scores)
+            tensor([0.5000, 0.5000, 2.5000, 2.5000, 4.5000, 4.5000, 6.5000, 6.5000])
+        """
+        return self._on_scores(scores, leaf_means)
 
     def error(self, scores: Tensor) -> Tensor:
-        """E = F - F~ = tau KL(q || p) of every tree on its scores, exact to rounding.
+        """Compute E = F - F~ = tau KL(q || p), exact to rounding.
 
-        q is the distribution that has the mean score of its leaf at every token, and p that of the
-        scores; both are over the valid spatial tokens alone. Attention over tiles adds corrections to
-        its mean tiles: for its trees this is E without them, and no measure of its output.
+        q is the attention distribution with the mean score of its leaf at every token, and p that of
+        the scores; both are over the valid spatial tokens. Tiled attention adds corrections to the
+        means of its tiles: for its trees, E does not include them and does not measure the output.
 
         Args:
-            scores: (..., N) spatial scores, scaled but not divided by tau, whose leading dimensions
-                the trees broadcast to. Tokens that are not valid may hold anything.
+            scores: (..., N) floating-point scores, scaled but not divided by tau, to whose leading
+                dimensions the trees broadcast. Tokens that are not valid may hold anything.
 
         Returns:
-            (...) errors in float32, or float64 for such scores.
+            (...) errors in units of the scores, float32 or, for float64 scores, float64.
+
+        Raises:
+            TypeError: If `scores` is not a floating-point tensor.
+            ValueError: If the shape does not fit the trees.
+
+        Example:
+            >>> import torch, bmfa
+            >>> scores = torch.arange(8.0)
+            >>> bmfa.screen(scores, (2, 4), "global-mean").error(scores)
+            tensor(1.8786)
+            >>> bmfa.gap(scores)
+            tensor(1.8786)
         """
         check_scores(scores, self.grid.size)
-        working = torch.float64 if scores.dtype == torch.float64 else torch.float32
-        exact = self._on_scores(scores.double(), lambda part, pyramid: part.error_on(pyramid))
-        return exact.to(working)
+        dtype = torch.float64 if scores.dtype == torch.float64 else torch.float32
+        return self._on_scores(scores.double(), tree_error).to(dtype)
 
     def output_bound(self, scores: Tensor, values: Tensor) -> Tensor:
-        """(...) V_max sqrt(2 E / tau): how far the attention output can be from the exact one.
+        """Bound the distance of the attention output from the exact output, V_max sqrt(2 E / tau).
 
-        V_max is the norm of the longest value of a valid token.
+        V_max is the largest norm of a value of a valid token.
 
         Args:
-            scores: (..., N) scores, as for `error`.
-            values: (..., N, d) with the leading dimensions of the trees, or, as attention has them,
-                without the last of these, over which all queries of a head share their values.
+            scores: (..., N) floating-point scores, as for `error`.
+            values: (..., N, d) floating-point values with the leading dimensions of the trees, or
+                without the last of these, which is then that of queries with the same values.
 
         Returns:
-            (...) float64 bounds.
+            (...) float64 bounds on the L2 norm, in units of the values.
+
+        Raises:
+            TypeError: If `scores` is not a floating-point tensor.
+            ValueError: If a shape does not fit the trees.
+
+        Example:
+            >>> import torch, bmfa
+            >>> scores, values = torch.arange(8.0), torch.eye(8)
+            >>> tree = bmfa.screen(scores, (2, 4), "fixed-depth:2")
+            >>> tree.output_bound(scores, values)
+            tensor(0., dtype=torch.float64)
         """
         per_tree = values.dim() == len(self.shape) + 2
         if not per_tree and values.dim() != len(self.shape) + 1:
@@ -251,93 +392,76 @@ class Tree:
         norms = torch.linalg.vector_norm(values.double(), dim=-1)  # (..., N)
         norms = norms if per_tree else norms.unsqueeze(-2)
         if self.valid is not None:
-            norms = norms.where(self._mask(), 0.0)
-        longest = norms.amax(-1)
-        return output_bound(self.error(scores).double(), longest, tau=self.tau)
+            norms = norms.where(self._token_mask(), 0.0)
+        return output_bound(self.error(scores).double(), norms.amax(-1), tau=self.tau)
 
-    def _mask(self) -> Tensor:
-        """(..., N) the valid tokens of every tree; (N,) where one mask serves all."""
-        assert self.valid is not None
-        if self.valid.shape[1] == 1:
-            return self.valid.squeeze(1)
-        repeats = self.split.shape[1] // max(1, self.valid.shape[1])
-        return self.valid.repeat_interleave(repeats, 1).T.view(*self.shape, self.grid.size)
+    def mask_of_heads(self, heads: int) -> Tensor | None:
+        """(N, heads) or (N, 1) bool: mask of each head, which all its queries share."""
+        if self.valid is None or self.valid.shape[1] == 1:
+            return self.valid
+        if self.valid.shape[1] > heads:
+            return self.valid[:, :: self.valid.shape[1] // heads]
+        return self.valid.repeat_interleave(heads // self.valid.shape[1], dim=1)
 
-    def _collect(self, compute: Callable[["Tree"], Tensor]) -> Tensor:
-        """Compute on the flat batch, so many trees at once that the intermediates stay small."""
-        trees = self.split.shape[1]
-        step = max(1, CHUNK_ELEMENTS // self.grid.size)
-        if trees <= step:
-            return compute(self.flat()[:])
-        return torch.cat([compute(self.flat()[i : i + step]) for i in range(0, trees, step)])
+    def level_splits(self) -> list[Tensor]:
+        """(n, B) bool for every level that has blocks: blocks that are split."""
+        offsets = self.layout.offsets
+        depths = range(len(self.layout.levels) - 1)
+        return [self.split[offsets[d] : offsets[d + 1]] for d in depths]
+
+    def level_leaves(self) -> list[Tensor]:
+        """(n + t, B) bool for every level: blocks and tokens that are leaves with valid tokens."""
+        counts = Counts.of(self.layout, torch.float32, self.valid)
+        parents: Tensor | None = None
+        leaves: list[Tensor] = []
+        splits = [*self.level_splits(), self.split[:0]]
+        for level, split in zip(self.layout.levels, splits, strict=True):
+            if parents is None:
+                tokens = self.split.new_ones(level.tokens.numel(), self.split.shape[1])
+                reached = torch.ones_like(split)
+            else:
+                tokens, reached = parents[level.token_parents], parents[level.parents]
+            if self.valid is not None:
+                tokens = tokens & self.valid[level.tokens]
+                if level.size:
+                    reached = reached & (counts.blocks[len(leaves)] > 0)
+            leaves.append(torch.cat((reached & ~split, tokens)))
+            parents = split
+        return leaves
+
+    def leaf_nodes(self) -> Tensor:
+        """(blocks + N, B) bool: nodes that are leaves, first blocks, then tokens in raster order."""
+        tokens = self.split.new_zeros(self.grid.size, self.split.shape[1])
+        blocks = []
+        for level, leaves in zip(self.layout.levels, self.level_leaves(), strict=True):
+            blocks.append(leaves[: level.size])
+            tokens[level.tokens] = leaves[level.size :]
+        return torch.cat((*blocks, tokens))
 
     def _leaf_count(self) -> Tensor:
-        counts, first = self.counts, self.layout.levels[0]
+        counts = Counts.of(self.layout, torch.float32, self.valid)
+        first = self.layout.levels[0]
         if self.valid is None:
             roots = torch.tensor(first.size + first.tokens.numel(), device=self.device)
         else:
             roots = self.valid[first.tokens].sum(0)
             if counts.blocks:
                 roots = roots + (counts.blocks[0] > 0).sum(0)
-        grown = sum(
+        added = sum(
             ((branching - 1) * split).sum(0)
-            for branching, split in zip(counts.branching, self._levels(), strict=True)
+            for branching, split in zip(counts.branching, self.level_splits(), strict=True)
         )
-        return (roots + grown + torch.zeros_like(self.split[:1].sum(0))).round().long()
-
-    def _levels(self) -> list[Tensor]:
-        """The (n, B) splits of every level that has blocks."""
-        offsets = self.layout.offsets
-        depths = range(len(self.layout.levels) - 1)
-        return [self.split[offsets[d] : offsets[d + 1]] for d in depths]
-
-    def _leaves(self) -> list[Tensor]:
-        """(n + t, B) for every level: which of its blocks and tokens are leaves with valid tokens."""
-        counts, above = self.counts, None
-        leaves: list[Tensor] = []
-        for level, split in zip(self.layout.levels, [*self._levels(), self.split[:0]], strict=True):
-            if above is None:
-                ends = self.split.new_ones(level.tokens.numel(), self.split.shape[1])
-                reached = torch.ones_like(split)
-            else:
-                ends, reached = above[level.token_parents], above[level.parents]
-            if self.valid is not None:
-                ends = ends & self.valid[level.tokens]
-                if level.size:
-                    reached = reached & (counts.blocks[len(leaves)] > 0)
-            leaves.append(torch.cat((reached & ~split, ends)))
-            above = split
-        return leaves
-
-    def leaf_nodes(self) -> Tensor:
-        """(blocks + N, B) which nodes are leaves: blocks of all levels, then tokens in raster order."""
-        leaves = self._leaves()
-        tokens = self.split.new_zeros(self.grid.size, self.split.shape[1])
-        blocks = []
-        for level, rows in zip(self.layout.levels, leaves, strict=True):
-            blocks.append(rows[: level.size])
-            tokens[level.tokens] = rows[level.size :]
-        return torch.cat((*blocks, tokens))
+        return (roots + added + torch.zeros_like(self.split[:1].sum(0))).round().long()
 
     def _leaf_index(self) -> Tensor:
         begins = self.split.new_zeros(self.grid.size, self.split.shape[1])
-        for level, leaves in zip(self.layout.levels, self._leaves(), strict=True):
+        for level, leaves in zip(self.layout.levels, self.level_leaves(), strict=True):
             starts = torch.cat((level.starts, level.token_starts))
             begins[starts] |= leaves
         index = begins.cumsum(0, dtype=torch.int32).sub_(1)[self.layout.token_rank]
         if self.valid is not None:
             index = index.masked_fill(~self.valid, -1)
         return index.T.contiguous()
-
-    def _node_rows(self, blocks: Tensor | None) -> Tensor:
-        """(nodes, B) values of all blocks and tokens from those of the blocks; tokens have 0."""
-        assert blocks is not None
-        rows = []
-        for depth, level in enumerate(self.layout.levels):
-            offsets = self.layout.offsets
-            rows.append(blocks[offsets[depth] : offsets[depth + 1]])
-            rows.append(blocks.new_zeros(level.tokens.numel(), blocks.shape[1]))
-        return torch.cat(rows)
 
     def _limited_blocks(self) -> Tensor:
         blocks = torch.zeros_like(self.split)
@@ -346,28 +470,59 @@ class Tree:
             blocks[start : start + self.limited.shape[0]] = self.limited
         return blocks
 
-    def _by_leaf(self, values: Callable[["Tree"], Tensor]) -> Tensor:
-        """(..., L, *) values of the leaves in order, out of (nodes, B, *) values of all nodes."""
+    def _node_rows(self, blocks: Tensor | None) -> Tensor:
+        """(nodes, B) values of all blocks and tokens from those of the blocks; tokens have 0."""
+        assert blocks is not None
+        rows, offsets = [], self.layout.offsets
+        for depth, level in enumerate(self.layout.levels):
+            rows.append(blocks[offsets[depth] : offsets[depth + 1]])
+            rows.append(blocks.new_zeros(level.tokens.numel(), blocks.shape[1]))
+        return torch.cat(rows)
+
+    def _by_leaf(self, node_values: Callable[["Tree"], Tensor]) -> Tensor:
+        """(..., L, *) values of the leaves in order, from (nodes, B, *) values of all nodes."""
         most = int(self.leaf_count.max()) if self.split.shape[1] else 0
-        order = torch.cat([torch.cat((v.starts, v.token_starts)) for v in self.layout.levels])
+        levels = self.layout.levels
+        order = torch.cat([torch.cat((v.starts, v.token_starts)) for v in levels])
         order = order.argsort(stable=True)
 
-        def pick(part: "Tree") -> Tensor:
-            tree, place = torch.cat(part._leaves())[order].T.nonzero().unbind(-1)
+        def select(part: "Tree") -> Tensor:
+            tree, position = torch.cat(part.level_leaves())[order].T.nonzero().unbind(-1)
             counts = part.leaf_count
             rank = torch.arange(len(tree), device=tree.device) - (counts.cumsum(0) - counts)[tree]
-            rows = values(part)
-            out = rows.new_zeros(part.split.shape[1], most, *rows.shape[2:])
-            out[tree, rank] = rows[order[place], tree]
+            values = node_values(part)
+            out = values.new_zeros(part.split.shape[1], most, *values.shape[2:])
+            out[tree, rank] = values[order[position], tree]
             return out
 
-        picked = self._collect(pick)
-        return picked.view((*self.shape, *picked.shape[1:]))
+        selected = self._in_chunks(select)
+        return selected.view((*self.shape, *selected.shape[1:]))
+
+    def _token_mask(self) -> Tensor:
+        """(..., N) valid tokens of every tree, or (N,) if all have the same."""
+        assert self.valid is not None
+        if self.valid.shape[1] == 1:
+            return self.valid.squeeze(1)
+        repeats = self.split.shape[1] // max(1, self.valid.shape[1])
+        return self.valid.repeat_interleave(repeats, 1).T.view(*self.shape, self.grid.size)
+
+    def _broadcast(self, shape: tuple[int, ...]) -> "Tree":
+        """Return the flat batch of the trees at each index of a shape to which they broadcast."""
+        trees = torch.arange(self.split.shape[1], device=self.device).view(self.shape)
+        return self.flat()[trees.expand(shape).flatten()]
+
+    def _in_chunks(self, compute: Callable[["Tree"], Tensor]) -> Tensor:
+        """Compute on the flat batch, a chunk of trees at a time."""
+        trees = self.split.shape[1]
+        step = max(1, CHUNK_ELEMENTS // self.grid.size)
+        if trees <= step:
+            return compute(self.flat()[:])
+        return torch.cat([compute(self.flat()[i : i + step]) for i in range(0, trees, step)])
 
     def _on_scores(
         self, scores: Tensor, compute: Callable[["Tree", ScorePyramid], Tensor]
     ) -> Tensor:
-        """Compute on (..., N) scores whose leading dimensions the trees broadcast to."""
+        """Compute on (..., N) scores to whose leading dimensions the trees broadcast."""
         check_scores(scores, self.grid.size)
         lead = scores.shape[:-1]
         trees = torch.arange(self.split.shape[1], device=self.device).view(self.shape)
@@ -384,70 +539,15 @@ class Tree:
         parts = []
         for start in range(0, max(1, len(flat)), step):
             part = self.flat()[columns[start : start + step]]
-            parts.append(compute(part, part._pyramid(flat[start : start + step].T)))
+            tokens = flat[start : start + step].T  # (N, b)
+            counts = Counts.of(self.layout, tokens.dtype, part.valid)
+            pyramid = ScorePyramid(self.layout, counts, self.tau, tokens, part.valid)
+            parts.append(compute(part, pyramid))
         result = torch.cat(parts)
         return result.view((*lead, *result.shape[1:]))
 
-    def _pyramid(self, tokens: Tensor) -> ScorePyramid:
-        counts = Counts.of(self.layout, tokens.dtype, self.valid)
-        return ScorePyramid(self.layout, counts, self.tau, tokens, self.valid)
 
-    def _reconstruct(self, pyramid: ScorePyramid) -> Tensor:
-        tokens = pyramid.tokens.clone()
-        held = pyramid.mean(0) if pyramid.depth else tokens[:0]  # the mean of the leaf above
-        for depth, split in enumerate(self._levels()):
-            below = self.layout.levels[depth + 1]
-            ends = below.tokens
-            tokens[ends] = torch.where(
-                split[below.token_parents], pyramid.tokens[ends], held[below.token_parents]
-            )
-            if below.size:
-                mean = pyramid.mean(depth + 1)
-                held = torch.where(split[below.parents], mean, held[below.parents])
-        return tokens.T.contiguous()
-
-    def error_on(self, pyramid: ScorePyramid) -> Tensor:
-        """(B,) E of the flat batch of trees on the scores of a pyramid.
-
-        E = -tau log(1 - lost), `lost` the share of Z that the splits not made would recover. Where
-        that is most of it, 1 - lost is rounding: the mass the leaves hold is added up instead.
-        """
-        lost = torch.zeros_like(pyramid.log_partition())
-        for depth, split in enumerate(self._levels()):
-            lost += (pyramid.gain(depth) * ~split).sum(0)
-        error = lost.clamp(max=0.5).neg_().log1p_().neg_()
-        if bool((lost > 0.5).any()):
-            error = torch.where(lost > 0.5, -self._log_held(pyramid), error)
-        return error * self.tau
-
-    def _log_held(self, pyramid: ScorePyramid) -> Tensor:
-        """(B,) log of the share of Z the leaves hold: that of the roots, and what splits recover."""
-        first, log_partition = self.layout.levels[0], pyramid.log_partition()
-        held = pyramid.root_share()
-        if len(first.tokens):
-            ends = (pyramid.tokens[first.tokens] / self.tau - log_partition).exp_()
-            held += (ends if self.valid is None else ends * self.valid[first.tokens]).sum(0)
-        for depth, split in enumerate(self._levels()):
-            held += (pyramid.gain(depth) * split).sum(0)
-        # A share that small has lost digits, or all of them, to underflow.
-        if bool((held < 1e-30).any()):
-            return self._log_mass(pyramid) - log_partition
-        return held.log_()
-
-    def _log_mass(self, pyramid: ScorePyramid) -> Tensor:
-        """(B,) log of the mass n exp(M / tau) the leaves hold together."""
-        rows = []
-        for depth, leaves in enumerate(self._leaves()):
-            level = self.layout.levels[depth]
-            logits = pyramid.tokens[level.tokens] / self.tau
-            if level.size:
-                mean, counts = pyramid.mean(depth), pyramid.counts.blocks[depth]
-                logits = torch.cat((mean / self.tau + counts.log(), logits))
-            rows.append(logits.masked_fill(~leaves, -torch.inf))
-        return torch.cat(rows).logsumexp(0)
-
-
-def _with_tokens(level: Level, width: int) -> Tensor:
+def _node_boxes(level: Level, width: int) -> Tensor:
     """(n + t, 4) boxes of the blocks and the tokens of a level."""
     top, left = level.tokens // width, level.tokens % width
     return torch.cat((level.boxes, torch.stack((top, left, top + 1, left + 1), -1)))

@@ -1,121 +1,118 @@
-"""The ablations: threshold with run time, depth, grid and look-ahead."""
+"""Figure of the ablations: threshold, depth, grid and look-ahead of Algorithm 1."""
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from bmfa.evidence.page import paper, style
-from bmfa.evidence.page.marks import foot, heading, legend, log_ticks
-from bmfa.evidence.page.records import Evidence, number
-from bmfa.evidence.page.sheet import Margins, Sheet, panels
+from bmfa.evidence.page.canvas import Canvas, Margins, figure, panel_grid
+from bmfa.evidence.page.drawing import (
+    add_labels,
+    draw_legend,
+    draw_line,
+    draw_point,
+    legend_height,
+    set_ticks,
+)
+from bmfa.evidence.page.record_set import RecordSet, points
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-PAPER_COLUMNS: dict[str, Callable[[paper.Ablated], float | None]] = {
-    "mean_gap": lambda printed: printed.mean_gap,
-    "leaf_percent": lambda printed: printed.leaf_percent,
-    "microseconds_per_instance": lambda printed: (
-        None if printed.milliseconds is None else 1000 * printed.milliseconds
-    ),
-}
-THRESHOLD = (
+# Columns over the threshold, with title and axis label.
+THRESHOLD_PANELS = (
     ("mean_gap", "Error", "mean gap"),
     ("leaf_percent", "Leaf ratio", "% of tokens"),
-    ("microseconds_per_instance", "Run time", "µs an instance, logarithmic"),
+    ("microseconds_per_instance", "Run time", "µs per instance, logarithmic"),
 )
-OTHERS = (
-    ("depth", "Depth", "greatest depth of the tree"),
+# Parameters for which the mean gap is shown, with title and axis label.
+PARAMETER_PANELS = (
+    ("depth", "Depth", "maximum depth of the tree"),
     ("grid", "Grid", "cells along a side"),
     ("lookahead", "Look-ahead", "levels below the block"),
 )
+RATIO = 1.6  # the run time axis reaches this factor beyond the data
 
 
-def ablation(evidence: Evidence, narrow: bool) -> Sheet:
-    """Error, leaves and run time over the threshold; error over depth, grid and look-ahead."""
-    evidence.require("ablation")
-    width, columns = (style.NARROW, 1) if narrow else (style.WIDE, 3)
-    sheet, axes = panels(6, columns, width, 170, Margins(left=44, right=24), foot=34)
-    for panel, (column, title, below) in zip(axes[:3], THRESHOLD, strict=True):
-        panel.set_xscale("log")
-        panel.set_xlim(0.07, 0.0007)
-        log_ticks(panel.xaxis, [0.05, 0.02, 0.01, 0.005, 0.002, 0.001])
-        _line(panel, evidence, "epsilon", column)
+@figure(
+    "ablation",
+    "Error, leaf ratio and run time over threshold, depth, grid and look-ahead",
+    "ablation",
+)
+def ablation(records: RecordSet, narrow: bool) -> Canvas:
+    """Draw error, leaves and time over the threshold; the error over depth, grid and look-ahead."""
+    records.require("ablation")
+    names, columns = ["gamma", paper.NAME], 2 if narrow else 4
+    canvas, panels = panel_grid(
+        6,
+        3,
+        narrow=narrow,
+        height=170,
+        margins=Margins(right=24),
+        bottom=legend_height(len(names), columns),
+    )
+    for axes, (column, title, y_label) in zip(panels[:3], THRESHOLD_PANELS, strict=True):
+        axes.set(xscale="log", xlim=(0.07, 0.0007))
+        set_ticks(axes.xaxis, [0.05, 0.02, 0.01, 0.005, 0.002, 0.001])
+        _draw_values(axes, records, "epsilon", column)
         if column == "microseconds_per_instance":
-            _log_scale(panel)
+            _set_time_axis(axes)
         else:
-            _from_zero(panel)
-        heading(sheet, panel, title, below, indent=40)
-        foot(sheet, panel, "threshold ε")
-    for panel, (parameter, title, below) in zip(axes[3:], OTHERS, strict=True):
-        _line(panel, evidence, parameter, "mean_gap")
-        _from_zero(panel)
-        _ticks_at_values(panel, evidence, parameter)
-        _name_leaves(panel, evidence, parameter)
-        heading(sheet, panel, title, "mean gap, leaf ratio beside it", indent=40)
-        foot(sheet, panel, below)
-    legend(sheet, ["gamma", paper.NAME], sheet.height - 26, 2 if narrow else 4)
-    return sheet
+            axes.set_ylim(0, axes.get_ylim()[1] * 1.06)
+        add_labels(canvas, axes, title, y_label, "threshold ε")
+    for axes, (parameter, title, x_label) in zip(panels[3:], PARAMETER_PANELS, strict=True):
+        _draw_values(axes, records, parameter, "mean_gap")
+        axes.set_ylim(0, axes.get_ylim()[1] * 1.06)
+        if parameter == "grid":
+            axes.set_xscale("log", base=2)
+        if values := [value for value, _ in _values(records, parameter, "mean_gap")]:
+            set_ticks(axes.xaxis, values)
+        axes.margins(x=0.14)
+        _annotate_leaf_ratios(axes, records, parameter)
+        add_labels(canvas, axes, title, "mean gap, annotated with the leaf ratio", x_label)
+    draw_legend(canvas, names, columns)
+    return canvas
 
 
-def _points(evidence: Evidence, parameter: str, column: str) -> list[tuple[float, float]]:
-    rows = evidence.select("ablation", parameter=parameter)
-    points = [(number(row, "value"), number(row, column)) for row in rows]
-    return sorted((x, y) for x, y in points if x is not None and y is not None)
+def _values(records: RecordSet, parameter: str, column: str) -> list[tuple[float, float]]:
+    return points(records.rows("ablation", parameter=parameter), "value", column)
 
 
-def _line(axes: "Axes", evidence: Evidence, parameter: str, column: str) -> None:
-    """Ours as a line, the paper's points as rings."""
-    printed = [
-        (value, PAPER_COLUMNS[column](one))
-        for (name, value), one in paper.ABLATION.items()
-        if name == parameter
-    ]
-    ring = style.method_style(paper.NAME)
-    for value, place in printed:
-        if place is not None:
-            axes.plot([value], [place], clip_on=False, **ring.mark)
-    points = _points(evidence, parameter, column)
-    if points:
-        look = style.method_style("gamma")
-        axes.plot(*zip(*points, strict=True), clip_on=False, **look.line, **look.mark)
+def _printed(point: paper.AblationPoint, column: str) -> float | None:
+    if column == "microseconds_per_instance":
+        return None if point.milliseconds is None else 1000 * point.milliseconds
+    return point.mean_gap if column == "mean_gap" else point.leaf_percent
 
 
-def _from_zero(axes: "Axes") -> None:
-    axes.set_ylim(0, axes.get_ylim()[1] * 1.06)
+def _draw_values(axes: "Axes", records: RecordSet, parameter: str, column: str) -> None:
+    """Draw our values as a line, and the paper's as rings."""
+    for (name, value), point in paper.ABLATION.items():
+        if name == parameter:
+            draw_point(axes, paper.NAME, value, _printed(point, column))
+    draw_line(axes, "gamma", _values(records, parameter, column))
 
 
-def _log_scale(axes: "Axes") -> None:
+def _set_time_axis(axes: "Axes") -> None:
     low, high = (float(value) for value in axes.dataLim.intervaly)
-    axes.set_yscale("log")
-    axes.set_ylim(low / 1.6, high * 1.6)
+    axes.set(yscale="log", ylim=(low / RATIO, high * RATIO))
     ticks = [step * 10.0**power for power in range(-1, 6) for step in (1, 3)]
-    log_ticks(axes.yaxis, [tick for tick in ticks if low / 1.6 <= tick <= high * 1.6])
+    set_ticks(axes.yaxis, [tick for tick in ticks if low / RATIO <= tick <= high * RATIO])
 
 
-def _ticks_at_values(axes: "Axes", evidence: Evidence, parameter: str) -> None:
-    values = [value for value, _ in _points(evidence, parameter, "mean_gap")]
-    if parameter == "grid":
-        axes.set_xscale("log", base=2)
-    if values:
-        log_ticks(axes.xaxis, values)
-    axes.margins(x=0.14)
-
-
-def _name_leaves(axes: "Axes", evidence: Evidence, parameter: str) -> None:
-    """Write each point's leaf ratio on the side that the line leaves free."""
-    leaves = dict(_points(evidence, parameter, "leaf_percent"))
-    points = _points(evidence, parameter, "mean_gap")
-    for index, (value, gap) in enumerate(points):
-        before, after = points[max(0, index - 1)][1], points[min(index + 1, len(points) - 1)][1]
+def _annotate_leaf_ratios(axes: "Axes", records: RecordSet, parameter: str) -> None:
+    """Write the leaf ratio beside each point, on the side that the line leaves free."""
+    leaves = dict(_values(records, parameter, "leaf_percent"))
+    line = _values(records, parameter, "mean_gap")
+    for index, (value, gap) in enumerate(line):
+        if value not in leaves:
+            continue
+        before, after = line[max(0, index - 1)][1], line[min(index + 1, len(line) - 1)][1]
         rise = gap - before if index else after - gap
-        flat = abs(rise) < 0.05 * max(gap for _, gap in points)
-        if value in leaves:
-            axes.annotate(
-                f"{leaves[value]:.0f} %",
-                (value, gap),
-                xytext=(0 if flat else -7 if rise > 0 else 7, 8),
-                textcoords="offset points",
-                ha="center" if flat else "right" if rise > 0 else "left",
-                fontsize=style.SMALL,
-                color=style.MUTED.light,
-            )
+        flat = abs(rise) < 0.05 * max(gap for _, gap in line)
+        axes.annotate(
+            f"{leaves[value]:.0f} %",
+            (value, gap),
+            xytext=(0 if flat else -7 if rise > 0 else 7, 8),
+            textcoords="offset points",
+            ha="center" if flat else "right" if rise > 0 else "left",
+            fontsize=style.SMALL,
+            color=style.MUTED.light,
+        )

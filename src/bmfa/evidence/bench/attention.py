@@ -1,6 +1,6 @@
 """Attention against the number of tokens: speed, error, density and memory, dense paths beside."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
@@ -12,6 +12,7 @@ from bmfa.evidence.bench.attention_methods import DEFAULT_METHODS, Setting
 from bmfa.evidence.bench.attention_rows import DTYPES, Plan, SizeBench
 from bmfa.evidence.bench.qkv import RANDOM, Source
 from bmfa.evidence.bench.self_check import check_backend
+from bmfa.evidence.runner import Progress
 from bmfa.records import Record, Row, environment
 
 TOKENS = {"cuda": (196, 1024, 4096, 16384, 65536), "cpu": (196, 1024, 4096, 16384)}
@@ -21,8 +22,6 @@ TIMING = {
     "paths are chosen before the clock starts, speedup_eager is against the fastest one by one",
     "cpu": "median of calls that take turns",
 }
-
-Progress = Callable[[int, int], None]
 
 
 def run(

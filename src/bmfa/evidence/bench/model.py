@@ -1,6 +1,6 @@
 """Whole models at high resolution: end to end time, the dense model on its best path beside."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,6 +17,7 @@ from bmfa.evidence.bench.attention_methods import Setting
 from bmfa.evidence.bench.attention_rows import DTYPES
 from bmfa.evidence.bench.long_models import load_long, pictures_of, pixels_of
 from bmfa.evidence.bench.self_check import check_backend
+from bmfa.evidence.runner import Progress
 from bmfa.grid import Grid
 from bmfa.models import LoadedModel, patch
 from bmfa.models.hosts import Host, find_host
@@ -27,8 +28,6 @@ SIZES = {"cuda": (1024, 2048, 4096), "cpu": (512,)}
 METHODS = ("error:0.1", "error:0.2", "tiles:0.03")
 FULL = ("cudnn", "flash")
 HOW = ("model", "layers", "form", "repeats", "seed")
-
-Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """How long trees take: the vectorised screening against the oracle, and against softmax."""
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -10,6 +10,7 @@ from torch import Tensor
 
 from bmfa.attention.kernels import reference
 from bmfa.checks import check_integer
+from bmfa.evidence.runner import Progress
 from bmfa.grid import Grid
 from bmfa.records import Record, Row, environment
 from bmfa.timing import median_milliseconds
@@ -22,8 +23,6 @@ GRIDS = 36_000
 ORACLE_GRIDS = 200
 BATCH_SIZE = 64
 HEADS, QUERIES = 3, 197  # of DeiT-Tiny at 224 px
-
-Progress = Callable[[int, int], None]
 
 
 def score_fields(count: int, grid: Grid, seed: int = 0) -> Tensor:

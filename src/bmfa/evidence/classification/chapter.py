@@ -1,14 +1,34 @@
-"""The chapter on classification: accuracy of the rules, and what they cost."""
+"""The chapters on classification and on token reduction, and the claims of the paper."""
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
 
-from bmfa.evidence.page import figures, paper, runs
-from bmfa.evidence.page.markup import Column, decimal, figure, made_by, paragraph, table, tiny
-from bmfa.evidence.page.records import Evidence, number, text
-from bmfa.evidence.page.runs import Run
+from bmfa.evidence.classification import figures
+from bmfa.evidence.page import paper
+from bmfa.evidence.page.blocks import (
+    METHOD,
+    Block,
+    Chapter,
+    Column,
+    Commands,
+    NotMeasured,
+    Table,
+    illustrate,
+    paragraph,
+)
+from bmfa.evidence.page.claims import Claim, Verdict, direction, not_measured
+from bmfa.evidence.page.formats import format_number, format_percent, format_small
+from bmfa.evidence.page.model_runs import (
+    EMBEDDED,
+    NEGLIGIBLE_KL,
+    ModelRun,
+    evaluation_runs,
+    is_reduction,
+    papers_model_first,
+)
+from bmfa.evidence.page.record_set import RecordSet, get_number, get_text
 from bmfa.records import Row
 
+BMFA, COIN = paper.QUADRANTS[0], paper.RANDOM[0]
 MEASURES = (
     ("Top-1 %", "top1_percent", 2),
     ("Top-5 %", "top5_percent", 2),
@@ -22,128 +42,287 @@ MEASURES = (
     ("End to end", "images_per_second_end_to_end", 0),
     ("Speed-up", "speedup", 2),
 )
-PRINTED = (
+PAPER_MEASURES = (
     ("Paper: top-1 %", "top1_percent", 3),
     ("Drop pp", "drop_pp", 3),
     ("Agreement %", "agreement_percent", 3),
     ("Leaf %", "leaf_percent", 3),
     ("Speed-up", "speedup", 3),
 )
+SMALL_DROP = 1.0  # percentage points of top-1
 
 
-def content(evidence: Evidence) -> str:
-    """Accuracy of the rules, and what they cost."""
-    found = runs.evaluations(evidence)
-    intro = paragraph(
-        "Accuracy with the rules in place, and the price: floating-point operations, images per "
-        "second of the model alone and end to end, and the speed-up against the full model in the "
-        "same run.",
-        _frame(found),
-        *(_drop(run) for run in found),
-        *(_speed(run) for run in found),
+def _content(records: RecordSet) -> list[Block]:
+    runs = evaluation_runs(records)
+    illustrations = [
+        *illustrate(
+            figures.top1,
+            records,
+            "Top-1 against leaf ratio, as in the paper's figure; the horizontal line is the full "
+            "model. Up and to the left is better.",
+        ),
+        *illustrate(
+            figures.accuracy,
+            records,
+            "Top-1 against speed, as in the paper's figure, for rules and reductions. Up and to the "
+            f"right is better. {_timing_conditions(records)}",
+        ),
+    ]
+    rules = [run.filter(lambda row: not is_reduction(row)) for run in runs]
+    return [
+        *paragraph(
+            "Accuracy with the rules applied, and the cost: floating-point operations, images per "
+            "second of the model alone and end to end, and the speed-up over the full model of the "
+            "same run.",
+            f"The paper classifies the 50,000 validation pictures of ImageNet with {paper.MODEL}.",
+            *(_describe(run) for run in runs),
+            *(_drops(run) for run in runs),
+            *(_fastest_rule(run) for run in runs),
+        ),
+        *(illustrations or [Commands(records.commands("evaluate"))]),
+        *(_table(run) for run in rules if run.rows),
+    ]
+
+
+def _describe(run: ModelRun) -> str:
+    best = get_number(run.full or {}, "top1_percent")
+    accuracy = (
+        "" if best is None else f"; the full model classifies {format_percent(best, 1)} correctly"
     )
-    shown = ""
-    if figures.top1.drawable(evidence.records):
-        caption = (
-            "Top-1 against leaf ratio, as the paper's figure has it; the horizontal line is the full "
-            "model. Up and to the left is better."
+    if run.model == EMBEDDED:
+        return (
+            f"The embedded model classifies {run.images:,} pictures of ten classes{accuracy}. This is "
+            "easier than the thousand classes of ImageNet, so the drops are not comparable with the "
+            "paper's."
         )
-        shown = figure(figures.top1, evidence, caption)
-    if figures.accuracy.drawable(evidence.records):
-        caption = (
-            "Top-1 against speed, as the paper's figure has it, rules and reductions together. Up and "
-            f"to the right is better. {_timing(evidence)}"
-        )
-        shown += figure(figures.accuracy, evidence, caption)
-    tables = "".join(
-        comparison(run, [row for row in run.rows if not runs.is_reduction(row)]) for run in found
-    )
-    return intro + shown + tables + ("" if shown else made_by(evidence, "evaluate"))
+    return f"{run.title} classifies {run.images:,} pictures here{accuracy}."
 
 
-def _frame(found: Sequence[Run]) -> str:
-    """What was classified here, and what in the paper."""
-    theirs = f"The paper classifies ImageNet's 50,000 validation pictures with {paper.MODEL}."
+def _timing_conditions(records: RecordSet) -> str:
+    """The machine and the batches of every evaluation that was timed."""
     sentences = []
-    for run in found:
-        best = None if run.full is None else number(run.full, "top1_percent")
-        said = "" if best is None else f", of which the full model gets {decimal(best, 1)} % right"
-        if run.model == runs.EMBEDDED:
-            sentences.append(
-                f"The embedded model has {run.images:,} pictures of ten classes{said}: easier than "
-                "ImageNet's thousand, so a drop of points is no drop of the paper's."
-            )
-        else:
-            sentences.append(f"{run.title} has {run.images:,} pictures here{said}.")
-    return " ".join([theirs, *sentences])
-
-
-def _timing(evidence: Evidence) -> str:
-    """Where and how the speeds were taken; one sentence for every evaluation."""
-    said = []
-    for record in evidence.records:
-        settings, place = record.settings, record.environment
-        if record.experiment != "evaluate" or not settings.get("repeats"):
+    for record in records.of("evaluate"):
+        settings, environment = record.settings, record.environment
+        if not settings.get("repeats"):
             continue
-        frame = [
-            str(place.get("device_name", "")),
-            f"torch {place['torch']}" if "torch" in place else "",
+        conditions = [
+            str(environment.get("device_name", "")),
+            f"torch {environment['torch']}" if "torch" in environment else "",
             str(settings.get("dtype", "")),
             f"batches of {settings['batch_size']}" if "batch_size" in settings else "",
             f"median of {settings['repeats']}",
         ]
-        model = runs.Run(str(settings.get("model", runs.EMBEDDED)), None, []).title
-        said.append(f"{model}: {', '.join(part for part in frame if part)}.")
-    return " ".join(said)
+        title = ModelRun(str(settings.get("model", EMBEDDED)), None, []).title
+        sentences.append(f"{title}: {', '.join(part for part in conditions if part)}.")
+    return " ".join(sentences)
 
 
-def _drop(run: Run) -> str:
-    """What the paper's rule, a coin and the optimal tree lose."""
-    named = [paper.QUADRANTS[0], paper.RANDOM[0], paper.FIXED]
-    optimal = [text(row, "method") for row in run.family("optimal")]
-    said = [
-        f"{decimal(run.value(method, 'drop_pp'), 2)} with {method} "
-        f"({decimal(run.value(method, 'leaf_percent'), 1)} % leaves)"
-        for method in [*named, *optimal]
+def _drops(run: ModelRun) -> str:
+    optimal = [get_text(row, "method") for row in run.family("optimal")]
+    drops = [
+        f"{format_number(run.value(method, 'drop_pp'), 2)} with {method} "
+        f"({format_percent(run.value(method, 'leaf_percent'), 1)} leaves)"
+        for method in (BMFA, COIN, paper.FIXED, *optimal)
         if run.value(method, "drop_pp") is not None
     ]
-    return f"{run.title}, points lost: {', '.join(said)}." if said else ""
+    return f"{run.title}, drop of top-1 in percentage points: {', '.join(drops)}." if drops else ""
 
 
-def _speed(run: Run) -> str:
-    """Whether any rule is faster than the full model."""
-    speeds = [(number(r, "speedup"), r) for r in run.rows if not runs.is_reduction(r)]
-    known = [(speed, text(row, "method")) for speed, row in speeds if speed is not None]
-    if not known:
+def _fastest_rule(run: ModelRun) -> str:
+    speeds = _speedups(row for row in run.rows if not is_reduction(row))
+    if not speeds:
         return ""
-    best, method = max(known)
-    words = (
-        f"no rule is faster than the full model, {method} comes nearest"
-        if best < 1
-        else f"{method} is the fastest rule"
-    )
-    return f"{run.title}, speed: {words} ({decimal(best, 2)} times)."
+    best, method = max(speeds)
+    if best < 1:
+        return (
+            f"{run.title}, speed: no rule is faster than the full model; {method} is the fastest "
+            f"({format_number(best, 2)} times)."
+        )
+    return f"{run.title}, speed: {method} is the fastest rule ({format_number(best, 2)} times)."
 
 
-def comparison(run: Run, rows: Sequence[Row]) -> str:
-    """The columns that some row fills, and the paper's."""
-    if not rows:
-        return ""
-    every = [*([run.full] if run.full is not None else []), *rows]
-    ours = [m for m in MEASURES if any(number(row, m[1]) is not None for row in every)]
-    columns = [Column("Method", code=True), *(Column(head, places) for head, _, places in ours)]
-    columns += [Column(head, places, paper=True) for head, _, places in PRINTED]
-    body = [
-        [text(row, "method"), *(_shown(row).get(name) for _, name, _ in ours), *_printed(row)]
-        for row in every
+def _speedups(rows: Iterable[Row]) -> list[tuple[float, str]]:
+    return [
+        (speed, get_text(row, "method"))
+        for row in rows
+        if (speed := get_number(row, "speedup")) is not None
     ]
-    return table(f"{run.heading}; the paper: {paper.MODEL}, ImageNet", columns, body)
 
 
-def _shown(row: Row) -> Row:
-    return row | {"output_kl": tiny(number(row, "output_kl"))}
+def _table(run: ModelRun) -> Block:
+    """The measures of which any row has a number, and those of the paper."""
+    measures = [
+        m for m in MEASURES if any(get_number(row, m[1]) is not None for row in run.all_rows)
+    ]
+    columns = [METHOD, *(Column(title, decimals) for title, _, decimals in measures)]
+    columns += [Column(title, decimals, paper=True) for title, _, decimals in PAPER_MEASURES]
+    body = []
+    for row in run.all_rows:
+        shown = {**row, "output_kl": format_small(get_number(row, "output_kl"))}
+        point = paper.IMAGENET.get(get_text(row, "method"))
+        ours = [shown.get(name) for _, name, _ in measures]
+        printed = [getattr(point, name, None) for _, name, _ in PAPER_MEASURES]
+        body.append([get_text(row, "method"), *ours, *printed])
+    return Table(f"{run.heading}; the paper: {paper.MODEL}, ImageNet", columns, body)
 
 
-def _printed(row: Row) -> list[Any]:
-    printed = paper.IMAGENET.get(text(row, "method"))
-    return [None if printed is None else getattr(printed, name) for _, name, _ in PRINTED]
+def _reductions(records: RecordSet) -> list[Block]:
+    runs = figures.reduction_runs(records)
+    if not runs:
+        methods = "--method tome:8 --method free-energy:8"
+        return [NotMeasured(f"bmfa evaluate {methods} --json evaluate.json")]
+    printed = paper.IMAGENET["tome:8"]
+    return [
+        *paragraph(
+            "Token reduction shortens the sequence for all later layers instead of screening the "
+            "attention. The paper compares six methods in a figure and prints the numbers of one: "
+            f"tome:8 loses {format_number(printed.drop_pp)} percentage points at "
+            f"{format_number(printed.speedup)} times the speed of the full model. free-energy is the "
+            "method of this library: it merges the tokens whose merge costs the least free energy, "
+            "mass times distortion.",
+            *(_compare_with_tome(run) for run in runs),
+            *(_indistinguishable(run) for run in runs),
+        ),
+        *illustrate(
+            figures.reductions,
+            records,
+            "Agreement with the full model and output KL against the operations per picture; the line "
+            "is the cost of the full model. Up and to the left is better for the agreement, down and to "
+            "the left for the KL.",
+        ),
+        *(_table(run) for run in runs),
+    ]
+
+
+def _compare_with_tome(run: ModelRun) -> str:
+    """free-energy and tome at every budget that both have."""
+    sentences = []
+    for row in run.family("free-energy"):
+        budget = get_text(row, "method").partition(":")[2]
+        tome = run.row(f"tome:{budget}")
+        ours, kl = get_number(row, "agreement_percent"), get_number(row, "output_kl")
+        theirs, their_kl = get_number(tome, "agreement_percent"), get_number(tome, "output_kl")
+        if ours is None or kl is None or theirs is None or their_kl is None:
+            continue
+        relation = "compared with"
+        if max(kl, their_kl) < NEGLIGIBLE_KL:
+            relation = "indistinguishable from"
+        elif ours >= theirs and kl < their_kl:
+            relation = "ahead of"
+        elif ours <= theirs and kl > their_kl:
+            relation = "behind"
+        sentences.append(
+            f"{run.title}, {budget} tokens per layer: free-energy has an agreement of "
+            f"{format_percent(ours, 1)} (output KL {format_small(kl)}), {relation} tome with "
+            f"{format_percent(theirs, 1)} ({format_small(their_kl)})."
+        )
+    return " ".join(sentences)
+
+
+def _indistinguishable(run: ModelRun) -> str:
+    """A warning if most reductions leave the output of the model unchanged."""
+    unchanged = [row for row in run.rows if (get_number(row, "output_kl") or 0.0) < NEGLIGIBLE_KL]
+    if 2 * len(unchanged) <= len(run.rows):
+        return ""
+    model = run.title_in_sentence
+    return (
+        f"{model[0].upper()}{model[1:]} hardly distinguishes the reductions: {len(unchanged)} of "
+        f"{len(run.rows)} leave its output unchanged (KL below {NEGLIGIBLE_KL:g}), because a few tokens "
+        "carry the class of its pictures."
+    )
+
+
+def _claims(records: RecordSet) -> list[Claim]:
+    runs = evaluation_runs(records)
+    run = papers_model_first(runs)
+    reduced = papers_model_first([run for run in runs if any(map(is_reduction, run.rows))])
+    return [_accuracy(run), _no_speedup(run), _merging(reduced), _best_merging(reduced)]
+
+
+def _accuracy(run: ModelRun | None) -> Claim:
+    claim = (
+        "BMFA loses less accuracy than chance or fixed blocks: drop of top-1 in percentage points"
+    )
+    methods = (BMFA, COIN, paper.FIXED)
+
+    def words(drops: Sequence[float]) -> str:
+        ours, coin, fixed = (format_number(drop, 2) for drop in drops)
+        return f"{ours}; chance {coin}, fixed {fixed}"
+
+    printed = words([paper.IMAGENET[method].drop_pp for method in methods])
+    found = [] if run is None else [run.value(method, "drop_pp") for method in methods]
+    drops = [drop for drop in found if drop is not None]
+    if run is None or len(drops) < len(methods):
+        return not_measured(claim, printed, "evaluate")
+    holds = drops[0] < min(drops[1:])
+    verdict = direction(holds)
+    if run.is_papers_model and run.images == paper.IMAGENET_PICTURES:
+        verdict = Verdict.REPRODUCED if holds else Verdict.NOT_AS_CLAIMED
+    elif drops[0] == min(drops[1:]):
+        verdict = Verdict.LEVEL
+    best = format_percent(get_number(run.full or {}, "top1_percent"), 1)
+    note = (
+        f"{run.heading}, the full model {best}; the paper: {paper.MODEL}, "
+        f"{paper.IMAGENET_PICTURES:,} pictures of ImageNet. {paper.FIT_NOTE}."
+    )
+    return Claim(claim, printed, words(drops), verdict, note)
+
+
+def _no_speedup(run: ModelRun | None) -> Claim:
+    claim = "Screening after all scores are computed gives no speed-up: speed relative to the full model"
+    printed = f"{format_number(paper.IMAGENET[BMFA].speedup, 2)} times"
+    rows = [] if run is None else run.rows
+    speeds = _speedups(row for row in rows if get_number(row, "leaf_percent") is not None)
+    if run is None or not speeds:
+        return not_measured(claim, printed, "evaluate")
+    best, method = max(speeds)
+    own = run.value(BMFA, "speedup")
+    note = run.heading + ("" if own is None else f"; {BMFA} {format_number(own, 2)} times")
+    note += ". The machine is named at the end of this page."
+    verdict = Verdict.AGREES if best < 1 else Verdict.AHEAD
+    return Claim(claim, printed, f"{format_number(best, 2)} times ({method})", verdict, note)
+
+
+def _merging(run: ModelRun | None) -> Claim:
+    claim = "Merging preserves accuracy and is faster: drop of top-1 and speed-up of tome:8"
+
+    def words(drop: float, speed: float | None) -> str:
+        return f"{format_number(drop, 2)} points, {format_number(speed, 2)} times"
+
+    point = paper.IMAGENET["tome:8"]
+    printed = words(point.drop_pp, point.speedup)
+    drop = None if run is None else run.value("tome:8", "drop_pp")
+    if run is None or drop is None:
+        return not_measured(claim, printed, "evaluate")
+    speed = run.value("tome:8", "speedup")
+    verdict = direction(drop <= SMALL_DROP and (speed is None or speed > 1))
+    note = f"{run.heading}; not the paper's machine{'' if speed is not None else ', not timed'}."
+    return Claim(claim, printed, words(drop, speed), verdict, note)
+
+
+def _best_merging(run: ModelRun | None) -> Claim:
+    claim = "The best merging at 8 tokens per layer: agreement and output KL"
+    printed = f"{format_percent(paper.IMAGENET['tome:8'].agreement_percent, 2)} (tome:8, ImageNet)"
+    values = [
+        None if run is None else run.value(method, column)
+        for method in ("free-energy:8", "tome:8")
+        for column in ("agreement_percent", "output_kl")
+    ]
+    ours, kl, theirs, their_kl = values
+    if run is None or ours is None or kl is None or theirs is None or their_kl is None:
+        return not_measured(claim, printed, "evaluate")
+    note = f"{run.heading}: tome:8 has {format_percent(theirs, 2)}, {format_small(their_kl)}"
+    if max(kl, their_kl) < NEGLIGIBLE_KL:
+        verdict, note = Verdict.LEVEL, f"{note}; both leave the output unchanged"
+    elif ours >= theirs and kl < their_kl:
+        verdict = Verdict.AHEAD
+    elif ours >= theirs or kl < their_kl:
+        verdict = Verdict.LEVEL
+    else:
+        verdict = Verdict.DIFFERS
+    shown = f"{format_percent(ours, 2)}, {format_small(kl)} (free-energy:8)"
+    return Claim(claim, printed, shown, verdict, f"{note}.")
+
+
+CLASSIFICATION = Chapter("classification", "Classification", "evaluate", _content, _claims)
+REDUCTIONS = Chapter("reductions", "Token reduction", "evaluate", _reductions)

@@ -1,101 +1,143 @@
-"""Accuracy against throughput: what every method gains in speed, and what it loses for it."""
+"""Figures of classification and token reduction: accuracy over leaf ratio, speed and operations."""
 
-import math
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from bmfa.evidence.page import runs, style
-from bmfa.evidence.page.marks import LEGEND_ROW, foot, heading, legend, log_ticks
-from bmfa.evidence.page.records import Evidence, number
-from bmfa.evidence.page.sheet import Margins, Sheet, panels
-from bmfa.records import Row
+from bmfa.evidence.page import paper, style
+from bmfa.evidence.page.canvas import Canvas, figure, panel_grid
+from bmfa.evidence.page.drawing import add_labels, draw_legend, legend_height, set_log_range
+from bmfa.evidence.page.model_plots import (
+    OUTPUT_MEASURES,
+    PanelData,
+    draw_families,
+    imagenet_rows,
+    plot_against_leaf_ratio,
+    set_measure_axis,
+)
+from bmfa.evidence.page.model_runs import ModelRun, evaluation_runs, is_reduction
+from bmfa.evidence.page.record_set import RecordSet, get_number
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 RATE = "images_per_second"
-# The accuracy shown: the second where pictures have no labels.
-MEASURES = {"top1_percent": "top-1, %", "agreement_percent": "agreement with the full model, %"}
+# The accuracy that is shown; pictures without labels have the agreement only.
+ACCURACIES = {"top1_percent": "top-1, %", "agreement_percent": "agreement with the full model, %"}
 
 
-def timed(evidence: Evidence) -> list[runs.Run]:
-    """Every evaluation with the methods alone whose speed was measured."""
-    found = []
-    for run in runs.evaluations(evidence):
-        rows = [row for row in run.rows if number(row, RATE)]
-        found += [runs.Run(run.model, run.full, rows)] if rows else []
-    return found
+def screened_runs(records: RecordSet) -> list[ModelRun]:
+    """Return every evaluation, with its rules that have a leaf ratio."""
+    return evaluation_runs(
+        records,
+        lambda row: get_number(row, "leaf_percent") is not None and not is_reduction(row),
+    )
 
 
-def accuracy(evidence: Evidence, narrow: bool) -> Sheet:
-    """Top-1 against images per second, a panel for each model; lines cross at the full model."""
-    evidence.require("evaluate")
-    found = timed(evidence)
-    if not found:
-        raise ValueError("no evaluate row was timed; evaluate with --repeats 5")
-    names = list(dict.fromkeys(runs.family(row) for run in found for row in run.rows))
-    columns, legend_columns = (1, 2) if narrow else (min(2, len(found)), 4)
-    room = -(-len(names) // legend_columns) * LEGEND_ROW + 12
-    width = style.NARROW if narrow else style.WIDE
-    sheet, axes = panels(len(found), columns, width, 240, Margins(left=44), foot=room)
-    for run, panel in zip(found, axes, strict=True):
-        column = _column(run)
-        _scales(panel, run, column)
-        _cross(panel, run, column)
-        for name in names:
-            _family(panel, name, run.family(name), column)
-        heading(sheet, panel, run.heading, MEASURES[column], indent=40)
-        foot(sheet, panel, "images per second, logarithmic; lines cross at the full model")
-    legend(sheet, names, sheet.height - room + 8, legend_columns)
-    return sheet
+def reduction_runs(records: RecordSet) -> list[ModelRun]:
+    """Return every evaluation, with its token reductions."""
+    return evaluation_runs(records, is_reduction)
 
 
-def _column(run: runs.Run) -> str:
-    labelled = any(number(row, "top1_percent") is not None for row in run.rows)
-    return "top1_percent" if labelled else "agreement_percent"
+def timed_runs(records: RecordSet) -> list[ModelRun]:
+    """Return every evaluation, with its methods whose speed was measured."""
+    return evaluation_runs(records, lambda row: bool(get_number(row, RATE)))
 
 
-def _values(run: runs.Run, column: str) -> list[float]:
-    rows = [*run.rows, *([] if run.full is None else [run.full])]
-    return [value for row in rows if (value := number(row, column)) is not None]
+@figure(
+    "top1",
+    "Top-1 accuracy against leaf ratio, ours and the paper's",
+    "evaluate",
+    available=lambda records: bool(screened_runs(records)),
+)
+def top1(records: RecordSet, narrow: bool) -> Canvas:
+    """Draw top-1 against leaf ratio, for every model and for the paper."""
+    records.require("evaluate")
+    data = [
+        PanelData(run.heading, run, full=get_number(run.full or {}, "top1_percent"))
+        for run in screened_runs(records)
+    ]
+    printed = ModelRun(paper.MODEL, None, imagenet_rows())
+    full = paper.IMAGENET["full"].top1_percent
+    data.append(PanelData(f"Paper: {paper.MODEL}, ImageNet", printed, full=full))
+    measure = ("top1_percent", "top-1, %; the line is the full model")
+    return plot_against_leaf_ratio(data, [measure], narrow)
 
 
-def _scales(axes: "Axes", run: runs.Run, column: str) -> None:
-    """Rates on a logarithmic axis with a few round ticks; accuracy with room above the best."""
-    rates = [rate for rate in _values(run, RATE) if rate > 0]
-    axes.set_xscale("log")
-    low, high = min(rates) / 1.15, max(rates) * 1.15
-    axes.set_xlim(low, high)
-    log_ticks(axes.xaxis, round_ticks(low, high))
-    worst, best = min(_values(run, column)), max(_values(run, column))
-    margin = max(0.08 * (best - worst), 0.2)
-    axes.set_ylim(worst - margin, best + margin)
+@figure(
+    "accuracy",
+    "Top-1 accuracy against images per second for every method",
+    "evaluate",
+    available=lambda records: bool(timed_runs(records)),
+)
+def accuracy(records: RecordSet, narrow: bool) -> Canvas:
+    """Draw top-1 against images per second, a panel for each model."""
+    records.require("evaluate")
+    runs = timed_runs(records)
+    if not runs:
+        raise ValueError("no evaluate row was timed; run bmfa evaluate with --repeats 5")
+    names = list(dict.fromkeys(name for run in runs for name in run.families()))
+    columns = 2 if narrow else 4
+    canvas, panels = panel_grid(
+        len(runs),
+        min(2, len(runs)),
+        narrow=narrow,
+        height=240,
+        bottom=legend_height(len(names), columns),
+    )
+    for run, axes in zip(runs, panels, strict=True):
+        labelled = any(get_number(row, "top1_percent") is not None for row in run.rows)
+        column = "top1_percent" if labelled else "agreement_percent"
+        _set_axes(axes, run, column)
+        _mark_full_model(axes, run, RATE, column)
+        draw_families(axes, run, RATE, column)
+        x_label = "images per second, logarithmic; the lines cross at the full model"
+        add_labels(canvas, axes, run.heading, ACCURACIES[column], x_label)
+    draw_legend(canvas, names, columns)
+    return canvas
 
 
-def round_ticks(low: float, high: float) -> list[float]:
-    """At most seven round numbers inside a range, from steps of 1 to 10 to finer ones."""
-    powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
-    chosen: list[float] = []
-    for steps in ((1.0,), (1.0, 3.0), (1.0, 2.0, 5.0), (1.0, 1.5, 2.0, 3.0, 5.0, 7.0)):
-        ticks = [step * 10.0**power for power in powers for step in steps]
-        inside = [tick for tick in ticks if low <= tick <= high]
-        if len(inside) <= 7:
-            chosen = inside
-    return chosen or [low, high]
+def _set_axes(axes: "Axes", run: ModelRun, column: str) -> None:
+    rates, values = (
+        [value for row in run.all_rows if (value := get_number(row, name)) is not None]
+        for name in (RATE, column)
+    )
+    set_log_range(axes, "x", [rate for rate in rates if rate > 0], 1.15)
+    margin = max(0.08 * (max(values) - min(values)), 0.2)
+    axes.set_ylim(min(values) - margin, max(values) + margin)
 
 
-def _cross(axes: "Axes", run: runs.Run, column: str) -> None:
+def _mark_full_model(axes: "Axes", run: ModelRun, x: str, y: str = "") -> None:
     full = run.full or {}
-    for value, line in ((number(full, column), axes.axhline), (number(full, RATE), axes.axvline)):
+    for column, draw in ((x, axes.axvline), (y, axes.axhline)):
+        value = get_number(full, column)
         if value is not None:
-            line(value, color=style.INK.light, linewidth=1.0)
+            draw(value, color=style.INK.light, linewidth=1.0)
 
 
-def _family(axes: "Axes", name: str, rows: Sequence[Row], column: str) -> None:
-    """A line through the settings of a method."""
-    pairs = [(number(row, RATE), number(row, column)) for row in rows]
-    places = sorted((x, y) for x, y in pairs if x and y is not None)
-    if places:
-        look = style.method_style(name)
-        xs, ys = zip(*places, strict=True)
-        axes.plot(xs, ys, clip_on=False, **look.line, **look.open_mark)
+@figure(
+    "reductions",
+    "Agreement and output KL of token reductions against operations",
+    "evaluate",
+    available=lambda records: bool(reduction_runs(records)),
+)
+def reductions(records: RecordSet, narrow: bool) -> Canvas:
+    """Draw agreement and output KL of token reductions against the operations per picture."""
+    records.require("evaluate")
+    runs = reduction_runs(records)
+    if not runs:
+        raise ValueError(
+            "no evaluate row is of a reduction; run bmfa evaluate with --method tome:8"
+        )
+    names = list(dict.fromkeys(name for run in runs for name in run.families()))
+    columns = 2 if narrow else 4
+    canvas, panels = panel_grid(
+        2 * len(runs), 2, narrow=narrow, height=210, bottom=legend_height(len(names), columns)
+    )
+    pairs = [(run, measure) for run in runs for measure in OUTPUT_MEASURES]
+    for axes, (run, (column, y_label)) in zip(panels, pairs, strict=True):
+        set_measure_axis(axes, column, run.rows)
+        draw_families(axes, run, "gflops", column)
+        _mark_full_model(axes, run, "gflops")
+        x_label = "GFLOPs per picture; the line is the full model"
+        add_labels(canvas, axes, run.heading, y_label, x_label)
+    draw_legend(canvas, names, columns)
+    return canvas

@@ -106,7 +106,7 @@ def end_to_end_rates(
     The files have been read before, so they usually come from the page cache.
     """
     rates = {}
-    reader = batches.read(range(min(END_TO_END_BATCHES, len(batches))))
+    reader = batches.read(range(min(END_TO_END_BATCHES, len(batches))), keep_workers=True)
     for _ in reader:
         pass  # starts the worker processes
     for name in methods:

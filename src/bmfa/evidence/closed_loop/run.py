@@ -12,8 +12,8 @@ from torch import Tensor
 from bmfa.data.imagenet import LabelledPicture
 from bmfa.evidence.methods import FULL
 from bmfa.evidence.model_methods import Layers
+from bmfa.evidence.runner import Progress
 from bmfa.evidence.runner.batches import Batch, PictureBatches, PictureSource
-from bmfa.evidence.runner.progress import Progress
 from bmfa.evidence.runner.resume import open_checkpoint
 from bmfa.evidence.runner.totals import (
     ROUNDING,

@@ -1,23 +1,24 @@
-"""One look for every figure: roles of colour, and a colour, marker and line for each method."""
+"""Colours, fonts and sizes of the page and its figures, and the line style of every method."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 from zlib import crc32
 
+from bmfa.evidence.methods import family, find_mark
+
 FONT = '-apple-system, "Segoe UI", Roboto, "Helvetica Neue", Arial, sans-serif'
 MONO = 'ui-monospace, "SF Mono", Menlo, Consolas, "Liberation Mono", monospace'
 
-TITLE, TEXT, SMALL = 14.0, 13.0, 12.0
-WIDE, NARROW = 880, 360
+TITLE, TEXT, SMALL = 14.0, 13.0, 12.0  # font sizes in CSS pixels
+WIDE, NARROW = 880, 360  # widths of a figure in CSS pixels
 
-Dashes = tuple[float, tuple[float, ...]] | str
-SOLID: Dashes = "-"
+Dashes = tuple[float, tuple[float, ...]] | str  # a line style of matplotlib
 
 
 @dataclass(frozen=True)
 class Colour:
-    """A role of colour: drawn as `light`, replaced in a page by the variable `--name`."""
+    """A colour of the light and the dark theme; on a page it is the CSS variable `--name`."""
 
     name: str
     light: str
@@ -48,23 +49,23 @@ COLOURS = (
 
 @dataclass(frozen=True)
 class MethodStyle:
-    """How a method is drawn in every figure; a hollow marker is filled with the surface."""
+    """The colour, marker and line of a method in every figure."""
 
     colour: Colour
     marker: str
-    dashes: Dashes = SOLID
+    dashes: Dashes = "-"
     width: float = 1.4
     hollow: bool = False
     size: float = 6.0
 
     @property
     def line(self) -> dict[str, Any]:
-        """Matplotlib's words for the line."""
+        """Matplotlib's options for the line."""
         return {"color": self.colour.light, "linestyle": self.dashes, "linewidth": self.width}
 
     @property
-    def mark(self) -> dict[str, Any]:
-        """Matplotlib's words for the marker."""
+    def filled_marker(self) -> dict[str, Any]:
+        """Matplotlib's options for the marker; a hollow one is filled with the background."""
         return {
             "marker": self.marker,
             "markersize": self.size,
@@ -74,77 +75,44 @@ class MethodStyle:
         }
 
     @property
-    def open_mark(self) -> dict[str, Any]:
-        """The marker, a hollow one transparent, so that a point behind it shows."""
-        return self.mark | ({"markerfacecolor": "none"} if self.hollow else {})
+    def open_marker(self) -> dict[str, Any]:
+        """The same with hollow markers transparent, which leaves points behind them visible."""
+        return self.filled_marker | ({"markerfacecolor": "none"} if self.hollow else {})
 
 
-DOTTED: Dashes = (0, (1, 1.6))
-DASHED: Dashes = (0, (5, 2))
-LONG: Dashes = (0, (9, 2.5))
-DASH_DOT: Dashes = (0, (6, 2, 1, 2))
-DASH_DOT_DOT: Dashes = (0, (6, 2, 1, 2, 1, 2))
-
-METHODS: Mapping[str, MethodStyle] = {
-    "sparge-mean": MethodStyle(MEAN, "o"),
-    "global-mean": MethodStyle(MEAN, "o"),
-    "mean-variance": MethodStyle(VARIANCE, "v", DASH_DOT),
-    "fixed-depth:1": MethodStyle(FIXED, "s", DOTTED, hollow=True, size=5.5),
-    "fixed-depth": MethodStyle(FIXED, "s", DASHED, size=5.5),
-    "fixed-blocks": MethodStyle(FIXED, "p", DASHED),
-    "gamma": MethodStyle(GAMMA, "D", width=2.2, size=5.5),
-    "gamma-h2": MethodStyle(LOOKAHEAD, "^", LONG, size=6.5),
-    "exact-gap": MethodStyle(EXACT, "P", DASH_DOT_DOT, size=7.0),
-    "certified": MethodStyle(CERTIFIED, "h", DASHED, hollow=True, size=9.0),
-    "mass": MethodStyle(MASS, "<", DOTTED, size=6.5),
-    "optimal": MethodStyle(OPTIMAL, "*", width=2.2, size=10.0),
-    "edge-aware": MethodStyle(INK, "X", DOTTED, size=6.5),
-    "full": MethodStyle(INK, "X", size=6.5),
-    "quadrant-gap": MethodStyle(EXACT, ">", DASH_DOT),
-    "random-quadrants": MethodStyle(RANDOM, "d", DOTTED, hollow=True),
-    "variance": MethodStyle(VARIANCE, "v", DASHED, hollow=True),
-    "free-energy": MethodStyle(CERTIFIED, "*", width=2.2, size=10.0),
-    "tome": MethodStyle(GAMMA, "o", DASHED),
-    "pitome": MethodStyle(LOOKAHEAD, "^", DASH_DOT, hollow=True),
-    "tofu": MethodStyle(VARIANCE, "s", DOTTED, size=5.5),
-    "diffrate": MethodStyle(EXACT, "X", DASHED, size=6.5),
-    "crossget": MethodStyle(FIXED, "D", DASH_DOT, hollow=True, size=5.5),
-    "dct": MethodStyle(MASS, "p", DOTTED, hollow=True),
-    "evit": MethodStyle(OPTIMAL, "P", DASH_DOT_DOT, hollow=True),
-    "random-pool": MethodStyle(RANDOM, "<", DOTTED, hollow=True),
-    "fixed-pool": MethodStyle(MEAN, ">", DASHED, hollow=True),
-    "dense": MethodStyle(INK, "X", size=6.5),
-    "tiles": MethodStyle(OPTIMAL, "s", DASHED, size=5.5),
-    "error": MethodStyle(CERTIFIED, "^", DASH_DOT),
-    "at-error": MethodStyle(OPTIMAL, "*", width=2.2, size=10.0),
-    "sparge": MethodStyle(GAMMA, "v", DOTTED),
-    "natten": MethodStyle(LOOKAHEAD, "p", DOTTED, hollow=True),
-    "pisa": MethodStyle(EXACT, "D", DOTTED, size=5.5),
-    "pisa-0th": MethodStyle(MASS, "o", DOTTED, hollow=True),
-    "flex": MethodStyle(VARIANCE, "D", DOTTED, hollow=True, size=5.5),
-    "paper": MethodStyle(INK, "o", "none", hollow=True, size=12.0),
+LINES: Mapping[str, Dashes] = {
+    "solid": "-",
+    "dotted": (0, (1, 1.6)),
+    "dashed": (0, (5, 2)),
+    "long-dashed": (0, (9, 2.5)),
+    "dash-dot": (0, (6, 2, 1, 2)),
+    "dash-dot-dot": (0, (6, 2, 1, 2, 1, 2)),
 }
-
+# The paper's numbers are drawn as rings around ours.
+PAPER = MethodStyle(INK, "o", "none", hollow=True, size=12.0)
+# Methods without a mark in the registry get one of these markers and lines, chosen by their name.
 OTHER_MARKERS = ("o", "s", "^", "D", "v", "p", "h", "<", ">", "P")
-OTHER_DASHES = (SOLID, DASHED, DASH_DOT, DOTTED)
+OTHER_LINES = ("solid", "dashed", "dash-dot", "dotted")
 
 
 def method_style(method: str) -> MethodStyle:
-    """The style of a method, by its whole name, then by its family; any other name has one too."""
-    family = method.partition(":")[0]
-    for name in (method, family):
-        if name in METHODS:
-            return METHODS[name]
-    if family.startswith("gamma-h"):
-        return METHODS["gamma-h2"]
-    number = crc32(family.encode())
+    """Return the style of a method by its name in records; "paper" is the style of its numbers."""
+    if method == "paper":
+        return PAPER
+    mark = find_mark(method)
+    if mark is not None:
+        colour = next(colour for colour in COLOURS if colour.name == mark.colour)
+        return MethodStyle(
+            colour, mark.marker, LINES[mark.line], mark.width, mark.hollow, mark.size
+        )
+    number = crc32(family(method).encode())
     marker = OTHER_MARKERS[number % len(OTHER_MARKERS)]
-    dashes = OTHER_DASHES[number // len(OTHER_MARKERS) % len(OTHER_DASHES)]
-    return MethodStyle(MUTED, marker, dashes, hollow=True)
+    line = OTHER_LINES[number // len(OTHER_MARKERS) % len(OTHER_LINES)]
+    return MethodStyle(MUTED, marker, LINES[line], hollow=True)
 
 
 def css_variables() -> str:
-    """The colours as variables: light, and dark where the reader prefers it."""
+    """Return the colours as CSS variables for the light and the dark theme."""
     light = "".join(f"--{colour.name}:{colour.light};" for colour in COLOURS)
     dark = "".join(f"--{colour.name}:{colour.dark};" for colour in COLOURS)
     return (
@@ -153,8 +121,8 @@ def css_variables() -> str:
     )
 
 
-def settings() -> dict[str, Any]:
-    """Matplotlib's settings for every figure. Text from data is never read as mathematics."""
+def rc_params() -> dict[str, Any]:
+    """Return matplotlib's settings for every figure; text from records is never parsed as math."""
     return {
         "figure.dpi": 72,
         "figure.facecolor": "none",

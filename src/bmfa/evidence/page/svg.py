@@ -1,206 +1,187 @@
-"""Matplotlib's SVG made small, self-contained and of the colours of the page around it."""
+"""Cleans the SVG that matplotlib writes, so that it fits into a page.
+
+Colours become CSS variables (light and dark), text takes the font of the page, ids are unique on the
+page, photographs keep their original JPEG data, and repeated style declarations become classes.
+"""
 
 import re
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from xml.etree import ElementTree
+from xml.etree.ElementTree import Element
 
 from bmfa.evidence.page import style
 
-SVG = "http://www.w3.org/2000/svg"
-XLINK = "http://www.w3.org/1999/xlink"
-HREF = f"{{{XLINK}}}href"
+SVG = "{http://www.w3.org/2000/svg}"
+HREF = "{http://www.w3.org/1999/xlink}href"
 NUMBER = re.compile(r"-?\d+\.\d+")
-REFERENCE = re.compile(r"url\(#([^)]+)\)")
+ID_REFERENCE = re.compile(r"url\(#([^)]+)\)")
 NO_ROTATION = re.compile(r"rotate\(-?0 [^)]*\)")
+PATH_COMMAND = re.compile(r"([MLCQz])([^MLCQz]*)")
 VARIABLES = {c.light: f"var(--{c.name}, {c.light})" for c in style.COLOURS}
-COMMAND = re.compile(r"([MLCQz])([^MLCQz]*)")
-MEASURES = ("x", "y", "width", "height", "transform")
-
-MARGIN = 16
-
-Element = ElementTree.Element
+MARGIN = 16  # CSS pixels around a figure that is a file of its own
 
 
 @dataclass(frozen=True)
-class Placed:
-    """A picture as a data URI, and the rectangle it fills."""
+class Image:
+    """A photograph as a data URI, and the square that it fills."""
 
     uri: str
-    x: float
-    y: float
-    width: float
-    height: float
+    left: float
+    top: float
+    side: float
 
 
-def clean(
-    raw: str, name: str, label: str, pictures: Mapping[str, Placed], inline: bool = False
+def clean_svg(
+    raw: str, name: str, label: str, images: Mapping[str, Image], inline: bool = False
 ) -> str:
-    """The drawing alone: colours as variables, text in the page's font, names of its own.
+    """Clean a drawing.
 
-    A drawing that is not inline in a page carries the colours itself, and a margin.
+    Args:
+        raw: the SVG as matplotlib writes it.
+        name: prefix of its ids and classes, unique on the page.
+        label: description for screen readers.
+        images: photographs by the id of their `image` element.
+        inline: True if the page supplies colours and margin.
+
+    Returns:
+        The SVG element as text.
     """
     root = ElementTree.fromstring(raw)
     for element in root.iter():
-        _place_picture(element, pictures)
-        _restyle(element)
-        _shorten(element)
-    _remove_styles(root)
-    _rename(root, name)
-    _flatten(root)
-    _gather_styles(root, name)
-    _head(root, label)
+        _restore_image(element, images)
+        _use_variables(element)
+        _round_numbers(element)
+    _remove_metadata(root)
+    _rename_ids(root, name)
+    _unwrap_groups(root)
+    _share_styles(root, name)
+    for side in ("width", "height"):
+        root.set(side, root.get(side, "").removesuffix("pt"))
+    root.attrib.pop("version", None)
+    root.attrib |= {"role": "img", "aria-label": label}
+    # matplotlib sets these in a style sheet that would apply to the whole page.
+    root.attrib |= {"stroke-linejoin": "round", "stroke-linecap": "butt"}
+    root.set("style", f"font-family: var(--font, {style.FONT})")
     if not inline:
-        _stand_alone(root)
-    ElementTree.register_namespace("", SVG)
-    ElementTree.register_namespace("xlink", XLINK)
+        _add_colours_and_margin(root)
+    ElementTree.register_namespace("", SVG.strip("{}"))
+    ElementTree.register_namespace("xlink", HREF.rpartition("}")[0].strip("{"))
     return ElementTree.tostring(root, encoding="unicode")
 
 
-def _place_picture(element: Element, pictures: Mapping[str, Placed]) -> None:
-    """Put the original file in the place of the pixels that matplotlib made of it."""
-    placed = pictures.get(element.get("id", ""))
-    if placed is None or element.tag != f"{{{SVG}}}image":
+def _restore_image(element: Element, images: Mapping[str, Image]) -> None:
+    image = images.get(element.get("id", ""))
+    if image is None or element.tag != f"{SVG}image":
         return
     element.attrib.clear()
-    element.attrib.update(
-        {
-            HREF: placed.uri,
-            "x": f"{placed.x:g}",
-            "y": f"{placed.y:g}",
-            "width": f"{placed.width:g}",
-            "height": f"{placed.height:g}",
-            "preserveAspectRatio": "none",
-        }
-    )
+    box = {"x": image.left, "y": image.top, "width": image.side, "height": image.side}
+    element.attrib.update({key: f"{value:g}" for key, value in box.items()})
+    element.attrib.update({HREF: image.uri, "preserveAspectRatio": "none"})
 
 
-def _restyle(element: Element) -> None:
+def _use_variables(element: Element) -> None:
+    """Replace colours by variables, and matplotlib's font by that of the page."""
     declared = element.attrib.pop("style", None)
     if declared is None:
         return
     pairs = (part.split(": ", 1) for part in declared.split("; ") if ": " in part)
-    kept = {key: VARIABLES.get(value, value) for key, value in pairs}
-    if "font-family" in kept:
-        mono = "Mono" in kept.pop("font-family")
-        kept |= {"font-family": f"var(--mono, {style.MONO})"} if mono else {}
-        kept.setdefault("fill", VARIABLES[style.INK.light])
-    kept.pop("stroke-dashoffset", None)
-    element.set("style", ";".join(f"{key}:{value}" for key, value in kept.items()))
+    declarations = {key: VARIABLES.get(value, value) for key, value in pairs}
+    if declarations.pop("font-family", None):
+        declarations.setdefault("fill", VARIABLES[style.INK.light])
+    declarations.pop("stroke-dashoffset", None)
+    element.set("style", ";".join(f"{key}:{value}" for key, value in declarations.items()))
 
 
-def _shorten(element: Element) -> None:
-    for key in MEASURES:
+def _round_numbers(element: Element) -> None:
+    """Round coordinates to a tenth of a pixel, which no screen shows."""
+    for key in ("x", "y", "width", "height", "transform", "d"):
         if key in element.attrib:
-            element.set(key, NUMBER.sub(_rounded, element.attrib[key]))
+            element.set(key, NUMBER.sub(_round, element.attrib[key]))
     if "d" in element.attrib:
-        element.set("d", _short_path(NUMBER.sub(_rounded, element.attrib["d"])))
+        element.set("d", _shorten_path(element.attrib["d"]))
     if NO_ROTATION.fullmatch(element.get("transform", "")):
         del element.attrib["transform"]
 
 
-def _short_path(path: str) -> str:
-    """The same path with H and V for straight lines, and no command said twice in a row."""
-    words: list[str] = []
-    said, before = "", ["", ""]
-    for match in COMMAND.finditer(path):
-        command, numbers = match[1], match[2].split()
-        if command == "L" and numbers[1] == before[1]:
-            command, shown = "H", numbers[:1]
-        elif command == "L" and numbers[0] == before[0]:
-            command, shown = "V", numbers[1:]
-        else:
-            shown = numbers
-        joined = " ".join(shown)
-        words.append(f" {joined}" if command == said and command in "LHV" else command + joined)
-        said, before = command, numbers[-2:] or before
-    return "".join(words)
-
-
-def _rounded(match: re.Match[str]) -> str:
-    """To a tenth of a pixel, which no screen shows."""
+def _round(match: re.Match[str]) -> str:
     short = f"{float(match[0]):.1f}".removesuffix(".0")
     return "0" if short == "-0" else short
 
 
-def _remove_styles(root: Element) -> None:
-    """Matplotlib's style sheet would rule the whole page; the root's attributes say the same."""
+def _shorten_path(path: str) -> str:
+    """Use H and V for horizontal and vertical lines, and leave out repeated commands."""
+    parts: list[str] = []
+    last_command, last_point = "", ["", ""]
+    for match in PATH_COMMAND.finditer(path):
+        command, numbers = match[1], match[2].split()
+        point = numbers[-2:] or last_point
+        if command == "L" and point[1] == last_point[1]:
+            command, numbers = "H", point[:1]
+        elif command == "L" and point[0] == last_point[0]:
+            command, numbers = "V", point[1:]
+        repeated = command == last_command and command in "LHV"
+        parts.append((" " if repeated else command) + " ".join(numbers))
+        last_command, last_point = command, point
+    return "".join(parts)
+
+
+def _remove_metadata(root: Element) -> None:
     for parent in list(root.iter()):
         for child in list(parent):
-            if child.tag in (f"{{{SVG}}}style", f"{{{SVG}}}metadata"):
+            if child.tag in (f"{SVG}style", f"{SVG}metadata"):
                 parent.remove(child)
-    root.set("stroke-linejoin", "round")
-    root.set("stroke-linecap", "butt")
 
 
-def _rename(root: Element, name: str) -> None:
-    """Ids that nothing refers to go; the others begin with the figure's name."""
-    references = {
-        reference
-        for element in root.iter()
-        for value in element.attrib.values()
-        for reference in [*REFERENCE.findall(value), value[1:] if value.startswith("#") else ""]
-    }
-    names = {old: f"{name}-{number}" for number, old in enumerate(sorted(references - {""}))}
+def _rename_ids(root: Element, name: str) -> None:
+    """Prefix ids that are referred to with the name of the figure, and remove the others."""
+    values = [value for element in root.iter() for value in element.attrib.values()]
+    used = {old for value in values for old in ID_REFERENCE.findall(value)}
+    used |= {value[1:] for value in values if value.startswith("#")}
+    new_ids = {old: f"{name}-{index}" for index, old in enumerate(sorted(used))}
     for element in root.iter():
+        old = element.attrib.pop("id", None)
+        if old in new_ids:
+            element.set("id", new_ids[old])
         for key, value in list(element.attrib.items()):
-            if key == "id":
-                element.attrib.pop(key)
-                if value in names:
-                    element.set(key, names[value])
-            elif key == HREF and value.startswith("#"):
-                element.set(key, f"#{names[value[1:]]}")
+            if key == HREF and value.startswith("#"):
+                element.set(key, f"#{new_ids[value[1:]]}")
             elif "url(#" in value:
-                element.set(key, REFERENCE.sub(lambda match: f"url(#{names[match[1]]})", value))
+                element.set(key, ID_REFERENCE.sub(lambda m: f"url(#{new_ids[m[1]]})", value))
 
 
-def _flatten(parent: Element) -> None:
-    """Replace every group that says nothing by what it holds."""
+def _unwrap_groups(parent: Element) -> None:
+    """Replace groups without attributes by their children, and remove white space."""
     children: list[Element] = []
     for child in parent:
-        _flatten(child)
-        if child.tag == f"{{{SVG}}}g" and not child.attrib:
+        _unwrap_groups(child)
+        if child.tag == f"{SVG}g" and not child.attrib:
             children.extend(child)
-        elif len(child) or child.tag != f"{{{SVG}}}defs":
+        elif len(child) or child.tag != f"{SVG}defs":
             children.append(child)
     for child in children:
         child.tail = None
-    if children or parent.tag != f"{{{SVG}}}text":
+    if children or parent.tag != f"{SVG}text":
         parent.text = parent.text if (parent.text or "").strip() else None
     parent[:] = children
 
 
-def _gather_styles(root: Element, name: str) -> None:
-    """Declarations that are used again and again become classes with names of their own."""
-    used = Counter(e.attrib["style"] for e in root.iter() if "style" in e.attrib)
-    classes = {
-        words: f"{name}-s{number}"
-        for number, (words, count) in enumerate(used.items())
-        if count > 1
-    }
+def _share_styles(root: Element, name: str) -> None:
+    """Turn style declarations that are used more than once into classes."""
+    uses = Counter(e.attrib["style"] for e in root.iter() if "style" in e.attrib)
+    repeated = [declarations for declarations, count in uses.items() if count > 1]
+    classes = {declarations: f"{name}-s{index}" for index, declarations in enumerate(repeated)}
     for element in root.iter():
         if element.get("style") in classes:
             element.set("class", classes[element.attrib.pop("style")])
-    sheet = ElementTree.Element(f"{{{SVG}}}style")
-    sheet.text = "".join(f".{kind}{{{words}}}" for words, kind in classes.items())
+    sheet = Element(f"{SVG}style")
+    sheet.text = "".join(f".{name}{{{declarations}}}" for declarations, name in classes.items())
     root.insert(0, sheet)
 
 
-def _head(root: Element, label: str) -> None:
-    for side in ("width", "height"):
-        root.set(side, root.get(side, "").removesuffix("pt"))
-    root.attrib.pop("version", None)
-    root.set("role", "img")
-    root.set("aria-label", label)
-    root.set("style", f"font-family: var(--font, {style.FONT})")
-
-
-def _stand_alone(root: Element) -> None:
-    """Colours, light and dark, a ground of its own and room around the drawing."""
-    width, height = float(root.attrib["width"]), float(root.attrib["height"])
-    wide, high = width + 2 * MARGIN, height + 2 * MARGIN
-    root.set("viewBox", f"{-MARGIN} {-MARGIN} {wide:g} {high:g}")
-    root.set("width", f"{wide:g}")
-    root.set("height", f"{high:g}")
+def _add_colours_and_margin(root: Element) -> None:
+    width, height = (float(root.attrib[side]) + 2 * MARGIN for side in ("width", "height"))
+    root.set("viewBox", f"{-MARGIN} {-MARGIN} {width:g} {height:g}")
+    root.attrib |= {"width": f"{width:g}", "height": f"{height:g}"}
     root[0].text = f"{style.css_variables()}:root{{background:var(--surface)}}{root[0].text}"

@@ -1,9 +1,18 @@
-"""The chapter on single pictures inside a model."""
+"""The chapters on single instances and on pictures inside a model."""
 
-from bmfa.evidence.page import figures
-from bmfa.evidence.page.markup import Column, decimal, figure, paragraph, table, tiny
-from bmfa.evidence.page.records import Evidence, number, text
+from typing import Any
+
+import torch
+
+from bmfa.evidence.page import paper
+from bmfa.evidence.page.blocks import METHOD, Block, Chapter, Column, Table, illustrate, paragraph
+from bmfa.evidence.page.formats import format_number, format_small
+from bmfa.evidence.page.record_set import RecordSet, get_number, get_text
+from bmfa.evidence.pictures import figures
+from bmfa.grid import Grid
 from bmfa.records import Row
+from bmfa.trees.build import screen
+from bmfa.trees.rules import Gamma
 
 MEASURES = (
     ("Gap of one mean", "gap", 3),
@@ -13,77 +22,151 @@ MEASURES = (
     ("Mass moved %", "moved_percent", 2),
     ("Output KL", "output_kl", 3),
 )
-KEPT = 0.05  # an E this small moves no more than a sixth of the mass (Pinsker)
+SMALL_E = 0.05  # by Pinsker's inequality, moves at most sqrt(0.05 / 2) = 16 % of the mass
 
 
-def content(evidence: Evidence) -> str:
-    """What the class token attends to, and what the trees of several rules keep of it."""
-    rows = evidence.rows("picture")
-    intro = paragraph(
-        "What a model looks at: the attention of one query over the picture, exact and on the trees "
-        "of several rules. E is the divergence of that attention, over all keys; the certificate is "
-        "a proven bound on it, from the exact scores where the rule reads them, else from block "
-        "statistics of the keys, which is loose.",
-        _difference(evidence),
-        _changed(rows),
-    )
-    caption = (
-        "Bright tokens are attended to; lines are the borders of the leaves. Under every tree: E, leaf "
-        "ratio, and the class that the model says with the last layers screened."
-    )
-    columns = [Column("Picture"), Column("Method", code=True)]
-    columns += [Column(head, places) for head, _, places in MEASURES]
-    columns += [Column("Full says"), Column("Screened says")]
-    body = [_row(row) for row in rows]
-    return (
-        intro
-        + figure(figures.pictures, evidence, caption)
-        + table("The same in numbers", columns, body)
-    )
-
-
-def _row(row: Row) -> list[object]:
-    classes = [text(row, f"{which}_class") for which in ("full", "screened")]
-    row = row | {"output_kl": tiny(number(row, "output_kl"))}
+def _instances(records: RecordSet) -> list[Block]:
     return [
-        text(row, "title"),
-        text(row, "method"),
-        *(row.get(n) for _, n, _ in MEASURES),
-        *classes,
+        *paragraph(
+            "Single instances: the crop, the scores that the probe assigns to its cells, and the "
+            "summaries of two trees. If an object is centred in its crop, Algorithm 1 may keep a "
+            "single leaf."
+        ),
+        *illustrate(
+            figures.cases,
+            records,
+            "Bright cells have high scores. Each tree shows the mean score of every leaf; lines are "
+            "the borders of the leaves.",
+        ),
+        *paragraph(_largest_gap(records)),
+        _instance_table(records),
     ]
 
 
-def _difference(evidence: Evidence) -> str:
-    """The paper's cases are others; how these were chosen."""
-    count = evidence.setting("picture", "chosen_from")
-    theirs = (
-        "The paper's four cases are COCO instances with scores made from annotations, which are "
-        "above; it shows no attention of a model."
+def _largest_gap(records: RecordSet) -> str:
+    """The largest gap of a mean in all probes, and whether it reaches the paper's cases."""
+    rows = records.rows("probe", mode="image-edge", group="all", method="sparge-mean")
+    gaps = [(gap, get_text(row, "dataset")) for row in rows if (gap := get_number(row, "max_gap"))]
+    if not gaps:
+        return ""
+    largest, dataset = max(gaps)
+    low, high = paper.CASE_GAPS
+    text = (
+        f"The largest gap of a mean over all instances probed here is {format_number(largest)} "
+        f"({paper.dataset_title(dataset)}); the four cases of the paper have {format_number(low)} to "
+        f"{format_number(high)}."
     )
+    if largest < low:
+        text += " None reaches them: the paper's scores may have a longer upper tail than our fit."
+    return text
+
+
+def _instance_table(records: RecordSet) -> Block:
+    """Area, mass and gap of our instances and of the paper's figures."""
+    columns = [
+        Column("Instance"),
+        Column("Minority, % of cells", 1),
+        Column("% of Gibbs mass", 1),
+        Column("Gap of the mean", 3),
+        Column(f"Leaves of Algorithm 1 at ε = {paper.OVERVIEW_EPSILON:g}"),
+    ]
+    instances = {get_text(row, "title"): row for row in records.rows("cases")}
+    measures = ("minority_area_percent", "gibbs_mass_percent", "gap")
+    rows: list[list[Any]] = [
+        [title, *(row.get(name) for name in measures), _leaves(row)]
+        for title, row in instances.items()
+    ]
+    for which, block in zip(("first", "second"), paper.FIRST_FIGURE, strict=True):
+        name = f"Paper: first figure, {which} block"
+        rows.append([name, block.area_percent, block.mass_percent, block.gap, None])
+    areas = " to ".join(format_number(value, 1) for value in paper.CASE_AREAS)
+    gaps = " to ".join(format_number(value) for value in paper.CASE_GAPS)
+    rows.append(
+        ["Paper: four cases", areas, f"over {format_number(paper.CASE_MASS, 0)}", gaps, None]
+    )
+    leaves = f"{paper.OVERVIEW_LEAVES} of {paper.OVERVIEW_TOKENS}"
+    rows.append(["Paper: overview, a kite", None, None, None, leaves])
+    caption = "Single instances here and in the figures of the paper, which are from COCO"
+    return Table(caption, columns, rows)
+
+
+def _leaves(row: Row) -> str | None:
+    """The leaves of Algorithm 1 at the threshold of the paper's overview figure."""
+    scores, grid = row.get("scores"), Grid(int(row["height"]), int(row["width"]))
+    if not isinstance(scores, list) or len(scores) != grid.size:
+        return None
+    tree = screen(torch.tensor(scores, dtype=torch.float64), grid, Gamma(paper.OVERVIEW_EPSILON))
+    return f"{int(tree.leaf_count)} of {grid.size}"
+
+
+def _pictures(records: RecordSet) -> list[Block]:
+    rows = records.rows("picture")
+    columns = [Column("Picture"), METHOD, *(Column(t, decimals) for t, _, decimals in MEASURES)]
+    return [
+        *paragraph(
+            "The attention of one query over the picture, exact and on the trees of several rules. E "
+            "is the divergence of this attention over all keys. The certificate is a proven bound on "
+            "E: it is computed from the exact scores if the rule reads them, otherwise from block "
+            "statistics of the keys, which gives a loose bound.",
+            _how_chosen(records),
+            _changed_classes(rows),
+        ),
+        *illustrate(
+            figures.attention_cases,
+            records,
+            "Bright tokens receive attention; lines are the borders of the leaves. Below every tree: "
+            "E, the leaf ratio, and the class that the model predicts with its last layers screened.",
+        ),
+        Table(
+            "The same in numbers",
+            [*columns, Column("Full model predicts"), Column("Screened model predicts")],
+            [_picture_row(row) for row in rows],
+        ),
+    ]
+
+
+def _picture_row(row: Row) -> list[Any]:
+    shown = {**row, "output_kl": format_small(get_number(row, "output_kl"))}
+    measures = [shown.get(name) for _, name, _ in MEASURES]
+    names = [get_text(row, name) for name in ("title", "method", "full_class", "screened_class")]
+    return [*names[:2], *measures, *names[2:]]
+
+
+def _how_chosen(records: RecordSet) -> str:
+    text = (
+        "The four cases of the paper are COCO instances with scores built from annotations, shown "
+        "above; the paper shows no attention of a model."
+    )
+    count = records.setting("picture", "chosen_from")
     if count is None:
-        return theirs
+        return text
     return (
-        f"{theirs} Of the first {count} embedded pictures these are the one with the smallest figure, "
-        "the one with the most centred, the one with most clutter, and "
-        f"{evidence.setting('picture', 'failure')}."
+        f"{text} Of the first {count} embedded pictures, these are the one with the smallest object, "
+        "the one with the most centred object, the one with the most clutter, and "
+        f"{records.setting('picture', 'failure')}."
     )
 
 
-def _changed(rows: list[Row]) -> str:
-    """Which rules change what the model says, and which do not."""
-    changed = [row for row in rows if text(row, "full_class") != text(row, "screened_class")]
+def _changed_classes(rows: list[Row]) -> str:
+    """The rules that change the predicted class."""
+    changed = [
+        row for row in rows if get_text(row, "full_class") != get_text(row, "screened_class")
+    ]
     if not changed:
-        return "No rule shown here changes what the model says of these pictures."
-    said = [
-        f"{text(row, 'method')} turns {text(row, 'full_class')} into {text(row, 'screened_class')} "
-        f"(E {decimal(number(row, 'error'), 2)})"
+        return "No rule shown here changes the predicted class of these pictures."
+    changes = [
+        f"{get_text(row, 'method')} changes {get_text(row, 'full_class')} to "
+        f"{get_text(row, 'screened_class')} (E {format_number(get_number(row, 'error'), 2)})"
         for row in changed
     ]
-    kept = any((number(row, "error") or 0.0) < KEPT for row in changed)
-    elsewhere = (
-        " Where the attention shown is kept all the same, the harm is done in other queries, heads "
-        "or layers."
-        if kept
-        else ""
-    )
-    return f"Where the class changes: {'; '.join(said)}.{elsewhere}"
+    text = f"The predicted class changes in these cases: {'; '.join(changes)}."
+    if any((get_number(row, "error") or 0.0) < SMALL_E for row in changed):
+        text += (
+            " If E is small nevertheless, the change is caused by other queries, heads or layers than "
+            "the one shown."
+        )
+    return text
+
+
+INSTANCES = Chapter("cases", "Single instances", "cases", _instances)
+PICTURES = Chapter("pictures", "Pictures in a model", "picture", _pictures)

@@ -1,24 +1,30 @@
-"""Gap against leaf ratio for every data source, ours and the paper's."""
+"""Figures of the instance probes: gap against leaf ratio, and the distribution of gaps."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from bmfa.evidence.page import paper, style
-from bmfa.evidence.page.marks import LEGEND_ROW, foot, heading, legend, log_ticks
-from bmfa.evidence.page.records import Evidence, in_order, number, text
-from bmfa.evidence.page.sheet import Margins, Sheet, panels
+from bmfa.evidence.page.canvas import Canvas, Margins, figure, panel_grid
+from bmfa.evidence.page.drawing import (
+    add_labels,
+    draw_legend,
+    draw_method_lines,
+    draw_point,
+    label_line_ends,
+    legend_height,
+    set_ticks,
+    value_range,
+)
+from bmfa.evidence.page.record_set import RecordSet, get_number, get_text, unique
 from bmfa.records import Row
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-# Below this gap the axis is linear, so that a gap of 0 has a place.
-LINEAR = 0.001
-
-
-# Where the name of a method stands beside its point: pixels, and the side it begins at.
-NAME_PLACES = {
+LINEAR_BELOW = 0.001  # nats; below it the gap axis is linear, so that it can show a gap of 0
+# Offset in pixels and alignment of a method's name beside its point in the overview figure.
+NAME_OFFSETS = {
     "sparge-mean": (-2, 9, "left"),
     "mean-variance": (8, -4, "left"),
     "fixed-depth:1": (2, -17, "center"),
@@ -29,9 +35,15 @@ NAME_PLACES = {
 
 
 @dataclass(frozen=True)
-class Source:
-    """The points of one data source, and those that the paper prints for it; a sweep has no
-    instances."""
+class DataSource:
+    """The rows of one data source, and the numbers that the paper prints for it.
+
+    Attributes:
+        title: its name.
+        instances: number of instances; 0 for the synthetic sweep.
+        rows: one row for each method.
+        printed: the paper's points by method.
+    """
 
     title: str
     instances: int
@@ -39,87 +51,131 @@ class Source:
     printed: Mapping[str, paper.Point]
 
 
-def sources(evidence: Evidence) -> list[Source]:
-    """The synthetic sweep and every probe, image-edge where there are two modes."""
-    found = []
-    corner = evidence.select("synthetic", placement="corner")
-    if corner:
-        found.append(Source("Synthetic, corner", 0, corner, paper.SYNTHETIC))
-    for dataset in paper.sort_datasets(in_order(evidence.rows("probe"), "dataset")):
-        rows = evidence.select("probe", dataset=dataset, group="all")
-        modes = in_order(rows, "mode")
+def data_sources(records: RecordSet) -> list[DataSource]:
+    """Return the synthetic sweep and every probe, in image-edge mode if both modes were measured."""
+    sources = []
+    if corner := records.rows("synthetic", placement="corner"):
+        sources.append(DataSource("Synthetic, corner", 0, corner, paper.SYNTHETIC))
+    for dataset in paper.sort_datasets(unique(records.rows("probe"), "dataset")):
+        rows = [r for r in records.rows("probe", group="all") if get_text(r, "dataset") == dataset]
+        modes = unique(rows, "mode")
         mode = "image-edge" if "image-edge" in modes else next(iter(modes), "")
-        rows = [row for row in rows if text(row, "mode") == mode]
+        rows = [row for row in rows if get_text(row, "mode") == mode]
         if rows:
             title = paper.dataset_title(dataset) + ("" if mode == "image-edge" else f", {mode}")
-            count = int(number(rows[0], "instances") or 0)
-            found.append(Source(title, count, rows, paper.PROBES.get((dataset, mode), {})))
-    return found
+            count = int(get_number(rows[0], "instances") or 0)
+            sources.append(DataSource(title, count, rows, paper.PROBES.get((dataset, mode), {})))
+    return sources
 
 
-def trade_off(evidence: Evidence, narrow: bool) -> Sheet:
-    """Mean gap against leaf ratio, one panel for each data source."""
-    found = sources(evidence)
-    if not found:
+@figure(
+    "trade-off",
+    "Mean gap against leaf ratio for every method and data source, with the paper's points",
+    *("synthetic", "probe"),
+    available=lambda records: bool(data_sources(records)),
+)
+def trade_off(records: RecordSet, narrow: bool) -> Canvas:
+    """Draw mean gap against leaf ratio, one panel for each data source."""
+    sources = data_sources(records)
+    if not sources:
         raise ValueError(
             "no rows of the corner placement or of all instances among the records; "
-            f"make them with: {evidence.commands('synthetic')[0]}"
+            f"make them with: {records.commands('synthetic')[0]}"
         )
-    methods = list(dict.fromkeys(m for one in found for m in in_order(one.rows, "method")))
-    columns, legend_columns = (1, 2) if narrow else (min(2, len(found)), 4)
-    legend_rows = -(-(len(methods) + 1) // legend_columns)
-    width = style.NARROW if narrow else style.WIDE
-    room = legend_rows * LEGEND_ROW + 12
-    sheet, axes = panels(len(found), columns, width, 210, Margins(left=44), foot=room)
-    for source, panel in zip(found, axes, strict=True):
-        points(panel, source)
+    methods = list(dict.fromkeys(m for source in sources for m in unique(source.rows, "method")))
+    names, columns = [*methods, paper.NAME], 2 if narrow else 4
+    canvas, panels = panel_grid(
+        len(sources),
+        min(2, len(sources)),
+        narrow=narrow,
+        height=210,
+        bottom=legend_height(len(names), columns),
+    )
+    for source, axes in zip(sources, panels, strict=True):
+        _draw_points(axes, source)
         count = f", {source.instances:,} instances" if source.instances else ""
-        below = "mean gap, logarithmic above 0.001"
-        heading(sheet, panel, source.title + count, below, indent=40)
-        foot(sheet, panel, "leaf ratio, % of tokens, logarithmic")
-    legend(sheet, [*methods, paper.NAME], sheet.height - room + 8, legend_columns)
-    return sheet
+        y_label = f"mean gap, logarithmic above {LINEAR_BELOW:g}"
+        x_label = "leaf ratio, % of tokens, logarithmic"
+        add_labels(canvas, axes, source.title + count, y_label, x_label)
+    draw_legend(canvas, names, columns)
+    return canvas
 
 
-def points(axes: "Axes", source: Source) -> None:
-    """The points of a source on its axes, the paper's as rings around where ours should be."""
+def _draw_points(axes: "Axes", source: DataSource) -> None:
+    """Draw the points of a source; rings are the paper's points."""
     axes.set_xscale("log")
-    axes.set_yscale("symlog", linthresh=LINEAR, linscale=0.4)
+    axes.set_yscale("symlog", linthresh=LINEAR_BELOW, linscale=0.4)
     axes.set(xlim=(0.25, 160), ylim=(-0.0004, 4))
-    log_ticks(axes.xaxis, [0.4, 1, 3, 10, 30, 100])
-    log_ticks(axes.yaxis, [0, 0.001, 0.01, 0.1, 1])
-    ring = style.method_style(paper.NAME)
-    for printed in source.printed.values():
-        if printed.leaf_percent is not None:
-            axes.plot([printed.leaf_percent], [printed.mean_gap], clip_on=False, **ring.mark)
+    set_ticks(axes.xaxis, [0.4, 1, 3, 10, 30, 100])
+    set_ticks(axes.yaxis, [0, 0.001, 0.01, 0.1, 1])
+    for point in source.printed.values():
+        draw_point(axes, paper.NAME, point.leaf_percent, point.mean_gap)
     for row in source.rows:
-        leaf, gap = number(row, "leaf_percent"), number(row, "mean_gap")
-        if leaf is not None and gap is not None:
-            mark = style.method_style(text(row, "method")).open_mark
-            axes.plot([leaf], [gap], linestyle="none", clip_on=False, **mark)
+        leaf, gap = get_number(row, "leaf_percent"), get_number(row, "mean_gap")
+        draw_point(axes, get_text(row, "method"), leaf, gap)
 
 
-def named_points(axes: "Axes", source: Source) -> None:
-    """The paper's methods but its oracle, and the optimal tree, each named beside its point."""
+def draw_named_points(axes: "Axes", source: DataSource) -> None:
+    """Draw the methods of the paper and the optimal tree, with their names beside the points."""
     axes.set_xscale("log")
     axes.set(xlim=(0.25, 160), ylim=(0, 2.9))
-    log_ticks(axes.xaxis, [0.4, 1, 3, 10, 30, 100])
+    set_ticks(axes.xaxis, [0.4, 1, 3, 10, 30, 100])
     axes.set_yticks([0, 1, 2])
     for row in source.rows:
-        method = text(row, "method")
-        leaf, gap = number(row, "leaf_percent"), number(row, "mean_gap")
-        if leaf is None or gap is None or method not in NAME_PLACES:
+        method = get_text(row, "method")
+        leaf, gap = get_number(row, "leaf_percent"), get_number(row, "mean_gap")
+        if leaf is None or gap is None or method not in NAME_OFFSETS:
             continue
-        look = style.method_style(method)
-        x, y, side = NAME_PLACES[method]
-        axes.plot([leaf], [gap], linestyle="none", clip_on=False, **look.mark)
+        draw_point(axes, method, leaf, gap)
+        x, y, alignment = NAME_OFFSETS[method]
         axes.annotate(
             method,
             (leaf, gap),
             xytext=(x, y),
             textcoords="offset points",
-            ha=side,
+            ha=alignment,
             fontsize=style.SMALL,
-            color=look.colour.light,
+            color=style.method_style(method).colour.light,
             bbox={"facecolor": style.SURFACE.light, "edgecolor": "none", "pad": 0.5},
         )
+
+
+def _has_quantiles(records: RecordSet) -> bool:
+    return any(row.get("gap_quantiles") for row in records.rows("probe"))
+
+
+@figure(
+    "distribution",
+    "Gap at every percentile of the instances for every method",
+    "probe",
+    available=_has_quantiles,
+)
+def distribution(records: RecordSet, narrow: bool) -> Canvas:
+    """Draw the gap at every percentile of the instances, one panel for each data source."""
+    rows = [row for row in records.require("probe") if row.get("gap_quantiles")]
+    if not rows:
+        raise ValueError("no probe row holds gap_quantiles; run bmfa probe with this version")
+    rows = [row for row in rows if row.get("mode") == "image-edge"] or rows
+    datasets = paper.sort_datasets(unique(rows, "dataset"))
+    limits = value_range(_quantile_rows(rows), "gap")
+    margins, columns = Margins(right=130), min(3, len(datasets))
+    canvas, panels = panel_grid(len(datasets), columns, narrow=narrow, height=250, margins=margins)
+    for dataset, axes in zip(datasets, panels, strict=True):
+        found = [row for row in rows if get_text(row, "dataset") == dataset]
+        axes.set(xlim=(0, 100), ylim=limits)
+        ends = draw_method_lines(axes, _quantile_rows(found), "percentile", "gap", marker_step=16)
+        count = int(get_number(found[0], "instances") or 0)
+        title = f"{paper.dataset_title(dataset)}, {count:,} instances"
+        add_labels(canvas, axes, title, "gap", "percentile of the instances")
+        label_line_ends(canvas, axes, ends)
+    return canvas
+
+
+def _quantile_rows(rows: Sequence[Row]) -> list[Row]:
+    """One row for each percentile of each method."""
+    return [
+        {"method": get_text(row, "method"), "percentile": 100 * index / steps, "gap": gap}
+        for row in rows
+        for steps in [max(1, len(row["gap_quantiles"]) - 1)]
+        for index, gap in enumerate(row["gap_quantiles"])
+    ]

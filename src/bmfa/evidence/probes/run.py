@@ -255,7 +255,7 @@ def _group(name: str, members: list[bool]) -> Iterator[tuple[str, Tensor]]:
 
 
 def _is_pooled(method: str) -> bool:
-    return not is_kind(method, "summary") and parse(method).together
+    return not is_kind(method, "summary") and parse(method).needs_all_trees
 
 
 def check_probe(

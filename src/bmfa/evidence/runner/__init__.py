@@ -1,1 +1,5 @@
-"""Batches, processes and resumable runs shared by the experiments."""
+"""What the experiments share: batches of pictures, processes, checkpoints and sums."""
+
+from collections.abc import Callable
+
+Progress = Callable[[int, int], None]  # units done, units in total

@@ -1,7 +1,7 @@
 """Batches of pictures, read and preprocessed by worker processes ahead of the model."""
 
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
@@ -139,9 +139,14 @@ class PictureBatches:
         """Return the indices of the pictures of a batch."""
         return range(number * self.size, min((number + 1) * self.size, len(self.source)))
 
-    def read(self, numbers: Iterable[int]) -> "BatchReader":
-        """Return the batches of these numbers, in this order."""
-        return BatchReader(self, list(numbers))
+    def read(self, numbers: Iterable[int], *, keep_workers: bool = False) -> "BatchReader":
+        """Return the batches of these numbers, in this order.
+
+        Args:
+            numbers: Numbers of batches.
+            keep_workers: True to keep the worker processes for further iterations.
+        """
+        return BatchReader(self, list(numbers), keep_workers)
 
     def first(self) -> Tensor:
         """Return the first picture that can be read, (1, 3, H, W), without starting workers.
@@ -170,14 +175,14 @@ class PictureBatches:
 
 
 class BatchReader:
-    """Some batches of `PictureBatches`; worker processes stay alive between iterations."""
+    """An iterable of some batches, which can be iterated several times."""
 
-    def __init__(self, batches: PictureBatches, numbers: Sequence[int]) -> None:
+    def __init__(self, batches: PictureBatches, numbers: Sequence[int], keep_workers: bool) -> None:
         self.batches = batches
         self.parts = [_split(batches.indices(number)) for number in numbers]
         options: dict[str, Any] = {}
         if batches.workers:
-            options = {"prefetch_factor": PREFETCH, "persistent_workers": True}
+            options = {"prefetch_factor": PREFETCH, "persistent_workers": keep_workers}
         with _any_number_of_workers():
             self.loader = DataLoader(
                 _PreprocessedPictures(batches.source, batches.preprocess),
@@ -188,11 +193,15 @@ class BatchReader:
                 **options,
             )
 
-    def __iter__(self) -> Iterator[Batch]:
+    def __iter__(self) -> Generator[Batch, None, None]:
         with _any_number_of_workers():
             read = iter(self.loader)
-        for parts in self.parts:
-            yield self.batches.checked(Batch.join(list(islice(read, len(parts)))))
+        try:
+            for parts in self.parts:
+                yield self.batches.checked(Batch.join(list(islice(read, len(parts)))))
+        finally:
+            # Ends the workers now; the garbage collector would wait seconds for each of them.
+            del read
 
 
 @contextmanager

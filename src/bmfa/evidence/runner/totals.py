@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol, TypeVar
 
@@ -9,8 +10,8 @@ import torch
 from torch import Tensor
 
 from bmfa.data.imagenet import Skipped
+from bmfa.evidence.runner import Progress
 from bmfa.evidence.runner.batches import Batch, PictureBatches, no_pictures_error
-from bmfa.evidence.runner.progress import Progress
 from bmfa.evidence.runner.resume import Check, Checkpoint, Part, weights_digest
 from bmfa.models import LoadedModel
 
@@ -107,7 +108,6 @@ def sum_over_pictures(
     processes, saved = checkpoint.processes, checkpoint.parts
     done = {n: part for n, part in saved.items() if n < len(batches) and not part["skipped"]}
     left = [number for number in range(len(batches)) if number not in done]
-    read = iter(batches.read(processes.mine(left)))
 
     def measure_number(number: int) -> Part:
         batch = next(read)
@@ -115,11 +115,12 @@ def sum_over_pictures(
             return saved[number]
         return {"skipped": batch.skipped, "sums": measure(batch) if len(batch) else {}}
 
-    for parts in processes.rounds(left, measure_number):
-        done |= dict(parts)
-        checkpoint.add(dict(parts))
-        if progress is not None:
-            progress(sum(len(batches.indices(number)) for number in done), len(batches.source))
+    with closing(iter(batches.read(processes.mine(left)))) as read:
+        for parts in processes.rounds(left, measure_number):
+            done |= dict(parts)
+            checkpoint.add(dict(parts))
+            if progress is not None:
+                progress(sum(len(batches.indices(number)) for number in done), len(batches.source))
     checkpoint.write()
     return _add_up([done[number] for number in sorted(done)], totals_type)
 

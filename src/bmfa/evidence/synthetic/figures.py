@@ -1,151 +1,136 @@
-"""Lines named at their ends: the failure curve, the placements, the distribution of gaps."""
+"""Figures of the synthetic stress test: gallery, placements and failure curve."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from bmfa.energy import critical_advantage
-from bmfa.evidence.page import paper, style
-from bmfa.evidence.page.marks import end_labels, foot, heading
-from bmfa.evidence.page.records import Evidence, in_order, number, text
-from bmfa.evidence.page.sheet import Margins, Sheet, panels
-from bmfa.records import Row
+from bmfa.evidence.page import style
+from bmfa.evidence.page.canvas import Canvas, Margins, figure, panel_grid
+from bmfa.evidence.page.drawing import (
+    add_labels,
+    draw_method_lines,
+    label_line_ends,
+    set_ticks,
+    value_range,
+)
+from bmfa.evidence.page.record_set import RecordSet, get_number, get_text, unique
+from bmfa.evidence.page.score_maps import ScoreMap, draw_row, minority_shares, tree_title
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-TOKENS = 256
-NAMED = Margins(right=130)
+TOKENS = 256  # of the 16 x 16 grid
+LABELLED = Margins(right=130)  # space for the names of the methods
+PLACEMENTS = {
+    "corner": "In the corner",
+    "centred": "In the centre",
+    "shifted-1-1": "Shifted by one token",
+    "shifted-4-4": "Shifted by four tokens",
+    "scattered": "Scattered",
+}
+GAP = 10.0  # pixels between panels
 
 
-def failure_curve(evidence: Evidence, narrow: bool) -> Sheet:
-    """Gap against the minority's advantage, one panel for each size of the minority."""
-    rows = evidence.require("failure-curve")
-    sizes = sorted({int(size) for row in rows if (size := number(row, "cells"))}, reverse=True)
-    limits = _range(rows, "gap")
-    sheet, axes = _line_panels(len(sizes), narrow, height=270)
-    for cells, panel in zip(sizes, axes, strict=True):
-        some = [row for row in rows if row.get("cells") == cells]
-        panel.set_xlim(0, max(number(row, "delta") or 0.0 for row in some))
-        panel.set_ylim(limits)
-        ends = _lines(panel, some, "delta", "gap", every=15)
-        _critical_point(panel, cells)
-        share = "token" if cells == 1 else "tokens"
-        heading(sheet, panel, f"{cells} bright {share} of {TOKENS}", "gap, F − estimate")
-        foot(sheet, panel, "advantage Δ of the bright tokens")
-        end_labels(sheet, panel, ends)
-    return sheet
+@figure(
+    "gallery",
+    "A bright minority, and what the mean, Algorithm 1 and the optimal tree keep of it",
+    "gallery",
+)
+def gallery(records: RecordSet, narrow: bool) -> Canvas:
+    """Draw the same bright minority at different placements, and the summary of every method."""
+    rows = records.require("gallery")
+    placements = unique(rows, "placement")
+    maps = [
+        ScoreMap.from_rows([row for row in rows if get_text(row, "placement") == placement])
+        for placement in placements
+    ]
+    columns = 1 + max(len(score_map.rows) for score_map in maps)
+    width, text_width = (style.NARROW, 0.0) if narrow else (style.WIDE, 190.0)
+    side = min(165.0, (width - text_width - (columns - 1) * GAP - 1) / columns)
+    above, below = (74.0, 44.0) if narrow else (26.0, 22.0)
+    height = above + side + below
+    canvas = Canvas(width, len(maps) * height)
+    for index, (placement, score_map) in enumerate(zip(placements, maps, strict=True)):
+        top = index * height + above
+        trees = [score_map.tree_panel(row, tree_title(row)) for row in score_map.rows]
+        draw_row(canvas, text_width, top, side, GAP, [score_map.scores_panel(), *trees])
+        y = top - above + 14 if narrow else top + 14
+        canvas.add_title(0, y, PLACEMENTS.get(placement, placement))
+        shares = minority_shares(score_map.first)
+        for line, text in enumerate([", ".join(shares)] if narrow else shares):
+            canvas.add_note(0, y + 18 + 17 * line, text)
+    return canvas
 
 
-def placements(evidence: Evidence, narrow: bool) -> Sheet:
-    """Mean gap and leaf ratio for every place of the minority."""
-    rows = evidence.require("synthetic")
-    places = in_order(rows, "placement")
-    sheet, axes = _line_panels(2, narrow, height=250)
-    ratio = "leaf ratio, % of tokens, logarithmic"
-    for panel, column, title, below in (
-        (axes[0], "mean_gap", "What is lost", "mean gap"),
-        (axes[1], "leaf_percent", "What it costs", ratio),
+@figure(
+    "failure-curve",
+    "Gap against the advantage of the minority for every method, the critical point marked",
+    "failure-curve",
+)
+def failure_curve(records: RecordSet, narrow: bool) -> Canvas:
+    """Draw the gap against the advantage of the minority, one panel for each size of the minority."""
+    rows = records.require("failure-curve")
+    sizes = sorted({int(size) for row in rows if (size := get_number(row, "cells"))}, reverse=True)
+    limits = value_range(rows, "gap")
+    canvas, panels = panel_grid(len(sizes), 2, narrow=narrow, height=270, margins=LABELLED)
+    for cells, axes in zip(sizes, panels, strict=True):
+        curve = [row for row in rows if row.get("cells") == cells]
+        axes.set_xlim(0, max(get_number(row, "delta") or 0.0 for row in curve))
+        axes.set_ylim(limits)
+        ends = draw_method_lines(axes, curve, "delta", "gap", marker_step=15)
+        _mark_critical_point(axes, cells)
+        title = f"{cells} bright {'token' if cells == 1 else 'tokens'} of {TOKENS}"
+        x_label = "advantage Δ of the bright tokens"
+        add_labels(canvas, axes, title, "gap, F − estimate", x_label)
+        label_line_ends(canvas, axes, ends)
+    return canvas
+
+
+@figure(
+    "placements",
+    "Mean gap and leaf ratio of every method for every placement of the minority",
+    "synthetic",
+)
+def placements(records: RecordSet, narrow: bool) -> Canvas:
+    """Draw mean gap and leaf ratio against the placement of the minority."""
+    rows = records.require("synthetic")
+    names = unique(rows, "placement")
+    indexed = [{**row, "index": names.index(get_text(row, "placement"))} for row in rows]
+    canvas, panels = panel_grid(2, 2, narrow=narrow, height=250, margins=LABELLED)
+    panels[1].set_yscale("log")
+    set_ticks(panels[1].yaxis, [0.3, 1, 3, 10, 30, 100])
+    for axes, column, title, y_label in (
+        (panels[0], "mean_gap", "Error", "mean gap"),
+        (panels[1], "leaf_percent", "Cost", "leaf ratio, % of tokens, logarithmic"),
     ):
-        if column == "leaf_percent":
-            panel.set_yscale("log")
-            panel.set_yticks([0.3, 1, 3, 10, 30, 100], ["0.3", "1", "3", "10", "30", "100"])
-            panel.minorticks_off()
-        numbered = [{**row, "place": places.index(text(row, "placement"))} for row in rows]
-        ends = _lines(panel, numbered, "place", column, every=1)
-        panel.set_xlim(-0.3, len(places) - 0.7)
-        panel.set_xticks(range(len(places)), _place_names(places, narrow))
-        heading(sheet, panel, title, below)
-        end_labels(sheet, panel, ends)
-    return sheet
+        ends = draw_method_lines(axes, indexed, "index", column, marker_step=1)
+        axes.set_xlim(-0.3, len(names) - 0.7)
+        axes.set_xticks(range(len(names)), _placement_ticks(names, narrow))
+        add_labels(canvas, axes, title, y_label)
+        label_line_ends(canvas, axes, ends)
+    return canvas
 
 
-def _place_names(places: Sequence[str], narrow: bool) -> list[str]:
-    """Names for the axis; where there is little room, every second short one stands lower."""
-    names = [place.replace("shifted-", "shifted\n").replace("-", ",") for place in places]
+def _placement_ticks(placements: Sequence[str], narrow: bool) -> list[str]:
+    """Tick labels; on a narrow screen every second short one is moved to the second line."""
+    names = [name.replace("shifted-", "shifted\n").replace("-", ",") for name in placements]
     lower = [narrow and index % 2 == 0 < index and "\n" not in n for index, n in enumerate(names)]
     return [f"\n{name}" if low else name for name, low in zip(names, lower, strict=True)]
 
 
-def distribution(evidence: Evidence, narrow: bool) -> Sheet:
-    """Gap at every percentile of the instances, one panel for each data source."""
-    rows = [row for row in evidence.require("probe") if row.get("gap_quantiles")]
-    mode = "image-edge" if any(row.get("mode") == "image-edge" for row in rows) else None
-    rows = [row for row in rows if mode in (None, row.get("mode"))]
-    datasets = paper.sort_datasets(in_order(rows, "dataset"))
-    if not datasets:
-        raise ValueError("no probe row holds gap_quantiles; probe again with this version")
-    limits = _range(_quantile_points(rows), "gap")
-    sheet, axes = _line_panels(len(datasets), narrow, height=250, columns=min(3, len(datasets)))
-    for dataset, panel in zip(datasets, axes, strict=True):
-        some = [row for row in rows if text(row, "dataset") == dataset]
-        panel.set(xlim=(0, 100), ylim=limits)
-        ends = _lines(panel, _quantile_points(some), "percentile", "gap", every=16)
-        count = int(number(some[0], "instances") or 0)
-        heading(sheet, panel, f"{paper.dataset_title(dataset)}, {count:,} instances", "gap")
-        foot(sheet, panel, "percentile of the instances")
-        end_labels(sheet, panel, ends)
-    return sheet
-
-
-def _line_panels(
-    count: int, narrow: bool, height: float, columns: int = 2
-) -> tuple[Sheet, list["Axes"]]:
-    if narrow:
-        return panels(count, 1, style.NARROW, height, NAMED)
-    return panels(count, columns, style.WIDE, height, NAMED)
-
-
-def _lines(axes: "Axes", rows: Sequence[Row], x: str, y: str, every: int) -> dict[str, float]:
-    """Draw a line for each method; where each ends."""
-    ends = {}
-    methods = in_order(rows, "method")
-    for index, method in enumerate(methods):
-        some = [row for row in rows if text(row, "method") == method]
-        points = [(number(row, x), number(row, y)) for row in some]
-        known = sorted((a, b) for a, b in points if a is not None and b is not None)
-        if not known:
-            continue
-        look = style.method_style(method)
-        # Markers of the methods stand at different places, or lines that coincide would hide them.
-        start = index * every // len(methods)
-        xs, ys = zip(*known, strict=True)
-        axes.plot(xs, ys, markevery=(start, every), clip_on=False, **look.line, **look.mark)
-        ends[method] = ys[-1]
-    return ends
-
-
-def _range(rows: Sequence[Row], column: str) -> tuple[float, float]:
-    """From a little below the least value to a little above the greatest."""
-    values = [value for row in rows if (value := number(row, column)) is not None]
-    highest = max(values, default=0.0) or 1.0
-    return min(values, default=0.0) - 0.04 * highest, 1.15 * highest
-
-
-def _critical_point(axes: "Axes", cells: int) -> None:
-    """Mark where the minority holds half of the Gibbs mass, on the side that has more room."""
-    place = float(critical_advantage(cells / TOKENS))
+def _mark_critical_point(axes: "Axes", cells: int) -> None:
+    """Mark the advantage at which the minority holds half of the softmax mass."""
+    critical = float(critical_advantage(cells / TOKENS))
     odds = (TOKENS - cells) / cells
-    axes.axvline(place, color=style.INK.light, linewidth=1.0, linestyle=(0, (2, 2)))
-    top, most = axes.get_ylim()[1], axes.get_xlim()[1]
-    shift, side = (-6, "right") if place > most / 2 else (6, "left")
-    for line, words in enumerate(("half of the mass", f"log {odds:g} ≈ {place:.3f}")):
+    axes.axvline(critical, color=style.INK.light, linewidth=1.0, linestyle=(0, (2, 2)))
+    shift, alignment = (-6, "right") if critical > axes.get_xlim()[1] / 2 else (6, "left")
+    for line, text in enumerate(("half of the mass", f"log {odds:g} ≈ {critical:.3f}")):
         axes.annotate(
-            words,
-            (place, top),
+            text,
+            (critical, axes.get_ylim()[1]),
             xytext=(shift, -12 - 15 * line),
             textcoords="offset points",
-            ha=side,
+            ha=alignment,
             fontsize=style.SMALL,
             bbox={"facecolor": style.SURFACE.light, "edgecolor": "none", "pad": 1.0},
         )
-
-
-def _quantile_points(rows: Sequence[Row]) -> list[Row]:
-    """One row for each percentile of each method."""
-    points = []
-    for row in rows:
-        quantiles = row["gap_quantiles"]
-        step = 100 / max(1, len(quantiles) - 1)
-        for index, gap in enumerate(quantiles):
-            points.append({"method": text(row, "method"), "percentile": index * step, "gap": gap})
-    return points

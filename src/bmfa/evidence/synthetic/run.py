@@ -1,7 +1,7 @@
 """The synthetic stress test: a bright minority of k cells on a 16x16 grid, wherever it lies."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -10,6 +10,7 @@ from torch import Tensor
 from bmfa import energy
 from bmfa.checks import check_integer
 from bmfa.evidence.methods import DEFAULT_METHODS
+from bmfa.evidence.runner import Progress
 from bmfa.evidence.score_methods import Estimate, check_method, estimate, estimate_all
 from bmfa.grid import Grid
 from bmfa.quantiles import quantile
@@ -23,8 +24,6 @@ PLACEMENTS = ("corner", "shifted-1-1", "shifted-4-4", "centred", "scattered")
 SCATTER_SEEDS = 200
 CURVE_CELLS = (4, 1)
 GALLERY_METHODS = ("sparge-mean", "gamma:0.005", "optimal:0.001")
-
-Progress = Callable[[int, int], None]
 
 
 def corner_mask(cells: int) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""What a rule is: it scores the blocks of a pyramid, and turns scores into splits."""
+"""The interface of a rule: it scores the blocks of a pyramid, and turns the scores into splits."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,23 +19,32 @@ LABELS = ("safe", "undecided", "must-refine")
 
 @dataclass(frozen=True)
 class Context:
-    """What splits are decided on: a layout, its valid counts, a depth limit, and B trees."""
+    """The trees for which splits are decided.
+
+    Args:
+        layout: Block hierarchy of the trees.
+        counts: Valid tokens of every block.
+        tau: Temperature.
+        trees: Number of trees, B.
+        max_depth: Depth at which no block is split; None for no limit.
+        shared: True if node scores are aggregates over the members of each tree.
+    """
 
     layout: Layout
     counts: Counts
     tau: float
     trees: int
     max_depth: int | None = None
-    shared: bool = False  # whether scores are aggregates over the members of each tree
+    shared: bool = False
 
     def rows(self, scores: Tensor, depth: int) -> Tensor:
-        """The rows of one level out of the rows of all blocks."""
+        """Return the rows of one level out of the rows of all blocks."""
         return scores[self.layout.offsets[depth] : self.layout.offsets[depth + 1]]
 
 
 @dataclass(frozen=True)
 class Decision:
-    """The splits of B trees, blocks of all levels one after the other."""
+    """The splits of B trees; rows are the blocks of all levels, from the root down."""
 
     split: Tensor  # (blocks, B) bool
     limited: Tensor | None = None  # (n, B) bool: blocks at max_depth that would be split
@@ -44,10 +53,14 @@ class Decision:
 
 @dataclass(frozen=True)
 class Rule:
-    """How splits are decided; immutable, its parameters checked when made."""
+    """Base class of all rules, which decide how the blocks of a tree are split.
 
-    # Whether statistics are taken in float64 whatever the input: bounds must hold after rounding.
-    double: ClassVar[bool] = False
+    A rule is immutable, checks its parameters when it is made, and prints as its command-line name.
+    Subclasses define `node_scores` and `decide`, and may define a faster `screen`.
+    """
+
+    # True if statistics are computed in float64 for every input, so that bounds hold after rounding.
+    float64_statistics: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         for name in self.__dataclass_fields__:  # NumPy scalars become Python numbers
@@ -55,66 +68,67 @@ class Rule:
 
     @property
     def needs(self) -> Needs:
-        """What of the scores the rule reads: nothing, block means, or every token."""
+        """The part of the scores that the rule reads: "nothing", block "means", or all "tokens"."""
         return "tokens"
 
     @property
-    def together(self) -> bool:
-        """Whether all trees of a batch must be decided at once."""
+    def needs_all_trees(self) -> bool:
+        """True if the trees of a batch must be decided together."""
         return False
 
     def layout(self, grid: Grid) -> Layout:
-        """The hierarchy the rule works on."""
+        """Return the block hierarchy on which the rule decides."""
         return quadtree_layout(grid)
 
     def check(self, grid: Grid, tokens: int) -> None:
-        """Raise where the parameters do not fit the grid or its smallest count of valid tokens."""
+        """Raise ValueError if the parameters do not fit a grid of at least `tokens` valid tokens."""
 
-    def scores(self, pyramid: Pyramid) -> Tensor:
-        """(rows, B) numbers the rule decides on; trees that are shared aggregate these."""
-        raise NotImplementedError
+    def node_scores(self, pyramid: Pyramid) -> Tensor:
+        """(rows, B) node scores, which shared trees aggregate; no rows if the rule needs nothing."""
+        return torch.empty(0, 0)
 
     def decide(self, scores: Tensor, context: Context) -> Decision:
-        """Splits from the scores."""
+        """Return the splits from (rows, B) node scores."""
         raise NotImplementedError
 
     def screen(self, pyramid: Pyramid, context: Context) -> Decision:
-        """Splits of the trees of a pyramid."""
-        return self.decide(self.scores(pyramid), context)
+        """Return the splits of the trees of a pyramid."""
+        return self.decide(self.node_scores(pyramid), context)
 
 
-def spell(value: float) -> str:
-    """A number as the command line reads it back, and no longer than that."""
+def format_number(value: float) -> str:
+    """Return the shortest text that the command line reads back as the same number."""
     value = check_number("value", value)
     return str(int(value)) if float(value).is_integer() and abs(value) < 1e15 else repr(value)
 
 
-def descend(context: Context, wanted: Callable[[int, Tensor], Tensor]) -> Decision:
-    """Split from the root downwards: a block is reached where its parent is split.
+def split_from_root(context: Context, wants_split: Callable[[int, Tensor], Tensor]) -> Decision:
+    """Split level by level from the root; a block is reached if its parent is split.
 
-    `wanted(depth, reached)` gives the (n, B) blocks that ask for a split; those at max_depth are
-    marked instead, and a block with one valid token is a leaf.
+    Args:
+        context: The trees.
+        wants_split: Function of a depth and the (n, B) blocks reached there, which returns the
+            (n, B) blocks to split. Blocks at `max_depth` are marked as limited instead. Blocks with
+            one valid token are never split.
     """
     layout, counts = context.layout, context.counts
     split = torch.zeros(layout.block_count, context.trees, dtype=torch.bool, device=layout.device)
-    reached = torch.ones(
-        layout.levels[0].size, context.trees, dtype=torch.bool, device=layout.device
-    )
+    reached = split.new_ones(layout.levels[0].size, context.trees)
     limited = None
     for depth, below in enumerate(layout.levels[1:]):
-        asking = reached & wanted(depth, reached)
+        selected = reached & wants_split(depth, reached)
         if counts.empty is not None:
-            asking &= counts.blocks[depth] > 1
+            selected &= counts.blocks[depth] > 1
         if depth == context.max_depth:
-            limited = asking
+            limited = selected
             break
-        context.rows(split, depth).copy_(asking)
+        context.rows(split, depth).copy_(selected)
         if below.size == 0:
             break
-        reached = asking.index_select(0, below.parents)
+        reached = selected.index_select(0, below.parents)
     return Decision(split, limited)
 
 
-def descend_by(scores: Tensor, threshold: float, context: Context) -> Decision:
-    """Split every block reached whose score exceeds the threshold."""
-    return descend(context, lambda depth, _: context.rows(scores, depth) > threshold)
+def split_above(scores: Tensor, threshold: float, context: Context) -> Decision:
+    """Split every reached block whose score exceeds the threshold."""
+    return split_from_root(context, lambda depth, _: context.rows(scores, depth) > threshold)

@@ -1,4 +1,4 @@
-"""Rules of fixed shape, and the one-level rules on the four quadrants."""
+"""Rules of fixed shape, and rules that decide on the four quadrants of the grid alone."""
 
 from dataclasses import dataclass, field
 
@@ -9,26 +9,33 @@ from bmfa.checks import check_integer, check_number
 from bmfa.grid import Grid
 from bmfa.trees.layout import Layout, tile_layout
 from bmfa.trees.pyramid import Pyramid, ScorePyramid
-from bmfa.trees.rules.base import Context, Decision, Needs, Rule, descend, spell
+from bmfa.trees.rules.base import (
+    Context,
+    Decision,
+    Needs,
+    Rule,
+    format_number,
+    split_from_root,
+)
 
 
 @dataclass(frozen=True)
-class Fixed(Rule):
-    """Splits that depend on no score."""
+class FixedDepth(Rule):
+    """Split every block above one depth; the leaves are all blocks of that depth.
 
-    @property
-    def needs(self) -> Needs:
-        """Nothing."""
-        return "nothing"
+    Args:
+        depth: Depth of the leaves, at least 0. Single tokens above it are leaves too.
 
-    def scores(self, pyramid: Pyramid) -> Tensor:
-        """No rows at all."""
-        return torch.empty(0, 0)
+    Raises:
+        TypeError: If `depth` is not an integer.
+        ValueError: If `depth` is negative.
 
-
-@dataclass(frozen=True)
-class FixedDepth(Fixed):
-    """All blocks of one depth."""
+    Example:
+        >>> import torch, bmfa
+        >>> tree = bmfa.screen(torch.zeros(64), (8, 8), bmfa.rules.FixedDepth(2))
+        >>> int(tree.leaf_count)
+        16
+    """
 
     depth: int
 
@@ -39,14 +46,31 @@ class FixedDepth(Fixed):
     def __str__(self) -> str:
         return f"fixed-depth:{self.depth}"
 
+    @property
+    def needs(self) -> Needs:
+        return "nothing"
+
     def decide(self, scores: Tensor, context: Context) -> Decision:
-        """Split everything above the depth."""
-        return descend(context, lambda depth, reached: reached & (depth < self.depth))
+        return split_from_root(context, lambda depth, reached: reached & (depth < self.depth))
 
 
 @dataclass(frozen=True)
-class FixedBlocks(Fixed):
-    """Square tiles from the top left, with remainders at the right and the bottom."""
+class FixedBlocks(Rule):
+    """Use square tiles from the top left, smaller at the right and bottom edges.
+
+    Args:
+        side: Side of a tile in tokens, at least 1.
+
+    Raises:
+        TypeError: If `side` is not an integer.
+        ValueError: If `side` is below 1.
+
+    Example:
+        >>> import torch, bmfa
+        >>> tree = bmfa.screen(torch.zeros(35), (5, 7), bmfa.rules.FixedBlocks(4))
+        >>> tree.leaf_boxes.tolist()
+        [[0, 0, 4, 4], [0, 4, 4, 7], [4, 0, 5, 4], [4, 4, 5, 7]]
+    """
 
     side: int
 
@@ -57,18 +81,27 @@ class FixedBlocks(Fixed):
     def __str__(self) -> str:
         return f"fixed-blocks:{self.side}"
 
+    @property
+    def needs(self) -> Needs:
+        return "nothing"
+
     def layout(self, grid: Grid) -> Layout:
-        """The tiles, which are no quadtree nodes."""
+        """Return the tiles, which are not nodes of the quadtree."""
         return tile_layout(grid, min(self.side, max(grid.height, grid.width)))
 
     def decide(self, scores: Tensor, context: Context) -> Decision:
-        """Split nothing."""
-        return descend(context, lambda _, reached: ~reached)
+        return split_from_root(context, lambda _, reached: ~reached)
 
 
 @dataclass(frozen=True)
 class GlobalMean(FixedDepth):
-    """One leaf."""
+    """Split nothing: one leaf, the mean of the grid.
+
+    Example:
+        >>> import torch, bmfa
+        >>> int(bmfa.screen(torch.randn(64), (8, 8), bmfa.rules.GlobalMean()).leaf_count)
+        1
+    """
 
     depth: int = field(default=0, init=False, repr=False)
 
@@ -76,25 +109,38 @@ class GlobalMean(FixedDepth):
         return "global-mean"
 
 
-class Quadrants(Rule):
-    """A child of the root is kept token by token, or summarised by its mean."""
+class QuadrantRule(Rule):
+    """Base of rules that expand a quadrant of the grid token by token, or take its mean."""
 
-    def keep(self, scores: Tensor, context: Context) -> Tensor:
-        """(quadrants, B) the blocks at depth 1 that are kept."""
+    def expanded_quadrants(self, scores: Tensor, context: Context) -> Tensor:
+        """(quadrants, B) bool: blocks at depth 1 that are expanded."""
         raise NotImplementedError
 
     def decide(self, scores: Tensor, context: Context) -> Decision:
-        """Split the root, then everything inside the quadrants kept."""
+        def wants_split(depth: int, reached: Tensor) -> Tensor:
+            return self.expanded_quadrants(scores, context) if depth == 1 else reached
 
-        def wanted(depth: int, reached: Tensor) -> Tensor:
-            return self.keep(scores, context) if depth == 1 else reached
-
-        return descend(context, wanted)
+        return split_from_root(context, wants_split)
 
 
 @dataclass(frozen=True)
-class QuadrantGap(Quadrants):
-    """Keep a quadrant whose exact gap G > epsilon."""
+class QuadrantGap(QuadrantRule):
+    """Expand every quadrant of the grid whose exact gap G exceeds epsilon.
+
+    Args:
+        epsilon: Threshold of the gap, at least 0, in units of the scores.
+
+    Raises:
+        TypeError: If `epsilon` is not a number.
+        ValueError: If `epsilon` is negative or not finite.
+
+    Example:
+        >>> import torch, bmfa
+        >>> scores = torch.zeros(16)
+        >>> scores[0] = 8.0  # one outlier in the top left quadrant
+        >>> int(bmfa.screen(scores, (4, 4), bmfa.rules.QuadrantGap(0.8)).leaf_count)
+        7
+    """
 
     epsilon: float
 
@@ -103,36 +149,67 @@ class QuadrantGap(Quadrants):
         check_number("epsilon", self.epsilon, low=0.0)
 
     def __str__(self) -> str:
-        return f"quadrant-gap:{spell(self.epsilon)}"
+        return f"quadrant-gap:{format_number(self.epsilon)}"
 
-    def scores(self, pyramid: Pyramid) -> Tensor:
-        """G of the quadrants."""
+    def node_scores(self, pyramid: Pyramid) -> Tensor:
+        """(quadrants, B) G of the quadrants."""
         assert isinstance(pyramid, ScorePyramid)
         return pyramid.gaps()[1] if pyramid.depth > 1 else pyramid.tokens[:0]
 
-    def keep(self, scores: Tensor, context: Context) -> Tensor:
-        """Above epsilon."""
+    def expanded_quadrants(self, scores: Tensor, context: Context) -> Tensor:
         return scores > self.epsilon
 
 
 @dataclass(frozen=True)
 class Variance(QuadrantGap):
-    """Keep a quadrant whose population variance / (2 tau), its second-order gap, > epsilon."""
+    """Expand every quadrant whose population variance / (2 tau) exceeds epsilon.
+
+    This is the second-order approximation of the gap.
+
+    Args:
+        epsilon: Threshold, at least 0, in units of the scores.
+
+    Raises:
+        TypeError: If `epsilon` is not a number.
+        ValueError: If `epsilon` is negative or not finite.
+
+    Example:
+        >>> import torch, bmfa
+        >>> scores = torch.zeros(16)
+        >>> scores[0] = 8.0  # variance 12 in the top left quadrant
+        >>> int(bmfa.screen(scores, (4, 4), bmfa.rules.Variance(0.5)).leaf_count)
+        7
+    """
 
     def __str__(self) -> str:
-        return f"variance:{spell(self.epsilon)}"
+        return f"variance:{format_number(self.epsilon)}"
 
-    def scores(self, pyramid: Pyramid) -> Tensor:
-        """The second-order gap of the quadrants."""
+    def node_scores(self, pyramid: Pyramid) -> Tensor:
+        """(quadrants, B) second-order gap of the quadrants."""
         assert isinstance(pyramid, ScorePyramid)
-        return (
-            pyramid.variances()[1] / (2 * pyramid.tau) if pyramid.depth > 1 else pyramid.tokens[:0]
-        )
+        if pyramid.depth < 2:
+            return pyramid.tokens[:0]
+        return pyramid.variances()[1] / (2 * pyramid.tau)
 
 
 @dataclass(frozen=True)
-class RandomQuadrants(Quadrants):
-    """Keep each quadrant of each tree by an independent coin of probability p."""
+class RandomQuadrants(QuadrantRule):
+    """Expand each quadrant of each tree with probability p, independently.
+
+    Args:
+        p: Probability in [0, 1].
+        seed: Seed of the random numbers, at least 0.
+
+    Raises:
+        TypeError: If `p` is not a number or `seed` is not an integer.
+        ValueError: If `p` or `seed` is out of range.
+
+    Example:
+        >>> import torch, bmfa
+        >>> rule = bmfa.rules.RandomQuadrants(0.25, seed=1)
+        >>> bmfa.screen(torch.zeros(4, 64), (8, 8), rule).leaf_count
+        tensor([19,  4,  4,  4])
+    """
 
     p: float
     seed: int = 0
@@ -142,30 +219,25 @@ class RandomQuadrants(Quadrants):
         check_number("p", self.p, low=0.0, high=1.0)
         check_integer("seed", self.seed, low=0)
 
+    def __str__(self) -> str:
+        return f"random-quadrants:{format_number(self.p)}"
+
     @property
     def needs(self) -> Needs:
-        """Nothing: a coin reads no score."""
         return "nothing"
 
     @property
-    def together(self) -> bool:
-        """The coins of a batch are drawn at once, so that no chunking shows in them."""
+    def needs_all_trees(self) -> bool:
+        """True: the random numbers of a batch are drawn at once, whatever its chunks are."""
         return True
 
-    def __str__(self) -> str:
-        return f"random-quadrants:{spell(self.p)}"
-
-    def scores(self, pyramid: Pyramid) -> Tensor:
-        """No rows at all."""
-        return torch.empty(0, 0)
-
-    def coins(self, trees: int, quadrants: int) -> Tensor:
-        """(trees, quadrants) which children of the root of each tree are kept."""
+    def draw(self, trees: int, quadrants: int) -> Tensor:
+        """(trees, quadrants) bool: children of the root of each tree that are expanded."""
         generator = torch.Generator().manual_seed(self.seed)
         return torch.rand(trees, quadrants, generator=generator) < self.p
 
-    def keep(self, scores: Tensor, context: Context) -> Tensor:
-        """Heads; a coin falls for every child of the root, also for single tokens."""
+    def expanded_quadrants(self, scores: Tensor, context: Context) -> Tensor:
+        # A number is drawn for every child of the root, single tokens included.
         root, quadrants = context.layout.levels[:2]
-        coins = self.coins(context.trees, int(root.present.sum())).to(root.boxes.device)
-        return coins.T[root.children[root.present] < quadrants.size]
+        drawn = self.draw(context.trees, int(root.present.sum())).to(root.boxes.device)
+        return drawn.T[root.children[root.present] < quadrants.size]

@@ -1,4 +1,4 @@
-"""Rules that split while a score of the block exceeds epsilon."""
+"""Rules that split a block while its score exceeds epsilon."""
 
 from dataclasses import dataclass, fields
 from typing import ClassVar
@@ -17,15 +17,15 @@ from bmfa.trees.rules.base import (
     Decision,
     Needs,
     Rule,
-    descend,
-    descend_by,
-    spell,
+    format_number,
+    split_above,
+    split_from_root,
 )
 
 
 @dataclass(frozen=True)
-class Threshold(Rule):
-    """Split while the score exceeds epsilon."""
+class ThresholdRule(Rule):
+    """Base of rules that split while the node score exceeds epsilon."""
 
     epsilon: float
 
@@ -34,16 +34,34 @@ class Threshold(Rule):
         check_number("epsilon", self.epsilon, low=0.0)
 
     def decide(self, scores: Tensor, context: Context) -> Decision:
-        """Splits from the scores of all blocks."""
-        return descend_by(scores, self.epsilon, context)
+        return split_above(scores, self.epsilon, context)
 
 
 @dataclass(frozen=True)
-class Gamma(Threshold):
-    """Algorithm 1: split while Gamma > epsilon, Gamma from descendants `lookahead` levels below.
+class Gamma(ThresholdRule):
+    """Split while the refinement score Gamma exceeds epsilon (Algorithm 1).
 
-    A lower bound on the exact gap: it never splits in vain, and it may miss what its descendants'
-    means hide.
+    Gamma is a lower bound on the exact gap: every split is necessary, but structure that the means
+    of the descendants hide is missed.
+
+    Args:
+        epsilon: Threshold of Gamma, at least 0, in units of the scores.
+        lookahead: Levels below a block whose means Gamma compares, at least 1. Larger values see
+            more and take longer.
+
+    Raises:
+        TypeError: If an argument is not a number.
+        ValueError: If an argument is out of range.
+
+    Example:
+        >>> import torch, bmfa
+        >>> scores = torch.zeros(64)
+        >>> scores[9] = 6.0
+        >>> tree = bmfa.screen(scores, (8, 8), bmfa.rules.Gamma(0.005))
+        >>> int(tree.leaf_count)
+        10
+        >>> str(bmfa.rules.Gamma(0.005, lookahead=2))
+        'gamma-h2:0.005'
     """
 
     lookahead: int = 1
@@ -52,78 +70,112 @@ class Gamma(Threshold):
         super().__post_init__()
         check_integer("lookahead", self.lookahead, low=1)
 
+    def __str__(self) -> str:
+        suffix = "" if self.lookahead == 1 else f"-h{self.lookahead}"
+        return f"gamma{suffix}:{format_number(self.epsilon)}"
+
     @property
     def needs(self) -> Needs:
-        """Means: Gamma reads nothing else."""
         return "means"
 
-    def __str__(self) -> str:
-        return f"gamma{'' if self.lookahead == 1 else f'-h{self.lookahead}'}:{spell(self.epsilon)}"
-
-    def scores(self, pyramid: Pyramid) -> Tensor:
-        """Gamma of every block."""
+    def node_scores(self, pyramid: Pyramid) -> Tensor:
+        """(blocks, B) Gamma."""
         return torch.cat([pyramid.gamma(d, self.lookahead) for d in range(pyramid.depth)])
 
     def screen(self, pyramid: Pyramid, context: Context) -> Decision:
-        """Splits level by level, so that a pyramid of keys computes only what is reached."""
+        """Return the splits; a pyramid of keys computes only the blocks that are reached."""
         if self.lookahead > 1:
-            return descend(context, lambda d, _: pyramid.gamma(d, self.lookahead) > self.epsilon)
-        return descend(context, lambda d, some: pyramid.gamma_exceeds(d, self.epsilon, some))
+            return split_from_root(
+                context, lambda depth, _: pyramid.gamma(depth, self.lookahead) > self.epsilon
+            )
+        return split_from_root(
+            context, lambda depth, reached: pyramid.gamma_exceeds(depth, self.epsilon, reached)
+        )
 
 
 @dataclass(frozen=True)
-class ExactGap(Threshold):
-    """Split while the exact gap G > epsilon; epsilon 0 gives dense attention."""
+class ExactGap(ThresholdRule):
+    """Split while the exact gap G exceeds epsilon; epsilon 0 gives dense attention.
+
+    Args:
+        epsilon: Threshold of the gap, at least 0, in units of the scores.
+
+    Raises:
+        TypeError: If `epsilon` is not a number.
+        ValueError: If `epsilon` is negative or not finite.
+
+    Example:
+        >>> import torch, bmfa
+        >>> scores = torch.arange(16.0)
+        >>> tree = bmfa.screen(scores, (4, 4), bmfa.rules.ExactGap(0.0))
+        >>> int(tree.leaf_count), float(tree.error(scores))
+        (16, 0.0)
+    """
 
     def __str__(self) -> str:
-        return f"exact-gap:{spell(self.epsilon)}"
+        return f"exact-gap:{format_number(self.epsilon)}"
 
-    def scores(self, pyramid: Pyramid) -> Tensor:
-        """G of every block."""
+    def node_scores(self, pyramid: Pyramid) -> Tensor:
+        """(blocks, B) G."""
         assert isinstance(pyramid, ScorePyramid)
         return torch.cat(pyramid.gaps())
 
 
 @dataclass(frozen=True)
-class Certified(Threshold):
-    """Split while the upper bound U > epsilon, so that every leaf's gap is proven at most epsilon.
+class Certified(ThresholdRule):
+    """Split while an upper bound U on the gap exceeds epsilon: no leaf has a larger gap.
 
-    U is Bennett's two-point bound from the block's maximum and variance; L, the larger of Gamma and
-    the two-point lower bound from minimum and variance, tells at the depth limit which leaves
-    certainly break epsilon.
+    U is Bennett's two-point bound from the maximum and the variance of the block. L, the larger of
+    Gamma and the lower bound from minimum and variance, tells at the depth limit which leaves
+    certainly exceed epsilon. `Tree.leaf_labels` holds the result for each leaf: safe (U <= epsilon),
+    must-refine (L > epsilon) or undecided, as indices into `bmfa.rules.LABELS`.
+
+    Args:
+        epsilon: Threshold of the gap, at least 0, in units of the scores.
+
+    Raises:
+        TypeError: If `epsilon` is not a number.
+        ValueError: If `epsilon` is negative or not finite.
+
+    Example:
+        >>> import torch, bmfa
+        >>> scores = torch.zeros(64)
+        >>> scores[9] = 6.0
+        >>> tree = bmfa.screen(scores, (8, 8), bmfa.rules.Certified(0.5))
+        >>> {bmfa.rules.LABELS[label] for label in tree.leaf_labels.tolist()}
+        {'safe'}
     """
 
-    double: ClassVar[bool] = True
+    float64_statistics: ClassVar[bool] = True
 
     def __str__(self) -> str:
-        return f"certified:{spell(self.epsilon)}"
+        return f"certified:{format_number(self.epsilon)}"
 
-    def scores(self, pyramid: Pyramid) -> Tensor:
-        """U of every block, then L of every block."""
-        blocks = _Statistics.of(pyramid)
+    def node_scores(self, pyramid: Pyramid) -> Tensor:
+        """(2 blocks, B) U of every block, then L of every block."""
+        blocks = _BlockStatistics.of(pyramid)
         return torch.cat((blocks.upper(pyramid.tau), blocks.lower(pyramid.tau)))
 
     def screen(self, pyramid: Pyramid, context: Context) -> Decision:
-        """Splits of the trees of a pyramid, the bounds taken only where a cheaper one leaves doubt.
+        """Return the splits; U and L are computed only where cheaper bounds leave a block open.
 
-        Gamma > epsilon forces a split, as U is no smaller; a range bound of at most epsilon makes a
-        block safe, as U is no larger.
+        Gamma > epsilon forces a split, because U >= Gamma. A range bound of at most epsilon makes a
+        block safe, because U is no larger.
         """
-        blocks = _Statistics.of(pyramid)
+        blocks = _BlockStatistics.of(pyramid)
         forced = blocks.gamma > self.epsilon
         safe = bounds.hoeffding(blocks.minimum, blocks.maximum, tau=pyramid.tau) <= self.epsilon
         upper = torch.where(forced, torch.inf, 0.0).to(blocks.mean.dtype)
         lower = blocks.gamma.clone()
-        open_ = ~(forced | safe)
-        some = blocks.where(open_)
-        upper[open_] = some.upper(pyramid.tau)
-        lower[open_] = some.lower(pyramid.tau)
+        undecided = ~(forced | safe)
+        remaining = blocks.select(undecided)
+        upper[undecided] = remaining.upper(pyramid.tau)
+        lower[undecided] = remaining.lower(pyramid.tau)
         return self.decide(torch.cat((upper, lower)), context)
 
     def decide(self, scores: Tensor, context: Context) -> Decision:
-        """Splits by U, every block labelled by U and L."""
         upper, lower = scores.chunk(2)
-        decision = descend_by(upper, self.epsilon, context)
+        decision = split_above(upper, self.epsilon, context)
         labels = torch.full_like(upper, UNDECIDED, dtype=torch.int8)
         labels[lower > self.epsilon] = MUST_REFINE
         labels[upper <= self.epsilon] = SAFE
@@ -131,8 +183,8 @@ class Certified(Threshold):
 
 
 @dataclass(frozen=True)
-class _Statistics:
-    """What the bounds of a certified tree are taken from, for all blocks or some."""
+class _BlockStatistics:
+    """Statistics of blocks from which the bounds of `Certified` are computed."""
 
     mean: Tensor
     variance: Tensor
@@ -141,7 +193,7 @@ class _Statistics:
     gamma: Tensor
 
     @classmethod
-    def of(cls, pyramid: Pyramid) -> "_Statistics":
+    def of(cls, pyramid: Pyramid) -> "_BlockStatistics":
         assert isinstance(pyramid, ScorePyramid)
         return cls(
             torch.cat([pyramid.mean(d) for d in range(pyramid.depth)]),
@@ -151,8 +203,8 @@ class _Statistics:
             torch.cat([pyramid.gamma(d) for d in range(pyramid.depth)]),
         )
 
-    def where(self, some: Tensor) -> "_Statistics":
-        return _Statistics(*(getattr(self, field.name)[some] for field in fields(self)))
+    def select(self, mask: Tensor) -> "_BlockStatistics":
+        return _BlockStatistics(*(getattr(self, field.name)[mask] for field in fields(self)))
 
     def upper(self, tau: float) -> Tensor:
         return bounds.bennett(self.maximum, self.mean, self.variance, tau=tau)
@@ -163,11 +215,26 @@ class _Statistics:
 
 
 @dataclass(frozen=True)
-class Mass(Threshold):
-    """Split while pi_B (exp(Gamma_B / tau) - 1) > epsilon: the share of Z that the split recovers.
+class Mass(ThresholdRule):
+    """Split while the share of Z that the split recovers exceeds epsilon.
 
-    pi_B = n_B exp(M_B / tau) / Z with the exact Z. With `coarse`, Z is the mass of the tree built so
-    far with its next level, which means alone give: it is never above Z, so never splits less.
+    The share is pi_B (exp(Gamma_B / tau) - 1) with pi_B = n_B exp(M_B / tau) / Z.
+
+    Args:
+        epsilon: Threshold, a share of the partition function Z, at least 0.
+        coarse: If True, Z is the mass of the tree built so far with its next level, which means
+            alone give. It is never above the exact Z, so that no fewer blocks are split.
+
+    Raises:
+        TypeError: If `epsilon` is not a number or `coarse` not a bool.
+        ValueError: If `epsilon` is negative or not finite.
+
+    Example:
+        >>> import torch, bmfa
+        >>> scores = torch.zeros(64)
+        >>> scores[9] = 6.0
+        >>> int(bmfa.screen(scores, (8, 8), bmfa.rules.Mass(0.002)).leaf_count)
+        10
     """
 
     coarse: bool = False
@@ -176,16 +243,16 @@ class Mass(Threshold):
         super().__post_init__()
         check_flag("coarse", self.coarse)
 
+    def __str__(self) -> str:
+        return f"mass{'-coarse' if self.coarse else ''}:{format_number(self.epsilon)}"
+
     @property
     def needs(self) -> Needs:
-        """Tokens for the exact Z, means for the coarse one."""
+        """Tokens for the exact Z, means for the coarse Z."""
         return "means" if self.coarse else "tokens"
 
-    def __str__(self) -> str:
-        return f"mass{'-coarse' if self.coarse else ''}:{spell(self.epsilon)}"
-
-    def scores(self, pyramid: Pyramid) -> Tensor:
-        """The mass each split recovers."""
+    def node_scores(self, pyramid: Pyramid) -> Tensor:
+        """(blocks, B) share of Z that each split recovers."""
         if self.coarse:
             raise ValueError(
                 f"{self} decides each tree from its own splits, so trees cannot be shared; "
@@ -195,22 +262,20 @@ class Mass(Threshold):
         return torch.cat([pyramid.gain(d) for d in range(pyramid.depth)])
 
     def screen(self, pyramid: Pyramid, context: Context) -> Decision:
-        """Splits of the trees of a pyramid, by the exact or the coarse partition function."""
         if not self.coarse:
             return super().screen(pyramid, context)
-        # log Z of the current leaves; a level's asking blocks are judged with all its splits made.
-        held = pyramid.counts.blocks[0].log() + pyramid.mean(0) / pyramid.tau  # (1, B)
+        # log Z of the leaves so far, to which the splits of each level are added, (1, B)
+        log_mass = pyramid.counts.blocks[0].log() + pyramid.mean(0) / pyramid.tau
 
-        def wanted(depth: int, reached: Tensor) -> Tensor:
-            nonlocal held
-            counts, largest = pyramid.counts.blocks[depth], pyramid.step(depth).largest
+        def wants_split(depth: int, reached: Tensor) -> Tensor:
+            nonlocal log_mass
+            counts, largest = pyramid.counts.blocks[depth], pyramid.offsets(depth).largest
             gain = (counts * pyramid.excess(depth)).log() + largest / pyramid.tau
             gain = gain.masked_fill(~reached, -torch.inf)
-            ahead = torch.cat((held, gain)).logsumexp(0, keepdim=True)
-            asking = (gain - ahead).exp() > self.epsilon
-            held = torch.cat((held, gain.masked_fill(~asking, -torch.inf))).logsumexp(
-                0, keepdim=True
-            )
-            return asking
+            refined = torch.cat((log_mass, gain)).logsumexp(0, keepdim=True)
+            selected = (gain - refined).exp() > self.epsilon
+            gain = gain.masked_fill(~selected, -torch.inf)
+            log_mass = torch.cat((log_mass, gain)).logsumexp(0, keepdim=True)
+            return selected
 
-        return descend(context, wanted)
+        return split_from_root(context, wants_split)

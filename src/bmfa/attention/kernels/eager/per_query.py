@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from bmfa.attention.tiling import unflatten
-from bmfa.trees.build import query_chunks
+from bmfa.trees.keys import query_chunks
 from bmfa.trees.pyramid import Counts, pool
 from bmfa.trees.tree import Tree
 

@@ -20,7 +20,7 @@ from bmfa.attention.tiling import (
     unflatten,
     valid_slots,
 )
-from bmfa.trees.build import query_chunks
+from bmfa.trees.keys import query_chunks
 
 # Logits held at once: few enough to stay in a processor's cache, enough to hide the calls.
 CHUNK_ELEMENTS = 1 << 19

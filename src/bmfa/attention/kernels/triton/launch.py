@@ -1,4 +1,8 @@
-"""Launching kernels again and again: Triton looks each up by all arguments, a plan does not."""
+"""Repeated launches of compiled kernels with little work on the host.
+
+Triton looks a kernel up by all of its arguments on every launch. A `CachedLaunch` does that once for
+tensors of the same dtypes, shapes and strides.
+"""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -10,27 +14,32 @@ from torch import Tensor
 from triton.compiler import CompiledKernel
 from triton.runtime import driver
 
-# How a compiled kernel is started is no public interface: other versions go through Triton itself.
-_KNOWN = ((3, 6),)
-_DIRECT = tuple(int(part) for part in triton.__version__.split(".")[:2]) in _KNOWN
+# Starting a compiled kernel is not a public interface. Other versions launch through Triton.
+_DIRECT_VERSIONS = ((3, 6),)
+_DIRECT = tuple(int(part) for part in triton.__version__.split(".")[:2]) in _DIRECT_VERSIONS
+_ALIGNMENT_MASK = 15  # Triton specialises kernels on pointers that are multiples of 16 bytes
+_WORKSPACE_ALIGNMENT = 256  # bytes, as torch's CUDA allocator aligns tensors to 512
 LaunchGrid = tuple[int, int, int]
-_ALIGNMENT = 15  # Triton specialises kernels on pointers that 16 divides
-_PIECE = 256  # bytes that divide the start of every scratch tensor
 
 
 class CachedLaunch:
-    """One kernel on one device with everything settled but the tensors.
+    """One kernel on one device with all arguments fixed except for the tensors.
 
-    A plan is for tensors of equal dtypes, shapes and strides: then all that Triton specialises on is
-    equal but the alignment of pointers, which is looked at. The rest are the arguments behind the
-    tensors in the kernel's own order, constants included; options are those of the compiler.
+    All calls must pass tensors of the same dtypes, shapes and strides. The alignment of pointers, on
+    which Triton specialises too, is checked on every call.
+
+    Args:
+        kernel: A `triton.jit` function whose first parameters are the tensors.
+        grid: Number of programs, in one or three dimensions.
+        rest: Arguments after the tensors in the kernel's order, constants included.
+        options: Options of the compiler, such as num_warps.
     """
 
     def __init__(
-        self, kernel: Any, programs: int | LaunchGrid, rest: tuple[Any, ...], **options: object
+        self, kernel: Any, grid: int | LaunchGrid, rest: tuple[Any, ...], **options: object
     ) -> None:
         self.kernel = kernel
-        self.programs = (programs, 1, 1) if isinstance(programs, int) else programs
+        self.grid = (grid, 1, 1) if isinstance(grid, int) else grid
         self.rest = rest
         self.options = options
         self.device = -1
@@ -40,33 +49,34 @@ class CachedLaunch:
     def __call__(self, *tensors: Tensor) -> None:
         """Launch on the current stream."""
         pointers = [tensor.data_ptr() for tensor in tensors]
-        if self.ready and not _any_unaligned(pointers):
-            self.launch(_current_stream(self.device), pointers)
+        if self.ready and _all_aligned(pointers):
+            self.launch_directly(_current_stream(self.device), pointers)
         else:
-            self.through_triton(*tensors)
+            self.launch_through_triton(*tensors)
 
     @property
     def ready(self) -> bool:
-        """Whether the kernel can be started without Triton looking it up."""
-        return (
-            self.start is not None and torch.cuda.current_device() == self.device and not _hooked()
-        )
+        """True if the kernel can be started directly on the current device."""
+        if self.start is None or torch.cuda.current_device() != self.device:
+            return False
+        runtime = triton.knobs.runtime  # a profiler's hooks are called by Triton's own launch
+        return not (runtime.launch_enter_hook.calls or runtime.launch_exit_hook.calls)
 
-    def launch(self, stream: int, pointers: Sequence[int]) -> None:
-        """Start a kernel that is `ready`, on tensors at these aligned addresses."""
+    def launch_directly(self, stream: int, pointers: Sequence[int]) -> None:
+        """Start a `ready` kernel on tensors at these aligned addresses."""
         compiled = self.compiled
         assert self.start is not None
         self.start(
-            *self.programs, stream, compiled.function, compiled.packed_metadata, None, None, None,
+            *self.grid, stream, compiled.function, compiled.packed_metadata, None, None, None,
             *pointers, *self.rest,
         )  # fmt: skip
 
-    def through_triton(self, *tensors: Tensor) -> None:
-        """Launch as Triton does; what it compiled is kept."""
+    def launch_through_triton(self, *tensors: Tensor) -> None:
+        """Launch through Triton and keep the compiled kernel if the tensors are aligned."""
         with torch.cuda.device_of(tensors[0]):  # type: ignore[no-untyped-call]
-            compiled = self.kernel[self.programs](*tensors, *self.rest, **self.options)
-        aligned = not _any_unaligned([tensor.data_ptr() for tensor in tensors])
-        # The interpreter compiles nothing.
+            compiled = self.kernel[self.grid](*tensors, *self.rest, **self.options)
+        aligned = _all_aligned([tensor.data_ptr() for tensor in tensors])
+        # The interpreter returns no compiled kernel.
         if _DIRECT and self.start is None and aligned and isinstance(compiled, CompiledKernel):
             self.device = tensors[0].get_device()
             self.compiled = compiled
@@ -74,77 +84,73 @@ class CachedLaunch:
 
 
 class Workspace:
-    """Workspace tensors of one call in one allocation: each would cost the host half a launch."""
+    """Scratch tensors in one allocation, since every allocation costs half a launch on the host."""
 
     def __init__(self) -> None:
-        self.pieces: dict[str, tuple[int, tuple[int, ...], torch.dtype]] = {}
+        self.tensors: dict[str, tuple[int, tuple[int, ...], torch.dtype]] = {}  # offset in bytes
         self.bytes = 0
 
     def add(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-        """Room for one more."""
-        self.pieces[name] = (self.bytes, shape, dtype)
-        self.bytes += -(-math.prod(shape) * dtype.itemsize // _PIECE) * _PIECE
+        """Reserve space for one more tensor."""
+        self.tensors[name] = (self.bytes, shape, dtype)
+        size = math.prod(shape) * dtype.itemsize
+        self.bytes += -(-size // _WORKSPACE_ALIGNMENT) * _WORKSPACE_ALIGNMENT
 
-    def views(self, room: Tensor) -> list[Tensor]:
-        """The tensors in an allocation of `bytes`."""
+    def views(self, memory: Tensor) -> list[Tensor]:
+        """Return the tensors as views of an allocation of `bytes` bytes."""
         return [
-            room[start : start + math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
-            for start, shape, dtype in self.pieces.values()
+            memory[start : start + math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
+            for start, shape, dtype in self.tensors.values()
         ]
 
 
 class LaunchSequence:
-    """Plans one after the other, each on some of the same tensors, found by their names.
+    """Kernels launched one after the other, each on some of the same tensors.
 
-    The tensors of a call are those `given` to it, in that order, and those in `scratch`.
+    A kernel finds its tensors by the names of its parameters: those that every call passes, in the
+    order of `inputs`, and those of the workspace.
     """
 
-    def __init__(self, given: tuple[str, ...], scratch: Workspace) -> None:
-        self.names = (*given, *scratch.pieces)
-        self.scratch = scratch
+    def __init__(self, inputs: tuple[str, ...], workspace: Workspace) -> None:
+        self.names = (*inputs, *workspace.tensors)
+        self.workspace = workspace
         self.steps: list[tuple[CachedLaunch, tuple[int, ...]]] = []
-        self._offsets = [start for start, _, _ in scratch.pieces.values()]
+        self._offsets = [start for start, _, _ in workspace.tensors.values()]
         self._ready = False
 
     def add(
-        self, kernel: Any, programs: LaunchGrid, values: Mapping[str, Any], **options: object
+        self, kernel: Any, grid: LaunchGrid, arguments: Mapping[str, Any], **options: object
     ) -> None:
-        """A kernel; its tensors come first, its other arguments are looked up in `values`."""
-        places = tuple(self.names.index(name) for name in kernel.arg_names if name in self.names)
-        rest = tuple(values[name] for name in kernel.arg_names if name not in self.names)
-        self.steps.append((CachedLaunch(kernel, programs, rest, **options), places))
+        """Append a kernel; arguments that are no tensors are looked up by name."""
+        indices = tuple(self.names.index(name) for name in kernel.arg_names if name in self.names)
+        rest = tuple(arguments[name] for name in kernel.arg_names if name not in self.names)
+        self.steps.append((CachedLaunch(kernel, grid, rest, **options), indices))
 
-    def __call__(self, *given: Tensor) -> None:
-        """Launch all of them on the current stream."""
-        room = given[0].new_empty((self.scratch.bytes,), dtype=torch.uint8)
+    def __call__(self, *inputs: Tensor) -> None:
+        """Launch all kernels on the current stream."""
+        memory = inputs[0].new_empty((self.workspace.bytes,), dtype=torch.uint8)
         if self._ready and self.steps[0][0].ready:
-            pointers = [tensor.data_ptr() for tensor in given]
-            if not _any_unaligned(pointers):
-                base = room.data_ptr()
+            pointers = [tensor.data_ptr() for tensor in inputs]
+            if _all_aligned(pointers):
+                base = memory.data_ptr()
                 pointers += [base + offset for offset in self._offsets]
                 stream = _current_stream(self.steps[0][0].device)
-                for plan, places in self.steps:
-                    plan.launch(stream, [pointers[place] for place in places])
+                for launch, indices in self.steps:
+                    launch.launch_directly(stream, [pointers[index] for index in indices])
                 return
-        tensors = [*given, *self.scratch.views(room)]
-        for plan, places in self.steps:
-            plan.through_triton(*(tensors[place] for place in places))
-        self._ready = all(plan.start is not None for plan, _ in self.steps)
+        tensors = [*inputs, *self.workspace.views(memory)]
+        for launch, indices in self.steps:
+            launch.launch_through_triton(*(tensors[index] for index in indices))
+        self._ready = all(launch.start is not None for launch, _ in self.steps)
 
 
-def _any_unaligned(pointers: Sequence[int]) -> bool:
+def _all_aligned(pointers: Sequence[int]) -> bool:
     bits = 0
     for pointer in pointers:
         bits |= pointer
-    return bits & _ALIGNMENT != 0
+    return bits & _ALIGNMENT_MASK == 0
 
 
 def _current_stream(device: int) -> int:
     stream: int = driver.active.get_current_stream(device)
     return stream
-
-
-def _hooked() -> bool:
-    """Whether a profiler listens to launches: it is served by Triton itself."""
-    runtime = triton.knobs.runtime
-    return bool(runtime.launch_enter_hook.calls or runtime.launch_exit_hook.calls)

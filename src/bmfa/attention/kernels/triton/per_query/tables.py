@@ -73,7 +73,7 @@ def tables(grid: Grid, prefix: int, order: str, device: torch.device) -> tuple[T
 def coins_of(rule: RandomQuadrants, trees: int, grid: Grid, device: torch.device) -> Tensor:
     """(trees,) a bit for every quadrant; the copies of one share its coin."""
     rows, columns = 1 + (grid.height > 1), 1 + (grid.width > 1)
-    coins = rule.coins(trees, rows * columns).to(torch.int8)
+    coins = rule.draw(trees, rows * columns).to(torch.int8)
     packed = torch.zeros(trees, dtype=torch.int8)
     for digit in range(4):
         row, column = min(digit // 2, rows - 1), min(digit % 2, columns - 1)

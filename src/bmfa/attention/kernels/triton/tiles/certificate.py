@@ -1,32 +1,44 @@
-"""The free energy that the mean tiles lose, exactly, for every query: one more pass over the keys."""
+"""Kernel of the certificate: the error of every query from one more pass over the keys."""
 
 import triton
 import triton.language as tl
 
-from bmfa.attention.kernels.triton.tiles.tokens import LOG2E, existing, load_rows, tokens_of
+from bmfa.attention.kernels.triton.tiles.primitives import (
+    LOG2E,
+    load_rows,
+    split_batch_head,
+    tile_tokens,
+    valid_tokens,
+)
+
+# Where all scores (base 2) are below this, exp2 needs no shift by a maximum: the sum of the 2^18 terms
+# of the largest grid stays below 2^118, and each term above 2^-100, both normal in float32.
+LARGEST_UNSHIFTED = tl.constexpr(100.0)
+# 8 roundings of float32, upwards: two logarithms and the change of base.
+ROUND_UP = tl.constexpr(1.000001)
 
 
 @triton.jit
-def add_mass(top, mass, other, more):
-    """The sum of `mass` of scale 2^top and `more` of scale 2^other; a scale of -inf is nothing."""
-    higher = tl.maximum(top, other)
-    level = tl.where(higher == float("-inf"), 0.0, higher)
-    return higher, mass * tl.exp2(top - level) + more * tl.exp2(other - level)
+def add_scaled(m_i, l_i, m_j, l_j):
+    """Add l_j 2^m_j to l_i 2^m_i and return the new pair; an exponent of -inf stands for 0."""
+    m_new = tl.maximum(m_i, m_j)
+    shift = tl.where(m_new == float("-inf"), 0.0, m_new)
+    return m_new, l_i * tl.exp2(m_i - shift) + l_j * tl.exp2(m_j - shift)
 
 
 @triton.jit
 def score_tile(
-    asked, k, valid, index, k_row, height, width, across, binary,
+    queries, k, valid, tile, stride_kt, height, width, tiles_across, qk_scale_log2,
     D: tl.constexpr, BLOCK_D: tl.constexpr, SIDE: tl.constexpr,
-    ALIGNED: tl.constexpr, MASKED: tl.constexpr, RAGGED: tl.constexpr, PRECISION: tl.constexpr,
+    Z_ORDER: tl.constexpr, MASKED: tl.constexpr, RAGGED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Scores (base 2) of a tile, -inf where there is no token, their mean, and how many there are."""
+    """Return the scores (base 2) of a tile, -inf for missing tokens, their mean and their count."""
     slots = tl.arange(0, SIDE * SIDE)
-    tokens, inside = tokens_of(index, slots, height, width, across, ALIGNED, SIDE)
-    exists = existing(valid, tokens, inside, MASKED)
-    keys = load_rows(k, tokens, k_row, exists, D, BLOCK_D)
-    scores = tl.dot(asked, tl.trans(keys), input_precision=PRECISION) * binary
-    total = tl.sum(scores, 1)  # keys that do not exist are 0, and so are their scores
+    tokens, on_grid = tile_tokens(tile, slots, height, width, tiles_across, Z_ORDER, SIDE)
+    exists = valid_tokens(valid, tokens, on_grid, MASKED)
+    tile_k = load_rows(k, tokens, stride_kt, exists, D, BLOCK_D)
+    scores = tl.dot(queries, tl.trans(tile_k), input_precision=PRECISION) * qk_scale_log2
+    total = tl.sum(scores, 1)  # the keys of missing tokens are 0, and so are their scores
     count = SIDE * SIDE * 1.0
     if MASKED or RAGGED:
         count = tl.sum(exists.to(tl.float32), 0)
@@ -35,91 +47,94 @@ def score_tile(
 
 
 @triton.jit
-def certify(
-    q, k, valid, expanded, longest, bounds,
-    q_batch, q_head, q_row, k_batch, k_head, k_row,
-    heads, prefix, height, width, across, tiles, groups, factor, per_score, always,
+def certificate_kernel(
+    q, k, valid, expanded, longest_key, bound,
+    stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_kt,
+    H, prefix, height, width, tiles_across, num_tiles, num_groups, qk_scale, per_score, always,
     D: tl.constexpr, BLOCK_D: tl.constexpr, GROUP: tl.constexpr, SIDE: tl.constexpr,
-    PREFIX: tl.constexpr, ALIGNED: tl.constexpr, MASKED: tl.constexpr, RAGGED: tl.constexpr,
-    PRECISION: tl.constexpr, PLAIN: tl.constexpr,
+    BLOCK_PREFIX: tl.constexpr, Z_ORDER: tl.constexpr, MASKED: tl.constexpr, RAGGED: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Program (query group, head): E / tau = log Z - log Z~ of each of its queries, rounded upwards.
+    """Bound E / tau = log Z - log Z~ of the GROUP * S queries of one group. Grid: (groups, B * H).
 
-    Z adds up the tokens; Z~ takes n exp(mean score) for a tile that stays. No mean key is read: the
-    mean of the scores is at hand, and its rounding is that of the scores. 0 where no tile stays.
-    Where the norms (`longest` is the longest key of the head) allow no score beyond 2^PLAIN, there is
-    no maximum to look for. `per_score` times the largest such score, and `always`, are added for what
-    rounding may have taken.
+    Z sums exp over all tokens; Z~ takes n exp(mean score) for a tile that is not expanded. The mean of
+    the scores needs no mean key and has the rounding of the scores. `per_score` times the largest score
+    that the norms allow (`longest_key` is the largest norm of a key of the head), plus `always`, covers
+    the rounding.
+
+    Writes bound (B * H, prefix + N) in float32: 0 for prefix queries, for queries that do not exist and
+    where every tile is expanded; inf where a score is NaN.
     """
-    SLOTS: tl.constexpr = SIDE * SIDE
-    QUERIES: tl.constexpr = GROUP * SLOTS
-    group, head = tl.program_id(0), tl.program_id(1)
-    batch, place, wide = (
-        (head // heads).to(tl.int64),
-        (head % heads).to(tl.int64),
-        head.to(tl.int64),
-    )
-    q += batch * q_batch + place * q_head + prefix * q_row
-    k += batch * k_batch + place * k_head
+    S: tl.constexpr = SIDE * SIDE
+    QUERIES: tl.constexpr = GROUP * S
+    group = tl.program_id(0)
+    batch, head, batch_head = split_batch_head(tl.program_id(1), H)
+    q += batch * stride_qb + head * stride_qh + prefix * stride_qt
+    k += batch * stride_kb + head * stride_kh
     valid += batch * height * width
-    expanded += (wide * groups + group) * tiles
-    queries = tl.arange(0, QUERIES)
-    tile = group * GROUP + queries // SLOTS
-    tokens, on_grid = tokens_of(tile, queries % SLOTS, height, width, across, ALIGNED, SIDE)
-    on_grid = on_grid & (tile < tiles)
-    present = existing(valid, tokens, on_grid, MASKED)
-    asked = load_rows(q, tokens, q_row, present, D, BLOCK_D)
-    binary = factor * LOG2E
-    exact_top = tl.full((QUERIES,), float("-inf"), tl.float32)
-    exact = tl.zeros((QUERIES,), tl.float32)
-    if PREFIX > 0:
-        before = tl.arange(0, PREFIX)
-        own = load_rows(k, before, k_row, before < prefix, D, BLOCK_D)
-        own_scores = tl.dot(asked, tl.trans(own), input_precision=PRECISION) * binary
-        own_scores = tl.where((before < prefix)[None, :], own_scores, float("-inf"))
-        exact_top = tl.max(own_scores, 1)
-        exact = tl.sum(tl.exp2(own_scores - exact_top[:, None]), 1)
-    coarse_top, coarse = exact_top, exact
-    k += prefix * k_row
-    some = False
-    wide_asked = asked.to(tl.float32)
-    reach = tl.sqrt(tl.sum(wide_asked * wide_asked, 1)) * tl.load(longest + wide) * tl.abs(factor)
-    if tl.max(reach, 0) * LOG2E < PLAIN:
-        coarse = exact * tl.exp2(exact_top)
-        exact = coarse
-        for index in range(tiles):
+    expanded += (batch_head * num_groups + group) * num_tiles
+    bound += batch_head * (prefix + height * width)
+    rows = tl.arange(0, QUERIES)
+    query_tile = group * GROUP + rows // S
+    tokens, on_grid = tile_tokens(query_tile, rows % S, height, width, tiles_across, Z_ORDER, SIDE)
+    on_grid = on_grid & (query_tile < num_tiles)
+    exists = valid_tokens(valid, tokens, on_grid, MASKED)
+    queries = load_rows(q, tokens, stride_qt, exists, D, BLOCK_D)  # (QUERIES, BLOCK_D)
+    qk_scale_log2 = qk_scale * LOG2E
+    # Z = exact_l 2^exact_m and Z~ = coarse_l 2^coarse_m
+    exact_m = tl.full((QUERIES,), float("-inf"), tl.float32)
+    exact_l = tl.zeros((QUERIES,), tl.float32)
+    if BLOCK_PREFIX > 0:
+        prefix_tokens = tl.arange(0, BLOCK_PREFIX)
+        in_prefix = prefix_tokens < prefix
+        prefix_k = load_rows(k, prefix_tokens, stride_kt, in_prefix, D, BLOCK_D)
+        prefix_scores = tl.dot(queries, tl.trans(prefix_k), input_precision=PRECISION)
+        prefix_scores = prefix_scores * qk_scale_log2
+        prefix_scores = tl.where(in_prefix[None, :], prefix_scores, float("-inf"))
+        exact_m = tl.max(prefix_scores, 1)
+        exact_l = tl.sum(tl.exp2(prefix_scores - exact_m[:, None]), 1)
+    coarse_m, coarse_l = exact_m, exact_l
+    k += prefix * stride_kt
+    any_coarse = False
+    wide = queries.to(tl.float32)
+    largest_score = tl.sqrt(tl.sum(wide * wide, 1)) * tl.load(longest_key + batch_head)
+    largest_score = largest_score * tl.abs(qk_scale)
+    if tl.max(largest_score, 0) * LOG2E < LARGEST_UNSHIFTED:
+        coarse_l = exact_l * tl.exp2(exact_m)
+        exact_l = coarse_l
+        for tile in range(num_tiles):
             scores, mean, count = score_tile(
-                asked, k, valid, index, k_row, height, width, across, binary,
-                D, BLOCK_D, SIDE, ALIGNED, MASKED, RAGGED, PRECISION,
+                queries, k, valid, tile, stride_kt, height, width, tiles_across, qk_scale_log2,
+                D, BLOCK_D, SIDE, Z_ORDER, MASKED, RAGGED, PRECISION,
             )  # fmt: skip
             mass = tl.sum(tl.exp2(scores), 1)
-            stays = (tl.load(expanded + index) == 0) & (count > 1.0)
-            some = some | stays
-            exact += mass
-            coarse += tl.where(stays, count * tl.exp2(mean), mass)
-        exact_top = tl.zeros((QUERIES,), tl.float32)
-        coarse_top = exact_top
+            coarse = (tl.load(expanded + tile) == 0) & (count > 1.0)
+            any_coarse = any_coarse | coarse
+            exact_l += mass
+            coarse_l += tl.where(coarse, count * tl.exp2(mean), mass)
+        exact_m = tl.zeros((QUERIES,), tl.float32)
+        coarse_m = exact_m
     else:
-        for index in range(tiles):
+        for tile in range(num_tiles):
             scores, mean, count = score_tile(
-                asked, k, valid, index, k_row, height, width, across, binary,
-                D, BLOCK_D, SIDE, ALIGNED, MASKED, RAGGED, PRECISION,
+                queries, k, valid, tile, stride_kt, height, width, tiles_across, qk_scale_log2,
+                D, BLOCK_D, SIDE, Z_ORDER, MASKED, RAGGED, PRECISION,
             )  # fmt: skip
-            top = tl.max(scores, 1)
-            level = tl.where(top == float("-inf"), 0.0, top)
-            mass = tl.sum(tl.exp2(scores - level[:, None]), 1)
-            stays = (tl.load(expanded + index) == 0) & (count > 1.0)
-            some = some | stays
-            exact_top, exact = add_mass(exact_top, exact, top, mass)
-            # A bright minority may lie so far above its mean that the two sums share no scale.
-            coarse_top, coarse = add_mass(
-                coarse_top, coarse, tl.where(stays, mean, top), tl.where(stays, count, mass)
+            m_i = tl.max(scores, 1)
+            shift = tl.where(m_i == float("-inf"), 0.0, m_i)
+            mass = tl.sum(tl.exp2(scores - shift[:, None]), 1)
+            coarse = (tl.load(expanded + tile) == 0) & (count > 1.0)
+            any_coarse = any_coarse | coarse
+            exact_m, exact_l = add_scaled(exact_m, exact_l, m_i, mass)
+            # Z and Z~ have exponents of their own: a maximum may be far above the mean of its tile.
+            coarse_m, coarse_l = add_scaled(
+                coarse_m, coarse_l, tl.where(coarse, mean, m_i), tl.where(coarse, count, mass)
             )
-    apart = (exact_top - coarse_top) + (tl.log2(exact) - tl.log2(coarse))
-    bound = tl.maximum(apart * (1.000001 / LOG2E), 0.0) + per_score * reach + always
-    bound = tl.where(bound == bound, bound, float("inf"))  # nothing is known of what is no number
-    bound = tl.where(some & present, bound, 0.0)
-    tl.store(bounds + wide * (prefix + height * width) + prefix + tokens, bound, mask=on_grid)
-    if group == 0 and PREFIX > 0:
-        first = tl.arange(0, PREFIX)
-        tl.store(bounds + wide * (prefix + height * width) + first, 0.0, mask=first < prefix)
+    error = (exact_m - coarse_m) + (tl.log2(exact_l) - tl.log2(coarse_l))
+    error = tl.maximum(error * (ROUND_UP / LOG2E), 0.0) + per_score * largest_score + always
+    error = tl.where(error == error, error, float("inf"))  # NaN: nothing is known
+    error = tl.where(any_coarse & exists, error, 0.0)
+    tl.store(bound + prefix + tokens, error, mask=on_grid)
+    if group == 0 and BLOCK_PREFIX > 0:
+        first = tl.arange(0, BLOCK_PREFIX)
+        tl.store(bound + first, 0.0, mask=first < prefix)

@@ -1,92 +1,63 @@
-"""How tiles and representatives are spread over programs, and the kernels' pinned settings."""
+"""Launches of the kernels for tiles: five for attention, one for its certificate.
 
+Everything but the tensors is computed once for calls with equal shapes, strides and options.
+"""
+
+import math
 from dataclasses import dataclass
 from functools import lru_cache
-from math import expm1
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from bmfa.attention.kernels.triton.launch import CachedLaunch, LaunchGrid, LaunchSequence, Workspace
-from bmfa.attention.kernels.triton.tiles.attention import attend
-from bmfa.attention.kernels.triton.tiles.certificate import certify
-from bmfa.attention.kernels.triton.tiles.pool import pool
-from bmfa.attention.kernels.triton.tiles.residual import residual
-from bmfa.attention.kernels.triton.tiles.score import score
-from bmfa.attention.kernels.triton.tiles.select import select
+from bmfa.attention.kernels.triton.launch import (
+    CachedLaunch,
+    LaunchGrid,
+    LaunchSequence,
+    Workspace,
+)
+from bmfa.attention.kernels.triton.tiles.attention import attention_kernel
+from bmfa.attention.kernels.triton.tiles.certificate import certificate_kernel
+from bmfa.attention.kernels.triton.tiles.pool import pool_kernel
+from bmfa.attention.kernels.triton.tiles.residual import residual_kernel
+from bmfa.attention.kernels.triton.tiles.score import score_kernel
+from bmfa.attention.kernels.triton.tiles.select import select_kernel
+from bmfa.attention.tiling import GAP_CAP, Tiling
+from bmfa.grid import Grid
 
-SIDE, GROUP = 8, 2
-GAP_CAP = 4.0
-# 2^100 a hundred thousand times, and 2^-100, are numbers still.
-PLAIN = 100.0
-# Pinned, not tuned at run time: columns of a scoring program, mean tiles in one step of attention,
-# rows of the first-order matrix that one program adds up.
-TILES, COARSE, STRIP = 16, 64, 16
-# Warps (for head dims up to 64; twice as many above) and pipeline stages of each kernel.
-CONFIGURATION = {
-    "pool": (4, 3),
-    "score": (4, 3),
-    "residual": (4, 3),
-    "attend": (4, 3),
-    "certify": (4, 3),
-}
-# LaunchGrid that keep a large card busy, and the shares of k and v that scratch memory may take.
-BUSY = 512
-ROWS_SHARE, PARTS_SHARE = 0.10, 0.035
+# Tensors that every call passes; kernels find them by these names.
+INPUTS = ("q", "k", "v", "valid", "o", "expanded_count", "coarse_bits")
 
-
-@dataclass(frozen=True)
-class Sizes:
-    """The sizes of one call."""
-
-    heads: int  # of all pictures
-    tiles: int
-    across: int
-    groups: int
-    pooled: int  # tiles of one pooling program
-    scored: int  # tiles of one scoring program
-    rows: int  # representatives at once
-    block: int  # representatives of one program
-    share: int  # tiles of one residual program
-    few: bool  # too few tiles for long loops to fill the card
-
-    @classmethod
-    def of(cls, heads: int, height: int, width: int, dim: int, size: int) -> "Sizes":
-        """For (heads, height width, dim) keys and values of `size` bytes a number."""
-        down, across = -(-height // SIDE), -(-width // SIDE)
-        tiles = down * across
-        groups = -(-tiles // GROUP)
-        room = 2 * height * width * dim * size  # bytes of k and v of one head
-        few = tiles * heads < 2 * BUSY
-        pooled, scored = (4, 2) if few else (8, TILES)
-        # energy (4 bytes) and gap (2 bytes) of every representative and tile
-        chunks = -(-6 * groups * tiles // max(1, int(ROWS_SHARE * room)))
-        chunks = max(1, min(chunks, groups // 64))
-        rows = -(-groups // chunks)
-        block = 64 if rows > 32 else 32 if rows > 16 else 16
-        programs = heads * -(-rows // block)
-        parts = min(BUSY // programs, int(PARTS_SHARE * room) // (size * rows * dim))
-        step = TILES // 2 if few else TILES
-        share = step * -(-tiles // (step * max(1, parts)))
-        return cls(heads, tiles, across, groups, pooled, scored, rows, block, share, few)
+# The settings below are pinned rather than tuned at run time, so that equal inputs give equal bits.
+# `bmfa bench attention` measures them.
+BLOCK_T = 16  # tiles that a program of the score and residual kernels holds at once
+BLOCK_MEANS = 64  # mean tiles in one step of the attention kernel
+STRIP = 16  # rows of kv_cov that one program adds up
+NUM_WARPS, NUM_STAGES = 4, 3
+WIDE_HEAD = 64  # above this head dimension the pooling kernel takes twice as many warps
+LONG_ROW = 1024  # tiles; above this the selection takes four warps instead of one
+BUSY_PROGRAMS = 512  # programs that fill a large GPU
+# Shares of the bytes of k and v that lse and gap, and the parts of the residual, may take.
+SCORES_SHARE, RESIDUAL_SHARE = 0.10, 0.035
+SCORE_BYTES = 6  # of one representative and tile: lse in float32, gap in float16
 
 
-class Frame(NamedTuple):
-    """Where the tokens of a call lie, and how they are scored: what its kernels are compiled for."""
+class CallKey(NamedTuple):
+    """Everything about a call that its launches depend on."""
 
     batch: int
     heads: int
     dim: int
-    strides: tuple[tuple[int, ...], ...]  # (batch, head, row) of q, k and perhaps v and the output
+    strides: tuple[tuple[int, ...], ...]  # (batch, head, token) of q, k and for attention v and o
     dtype: torch.dtype
     device: int
     masked: bool
     height: int
     width: int
     prefix: int
-    factor: float
-    aligned: bool
+    qk_scale: float
+    z_order: bool
 
     @classmethod
     def of(
@@ -96,223 +67,257 @@ class Frame(NamedTuple):
         height: int,
         width: int,
         prefix: int,
-        factor: float,
-        aligned: bool,
-    ) -> "Frame":
-        """From q, k and so on, (B, heads, prefix + N, d) each."""
+        qk_scale: float,
+        z_order: bool,
+    ) -> "CallKey":
+        """Read the key off q, k and perhaps v and o, (B, H, prefix + N, D) each."""
         q = tensors[0]
         batch, heads, _, dim = q.shape
         strides = tuple(tensor.stride()[:3] for tensor in tensors)
         return cls(
             batch, heads, dim, strides, q.dtype, q.get_device(), valid is not None,
-            height, width, prefix, factor, aligned,
+            height, width, prefix, qk_scale, z_order,
         )  # fmt: skip
 
+    @property
+    def tiling(self) -> Tiling:
+        """Tiles of the one size that the kernels are written for."""
+        return Tiling(Grid(self.height, self.width))
+
     def arguments(self) -> dict[str, Any]:
-        """As the kernels call them."""
-        down, across = -(-self.height // SIDE), -(-self.width // SIDE)
-        own = {
-            f"{name}_{what}": stride
-            for name, strides in zip("qkvo", self.strides, strict=False)
-            for what, stride in zip(("batch", "head", "row"), strides, strict=True)
+        """Return the arguments that the kernels share, by the names of their parameters."""
+        tiling = self.tiling
+        strides = {
+            f"stride_{name}{dimension}": stride
+            for name, tensor_strides in zip("qkvo", self.strides, strict=False)
+            for dimension, stride in zip("bht", tensor_strides, strict=True)
         }
         return {
-            **own,
-            "heads": self.heads,
+            **strides,
+            "H": self.heads,
             "prefix": self.prefix,
             "height": self.height,
             "width": self.width,
-            "across": across,
-            "tiles": down * across,
-            "groups": -(-down * across // GROUP),
-            "factor": self.factor,
+            "tiles_across": tiling.columns,
+            "num_tiles": tiling.tiles,
+            "num_groups": tiling.groups,
+            "qk_scale": self.qk_scale,
             "D": self.dim,
-            "BLOCK_D": max(16, power_of_2(self.dim)),
-            "SIDE": SIDE,
-            "GROUP": GROUP,
-            "PREFIX": 0 if self.prefix == 0 else max(16, power_of_2(self.prefix)),
-            "ALIGNED": self.aligned,
+            "BLOCK_D": _dot_block(self.dim),
+            "SIDE": tiling.side,
+            "LOG2_S": math.log2(tiling.slots),
+            "GROUP": tiling.group,
+            "BLOCK_PREFIX": _dot_block(self.prefix) if self.prefix else 0,
+            "Z_ORDER": self.z_order,
             "MASKED": self.masked,
-            "RAGGED": bool(self.height % SIDE or self.width % SIDE),
+            "RAGGED": tiling.ragged,
             "PRECISION": "ieee" if self.dtype == torch.float32 else "tf32",
         }
 
 
-def mask_or_any(valid: Tensor | None, other: Tensor) -> Tensor:
-    """The mask in bytes; where there is none the kernels read nothing of what stands in for it."""
-    return other if valid is None else valid.contiguous().view(torch.uint8)
+@dataclass(frozen=True)
+class WorkSplit:
+    """How tiles and representatives are divided among programs."""
 
+    pooled: int  # tiles of a program of the pooling kernel
+    scored: int  # tiles of a program of the score kernel
+    rows: int  # representatives that are processed at once
+    block_r: int  # representatives of a program
+    tiles_per_split: int  # tiles of a program of the residual kernel
+    few: bool  # too few tiles for long loops to fill the GPU
 
-def power_of_2(number: int) -> int:
-    """The least one that is no less."""
-    return 1 << (number - 1).bit_length()
-
-
-# Tensors that a call brings; the kernels find them by these names.
-GIVEN = ("q", "k", "v", "valid", "output", "amounts", "words")
-
-
-def launch(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    valid: Tensor | None,
-    height: int,
-    width: int,
-    prefix: int,
-    factor: float,
-    error: float | None,
-    expand: int,
-    aligned: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Output (B, heads, prefix + N, d), expanded tiles (B heads, groups), words (B heads, groups, *).
-
-    The bits of the words mark the tiles that stay unexpanded. `error` is a target for E / tau;
-    without it the `expand` largest losses of every group are expanded.
-    """
-    batch, heads, tokens, dim = q.shape
-    output = q.new_empty((batch, tokens, heads, dim)).transpose(1, 2)
-    frame = Frame.of((q, k, v, output), valid, height, width, prefix, factor, aligned)
-    call = _prepared(frame, error, expand)
-    return output, *call.run(q, k, v, mask_or_any(valid, q), output)
-
-
-class _Pipeline:
-    """All launches of a call with everything settled but the tensors."""
-
-    def __init__(self, frame: Frame, error: float | None, expand: int) -> None:
-        self.dim, self.dtype, self.prefix = frame.dim, frame.dtype, frame.prefix
-        rows = frame.batch * frame.heads
-        self.sizes = sizes = Sizes.of(
-            rows, frame.height, frame.width, frame.dim, frame.dtype.itemsize
+    @classmethod
+    def of(cls, heads: int, tiling: Tiling, dim: int, itemsize: int) -> "WorkSplit":
+        """Divide the work of (heads, N, dim) keys and values of `itemsize` bytes a number."""
+        tiles, groups = tiling.tiles, tiling.groups
+        kv_bytes = 2 * tiling.grid.size * dim * itemsize  # of one head
+        few = tiles * heads < 2 * BUSY_PROGRAMS
+        pooled, scored = (4, 2) if few else (8, BLOCK_T)
+        chunks = -(-SCORE_BYTES * groups * tiles // max(1, int(SCORES_SHARE * kv_bytes)))
+        chunks = max(1, min(chunks, groups // 64))
+        rows = -(-groups // chunks)
+        block_r = 64 if rows > 32 else 32 if rows > 16 else 16
+        programs = heads * -(-rows // block_r)
+        splits = min(
+            BUSY_PROGRAMS // programs, int(RESIDUAL_SHARE * kv_bytes) // (itemsize * rows * dim)
         )
-        self.words = (sizes.heads, sizes.groups, -(-sizes.tiles // 32))
-        self.wide = 1 if self.dim <= 64 else 2
-        self.values: dict[str, Any] = {
-            **frame.arguments(),
-            "target": 0.0 if error is None else -expm1(-error),
+        step = BLOCK_T // 2 if few else BLOCK_T
+        tiles_per_split = step * -(-tiles // (step * max(1, splits)))
+        return cls(pooled, scored, rows, block_r, tiles_per_split, few)
+
+
+class _AttentionLaunch:
+    """The launches of tiled attention for one `CallKey` and one error target or budget."""
+
+    def __init__(self, key: CallKey, error: float | None, expand: int) -> None:
+        self.key, self.tiling = key, key.tiling
+        self.batch_heads = key.batch * key.heads
+        self.work = WorkSplit.of(self.batch_heads, self.tiling, key.dim, key.dtype.itemsize)
+        self.parts = -(-self.tiling.tiles // self.work.pooled)
+        self.splits = -(-self.tiling.tiles // self.work.tiles_per_split)
+        self.arguments: dict[str, Any] = {
+            **key.arguments(),
+            "target": 0.0 if error is None else -math.expm1(-error),
             "budget": expand,
-            "COARSE": COARSE,
-            "TILES": TILES,
+            "BLOCK_MEANS": BLOCK_MEANS,
             "STRIP": STRIP,
             "GAP_CAP": GAP_CAP,
-            "ROWS": sizes.block,
+            "BLOCK_R": self.work.block_r,
             "BY_ERROR": error is not None,
         }
-        self.pooled = -(-sizes.tiles // sizes.pooled)
-        self.shares = -(-sizes.tiles // sizes.share)
-        self.chain = LaunchSequence(GIVEN, self._scratch())
-        self._add(pool, (self.pooled, sizes.heads, 1), TILES=sizes.pooled)
-        for first in range(0, sizes.groups, sizes.rows):
-            self._add_attention(first)
+        self.sequence = LaunchSequence(INPUTS, self._workspace())
+        self._add(
+            pool_kernel, (self.parts, self.batch_heads, 1), TILES_PER_PROGRAM=self.work.pooled,
+            num_warps=NUM_WARPS if key.dim <= WIDE_HEAD else 2 * NUM_WARPS,
+        )  # fmt: skip
+        for first_group in range(0, self.tiling.groups, self.work.rows):
+            self._add_groups(first_group)
 
-    def run(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, output: Tensor
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, valid: Tensor, o: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Fill the output; expanded tiles of each group, and words that mark those that stay."""
-        words = q.new_empty(self.words, dtype=torch.int32)
-        amounts = q.new_empty(self.words[:2], dtype=torch.int32)
-        self.chain(q, k, v, mask, output, amounts, words)
-        return amounts, words
+        """Fill o, and return expanded_count (B * H, R) and coarse_bits (B * H, R, words)."""
+        lines = (self.batch_heads, self.tiling.groups)
+        coarse_bits = q.new_empty((*lines, -(-self.tiling.tiles // 32)), dtype=torch.int32)
+        expanded_count = q.new_empty(lines, dtype=torch.int32)
+        self.sequence(q, k, v, valid, o, expanded_count, coarse_bits)
+        return expanded_count, coarse_bits
 
-    def _scratch(self) -> Workspace:
-        """What the kernels leave for each other."""
-        sizes, dim, prefix, dtype = self.sizes, self.dim, self.prefix, self.dtype
-        full = torch.float32
-        rough = dtype if dtype == full else torch.bfloat16
-        parts = (sizes.heads, self.pooled)
-        lines = (sizes.heads, min(sizes.rows, sizes.groups))
-        scratch = Workspace()
-        scratch.add("kbar", (sizes.heads, sizes.tiles, dim), dtype)
-        scratch.add("vbar", (sizes.heads, sizes.tiles, dim), dtype)
-        scratch.add("qbar", (sizes.heads, sizes.groups, dim), dtype)
-        scratch.add("key_spread", (sizes.heads, sizes.tiles), full)
-        scratch.add("query_spread", (sizes.heads, sizes.groups), full)
-        scratch.add("counts", (sizes.heads, sizes.tiles), full)
-        scratch.add("cross", (sizes.heads, dim, dim), dtype)
-        scratch.add("cross_parts", (*parts, dim, dim), rough)
-        scratch.add("prefix_tops", (*parts, prefix), full)
-        scratch.add("prefix_masses", (*parts, prefix), full)
-        scratch.add("prefix_outputs", (*parts, prefix, dim), full)
-        scratch.add("energy", (*lines, sizes.tiles), full)
-        scratch.add("gap", (*lines, sizes.tiles), torch.float16)
-        scratch.add("tops", lines, full)
-        scratch.add("masses", lines, full)
-        scratch.add("lost", (*lines, self.shares, dim), rough)
-        return scratch
+    def _workspace(self) -> Workspace:
+        key, tiling = self.key, self.tiling
+        dim, dtype, single = key.dim, key.dtype, torch.float32
+        rough = (
+            single if dtype == single else torch.bfloat16
+        )  # of sums that are added up in float32
+        tiles, groups = (self.batch_heads, tiling.tiles), (self.batch_heads, tiling.groups)
+        parts = (self.batch_heads, self.parts)
+        rows = (self.batch_heads, min(self.work.rows, tiling.groups))
+        workspace = Workspace()
+        workspace.add("k_mean", (*tiles, dim), dtype)
+        workspace.add("v_mean", (*tiles, dim), dtype)
+        workspace.add("q_mean", (*groups, dim), dtype)
+        workspace.add("k_spread", tiles, single)
+        workspace.add("q_spread", groups, single)
+        workspace.add("counts", tiles, single)
+        workspace.add("kv_cov", (self.batch_heads, dim, dim), dtype)
+        workspace.add("kv_cov_parts", (*parts, dim, dim), rough)
+        workspace.add("prefix_m", (*parts, key.prefix), single)
+        workspace.add("prefix_l", (*parts, key.prefix), single)
+        workspace.add("prefix_acc", (*parts, key.prefix, dim), single)
+        workspace.add("lse", (*rows, tiling.tiles), single)
+        workspace.add("gap", (*rows, tiling.tiles), torch.float16)
+        workspace.add("lse_max", rows, single)
+        workspace.add("coarse_mass", rows, single)
+        workspace.add("residual_parts", (*rows, self.splits, dim), rough)
+        return workspace
 
-    def _add_attention(self, first: int) -> None:
-        """Score, select, sum residuals and attend for the query groups from `first` on."""
-        sizes = self.sizes
-        rows = min(sizes.rows, sizes.groups - first)
-        blocks, chunks = -(-rows // sizes.block), -(-sizes.tiles // sizes.scored)
-        strips = -(-self.dim // STRIP) if first == 0 else 0
-        some = {"first": first, "rows": rows}
+    def _add_groups(self, first_group: int) -> None:
+        """Score, select, sum residuals and attend for `work.rows` groups from the first one."""
+        work, tiles, group = self.work, self.tiling.tiles, self.tiling.group
+        rows = min(work.rows, self.tiling.groups - first_group)
+        blocks, tile_programs = -(-rows // work.block_r), -(-tiles // work.scored)
+        strips = -(-self.key.dim // STRIP) if first_group == 0 else 0
+        which = {"first_group": first_group, "num_rows": rows}
         self._add(
-            score, (chunks + strips, blocks, sizes.heads), **some,
-            LOOP=sizes.scored, chunks=chunks, parts=self.pooled, BLOCK_P=power_of_2(self.pooled),
-        )  # fmt: skip
-        block = max(32, power_of_2(sizes.tiles))
-        self._add(select, (rows, sizes.heads, 1), **some, BLOCK_T=block)
-        self._add(
-            residual, (self.shares, blocks, sizes.heads), **some,
-            share=sizes.share, LOOP=min(TILES, sizes.share),
+            score_kernel, (tile_programs + strips, blocks, self.batch_heads), **which,
+            BLOCK_T=BLOCK_T, TILES_PER_PROGRAM=work.scored, tile_programs=tile_programs,
+            parts=self.parts, BLOCK_PARTS=_power_of_2(self.parts),
         )  # fmt: skip
         self._add(
-            attend, (min(rows * GROUP, sizes.tiles - first * GROUP), sizes.heads, 1), **some,
-            shares=self.shares, SHARES=power_of_2(self.shares),
+            select_kernel, (rows, self.batch_heads, 1), **which,
+            BLOCK_T=max(32, _power_of_2(tiles)), num_warps=1 if tiles <= LONG_ROW else NUM_WARPS,
+        )  # fmt: skip
+        self._add(
+            residual_kernel, (self.splits, blocks, self.batch_heads), **which, BLOCK_T=BLOCK_T,
+            tiles_per_split=work.tiles_per_split, TILES_PER_STEP=min(BLOCK_T, work.tiles_per_split),
+        )  # fmt: skip
+        self._add(
+            attention_kernel, (min(rows * group, tiles - first_group * group), self.batch_heads, 1),
+            **which, splits=self.splits, BLOCK_SPLITS=_power_of_2(self.splits),
+            num_stages=NUM_STAGES - 1 if work.few else NUM_STAGES,
         )  # fmt: skip
 
-    def _add(self, kernel: Any, programs: LaunchGrid, **own: int) -> None:
-        warps, stages = self._how(kernel)
-        values = {**self.values, **own}
-        self.chain.add(kernel, programs, values, num_warps=warps, num_stages=stages)
-
-    def _how(self, kernel: Any) -> tuple[int, int]:
-        """Warps and stages."""
-        if kernel is select:
-            return 1 if self.sizes.tiles <= 1024 else 4, 3
-        warps, stages = CONFIGURATION[kernel.__name__]
-        if kernel is attend and self.sizes.few:
-            stages = 2
-        return warps * self.wide if kernel is pool else warps, stages
+    def _add(
+        self,
+        kernel: Any,
+        grid: LaunchGrid,
+        num_warps: int = NUM_WARPS,
+        num_stages: int = NUM_STAGES,
+        **arguments: int,
+    ) -> None:
+        arguments = {**self.arguments, **arguments}
+        self.sequence.add(kernel, grid, arguments, num_warps=num_warps, num_stages=num_stages)
 
 
-# One for all calls that are alike in everything but the numbers in their tensors.
-_prepared = lru_cache(maxsize=256)(_Pipeline)
-
-
-def bounds(
-    q: Tensor,
-    k: Tensor,
-    valid: Tensor | None,
-    expanded: Tensor,
-    longest: Tensor,
-    height: int,
-    width: int,
-    prefix: int,
-    factor: float,
-    per_score: float,
-    always: float,
-    aligned: bool,
-) -> Tensor:
-    """(B, heads, prefix + N) bounds on E / tau where `expanded` (B, heads, R, T) marks tiles.
-
-    `longest` (B, heads) is the norm of the longest key, in float32.
-    """
-    bound = q.new_empty(q.shape[:3], dtype=torch.float32)
-    frame = Frame.of((q, k), valid, height, width, prefix, factor, aligned)
-    marks = expanded.contiguous().view(torch.uint8)
-    _certifier(frame, per_score, always)(q, k, mask_or_any(valid, q), marks, longest, bound)
-    return bound
+@lru_cache(maxsize=256)
+def prepare_attention(key: CallKey, error: float | None, expand: int) -> _AttentionLaunch:
+    """Return the launches for all calls with this key."""
+    return _AttentionLaunch(key, error, expand)
 
 
 @lru_cache(maxsize=64)
-def _certifier(frame: Frame, per_score: float, always: float) -> CachedLaunch:
-    """The launch with everything settled but the tensors."""
-    values = {**frame.arguments(), "per_score": per_score, "always": always, "PLAIN": PLAIN}
-    names: Any = certify.arg_names[6:]  # behind the tensors
-    rest = tuple(values[name] for name in names)
-    programs = (values["groups"], frame.batch * frame.heads, 1)
-    warps, stages = CONFIGURATION["certify"]
-    return CachedLaunch(certify, programs, rest, num_warps=warps, num_stages=stages)
+def prepare_certificate(key: CallKey, per_score: float, always: float) -> CachedLaunch:
+    """Return the launch for all calls with this key."""
+    arguments = {**key.arguments(), "per_score": per_score, "always": always}
+    names: Any = certificate_kernel.arg_names[6:]  # after the tensors
+    grid = (arguments["num_groups"], key.batch * key.heads, 1)
+    rest = tuple(arguments[name] for name in names)
+    return CachedLaunch(certificate_kernel, grid, rest, num_warps=NUM_WARPS, num_stages=NUM_STAGES)
+
+
+def launch_attention(
+    q: Tensor, k: Tensor, v: Tensor, valid: Tensor | None, height: int, width: int, prefix: int,
+    qk_scale: float, error: float | None, expand: int, z_order: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Run tiled attention.
+
+    Args:
+        q, k, v: (B, H, prefix + N, D).
+        valid: bool (B, N), the tokens that exist, or None if all do.
+        height, width: The grid of the N spatial tokens.
+        prefix: The number of tokens before the grid.
+        qk_scale: The factor of q . k, the temperature included.
+        error: The target for E / tau, or None.
+        expand: Without a target, the number of tiles that every group expands.
+        z_order: True if the spatial tokens are in Z-order.
+
+    Returns:
+        The output (B, H, prefix + N, D), the number of expanded tiles (B * H, R) in int32, and int32
+        words (B * H, R, T / 32) whose bits mark the tiles that are not expanded.
+    """
+    batch, heads, tokens, dim = q.shape
+    o = q.new_empty((batch, tokens, heads, dim)).transpose(1, 2)
+    key = CallKey.of((q, k, v, o), valid, height, width, prefix, qk_scale, z_order)
+    return o, *prepare_attention(key, error, expand)(q, k, v, _mask_pointer(valid, q), o)
+
+
+def launch_certificate(
+    q: Tensor, k: Tensor, valid: Tensor | None, expanded: Tensor, longest_key: Tensor, height: int,
+    width: int, prefix: int, qk_scale: float, per_score: float, always: float, z_order: bool,
+) -> Tensor:  # fmt: skip
+    """Return float32 (B, H, prefix + N) bounds on E / tau.
+
+    `expanded` (B, H, R, T) bool are the expanded tiles and `longest_key` (B, H) float32 the largest norm
+    of a key; `per_score` and `always` cover the rounding, as in `certificate_kernel`.
+    """
+    bound = q.new_empty(q.shape[:3], dtype=torch.float32)
+    key = CallKey.of((q, k), valid, height, width, prefix, qk_scale, z_order)
+    tiles = expanded.contiguous().view(torch.uint8)
+    launch = prepare_certificate(key, per_score, always)
+    launch(q, k, _mask_pointer(valid, q), tiles, longest_key, bound)
+    return bound
+
+
+def _mask_pointer(valid: Tensor | None, unused: Tensor) -> Tensor:
+    """Return the mask in bytes; without one the kernels read nothing of the tensor in its place."""
+    return unused if valid is None else valid.contiguous().view(torch.uint8)
+
+
+def _power_of_2(number: int) -> int:
+    """Return the smallest power of 2 that is at least the number."""
+    return 1 << (number - 1).bit_length()
+
+
+def _dot_block(size: int) -> int:
+    """Return the block of a dimension of `tl.dot`: a power of 2, at least 16."""
+    return max(16, _power_of_2(size))

@@ -1,4 +1,4 @@
-"""Tiled attention as an operator of torch, and what it serves."""
+"""Tiled attention and its certificate as operators of torch."""
 
 from importlib import import_module
 from typing import Any
@@ -7,12 +7,13 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from bmfa.attention.kernels.triton import unsupported_reason as backend_unsupported_reason
-from bmfa.attention.tiling import TiledAttention, Tiling
+from bmfa.attention.kernels.triton import unsupported_reason as unsupported_device_reason
+from bmfa.attention.tiling import GROUP_TILES, TILE_SIDE, TiledAttention, Tiling
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-DIMS = (32, 64, 80, 96, 128)
-LARGEST_SIDE, MOST_PREFIX = 512, 64
+DIMS = (32, 64, 80, 96, 128)  # head dimensions that the tests run
+LARGEST_SIDE = 512  # tokens; a row of the selection kernel then has 4096 tiles
+LARGEST_PREFIX = 64  # tokens, one block of a product
 
 _library: Any = torch.library.Library("bmfa", "FRAGMENT")  # type: ignore[no-untyped-call]
 _library.define(
@@ -28,18 +29,21 @@ _library.define(
 def unsupported_reason(
     q: Tensor, k: Tensor, v: Tensor, tiling: Tiling, prefix: int, order: str
 ) -> str | None:
-    """Why these kernels do not serve a call; None where they do."""
-    if (reason := backend_unsupported_reason(q.device)) is not None:
+    """Return why these kernels cannot run on the inputs, or None if they can."""
+    if (reason := unsupported_device_reason(q.device)) is not None:
         return reason
     if q.dtype not in DTYPES or k.dtype != q.dtype:
-        return f"q is {q.dtype} and k {k.dtype}; the kernels take float16, bfloat16 or float32"
+        return f"q is {q.dtype} and k is {k.dtype}; the kernels take float16, bfloat16 or float32"
     if torch.is_grad_enabled() and any(t.requires_grad for t in (q, k, v)):
-        return "gradients are asked for, and the kernels have no backward; use torch.no_grad()"
+        return "gradients are required, and the kernels have no backward; use torch.no_grad()"
     if q.numel() == 0:
-        return "there is no query"
+        return "there are no queries"
     dim = q.shape[-1]
     if dim not in DIMS or v.shape[-1] != dim:
-        return f"heads are {dim} wide (values {v.shape[-1]}); the kernels take {DIMS}, both alike"
+        return (
+            f"the head dimension is {dim} (values {v.shape[-1]}); the kernels take {DIMS}, the same "
+            "for q, k and v"
+        )
     if any(t.stride(-1) != 1 for t in (q, k, v)):
         return "the head dimension is not contiguous; call .contiguous() on q, k and v"
     grid = tiling.grid
@@ -47,8 +51,13 @@ def unsupported_reason(
         return (
             f"the grid is {grid.height}x{grid.width}; the kernels take sides up to {LARGEST_SIDE}"
         )
-    if prefix > MOST_PREFIX:
-        return f"the prefix has {prefix} tokens; the kernels take up to {MOST_PREFIX}"
+    if (tiling.side, tiling.group) != (TILE_SIDE, GROUP_TILES):
+        return (
+            f"tiles of {tiling.side}x{tiling.side} tokens are in groups of {tiling.group}; the "
+            f"kernels take tiles of {TILE_SIDE}x{TILE_SIDE} in groups of {GROUP_TILES}"
+        )
+    if prefix > LARGEST_PREFIX:
+        return f"the prefix has {prefix} tokens; the kernels take up to {LARGEST_PREFIX}"
     if order == "z" and not tiling.z_aligned:
         return (
             f"order is 'z' and a {grid.height}x{grid.width} grid has no {tiling.side}x{tiling.side} "
@@ -71,23 +80,34 @@ def tiled_attention(
     valid: Tensor | None = None,
     order: str = "raster",
 ) -> TiledAttention:
-    """Attention over tiles, as `bmfa.attention.kernels.eager.tiles.attend` defines it."""
+    """Compute tiled attention as specified by `bmfa.attention.kernels.reference.tiled_attention`.
+
+    Args:
+        q, k, v: (B, H, prefix + N, D) in one of `DTYPES`.
+        tiling: The tiles of the grid of N spatial tokens.
+        prefix: The number of tokens before the grid.
+        scale: The factor of q . k.
+        tau: The temperature.
+        error: The target for the mean E of every group; one of `error` and `expand` is given.
+        expand: The number of tiles that every group expands.
+        valid: bool (B or 1, N), the spatial tokens that exist, in `order`.
+        order: The order of the spatial tokens. It also orders tiles and groups in the result.
+    """
     if valid is not None:
         valid = valid.expand(q.shape[0], -1)
-    target = None if error is None else error / tau
-    output, counts, words = operator(
+    output, expanded_count, coarse_bits = operator(
         q, k, v, valid, tiling.grid.height, tiling.grid.width, prefix, scale / tau,
-        target, expand or 0, order == "z",
+        None if error is None else error / tau, expand or 0, order == "z",
     )  # fmt: skip
     shape = (*q.shape[:2], tiling.groups)
 
-    def marks() -> Tensor:
-        bits = torch.arange(32, device=words.device, dtype=torch.int32)
-        stays = (words.unsqueeze(-1) >> bits) & 1
-        expanded: Tensor = stays.flatten(-2)[..., : tiling.tiles] == 0
-        return expanded.view(*shape, -1) & _some(tiling, valid, expanded)
+    def expanded() -> Tensor:
+        bits = torch.arange(32, device=coarse_bits.device, dtype=torch.int32)
+        coarse = (coarse_bits.unsqueeze(-1) >> bits) & 1  # (B * H, R, words, 32)
+        mask: Tensor = coarse.flatten(-2)[..., : tiling.tiles] == 0
+        return mask.view(*shape, -1) & _tiles_with_tokens(tiling, valid, mask)
 
-    return TiledAttention(output, counts.view(shape), marks)
+    return TiledAttention(output, expanded_count.view(shape), expanded)
 
 
 def log_partition_loss_bound(
@@ -104,10 +124,22 @@ def log_partition_loss_bound(
     valid: Tensor | None,
     order: str,
 ) -> Tensor:
-    """(B, heads, prefix + N) log Z - log Z~ as in `eager.certifying`, plus a bound on its rounding.
+    """Bound log Z - log Z~ of every query from above, rounding included.
 
-    `longest` (B, heads) is the norm of the longest key; with it `per_score` and `always` make up
-    for rounding. 0 for prefix queries and those that are not valid.
+    Args:
+        q, k: (B, H, prefix + N, D).
+        tiling: The tiles of the grid of N spatial tokens.
+        expanded: bool (B, H, R, T), the tiles that each query group expands.
+        longest: float32 (B, H), the largest norm of a key.
+        prefix: The number of tokens before the grid.
+        factor: The factor of q . k, the temperature included.
+        per_score: The allowance for rounding, for each unit of the largest score that norms allow.
+        always: The allowance for rounding that is independent of the scores.
+        valid: bool (B or 1, N), the spatial tokens that exist, in `order`.
+        order: The order of the spatial tokens.
+
+    Returns:
+        float32 (B, H, prefix + N); 0 for prefix queries and for queries that do not exist.
     """
     if valid is not None:
         valid = valid.expand(q.shape[0], -1)
@@ -119,18 +151,29 @@ def log_partition_loss_bound(
     return bound
 
 
-def _some(tiling: Tiling, valid: Tensor | None, like: Tensor) -> Tensor:
-    """(B or 1, 1, 1, T) whether a tile has any token."""
+def _tiles_with_tokens(tiling: Tiling, valid: Tensor | None, like: Tensor) -> Tensor:
+    """Return a (B or 1, 1, 1, T) mask of the tiles that have a token."""
     if valid is None:
         return like.new_ones(1, 1, 1, tiling.tiles)
     slots = tiling.slot_tokens.to(valid.device)
-    there = valid[:, slots.clamp(min=0)] & (slots >= 0)
-    return there.any(-1)[:, None, None, :]
+    exists = valid[:, slots.clamp(min=0)] & (slots >= 0)  # (B, T, S)
+    return exists.any(-1)[:, None, None, :]
 
 
-def _run(q: Tensor, k: Tensor, v: Tensor, valid: Tensor | None, *sizes: Any) -> Any:
-    return import_module("bmfa.attention.kernels.triton.tiles.launch").launch(
-        q, k, v, valid, *sizes
+def _tiles_and_groups(height: int, width: int) -> tuple[int, int]:
+    """Return T and R of a grid."""
+    tiles = -(-height // TILE_SIDE) * -(-width // TILE_SIDE)
+    return tiles, -(-tiles // GROUP_TILES)
+
+
+# Kernels are imported on the first call: Triton may be missing.
+def _launch(*arguments: Any) -> Any:
+    return import_module("bmfa.attention.kernels.triton.tiles.launch").launch_attention(*arguments)
+
+
+def _launch_certificate(*arguments: Any) -> Any:
+    return import_module("bmfa.attention.kernels.triton.tiles.launch").launch_certificate(
+        *arguments
     )
 
 
@@ -138,8 +181,8 @@ def _fake(
     q: Tensor, k: Tensor, v: Tensor, valid: Tensor | None, height: int, width: int, *rest: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
     batch, heads, tokens, dim = q.shape
-    tiles = -(-height // 8) * -(-width // 8)
-    lines = (batch * heads, -(-tiles // 2))
+    tiles, groups = _tiles_and_groups(height, width)
+    lines = (batch * heads, groups)
     return (
         q.new_empty((batch, tokens, heads, dim)).transpose(1, 2),
         q.new_empty(lines, dtype=torch.int32),
@@ -147,19 +190,15 @@ def _fake(
     )
 
 
-def _run_bounds(*arguments: Any) -> Any:
-    return import_module("bmfa.attention.kernels.triton.tiles.launch").bounds(*arguments)
-
-
-def _fake_bounds(q: Tensor, *rest: Any) -> Tensor:
+def _fake_certificate(q: Tensor, *rest: Any) -> Tensor:
     return q.new_empty(q.shape[:3], dtype=torch.float32)
 
 
-for _device in ("CUDA", "CPU"):  # the latter in Triton's interpreter
-    _library.impl("tiled", _run, _device)
-    _library.impl("tile_bounds", _run_bounds, _device)
+for _device in ("CUDA", "CPU"):  # on a CPU in Triton's interpreter
+    _library.impl("tiled", _launch, _device)
+    _library.impl("tile_bounds", _launch_certificate, _device)
 torch.library.register_fake("bmfa::tiled", _fake, lib=_library)
-torch.library.register_fake("bmfa::tile_bounds", _fake_bounds, lib=_library)
+torch.library.register_fake("bmfa::tile_bounds", _fake_certificate, lib=_library)
 operator: Any = torch.ops.bmfa.tiled.default
 
 
@@ -168,19 +207,20 @@ def _flops(
     q: Any, k: Any, v: Any, valid: Any, height: int, width: int, prefix: int, factor: float,
     error: float | None, expand: int, *rest: Any, **kwargs: Any,
 ) -> int:  # fmt: skip
-    """Products of representatives with all tokens (thrice: scores twice, values once), of all queries
-    with mean tiles and with `expand` tiles; what an error target expands is not known beforehand."""
+    """Count the products of representatives with all tokens (scores twice, values once), and of all
+    queries with the prefix, the mean tiles and `expand` tiles. What a target expands is not known."""
     batch, heads, _, dim = q
-    tokens, tiles = height * width, -(-height // 8) * -(-width // 8)
-    products = 1.5 * -(-tiles // 2) * tokens + tokens * (tiles + prefix + 64 * min(expand, tiles))
+    tokens, (tiles, groups) = height * width, _tiles_and_groups(height, width)
+    expanded_tokens = TILE_SIDE**2 * min(expand, tiles)
+    products = 1.5 * groups * tokens + tokens * (tiles + prefix + expanded_tokens)
     return int(4 * batch * heads * dim * (products + prefix * tokens))
 
 
 @register_flop_formula(torch.ops.bmfa.tile_bounds)
-def _flops_of_bounds(
+def _certificate_flops(
     q: Any, k: Any, valid: Any, expanded: Any, longest: Any, height: int, width: int, *rest: Any,
     **kwargs: Any,
 ) -> int:  # fmt: skip
-    """All scores of the spatial queries."""
+    """Count the products of the spatial queries with all keys."""
     batch, heads, tokens, dim = q
     return int(2 * batch * heads * dim * height * width * tokens)

@@ -1,148 +1,156 @@
-"""One pass over q, k and v: means of tiles and groups, first-order matrix, prefix queries.
+"""Kernel 1 of 5: one pass over q, k and v that pools tiles and attends with the prefix queries.
 
-Sums of tiles are rows of a product with a one-hot matrix, so that no reduction crosses warps.
+It computes the means of keys and values over each tile, the means of queries over each group, how far
+tokens are from these means, parts of the cross-covariance of keys and values, and parts of the exact
+outputs of the prefix queries.
 """
 
 import triton
 import triton.language as tl
 
-from bmfa.attention.kernels.triton.tiles.tokens import LOG2E, existing, load_rows, tokens_of
+from bmfa.attention.kernels.triton.tiles.primitives import (
+    LOG2E,
+    load_rows,
+    online_softmax,
+    split_batch_head,
+    tile_tokens,
+    valid_tokens,
+)
+
+# A mean squared distance is a difference of two sums of squares. 16 roundings of float32
+# (16 * 2^-23 = 1.9e-6) of the larger one count as 0.
+SPREAD_ROUNDING = tl.constexpr(2e-6)
 
 
 @triton.jit
-def absorb(top, mass, output, logits, values, PRECISION: tl.constexpr):
-    """Take logits (base 2) and values into a running softmax; every accumulator is rescaled."""
-    higher = tl.maximum(top, tl.max(logits, 1))
-    level = tl.where(higher == float("-inf"), 0.0, higher)
-    weights = tl.exp2(logits - level[:, None])
-    scale = tl.exp2(top - level)
-    mass = mass * scale + tl.sum(weights, 1)
-    output = output * scale[:, None]
-    output += tl.dot(weights.to(values.dtype), values, input_precision=PRECISION)
-    return higher, mass, output
-
-
-@triton.jit
-def squared(tile):
-    """The sum of the squares."""
-    wide = tile.to(tl.float32)
+def sum_of_squares(x):
+    wide = x.to(tl.float32)
     return tl.sum(tl.sum(wide * wide, 1), 0)
 
 
 @triton.jit
-def spread(squares, means):
-    """The mean squared distance from the means: 0 where rounding alone may leave that much, and where
-    squares are beyond single precision."""
-    apart = squares - tl.sum(means * means, 1)
-    return tl.where(apart > 2e-6 * squares, apart, 0.0)
+def mean_squared_distance(mean_square, means):
+    """Return mean |x|^2 - |mean x|^2, or 0 within its rounding or if the squares overflow."""
+    distance = mean_square - tl.sum(means * means, 1)
+    return tl.where(distance > SPREAD_ROUNDING * mean_square, distance, 0.0)
 
 
 @triton.jit
-def pool(
-    q, k, v, valid, kbar, vbar, qbar, key_spread, query_spread, counts, cross_parts,
-    prefix_tops, prefix_masses, prefix_outputs,
-    q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row,
-    heads, prefix, height, width, across, tiles, groups, factor,
+def pool_kernel(
+    q, k, v, valid, k_mean, v_mean, q_mean, k_spread, q_spread, counts, kv_cov_parts,
+    prefix_m, prefix_l, prefix_acc,
+    stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_kt, stride_vb, stride_vh, stride_vt,
+    H, prefix, height, width, tiles_across, num_tiles, num_groups, qk_scale,
     D: tl.constexpr, BLOCK_D: tl.constexpr, GROUP: tl.constexpr, SIDE: tl.constexpr,
-    TILES: tl.constexpr, PREFIX: tl.constexpr,
-    ALIGNED: tl.constexpr, MASKED: tl.constexpr, RAGGED: tl.constexpr, PRECISION: tl.constexpr,
+    TILES_PER_PROGRAM: tl.constexpr, BLOCK_PREFIX: tl.constexpr,
+    Z_ORDER: tl.constexpr, MASKED: tl.constexpr, RAGGED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Program (part, head): TILES tiles, its part of the first-order matrix and prefix outputs."""
-    SLOTS: tl.constexpr = SIDE * SIDE
-    part, head = tl.program_id(0), tl.program_id(1)
-    batch, place, wide = (
-        (head // heads).to(tl.int64),
-        (head % heads).to(tl.int64),
-        head.to(tl.int64),
-    )
-    q += batch * q_batch + place * q_head
-    k += batch * k_batch + place * k_head
-    v += batch * v_batch + place * v_head
+    """Pool TILES_PER_PROGRAM tiles of one head. Grid: (parts, B * H).
+
+    Sums over tiles are rows of a product with a one-hot matrix, so that no reduction crosses warps.
+    Row t of the (S, BLOCK_D) accumulators belongs to tile t of the part; S >= TILES_PER_PROGRAM.
+
+    Writes k_mean, v_mean (B * H, T, D), q_mean (B * H, R, D), k_spread, counts (B * H, T),
+    q_spread (B * H, R) times qk_scale^2 / 2D, kv_cov_parts (B * H, parts, D, D), and the online
+    softmax of the prefix queries over the part: prefix_m, prefix_l (B * H, parts, prefix) and
+    prefix_acc (B * H, parts, prefix, D).
+    """
+    S: tl.constexpr = SIDE * SIDE
+    part = tl.program_id(0)
+    batch, head, batch_head = split_batch_head(tl.program_id(1), H)
+    q += batch * stride_qb + head * stride_qh
+    k += batch * stride_kb + head * stride_kh
+    v += batch * stride_vb + head * stride_vh
     valid += batch * height * width
-    rows, slots, columns = tl.arange(0, SLOTS), tl.arange(0, SLOTS), tl.arange(0, BLOCK_D)
-    count = tl.zeros((SLOTS,), tl.float32)
-    key_sums = tl.zeros((SLOTS, BLOCK_D), tl.float32)
-    value_sums = tl.zeros((SLOTS, BLOCK_D), tl.float32)
-    query_sums = tl.zeros((SLOTS, BLOCK_D), tl.float32)
-    key_squares = tl.zeros((SLOTS,), tl.float32)
-    query_squares = tl.zeros((SLOTS,), tl.float32)
-    moment = tl.zeros((BLOCK_D, BLOCK_D), tl.float32)
-    if PREFIX > 0:
-        before = tl.arange(0, PREFIX)
-        asked = load_rows(q, before, q_row, before < prefix, D, BLOCK_D)
-        binary = factor * LOG2E
-        top = tl.full((PREFIX,), float("-inf"), tl.float32)
-        mass = tl.zeros((PREFIX,), tl.float32)
-        output = tl.zeros((PREFIX, BLOCK_D), tl.float32)
+    rows, slots, columns = tl.arange(0, S), tl.arange(0, S), tl.arange(0, BLOCK_D)
+    count = tl.zeros((S,), tl.float32)
+    k_sum = tl.zeros((S, BLOCK_D), tl.float32)
+    v_sum = tl.zeros((S, BLOCK_D), tl.float32)
+    q_sum = tl.zeros((S, BLOCK_D), tl.float32)
+    k_squares = tl.zeros((S,), tl.float32)
+    q_squares = tl.zeros((S,), tl.float32)
+    kv_cov = tl.zeros((BLOCK_D, BLOCK_D), tl.float32)
+    if BLOCK_PREFIX > 0:
+        prefix_tokens = tl.arange(0, BLOCK_PREFIX)
+        in_prefix = prefix_tokens < prefix
+        prefix_q = load_rows(q, prefix_tokens, stride_qt, in_prefix, D, BLOCK_D)
+        qk_scale_log2 = qk_scale * LOG2E
+        m_i = tl.full((BLOCK_PREFIX,), float("-inf"), tl.float32)
+        l_i = tl.zeros((BLOCK_PREFIX,), tl.float32)
+        acc = tl.zeros((BLOCK_PREFIX, BLOCK_D), tl.float32)
         if part == 0:
-            own = load_rows(k, before, k_row, before < prefix, D, BLOCK_D)
-            own_values = load_rows(v, before, v_row, before < prefix, D, BLOCK_D)
-            own_logits = tl.dot(asked, tl.trans(own), input_precision=PRECISION) * binary
-            own_logits = tl.where((before < prefix)[None, :], own_logits, float("-inf"))
-            top, mass, output = absorb(top, mass, output, own_logits, own_values, PRECISION)
-    q += prefix * q_row
-    k += prefix * k_row
-    v += prefix * v_row
-    for member in range(TILES):
-        tile = part * TILES + member
-        tokens, on_grid = tokens_of(tile, slots, height, width, across, ALIGNED, SIDE)
-        exists = existing(valid, tokens, on_grid & (tile < tiles), MASKED)
-        keys = load_rows(k, tokens, k_row, exists, D, BLOCK_D)
-        values = load_rows(v, tokens, v_row, exists, D, BLOCK_D)
-        queries = load_rows(q, tokens, q_row, exists, D, BLOCK_D)
-        mine = (rows[:, None] == member) & (slots[None, :] >= 0)
-        group = (rows[:, None] == member // GROUP) & (slots[None, :] >= 0)
-        key_sums = tl.dot(mine.to(keys.dtype), keys, key_sums, input_precision=PRECISION)
-        value_sums = tl.dot(mine.to(keys.dtype), values, value_sums, input_precision=PRECISION)
-        query_sums = tl.dot(group.to(keys.dtype), queries, query_sums, input_precision=PRECISION)
-        moment = tl.dot(tl.trans(keys), values, moment, input_precision=PRECISION)
-        key_squares = tl.where(rows == member, squared(keys), key_squares)
-        query_squares += tl.where(rows == member // GROUP, squared(queries), 0.0)
+            prefix_k = load_rows(k, prefix_tokens, stride_kt, in_prefix, D, BLOCK_D)
+            prefix_v = load_rows(v, prefix_tokens, stride_vt, in_prefix, D, BLOCK_D)
+            prefix_logits = (
+                tl.dot(prefix_q, tl.trans(prefix_k), input_precision=PRECISION) * qk_scale_log2
+            )
+            prefix_logits = tl.where(in_prefix[None, :], prefix_logits, float("-inf"))
+            m_i, l_i, acc = online_softmax(m_i, l_i, acc, prefix_logits, prefix_v, PRECISION)
+    q += prefix * stride_qt
+    k += prefix * stride_kt
+    v += prefix * stride_vt
+    for member in range(TILES_PER_PROGRAM):
+        tile = part * TILES_PER_PROGRAM + member
+        tokens, on_grid = tile_tokens(tile, slots, height, width, tiles_across, Z_ORDER, SIDE)
+        exists = valid_tokens(valid, tokens, on_grid & (tile < num_tiles), MASKED)
+        tile_k = load_rows(k, tokens, stride_kt, exists, D, BLOCK_D)  # (S, BLOCK_D)
+        tile_v = load_rows(v, tokens, stride_vt, exists, D, BLOCK_D)
+        tile_q = load_rows(q, tokens, stride_qt, exists, D, BLOCK_D)
+        of_tile = (rows[:, None] == member) & (slots[None, :] >= 0)
+        of_group = (rows[:, None] == member // GROUP) & (slots[None, :] >= 0)
+        k_sum = tl.dot(of_tile.to(tile_k.dtype), tile_k, k_sum, input_precision=PRECISION)
+        v_sum = tl.dot(of_tile.to(tile_k.dtype), tile_v, v_sum, input_precision=PRECISION)
+        q_sum = tl.dot(of_group.to(tile_k.dtype), tile_q, q_sum, input_precision=PRECISION)
+        kv_cov = tl.dot(tl.trans(tile_k), tile_v, kv_cov, input_precision=PRECISION)
+        k_squares = tl.where(rows == member, sum_of_squares(tile_k), k_squares)
+        q_squares += tl.where(rows == member // GROUP, sum_of_squares(tile_q), 0.0)
         if MASKED or RAGGED:
             count = tl.where(rows == member, tl.sum(exists.to(tl.float32), 0), count)
-        if PREFIX > 0:
-            logits = tl.dot(asked, tl.trans(keys), input_precision=PRECISION) * binary
+        if BLOCK_PREFIX > 0:
+            logits = tl.dot(prefix_q, tl.trans(tile_k), input_precision=PRECISION) * qk_scale_log2
             logits = tl.where(exists[None, :], logits, float("-inf"))
-            top, mass, output = absorb(top, mass, output, logits, values, PRECISION)
+            m_i, l_i, acc = online_softmax(m_i, l_i, acc, logits, tile_v, PRECISION)
 
-    places = part * TILES + rows
-    known = (rows < TILES) & (places < tiles)
+    tiles = part * TILES_PER_PROGRAM + rows
+    is_tile = (rows < TILES_PER_PROGRAM) & (tiles < num_tiles)
     if not (MASKED or RAGGED):
-        count = tl.where(known, SLOTS * 1.0, 0.0)
-    some = tl.maximum(count, 1.0)[:, None]
-    inside = columns < D
-    lines = (wide * tiles + places)[:, None] * D + columns[None, :]
-    stored = known[:, None] & inside[None, :]
-    key_means = key_sums / some
-    apart = spread(key_squares / tl.maximum(count, 1.0), key_means)
-    tl.store(key_spread + wide * tiles + places, apart, mask=known)
-    tl.store(kbar + lines, key_means.to(kbar.dtype.element_ty), mask=stored)
-    tl.store(vbar + lines, (value_sums / some).to(vbar.dtype.element_ty), mask=stored)
-    tl.store(counts + wide * tiles + places, count, mask=known)
-    moment -= tl.dot(tl.trans(key_sums), value_sums / some, input_precision="tf32x3")
+        count = tl.where(is_tile, S * 1.0, 0.0)
+    at_least_one = tl.maximum(count, 1.0)[:, None]
+    in_head = columns < D
+    offsets = (batch_head * num_tiles + tiles)[:, None] * D + columns[None, :]
+    mask = is_tile[:, None] & in_head[None, :]
+    k_means = k_sum / at_least_one
+    spread = mean_squared_distance(k_squares / tl.maximum(count, 1.0), k_means)
+    tl.store(k_spread + batch_head * num_tiles + tiles, spread, mask=is_tile)
+    tl.store(k_mean + offsets, k_means.to(k_mean.dtype.element_ty), mask=mask)
+    tl.store(v_mean + offsets, (v_sum / at_least_one).to(v_mean.dtype.element_ty), mask=mask)
+    tl.store(counts + batch_head * num_tiles + tiles, count, mask=is_tile)
+    # sum (k - k_mean) (v - v_mean)^T = sum k v^T - sum_tiles k_sum v_mean^T
+    kv_cov -= tl.dot(tl.trans(k_sum), v_sum / at_least_one, input_precision="tf32x3")
     square = columns[:, None] * D + columns[None, :]
-    place = (wide * tl.num_programs(0) + part) * (D * D)
+    part_of_head = batch_head * tl.num_programs(0) + part
     tl.store(
-        cross_parts + place + square,
-        moment.to(cross_parts.dtype.element_ty),
-        mask=inside[:, None] & inside[None, :],
+        kv_cov_parts + part_of_head * (D * D) + square,
+        kv_cov.to(kv_cov_parts.dtype.element_ty),
+        mask=in_head[:, None] & in_head[None, :],
     )
-    asking = tl.zeros((SLOTS,), tl.float32)
-    for member in tl.static_range(TILES):
-        there = tl.sum(tl.where(rows == member, count, 0.0), 0)
-        asking += tl.where(rows == member // GROUP, there, 0.0)
-    line = part * (TILES // GROUP) + rows
-    real = (rows < TILES // GROUP) & (line < groups)
-    stored = real[:, None] & inside[None, :]
-    asking = tl.maximum(asking, 1.0)
-    means = query_sums / asking[:, None]
-    apart = spread(query_squares / asking, means) * (factor * factor / (2 * D))
-    tl.store(query_spread + wide * groups + line, apart, mask=real)
-    target = qbar + (wide * groups + line)[:, None] * D + columns[None, :]
-    tl.store(target, means.to(qbar.dtype.element_ty), mask=stored)
-    if PREFIX > 0:
-        place = (wide * tl.num_programs(0) + part) * prefix + before
-        tl.store(prefix_tops + place, top, mask=before < prefix)
-        tl.store(prefix_masses + place, mass, mask=before < prefix)
-        stored = (before < prefix)[:, None] & inside[None, :]
-        tl.store(prefix_outputs + place[:, None] * D + columns[None, :], output, mask=stored)
+    group_count = tl.zeros((S,), tl.float32)
+    for member in tl.static_range(TILES_PER_PROGRAM):
+        tile_count = tl.sum(tl.where(rows == member, count, 0.0), 0)
+        group_count += tl.where(rows == member // GROUP, tile_count, 0.0)
+    groups = part * (TILES_PER_PROGRAM // GROUP) + rows
+    is_group = (rows < TILES_PER_PROGRAM // GROUP) & (groups < num_groups)
+    group_count = tl.maximum(group_count, 1.0)
+    q_means = q_sum / group_count[:, None]
+    spread = mean_squared_distance(q_squares / group_count, q_means)
+    spread = spread * (qk_scale * qk_scale / (2 * D))
+    tl.store(q_spread + batch_head * num_groups + groups, spread, mask=is_group)
+    offsets = (batch_head * num_groups + groups)[:, None] * D + columns[None, :]
+    mask = is_group[:, None] & in_head[None, :]
+    tl.store(q_mean + offsets, q_means.to(q_mean.dtype.element_ty), mask=mask)
+    if BLOCK_PREFIX > 0:
+        offsets = part_of_head * prefix + prefix_tokens
+        tl.store(prefix_m + offsets, m_i, mask=in_prefix)
+        tl.store(prefix_l + offsets, l_i, mask=in_prefix)
+        mask = in_prefix[:, None] & in_head[None, :]
+        tl.store(prefix_acc + offsets[:, None] * D + columns[None, :], acc, mask=mask)

@@ -1,0 +1,67 @@
+"""Device functions that the kernels for tiles share: addresses, masked loads, online softmax.
+
+A tile has S = SIDE * SIDE slots, one for each of its tokens in raster order. Slots beyond the edge of
+the grid hold no token. Tensors of tokens have any strides but a contiguous head dimension.
+"""
+
+import triton
+import triton.language as tl
+
+LOG2E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def split_batch_head(batch_head, H):
+    """Return the batch index, the head index and their joint index, all in int64 for addresses."""
+    return (batch_head // H).to(tl.int64), (batch_head % H).to(tl.int64), batch_head.to(tl.int64)
+
+
+@triton.jit
+def tile_tokens(
+    tile, slots, height, width, tiles_across, Z_ORDER: tl.constexpr, SIDE: tl.constexpr
+):
+    """Return the token in each slot of a tile, and a mask of the slots that are on the grid.
+
+    Tokens are numbered from the first spatial token. In Z-order a tile is contiguous.
+    """
+    if Z_ORDER:
+        tokens = tile * (SIDE * SIDE) + slots
+        return tokens, tokens < height * width
+    row = (tile // tiles_across) * SIDE + slots // SIDE
+    column = (tile % tiles_across) * SIDE + slots % SIDE
+    return row * width + column, (row < height) & (column < width)
+
+
+@triton.jit
+def valid_tokens(valid, tokens, on_grid, MASKED: tl.constexpr):
+    """Return the mask of tokens that are on the grid and, with a mask, valid."""
+    if MASKED:
+        return on_grid & (tl.load(valid + tokens, mask=on_grid, other=0) != 0)
+    return on_grid
+
+
+@triton.jit
+def load_rows(base, rows, stride, mask, D: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Load (n, BLOCK_D) rows of D numbers, 0 outside of the mask and beyond D."""
+    columns = tl.arange(0, BLOCK_D)
+    pointers = base + rows.to(tl.int64)[:, None] * stride + columns[None, :]
+    if D == BLOCK_D:
+        return tl.load(pointers, mask=mask[:, None], other=0.0)
+    return tl.load(pointers, mask=mask[:, None] & (columns < D)[None, :], other=0.0)
+
+
+@triton.jit
+def online_softmax(m_i, l_i, acc, logits, values, PRECISION: tl.constexpr):
+    """Add a block of logits (base 2) and its values to a running softmax.
+
+    `m_i` (n,) is the running maximum, `l_i` (n,) the sum of weights 2^(logit - m_i), and `acc`
+    (n, BLOCK_D) the sum of weighted values. All are rescaled when the maximum moves.
+    """
+    m_new = tl.maximum(m_i, tl.max(logits, 1))
+    shift = tl.where(m_new == float("-inf"), 0.0, m_new)
+    weights = tl.exp2(logits - shift[:, None])
+    scale = tl.exp2(m_i - shift)
+    l_i = l_i * scale + tl.sum(weights, 1)
+    acc = acc * scale[:, None]
+    acc += tl.dot(weights.to(values.dtype), values, input_precision=PRECISION)
+    return m_new, l_i, acc

@@ -1,0 +1,144 @@
+"""The chapter on the ablations of Algorithm 1, and the claims of the paper on them."""
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+from bmfa.evidence.ablation import figures
+from bmfa.evidence.page import paper
+from bmfa.evidence.page.blocks import Block, Chapter, Column, Table, illustrate, paragraph
+from bmfa.evidence.page.claims import Claim, Verdict, direction, not_measured
+from bmfa.evidence.page.formats import format_number, format_numbers
+from bmfa.evidence.page.record_set import RecordSet, get_number, get_text
+
+COLUMNS = (
+    Column("Parameter"),
+    Column("Value", 0),
+    Column("Mean gap", 3),
+    Column("Leaf %", 3),
+    Column("µs", 1),
+    Column("Paper: mean gap", 3, paper=True),
+    Column("Leaf %", 2, paper=True),
+    Column("ms", 3, paper=True),
+)
+
+
+def _content(records: RecordSet) -> list[Block]:
+    dataset = paper.dataset_title(str(records.setting("ablation", "dataset") or ""))
+    return [
+        *paragraph(
+            "One parameter of Algorithm 1 is changed at a time. The others are ε = 0.005, full depth, "
+            "16 × 16 cells and a look-ahead of one level.",
+            f"Data: {dataset}." if dataset else "",
+            _lookahead(records),
+        ),
+        *illustrate(
+            figures.ablation,
+            records,
+            "A smaller threshold lowers the error and increases the number of leaves. Rings are the "
+            "paper's numbers on COCO; its run times are from another machine and from code that "
+            "processes one instance at a time.",
+        ),
+        Table("Ablations", COLUMNS, _table_rows(records)),
+    ]
+
+
+def _lookahead(records: RecordSet) -> str:
+    one, two = _values(records, "lookahead", (1, 2))
+    if one is None or two is None or two >= one:
+        return ""
+    return (
+        f"Looking two levels down instead of one reduces the mean gap from {format_number(one)} to "
+        f"{format_number(two)}; the paper leaves this to future work."
+    )
+
+
+def _table_rows(records: RecordSet) -> list[list[object]]:
+    rows: list[list[object]] = []
+    for row in records.rows("ablation"):
+        parameter, value = get_text(row, "parameter"), get_number(row, "value") or 0.0
+        point = paper.ABLATION.get((parameter, value))
+        printed = [point.mean_gap, point.leaf_percent, point.milliseconds] if point else [None] * 3
+        ours = [row.get(c) for c in ("mean_gap", "leaf_percent", "microseconds_per_instance")]
+        rows.append([parameter, get_text(row, "value"), *ours, *printed])
+    return rows
+
+
+def _claims(records: RecordSet) -> list[Claim]:
+    return [_threshold(records), _depth(records), _grid(records), _run_time(records)]
+
+
+def _values(
+    records: RecordSet, parameter: str, values: Sequence[float], column: str = "mean_gap"
+) -> list[float | None]:
+    return [records.value("ablation", column, parameter=parameter, value=v) for v in values]
+
+
+def _decreases(values: Sequence[float | None]) -> bool:
+    known = [value for value in values if value is not None]
+    return all(after < before for before, after in pairwise(known))
+
+
+def _threshold(records: RecordSet) -> Claim:
+    claim = "Threshold 0.05 to 0.001: mean gap and leaf ratio"
+    thresholds = (0.05, 0.001)
+
+    def words(gaps: Sequence[float | None], leaves: Sequence[float | None]) -> str:
+        first, last = (format_number(leaf, 2) for leaf in leaves)
+        return f"{format_number(gaps[0])} to {format_number(gaps[1])}, {first} to {last} %"
+
+    points = [paper.ABLATION["epsilon", value] for value in thresholds]
+    printed = words([p.mean_gap for p in points], [p.leaf_percent for p in points])
+    gaps = _values(records, "epsilon", thresholds)
+    leaves = _values(records, "epsilon", thresholds, "leaf_percent")
+    if None in (*gaps, *leaves):
+        return not_measured(claim, printed, "ablation")
+    verdict = direction(_decreases(gaps) and _decreases(leaves[::-1]))
+    return Claim(claim, printed, words(gaps, leaves), verdict, _data_note(records))
+
+
+def _data_note(records: RecordSet) -> str:
+    dataset = str(records.setting("ablation", "dataset") or "")
+    count = records.value("ablation", "instances", parameter="epsilon", value=0.005)
+    instances = "" if count is None else f" on {count:,.0f} instances"
+    return (
+        f"Measured{instances} of {paper.dataset_title(dataset) or 'one source'}, scores from our fit. "
+        "The paper's numbers are for COCO, so only the trend is comparable."
+    )
+
+
+def _depth(records: RecordSet) -> Claim:
+    claim = "Depth 5 changes nothing on a 16 × 16 grid: mean gap at depth 4 and 5"
+    printed = format_numbers(*(paper.ABLATION["depth", depth].mean_gap for depth in (4, 5)))
+    gaps = _values(records, "depth", (4, 5))
+    if None in gaps:
+        return not_measured(claim, printed, "ablation")
+    note = "True on any data: the leaves at depth 4 are single tokens, which cannot be split."
+    return Claim(claim, printed, format_numbers(*gaps), direction(gaps[0] == gaps[1]), note)
+
+
+def _grid(records: RecordSet) -> Claim:
+    claim = "A finer grid has fewer leaves and loses more: mean gap at 8, 16 and 32 cells"
+    sizes = (8, 16, 32)
+    printed = format_numbers(*(paper.ABLATION["grid", size].mean_gap for size in sizes))
+    gaps = _values(records, "grid", sizes)
+    if None in gaps:
+        return not_measured(claim, printed, "ablation")
+    verdict = direction(_decreases(gaps[::-1]))
+    return Claim(claim, printed, format_numbers(*gaps), verdict, _data_note(records))
+
+
+def _run_time(records: RecordSet) -> Claim:
+    claim = "Screening one instance at the default threshold"
+    milliseconds = paper.ABLATION["epsilon", 0.005].milliseconds or 0.0
+    printed = f"{format_number(1000 * milliseconds, 0)} µs"
+    (ours,) = _values(records, "epsilon", (0.005,), "microseconds_per_instance")
+    if ours is None:
+        return not_measured(claim, printed, "ablation")
+    note = (
+        "Another machine and other code: a batch in torch here, one instance at a time in NumPy in "
+        "the paper."
+    )
+    return Claim(claim, printed, f"{format_number(ours, 0)} µs", Verdict.NOT_COMPARABLE, note)
+
+
+ABLATIONS = Chapter("ablations", "Ablations", "ablation", _content, _claims)

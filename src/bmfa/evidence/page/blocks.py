@@ -1,0 +1,155 @@
+"""The building blocks of a chapter; templates/blocks.html.j2 has one macro for each."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from bmfa.evidence.page.canvas import Figure
+from bmfa.evidence.page.claims import Claim
+from bmfa.evidence.page.record_set import RecordSet
+from bmfa.records import Row
+
+
+@dataclass(frozen=True)
+class Paragraph:
+    """A paragraph: an optional bold lead, and text. `style` is a class of page.css."""
+
+    macro: ClassVar[str] = "paragraph"
+    text: str
+    lead: str = ""
+    style: str = ""
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column of a table; `decimals` is None for text, `paper` marks the paper's numbers."""
+
+    title: str
+    decimals: int | None = None
+    code: bool = False
+    paper: bool = False
+
+    @property
+    def css_class(self) -> str:
+        """The classes of its cells in page.css."""
+        return " ".join(["text"] * (self.decimals is None) + ["paper"] * self.paper)
+
+
+METHOD = Column("Method", code=True)
+PAPER_GAP_COLUMNS = (
+    Column("Paper: mean", 3, paper=True),
+    Column("P95", 3, paper=True),
+    Column("Leaf %", 3, paper=True),
+)
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table that scrolls sideways on a narrow screen; `folded` is the summary of a closed one."""
+
+    macro: ClassVar[str] = "table"
+    caption: str
+    columns: Sequence[Column]
+    rows: Sequence[Sequence[Any]]
+    folded: str = ""
+
+
+@dataclass(frozen=True)
+class Illustration:
+    """A figure for wide and for narrow screens, its caption and the commands that make its data."""
+
+    macro: ClassVar[str] = "illustration"
+    name: str
+    wide_svg: str
+    narrow_svg: str
+    caption: str
+    commands: Sequence[str]
+
+
+@dataclass(frozen=True)
+class Commands:
+    """The commands that make what is shown above."""
+
+    macro: ClassVar[str] = "commands"
+    commands: Sequence[str]
+
+
+@dataclass(frozen=True)
+class NotMeasured:
+    """The command that makes what a chapter needs."""
+
+    macro: ClassVar[str] = "not_measured"
+    command: str
+
+
+@dataclass(frozen=True)
+class Properties:
+    """A list of names and values under a heading."""
+
+    macro: ClassVar[str] = "properties"
+    heading: str
+    values: Mapping[str, Any]
+
+
+Block = Paragraph | Table | Illustration | Commands | NotMeasured | Properties
+
+
+@dataclass(frozen=True)
+class Chapter:
+    """One section of the page.
+
+    Attributes:
+        name: its anchor.
+        title: its heading and its entry in the navigation.
+        experiment: the experiment whose record it needs.
+        content: returns its blocks; not called without the record.
+        claims: returns the claims of the paper that it judges, for the summary.
+    """
+
+    name: str
+    title: str
+    experiment: str
+    content: Callable[[RecordSet], list[Block]]
+    claims: Callable[[RecordSet], list[Claim]] = lambda records: []
+
+    def blocks(self, records: RecordSet) -> list[Block]:
+        """Return the content, or the command that makes the missing record."""
+        if records.has(self.experiment):
+            return self.content(records)
+        return [NotMeasured(records.commands(self.experiment)[0])]
+
+
+def paragraph(*sentences: str, lead: str = "", style: str = "") -> list[Block]:
+    """Join sentences into a paragraph, empty ones left out; no block if all are empty."""
+    text = " ".join(sentence for sentence in sentences if sentence)
+    return [Paragraph(text, lead, style)] if text else []
+
+
+def illustrate(figure: Figure, records: RecordSet, caption: str) -> list[Block]:
+    """Draw a figure for the page; no block if the records do not hold its data."""
+    if not figure.available(records):
+        return []
+    wide, narrow = (figure(records.records, narrow=n, inline=True) for n in (False, True))
+    commands = records.commands(*(name for name in figure.needs if records.has(name)))
+    return [Illustration(figure.name, wide, narrow, caption, commands)]
+
+
+# Values of rows that do not fit into a cell.
+LONG_VALUES = (
+    *("scores", "boxes", "picture", "gap_quantiles"),
+    *("attention", "screened_attention"),
+)
+
+
+def generic_table(caption: str, rows: Sequence[Row]) -> Table:
+    """Return a table of all values of rows, for experiments without a table of their own."""
+    used = dict.fromkeys(key for row in rows for key in row if row[key] is not None)
+    names = [name for name in used if name not in LONG_VALUES]
+    columns = []
+    for name in names:
+        values = [row[name] for row in rows if row.get(name) is not None]
+        decimals: int | None = None
+        if all(isinstance(value, int | float) for value in values):
+            decimals = 0 if all(isinstance(value, int) for value in values) else 3
+        columns.append(Column(name.replace("_", " "), decimals, code=name == "method"))
+    return Table(caption, columns, [[row.get(name) for name in names] for row in rows])

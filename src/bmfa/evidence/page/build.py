@@ -1,0 +1,197 @@
+"""Builds the page: records to chapters, chapters to one self-contained HTML file."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import PurePath
+from typing import Any
+
+from bmfa.evidence.ablation.chapter import ABLATIONS
+from bmfa.evidence.bench.chapter import SPEED
+from bmfa.evidence.classification.chapter import CLASSIFICATION, REDUCTIONS
+from bmfa.evidence.closed_loop.chapter import CLOSED_LOOP, LAYERS
+from bmfa.evidence.methods import METHODS, find_method
+from bmfa.evidence.page import paper, style
+from bmfa.evidence.page.blocks import (
+    Block,
+    Column,
+    Commands,
+    Properties,
+    Table,
+    generic_table,
+    illustrate,
+    paragraph,
+)
+from bmfa.evidence.page.claims import LEGEND, Claim
+from bmfa.evidence.page.formats import format_number
+from bmfa.evidence.page.record_set import RecordSet, get_text, unique
+from bmfa.evidence.pictures.chapter import INSTANCES, PICTURES
+from bmfa.evidence.probes.chapter import PROBES
+from bmfa.evidence.synthetic.chapter import FAILURE_CURVE, STRESS_TEST
+from bmfa.evidence.synthetic.figures import gallery
+from bmfa.packages import load_package
+from bmfa.records import Record
+
+TITLE = "What attention loses when blocks become means"
+OPENING = (
+    "This page measures how much softmax mass attention loses when a block of tokens is replaced by "
+    "its mean, how far the adaptive trees of the BMFA paper repair the loss, and which trees do better. "
+    "The paper's numbers are shown next to ours."
+)
+CHAPTERS = (
+    *(STRESS_TEST, FAILURE_CURVE, PROBES, ABLATIONS, INSTANCES, CLOSED_LOOP, LAYERS, PICTURES),
+    *(CLASSIFICATION, REDUCTIONS, SPEED),
+)
+
+
+@dataclass(frozen=True)
+class Section:
+    """A section of the page as the template shows it."""
+
+    name: str
+    title: str
+    blocks: Sequence[Block]
+    in_navigation: bool = True
+
+
+def build_page(records: Sequence[Record]) -> str:
+    """Build one self-contained HTML page.
+
+    Args:
+        records: records of any experiments. A chapter without its record shows the command that makes
+            the record; an experiment without a chapter gets a plain table.
+
+    Returns:
+        The page as text; it loads nothing from other files or hosts.
+
+    Raises:
+        ModuleNotFoundError: if jinja2 or matplotlib is missing; the message names the extra.
+
+    Example:
+        >>> page = build_page([])
+        >>> page.count("Not measured here")
+        11
+    """
+    found = RecordSet(records)
+    page: str = (
+        _templates()
+        .get_template("page.html.j2")
+        .render(
+            title=TITLE,
+            opening=OPENING,
+            opening_figure=illustrate(gallery, found, _gallery_caption(found)),
+            verdict_legend=LEGEND,
+            claims=all_claims(found),
+            sections=_sections(found),
+            css_variables=style.css_variables(),
+        )
+    )
+    # JSON can hold lone surrogates, UTF-8 cannot.
+    return page.encode("utf-8", "replace").decode("utf-8")
+
+
+def all_claims(records: RecordSet) -> list[Claim]:
+    """Return the claims of all chapters in order."""
+    return [claim for chapter in CHAPTERS for claim in chapter.claims(records)]
+
+
+@cache
+def _templates() -> Any:
+    """The jinja2 environment with the filters of the templates; text is escaped by default."""
+    jinja2 = load_package("jinja2")
+    environment = jinja2.Environment(
+        loader=jinja2.PackageLoader("bmfa.evidence.page"),
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        undefined=jinja2.StrictUndefined,
+    )
+    environment.filters["number"] = format_number
+    environment.filters["prose"] = lambda text: text.replace(" %", "\u00a0%")
+    return environment
+
+
+def _sections(records: RecordSet) -> list[Section]:
+    methods = _method_table(records)
+    return [
+        *([Section("methods", "Methods", [methods], in_navigation=False)] if methods.rows else []),
+        *(Section(chapter.name, chapter.title, chapter.blocks(records)) for chapter in CHAPTERS),
+        *_other_experiments(records),
+        Section("environment", "Environment and versions", _environment(records)),
+    ]
+
+
+def _gallery_caption(records: RecordSet) -> str:
+    rows = records.rows("gallery", method=paper.ALGORITHM_1)
+    blind = [get_text(row, "placement") for row in rows if len(row.get("boxes", ())) == 1]
+    where = f" It detects nothing if they are {' or '.join(blind)}." if blind else ""
+    return (
+        "A few bright tokens hold most of the softmax mass; each summary shows the mean score of its "
+        f"leaves. Algorithm 1 of the paper compares the means of the four quarters of a block.{where} "
+        "The optimal tree reads every score."
+    )
+
+
+def _method_table(records: RecordSet) -> Table:
+    """The methods in the records, with what each does and reads."""
+    experiments = ("synthetic", "probe", "closed-loop", "evaluate")
+    names = [name for e in experiments for name in unique(records.rows(e), "method")]
+    shown = {method.name for name in names if (method := find_method(name)) is not None}
+    return Table(
+        "The methods; the number after a name is its threshold, depth, price, probability or budget",
+        [Column("Name", code=True), Column("Description"), Column("Reads")],
+        [
+            [method.name, method.description, method.reads]
+            for method in METHODS.values()
+            if method.name in shown and method.kind != "full"
+        ],
+    )
+
+
+def _other_experiments(records: RecordSet) -> list[Section]:
+    """A plain table for every experiment that has no chapter."""
+    known = {chapter.experiment for chapter in CHAPTERS} | {"gallery"}
+    others = dict.fromkeys(r.experiment for r in records.records if r.experiment not in known)
+    sections = []
+    for index, experiment in enumerate(others):
+        title = experiment.capitalize()
+        blocks: list[Block] = [
+            generic_table(title, records.rows(experiment)),
+            Commands(records.commands(experiment)),
+        ]
+        sections.append(Section(f"record-{index}", title, blocks))
+    return sections
+
+
+def _environment(records: RecordSet) -> list[Block]:
+    """The environment of every record, equal ones together, and the settings of every record."""
+    if not records.records:
+        return paragraph("There are no records.")
+    environments: dict[str, tuple[Mapping[str, Any], list[str]]] = {}
+    for record in records.records:
+        key = repr(sorted(record.environment.items(), key=str))
+        environments.setdefault(key, (record.environment, []))[1].append(record.experiment)
+    rows = [[record.experiment, _describe_settings(record.settings)] for record in records.records]
+    return [
+        *(
+            Properties(", ".join(dict.fromkeys(experiments)), environment)
+            for environment, experiments in environments.values()
+        ),
+        Table("Settings of the records", [Column("Record"), Column("Settings")], rows),
+    ]
+
+
+def _describe_settings(settings: Mapping[str, Any]) -> str:
+    shown = {name: value for name, value in settings.items() if value not in (None, {}, [])}
+    return ", ".join(f"{name} = {_describe(value)}" for name, value in shown.items())
+
+
+def _describe(value: Any) -> str:
+    """A setting in words; of an absolute path only the last part."""
+    if isinstance(value, Mapping):
+        if set(value) == {"instances", "names"}:
+            return str(value["instances"])
+        return f"({', '.join(f'{name}: {_describe(item)}' for name, item in value.items())})"
+    if isinstance(value, list | tuple):
+        return " ".join(_describe(item) for item in value)
+    return PurePath(value).name if str(value).startswith("/") else str(value)

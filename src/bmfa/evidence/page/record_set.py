@@ -1,0 +1,152 @@
+"""All records that a page or a figure is made from, searched by experiment and key."""
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from bmfa.records import Record, Row
+
+# Control characters and lone surrogates, which XML cannot hold.
+UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f\ud800-\udfff\ufffe\uffff]")
+
+# The columns that identify a row. If two rows have the same key, the later one replaces the earlier.
+KEYS: Mapping[str, tuple[str, ...]] = {
+    "synthetic": ("placement", "method"),
+    "failure-curve": ("cells", "method", "delta"),
+    "gallery": ("placement", "method", "title"),
+    "probe": ("dataset", "mode", "method", "group"),
+    "ablation": ("parameter", "value"),
+    "cases": ("dataset", "title", "picture", "method"),
+    "picture": ("model", "title", "layer", "head", "query", "method"),
+}
+COMMANDS: Mapping[str, str] = {
+    "synthetic": "bmfa synthetic --json synthetic.json",
+    "failure-curve": "bmfa synthetic --curve --json curve.json",
+    "gallery": "bmfa report",
+    "ablation": "bmfa ablation --json ablation.json",
+    "cases": "bmfa report",
+    "bench": "bmfa bench trees --json bench.json",
+    "picture": "bmfa screen embedded:3 --json picture.json",
+}
+MAX_LAYER_OPTIONS = 4  # more --layers options than this are not printed as a command
+
+
+class RecordSet:
+    """Records of any number of experiments.
+
+    Args:
+        records: one record, or several in the order in which they were made.
+
+    Example:
+        >>> from bmfa.records import Record
+        >>> rows = [{"method": "gamma:0.005", "placement": "corner", "mean_gap": 0.261}]
+        >>> records = RecordSet(Record("synthetic", {}, rows))
+        >>> records.value("synthetic", "mean_gap", placement="corner")
+        0.261
+    """
+
+    def __init__(self, records: Record | Sequence[Record]) -> None:
+        self.records = (records,) if isinstance(records, Record) else tuple(records)
+
+    def of(self, experiment: str) -> list[Record]:
+        """Return the records of an experiment."""
+        return [record for record in self.records if record.experiment == experiment]
+
+    def has(self, experiment: str) -> bool:
+        """Return True if any record of the experiment has rows."""
+        return any(record.rows for record in self.of(experiment))
+
+    def rows(self, experiment: str, **values: Any) -> list[Row]:
+        """Return the rows of an experiment that have these values, without replaced rows."""
+        rows = [row for record in self.of(experiment) for row in record.rows]
+        if keys := KEYS.get(experiment):
+            rows = list({tuple(str(row.get(key)) for key in keys): row for row in rows}.values())
+        return [row for row in rows if all(row.get(key) == values[key] for key in values)]
+
+    def require(self, experiment: str) -> list[Row]:
+        """Return the rows of an experiment; raise ValueError with the command if there are none."""
+        rows = self.rows(experiment)
+        if not rows:
+            present = ", ".join(record.experiment for record in self.records) or "none"
+            raise ValueError(
+                f"no {experiment} rows among the records ({present}); "
+                f"make them with: {self.commands(experiment)[0]}"
+            )
+        return rows
+
+    def value(self, experiment: str, column: str, **values: Any) -> float | None:
+        """Return one number of the last row that has these values, or None."""
+        rows = self.rows(experiment, **values)
+        return get_number(rows[-1], column) if rows else None
+
+    def setting(self, experiment: str, name: str, default: Any = None) -> Any:
+        """Return a setting of the last record of an experiment."""
+        records = self.of(experiment)
+        return records[-1].settings.get(name, default) if records else default
+
+    def commands(self, *experiments: str) -> list[str]:
+        """Return the commands that make the rows of these experiments, each command once."""
+        commands = []
+        for experiment in experiments:
+            records = self.of(experiment)
+            # Figures of the probes show the image-edge mode if both modes were measured.
+            shown = [r for r in records if r.settings.get("mode") == "image-edge"] or records
+            commands += [_recorded_command(r) or command_for(experiment, r.settings) for r in shown]
+            commands += [] if shown else [command_for(experiment)]
+        return list(dict.fromkeys(commands))
+
+
+def _recorded_command(record: Record) -> str | None:
+    """The command in the record; None for `bmfa report`, which makes every record."""
+    command = record.environment.get("command")
+    return None if command is None or str(command).startswith("bmfa report") else str(command)
+
+
+def command_for(experiment: str, settings: Mapping[str, Any] | None = None) -> str:
+    """Return the command that makes a record of an experiment with these settings."""
+    settings = settings or {}
+    if experiment in ("closed-loop", "evaluate"):
+        return _model_command(experiment, settings)
+    if experiment != "probe":
+        return COMMANDS.get(experiment, f"bmfa {experiment} --json {experiment}.json")
+    dataset, mode = settings.get("dataset", "coco"), settings.get("mode", "image-edge")
+    files = "" if dataset == "embedded" else " --annotations FILE --images DIR"
+    return f"bmfa probe --dataset {dataset} --mode {mode}{files} --json probe.json"
+
+
+def _model_command(experiment: str, settings: Mapping[str, Any]) -> str:
+    model = str(settings.get("model", "embedded"))
+    files = "" if model == "embedded" else f" --model {model} --weights FILE --data-dir DIR"
+    layers = settings.get("layers")
+    choices = [str(choice) for choice in layers] if isinstance(layers, list | tuple) else []
+    if len(choices) > MAX_LAYER_OPTIONS:
+        return "bmfa report"
+    options = "".join(f" --layers {choice}" for choice in choices if choices != ["last-4"])
+    method = f" --method {settings['method']}" if "method" in settings else ""
+    return f"bmfa {experiment}{files}{options}{method} --json {experiment}.json"
+
+
+def get_number(row: Row, column: str) -> float | None:
+    """Return a finite number of a row, or None."""
+    value = row.get(column)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        return None
+    return float(value)
+
+
+def get_text(row: Row, column: str) -> str:
+    """Return a value of a row as text that XML can hold, "" if it is missing."""
+    value = row.get(column)
+    return "" if value is None else UNPRINTABLE.sub("\ufffd", str(value))
+
+
+def unique(rows: Sequence[Row], column: str) -> list[str]:
+    """Return the distinct texts of a column in order of first appearance."""
+    return list(dict.fromkeys(get_text(row, column) for row in rows))
+
+
+def points(rows: Sequence[Row], x: str, y: str) -> list[tuple[float, float]]:
+    """Return the (x, y) pairs of the rows that have both numbers, sorted by x."""
+    pairs = [(get_number(row, x), get_number(row, y)) for row in rows]
+    return sorted((a, b) for a, b in pairs if a is not None and b is not None)

@@ -1,0 +1,407 @@
+"""Figures of single pictures: instances with their scores and trees, and attention in a model."""
+
+from collections.abc import Callable, Sequence
+from textwrap import shorten
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from bmfa.energy import gap
+from bmfa.evidence.methods import find_method
+from bmfa.evidence.page import style
+from bmfa.evidence.page.canvas import Canvas, figure
+from bmfa.evidence.page.drawing import Array, draw_overlay, outline_boxes
+from bmfa.evidence.page.record_set import RecordSet, get_number, get_text
+from bmfa.evidence.page.score_maps import (
+    Panel,
+    ScoreMap,
+    draw_row,
+    minority_shares,
+    read_boxes,
+    read_grid,
+    tree_title,
+)
+from bmfa.evidence.probes.figures import DataSource, data_sources, draw_named_points
+from bmfa.records import Row
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+DARK, ORANGE, BLUE, YELLOW = "#0a0d12", "#ff9352", "#6faaff", "#ffd23f"
+OPACITY = 0.82  # of the overlay over a token without attention
+BRIGHTNESS_EXPONENT = 0.45  # makes small attention weights visible
+GAP = 12.0  # pixels between panels
+
+
+@figure(
+    "motivation",
+    "A block whose small bright part carries most of the softmax mass",
+    "cases",
+)
+def motivation(records: RecordSet, narrow: bool) -> Canvas:
+    """Draw a block whose small bright part carries the mass, its scores, shares and mean."""
+    instance = _clearest_instance(records)
+    side = 166.0 if narrow else 196.0
+    step, row_height = side + (28 if narrow else 32), side + 58
+    canvas = Canvas(style.NARROW, 2 * row_height) if narrow else Canvas(style.WIDE, side + 62)
+    one_leaf = {
+        "title": get_text(instance.first, "title"),
+        "boxes": [[0, 0, *instance.scores.shape]],
+    }
+    panels = [
+        instance.picture_panel("A block of a picture"),
+        instance.scores_panel("Its scores"),
+        instance.tree_panel(one_leaf, "What its mean keeps"),
+    ]
+    cells = [(0, 0), (1, 0), (1, 1)] if narrow else [(0, 0), (1, 0), (3, 0)]  # column, row
+    if not get_text(instance.first, "picture"):
+        panels, cells = panels[1:], cells[1:]
+    for panel, (column, row) in zip(panels, cells, strict=True):
+        draw_row(canvas, column * step, row * row_height + 26, side, 0, [panel])
+    left, top = (0, side + 84) if narrow else (2 * step, 26)
+    _draw_share_bars(canvas, left, top, side, instance)
+    return canvas
+
+
+def _draw_share_bars(
+    canvas: Canvas, left: float, top: float, side: float, instance: ScoreMap
+) -> None:
+    """Draw the minority's shares of area and mass as bars, and the gap of the mean."""
+    canvas.add_title(left, top - 7, "Its bright part", style.SMALL)
+    axes = canvas.add_pixel_axes(left, top, side, side)
+    bars = (("of the area", "minority_area_percent"), ("of the softmax mass", "gibbs_mass_percent"))
+    for index, (label, column) in enumerate(bars):
+        share = get_number(instance.first, column) or 0.0
+        y = 10.0 + index * side * 0.32
+        axes.barh(y + 24, side, 14, color=style.GRID.light)
+        axes.barh(y + 24, side * share / 100, 14, color=style.INK.light)
+        canvas.add_text(left, top + y + 8, f"{share:.1f} % {label}")
+    y = top + side * 0.8
+    canvas.add_title(left, y, f"{_gap_of_mean(instance):.3f}", 24)
+    canvas.add_note(left, y + 19, "gap F − M of the mean")
+
+
+@figure(
+    "pipeline",
+    "From a picture to its scores, its tree and the trade-off over all instances",
+    *("cases", "probe"),
+)
+def pipeline(records: RecordSet, narrow: bool) -> Canvas:
+    """Draw picture, scores, tree, and the trade-off over all instances."""
+    instance = _clearest_instance(records)
+    panels = [
+        *([instance.picture_panel("Picture")] if get_text(instance.first, "picture") else []),
+        instance.scores_panel("Scores"),
+        instance.tree_panel(instance.tree("gamma") or instance.first, "Tree of Algorithm 1"),
+    ]
+    panels = [
+        Panel(f"{index + 1}. {panel.title}", panel.draw, panel.notes)
+        for index, panel in enumerate(panels)
+    ]
+    source = next((source for source in data_sources(records) if source.instances), None)
+    width, side, distance, top = (
+        (style.NARROW, 108.0, 18.0, 40.0) if narrow else (style.WIDE, 184.0, 28.0, 26.0)
+    )
+    height = top + side + 40
+    canvas = Canvas(width, height + (262 if narrow and source else 0))
+    draw_row(canvas, 0, top, side, distance, panels)
+    for index in range(1, len(panels)):
+        x = index * (side + distance) - distance / 2
+        arrow = {"ha": "center", "fontsize": 16, "color": style.MUTED.light}
+        canvas.add_text(x, top + side / 2 + 6, "→", **arrow)
+    if source:
+        left, start = (0.0, height + 30) if narrow else (width - 232.0, top)
+        title = f"{len(panels) + 1}. Trade-off, {source.title}"
+        _draw_trade_off(canvas, title, (left, start, width - left, 184.0), source)
+    return canvas
+
+
+def _draw_trade_off(
+    canvas: Canvas, title: str, box: tuple[float, float, float, float], source: DataSource
+) -> None:
+    """Draw the trade-off in a box (left, top, width, height)."""
+    left, top, width, height = box
+    canvas.add_title(left, top - 7, title, style.SMALL)
+    canvas.add_note(left, top + 10, "mean gap")
+    axes = canvas.add_axes(left + 16, top + 20, width - 22, height - 20)
+    draw_named_points(axes, source)
+    x = left + 16 + (width - 22) / 2
+    canvas.add_note(x, top + height + 34, "leaf ratio, % of tokens", ha="center")
+
+
+@figure(
+    "cases",
+    "Instances with their scores, and the trees of Algorithm 1 and of the optimal rule",
+    "cases",
+)
+def cases(records: RecordSet, narrow: bool) -> Canvas:
+    """Draw instances with picture, scores and trees."""
+    instances = _instances(records)
+    panels = [_case_panels(instance) for instance in instances]
+    width, columns = (style.NARROW, 1) if narrow else (style.WIDE, 2)
+    count = max(map(len, panels))
+    cell = (width - (columns - 1) * 32) / columns
+    side = (cell - (count - 1) * 8 - 1) / count
+    height = 66 + side + 42
+    canvas = Canvas(width, -(-len(instances) // columns) * height)
+    for index, instance in enumerate(instances):
+        left, top = index % columns * (cell + 32), index // columns * height
+        canvas.add_title(left, top + 14, _shorten_title(instance.first, cell))
+        loss = f"gap of the mean {_gap_of_mean(instance):.3f}"
+        canvas.add_note(left, top + 31, ", ".join([*minority_shares(instance.first), loss]))
+        draw_row(canvas, left, top + 66, side, 8, panels[index])
+    return canvas
+
+
+def _case_panels(instance: ScoreMap) -> list[Panel]:
+    trees = [row for row in instance.rows if get_text(row, "method") != "sparge-mean"]
+    return [
+        *([instance.picture_panel("Picture")] if get_text(instance.first, "picture") else []),
+        instance.scores_panel(),
+        *(instance.tree_panel(row, tree_title(row)) for row in trees),
+    ]
+
+
+def _group(rows: Sequence[Row], *columns: str) -> list[list[Row]]:
+    """Group rows that have the same values in these columns."""
+    groups: dict[tuple[str, ...], list[Row]] = {}
+    for row in rows:
+        groups.setdefault(tuple(get_text(row, column) for column in columns), []).append(row)
+    return list(groups.values())
+
+
+def _instances(records: RecordSet) -> list[ScoreMap]:
+    groups = _group(records.require("cases"), "dataset", "title", "picture")
+    return [ScoreMap.from_rows(rows) for rows in groups]
+
+
+def _clearest_instance(records: RecordSet) -> ScoreMap:
+    """The instance with the largest gap of the mean among those that Algorithm 1 splits."""
+    instances = _instances(records)
+    split = [one for one in instances if len((one.tree("gamma") or {}).get("boxes", ())) > 1]
+    return max(split or instances, key=_gap_of_mean)
+
+
+def _gap_of_mean(instance: ScoreMap) -> float:
+    return float(gap(torch.from_numpy(instance.scores.ravel())))
+
+
+def _shorten_title(row: Row, width: float) -> str:
+    """The title of a row, cut to a width in pixels."""
+    return shorten(get_text(row, "title"), int(width / 8), placeholder=" …")
+
+
+class AttentionMap(ScoreMap):
+    """One picture and one query of one head, with the trees that were built for the query."""
+
+    def tree_over_picture(self, row: Row, title: str, notes: Sequence[str]) -> Panel:
+        """Return a panel of the leaves over the picture."""
+        boxes = read_boxes(row, self.scores.shape)
+        return self._overlay(title, notes, lambda axes: outline_boxes(axes, boxes))
+
+    def attention_over_picture(
+        self,
+        attention: Array,
+        title: str,
+        notes: Sequence[str],
+        largest: float,
+        tree: Row | None = None,
+    ) -> Panel:
+        """Return a panel of the picture, darkened where a token gets little attention.
+
+        Args:
+            attention: (H, W) weights.
+            title: title of the panel.
+            notes: lines under the panel.
+            largest: the weight that is not darkened at all.
+            tree: a row whose leaves are drawn over the picture.
+        """
+        boxes = [] if tree is None else read_boxes(tree, self.scores.shape)
+        brightness = np.clip(attention / (largest or 1.0), 0.0, 1.0) ** BRIGHTNESS_EXPONENT
+
+        def draw(axes: "Axes") -> None:
+            draw_overlay(axes, OPACITY * (1 - brightness), DARK)
+            if boxes:
+                outline_boxes(axes, boxes, alpha=0.5)
+
+        return self._overlay(title, notes, draw)
+
+    def difference_panel(self, difference: Array, title: str, notes: Sequence[str]) -> Panel:
+        """Return a panel of where attention increases (orange) and decreases (blue)."""
+        relative = difference / (float(np.abs(difference).max()) or 1.0)
+
+        def draw(axes: "Axes") -> None:
+            draw_overlay(axes, np.full(difference.shape, 0.8), DARK)
+            draw_overlay(axes, np.clip(relative, 0, 1), ORANGE)
+            draw_overlay(axes, np.clip(-relative, 0, 1), BLUE)
+
+        return self._overlay(title, notes, draw)
+
+    def _overlay(
+        self, title: str, notes: Sequence[str], draw_tokens: Callable[["Axes"], None]
+    ) -> Panel:
+        """A panel of the picture with a drawing over it, and the query token outlined."""
+        height, width = self.scores.shape
+        row, _, column = get_text(self.first, "query").partition(",")
+
+        def draw(canvas: Canvas, left: float, top: float, side: float) -> None:
+            if not canvas.add_image(left, top, side, get_text(self.first, "picture")):
+                canvas.add_pixel_axes(left, top, side, side).barh(side / 2, side, side, color=DARK)
+            axes = canvas.add_axes(left, top, side, side)
+            axes.set(xlim=(0, width), ylim=(height, 0))
+            axes.set_axis_off()
+            draw_tokens(axes)
+            if row.isdecimal() and column.isdecimal():
+                query = (int(row), int(column), int(row) + 1, int(column) + 1)
+                outline_boxes(axes, [query], YELLOW)
+
+        return Panel(title, draw, notes)
+
+
+def _attention_maps(records: RecordSet) -> list[AttentionMap]:
+    groups = _group(records.require("picture"), "model", "title", "layer", "head", "query")
+    return [AttentionMap(rows, read_grid(rows[0], "scores")) for rows in groups]
+
+
+def _query_name(row: Row) -> str:
+    query = get_text(row, "query")
+    return "class token" if query == "class" else f"token {query}"
+
+
+@figure(
+    "attention-cases",
+    "Pictures with the attention of the class token, full and screened, and the trees of several rules",
+    "picture",
+)
+def attention_cases(records: RecordSet, narrow: bool) -> Canvas:
+    """Draw for every picture the picture, the full attention, and the screened attention."""
+    maps = _attention_maps(records)
+    panels = [_rule_panels(attention_map) for attention_map in maps]
+    count, distance = max(map(len, panels)), 10.0
+    width, columns = (style.NARROW, 3) if narrow else (style.WIDE, count)
+    side = (width - (columns - 1) * distance) / columns
+    lines, step, above = -(-count // columns), side + (88 if narrow else 76), 86 if narrow else 72
+    height = above + lines * step
+    canvas = Canvas(width, len(maps) * height - 26)
+    for index, attention_map in enumerate(maps):
+        row, top = attention_map.first, index * height
+        canvas.add_title(0, top + 14, _shorten_title(row, width))
+        loss = get_number(row, "gap")
+        where = f"layer {get_text(row, 'layer')}, head {get_text(row, 'head')}, {_query_name(row)}"
+        where += "" if loss is None else f", gap of one mean {loss:.2f}"
+        canvas.add_note(0, top + 32, where)
+        for line in range(lines):
+            shown = panels[index][line * columns : (line + 1) * columns]
+            draw_row(canvas, 0, top + above + line * step, side, distance, shown)
+    return canvas
+
+
+def _rule_panels(attention_map: AttentionMap) -> list[Panel]:
+    full = read_grid(attention_map.first, "attention")
+    screened = [read_grid(row, "screened_attention") for row in attention_map.rows]
+    largest = float(max(values.max() for values in (full, *screened)))
+    panels = [
+        attention_map.picture_panel("Picture"),
+        attention_map.attention_over_picture(
+            full, "Full attention", _predicted(attention_map.first, "full"), largest
+        ),
+    ]
+    for row, values in zip(attention_map.rows, screened, strict=True):
+        error, leaf = get_number(row, "error"), get_number(row, "leaf_percent")
+        cost = [] if error is None or leaf is None else [f"E {error:.3f} · {leaf:.1f} %"]
+        notes = [*cost, *_predicted(row, "screened")]
+        panels.append(
+            attention_map.attention_over_picture(values, _rule_title(row), notes, largest, row)
+        )
+    return panels
+
+
+def _rule_title(row: Row) -> str:
+    """The title of a rule and its parameter."""
+    name, _, value = get_text(row, "method").partition(":")
+    method = find_method(name)
+    return f"{method.title if method else name} {value}".strip()
+
+
+def _predicted(row: Row, which: str) -> list[str]:
+    """The class that the full or the screened model predicts, and its probability."""
+    percent = get_number(row, f"{which}_class_percent")
+    name = get_text(row, f"{which}_class").partition(",")[0]
+    return [] if percent is None else [f"{shorten(name, 14, placeholder='…')} {percent:.0f} %"]
+
+
+@figure(
+    "screen",
+    "A picture with its tree, the attention of a query full and screened, and the difference",
+    "picture",
+)
+def screen(records: RecordSet, narrow: bool) -> Canvas:
+    """Draw for every picture and method the tree, both attentions, their difference and numbers."""
+    pairs = [(one, row) for one in _attention_maps(records) for row in one.rows]
+    width, columns = (style.NARROW, 2) if narrow else (style.WIDE, 4)
+    side = (width - (columns - 1) * GAP) / columns
+    # From top to bottom: the title, rows of panels with notes between them, and large numbers.
+    lines, between, above, below = 4 // columns, 64.0, 86.0, 118.0 if narrow else 62.0
+    height = above + lines * side + (lines - 1) * between + 46 + below
+    canvas = Canvas(width, len(pairs) * height + (len(pairs) - 1) * 28)
+    for index, (attention_map, row) in enumerate(pairs):
+        top = index * (height + 28)
+        title = shorten(get_text(row, "title"), int(width / 9), placeholder=" …")
+        canvas.add_title(0, top + 14, title)
+        where = f"{get_text(row, 'model')}, layer {get_text(row, 'layer')}, head "
+        where += f"{get_text(row, 'head')}, {_query_name(row)} · {get_text(row, 'method')}"
+        canvas.add_note(0, top + 32, where)
+        canvas.add_note(0, top + 49, predicted_classes(row))
+        panels = _screen_panels(attention_map, row)
+        for line in range(lines):
+            shown = panels[line * columns : (line + 1) * columns]
+            draw_row(canvas, 0, top + above + line * (side + between), side, GAP, shown)
+        _add_numbers(canvas, row, top + height - below + 28, side + GAP, columns)
+    return canvas
+
+
+def _screen_panels(attention_map: AttentionMap, row: Row) -> list[Panel]:
+    full, screened = read_grid(row, "attention"), read_grid(row, "screened_attention")
+    largest = float(max(full.max(), screened.max()))
+    leaves, tokens = len(row.get("boxes", ())), attention_map.scores.size
+    moved = get_number(row, "moved_percent")
+    change = (
+        [] if moved is None else [f"{moved:.2f} % of the mass moved", "from blue to orange tokens"]
+    )
+    return [
+        attention_map.tree_over_picture(
+            row, "Tree over the picture", [f"{leaves} leaves of {tokens} tokens"]
+        ),
+        attention_map.attention_over_picture(
+            full, "Full attention", [f"largest {100 * full.max():.1f} %"], largest
+        ),
+        attention_map.attention_over_picture(
+            screened, "Screened attention", [f"largest {100 * screened.max():.1f} %"], largest
+        ),
+        attention_map.difference_panel(screened - full, "Screened − full", change),
+    ]
+
+
+def predicted_classes(row: Row) -> str:
+    """Return the classes that the full and the screened model predict, "" if they are missing."""
+    full, screened = (get_number(row, f"{name}_class_percent") for name in ("full", "screened"))
+    if full is None or screened is None:
+        return ""
+    first, second = (get_text(row, f"{n}_class").partition(",")[0] for n in ("full", "screened"))
+    return f"full: {first} {full:.1f} % · screened: {second} {screened:.1f} %"
+
+
+def _add_numbers(canvas: Canvas, row: Row, top: float, step: float, columns: int) -> None:
+    source = "scores" if get_text(row, "certificate_from") == "scores" else "keys"
+    numbers = (
+        ("gap", "gap of one mean", "{:.3f}"),
+        ("error", "E of the tree", "{:.4f}"),
+        ("certificate", f"certificate from {source}", "≤ {:.4f}"),
+        ("leaf_percent", "leaf ratio", "{:.1f} %"),
+    )
+    for index, (column, label, pattern) in enumerate(numbers):
+        value = get_number(row, column)
+        x, y = index % columns * step, top + index // columns * 56
+        canvas.add_title(x, y, "–" if value is None else pattern.format(value), 20)
+        canvas.add_note(x, y + 18, label)

@@ -1,0 +1,213 @@
+"""Patched models: exact and restored outputs, copies, options, masks, gradients, compilation."""
+
+import copy
+import pickle
+import subprocess
+import sys
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+if find_spec("timm") is None or find_spec("transformers") is None:
+    pytest.skip("needs timm and transformers: pip install 'bmfa[models]'", allow_module_level=True)
+
+from bmfa import Grid, rules, screened_attention
+from bmfa.models import layer_indices, patch, record, unpatch
+from bmfa.models.screened_layer import screened_layers
+from models.host_models import (
+    MODELS,
+    SIZED,
+    VIT,
+    image_size,
+    make_model,
+    pictures,
+    run,
+    timm_model,
+)
+
+EXACT = rules.ExactGap(0.0)
+COARSE = rules.GlobalMean()
+
+
+@pytest.fixture(params=sorted(MODELS))
+def name(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+def test_exact_gap_zero_gives_the_hosts_output_and_unpatch_its_bits(name: str) -> None:
+    model, pixels = make_model(name), pictures(image_size(name), image_size(name))
+    full = run(model, pixels)
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    assert patch(model, rule=EXACT, layers="all") is model
+    exact = run(model, pixels)
+    torch.testing.assert_close(exact, full, rtol=1e-4, atol=1e-4 * float(full.abs().max()))
+    patch(model, rule=COARSE, layers="all")
+    assert (run(model, pixels) - full).abs().max() > 1e-3 * full.abs().max()
+    assert list(model.state_dict()) == list(before)
+    unpatch(model)
+    assert torch.equal(run(model, pixels), full)
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+    assert not screened_layers(model)
+    assert not any(module._forward_hooks for module in model.modules())
+
+
+@pytest.mark.parametrize("name", sorted(SIZED))
+@pytest.mark.parametrize("size", [(40, 40), (24, 48), (36, 16)])
+def test_other_sizes_and_aspect_ratios(name: str, size: tuple[int, int]) -> None:
+    model, pixels = make_model(name), pictures(*size)
+    full = run(model, pixels, **SIZED[name])
+    patch(model, rule=EXACT, layers="all")
+    with record(model) as recording:
+        exact = run(model, pixels, **SIZED[name])
+    torch.testing.assert_close(exact, full, rtol=1e-4, atol=1e-4 * float(full.abs().max()))
+    assert recording[1].trees[0].grid == Grid(size[0] // 4, size[1] // 4)
+    run(model, pictures(), **SIZED[name])  # and back again
+
+
+def test_patching_twice_equals_once(name: str) -> None:
+    model, pixels = make_model(name), pictures(image_size(name), image_size(name))
+    full = run(model, pixels)
+    once = run(patch(model, rule=COARSE, layers="last-2"), pixels)
+    patch(model, rule=EXACT, layers="all")
+    twice = run(patch(model, rule=COARSE, layers="last-2"), pixels)
+    assert torch.equal(once, twice)
+    assert len(screened_layers(model)) == 2
+    assert torch.equal(run(unpatch(unpatch(model)), pixels), full)
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
+def test_copies_and_pickles_are_patched_on_their_own(
+    name: str, duplicate: Callable[[nn.Module], nn.Module]
+) -> None:
+    model, pixels = make_model(name), pictures(image_size(name), image_size(name))
+    full = run(model, pixels)
+    patch(model, rule=COARSE, layers="last-2")
+    screened = run(model, pixels)
+    other = duplicate(model)
+    assert torch.equal(run(other, pixels), screened)
+    assert torch.equal(run(unpatch(other), pixels), full)
+    assert torch.equal(run(model, pixels), screened)
+    assert torch.equal(run(unpatch(model), pixels), full)
+
+
+def test_a_pickle_runs_in_another_process(tmp_path: Path) -> None:
+    cases = []
+    for name in ("vit", "hf-vit"):
+        model = patch(make_model(name), rule=COARSE, layers="last-2")
+        cases.append((model, pictures(), run(model, pictures())))
+    file = tmp_path / "models.pickle"
+    file.write_bytes(pickle.dumps(cases))
+    code = (
+        "import pickle, sys, torch, bmfa\n"
+        "for model, pixels, screened in pickle.load(open(sys.argv[1], 'rb')):\n"
+        "    output = model(pixels)\n"
+        "    torch.testing.assert_close(getattr(output, 'logits', output), screened)\n"
+    )
+    subprocess.run([sys.executable, "-c", code, str(file)], check=True, timeout=120)
+
+
+def test_only_queries_keys_and_values_are_replaced() -> None:
+    model, pixels = make_model("vit"), pictures()
+    seen: list[Tensor] = []
+    model.blocks[2].attn.proj.register_forward_hook(lambda m, x, y: seen.append(x[0]))
+    inputs: list[Tensor] = []
+    model.blocks[2].attn.qkv.register_forward_hook(lambda m, x, y: inputs.append(y))
+    rule = rules.Optimal(0.01)
+    run(patch(model, rule=rule, layers=[2]), pixels)
+    q, k, v = inputs[0].view(2, 65, 3, 3, 8).permute(2, 0, 3, 1, 4)
+    expected = screened_attention(q, k, v, grid=Grid(8, 8), prefix=1, rule=rule).output
+    torch.testing.assert_close(seen[0], expected.transpose(1, 2).reshape(2, 65, 24))
+
+
+def test_gradients_flow_through_the_trees() -> None:
+    model = patch(make_model("vit"), rule=rules.Optimal(0.01), layers="all").train()
+    model(pictures()).sum().backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
+
+
+def test_layers() -> None:
+    assert layer_indices("all", 3) == (0, 1, 2)
+    assert layer_indices("last-2", 12) == (10, 11)
+    assert layer_indices([5, 1, 5], 12) == (1, 5)
+    for bad in ("last-13", "last-0", "first-2", "", []):
+        with pytest.raises(ValueError, match="layers is"):
+            layer_indices(bad, 12)
+    with pytest.raises(ValueError, match="from -12 to 11"):
+        layer_indices([12], 12)
+
+
+def test_options_are_checked_before_anything_is_changed() -> None:
+    model = make_model("vit")
+    for options, text in (
+        ({"rule": "gamma:x"}, "gamma:x"),
+        ({"rule": COARSE, "error": 0.1}, "rule and error"),
+        ({"error": 0.1, "form": "repeated"}, r"rule=rules\.Optimal\(error=0\.1\)"),
+        ({"leaves": 9, "max_depth": 2}, r"rule=rules\.Optimal\(leaves=9\)"),
+        ({"leaves": 1}, r"leaves=1 is ambiguous: pass leaves=1\.0 for all tokens"),
+        ({"backend": "magic"}, "magic"),
+        ({"max_depth": -1}, "max_depth"),
+        ({"fallback": -1.0}, "fallback"),
+        ({"layers": "last-9"}, "last-9"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            patch(model, **options)
+    with pytest.raises(TypeError, match=r"pass one of bmfa\.rules"):
+        patch(model, rule=3)
+    assert not screened_layers(model)
+    patch(model, rule=rules.Optimal(leaves=0.25), layers="all", fallback=0.01)
+    with record(model) as recording:
+        run(model, pictures())
+    assert recording.leaf_ratio <= 0.25
+    assert any(stats.fallback for stats in recording[0].stats)
+
+
+def test_what_a_screened_layer_cannot_do_it_says() -> None:
+    model = patch(timm_model("vit_tiny_patch16_224", **VIT, attn_drop_rate=0.1), layers="all")
+    with pytest.raises(ValueError, match=r"dropout of 0.1.*model.eval"):
+        model.train()(pictures())
+    run(model.eval(), pictures())
+    with pytest.raises(ValueError, match="drops or merges tokens"):
+        model.blocks(torch.randn(2, 30, 24))
+    patch(model, layers="all")
+    with pytest.raises(RuntimeError, match="call the model itself"):
+        model.blocks(torch.randn(2, 65, 24))
+
+
+def test_masks_of_padding_are_kept_and_others_refused() -> None:
+    model = patch(make_model("vit"), rule=EXACT, layers=[0])
+    run(model, pictures())
+    attention, tokens = model.blocks[0].attn, torch.randn(2, 65, 24)
+    mask = torch.ones(2, 1, 1, 65, dtype=torch.bool)
+    mask[1, ..., 40:] = False
+    additive = torch.zeros(mask.shape).masked_fill(~mask, -torch.inf)
+    with torch.no_grad():
+        screened = attention(tokens, attn_mask=mask)
+        added = attention(tokens, attn_mask=additive)
+        with pytest.raises(ValueError, match="padding mask"):
+            attention(tokens, attn_mask=torch.ones(65, 65, dtype=torch.bool).tril()[None, None])
+        with pytest.raises(ValueError, match="padding mask"):
+            attention(tokens, attn_mask=torch.randn(2, 1, 1, 65))
+        with pytest.raises(ValueError, match="causal"):
+            attention(tokens, is_causal=True)
+        unpatch(model)
+        expected = attention(tokens, attn_mask=mask)
+    torch.testing.assert_close(screened, expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(added, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_patched_model_compiles_for_one_size_after_another() -> None:
+    model = timm_model("vit_tiny_patch16_224", **VIT, dynamic_img_size=True).eval()
+    full = copy.deepcopy(model)
+    patch(model, error=0.1, layers="all")
+    torch.compiler.reset()
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    with torch.no_grad():
+        for size in (32, 64, 48):
+            pixels = pictures(size, size)
+            torch.testing.assert_close(compiled(pixels), full(pixels))
+    torch.compiler.reset()

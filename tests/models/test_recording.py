@@ -1,0 +1,111 @@
+"""Recordings of screened layers: trees, errors, attention weights."""
+
+from importlib.util import find_spec
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+if find_spec("timm") is None or find_spec("transformers") is None:
+    pytest.skip("needs timm and transformers: pip install 'bmfa[models]'", allow_module_level=True)
+
+from bmfa import rules
+from bmfa.attention.api import Screened
+from bmfa.models import patch, record
+from bmfa.models.screened_layer import screened_layers
+from models.host_models import (
+    make_model,
+    pictures,
+    run,
+)
+
+
+def test_records_hold_trees_errors_and_attention() -> None:
+    model, pixels = make_model("registers"), pictures()
+    with pytest.raises(ValueError, match="not patched"), record(model):
+        pass
+    patch(model, rule=rules.Optimal(0.005), layers="last-2")
+    with record(model, attention=True) as recording:
+        run(model, pixels)
+        run(model, pixels)
+    layer = recording[2]
+    assert len(layer.trees) == len(layer.errors) == len(layer.attention) == 2
+    assert layer.errors[0].shape == layer.leaf_ratios[0].shape == (2, 3, 69)
+    for weights in (layer.attention[0], layer.full_attention[0]):
+        torch.testing.assert_close(weights.sum(-1), torch.ones(2, 3, 69))
+    spatial, coarse = (w[..., 5:] for w in (layer.full_attention[0], layer.attention[0]))
+    p, q = (w / w.sum(-1, keepdim=True) for w in (spatial, coarse))
+    torch.testing.assert_close((q * (q / p).log()).sum(-1), layer.errors[0], rtol=1e-2, atol=1e-5)
+    ratios = torch.cat([r for index in (1, 2) for r in recording[index].leaf_ratios])
+    assert recording.leaf_ratio == pytest.approx(float(ratios.mean()))
+    with pytest.raises(KeyError, match="recorded are 1, 2"):
+        recording[0]
+    run(model, pixels)
+    assert len(layer.trees) == 2
+
+
+def test_recorded_attention_is_what_the_layer_used() -> None:
+    model, used = make_model("vit"), []
+    patch(model, rule=rules.Optimal(leaves=0.3), layers=[1])
+    with record(model) as recording:
+        run(model, pictures())
+    middle = float(recording[1].errors[0].median())
+    patch(model, rule=rules.Optimal(leaves=0.3), layers=[1], fallback=middle)
+    screen = screened_layers(model)[0]
+    attend = type(screen).__call__
+
+    def watched(self: Any, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
+        output = attend(self, query, key, value, **options)
+        used.append((value, output))
+        return output
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(type(screen), "__call__", watched)
+        with record(model, attention=True) as recording:
+            run(model, pictures())
+    (value, output), layer = used[0], recording[1]
+    recomputed = layer.stats[0].fallback
+    assert 0 < recomputed < output.shape[:3].numel()
+    torch.testing.assert_close(layer.attention[0] @ value, output, rtol=1e-4, atol=1e-5)
+    same = (layer.attention[0] == layer.full_attention[0]).all(-1)
+    assert int(same.sum()) == recomputed
+
+
+def test_attention_over_tiles_has_no_weights_to_record() -> None:
+    model = patch(make_model("vit"), error=0.5, form="tiled", layers=[1])
+    with record(model) as recording:
+        run(model, pictures())
+    assert recording[1].stats[0].form == "tiled"
+    with (
+        record(model, attention=True) as recording,
+        pytest.raises(ValueError, match=r"layer 1 attends over tiles.*record\(model\) without"),
+    ):
+        run(model, pictures())
+    patch(model, error=0.5, layers=[1])  # "auto" is dense on a grid this small
+    with record(model, attention=True) as recording:
+        run(model, pictures())
+    assert recording[1].stats[0].form == "dense"
+    assert torch.equal(recording[1].attention[0], recording[1].full_attention[0])
+
+
+def test_coins_differ_between_layers() -> None:
+    model = patch(make_model("vit"), rule="random-quadrants:0.5", layers="all")
+    with record(model) as recording:
+        run(model, pictures())
+    first, second = (recording[index].trees[0].split for index in (0, 1))
+    assert not torch.equal(first, second)
+
+
+def test_statistics_alone_build_no_trees(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = patch(make_model("vit"), rule=rules.Optimal(0.005), layers=[1])
+
+    def refuse(self: Screened) -> None:
+        raise AssertionError("a tree was built")
+
+    monkeypatch.setattr(Screened, "tree", property(refuse))
+    with record(model, trees=False) as recording:
+        run(model, pictures())
+    assert len(recording[1].stats) == 1 and recording[1].trees == []
+    with pytest.raises(ValueError, match="no trees were recorded"):
+        _ = recording.leaf_ratio
