@@ -196,7 +196,7 @@ def screened_attention(
             "tiled",
             run.backend,
             budget=budget,
-            expanded_limit=1.0 / expanded_cost(q) if limited else 1.0,
+            expanded_limit=1.0 / expanded_cost(q.device.type) if limited else 1.0,
             certificate=certificate,
             fallback=fallback,
         )

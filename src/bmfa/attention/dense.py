@@ -1,5 +1,7 @@
 """Exact attention: the dense path of "auto", and the queries that a certificate or an audit asks for."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -49,9 +51,9 @@ def dense_attention(inputs: AttentionInputs, in_graph: bool = False) -> Tensor:
     return output
 
 
-def attention_operations(q: Tensor) -> float:
-    """Floating-point operations of dense self-attention on (B, H, N, d) queries."""
-    batch, heads, tokens, dim = q.shape
+def attention_operations(shape: Sequence[int]) -> float:
+    """Floating-point operations of dense self-attention on queries of shape (B, H, N, d)."""
+    batch, heads, tokens, dim = shape
     return 4.0 * batch * heads * dim * tokens**2
 
 
@@ -61,7 +63,7 @@ def _cudnn_must_be_selected(q: Tensor, k: Tensor, v: Tensor, in_graph: bool) -> 
         return False
     if torch.cuda.get_device_capability(q.device) < (9, 0):
         return False
-    if not in_graph and attention_operations(q) < LEAST_CUDNN_OPERATIONS:
+    if not in_graph and attention_operations(q.shape) < LEAST_CUDNN_OPERATIONS:
         return False
     own_choice: int = torch._fused_sdp_choice(q, k, v)
     return own_choice != SDPBackend.CUDNN_ATTENTION.value

@@ -5,6 +5,7 @@ predicate selects the backend for "auto", and explains the refusal if the backen
 """
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -61,7 +62,8 @@ def choose_tiled(
     if backend != "auto":
         return _requested(backend, unsupported)
     if allow_dense:
-        reason = dense_is_faster(inputs.q, tiling, budget, in_graph=in_graph(inputs.q))
+        q = inputs.q
+        reason = dense_is_faster(q.shape, q.device.type, tiling, budget, in_graph=in_graph(q))
         if reason is not None:
             return Choice("dense", f"auto: {reason}")
     if not inputs.q.is_cuda:
@@ -116,25 +118,28 @@ def triton_trees_unsupported_reason(inputs: AttentionInputs, rule: Rule) -> str 
     return operators.unsupported_reason(q, k, v, inputs.grid, rule, inputs.valid)
 
 
-def dense_is_faster(q: Tensor, tiling: Tiling, budget: Budget, *, in_graph: bool) -> str | None:
+def dense_is_faster(
+    shape: Sequence[int], device: str, tiling: Tiling, budget: Budget, *, in_graph: bool
+) -> str | None:
     """Return why dense attention is expected to be faster, or None if the tiled form is.
 
     Args:
-        q: (B, H, prefix + N, d) queries; only their shape and device are read.
+        shape: (B, H, prefix + N, d), the shape of the queries.
+        device: Type of the device, e.g. "cuda".
         tiling: Tiles of the grid.
         budget: Error target or number of tiles.
         in_graph: True if the launches are recorded in a graph, where host time does not count.
     """
-    device, size = q.device.type, tiling.grid.size
-    if q.numel() == 0:
+    size = tiling.grid.size
+    if math.prod(shape) == 0:
         return "the call has no queries"
     least = LEAST_TOKENS.get(device, LEAST_TOKENS["cpu"])
     if size < least:
         return f"dense attention is as fast below {least} tokens, and there are {size}"
-    if budget.error and not q.is_cuda:
+    if budget.error and device != "cuda":
         return None  # the eager kernel counts the expanded tiles before it reads their tokens
     share = expected_share(budget, tiling.tiles)
-    saved = attention_operations(q) * (1.0 - expanded_cost(q) * share)
+    saved = attention_operations(shape) * (1.0 - expanded_cost(device) * share)
     if saved >= LEAST_SAVED_OPERATIONS.get("cuda graph" if in_graph else device, 0.0):
         return None
     if torch.compiler.is_compiling():  # sizes may be symbols, which cannot be formatted
@@ -152,9 +157,9 @@ def expected_share(budget: Budget, tiles: int) -> float:
     return min(1.0, max(0.0, DEFAULT_EXPANDED_SHARE - SHARE_PER_DOUBLING * doublings))
 
 
-def expanded_cost(q: Tensor) -> float:
+def expanded_cost(device: str) -> float:
     """Time of an expanded tile relative to the time that dense attention spends on a tile."""
-    return EXPANDED_COST.get(q.device.type, EXPANDED_COST["cpu"])
+    return EXPANDED_COST.get(device, EXPANDED_COST["cpu"])
 
 
 def in_graph(q: Tensor) -> bool:

@@ -6,6 +6,7 @@ from typing import TypeVar
 
 import torch
 
+from bmfa.attention.inputs import Backend
 from bmfa.checks import check_integer
 from bmfa.evidence.bench import attention_summary, peers
 from bmfa.evidence.bench.attention_methods import DEFAULT_METHODS, Setting
@@ -33,7 +34,7 @@ def run(
     methods: Sequence[str] = (),
     head_dim: int | None = None,
     dtype: str | None = None,
-    backend: str | None = None,
+    backend: Backend | None = None,
     repeats: int = 5,
     peer: Sequence[str] = (),
     certificate: bool = True,

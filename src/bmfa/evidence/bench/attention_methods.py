@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from bmfa.attention.api import screened_attention
+from bmfa.attention.inputs import Backend, Form
 from bmfa.attention.result import Screened
 from bmfa.attention.tiling import Tiling
 from bmfa.checks import check_number
@@ -70,7 +71,7 @@ class Setting:
         return f"{self.kind}:{self.value:g}"
 
 
-def tiled_call(recorded: Recorded, backend: str, setting: Setting, **options: Any) -> Call:
+def tiled_call(recorded: Recorded, backend: Backend, setting: Setting, **options: Any) -> Call:
     """Tiled attention at a setting."""
     return partial(
         screened_attention,
@@ -83,9 +84,9 @@ def tiled_call(recorded: Recorded, backend: str, setting: Setting, **options: An
     )
 
 
-def auto_call(recorded: Recorded) -> Call:
+def auto_call(recorded: Recorded, form: Form | None = None) -> Call:
     """Attention as it comes without a word: the default error, or dense where that is faster."""
-    return partial(screened_attention, grid=recorded.grid, prefix=recorded.prefix)
+    return partial(screened_attention, grid=recorded.grid, prefix=recorded.prefix, form=form)
 
 
 @dataclass(frozen=True, eq=False)

@@ -8,8 +8,10 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from bmfa import timing
-from bmfa.attention import dispatch as tiled
+from bmfa.attention.dispatch import dense_is_faster
+from bmfa.attention.inputs import Backend
 from bmfa.attention.result import Screened
+from bmfa.attention.tiling import Budget, Tiling
 from bmfa.evidence.bench import dense_paths, peers
 from bmfa.evidence.bench.attention_methods import (
     Call,
@@ -37,7 +39,7 @@ class Plan:
     """How everything is timed."""
 
     methods: tuple[str, ...]
-    backend: str
+    backend: Backend
     dtype: str
     device: str
     repeats: int
@@ -175,9 +177,12 @@ class SizeBench:
         base: tuple[float, float | None],
         density: float | None,
     ) -> Row:
-        with tiled.as_recorded(self.plan.place.type == "cuda"):  # as the graphs that were timed
-            judged = judge(call, self.inputs, self.truth, self.batch, density)
-            memory = self._memory(call)
+        if name == "auto" and self._tiled_in_graph():
+            call = auto_call(
+                self.recorded, form="tiled"
+            )  # what the graph that was timed has chosen
+        judged = judge(call, self.inputs, self.truth, self.batch, density)
+        memory = self._memory(call)
         percent = None if judged.density is None else 100 * judged.density
         e_mean = e_worst = None
         if self.certified and name.startswith("tiled-"):
@@ -224,6 +229,15 @@ class SizeBench:
             "pictures": self.pictures,
             "method": method,
         }
+
+    def _tiled_in_graph(self) -> bool:
+        """True if "auto" selects tiles in the CUDA graph that is timed."""
+        shape = next(iter(self.timed.values()))[0].shape
+        tiling = Tiling(self.recorded.grid)
+        budget = Budget.of(tiling, None, None)
+        device = self.plan.place.type
+        on_cuda = device == "cuda"
+        return on_cuda and dense_is_faster(shape, device, tiling, budget, in_graph=True) is None
 
     def _memory(self, call: Call) -> Row:
         """Peak with q, k, v and the output, and what is held beside those in per cent of k and v."""

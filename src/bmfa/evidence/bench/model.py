@@ -9,8 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from bmfa import timing
-from bmfa.attention import dispatch as tiled
+from bmfa.attention.dispatch import dense_is_faster
+from bmfa.attention.inputs import Backend, Form
 from bmfa.attention.result import Screened
+from bmfa.attention.tiling import Budget, Tiling
 from bmfa.checks import check_integer
 from bmfa.evidence.bench import dense_paths
 from bmfa.evidence.bench.attention_methods import Setting
@@ -39,7 +41,7 @@ class Settings:
     data_dir: str | None = None
     methods: tuple[str, ...] = METHODS
     layers: str | Sequence[int] = "all"
-    form: str | None = None
+    form: Form | None = None
     batch_size: int = 1
     dtype: str | None = None
     device: str = "cpu"
@@ -136,8 +138,13 @@ class _Bench:
         times = graphs or eager
         best = min(full, key=lambda name: times[name])
         truth = features(works[best], self.loaded, self.pixels)
-        with tiled.as_recorded(graphs is not None):
-            rows = [self._row(name, m, times, eager, best, truth) for name, m in works.items()]
+        if graphs is not None:
+            works |= {
+                name: self._screened(name, form="tiled")
+                for name in self.settings.methods
+                if self._tiled_in_graph(name)
+            }
+        rows = [self._row(name, m, times, eager, best, truth) for name, m in works.items()]
         dense = next(row for row in rows if row["method"] == best)
         return [{**dense, "method": "full", "path": best.removeprefix("full-")}, *rows]
 
@@ -148,13 +155,22 @@ class _Bench:
             return {"full-default": model}
         return {f"full-{name}": _Preferring(model, name) for name in FULL}
 
-    def _screened(self, name: str) -> nn.Module:
+    def _tiled_in_graph(self, name: str) -> bool:
+        """True if the layers select tiles in a CUDA graph, where host time does not count."""
+        tiling = Tiling(self.grid)
+        criterion = Setting.parse(name).asked(self.grid)
+        budget = Budget.of(tiling, criterion.get("error"), criterion.get("leaves"))
+        heads, dim = self._shape()
+        shape = (len(self.pixels), heads, self.grid.size, dim)
+        return dense_is_faster(shape, "cuda", tiling, budget, in_graph=True) is None
+
+    def _screened(self, name: str, form: Form | None = None) -> nn.Module:
         """A copy that is screened; it shares its parameters with the model."""
         model = self.loaded.model
         shared = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
         asked = Setting.parse(name).asked(self.grid)
-        how = {name: getattr(self.settings, name) for name in ("layers", "form")}
-        return patch(deepcopy(model, shared), **how, **asked)
+        form = form or self.settings.form
+        return patch(deepcopy(model, shared), layers=self.settings.layers, form=form, **asked)
 
     def _forward(self, model: nn.Module) -> timing.Work:
         return lambda: model(self.pixels, **self.loaded.options)
@@ -217,7 +233,7 @@ class _Bench:
         width: Any = self.host.projection
         return int(heads), int(width.out_channels) // int(heads)
 
-    def _backend(self) -> str:
+    def _backend(self) -> Backend:
         return "triton" if self.place.type == "cuda" else "eager"
 
 

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from bmfa.attention.api import screened_attention
+from bmfa.attention.inputs import Backend
 from bmfa.attention.kernels.reference import tiled_attention
 from bmfa.attention.tiling import Tiling
 from bmfa.evidence.bench.dense_paths import dense_path, exact
@@ -20,7 +21,7 @@ ROUNDINGS = 8
 FLOAT32_ROUNDINGS = 256
 
 
-def check_backend(backend: str, dtype: torch.dtype, device: str, dims: Sequence[int]) -> None:
+def check_backend(backend: Backend, dtype: torch.dtype, device: str, dims: Sequence[int]) -> None:
     """Raise where a backend of tiled attention differs from the specification on small grids."""
     for dim in dims:
         for seed, (shape, prefix, masked) in enumerate(CASES):
@@ -64,7 +65,7 @@ def _error(
     prefix: int,
     valid: Tensor | None,
     expand: int,
-    backend: str,
+    backend: Backend,
     device: str,
 ) -> float:
     """Relative error over the groups of queries that expand what the specification expands."""
@@ -92,10 +93,10 @@ def _error(
         form="tiled",
         backend=backend,
     )
-    if got.stats.counts is None or got.stats.backend != backend:
+    if got.stats.expanded_count is None or got.stats.backend != backend:
         return torch.inf
     counts = torch.from_numpy(wanted.expanded.sum(-1))
-    if not torch.equal(counts, got.stats.counts.cpu().to(counts)):
+    if not torch.equal(counts, got.stats.expanded_count.cpu().to(counts)):
         return torch.inf
     difference = got.output.cpu().double() - torch.from_numpy(wanted.output)
     per_query = difference.norm(dim=-1) / torch.from_numpy(wanted.output).norm(dim=-1)
@@ -109,7 +110,7 @@ def _error(
 
 def leaves_of(tiling: Tiling, expand: int) -> int:
     """The budget that expands so many tiles for each group."""
-    return min(tiling.grid.size, tiling.tiles + expand * (tiling.side**2 - 1))
+    return max(2, min(tiling.grid.size, tiling.tiles + expand * (tiling.slots - 1)))
 
 
 def _judge(
