@@ -9,6 +9,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from bmfa import Grid, screened_attention
 from bmfa.attention.kernels import reference
 from bmfa.attention.tiling import GAP_CAP, Tiling
+from tiled_cases import certificate
 
 triton = pytest.importorskip("triton")
 

@@ -206,7 +206,8 @@ def screened_attention(
 def _tiled(inputs: AttentionInputs, options: AttentionOptions, why: str, audit: float) -> Screened:
     """Run the form "tiled", or dense attention if too many tiles would be expanded."""
     assert options.budget is not None
-    over = f"{options.budget} expands more than {options.expanded_limit:.0%} of the tiles"
+    percent = round(100 * options.expanded_limit)  # compilers do not support the format ".0%"
+    over = f"{options.budget} expands more than {percent}% of the tiles"
     computed: Computed | None
     if options.backend == "triton" or has_values(inputs.q):
         computed = compute_tiled(inputs, options)
