@@ -142,7 +142,7 @@ class SizeBench:
                     sums[name].append(self._milliseconds(name, call, tokens))
             else:
                 bound = {name: _bound(call, tokens) for name, call in some.items()}
-                for name, each in timing.alternating(bound, repeats, place).items():
+                for name, each in timing.time_alternating(bound, repeats, place).items():
                     sums[name].append((each, None))
         return {name: _mean(times) for name, times in sums.items()}
 
@@ -152,10 +152,10 @@ class SizeBench:
         """With and without a CUDA graph; a dense path is chosen before the clock starts."""
         path = name.removeprefix("dense-")
         if path == name:
-            return timing.milliseconds(_bound(call, tokens), self.plan.repeats, self.plan.place)
+            return timing.time_call(_bound(call, tokens), self.plan.repeats, self.plan.place)
         plain = _bound(scaled_dot_product_attention, tokens)
         with dense_paths.only(path):
-            return timing.milliseconds(plain, self.plan.repeats, self.plan.place)
+            return timing.time_call(plain, self.plan.repeats, self.plan.place)
 
     @staticmethod
     def _fastest_eager(times: dict[str, tuple[float, float | None]]) -> float | None:
@@ -251,7 +251,7 @@ class SizeBench:
             name: _bound(tiled_call(self.recorded, self.plan.backend, setting, **some), tokens)
             for name, some in options.items()
         }
-        times = timing.alternating(works, max(1, self.plan.repeats // 2), self.plan.place)
+        times = timing.time_alternating(works, max(1, self.plan.repeats // 2), self.plan.place)
         dense = base[0] if base[1] is None else base[1]
         return [
             {

@@ -127,7 +127,7 @@ class _Bench:
         dense_paths.settle(self.place, self.dtype)
         full = self._full()
         works = {**full, **{name: self._screened(name) for name in self.settings.methods}}
-        eager = timing.alternating(
+        eager = timing.time_alternating(
             {name: self._forward(model) for name, model in works.items()},
             self.settings.repeats,
             self.place,
@@ -163,7 +163,7 @@ class _Bench:
         if self.place.type != "cuda":
             return None
         calls = {name: self._forward(model) for name, model in works.items()}
-        return timing.alternating_graphs(calls, self.settings.repeats)
+        return timing.time_alternating_graphs(calls, self.settings.repeats)
 
     def _row(
         self,

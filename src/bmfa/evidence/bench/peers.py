@@ -1,8 +1,6 @@
 """Sparse attention of other packages, where installed: found by import, never part of this one."""
 
 from collections.abc import Callable
-from importlib import import_module
-from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import torch
@@ -10,6 +8,7 @@ from torch import Tensor
 
 from bmfa.evidence.bench.dense_paths import Attend
 from bmfa.grid import Grid
+from bmfa.packages import is_installed, load_package
 from bmfa.trees.layout import tile_layout
 
 FLEX_BLOCK = 128
@@ -25,7 +24,7 @@ def available(asked: tuple[str, ...] = ()) -> tuple[list[str], dict[str, str]]:
     """Peers to time, and why the others are not; one that was asked for must be there."""
     present, absent = [], {}
     for name, peer in PEERS.items():
-        if find_spec(peer.module) is None:
+        if not is_installed(peer.module):
             if name in asked:
                 raise ValueError(
                     f"peer {name!r} needs the package {peer.module}, which is not installed"
@@ -52,13 +51,13 @@ def methods(names: list[str], grid: Grid, prefix: int) -> dict[str, tuple[Attend
 
 def _sparge(grid: Grid, prefix: int, share: float) -> tuple[Attend, float]:
     """SpargeAttn's own choice of a share of blocks; the others are dropped."""
-    attend: Any = import_module("spas_sage_attn").spas_sage2_attn_meansim_topk_cuda
+    attend: Any = load_package("spas_sage_attn").spas_sage2_attn_meansim_topk_cuda
     return (lambda q, k, v: attend(q, k, v, topk=share, is_causal=False)), share
 
 
 def _natten(grid: Grid, prefix: int, share: float) -> tuple[Attend, float]:
     """A square neighbourhood of every query; prefix keys are seen by the prefix queries alone."""
-    na2d: Any = import_module("natten").na2d
+    na2d: Any = load_package("natten").na2d
     side = max(3, int(share**0.5 * min(grid.height, grid.width))) // 2 * 2 + 1
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -90,7 +89,7 @@ def _piecewise(
     """A function of PISA's package, and the share of blocks it keeps: whole ones, at least one."""
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        found = getattr(import_module("piecewise_attn"), name)
+        found = getattr(load_package("piecewise_attn"), name)
         output: Tensor = found(q, k, v, density=share, block_size=PISA_BLOCK, **options)
         return output
 
@@ -133,7 +132,7 @@ class TileOrdered:
 
 def _flex(grid: Grid, prefix: int, share: float) -> tuple[Attend, float]:
     """flex_attention over the blocks of keys whose mean scores are highest; the others are dropped."""
-    module: Any = import_module("torch.nn.attention.flex_attention")
+    module: Any = load_package("torch.nn.attention.flex_attention")
     compiled: list[Any] = []
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
