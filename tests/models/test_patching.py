@@ -144,7 +144,7 @@ def test_options_are_checked_before_anything_is_changed() -> None:
     model = make_model("vit")
     for options, text in (
         ({"rule": "gamma:x"}, "gamma:x"),
-        ({"rule": COARSE, "error": 0.1}, "rule and error"),
+        ({"rule": COARSE, "error": 0.1}, "rule= and error="),
         ({"error": 0.1, "form": "repeated"}, r"rule=rules\.Optimal\(error=0\.1\)"),
         ({"leaves": 9, "max_depth": 2}, r"rule=rules\.Optimal\(leaves=9\)"),
         ({"leaves": 1}, r"pass leaves=1\.0 for all tokens"),

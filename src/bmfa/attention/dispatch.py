@@ -104,7 +104,7 @@ def attend(
         return _reference(q, k, v, tiling, {**asked, **common})
     from bmfa.attention.kernels.eager.tiles import tiled_attention
 
-    return tiled_attention(q, k, v, tiling, most=most, **asked, **common)  # type: ignore[arg-type]
+    return tiled_attention(q, k, v, tiling, max_expanded=most, **asked, **common)  # type: ignore[arg-type]
 
 
 def choose(
