@@ -1,12 +1,26 @@
-# Two commands: `make report` (the evidence page) and `make test` (ruff, mypy, pytest).
-# Each creates .venv where missing and installs the versions pinned in constraints.txt.
+# `make report` builds the evidence page, `make test` checks the project; `make help` lists the rest.
+# Every target creates .venv if it is missing and installs the versions pinned in constraints.txt.
 PYTHON ?= python3
+# Parallel test processes: one per core.
+JOBS ?= auto
 BIN := .venv/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+PYTEST := $(BIN)/python -m pytest --numprocesses $(JOBS) --maxprocesses 8 --dist worksteal
 
-# Some processors advertise AMX without granting it; oneDNN's bf16 products then die. Harmless elsewhere.
+# Some processors advertise AMX without granting it, and oneDNN's bf16 products then crash.
+# The variable keeps oneDNN from using AMX; it has no effect on other processors.
 export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE_BF16
 
-.PHONY: setup report test clean
+.PHONY: help setup report test test-slow test-all lint docs dist clean
+
+help:
+	@echo "make report    the evidence page, in report/"
+	@echo "make test      ruff, mypy and the tests, without the slow ones"
+	@echo "make test-all  the same and the slow tests"
+	@echo "make docs      the manual, in build/site/"
+	@echo "make dist      sdist and wheel, in dist/"
+	@echo "make setup     .venv with the pinned versions"
+	@echo "make clean     removes .venv and everything that was built"
 
 setup: .venv/.installed
 
@@ -14,18 +28,32 @@ setup: .venv/.installed
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 	  || { echo "bmfa needs Python 3.11 or newer; $(PYTHON) is older. Run: make $(MAKECMDGOALS) PYTHON=python3.11"; exit 2; }
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt torch
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[test]'
+	$(PIP) torch
+	$(PIP) --editable '.[test]'
 	touch $@
 
 report: setup
 	$(BIN)/bmfa report
 
-test: setup
+lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/python -m pytest
+
+test: lint
+	$(PYTEST)
+
+test-slow: setup
+	$(PYTEST) -m slow
+
+test-all: test test-slow
+
+docs: setup
+	$(BIN)/mkdocs build --strict
+
+dist: setup
+	rm -rf dist
+	PIP_CONSTRAINT=constraints.txt $(BIN)/python -m build
 
 clean:
 	rm -rf .venv report build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -6,10 +6,10 @@ Run with: python examples/merge_tokens.py
 import torch
 
 import bmfa
-from bmfa.data.imagenet import embedded_pictures
+from bmfa.data import EmbeddedPictures
 
 loaded = bmfa.load_model("embedded")
-pictures = list(embedded_pictures(50))  # 112x112 px, ten classes
+pictures = list(EmbeddedPictures(50))  # 112x112 px, ten classes
 pixels = torch.stack([loaded.preprocess(picture.pixels) for picture in pictures])
 
 with torch.inference_mode():

@@ -6,10 +6,10 @@ Run with: python examples/screen_picture.py
 import torch
 
 import bmfa
-from bmfa.data.imagenet import embedded_pictures
+from bmfa.data import EmbeddedPictures
 
 loaded = bmfa.load_model("embedded")  # 8 layers, 3 heads, a 14x14 grid and one class token
-picture = next(iter(embedded_pictures(1)))
+picture = next(iter(EmbeddedPictures(1)))
 pixels = loaded.preprocess(picture.pixels)[None]  # (1, 3, 112, 112)
 
 with torch.inference_mode():

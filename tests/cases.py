@@ -72,7 +72,7 @@ def random_rule(generator: np.random.Generator, tokens: int) -> rules.Rule:
         rules.Mass(share),
         rules.Mass(share, coarse=True),
         rules.Optimal(share),
-        rules.Optimal(leaves=int(generator.integers(1, tokens + 1))),
+        leaf_budget(int(generator.integers(1, tokens + 1))),
         rules.Optimal(leaves=0.3),
         rules.Optimal(error=float(generator.choice([1e-3, 0.05, 0.5]))),
         rules.FixedDepth(int(generator.integers(0, 4))),
@@ -81,6 +81,11 @@ def random_rule(generator: np.random.Generator, tokens: int) -> rules.Rule:
         rules.Variance(epsilon),
         rules.GlobalMean(),
     )[generator.integers(16)]
+
+
+def leaf_budget(count: int) -> rules.Rule:
+    """At most `count` leaves. The integer 1 is refused as ambiguous; a tiny fraction is one leaf."""
+    return rules.Optimal(leaves=count if count > 1 else 1e-9)
 
 
 def random_case(seed: int) -> Case:

@@ -48,10 +48,7 @@ def run(code: str) -> str:
     return done.stdout.strip()
 
 
-def test_a_fresh_import_is_fast_and_loads_nothing():
-    # The best of three: a loaded machine delays a process, it never hurries one.
-    code = "import time; t = time.perf_counter(); import bmfa; print(time.perf_counter() - t)"
-    assert min(float(run(code)) for _ in range(3)) < 3.0
+def test_a_fresh_import_loads_neither_torch_nor_a_submodule():
     code = "import sys, bmfa; print([n for n in sys.modules if n.partition('.')[0] == 'bmfa'])"
     assert sorted(eval(run(code))) == ["bmfa", "bmfa.packages"]
     assert run("import sys, bmfa, bmfa.cli; print('torch' in sys.modules)") == "False"
@@ -130,27 +127,15 @@ def test_the_finder_is_installed_once_and_finds_nothing():
     assert run(code) == "No module named 'torchvision'"
 
 
-@pytest.mark.slow
 def test_the_core_loads_torch_and_numpy_alone():
     code = (
-        "import sys, time; t = time.perf_counter(); import bmfa\n"
+        "import sys, bmfa\n"
         "bmfa.screen, bmfa.screen_keys, bmfa.screened_attention, bmfa.rules, bmfa.Grid, bmfa.gap\n"
         "import bmfa.attention.kernels.eager.tiles, bmfa.attention.kernels.reference\n"
         "import bmfa.attention.dispatch\n"
-        "print(time.perf_counter() - t)\n"
         f"print([name for name in {HEAVY} if name in sys.modules])"
     )
-    runs = [run(code).splitlines() for _ in range(3)]
-    assert all(loaded == "[]" for _, loaded in runs)
-    seconds = min(
-        float(
-            run(
-                "import time; t = time.perf_counter(); import torch; print(time.perf_counter() - t)"
-            )
-        )
-        for _ in range(3)
-    )
-    assert min(float(spent) for spent, _ in runs) < seconds + 1.0
+    assert run(code) == "[]"
 
 
 def test_no_public_name_and_no_attention_on_a_cpu_loads_more():

@@ -45,7 +45,7 @@ def test_the_command_is_that_of_the_run_alone():
         ["probe", "--limit", "2", "--method", "sparge-mean", "--workers", "1"],
         ["ablation", "--limit", "2", "--workers", "1"],
         ["bench", "trees", "--grids", "4", "--repeats", "1", "--batch-size", "1"],
-        ["bench", "attention", "--tokens", "16", "--tiles", "0", "--repeats", "1"],
+        ["bench", "attention", "--tokens", "64", "--tiles", "0", "--repeats", "1"],
         ["bench", "model", "--img-size", "64", "--error", "0.1", "--repeats", "1"],
         ["closed-loop", "--limit", "2", "--method", "global-mean"],
         ["evaluate", "--limit", "2", "--method", "global-mean", "--repeats", "0"],

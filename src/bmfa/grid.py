@@ -94,8 +94,8 @@ class Grid:
 
         Example:
             >>> import bmfa
-            >>> bmfa.Grid(2, 4).z_order
-            tensor([0, 1, 4, 5, 2, 3, 6, 7])
+            >>> bmfa.Grid(3, 2).z_order
+            tensor([0, 1, 2, 4, 3, 5])
         """
         return _z_order(self.height, self.width).clone()
 
@@ -105,8 +105,8 @@ class Grid:
 
         Example:
             >>> import bmfa
-            >>> bmfa.Grid(2, 4).z_rank
-            tensor([0, 1, 4, 5, 2, 3, 6, 7])
+            >>> bmfa.Grid(3, 2).z_rank
+            tensor([0, 1, 2, 4, 3, 5])
         """
         return _z_order(self.height, self.width).argsort()
 

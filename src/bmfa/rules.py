@@ -1,10 +1,8 @@
-"""The rules that decide which blocks of a tree are split."""
+"""The public rules, which decide the blocks of a tree that are split; defined in `trees/rules`."""
 
 from bmfa.trees.rules import (
     LABELS,
     Certified,
-    Context,
-    Decision,
     ExactGap,
     FixedBlocks,
     FixedDepth,
@@ -23,8 +21,6 @@ from bmfa.trees.rules import (
 __all__ = [
     "LABELS",
     "Certified",
-    "Context",
-    "Decision",
     "ExactGap",
     "FixedBlocks",
     "FixedDepth",

@@ -13,7 +13,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from bmfa.attention.kernels.triton.per_query import operators
-from bmfa.attention.kernels.triton.per_query.kernel import screened_attention_kernel
+from bmfa.attention.kernels.triton.per_query.kernel import per_query_attention_kernel
 from bmfa.attention.kernels.triton.tiles import launch
 
 HOPPER = GPUTarget("cuda", 90, 32)
@@ -63,16 +63,20 @@ def rows_of(layout):
 
 def tree(rule, depth, width):
     tile, warps = (
-        operators.UNMIXED if depth == operators.MIXED_DEPTH else operators.CONFIGURATION[2]
+        operators.SAFE_BLOCK_Q_AND_WARPS
+        if depth == operators.MISCOMPILED_DEPTH
+        else operators.BLOCK_Q_AND_WARPS[2]
     )
-    kernel = screened_attention_kernel
+    kernel = per_query_attention_kernel
     constants = {
-        "RULE": rule, "FINE": False, "DEPTH": depth, "LIMIT": depth, "PREFIX": 1, "PREFIX_TILE": 16,
-        "WIDTH": width, "VALUE_WIDTH": width, "WORDS": 1, "QUERIES": tile,
+        "RULE": rule, "FINE": False, "DEPTH": depth, "MAX_DEPTH": depth, "PREFIX": 1, "BLOCK_PREFIX": 16,
+        "BLOCK_D": width, "BLOCK_DV": width, "WORDS": 1, "BLOCK_Q": tile,
     }  # fmt: skip
     names = kernel.arg_names
     tensors = [torch.float16] * 4 + [torch.int32] * 2 + [torch.float32, torch.int32]
-    numbers = [1.0 if n in ("scale", "threshold") else 64 for n in names[8 : -len(constants)]]
+    numbers = [
+        1.0 if n in ("qk_scale_log2", "threshold") else 64 for n in names[8 : -len(constants)]
+    ]
     rest = (*numbers, *(constants[name] for name in names[-len(constants) :]))
     text = build(kernel, tensors, rest, {"num_warps": warps, "num_stages": 1}).asm["ttgir"]
     layouts = {name: json.loads(bases) for name, bases in LINEAR.findall(text)}
@@ -90,4 +94,4 @@ if __name__ == "__main__":
     tiled(128, torch.float16, True, 0, True)
     for depth in (2, 3, 4):
         tree("optimal", depth, 64)
-    tree("optimal", operators.MIXED_DEPTH, operators.MIXED_WIDTH)
+    tree("optimal", operators.MISCOMPILED_DEPTH, operators.MISCOMPILED_HEAD)

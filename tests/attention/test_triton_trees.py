@@ -5,7 +5,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from bmfa import Grid, load_model, patch, record, rules, screened_attention
-from bmfa.data.drawn.embedded import figure_picture
+from bmfa.data.drawn.glyphs import draw_glyph
 from bmfa.trees.rules import parse
 from cases import nudged
 
@@ -172,7 +172,7 @@ def test_strided_inputs_and_z_order():
 @pytest.mark.parametrize("limit", [None, 0, 2, 9])
 def test_every_element_is_written_and_nothing_beyond(limit, monkeypatch):
     made = []
-    real = operators._outputs
+    real = operators._empty_outputs
 
     def poisoned(*settings):
         made.append(
@@ -180,7 +180,7 @@ def test_every_element_is_written_and_nothing_beyond(limit, monkeypatch):
         )
         return made[-1]
 
-    monkeypatch.setattr(operators, "_outputs", poisoned)
+    monkeypatch.setattr(operators, "_empty_outputs", poisoned)
     grid = Grid(9, 4)
     q, k, v = tensors(6, grid, heads=2, queries=5, width=10)
     result = screened_attention(
@@ -273,11 +273,11 @@ def test_inputs_that_are_not_served_are_refused_with_the_reason():
     q, k, v = tensors(0, GRID)
     with pytest.raises(ValueError, match="float64; the kernel takes float16"):
         screened_attention(q.double(), k.double(), v.double(), grid=GRID, **common)
-    with pytest.raises(ValueError, match="gradients are asked for"):
+    with pytest.raises(ValueError, match="gradients are required"):
         screened_attention(q.requires_grad_(), k, v, grid=GRID, **common)
     with torch.no_grad():
         assert screened_attention(q, k, v, grid=GRID, **common).output.isfinite().all()
-    with pytest.raises(ValueError, match="200 wide"):
+    with pytest.raises(ValueError, match="head dimension is 200"):
         screened_attention(*tensors(0, GRID, width=200), grid=GRID, **common)
     with pytest.raises(ValueError, match="max_depth is -1"):
         screened_attention(q, k, v, grid=GRID, max_depth=-1, **common)
@@ -294,7 +294,7 @@ def test_auto_never_takes_the_interpreter():
 
 def test_the_operator_is_known_to_compilers_and_flop_counters():
     q, k, v = tensors(9, GRID, heads=2, queries=5)
-    slots, table = operators.tables(GRID, 1, "raster", q.device)
+    slots, table = operators.quadtree_tables(GRID, 1, "raster", q.device)
     settings = (q, k, v, slots, table, None, "gamma", 0.1, False, 0.25, 1, 2, 2)
     checks = ("test_schema", "test_faketensor")
     torch.library.opcheck(torch.ops.bmfa.screen.default, settings, test_utils=checks)
@@ -307,7 +307,7 @@ def test_the_operator_is_known_to_compilers_and_flop_counters():
 def test_a_patched_model_runs_on_the_kernel():
     model, logits = load_model("embedded"), {}
     model.model.to(DEVICE)
-    pixels = model.preprocess(figure_picture(0, 3).pixels)[None].to(DEVICE)
+    pixels = model.preprocess(draw_glyph(0, 3).pixels)[None].to(DEVICE)
     for backend in ("eager", "triton"):
         patch(model.model, rule="optimal:0.002", layers="last-1", backend=backend)
         with torch.no_grad(), record(model.model) as recording:

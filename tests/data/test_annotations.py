@@ -12,7 +12,7 @@ from PIL import Image
 from pycocotools import mask as coco_mask
 
 from bmfa.data import AnnotationError, InstanceFiles, PictureError, Tally
-from bmfa.data.annotations import AnnotationFile
+from bmfa.data.coco import AnnotationFile
 from bmfa.data.instances import size_group
 from bmfa.data.masks import MaskError, decode_mask
 
@@ -281,11 +281,11 @@ def test_a_cut_off_file_says_at_which_byte(tmp_path: Path, keep: int) -> None:
 @pytest.mark.parametrize(
     ("data", "said"),
     [
-        (b'{"images": [,]}', "is no valid JSON at byte 12 of 15"),
+        (b'{"images": [,]}', "is not valid JSON at byte 12 of 15"),
         ('{"é": [,]}'.encode(), "at byte 8 of 11"),
         (b"\xff\xd8\xff", "byte 0 of 3 is not UTF-8"),
-        (b"[" * 200_000, "no annotation file|cut off"),
-        (b'{"images": ' + b"9" * 5000 + b"}", "is no annotation file"),
+        (b"[" * 200_000, "not an annotation file|cut off"),
+        (b'{"images": ' + b"9" * 5000 + b"}", "is not an annotation file"),
     ],
 )
 def test_other_damage_is_located(tmp_path: Path, data: bytes, said: str) -> None:

@@ -1,4 +1,4 @@
-"""The embedded picture set: the same everywhere, balanced, within its stated sizes, read back whole."""
+"""Embedded pictures: equal bits everywhere, balanced, within their stated sizes, read back exactly."""
 
 import hashlib
 import json
@@ -8,16 +8,16 @@ import numpy as np
 import pytest
 
 from bmfa.data import (
-    CLASSES,
+    GLYPH_CLASSES,
     EmbeddedScenes,
     InstanceFiles,
-    figure_batch,
-    figure_picture,
-    scene,
+    draw_glyph,
+    draw_glyph_batch,
+    draw_scene,
     write_coco,
 )
-from bmfa.data.drawn.figures import FIGURES
-from bmfa.data.drawn.objects import KINDS
+from bmfa.data.drawn.glyphs import GLYPHS
+from bmfa.data.drawn.scenes import OBJECT_KINDS
 
 
 def checksum(*arrays: np.ndarray) -> str:
@@ -28,10 +28,10 @@ def checksum(*arrays: np.ndarray) -> str:
     ("seed", "index", "expected"),
     [(0, 0, "cba333728d950f64"), (0, 7, "5da423c185f92cb3"), (3, 12345, "62724c33729b77cc")],
 )
-def test_a_figure_picture_depends_on_seed_and_index_alone(
+def test_a_glyph_picture_depends_on_seed_and_index_alone(
     seed: int, index: int, expected: str
 ) -> None:
-    picture = figure_picture(seed, index)
+    picture = draw_glyph(seed, index)
     assert checksum(picture.pixels, picture.mask) == expected
 
 
@@ -39,15 +39,15 @@ def test_a_figure_picture_depends_on_seed_and_index_alone(
     ("seed", "index", "expected"), [(0, 0, "2d6a9a91fd4fb203"), (5, 99, "fe7fc971c45ce9e5")]
 )
 def test_a_scene_depends_on_seed_and_index_alone(seed: int, index: int, expected: str) -> None:
-    instances = scene(seed, index)
+    instances = draw_scene(seed, index)
     masks = [one.mask for one in instances]
     assert checksum(instances[0].picture.pixels, *masks) == expected
 
 
-def test_figures_are_small_thin_everywhere_and_balanced() -> None:
-    pictures = [figure_picture(1, index) for index in range(400)]
+def test_glyphs_are_small_everywhere_and_balanced() -> None:
+    pictures = [draw_glyph(1, index) for index in range(400)]
     labels = np.array([picture.label for picture in pictures])
-    assert np.bincount(labels).tolist() == [40] * len(CLASSES)
+    assert np.bincount(labels).tolist() == [40] * len(GLYPH_CLASSES)
     shares = np.array([picture.mask.mean() for picture in pictures])
     assert 0.005 <= shares.min()
     assert shares.max() <= 0.03
@@ -56,9 +56,9 @@ def test_figures_are_small_thin_everywhere_and_balanced() -> None:
     assert regions.min() > 0.1 * regions.max()
 
 
-def test_figures_stand_out_from_what_lies_around_them() -> None:
+def test_glyphs_contrast_with_their_surroundings() -> None:
     for index in range(100):
-        picture = figure_picture(2, index)
+        picture = draw_glyph(2, index)
         luma = picture.pixels @ [0.299, 0.587, 0.114]
         near = np.pad(picture.mask, 6)
         around = (
@@ -67,10 +67,10 @@ def test_figures_stand_out_from_what_lies_around_them() -> None:
         assert abs(luma[picture.mask].mean() - luma[around].mean()) > 25
 
 
-def test_figures_fit_the_unit_circle_and_none_is_another_turned() -> None:
-    assert len(FIGURES) == 10
+def test_glyphs_fit_the_unit_circle_and_none_is_another_rotated() -> None:
+    assert len(GLYPHS) == 10
     profiles = []
-    for segments in FIGURES.values():
+    for segments in GLYPHS.values():
         steps = np.linspace(0, 1, 200)[:, None, None]
         points = segments[:, 0] + steps * (segments[:, 1] - segments[:, 0])
         lengths = np.hypot(*(segments[:, 1] - segments[:, 0]).T)
@@ -85,26 +85,26 @@ def test_figures_fit_the_unit_circle_and_none_is_another_turned() -> None:
 
 
 def test_a_batch_holds_the_pictures() -> None:
-    pixels, labels = figure_batch(4, [3, 14, 25])
+    pixels, labels = draw_glyph_batch(4, [3, 14, 25])
     assert pixels.shape == (3, 112, 112, 3)
     assert pixels.dtype == np.uint8
     assert labels.tolist() == [3, 4, 5]
-    np.testing.assert_array_equal(pixels[1], figure_picture(4, 14).pixels)
+    np.testing.assert_array_equal(pixels[1], draw_glyph(4, 14).pixels)
 
 
 @pytest.mark.parametrize(("seed", "index"), [(-1, 0), (0, -1)])
 def test_negative_keys_are_explained(seed: int, index: int) -> None:
     with pytest.raises(ValueError, match="at least 0"):
-        figure_picture(seed, index)
+        draw_glyph(seed, index)
 
 
-def test_scene_masks_are_apart_and_of_every_kind_and_size() -> None:
-    scenes = [scene(6, index) for index in range(40)]
+def test_scene_masks_are_disjoint_and_of_every_kind_and_size() -> None:
+    scenes = [draw_scene(6, index) for index in range(40)]
     for instances in scenes:
         assert np.sum([one.mask for one in instances], axis=0).max() == 1
         assert all(one.area == one.mask.sum() >= 20 for one in instances)
     every = [one for instances in scenes for one in instances]
-    assert {one.category for one in every} == set(KINDS)
+    assert {one.category for one in every} == set(OBJECT_KINDS)
     assert {one.size for one in every} == {"small", "medium", "large"}
     assert len({one.annotation_id for one in every}) == len(every) >= 4 * len(scenes)
 

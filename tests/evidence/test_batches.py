@@ -6,7 +6,7 @@ import pytest
 import torch
 from PIL import Image
 
-from bmfa.data.imagenet import ClassPictures, LabelledPicture, embedded_pictures
+from bmfa.data.classification import EmbeddedPictures, LabelledPicture, LabelledPictures
 from bmfa.data.pictures import PictureError, PicturesLostError
 from bmfa.evidence.classification import run as evaluation
 from bmfa.evidence.runner import batches as reading
@@ -21,7 +21,7 @@ def model() -> LoadedModel:
 
 def write_pictures(folder: Path, count: int) -> Path:
     folder.mkdir()
-    for index, picture in enumerate(embedded_pictures(count)):
+    for index, picture in enumerate(EmbeddedPictures(count)):
         Image.fromarray(picture.pixels).save(folder / f"{index:03}.png")
     return folder
 
@@ -30,12 +30,12 @@ def write_pictures(folder: Path, count: int) -> Path:
 def test_batches_come_in_order_for_any_number_of_workers(
     model: LoadedModel, tmp_path: Path, workers: int
 ) -> None:
-    pictures = ClassPictures(write_pictures(tmp_path / "val", 11))
+    pictures = LabelledPictures(write_pictures(tmp_path / "val", 11))
     reader = PictureBatches(pictures, model.preprocess, 2, workers=workers).read(range(6))
     for _ in range(2):  # a reader can be iterated again
         found = list(reader)
         assert [batch.indices for batch in found] == [[0, 1], [2, 3], [4, 5], [6, 7], [8, 9], [10]]
-        expected = model.preprocess.batch([p.pixels for p in embedded_pictures(11)])
+        expected = model.preprocess.batch([p.pixels for p in EmbeddedPictures(11)])
         assert torch.equal(torch.cat([batch.to("cpu") for batch in found]), expected)
 
 
@@ -43,10 +43,10 @@ def test_large_batches_are_split_between_workers(
     model: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(reading, "READ_SIZE", 2)
-    batches = PictureBatches(embedded_pictures(7), model.preprocess, 5, workers=2)
+    batches = PictureBatches(EmbeddedPictures(7), model.preprocess, 5, workers=2)
     first, second = batches.read([0, 1])
     assert [len(part) for part in first.pixels] == [2, 2, 1] and second.indices == [5, 6]
-    expected = model.preprocess.batch([p.pixels for p in embedded_pictures(5)])
+    expected = model.preprocess.batch([p.pixels for p in EmbeddedPictures(5)])
     assert torch.equal(first.to("cpu", torch.float64), expected.double())
 
 
@@ -56,11 +56,11 @@ def test_unreadable_pictures_are_skipped_or_raise(
 ) -> None:
     folder = write_pictures(tmp_path / "val", 4)
     (folder / "001.png").write_bytes(b"no picture")
-    batches = PictureBatches(ClassPictures(folder), model.preprocess, 2, workers=workers)
+    batches = PictureBatches(LabelledPictures(folder), model.preprocess, 2, workers=workers)
     first, second = batches.read([0, 1])
     assert first.indices == [0] and len(first.skipped) == 1 and "001.png" in first.skipped[0]
     assert second.indices == [2, 3] and second.skipped == []
-    strict = ClassPictures(folder, strict=True)
+    strict = LabelledPictures(folder, strict=True)
     with pytest.raises(PictureError, match=r"^001\.png [^\n]*$"):
         list(PictureBatches(strict, model.preprocess, 2, workers=workers).read([0, 1]))
 
@@ -77,7 +77,7 @@ def test_pictures_that_vanish_under_workers_stop_the_run(
     with pytest.raises(PicturesLostError, match=r"^[^\n]*bring the pictures back[^\n]*$"):
         evaluation.run(
             model,
-            ClassPictures(folder),
+            LabelledPictures(folder),
             ["full"],
             batch_size=1,
             repeats=0,
@@ -87,7 +87,7 @@ def test_pictures_that_vanish_under_workers_stop_the_run(
 
 
 def test_rows_do_not_depend_on_the_workers(model: LoadedModel, tmp_path: Path) -> None:
-    pictures = ClassPictures(write_pictures(tmp_path / "val", 5))
+    pictures = LabelledPictures(write_pictures(tmp_path / "val", 5))
     records = [
         evaluation.run(
             model, pictures, ["random-quadrants:0.5"], batch_size=2, repeats=0, workers=workers
@@ -103,13 +103,13 @@ def test_workers_are_for_files_on_several_cores(
 ) -> None:
     cores = {"value": 64}
     monkeypatch.setattr(reading, "cores_per_process", lambda: cores["value"])
-    files = ClassPictures(write_pictures(tmp_path / "val", 1))
+    files = LabelledPictures(write_pictures(tmp_path / "val", 1))
     for cores["value"], expected in ((64, 16), (4, 4), (1, 0)):
         assert default_workers(files) == expected
-        assert default_workers(embedded_pictures(3)) == 0
+        assert default_workers(EmbeddedPictures(3)) == 0
 
 
 def test_pictures_in_memory_are_read_by_index(model: LoadedModel) -> None:
-    pictures = [LabelledPicture(p.name, p.pixels, p.label) for p in embedded_pictures(3)]
+    pictures = [LabelledPicture(p.name, p.pixels, p.label) for p in EmbeddedPictures(3)]
     (batch,) = PictureBatches(iter(pictures), model.preprocess, 4).read([0])
     assert batch.indices == [0, 1, 2] and batch.labels == [p.label for p in pictures]

@@ -12,8 +12,8 @@ import pytest
 import torch
 from PIL import Image
 
-from bmfa.data import PictureError, figure_batch
-from bmfa.data.imagenet import ClassPictures, LabelledPicture
+from bmfa.data import PictureError, draw_glyph_batch
+from bmfa.data.classification import LabelledPicture, LabelledPictures
 from bmfa.evidence.closed_loop import run as closed_loop
 from bmfa.models import LoadedModel, Preprocessing, load_model, patch
 from bmfa.models.embedded import EmbeddedViT
@@ -38,17 +38,17 @@ def write_picture(path: Path, seed: int = 0) -> None:
     Image.fromarray(pixels).save(path)
 
 
-def labels_of(pictures: ClassPictures) -> dict[str, int | None]:
+def labels_of(pictures: LabelledPictures) -> dict[str, int | None]:
     return {picture.name: picture.label for picture in pictures}
 
 
 def test_folders_by_class_index(tmp_path: Path) -> None:
     for name in ("002/b.png", "002/a.jpg", "010/c.png"):
         write_picture(tmp_path / name)
-    pictures = ClassPictures(tmp_path)
+    pictures = LabelledPictures(tmp_path)
     assert labels_of(pictures) == {"002/a.jpg": 2, "002/b.png": 2, "010/c.png": 10}
     assert pictures.labelled and len(pictures) == 3
-    assert len(list(ClassPictures(tmp_path, limit=2))) == 2
+    assert len(list(LabelledPictures(tmp_path, limit=2))) == 2
     assert next(iter(pictures)).pixels.shape == (20, 24, 3)
 
 
@@ -56,15 +56,15 @@ def test_folders_by_wordnet_id(tmp_path: Path) -> None:
     for name in ("n00000002/b.png", "n00000009/a.png"):
         write_picture(tmp_path / name)
     wnids = ["n00000001", "n00000002", "n00000009"]
-    assert list(labels_of(ClassPictures(tmp_path, wnids=wnids)).values()) == [1, 2]
+    assert list(labels_of(LabelledPictures(tmp_path, wnids=wnids)).values()) == [1, 2]
     with pytest.raises(PictureError, match="n00000009 is none of the 2 classes"):
-        ClassPictures(tmp_path, wnids=wnids[:2])
+        LabelledPictures(tmp_path, wnids=wnids[:2])
 
 
 @pytest.mark.skipif(find_spec("timm") is None, reason="needs timm: pip install 'bmfa[models]'")
 def test_the_wordnet_ids_of_imagenet_are_known(tmp_path: Path) -> None:
     write_picture(tmp_path / "n01443537" / "a.png")
-    assert labels_of(ClassPictures(tmp_path)) == {"n01443537/a.png": 1}
+    assert labels_of(LabelledPictures(tmp_path)) == {"n01443537/a.png": 1}
 
 
 @pytest.mark.parametrize(
@@ -79,7 +79,7 @@ def test_a_flat_folder_with_a_label_file(tmp_path: Path, text: str) -> None:
     for name in ("val/a.png", "val/b.png"):
         write_picture(tmp_path / name)
     (tmp_path / "labels.txt").write_text(text)
-    pictures = ClassPictures(tmp_path / "val", tmp_path / "labels.txt")
+    pictures = LabelledPictures(tmp_path / "val", tmp_path / "labels.txt")
     assert labels_of(pictures) == {"a.png": 3, "b.png": 4}
 
 
@@ -93,21 +93,21 @@ def test_label_files_that_cannot_be_used(tmp_path: Path) -> None:
     ):
         file.write_text(text)
         with pytest.raises(PictureError, match=match):
-            ClassPictures(tmp_path / "val", file)
+            LabelledPictures(tmp_path / "val", file)
     with pytest.raises(PictureError, match="cannot be read"):
-        ClassPictures(tmp_path / "val", tmp_path / "nowhere.txt")
+        LabelledPictures(tmp_path / "val", tmp_path / "nowhere.txt")
 
 
 def test_a_flat_folder_without_labels(tmp_path: Path) -> None:
     write_picture(tmp_path / "a.png")
-    pictures = ClassPictures(tmp_path)
+    pictures = LabelledPictures(tmp_path)
     assert labels_of(pictures) == {"a.png": None} and not pictures.labelled
     (tmp_path / "empty").mkdir()
     with pytest.raises(PictureError, match="no pictures in"):
-        ClassPictures(tmp_path / "empty")
+        LabelledPictures(tmp_path / "empty")
     write_picture(tmp_path / "cats" / "b.png")
     with pytest.raises(PictureError, match="WordNet id"):
-        ClassPictures(tmp_path)
+        LabelledPictures(tmp_path)
 
 
 def test_unreadable_pictures_and_bombs_are_skipped_counted_and_named(
@@ -118,14 +118,14 @@ def test_unreadable_pictures_and_bombs_are_skipped_counted_and_named(
     (tmp_path / "1/torn.png").write_bytes((tmp_path / "1/torn.png").read_bytes()[:200])
     Image.new("L", (40, 40)).save(tmp_path / "2/bomb.png")
     monkeypatch.setattr("bmfa.data.pictures.MAX_PIXELS", 1000)
-    pictures = ClassPictures(tmp_path)
+    pictures = LabelledPictures(tmp_path)
     assert labels_of(pictures) == {"1/a.png": 1, "2/c.png": 2}
     assert pictures.skipped.count == 2
     (line,) = pictures.skipped.lines()
     assert "torn.png" in line and "bomb.png is refused as a decompression bomb" in line
     assert len(list(pictures)) == 2 and pictures.skipped.count == 2
     with pytest.raises(PictureError, match=r"torn\.png"):
-        list(ClassPictures(tmp_path, strict=True))
+        list(LabelledPictures(tmp_path, strict=True))
 
 
 @pytest.fixture
@@ -141,7 +141,7 @@ def model() -> LoadedModel:
 
 
 def figures(count: int) -> list[LabelledPicture]:
-    pixels, labels = figure_batch(0, range(count))
+    pixels, labels = draw_glyph_batch(0, range(count))
     pairs = zip(pixels, labels, strict=True)
     return [LabelledPicture(f"{i}", p, int(label)) for i, (p, label) in enumerate(pairs)]
 
@@ -225,7 +225,7 @@ def test_deit_tiny_on_imagenet_keeps_its_figures() -> None:
     assets = Path(os.environ["BMFA_ASSETS"])
     weights = assets / "weights" / "deit_tiny_patch16_224.fp16.safetensors"
     model = load_model("timm:deit_tiny_patch16_224", weights, crop_pct=0.875)
-    pictures = list(islice(ClassPictures(assets / "imagenet-val"), None, None, 10))
+    pictures = list(islice(LabelledPictures(assets / "imagenet-val"), None, None, 10))
     rows = rows_of(closed_loop.run(model, pictures, list(SUBSET)))
     assert rows["full", "none"]["top1_percent"] == pytest.approx(70.0, abs=2.1)
     for method, (leaves, agreement, output_kl, attention_kl) in SUBSET.items():

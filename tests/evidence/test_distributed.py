@@ -12,7 +12,7 @@ import torch
 from PIL import Image
 
 from bmfa.cli import main
-from bmfa.data.imagenet import embedded_pictures
+from bmfa.data.classification import EmbeddedPictures
 from bmfa.evidence.runner import processes as shards
 from bmfa.evidence.runner.processes import Processes
 
@@ -46,7 +46,7 @@ def alone(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, obje
 @pytest.fixture
 def data(tmp_path: Path) -> Path:
     """Nine pictures that do not fill the last batch, and one that cannot be read."""
-    for index, picture in enumerate(embedded_pictures(9)):
+    for index, picture in enumerate(EmbeddedPictures(9)):
         place = tmp_path / "val" / str(picture.label)
         place.mkdir(parents=True, exist_ok=True)
         Image.fromarray(picture.pixels).save(place / f"{index}.png")

@@ -14,7 +14,7 @@ import torch
 from PIL import Image
 
 from bmfa.cli import main
-from bmfa.data.imagenet import LabelledPicture, embedded_pictures
+from bmfa.data.classification import EmbeddedPictures, LabelledPicture
 from bmfa.evidence.classification import flops, throughput
 from bmfa.evidence.classification import run as evaluation
 from bmfa.evidence.classification.throughput import Rate
@@ -43,7 +43,7 @@ def wrong_labels(count: int) -> list[LabelledPicture]:
     """Embedded pictures, every third with the label of another class."""
     return [
         LabelledPicture(p.name, p.pixels, (p.label or 0) + (i % 3 == 0) if p.label != 9 else 9)
-        for i, p in enumerate(embedded_pictures(count))
+        for i, p in enumerate(EmbeddedPictures(count))
     ]
 
 
@@ -84,7 +84,7 @@ def test_rows_against_plain_counting(model: LoadedModel) -> None:
 
 
 def test_leaves_are_those_of_the_closed_loop(model: LoadedModel) -> None:
-    pictures, methods = embedded_pictures(5), ["optimal:0.002", "random-quadrants:0.5"]
+    pictures, methods = EmbeddedPictures(5), ["optimal:0.002", "random-quadrants:0.5"]
     ours = evaluation.run(model, pictures, methods, batch_size=2, seed=3, repeats=0)
     theirs = closed_loop.run(model, pictures, methods, batch_size=2, seed=3)
     for mine, other in zip(ours.rows[1:], theirs.rows[1:], strict=True):
@@ -93,7 +93,7 @@ def test_leaves_are_those_of_the_closed_loop(model: LoadedModel) -> None:
 
 
 def test_pictures_without_labels_have_no_accuracy(model: LoadedModel) -> None:
-    pictures = [LabelledPicture(p.name, p.pixels) for p in embedded_pictures(2)]
+    pictures = [LabelledPicture(p.name, p.pixels) for p in EmbeddedPictures(2)]
     row = evaluation.run(model, pictures, ["full"], repeats=0).rows[0]
     assert row["top1_percent"] is row["top5_percent"] is row["drop_pp"] is None
     assert row["agreement_percent"] == 100.0
@@ -109,7 +109,7 @@ def model_flops(attended: list[int], processed: list[int]) -> int:
 
 
 def test_operations_against_counting_by_hand(model: LoadedModel) -> None:
-    pixels = model.preprocess.batch([p.pixels for p in embedded_pictures(1)])
+    pixels = model.preprocess.batch([p.pixels for p in EmbeddedPictures(1)])
     methods = ["full", "fixed-depth:4", "global-mean", "optimal:0.002", "random-pool:8", "tome:8"]
     costs = flops.costs(model, pixels, methods, "last-4")
     whole = model_flops([197] * 8, [197] * 8)
@@ -198,7 +198,7 @@ def test_cuda_graphs_are_timed_where_they_can_be_captured(model: LoadedModel) ->
 
 def test_timed_rows_and_their_figure(model: LoadedModel) -> None:
     record = evaluation.run(
-        model, embedded_pictures(3), ["fixed-pool:7", "evit:0.7"], batch_size=2, repeats=1
+        model, EmbeddedPictures(3), ["fixed-pool:7", "evit:0.7"], batch_size=2, repeats=1
     )
     full = record.rows[0]
     for row in record.rows:
@@ -207,7 +207,7 @@ def test_timed_rows_and_their_figure(model: LoadedModel) -> None:
     assert Record.from_json(record.to_json()).rows == record.rows
     drawn = figures.ALL["accuracy"](record)
     assert "fixed-pool" in drawn and "evit" in drawn and "Embedded model, 3 pictures" in drawn
-    untimed = evaluation.run(model, embedded_pictures(1), ["full", "evit:0.7"], repeats=0)
+    untimed = evaluation.run(model, EmbeddedPictures(1), ["full", "evit:0.7"], repeats=0)
     assert figures.ALL["accuracy"].drawable(record) and not figures.ALL["accuracy"].drawable(
         untimed
     )
@@ -226,7 +226,7 @@ def test_ticks_are_few_and_inside(low: float, span: float) -> None:
 
 
 def test_half_precision_leaves_the_callers_model_alone(model: LoadedModel) -> None:
-    pictures = embedded_pictures(4)
+    pictures = EmbeddedPictures(4)
     single = evaluation.run(model, pictures, ["tome:8"], repeats=0).rows
     half = evaluation.run(model, pictures, ["tome:8"], repeats=0, dtype="float16").rows
     mixed = evaluation.run(model, pictures, ["tome:8"], repeats=0, amp=True).rows
@@ -240,7 +240,7 @@ def test_half_precision_leaves_the_callers_model_alone(model: LoadedModel) -> No
 def test_bad_settings_raise_before_the_work(model: LoadedModel) -> None:
     def refused(match: str, methods: list[str], **options: object) -> None:
         with pytest.raises(ValueError, match=match):
-            evaluation.run(model, embedded_pictures(1), methods, repeats=0, **options)  # type: ignore[arg-type]
+            evaluation.run(model, EmbeddedPictures(1), methods, repeats=0, **options)  # type: ignore[arg-type]
 
     refused(
         r"'delta:1' is unknown; pass full, a rule .*optimal.* or a reduction .*tome", ["delta:1"]
@@ -253,8 +253,8 @@ def test_bad_settings_raise_before_the_work(model: LoadedModel) -> None:
     refused("at most 98", ["tome:99"])
     refused("197 tokens in 12 blocks", ["diffrate:0.8g"])
     with pytest.raises(ValueError, match="repeats is -1"):
-        evaluation.run(model, embedded_pictures(1), ["full"], repeats=-1)
-    picture = next(iter(embedded_pictures(1)))
+        evaluation.run(model, EmbeddedPictures(1), ["full"], repeats=-1)
+    picture = next(iter(EmbeddedPictures(1)))
     far = [LabelledPicture("far", picture.pixels, 207)]
     with pytest.raises(ValueError, match="class 207, and the model 10 classes"):
         evaluation.run(model, far, ["full"], repeats=0)
@@ -269,11 +269,11 @@ def test_outputs_that_are_not_finite_are_told(model: LoadedModel) -> None:
     with torch.no_grad():
         broken.model.head.bias.fill_(torch.inf)  # type: ignore[union-attr]
     with pytest.raises(ValueError, match="not finite; try --dtype bfloat16"):
-        evaluation.run(broken, embedded_pictures(1), ["full"], repeats=0)
+        evaluation.run(broken, EmbeddedPictures(1), ["full"], repeats=0)
 
 
 def test_a_patch_before_is_removed(model: LoadedModel) -> None:
-    pictures = embedded_pictures(2)
+    pictures = EmbeddedPictures(2)
     before = evaluation.run(model, pictures, ["full"], repeats=0).rows
     patch(model.model, rule="global-mean", layers="all")
     assert evaluation.run(model, pictures, ["full"], repeats=0).rows == before
@@ -290,7 +290,7 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 
 def folder(tmp_path: Path, count: int = 2) -> Path:
     """Pictures of classes 0 to 9 in folders by class index."""
-    for picture in embedded_pictures(count):
+    for picture in EmbeddedPictures(count):
         place = tmp_path / "val" / f"{picture.label:03}"
         place.mkdir(parents=True, exist_ok=True)
         Image.fromarray(picture.pixels).save(place / f"{picture.name.partition('/')[2]}.png")

@@ -6,7 +6,7 @@ import pytest
 from PIL import Image
 
 from bmfa.cli import main
-from bmfa.data.drawn.embedded import figure_picture
+from bmfa.data.drawn.glyphs import draw_glyph
 from bmfa.evidence import report_models as model_chain
 from bmfa.evidence.page import figures
 from bmfa.evidence.page.blocks import NotMeasured
@@ -33,7 +33,7 @@ def own_files(folder: Path) -> model_chain.OwnModel:
     for index in range(3):
         path = folder / str(index) / "a.png"
         path.parent.mkdir(parents=True)
-        Image.fromarray(figure_picture(0, index)[0]).save(path)
+        Image.fromarray(draw_glyph(0, index)[0]).save(path)
     return model_chain.OwnModel(str(embedded.WEIGHTS), str(folder), "embedded", limit=2)
 
 

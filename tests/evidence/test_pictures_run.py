@@ -13,9 +13,8 @@ from PIL import Image
 
 from bmfa.attention.kernels import reference
 from bmfa.cli import main
-from bmfa.data.drawn.embedded import figure_picture
-from bmfa.data.drawn.figures import CLASSES
-from bmfa.data.imagenet import LabelledPicture
+from bmfa.data.classification import LabelledPicture
+from bmfa.data.drawn.glyphs import GLYPH_CLASSES, draw_glyph
 from bmfa.evidence.pictures import model_cases, picture
 from bmfa.models import LoadedModel, load_model, patch
 from bmfa.models.screened_layer import screened_layers
@@ -30,7 +29,7 @@ def model() -> LoadedModel:
 
 
 def shown(index: int = 3) -> LabelledPicture:
-    pixels, label, _ = figure_picture(0, index)
+    pixels, label, _ = draw_glyph(0, index)
     return LabelledPicture(f"embedded 0/{index}", pixels, label)
 
 
@@ -141,7 +140,7 @@ def test_the_command_draws_a_figure_and_writes_a_record(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file, figure, record = (tmp_path / name for name in ("in.png", "made/out.png", "out.json"))
-    Image.fromarray(figure_picture(0, 3)[0]).resize((150, 130)).save(file)
+    Image.fromarray(draw_glyph(0, 3)[0]).resize((150, 130)).save(file)
     arguments = ["screen", str(file), "--query", "4,6", "--method", "gamma:0.05"]
     main([*arguments, "--output", str(figure), "--json", str(record)])
     told = capsys.readouterr().out
@@ -160,7 +159,7 @@ def test_the_embedded_pictures_need_no_file(
     monkeypatch.chdir(tmp_path)
     main(["screen", "embedded:3", "--json", "-"])
     record = json.loads(capsys.readouterr().out)
-    assert record["experiment"] == "picture" and record["rows"][0]["label"] == CLASSES[3]
+    assert record["experiment"] == "picture" and record["rows"][0]["label"] == GLYPH_CLASSES[3]
     assert [path.name for path in tmp_path.iterdir()] == ["screen.png"]
 
 
@@ -205,10 +204,10 @@ def test_the_four_cases_are_different_pictures_of_the_kinds_they_name(model: Loa
     assert kinds == ["Small figure", "Centred figure", "Clutter", "Failure"]
     assert len({row["picture"] for row in record.rows}) == 4
     assert len(record.rows) == 4 * len(model_cases.METHODS)
-    smallest = min(range(12), key=lambda index: figure_picture(0, index).mask.sum())
+    smallest = min(range(12), key=lambda index: draw_glyph(0, index).mask.sum())
     small = record.rows[0]
-    if not titles[3].endswith(CLASSES[smallest % 10]):  # the failure case is chosen first
-        assert small["label"] == CLASSES[smallest % 10]
+    if not titles[3].endswith(GLYPH_CLASSES[smallest % 10]):  # the failure case is chosen first
+        assert small["label"] == GLYPH_CLASSES[smallest % 10]
     assert record.settings["chosen_from"] == 12 and record.settings["command"] == "bmfa report"
     with pytest.raises(ValueError, match="count is 3"):
         model_cases.run(model, count=3)

@@ -18,7 +18,7 @@ from PIL import Image
 
 from bmfa.cli import main
 from bmfa.data import EmbeddedScenes, InstanceFiles, ProbeSettings, Tally, write_coco
-from bmfa.data.imagenet import ClassPictures, embedded_pictures
+from bmfa.data.classification import EmbeddedPictures, LabelledPictures
 from bmfa.data.pictures import PicturesLostError
 from bmfa.data.probes import probe_block
 from bmfa.evidence.classification import run as evaluation
@@ -54,14 +54,14 @@ class KilledError(Exception):
 
 def evaluate(model: LoadedModel, **options: Any) -> Record:
     return evaluation.run(
-        model, embedded_pictures(7), METHODS, batch_size=2, repeats=0, seed=5, **options
+        model, EmbeddedPictures(7), METHODS, batch_size=2, repeats=0, seed=5, **options
     )
 
 
 def loop(model: LoadedModel, **options: Any) -> Record:
     methods = ["random-quadrants:0.5", "optimal:0.01"]
     return closed_loop.run(
-        model, embedded_pictures(7), methods, layers=["last-1", "last-2"], batch_size=2, **options
+        model, EmbeddedPictures(7), methods, layers=["last-1", "last-2"], batch_size=2, **options
     )
 
 
@@ -114,16 +114,16 @@ def test_another_run_is_refused_with_the_first_difference(
         with pytest.raises(ValueError, match=match):
             evaluation.run(model, pictures, methods, resume=file, **settings)
 
-    pictures, methods = embedded_pictures(7), METHODS
+    pictures, methods = EmbeddedPictures(7), METHODS
     refused("belongs to another run: seed was 5 and is 6", seed=6)
     refused("batch_size was 2 and is 3", batch_size=3, seed=6)
     refused('layers was "last-4" and is "last-2"', layers="last-2")
     refused('dtype was "float32" and is "float16"', dtype="float16")
-    pictures = embedded_pictures(8)
+    pictures = EmbeddedPictures(8)
     refused("number of pictures was 7 and is 8")
-    pictures = embedded_pictures(7, seed=1)
+    pictures = EmbeddedPictures(7, seed=1)
     refused("names of pictures was")
-    pictures, methods = embedded_pictures(7), METHODS[:1]
+    pictures, methods = EmbeddedPictures(7), METHODS[:1]
     refused("methods was .* and is")
     methods = METHODS
     other = load_model("embedded")
@@ -145,7 +145,7 @@ def test_a_probe_continues_to_the_same_rows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(resuming, "WRITE_INTERVAL", 0.0)
-    monkeypatch.setattr("bmfa.data.probe_stream._PART_INSTANCES", 32)
+    monkeypatch.setattr("bmfa.data.probes._PART_INSTANCES", 32)
     expected, file, ends = probe(), tmp_path / "parts.json", []
 
     def end(done: int, total: int) -> None:
@@ -318,7 +318,7 @@ def test_a_probe_checks_its_parts(tmp_path: Path) -> None:
 
 
 def write_pictures(folder: Path, count: int = 6) -> Path:
-    for index, picture in enumerate(embedded_pictures(count)):
+    for index, picture in enumerate(EmbeddedPictures(count)):
         place = folder / str(picture.label)
         place.mkdir(parents=True, exist_ok=True)
         Image.fromarray(picture.pixels).save(place / f"{index}.png")
@@ -393,7 +393,7 @@ def test_links_into_a_disk_that_vanishes_stop_the_run_too(
     with pytest.raises(PicturesLostError, match="disk"):
         evaluation.run(
             model,
-            ClassPictures(root),
+            LabelledPictures(root),
             ["full"],
             batch_size=2,
             repeats=0,
@@ -434,7 +434,7 @@ def test_unreadable_pictures_are_tried_again(
 def test_a_probe_stops_where_its_pictures_vanish_and_tries_unreadable_ones_again(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr("bmfa.data.probe_stream._PART_INSTANCES", 8)
+    monkeypatch.setattr("bmfa.data.probes._PART_INSTANCES", 8)
     annotations, images = write_coco(tmp_path, pictures=8), tmp_path / "images"
     file = tmp_path / "parts.json"
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from bmfa.data.imagenet import ClassPictures
+from bmfa.data.classification import LabelledPictures
 from bmfa.models import LoadedModel, final_tokens, load_model, reduce, unpatch
 
 pytestmark = [
@@ -42,7 +42,9 @@ def loaded() -> tuple[LoadedModel, Tensor, Tensor]:
     assets = Path(os.environ["BMFA_ASSETS"])
     weights = assets / "weights" / "deit_tiny_patch16_224.fp16.safetensors"
     model = load_model("timm:deit_tiny_patch16_224", weights, crop_pct=0.875)
-    shown = [model.preprocess(picture.pixels) for picture in ClassPictures(assets / "imagenet-val")]
+    shown = [
+        model.preprocess(picture.pixels) for picture in LabelledPictures(assets / "imagenet-val")
+    ]
     pixels = torch.stack(shown)
     return model, pixels, outputs(model, pixels)
 

@@ -12,11 +12,10 @@ import numpy as np
 import pytest
 import torch
 
-from bmfa.data.drawn.embedded import figure_batch
-from bmfa.data.drawn.figures import FIGURES
+from bmfa.data.drawn.glyphs import GLYPHS, draw_glyph_batch
 from bmfa.models import patch
 from bmfa.models.embedded import WEIGHTS, EmbeddedViT, load, preprocess, save, training
-from bmfa.models.embedded.training import Recipe, augment, evaluate, train
+from bmfa.models.embedded.training import Recipe, augment, train
 from bmfa.trees.rules import ExactGap, GlobalMean
 
 COUNT, HELD_OUT = 300, 7
@@ -30,7 +29,7 @@ def model():
 
 @pytest.fixture(scope="module")
 def pictures():
-    pixels, labels = figure_batch(HELD_OUT, range(COUNT))
+    pixels, labels = draw_glyph_batch(HELD_OUT, range(COUNT))
     return preprocess(pixels), torch.from_numpy(labels)
 
 
@@ -90,14 +89,6 @@ def test_a_gap_of_zero_gives_the_scores_of_the_full_model(model, pictures):
     torch.testing.assert_close(exact, scores_of(model, inputs), atol=1e-4, rtol=1e-4)
 
 
-def test_evaluate_counts_what_the_model_gets_right(model, pictures):
-    inputs, labels = pictures
-    expected = (scores_of(model, inputs[:25]).argmax(-1) == labels[:25]).double().mean().item()
-    assert evaluate(model, HELD_OUT, 25, batch=10) == pytest.approx(expected)
-    with pytest.raises(ValueError, match="count is 0; pass an integer at least 1"):
-        evaluate(model, HELD_OUT, 0)
-
-
 def test_preprocess_centres_and_orders_the_channels():
     pixels = np.zeros((1, 112, 112, 3), dtype=np.uint8)
     pixels[0, 3, 5] = (255, 0, 51)
@@ -118,7 +109,7 @@ def test_views_are_the_symmetries_of_the_square_and_the_inverse():
 
 
 def test_a_mirrored_figure_is_still_nearest_to_its_own_class():
-    points = {name: outline(segments) for name, segments in FIGURES.items()}
+    points = {name: outline(segments) for name, segments in GLYPHS.items()}
     for name, figure in points.items():
         distances = {other: apart(figure * (1, -1), points[other]) for other in points}
         assert min(distances, key=distances.get) == name
@@ -251,10 +242,10 @@ def test_the_model_and_its_pictures_need_no_extra():
         "for name in ('PIL', 'matplotlib', 'timm', 'torchvision', 'transformers', 'pycocotools'):\n"
         "    sys.modules[name] = None\n"
         "import bmfa\n"
-        "from bmfa.data.imagenet import embedded_pictures\n"
+        "from bmfa.data.classification import EmbeddedPictures\n"
         "from bmfa.evidence.closed_loop.run import run\n"
         "model = bmfa.load_model('embedded')\n"
-        "record = run(model, embedded_pictures(2), ['gamma:0.05'], layers='last-1')\n"
+        "record = run(model, EmbeddedPictures(2), ['gamma:0.05'], layers='last-1')\n"
         "print(record.rows[0]['images'])\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -45,6 +45,9 @@ RULES = [
 SEARCHED = [rule for rule in RULES if isinstance(rule, rules.Optimal) and rule.penalty is None]
 SHARED = [rule for rule in RULES if not getattr(rule, "coarse", False)]
 every_rule = pytest.mark.parametrize("rule", RULES, ids=str)
+# Rules that decide every tree from its own scores, and those that read the batch as a whole.
+SEPARATE = [rule for rule in RULES if not rule.needs_all_trees]
+POOLED = [rule for rule in RULES if getattr(rule, "pooled", False)]
 # Rules whose trees only grow with the scores of their nodes.
 GROWING = [rule for rule in SHARED if isinstance(rule, rules.Gamma | rules.ExactGap | rules.Mass)]
 GROWING += [rules.Certified(0.2), rules.Optimal(0.003), rules.QuadrantGap(0.2), rules.Variance(0.2)]
@@ -166,16 +169,17 @@ def test_queries_of_two_dimensions():
 
 
 @pytest.mark.parametrize("rule", [rules.Gamma(0.01), rules.ExactGap(0.01), rules.Optimal(0.01)])
-def test_masks_that_differ_between_queries_are_obeyed_or_refused(rule):
+def test_masks_that_differ_between_queries_are_refused(rule):
     grid = Grid(4, 4)
     q, k = noise(2, 3, 5, 8), noise(2, 3, 16, 8, seed=1)
-    valid = mask(2, 3, 5, 16)
+    with pytest.raises(ValueError, match="valid differs between queries of a head; pass"):
+        screen_keys(q, k, grid, rule, valid=mask(2, 3, 5, 16))
+    # Masks given for each query that are equal within a head are obeyed.
+    valid = mask(2, 3, 1, 16)
+    tree = screen_keys(q, k, grid, rule, valid=valid.expand(2, 3, 5, 16))
     expected = screen((q @ k.mT) * 8**-0.5, grid, rule, valid=valid)
-    try:
-        tree = screen_keys(q, k, grid, rule, valid=valid)
-    except ValueError:
-        return  # a refusal is as good
-    assert same(tree, expected)
+    assert torch.equal(tree.leaf_index, expected.leaf_index)
+    assert bool((tree.leaf_index.ge(0) == valid).all())
 
 
 @pytest.mark.parametrize("rule", [rules.Gamma(0.01), rules.Optimal(0.01)], ids=str)
@@ -200,13 +204,11 @@ def test_scores_of_tokens_that_do_not_exist_may_hold_anything(rule):
         torch.testing.assert_close(tree.error(spoilt), expected.error(scores), atol=1e-14, rtol=0)
 
 
-@every_rule
+@pytest.mark.parametrize("rule", SEPARATE, ids=str)
 def test_masks_of_every_shape(rule):
     """One mask for all, masks for some dimensions, a mask for each row: the trees of each row alone."""
     grid = Grid(5, 3)
     scores = noise(2, 3, 15)
-    if getattr(rule, "pooled", False) or isinstance(rule, rules.RandomQuadrants):
-        return  # these read the batch as a whole
     for shape in [(15,), (3, 15), (2, 1, 15), (2, 3, 15)]:
         valid = mask(*shape, seed=len(shape))
         tree = screen(scores, grid, rule, valid=valid)
@@ -216,6 +218,21 @@ def test_masks_of_every_shape(rule):
             assert torch.equal(tree[i, j].leaf_index, alone.leaf_index)
     full = screen(scores, grid, rule, valid=torch.ones(15, dtype=torch.bool))
     assert torch.equal(full.leaf_index, screen(scores, grid, rule).leaf_index)
+
+
+@pytest.mark.parametrize("rule", [r for r in RULES if r.needs_all_trees], ids=str)
+def test_masks_of_every_shape_of_a_batch_decided_together(rule):
+    """Each mask, in the shape that broadcasts and row by row, gives the same trees on valid tokens."""
+    grid = Grid(5, 3)
+    scores = noise(2, 3, 15)
+    for shape in [(15,), (3, 15), (2, 1, 15)]:
+        valid = mask(*shape, seed=len(shape))
+        tree = screen(scores, grid, rule, valid=valid)
+        assert torch.equal(tree.leaf_index >= 0, valid.expand(2, 3, 15))
+        rows = screen(scores, grid, rule, valid=valid.expand(2, 3, 15).contiguous())
+        assert torch.equal(tree.leaf_index, rows.leaf_index)
+        spoilt = screen(scores.where(valid, 99.0), grid, rule, valid=valid)
+        assert torch.equal(tree.leaf_index, spoilt.leaf_index)
 
 
 @pytest.mark.parametrize("rule", GROWING, ids=str)
@@ -282,10 +299,8 @@ def test_keys_share_as_scores_do(rule, by):
         assert same(tree, screen(scores, grid, rule, share=share, share_by=by)), share
 
 
-@pytest.mark.parametrize("rule", [r for r in SHARED if not getattr(r, "pooled", False)], ids=str)
+@pytest.mark.parametrize("rule", [r for r in SHARED if r in SEPARATE], ids=str)
 def test_sharing_among_equals_changes_nothing(rule):
-    if isinstance(rule, rules.RandomQuadrants):
-        return  # members have their own coins
     grid = Grid(7, 5)
     scores = noise(3, 1, 35) * 2
     alone = screen(scores, grid, rule)
@@ -299,9 +314,9 @@ def test_sharing_among_equals_changes_nothing(rule):
 def test_budgets_of_shared_trees():
     grid = Grid(8, 8)
     scores = noise(3, 5, 64) * 2
-    for leaves in (1, 10, 40, 0.3):
+    for leaves, most in ((1e-9, 1), (10, 10), (40, 40), (0.3, 19)):
         tree = screen(scores, grid, rules.Optimal(leaves=leaves), share=1)
-        assert bool((tree.leaf_count <= (leaves if isinstance(leaves, int) else 19)).all())
+        assert bool((tree.leaf_count <= most).all())
     for error in (0.01, 0.2):
         # The largest share a split recovers for any member bounds what each of them misses.
         tree = screen(scores, grid, rules.Optimal(error=error), share=1)
@@ -346,28 +361,33 @@ def test_sharing_warns_of_nothing():
     assert not [str(warning.message) for warning in caught]
 
 
-@every_rule
+@pytest.mark.parametrize("rule", SEPARATE + POOLED, ids=str)
 def test_permuting_the_batch_permutes_the_trees(rule):
-    if isinstance(rule, rules.RandomQuadrants):
-        return  # coins belong to places
     grid = Grid(7, 9)
     scores, valid = noise(6, 5, 63) * 2, mask(6, 1, 63)
-    order, heads = torch.randperm(6), torch.randperm(5)
+    order, heads = torch.tensor([3, 0, 5, 1, 4, 2]), torch.tensor([4, 2, 0, 1, 3])
     tree = screen(scores, grid, rule, valid=valid)
     moved = screen(scores[order][:, heads], grid, rule, valid=valid[order])
     assert same(moved, tree[order][:, heads])
 
 
-@every_rule
+@pytest.mark.parametrize("rule", SEPARATE + POOLED, ids=str)
 def test_permuting_heads_and_queries_permutes_the_trees(rule):
-    if isinstance(rule, rules.RandomQuadrants):
-        return
     grid = Grid(5, 6)
     q, k = noise(2, 4, 7, 6), noise(2, 4, 30, 6, seed=1)
-    heads, queries = torch.randperm(4), torch.randperm(7)
+    heads, queries = torch.tensor([2, 0, 3, 1]), torch.tensor([6, 2, 0, 4, 1, 5, 3])
     tree = screen_keys(q, k, grid, rule)
     moved = screen_keys(q[:, heads][:, :, queries], k[:, heads], grid, rule)
     assert torch.equal(moved.leaf_index, tree[:, heads][:, :, queries].leaf_index)
+
+
+def test_random_quadrants_belong_to_positions_of_the_batch():
+    """Trees drawn at random do not move with the scores: a permuted batch has the same trees."""
+    rule, scores = rules.RandomQuadrants(0.5, seed=3), noise(6, 5, 63)
+    tree = screen(scores, Grid(7, 9), rule)
+    moved = screen(scores.flip(0), Grid(7, 9), rule)
+    assert torch.equal(moved.split, tree.split)
+    assert not torch.equal(tree.split, tree[torch.arange(5, -1, -1)].split)
 
 
 @every_rule
@@ -818,11 +838,13 @@ LARGE_RULES += [rules.Mass(1e-3), rules.Mass(1e-3, coarse=True), rules.Optimal(1
 LARGE_RULES += [rules.Certified(0.5), rules.FixedDepth(2), rules.FixedBlocks(3)]
 
 
-@pytest.mark.parametrize("rule", LARGE_RULES, ids=str)
-@pytest.mark.parametrize("share", [None, 2], ids=["alone", "shared"])
+@pytest.mark.parametrize(
+    ("rule", "share"),
+    [(rule, None) for rule in LARGE_RULES]
+    + [(r, 2) for r in LARGE_RULES if "coarse" not in str(r)],
+    ids=lambda value: str(value),
+)
 def test_no_tensor_is_as_large_as_the_score_matrix(rule, share, monkeypatch):
-    if share is not None and rule == rules.Mass(1e-3, coarse=True):
-        return
     monkeypatch.setattr(bmfa.trees.build, "CHUNK_ELEMENTS", 1 << 15)
     grid = Grid(16, 20)
     q, k = noise(1, 2, 320, 8), noise(1, 2, 320, 8, seed=1)
@@ -832,6 +854,11 @@ def test_no_tensor_is_as_large_as_the_score_matrix(rule, share, monkeypatch):
     # The splits themselves take a byte for each block of each tree, two fifths of N x N a head.
     assert largest.floating < 320 * 320 / 2
     assert largest.any < 2 * 320 * 320
+
+
+def test_a_coarse_mass_is_not_shared():
+    with pytest.raises(ValueError, match="trees cannot be shared; use coarse=False or share=None"):
+        screen(noise(3, 16), Grid(4, 4), rules.Mass(1e-3, coarse=True), share=0)
 
 
 def test_a_mask_for_each_picture_stays_small(monkeypatch):

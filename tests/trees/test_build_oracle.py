@@ -10,6 +10,7 @@ from cases import boxes, flat_valid, nudged, random_case, reference_tree
 
 BATCHES = 20
 SEEDS = 1000
+QUICK = 4  # batches of the default run
 
 
 def is_tie(case, expected) -> bool:
@@ -18,7 +19,10 @@ def is_tie(case, expected) -> bool:
     return any(leaves != expected.leaves for leaves in around)
 
 
-@pytest.mark.parametrize("batch", range(BATCHES))
+@pytest.mark.parametrize(
+    "batch",
+    [*range(QUICK), *(pytest.param(n, marks=pytest.mark.slow) for n in range(QUICK, BATCHES))],
+)
 def test_trees_equal_the_oracle(batch):
     ties = 0
     for seed in range(batch, SEEDS, BATCHES):

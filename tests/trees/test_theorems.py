@@ -17,7 +17,7 @@ from bmfa.trees.build import screen
 from bmfa.trees.layout import quadtree_layout
 from bmfa.trees.pyramid import Counts, ScorePyramid
 from bmfa.trees.tree import Tree
-from cases import random_rule, random_scores
+from cases import leaf_budget, random_rule, random_scores
 
 PROPERTY = settings(deadline=None, derandomize=True, max_examples=40)
 EXACT = 1e-10
@@ -244,12 +244,16 @@ def test_the_output_bound_of_values_as_attention_has_them():
     values = torch.randn(1, 3, 16, 4, generator=generator, dtype=torch.float64)
     values *= torch.tensor([1.0, 10.0, 100.0]).view(1, 3, 1, 1)
     tree = screen(scores, Grid(4, 4), rules.GlobalMean())
-    try:
-        bound = tree.output_bound(scores, values)  # (B, heads, N, d)
-    except ValueError:
-        return  # a refusal is as good
+    bound = tree.output_bound(scores, values)  # (B, heads, N, d)
     distance = ((scores.softmax(-1) - 1 / 16) @ values).norm(dim=-1)
+    assert bound.shape == (1, 3, 3)
     assert bool((distance <= bound).all())
+    # Values of each head bound its own queries alone: the bounds grow with the values.
+    longest = values.norm(dim=-1).amax(-1)
+    expected = longest.unsqueeze(-1) * (2 * tree.error(scores)).sqrt()
+    torch.testing.assert_close(bound, expected, rtol=1e-12, atol=0)
+    with pytest.raises(ValueError, match=r"values have shape \(16, 4\) and the trees \(1, 3, 3\)"):
+        tree.output_bound(scores, values[0, 0])
 
 
 @PROPERTY
@@ -368,7 +372,7 @@ def test_nesting_of_budgets_and_of_coins(seed):
     grid = Grid(14, 14)
     scores = fields(grid, seed)
     families = [
-        [rules.Optimal(leaves=n) for n in (196, 50, 20, 5, 1)],
+        [leaf_budget(n) for n in (196, 50, 20, 5, 1)],
         [rules.Optimal(error=e) for e in (0.0, 1e-6, 0.01, 0.2, 50.0)],
         [rules.RandomQuadrants(p, seed) for p in (1.0, 0.7, 0.3, 0.0)],
         [rules.FixedDepth(d) for d in (9, 4, 2, 1, 0)],
@@ -557,7 +561,7 @@ def test_optimal_against_every_tree(size, tau, limit):
             assert penalty * leaves - mass <= (penalty * counts - masses).min() + 1e-10
     fewest = int(mask.sum(-1).min())
     for budget in sorted({1, 2, 4, fewest // 2, fewest}):
-        for made, path in zip(optimal(leaves=budget), corners, strict=True):
+        for made, path in zip(optimal(leaves=budget if budget > 1 else 1e-9), corners, strict=True):
             best = max(corner for corner in path if corner[0] <= budget)
             assert made[0] <= budget and made[1] >= best[1] - 1e-10
     for budget in (1e-3, 0.05, 0.5):
@@ -642,7 +646,7 @@ def test_ties_at_epsilon_are_not_split(name, size):
     rounding = 1e-14 if name == "gamma" else 0.0
     for seed in range(10):
         scores = fields(grid, seed)[0]
-        score = make(1.0).scores(pyramid_of(grid, scores, 1.0))[0].item()
+        score = make(1.0).node_scores(pyramid_of(grid, scores, 1.0))[0].item()
         assert score > 0
         assert screen(scores, grid, make(score + rounding)).leaf_count == 1
         below = math.nextafter(score, 0.0) - rounding
@@ -665,7 +669,7 @@ def test_a_score_of_zero_ties_with_an_epsilon_of_zero(name):
 def test_ties_at_epsilon_leave_a_quadrant_whole(make):
     grid = Grid(4, 4)
     scores = fields(grid, 1)[0]
-    quadrants = make(1.0).scores(pyramid_of(grid, scores, 1.0))[:, 0]
+    quadrants = make(1.0).node_scores(pyramid_of(grid, scores, 1.0))[:, 0]
     for score in quadrants.tolist():
         above = int((quadrants > score).sum())
         assert screen(scores, grid, make(score)).leaf_count == 4 + 3 * above
@@ -674,7 +678,7 @@ def test_ties_at_epsilon_leave_a_quadrant_whole(make):
 
 def test_a_penalty_equal_to_the_gain_is_not_paid():
     scores = torch.tensor([1.0, 3.5], dtype=torch.float64)
-    gain = rules.Optimal(1.0).scores(pyramid_of(Grid(1, 2), scores, 1.0))[0].item()
+    gain = rules.Optimal(1.0).node_scores(pyramid_of(Grid(1, 2), scores, 1.0))[0].item()
     assert screen(scores, Grid(1, 2), rules.Optimal(gain)).leaf_count == 1
     below = math.nextafter(gain, 0.0)
     assert screen(scores, Grid(1, 2), rules.Optimal(below)).leaf_count == 2

@@ -96,7 +96,7 @@ def _run_kernel(
 
         limit = options.expanded_limit
         found = tiles.tiled_attention(
-            q, k, v, tiling, valid=inputs.raster_valid, most=limit, **shared
+            q, k, v, tiling, valid=inputs.raster_valid, max_expanded=limit, **shared
         )
         if found is None:
             return None

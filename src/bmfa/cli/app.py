@@ -79,7 +79,7 @@ class Command(TyperCommand):
                 missing -= 1
                 expanded.append(word)
             elif not has_arguments and getattr(options.get(name), "multiple", False):
-                expanded += [word] if word in ("-h",) else [name, word]
+                expanded += [word] if word == "-h" else [name, word]
             else:
                 expanded.append(word)
         return expanded

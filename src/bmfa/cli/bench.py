@@ -5,8 +5,6 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Literal
 
-from typer import Option
-
 from bmfa.cli import options as opt
 from bmfa.cli.output import Output, table_of
 from bmfa.packages import require_packages
@@ -28,55 +26,43 @@ MODEL_COLUMNS = (
 
 BenchModel = Annotated[
     str,
-    Option(
-        "--model",
-        metavar="NAME",
-        help="embedded or timm:NAME, with random weights unless --weights is given; bench attention "
+    opt.option(
+        "--model NAME",
+        "embedded or timm:NAME, with random weights unless --weights is given; bench attention "
         "also takes random: normal q, k, v without a model.",
     ),
 ]
 Pictures = Annotated[
-    str | None,
-    Option("--data-dir", metavar="DIR", help="Folder of pictures; embedded ones by default."),
+    str | None, opt.option("--data-dir DIR", "Folder of pictures; embedded ones by default.")
 ]
 Tiles = Annotated[
-    list[float] | None,
-    Option("--tiles", metavar="X...", help="Fractions of the tiles to expand: 0 0.03 0.1."),
+    list[float] | None, opt.option("--tiles X...", "Fractions of the tiles to expand: 0 0.03 0.1.")
 ]
 Leaves = Annotated[
-    list[float] | None,
-    Option("--leaves", metavar="X...", help="Budgets: leaves as fractions of the tokens."),
+    list[float] | None, opt.option("--leaves X...", "Budgets: leaves as fractions of the tokens.")
 ]
 Error = Annotated[
-    list[float] | None,
-    Option("--error", metavar="X...", help="Targets for the error E: 0.1 0.2."),
+    list[float] | None, opt.option("--error X...", "Targets for the error E: 0.1 0.2.")
 ]
 Dtype = Annotated[
     str | None,
-    Option(
-        "--dtype",
-        metavar="NAME",
-        help="bfloat16 (the default on a GPU), float16 or float32 (the default elsewhere).",
+    opt.option(
+        "--dtype NAME",
+        "bfloat16 (the default on a GPU), float16 or float32 (the default elsewhere).",
     ),
 ]
 Repeats = Annotated[
-    int | None,
-    Option(
-        "--repeats", metavar="N", help="Timings; their median counts (5 on a GPU, 3 elsewhere)."
-    ),
+    int | None, opt.option("--repeats N", "Timings; their median counts (5 on a GPU, 3 elsewhere).")
 ]
 Records = Annotated[
     list[str] | None,
-    Option(
-        "--records",
-        metavar="FILE...",
-        help="Show the tables and figures of these records without running anything.",
+    opt.option(
+        "--records FILE...",
+        "Show the tables and figures of these records without running anything.",
     ),
 ]
-Markdown = Annotated[bool, Option("--markdown", help="Print the table as Markdown.")]
-Figures = Annotated[
-    str | None, Option("--figures", metavar="DIR", help="Write the figures to DIR as PNG.")
-]
+Markdown = Annotated[bool, opt.option("--markdown", "Print the table as Markdown.")]
+Figures = Annotated[str | None, opt.option("--figures DIR", "Write the figures to DIR as PNG.")]
 
 
 def trees(
@@ -86,19 +72,16 @@ def trees(
     device: opt.Device = "auto",
     quiet: opt.Quiet = False,
     method: opt.Methods = None,
-    grids: Annotated[int, Option("--grids", metavar="N", help="Number of 16x16 grids.")] = 36_000,
+    grids: Annotated[int, opt.option("--grids N", "Number of 16x16 grids.")] = 36_000,
     batch_size: Annotated[
-        int,
-        Option("--batch-size", metavar="N", help="Pictures in a batch of the softmax part."),
+        int, opt.option("--batch-size N", "Pictures in a batch of the softmax part.")
     ] = 64,
-    repeats: Annotated[
-        int, Option("--repeats", metavar="N", help="Timings; their median counts.")
-    ] = 7,
+    repeats: Annotated[int, opt.option("--repeats N", "Timings; their median counts.")] = 7,
 ) -> None:
     """Trees against the queue-based oracle, and against softmax."""
     from bmfa.evidence.bench import trees as experiment
 
-    record = experiment.trees(
+    record = experiment.run(
         method or experiment.TREE_METHODS,
         grids=grids,
         batch_size=batch_size,
@@ -127,49 +110,42 @@ def attention(
     markdown: Markdown = False,
     figures: Figures = None,
     size: Annotated[
-        list[int] | None,
-        Option("--size", metavar="PX...", help="Sides of the pictures in pixels."),
+        list[int] | None, opt.option("--size PX...", "Sides of the pictures in pixels.")
     ] = None,
     tokens: Annotated[
         list[int] | None,
-        Option(
-            "--tokens",
-            metavar="N...",
-            help="Numbers of tokens, which must be squares (196 1024 4096 16384, and 65536 on a "
-            "GPU).",
+        opt.option(
+            "--tokens N...",
+            "Numbers of tokens, which must be squares (196 1024 4096 16384, and 65536 on a GPU).",
         ),
     ] = None,
     pictures: Annotated[
-        int | None,
-        Option("--pictures", metavar="N", help="Number of pictures (4 on a GPU, else 1)."),
+        int | None, opt.option("--pictures N", "Number of pictures (4 on a GPU, else 1).")
     ] = None,
     blocks: Annotated[
-        str | None,
-        Option("--blocks", metavar="B,B,...", help="Blocks of the model, from 0 (2,5,8,11)."),
+        str | None, opt.option("--blocks B,B,...", "Blocks of the model, from 0 (2,5,8,11).")
     ] = None,
     head_dim: Annotated[
         int | None,
-        Option(
-            "--head-dim",
-            metavar="D",
-            help="Time heads of this dimension, too, on random weights of the same model.",
+        opt.option(
+            "--head-dim D",
+            "Time heads of this dimension, too, on random weights of the same model.",
         ),
     ] = None,
     backend: Annotated[
         Literal["triton", "eager"] | None,
-        Option("--backend", help="Kernels: triton on a GPU by default, else eager."),
+        opt.option("--backend", "Kernels: triton on a GPU by default, else eager."),
     ] = None,
     peer: Annotated[
         list[str] | None,
-        Option(
-            "--peer",
-            metavar="NAME",
-            help="sparge, natten, pisa, pisa-0th or flex; by default those that are installed, "
+        opt.option(
+            "--peer NAME",
+            "sparge, natten, pisa, pisa-0th or flex; by default those that are installed, "
             "except flex.",
         ),
     ] = None,
     no_certificate: Annotated[
-        bool, Option("--no-certificate", help="Do not time the certificate and the audit.")
+        bool, opt.option("--no-certificate", "Do not time the certificate and the audit.")
     ] = False,
 ) -> None:
     """Tiled attention against the best dense path.
@@ -177,14 +153,14 @@ def attention(
     Queries, keys and values are those of a model on pictures, at several numbers of tokens.
     """
     from bmfa.evidence.bench import attention as experiment
-    from bmfa.evidence.bench import attention_summary
-    from bmfa.evidence.bench.qkv import Source
+    from bmfa.evidence.bench import summary
+    from bmfa.evidence.bench.inputs import InputSource
 
     results = _Results(Output(json, quiet), ATTENTION_COLUMNS, markdown, figures)
     if results.show_old(records):
         return
     device = opt.resolve_device(device)
-    source = Source.of(
+    source = InputSource.open(
         model,
         weights,
         data_dir,
@@ -206,7 +182,7 @@ def attention(
         certificate=not no_certificate,
         progress=results.output.progress("sizes"),
     )
-    results.finish(record, [] if markdown else attention_summary.lines(dict(record.settings)))
+    results.finish(record, [] if markdown else summary.lines(dict(record.settings)))
 
 
 def model(
@@ -228,16 +204,15 @@ def model(
     figures: Figures = None,
     img_size: Annotated[
         list[int] | None,
-        Option(
-            "--img-size",
-            metavar="PX...",
-            help="Sides of the pictures in pixels (1024 2048 4096 on a GPU, else 512).",
+        opt.option(
+            "--img-size PX...",
+            "Sides of the pictures in pixels (1024 2048 4096 on a GPU, else 512).",
         ),
     ] = None,
     layers: opt.Layers = "all",
     form: Annotated[
         Literal["tiled"] | None,
-        Option("--form", help="Use tiles even where dense attention is faster."),
+        opt.option("--form", "Use tiles even where dense attention is faster."),
     ] = None,
     batch_size: opt.BatchSize = 1,
 ) -> None:
@@ -252,7 +227,9 @@ def model(
         model=model,
         weights=weights,
         data_dir=data_dir,
-        methods=tuple(_method_names(tiles=tiles, leaves=leaves, error=error) or experiment.METHODS),
+        methods=tuple(
+            _method_names(tiles=tiles, leaves=leaves, error=error) or experiment.DEFAULT_METHODS
+        ),
         layers=opt.parse_layers(layers),
         form=form,
         batch_size=batch_size,

@@ -2,8 +2,6 @@
 
 from typing import Annotated
 
-from typer import Option
-
 from bmfa.cli import options as opt
 from bmfa.cli.output import Output, table_of
 
@@ -30,10 +28,9 @@ def closed_loop(
     resume: opt.Resume = None,
     layers: Annotated[
         list[str] | None,
-        Option(
-            "--layers",
-            metavar="CHOICE",
-            help="Screened layers: all, last-K or indices such as 8,9,10; repeat for several "
+        opt.option(
+            "--layers CHOICE",
+            "Screened layers: all, last-K or indices such as 8,9,10; repeat for several "
             "choices.  [default: last-4]",
         ),
     ] = None,

@@ -2,8 +2,6 @@
 
 from typing import Annotated
 
-from typer import Option
-
 from bmfa.cli import options as opt
 from bmfa.cli.output import Output, table_of
 
@@ -32,14 +30,12 @@ def evaluate(
     workers: opt.Workers = None,
     resume: opt.Resume = None,
     layers: opt.Layers = "last-4",
-    amp: Annotated[bool, Option("--amp", help="Run the model under autocast.")] = False,
+    amp: Annotated[bool, opt.option("--amp", "Run the model under autocast.")] = False,
     dtype: Annotated[
-        str | None,
-        Option("--dtype", metavar="NAME", help="Cast the model: float32, float16 or bfloat16."),
+        str | None, opt.option("--dtype NAME", "Cast the model: float32, float16 or bfloat16.")
     ] = None,
     repeats: Annotated[
-        int,
-        Option("--repeats", metavar="N", help="Timings; their median counts. 0 for none."),
+        int, opt.option("--repeats N", "Timings; their median counts. 0 for none.")
     ] = 5,
 ) -> None:
     """Accuracy, cost and speed of a model, method by method."""

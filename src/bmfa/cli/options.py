@@ -1,6 +1,5 @@
 """Options that several commands share, and the values they stand for."""
 
-import os
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from typer import Option
@@ -10,106 +9,84 @@ from bmfa.packages import require_packages
 if TYPE_CHECKING:
     from bmfa.data import InstanceSource
 
+# Embedded pictures that a model command draws by default: one percent point is two of them.
+EMBEDDED_PICTURES = 200
+
+
+def option(usage: str, help: str) -> Any:
+    """Declare an option as its help page shows it, for example `option("--limit N", "...")`."""
+    name, _, metavar = usage.partition(" ")
+    return Option(name, metavar=metavar or None, help=help)
+
+
 Json = Annotated[
-    str | None,
-    Option("--json", metavar="FILE", help="Write the record to FILE; - is standard output."),
+    str | None, option("--json FILE", "Write the record to FILE; - is standard output.")
 ]
-Seed = Annotated[int, Option("--seed", metavar="N", help="Seed of all random numbers.")]
+Seed = Annotated[int, option("--seed N", "Seed of all random numbers.")]
 Device = Annotated[
     str,
-    Option(
-        "--device",
-        metavar="NAME",
-        help="auto (CUDA if available, else the CPU), cpu, cuda, cuda:1 or mps.",
-    ),
+    option("--device NAME", "auto (CUDA if available, else the CPU), cpu, cuda, cuda:1 or mps."),
 ]
-Quiet = Annotated[bool, Option("--quiet", help="Print no table and no progress.")]
+Quiet = Annotated[bool, option("--quiet", "Print no table and no progress.")]
 
 Methods = Annotated[
     list[str] | None,
-    Option(
-        "--method",
-        metavar="NAME:VALUE",
-        help="Method such as gamma:0.005; repeat for several. `bmfa methods` lists all of them. "
+    option(
+        "--method NAME:VALUE",
+        "Method such as gamma:0.005; repeat for several. `bmfa methods` lists all of them. "
         "Without this option, a default list runs.",
     ),
 ]
 Model = Annotated[
-    str,
-    Option(
-        "--model",
-        metavar="NAME",
-        help="embedded, timm:NAME, hf:NAME or a folder saved by transformers.",
-    ),
+    str, option("--model NAME", "embedded, timm:NAME, hf:NAME or a folder saved by transformers.")
 ]
 Weights = Annotated[
-    str | None,
-    Option("--weights", metavar="FILE", help="Weights of the model: safetensors or a state dict."),
+    str | None, option("--weights FILE", "Weights of the model: safetensors or a state dict.")
 ]
 DataDir = Annotated[
     str | None,
-    Option(
-        "--data-dir",
-        metavar="DIR",
-        help="Pictures in folders named by class index or WordNet id; embedded ones by default.",
+    option(
+        "--data-dir DIR",
+        "Pictures in folders named by class index or WordNet id; embedded ones by default.",
     ),
 ]
 Labels = Annotated[
-    str | None,
-    Option("--labels", metavar="FILE", help="Labels, if the pictures are in one folder."),
+    str | None, option("--labels FILE", "Labels, if the pictures are in one folder.")
 ]
 CropPct = Annotated[
-    float | None,
-    Option("--crop-pct", metavar="P", help="Fraction of the picture that the crop keeps."),
+    float | None, option("--crop-pct P", "Fraction of the picture that the crop keeps.")
 ]
-ImgSize = Annotated[
-    int | None,
-    Option("--img-size", metavar="PX", help="Side of the model's input in pixels."),
-]
-BatchSize = Annotated[int, Option("--batch-size", metavar="N", help="Pictures in a batch.")]
-Limit = Annotated[int | None, Option("--limit", metavar="N", help="Use only the first N pictures.")]
-Strict = Annotated[bool, Option("--strict", help="Stop at the first unreadable picture.")]
+ImgSize = Annotated[int | None, option("--img-size PX", "Side of the model's input in pixels.")]
+BatchSize = Annotated[int, option("--batch-size N", "Pictures in a batch.")]
+Limit = Annotated[int | None, option("--limit N", "Use only the first N pictures.")]
+Strict = Annotated[bool, option("--strict", "Stop at the first unreadable picture.")]
 Workers = Annotated[
     int | None,
-    Option("--workers", metavar="N", help="Processes that read pictures.", show_default=False),
+    option("--workers N", "Processes that read pictures; by default according to the cores."),
 ]
 Resume = Annotated[
     str | None,
-    Option(
-        "--resume",
-        metavar="FILE",
-        help="Partial results to continue from; the file is created if it does not exist.",
+    option(
+        "--resume FILE",
+        "Partial results to continue from; the file is created if it does not exist.",
     ),
 ]
 Layers = Annotated[
-    str,
-    Option(
-        "--layers",
-        metavar="CHOICE",
-        help="Screened layers: all, last-K or indices such as 8,9,10.",
-    ),
+    str, option("--layers CHOICE", "Screened layers: all, last-K or indices such as 8,9,10.")
 ]
 
 Dataset = Annotated[
-    Literal["embedded", "coco", "lvis"],
-    Option("--dataset", help="Instances; embedded needs no files."),
+    Literal["embedded", "coco", "lvis"], option("--dataset", "Instances; embedded needs no files.")
 ]
 Mode = Annotated[
-    Literal["image-edge", "mask-only"], Option("--mode", help="What the scores are made of.")
+    Literal["image-edge", "mask-only"], option("--mode", "What the scores are made of.")
 ]
 Annotations = Annotated[
-    str | None,
-    Option("--annotations", metavar="FILE", help="Instances in COCO or LVIS format."),
+    str | None, option("--annotations FILE", "Instances in COCO or LVIS format.")
 ]
-Images = Annotated[
-    str | None, Option("--images", metavar="DIR", help="Folder or zip of the pictures.")
-]
-CropSize = Annotated[
-    int, Option("--img-size", metavar="PX", help="Side of a resized crop in pixels.")
-]
-InstanceLimit = Annotated[
-    int | None, Option("--limit", metavar="N", help="Use only the first N instances.")
-]
+Images = Annotated[str | None, option("--images DIR", "Folder or zip of the pictures.")]
+CropSize = Annotated[int, option("--img-size PX", "Side of a resized crop in pixels.")]
+InstanceLimit = Annotated[int | None, option("--limit N", "Use only the first N instances.")]
 
 
 def resolve_device(name: str, *, multi_process: bool = False) -> str:
@@ -165,11 +142,10 @@ def instance_source(
 
 
 def instance_workers(workers: int | None) -> int:
-    """Return the number of processes that read instances: by default the cores of this process."""
-    if workers is not None:
-        return workers
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
-    return max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    """Return the number of processes that read instances, by default one for each core."""
+    from bmfa.evidence.runner.processes import cores_per_process
+
+    return cores_per_process() if workers is None else workers
 
 
 def labelled_pictures(
@@ -182,24 +158,20 @@ def labelled_pictures(
     seed: int,
 ) -> Any:
     """Open the pictures of `--data-dir`, or draw the embedded ones for the embedded model."""
-    from bmfa.data.imagenet import ClassPictures, embedded_pictures
+    from bmfa.data.classification import EmbeddedPictures, LabelledPictures
 
     if data_dir is not None:
         require_packages(("PIL",), "data")
-        return ClassPictures(data_dir, labels, limit=limit, strict=strict)
+        return LabelledPictures(data_dir, labels, limit=limit, strict=strict)
     if model != "embedded":
         raise ValueError(f"--model {model} needs --data-dir DIR with pictures")
     if labels is not None:
         raise ValueError("--labels needs --data-dir DIR; the embedded pictures have labels")
-    return embedded_pictures(EMBEDDED_PICTURES if limit is None else limit, seed)
-
-
-# Embedded pictures that a model command draws by default: one percent point is two of them.
-EMBEDDED_PICTURES = 200
+    return EmbeddedPictures(EMBEDDED_PICTURES if limit is None else limit, seed)
 
 
 def skipped_lines(settings: Any) -> list[str]:
     """Describe the pictures that could not be read, from the settings of a record."""
-    from bmfa.data.imagenet import Skipped
+    from bmfa.data.classification import SkippedPictures
 
-    return Skipped(settings["skipped"], settings["skipped_names"]).lines()
+    return SkippedPictures(settings["skipped"], settings["skipped_names"]).lines()

@@ -15,13 +15,13 @@ from bmfa.records import Record, Row
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from bmfa.evidence.runner import Progress
+
 # Seconds that the other processes of torchrun wait before they report an error. If the first one
 # meets the same error, torchrun ends the others while they wait, and the line appears once.
 REPORT_DELAY = 5.0
 # Characters in a line of a table that is printed to a file or pipe: no line is wrapped.
 PIPE_WIDTH = 10_000
-
-Progress = Callable[[int, int], None]  # (steps done, steps in total)
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Output:
     json: str | None
     quiet: bool
 
-    def progress(self, unit: str) -> Progress | None:
+    def progress(self, unit: str) -> "Progress | None":
         """Return a callback that draws a progress bar, or None if nobody would see it."""
         if self.quiet or process_rank() != 0 or not sys.stderr.isatty():
             return None
@@ -143,7 +143,7 @@ def show(part: "Table | str") -> None:
     print("\n".join(line.rstrip() for line in captured.get().splitlines()))
 
 
-def progress_bar(unit: str) -> Progress:
+def progress_bar(unit: str) -> "Progress":
     """Return a callback that draws steps done, rate and time left on standard error."""
     from tqdm import tqdm
 

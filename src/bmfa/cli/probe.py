@@ -2,8 +2,6 @@
 
 from typing import Annotated
 
-from typer import Option
-
 from bmfa.cli import options as opt
 from bmfa.cli.output import Output, table_of
 from bmfa.records import Record
@@ -27,10 +25,8 @@ def probe(
     limit: opt.InstanceLimit = None,
     workers: opt.Workers = None,
     method: opt.Methods = None,
-    grid: Annotated[
-        int, Option("--grid", metavar="N", help="Cells along a side of the grid.")
-    ] = 16,
-    strict: Annotated[bool, Option("--strict", help="Stop at the first bad instance.")] = False,
+    grid: Annotated[int, opt.option("--grid N", "Cells along a side of the grid.")] = 16,
+    strict: Annotated[bool, opt.option("--strict", "Stop at the first bad instance.")] = False,
     resume: opt.Resume = None,
 ) -> None:
     """The mass each method loses on instances of real pictures."""

@@ -3,8 +3,6 @@
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from typer import Option
-
 from bmfa.cli import options as opt
 from bmfa.files import write_atomic
 from bmfa.packages import require_packages
@@ -21,62 +19,52 @@ def report(
     device: opt.Device = "auto",
     quiet: opt.Quiet = False,
     output: Annotated[
-        str, Option("--output", metavar="DIR", help="Folder for the page and the records.")
+        str, opt.option("--output DIR", "Folder for the page and the records.")
     ] = "report",
     records: Annotated[
         list[str] | None,
-        Option(
-            "--records",
-            metavar="FILE...",
-            help="Make the page from these records without running any experiment.",
+        opt.option(
+            "--records FILE...", "Make the page from these records without running any experiment."
         ),
     ] = None,
-    png: Annotated[bool, Option("--png", help="Write every figure as PNG, too.")] = False,
+    png: Annotated[bool, opt.option("--png", "Write every figure as PNG, too.")] = False,
     coco: Annotated[
         tuple[str, str] | None,
-        Option(
-            "--coco",
-            metavar="ANNOTATIONS IMAGES",
-            help="Add the probe of a COCO file and its folder or zip of pictures.",
+        opt.option(
+            "--coco ANNOTATIONS IMAGES",
+            "Add the probe of a COCO file and its folder or zip of pictures.",
         ),
     ] = None,
     lvis: Annotated[
         tuple[str, str] | None,
-        Option(
-            "--lvis",
-            metavar="ANNOTATIONS IMAGES",
-            help="Add the probe of an LVIS file and its folder or zip of pictures.",
+        opt.option(
+            "--lvis ANNOTATIONS IMAGES",
+            "Add the probe of an LVIS file and its folder or zip of pictures.",
         ),
     ] = None,
     imagenet: Annotated[
         str | None,
-        Option(
-            "--imagenet",
-            metavar="DIR",
-            help="Add the model chapters on these pictures, in folders by class; needs --weights.",
+        opt.option(
+            "--imagenet DIR",
+            "Add the model chapters on these pictures, in folders by class; needs --weights.",
         ),
     ] = None,
     weights: Annotated[
-        str | None,
-        Option("--weights", metavar="FILE", help="Weights of the model for --imagenet."),
+        str | None, opt.option("--weights FILE", "Weights of the model for --imagenet.")
     ] = None,
     model: Annotated[
-        str, Option("--model", metavar="NAME", help="The model for --imagenet.")
+        str, opt.option("--model NAME", "The model for --imagenet.")
     ] = "timm:deit_tiny_patch16_224",
     labels: Annotated[
-        str | None,
-        Option("--labels", metavar="FILE", help="Labels, if --imagenet is one folder of pictures."),
+        str | None, opt.option("--labels FILE", "Labels, if --imagenet is one folder of pictures.")
     ] = None,
-    limit: Annotated[
-        int, Option("--limit", metavar="N", help="Number of pictures of --imagenet.")
-    ] = 100,
+    limit: Annotated[int, opt.option("--limit N", "Number of pictures of --imagenet.")] = 100,
     workers: opt.Workers = None,
 ) -> None:
     """The evidence chain on one self-contained page."""
     require_packages(("jinja2", "matplotlib", "PIL"), "report")
     if coco or lvis:
         require_packages(("pycocotools",), "data")
-    from bmfa.evidence import report as experiments
     from bmfa.evidence.page import figures
     from bmfa.evidence.page.build import build_page
 
@@ -84,6 +72,8 @@ def report(
     if records:
         collected = [Record.from_json(Path(name).read_text("utf-8"), name) for name in records]
     else:
+        from bmfa.evidence import report as experiments
+
         collected = []
         for name, record in experiments.run(
             seed=seed,

@@ -4,7 +4,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from typer import Argument, Option
+from typer import Argument
 
 from bmfa.cli import options as opt
 from bmfa.cli.output import Output, table_of
@@ -12,7 +12,7 @@ from bmfa.packages import require_packages
 from bmfa.records import Record
 
 if TYPE_CHECKING:
-    from bmfa.data.imagenet import LabelledPicture
+    from bmfa.data.classification import LabelledPicture
 
 EMBEDDED = "embedded:"
 COLUMNS = "method layer head query leaves leaf_percent gap error certificate moved_percent"
@@ -33,25 +33,17 @@ def screen(
     model: opt.Model = "embedded",
     weights: opt.Weights = None,
     layer: Annotated[
-        int | None,
-        Option("--layer", metavar="L", help="Layer to show, from 0; the last by default."),
+        int | None, opt.option("--layer L", "Layer to show, from 0; the last by default.")
     ] = None,
     head: Annotated[
-        int | None,
-        Option(
-            "--head", metavar="H", help="Head, from 0; the one with the largest gap by default."
-        ),
+        int | None, opt.option("--head H", "Head, from 0; the one with the largest gap by default.")
     ] = None,
-    query: Annotated[
-        str, Option("--query", metavar="TOKEN", help="class or ROW,COLUMN.")
-    ] = "class",
+    query: Annotated[str, opt.option("--query TOKEN", "class or ROW,COLUMN.")] = "class",
     method: opt.Methods = None,
     layers: opt.Layers = "last-4",
     crop_pct: opt.CropPct = None,
     img_size: opt.ImgSize = None,
-    output: Annotated[
-        str, Option("--output", metavar="FILE.png", help="File for the figure.")
-    ] = "screen.png",
+    output: Annotated[str, opt.option("--output FILE.png", "File for the figure.")] = "screen.png",
 ) -> None:
     """One picture: a query's attention, tree and certificate."""
     require_packages(("matplotlib", "PIL"), "report")
@@ -81,14 +73,14 @@ def screen(
 
 def read_picture(name: str, seed: int) -> "LabelledPicture":
     """Read a picture file, or draw the embedded picture that `embedded:N` names."""
-    from bmfa.data.imagenet import EmbeddedPictures, LabelledPicture
+    from bmfa.data.classification import EmbeddedPictures, LabelledPicture
     from bmfa.data.pictures import PictureFiles
 
     index = name.removeprefix(EMBEDDED)
     if index != name:
         if not index.isdecimal():
             raise ValueError(f"picture {name!r} names no embedded picture; pass e.g. embedded:3")
-        return EmbeddedPictures(int(index) + 1, seed).read(int(index))
+        return EmbeddedPictures(int(index) + 1, seed)[int(index)]
     path = Path(name)
     if not path.is_file():
         kind = "a folder" if path.is_dir() else "no file"

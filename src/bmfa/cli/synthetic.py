@@ -2,8 +2,6 @@
 
 from typing import Annotated
 
-from typer import Option
-
 from bmfa.cli import options as opt
 from bmfa.cli.output import Output, table_of
 
@@ -20,22 +18,18 @@ def synthetic(
     method: opt.Methods = None,
     placement: Annotated[
         list[str] | None,
-        Option(
-            "--placement",
-            metavar="NAME",
-            help="corner, shifted-1-1, shifted-4-4, centred or scattered; repeat for several. "
+        opt.option(
+            "--placement NAME",
+            "corner, shifted-1-1, shifted-4-4, centred or scattered; repeat for several. "
             "All of them by default.",
         ),
     ] = None,
-    max_depth: Annotated[
-        int, Option("--max-depth", metavar="D", help="Depth limit of the trees.")
-    ] = 4,
+    max_depth: Annotated[int, opt.option("--max-depth D", "Depth limit of the trees.")] = 4,
     scatter_seeds: Annotated[
-        int, Option("--scatter-seeds", metavar="N", help="Number of scattered masks.")
+        int, opt.option("--scatter-seeds N", "Number of scattered masks.")
     ] = 200,
     curve: Annotated[
-        bool,
-        Option("--curve", help="Run the failure curve at 4 cells and 1 cell instead."),
+        bool, opt.option("--curve", "Run the failure curve at 4 cells and 1 cell instead.")
     ] = False,
 ) -> None:
     """The stress test: bright minorities on a 16x16 grid.

@@ -2,8 +2,6 @@
 
 from typing import Annotated
 
-from typer import Option
-
 from bmfa.cli import options as opt
 from bmfa.cli.output import Output
 
@@ -12,24 +10,20 @@ def train_embedded(
     *,
     json: opt.Json = None,
     seed: Annotated[
-        int | None,
-        Option("--seed", metavar="N", help="Seed; that of the shipped weights by default."),
+        int | None, opt.option("--seed N", "Seed; that of the shipped weights by default.")
     ] = None,
     device: opt.Device = "auto",
     quiet: opt.Quiet = False,
     output: Annotated[
-        str, Option("--output", metavar="FILE", help="File for the weights.")
+        str, opt.option("--output FILE", "File for the weights.")
     ] = "embedded.safetensors",
     steps: Annotated[
-        int | None,
-        Option("--steps", metavar="N", help="Steps; those of the shipped weights by default."),
+        int | None, opt.option("--steps N", "Steps; those of the shipped weights by default.")
     ] = None,
     resume: Annotated[
         str | None,
-        Option(
-            "--resume",
-            metavar="FILE",
-            help="Checkpoint to continue from; it is created if it does not exist.",
+        opt.option(
+            "--resume FILE", "Checkpoint to continue from; it is created if it does not exist."
         ),
     ] = None,
 ) -> None:

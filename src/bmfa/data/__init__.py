@@ -1,35 +1,36 @@
-"""Pictures and annotations in their usual layouts, and the embedded picture set."""
+"""Pictures and annotations in their usual layouts, and the embedded pictures, which are drawn."""
 
-from bmfa.data.annotations import AnnotationFile
-from bmfa.data.coco_writer import write_coco
-from bmfa.data.drawn.embedded import FigurePicture, figure_batch, figure_picture
-from bmfa.data.drawn.figures import CLASSES
-from bmfa.data.drawn.scenes import EmbeddedScenes, scene
-from bmfa.data.files import InstanceFiles
+from bmfa.data.classification import EmbeddedPictures, LabelledPicture, LabelledPictures
+from bmfa.data.coco import AnnotationFile, InstanceFiles
+from bmfa.data.drawn.coco_writer import write_coco
+from bmfa.data.drawn.glyphs import GLYPH_CLASSES, GlyphPicture, draw_glyph, draw_glyph_batch
+from bmfa.data.drawn.scenes import EmbeddedScenes, draw_scene
 from bmfa.data.instances import AnnotationError, Instance, InstanceSource, Picture, Tally
 from bmfa.data.pictures import PictureError, PictureFiles
-from bmfa.data.probe_stream import probe_blocks
-from bmfa.data.probes import MODES, ProbeBlock, ProbeSettings
+from bmfa.data.probes import MODES, ProbeBlock, ProbeSettings, probe_blocks
 
 __all__ = [
-    "CLASSES",
+    "GLYPH_CLASSES",
     "MODES",
     "AnnotationError",
     "AnnotationFile",
+    "EmbeddedPictures",
     "EmbeddedScenes",
-    "FigurePicture",
+    "GlyphPicture",
     "Instance",
     "InstanceFiles",
     "InstanceSource",
+    "LabelledPicture",
+    "LabelledPictures",
     "Picture",
     "PictureError",
     "PictureFiles",
     "ProbeBlock",
     "ProbeSettings",
     "Tally",
-    "figure_batch",
-    "figure_picture",
+    "draw_glyph",
+    "draw_glyph_batch",
+    "draw_scene",
     "probe_blocks",
-    "scene",
     "write_coco",
 ]

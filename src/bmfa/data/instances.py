@@ -1,4 +1,4 @@
-"""What every source of annotated pictures yields: instances, and a tally of what was skipped."""
+"""Instances of annotated pictures, and the count of those that were skipped."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -12,22 +12,22 @@ from numpy.typing import NDArray
 from bmfa.packages import load_package
 
 SIZES = ("small", "medium", "large")
-_SIZE_EDGES = (32.0**2, 96.0**2)
-_EXAMPLES = 5
+_SIZE_EDGES = (32.0**2, 96.0**2)  # square pixels, as COCO defines them
+_MAX_NAMES = 5  # names that are kept for each reason
 
 
 class AnnotationError(ValueError):
-    """An annotation file, or with `strict` one of its entries, that cannot be used."""
+    """Raised for an annotation file that cannot be used, and with `strict` for one of its entries."""
 
 
 def size_group(area: float) -> str:
-    """COCO's size group: small below 32^2 pixels, large from 96^2."""
+    """Return the size group of COCO: small below 32^2 pixels, large from 96^2 on."""
     return SIZES[sum(area >= edge for edge in _SIZE_EDGES)]
 
 
 @dataclass(frozen=True, eq=False)
 class Picture:
-    """A picture with its pixels, (height, width, 3) RGB in 8 bits."""
+    """A picture: id, name and pixels (height, width, 3) uint8 RGB."""
 
     id: int
     name: str
@@ -35,13 +35,23 @@ class Picture:
 
     @cached_property
     def grey(self) -> Any:
-        """The picture as an 8-bit grey Pillow image."""
+        """The picture as an 8-bit greyscale Pillow image."""
         return load_package("PIL.Image").fromarray(self.pixels).convert("L")
 
 
 @dataclass(frozen=True, eq=False)
 class Instance:
-    """One object of a picture; `mask` is (height, width) and True on the object's pixels."""
+    """One object of a picture.
+
+    Args:
+        picture: the picture.
+        annotation_id: id in the annotation file.
+        category: name of the category.
+        frequency: frequency of the category in LVIS, r, c or f.
+        area: area in pixels as annotated, or of the mask.
+        crowd: True if the annotation covers a group of objects.
+        mask: (height, width) bool, True on the pixels of the object.
+    """
 
     picture: Picture
     annotation_id: int
@@ -53,16 +63,19 @@ class Instance:
 
     @property
     def size(self) -> str:
-        """The size group: small, medium or large."""
+        """Size group: small, medium or large."""
         return size_group(self.area)
 
 
 @dataclass
 class Tally:
-    """Instances that were not used, counted by reason and named.
+    """Counts of the instances that were not used, by reason, with the names of the first few.
 
-    A fault is something wrong with the data, and raises with `strict`; what a protocol leaves out
-    on purpose is counted apart. Only the first few names of each reason are kept.
+    Args:
+        strict: True to raise at the first fault.
+        faults: instances with wrong data, by reason.
+        left_out: instances that the protocol excludes, by reason.
+        names: names of the first instances, by reason.
     """
 
     strict: bool = False
@@ -71,7 +84,7 @@ class Tally:
     names: dict[str, list[str]] = field(default_factory=dict)
 
     def fault(self, reason: str, name: str, instances: int = 1) -> None:
-        """Count a fault; with `strict`, raise instead."""
+        """Count a fault; raise AnnotationError if `strict`."""
         if self.strict:
             raise AnnotationError(
                 f"{name}: {reason}; correct it, or read without strict to skip it"
@@ -79,7 +92,7 @@ class Tally:
         self._count(self.faults, reason, [name], instances)
 
     def leave_out(self, reason: str, name: str) -> None:
-        """Count an instance that the protocol leaves out."""
+        """Count an instance that the protocol excludes."""
         self._count(self.left_out, reason, [name], 1)
 
     def merge(self, other: "Tally") -> None:
@@ -89,31 +102,33 @@ class Tally:
                 self._count(mine, reason, other.names[reason], instances)
 
     def lines(self) -> list[str]:
-        """One line for each reason: how many instances, and which ones first."""
+        """Return a line for each reason: the number of instances, and the names of the first."""
         counted = [*self.faults.items(), *self.left_out.items()]
-        return [f"{reason}: {count} ({self._first(reason, count)})" for reason, count in counted]
+        return [
+            f"{reason}: {count} ({self._first_names(reason, count)})" for reason, count in counted
+        ]
 
-    def _first(self, reason: str, count: int) -> str:
+    def _first_names(self, reason: str, count: int) -> str:
         names = self.names[reason]
         return ", ".join(names) + (", ..." if count > len(names) else "")
 
     def _count(self, counts: Counter[str], reason: str, names: list[str], instances: int) -> None:
         counts[reason] += instances
-        kept = self.names.setdefault(reason, [])
-        kept.extend(names[: _EXAMPLES - len(kept)])
+        listed = self.names.setdefault(reason, [])
+        listed.extend(names[: _MAX_NAMES - len(listed)])
 
 
 class InstanceSource(Protocol):
-    """Annotated pictures, from files or made on the spot."""
+    """A source of annotated pictures: files, or pictures that are drawn."""
 
     def __len__(self) -> int:
-        """The number of pictures."""
+        """Return the number of pictures."""
         ...
 
     def parts(self, instances: int) -> Iterator["InstanceSource"]:
-        """The same pictures in order, cut into small sources that pickle, of about so many instances."""
+        """Yield the pictures in order as small picklable sources of about so many instances."""
         ...
 
     def instances(self, tally: Tally) -> Iterator[Instance]:
-        """Every usable instance, picture by picture; the others are counted in `tally`."""
+        """Yield every usable instance, picture by picture; `tally` counts the others."""
         ...

@@ -1,4 +1,4 @@
-"""COCO segmentations to pixel masks: polygons, uncompressed and compressed run lengths."""
+"""Decode COCO segmentations to pixel masks: polygons, uncompressed and compressed run lengths."""
 
 import math
 import warnings
@@ -15,32 +15,43 @@ MALFORMED_RUNS = "malformed run lengths"
 OUTSIDE = "mask outside the picture"
 EMPTY = "empty mask"
 
-# pycocotools walks every polygon edge in steps of a fifth of a pixel: far points would cost memory.
-_FAR = 16
+# Polygons that reach further than this many picture sides are refused: pycocotools allocates memory
+# for every fifth of a pixel along an edge.
+_MAX_SIDES = 16
 
 
 class MaskError(ValueError):
-    """A segmentation without a usable mask; the message is the reason, one of a fixed few."""
+    """Raised for a segmentation without a usable mask; the message is one of the reasons above."""
 
 
 def decode_mask(segmentation: Any, height: int, width: int) -> NDArray[np.bool_]:
-    """The (height, width) mask of a COCO segmentation, with at least one pixel."""
+    """Decode a COCO segmentation.
+
+    Args: segmentation: list of polygons, or run lengths {"size", "counts"} with counts as list or
+        string. height: height of the picture in pixels. width: width of the picture in pixels.
+
+    Returns:
+        (height, width) bool with at least one True.
+
+    Raises:
+        MaskError: the segmentation is malformed, empty or outside the picture.
+    """
     coco = load_package("pycocotools.mask")
     if isinstance(segmentation, list):
-        polygons = _checked_polygons(segmentation, height, width)
-        mask = _decoded(coco.merge(coco.frPyObjects(polygons, height, width)))
+        polygons = _check_polygons(segmentation, height, width)
+        mask = _decode(coco.merge(coco.frPyObjects(polygons, height, width)))
         if not mask.any():
-            raise MaskError(_why_empty(polygons, height, width))
+            raise MaskError(_empty_reason(polygons, height, width))
         return mask
-    runs = _checked_runs(segmentation, height, width)
-    packed = isinstance(runs["counts"], str)
-    mask = _decoded(runs if packed else coco.frPyObjects(runs, height, width))
+    runs = _check_runs(segmentation, height, width)
+    compressed = isinstance(runs["counts"], str)
+    mask = _decode(runs if compressed else coco.frPyObjects(runs, height, width))
     if not mask.any():
         raise MaskError(EMPTY)
     return mask
 
 
-def _decoded(runs: dict[str, Any]) -> NDArray[np.bool_]:
+def _decode(runs: dict[str, Any]) -> NDArray[np.bool_]:
     with warnings.catch_warnings():
         # pycocotools 2.0 does not yet take NumPy 2's `copy` argument.
         warnings.simplefilter("ignore", DeprecationWarning)
@@ -48,7 +59,7 @@ def _decoded(runs: dict[str, Any]) -> NDArray[np.bool_]:
     return mask
 
 
-def _checked_polygons(polygons: list[Any], height: int, width: int) -> list[list[float]]:
+def _check_polygons(polygons: list[Any], height: int, width: int) -> list[list[float]]:
     for polygon in polygons:
         if not isinstance(polygon, list) or len(polygon) % 2:
             raise MaskError(MALFORMED_POLYGON)
@@ -58,25 +69,25 @@ def _checked_polygons(polygons: list[Any], height: int, width: int) -> list[list
     enclosing = [polygon for polygon in polygons if len(polygon) >= 6]
     if not enclosing:
         raise MaskError(DEGENERATE)
-    limit = _FAR * max(height, width)
+    limit = _MAX_SIDES * max(height, width)
     if any(abs(number) > limit for polygon in enclosing for number in polygon):
         raise MaskError(OUTSIDE)
     return enclosing
 
 
-def _why_empty(polygons: list[list[float]], height: int, width: int) -> str:
+def _empty_reason(polygons: list[list[float]], height: int, width: int) -> str:
     xs = [x for polygon in polygons for x in polygon[0::2]]
     ys = [y for polygon in polygons for y in polygon[1::2]]
-    meets = min(xs) < width and max(xs) > 0 and min(ys) < height and max(ys) > 0
-    return DEGENERATE if meets else OUTSIDE
+    overlaps = min(xs) < width and max(xs) > 0 and min(ys) < height and max(ys) > 0
+    return DEGENERATE if overlaps else OUTSIDE
 
 
-def _checked_runs(segmentation: Any, height: int, width: int) -> dict[str, Any]:
-    """Run lengths that fill the picture exactly: pycocotools leaves memory unset behind short ones."""
+def _check_runs(segmentation: Any, height: int, width: int) -> dict[str, Any]:
+    """Return run lengths that fill the picture: pycocotools leaves pixels after short ones unset."""
     size, counts = segmentation.get("size"), segmentation.get("counts")
     if size != [height, width]:
         raise MaskError(OUTSIDE)
-    lengths = counts if isinstance(counts, list) else _expand_counts(counts)
+    lengths = counts if isinstance(counts, list) else _decompress(counts)
     if not all(type(length) is int and length >= 0 for length in lengths):
         raise MaskError(MALFORMED_RUNS)
     if sum(lengths) != height * width:
@@ -84,9 +95,12 @@ def _checked_runs(segmentation: Any, height: int, width: int) -> dict[str, Any]:
     return {"size": size, "counts": counts}
 
 
-def _expand_counts(text: Any) -> list[int]:
-    """Run lengths from COCO's text: 5 bits a character, a continuation bit, and differences to the
-    run before the last from the fourth run on."""
+def _decompress(text: Any) -> list[int]:
+    """Return run lengths from COCO's string.
+
+    A character has 5 bits and a continuation bit; from the fourth run on, a number is the
+    difference to the run before the last.
+    """
     if not isinstance(text, str) or not text.isascii():
         raise MaskError(MALFORMED_RUNS)
     lengths: list[int] = []

@@ -1,4 +1,4 @@
-"""Pictures of a folder or a zip, read in place."""
+"""Read pictures of a folder or a zip without unpacking it."""
 
 import io
 import os
@@ -6,7 +6,7 @@ import warnings
 import zipfile
 import zlib
 from collections.abc import Iterator, Sequence
-from functools import cached_property, lru_cache
+from functools import cached_property
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
 
@@ -15,15 +15,15 @@ from numpy.typing import NDArray
 
 from bmfa.packages import load_package
 
-# Files that are listed as pictures. Those of the second line are refused when they are read, with a
-# reason: left out of the listing, they would be missing without a word.
+# Files that are listed as pictures. Those of the second line are refused with a reason when they
+# are read; if they were not listed, they would be missing without a message.
 SUFFIXES = (
     *(".jpg", ".jpeg", ".png", ".webp", ".bmp"),
     *(".gif", ".tif", ".tiff", ".heic", ".heif", ".avif", ".jp2"),
 )
 _FORMATS = ("JPEG", "PNG", "WEBP", "BMP")
 _ACCEPTED = "JPEG, PNG, WEBP or BMP"
-# First bytes of files that people take for pictures that can be read.
+# Offset, first bytes and name of formats that are not supported, for the error message.
 _SIGNATURES = (
     (0, b"GIF8", "a GIF"),
     (0, b"II*\0", "a TIFF"),
@@ -34,7 +34,7 @@ _SIGNATURES = (
     (4, b"jP  ", "a JPEG 2000"),
     (0, b"%PDF", "a PDF"),
 )
-# EXIF orientation to the method of PIL.Image.Transpose that turns the picture upright.
+# EXIF orientation, and the PIL.Image.Transpose that rotates the picture upright.
 _ORIENTATION_TAG = 0x0112
 _UPRIGHT = {
     2: "FLIP_LEFT_RIGHT",
@@ -46,24 +46,35 @@ _UPRIGHT = {
     8: "ROTATE_90",
 }
 _MODES = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "CMYK", "YCbCr")
+# Just below 2^28 / 3 pixels (256 MiB of RGB), above which Pillow warns of decompression bombs.
 MAX_PIXELS = 89_000_000
-MAX_FILE_BYTES = 256 * 2**20
+MAX_FILE_BYTES = 256 * 2**20  # compressed, and unpacked from a zip
 
 
 class PictureError(ValueError):
-    """A picture, or a folder or zip of them, that cannot be used."""
+    """Raised for a picture, or a folder or zip of pictures, that cannot be used."""
 
 
 class PicturesLostError(OSError):
-    """The folder or zip of the pictures was there when it was listed, and is not any more."""
+    """Raised if the folder or zip of the pictures has vanished since it was listed."""
 
 
 class PictureFiles:
-    """The pictures below a folder, or in a zip, by their paths relative to it."""
+    """The pictures of a folder, with its subfolders, or of a zip.
+
+    It pickles without its listing. A zip is opened once in every process that reads it.
+
+    Args:
+        path: folder or zip.
+
+    Raises:
+        PictureError: there is no folder or zip at the path.
+    """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
         self.is_folder = self.path.is_dir()
+        self._open_zip: tuple[int, zipfile.ZipFile] | None = None  # with the id of its process
         if not self.is_folder and not self.path.is_file():
             raise PictureError(
                 f"no folder or zip at {self.path}; pass the folder or zip of the pictures"
@@ -71,12 +82,12 @@ class PictureFiles:
 
     def __getstate__(self) -> dict[str, Any]:
         # The listing can be large, and reading an entry does not need it.
-        return {"path": self.path, "is_folder": self.is_folder}
+        return {"path": self.path, "is_folder": self.is_folder, "_open_zip": None}
 
     @cached_property
     def entries(self) -> tuple[str, ...]:
-        """Relative paths of all pictures, sorted."""
-        names = _folder_names(self.path) if self.is_folder else _zip_names(self.path)
+        """Paths of all pictures relative to the folder or zip, sorted."""
+        names = _folder_names(self.path) if self.is_folder else self._zip_names()
         return tuple(sorted(name for name in names if _is_picture(name)))
 
     @cached_property
@@ -87,25 +98,35 @@ class PictureFiles:
         return index
 
     def find(self, names: Sequence[str]) -> str | None:
-        """The entry that one of `names` means, the first that fits; None where none is here.
+        """Find the entry of a picture by its possible names.
 
-        A name fits an entry by its own path or by the end of it, so `val2017/1.jpg` and `1.jpg` both
-        find `coco/val2017/1.jpg`, and `val2017/1.jpg` finds `1.jpg`.
+        A name matches an entry by its full path, by the end of its path, or by its file name alone:
+        both `val2017/1.jpg` and `1.jpg` match `coco/val2017/1.jpg`, and `val2017/1.jpg` matches
+        `1.jpg`.
+
+        Args:
+            names: possible names, best first.
+
+        Returns:
+            The entry that the first matching name matches, or None.
+
+        Raises:
+            PictureError: the names match several entries and no one alone.
         """
         ambiguous: list[str] = []
         for name in names:
-            fitting = self._fitting(name)
-            if len(fitting) == 1:
-                return fitting[0]
-            ambiguous = ambiguous or fitting
+            matching = self._matching(name)
+            if len(matching) == 1:
+                return matching[0]
+            ambiguous = ambiguous or matching
         if ambiguous:
             raise PictureError(
-                f"{names[0]} is in {len(ambiguous)} places of {self.path}: {', '.join(ambiguous[:3])}; "
-                "pass the folder that holds the right one"
+                f"{names[0]} matches {len(ambiguous)} pictures in {self.path}: "
+                f"{', '.join(ambiguous[:3])}; pass the folder that holds the right one"
             )
         return None
 
-    def _fitting(self, name: str) -> list[str]:
+    def _matching(self, name: str) -> list[str]:
         same_base = self._by_base_name.get(PurePosixPath(name).name, [])
         same_path = [entry for entry in same_base if entry == name]
         same_end = [entry for entry in same_base if entry.endswith("/" + name)]
@@ -116,13 +137,13 @@ class PictureFiles:
 
         Args:
             entry: path of the picture relative to the folder or zip.
-            upright: turn the picture as its EXIF orientation says; False reads it as it is stored.
+            upright: True to apply the EXIF orientation; False reads the picture as it is stored.
 
         Returns:
-            (height, width, 3) RGB in 8 bits.
+            (height, width, 3) uint8 RGB.
 
         Raises:
-            PictureError: this picture cannot be read.
+            PictureError: the picture cannot be read.
             PicturesLostError: the folder or zip has vanished since it was listed.
         """
         return decode_picture(self._read_bytes(entry), entry, upright=upright)
@@ -134,7 +155,7 @@ class PictureFiles:
                 file = self.path / entry
                 _check_bytes(entry, file.stat().st_size)
                 return file.read_bytes()
-            archive = _open_zip(self.path, os.getpid())
+            archive = self._zip()
             _check_bytes(entry, archive.getinfo(entry).file_size)
             return archive.read(entry)
         except PictureError:
@@ -144,24 +165,41 @@ class PictureFiles:
             self._check_present(entry)
             raise PictureError(f"{entry} in {self.path} cannot be read: {error}") from error
 
-    def _check_present(self, entry: str) -> None:
-        """Raise where not the entry is at fault but the place that holds it is gone.
+    def _zip(self) -> zipfile.ZipFile:
+        """Return the open zip; after a fork it is opened again, as processes share file positions."""
+        if self._open_zip is None or self._open_zip[0] != os.getpid():
+            try:
+                self._open_zip = os.getpid(), zipfile.ZipFile(self.path)
+            except (OSError, zipfile.BadZipFile) as error:
+                raise PictureError(
+                    f"{self.path} is neither a folder nor a readable zip: {error}"
+                ) from error
+        return self._open_zip[1]
 
-        A disk that was taken away may leave an empty folder behind, or links that lead nowhere.
+    def _zip_names(self) -> list[str]:
+        names = self._zip().namelist()
+        for name in names:
+            _check_inside(self.path, name)
+        return names
+
+    def _check_present(self, entry: str) -> None:
+        """Raise PicturesLostError if the folder or zip has vanished, rather than one entry.
+
+        A disk that was unmounted may leave an empty folder, or links without a target.
         """
         file = self.path / entry
         folders = (self.path, file.parent, Path(os.path.realpath(file)).parent)
-        for place in folders if self.is_folder else (self.path,):
-            reason = _why_gone(place)
+        for path in folders if self.is_folder else (self.path,):
+            reason = _lost_reason(path)
             if reason is not None:
                 raise PicturesLostError(
-                    f"{place} {reason}, so {entry} cannot be read; bring the pictures back and run "
+                    f"{path} {reason}, so {entry} cannot be read; bring the pictures back and run "
                     "the same command again"
                 )
 
 
-def _why_gone(path: Path) -> str | None:
-    """Why a folder with pictures or a zip is no longer there; None where it is."""
+def _lost_reason(path: Path) -> str | None:
+    """Return the reason why a folder or zip is no longer readable, or None if it is."""
     try:
         if path.is_file():
             return None
@@ -176,14 +214,14 @@ def decode_picture(data: bytes, name: str, *, upright: bool = True) -> NDArray[n
 
     Args:
         data: content of a JPEG, PNG, WEBP or BMP file.
-        name: what to call it in errors.
-        upright: turn the picture as its EXIF orientation says; False leaves it as it is stored.
+        name: name of the picture in error messages.
+        upright: True to apply the EXIF orientation; False leaves the picture as it is stored.
 
     Returns:
-        (height, width, 3) RGB in 8 bits; the first frame of an animation.
+        (height, width, 3) uint8 RGB; the first frame of an animation.
 
     Raises:
-        PictureError: no such picture, damaged, or too large.
+        PictureError: the data are of another format, damaged, or too large.
     """
     image_module = load_package("PIL.Image")
     try:
@@ -192,7 +230,7 @@ def decode_picture(data: bytes, name: str, *, upright: bool = True) -> NDArray[n
             image = image_module.open(io.BytesIO(data), formats=_FORMATS)
             _check_header(name, image.mode, *image.size)
             image = turn_upright(image) if upright else image
-            # A palette's transparency would otherwise be dropped with a warning.
+            # Pillow would drop the transparency of a palette with a warning.
             image = image.convert("RGBA") if "transparency" in image.info else image
             return np.array(image.convert("RGB"))
     except image_module.DecompressionBombError as error:
@@ -200,25 +238,25 @@ def decode_picture(data: bytes, name: str, *, upright: bool = True) -> NDArray[n
     except PictureError:
         raise
     except load_package("PIL").UnidentifiedImageError:
-        raise PictureError(_not_identified(data, name)) from None
+        raise PictureError(_unidentified(data, name)) from None
     except Exception as error:
-        # A decoder fed with damaged bytes raises whatever it stumbles over.
+        # Decoders raise any exception on damaged data.
         reason = str(error).replace("\n", " ")
         raise PictureError(f"{name} is no readable {_ACCEPTED} picture: {reason}") from error
 
 
 def turn_upright(image: Any) -> Any:
-    """A Pillow image turned as its EXIF orientation says; the same image where it says nothing."""
+    """Apply the EXIF orientation to a Pillow image; return it unchanged if it has none."""
     try:
         orientation = image.getexif().get(_ORIENTATION_TAG)
-    except Exception:  # damaged EXIF data raise whatever Pillow stumbles over, and say nothing
+    except Exception:  # Pillow raises any exception on damaged EXIF data
         return image
     if orientation not in _UPRIGHT:
         return image
     return image.transpose(load_package("PIL.Image").Transpose[_UPRIGHT[orientation]])
 
 
-def _not_identified(data: bytes, name: str) -> str:
+def _unidentified(data: bytes, name: str) -> str:
     for start, signature, what in _SIGNATURES:
         if data.startswith(signature, start):
             return f"{name} is {what}, which is not read; save it as {_ACCEPTED}"
@@ -250,7 +288,7 @@ def _is_picture(name: str) -> bool:
 def _folder_names(folder: Path) -> Iterator[str]:
     visited: set[str] = set()
     for root, folders, files in os.walk(folder, followlinks=True):
-        # Data sets are often linked into place, and a link may lead back to a parent.
+        # Folders are often links, and a link may lead back to a parent.
         real = os.path.realpath(root)
         if real in visited:
             folders.clear()
@@ -260,26 +298,10 @@ def _folder_names(folder: Path) -> Iterator[str]:
         yield from ((relative / file).as_posix() for file in files)
 
 
-def _zip_names(path: Path) -> list[str]:
-    names = _open_zip(path, os.getpid()).namelist()
-    for name in names:
-        _check_inside(path, name)
-    return names
-
-
-def _check_inside(path: Path, name: str) -> None:
-    # A Windows path knows both slashes, drive letters and shares.
-    place = PureWindowsPath(name)
-    if place.anchor or ".." in place.parts:
+def _check_inside(root: Path, name: str) -> None:
+    # A Windows path splits at both slashes and has drive letters and shares.
+    path = PureWindowsPath(name)
+    if path.anchor or ".." in path.parts:
         raise PictureError(
-            f"{path} is refused: its entry {name!r} leads out of it; use plain relative paths"
+            f"{root} is refused: its entry {name!r} leads out of it; use relative paths without .."
         )
-
-
-# One open archive for each process: after a fork two processes would share one file position.
-@lru_cache(maxsize=8)
-def _open_zip(path: Path, process: int) -> zipfile.ZipFile:
-    try:
-        return zipfile.ZipFile(path)
-    except (OSError, zipfile.BadZipFile) as error:
-        raise PictureError(f"{path} is neither a folder nor a readable zip: {error}") from error

@@ -1,33 +1,44 @@
-"""Score grids from instances: a fitted reconstruction of the paper's probe, not its published code.
+"""Score grids of instances: a reconstruction of the paper's probe, whose code is not published.
 
-A square crop around the mask, resized; the cells that the mask's contour crosses are the minority,
-and the picture's edges say how strongly each cell scores.
+An instance is cropped by a square around its mask and resized. The cells that the contour of the
+mask crosses are the minority, and the edges of the picture determine how high each cell scores.
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
+from torch.utils.data import Dataset
 
-from bmfa.data.instances import Instance, Tally
+from bmfa.data.instances import Instance, InstanceSource, Tally
+from bmfa.data.workers import iterate, make_loader
 from bmfa.packages import load_package
 
 Mode = Literal["image-edge", "mask-only"]
 MODES: tuple[Mode, ...] = get_args(Mode)
 CROWD, SMALL, NO_CONTOUR = "crowd", "smaller than the least area", "no contour inside the crop"
 
-CROP_FACTOR = 1.5
-LEAST_AREA = 20.0
-EDGE_PERCENTILE = 95.0
-MINORITY_BASE, MINORITY_EDGE, MAJORITY_EDGE = 3.6, 2.2, 0.35
+# The protocol of the paper.
+CROP_FACTOR = 1.5  # side of the crop over the longer side of the mask
+MIN_AREA = 20.0  # square pixels
+# Fitted so that `bmfa probe` gives the gaps of the paper on its pictures.
+EDGE_PERCENTILE = 95.0  # a cell at this percentile of its grid has edge 1
+MINORITY_BASE, MINORITY_EDGE, MAJORITY_EDGE = (
+    3.6,
+    2.2,
+    0.35,
+)  # score without edge, and per unit of edge
 MASK_ONLY_SCORE = 4.25
+
+_PART_INSTANCES = 128  # instances in a part, the unit of work of a process
 
 
 def multiples(size: int, step: int) -> str:
-    """The sizes next to this one that a step divides, in words."""
+    """Describe the multiples of `step` next to `size`, for error messages."""
     below = size // step * step
     near = " or ".join(str(fit) for fit in (below, below + step) if fit)
     return f"a multiple of {step}, such as {near}"
@@ -35,13 +46,26 @@ def multiples(size: int, step: int) -> str:
 
 @dataclass(frozen=True)
 class ProbeSettings:
-    """Cells along a side of the grid, and the side in pixels to which every crop is resized."""
+    """Settings of the probe.
+
+    Args:
+        grid: cells along a side of the grid.
+        picture_size: side in pixels to which every crop is resized, a multiple of `grid`.
+
+    Raises:
+        ValueError: a setting is out of range.
+
+    Example:
+        >>> from bmfa.data import ProbeSettings
+        >>> ProbeSettings(grid=8).picture_size
+        256
+    """
 
     grid: int = 16
     picture_size: int = 256
 
     def __post_init__(self) -> None:
-        # Checked here and not at the top: worker processes need no torch, which `checks` imports.
+        # `checks` imports torch, which worker processes do not need.
         from bmfa.checks import check_integer
 
         check_integer("grid", self.grid, low=1)
@@ -55,7 +79,19 @@ class ProbeSettings:
 
 @dataclass(frozen=True, eq=False)
 class ProbeBlock:
-    """Probes of several instances, stacked: `edge` in [0, 1] and `minority` are (count, n, n)."""
+    """Probes of several instances, stacked.
+
+    Args:
+        edge: (count, n, n) float64 in [0, 1], strength of the picture's edges in each cell.
+        minority: (count, n, n) bool, True in cells that the contour of the mask crosses.
+        box: (count, 4) int64, left, top, right and bottom of the crop in pixels.
+        picture_id: (count,) int64.
+        annotation_id: (count,) int64.
+        area: (count,) float64, area of the instance in pixels.
+        category: names of the categories.
+        size: size groups, small, medium or large.
+        frequency: frequencies of the categories in LVIS, r, c or f.
+    """
 
     edge: NDArray[np.float64]
     minority: NDArray[np.bool_]
@@ -74,36 +110,159 @@ class ProbeBlock:
         return ProbeBlock(*(getattr(self, name)[rows] for name in self.__dataclass_fields__))
 
     def scores(self, mode: Mode) -> NDArray[np.float64]:
-        """The score grids in raster order, (count, n * n)."""
+        """Return the score grids in raster order, (count, n * n) float64.
+
+        Args: mode: "image-edge" scores cells by the edges of the picture, "mask-only" by the
+            contour alone.
+
+        Raises:
+            ValueError: the mode is unknown.
+        """
         if mode not in MODES:
             raise ValueError(f"mode is {mode!r}; pass one of {', '.join(MODES)}")
         if mode == "mask-only":
             grids = np.where(self.minority, MASK_ONLY_SCORE, 0.0)
         else:
-            bright = MINORITY_BASE + MINORITY_EDGE * self.edge
-            grids = np.where(self.minority, bright, MAJORITY_EDGE * self.edge)
+            minority_scores = MINORITY_BASE + MINORITY_EDGE * self.edge
+            grids = np.where(self.minority, minority_scores, MAJORITY_EDGE * self.edge)
         return grids.reshape(len(self), -1)
+
+
+Progress = Callable[[int, int], None]  # pictures done, of how many
+Result = tuple[int, ProbeBlock | None, Tally]  # pictures of a part, its probes, what was not used
+Compute = Callable[[Iterable[InstanceSource]], Iterator[Result]]
+# Computes some of the parts by the given function, and takes the results of the others from
+# elsewhere.
+Spread = Callable[[Iterator[InstanceSource], Compute], Iterator[Result]]
+
+
+def probe_blocks(
+    source: InstanceSource,
+    settings: ProbeSettings | None = None,
+    *,
+    workers: int = 1,
+    limit: int | None = None,
+    tally: Tally | None = None,
+    progress: Progress | None = None,
+    spread: Spread | None = None,
+) -> Iterator[ProbeBlock]:
+    """Yield blocks of probes in the order of the source, equal for any number of worker processes.
+
+    At most a few parts per worker are in memory.
+
+    Args:
+        source: annotated pictures.
+        settings: grid and picture size; the defaults if None.
+        workers: number of processes; 1 computes in this process.
+        limit: number of instances after which the blocks end.
+        tally: counts the instances that are skipped; with its `strict` a fault raises.
+        progress: called with the number of pictures done and of all pictures.
+        spread: computes some parts elsewhere, such as in other processes of a distributed run.
+
+    Raises:
+        ValueError: workers or limit are below 1.
+        AnnotationError: an instance is faulty and `tally.strict` is True.
+        RuntimeError: a worker process died.
+
+    Example:
+        >>> from bmfa.data import EmbeddedScenes, probe_blocks
+        >>> blocks = list(probe_blocks(EmbeddedScenes(pictures=2)))
+        >>> blocks[0].scores("mask-only").shape[1]
+        256
+    """
+    from bmfa.checks import check_integer
+
+    check_integer("workers", workers, low=1)
+    if limit is not None:
+        check_integer("limit", limit, low=1)
+    tally = Tally() if tally is None else tally
+    compute = partial(
+        _compute_parts, settings=settings or ProbeSettings(), strict=tally.strict, workers=workers
+    )
+    parts = source.parts(_PART_INSTANCES)
+    results = compute(parts) if spread is None else spread(parts, compute)
+    return _collect_blocks(results, len(source), limit, tally, progress)
+
+
+def _collect_blocks(
+    results: Iterator[Result],
+    total: int,
+    limit: int | None,
+    tally: Tally,
+    progress: Progress | None,
+) -> Iterator[ProbeBlock]:
+    done = found = 0
+    for pictures, block, skipped in results:
+        done += pictures
+        tally.merge(skipped)
+        if progress is not None:
+            progress(min(done, total), total)
+        if block is None:
+            continue
+        block = block if limit is None else block[: limit - found]
+        found += len(block)
+        yield block
+        if found == limit:
+            return
+
+
+def _compute_parts(
+    parts: Iterable[InstanceSource], settings: ProbeSettings, strict: bool, workers: int
+) -> Iterator[Result]:
+    if workers == 1:
+        yield from (_probe_part(part, settings, strict) for part in parts)
+        return
+    dataset = _ProbeParts(list(parts), settings, strict)
+    yield from iterate(make_loader(dataset, workers, batch_size=None, collate_fn=_unchanged))
+
+
+class _ProbeParts(Dataset[Any]):
+    """The result of every part, or the error that it raised."""
+
+    def __init__(
+        self, parts: Sequence[InstanceSource], settings: ProbeSettings, strict: bool
+    ) -> None:
+        self.parts, self.settings, self.strict = parts, settings, strict
+
+    def __len__(self) -> int:
+        return len(self.parts)
+
+    def __getitem__(self, index: int) -> Result | Exception:
+        try:
+            return _probe_part(self.parts[index], self.settings, self.strict)
+        except (ValueError, OSError) as error:
+            return error
+
+
+def _unchanged(result: Any) -> Any:
+    return result
+
+
+def _probe_part(part: InstanceSource, settings: ProbeSettings, strict: bool) -> Result:
+    tally = Tally(strict)
+    block = probe_block(part.instances(tally), settings, tally)
+    return len(part), block, tally
 
 
 def probe_block(
     instances: Iterable[Instance], settings: ProbeSettings, tally: Tally
 ) -> ProbeBlock | None:
-    """The probes of all instances that the protocol keeps; None where it keeps none."""
-    kept: list[_Cells] = []
+    """Return the probes of all instances that the protocol includes, or None if there are none."""
+    included: list[_Cells] = []
     for instance in instances:
-        reason = _left_out(instance)
-        cells = None if reason else _cells(instance, settings)
+        reason = _exclusion_reason(instance)
+        cells = None if reason else _compute_cells(instance, settings)
         if cells is None:
             name = f"annotation {instance.annotation_id} of {instance.picture.name}"
             tally.leave_out(reason or NO_CONTOUR, name)
         else:
-            kept.append(cells)
-    return _stacked(kept) if kept else None
+            included.append(cells)
+    return _stack(included) if included else None
 
 
 @dataclass(frozen=True, eq=False)
 class _Cells:
-    """One instance's cells, without the picture they came from."""
+    """The cells of one instance; fields as in `ProbeBlock`."""
 
     gradient: NDArray[np.float64]
     minority: NDArray[np.bool_]
@@ -116,21 +275,21 @@ class _Cells:
     frequency: str | None
 
 
-def _left_out(instance: Instance) -> str | None:
+def _exclusion_reason(instance: Instance) -> str | None:
     if instance.crowd:
         return CROWD
-    return SMALL if instance.area < LEAST_AREA else None
+    return SMALL if instance.area < MIN_AREA else None
 
 
-def _cells(instance: Instance, settings: ProbeSettings) -> _Cells | None:
+def _compute_cells(instance: Instance, settings: ProbeSettings) -> _Cells | None:
     box = crop_box(instance.mask)
-    mask = resized_mask(instance.mask, box, settings.picture_size)
-    minority = _per_cell(contour_band(mask), settings.grid) > 0
+    mask = resize_mask(instance.mask, box, settings.picture_size)
+    minority = _sum_cells(contour_band(mask), settings.grid) > 0
     if not minority.any():
         return None
-    grey = resized_grey(instance.picture.grey, box, settings.picture_size)
+    grey = resize_grey(instance.picture.grey, box, settings.picture_size)
     return _Cells(
-        _per_cell(gradient_magnitude(grey), settings.grid),
+        _sum_cells(gradient_magnitude(grey), settings.grid),
         minority,
         box,
         instance.picture.id,
@@ -142,7 +301,7 @@ def _cells(instance: Instance, settings: ProbeSettings) -> _Cells | None:
     )
 
 
-def _stacked(cells: Sequence[_Cells]) -> ProbeBlock:
+def _stack(cells: Sequence[_Cells]) -> ProbeBlock:
     return ProbeBlock(
         edge=relative_edge(np.stack([one.gradient for one in cells])),
         minority=np.stack([one.minority for one in cells]),
@@ -157,8 +316,11 @@ def _stacked(cells: Sequence[_Cells]) -> ProbeBlock:
 
 
 def crop_box(mask: NDArray[np.bool_]) -> tuple[int, int, int, int]:
-    """Left, top, right, bottom of the crop: a square 1.5 times the longer side of the mask's own
-    pixels, centred on them, widened to whole pixels and clipped to the picture."""
+    """Return left, top, right and bottom of the crop.
+
+    It is a square around the pixels of the mask, 1.5 times as long as their longer side, extended
+    to whole pixels and clipped to the picture.
+    """
     (top, bottom), (left, right) = _extent(mask, 1), _extent(mask, 0)
     half = CROP_FACTOR * max(bottom - top, right - left) / 2
     middle_x, middle_y = (left + right) / 2, (top + bottom) / 2
@@ -176,30 +338,30 @@ def _extent(mask: NDArray[np.bool_], axis: int) -> tuple[int, int]:
     return int(line.argmax()), len(line) - int(line[::-1].argmax())
 
 
-def resized_mask(
+def resize_mask(
     mask: NDArray[np.bool_], box: tuple[int, int, int, int], size: int
 ) -> NDArray[np.bool_]:
-    """The crop of a mask, (size, size), by the nearest pixel."""
+    """Crop a mask and resize it to (size, size) by the nearest pixel."""
     image = load_package("PIL.Image")
     left, top, right, bottom = box
     crop = image.fromarray(np.ascontiguousarray(mask[top:bottom, left:right]).view(np.uint8))
     return np.asarray(crop.resize((size, size), image.Resampling.NEAREST)).view(bool)
 
 
-def resized_grey(grey: Any, box: tuple[int, int, int, int], size: int) -> NDArray[np.uint8]:
-    """The crop of a grey Pillow image, (size, size), by Pillow's antialiased bilinear filter."""
-    # Cropped first: with `box=` the filter would reach pixels outside the crop.
+def resize_grey(grey: Any, box: tuple[int, int, int, int], size: int) -> NDArray[np.uint8]:
+    """Crop a grey Pillow image and resize it to (size, size) by Pillow's antialiased bilinear filter."""
+    # With `box=` of resize the filter would read pixels outside the crop.
     crop = grey.crop(box).resize((size, size), load_package("PIL.Image").Resampling.BILINEAR)
     return np.asarray(crop)
 
 
 def contour_band(mask: NDArray[np.bool_]) -> NDArray[np.bool_]:
-    """The mask's inner contour, dilated by a 3x3 square; no contour where the crop cuts the object."""
-    inner = mask & ~_square3(mask, outside=True, combine=np.logical_and)
-    return _square3(inner, outside=False, combine=np.logical_or)
+    """Return the inner contour of a mask, dilated by 3x3; the border of the crop is no contour."""
+    inner = mask & ~_combine_3x3(mask, outside=True, combine=np.logical_and)
+    return _combine_3x3(inner, outside=False, combine=np.logical_or)
 
 
-def _square3(mask: NDArray[np.bool_], *, outside: bool, combine: np.ufunc) -> NDArray[np.bool_]:
+def _combine_3x3(mask: NDArray[np.bool_], *, outside: bool, combine: np.ufunc) -> NDArray[np.bool_]:
     padded = np.pad(mask, 1, constant_values=outside)
     rows = combine(combine(padded[:-2], padded[1:-1]), padded[2:])
     result: NDArray[np.bool_] = combine(combine(rows[:, :-2], rows[:, 1:-1]), rows[:, 2:])
@@ -207,18 +369,18 @@ def _square3(mask: NDArray[np.bool_], *, outside: bool, combine: np.ufunc) -> ND
 
 
 def gradient_magnitude(grey: NDArray[np.uint8]) -> NDArray[np.float32]:
-    """Sobel's gradient magnitude, edges replicated."""
+    """Return the Sobel gradient magnitude, with replicated borders."""
     padded = np.pad(grey, 1, mode="edge").astype(np.int16)
     down = padded[:-2] + 2 * padded[1:-1] + padded[2:]
     along = padded[:, :-2] + 2 * padded[:, 1:-1] + padded[:, 2:]
     across_x = (down[:, 2:] - down[:, :-2]).astype(np.float32)
     across_y = (along[2:] - along[:-2]).astype(np.float32)
-    # Squares stay below 2^24, so single precision holds them exactly.
+    # Squares stay below 2^24, so float32 is exact.
     return np.sqrt(across_x * across_x + across_y * across_y)
 
 
-def _per_cell(values: NDArray[Any], grid: int) -> NDArray[np.float64]:
-    """Sums over the cells of a square array, (grid, grid)."""
+def _sum_cells(values: NDArray[Any], grid: int) -> NDArray[np.float64]:
+    """Sum a square array over the cells of a grid: (grid, grid)."""
     side = len(values) // grid
     rows = values.reshape(grid, side, -1).sum(1, dtype=np.float32)
     cells: NDArray[np.float64] = rows.reshape(grid, grid, side).sum(2, dtype=np.float64)
@@ -226,8 +388,7 @@ def _per_cell(values: NDArray[Any], grid: int) -> NDArray[np.float64]:
 
 
 def relative_edge(gradient: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Cell gradients (..., n, n), sums or means alike, over the 95th percentile of their grid, clipped
-    to [0, 1]."""
+    """Divide cell gradients (..., n, n) by the 95th percentile of their grid and clip to [0, 1]."""
     strong = np.percentile(gradient, EDGE_PERCENTILE, axis=(-2, -1), keepdims=True)
     return np.clip(
         np.divide(gradient, strong, out=np.zeros_like(gradient), where=strong > 0), 0.0, 1.0

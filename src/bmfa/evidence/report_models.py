@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from bmfa.data.imagenet import ClassPictures, EmbeddedPictures, embedded_pictures
+from bmfa.data.classification import EmbeddedPictures, LabelledPictures
 from bmfa.evidence.classification import run as evaluation
 from bmfa.evidence.closed_loop import run as closed_loop
 from bmfa.evidence.pictures import model_cases
@@ -56,15 +56,15 @@ class OwnModel:
     labels: str | None = None
     limit: int = LIMIT
 
-    def load(self) -> tuple[LoadedModel, ClassPictures]:
+    def load(self) -> tuple[LoadedModel, LabelledPictures]:
         """The model, the paper's cropped as its figures are, and its pictures."""
-        pictures = ClassPictures(self.pictures, self.labels, limit=self.limit)
+        pictures = LabelledPictures(self.pictures, self.labels, limit=self.limit)
         crop = CROP_PCT if self.name == DEIT else None
         return load_model(self.name, self.weights, crop_pct=crop), pictures
 
 
 def run(
-    own: tuple[LoadedModel, ClassPictures] | None = None,
+    own: tuple[LoadedModel, LabelledPictures] | None = None,
     *,
     seed: int = 0,
     images: int = 100,
@@ -73,7 +73,7 @@ def run(
 ) -> Iterator[tuple[str, Record]]:
     """The records of the embedded model, then those of a person's own."""
     model = load_model("embedded")
-    few, many = embedded_pictures(layer_images, seed), embedded_pictures(images, seed)
+    few, many = EmbeddedPictures(layer_images, seed), EmbeddedPictures(images, seed)
     yield "closed-loop", closed_loop.run(model, many, METHODS, seed=seed, device=device)
     for name, choices, methods in _choices(model):
         record = closed_loop.run(model, few, methods, layers=choices, seed=seed, device=device)
@@ -85,7 +85,7 @@ def run(
 
 
 def _own(
-    model: LoadedModel, pictures: ClassPictures, seed: int, device: str
+    model: LoadedModel, pictures: LabelledPictures, seed: int, device: str
 ) -> Iterator[tuple[str, Record]]:
     yield "own-closed-loop", closed_loop.run(model, pictures, METHODS, seed=seed, device=device)
     name, choices, methods = _choices(model)[0]
@@ -96,7 +96,7 @@ def _own(
 
 def _evaluate(
     model: LoadedModel,
-    pictures: ClassPictures | EmbeddedPictures,
+    pictures: LabelledPictures | EmbeddedPictures,
     mergers: Sequence[str],
     seed: int,
     device: str,

@@ -78,10 +78,11 @@ def merge_tokens(
     weighted by size. The lowest position wins among equal costs. Prefix tokens are not matched. The
     new order is the prefix, the remaining even positions, then the odd positions.
 
-    Args: x: (B, T, C) tokens, prefix tokens first. size: (B, T) number of original tokens that each
-        token stands for. keys: (B, H, T, d) whose normalised means over heads are the features f;
-        None takes the layer
-            norm of x.
+    Args:
+        x: (B, T, C) tokens, prefix tokens first.
+        size: (B, T) number of original tokens that each token stands for.
+        keys: (B, H, T, d) whose normalised means over heads are the features f; None takes the
+            layer norm of x.
         weight: (B, parts, T), summed over its parts, as `proportional_attention` returns the mass;
             None leaves the factor out of the cost.
         r: number of pairs, at most (T - prefix) // 2.

@@ -10,8 +10,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from bmfa.data.classes import imagenet_names
-from bmfa.data.drawn.figures import CLASSES
+from bmfa.data.classification import imagenet_names
+from bmfa.data.drawn.glyphs import GLYPH_CLASSES
 from bmfa.data.probes import multiples
 from bmfa.models import embedded, hub
 from bmfa.models.hosts import find_host
@@ -113,7 +113,18 @@ def load_model(
         >>> loaded.preprocess.size, loaded.classes[:2]
         ((112, 112), ('ring', 'cross'))
     """
-    loaded = _load(name, weights, any_size=img_size is not None)
+    any_size = img_size is not None
+    source, _, rest = name.partition(":")
+    if name == "embedded":
+        loaded = _load_embedded(weights)
+    elif source == "timm" and rest:
+        loaded = _load_timm(name, rest, weights, any_size)
+    elif source == "hf" and rest:
+        loaded = _load_transformers(name, rest, weights, any_size)
+    elif Path(name).is_dir():
+        loaded = _load_transformers(name, name, weights, any_size)
+    else:
+        raise ValueError(f"model {name!r} is unknown; pass {ACCEPTED}")
     preprocess = loaded.preprocess.override(
         img_size=img_size, crop_pct=crop_pct, interpolation=interpolation, mean=mean, std=std
     )
@@ -161,23 +172,10 @@ def check_timm_name(timm: Any, architecture: str) -> None:
     )
 
 
-def _load(name: str, weights: str | os.PathLike[str] | None, any_size: bool) -> LoadedModel:
-    source, _, rest = name.partition(":")
-    if name == "embedded":
-        return _load_embedded(weights)
-    if source == "timm" and rest:
-        return _load_timm(name, rest, weights, any_size)
-    if source == "hf" and rest:
-        return _load_transformers(name, rest, weights, any_size)
-    if Path(name).is_dir():
-        return _load_transformers(name, name, weights, any_size)
-    raise ValueError(f"model {name!r} is unknown; pass {ACCEPTED}")
-
-
 def _load_embedded(weights: str | os.PathLike[str] | None) -> LoadedModel:
     side, mean, std = embedded.IMAGE_SIZE, embedded.MEAN, embedded.STD
     preprocess = Preprocessing((side, side), 1.0, mean=(mean,) * 3, std=(std,) * 3)
-    return LoadedModel("embedded", embedded.load(weights), preprocess, tuple(CLASSES))
+    return LoadedModel("embedded", embedded.load(weights), preprocess, tuple(GLYPH_CLASSES))
 
 
 def _load_timm(

@@ -351,9 +351,9 @@ class Tree:
             >>> import torch, bmfa
             >>> scores = torch.arange(8.0)
             >>> bmfa.screen(scores, (2, 4), "global-mean").error(scores)
-            tensor(1.8786)
+            tensor(1.8789)
             >>> bmfa.gap(scores)
-            tensor(1.8786)
+            tensor(1.8789)
         """
         check_scores(scores, self.grid.size)
         dtype = torch.float64 if scores.dtype == torch.float64 else torch.float32

@@ -1,1 +1,1 @@
-"""Ways to compute the same thing: reference (the specification), eager (torch)."""
+"""Backends of attention: reference (NumPy, float64), eager (torch) and triton (CUDA)."""

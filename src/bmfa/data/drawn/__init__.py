@@ -1,1 +1,1 @@
-"""The embedded pictures: drawn from a seed, never stored."""
+"""The embedded pictures: glyphs for classification, scenes of objects with masks."""

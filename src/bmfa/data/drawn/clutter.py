@@ -1,52 +1,53 @@
-"""Distractors: line fragments and blobs, which are no figures and form none together."""
+"""Clutter: line fragments and blobs that resemble no glyph, and form none together."""
 
 import math
 
 import numpy as np
 
-from bmfa.data.drawn.draws import Draws
+from bmfa.data.drawn.rng import UniformGenerator
 from bmfa.data.drawn.shapes import Array, Shape, segment_distance
-from bmfa.data.drawn.textures import contrasting, luma_at
+from bmfa.data.drawn.textures import contrasting_colours, luma_at
 
-Disc = tuple[float, float, float]
-# Every piece fits a window of this many pixels around its centre.
+Disc = tuple[float, float, float]  # x, y, radius in pixels
+# Side in pixels of a window around a piece: its reach of 13 and half its pen of 3 on both sides,
+# and 1.
 _WINDOW = 33
 
 
 def is_free(disc: Disc, taken: list[Disc]) -> bool:
-    """Whether a disc (x, y, radius) keeps clear of all those taken."""
+    """Return True if a disc touches none of the discs that are taken."""
     x, y, radius = disc
     return all(math.hypot(x - a, y - b) > radius + other for a, b, other in taken)
 
 
-def add_clutter(draws: Draws, canvas: Array, taken: list[Disc], tries: int) -> None:
-    """Paint distractors over a canvas (3, height, width) where their discs are free."""
+def add_clutter(rng: UniformGenerator, canvas: Array, taken: list[Disc], tries: int) -> None:
+    """Paint at most `tries` pieces on a canvas (3, height, width), where their discs are free."""
     height, width = canvas.shape[1:]
-    centres = draws.array(tries, 2) * (width, height)
-    reach, pen, bend = _sizes(draws, tries)
-    occupied, kept = list(taken), []
+    centres = rng.array(tries, 2) * (width, height)
+    reach, pen, bend = _sizes(rng, tries)
+    occupied, painted = list(taken), []
     for index, disc in enumerate(np.column_stack([centres, reach + pen / 2 + 1]).tolist()):
         if is_free(disc, occupied):
             occupied.append(disc)
-            kept.append(index)
-    segments = _segments(draws, centres[kept], reach[kept], bend[kept])
-    colours = contrasting(draws, luma_at(canvas, centres[kept]), 70.0, 120.0)
-    for shape, colour in zip(_shapes(segments, pen[kept], height, width), colours, strict=True):
+            painted.append(index)
+    segments = _segments(rng, centres[painted], reach[painted], bend[painted])
+    colours = contrasting_colours(rng, luma_at(canvas, centres[painted]), 70.0, 120.0)
+    for shape, colour in zip(_shapes(segments, pen[painted], height, width), colours, strict=True):
         shape.paint(canvas, colour)
 
 
-def _sizes(draws: Draws, count: int) -> tuple[Array, Array, Array]:
-    """Half length, width and bend of lines (seven in ten) and of blobs."""
-    line = draws.array(count) < 0.7
-    size, weight, bend = draws.array(3, count)
+def _sizes(rng: UniformGenerator, count: int) -> tuple[Array, Array, Array]:
+    """Return half length, pen width and bend of the pieces: seven in ten lines, the others blobs."""
+    line = rng.array(count) < 0.7
+    size, weight, bend = rng.array(3, count)
     reach = np.where(line, 5.0 + 8.0 * size, 3.0 * size)
     pen = np.where(line, 1.7 + 1.1 * weight, 3.0 + 6.0 * weight)
     return reach, pen, np.where(line, 0.7 * bend - 0.35, 0.0)
 
 
-def _segments(draws: Draws, centres: Array, reach: Array, bend: Array) -> Array:
-    """Two segments for each piece, (count, 2, 2, 2), bent in the middle and turned at random."""
-    angle = draws.array(len(centres), high=2 * math.pi)
+def _segments(rng: UniformGenerator, centres: Array, reach: Array, bend: Array) -> Array:
+    """Return two segments per piece, (count, 2, 2, 2), bent in the middle and rotated at random."""
+    angle = rng.array(len(centres), high=2 * math.pi)
     along = reach[:, None] * np.stack([np.cos(angle), np.sin(angle)], axis=1)
     middle = centres + bend[:, None] * along[:, ::-1] * (-1.0, 1.0)
     points = np.stack([centres - along, middle, centres + along], axis=1)
@@ -54,7 +55,7 @@ def _segments(draws: Draws, centres: Array, reach: Array, bend: Array) -> Array:
 
 
 def _shapes(segments: Array, pen: Array, height: int, width: int) -> list[Shape]:
-    """All pieces at once, in windows of one size that are moved to lie inside the canvas."""
+    """Return the shapes of all pieces in windows of one size, moved to be inside the canvas."""
     corner = segments[:, 0, 1].round().astype(int) - _WINDOW // 2
     left = np.clip(corner[:, 0], 0, width - _WINDOW)
     top = np.clip(corner[:, 1], 0, height - _WINDOW)

@@ -1,71 +1,155 @@
-"""The embedded picture set, seen as scenes: several objects with masks over a textured ground."""
+"""Embedded scenes: several objects with masks on a textured background with clutter."""
 
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 
 from bmfa.data.drawn.clutter import Disc, add_clutter, is_free
-from bmfa.data.drawn.draws import Draws
-from bmfa.data.drawn.objects import KINDS
-from bmfa.data.drawn.shapes import Array, Shape, reach
-from bmfa.data.drawn.textures import background, contrasting, finished, luma_at, texture
+from bmfa.data.drawn.rng import UniformGenerator
+from bmfa.data.drawn.shapes import Array, Shape, Stroke, arc, polyline, reach
+from bmfa.data.drawn.textures import background, contrasting_colours, luma_at, texture, to_pixels
 from bmfa.data.instances import Instance, Picture, Tally
 
-SCENE_HEIGHT, SCENE_WIDTH = 288, 384
-_VIEW = 1
-_MOST_OBJECTS = 8
-_PLACES = 12
+SCENE_HEIGHT, SCENE_WIDTH = 288, 384  # pixels
+_STREAM = 1  # third part of the random key; glyphs have 0
+_MAX_OBJECTS = 8  # per scene
+_POSITION_TRIES = 12  # positions that an object tries before it is left out
+
+
+def _thin(rng: UniformGenerator) -> list[Stroke]:
+    """Make a wire: a long curve of slowly changing direction."""
+    return [Stroke(_curve(rng, pieces=14, bend=0.35), rng.number(0.07, 0.13))]
+
+
+def _elongated(rng: UniformGenerator) -> list[Stroke]:
+    """Make a bar, straight or slightly curved."""
+    return [Stroke(_curve(rng, pieces=4, bend=0.18), rng.number(0.25, 0.6))]
+
+
+def _small(rng: UniformGenerator) -> list[Stroke]:
+    """Make a pebble of two or three overlapping discs."""
+    count = rng.integer(2, 3)
+    centres = rng.array(count, 2, low=-0.4, high=0.4)
+    return [Stroke(np.stack([point, point])[None], rng.number(0.8, 1.2)) for point in centres]
+
+
+def _ring(rng: UniformGenerator) -> list[Stroke]:
+    """Make a closed band, round, oval or dented."""
+    pieces = 24
+    angle = 2 * math.pi * np.arange(pieces + 1) / pieces
+    wave = rng.integer(2, 5)
+    radius = 0.85 * (1 - rng.number(0.0, 0.16) * (1 + np.cos(wave * angle)))
+    loop = radius[:, None] * arc(pieces) * (1.0, rng.number(0.55, 1.0))
+    return [Stroke(polyline(loop), rng.number(0.16, 0.36))]
+
+
+def _compound(rng: UniformGenerator) -> list[Stroke]:
+    """Make a body with two to four thin bent limbs, and often a head."""
+    trunk = np.array([[-rng.number(0.1, 0.45), 0.0], [rng.number(0.1, 0.45), 0.0]])
+    strokes = [Stroke(trunk[None], rng.number(0.4, 0.8))]
+    for _ in range(rng.integer(2, 4)):
+        root = trunk[0] + rng.number() * (trunk[1] - trunk[0])
+        limb = _curve(rng, pieces=3, bend=0.5)
+        limb = (limb - limb[0, 0]) * rng.number(0.3, 0.5)
+        strokes.append(Stroke(limb, rng.number(0.1, 0.2)).placed(root, 1.0, rng.number()))
+    if rng.number() < 0.6:
+        head = trunk[1] + (rng.number(0.2, 0.4), rng.number(-0.2, 0.2))
+        strokes.append(Stroke(np.stack([head, head])[None], rng.number(0.3, 0.45)))
+    return strokes
+
+
+def _curve(rng: UniformGenerator, pieces: int, bend: float) -> Array:
+    """Return a curve of equal steps; its bounding box is centred, with a diagonal of two units."""
+    heading = np.cumsum(np.cumsum(rng.array(pieces, low=-bend, high=bend)) / 2)
+    steps = np.stack([np.cos(heading), np.sin(heading)], axis=1)
+    points = np.concatenate([np.zeros((1, 2)), np.cumsum(steps, axis=0)])
+    low, high = points.min(0), points.max(0)
+    return polyline((2 * points - low - high) / math.hypot(*(high - low)))
+
+
+class ObjectKind(NamedTuple):
+    """A function that makes strokes in the unit circle, fraction of all objects, radii in pixels."""
+
+    make: Callable[[UniformGenerator], list[Stroke]]
+    fraction: float
+    radius: tuple[float, float]
+
+
+OBJECT_KINDS: dict[str, ObjectKind] = {
+    "thin": ObjectKind(_thin, 0.27, (30.0, 90.0)),
+    "elongated": ObjectKind(_elongated, 0.34, (20.0, 120.0)),
+    "small": ObjectKind(_small, 0.14, (6.0, 15.0)),
+    "ring": ObjectKind(_ring, 0.08, (20.0, 90.0)),
+    "compound": ObjectKind(_compound, 0.17, (30.0, 125.0)),
+}
 
 
 class _Object(NamedTuple):
-    """A shape of some kind, and a disc (x, y, radius) that holds it."""
+    """A shape, its kind, and a disc (x, y, radius) that contains it."""
 
     kind: str
     disc: Disc
     shape: Shape
 
 
-def scene(seed: int, index: int) -> list[Instance]:
-    """The instances of the scene of (seed, index); their masks do not overlap."""
-    draws = Draws(seed, index, _VIEW)
-    canvas = background(draws, SCENE_HEIGHT, SCENE_WIDTH, strength=2.0)
-    objects = _objects(draws)
-    add_clutter(draws, canvas, [], tries=130)
+def draw_scene(seed: int, index: int) -> list[Instance]:
+    """Draw the scene of a seed and an index.
+
+    Args:
+        seed: seed of the set, at least 0.
+        index: index in the set, at least 0.
+
+    Returns: Its instances, whose masks do not overlap; equal arguments give equal bits on every
+        platform.
+
+    Raises:
+        ValueError: the seed or the index is negative.
+
+    Example:
+        >>> from bmfa.data import draw_scene
+        >>> draw_scene(0, 0)[0].picture.pixels.shape
+        (288, 384, 3)
+    """
+    rng = UniformGenerator(seed, index, _STREAM)
+    canvas = background(rng, SCENE_HEIGHT, SCENE_WIDTH, strength=2.0)
+    objects = _place_objects(rng)
+    add_clutter(rng, canvas, [], tries=130)
     for one in objects:
-        one.shape.paint(canvas, _surface(draws, canvas, one))
-    picture = Picture(index, f"{index:012d}.png", finished(canvas))
+        one.shape.paint(canvas, _surface(rng, canvas, one))
+    picture = Picture(index, f"{index:012d}.png", to_pixels(canvas))
     return [_instance(picture, number, one) for number, one in enumerate(objects)]
 
 
-def _objects(draws: Draws) -> list[_Object]:
-    """Objects in discs that do not meet; those that find no free place are left out."""
-    planned = [_planned(draws) for _ in range(_MOST_OBJECTS)]
+def _place_objects(rng: UniformGenerator) -> list[_Object]:
+    """Place objects in disjoint discs; those that find no free position are left out."""
+    planned = [_choose_kind_and_radius(rng) for _ in range(_MAX_OBJECTS)]
     objects: list[_Object] = []
-    # The largest first: they would find no place later.
+    # The largest first, while there is room for them.
     for kind, radius in sorted(planned, key=lambda plan: -plan[1]):
-        strokes, turn = KINDS[kind].make(draws), draws.number()
-        disc = _free_disc(draws, radius * reach(strokes), [one.disc for one in objects])
+        strokes, turn = OBJECT_KINDS[kind].make(rng), rng.number()
+        disc = _free_disc(rng, radius * reach(strokes), [one.disc for one in objects])
         if disc is not None:
             placed = [stroke.placed(np.array(disc[:2]), radius, turn) for stroke in strokes]
             objects.append(_Object(kind, disc, Shape.of(placed, SCENE_HEIGHT, SCENE_WIDTH)))
     return objects
 
 
-def _planned(draws: Draws) -> tuple[str, float]:
-    """A kind, each as often as its share says, and a radius, spread evenly on a log scale."""
-    place, size = draws.number(), draws.number()
-    bounds = np.cumsum([kind.share for kind in KINDS.values()])
-    kind = tuple(KINDS)[int((place >= bounds[:-1]).sum())]
-    low, high = KINDS[kind].radius
+def _choose_kind_and_radius(rng: UniformGenerator) -> tuple[str, float]:
+    """Return a kind with the probability of its fraction, and a radius, uniform on a log scale."""
+    position, size = rng.number(), rng.number()
+    bounds = np.cumsum([kind.fraction for kind in OBJECT_KINDS.values()])
+    kind = tuple(OBJECT_KINDS)[int((position >= bounds[:-1]).sum())]
+    low, high = OBJECT_KINDS[kind].radius
     return kind, low * (high / low) ** size
 
 
-def _free_disc(draws: Draws, radius: float, taken: list[Disc]) -> Disc | None:
-    """A free place for a disc, its centre within the picture by at least two thirds of the radius."""
+def _free_disc(rng: UniformGenerator, radius: float, taken: list[Disc]) -> Disc | None:
+    """Return a free disc whose centre is at least two thirds of the radius from the border, or None."""
     margin = radius / 1.5
-    for x, y in draws.array(_PLACES, 2).tolist():
+    for x, y in rng.array(_POSITION_TRIES, 2).tolist():
         disc = (
             margin + x * (SCENE_WIDTH - 2 * margin),
             margin + y * (SCENE_HEIGHT - 2 * margin),
@@ -76,26 +160,37 @@ def _free_disc(draws: Draws, radius: float, taken: list[Disc]) -> Disc | None:
     return None
 
 
-def _surface(draws: Draws, canvas: Array, one: _Object) -> Array:
-    """An object's colours, (3, rows, columns): a contrast to the ground, a texture and a shade."""
+def _surface(rng: UniformGenerator, canvas: Array, one: _Object) -> Array:
+    """Return the colours of an object, (3, rows, columns): contrast, texture and shading."""
     rows, columns = one.shape.distance.shape
-    colour = contrasting(draws, luma_at(canvas, np.array([one.disc[:2]])), 8.0, 80.0)[0]
-    relief = draws.number(10.0, 50.0) * texture(draws, rows, columns)
-    relief += draws.number(-14.0, 14.0) * np.linspace(-1.0, 1.0, columns)
-    relief += draws.number(-14.0, 14.0) * np.linspace(-1.0, 1.0, rows)[:, None]
+    colour = contrasting_colours(rng, luma_at(canvas, np.array([one.disc[:2]])), 8.0, 80.0)[0]
+    relief = rng.number(10.0, 50.0) * texture(rng, rows, columns)
+    relief += rng.number(-14.0, 14.0) * np.linspace(-1.0, 1.0, columns)
+    relief += rng.number(-14.0, 14.0) * np.linspace(-1.0, 1.0, rows)[:, None]
     surface: Array = colour + relief
     return surface
 
 
 def _instance(picture: Picture, number: int, one: _Object) -> Instance:
     mask = one.shape.mask(SCENE_HEIGHT, SCENE_WIDTH)
-    identity = picture.id * _MOST_OBJECTS + number + 1
+    identity = picture.id * _MAX_OBJECTS + number + 1
     return Instance(picture, identity, one.kind, None, float(mask.sum()), False, mask)
 
 
 @dataclass(frozen=True)
 class EmbeddedScenes:
-    """Scenes of one seed as a source of instances, made when they are read; 120 hold 600 or so."""
+    """Scenes of one seed as a source of instances, drawn when they are read.
+
+    Args:
+        pictures: number of scenes; 120 have about 600 instances.
+        seed: seed of the set.
+        start: index of the first scene.
+
+    Example:
+        >>> from bmfa.data import EmbeddedScenes
+        >>> len(EmbeddedScenes(pictures=3))
+        3
+    """
 
     pictures: int = 120
     seed: int = 0
@@ -105,13 +200,13 @@ class EmbeddedScenes:
         return self.pictures
 
     def parts(self, instances: int = 128) -> Iterator["EmbeddedScenes"]:
-        """The same scenes in order, in sources of about so many instances."""
-        step = max(1, instances // _MOST_OBJECTS)
+        """Yield the scenes in order as sources of about so many instances."""
+        step = max(1, instances // _MAX_OBJECTS)
         for first in range(0, self.pictures, step):
             pictures = min(step, self.pictures - first)
             yield EmbeddedScenes(pictures, self.seed, self.start + first)
 
     def instances(self, tally: Tally | None = None) -> Iterator[Instance]:
-        """Every instance, picture by picture; all are usable."""
+        """Yield every instance, picture by picture; all are usable."""
         for index in range(self.start, self.start + self.pictures):
-            yield from scene(self.seed, index)
+            yield from draw_scene(self.seed, index)

@@ -1,4 +1,4 @@
-"""Shapes made of strokes: their signed distances, and how they are painted."""
+"""Shapes made of strokes: signed distances, masks and painting."""
 
 import math
 from collections.abc import Sequence
@@ -11,38 +11,38 @@ Array = NDArray[np.float64]
 
 
 class Stroke(NamedTuple):
-    """Segments, (count, 2 ends, 2 coordinates x and y), drawn with a round pen of some width."""
+    """Segments (count, 2 ends, 2 coordinates x and y), drawn with a round pen of a width."""
 
     segments: Array
     width: float
 
     def placed(self, centre: Array, scale: float, turn: float) -> "Stroke":
-        """Scaled, width included, rotated by `turn` (1 is a full turn) and moved to a centre."""
+        """Return the stroke scaled with its width, rotated by `turn` full turns, moved to `centre`."""
         cosine, sine = math.cos(2 * math.pi * turn), math.sin(2 * math.pi * turn)
         rotated = self.segments @ np.array([[cosine, sine], [-sine, cosine]])
         return Stroke(scale * rotated + centre, scale * self.width)
 
 
 def reach(strokes: Sequence[Stroke]) -> float:
-    """How far strokes get from the origin."""
+    """Return the largest distance of the strokes from the origin."""
     return max(float(np.hypot(*s.segments.T).max()) + s.width / 2 for s in strokes)
 
 
 def polyline(points: Array) -> Array:
-    """The segments between consecutive points, (count, 2, 2)."""
+    """Return the segments between consecutive points, (count, 2, 2)."""
     return np.stack([points[:-1], points[1:]], axis=1)
 
 
 def arc(pieces: int, turns: float = 1.0) -> Array:
-    """Points at equal angles on the unit circle, (pieces + 1, 2)."""
+    """Return points at equal angles on the unit circle, (pieces + 1, 2)."""
     angles = 2 * math.pi * turns * np.arange(pieces + 1) / pieces
     return np.stack([np.cos(angles), np.sin(angles)], axis=1)
 
 
 class Shape(NamedTuple):
-    """The pixels around a shape and their signed distance to its contour, negative inside.
+    """A window of a canvas and the signed distance of its pixels to a contour, negative inside.
 
-    `rows` and `columns` cut the window out of a canvas; a pixel's centre has whole coordinates.
+    The centre of a pixel has integer coordinates.
     """
 
     rows: slice
@@ -51,37 +51,44 @@ class Shape(NamedTuple):
 
     @classmethod
     def of(cls, strokes: Sequence[Stroke], height: int, width: int) -> "Shape":
-        """The union of strokes on a canvas, cut where it leaves the canvas."""
+        """Return the union of strokes on a canvas, clipped to it."""
         low = np.min([s.segments.min((0, 1)) - s.width / 2 - 1 for s in strokes], axis=0)
         high = np.max([s.segments.max((0, 1)) + s.width / 2 + 1 for s in strokes], axis=0)
-        left, right = _clipped(low[0], high[0], width)
-        top, bottom = _clipped(low[1], high[1], height)
+        left, right = _clip(low[0], high[0], width)
+        top, bottom = _clip(low[1], high[1], height)
         x, y = np.arange(left, right), np.arange(top, bottom)
         distances = [segment_distance(x, y, s.segments) - s.width / 2 for s in strokes]
         return cls(slice(top, bottom), slice(left, right), np.minimum.reduce(distances))
 
     def mask(self, height: int, width: int) -> NDArray[np.bool_]:
-        """The shape's pixels on the canvas."""
+        """Return (height, width) bool, True inside the shape."""
         mask = np.zeros((height, width), dtype=bool)
         mask[self.rows, self.columns] = self.distance < 0
         return mask
 
     def paint(self, canvas: Array, colour: Array) -> None:
-        """Blend a colour, (3, 1, 1) or (3, rows, columns), over a canvas, (3, height, width); the
-        contour is smoothed over one pixel."""
+        """Blend a colour (3, 1, 1) or (3, rows, columns) into a canvas (3, height, width), in place.
+
+        The contour is antialiased over one pixel.
+        """
         cover = np.minimum(np.maximum(0.5 - self.distance, 0.0), 1.0)
         target = canvas[:, self.rows, self.columns]
         target += cover * (colour - target)
 
 
-def _clipped(low: float, high: float, size: int) -> tuple[int, int]:
+def _clip(low: float, high: float, size: int) -> tuple[int, int]:
     first = min(max(0, math.floor(low)), size)
     return first, max(first, min(size, math.ceil(high) + 1))
 
 
 def segment_distance(x: NDArray[Any], y: NDArray[Any], segments: Array) -> Array:
-    """Distance of pixels at columns x (..., w) and rows y (..., h) to the nearest of their segments
-    (..., count, 2, 2), as (..., h, w)."""
+    """Return the distance (..., h, w) of pixels to the nearest of some segments.
+
+    Args:
+        x: (..., w) columns of the pixels.
+        y: (..., h) rows of the pixels.
+        segments: (..., count, 2, 2).
+    """
     start, end = segments[..., 0, :], segments[..., 1, :]
     along = end - start
     length = np.sqrt((along**2).sum(-1, keepdims=True))
@@ -90,7 +97,8 @@ def segment_distance(x: NDArray[Any], y: NDArray[Any], segments: Array) -> Array
     from_y = y[..., None, :] - start[..., 1:]  # (..., count, h)
     foot = (from_x * unit[..., :1])[..., None, :] + (from_y * unit[..., 1:])[..., None]
     nearest = np.minimum(np.maximum(foot, 0.0), length[..., None])
-    # |p - a|^2 - 2 t s + t^2, with s the foot of the perpendicular and t the nearest point's place.
+    # |p - a|^2 - 2 t s + t^2, where s and t are the perpendicular foot and the nearest point along
+    # a.
     foot *= -2.0
     foot += nearest
     foot *= nearest

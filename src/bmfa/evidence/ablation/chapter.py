@@ -5,10 +5,18 @@ from itertools import pairwise
 
 from bmfa.evidence.ablation import figures
 from bmfa.evidence.page import paper
-from bmfa.evidence.page.blocks import Block, Chapter, Column, Table, illustrate, paragraph
-from bmfa.evidence.page.claims import Claim, Verdict, direction, not_measured
+from bmfa.evidence.page.blocks import (
+    Block,
+    Chapter,
+    Column,
+    Table,
+    describe,
+    illustrate,
+    paragraph,
+)
+from bmfa.evidence.page.claims import Verdict, claim, direction
 from bmfa.evidence.page.formats import format_number, format_numbers
-from bmfa.evidence.page.record_set import RecordSet, get_number, get_text
+from bmfa.evidence.page.record_set import RecordSet, command_for, get_number, get_text
 
 COLUMNS = (
     Column("Parameter"),
@@ -29,7 +37,7 @@ def _content(records: RecordSet) -> list[Block]:
             "One parameter of Algorithm 1 is changed at a time. The others are ε = 0.005, full depth, "
             "16 × 16 cells and a look-ahead of one level.",
             f"Data: {dataset}." if dataset else "",
-            _lookahead(records),
+            describe(_lookahead, records),
         ),
         *illustrate(
             figures.ablation,
@@ -44,7 +52,7 @@ def _content(records: RecordSet) -> list[Block]:
 
 def _lookahead(records: RecordSet) -> str:
     one, two = _values(records, "lookahead", (1, 2))
-    if one is None or two is None or two >= one:
+    if two >= one:
         return ""
     return (
         f"Looking two levels down instead of one reduces the mean gap from {format_number(one)} to "
@@ -63,42 +71,48 @@ def _table_rows(records: RecordSet) -> list[list[object]]:
     return rows
 
 
-def _claims(records: RecordSet) -> list[Claim]:
-    return [_threshold(records), _depth(records), _grid(records), _run_time(records)]
-
-
 def _values(
     records: RecordSet, parameter: str, values: Sequence[float], column: str = "mean_gap"
-) -> list[float | None]:
+) -> list[float]:
     return [records.value("ablation", column, parameter=parameter, value=v) for v in values]
 
 
-def _decreases(values: Sequence[float | None]) -> bool:
-    known = [value for value in values if value is not None]
-    return all(after < before for before, after in pairwise(known))
+def _printed(parameter: str, values: Sequence[float]) -> str:
+    return format_numbers(*(paper.ABLATION[parameter, value].mean_gap for value in values))
 
 
-def _threshold(records: RecordSet) -> Claim:
-    claim = "Threshold 0.05 to 0.001: mean gap and leaf ratio"
-    thresholds = (0.05, 0.001)
+def _decreases(values: Sequence[float]) -> bool:
+    return all(after < before for before, after in pairwise(values))
 
-    def words(gaps: Sequence[float | None], leaves: Sequence[float | None]) -> str:
-        first, last = (format_number(leaf, 2) for leaf in leaves)
-        return f"{format_number(gaps[0])} to {format_number(gaps[1])}, {first} to {last} %"
 
-    points = [paper.ABLATION["epsilon", value] for value in thresholds]
-    printed = words([p.mean_gap for p in points], [p.leaf_percent for p in points])
-    gaps = _values(records, "epsilon", thresholds)
-    leaves = _values(records, "epsilon", thresholds, "leaf_percent")
-    if None in (*gaps, *leaves):
-        return not_measured(claim, printed, "ablation")
+COMMAND = command_for("ablation")
+
+
+def _threshold_words(gaps: Sequence[float], leaves: Sequence[float | None]) -> str:
+    first, last = (format_number(leaf, 2) for leaf in leaves)
+    return f"{format_number(gaps[0])} to {format_number(gaps[1])}, {first} to {last} %"
+
+
+THRESHOLDS = (0.05, 0.001)
+POINTS = [paper.ABLATION["epsilon", value] for value in THRESHOLDS]
+
+
+@claim(
+    "Threshold 0.05 to 0.001: mean gap and leaf ratio",
+    _threshold_words([p.mean_gap for p in POINTS], [p.leaf_percent for p in POINTS]),
+    COMMAND,
+)
+def _threshold(records: RecordSet) -> tuple[str, Verdict, str]:
+    gaps = _values(records, "epsilon", THRESHOLDS)
+    leaves = _values(records, "epsilon", THRESHOLDS, "leaf_percent")
     verdict = direction(_decreases(gaps) and _decreases(leaves[::-1]))
-    return Claim(claim, printed, words(gaps, leaves), verdict, _data_note(records))
+    return _threshold_words(gaps, leaves), verdict, _data_note(records)
 
 
 def _data_note(records: RecordSet) -> str:
     dataset = str(records.setting("ablation", "dataset") or "")
-    count = records.value("ablation", "instances", parameter="epsilon", value=0.005)
+    rows = records.rows("ablation", parameter="epsilon", value=0.005)
+    count = get_number(rows[-1], "instances") if rows else None
     instances = "" if count is None else f" on {count:,.0f} instances"
     return (
         f"Measured{instances} of {paper.dataset_title(dataset) or 'one source'}, scores from our fit. "
@@ -106,39 +120,41 @@ def _data_note(records: RecordSet) -> str:
     )
 
 
-def _depth(records: RecordSet) -> Claim:
-    claim = "Depth 5 changes nothing on a 16 × 16 grid: mean gap at depth 4 and 5"
-    printed = format_numbers(*(paper.ABLATION["depth", depth].mean_gap for depth in (4, 5)))
+@claim(
+    "Depth 5 changes nothing on a 16 × 16 grid: mean gap at depth 4 and 5",
+    _printed("depth", (4, 5)),
+    COMMAND,
+)
+def _depth(records: RecordSet) -> tuple[str, Verdict, str]:
     gaps = _values(records, "depth", (4, 5))
-    if None in gaps:
-        return not_measured(claim, printed, "ablation")
     note = "True on any data: the leaves at depth 4 are single tokens, which cannot be split."
-    return Claim(claim, printed, format_numbers(*gaps), direction(gaps[0] == gaps[1]), note)
+    return format_numbers(*gaps), direction(gaps[0] == gaps[1]), note
 
 
-def _grid(records: RecordSet) -> Claim:
-    claim = "A finer grid has fewer leaves and loses more: mean gap at 8, 16 and 32 cells"
-    sizes = (8, 16, 32)
-    printed = format_numbers(*(paper.ABLATION["grid", size].mean_gap for size in sizes))
-    gaps = _values(records, "grid", sizes)
-    if None in gaps:
-        return not_measured(claim, printed, "ablation")
-    verdict = direction(_decreases(gaps[::-1]))
-    return Claim(claim, printed, format_numbers(*gaps), verdict, _data_note(records))
+@claim(
+    "A finer grid has fewer leaves and loses more: mean gap at 8, 16 and 32 cells",
+    _printed("grid", (8, 16, 32)),
+    COMMAND,
+)
+def _grid(records: RecordSet) -> tuple[str, Verdict, str]:
+    gaps = _values(records, "grid", (8, 16, 32))
+    return format_numbers(*gaps), direction(_decreases(gaps[::-1])), _data_note(records)
 
 
-def _run_time(records: RecordSet) -> Claim:
-    claim = "Screening one instance at the default threshold"
-    milliseconds = paper.ABLATION["epsilon", 0.005].milliseconds or 0.0
-    printed = f"{format_number(1000 * milliseconds, 0)} µs"
+@claim(
+    "Screening one instance at the default threshold",
+    f"{format_number(1000 * (paper.ABLATION['epsilon', 0.005].milliseconds or 0.0), 0)} µs",
+    COMMAND,
+)
+def _run_time(records: RecordSet) -> tuple[str, Verdict, str]:
     (ours,) = _values(records, "epsilon", (0.005,), "microseconds_per_instance")
-    if ours is None:
-        return not_measured(claim, printed, "ablation")
     note = (
         "Another machine and other code: a batch in torch here, one instance at a time in NumPy in "
         "the paper."
     )
-    return Claim(claim, printed, f"{format_number(ours, 0)} µs", Verdict.NOT_COMPARABLE, note)
+    return f"{format_number(ours, 0)} µs", Verdict.NOT_COMPARABLE, note
 
 
-ABLATIONS = Chapter("ablations", "Ablations", "ablation", _content, _claims)
+ABLATIONS = Chapter(
+    "ablations", "Ablations", "ablation", _content, (_threshold, _depth, _grid, _run_time)
+)

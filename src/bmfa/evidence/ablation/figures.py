@@ -3,13 +3,13 @@
 from typing import TYPE_CHECKING
 
 from bmfa.evidence.page import paper, style
-from bmfa.evidence.page.canvas import Canvas, Margins, figure, panel_grid
+from bmfa.evidence.page.canvas import Canvas, figure
 from bmfa.evidence.page.drawing import (
+    Margins,
     add_labels,
-    draw_legend,
     draw_line,
     draw_point,
-    legend_height,
+    panel_grid,
     set_ticks,
 )
 from bmfa.evidence.page.record_set import RecordSet, points
@@ -40,14 +40,9 @@ RATIO = 1.6  # the run time axis reaches this factor beyond the data
 def ablation(records: RecordSet, narrow: bool) -> Canvas:
     """Draw error, leaves and time over the threshold; the error over depth, grid and look-ahead."""
     records.require("ablation")
-    names, columns = ["gamma", paper.NAME], 2 if narrow else 4
+    legend = ["gamma", paper.NAME]
     canvas, panels = panel_grid(
-        6,
-        3,
-        narrow=narrow,
-        height=170,
-        margins=Margins(right=24),
-        bottom=legend_height(len(names), columns),
+        6, 3, narrow=narrow, height=170, margins=Margins(right=24), legend=legend
     )
     for axes, (column, title, y_label) in zip(panels[:3], THRESHOLD_PANELS, strict=True):
         axes.set(xscale="log", xlim=(0.07, 0.0007))
@@ -68,7 +63,6 @@ def ablation(records: RecordSet, narrow: bool) -> Canvas:
         axes.margins(x=0.14)
         _annotate_leaf_ratios(axes, records, parameter)
         add_labels(canvas, axes, title, "mean gap, annotated with the leaf ratio", x_label)
-    draw_legend(canvas, names, columns)
     return canvas
 
 

@@ -10,8 +10,7 @@ from torch import Tensor
 from bmfa.checks import check_integer
 from bmfa.data import ProbeBlock, ProbeSettings, Tally
 from bmfa.data.instances import InstanceSource
-from bmfa.data.probe_stream import Progress, probe_blocks
-from bmfa.data.probes import Mode, multiples
+from bmfa.data.probes import Mode, Progress, multiples, probe_blocks
 from bmfa.evidence.probes.run import (
     PROTOCOL,
     TAU,

@@ -12,10 +12,11 @@ from bmfa.evidence.page.blocks import (
     Commands,
     NotMeasured,
     Table,
+    describe,
     illustrate,
     paragraph,
 )
-from bmfa.evidence.page.claims import Claim, Verdict, direction, not_measured
+from bmfa.evidence.page.claims import Verdict, claim, direction
 from bmfa.evidence.page.formats import format_number, format_percent, format_small
 from bmfa.evidence.page.model_runs import (
     EMBEDDED,
@@ -23,9 +24,16 @@ from bmfa.evidence.page.model_runs import (
     ModelRun,
     evaluation_runs,
     is_reduction,
-    papers_model_first,
+    judged_run,
 )
-from bmfa.evidence.page.record_set import RecordSet, get_number, get_text
+from bmfa.evidence.page.record_set import (
+    RecordSet,
+    command_for,
+    get_number,
+    get_text,
+    need_number,
+    require_any,
+)
 from bmfa.records import Row
 
 BMFA, COIN = paper.QUADRANTS[0], paper.RANDOM[0]
@@ -77,7 +85,7 @@ def _content(records: RecordSet) -> list[Block]:
             f"The paper classifies the 50,000 validation pictures of ImageNet with {paper.MODEL}.",
             *(_describe(run) for run in runs),
             *(_drops(run) for run in runs),
-            *(_fastest_rule(run) for run in runs),
+            *(describe(_fastest_rule, run) for run in runs),
         ),
         *(illustrations or [Commands(records.commands("evaluate"))]),
         *(_table(run) for run in rules if run.rows),
@@ -118,35 +126,26 @@ def _timing_conditions(records: RecordSet) -> str:
 
 
 def _drops(run: ModelRun) -> str:
-    optimal = [get_text(row, "method") for row in run.family("optimal")]
+    rows = [*map(run.row, (BMFA, COIN, paper.FIXED)), *run.family("optimal")]
     drops = [
-        f"{format_number(run.value(method, 'drop_pp'), 2)} with {method} "
-        f"({format_percent(run.value(method, 'leaf_percent'), 1)} leaves)"
-        for method in (BMFA, COIN, paper.FIXED, *optimal)
-        if run.value(method, "drop_pp") is not None
+        f"{format_number(drop, 2)} with {row['method']} "
+        f"({format_percent(get_number(row, 'leaf_percent'), 1)} leaves)"
+        for row in rows
+        if (drop := get_number(row, "drop_pp")) is not None
     ]
     return f"{run.title}, drop of top-1 in percentage points: {', '.join(drops)}." if drops else ""
 
 
 def _fastest_rule(run: ModelRun) -> str:
-    speeds = _speedups(row for row in run.rows if not is_reduction(row))
-    if not speeds:
-        return ""
-    best, method = max(speeds)
-    if best < 1:
-        return (
-            f"{run.title}, speed: no rule is faster than the full model; {method} is the fastest "
-            f"({format_number(best, 2)} times)."
-        )
-    return f"{run.title}, speed: {method} is the fastest rule ({format_number(best, 2)} times)."
+    best, method = _fastest(row for row in run.rows if not is_reduction(row))
+    found = "the fastest rule" if best >= 1 else "the fastest, but slower than the full model"
+    return f"{run.title}, speed: {method} is {found} ({format_number(best, 2)} times)."
 
 
-def _speedups(rows: Iterable[Row]) -> list[tuple[float, str]]:
-    return [
-        (speed, get_text(row, "method"))
-        for row in rows
-        if (speed := get_number(row, "speedup")) is not None
-    ]
+def _fastest(rows: Iterable[Row]) -> tuple[float, str]:
+    """The largest speed-up and its method; MissingValueError if no row was timed."""
+    timed = (row for row in rows if get_number(row, "speedup") is not None)
+    return max(require_any((need_number(r, "speedup"), get_text(r, "method")) for r in timed))
 
 
 def _table(run: ModelRun) -> Block:
@@ -180,7 +179,11 @@ def _reductions(records: RecordSet) -> list[Block]:
             f"{format_number(printed.speedup)} times the speed of the full model. free-energy is the "
             "method of this library: it merges the tokens whose merge costs the least free energy, "
             "mass times distortion.",
-            *(_compare_with_tome(run) for run in runs),
+            *(
+                describe(_compare_with_tome, run, get_text(row, "method").partition(":")[2])
+                for run in runs
+                for row in run.family("free-energy")
+            ),
             *(_indistinguishable(run) for run in runs),
         ),
         *illustrate(
@@ -194,29 +197,21 @@ def _reductions(records: RecordSet) -> list[Block]:
     ]
 
 
-def _compare_with_tome(run: ModelRun) -> str:
-    """free-energy and tome at every budget that both have."""
-    sentences = []
-    for row in run.family("free-energy"):
-        budget = get_text(row, "method").partition(":")[2]
-        tome = run.row(f"tome:{budget}")
-        ours, kl = get_number(row, "agreement_percent"), get_number(row, "output_kl")
-        theirs, their_kl = get_number(tome, "agreement_percent"), get_number(tome, "output_kl")
-        if ours is None or kl is None or theirs is None or their_kl is None:
-            continue
-        relation = "compared with"
-        if max(kl, their_kl) < NEGLIGIBLE_KL:
-            relation = "indistinguishable from"
-        elif ours >= theirs and kl < their_kl:
-            relation = "ahead of"
-        elif ours <= theirs and kl > their_kl:
-            relation = "behind"
-        sentences.append(
-            f"{run.title}, {budget} tokens per layer: free-energy has an agreement of "
-            f"{format_percent(ours, 1)} (output KL {format_small(kl)}), {relation} tome with "
-            f"{format_percent(theirs, 1)} ({format_small(their_kl)})."
-        )
-    return " ".join(sentences)
+def _compare_with_tome(run: ModelRun, budget: str) -> str:
+    ours, kl = run.values(f"free-energy:{budget}", "agreement_percent", "output_kl")
+    theirs, their_kl = run.values(f"tome:{budget}", "agreement_percent", "output_kl")
+    relation = "compared with"
+    if max(kl, their_kl) < NEGLIGIBLE_KL:
+        relation = "indistinguishable from"
+    elif ours >= theirs and kl < their_kl:
+        relation = "ahead of"
+    elif ours <= theirs and kl > their_kl:
+        relation = "behind"
+    return (
+        f"{run.title}, {budget} tokens per layer: free-energy has an agreement of "
+        f"{format_percent(ours, 1)} (output KL {format_small(kl)}), {relation} tome with "
+        f"{format_percent(theirs, 1)} ({format_small(their_kl)})."
+    )
 
 
 def _indistinguishable(run: ModelRun) -> str:
@@ -232,28 +227,29 @@ def _indistinguishable(run: ModelRun) -> str:
     )
 
 
-def _claims(records: RecordSet) -> list[Claim]:
+COMMAND = command_for("evaluate")
+TOME = paper.IMAGENET["tome:8"]
+COMPARED = (BMFA, COIN, paper.FIXED)
+
+
+def _reduced(records: RecordSet) -> ModelRun:
     runs = evaluation_runs(records)
-    run = papers_model_first(runs)
-    reduced = papers_model_first([run for run in runs if any(map(is_reduction, run.rows))])
-    return [_accuracy(run), _no_speedup(run), _merging(reduced), _best_merging(reduced)]
+    return judged_run([run for run in runs if any(map(is_reduction, run.rows))])
 
 
-def _accuracy(run: ModelRun | None) -> Claim:
-    claim = (
-        "BMFA loses less accuracy than chance or fixed blocks: drop of top-1 in percentage points"
-    )
-    methods = (BMFA, COIN, paper.FIXED)
+def _accuracy_words(drops: Sequence[float]) -> str:
+    ours, coin, fixed = (format_number(drop, 2) for drop in drops)
+    return f"{ours}; chance {coin}, fixed {fixed}"
 
-    def words(drops: Sequence[float]) -> str:
-        ours, coin, fixed = (format_number(drop, 2) for drop in drops)
-        return f"{ours}; chance {coin}, fixed {fixed}"
 
-    printed = words([paper.IMAGENET[method].drop_pp for method in methods])
-    found = [] if run is None else [run.value(method, "drop_pp") for method in methods]
-    drops = [drop for drop in found if drop is not None]
-    if run is None or len(drops) < len(methods):
-        return not_measured(claim, printed, "evaluate")
+@claim(
+    "BMFA loses less accuracy than chance or fixed blocks: drop of top-1 in percentage points",
+    _accuracy_words([paper.IMAGENET[method].drop_pp for method in COMPARED]),
+    COMMAND,
+)
+def _accuracy(records: RecordSet) -> tuple[str, Verdict, str]:
+    run = judged_run(evaluation_runs(records))
+    drops = [run.value(method, "drop_pp") for method in COMPARED]
     holds = drops[0] < min(drops[1:])
     verdict = direction(holds)
     if run.is_papers_model and run.images == paper.IMAGENET_PICTURES:
@@ -265,52 +261,46 @@ def _accuracy(run: ModelRun | None) -> Claim:
         f"{run.heading}, the full model {best}; the paper: {paper.MODEL}, "
         f"{paper.IMAGENET_PICTURES:,} pictures of ImageNet. {paper.FIT_NOTE}."
     )
-    return Claim(claim, printed, words(drops), verdict, note)
+    return _accuracy_words(drops), verdict, note
 
 
-def _no_speedup(run: ModelRun | None) -> Claim:
-    claim = "Screening after all scores are computed gives no speed-up: speed relative to the full model"
-    printed = f"{format_number(paper.IMAGENET[BMFA].speedup, 2)} times"
-    rows = [] if run is None else run.rows
-    speeds = _speedups(row for row in rows if get_number(row, "leaf_percent") is not None)
-    if run is None or not speeds:
-        return not_measured(claim, printed, "evaluate")
-    best, method = max(speeds)
-    own = run.value(BMFA, "speedup")
+@claim(
+    "Screening after all scores are computed gives no speed-up: speed relative to the full model",
+    f"{format_number(paper.IMAGENET[BMFA].speedup, 2)} times",
+    COMMAND,
+)
+def _no_speedup(records: RecordSet) -> tuple[str, Verdict, str]:
+    run = judged_run(evaluation_runs(records))
+    best, method = _fastest(r for r in run.rows if get_number(r, "leaf_percent") is not None)
+    own = get_number(run.row(BMFA), "speedup")
     note = run.heading + ("" if own is None else f"; {BMFA} {format_number(own, 2)} times")
-    note += ". The machine is named at the end of this page."
     verdict = Verdict.AGREES if best < 1 else Verdict.AHEAD
-    return Claim(claim, printed, f"{format_number(best, 2)} times ({method})", verdict, note)
+    note += ". The machine is named at the end of this page."
+    return f"{format_number(best, 2)} times ({method})", verdict, note
 
 
-def _merging(run: ModelRun | None) -> Claim:
-    claim = "Merging preserves accuracy and is faster: drop of top-1 and speed-up of tome:8"
-
-    def words(drop: float, speed: float | None) -> str:
-        return f"{format_number(drop, 2)} points, {format_number(speed, 2)} times"
-
-    point = paper.IMAGENET["tome:8"]
-    printed = words(point.drop_pp, point.speedup)
-    drop = None if run is None else run.value("tome:8", "drop_pp")
-    if run is None or drop is None:
-        return not_measured(claim, printed, "evaluate")
-    speed = run.value("tome:8", "speedup")
+@claim(
+    "Merging preserves accuracy and is faster: drop of top-1 and speed-up of tome:8",
+    f"{format_number(TOME.drop_pp, 2)} points, {format_number(TOME.speedup, 2)} times",
+    COMMAND,
+)
+def _merging(records: RecordSet) -> tuple[str, Verdict, str]:
+    run = _reduced(records)
+    drop, speed = run.value("tome:8", "drop_pp"), get_number(run.row("tome:8"), "speedup")
     verdict = direction(drop <= SMALL_DROP and (speed is None or speed > 1))
     note = f"{run.heading}; not the paper's machine{'' if speed is not None else ', not timed'}."
-    return Claim(claim, printed, words(drop, speed), verdict, note)
+    return f"{format_number(drop, 2)} points, {format_number(speed, 2)} times", verdict, note
 
 
-def _best_merging(run: ModelRun | None) -> Claim:
-    claim = "The best merging at 8 tokens per layer: agreement and output KL"
-    printed = f"{format_percent(paper.IMAGENET['tome:8'].agreement_percent, 2)} (tome:8, ImageNet)"
-    values = [
-        None if run is None else run.value(method, column)
-        for method in ("free-energy:8", "tome:8")
-        for column in ("agreement_percent", "output_kl")
-    ]
-    ours, kl, theirs, their_kl = values
-    if run is None or ours is None or kl is None or theirs is None or their_kl is None:
-        return not_measured(claim, printed, "evaluate")
+@claim(
+    "The best merging at 8 tokens per layer: agreement and output KL",
+    f"{format_percent(TOME.agreement_percent, 2)} (tome:8, ImageNet)",
+    COMMAND,
+)
+def _best_merging(records: RecordSet) -> tuple[str, Verdict, str]:
+    run = _reduced(records)
+    ours, kl = run.values("free-energy:8", "agreement_percent", "output_kl")
+    theirs, their_kl = run.values("tome:8", "agreement_percent", "output_kl")
     note = f"{run.heading}: tome:8 has {format_percent(theirs, 2)}, {format_small(their_kl)}"
     if max(kl, their_kl) < NEGLIGIBLE_KL:
         verdict, note = Verdict.LEVEL, f"{note}; both leave the output unchanged"
@@ -321,8 +311,14 @@ def _best_merging(run: ModelRun | None) -> Claim:
     else:
         verdict = Verdict.DIFFERS
     shown = f"{format_percent(ours, 2)}, {format_small(kl)} (free-energy:8)"
-    return Claim(claim, printed, shown, verdict, f"{note}.")
+    return shown, verdict, f"{note}."
 
 
-CLASSIFICATION = Chapter("classification", "Classification", "evaluate", _content, _claims)
+CLASSIFICATION = Chapter(
+    "classification",
+    "Classification",
+    "evaluate",
+    _content,
+    (_accuracy, _no_speedup, _merging, _best_merging),
+)
 REDUCTIONS = Chapter("reductions", "Token reduction", "evaluate", _reductions)

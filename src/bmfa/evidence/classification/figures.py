@@ -3,8 +3,8 @@
 from typing import TYPE_CHECKING
 
 from bmfa.evidence.page import paper, style
-from bmfa.evidence.page.canvas import Canvas, figure, panel_grid
-from bmfa.evidence.page.drawing import add_labels, draw_legend, legend_height, set_log_range
+from bmfa.evidence.page.canvas import Canvas, figure
+from bmfa.evidence.page.drawing import add_labels, panel_grid, set_log_range
 from bmfa.evidence.page.model_plots import (
     OUTPUT_MEASURES,
     PanelData,
@@ -75,14 +75,8 @@ def accuracy(records: RecordSet, narrow: bool) -> Canvas:
     if not runs:
         raise ValueError("no evaluate row was timed; run bmfa evaluate with --repeats 5")
     names = list(dict.fromkeys(name for run in runs for name in run.families()))
-    columns = 2 if narrow else 4
-    canvas, panels = panel_grid(
-        len(runs),
-        min(2, len(runs)),
-        narrow=narrow,
-        height=240,
-        bottom=legend_height(len(names), columns),
-    )
+    columns = min(2, len(runs))
+    canvas, panels = panel_grid(len(runs), columns, narrow=narrow, height=240, legend=names)
     for run, axes in zip(runs, panels, strict=True):
         labelled = any(get_number(row, "top1_percent") is not None for row in run.rows)
         column = "top1_percent" if labelled else "agreement_percent"
@@ -91,7 +85,6 @@ def accuracy(records: RecordSet, narrow: bool) -> Canvas:
         draw_families(axes, run, RATE, column)
         x_label = "images per second, logarithmic; the lines cross at the full model"
         add_labels(canvas, axes, run.heading, ACCURACIES[column], x_label)
-    draw_legend(canvas, names, columns)
     return canvas
 
 
@@ -128,10 +121,7 @@ def reductions(records: RecordSet, narrow: bool) -> Canvas:
             "no evaluate row is of a reduction; run bmfa evaluate with --method tome:8"
         )
     names = list(dict.fromkeys(name for run in runs for name in run.families()))
-    columns = 2 if narrow else 4
-    canvas, panels = panel_grid(
-        2 * len(runs), 2, narrow=narrow, height=210, bottom=legend_height(len(names), columns)
-    )
+    canvas, panels = panel_grid(2 * len(runs), 2, narrow=narrow, height=210, legend=names)
     pairs = [(run, measure) for run in runs for measure in OUTPUT_MEASURES]
     for axes, (run, (column, y_label)) in zip(panels, pairs, strict=True):
         set_measure_axis(axes, column, run.rows)
@@ -139,5 +129,4 @@ def reductions(records: RecordSet, narrow: bool) -> Canvas:
         _mark_full_model(axes, run, "gflops")
         x_label = "GFLOPs per picture; the line is the full model"
         add_labels(canvas, axes, run.heading, y_label, x_label)
-    draw_legend(canvas, names, columns)
     return canvas

@@ -7,7 +7,7 @@ from dataclasses import asdict
 import torch
 
 from bmfa.checks import check_integer
-from bmfa.data.imagenet import LabelledPicture
+from bmfa.data.classification import LabelledPicture
 from bmfa.evidence.classification import flops, throughput
 from bmfa.evidence.classification.evaluator import Evaluator, Total
 from bmfa.evidence.methods import FULL, is_kind
@@ -75,9 +75,9 @@ def run(
         ValueError: If a method, a layer or the dtype is unknown, or no picture can be read.
 
     Example:
-        >>> from bmfa.data.imagenet import embedded_pictures
+        >>> from bmfa.data.classification import EmbeddedPictures
         >>> from bmfa.models import load_model
-        >>> record = run(load_model("embedded"), embedded_pictures(2), ["tome:8"], repeats=0)
+        >>> record = run(load_model("embedded"), EmbeddedPictures(2), ["tome:8"], repeats=0)
         >>> [(row["method"], row["images"]) for row in record.rows]
         [('full', 2), ('tome:8', 2)]
     """

@@ -1,8 +1,8 @@
 """Figures of the closed loop: agreement and output KL over leaf ratio, and over layers."""
 
 from bmfa.evidence.page import paper
-from bmfa.evidence.page.canvas import Canvas, Margins, figure, panel_grid
-from bmfa.evidence.page.drawing import add_labels, draw_line, label_line_ends
+from bmfa.evidence.page.canvas import Canvas, figure
+from bmfa.evidence.page.drawing import Margins, add_labels, draw_line, label_line_ends, panel_grid
 from bmfa.evidence.page.model_plots import (
     OUTPUT_MEASURES,
     PanelData,

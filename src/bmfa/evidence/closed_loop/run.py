@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bmfa.data.imagenet import LabelledPicture
+from bmfa.data.classification import LabelledPicture
 from bmfa.evidence.methods import FULL
 from bmfa.evidence.model_methods import Layers
 from bmfa.evidence.runner import Progress
@@ -131,10 +131,10 @@ def run(
         ValueError: If a method or a layer is unknown, or no picture can be read.
 
     Example:
-        >>> from bmfa.data.imagenet import embedded_pictures
+        >>> from bmfa.data.classification import EmbeddedPictures
         >>> from bmfa.models import load_model
         >>> model = load_model("embedded")
-        >>> record = run(model, embedded_pictures(2), ["exact-gap:0"], layers="last-1")
+        >>> record = run(model, EmbeddedPictures(2), ["exact-gap:0"], layers="last-1")
         >>> [row["agreement_percent"] for row in record.rows]
         [100.0, 100.0]
     """

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from bmfa.evidence.page.canvas import Figure
-from bmfa.evidence.page.claims import Claim
-from bmfa.evidence.page.record_set import RecordSet
+from bmfa.evidence.page.claims import ClaimTest
+from bmfa.evidence.page.record_set import MissingValueError, RecordSet
 from bmfa.records import Row
 
 
@@ -103,14 +103,14 @@ class Chapter:
         title: its heading and its entry in the navigation.
         experiment: the experiment whose record it needs.
         content: returns its blocks; not called without the record.
-        claims: returns the claims of the paper that it judges, for the summary.
+        claims: tests the claims of the paper that belong to it, for the summary.
     """
 
     name: str
     title: str
     experiment: str
     content: Callable[[RecordSet], list[Block]]
-    claims: Callable[[RecordSet], list[Claim]] = lambda records: []
+    claims: Sequence[ClaimTest] = ()
 
     def blocks(self, records: RecordSet) -> list[Block]:
         """Return the content, or the command that makes the missing record."""
@@ -123,6 +123,14 @@ def paragraph(*sentences: str, lead: str = "", style: str = "") -> list[Block]:
     """Join sentences into a paragraph, empty ones left out; no block if all are empty."""
     text = " ".join(sentence for sentence in sentences if sentence)
     return [Paragraph(text, lead, style)] if text else []
+
+
+def describe(write: Callable[..., str], *arguments: Any) -> str:
+    """Return write(*arguments), or "" if the records lack a number that the sentence needs."""
+    try:
+        return write(*arguments)
+    except MissingValueError:
+        return ""
 
 
 def illustrate(figure: Figure, records: RecordSet, caption: str) -> list[Block]:

@@ -129,51 +129,6 @@ def _decode_image(uri: str) -> Any:
 
 
 @dataclass(frozen=True)
-class Margins:
-    """Space around the axes of a panel for its title, ticks and labels, in CSS pixels."""
-
-    left: float = 44
-    right: float = 14
-    top: float = 50
-    bottom: float = 40
-
-
-def panel_grid(
-    count: int,
-    columns: int,
-    *,
-    narrow: bool,
-    height: float,
-    margins: Margins | None = None,
-    bottom: float = 0,
-) -> tuple[Canvas, list["Axes"]]:
-    """Return a canvas with rows of equal axes.
-
-    Args:
-        count: number of axes.
-        columns: axes in a row on a wide screen; a narrow screen has one.
-        narrow: True for a narrow screen.
-        height: height of each axes in CSS pixels.
-        margins: space around each axes.
-        bottom: space under the last row, for a legend.
-    """
-    margins = margins or Margins()
-    width, columns = (style.NARROW, 1) if narrow else (style.WIDE, columns)
-    cell_width, cell_height = width / columns, margins.top + height + margins.bottom
-    canvas = Canvas(width, -(-count // columns) * cell_height + bottom)
-    axes = [
-        canvas.add_axes(
-            index % columns * cell_width + margins.left,
-            index // columns * cell_height + margins.top,
-            cell_width - margins.left - margins.right,
-            height,
-        )
-        for index in range(count)
-    ]
-    return canvas, axes
-
-
-@dataclass(frozen=True)
 class Figure:
     """A figure that is drawn from records alone.
 

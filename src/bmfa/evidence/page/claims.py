@@ -1,11 +1,11 @@
 """The claims of the paper and the verdicts on them."""
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 
 from bmfa.evidence.page.formats import MISSING
-from bmfa.evidence.page.record_set import command_for
+from bmfa.evidence.page.record_set import MissingValueError, RecordSet
 
 TOLERANCE = 0.0006  # the paper prints three decimals; half a unit of the last one, and rounding
 
@@ -62,22 +62,43 @@ class Claim:
     command: str = ""
 
 
-def compare(pairs: Sequence[tuple[float | None, float | None]]) -> Verdict:
+Measurement = Callable[[RecordSet], tuple[str, Verdict, str]]
+
+
+def claim(text: str, printed: str, command: str) -> Callable[[Measurement], "ClaimTest"]:
+    """Decorate a function that tests a claim of the paper on records.
+
+    Args:
+        text: what the paper claims.
+        printed: the numbers that the paper prints.
+        command: the command that makes the records.
+
+    Returns:
+        A decorator. The function returns our numbers, the verdict and a note. If it raises
+        MissingValueError, the claim is not measured and shows the command.
+    """
+
+    def decorate(measure: Measurement) -> ClaimTest:
+        def test(records: RecordSet) -> Claim:
+            try:
+                return Claim(text, printed, *measure(records))
+            except MissingValueError:
+                return Claim(text, printed, MISSING, Verdict.NOT_MEASURED, "Run", command)
+
+        return test
+
+    return decorate
+
+
+ClaimTest = Callable[[RecordSet], Claim]
+
+
+def compare(*pairs: tuple[float | None, float]) -> Verdict:
     """Compare (printed, measured) numbers on the paper's own data at the printed precision."""
-    for printed, measured in pairs:
-        if printed is None or measured is None:
-            return Verdict.NOT_MEASURED
-        if abs(measured - printed) > TOLERANCE:
-            return Verdict.NOT_AS_CLAIMED
-    return Verdict.REPRODUCED
+    equal = [p is not None and abs(measured - p) <= TOLERANCE for p, measured in pairs]
+    return Verdict.REPRODUCED if all(equal) else Verdict.NOT_AS_CLAIMED
 
 
 def direction(holds: bool) -> Verdict:
     """Return the verdict on a claim that is tested on other data or in another model."""
     return Verdict.AGREES if holds else Verdict.DIFFERS
-
-
-def not_measured(claim: str, printed: str, experiment: str, **settings: str) -> Claim:
-    """Return a claim whose record is missing, with the command that makes the record."""
-    command = command_for(experiment, settings)
-    return Claim(claim, printed, MISSING, Verdict.NOT_MEASURED, "Run", command)

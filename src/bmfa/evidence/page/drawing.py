@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,12 +20,69 @@ if TYPE_CHECKING:
 Array = NDArray[np.float64]
 Box = tuple[int, int, int, int]  # top, left, bottom, right in tokens
 
-COLOUR_LEVELS = 16  # few levels keep the SVG small
 LIGHT_LINE, DARK_LINE = "#ffffff", "#000000"
 TITLE_INDENT = 40.0  # pixels that a panel's title starts to the left of its axes
 LABEL_DISTANCE = 15.0  # pixels between the baselines of two labels
 LEGEND_ROW = 20.0  # pixels
 MAX_NAME_LENGTH = 21  # characters of a method's name in a figure
+
+
+@dataclass(frozen=True)
+class Margins:
+    """Space around the axes of a panel for its title, ticks and labels, in CSS pixels."""
+
+    left: float = 44
+    right: float = 14
+    top: float = 50
+    bottom: float = 40
+
+
+MARGINS = Margins()
+
+
+def panel_grid(
+    count: int,
+    columns: int,
+    *,
+    narrow: bool,
+    height: float,
+    margins: Margins = MARGINS,
+    legend: Sequence[str] | Mapping[str, str] = (),
+    legend_columns: int = 4,
+) -> tuple[Canvas, list["Axes"]]:
+    """Return a canvas with rows of equal axes and a legend.
+
+    Args:
+        count: number of axes.
+        columns: axes in a row on a wide screen; a narrow screen has one.
+        narrow: True for a narrow screen.
+        height: height of each axes in CSS pixels.
+        margins: space around each axes.
+        legend: methods in the legend under the panels, or their titles by method.
+        legend_columns: columns of the legend on a wide screen; a narrow screen has half of them.
+    """
+    width, columns = (style.NARROW, 1) if narrow else (style.WIDE, columns)
+    cell_width, cell_height = width / columns, margins.top + height + margins.bottom
+    legend_columns = legend_columns // 2 if narrow else legend_columns
+    legend_rows = -(-len(legend) // legend_columns)
+    bottom = legend_rows * LEGEND_ROW + 12 if legend else 0
+    canvas = Canvas(width, -(-count // columns) * cell_height + bottom)
+    axes = [
+        canvas.add_axes(
+            index % columns * cell_width + margins.left,
+            index // columns * cell_height + margins.top,
+            cell_width - margins.left - margins.right,
+            height,
+        )
+        for index in range(count)
+    ]
+    for index, name in enumerate(legend):
+        x = 4 + index // legend_rows * width / legend_columns
+        y = canvas.height - bottom + 16 + index % legend_rows * LEGEND_ROW
+        text = legend[name] if isinstance(legend, Mapping) else _shorten(name)
+        canvas.add_line([x + 6], [y], linestyle="none", **style.method_style(name).filled_marker)
+        canvas.add_text(x + 20, y + 4, text, fontsize=style.SMALL)
+    return canvas, axes
 
 
 def add_labels(canvas: Canvas, axes: "Axes", title: str, y_label: str, x_label: str = "") -> None:
@@ -151,55 +209,17 @@ def label_line_ends(canvas: Canvas, axes: "Axes", ends: Mapping[str, float]) -> 
         canvas.add_text(right + reach, y + 4, text, fontsize=style.SMALL, color=colour)
 
 
-def legend_height(count: int, columns: int) -> float:
-    """Return the height of a legend in pixels."""
-    return -(-count // columns) * LEGEND_ROW + 12
-
-
-def draw_legend(
-    canvas: Canvas, names: Sequence[str], columns: int, titles: Mapping[str, str] | None = None
-) -> None:
-    """Draw the marker and the name of every method at the bottom of the canvas."""
-    rows = -(-len(names) // columns)
-    top = canvas.height - legend_height(len(names), columns) + 8
-    for index, name in enumerate(names):
-        x = 4 + index // rows * canvas.width / columns
-        y = top + index % rows * LEGEND_ROW + 8
-        canvas.add_line([x + 6], [y], linestyle="none", **style.method_style(name).filled_marker)
-        text = (titles or {}).get(name) or _shorten(name)
-        canvas.add_text(x + 20, y + 4, text, fontsize=style.SMALL)
-
-
 def _shorten(name: str) -> str:
     return name if len(name) <= MAX_NAME_LENGTH else f"{name[: MAX_NAME_LENGTH - 1]}…"
 
 
 def draw_heatmap(axes: "Axes", values: Array, low: float, high: float) -> None:
-    """Draw (H, W) values as colours; each colour level is one path of thick horizontal lines."""
+    """Draw (H, W) values as colours from `low` to `high`."""
     height, width = values.shape
-    share = (values - low) / ((high - low) or 1.0)
-    levels = np.clip((share * (COLOUR_LEVELS - 1)).round(), 0, COLOUR_LEVELS - 1).astype(int)
-    colours = load_package("matplotlib").colormaps["cividis"].resampled(COLOUR_LEVELS)
-    axes.set(xlim=(0, width), ylim=(height, 0))
+    extent = (0, width, height, 0)
+    axes.imshow(values, "cividis", vmin=low, vmax=high, interpolation="none", extent=extent)
+    axes.set_aspect("auto")
     axes.set_axis_off()
-    # The most frequent level fills the background, which leaves no seams between the lines.
-    background = np.bincount(levels.ravel()).argmax()
-    everything = np.array([[0.0, 0.0, height, width]])
-    _add_boxes(axes, everything, facecolor=colours(background), linewidth=0, antialiased=False)
-    path = load_package("matplotlib.path").Path
-    for level in np.unique(levels[levels != background]):
-        row, start, end = _runs(levels == level).T
-        ends = np.stack((start, row, end, row), -1).reshape(-1, 2)  # (2 * runs, x and y)
-        line = path(ends, [path.MOVETO, path.LINETO] * len(row))
-        patch = load_package("matplotlib.patches").PathPatch(
-            line,
-            fill=False,
-            capstyle="butt",
-            antialiased=False,
-            edgecolor=colours(level),
-            linewidth=axes.get_window_extent().height / height,
-        )
-        axes.add_artist(patch)
 
 
 def draw_leaves(axes: "Axes", boxes: Sequence[Box], dark_lines: NDArray[np.bool_]) -> None:
@@ -221,20 +241,11 @@ def outline_boxes(
 
 def draw_overlay(axes: "Axes", opacity: Array, colour: str) -> None:
     """Cover the tokens of a photograph with a colour of (H, W) opacities from 0 to 1."""
-    levels = np.clip((opacity * COLOUR_LEVELS).round(), 0, COLOUR_LEVELS).astype(int)
-    for level in np.unique(levels[levels > 0]):
-        row, start, end = _runs(levels == level).T
-        boxes = np.stack((row - 0.5, start, row + 0.5, end), -1)
-        alpha = float(level) / COLOUR_LEVELS
-        _add_boxes(axes, boxes, facecolor=colour, alpha=alpha, linewidth=0, antialiased=False)
-
-
-def _runs(mask: NDArray[np.bool_]) -> Array:
-    """Return (n, 3): the middle of the row, the start and the end of every horizontal run."""
-    change = np.diff(np.pad(mask, ((0, 0), (1, 1))).astype(int), axis=1)
-    rows, starts = np.nonzero(change == 1)
-    ends = np.nonzero(change == -1)[1]
-    return np.stack((rows + 0.5, starts, ends), -1)
+    height, width = opacity.shape
+    pixels = np.empty((height, width, 4))
+    pixels[..., :3] = load_package("matplotlib.colors").to_rgb(colour)
+    pixels[..., 3] = opacity
+    axes.imshow(pixels, interpolation="none", extent=(0, width, height, 0), aspect="auto")
 
 
 def _add_boxes(axes: "Axes", boxes: Array, **options: Any) -> None:

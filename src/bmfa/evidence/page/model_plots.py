@@ -5,15 +5,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from bmfa.evidence.page import paper, style
-from bmfa.evidence.page.canvas import Canvas, panel_grid
-from bmfa.evidence.page.drawing import (
-    add_labels,
-    draw_legend,
-    draw_line,
-    draw_point,
-    legend_height,
-    set_ticks,
-)
+from bmfa.evidence.page.canvas import Canvas
+from bmfa.evidence.page.drawing import add_labels, draw_line, draw_point, panel_grid, set_ticks
 from bmfa.evidence.page.model_runs import ModelRun
 from bmfa.evidence.page.record_set import get_number, points
 from bmfa.records import Row
@@ -65,14 +58,8 @@ def plot_against_leaf_ratio(
     """Plot measures against the leaf ratio: a row of panels per measure, a column per source."""
     names = list(dict.fromkeys(name for source in data for name in source.run.families()))
     names += [paper.NAME] if any(source.printed for source in data) else []
-    columns = 2 if narrow else 4
-    canvas, panels = panel_grid(
-        len(data) * len(measures),
-        len(data),
-        narrow=narrow,
-        height=200,
-        bottom=legend_height(len(names), columns),
-    )
+    count = len(data) * len(measures)
+    canvas, panels = panel_grid(count, len(data), narrow=narrow, height=200, legend=names)
     pairs = [(measure, source) for measure in measures for source in data]
     for axes, ((column, y_label), source) in zip(panels, pairs, strict=True):
         axes.set(xscale="log", xlim=(0.35, 140))
@@ -85,7 +72,6 @@ def plot_against_leaf_ratio(
             draw_point(axes, paper.NAME, get_number(row, "leaf_percent"), get_number(row, column))
         draw_families(axes, source.run, "leaf_percent", column)
         add_labels(canvas, axes, source.title, y_label, "leaf ratio, % of tokens, logarithmic")
-    draw_legend(canvas, names, columns)
     return canvas
 
 

@@ -4,11 +4,18 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import PurePath
 
-from bmfa.evidence.page.record_set import RecordSet, get_number, get_text, unique
+from bmfa.evidence.methods import FULL, family, is_kind
+from bmfa.evidence.page.record_set import (
+    MissingValueError,
+    RecordSet,
+    get_number,
+    get_text,
+    need_number,
+    unique,
+)
 from bmfa.records import Row
 
 EMBEDDED = "embedded"
-FULL = "full"
 MAIN_LAYERS = "last-4"
 # Two methods with an output KL below this cannot be told apart: both leave the output unchanged.
 NEGLIGIBLE_KL = 1e-4
@@ -20,10 +27,6 @@ TITLES = {
 }
 # Number of layers by title: last-K with K at least this number means all layers.
 DEPTHS = {"Embedded model": 8, "DeiT-Tiny": 12}
-REDUCTIONS = (
-    *("tome", "pitome", "tofu", "diffrate", "crossget", "dct", "evit"),
-    *("random-pool", "fixed-pool", "free-energy"),
-)
 
 
 @dataclass(frozen=True)
@@ -80,31 +83,30 @@ class ModelRun:
         """Return the row of a method, or an empty row."""
         return next((row for row in self.rows if get_text(row, "method") == method), {})
 
-    def value(self, method: str, column: str) -> float | None:
-        """Return one number of a method, or None."""
-        return get_number(self.row(method), column)
+    def value(self, method: str, column: str) -> float:
+        """Return one number of a method; raise MissingValueError if it was not measured."""
+        return need_number(self.row(method), column)
+
+    def values(self, method: str, *columns: str) -> list[float]:
+        """Return several numbers of a method; raise MissingValueError if one was not measured."""
+        return [self.value(method, column) for column in columns]
 
     def family(self, name: str) -> list[Row]:
         """Return the rows of a method at all its parameters."""
-        return [row for row in self.rows if family(row) == name]
+        return [row for row in self.rows if family(get_text(row, "method")) == name]
 
     def families(self) -> list[str]:
         """Return the methods without their parameters."""
-        return list(dict.fromkeys(family(row) for row in self.rows))
+        return list(dict.fromkeys(family(get_text(row, "method")) for row in self.rows))
 
     def filter(self, condition: Callable[[Row], bool]) -> "ModelRun":
         """Return the same run with some of its rows."""
         return replace(self, rows=[row for row in self.rows if condition(row)])
 
 
-def family(row: Row) -> str:
-    """Return the method of a row without its parameter."""
-    return get_text(row, "method").partition(":")[0]
-
-
 def is_reduction(row: Row) -> bool:
     """Return True if the method merges or drops tokens instead of screening attention."""
-    return family(row) in REDUCTIONS
+    return is_kind(get_text(row, "method"), "reduction")
 
 
 def closed_loop_runs(records: RecordSet) -> list[ModelRun]:
@@ -165,9 +167,11 @@ def select_layer_records(records: RecordSet, several: bool) -> RecordSet:
     return RecordSet(chosen or closed_loop)
 
 
-def papers_model_first(runs: Sequence[ModelRun]) -> ModelRun | None:
-    """Return the run that the paper's claims are judged by: that of its own model, if there is one."""
-    return next((run for run in runs if run.is_papers_model), next(iter(runs), None))
+def judged_run(runs: Sequence[ModelRun]) -> ModelRun:
+    """Return the run of the paper's own model, else the first; raise MissingValueError without a run."""
+    if not runs:
+        raise MissingValueError("model")
+    return next((run for run in runs if run.is_papers_model), runs[0])
 
 
 def _rows_by_model(records: RecordSet, experiment: str) -> dict[str, list[Row]]:

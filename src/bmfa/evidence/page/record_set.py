@@ -2,10 +2,13 @@
 
 import math
 import re
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, TypeVar
 
 from bmfa.records import Record, Row
+
+Candidate = TypeVar("Candidate")
 
 # Control characters and lone surrogates, which XML cannot hold.
 UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f\ud800-\udfff\ufffe\uffff]")
@@ -30,6 +33,10 @@ COMMANDS: Mapping[str, str] = {
     "picture": "bmfa screen embedded:3 --json picture.json",
 }
 MAX_LAYER_OPTIONS = 4  # more --layers options than this are not printed as a command
+
+
+class MissingValueError(LookupError):
+    """No record holds a number that a sentence or a claim needs."""
 
 
 class RecordSet:
@@ -75,10 +82,10 @@ class RecordSet:
             )
         return rows
 
-    def value(self, experiment: str, column: str, **values: Any) -> float | None:
-        """Return one number of the last row that has these values, or None."""
+    def value(self, experiment: str, column: str, **values: Any) -> float:
+        """Return a number of the last row that has these values, or raise MissingValueError."""
         rows = self.rows(experiment, **values)
-        return get_number(rows[-1], column) if rows else None
+        return need_number(rows[-1] if rows else {}, column)
 
     def setting(self, experiment: str, name: str, default: Any = None) -> Any:
         """Return a setting of the last record of an experiment."""
@@ -103,9 +110,8 @@ def _recorded_command(record: Record) -> str | None:
     return None if command is None or str(command).startswith("bmfa report") else str(command)
 
 
-def command_for(experiment: str, settings: Mapping[str, Any] | None = None) -> str:
+def command_for(experiment: str, settings: Mapping[str, Any] = MappingProxyType({})) -> str:
     """Return the command that makes a record of an experiment with these settings."""
-    settings = settings or {}
     if experiment in ("closed-loop", "evaluate"):
         return _model_command(experiment, settings)
     if experiment != "probe":
@@ -133,6 +139,22 @@ def get_number(row: Row, column: str) -> float | None:
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         return None
     return float(value)
+
+
+def need_number(row: Row, column: str) -> float:
+    """Return a finite number of a row; raise MissingValueError without one."""
+    value = get_number(row, column)
+    if value is None:
+        raise MissingValueError(column)
+    return value
+
+
+def require_any(candidates: Iterable[Candidate]) -> list[Candidate]:
+    """Return candidates as a list; raise MissingValueError if there are none."""
+    found = list(candidates)
+    if not found:
+        raise MissingValueError
+    return found
 
 
 def get_text(row: Row, column: str) -> str:

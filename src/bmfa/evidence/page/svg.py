@@ -18,7 +18,6 @@ HREF = "{http://www.w3.org/1999/xlink}href"
 NUMBER = re.compile(r"-?\d+\.\d+")
 ID_REFERENCE = re.compile(r"url\(#([^)]+)\)")
 NO_ROTATION = re.compile(r"rotate\(-?0 [^)]*\)")
-PATH_COMMAND = re.compile(r"([MLCQz])([^MLCQz]*)")
 VARIABLES = {c.light: f"var(--{c.name}, {c.light})" for c in style.COLOURS}
 MARGIN = 16  # CSS pixels around a figure that is a file of its own
 
@@ -50,12 +49,13 @@ def clean_svg(
     """
     root = ElementTree.fromstring(raw)
     for element in root.iter():
-        _restore_image(element, images)
-        _use_variables(element)
-        _round_numbers(element)
+        if element.tag == f"{SVG}image":
+            _restore_image(element, images)
+        else:
+            _use_variables(element)
+            _round_numbers(element)
     _remove_metadata(root)
     _rename_ids(root, name)
-    _unwrap_groups(root)
     _share_styles(root, name)
     for side in ("width", "height"):
         root.set(side, root.get(side, "").removesuffix("pt"))
@@ -72,8 +72,9 @@ def clean_svg(
 
 
 def _restore_image(element: Element, images: Mapping[str, Image]) -> None:
+    """Replace the pixels that matplotlib wrote by the original photograph."""
     image = images.get(element.get("id", ""))
-    if image is None or element.tag != f"{SVG}image":
+    if image is None:
         return
     element.attrib.clear()
     box = {"x": image.left, "y": image.top, "width": image.side, "height": image.side}
@@ -99,8 +100,6 @@ def _round_numbers(element: Element) -> None:
     for key in ("x", "y", "width", "height", "transform", "d"):
         if key in element.attrib:
             element.set(key, NUMBER.sub(_round, element.attrib[key]))
-    if "d" in element.attrib:
-        element.set("d", _shorten_path(element.attrib["d"]))
     if NO_ROTATION.fullmatch(element.get("transform", "")):
         del element.attrib["transform"]
 
@@ -110,25 +109,9 @@ def _round(match: re.Match[str]) -> str:
     return "0" if short == "-0" else short
 
 
-def _shorten_path(path: str) -> str:
-    """Use H and V for horizontal and vertical lines, and leave out repeated commands."""
-    parts: list[str] = []
-    last_command, last_point = "", ["", ""]
-    for match in PATH_COMMAND.finditer(path):
-        command, numbers = match[1], match[2].split()
-        point = numbers[-2:] or last_point
-        if command == "L" and point[1] == last_point[1]:
-            command, numbers = "H", point[:1]
-        elif command == "L" and point[0] == last_point[0]:
-            command, numbers = "V", point[1:]
-        repeated = command == last_command and command in "LHV"
-        parts.append((" " if repeated else command) + " ".join(numbers))
-        last_command, last_point = command, point
-    return "".join(parts)
-
-
 def _remove_metadata(root: Element) -> None:
     for parent in list(root.iter()):
+        parent.tail = None  # white space between elements
         for child in list(parent):
             if child.tag in (f"{SVG}style", f"{SVG}metadata"):
                 parent.remove(child)
@@ -149,22 +132,6 @@ def _rename_ids(root: Element, name: str) -> None:
                 element.set(key, f"#{new_ids[value[1:]]}")
             elif "url(#" in value:
                 element.set(key, ID_REFERENCE.sub(lambda m: f"url(#{new_ids[m[1]]})", value))
-
-
-def _unwrap_groups(parent: Element) -> None:
-    """Replace groups without attributes by their children, and remove white space."""
-    children: list[Element] = []
-    for child in parent:
-        _unwrap_groups(child)
-        if child.tag == f"{SVG}g" and not child.attrib:
-            children.extend(child)
-        elif len(child) or child.tag != f"{SVG}defs":
-            children.append(child)
-    for child in children:
-        child.tail = None
-    if children or parent.tag != f"{SVG}text":
-        parent.text = parent.text if (parent.text or "").strip() else None
-    parent[:] = children
 
 
 def _share_styles(root: Element, name: str) -> None:

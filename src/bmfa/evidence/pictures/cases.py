@@ -14,8 +14,7 @@ from bmfa import energy
 from bmfa.checks import check_integer
 from bmfa.data import ProbeBlock, ProbeSettings, Tally
 from bmfa.data.instances import InstanceSource
-from bmfa.data.probe_stream import Progress, probe_blocks
-from bmfa.data.probes import Mode
+from bmfa.data.probes import Mode, Progress, probe_blocks
 from bmfa.evidence.pictures.thumbnails import jpeg_uri
 from bmfa.evidence.probes.run import PROTOCOL, TAU, check_probe, check_used, describe, scores_of
 from bmfa.grid import Grid

@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 
 from bmfa.checks import check_integer
-from bmfa.data.drawn.embedded import FIGURE_SIZE, FigurePicture, figure_picture
-from bmfa.data.drawn.figures import CLASSES
-from bmfa.data.imagenet import LabelledPicture
+from bmfa.data.classification import LabelledPicture
+from bmfa.data.drawn.glyphs import GLYPH_CLASSES, GLYPH_PICTURE_SIZE, GlyphPicture, draw_glyph
 from bmfa.evidence.pictures import picture
 from bmfa.models import LoadedModel, patch, unpatch
 from bmfa.records import Record
@@ -33,11 +32,11 @@ def run(
 ) -> Record:
     """Choose four among the first `count` pictures, and show the trees of several rules on them."""
     check_integer("count", count, low=4)
-    drawn = [figure_picture(seed, index) for index in range(count)]
+    drawn = [draw_glyph(seed, index) for index in range(count)]
     moved = _moved(model, drawn, layers, batch_size, device)
     chosen = _choose(drawn, moved)
     shown = [
-        LabelledPicture(f"{title}: {CLASSES[drawn[place].label]}", drawn[place].pixels, label)
+        LabelledPicture(f"{title}: {GLYPH_CLASSES[drawn[place].label]}", drawn[place].pixels, label)
         for title, place in chosen.items()
         for label in [drawn[place].label]
     ]
@@ -54,7 +53,7 @@ def run(
     return replace(record, settings={**record.settings, **told, "command": "bmfa report"})
 
 
-def _choose(drawn: list[FigurePicture], moved: Tensor) -> dict[str, int]:
+def _choose(drawn: list[GlyphPicture], moved: Tensor) -> dict[str, int]:
     """The place of each case, none twice."""
     wanted: dict[str, Callable[[int], float]] = {
         "Failure": lambda place: float(moved[place]),
@@ -70,7 +69,7 @@ def _choose(drawn: list[FigurePicture], moved: Tensor) -> dict[str, int]:
 
 
 def _moved(
-    model: LoadedModel, drawn: list[FigurePicture], layers: str, batch_size: int, device: str
+    model: LoadedModel, drawn: list[GlyphPicture], layers: str, batch_size: int, device: str
 ) -> Tensor:
     """(count,) how far the failing rule moves the output of every picture."""
     unpatch(model.model).to(device)
@@ -89,13 +88,13 @@ def _moved(
     return torch.cat(parts)
 
 
-def _off_centre(one: FigurePicture) -> float:
+def _off_centre(one: GlyphPicture) -> float:
     """The distance of the figure's middle from the picture's."""
-    middle = np.argwhere(one.mask).mean(0) - (FIGURE_SIZE - 1) / 2
+    middle = np.argwhere(one.mask).mean(0) - (GLYPH_PICTURE_SIZE - 1) / 2
     return float(np.hypot(*middle))
 
 
-def _clutter(one: FigurePicture) -> float:
+def _clutter(one: GlyphPicture) -> float:
     """The mean step between neighbouring pixels that are not of the figure."""
     luma = one.pixels.astype(np.float64).mean(-1)
     steps = np.abs(np.diff(luma, axis=1))[~one.mask[:, 1:]]

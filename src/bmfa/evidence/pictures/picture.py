@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from bmfa.data.imagenet import LabelledPicture
+from bmfa.data.classification import LabelledPicture
 from bmfa.energy import gap
 from bmfa.evidence.model_methods import Layers
 from bmfa.evidence.pictures.thumbnails import jpeg_uri

@@ -13,9 +13,16 @@ from bmfa.evidence.page.blocks import (
     illustrate,
     paragraph,
 )
-from bmfa.evidence.page.claims import Claim, Verdict, direction, not_measured
+from bmfa.evidence.page.claims import ClaimTest, Verdict, claim, direction
 from bmfa.evidence.page.formats import format_number, format_numbers, format_percent
-from bmfa.evidence.page.record_set import RecordSet, get_number, get_text, unique
+from bmfa.evidence.page.record_set import (
+    RecordSet,
+    command_for,
+    get_number,
+    get_text,
+    require_any,
+    unique,
+)
 from bmfa.evidence.pictures.figures import motivation, pipeline
 from bmfa.evidence.probes import figures
 from bmfa.records import Row
@@ -160,24 +167,12 @@ def _group_table(title: str, rows: list[Row]) -> list[Block]:
     return [Table(f"{title}, by group", columns, body, f"{title}, by {', '.join(groups)}")]
 
 
-def _claims(records: RecordSet) -> list[Claim]:
-    return [
-        _mean_gap(records, "coco"),
-        _mean_gap(records, "lvis"),
-        _same_order(records),
-        _p95_gap(records),
-        _mask_only(records),
-        _smallest_p95_gap(records),
-    ]
-
-
 def _values(
-    records: RecordSet, dataset: str, method: str, mode: str = "image-edge"
-) -> list[float | None]:
-    """Mean gap, P95 gap, leaf ratio, instances and share of unsplit instances of a method."""
+    records: RecordSet, dataset: str, method: str, *columns: str, mode: str = "image-edge"
+) -> list[float]:
     return [
         records.value("probe", column, dataset=dataset, mode=mode, method=method, group="all")
-        for column in ("mean_gap", "p95_gap", "leaf_percent", "instances", "unsplit_percent")
+        for column in columns
     ]
 
 
@@ -187,99 +182,112 @@ def _best_dataset(records: RecordSet) -> str:
     return next((dataset for dataset in paper.DATASETS if dataset in probed), "coco")
 
 
-def _mean_gap(records: RecordSet, dataset: str) -> Claim:
-    claim = (
-        f"On {paper.dataset_title(dataset)} instances, Algorithm 1 reduces the mean gap of the mean"
-    )
-    points = paper.PROBES[dataset, "image-edge"]
-    before, after = points["sparge-mean"], points[paper.ALGORITHM_1]
+COCO, COCO_MASKS = paper.PROBES["coco", "image-edge"], paper.PROBES["coco", "mask-only"]
+BMFA, VARIANCE = paper.ALGORITHM_1, "mean-variance"
+ORDER = sorted(COCO, key=lambda method: COCO[method].mean_gap)
+
+
+def _mean_gap(dataset: str) -> ClaimTest:
+    """The claim on the mean gap of one data set of the paper."""
 
     def words(mean: float, gap: float, leaf: float | None) -> str:
         return f"{format_number(mean)} to {format_number(gap)} at {format_percent(leaf)}"
 
-    printed = words(before.mean_gap, after.mean_gap, after.leaf_percent)
-    mean = _values(records, dataset, "sparge-mean")[0]
-    gap, _, leaf, instances, _ = _values(records, dataset, paper.ALGORITHM_1)
-    if mean is None or gap is None:
-        return not_measured(claim, printed, "probe", dataset=dataset)
-    note = (
-        f"{format_number(instances, 0)} of {paper.INSTANCES[dataset]:,} instances. The scores come "
-        "from our fit to the paper's table, so agreement with it is not independent evidence."
+    mean, bmfa = (paper.PROBES[dataset, "image-edge"][method] for method in ("sparge-mean", BMFA))
+
+    @claim(
+        f"On {paper.dataset_title(dataset)} instances, Algorithm 1 reduces the mean gap of the mean",
+        words(mean.mean_gap, bmfa.mean_gap, bmfa.leaf_percent),
+        command_for("probe", {"dataset": dataset}),
     )
-    return Claim(claim, printed, words(mean, gap, leaf), direction(gap < mean), note)
-
-
-def _same_order(records: RecordSet) -> Claim:
-    claim = "The methods have the same order on other data: by mean gap, on the embedded pictures"
-    points = paper.PROBES["coco", "image-edge"]
-    order = sorted(points, key=lambda method: points[method].mean_gap)
-    gaps = {m: g for m in order if (g := _values(records, "embedded", m)[0]) is not None}
-    if len(gaps) < len(order):
-        return not_measured(claim, "the order of its table", "probe", dataset="embedded")
-    same = sorted(gaps, key=lambda method: gaps[method]) == order
-    ours = "the same order" if same else "another order"
-    change = f"{format_number(gaps['sparge-mean'])} to {format_number(gaps[paper.ALGORITHM_1])}"
-    note = f"{change}, on pictures that this library generates."
-    return Claim(claim, "the order of its table", ours, direction(same), note)
-
-
-def _p95_gap(records: RecordSet) -> Claim:
-    claim = "The P95 gap of Algorithm 1 is larger than that of a variance correction"
-    points = paper.PROBES["coco", "image-edge"]
-    methods = (paper.ALGORITHM_1, "mean-variance")
-    printed = " against ".join(format_number(points[method].p95_gap) for method in methods)
-    dataset = _best_dataset(records)
-    ours, correction = (_values(records, dataset, method)[1] for method in methods)
-    unsplit = _values(records, dataset, paper.ALGORITHM_1)[4]
-    if ours is None or correction is None:
-        return not_measured(claim, f"{printed} (COCO)", "probe")
-    note = ""
-    if unsplit is not None and unsplit > BEYOND_P95:
-        note = (
-            f"The cause is the {format_percent(unsplit, 1)} of instances whose root is not split."
+    def measure(records: RecordSet) -> tuple[str, Verdict, str]:
+        (mean,) = _values(records, dataset, "sparge-mean", "mean_gap")
+        gap, leaf, instances = _values(
+            records, dataset, BMFA, "mean_gap", "leaf_percent", "instances"
         )
+        note = (
+            f"{format_number(instances, 0)} of {paper.INSTANCES[dataset]:,} instances. The scores come "
+            "from our fit to the paper's table, so agreement with it is not independent evidence."
+        )
+        return words(mean, gap, leaf), direction(gap < mean), note
+
+    return measure
+
+
+@claim(
+    "The methods have the same order on other data: by mean gap, on the embedded pictures",
+    "the order of its table",
+    command_for("probe", {"dataset": "embedded"}),
+)
+def _same_order(records: RecordSet) -> tuple[str, Verdict, str]:
+    gaps = {method: _values(records, "embedded", method, "mean_gap")[0] for method in ORDER}
+    same = sorted(gaps, key=lambda method: gaps[method]) == ORDER
+    change = f"{format_number(gaps['sparge-mean'])} to {format_number(gaps[BMFA])}"
+    note = f"{change}, on pictures that this library generates."
+    return "the same order" if same else "another order", direction(same), note
+
+
+@claim(
+    "The P95 gap of Algorithm 1 is larger than that of a variance correction",
+    f"{format_number(COCO[BMFA].p95_gap)} against {format_number(COCO[VARIANCE].p95_gap)} (COCO)",
+    command_for("probe"),
+)
+def _p95_gap(records: RecordSet) -> tuple[str, Verdict, str]:
+    dataset = _best_dataset(records)
+    ours, unsplit = _values(records, dataset, BMFA, "p95_gap", "unsplit_percent")
+    (correction,) = _values(records, dataset, VARIANCE, "p95_gap")
+    note = f"The cause is the {format_percent(unsplit, 1)} of instances whose root is not split."
     shown = f"{format_number(ours)} against {format_number(correction)}"
-    title = paper.dataset_title(dataset)
-    verdict = direction(ours > correction)
-    return Claim(claim, f"{printed} (COCO)", f"{shown} ({title})", verdict, note)
+    shown += f" ({paper.dataset_title(dataset)})"
+    return shown, direction(ours > correction), note if unsplit > BEYOND_P95 else ""
 
 
-def _mask_only(records: RecordSet) -> Claim:
-    claim = "Without image edges Algorithm 1 still leads in the mean gap, but not in the P95 gap"
-    points = paper.PROBES["coco", "mask-only"]
-    pair = points[paper.ALGORITHM_1], points["mean-variance"]
-    printed = " against ".join(format_numbers(point.mean_gap, point.p95_gap) for point in pair)
-    mean, p95, _, instances, _ = _values(records, "coco", paper.ALGORITHM_1, "mask-only")
-    other_mean, other_p95, *_ = _values(records, "coco", "mean-variance", "mask-only")
-    if mean is None or other_mean is None or instances is None:
-        return not_measured(claim, printed, "probe", mode="mask-only")
-    holds = mean < other_mean and (p95 or 0.0) > (other_p95 or 0.0)
+@claim(
+    "Without image edges Algorithm 1 still leads in the mean gap, but not in the P95 gap",
+    " against ".join(
+        format_numbers(COCO_MASKS[method].mean_gap, COCO_MASKS[method].p95_gap)
+        for method in (BMFA, VARIANCE)
+    ),
+    command_for("probe", {"mode": "mask-only"}),
+)
+def _mask_only(records: RecordSet) -> tuple[str, Verdict, str]:
+    columns = ("mean_gap", "p95_gap", "instances")
+    mean, p95, instances = _values(records, "coco", BMFA, *columns, mode="mask-only")
+    other_mean, other_p95, _ = _values(records, "coco", VARIANCE, *columns, mode="mask-only")
     note = f"On {instances:,.0f} of {paper.INSTANCES['coco']:,} instances, scores from our fit"
     if mean > other_mean:
         note += "; the variance correction leads in the mean gap as well"
-    ours = f"{format_numbers(mean, p95)} against {format_numbers(other_mean, other_p95)}"
-    return Claim(claim, printed, ours, direction(holds), f"{note}.")
+    shown = f"{format_numbers(mean, p95)} against {format_numbers(other_mean, other_p95)}"
+    return shown, direction(mean < other_mean and p95 > other_p95), f"{note}."
 
 
-def _smallest_p95_gap(records: RecordSet) -> Claim:
-    claim = "The smallest P95 gap of a summary without annotations"
-    best = paper.PROBES["coco", "image-edge"]["mean-variance"].p95_gap
-    printed = f"{format_number(best)} (mean-variance, COCO)"
+@claim(
+    "The smallest P95 gap of a summary without annotations",
+    f"{format_number(COCO[VARIANCE].p95_gap)} (mean-variance, COCO)",
+    command_for("probe"),
+)
+def _smallest_p95_gap(records: RecordSet) -> tuple[str, Verdict, str]:
     dataset = _best_dataset(records)
     rows = records.rows("probe", dataset=dataset, mode="image-edge", group="all")
-    optimal: Row = next((r for r in rows if str(r.get("method")).startswith("optimal:")), {})
-    p95, leaf = get_number(optimal, "p95_gap"), get_number(optimal, "leaf_percent")
-    correction = _values(records, dataset, "mean-variance")[1]
-    if p95 is None or correction is None:
-        return not_measured(claim, printed, "probe")
-    leaves = _values(records, dataset, paper.ALGORITHM_1)[2]
+    methods = require_any(m for m in unique(rows, "method") if m.startswith("optimal:"))
+    p95, leaf = _values(records, dataset, methods[0], "p95_gap", "leaf_percent")
+    (correction,) = _values(records, dataset, VARIANCE, "p95_gap")
+    (leaves,) = _values(records, dataset, BMFA, "leaf_percent")
     note = (
-        f"mean-variance has {format_number(correction)} there, with one leaf. {optimal['method']} "
-        f"reads exact scores; Algorithm 1 has {format_percent(leaves)} leaves."
+        f"mean-variance has {format_number(correction)} there, with one leaf. {methods[0]} reads exact "
+        f"scores; Algorithm 1 has {format_percent(leaves)} leaves."
     )
-    ours = f"{format_number(p95)} at {format_percent(leaf)} ({paper.dataset_title(dataset)})"
-    verdict = Verdict.AHEAD if p95 < correction else Verdict.DIFFERS
-    return Claim(claim, printed, ours, verdict, note)
+    shown = f"{format_number(p95)} at {format_percent(leaf)} ({paper.dataset_title(dataset)})"
+    return shown, Verdict.AHEAD if p95 < correction else Verdict.DIFFERS, note
 
 
-PROBES = Chapter("probes", "Instance probes", "probe", _content, _claims)
+PROBES = Chapter(
+    "probes",
+    "Instance probes",
+    "probe",
+    _content,
+    (
+        *(_mean_gap("coco"), _mean_gap("lvis"), _same_order),
+        *(_p95_gap, _mask_only, _smallest_p95_gap),
+    ),
+)

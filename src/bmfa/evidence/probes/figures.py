@@ -5,14 +5,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from bmfa.evidence.page import paper, style
-from bmfa.evidence.page.canvas import Canvas, Margins, figure, panel_grid
+from bmfa.evidence.page.canvas import Canvas, figure
 from bmfa.evidence.page.drawing import (
+    Margins,
     add_labels,
-    draw_legend,
     draw_method_lines,
     draw_point,
     label_line_ends,
-    legend_height,
+    panel_grid,
     set_ticks,
     value_range,
 )
@@ -83,21 +83,14 @@ def trade_off(records: RecordSet, narrow: bool) -> Canvas:
             f"make them with: {records.commands('synthetic')[0]}"
         )
     methods = list(dict.fromkeys(m for source in sources for m in unique(source.rows, "method")))
-    names, columns = [*methods, paper.NAME], 2 if narrow else 4
-    canvas, panels = panel_grid(
-        len(sources),
-        min(2, len(sources)),
-        narrow=narrow,
-        height=210,
-        bottom=legend_height(len(names), columns),
-    )
+    columns, legend = min(2, len(sources)), [*methods, paper.NAME]
+    canvas, panels = panel_grid(len(sources), columns, narrow=narrow, height=210, legend=legend)
     for source, axes in zip(sources, panels, strict=True):
         _draw_points(axes, source)
         count = f", {source.instances:,} instances" if source.instances else ""
         y_label = f"mean gap, logarithmic above {LINEAR_BELOW:g}"
         x_label = "leaf ratio, % of tokens, logarithmic"
         add_labels(canvas, axes, source.title + count, y_label, x_label)
-    draw_legend(canvas, names, columns)
     return canvas
 
 

@@ -16,9 +16,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bmfa.data import EmbeddedScenes, InstanceFiles, ProbeBlock, ProbeSettings, Tally
-from bmfa.data.files import FAULTS_OF_FILES, InstancePart
+from bmfa.data.coco import FILE_FAULTS, InstancePart
 from bmfa.data.instances import SIZES, InstanceSource
-from bmfa.data.probe_stream import Compute, Result, Spread
+from bmfa.data.probes import Compute, Result, Spread
 from bmfa.evidence.runner import processes as shards
 from bmfa.evidence.runner.resume import Part, digest, open_checkpoint
 
@@ -123,9 +123,7 @@ def _pack(array: NDArray[Any]) -> str:
 
 def _is_current(part: Part, listing: str) -> bool:
     """False if the files of a saved part have changed, or could not be read, so that it is redone."""
-    return part["listing"] == listing and not any(
-        part["faults"].get(one) for one in FAULTS_OF_FILES
-    )
+    return part["listing"] == listing and not any(part["faults"].get(one) for one in FILE_FAULTS)
 
 
 def _listing(part: InstanceSource) -> str:

@@ -12,8 +12,7 @@ from torch import Tensor
 
 from bmfa.data import MODES, EmbeddedScenes, InstanceFiles, ProbeBlock, ProbeSettings, Tally
 from bmfa.data.instances import SIZES, InstanceSource
-from bmfa.data.probe_stream import Progress, probe_blocks
-from bmfa.data.probes import Mode
+from bmfa.data.probes import Mode, Progress, probe_blocks
 from bmfa.evidence.methods import DEFAULT_METHODS, is_kind
 from bmfa.evidence.probes import parts as probe_parts
 from bmfa.evidence.score_methods import CHUNK, Estimate, check_method, estimate_all

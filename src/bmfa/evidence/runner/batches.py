@@ -1,28 +1,27 @@
 """Batches of pictures, read and preprocessed by worker processes ahead of the model."""
 
-import warnings
-from collections.abc import Generator, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Generator, Iterable, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import Dataset
 
 from bmfa.checks import check_integer
-from bmfa.data.imagenet import ClassPictures, LabelledPicture, Skipped
+from bmfa.data.classification import LabelledPicture, LabelledPictures, SkippedPictures
 from bmfa.data.pictures import PictureError, PicturesLostError
+from bmfa.data.workers import iterate, make_loader
 from bmfa.evidence.runner.processes import cores_per_process
 from bmfa.evidence.runner.resume import digest
 from bmfa.models import Preprocessing
 
 MAX_WORKERS = 16
 # Pictures that a worker reads at a time: a large batch is split between workers, and the shared
-# memory in use stays below workers * PREFETCH * READ_SIZE pictures.
+# memory in use stays below workers * PREFETCH * READ_SIZE pictures (PREFETCH of `bmfa.data.workers`).
 READ_SIZE = 32
-PREFETCH = 2
 
 
 class PictureSource(Protocol):
@@ -30,7 +29,7 @@ class PictureSource(Protocol):
 
     def __len__(self) -> int: ...
 
-    def read(self, index: int) -> LabelledPicture:
+    def __getitem__(self, index: int) -> LabelledPicture:
         """Return one picture; raise PictureError if it cannot be read."""
         ...
 
@@ -48,7 +47,7 @@ class PictureList:
     def __len__(self) -> int:
         return len(self.pictures)
 
-    def read(self, index: int) -> LabelledPicture:
+    def __getitem__(self, index: int) -> LabelledPicture:
         return self.pictures[index]
 
     def names(self) -> list[tuple[str, int | None]]:
@@ -124,7 +123,7 @@ class PictureBatches:
     ) -> None:
         self.size = check_integer("batch_size", size, low=1)
         self.source: PictureSource = (
-            pictures if hasattr(pictures, "read") else PictureList(list(pictures))  # type: ignore[assignment]
+            pictures if hasattr(pictures, "names") else PictureList(list(pictures))  # type: ignore[assignment]
         )
         self.workers = default_workers(self.source) if workers is None else workers
         check_integer("workers", self.workers, low=0)
@@ -154,7 +153,7 @@ class PictureBatches:
         Raises:
             ValueError: If no picture can be read.
         """
-        dataset, skipped = _PreprocessedPictures(self.source, self.preprocess), Skipped()
+        dataset, skipped = _PreprocessedPictures(self.source, self.preprocess), SkippedPictures()
         for index in range(len(dataset)):
             batch = self.checked(_collate([dataset[index]]))
             if len(batch):
@@ -180,36 +179,19 @@ class BatchReader:
     def __init__(self, batches: PictureBatches, numbers: Sequence[int], keep_workers: bool) -> None:
         self.batches = batches
         self.parts = [_split(batches.indices(number)) for number in numbers]
-        options: dict[str, Any] = {}
-        if batches.workers:
-            options = {"prefetch_factor": PREFETCH, "persistent_workers": keep_workers}
-        with _any_number_of_workers():
-            self.loader = DataLoader(
-                _PreprocessedPictures(batches.source, batches.preprocess),
-                batch_sampler=[indices for parts in self.parts for indices in parts],
-                num_workers=batches.workers,
-                collate_fn=_collate,
-                pin_memory=batches.pin_memory,
-                **options,
-            )
+        self.loader = make_loader(
+            _PreprocessedPictures(batches.source, batches.preprocess),
+            batches.workers,
+            batch_sampler=[indices for parts in self.parts for indices in parts],
+            collate_fn=_collate,
+            pin_memory=batches.pin_memory,
+            persistent_workers=keep_workers,
+        )
 
     def __iter__(self) -> Generator[Batch, None, None]:
-        with _any_number_of_workers():
-            read = iter(self.loader)
-        try:
+        with closing(iterate(self.loader)) as read:
             for parts in self.parts:
                 yield self.batches.checked(Batch.join(list(islice(read, len(parts)))))
-        finally:
-            # Ends the workers now; the garbage collector would wait seconds for each of them.
-            del read
-
-
-@contextmanager
-def _any_number_of_workers() -> Iterator[None]:
-    """Silence the warning about more workers than cores, which are the caller's choice."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "This DataLoader will create", UserWarning)
-        yield
 
 
 class _PreprocessedPictures(Dataset[tuple[int, Any, int | None]]):
@@ -223,7 +205,7 @@ class _PreprocessedPictures(Dataset[tuple[int, Any, int | None]]):
 
     def __getitem__(self, index: int) -> tuple[int, Tensor | Exception, int | None]:
         try:
-            picture = self.source.read(index)
+            picture = self.source[index]
         except (PictureError, PicturesLostError) as error:
             # Returned, not raised: DataLoader would put a traceback into the message.
             return index, error, None
@@ -248,10 +230,10 @@ def default_workers(source: PictureSource) -> int:
     """Return the number of worker processes: 0 for pictures that are drawn or in memory, or if this
     process has one core; otherwise one for each core, at most `MAX_WORKERS`."""
     cores = cores_per_process()
-    return min(MAX_WORKERS, cores) if isinstance(source, ClassPictures) and cores > 1 else 0
+    return min(MAX_WORKERS, cores) if isinstance(source, LabelledPictures) and cores > 1 else 0
 
 
-def no_pictures_error(skipped: Skipped) -> ValueError:
+def no_pictures_error(skipped: SkippedPictures) -> ValueError:
     """Return the error of a run that could not read any picture."""
     reason = f" ({skipped.reasons[0]})" if skipped.reasons else ""
     return ValueError(f"no picture could be read{reason}; pass pictures as JPEG, PNG, WEBP or BMP")

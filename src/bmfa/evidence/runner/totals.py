@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from bmfa.data.imagenet import Skipped
+from bmfa.data.classification import SkippedPictures
 from bmfa.evidence.runner import Progress
 from bmfa.evidence.runner.batches import Batch, PictureBatches, no_pictures_error
 from bmfa.evidence.runner.resume import Check, Checkpoint, Part, weights_digest
@@ -84,7 +84,7 @@ def sum_over_pictures(
     totals_type: type[TotalsType],
     checkpoint: Checkpoint,
     progress: Progress | None = None,
-) -> tuple[dict[str, TotalsType], Skipped]:
+) -> tuple[dict[str, TotalsType], SkippedPictures]:
     """Measure every batch and add up the sums.
 
     Each batch is measured by one process as if it were alone, and the sums are exact, so the totals
@@ -127,8 +127,8 @@ def sum_over_pictures(
 
 def _add_up(
     parts: Sequence[Part], totals_type: type[TotalsType]
-) -> tuple[dict[str, TotalsType], Skipped]:
-    skipped = Skipped()
+) -> tuple[dict[str, TotalsType], SkippedPictures]:
+    skipped = SkippedPictures()
     for part in parts:
         for reason in part["skipped"]:
             skipped.add(reason)

@@ -8,19 +8,21 @@ from bmfa.evidence.page.blocks import (
     Chapter,
     Column,
     Table,
+    describe,
     illustrate,
     paragraph,
 )
-from bmfa.evidence.page.claims import (
-    TOLERANCE,
-    Claim,
-    Verdict,
-    compare,
-    direction,
-    not_measured,
-)
+from bmfa.evidence.page.claims import TOLERANCE, Verdict, claim, compare, direction
 from bmfa.evidence.page.formats import format_number, format_numbers, format_percent
-from bmfa.evidence.page.record_set import RecordSet, get_number, get_text, unique
+from bmfa.evidence.page.record_set import (
+    RecordSet,
+    command_for,
+    get_number,
+    get_text,
+    need_number,
+    require_any,
+    unique,
+)
 from bmfa.evidence.synthetic import figures
 
 # The optimal tree of all settings under one penalty, at the leaves of Algorithm 1 in the corner.
@@ -37,13 +39,19 @@ def _stress_test(records: RecordSet) -> list[Block]:
             "logarithm of the mean exponential: the part of the softmax normaliser that is lost, in "
             "nats."
         ),
-        *paragraph(*_findings(records)),
+        *paragraph(
+            describe(_main_result, records),
+            describe(_mass_rule, records),
+            describe(_variance_correction, records),
+            "The optimal, exact-gap and certified trees read exact scores; gamma-h2 reads block means "
+            "only.",
+        ),
         *illustrate(
             figures.placements,
             records,
             "The same minority at five placements. Algorithm 1 looks one level down, so it does not "
-            "detect a minority if the four quarters of a block have equal means. A good method is "
-            "near zero on the left and low on the right.",
+            "detect a minority if the four quarters of a block have equal means. A good method has a "
+            "mean gap near zero and a low leaf ratio.",
         ),
         _corner_table(records),
         _placement_table(records, "mean_gap", "Mean gap by placement"),
@@ -51,38 +59,37 @@ def _stress_test(records: RecordSet) -> list[Block]:
     ]
 
 
-def _findings(records: RecordSet) -> list[str]:
-    def gap(method: str, placement: str) -> str:
-        return format_number(_values(records, method, placement)[0])
-
-    sentences = []
-    if "centred" in unique(records.rows("synthetic"), "placement"):
-        sentences.append(
-            "The main result depends on the placement. The mean gap of Algorithm 1 is "
-            f"{gap(paper.ALGORITHM_1, 'corner')} with the minority in the corner and "
-            f"{gap(paper.ALGORITHM_1, 'centred')} with the minority in the centre; there the mean has "
-            f"{gap('sparge-mean', 'centred')} and fixed-depth:2 has {gap('fixed-depth:2', 'centred')}."
-        )
-    corner = {
-        get_text(row, "method"): get_number(row, "mean_gap") or 0.0
-        for row in records.rows("synthetic", placement="corner")
-    }
-    mass = next((method for method in corner if method.startswith("mass")), None)
-    if mass is not None and corner[mass] > corner.get(paper.ALGORITHM_1, 0.0):
-        sentences.append(
-            f"Weighting by mass does not help on its own: {mass} has {gap(mass, 'corner')} in the "
-            "corner, because it weights the same one-level score."
-        )
-    lowest = records.value("synthetic", "min_gap", method="mean-variance", placement="corner")
-    if lowest is not None and lowest < 0:
-        sentences.append(
-            f"The variance correction also overestimates F, by up to {format_number(-lowest)}; its "
-            "mean gap is a mean of signed gaps."
-        )
-    sentences.append(
-        "The optimal, exact-gap and certified trees read exact scores; gamma-h2 reads block means only."
+def _main_result(records: RecordSet) -> str:
+    corner, centre = (_values(records, paper.ALGORITHM_1, p)[0] for p in ("corner", "centred"))
+    mean, fixed = (_values(records, m, "centred")[0] for m in ("sparge-mean", "fixed-depth:2"))
+    return (
+        f"The main result depends on the placement. The mean gap of Algorithm 1 is "
+        f"{format_number(corner)} with the minority in the corner and {format_number(centre)} with the "
+        f"minority in the centre; there the mean has {format_number(mean)} and fixed-depth:2 has "
+        f"{format_number(fixed)}."
     )
-    return sentences
+
+
+def _mass_rule(records: RecordSet) -> str:
+    rows = records.rows("synthetic", placement="corner")
+    method = next((m for m in unique(rows, "method") if m.startswith("mass")), "")
+    gap = _values(records, method)[0]
+    if gap <= _values(records, paper.ALGORITHM_1)[0]:
+        return ""
+    return (
+        f"Weighting by mass does not help on its own: {method} has {format_number(gap)} in the corner, "
+        "because it weights the same one-level score."
+    )
+
+
+def _variance_correction(records: RecordSet) -> str:
+    lowest = records.value("synthetic", "min_gap", method="mean-variance", placement="corner")
+    if lowest >= 0:
+        return ""
+    return (
+        f"The variance correction also overestimates F, by up to {format_number(-lowest)}; its mean gap "
+        "is a mean of signed gaps."
+    )
 
 
 def _corner_table(records: RecordSet) -> Block:
@@ -146,17 +153,7 @@ def _first_splits(records: RecordSet) -> str:
     return " ".join(sentences)
 
 
-def _claims(records: RecordSet) -> list[Claim]:
-    return [
-        _mean_loses_minority(records),
-        _algorithm_1_repairs(records),
-        _worst_placement(records),
-        _fixed_depth(records),
-        _optimal_tree(records),
-    ]
-
-
-def _values(records: RecordSet, method: str, placement: str = "corner") -> list[float | None]:
+def _values(records: RecordSet, method: str, placement: str = "corner") -> list[float]:
     """Mean gap, P95 gap and leaf ratio of a method."""
     return [
         records.value("synthetic", column, method=method, placement=placement)
@@ -164,96 +161,98 @@ def _values(records: RecordSet, method: str, placement: str = "corner") -> list[
     ]
 
 
-def _mean_loses_minority(records: RecordSet) -> Claim:
-    claim = "The mean of a block loses a bright minority: mean and P95 gap over 396 settings"
-    point = paper.SYNTHETIC["sparge-mean"]
-    printed = format_numbers(point.mean_gap, point.p95_gap)
+COMMAND = command_for("synthetic")
+MEAN, BMFA = paper.SYNTHETIC["sparge-mean"], paper.SYNTHETIC[paper.ALGORITHM_1]
+FIXED = paper.SYNTHETIC["fixed-depth:2"]
+
+
+@claim(
+    "The mean of a block loses a bright minority: mean and P95 gap over 396 settings",
+    format_numbers(MEAN.mean_gap, MEAN.p95_gap),
+    COMMAND,
+)
+def _mean_loses_minority(records: RecordSet) -> tuple[str, Verdict, str]:
     mean, p95, _ = _values(records, "sparge-mean")
-    if mean is None:
-        return not_measured(claim, printed, "synthetic")
-    verdict = compare([(point.mean_gap, mean), (point.p95_gap, p95)])
+    verdict = compare((MEAN.mean_gap, mean), (MEAN.p95_gap, p95))
     note = "The same for every placement: a mean does not depend on positions."
-    return Claim(claim, printed, format_numbers(mean, p95), verdict, note)
+    return format_numbers(mean, p95), verdict, note
 
 
-def _algorithm_1_repairs(records: RecordSet) -> Claim:
-    claim = "Algorithm 1 repairs the loss: mean and P95 gap, leaf ratio"
-    point = paper.SYNTHETIC[paper.ALGORITHM_1]
-    printed = (
-        f"{format_numbers(point.mean_gap, point.p95_gap)} at {format_percent(point.leaf_percent)}"
-    )
+@claim(
+    "Algorithm 1 repairs the loss: mean and P95 gap, leaf ratio",
+    f"{format_numbers(BMFA.mean_gap, BMFA.p95_gap)} at {format_percent(BMFA.leaf_percent)}",
+    COMMAND,
+)
+def _algorithm_1_repairs(records: RecordSet) -> tuple[str, Verdict, str]:
     mean, p95, leaf = _values(records, paper.ALGORITHM_1)
-    if mean is None:
-        return not_measured(claim, printed, "synthetic")
-    verdict = compare([(point.mean_gap, mean), (point.p95_gap, p95), (point.leaf_percent, leaf)])
-    ours = f"{format_numbers(mean, p95)} at {format_percent(leaf)}"
+    verdict = compare((BMFA.mean_gap, mean), (BMFA.p95_gap, p95), (BMFA.leaf_percent, leaf))
     note = "With the minority in the corner of the grid; the next row shows other placements."
-    return Claim(claim, printed, ours, verdict, note)
+    return f"{format_numbers(mean, p95)} at {format_percent(leaf)}", verdict, note
 
 
-def _worst_placement(records: RecordSet) -> Claim:
-    claim = "Refinement brings the residual near zero: largest mean gap over the placements"
+@claim(
+    "Refinement brings the residual near zero: largest mean gap over the placements",
+    "near zero (corner)",
+    COMMAND,
+)
+def _worst_placement(records: RecordSet) -> tuple[str, Verdict, str]:
     rows = records.rows("synthetic", method=paper.ALGORITHM_1)
-    gaps = {
-        str(r.get("placement")): g for r in rows if (g := get_number(r, "mean_gap")) is not None
-    }
-    if not gaps:
-        return not_measured(claim, "near zero (corner)", "synthetic")
-    placement = max(gaps, key=lambda name: gaps[name])
-    mean = _values(records, "sparge-mean", placement)[0]
-    holds = gaps[placement] <= 2 * paper.SYNTHETIC[paper.ALGORITHM_1].mean_gap
+    gaps = [(need_number(row, "mean_gap"), get_text(row, "placement")) for row in rows]
+    gap, placement = max(require_any(gaps))
+    holds = gap <= 2 * BMFA.mean_gap
     note = "The paper places the minority in the corner; the other placements are this library's."
     if not holds:
-        note += (
-            f" The gap of the mean is {format_number(mean)} there: if all quarters have equal means, "
-            "nothing is split."
-        )
-    ours = f"{format_number(gaps[placement])} ({placement})"
-    return Claim(claim, "near zero (corner)", ours, direction(holds), note)
+        mean = format_number(_values(records, "sparge-mean", placement)[0])
+        note += f" The gap of the mean is {mean} there: quarters with equal means are not split."
+    return f"{format_number(gap)} ({placement})", direction(holds), note
 
 
-def _fixed_depth(records: RecordSet) -> Claim:
-    claim = "Where to refine matters more than how much: fixed-depth:2 at a similar leaf ratio"
-    point = paper.SYNTHETIC["fixed-depth:2"]
-    printed = f"{format_number(point.mean_gap)} at {format_percent(point.leaf_percent)}"
+@claim(
+    "Where to refine matters more than how much: fixed-depth:2 at a similar leaf ratio",
+    f"{format_number(FIXED.mean_gap)} at {format_percent(FIXED.leaf_percent)}",
+    COMMAND,
+)
+def _fixed_depth(records: RecordSet) -> tuple[str, Verdict, str]:
     mean, _, leaf = _values(records, "fixed-depth:2")
-    if mean is None:
-        return not_measured(claim, printed, "synthetic")
-    verdict = compare([(point.mean_gap, mean), (point.leaf_percent, leaf)])
+    verdict = compare((FIXED.mean_gap, mean), (FIXED.leaf_percent, leaf))
+    note = describe(_reversed_order, records)
+    return f"{format_number(mean)} at {format_percent(leaf)}", verdict, note
+
+
+def _reversed_order(records: RecordSet) -> str:
     fixed, adaptive = (
         _values(records, method, "centred")[0] for method in ("fixed-depth:2", paper.ALGORITHM_1)
     )
-    note = ""
-    if fixed is not None and adaptive is not None and fixed < adaptive:
-        note = (
-            "With the minority in the centre the order is reversed: "
-            f"{format_number(fixed)} against {format_number(adaptive)}."
-        )
-    return Claim(claim, printed, f"{format_number(mean)} at {format_percent(leaf)}", verdict, note)
+    if fixed >= adaptive:
+        return ""
+    gaps = f"{format_number(fixed)} against {format_number(adaptive)}"
+    return f"With the minority in the centre the order is reversed: {gaps}."
 
 
-def _optimal_tree(records: RecordSet) -> Claim:
-    claim = "The smallest mean gap at no more leaves than Algorithm 1, minority in the corner"
-    point = paper.SYNTHETIC[paper.ALGORITHM_1]
-    printed = f"{format_number(point.mean_gap)} at {format_percent(point.leaf_percent)}"
-    limit = (point.leaf_percent or 0.0) + TOLERANCE
-    candidates = [
-        (gap, leaf, str(row.get("method")))
+@claim(
+    "The smallest mean gap at no more leaves than Algorithm 1, minority in the corner",
+    f"{format_number(BMFA.mean_gap)} at {format_percent(BMFA.leaf_percent)}",
+    f"bmfa synthetic --method {EQUAL_LEAVES} --json synthetic.json",
+)
+def _optimal_tree(records: RecordSet) -> tuple[str, Verdict, str]:
+    limit = (BMFA.leaf_percent or 0.0) + TOLERANCE
+    candidates = require_any(
+        (need_number(row, "mean_gap"), need_number(row, "leaf_percent"), get_text(row, "method"))
         for row in records.rows("synthetic", placement="corner")
-        if str(row.get("method")).startswith("optimal")
-        and (gap := get_number(row, "mean_gap")) is not None
-        and (leaf := get_number(row, "leaf_percent")) is not None
-        and leaf <= limit
-    ]
-    if not candidates:
-        missing = not_measured(claim, printed, "synthetic")
-        command = f"bmfa synthetic --method {EQUAL_LEAVES} --json synthetic.json"
-        return Claim(claim, printed, missing.ours, missing.verdict, missing.note, command)
+        if get_text(row, "method").startswith("optimal")
+        and (get_number(row, "leaf_percent") or 0.0) <= limit
+    )
     gap, leaf, method = min(candidates)
-    verdict = Verdict.BEATEN if gap < point.mean_gap else Verdict.NOT_AS_CLAIMED
+    verdict = Verdict.BEATEN if gap < BMFA.mean_gap else Verdict.NOT_AS_CLAIMED
     note = f"{method} reads every score; Algorithm 1 reads block means only."
-    return Claim(claim, printed, f"{format_number(gap)} at {format_percent(leaf)}", verdict, note)
+    return f"{format_number(gap)} at {format_percent(leaf)}", verdict, note
 
 
-STRESS_TEST = Chapter("synthetic", "Synthetic stress test", "synthetic", _stress_test, _claims)
+STRESS_TEST = Chapter(
+    "synthetic",
+    "Synthetic stress test",
+    "synthetic",
+    _stress_test,
+    (_mean_loses_minority, _algorithm_1_repairs, _worst_placement, _fixed_depth, _optimal_tree),
+)
 FAILURE_CURVE = Chapter("failure", "Where the mean begins to fail", "failure-curve", _failure_curve)

@@ -5,11 +5,13 @@ from typing import TYPE_CHECKING
 
 from bmfa.energy import critical_advantage
 from bmfa.evidence.page import style
-from bmfa.evidence.page.canvas import Canvas, Margins, figure, panel_grid
+from bmfa.evidence.page.canvas import Canvas, figure
 from bmfa.evidence.page.drawing import (
+    Margins,
     add_labels,
     draw_method_lines,
     label_line_ends,
+    panel_grid,
     set_ticks,
     value_range,
 )

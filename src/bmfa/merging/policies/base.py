@@ -21,13 +21,17 @@ _ROUNDING = 1e-9
 class LayerState:
     """The tokens of one block as a policy sees them, after its attention or after its MLP.
 
-    Args: layer: index of the block. depth: number of blocks of the model. grid: grid of the spatial
-        tokens before any reduction. prefix: number of leading tokens that are not spatial. x: (B,
-        T, C) tokens, prefix tokens first. size: (B, T) float32, number of original tokens that each
-        token stands for. k: (B, H, T, d) keys of the attention of this block. mass: (B, parts, T)
-        float32; summed over its parts it is the attention that each token receives,
-            averaged over the prefix queries (over all queries if prefix is 0) and summed over
-            heads. None unless `Policy.reads_mass` asked for it.
+    Args:
+        layer: index of the block.
+        depth: number of blocks of the model.
+        grid: grid of the spatial tokens before any reduction.
+        prefix: number of leading tokens that are not spatial.
+        x: (B, T, C) tokens, prefix tokens first.
+        size: (B, T) float32, number of original tokens that each token stands for.
+        k: (B, H, T, d) keys of the attention of this block.
+        mass: (B, parts, T) float32; summed over its parts it is the attention that each token
+            receives, averaged over the prefix queries (over all queries if prefix is 0) and summed
+            over heads. None unless `Policy.reads_mass` asked for it.
         backend: backend of the merge operation.
 
     Example:
@@ -109,11 +113,12 @@ class LayerState:
 class ReducedTokens:
     """The tokens that a policy returns, and how to map them back to the tokens it received.
 
-    Args: x: (B, T', C) tokens, prefix tokens first. size: (B, T') float32, number of original
-        tokens that each token stands for. assignment: (B, T) new position of every old token, -1 if
-        it was pruned. unmerge_matrix: (T - prefix, T' - prefix) matrix from new to old spatial
-        tokens, for policies that
-            transform the sequence and have no assignment.
+    Args:
+        x: (B, T', C) tokens, prefix tokens first.
+        size: (B, T') float32, number of original tokens that each token stands for.
+        assignment: (B, T) new position of every old token, -1 if it was pruned.
+        unmerge_matrix: (T - prefix, T' - prefix) matrix from new to old spatial tokens, for
+            policies that transform the sequence and have no assignment.
 
     Example:
         >>> import torch
@@ -176,10 +181,10 @@ class Policy:
 class BudgetPolicy(Policy):
     """Base class of policies with a budget: an int removes tokens, a float keeps a fraction per block.
 
-    Args: budget: int, number of tokens that every block removes; or float in [`min_fraction`, 1],
-        fraction of
-            the spatial tokens that every block keeps. A block with too few tokens removes what it
-            can.
+    Args:
+        budget: int, number of tokens that every block removes; or float in [`min_fraction`, 1],
+            fraction of the spatial tokens that every block keeps. A block with too few tokens
+            removes what it can.
 
     Raises:
         ValueError: the budget is out of range.

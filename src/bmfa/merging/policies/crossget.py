@@ -16,9 +16,9 @@ class CrossGET(BudgetPolicy):
     later rank are sources, and each merges into the most similar token that is not a source. The
     order of the tokens is kept.
 
-    Args: budget: int, number of tokens that every block removes; or float in (0, 1], fraction of
-        the spatial
-            tokens that every block keeps. A block keeps at least one spatial token.
+    Args:
+        budget: int, number of tokens that every block removes; or float in (0, 1], fraction of the
+            spatial tokens that every block keeps. A block keeps at least one spatial token.
 
     Raises:
         ValueError: the budget is out of range.

@@ -33,10 +33,10 @@ class DiffRate(BudgetPolicy):
     its size grows by the size of each source times its cosine, if positive. The first block never
     acts.
 
-    Args: budget: "0.8g" or "0.9g", the numbers learnt for DeiT-Tiny at 224 px; or int, number of
-        tokens that
-            every block merges; or float in (0, 1], fraction of the spatial tokens that every block
-            keeps. With int and float nothing is pruned.
+    Args:
+        budget: "0.8g" or "0.9g", the numbers learnt for DeiT-Tiny at 224 px; or int, number of
+            tokens that every block merges; or float in (0, 1], fraction of the spatial tokens that
+            every block keeps. With int and float nothing is pruned.
 
     Raises:
         ValueError: the budget is out of range or its name is unknown.

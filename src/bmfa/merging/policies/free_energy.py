@@ -44,10 +44,10 @@ from bmfa.merging.policies.base import BudgetPolicy, LayerState, ReducedTokens, 
 class FreeEnergy(BudgetPolicy):
     """Bipartite matching by attention mass times distortion; averages weighted by size.
 
-    Args: budget: as for `ToMe`: int, number of tokens removed per block of the model; or float in
-        [0.5, 1],
-            fraction of the spatial tokens kept per block. The blocks that merge share the budget of
-            all.
+    Args:
+        budget: as for `ToMe`: int, number of tokens removed per block of the model; or float in
+            [0.5, 1], fraction of the spatial tokens kept per block. The blocks that merge share the
+            budget of all.
 
     Raises:
         ValueError: the budget is out of range.

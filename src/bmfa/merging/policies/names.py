@@ -41,9 +41,9 @@ _EXAMPLES = "tome:8, pitome:0.95, diffrate:0.8g, evit:0.7, free-energy:8"
 def parse(text: str, seed: int = 0) -> Policy:
     """Make a policy from its command-line name.
 
-    Args: text: NAME:VALUE. A value without a decimal point is a number of tokens to remove per
-        block, other
-            numbers are the fraction to keep; `fixed-pool` takes the side of its tiles.
+    Args:
+        text: NAME:VALUE. A value without a decimal point is a number of tokens to remove per block,
+            other numbers are the fraction to keep; `fixed-pool` takes the side of its tiles.
         seed: seed of `random-pool`; other policies ignore it.
 
     Returns:

@@ -19,9 +19,10 @@ class PiToMe(BudgetPolicy):
     of the blocks even ranks match odd ranks and the r best pairs merge. In the second half only the
     first 2 r ranks can merge, and each even rank merges into its best odd rank.
 
-    Args: budget: int, number of tokens that every block removes; or float in [0.5, 1], fraction of
-        the
-            spatial tokens that every block keeps. A block with too few tokens removes half of them.
+    Args:
+        budget: int, number of tokens that every block removes; or float in [0.5, 1], fraction of
+            the spatial tokens that every block keeps. A block with too few tokens removes half of
+            them.
 
     Raises:
         ValueError: the budget is out of range.

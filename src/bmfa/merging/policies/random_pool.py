@@ -15,9 +15,10 @@ _LAYER_STRIDE = 1009  # a prime above every depth: different seeds never share t
 class RandomPool(BudgetPolicy):
     """Every block merges r disjoint random pairs, the same for all pictures.
 
-    Args: budget: int, number of tokens that every block removes; or float in [0.5, 1], fraction of
-        the
-            spatial tokens that every block keeps. A block with too few tokens removes half of them.
+    Args:
+        budget: int, number of tokens that every block removes; or float in [0.5, 1], fraction of
+            the spatial tokens that every block keeps. A block with too few tokens removes half of
+            them.
         seed: seed of the pairs, at least 0.
 
     Raises:

@@ -17,9 +17,10 @@ class ToFu(BudgetPolicy):
     MLERP keeps the direction of the average and gives it the largest norm of the tokens in the
     group.
 
-    Args: budget: int, number of tokens that every block removes; or float in [0.5, 1], fraction of
-        the
-            spatial tokens that every block keeps. A block with too few tokens removes half of them.
+    Args:
+        budget: int, number of tokens that every block removes; or float in [0.5, 1], fraction of
+            the spatial tokens that every block keeps. A block with too few tokens removes half of
+            them.
 
     Raises:
         ValueError: the budget is out of range.

@@ -10,9 +10,10 @@ from bmfa.merging.policies.base import BudgetPolicy, LayerState, ReducedTokens
 class ToMe(BudgetPolicy):
     """Bipartite matching by the cosine of the mean keys; averages weighted by size (Bolya et al., 2023).
 
-    Args: budget: int, number of tokens that every block removes; or float in [0.5, 1], fraction of
-        the
-            spatial tokens that every block keeps. A block with too few tokens removes half of them.
+    Args:
+        budget: int, number of tokens that every block removes; or float in [0.5, 1], fraction of
+            the spatial tokens that every block keeps. A block with too few tokens removes half of
+            them.
 
     Raises:
         ValueError: the budget is out of range.

@@ -1,4 +1,4 @@
-"""How splits are decided: each rule is immutable, checks its parameters, and says its name."""
+"""Rules decide which blocks of a tree are split."""
 
 from bmfa.trees.rules.base import LABELS, Context, Decision, Rule
 from bmfa.trees.rules.fixed import (

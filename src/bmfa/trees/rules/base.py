@@ -57,6 +57,11 @@ class Rule:
 
     A rule is immutable, checks its parameters when it is made, and prints as its command-line name.
     Subclasses define `node_scores` and `decide`, and may define a faster `screen`.
+
+    Example:
+        >>> import bmfa
+        >>> isinstance(bmfa.rules.parse("mass:0.002"), bmfa.rules.Rule)
+        True
     """
 
     # True if statistics are computed in float64 for every input, so that bounds hold after rounding.

@@ -208,7 +208,7 @@ class RandomQuadrants(QuadrantRule):
         >>> import torch, bmfa
         >>> rule = bmfa.rules.RandomQuadrants(0.25, seed=1)
         >>> bmfa.screen(torch.zeros(4, 64), (8, 8), rule).leaf_count
-        tensor([19,  4,  4,  4])
+        tensor([ 4, 19,  4,  4])
     """
 
     p: float

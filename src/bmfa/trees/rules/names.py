@@ -16,11 +16,12 @@ from bmfa.trees.rules.optimal import Optimal
 from bmfa.trees.rules.threshold import Certified, ExactGap, Gamma, Mass
 
 
-def _leaves(text: str, pooled: bool = False) -> Optimal:
-    """A whole number is a count of leaves, any other a fraction of the tokens."""
+def _optimal_leaves(text: str, pooled: bool = False) -> Optimal:
+    """An integer is a number of leaves, any other number a fraction of the tokens."""
     return Optimal(leaves=int(text) if text.isdigit() else float(text), pooled=pooled)
 
 
+# Name to a function of the text after the colon.
 MAKERS: dict[str, Callable[[str], Rule]] = {
     "gamma": lambda text: Gamma(float(text)),
     "gamma-h2": lambda text: Gamma(float(text), lookahead=2),
@@ -29,8 +30,8 @@ MAKERS: dict[str, Callable[[str], Rule]] = {
     "mass": lambda text: Mass(float(text)),
     "mass-coarse": lambda text: Mass(float(text), coarse=True),
     "optimal": lambda text: Optimal(float(text)),
-    "optimal-leaves": _leaves,
-    "optimal-leaves-pooled": lambda text: _leaves(text, pooled=True),
+    "optimal-leaves": _optimal_leaves,
+    "optimal-leaves-pooled": lambda text: _optimal_leaves(text, pooled=True),
     "optimal-error": lambda text: Optimal(error=float(text)),
     "optimal-error-pooled": lambda text: Optimal(error=float(text), pooled=True),
     "fixed-depth": lambda text: FixedDepth(int(text)),
@@ -43,7 +44,23 @@ EXAMPLES = "gamma:0.005, gamma-h2:0.005, certified:0.5, mass:0.002, optimal:0.00
 
 
 def parse(text: str, seed: int = 0) -> Rule:
-    """The rule of a name such as `gamma:0.005`, `gamma-h3:0.005` or `global-mean`."""
+    """Return the rule of a command-line name.
+
+    Args:
+        text: Name with its value, such as `gamma:0.005`, `gamma-h3:0.005` or `global-mean`.
+        seed: Seed of `random-quadrants`.
+
+    Returns:
+        The rule; `str(rule)` is a name that parses to the same rule.
+
+    Raises:
+        ValueError: If the name is unknown or its value is out of range.
+
+    Example:
+        >>> import bmfa
+        >>> bmfa.rules.parse("gamma-h2:0.005")
+        Gamma(epsilon=0.005, lookahead=2)
+    """
     name, colon, value = text.partition(":")
     try:
         if name == "global-mean" and not colon:
@@ -63,28 +80,29 @@ def parse(text: str, seed: int = 0) -> Rule:
 
 
 def as_rule(rule: object) -> Rule:
-    """Return `rule` as a `Rule`, parsing a command-line name such as `"gamma:0.005"`.
+    """Return `rule` as a `Rule`.
 
     Args:
-        rule: A `Rule`, or its name as `parse` reads it. `random-quadrants` by name has seed 0.
+        rule: A `Rule`, or a name that `parse` reads. `random-quadrants` by name has seed 0.
 
     Returns:
         The rule itself, or the rule of that name.
 
     Raises:
         TypeError: If `rule` is neither a `Rule` nor a string.
-        ValueError: If the string names no rule, or its value is out of range.
+        ValueError: If the name is unknown or its value is out of range.
 
     Example:
-        >>> as_rule("gamma:0.005")
+        >>> import bmfa
+        >>> bmfa.rules.as_rule("gamma:0.005")
         Gamma(epsilon=0.005, lookahead=1)
     """
     if isinstance(rule, Rule):
         return rule
     if isinstance(rule, str):
         return parse(rule)
-    made = f"; {rule.__name__} is a class: pass an instance" if isinstance(rule, type) else ""
+    hint = f"; {rule.__name__} is a class: pass an instance" if isinstance(rule, type) else ""
     raise TypeError(
         f"rule is {rule!r}; pass one of bmfa.rules, e.g. rules.Gamma(0.005), or its name, "
-        f"e.g. 'gamma:0.005'{made}"
+        f"e.g. 'gamma:0.005'{hint}"
     )

@@ -1,4 +1,4 @@
-"""Attention in torch operations, for any device: over trees."""
+"""Attention in torch operations, for any device and with autograd."""
 
 from bmfa.attention.kernels.eager.per_query import (
     dense_attention,

@@ -1,7 +1,7 @@
-"""Screened attention in torch operations: any device, gradients by autograd.
+"""Attention with a tree for each query in torch operations: any device, autograd.
 
-q is (G, Q, d); k and v are (G, prefix + N, *), the spatial tokens in raster order; trees are a flat
-batch of G Q, heads first.
+Shapes: G = B * H heads, Q queries, N spatial tokens in raster order after the prefix, d and e channels
+of keys and values. Trees are a flat batch of G * Q, heads first.
 """
 
 from collections.abc import Callable
@@ -14,47 +14,61 @@ from bmfa.trees.keys import query_chunks
 from bmfa.trees.pyramid import Counts, pool
 from bmfa.trees.tree import Tree
 
-# Logits held at once.
+# Logits in memory at once, 16 MB in float32.
 CHUNK_ELEMENTS = 1 << 22
 
 
 def representative_attention(
     q: Tensor, k: Tensor, v: Tensor, tree: Tree, *, prefix: int, scale: float
 ) -> Tensor:
-    """(G, Q, *) softmax over prefix tokens and leaves: logit M + tau log n, mean value.
+    """Compute softmax over the prefix and one token a leaf, with logit M + tau log n and mean value.
 
-    M comes from mean keys. The logits of all nodes are computed and those that are no leaves
-    dropped: this is the plain form that the faster kernels are judged by, not a sparse one.
+    M is the score of the mean key. The logits of all nodes are computed and those of nodes that are not
+    leaves are masked: this form is simple and differentiable, not sparse.
+
+    Args:
+        q: (G, Q, d).
+        k: (G, prefix + N, d).
+        v: (G, prefix + N, e).
+        tree: G * Q trees, which also hold tau and the mask of valid tokens.
+        prefix: The number of tokens before the grid.
+        scale: The factor of q . k.
+
+    Returns:
+        (G, Q, e).
     """
     if len(q) == 0:
-        return _joined([], q, v)
+        return _join([], q, v)
     valid = tree.mask_of_heads(len(q))
     keys, counts = _with_blocks(k, tree, prefix, valid)
     values, _ = _with_blocks(v, tree, prefix, valid)
-    multiplicity = counts.log()  # (1 or G, nodes)
+    log_counts = counts.log()  # (1 or G, rows)
 
-    def attend(heads: slice, queries: slice, part: Tree) -> Tensor:
+    def compute(heads: slice, queries: slice, part: Tree) -> Tensor:
         logits = q[heads, queries] @ keys[heads].transpose(1, 2) * (scale / tree.tau)
-        logits = logits + (multiplicity if len(multiplicity) == 1 else multiplicity[heads])[:, None]
+        logits = logits + (log_counts if len(log_counts) == 1 else log_counts[heads])[:, None]
         leaves = unflatten(part.leaf_nodes().T, 0, logits.shape[:2])
         spatial = logits[..., prefix:].masked_fill(~leaves, -torch.inf)
         weights = torch.cat((logits[..., :prefix], spatial), -1).softmax(-1)
         return weights @ values[heads]
 
-    return _chunked(q, v, tree, keys.shape[1], attend)
+    return _in_chunks(q, v, tree, keys.shape[1], compute)
 
 
 def repeated_attention(
     q: Tensor, k: Tensor, v: Tensor, tree: Tree, *, prefix: int, scale: float
 ) -> Tensor:
-    """(G, Q, *) softmax over all tokens, the scores of a leaf replaced by their mean."""
+    """Compute softmax over all tokens, with every score replaced by the mean score of its leaf.
+
+    Arguments and result are those of `representative_attention`.
+    """
     if len(q) == 0:
-        return _joined([], q, v)
+        return _join([], q, v)
     valid = tree.mask_of_heads(len(q))
     if valid is not None:
         v = torch.cat((v[:, :prefix], v[:, prefix:].where(valid.T.unsqueeze(-1), 0.0)), 1)
 
-    def attend(heads: slice, queries: slice, part: Tree) -> Tensor:
+    def compute(heads: slice, queries: slice, part: Tree) -> Tensor:
         scores = q[heads, queries] @ k[heads].transpose(1, 2) * scale
         spatial = part.reconstruct(scores[..., prefix:].flatten(0, 1)).view_as(scores[..., prefix:])
         if valid is not None:
@@ -63,13 +77,13 @@ def repeated_attention(
         logits = torch.cat((scores[..., :prefix], spatial), -1) / tree.tau
         return logits.softmax(-1) @ v[heads]
 
-    return _chunked(q, v, tree, k.shape[1], attend)
+    return _in_chunks(q, v, tree, k.shape[1], compute)
 
 
 def dense_attention(
     q: Tensor, k: Tensor, v: Tensor, *, scale: float, tau: float, valid: Tensor | None
 ) -> Tensor:
-    """(G, Q, *) exact attention; `valid` is (1 or G, prefix + N)."""
+    """Compute exact attention of (G, Q, d) queries; `valid` is bool (1 or G, prefix + N)."""
     if valid is not None:
         v = v.where(valid.unsqueeze(-1), 0.0)
     outputs = []
@@ -79,24 +93,23 @@ def dense_attention(
             mask = valid if len(valid) == 1 else valid[heads]
             logits = logits.masked_fill(~mask.unsqueeze(1), -torch.inf)
         outputs.append((logits.softmax(-1) @ v[heads]).flatten(0, 1))
-    return _joined(outputs, q, v)
+    return _join(outputs, q, v)
 
 
-def _chunked(
-    q: Tensor, v: Tensor, tree: Tree, rows: int, attend: Callable[[slice, slice, Tree], Tensor]
+def _in_chunks(
+    q: Tensor, v: Tensor, tree: Tree, rows: int, compute: Callable[[slice, slice, Tree], Tensor]
 ) -> Tensor:
-    """Attend with so many queries at once that their logits stay small."""
+    """Call `compute` on so few queries at once that their logits over `rows` keys stay small."""
     outputs = []
     for heads, queries in query_chunks(len(q), q.shape[1], rows, CHUNK_ELEMENTS):
         start = heads.start * q.shape[1] + queries.start
         count = (heads.stop - heads.start) * (queries.stop - queries.start)
-        outputs.append(attend(heads, queries, tree[start : start + count]).flatten(0, 1))
-    return _joined(outputs, q, v)
+        outputs.append(compute(heads, queries, tree[start : start + count]).flatten(0, 1))
+    return _join(outputs, q, v)
 
 
-def _joined(outputs: list[Tensor], q: Tensor, v: Tensor) -> Tensor:
-    """(G, Q, *) from the outputs of chunks."""
-    if not outputs:  # an empty batch, which still has gradients
+def _join(outputs: list[Tensor], q: Tensor, v: Tensor) -> Tensor:
+    if not outputs:  # an empty batch still has gradients
         return q[..., :1] * v[:, :1]
     return torch.cat(outputs).view(*q.shape[:2], v.shape[-1])
 
@@ -104,18 +117,18 @@ def _joined(outputs: list[Tensor], q: Tensor, v: Tensor) -> Tensor:
 def _with_blocks(
     tokens: Tensor, tree: Tree, prefix: int, valid: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """(G, prefix + blocks + N, *) rows of all nodes, and (1 or G, rows) tokens each stands for."""
-    heads, _, width = tokens.shape
-    spatial = tokens[:, prefix:].transpose(0, 1)  # (N, G, *)
-    wide = valid
+    """Return rows (G, prefix + blocks + N, d) of all nodes, and counts (1 or G, rows) of tokens."""
+    heads, _, channels = tokens.shape
+    spatial = tokens[:, prefix:].transpose(0, 1)  # (N, G, d)
+    channel_valid = valid
     if valid is not None:
         spatial = spatial.where(valid.unsqueeze(-1), 0.0)
-        wide = valid if valid.shape[1] == 1 else valid.repeat_interleave(width, 1)
-    counts = Counts.of(tree.layout, tokens.dtype, wide)
+        channel_valid = valid if valid.shape[1] == 1 else valid.repeat_interleave(channels, 1)
+    counts = Counts.of(tree.layout, tokens.dtype, channel_valid)
     means = pool(tree.layout, counts, spatial.flatten(1))
-    blocks = [unflatten(level, 1, (heads, width)).transpose(0, 1) for level in means]
+    blocks = [unflatten(level, 1, (heads, channels)).transpose(0, 1) for level in means]
     rows = torch.cat((tokens[:, :prefix], *blocks, spatial.transpose(0, 1)), 1)
-    per_head = Counts.of(tree.layout, tokens.dtype, valid).blocks
-    sizes = torch.cat(per_head).T if per_head else tokens.new_ones(1, 0)  # (1 or G, blocks)
+    block_counts = Counts.of(tree.layout, tokens.dtype, valid).blocks
+    sizes = torch.cat(block_counts).T if block_counts else tokens.new_ones(1, 0)  # (1 or G, blocks)
     ones = tokens.new_ones(len(sizes), prefix + len(spatial))
     return rows, torch.cat((ones[:, :prefix], sizes, ones[:, prefix:]), 1)

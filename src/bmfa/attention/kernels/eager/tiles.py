@@ -1,6 +1,7 @@
-"""Tiled attention in torch operations: gathers and batched products, any device, autograd.
+"""The tiled form in torch operations: gathers and batched products, any device, autograd.
 
-The semantics are kernels.reference.tiled's; shapes as in kernels.eager.tiles.
+`bmfa.attention.kernels.reference.tiles` specifies what is computed. Shapes here: G = B * H heads,
+T tiles of S = side * side slots, R groups of queries, d and e channels of keys and values.
 """
 
 import math
@@ -22,181 +23,15 @@ from bmfa.attention.tiling import (
 )
 from bmfa.trees.keys import query_chunks
 
-# Logits held at once: few enough to stay in a processor's cache, enough to hide the calls.
+# Logits in memory at once. On a CPU they stay in the cache; an accelerator has none that large, and
+# its launches cost more. `bmfa bench attention` measures both.
 CHUNK_ELEMENTS = 1 << 19
-# An accelerator has no such cache, and calls cost more there.
-DEVICE_ELEMENTS = 1 << 24
-
-
-@dataclass(frozen=True, eq=False)
-class Tiles:
-    """Tokens by tiles, and their means.
-
-    `keys` and `values` hold in one table the rows that attention gathers: the T mean tiles, the
-    prefix, and the tokens of all tiles, 0 where a slot has none.
-    """
-
-    q: Tensor  # (G, R, group * S, d) times scale / tau, as is mean_q
-    mean_q: Tensor  # (G, R, d) the representatives
-    query_spread: Tensor  # (G, R) mean squared distance of the queries from them, over 2d
-    keys: Tensor  # (G, T + prefix + T S, d)
-    values: Tensor  # (G, T + prefix + T S, e)
-    deviation: Tensor  # (G, T S, d) keys less the mean of their tile
-    key_spread: Tensor  # (G, T) mean squared length of the deviations
-    exists: Tensor | None  # (G, T, S); None where every slot holds a token
-    counts: Tensor  # (1 or G, T) tokens of each tile
-    prefix: int
-
-    @classmethod
-    def of(
-        cls,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        tiling: Tiling,
-        prefix: int,
-        factor: float,
-        valid: Tensor | None,
-    ) -> "Tiles":
-        """Lay tokens out in tiles, in at least float32, and take means."""
-        working = torch.promote_types(q.dtype, torch.float32)
-        exists = valid_slots(tiling, valid, q)
-        before = [x[:, :, :prefix].to(working).flatten(0, 1) for x in (k, v)]
-        q, k, v = (tokens_to_tiles(x[:, :, prefix:], tiling, working) for x in (q, k, v))
-        q = q * factor
-        if exists is None:
-            counts = q.new_full((1, tiling.tiles), float(tiling.side**2))
-        else:
-            q, k, v = (x.masked_fill(~exists.unsqueeze(-1), 0.0) for x in (q, k, v))
-            counts = exists.sum(-1).to(working)
-        means = [x.sum(2) / counts.clamp(min=1).unsqueeze(-1) for x in (k, v)]
-        deviation = k - means[0].unsqueeze(2)
-        if exists is not None:
-            deviation = deviation.masked_fill(~exists.unsqueeze(-1), 0.0)
-        sums = tiles_to_groups(q.sum(2), tiling).sum(2)
-        members = tiles_to_groups(counts.unsqueeze(-1), tiling).sum(2).clamp(min=1)
-        mean_q = sums / members
-        grouped = tiles_to_groups(q.flatten(2), tiling).view(*sums.shape[:2], -1, q.shape[-1])
-        apart = grouped - mean_q.unsqueeze(2)
-        if exists is not None or tiling.tiles % tiling.group:
-            there = q.new_ones(q.shape[:3]) if exists is None else exists.to(working)
-            apart = apart * tiles_to_groups(there, tiling).flatten(2).unsqueeze(-1)
-        query_spread = _squares(apart) / members.squeeze(-1) / (2 * q.shape[-1])
-        key_spread = _squares(deviation) / counts.clamp(min=1)
-        rounding = (8 * torch.finfo(working).eps) ** 2 * means[0].square().sum(-1)
-        return cls(
-            grouped,
-            mean_q,
-            query_spread,
-            torch.cat((means[0], before[0], k.flatten(1, 2)), 1),
-            torch.cat((means[1], before[1], v.flatten(1, 2)), 1),
-            deviation.flatten(1, 2),
-            key_spread.where(key_spread > rounding, 0.0),
-            exists,
-            counts,
-            prefix,
-        )
-
-    @property
-    def tiles(self) -> int:
-        """T."""
-        return self.counts.shape[1]
-
-    @property
-    def slots(self) -> int:
-        """S."""
-        return self.deviation.shape[1] // self.tiles
-
-    @property
-    def first(self) -> int:
-        """Row of the first token in `keys` and `values`."""
-        return self.tiles + self.prefix
-
-    @property
-    def chunk(self) -> int:
-        """Logits held at once."""
-        return CHUNK_ELEMENTS if self.q.device.type == "cpu" else DEVICE_ELEMENTS
-
-
-@dataclass(frozen=True, eq=False)
-class Screen:
-    """What the representatives found."""
-
-    gap: Tensor  # (G R, T) of the representative and the spread of its group, capped
-    expanded: Tensor  # (G R, T) bool
-    residual: Tensor  # (G R, e)
-
-
-def screen_tiles(tiles: Tiles, limit: float | None, expand: int | None) -> Screen:
-    """The exact gap of every tile at every representative, the choice, and the lost values."""
-    heads, groups = tiles.mean_q.shape[:2]
-    parts = [
-        _screen_part(tiles, some, rows, limit, expand)
-        for some, rows in query_chunks(heads, groups, tiles.deviation.shape[1], tiles.chunk)
-    ]
-    fields = zip(*parts, strict=True)
-    gap, expanded, residual = (torch.cat([x.flatten(0, 1) for x in field]) for field in fields)
-    return Screen(gap, expanded, residual)
-
-
-def _screen_part(
-    tiles: Tiles, heads: slice, rows: slice, limit: float | None, expand: int | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """`screen_tiles` of some heads and groups."""
-    count = tiles.counts if len(tiles.counts) == 1 else tiles.counts[heads]
-    count = count.unsqueeze(1)  # (1 or g, 1, T)
-    keys, values = tiles.keys[heads], tiles.values[heads]
-    representative = tiles.mean_q[heads, rows]  # (g, r, d)
-    scores = representative @ tiles.deviation[heads].transpose(1, 2)
-    scores = unflatten(scores, 2, (tiles.tiles, tiles.slots))  # (g, r, T, S) s - M
-    if tiles.exists is not None:
-        # A tile without tokens keeps its zeros; its count of 0 takes it out below.
-        absent = ~tiles.exists[heads].unsqueeze(1) & (count > 0).unsqueeze(-1)
-        scores = scores.masked_fill(absent, -torch.inf)
-    shares = scores.softmax(-1)
-    # log sum exp, at the price of two maxima instead of a second exponential
-    energy = scores.amax(-1) - shares.amax(-1).log()
-    gap = (energy - count.clamp(min=1).log()).clamp(min=0.0)
-    spread = tiles.query_spread[heads, rows].unsqueeze(-1) * tiles.key_spread[heads].unsqueeze(1)
-    gap = (gap + spread.nan_to_num(0.0)).clamp(max=GAP_CAP)  # 0 times squares beyond all numbers
-    coarse = representative @ keys[:, : tiles.first].transpose(1, 2)
-    mean, before = coarse[..., : tiles.tiles], coarse[..., tiles.tiles :]
-    mass = (mean + energy).masked_fill(count == 0, -torch.inf)  # A_L
-    with torch.no_grad():
-        whole = torch.cat((mass, before), -1).logsumexp(-1, keepdim=True)
-        loss = (mass - whole).exp() * -torch.expm1(-gap)
-        loss = loss.nan_to_num(0.0)  # no token at all
-        exists = (count > 0).expand(loss.shape)
-        expanded = _by_error(loss, limit) if expand is None else _by_count(loss, expand, exists)
-    left = exists & ~expanded
-    some = left.any(-1, keepdim=True)
-    weight = mass.masked_fill(~left & some, -torch.inf).masked_fill(~some, 0.0).softmax(-1)
-    weight = weight * some  # (g, r, T) share of each tile in the mass that is left
-    tokens = (shares * weight.unsqueeze(-1)).flatten(2)
-    residual = tokens @ values[:, tiles.first :] - weight @ values[:, : tiles.tiles]
-    return gap, expanded, residual
-
-
-def _squares(vectors: Tensor) -> Tensor:
-    """(G, T) sum of the squares in (G, T, S, d), without a tensor of them."""
-    line = vectors.flatten(2).unsqueeze(2)
-    return (line @ line.transpose(2, 3)).flatten(1)
-
-
-def _by_error(loss: Tensor, limit: float | None) -> Tensor:
-    """The fewest largest losses, ties together, that leave at most `limit`."""
-    ordered = loss.sort(-1).values
-    kept = (ordered.cumsum(-1) <= (limit or 0.0)).sum(-1, keepdim=True)  # tiles left as means
-    least = ordered.gather(-1, kept.clamp(max=loss.shape[-1] - 1))
-    return (loss >= least) & (kept < loss.shape[-1])
-
-
-def _by_count(loss: Tensor, expand: int, exists: Tensor) -> Tensor:
-    """The `expand` largest losses above 0, ties by the tile's index; every tile where that is all."""
-    if expand >= loss.shape[-1]:
-        return exists
-    chosen = loss.sort(dim=-1, descending=True, stable=True).indices[..., :expand]
-    return torch.zeros_like(exists.contiguous()).scatter(-1, chosen, True) & (loss > 0)
+DEVICE_CHUNK_ELEMENTS = 1 << 24
+# The same for the certificate, which computes scores alone.
+CERTIFICATE_CHUNK_ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 26}
+# Deviations of keys up to this many roundings of their mean key count as 0: the mean and the difference
+# from it are off by a few roundings each.
+SPREAD_ROUNDINGS = 8
 
 
 def tiled_attention(
@@ -211,141 +46,320 @@ def tiled_attention(
     error: float | None = None,
     expand: int | None = None,
     valid: Tensor | None = None,
-    most: float = 1.0,
+    max_expanded: float = 1.0,
 ) -> TiledAttention | None:
-    """Attention of (B, heads, prefix + N, d) tokens in raster order over tiles.
+    """Compute tiled attention as specified by `bmfa.attention.kernels.reference.tiled_attention`.
 
-    One of `error` (a target for the mean E of every group) and `expand` (tiles expanded for each
-    group) is given. Half types are computed in float32. The choice of the expanded tiles is not
-    differentiated; everything else is. None where more than a share `most` of the tiles is expanded.
+    Half precision is computed in float32. The choice of the expanded tiles is not differentiated;
+    everything else is.
+
+    Args:
+        q, k: (B, H, prefix + N, d), spatial tokens in raster order.
+        v: (B, H, prefix + N, e).
+        tiling: The tiles of the grid of N spatial tokens.
+        prefix: The number of tokens before the grid.
+        scale: The factor of q . k.
+        tau: The temperature.
+        error: The target for the mean E of every group; one of `error` and `expand` is given.
+        expand: The number of tiles that every group expands.
+        valid: bool (B or 1, N), the spatial tokens that exist.
+        max_expanded: The largest share of tiles that may be expanded, on average over groups.
+
+    Returns:
+        Output, and expanded tiles of each group; None if more than `max_expanded` are expanded.
     """
     if (error is None) == (expand is None):
         raise ValueError(f"error is {error!r} and expand is {expand!r}; pass exactly one of them")
-    if q.numel() == 0:  # an empty batch, which still has gradients
-        marks = q.new_zeros(*q.shape[:2], tiling.groups, tiling.tiles, dtype=torch.bool)
-        return TiledAttention(q[..., :1] * v[:, :, :1], marks.sum(-1, dtype=torch.int32), marks)
-    tiles = Tiles.of(q, k, v, tiling, prefix, scale / tau, valid)
-    limit = None if error is None else -math.expm1(-error / tau)
-    screen = screen_tiles(tiles, limit, expand)
-    if most < 1.0 and float(screen.expanded.mean(dtype=torch.float32)) > most:
+    if q.numel() == 0:  # an empty batch still has gradients
+        expanded = q.new_zeros(*q.shape[:2], tiling.groups, tiling.tiles, dtype=torch.bool)
+        output = q[..., :1] * v[:, :, :1]
+        return TiledAttention(output, expanded.sum(-1, dtype=torch.int32), expanded)
+    tiles = _Tiles.of(q, k, v, tiling, prefix, scale / tau, valid)
+    max_loss = None if error is None else -math.expm1(-error / tau)
+    selection = _select_tiles(tiles, max_loss, expand)
+    if max_expanded < 1.0 and float(selection.expanded.mean(dtype=torch.float32)) > max_expanded:
         return None
-    spatial = unflatten(groups_to_tokens(_attend(tiles, screen), tiling), 0, q.shape[:2])
-    output = spatial.to(q.dtype)
+    spatial = groups_to_tokens(_attend_by_groups(tiles, selection), tiling)
+    output = unflatten(spatial, 0, q.shape[:2]).to(q.dtype)
     if prefix:
-        output = torch.cat((_dense_prefix(q, tiles, scale / tau).to(q.dtype), output), 2)
-    marks = unflatten(screen.expanded, 0, (*q.shape[:2], tiling.groups))
-    return TiledAttention(output, marks.sum(-1, dtype=torch.int32), marks)
+        output = torch.cat((_prefix_outputs(q, tiles, scale / tau).to(q.dtype), output), 2)
+    expanded = unflatten(selection.expanded, 0, (*q.shape[:2], tiling.groups))
+    return TiledAttention(output, expanded.sum(-1, dtype=torch.int32), expanded)
 
 
-def _attend(tiles: Tiles, screen: Screen) -> Tensor:
-    """(G, R, group * S, e) outputs; groups that expand alike are computed together."""
-    heads, groups, size, _ = tiles.q.shape
-    amounts = screen.expanded.sum(-1)  # (G R)
-    order = amounts.argsort(stable=True)
-    ordered = amounts[order].tolist()
-    alike = ordered[0] == ordered[-1]
-    table = _Table.of(tiles, screen)
+@dataclass(frozen=True, eq=False)
+class _Tiles:
+    """Tokens in tiles, and their means.
+
+    `keys` and `values` hold all rows that attention gathers in one table: the T mean tiles, the prefix,
+    and the tokens of all tiles, 0 in empty slots.
+    """
+
+    q: Tensor  # (G, R, group * S, d) times scale / tau, as is q_mean
+    q_mean: Tensor  # (G, R, d) representatives
+    q_spread: Tensor  # (G, R) mean squared distance of queries from q_mean, over 2d
+    keys: Tensor  # (G, T + prefix + T S, d)
+    values: Tensor  # (G, T + prefix + T S, e)
+    k_deviation: Tensor  # (G, T S, d) keys minus the mean of their tile
+    k_spread: Tensor  # (G, T) mean squared norm of the deviations
+    exists: Tensor | None  # (G, T, S) bool; None if every slot holds a token
+    counts: Tensor  # (1 or G, T) tokens of each tile
+    prefix: int
+
+    @classmethod
+    def of(
+        cls,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        tiling: Tiling,
+        prefix: int,
+        factor: float,
+        valid: Tensor | None,
+    ) -> "_Tiles":
+        """Arrange tokens in tiles, in at least float32, and compute means."""
+        dtype = torch.promote_types(q.dtype, torch.float32)
+        exists = valid_slots(tiling, valid, q)
+        prefix_k, prefix_v = (x[:, :, :prefix].to(dtype).flatten(0, 1) for x in (k, v))
+        q, k, v = (tokens_to_tiles(x[:, :, prefix:], tiling, dtype) for x in (q, k, v))
+        q = q * factor  # (G, T, S, d)
+        if exists is None:
+            counts = q.new_full((1, tiling.tiles), float(tiling.slots))
+        else:
+            q, k, v = (x.masked_fill(~exists.unsqueeze(-1), 0.0) for x in (q, k, v))
+            counts = exists.sum(-1).to(dtype)
+        k_mean, v_mean = (x.sum(2) / counts.clamp(min=1).unsqueeze(-1) for x in (k, v))
+        k_deviation = k - k_mean.unsqueeze(2)
+        if exists is not None:
+            k_deviation = k_deviation.masked_fill(~exists.unsqueeze(-1), 0.0)
+        q_sum = tiles_to_groups(q.sum(2), tiling).sum(2)
+        group_counts = tiles_to_groups(counts.unsqueeze(-1), tiling).sum(2).clamp(min=1)
+        q_mean = q_sum / group_counts  # (G, R, d)
+        grouped_q = tiles_to_groups(q.flatten(2), tiling).view(*q_sum.shape[:2], -1, q.shape[-1])
+        q_deviation = grouped_q - q_mean.unsqueeze(2)
+        if exists is not None or tiling.tiles % tiling.group:
+            present = q.new_ones(q.shape[:3]) if exists is None else exists.to(dtype)
+            q_deviation = q_deviation * tiles_to_groups(present, tiling).flatten(2).unsqueeze(-1)
+        q_spread = _sum_of_squares(q_deviation) / group_counts.squeeze(-1) / (2 * q.shape[-1])
+        k_spread = _sum_of_squares(k_deviation) / counts.clamp(min=1)
+        rounding = (SPREAD_ROUNDINGS * torch.finfo(dtype).eps) ** 2 * k_mean.square().sum(-1)
+        return cls(
+            q=grouped_q,
+            q_mean=q_mean,
+            q_spread=q_spread,
+            keys=torch.cat((k_mean, prefix_k, k.flatten(1, 2)), 1),
+            values=torch.cat((v_mean, prefix_v, v.flatten(1, 2)), 1),
+            k_deviation=k_deviation.flatten(1, 2),
+            k_spread=k_spread.where(k_spread > rounding, 0.0),
+            exists=exists,
+            counts=counts,
+            prefix=prefix,
+        )
+
+    @property
+    def num_tiles(self) -> int:
+        return self.counts.shape[1]
+
+    @property
+    def slots(self) -> int:
+        return self.k_deviation.shape[1] // self.num_tiles
+
+    @property
+    def first_token(self) -> int:
+        """Row of the first spatial token in `keys` and `values`."""
+        return self.num_tiles + self.prefix
+
+    @property
+    def chunk_elements(self) -> int:
+        return CHUNK_ELEMENTS if self.q.device.type == "cpu" else DEVICE_CHUNK_ELEMENTS
+
+
+@dataclass(frozen=True, eq=False)
+class _Selection:
+    """What the representatives decide for their groups."""
+
+    gap: Tensor  # (G R, T) gaps with the spread of the group, capped
+    expanded: Tensor  # (G R, T) bool
+    residual: Tensor  # (G R, e)
+
+
+def _select_tiles(tiles: _Tiles, max_loss: float | None, expand: int | None) -> _Selection:
+    """Steps 3 and 4 of the specification, and the residual of step 5."""
+    heads, groups = tiles.q_mean.shape[:2]
+    tokens = tiles.k_deviation.shape[1]
+    chunks = [
+        _select_chunk(tiles, head_slice, group_slice, max_loss, expand)
+        for head_slice, group_slice in query_chunks(heads, groups, tokens, tiles.chunk_elements)
+    ]
+    gap, expanded, residual = (
+        torch.cat([x.flatten(0, 1) for x in field]) for field in zip(*chunks, strict=True)
+    )
+    return _Selection(gap, expanded, residual)
+
+
+def _select_chunk(
+    tiles: _Tiles, heads: slice, groups: slice, max_loss: float | None, expand: int | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return gap (g, r, T), expanded (g, r, T) and residual (g, r, e) of g heads and r groups."""
+    count = tiles.counts if len(tiles.counts) == 1 else tiles.counts[heads]
+    count = count.unsqueeze(1)  # (1 or g, 1, T)
+    keys, values = tiles.keys[heads], tiles.values[heads]
+    q_mean = tiles.q_mean[heads, groups]  # (g, r, d)
+    scores = q_mean @ tiles.k_deviation[heads].transpose(1, 2)
+    scores = unflatten(
+        scores, 2, (tiles.num_tiles, tiles.slots)
+    )  # (g, r, T, S) minus the tile's mean
+    if tiles.exists is not None:
+        # A tile without tokens keeps zeros; its count of 0 excludes it below.
+        missing = ~tiles.exists[heads].unsqueeze(1) & (count > 0).unsqueeze(-1)
+        scores = scores.masked_fill(missing, -torch.inf)
+    token_share = scores.softmax(-1)
+    # log sum exp from the largest share: two maxima are cheaper than a second exponential.
+    log_sum = scores.amax(-1) - token_share.amax(-1).log()
+    gap = (log_sum - count.clamp(min=1).log()).clamp(min=0.0)
+    spread = tiles.q_spread[heads, groups].unsqueeze(-1) * tiles.k_spread[heads].unsqueeze(1)
+    gap = (gap + spread.nan_to_num(0.0)).clamp(max=GAP_CAP)  # 0 * inf where squares overflow
+    coarse_scores = q_mean @ keys[:, : tiles.first_token].transpose(1, 2)
+    mean_score, prefix_score = (
+        coarse_scores[..., : tiles.num_tiles],
+        coarse_scores[..., tiles.num_tiles :],
+    )
+    log_mass = (mean_score + log_sum).masked_fill(count == 0, -torch.inf)  # A_L
+    with torch.no_grad():
+        log_z = torch.cat((log_mass, prefix_score), -1).logsumexp(-1, keepdim=True)
+        loss = (log_mass - log_z).exp() * -torch.expm1(-gap)
+        loss = loss.nan_to_num(0.0)  # -inf - -inf where no token exists
+        has_tokens = (count > 0).expand(loss.shape)
+        if expand is None:
+            expanded = _expand_by_loss(loss, max_loss)
+        else:
+            expanded = _expand_by_count(loss, expand, has_tokens)
+    coarse = has_tokens & ~expanded
+    any_coarse = coarse.any(-1, keepdim=True)
+    logits = log_mass.masked_fill(~coarse & any_coarse, -torch.inf).masked_fill(~any_coarse, 0.0)
+    tile_share = logits.softmax(-1) * any_coarse  # (g, r, T) of the mass that is not expanded
+    token_share = (token_share * tile_share.unsqueeze(-1)).flatten(2)
+    residual = token_share @ values[:, tiles.first_token :]
+    return gap, expanded, residual - tile_share @ values[:, : tiles.num_tiles]
+
+
+def _sum_of_squares(vectors: Tensor) -> Tensor:
+    """Return (G, T) sums of the squares in (G, T, S, d) without a tensor of squares."""
+    row = vectors.flatten(2).unsqueeze(2)
+    return (row @ row.transpose(2, 3)).flatten(1)
+
+
+def _expand_by_loss(loss: Tensor, max_loss: float | None) -> Tensor:
+    """Expand the fewest largest losses, ties together, that leave at most `max_loss`."""
+    ordered = loss.sort(-1).values
+    coarse = (ordered.cumsum(-1) <= (max_loss or 0.0)).sum(-1, keepdim=True)  # number of tiles
+    smallest = ordered.gather(-1, coarse.clamp(max=loss.shape[-1] - 1))
+    return (loss >= smallest) & (coarse < loss.shape[-1])
+
+
+def _expand_by_count(loss: Tensor, expand: int, has_tokens: Tensor) -> Tensor:
+    """Expand the `expand` largest losses above 0, ties by index, or all tiles if there are no more."""
+    if expand >= loss.shape[-1]:
+        return has_tokens
+    chosen = loss.sort(dim=-1, descending=True, stable=True).indices[..., :expand]
+    return torch.zeros_like(has_tokens.contiguous()).scatter(-1, chosen, True) & (loss > 0)
+
+
+def _attend_by_groups(tiles: _Tiles, selection: _Selection) -> Tensor:
+    """Return outputs (G, R, group * S, e). Groups with as many expanded tiles are computed together."""
+    heads, groups, queries, _ = tiles.q.shape
+    expanded_count = selection.expanded.sum(-1)  # (G R)
+    order = expanded_count.argsort(stable=True)
+    counts = expanded_count[order].tolist()
+    all_equal = counts[0] == counts[-1]
+    attention = _GroupAttention(tiles, selection)
     outputs, start = [], 0
-    while start < len(ordered):
+    while start < len(counts):
         stop = start + 1
-        while stop < len(ordered):
-            rows = size * (tiles.first + ordered[stop] * tiles.slots)
-            if (stop + 1 - start) * rows > tiles.chunk:
+        while stop < len(counts):
+            logits = queries * (tiles.first_token + counts[stop] * tiles.slots)
+            if (stop + 1 - start) * logits > tiles.chunk_elements:
                 break
             stop += 1
-        some = slice(start, stop) if alike else order[start:stop]
-        outputs.append(table.attend(some, ordered[stop - 1]))
+        rows = slice(start, stop) if all_equal else order[start:stop]
+        outputs.append(attention(rows, counts[stop - 1]))
         start = stop
     output = torch.cat(outputs)
-    if not alike:
+    if not all_equal:
         output = output[order.argsort()]
     return unflatten(output, 0, (heads, groups))
 
 
-@dataclass(frozen=True, eq=False)
-class _Table:
-    """Everything attention reads, groups and rows of all heads in one dimension."""
+class _GroupAttention:
+    """Step 5 of the specification for a set of groups, indexed over all heads."""
 
-    tiles: Tiles
-    screen: Screen
-    head: Tensor  # (G R)
-    bias: Tensor  # (G R, 1, T) log n + gap; -inf for expanded and empty tiles
-    linear: Tensor  # (G, d, e) cross / n
-    fixed: Tensor  # (T + prefix) rows that every group reads
-    tokens: Tensor  # (S) rows of a tile, from its first
-
-    @classmethod
-    def of(cls, tiles: Tiles, screen: Screen) -> "_Table":
-        """Bias and first-order matrix."""
+    def __init__(self, tiles: _Tiles, selection: _Selection) -> None:
         heads, groups = tiles.q.shape[:2]
         device = tiles.q.device
-        sizes = tiles.counts.log().repeat_interleave(heads * groups // len(tiles.counts), 0)
-        bias = (screen.gap + sizes).masked_fill(screen.expanded, -torch.inf)
-        # Deviations sum to 0 in every tile: the mean value takes nothing away.
-        cross = tiles.deviation.transpose(1, 2) @ tiles.values[:, tiles.first :]
-        return cls(
-            tiles,
-            screen,
-            torch.arange(heads * groups, device=device) // groups,
-            bias.unsqueeze(1),
-            cross / tiles.counts.sum(-1).clamp(min=1).view(-1, 1, 1),
-            torch.arange(tiles.first, device=device),
-            torch.arange(tiles.slots, device=device),
-        )
+        self.tiles, self.selection = tiles, selection
+        self.head = torch.arange(heads * groups, device=device) // groups  # (G R)
+        log_counts = tiles.counts.log().repeat_interleave(heads * groups // len(tiles.counts), 0)
+        bias = (selection.gap + log_counts).masked_fill(selection.expanded, -torch.inf)
+        self.bias = bias.unsqueeze(1)  # (G R, 1, T) log n + gap; -inf for expanded and empty tiles
+        # Deviations sum to 0 in every tile, so that values need not be centred.
+        cross = tiles.k_deviation.transpose(1, 2) @ tiles.values[:, tiles.first_token :]
+        self.cross = cross / tiles.counts.sum(-1).clamp(min=1).view(-1, 1, 1)  # (G, d, e)
+        self.common_rows = torch.arange(tiles.first_token, device=device)  # mean tiles and prefix
+        self.slots = torch.arange(tiles.slots, device=device)
 
-    def attend(self, some: Tensor | slice, reach: int) -> Tensor:
-        """(n, group * S, e) outputs of some groups, none of which expands more than `reach` tiles."""
-        tiles, head = self.tiles, self.head[some]
-        queries = tiles.q.flatten(0, 1)[some]
-        rows, absent = self.gathered(some, reach)
+    def __call__(self, groups: Tensor | slice, max_count: int) -> Tensor:
+        """Return outputs (n, group * S, e) of n groups that expand at most `max_count` tiles."""
+        tiles, head = self.tiles, self.head[groups]
+        queries = tiles.q.flatten(0, 1)[groups]
+        rows, missing = self.gather_rows(groups, max_count)
         rows = (rows + head.unsqueeze(1) * tiles.keys.shape[1]).flatten()
-        keys = unflatten(tiles.keys.flatten(0, 1).index_select(0, rows), 0, (len(head), -1))
-        values = unflatten(tiles.values.flatten(0, 1).index_select(0, rows), 0, (len(head), -1))
-        logits = queries @ keys.transpose(1, 2)
-        logits[..., : tiles.tiles] += self.bias[some]
-        if absent is not None:
-            logits[..., tiles.first :].masked_fill_(absent.unsqueeze(1), -torch.inf)
+        keys, values = (
+            unflatten(x.flatten(0, 1).index_select(0, rows), 0, (len(head), -1))
+            for x in (tiles.keys, tiles.values)
+        )
+        logits = queries @ keys.transpose(1, 2)  # (n, group * S, rows)
+        logits[..., : tiles.num_tiles] += self.bias[groups]
+        if missing is not None:
+            logits[..., tiles.first_token :].masked_fill_(missing.unsqueeze(1), -torch.inf)
         weights = logits.softmax(-1)
-        share = weights[..., : tiles.tiles].sum(-1, keepdim=True)  # u
-        apart = queries - tiles.mean_q.flatten(0, 1)[some].unsqueeze(1)
-        lost = torch.baddbmm(self.screen.residual[some].unsqueeze(1), apart, self.linear[head])
-        return torch.baddbmm(share * lost, weights, values)
+        coarse_weight = weights[..., : tiles.num_tiles].sum(-1, keepdim=True)  # u
+        deviation = queries - tiles.q_mean.flatten(0, 1)[groups].unsqueeze(1)
+        residual = self.selection.residual[groups].unsqueeze(1)
+        correction = torch.baddbmm(residual, deviation, self.cross[head])
+        return torch.baddbmm(coarse_weight * correction, weights, values)
 
-    def gathered(self, some: Tensor | slice, reach: int) -> tuple[Tensor, Tensor | None]:
-        """(n, rows) of the tables that groups read, and (n, reach S) which of the tokens are none."""
+    def gather_rows(self, groups: Tensor | slice, max_count: int) -> tuple[Tensor, Tensor | None]:
+        """Return the table rows (n, rows) that groups read, and a mask (n, max_count * S) of those
+        after the common rows that are padding; None if none is."""
         tiles = self.tiles
-        marks = self.screen.expanded[some]
-        fixed = self.fixed.expand(len(marks), -1)
-        if not reach:
-            return fixed, None
-        # The expanded tiles of each group, then others to fill the row.
-        marked, places = marks.to(torch.uint8).sort(dim=-1, descending=True, stable=True)
-        marked, places = marked[:, :reach].bool(), places[:, :reach]
-        rows = (tiles.first + places * tiles.slots).unsqueeze(-1) + self.tokens
-        absent = None
+        expanded = self.selection.expanded[groups]
+        common = self.common_rows.expand(len(expanded), -1)
+        if not max_count:
+            return common, None
+        # The expanded tiles of each group first, then other tiles as padding.
+        is_expanded, index = expanded.to(torch.uint8).sort(dim=-1, descending=True, stable=True)
+        is_expanded, index = is_expanded[:, :max_count].bool(), index[:, :max_count]
+        rows = (tiles.first_token + index * tiles.slots).unsqueeze(-1) + self.slots
+        missing = None
         if tiles.exists is not None:
-            present = tiles.exists[self.head[some].unsqueeze(1), places]  # (n, reach, S)
-            absent = ~(present & marked.unsqueeze(-1)).flatten(1)
-        elif not bool(marked.all()):
-            absent = ~marked.repeat_interleave(tiles.slots, 1)
-        return torch.cat((fixed, rows.flatten(1)), 1), absent
+            exists = tiles.exists[self.head[groups].unsqueeze(1), index]  # (n, max_count, S)
+            missing = ~(exists & is_expanded.unsqueeze(-1)).flatten(1)
+        elif not bool(is_expanded.all()):
+            missing = ~is_expanded.repeat_interleave(tiles.slots, 1)
+        return torch.cat((common, rows.flatten(1)), 1), missing
 
 
-def _dense_prefix(q: Tensor, tiles: Tiles, factor: float) -> Tensor:
-    """(B, heads, prefix, e) exact outputs of the prefix queries."""
+def _prefix_outputs(q: Tensor, tiles: _Tiles, factor: float) -> Tensor:
+    """Return exact outputs (B, H, prefix, e) of the prefix queries."""
     queries = q[:, :, : tiles.prefix].to(tiles.q.dtype)
     keys, values = (
-        unflatten(x[:, tiles.tiles :], 0, q.shape[:2]) for x in (tiles.keys, tiles.values)
+        unflatten(x[:, tiles.num_tiles :], 0, q.shape[:2]) for x in (tiles.keys, tiles.values)
     )
     mask = None
     if tiles.exists is not None:
         spatial = unflatten(tiles.exists.flatten(1), 0, q.shape[:2]).unsqueeze(2)
         mask = pad(spatial, (tiles.prefix, 0), value=True)
     return scaled_dot_product_attention(queries, keys, values, attn_mask=mask, scale=factor)
-
-
-# Scores held at once: few enough to stay in a CPU's cache, many enough to keep a GPU busy.
-CHUNK_SCORES = {"cpu": 1 << 20, "cuda": 1 << 26}
 
 
 def log_partition_loss(
@@ -358,62 +372,75 @@ def log_partition_loss(
     factor: float,
     valid: Tensor | None = None,
 ) -> Tensor:
-    """(B, heads, N) E / tau = log Z - log Z~ of every spatial query, in raster order.
+    """Compute E / tau = log Z - log Z~ of every spatial query.
 
-    Z adds up exp(factor q.k) over all keys, Z~ takes n exp(mean score) for the tiles that `expanded`
-    (B, heads, R, T) does not mark. -inf where all are marked, and nothing is lost.
+    Z sums exp(factor q . k) over all keys. Z~ takes n exp(mean score) for the tiles that are not
+    expanded.
+
+    Args:
+        q, k: (B, H, prefix + N, d), spatial tokens in raster order.
+        tiling: The tiles of the grid of N spatial tokens.
+        expanded: bool (B, H, R, T), the tiles that each query group expands.
+        prefix: The number of tokens before the grid.
+        factor: The factor of q . k, the temperature included.
+        valid: bool (B or 1, N), the spatial tokens that exist.
+
+    Returns:
+        (B, H, N) in `working_precision(q)`; -inf where every tile is expanded.
     """
     if q.numel() == 0:
         return q.new_zeros((*q.shape[:2], tiling.grid.size))
-    working = working_precision(q)
-    queries, tokens = (tokens_to_tiles(x[:, :, prefix:], tiling, working) for x in (q, k))
-    before = k[:, :, :prefix].flatten(0, 1).to(working)
+    dtype = working_precision(q)
+    queries, keys = (tokens_to_tiles(x[:, :, prefix:], tiling, dtype) for x in (q, k))
+    prefix_k = k[:, :, :prefix].flatten(0, 1).to(dtype)
     exists = valid_slots(tiling, valid, q)
     if exists is not None:
-        queries, tokens = (x.masked_fill(~exists.unsqueeze(-1), 0.0) for x in (queries, tokens))
-    queries = tiles_to_groups(queries * factor, tiling).flatten(2, 3)  # (G, R, m, d)
-    marks = expanded.flatten(0, 1)
-    size = queries.shape[2] * tokens.shape[1] * tokens.shape[2]
-    most = CHUNK_SCORES.get(q.device.type, CHUNK_SCORES["cpu"])
-    rows = max(1, most // size)
+        queries, keys = (x.masked_fill(~exists.unsqueeze(-1), 0.0) for x in (queries, keys))
+    queries = tiles_to_groups(queries * factor, tiling).flatten(2, 3)  # (G, R, group * S, d)
+    expanded = expanded.flatten(0, 1)
+    scores_of_group = queries.shape[2] * keys.shape[1] * keys.shape[2]
+    limits = CERTIFICATE_CHUNK_ELEMENTS
+    step = max(1, limits.get(q.device.type, limits["cpu"]) // scores_of_group)
     losses = [
-        _losses(
-            queries[head, start : start + rows],
-            tokens[head],
-            before[head],
-            marks[head, start : start + rows],
+        _log_partition_loss_of_head(
+            queries[head, start : start + step],
+            keys[head],
+            prefix_k[head],
+            expanded[head, start : start + step],
             None if exists is None else exists[head],
         )
-        for head in range(len(marks))
-        for start in range(0, tiling.groups, rows)
+        for head in range(len(expanded))
+        for start in range(0, tiling.groups, step)
     ]
-    spatial = unflatten(torch.cat(losses), 0, (len(marks), tiling.groups)).unsqueeze(-1)
+    spatial = unflatten(torch.cat(losses), 0, (len(expanded), tiling.groups)).unsqueeze(-1)
     return unflatten(groups_to_tokens(spatial, tiling).squeeze(-1), 0, q.shape[:2])
 
 
 def working_precision(q: Tensor) -> torch.dtype:
-    """float32, unless q is float64 or products of float32 may be rounded to less than that."""
+    """Return float32, or float64 if q is float64 or torch may round float32 products to less."""
     single = q.dtype != torch.float64 and torch.get_float32_matmul_precision() == "highest"
     return torch.float32 if single else torch.float64
 
 
-def _losses(
-    queries: Tensor, tokens: Tensor, before: Tensor, marks: Tensor, exists: Tensor | None
+def _log_partition_loss_of_head(
+    queries: Tensor, keys: Tensor, prefix_k: Tensor, expanded: Tensor, exists: Tensor | None
 ) -> Tensor:
-    """(r, m) for queries (r, m, d) of some groups of a head, its tokens (T, S, d), marks (r, T)."""
-    tiles, slots = tokens.shape[:2]
-    scores = unflatten(queries @ tokens.flatten(0, 1).T, 2, (tiles, slots))  # (r, m, T, S)
+    """Return (r, m) of queries (r, m, d) of r groups of one head, keys (T, S, d), expanded (r, T)."""
+    tiles, slots = keys.shape[:2]
+    scores = unflatten(queries @ keys.flatten(0, 1).T, 2, (tiles, slots))  # (r, m, T, S)
     counts = scores.new_full((tiles,), float(slots))
     means = scores.sum(-1)
     if exists is not None:
         counts = exists.sum(-1).to(scores.dtype)
         scores.masked_fill_(~exists, -torch.inf)
     means = means / counts.clamp(min=1)
-    tops = scores.amax(-1)
-    tops = tops.where(tops > -torch.inf, 0.0)
-    energies = tops + scores.sub_(tops.unsqueeze(-1)).exp_().sum(-1).log()  # (r, m, T)
-    stays = (~marks & (counts > 1)).unsqueeze(1)  # (r, 1, T)
-    coarse = torch.where(stays, means + counts.clamp(min=1).log(), energies)
-    first = queries @ before.T  # (r, m, prefix)
-    exact, coarse = (torch.cat((each, first), -1).logsumexp(-1) for each in (energies, coarse))
-    return (exact - coarse).where(stays.any(-1), -torch.inf)
+    largest = scores.amax(-1)
+    largest = largest.where(largest > -torch.inf, 0.0)
+    log_mass = largest + scores.sub_(largest.unsqueeze(-1)).exp_().sum(-1).log()  # (r, m, T)
+    coarse = (~expanded & (counts > 1)).unsqueeze(1)  # (r, 1, T)
+    coarse_log_mass = torch.where(coarse, means + counts.clamp(min=1).log(), log_mass)
+    prefix_scores = queries @ prefix_k.T  # (r, m, prefix)
+    log_z, coarse_log_z = (
+        torch.cat((x, prefix_scores), -1).logsumexp(-1) for x in (log_mass, coarse_log_mass)
+    )
+    return (log_z - coarse_log_z).where(coarse.any(-1), -torch.inf)

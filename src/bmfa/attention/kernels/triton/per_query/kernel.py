@@ -1,62 +1,92 @@
-"""What each rule asks of the blocks of one level, for a tile of queries.
+"""One kernel from q, k, v to outputs and trees on small grids: scores, splits, leaf means, softmax.
 
-Blocks are (Q, n), their children (Q, 4, n); weights are the shares of the children in their block. What
-a rule carries upwards, it finds at the children in `below`; tokens carry nothing. Scores are over tau
-and in units of log 2, so that exponentials are powers of 2.
+The grid is extended to a complete quadtree with 4^DEPTH slots. A side of one token, which does not
+split, goes to both halves with half the weight each, so that every slot holds a token and the four
+slots of a block at the deepest level have equal weights. The slot of a token spells its path with the
+root's choice in the lowest digit: the four children of a block are 4^level slots apart, and sums over
+the children of large levels stay inside a thread.
+
+Blocks of a level are (BLOCK_Q, n), their children (BLOCK_Q, 4, n), with n = 4^level. Scores are divided
+by tau and by log 2, so that exponentials are powers of 2. A level passes to the one above what the rule
+needs of the children, as `carry`; tokens carry nothing.
+
+`table` holds three numbers for each block, one level after the other (see `tables.py`).
 """
-
-import triton
-import triton.language as tl
 
 # Tuples grow as a static loop unrolls.
 # mypy: disable-error-code=assignment
 
+import triton
+import triton.language as tl
 
-# What counts as 0: so many roundings of float32, as in `bmfa.trees.pyramid`.
-ROUNDING = tl.constexpr(8 * 2.0**-23)
+from bmfa.attention.kernels.triton.per_query.tables import FIRST_WORD_LEVELS, PARTS, SHARE, WEIGHT
+from bmfa.trees.pyramid import ROUNDINGS
+
+ROUNDING = tl.constexpr(ROUNDINGS * 2.0**-23)  # a difference up to this share of its terms is 0
 LOG_2 = tl.constexpr(0.6931471805599453)
+# exp2(x) - 1 keeps its relative accuracy below this, and the series above it.
+SERIES_FROM = tl.constexpr(-0.7)
+WORD_LEVEL = tl.constexpr(FIRST_WORD_LEVELS)
+WEIGHT_ROW, SHARE_ROW, PARTS_ROW = tl.constexpr(WEIGHT), tl.constexpr(SHARE), tl.constexpr(PARTS)
 
 
 @triton.jit
-def power(x, FINE: tl.constexpr):
-    """2^x, or where FINE 2^x - 1 to within rounding of itself; x <= 0, or barely above."""
+def load_rows(base, index, mask, stride, D, BLOCK_D: tl.constexpr):
+    """Load (n, BLOCK_D) rows of D numbers, 0 outside of the mask and beyond D."""
+    column = tl.arange(0, BLOCK_D)
+    return tl.load(
+        base + index.to(tl.int64)[:, None] * stride + column[None, :],
+        mask=mask[:, None] & (column < D)[None, :],
+        other=0.0,
+    )
+
+
+@triton.jit
+def load_table(table, ROW: tl.constexpr, LEVEL: tl.constexpr, DEPTH: tl.constexpr):
+    """Load (n,) one of the three numbers of the blocks of a level."""
+    return tl.load(table + ROW * (4**DEPTH // 3) + 4**LEVEL // 3 + tl.arange(0, 4**LEVEL))
+
+
+@triton.jit
+def exp2_fine(x, FINE: tl.constexpr):
+    """Return 2^x, or if FINE 2^x - 1 to within rounding of itself, for x <= 0 within rounding."""
     result = tl.exp2(x)
     if FINE:
-        near = x * LOG_2
-        series = 1 / 5040 + near * (1 / 40320)
-        series = 1 / 720 + near * series
-        series = 1 / 120 + near * series
-        series = 1 / 24 + near * series
-        series = 1 / 6 + near * series
-        series = 1 / 2 + near * series
-        result = tl.where(x > -0.7, near + near * near * series, result - 1.0)
+        y = x * LOG_2
+        series = 1 / 5040 + y * (1 / 40320)
+        series = 1 / 720 + y * series
+        series = 1 / 120 + y * series
+        series = 1 / 24 + y * series
+        series = 1 / 6 + y * series
+        series = 1 / 2 + y * series
+        result = tl.where(x > SERIES_FROM, y + y * y * series, result - 1.0)
     return result
 
 
 @triton.jit
-def logarithm(x, FINE: tl.constexpr):
-    """log2 of x, or where FINE of 1 + x: the inverse of `power`."""
+def log2_fine(x, FINE: tl.constexpr):
+    """Return log2(x), or if FINE log2(1 + x): the inverse of `exp2_fine`."""
     if FINE:
-        whole = 1.0 + x
-        flat = whole == 1.0
-        slope = x / tl.where(flat, 1.0, whole - 1.0)  # undoes the rounding of the sum
-        result = tl.where(flat, x / LOG_2, tl.log2(whole) * slope)
+        total = 1.0 + x
+        unchanged = total == 1.0
+        correction = x / tl.where(unchanged, 1.0, total - 1.0)  # undoes the rounding of the sum
+        result = tl.where(unchanged, x / LOG_2, tl.log2(total) * correction)
     else:
         result = tl.log2(x)
     return result
 
 
 @triton.jit
-def settle(value, terms):
-    """The value, or 0 where it is no larger than the rounding of what it was computed from."""
+def zero_if_rounding(value, terms):
+    """Return the value, or 0 if it is within the rounding of the terms it was computed from."""
     return tl.where(value > terms * ROUNDING, value, 0.0)
 
 
 @triton.jit
-def block_step(children, weights, magnitude, DEEPEST: tl.constexpr):
-    """The largest child mean, offsets from it, their mean and the mean of each block.
+def block_means(children, weights, magnitude, DEEPEST: tl.constexpr):
+    """Return the largest child mean, offsets from it, their mean (shift) and the block means.
 
-    A spread within the rounding of scores of that magnitude is none; tokens are exact.
+    Offsets within the rounding of scores of that magnitude are 0; scores of tokens are exact.
     """
     largest = tl.max(children, 1)
     offsets = children - largest[:, None, :]
@@ -71,247 +101,243 @@ def block_step(children, weights, magnitude, DEEPEST: tl.constexpr):
 
 @triton.jit
 def gamma_exceeds(offsets, weights, shift, threshold, FINE: tl.constexpr):
-    """Gamma > threshold, without its logarithm: sum_C w_C 2^offset > 2^(shift + threshold)."""
-    lift = tl.sum(weights * power(offsets, FINE), 1)
+    """Return Gamma > threshold without a logarithm: sum_C w_C 2^offset > 2^(shift + threshold)."""
+    total = tl.sum(weights * exp2_fine(offsets, FINE), 1)
     bar = tl.maximum(tl.abs(shift) * ROUNDING, threshold)
-    return lift > power(shift + bar, FINE)
+    return total > exp2_fine(shift + bar, FINE)
 
 
 @triton.jit
-def exact_gaps(offsets, weights, shift, below, FINE: tl.constexpr, DEEPEST: tl.constexpr):
-    """The exact gap from those of the children: log sum_C w_C 2^(offset + gap) - shift."""
+def block_gaps(offsets, weights, shift, child_gaps, FINE: tl.constexpr, DEEPEST: tl.constexpr):
+    """Return the exact gaps from those of the children: log sum_C w_C 2^(offset + gap) - shift."""
     top = tl.zeros_like(shift)
     if not DEEPEST:
-        offsets += below
+        offsets += child_gaps
         top = tl.max(offsets, 1)
         offsets -= top[:, None, :]
-    lift = tl.sum(weights * power(offsets, FINE), 1)
-    return settle(top + logarithm(lift, FINE) - shift, tl.abs(top) + tl.abs(shift))
+    total = tl.sum(weights * exp2_fine(offsets, FINE), 1)
+    return zero_if_rounding(top + log2_fine(total, FINE) - shift, tl.abs(top) + tl.abs(shift))
 
 
 @triton.jit
-def variances(offsets, weights, shift, below, DEEPEST: tl.constexpr):
-    """The population variance from those of the children."""
-    apart = offsets - shift[:, None, :]
-    spread = apart * apart
+def block_variances(offsets, weights, shift, child_variances, DEEPEST: tl.constexpr):
+    """Return the population variances from those of the children."""
+    deviation = offsets - shift[:, None, :]
+    squares = deviation * deviation
     if not DEEPEST:
-        spread += below
-    return tl.sum(weights * spread, 1)
+        squares += child_variances
+    return tl.sum(weights * squares, 1)
 
 
 @triton.jit
-def recovered(offsets, weights, shift, mass, scale, FINE: tl.constexpr, DEEPEST: tl.constexpr):
-    """The share of Z that each split recovers, and 1 / Z; `mass` is n 2^largest of each block."""
-    lift = tl.sum(weights * power(offsets, FINE), 1)
+def recovered_mass(
+    offsets, weights, shift, mass, inverse_z, FINE: tl.constexpr, DEEPEST: tl.constexpr
+):
+    """Return the share of Z that each split recovers, and 1 / Z; `mass` is n 2^largest of a block."""
+    total = tl.sum(weights * exp2_fine(offsets, FINE), 1)
     if DEEPEST:
-        held = 1.0 + lift if FINE else lift
-        scale = 1.0 / tl.sum(mass * held, 1)
-    flat = power(shift, FINE)
-    excess = lift - flat
+        block_z = 1.0 + total if FINE else total
+        inverse_z = 1.0 / tl.sum(mass * block_z, 1)
+    at_mean = exp2_fine(shift, FINE)
+    excess = total - at_mean
     if FINE:
-        excess = settle(excess, tl.abs(flat))
-    return excess * mass * scale[:, None], scale
-
-
-# The levels above this one have 21 blocks together, and their marks share the first word.
-WORD_LEVEL = tl.constexpr(3)
+        excess = zero_if_rounding(excess, tl.abs(at_mean))
+    return excess * mass * inverse_z[:, None], inverse_z
 
 
 @triton.jit
-def entry(table, FIELD: tl.constexpr, LEVEL: tl.constexpr, DEPTH: tl.constexpr):
-    """(n,) one of the numbers of the table for the blocks of a level."""
-    return tl.load(table + FIELD * (4**DEPTH // 3) + 4**LEVEL // 3 + tl.arange(0, 4**LEVEL))
-
-
-@triton.jit
-def climb(
-    below, carried, magnitude, top, scale, table, coins, threshold,
+def decide_level(
+    below, carry, magnitude, top, inverse_z, table, coins, threshold,
     RULE: tl.constexpr, FINE: tl.constexpr, LEVEL: tl.constexpr, DEPTH: tl.constexpr,
-    LIMIT: tl.constexpr, QUERIES: tl.constexpr,
+    MAX_DEPTH: tl.constexpr, BLOCK_Q: tl.constexpr,
 ):  # fmt: skip
-    """One level up: means of its blocks, the splits asked for, and what the next level needs."""
+    """Compute the means of the blocks of a level, whether they split, and what the next level needs.
+
+    `magnitude`, `top` and `inverse_z` (BLOCK_Q,) belong to a query: the largest absolute score, the
+    largest score and 1 / Z. The deepest level computes them.
+    """
     nodes: tl.constexpr = 4**LEVEL
     deepest: tl.constexpr = LEVEL == DEPTH - 1
-    count = entry(table, 0, LEVEL, DEPTH)
+    count = load_table(table, WEIGHT_ROW, LEVEL, DEPTH)
     weights = 0.25
     if not deepest:
-        sizes = tl.reshape(entry(table, 0, LEVEL + 1, DEPTH), (4, nodes))
+        sizes = tl.reshape(load_table(table, WEIGHT_ROW, LEVEL + 1, DEPTH), (4, nodes))
         weights = (sizes / count[None, :])[None, :, :]
-    children = tl.reshape(below, (QUERIES, 4, nodes))
-    carried = tl.reshape(carried, (QUERIES, 4, nodes))
-    largest, offsets, shift, mean = block_step(children, weights, magnitude, deepest)
+    children = tl.reshape(below, (BLOCK_Q, 4, nodes))
+    carry = tl.reshape(carry, (BLOCK_Q, 4, nodes))
+    largest, offsets, shift, mean = block_means(children, weights, magnitude, deepest)
     if deepest:
         magnitude = tl.max(tl.maximum(tl.abs(largest), tl.abs(shift)), 1)
         top = tl.max(largest, 1)
-    carry = mean
-    want = tl.full((QUERIES, nodes), True, tl.int1)
+    new_carry = mean
+    wants = tl.full((BLOCK_Q, nodes), True, tl.int1)
     if RULE == "gamma":
-        want = gamma_exceeds(offsets, weights, shift, threshold, FINE)
+        wants = gamma_exceeds(offsets, weights, shift, threshold, FINE)
     elif RULE == "exact-gap" or RULE == "quadrant-gap":
-        carry = exact_gaps(offsets, weights, shift, carried, FINE, deepest)
-        want = carry > threshold
+        new_carry = block_gaps(offsets, weights, shift, carry, FINE, deepest)
+        wants = new_carry > threshold
     elif RULE == "variance":
-        carry = variances(offsets, weights, shift, carried, deepest)
-        want = carry > threshold
+        new_carry = block_variances(offsets, weights, shift, carry, deepest)
+        wants = new_carry > threshold
     elif RULE == "mass" or RULE == "optimal":
         mass = count[None, :] * tl.exp2(largest - top[:, None])
-        gain, scale = recovered(offsets, weights, shift, mass, scale, FINE, deepest)
+        gain, inverse_z = recovered_mass(offsets, weights, shift, mass, inverse_z, FINE, deepest)
         if RULE == "mass":
-            want = gain > threshold * entry(table, 1, LEVEL, DEPTH)[None, :]
+            wants = gain > threshold * load_table(table, SHARE_ROW, LEVEL, DEPTH)[None, :]
         else:
-            # What a split gains with the best splits below it, less the penalty of its leaves.
-            net = gain - threshold * entry(table, 2, LEVEL, DEPTH)[None, :]
+            # The gain of a split with the best splits below it, minus the penalty of its leaves.
+            net = gain - threshold * load_table(table, PARTS_ROW, LEVEL, DEPTH)[None, :]
             if not deepest:
-                net += tl.sum(carried, 1)
-            want = net > 0.0
-            carry = tl.maximum(net, 0.0)
-            if LEVEL == LIMIT:  # offers nothing to the blocks above
-                carry = tl.zeros_like(net)
+                net += tl.sum(carry, 1)
+            wants = net > 0.0
+            new_carry = tl.maximum(net, 0.0)
+            if LEVEL == MAX_DEPTH:  # never split, so no gain for the blocks above
+                new_carry = tl.zeros_like(net)
     elif RULE == "random-quadrants":
-        want = ((coins[:, None] >> tl.arange(0, nodes)[None, :]) & 1) != 0
+        wants = ((coins[:, None] >> tl.arange(0, nodes)[None, :]) & 1) != 0
     else:  # fixed-depth
-        want &= LEVEL < threshold
+        wants &= LEVEL < threshold
     if LEVEL != 1 and (RULE == "quadrant-gap" or RULE == "variance" or RULE == "random-quadrants"):
-        want = tl.full((QUERIES, nodes), True, tl.int1)  # all of it, where a quadrant is kept
-    return mean, want, largest, carry, magnitude, top, scale
+        wants = tl.full((BLOCK_Q, nodes), True, tl.int1)  # these rules decide on quadrants alone
+    return mean, wants, largest, new_carry, magnitude, top, inverse_z
 
 
 @triton.jit
-def ascend(
+def bottom_up(
     scores, table, coins, threshold,
-    RULE: tl.constexpr, FINE: tl.constexpr, DEPTH: tl.constexpr, LIMIT: tl.constexpr,
-    QUERIES: tl.constexpr,
+    RULE: tl.constexpr, FINE: tl.constexpr, DEPTH: tl.constexpr, MAX_DEPTH: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
 ):  # fmt: skip
-    """From the tokens up: means of the blocks, the splits asked for, and the largest score of each
-    block at the deepest level.
+    """Return the means and split decisions of all levels from the tokens up, and the largest score of
+    each block of the deepest level.
     """
-    magnitude = tl.zeros((QUERIES,), tl.float32)
-    mean, want, peaks, carried, magnitude, top, scale = climb(
+    magnitude = tl.zeros((BLOCK_Q,), tl.float32)
+    mean, level_wants, peaks, carry, magnitude, top, inverse_z = decide_level(
         scores, scores, magnitude, magnitude, magnitude, table, coins, threshold,
-        RULE, FINE, DEPTH - 1, DEPTH, LIMIT, QUERIES,
+        RULE, FINE, DEPTH - 1, DEPTH, MAX_DEPTH, BLOCK_Q,
     )  # fmt: skip
-    means, wanted = (scores, mean), (want,)
+    means, wants = (scores, mean), (level_wants,)
     for step in tl.static_range(1, DEPTH):
-        mean, want, _, carried, magnitude, top, scale = climb(
-            mean, carried, magnitude, top, scale, table, coins, threshold,
-            RULE, FINE, DEPTH - 1 - step, DEPTH, LIMIT, QUERIES,
+        mean, level_wants, _, carry, magnitude, top, inverse_z = decide_level(
+            mean, carry, magnitude, top, inverse_z, table, coins, threshold,
+            RULE, FINE, DEPTH - 1 - step, DEPTH, MAX_DEPTH, BLOCK_Q,
         )  # fmt: skip
-        means = means + (mean,)  # noqa: RUF005 (Triton knows no starred tuple)
-        wanted = wanted + (want,)  # noqa: RUF005
-    return means, wanted, peaks
+        means = means + (mean,)  # noqa: RUF005 (Triton has no starred tuples)
+        wants = wants + (level_wants,)  # noqa: RUF005
+    return means, wants, peaks
 
 
 @triton.jit
-def widen(blocks, QUERIES: tl.constexpr, NODES: tl.constexpr):
-    """(Q, 4 n) what each of n blocks has, at its four children."""
-    spread = tl.broadcast_to(blocks[:, None, :], (QUERIES, 4, NODES))
-    return tl.reshape(spread, (QUERIES, 4 * NODES))
+def repeat_for_children(blocks, BLOCK_Q: tl.constexpr, NODES: tl.constexpr):
+    """Return (BLOCK_Q, 4 n): what each of n blocks has, at its four children."""
+    repeated = tl.broadcast_to(blocks[:, None, :], (BLOCK_Q, 4, NODES))
+    return tl.reshape(repeated, (BLOCK_Q, 4 * NODES))
 
 
 @triton.jit
-def mark(asking, marks, first, exists, LEVEL: tl.constexpr, QUERIES: tl.constexpr):
-    """Bits of the (Q, n) blocks of one level: few are added to the first word, many are written."""
+def pack_splits(splits, split_bits, first_word, exists, LEVEL: tl.constexpr, BLOCK_Q: tl.constexpr):
+    """Pack the (BLOCK_Q, n) splits of a level: add a few to the first word, write many out."""
     nodes: tl.constexpr = 4**LEVEL
-    bits = asking.to(tl.int32)
+    bits = splits.to(tl.int32)
     if LEVEL < WORD_LEVEL:
-        first += tl.sum(bits << (nodes // 3 + tl.arange(0, nodes))[None, :], 1)
+        first_word += tl.sum(bits << (nodes // 3 + tl.arange(0, nodes))[None, :], 1)
     else:
-        packed = tl.reshape(bits, (QUERIES, nodes // 32, 32)) << tl.arange(0, 32)[None, None, :]
-        place = 1 + (nodes - 64) // 96 + tl.arange(0, nodes // 32)
-        tl.store(marks[:, None] + place[None, :], tl.sum(packed, 2), mask=exists[:, None])
-    return first
+        packed = tl.reshape(bits, (BLOCK_Q, nodes // 32, 32)) << tl.arange(0, 32)[None, None, :]
+        word = 1 + (nodes - 64) // 96 + tl.arange(0, nodes // 32)
+        tl.store(split_bits[:, None] + word[None, :], tl.sum(packed, 2), mask=exists[:, None])
+    return first_word
 
 
 @triton.jit
-def descend(
-    means, wanted, marks, exists,
-    DEPTH: tl.constexpr, LIMIT: tl.constexpr, QUERIES: tl.constexpr,
+def top_down(
+    means, wants, split_bits, exists,
+    DEPTH: tl.constexpr, MAX_DEPTH: tl.constexpr, BLOCK_Q: tl.constexpr,
 ):  # fmt: skip
-    """The mean of the leaf above each block of the deepest level, and which of these are split.
+    """Return the mean of the leaf above each block of the deepest level, and which of these split.
 
-    Writes a bit for each split to `marks`; blocks at the depth limit are marked where they ask, and
-    stay leaves.
+    Writes a bit for each split. A block at MAX_DEPTH that the rule would split has its bit set and
+    remains a leaf.
     """
-    held = means[DEPTH]
-    asking = wanted[DEPTH - 1]
-    first = mark(asking, marks, tl.zeros((QUERIES,), tl.int32), exists, 0, QUERIES)
+    leaf_mean = means[DEPTH]
+    splits = wants[DEPTH - 1]
+    first_word = pack_splits(splits, split_bits, tl.zeros((BLOCK_Q,), tl.int32), exists, 0, BLOCK_Q)
     for level in tl.static_range(1, DEPTH):
-        reached = widen(asking & (level - 1 < LIMIT), QUERIES, 4 ** (level - 1))
-        held = tl.where(reached, means[DEPTH - level], widen(held, QUERIES, 4 ** (level - 1)))
-        asking = reached & wanted[DEPTH - 1 - level]
-        if level <= LIMIT:
-            first = mark(asking, marks, first, exists, level, QUERIES)
-    tl.store(marks, first, mask=exists)
-    return held, asking & (DEPTH - 1 < LIMIT)
+        reached = repeat_for_children(splits & (level - 1 < MAX_DEPTH), BLOCK_Q, 4 ** (level - 1))
+        above = repeat_for_children(leaf_mean, BLOCK_Q, 4 ** (level - 1))
+        leaf_mean = tl.where(reached, means[DEPTH - level], above)
+        splits = reached & wants[DEPTH - 1 - level]
+        if level <= MAX_DEPTH:
+            first_word = pack_splits(splits, split_bits, first_word, exists, level, BLOCK_Q)
+    tl.store(split_bits, first_word, mask=exists)
+    return leaf_mean, splits & (DEPTH - 1 < MAX_DEPTH)
 
 
 @triton.jit
-def rows_of(base, index, inside, stride, width, WIDTH: tl.constexpr):
-    """(n, WIDTH) the tokens of one head at an index, 0 where not inside."""
-    column = tl.arange(0, WIDTH)
-    return tl.load(
-        base + index.to(tl.int64)[:, None] * stride + column[None, :],
-        mask=inside[:, None] & (column < width)[None, :],
-        other=0.0,
-    )
-
-
-@triton.jit
-def screened_attention_kernel(
-    q, k, v, output, marks, slots, table, coins,
-    q_batch, q_head, q_token, k_batch, k_head, k_token, v_batch, v_head, v_token,
-    o_batch, o_head, o_token,
-    heads, queries, width, value_width, scale, threshold,
-    RULE: tl.constexpr, FINE: tl.constexpr, DEPTH: tl.constexpr, LIMIT: tl.constexpr,
-    PREFIX: tl.constexpr, PREFIX_TILE: tl.constexpr, WIDTH: tl.constexpr,
-    VALUE_WIDTH: tl.constexpr, WORDS: tl.constexpr, QUERIES: tl.constexpr,
+def per_query_attention_kernel(
+    q, k, v, o, split_bits, slot_tokens, table, coins,
+    stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_kt, stride_vb, stride_vh, stride_vt,
+    stride_ob, stride_oh, stride_ot,
+    H, num_queries, D, DV, qk_scale_log2, threshold,
+    RULE: tl.constexpr, FINE: tl.constexpr, DEPTH: tl.constexpr, MAX_DEPTH: tl.constexpr,
+    PREFIX: tl.constexpr, BLOCK_PREFIX: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr, WORDS: tl.constexpr, BLOCK_Q: tl.constexpr,
 ):  # fmt: skip
-    """Attend with QUERIES queries of one head of one picture; the scale makes powers of 2."""
-    head = tl.program_id(1)
-    batch, part = (head // heads).to(tl.int64), (head % heads).to(tl.int64)
-    rows = tl.program_id(0) * QUERIES + tl.arange(0, QUERIES)
-    exists = rows < queries
-    tree = head.to(tl.int64) * queries + rows
-    k += batch * k_batch + part * k_head
-    v += batch * v_batch + part * v_head
-    query = rows_of(q + batch * q_batch + part * q_head, rows, exists, q_token, width, WIDTH)
-    slot = tl.load(slots + tl.arange(0, 4**DEPTH))
-    every = slot >= 0
-    keys = rows_of(k, slot, every, k_token, width, WIDTH)
-    scores = tl.dot(query, tl.trans(keys), input_precision="tf32x3") * scale  # (Q, 4^D)
-    flips = tl.zeros((QUERIES,), tl.int32)
-    if RULE == "random-quadrants":
-        flips = tl.load(coins + tree, mask=exists, other=0).to(tl.int32)
-    means, wanted, peaks = ascend(
-        scores, table, flips, threshold, RULE, FINE, DEPTH, LIMIT, QUERIES
-    )
-    held, split = descend(means, wanted, marks + tree * WORDS, exists, DEPTH, LIMIT, QUERIES)
+    """Attend with BLOCK_Q queries of one head, each with its own tree.
 
-    top = tl.max(tl.where(split, peaks, held), 1)
+    Grid: (blocks of queries, B * H). q is (B, H, Q, D), k (B, H, PREFIX + N, D), v and o have DV
+    channels. Writes o and split_bits (B * H * Q, WORDS).
+    """
+    batch_head = tl.program_id(1)
+    batch, head = (batch_head // H).to(tl.int64), (batch_head % H).to(tl.int64)
+    rows = tl.program_id(0) * BLOCK_Q + tl.arange(0, BLOCK_Q)
+    exists = rows < num_queries
+    tree = batch_head.to(tl.int64) * num_queries + rows
+    q += batch * stride_qb + head * stride_qh
+    k += batch * stride_kb + head * stride_kh
+    v += batch * stride_vb + head * stride_vh
+    queries = load_rows(q, rows, exists, stride_qt, D, BLOCK_D)  # (BLOCK_Q, BLOCK_D)
+    tokens = tl.load(slot_tokens + tl.arange(0, 4**DEPTH))
+    every = tokens >= 0
+    keys = load_rows(k, tokens, every, stride_kt, D, BLOCK_D)
+    scores = tl.dot(queries, tl.trans(keys), input_precision="tf32x3")
+    scores = scores * qk_scale_log2  # (BLOCK_Q, 4^DEPTH)
+    query_coins = tl.zeros((BLOCK_Q,), tl.int32)
+    if RULE == "random-quadrants":
+        query_coins = tl.load(coins + tree, mask=exists, other=0).to(tl.int32)
+    means, wants, peaks = bottom_up(
+        scores, table, query_coins, threshold, RULE, FINE, DEPTH, MAX_DEPTH, BLOCK_Q
+    )
+    leaf_mean, splits = top_down(
+        means, wants, split_bits + tree * WORDS, exists, DEPTH, MAX_DEPTH, BLOCK_Q
+    )
+
+    m_i = tl.max(tl.where(splits, peaks, leaf_mean), 1)
     if PREFIX > 0:
-        early = tl.arange(0, PREFIX_TILE)
-        first = early < PREFIX
-        before = tl.trans(rows_of(k, early, first, k_token, width, WIDTH))
-        before = tl.dot(query, before, input_precision="tf32x3") * scale
-        before = tl.where(first[None, :], before, float("-inf"))
-        top = tl.maximum(top, tl.max(before, 1))
-    # Every slot of a block at the deepest level has a quarter of the block's weight.
-    weight = tl.log2(0.25 * entry(table, 0, DEPTH - 1, DEPTH))[None, :] - top[:, None]
-    leaf = widen(held, QUERIES, 4 ** (DEPTH - 1))
-    logits = tl.where(widen(split, QUERIES, 4 ** (DEPTH - 1)), scores, leaf)
-    share = tl.exp2(logits + widen(weight, QUERIES, 4 ** (DEPTH - 1)))
-    total = tl.sum(share, 1)
-    values = rows_of(v, slot, every, v_token, value_width, VALUE_WIDTH)
-    result = tl.dot(share.to(values.dtype), values, input_precision="tf32x3")
+        prefix_tokens = tl.arange(0, BLOCK_PREFIX)
+        in_prefix = prefix_tokens < PREFIX
+        prefix_k = tl.trans(load_rows(k, prefix_tokens, in_prefix, stride_kt, D, BLOCK_D))
+        prefix_logits = tl.dot(queries, prefix_k, input_precision="tf32x3") * qk_scale_log2
+        prefix_logits = tl.where(in_prefix[None, :], prefix_logits, float("-inf"))
+        m_i = tl.maximum(m_i, tl.max(prefix_logits, 1))
+    # Every slot of a block at the deepest level has a quarter of the weight of the block.
+    weight = tl.log2(0.25 * load_table(table, WEIGHT_ROW, DEPTH - 1, DEPTH))[None, :]
+    weight = weight - m_i[:, None]
+    leaf_logits = repeat_for_children(leaf_mean, BLOCK_Q, 4 ** (DEPTH - 1))
+    splits = repeat_for_children(splits, BLOCK_Q, 4 ** (DEPTH - 1))
+    logits = tl.where(splits, scores, leaf_logits)
+    p = tl.exp2(logits + repeat_for_children(weight, BLOCK_Q, 4 ** (DEPTH - 1)))
+    l_i = tl.sum(p, 1)
+    values = load_rows(v, tokens, every, stride_vt, DV, BLOCK_DV)
+    acc = tl.dot(p.to(values.dtype), values, input_precision="tf32x3")
     if PREFIX > 0:
-        share = tl.exp2(before - top[:, None])
-        total += tl.sum(share, 1)
-        values = rows_of(v, early, first, v_token, value_width, VALUE_WIDTH)
-        result = tl.dot(share.to(values.dtype), values, result, input_precision="tf32x3")
-    column = tl.arange(0, VALUE_WIDTH)
-    output += batch * o_batch + part * o_head
+        p = tl.exp2(prefix_logits - m_i[:, None])
+        l_i += tl.sum(p, 1)
+        values = load_rows(v, prefix_tokens, in_prefix, stride_vt, DV, BLOCK_DV)
+        acc = tl.dot(p.to(values.dtype), values, acc, input_precision="tf32x3")
+    column = tl.arange(0, BLOCK_DV)
+    o += batch * stride_ob + head * stride_oh
     tl.store(
-        output + rows.to(tl.int64)[:, None] * o_token + column[None, :],
-        (result / total[:, None]).to(output.dtype.element_ty),
-        mask=exists[:, None] & (column < value_width)[None, :],
+        o + rows.to(tl.int64)[:, None] * stride_ot + column[None, :],
+        (acc / l_i[:, None]).to(o.dtype.element_ty),
+        mask=exists[:, None] & (column < DV)[None, :],
     )

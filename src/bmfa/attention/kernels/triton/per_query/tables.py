@@ -1,9 +1,12 @@
-"""The complete quadtree of the kernel for small grids: its slots, weights, coins and marks."""
+"""Tables of the complete quadtree that the kernel reads, and the trees that it writes.
 
-from dataclasses import dataclass
+`kernel.py` describes the complete quadtree. A block whose side does not split has several copies in it.
+"""
+
 from functools import lru_cache
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -11,33 +14,34 @@ from bmfa.grid import Grid
 from bmfa.trees.layout import quadtree_layout
 from bmfa.trees.rules import Decision, RandomQuadrants
 
+# The blocks of the first three levels, 1 + 4 + 16, have their bits in one word of 32.
+FIRST_WORD_LEVELS = 3
+# Rows of the table: weight of a copy in tokens, its share of the block, and that share of the leaves
+# that a split of the block adds.
+WEIGHT, SHARE, PARTS = 0, 1, 2
 
-@dataclass(frozen=True, eq=False)
-class Paths:
-    """Where blocks and tokens lie in the complete quadtree; see `tree_levels`."""
-
-    boxes: np.ndarray  # (4^level, 4) top, left, bottom, right
-    share: np.ndarray  # (4^level,) of its block that each copy stands for
+Integers = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float64]
 
 
-def _paths(grid: Grid, level: int) -> Paths:
-    """The blocks of a level, a side of 1 in both halves with half the share."""
+def _copies(grid: Grid, level: int) -> tuple[Integers, Floats]:
+    """Return boxes (4^level, 4), as top, left, bottom, right, and the share (4^level,) of each copy."""
     index = np.arange(4**level)
     top, left = np.zeros_like(index), np.zeros_like(index)
     bottom, right = top + grid.height, left + grid.width
     share = np.ones(4**level)
     for step in range(level):
         digit = index // 4**step % 4
-        top, bottom, vertical = _half(top, bottom, digit // 2 == 1)
-        left, right, horizontal = _half(left, right, digit % 2 == 1)
+        top, bottom, vertical = _halve(top, bottom, digit // 2 == 1)
+        left, right, horizontal = _halve(left, right, digit % 2 == 1)
         share *= vertical * horizontal
-    return Paths(np.stack((top, left, bottom, right), -1), share)
+    return np.stack((top, left, bottom, right), -1), share
 
 
-def _half(
-    low: np.ndarray, high: np.ndarray, second: np.ndarray
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """One half of each side, and the share this copy of it has."""
+def _halve(
+    low: Integers, high: Integers, second: npt.NDArray[np.bool_]
+) -> tuple[Integers, Integers, Floats]:
+    """Return the first or second half of each side, and its share; a side of 1 is in both halves."""
     middle, single = low + (high - low) // 2, high - low == 1
     return (
         np.where(second & ~single, middle, low),
@@ -46,32 +50,27 @@ def _half(
     )
 
 
-def _areas(boxes: np.ndarray) -> np.ndarray:
-    areas: np.ndarray = (boxes[:, 2] - boxes[:, 0]) * (boxes[:, 3] - boxes[:, 1])
-    return areas
-
-
 @lru_cache(maxsize=64)
-def tables(grid: Grid, prefix: int, order: str, device: torch.device) -> tuple[Tensor, Tensor]:
-    """The token of every slot, and the kernel's three numbers for every block."""
-    tokens = _paths(grid, grid.depth).boxes
+def quadtree_tables(
+    grid: Grid, prefix: int, order: str, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Return the int32 token of every slot (4^depth,), and the float32 table (3, blocks)."""
+    tokens, _ = _copies(grid, grid.depth)
     raster = torch.from_numpy(tokens[:, 0] * grid.width + tokens[:, 1])
-    slots = prefix + (grid.z_rank[raster] if order == "z" else raster)
-    rows = []
+    slot_tokens = prefix + (grid.z_rank[raster] if order == "z" else raster)
+    levels = []
     for level in range(grid.depth):
-        blocks = _paths(grid, level)
-        sides = blocks.boxes[:, 2:] - blocks.boxes[:, :2]
-        leaves = np.minimum(sides, 2).prod(1) - 1
-        rows.append(
-            np.stack((_areas(blocks.boxes) * blocks.share, blocks.share, leaves * blocks.share))
-        )
-    table = torch.from_numpy(np.concatenate(rows, 1)).float()
-    return slots.to(device, torch.int32), table.to(device)
+        boxes, share = _copies(grid, level)
+        sides = boxes[:, 2:] - boxes[:, :2]
+        added_leaves = np.minimum(sides, 2).prod(1) - 1
+        levels.append(np.stack((sides.prod(1) * share, share, added_leaves * share)))
+    table = torch.from_numpy(np.concatenate(levels, 1)).float()
+    return slot_tokens.to(device, torch.int32), table.to(device)
 
 
 @lru_cache(maxsize=16)
-def coins_of(rule: RandomQuadrants, trees: int, grid: Grid, device: torch.device) -> Tensor:
-    """(trees,) a bit for every quadrant; the copies of one share its coin."""
+def packed_coins(rule: RandomQuadrants, trees: int, grid: Grid, device: torch.device) -> Tensor:
+    """Return int8 (trees,) with a bit for every quadrant; the copies of a quadrant share its coin."""
     rows, columns = 1 + (grid.height > 1), 1 + (grid.width > 1)
     coins = rule.draw(trees, rows * columns).to(torch.int8)
     packed = torch.zeros(trees, dtype=torch.int8)
@@ -82,25 +81,26 @@ def coins_of(rule: RandomQuadrants, trees: int, grid: Grid, device: torch.device
 
 
 @lru_cache(maxsize=64)
-def _bits(grid: Grid, device: torch.device) -> tuple[Tensor, Tensor]:
-    """The word and the bit of every block's mark, in the order of the quadtree's blocks."""
+def _bit_positions(grid: Grid, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return the word and the bit of every block, in the order of the quadtree's blocks."""
     words, bits = [], []
     for depth, level in enumerate(quadtree_layout(grid).levels[:-1]):
-        paths = _paths(grid, depth).boxes.tolist()
-        nodes = torch.tensor([paths.index(box) for box in level.boxes.tolist()])
-        words.append(nodes * 0 if depth < 3 else 1 + nodes // 32)
-        bits.append(nodes + 4**depth // 3 if depth < 3 else nodes % 32)
+        boxes = _copies(grid, depth)[0].tolist()
+        nodes = torch.tensor([boxes.index(box) for box in level.boxes.tolist()])
+        in_first = depth < FIRST_WORD_LEVELS
+        words.append(nodes * 0 if in_first else 1 + nodes // 32)
+        bits.append(nodes + 4**depth // 3 if in_first else nodes % 32)
     return torch.cat(words).to(device), torch.cat(bits).to(device, torch.int32)
 
 
-def decode_splits(marks: Tensor, grid: Grid, max_depth: int | None) -> Decision:
-    """The splits that the kernel marked, and the blocks that the depth limit kept from one."""
+def decode_splits(split_bits: Tensor, grid: Grid, max_depth: int | None) -> Decision:
+    """Return the splits in the kernel's bits (trees, words), and the blocks limited by max_depth."""
     layout = quadtree_layout(grid)
-    words, bits = _bits(grid, marks.device)
+    words, bits = _bit_positions(grid, split_bits.device)
     offsets, last = layout.offsets, len(layout.levels) - 1
     limit = last if max_depth is None else min(max_depth, last)
     start, end = offsets[limit], offsets[min(limit + 1, last)]
-    asking = marks[:, words[:end]].T >> bits[:end, None] & 1 != 0
-    split = asking.new_zeros(layout.block_count, len(marks))
-    split[:start] = asking[:start]
-    return Decision(split, asking[start:] if limit < last else None)
+    wants = split_bits[:, words[:end]].T >> bits[:end, None] & 1 != 0  # (blocks, trees)
+    split = wants.new_zeros(layout.block_count, len(split_bits))
+    split[:start] = wants[:start]
+    return Decision(split, wants[start:] if limit < last else None)

@@ -1,0 +1,116 @@
+"""The sdist and the wheel: complete, and usable outside the checkout."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tarfile
+import zipfile
+from email import message_from_bytes
+from pathlib import Path
+
+import pytest
+
+import bmfa
+
+ROOT = Path(__file__).parents[1]
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def dist(tmp_path_factory):
+    """A folder with the sdist, and with the wheel that was built from it."""
+    folder = tmp_path_factory.mktemp("dist")
+    command = [sys.executable, "-m", "build", "--outdir", str(folder), str(ROOT)]
+    environment = {**os.environ, "PIP_CONSTRAINT": str(ROOT / "constraints.txt")}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    return folder
+
+
+@pytest.fixture(scope="module")
+def wheel(dist):
+    (path,) = dist.glob("*.whl")
+    return path
+
+
+@pytest.fixture(scope="module")
+def site(wheel, tmp_path_factory):
+    """A folder in which the wheel is installed, without its dependencies."""
+    folder = tmp_path_factory.mktemp("site")
+    install = [sys.executable, "-m", "pip", "install", "--no-deps", "--no-index", "--quiet"]
+    subprocess.run([*install, "--target", str(folder), str(wheel)], check=True)
+    return folder
+
+
+def run(site, cwd, *command):
+    environment = {**os.environ, "PYTHONPATH": str(site)}
+    return subprocess.run(
+        command, cwd=cwd, env=environment, capture_output=True, text=True, check=True
+    ).stdout
+
+
+def test_the_wheel_holds_every_file_of_the_package(wheel):
+    source = ROOT / "src"
+    expected = {
+        str(path.relative_to(source))
+        for path in (source / "bmfa").rglob("*")
+        if path.is_file() and "__pycache__" not in path.parts
+    }
+    with zipfile.ZipFile(wheel) as archive:
+        names = set(archive.namelist())
+    assert expected <= names
+    assert {"bmfa/py.typed", "bmfa/cli/app.py"} <= expected
+    assert any(name.endswith(".safetensors") for name in expected)
+    assert {name.partition("/")[0] for name in names} == {
+        "bmfa",
+        f"bmfa-{bmfa.__version__}.dist-info",
+    }
+
+
+def test_the_sdist_holds_the_tests_and_what_they_read(dist):
+    (path,) = dist.glob("*.tar.gz")
+    with tarfile.open(path) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    files = ("LICENSE", "Makefile", "README.md", "constraints.txt", "mkdocs.yml", "pyproject.toml")
+    assert {*files, "docs/gallery.png", "records/synthetic.json", "tests/test_dist.py"} <= names
+
+
+def test_the_package_description_has_no_relative_link(wheel):
+    with zipfile.ZipFile(wheel) as archive:
+        metadata = message_from_bytes(archive.read(f"bmfa-{bmfa.__version__}.dist-info/METADATA"))
+    assert metadata["Version"] == bmfa.__version__
+    assert metadata["Description-Content-Type"] == "text/markdown"
+    description = metadata.get_payload()
+    assert "bmfa.load_model" in description
+    targets = re.findall(r"\]\(([^)\s]+)|(?:src|href)=\"([^\"]+)", description)
+    links = [link or attribute for link, attribute in targets]
+    assert [link for link in links if not link.startswith(("https://", "#"))] == []
+
+
+def test_the_command_runs_outside_the_checkout(site, tmp_path):
+    words = ["synthetic", "--placement", "corner", "--method", "gamma:0.005", "--json", "-"]
+    record = json.loads(run(site, tmp_path, str(site / "bin" / "bmfa"), *words))
+    assert record["rows"][0]["count"] == 396
+    assert record["environment"]["bmfa"] == bmfa.__version__
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_library_runs_outside_the_checkout(site, tmp_path):
+    code = (
+        "import bmfa, torch; print(bmfa.__file__)\n"
+        "loaded = bmfa.load_model('embedded')\n"
+        "bmfa.patch(loaded.model, rule='optimal:0.002', layers='last-4')\n"
+        "print(tuple(loaded.logits(torch.zeros(1, 3, 112, 112)).shape))"
+    )
+    path, shape = run(site, tmp_path, sys.executable, "-c", code).splitlines()
+    assert Path(path).is_relative_to(site) and shape.startswith("(1, ")
+
+
+def test_the_page_is_made_outside_the_checkout(site, tmp_path):
+    record = str(ROOT / "records" / "synthetic.json")
+    run(site, tmp_path, sys.executable, "-m", "bmfa", "report", "--records", record, "--quiet")
+    page = (tmp_path / "report" / "index.html").read_text("utf-8")
+    assert "<style" in page and "</html>" in page

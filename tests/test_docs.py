@@ -1,0 +1,295 @@
+"""The manual: it builds strictly and offline, its code runs, and all names, commands and paths exist."""
+
+import inspect
+import os
+import re
+import socket
+import subprocess
+import sys
+from contextlib import suppress
+from dataclasses import fields
+from html.parser import HTMLParser
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+
+import bmfa
+from bmfa.attention.result import Audit, Stats
+from bmfa.cli.app import app, main
+from bmfa.evidence.methods import METHODS
+
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+TEXTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.rglob("*.md"))]
+PUBLIC_MODULES = ("energy", "bounds", "rules", "merging", "models")
+
+
+def title(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+# The built site
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The manual, built strictly."""
+    if any(find_spec(package) is None for package in ("mkdocs", "material", "mkdocstrings")):
+        pytest.skip("needs mkdocs-material and mkdocstrings: pip install 'bmfa[docs]'")
+    folder = tmp_path_factory.mktemp("site")
+    done = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)],
+        cwd=ROOT,
+        env=os.environ | {"NO_MKDOCS_2_WARNING": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "WARNING" not in done.stderr
+    return folder
+
+
+class Resources(HTMLParser):
+    """Collects what a browser loads for a page, and the anchors of the page."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.loaded: list[str] = []
+        self.anchors: set[str] = set()
+
+    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        values = dict(attributes)
+        if identifier := values.get("id"):
+            self.anchors.add(identifier)
+        relation = values.get("rel") or ""
+        if tag == "link" and relation not in ("canonical", "next", "prev"):
+            self.loaded.append(values.get("href") or "")
+        elif tag in ("script", "img", "iframe", "source"):
+            self.loaded.append(values.get("src") or "")
+
+
+def parse(path: Path) -> Resources:
+    page = Resources()
+    page.feed(path.read_text("utf-8"))
+    return page
+
+
+def test_no_page_loads_anything_from_a_host(site):
+    pages = sorted(site.rglob("*.html"))
+    assert len(pages) >= 14
+    foreign = {
+        f"{page.name}: {url}"
+        for page in pages
+        for url in parse(page).loaded
+        if re.match(r"(?:https?:)?//", url)
+    }
+    assert foreign == set()
+
+
+@pytest.mark.parametrize("name", ["bmfa", *PUBLIC_MODULES])
+def test_the_reference_has_every_public_name(site, name):
+    module = bmfa if name == "bmfa" else getattr(bmfa, name)
+    prefix = module.__name__
+    anchors = parse(site / "api" / f"{name}.html").anchors
+    if name == "bmfa":  # the others are on the pages of their modules
+        anchors |= parse(site / "api" / "energy.html").anchors
+        anchors |= parse(site / "api" / "models.html").anchors
+    public_names = getattr(module, "__all__", None) or [
+        name
+        for name, value in vars(module).items()
+        if name[0] != "_" and getattr(value, "__module__", None) == prefix
+    ]
+    objects = {public: getattr(module, public) for public in public_names}
+    documented = {
+        public
+        for public, value in objects.items()
+        if (inspect.isclass(value) or inspect.isfunction(value)) and value.__doc__
+    }
+    assert documented
+    anchored = {anchor.rpartition(".")[2] for anchor in anchors if anchor.startswith("bmfa.")}
+    assert documented - anchored == set()
+
+
+# Code
+
+GPU = "<!-- needs a GPU and a download -->"
+BLOCKS = [
+    pytest.param(not marked, code, id=f"{title(path)}-{index}")
+    for path in sorted(DOCS.rglob("*.md"))
+    for index, (marked, code) in enumerate(
+        re.findall(rf"({re.escape(GPU)}\n)?```python\n(.*?)```", path.read_text("utf-8"), re.S)
+    )
+]
+
+
+@pytest.mark.parametrize(("runs", "code"), BLOCKS)
+def test_code_runs_without_a_network(runs, code, monkeypatch, tmp_path):
+    def refuse(*args: object) -> None:
+        raise OSError("no network")
+
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+    monkeypatch.chdir(tmp_path)
+    program = compile(code, "docs", "exec")
+    if not runs:
+        pytest.skip("needs a GPU and a download; it compiles")
+    exec(program, {})
+
+
+# Names
+
+
+def resolve(dotted: str) -> Any:
+    """The object of a dotted name: a module, or attributes of one."""
+    value: Any = import_module("bmfa")
+    path = "bmfa"
+    for part in dotted.split(".")[1:]:
+        path += f".{part}"
+        try:
+            value = getattr(value, part)
+        except AttributeError:
+            value = import_module(path)
+    return value
+
+
+@pytest.mark.parametrize("path", TEXTS, ids=title)
+def test_every_name_of_the_library_exists(path):
+    text = re.sub(r"\]\([^)]*\)", "]", path.read_text("utf-8"))  # without link targets
+    text = re.sub(r"\bbmfa\.(?:md|html)\b", "", text)
+    missing = []
+    for name in sorted(set(re.findall(r"(?<![\w/.-])bmfa(?:\.\w+)+", text))):
+        try:
+            resolve(name)
+        except (AttributeError, ImportError):
+            missing.append(name)
+    for module, name in sorted(set(re.findall(r"(?<![\w./])(rules|bounds|merging)\.(\w+)", text))):
+        if name != "py" and not hasattr(getattr(bmfa, module), name):
+            missing.append(f"{module}.{name}")
+    assert missing == []
+
+
+def test_attributes_of_stats_and_audit_exist():
+    text = "".join(path.read_text("utf-8") for path in TEXTS)
+    for kind, pattern in ((Stats, r"\bstats\.(\w+)"), (Audit, r"\bstats\.audit\.(\w+)")):
+        names = set(re.findall(pattern, text)) - {"audit"} | ({"audit"} if kind is Stats else set())
+        known = {field.name for field in fields(kind)} | set(dir(kind))
+        assert len(names) >= 2
+        assert names - known == set()
+
+
+# Commands
+
+
+def commands() -> dict[str, set[str]]:
+    """The options of every command; `bench trees` is a command."""
+    found = {}
+    for name, command in typer.main.get_command(app).commands.items():  # type: ignore[attr-defined]
+        for inner, one in getattr(command, "commands", {"": command}).items():
+            options = {option for param in one.params for option in param.opts}
+            found[f"{name} {inner}".strip()] = {"--help"} | options
+    return found
+
+
+COMMANDS = commands()
+
+
+def command_lines(text: str) -> list[str]:
+    """Every `bmfa ...` in code: in spans, and at the start of a line of a block."""
+    spans = re.findall(r"(?<!`)`((?:python -m )?bmfa [^`\n]+)`(?!`)", text)
+    blocks = "\n".join(re.findall(r"```(?:console)?\n(.*?)```", text, re.S))
+    blocks = blocks.replace(" \\\n", " ")  # continued lines
+    lines = re.findall(r"^(?:\$ |torchrun .*-m )?(bmfa .+)$", blocks, re.M)
+    return [line.removeprefix("python -m ").partition("  #")[0] for line in (*spans, *lines)]
+
+
+@pytest.mark.parametrize("path", TEXTS, ids=title)
+def test_every_command_and_its_options_exist(path):
+    wrong = []
+    for line in command_lines(path.read_text("utf-8")):
+        words = line.split()[1:]
+        if words[0] in ("COMMAND", "--help", "--version", "gama:0.005"):
+            continue
+        name = next(
+            (" ".join(words[:n]) for n in (2, 1) if " ".join(words[:n]) in COMMANDS), words[0]
+        )
+        if name == "bench" and len(words) == 1:
+            continue
+        options = {word.partition("=")[0] for word in words if word.startswith("--")}
+        if name not in COMMANDS or options - COMMANDS[name]:
+            wrong.append(line)
+    assert wrong == []
+
+
+def test_every_command_has_a_section():
+    text = (DOCS / "command-line.md").read_text("utf-8")
+    headings = set(re.findall(r"^##+ bmfa ([a-z -]+?)(?: \{.*\})?$", text, re.M))
+    assert headings == {*COMMANDS, "bench"}
+
+
+def test_every_method_is_listed():
+    text = (DOCS / "command-line.md").read_text("utf-8")
+    shown = text.partition("$ bmfa methods\n")[2].partition("```")[0].splitlines()[2:]
+    names = {line.split()[0].partition(":")[0] for line in shown}
+    assert names == set(METHODS)
+
+
+# Commands whose output depends on nothing but the library.
+DETERMINISTIC = ("bmfa synthetic",)
+
+
+def consoles() -> list[tuple[str, str]]:
+    """Command lines of the manual with their outputs."""
+    text = (DOCS / "command-line.md").read_text("utf-8")
+    blocks = re.findall(r"```console\n\$ (.*?)\n(.*?)\n?```", text.replace(" \\\n", " "), re.S)
+    return [(line, output) for line, output in blocks if line.startswith(DETERMINISTIC)]
+
+
+@pytest.mark.parametrize(("line", "output"), consoles(), ids=[line[:40] for line, _ in consoles()])
+def test_the_output_shown_is_that_of_the_command(line, output, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setenv("NO_COLOR", "1")
+    with suppress(SystemExit):
+        main(line.split()[1:])
+    printed = capsys.readouterr()
+    shown = [row.rstrip() for row in output.splitlines()]
+    assert [row.rstrip() for row in (printed.err + printed.out).splitlines()] == shown
+
+
+# Paths
+
+
+@pytest.mark.parametrize("path", TEXTS, ids=title)
+def test_every_path_exists(path):
+    """Paths in code spans, from the root of the repository or of the package."""
+    text = path.read_text("utf-8")
+    spans = re.findall(r"(?<!`)`([\w./-]+)`(?!`)", text)
+    paths = {one for one in spans if "/" in one or one.endswith((".py", ".md", ".cff", ".json"))}
+    made = {"report/index.html", "report/records/"}  # written by make report
+    bases = (ROOT, ROOT / "src" / "bmfa", ROOT / "src", ROOT / "records", *EXPERIMENTS)
+    missing = {one for one in paths - made if not any((base / one).exists() for base in bases)}
+    assert missing == set()
+
+
+EXPERIMENTS = sorted((ROOT / "src" / "bmfa" / "evidence").glob("*/"))
+
+
+def test_the_layout_shown_is_that_of_the_package():
+    text = (DOCS / "architecture.md").read_text("utf-8")
+    (tree,) = re.findall(r"```\n(src/bmfa/\n.*?)```", text, re.S)
+    package = ROOT / "src" / "bmfa"
+    shown = set(re.findall(r"\b(\w+(?:\.py|/))", tree.replace("src/bmfa/", "")))
+    present = {
+        f"{path.name}/" if path.is_dir() else path.name
+        for path in (*ROOT.iterdir(), *package.rglob("*"))
+        if "__pycache__" not in path.parts
+    }
+    assert shown - present == set()
+    top = {
+        f"{path.name}/" if path.is_dir() else path.name
+        for path in package.iterdir()
+        if path.suffix == ".py" or (path.is_dir() and path.name != "__pycache__")
+    }
+    assert top - shown - {"__main__.py", "rules.py"} == set()

@@ -1,0 +1,135 @@
+"""The documentation of the public surface: complete, and its examples run."""
+
+import doctest
+import inspect
+import re
+from collections.abc import Callable, Iterator
+from importlib import import_module
+from types import ModuleType
+
+import pytest
+import torch
+
+import bmfa
+from bmfa.quantiles import quantile
+from bmfa.records import without_folders
+
+MODULES = ("energy", "bounds", "rules", "merging", "models")
+CLASSES = ("Tree", "Screened")
+# Methods of public classes that only other parts of the library call.
+INTERNAL = {
+    *("Tree.from_decision", "Tree.from_boxes", "Tree.mask_of_heads"),
+    *("Tree.level_splits", "Tree.level_leaves", "Tree.leaf_nodes"),
+}
+# Public names whose documentation is not complete yet; must be empty.
+PENDING = {
+    *("Screened", "Screened.tree", "screened_attention"),
+    *("models.LayerRecord", "models.LoadedModel", "models.Recording"),
+}
+OPTIONS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
+
+
+def is_ours(value: object) -> bool:
+    return getattr(value, "__module__", "").partition(".")[0] == "bmfa"
+
+
+def members(module: ModuleType) -> dict[str, object]:
+    """Public functions and classes of a module: those in `__all__`, or else defined in it."""
+    names = getattr(module, "__all__", None)
+    if names is None:
+        names = [
+            name
+            for name, value in vars(module).items()
+            if not name.startswith("_") and getattr(value, "__module__", "") == module.__name__
+        ]
+    values = {name: getattr(module, name) for name in names}
+    return {name: value for name, value in values.items() if callable(value) and is_ours(value)}
+
+
+def surface() -> dict[str, object]:
+    """Every public function, class, method and property by its name."""
+    found = {
+        name: value
+        for name in bmfa.__all__
+        if callable(value := getattr(bmfa, name)) and not isinstance(value, ModuleType)
+    }
+    for module in MODULES:
+        found |= {f"{module}.{n}": v for n, v in members(import_module(f"bmfa.{module}")).items()}
+    for owner in CLASSES:
+        for name, value in vars(getattr(bmfa, owner)).items():
+            method = inspect.isfunction(value) or isinstance(value, (classmethod, property))
+            if method and not name.startswith("_") and f"{owner}.{name}" not in INTERNAL:
+                found[f"{owner}.{name}"] = value
+    return found
+
+
+def own_parameters(value: object) -> list[str]:
+    if isinstance(value, property):
+        return []
+    call = value.__func__ if isinstance(value, classmethod) else value
+    assert isinstance(call, Callable)
+    return [name for name in inspect.signature(call).parameters if name not in ("self", "cls")]
+
+
+def returns(value: object) -> bool:
+    """True for functions and methods with a result; classes and properties describe themselves."""
+    if isinstance(value, (property, type)):
+        return False
+    call = value.__func__ if isinstance(value, classmethod) else value
+    return inspect.signature(call).return_annotation not in (None, "None", inspect.Signature.empty)
+
+
+def missing_sections(value: object) -> list[str]:
+    text = inspect.getdoc(value) or ""
+    wanted = {
+        "Args:": bool(own_parameters(value)),
+        "Returns:": returns(value),
+        "Example:": not (isinstance(value, property) and len(text.splitlines()) == 1),
+    }
+    found = [section for section, needed in wanted.items() if needed and section not in text]
+    if "Example:" in text and ">>>" not in text:
+        found.append(">>>")
+    arguments = text.partition("Args:")[2].partition("\n\n")[0]
+    for name in own_parameters(value) if "Args:" in text else []:
+        if not re.search(rf"(^|[\s,]){re.escape(name)}(,[^:]*)?:", arguments):
+            found.append(f"argument {name}")
+    return found
+
+
+SURFACE = surface()
+
+
+@pytest.mark.parametrize("name", [name for name in SURFACE if name not in PENDING])
+def test_public_names_are_documented(name):
+    assert not missing_sections(SURFACE[name]), f"{name} lacks {missing_sections(SURFACE[name])}"
+
+
+def test_pending_documentation_is_still_missing():
+    """A name whose documentation is complete leaves the list."""
+    assert {name for name in PENDING if not missing_sections(SURFACE[name])} == set()
+
+
+def examples() -> Iterator[doctest.DocTest]:
+    """The examples of the public surface, of all of `Grid`, and of modules with helpers for users."""
+    finder = doctest.DocTestFinder(recurse=False)
+    values = dict(SURFACE)
+    values |= {
+        f"Grid.{name}": getattr(bmfa.Grid, name) for name in ("z_order", "z_rank", "partition")
+    }
+    values |= {"quantile": quantile, "without_folders": without_folders}
+    seen = set()
+    for name, value in values.items():
+        documented = value.fget if isinstance(value, property) else value
+        module = inspect.getmodule(documented)
+        if id(documented) not in seen and module is not None:
+            seen.add(id(documented))
+            yield from finder.find(documented, name, module=module, globs=dict(vars(module)))
+
+
+@pytest.mark.parametrize("example", [e for e in examples() if e.examples], ids=lambda e: e.name)
+def test_examples_run(example):
+    torch.manual_seed(0)
+    torch.set_printoptions(profile="default")
+    report: list[str] = []
+    doctest.DocTestRunner(optionflags=OPTIONS).run(example, out=report.append)
+    assert not report, "".join(report)

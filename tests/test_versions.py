@@ -1,0 +1,77 @@
+"""Versions are stated once: the table of supported versions agrees with what is installed from."""
+
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+import yaml
+
+import bmfa
+
+ROOT = Path(__file__).parents[1]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+WORKFLOW = ROOT / ".github" / "workflows" / "test.yml"
+RUNTIME_EXTRAS = ("report", "data", "models", "triton")
+
+
+def requirements(lines):
+    """Map the package name to its range, without markers and without extras of bmfa itself."""
+    found = {}
+    for line in lines:
+        name, accepted = re.fullmatch(r"([\w-]+)(?:\[[\w,]+\])?([^;]*)(?:;.*)?", line).groups()
+        if name != "bmfa":
+            found[name] = accepted.strip()
+    return found
+
+
+def table():
+    """Rows of docs/versions.md by package: the accepted range and the tested versions."""
+    text = (ROOT / "docs" / "versions.md").read_text("utf-8")
+    rows = re.findall(r"^\| ([\w-]+) \| (>=\S+) \| ([^|]+) \| [^|]+ \|$", text, re.M)
+    return {name: (accepted, tested) for name, accepted, tested in rows}
+
+
+def pins():
+    lines = (ROOT / "constraints.txt").read_text("utf-8").splitlines()
+    return dict(line.split("==") for line in lines if not line.startswith("#"))
+
+
+def test_the_table_of_supported_versions_agrees_with_the_package_and_its_pins():
+    extras = PROJECT["optional-dependencies"]
+    lines = [*PROJECT["dependencies"], *(line for name in RUNTIME_EXTRAS for line in extras[name])]
+    expected = {name: (accepted, pins()[name]) for name, accepted in requirements(lines).items()}
+    rows = table()
+    assert rows.pop("Python")[0] == PROJECT["requires-python"]
+    assert rows == expected
+
+
+def test_every_direct_dependency_is_pinned_within_its_range():
+    extras = PROJECT["optional-dependencies"].values()
+    lines = [*PROJECT["dependencies"], *(line for extra in extras for line in extra)]
+
+    def number(text):
+        return tuple(int(part) for part in text.split("."))
+
+    for name, accepted in requirements(lines).items():
+        assert number(pins()[name]) >= number(accepted.removeprefix(">=")), name
+
+
+def test_python_versions_agree_in_table_classifiers_and_workflow():
+    tested = table()["Python"][1].split(", ")
+    prefix = "Programming Language :: Python :: "
+    assert [f"{prefix}{version}" for version in tested] == [
+        line for line in PROJECT["classifiers"] if line.startswith(prefix)
+    ]
+    if not WORKFLOW.exists():
+        pytest.skip("the workflow is not part of an sdist")
+    workflow = yaml.safe_load(WORKFLOW.read_text("utf-8"))
+    assert workflow["jobs"]["test"]["strategy"]["matrix"]["python"] == tested
+
+
+def test_the_version_is_stated_once():
+    assert "version" in PROJECT["dynamic"] and "version" not in PROJECT
+    citation = (ROOT / "CITATION.cff").read_text("utf-8")
+    assert f"\nversion: {bmfa.__version__}\n" in citation
+    headings = re.findall(r"^## (\d\S*)", (ROOT / "CHANGELOG.md").read_text("utf-8"), re.M)
+    assert headings[0] == bmfa.__version__
