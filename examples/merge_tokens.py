@@ -6,7 +6,7 @@ Run with: python examples/merge_tokens.py
 import torch
 
 import bmfa
-from bmfa.data.classification import EmbeddedPictures
+from bmfa.data import EmbeddedPictures
 
 loaded = bmfa.load_model("embedded")
 pictures = list(EmbeddedPictures(50))  # 112x112 px, ten classes

@@ -6,7 +6,7 @@ Run with: python examples/screen_picture.py
 import torch
 
 import bmfa
-from bmfa.data.classification import EmbeddedPictures
+from bmfa.data import EmbeddedPictures
 
 loaded = bmfa.load_model("embedded")  # 8 layers, 3 heads, a 14x14 grid and one class token
 picture = next(iter(EmbeddedPictures(1)))
