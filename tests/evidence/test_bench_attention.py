@@ -13,12 +13,12 @@ from bmfa import timing
 from bmfa.attention.api import screened_attention
 from bmfa.cli import main
 from bmfa.evidence.bench import attention as attention_bench
-from bmfa.evidence.bench import attention_rows, attention_summary, dense_paths, peers, self_check
 from bmfa.evidence.bench import chapter as bench_tables
+from bmfa.evidence.bench import dense, peers, summary, verify
 from bmfa.evidence.bench import figures as attention_figures
-from bmfa.evidence.bench.attention_methods import Setting, Truth
-from bmfa.evidence.bench.long_models import AnySize, load_long
-from bmfa.evidence.bench.qkv import Recorded, Source
+from bmfa.evidence.bench.errors import ExactOutputs
+from bmfa.evidence.bench.inputs import AnySizeViT, InputSource, RecordedInputs, load_any_size
+from bmfa.evidence.bench.settings import TileSetting
 from bmfa.evidence.page import figures
 from bmfa.evidence.page.build import build_page
 from bmfa.evidence.page.record_set import RecordSet
@@ -31,7 +31,12 @@ from bmfa.records import Record
 def record() -> Record:
     methods = ("tiles:0", "tiles:0.25", "tiles:1", "error:0.1")
     return attention_bench.run(
-        Source.of(), tokens=[100, 256], blocks=[1, 6], methods=methods, repeats=1, head_dim=64
+        InputSource.open(),
+        tokens=[100, 256],
+        blocks=[1, 6],
+        methods=methods,
+        repeats=1,
+        head_dim=64,
     )
 
 
@@ -70,7 +75,7 @@ def test_errors_fall_with_density_to_rounding(record):
 
 def energies_of_four_tiles(block: int) -> torch.Tensor:
     """E of every spatial query on a grid of 16x16 whose four 8x8 tiles are means, in float64."""
-    recorded = Source.of().record(128, [block])
+    recorded = InputSource.open().record(128, [block])
     q, k, _ = (x.double() for x in recorded.blocks[block])
     scores = q[:, :, 1:] @ k.transpose(-2, -1) / math.sqrt(q.shape[-1])  # (1, 3, 256, 257)
     tiles = scores[..., 1:].unflatten(-1, (2, 8, 2, 8)).mean((-3, -1)).flatten(-2)
@@ -87,7 +92,7 @@ def test_mean_e_is_that_of_the_free_energies(record):
 
 
 def test_errors_are_those_of_the_outputs(record):
-    recorded = Source.of().record(128, [1, 6])
+    recorded = InputSource.open().record(128, [1, 6])
     errors = []
     for q, k, v in recorded.blocks.values():
         output, _, _ = screened_attention(
@@ -127,8 +132,8 @@ class Clock:
     def __init__(self, monkeypatch) -> None:
         self.contexts: list[tuple[str, ...]] = []
         self.inside: list[str] = []
-        monkeypatch.setattr(dense_paths, "only", self.only)
-        monkeypatch.setattr(timing, "milliseconds", self.milliseconds)
+        monkeypatch.setattr(dense, "only", self.only)
+        monkeypatch.setattr(timing, "time_call", self.milliseconds)
 
     @contextmanager
     def only(self, name: str):
@@ -144,14 +149,14 @@ class Clock:
 
 def test_dense_paths_are_chosen_before_the_clock_starts(monkeypatch):
     clock = Clock(monkeypatch)
-    tokens = Source.of("random").record(64, [0]).blocks[0]
-    plan = attention_rows.Plan((), "eager", "float32", "cpu", 1)
-    bench = attention_rows.SizeBench(Source.of("random").record(64, [0]), plan, {})
-    calls = {f"dense-{name}": dense_paths.dense_path(name) for name in ("cudnn", "default")}
-    times = {name: bench._milliseconds(name, call, tokens) for name, call in calls.items()}
+    tokens = InputSource.open("random").record(64, [0]).blocks[0]
+    plan = attention_bench.Plan((), "eager", "float32", torch.device("cpu"), 1)
+    bench = attention_bench.SizeBenchmark(InputSource.open("random").record(64, [0]), plan, {})
+    calls = {f"dense-{name}": dense.dense_path(name) for name in ("cudnn", "default")}
+    times = {name: bench.time_call(name, call, tokens) for name, call in calls.items()}
     assert clock.contexts == [("cudnn",), ("default",)]
     # Without graphs the fastest dense call is the base, whichever wins with graphs.
-    assert bench._fastest_eager(times) == 3.0
+    assert attention_bench.fastest_eager_dense(times) == 3.0
 
 
 def test_wide_heads_carry_the_error_on_the_models_own(record):
@@ -166,7 +171,7 @@ def test_knowledge_of_the_error_has_its_price(record):
     rows = [row for row in record.rows if "+" in row["method"]]
     assert {row["method"].partition("+")[2] for row in rows} == {"certificate", "audit:0.05"}
     assert all(math.isfinite(row["added_milliseconds"]) for row in rows)
-    assert not any("+" in row["method"] for row in attention_summary.own_rows(record.rows))
+    assert not any("+" in row["method"] for row in summary.own_rows(record.rows))
 
 
 def test_the_record_says_what_it_is_about(record):
@@ -179,10 +184,10 @@ def test_the_record_says_what_it_is_about(record):
 
 
 def test_recorded_tokens_are_those_of_the_model():
-    source = Source.of()
+    source = InputSource.open()
     recorded = source.record(112, [0, 7])
     model = load_embedded()
-    loaded, _ = load_long("embedded", size=112)
+    loaded, _ = load_any_size("embedded", size=112)
     pixels = loaded.preprocess.batch(source.pictures)
     seen: list[torch.Tensor] = []
     attention = model.blocks[7].attn
@@ -191,13 +196,13 @@ def test_recorded_tokens_are_those_of_the_model():
         scores = model(pixels)
         q = seen[0].unflatten(-1, (3, attention.num_heads, -1)).permute(2, 0, 3, 1, 4)[0]
         assert torch.equal(q, recorded.blocks[7][0])
-        torch.testing.assert_close(AnySize(load_embedded())(pixels), scores)
+        torch.testing.assert_close(AnySizeViT(load_embedded())(pixels), scores)
     assert recorded.grid == Grid(14, 14) and recorded.prefix == 1
 
 
 def test_sampled_queries_meet_every_column():
     q = torch.zeros(1, 1, 1 + 128 * 128, 1)
-    truth = Truth.of(Recorded(Grid(128, 128), 1, {0: (q, q, q)}))
+    truth = ExactOutputs.of(RecordedInputs(Grid(128, 128), 1, {0: (q, q, q)}))
     assert len(truth.queries) >= 2048
     assert len(set(((truth.queries[1:] - 1) % 128).tolist())) == 128
 
@@ -205,20 +210,20 @@ def test_sampled_queries_meet_every_column():
 def test_exact_attention_is_attention():
     q, k, v = torch.randn(3, 2, 2, 33, 16, dtype=torch.float64).unbind()
     torch.testing.assert_close(
-        dense_paths.exact(q[:, :, :5], k, v), scaled_dot_product_attention(q[:, :, :5], k, v)
+        dense.exact_attention(q[:, :, :5], k, v), scaled_dot_product_attention(q[:, :, :5], k, v)
     )
 
 
 @pytest.mark.parametrize("wrong", [lambda x: 1.01 * x, lambda x: x * torch.nan])
 def test_nothing_is_timed_on_red_tests(monkeypatch, capsys, wrong):
-    right = self_check.screened_attention
+    right = verify.screened_attention
 
     def broken(*args, **options):
         screened = right(*args, **options)
         screened.output = wrong(screened.output)
         return screened
 
-    monkeypatch.setattr(self_check, "screened_attention", broken)
+    monkeypatch.setattr(verify, "screened_attention", broken)
     with pytest.raises(SystemExit) as stop:
         main(["bench", "attention", "--tokens", "16"])
     told = capsys.readouterr()
@@ -229,8 +234,8 @@ def test_nothing_is_timed_on_red_tests(monkeypatch, capsys, wrong):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_the_self_check_passes_what_is_right(dtype):
-    self_check.check_backend("eager", dtype, "cpu", [32])
-    self_check.check_dense(["flash", "math"], torch.float32, "cpu", [32])
+    verify.check_backend("eager", dtype, "cpu", [32])
+    verify.check_dense(["flash", "math"], torch.float32, "cpu", [32])
 
 
 def rows_of_power(power: float, factor: float, error: float, method: str):
@@ -245,16 +250,16 @@ def test_exponents_and_break_even_come_from_the_rows():
     rows = rows_of_power(1.5, 1e-5, 9.5, "tiled-tiles:0") + rows_of_power(
         1.5, 3e-5, 5.5, "tiled-tiles:0.1"
     )
-    times = attention_summary.times_at_error(rows, 7.5)
-    assert attention_summary.exponent(times) == pytest.approx(1.5)
+    times = summary.times_at_error(rows, 7.5)
+    assert summary.exponent(times) == pytest.approx(1.5)
     # Halfway between the errors, halfway between the logarithms of the times, for one picture.
     assert times[4096] == pytest.approx(math.sqrt(3) * 1e-5 * 4096**1.5)
-    assert attention_summary.time_at_error(rows[:1], 7.5) is None
-    assert attention_summary.time_at_error(rows[:1], 9.9) == pytest.approx(1e-5 * 4096**1.5)
-    assert attention_summary.break_even(rows) == 4096
+    assert summary.time_at_error(rows[:1], 7.5) is None
+    assert summary.time_at_error(rows[:1], 9.9) == pytest.approx(1e-5 * 4096**1.5)
+    assert summary.break_even(rows) == 4096
     rows[1]["speedup"] = rows[4]["speedup"] = 0.9
-    assert attention_summary.break_even(rows) == 65536
-    assert attention_summary.break_even(rows, error=5.0) is None
+    assert summary.break_even(rows) == 65536
+    assert summary.break_even(rows, error=5.0) is None
 
 
 @pytest.mark.parametrize(
@@ -284,7 +289,7 @@ def test_bad_input_is_one_line(capsys, arguments, words):
 @pytest.mark.parametrize("name", ["tiles", "tiles:", "gamma:0.1", "error:1.2.3", "leaves:0"])
 def test_settings_that_are_none(name):
     with pytest.raises((ValueError, TypeError), match=r"pass"):
-        Setting.parse(name)
+        TileSetting.parse(name)
 
 
 def test_blocks_of_keys_that_a_peer_drops_have_no_weight():

@@ -11,7 +11,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from bmfa.cli import main
 from bmfa.evidence.bench import attention as attention_bench
 from bmfa.evidence.bench import peers
-from bmfa.evidence.bench.qkv import Source
+from bmfa.evidence.bench.inputs import InputSource
 from bmfa.grid import Grid
 
 NAMES = {"pisa": "piecewise_sparse_attention", "pisa-0th": "piecewise_sparse_attention_0th"}
@@ -80,7 +80,7 @@ def test_blocks_of_a_peer_are_tiles_and_prefix_tokens_come_last(package, name, p
     torch.testing.assert_close(attend(q, k, v), wanted)
     for seen, given in zip(package.tokens, (q, k, v), strict=True):
         assert torch.equal(seen[:, :, grid.size :], given[:, :, :prefix])
-    prepared = attend.prepared(q, k, v)
+    prepared = attend.bind(q, k, v)
     seen, package.tokens = package.tokens, []
     torch.testing.assert_close(prepared(), wanted[:, :, attend.order])
     assert all(map(torch.equal, package.tokens, seen))
@@ -103,14 +103,14 @@ def test_density_counts_whole_blocks(grid, prefix, share, kept):
 def test_an_installed_package_is_timed_at_its_own_shares(package):
     present, absent = peers.available()
     assert {"pisa", "pisa-0th"} <= set(present) and not {"pisa", "pisa-0th"} & set(absent)
-    assert list(peers.methods(["pisa", "flex"], Grid(8, 8), 1)) == [
+    assert list(peers.calls(["pisa", "flex"], Grid(8, 8), 1)) == [
         "pisa:0.05", "pisa:0.1", "pisa:0.2", "pisa:0.3", "flex:0.1", "flex:0.3"
     ]  # fmt: skip
 
 
 def test_a_package_that_is_absent_is_refused_in_one_line(capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "piecewise_attn", None)
-    monkeypatch.setattr(peers, "find_spec", lambda name: None)
+    monkeypatch.setattr(peers, "is_installed", lambda name: False)
     assert peers.available()[1]["pisa"] == "piecewise_attn is not installed"
     with pytest.raises(SystemExit) as stop:
         main(["bench", "attention", "--tokens", "16", "--peer", "pisa"])
@@ -122,7 +122,12 @@ def test_a_package_that_is_absent_is_refused_in_one_line(capsys, monkeypatch):
 def test_a_bench_compares_with_the_package_and_notes_what_it_lacks(package, monkeypatch):
     monkeypatch.delattr(sys.modules["piecewise_attn"], NAMES["pisa-0th"])
     record = attention_bench.run(
-        Source.of(), tokens=[256], blocks=[1], methods=["tiles:1"], repeats=1, certificate=False
+        InputSource.open(),
+        tokens=[256],
+        blocks=[1],
+        methods=["tiles:1"],
+        repeats=1,
+        certificate=False,
     )
     rows = {row["method"]: row for row in record.rows}
     for share, kept in ((0.05, 1 / 5), (0.1, 1 / 5), (0.2, 1 / 5), (0.3, 1 / 5)):

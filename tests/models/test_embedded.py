@@ -15,7 +15,7 @@ import torch
 from bmfa.data.drawn.glyphs import GLYPHS, draw_glyph_batch
 from bmfa.models import patch
 from bmfa.models.embedded import WEIGHTS, EmbeddedViT, load, preprocess, save, training
-from bmfa.models.embedded.training import Recipe, augment, evaluate, train
+from bmfa.models.embedded.training import Recipe, augment, train
 from bmfa.trees.rules import ExactGap, GlobalMean
 
 COUNT, HELD_OUT = 300, 7
@@ -87,14 +87,6 @@ def test_a_gap_of_zero_gives_the_scores_of_the_full_model(model, pictures):
     inputs = pictures[0][:10]
     exact = scores_of(screened(model, ExactGap(0.0), 8), inputs)
     torch.testing.assert_close(exact, scores_of(model, inputs), atol=1e-4, rtol=1e-4)
-
-
-def test_evaluate_counts_what_the_model_gets_right(model, pictures):
-    inputs, labels = pictures
-    expected = (scores_of(model, inputs[:25]).argmax(-1) == labels[:25]).double().mean().item()
-    assert evaluate(model, HELD_OUT, 25, batch=10) == pytest.approx(expected)
-    with pytest.raises(ValueError, match="count is 0; pass an integer at least 1"):
-        evaluate(model, HELD_OUT, 0)
 
 
 def test_preprocess_centres_and_orders_the_channels():

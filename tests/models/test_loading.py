@@ -14,7 +14,7 @@ from torch import nn
 if find_spec("timm") is None or find_spec("transformers") is None:
     pytest.skip("needs timm and transformers: pip install 'bmfa[models]'", allow_module_level=True)
 
-from bmfa.evidence.bench.long_models import load_long
+from bmfa.evidence.bench.inputs import load_any_size
 from bmfa.models import Preprocessing, embedded, hub, load_model
 from bmfa.packages import load_package
 from models.host_models import (
@@ -115,7 +115,7 @@ def test_names_that_timm_does_not_have_meet_close_ones(name: str, offered: str) 
     with pytest.raises(ValueError, match=f"timm has no model '{name}'.*such as .*{offered}"):
         load_model(f"timm:{name}")
     with pytest.raises(ValueError, match=f"timm has no model '{name}'.*such as .*{offered}"):
-        load_long(f"timm:{name}", size=224)
+        load_any_size(f"timm:{name}", size=224)
 
 
 def test_sizes_that_patches_do_not_fill_are_refused_with_those_that_fit(tmp_path: Path) -> None:
@@ -136,10 +136,10 @@ def test_sizes_that_patches_do_not_fill_are_refused_with_those_that_fit(tmp_path
         load_model("embedded", img_size=100)
     assert load_model("embedded", img_size=112).preprocess.size == (112, 112)
     with pytest.raises(ValueError, match=fitting):
-        load_long("timm:vit_tiny_patch16_224", size=100)
+        load_any_size("timm:vit_tiny_patch16_224", size=100)
     for head_dim in (None, 16):
         with pytest.raises(ValueError, match="multiple of 8, such as 96 or 104"):
-            load_long("embedded", size=100, head_dim=head_dim)
+            load_any_size("embedded", size=100, head_dim=head_dim)
 
 
 @pytest.mark.parametrize("terminal", [False, True])

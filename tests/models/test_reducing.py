@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import bmfa
 from bmfa import Grid, rules
 from bmfa.merging import LayerState, Policy, ReducedTokens, ToMe, parse
-from bmfa.models import final_sizes, final_tokens, patch, record, reduce, unmerge, unpatch
+from bmfa.models import final_tokens, patch, record, reduce, unmerge, unpatch
 from bmfa.models.hosts.base import replacements_in
 from bmfa.models.token_reduction import find_reduction
 from models.host_models import (
@@ -191,7 +191,7 @@ def test_merging_keeps_exact_multiplicities(name: str, policy: str) -> None:
     run(model, shown(name))
     prefix = MODELS[name][0]
     tokens = 196 if name == "embedded" else 64
-    sizes = final_sizes(model)
+    sizes = find_reduction(model).finished.current.size
     assert sizes.shape == (2, final_tokens(model)) and sizes.dtype == torch.float32
     assert sizes[:, :prefix].eq(1).all()
     assert sizes[:, prefix:].sum(1).tolist() == [tokens, tokens]
@@ -312,7 +312,7 @@ def test_a_mean_over_unmerged_tokens_is_weighted_by_size() -> None:
     reduce(model, "tome:6", dense=False)
     model.blocks[-1].register_forward_hook(lambda m, x, y: behind.append(y))
     run(model, pixels)
-    sizes = final_sizes(model)
+    sizes = find_reduction(model).finished.current.size
     weighted = (behind[0] * sizes.unsqueeze(-1)).sum(1) / sizes.sum(1, keepdim=True)
     run(reduce(model, "tome:6"), pixels)
     torch.testing.assert_close(tokens[1], weighted)
@@ -421,7 +421,6 @@ def test_a_budget_beyond_the_tokens_is_refused_at_the_pass() -> None:
             RuntimeError,
             "was not called in this thread",
         ),
-        (lambda m: final_sizes(_ran(m, "tome:0")), RuntimeError, "no block removed a token"),
         (lambda m: reduce(m, "tome:3").blocks[0](torch.zeros(1, 65, 24)), RuntimeError, "no image"),
         (lambda m: _ran(m, "tome:3").blocks[2](torch.zeros(1, 65, 24)), RuntimeError, "was next"),
         (lambda m: _ran(m, "tome:3", attn_mask=torch.eye(65) > 0), ValueError, "mask"),

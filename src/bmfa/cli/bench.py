@@ -81,7 +81,7 @@ def trees(
     """Trees against the queue-based oracle, and against softmax."""
     from bmfa.evidence.bench import trees as experiment
 
-    record = experiment.trees(
+    record = experiment.run(
         method or experiment.TREE_METHODS,
         grids=grids,
         batch_size=batch_size,
@@ -153,14 +153,14 @@ def attention(
     Queries, keys and values are those of a model on pictures, at several numbers of tokens.
     """
     from bmfa.evidence.bench import attention as experiment
-    from bmfa.evidence.bench import attention_summary
-    from bmfa.evidence.bench.qkv import Source
+    from bmfa.evidence.bench import summary
+    from bmfa.evidence.bench.inputs import InputSource
 
     results = _Results(Output(json, quiet), ATTENTION_COLUMNS, markdown, figures)
     if results.show_old(records):
         return
     device = opt.resolve_device(device)
-    source = Source.of(
+    source = InputSource.open(
         model,
         weights,
         data_dir,
@@ -182,7 +182,7 @@ def attention(
         certificate=not no_certificate,
         progress=results.output.progress("sizes"),
     )
-    results.finish(record, [] if markdown else attention_summary.lines(dict(record.settings)))
+    results.finish(record, [] if markdown else summary.lines(dict(record.settings)))
 
 
 def model(
@@ -227,7 +227,9 @@ def model(
         model=model,
         weights=weights,
         data_dir=data_dir,
-        methods=tuple(_method_names(tiles=tiles, leaves=leaves, error=error) or experiment.METHODS),
+        methods=tuple(
+            _method_names(tiles=tiles, leaves=leaves, error=error) or experiment.DEFAULT_METHODS
+        ),
         layers=opt.parse_layers(layers),
         form=form,
         batch_size=batch_size,

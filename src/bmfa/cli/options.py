@@ -1,6 +1,5 @@
 """Options that several commands share, and the values they stand for."""
 
-import os
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from typer import Option
@@ -9,6 +8,9 @@ from bmfa.packages import require_packages
 
 if TYPE_CHECKING:
     from bmfa.data import InstanceSource
+
+# Embedded pictures that a model command draws by default: one percent point is two of them.
+EMBEDDED_PICTURES = 200
 
 
 def option(usage: str, help: str) -> Any:
@@ -58,7 +60,10 @@ ImgSize = Annotated[int | None, option("--img-size PX", "Side of the model's inp
 BatchSize = Annotated[int, option("--batch-size N", "Pictures in a batch.")]
 Limit = Annotated[int | None, option("--limit N", "Use only the first N pictures.")]
 Strict = Annotated[bool, option("--strict", "Stop at the first unreadable picture.")]
-Workers = Annotated[int | None, option("--workers N", "Processes that read pictures.")]
+Workers = Annotated[
+    int | None,
+    option("--workers N", "Processes that read pictures; by default according to the cores."),
+]
 Resume = Annotated[
     str | None,
     option(
@@ -137,11 +142,10 @@ def instance_source(
 
 
 def instance_workers(workers: int | None) -> int:
-    """Return the number of processes that read instances: by default the cores of this process."""
-    if workers is not None:
-        return workers
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
-    return max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    """Return the number of processes that read instances, by default one for each core."""
+    from bmfa.evidence.runner.processes import cores_per_process
+
+    return cores_per_process() if workers is None else workers
 
 
 def labelled_pictures(
@@ -164,10 +168,6 @@ def labelled_pictures(
     if labels is not None:
         raise ValueError("--labels needs --data-dir DIR; the embedded pictures have labels")
     return EmbeddedPictures(EMBEDDED_PICTURES if limit is None else limit, seed)
-
-
-# Embedded pictures that a model command draws by default: one percent point is two of them.
-EMBEDDED_PICTURES = 200
 
 
 def skipped_lines(settings: Any) -> list[str]:

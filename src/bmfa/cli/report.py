@@ -65,7 +65,6 @@ def report(
     require_packages(("jinja2", "matplotlib", "PIL"), "report")
     if coco or lvis:
         require_packages(("pycocotools",), "data")
-    from bmfa.evidence import report as experiments
     from bmfa.evidence.page import figures
     from bmfa.evidence.page.build import build_page
 
@@ -73,6 +72,8 @@ def report(
     if records:
         collected = [Record.from_json(Path(name).read_text("utf-8"), name) for name in records]
     else:
+        from bmfa.evidence import report as experiments
+
         collected = []
         for name, record in experiments.run(
             seed=seed,

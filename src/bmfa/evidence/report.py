@@ -55,4 +55,4 @@ def run(
     yield "ablation", ablation.run(embedded, dataset="embedded", workers=workers)
     yield "cases", cases.run(embedded, dataset="embedded", seed=seed)
     yield from model_chain.run(loaded, seed=seed, device=device)
-    yield "bench", bench.trees(repeats=3, seed=seed)
+    yield "bench", bench.run(repeats=3, seed=seed)

@@ -4,14 +4,13 @@ from bmfa.models.loading import LoadedModel, load_model
 from bmfa.models.patching import layer_indices, patch, unpatch
 from bmfa.models.preprocessing import Preprocessing
 from bmfa.models.recording import LayerRecord, Recording, record
-from bmfa.models.reducing import final_sizes, final_tokens, reduce, unmerge
+from bmfa.models.reducing import final_tokens, reduce, unmerge
 
 __all__ = [
     "LayerRecord",
     "LoadedModel",
     "Preprocessing",
     "Recording",
-    "final_sizes",
     "final_tokens",
     "layer_indices",
     "load_model",

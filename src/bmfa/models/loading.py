@@ -31,14 +31,22 @@ _INTERPOLATE = "interpolate_pos_encoding"
 
 @dataclass(frozen=True, eq=False)
 class LoadedModel:
-    """A model in evaluation mode, with its preprocessing and class names.
+    """A model in evaluation mode, with its preprocessing and class names, as `load_model` returns it.
 
-    Attributes:
+    Args:
         name: The name it was loaded by.
         model: The module, for `patch`, `reduce` and `record`.
         preprocess: Converts an image to the tensor that the model expects.
         classes: The names of the outputs, or None if they are unknown.
         options: Keyword arguments that every call of the model needs.
+
+    Example:
+        >>> import bmfa, numpy as np
+        >>> loaded = bmfa.load_model("embedded")
+        >>> image = np.zeros((112, 112, 3), np.uint8)
+        >>> index = int(loaded.logits(loaded.preprocess(image)[None]).argmax())
+        >>> loaded.classes[index] in loaded.classes
+        True
     """
 
     name: str
@@ -113,7 +121,18 @@ def load_model(
         >>> loaded.preprocess.size, loaded.classes[:2]
         ((112, 112), ('ring', 'cross'))
     """
-    loaded = _load(name, weights, any_size=img_size is not None)
+    any_size = img_size is not None
+    source, _, rest = name.partition(":")
+    if name == "embedded":
+        loaded = _load_embedded(weights)
+    elif source == "timm" and rest:
+        loaded = _load_timm(name, rest, weights, any_size)
+    elif source == "hf" and rest:
+        loaded = _load_transformers(name, rest, weights, any_size)
+    elif Path(name).is_dir():
+        loaded = _load_transformers(name, name, weights, any_size)
+    else:
+        raise ValueError(f"model {name!r} is unknown; pass {ACCEPTED}")
     preprocess = loaded.preprocess.override(
         img_size=img_size, crop_pct=crop_pct, interpolation=interpolation, mean=mean, std=std
     )
@@ -159,19 +178,6 @@ def check_timm_name(timm: Any, architecture: str) -> None:
         f"timm has no model {architecture!r}; pass one of its names, such as {', '.join(similar[:5])} "
         "(timm.list_models() lists all)"
     )
-
-
-def _load(name: str, weights: str | os.PathLike[str] | None, any_size: bool) -> LoadedModel:
-    source, _, rest = name.partition(":")
-    if name == "embedded":
-        return _load_embedded(weights)
-    if source == "timm" and rest:
-        return _load_timm(name, rest, weights, any_size)
-    if source == "hf" and rest:
-        return _load_transformers(name, rest, weights, any_size)
-    if Path(name).is_dir():
-        return _load_transformers(name, name, weights, any_size)
-    raise ValueError(f"model {name!r} is unknown; pass {ACCEPTED}")
 
 
 def _load_embedded(weights: str | os.PathLike[str] | None) -> LoadedModel:

@@ -82,15 +82,16 @@ def patch(
         >>> torch.equal(bmfa.unpatch(model)(images), full)
         True
     """
-    options = _check_options(
-        rule=rule,
-        error=error,
-        leaves=leaves,
-        max_depth=max_depth,
-        form=form,
-        backend=backend,
-        fallback=fallback,
-    )
+    options = {
+        "rule": None if rule is None else as_rule(rule),
+        "error": error,
+        "leaves": leaves,
+        "max_depth": max_depth,
+        "form": form,
+        "backend": backend,
+        "fallback": fallback,
+    }
+    _check_options(**options)
     host = find_host(model)
     indices = layer_indices(layers, len(host.attentions))
     unpatch(model)
@@ -177,50 +178,37 @@ def layer_indices(layers: str | Sequence[int], depth: int) -> tuple[int, ...]:
 
 
 def _check_options(
-    *,
-    rule: Rule | str | None,
-    error: float | None,
-    leaves: float | int | None,
-    max_depth: int | None,
-    form: str | None,
-    backend: str,
-    fallback: float | None,
-) -> dict[str, Any]:
-    """Check the arguments before the model is changed; returns those of `screened_attention`."""
-    targets = {"rule": rule, "error": error, "leaves": leaves}
-    given = [name for name, value in targets.items() if value is not None]
-    if len(given) > 1:
-        raise ValueError(
-            f"{' and '.join(given)} are given; pass at most one of rule, error, leaves"
-        )
-    for name, value, kinds in (
-        ("form", form, (None, *get_args(Form))),
-        ("backend", backend, get_args(Backend)),
-    ):
-        if value not in kinds:
-            raise ValueError(f"{name} is {value!r}; pass one of {', '.join(filter(None, kinds))}")
-    if error is not None or leaves is not None:
-        error = None if error is None else check_number("error", error, low=0.0)
-        leaves = None if leaves is None else check_leaves(leaves)
-        if form in ("representative", "repeated") or max_depth is not None:
-            tree = f"form={form!r}" if form is not None else f"max_depth={max_depth!r}"
-            raise ValueError(
-                f"{given[0]}= is for attention over tiles, and {tree} is for a tree for each query; "
-                f"pass rule=rules.Optimal({given[0]}={targets[given[0]]!r}), or leave {tree} out"
-            )
+    rule: Any, error: Any, leaves: Any, max_depth: Any, form: Any, backend: Any, fallback: Any
+) -> None:
+    """Check the arguments of `screened_attention` before the model is changed."""
+    if form is not None and form not in get_args(Form):
+        raise ValueError(f"form is {form!r}; pass one of {', '.join(get_args(Form))}")
+    if backend not in get_args(Backend):
+        raise ValueError(f"backend is {backend!r}; pass one of {', '.join(get_args(Backend))}")
+    if error is not None:
+        check_number("error", error, low=0.0)
+    if leaves is not None:
+        check_leaves(leaves)
     if max_depth is not None:
         check_integer("max_depth", max_depth, low=0)
     if fallback is not None:
         check_number("fallback", fallback, low=0.0)
-    return {
-        "rule": None if rule is None else as_rule(rule),
-        "error": error,
-        "leaves": leaves,
-        "max_depth": max_depth,
-        "form": form,
-        "backend": backend,
-        "fallback": fallback,
-    }
+    criteria = {"rule": rule, "error": error, "leaves": leaves}
+    given = {name: value for name, value in criteria.items() if value is not None}
+    if len(given) > 1:
+        raise ValueError(
+            f"{' and '.join(given)} are given; pass at most one of {', '.join(criteria)}"
+        )
+    if rule is not None and form == "tiled":
+        raise ValueError("form='tiled' takes no rule; pass error= or leaves=")
+    if rule is None and (form in ("representative", "repeated") or max_depth is not None):
+        name, value = next(iter(given.items()), ("error", 0.05))
+        tree = f"max_depth={max_depth}" if form is None else f"form={form!r}"
+        received = f"{name}={value} is for tiles" if given else "no rule is given"
+        raise ValueError(
+            f"{tree} is for a tree for each query, and {received}; pass "
+            f"rule=bmfa.rules.Optimal({name}={value}), or leave {tree} out"
+        )
 
 
 def _options_of_layer(options: dict[str, Any], layer: int) -> dict[str, Any]:

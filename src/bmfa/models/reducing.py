@@ -120,32 +120,6 @@ def final_tokens(model: nn.Module) -> int:
     return _last_pass(model)[1].tokens
 
 
-def final_sizes(model: nn.Module) -> Tensor:
-    """Return how many tokens each token after the last block stands for.
-
-    Args:
-        model: A reduced model that was called in this thread.
-
-    Returns:
-        (B, T') float32 multiplicities in the last forward pass, 1 for prefix tokens.
-
-    Raises:
-        ValueError: If the model is not reduced.
-        RuntimeError: If it was not called in this thread, or no block removed a token.
-
-    Example:
-        >>> import bmfa, torch
-        >>> model = bmfa.reduce(bmfa.load_model("embedded").model, "tome:4")
-        >>> _ = model(torch.zeros(1, 3, 112, 112))
-        >>> final_sizes(model).sum()
-        tensor(197.)
-    """
-    size = _last_pass(model)[1].size
-    if size is None:
-        raise RuntimeError("no block removed a token in the last pass; every size is 1")
-    return size
-
-
 def unmerge(model: nn.Module, tokens: Tensor) -> Tensor:
     """Map the tokens after the last block back to the grid.
 

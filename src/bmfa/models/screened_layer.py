@@ -7,14 +7,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from bmfa.attention.api import Screened, screened_attention
+from bmfa.attention.api import screened_attention
+from bmfa.attention.result import Screened
 from bmfa.grid import Grid
-from bmfa.models.hosts.base import (
-    AttentionFunction,
-    check_attention_options,
-    replacements_in,
-    valid_keys,
-)
+from bmfa.models.hosts.base import AttentionFunction, replacements_in
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,34 +36,16 @@ class ScreenedLayer(AttentionFunction):
     options: dict[str, Any] = field(default_factory=dict)  # arguments of screened_attention
     observer: Observer | None = None
 
-    def __call__(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attn_mask: Tensor | None = None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        scale: float | None = None,
+    def compute(
+        self, q: Tensor, k: Tensor, v: Tensor, scale: float, valid: Tensor | None
     ) -> Tensor:
-        check_attention_options(dropout_p, is_causal)
-        prefix = self.token_grid.prefix
-        grid = self.token_grid.of_attention(key.shape[2])
-        scale = query.shape[-1] ** -0.5 if scale is None else float(scale)
-        valid = None if attn_mask is None else valid_keys(attn_mask, prefix)
+        """Run `screened_attention` on the grid of the running block, and call the observer."""
+        grid, prefix = self.token_grid.of_attention(k.shape[2]), self.token_grid.prefix
         screened = screened_attention(
-            query,
-            key,
-            value,
-            grid=grid,
-            prefix=prefix,
-            scale=scale,
-            valid=valid,
-            **self.options,
+            q, k, v, grid=grid, prefix=prefix, scale=scale, valid=valid, **self.options
         )
         if self.observer is not None:
-            inputs = LayerInputs(self.layer, query, key, scale, grid, prefix, valid)
-            self.observer(inputs, screened)
+            self.observer(LayerInputs(self.layer, q, k, scale, grid, prefix, valid), screened)
         return screened.output
 
 

@@ -13,13 +13,7 @@ from bmfa.grid import Grid
 from bmfa.merging import LayerState, Policy
 from bmfa.merging.dispatch import Backend, proportional_attention
 from bmfa.models.forward_state import ForwardState, is_recomputing
-from bmfa.models.hosts.base import (
-    AttentionFunction,
-    BlockLayout,
-    check_attention_options,
-    is_noop,
-    valid_keys,
-)
+from bmfa.models.hosts.base import AttentionFunction, BlockLayout, is_noop
 from bmfa.models.override import override_of
 from bmfa.models.token_grid import TokenGrid
 
@@ -298,23 +292,15 @@ class ReducedAttention(AttentionFunction):
 
     reduction: TokenReduction
 
-    def __call__(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attn_mask: Tensor | None = None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        scale: float | None = None,
+    def compute(
+        self, q: Tensor, k: Tensor, v: Tensor, scale: float, valid: Tensor | None
     ) -> Tensor:
-        check_attention_options(dropout_p, is_causal)
-        if attn_mask is not None and valid_keys(attn_mask, self.token_grid.prefix) is not None:
+        """Run the attention of the block that is being reduced."""
+        if valid is not None:
             raise ValueError(
                 "attention masks are not supported among merged tokens; pass images without padding"
             )
-        scale = query.shape[-1] ** -0.5 if scale is None else float(scale)
-        return self.reduction.attention(query, key, value, scale)
+        return self.reduction.attention(q, k, v, scale)
 
 
 def find_reduction(model: nn.Module) -> TokenReduction | None:

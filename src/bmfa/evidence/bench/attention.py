@@ -1,31 +1,70 @@
-"""Attention against the number of tokens: speed, error, density and memory, dense paths beside."""
+"""`bmfa bench attention`: speed, error and memory of tiled attention against dense paths and peers."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from typing import TypeVar
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 
+from bmfa import timing
+from bmfa.attention.inputs import Backend
+from bmfa.attention.result import Screened
 from bmfa.checks import check_integer
-from bmfa.evidence.bench import attention_summary, peers
-from bmfa.evidence.bench.attention_methods import DEFAULT_METHODS, Setting
-from bmfa.evidence.bench.attention_rows import DTYPES, Plan, SizeBench
-from bmfa.evidence.bench.qkv import RANDOM, Source
-from bmfa.evidence.bench.self_check import check_backend
+from bmfa.evidence.bench import dense, peers, summary
+from bmfa.evidence.bench.errors import ExactOutputs, mean_and_worst, measure_errors
+from bmfa.evidence.bench.graphs import run_as_timed
+from bmfa.evidence.bench.inputs import QKV, RANDOM, InputSource, RecordedInputs
+from bmfa.evidence.bench.settings import (
+    DEFAULT_METHODS,
+    DTYPES,
+    ScreenedCall,
+    TileSetting,
+    auto_call,
+    tiled_call,
+)
+from bmfa.evidence.bench.verify import check_backend, check_dense
 from bmfa.evidence.runner import Progress
-from bmfa.records import Record, Row, environment
+from bmfa.records import Record, Row, environment, without_folders
 
 TOKENS = {"cuda": (196, 1024, 4096, 16384, 65536), "cpu": (196, 1024, 4096, 16384)}
 BLOCKS = (2, 5, 8, 11)
+# Pictures are timed together up to this number of tokens.
+BATCH_TOKENS = 65_536
+# The certificate takes about as long as dense attention and is not timed beyond these sizes.
+CERTIFIED_TOKENS = {"cuda": 65_536, "cpu": 4_096}
+CERTIFIED_SETTING, AUDITED_SHARE = "tiles:0.03", 0.05
 TIMING = {
     "cuda": "median; calls in a CUDA graph (milliseconds), and one by one (milliseconds_eager); dense "
     "paths are chosen before the clock starts, speedup_eager is against the fastest one by one",
     "cpu": "median of calls that take turns",
 }
+ERROR = (
+    "relative L2 of the output against float64 attention on the float32 q, k, v, mean over pictures "
+    "and blocks, and of the worst block; error_queries of each head are compared"
+)
+
+Times = tuple[float, float | None]  # milliseconds in a CUDA graph (on a CPU: of a call), and eager
+Value = TypeVar("Value")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is timed, and how."""
+
+    methods: tuple[str, ...]
+    backend: Backend
+    dtype: str
+    device: torch.device
+    repeats: int
+    peers: tuple[str, ...] = ()
+    certificate: bool = True
 
 
 def run(
-    source: Source,
+    source: InputSource,
     *,
     tokens: Sequence[int] = (),
     sizes: Sequence[int] = (),
@@ -33,76 +72,97 @@ def run(
     methods: Sequence[str] = (),
     head_dim: int | None = None,
     dtype: str | None = None,
-    backend: str | None = None,
+    backend: Backend | None = None,
     repeats: int = 5,
     peer: Sequence[str] = (),
     certificate: bool = True,
     progress: Progress | None = None,
 ) -> Record:
-    """Rows for every number of tokens, after a check of all that is timed against the oracle.
+    """Time tiled attention, dense attention and peers on the q, k, v of a model.
 
-    `sizes` are pixels, `tokens` square numbers; blocks are those of the model, clipped to its depth.
+    Everything that is timed is first compared with float64 attention on small grids.
+
+    Args:
+        source: Model and pictures.
+        tokens: Numbers of tokens, each a square; a default for the device without any.
+        sizes: Sides of the pictures in pixels, instead of `tokens`.
+        blocks: Blocks of the model; some of its depth by default.
+        methods: Settings such as `tiles:0.03`, `leaves:0.05` or `error:0.1`.
+        head_dim: A further head dimension to time, on random weights of the same model.
+        dtype: `"bfloat16"` (default on CUDA), `"float16"` or `"float32"`.
+        backend: `"triton"` (default on CUDA) or `"eager"`.
+        repeats: Timings of which the median counts.
+        peer: Packages that must be timed; those installed are timed anyway.
+        certificate: True to time the certificate and the audit as well.
+        progress: Called with the sizes done and their number.
+
+    Returns:
+        A record of rows for every number of tokens: the fastest dense path, all dense paths, tiled
+        attention, `auto`, and peers.
+
+    Raises:
+        ValueError: If an argument is out of range, a peer is missing, or the verification fails.
+
+    Example:
+        >>> record = run(InputSource.open("random"), tokens=[16], methods=["tiles:1"], repeats=1)
+        >>> record.rows[0]["method"], record.rows[0]["n"]
+        ('dense', 16)
     """
     check_integer("repeats", repeats, low=1)
-    kind = torch.device(source.device).type
+    device = torch.device(source.device)
+    present, absent = peers.available(tuple(peer))
     plan = Plan(
-        tuple(str(Setting.parse(name)) for name in methods or _usual(DEFAULT_METHODS, kind)),
-        backend or ("triton" if kind == "cuda" else "eager"),
-        dtype or ("bfloat16" if kind == "cuda" else "float32"),
-        source.device,
+        tuple(str(TileSetting.parse(m)) for m in methods or _for_device(DEFAULT_METHODS, device)),
+        backend or ("triton" if device.type == "cuda" else "eager"),
+        dtype or ("bfloat16" if device.type == "cuda" else "float32"),
+        device,
         repeats,
-        tuple(peer),
+        tuple(present),
         certificate,
     )
     if plan.dtype not in DTYPES:
         raise ValueError(f"dtype is {plan.dtype!r}; pass one of {', '.join(DTYPES)}")
-    present, absent = peers.available(plan.peers)
-    plan = replace(plan, peers=tuple(present))
-    pixels = _sizes(source, tokens, sizes, _usual(TOKENS, kind))
-    chosen = _blocks(source, blocks)
+    pixels = _sizes_in_pixels(source, tokens, sizes)
+    chosen = _check_blocks(source, blocks)
     notes: dict[str, str] = {}
     rows: list[Row] = []
-    checked: set[int] = set()
+    verified: set[int] = set()  # head dimensions
     with torch.inference_mode():
         for index, size in enumerate(pixels):
-            rows += _at_size(source, size, chosen, plan, notes, checked)
+            own = SizeBenchmark(source.record(size, chosen), plan, notes).rows(verified)
+            rows += own
             if head_dim is not None:
-                rows += _widened(source, size, chosen, head_dim, plan, notes, checked, rows)
+                inputs = source.with_head_dim(head_dim).record(size, chosen)
+                benchmark = SizeBenchmark(inputs, _plan_of_other_heads(plan), notes)
+                rows += _with_own_errors(benchmark.rows(verified), own)
             if progress is not None:
                 progress(index + 1, len(pixels))
     if source.model == RANDOM:
         rows = [{**row, "keys": "random q, k, v"} for row in rows]
     settings = {
-        **source.described(),
+        **source.describe(),
         "sizes": pixels,
         "blocks": list(chosen),
         "head_dim": head_dim,
         "backend": plan.backend,
         "repeats": repeats,
         "seed": source.seed,
-        "timing": _usual(TIMING, kind),
-        "error": "relative L2 of the output against float64 attention on the float32 q, k, v, mean over "
-        "pictures and blocks, and of the worst block; error_queries of each head are compared",
+        "timing": _for_device(TIMING, device),
+        "error": ERROR,
         "self_check": "passed: tiled attention and dense paths against float64 on small grids",
         "absent": {**absent, **notes},
-        **attention_summary.summary(rows),
+        **summary.summarize(rows),
     }
     return Record("bench", settings, rows, environment(source.device))
 
 
-Value = TypeVar("Value")
+def _for_device(values: Mapping[str, Value], device: torch.device) -> Value:
+    return values.get(device.type, values["cpu"])
 
 
-def _usual(values: Mapping[str, Value], kind: str) -> Value:
-    """What is taken on a kind of device without a word."""
-    return values.get(kind, values["cpu"])
-
-
-def _sizes(
-    source: Source, tokens: Sequence[int], sizes: Sequence[int], usual: Sequence[int]
-) -> list[int]:
-    """Pixels, from pixels or from square numbers of tokens."""
-    patch = source.plan[0]
+def _sizes_in_pixels(source: InputSource, tokens: Sequence[int], sizes: Sequence[int]) -> list[int]:
+    """Return sides of pictures in pixels, from `sizes` or from square numbers of tokens."""
+    patch = source.patch_size
     if sizes and tokens:
         raise ValueError("both --size and --tokens are given; pass one of them")
     for size in sizes:
@@ -112,7 +172,7 @@ def _sizes(
                 f"size is {size}; pass a multiple of the model's {patch} pixel patches"
             )
     pixels = list(sizes)
-    for count in () if sizes else tokens or usual:
+    for count in () if sizes else tokens or _for_device(TOKENS, torch.device(source.device)):
         side = round(check_integer("tokens", count, low=1) ** 0.5)
         if side * side != count:
             raise ValueError(f"tokens is {count}; pass a square number, as {side * side}")
@@ -120,48 +180,261 @@ def _sizes(
     return pixels
 
 
-def _blocks(source: Source, blocks: Sequence[int] | None) -> tuple[int, ...]:
-    depth = source.plan[1]
+def _check_blocks(source: InputSource, blocks: Sequence[int] | None) -> tuple[int, ...]:
+    depth = source.depth
     if blocks is None:
         return tuple(block for block in BLOCKS if block < depth) or (depth - 1,)
     return tuple(sorted({check_integer("blocks", b, low=0, high=depth - 1) for b in blocks}))
 
 
-def _at_size(
-    source: Source,
-    size: int,
-    blocks: Sequence[int],
-    plan: Plan,
-    notes: dict[str, str],
-    checked: set[int],
-) -> list[Row]:
-    recorded = source.record(size, blocks)
-    dim = recorded.shape[2]
-    if dim not in checked:
-        check_backend(plan.backend, DTYPES[plan.dtype], plan.device, [dim])
-        checked.add(dim)
-    return SizeBench(recorded, plan, notes).rows()
-
-
-def _widened(
-    source: Source,
-    size: int,
-    blocks: Sequence[int],
-    head_dim: int,
-    plan: Plan,
-    notes: dict[str, str],
-    checked: set[int],
-    own: Sequence[Row],
-) -> list[Row]:
-    """Heads of another width, on random weights, beside the error on the model's own heads.
-
-    Random keys have hardly any structure, so an error target would expand nothing.
-    """
+def _plan_of_other_heads(plan: Plan) -> Plan:
+    """Time shares of tiles alone: random keys have hardly any structure for an error target."""
     shares = tuple(name for name in plan.methods if name.startswith("tiles:"))
-    narrow = replace(plan, methods=shares, peers=(), certificate=False)
-    rows = _at_size(source.widened(head_dim), size, blocks, narrow, notes, checked)
-    known = {(row["n"], row["method"]): row.get("error_l2_percent") for row in own}
+    return replace(plan, methods=shares, peers=(), certificate=False)
+
+
+def _with_own_errors(rows: Sequence[Row], own: Sequence[Row]) -> list[Row]:
+    """Add the errors on the model's own heads to the rows of other heads."""
+    errors = {row["method"]: row.get("error_l2_percent") for row in own}
     return [
-        {**row, "keys": "random weights", "own_error_percent": known.get((row["n"], row["method"]))}
+        {**row, "keys": "random weights", "own_error_percent": errors.get(row["method"])}
         for row in rows
     ]
+
+
+class SizeBenchmark:
+    """All methods on q, k, v of one number of tokens."""
+
+    def __init__(self, inputs: RecordedInputs, plan: Plan, notes: dict[str, str]) -> None:
+        self.inputs, self.plan, self.notes = inputs, plan, notes
+        self.pictures, self.heads, self.dim = inputs.shape
+        self.batch = max(1, min(self.pictures, BATCH_TOKENS // inputs.grid.size))
+        self.exact = ExactOutputs.of(inputs)
+        dtype = DTYPES[plan.dtype]
+        self.blocks: dict[int, QKV] = {}
+        for block, (q, k, v) in inputs.blocks.items():
+            self.blocks[block] = (q.to(dtype), k.to(dtype), v.to(dtype))
+        self.timed = {
+            block: tuple(x[: self.batch].contiguous() for x in tokens)
+            for block, tokens in self.blocks.items()
+        }
+
+    @cached_property
+    def first_block(self) -> tuple[Tensor, ...]:
+        """q, k, v of the first block, (batch, heads, prefix + N, d)."""
+        return next(iter(self.timed.values()))
+
+    def rows(self, verified: set[int]) -> list[Row]:
+        """Return the rows of dense paths, tiled attention, `auto`, peers and the certificate.
+
+        Args:
+            verified: Head dimensions for which the backend was compared with float64 before.
+        """
+        dtype = DTYPES[self.plan.dtype]
+        if self.dim not in verified:
+            check_backend(self.plan.backend, dtype, str(self.plan.device), [self.dim])
+            verified.add(self.dim)
+        paths = self._dense_paths()
+        check_dense(list(paths), dtype, str(self.plan.device), [self.dim])
+        calls: dict[str, ScreenedCall] = {f"dense-{name}": call for name, call in paths.items()}
+        calls |= self._tiled_calls()
+        calls["auto"] = auto_call(self.inputs)
+        densities: dict[str, float] = {}
+        calls |= self._peer_calls(densities)
+        times = self._time_all(calls)
+        best = min((name for name in calls if name.startswith("dense-")), key=lambda n: times[n][0])
+        base = times[best][0], fastest_eager_dense(times)
+        rows = [
+            self._row(name, call, times[name], base, densities.get(name))
+            for name, call in calls.items()
+        ]
+        fastest = next(row for row in rows if row["method"] == best)
+        rows.insert(0, {**fastest, "method": "dense", "path": best.removeprefix("dense-")})
+        if self._certified:
+            rows += self._certificate_rows(base)
+        return rows
+
+    @property
+    def _certified(self) -> bool:
+        largest = _for_device(CERTIFIED_TOKENS, self.plan.device)
+        return self.plan.certificate and self.inputs.grid.size <= largest
+
+    def _dense_paths(self) -> dict[str, ScreenedCall]:
+        found: dict[str, ScreenedCall] = {}
+        for name in (dense.DEFAULT, *dense.PATHS):
+            reason = dense.unsupported_reason(name, *self.first_block)
+            if reason is None:
+                found[name] = dense.dense_path(name)
+            else:
+                self.notes[f"dense-{name} at {self.inputs.grid.size}"] = reason
+        return found
+
+    def _tiled_calls(self) -> dict[str, ScreenedCall]:
+        """Return a call for each setting; of equal ones, as on a small grid, only the first."""
+        distinct: dict[str, TileSetting] = {}
+        for setting in map(TileSetting.parse, self.plan.methods):
+            distinct.setdefault(repr(setting.arguments(self.inputs.grid)), setting)
+        return {
+            f"tiled-{setting}": tiled_call(self.inputs, self.plan.backend, setting)
+            for setting in distinct.values()
+        }
+
+    def _peer_calls(self, densities: dict[str, float]) -> dict[str, ScreenedCall]:
+        """Return the peers that run on these inputs; the others are noted."""
+        found: dict[str, ScreenedCall] = {}
+        grid, prefix = self.inputs.grid, self.inputs.prefix
+        for name, (call, density) in peers.calls(self.plan.peers, grid, prefix).items():
+            try:
+                call(*self.first_block)
+            except Exception as error:  # kernels of other packages raise errors of any type
+                words = [without_folders(word) for word in str(error).split()]
+                self.notes[f"{name} at {grid.size}"] = " ".join(words)[:200]
+                continue
+            found[name], densities[name] = call, density
+        return found
+
+    def _time_all(self, calls: dict[str, ScreenedCall]) -> dict[str, Times]:
+        """Return the mean over blocks; dense paths, whose time depends on shapes alone, take one."""
+        samples: dict[str, list[Times]] = {name: [] for name in calls}
+        for index, tokens in enumerate(self.timed.values()):
+            timed = {n: c for n, c in calls.items() if index == 0 or not n.startswith("dense-")}
+            if self.plan.device.type == "cuda":
+                for name, call in timed.items():
+                    samples[name].append(self.time_call(name, call, tokens))
+            else:
+                works = {name: _bind(call, tokens) for name, call in timed.items()}
+                medians = timing.time_alternating(works, self.plan.repeats, self.plan.device)
+                for name, milliseconds in medians.items():
+                    samples[name].append((milliseconds, None))
+        return {name: _mean(times) for name, times in samples.items()}
+
+    def time_call(self, name: str, call: ScreenedCall, tokens: Sequence[Tensor]) -> Times:
+        """Time a call with and without a CUDA graph; a dense path is chosen before the clock starts."""
+        path = name.removeprefix("dense-")
+        if path == name:
+            return timing.time_call(_bind(call, tokens), self.plan.repeats, self.plan.device)
+        work = _bind(scaled_dot_product_attention, tokens)
+        with dense.only(path):
+            return timing.time_call(work, self.plan.repeats, self.plan.device)
+
+    def _row(
+        self, name: str, call: ScreenedCall, times: Times, base: Times, density: float | None
+    ) -> Row:
+        device = self.plan.device
+        errors = measure_errors(
+            call,
+            self.blocks,
+            self.exact,
+            self.batch,
+            run=lambda work: run_as_timed(work, device).result,
+        )
+        if errors.density is not None:
+            density = errors.density
+        percent = None if density is None else 100 * density
+        e_mean = e_worst = None
+        if self._certified and name.startswith("tiled-"):
+            e_mean, e_worst = self._mean_certificate(name.removeprefix("tiled-"))
+        return {
+            **self._frame(name),
+            "density_percent": 100.0 if name.startswith("dense-") else percent,
+            "error_l2_percent": errors.mean,
+            "worst_block_error_percent": errors.worst_block,
+            "error_p95_query_percent": errors.p95_query,
+            "e_mean": e_mean,
+            "worst_block_e_mean": e_worst,
+            "error_queries": len(self.exact.queries),
+            "milliseconds": times[0],
+            "milliseconds_eager": times[1],
+            "speedup": base[0] / times[0],
+            "speedup_eager": _ratio(base[1], times[1]),
+            **self._memory(call),
+            "ran": errors.form,
+        }
+
+    def _mean_certificate(self, setting: str) -> tuple[float, float]:
+        """Return the mean of E over all queries, which an error target bounds, and the worst block."""
+        call = tiled_call(
+            self.inputs, self.plan.backend, TileSetting.parse(setting), certificate=True
+        )
+        means: dict[int, list[float]] = {block: [] for block in self.blocks}
+        for block, tokens in self.blocks.items():
+            for start in range(0, self.pictures, self.batch):
+                result = call(*(x[start : start + self.batch] for x in tokens))
+                assert isinstance(result, Screened) and result.stats.certificate is not None
+                spatial = result.stats.certificate[:, :, self.inputs.prefix :]  # (B, H, N)
+                means[block] += spatial.mean((1, 2)).tolist()
+        return mean_and_worst(means.values())
+
+    def _frame(self, method: str) -> Row:
+        return {
+            "what": "attention",
+            "n": self.inputs.grid.size,
+            "heads": self.heads,
+            "dim": self.dim,
+            "dtype": self.plan.dtype,
+            "batch": self.batch,
+            "pictures": self.pictures,
+            "method": method,
+        }
+
+    def _memory(self, call: ScreenedCall) -> Row:
+        """Return the peak with q, k, v and output, and what is held besides in percent of k and v."""
+        tokens = self.first_block
+        peak = run_as_timed(_bind(call, tokens), self.plan.device).peak_bytes
+        if peak is None:
+            return {"peak_mebibytes": None, "extra_memory_percent": None}
+        tensor_bytes = tokens[0].numel() * tokens[0].element_size()
+        extra = max(0, peak - tensor_bytes)
+        return {
+            "peak_mebibytes": (peak + 3 * tensor_bytes) / 2**20,
+            "extra_memory_percent": 100 * extra / (2 * tensor_bytes),
+        }
+
+    def _certificate_rows(self, base: Times) -> list[Row]:
+        """Time what the certificate and the audit add, without a graph: both wait for the device."""
+        options: dict[str, dict[str, Any]] = {
+            "": {},
+            "+certificate": {"certificate": True},
+            f"+audit:{AUDITED_SHARE:g}": {"audit": AUDITED_SHARE},
+        }
+        setting = TileSetting.parse(CERTIFIED_SETTING)
+        works = {
+            name: _bind(
+                tiled_call(self.inputs, self.plan.backend, setting, **added), self.first_block
+            )
+            for name, added in options.items()
+        }
+        times = timing.time_alternating(works, max(1, self.plan.repeats // 2), self.plan.device)
+        dense_time = base[0] if base[1] is None else base[1]
+        return [
+            {
+                **self._frame(f"tiled-{CERTIFIED_SETTING}{name}"),
+                "milliseconds": times[name],
+                "added_milliseconds": times[name] - times[""],
+                "speedup": dense_time / times[name],
+            }
+            for name in list(options)[1:]
+        ]
+
+
+def fastest_eager_dense(times: Mapping[str, Times]) -> float | None:
+    """Return the milliseconds of the dense path that is fastest without a CUDA graph."""
+    eager = [time[1] for name, time in times.items() if name.startswith("dense-")]
+    return min((time for time in eager if time is not None), default=None)
+
+
+def _bind(call: ScreenedCall, tokens: Sequence[Tensor]) -> timing.Work:
+    """Bind inputs to a call; a peer with a token order of its own gets them in that order."""
+    if isinstance(call, peers.TileOrdered):
+        return call.bind(*tokens)
+    return lambda: call(*tokens)
+
+
+def _mean(times: Sequence[Times]) -> Times:
+    eager = [time[1] for time in times if time[1] is not None]
+    first = sum(time[0] for time in times) / len(times)
+    return first, sum(eager) / len(eager) if eager else None
+
+
+def _ratio(base: float | None, time: float | None) -> float | None:
+    return None if base is None or time is None else base / time

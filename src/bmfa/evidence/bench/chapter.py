@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from bmfa.evidence.bench import attention_summary, figures
+from bmfa.evidence.bench import figures, summary
 from bmfa.evidence.page.blocks import (
     Block,
     Chapter,
@@ -63,7 +63,7 @@ def markdown(record: Record) -> str:
         )
     parts = [conditions(record), *(_markdown_table(table) for table in tables)]
     if "break_even_tokens" in record.settings:
-        parts.append("; ".join(attention_summary.lines(dict(record.settings))) + ".")
+        parts.append("; ".join(summary.lines(dict(record.settings))) + ".")
     return "\n\n".join(parts)
 
 
@@ -143,7 +143,7 @@ def _content(records: RecordSet) -> list[Block]:
 def _break_even(records: RecordSet) -> list[str]:
     return [
         f"{record.environment.get('device_name')}: "
-        f"{'; '.join(attention_summary.lines(dict(record.settings)))}."
+        f"{'; '.join(summary.lines(dict(record.settings)))}."
         for record in records.records
         if get_number(dict(record.settings), "break_even_error_percent") is not None
     ]

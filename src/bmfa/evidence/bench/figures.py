@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from bmfa.evidence.bench import attention_summary
+from bmfa.evidence.bench import summary
 from bmfa.evidence.page import style
 from bmfa.evidence.page.canvas import Canvas, figure
 from bmfa.evidence.page.drawing import (
@@ -43,7 +43,7 @@ def attention_rows(records: RecordSet) -> list[Row]:
     rows = [row for row in RecordSet(same).rows("bench") if "method" in row and "n" in row]
     return [
         row
-        for row in attention_summary.own_rows(rows)
+        for row in summary.own_rows(rows)
         if get_number(row, "error_l2_percent") is not None
         and all((get_number(row, column) or 0.0) > 0 for column in ("n", "milliseconds", "speedup"))
     ]
@@ -61,11 +61,11 @@ def _device(records: RecordSet) -> object:
 
 def _has_times(records: RecordSet) -> bool:
     """True if the dense path was timed at two numbers of tokens or more."""
-    return len(attention_summary.times_of(attention_rows(records), "dense")) >= 2
+    return len(summary.times_of(attention_rows(records), "dense")) >= 2
 
 
 def _has_errors(records: RecordSet) -> bool:
-    return bool(attention_summary.tiled_rows(_long_rows(records)))
+    return bool(summary.tiled_rows(_long_rows(records)))
 
 
 def _long_rows(records: RecordSet) -> list[Row]:
@@ -108,16 +108,16 @@ def attention_time(records: RecordSet, narrow: bool) -> Canvas:
 
 def _time_lines(rows: Sequence[Row]) -> dict[str, Mapping[int, float]]:
     """Milliseconds by tokens; the fitted exponent is part of each name."""
-    error = attention_summary.FIXED_ERROR
+    error = summary.FIXED_ERROR
     lines = {
-        "dense:": attention_summary.times_of(rows, "dense"),
-        f"at-error:{error:g}%": attention_summary.times_at_error(rows, error),
+        "dense:": summary.times_of(rows, "dense"),
+        f"at-error:{error:g}%": summary.times_at_error(rows, error),
     }
     for method in TIMED_METHODS:
-        lines[method.removeprefix("tiled-")] = attention_summary.times_of(rows, method)
+        lines[method.removeprefix("tiled-")] = summary.times_of(rows, method)
     named: dict[str, Mapping[int, float]] = {}
     for name, times in lines.items():
-        exponent = attention_summary.exponent(dict(times))
+        exponent = summary.exponent(dict(times))
         if times:
             named[name if exponent is None else f"{name} N^{exponent:.2f}"] = times
     return named

@@ -1,48 +1,51 @@
-"""Sparse attention of other packages, where installed: found by import, never part of this one."""
+"""Sparse attention of other packages, timed where they are installed."""
 
-from collections.abc import Callable
-from importlib import import_module
-from importlib.util import find_spec
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from bmfa.evidence.bench.dense_paths import Attend
+from bmfa.evidence.bench.dense import Attention
 from bmfa.grid import Grid
+from bmfa.packages import is_installed, load_package
 from bmfa.trees.layout import tile_layout
 
 FLEX_BLOCK = 128
 PISA_SIDE = 8
 PISA_BLOCK = PISA_SIDE**2
-# Their main setting, swept: blocks kept, or the side of a neighbourhood as a share of the grid's.
+# Shares of the keys that are read: blocks kept, or the area of a neighbourhood.
 SHARES = (0.1, 0.3)
-# PISA stands in for the blocks that it does not keep, so that far fewer will do.
+# PISA approximates the blocks that it does not keep, so smaller shares are of interest too.
 PISA_SHARES = (0.05, 0.1, 0.2, 0.3)
 
 
-def available(asked: tuple[str, ...] = ()) -> tuple[list[str], dict[str, str]]:
-    """Peers to time, and why the others are not; one that was asked for must be there."""
+def available(requested: tuple[str, ...] = ()) -> tuple[list[str], dict[str, str]]:
+    """Return the peers to time, and why each other one is not timed.
+
+    Raises:
+        ValueError: If a requested peer is unknown or not installed.
+    """
     present, absent = [], {}
     for name, peer in PEERS.items():
-        if find_spec(peer.module) is None:
-            if name in asked:
+        if not is_installed(peer.module):
+            if name in requested:
                 raise ValueError(
                     f"peer {name!r} needs the package {peer.module}, which is not installed"
                 )
             absent[name] = f"{peer.module} is not installed"
-        elif name == "flex" and name not in asked:
+        elif name == "flex" and name not in requested:
             absent[name] = "not asked for: compiling takes longer than timing"
         else:
             present.append(name)
-    unknown = set(asked) - set(PEERS)
+    unknown = set(requested) - set(PEERS)
     if unknown:
         raise ValueError(f"peer {min(unknown)!r} is unknown; pass one of {', '.join(PEERS)}")
     return present, absent
 
 
-def methods(names: list[str], grid: Grid, prefix: int) -> dict[str, tuple[Attend, float]]:
-    """Attention and density of every setting of some peers."""
+def calls(names: Sequence[str], grid: Grid, prefix: int) -> dict[str, tuple[Attention, float]]:
+    """Return the attention function and the density of every setting of some peers."""
     return {
         f"{name}:{share:g}": PEERS[name].make(grid, prefix, share)
         for name in names
@@ -50,93 +53,93 @@ def methods(names: list[str], grid: Grid, prefix: int) -> dict[str, tuple[Attend
     }
 
 
-def _sparge(grid: Grid, prefix: int, share: float) -> tuple[Attend, float]:
-    """SpargeAttn's own choice of a share of blocks; the others are dropped."""
-    attend: Any = import_module("spas_sage_attn").spas_sage2_attn_meansim_topk_cuda
-    return (lambda q, k, v: attend(q, k, v, topk=share, is_causal=False)), share
+def _sparge(grid: Grid, prefix: int, share: float) -> tuple[Attention, float]:
+    """SpargeAttn selects a share of the blocks and drops the others."""
+    sparge: Any = load_package("spas_sage_attn").spas_sage2_attn_meansim_topk_cuda
+    return (lambda q, k, v: sparge(q, k, v, topk=share, is_causal=False)), share
 
 
-def _natten(grid: Grid, prefix: int, share: float) -> tuple[Attend, float]:
-    """A square neighbourhood of every query; prefix keys are seen by the prefix queries alone."""
-    na2d: Any = import_module("natten").na2d
+def _natten(grid: Grid, prefix: int, share: float) -> tuple[Attention, float]:
+    """A square neighbourhood of every query; only prefix queries read prefix keys."""
+    na2d: Any = load_package("natten").na2d
     side = max(3, int(share**0.5 * min(grid.height, grid.width))) // 2 * 2 + 1
 
-    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def neighbourhood(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         shape = (len(q), grid.height, grid.width, q.shape[1], q.shape[3])
         maps = [x[:, :, prefix:].transpose(1, 2).reshape(shape) for x in (q, k, v)]
         spatial = na2d(*maps, kernel_size=(side, side)).flatten(1, 2).transpose(1, 2)
         first = torch.nn.functional.scaled_dot_product_attention(q[:, :, :prefix], k, v)
-        return torch.cat((first, spatial), 2)
+        return torch.cat((first, spatial), 2)  # (B, H, prefix + N, d)
 
-    return attend, side**2 / grid.size
+    return neighbourhood, side**2 / grid.size
 
 
-def _pisa(grid: Grid, prefix: int, share: float) -> tuple[Attend, float]:
-    """PISA, first order: a share of blocks is exact, all others count by their mean and one slope.
+def _pisa(grid: Grid, prefix: int, share: float) -> tuple[Attention, float]:
+    """PISA of first order: a share of the blocks is exact, others have their mean and a slope.
 
-    Blocks are chosen as in its own models: by score, and by how far a block's values follow its keys.
+    Blocks are selected as in its own models, by score and by how values follow keys in a block.
     """
     return _piecewise("piecewise_sparse_attention", grid, prefix, share, use_bias=True)
 
 
-def _pisa_zeroth(grid: Grid, prefix: int, share: float) -> tuple[Attend, float]:
-    """PISA, zeroth order: a share of blocks is exact, all others count by their mean alone."""
+def _pisa_zeroth(grid: Grid, prefix: int, share: float) -> tuple[Attention, float]:
+    """PISA of order zero: a share of the blocks is exact, others have their mean."""
     return _piecewise("piecewise_sparse_attention_0th", grid, prefix, share)
 
 
 def _piecewise(
     name: str, grid: Grid, prefix: int, share: float, **options: Any
-) -> tuple[Attend, float]:
-    """A function of PISA's package, and the share of blocks it keeps: whole ones, at least one."""
+) -> tuple[Attention, float]:
+    """Return a function of PISA's package, and the share of blocks it keeps, at least one block."""
 
-    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        found = getattr(import_module("piecewise_attn"), name)
-        output: Tensor = found(q, k, v, density=share, block_size=PISA_BLOCK, **options)
+    def piecewise(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        function = getattr(load_package("piecewise_attn"), name)
+        output: Tensor = function(q, k, v, density=share, block_size=PISA_BLOCK, **options)
         return output
 
     blocks = -(-(grid.size + prefix) // PISA_BLOCK)
-    return TileOrdered(attend, grid, prefix), max(1, int(share * blocks)) / blocks
+    return TileOrdered(piecewise, grid, prefix), max(1, int(share * blocks)) / blocks
 
 
 class TileOrdered:
-    """A peer's attention over tokens tile by tile, so that 64 in a row are a tile of 8x8.
+    """Attention of a peer on tokens in the order of 8x8 tiles, so that a block of 64 is a tile.
 
-    Prefix tokens come last, in a block of their own where the tiles are whole; a single one is its
-    own mean. Nothing is left out. The permutations are not timed: a model permutes its tokens once.
+    Prefix tokens come last, in a block of their own if no tile is ragged. The permutation is not
+    timed, because a model would permute its tokens once.
     """
 
-    def __init__(self, attend: Attend, grid: Grid, prefix: int) -> None:
-        self.attend = attend
+    def __init__(self, attention: Attention, grid: Grid, prefix: int) -> None:
+        self.attention = attention
         self.order = torch.cat(
             (tile_layout(grid, PISA_SIDE).token_order + prefix, torch.arange(prefix))
         )
-        self.places: dict[torch.device, tuple[Tensor, Tensor]] = {}
+        self.permutations: dict[torch.device, tuple[Tensor, Tensor]] = {}
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Attention of tokens in raster order after the prefix."""
-        there, back = self._places(q.device)
-        q, k, v = (x.index_select(2, there) for x in (q, k, v))
-        return self.attend(q, k, v).index_select(2, back)
+        """Return the outputs of prefix tokens and spatial tokens in raster order."""
+        order, inverse = self._permutation(q.device)
+        q, k, v = (x.index_select(2, order) for x in (q, k, v))
+        return self.attention(q, k, v).index_select(2, inverse)
 
-    def prepared(self, q: Tensor, k: Tensor, v: Tensor) -> Callable[[], Tensor]:
-        """The peer alone, on tokens that are in its order already, its output in that order too."""
-        there, _ = self._places(q.device)
-        q, k, v = (x.index_select(2, there) for x in (q, k, v))
-        return lambda: self.attend(q, k, v)
+    def bind(self, q: Tensor, k: Tensor, v: Tensor) -> Callable[[], Tensor]:
+        """Return a call of the peer alone on tokens in its own order, with outputs in that order."""
+        order, _ = self._permutation(q.device)
+        q, k, v = (x.index_select(2, order) for x in (q, k, v))
+        return lambda: self.attention(q, k, v)
 
-    def _places(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        # Kept on the device: a copy from the host cannot be captured in a CUDA graph.
-        if device not in self.places:
-            self.places[device] = self.order.to(device), self.order.argsort().to(device)
-        return self.places[device]
+    def _permutation(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        # On the device, because a copy from the host cannot be captured in a CUDA graph.
+        if device not in self.permutations:
+            self.permutations[device] = self.order.to(device), self.order.argsort().to(device)
+        return self.permutations[device]
 
 
-def _flex(grid: Grid, prefix: int, share: float) -> tuple[Attend, float]:
-    """flex_attention over the blocks of keys whose mean scores are highest; the others are dropped."""
-    module: Any = import_module("torch.nn.attention.flex_attention")
+def _flex(grid: Grid, prefix: int, share: float) -> tuple[Attention, float]:
+    """flex_attention over the blocks of keys with the highest mean scores; others are dropped."""
+    module: Any = load_package("torch.nn.attention.flex_attention")
     compiled: list[Any] = []
 
-    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def flex_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         if not compiled:
             flex = module.flex_attention
             compiled.append(torch.compile(flex) if q.is_cuda else flex)
@@ -144,7 +147,7 @@ def _flex(grid: Grid, prefix: int, share: float) -> tuple[Attend, float]:
         output: Tensor = compiled[0](q, k, v, block_mask=mask)
         return output
 
-    return attend, share
+    return flex_attention, share
 
 
 def _block_mask(module: Any, q: Tensor, k: Tensor, share: float) -> Any:
@@ -158,7 +161,7 @@ def _block_mask(module: Any, q: Tensor, k: Tensor, share: float) -> Any:
     table = torch.zeros_like(scores, dtype=torch.bool)
     table.scatter_(-1, order[..., :kept].long(), True)
 
-    def seen(b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
+    def is_kept(b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return table[b, h, query // FLEX_BLOCK, key // FLEX_BLOCK]
 
     return module.BlockMask.from_kv_blocks(
@@ -167,17 +170,18 @@ def _block_mask(module: Any, q: Tensor, k: Tensor, share: float) -> Any:
         counts,
         order,
         BLOCK_SIZE=FLEX_BLOCK,
-        mask_mod=seen,
+        mask_mod=is_kept,
         seq_lengths=(q.shape[2], k.shape[2]),
         compute_q_blocks=False,
     )
 
 
-Maker = Callable[[Grid, int, float], tuple[Attend, float]]
+# Grid, prefix and share to the attention function and its density.
+Maker = Callable[[Grid, int, float], tuple[Attention, float]]
 
 
 class Peer(NamedTuple):
-    """The package to import, what makes its attention, and the shares to time."""
+    """The package to import, the function that makes its attention, and the shares to time."""
 
     module: str
     make: Maker

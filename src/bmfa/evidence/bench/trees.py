@@ -1,4 +1,4 @@
-"""How long trees take: the vectorised screening against the oracle, and against softmax."""
+"""`bmfa bench trees`: time of the vectorised trees against the queue-based oracle and softmax."""
 
 import time
 from collections.abc import Iterator, Sequence
@@ -26,7 +26,7 @@ HEADS, QUERIES = 3, 197  # of DeiT-Tiny at 224 px
 
 
 def score_fields(count: int, grid: Grid, seed: int = 0) -> Tensor:
-    """(count, N) float32 fields that vary smoothly over the grid, with noise and a bright spot."""
+    """Return (count, N) float32 scores: smooth fields with noise and one bright token each."""
     generator = torch.Generator().manual_seed(seed)
     coarse = torch.randn(1, count, 5, 5, generator=generator)
     smooth = functional.interpolate(coarse, (grid.height, grid.width), mode="bilinear")
@@ -37,7 +37,7 @@ def score_fields(count: int, grid: Grid, seed: int = 0) -> Tensor:
     return fields.scatter_add_(1, spot, 5 * torch.rand(count, 1, generator=generator))
 
 
-def trees(
+def run(
     methods: Sequence[str] = TREE_METHODS,
     *,
     grids: int = GRIDS,
@@ -47,14 +47,35 @@ def trees(
     device: str = "cpu",
     progress: Progress | None = None,
 ) -> Record:
-    """Time for each grid of 16x16 against the oracle on one core, and screening against softmax."""
+    """Time trees on 16x16 grids against the oracle on one core, and screening against softmax.
+
+    Args:
+        methods: Names of rules.
+        grids: Number of 16x16 grids.
+        batch_size: Pictures of the comparison with softmax, each with the scores of DeiT-Tiny.
+        repeats: Timings of which the median counts.
+        seed: Seed of the scores.
+        device: Device of the vectorised trees.
+        progress: Called when all rows are done.
+
+    Returns:
+        A record of rows `trees` (speedup over the oracle) and `softmax` (multiples of softmax).
+
+    Raises:
+        ValueError: If a number is below 1 or a method is unknown.
+
+    Example:
+        >>> record = run(["gamma:0.005"], grids=2, batch_size=1, repeats=1)
+        >>> record.rows[0]["method"]
+        'gamma:0.005 (oracle)'
+    """
     check_integer("grids", grids, low=1)
     check_integer("batch_size", batch_size, low=1)
     check_integer("repeats", repeats, low=1)
-    place = torch.device(device)
+    on_device = torch.device(device)
     rows = [
-        *_against_oracle(methods, grids, repeats, seed, place),
-        *_against_softmax(batch_size, repeats, seed, place),
+        *_against_oracle(methods, grids, repeats, seed, on_device),
+        *_against_softmax(batch_size, repeats, seed, on_device),
     ]
     if progress is not None:
         progress(len(rows), len(rows))
@@ -71,7 +92,7 @@ def trees(
 def _against_oracle(
     methods: Sequence[str], grids: int, repeats: int, seed: int, device: torch.device
 ) -> list[Row]:
-    """The queue-based oracle is a rule of one grid at a time on one core; so is the first run here."""
+    """Compare with the oracle, which screens one grid at a time on one core."""
     grid = Grid(16, 16)
     scores = score_fields(grids, grid, seed)
     base = _oracle_milliseconds(scores[:ORACLE_GRIDS], grid) / min(ORACLE_GRIDS, grids)
@@ -99,7 +120,7 @@ def _oracle_milliseconds(scores: Tensor, grid: Grid) -> float:
 
 
 def _against_softmax(batch_size: int, repeats: int, seed: int, device: torch.device) -> list[Row]:
-    """Screening of a DeiT-Tiny batch's scores in multiples of one softmax over them."""
+    """Time the screening of the scores of a DeiT-Tiny batch in multiples of a softmax over them."""
     grid, shape = Grid(14, 14), (batch_size, HEADS, QUERIES)
     count = torch.Size(shape).numel()
     rows: list[Row] = []

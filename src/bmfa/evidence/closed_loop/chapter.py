@@ -69,10 +69,10 @@ def _content(records: RecordSet) -> list[Block]:
         *illustrate(
             figures.closed_loop,
             select_layer_records(records, several=False),
-            "In the upper row, up and to the left is better; in the lower row, down and to the left. A "
+            "Up and to the left is better for the agreement, down and to the left for the output KL. A "
             "line joins the parameters of one rule. An output KL below 10⁻⁸ is drawn at 10⁻⁸. "
             + ("Rings are the paper's agreement on ImageNet. " if rings else "")
-            + "The panels on the right show the points that the paper prints.",
+            + "The panels titled “Paper” show the points that the paper prints.",
         ),
         *(
             Paragraph(" ".join(filter(None, (describe(f, run) for f in FINDINGS))), f"{run.title}.")
@@ -243,8 +243,8 @@ def _layers(records: RecordSet) -> list[Block]:
         *illustrate(
             figures.layers,
             select_layer_records(records, several=True),
-            "Agreement (left) and output KL (right). The embedded model has eight layers, so last-8 "
-            "would be all of them.",
+            "Agreement with the full model and output KL. The embedded model has eight layers, so "
+            "last-8 would be all of them.",
         ),
     ]
 

@@ -50,8 +50,8 @@ def _stress_test(records: RecordSet) -> list[Block]:
             figures.placements,
             records,
             "The same minority at five placements. Algorithm 1 looks one level down, so it does not "
-            "detect a minority if the four quarters of a block have equal means. A good method is "
-            "near zero on the left and low on the right.",
+            "detect a minority if the four quarters of a block have equal means. A good method has a "
+            "mean gap near zero and a low leaf ratio.",
         ),
         _corner_table(records),
         _placement_table(records, "mean_gap", "Mean gap by placement"),

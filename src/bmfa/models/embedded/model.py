@@ -43,7 +43,6 @@ class Attention(nn.Module):
         super().__init__()
         self.num_heads = num_heads
         self.head_dim = dim // num_heads
-        self.scale = self.head_dim**-0.5
         self.qkv = nn.Linear(dim, 3 * dim)
         self.proj = nn.Linear(dim, dim)
 
@@ -101,7 +100,6 @@ class EmbeddedViT(nn.Module):
     def __init__(self, dim: int = 96, depth: int = 8, num_heads: int = 3) -> None:
         super().__init__()
         self.num_prefix_tokens = 1
-        self.num_classes = CLASS_COUNT
         self.patch_embed = PatchEmbed(dim)
         self.cls_token = nn.Parameter(0.02 * torch.randn(1, 1, dim))
         self.pos_embed = nn.Parameter(_initial_positions(dim))

@@ -1,4 +1,4 @@
-"""Train and evaluate the embedded model; `bmfa train-embedded` runs this."""
+"""Train the embedded model; `bmfa train-embedded` runs this."""
 
 import io
 import math
@@ -18,7 +18,7 @@ from bmfa.data.drawn.glyphs import draw_glyph_batch
 from bmfa.files import write_atomic
 from bmfa.models.embedded.model import EmbeddedViT, preprocess, save
 
-# Far from small seeds, so that with those `evaluate` uses pictures the model was not trained on.
+# Far from small seeds, which therefore give pictures that the model was not trained on.
 SEED = 20_260_000
 STEPS = 4400
 ProgressCallback = Callable[[int, int, float], None]  # step, number of steps, loss
@@ -97,37 +97,6 @@ def train(
             progress(run.step, steps, loss.item())
     save(run.model, Path(output), {"seed": str(seed), "steps": str(steps)})
     return run.model.eval()
-
-
-def evaluate(model: EmbeddedViT, seed: int, count: int, *, batch: int = 100) -> float:
-    """Compute the top-1 accuracy on drawn pictures.
-
-    Args:
-        model: The embedded model.
-        seed: The seed of the pictures.
-        count: The number of pictures.
-        batch: The number of pictures in a batch.
-
-    Returns:
-        The fraction of pictures that are classified correctly.
-
-    Raises:
-        ValueError: If `count` is less than 1.
-
-    Example:
-        >>> from bmfa.models import embedded
-        >>> evaluate(embedded.load(), seed=0, count=10) > 0.8
-        True
-    """
-    check_integer("count", count, low=1)
-    device = model.head.weight.device
-    correct = 0
-    with torch.inference_mode():
-        for start in range(0, count, batch):
-            pixels, labels = draw_glyph_batch(seed, range(start, min(start + batch, count)))
-            predicted = model(preprocess(pixels).to(device)).argmax(-1)
-            correct += int((predicted.cpu() == torch.from_numpy(labels)).sum())
-    return correct / count
 
 
 class _TrainingRun:

@@ -16,7 +16,7 @@ _HIDDEN_SCORE = -1e4
 
 @dataclass(eq=False)
 class AttentionFunction:
-    """Replaces `scaled_dot_product_attention` in one layer and has its signature."""
+    """Replaces `scaled_dot_product_attention` in one layer; it checks the arguments of the host."""
 
     layer: int
     token_grid: TokenGrid
@@ -31,7 +31,24 @@ class AttentionFunction:
         is_causal: bool = False,
         scale: float | None = None,
     ) -> Tensor:
-        """Map q, k, v (B, heads, tokens, d) to the output of the same shape."""
+        if is_causal:
+            raise ValueError(
+                "causal attention is not supported in patched or reduced models, whose tokens form a "
+                "grid; call bmfa.unpatch(model)"
+            )
+        if dropout_p > 0.0:
+            raise ValueError(
+                f"attention dropout of {dropout_p:g} is not supported in patched or reduced models; "
+                "call model.eval(), or build the model with attention dropout 0"
+            )
+        scale = query.shape[-1] ** -0.5 if scale is None else float(scale)
+        valid = None if attn_mask is None else valid_keys(attn_mask, self.token_grid.prefix)
+        return self.compute(query, key, value, scale, valid)
+
+    def compute(
+        self, q: Tensor, k: Tensor, v: Tensor, scale: float, valid: Tensor | None
+    ) -> Tensor:
+        """Map q, k, v (B, heads, tokens, d) to the output; valid is (B or 1, N) as in `valid_keys`."""
         raise NotImplementedError
 
 
@@ -85,20 +102,6 @@ def replacements_in(model: nn.Module) -> list[tuple[nn.Module, AttentionReplacem
     """List the modules of a model whose attention is replaced, with the replacements."""
     pairs = ((module, replacement_of(module)) for module in model.modules())
     return [(module, replacement) for module, replacement in pairs if replacement is not None]
-
-
-def check_attention_options(dropout_p: float, is_causal: bool) -> None:
-    """Refuse options of `scaled_dot_product_attention` that neither trees nor merged tokens support."""
-    if is_causal:
-        raise ValueError(
-            "causal attention is not supported in patched or reduced models, whose tokens form a grid; "
-            "call bmfa.unpatch(model)"
-        )
-    if dropout_p > 0.0:
-        raise ValueError(
-            f"attention dropout of {dropout_p:g} is not supported in patched or reduced models; call "
-            "model.eval(), or build the model with attention dropout 0"
-        )
 
 
 def valid_keys(mask: Tensor, prefix: int) -> Tensor | None:

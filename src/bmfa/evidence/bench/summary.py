@@ -1,4 +1,4 @@
-"""What the rows of `bmfa bench attention` say: break-even, and how time grows with the tokens."""
+"""Summary of `bmfa bench attention`: break-even, and the growth of time with the tokens."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -6,13 +6,15 @@ from typing import Any
 
 from bmfa.records import Row
 
+# Relative L2 errors in percent at which times are interpolated, and up to which tiles count as usable
+# in the break-even: both are choices of the benchmark, written into its record.
 FIXED_ERROR, ACCEPTED_ERROR = 7.5, 10.0
-# Launching kernels, not attention, takes the time below so many tokens.
+# Exponents are fitted from this number of tokens on; below, launching kernels takes most of the time.
 FIT_FROM = 4096
 
 
-def summary(rows: Sequence[Row]) -> dict[str, Any]:
-    """Break-even and exponents, for the settings of a record; nothing without a model's own heads."""
+def summarize(rows: Sequence[Row]) -> dict[str, Any]:
+    """Return break-even and exponents for the settings of a record; empty without a model."""
     own = own_rows(rows)
     if not own:
         return {}
@@ -27,7 +29,7 @@ def summary(rows: Sequence[Row]) -> dict[str, Any]:
 
 
 def own_rows(rows: Iterable[Row]) -> list[Row]:
-    """Attention on the model's own heads, without what knowledge of the error adds."""
+    """Return the rows on the model's own heads, without those of certificate and audit."""
     return [
         row
         for row in rows
@@ -36,7 +38,7 @@ def own_rows(rows: Iterable[Row]) -> list[Row]:
 
 
 def tiled_rows(rows: Iterable[Row], n: int | None = None) -> list[Row]:
-    """Tiled attention at its settings."""
+    """Return the rows of tiled attention."""
     return [
         row
         for row in rows
@@ -45,7 +47,7 @@ def tiled_rows(rows: Iterable[Row], n: int | None = None) -> list[Row]:
 
 
 def break_even(rows: Sequence[Row], error: float = ACCEPTED_ERROR) -> int | None:
-    """The fewest tokens from which on tiled attention is always faster than the best dense path."""
+    """Return the number of tokens from which tiled attention always beats the best dense path."""
     faster: int | None = None
     for n in sorted({int(row["n"]) for row in rows}, reverse=True):
         some = tiled_rows(rows, n)
@@ -56,12 +58,12 @@ def break_even(rows: Sequence[Row], error: float = ACCEPTED_ERROR) -> int | None
 
 
 def times_of(rows: Sequence[Row], method: str) -> dict[int, float]:
-    """Milliseconds for each picture by number of tokens."""
-    return {int(row["n"]): each(row) for row in rows if row["method"] == method}
+    """Return milliseconds for a picture by number of tokens."""
+    return {int(row["n"]): milliseconds_per_picture(row) for row in rows if row["method"] == method}
 
 
 def times_at_error(rows: Sequence[Row], error: float = FIXED_ERROR) -> dict[int, float]:
-    """Milliseconds for each picture at an error, by number of tokens; those without it are absent."""
+    """Return milliseconds for a picture at an error, by the numbers of tokens that reach it."""
     found = {}
     for n in sorted({int(row["n"]) for row in rows}):
         time = time_at_error(tiled_rows(rows, n), error)
@@ -71,13 +73,15 @@ def times_at_error(rows: Sequence[Row], error: float = FIXED_ERROR) -> dict[int,
 
 
 def time_at_error(rows: Sequence[Row], error: float) -> float | None:
-    """Milliseconds for each picture at which the settings reach an error.
+    """Return milliseconds for a picture at an error, or None if no setting reaches it.
 
-    Between the two neighbouring settings on their frontier the logarithm of the time is taken as
-    linear in the error; a fastest setting that is better than asked counts as it is.
+    Between neighbouring settings on the frontier the logarithm of the time is linear in the error. If
+    the fastest setting is better than the error, its time is returned.
     """
     frontier: list[tuple[float, float]] = []  # error falls, time rises
-    for time, off in sorted((each(row), float(row["error_l2_percent"])) for row in rows):
+    for time, off in sorted(
+        (milliseconds_per_picture(row), float(row["error_l2_percent"])) for row in rows
+    ):
         if not frontier or off < frontier[-1][0]:
             frontier.append((off, time))
     if not frontier or frontier[-1][0] > error:
@@ -91,7 +95,7 @@ def time_at_error(rows: Sequence[Row], error: float) -> float | None:
 
 
 def exponent(times: dict[int, float], first: int = FIT_FROM) -> float | None:
-    """Least squares slope of log time over log tokens; None for fewer than two numbers of tokens."""
+    """Return the least-squares slope of log time over log tokens; None for fewer than two sizes."""
     points = [(math.log(n), math.log(t)) for n, t in times.items() if n >= first and t > 0]
     if len(points) < 2:
         return None
@@ -101,27 +105,27 @@ def exponent(times: dict[int, float], first: int = FIT_FROM) -> float | None:
     return sum((a - x) * (b - y) for a, b in points) / spread
 
 
-def each(row: Row) -> float:
-    """Milliseconds for each picture of the batch."""
+def milliseconds_per_picture(row: Row) -> float:
+    """Return the milliseconds of a row divided by its batch size."""
     return float(row["milliseconds"]) / int(row.get("batch") or 1)
 
 
 def lines(settings: dict[str, Any]) -> list[str]:
-    """The summary in words."""
+    """Return the summary as lines of text."""
     if "break_even_error_percent" not in settings:
         return []
     n, off = settings.get("break_even_tokens"), settings.get("break_even_error_percent")
     if n is None:
-        told = [
+        text = [
             f"break-even: tiled attention is not faster at any size measured (error to {off:g} %)"
         ]
     else:
-        told = [f"break-even: faster than the best dense path from {n} tokens (error to {off:g} %)"]
+        text = [f"break-even: faster than the best dense path from {n} tokens (error to {off:g} %)"]
     tiled, dense = settings.get("exponent_tiled"), settings.get("exponent_dense")
     if tiled is not None and dense is not None:
-        told.append(
+        text.append(
             f"time grows with tokens to the power {tiled:.2f} at "
             f"{settings['exponent_error_percent']:g} % error, dense to {dense:.2f} "
             f"(from {settings['exponent_from_tokens']} tokens)"
         )
-    return told
+    return text

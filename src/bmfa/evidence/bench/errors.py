@@ -1,0 +1,98 @@
+"""Errors of attention outputs against exact attention in float64."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from math import gcd
+
+import torch
+from torch import Tensor
+
+from bmfa.attention.result import Screened
+from bmfa.evidence.bench.dense import exact_attention
+from bmfa.evidence.bench.inputs import QKV, RecordedInputs
+from bmfa.evidence.bench.settings import ScreenedCall
+from bmfa.quantiles import quantile
+
+# All queries are compared below so many tokens; from there on an even sample of about 2,048.
+ALL_QUERIES_TOKENS, SAMPLED_QUERIES = 16_384, 2_048
+
+
+@dataclass(frozen=True, eq=False)
+class ExactOutputs:
+    """Exact outputs of some queries in every block of the model."""
+
+    queries: Tensor  # (Q,) indices of tokens
+    outputs: dict[int, Tensor]  # (pictures, heads, Q, d) float64 by block
+
+    @classmethod
+    def of(cls, inputs: RecordedInputs) -> "ExactOutputs":
+        """Compute all queries, or an even sample that has queries in every column of the grid."""
+        tokens = inputs.prefix + inputs.grid.size
+        device = next(iter(inputs.blocks.values()))[0].device
+        step = 1 if inputs.grid.size < ALL_QUERIES_TOKENS else tokens // SAMPLED_QUERIES
+        while gcd(step, inputs.grid.width) != 1:
+            step -= 1
+        queries = torch.arange(0, tokens, step, device=device)
+        outputs = {
+            block: exact_attention(q[:, :, queries], k, v)
+            for block, (q, k, v) in inputs.blocks.items()
+        }
+        return cls(queries, outputs)
+
+
+@dataclass(frozen=True)
+class OutputErrors:
+    """Relative L2 errors in percent, and the share of tiles expanded if there are tiles."""
+
+    mean: float  # over pictures and blocks
+    worst_block: float
+    p95_query: float
+    density: float | None
+    form: str | None
+
+
+def measure_errors(
+    call: ScreenedCall,
+    blocks: Mapping[int, QKV],
+    exact: ExactOutputs,
+    batch: int,
+    run: Callable[[Callable[[], Tensor | Screened]], Tensor | Screened] = lambda work: work(),
+) -> OutputErrors:
+    """Compare the outputs of a call with exact attention.
+
+    Args:
+        call: Attention of q, k, v.
+        blocks: q, k, v, each (pictures, heads, prefix + N, d), by block.
+        exact: Exact outputs of the same blocks.
+        batch: Pictures in a call.
+        run: Runs a call, for example in a CUDA graph.
+    """
+    errors: dict[int, list[float]] = {block: [] for block in blocks}
+    query_errors: list[Tensor] = []
+    densities: list[float] = []
+    form = None
+    for block, tokens in blocks.items():
+        for start in range(0, len(tokens[0]), batch):
+            pictures = slice(start, start + batch)
+            q, k, v = (x[pictures] for x in tokens)
+            result = run(lambda: call(q, k, v))  # noqa: B023
+            if isinstance(result, Screened):
+                form = result.stats.form
+                densities += [] if result.stats.density is None else [result.stats.density]
+            output = result.output if isinstance(result, Screened) else result
+            expected = exact.outputs[block][pictures]
+            difference = output[:, :, exact.queries].double() - expected
+            relative = difference.flatten(1).norm(dim=1) / expected.flatten(1).norm(dim=1)
+            errors[block] += relative.tolist()
+            query_errors.append((difference.norm(dim=-1) / expected.norm(dim=-1)).flatten().cpu())
+    mean, worst = mean_and_worst(errors.values())
+    p95 = float(quantile(torch.cat(query_errors), 0.95))
+    density = sum(densities) / len(densities) if densities else None
+    return OutputErrors(100 * mean, 100 * worst, 100 * p95, density, form)
+
+
+def mean_and_worst(blocks: Iterable[Sequence[float]]) -> tuple[float, float]:
+    """Return the mean over all pictures of all blocks, and the largest mean of one block."""
+    values = list(blocks)
+    flat = [value for block in values for value in block]
+    return sum(flat) / len(flat), max(sum(block) / len(block) for block in values)

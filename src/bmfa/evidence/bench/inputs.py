@@ -1,0 +1,315 @@
+"""Inputs of the benchmarks: models and pictures of any size, and the q, k, v of their attention."""
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.nn.functional import interpolate, scaled_dot_product_attention
+from torch.overrides import TorchFunctionMode
+
+from bmfa.data.drawn.scenes import draw_scene
+from bmfa.data.pictures import PictureFiles
+from bmfa.grid import Grid
+from bmfa.models import LoadedModel, Preprocessing, load_model
+from bmfa.models.embedded import EmbeddedViT
+from bmfa.models.hosts import Host, find_host
+from bmfa.models.loading import check_img_size, check_timm_name
+from bmfa.packages import load_package
+
+Picture = NDArray[np.uint8]
+QKV = tuple[Tensor, Tensor, Tensor]
+# The source "random" has no model: q, k, v are normal and independent, with the heads of DeiT-Tiny.
+RANDOM = "random"
+RANDOM_HEADS, RANDOM_DIM, RANDOM_PATCH = 3, 64, 16
+SHIPPED = "shipped"  # the weights of the embedded model
+
+
+@dataclass(frozen=True, eq=False)
+class RecordedInputs:
+    """q, k, v of some blocks of a model, each (pictures, heads, prefix + N, d) in float32."""
+
+    grid: Grid
+    prefix: int
+    blocks: dict[int, QKV]
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Pictures, heads and head dimension."""
+        q = next(iter(self.blocks.values()))[0]
+        return q.shape[0], q.shape[1], q.shape[3]
+
+
+@dataclass(frozen=True, eq=False)
+class InputSource:
+    """A model and pictures from which q, k, v are recorded.
+
+    Args:
+        model: Name of a model, or `RANDOM` for q, k, v drawn at random.
+        weights: File of weights.
+        pictures: (H, W, 3) pictures.
+        names: Their names.
+        head_dim: Head dimension of a model with random weights.
+        seed: Seed of random weights and draws.
+        device: Device of the model and the tensors.
+    """
+
+    model: str
+    weights: str | None
+    pictures: list[Picture]
+    names: list[str]
+    head_dim: int | None = None
+    seed: int = 0
+    device: str = "cpu"
+
+    @classmethod
+    def open(
+        cls,
+        model: str = "embedded",
+        weights: str | None = None,
+        data_dir: str | None = None,
+        *,
+        pictures: int = 1,
+        seed: int = 0,
+        device: str = "cpu",
+    ) -> "InputSource":
+        """Take the first pictures of a folder, or embedded scenes; for `RANDOM`, several draws.
+
+        Raises:
+            ValueError: If `RANDOM` is combined with weights or pictures, or there are too few.
+        """
+        if model == RANDOM:
+            if weights is not None or data_dir is not None:
+                raise ValueError("model random has no weights and no pictures; leave both out")
+            draws = [f"draw {index}" for index in range(pictures)]
+            return cls(model, None, [], draws, seed=seed, device=device)
+        found, names = read_pictures(data_dir, pictures, seed)
+        return cls(model, weights, found, names, seed=seed, device=device)
+
+    def with_head_dim(self, head_dim: int) -> "InputSource":
+        """Return the same source with another head dimension, and hence random weights."""
+        return replace(self, weights=None, head_dim=head_dim)
+
+    @cached_property
+    def _model_facts(self) -> tuple[int, int, str]:
+        if self.model == RANDOM:
+            return RANDOM_PATCH, 1, "none"
+        loaded, weights = load_any_size(self.model, self.weights, size=224, head_dim=self.head_dim)
+        host = find_host(loaded.model)
+        return _patch_size(host), len(host.attentions), weights
+
+    @property
+    def patch_size(self) -> int:
+        """Side of a patch in pixels."""
+        return self._model_facts[0]
+
+    @property
+    def depth(self) -> int:
+        """Number of blocks."""
+        return self._model_facts[1]
+
+    def describe(self) -> dict[str, Any]:
+        """Return what the settings of a record say about the source."""
+        return {"model": self.model, "weights": self._model_facts[2], "pictures": self.names}
+
+    def record(self, size: int, blocks: Sequence[int]) -> RecordedInputs:
+        """Record q, k, v of some blocks for pictures of size x size pixels."""
+        if self.model == RANDOM:
+            return self._draw(size // RANDOM_PATCH, blocks)
+        loaded, _ = load_any_size(
+            self.model, self.weights, size=size, head_dim=self.head_dim, seed=self.seed
+        )
+        model = loaded.model.to(self.device)
+        host = find_host(model)
+        recorded: list[dict[int, QKV]] = []
+        for picture in self.pictures:
+            pixels = loaded.preprocess.batch([picture]).to(self.device)
+            recorded.append(_record(model, loaded.options, pixels, blocks))
+        joined = {block: _join([one[block] for one in recorded]) for block in blocks}
+        side = size // _patch_size(host)
+        return RecordedInputs(Grid(side, side), host.prefix, joined)
+
+    def _draw(self, side: int, blocks: Sequence[int]) -> RecordedInputs:
+        """Draw normal q, k, v on a side x side grid without a prefix."""
+        generator = torch.Generator().manual_seed(self.seed)
+        shape = (len(self.names), RANDOM_HEADS, side * side, self.head_dim or RANDOM_DIM)
+        drawn: dict[int, QKV] = {}
+        for block in blocks:
+            q, k, v = (torch.randn(shape, generator=generator).to(self.device) for _ in range(3))
+            drawn[block] = (q, k, v)
+        return RecordedInputs(Grid(side, side), 0, drawn)
+
+
+def _patch_size(host: Host) -> int:
+    projection: Any = host.projection
+    return int(projection.stride[0])
+
+
+def _join(parts: Sequence[QKV]) -> QKV:
+    q, k, v = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
+    return q, k, v
+
+
+class _AllRecorded(Exception):  # noqa: N818
+    """Ends a forward pass after the last block that is recorded."""
+
+
+class _Recorder(TorchFunctionMode):
+    """Keeps q, k, v of chosen calls of scaled_dot_product_attention, one call for each block."""
+
+    def __init__(self, blocks: Sequence[int]) -> None:
+        super().__init__()
+        self.blocks, self.calls = set(blocks), 0
+        self.recorded: dict[int, QKV] = {}
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is scaled_dot_product_attention:
+            if self.calls in self.blocks:
+                q, k, v = (x.contiguous() for x in args[:3])
+                self.recorded[self.calls] = (q, k, v)
+            self.calls += 1
+            if self.calls > max(self.blocks):
+                raise _AllRecorded
+        return func(*args, **(kwargs or {}))
+
+
+def _record(
+    model: nn.Module, options: Any, pixels: Tensor, blocks: Sequence[int]
+) -> dict[int, QKV]:
+    recorder = _Recorder(blocks)
+    try:
+        with torch.inference_mode(), recorder:
+            model(pixels, **options)
+    except _AllRecorded:
+        return recorder.recorded
+    raise ValueError(
+        f"{type(model).__name__} called scaled_dot_product_attention {recorder.calls} times, too few "
+        f"for block {max(blocks)}; unset TIMM_FUSED_ATTN, or pass a model whose attention is fused"
+    )
+
+
+class AnySizeViT(nn.Module):
+    """The embedded model for pictures of any size; position embeddings are interpolated."""
+
+    def __init__(self, vit: EmbeddedViT) -> None:
+        super().__init__()
+        self.vit = vit
+
+    def forward_features(self, pictures: Tensor) -> Tensor:
+        """Return (B, 1 + N, dim) normalised features."""
+        vit = self.vit
+        maps: Tensor = vit.patch_embed.proj(pictures)  # (B, dim, H, W)
+        own_grid = vit.patch_embed.grid_size
+        positions = vit.pos_embed[:, 1:].transpose(1, 2).reshape(1, -1, *own_grid)
+        spatial = maps + interpolate(positions, maps.shape[-2:], mode="bicubic")
+        prefix = (vit.cls_token + vit.pos_embed[:, :1]).expand(len(maps), -1, -1)
+        tokens = torch.cat((prefix, spatial.flatten(2).transpose(1, 2)), 1)  # (B, 1 + N, dim)
+        features: Tensor = vit.norm(vit.blocks(tokens))
+        return features
+
+    def forward(self, pictures: Tensor) -> Tensor:
+        logits: Tensor = self.vit.head(self.forward_features(pictures)[:, 0])
+        return logits
+
+
+def load_any_size(
+    name: str,
+    weights: str | os.PathLike[str] | None = None,
+    *,
+    size: int,
+    head_dim: int | None = None,
+    seed: int = 0,
+) -> tuple[LoadedModel, str]:
+    """Load a model for pictures of size x size pixels, without a download.
+
+    Args:
+        name: Name of a model as in `load_model`.
+        weights: File of weights. A timm model without one has random weights.
+        size: Side of the pictures in pixels; they are cropped to their centre square.
+        head_dim: Head dimension; the weights are then random.
+        seed: Seed of random weights.
+
+    Returns:
+        The model, and a word for its weights: `"random"`, `"shipped"` or the name of the file.
+
+    Raises:
+        ValueError: If the model is unknown, or does not support the size.
+    """
+    if head_dim is not None or (name.startswith("timm:") and weights is None):
+        return _load_random(name, size, head_dim, seed), RANDOM
+    if name == "embedded":
+        loaded = load_model(name, weights, crop_pct=1.0)
+        vit = loaded.model
+        if not isinstance(vit, EmbeddedViT):
+            raise TypeError(f"the embedded model is {type(vit).__name__}")
+        preprocess = loaded.preprocess.override(img_size=size)
+        loaded = LoadedModel(name, AnySizeViT(vit).eval(), preprocess)
+        check_img_size(name, loaded.model, preprocess.size)
+    else:
+        loaded = load_model(name, weights, img_size=size, crop_pct=1.0)
+        _set_input_size(loaded.model, size)
+    return loaded, SHIPPED if weights is None else os.path.basename(weights)
+
+
+def _load_random(name: str, size: int, head_dim: int | None, seed: int) -> LoadedModel:
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        if name == "embedded":
+            vit = EmbeddedViT(dim=3 * (head_dim or 32), num_heads=3)
+            preprocess = Preprocessing((size, size), 1.0, mean=(0.5,) * 3, std=(0.25,) * 3)
+            model = AnySizeViT(vit).eval()
+            check_img_size(name, model, (size, size))
+            return LoadedModel(name, model, preprocess)
+        if not name.startswith("timm:"):
+            raise ValueError(
+                f"model {name!r} has no random form; pass embedded or timm:NAME, or omit --head-dim"
+            )
+        return _load_random_timm(name, size, head_dim)
+
+
+def _load_random_timm(name: str, size: int, head_dim: int | None) -> LoadedModel:
+    timm = load_package("timm")
+    architecture = name.partition(":")[2]
+    check_timm_name(timm, architecture)
+    changes: dict[str, Any] = {}
+    if head_dim is not None:
+        heads = timm.create_model(architecture).blocks[0].attn.num_heads
+        changes["embed_dim"] = heads * head_dim
+    model = timm.create_model(architecture, dynamic_img_size=True, **changes).eval()
+    check_img_size(name, model, (size, size))
+    _set_input_size(model, size)
+    settings = load_package("timm.data").resolve_data_config({}, model=model)
+    preprocess = Preprocessing.of_timm(settings).override(img_size=size, crop_pct=1.0)
+    return LoadedModel(name, model, preprocess)
+
+
+def _set_input_size(model: Any, size: int) -> None:
+    """Interpolate position embeddings once rather than in every call, if the model can."""
+    if hasattr(model, "set_input_size"):
+        model.set_input_size(img_size=(size, size))
+
+
+def read_pictures(folder: str | None, count: int, seed: int = 0) -> tuple[list[Picture], list[str]]:
+    """Return the first pictures of a folder, or embedded scenes, and their names.
+
+    Raises:
+        ValueError: If the folder has fewer pictures.
+    """
+    if folder is None:
+        names = [f"embedded scene {index}" for index in range(count)]
+        return [draw_scene(seed, index)[0].picture.pixels for index in range(count)], names
+    files = PictureFiles(folder)
+    entries = list(files.entries[:count])
+    if len(entries) < count:
+        raise ValueError(
+            f"{folder} holds {len(entries)} pictures and {count} are asked for; pass --pictures"
+            f" {len(entries)}" + ("" if entries else " with a folder of jpg, png or webp")
+        )
+    return [files.read(entry) for entry in entries], entries
