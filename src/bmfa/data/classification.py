@@ -28,10 +28,12 @@ _MAX_REASONS = 5  # reasons that a summary lists
 class LabelledPicture:
     """A picture and its class.
 
-    Args: name: name of the picture in messages. pixels: (height, width, 3) uint8 RGB. label: index
-        of the class, None if unknown. label_name: name of the class if the data set has its own
-        classes; None means the name that the
-            model gives to the index.
+    Args:
+        name: name of the picture in messages.
+        pixels: (height, width, 3) uint8 RGB.
+        label: index of the class, None if unknown.
+        label_name: name of the class if the data set has its own classes; None means the name that
+            the model gives to the index.
     """
 
     name: str

@@ -115,8 +115,8 @@ class ProbeBlock:
     def scores(self, mode: Mode) -> NDArray[np.float64]:
         """Return the score grids in raster order, (count, n * n) float64.
 
-        Args: mode: "image-edge" scores cells by the edges of the picture, "mask-only" by the
-            contour alone.
+        Args:
+            mode: "image-edge" scores cells by the edges of the picture, "mask-only" by the contour.
 
         Raises:
             ValueError: the mode is unknown.
