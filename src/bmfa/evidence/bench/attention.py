@@ -302,7 +302,7 @@ class SizeBenchmark:
                     samples[name].append(self.time_call(name, call, tokens))
             else:
                 works = {name: _bind(call, tokens) for name, call in timed.items()}
-                medians = timing.alternating(works, self.plan.repeats, self.plan.device)
+                medians = timing.time_alternating(works, self.plan.repeats, self.plan.device)
                 for name, milliseconds in medians.items():
                     samples[name].append((milliseconds, None))
         return {name: _mean(times) for name, times in samples.items()}
@@ -311,10 +311,10 @@ class SizeBenchmark:
         """Time a call with and without a CUDA graph; a dense path is chosen before the clock starts."""
         path = name.removeprefix("dense-")
         if path == name:
-            return timing.milliseconds(_bind(call, tokens), self.plan.repeats, self.plan.device)
+            return timing.time_call(_bind(call, tokens), self.plan.repeats, self.plan.device)
         work = _bind(scaled_dot_product_attention, tokens)
         with dense.only(path):
-            return timing.milliseconds(work, self.plan.repeats, self.plan.device)
+            return timing.time_call(work, self.plan.repeats, self.plan.device)
 
     def _row(
         self, name: str, call: ScreenedCall, times: Times, base: Times, density: float | None
@@ -403,7 +403,7 @@ class SizeBenchmark:
             )
             for name, added in options.items()
         }
-        times = timing.alternating(works, max(1, self.plan.repeats // 2), self.plan.device)
+        times = timing.time_alternating(works, max(1, self.plan.repeats // 2), self.plan.device)
         dense_time = base[0] if base[1] is None else base[1]
         return [
             {

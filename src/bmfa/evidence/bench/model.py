@@ -179,10 +179,10 @@ class _SizeBenchmark:
         full = self._dense_models()
         models = {**full, **{name: self._screened_model(name) for name in self.settings.methods}}
         works = {name: self._forward(model) for name, model in models.items()}
-        eager = timing.alternating(works, self.settings.repeats, self.device)
+        eager = timing.time_alternating(works, self.settings.repeats, self.device)
         times = eager
         if self.device.type == "cuda":
-            times = timing.alternating_graphs(works, self.settings.repeats) or eager
+            times = timing.time_alternating_graphs(works, self.settings.repeats) or eager
         best = min(full, key=lambda name: times[name])
         expected = final_features(models[best], self.loaded, self.pixels)
         rows = [
