@@ -1,4 +1,4 @@
-"""The embedded picture set: the same everywhere, balanced, within its stated sizes, read back whole."""
+"""Embedded pictures: equal bits everywhere, balanced, within their stated sizes, read back exactly."""
 
 import hashlib
 import json
@@ -28,7 +28,7 @@ def checksum(*arrays: np.ndarray) -> str:
     ("seed", "index", "expected"),
     [(0, 0, "cba333728d950f64"), (0, 7, "5da423c185f92cb3"), (3, 12345, "62724c33729b77cc")],
 )
-def test_a_figure_picture_depends_on_seed_and_index_alone(
+def test_a_glyph_picture_depends_on_seed_and_index_alone(
     seed: int, index: int, expected: str
 ) -> None:
     picture = draw_glyph(seed, index)
@@ -44,7 +44,7 @@ def test_a_scene_depends_on_seed_and_index_alone(seed: int, index: int, expected
     assert checksum(instances[0].picture.pixels, *masks) == expected
 
 
-def test_figures_are_small_thin_everywhere_and_balanced() -> None:
+def test_glyphs_are_small_everywhere_and_balanced() -> None:
     pictures = [draw_glyph(1, index) for index in range(400)]
     labels = np.array([picture.label for picture in pictures])
     assert np.bincount(labels).tolist() == [40] * len(GLYPH_CLASSES)
@@ -56,7 +56,7 @@ def test_figures_are_small_thin_everywhere_and_balanced() -> None:
     assert regions.min() > 0.1 * regions.max()
 
 
-def test_figures_stand_out_from_what_lies_around_them() -> None:
+def test_glyphs_contrast_with_their_surroundings() -> None:
     for index in range(100):
         picture = draw_glyph(2, index)
         luma = picture.pixels @ [0.299, 0.587, 0.114]
@@ -67,7 +67,7 @@ def test_figures_stand_out_from_what_lies_around_them() -> None:
         assert abs(luma[picture.mask].mean() - luma[around].mean()) > 25
 
 
-def test_figures_fit_the_unit_circle_and_none_is_another_turned() -> None:
+def test_glyphs_fit_the_unit_circle_and_none_is_another_rotated() -> None:
     assert len(GLYPHS) == 10
     profiles = []
     for segments in GLYPHS.values():
@@ -98,7 +98,7 @@ def test_negative_keys_are_explained(seed: int, index: int) -> None:
         draw_glyph(seed, index)
 
 
-def test_scene_masks_are_apart_and_of_every_kind_and_size() -> None:
+def test_scene_masks_are_disjoint_and_of_every_kind_and_size() -> None:
     scenes = [draw_scene(6, index) for index in range(40)]
     for instances in scenes:
         assert np.sum([one.mask for one in instances], axis=0).max() == 1

@@ -2,11 +2,13 @@
 
 import io
 import json
+import multiprocessing
 import pickle
 import struct
 import sys
 import zipfile
 import zlib
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +16,7 @@ import pytest
 from PIL import Image
 
 from bmfa.cli import main
-from bmfa.data import InstanceFiles, PictureError, PictureFiles, Tally, pictures
+from bmfa.data import InstanceFiles, LabelledPictures, PictureError, PictureFiles, Tally, pictures
 from bmfa.models import Preprocessing
 
 
@@ -289,3 +291,20 @@ def test_a_picture_that_fits_is_prepared_without_pillow(monkeypatch: pytest.Monk
             assert preprocess(pixels).equal(expected)
             with pytest.raises(ModuleNotFoundError, match="pillow"):
                 Preprocessing((12, 16), 0.9)(pixels)
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*:DeprecationWarning")
+@pytest.mark.parametrize(
+    ("form", "method"), [("folder", "fork"), ("zip", "fork"), ("zip", "spawn")]
+)
+def test_worker_processes_read_the_same_pictures(tmp_path: Path, form: str, method: str) -> None:
+    files = {f"{n}/{n}.png": encoded(sample() + np.uint8(n)) for n in range(4)}
+    make = folder_of if form == "folder" else zip_of
+    source = LabelledPictures(make(tmp_path / "pictures.zip", files))
+    expected = list(source)  # opens the zip before the fork
+    with ProcessPoolExecutor(2, multiprocessing.get_context(method)) as pool:
+        read = list(pool.map(source.__getitem__, range(4)))
+    assert [picture.label for picture in read] == [0, 1, 2, 3]
+    for n, (one, other) in enumerate(zip(read, expected, strict=True)):
+        np.testing.assert_array_equal(one.pixels, sample() + np.uint8(n))
+        np.testing.assert_array_equal(one.pixels, other.pixels)

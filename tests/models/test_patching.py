@@ -144,9 +144,11 @@ def test_options_are_checked_before_anything_is_changed() -> None:
     model = make_model("vit")
     for options, text in (
         ({"rule": "gamma:x"}, "gamma:x"),
-        ({"rule": COARSE, "error": 0.1}, "rule= and error="),
-        ({"error": 0.1, "form": "repeated"}, r"rule=rules\.Optimal\(error=0\.1\)"),
-        ({"leaves": 9, "max_depth": 2}, r"rule=rules\.Optimal\(leaves=9\)"),
+        ({"rule": COARSE, "error": 0.1}, "rule and error"),
+        ({"error": 0.1, "form": "repeated"}, r"rule=bmfa\.rules\.Optimal\(error=0\.1\)"),
+        ({"leaves": 9, "max_depth": 2}, r"rule=bmfa\.rules\.Optimal\(leaves=9\)"),
+        ({"form": "representative"}, "no rule is given"),
+        ({"rule": COARSE, "form": "tiled"}, "takes no rule"),
         ({"leaves": 1}, r"pass leaves=1\.0 for all tokens"),
         ({"backend": "magic"}, "magic"),
         ({"max_depth": -1}, "max_depth"),

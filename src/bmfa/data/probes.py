@@ -5,19 +5,17 @@ mask crosses are the minority, and the edges of the picture determine how high e
 """
 
 import math
-import multiprocessing
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
+from torch.utils.data import Dataset
 
 from bmfa.data.instances import Instance, InstanceSource, Tally
+from bmfa.data.workers import iterate, make_loader
 from bmfa.packages import load_package
 
 Mode = Literal["image-edge", "mask-only"]
@@ -37,7 +35,6 @@ MINORITY_BASE, MINORITY_EDGE, MAJORITY_EDGE = (
 MASK_ONLY_SCORE = 4.25
 
 _PART_INSTANCES = 128  # instances in a part, the unit of work of a process
-_PARTS_AHEAD = 2  # parts that wait for each worker
 
 
 def multiples(size: int, step: int) -> str:
@@ -215,23 +212,30 @@ def _compute_parts(
     if workers == 1:
         yield from (_probe_part(part, settings, strict) for part in parts)
         return
-    # Spawned, because a fork would copy locks that threads of torch may hold.
-    pool = ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"))
-    try:
-        pending: deque[Future[Result]] = deque()
-        for part in parts:
-            pending.append(pool.submit(_probe_part, part, settings, strict))
-            if len(pending) > _PARTS_AHEAD * workers:
-                yield pending.popleft().result()
-        while pending:
-            yield pending.popleft().result()
-    except BrokenProcessPool as error:
-        raise RuntimeError(
-            f"one of {workers} worker processes ended early: it ran out of memory, or the script lacks "
-            "`if __name__ == '__main__':` around its main code; add it, or pass workers=1"
-        ) from error
-    finally:
-        pool.shutdown(cancel_futures=True)
+    dataset = _ProbeParts(list(parts), settings, strict)
+    yield from iterate(make_loader(dataset, workers, batch_size=None, collate_fn=_unchanged))
+
+
+class _ProbeParts(Dataset[Any]):
+    """The result of every part, or the error that it raised."""
+
+    def __init__(
+        self, parts: Sequence[InstanceSource], settings: ProbeSettings, strict: bool
+    ) -> None:
+        self.parts, self.settings, self.strict = parts, settings, strict
+
+    def __len__(self) -> int:
+        return len(self.parts)
+
+    def __getitem__(self, index: int) -> Result | Exception:
+        try:
+            return _probe_part(self.parts[index], self.settings, self.strict)
+        except (ValueError, OSError) as error:
+            return error
+
+
+def _unchanged(result: Any) -> Any:
+    return result
 
 
 def _probe_part(part: InstanceSource, settings: ProbeSettings, strict: bool) -> Result:

@@ -181,13 +181,6 @@ def _check_options(
     rule: Any, error: Any, leaves: Any, max_depth: Any, form: Any, backend: Any, fallback: Any
 ) -> None:
     """Check the arguments of `screened_attention` before the model is changed."""
-    given = [
-        f"{n}=" for n, v in (("rule", rule), ("error", error), ("leaves", leaves)) if v is not None
-    ]
-    if len(given) > 1:
-        raise ValueError(
-            f"{' and '.join(given)} are given; pass at most one of rule=, error=, leaves="
-        )
     if form is not None and form not in get_args(Form):
         raise ValueError(f"form is {form!r}; pass one of {', '.join(get_args(Form))}")
     if backend not in get_args(Backend):
@@ -200,12 +193,21 @@ def _check_options(
         check_integer("max_depth", max_depth, low=0)
     if fallback is not None:
         check_number("fallback", fallback, low=0.0)
-    if rule is None and given and (form in ("representative", "repeated") or max_depth is not None):
-        tree = f"max_depth={max_depth}" if form is None else f"form={form!r}"
-        target = f"{given[0]}{leaves if error is None else error}"
+    criteria = {"rule": rule, "error": error, "leaves": leaves}
+    given = {name: value for name, value in criteria.items() if value is not None}
+    if len(given) > 1:
         raise ValueError(
-            f"{given[0]} is for attention over tiles, and {tree} for a tree for each query; pass "
-            f"rule=rules.Optimal({target}), or leave {tree} out"
+            f"{' and '.join(given)} are given; pass at most one of {', '.join(criteria)}"
+        )
+    if rule is not None and form == "tiled":
+        raise ValueError("form='tiled' takes no rule; pass error= or leaves=")
+    if rule is None and (form in ("representative", "repeated") or max_depth is not None):
+        name, value = next(iter(given.items()), ("error", 0.05))
+        tree = f"max_depth={max_depth}" if form is None else f"form={form!r}"
+        received = f"{name}={value} is for tiles" if given else "no rule is given"
+        raise ValueError(
+            f"{tree} is for a tree for each query, and {received}; pass "
+            f"rule=bmfa.rules.Optimal({name}={value}), or leave {tree} out"
         )
 
 

@@ -1,28 +1,27 @@
 """Batches of pictures, read and preprocessed by worker processes ahead of the model."""
 
-import warnings
-from collections.abc import Generator, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Generator, Iterable, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import Dataset
 
 from bmfa.checks import check_integer
 from bmfa.data.classification import LabelledPicture, LabelledPictures, SkippedPictures
 from bmfa.data.pictures import PictureError, PicturesLostError
+from bmfa.data.workers import iterate, make_loader
 from bmfa.evidence.runner.processes import cores_per_process
 from bmfa.evidence.runner.resume import digest
 from bmfa.models import Preprocessing
 
 MAX_WORKERS = 16
 # Pictures that a worker reads at a time: a large batch is split between workers, and the shared
-# memory in use stays below workers * PREFETCH * READ_SIZE pictures.
+# memory in use stays below workers * PREFETCH * READ_SIZE pictures (PREFETCH of `bmfa.data.workers`).
 READ_SIZE = 32
-PREFETCH = 2
 
 
 class PictureSource(Protocol):
@@ -180,36 +179,19 @@ class BatchReader:
     def __init__(self, batches: PictureBatches, numbers: Sequence[int], keep_workers: bool) -> None:
         self.batches = batches
         self.parts = [_split(batches.indices(number)) for number in numbers]
-        options: dict[str, Any] = {}
-        if batches.workers:
-            options = {"prefetch_factor": PREFETCH, "persistent_workers": keep_workers}
-        with _any_number_of_workers():
-            self.loader = DataLoader(
-                _PreprocessedPictures(batches.source, batches.preprocess),
-                batch_sampler=[indices for parts in self.parts for indices in parts],
-                num_workers=batches.workers,
-                collate_fn=_collate,
-                pin_memory=batches.pin_memory,
-                **options,
-            )
+        self.loader = make_loader(
+            _PreprocessedPictures(batches.source, batches.preprocess),
+            batches.workers,
+            batch_sampler=[indices for parts in self.parts for indices in parts],
+            collate_fn=_collate,
+            pin_memory=batches.pin_memory,
+            persistent_workers=keep_workers,
+        )
 
     def __iter__(self) -> Generator[Batch, None, None]:
-        with _any_number_of_workers():
-            read = iter(self.loader)
-        try:
+        with closing(iterate(self.loader)) as read:
             for parts in self.parts:
                 yield self.batches.checked(Batch.join(list(islice(read, len(parts)))))
-        finally:
-            # Ends the workers now; the garbage collector would wait seconds for each of them.
-            del read
-
-
-@contextmanager
-def _any_number_of_workers() -> Iterator[None]:
-    """Silence the warning about more workers than cores, which are the caller's choice."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "This DataLoader will create", UserWarning)
-        yield
 
 
 class _PreprocessedPictures(Dataset[tuple[int, Any, int | None]]):

@@ -1,4 +1,9 @@
-"""The model families that `patch` and `reduce` support, one file for each library."""
+"""The model families that `patch` and `reduce` support, one file for each library.
+
+To add a library, write a module with a subclass of `AttentionReplacement` that passes q, k, v of its
+attention layers to a function, and with `find_towers(model)`, which lists the towers it knows as `Host`;
+then call it in `find_host`.
+"""
 
 from torch import nn
 

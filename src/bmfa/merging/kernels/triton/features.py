@@ -110,11 +110,17 @@ def unit_mean_keys_kernel(
 
 def launch_unit_mean_keys(k: Tensor) -> Tensor:
     """Return (B, T, d) in the dtype of the keys (B, H, T, d)."""
-    batch, heads, tokens, dim = k.shape
+    batch, _, tokens, dim = k.shape
     features = torch.empty((batch, tokens, dim), dtype=k.dtype, device=k.device)
     if batch * tokens > 0:
-        block_d = max(16, triton.next_power_of_2(dim))
-        arguments = (tokens, *k.stride(), heads, dim, block_d, KEYS_BLOCK_T)
-        programs = batch * triton.cdiv(tokens, KEYS_BLOCK_T)
-        CachedLaunch(unit_mean_keys_kernel, programs, arguments, num_warps=4)(k, features)
+        plan_unit_mean_keys(k)(k, features)
     return features
+
+
+def plan_unit_mean_keys(k: Tensor) -> CachedLaunch:
+    """Return the launch for keys of this shape and these strides."""
+    batch, heads, tokens, dim = k.shape
+    block_d = max(16, triton.next_power_of_2(dim))
+    arguments = (tokens, *k.stride(), heads, dim, block_d, KEYS_BLOCK_T)
+    programs = batch * triton.cdiv(tokens, KEYS_BLOCK_T)
+    return CachedLaunch(unit_mean_keys_kernel, programs, arguments, num_warps=4)

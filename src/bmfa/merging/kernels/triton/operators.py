@@ -4,13 +4,14 @@ This module loads without Triton, so that `unsupported_reason` can say that it i
 modules with the kernels are imported by the first call.
 """
 
-from importlib import import_module
 from os import environ
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
+
+from bmfa.packages import load_package
 
 # A program holds the keys of a head, or all pairs of a picture, on chip. At 512 tokens the merge
 # kernel compares 256 x 256 pairs and still compiles without spilling to local memory.
@@ -100,7 +101,7 @@ def _key_bytes(heads: Tensor) -> int:
 
 def _find_triton_problem() -> str | None:
     try:
-        version: str = import_module("triton").__version__
+        version: str = load_package("triton").__version__
     except ImportError as error:
         return f"Triton does not load ({error}); run: pip install triton"
     if tuple(int(part) for part in version.split(".")[:2]) < MIN_TRITON:
