@@ -11,7 +11,7 @@ if find_spec("timm") is None or find_spec("transformers") is None:
     pytest.skip("needs timm and transformers: pip install 'bmfa[models]'", allow_module_level=True)
 
 from bmfa import rules
-from bmfa.attention.api import Screened
+from bmfa.attention.result import Screened
 from bmfa.models import patch, record
 from bmfa.models.screened_layer import screened_layers
 from models.host_models import (
