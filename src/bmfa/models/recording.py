@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from bmfa.attention.api import Screened, Stats
+from bmfa.attention.result import Screened, Stats
 from bmfa.models.screened_layer import LayerInputs, observe, screened_layers
 from bmfa.trees.tree import Tree
 
