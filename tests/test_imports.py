@@ -108,3 +108,17 @@ def test_the_core_imports_torch_and_numpy_alone():
 
 def test_exemptions_are_still_needed():
     assert all(other in internal(name) for name, other in EXEMPT)
+
+
+def test_optional_packages_are_imported_in_one_way():
+    """Through `bmfa.packages`, whose message names the extra; `import_module` is for own modules."""
+    for name, path in FILES.items():
+        if name == "bmfa.packages":
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            called = node.func if isinstance(node, ast.Call) else None
+            text = getattr(called, "id", getattr(called, "attr", ""))
+            assert text not in ("find_spec", "__import__"), f"{name} calls {text}"
+            if text == "import_module":
+                argument = ast.unparse(node.args[0])
+                assert name == "bmfa" or "bmfa." in argument, f"{name}: import_module({argument})"

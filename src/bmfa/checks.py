@@ -1,4 +1,4 @@
-"""Checks of what the user passes: every message gives the value, what is accepted and the way out."""
+"""Checks of arguments. Every message states the value received and what to pass instead."""
 
 import math
 from collections.abc import Iterable
@@ -20,7 +20,7 @@ def check_number(
     high: float = math.inf,
     open_low: bool = False,
 ) -> float:
-    """A finite real number in [low, high] (or (low, high] with `open_low`), as a float."""
+    """Return a finite real number in [low, high], or (low, high] with `open_low`, as a float."""
     value = python_number(value)
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         bounds = _interval(low, high, open_low)
@@ -29,7 +29,7 @@ def check_number(
         number = float(value)
     except OverflowError:
         bounds = _interval(low, high, open_low)
-        raise ValueError(f"{name} is beyond all floats; pass a finite number in {bounds}") from None
+        raise ValueError(f"{name} overflows a float; pass a finite number in {bounds}") from None
     inside = low < number <= high if open_low else low <= number <= high
     if not math.isfinite(number) or not inside:
         bounds = _interval(low, high, open_low)
@@ -42,7 +42,7 @@ def _interval(low: float, high: float, open_low: bool) -> str:
 
 
 def check_integer(name: str, value: object, *, low: int, high: int | None = None) -> int:
-    """An integer in [low, high]."""
+    """Return an integer in [low, high]."""
     value = python_number(value)
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(
@@ -54,7 +54,7 @@ def check_integer(name: str, value: object, *, low: int, high: int | None = None
 
 
 def check_leaves(leaves: object, *, size: int | None = None) -> float | int:
-    """A budget of leaves: a float in (0, 1] is a fraction of the tokens, an int >= 2 is a count.
+    """Return a budget of leaves: a float in (0, 1] is a fraction of the tokens, an int >= 2 a count.
 
     The int 1 is refused because it is easily mistaken for the fraction 1.0.
     """
@@ -74,7 +74,7 @@ def _range(low: int, high: int | None) -> str:
 
 
 def python_number(value: object) -> object:
-    """The Python number in a NumPy scalar or in a symbol of a compiler; other values as they are."""
+    """Return NumPy scalars and symbolic numbers of a compiler as Python numbers, others unchanged."""
     if isinstance(value, np.generic):
         return value.item()
     if torch.compiler.is_compiling() and isinstance(value, (int, float)):
@@ -89,28 +89,28 @@ def _item_of(value: object) -> str:
 
 
 def has_values(tensor: Tensor) -> bool:
-    """False where the numbers in a tensor cannot be read.
+    """False if the numbers in a tensor cannot be read.
 
-    So it is in graphs that are being compiled or exported, on the meta device and for fake tensors.
+    This is so in graphs that are being compiled or exported, on the meta device, and for fake tensors.
     """
-    unread = torch.compiler.is_compiling() or tensor.is_meta or isinstance(tensor, FakeTensor)
-    return not unread
+    unreadable = torch.compiler.is_compiling() or tensor.is_meta or isinstance(tensor, FakeTensor)
+    return not unreadable
 
 
 def check_flag(name: str, value: object) -> bool:
-    """True or False."""
+    """Return a bool."""
     if not isinstance(value, bool):
         raise TypeError(f"{name} is {value!r}; pass True or False")
     return value
 
 
 def check_tau(tau: object) -> float:
-    """The temperature: a finite number above 0."""
+    """Return the temperature, a finite number above 0."""
     return check_number("tau", tau, low=0.0, open_low=True)
 
 
 def check_floating(name: str, tensor: object) -> Tensor:
-    """A tensor of a floating dtype."""
+    """Return a dense tensor of a floating-point dtype."""
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{name} is {type(tensor).__name__}; pass a torch.Tensor")
     if tensor.is_nested or tensor.layout != torch.strided:
@@ -123,7 +123,7 @@ def check_floating(name: str, tensor: object) -> Tensor:
 
 
 def check_scores(scores: object, size: int | None = None) -> Tensor:
-    """Scores of shape (..., n) with n >= 1, or n == size where a size is given."""
+    """Return scores of shape (..., n) with n >= 1, or n == size if a size is given."""
     tensor = check_floating("scores", scores)
     if tensor.dim() == 0 or tensor.shape[-1] == 0:
         raise ValueError(f"scores have shape {tuple(tensor.shape)}; pass (..., n) with n >= 1")
@@ -136,7 +136,7 @@ def check_scores(scores: object, size: int | None = None) -> Tensor:
 
 
 def check_valid(valid: object, shape: Iterable[int]) -> Tensor:
-    """A boolean mask that broadcasts to `shape` and leaves at least one token in every row."""
+    """Return a bool mask that broadcasts to `shape` with at least one True in every row."""
     shape = torch.Size(shape)
     if not isinstance(valid, Tensor) or valid.dtype != torch.bool:
         received = valid.dtype if isinstance(valid, Tensor) else type(valid).__name__
@@ -159,30 +159,30 @@ def check_valid(valid: object, shape: Iterable[int]) -> Tensor:
 
 
 def check_finite(name: str, tensor: Tensor, valid: Tensor | None = None) -> None:
-    """Raise with the place and the value of the first NaN or infinity among the valid entries."""
+    """Raise ValueError with the index and value of the first NaN or infinity of a valid entry."""
     bad = ~torch.isfinite(tensor)
     if valid is not None:
         bad &= valid
     if bool(bad.any()):
-        place = tuple(bad.nonzero()[0].tolist())
+        index = tuple(bad.nonzero()[0].tolist())
         raise ValueError(
-            f"{name} hold {tensor[place].item()} at index {place} ({int(bad.sum())} such entries); "
+            f"{name} hold {tensor[index].item()} at index {index} ({int(bad.sum())} such entries); "
             f"pass finite {name} and use valid= for tokens that do not exist"
         )
 
 
 def as_tensors(**values: float | Tensor) -> list[Tensor]:
-    """The finite values by name, broadcast and in one dtype.
+    """Return finite values, broadcast to one shape and in one dtype.
 
-    Tensors decide the dtype (half types become float32); numbers alone are float64.
+    The dtype is that to which the tensors promote, at least float32; float64 if all are numbers.
     """
     tensors = {n: check_floating(n, v) for n, v in values.items() if isinstance(v, Tensor)}
     numbers = {n: check_number(n, v) for n, v in values.items() if n not in tensors}
     start = torch.float32 if tensors else torch.float64
     dtype = reduce(torch.promote_types, (tensor.dtype for tensor in tensors.values()), start)
     device = next((tensor.device for tensor in tensors.values()), None)
-    given = tensors | numbers
-    converted = [torch.as_tensor(given[name], dtype=dtype, device=device) for name in values]
+    checked = tensors | numbers
+    converted = [torch.as_tensor(checked[name], dtype=dtype, device=device) for name in values]
     for name, tensor in zip(values, converted, strict=True):
         check_finite(name, tensor)
     try:
@@ -193,6 +193,6 @@ def as_tensors(**values: float | Tensor) -> list[Tensor]:
 
 
 def check_elements(name: str, tensor: Tensor, inside: Tensor, accepted: str) -> None:
-    """Raise with the first element of `tensor` at which `inside` is False."""
+    """Raise ValueError with the first element of `tensor` for which `inside` is False."""
     if not bool(inside.all()):
         raise ValueError(f"{name} holds {tensor[~inside][0].item()!r}; pass {accepted}")

@@ -1,17 +1,17 @@
-"""What this machine offers: versions, devices, backends, and why one is unavailable."""
+"""Versions, devices, backends and optional packages of this machine, for `bmfa info`."""
 
 import ctypes
 import os
 import platform
-from importlib.util import find_spec
 from pathlib import Path
 
 import torch
 
 from bmfa.attention.kernels.triton import unsupported_reason
-from bmfa.packages import PACKAGES
+from bmfa.packages import PACKAGES, is_installed
 from bmfa.records import Record, Row, environment
 
+# Optional packages that `bmfa info` lists, with their use.
 EXTRAS = {
     "matplotlib": "figures and the page",
     "PIL": "pictures",
@@ -19,11 +19,12 @@ EXTRAS = {
     "timm": "models named timm:NAME",
     "transformers": "models named hf:NAME",
 }
+# Linux: arch_prctl(ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA) asks for permission to use AMX tiles.
 ARCH_REQ_XCOMP_PERM, AMX_TILE_DATA, SYS_ARCH_PRCTL = 0x1023, 18, 158
 
 
 def describe() -> Record:
-    """A row for each version, device, backend and extra."""
+    """Return a record with a row for each version, device, backend and optional package."""
     frame = environment()
     rows: list[Row] = [
         {"what": "version", "name": name, "status": str(value)}
@@ -58,7 +59,6 @@ def _backends() -> list[Row]:
 
 
 def _triton() -> str:
-    """Whether the fused kernels run here, and why not."""
     reason = unsupported_reason(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     if reason is not None:
         return f"unavailable: {reason}"
@@ -73,7 +73,7 @@ def _extras() -> list[Row]:
             "extra",
             f"{PACKAGES[module][0]} ({use})",
             "available"
-            if find_spec(module)
+            if is_installed(module)
             else f"missing: pip install 'bmfa[{PACKAGES[module][1]}]'",
         )
         for module, use in EXTRAS.items()
@@ -81,7 +81,7 @@ def _extras() -> list[Row]:
 
 
 def _bf16() -> str:
-    """Whether bf16 products are safe: oneDNN trusts an advertised AMX that may not be granted."""
+    """Status of bf16 products: oneDNN uses AMX if it is advertised, even if it is not granted."""
     limit = os.environ.get("ONEDNN_MAX_CPU_ISA")
     if limit is not None:
         return f"oneDNN limited to {limit}"
@@ -91,7 +91,7 @@ def _bf16() -> str:
 
 
 def amx_refused() -> bool:
-    """Whether the processor advertises AMX and the kernel refuses its tiles to this process."""
+    """True if the processor advertises AMX and the operating system refuses it to this process."""
     if platform.machine() != "x86_64" or platform.system() != "Linux":
         return False
     try:

@@ -1,4 +1,4 @@
-"""Files that appear whole or not at all."""
+"""Atomic file writes: a file appears complete or not at all."""
 
 import os
 import sys
@@ -7,15 +7,15 @@ from pathlib import Path
 
 
 def write_atomic(path: str | Path, content: str | bytes) -> None:
-    """Write a file so that it appears whole or not at all.
+    """Write a file that appears complete or not at all.
 
     Args:
-        path: the file; its folder is made where missing. `-` is standard output, for text. A device
-            or pipe is written to in place.
-        content: text, written as UTF-8, or bytes.
+        path: File to write; its folder is created if it is missing. `-` is standard output, for text.
+            A device or pipe is written to directly.
+        content: Text, written as UTF-8, or bytes.
 
     Raises:
-        OSError: the file cannot be written; the message names it. An older file is left as it was.
+        OSError: If the file cannot be written; the message names it. An older file is unchanged.
     """
     target, data = Path(path), content.encode() if isinstance(content, str) else content
     try:

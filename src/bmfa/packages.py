@@ -1,4 +1,4 @@
-"""Optional packages: loaded on first use, and said to be missing before any work."""
+"""Optional packages: imported on first use, with a message that names the extra to install."""
 
 import sys
 from collections.abc import Sequence
@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
 
-# Package to its name on the index and to the smallest extra of bmfa that brings it.
+# Import name of a package, its name on the package index, and the smallest extra that installs it.
 PACKAGES = {
     "jinja2": ("jinja2", "report"),
     "matplotlib": ("matplotlib", "report"),
@@ -18,8 +18,9 @@ PACKAGES = {
     "timm": ("timm", "models"),
     "torchvision": ("torchvision", "models"),
     "transformers": ("transformers", "models"),
+    "triton": ("triton", "triton"),
 }
-# torchvision declares these in a compiled library that does not load beside a torch without CUDA.
+# Operators of torchvision's compiled library, which does not load beside a torch without CUDA.
 _SCHEMAS = (
     "nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
     "qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
@@ -31,13 +32,13 @@ def load_package(module: str) -> Any:
     """Import a module of an optional package.
 
     Args:
-        module: full name, such as `PIL.Image`.
+        module: Full name of the module, such as `PIL.Image`.
 
     Returns:
         The module.
 
     Raises:
-        ModuleNotFoundError: the package is missing; the message says how to install it.
+        ModuleNotFoundError: If the package is not installed; the message names the extra.
     """
     package = module.partition(".")[0]
     try:
@@ -45,20 +46,27 @@ def load_package(module: str) -> Any:
     except ModuleNotFoundError as error:
         if error.name is None or error.name.partition(".")[0] != package:
             raise
+        if package not in PACKAGES:
+            raise
         raise _missing([package], PACKAGES[package][1]) from None
 
 
+def is_installed(package: str) -> bool:
+    """True if a package can be imported; it is not imported."""
+    return find_spec(package) is not None
+
+
 def require_packages(packages: Sequence[str], extra: str) -> None:
-    """Raise unless all packages are installed; none of them is imported.
+    """Raise unless all packages are installed; they are not imported.
 
     Args:
-        packages: names as they are imported, such as `PIL`.
-        extra: the extra of bmfa that brings all of them.
+        packages: Import names, such as `PIL`.
+        extra: Extra of bmfa that installs all of them.
 
     Raises:
-        ModuleNotFoundError: with all that are missing, and how to install them.
+        ModuleNotFoundError: If packages are missing; the message names them and the extra.
     """
-    missing = [package for package in packages if find_spec(package) is None]
+    missing = [package for package in packages if not is_installed(package)]
     if missing:
         raise _missing(missing, extra)
 
@@ -72,18 +80,19 @@ def _missing(packages: Sequence[str], extra: str) -> ModuleNotFoundError:
 
 
 class TorchvisionFinder:
-    """Makes `import torchvision` succeed beside a torch without CUDA.
+    """Import hook that makes `import torchvision` succeed beside a build of torch without CUDA.
 
-    timm imports torchvision, and so do the vision models of transformers where it is installed. Its
-    wheel on the index is built against CUDA, so that its library does not load beside another torch,
-    and `torchvision._meta_registrations` then fails for want of two operators. They are declared
-    just before that module is imported. Calling them still raises torchvision's own error.
+    timm imports torchvision, and so do the vision models of transformers if it is installed. Its
+    wheel is built against CUDA, so that its compiled library does not load beside a CPU build of
+    torch, and `torchvision._meta_registrations` then fails because two operators are missing. This
+    hook declares them just before that module is imported. Calling them still raises torchvision's
+    own error.
     """
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Find nothing; declare the operators where torchvision is about to register them."""
+        """Declare the operators if torchvision is about to register them; find no module."""
         if name == "torchvision._meta_registrations":
             _declare_operators()
         return None
@@ -92,15 +101,15 @@ class TorchvisionFinder:
 def _declare_operators() -> None:
     import torch
 
-    import_module("torchvision.extension")  # loads the library, where that works
+    import_module("torchvision.extension")  # loads the library if it can
     if torch.version.cuda is None and not hasattr(torch.ops.torchvision, "nms") and not _declared:
         library: Any = torch.library.Library("torchvision", "FRAGMENT")  # type: ignore[no-untyped-call]
         for schema in _SCHEMAS:
             library.define(schema)
-        _declared.append(library)  # the declarations live as long as the library
+        _declared.append(library)  # declarations last as long as this object
 
 
 def install_finder() -> None:
-    """Put the finder before those of Python, once."""
+    """Insert the import hook once, before the finders of Python."""
     if not any(isinstance(finder, TorchvisionFinder) for finder in sys.meta_path):
         sys.meta_path.insert(0, TorchvisionFinder())

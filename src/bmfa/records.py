@@ -1,4 +1,4 @@
-"""Records: what an experiment writes, and where it ran."""
+"""Records: the result of an experiment, with its settings and the environment of the run."""
 
 import json
 import platform
@@ -14,7 +14,8 @@ from typing import Any
 
 Row = dict[str, Any]
 
-PACKAGES = (
+# Packages whose versions are written into every record.
+VERSIONED_PACKAGES = (
     "bmfa",
     "numpy",
     "torch",
@@ -32,7 +33,14 @@ _command: ContextVar[str | None] = ContextVar("command", default=None)
 
 @dataclass(frozen=True)
 class Record:
-    """One experiment: its settings, where it ran, and its rows of flat objects."""
+    """The result of one experiment.
+
+    Args:
+        experiment: Name of the experiment, such as `"synthetic"`.
+        settings: Settings of the run.
+        rows: Results, one flat dictionary for each row.
+        environment: Versions, device and command of the run; those of this process by default.
+    """
 
     experiment: str
     settings: Mapping[str, Any]
@@ -40,7 +48,7 @@ class Record:
     environment: Mapping[str, Any] = field(default_factory=lambda: environment())
 
     def to_json(self) -> str:
-        """The record as JSON, one row a line."""
+        """Return the record as JSON text, with one line for each row."""
         head = asdict(self)
         rows = ",\n    ".join(json.dumps(row, allow_nan=False) for row in head.pop("rows"))
         order = {name: head[name] for name in ("experiment", "settings", "environment")}
@@ -49,12 +57,20 @@ class Record:
 
     @classmethod
     def from_json(cls, text: str, name: str = "record") -> "Record":
-        """Read a record; an error says what is missing in which file."""
+        """Parse a record.
+
+        Args:
+            text: JSON text.
+            name: Name of the file, for messages.
+
+        Raises:
+            ValueError: If the text is not JSON or a key is missing; the message names the file.
+        """
         try:
             data = json.loads(text)
         except json.JSONDecodeError as error:
             raise ValueError(
-                f"{name} is no JSON (line {error.lineno}: {error.msg}); pass a record written by --json"
+                f"{name} is not JSON (line {error.lineno}: {error.msg}); pass a record written by --json"
             ) from None
         missing = {"experiment", "settings", "environment", "rows"} - set(
             data if isinstance(data, dict) else ()
@@ -68,10 +84,10 @@ class Record:
 
 @contextmanager
 def made_by_command(arguments: Sequence[str]) -> Iterator[None]:
-    """Write the command line into the environment of every record made inside.
+    """Write the command line into the environment of every record made in this context.
 
     Args:
-        arguments: the words that follow `bmfa`, as typed.
+        arguments: Words that follow `bmfa` on the command line.
     """
     token = _command.set(shlex.join(("bmfa", *map(without_folders, arguments))))
     try:
@@ -81,7 +97,7 @@ def made_by_command(arguments: Sequence[str]) -> Iterator[None]:
 
 
 def without_folders(argument: str) -> str:
-    """A word of a command line with paths cut to the file name; names on a hub stay whole.
+    """Cut the paths in a word of a command line to the file name; keep names of models on a hub.
 
     Example:
         >>> without_folders("--weights=/home/me/deit.safetensors")
@@ -99,11 +115,11 @@ def without_folders(argument: str) -> str:
 
 
 def environment(device: str = "cpu") -> dict[str, Any]:
-    """Versions, processor, device, and the command where there was one: the frame of every figure."""
-    import torch  # here, so that `bmfa --help` need not wait for it
+    """Return the versions, processor, device and, if there is one, the command of this process."""
+    import torch  # imported here so that `bmfa --help` starts quickly
 
     versions = {}
-    for package in PACKAGES:
+    for package in VERSIONED_PACKAGES:
         try:
             versions[package] = metadata.version(package)
         except metadata.PackageNotFoundError:

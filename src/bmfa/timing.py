@@ -1,4 +1,4 @@
-"""Medians of times with and without CUDA graphs, and peaks of device memory."""
+"""Median times of calls, with and without CUDA graphs, and peaks of device memory."""
 
 import statistics
 import time
@@ -8,46 +8,48 @@ from typing import Any
 import torch
 
 Work = Callable[[], object]
-# A graph holds so many milliseconds of calls, so that starting it does not count.
+# A graph holds about 20 ms of calls, so that the launch of the graph (some 10 us) is below 0.1 %, and
+# at most 20 calls, which bounds its memory.
 GRAPH_MILLISECONDS, MOST_CALLS = 20.0, 20
+# Calls before a measurement: the first compiles and fills caches, two more reach steady clocks.
 WARM_UP = 3
 
 
 def median_milliseconds(work: Work, repeats: int, device: torch.device) -> float:
-    """The median time of a warmed-up call."""
-    work()
-    times = []
-    for _ in range(repeats):
-        _synchronise(device)
-        start = time.perf_counter()
-        work()
-        _synchronise(device)
-        times.append(1e3 * (time.perf_counter() - start))
-    return statistics.median(times)
+    """Return the median time of a call in milliseconds, after one warm-up call."""
+    return time_alternating({"work": work}, repeats, device)["work"]
 
 
-def milliseconds(work: Work, repeats: int, device: torch.device) -> tuple[float, float | None]:
-    """Median of a call, and on CUDA median without a graph too: with what the host adds.
+def time_call(work: Work, repeats: int, device: torch.device) -> tuple[float, float | None]:
+    """Time a call, on CUDA with and without a graph.
 
-    Where a call cannot be captured in a graph, both are the time without one.
+    Args:
+        work: Function to call.
+        repeats: Number of measurements.
+        device: Device on which the function runs.
+
+    Returns:
+        The median in milliseconds, on CUDA from a graph, and on CUDA the median without a graph,
+        which includes the time of the host. Both are the same if the call cannot be captured.
     """
     if device.type != "cuda":
         return median_milliseconds(work, repeats, device), None
     for _ in range(WARM_UP):
         work()
     eager = median_milliseconds(work, repeats, device)
-    graph = captured(work, max(1, min(MOST_CALLS, round(GRAPH_MILLISECONDS / max(eager, 1e-3)))))
-    return (eager if graph is None else graph.median(repeats)), eager
+    calls = max(1, min(MOST_CALLS, round(GRAPH_MILLISECONDS / max(eager, 1e-3))))
+    graph = capture_calls(work, calls)
+    return (eager if graph is None else graph.median_milliseconds(repeats)), eager
 
 
-class Captured:
-    """Some calls in a CUDA graph."""
+class CapturedCalls:
+    """Several calls of a function in one CUDA graph."""
 
     def __init__(self, graph: torch.cuda.CUDAGraph, calls: int) -> None:
         self.graph, self.calls = graph, calls
 
-    def once(self) -> float:
-        """Milliseconds of a call, from one replay."""
+    def milliseconds(self) -> float:
+        """Return the time of a call, from one replay."""
         start, end = _event(), _event()
         start.record()
         self.graph.replay()
@@ -55,18 +57,18 @@ class Captured:
         torch.cuda.synchronize()
         return float(start.elapsed_time(end)) / self.calls
 
-    def median(self, repeats: int) -> float:
-        """Median of some replays, after one."""
-        self.once()
-        return statistics.median(self.once() for _ in range(repeats))
+    def median_milliseconds(self, repeats: int) -> float:
+        """Return the median time of a call over several replays, after one warm-up replay."""
+        self.milliseconds()
+        return statistics.median(self.milliseconds() for _ in range(repeats))
 
 
 def _event() -> Any:
     return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
 
 
-def captured(work: Work, calls: int) -> Captured | None:
-    """Calls in a graph; None where something in them waits for the device."""
+def capture_calls(work: Work, calls: int) -> CapturedCalls | None:
+    """Capture calls in a CUDA graph; return None if the function synchronizes with the device."""
     side: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -82,42 +84,44 @@ def captured(work: Work, calls: int) -> Captured | None:
     except RuntimeError:
         torch.cuda.synchronize()
         return None
-    return Captured(graph, calls)
+    return CapturedCalls(graph, calls)
 
 
-def alternating(works: Mapping[str, Work], repeats: int, device: torch.device) -> dict[str, float]:
-    """Medians of calls that take turns, so that a machine that slows down slows all of them."""
+def time_alternating(
+    works: Mapping[str, Work], repeats: int, device: torch.device
+) -> dict[str, float]:
+    """Return the median milliseconds of calls that take turns, so that drift affects all alike."""
     samples: dict[str, list[float]] = {name: [] for name in works}
     for work in works.values():
         work()
     for _ in range(repeats):
         for name, work in works.items():
-            _synchronise(device)
+            _synchronize(device)
             start = time.perf_counter()
             work()
-            _synchronise(device)
+            _synchronize(device)
             samples[name].append(1e3 * (time.perf_counter() - start))
     return {name: statistics.median(times) for name, times in samples.items()}
 
 
-def alternating_graphs(works: Mapping[str, Work], repeats: int) -> dict[str, float] | None:
-    """The same with every call in a CUDA graph; None where one of them cannot be captured."""
+def time_alternating_graphs(works: Mapping[str, Work], repeats: int) -> dict[str, float] | None:
+    """Return the same with every call in a CUDA graph; None if one of them cannot be captured."""
     graphs = {}
     for name, work in works.items():
-        graph = captured(work, 1)
+        graph = capture_calls(work, 1)
         if graph is None:
             return None
-        graph.once()
+        graph.milliseconds()
         graphs[name] = graph
     samples: dict[str, list[float]] = {name: [] for name in works}
     for _ in range(repeats):
         for name, graph in graphs.items():
-            samples[name].append(graph.once())
+            samples[name].append(graph.milliseconds())
     return {name: statistics.median(times) for name, times in samples.items()}
 
 
 def peak_bytes(work: Work, device: torch.device) -> int | None:
-    """Most that a call holds beyond what was held before it; None where that is not counted."""
+    """Return the most device memory that a call allocates, in bytes; None on devices but CUDA."""
     if device.type != "cuda":
         return None
     work()
@@ -130,6 +134,6 @@ def peak_bytes(work: Work, device: torch.device) -> int | None:
     return int(torch.cuda.max_memory_allocated(device) - before)
 
 
-def _synchronise(device: torch.device) -> None:
+def _synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)

@@ -133,7 +133,7 @@ class Clock:
         self.contexts: list[tuple[str, ...]] = []
         self.inside: list[str] = []
         monkeypatch.setattr(dense, "only", self.only)
-        monkeypatch.setattr(timing, "milliseconds", self.milliseconds)
+        monkeypatch.setattr(timing, "time_call", self.milliseconds)
 
     @contextmanager
     def only(self, name: str):

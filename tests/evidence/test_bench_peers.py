@@ -110,7 +110,7 @@ def test_an_installed_package_is_timed_at_its_own_shares(package):
 
 def test_a_package_that_is_absent_is_refused_in_one_line(capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "piecewise_attn", None)
-    monkeypatch.setattr(peers, "find_spec", lambda name: None)
+    monkeypatch.setattr(peers, "is_installed", lambda name: False)
     assert peers.available()[1]["pisa"] == "piecewise_attn is not installed"
     with pytest.raises(SystemExit) as stop:
         main(["bench", "attention", "--tokens", "16", "--peer", "pisa"])

@@ -349,9 +349,9 @@ def test_an_old_or_missing_triton_is_named(monkeypatch: pytest.MonkeyPatch) -> N
         raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 
     old = SimpleNamespace(__version__="3.1.0")
-    monkeypatch.setattr(operators, "import_module", lambda name: old)
+    monkeypatch.setattr(operators, "load_package", lambda name: old)
     assert "3.1.0" in (operators._find_triton_problem() or "")
-    monkeypatch.setattr(operators, "import_module", missing)
+    monkeypatch.setattr(operators, "load_package", missing)
     assert "pip install triton" in (operators._find_triton_problem() or "")
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from bmfa import timing
+from bmfa.attention.inputs import Backend
 from bmfa.attention.result import Screened
 from bmfa.checks import check_integer
 from bmfa.evidence.bench import dense, peers, summary
@@ -54,7 +55,7 @@ class Plan:
     """What is timed, and how."""
 
     methods: tuple[str, ...]
-    backend: str
+    backend: Backend
     dtype: str
     device: torch.device
     repeats: int
@@ -71,7 +72,7 @@ def run(
     methods: Sequence[str] = (),
     head_dim: int | None = None,
     dtype: str | None = None,
-    backend: str | None = None,
+    backend: Backend | None = None,
     repeats: int = 5,
     peer: Sequence[str] = (),
     certificate: bool = True,
@@ -302,7 +303,7 @@ class SizeBenchmark:
                     samples[name].append(self.time_call(name, call, tokens))
             else:
                 works = {name: _bind(call, tokens) for name, call in timed.items()}
-                medians = timing.alternating(works, self.plan.repeats, self.plan.device)
+                medians = timing.time_alternating(works, self.plan.repeats, self.plan.device)
                 for name, milliseconds in medians.items():
                     samples[name].append((milliseconds, None))
         return {name: _mean(times) for name, times in samples.items()}
@@ -311,10 +312,10 @@ class SizeBenchmark:
         """Time a call with and without a CUDA graph; a dense path is chosen before the clock starts."""
         path = name.removeprefix("dense-")
         if path == name:
-            return timing.milliseconds(_bind(call, tokens), self.plan.repeats, self.plan.device)
+            return timing.time_call(_bind(call, tokens), self.plan.repeats, self.plan.device)
         work = _bind(scaled_dot_product_attention, tokens)
         with dense.only(path):
-            return timing.milliseconds(work, self.plan.repeats, self.plan.device)
+            return timing.time_call(work, self.plan.repeats, self.plan.device)
 
     def _row(
         self, name: str, call: ScreenedCall, times: Times, base: Times, density: float | None
@@ -403,7 +404,7 @@ class SizeBenchmark:
             )
             for name, added in options.items()
         }
-        times = timing.alternating(works, max(1, self.plan.repeats // 2), self.plan.device)
+        times = timing.time_alternating(works, max(1, self.plan.repeats // 2), self.plan.device)
         dense_time = base[0] if base[1] is None else base[1]
         return [
             {

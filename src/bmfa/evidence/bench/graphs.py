@@ -9,7 +9,7 @@ from typing import Generic, TypeVar
 
 import torch
 
-from bmfa.timing import captured
+from bmfa.timing import capture_calls
 
 Result = TypeVar("Result")
 
@@ -40,11 +40,11 @@ def run_as_timed(work: Callable[[], Result], device: torch.device) -> Measured[R
         peak = int(torch.cuda.max_memory_allocated(device) - before)
         calls[:] = [Measured(result, peak)]
 
-    graph = captured(measured, 1)
+    graph = capture_calls(measured, 1)
     if graph is None:
         calls.clear()
         measured()
     else:
-        graph.once()
+        graph.milliseconds()
     torch.cuda.synchronize(device)
     return calls[0]

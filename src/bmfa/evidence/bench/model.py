@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from bmfa import timing
+from bmfa.attention.inputs import Backend
 from bmfa.attention.result import Screened, Stats
 from bmfa.checks import check_integer
 from bmfa.evidence.bench import dense
@@ -173,16 +174,16 @@ class _SizeBenchmark:
 
     def rows(self) -> list[Row]:
         """Return the rows of the dense model on every path and of every method."""
-        backend = "triton" if self.device.type == "cuda" else "eager"
+        backend: Backend = "triton" if self.device.type == "cuda" else "eager"
         check_backend(backend, self.dtype, self.settings.device, [self.head_dim])
         dense.initialize_priority(self.device, self.dtype)
         full = self._dense_models()
         models = {**full, **{name: self._screened_model(name) for name in self.settings.methods}}
         works = {name: self._forward(model) for name, model in models.items()}
-        eager = timing.alternating(works, self.settings.repeats, self.device)
+        eager = timing.time_alternating(works, self.settings.repeats, self.device)
         times = eager
         if self.device.type == "cuda":
-            times = timing.alternating_graphs(works, self.settings.repeats) or eager
+            times = timing.time_alternating_graphs(works, self.settings.repeats) or eager
         best = min(full, key=lambda name: times[name])
         expected = final_features(models[best], self.loaded, self.pixels)
         rows = [

@@ -1,8 +1,6 @@
 """Sparse attention of other packages, timed where they are installed."""
 
 from collections.abc import Callable, Sequence
-from importlib import import_module
-from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import torch
@@ -10,6 +8,7 @@ from torch import Tensor
 
 from bmfa.evidence.bench.dense import Attention
 from bmfa.grid import Grid
+from bmfa.packages import is_installed, load_package
 from bmfa.trees.layout import tile_layout
 
 FLEX_BLOCK = 128
@@ -29,7 +28,7 @@ def available(requested: tuple[str, ...] = ()) -> tuple[list[str], dict[str, str
     """
     present, absent = [], {}
     for name, peer in PEERS.items():
-        if find_spec(peer.module) is None:
+        if not is_installed(peer.module):
             if name in requested:
                 raise ValueError(
                     f"peer {name!r} needs the package {peer.module}, which is not installed"
@@ -56,13 +55,13 @@ def calls(names: Sequence[str], grid: Grid, prefix: int) -> dict[str, tuple[Atte
 
 def _sparge(grid: Grid, prefix: int, share: float) -> tuple[Attention, float]:
     """SpargeAttn selects a share of the blocks and drops the others."""
-    sparge: Any = import_module("spas_sage_attn").spas_sage2_attn_meansim_topk_cuda
+    sparge: Any = load_package("spas_sage_attn").spas_sage2_attn_meansim_topk_cuda
     return (lambda q, k, v: sparge(q, k, v, topk=share, is_causal=False)), share
 
 
 def _natten(grid: Grid, prefix: int, share: float) -> tuple[Attention, float]:
     """A square neighbourhood of every query; only prefix queries read prefix keys."""
-    na2d: Any = import_module("natten").na2d
+    na2d: Any = load_package("natten").na2d
     side = max(3, int(share**0.5 * min(grid.height, grid.width))) // 2 * 2 + 1
 
     def neighbourhood(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -94,7 +93,7 @@ def _piecewise(
     """Return a function of PISA's package, and the share of blocks it keeps, at least one block."""
 
     def piecewise(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        function = getattr(import_module("piecewise_attn"), name)
+        function = getattr(load_package("piecewise_attn"), name)
         output: Tensor = function(q, k, v, density=share, block_size=PISA_BLOCK, **options)
         return output
 
@@ -137,7 +136,7 @@ class TileOrdered:
 
 def _flex(grid: Grid, prefix: int, share: float) -> tuple[Attention, float]:
     """flex_attention over the blocks of keys with the highest mean scores; others are dropped."""
-    module: Any = import_module("torch.nn.attention.flex_attention")
+    module: Any = load_package("torch.nn.attention.flex_attention")
     compiled: list[Any] = []
 
     def flex_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from bmfa.evidence.classification.evaluator import Evaluator
 from bmfa.evidence.model_methods import Layers, applied
 from bmfa.evidence.runner.batches import PictureBatches
 from bmfa.models import LoadedModel
-from bmfa.timing import Work, captured
+from bmfa.timing import Work, capture_calls
 
 # A sample lasts at least 0.1 s or 50 calls, so that the clock's own time does not count.
 SAMPLE_SECONDS = 0.1
@@ -123,7 +123,7 @@ def end_to_end_rates(
 def _capture(forward: Forward, pixels: Tensor, wanted: Timed) -> tuple[Work, Timed]:
     """Return a call of the model as it is patched now, in a CUDA graph if wanted and possible."""
     work = partial(forward, pixels)
-    graph = captured(work, 1) if wanted == "graph" else None
+    graph = capture_calls(work, 1) if wanted == "graph" else None
     return (work, "eager") if graph is None else (graph.graph.replay, "graph")
 
 

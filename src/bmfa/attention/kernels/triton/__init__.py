@@ -1,9 +1,8 @@
 """Fused Triton kernels for CUDA devices, imported on first use."""
 
-from importlib import import_module
-from importlib.util import find_spec
-
 import torch
+
+from bmfa.packages import is_installed, load_package
 
 # Ampere is the first architecture with the TF32 and bfloat16 matrix units that the kernels use.
 LEAST_CAPABILITY = (8, 0)
@@ -17,7 +16,7 @@ def unsupported_reason(device: torch.device) -> str | None:
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _unsupported_reason(device: torch.device) -> str | None:
-    if find_spec("triton") is None:
+    if not is_installed("triton"):
         return "the package triton is not installed"
     if device.type == "cuda":
         major, minor = torch.cuda.get_device_capability(device)
@@ -29,4 +28,4 @@ def _unsupported_reason(device: torch.device) -> str | None:
 
 def is_interpreted() -> bool:
     """True if Triton kernels run in its interpreter on the CPU, which is slow and for tests."""
-    return bool(import_module("triton").knobs.runtime.interpret)
+    return bool(load_package("triton").knobs.runtime.interpret)

@@ -4,7 +4,6 @@ This module loads without Triton, so that `unsupported_reason` can say that it i
 modules with the kernels are imported by the first call.
 """
 
-from importlib import import_module
 from os import environ
 from typing import Any
 
@@ -12,13 +11,15 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-# A program holds the keys of a head, or all pairs of a picture, on chip. At 512 tokens the merge
-# kernel compares 256 x 256 pairs and still compiles without spilling to local memory.
+from bmfa.packages import load_package
+
+# The attention kernel holds all keys of a head on chip, the merge kernel ranks all even positions of a
+# picture against each other: 256 x 256 comparisons at 512 tokens, four times as many beyond.
 MAX_TOKENS = 512
 # Bytes of the keys of one head, padded to powers of two. Keys and values together take twice as
 # much of the 227 KiB of shared memory of a multiprocessor of compute capability 9.0.
 MAX_KEY_BYTES = 65536
-MIN_TRITON = (3, 2)
+MIN_TRITON = (3, 2)  # as the extra `triton` installs
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 # Defined without torch.library.custom_op, whose wrappers cost 10 to 25 microseconds a call.
@@ -100,7 +101,7 @@ def _key_bytes(heads: Tensor) -> int:
 
 def _find_triton_problem() -> str | None:
     try:
-        version: str = import_module("triton").__version__
+        version: str = load_package("triton").__version__
     except ImportError as error:
         return f"Triton does not load ({error}); run: pip install triton"
     if tuple(int(part) for part in version.split(".")[:2]) < MIN_TRITON:
