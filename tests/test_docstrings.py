@@ -24,7 +24,6 @@ INTERNAL = {
 # Public names whose documentation is not complete yet; must be empty.
 PENDING = {
     *("Screened", "Screened.tree", "screened_attention"),
-    *("models.LayerRecord", "models.LoadedModel", "models.Recording"),
 }
 OPTIONS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 

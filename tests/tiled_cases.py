@@ -7,7 +7,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from bmfa.attention.inputs import AttentionInputs
 from bmfa.attention.kernels.reference.tiles import ReferenceTiled, tiled_attention
+from bmfa.attention.tiles import tiled_certificate
 from bmfa.attention.tiling import TiledAttention, Tiling
 from bmfa.grid import Grid
 
@@ -157,3 +159,20 @@ def _queries_of(case: TiledCase, groups: np.ndarray) -> np.ndarray:
     for tile, tokens in enumerate(tiling.slot_tokens.numpy()):
         flags[..., prefix + tokens[tokens >= 0]] = groups[..., tile // tiling.group, None]
     return flags
+
+
+def certificate(
+    backend: str,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    tiling: Tiling,
+    expanded: torch.Tensor,
+    *,
+    prefix: int,
+    scale: float,
+    tau: float = 1.0,
+    valid: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The certificate of given expanded tiles."""
+    inputs = AttentionInputs(q, k, k, tiling.grid, prefix, tau, scale, valid, "raster")
+    return tiled_certificate(inputs, tiling, expanded, backend)

@@ -11,6 +11,7 @@ from bmfa.trees.keys import query_chunks
 from bmfa.trees.layout import quadtree_layout, tile_layout
 from bmfa.trees.pyramid import _full_counts
 from bmfa.trees.rules import parse
+from bmfa.trees.tree import Tree
 from cases import nudged
 
 GRIDS = ((1, 1), (1, 7), (2, 3), (4, 4), (5, 7), (7, 7))
@@ -109,7 +110,9 @@ def test_forms_agree_to_rounding_in_every_dtype(dtype):
     grid = Grid(6, 5)
     q, k, v = tensors(3, grid, dtype=dtype)
     one, other = (
-        screened_attention(q, k, v, grid=grid, prefix=1, leaves=0.3, form=form).output.double()
+        screened_attention(
+            q, k, v, grid=grid, prefix=1, rule="optimal-leaves:0.3", form=form
+        ).output.double()
         for form in ("representative", "repeated")
     )
     assert (one - other).norm() <= 4 * torch.finfo(dtype).eps * one.norm()
@@ -159,17 +162,27 @@ def test_gradients_after_a_first_call_in_inference_mode(form, name):
     torch.testing.assert_close(after, before.output)
 
 
-def test_padding_may_hold_anything():
-    grid = Grid(4, 4)
+@pytest.mark.parametrize(
+    "criterion",
+    [{"rule": "optimal-leaves:0.4"}, {"form": "tiled", "leaves": 0.4}, {"leaves": 0.4}],
+    ids=["representative", "tiled", "dense"],
+)
+def test_padding_may_hold_anything(criterion, request):
+    grid = Grid(12, 12)
     q, k, v = tensors(5, grid, prefix=1)
     valid = random_mask(5, 2, grid)
     dirty = [t.clone() for t in (k, v)]
     spatial = [t[:, :, 1:] for t in dirty]
     for tensor in spatial:
         tensor[~valid[:, None].expand(-1, 2, -1)] = 1e30
-    common = {"grid": grid, "prefix": 1, "valid": valid, "leaves": 0.4}
-    clean = screened_attention(q, k, v, **common).output
-    torch.testing.assert_close(screened_attention(q, *dirty, **common).output, clean)
+    common = {"grid": grid, "prefix": 1, "valid": valid, **criterion}
+    clean = screened_attention(q, k, v, **common)
+    assert clean.stats.form == request.node.callspec.id
+    output = screened_attention(q, *dirty, **common).output
+    queries = torch.cat((valid.new_ones(2, 1), valid), 1)[:, None, :, None]
+    assert torch.equal(output.where(queries, 0.0), clean.output.where(queries, 0.0))
+    absent = torch.nn.functional.scaled_dot_product_attention(q, k, v)
+    assert not torch.allclose(absent[:, :, 0], clean.output[:, :, 0])  # the mask matters
 
 
 def test_heads_and_batch_permute_the_result():
@@ -204,7 +217,7 @@ def test_chunking_does_not_show(monkeypatch, form):
     monkeypatch.setattr(per_query, "query_chunks", counted)
     grid = Grid(6, 6)
     q, k, v = tensors(9, grid, heads=3)
-    common = {"grid": grid, "prefix": 1, "leaves": 0.3, "form": form, "backend": "eager"}
+    common = {"grid": grid, "prefix": 1, "rule": "optimal-leaves:0.3", "form": form}
     whole = screened_attention(q, k, v, **common).output
     monkeypatch.setattr(per_query, "CHUNK_ELEMENTS", 200)
     parts = screened_attention(q, k, v, **common).output
@@ -225,7 +238,7 @@ def test_the_certificate_is_never_below_the_error(name, masked):
         _, trees = reference.per_query_attention(
             *(t.numpy() for t in (q, k, v)), 6, 7, rule, prefix=2,
             valid=None if valid is None else valid.numpy(),
-            keep=rule.draw(2 * 2 * 44, 4).view(2, 2, 44, 4).numpy() if "random" in name else None,
+            coins=rule.draw(2 * 2 * 44, 4).view(2, 2, 44, 4).numpy() if "random" in name else None,
         )  # fmt: skip
         error = torch.from_numpy(reference.attention_error(q.numpy(), k.numpy(), trees, prefix=2))
         assert (result.stats.certificate >= error).all()
@@ -239,7 +252,7 @@ def test_the_error_target_is_met_for_every_query():
     q, k, v = tensors(11, grid)
     for target in (0.0, 0.01, 0.2):
         stats = screened_attention(
-            q, k, v, grid=grid, prefix=1, error=target, form="representative", certificate=True
+            q, k, v, grid=grid, prefix=1, rule=rules.Optimal(error=target), certificate=True
         ).stats
         assert float(stats.certificate.max()) <= target + 1e-10
 
@@ -248,7 +261,7 @@ def test_the_output_stays_within_its_bound():
     grid = Grid(7, 7)
     q, k, v = tensors(12, grid, prefix=0)
     result = screened_attention(
-        q, k, v, grid=grid, leaves=0.2, form="representative", certificate=True
+        q, k, v, grid=grid, rule=rules.Optimal(leaves=0.2), certificate=True
     )
     dense = torch.nn.functional.scaled_dot_product_attention(q, k, v)
     longest = v.norm(dim=-1).amax(-1, keepdim=True)
@@ -274,7 +287,7 @@ def test_the_audit_measures_the_error():
     grid = Grid(6, 6)
     q, k, v = tensors(14, grid)
     result = screened_attention(
-        q, k, v, grid=grid, prefix=1, leaves=0.2, form="representative", audit=1.0
+        q, k, v, grid=grid, prefix=1, rule=rules.Optimal(leaves=0.2), audit=1.0
     )
     dense = torch.nn.functional.scaled_dot_product_attention(q, k, v)
     errors = ((result.output - dense).norm(dim=-1) / dense.norm(dim=-1)).flatten()
@@ -284,7 +297,7 @@ def test_the_audit_measures_the_error():
     assert audit.maximum == pytest.approx(float(errors.max()))
     assert float(errors.median()) <= audit.p95 <= audit.maximum
     part = screened_attention(
-        q, k, v, grid=grid, prefix=1, leaves=0.2, form="representative", audit=0.1
+        q, k, v, grid=grid, prefix=1, rule=rules.Optimal(leaves=0.2), audit=0.1
     ).stats.audit
     assert part.queries == 4 * round(0.1 * 37)
     assert part.maximum <= audit.maximum + 1e-12
@@ -293,9 +306,10 @@ def test_the_audit_measures_the_error():
 def test_the_defaults_say_what_ran():
     grid = Grid(4, 4)
     q, k, v = tensors(15, grid)
-    output, tree, stats = screened_attention(q, k, v, grid=grid, prefix=1)
+    result = screened_attention(q, k, v, grid=grid, prefix=1)
+    output, stats = result
     assert output.shape == q.shape
-    assert tree.shape == (2, 2, 17)
+    assert result.tree.shape == (2, 2, 17) and result.tree is result.tree
     assert (stats.backend, stats.form, stats.rule) == ("dense", "dense", "error 0.1")
     assert stats.leaf_ratio == stats.density == 1.0
     assert "16" in stats.why
@@ -304,12 +318,54 @@ def test_the_defaults_say_what_ran():
     torch.testing.assert_close(output, exact)
 
 
-def test_a_form_without_a_rule_meets_a_target_for_every_query():
-    grid = Grid(4, 4)
-    q, k, v = tensors(15, grid)
-    _, tree, stats = screened_attention(q, k, v, grid=grid, prefix=1, form="representative")
-    assert (stats.backend, stats.rule) == ("eager", "optimal-error:0.05")
-    assert tree.shape == (2, 2, 17) and 0 < stats.leaf_ratio <= 1
+def test_trees_are_built_when_they_are_read(monkeypatch):
+    built = []
+    init = Tree.__init__
+
+    def counted(self, *args, **kwargs):
+        built.append(self)
+        init(self, *args, **kwargs)
+
+    monkeypatch.setattr(Tree, "__init__", counted)
+    grid = Grid(48, 48)
+    q, k, v = (x.float() for x in tensors(15, grid, sharpness=0.1))
+    for criterion in ({}, {"leaves": 0.1}, {"leaves": 1.0}, {"form": "tiled"}):
+        result = screened_attention(q, k, v, grid=grid, prefix=1, **criterion)
+        output, stats = result
+        assert output.shape == q.shape and 0 < stats.leaf_ratio <= 1 and 0 <= stats.density <= 1
+        assert not built
+        assert float(result.tree.leaf_ratio.mean()) == pytest.approx(stats.leaf_ratio, rel=1e-5)
+        assert built
+        built.clear()
+
+
+@pytest.mark.parametrize("form", ["representative", "repeated"])
+@pytest.mark.parametrize("criterion", [{}, {"error": 0.1}, {"leaves": 0.3}])
+def test_a_tree_for_each_query_takes_a_rule(form, criterion):
+    q, k, v = tensors(15, GRID)
+    name, value = next(iter(criterion.items()), ("error", 0.05))
+    message = rf"form='{form}' builds a tree.*pass rule=bmfa\.rules\.Optimal\({name}={value}\)"
+    with pytest.raises(ValueError, match=message):
+        screened_attention(q, k, v, grid=GRID, prefix=1, form=form, **criterion)
+
+
+@pytest.mark.parametrize("criterion", [{}, {"error": 0.1}, {"leaves": 0.3}, {"form": "tiled"}])
+def test_some_queries_alone_take_a_rule(criterion):
+    q, k, v = tensors(15, GRID)
+    message = r"takes a query for each of 17 tokens, and q has 5; pass rule="
+    with pytest.raises(ValueError, match=message):
+        screened_attention(q[:, :, :5], k, v, grid=GRID, prefix=1, **criterion)
+    few = screened_attention(q[:, :, :5], k, v, grid=GRID, prefix=1, rule=rules.Optimal(error=0.1))
+    whole = screened_attention(q, k, v, grid=GRID, prefix=1, rule=rules.Optimal(error=0.1))
+    torch.testing.assert_close(few.output, whole.output[:, :, :5])
+
+
+def test_a_depth_limit_takes_a_rule():
+    q, k, v = tensors(15, GRID)
+    with pytest.raises(
+        ValueError, match="max_depth is 2, which limits trees, and no rule is given"
+    ):
+        screened_attention(q, k, v, grid=GRID, prefix=1, max_depth=2)
 
 
 GRID = Grid(4, 4)
@@ -318,7 +374,11 @@ GRID = Grid(4, 4)
 @pytest.mark.parametrize(
     ("change", "kind", "message"),
     [
-        ({"backend": "cuda"}, ValueError, "backend is 'cuda'; pass one of auto, eager, reference"),
+        (
+            {"backend": "cuda"},
+            ValueError,
+            "pass one of auto, eager, triton, reference",
+        ),
         ({"form": "sum"}, ValueError, "form is 'sum'"),
         ({"order": "hilbert"}, ValueError, "order is 'hilbert'"),
         ({"prefix": 0}, ValueError, "k has 17 tokens"),

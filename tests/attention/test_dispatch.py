@@ -1,16 +1,23 @@
 """When tiles are taken for faster than dense attention, and what a call then says."""
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from bmfa import Grid, screened_attention
-from bmfa.attention import dispatch as tiled
-from bmfa.attention.dispatch import expected_share
+from bmfa.attention.dispatch import (
+    EXPANDED_COST,
+    LEAST_TOKENS,
+    dense_is_faster,
+    expected_share,
+)
 from bmfa.attention.tiling import Budget, Tiling
 
 LONG = Grid(48, 48)
+RECORDS = Path(__file__).parents[2] / "records"
 
 
 def queries(grid: Grid, heads: int = 1) -> torch.Tensor:
@@ -21,13 +28,42 @@ def test_a_budget_is_known_and_a_target_is_guessed() -> None:
     tiling = Tiling(Grid(64, 64))
     assert expected_share(Budget.of(tiling, None, 1.0), tiling.tiles) == 1.0
     assert expected_share(Budget(None, 16), tiling.tiles) == 16 / 64
-    shares = [
-        expected_share(Budget(error, None), tiling.tiles) for error in (0.0, 0.01, 0.05, 0.1, 0.2)
+    errors = (0.0, 0.01, 0.05, 0.1, 0.2, 1.0)
+    shares = [expected_share(Budget(error, None), tiling.tiles) for error in errors]
+    assert shares[0] == 1.0 and shares == sorted(shares, reverse=True) and shares[-1] == 0.0
+
+
+def rows_of(record: str, tokens: int) -> list[dict[str, Any]]:
+    """The rows of tiled attention in a record of `bmfa bench attention`."""
+    rows = json.loads((RECORDS / record).read_text())["rows"]
+    return [
+        row
+        for row in rows
+        if row["n"] == tokens
+        and row["method"].startswith("tiled-")
+        and row.get("density_percent") is not None
     ]
-    assert shares[0] == 1.0 and shares == sorted(shares, reverse=True)
-    # What 64x64 tokens of four blocks of DeiT-Tiny expand: records/attention-h200.json.
-    for share, measured in zip(shares[2:], (0.35, 0.21, 0.07), strict=True):
-        assert share == pytest.approx(measured, abs=0.07)
+
+
+def test_the_estimated_share_is_the_one_in_the_record() -> None:
+    measured = {
+        float(row["method"].removeprefix("tiled-error:")): row["density_percent"] / 100
+        for row in rows_of("attention-h200.json", 4096)
+        if row["method"].startswith("tiled-error:")
+    }
+    assert sorted(measured) == [0.05, 0.1, 0.2]
+    for error, share in measured.items():
+        assert expected_share(Budget(error, None), 64) == pytest.approx(share, abs=0.002)
+
+
+def test_the_cost_of_expanded_tiles_is_the_one_in_the_record() -> None:
+    rows = rows_of("attention-h200.json", LEAST_TOKENS["cuda"])
+    first = min(rows, key=lambda row: row["density_percent"])
+    last = max(rows, key=lambda row: row["density_percent"])
+    dense = last["milliseconds"] * last["speedup"]
+    share = (last["density_percent"] - first["density_percent"]) / 100
+    slope = (last["milliseconds"] - first["milliseconds"]) / share / dense
+    assert slope == pytest.approx(EXPANDED_COST["cuda"], abs=0.05)
 
 
 @pytest.mark.parametrize(
@@ -67,22 +103,30 @@ def test_compiled_calls_of_several_sizes_choose_alike() -> None:
     torch.compiler.reset()
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_graph_may_take_tiles_where_single_calls_are_dense() -> None:
-    grid = Grid(64, 64)
-    q = torch.randn(4, 3, grid.size, 64, device="cuda", dtype=torch.bfloat16)
-    tiling, question = Tiling(grid), Budget(0.1, None)
-    assert tiled.slower_than_dense(q, tiling, question) is not None
-    with tiled.as_recorded():
-        assert tiled.slower_than_dense(q, tiling, question) is None
-    assert tiled.slower_than_dense(q, tiling, question) is not None
-    with tiled.as_recorded():
-        few = tiled.slower_than_dense(q[:1], tiling, question)
+    tiling, budget = Tiling(Grid(64, 64)), Budget(0.1, None)
+    shape = (4, 3, 4096, 64)
+    assert dense_is_faster(shape, "cuda", tiling, budget, in_graph=False) is not None
+    assert dense_is_faster(shape, "cuda", tiling, budget, in_graph=True) is None
+    few = dense_is_faster((1, *shape[1:]), "cuda", tiling, budget, in_graph=True)
     assert few is not None and "which saves less than tiles cost" in few
 
 
-def test_a_second_call_is_the_first_without_its_checks() -> None:
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_captured_call_is_chosen_for_a_graph() -> None:
+    grid = Grid(64, 64)
+    q = torch.randn(4, 3, grid.size, 64, device="cuda", dtype=torch.bfloat16)
+    assert screened_attention(q, q, q, grid=grid).stats.form == "dense"
+    screened_attention(q, q, q, grid=grid, form="tiled")  # compile the kernels before the capture
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result = screened_attention(q, q, q, grid=grid)
+    assert result.stats.form == "tiled"
+
+
+def test_calls_that_are_alike_agree() -> None:
     grid = Grid(6, 6)
     q = queries(grid)
     first, second = (screened_attention(q, 2 * q, q, grid=grid, error=0.3) for _ in "ab")
@@ -107,7 +151,7 @@ def test_a_second_call_is_the_first_without_its_checks() -> None:
         ({"audit": 0.0}, {"audit": False}),
     ],
 )
-def test_what_was_served_does_not_let_in_what_equals_it(
+def test_a_valid_call_does_not_admit_an_invalid_one_that_equals_it(
     served: dict[str, Any], refused: dict[str, Any]
 ) -> None:
     q, grid = queries(Grid(6, 6)), {"grid": Grid(6, 6)}
@@ -175,7 +219,7 @@ def test_dense_calls_compile_into_one_graph_that_stays() -> None:
     compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
     q = queries(grid)
     torch.testing.assert_close(compiled(q), attend(q))
-    for size in (3, 4, 5):  # calls that are remembered are no reason to compile again
+    for size in (3, 4, 5):  # other calls do not cause a recompilation
         other = queries(Grid(size, size))
         screened_attention(other, other, other, grid=Grid(size, size))
     compiled(q)

@@ -238,6 +238,10 @@ def test_calls_of_nothing_return_nothing(name: str, empty: str) -> None:
     k = torch.zeros(batch, heads, PREFIX + attend.grid.size, 16, requires_grad=True)
     v = torch.zeros(batch, heads, PREFIX + attend.grid.size, 8, requires_grad=True)
     valid = torch.ones(batch, attend.grid.size, dtype=torch.bool)
+    if empty == "queries" and "rule" not in attend.settings:
+        with pytest.raises(ValueError, match=r"and q has 0; pass rule="):
+            attend.call(q, k, v)
+        return
     for mask in (None, valid):
         result = attend.call(q, k, v, valid=mask)
         assert result.output.shape == (batch, heads, count, 8)

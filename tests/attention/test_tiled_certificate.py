@@ -12,10 +12,10 @@ from bmfa.attention.kernels.reference import (
     tiled_attention,
     tiled_error,
 )
-from bmfa.attention.tile_certificates import tiled_certificate
 from bmfa.attention.tiling import Tiling
 from bmfa.grid import Grid
 from bmfa.trees.rules import FixedBlocks
+from tiled_cases import certificate
 
 GRIDS = ((1, 1), (1, 7), (8, 8), (9, 9), (14, 14), (11, 25), (16, 16), (5, 30))
 
@@ -76,7 +76,7 @@ def test_certificate_is_the_error_rounded_outward(first: int, dtype: torch.dtype
         share = (0.0, 0.3, 0.8)[seed // 3 % 3]
         marks = torch.rand(1, 2, tiling.groups, tiling.tiles, generator=generator) < share
         settings = {"prefix": prefix, "scale": scale, "tau": tau}
-        bound = tiled_certificate("eager", q, k, tiling, marks, valid=valid, **settings)
+        bound = certificate("eager", q, k, tiling, marks, valid=valid, **settings)
         wide = q.double().numpy(), k.double().numpy()
         error = tiled_error(*wide, marks.numpy(), tiling, valid=valid, **settings)
         assert bound.dtype == torch.float64 and bound.shape == q.shape[:3]
@@ -136,7 +136,7 @@ def test_queries_and_keys_of_any_size(size: float) -> None:
     q, k = torch.randn(2, 1, 2, 256, 16)
     q, k = size * q, k / size
     tiling, marks = Tiling(Grid(16, 16)), torch.zeros(1, 2, 2, 4, dtype=torch.bool)
-    bound = tiled_certificate("eager", q, k, tiling, marks, prefix=0, scale=0.25)
+    bound = certificate("eager", q, k, tiling, marks, prefix=0, scale=0.25)
     error = tiled_error(q.double().numpy(), k.double().numpy(), marks.numpy(), tiling, scale=0.25)
     assert bool((bound.numpy() >= error).all()) and float((bound.numpy() - error).max()) < 1e-2
 
@@ -146,7 +146,7 @@ def test_a_query_that_is_no_number_is_recomputed() -> None:
     q, k = torch.randn(2, 1, 1, 256, 16)
     q[:, :, 5] = torch.nan
     marks = torch.zeros(1, 1, 2, 4, dtype=torch.bool)
-    bound = tiled_certificate("eager", q, k, Tiling(Grid(16, 16)), marks, prefix=0, scale=0.25)
+    bound = certificate("eager", q, k, Tiling(Grid(16, 16)), marks, prefix=0, scale=0.25)
     assert bool(torch.isinf(bound[0, 0, 5])) and not bool(torch.isnan(bound).any())
 
 
@@ -154,7 +154,7 @@ def test_a_query_that_is_no_number_is_recomputed() -> None:
 def test_everything_expanded_is_certified_exactly(seed: int) -> None:
     q, k, tiling, prefix, valid = adversarial(seed)
     marks = torch.ones(1, 2, tiling.groups, tiling.tiles, dtype=torch.bool)
-    bound = tiled_certificate("eager", q, k, tiling, marks, prefix=prefix, scale=0.25, valid=valid)
+    bound = certificate("eager", q, k, tiling, marks, prefix=prefix, scale=0.25, valid=valid)
     assert not bool(bound.any())
 
 
@@ -224,7 +224,7 @@ def test_fallback_recomputes_the_queries_above_it_and_no_others(order: str, mask
 def test_prefix_queries_have_no_error() -> None:
     q, k = torch.randn(2, 1, 2, 3 + 256, 16)
     marks = torch.zeros(1, 2, 2, 4, dtype=torch.bool)
-    bound = tiled_certificate("eager", q, k, Tiling(Grid(16, 16)), marks, prefix=3, scale=0.25)
+    bound = certificate("eager", q, k, Tiling(Grid(16, 16)), marks, prefix=3, scale=0.25)
     assert not bool(bound[:, :, :3].any()) and bool((bound[:, :, 3:] > 0).all())
 
 
@@ -235,9 +235,7 @@ def test_nearly_equal_keys_are_certified_to_be_nearly_exact() -> None:
     marks = torch.zeros(1, 1, 2, 4, dtype=torch.bool)
     for size in (1e-2, 1e-3):
         small = k[:, :, :1] + size * k
-        bound = tiled_certificate(
-            "eager", q, small, Tiling(Grid(16, 16)), marks, prefix=0, scale=0.25
-        )
+        bound = certificate("eager", q, small, Tiling(Grid(16, 16)), marks, prefix=0, scale=0.25)
         error = tiled_error(q, small, marks, Tiling(Grid(16, 16)), scale=0.25)
         assert float(bound.max()) < 100 * size**2
         assert float((bound.numpy() - error).max()) < 1e-11  # scores below 10, float64

@@ -8,8 +8,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from bmfa import Grid, screened_attention
 from bmfa.attention.kernels import reference
-from bmfa.attention.tile_certificates import tiled_certificate
 from bmfa.attention.tiling import GAP_CAP, Tiling
+from tiled_cases import certificate
 
 triton = pytest.importorskip("triton")
 
@@ -155,7 +155,7 @@ def test_certificate_is_the_error_rounded_outward(seed):
     generator = torch.Generator().manual_seed(seed)
     marks = torch.rand(1, 2, tiling.groups, tiling.tiles, generator=generator) < share
     settings = {"prefix": prefix, "scale": dim**-0.5, "tau": 0.7}
-    bound = tiled_certificate("triton", q, k, tiling, marks.to(DEVICE), valid=valid, **settings)
+    bound = certificate("triton", q, k, tiling, marks.to(DEVICE), valid=valid, **settings)
     wide = (x.double().cpu().numpy() for x in (q, k))
     mask = None if valid is None else valid.cpu()
     error = reference.tiled_error(*wide, marks.numpy(), tiling, valid=mask, **settings)
@@ -172,7 +172,7 @@ def test_what_is_no_number_is_certified_as_unknown():
     q, k, _ = tensors(0, tiling.grid, 0)
     marks = torch.zeros(1, 2, 1, 2, dtype=torch.bool, device=DEVICE)
     for size in (1e25, 1e-25):
-        bound = tiled_certificate("triton", size * q, k / size, tiling, marks, prefix=0, scale=0.2)
+        bound = certificate("triton", size * q, k / size, tiling, marks, prefix=0, scale=0.2)
         assert not bool(bound.isnan().any()) and bool((bound > 0).all())
 
 

@@ -216,7 +216,7 @@ def test_trees_are_made_on_demand_and_serve_all_that_reads_them(monkeypatch):
     q, k, v = tensors(8, grid)
     common = {"grid": grid, "prefix": 1, "rule": rules.Optimal(0.01)}
     result = screened_attention(q, k, v, backend="triton", **common)
-    output, tree, stats = result
+    output, stats, tree = *result, result.tree
     assert output is result.output and tree is result.tree and stats is result.stats
     eager = screened_attention(q, k, v, backend="eager", **common)
     assert stats.leaf_ratio == pytest.approx(eager.stats.leaf_ratio)

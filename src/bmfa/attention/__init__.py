@@ -1,1 +1,1 @@
-"""Screened attention: the public function, its backends and its kernels."""
+"""Screened attention: the public function, the choice of a backend, the forms and their kernels."""

@@ -1,40 +1,39 @@
-"""Screened attention on q, k, v: checks, chooses a backend, returns output, trees and statistics."""
+"""The public function `screened_attention`: checks, one choice of a backend, one result."""
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
 from functools import partial, wraps
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar, get_args
 
 import torch
 from torch import Tensor
 
-from bmfa.attention import dense as dense_attention
-from bmfa.attention import dispatch as tiled
-from bmfa.attention.dense import DenseCall
-from bmfa.attention.operator import tiles_in_graph, trees_in_graph
-from bmfa.attention.per_query import TreeCall
-from bmfa.attention.result import Audit, Screened, Stats
-from bmfa.attention.tiles import TileCall
+from bmfa.attention.dense import audit_output, dense_attention
+from bmfa.attention.dispatch import choose_per_query, choose_tiled, expanded_cost, in_graph
+from bmfa.attention.graph_operator import compute_in_graph
+from bmfa.attention.inputs import (
+    AttentionInputs,
+    AttentionOptions,
+    Backend,
+    Form,
+    Order,
+    check_inputs,
+)
+from bmfa.attention.per_query import certified_by, compute_per_query
+from bmfa.attention.result import Computed, Screened, Stats
+from bmfa.attention.tiles import compute_tiled, dense_tree
 from bmfa.attention.tiling import Budget, Tiling
-from bmfa.checks import check_floating, check_integer, check_number, has_values, python_number
-from bmfa.grid import Grid, check_grid
-from bmfa.trees.rules import Optimal, Rule, as_rule
-
-__all__ = ["Audit", "Screened", "Stats", "screened_attention"]
-
-BACKENDS = ("auto", "eager", "reference", "triton")
-FORMS = ("representative", "repeated", "tiled")
-DEFAULT_RULE = Optimal(error=0.05)
-
+from bmfa.checks import check_floating, check_integer, check_number, has_values
+from bmfa.grid import Grid
+from bmfa.trees.rules import Rule, as_rule
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
-# Arguments of scaled_dot_product_attention, and what to do without them.
-_SDPA = {
-    "attn_mask": "pass valid=, a torch.bool mask of the spatial tokens that exist; biases and masks "
-    "that differ between queries are not served",
-    "dropout_p": "attention dropout is not served; leave the argument out",
+# Arguments of scaled_dot_product_attention that are not supported, and what to pass instead.
+_SDPA_ARGUMENTS = {
+    "attn_mask": "pass valid=, a torch.bool mask of the valid spatial tokens; biases and masks that "
+    "differ between queries are not supported",
+    "dropout_p": "attention dropout is not supported; leave the argument out",
     "is_causal": "tokens of a grid have no causal order, and every query sees every token; leave the "
     "argument out",
     "enable_gqa": "pass one key head for each query head: k.repeat_interleave(groups, 1), and v "
@@ -42,26 +41,26 @@ _SDPA = {
 }
 
 
-def _explained(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Explain what to pass instead of the arguments of scaled_dot_product_attention."""
+def _explain_sdpa_arguments(function: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Raise a TypeError that says what to pass instead of arguments of SDPA."""
 
     @wraps(function)
-    def explained(*args: _P.args, **kwargs: _P.kwargs) -> _R:
-        if len(args) > 3 or "grid" not in kwargs or any(name in kwargs for name in _SDPA):
-            _explain(args, kwargs)
+    def wrapper(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        if len(args) > 3 or "grid" not in kwargs or any(name in kwargs for name in _SDPA_ARGUMENTS):
+            _raise_for_arguments(args, kwargs)
         return function(*args, **kwargs)
 
-    return explained
+    return wrapper
 
 
-def _explain(args: tuple[object, ...], kwargs: dict[str, object]) -> None:
-    for name, way_out in _SDPA.items():
+def _raise_for_arguments(args: tuple[object, ...], kwargs: dict[str, object]) -> None:
+    for name, hint in _SDPA_ARGUMENTS.items():
         if name in kwargs:
-            raise TypeError(f"screened_attention takes no {name}: {way_out}")
+            raise TypeError(f"screened_attention takes no {name}: {hint}")
     if len(args) > 3:
         raise TypeError(
-            f"screened_attention got {len(args)} arguments without a name and takes q, k and v so; "
-            "name the others: grid=, prefix=, valid=; for an attention mask, pass valid="
+            f"screened_attention takes q, k and v as positional arguments and got {len(args)}; name "
+            "the others: grid=, prefix=, valid=; for an attention mask, pass valid="
         )
     raise TypeError(
         "screened_attention got no grid; pass grid=(height, width), the grid of the spatial tokens, "
@@ -69,7 +68,7 @@ def _explain(args: tuple[object, ...], kwargs: dict[str, object]) -> None:
     )
 
 
-@_explained
+@_explain_sdpa_arguments
 def screened_attention(
     q: Tensor,
     k: Tensor,
@@ -84,248 +83,238 @@ def screened_attention(
     scale: float | None = None,
     max_depth: int | None = None,
     valid: Tensor | None = None,
-    order: str = "raster",
-    form: str | None = None,
-    backend: str = "auto",
+    order: Order = "raster",
+    form: Form | None = None,
+    backend: Backend = "auto",
     audit: float = 0.0,
     certificate: bool = False,
     fallback: float | None = None,
 ) -> Screened:
-    """Attention with the spatial keys of each query summarised by blocks, to a given accuracy.
+    """Compute attention with the spatial keys of each query summarised by blocks.
 
-    Without a rule the form is "tiled", the fast one for long sequences: 8x8 tiles of keys, queries in
-    groups of two tiles, one representative query for each group that sees every token exactly. It
-    chooses the tiles that are expanded, and corrects the mass and the values of the others. "auto"
-    takes dense attention where that is faster.
+    Without a rule the form is "tiled", the fast form for long sequences. Keys are divided into tiles of
+    8 x 8 tokens and queries into groups of two tiles. A representative query for each group, the mean
+    of its queries, sees every token exactly; it selects the tiles that are expanded, and corrects the
+    mass and the values of the others. `backend="auto"` runs dense attention where that is faster.
 
-    With a rule, or with `form` "representative" or "repeated", every query and head has a tree of its
-    own, `error` and `leaves` hold for each of them, and q may have any number of queries.
+    With a rule every query and head has a tree of its own, and q may have any number of queries.
 
-    A call in a graph of torch.compile or torch.export is one operator of the graph, or dense attention;
-    torch.jit.trace is refused. Calls of dense attention and of Triton kernels in a graph, and all calls
-    on CUDA, wait for nothing, and so let a NaN in q or k through to the outputs that read it; the
-    others raise. On the meta device and for fake tensors the output has its shape and dtype.
+    In a graph of torch.compile or torch.export a call is one operator, or dense attention;
+    torch.jit.trace is refused. Calls on CUDA, and calls of dense attention or of Triton kernels in a
+    graph, do not wait for the device, so a NaN in q or k appears in the outputs that read it; other
+    calls raise. On the meta device and for fake tensors the output has its shape and dtype.
 
     Args:
-        q: (B, heads, Q, d) queries, as in scaled_dot_product_attention. Q = prefix + N for tiles.
-        k: (B, heads, prefix + N, d) keys: prefix tokens first, then the N spatial tokens.
-        v: (B, heads, prefix + N, e) values, of the dtype and device of k.
-        grid: The grid of the N spatial tokens, or its sides (height, width).
-        prefix: The number of class, register and other tokens before the grid; always exact.
-        rule: A rule of `bmfa.rules`, or its name, e.g. `"gamma:0.005"`. At most one of `rule`,
-            `error` and `leaves` is given.
-        error: The target for the error E. With tiles it is for the mean E of a group before the
-            corrections, estimated at the representative and from how far the queries lie apart
-            (0.1 by default); with trees, for every query (0.05 by default).
-        leaves: A budget of leaves: a float is a fraction of the tokens, an int a count. For tiles it
-            is rounded down to whole tiles, and counts the tokens that `valid` marks absent.
-        tau: The temperature, above 0.
-        scale: The factor of q . k, 1 / sqrt(d) by default.
-        max_depth: The depth at which no block is split; None goes down to single tokens.
-        valid: torch.bool, (N,), (B, N) or (B, 1, 1, N): the spatial tokens that exist. The others
-            may hold anything; with Q = prefix + N, the outputs of such queries have no meaning.
-        order: The order of the spatial tokens, "raster" or "z" (Z-order).
-        form: "tiled", "representative" (one logit M + tau log n and one mean value for each leaf),
-            "repeated" (every score replaced by its leaf's mean: the same output), or None.
-        backend: "auto", "eager", "triton" (CUDA, no gradients) or "reference" (NumPy, float64).
-        audit: The fraction of the queries to recompute exactly; `stats.audit` reports their error.
-        certificate: Whether `stats.certificate` bounds E of every query.
-        fallback: Queries whose certificate exceeds this are recomputed exactly.
+        q: (B, H, Q, d) queries, as in `scaled_dot_product_attention`. Without a rule, Q = prefix + N.
+        k: (B, H, prefix + N, d) keys: prefix tokens first, then the N spatial tokens.
+        v: (B, H, prefix + N, e) values, of the dtype and device of k.
+        grid: Grid of the N spatial tokens, or its sides (height, width).
+        prefix: Number of class, register and other tokens before the grid. They are always exact.
+        rule: A rule of `bmfa.rules`, or its name, e.g. `"gamma:0.005"`: a tree for each query. At most
+            one of `rule`, `error` and `leaves` is given.
+        error: For tiles, the target for the mean error E of a group of queries, in units of scores.
+            It holds before the corrections, and is estimated at the representative and from the spread
+            of the queries. Default: 0.1. A tree for each query takes
+            `rule=bmfa.rules.Optimal(error=...)`.
+        leaves: For tiles, a budget of leaves: a float in (0, 1] is a fraction of the tokens, an int of
+            at least 2 is a count. It is rounded down to whole tiles, and counts invalid tokens.
+        tau: Temperature, above 0.
+        scale: Factor of q . k. Default: 1 / sqrt(d).
+        max_depth: Depth at which a rule splits no block. None goes down to single tokens.
+        valid: torch.bool, (N,), (B, N) or (B, 1, 1, N): True for spatial tokens that exist. The others
+            may hold any value. With Q = prefix + N, the outputs of invalid queries are undefined.
+        order: Order of the spatial tokens, `"raster"` or `"z"` (Z-order).
+        form: `"tiled"`; or, with a rule, `"representative"` (one logit M + tau log n and one mean value
+            for each leaf) or `"repeated"` (every score replaced by the mean of its leaf), which have
+            the same output. None selects by `rule`, and lets "auto" run dense attention.
+        backend: `"auto"`, `"eager"`, `"triton"` (CUDA, no gradients) or `"reference"` (NumPy, float64).
+        audit: Fraction of the queries to recompute exactly; `stats.audit` has their error.
+        certificate: If True, `stats.certificate` bounds E of every query.
+        fallback: Queries whose certificate exceeds this value are recomputed exactly.
 
     Returns:
-        A `Screened`: `.output` (B, heads, Q, e) in the dtype of q, `.tree` the trees of every query,
-        `.stats` what ran and why.
+        A `Screened`, which unpacks as `output, stats`: the output is (B, H, Q, e) in the dtype of q.
+        `.tree` builds the trees of every query on demand.
 
     Raises:
         TypeError: If an argument has a wrong type.
-        ValueError: If shapes, values or settings do not fit, or the backend does not serve the call.
+        ValueError: If shapes, values or settings do not fit, or the backend cannot run the call.
         RuntimeError: If the call is traced by torch.jit.trace.
+
+    Example:
+        >>> import torch, bmfa
+        >>> q, k, v = torch.randn(3, 1, 2, 1 + 4096, 32, generator=torch.Generator().manual_seed(0))
+        >>> output, stats = bmfa.screened_attention(q, k, v, grid=(64, 64), prefix=1, leaves=0.25)
+        >>> output.shape, stats.form, round(stats.leaf_ratio, 2)
+        (torch.Size([1, 2, 4097, 32]), 'tiled', 0.25)
+        >>> exact = torch.nn.functional.scaled_dot_product_attention(q, k, v)
+        >>> screened = bmfa.screened_attention(q, k, v, grid=(64, 64), prefix=1, leaves=1.0)
+        >>> torch.allclose(screened.output, exact, atol=1e-5)
+        True
     """
-    if torch._C._get_tracing_state() is not None:
-        raise RuntimeError(
-            "screened_attention is not traced by torch.jit.trace: a trace would keep the tiles and "
-            "trees of the example for all inputs; use torch.compile or torch.export.export"
-        )
-    grid = check_grid(grid)
-    plain = form is None and rule is None and max_depth is None and valid is None
-    plain = plain and certificate is False and fallback is None and backend == "auto"
-    like = None
-    if plain and type(audit) in (int, float) and audit == 0:
-        like = dense_attention.likeness(q, k, v, grid, prefix, error, leaves, tau, scale, order)
-        if like is not None and (dense := dense_attention.known(like)) is not None:
-            return dense(q, k, v)
-    if form is not None and form not in FORMS:
-        raise ValueError(f"form is {form!r}; pass one of {', '.join(FORMS)}")
-    if backend not in BACKENDS:
-        raise ValueError(f"backend is {backend!r}; pass one of {', '.join(BACKENDS)}")
+    _check_eager_call()
+    _check_choices(form, backend, rule=rule, error=error, leaves=leaves)
     if max_depth is not None:
         max_depth = check_integer("max_depth", max_depth, low=0)
     audit = check_number("audit", audit, low=0.0, high=1.0)
     if fallback is not None:
         fallback = check_number("fallback", fallback, low=0.0)
-    _check_at_most_one(rule=rule, error=error, leaves=leaves)
-    leaves = python_number(leaves)  # type: ignore[assignment]
-    tokens, precision = _autocast(q, k, v)
-    if audit > 0 and not has_values(q):
-        raise ValueError(
-            f"audit is {audit:g}, and tensors hold no numbers in a graph or on the meta device; "
-            "pass audit=0 there, and audit calls outside of it"
+    q, k, v, outside_autocast = _cast_for_autocast(q, k, v)
+    with outside_autocast:
+        inputs = check_inputs(
+            q, k, v, grid=grid, prefix=prefix, tau=tau, scale=scale, valid=valid, order=order
         )
-    inputs = (*tokens, grid, prefix, tau, scale, valid, order)
-    with precision:
-        if form == "tiled" or (form is None and rule is None and max_depth is None):
-            if rule is not None or max_depth is not None:
-                raise ValueError(
-                    "form='tiled' takes no rule and no max_depth; pass error= or leaves="
-                )
-            call = TileCall(*inputs)
-            if call.self_attention or (form == "tiled" and call.shape[2] > 0):
-                return _tiled_attention(
-                    call, error, leaves, form, backend, audit, certificate, fallback, like
-                )
-            form = None
-        chosen = _choose_rule(rule, error, leaves)
-        return _tree_attention(
-            TreeCall(*inputs), chosen, max_depth, form, backend, audit, certificate, fallback
+        if audit > 0 and not has_values(q):
+            raise ValueError(
+                f"audit is {audit:g}, and values cannot be read in a graph or on the meta device; "
+                "pass audit=0 there, and audit calls outside of it"
+            )
+        if rule is not None:
+            chosen = as_rule(rule)
+            run = choose_per_query(inputs, chosen, backend)
+            # The Triton kernel reads every token; both forms have the same output.
+            per_query_form = "repeated" if run.backend == "triton" else (form or "representative")
+            options = AttentionOptions(
+                per_query_form,
+                run.backend,
+                rule=chosen,
+                max_depth=max_depth,
+                certificate=certificate,
+                fallback=fallback,
+            )
+            compute = compute_per_query if has_values(q) else compute_in_graph
+            return _screened(inputs, options, compute(inputs, options), run.why, audit)
+        _check_tiled_form(inputs, form, max_depth)
+        tiling = Tiling(inputs.grid)
+        budget = Budget.of(tiling, error, leaves)
+        allow_dense = form is None and not certificate and fallback is None
+        run = choose_tiled(inputs, tiling, budget, backend, allow_dense=allow_dense)
+        if run.backend == "dense":
+            return _dense(inputs, tiling, budget, run.why, audit)
+        limited = allow_dense and backend == "auto"
+        options = AttentionOptions(
+            "tiled",
+            run.backend,
+            budget=budget,
+            expanded_limit=1.0 / expanded_cost(q.device.type) if limited else 1.0,
+            certificate=certificate,
+            fallback=fallback,
         )
+        return _tiled(inputs, options, run.why, audit)
 
 
-def _tree_attention(
-    call: TreeCall,
-    chosen: Rule,
-    max_depth: int | None,
-    form: str | None,
-    backend: str,
-    audit: float,
-    certificate: bool,
-    fallback: float | None,
-) -> Screened:
-    """The forms in which every query and head has a tree of its own."""
-    form = form or "representative"
-    ran, why = call.choose(backend, chosen)
-    form = "repeated" if ran == "triton" else form
-    readable = has_values(call.inputs[0])
-    compute = call.compute if readable else partial(trees_in_graph, call)
-    output, trees, bound, replaced = compute(ran, chosen, max_depth, form, certificate, fallback)
-    stats = Stats(
-        ran,
-        form,
-        str(chosen),
-        why,
-        trees,
-        bound,
-        None if bound is None else ("scores" if chosen.needs == "tokens" else "keys"),
-        replaced,
-        call.audit(output, audit) if audit > 0 else None,
-    )
-    return Screened(output.to(call.inputs[0].dtype), trees, stats)
-
-
-def _tiled_attention(
-    call: TileCall,
-    error: float | None,
-    leaves: float | int | None,
-    form: str | None,
-    backend: str,
-    audit: float,
-    certificate: bool,
-    fallback: float | None,
-    like: Hashable | None,
-) -> Screened:
-    """The form "tiled", or dense attention where "auto" finds that faster."""
-    call.check_self_attention()
-    tiling = Tiling(call.grid)
-    question = Budget.of(tiling, error, leaves)
-    forced = form == "tiled" or certificate or fallback is not None
-    ran, why = tiled.choose(
-        backend,
-        *call.inputs,
-        tiling,
-        question,
-        prefix=call.prefix,
-        order=call.order,
-        forced=forced,
-    )
-    computed = None
-    if ran != "dense":
-        most = 1.0 if forced or backend != "auto" else tiled.most_expanded(call.inputs[0])
-        in_graph = ran != "triton" and not has_values(call.inputs[0])
-        compute = partial(tiles_in_graph, call) if in_graph else call.compute
-        computed = compute(ran, tiling, question, most, certificate, fallback)
-        over = f"expands more than {most:.0%} of the tiles"
-        if computed is None:
-            why = f"auto: {question} {over}, dense is faster"
-        elif in_graph and most < 1.0:
-            why = f"auto: tiles, or in the graph dense attention where {question} {over}"
+def _tiled(inputs: AttentionInputs, options: AttentionOptions, why: str, audit: float) -> Screened:
+    """Run the form "tiled", or dense attention if too many tiles would be expanded."""
+    assert options.budget is not None
+    percent = round(100 * options.expanded_limit)  # compilers do not support the format ".0%"
+    over = f"{options.budget} expands more than {percent}% of the tiles"
+    computed: Computed | None
+    if options.backend == "triton" or has_values(inputs.q):
+        computed = compute_tiled(inputs, options)
+    else:
+        computed = compute_in_graph(inputs, options)
+        if options.expanded_limit < 1.0:
+            why = f"auto: tiles, or dense attention inside the operator if {over}"
     if computed is None:
-        return _dense_attention(call, tiling, question, why, audit, like)
-    result, bound, replaced = computed
-    output, trees = result.output, call.trees(result, tiling, question, ran)
-    stats = Stats(
-        ran,
-        "tiled",
-        str(question),
-        why,
-        trees,
-        bound,
-        None if bound is None else "scores",
-        replaced,
-        call.audit(output, audit) if audit > 0 else None,
-        result.expanded_count,
-        tiling.tiles,
-        call.existing(tiling, ran),
-    )
-    return Screened(output.to(call.inputs[0].dtype), trees, stats)
+        why = f"auto: {over}, dense is faster"
+        return _dense(inputs, Tiling(inputs.grid), options.budget, why, audit)
+    return _screened(inputs, options, computed, why, audit)
 
 
-def _dense_attention(
-    call: TileCall,
-    tiling: Tiling,
-    question: Budget,
+def _dense(
+    inputs: AttentionInputs, tiling: Tiling, budget: Budget, why: str, audit: float
+) -> Screened:
+    output = dense_attention(inputs, in_graph(inputs.q))
+    measured = audit_output(inputs, output, audit) if audit > 0 else None
+    stats = Stats("dense", "dense", str(budget), why, audit=measured)
+    return Screened(output, stats, partial(dense_tree, inputs, tiling, budget))
+
+
+def _screened(
+    inputs: AttentionInputs,
+    options: AttentionOptions,
+    computed: Computed,
     why: str,
     audit: float,
-    like: Hashable | None,
 ) -> Screened:
-    """Dense attention, which later calls like this one have without checks."""
-    mask, tensors = call.dense_mask, call.without_absent
-    dense = DenseCall(
-        tensors, mask, tiling, question, why, call.prefix, call.scale, call.tau, call.on_demand
+    rule = options.rule
+    by = None
+    if computed.certificate is not None:
+        by = "scores" if rule is None else certified_by(rule)
+    stats = Stats(
+        options.backend,
+        options.form,
+        str(options.budget if rule is None else rule),
+        why,
+        computed.certificate,
+        by,
+        computed.fallback,
+        audit_output(inputs, computed.output, audit) if audit > 0 else None,
+        None if computed.tiled is None else computed.tiled.expanded_count,
+        computed.measure_density,
+        computed.measure_leaf_ratio,
     )
-    screened = dense(*tensors, mask)
-    if like is not None and tiled.slower_than_dense(call.inputs[0], tiling, question) is not None:
-        dense_attention.remember(like, dense)
-    if audit > 0:
-        screened.stats = replace(screened.stats, audit=call.audit(screened.output, audit))
-    return screened
+    return Screened(computed.output.to(inputs.q.dtype), stats, computed.make_tree)
 
 
-def _autocast(
-    q: Tensor, k: Tensor, v: Tensor
-) -> tuple[tuple[Tensor, Tensor, Tensor], AbstractContextManager[Any]]:
-    """In the dtype that autocast asks of attention; what is computed inside is in none but its own."""
-    for name, tensor in (("q", q), ("k", k), ("v", v)):
-        check_floating(name, tensor)
-    kind = q.device.type
-    if q.is_meta or not torch.is_autocast_enabled(kind):
-        return (q, k, v), nullcontext()
-    outside = torch.autocast(kind, enabled=False)
-    if q.dtype == torch.float64:
-        return (q, k, v), outside
-    dtype = torch.get_autocast_dtype(kind)
-    return (q.to(dtype), k.to(dtype), v.to(dtype)), outside
-
-
-def _check_at_most_one(**choices: object) -> None:
-    given = [name for name, choice in choices.items() if choice is not None]
-    if len(given) > 1:
-        raise ValueError(
-            f"{' and '.join(given)} are given; pass at most one of {', '.join(choices)}"
+def _check_eager_call() -> None:
+    if torch._C._get_tracing_state() is not None:
+        raise RuntimeError(
+            "screened_attention cannot be traced by torch.jit.trace: a trace would keep the tiles and "
+            "trees of the example for all inputs; use torch.compile or torch.export.export"
         )
 
 
-def _choose_rule(rule: Rule | str | None, error: float | None, leaves: float | int | None) -> Rule:
-    if error is not None:
-        return Optimal(error=error)
-    if leaves is not None:
-        return Optimal(leaves=leaves)
-    return DEFAULT_RULE if rule is None else as_rule(rule)
+def _check_choices(form: object, backend: object, **exclusive: object) -> None:
+    """Check the options with a fixed set of values, and that at most one criterion is given."""
+    if form is not None and form not in get_args(Form):
+        raise ValueError(f"form is {form!r}; pass one of {', '.join(get_args(Form))}")
+    if backend not in get_args(Backend):
+        raise ValueError(f"backend is {backend!r}; pass one of {', '.join(get_args(Backend))}")
+    given = [name for name, value in exclusive.items() if value is not None]
+    if len(given) > 1:
+        raise ValueError(
+            f"{' and '.join(given)} are given; pass at most one of {', '.join(exclusive)}"
+        )
+    if form == "tiled" and "rule" in given:
+        raise ValueError("form='tiled' takes no rule; pass error= or leaves=")
+    if form in ("representative", "repeated") and "rule" not in given:
+        name = given[0] if given else "error"
+        value = exclusive[name] if given else 0.05
+        received = f"{name}={value!r} is for form='tiled'" if given else "no rule is given"
+        raise ValueError(
+            f"form={form!r} builds a tree for each query, and {received}; pass "
+            f"rule=bmfa.rules.Optimal({name}={value!r})"
+        )
+
+
+def _check_tiled_form(inputs: AttentionInputs, form: Form | None, max_depth: int | None) -> None:
+    """Refuse what the form "tiled", requested or implied by a call without a rule, cannot run."""
+    if max_depth is not None:
+        raise ValueError(
+            f"max_depth is {max_depth}, which limits trees, and no rule is given; pass rule=, e.g. "
+            "bmfa.rules.Optimal(error=0.05), or leave max_depth out"
+        )
+    if not inputs.self_attention:
+        named = "form='tiled'" if form == "tiled" else "a call without a rule"
+        raise ValueError(
+            f"{named} takes a query for each of {inputs.tokens} tokens, and q has "
+            f"{inputs.q.shape[2]}; pass rule=, e.g. bmfa.rules.Optimal(error=0.05), for a tree for "
+            "each query"
+        )
+
+
+def _cast_for_autocast(
+    q: Tensor, k: Tensor, v: Tensor
+) -> tuple[Tensor, Tensor, Tensor, AbstractContextManager[Any]]:
+    """Cast to the dtype of autocast, as SDPA does; the context disables autocast inside the call."""
+    kind = q.device.type if isinstance(q, Tensor) else "meta"
+    if kind == "meta" or not torch.is_autocast_enabled(kind):
+        return q, k, v, nullcontext()
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        check_floating(name, tensor)
+    outside = torch.autocast(kind, enabled=False)
+    if q.dtype == torch.float64:
+        return q, k, v, outside
+    dtype = torch.get_autocast_dtype(kind)
+    return q.to(dtype), k.to(dtype), v.to(dtype), outside

@@ -1,137 +1,130 @@
-"""Dense attention where "auto" finds it faster: a call is checked once, for all that are like it.
+"""Exact attention: the dense path of "auto", and the queries that a certificate or an audit asks for."""
 
-The checks of a call take the host longer than small pictures take a GPU. They look at shapes, dtypes,
-devices and options alone, so that what was found of one call holds for all calls with the same.
-"""
-
-from collections.abc import Callable, Hashable
-from functools import partial
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from bmfa.attention import dispatch as tiled
-from bmfa.attention.inputs import check_finite_scores
-from bmfa.attention.result import Screened, Stats, Trees
-from bmfa.attention.tiling import Budget, TiledAttention, Tiling
+from bmfa.attention.inputs import AttentionInputs, check_finite_scores
+from bmfa.attention.kernels import eager
+from bmfa.attention.result import Audit
 from bmfa.checks import has_values
-from bmfa.trees.tree import Tree
 
-# The dense paths by their speed on Hopper and later; torch takes the first that serves a call.
-BEST = [
+# Backends of SDPA by their speed on Hopper and later; torch takes the first that supports a call.
+HOPPER_PRIORITY = [
     SDPBackend.CUDNN_ATTENTION,
     SDPBackend.FLASH_ATTENTION,
     SDPBackend.EFFICIENT_ATTENTION,
     SDPBackend.MATH,
 ]
-# Operations of a single call, unless it is recorded, from which a third of its time is worth that.
-WORTH_NAMING = 3e10
-_MOST_KNOWN = 1024
-_known: dict[Hashable, "DenseCall"] = {}
+# Floating-point operations from which cuDNN saves more than the 0.03 ms of host time that selecting it
+# takes: 3e10 operations take dense attention about 0.1 ms on an H200, and cuDNN saves a third of that.
+# Measured by `bmfa bench attention --device cuda`, dense-flash and dense-cudnn at 4,096 tokens.
+LEAST_CUDNN_OPERATIONS = 3e10
 
 
-class DenseCall:
-    """Everything about a call of dense attention but its tensors."""
+def dense_attention(inputs: AttentionInputs, in_graph: bool = False) -> Tensor:
+    """(B, H, Q, e) attention by `torch.nn.functional.scaled_dot_product_attention`.
 
-    def __init__(
-        self,
-        tensors: tuple[Tensor, Tensor, Tensor],  # q, k, v of a first call
-        mask: Tensor | None,
-        tiling: Tiling,
-        question: Budget,
-        why: str,
-        prefix: int,
-        scale: float,
-        tau: float,
-        valid: Callable[[], Tensor]
-        | None = None,  # (B or 1, 1, N) keys that exist, in raster order
-    ) -> None:
-        q = tensors[0]
-        self.tiling, self.rule = tiling, str(question)
-        self.prefix, self.scale, self.tau = prefix, scale, tau
-        self.factor = scale / tau
-        self.named = BEST if mask is None and names_cudnn(*tensors) else None
-        if q.numel() == 0:  # the fused kernels on CUDA return no tensor for an empty batch
-            self.named = [SDPBackend.MATH]
-        self.watched = not q.is_cuda and has_values(q)
-        marks = (q.shape[0], q.shape[1], tiling.groups, tiling.tiles)
-        self.trees = _AllExpanded(partial(self._tree, marks, q.device, valid))
-        self.stats = Stats("dense", "dense", self.rule, why, self.trees)
+    Args:
+        inputs: Inputs of self-attention.
+        in_graph: True if the launches are recorded in a graph, where host time does not count.
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Screened:
-        """Attend; a mask is as scaled_dot_product_attention takes it."""
-        if self.named is not None:
-            with sdpa_kernel(self.named, set_priority=True):
-                output = scaled_dot_product_attention(q, k, v, mask, scale=self.factor)
-        else:
-            output = scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=self.factor)
-        if self.watched:
-            check_finite_scores(q, k, self.scale)
-        return Screened(output, self.trees, self.stats)
-
-    def _tree(
-        self, shape: tuple[int, ...], device: torch.device, valid: Callable[[], Tensor] | None
-    ) -> Tree:
-        """Every tile expanded, for every query: in any order of the tokens the same."""
-        marks = torch.ones(shape, dtype=torch.bool, device=device)
-        whole = TiledAttention(marks, marks.sum(-1, dtype=torch.int32), marks)
-        exists = None if valid is None else valid()
-        return tiled.tree_of(whole, self.tiling, self.prefix, self.tau, self.rule, "raster", exists)
+    Raises:
+        ValueError: If q or k on a CPU hold NaN or infinity, or if scores overflow.
+    """
+    q, k, v = inputs.zero_invalid()
+    valid = inputs.valid_keys
+    mask = None if valid is None else valid[:, None, None, :]
+    factor = inputs.scale / inputs.tau
+    if q.numel() == 0:  # fused CUDA kernels do not support an empty batch
+        with sdpa_kernel(SDPBackend.MATH):
+            return scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=factor)
+    if mask is None and _cudnn_must_be_selected(q, k, v, in_graph):
+        with sdpa_kernel(HOPPER_PRIORITY, set_priority=True):
+            return scaled_dot_product_attention(q, k, v, scale=factor)
+    output = scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=factor)
+    if not q.is_cuda and has_values(q):
+        check_finite_scores(q, k, inputs.scale)
+    return output
 
 
-class _AllExpanded(Trees):
-    """Shared by all calls that are alike, and hence made again whenever they are asked for."""
-
-    @property
-    def tree(self) -> Tree:
-        """The trees."""
-        return self._make()
+def attention_operations(shape: Sequence[int]) -> float:
+    """Floating-point operations of dense self-attention on queries of shape (B, H, N, d)."""
+    batch, heads, tokens, dim = shape
+    return 4.0 * batch * heads * dim * tokens**2
 
 
-def names_cudnn(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Whether dense attention is to be by cuDNN, the fastest on Hopper and later, and torch takes
-    another unless it is told to. Naming it takes the host 0.03 ms."""
-    if not q.is_cuda or torch.cuda.get_device_capability(q.device) < (9, 0):
+def _cudnn_must_be_selected(q: Tensor, k: Tensor, v: Tensor, in_graph: bool) -> bool:
+    """True if cuDNN is the fastest backend of SDPA and torch would take another one."""
+    if not q.is_cuda or torch.compiler.is_compiling():
         return False
-    if torch.compiler.is_compiling():  # the compiler has a choice of its own
+    if torch.cuda.get_device_capability(q.device) < (9, 0):
         return False
-    if not tiled.recorded(q) and tiled.operations(q) < WORTH_NAMING:
+    if not in_graph and attention_operations(q.shape) < LEAST_CUDNN_OPERATIONS:
         return False
     own_choice: int = torch._fused_sdp_choice(q, k, v)
     return own_choice != SDPBackend.CUDNN_ATTENTION.value
 
 
-def likeness(q: Any, k: Any, v: Any, *options: Any) -> Hashable | None:
-    """Equal for calls that are checked and served alike; None where a call is to be checked."""
-    for tensor in (q, k, v):
-        if not isinstance(tensor, Tensor) or tensor.layout != torch.strided:
-            return None
-    if not has_values(q):
+def exact_attention(inputs: AttentionInputs, queries: Tensor | slice) -> Tensor:
+    """(B, H, n, e) exact attention of some queries, in float32 or float64."""
+    q, k, v = inputs.flat
+    batch, heads = inputs.q.shape[:2]
+    valid = inputs.raster_valid
+    if valid is not None:
+        valid = torch.cat((valid.new_ones(len(valid), inputs.prefix), valid), 1)
+        valid = valid.expand(batch, -1).repeat_interleave(heads, 0)  # (B H, prefix + N)
+    output = eager.dense_attention(
+        q[:, queries], k, v, scale=inputs.scale, tau=inputs.tau, valid=valid
+    )
+    return output.view(batch, heads, *output.shape[1:])
+
+
+def apply_fallback(
+    inputs: AttentionInputs, output: Tensor, certificate: Tensor, fallback: float
+) -> tuple[Tensor, int | Tensor]:
+    """Recompute exactly the queries whose certificate is not at most `fallback`.
+
+    Args:
+        inputs: Inputs of the call.
+        output: (B, H, Q, e).
+        certificate: (B, H, Q).
+        fallback: Largest certificate that is accepted.
+
+    Returns:
+        The output, and the number of recomputed queries: a tensor if values cannot be read.
+    """
+    above = ~(certificate <= fallback)  # NaN counts as above
+    if not has_values(output):
+        exact = exact_attention(inputs, slice(None)).to(output.dtype)
+        return exact.where(above.unsqueeze(-1), output), above.sum()
+    count = int(above.sum())
+    if count == 0:
+        return output, 0
+    queries = above.flatten(0, 1).any(0).nonzero().squeeze(1)  # recomputed in all heads
+    exact = exact_attention(inputs, queries).to(output.dtype)
+    mixed = torch.where(above[:, :, queries].unsqueeze(-1), exact, output[:, :, queries])
+    return output.index_copy(2, queries, mixed), count
+
+
+def audit_output(inputs: AttentionInputs, output: Tensor, fraction: float) -> Audit | None:
+    """Measure the relative error at a random fraction of the query positions, at least one.
+
+    Invalid queries do not count; None if no query is left.
+    """
+    total = inputs.q.shape[2]
+    count = max(1, round(fraction * total))
+    with torch.no_grad():
+        queries = torch.randperm(total, device=output.device)[:count]
+        exact = exact_attention(inputs, queries).double()
+        errors = (output[:, :, queries].double() - exact).norm(dim=-1) / exact.norm(dim=-1)
+        if (valid := inputs.valid_queries) is not None:
+            errors = errors[valid[:, None, queries].expand_as(errors)]
+    if errors.numel() == 0:
         return None
-    device = q.device
-    if torch.is_autocast_enabled(device.type):
-        dtype = torch.get_autocast_dtype(device.type)
-        if not q.dtype == k.dtype == v.dtype == dtype:
-            return None
-    return (
-        q.shape, k.shape, v.shape, q.dtype, k.dtype, v.dtype, device, k.device, v.device,
-        tiled.recorded(q), options, tuple(map(type, options)),
-    )  # fmt: skip
-
-
-def known(like: Hashable) -> DenseCall | None:
-    """What serves a call like this, if one was served before."""
-    try:
-        return _known.get(like)
-    except TypeError:  # an option without a hash is none that the checks accept
-        return None
-
-
-def remember(like: Hashable, call: DenseCall) -> None:
-    """Calls like this one need no checks from now on."""
-    if len(_known) >= _MOST_KNOWN:
-        _known.clear()
-    _known[like] = call
+    ordered = errors.nan_to_num(0.0).flatten().sort().values  # 0 / 0 where both outputs are 0
+    p95 = ordered[min(len(ordered) - 1, int(0.95 * len(ordered)))]
+    return Audit(len(ordered), float(ordered.mean()), float(p95), float(ordered[-1]))

@@ -1,4 +1,4 @@
-"""Screened attention with a tree for every query: the backends, and what they return."""
+"""The forms "representative" and "repeated": a tree for every query and head."""
 
 from functools import partial
 from typing import Any
@@ -6,8 +6,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bmfa.attention.inputs import Call
-from bmfa.attention.result import Trees
+from bmfa.attention.dense import apply_fallback
+from bmfa.attention.inputs import AttentionInputs, AttentionOptions
+from bmfa.attention.kernels import eager
+from bmfa.attention.result import Computed
 from bmfa.attention.tiling import unflatten
 from bmfa.grid import Grid
 from bmfa.trees.build import screen_keys
@@ -17,163 +19,142 @@ from bmfa.trees.rules import RandomQuadrants, Rule
 from bmfa.trees.tree import Tree
 
 
-class TreeCall(Call):
-    """A call whose rule builds trees."""
-
-    def choose(self, backend: str, rule: Rule) -> tuple[str, str]:
-        """The backend that runs, and why."""
-        if backend in ("eager", "reference"):
-            return backend, "requested"
-        if backend == "auto" and self.device.type != "cuda":
-            return "eager", "auto: eager serves every rule, dtype and device"
-        reason = self.unsupported_by_triton(rule)
-        if backend == "auto":
-            if reason is not None:
-                return "eager", f"auto: eager, because for triton {reason}"
-            return "triton", "auto: triton serves the grid, the rule, the dtype and the device"
-        if reason is not None:
-            raise ValueError(
-                f"backend='triton' does not serve this call: {reason}; pass backend='auto' or 'eager'"
+def compute_per_query(inputs: AttentionInputs, options: AttentionOptions) -> Computed:
+    """Run a backend, then the certificate and the fallback."""
+    assert options.rule is not None
+    run = {"triton": _run_triton, "reference": _run_reference}.get(options.backend, _run_eager)
+    computed = run(inputs, options, options.rule)
+    if options.bounded:
+        tree = computed.make_tree()
+        computed.make_tree = partial(_identity, tree)
+        computed.certificate = _certificate(inputs, options.rule, tree)
+        if options.fallback is not None:
+            computed.output, computed.fallback = apply_fallback(
+                inputs, computed.output, computed.certificate, options.fallback
             )
-        return backend, "requested"
-
-    def compute(
-        self,
-        backend: str,
-        rule: Rule,
-        max_depth: int | None,
-        form: str,
-        certified: bool,
-        fallback: float | None,
-    ) -> tuple[Tensor, Trees, Tensor | None, int | Tensor]:
-        """Outputs, trees, the certificate, and how many queries were recomputed exactly."""
-        output, trees = self.run(backend, rule, max_depth, form)
-        bound = None
-        if certified or fallback is not None:
-            bound = self.certificate(rule, trees.tree)
-        output, replaced = self.bounded(output, bound, fallback)
-        return output, trees, bound, replaced
-
-    def run(self, backend: str, rule: Rule, depth: int | None, form: str) -> tuple[Tensor, Trees]:
-        """Outputs and trees of a backend."""
-        if backend == "triton":
-            return self.triton(rule, depth)
-        output, tree = (self.reference if backend == "reference" else self.eager)(rule, depth, form)
-        return output, Trees(partial(_same, tree))
-
-    def unsupported_by_triton(self, rule: Rule) -> str | None:
-        """Why the Triton kernel does not serve this call; None where it does."""
-        from bmfa.attention.kernels.triton.per_query import operators
-
-        return operators.unsupported_reason(*self.inputs, self.grid, rule, self.mask)
-
-    def triton(self, rule: Rule, max_depth: int | None) -> tuple[Tensor, Trees]:
-        """One kernel from q, k, v to outputs and marks; trees are made from these on demand."""
-        from bmfa.attention.kernels.triton.per_query import operators
-
-        output, marks = operators.per_query_attention(
-            *self.inputs,
-            grid=self.grid,
-            prefix=self.prefix,
-            rule=rule,
-            tau=self.tau,
-            scale=self.scale,
-            max_depth=max_depth,
-            order=self.order,
-        )
-        shape = tuple(self.shape)
-        return output, Trees(partial(_marked, marks, self.grid, shape, self.tau, rule, max_depth))
-
-    def eager(self, rule: Rule, max_depth: int | None, form: str) -> tuple[Tensor, Tree]:
-        """Trees from mean keys or streamed scores, then attention over their leaves."""
-        from bmfa.attention.kernels import eager
-
-        tree = screen_keys(
-            unflatten(self.q.detach(), 0, self.shape[:2]),
-            unflatten(self.k[:, self.prefix :].detach(), 0, self.shape[:2]),
-            self.grid,
-            rule,
-            scale=self.scale,
-            tau=self.tau,
-            max_depth=max_depth,
-            valid=None if self.valid is None else self.valid.unsqueeze(-2),
-        )
-        attend = (
-            eager.representative_attention if form == "representative" else eager.repeated_attention
-        )
-        flat = tree.flat()
-        output = attend(self.q, self.k, self.v, flat, prefix=self.prefix, scale=self.scale)
-        return unflatten(output, 0, self.shape[:2]), tree
-
-    def reference(self, rule: Rule, max_depth: int | None, form: str) -> tuple[Tensor, Tree]:
-        """The float64 specification, query by query, with the trees it built itself."""
-        from bmfa.attention.kernels import reference
-
-        lead = self.shape[:2]
-        q, k, v = (
-            x.detach().double().cpu().view(*lead, *x.shape[1:]) for x in (self.q, self.k, self.v)
-        )
-        masks = None if self.valid is None else self.valid.expand(lead[0], -1, -1)[:, 0].cpu()
-        output, trees = reference.per_query_attention(
-            q.numpy(),
-            k.numpy(),
-            v.numpy(),
-            self.grid.height,
-            self.grid.width,
-            rule,
-            prefix=self.prefix,
-            tau=self.tau,
-            scale=self.scale,
-            max_depth=max_depth,
-            valid=None if masks is None else masks.numpy(),
-            keep=_coins(rule, self.shape, self.grid),
-            form=form,
-        )
-        boxes = [tree.leaves for heads in trees for queries in heads for tree in queries]
-        columns = None if masks is None else masks.T
-        layout = rule.layout(self.grid)
-        tree = Tree.from_boxes(layout, boxes, self.shape, self.tau, str(rule), columns)
-        return torch.from_numpy(output).to(self.q), tree.to(self.q.device)
-
-    def certificate(self, rule: Rule, tree: Tree) -> Tensor:
-        """(B, heads, Q) a bound on E, in float64."""
-        if self.q.numel() == 0:
-            return self.q.new_zeros(self.shape, dtype=torch.float64)
-        q, k = self.q.detach().double() * self.scale, self.k.detach().double()
-        keys, before = k[:, self.prefix :], k[:, : self.prefix]
-        bound = exact_error if rule.needs == "tokens" else key_certificate
-        return bound(q, keys, tree.flat(), before).view(self.shape)
+    computed.measure_leaf_ratio = partial(_leaf_ratio, computed)
+    return computed
 
 
-def _same(tree: Tree) -> Tree:
+def _run_eager(inputs: AttentionInputs, options: AttentionOptions, rule: Rule) -> Computed:
+    """Build trees from mean keys or streamed scores, then attend to their leaves."""
+    q, k, v = inputs.flat
+    lead, valid = inputs.q.shape[:2], inputs.raster_valid
+    tree = screen_keys(
+        unflatten(q.detach(), 0, lead),
+        unflatten(k[:, inputs.prefix :].detach(), 0, lead),
+        inputs.grid,
+        rule,
+        scale=inputs.scale,
+        tau=inputs.tau,
+        max_depth=options.max_depth,
+        valid=None if valid is None else valid[:, None, None, :],
+    )
+    attention = (
+        eager.representative_attention
+        if options.form == "representative"
+        else eager.repeated_attention
+    )
+    output = attention(q, k, v, tree.flat(), prefix=inputs.prefix, scale=inputs.scale)
+    return Computed(unflatten(output, 0, lead), partial(_identity, tree))
+
+
+def _run_triton(inputs: AttentionInputs, options: AttentionOptions, rule: Rule) -> Computed:
+    """Run one kernel from q, k, v to the output and the splits, which become trees on demand."""
+    from bmfa.attention.kernels.triton.per_query import operators
+
+    output, splits = operators.per_query_attention(
+        inputs.q,
+        inputs.k,
+        inputs.v,
+        grid=inputs.grid,
+        prefix=inputs.prefix,
+        rule=rule,
+        tau=inputs.tau,
+        scale=inputs.scale,
+        max_depth=options.max_depth,
+        order=inputs.order,
+    )
+    return Computed(output, partial(_decode_tree, inputs, options, rule, splits))
+
+
+def _run_reference(inputs: AttentionInputs, options: AttentionOptions, rule: Rule) -> Computed:
+    """Run the float64 specification, query by query, with the trees that it builds itself."""
+    from bmfa.attention.kernels import reference
+
+    shape = inputs.q.shape[:3]
+    flat = inputs.flat
+    q, k, v = (x.detach().double().cpu().view(*shape[:2], *x.shape[1:]).numpy() for x in flat)
+    masks = None
+    if inputs.raster_valid is not None:
+        masks = inputs.raster_valid.expand(shape[0], -1).cpu()
+    output, trees = reference.per_query_attention(
+        q,
+        k,
+        v,
+        inputs.grid.height,
+        inputs.grid.width,
+        rule,
+        prefix=inputs.prefix,
+        tau=inputs.tau,
+        scale=inputs.scale,
+        max_depth=options.max_depth,
+        valid=None if masks is None else masks.numpy(),
+        coins=_random_choices(rule, shape, inputs.grid),
+        form=options.form,
+    )
+    boxes = [tree.leaves for heads in trees for queries in heads for tree in queries]
+    columns = None if masks is None else masks.T  # (N, B)
+    layout = rule.layout(inputs.grid)
+    tree = Tree.from_boxes(layout, boxes, shape, inputs.tau, str(rule), columns)
+    made = partial(_identity, tree.to(inputs.q.device))
+    return Computed(torch.from_numpy(output).to(flat[0]), made)
+
+
+def _certificate(inputs: AttentionInputs, rule: Rule, tree: Tree) -> Tensor:
+    """(B, H, Q) float64 upper bound on E over all keys."""
+    q, k, _ = inputs.flat
+    shape = inputs.q.shape[:3]
+    if q.numel() == 0:
+        return q.new_zeros(shape, dtype=torch.float64)
+    q, k = q.detach().double() * inputs.scale, k.detach().double()
+    bound = exact_error if rule.needs == "tokens" else key_certificate
+    return bound(q, k[:, inputs.prefix :], tree.flat(), k[:, : inputs.prefix]).view(shape)
+
+
+def certified_by(rule: Rule) -> str:
+    """What the certificate of a rule is computed from, "scores" or "keys"."""
+    return "scores" if rule.needs == "tokens" else "keys"
+
+
+# Functions of modules instead of lambdas: results of compiled graphs hold them.
+def _identity(tree: Tree) -> Tree:
     return tree
 
 
-def _marked(
-    marks: Tensor,
-    grid: Grid,
-    shape: tuple[int, ...],
-    tau: float,
-    rule: Rule,
-    max_depth: int | None,
+def _leaf_ratio(computed: Computed) -> float:
+    return float(computed.make_tree().leaf_ratio.mean())
+
+
+def _decode_tree(
+    inputs: AttentionInputs, options: AttentionOptions, rule: Rule, splits: Tensor
 ) -> Tree:
-    """The trees whose splits a kernel marked."""
     from bmfa.attention.kernels.triton.per_query.tables import decode_splits
 
-    decision = decode_splits(marks, grid, max_depth)
+    decision = decode_splits(splits, inputs.grid, options.max_depth)
     return Tree(
-        quadtree_layout(grid).to(marks.device),
+        quadtree_layout(inputs.grid).to(splits.device),
         decision.split,
-        shape,
-        tau,
+        tuple(inputs.q.shape[:3]),
+        inputs.tau,
         str(rule),
         limited=decision.limited,
-        max_depth=max_depth,
+        max_depth=options.max_depth,
     )
 
 
-def _coins(rule: Rule, shape: torch.Size, grid: Grid) -> Any:
-    """The coins of RandomQuadrants for every query, as the oracle takes them."""
+def _random_choices(rule: Rule, shape: torch.Size, grid: Grid) -> Any:
+    """The quadrants that RandomQuadrants keeps for every query, as the reference takes them."""
     if not isinstance(rule, RandomQuadrants):
         return None
     quadrants = (1 + (grid.height > 1)) * (1 + (grid.width > 1))

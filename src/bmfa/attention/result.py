@@ -1,4 +1,4 @@
-"""What screened attention returns: the output, the trees, and what is known of them."""
+"""The result of `screened_attention`: the output, and statistics and trees on demand."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -6,15 +6,21 @@ from functools import cached_property
 from typing import Any
 
 from torch import Tensor
-from torch.nn.functional import pad
 
-from bmfa.attention.tiling import ValidTiles
+from bmfa.attention.tiling import TiledAttention
 from bmfa.trees.tree import Tree
 
 
 @dataclass(frozen=True)
 class Audit:
-    """Relative L2 error of the output over a random fraction of the queries, recomputed exactly."""
+    """Relative L2 error of the output at a random sample of the queries.
+
+    Attributes:
+        queries: Number of (picture, head, query) triples that were recomputed exactly.
+        mean: Mean of |output - exact| / |exact|.
+        p95: 95th percentile.
+        maximum: Largest value.
+    """
 
     queries: int
     mean: float
@@ -22,89 +28,118 @@ class Audit:
     maximum: float
 
 
-class Trees:
-    """The trees of a call, at hand, or made when first asked for: a kernel marks splits in bits."""
-
-    def __init__(self, make: Callable[[], Tree]) -> None:
-        self._make = make
-
-    @cached_property
-    def tree(self) -> Tree:
-        """The trees."""
-        return self._make()
-
-
 @dataclass(frozen=True)
 class Stats:
-    """What ran, and what is known of its error."""
+    """What ran, why, and what is known of its error.
+
+    Attributes:
+        backend: `"eager"`, `"triton"`, `"reference"` or `"dense"`.
+        form: `"tiled"`, `"representative"`, `"repeated"` or `"dense"`.
+        rule: The rule or the budget, as text.
+        why: Why this backend ran.
+        certificate: (B, H, Q) float64 upper bound on E of every query over all keys, or None. It bounds
+            E of the partition; the form "tiled" adds corrections to the output that it does not cover.
+        certified_by: `"scores"` (E itself, rounded up) or `"keys"` (a bound from key statistics).
+        fallback: Number of queries that were recomputed exactly. A tensor in compiled graphs.
+        audit: Measured error at a sample of the queries, or None.
+        expanded_count: (B, H, groups) int32 expanded tiles of each group of queries, or None.
+
+    Example:
+        >>> import torch, bmfa
+        >>> q, k, v = torch.randn(3, 1, 2, 196, 16, generator=torch.Generator().manual_seed(0))
+        >>> stats = bmfa.screened_attention(q, k, v, grid=(14, 14)).stats
+        >>> stats.backend, stats.why
+        ('dense', 'auto: dense attention is as fast below 2048 tokens, and there are 196')
+    """
 
     backend: str
     form: str
     rule: str
     why: str
-    trees: Trees = field(repr=False)
-    certificate: Tensor | None = None  # (B, heads, Q) bound on E over all keys
-    certified_by: str | None = None  # "scores" or "keys"
-    fallback: int | Tensor = 0  # queries recomputed exactly; a tensor in compiled graphs
+    certificate: Tensor | None = None
+    certified_by: str | None = None
+    fallback: int | Tensor = 0
     audit: Audit | None = None
-    counts: Tensor | None = field(default=None, repr=False)  # (B, heads, groups) tiles expanded
-    tiles: int = 0  # of the grid, where there are any
-    existing: Callable[[], ValidTiles] | None = field(
-        default=None, repr=False
-    )  # of a masked tiled call
+    expanded_count: Tensor | None = field(default=None, repr=False)
+    measure_density: Callable[[], float] | None = field(default=None, repr=False)
+    measure_leaf_ratio: Callable[[], float] | None = field(default=None, repr=False)
 
     @property
     def density(self) -> float | None:
-        """Mean share of the tiles that a group of queries expands; waits for the device.
+        """Mean share of the tiles that a group of queries expands. Waits for the device.
 
-        The mean is over pictures, heads and groups. Under a mask, a tile without a valid token and a
-        group without a valid query count nowhere. 1.0 for dense attention, None for trees.
+        The mean is over pictures, heads and groups. Tiles without a valid token and groups without a
+        valid query do not count. 1.0 for dense attention, None for a tree for each query.
         """
         if self.form == "dense":
             return 1.0
-        if self.counts is None:
-            return None
-        if self.existing is None:
-            return float(self.counts.double().mean()) / self.tiles
-        existing = self.existing()
-        shares = self.counts.double() / (existing.sizes > 0).sum(-1).view(-1, 1, 1)
-        return float(shares[existing.groups.unsqueeze(1).expand_as(shares)].mean())
+        return None if self.measure_density is None else self.measure_density()
 
     @property
     def leaf_ratio(self) -> float:
-        """Mean number of leaves as a fraction of the valid tokens; waits for the device.
+        """Mean number of leaves as a fraction of the valid tokens. Waits for the device.
 
-        Prefix tokens are no leaves. The mean is over pictures, heads and queries; in the form "tiled",
-        queries that do not exist are left out.
+        The mean is over pictures, heads and queries; in the form "tiled", invalid queries do not
+        count. Prefix tokens are not leaves. 1.0 for dense attention.
         """
-        ratios = self.trees.tree.leaf_ratio  # (B, heads, Q)
-        if self.existing is not None:
-            exists = self.existing().queries
-            exists = pad(exists, (ratios.shape[-1] - exists.shape[-1], 0), value=True)
-            ratios = ratios[exists.unsqueeze(1).expand_as(ratios)]
-        return float(ratios.mean())
+        return 1.0 if self.measure_leaf_ratio is None else self.measure_leaf_ratio()
 
 
 class Screened:
-    """What `screened_attention` returns; unpacks into output, tree and stats."""
+    """The result of `screened_attention`. It unpacks as `output, stats`.
 
-    def __init__(self, output: Tensor, trees: Trees, stats: Stats) -> None:
+    Attributes:
+        output: (B, H, Q, e) output in the dtype of q.
+        stats: What ran, why, and what is known of its error.
+
+    Example:
+        >>> import torch, bmfa
+        >>> q, k, v = torch.randn(3, 1, 2, 64, 16, generator=torch.Generator().manual_seed(0))
+        >>> output, stats = bmfa.screened_attention(q, k, v, grid=(8, 8), rule="gamma:0.1")
+        >>> output.shape, stats.form
+        (torch.Size([1, 2, 64, 16]), 'representative')
+    """
+
+    def __init__(self, output: Tensor, stats: Stats, make_tree: Callable[[], Tree]) -> None:
         self.output = output
         self.stats = stats
-        self._trees = trees
+        self._make_tree = make_tree
 
-    @property
+    @cached_property
     def tree(self) -> Tree:
-        """The trees of every picture, head and query, (B, heads, Q).
+        """The partition of the spatial keys of every picture, head and query, (B, H, Q).
 
-        Those of the form "tiled" are the partition of the keys into tokens of expanded tiles and means
-        of the others. The form corrects these means, so that `tree.error` and `tree.reconstruct` speak
-        of the partition without the corrections, not of the output.
+        Trees are built when this property is first read, and take much more memory than the output:
+        a boolean for every query and block. In the form "tiled" a leaf is a token of an expanded tile
+        or an unexpanded tile. The form corrects unexpanded tiles, so `tree.error` and
+        `tree.reconstruct` describe the partition without the corrections, not the output.
+
+        Returns:
+            A `Tree` of shape (B, H, Q).
+
+        Example:
+            >>> import torch, bmfa
+            >>> q, k, v = torch.randn(3, 1, 2, 64, 16, generator=torch.Generator().manual_seed(0))
+            >>> bmfa.screened_attention(q, k, v, grid=(8, 8), rule="fixed-depth:1").tree
+            Tree(shape=(1, 2, 64), grid=8x8, ...)
         """
-        return self._trees.tree
+        return self._make_tree()
 
     def __iter__(self) -> Iterator[Any]:
-        return iter((self.output, self.tree, self.stats))
+        return iter((self.output, self.stats))
 
     def __repr__(self) -> str:
         return f"Screened(output={tuple(self.output.shape)}, stats={self.stats!r})"
+
+
+@dataclass(eq=False)
+class Computed:
+    """What a form returns before it becomes a `Screened`."""
+
+    output: Tensor  # (B, H, Q, e)
+    make_tree: Callable[[], Tree]
+    certificate: Tensor | None = None  # (B, H, Q) float64
+    fallback: int | Tensor = 0
+    tiled: TiledAttention | None = None  # result of the kernel of the form "tiled"
+    measure_density: Callable[[], float] | None = None
+    measure_leaf_ratio: Callable[[], float] | None = None

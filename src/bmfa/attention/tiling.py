@@ -148,35 +148,6 @@ class TiledAttention:
         return made if isinstance(made, Tensor) else made()
 
 
-@dataclass(frozen=True, eq=False)
-class ValidTiles:
-    """The valid part of a masked call: a token of the mask is both a query and a key."""
-
-    queries: Tensor  # (B or 1, N) bool, valid spatial queries in the order of the caller
-    groups: Tensor  # (B or 1, R) bool, groups with a valid query, as the backend numbers them
-    sizes: Tensor  # (B or 1, T) int64, valid tokens of each tile, as the backend numbers them
-
-    @classmethod
-    def of(cls, valid: Tensor, tiling: Tiling, order: str, kernel_order: str) -> "ValidTiles":
-        """Count the valid tokens of tiles.
-
-        Args:
-            valid: (B or 1, N) bool in raster order.
-            tiling: Tiles and groups.
-            order: Order of the caller's tokens, "raster" or "z".
-            kernel_order: Order of the tokens in the kernel. In Z-order tiles are consecutive.
-        """
-        queries = valid
-        if order == "z":
-            queries = valid[:, tiling.grid.z_order.to(valid.device)]
-        if kernel_order == "z":
-            inside = unflatten(queries, 1, (tiling.tiles, tiling.slots))
-        else:
-            inside = tokens_to_tiles(valid[:, None, :, None], tiling, torch.bool).squeeze(-1)
-        sizes = inside.sum(-1)
-        return cls(queries, tiles_to_groups(sizes > 0, tiling).any(-1), sizes)
-
-
 def tokens_to_tiles(tokens: Tensor, tiling: Tiling, dtype: torch.dtype) -> Tensor:
     """(B H, T, S, *) from (B, H, N, *) tokens in raster order, zeros in empty slots."""
     side, grid = tiling.side, tiling.grid

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from bmfa import merging
-from bmfa.attention.api import Screened
+from bmfa.attention.result import Screened
 from bmfa.evidence.methods import FULL, is_kind, names
 from bmfa.models import layer_indices, patch, unpatch
 from bmfa.models.hosts import find_host

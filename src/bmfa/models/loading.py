@@ -31,14 +31,22 @@ _INTERPOLATE = "interpolate_pos_encoding"
 
 @dataclass(frozen=True, eq=False)
 class LoadedModel:
-    """A model in evaluation mode, with its preprocessing and class names.
+    """A model in evaluation mode, with its preprocessing and class names, as `load_model` returns it.
 
-    Attributes:
+    Args:
         name: The name it was loaded by.
         model: The module, for `patch`, `reduce` and `record`.
         preprocess: Converts an image to the tensor that the model expects.
         classes: The names of the outputs, or None if they are unknown.
         options: Keyword arguments that every call of the model needs.
+
+    Example:
+        >>> import bmfa, numpy as np
+        >>> loaded = bmfa.load_model("embedded")
+        >>> image = np.zeros((112, 112, 3), np.uint8)
+        >>> index = int(loaded.logits(loaded.preprocess(image)[None]).argmax())
+        >>> loaded.classes[index] in loaded.classes
+        True
     """
 
     name: str

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from bmfa.attention.api import Screened, Stats
+from bmfa.attention.result import Screened, Stats
 from bmfa.models.screened_layer import LayerInputs, observe, screened_layers
 from bmfa.trees.tree import Tree
 
@@ -16,7 +16,9 @@ from bmfa.trees.tree import Tree
 class LayerRecord:
     """What one layer did; every list has an entry for each forward pass.
 
-    Attributes:
+    `record` makes these.
+
+    Args:
         stats: The statistics of `screened_attention`.
         trees: Trees of shape (B, heads, queries).
         leaf_ratios: (B, heads, queries) leaves as a fraction of the valid tokens.
@@ -25,6 +27,15 @@ class LayerRecord:
         attention: (B, heads, queries, prefix + N) the attention weights that the layer used: those of
             its trees, or full attention for queries that `fallback` recomputed.
         full_attention: The weights of full attention on the same inputs.
+
+    Example:
+        >>> import bmfa, torch
+        >>> model = bmfa.patch(bmfa.load_model("embedded").model, rule="fixed-depth:1", layers=[7])
+        >>> with bmfa.record(model) as recording:
+        ...     _ = model(torch.zeros(1, 3, 112, 112))
+        >>> layer = recording[7]
+        >>> len(layer.stats), layer.leaf_ratios[0].shape
+        (1, torch.Size([1, 3, 197]))
     """
 
     stats: list[Stats] = field(default_factory=list)
@@ -39,16 +50,27 @@ class LayerRecord:
 class Recording:
     """The records of all screened layers; `recording[index]` is the `LayerRecord` of a layer.
 
-    Attributes:
+    `record` makes these.
+
+    Args:
         layers: The records by layer index.
         keep_trees: True if trees, leaf ratios and errors are recorded.
         keep_attention: True if attention weights are recorded.
+        fallbacks: The argument `fallback` of `patch` by layer index.
+
+    Example:
+        >>> import bmfa, torch
+        >>> model = bmfa.patch(bmfa.load_model("embedded").model, rule="fixed-depth:1", layers="last-2")
+        >>> with bmfa.record(model) as recording:
+        ...     _ = model(torch.zeros(1, 3, 112, 112))
+        >>> sorted(recording.layers)
+        [6, 7]
     """
 
     layers: dict[int, LayerRecord] = field(default_factory=dict)
     keep_trees: bool = True
     keep_attention: bool = False
-    fallbacks: dict[int, float | None] = field(default_factory=dict, repr=False)  # by layer
+    fallbacks: dict[int, float | None] = field(default_factory=dict, repr=False)
 
     def __getitem__(self, layer: int) -> LayerRecord:
         try:

@@ -7,7 +7,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from bmfa.attention.api import Screened, screened_attention
+from bmfa.attention.api import screened_attention
+from bmfa.attention.result import Screened
 from bmfa.grid import Grid
 from bmfa.models.hosts.base import AttentionFunction, replacements_in
 

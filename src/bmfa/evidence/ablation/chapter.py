@@ -13,20 +13,22 @@ from bmfa.evidence.page.blocks import (
     describe,
     illustrate,
     paragraph,
+    with_paper,
 )
 from bmfa.evidence.page.claims import Verdict, claim, direction
 from bmfa.evidence.page.formats import format_number, format_numbers
 from bmfa.evidence.page.record_set import RecordSet, command_for, get_number, get_text
+from bmfa.records import Row
 
 COLUMNS = (
-    Column("Parameter"),
-    Column("Value", 0),
-    Column("Mean gap", 3),
-    Column("Leaf %", 3),
-    Column("µs", 1),
-    Column("Paper: mean gap", 3, paper=True),
-    Column("Leaf %", 2, paper=True),
-    Column("ms", 3, paper=True),
+    Column("parameter", "Parameter"),
+    Column("value_text", "Value", 0),
+    Column("mean_gap", "Mean gap", 3),
+    Column("leaf_percent", "Leaf %", 3),
+    Column("microseconds_per_instance", "µs", 1),
+    Column("paper_mean_gap", "Paper: mean gap", 3),
+    Column("paper_leaf_percent", "Leaf %", 2),
+    Column("paper_milliseconds", "ms", 3),
 )
 
 
@@ -46,7 +48,7 @@ def _content(records: RecordSet) -> list[Block]:
             "paper's numbers on COCO; its run times are from another machine and from code that "
             "processes one instance at a time.",
         ),
-        Table("Ablations", COLUMNS, _table_rows(records)),
+        Table("Ablations", COLUMNS, [_table_row(row) for row in records.rows("ablation")]),
     ]
 
 
@@ -60,15 +62,9 @@ def _lookahead(records: RecordSet) -> str:
     )
 
 
-def _table_rows(records: RecordSet) -> list[list[object]]:
-    rows: list[list[object]] = []
-    for row in records.rows("ablation"):
-        parameter, value = get_text(row, "parameter"), get_number(row, "value") or 0.0
-        point = paper.ABLATION.get((parameter, value))
-        printed = [point.mean_gap, point.leaf_percent, point.milliseconds] if point else [None] * 3
-        ours = [row.get(c) for c in ("mean_gap", "leaf_percent", "microseconds_per_instance")]
-        rows.append([parameter, get_text(row, "value"), *ours, *printed])
-    return rows
+def _table_row(row: Row) -> Row:
+    key = (get_text(row, "parameter"), get_number(row, "value") or 0.0)
+    return {**with_paper(row, paper.ABLATION.get(key)), "value_text": get_text(row, "value")}
 
 
 def _values(

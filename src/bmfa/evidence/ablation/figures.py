@@ -32,13 +32,9 @@ PARAMETER_PANELS = (
 RATIO = 1.6  # the run time axis reaches this factor beyond the data
 
 
-@figure(
-    "ablation",
-    "Error, leaf ratio and run time over threshold, depth, grid and look-ahead",
-    "ablation",
-)
+@figure("ablation", needs=("ablation",))
 def ablation(records: RecordSet, narrow: bool) -> Canvas:
-    """Draw error, leaves and time over the threshold; the error over depth, grid and look-ahead."""
+    """Error, leaf ratio and run time over threshold, depth, grid and look-ahead."""
     records.require("ablation")
     legend = ["gamma", paper.NAME]
     canvas, panels = panel_grid(

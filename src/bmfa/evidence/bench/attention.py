@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from bmfa import timing
+from bmfa.attention.inputs import Backend
 from bmfa.attention.result import Screened
 from bmfa.checks import check_integer
 from bmfa.evidence.bench import dense, peers, summary
@@ -54,7 +55,7 @@ class Plan:
     """What is timed, and how."""
 
     methods: tuple[str, ...]
-    backend: str
+    backend: Backend
     dtype: str
     device: torch.device
     repeats: int
@@ -71,7 +72,7 @@ def run(
     methods: Sequence[str] = (),
     head_dim: int | None = None,
     dtype: str | None = None,
-    backend: str | None = None,
+    backend: Backend | None = None,
     repeats: int = 5,
     peer: Sequence[str] = (),
     certificate: bool = True,

@@ -1,5 +1,6 @@
 """The chapter on speed, and its tables as Markdown."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from bmfa.evidence.bench import figures, summary
@@ -13,33 +14,32 @@ from bmfa.evidence.page.blocks import (
     illustrate,
     paragraph,
 )
-from bmfa.evidence.page.formats import format_number
 from bmfa.evidence.page.record_set import RecordSet, get_number
 from bmfa.records import Record
 
-# Key and column, by the value of `what` in the rows.
-COLUMNS: dict[str, tuple[tuple[str, Column], ...]] = {
+# Columns by the value of `what` in the rows.
+COLUMNS: dict[str, tuple[Column, ...]] = {
     "attention": (
-        ("n", Column("N", 0)),
-        ("dim", Column("d", 0)),
-        ("method", Column("method", code=True)),
-        ("density_percent", Column("tiles expanded, %", 1)),
-        ("e_mean", Column("E, mean over queries", 3)),
-        ("error_l2_percent", Column("error, %", 2)),
-        ("error_p95_query_percent", Column("P95 over queries, %", 1)),
-        ("milliseconds", Column("ms", 3)),
-        ("speedup", Column("speed", 2)),
-        ("extra_memory_percent", Column("extra memory, % of K and V", 1)),
+        Column("n", "N", 0),
+        Column("dim", "d", 0),
+        Column("method", "method", code=True),
+        Column("density_percent", "tiles expanded, %", 1),
+        Column("e_mean", "E, mean over queries", 3),
+        Column("error_l2_percent", "error, %", 2),
+        Column("error_p95_query_percent", "P95 over queries, %", 1),
+        Column("milliseconds", "ms", 3),
+        Column("speedup", "speed", 2),
+        Column("extra_memory_percent", "extra memory, % of K and V", 1),
     ),
     "model": (
-        ("img_size", Column("pixels", 0)),
-        ("n", Column("N", 0)),
-        ("method", Column("method", code=True)),
-        ("tiled_layers", Column("tiled layers", 0)),
-        ("error_l2_percent", Column("error of the features, %", 2)),
-        ("milliseconds", Column("ms", 2)),
-        ("speedup", Column("speed", 2)),
-        ("peak_mebibytes", Column("peak MiB", 0)),
+        Column("img_size", "pixels", 0),
+        Column("n", "N", 0),
+        Column("method", "method", code=True),
+        Column("tiled_layers", "tiled layers", 0),
+        Column("error_l2_percent", "error of the features, %", 2),
+        Column("milliseconds", "ms", 2),
+        Column("speedup", "speed", 2),
+        Column("peak_mebibytes", "peak MiB", 0),
     ),
 }
 
@@ -88,24 +88,22 @@ def _tables(record: Record) -> list[Table]:
     tables = []
     for what, every_column in COLUMNS.items():
         rows = [row for row in record.rows if row.get("what") == what]
-        columns = [c for c in every_column if any(row.get(c[0]) is not None for row in rows)]
-        body = [[row.get(key) for key, _ in columns] for row in rows]
+        columns = [c for c in every_column if any(row.get(c.key) is not None for row in rows)]
         if rows:
-            title = f"Speed and error: {what}"
-            tables.append(Table(title, [column for _, column in columns], body))
+            tables.append(Table(f"Speed and error: {what}", columns, rows))
     return tables
 
 
 def _markdown_table(table: Table) -> str:
-    def cell(value: Any, column: Column) -> str:
-        if value is None:
-            return ""
-        return f"`{value}`" if column.code else format_number(value, column.decimals)
+    def cell(row: Mapping[str, Any], column: Column) -> str:
+        value = row.get(column.key)
+        text = f"`{value}`" if column.code else column.format(value)
+        return "" if value is None else text
 
     lines = [
         [column.title for column in table.columns],
         ["---" if column.decimals is None else "---:" for column in table.columns],
-        *([cell(*pair) for pair in zip(row, table.columns, strict=True)] for row in table.rows),
+        *([cell(row, column) for column in table.columns] for row in table.rows),
     ]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 

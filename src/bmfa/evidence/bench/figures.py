@@ -79,14 +79,9 @@ def _require(available: bool) -> None:
         )
 
 
-@figure(
-    "attention-time",
-    "Time of attention against the number of tokens, with the fitted exponents",
-    "bench",
-    available=_has_times,
-)
+@figure("attention-time", needs=("bench",), available=_has_times)
 def attention_time(records: RecordSet, narrow: bool) -> Canvas:
-    """Draw milliseconds per picture against the number of tokens, both logarithmic."""
+    """Time of attention against the number of tokens, with the fitted exponents."""
     _require(_has_times(records))
     lines = _time_lines(attention_rows(records))
     canvas, (axes,) = panel_grid(1, 1, narrow=narrow, height=300, margins=Margins(right=150))
@@ -123,14 +118,9 @@ def _time_lines(rows: Sequence[Row]) -> dict[str, Mapping[int, float]]:
     return named
 
 
-@figure(
-    "attention-error",
-    "Error of attention against its speed, for every number of tokens",
-    "bench",
-    available=_has_errors,
-)
+@figure("attention-error", needs=("bench",), available=_has_errors)
 def attention_error(records: RecordSet, narrow: bool) -> Canvas:
-    """Draw the relative error against the speed-up, a panel for each number of tokens."""
+    """Error of attention against its speed, for every number of tokens."""
     _require(_has_errors(records))
     rows = _long_rows(records)
     sizes = sorted({int(row["n"]) for row in rows})

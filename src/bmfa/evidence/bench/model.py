@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from bmfa import timing
+from bmfa.attention.inputs import Backend
 from bmfa.attention.result import Screened, Stats
 from bmfa.checks import check_integer
 from bmfa.evidence.bench import dense
@@ -173,7 +174,7 @@ class _SizeBenchmark:
 
     def rows(self) -> list[Row]:
         """Return the rows of the dense model on every path and of every method."""
-        backend = "triton" if self.device.type == "cuda" else "eager"
+        backend: Backend = "triton" if self.device.type == "cuda" else "eager"
         check_backend(backend, self.dtype, self.settings.device, [self.head_dim])
         dense.initialize_priority(self.device, self.dtype)
         full = self._dense_models()

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from bmfa.attention.api import screened_attention
+from bmfa.attention.inputs import Backend
 from bmfa.attention.result import Screened
 from bmfa.attention.tiling import Tiling
 from bmfa.checks import check_number
@@ -71,7 +72,7 @@ def leaves_for(tiling: Tiling, expanded: int) -> int:
 
 
 def tiled_call(
-    inputs: RecordedInputs, backend: str, setting: TileSetting, **options: Any
+    inputs: RecordedInputs, backend: Backend, setting: TileSetting, **options: Any
 ) -> ScreenedCall:
     """Return tiled attention at a setting."""
     options |= {"form": "tiled", "backend": backend, **setting.arguments(inputs.grid)}

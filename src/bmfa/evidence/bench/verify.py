@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from bmfa.attention.api import screened_attention
+from bmfa.attention.inputs import Backend
 from bmfa.attention.kernels.reference import tiled_attention
 from bmfa.attention.tiling import Tiling
 from bmfa.evidence.bench.dense import dense_path, exact_attention
@@ -23,7 +24,7 @@ ROUNDINGS = 8
 FLOAT32_ROUNDINGS = 256
 
 
-def check_backend(backend: str, dtype: torch.dtype, device: str, dims: Sequence[int]) -> None:
+def check_backend(backend: Backend, dtype: torch.dtype, device: str, dims: Sequence[int]) -> None:
     """Raise ValueError if a backend of tiled attention differs from the specification."""
     for dim in dims:
         for seed, (shape, prefix, masked) in enumerate(CASES):
@@ -69,7 +70,7 @@ class _Case:
     valid: Tensor | None  # (1, N) bool
     expanded: int  # tiles for each group of queries
 
-    def error(self, tokens: Sequence[Tensor], backend: str, device: str) -> float:
+    def error(self, tokens: Sequence[Tensor], backend: Backend, device: str) -> float:
         """Return the median relative error of a query, or inf if other tiles are expanded.
 
         A tile whose loss is within rounding of the last one expanded may take its place for a group
@@ -97,7 +98,7 @@ class _Case:
             **options,
         )
         counts = torch.from_numpy(expected.expanded.sum(-1))
-        found = screened.stats.counts
+        found = screened.stats.expanded_count
         if screened.stats.backend != backend or found is None:
             return torch.inf
         if not torch.equal(counts, found.cpu().to(counts)):

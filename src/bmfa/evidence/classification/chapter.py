@@ -15,6 +15,7 @@ from bmfa.evidence.page.blocks import (
     describe,
     illustrate,
     paragraph,
+    with_paper,
 )
 from bmfa.evidence.page.claims import Verdict, claim, direction
 from bmfa.evidence.page.formats import format_number, format_percent, format_small
@@ -38,24 +39,24 @@ from bmfa.records import Row
 
 BMFA, COIN = paper.QUADRANTS[0], paper.RANDOM[0]
 MEASURES = (
-    ("Top-1 %", "top1_percent", 2),
-    ("Top-5 %", "top5_percent", 2),
-    ("Drop pp", "drop_pp", 2),
-    ("Agreement %", "agreement_percent", 2),
-    ("Output KL", "output_kl", 3),
-    ("Leaf %", "leaf_percent", 2),
-    ("Tokens left", "final_tokens", 0),
-    ("GFLOPs", "gflops", 3),
-    ("Images/s", "images_per_second", 0),
-    ("End to end", "images_per_second_end_to_end", 0),
-    ("Speed-up", "speedup", 2),
+    Column("top1_percent", "Top-1 %", 2),
+    Column("top5_percent", "Top-5 %", 2),
+    Column("drop_pp", "Drop pp", 2),
+    Column("agreement_percent", "Agreement %", 2),
+    Column("output_kl", "Output KL", 3, small=True),
+    Column("leaf_percent", "Leaf %", 2),
+    Column("final_tokens", "Tokens left", 0),
+    Column("gflops", "GFLOPs", 3),
+    Column("images_per_second", "Images/s", 0),
+    Column("images_per_second_end_to_end", "End to end", 0),
+    Column("speedup", "Speed-up", 2),
 )
 PAPER_MEASURES = (
-    ("Paper: top-1 %", "top1_percent", 3),
-    ("Drop pp", "drop_pp", 3),
-    ("Agreement %", "agreement_percent", 3),
-    ("Leaf %", "leaf_percent", 3),
-    ("Speed-up", "speedup", 3),
+    Column("paper_top1_percent", "Paper: top-1 %", 3),
+    Column("paper_drop_pp", "Drop pp", 3),
+    Column("paper_agreement_percent", "Agreement %", 3),
+    Column("paper_leaf_percent", "Leaf %", 3),
+    Column("paper_speedup", "Speed-up", 3),
 )
 SMALL_DROP = 1.0  # percentage points of top-1
 
@@ -150,19 +151,13 @@ def _fastest(rows: Iterable[Row]) -> tuple[float, str]:
 
 def _table(run: ModelRun) -> Block:
     """The measures of which any row has a number, and those of the paper."""
-    measures = [
-        m for m in MEASURES if any(get_number(row, m[1]) is not None for row in run.all_rows)
-    ]
-    columns = [METHOD, *(Column(title, decimals) for title, _, decimals in measures)]
-    columns += [Column(title, decimals, paper=True) for title, _, decimals in PAPER_MEASURES]
-    body = []
-    for row in run.all_rows:
-        shown = {**row, "output_kl": format_small(get_number(row, "output_kl"))}
-        point = paper.IMAGENET.get(get_text(row, "method"))
-        ours = [shown.get(name) for _, name, _ in measures]
-        printed = [getattr(point, name, None) for _, name, _ in PAPER_MEASURES]
-        body.append([get_text(row, "method"), *ours, *printed])
-    return Table(f"{run.heading}; the paper: {paper.MODEL}, ImageNet", columns, body)
+    rows, printed = run.all_rows, paper.IMAGENET
+    measures = [m for m in MEASURES if any(get_number(row, m.key) is not None for row in rows)]
+    return Table(
+        f"{run.heading}; the paper: {paper.MODEL}, ImageNet",
+        [METHOD, *measures, *PAPER_MEASURES],
+        [with_paper(row, printed.get(get_text(row, "method"))) for row in rows],
+    )
 
 
 def _reductions(records: RecordSet) -> list[Block]:

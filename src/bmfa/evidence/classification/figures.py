@@ -42,14 +42,9 @@ def timed_runs(records: RecordSet) -> list[ModelRun]:
     return evaluation_runs(records, lambda row: bool(get_number(row, RATE)))
 
 
-@figure(
-    "top1",
-    "Top-1 accuracy against leaf ratio, ours and the paper's",
-    "evaluate",
-    available=lambda records: bool(screened_runs(records)),
-)
+@figure("top1", needs=("evaluate",), available=lambda records: bool(screened_runs(records)))
 def top1(records: RecordSet, narrow: bool) -> Canvas:
-    """Draw top-1 against leaf ratio, for every model and for the paper."""
+    """Top-1 accuracy against leaf ratio, ours and the paper's."""
     records.require("evaluate")
     data = [
         PanelData(run.heading, run, full=get_number(run.full or {}, "top1_percent"))
@@ -62,14 +57,9 @@ def top1(records: RecordSet, narrow: bool) -> Canvas:
     return plot_against_leaf_ratio(data, [measure], narrow)
 
 
-@figure(
-    "accuracy",
-    "Top-1 accuracy against images per second for every method",
-    "evaluate",
-    available=lambda records: bool(timed_runs(records)),
-)
+@figure("accuracy", needs=("evaluate",), available=lambda records: bool(timed_runs(records)))
 def accuracy(records: RecordSet, narrow: bool) -> Canvas:
-    """Draw top-1 against images per second, a panel for each model."""
+    """Top-1 accuracy against images per second for every method."""
     records.require("evaluate")
     runs = timed_runs(records)
     if not runs:
@@ -106,14 +96,9 @@ def _mark_full_model(axes: "Axes", run: ModelRun, x: str, y: str = "") -> None:
             draw(value, color=style.INK.light, linewidth=1.0)
 
 
-@figure(
-    "reductions",
-    "Agreement and output KL of token reductions against operations",
-    "evaluate",
-    available=lambda records: bool(reduction_runs(records)),
-)
+@figure("reductions", needs=("evaluate",), available=lambda records: bool(reduction_runs(records)))
 def reductions(records: RecordSet, narrow: bool) -> Canvas:
-    """Draw agreement and output KL of token reductions against the operations per picture."""
+    """Agreement and output KL of token reductions against operations."""
     records.require("evaluate")
     runs = reduction_runs(records)
     if not runs:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from bmfa.attention.api import Screened
+from bmfa.attention.result import Screened
 from bmfa.evidence.model_methods import Layers, applied
 from bmfa.models import LoadedModel
 from bmfa.models.reducing import final_tokens

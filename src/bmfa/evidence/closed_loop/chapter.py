@@ -1,7 +1,6 @@
 """The chapters on screening inside a model and on its layers, and the claims of the paper."""
 
 from collections.abc import Sequence
-from typing import Any
 
 from bmfa.evidence.closed_loop import figures
 from bmfa.evidence.page import paper
@@ -16,6 +15,7 @@ from bmfa.evidence.page.blocks import (
     describe,
     illustrate,
     paragraph,
+    with_paper,
 )
 from bmfa.evidence.page.claims import Verdict, claim, direction
 from bmfa.evidence.page.formats import format_number, format_percent, format_small
@@ -35,19 +35,18 @@ from bmfa.evidence.page.record_set import (
     need_number,
     require_any,
 )
-from bmfa.records import Row
 
 BMFA, COIN = paper.QUADRANTS[0], paper.RANDOM[0]
 COLUMNS = (
     METHOD,
-    Column("Leaf %", 2),
-    Column("Agreement %", 1),
-    Column("Output KL", 3),
-    Column("Attention KL", 3),
-    Column("Top-1 %", 1),
-    Column("Paper: leaf %", 2, paper=True),
-    Column("Agreement %", 2, paper=True),
-    Column("Output KL", 3, paper=True),
+    Column("leaf_percent", "Leaf %", 2),
+    Column("agreement_percent", "Agreement %", 1),
+    Column("output_kl", "Output KL", 3, small=True),
+    Column("attention_kl", "Attention KL", 3),
+    Column("top1_percent", "Top-1 %", 1),
+    Column("paper_leaf_percent", "Paper: leaf %", 2),
+    Column("paper_agreement_percent", "Agreement %", 2),
+    Column("paper_output_kl", "Output KL", 3),
 )
 SIMILAR_LEAVES = 5.0  # percentage points within which two leaf ratios count as the same budget
 NEARLY_ALL = 90.0  # percent of the tokens
@@ -213,17 +212,9 @@ def _printed_threshold(runs: Sequence[ModelRun]) -> str:
 def _table(run: ModelRun) -> Block:
     layers = get_text(run.rows[0], "layers")
     caption = f"{run.heading}, {layers}; the paper: {paper.MODEL}, COCO, last-4"
-    return Table(caption, COLUMNS, [_table_row(row) for row in run.all_rows])
-
-
-def _table_row(row: Row) -> list[Any]:
-    point = paper.CLOSED_LOOP.get(get_text(row, "method"))
-    printed = (
-        [point.leaf_percent, point.agreement_percent, point.output_kl] if point else [None] * 3
-    )
-    kl = format_small(get_number(row, "output_kl"))
-    shown = [row.get("leaf_percent"), row.get("agreement_percent"), kl, row.get("attention_kl")]
-    return [get_text(row, "method"), *shown, row.get("top1_percent"), *printed]
+    printed = paper.CLOSED_LOOP
+    rows = [with_paper(row, printed.get(get_text(row, "method"))) for row in run.all_rows]
+    return Table(caption, COLUMNS, rows)
 
 
 def _layers(records: RecordSet) -> list[Block]:

@@ -15,13 +15,9 @@ from bmfa.evidence.page.model_runs import ModelRun, closed_loop_runs, layer_runs
 from bmfa.evidence.page.record_set import RecordSet, get_text, unique
 
 
-@figure(
-    "closed-loop",
-    "Agreement with the full model and output KL against leaf ratio, ours and the paper's",
-    "closed-loop",
-)
+@figure("closed-loop", needs=("closed-loop",))
 def closed_loop(records: RecordSet, narrow: bool) -> Canvas:
-    """Draw agreement and output KL against leaf ratio, for every model and for the paper."""
+    """Agreement with the full model and output KL against leaf ratio, ours and the paper's."""
     records.require("closed-loop")
     data = [
         PanelData(run.heading, run, imagenet_rows() if run.is_papers_model else [])
@@ -36,14 +32,9 @@ def _has_layers(records: RecordSet) -> bool:
     return bool(layer_runs(records) or layer_runs(records, single=True))
 
 
-@figure(
-    "layers",
-    "Agreement and output KL over the screened layers, several layers and single ones",
-    "closed-loop",
-    available=_has_layers,
-)
+@figure("layers", needs=("closed-loop",), available=_has_layers)
 def layers(records: RecordSet, narrow: bool) -> Canvas:
-    """Draw agreement and output KL over the number of screened layers, and over single layers."""
+    """Agreement and output KL over the screened layers, several layers and single ones."""
     data = [
         (run, choices, single, measure)
         for single in (False, True)

@@ -6,6 +6,7 @@ from typing import Any, ClassVar
 
 from bmfa.evidence.page.canvas import Figure
 from bmfa.evidence.page.claims import ClaimTest
+from bmfa.evidence.page.formats import format_number, format_small
 from bmfa.evidence.page.record_set import MissingValueError, RecordSet
 from bmfa.records import Row
 
@@ -22,24 +23,38 @@ class Paragraph:
 
 @dataclass(frozen=True)
 class Column:
-    """A column of a table; `decimals` is None for text, `paper` marks the paper's numbers."""
+    """A column of a table.
 
+    Attributes:
+        key: key of its values in the rows; the paper's numbers have keys that start with `paper_`.
+        title: its heading.
+        decimals: digits after the point; None for text.
+        code: True for text that is typed on the command line.
+        small: True for numbers that may need a power of ten.
+    """
+
+    key: str
     title: str
     decimals: int | None = None
     code: bool = False
-    paper: bool = False
+    small: bool = False
 
     @property
     def css_class(self) -> str:
         """The classes of its cells in page.css."""
-        return " ".join(["text"] * (self.decimals is None) + ["paper"] * self.paper)
+        paper = self.key.startswith("paper_")
+        return " ".join(["text"] * (self.decimals is None) + ["paper"] * paper)
+
+    def format(self, value: Any) -> str:
+        """Format one value of the column."""
+        return format_small(value) if self.small else format_number(value, self.decimals)
 
 
-METHOD = Column("Method", code=True)
+METHOD = Column("method", "Method", code=True)
 PAPER_GAP_COLUMNS = (
-    Column("Paper: mean", 3, paper=True),
-    Column("P95", 3, paper=True),
-    Column("Leaf %", 3, paper=True),
+    Column("paper_mean_gap", "Paper: mean", 3),
+    Column("paper_p95_gap", "P95", 3),
+    Column("paper_leaf_percent", "Leaf %", 3),
 )
 
 
@@ -50,7 +65,7 @@ class Table:
     macro: ClassVar[str] = "table"
     caption: str
     columns: Sequence[Column]
-    rows: Sequence[Sequence[Any]]
+    rows: Sequence[Mapping[str, Any]]
     folded: str = ""
 
 
@@ -151,13 +166,19 @@ LONG_VALUES = (
 
 def generic_table(caption: str, rows: Sequence[Row]) -> Table:
     """Return a table of all values of rows, for experiments without a table of their own."""
-    used = dict.fromkeys(key for row in rows for key in row if row[key] is not None)
-    names = [name for name in used if name not in LONG_VALUES]
     columns = []
-    for name in names:
-        values = [row[name] for row in rows if row.get(name) is not None]
+    for key in dict.fromkeys(key for row in rows for key in row if row[key] is not None):
+        values = [row[key] for row in rows if row.get(key) is not None]
         decimals: int | None = None
         if all(isinstance(value, int | float) for value in values):
             decimals = 0 if all(isinstance(value, int) for value in values) else 3
-        columns.append(Column(name.replace("_", " "), decimals, code=name == "method"))
-    return Table(caption, columns, [[row.get(name) for name in names] for row in rows])
+        if key not in LONG_VALUES:
+            title = key.replace("_", " ")
+            columns.append(Column(key, title, decimals, code=key == "method"))
+    return Table(caption, columns, rows)
+
+
+def with_paper(row: Row, point: Any) -> Row:
+    """Return a row with the numbers of a point of the paper added under keys `paper_...`."""
+    printed = {} if point is None else vars(point)
+    return {**row, **{f"paper_{key}": value for key, value in printed.items()}}

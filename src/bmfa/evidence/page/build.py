@@ -23,8 +23,7 @@ from bmfa.evidence.page.blocks import (
     paragraph,
 )
 from bmfa.evidence.page.claims import LEGEND, Claim
-from bmfa.evidence.page.formats import format_number
-from bmfa.evidence.page.record_set import RecordSet, get_text, unique
+from bmfa.evidence.page.record_set import UNPRINTABLE, RecordSet, get_text, unique
 from bmfa.evidence.pictures.chapter import INSTANCES, PICTURES
 from bmfa.evidence.probes.chapter import PROBES
 from bmfa.evidence.synthetic.chapter import FAILURE_CURVE, STRESS_TEST
@@ -86,8 +85,7 @@ def build_page(records: Sequence[Record]) -> str:
             css_variables=style.css_variables(),
         )
     )
-    # JSON can hold lone surrogates, UTF-8 cannot.
-    return page.encode("utf-8", "replace").decode("utf-8")
+    return UNPRINTABLE.sub("\ufffd", page)
 
 
 def all_claims(records: RecordSet) -> list[Claim]:
@@ -106,7 +104,6 @@ def _templates() -> Any:
         lstrip_blocks=True,
         undefined=jinja2.StrictUndefined,
     )
-    environment.filters["number"] = format_number
     environment.filters["prose"] = lambda text: text.replace(" %", "\u00a0%")
     return environment
 
@@ -139,9 +136,13 @@ def _method_table(records: RecordSet) -> Table:
     shown = {method.name for name in names if (method := find_method(name)) is not None}
     return Table(
         "The methods; the number after a name is its threshold, depth, price, probability or budget",
-        [Column("Name", code=True), Column("Description"), Column("Reads")],
         [
-            [method.name, method.description, method.reads]
+            Column("name", "Name", code=True),
+            Column("description", "Description"),
+            Column("reads", "Reads"),
+        ],
+        [
+            vars(method)
             for method in METHODS.values()
             if method.name in shown and method.kind != "full"
         ],
@@ -171,13 +172,17 @@ def _environment(records: RecordSet) -> list[Block]:
     for record in records.records:
         key = repr(sorted(record.environment.items(), key=str))
         environments.setdefault(key, (record.environment, []))[1].append(record.experiment)
-    rows = [[record.experiment, _describe_settings(record.settings)] for record in records.records]
+    columns = (Column("record", "Record"), Column("settings", "Settings"))
+    rows = [
+        {"record": record.experiment, "settings": _describe_settings(record.settings)}
+        for record in records.records
+    ]
     return [
         *(
             Properties(", ".join(dict.fromkeys(experiments)), environment)
             for environment, experiments in environments.values()
         ),
-        Table("Settings of the records", [Column("Record"), Column("Settings")], rows),
+        Table("Settings of the records", columns, rows),
     ]
 
 

@@ -181,16 +181,16 @@ class Figure:
 
 def figure(
     name: str,
-    label: str,
-    *needs: str,
+    *,
+    needs: tuple[str, ...],
     available: Callable[[RecordSet], bool] | None = None,
 ) -> Callable[[Callable[[RecordSet, bool], Canvas]], Figure]:
-    """Decorate a function that draws on a canvas, which makes it a `Figure`."""
+    """Decorate a function that draws on a canvas; its docstring becomes the label of the figure."""
 
     def has_rows(records: RecordSet) -> bool:
         return all(map(records.has, needs))
 
-    return lambda draw: Figure(name, label, needs, draw, available or has_rows)
+    return lambda draw: Figure(name, draw.__doc__ or name, needs, draw, available or has_rows)
 
 
 @contextmanager

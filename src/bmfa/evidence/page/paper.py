@@ -150,11 +150,6 @@ CASE_AREAS, CASE_MASS, CASE_GAPS = (9.8, 12.5), 97.0, (2.854, 3.091)
 OVERVIEW_EPSILON, OVERVIEW_LEAVES, OVERVIEW_TOKENS = 0.004, 82, 256
 
 
-def cells(point: Point | None) -> list[float | None]:
-    """Return mean gap, P95 gap and leaf ratio of a point as cells of a table."""
-    return [None] * 3 if point is None else [point.mean_gap, point.p95_gap, point.leaf_percent]
-
-
 def dataset_title(name: str) -> str:
     """Return the title of a data set."""
     return DATASETS.get(name, name)

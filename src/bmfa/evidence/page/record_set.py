@@ -10,7 +10,7 @@ from bmfa.records import Record, Row
 
 Candidate = TypeVar("Candidate")
 
-# Control characters and lone surrogates, which XML cannot hold.
+# Control characters, which XML cannot hold, and lone surrogates, which UTF-8 cannot hold.
 UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f\ud800-\udfff\ufffe\uffff]")
 
 # The columns that identify a row. If two rows have the same key, the later one replaces the earlier.

@@ -6,7 +6,7 @@ import torch
 
 from bmfa.evidence.page import paper
 from bmfa.evidence.page.blocks import METHOD, Block, Chapter, Column, Table, illustrate, paragraph
-from bmfa.evidence.page.formats import format_number, format_small
+from bmfa.evidence.page.formats import format_number
 from bmfa.evidence.page.record_set import RecordSet, get_number, get_text
 from bmfa.evidence.pictures import figures
 from bmfa.grid import Grid
@@ -14,13 +14,24 @@ from bmfa.records import Row
 from bmfa.trees.build import screen
 from bmfa.trees.rules import Gamma
 
-MEASURES = (
-    ("Gap of one mean", "gap", 3),
-    ("E", "error", 4),
-    ("Certificate", "certificate", 4),
-    ("Leaf %", "leaf_percent", 1),
-    ("Mass moved %", "moved_percent", 2),
-    ("Output KL", "output_kl", 3),
+INSTANCE_COLUMNS = (
+    Column("title", "Instance"),
+    Column("minority_area_percent", "Minority, % of cells", 1),
+    Column("gibbs_mass_percent", "% of Gibbs mass", 1),
+    Column("gap", "Gap of the mean", 3),
+    Column("leaves", f"Leaves of Algorithm 1 at ε = {paper.OVERVIEW_EPSILON:g}"),
+)
+PICTURE_COLUMNS = (
+    Column("title", "Picture"),
+    METHOD,
+    Column("gap", "Gap of one mean", 3),
+    Column("error", "E", 4),
+    Column("certificate", "Certificate", 4),
+    Column("leaf_percent", "Leaf %", 1),
+    Column("moved_percent", "Mass moved %", 2),
+    Column("output_kl", "Output KL", 3, small=True),
+    Column("full_class", "Full model predicts"),
+    Column("screened_class", "Screened model predicts"),
 )
 SMALL_E = 0.05  # by Pinsker's inequality, moves at most sqrt(0.05 / 2) = 16 % of the mass
 
@@ -63,31 +74,24 @@ def _largest_gap(records: RecordSet) -> str:
 
 def _instance_table(records: RecordSet) -> Block:
     """Area, mass and gap of our instances and of the paper's figures."""
-    columns = [
-        Column("Instance"),
-        Column("Minority, % of cells", 1),
-        Column("% of Gibbs mass", 1),
-        Column("Gap of the mean", 3),
-        Column(f"Leaves of Algorithm 1 at ε = {paper.OVERVIEW_EPSILON:g}"),
-    ]
     instances = {get_text(row, "title"): row for row in records.rows("cases")}
-    measures = ("minority_area_percent", "gibbs_mass_percent", "gap")
-    rows: list[list[Any]] = [
-        [title, *(row.get(name) for name in measures), _leaves(row)]
-        for title, row in instances.items()
-    ]
+    rows = [{**row, "leaves": _leaves(row)} for row in instances.values()]
     for which, block in zip(("first", "second"), paper.FIRST_FIGURE, strict=True):
-        name = f"Paper: first figure, {which} block"
-        rows.append([name, block.area_percent, block.mass_percent, block.gap, None])
+        rows.append(_paper_row(f"first figure, {which} block", *vars(block).values()))
     areas = " to ".join(format_number(value, 1) for value in paper.CASE_AREAS)
     gaps = " to ".join(format_number(value) for value in paper.CASE_GAPS)
-    rows.append(
-        ["Paper: four cases", areas, f"over {format_number(paper.CASE_MASS, 0)}", gaps, None]
-    )
+    rows.append(_paper_row("four cases", areas, f"over {format_number(paper.CASE_MASS, 0)}", gaps))
     leaves = f"{paper.OVERVIEW_LEAVES} of {paper.OVERVIEW_TOKENS}"
-    rows.append(["Paper: overview, a kite", None, None, None, leaves])
+    rows.append(_paper_row("overview, a kite", leaves=leaves))
     caption = "Single instances here and in the figures of the paper, which are from COCO"
-    return Table(caption, columns, rows)
+    return Table(caption, INSTANCE_COLUMNS, rows)
+
+
+def _paper_row(
+    name: str, area: Any = None, mass: Any = None, gap: Any = None, leaves: str | None = None
+) -> Row:
+    shares = {"minority_area_percent": area, "gibbs_mass_percent": mass}
+    return {"title": f"Paper: {name}", **shares, "gap": gap, "leaves": leaves}
 
 
 def _leaves(row: Row) -> str | None:
@@ -101,7 +105,6 @@ def _leaves(row: Row) -> str | None:
 
 def _pictures(records: RecordSet) -> list[Block]:
     rows = records.rows("picture")
-    columns = [Column("Picture"), METHOD, *(Column(t, decimals) for t, _, decimals in MEASURES)]
     return [
         *paragraph(
             "The attention of one query over the picture, exact and on the trees of several rules. E "
@@ -117,19 +120,8 @@ def _pictures(records: RecordSet) -> list[Block]:
             "Bright tokens receive attention; lines are the borders of the leaves. Below every tree: "
             "E, the leaf ratio, and the class that the model predicts with its last layers screened.",
         ),
-        Table(
-            "The same in numbers",
-            [*columns, Column("Full model predicts"), Column("Screened model predicts")],
-            [_picture_row(row) for row in rows],
-        ),
+        Table("The same in numbers", PICTURE_COLUMNS, rows),
     ]
-
-
-def _picture_row(row: Row) -> list[Any]:
-    shown = {**row, "output_kl": format_small(get_number(row, "output_kl"))}
-    measures = [shown.get(name) for _, name, _ in MEASURES]
-    names = [get_text(row, name) for name in ("title", "method", "full_class", "screened_class")]
-    return [*names[:2], *measures, *names[2:]]
 
 
 def _how_chosen(records: RecordSet) -> str:

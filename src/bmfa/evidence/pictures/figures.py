@@ -34,13 +34,9 @@ BRIGHTNESS_EXPONENT = 0.45  # makes small attention weights visible
 GAP = 12.0  # pixels between panels
 
 
-@figure(
-    "motivation",
-    "A block whose small bright part carries most of the softmax mass",
-    "cases",
-)
+@figure("motivation", needs=("cases",))
 def motivation(records: RecordSet, narrow: bool) -> Canvas:
-    """Draw a block whose small bright part carries the mass, its scores, shares and mean."""
+    """A block whose small bright part carries most of the softmax mass."""
     instance = _clearest_instance(records)
     side = 166.0 if narrow else 196.0
     step, row_height = side + (28 if narrow else 32), side + 58
@@ -82,13 +78,9 @@ def _draw_share_bars(
     canvas.add_note(left, y + 19, "gap F − M of the mean")
 
 
-@figure(
-    "pipeline",
-    "From a picture to its scores, its tree and the trade-off over all instances",
-    *("cases", "probe"),
-)
+@figure("pipeline", needs=("cases", "probe"))
 def pipeline(records: RecordSet, narrow: bool) -> Canvas:
-    """Draw picture, scores, tree, and the trade-off over all instances."""
+    """From a picture to its scores, its tree and the trade-off over all instances."""
     instance = _clearest_instance(records)
     panels = [
         *([instance.picture_panel("Picture")] if get_text(instance.first, "picture") else []),
@@ -130,13 +122,9 @@ def _draw_trade_off(
     canvas.add_note(x, top + height + 34, "leaf ratio, % of tokens", ha="center")
 
 
-@figure(
-    "cases",
-    "Instances with their scores, and the trees of Algorithm 1 and of the optimal rule",
-    "cases",
-)
+@figure("cases", needs=("cases",))
 def cases(records: RecordSet, narrow: bool) -> Canvas:
-    """Draw instances with picture, scores and trees."""
+    """Instances with their scores, and the trees of Algorithm 1 and of the optimal rule."""
     instances = _instances(records)
     panels = [_case_panels(instance) for instance in instances]
     width, columns = (style.NARROW, 1) if narrow else (style.WIDE, 2)
@@ -269,13 +257,9 @@ def _query_name(row: Row) -> str:
     return "class token" if query == "class" else f"token {query}"
 
 
-@figure(
-    "attention-cases",
-    "Pictures with the attention of the class token, full and screened, and the trees of several rules",
-    "picture",
-)
+@figure("attention-cases", needs=("picture",))
 def attention_cases(records: RecordSet, narrow: bool) -> Canvas:
-    """Draw for every picture the picture, the full attention, and the screened attention."""
+    """Pictures with the attention of the class token, full and screened by several rules."""
     maps = _attention_maps(records)
     panels = [_rule_panels(attention_map) for attention_map in maps]
     count, distance = max(map(len, panels)), 10.0
@@ -331,13 +315,9 @@ def _predicted(row: Row, which: str) -> list[str]:
     return [] if percent is None else [f"{shorten(name, 14, placeholder='…')} {percent:.0f} %"]
 
 
-@figure(
-    "screen",
-    "A picture with its tree, the attention of a query full and screened, and the difference",
-    "picture",
-)
+@figure("screen", needs=("picture",))
 def screen(records: RecordSet, narrow: bool) -> Canvas:
-    """Draw for every picture and method the tree, both attentions, their difference and numbers."""
+    """A picture with its tree, the attention of a query full and screened, and the difference."""
     pairs = [(one, row) for one in _attention_maps(records) for row in one.rows]
     width, columns = (style.NARROW, 2) if narrow else (style.WIDE, 4)
     side = (width - (columns - 1) * GAP) / columns

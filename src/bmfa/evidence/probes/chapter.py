@@ -12,6 +12,7 @@ from bmfa.evidence.page.blocks import (
     Table,
     illustrate,
     paragraph,
+    with_paper,
 )
 from bmfa.evidence.page.claims import ClaimTest, Verdict, claim, direction
 from bmfa.evidence.page.formats import format_number, format_numbers, format_percent
@@ -28,13 +29,13 @@ from bmfa.evidence.probes import figures
 from bmfa.records import Row
 
 MEASURES = (
-    ("Mean gap", "mean_gap", 3),
-    ("Median", "median_gap", 3),
-    ("P95", "p95_gap", 3),
-    ("P99", "p99_gap", 3),
-    ("Largest", "max_gap", 3),
-    ("Leaf %", "leaf_percent", 3),
-    ("Unsplit %", "unsplit_percent", 1),
+    Column("mean_gap", "Mean gap", 3),
+    Column("median_gap", "Median", 3),
+    Column("p95_gap", "P95", 3),
+    Column("p99_gap", "P99", 3),
+    Column("max_gap", "Largest", 3),
+    Column("leaf_percent", "Leaf %", 3),
+    Column("unsplit_percent", "Unsplit %", 1),
 )
 BEYOND_P95 = 5.0  # percent of the instances lie above the 95th percentile
 DEEPER_RULES = ("gamma-h2", "exact-gap", "certified", "optimal")
@@ -139,32 +140,22 @@ def _tables(records: RecordSet) -> list[Block]:
 
 
 def _method_table(title: str, printed: Mapping[str, paper.Point], rows: list[Row]) -> Block:
-    columns = [METHOD, *(Column(name, decimals) for name, _, decimals in MEASURES)]
-    body = []
-    for row in rows:
-        method = get_text(row, "method")
-        cells = [method, *(row.get(name) for _, name, _ in MEASURES)]
-        body.append(cells + (paper.cells(printed.get(method)) if printed else []))
     count = format_number(rows[0].get("instances"), 0) if rows else "0"
-    columns += PAPER_GAP_COLUMNS if printed else ()
-    return Table(f"{title}, {count} instances", columns, body)
+    return Table(
+        f"{title}, {count} instances",
+        [METHOD, *MEASURES, *(PAPER_GAP_COLUMNS if printed else ())],
+        [with_paper(row, printed.get(get_text(row, "method"))) for row in rows],
+    )
 
 
 def _group_table(title: str, rows: list[Row]) -> list[Block]:
     """A closed table by size or frequency of the objects."""
     if not rows:
         return []
-    columns = [Column("Group"), METHOD, Column("Instances", 0)]
-    columns += [Column(name, decimals) for name, _, decimals in MEASURES]
     groups = unique(rows, "group")
-    body = [
-        [group, get_text(row, "method"), row.get("instances")]
-        + [row.get(name) for _, name, _ in MEASURES]
-        for group in groups
-        for row in rows
-        if get_text(row, "group") == group
-    ]
-    return [Table(f"{title}, by group", columns, body, f"{title}, by {', '.join(groups)}")]
+    columns = [Column("group", "Group"), METHOD, Column("instances", "Instances", 0), *MEASURES]
+    rows = sorted(rows, key=lambda row: groups.index(get_text(row, "group")))
+    return [Table(f"{title}, by group", columns, rows, f"{title}, by {', '.join(groups)}")]
 
 
 def _values(

@@ -69,13 +69,10 @@ def data_sources(records: RecordSet) -> list[DataSource]:
 
 
 @figure(
-    "trade-off",
-    "Mean gap against leaf ratio for every method and data source, with the paper's points",
-    *("synthetic", "probe"),
-    available=lambda records: bool(data_sources(records)),
+    "trade-off", needs=("synthetic", "probe"), available=lambda records: bool(data_sources(records))
 )
 def trade_off(records: RecordSet, narrow: bool) -> Canvas:
-    """Draw mean gap against leaf ratio, one panel for each data source."""
+    """Mean gap against leaf ratio for every method and data source, with the paper's points."""
     sources = data_sources(records)
     if not sources:
         raise ValueError(
@@ -137,14 +134,9 @@ def _has_quantiles(records: RecordSet) -> bool:
     return any(row.get("gap_quantiles") for row in records.rows("probe"))
 
 
-@figure(
-    "distribution",
-    "Gap at every percentile of the instances for every method",
-    "probe",
-    available=_has_quantiles,
-)
+@figure("distribution", needs=("probe",), available=_has_quantiles)
 def distribution(records: RecordSet, narrow: bool) -> Canvas:
-    """Draw the gap at every percentile of the instances, one panel for each data source."""
+    """Gap at every percentile of the instances for every method."""
     rows = [row for row in records.require("probe") if row.get("gap_quantiles")]
     if not rows:
         raise ValueError("no probe row holds gap_quantiles; run bmfa probe with this version")

@@ -11,6 +11,7 @@ from bmfa.evidence.page.blocks import (
     describe,
     illustrate,
     paragraph,
+    with_paper,
 )
 from bmfa.evidence.page.claims import TOLERANCE, Verdict, claim, compare, direction
 from bmfa.evidence.page.formats import format_number, format_numbers, format_percent
@@ -24,9 +25,19 @@ from bmfa.evidence.page.record_set import (
     unique,
 )
 from bmfa.evidence.synthetic import figures
+from bmfa.records import Row
 
 # The optimal tree of all settings under one penalty, at the leaves of Algorithm 1 in the corner.
 EQUAL_LEAVES = "optimal-leaves-pooled:0.05794"
+
+CORNER_COLUMNS = (
+    METHOD,
+    Column("mean_gap", "Mean gap", 3),
+    Column("p95_gap", "P95 gap", 3),
+    Column("max_gap", "Largest", 3),
+    Column("leaf_percent", "Leaf %", 3),
+    *PAPER_GAP_COLUMNS,
+)
 
 
 def _stress_test(records: RecordSet) -> list[Block]:
@@ -53,7 +64,14 @@ def _stress_test(records: RecordSet) -> list[Block]:
             "detect a minority if the four quarters of a block have equal means. A good method has a "
             "mean gap near zero and a low leaf ratio.",
         ),
-        _corner_table(records),
+        Table(
+            "Minority in the corner, as in the paper",
+            CORNER_COLUMNS,
+            [
+                with_paper(row, paper.SYNTHETIC.get(get_text(row, "method")))
+                for row in records.rows("synthetic", placement="corner")
+            ],
+        ),
         _placement_table(records, "mean_gap", "Mean gap by placement"),
         _placement_table(records, "leaf_percent", "Leaf ratio by placement, % of tokens"),
     ]
@@ -92,29 +110,13 @@ def _variance_correction(records: RecordSet) -> str:
     )
 
 
-def _corner_table(records: RecordSet) -> Block:
-    columns = [METHOD, Column("Mean gap", 3), Column("P95 gap", 3), Column("Largest", 3)]
-    rows = []
-    for row in records.rows("synthetic", placement="corner"):
-        method = get_text(row, "method")
-        ours = [row.get(name) for name in ("mean_gap", "p95_gap", "max_gap", "leaf_percent")]
-        rows.append([method, *ours, *paper.cells(paper.SYNTHETIC.get(method))])
-    return Table(
-        "Minority in the corner, as in the paper",
-        [*columns, Column("Leaf %", 3), *PAPER_GAP_COLUMNS],
-        rows,
-    )
-
-
 def _placement_table(records: RecordSet, column: str, caption: str) -> Block:
     rows = records.rows("synthetic")
-    placements = unique(rows, "placement")
-    values = {
-        (get_text(r, "method"), get_text(r, "placement")): get_number(r, column) for r in rows
-    }
-    columns = [METHOD, *(Column(placement, 3) for placement in placements)]
-    body = [[m, *(values.get((m, p)) for p in placements)] for m in unique(rows, "method")]
-    return Table(caption, columns, body)
+    by_method: dict[str, Row] = {m: {"method": m} for m in unique(rows, "method")}
+    for row in rows:
+        by_method[get_text(row, "method")][get_text(row, "placement")] = get_number(row, column)
+    columns = [METHOD, *(Column(name, name, 3) for name in unique(rows, "placement"))]
+    return Table(caption, columns, list(by_method.values()))
 
 
 def _failure_curve(records: RecordSet) -> list[Block]:

@@ -33,13 +33,9 @@ PLACEMENTS = {
 GAP = 10.0  # pixels between panels
 
 
-@figure(
-    "gallery",
-    "A bright minority, and what the mean, Algorithm 1 and the optimal tree keep of it",
-    "gallery",
-)
+@figure("gallery", needs=("gallery",))
 def gallery(records: RecordSet, narrow: bool) -> Canvas:
-    """Draw the same bright minority at different placements, and the summary of every method."""
+    """A bright minority, and what the mean, Algorithm 1 and the optimal tree keep of it."""
     rows = records.require("gallery")
     placements = unique(rows, "placement")
     maps = [
@@ -64,13 +60,9 @@ def gallery(records: RecordSet, narrow: bool) -> Canvas:
     return canvas
 
 
-@figure(
-    "failure-curve",
-    "Gap against the advantage of the minority for every method, the critical point marked",
-    "failure-curve",
-)
+@figure("failure-curve", needs=("failure-curve",))
 def failure_curve(records: RecordSet, narrow: bool) -> Canvas:
-    """Draw the gap against the advantage of the minority, one panel for each size of the minority."""
+    """Gap against the advantage of the minority for every method, the critical point marked."""
     rows = records.require("failure-curve")
     sizes = sorted({int(size) for row in rows if (size := get_number(row, "cells"))}, reverse=True)
     limits = value_range(rows, "gap")
@@ -88,13 +80,9 @@ def failure_curve(records: RecordSet, narrow: bool) -> Canvas:
     return canvas
 
 
-@figure(
-    "placements",
-    "Mean gap and leaf ratio of every method for every placement of the minority",
-    "synthetic",
-)
+@figure("placements", needs=("synthetic",))
 def placements(records: RecordSet, narrow: bool) -> Canvas:
-    """Draw mean gap and leaf ratio against the placement of the minority."""
+    """Mean gap and leaf ratio of every method for every placement of the minority."""
     rows = records.require("synthetic")
     names = unique(rows, "placement")
     indexed = [{**row, "index": names.index(get_text(row, "placement"))} for row in rows]
