@@ -12,11 +12,7 @@ from bmfa.models import embedded
 from bmfa.packages import load_package
 
 VIT = {"img_size": 32, "patch_size": 4, "depth": 3, "embed_dim": 24, "num_heads": 3}
-
-
 EVA = {"img_size": 32, "patch_size": 4, "depth": 3, "embed_dim": 48, "num_heads": 3}
-
-
 HF = {
     "hidden_size": 24,
     "num_hidden_layers": 3,

@@ -74,7 +74,7 @@ def test_copies_and_pickles_give_the_same_scores(model):
         assert torch.equal(other(picture), model(picture))
 
 
-def test_it_knows_the_classes_and_global_means_lose_them(model, pictures):
+def test_accuracy_and_its_loss_with_global_means(model, pictures):
     inputs, labels = pictures
     full = scores_of(model, inputs).argmax(-1)
     coarse = scores_of(screened(model, GlobalMean(), 4), inputs).argmax(-1)
@@ -83,7 +83,7 @@ def test_it_knows_the_classes_and_global_means_lose_them(model, pictures):
     assert top1 - lost > 0.12
 
 
-def test_a_gap_of_zero_gives_the_scores_of_the_full_model(model, pictures):
+def test_exact_gap_zero_gives_the_scores_of_the_full_model(model, pictures):
     inputs = pictures[0][:10]
     exact = scores_of(screened(model, ExactGap(0.0), 8), inputs)
     torch.testing.assert_close(exact, scores_of(model, inputs), atol=1e-4, rtol=1e-4)
@@ -156,7 +156,7 @@ def test_training_resumes_to_the_identical_state(tmp_path):
     assert not same_state(whole, train(tmp_path / "other", seed=4, steps=3, recipe=SMALL))
 
 
-def test_a_write_that_fails_leaves_the_old_checkpoint_whole(tmp_path, monkeypatch):
+def test_a_failed_write_keeps_the_old_checkpoint(tmp_path, monkeypatch):
     checkpoint = tmp_path / "checkpoint"
     train(tmp_path / "weights", seed=0, steps=1, resume=checkpoint, recipe=SMALL)
     before = checkpoint.read_bytes()

@@ -1,4 +1,4 @@
-"""State of a model belongs to one forward pass: threads, checkpointing, wrappers, replicas, readers."""
+"""State belongs to one forward pass: threads, checkpointing, wrappers, replicas, block outputs."""
 
 import copy
 import io
@@ -20,24 +20,16 @@ from bmfa.models import final_tokens, patch, reduce, unmerge, unpatch
 from bmfa.models.screened_layer import screened_layers
 from bmfa.models.token_reduction import find_reduction
 from bmfa.packages import load_package
+from models.host_models import HF, VIT
 
 COARSE = rules.Optimal(leaves=0.2)
 WIDE, TALL = (16, 32), (32, 16)  # pixels: grids of 4x8 and 8x4 tokens, the same number of them
-SMALL = {"patch_size": 4, "depth": 3, "embed_dim": 24, "num_heads": 3, "num_classes": 5}
-VISION = {
-    "hidden_size": 24,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 3,
-    "intermediate_size": 48,
-    "image_size": 32,
-    "patch_size": 4,
-}
 
 
 def timm_vit(**options: Any) -> nn.Module:
     torch.manual_seed(0)
     model: nn.Module = load_package("timm").create_model(
-        "vit_tiny_patch16_224", **{"img_size": 32, "dynamic_img_size": True} | SMALL | options
+        "vit_tiny_patch16_224", **VIT | {"num_classes": 5, "dynamic_img_size": True} | options
     )
     return model.eval()
 
@@ -45,7 +37,7 @@ def timm_vit(**options: Any) -> nn.Module:
 def hf_vit() -> nn.Module:
     torch.manual_seed(0)
     transformers = load_package("transformers")
-    config = transformers.Dinov2Config(**VISION | {"num_labels": 5})
+    config = transformers.Dinov2Config(**HF | {"num_labels": 5})
     model: nn.Module = transformers.Dinov2ForImageClassification(config)
     return model.eval()
 
@@ -68,9 +60,7 @@ def logits(model: nn.Module, pixels: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("host", HOSTS)
-def test_threads_with_pictures_of_other_shapes_do_not_disturb_each_other(
-    host: str, change: str
-) -> None:
+def test_threads_with_different_grids_do_not_interfere(host: str, change: str) -> None:
     model = CHANGES[change](HOSTS[host]())
     shown = {size: pictures(size) for size in (WIDE, TALL, (32, 32))}
     with torch.no_grad():
@@ -161,7 +151,7 @@ def test_the_checkpointing_of_the_hosts_recomputes_with_the_grid_of_its_own_pass
         torch.testing.assert_close(mine, theirs)
 
 
-def test_checkpointing_of_a_whole_model_is_served() -> None:
+def test_checkpointing_of_a_whole_model() -> None:
     model = patch(timm_vit(), rule=COARSE, layers="all")
     expected = gradients(model)
     whole = copy.deepcopy(model)
@@ -189,7 +179,7 @@ def test_checkpointing_inside_a_block_is_refused_where_the_grid_is_ambiguous() -
     assert len(expected) == len(list(model.parameters()))
 
 
-def test_nothing_is_kept_once_the_tokens_are_gone() -> None:
+def test_no_state_outlives_its_tokens() -> None:
     model = patch(timm_vit(), rule=COARSE, layers="all")
     logits(model, pictures(WIDE)).sum().backward()
     assert screened_layers(model)[0].token_grid.passes._attached == {}
@@ -286,9 +276,7 @@ def test_copies_and_pickles_are_changed_alike_and_on_their_own(host: str, change
 
 def depth_anything() -> nn.Module:
     transformers = load_package("transformers")
-    backbone = transformers.Dinov2Config(
-        **VISION, out_indices=[1, 2, 3], reshape_hidden_states=False
-    )
+    backbone = transformers.Dinov2Config(**HF, out_indices=[1, 2, 3], reshape_hidden_states=False)
     config = transformers.DepthAnythingConfig(
         backbone_config=backbone,
         reassemble_hidden_size=24,
@@ -303,15 +291,15 @@ def depth_anything() -> nn.Module:
 
 def backbone() -> nn.Module:
     transformers = load_package("transformers")
-    return transformers.Dinov2Backbone(transformers.Dinov2Config(**VISION, out_indices=[1, 2, 3]))
+    return transformers.Dinov2Backbone(transformers.Dinov2Config(**HF, out_indices=[1, 2, 3]))
 
 
 def llava() -> nn.Module:
     transformers = load_package("transformers")
-    text = {k: v for k, v in VISION.items() if k not in ("image_size", "patch_size")}
+    text = {k: v for k, v in HF.items() if k not in ("image_size", "patch_size")}
     text |= {"vocab_size": 50, "max_position_embeddings": 128, "num_key_value_heads": 3}
     config = transformers.LlavaConfig(
-        vision_config=transformers.CLIPVisionConfig(**VISION),
+        vision_config=transformers.CLIPVisionConfig(**HF),
         text_config=transformers.LlamaConfig(**text),
         image_token_index=49,
         image_seq_length=64,
@@ -322,7 +310,7 @@ def llava() -> nn.Module:
 
 def features_only() -> nn.Module:
     return load_package("timm").create_model(
-        "vit_tiny_patch16_224", features_only=True, img_size=32, **{**SMALL, "num_classes": 0}
+        "vit_tiny_patch16_224", features_only=True, **VIT, num_classes=0
     )
 
 
@@ -345,7 +333,7 @@ DENSE: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module, Tensor], An
 
 
 @pytest.mark.parametrize("name", DENSE)
-def test_models_that_read_between_blocks_are_served(name: str) -> None:
+def test_models_that_read_block_outputs(name: str) -> None:
     make, read = DENSE[name]
     torch.manual_seed(0)
     model, pixels = make().eval(), pictures((32, 32))
@@ -364,7 +352,7 @@ def test_models_that_read_between_blocks_are_served(name: str) -> None:
         assert not all(torch.equal(x, y) for x, y in zip(merged, full, strict=True))
 
 
-def test_tokens_travel_through_a_model_in_raster_order_alone() -> None:
+def test_patch_takes_no_order() -> None:
     with pytest.raises(TypeError, match="order"):
         patch(timm_vit(), error=0.0, layers="all", order="z")  # type: ignore[call-arg]
 
@@ -416,7 +404,7 @@ def test_tokens_replaced_between_merged_blocks_are_refused() -> None:
         model(pictures((32, 32)))
 
 
-def test_unmerging_a_grid_that_was_given_back_changes_nothing() -> None:
+def test_unmerge_returns_a_full_grid_unchanged() -> None:
     model = reduce(timm_vit(), "tome:4", dense=True)
     with torch.no_grad():
         tokens = model.forward_features(pictures((32, 32)))
@@ -425,7 +413,7 @@ def test_unmerging_a_grid_that_was_given_back_changes_nothing() -> None:
 
 def test_attention_weights_of_a_patched_model_are_refused() -> None:
     transformers = load_package("transformers")
-    config = transformers.ViTConfig(**VISION)
+    config = transformers.ViTConfig(**HF)
     config._attn_implementation = "eager"
     model = transformers.ViTModel(config).eval()
     pixels = pictures((32, 32))
@@ -475,7 +463,7 @@ def tokens_of(model: nn.Module, pixels: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("other", [TALL, (32, 32)])
 @pytest.mark.parametrize("change", CHANGES)
-def test_passes_in_turns_and_inside_each_other_keep_their_grids(
+def test_interleaved_and_nested_passes_keep_their_grids(
     change: str, other: tuple[int, int]
 ) -> None:
     model = CHANGES[change](timm_vit())
@@ -505,7 +493,7 @@ def test_passes_in_turns_and_inside_each_other_keep_their_grids(
             handle.remove()
 
 
-def test_pictures_that_wait_for_the_same_block_are_refused_where_they_cannot_be_told() -> None:
+def test_ambiguous_pending_grids_are_refused() -> None:
     model = patch(timm_vit(), rule=COARSE, layers="last-1")
     first, second = tokens_of(model, pictures(WIDE)), tokens_of(model, pictures(TALL))
     with pytest.raises(RuntimeError, match="grids of 4x8 and 8x4"):

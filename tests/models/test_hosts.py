@@ -145,7 +145,7 @@ def test_a_wrapped_model_is_found() -> None:
         (lambda: nn.Linear(2, 2), "torch.nn.modules.linear.Linear", "not known"),
     ],
 )
-def test_what_cannot_be_served_is_refused(
+def test_unsupported_models_are_refused(
     model: Callable[[], nn.Module], culprit: str, reason: str
 ) -> None:
     with pytest.raises(TypeError, match=reason) as caught:
@@ -170,7 +170,7 @@ def test_parallel_blocks_and_an_unknown_attention_are_refused() -> None:
         patch("vit")
 
 
-def test_a_host_that_spells_its_softmax_out_is_served_too() -> None:
+def test_unfused_attention_is_replaced_too() -> None:
     model, pixels = make_model("vit"), pictures()
     for block in model.blocks:
         block.attn.fused_attn = False

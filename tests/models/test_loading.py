@@ -83,7 +83,7 @@ def test_weights_that_do_not_fit_are_named(tmp_path: Path) -> None:
         (b"", "is empty"),
     ],
 )
-def test_weights_that_are_text_are_refused_with_a_way_out(
+def test_text_files_are_refused_as_weights(
     tmp_path: Path, name: str, content: bytes, words: str
 ) -> None:
     (tmp_path / name).write_bytes(content)
@@ -111,14 +111,14 @@ def test_a_folder_whose_weights_are_text_is_refused(tmp_path: Path) -> None:
         ("nope", "deit_tiny_patch16_224"),
     ],
 )
-def test_names_that_timm_does_not_have_meet_close_ones(name: str, offered: str) -> None:
+def test_unknown_timm_names_suggest_similar_ones(name: str, offered: str) -> None:
     with pytest.raises(ValueError, match=f"timm has no model '{name}'.*such as .*{offered}"):
         load_model(f"timm:{name}")
     with pytest.raises(ValueError, match=f"timm has no model '{name}'.*such as .*{offered}"):
         load_any_size(f"timm:{name}", size=224)
 
 
-def test_sizes_that_patches_do_not_fill_are_refused_with_those_that_fit(tmp_path: Path) -> None:
+def test_image_sizes_must_be_multiples_of_the_patch_size(tmp_path: Path) -> None:
     weights = tmp_path / "weights.pt"
     torch.save(load_package("timm").create_model("vit_tiny_patch16_224").state_dict(), weights)
     fitting = r"multiple of 16, such as 96 or 112"

@@ -129,7 +129,7 @@ def test_gradients_flow_through_the_trees() -> None:
     assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
 
 
-def test_layers() -> None:
+def test_layer_indices() -> None:
     assert layer_indices("all", 3) == (0, 1, 2)
     assert layer_indices("last-2", 12) == (10, 11)
     assert layer_indices([5, 1, 5], 12) == (1, 5)
@@ -167,7 +167,7 @@ def test_options_are_checked_before_anything_is_changed() -> None:
     assert any(stats.fallback for stats in recording[0].stats)
 
 
-def test_what_a_screened_layer_cannot_do_it_says() -> None:
+def test_unsupported_calls_of_a_screened_layer_are_refused() -> None:
     model = patch(timm_model("vit_tiny_patch16_224", **VIT, attn_drop_rate=0.1), layers="all")
     with pytest.raises(ValueError, match=r"dropout of 0.1.*model.eval"):
         model.train()(pictures())

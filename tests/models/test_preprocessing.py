@@ -15,7 +15,9 @@ from bmfa.packages import load_package
 
 @pytest.mark.parametrize("size", [(300, 200), (200, 300), (256, 256), (57, 91)])
 @pytest.mark.parametrize("crop_pct", [0.875, 0.9, 1.0])
-def test_preprocessing_is_timms_but_for_the_corner(size: tuple[int, int], crop_pct: float) -> None:
+def test_preprocessing_matches_timm_up_to_the_rounding_of_the_crop(
+    size: tuple[int, int], crop_pct: float
+) -> None:
     timm_data = load_package("timm.data")
     pixels = np.random.default_rng(0).integers(0, 256, (*size, 3), dtype=np.uint8)
     image = load_package("PIL.Image").fromarray(pixels)

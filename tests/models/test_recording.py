@@ -89,7 +89,7 @@ def test_attention_over_tiles_has_no_weights_to_record() -> None:
     assert torch.equal(recording[1].attention[0], recording[1].full_attention[0])
 
 
-def test_coins_differ_between_layers() -> None:
+def test_random_rules_differ_between_layers() -> None:
     model = patch(make_model("vit"), rule="random-quadrants:0.5", layers="all")
     with record(model) as recording:
         run(model, pictures())

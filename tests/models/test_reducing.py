@@ -78,7 +78,7 @@ def shown(name: str) -> Tensor:
 
 
 @pytest.mark.parametrize(("name", "policy"), host_policies(IDLE))
-def test_nothing_removed_is_the_hosts_output(name: str, policy: str) -> None:
+def test_policies_that_remove_nothing_keep_the_output(name: str, policy: str) -> None:
     model, pixels = make_model(name), shown(name)
     full = run(model, pixels)
     assert reduce(model, policy) is model
@@ -219,7 +219,9 @@ def test_merging_keeps_exact_multiplicities(name: str, policy: str) -> None:
         ("fixed-pool:2", [197] * 6 + [50] * 6),
     ],
 )
-def test_tokens_behind_every_block_of_a_deit(policy: str, counts: list[int], depth: int) -> None:
+def test_token_counts_after_every_block_of_a_deit(
+    policy: str, counts: list[int], depth: int
+) -> None:
     timm = bmfa.packages.load_package("timm")
     torch.manual_seed(0)
     model = timm.create_model("deit_tiny_patch16_224", embed_dim=12, num_heads=2, num_classes=3)
@@ -393,7 +395,7 @@ def test_reduce_replaces_patch_and_patch_replaces_reduce() -> None:
     assert torch.equal(run(unpatch(model), pixels), full)
 
 
-def test_a_budget_beyond_the_tokens_is_refused_at_the_pass() -> None:
+def test_a_budget_beyond_the_tokens_is_refused_in_the_forward_pass() -> None:
     model = reduce(make_model("vit"), "tome:33")
     with pytest.raises(
         ValueError, match=r"tome:33 removes 33 .*8x8 grid at most 32 can be removed"
@@ -427,7 +429,7 @@ def test_a_budget_beyond_the_tokens_is_refused_at_the_pass() -> None:
         (lambda m: _ran(m, "tome:3", is_causal=True), ValueError, "causal attention"),
     ],
 )
-def test_what_cannot_be_served_says_so(
+def test_refusals_name_the_reason(
     act: Callable[[Any], object], kind: type[Exception], message: str
 ) -> None:
     with pytest.raises(kind, match=message):
@@ -445,7 +447,7 @@ def test_attention_dropout_is_refused() -> None:
         model.train()(pictures())
 
 
-def test_a_host_that_spells_its_softmax_out_is_served_too() -> None:
+def test_unfused_attention_is_replaced_too() -> None:
     model, pixels = make_model("vit"), pictures()
     fused = run(reduce(model, "free-energy:4"), pixels)
     unpatch(model)
@@ -511,7 +513,7 @@ def test_a_reduced_model_replays_as_a_graph(policy: str) -> None:
 
 
 @pytest.mark.parametrize("changed", ["norm", "hook", "dropout"])
-def test_what_a_layer_has_besides_is_not_skipped(changed: str) -> None:
+def test_optional_parts_of_a_layer_are_not_skipped(changed: str) -> None:
     """Plain layers are spelt out; any other runs as it is written."""
     model, pixels = make_model("vit"), pictures()
     reduce(model, "tome:0")

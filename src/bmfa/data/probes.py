@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch.utils.data import Dataset
 
+from bmfa.checks import check_integer
 from bmfa.data.instances import Instance, InstanceSource, Tally
 from bmfa.data.workers import iterate, make_loader
 from bmfa.packages import load_package
@@ -65,9 +66,6 @@ class ProbeSettings:
     picture_size: int = 256
 
     def __post_init__(self) -> None:
-        # `checks` imports torch, which worker processes do not need.
-        from bmfa.checks import check_integer
-
         check_integer("grid", self.grid, low=1)
         check_integer("picture_size", self.picture_size, low=1, high=8192)
         if self.picture_size % self.grid:
@@ -112,8 +110,8 @@ class ProbeBlock:
     def scores(self, mode: Mode) -> NDArray[np.float64]:
         """Return the score grids in raster order, (count, n * n) float64.
 
-        Args: mode: "image-edge" scores cells by the edges of the picture, "mask-only" by the
-            contour alone.
+        Args:
+            mode: "image-edge" scores cells by the edges of the picture, "mask-only" by the contour.
 
         Raises:
             ValueError: the mode is unknown.
@@ -170,8 +168,6 @@ def probe_blocks(
         >>> blocks[0].scores("mask-only").shape[1]
         256
     """
-    from bmfa.checks import check_integer
-
     check_integer("workers", workers, low=1)
     if limit is not None:
         check_integer("limit", limit, low=1)

@@ -36,9 +36,10 @@ def proportional_attention(
         mass: True to return the mass as well.
         backend: "auto" selects Triton on CUDA if it supports the inputs, and eager otherwise.
 
-    Returns: The output (B, H, T, d), and the mass or None. The mass is (B, parts, T) float32;
-        summed over its parts it is the attention on each key, averaged over the prefix queries
-        (over all queries if prefix is 0) and summed over heads. Equal inputs give equal bits.
+    Returns:
+        The output (B, H, T, d), and the mass or None. The mass is (B, parts, T) float32; summed
+        over its parts it is the attention on each key, averaged over the prefix queries (over all
+        queries if prefix is 0) and summed over heads. Equal inputs give equal bits.
 
     Raises:
         ValueError: shapes do not match, or `backend="triton"` cannot run, with the reason.
@@ -89,12 +90,13 @@ def merge_tokens(
         prefix: number of leading tokens that are not spatial.
         backend: "auto" selects Triton on CUDA if it supports the inputs, and eager otherwise.
 
-    Returns: Tokens (B, T - r, C), sizes (B, T - r) float32, and the assignment (B, T) int32: the
-        new position of every old token.
+    Returns:
+        Tokens (B, T - r, C), sizes (B, T - r) float32, and the assignment (B, T) int32: the new
+        position of every old token.
 
-    Raises: ValueError: shapes do not match, r is out of range, or `backend="triton"` cannot run,
-        with the
-            reason.
+    Raises:
+        ValueError: shapes do not match, r is out of range, or `backend="triton"` cannot run, with
+            the reason.
     """
     if x.dim() != 3:
         raise ValueError(f"x has shape {tuple(x.shape)}; pass tokens as (B, T, C)")
