@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from bmfa.checks import check_integer
 from bmfa.data.drawn.glyphs import GLYPH_CLASSES, draw_glyph
 from bmfa.data.pictures import PictureError, PictureFiles
 from bmfa.packages import load_package
@@ -28,10 +29,12 @@ _MAX_REASONS = 5  # reasons that a summary lists
 class LabelledPicture:
     """A picture and its class.
 
-    Args: name: name of the picture in messages. pixels: (height, width, 3) uint8 RGB. label: index
-        of the class, None if unknown. label_name: name of the class if the data set has its own
-        classes; None means the name that the
-            model gives to the index.
+    Args:
+        name: name of the picture in messages.
+        pixels: (height, width, 3) uint8 RGB.
+        label: index of the class, None if unknown.
+        label_name: name of the class if the data set has its own classes; None means the name that
+            the model gives to the index.
     """
 
     name: str
@@ -87,8 +90,6 @@ class LabelledPictures:
         limit: int | None = None,
         strict: bool = False,
     ) -> None:
-        from bmfa.checks import check_integer  # imports torch, which reading does not need
-
         self.files = PictureFiles(path)
         self.strict = strict
         self.skipped = SkippedPictures()
@@ -154,8 +155,6 @@ class EmbeddedPictures:
     """
 
     def __init__(self, count: int, seed: int = 0) -> None:
-        from bmfa.checks import check_integer  # imports torch, which drawing does not need
-
         self.count, self.seed = check_integer("count", count, low=1), seed
 
     def __len__(self) -> int:

@@ -189,8 +189,8 @@ class AnnotationFile:
     Args:
         path: the JSON file.
 
-    Raises: AnnotationError: the file cannot be read, or its first wrong entry, by its place in the
-        file.
+    Raises:
+        AnnotationError: the file cannot be read, or an entry is wrong; the message says which.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:

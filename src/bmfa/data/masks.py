@@ -27,8 +27,10 @@ class MaskError(ValueError):
 def decode_mask(segmentation: Any, height: int, width: int) -> NDArray[np.bool_]:
     """Decode a COCO segmentation.
 
-    Args: segmentation: list of polygons, or run lengths {"size", "counts"} with counts as list or
-        string. height: height of the picture in pixels. width: width of the picture in pixels.
+    Args:
+        segmentation: list of polygons, or run lengths {"size", "counts"} as list or string.
+        height: height of the picture in pixels.
+        width: width of the picture in pixels.
 
     Returns:
         (height, width) bool with at least one True.

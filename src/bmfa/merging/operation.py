@@ -1,4 +1,4 @@
-"""The merge operation in torch: match tokens, number those that stay, average each group.
+"""The merge operation in torch: match tokens, number the remaining ones, average each group.
 
 Shapes: x (B, T, C) holds the tokens, prefix tokens first; size (B, T) float32 counts the original
     tokens that each token stands for. An `assignment` (B, T) int32 maps every old token to its new
@@ -78,8 +78,8 @@ def pool(
         count: number of new positions T'.
         weight: (B, T) weights of the averages; `size` if None.
 
-    Returns: Tokens (B, T', C) in the dtype of x, averaged in float32 or wider, and sizes (B, T'),
-        summed.
+    Returns:
+        Tokens (B, T', C) in the dtype of x, averaged in float32 or wider, and summed sizes (B, T').
     """
     weight = size if weight is None else weight
     pruned = assignment < 0

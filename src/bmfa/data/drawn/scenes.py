@@ -102,8 +102,8 @@ def draw_scene(seed: int, index: int) -> list[Instance]:
         seed: seed of the set, at least 0.
         index: index in the set, at least 0.
 
-    Returns: Its instances, whose masks do not overlap; equal arguments give equal bits on every
-        platform.
+    Returns:
+        Its instances, whose masks are disjoint; equal arguments give equal bits on every platform.
 
     Raises:
         ValueError: the seed or the index is negative.

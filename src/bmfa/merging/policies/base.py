@@ -149,15 +149,17 @@ class Policy:
 
     Example:
         >>> from dataclasses import dataclass
-        >>> from bmfa import merging
+        >>> import torch
+        >>> from bmfa import Grid, merging
         >>> @dataclass(frozen=True)
-        ... class KeepFirstHalf(merging.Policy):
+        ... class MergeFirstPair(merging.Policy):
         ...     def reduce(self, state):
-        ...         x, size = state.x, state.size
-        ...         count = x.shape[1] // 2
-        ...         return merging.ReducedTokens(x[:, :count], size[:, :count])
-        >>> KeepFirstHalf().reads_mass(0, 12)
-        False
+        ...         first = torch.zeros(len(state.x), 1, dtype=torch.long)
+        ...         return state.merge_pairs(first + 1, first)
+        >>> x, k = torch.randn(1, 17, 8), torch.randn(1, 2, 17, 4)
+        >>> state = merging.LayerState(0, 12, Grid(4, 4), 1, x, torch.ones(1, 17), k)
+        >>> MergeFirstPair().reduce(state).size[0, :3].tolist()
+        [1.0, 2.0, 1.0]
     """
 
     name: ClassVar[str] = ""
@@ -223,7 +225,7 @@ def check_budget(budget: object, *, least: float = 0.0) -> None:
     if isinstance(budget, int) and not isinstance(budget, bool):
         check_integer("tokens removed from a block", budget, low=0)
     else:
-        check_number("share kept by a block", budget, low=least, high=1.0, open_low=least == 0.0)
+        check_number("fraction kept by a block", budget, low=least, high=1.0, open_low=least == 0.0)
 
 
 def removed_count(budget: int | float, tokens: int) -> int:

@@ -36,7 +36,7 @@ class EViT(Policy):
     fraction: float
 
     def __post_init__(self) -> None:
-        check_number("share kept", self.fraction, low=0.0, high=1.0, open_low=True)
+        check_number("fraction kept", self.fraction, low=0.0, high=1.0, open_low=True)
 
     def __str__(self) -> str:
         return f"evit:{self.fraction!r}"

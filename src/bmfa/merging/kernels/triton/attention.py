@@ -13,14 +13,13 @@ import triton.language as tl
 from torch import Tensor
 
 from bmfa.attention.kernels.triton.launch import CachedLaunch
+from bmfa.merging.kernels.triton.features import MAX_PLANS
 
 LOG2_E = math.log2(math.e)  # exp(x) = exp2(x * LOG2_E)
-# Plans are a few hundred bytes each; a reduced model of 24 blocks needs 48.
-MAX_PLANS = 256
 
 
 class LaunchConfig(NamedTuple):
-    """Queries per tile, tiles per program, warps, pipeline stages; measured by `bmfa bench model`."""
+    """Queries per tile, tiles per program, warps, pipeline stages; see `bmfa evaluate`."""
 
     block_m: int
     tiles: int

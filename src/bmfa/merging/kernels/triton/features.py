@@ -12,6 +12,8 @@ from bmfa.attention.kernels.triton.launch import CachedLaunch
 
 LAYER_NORM_EPS = tl.constexpr(1e-5)  # the default of torch.nn.functional.layer_norm
 MIN_NORM = tl.constexpr(1e-12)  # the default of torch.nn.functional.normalize
+# Launches that each kernel caches, a few hundred bytes each; a reduced model of 24 blocks needs 24.
+MAX_PLANS = 256
 # Keys per program of unit_mean_keys_kernel: 32 rows of 64 channels fill four warps.
 KEYS_BLOCK_T = 32
 

@@ -12,21 +12,20 @@ from torch import Tensor
 
 from bmfa.attention.kernels.triton.launch import CachedLaunch
 from bmfa.merging.kernels.triton.features import (
+    MAX_PLANS,
     feature_statistics,
     load_features,
     load_rows,
     store_rows,
 )
 
-# Pinned launch configuration; `bmfa bench model` measures it.
+# Pinned launch configuration; measured by `bmfa evaluate --method tome:8`.
 BLOCK_DST = 32  # destinations per step of the matching
 BLOCK_C = 64  # channels per step
 WARPS = 8  # up to 256 tokens, twice as many beyond
 # 128 registers per thread let two programs share a multiprocessor. More than 32 pairs and float32
 # features need more registers than that, and are left to the compiler.
 MAX_REGISTERS = 128
-# Plans are a few hundred bytes each; a reduced model of 24 blocks needs 48.
-MAX_PLANS = 256
 
 # A cost that overflows float32 is replaced by this number, which is below the infinity of the
 # tokens that are not matched, so that r pairs are always found.

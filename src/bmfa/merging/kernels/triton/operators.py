@@ -13,13 +13,13 @@ from torch.utils.flop_counter import register_flop_formula
 
 from bmfa.packages import load_package
 
-# A program holds the keys of a head, or all pairs of a picture, on chip. At 512 tokens the merge
-# kernel compares 256 x 256 pairs and still compiles without spilling to local memory.
+# The attention kernel holds all keys of a head on chip, the merge kernel ranks all even positions of a
+# picture against each other: 256 x 256 comparisons at 512 tokens, four times as many beyond.
 MAX_TOKENS = 512
 # Bytes of the keys of one head, padded to powers of two. Keys and values together take twice as
 # much of the 227 KiB of shared memory of a multiprocessor of compute capability 9.0.
 MAX_KEY_BYTES = 65536
-MIN_TRITON = (3, 2)
+MIN_TRITON = (3, 2)  # as the extra `triton` installs
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 # Defined without torch.library.custom_op, whose wrappers cost 10 to 25 microseconds a call.
