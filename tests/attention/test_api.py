@@ -238,7 +238,7 @@ def test_the_certificate_is_never_below_the_error(name, masked):
         _, trees = reference.per_query_attention(
             *(t.numpy() for t in (q, k, v)), 6, 7, rule, prefix=2,
             valid=None if valid is None else valid.numpy(),
-            keep=rule.draw(2 * 2 * 44, 4).view(2, 2, 44, 4).numpy() if "random" in name else None,
+            coins=rule.draw(2 * 2 * 44, 4).view(2, 2, 44, 4).numpy() if "random" in name else None,
         )  # fmt: skip
         error = torch.from_numpy(reference.attention_error(q.numpy(), k.numpy(), trees, prefix=2))
         assert (result.stats.certificate >= error).all()

@@ -125,7 +125,7 @@ def test_tiles_leave_remainders_at_the_right_and_bottom():
 @pytest.mark.parametrize("shape", SHAPES)
 def test_leaves_partition_the_grid(shape, rule):
     scores = np.random.default_rng(7).normal(size=shape) * 2
-    tree = build_tree(scores, rule, keep=COINS)
+    tree = build_tree(scores, rule, coins=COINS)
     covered = np.zeros(shape, int)
     for top, left, bottom, right in tree.leaves:
         covered[top:bottom, left:right] += 1
@@ -138,7 +138,7 @@ def test_leaves_partition_the_grid(shape, rule):
 @given(st.integers(0, 10**6), st.sampled_from(ALL_RULES), st.sampled_from([None, 0, 1, 3]))
 def test_leaves_partition_the_valid_tokens(seed, rule, max_depth):
     scores, valid, tau = random_case(seed)
-    tree = build_tree(scores, rule, tau=tau, max_depth=max_depth, valid=valid, keep=COINS)
+    tree = build_tree(scores, rule, tau=tau, max_depth=max_depth, valid=valid, coins=COINS)
     index = tree.leaf_index()
     assert ((index >= 0) == (True if valid is None else valid)).all()
     assert set(index[index >= 0]) == set(range(len(tree.leaves)))
@@ -153,8 +153,8 @@ def test_padding_is_never_read():
     valid[2:7, 1:5] = True
     poisoned = np.where(valid, scores, np.nan)
     for rule in ALL_RULES:
-        tree = build_tree(scores, rule, valid=valid, keep=COINS)
-        assert tree == build_tree(poisoned, rule, valid=valid, keep=COINS)
+        tree = build_tree(scores, rule, valid=valid, coins=COINS)
+        assert tree == build_tree(poisoned, rule, valid=valid, coins=COINS)
         assert tree.error(poisoned) == tree.error(scores)
 
 
@@ -223,7 +223,7 @@ def test_two_point_bounds_are_tight_on_two_points():
 @given(st.integers(0, 10**6), st.sampled_from(ALL_RULES))
 def test_global_kl_equivalence(seed, rule):
     scores, valid, tau = random_case(seed)
-    tree = build_tree(scores, rule, tau=tau, valid=valid, keep=COINS)
+    tree = build_tree(scores, rule, tau=tau, valid=valid, coins=COINS)
     exact, approximate = tokens_of(scores, valid), tokens_of(tree.reconstruct(scores), valid)
     error = tree.error(scores, tau)
     assert error == pytest.approx(tau * kl_divergence(approximate, exact, tau), abs=1e-10)
@@ -333,7 +333,7 @@ def test_depth_limited_leaves_are_those_one_more_level_splits(seed, depth, rule)
         return
     scores, valid, tau = random_case(seed)
     shallow, deep = (
-        build_tree(scores, rule, tau=tau, max_depth=limit, valid=valid, keep=COINS)
+        build_tree(scores, rule, tau=tau, max_depth=limit, valid=valid, coins=COINS)
         for limit in (depth, depth + 1)
     )
     stopped = {
@@ -427,7 +427,7 @@ def test_quadrants_are_kept_token_by_token_or_as_a_mean():
 def test_coins_count_the_quadrants_of_some_area():
     def kept(shape, coins, valid=None):
         rule = rules.RandomQuadrants(0.5)
-        return build_tree(np.zeros(shape), rule, keep=coins, valid=valid).leaves
+        return build_tree(np.zeros(shape), rule, coins=coins, valid=valid).leaves
 
     assert kept((1, 4), [False, True]) == [(0, 0, 1, 2), (0, 2, 1, 3), (0, 3, 1, 4)]
     assert kept((4, 4), [False, False, True, False])[2:6] == [
@@ -594,14 +594,14 @@ def test_synthetic_sweep_of_the_optimal_tree():
 def test_translation_leaves_every_tree_alone():
     scores = np.round(np.random.default_rng(4).normal(size=(14, 14)) * 64) / 64
     for rule in ALL_RULES:
-        tree = build_tree(scores, rule, keep=COINS)
-        assert tree == build_tree(scores + 2.0**13, rule, keep=COINS)
+        tree = build_tree(scores, rule, coins=COINS)
+        assert tree == build_tree(scores + 2.0**13, rule, coins=COINS)
 
 
 @pytest.mark.parametrize("rule", ALL_RULES, ids=repr)
 def test_large_scores_at_low_temperature(rule):
     scores = np.random.default_rng(8).uniform(-1e4, 1e4, (14, 14))
-    tree = build_tree(scores, rule, tau=1e-3, keep=COINS)
+    tree = build_tree(scores, rule, tau=1e-3, coins=COINS)
     error = tree.error(scores, 1e-3)
     assert np.isfinite(error)
     approximate = tree.reconstruct(scores)
@@ -644,7 +644,7 @@ def test_exact_gap_zero_is_dense_attention(height, width, prefix, masked):
 def test_multiplicity_equivalence(rule):
     q, k, v = qkv(3, 1, 2, 1 + 6 * 7)
     valid = np.random.default_rng(4).random(42) < 0.8
-    options = {"prefix": 1, "valid": valid, "keep": COINS}
+    options = {"prefix": 1, "valid": valid, "coins": COINS}
     repeated, trees = reference.per_query_attention(q, k, v, 6, 7, rule, **options)
     representative, same = reference.per_query_attention(
         q, k, v, 6, 7, rule, **options, form="representative"
@@ -684,7 +684,7 @@ def test_attention_error_is_the_divergence_over_all_keys(rule):
 def test_coins_reach_their_own_trees():
     q, k, v = qkv(6, 1, 2, 16)
     coins = np.random.default_rng(7).random((1, 2, 16, 4)) < 0.5
-    _, trees = reference.per_query_attention(q, k, v, 4, 4, rules.RandomQuadrants(0.5), keep=coins)
+    _, trees = reference.per_query_attention(q, k, v, 4, 4, rules.RandomQuadrants(0.5), coins=coins)
     for h, i in np.ndindex(2, 16):
         assert len(trees[0][h][i].leaves) == 4 + 3 * coins[0, h, i].sum()
 
@@ -692,7 +692,7 @@ def test_coins_reach_their_own_trees():
 def test_refusals_teach():
     with pytest.raises(NotImplementedError, match="batch"):
         build_tree(np.zeros((2, 2)), rules.Optimal(leaves=2, pooled=True))
-    with pytest.raises(ValueError, match="keep="):
+    with pytest.raises(ValueError, match="coins="):
         build_tree(np.zeros((2, 2)), rules.RandomQuadrants(0.5))
     with pytest.raises(ValueError, match="finite"):
         build_tree(np.full((2, 2), np.inf), rules.GlobalMean())

@@ -100,7 +100,7 @@ def _run_reference(inputs: AttentionInputs, options: AttentionOptions, rule: Rul
         scale=inputs.scale,
         max_depth=options.max_depth,
         valid=None if masks is None else masks.numpy(),
-        keep=_random_choices(rule, shape, inputs.grid),
+        coins=_random_choices(rule, shape, inputs.grid),
         form=options.form,
     )
     boxes = [tree.leaves for heads in trees for queries in heads for tree in queries]

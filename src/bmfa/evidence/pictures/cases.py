@@ -16,7 +16,14 @@ from bmfa.data import ProbeBlock, ProbeSettings, Tally
 from bmfa.data.instances import InstanceSource
 from bmfa.data.probes import Mode, Progress, probe_blocks
 from bmfa.evidence.pictures.thumbnails import jpeg_uri
-from bmfa.evidence.probes.run import PROTOCOL, TAU, check_probe, check_used, describe, scores_of
+from bmfa.evidence.probes.measure import (
+    PROTOCOL,
+    TAU,
+    check_any_instances,
+    describe_source,
+    score_grids,
+)
+from bmfa.evidence.probes.run import check_probe
 from bmfa.grid import Grid
 from bmfa.packages import load_package
 from bmfa.records import Record, Row
@@ -63,9 +70,9 @@ def run(
     blocks = list(
         probe_blocks(source, settings, workers=workers, limit=limit, tally=tally, progress=progress)
     )
-    check_used(sum(map(len, blocks)), tally)
+    check_any_instances(sum(map(len, blocks)), tally)
     probes = _joined(blocks)
-    scores = scores_of([probes], mode)
+    scores = score_grids([probes], mode)
     choices = _choose(probes, scores, count)
     scores = scores[[choice.place for choice in choices]]
     trees = {name: screen(scores, _grid(probes), rule, tau=TAU) for name, rule in rules.items()}
@@ -81,7 +88,7 @@ def run(
         "workers": workers,
         "seed": seed,
         "protocol": PROTOCOL,
-        **describe(source, tally),
+        **describe_source(source, tally),
     }
     return Record("cases", told, [{"dataset": dataset, **row} for row in rows])
 

@@ -1,4 +1,7 @@
-"""The specification: energies, trees and screened attention in float64 NumPy, grid by grid."""
+"""The specification: energies, trees and attention in float64 NumPy, without vectorisation over grids.
+
+Every faster path is tested against these functions.
+"""
 
 from bmfa.attention.kernels.reference.energy import (
     free_energy,

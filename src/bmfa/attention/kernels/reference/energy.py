@@ -1,4 +1,7 @@
-"""Energies and bounds of one block in float64, accurate down to 0."""
+"""Energies and bounds of one block in float64, with relative errors of a few roundings down to 0.
+
+A block has n scores s_i with mean M, at temperature tau.
+"""
 
 import math
 from collections.abc import Sequence
@@ -9,70 +12,80 @@ import numpy.typing as npt
 
 Array = npt.NDArray[np.float64]
 
-LARGEST_EXPONENT = 700.0  # exp overflows in float64 beyond 709
+LARGEST_EXPONENT = 700.0  # exp overflows in float64 beyond 709.78
+# Below this, the terms of the series that are left out, x^7 / 5040 and so on, are less than a rounding.
+SERIES_RADIUS = 0.001
 
 
-def _excess(x: float) -> float:
-    """exp(x) - 1 - x >= 0, by its series where the difference would cancel."""
-    if -0.001 < x < 0.001:
+def _exp_minus_linear(x: float) -> float:
+    """Return exp(x) - 1 - x >= 0, by its series where the difference would cancel."""
+    if -SERIES_RADIUS < x < SERIES_RADIUS:
         return x * x * (0.5 + x * (1 / 6 + x * (1 / 24 + x * (1 / 120 + x / 720))))
     return math.expm1(x) - x
 
 
 def log_mean_exp(weights: Sequence[float], deviations: Sequence[float]) -> float:
-    """log sum_c w_c exp(x_c) = log(1 + sum_c w_c (exp(x_c) - 1 - x_c)), where sum_c w_c x_c = 0.
+    """Return log sum_c w_c exp(x_c), where sum_c w_c = 1 and sum_c w_c x_c = 0.
 
-    The second form adds terms of one sign, so its relative error stays at rounding down to 0.
+    It equals log(1 + sum_c w_c (exp(x_c) - 1 - x_c)), whose terms have one sign, so that the relative
+    error is a few roundings however small the result.
     """
-    peak = max(deviations)
-    if peak < LARGEST_EXPONENT:
-        return math.log1p(math.fsum(map(mul, weights, map(_excess, deviations))))
-    return peak + math.log(math.fsum(map(mul, weights, [math.exp(x - peak) for x in deviations])))
+    largest = max(deviations)
+    if largest < LARGEST_EXPONENT:
+        return math.log1p(math.fsum(map(mul, weights, map(_exp_minus_linear, deviations))))
+    shifted = [math.exp(x - largest) for x in deviations]
+    return largest + math.log(math.fsum(map(mul, weights, shifted)))
 
 
 def log_sum_exp(logits: npt.ArrayLike) -> float:
-    """log sum_i exp(a_i)."""
+    """Return log sum_i exp(a_i)."""
     values = np.asarray(logits, np.float64)
-    peak = values.max()
-    return float(peak + np.log(np.exp(values - peak).sum()))
+    largest = values.max()
+    return float(largest + np.log(np.exp(values - largest).sum()))
 
 
-def centred(scores: npt.ArrayLike, tau: float) -> Array:
-    """(s_i - M) / tau; taking the maximum off first makes a constant block exactly 0."""
+def centered(scores: npt.ArrayLike, tau: float) -> Array:
+    """Return (s_i - M) / tau. The maximum is subtracted first, so a constant block is exactly 0."""
     values = np.asarray(scores, np.float64).ravel()
-    below = (values - values.max()) / tau
-    return np.asarray(below - math.fsum(below) / below.size)
+    shifted = (values - values.max()) / tau
+    return np.asarray(shifted - math.fsum(shifted) / shifted.size)
 
 
 def gap(scores: npt.ArrayLike, tau: float = 1.0) -> float:
-    """G = F - M = tau log(1/n sum_i exp((s_i - M) / tau)), exactly 0 for a constant block."""
-    deviations = centred(scores, tau).tolist()
+    """Return G = F - M = tau log(1/n sum_i exp((s_i - M) / tau)), exactly 0 for a constant block."""
+    deviations = centered(scores, tau).tolist()
     return tau * log_mean_exp([1 / len(deviations)] * len(deviations), deviations)
 
 
 def proxy(means: npt.ArrayLike, counts: npt.ArrayLike, tau: float = 1.0) -> float:
-    """Phi = tau log sum_C (n_C / n_B) exp(M(C) / tau)."""
+    """Return Phi = tau log sum_C (n_C / n) exp(M_C / tau).
+
+    Args:
+        means: Mean score M_C of each part C of the block.
+        counts: Number of tokens n_C of each part.
+        tau: Temperature.
+    """
     values, weights = np.asarray(means, np.float64), np.asarray(counts, np.float64)
-    peak = float(values.max())
-    logits = (values - peak) / tau + np.log(weights)
-    return peak + tau * (log_sum_exp(logits) - math.log(weights.sum()))
+    largest = float(values.max())
+    logits = (values - largest) / tau + np.log(weights)
+    return largest + tau * (log_sum_exp(logits) - math.log(weights.sum()))
 
 
 def free_energy(scores: npt.ArrayLike, tau: float = 1.0) -> float:
-    """F = tau log(1/n sum_i exp(s_i / tau)), the proxy of single tokens."""
+    """Return F = tau log(1/n sum_i exp(s_i / tau)), the proxy whose parts are single tokens."""
     return proxy(np.ravel(scores), np.ones(np.size(scores)), tau)
 
 
 def refinement_score(means: npt.ArrayLike, counts: npt.ArrayLike, tau: float = 1.0) -> float:
-    """Gamma = Phi - M(B), accurate near 0, from the means and counts of the parts of B."""
+    """Return Gamma = Phi - M, from the means and counts of the parts of a block; see `proxy`."""
     weights = np.asarray(counts, np.float64) / np.sum(counts)
-    below = (np.asarray(means, np.float64) - np.max(means)) / tau
-    deviations = below - math.fsum(weights * below)
+    shifted = (np.asarray(means, np.float64) - np.max(means)) / tau
+    deviations = shifted - math.fsum(weights * shifted)
     return tau * log_mean_exp(weights.tolist(), deviations.tolist())
 
 
 def _two_point(edge: float, variance: float) -> float:
-    """log E exp(X) for X of mean 0 and variance v on the two points {e, -v/e}.
+    """Return log E exp(X) for X of mean 0 and variance v on the two points {e, -v/e}.
 
     P(X = e) = v / (e^2 + v), so this is log[(e^2 exp(-v/e) + v exp(e)) / (e^2 + v)].
     """
@@ -83,12 +96,12 @@ def _two_point(edge: float, variance: float) -> float:
 
 
 def upper_bound(scores: npt.ArrayLike, tau: float = 1.0) -> float:
-    """Bennett's two-point bound G <= U, from the maximum and the population variance."""
-    deviations = centred(scores, tau)
+    """Return Bennett's two-point bound U >= G, from the maximum and the population variance."""
+    deviations = centered(scores, tau)
     return tau * _two_point(float(deviations.max()), float(deviations.var()))
 
 
 def lower_bound(scores: npt.ArrayLike, tau: float = 1.0) -> float:
-    """The two-point bound from below, from the minimum and the population variance."""
-    deviations = centred(scores, tau)
+    """Return the two-point bound L <= G, from the minimum and the population variance."""
+    deviations = centered(scores, tau)
     return tau * _two_point(float(deviations.min()), float(deviations.var()))

@@ -1,4 +1,4 @@
-"""Screened attention, query by query."""
+"""Attention with a tree for each query, one query at a time."""
 
 import math
 
@@ -12,21 +12,21 @@ from bmfa.trees import rules
 Trees = list[list[list[ReferenceTree]]]  # [batch][head][query]
 
 
-def _attention_scores(q: npt.ArrayLike, k: npt.ArrayLike, scale: float | None) -> Array:
-    """s = scale q k^T, (B, heads, queries, keys); the scale is 1/sqrt(d) unless given."""
+def _scores(q: npt.ArrayLike, k: npt.ArrayLike, scale: float | None) -> Array:
+    """Return s = scale q k^T, (B, H, Q, keys), with scale 1 / sqrt(d) by default."""
     queries, keys = np.asarray(q, np.float64), np.asarray(k, np.float64)
     factor = 1 / math.sqrt(queries.shape[-1]) if scale is None else scale
     return np.asarray(factor * (queries @ keys.swapaxes(-1, -2)))
 
 
 def _softmax_mean(logits: Array, values: Array) -> Array:
-    """sum_i p_i v_i with p = softmax(logits), over the second last axis of the values."""
+    """Return sum_i p_i v_i with p = softmax(logits), over the second to last axis of the values."""
     weights = np.exp(logits - logits.max(-1, keepdims=True))
     return np.asarray((weights / weights.sum(-1, keepdims=True)) @ values)
 
 
 def _spatial_mask(valid: npt.ArrayLike | None, batch: int, tokens: int) -> Mask:
-    """(B, H*W) from a mask of (H*W,) or (B, H*W)."""
+    """Return a mask (B, N) from None, (N,) or (B, N)."""
     return np.broadcast_to(True if valid is None else np.asarray(valid, bool), (batch, tokens))
 
 
@@ -40,8 +40,21 @@ def dense_attention(
     scale: float | None = None,
     valid: npt.ArrayLike | None = None,
 ) -> Array:
-    """o = sum_i p_i v_i with p = softmax(s / tau) over the prefix and the valid spatial keys."""
-    scores = _attention_scores(q, k, scale)
+    """Compute o = sum_i p_i v_i with p = softmax(s / tau) over the prefix and the valid spatial keys.
+
+    Args:
+        q: (B, H, Q, d).
+        k: (B, H, prefix + N, d).
+        v: (B, H, prefix + N, e).
+        prefix: Number of tokens before the grid.
+        tau: Temperature.
+        scale: Factor of q . k, 1 / sqrt(d) by default.
+        valid: bool (N,) or (B, N), the spatial tokens that exist.
+
+    Returns:
+        (B, H, Q, e).
+    """
+    scores = _scores(q, k, scale)
     batch, *_, keys = scores.shape
     mask = np.ones((batch, 1, 1, keys), bool)
     mask[..., prefix:] = _spatial_mask(valid, batch, keys - prefix)[:, None, None]
@@ -62,33 +75,52 @@ def per_query_attention(
     scale: float | None = None,
     max_depth: int | None = None,
     valid: npt.ArrayLike | None = None,
-    keep: npt.ArrayLike | None = None,
+    coins: npt.ArrayLike | None = None,
     form: str = "repeated",
 ) -> tuple[Array, Trees]:
-    """o~ = sum_i q_i v_i with q = softmax(s~ / tau), and the trees as [batch][head][query].
+    """Compute o~ = sum_i p~_i v_i with p~ = softmax(s~ / tau).
 
-    q, k, v are (B, heads, prefix + H*W, d). Every query, those of the prefix included, has its own
-    tree on the spatial keys; prefix keys are exact. "repeated" puts M(L) at every token of L;
-    "representative" uses one token a leaf, of logit M(L) + tau log n_L and mean value. `keep`
-    broadcasts to (B, heads, queries, quadrants).
+    Every query, those of the prefix included, has its own tree over the spatial keys. Prefix keys are
+    exact. In the form "repeated" s~_i = M(L) for every token i of a leaf L. In the form "representative"
+    a leaf is one token with logit M(L) / tau + log n_L and the mean value. The outputs are the same.
+
+    Args:
+        q: (B, H, Q, d).
+        k: (B, H, prefix + N, d) with N = height * width in raster order.
+        v: (B, H, prefix + N, e).
+        height: Rows of the grid.
+        width: Columns of the grid.
+        rule: Rule of the trees, or its name.
+        prefix: Number of tokens before the grid.
+        tau: Temperature.
+        scale: Factor of q . k, 1 / sqrt(d) by default.
+        max_depth: Depth at which no block is split, or None.
+        valid: bool (N,) or (B, N), the spatial tokens that exist.
+        coins: bool, broadcast to (B, H, Q, quadrants), for RandomQuadrants.
+        form: "repeated" or "representative".
+
+    Returns:
+        Outputs (B, H, Q, e), and the trees as [batch][head][query].
     """
     if form not in ("repeated", "representative"):
         raise ValueError(f"form is {form!r}; pass 'repeated' or 'representative'")
-    scores, values = _attention_scores(q, k, scale), np.asarray(v, np.float64)
-    leading = scores.shape[:3]  # (B, heads, queries)
+    scores, values = _scores(q, k, scale), np.asarray(v, np.float64)
+    leading = scores.shape[:3]  # (B, H, Q)
     masks = _spatial_mask(valid, leading[0], height * width).reshape(-1, height, width)
-    coins = None if keep is None else np.broadcast_to(keep, (*leading, np.shape(keep)[-1]))
+    if coins is not None:
+        coins = np.broadcast_to(coins, (*leading, np.shape(coins)[-1]))
     output = np.empty((*leading, values.shape[-1]))
     trees: Trees = [[[] for _ in range(leading[1])] for _ in range(leading[0])]
     for b, h, i in np.ndindex(leading):
-        exact, grid = scores[b, h, i, :prefix], scores[b, h, i, prefix:].reshape(height, width)
+        prefix_scores = scores[b, h, i, :prefix]
+        grid = scores[b, h, i, prefix:].reshape(height, width)
         tree = build_tree(
             grid,
             rule,
             tau=tau,
             max_depth=max_depth,
             valid=masks[b],
-            keep=None if coins is None else coins[b, h, i].tolist(),
+            coins=None if coins is None else np.asarray(coins)[b, h, i].tolist(),
         )
         spatial = values[b, h, prefix:].reshape(height, width, -1)
         if form == "repeated":
@@ -97,7 +129,8 @@ def per_query_attention(
             logits = np.array([x.mean() / tau + math.log(x.size) for x in tree.leaf_values(grid)])
             tokens = np.array([leaf.mean(0) for leaf in tree.leaf_values(spatial)])
         output[b, h, i] = _softmax_mean(
-            np.concatenate([exact / tau, logits]), np.concatenate([values[b, h, :prefix], tokens])
+            np.concatenate([prefix_scores / tau, logits]),
+            np.concatenate([values[b, h, :prefix], tokens]),
         )
         trees[b][h].append(tree)
     return output, trees
@@ -112,8 +145,20 @@ def attention_error(
     tau: float = 1.0,
     scale: float | None = None,
 ) -> Array:
-    """E of every query over all keys, (B, heads, queries): prefix keys are exact leaves."""
-    scores = _attention_scores(q, k, scale)
+    """Compute E of every query over all keys, where prefix keys are exact leaves.
+
+    Args:
+        q: (B, H, Q, d).
+        k: (B, H, prefix + N, d).
+        trees: The trees of `per_query_attention`.
+        prefix: Number of tokens before the grid.
+        tau: Temperature.
+        scale: Factor of q . k, 1 / sqrt(d) by default.
+
+    Returns:
+        (B, H, Q).
+    """
+    scores = _scores(q, k, scale)
     errors = np.empty(scores.shape[:3])
     for b, h, i in np.ndindex(errors.shape):
         tree, row = trees[b][h][i], scores[b, h, i]

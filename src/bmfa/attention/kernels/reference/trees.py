@@ -1,4 +1,4 @@
-"""Every rule on one grid: Algorithm 1 by a queue, the optimal tree by its exact breakpoints."""
+"""Trees of one grid under every rule: Algorithm 1 by a queue, optimal trees by exact breakpoints."""
 
 import math
 from bisect import bisect_left, bisect_right
@@ -14,7 +14,7 @@ import numpy.typing as npt
 from bmfa.attention.kernels.reference.energy import (
     LARGEST_EXPONENT,
     Array,
-    centred,
+    centered,
     gap,
     log_mean_exp,
     log_sum_exp,
@@ -26,40 +26,36 @@ from bmfa.trees import rules
 
 Mask = npt.NDArray[np.bool_]
 Box = tuple[int, int, int, int]  # (top, left, bottom, right), half open
-Node = tuple[Box, int, int]  # a block, its valid tokens, and the sum of their scores in ticks
+Node = tuple[Box, int, int]  # a block, its number of valid tokens, and the sum of their ticks
 
 
 @dataclass(frozen=True)
 class ReferenceTree:
-    """A partition of one grid; leaves in depth-first child order (FixedBlocks: row-major).
-
-    `depth_limited` marks the leaves that the rule would split if `max_depth` let it; `labels` are
-    those of Certified, else None; `node_count` is the number of leaves and split nodes.
-    """
+    """A partition of one grid into leaves, in depth-first order of children (FixedBlocks: row-major)."""
 
     leaves: list[Box]
-    depths: list[int]
-    depth_limited: list[bool]
-    node_count: int
-    valid: Mask = field(compare=False, repr=False)
-    labels: list[str] | None = None
+    depths: list[int]  # of each leaf
+    depth_limited: list[bool]  # True for leaves that the rule would split without max_depth
+    node_count: int  # leaves and split nodes
+    valid: Mask = field(compare=False, repr=False)  # (H, W)
+    labels: list[str] | None = None  # of each leaf, for Certified
 
     def leaf_index(self) -> npt.NDArray[np.int64]:
-        """(H, W): the position in `leaves` of each token's leaf, -1 on invalid tokens."""
+        """Return (H, W), the index in `leaves` of the leaf of each token, -1 for invalid tokens."""
         index = np.full(self.valid.shape, -1, np.int64)
         for position, (top, left, bottom, right) in enumerate(self.leaves):
             index[top:bottom, left:right] = position
         return np.where(self.valid, index, -1)
 
     def leaf_values(self, scores: npt.NDArray[np.float64]) -> list[Array]:
-        """The entries of each leaf's valid tokens; `scores` is (H, W) or (H, W, d)."""
+        """Return the entries of the valid tokens of each leaf; `scores` is (H, W) or (H, W, d)."""
         return [
             scores[top:bottom, left:right][self.valid[top:bottom, left:right]]
             for top, left, bottom, right in self.leaves
         ]
 
     def reconstruct(self, scores: npt.ArrayLike) -> Array:
-        """s~_i = M(L) for i in L; invalid tokens keep the value they came with."""
+        """Return (H, W) scores s~_i = M(L) for i in L; invalid tokens keep their scores."""
         values = np.array(scores, np.float64)
         index = self.leaf_index()
         for position, leaf in enumerate(self.leaf_values(values)):
@@ -67,19 +63,22 @@ class ReferenceTree:
         return values
 
     def proxy_free_energy(self, scores: npt.ArrayLike, tau: float = 1.0) -> float:
-        """F~ = tau log(1/N sum_L n_L exp(M(L) / tau))."""
+        """Return F~ = tau log(1/N sum_L n_L exp(M(L) / tau))."""
         leaves = self.leaf_values(np.asarray(scores, np.float64))
         return proxy([leaf.mean() for leaf in leaves], [leaf.size for leaf in leaves], tau)
 
     def error(self, scores: npt.ArrayLike, tau: float = 1.0, prefix: npt.ArrayLike = ()) -> float:
-        """E = F - F~ = tau log sum_L pi~_L exp(G_L / tau), pi~_L = n_L exp(M_L / tau) / Z~.
+        """Return E = F - F~ = tau log sum_L pi~_L exp(G_L / tau), pi~_L = n_L exp(M_L / tau) / Z~.
 
-        The scores of `prefix` tokens are exact leaves outside the grid.
+        Args:
+            scores: (H, W).
+            tau: Temperature.
+            prefix: Scores of tokens outside the grid, which are exact leaves.
         """
         grid, outside = np.asarray(scores, np.float64), np.asarray(prefix, np.float64)
         parts = [*self.leaf_values(grid), *outside.reshape(-1, 1)]
-        peak = max(part.max() for part in parts)
-        logits = np.array([(part - peak).mean() / tau + math.log(part.size) for part in parts])
+        largest = max(part.max() for part in parts)
+        logits = np.array([(part - largest).mean() / tau + math.log(part.size) for part in parts])
         gaps = np.array([gap(part, tau) / tau for part in parts])
         log_z = log_sum_exp(logits)
         if gaps.max() < LARGEST_EXPONENT:
@@ -88,7 +87,7 @@ class ReferenceTree:
 
 
 def quadrants(box: Box) -> list[Box]:
-    """Top-left, top-right, bottom-left, bottom-right, without those of no area."""
+    """Return top-left, top-right, bottom-left and bottom-right, without those of no area."""
     top, left, bottom, right = box
     middle, centre = (top + bottom) // 2, (left + right) // 2
     quadrants = [
@@ -103,52 +102,52 @@ def quadrants(box: Box) -> list[Box]:
 
 
 def _prefix_sums(grid: npt.NDArray[np.int64]) -> list[list[int]]:
-    """Sums over [0, i) x [0, j): any block's sum then takes four look-ups."""
+    """Return sums over [0, i) x [0, j), from which the sum of any block takes four look-ups."""
     table: list[list[int]] = np.pad(grid.cumsum(0).cumsum(1), ((1, 0), (1, 0))).tolist()
     return table
 
 
 class Blocks:
-    """O(1) counts, means and refinement scores of the blocks of one grid, in units of tau.
+    """Counts, means and refinement scores of the blocks of one grid in O(1), in units of tau.
 
-    Scores are held as x = (s - max s) / tau in ticks, the smallest power of two for which sums
-    over the grid fit in 62 bits. Sums are then exact, and equal blocks have equal means whatever
-    surrounds them. With eps the float64 epsilon, a mean is off by at most half a tick, plus
-    eps max|x| for the two roundings of x and eps/2 max|x| for the division; `doubt` is twice
-    that, the error of a difference of two means.
+    Scores are stored as integer multiples of a tick: x = (s - max s) / tau, and the tick is the smallest
+    power of two for which sums over the grid fit in 62 bits. Sums are then exact, and equal blocks have
+    equal means whatever surrounds them. With eps the float64 epsilon, a mean is off by at most half a
+    tick, plus eps max|x| for the two roundings of x and eps/2 max|x| for the division. `rounding` is
+    twice that, the error of a difference of two means.
     """
 
     def __init__(self, scores: npt.ArrayLike, tau: float, valid: npt.ArrayLike | None) -> None:
         self.scores: Array = np.asarray(scores, np.float64)
         if self.scores.ndim != 2 or self.scores.size == 0:
             raise ValueError(f"scores have shape {self.scores.shape}; pass (H, W) with H, W >= 1")
-        everything = np.ones(self.scores.shape, bool)
-        self.valid: Mask = everything if valid is None else np.asarray(valid, bool)
+        self.valid: Mask = np.ones(self.scores.shape, bool)
+        if valid is not None:
+            self.valid = np.asarray(valid, bool)
         tokens = self.scores[self.valid]
         if tokens.size == 0 or not np.isfinite(tokens).all():
             raise ValueError(
-                "scores hold no valid token, or one that is not finite; mend scores or valid"
+                "scores have no valid token, or one that is not finite; change scores or valid"
             )
         self.tau = tau
-        peak = tokens.max()
-        below = (np.where(self.valid, self.scores, peak) - peak) / tau
-        reach = -float(below.min())
-        exponent = 62 - math.frexp(tokens.size * reach)[1]
+        largest = tokens.max()
+        self.shifted = (np.where(self.valid, self.scores, largest) - largest) / tau
+        magnitude = -float(self.shifted.min())
+        exponent = 62 - math.frexp(tokens.size * magnitude)[1]
         self.tick = math.ldexp(1.0, -exponent)
-        self.doubt = self.tick + 3 * float(np.finfo(np.float64).eps) * reach
-        ticks = np.rint(np.ldexp(below, exponent)).astype(np.int64)
+        self.rounding = self.tick + 3 * float(np.finfo(np.float64).eps) * magnitude
+        ticks = np.rint(np.ldexp(self.shifted, exponent)).astype(np.int64)
         self.sums = _prefix_sums(ticks)
         self.counts = None if self.valid.all() else _prefix_sums(self.valid.astype(np.int64))
         self.root = self.node((0, 0, *self.scores.shape))
-        self.below = below
 
     @cached_property
     def log_z(self) -> float:
-        """log sum_i exp(x_i) over the valid tokens."""
-        return log_sum_exp(self.below[self.valid])
+        """log Z = log sum_i exp(x_i) over the valid tokens."""
+        return log_sum_exp(self.shifted[self.valid])
 
     def node(self, box: Box) -> Node:
-        """The block with its number of valid tokens and the sum of its ticks."""
+        """Return the block with its number of valid tokens and the sum of their ticks."""
         top, left, bottom, right = box
         upper, lower = self.sums[top], self.sums[bottom]
         total = lower[right] - lower[left] - upper[right] + upper[left]
@@ -158,7 +157,7 @@ class Blocks:
         return box, lower[right] - lower[left] - upper[right] + upper[left], total
 
     def children(self, node: Node) -> list[Node]:
-        """The quadrants with valid tokens; none where the node holds a single token."""
+        """Return the quadrants with valid tokens, or none if the node has a single token."""
         box, count, _ = node
         if count == 1:
             return []
@@ -166,21 +165,21 @@ class Blocks:
         return parts if self.counts is None else [node for node in parts if node[1]]
 
     def descend(self, nodes: list[Node], levels: int) -> list[Node]:
-        """The descendants so many levels below, a single token standing for itself."""
+        """Return the descendants a number of levels below; a single token is its own descendant."""
         for _ in range(levels):
             nodes = [part for node in nodes for part in self.children(node) or [node]]
         return nodes
 
     def values(self, node: Node) -> Array:
-        """The scores of the block's valid tokens."""
+        """Return the scores of the valid tokens of a block."""
         top, left, bottom, right = node[0]
         return self.scores[top:bottom, left:right][self.valid[top:bottom, left:right]]
 
     def refinement(self, node: Node, parts: list[Node]) -> float:
-        """Gamma / tau = log sum_C w_C exp(x_C), x_C = M(C) - M(B), w_C = n_C / n_B.
+        """Return Gamma / tau = log sum_C w_C exp(x_C), x_C = M(C) - M(B), w_C = n_C / n_B.
 
-        To first order an error of `doubt` in every x_C moves it by doubt sum_C w_C |x_C|, since
-        sum_C w_C x_C = 0; a score no larger than that counts as 0.
+        To first order an error of `rounding` in every x_C changes it by rounding sum_C w_C |x_C|, since
+        sum_C w_C x_C = 0. A score up to that counts as 0.
         """
         _, count, total = node
         mean, tick = total / count, self.tick
@@ -188,15 +187,15 @@ class Blocks:
         deviations = [(t / n - mean) * tick for _, n, t in parts]
         spread = sum(map(mul, weights, map(abs, deviations)))
         score = log_mean_exp(weights, deviations) if spread else 0.0
-        return score if score > self.doubt * spread else 0.0
+        return score if score > self.rounding * spread else 0.0
 
     def log_weight(self, node: Node) -> float:
-        """log(n_B exp(M_B / tau)), up to the constant that log_z shares."""
+        """Return log(n_B exp(M_B / tau)), up to the constant that log_z has too."""
         _, count, total = node
         return math.log(count) + total / count * self.tick
 
     def gain(self, node: Node, parts: list[Node], log_z: float) -> float:
-        """pi_B (exp(Gamma_B / tau) - 1) = sum_C pi_C - pi_B, pi_B = n_B exp(M_B / tau) / Z."""
+        """Return pi_B (exp(Gamma_B / tau) - 1) = sum_C pi_C - pi_B, pi_B = n_B exp(M_B / tau) / Z."""
         score = self.refinement(node, parts)
         return -math.expm1(-score) * math.exp(self.log_weight(node) + score - log_z)
 
@@ -205,7 +204,7 @@ Decision = Callable[[Node, list[Node], int], bool]  # (node, its children, its d
 
 
 def _grow(blocks: Blocks, splits: Decision, max_depth: int | None) -> ReferenceTree:
-    """Algorithm 1; children go to the front of the queue, so leaves come in depth-first order."""
+    """Run Algorithm 1. Children go to the front of the queue, so leaves are in depth-first order."""
     queue = deque([(blocks.root, 0)])
     leaves, depths, limited = [], [], []
     visited = 0
@@ -213,18 +212,18 @@ def _grow(blocks: Blocks, splits: Decision, max_depth: int | None) -> ReferenceT
         node, depth = queue.popleft()
         visited += 1
         children = blocks.children(node)
-        wanted = bool(children) and splits(node, children, depth)
-        if wanted and depth != max_depth:
+        wants_split = bool(children) and splits(node, children, depth)
+        if wants_split and depth != max_depth:
             queue.extendleft([(child, depth + 1) for child in reversed(children)])
         else:
             leaves.append(node[0])
             depths.append(depth)
-            limited.append(wanted)
+            limited.append(wants_split)
     return ReferenceTree(leaves, depths, limited, visited, blocks.valid)
 
 
 def _coarse_mass(blocks: Blocks, epsilon: float, max_depth: int | None) -> Decision:
-    """Mass with Z~_d: leaves so far, and the children of all nodes of depth d that have any."""
+    """Mass with Z~_d: the leaves so far, and the children of the nodes of depth d that have any."""
     chosen: set[Box] = set()
     settled: list[float] = []
     level, depth = [blocks.root], 0
@@ -245,19 +244,19 @@ def _coarse_mass(blocks: Blocks, epsilon: float, max_depth: int | None) -> Decis
     return lambda node, children, depth: node[0] in chosen
 
 
-Step = tuple[float, float, int]  # on the penalty path: penalty, gain of mass, leaves added
+Step = tuple[float, float, int]  # penalty, gain of mass and added leaves of a step of the path
 
 
 def _critical_penalties(
     blocks: Blocks, max_depth: int | None
 ) -> tuple[dict[Box, float], list[Step]]:
-    """For each node the penalty from which on it is a leaf, and the steps of the root's path.
+    """Return the penalty from which on each node is a leaf, and the steps of the root's path.
 
-    With delta_B = sum_C pi_C - pi_B and k_B children, a node is split at a penalty where
-    delta_B - penalty (k_B - 1) + sum_C A_C > 0, A_C being the same for C, and 0 where negative.
-    Unrolled, some subtree S with B at its top has sum_S delta > penalty sum_S (k - 1), so the
-    critical penalty is the largest gain per added leaf, max_S sum_S delta / sum_S (k - 1). The
-    maximum is reached by taking up the children's own best subtrees while they raise the ratio.
+    With delta_B = sum_C pi_C - pi_B and k_B children, a node is split at a penalty if
+    A_B = delta_B - penalty (k_B - 1) + sum_C max(A_C, 0) > 0. Unrolled, some subtree S with root B has
+    sum_S delta > penalty sum_S (k - 1), so the critical penalty is the largest gain per added leaf,
+    max_S sum_S delta / sum_S (k - 1). The maximum is reached by adding the best subtrees of the
+    children as long as they raise the ratio.
     """
     critical: dict[Box, float] = {}
 
@@ -281,14 +280,16 @@ def _critical_penalties(
 
 
 def _optimal(blocks: Blocks, rule: rules.Optimal, max_depth: int | None) -> ReferenceTree:
-    """The tree of least penalised error, at the penalty given or at the breakpoint of a budget.
+    """Return the tree of least penalised error, at a penalty or at the breakpoint of a budget.
 
-    Along the path the leaf count falls and E grows with the penalty, so a search among the
-    breakpoints is exact: a budget of leaves takes the smallest penalty that fits, one of error the
-    largest. An error out of reach of `max_depth` gives the finest tree of the path.
+    With the penalty the leaf count falls and E grows, so a search among the breakpoints is exact: a
+    budget of leaves takes the smallest penalty that fits, a budget of error the largest. If `max_depth`
+    does not allow the error, the result is the finest tree of the path.
     """
     if rule.pooled:
-        raise NotImplementedError("pooled budgets belong to a batch; the reference builds one tree")
+        raise NotImplementedError(
+            "pooled budgets are for a batch of trees; the reference builds one tree"
+        )
     critical, steps = _critical_penalties(blocks, max_depth)
 
     def tree(penalty: float) -> ReferenceTree:
@@ -303,38 +304,40 @@ def _optimal(blocks: Blocks, rule: rules.Optimal, max_depth: int | None) -> Refe
             budget = max(1, math.floor(budget * blocks.root[1]))
         return tree(path[bisect_left(path, -budget, key=lambda p: -len(tree(p).leaves))])
     if rule.error is None:
-        raise ValueError(f"{rule!r} has no penalty, leaves or error; give one of them")
+        raise ValueError(f"{rule!r} has no penalty, leaves or error; pass one of them")
     fitting = bisect_right(path, rule.error, key=lambda p: tree(p).error(blocks.scores, blocks.tau))
     if fitting == 0:
         return tree(0.0)
-    # The largest penalty that fits lies just below the next breakpoint: of note for the marks alone.
+    # The largest penalty that fits is just below the next breakpoint; only `depth_limited` differs.
     above = path[fitting] if fitting < len(path) else math.inf
     return _grow(blocks, lambda node, children, depth: critical[node[0]] >= above, max_depth)
 
 
-def _quadrant_decision(blocks: Blocks, keeps: Callable[[int, Array], bool]) -> Decision:
-    """The root is split; a child of the root is token by token where kept, else a leaf.
+def _quadrant_decision(blocks: Blocks, expands: Callable[[int, Array], bool]) -> Decision:
+    """Split the root, and a child of the root down to tokens if `expands(index, values)` is True.
 
-    A child is known by its position among the quadrants of some area, valid tokens or not.
+    The index counts the quadrants with some area, whether or not they have valid tokens.
     """
     boxes = quadrants(blocks.root[0]) if blocks.children(blocks.root) else []
     nodes = [blocks.node(box) for box in boxes]
-    kept = [node[0] for i, node in enumerate(nodes) if node[1] and keeps(i, blocks.values(node))]
+    expanded = [
+        node[0] for i, node in enumerate(nodes) if node[1] and expands(i, blocks.values(node))
+    ]
 
     def splits(node: Node, children: list[Node], depth: int) -> bool:
         top, left, bottom, right = node[0]
         return depth == 0 or any(
             box[0] <= top and box[1] <= left and bottom <= box[2] and right <= box[3]
-            for box in kept
+            for box in expanded
         )
 
     return splits
 
 
 def _decision(
-    blocks: Blocks, rule: rules.Rule, max_depth: int | None, keep: Sequence[bool] | None
+    blocks: Blocks, rule: rules.Rule, max_depth: int | None, coins: Sequence[bool] | None
 ) -> Decision:
-    """The rule's condition for a split, strictly above its threshold."""
+    """Return the condition of a rule for a split, strictly above its threshold."""
     tau = blocks.tau
     if isinstance(rule, rules.Gamma):
         epsilon, deeper = rule.epsilon, rule.lookahead - 1
@@ -355,19 +358,19 @@ def _decision(
         return lambda node, parts, depth: depth < rule.depth
     if isinstance(rule, rules.Variance):
         return _quadrant_decision(
-            blocks, lambda _, values: tau / 2 * float(centred(values, tau).var()) > rule.epsilon
+            blocks, lambda _, values: tau / 2 * float(centered(values, tau).var()) > rule.epsilon
         )
     if isinstance(rule, rules.QuadrantGap):
         return _quadrant_decision(blocks, lambda _, values: gap(values, tau) > rule.epsilon)
     if isinstance(rule, rules.RandomQuadrants):
-        if keep is None:
-            raise ValueError(f"{rule!r} was given no coins; pass keep=, a bool for each quadrant")
-        return _quadrant_decision(blocks, lambda position, _: bool(keep[position]))
-    raise NotImplementedError(f"the reference builds no tree of {rule!r}")
+        if coins is None:
+            raise ValueError(f"{rule!r} needs coins; pass coins=, a bool for each quadrant")
+        return _quadrant_decision(blocks, lambda index, _: bool(coins[index]))
+    raise NotImplementedError(f"the reference has no tree for {rule!r}")
 
 
 def _tiles(blocks: Blocks, side: int) -> ReferenceTree:
-    """Tiles from the top left in row-major order: no quadtree, so no node is split."""
+    """Return tiles from the top left in row-major order. They are no quadtree: no node is split."""
     height, width = blocks.scores.shape
     boxes = [
         (top, left, min(top + side, height), min(left + side, width))
@@ -381,7 +384,7 @@ def _tiles(blocks: Blocks, side: int) -> ReferenceTree:
 
 
 def _labels(blocks: Blocks, tree: ReferenceTree, epsilon: float) -> list[str]:
-    """Safe where U <= epsilon, must-refine where L > epsilon, undecided between."""
+    """Label leaves: "safe" if U <= epsilon, "must-refine" if L > epsilon, else "undecided"."""
     labels = []
     for box in tree.leaves:
         node = blocks.node(box)
@@ -402,19 +405,24 @@ def build_tree(
     tau: float = 1.0,
     max_depth: int | None = None,
     valid: npt.ArrayLike | None = None,
-    keep: Sequence[bool] | None = None,
+    coins: Sequence[bool] | None = None,
 ) -> ReferenceTree:
-    """The tree of one grid of scores (H, W) under a rule; `keep` holds RandomQuadrants' coins.
+    """Build the tree of one grid.
 
-    A leaf at `max_depth` that the rule would have split is marked depth-limited. FixedBlocks is no
-    quadtree, and `max_depth` does not touch it.
+    Args:
+        scores: (H, W).
+        rule: Rule, or its name.
+        tau: Temperature.
+        max_depth: Depth at which no block is split, or None. FixedBlocks ignores it.
+        valid: bool (H, W), the tokens that exist.
+        coins: For RandomQuadrants, a bool for each quadrant with some area: True expands it.
     """
     blocks, rule = Blocks(scores, tau, valid), rules.as_rule(rule)
     if isinstance(rule, rules.FixedBlocks):
         return _tiles(blocks, rule.side)
     if isinstance(rule, rules.Optimal):
         return _optimal(blocks, rule, max_depth)
-    tree = _grow(blocks, _decision(blocks, rule, max_depth, keep), max_depth)
+    tree = _grow(blocks, _decision(blocks, rule, max_depth, coins), max_depth)
     if isinstance(rule, rules.Certified):
         return replace(tree, labels=_labels(blocks, tree, rule.epsilon))
     return tree
