@@ -15,7 +15,7 @@ from bmfa.evidence.page.drawing import (
     set_log_range,
     set_ticks,
 )
-from bmfa.evidence.page.record_set import RecordSet, get_number, get_text, points
+from bmfa.evidence.page.record_set import RecordSet, get_number, get_points, get_text
 from bmfa.records import Record, Row
 
 if TYPE_CHECKING:
@@ -138,7 +138,7 @@ def attention_error(records: RecordSet, narrow: bool) -> Canvas:
 
 
 def _draw_errors(axes: "Axes", rows: Mapping[str, Sequence[Row]]) -> None:
-    lines = {name: points(found, "speedup", "error_l2_percent") for name, found in rows.items()}
+    lines = {name: get_points(found, "speedup", "error_l2_percent") for name, found in rows.items()}
     speeds = [speed for line in lines.values() for speed, _ in line]
     errors = [error for line in lines.values() for _, error in line]
     set_log_range(axes, "x", speeds, 1.2)
