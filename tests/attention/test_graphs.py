@@ -43,7 +43,7 @@ def _fresh_compiler() -> Iterator[None]:
 
 
 def tokens(grid: Grid, seed: int = 0, batch: int = 2, size: float = 0.1) -> tuple[Tensor, ...]:
-    """Random q, k, v; on the grid LONG, `auto` selects tiles for size 0.1 and dense attention for 1.0."""
+    """Random q, k, v; on LONG, `auto` selects tiles for size 0.1 and dense attention for 1.0."""
     generator = torch.Generator().manual_seed(seed)
     q, k, v = torch.randn(3, batch, 1, PREFIX + grid.size, 16, generator=generator)
     return size * q, k, v
@@ -354,7 +354,7 @@ def patched(name: str) -> tuple[nn.Module, Callable[..., Tensor]]:
 
 
 @EVERY_MODEL
-@pytest.mark.parametrize("dynamic", [None, True])
+@pytest.mark.parametrize("dynamic", [None, pytest.param(True, marks=pytest.mark.slow)])
 @torch.no_grad()
 def test_patched_models_compile_into_one_graph(name: str, dynamic: bool | None) -> None:
     model, pictures = patched(name)
