@@ -122,3 +122,15 @@ def test_optional_packages_are_imported_in_one_way():
             if text == "import_module":
                 argument = ast.unparse(node.args[0])
                 assert name == "bmfa" or "bmfa." in argument, f"{name}: import_module({argument})"
+
+
+def test_caches_are_bounded():
+    """`lru_cache` has a size, and `cache` is for functions without parameters."""
+    for name, path in FILES.items():
+        for node in ast.walk(ast.parse(path.read_text())):
+            for mark in getattr(node, "decorator_list", []):
+                text = ast.unparse(mark)
+                if "lru_cache" in text:
+                    assert "maxsize=" in text and "None" not in text, f"{name}.{node.name}"
+                elif text in ("cache", "functools.cache"):
+                    assert not ast.unparse(node.args), f"{name}.{node.name} caches without a bound"

@@ -25,6 +25,7 @@ from bmfa.data import (
 from bmfa.evidence import methods
 from bmfa.evidence.methods import DEFAULT_METHODS
 from bmfa.evidence.pictures import cases
+from bmfa.evidence.probes import measure
 from bmfa.evidence.probes import run as probes
 from bmfa.grid import Grid
 from bmfa.records import Record
@@ -190,7 +191,7 @@ def test_rows_are_complete_and_become_json(embedded: Record) -> None:
         )
         assert row["min_gap"] <= row["median_gap"] <= row["p95_gap"] <= row["p99_gap"]
         assert row["p99_gap"] <= row["max_gap"]
-        has_tree = row["method"] not in methods.SUMMARIES
+        has_tree = not methods.is_kind(row["method"], "summary")
         assert (row["unsplit_percent"] is not None) == has_tree
     for method in METHODS:
         sizes = [row for row in embedded.rows if row["method"] == method and row["group"] != "all"]
@@ -202,13 +203,13 @@ def test_rows_are_complete_and_become_json(embedded: Record) -> None:
 def test_batches_change_nothing(blocks: list[ProbeBlock], monkeypatch: pytest.MonkeyPatch) -> None:
     def measured() -> list[dict[str, Any]]:
         probe = probes.Probe(METHODS, GRID, seed=0)
-        for batch in probes.batches(blocks):
+        for batch in measure.batch_blocks(blocks):
             probe.add(batch, "image-edge")
         return probe.rows()
 
     whole = measured()
-    monkeypatch.setattr(probes, "CHUNK", 1)
-    assert len(list(probes.batches(blocks))) == len(blocks) > 1
+    monkeypatch.setattr(measure, "CHUNK", 1)
+    assert len(list(measure.batch_blocks(blocks))) == len(blocks) > 1
     for one, other in zip(measured(), whole, strict=True):
         assert one.keys() == other.keys()
         for key, value in one.items():
@@ -221,7 +222,7 @@ def test_random_rules_toss_a_coin_for_every_instance(blocks: list[ProbeBlock]) -
     for _ in range(2):
         probe.add(blocks[:1], "image-edge")
     probe.rows()
-    (measured,) = probe._measured["random-quadrants:0.5"]
+    (measured,) = probe._statistics["random-quadrants:0.5"]
     first, second = measured.leaf_percent.chunk(2)
     assert not torch.equal(first, second)
 
@@ -234,23 +235,9 @@ def test_tiles_have_no_root_to_split(blocks: list[ProbeBlock]) -> None:
     assert row["leaf_percent"] == 25.0
 
 
-def test_screening_and_summaries_take_a_tenth_of_a_millisecond(
-    blocks: list[ProbeBlock],
-) -> None:
-    batch = blocks * (methods.CHUNK // sum(map(len, blocks)))
-    instances = sum(map(len, batch))
-    best = float("inf")
-    for _ in range(5):
-        probe = probes.Probe(DEFAULT_METHODS, GRID, seed=0)
-        probe.add(batch, "image-edge")
-        probe.rows()
-        best = min(best, 1e6 * probe.seconds / instances)
-    assert best < 100, f"{best:.0f} microseconds an instance"
-
-
 def test_the_callers_threads_are_given_back() -> None:
     before = torch.get_num_threads()
-    with suppress(RuntimeError), probes.one_thread():
+    with suppress(RuntimeError), measure.ThreadTimer().measure():
         assert torch.get_num_threads() == 1
         raise RuntimeError
     assert torch.get_num_threads() == before

@@ -24,8 +24,7 @@ from bmfa.data.probes import probe_block
 from bmfa.evidence.classification import run as evaluation
 from bmfa.evidence.closed_loop import run as closed_loop
 from bmfa.evidence.probes import run as probes
-from bmfa.evidence.probes.parts import _pack as pack
-from bmfa.evidence.probes.parts import packed, unpacked
+from bmfa.evidence.probes.parts import _compress, pack_part, unpack_part
 from bmfa.evidence.runner import resume as resuming
 from bmfa.evidence.runner.resume import Checkpoint, digest, weights_digest
 from bmfa.models import LoadedModel, load_model
@@ -179,12 +178,12 @@ def test_the_parts_of_a_probe_survive_json() -> None:
     block = probe_block(part.instances(tally), ProbeSettings(), tally)
     tally.leave_out("too small", "annotation 3")
     tally.fault("torn", "picture 4", 2)
-    again = unpacked(json.loads(json.dumps(packed((4, block, tally)))))
+    again = unpack_part(json.loads(json.dumps(pack_part((4, block, tally)))))
     assert again[0] == 4 and again[2] == tally and block is not None and again[1] is not None
     for field in fields(block):
         mine, theirs = getattr(block, field.name), getattr(again[1], field.name)
         assert np.array_equal(mine, theirs) if isinstance(mine, np.ndarray) else mine == theirs
-    assert unpacked(packed((1, None, Tally())))[1] is None
+    assert unpack_part(pack_part((1, None, Tally())))[1] is None
 
 
 @pytest.mark.parametrize(
@@ -298,7 +297,7 @@ def test_a_probe_checks_its_parts(tmp_path: Path) -> None:
     edges = np.full(good["parts"]["0"]["block"]["shape"], 1.5)
     for change, words in (
         (
-            lambda part: part["block"].update(edge=pack(edges)),
+            lambda part: part["block"].update(edge=_compress(edges)),
             "edge is 1.5, outside the range 0 to 1",
         ),
         (

@@ -1,1 +1,1 @@
-"""Quadtrees over a grid: layout, statistics of blocks, rules, construction, certificates."""
+"""Quadtrees over a grid: layout, statistics of blocks, rules, construction, sharing, certificates."""

@@ -1,6 +1,6 @@
-"""The error E of trees on queries and keys: exact from the scores, bounded from key metadata.
+"""The error E of trees on queries and keys: exact from the scores, or bounded from mean keys.
 
-Shapes as in kernels.eager: q (G, Q, d) already scaled, keys (G, N, d), trees a flat batch of G Q.
+q is (G, Q, d) and already scaled, keys are (G, N, d), trees are a flat batch of G Q.
 """
 
 from collections.abc import Iterator
@@ -13,65 +13,90 @@ from bmfa.trees.keys import KeyLevels, KeyPyramid, key_scores, query_chunks
 from bmfa.trees.pyramid import Counts, ScorePyramid, machine_epsilon
 from bmfa.trees.tree import Tree
 
+# Scores of a chunk, as in `bmfa.trees.build`.
 CHUNK_ELEMENTS = 1 << 20
+# Allowances for rounding, in machine epsilons. A score of d products errs by less than 4 d epsilons of
+# |q| max |k|; E itself, a few dozen operations, by less than 64 epsilons.
+SCORE_ROUNDINGS, ERROR_ROUNDINGS = 4, 64
 
 
 def exact_error(q: Tensor, keys: Tensor, tree: Tree, prefix_keys: Tensor) -> Tensor:
-    """(G, Q) E over all keys, the prefix tokens being exact leaves; rounded up.
+    """Compute E over all keys, with prefix tokens as exact leaves, rounded up.
 
-    With the spatial error E_s and the share r of the spatial keys in the whole mass,
-    E = -tau log(1 - r (1 - exp(-E_s / tau))); where that loses more than half of the mass, the
-    logarithms of the two partition functions are compared instead.
+    With the spatial error E_s and the share r of the spatial keys in Z, E = -tau log(1 - r (1 -
+    exp(-E_s / tau))). If more than half of Z is lost, the logarithms of Z and Z~ are subtracted
+    instead.
+
+    Args:
+        q: (G, Q, d) scaled queries.
+        keys: (G, N, d) spatial keys.
+        tree: Flat batch of G Q trees.
+        prefix_keys: (G, P, d) keys of prefix tokens, P >= 0.
+
+    Returns:
+        (G, Q) errors in units of the scores.
     """
     errors = []
-    for heads, queries, part in _parts(q, tree):
-        scores = key_scores(keys[heads].transpose(0, 1), q[heads, queries])  # (N, B)
-        spatial = part.error(scores.T) / tree.tau
+    for heads, queries, part in _chunks(q, tree):
+        rows = q[heads, queries]
+        scores = key_scores(keys[heads].transpose(0, 1), rows)  # (N, B)
+        spatial_error = part.error(scores.T) / tree.tau
         masked = scores if part.valid is None else scores.masked_fill(~part.valid, -torch.inf)
-        within = (masked / tree.tau).logsumexp(0)
-        before = key_scores(prefix_keys[heads].transpose(0, 1), q[heads, queries]) / tree.tau
-        before = before.logsumexp(0)  # -inf without a prefix
-        whole = torch.logaddexp(before, within)
-        lost = (within - whole).exp() * -torch.expm1(-spatial)
-        compared = whole - torch.logaddexp(before, within - spatial)
-        error = torch.where(lost < 0.5, -torch.log1p(-lost.clamp(max=0.5)), compared) * tree.tau
-        # Scores are rounded; F and F~ move by no more than they do.
-        rounding = 4 * q.shape[-1] * machine_epsilon(q) * _largest(keys[heads], q[heads, queries])
-        errors.append(error * (1 + 64 * machine_epsilon(q)) + rounding)
+        spatial = (masked / tree.tau).logsumexp(0)
+        prefix = key_scores(prefix_keys[heads].transpose(0, 1), rows) / tree.tau
+        prefix = prefix.logsumexp(0)  # -inf without prefix tokens
+        log_z = torch.logaddexp(prefix, spatial)
+        lost = (spatial - log_z).exp() * -torch.expm1(-spatial_error)
+        difference = log_z - torch.logaddexp(prefix, spatial - spatial_error)
+        error = torch.where(lost < 0.5, -torch.log1p(-lost.clamp(max=0.5)), difference) * tree.tau
+        # Rounding a score by delta changes F and F~ by at most delta each.
+        epsilon = machine_epsilon(q)
+        rounding = SCORE_ROUNDINGS * q.shape[-1] * epsilon * _score_bound(keys[heads], rows)
+        errors.append(error * (1 + ERROR_ROUNDINGS * epsilon) + rounding)
     return torch.cat(errors).view(q.shape[:2])
 
 
 def key_certificate(q: Tensor, keys: Tensor, tree: Tree, prefix_keys: Tensor) -> Tensor:
-    """(G, Q) a bound on E over all keys that visits no token of an unexpanded leaf.
+    """Bound E over all keys without visiting the tokens of leaves that are not expanded.
 
-    A leaf's scores lie above their mean by at most relu(q) . high - relu(-q) . low, `high` and `low`
-    the extremes of its keys less their mean, dimension by dimension, and below it likewise; the
-    two-point bound turns that range into a bound on the leaf's gap. Proven, and loose at large d.
+    The scores of a leaf exceed their mean by at most relu(q) . high - relu(-q) . low, where `high`
+    and `low` are the extremes of its keys minus their mean in each dimension; likewise from below.
+    The two-point bound turns this range into a bound on the gap of the leaf. It is proven, and loose
+    if d is large.
+
+    Args:
+        q: (G, Q, d) scaled queries.
+        keys: (G, N, d) spatial keys.
+        tree: Flat batch of G Q trees.
+        prefix_keys: (G, P, d) keys of prefix tokens, P >= 0.
+
+    Returns:
+        (G, Q) upper bounds in units of the scores.
     """
     layout, valid = tree.layout, tree.mask_of_heads(len(q))
     levels = KeyLevels.of(layout, keys, valid)
     boxes = _key_boxes(levels, keys.dtype, valid)
     certificates = []
-    for heads, queries, part in _parts(q, tree):
-        some = q[heads, queries]
+    for heads, queries, part in _chunks(q, tree):
+        rows = q[heads, queries]
         counts = Counts.of(layout, q.dtype, part.valid)
-        pyramid = KeyPyramid(levels, heads, some, counts, tree.tau)
-        before = key_scores(prefix_keys[heads].transpose(0, 1), some)
-        logits, upper = [before / tree.tau], [torch.zeros_like(before)]
+        pyramid = KeyPyramid(levels, heads, rows, counts, tree.tau)
+        prefix = key_scores(prefix_keys[heads].transpose(0, 1), rows)
+        logits, upper = [prefix / tree.tau], [torch.zeros_like(prefix)]
         for depth, (low, high) in enumerate(boxes):
             logits.append(pyramid.mean(depth) / tree.tau + counts.blocks[depth].log())
-            upper.append(_leaf_bound(some, low[:, heads], high[:, heads], tree.tau))
-        tokens = key_scores(levels.tokens[:, heads], some)
+            upper.append(_leaf_bound(rows, low[:, heads], high[:, heads], tree.tau))
+        tokens = key_scores(levels.tokens[:, heads], rows)
         logits.append(tokens / tree.tau)
         upper.append(torch.zeros_like(tokens))
-        leaves = torch.cat((part.split.new_ones(before.shape), part.leaf_nodes()))
+        leaves = torch.cat((part.split.new_ones(prefix.shape), part.leaf_nodes()))
         mass = torch.cat(logits).masked_fill(~leaves, -torch.inf).softmax(0)
         bound = torch.cat(upper).where(leaves, 0.0)
         certificates.append(bounds.certificate(mass.T, bound.T, tau=tree.tau))
     return torch.cat(certificates).view(q.shape[:2])
 
 
-def _parts(q: Tensor, tree: Tree) -> Iterator[tuple[slice, slice, Tree]]:
+def _chunks(q: Tensor, tree: Tree) -> Iterator[tuple[slice, slice, Tree]]:
     """Chunks of heads and queries with their trees."""
     for heads, queries in query_chunks(len(q), q.shape[1], tree.grid.size, CHUNK_ELEMENTS):
         start = heads.start * q.shape[1] + queries.start
@@ -82,33 +107,32 @@ def _parts(q: Tensor, tree: Tree) -> Iterator[tuple[slice, slice, Tree]]:
 def _key_boxes(
     levels: KeyLevels, dtype: torch.dtype, valid: Tensor | None
 ) -> list[tuple[Tensor, Tensor]]:
-    """For each depth, (n, G, d) lowest and highest difference of a block's keys from their mean."""
-    size, heads, width = levels.tokens.shape
-    wide = valid
+    """For each depth, (n, G, d) smallest and largest difference of a block's keys from their mean."""
+    size, heads, dim = levels.tokens.shape
     if valid is not None and valid.shape[1] > 1:
-        wide = valid.repeat_interleave(width, 1)
-    counts = Counts.of(levels.layout, dtype, wide)
-    flat = levels.tokens.reshape(size, heads * width)
-    pyramid = ScorePyramid(levels.layout, counts, 1.0, flat, wide)
-    pairs = zip(pyramid.minima(), pyramid.maxima(), strict=True)
-    return [
-        tuple((edge - pyramid.mean(depth)).view(-1, heads, width) for edge in pair)  # type: ignore[misc]
-        for depth, pair in enumerate(pairs)
-    ]
+        valid = valid.repeat_interleave(dim, 1)  # (N, G d)
+    flat = levels.tokens.reshape(size, heads * dim)
+    counts = Counts.of(levels.layout, dtype, valid)
+    pyramid = ScorePyramid(levels.layout, counts, 1.0, flat, valid)
+    boxes = []
+    for depth, (low, high) in enumerate(zip(pyramid.minima(), pyramid.maxima(), strict=True)):
+        mean = pyramid.mean(depth)
+        boxes.append(((low - mean).view(-1, heads, dim), (high - mean).view(-1, heads, dim)))
+    return boxes
 
 
 def _leaf_bound(q: Tensor, low: Tensor, high: Tensor, tau: float) -> Tensor:
-    """(n, B) the two-point bound over the range that (n, g, d) key boxes allow."""
-    up, down = q.clamp(min=0), q.clamp(max=0)
-    above = key_scores(high, up) + key_scores(low, down)
-    below = key_scores(low, up) + key_scores(high, down)
+    """(n, B) two-point bound over the range of scores that (n, g, d) key boxes allow."""
+    positive, negative = q.clamp(min=0), q.clamp(max=0)
+    above = key_scores(high, positive) + key_scores(low, negative)
+    below = key_scores(low, positive) + key_scores(high, negative)
     return bounds.two_point(
         below.clamp(max=0), above.clamp(min=0), torch.zeros_like(above), tau=tau
     )
 
 
-def _largest(keys: Tensor, q: Tensor) -> Tensor:
-    """(B,) |q| max |k|: no score is larger."""
+def _score_bound(keys: Tensor, q: Tensor) -> Tensor:
+    """(B,) |q| max |k|."""
     longest = torch.linalg.vector_norm(keys, dim=-1).amax(-1, keepdim=True)
     bound: Tensor = torch.linalg.vector_norm(q, dim=-1) * longest
     return bound.flatten()

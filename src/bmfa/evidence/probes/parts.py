@@ -1,4 +1,4 @@
-"""The parts of a probe shared between processes, and kept in a file of partial results."""
+"""The parts of a probe: shared between processes and saved to a checkpoint."""
 
 import base64
 import os
@@ -22,7 +22,7 @@ from bmfa.data.probes import Compute, Result, Spread
 from bmfa.evidence.runner import processes as shards
 from bmfa.evidence.runner.resume import Part, digest, open_checkpoint
 
-# The arrays of a block that are worth packing, and their types.
+# Arrays of a block that are compressed, and columns that are stored as lists.
 _ARRAYS: dict[str, np.dtype[Any]] = {"edge": np.dtype(np.float64), "minority": np.dtype(np.bool_)}
 _COLUMNS: dict[str, np.dtype[Any]] = {
     "box": np.dtype(np.int64),
@@ -33,13 +33,20 @@ _COLUMNS: dict[str, np.dtype[Any]] = {
 _WORDS = ("category", "size", "frequency")
 
 
-def spread(
+def resumable(
     source: InstanceSource,
     settings: ProbeSettings,
     strict: bool,
     resume: str | os.PathLike[str] | None,
 ) -> Spread:
-    """How the parts of a source are computed: by one process or several, with a file or without."""
+    """Return a function for `probe_blocks` that computes parts in all processes of a run.
+
+    Args:
+        source: Annotated pictures.
+        settings: Grid and picture size.
+        strict: True if faulty instances raise.
+        resume: File of the parts computed so far, created if missing; None for no file.
+    """
     check = partial(_fault, settings.grid)
 
     def compute_all(parts: Iterator[InstanceSource], compute: Compute) -> Iterator[Result]:
@@ -48,30 +55,32 @@ def spread(
             with checkpoint:
                 yield from compute(parts)
             return
-        every = list(parts)
-        listings = [_listing(part) for part in every]
+        sources = list(parts)
+        listings = [_listing(part) for part in sources]
         with checkpoint as saved:
             processes = saved.processes
             done = {
                 number: part
                 for number, part in saved.parts.items()
-                if number < len(every) and _is_current(part, listings[number])
+                if number < len(sources) and _is_current(part, listings[number])
             }
-            left = [number for number in range(len(every)) if number not in done]
-            results = compute(every[number] for number in processes.mine(left))
+            left = [number for number in range(len(sources)) if number not in done]
+            results = compute(sources[number] for number in processes.mine(left))
             reached = 0
             with closing(results):  # type: ignore[type-var]
                 rounds = processes.rounds(
-                    left, lambda number: packed(next(results)) | {"listing": listings[number]}
+                    left, lambda number: pack_part(next(results)) | {"listing": listings[number]}
                 )
                 for computed in rounds:
                     done |= dict(computed)
                     saved.add(dict(computed))
                     while reached in done:
-                        yield unpacked(done[reached], strict)
+                        yield unpack_part(done[reached], strict)
                         reached += 1
             saved.write()
-            yield from (unpacked(done[number], strict) for number in range(reached, len(every)))
+            yield from (
+                unpack_part(done[number], strict) for number in range(reached, len(sources))
+            )
 
     def identity() -> dict[str, Any]:
         return {**asdict(settings), "strict": strict, "pictures": len(source), **_origin(source)}
@@ -79,35 +88,35 @@ def spread(
     return compute_all
 
 
-def packed(result: Result) -> Part:
-    """The result of a part as JSON holds it, every number exact."""
+def pack_part(result: Result) -> Part:
+    """Return the result of a part as JSON, every number exact."""
     pictures, block, tally = result
     return {
         "pictures": pictures,
         "faults": dict(tally.faults),
         "left_out": dict(tally.left_out),
         "names": tally.names,
-        "block": None if block is None else _packed_block(block),
+        "block": None if block is None else _pack_block(block),
     }
 
 
-def unpacked(part: Part, strict: bool = False) -> Result:
-    """Undo `packed`."""
+def unpack_part(part: Part, strict: bool = False) -> Result:
+    """Return the result of a part from `pack_part`."""
     tally = Tally(strict, Counter(part["faults"]), Counter(part["left_out"]), dict(part["names"]))
-    block = None if part["block"] is None else _unpacked_block(part["block"])
+    block = None if part["block"] is None else _unpack_block(part["block"])
     return int(part["pictures"]), block, tally
 
 
-def _packed_block(block: ProbeBlock) -> dict[str, Any]:
+def _pack_block(block: ProbeBlock) -> dict[str, Any]:
     return {
         "shape": list(block.edge.shape),
-        **{name: _pack(getattr(block, name)) for name in _ARRAYS},
+        **{name: _compress(getattr(block, name)) for name in _ARRAYS},
         **{name: getattr(block, name).tolist() for name in _COLUMNS},
         **{name: list(getattr(block, name)) for name in _WORDS},
     }
 
 
-def _unpacked_block(content: dict[str, Any]) -> ProbeBlock:
+def _unpack_block(content: dict[str, Any]) -> ProbeBlock:
     fields: dict[str, Any] = {name: tuple(content[name]) for name in _WORDS}
     for name, kind in _COLUMNS.items():
         fields[name] = np.array(content[name], kind)
@@ -117,24 +126,24 @@ def _unpacked_block(content: dict[str, Any]) -> ProbeBlock:
     return ProbeBlock(**fields)
 
 
-def _pack(array: NDArray[Any]) -> str:
+def _compress(array: NDArray[Any]) -> str:
     return base64.b64encode(zlib.compress(np.ascontiguousarray(array).tobytes(), 1)).decode()
 
 
 def _is_current(part: Part, listing: str) -> bool:
-    """False if the files of a saved part have changed, or could not be read, so that it is redone."""
+    """Return True if the files of a saved part are unchanged and could all be read."""
     return part["listing"] == listing and not any(part["faults"].get(one) for one in FILE_FAULTS)
 
 
 def _listing(part: InstanceSource) -> str:
-    """A fingerprint of the files that hold the pictures of a part."""
+    """Return a digest of the files that hold the pictures of a part."""
     return digest(part.listing()) if isinstance(part, InstancePart) else ""
 
 
 def _fault(grid: int, number: int, part: Part) -> str | None:
-    """A phrase that names the first value of a saved part that cannot be, or None."""
+    """Return a phrase about the first impossible value of a saved part, or None."""
     try:
-        pictures, block, tally = unpacked(part)
+        pictures, block, tally = unpack_part(part)
         counts = {"pictures": pictures, **tally.faults, **tally.left_out}
         columns = (
             {} if block is None else {name: getattr(block, name) for name in (*_COLUMNS, *_WORDS)}
@@ -148,7 +157,7 @@ def _fault(grid: int, number: int, part: Part) -> str | None:
         return f"it cannot be unpacked ({type(error).__name__}: {error})"
     for name, count in counts.items():
         if not isinstance(count, int) or count < 0:
-            return f"the count of {name} is {count!r}, and no integer of at least 0"
+            return f"the count of {name} is {count!r}, which is not an integer of at least 0"
     if block is None:
         return None
     if block.edge.shape[1:] != (grid, grid):
@@ -163,7 +172,7 @@ def _fault(grid: int, number: int, part: Part) -> str | None:
 
 
 def _origin(source: InstanceSource) -> dict[str, Any]:
-    """What tells a source from others."""
+    """Return what identifies a source."""
     if isinstance(source, InstanceFiles):
         annotations = Path(source.annotations.path)
         return {"annotations": digest([annotations.read_bytes()])}
