@@ -15,7 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import typer
+from torch.nn.functional import interpolate, scaled_dot_product_attention
 
 import bmfa
 from bmfa.attention.result import Audit, Stats
@@ -92,7 +94,7 @@ def test_no_page_loads_anything_from_a_host(site):
 
 @pytest.mark.parametrize("name", ["bmfa", *PUBLIC_MODULES])
 def test_the_reference_has_every_public_name(site, name):
-    module = bmfa if name == "bmfa" else getattr(bmfa, name)
+    module = bmfa if name == "bmfa" else import_module(f"bmfa.{name}")
     prefix = module.__name__
     anchors = parse(site / "api" / f"{name}.html").anchors
     if name == "bmfa":  # the others are on the pages of their modules
@@ -116,6 +118,7 @@ def test_the_reference_has_every_public_name(site, name):
 
 # Code
 
+SETTINGS = (DOCS / "settings.md").read_text("utf-8")
 GPU = "<!-- needs a GPU and a download -->"
 BLOCKS = [
     pytest.param(not marked, code, id=f"{title(path)}-{index}")
@@ -137,6 +140,29 @@ def test_code_runs_without_a_network(runs, code, monkeypatch, tmp_path):
     if not runs:
         pytest.skip("needs a GPU and a download; it compiles")
     exec(program, {})
+
+
+@pytest.mark.slow
+def test_the_table_of_missed_targets_is_that_of_a_run():
+    """The numbers of docs/settings.md, to one unit of the last digit shown."""
+    (rows,) = re.findall(r"^    \| factor .*\n.*\n((?:    \|.*\n)+)", SETTINGS, re.M)
+    torch.manual_seed(0)
+    smooth = interpolate(torch.randn(9, 64, 8, 8), size=64, mode="bicubic")
+    q, k, v = smooth.flatten(2).mT.reshape(3, 1, 3, 64 * 64, 64)
+    for line in rows.splitlines():
+        cells = [cell.strip(" %") for cell in line.strip(" |").split("|")]
+        factor, target = float(cells[0]), float(cells[1])
+        queries, keys = factor * q, factor * k
+        exact = scaled_dot_product_attention(queries.double(), keys.double(), v.double())
+        output, stats = bmfa.screened_attention(
+            queries, keys, v, grid=(64, 64), error=target, form="tiled", certificate=True
+        )
+        error = (output - exact).norm() / exact.norm()
+        bound = stats.certificate
+        values = (100 * stats.density, bound.mean(), bound.max(), 100 * error)
+        for shown, value in zip(cells[2:], values, strict=True):
+            unit = 10.0 ** -len(shown.partition(".")[2])
+            assert abs(float(value) - float(shown)) <= unit, line
 
 
 # Names

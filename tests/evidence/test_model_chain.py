@@ -7,7 +7,7 @@ from PIL import Image
 
 from bmfa.cli import main
 from bmfa.data.drawn.glyphs import draw_glyph
-from bmfa.evidence import report_models as model_chain
+from bmfa.evidence import report
 from bmfa.evidence.page import figures
 from bmfa.evidence.page.blocks import NotMeasured
 from bmfa.evidence.page.build import CHAPTERS
@@ -20,26 +20,26 @@ SHOWN = ("closed-loop", "layers", "top1", "accuracy", "reductions", "attention-c
 @pytest.fixture(autouse=True)
 def _few_methods(monkeypatch: pytest.MonkeyPatch) -> None:
     rules = ("fixed-blocks:2", "optimal:0.02")
-    monkeypatch.setattr(model_chain, "CPU_TIMING", (2, 1))
-    for name in ("METHODS", "LAYER_METHODS", "RULES"):
-        monkeypatch.setattr(model_chain, name, rules)
-    monkeypatch.setattr(model_chain, "SINGLE_METHODS", ("global-mean",))
-    for name in ("MERGERS", "EMBEDDED_MERGERS"):
-        monkeypatch.setattr(model_chain, name, ("tome:8", "free-energy:8"))
+    monkeypatch.setattr(report, "CPU_TIMING", (2, 1))
+    for name in ("CLOSED_LOOP_METHODS", "LAYER_METHODS", "EVALUATED_RULES"):
+        monkeypatch.setattr(report, name, rules)
+    monkeypatch.setattr(report, "SINGLE_LAYER_METHODS", ("global-mean",))
+    for name in ("REDUCTIONS", "EMBEDDED_REDUCTIONS"):
+        monkeypatch.setattr(report, name, ("tome:8", "free-energy:8"))
 
 
-def own_files(folder: Path) -> model_chain.OwnModel:
+def own_files(folder: Path) -> report.OwnModel:
     """The embedded model and pictures, as if they were a person's own."""
     for index in range(3):
         path = folder / str(index) / "a.png"
         path.parent.mkdir(parents=True)
         Image.fromarray(draw_glyph(0, index)[0]).save(path)
-    return model_chain.OwnModel(str(embedded.WEIGHTS), str(folder), "embedded", limit=2)
+    return report.OwnModel(str(embedded.WEIGHTS), str(folder), "embedded", limit=2)
 
 
 def test_the_records_make_every_figure_of_the_model_chapters(tmp_path: Path) -> None:
     own = own_files(tmp_path).load()
-    records = dict(model_chain.run(own, images=4, layer_images=2))
+    records = dict(report.run_models(own, images=4, layer_images=2))
     assert list(records) == [
         *("closed-loop", "closed-loop-layers", "closed-loop-single", "pictures", "evaluate"),
         *("own-closed-loop", "own-closed-loop-layers", "own-evaluate"),
@@ -63,8 +63,8 @@ def test_every_method_of_the_page_is_known(monkeypatch: pytest.MonkeyPatch) -> N
 
     monkeypatch.undo()
     names = (
-        *(model_chain.METHODS, model_chain.LAYER_METHODS, model_chain.SINGLE_METHODS),
-        *(model_chain.RULES, model_chain.MERGERS, model_chain.EMBEDDED_MERGERS),
+        *(report.CLOSED_LOOP_METHODS, report.LAYER_METHODS, report.SINGLE_LAYER_METHODS),
+        *(report.EVALUATED_RULES, report.REDUCTIONS, report.EMBEDDED_REDUCTIONS),
     )
     for name in {method for some in names for method in some}:
         assert parse(name).name == name

@@ -15,7 +15,8 @@ from bmfa.attention.kernels import reference
 from bmfa.cli import main
 from bmfa.data.classification import LabelledPicture
 from bmfa.data.drawn.glyphs import GLYPH_CLASSES, draw_glyph
-from bmfa.evidence.pictures import model_cases, picture
+from bmfa.evidence.pictures import model_cases
+from bmfa.evidence.pictures import run as picture
 from bmfa.models import LoadedModel, load_model, patch
 from bmfa.models.screened_layer import screened_layers
 from bmfa.packages import load_package
@@ -45,7 +46,7 @@ def products(model: LoadedModel, layer: int, head: int, query: int) -> np.ndarra
     weight, bias = (p.detach().double().numpy() for p in attention.qkv.parameters())
     q, k, _ = np.split(tokens @ weight.T + bias, 3, axis=1)
     part = slice(head * attention.head_dim, (head + 1) * attention.head_dim)
-    return np.asarray(k[:, part] @ q[query, part] * attention.scale)
+    return np.asarray(k[:, part] @ q[query, part] * attention.head_dim**-0.5)
 
 
 @pytest.mark.parametrize(("query", "index"), [("class", 0), ("4,6", 1 + 4 * 14 + 6)])

@@ -157,8 +157,9 @@ def attention(
     from bmfa.evidence.bench.inputs import InputSource
 
     results = _Results(Output(json, quiet), ATTENTION_COLUMNS, markdown, figures)
-    if results.show_old(records):
-        return
+    if records:
+        return results.show_files(records)
+    require_packages(("PIL",), "data")
     device = opt.resolve_device(device)
     source = InputSource.open(
         model,
@@ -220,8 +221,9 @@ def model(
     from bmfa.evidence.bench import model as experiment
 
     results = _Results(Output(json, quiet), MODEL_COLUMNS, markdown, figures)
-    if results.show_old(records):
-        return
+    if records:
+        return results.show_files(records)
+    require_packages(("PIL",), "data")
     device = opt.resolve_device(device)
     settings = experiment.Settings(
         model=model,
@@ -252,13 +254,9 @@ class _Results:
         self.output, self.columns = output, columns
         self.markdown, self.figure_folder = markdown, figure_folder
 
-    def show_old(self, paths: Sequence[str] | None) -> bool:
-        """Show the records in these files; False if there are none and the benchmark must run."""
-        for path in paths or ():
+    def show_files(self, paths: Sequence[str]) -> None:
+        for path in paths:
             self.finish(Record.from_json(Path(path).read_text("utf-8"), path))
-        if not paths:
-            require_packages(("PIL",), "data")
-        return bool(paths)
 
     def finish(self, record: Record, notes: Sequence[str] = ()) -> None:
         from bmfa.evidence.bench.chapter import markdown

@@ -9,7 +9,7 @@ from bmfa.packages import require_packages
 from bmfa.records import Record
 
 if TYPE_CHECKING:
-    from bmfa.evidence.report_models import OwnModel
+    from bmfa.evidence.report import OwnModel
 
 
 def report(
@@ -100,7 +100,7 @@ def _own_model(
     imagenet: str | None, weights: str | None, *, model: str, labels: str | None, limit: int
 ) -> "OwnModel | None":
     """Return the user's model and pictures, or None if neither is given."""
-    from bmfa.evidence.report_models import OwnModel
+    from bmfa.evidence.report import OwnModel
 
     if imagenet is None and weights is None:
         return None

@@ -48,7 +48,7 @@ def screen(
     """One picture: a query's attention, tree and certificate."""
     require_packages(("matplotlib", "PIL"), "report")
     from bmfa.evidence.page import figures
-    from bmfa.evidence.pictures import picture as experiment
+    from bmfa.evidence.pictures import run as experiment
     from bmfa.models import load_model
 
     _check_figure(output)

@@ -1,21 +1,84 @@
-"""The evidence chain: every experiment the page is made of, on embedded data and a person's own."""
+"""All experiments of `bmfa report`, on the embedded data and model and on the user's own."""
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 from bmfa.data import EmbeddedScenes, InstanceFiles, InstanceSource
+from bmfa.data.classification import EmbeddedPictures, LabelledPictures
 from bmfa.data.probes import MODES
-from bmfa.evidence import report_models as model_chain
 from bmfa.evidence.ablation import run as ablation
 from bmfa.evidence.bench import trees as bench
-from bmfa.evidence.methods import COMPARABLE_METHODS, DEFAULT_METHODS
-from bmfa.evidence.pictures import cases
+from bmfa.evidence.classification import run as classification
+from bmfa.evidence.closed_loop import run as closed_loop
+from bmfa.evidence.methods import COMPARABLE_METHODS, DEFAULT_METHODS, FULL
+from bmfa.evidence.pictures import cases, model_cases
 from bmfa.evidence.probes import run as probes
 from bmfa.evidence.synthetic import run as synthetic
+from bmfa.models import LoadedModel, load_model
+from bmfa.models.hosts import find_host
 from bmfa.records import Record
 
 PROBE_METHODS = (*DEFAULT_METHODS, *COMPARABLE_METHODS)
-# One penalty for all settings, at the leaves that Algorithm 1 needs on the corner placement.
+# The pooled rule has one price for all settings, and the leaves of Algorithm 1 on the placement corner.
 SYNTHETIC_METHODS = (*DEFAULT_METHODS, "optimal-leaves-pooled:0.05794")
+# The paper's rules at its settings, Algorithm 1 from its printed threshold down, and further rules.
+CLOSED_LOOP_METHODS = (
+    *("fixed-blocks:2", "global-mean", "random-quadrants:0.25", "random-quadrants:0.5"),
+    *("quadrant-gap:0.8", "quadrant-gap:0.5", "variance:0.8", "variance:0.2"),
+    *("gamma:0.8", "gamma:0.2", "gamma:0.05", "gamma:0.02"),
+    *("exact-gap:1", "exact-gap:0.5", "mass:0.005", "mass:0.001"),
+    *("optimal:0.05", "optimal:0.02", "optimal:0.005", "optimal:0.002"),
+)
+LAYER_METHODS = (
+    *("fixed-blocks:2", "random-quadrants:0.25", "quadrant-gap:0.8"),
+    *("gamma:0.05", "optimal:0.002"),
+)
+SINGLE_LAYER_METHODS = ("global-mean", "fixed-blocks:2", "gamma:0.05", "optimal:0.002")
+EVALUATED_RULES = (
+    *("fixed-blocks:2", "random-quadrants:0.25", "random-quadrants:0.5"),
+    *("quadrant-gap:0.8", "quadrant-gap:0.5", "gamma:0.05", "optimal:0.02", "optimal:0.002"),
+)
+REDUCTIONS = (
+    *("tome:8", "tome:12", "free-energy:8", "free-energy:12", "pitome:0.95", "tofu:0.95"),
+    *("diffrate:0.95", "crossget:0.95", "dct:0.95", "evit:0.7", "random-pool:8", "fixed-pool:2"),
+)
+# The class of an embedded picture depends on few tokens, so differences show only at larger budgets.
+EMBEDDED_REDUCTIONS = (
+    *("tome:8", "tome:16", "tome:24", "free-energy:8", "free-energy:16", "free-energy:24"),
+    *("pitome:0.8", "tofu:0.8", "diffrate:0.8", "crossget:0.8", "dct:0.8", "evit:0.3"),
+    *("random-pool:8", "random-pool:16", "fixed-pool:2"),
+)
+DEIT = "timm:deit_tiny_patch16_224"
+# The paper's figures are of a centre crop of 224 pixels from a shorter side of 256.
+DEIT_CROP_PCT = 0.875
+OWN_PICTURES = 100
+# Batch size and timings of which the median counts; rules are slow on a CPU.
+CPU_TIMING, GPU_TIMING = (10, 3), (256, 5)
+
+
+@dataclass(frozen=True)
+class OwnModel:
+    """The user's model and pictures; the default is DeiT-Tiny on ImageNet, as in the paper.
+
+    Args:
+        weights: File of weights.
+        pictures: Folder or zip of pictures.
+        name: Name of the model as in `load_model`.
+        labels: File of labels; None reads them from the names of folders.
+        limit: Number of pictures.
+    """
+
+    weights: str
+    pictures: str
+    name: str = DEIT
+    labels: str | None = None
+    limit: int = OWN_PICTURES
+
+    def load(self) -> tuple[LoadedModel, LabelledPictures]:
+        """Load the model, DeiT-Tiny with the crop of the paper, and list its pictures."""
+        pictures = LabelledPictures(self.pictures, self.labels, limit=self.limit)
+        crop = DEIT_CROP_PCT if self.name == DEIT else None
+        return load_model(self.name, self.weights, crop_pct=crop), pictures
 
 
 def run(
@@ -24,14 +87,22 @@ def run(
     workers: int = 1,
     coco: Sequence[str] | None = None,
     lvis: Sequence[str] | None = None,
-    own: model_chain.OwnModel | None = None,
+    own: OwnModel | None = None,
     device: str = "cpu",
 ) -> Iterator[tuple[str, Record]]:
-    """Run the experiments one by one; `coco` and `lvis` are (annotations, images).
+    """Run all experiments and yield their names and records.
 
-    `own` adds a person's model on their pictures; `device` is where models run.
+    Args:
+        seed: Seed of data and random methods.
+        workers: Worker processes of the probes.
+        coco: Annotation file and picture folder of COCO.
+        lvis: Annotation file and picture folder of LVIS.
+        own: The user's model and pictures.
+        device: Device of the models.
+
+    Raises:
+        ValueError: If a file cannot be used; it is opened before the first experiment.
     """
-    # Files that are missing are told of now, not after minutes.
     loaded = own.load() if own is not None else None
     files = {
         name: InstanceFiles(*paths) for name, paths in (("coco", coco), ("lvis", lvis)) if paths
@@ -54,5 +125,70 @@ def run(
             yield f"probe-{dataset}-{mode}", record
     yield "ablation", ablation.run(embedded, dataset="embedded", workers=workers)
     yield "cases", cases.run(embedded, dataset="embedded", seed=seed)
-    yield from model_chain.run(loaded, seed=seed, device=device)
+    yield from run_models(loaded, seed=seed, device=device)
     yield "bench", bench.run(repeats=3, seed=seed)
+
+
+def run_models(
+    own: tuple[LoadedModel, LabelledPictures] | None = None,
+    *,
+    seed: int = 0,
+    images: int = 100,
+    layer_images: int = 30,
+    device: str = "cpu",
+) -> Iterator[tuple[str, Record]]:
+    """Run the experiments on the embedded model, then those on the user's own.
+
+    Args:
+        own: A model and its pictures.
+        seed: Seed of data and random methods.
+        images: Number of embedded pictures.
+        layer_images: Number of embedded pictures for the comparison of layers.
+        device: Device of the models.
+    """
+    model = load_model("embedded")
+    few, many = EmbeddedPictures(layer_images, seed), EmbeddedPictures(images, seed)
+    yield "closed-loop", closed_loop.run(model, many, CLOSED_LOOP_METHODS, seed=seed, device=device)
+    for name, layers, methods in _layer_experiments(model):
+        record = closed_loop.run(model, few, methods, layers=layers, seed=seed, device=device)
+        yield f"closed-loop-{name}", record
+    yield "pictures", model_cases.run(model, count=images, seed=seed, device=device)
+    yield "evaluate", _evaluate(model, many, EMBEDDED_REDUCTIONS, seed, device)
+    if own is None:
+        return
+    model, pictures = own
+    record = closed_loop.run(model, pictures, CLOSED_LOOP_METHODS, seed=seed, device=device)
+    yield "own-closed-loop", record
+    name, layers, methods = _layer_experiments(model)[0]
+    record = closed_loop.run(model, pictures, methods, layers=layers, seed=seed, device=device)
+    yield f"own-closed-loop-{name}", record
+    yield "own-evaluate", _evaluate(model, pictures, REDUCTIONS, seed, device)
+
+
+def _evaluate(
+    model: LoadedModel,
+    pictures: LabelledPictures | EmbeddedPictures,
+    reductions: Sequence[str],
+    seed: int,
+    device: str,
+) -> Record:
+    batch_size, repeats = CPU_TIMING if device == "cpu" else GPU_TIMING
+    return classification.run(
+        model,
+        pictures,
+        (FULL, *EVALUATED_RULES, *reductions),
+        batch_size=batch_size,
+        repeats=repeats,
+        seed=seed,
+        device=device,
+    )
+
+
+def _layer_experiments(
+    model: LoadedModel,
+) -> list[tuple[str, list[str | list[int]], Sequence[str]]]:
+    """Return name, layers and methods of two experiments: the last K layers, and single layers."""
+    depth = len(find_host(model.model).attentions)
+    last: list[str | list[int]] = [f"last-{count}" for count in (2, 4, 8) if count < depth]
+    single: list[str | list[int]] = [[layer] for layer in range(depth)]
+    return [("layers", [*last, "all"], LAYER_METHODS), ("single", single, SINGLE_LAYER_METHODS)]

@@ -44,6 +44,14 @@ def proportional_attention(
     Raises:
         ValueError: shapes do not match, or `backend="triton"` cannot run, with the reason.
         TypeError: q, k and v differ in dtype.
+
+    Example:
+        >>> import torch
+        >>> q = k = v = torch.ones(1, 2, 5, 8)
+        >>> size = torch.tensor([[1.0, 1.0, 2.0, 1.0, 5.0]])
+        >>> _, mass = proportional_attention(q, k, v, size, scale=1.0, prefix=1, mass=True)
+        >>> mass.sum(1) / 2  # the mean over two heads
+        tensor([[0.1000, 0.1000, 0.2000, 0.1000, 0.5000]])
     """
     if q.dim() != 4 or q.shape[2] == 0:
         raise ValueError(f"q has shape {tuple(q.shape)}; pass (B, H, T, d) with T >= 1")
@@ -74,10 +82,13 @@ def merge_tokens(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Merge the r cheapest pairs of tokens by bipartite matching.
 
-    Each token a at an even position chooses the token b at an odd position with the least cost(a,
-    b) = (weight_a + weight_b) |f_a - f_b|^2, and the r cheapest choices merge into averages
-    weighted by size. The lowest position wins among equal costs. Prefix tokens are not matched. The
-    new order is the prefix, the remaining even positions, then the odd positions.
+    Each token a at an even position chooses the token b at an odd position with the least
+
+        cost(a, b) = (weight_a + weight_b) |f_a - f_b|^2,
+
+    and the r cheapest choices merge into averages weighted by size. The lowest position wins among
+    equal costs. Prefix tokens are not matched. The new order is the prefix, the remaining even
+    positions, then the odd positions.
 
     Args:
         x: (B, T, C) tokens, prefix tokens first.
@@ -97,6 +108,13 @@ def merge_tokens(
     Raises:
         ValueError: shapes do not match, r is out of range, or `backend="triton"` cannot run, with
             the reason.
+
+    Example:
+        >>> import torch
+        >>> x, keys = torch.randn(1, 17, 8), torch.randn(1, 2, 17, 4)
+        >>> merged, size, _ = merge_tokens(x, torch.ones(1, 17), keys, None, 4, prefix=1)
+        >>> merged.shape, size.sum().item()
+        (torch.Size([1, 13, 8]), 17.0)
     """
     if x.dim() != 3:
         raise ValueError(f"x has shape {tuple(x.shape)}; pass tokens as (B, T, C)")

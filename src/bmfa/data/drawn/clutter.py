@@ -9,8 +9,8 @@ from bmfa.data.drawn.shapes import Array, Shape, segment_distance
 from bmfa.data.drawn.textures import contrasting_colours, luma_at
 
 Disc = tuple[float, float, float]  # x, y, radius in pixels
-# Side in pixels of a window around a piece: its reach of 13 and half its pen of 3 on both sides,
-# and 1.
+# Side in pixels of the window of a piece: a line reaches 13 pixels from its centre, half its pen adds
+# 1.4 and antialiasing 1, so 16 pixels on both sides of the centre suffice.
 _WINDOW = 33
 
 

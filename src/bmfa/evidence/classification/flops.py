@@ -16,6 +16,7 @@ from bmfa.models.reducing import final_tokens
 from bmfa.models.screened_layer import LayerInputs, observe
 from bmfa.trees.rules import Rule
 
+# The setting "gflops" of a record.
 COUNTING = (
     "torch's flop counter on one picture, 2 flops for a multiply-add, matrix products and "
     "convolutions alone; a screened layer counts each query's products with prefix keys, with the "
@@ -26,7 +27,7 @@ COUNTING = (
 
 @dataclass(frozen=True)
 class Cost:
-    """What one picture costs, and the tokens behind the last block where they are reduced."""
+    """Operations for one picture, and the tokens after the last block if they are reduced."""
 
     flops: int
     final_tokens: int | None = None
@@ -35,24 +36,34 @@ class Cost:
 def costs(
     model: LoadedModel, pixels: Tensor, methods: Sequence[str], layers: Layers, seed: int = 0
 ) -> dict[str, Cost]:
-    """The cost of every method on a picture (1, 3, height, width).
+    """Count the operations of every method on one picture.
 
-    Counted on a copy of the model in float32 on the processor, so that no fused kernel hides its
-    products and the same picture costs the same everywhere.
+    A copy of the model in float32 on the CPU is counted, so that no fused kernel hides its products
+    and the counts are the same on every device.
+
+    Args:
+        model: The model.
+        pixels: (1, 3, H, W) preprocessed picture.
+        methods: `full`, names of rules and names of reductions.
+        layers: Layers that rules screen.
+        seed: Seed of random methods.
+
+    Returns:
+        The cost by method.
     """
-    plain = replace(model, model=deepcopy(model.model).to("cpu", torch.float32).eval())
+    counted = replace(model, model=deepcopy(model.model).to("cpu", torch.float32).eval())
     pixels = pixels.to("cpu", torch.float32)
     found = {}
     with torch.inference_mode():
-        whole = _count(plain, pixels)
+        full = _count(counted, pixels)
         for name in methods:
-            with applied(plain.model, name, layers, seed) as method:
+            with applied(counted.model, name, layers, seed) as method:
                 if method.rule is not None:
-                    found[name] = Cost(whole + _saved(plain, pixels, method.rule))
+                    found[name] = Cost(full + _added_flops(counted, pixels, method.rule))
                 elif method.policy is not None:
-                    found[name] = Cost(_count(plain, pixels), final_tokens(plain.model))
+                    found[name] = Cost(_count(counted, pixels), final_tokens(counted.model))
                 else:
-                    found[name] = Cost(whole)
+                    found[name] = Cost(full)
     return found
 
 
@@ -64,21 +75,21 @@ def attention_flops(
     out_shape: Any = None,
     **kwargs: Any,
 ) -> int:
-    """Scores and weighted values of (B, heads, tokens, d): the formula of every fused attention."""
+    """Return 2 B H Q K (d + e), the formula of fused attention on (B, H, Q, d) and (B, H, K, e)."""
     batch, heads, queries, width = query_shape
     return 2 * batch * heads * queries * key_shape[2] * (width + value_shape[3])
 
 
-def tree_flops(call: LayerInputs, screened: Screened, rule: Rule) -> int:
-    """A screened layer, see COUNTING."""
-    batch, heads, queries, width = call.q.shape
+def tree_flops(inputs: LayerInputs, screened: Screened, rule: Rule) -> int:
+    """Return the operations of a screened layer as `COUNTING` defines them."""
+    batch, heads, queries, width = inputs.q.shape
     leaves = int(screened.tree.leaf_count.sum())
     trees = batch * heads * queries
-    spatial = leaves if rule.needs == "nothing" else trees * call.grid.size
-    return 2 * width * (2 * trees * call.prefix + spatial + leaves)
+    spatial = leaves if rule.needs == "nothing" else trees * inputs.grid.size
+    return 2 * width * (2 * trees * inputs.prefix + spatial + leaves)
 
 
-# Torch has formulas for the fused attention of GPUs; this is the one of processors.
+# The flop counter of torch has no formula for the fused attention of CPUs.
 _FORMULAS: dict[Any, Any] = {
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: attention_flops
 }
@@ -91,20 +102,20 @@ def _count(model: LoadedModel, pixels: Tensor) -> int:
 
 
 @dataclass(eq=False)
-class _Difference:
-    """Hears the screened layers, and adds what their trees cost more than full attention."""
+class _AddedFlops:
+    """An observer that adds the operations of screened layers minus those of full attention."""
 
     rule: Rule
     flops: int = 0
 
-    def __call__(self, call: LayerInputs, screened: Screened) -> None:
-        full = attention_flops(call.q.shape, call.k.shape, call.k.shape)
-        self.flops += tree_flops(call, screened, self.rule) - full
+    def __call__(self, inputs: LayerInputs, screened: Screened) -> None:
+        full = attention_flops(inputs.q.shape, inputs.k.shape, inputs.k.shape)
+        self.flops += tree_flops(inputs, screened, self.rule) - full
 
 
-def _saved(model: LoadedModel, pixels: Tensor, rule: Rule) -> int:
-    """What screening adds to the flops of the full model; less than 0 where it saves."""
-    difference = _Difference(rule)
+def _added_flops(model: LoadedModel, pixels: Tensor, rule: Rule) -> int:
+    """Return what screening adds to the operations of the full model, usually negative."""
+    difference = _AddedFlops(rule)
     with observe(model.model, difference):
         model.logits(pixels)
     return difference.flops

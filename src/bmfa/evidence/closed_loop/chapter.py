@@ -36,7 +36,7 @@ from bmfa.evidence.page.record_set import (
     require_any,
 )
 
-BMFA, COIN = paper.QUADRANTS[0], paper.RANDOM[0]
+BMFA, RANDOM = paper.BMFA, paper.RANDOM
 COLUMNS = (
     METHOD,
     Column("leaf_percent", "Leaf %", 2),
@@ -102,12 +102,12 @@ def _agreement(run: ModelRun, method: str) -> str:
     return f"{format_percent(agreement, 1)} at {format_percent(leaf, 1)} leaves"
 
 
-def _bmfa_and_coin(run: ModelRun) -> str:
-    higher = run.value(BMFA, "agreement_percent") > run.value(COIN, "agreement_percent")
+def _bmfa_and_random(run: ModelRun) -> str:
+    higher = run.value(BMFA, "agreement_percent") > run.value(RANDOM, "agreement_percent")
     return (
         f"{BMFA}, our fit to the rule of the paper's tables, has an agreement of "
         f"{_agreement(run, BMFA)}; this is {'higher' if higher else 'no higher'} than that of random "
-        f"quadrants with a similar number of leaves ({_agreement(run, COIN)})."
+        f"quadrants with a similar number of leaves ({_agreement(run, RANDOM)})."
     )
 
 
@@ -177,7 +177,13 @@ def _mass_rule(run: ModelRun) -> str:
     )
 
 
-FINDINGS = (_bmfa_and_coin, _algorithm_1_and_blocks, _variance_rows, _cheapest_optimal, _mass_rule)
+FINDINGS = (
+    _bmfa_and_random,
+    _algorithm_1_and_blocks,
+    _variance_rows,
+    _cheapest_optimal,
+    _mass_rule,
+)
 
 
 def _which_rule(runs: Sequence[ModelRun]) -> list[str]:
@@ -228,7 +234,7 @@ def _layers(records: RecordSet) -> list[Block]:
             "at a time. The figure of the paper is in a supplement that is not available. According to "
             "its text, every method degrades with more layers and its rule stays ahead of random "
             "retention (last-2, last-4, last-8 and all layers).",
-            *(_lead_over_coin(run, choices) for run, choices in several),
+            *(_lead_over_random(run, choices) for run, choices in several),
             *(describe(_most_sensitive_layer, run) for run, _ in single),
         ),
         *illustrate(
@@ -252,18 +258,18 @@ def _layers_with_lead(run: ModelRun, choices: Sequence[str]) -> list[str]:
         if agreement is not None
     }
     pairs = {
-        choice: [quality.get((method, choice)) for method in (BMFA, COIN)] for choice in choices
+        choice: [quality.get((method, choice)) for method in (BMFA, RANDOM)] for choice in choices
     }
-    return [c for c, (ours, coin) in pairs.items() if ours and coin and ours > coin]
+    return [c for c, (ours, random) in pairs.items() if ours and random and ours > random]
 
 
-def _lead_over_coin(run: ModelRun, choices: Sequence[str]) -> str:
+def _lead_over_random(run: ModelRun, choices: Sequence[str]) -> str:
     choices = [choice for choice in choices if not run.covers_all_layers(choice)]
     ahead = _layers_with_lead(run, choices)
     if not ahead:
         return ""
     where = "in all of them" if len(ahead) == len(choices) else f"in {', '.join(ahead)}"
-    return f"{run.title}, {', '.join(choices)}: {BMFA} is ahead of {COIN} {where}."
+    return f"{run.title}, {', '.join(choices)}: {BMFA} is ahead of {RANDOM} {where}."
 
 
 def _most_sensitive_layer(run: ModelRun) -> str:
@@ -301,14 +307,14 @@ def _compare(run: ModelRun, other: str) -> tuple[str, Verdict]:
 
 
 @claim(
-    "Inside a model BMFA preserves more than chance at a similar budget: agreement at leaf ratio",
-    f"{_printed(BMFA)} against {_printed(COIN)}",
+    "Inside a model BMFA preserves more than random retention: agreement at a similar leaf ratio",
+    f"{_printed(BMFA)} against {_printed(RANDOM)}",
     COMMAND,
 )
-def _more_than_chance(records: RecordSet) -> tuple[str, Verdict, str]:
+def _more_than_random(records: RecordSet) -> tuple[str, Verdict, str]:
     run = _judged(records)
     note = f"{run.heading}; the paper: {paper.MODEL}, 5,000 pictures of COCO. {paper.FIT_NOTE}."
-    return *_compare(run, COIN), note
+    return *_compare(run, RANDOM), note
 
 
 @claim(
@@ -381,7 +387,7 @@ def _smallest_kl(records: RecordSet) -> tuple[str, Verdict, str]:
 
 
 @claim(
-    "The lead over chance persists as more layers are screened",
+    "The lead over random retention persists as more layers are screened",
     ", ".join(paper.LAYER_CHOICES),
     COMMAND,
 )
@@ -407,7 +413,7 @@ CLOSED_LOOP = Chapter(
     "closed-loop",
     _content,
     (
-        *(_more_than_chance, _more_than_blocks, _same_as_algorithm_1),
+        *(_more_than_random, _more_than_blocks, _same_as_algorithm_1),
         *(_variance_keeps_all, _smallest_kl, _lead_persists),
     ),
 )

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from bmfa.evidence.page import style
 from bmfa.evidence.page.canvas import Canvas
-from bmfa.evidence.page.record_set import get_number, get_text, points, unique
+from bmfa.evidence.page.record_set import get_number, get_points, get_text, unique
 from bmfa.packages import load_package
 from bmfa.records import Row
 
@@ -80,7 +80,8 @@ def panel_grid(
         x = 4 + index // legend_rows * width / legend_columns
         y = canvas.height - bottom + 16 + index % legend_rows * LEGEND_ROW
         text = legend[name] if isinstance(legend, Mapping) else _shorten(name)
-        canvas.add_line([x + 6], [y], linestyle="none", **style.method_style(name).filled_marker)
+        marker = style.marker_options(style.method_mark(name))
+        canvas.add_line([x + 6], [y], linestyle="none", **marker)
         canvas.add_text(x + 20, y + 4, text, fontsize=style.SMALL)
     return canvas, axes
 
@@ -129,10 +130,10 @@ def draw_line(
 ) -> None:
     """Draw the points of a method, joined by a line; `filled` fills hollow markers."""
     if line:
-        look = style.method_style(method)
-        marker = look.filled_marker if filled else look.open_marker
+        mark = style.method_mark(method)
+        options = style.line_options(mark) | style.marker_options(mark, filled) | options
         xs, ys = zip(*line, strict=True)
-        axes.plot(xs, ys, clip_on=False, **(look.line | marker | options))
+        axes.plot(xs, ys, clip_on=False, **options)
 
 
 def draw_point(axes: "Axes", method: str, x: float | None, y: float | None) -> None:
@@ -152,7 +153,7 @@ def draw_method_lines(
     ends = {}
     methods = unique(rows, "method")
     for index, method in enumerate(methods):
-        line = points([row for row in rows if get_text(row, "method") == method], x, y)
+        line = get_points([row for row in rows if get_text(row, "method") == method], x, y)
         start = index * marker_step // len(methods)
         draw_line(axes, method, line, filled=True, markevery=(start, marker_step))
         if line:
@@ -201,7 +202,7 @@ def label_line_ends(canvas: Canvas, axes: "Axes", ends: Mapping[str, float]) -> 
     order = sorted(ends, key=lambda name: pixels[name])
     labels = spread_labels([pixels[n] for n in order], LABEL_DISTANCE, top - 2, top + height + 4)
     for name, y in zip(order, labels, strict=True):
-        colour = style.method_style(name).colour.light
+        colour = style.LIGHT[style.method_mark(name).colour]
         canvas.add_line(
             [right + 2, right + reach - 4], [pixels[name], y], color=colour, linewidth=0.8
         )

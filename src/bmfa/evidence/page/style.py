@@ -5,15 +5,13 @@ from dataclasses import dataclass
 from typing import Any
 from zlib import crc32
 
-from bmfa.evidence.methods import family, find_mark
+from bmfa.evidence.methods import Line, Mark, family, find_mark
 
 FONT = '-apple-system, "Segoe UI", Roboto, "Helvetica Neue", Arial, sans-serif'
 MONO = 'ui-monospace, "SF Mono", Menlo, Consolas, "Liberation Mono", monospace'
 
 TITLE, TEXT, SMALL = 14.0, 13.0, 12.0  # font sizes in CSS pixels
 WIDE, NARROW = 880, 360  # widths of a figure in CSS pixels
-
-Dashes = tuple[float, tuple[float, ...]] | str  # a line style of matplotlib
 
 
 @dataclass(frozen=True)
@@ -30,57 +28,24 @@ MUTED = Colour("muted", "#59616c", "#a0a8b2")
 AXIS = Colour("axis", "#8b939d", "#6d7682")
 GRID = Colour("grid", "#e3e6ea", "#2c323a")
 SURFACE = Colour("surface", "#fefefe", "#14171b")
-MEAN = Colour("mean", "#686e76", "#aab1b9")
-VARIANCE = Colour("variance", "#a3468a", "#e391cb")
-FIXED = Colour("fixed", "#1f78ab", "#7cc4f0")
-GAMMA = Colour("gamma", "#c24a00", "#ff9352")
-LOOKAHEAD = Colour("lookahead", "#946500", "#ebbb4c")
-EXACT = Colour("exact", "#6a4fc4", "#b6a6ff")
-CERTIFIED = Colour("certified", "#007d68", "#45d0b3")
-MASS = Colour("mass", "#6f6f16", "#c8c865")
-OPTIMAL = Colour("optimal", "#0a4da6", "#6faaff")
-RANDOM = Colour("random", "#8a5a44", "#d6a489")
-
 COLOURS = (
-    *(INK, MUTED, AXIS, GRID, SURFACE, MEAN, VARIANCE, FIXED, GAMMA, LOOKAHEAD, EXACT),
-    *(CERTIFIED, MASS, OPTIMAL, RANDOM),
+    *(INK, MUTED, AXIS, GRID, SURFACE),
+    # Colours of methods, named in the registry `bmfa.evidence.methods`.
+    Colour("mean", "#686e76", "#aab1b9"),
+    Colour("variance", "#a3468a", "#e391cb"),
+    Colour("fixed", "#1f78ab", "#7cc4f0"),
+    Colour("gamma", "#c24a00", "#ff9352"),
+    Colour("lookahead", "#946500", "#ebbb4c"),
+    Colour("exact", "#6a4fc4", "#b6a6ff"),
+    Colour("certified", "#007d68", "#45d0b3"),
+    Colour("mass", "#6f6f16", "#c8c865"),
+    Colour("optimal", "#0a4da6", "#6faaff"),
+    Colour("random", "#8a5a44", "#d6a489"),
 )
+LIGHT = {colour.name: colour.light for colour in COLOURS}
 
-
-@dataclass(frozen=True)
-class MethodStyle:
-    """The colour, marker and line of a method in every figure."""
-
-    colour: Colour
-    marker: str
-    dashes: Dashes = "-"
-    width: float = 1.4
-    hollow: bool = False
-    size: float = 6.0
-
-    @property
-    def line(self) -> dict[str, Any]:
-        """Matplotlib's options for the line."""
-        return {"color": self.colour.light, "linestyle": self.dashes, "linewidth": self.width}
-
-    @property
-    def filled_marker(self) -> dict[str, Any]:
-        """Matplotlib's options for the marker; a hollow one is filled with the background."""
-        return {
-            "marker": self.marker,
-            "markersize": self.size,
-            "markerfacecolor": (SURFACE if self.hollow else self.colour).light,
-            "markeredgecolor": (self.colour if self.hollow else SURFACE).light,
-            "markeredgewidth": 1.3 if self.hollow else 0.6,
-        }
-
-    @property
-    def open_marker(self) -> dict[str, Any]:
-        """The same with hollow markers transparent, which leaves points behind them visible."""
-        return self.filled_marker | ({"markerfacecolor": "none"} if self.hollow else {})
-
-
-LINES: Mapping[str, Dashes] = {
+# Line styles of matplotlib by their names in the registry.
+LINES: Mapping[Line, Any] = {
     "solid": "-",
     "dotted": (0, (1, 1.6)),
     "dashed": (0, (5, 2)),
@@ -89,26 +54,44 @@ LINES: Mapping[str, Dashes] = {
     "dash-dot-dot": (0, (6, 2, 1, 2, 1, 2)),
 }
 # The paper's numbers are drawn as rings around ours.
-PAPER = MethodStyle(INK, "o", "none", hollow=True, size=12.0)
+PAPER = Mark("ink", "o", hollow=True, size=12.0)
 # Methods without a mark in the registry get one of these markers and lines, chosen by their name.
 OTHER_MARKERS = ("o", "s", "^", "D", "v", "p", "h", "<", ">", "P")
-OTHER_LINES = ("solid", "dashed", "dash-dot", "dotted")
+OTHER_LINES: tuple[Line, ...] = ("solid", "dashed", "dash-dot", "dotted")
 
 
-def method_style(method: str) -> MethodStyle:
-    """Return the style of a method by its name in records; "paper" is the style of its numbers."""
+def method_mark(method: str) -> Mark:
+    """Return the mark of a method by its name in records; "paper" is that of the paper's numbers."""
     if method == "paper":
         return PAPER
-    mark = find_mark(method)
-    if mark is not None:
-        colour = next(colour for colour in COLOURS if colour.name == mark.colour)
-        return MethodStyle(
-            colour, mark.marker, LINES[mark.line], mark.width, mark.hollow, mark.size
-        )
     number = crc32(family(method).encode())
     marker = OTHER_MARKERS[number % len(OTHER_MARKERS)]
     line = OTHER_LINES[number // len(OTHER_MARKERS) % len(OTHER_LINES)]
-    return MethodStyle(MUTED, marker, LINES[line], hollow=True)
+    return find_mark(method) or Mark("muted", marker, line, hollow=True)
+
+
+def line_options(mark: Mark) -> dict[str, Any]:
+    """Return matplotlib's options for the line of a mark."""
+    return {"color": LIGHT[mark.colour], "linestyle": LINES[mark.line], "linewidth": mark.width}
+
+
+def marker_options(mark: Mark, filled: bool = True) -> dict[str, Any]:
+    """Return matplotlib's options for a marker.
+
+    Args:
+        mark: the mark of a method.
+        filled: True to fill a hollow marker with the background, False to leave points behind it
+            visible.
+    """
+    colour, background = LIGHT[mark.colour], SURFACE.light
+    hollow_face = background if filled else "none"
+    return {
+        "marker": mark.marker,
+        "markersize": mark.size,
+        "markerfacecolor": hollow_face if mark.hollow else colour,
+        "markeredgecolor": colour if mark.hollow else background,
+        "markeredgewidth": 1.3 if mark.hollow else 0.6,
+    }
 
 
 def css_variables() -> str:

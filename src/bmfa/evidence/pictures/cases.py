@@ -1,4 +1,4 @@
-"""Qualitative cases: a few instances of different shape, each with its picture, scores and trees."""
+"""Qualitative cases: a few instances of different shapes with their pictures, scores and trees."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -14,7 +14,7 @@ from bmfa import energy
 from bmfa.checks import check_integer
 from bmfa.data import ProbeBlock, ProbeSettings, Tally
 from bmfa.data.instances import InstanceSource
-from bmfa.data.probes import Mode, Progress, probe_blocks
+from bmfa.data.probes import Mode, probe_blocks
 from bmfa.evidence.pictures.thumbnails import jpeg_uri
 from bmfa.evidence.probes.measure import (
     PROTOCOL,
@@ -24,6 +24,7 @@ from bmfa.evidence.probes.measure import (
     score_grids,
 )
 from bmfa.evidence.probes.run import check_probe
+from bmfa.evidence.runner import Progress
 from bmfa.grid import Grid
 from bmfa.packages import load_package
 from bmfa.records import Record, Row
@@ -32,15 +33,15 @@ from bmfa.trees.rules import parse
 from bmfa.trees.tree import Tree
 
 ALGORITHM = "gamma:0.005"
-# Kinds by the names of the embedded set, in the order of choice, and how titles call them; of the
-# first, the root should never be split.
+# Shapes in the order of choice, by their names in the embedded set, with their words in titles. The
+# root of the first should never be split.
 KINDS = {
     "ring": "closed contour",
     "thin": "thin",
     "elongated": "elongated",
     "compound": "compound",
 }
-PICTURE_SIDE = 160
+PICTURE_SIDE = 160  # pixels
 PICTURE_BYTES = 9000
 
 
@@ -57,10 +58,28 @@ def run(
     progress: Progress | None = None,
     seed: int = 0,
 ) -> Record:
-    """Choose `count` instances among the first `limit`, and show the trees of every method on them.
+    """Choose some instances and record their scores and the trees of every method.
 
     The choice depends on the source alone: a closed contour whose root Algorithm 1 never splits,
     then a thin, an elongated and a compound object, and so on in turn.
+
+    Args:
+        source: Annotated pictures.
+        dataset: `"coco"`, `"lvis"` or `"embedded"`.
+        mode: How scores are built: `"image-edge"` or `"mask-only"`.
+        count: Number of instances.
+        methods: Names of rules.
+        settings: Grid and picture size.
+        limit: Number of instances to choose from.
+        workers: Worker processes; 1 builds the grids in this process.
+        progress: Called with the pictures done and their number.
+        seed: Seed of random rules.
+
+    Returns:
+        A record of one row for each instance and method.
+
+    Raises:
+        ValueError: If an argument is not valid, or no instance can be used.
     """
     settings = settings or ProbeSettings()
     rules = {name: parse(name, seed) for name in methods}
@@ -71,13 +90,13 @@ def run(
         probe_blocks(source, settings, workers=workers, limit=limit, tally=tally, progress=progress)
     )
     check_any_instances(sum(map(len, blocks)), tally)
-    probes = _joined(blocks)
+    probes = _concatenate(blocks)
     scores = score_grids([probes], mode)
     choices = _choose(probes, scores, count)
-    scores = scores[[choice.place for choice in choices]]
+    scores = scores[[choice.index for choice in choices]]
     trees = {name: screen(scores, _grid(probes), rule, tau=TAU) for name, rule in rules.items()}
     rows = _rows(source, probes, choices, scores, trees)
-    told = {
+    recorded = {
         "dataset": dataset,
         "mode": mode,
         "count": count,
@@ -90,24 +109,24 @@ def run(
         "protocol": PROTOCOL,
         **describe_source(source, tally),
     }
-    return Record("cases", told, [{"dataset": dataset, **row} for row in rows])
+    return Record("cases", recorded, [{"dataset": dataset, **row} for row in rows])
 
 
 @dataclass(frozen=True)
 class Choice:
-    """An instance by its place among the probes, and the shape it stands for."""
+    """An instance by its index among the probes, and its shape."""
 
-    place: int
+    index: int
     kind: str
     root_split: bool
 
     def title(self, category: str) -> str:
-        """The category and what is shown; embedded categories are shapes already."""
+        """Return a title of category and shape; embedded categories are shapes themselves."""
         words = [category] if category == self.kind else [category, KINDS[self.kind]]
         return ", ".join(words if self.root_split else [*words, "root never split"])
 
 
-def _joined(blocks: Sequence[ProbeBlock]) -> ProbeBlock:
+def _concatenate(blocks: Sequence[ProbeBlock]) -> ProbeBlock:
     def join(values: list[Any]) -> Any:
         if isinstance(values[0], np.ndarray):
             return np.concatenate(values)
@@ -118,10 +137,10 @@ def _joined(blocks: Sequence[ProbeBlock]) -> ProbeBlock:
 
 
 def _choose(probes: ProbeBlock, scores: Tensor, count: int) -> list[Choice]:
-    """The best instance of each kind in turn, none twice.
+    """Choose the best instance of each shape in turn, none twice.
 
-    More than its shape counts that its root is split or not as wanted, that the data names it so,
-    that its crop is not tiny, and that its category is new.
+    The keys in descending order: the root is split or not as wanted, the category names the shape,
+    the instance is not small, the category is new, and the measure of the shape.
     """
     tree = screen(scores, _grid(probes), parse(ALGORITHM), tau=TAU)
     split, shapes = tree.split[0].numpy(), _shapes(probes)
@@ -132,14 +151,14 @@ def _choose(probes: ProbeBlock, scores: Tensor, count: int) -> list[Choice]:
         seen = np.isin(category, category[taken])
         unwanted = split == (kind == "ring")
         keys = (-shapes[kind], seen, small, category != kind, unwanted, taken)
-        place = int(np.lexsort(keys)[0])
-        taken[place] = True
-        choices.append(Choice(place, kind, bool(split[place])))
+        index = int(np.lexsort(keys)[0])
+        taken[index] = True
+        choices.append(Choice(index, kind, bool(split[index])))
     return choices
 
 
 def _shapes(probes: ProbeBlock) -> dict[str, NDArray[np.float64]]:
-    """How much each instance is of each kind, from its contour cells and its area."""
+    """Return a measure of each shape for every instance, from its contour cells and its area."""
     cells = probes.minority.sum((1, 2))
     left, top, right, bottom = probes.box.T
     covered = probes.area / ((right - left) * (bottom - top))
@@ -152,7 +171,7 @@ def _shapes(probes: ProbeBlock) -> dict[str, NDArray[np.float64]]:
 
 
 def _enclosed(minority: NDArray[np.bool_]) -> NDArray[np.float64]:
-    """Cells that the contour separates from the border of the grid."""
+    """Count the cells that the contour separates from the border of the grid."""
     outside = np.pad(np.zeros_like(minority), ((0, 0), (1, 1), (1, 1)), constant_values=True)
     free = np.pad(~minority, ((0, 0), (1, 1), (1, 1)), constant_values=True)
     before = np.zeros_like(outside)
@@ -168,14 +187,14 @@ def _enclosed(minority: NDArray[np.bool_]) -> NDArray[np.float64]:
 
 
 def _elongation(minority: NDArray[np.bool_]) -> NDArray[np.float64]:
-    """The longer over the shorter spread of the contour cells, about their centre."""
+    """Return the ratio of the principal standard deviations of the contour cells."""
     side = minority.shape[-1]
-    place = np.stack(np.meshgrid(np.arange(side), np.arange(side)), -1).reshape(-1, 2)
+    positions = np.stack(np.meshgrid(np.arange(side), np.arange(side)), -1).reshape(-1, 2)
     weight = minority.reshape(len(minority), -1) / minority.sum((1, 2))[:, None]
-    away = place - (weight @ place)[:, None]  # (count, cells, 2)
+    away = positions - (weight @ positions)[:, None]  # (count, cells, 2)
     spread = np.einsum("bn,bni,bnj->bij", weight, away, away)
     short, long = np.linalg.eigvalsh(spread).T
-    # A row of single cells still has the width of a cell.
+    # 1 / 12 is the variance of a position within a cell.
     ratio: NDArray[np.float64] = np.sqrt((long + 1 / 12) / (short.clip(min=0) + 1 / 12))
     return ratio
 
@@ -187,29 +206,28 @@ def _rows(
     scores: Tensor,
     trees: Mapping[str, Tree],
 ) -> list[Row]:
-    """One row for each instance and method."""
-    identities = [int(probes.picture_id[choice.place]) for choice in choices]
+    identities = [int(probes.picture_id[choice.index]) for choice in choices]
     pictures = _pictures(source, set(identities))
     rows: list[Row] = []
     for number, (choice, identity) in enumerate(zip(choices, identities, strict=True)):
         case = _case(probes, choice, scores[number])
-        case["picture"] = _data_uri(pictures[identity], probes.box[choice.place].tolist())
+        case["picture"] = _data_uri(pictures[identity], probes.box[choice.index].tolist())
         for name, tree in trees.items():
             rows.append(case | {"method": name} | _result(tree[number], scores[number]))
     return rows
 
 
 def _case(probes: ProbeBlock, choice: Choice, scores: Tensor) -> Row:
-    """What is known of an instance whatever the method."""
-    place = choice.place
-    minority = torch.from_numpy(probes.minority[place]).flatten()
+    """Return the columns that do not depend on the method."""
+    index = choice.index
+    minority = torch.from_numpy(probes.minority[index]).flatten()
     mass = energy.gibbs(scores, tau=TAU)[minority].sum()
     return {
-        "title": choice.title(probes.category[place]),
+        "title": choice.title(probes.category[index]),
         "kind": choice.kind,
-        "category": probes.category[place],
-        "picture_id": int(probes.picture_id[place]),
-        "annotation_id": int(probes.annotation_id[place]),
+        "category": probes.category[index],
+        "picture_id": int(probes.picture_id[index]),
+        "annotation_id": int(probes.annotation_id[index]),
         "height": probes.minority.shape[1],
         "width": probes.minority.shape[2],
         "scores": [round(score, 4) for score in scores.tolist()],
@@ -228,7 +246,7 @@ def _result(tree: Tree, scores: Tensor) -> Row:
 
 
 def _pictures(source: InstanceSource, wanted: set[int]) -> dict[int, NDArray[np.uint8]]:
-    """The pixels of some pictures by id, read again from the source until all are found."""
+    """Read some pictures again from the source, by id."""
     found: dict[int, NDArray[np.uint8]] = {}
     for part in source.parts(1):
         first = next(part.instances(Tally()), None)
@@ -240,7 +258,7 @@ def _pictures(source: InstanceSource, wanted: set[int]) -> dict[int, NDArray[np.
 
 
 def _data_uri(pixels: NDArray[np.uint8], box: Sequence[int]) -> str:
-    """The crop as the probe sees it, stretched to a square, as a small JPEG."""
+    """Return the crop of the probe, resized to a square, as a small JPEG."""
     image = load_package("PIL.Image")
     crop = image.fromarray(pixels).crop(tuple(box))
     crop = crop.resize((PICTURE_SIDE, PICTURE_SIDE), image.Resampling.BILINEAR)

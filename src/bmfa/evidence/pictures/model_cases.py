@@ -1,4 +1,4 @@
-"""Four embedded pictures as the model attends to them: small, centred, cluttered, and a failure."""
+"""Four embedded pictures with the model's attention: small, centred, cluttered, and a failure."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -10,14 +10,14 @@ from torch import Tensor
 from bmfa.checks import check_integer
 from bmfa.data.classification import LabelledPicture
 from bmfa.data.drawn.glyphs import GLYPH_CLASSES, GLYPH_PICTURE_SIZE, GlyphPicture, draw_glyph
-from bmfa.evidence.pictures import picture
+from bmfa.evidence.pictures import run as pictures
 from bmfa.models import LoadedModel, patch, unpatch
 from bmfa.records import Record
 from bmfa.trees.rules import parse
 
 METHODS = ("quadrant-gap:0.8", "gamma:0.05", "optimal:0.002")
-# The rule whose worst picture is the failure case: the paper's algorithm at about 15 % leaves.
-FAILING = "gamma:0.05"
+# The failure case is the worst picture of the paper's algorithm at about 15 % leaves.
+FAILING_METHOD = "gamma:0.05"
 PICTURE_BYTES = 7000
 
 
@@ -30,17 +30,31 @@ def run(
     seed: int = 0,
     device: str = "cpu",
 ) -> Record:
-    """Choose four among the first `count` pictures, and show the trees of several rules on them."""
+    """Choose four of the first `count` pictures and record the trees of several rules on them.
+
+    Args:
+        model: The embedded model.
+        count: Number of pictures to choose from, at least 4.
+        layers: Layers that are screened for the predicted class.
+        batch_size: Pictures in a batch.
+        seed: Seed of the pictures.
+        device: Device of the model.
+
+    Returns:
+        A record of one row for each picture and rule.
+
+    Raises:
+        ValueError: If `count` is below 4.
+    """
     check_integer("count", count, low=4)
     drawn = [draw_glyph(seed, index) for index in range(count)]
-    moved = _moved(model, drawn, layers, batch_size, device)
+    moved = _output_kl(model, drawn, layers, batch_size, device)
     chosen = _choose(drawn, moved)
     shown = [
-        LabelledPicture(f"{title}: {GLYPH_CLASSES[drawn[place].label]}", drawn[place].pixels, label)
-        for title, place in chosen.items()
-        for label in [drawn[place].label]
+        LabelledPicture(f"{title}: {GLYPH_CLASSES[one.label]}", one.pixels, one.label)
+        for title, one in ((title, drawn[index]) for title, index in chosen.items())
     ]
-    record = picture.run(
+    record = pictures.run(
         model,
         shown,
         METHODS,
@@ -49,53 +63,53 @@ def run(
         seed=seed,
         device=device,
     )
-    told = {"chosen_from": count, "failure": f"the output that {FAILING} moves most"}
-    return replace(record, settings={**record.settings, **told, "command": "bmfa report"})
+    choice = {"chosen_from": count, "failure": f"the output that {FAILING_METHOD} moves most"}
+    return replace(record, settings={**record.settings, **choice, "command": "bmfa report"})
 
 
 def _choose(drawn: list[GlyphPicture], moved: Tensor) -> dict[str, int]:
-    """The place of each case, none twice."""
+    """Return the index of each case, none twice."""
     wanted: dict[str, Callable[[int], float]] = {
-        "Failure": lambda place: float(moved[place]),
-        "Small figure": lambda place: -float(drawn[place].mask.mean()),
-        "Centred figure": lambda place: -_off_centre(drawn[place]),
-        "Clutter": lambda place: _clutter(drawn[place]),
+        "Failure": lambda index: float(moved[index]),
+        "Small figure": lambda index: -float(drawn[index].mask.mean()),
+        "Centred figure": lambda index: -_distance_from_centre(drawn[index]),
+        "Clutter": lambda index: _clutter(drawn[index]),
     }
     chosen: dict[str, int] = {}
     for title, score in wanted.items():
-        free = [place for place in range(len(drawn)) if place not in chosen.values()]
+        free = [index for index in range(len(drawn)) if index not in chosen.values()]
         chosen[title] = max(free, key=score)
     return {title: chosen[title] for title in (*list(wanted)[1:], "Failure")}
 
 
-def _moved(
+def _output_kl(
     model: LoadedModel, drawn: list[GlyphPicture], layers: str, batch_size: int, device: str
 ) -> Tensor:
-    """(count,) how far the failing rule moves the output of every picture."""
+    """Return (count,) KL of the outputs between the full model and `FAILING_METHOD`."""
     unpatch(model.model).to(device)
     pixels = model.preprocess.batch([one.pixels for one in drawn])
     parts = []
     with torch.inference_mode():
         for start in range(0, len(pixels), batch_size):
-            some = pixels[start : start + batch_size]
-            full = model.logits(some.to(device)).double().log_softmax(-1)
-            patch(model.model, rule=parse(FAILING), layers=layers)
+            batch = pixels[start : start + batch_size]
+            full = model.logits(batch.to(device)).double().log_softmax(-1)
+            patch(model.model, rule=parse(FAILING_METHOD), layers=layers)
             try:
-                screened = model.logits(some.to(device)).double().log_softmax(-1)
+                screened = model.logits(batch.to(device)).double().log_softmax(-1)
             finally:
                 unpatch(model.model)
             parts.append((full.exp() * (full - screened)).sum(-1).cpu())
     return torch.cat(parts)
 
 
-def _off_centre(one: GlyphPicture) -> float:
-    """The distance of the figure's middle from the picture's."""
+def _distance_from_centre(one: GlyphPicture) -> float:
+    """Return the distance between the centres of the glyph and of the picture, in pixels."""
     middle = np.argwhere(one.mask).mean(0) - (GLYPH_PICTURE_SIZE - 1) / 2
     return float(np.hypot(*middle))
 
 
 def _clutter(one: GlyphPicture) -> float:
-    """The mean step between neighbouring pixels that are not of the figure."""
+    """Return the mean difference of neighbouring pixels outside of the glyph."""
     luma = one.pixels.astype(np.float64).mean(-1)
     steps = np.abs(np.diff(luma, axis=1))[~one.mask[:, 1:]]
     return float(steps.mean())

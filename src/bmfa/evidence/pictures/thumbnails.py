@@ -1,4 +1,4 @@
-"""Small pictures inside records."""
+"""Small JPEG pictures inside records."""
 
 import base64
 import io
@@ -7,13 +7,13 @@ from typing import Any
 QUALITIES = (90, 80, 70, 60, 50, 40, 30, 20)
 
 
-def jpeg_uri(image: Any, most_bytes: int) -> str:
-    """A Pillow image as a JPEG data URI of the best quality that `most_bytes` allow, or the least."""
+def jpeg_uri(image: Any, max_bytes: int) -> str:
+    """Return a Pillow image as a JPEG data URI of the best quality within `max_bytes`, or the least."""
     data = b""
     for quality in QUALITIES:
         buffer = io.BytesIO()
         image.save(buffer, format="JPEG", quality=quality)
         data = buffer.getvalue()
-        if len(data) <= most_bytes:
+        if len(data) <= max_bytes:
             break
     return f"data:image/jpeg;base64,{base64.b64encode(data).decode()}"

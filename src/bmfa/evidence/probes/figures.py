@@ -125,7 +125,7 @@ def draw_named_points(axes: "Axes", source: DataSource) -> None:
             textcoords="offset points",
             ha=alignment,
             fontsize=style.SMALL,
-            color=style.method_style(method).colour.light,
+            color=style.LIGHT[style.method_mark(method).colour],
             bbox={"facecolor": style.SURFACE.light, "edgecolor": "none", "pad": 0.5},
         )
 

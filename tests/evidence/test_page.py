@@ -205,7 +205,7 @@ def find(records: list[Record], part: str) -> Claim:
     return next(claim for claim in all_claims(RecordSet(records)) if part in claim.claim)
 
 
-def test_page_opens_with_what_it_is_then_the_summary_then_the_chapters(page: str) -> None:
+def test_sections_are_in_order(page: str) -> None:
     marks_in_order = ["This page measures", 'id="summary"', 'id="methods"', 'id="synthetic"']
     marks_in_order += ['id="failure"', 'id="probes"', 'id="ablations"', 'id="cases"']
     places = [page.index(mark) for mark in [*marks_in_order, 'id="bench"', 'id="environment"']]
@@ -213,7 +213,7 @@ def test_page_opens_with_what_it_is_then_the_summary_then_the_chapters(page: str
     assert "not measured here" not in page.lower()
 
 
-def test_every_figure_has_a_caption_and_its_command(page: str) -> None:
+def test_every_figure_has_a_caption_and_a_command(page: str) -> None:
     assert page.count("<figure") == page.count("<figcaption") == len(figures.ALL)
     for block in re.findall(r"<figcaption>.*?</figcaption>", page, re.S):
         assert "Made by <code>bmfa " in block
@@ -221,7 +221,7 @@ def test_every_figure_has_a_caption_and_its_command(page: str) -> None:
     assert "bmfa probe --dataset embedded --mode image-edge --json probe.json" in words(page)
 
 
-def test_absent_chapters_say_how_to_get_them() -> None:
+def test_chapters_without_records_show_their_command() -> None:
     page = build_page([])
     assert page.count("Not measured here. Run") == 11
     assert "bmfa ablation --json ablation.json" in words(page)
@@ -236,7 +236,7 @@ def test_any_single_record_makes_a_page(records: list[Record]) -> None:
 
 
 @pytest.mark.slow
-def test_any_single_record_makes_a_page_with_its_figures(records: list[Record]) -> None:
+def test_any_single_record_makes_a_page_with_figures(records: list[Record]) -> None:
     for one in records:
         assert "</html>" in build_page([one])
 
@@ -262,7 +262,7 @@ SWEEP = (
 )
 
 
-def test_strict_verdicts_are_of_the_papers_own_data_and_model(records: list[Record]) -> None:
+def test_strict_verdicts_need_the_papers_data_and_model(records: list[Record]) -> None:
     worse = [
         replace(one, rows=[{**row, "mean_gap": 9.9, "agreement_percent": 1.0} for row in one.rows])
         for one in records
@@ -293,14 +293,12 @@ def own_model() -> list[Record]:
         "finer grid",
     ],
 )
-def test_other_data_or_a_part_of_the_papers_agree_in_direction(
-    records: list[Record], part: str
-) -> None:
+def test_claims_on_other_data_agree_in_direction(records: list[Record], part: str) -> None:
     assert find(records, part).verdict is Verdict.AGREES
     assert find([*records, ablation("embedded")], part).verdict is Verdict.AGREES
 
 
-def test_what_goes_the_other_way_differs_here() -> None:
+def test_claims_that_fail_on_other_data_differ_here() -> None:
     backwards = record("probe", [dict(row) for row in probe().rows], dataset="coco")
     for row in backwards.rows:
         row["mean_gap"], row["p95_gap"] = -row["mean_gap"], -row["p95_gap"]
@@ -308,11 +306,11 @@ def test_what_goes_the_other_way_differs_here() -> None:
         assert find([backwards], part).verdict is Verdict.DIFFERS
 
 
-def test_a_time_of_another_machine_is_not_compared(records: list[Record]) -> None:
+def test_times_of_another_machine_are_not_comparable(records: list[Record]) -> None:
     assert find(records, "Screening one instance").verdict is Verdict.NOT_COMPARABLE
 
 
-def test_the_papers_figures_stand_beside_ours(page: str) -> None:
+def test_instances_are_compared_with_the_papers_figures(page: str) -> None:
     chapter = page.partition('<section id="cases">')[2]
     chapter = chapter.partition("</section>")[0]
     for printed in (
@@ -337,7 +335,7 @@ def section(records: list[Record], name: str) -> str:
         return model_records.page_text(build_page(records), name)
 
 
-def test_sentences_follow_the_records() -> None:
+def test_sentences_depend_on_the_records() -> None:
     assert "Weighting by mass does not help on its own: mass:0.002 has 0.835" in section(
         [synthetic()], "synthetic"
     )
@@ -355,7 +353,7 @@ def test_sentences_follow_the_records() -> None:
     assert find([few], "P95 gap of Algorithm 1").note == ""
 
 
-def test_summary_says_that_the_centre_defeats_algorithm_1(records: list[Record]) -> None:
+def test_summary_shows_the_worst_placement(records: list[Record]) -> None:
     claim = find(records, "residual near zero")
     assert claim.verdict is Verdict.DIFFERS
     assert claim.ours == "2.582 (centred)" and "2.582" in claim.note
@@ -363,7 +361,7 @@ def test_summary_says_that_the_centre_defeats_algorithm_1(records: list[Record])
     assert "1.853 against 2.582" in find(records, "Where to refine").note
 
 
-def test_summary_says_what_beats_the_paper_and_what_it_costs(records: list[Record]) -> None:
+def test_summary_shows_what_beats_the_paper(records: list[Record]) -> None:
     claim = find(records, "smallest mean gap at no more leaves")
     assert claim.verdict is Verdict.BEATEN and "reads every score" in claim.note
     assert claim.ours == "0.009 at 5.788 %" and claim.printed == "0.261 at 5.794 %"
@@ -375,13 +373,13 @@ def test_summary_says_what_beats_the_paper_and_what_it_costs(records: list[Recor
     assert claim.ours == "0.005 at 35.967 % (COCO)" and claim.verdict is Verdict.AHEAD
 
 
-def test_trends_say_what_they_were_measured_on() -> None:
+def test_notes_name_the_data_of_the_ablation() -> None:
     for dataset, title in (("coco", "COCO"), ("embedded", "Embedded pictures")):
         claim = find([ablation(dataset)], "Threshold")
         assert f"on 343 instances of {title}, scores from our fit" in claim.note
 
 
-def test_a_number_that_differs_is_not_called_reproduced() -> None:
+def test_a_different_number_is_not_reproduced() -> None:
     changed = synthetic()
     changed.rows[0]["mean_gap"] = 2.6
     assert find([changed], "396 settings").verdict is Verdict.NOT_AS_CLAIMED
@@ -400,7 +398,7 @@ def test_compare(ours: float, verdict: Verdict) -> None:
     assert compare((0.526, ours)) is verdict
 
 
-def test_verdicts_are_words_and_signs_not_colour_alone(page: str) -> None:
+def test_verdicts_have_a_word_and_a_symbol(page: str) -> None:
     badges = re.findall(r'<span class="verdict [a-z-]+"><span[^>]*>(.)</span> ([a-z ]+)<', page)
     assert len(badges) == len(re.findall('class="verdict ', page)) >= 15
     assert set(badges) <= {verdict.value for verdict in Verdict}
@@ -445,7 +443,7 @@ def test_characters_that_xml_cannot_hold_are_replaced() -> None:
         "data:image/png;base64,AAAA",
     ],
 )
-def test_a_picture_that_is_no_embedded_photograph_is_left_out(uri: str) -> None:
+def test_invalid_picture_uris_are_left_out(uri: str) -> None:
     text = figures.ALL["cases"](cases(uri))
     assert "no picture" in text and uri not in text and "onload" not in text
 
@@ -457,7 +455,7 @@ def test_page_loads_nothing(page: str) -> None:
     assert "default-src 'none'" in page
 
 
-def test_links_inside_the_page_lead_somewhere_and_ids_are_unique(page: str) -> None:
+def test_internal_links_resolve_and_ids_are_unique(page: str) -> None:
     found = Links(page)
     assert len(found.ids) == len(set(found.ids))
     assert {link[1:] for link in found.links if link.startswith("#")} <= set(found.ids)
@@ -468,7 +466,7 @@ def test_page_is_deterministic_and_small(records: list[Record], page: str) -> No
     assert len(page.encode()) < 1_200_000
 
 
-def test_colours_are_variables_with_a_light_and_a_dark_value(page: str) -> None:
+def test_colours_have_a_light_and_a_dark_value(page: str) -> None:
     sheet_text = style.css_variables()
     light, dark = sheet_text.split("@media")
     assert "prefers-color-scheme:dark" in dark and sheet_text in page
@@ -479,7 +477,7 @@ def test_colours_are_variables_with_a_light_and_a_dark_value(page: str) -> None:
 
 @pytest.mark.parametrize("narrow", [False, True])
 @pytest.mark.parametrize("name", figures.ALL)
-def test_figure_is_small_well_formed_and_of_real_text(
+def test_figure_is_small_well_formed_svg_with_text(
     name: str, narrow: bool, records: list[Record]
 ) -> None:
     text = figures.ALL[name](records, narrow=narrow)
@@ -490,7 +488,7 @@ def test_figure_is_small_well_formed_and_of_real_text(
     assert len(text) < 200_000
 
 
-def test_inline_figure_leaves_colours_to_the_page(records: list[Record]) -> None:
+def test_inline_figure_uses_the_colours_of_the_page(records: list[Record]) -> None:
     text = figures.ALL["trade-off"](records, inline=True)
     assert ":root" not in text and "var(--gamma" in text and "*{" not in text
 
@@ -500,12 +498,12 @@ def test_figure_is_deterministic(records: list[Record]) -> None:
     assert figures.ALL["gallery"].png(records) == figures.ALL["gallery"].png(records)
 
 
-def test_figure_without_its_rows_says_how_to_get_them() -> None:
+def test_figure_without_rows_names_the_command() -> None:
     with pytest.raises(ValueError, match=r"no failure-curve rows .*bmfa synthetic --curve"):
         figures.ALL["failure-curve"](synthetic())
 
 
-def test_figure_refuses_scores_that_do_not_fill_the_grid_and_leaves_outside_it() -> None:
+def test_figure_rejects_invalid_scores_and_leaves() -> None:
     with pytest.raises(ValueError, match="15 values of scores for a grid of 4x4"):
         figures.ALL["gallery"](record("gallery", [scene("gamma:1", QUARTERS, scores=[0.0] * 15)]))
     with pytest.raises(ValueError, match=r"leaf \[0, 0, 5, 4\] on a grid of 4x4"):
@@ -517,7 +515,7 @@ def test_critical_point_is_marked(records: list[Record]) -> None:
     assert "log 63 ≈ 4.143" in text and "log 255 ≈ 5.541" in text
 
 
-def test_png_on_request(records: list[Record], tmp_path: Path) -> None:
+def test_save_png(records: list[Record], tmp_path: Path) -> None:
     target = tmp_path / "made" / "curve.png"
     figures.save_png("failure-curve", records, target, scale=1.0)
     assert target.read_bytes().startswith(b"\x89PNG")
@@ -526,12 +524,12 @@ def test_png_on_request(records: list[Record], tmp_path: Path) -> None:
         figures.save_png("curve", records, target)
 
 
-def test_methods_look_alike_everywhere_and_unlike_each_other() -> None:
+def test_methods_have_distinct_marks() -> None:
     default = [*CORNER, "exact-gap:0.005", "certified:0.005"]
-    looks = [style.method_style(method) for method in default]
+    looks = [style.method_mark(method) for method in default]
     assert len({(look.marker, look.hollow) for look in looks}) == len(looks)
-    assert style.method_style("gamma:0.05") == style.method_style("gamma:0.005")
-    assert style.method_style("tome:8") == style.method_style("tome:12")
+    assert style.method_mark("gamma:0.05") == style.method_mark("gamma:0.005")
+    assert style.method_mark("tome:8") == style.method_mark("tome:12")
 
 
 def test_a_later_row_replaces_an_earlier_one() -> None:
@@ -541,7 +539,7 @@ def test_a_later_row_replaces_an_earlier_one() -> None:
     assert evidence.value("synthetic", "mean_gap", method="gamma:0.005", placement="corner") == 9.0
 
 
-def test_spread_keeps_labels_apart_in_order_and_inside() -> None:
+def test_spread_labels() -> None:
     places = spread_labels([0.0, 1.0, 2.0, 50.0, 99.0, 99.5], 10.0, 0.0, 100.0)
     assert places == sorted(places) and places[0] >= 0 and places[-1] <= 100
     assert min(b - a for a, b in pairwise(places)) >= 10 - 1e-9
@@ -561,11 +559,11 @@ def test_spread_keeps_labels_apart_in_order_and_inside() -> None:
         (2e30, 3, "2e+30"),
     ],
 )
-def test_decimal(value: object, decimals: int, shown: str) -> None:
+def test_format_number(value: object, decimals: int, shown: str) -> None:
     assert format_number(value, decimals) == shown
 
 
-def test_without_matplotlib_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_matplotlib_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(ModuleNotFoundError, match=r"pip install 'bmfa\[report\]'"):
         load_package("matplotlib")
@@ -596,7 +594,7 @@ def open_in_chromium(text: str, folder: Path, dark: bool = False) -> tuple[list[
 
 @browser
 @pytest.mark.parametrize("dark", [False, True])
-def test_chromium_opens_the_page_without_a_console_error(
+def test_chromium_shows_the_page_without_console_errors(
     page: str, tmp_path: Path, dark: bool
 ) -> None:
     console, shot = open_in_chromium(page, tmp_path, dark)
@@ -608,7 +606,7 @@ def test_chromium_opens_the_page_without_a_console_error(
 
 
 @browser
-def test_chromium_refuses_what_the_page_does_not_hold(page: str, tmp_path: Path) -> None:
+def test_chromium_blocks_external_requests(page: str, tmp_path: Path) -> None:
     image = '<img src="https://nowhere.invalid/picture.png">'
     console, _ = open_in_chromium(page.replace("<main>", f"<main>{image}"), tmp_path)
     assert any("Content Security Policy" in line for line in console)

@@ -6,13 +6,13 @@ from xml.etree import ElementTree
 import pytest
 
 import model_records
-from bmfa.evidence import report_models as model_chain
 from bmfa.evidence.page import figures, model_runs, paper, style
 from bmfa.evidence.page.build import all_claims, build_page
 from bmfa.evidence.page.canvas import Figure
 from bmfa.evidence.page.claims import Claim, Verdict
 from bmfa.evidence.page.formats import format_small
 from bmfa.evidence.page.record_set import RecordSet
+from bmfa.evidence.report import CLOSED_LOOP_METHODS
 from bmfa.records import Record
 from model_records import DEIT, MERGED, page_text
 
@@ -38,7 +38,7 @@ def test_model_figures_are_well_formed(name: str, narrow: bool) -> None:
     assert len(text) < 300_000
 
 
-def test_figures_stand_beside_the_papers_points() -> None:
+def test_figures_show_the_papers_points() -> None:
     for name in ("closed-loop", "top1"):
         text = figures.ALL[name](model_records.every())
         assert "Paper: DeiT-Tiny" in text and "Embedded model, " in text
@@ -50,7 +50,7 @@ def test_figures_stand_beside_the_papers_points() -> None:
     assert ">paper<" not in figures.ALL["closed-loop"](model_records.closed_loop())
 
 
-def test_figures_without_their_rows_are_not_drawn() -> None:
+def test_figures_without_rows_are_not_drawable() -> None:
     one = [model_records.closed_loop()]
     assert figures.ALL["closed-loop"].drawable(one) and not figures.ALL["layers"].drawable(one)
     with pytest.raises(ValueError, match="several choices of layers"):
@@ -72,7 +72,7 @@ def test_the_page_has_the_model_chapters_in_order() -> None:
     assert "Algorithm 1 as printed" in page
 
 
-def test_one_record_makes_its_chapter_and_the_others_say_how_to_get_theirs() -> None:
+def test_one_record_makes_one_chapter() -> None:
     page = build_page([model_records.pictures()])
     assert "</html>" in page and page.count("Not measured here. Run") == 10
     assert "--layers last-2" in chapter([model_records.closed_loop()], "layers")
@@ -80,7 +80,7 @@ def test_one_record_makes_its_chapter_and_the_others_say_how_to_get_theirs() -> 
     assert "last-2" in chapter([model_records.layers()], "layers")
 
 
-def test_the_difference_between_the_models_is_said() -> None:
+def test_text_names_differences_between_the_models() -> None:
     embedded = chapter(model_records.every(), "closed-loop")
     assert "embedded model (0.9 M parameters" in embedded and "the numbers cannot" in embedded
     own = chapter([model_records.closed_loop(DEIT)], "closed-loop")
@@ -89,7 +89,7 @@ def test_the_difference_between_the_models_is_said() -> None:
     assert "smallest object" in chapter(model_records.every(), "pictures")
 
 
-def test_algorithm_1_is_told_from_the_quadrant_rule() -> None:
+def test_text_distinguishes_algorithm_1_from_the_quadrant_rule() -> None:
     text = chapter([model_records.closed_loop(DEIT)], "closed-loop")
     assert "p + 4 (1 − p) / 196" in text
     assert "Algorithm 1 has 0.6 % leaves (DeiT-Tiny), whereas the paper prints 30.82 %" in text
@@ -99,7 +99,7 @@ def test_algorithm_1_is_told_from_the_quadrant_rule() -> None:
         assert 100 * (share + 4 * (1 - share) / 196) == pytest.approx(printed, abs=0.005)
 
 
-def test_text_follows_a_record_that_says_otherwise() -> None:
+def test_text_depends_on_the_record() -> None:
     better = model_records.closed_loop(changes={"gamma:0.05": (25.0, 99.0, 0.001)})
     text = chapter([better], "closed-loop")
     assert "is better than fixed blocks" in text and "not better" not in text
@@ -108,12 +108,12 @@ def test_text_follows_a_record_that_says_otherwise() -> None:
 @pytest.mark.parametrize(
     ("part", "verdict"),
     [
-        ("preserves more than chance", Verdict.AGREES),
+        ("preserves more than random", Verdict.AGREES),
         ("more than fixed blocks", Verdict.AGREES),
         ("tables is Algorithm 1", Verdict.DIFFERS),
         ("By variance alone", Verdict.AGREES),
         ("The smallest output KL", Verdict.AHEAD),
-        ("lead over chance", Verdict.AGREES),
+        ("lead over random", Verdict.AGREES),
         ("loses less accuracy", Verdict.AGREES),
         ("no speed-up", Verdict.AGREES),
         ("speed-up of tome:8", Verdict.AGREES),
@@ -127,7 +127,7 @@ def test_claims_are_judged_by_the_records(part: str, verdict: Verdict) -> None:
     assert find([], part).verdict is Verdict.NOT_MEASURED
 
 
-def test_claims_that_do_not_hold_are_not_called_reproduced() -> None:
+def test_claims_that_fail_differ_here() -> None:
     base = model_records.closed_loop()
     swap = {"quadrant-gap:0.8": 70.0, "optimal:0.005": None, "optimal:0.002": None}
     rows = [
@@ -136,9 +136,9 @@ def test_claims_that_do_not_hold_are_not_called_reproduced() -> None:
         for row in base.rows
     ]
     records = [Record("closed-loop", base.settings, rows), model_records.layers(lead=-1.0)]
-    for part in ("preserves more than chance", "more than fixed blocks", "The smallest output KL"):
+    for part in ("preserves more than random", "more than fixed blocks", "The smallest output KL"):
         assert find(records, part).verdict is Verdict.DIFFERS
-    assert find(records, "lead over chance").verdict is Verdict.DIFFERS
+    assert find(records, "lead over random").verdict is Verdict.DIFFERS
     worse = model_records.evaluate()
     slower = [
         {**row, "speedup": 0.68, "agreement_percent": 10.0}
@@ -160,7 +160,7 @@ def on_all_of_imagenet(worse: float = 0.0) -> Record:
     return Record("evaluate", base.settings, rows)
 
 
-def test_the_papers_model_on_all_of_its_pictures_is_judged_strictly() -> None:
+def test_the_papers_model_and_pictures_get_strict_verdicts() -> None:
     part = "loses less accuracy"
     assert find([on_all_of_imagenet()], part).verdict is Verdict.REPRODUCED
     assert find([on_all_of_imagenet(worse=9.0)], part).verdict is Verdict.NOT_AS_CLAIMED
@@ -171,7 +171,7 @@ def test_the_quadrant_rule_is_called_our_fit() -> None:
     records = model_records.every()
     assert (
         "our fit to the leaf ratios, because the paper does not define the rule"
-        in find(records, "preserves more than chance").note
+        in find(records, "preserves more than random").note
     )
     assert "our fit" in find(records, "tables is Algorithm 1").note
     page = chapter(records, "closed-loop")
@@ -191,16 +191,16 @@ def test_all_layers_are_not_judged_as_the_last_eight(extra: list[str]) -> None:
         if row["layers"] == "last-2"
     ]
     made = [Record("closed-loop", record.settings, [*record.rows, *rows])]
-    claim = find(made, "lead over chance")
+    claim = find(made, "lead over random")
     assert claim.ours == "last-2, last-4, all" and claim.verdict is Verdict.AGREES
     assert "last-8 means all layers of this model and is not judged" in claim.note
     assert "last-8:" not in chapter(made, "layers") and "last-12" not in claim.note
-    deit = find([model_records.layers(DEIT)], "lead over chance")
+    deit = find([model_records.layers(DEIT)], "lead over random")
     assert "last-8 not measured" in deit.note
 
 
-def test_the_variance_rule_is_run_and_judged_or_said_not_to_be() -> None:
-    assert {"variance:0.8", "variance:0.2"} <= set(model_chain.METHODS)
+def test_variance_claim() -> None:
+    assert {"variance:0.8", "variance:0.2"} <= set(CLOSED_LOOP_METHODS)
     text = chapter(model_records.every(), "closed-loop")
     assert "variance:0.2 99.5 % at 95.9 % leaves" in text
     assert "99.02 % at 97.57 % leaves, without a threshold" in text
@@ -216,15 +216,15 @@ def test_the_variance_rule_is_run_and_judged_or_said_not_to_be() -> None:
     assert "variance-only row was not measured" in chapter(records, "closed-loop")
 
 
-def test_the_papers_own_model_judges_where_it_is_there() -> None:
+def test_the_papers_model_is_preferred_for_claims() -> None:
     records = [*model_records.every(), model_records.closed_loop(DEIT)]
-    claim = find(records, "preserves more than chance")
+    claim = find(records, "preserves more than random")
     assert claim.note.startswith("DeiT-Tiny, 100 pictures")
     assert claim.printed == "75.98 % at 30.82 % against 61.54 % at 26.53 %"
     assert claim.ours == "88.00 % at 35.40 % against 76.40 % at 26.50 %"
 
 
-def test_runs_take_the_row_of_most_pictures_and_keep_models_apart() -> None:
+def test_model_runs_use_the_row_with_most_pictures() -> None:
     records = RecordSet([model_records.layers(), model_records.closed_loop()])
     (run,) = model_runs.closed_loop_runs(records)
     assert run.value("quadrant-gap:0.8", "images") == 100
@@ -234,11 +234,11 @@ def test_runs_take_the_row_of_most_pictures_and_keep_models_apart() -> None:
     assert [one.model for one in model_runs.closed_loop_runs(both)] == ["embedded", DEIT]
 
 
-def test_a_models_path_shows_its_last_part_alone() -> None:
+def test_title_of_a_model_path_is_its_last_part() -> None:
     assert model_runs.ModelRun("/home/someone/models/vit", None, []).title == "vit"
 
 
-def test_what_the_paper_prints_is_consistent() -> None:
+def test_drops_in_the_paper_are_consistent() -> None:
     full = paper.IMAGENET["full"].top1_percent
     for point in paper.IMAGENET.values():
         assert full - point.top1_percent == pytest.approx(point.drop_pp, abs=1e-9)
@@ -252,7 +252,7 @@ def test_pictures_whose_class_changes_are_named() -> None:
     assert "No rule shown here changes the predicted class" in chapter([same], "pictures")
 
 
-def test_attention_that_does_not_fill_the_grid_is_refused() -> None:
+def test_attention_of_the_wrong_size_is_rejected() -> None:
     rows = [{**row, "attention": [0.5, 0.5]} for row in model_records.pictures().rows]
     with pytest.raises(ValueError, match="2 values of attention for a grid of 4x4"):
         figures.ALL["attention-cases"](Record("picture", {}, rows))
@@ -276,11 +276,11 @@ def test_text_of_a_record_is_escaped() -> None:
         (-3e-17, "0.000"),
     ],
 )
-def test_small_numbers_keep_a_digit(value: float | None, shown: str) -> None:
+def test_format_small(value: float | None, shown: str) -> None:
     assert format_small(value) == shown
 
 
-def test_where_nothing_can_be_told_apart_it_is_said() -> None:
+def test_indistinguishable_reductions_are_named() -> None:
     base = model_records.evaluate()
     same = [
         row | ({"output_kl": 1e-8, "agreement_percent": 100.0} if row["method"] in MERGED else {})
@@ -292,7 +292,7 @@ def test_where_nothing_can_be_told_apart_it_is_said() -> None:
     assert "hardly distinguishes" not in chapter([base], "reductions")
 
 
-def test_merging_is_called_ahead_or_behind_as_the_record_says() -> None:
+def test_merging_is_compared_with_tome() -> None:
     assert "ahead of tome with 94.2 %" in chapter([model_records.evaluate()], "reductions")
     worse = {"free-energy:8": {"agreement_percent": 94.2, "output_kl": 0.03}}
     base = model_records.evaluate()
@@ -301,7 +301,7 @@ def test_merging_is_called_ahead_or_behind_as_the_record_says() -> None:
     assert "(output KL 0.030), behind tome with 94.2 %" in text
 
 
-def test_speeds_carry_their_frame() -> None:
+def test_speeds_have_their_conditions() -> None:
     base = model_records.evaluate()
     timed = {**base.settings, "repeats": 3, "batch_size": 10, "dtype": "float32"}
     text = chapter([Record("evaluate", timed, base.rows, base.environment)], "classification")

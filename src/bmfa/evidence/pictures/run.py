@@ -1,4 +1,4 @@
-"""Pictures in a model: the attention of one query, its trees, and what each of them loses."""
+"""`bmfa screen`: the attention of one query of a picture, its tree and the error of it."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
@@ -23,9 +23,9 @@ from bmfa.trees.rules import Rule, parse
 from bmfa.trees.tree import Tree
 
 DEFAULT_METHODS = ("optimal:0.002",)
-CLASS = "class"
+CLASS_TOKEN = "class"
 PICTURE_BYTES = 40_000
-DIGITS = 7
+DIGITS = 7  # decimals of scores and attention in rows
 PROTOCOL = (
     "scores and trees of one query and head, the layer's inputs those of the full model; error is E "
     "over all keys, prefix keys exact; gap is that of one leaf over the spatial keys; the class is "
@@ -35,20 +35,20 @@ PROTOCOL = (
 
 @dataclass(frozen=True)
 class View:
-    """What to look at; without a layer the last, without a head the one of the largest gap."""
+    """The query to show: by default in the last layer and in the head with the largest gap."""
 
     layer: int | None = None
     head: int | None = None
-    query: str = CLASS  # or ROW,COLUMN of the grid, from 0
+    query: str = CLASS_TOKEN  # or ROW,COLUMN of the grid, from 0
 
     def __post_init__(self) -> None:
-        if self.query != CLASS and self.place is None:
+        if self.query != CLASS_TOKEN and self.row_and_column is None:
             raise ValueError(
-                f"query is {self.query!r}; pass {CLASS}, or ROW,COLUMN of a token such as 3,5"
+                f"query is {self.query!r}; pass {CLASS_TOKEN}, or ROW,COLUMN of a token such as 3,5"
             )
 
     @property
-    def place(self) -> tuple[int, int] | None:
+    def row_and_column(self) -> tuple[int, int] | None:
         """Row and column of the query; None for the class token."""
         parts = self.query.split(",")
         if len(parts) != 2 or not all(part.strip().isdecimal() for part in parts):
@@ -67,10 +67,32 @@ def run(
     seed: int = 0,
     device: str = "cpu",
 ) -> Record:
-    """A row for every picture and method: attention full and screened, tree, E and certificate.
+    """Record full and screened attention of one query, its tree, its error E and a certificate.
 
-    `layers` are those screened for the class that the model then says. The model is patched while
-    this runs and left without any patch.
+    The model is patched during the run and has no patch afterwards.
+
+    Args:
+        model: The model.
+        pictures: The pictures.
+        methods: Names of rules.
+        view: Layer, head and query.
+        layers: Layers that are screened for the predicted class.
+        picture_bytes: Largest size of a picture in the record.
+        seed: Seed of random rules.
+        device: Device of the model.
+
+    Returns:
+        A record of one row for each picture and method.
+
+    Raises:
+        ValueError: If a method, a layer, the head or the query does not exist.
+
+    Example:
+        >>> from bmfa.data.classification import EmbeddedPictures
+        >>> from bmfa.models import load_model
+        >>> record = run(load_model("embedded"), [EmbeddedPictures(1)[0]], ["global-mean"])
+        >>> record.rows[0]["leaves"], record.rows[0]["error"] <= record.rows[0]["certificate"]
+        (1, True)
     """
     view = view or View()
     rules = {method: parse(method, seed) for method in methods}
@@ -96,19 +118,19 @@ def run(
 
 
 @dataclass(eq=False)
-class Heard:
-    """The last call of a screened layer, and its trees."""
+class LastCall:
+    """An observer that keeps the inputs and the trees of the last call of a screened layer."""
 
-    call: LayerInputs | None = None
+    inputs: LayerInputs | None = None
     tree: Tree | None = None
 
-    def __call__(self, call: LayerInputs, screened: Any) -> None:
-        self.call, self.tree = call, screened.tree
+    def __call__(self, inputs: LayerInputs, screened: Any) -> None:
+        self.inputs, self.tree = inputs, screened.tree
 
 
 @dataclass(frozen=True, eq=False)
 class Query:
-    """One query of one head over all keys, in float64; q is scaled."""
+    """One query of one head and all keys, in float64; q is multiplied by the scale."""
 
     head: int
     index: int
@@ -118,7 +140,6 @@ class Query:
 
     @classmethod
     def of(cls, call: LayerInputs, view: View) -> "Query":
-        """The query that the view names."""
         index = _query_index(view, call)
         heads = call.q.shape[1]
         q, k = call.q[0].double() * call.scale, call.k[0].double()
@@ -133,11 +154,11 @@ class Query:
 
     @property
     def scores(self) -> Tensor:
-        """(prefix + N,) products with all keys."""
+        """(prefix + N,) scores of all keys."""
         return (self.q @ self.keys.transpose(-2, -1))[0, 0]
 
     def certificate(self, rule: Rule, tree: Tree) -> float:
-        """A proven bound on E; from exact scores where the rule reads them, else from means."""
+        """Return a proven bound on E, from exact scores if the rule reads them, else from means."""
         bound = exact_error if rule.needs == "tokens" else key_certificate
         spatial, before = self.keys[:, self.prefix :], self.keys[:, : self.prefix]
         return float(bound(self.q, spatial, tree.flat(), before))
@@ -155,37 +176,39 @@ def _rows(
     unpatch(model.model)
     pixels = model.preprocess(picture.pixels)[None].to(device)
     full = model.logits(pixels)
-    uri = jpeg_uri(_shown(model, pixels[0]), picture_bytes)
+    uri = jpeg_uri(_to_image(model, pixels[0]), picture_bytes)
     rows = []
     for method, rule in rules.items():
-        call, trees = _hear(model, pixels, rule, view.layer or 0)
+        call, trees = _observe_layer(model, pixels, rule, view.layer or 0)
         query = Query.of(call, view)
         tree = trees[0, query.head, query.index : query.index + 1]
         row: Row = {"model": model.name, "title": picture.name, "method": method}
         row |= {"layer": call.layer, "head": query.head, "query": view.query}
         row |= {"height": call.grid.height, "width": call.grid.width, "picture": uri}
         row |= _attention(query, rule, tree)
-        row |= _said(model, picture, full, _screened(model, pixels, rule, layers))
+        row |= _predictions(model, picture, full, _screened_logits(model, pixels, rule, layers))
         rows.append(row)
     return rows
 
 
-def _hear(model: LoadedModel, pixels: Tensor, rule: Rule, layer: int) -> tuple[LayerInputs, Tree]:
-    """The inputs of one layer of the full model, and the trees of a rule on them."""
+def _observe_layer(
+    model: LoadedModel, pixels: Tensor, rule: Rule, layer: int
+) -> tuple[LayerInputs, Tree]:
+    """Return the inputs of one layer of the full model, and the trees of a rule on them."""
     patch(model.model, rule=rule, layers=[layer])
-    heard = Heard()
+    last = LastCall()
     try:
-        with observe(model.model, heard):
+        with observe(model.model, last):
             model.logits(pixels)
     finally:
         unpatch(model.model)
-    if heard.call is None or heard.tree is None:
+    if last.inputs is None or last.tree is None:
         raise RuntimeError(f"layer {layer} of {model.name} was not called")
-    return heard.call, heard.tree
+    return last.inputs, last.tree
 
 
-def _screened(model: LoadedModel, pixels: Tensor, rule: Rule, layers: Layers) -> Tensor:
-    """What the model says with some layers screened."""
+def _screened_logits(model: LoadedModel, pixels: Tensor, rule: Rule, layers: Layers) -> Tensor:
+    """Return the outputs of the model with some layers screened."""
     patch(model.model, rule=rule, layers=layers)
     try:
         return model.logits(pixels)
@@ -194,16 +217,16 @@ def _screened(model: LoadedModel, pixels: Tensor, rule: Rule, layers: Layers) ->
 
 
 def _attention(query: Query, rule: Rule, tree: Tree) -> Row:
-    """Both distributions over the spatial keys, the tree, E and its bound."""
+    """Return both distributions over the spatial keys, the tree, E and its bound."""
     scores = query.scores
     before, spatial = scores[: query.prefix], scores[query.prefix :]
-    kept = torch.cat((before, tree.reconstruct(spatial[None])[0]))
-    full, approximate = scores.softmax(-1), kept.softmax(-1)
-    error = float(scores.logsumexp(-1) - kept.logsumexp(-1))
+    screened = torch.cat((before, tree.reconstruct(spatial[None])[0]))
+    full, approximate = scores.softmax(-1), screened.softmax(-1)
+    error = float(scores.logsumexp(-1) - screened.logsumexp(-1))
     return {
-        "scores": _listed(spatial),
-        "attention": _listed(full[query.prefix :]),
-        "screened_attention": _listed(approximate[query.prefix :]),
+        "scores": _round(spatial),
+        "attention": _round(full[query.prefix :]),
+        "screened_attention": _round(approximate[query.prefix :]),
         "prefix_percent": 100 * float(full[: query.prefix].sum()),
         "boxes": tree[0].leaf_boxes.tolist(),
         "leaves": int(tree.leaf_count[0]),
@@ -216,8 +239,10 @@ def _attention(query: Query, rule: Rule, tree: Tree) -> Row:
     }
 
 
-def _said(model: LoadedModel, picture: LabelledPicture, full: Tensor, screened: Tensor) -> Row:
-    """The classes that the full and the screened model say, and how far the outputs are apart."""
+def _predictions(
+    model: LoadedModel, picture: LabelledPicture, full: Tensor, screened: Tensor
+) -> Row:
+    """Return the classes that the full and the screened model predict, and the KL of the outputs."""
     before, after = (logits[0].double().log_softmax(-1) for logits in (full, screened))
     first, second = int(before.argmax()), int(after.argmax())
     row: Row = {
@@ -246,12 +271,12 @@ def _layer(layer: int | None, depth: int) -> int:
 
 
 def _query_index(view: View, call: LayerInputs) -> int:
-    """The query among the tokens, the prefix first."""
-    if view.place is None:
+    """Return the index of the query among all tokens."""
+    if view.row_and_column is None:
         if call.prefix == 0:
             raise ValueError("the model has no class token; pass the query as ROW,COLUMN")
         return 0
-    (row, column), grid = view.place, call.grid
+    (row, column), grid = view.row_and_column, call.grid
     if row >= grid.height or column >= grid.width:
         raise ValueError(
             f"query {view.query} is outside the {grid.height}x{grid.width} grid; rows are 0 to "
@@ -260,13 +285,13 @@ def _query_index(view: View, call: LayerInputs) -> int:
     return call.prefix + row * grid.width + column
 
 
-def _shown(model: LoadedModel, pixels: Tensor) -> Any:
-    """The picture as the model sees it: resized, cropped, its colours put back."""
+def _to_image(model: LoadedModel, pixels: Tensor) -> Any:
+    """Return the picture as the model sees it: resized, cropped, without the normalisation."""
     mean, std = (np.asarray(v, np.float32) for v in (model.preprocess.mean, model.preprocess.std))
     colours: NDArray[np.float32] = pixels.cpu().numpy().transpose(1, 2, 0) * std + mean
     eight_bits = (255 * colours).round().clip(0, 255).astype(np.uint8)
     return load_package("PIL.Image").fromarray(eight_bits)
 
 
-def _listed(values: Tensor) -> list[float]:
+def _round(values: Tensor) -> list[float]:
     return [round(value, DIGITS) for value in values.tolist()]
