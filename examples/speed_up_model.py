@@ -7,7 +7,7 @@ nothing about a trained model.
 Run with: python examples/speed_up_model.py
 """
 
-# Import bmfa first: beside a CPU-only torch, torchvision fails to import without its fix.
+# Import bmfa first: with a CPU-only torch, torchvision fails to import without its fix.
 import bmfa
 
 # isort: split

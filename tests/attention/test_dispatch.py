@@ -1,4 +1,4 @@
-"""When tiles are taken for faster than dense attention, and what a call then says."""
+"""The choice between tiles and dense attention, and the reason that a call reports."""
 
 import json
 from pathlib import Path
@@ -24,7 +24,7 @@ def queries(grid: Grid, heads: int = 1) -> torch.Tensor:
     return torch.randn(1, heads, grid.size, 8, generator=torch.Generator().manual_seed(0))
 
 
-def test_a_budget_is_known_and_a_target_is_guessed() -> None:
+def test_expected_share_of_budgets_and_targets() -> None:
     tiling = Tiling(Grid(64, 64))
     assert expected_share(Budget.of(tiling, None, 1.0), tiling.tiles) == 1.0
     assert expected_share(Budget(None, 16), tiling.tiles) == 16 / 64
@@ -67,7 +67,7 @@ def test_the_cost_of_expanded_tiles_is_the_one_in_the_record() -> None:
 
 
 @pytest.mark.parametrize(
-    ("grid", "asked", "reason"),
+    ("grid", "criterion", "reason"),
     [
         (Grid(14, 14), {}, "dense attention is as fast below 2048 tokens, and there are 196"),
         (LONG, {}, None),
@@ -81,9 +81,11 @@ def test_the_cost_of_expanded_tiles_is_the_one_in_the_record() -> None:
         (LONG, {"leaves": 0.1}, None),
     ],
 )
-def test_auto_says_why_it_is_dense(grid: Grid, asked: dict[str, float], reason: str | None) -> None:
+def test_auto_reports_why_it_is_dense(
+    grid: Grid, criterion: dict[str, float], reason: str | None
+) -> None:
     q = 0.3 * queries(grid)
-    result = screened_attention(q, q, q, grid=grid, **asked)
+    result = screened_attention(q, q, q, grid=grid, **criterion)
     assert result.stats.form == ("tiled" if reason is None else "dense")
     if reason is not None:
         assert reason in result.stats.why and result.stats.density == 1.0
@@ -92,7 +94,7 @@ def test_auto_says_why_it_is_dense(grid: Grid, asked: dict[str, float], reason: 
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_compiled_calls_of_several_sizes_choose_alike() -> None:
+def test_compiled_calls_of_several_batch_sizes_agree() -> None:
     compiled = torch.compile(
         lambda q: screened_attention(q, q, q, grid=LONG, error=0.0).output, backend="eager"
     )
@@ -103,7 +105,7 @@ def test_compiled_calls_of_several_sizes_choose_alike() -> None:
     torch.compiler.reset()
 
 
-def test_a_graph_may_take_tiles_where_single_calls_are_dense() -> None:
+def test_tiles_pay_off_earlier_in_a_graph() -> None:
     tiling, budget = Tiling(Grid(64, 64)), Budget(0.1, None)
     shape = (4, 3, 4096, 64)
     assert dense_is_faster(shape, "cuda", tiling, budget, in_graph=False) is not None
@@ -114,7 +116,7 @@ def test_a_graph_may_take_tiles_where_single_calls_are_dense() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_a_captured_call_is_chosen_for_a_graph() -> None:
+def test_a_captured_call_selects_tiles() -> None:
     grid = Grid(64, 64)
     q = torch.randn(4, 3, grid.size, 64, device="cuda", dtype=torch.bfloat16)
     assert screened_attention(q, q, q, grid=grid).stats.form == "dense"
@@ -126,7 +128,7 @@ def test_a_captured_call_is_chosen_for_a_graph() -> None:
     assert result.stats.form == "tiled"
 
 
-def test_calls_that_are_alike_agree() -> None:
+def test_repeated_calls_agree() -> None:
     grid = Grid(6, 6)
     q = queries(grid)
     first, second = (screened_attention(q, 2 * q, q, grid=grid, error=0.3) for _ in "ab")
@@ -140,7 +142,7 @@ def test_calls_that_are_alike_agree() -> None:
 
 
 @pytest.mark.parametrize(
-    ("served", "refused"),
+    ("accepted", "refused"),
     [
         ({"error": 1.0}, {"error": True}),
         ({"tau": 1.0}, {"tau": True}),
@@ -152,22 +154,22 @@ def test_calls_that_are_alike_agree() -> None:
     ],
 )
 def test_a_valid_call_does_not_admit_an_invalid_one_that_equals_it(
-    served: dict[str, Any], refused: dict[str, Any]
+    accepted: dict[str, Any], refused: dict[str, Any]
 ) -> None:
     q, grid = queries(Grid(6, 6)), {"grid": Grid(6, 6)}
-    screened_attention(q, q, q, **(grid | served))
+    screened_attention(q, q, q, **(grid | accepted))
     with pytest.raises((TypeError, ValueError)):
         screened_attention(q, q, q, **(grid | refused))
 
 
-def test_a_budget_of_one_is_no_share_of_one() -> None:
+def test_an_integer_budget_of_one_is_refused() -> None:
     q = queries(Grid(6, 6))
     assert screened_attention(q, q, q, grid=Grid(6, 6), leaves=1.0).stats.density == 1.0
     with pytest.raises(ValueError, match=r"one leaf or all tokens; pass leaves=1\.0"):
         screened_attention(q, q, q, grid=Grid(6, 6), leaves=1)
 
 
-def test_autocast_is_looked_at_in_every_call() -> None:
+def test_autocast_sets_the_dtype_of_every_call() -> None:
     q, grid = queries(Grid(6, 6)), Grid(6, 6)
     assert screened_attention(q, q, q, grid=grid).output.dtype == q.dtype
     with torch.autocast("cpu", torch.float16):
@@ -180,7 +182,7 @@ def test_autocast_is_looked_at_in_every_call() -> None:
 
 @pytest.mark.parametrize("target", [0.02, 0.1, 0.3])
 @pytest.mark.parametrize("size", [0.5, 1.0, 2.0])
-def test_a_target_holds_where_queries_have_nothing_in_common(target: float, size: float) -> None:
+def test_a_target_holds_for_independent_queries(target: float, size: float) -> None:
     torch.manual_seed(3)
     grid = Grid(32, 32)
     q, k, v = torch.randn(3, 1, 2, grid.size, 64)
@@ -192,7 +194,7 @@ def test_a_target_holds_where_queries_have_nothing_in_common(target: float, size
     assert float(bound.mean()) <= 1.1 * target
 
 
-def test_auto_is_dense_where_the_target_expands_most_tiles() -> None:
+def test_auto_is_dense_if_the_target_expands_most_tiles() -> None:
     torch.manual_seed(4)
     q, k, v = torch.randn(3, 1, 1, LONG.size, 32)
     result = screened_attention(q, k, v, grid=LONG, error=0.1)
@@ -200,15 +202,15 @@ def test_auto_is_dense_where_the_target_expands_most_tiles() -> None:
     assert "error 0.1 expands more than 43% of the tiles" in result.stats.why
     exact = torch.nn.functional.scaled_dot_product_attention(q, k, v)
     torch.testing.assert_close(result.output, exact)
-    like_neighbours = q[:, :, :1].expand_as(q).contiguous()
-    result = screened_attention(like_neighbours, k, v, grid=LONG, error=0.5)
+    constant_queries = q[:, :, :1].expand_as(q).contiguous()
+    result = screened_attention(constant_queries, k, v, grid=LONG, error=0.5)
     assert result.stats.form == "tiled"  # the same call with other numbers
     result = screened_attention(q, k, v, grid=LONG, error=0.1, backend="eager")
     assert result.stats.form == "tiled" and result.stats.density > 0.43
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_dense_calls_compile_into_one_graph_that_stays() -> None:
+def test_dense_calls_compile_once() -> None:
     grid, counters = Grid(14, 14), torch._dynamo.utils.counters["stats"]
     torch.compiler.reset()
     counters.clear()
@@ -227,7 +229,7 @@ def test_dense_calls_compile_into_one_graph_that_stays() -> None:
     torch.compiler.reset()
 
 
-def test_dense_calls_refuse_scores_that_are_no_numbers() -> None:
+def test_dense_calls_refuse_nan_and_overflow() -> None:
     grid = Grid(6, 6)
     q, k, v = torch.rand(3, 1, 1, grid.size, 8) + 0.1
     for _ in "ab":  # with checks and without
@@ -236,14 +238,14 @@ def test_dense_calls_refuse_scores_that_are_no_numbers() -> None:
         screened_attention(1e20 * q, -1e20 * k, v, grid=grid)  # all scores -inf: no NaN comes of it
     for name in ("queries", "keys"):
         for bad in (torch.inf, -torch.inf, torch.nan):
-            spoilt = {"queries": q.clone(), "keys": k.clone()}
-            spoilt[name][0, 0, 3, 0] = bad
+            corrupted = {"queries": q.clone(), "keys": k.clone()}
+            corrupted[name][0, 0, 3, 0] = bad
             with pytest.raises(ValueError, match=f"{name} hold"):
-                screened_attention(spoilt["queries"], spoilt["keys"], v, grid=grid)
+                screened_attention(corrupted["queries"], corrupted["keys"], v, grid=grid)
 
 
 @pytest.mark.parametrize(("grid", "size"), [(Grid(6, 6), 1.0), (LONG, 1.0), (LONG, 0.1)])
-def test_what_does_not_exist_may_hold_anything_dense_or_not(grid: Grid, size: float) -> None:
+def test_invalid_tokens_may_hold_any_value(grid: Grid, size: float) -> None:
     torch.manual_seed(5)
     valid = torch.rand(1, grid.size) > 0.3
     clean = torch.randn(3, 1, 1, grid.size, 32)
@@ -262,13 +264,13 @@ def test_what_does_not_exist_may_hold_anything_dense_or_not(grid: Grid, size: fl
         ({"v": [1.0]}, "v is list; pass a torch.Tensor"),
     ],
 )
-def test_bad_input_is_named_before_anything_runs(wrong: dict[str, Any], message: str) -> None:
+def test_invalid_arguments_are_named(wrong: dict[str, Any], message: str) -> None:
     q = queries(Grid(6, 6))
     with pytest.raises(TypeError, match=message):
         screened_attention(**({"q": q, "k": q, "v": q, "grid": Grid(6, 6)} | wrong))
 
 
-def test_nothing_is_attended_to_without_a_picture() -> None:
+def test_an_empty_batch() -> None:
     q = queries(LONG)[:0]
     result = screened_attention(q, q, q, grid=LONG)
     assert result.output.shape == q.shape and result.stats.density == 1.0

@@ -1,4 +1,4 @@
-"""Calls in compiled and exported graphs, on the meta device, of nothing, and of absent queries."""
+"""Compiled and exported calls, meta and fake tensors, empty tensors, and invalid queries."""
 
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
@@ -43,7 +43,7 @@ def _fresh_compiler() -> Iterator[None]:
 
 
 def tokens(grid: Grid, seed: int = 0, batch: int = 2, size: float = 0.1) -> tuple[Tensor, ...]:
-    """q, k, v; `auto` finds queries of a small size worth tiles on LONG, and others not."""
+    """Random q, k, v; on LONG, `auto` selects tiles for size 0.1 and dense attention for 1.0."""
     generator = torch.Generator().manual_seed(seed)
     q, k, v = torch.randn(3, batch, 1, PREFIX + grid.size, 16, generator=generator)
     return size * q, k, v
@@ -70,7 +70,7 @@ class Attend(nn.Module):
 def test_calls_compile_into_one_graph(name: str, dynamic: bool | None) -> None:
     attend = Attend(name)
     compiled = torch.compile(attend, fullgraph=True, dynamic=dynamic, backend="aot_eager")
-    for seed, size in ((0, 0.1), (1, 1.0)):  # what is expanded is chosen anew for every input
+    for seed, size in ((0, 0.1), (1, 1.0)):  # every input selects its own tiles
         qkv = tokens(attend.grid, seed, size=size)
         assert torch.equal(compiled(*qkv), attend(*qkv))
     if dynamic:
@@ -109,7 +109,7 @@ def test_gradients_of_compiled_calls(name: str) -> None:
     torch.testing.assert_close(gradients[1], gradients[0], rtol=1e-12, atol=1e-12)
 
 
-def test_the_operator_keeps_its_promises() -> None:
+def test_the_operator_passes_opcheck() -> None:
     attend = Attend("certified")
     seen: list[tuple[Any, ...]] = []
 
@@ -189,7 +189,7 @@ def test_an_audit_in_a_graph_is_refused(transform: Callable[..., Any]) -> None:
     which("g++") is None and which("clang++") is None, reason="needs a C++ compiler"
 )
 @pytest.mark.parametrize("rule", ["optimal:0.002", "optimal-error:0.05"])
-def test_inductor_serves_optimal(rule: str) -> None:
+def test_inductor_compiles_optimal(rule: str) -> None:
     def attend(*qkv: Tensor) -> Tensor:
         return screened_attention(*qkv, grid=SMALL, prefix=PREFIX, rule=rule).output
 
@@ -198,7 +198,7 @@ def test_inductor_serves_optimal(rule: str) -> None:
 
 
 @EVERY_CALL
-def test_meta_and_fake_tensors_have_shapes_out(name: str) -> None:
+def test_meta_and_fake_tensors_have_output_shapes(name: str) -> None:
     attend = Attend(name)
     real = attend.call(*tokens(attend.grid))
     qkv = [
@@ -215,7 +215,7 @@ def test_meta_and_fake_tensors_have_shapes_out(name: str) -> None:
     assert fake.device.type == "cpu"
 
 
-def test_calls_on_meta_leave_no_trace_in_later_calls() -> None:
+def test_calls_on_meta_do_not_affect_later_calls() -> None:
     grid = Grid(6, 6)
     q = torch.randn(1, 1, 36, 8, device="meta")
     assert screened_attention(q, q, q, grid=grid).output.is_meta
@@ -229,7 +229,7 @@ def test_calls_on_meta_leave_no_trace_in_later_calls() -> None:
 
 @EVERY_CALL
 @pytest.mark.parametrize("empty", ["batch", "heads", "queries"])
-def test_calls_of_nothing_return_nothing(name: str, empty: str) -> None:
+def test_empty_inputs_give_empty_outputs(name: str, empty: str) -> None:
     attend = Attend(name)
     shapes = {"batch": (0, 2, 1.0), "heads": (2, 0, 1.0), "queries": (2, 2, 0.0)}
     batch, heads, queries = shapes[empty]
@@ -262,14 +262,14 @@ def test_a_traced_call_is_refused(name: str) -> None:
 
 @EVERY_CALL
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
-def test_queries_that_do_not_exist_may_hold_anything(name: str, bad: float) -> None:
+def test_invalid_queries_may_hold_any_value(name: str, bad: float) -> None:
     attend = Attend(name)
     grid = attend.grid
     valid = torch.rand(2, grid.size, generator=torch.Generator().manual_seed(4)) > 0.2
     clean = tokens(grid)
     exists = torch.cat((valid.new_ones(2, PREFIX), valid), 1)[:, None, :, None]
-    spoilt = [x.masked_fill(~exists, bad) for x in clean]
-    got, want = (attend.call(*x, valid=valid, audit=0.5) for x in (spoilt, clean))
+    corrupted = [x.masked_fill(~exists, bad) for x in clean]
+    got, want = (attend.call(*x, valid=valid, audit=0.5) for x in (corrupted, clean))
     assert torch.equal(got.output.where(exists, 0.0), want.output.where(exists, 0.0))
     assert bool(got.output.isfinite().all())
     assert got.stats.audit is not None and got.stats.audit.maximum < 1.0
@@ -277,7 +277,7 @@ def test_queries_that_do_not_exist_may_hold_anything(name: str, bad: float) -> N
         assert bool(got.stats.certificate.isfinite().all())
 
 
-def test_without_tiles_absent_queries_are_exact_to_float64() -> None:
+def test_invalid_queries_do_not_change_exact_outputs() -> None:
     q, k, v = (x.double() for x in tokens(SMALL))
     valid = torch.rand(2, SMALL.size, generator=torch.Generator().manual_seed(4)) > 0.2
     mask = torch.cat((valid.new_ones(2, PREFIX), valid), 1)[:, None, None]
@@ -289,7 +289,7 @@ def test_without_tiles_absent_queries_are_exact_to_float64() -> None:
         torch.testing.assert_close(result.output.where(exists, 0.0), exact.where(exists, 0.0))
 
 
-def test_an_audit_leaves_absent_queries_out() -> None:
+def test_an_audit_skips_invalid_queries() -> None:
     q, k, v = tokens(SMALL)
     valid = torch.rand(2, SMALL.size, generator=torch.Generator().manual_seed(5)) > 0.5
     options = {"grid": SMALL, "prefix": PREFIX, "valid": valid, "form": "tiled", "audit": 1.0}
@@ -300,7 +300,7 @@ def test_an_audit_leaves_absent_queries_out() -> None:
 
 @pytest.mark.skipif(find_spec("triton") is None, reason="needs triton: pip install 'bmfa[triton]'")
 @pytest.mark.parametrize("order", ["raster", "z"])
-def test_the_kernel_of_trees_compiles(order: str) -> None:
+def test_the_tree_kernel_compiles(order: str) -> None:
     grid, device = Grid(5, 11), "cuda" if torch.cuda.is_available() else "cpu"
     settings = {"grid": grid, "prefix": PREFIX, "backend": "triton", "order": order}
 
@@ -354,7 +354,7 @@ def patched(name: str) -> tuple[nn.Module, Callable[..., Tensor]]:
 
 
 @EVERY_MODEL
-@pytest.mark.parametrize("dynamic", [None, True])
+@pytest.mark.parametrize("dynamic", [None, pytest.param(True, marks=pytest.mark.slow)])
 @torch.no_grad()
 def test_patched_models_compile_into_one_graph(name: str, dynamic: bool | None) -> None:
     model, pictures = patched(name)
@@ -394,7 +394,7 @@ def test_traced_models_are_refused(name: str) -> None:
     which("g++") is None and which("clang++") is None, reason="needs a C++ compiler"
 )
 @torch.no_grad()
-def test_inductor_serves_a_model_with_optimal_trees() -> None:
+def test_inductor_compiles_a_model_with_optimal_trees() -> None:
     pictures = patched("embedded-optimal")[1]
     model = patch(embedded_model(depth=1), layers="all", rule="optimal:0.002")
     torch.testing.assert_close(

@@ -1,4 +1,4 @@
-"""What a person who knows scaled_dot_product_attention passes: served, or refused with the way out."""
+"""Arguments as users of scaled_dot_product_attention pass them: supported, or refused with a hint."""
 
 import copy
 import inspect
@@ -18,7 +18,7 @@ from bmfa.models.patching import layer_indices
 
 GRID, PREFIX = Grid(9, 12), 2
 SIZE = PREFIX + GRID.size
-EXACT: dict[str, dict[str, Any]] = {  # settings that lose nothing
+EXACT: dict[str, dict[str, Any]] = {  # settings with exact outputs
     "auto": {},
     "tiled": {"form": "tiled", "leaves": 1.0},
     "representative": {"rule": rules.ExactGap(0.0)},
@@ -43,7 +43,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, **settings: Any) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "way_out"),
+    ("name", "value", "hint"),
     [
         ("attn_mask", torch.ones(1, dtype=torch.bool), "pass valid="),
         ("attn_mask", None, "pass valid="),
@@ -52,14 +52,14 @@ def attend(q: Tensor, k: Tensor, v: Tensor, **settings: Any) -> Tensor:
         ("enable_gqa", True, r"k\.repeat_interleave\(groups, 1\)"),
     ],
 )
-def test_arguments_of_sdpa_are_refused_with_a_way_out(name: str, value: Any, way_out: str) -> None:
-    with pytest.raises(TypeError, match=f"takes no {name}: .*{way_out}"):
+def test_sdpa_arguments_are_refused_with_a_hint(name: str, value: Any, hint: str) -> None:
+    with pytest.raises(TypeError, match=f"takes no {name}: .*{hint}"):
         attend(*tokens(), **{name: value})
 
 
 def test_positional_masks_and_a_missing_grid_are_explained() -> None:
     q, k, v = tokens()
-    with pytest.raises(TypeError, match=r"4 arguments without a name.*pass valid="):
+    with pytest.raises(TypeError, match=r"got 4; name the others.*pass valid="):
         screened_attention(q, k, v, None, grid=GRID)  # type: ignore[misc]
     with pytest.raises(TypeError, match=r"no grid; pass grid=\(height, width\)"):
         screened_attention(q, k, v)  # type: ignore[call-arg]
@@ -67,13 +67,13 @@ def test_positional_masks_and_a_missing_grid_are_explained() -> None:
         screened_attention(q, k, v, grid=GRID, gird=1)  # type: ignore[call-arg]
 
 
-def test_the_signature_stays_what_it_is() -> None:
+def test_signature_is_preserved() -> None:
     parameters = inspect.signature(screened_attention).parameters
     assert list(parameters)[:5] == ["q", "k", "v", "grid", "prefix"]
     assert not {"attn_mask", "args", "kwargs"} & set(parameters)
 
 
-def test_fewer_key_heads_are_refused_with_what_expands_them() -> None:
+def test_grouped_query_attention_is_refused_with_a_hint() -> None:
     q, k, v = tokens(heads=4)
     few = k[:, :2], v[:, :2]
     with pytest.raises(
@@ -97,7 +97,7 @@ def test_fewer_key_heads_are_refused_with_what_expands_them() -> None:
         ((), "Grid got nothing"),
     ],
 )
-def test_grids_of_other_than_two_sides_are_explained(sizes: Any, message: str) -> None:
+def test_grids_without_two_sides_are_refused(sizes: Any, message: str) -> None:
     with pytest.raises(TypeError, match=message):
         Grid(*sizes)
 
@@ -111,7 +111,7 @@ def test_grids_copy_and_pickle_and_take_names_and_numpy() -> None:
 
 
 @pytest.mark.parametrize("pair", [(9, 12), [9, 12], torch.Size((9, 12)), (np.int64(9), 12)])
-def test_a_pair_serves_wherever_a_grid_does(pair: Any) -> None:
+def test_a_pair_is_accepted_wherever_a_grid_is(pair: Any) -> None:
     q, k, v = tokens()
     assert torch.equal(attend(q, k, v, grid=pair), attend(q, k, v))
     tiles = {"form": "tiled", "error": 0.1}
@@ -137,7 +137,7 @@ def test_a_pair_serves_wherever_a_grid_does(pair: Any) -> None:
         ((9.0, 12.0), "height is 9.0"),
     ],
 )
-def test_what_is_no_grid_is_refused(grid: Any, message: str) -> None:
+def test_invalid_grids_are_refused(grid: Any, message: str) -> None:
     with pytest.raises(TypeError, match=message):
         attend(*tokens(), grid=grid)
     with pytest.raises(TypeError, match=message):
@@ -151,7 +151,7 @@ def test_what_is_no_grid_is_refused(grid: Any, message: str) -> None:
         ({"grid": Grid(10, 12)}, "make 122; pass the grid of the tokens"),
     ],
 )
-def test_tokens_that_make_no_grid_are_counted(settings: Any, message: str) -> None:
+def test_token_count_errors_name_the_numbers(settings: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         attend(*tokens(), **settings)
 
@@ -201,7 +201,7 @@ def test_numpy_scalars_in_rules() -> None:
 
 @pytest.mark.parametrize("name", ["tau", "scale", "error", "leaves", "prefix", "audit", "fallback"])
 @pytest.mark.parametrize("value", [np.bool_(True), True, torch.tensor(0.5), "0.5", 1j])
-def test_what_is_no_number_is_refused(name: str, value: Any) -> None:
+def test_invalid_numbers_are_refused(name: str, value: Any) -> None:
     with pytest.raises(TypeError, match=f"^{name} is") as caught:
         attend(*tokens(), form="tiled", **{name: value})
     assert ("call .item()" in str(caught.value)) == isinstance(value, Tensor)
@@ -223,7 +223,7 @@ def test_rules_by_name(name: str) -> None:
         (0.005, TypeError, "rule is 0.005; pass one of bmfa.rules"),
     ],
 )
-def test_what_is_no_rule_is_refused(rule: Any, kind: type[Exception], message: str) -> None:
+def test_invalid_rules_are_refused(rule: Any, kind: type[Exception], message: str) -> None:
     with pytest.raises(kind, match=message):
         attend(*tokens(), rule=rule)
 
@@ -233,7 +233,7 @@ def test_what_is_no_rule_is_refused(rule: Any, kind: type[Exception], message: s
 
 @EVERY_FORM
 @pytest.mark.parametrize("shape", [(2, GRID.size), (2, 1, 1, GRID.size), (1, 1, 1, GRID.size)])
-def test_masks_as_sdpa_has_them(form: str, shape: tuple[int, ...]) -> None:
+def test_mask_shapes_of_sdpa(form: str, shape: tuple[int, ...]) -> None:
     q, k, v = (x.double() for x in tokens())
     valid = torch.rand(shape, generator=torch.Generator().manual_seed(1)) > 0.3
     flat = valid.reshape(-1, GRID.size)
@@ -245,7 +245,7 @@ def test_masks_as_sdpa_has_them(form: str, shape: tuple[int, ...]) -> None:
 
 
 @EVERY_TORCH_FORM
-def test_masks_that_are_not_contiguous(form: str) -> None:
+def test_non_contiguous_masks(form: str) -> None:
     q, k, v = tokens()
     valid = (torch.rand(GRID.size, 2, generator=torch.Generator().manual_seed(1)) > 0.3).T
     got, want = (attend(q, k, v, valid=x, **EXACT[form]) for x in (valid, valid.contiguous()))
@@ -271,13 +271,13 @@ def test_masks_that_are_not_contiguous(form: str) -> None:
         (torch.ones(2, GRID.size, dtype=torch.bool, device="meta"), ValueError, "valid is on meta"),
     ],
 )
-def test_other_masks_are_refused(valid: Any, kind: type[Exception], message: str) -> None:
+def test_invalid_masks_are_refused(valid: Any, kind: type[Exception], message: str) -> None:
     with pytest.raises(kind, match=message):
         attend(*tokens(), valid=valid)
 
 
 @pytest.mark.parametrize("form", ["auto", "tiled", "representative"])
-def test_masked_calls_refuse_nan_where_a_token_exists(form: str) -> None:
+def test_masked_calls_refuse_nan_in_valid_tokens(form: str) -> None:
     valid = torch.ones(2, GRID.size, dtype=torch.bool)
     valid[:, 5] = False
     for place, name in enumerate(("queries", "keys")):
@@ -303,7 +303,7 @@ def test_every_dtype_on_a_cpu_against_float64(form: str, dtype: torch.dtype) -> 
 
 
 @pytest.mark.parametrize("form", ["auto", "tiled", "representative"])
-def test_scores_that_half_types_cannot_hold(form: str) -> None:
+def test_scores_beyond_the_range_of_float16(form: str) -> None:
     q, k, v = tokens()
     q, k, v = (300 * q).half(), (300 * k).half(), v.half()
     exact = scaled_dot_product_attention(q.double(), k.double(), v.double())
@@ -322,7 +322,7 @@ def test_gradients_of_every_form_are_those_of_dense_attention(form: str) -> None
 
 
 @EVERY_TORCH_FORM
-def test_strides_do_not_show(form: str) -> None:
+def test_strides_do_not_change_the_output(form: str) -> None:
     q, k, v = tokens()
     want = attend(q, k, v, **EXACT[form])
     heads_last = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v)]
@@ -335,7 +335,7 @@ def test_strides_do_not_show(form: str) -> None:
 
 
 @EVERY_FORM
-def test_values_of_another_width(form: str) -> None:
+def test_values_of_a_different_dimension(form: str) -> None:
     q, k, v = tokens()
     exact = scaled_dot_product_attention(q.double(), k.double(), v[..., :3].double())
     got = attend(q, k, v[..., :3], **EXACT[form])
@@ -367,14 +367,14 @@ def test_values_of_another_width(form: str) -> None:
     ],
 )
 @pytest.mark.parametrize("form", ["auto", "tiled", "representative"])
-def test_tensors_that_do_not_fit_are_refused(
+def test_mismatched_tensors_are_refused(
     change: Any, kind: type[Exception], message: str, form: str
 ) -> None:
     with pytest.raises(kind, match=message):
         attend(*change(*tokens()), **EXACT[form])
 
 
-def test_nested_tensors_are_refused_with_a_way_out() -> None:
+def test_nested_tensors_are_refused_with_a_hint() -> None:
     q = torch.nested.nested_tensor([torch.zeros(2, 8), torch.zeros(3, 8)], layout=torch.jagged)
     with pytest.raises(
         TypeError, match="q is a nested tensor; pass a dense one, padded, with valid="
@@ -415,7 +415,7 @@ def test_layers_as_arrays_and_from_the_end(layers: Any, meant: tuple[int, ...]) 
         (np.array([]), ValueError, "layers is empty"),
     ],
 )
-def test_what_is_no_layer_is_refused(layers: Any, kind: type[Exception], message: str) -> None:
+def test_invalid_layers_are_refused(layers: Any, kind: type[Exception], message: str) -> None:
     with pytest.raises(kind, match=message):
         layer_indices(layers, 12)
 

@@ -1,4 +1,4 @@
-"""The certificate of tiled attention is never below the true error, and hardly above it."""
+"""The certificate of tiled attention is at least the true error, and above it by rounding only."""
 
 import numpy as np
 import pytest
@@ -21,7 +21,7 @@ GRIDS = ((1, 1), (1, 7), (8, 8), (9, 9), (14, 14), (11, 25), (16, 16), (5, 30))
 
 
 def adversarial(seed: int) -> tuple[torch.Tensor, torch.Tensor, Tiling, int, torch.Tensor | None]:
-    """q, k, tiling, prefix and valid of one of the kinds that break bounds."""
+    """Return q, k, tiling, prefix and valid of an adversarial case."""
     generator = torch.Generator().manual_seed(seed)
 
     def normal(*shape: int) -> torch.Tensor:
@@ -89,7 +89,7 @@ def test_certificate_is_the_error_rounded_outward(first: int, dtype: torch.dtype
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_autocast_does_not_reach_the_certificate(dtype: torch.dtype) -> None:
+def test_autocast_does_not_affect_the_certificate(dtype: torch.dtype) -> None:
     torch.manual_seed(1)
     q, k, v = (2 * torch.randn(3, 1, 2, 1 + 256, 64)).to(dtype)
     with torch.autocast("cpu", torch.bfloat16):
@@ -120,7 +120,7 @@ def test_autocast_does_not_reach_the_certificate(dtype: torch.dtype) -> None:
     assert result.stats.audit.mean == pytest.approx(float(apart.mean()), rel=1e-3)
 
 
-def test_fewer_bits_in_products_do_not_reach_the_certificate() -> None:
+def test_reduced_matmul_precision_does_not_affect_the_certificate() -> None:
     before = torch.get_float32_matmul_precision()
     assert working_precision(torch.zeros(1)) == torch.float32
     try:
@@ -131,7 +131,7 @@ def test_fewer_bits_in_products_do_not_reach_the_certificate() -> None:
 
 
 @pytest.mark.parametrize("size", [1e25, 1e-25])
-def test_queries_and_keys_of_any_size(size: float) -> None:
+def test_queries_and_keys_of_any_magnitude(size: float) -> None:
     torch.manual_seed(2)
     q, k = torch.randn(2, 1, 2, 256, 16)
     q, k = size * q, k / size
@@ -141,7 +141,7 @@ def test_queries_and_keys_of_any_size(size: float) -> None:
     assert bool((bound.numpy() >= error).all()) and float((bound.numpy() - error).max()) < 1e-2
 
 
-def test_a_query_that_is_no_number_is_recomputed() -> None:
+def test_a_nan_query_has_an_infinite_certificate() -> None:
     torch.manual_seed(3)
     q, k = torch.randn(2, 1, 1, 256, 16)
     q[:, :, 5] = torch.nan
@@ -160,7 +160,7 @@ def test_everything_expanded_is_certified_exactly(seed: int) -> None:
 
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("order", ["raster", "z"])
-def test_certificates_stand_at_their_queries_in_every_order(order: str, masked: bool) -> None:
+def test_certificates_belong_to_their_queries_in_every_order(order: str, masked: bool) -> None:
     torch.manual_seed(7)
     grid, prefix = Grid(11, 13), 2  # Z-order is not its own inverse here
     q, k, v = 2 * torch.randn(3, 1, 2, prefix + grid.size, 8, dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""The trees and statistics of masked calls over tiles, from the tiles that the reference expands."""
+"""Trees and statistics of mcriterion tiled calls, compared with the tiles that the reference expands."""
 
 from functools import cached_property
 from typing import Any
@@ -15,12 +15,12 @@ from bmfa.attention.tiling import Tiling
 SIDE, GROUP = 8, 2
 
 
-class Masked:
-    """Two pictures with a mask each, and what a call over tiles does to them, by definition."""
+class Mcriterion:
+    """Two pictures with a mask each, and the trees of a tiled call by definition."""
 
-    def __init__(self, shape: tuple[int, int], prefix: int, tau: float, **asked: Any) -> None:
+    def __init__(self, shape: tuple[int, int], prefix: int, tau: float, **criterion: Any) -> None:
         generator = torch.Generator().manual_seed(sum(shape))
-        self.grid, self.prefix, self.tau, self.asked = Grid(*shape), prefix, tau, asked
+        self.grid, self.prefix, self.tau, self.criterion = Grid(*shape), prefix, tau, criterion
         tokens = torch.randn(
             3, 2, 2, prefix + self.grid.size, 8, dtype=torch.float64, generator=generator
         )
@@ -31,9 +31,9 @@ class Masked:
         self.valid.view(2, *shape)[1, :SIDE, SIDE : 2 * SIDE] = False
         self.valid.view(2, *shape)[1, 0, SIDE] = True  # one token
         self.tiling = Tiling(self.grid, SIDE, GROUP)
-        expanded = {"error": asked.get("error", 0.1)}
-        if "leaves" in asked:
-            expanded = {"expand": self.tiling.tiles_within(asked["leaves"])}
+        expanded = {"error": criterion.get("error", 0.1)}
+        if "leaves" in criterion:
+            expanded = {"expand": self.tiling.tiles_within(criterion["leaves"])}
         self.expanded = tiled_attention(
             self.q.numpy(),
             self.k.numpy(),
@@ -53,13 +53,13 @@ class Masked:
         valid = self.valid
         missing = (~valid)[:, None, :, None]
         missing = torch.cat((missing.new_zeros(2, 1, self.prefix, 1), missing), 2)
-        tensors = [x.masked_fill(missing, torch.nan) for x in tensors]
+        tensors = [x.mcriterion_fill(missing, torch.nan) for x in tensors]
         if order == "z":
             tensors = [x[:, :, self.rows(order)] for x in tensors]
             valid = valid[:, self.grid.z_order]
         settings = {"prefix": self.prefix, "tau": self.tau, "order": order, "backend": backend}
         return screened_attention(
-            *tensors, grid=self.grid, valid=valid, **settings, **self.asked, **options
+            *tensors, grid=self.grid, valid=valid, **settings, **self.criterion, **options
         )
 
     def rows(self, order: str) -> Tensor:
@@ -103,19 +103,21 @@ CASES = [
 
 
 @pytest.mark.parametrize("order", ["raster", "z"])
-@pytest.mark.parametrize(("shape", "prefix", "tau", "asked"), CASES)
-def test_trees_of_masked_tiles(
-    shape: tuple[int, int], prefix: int, tau: float, asked: dict[str, Any], order: str
+@pytest.mark.parametrize(("shape", "prefix", "tau", "criterion"), CASES)
+def test_trees_of_mcriterion_tiles(
+    shape: tuple[int, int], prefix: int, tau: float, criterion: dict[str, Any], order: str
 ) -> None:
-    case = Masked(shape, prefix, tau, **asked)
+    case = Mcriterion(shape, prefix, tau, **criterion)
     result = case.call(order, "eager", form="tiled")
     check_trees(case, result, order)
 
 
-def check_trees(case: Masked, result: Any, order: str) -> None:
+def check_trees(case: Mcriterion, result: Any, order: str) -> None:
     tree, rows = result.tree, case.rows(order)
     index, count, ratio = tree.leaf_index, tree.leaf_count, tree.leaf_ratio
-    errors = tree.error(case.scores[:, :, rows].masked_fill(~case.valid[:, None, None], torch.nan))
+    errors = tree.error(
+        case.scores[:, :, rows].mcriterion_fill(~case.valid[:, None, None], torch.nan)
+    )
     ratios = []
     generator = np.random.default_rng(0)
     some = {*range(case.prefix), *generator.choice(len(rows), 40).tolist()}
@@ -144,7 +146,7 @@ def check_trees(case: Masked, result: Any, order: str) -> None:
     assert result.stats.density == pytest.approx(density(case))
 
 
-def density(case: Masked) -> float:
+def density(case: Mcriterion) -> float:
     """Expanded tiles over those that hold a token, of every group that has a query."""
     shares = []
     for picture, head, group in np.ndindex(2, 2, case.tiling.groups):
@@ -157,7 +159,7 @@ def density(case: Masked) -> float:
 
 @pytest.mark.parametrize("order", ["raster", "z"])
 def test_one_mask_for_all_pictures(order: str) -> None:
-    case = Masked((16, 16), 1, 1.0, error=0.2)
+    case = Mcriterion((16, 16), 1, 1.0, error=0.2)
     case.valid = case.valid[:1].expand(2, -1).clone()
     both = case.call(order, "eager", form="tiled")
     case.valid = case.valid[:1]
@@ -177,7 +179,7 @@ def test_one_mask_for_all_pictures(order: str) -> None:
 
 @pytest.mark.parametrize("order", ["raster", "z"])
 def test_dense_calls_have_every_valid_token_as_a_leaf(order: str) -> None:
-    case = Masked((9, 17), 2, 1.0)
+    case = Mcriterion((9, 17), 2, 1.0)
     result = case.call(order, "auto")
     assert result.stats.form == "dense" and result.stats.density == 1.0
     tokens = case.valid.sum(-1)
@@ -203,8 +205,8 @@ def test_density_is_the_mean_over_groups_heads_and_pictures() -> None:
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of NumPy, in the interpreter
-def test_tiles_in_the_order_of_the_kernels() -> None:
-    """In Z-order Triton's groups are pairs of tiles in that order, and so are those of the trees."""
+def test_tiles_of_triton_in_z_order() -> None:
+    """In Z-order a group of the Triton kernels is two consecutive tiles in Z-order."""
     pytest.importorskip("triton")
     torch.manual_seed(1)
     grid, device = Grid(32, 32), "cuda" if torch.cuda.is_available() else "cpu"

@@ -160,7 +160,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def _fail_usage(error: typer.TyperException) -> NoReturn:
     """Report a command line that cannot be parsed: the value, what is accepted and the help page."""
     context = getattr(error, "ctx", None)
-    message = error.format_message().strip().rstrip(".?").replace("Value error, ", "")
+    message = (
+        error.format_message()
+        .strip()
+        .rstrip(".?")
+        .replace("Value error, ", "")
+        .replace("Input ", "input ")
+    )
     message = re.sub(r" \(Possible options: (.*)\)|\. Did you mean (.*)", _suggestion, message)
     validation = getattr(error.__cause__, "errors", None)
     if validation is not None and (value := repr(validation()[0]["input"])) not in message:

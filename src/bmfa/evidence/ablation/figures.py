@@ -12,7 +12,7 @@ from bmfa.evidence.page.drawing import (
     panel_grid,
     set_ticks,
 )
-from bmfa.evidence.page.record_set import RecordSet, points
+from bmfa.evidence.page.record_set import RecordSet, get_points
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -63,7 +63,7 @@ def ablation(records: RecordSet, narrow: bool) -> Canvas:
 
 
 def _values(records: RecordSet, parameter: str, column: str) -> list[tuple[float, float]]:
-    return points(records.rows("ablation", parameter=parameter), "value", column)
+    return get_points(records.rows("ablation", parameter=parameter), "value", column)
 
 
 def _printed(point: paper.AblationPoint, column: str) -> float | None:

@@ -109,31 +109,28 @@ def _markdown_table(table: Table) -> str:
 
 
 def _content(records: RecordSet) -> list[Block]:
-    blocks: list[Block] = []
-    for record in records.of("bench"):
-        if tables := _tables(record):
-            blocks += [*tables, *paragraph(conditions(record))]
-    if blocks:
-        blocks = [
-            *illustrate(
-                figures.attention_time,
-                records,
-                "Time per picture; dense attention has an exponent of 2.",
-            ),
-            *illustrate(
-                figures.attention_error,
-                records,
-                "To the left of the line dense attention is faster.",
-            ),
-            *blocks,
-            *paragraph(*_break_even(records)),
-            Commands(records.commands("bench")),
-        ]
+    attention = figures.attention_records(records)
     others = [row for row in records.rows("bench") if row.get("what") not in COLUMNS]
-    if others:
-        blocks += [generic_table("Bench", others), Commands(records.commands("bench"))]
     return [
-        *blocks,
+        *illustrate(
+            figures.attention_time,
+            attention,
+            "Time per picture; dense attention has an exponent of 2.",
+        ),
+        *illustrate(
+            figures.attention_error,
+            attention,
+            "To the left of the line dense attention is faster.",
+        ),
+        *(
+            block
+            for record in records.of("bench")
+            if (tables := _tables(record))
+            for block in (*tables, *paragraph(conditions(record)))
+        ),
+        *paragraph(*_break_even(records)),
+        *([generic_table("Bench", others)] if others else []),
+        Commands(records.commands("bench")),
         *paragraph("Times are medians of one run on the machines named at the end of this page."),
     ]
 

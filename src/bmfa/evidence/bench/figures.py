@@ -15,7 +15,7 @@ from bmfa.evidence.page.drawing import (
     set_log_range,
     set_ticks,
 )
-from bmfa.evidence.page.record_set import RecordSet, get_number, get_text, points
+from bmfa.evidence.page.record_set import RecordSet, get_number, get_points, get_text
 from bmfa.records import Record, Row
 
 if TYPE_CHECKING:
@@ -36,27 +36,30 @@ TITLES = {
 MIN_TOKENS = 1024  # dense attention over fewer tokens takes too little time to be a bottleneck
 
 
-def attention_rows(records: RecordSet) -> list[Row]:
-    """Return the complete rows of attention on a model's own heads, of one machine."""
-    device = _device(records)
-    same = [r for r in records.records if r.environment.get("device_name") == device]
-    rows = [row for row in RecordSet(same).rows("bench") if "method" in row and "n" in row]
-    return [
-        row
-        for row in summary.own_rows(rows)
-        if get_number(row, "error_l2_percent") is not None
-        and all((get_number(row, column) or 0.0) > 0 for column in ("n", "milliseconds", "speedup"))
-    ]
-
-
-def _device(records: RecordSet) -> object:
-    """The machine with most attention rows: times of different machines share no axis."""
+def attention_records(records: RecordSet) -> RecordSet:
+    """Return the attention records of the machine with most rows: other times share no axis."""
 
     def count(record: Record) -> int:
         return sum(row.get("what") == "attention" for row in record.rows)
 
-    largest = max(records.records, key=count, default=None)
-    return None if largest is None else largest.environment.get("device_name")
+    found = [record for record in records.of("bench") if count(record)]
+    device = _device(RecordSet(max(found, key=count))) if found else None
+    return RecordSet([r for r in found if r.environment.get("device_name") == device])
+
+
+def _device(records: RecordSet) -> object:
+    return records.records[0].environment.get("device_name") if records.records else None
+
+
+def attention_rows(records: RecordSet) -> list[Row]:
+    """Return the complete rows of attention on a model's own heads, of one machine."""
+    rows = attention_records(records).rows("bench")
+    return [
+        row
+        for row in summary.own_rows([r for r in rows if "method" in r and "n" in r])
+        if get_number(row, "error_l2_percent") is not None
+        and all((get_number(row, column) or 0.0) > 0 for column in ("n", "milliseconds", "speedup"))
+    ]
 
 
 def _has_times(records: RecordSet) -> bool:
@@ -93,7 +96,7 @@ def attention_time(records: RecordSet, narrow: bool) -> Canvas:
     for name, line in lines.items():
         draw_line(axes, name, sorted(line.items()))
         ends[name] = line[max(line)]
-    device = _device(records)
+    device = _device(attention_records(records))
     title = "Attention" if device is None else f"Attention, {device}"
     x_label = "tokens N, logarithmic; exponents fitted from 4,096 tokens"
     add_labels(canvas, axes, title, "milliseconds per picture, logarithmic", x_label)
@@ -138,7 +141,7 @@ def attention_error(records: RecordSet, narrow: bool) -> Canvas:
 
 
 def _draw_errors(axes: "Axes", rows: Mapping[str, Sequence[Row]]) -> None:
-    lines = {name: points(found, "speedup", "error_l2_percent") for name, found in rows.items()}
+    lines = {name: get_points(found, "speedup", "error_l2_percent") for name, found in rows.items()}
     speeds = [speed for line in lines.values() for speed, _ in line]
     errors = [error for line in lines.values() for _, error in line]
     set_log_range(axes, "x", speeds, 1.2)

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from bmfa.evidence.page import style
 from bmfa.evidence.page.canvas import Canvas
-from bmfa.evidence.page.record_set import get_number, get_text, points, unique
+from bmfa.evidence.page.record_set import get_number, get_points, get_text, unique
 from bmfa.packages import load_package
 from bmfa.records import Row
 
@@ -153,7 +153,7 @@ def draw_method_lines(
     ends = {}
     methods = unique(rows, "method")
     for index, method in enumerate(methods):
-        line = points([row for row in rows if get_text(row, "method") == method], x, y)
+        line = get_points([row for row in rows if get_text(row, "method") == method], x, y)
         start = index * marker_step // len(methods)
         draw_line(axes, method, line, filled=True, markevery=(start, marker_step))
         if line:

@@ -8,7 +8,7 @@ from bmfa.evidence.page import paper, style
 from bmfa.evidence.page.canvas import Canvas
 from bmfa.evidence.page.drawing import add_labels, draw_line, draw_point, panel_grid, set_ticks
 from bmfa.evidence.page.model_runs import ModelRun
-from bmfa.evidence.page.record_set import get_number, points
+from bmfa.evidence.page.record_set import get_number, get_points
 from bmfa.records import Row
 
 if TYPE_CHECKING:
@@ -84,8 +84,8 @@ def draw_families(axes: "Axes", run: ModelRun, x: str, column: str) -> None:
 def visible_points(rows: Sequence[Row], x: str, column: str) -> list[tuple[float, float]]:
     """Return the points of rows, with an output KL clipped to the smallest that the axis shows."""
     if column != "output_kl":
-        return points(rows, x, column)
-    return [(a, max(b, SMALLEST_KL)) for a, b in points(rows, x, column)]
+        return get_points(rows, x, column)
+    return [(a, max(b, SMALLEST_KL)) for a, b in get_points(rows, x, column)]
 
 
 def set_measure_axis(axes: "Axes", column: str, rows: Sequence[Row]) -> None:

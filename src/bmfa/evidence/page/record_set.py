@@ -168,7 +168,7 @@ def unique(rows: Sequence[Row], column: str) -> list[str]:
     return list(dict.fromkeys(get_text(row, column) for row in rows))
 
 
-def points(rows: Sequence[Row], x: str, y: str) -> list[tuple[float, float]]:
+def get_points(rows: Sequence[Row], x: str, y: str) -> list[tuple[float, float]]:
     """Return the (x, y) pairs of the rows that have both numbers, sorted by x."""
     pairs = [(get_number(row, x), get_number(row, y)) for row in rows]
     return sorted((a, b) for a, b in pairs if a is not None and b is not None)
