@@ -1,4 +1,4 @@
-"""Tiled attention in torch against the float64 oracle, and what its semantics promise."""
+"""Tiled attention in torch against the float64 reference, and properties that must hold."""
 
 from typing import Any
 
@@ -11,6 +11,7 @@ from bmfa.attention.kernels.eager import tiles as eager_tiles
 from bmfa.attention.kernels.eager.tiles import tiled_attention as attend
 from bmfa.attention.kernels.reference import dense_attention
 from bmfa.attention.kernels.reference import tiled_attention as reference_attention
+from bmfa.attention.kernels.reference import tiles as reference_tiles
 from bmfa.attention.tiling import Tiling
 from bmfa.grid import Grid
 from tiled_cases import NAMED_GRIDS, TiledCase, compare, tiled_case
@@ -21,31 +22,38 @@ def run(case: TiledCase, **changes: Any):
     return attend(case.q, case.k, case.v, case.tiling, valid=case.valid, **settings)
 
 
-@pytest.mark.parametrize("first", range(0, 1000, 20))
-def test_seeded_shapes_equal_the_oracle(first: int) -> None:
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    "first", [*range(0, 80, 20), *(pytest.param(n, marks=SLOW) for n in range(80, 1000, 20))]
+)
+def test_seeded_shapes_equal_the_reference(first: int) -> None:
     groups = compared = 0
     for seed in range(first, first + 20):
         case = tiled_case(seed)
         want = case.oracle()
-        compared += compare(case, run(case), want, 2.3e-16)
+        compared += compare(case, run(case), want)
         groups += want.expanded[..., 0].size
     assert compared > 0.7 * groups
 
 
-@pytest.mark.parametrize("seed", range(40))
-def test_single_precision_equals_the_oracle(seed: int) -> None:
+@pytest.mark.parametrize(
+    "seed", [*range(12), *(pytest.param(n, marks=SLOW) for n in range(12, 40))]
+)
+def test_single_precision_equals_the_reference(seed: int) -> None:
     case = tiled_case(1000 + seed, torch.float32)
-    compare(case, run(case), case.oracle(), 1.2e-7)
+    compare(case, run(case), case.oracle())
 
 
 @pytest.mark.parametrize("shape", NAMED_GRIDS)
-@pytest.mark.parametrize("kind", ["noise", "bright"])
-def test_named_grids_equal_the_oracle(shape: tuple[int, int], kind: str) -> None:
+@pytest.mark.parametrize("kind", ["noise", pytest.param("bright", marks=SLOW)])
+def test_named_grids_equal_the_reference(shape: tuple[int, int], kind: str) -> None:
     case = tiled_case(7, shape=shape, kind=kind)
-    compare(case, run(case), case.oracle(), 2.3e-16)
+    compare(case, run(case), case.oracle())
 
 
-@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize("seed", range(10))
 def test_everything_expanded_is_dense_attention(seed: int) -> None:
     case = tiled_case(2000 + seed, poison=False)
     got = run(case, error=None, expand=case.tiling.tiles)
@@ -78,17 +86,18 @@ def test_constant_keys_lose_nothing(mode: dict[str, Any]) -> None:
     assert np.abs(got.numpy() - exact).max() < 1e-13
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("size", [1e2, 1e4, 1e6])
 @pytest.mark.parametrize("mode", [{"expand": 0}, {"expand": 1}, {"error": 0.05}])
-def test_huge_keys_stay_finite(size: float, mode: dict[str, Any]) -> None:
+def test_huge_keys_give_the_outputs_of_the_reference(
+    size: float, mode: dict[str, Any], dtype: torch.dtype
+) -> None:
     torch.manual_seed(2)
-    q, k, v = torch.randn(3, 1, 2, 1 + 16 * 25, 32)
-    got = attend(q, k * size, v, Tiling(Grid(16, 25)), prefix=1, scale=0.2, **mode)
-    assert bool(torch.isfinite(got.output).all())
-    want = reference_attention(
-        q.numpy(), k.numpy() * size, v.numpy(), Tiling(Grid(16, 25)), prefix=1, scale=0.2, **mode
-    )
-    assert np.isfinite(want.output).all()
+    q, k, v = torch.randn(3, 1, 2, 1 + 16 * 25, 32, dtype=dtype)
+    settings = {"prefix": 1, "scale": 0.2, "tau": 1.0, **mode}
+    case = TiledCase(q, k * size, v, Tiling(Grid(16, 25)), settings, None)
+    want = case.oracle()
+    assert compare(case, run(case), want) == want.expanded[..., 0].size
 
 
 def test_one_token_far_above_its_tile_moves_the_residual_by_no_more_than_the_values() -> None:
@@ -157,10 +166,10 @@ def test_half_types_are_computed_in_single_precision(dtype: torch.dtype) -> None
 @pytest.mark.parametrize("masked", [False, True])
 def test_gradients(mode: dict[str, Any], masked: bool) -> None:
     generator = torch.Generator().manual_seed(5)
-    shape = (1, 1, 1 + 5 * 6, 4)
+    shape = (1, 1, 1 + 4 * 5, 3)
     inputs = [torch.randn(*shape, dtype=torch.float64, generator=generator) for _ in range(3)]
-    valid = torch.rand(1, 30, generator=generator) > 0.3 if masked else None
-    tiling = Tiling(Grid(5, 6), side=3)
+    valid = torch.rand(1, 20, generator=generator) > 0.3 if masked else None
+    tiling = Tiling(Grid(4, 5), side=3)
 
     def output(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         got = attend(q, k, v, tiling, prefix=1, scale=0.5, valid=valid, **mode).output
@@ -200,11 +209,16 @@ def test_what_all_queries_share_is_no_spread(common: float) -> None:
 
 
 @pytest.mark.parametrize(("queries", "keys"), [(0.0, 1e20), (1e-30, 1e30), (0.0, 0.0)])
-def test_spreads_beyond_all_numbers_count_as_none(queries: float, keys: float) -> None:
+def test_spreads_whose_squares_overflow_count_as_none(
+    queries: float, keys: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     torch.manual_seed(7)
     q, k, v = torch.randn(3, 1, 1, 256, 32)
-    got = attend(q * queries, k * keys, v, Tiling(Grid(16, 16)), prefix=0, scale=0.2, error=3.0)
-    assert bool(torch.isfinite(got.output).all())
+    settings = {"prefix": 0, "scale": 0.2, "tau": 1.0, "error": 3.0}
+    case = TiledCase(q * queries, k * keys, v, Tiling(Grid(16, 16)), settings, None)
+    monkeypatch.setattr(reference_tiles, "_mean_square", lambda vectors: 0.0)
+    want = case.oracle()
+    assert compare(case, run(case), want) == want.expanded[..., 0].size
 
 
 def test_a_budget_is_not_spent_on_constant_tiles() -> None:
