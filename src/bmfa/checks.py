@@ -29,7 +29,9 @@ def check_number(
         number = float(value)
     except OverflowError:
         bounds = _interval(low, high, open_low)
-        raise ValueError(f"{name} overflows a float; pass a finite number in {bounds}") from None
+        raise ValueError(
+            f"{name} is too large for a float; pass a finite number in {bounds}"
+        ) from None
     inside = low < number <= high if open_low else low <= number <= high
     if not math.isfinite(number) or not inside:
         bounds = _interval(low, high, open_low)

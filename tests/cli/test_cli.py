@@ -1,4 +1,4 @@
-"""The command as a newcomer meets it."""
+"""The command line: invalid input, files it writes, missing packages, help."""
 
 import io
 import json
@@ -63,13 +63,13 @@ def test_bad_input_is_one_line_and_status_2(capsys, arguments, words):
     assert all(word in error for word in words), error
 
 
-def test_a_target_that_cannot_be_written_is_known_before_the_work(capsys, tmp_path):
+def test_a_target_that_cannot_be_written_is_reported_before_the_work(capsys, tmp_path):
     assert "folder" in refused(capsys, "synthetic", "--json", str(tmp_path))
     (tmp_path / "file").write_text("")
     refused(capsys, "synthetic", "--json", str(tmp_path / "file" / "record.json"))
 
 
-def test_a_record_is_written_whole(capsys, tmp_path):
+def test_the_record_is_the_only_file_written(capsys, tmp_path):
     path = tmp_path / "deep" / "record.json"
     arguments = ["synthetic", "--placement", "corner", "--method", "gamma:0.005"]
     main([*arguments, "--json", str(path)])
@@ -83,7 +83,7 @@ def test_a_record_is_written_whole(capsys, tmp_path):
     assert [file.name for file in path.parent.iterdir()] == ["record.json"]
 
 
-def test_a_failed_write_leaves_nothing(tmp_path, monkeypatch):
+def test_a_failed_write_leaves_the_older_file_alone(tmp_path, monkeypatch):
     path = tmp_path / "record.json"
     path.write_text("before")
     monkeypatch.setattr("os.replace", lambda *_: (_ for _ in ()).throw(OSError("disk full")))
@@ -143,7 +143,7 @@ def test_a_full_disk_under_the_figure_keeps_table_and_record(capsys, tmp_path):
 
 @full_device
 @pytest.mark.parametrize("target", [[], ["--json", "-"]])
-def test_a_full_standard_output_is_told_once(tmp_path, target):
+def test_a_full_standard_output_is_reported_once(tmp_path, target):
     record = tmp_path / "record.json"
     command = [sys.executable, "-m", "bmfa", *CORNER, *(target or ["--json", str(record)])]
     with open("/dev/full", "w") as full:
@@ -187,7 +187,7 @@ def test_a_full_disk_leaves_the_older_file(tmp_path, monkeypatch):
         (["bench", "model", "--records", "a.json", "--figures", "f"], ("matplotlib",), "report"),
     ],
 )
-def test_what_is_not_installed_is_told_before_the_work(
+def test_missing_packages_are_reported_before_the_work(
     capsys, monkeypatch, tmp_path, arguments, missing, extra
 ):
     def work(*_, **__):
@@ -204,7 +204,7 @@ def test_what_is_not_installed_is_told_before_the_work(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_records_survive_json_and_refuse_what_is_none():
+def test_records_survive_json_and_reject_other_files():
     record = Record("x", {"a": 1}, [{"gap": 0.5}, {"gap": None}], {"python": "3"})
     assert Record.from_json(record.to_json()) == record
     with pytest.raises(ValueError, match="no JSON"):

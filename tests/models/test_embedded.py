@@ -18,7 +18,7 @@ from bmfa.models.embedded import WEIGHTS, EmbeddedViT, load, preprocess, save, t
 from bmfa.models.embedded.training import Recipe, augment, train
 from bmfa.trees.rules import ExactGap, GlobalMean
 
-COUNT, HELD_OUT = 300, 7
+COUNT, HELD_OUT = 200, 7
 SMALL = Recipe(pictures=2, views=2, warmup=1, checkpoint_every=1, progress_every=1)
 
 

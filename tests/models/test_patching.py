@@ -146,7 +146,7 @@ def test_options_are_checked_before_anything_is_changed() -> None:
         ({"rule": "gamma:x"}, "gamma:x"),
         ({"rule": COARSE, "error": 0.1}, "rule and error"),
         ({"error": 0.1, "form": "repeated"}, r"rule=bmfa\.rules\.Optimal\(error=0\.1\)"),
-        ({"leaves": 9, "max_depth": 2}, r"rule=bmfa\.rules\.Optimal\(leaves=9\)"),
+        ({"leaves": 9, "max_depth": 2}, "max_depth is 2, which limits trees"),
         ({"form": "representative"}, "no rule is given"),
         ({"rule": COARSE, "form": "tiled"}, "takes no rule"),
         ({"leaves": 1}, r"pass leaves=1\.0 for all tokens"),

@@ -98,7 +98,10 @@ MASKS = {
 
 
 @every_rule
-@pytest.mark.parametrize("masked", MASKS)
+@pytest.mark.parametrize(
+    "masked",
+    ["none", "head", *(pytest.param(n, marks=pytest.mark.slow) for n in ("one", "batch"))],
+)
 def test_keys_give_the_trees_of_the_scores(rule, masked):
     ties = trees = 0
     for seed, size in enumerate(GRIDS[2::2] if rule in SEARCHED else GRIDS + GRIDS[-2:]):

@@ -22,7 +22,17 @@ from cases import leaf_budget, random_rule, random_scores
 PROPERTY = settings(deadline=None, derandomize=True, max_examples=40)
 EXACT = 1e-10
 GRIDS = [(1, 1), (1, 7), (14, 14), (37, 37), (16, 25), (33, 64), (256, 256)]
-every_grid = pytest.mark.parametrize("size", GRIDS, ids=lambda size: f"{size[0]}x{size[1]}")
+every_grid = pytest.mark.parametrize(
+    "size",
+    [
+        pytest.param(
+            size,
+            id=f"{size[0]}x{size[1]}",
+            marks=pytest.mark.slow if size[0] * size[1] > 37 * 37 else (),
+        )
+        for size in GRIDS
+    ],
+)
 
 # Rules by a threshold that nests their trees, and thresholds that matter to them.
 THRESHOLDS: dict[str, tuple[Callable[[float], rules.Rule], list[float]]] = {

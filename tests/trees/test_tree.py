@@ -508,6 +508,7 @@ class Largest(TorchDispatchMode):
         return result
 
 
+@pytest.mark.slow
 def test_counting_the_leaves_of_a_million_trees_takes_little_memory():
     base = screen(noise(1000, 256), Grid(16, 16), rules.Gamma(0.02))
     tree = replace(base, split=base.split.repeat(1, 1000), shape=(1000, 1000))

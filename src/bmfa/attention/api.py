@@ -153,7 +153,7 @@ def screened_attention(
         True
     """
     _check_eager_call()
-    _check_choices(form, backend, rule=rule, error=error, leaves=leaves)
+    check_choices(form, backend, rule=rule, error=error, leaves=leaves)
     if max_depth is not None:
         max_depth = check_integer("max_depth", max_depth, low=0)
     audit = check_number("audit", audit, low=0.0, high=1.0)
@@ -265,7 +265,7 @@ def _check_eager_call() -> None:
         )
 
 
-def _check_choices(form: object, backend: object, **exclusive: object) -> None:
+def check_choices(form: object, backend: object, **exclusive: object) -> None:
     """Check the options with a fixed set of values, and that at most one criterion is given."""
     if form is not None and form not in get_args(Form):
         raise ValueError(f"form is {form!r}; pass one of {', '.join(get_args(Form))}")

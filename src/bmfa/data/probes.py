@@ -23,7 +23,7 @@ Mode = Literal["image-edge", "mask-only"]
 MODES: tuple[Mode, ...] = get_args(Mode)
 CROWD, SMALL, NO_CONTOUR = "crowd", "smaller than the least area", "no contour inside the crop"
 
-# Fitted to the table of the paper over 553 COCO pictures; `bmfa probe --coco` measures the gaps.
+# Fitted to the table of the paper over 553 COCO pictures; `bmfa probe --dataset coco` measures them.
 CROP_FACTOR = 1.5  # side of the crop over the longer side of the mask
 MIN_AREA = 20.0  # square pixels
 EDGE_PERCENTILE = 95.0  # a cell at this percentile of its grid has edge 1

@@ -30,7 +30,12 @@ def create_timm(timm: Any, architecture: str, options: dict[str, Any]) -> nn.Mod
     try:
         path = hub.hf_hub_download(repository, file, local_files_only=not is_reachable())
     except OSError as error:
-        _missing_timm(architecture, repository, file, error)
+        raise FileNotFoundError(
+            f"the weights of timm:{architecture} are not in the local cache and cannot be downloaded "
+            f"({type(error).__name__}); on a machine with a network download "
+            f"https://huggingface.co/{repository}/resolve/main/{file}, copy it to this machine, "
+            f"and pass weights='PATH/{file}' (--weights PATH/{file})"
+        ) from None
     model: nn.Module = timm.create_model(
         architecture, pretrained=True, pretrained_cfg_overlay={"file": path}, **options
     )
@@ -125,15 +130,6 @@ def _loading_options(source: str) -> dict[str, bool]:
 
 def _is_local(source: str) -> bool:
     return Path(source).is_dir() or not is_reachable()
-
-
-def _missing_timm(architecture: str, repository: str, file: str, error: OSError) -> NoReturn:
-    raise FileNotFoundError(
-        f"the weights of timm:{architecture} are not in the local cache and cannot be downloaded "
-        f"({type(error).__name__}); on a machine with a network download "
-        f"https://huggingface.co/{repository}/resolve/main/{file}, copy it to this machine, "
-        f"and pass weights='PATH/{file}' (--weights PATH/{file})"
-    ) from None
 
 
 def _missing_transformers(source: str, error: OSError) -> NoReturn:

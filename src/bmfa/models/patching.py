@@ -3,10 +3,12 @@
 import re
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, Literal, get_args
+from typing import Any
 
 from torch import nn
 
+from bmfa.attention.api import check_choices
+from bmfa.attention.inputs import Backend, Form
 from bmfa.checks import check_integer, check_leaves, check_number
 from bmfa.models.hosts import find_host
 from bmfa.models.hosts.base import replacements_in
@@ -14,9 +16,6 @@ from bmfa.models.override import override_method, override_of, restore_method
 from bmfa.models.screened_layer import ScreenedLayer
 from bmfa.models.token_grid import BlockGrid, TokenGrid
 from bmfa.trees.rules import RandomQuadrants, Rule, as_rule
-
-Form = Literal["tiled", "representative", "repeated"]
-Backend = Literal["auto", "eager", "triton", "reference"]
 
 # A prime larger than the depth of any model, so that no two pairs of seed and layer share a stream.
 _SEED_STRIDE = 1009
@@ -181,10 +180,7 @@ def _check_options(
     rule: Any, error: Any, leaves: Any, max_depth: Any, form: Any, backend: Any, fallback: Any
 ) -> None:
     """Check the arguments of `screened_attention` before the model is changed."""
-    if form is not None and form not in get_args(Form):
-        raise ValueError(f"form is {form!r}; pass one of {', '.join(get_args(Form))}")
-    if backend not in get_args(Backend):
-        raise ValueError(f"backend is {backend!r}; pass one of {', '.join(get_args(Backend))}")
+    check_choices(form, backend, rule=rule, error=error, leaves=leaves)
     if error is not None:
         check_number("error", error, low=0.0)
     if leaves is not None:
@@ -193,21 +189,10 @@ def _check_options(
         check_integer("max_depth", max_depth, low=0)
     if fallback is not None:
         check_number("fallback", fallback, low=0.0)
-    criteria = {"rule": rule, "error": error, "leaves": leaves}
-    given = {name: value for name, value in criteria.items() if value is not None}
-    if len(given) > 1:
+    if rule is None and max_depth is not None:
         raise ValueError(
-            f"{' and '.join(given)} are given; pass at most one of {', '.join(criteria)}"
-        )
-    if rule is not None and form == "tiled":
-        raise ValueError("form='tiled' takes no rule; pass error= or leaves=")
-    if rule is None and (form in ("representative", "repeated") or max_depth is not None):
-        name, value = next(iter(given.items()), ("error", 0.05))
-        tree = f"max_depth={max_depth}" if form is None else f"form={form!r}"
-        received = f"{name}={value} is for tiles" if given else "no rule is given"
-        raise ValueError(
-            f"{tree} is for a tree for each query, and {received}; pass "
-            f"rule=bmfa.rules.Optimal({name}={value}), or leave {tree} out"
+            f"max_depth is {max_depth}, which limits trees, and no rule is given; pass rule=, e.g. "
+            "bmfa.rules.Optimal(error=0.05), or leave max_depth out"
         )
 
 

@@ -1,11 +1,9 @@
 """Reduce the tokens of a model from block to block, and map outputs back to the grid."""
 
-from typing import Literal
-
 from torch import Tensor, nn
 
 from bmfa.merging import Policy, parse
-from bmfa.merging.dispatch import check_backend
+from bmfa.merging.dispatch import Backend, check_backend
 from bmfa.models.hosts import find_host
 from bmfa.models.hosts.unsupported import raise_not_reducible
 from bmfa.models.override import has_instance_forward, override_method
@@ -25,7 +23,7 @@ def reduce(
     model: nn.Module,
     policy: Policy | str,
     *,
-    backend: Literal["auto", "eager", "triton"] = "auto",
+    backend: Backend = "auto",
     dense: bool | None = None,
 ) -> nn.Module:
     """Reduce the tokens of a model from block to block, in place.

@@ -107,15 +107,9 @@ class TokenReduction:
         size = state.size if self.policy.proportional else None
         if size is None and not reads_mass:
             return scaled_dot_product_attention(q, k, v, scale=scale)
+        size, prefix = _ones(k) if size is None else size, self.token_grid.prefix
         output, state.mass = proportional_attention(
-            q,
-            k,
-            v,
-            _ones(k) if size is None else size,
-            scale=scale,
-            prefix=self.token_grid.prefix,
-            mass=reads_mass,
-            backend=self.backend,
+            q, k, v, size, scale=scale, prefix=prefix, mass=reads_mass, backend=self.backend
         )
         return output
 
@@ -207,9 +201,8 @@ class TokenReduction:
         self, start: ReductionState, returned: Tensor, merged: Tensor, x: Tensor
     ) -> Tensor:
         """Return the tokens from which the full grid x was made."""
-        if x is returned and (torch.is_grad_enabled() or not x.requires_grad):
-            return merged
-        if torch.compiler.is_compiling():
+        same = x is returned and (torch.is_grad_enabled() or not x.requires_grad)
+        if same or torch.compiler.is_compiling():
             return merged
         if x.untyped_storage()._cdata != returned.untyped_storage()._cdata:
             raise RuntimeError(

@@ -140,19 +140,15 @@ class _TrainingRun:
         return augment(pictures, flags.to(self.device)), labels.to(self.device).repeat(views)
 
     def _loss(self, pictures: Tensor, labels: Tensor) -> Tensor:
-        with torch.autocast(
-            self.device.type, dtype=torch.bfloat16, enabled=self.device.type == "cuda"
-        ):
+        kind = self.device.type
+        with torch.autocast(kind, dtype=torch.bfloat16, enabled=kind == "cuda"):
             logits = self.model(pictures)
         return cross_entropy(logits.float(), labels, label_smoothing=self.recipe.smoothing)
 
     def store(self, path: Path) -> None:
         """Write a checkpoint."""
-        state = {
-            "step": self.step,
-            "model": self.model.state_dict(),
-            "optimiser": self.optimiser.state_dict(),
-        }
+        model, optimiser = self.model.state_dict(), self.optimiser.state_dict()
+        state = {"step": self.step, "model": model, "optimiser": optimiser}
         content = io.BytesIO()
         torch.save(self._settings() | state, content)
         write_atomic(path, content.getvalue())

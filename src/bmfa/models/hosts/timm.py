@@ -113,11 +113,11 @@ def _is_projections_only(module: nn.Module, kwargs: dict[str, Any]) -> bool:
 
 def find_towers(model: nn.Module) -> list[Host]:
     """List the timm vision towers in a model."""
-    return [_host(model, module) for module in model.modules() if _is_tower(module)]
-
-
-def _is_tower(module: nn.Module) -> bool:
-    return any(f"{c.__module__}.{c.__qualname__}" in TOWERS for c in type(module).__mro__)
+    return [
+        _host(model, module)
+        for module in model.modules()
+        if any(f"{c.__module__}.{c.__qualname__}" in TOWERS for c in type(module).__mro__)
+    ]
 
 
 def _host(model: nn.Module, tower: Any) -> Host:

@@ -44,10 +44,8 @@ def raise_unsupported(model: nn.Module, attention: nn.Module | None = None) -> N
     if attention is None:
         attention = next((m for m in model.modules() if _is_attention(m)), model)
     name = class_name(attention)
-    reason = _REASONS.get(name)
-    if reason is None:
-        lower = name.lower()
-        reason = _WINDOWS if "swin" in lower else _BIAS if "beit" in lower else _UNKNOWN
+    guess = _WINDOWS if "swin" in name.lower() else _BIAS if "beit" in name.lower() else _UNKNOWN
+    reason = _REASONS.get(name, guess)
     raise TypeError(
         f"{name} in {type(model).__name__} is not supported: {reason}; supported are {SUPPORTED}"
     )
