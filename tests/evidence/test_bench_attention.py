@@ -95,7 +95,7 @@ def test_errors_are_those_of_the_outputs(record):
     recorded = InputSource.open().record(128, [1, 6])
     errors = []
     for q, k, v in recorded.blocks.values():
-        output, _, _ = screened_attention(
+        output, _ = screened_attention(
             q, k, v, grid=recorded.grid, prefix=1, form="tiled", backend="eager", leaves=4
         )
         wanted = scaled_dot_product_attention(q.double(), k.double(), v.double())

@@ -219,6 +219,7 @@ SUBSET = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.skipif("BMFA_ASSETS" not in os.environ, reason="BMFA_ASSETS names no folder")
 @pytest.mark.skipif(find_spec("timm") is None, reason="needs timm: pip install 'bmfa[models]'")
 def test_deit_tiny_on_imagenet_keeps_its_figures() -> None:

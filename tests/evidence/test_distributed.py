@@ -54,7 +54,7 @@ def data(tmp_path: Path) -> Path:
     return tmp_path / "val"
 
 
-@pytest.mark.parametrize("processes", [2, 3])
+@pytest.mark.parametrize("processes", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_evaluate_gives_the_rows_of_one_process(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, data: Path, processes: int
 ) -> None:
@@ -70,6 +70,7 @@ def test_evaluate_gives_the_rows_of_one_process(
     assert done.stdout.count("optimal:0.01") == 1 and done.stdout.count("torn.png") == 1
 
 
+@pytest.mark.slow
 def test_closed_loop_continues_in_more_processes(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -89,6 +90,7 @@ def test_closed_loop_continues_in_more_processes(
     assert len(json.loads(file.read_text())["parts"]) == 5
 
 
+@pytest.mark.slow
 def test_probe_gives_the_rows_of_one_process(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
@@ -100,6 +102,7 @@ def test_probe_gives_the_rows_of_one_process(
     assert done.stdout.count("random-quadrants:0.5") == 1
 
 
+@pytest.mark.slow
 def test_an_error_is_told_once_and_ends_all(tmp_path: Path) -> None:
     (tmp_path / "parts.json").write_text("torn")
     resume = ["--resume", f"{tmp_path}/parts.json"]
