@@ -40,7 +40,7 @@ def tensors(seed, grid, prefix=1, batch=1, heads=1, queries=20, width=16, dtype=
 
 
 def expected(q, k, v, *, rule, **options):
-    """Return the eager result in float64, and which trees do not depend on small changes of the threshold.
+    """Return the eager result in float64, and which trees survive small threshold changes.
 
     The kernel decides on scores and exponentials of float32: a tree that a change of 5e-4 of the
     threshold alters may rightly differ.
