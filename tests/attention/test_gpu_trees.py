@@ -1,4 +1,4 @@
-"""The kernel for small grids on a CUDA device: sizes, dtypes, and that nothing waits."""
+"""The per-query kernel on a CUDA device: sizes, dtypes, and no synchronization with the host."""
 
 import pytest
 import torch
@@ -29,7 +29,7 @@ RULES = (
 
 
 def tensors(seed, batch, heads, tokens, width, dtype):
-    """Queries, keys and values cut out of one projection, as hosts have them."""
+    """Return q, k, v as views of one projection, as models have them."""
     generator = torch.Generator("cuda").manual_seed(seed)
     shape = (batch, tokens, 3, heads, width)
     mixed = torch.randn(shape, device="cuda", generator=generator).to(dtype)
@@ -81,12 +81,12 @@ def test_other_grids_prefixes_widths_and_limits(name, size):
     grid = Grid(*size)
     for seed, (prefix, width, limit) in enumerate(((0, 32, None), (5, 48, 1), (20, 128, None))):
         tokens = tensors(seed, 2, 2, prefix + grid.size, width, torch.float16)
-        asked = {"grid": grid, "prefix": prefix, "max_depth": limit, "tau": 0.8}
+        options = {"grid": grid, "prefix": prefix, "max_depth": limit, "tau": 0.8}
         if size == (7, 7) and width == 32:
             with pytest.raises(ValueError, match="mixes up"):
-                screened_attention(*tokens, rule=parse(name), backend="triton", **asked)
+                screened_attention(*tokens, rule=parse(name), backend="triton", **options)
         else:
-            check(*tokens, parse(name), **asked)
+            check(*tokens, parse(name), **options)
 
 
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")

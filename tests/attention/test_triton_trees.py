@@ -1,4 +1,4 @@
-"""The kernel for small grids against the eager path: trees, outputs, limits; on a CPU interpreted."""
+"""The per-query kernel against the eager path: trees, outputs and limits, interpreted on a CPU."""
 
 import pytest
 import torch
@@ -40,7 +40,7 @@ def tensors(seed, grid, prefix=1, batch=1, heads=1, queries=20, width=16, dtype=
 
 
 def expected(q, k, v, *, rule, **options):
-    """The eager path in float64, and which trees keep their shape where the threshold moves a little.
+    """Return the eager result in float64, and which trees survive small threshold changes.
 
     The kernel decides on scores and exponentials of float32: a tree that a change of 5e-4 of the
     threshold alters may rightly differ.
@@ -55,7 +55,7 @@ def expected(q, k, v, *, rule, **options):
 
 
 def allowance(q, k, v, *, scale=None, tau=1.0):
-    """(B, heads, 1, 1) what rounding may cost: shares and outputs in the dtype, scores in float32.
+    """Return (B, H, 1, 1) bounds on rounding: of weights and outputs in the dtype, of scores in float32.
 
     A score is a sum of d products of float32 of at most |q| |k|; its error multiplies its share. A
     share below the least normal half number is off by up to 2^-25.

@@ -19,7 +19,7 @@ import model_records
 from bmfa.evidence.page import figures, style
 from bmfa.evidence.page.build import all_claims, build_page
 from bmfa.evidence.page.canvas import Figure
-from bmfa.evidence.page.claims import Claim, Verdict, compare
+from bmfa.evidence.page.claims import Claim, Verdict, judge_numbers
 from bmfa.evidence.page.drawing import spread_labels
 from bmfa.evidence.page.formats import format_number
 from bmfa.evidence.page.record_set import RecordSet
@@ -395,7 +395,7 @@ def test_a_different_number_is_not_reproduced() -> None:
     ],
 )
 def test_compare(ours: float, verdict: Verdict) -> None:
-    assert compare((0.526, ours)) is verdict
+    assert judge_numbers((0.526, ours)) is verdict
 
 
 def test_verdicts_have_a_word_and_a_symbol(page: str) -> None:

@@ -15,7 +15,7 @@ from bmfa.evidence.page.blocks import (
     paragraph,
     with_paper,
 )
-from bmfa.evidence.page.claims import Verdict, claim, direction
+from bmfa.evidence.page.claims import Verdict, claim, judge_direction
 from bmfa.evidence.page.formats import format_number, format_numbers
 from bmfa.evidence.page.record_set import RecordSet, command_for, get_number, get_text
 from bmfa.records import Row
@@ -101,7 +101,7 @@ POINTS = [paper.ABLATION["epsilon", value] for value in THRESHOLDS]
 def _threshold(records: RecordSet) -> tuple[str, Verdict, str]:
     gaps = _values(records, "epsilon", THRESHOLDS)
     leaves = _values(records, "epsilon", THRESHOLDS, "leaf_percent")
-    verdict = direction(_decreases(gaps) and _decreases(leaves[::-1]))
+    verdict = judge_direction(_decreases(gaps) and _decreases(leaves[::-1]))
     return _threshold_words(gaps, leaves), verdict, _data_note(records)
 
 
@@ -124,7 +124,7 @@ def _data_note(records: RecordSet) -> str:
 def _depth(records: RecordSet) -> tuple[str, Verdict, str]:
     gaps = _values(records, "depth", (4, 5))
     note = "True on any data: the leaves at depth 4 are single tokens, which cannot be split."
-    return format_numbers(*gaps), direction(gaps[0] == gaps[1]), note
+    return format_numbers(*gaps), judge_direction(gaps[0] == gaps[1]), note
 
 
 @claim(
@@ -134,7 +134,7 @@ def _depth(records: RecordSet) -> tuple[str, Verdict, str]:
 )
 def _grid(records: RecordSet) -> tuple[str, Verdict, str]:
     gaps = _values(records, "grid", (8, 16, 32))
-    return format_numbers(*gaps), direction(_decreases(gaps[::-1])), _data_note(records)
+    return format_numbers(*gaps), judge_direction(_decreases(gaps[::-1])), _data_note(records)
 
 
 @claim(

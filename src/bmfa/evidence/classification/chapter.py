@@ -17,7 +17,7 @@ from bmfa.evidence.page.blocks import (
     paragraph,
     with_paper,
 )
-from bmfa.evidence.page.claims import Verdict, claim, direction
+from bmfa.evidence.page.claims import Verdict, claim, judge_direction
 from bmfa.evidence.page.formats import format_number, format_percent, format_small
 from bmfa.evidence.page.model_runs import (
     EMBEDDED,
@@ -246,7 +246,7 @@ def _accuracy(records: RecordSet) -> tuple[str, Verdict, str]:
     run = judged_run(evaluation_runs(records))
     drops = [run.value(method, "drop_pp") for method in COMPARED]
     holds = drops[0] < min(drops[1:])
-    verdict = direction(holds)
+    verdict = judge_direction(holds)
     if run.is_papers_model and run.images == paper.IMAGENET_PICTURES:
         verdict = Verdict.REPRODUCED if holds else Verdict.NOT_AS_CLAIMED
     elif drops[0] == min(drops[1:]):
@@ -282,7 +282,7 @@ def _no_speedup(records: RecordSet) -> tuple[str, Verdict, str]:
 def _merging(records: RecordSet) -> tuple[str, Verdict, str]:
     run = _reduced(records)
     drop, speed = run.value("tome:8", "drop_pp"), get_number(run.row("tome:8"), "speedup")
-    verdict = direction(drop <= SMALL_DROP and (speed is None or speed > 1))
+    verdict = judge_direction(drop <= SMALL_DROP and (speed is None or speed > 1))
     note = f"{run.heading}; not the paper's machine{'' if speed is not None else ', not timed'}."
     return f"{format_number(drop, 2)} points, {format_number(speed, 2)} times", verdict, note
 

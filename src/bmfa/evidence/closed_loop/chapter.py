@@ -17,7 +17,7 @@ from bmfa.evidence.page.blocks import (
     paragraph,
     with_paper,
 )
-from bmfa.evidence.page.claims import Verdict, claim, direction
+from bmfa.evidence.page.claims import Verdict, claim, judge_direction
 from bmfa.evidence.page.formats import format_number, format_percent, format_small
 from bmfa.evidence.page.model_runs import (
     EMBEDDED,
@@ -303,7 +303,7 @@ def _ours(run: ModelRun, method: str) -> str:
 def _compare(run: ModelRun, other: str) -> tuple[str, Verdict]:
     """The agreement of the paper's rule and of another method."""
     ahead = run.value(BMFA, "agreement_percent") > run.value(other, "agreement_percent")
-    return f"{_ours(run, BMFA)} against {_ours(run, other)}", direction(ahead)
+    return f"{_ours(run, BMFA)} against {_ours(run, other)}", judge_direction(ahead)
 
 
 @claim(
@@ -340,7 +340,7 @@ def _same_as_algorithm_1(records: RecordSet) -> tuple[str, Verdict, str]:
     same = abs(leaf - paper.CLOSED_LOOP[BMFA].leaf_percent) <= SIMILAR_LEAVES
     note = run.heading + ("" if same else "; Algorithm 1 hardly splits at this threshold")
     note += f". One level of quadrants, our fit, has {format_percent(quadrants, 2)}."
-    return format_percent(leaf, 2), direction(same), note
+    return format_percent(leaf, 2), judge_direction(same), note
 
 
 ENOUGH = paper.CLOSED_LOOP[paper.VARIANCE].agreement_percent
@@ -361,7 +361,7 @@ def _variance_keeps_all(records: RecordSet) -> tuple[str, Verdict, str]:
     enough = [p for p in points if run.value(p[1], "agreement_percent") >= ENOUGH]
     leaf, method = min(enough) if enough else max(require_any(points))
     note = f"{run.heading}; the paper states no threshold."
-    return f"{_ours(run, method)} ({method})", direction(leaf >= NEARLY_ALL), note
+    return f"{_ours(run, method)} ({method})", judge_direction(leaf >= NEARLY_ALL), note
 
 
 @claim(
@@ -404,7 +404,7 @@ def _lead_persists(records: RecordSet) -> tuple[str, Verdict, str]:
         note += f"; {', '.join(all_layers)} means all layers of this model and is not judged"
     elif missing:
         note += f"; {', '.join(missing)} not measured"
-    return ", ".join(ahead) or "in none", direction(not behind), f"{note}."
+    return ", ".join(ahead) or "in none", judge_direction(not behind), f"{note}."
 
 
 CLOSED_LOOP = Chapter(

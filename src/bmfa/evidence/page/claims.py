@@ -62,10 +62,11 @@ class Claim:
     command: str = ""
 
 
+ClaimTest = Callable[[RecordSet], Claim]
 Measurement = Callable[[RecordSet], tuple[str, Verdict, str]]
 
 
-def claim(text: str, printed: str, command: str) -> Callable[[Measurement], "ClaimTest"]:
+def claim(text: str, printed: str, command: str) -> Callable[[Measurement], ClaimTest]:
     """Decorate a function that tests a claim of the paper on records.
 
     Args:
@@ -90,15 +91,12 @@ def claim(text: str, printed: str, command: str) -> Callable[[Measurement], "Cla
     return decorate
 
 
-ClaimTest = Callable[[RecordSet], Claim]
-
-
-def compare(*pairs: tuple[float | None, float]) -> Verdict:
+def judge_numbers(*pairs: tuple[float | None, float]) -> Verdict:
     """Compare (printed, measured) numbers on the paper's own data at the printed precision."""
     equal = [p is not None and abs(measured - p) <= TOLERANCE for p, measured in pairs]
     return Verdict.REPRODUCED if all(equal) else Verdict.NOT_AS_CLAIMED
 
 
-def direction(holds: bool) -> Verdict:
+def judge_direction(holds: bool) -> Verdict:
     """Return the verdict on a claim that is tested on other data or in another model."""
     return Verdict.AGREES if holds else Verdict.DIFFERS

@@ -14,7 +14,7 @@ from bmfa.evidence.page.blocks import (
     paragraph,
     with_paper,
 )
-from bmfa.evidence.page.claims import ClaimTest, Verdict, claim, direction
+from bmfa.evidence.page.claims import ClaimTest, Verdict, claim, judge_direction
 from bmfa.evidence.page.formats import format_number, format_numbers, format_percent
 from bmfa.evidence.page.record_set import (
     RecordSet,
@@ -200,7 +200,7 @@ def _mean_gap(dataset: str) -> ClaimTest:
             f"{format_number(instances, 0)} of {paper.INSTANCES[dataset]:,} instances. The scores come "
             "from our fit to the paper's table, so agreement with it is not independent evidence."
         )
-        return words(mean, gap, leaf), direction(gap < mean), note
+        return words(mean, gap, leaf), judge_direction(gap < mean), note
 
     return measure
 
@@ -215,7 +215,7 @@ def _same_order(records: RecordSet) -> tuple[str, Verdict, str]:
     same = sorted(gaps, key=lambda method: gaps[method]) == ORDER
     change = f"{format_number(gaps['sparge-mean'])} to {format_number(gaps[BMFA])}"
     note = f"{change}, on pictures that this library generates."
-    return "the same order" if same else "another order", direction(same), note
+    return "the same order" if same else "another order", judge_direction(same), note
 
 
 @claim(
@@ -230,7 +230,7 @@ def _p95_gap(records: RecordSet) -> tuple[str, Verdict, str]:
     note = f"The cause is the {format_percent(unsplit, 1)} of instances whose root is not split."
     shown = f"{format_number(ours)} against {format_number(correction)}"
     shown += f" ({paper.dataset_title(dataset)})"
-    return shown, direction(ours > correction), note if unsplit > BEYOND_P95 else ""
+    return shown, judge_direction(ours > correction), note if unsplit > BEYOND_P95 else ""
 
 
 @claim(
@@ -249,7 +249,7 @@ def _mask_only(records: RecordSet) -> tuple[str, Verdict, str]:
     if mean > other_mean:
         note += "; the variance correction leads in the mean gap as well"
     shown = f"{format_numbers(mean, p95)} against {format_numbers(other_mean, other_p95)}"
-    return shown, direction(mean < other_mean and p95 > other_p95), f"{note}."
+    return shown, judge_direction(mean < other_mean and p95 > other_p95), f"{note}."
 
 
 @claim(

@@ -13,7 +13,7 @@ from bmfa.evidence.page.blocks import (
     paragraph,
     with_paper,
 )
-from bmfa.evidence.page.claims import TOLERANCE, Verdict, claim, compare, direction
+from bmfa.evidence.page.claims import TOLERANCE, Verdict, claim, judge_direction, judge_numbers
 from bmfa.evidence.page.formats import format_number, format_numbers, format_percent
 from bmfa.evidence.page.record_set import (
     RecordSet,
@@ -175,7 +175,7 @@ FIXED = paper.SYNTHETIC["fixed-depth:2"]
 )
 def _mean_loses_minority(records: RecordSet) -> tuple[str, Verdict, str]:
     mean, p95, _ = _values(records, "sparge-mean")
-    verdict = compare((MEAN.mean_gap, mean), (MEAN.p95_gap, p95))
+    verdict = judge_numbers((MEAN.mean_gap, mean), (MEAN.p95_gap, p95))
     note = "The same for every placement: a mean does not depend on positions."
     return format_numbers(mean, p95), verdict, note
 
@@ -187,7 +187,7 @@ def _mean_loses_minority(records: RecordSet) -> tuple[str, Verdict, str]:
 )
 def _algorithm_1_repairs(records: RecordSet) -> tuple[str, Verdict, str]:
     mean, p95, leaf = _values(records, paper.ALGORITHM_1)
-    verdict = compare((BMFA.mean_gap, mean), (BMFA.p95_gap, p95), (BMFA.leaf_percent, leaf))
+    verdict = judge_numbers((BMFA.mean_gap, mean), (BMFA.p95_gap, p95), (BMFA.leaf_percent, leaf))
     note = "With the minority in the corner of the grid; the next row shows other placements."
     return f"{format_numbers(mean, p95)} at {format_percent(leaf)}", verdict, note
 
@@ -206,7 +206,7 @@ def _worst_placement(records: RecordSet) -> tuple[str, Verdict, str]:
     if not holds:
         mean = format_number(_values(records, "sparge-mean", placement)[0])
         note += f" The gap of the mean is {mean} there: quarters with equal means are not split."
-    return f"{format_number(gap)} ({placement})", direction(holds), note
+    return f"{format_number(gap)} ({placement})", judge_direction(holds), note
 
 
 @claim(
@@ -216,7 +216,7 @@ def _worst_placement(records: RecordSet) -> tuple[str, Verdict, str]:
 )
 def _fixed_depth(records: RecordSet) -> tuple[str, Verdict, str]:
     mean, _, leaf = _values(records, "fixed-depth:2")
-    verdict = compare((FIXED.mean_gap, mean), (FIXED.leaf_percent, leaf))
+    verdict = judge_numbers((FIXED.mean_gap, mean), (FIXED.leaf_percent, leaf))
     note = describe(_reversed_order, records)
     return f"{format_number(mean)} at {format_percent(leaf)}", verdict, note
 

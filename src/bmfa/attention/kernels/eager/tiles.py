@@ -35,19 +35,10 @@ SPREAD_ROUNDINGS = 8
 
 
 def tiled_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    tiling: Tiling,
-    *,
-    prefix: int,
-    scale: float,
-    tau: float = 1.0,
-    error: float | None = None,
-    expand: int | None = None,
-    valid: Tensor | None = None,
+    q: Tensor, k: Tensor, v: Tensor, tiling: Tiling, *, prefix: int, scale: float, tau: float = 1.0,
+    error: float | None = None, expand: int | None = None, valid: Tensor | None = None,
     max_expanded: float = 1.0,
-) -> TiledAttention | None:
+) -> TiledAttention | None:  # fmt: skip
     """Compute tiled attention as specified by `bmfa.attention.kernels.reference.tiled_attention`.
 
     Half precision is computed in float32. The choice of the expanded tiles is not differentiated;
@@ -108,15 +99,9 @@ class _Tiles:
 
     @classmethod
     def of(
-        cls,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        tiling: Tiling,
-        prefix: int,
-        factor: float,
+        cls, q: Tensor, k: Tensor, v: Tensor, tiling: Tiling, prefix: int, factor: float,
         valid: Tensor | None,
-    ) -> "_Tiles":
+    ) -> "_Tiles":  # fmt: skip
         """Arrange tokens in tiles, in at least float32, and compute means."""
         dtype = torch.promote_types(q.dtype, torch.float32)
         exists = valid_slots(tiling, valid, q)
@@ -220,10 +205,8 @@ def _select_chunk(
     spread = tiles.q_spread[heads, groups].unsqueeze(-1) * tiles.k_spread[heads].unsqueeze(1)
     gap = (gap + spread.nan_to_num(0.0)).clamp(max=GAP_CAP)  # 0 * inf where squares overflow
     coarse_scores = q_mean @ keys[:, : tiles.first_token].transpose(1, 2)
-    mean_score, prefix_score = (
-        coarse_scores[..., : tiles.num_tiles],
-        coarse_scores[..., tiles.num_tiles :],
-    )
+    mean_score = coarse_scores[..., : tiles.num_tiles]
+    prefix_score = coarse_scores[..., tiles.num_tiles :]
     log_mass = (mean_score + log_sum).masked_fill(count == 0, -torch.inf)  # A_L
     with torch.no_grad():
         log_z = torch.cat((log_mass, prefix_score), -1).logsumexp(-1, keepdim=True)
@@ -363,15 +346,9 @@ def _prefix_outputs(q: Tensor, tiles: _Tiles, factor: float) -> Tensor:
 
 
 def log_partition_loss(
-    q: Tensor,
-    k: Tensor,
-    tiling: Tiling,
-    expanded: Tensor,
-    *,
-    prefix: int,
-    factor: float,
+    q: Tensor, k: Tensor, tiling: Tiling, expanded: Tensor, *, prefix: int, factor: float,
     valid: Tensor | None = None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Compute E / tau = log Z - log Z~ of every spatial query.
 
     Z sums exp(factor q . k) over all keys. Z~ takes n exp(mean score) for the tiles that are not

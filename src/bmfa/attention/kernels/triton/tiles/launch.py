@@ -61,15 +61,9 @@ class CallKey(NamedTuple):
 
     @classmethod
     def of(
-        cls,
-        tensors: tuple[Tensor, ...],
-        valid: Tensor | None,
-        height: int,
-        width: int,
-        prefix: int,
-        qk_scale: float,
-        z_order: bool,
-    ) -> "CallKey":
+        cls, tensors: tuple[Tensor, ...], valid: Tensor | None, height: int, width: int, prefix: int,
+        qk_scale: float, z_order: bool,
+    ) -> "CallKey":  # fmt: skip
         """Read the key off q, k and perhaps v and o, (B, H, prefix + N, D) each."""
         q = tensors[0]
         batch, heads, _, dim = q.shape

@@ -67,19 +67,10 @@ def unsupported_reason(
 
 
 def tiled_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    tiling: Tiling,
-    *,
-    prefix: int,
-    scale: float,
-    tau: float = 1.0,
-    error: float | None = None,
-    expand: int | None = None,
-    valid: Tensor | None = None,
+    q: Tensor, k: Tensor, v: Tensor, tiling: Tiling, *, prefix: int, scale: float, tau: float = 1.0,
+    error: float | None = None, expand: int | None = None, valid: Tensor | None = None,
     order: str = "raster",
-) -> TiledAttention:
+) -> TiledAttention:  # fmt: skip
     """Compute tiled attention as specified by `bmfa.attention.kernels.reference.tiled_attention`.
 
     Args:
@@ -111,19 +102,9 @@ def tiled_attention(
 
 
 def log_partition_loss_bound(
-    q: Tensor,
-    k: Tensor,
-    tiling: Tiling,
-    expanded: Tensor,
-    longest: Tensor,
-    *,
-    prefix: int,
-    factor: float,
-    per_score: float,
-    always: float,
-    valid: Tensor | None,
-    order: str,
-) -> Tensor:
+    q: Tensor, k: Tensor, tiling: Tiling, expanded: Tensor, longest: Tensor, *, prefix: int,
+    factor: float, per_score: float, always: float, valid: Tensor | None, order: str,
+) -> Tensor:  # fmt: skip
     """Bound log Z - log Z~ of every query from above, rounding included.
 
     Args:
