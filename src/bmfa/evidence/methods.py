@@ -34,7 +34,7 @@ COMPARABLE_METHODS = (
 
 @dataclass(frozen=True)
 class Mark:
-    """How a method is drawn in figures.
+    """Marker and line of a method in figures.
 
     Args:
         colour: Name of a colour role of `bmfa.evidence.page.style`, with a light and a dark value.

@@ -22,7 +22,7 @@ CHUNK = 2048
 
 @dataclass(frozen=True)
 class Estimate:
-    """What a method makes of a batch of grids.
+    """Gaps and leaves of one method on a batch of grids.
 
     Args:
         gap: (B,) F minus the estimate; negative where `mean-variance` overestimates.

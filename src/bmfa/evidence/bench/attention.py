@@ -52,7 +52,7 @@ Value = TypeVar("Value")
 
 @dataclass(frozen=True)
 class Plan:
-    """What is timed, and how."""
+    """The methods, peers and precision to time, and the number of timings."""
 
     methods: tuple[str, ...]
     backend: Backend

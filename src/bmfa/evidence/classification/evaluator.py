@@ -102,7 +102,7 @@ class Evaluator:
         return {name: asdict(total) for name, total in totals.items()}
 
     def measure(self, reference: Reference, name: str) -> Total:
-        """Measure one method; random rules draw for each picture, whatever its batch."""
+        """Measure one method; random rules draw for each picture alone, independent of its batch."""
         random, total = parse(name).random, Total()
         for part in reference.single() if random else [reference]:
             seed = self.seed + (part.indices[0] if random else 0)

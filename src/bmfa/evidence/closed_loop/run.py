@@ -179,7 +179,7 @@ def run(
 def _measure(
     model: LoadedModel, reference: Reference, method: str, layers: Layers, seed: int
 ) -> Total:
-    """Measure one method on one batch; random rules draw for each picture, whatever its batch."""
+    """Measure one method; random rules draw for each picture alone, independent of its batch."""
     random, total = isinstance(parse(method), RandomQuadrants), Total()
     for part in reference.single() if random else [reference]:
         patch(model.model, rule=parse(method, seed + part.indices[0]), layers=layers)

@@ -1,4 +1,4 @@
-"""What the experiments on instances share: score grids, statistics of gaps, checks, timing."""
+"""Shared by the experiments on instances: score grids, statistics of gaps, checks and timing."""
 
 import time
 from collections.abc import Iterable, Iterator, Sequence

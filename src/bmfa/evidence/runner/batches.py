@@ -195,7 +195,7 @@ class BatchReader:
 
 
 class _PreprocessedPictures(Dataset[tuple[int, Any, int | None]]):
-    """Index, pixels and label of every picture; an error takes the place of pixels not read."""
+    """Index, pixels and label of every picture, with an error instead of pixels not readable."""
 
     def __init__(self, source: PictureSource, preprocess: Preprocessing) -> None:
         self.source, self.preprocess = source, preprocess
