@@ -1,4 +1,4 @@
-"""Trees and statistics of mcriterion tiled calls, compared with the tiles that the reference expands."""
+"""Trees and statistics of masked tiled calls, compared with the tiles that the reference expands."""
 
 from functools import cached_property
 from typing import Any
@@ -15,7 +15,7 @@ from bmfa.attention.tiling import Tiling
 SIDE, GROUP = 8, 2
 
 
-class Mcriterion:
+class Masked:
     """Two pictures with a mask each, and the trees of a tiled call by definition."""
 
     def __init__(self, shape: tuple[int, int], prefix: int, tau: float, **criterion: Any) -> None:
@@ -53,7 +53,7 @@ class Mcriterion:
         valid = self.valid
         missing = (~valid)[:, None, :, None]
         missing = torch.cat((missing.new_zeros(2, 1, self.prefix, 1), missing), 2)
-        tensors = [x.mcriterion_fill(missing, torch.nan) for x in tensors]
+        tensors = [x.masked_fill(missing, torch.nan) for x in tensors]
         if order == "z":
             tensors = [x[:, :, self.rows(order)] for x in tensors]
             valid = valid[:, self.grid.z_order]
@@ -104,20 +104,18 @@ CASES = [
 
 @pytest.mark.parametrize("order", ["raster", "z"])
 @pytest.mark.parametrize(("shape", "prefix", "tau", "criterion"), CASES)
-def test_trees_of_mcriterion_tiles(
+def test_trees_of_masked_tiles(
     shape: tuple[int, int], prefix: int, tau: float, criterion: dict[str, Any], order: str
 ) -> None:
-    case = Mcriterion(shape, prefix, tau, **criterion)
+    case = Masked(shape, prefix, tau, **criterion)
     result = case.call(order, "eager", form="tiled")
     check_trees(case, result, order)
 
 
-def check_trees(case: Mcriterion, result: Any, order: str) -> None:
+def check_trees(case: Masked, result: Any, order: str) -> None:
     tree, rows = result.tree, case.rows(order)
     index, count, ratio = tree.leaf_index, tree.leaf_count, tree.leaf_ratio
-    errors = tree.error(
-        case.scores[:, :, rows].mcriterion_fill(~case.valid[:, None, None], torch.nan)
-    )
+    errors = tree.error(case.scores[:, :, rows].masked_fill(~case.valid[:, None, None], torch.nan))
     ratios = []
     generator = np.random.default_rng(0)
     some = {*range(case.prefix), *generator.choice(len(rows), 40).tolist()}
@@ -146,7 +144,7 @@ def check_trees(case: Mcriterion, result: Any, order: str) -> None:
     assert result.stats.density == pytest.approx(density(case))
 
 
-def density(case: Mcriterion) -> float:
+def density(case: Masked) -> float:
     """Expanded tiles over those that hold a token, of every group that has a query."""
     shares = []
     for picture, head, group in np.ndindex(2, 2, case.tiling.groups):
@@ -159,7 +157,7 @@ def density(case: Mcriterion) -> float:
 
 @pytest.mark.parametrize("order", ["raster", "z"])
 def test_one_mask_for_all_pictures(order: str) -> None:
-    case = Mcriterion((16, 16), 1, 1.0, error=0.2)
+    case = Masked((16, 16), 1, 1.0, error=0.2)
     case.valid = case.valid[:1].expand(2, -1).clone()
     both = case.call(order, "eager", form="tiled")
     case.valid = case.valid[:1]
@@ -179,7 +177,7 @@ def test_one_mask_for_all_pictures(order: str) -> None:
 
 @pytest.mark.parametrize("order", ["raster", "z"])
 def test_dense_calls_have_every_valid_token_as_a_leaf(order: str) -> None:
-    case = Mcriterion((9, 17), 2, 1.0)
+    case = Masked((9, 17), 2, 1.0)
     result = case.call(order, "auto")
     assert result.stats.form == "dense" and result.stats.density == 1.0
     tokens = case.valid.sum(-1)

@@ -207,7 +207,7 @@ def test_missing_packages_are_reported_before_the_work(
 def test_records_survive_json_and_reject_other_files():
     record = Record("x", {"a": 1}, [{"gap": 0.5}, {"gap": None}], {"python": "3"})
     assert Record.from_json(record.to_json()) == record
-    with pytest.raises(ValueError, match="no JSON"):
+    with pytest.raises(ValueError, match="is not JSON"):
         Record.from_json('{"experiment": ', "cut.json")
     with pytest.raises(ValueError, match="lacks environment, rows"):
         Record.from_json('{"experiment": "x", "settings": {}}')
