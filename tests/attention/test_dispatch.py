@@ -11,7 +11,7 @@ from bmfa import Grid, screened_attention
 from bmfa.attention.dispatch import (
     EXPANDED_COST,
     LEAST_TOKENS,
-    dense_is_faster,
+    dense_faster_reason,
     expected_share,
 )
 from bmfa.attention.tiling import Budget, Tiling
@@ -108,9 +108,9 @@ def test_compiled_calls_of_several_batch_sizes_agree() -> None:
 def test_tiles_pay_off_earlier_in_a_graph() -> None:
     tiling, budget = Tiling(Grid(64, 64)), Budget(0.1, None)
     shape = (4, 3, 4096, 64)
-    assert dense_is_faster(shape, "cuda", tiling, budget, in_graph=False) is not None
-    assert dense_is_faster(shape, "cuda", tiling, budget, in_graph=True) is None
-    few = dense_is_faster((1, *shape[1:]), "cuda", tiling, budget, in_graph=True)
+    assert dense_faster_reason(shape, "cuda", tiling, budget, in_graph=False) is not None
+    assert dense_faster_reason(shape, "cuda", tiling, budget, in_graph=True) is None
+    few = dense_faster_reason((1, *shape[1:]), "cuda", tiling, budget, in_graph=True)
     assert few is not None and "which saves less than tiles cost" in few
 
 

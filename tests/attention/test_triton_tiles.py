@@ -355,3 +355,17 @@ def test_cuda_graph_gives_the_same():
         captured = attend()
     graph.replay()
     assert torch.equal(captured, expected)
+
+
+@pytest.mark.parametrize("order", ["raster", "z"])
+def test_tiles_with_tokens_are_numbered_in_the_order_of_the_tokens(order):
+    tiling = Tiling(Grid(128, 128))
+    for tile in (0, 1, 5, 130, 255):
+        valid = torch.zeros(1, tiling.grid.size, dtype=torch.bool)
+        tokens = tiling.slot_tokens[tile]
+        if order == "z":
+            tokens = torch.arange(tile * tiling.slots, (tile + 1) * tiling.slots)
+        valid[0, tokens[17]] = True
+        found = operators._tiles_with_tokens(tiling, valid, order, valid)
+        assert found.shape == (1, 1, 1, 256)
+        assert found.flatten().nonzero().flatten().tolist() == [tile]

@@ -95,7 +95,8 @@ def screened_attention(
     Without a rule the form is "tiled", the fast form for long sequences. Keys are divided into tiles of
     8 x 8 tokens and queries into groups of two tiles. A representative query for each group, the mean
     of its queries, sees every token exactly; it selects the tiles that are expanded, and corrects the
-    mass and the values of the others. `backend="auto"` runs dense attention where that is faster.
+    mass and the values of the others. `backend="auto"` runs dense attention where that is faster,
+    unless `form`, `certificate` or `fallback` is given.
 
     With a rule every query and head has a tree of its own, and q may have any number of queries.
 
@@ -117,7 +118,8 @@ def screened_attention(
             of the queries. Default: 0.1. A tree for each query takes
             `rule=bmfa.rules.Optimal(error=...)`.
         leaves: For tiles, a budget of leaves: a float in (0, 1] is a fraction of the tokens, an int of
-            at least 2 is a count. It is rounded down to whole tiles, and counts invalid tokens.
+            at least 2 is a count. It is rounded down to whole tiles, and counts invalid tokens. Every
+            tile has at least one leaf, so a budget below the number of tiles is exceeded.
         tau: Temperature, above 0.
         scale: Factor of q . k. Default: 1 / sqrt(d).
         max_depth: Depth at which a rule splits no block. None goes down to single tokens.
@@ -126,7 +128,8 @@ def screened_attention(
         order: Order of the spatial tokens, `"raster"` or `"z"` (Z-order).
         form: `"tiled"`; or, with a rule, `"representative"` (one logit M + tau log n and one mean value
             for each leaf) or `"repeated"` (every score replaced by the mean of its leaf), which have
-            the same output. None selects by `rule`, and lets "auto" run dense attention.
+            the same output; the Triton kernel always runs "repeated", and `stats.form` says so. None
+            selects by `rule`, and lets "auto" run dense attention.
         backend: `"auto"`, `"eager"`, `"triton"` (CUDA, no gradients) or `"reference"` (NumPy, float64).
         audit: Fraction of the queries to recompute exactly; `stats.audit` has their error.
         certificate: If True, `stats.certificate` bounds E of every query.
@@ -152,7 +155,7 @@ def screened_attention(
         >>> torch.allclose(screened.output, exact, atol=1e-5)
         True
     """
-    _check_eager_call()
+    _refuse_jit_trace()
     check_choices(form, backend, rule=rule, error=error, leaves=leaves)
     if max_depth is not None:
         max_depth = check_integer("max_depth", max_depth, low=0)
@@ -206,7 +209,9 @@ def screened_attention(
 def _tiled(inputs: AttentionInputs, options: AttentionOptions, why: str, audit: float) -> Screened:
     """Run the form "tiled", or dense attention if too many tiles would be expanded."""
     assert options.budget is not None
-    percent = round(100 * options.expanded_limit)  # compilers do not support the format ".0%"
+    percent = round(
+        100 * options.expanded_limit
+    )  # torch.compile cannot format the attribute with ".0%"
     over = f"{options.budget} expands more than {percent}% of the tiles"
     computed: Computed | None
     if options.backend == "triton" or has_values(inputs.q):
@@ -257,7 +262,7 @@ def _screened(
     return Screened(computed.output.to(inputs.q.dtype), stats, computed.make_tree)
 
 
-def _check_eager_call() -> None:
+def _refuse_jit_trace() -> None:
     if torch._C._get_tracing_state() is not None:
         raise RuntimeError(
             "screened_attention cannot be traced by torch.jit.trace: a trace would keep the tiles and "

@@ -1,7 +1,11 @@
 """Which backend runs a call, and why.
 
-Every backend has one predicate that returns None if it can run a call and a reason if it cannot. The
-predicate selects the backend for "auto", and explains the refusal if the backend was requested.
+The eager and reference backends run every call. Triton has one predicate for each form, which returns
+None if the kernels can run a call and a reason if they cannot: it selects the backend for "auto", and
+explains the refusal if Triton was requested. `dense_faster_reason` does the same for dense attention.
+
+An error target on a CPU is decided later: the eager kernel counts the expanded tiles first, and `api.py`
+runs dense attention if they are too many (`AttentionOptions.expanded_limit`).
 """
 
 import math
@@ -63,7 +67,7 @@ def choose_tiled(
         return _requested(backend, unsupported)
     if allow_dense:
         q = inputs.q
-        reason = dense_is_faster(q.shape, q.device.type, tiling, budget, in_graph=in_graph(q))
+        reason = dense_faster_reason(q.shape, q.device.type, tiling, budget, in_graph=in_graph(q))
         if reason is not None:
             return Choice("dense", f"auto: {reason}")
     if not inputs.q.is_cuda:
@@ -118,7 +122,7 @@ def triton_trees_unsupported_reason(inputs: AttentionInputs, rule: Rule) -> str 
     return operators.unsupported_reason(q, k, v, inputs.grid, rule, inputs.valid)
 
 
-def dense_is_faster(
+def dense_faster_reason(
     shape: Sequence[int], device: str, tiling: Tiling, budget: Budget, *, in_graph: bool
 ) -> str | None:
     """Return why dense attention is expected to be faster, or None if the tiled form is.
@@ -142,7 +146,7 @@ def dense_is_faster(
     saved = attention_operations(shape) * (1.0 - expanded_cost(device) * share)
     if saved >= LEAST_SAVED_OPERATIONS.get("cuda graph" if in_graph else device, 0.0):
         return None
-    if torch.compiler.is_compiling():  # sizes may be symbols, which cannot be formatted
+    if torch.compiler.is_compiling():  # the share may be a symbol, which has no format ".0%"
         return "tiles save less than they cost"
     return f"{budget} would expand {share:.0%} of the tiles, which saves less than tiles cost"
 

@@ -19,7 +19,7 @@ from bmfa.attention.dense import dense_attention
 from bmfa.attention.inputs import AttentionInputs, AttentionOptions, Form, Order
 from bmfa.attention.per_query import compute_per_query
 from bmfa.attention.result import Computed
-from bmfa.attention.tiles import compute_tiled, measured_tiles
+from bmfa.attention.tiles import compute_tiled, wrap_result
 from bmfa.attention.tiling import Budget, TiledAttention, Tiling
 from bmfa.grid import Grid
 from bmfa.trees.rules import RandomQuadrants, parse
@@ -108,7 +108,7 @@ def compute_in_graph(inputs: AttentionInputs, options: AttentionOptions) -> Comp
     if options.form == "tiled":
         assert options.budget is not None
         result = TiledAttention(output, expanded.sum(-1, dtype=torch.int32), expanded)
-        computed = measured_tiles(inputs, settings.tiling, result, options.budget, "raster")
+        computed = wrap_result(inputs, settings.tiling, result, options.budget, "raster")
         computed.certificate, computed.fallback = bound, count
         return computed
     computed = Computed(output, partial(_rebuild_tree, inputs, options), bound, count)

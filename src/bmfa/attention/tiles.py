@@ -34,7 +34,7 @@ def compute_tiled(inputs: AttentionInputs, options: AttentionOptions) -> Compute
     """Run the kernels of a backend on self-attention, then the certificate and the fallback.
 
     Returns:
-        None if more than `options.expanded_limit` of the tiles would be expanded.
+        None if the eager kernel would expand more than `options.expanded_limit` of the tiles.
     """
     assert options.budget is not None
     tiling, budget = Tiling(inputs.grid), options.budget
@@ -42,7 +42,7 @@ def compute_tiled(inputs: AttentionInputs, options: AttentionOptions) -> Compute
     result = _run_kernel(inputs, tiling, options, kernel_order)
     if result is None:
         return None
-    computed = measured_tiles(inputs, tiling, result, budget, kernel_order)
+    computed = wrap_result(inputs, tiling, result, budget, kernel_order)
     if options.bounded:
         computed.certificate = tiled_certificate(inputs, tiling, result.expanded, options.backend)
         if options.fallback is not None:
@@ -52,7 +52,7 @@ def compute_tiled(inputs: AttentionInputs, options: AttentionOptions) -> Compute
     return computed
 
 
-def measured_tiles(
+def wrap_result(
     inputs: AttentionInputs,
     tiling: Tiling,
     result: TiledAttention,
@@ -62,7 +62,7 @@ def measured_tiles(
     """Wrap the result of a kernel, with its tree and statistics on demand."""
     return Computed(
         result.output,
-        partial(tiled_tree, inputs, tiling, result, budget, kernel_order),
+        partial(_result_tree, inputs, tiling, result, budget, kernel_order),
         tiled=result,
         measure_density=partial(_density, inputs, tiling, result, kernel_order),
         measure_leaf_ratio=partial(_leaf_ratio, inputs, tiling, result, kernel_order),
@@ -193,10 +193,20 @@ def _rounding_bounds(
     return 2 * unit * (inputs.q.shape[-1] + tiling.slots + 16), 2 * unit * (terms + 64)
 
 
-def tiled_tree(
+def _result_tree(
     inputs: AttentionInputs,
     tiling: Tiling,
     result: TiledAttention,
+    budget: Budget,
+    kernel_order: Order,
+) -> Tree:
+    return tiled_tree(inputs, tiling, result.expanded, budget, kernel_order)
+
+
+def tiled_tree(
+    inputs: AttentionInputs,
+    tiling: Tiling,
+    expanded: Tensor,
     budget: Budget,
     kernel_order: Order,
 ) -> Tree:
@@ -207,11 +217,10 @@ def tiled_tree(
     Args:
         inputs: Inputs of the call.
         tiling: Tiles of the grid.
-        result: Result of the kernel.
+        expanded: (B, H, R, T) bool, the tiles that every group of queries expands.
         budget: Names the tree.
         kernel_order: Order of the tokens in the kernel, which numbers tiles and groups.
     """
-    expanded = result.expanded  # (B, H, R, T)
     device = expanded.device
     layout = tile_layout(tiling.grid, tiling.side).to(device)
     slots = tiling.slot_tokens.to(device)
@@ -245,8 +254,7 @@ def dense_tree(inputs: AttentionInputs, tiling: Tiling, budget: Budget) -> Tree:
     """Build the partition of dense attention: every token is a leaf."""
     shape = (*inputs.q.shape[:2], tiling.groups, tiling.tiles)
     expanded = torch.ones(shape, dtype=torch.bool, device=inputs.q.device)
-    result = TiledAttention(expanded, expanded.sum(-1, dtype=torch.int32), expanded)
-    return tiled_tree(inputs, tiling, result, budget, "raster")
+    return tiled_tree(inputs, tiling, expanded, budget, "raster")
 
 
 def _tile_sizes(inputs: AttentionInputs, tiling: Tiling, kernel_order: Order) -> Tensor:
@@ -281,5 +289,5 @@ def _leaf_ratio(
     ratios = leaves / sizes.sum(-1)
     queries = tiles_to_groups(sizes[:, 0, 0], tiling).sum(-1).unsqueeze(1)  # (B or 1, 1, R)
     queries = queries.expand_as(ratios)
-    pairs = ratios.shape[0] * ratios.shape[1] * inputs.prefix  # prefix queries see every token
-    return float(((ratios * queries).sum() + pairs) / (queries.sum() + pairs))
+    prefix = ratios.shape[0] * ratios.shape[1] * inputs.prefix  # these queries see every token
+    return float(((ratios * queries).sum() + prefix) / (queries.sum() + prefix))

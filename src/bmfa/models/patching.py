@@ -59,7 +59,8 @@ def patch(
         layers: `"all"`, `"last-K"`, or the indices of the layers; negative ones count from the end.
         max_depth: The depth at which trees are not split further; None goes down to single tokens.
         form: `"tiled"`, `"representative"` or `"repeated"`, see `screened_attention`. None selects
-            `"representative"` with a rule, and otherwise tiles or dense attention.
+            `"representative"` with a rule (`"repeated"` if the Triton kernel runs), and otherwise
+            tiles or dense attention.
         backend: `"auto"`, `"eager"`, `"triton"` or `"reference"`.
         fallback: Queries whose certificate exceeds this value are recomputed exactly.
 

@@ -23,8 +23,8 @@ from bmfa.trees.rules import Context, Decision, Rule, as_rule
 from bmfa.trees.sharing import ShareBy, aggregate_scores, assign_trees, check_share_by
 from bmfa.trees.tree import Tree
 
-# Scores of a chunk. A few times as many numbers are alive while a chunk is screened: 16 MB each in
-# float32, which fits the last-level cache of a server processor.
+# Scores of a chunk: 4 MiB in float32. About four such tensors are alive while a chunk is screened, which
+# together fit the last-level cache of a server processor.
 CHUNK_ELEMENTS = 1 << 20
 
 
@@ -74,7 +74,7 @@ def screen(
     """
     grid, rule = check_grid(grid), as_rule(rule)
     check_scores(scores, grid.size)
-    batch = _check_batch(
+    batch = _make_batch(
         scores,
         grid,
         rule,
@@ -149,7 +149,7 @@ def screen_keys(
     like = q[..., :1].expand(*q.shape[:-1], grid.size)  # of the shape of the scores
     if valid is not None:
         valid = _one_mask_per_head(check_valid(valid, like.shape))
-    batch = _check_batch(
+    batch = _make_batch(
         like,
         grid,
         rule,
@@ -162,7 +162,7 @@ def screen_keys(
     heads = q.shape[:-2].numel()
     queries = q.detach().to(batch.dtype).reshape(heads, *q.shape[-2:]) * scale  # (G, Q, d)
     keys = k.detach().to(batch.dtype).reshape(heads, *k.shape[-2:])  # (G, N, d)
-    head_mask = batch.valid  # (N, 1) or (N, G)
+    head_mask = batch.valid  # (N, C), C divides G
     if head_mask is not None:
         if head_mask.shape[1] > 1:
             head_mask = head_mask.repeat_interleave(heads // head_mask.shape[1], dim=1)
@@ -186,24 +186,24 @@ class _Batch:
     shape: tuple[int, ...]  # of the trees
     trees: int
     valid: Tensor | None  # (N, C) bool, each column for members / C consecutive members
-    groups: Tensor | None  # (members,) tree of every member; None for one tree each
+    tree_of_member: Tensor | None  # (members,) index of its tree; None for one tree each
     share_by: ShareBy
 
     def mask_of(self, part: slice) -> Tensor | None:
         """(N, b) or (N, 1) masks of some members."""
         if self.valid is None or self.valid.shape[1] == 1:
             return self.valid
-        return self.valid[:, self.mask_columns[part]]
+        return self.valid[:, self.mask_index[part]]
 
     @property
-    def mask_columns(self) -> Tensor:
-        """(members,) column of `valid` that holds the mask of each member."""
+    def mask_index(self) -> Tensor:
+        """(members,) column of `valid` with the mask of each member."""
         assert self.valid is not None
         members = torch.arange(self.members, device=self.valid.device)
         return members // (self.members // self.valid.shape[1])
 
 
-def _check_batch(
+def _make_batch(
     scores: Tensor,
     grid: Grid,
     rule: Rule,
@@ -218,10 +218,12 @@ def _check_batch(
     if max_depth is not None:
         max_depth = check_integer("max_depth", max_depth, low=0)
     lead = tuple(scores.shape[:-1])
-    columns = None if valid is None else _mask_columns(check_valid(valid, scores.shape), lead)
+    columns = None if valid is None else _distinct_masks(check_valid(valid, scores.shape), lead)
     fewest = grid.size if columns is None or columns.numel() == 0 else int(columns.sum(0).min())
     rule.check(grid, fewest)
-    shape, groups = (lead, None) if share is None else assign_trees(lead, share, scores.device)
+    shape, tree_of_member = (
+        (lead, None) if share is None else assign_trees(lead, share, scores.device)
+    )
     float64 = scores.dtype == torch.float64 or rule.float64_statistics
     batch = _Batch(
         rule=rule,
@@ -233,15 +235,15 @@ def _check_batch(
         shape=shape,
         trees=torch.Size(shape).numel(),
         valid=columns,
-        groups=groups,
+        tree_of_member=tree_of_member,
         share_by=check_share_by(share_by),
     )
-    if groups is not None and columns is not None and columns.shape[1] > 1:
+    if tree_of_member is not None and columns is not None and columns.shape[1] > 1:
         _check_shared_masks(batch)
     return batch
 
 
-def _mask_columns(valid: Tensor, lead: tuple[int, ...]) -> Tensor:
+def _distinct_masks(valid: Tensor, lead: tuple[int, ...]) -> Tensor:
     """(N, C) mask, each column for the same number of consecutive members of the batch."""
     full = valid.view((1,) * (len(lead) + 1 - valid.dim()) + tuple(valid.shape))
     varying = [dim for dim, size in enumerate(full.shape[:-1]) if size != 1]
@@ -263,9 +265,9 @@ def _one_mask_per_head(valid: Tensor) -> Tensor:
 
 def _check_shared_masks(batch: _Batch) -> None:
     """Raise ValueError if members with different masks share a tree."""
-    assert batch.groups is not None and batch.valid is not None
-    columns = batch.mask_columns
-    first = columns[_first_members(batch)][batch.groups]
+    assert batch.tree_of_member is not None and batch.valid is not None
+    columns = batch.mask_index
+    first = columns[_first_members(batch)][batch.tree_of_member]
     pairs = torch.unique(torch.stack((first, columns), 1), dim=0)
     if not torch.equal(batch.valid[:, pairs[:, 0]], batch.valid[:, pairs[:, 1]]):
         raise ValueError(
@@ -276,10 +278,10 @@ def _check_shared_masks(batch: _Batch) -> None:
 
 def _first_members(batch: _Batch) -> Tensor:
     """(trees,) the first member of each shared tree."""
-    assert batch.groups is not None
-    first = torch.zeros(batch.trees, dtype=torch.int64, device=batch.groups.device)
-    members = torch.arange(batch.members, device=batch.groups.device)
-    return first.scatter_(0, batch.groups.flip(0), members.flip(0))
+    assert batch.tree_of_member is not None
+    first = torch.zeros(batch.trees, dtype=torch.int64, device=batch.tree_of_member.device)
+    members = torch.arange(batch.members, device=batch.tree_of_member.device)
+    return first.scatter_(0, batch.tree_of_member.flip(0), members.flip(0))
 
 
 def _score_pyramids(batch: _Batch, scores: Tensor) -> Iterator[tuple[slice, Pyramid]]:
@@ -312,13 +314,13 @@ def _build(batch: _Batch, pyramids: Iterator[tuple[slice, Pyramid]]) -> Tree:
     """Decide the splits of every tree: chunk by chunk, or all trees from aggregated node scores."""
     rule, layout = batch.rule, batch.layout
     mask = batch.valid  # of the trees
-    if batch.groups is not None and mask is not None and mask.shape[1] > 1:
-        mask = mask[:, batch.mask_columns[_first_members(batch)]]
+    if batch.tree_of_member is not None and mask is not None and mask.shape[1] > 1:
+        mask = mask[:, batch.mask_index[_first_members(batch)]]
     if batch.trees == 0:
         none = torch.zeros(layout.block_count, 0, dtype=torch.bool, device=layout.device)
         decision = Decision(none)
     elif (
-        batch.groups is None
+        batch.tree_of_member is None
         and not rule.needs_all_trees
         and rule.needs != "nothing"
         and layout.block_count > 0
@@ -328,12 +330,12 @@ def _build(batch: _Batch, pyramids: Iterator[tuple[slice, Pyramid]]) -> Tree:
         scores = torch.empty(0, batch.trees, device=layout.device)
         if rule.needs != "nothing" and layout.block_count > 0:
             parts = ((part, rule.node_scores(pyramid)) for part, pyramid in pyramids)
-            scores = aggregate_scores(parts, batch.groups, batch.trees, batch.share_by)
+            scores = aggregate_scores(parts, batch.tree_of_member, batch.trees, batch.share_by)
         tree_mask = mask
         if mask is not None and 1 < mask.shape[1] < batch.trees:
             tree_mask = mask.repeat_interleave(batch.trees // mask.shape[1], dim=1)
         counts = Counts.of(layout, batch.dtype, tree_mask)
-        shared = batch.groups is not None
+        shared = batch.tree_of_member is not None
         context = Context(layout, counts, batch.tau, batch.trees, batch.max_depth, shared)
         decision = rule.decide(scores, context)
     return Tree(

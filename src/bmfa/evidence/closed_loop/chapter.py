@@ -93,8 +93,9 @@ def _describe(run: ModelRun) -> str:
             f"{paper.MODEL}) on {run.images:,} pictures that the library draws: the order of the rules "
             "can be compared with the paper, the numbers cannot."
         )
-    what = "which are not those of the paper" if run.is_papers_model else "which is another model"
-    return f"{run.title} is shown on {run.images:,} pictures, {what}."
+    if run.is_papers_model:
+        return f"{run.title} is shown on {run.images:,} pictures, which are not those of the paper."
+    return f"{run.title}, another model than the paper's, is shown on {run.images:,} pictures."
 
 
 def _agreement(run: ModelRun, method: str) -> str:
@@ -107,7 +108,7 @@ def _bmfa_and_random(run: ModelRun) -> str:
     return (
         f"{BMFA}, our fit to the rule of the paper's tables, has an agreement of "
         f"{_agreement(run, BMFA)}; this is {'higher' if higher else 'no higher'} than that of random "
-        f"quadrants with a similar number of leaves ({_agreement(run, RANDOM)})."
+        f"quadrants ({_agreement(run, RANDOM)})."
     )
 
 
@@ -119,12 +120,12 @@ def _algorithm_1_and_blocks(run: ModelRun) -> str:
         for row in run.family("gamma")
     ]
     _, method = min(require_any(distances))
-    ours = run.value(method, "output_kl")
+    gamma_kl = run.value(method, "output_kl")
     return (
         f"Algorithm 1 as printed, {method} ({_agreement(run, method)}, output KL "
-        f"{format_small(ours)}), is {'better' if ours < kl else 'not better'} than fixed blocks of "
-        f"2 × 2 tokens ({_agreement(run, paper.FIXED)}, {format_small(kl)})"
-        + ("." if ours < kl else ": its score measures how much a block varies, not its mass.")
+        f"{format_small(gamma_kl)}), is {'better' if gamma_kl < kl else 'not better'} than fixed "
+        f"blocks of 2 × 2 tokens ({_agreement(run, paper.FIXED)}, {format_small(kl)})"
+        + ("." if gamma_kl < kl else ": its score measures how much a block varies, not its mass.")
     )
 
 
@@ -151,13 +152,14 @@ def _cheapest_optimal(run: ModelRun) -> str:
     ]
     if not candidates:
         return f"No optimal tree measured here has an output KL as low as that of {BMFA}."
-    ours, method = min(candidates)
-    if ours >= leaf:
-        needed = format_percent(ours, 1)
+    optimal_leaf, method = min(candidates)
+    if optimal_leaf >= leaf:
+        needed = format_percent(optimal_leaf, 1)
         return f"The optimal tree needs {needed} leaves to reach the output KL of {BMFA}."
     return (
-        f"The optimal tree reaches the output KL of {BMFA} with {format_percent(ours, 1)} leaves "
-        f"({method}) instead of {format_percent(leaf, 1)}, {format_number(leaf / ours, 1)} times fewer."
+        f"The optimal tree reaches the output KL of {BMFA} with {format_percent(optimal_leaf, 1)} "
+        f"leaves ({method}) instead of {format_percent(leaf, 1)}, "
+        f"{format_number(leaf / optimal_leaf, 1)} times fewer."
     )
 
 
@@ -260,7 +262,7 @@ def _layers_with_lead(run: ModelRun, choices: Sequence[str]) -> list[str]:
     pairs = {
         choice: [quality.get((method, choice)) for method in (BMFA, RANDOM)] for choice in choices
     }
-    return [c for c, (ours, random) in pairs.items() if ours and random and ours > random]
+    return [c for c, (bmfa, random) in pairs.items() if bmfa and random and bmfa > random]
 
 
 def _lead_over_random(run: ModelRun, choices: Sequence[str]) -> str:
@@ -295,7 +297,7 @@ def _printed(method: str) -> str:
     )
 
 
-def _ours(run: ModelRun, method: str) -> str:
+def _measured(run: ModelRun, method: str) -> str:
     agreement, leaf = run.values(method, "agreement_percent", "leaf_percent")
     return f"{format_percent(agreement, 2)} at {format_percent(leaf, 2)}"
 
@@ -303,11 +305,11 @@ def _ours(run: ModelRun, method: str) -> str:
 def _compare(run: ModelRun, other: str) -> tuple[str, Verdict]:
     """The agreement of the paper's rule and of another method."""
     ahead = run.value(BMFA, "agreement_percent") > run.value(other, "agreement_percent")
-    return f"{_ours(run, BMFA)} against {_ours(run, other)}", judge_direction(ahead)
+    return f"{_measured(run, BMFA)} against {_measured(run, other)}", judge_direction(ahead)
 
 
 @claim(
-    "Inside a model BMFA preserves more than random retention: agreement at a similar leaf ratio",
+    "Inside a model BMFA preserves more than random retention: agreement and leaf ratio of each",
     f"{_printed(BMFA)} against {_printed(RANDOM)}",
     COMMAND,
 )
@@ -361,7 +363,11 @@ def _variance_keeps_all(records: RecordSet) -> tuple[str, Verdict, str]:
     enough = [p for p in points if run.value(p[1], "agreement_percent") >= ENOUGH]
     leaf, method = min(enough) if enough else max(require_any(points))
     note = f"{run.heading}; the paper states no threshold."
-    return f"{_ours(run, method)} ({method})", judge_direction(leaf >= NEARLY_ALL), note
+    if not enough:
+        note += (
+            " No threshold measured here reaches this agreement; the one with most leaves is shown."
+        )
+    return f"{_measured(run, method)} ({method})", judge_direction(leaf >= NEARLY_ALL), note
 
 
 @claim(
@@ -377,13 +383,13 @@ def _smallest_kl(records: RecordSet) -> tuple[str, Verdict, str]:
         (need_number(row, "output_kl"), need_number(row, "leaf_percent"), get_text(row, "method"))
         for row in run.family("optimal")
     ]
-    ours, leaves, method = min(require_any(c for c in candidates if c[1] <= leaf))
+    lowest, leaves, method = min(require_any(c for c in candidates if c[1] <= leaf))
     note = (
         f"{run.heading}: {BMFA} has {format_small(kl)} at {format_percent(leaf, 2)}. Optimal trees "
         "read exact scores, as this rule does."
     )
-    shown = f"{format_small(ours)} at {format_percent(leaves, 2)} ({method})"
-    return shown, Verdict.AHEAD if ours < kl else Verdict.DIFFERS, note
+    shown = f"{format_small(lowest)} at {format_percent(leaves, 2)} ({method})"
+    return shown, Verdict.AHEAD if lowest < kl else Verdict.DIFFERS, note
 
 
 @claim(
@@ -400,10 +406,11 @@ def _lead_persists(records: RecordSet) -> tuple[str, Verdict, str]:
     behind = [choice for choice in choices if choice not in ahead]
     missing = [choice for choice in paper.LAYER_CHOICES if choice not in choices]
     note = run.heading + (f"; not in {', '.join(behind)}" if behind else "")
-    if all_layers := [choice for choice in missing if run.covers_all_layers(choice)]:
+    all_layers = [choice for choice in missing if run.covers_all_layers(choice)]
+    if all_layers:
         note += f"; {', '.join(all_layers)} means all layers of this model and is not judged"
-    elif missing:
-        note += f"; {', '.join(missing)} not measured"
+    if absent := [choice for choice in missing if choice not in all_layers]:
+        note += f"; {', '.join(absent)} not measured"
     return ", ".join(ahead) or "in none", judge_direction(not behind), f"{note}."
 
 

@@ -28,7 +28,8 @@ from bmfa.models.hosts import find_host
 from bmfa.records import Record, Row, environment
 from bmfa.trees.rules import RandomQuadrants, parse
 
-# The paper's rules at its settings, then further ones.
+# Rules of the paper's tables without its variance-only row (quadrant-gap is our fit of its rule), then
+# further rules. `bmfa report` adds the rows with printed thresholds.
 DEFAULT_METHODS = (
     *("fixed-blocks:2", "global-mean", "random-quadrants:0.25", "random-quadrants:0.5"),
     *("quadrant-gap:0.8", "quadrant-gap:0.5", "gamma:0.05", "gamma:0.02"),
@@ -68,14 +69,14 @@ class Total:
 
     def ranges(self) -> dict[str, tuple[float, float]]:
         """Return the least and the largest possible value of every sum for `images` pictures."""
-        unlimited = (-ROUNDING * self.images, sys.float_info.max)
+        non_negative = (-ROUNDING * self.images, sys.float_info.max)
         return {
             "labelled": (0, self.images),
             "agreeing": (0, self.images),
             "right": (0, self.labelled),
-            "output_kl": unlimited,
+            "output_kl": non_negative,
             "leaf_ratio": (0, (1 + ROUNDING) * self.images),
-            "attention_kl": unlimited,
+            "attention_kl": non_negative,
         }
 
     def row(self, method: str, layers: str) -> Row:
@@ -119,7 +120,7 @@ def run(
         layers: One choice of layers (`"all"`, `"last-K"` or indices), or a list of choices.
         batch_size: Pictures in a batch.
         seed: Seed of random rules.
-        device: Device of the model.
+        device: Device to run on; the model is moved to it.
         workers: Worker processes that read pictures; None chooses by source and cores.
         resume: File of partial results, created if missing, from which a killed run continues.
         progress: Called with the pictures done and their number.
@@ -141,7 +142,7 @@ def run(
     choices = _layer_choices(layers)
     _check(model, methods, choices)
     batches = PictureBatches(pictures, model.preprocess, batch_size, workers=workers, device=device)
-    keys = {f"{m} in {name}": (m, name) for name in choices for m in dict.fromkeys(methods)}
+    cases = {f"{m} in {name}": (m, name) for name in choices for m in dict.fromkeys(methods)}
     settings = {
         "model": model.name,
         "preprocessing": asdict(model.preprocess),
@@ -159,19 +160,19 @@ def run(
         full = Total()
         full.add(reference, reference.full, 1.0, 0.0)
         totals = {FULL: full}
-        for key, (method, name) in keys.items():
-            totals[key] = _measure(model, reference, method, choices[name], seed)
+        for case, (method, name) in cases.items():
+            totals[case] = _measure(model, reference, method, choices[name], seed)
         return {key: asdict(total) for key, total in totals.items()}
 
     checkpoint = open_checkpoint(
         resume,
         "closed-loop",
         lambda: {**settings, **run_identity(model, batches, device)},
-        check_part(batches, [FULL, *keys], Total),
+        check_part(batches, [FULL, *cases], Total),
     )
     with torch.inference_mode(), checkpoint as saved:
         totals, skipped = sum_over_pictures(batches, measure, Total, saved, progress)
-    rows = [totals[FULL].row(FULL, "none"), *(totals[key].row(*keys[key]) for key in keys)]
+    rows = [totals[FULL].row(FULL, "none"), *(totals[case].row(*cases[case]) for case in cases)]
     settings |= {"skipped": skipped.count, "skipped_names": skipped.reasons}
     return Record("closed-loop", settings, rows, environment(device))
 

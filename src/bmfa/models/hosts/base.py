@@ -1,4 +1,7 @@
-"""What a host provides: its layers, and how their attention is replaced by another function."""
+"""What a host provides: its layers, and how their attention is replaced by another function.
+
+`bmfa.models.hosts.find_host` finds the host of a model.
+"""
 
 from dataclasses import dataclass, field
 from typing import Any

@@ -67,7 +67,7 @@ def attention_kernel(
         is_tile = tiles < num_tiles
         k_means = load_rows(k_mean, tiles, D, is_tile, D, BLOCK_D)  # (BLOCK_MEANS, BLOCK_D)
         v_means = load_rows(v_mean, tiles, D, is_tile, D, BLOCK_D)
-        # log2 of n exp(gap); -inf for expanded tiles
+        # gap of the tile, -inf for expanded and empty tiles; below it becomes log2(n exp(gap))
         log_gap = tl.load(gap + line * num_tiles + tiles, mask=is_tile, other=float("-inf"))
         if MASKED or RAGGED:
             count = tl.load(counts + tiles, mask=is_tile, other=1.0)
@@ -77,7 +77,8 @@ def attention_kernel(
         logits = tl.dot(tile_q, tl.trans(k_means), input_precision=PRECISION) * qk_scale_log2
         logits = logits + log_gap[None, :]
         m_i, l_i, acc = online_softmax(m_i, l_i, acc, logits, v_means, PRECISION)
-    # l_i is now the weight u of the mean tiles: add u (residual + (q - q_mean) kv_cov).
+    # l_i is now u, the unnormalised weight of the mean tiles: add u (residual + (q - q_mean) kv_cov).
+    # kv_cov includes the factor qk_scale / n.
     square = columns[:, None] * D + columns[None, :]
     mask = in_head[:, None] & in_head[None, :]
     covariance = tl.load(kv_cov + batch_head * (D * D) + square, mask=mask, other=0.0)
@@ -99,6 +100,7 @@ def attention_kernel(
 
     k += prefix * stride_kt
     v += prefix * stride_vt
+    # The selection kernel has replaced the log-sum-exp of the group by its list of expanded tiles.
     expanded_list = (lse + line * num_tiles).to(tl.pointer_type(tl.int32))
     for index in range(num_expanded):
         expanded = tl.load(expanded_list + index)

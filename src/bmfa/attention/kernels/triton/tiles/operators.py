@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from bmfa.attention.kernels.triton import unsupported_reason as unsupported_device_reason
-from bmfa.attention.tiling import GROUP_TILES, TILE_SIDE, TiledAttention, Tiling
+from bmfa.attention.tiling import GROUP_TILES, TILE_SIDE, TiledAttention, Tiling, unflatten
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 DIMS = (32, 64, 80, 96, 128)  # head dimensions that the tests run
@@ -96,7 +96,7 @@ def tiled_attention(
         bits = torch.arange(32, device=coarse_bits.device, dtype=torch.int32)
         coarse = (coarse_bits.unsqueeze(-1) >> bits) & 1  # (B * H, R, words, 32)
         mask: Tensor = coarse.flatten(-2)[..., : tiling.tiles] == 0
-        return mask.view(*shape, -1) & _tiles_with_tokens(tiling, valid, mask)
+        return mask.view(*shape, -1) & _tiles_with_tokens(tiling, valid, order, mask)
 
     return TiledAttention(output, expanded_count.view(shape), expanded)
 
@@ -132,10 +132,12 @@ def log_partition_loss_bound(
     return bound
 
 
-def _tiles_with_tokens(tiling: Tiling, valid: Tensor | None, like: Tensor) -> Tensor:
-    """Return a (B or 1, 1, 1, T) mask of the tiles that have a token."""
+def _tiles_with_tokens(tiling: Tiling, valid: Tensor | None, order: str, like: Tensor) -> Tensor:
+    """Return a (B or 1, 1, 1, T) mask of the tiles that have a valid token, as `order` numbers them."""
     if valid is None:
         return like.new_ones(1, 1, 1, tiling.tiles)
+    if order == "z":  # the tokens of a tile are consecutive
+        return unflatten(valid, 1, (tiling.tiles, tiling.slots)).any(-1)[:, None, None, :]
     slots = tiling.slot_tokens.to(valid.device)
     exists = valid[:, slots.clamp(min=0)] & (slots >= 0)  # (B, T, S)
     return exists.any(-1)[:, None, None, :]
