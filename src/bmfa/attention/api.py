@@ -155,7 +155,11 @@ def screened_attention(
         >>> torch.allclose(screened.output, exact, atol=1e-5)
         True
     """
-    _refuse_jit_trace()
+    if torch._C._get_tracing_state() is not None:
+        raise RuntimeError(
+            "screened_attention cannot be traced by torch.jit.trace: a trace would keep the tiles and "
+            "trees of the example for all inputs; use torch.compile or torch.export.export"
+        )
     check_choices(form, backend, rule=rule, error=error, leaves=leaves)
     if max_depth is not None:
         max_depth = check_integer("max_depth", max_depth, low=0)
@@ -260,14 +264,6 @@ def _screened(
         computed.measure_leaf_ratio,
     )
     return Screened(computed.output.to(inputs.q.dtype), stats, computed.make_tree)
-
-
-def _refuse_jit_trace() -> None:
-    if torch._C._get_tracing_state() is not None:
-        raise RuntimeError(
-            "screened_attention cannot be traced by torch.jit.trace: a trace would keep the tiles and "
-            "trees of the example for all inputs; use torch.compile or torch.export.export"
-        )
 
 
 def check_choices(form: object, backend: object, **exclusive: object) -> None:

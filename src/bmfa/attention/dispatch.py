@@ -64,7 +64,9 @@ def choose_tiled(
     if backend == "triton" or (backend == "auto" and inputs.q.is_cuda):
         unsupported = triton_tiles_unsupported_reason(inputs, tiling)
     if backend != "auto":
-        return _requested(backend, unsupported)
+        if unsupported is not None:
+            raise _unsupported_error(backend, unsupported)
+        return Choice(backend, "requested")
     if allow_dense:
         q = inputs.q
         reason = dense_faster_reason(q.shape, q.device.type, tiling, budget, in_graph=in_graph(q))
@@ -88,7 +90,9 @@ def choose_per_query(inputs: AttentionInputs, rule: Rule, backend: Backend) -> C
     if backend == "triton" or (backend == "auto" and inputs.q.is_cuda):
         unsupported = triton_trees_unsupported_reason(inputs, rule)
     if backend != "auto":
-        return _requested(backend, unsupported)
+        if unsupported is not None:
+            raise _unsupported_error(backend, unsupported)
+        return Choice(backend, "requested")
     if not inputs.q.is_cuda:
         return Choice("eager", "auto: eager supports every rule, dtype and device")
     if unsupported is None:
@@ -98,12 +102,10 @@ def choose_per_query(inputs: AttentionInputs, rule: Rule, backend: Backend) -> C
     return Choice("eager", f"auto: eager, because triton cannot run: {unsupported}")
 
 
-def _requested(backend: str, unsupported: str | None) -> Choice:
-    if unsupported is not None:
-        raise ValueError(
-            f"backend={backend!r} cannot run this call: {unsupported}; pass backend='auto' or 'eager'"
-        )
-    return Choice(backend, "requested")
+def _unsupported_error(backend: str, reason: str) -> ValueError:
+    return ValueError(
+        f"backend={backend!r} cannot run this call: {reason}; pass backend='auto' or 'eager'"
+    )
 
 
 def triton_tiles_unsupported_reason(inputs: AttentionInputs, tiling: Tiling) -> str | None:
