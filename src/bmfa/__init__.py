@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from bmfa import bounds as bounds
     from bmfa import energy as energy
     from bmfa import merging as merging
+    from bmfa import models as models
     from bmfa import rules as rules
     from bmfa.attention.api import screened_attention as screened_attention
     from bmfa.attention.result import Screened as Screened
@@ -44,7 +45,7 @@ _MODULES = {
     "screened_attention": "bmfa.attention.api",
     "unpatch": "bmfa.models",
 }
-_SUBMODULES = ("bounds", "energy", "merging", "rules")
+_SUBMODULES = ("bounds", "energy", "merging", "models", "rules")
 __all__ = ["__version__", *_MODULES, *_SUBMODULES]
 
 install_finder()
