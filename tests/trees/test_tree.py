@@ -454,7 +454,9 @@ def test_trees_from_boxes():
         tree = screen(scores, grid, rules.Gamma(0.1), valid=valid)
         leaves = [boxes(tree[i]) for i in range(4)]
         mask = None if valid is None else valid.view(-1, 1)
-        made = Tree.from_boxes(quadtree_layout(grid), leaves, (4,), 1.0, "made", mask)
+        made = Tree.from_boxes(
+            quadtree_layout(grid), leaves, (4,), tau=1.0, rule="made", valid=mask
+        )
         assert torch.equal(made.leaf_index, tree.leaf_index)
         assert torch.equal(made.error(scores), tree.error(scores))
 

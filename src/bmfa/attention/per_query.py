@@ -106,7 +106,7 @@ def _run_reference(inputs: AttentionInputs, options: AttentionOptions, rule: Rul
     boxes = [tree.leaves for heads in trees for queries in heads for tree in queries]
     columns = None if masks is None else masks.T  # (N, B)
     layout = rule.layout(inputs.grid)
-    tree = Tree.from_boxes(layout, boxes, shape, inputs.tau, str(rule), columns)
+    tree = Tree.from_boxes(layout, boxes, shape, tau=inputs.tau, rule=str(rule), valid=columns)
     made = partial(_identity, tree.to(inputs.q.device))
     return Computed(torch.from_numpy(output).to(flat[0]), made)
 

@@ -90,7 +90,7 @@ def _run_kernel(
         check_finite_scores(*inputs.zero_invalid()[:2], inputs.scale)
     q, k, v = inputs.to_raster()
     if options.backend == "reference":
-        result = _run_reference(q, k, v, tiling, inputs.raster_valid, shared)
+        result = _run_reference(q, k, v, tiling, valid=inputs.raster_valid, **shared)
     else:
         from bmfa.attention.kernels.eager import tiles
 
@@ -107,7 +107,7 @@ def _run_kernel(
 
 
 def _run_reference(
-    q: Tensor, k: Tensor, v: Tensor, tiling: Tiling, valid: Tensor | None, shared: dict[str, Any]
+    q: Tensor, k: Tensor, v: Tensor, tiling: Tiling, *, valid: Tensor | None, **shared: Any
 ) -> TiledAttention:
     from bmfa.attention.kernels import reference
 

@@ -178,7 +178,7 @@ def layer_indices(layers: str | Sequence[int], depth: int) -> tuple[int, ...]:
 
 
 def _check_options(
-    rule: Any, error: Any, leaves: Any, max_depth: Any, form: Any, backend: Any, fallback: Any
+    *, rule: Any, error: Any, leaves: Any, max_depth: Any, form: Any, backend: Any, fallback: Any
 ) -> None:
     """Check the arguments of `screened_attention` before the model is changed."""
     check_choices(form, backend, rule=rule, error=error, leaves=leaves)

@@ -87,6 +87,7 @@ class Tree:
         layout: Layout,
         boxes: Sequence[Sequence[Box]],
         shape: tuple[int, ...],
+        *,
         tau: float,
         rule: str,
         valid: Tensor | None = None,
