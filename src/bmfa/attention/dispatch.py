@@ -27,7 +27,8 @@ from bmfa.trees.rules import Rule
 LEAST_TOKENS = {"cuda": 4096, "cpu": 2048}
 # Time that an expanded tile adds, relative to the time that dense attention spends on a tile. On CUDA
 # it is the slope of time over density at 4,096 tokens, 1.69 (less at more tokens). On a CPU it is the
-# inverse of the density at which both take equally long at 2,304 tokens.
+# inverse of a density of 0.43; both take equally long at 0.46 on two cores and 2,304 tokens
+# (`bmfa bench attention --tokens 2304 --tiles 0 0.1 0.2 0.3 0.4 0.5`).
 EXPANDED_COST = {"cuda": 1.7, "cpu": 2.3}
 # Mean share of the tiles that an error target expands at 4,096 tokens: 21 % at the default target of
 # 0.1, and 14 points less for each doubling of the target (35 % at 0.05, 7 % at 0.2).
