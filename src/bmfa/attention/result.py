@@ -61,6 +61,7 @@ class Stats:
     fallback: int | Tensor = 0
     audit: Audit | None = None
     expanded_count: Tensor | None = field(default=None, repr=False)
+    # Computed on demand by `_density` and `_leaf_ratio` of tiles.py and per_query.py.
     measure_density: Callable[[], float] | None = field(default=None, repr=False)
     measure_leaf_ratio: Callable[[], float] | None = field(default=None, repr=False)
 

@@ -1,4 +1,7 @@
-"""Worker processes: a DataLoader whose results come in order and whose errors stay readable."""
+"""Worker processes: a DataLoader whose results come in order and whose errors stay readable.
+
+Batches of pictures for models are read in `bmfa/evidence/runner/batches.py`, probes in `probes.py` here.
+"""
 
 import warnings
 from collections.abc import Generator, Iterator

@@ -1,4 +1,7 @@
-"""The interface of a token-reduction policy: `LayerState` in, `ReducedTokens` out."""
+"""The interface of a token-reduction policy: `LayerState` in, `ReducedTokens` out.
+
+`bmfa/merging/policies/__init__.py` lists what to change to add a policy.
+"""
 
 import math
 from dataclasses import dataclass
