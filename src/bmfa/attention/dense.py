@@ -75,8 +75,9 @@ def exact_attention(inputs: AttentionInputs, queries: Tensor | slice) -> Tensor:
     batch, heads = inputs.q.shape[:2]
     valid = inputs.raster_valid
     if valid is not None:
-        valid = torch.cat((valid.new_ones(len(valid), inputs.prefix), valid), 1)
-        valid = valid.expand(batch, -1).repeat_interleave(heads, 0)  # (B H, prefix + N)
+        valid = (
+            inputs.add_prefix(valid).expand(batch, -1).repeat_interleave(heads, 0)
+        )  # (B H, prefix + N)
     output = eager.dense_attention(
         q[:, queries], k, v, scale=inputs.scale, tau=inputs.tau, valid=valid
     )

@@ -88,9 +88,7 @@ class AttentionInputs:
     @property
     def valid_keys(self) -> Tensor | None:
         """(B or 1, prefix + N) bool in the order of the caller; prefix tokens are always valid."""
-        if self.valid is None:
-            return None
-        return torch.cat((self.valid.new_ones(len(self.valid), self.prefix), self.valid), 1)
+        return None if self.valid is None else self.add_prefix(self.valid)
 
     @property
     def valid_queries(self) -> Tensor | None:
@@ -99,6 +97,10 @@ class AttentionInputs:
         The mask is one of tokens, so it applies to the queries only if there is one for every token.
         """
         return self.valid_keys if self.self_attention else None
+
+    def add_prefix(self, valid: Tensor) -> Tensor:
+        """(B or 1, prefix + N) mask of all tokens from (B or 1, N); prefix tokens are always valid."""
+        return torch.cat((valid.new_ones(len(valid), self.prefix), valid), 1)
 
     def zero_invalid(self) -> tuple[Tensor, Tensor, Tensor]:
         """Return q, k, v of self-attention with zeros for invalid tokens, whatever they hold."""
@@ -127,8 +129,7 @@ class AttentionInputs:
         if self.order == "z":
             k, v = (permute_tokens(x, self.prefix, self.z_rank) for x in (k, v))
         if self.raster_valid is not None:
-            before = self.raster_valid.new_ones(len(self.raster_valid), self.prefix)
-            mask = torch.cat((before, self.raster_valid), 1)[:, None, :, None]
+            mask = self.add_prefix(self.raster_valid)[:, None, :, None]
             k, v = k.where(mask, 0.0), v.where(mask, 0.0)
         if (valid := self.valid_queries) is not None:  # keep finite queries: their output is exact
             finite = q.detach().isfinite().all(-1)

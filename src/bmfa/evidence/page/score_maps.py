@@ -70,7 +70,7 @@ class ScoreMap:
 
     def scores_panel(self, title: str = "Scores") -> Panel:
         """Return a panel of the scores."""
-        return Panel(title, lambda *place: self._draw_values(self.scores, *place))
+        return Panel(title, lambda *box: self._draw_values(self.scores, *box))
 
     def tree_panel(self, row: Row, title: str) -> Panel:
         """Return a panel of the mean score of every leaf, with the gap and the leaf ratio below."""

@@ -96,8 +96,8 @@ def certificate_kernel(
     coarse_m, coarse_l = exact_m, exact_l
     k += prefix * stride_kt
     any_coarse = False
-    wide = queries.to(tl.float32)
-    largest_score = tl.sqrt(tl.sum(wide * wide, 1)) * tl.load(longest_key + batch_head)
+    q_f32 = queries.to(tl.float32)
+    largest_score = tl.sqrt(tl.sum(q_f32 * q_f32, 1)) * tl.load(longest_key + batch_head)
     largest_score = largest_score * tl.abs(qk_scale)
     if tl.max(largest_score, 0) * LOG2E < LARGEST_UNSHIFTED:
         coarse_l = exact_l * tl.exp2(exact_m)

@@ -24,8 +24,8 @@ SPREAD_ROUNDING = tl.constexpr(2e-6)
 
 @triton.jit
 def sum_of_squares(x):
-    wide = x.to(tl.float32)
-    return tl.sum(tl.sum(wide * wide, 1), 0)
+    x = x.to(tl.float32)
+    return tl.sum(tl.sum(x * x, 1), 0)
 
 
 @triton.jit
