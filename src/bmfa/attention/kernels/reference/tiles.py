@@ -143,9 +143,10 @@ def tiled_attention(
                 result.output[b, h, p] = head.exact_output(queries[b, h, p])
             for g in range(groups):
                 for token in members[g]:
-                    coarse, correction = head.output(token, g, expanded[g])
-                    factor = clip_factor(correction, shrinkage[h, parity[g]], head.diameter)
-                    result.output[b, h, prefix + token] = coarse + factor * correction
+                    coarse, correction = head.output(
+                        token, g, expanded[g], shrinkage[h, parity[g]]
+                    )
+                    result.output[b, h, prefix + token] = coarse + correction
             result.probes[b, h] = _probe_errors(
                 head, result.output[b, h, prefix:], tokens_of_probes[h], order, members
             )
@@ -232,14 +233,19 @@ class Head:
         values = np.concatenate((self.v_tangent[g, coarse], self.v[exact], self.prefix_v))
         return logits, values, np.arange(len(logits)) < len(coarse)
 
-    def output(self, token: int, g: int, expanded: Mask) -> tuple[Array, Array]:
-        """Step 4 for one query: the attention, and u c (q - qbar) cross_g, not clipped nor shrunk."""
+    def output(
+        self, token: int, g: int, expanded: Mask, shrinkage: float = 1.0
+    ) -> tuple[Array, Array]:
+        """Step 4 for one query: the attention, and its correction."""
         logits, values, is_tile = self.logits(token, g, expanded)
         weights = softmax(logits)
         mass = np.where(expanded, 0.0, self.mass[g])
         total = mass.sum()
         cross = np.tensordot(mass / total, self.cross, 1) if total > 0 else 0 * self.cross[0]
-        correction = self.factor * ((self.q[token] - self.q_mean[g]) @ cross)
+        correction = shrinkage * self.factor * ((self.q[token] - self.q_mean[g]) @ cross)
+        length = float(np.linalg.norm(correction))
+        if length > self.diameter:
+            correction *= self.diameter / length
         return weights @ values, weights[is_tile].sum() * correction
 
     def exact_output(self, query: Array) -> Array:
@@ -287,7 +293,6 @@ def measure_levels(
                 expanded &= head.counts > 0
                 share[h, p, level] = expanded.sum() / (head.counts > 0).sum()
                 coarse, term = head.output(token, int(g), expanded)
-                term = term * clip_factor(term, 1.0, head.diameter)
                 difference = exact - coarse
                 error[h, p, level] = difference @ difference
                 product[h, p, level] = difference @ term
@@ -364,12 +369,6 @@ def _between(thresholds: Array, level: int, before: float, after: float, target:
     ratio = math.log(before / after)
     part = min(max(math.log(before / target) / ratio, 0.0), 1.0) if ratio != 0.0 else 1.0
     return float(thresholds[level - 1] ** (1 - part) * thresholds[level] ** part)
-
-
-def clip_factor(correction: Array, shrinkage: float, diameter: float) -> float:
-    """Return what the correction is multiplied by, so that it is no longer than the diameter."""
-    length = shrinkage * float(np.linalg.norm(correction))
-    return shrinkage * min(1.0, diameter / length) if length > 0 else 0.0
 
 
 def _probe_errors(
