@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -31,6 +32,8 @@ LARGEST_SHRINKAGE = 1.2
 # Exact queries of a head, probes and prefix together, come in multiples of this; the Triton kernels attend
 # with so many queries at once. At least LEAST_PROBES of them are probes, if there are as many groups.
 PROBE_SLOTS, LEAST_PROBES = 64, 48
+
+_Integer = TypeVar("_Integer", int, Tensor)
 
 
 @dataclass(frozen=True)
@@ -121,7 +124,7 @@ class Tiling:
         return min(self.groups, self.probe_slots(prefix) - prefix)
 
     @staticmethod
-    def probe_rank(group: int, head: int, count: int) -> int:
+    def probe_rank(group: _Integer, head: _Integer, count: _Integer) -> _Integer:
         """Return which of the `count` valid queries of a group is its probe, by a fixed hash."""
         return (group * 40503 + head * 9973 + 17) % 65536 * count // 65536
 

@@ -344,6 +344,8 @@ def interpolate_down(errors: Array, thresholds: Array, target: float) -> tuple[f
 
     Between two levels, log error is linear in log threshold. Infinity expands nothing, 0 everything.
     """
+    if target <= 0.0:
+        return 0.0, len(errors) - 1
     level = next((j for j, value in enumerate(errors) if value <= target), len(errors) - 1)
     if level == 0:
         return math.inf, 0
