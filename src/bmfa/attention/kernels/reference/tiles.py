@@ -346,7 +346,7 @@ def choose(
             chosen[half], level = interpolate_up(share.mean(0), thresholds, expand / tiles)
         shrinkage[:, half] = factor[:, level]
         shares[:, half] = share[:, level]
-    exact = shares.mean(1) > exact_above
+    exact = (shares > exact_above).any(1)
     return chosen, shrinkage, exact
 
 
