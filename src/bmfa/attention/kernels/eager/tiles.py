@@ -111,7 +111,7 @@ class _Heads:
     order: Tensor  # (R,) group at each position
     q: Tensor  # (G, R, S, d) times scale / tau, as is q_mean; groups in `order`
     q_mean: Tensor  # (G, R, d) representatives
-    q_spread: Tensor  # (G, R) mean squared distance of queries from q_mean, over 2d
+    q_spread: Tensor  # (G, R) rho (scale / tau)^2 / 2d
     probe_slot: Tensor  # (G, P) slot of the query that probes each of the first groups
     probe_weight: Tensor  # (G, P) inverse of its probability, 0 for a group without queries
     keys: Tensor  # (G, prefix + T S, d), 0 in empty slots
@@ -154,7 +154,9 @@ class _Heads:
             v_deviation = _deviations(v, _tile_means(v, counts), exists)
             diameter = 2 * v_deviation.square().sum(-1).amax((1, 2)).sqrt()  # (G,)
             q_squares = _deviations(q, q_mean, q_exists).square().sum(-1)  # (G, R, S)
-            q_spread = q_squares.sum(-1) / q_count.clamp(min=1)
+            # Roots first: their product overflows no earlier than the squares.
+            q_mean_square = q_squares.sum(-1) / q_count.clamp(min=1)
+            q_spread = q_mean_square.sqrt() * q_squares.amax(-1).sqrt()
             probes = tiling.probes(prefix)
             probe_slot, probe_weight = _draw_probes(
                 q_squares[:, :probes],
