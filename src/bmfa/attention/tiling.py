@@ -26,6 +26,9 @@ DEFAULT_ERROR = 0.03
 NUM_LEVELS, LEVEL_RATIO = 16, 0.4
 # Share of the error target that is aimed at: probes are a sample, whose error varies by about 10 %.
 ERROR_AIM = 0.85
+# If the error falls from above the target to less than this share of it between two levels, it is not
+# interpolated and the lower threshold is taken: many tiles have the same loss.
+STEEP_FALL = 0.2
 # Part of the probability of a probe that is equal for all queries of its group; the rest grows with the
 # fourth power of the distance from the mean query, as the squared error of a tangent does.
 UNIFORM_SHARE = 0.2

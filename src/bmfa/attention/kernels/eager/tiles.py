@@ -19,6 +19,7 @@ from bmfa.attention.tiling import (
     LARGEST_SHRINKAGE,
     LEVEL_RATIO,
     NUM_LEVELS,
+    STEEP_FALL,
     UNIFORM_SHARE,
     TiledAttention,
     Tiling,
@@ -249,9 +250,13 @@ class _Representatives:
             log_z = torch.cat((log_mass, prefix_scores), -1).logsumexp(-1, keepdim=True)
             spread = all_heads.q_spread[heads, groups].unsqueeze(-1)
             spread = spread * all_heads.k_spread[heads].unsqueeze(1)
-            spread = spread.nan_to_num(0.0).clamp(max=1.0)  # 0 * inf where squares overflow
-            loss = (log_mass - log_z).exp() * spread
+            loss = _loss((log_mass - log_z).exp(), spread)
         return _Tangents(log_mass, k.transpose(1, 2), v.transpose(1, 2), loss)
+
+
+def _loss(mass: Tensor, spread: Tensor) -> Tensor:
+    """Loss of tiles from their mass and c^2 rho kappa / 2d."""
+    return (mass * spread).nan_to_num(0.0).clamp(max=1.0)  # 0 * inf where squares overflow
 
 
 class _Levels(NamedTuple):
@@ -410,14 +415,14 @@ def _choose(
 def _interpolate_down(errors: Tensor, thresholds: Tensor, target: float) -> tuple[Tensor, Tensor]:
     """Return thresholds (B,) at which falling errors (B, levels) reach the target, and the level.
 
-    The threshold is a level where the error falls to less than half of the target at once. Infinity
+    The threshold is a level where the error falls to less than STEEP_FALL of the target. Infinity
     expands nothing, 0 everything.
     """
     last = errors.shape[1] - 1
     level = _first(errors <= target)
     at_level = errors.gather(1, level.unsqueeze(1)).squeeze(1)
     between = _between(thresholds, level, errors.clamp(min=1e-30), target)
-    whole = (at_level < 0.5 * target) | (level == last)
+    whole = (at_level < STEEP_FALL * target) | (level == last)
     between = torch.where(whole, thresholds.gather(1, level.unsqueeze(1)).squeeze(1), between)
     return torch.where(level == 0, torch.inf, between), level
 
