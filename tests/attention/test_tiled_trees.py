@@ -109,7 +109,7 @@ def check_trees(case: Masked, result: Any, order: str) -> None:
     index, count, ratio = tree.leaf_index, tree.leaf_count, tree.leaf_ratio
     scores = case.scores[:, :, rows].masked_fill(~case.valid[:, None, None], torch.nan)
     if float(ratio.min()) < 1:
-        with pytest.raises(ValueError, match="trees are of a tiled call.*read stats.error"):
+        with pytest.raises(ValueError, match=r"trees are of a tiled call.*read stats\.error"):
             tree.error(scores)
         with pytest.raises(ValueError, match="so that output_bound of the tree is not"):
             tree.output_bound(scores, case.v[:, :, case.prefix :])

@@ -136,10 +136,12 @@ def screened_attention(
             selects by `rule`, and lets "auto" run dense attention.
         backend: `"auto"`, `"eager"`, `"triton"` (CUDA, no gradients) or `"reference"` (NumPy, float64).
         audit: Fraction of the queries to recompute exactly; `stats.audit` has their error.
-        certificate: If True, `stats.certificate` is a proven bound on |output - exact| of every query, and
-            `stats.energy_bound` one on E. `"scores"` computes them from all scores, which takes longer
-            than dense attention; `"boxes"` from boxes around the keys of each tile or leaf, which takes
-            less time and is looser. True is "scores" for tiles, and for a tree what its rule reads.
+        certificate: If True, `stats.certificate` is a proven bound on |output - exact| of every query,
+            and `stats.energy_bound` one on E. `"scores"` computes them from all scores; for tiles this
+            takes longer than dense attention, and the bound is the distance up to rounding. `"boxes"`
+            computes them from boxes around the keys of each tile or leaf, without a further pass over
+            the keys, and is hundreds of times larger. True is "scores" for tiles, and for a tree what
+            its rule reads.
         fallback: Queries whose certificate exceeds this share of |output| are recomputed exactly.
 
     Returns:
@@ -222,7 +224,9 @@ def screened_attention(
 def _tiled(inputs: AttentionInputs, options: AttentionOptions, why: str, audit: float) -> Screened:
     """Run the form "tiled", or dense attention if too many tiles would be expanded."""
     assert options.budget is not None
-    percent = round(100 * options.exact_above)  # torch.compile cannot format the attribute with ".0%"
+    percent = round(
+        100 * options.exact_above
+    )  # torch.compile cannot format the attribute with ".0%"
     over = f"{options.budget} expands more than {percent}% of the tiles"
     computed: Computed | None
     if options.backend == "triton" or has_values(inputs.q):
