@@ -47,7 +47,9 @@ from bmfa.attention.tiling import (
     LARGEST_SHRINKAGE,
     LEVEL_RATIO,
     NUM_LEVELS,
+    SMALLEST_CORRECTION,
     STEEP_FALL,
+    STEEP_RISE,
     UNIFORM_SHARE,
     Tiling,
 )
@@ -334,9 +336,12 @@ def choose(
             source[:] = True  # a single group
         weight = levels.weight[:, source, None]
         dot, square = ((weight * x[:, source]).sum(1) for x in (levels.product, levels.correction))
-        factor = np.clip(dot / np.where(square > 0, square, 1.0), 0.0, LARGEST_SHRINKAGE)
+        norms = (weight[..., 0] * levels.norm[:, source]).sum(1)
+        known = square > SMALLEST_CORRECTION**2 * norms[:, None]
+        factor = np.where(known, dot / np.where(known, square, 1.0), 0.0)
+        factor = np.clip(factor, 0.0, LARGEST_SHRINKAGE)
         squares = (weight * levels.error[:, source]).sum(1) - 2 * factor * dot + factor**2 * square
-        norm = (weight[..., 0] * levels.norm[:, source]).sum()
+        norm = norms.sum()
         errors = np.sqrt(np.maximum(squares.sum(0), 0.0) / (norm if norm > 0 else 1.0))
         share = (weight * levels.share[:, source]).sum(1) / np.maximum(weight.sum(1), 1e-300)
         if error is not None:
@@ -374,9 +379,8 @@ def interpolate_up(shares: Array, thresholds: Array, target: float) -> tuple[flo
     level = next((j for j, value in enumerate(shares) if value > target), len(shares) - 1)
     if target <= 0.0 or level == 0:
         return math.inf, 0
-    last = len(shares) - 1
-    if level == last:
-        return float(thresholds[last - 1]), last - 1
+    if level == len(shares) - 1 or shares[level] > STEEP_RISE * target:
+        return float(thresholds[level - 1]), level - 1  # too many tiles at once
     return _between(thresholds, level, max(shares[level - 1], 1e-4), shares[level], target), level
 
 
