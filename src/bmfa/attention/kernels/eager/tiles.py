@@ -19,6 +19,7 @@ from bmfa.attention.tiling import (
     LARGEST_SHRINKAGE,
     LEVEL_RATIO,
     NUM_LEVELS,
+    PROBE_SLOTS,
     SMALLEST_CORRECTION,
     STEEP_FALL,
     STEEP_RISE,
@@ -147,19 +148,21 @@ class _Heads:
             k, v = (x.masked_fill(~exists.unsqueeze(-1), 0.0) for x in (k, v))
         q_count = counts.index_select(1, order)
         q_mean = _tile_means(q, q_count)
-        total = counts.sum(-1, keepdim=True).to(dtype)  # (1 or G, 1)
-        q_head = (q_mean * q_count.unsqueeze(-1)).sum(1) / total
+        sample = q_count[:, :PROBE_SLOTS].to(dtype)  # (1 or G, groups)
+        q_head = (q_mean[:, :PROBE_SLOTS] * sample.unsqueeze(-1)).sum(1)
+        q_head = q_head / sample.sum(-1, keepdim=True).clamp(min=1)
         scores = (k @ q_head[:, None, :, None]).squeeze(-1)  # (G, T, S)
         p = _mask_scores(scores, exists, counts).softmax(-1).unsqueeze(-1)
-        p_keys = p * (k - (p * k).sum(2, keepdim=True))
-        p_values = v - (p * v).sum(2, keepdim=True)  # in empty slots p is 0
+        p_keys = p * (k - p.transpose(2, 3) @ k)
+        p_values = v - p.transpose(2, 3) @ v  # in empty slots p is 0
         with torch.no_grad():
             v_deviation = _deviations(v, _tile_means(v, counts), exists)
-            diameter = 2 * v_deviation.square().sum(-1).amax((1, 2)).sqrt()  # (G,)
-            q_squares = _deviations(q, q_mean, q_exists).square().sum(-1)  # (G, R, S)
+            diameter = 2 * torch.linalg.vector_norm(v_deviation, dim=-1).amax((1, 2))  # (G,)
+            q_distance = torch.linalg.vector_norm(_deviations(q, q_mean, q_exists), dim=-1)
+            q_squares = q_distance.square()  # (G, R, S)
             # Roots first: their product overflows no earlier than the squares.
             q_mean_square = q_squares.sum(-1) / q_count.clamp(min=1)
-            q_spread = q_mean_square.sqrt() * q_squares.amax(-1).sqrt()
+            q_spread = q_mean_square.sqrt() * q_distance.amax(-1)
             probes = tiling.probes(prefix)
             probe_slot, probe_weight = _draw_probes(
                 q_squares[:, :probes],
