@@ -3,8 +3,8 @@
 The values in q and k decide which tiles are expanded and which blocks are split. Values cannot be read
 while a graph is compiled or exported, on the meta device and in a FakeTensorMode. There a call becomes
 one node, `torch.ops.bmfa.screened_attention`, which runs like a call outside of a graph. Its backward
-recomputes the forward. Dense attention and, without a certificate, the Triton kernels of the form "tiled"
-depend on shapes alone, and are nodes of their own.
+recomputes the forward. Dense attention and, without a certificate, the Triton kernels of the form
+"tiled" depend on shapes alone, and are nodes of their own.
 
 A program that loads an exported graph must import this module first; `bmfa.screened_attention` does.
 """
