@@ -602,6 +602,7 @@ class _ExpandedTiles:
         """
         heads, counts = self.heads, self.counts
         slots, elements = len(self.slots), heads.chunk_elements
+        all_equal = counts[0] == counts[-1]
         outputs, logs, start = [], [], 0
         if not heads.prefix:
             start = counts.count(0)
@@ -617,24 +618,28 @@ class _ExpandedTiles:
                 if (stop + 1 - start) * slots * keys > elements:
                     break
                 stop += 1
-            output, log = self._attend_rows(self.order[start:stop], counts[stop - 1])
+            rows = slice(start, stop) if all_equal else self.order[start:stop]
+            output, log = self._attend_rows(rows, counts[stop - 1])
             outputs.append(output)
             logs.append(log)
             start = stop
+        output, log = (x[0] if len(x) == 1 else torch.cat(x) for x in (outputs, logs))
+        if all_equal:  # the order is that of the groups
+            return output, log
         inverse = self.order.argsort()
-        return torch.cat(outputs).index_select(0, inverse), torch.cat(logs).index_select(0, inverse)
+        return output.index_select(0, inverse), log.index_select(0, inverse)
 
-    def _attend_rows(self, groups: Tensor, max_count: int) -> tuple[Tensor, Tensor]:
+    def _attend_rows(self, groups: Tensor | slice, max_count: int) -> tuple[Tensor, Tensor]:
         heads, head = self.heads, self.head[groups]
         tiles = self.tiles[groups, :max_count]  # (n, max_count)
         rows = heads.prefix + tiles.clamp(min=0).unsqueeze(-1) * len(self.slots) + self.slots
-        rows = torch.cat((self.prefix.expand(len(groups), -1), rows.flatten(1)), 1)
+        rows = torch.cat((self.prefix.expand(len(tiles), -1), rows.flatten(1)), 1)
         rows = (rows + head.unsqueeze(1) * heads.keys.shape[1]).flatten()
         keys, values = (
-            unflatten(x.flatten(0, 1).index_select(0, rows), 0, (len(groups), -1))
+            unflatten(x.flatten(0, 1).index_select(0, rows), 0, (len(tiles), -1))
             for x in (heads.keys, heads.values)
         )
-        logits = self.q.index_select(0, groups) @ keys.transpose(1, 2)  # (n, S, prefix + tokens)
+        logits = self.q[groups] @ keys.transpose(1, 2)  # (n, S, prefix + tokens)
         padding = tiles < 0
         if heads.exists is not None:
             exists = heads.exists[head.unsqueeze(1), tiles.clamp(min=0)]  # (n, max_count, S)
