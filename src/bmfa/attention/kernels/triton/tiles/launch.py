@@ -38,17 +38,19 @@ INPUTS = ("q", "k", "v", "valid", "o", "expanded_count", "coarse_bits", "probes"
 # `bmfa bench attention` measures them.
 BLOCK_R = 64  # representatives of a program; PROBE_SLOTS is a multiple of it
 BLOCK_MEANS = 64  # tangent tiles in one step of the attention kernel
-CHUNK = 32  # tiles in one step of the levels kernel
+CHUNK = 16  # tiles in one step of the levels kernel
 BLOCK_M, BLOCK_N = 128, 64  # queries and keys in one step of the exact kernel
 CROSS_ENTRIES, CROSS_TILES = 128, 64  # entries of D * D, and tiles, in one step of the cross kernel
 WIDE_HEAD = 64  # above this head dimension some kernels take twice as many warps
 FEW_TILES = 2048  # of all row blocks and heads, below which a program takes fewer of them
 # Expanded tiles that one program reads, at least; more are divided among programs, in at most this many.
 LEAST_ITEM_TILES, MOST_ITEMS = 8, 64
-LEAST_DIVIDED_TILES = 128  # of a grid, below which no group reads so many tiles that it is worth the launch
+LEAST_DIVIDED_TILES = (
+    128  # of a grid, below which no group reads so many tiles that it is worth the launch
+)
 # Groups whose tangents are held in memory at once. 64 of them take as much as k and v.
 ROWS_PER_BAND = 128
-TILES_PER_PROGRAM = 4  # of the kernel of representatives
+TILES_PER_PROGRAM, STAT_TILES = 4, 1  # of the kernel of representatives
 MOST_HEADS = 16  # whose probes are added up at once
 # Tiles from which exact heads have a kernel of their own, which is faster than expanding every tile.
 SEPARATE_EXACT_TILES = 256
@@ -152,11 +154,12 @@ class _AttentionLaunch:
             "ITEM_TILES": self.item_tiles,
             "NUM_ITEMS": max(2, -(-tiles // self.item_tiles)),
             "BLOCK_R": BLOCK_R,
-            "BLOCK_T": max(32, _power_of_2(tiles + 1)),
+            "BLOCK_T": max(32, _power_of_2(tiles)),
             "BLOCK_P": _power_of_2(self.num_probes),
             "BLOCK_MEANS": BLOCK_MEANS,
             "BLOCK_M": BLOCK_M,
             "CHUNK": CHUNK,
+            "STAT_TILES": STAT_TILES,
             "LEVELS": NUM_LEVELS,
             "LEVEL_RATIO": LEVEL_RATIO,
             "LARGEST_SHRINKAGE": LARGEST_SHRINKAGE,
@@ -168,14 +171,12 @@ class _AttentionLaunch:
             "BY_ERROR": error is not None,
         }
         self.sequence = LaunchSequence(INPUTS, self._workspace())
-        self._add(pool_kernel, (tiles, self.batch_heads, 1), num_warps=1 if key.dim <= WIDE_HEAD else 2)
+        self._add(pool_kernel, (tiles, self.batch_heads, 1), num_warps=2)
         for first_row in range(0, self.tiling.groups, self.rows):
             self._add_band(first_row)
         if self.separate_exact:
             blocks = -(-(key.prefix + self.tiling.grid.size) // BLOCK_M)
-            self._add(
-                exact_kernel, (blocks, self.batch_heads, 1), num_warps=8, BLOCK_N=BLOCK_N
-            )
+            self._add(exact_kernel, (blocks, self.batch_heads, 1), num_warps=8, BLOCK_N=BLOCK_N)
 
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, valid: Tensor, o: Tensor
@@ -202,6 +203,7 @@ class _AttentionLaunch:
             workspace.add(name, (*heads, tiles), single)
         workspace.add("v_radius", heads, torch.int32)  # the bits of float32 numbers
         workspace.add("probe_tokens", probes, torch.int32)
+        workspace.add("probe_deviation", (*heads, self.num_slots, dim), dtype)
         workspace.add("probe_exact", (*probes, dim), single)
         workspace.add("level_stats", (*probes, 4, NUM_LEVELS), single)
         workspace.add("thresholds", (key.batch, 2), single)
@@ -211,7 +213,9 @@ class _AttentionLaunch:
         workspace.add("probe_v", (*lines, dim), dtype)
         workspace.add("probe_cross", (*slots, dim), dtype)
         queries = (self.item_capacity, self.tiling.slots)
-        workspace.reuse("probe_v", {"item_acc": (*queries, dim), "item_m": queries, "item_l": queries})
+        workspace.reuse(
+            "probe_v", {"item_acc": (*queries, dim), "item_m": queries, "item_l": queries}
+        )
         workspace.add("cross", (*heads, tiles, dim, dim), dtype)
         workspace.add("log_mass", (*heads, self.rows, self.line_stride), single)
         workspace.add("expanded_list", rows, torch.int32)
@@ -236,7 +240,11 @@ class _AttentionLaunch:
         few_registers = 128 if key.dim <= WIDE_HEAD else None  # four programs of four warps at once
         grid = (programs, blocks, heads)
         if probing:
-            grid = (2 * programs + tiles, max(blocks, self.num_slots // BLOCK_R), heads)
+            grid = (
+                2 * programs + -(-tiles // STAT_TILES),
+                max(blocks, self.num_slots // BLOCK_R),
+                heads,
+            )
         self._add(
             represent_kernel, grid, **band, num_warps=warps, num_stages=2, maxnreg=few_registers,
             tile_programs=programs, TILES=tiles_per_program, PROBING=probing,
@@ -244,7 +252,7 @@ class _AttentionLaunch:
         if probing:
             self._add(
                 levels_kernel, (self.num_probes + key.prefix, heads, 1), num_stages=2,
-                maxnreg=few_registers,
+                num_warps=warps // 2, maxnreg=168 if key.dim <= WIDE_HEAD else None,
             )  # fmt: skip
             self._add(choose_kernel, (key.batch, 1, 1))
         line_warps = max(1, min(8, self.arguments["BLOCK_T"] // 256))

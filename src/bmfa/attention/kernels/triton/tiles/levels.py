@@ -14,11 +14,12 @@ WEIGHT_SCALE = tl.constexpr(1024.0)
 
 
 @triton.jit
-def log_sum_exp(logits):
-    """Return the log-sum-exp of a vector, of which some may be -inf."""
-    m_i = tl.max(logits, 0)
+def log_sum_exp(logits, prefix):
+    """Return the log-sum-exp of a vector and one more number, of which some may be -inf."""
+    m_i = tl.maximum(tl.max(logits, 0), prefix)
     m_i = tl.where(m_i == float("-inf"), 0.0, m_i)
-    return m_i + tl.log(tl.maximum(tl.sum(tl.exp(logits - m_i), 0), SMALLEST_SUM))
+    total = tl.sum(tl.exp(logits - m_i), 0) + tl.exp(prefix - m_i)
+    return m_i + tl.log(tl.maximum(total, SMALLEST_SUM))
 
 
 @triton.jit
@@ -41,10 +42,9 @@ def add_weighted(total, weights, values, PRECISION: tl.constexpr):
 
 @triton.jit
 def levels_kernel(
-    q, q_mean, q_spread, counts, k_spread, v_radius, probe_tokens, log_mass, k_tangent,
+    q_spread, counts, k_spread, v_radius, probe_tokens, probe_deviation, log_mass, k_tangent,
     v_tangent, probe_lse, probe_v, probe_cross, level_stats, probe_exact, probes, o,
-    stride_qb, stride_qh, stride_qt, stride_ob, stride_oh, stride_ot,
-    H, num_tiles, line_stride, row_capacity, group_stride, num_probes, num_slots, qk_scale,
+    stride_ob, stride_oh, stride_ot, H, num_tiles, line_stride, row_capacity, group_stride, num_probes, num_slots, qk_scale,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_T: tl.constexpr, CHUNK: tl.constexpr,
     LEVELS: tl.constexpr, LEVEL_RATIO: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -57,7 +57,6 @@ def levels_kernel(
     """
     slot = tl.program_id(0)
     batch, head, batch_head = split_batch_head(tl.program_id(1), H)
-    q += batch * stride_qb + head * stride_qh
     counts += batch_head * num_tiles
     k_spread += batch_head * num_tiles
     columns, levels = tl.arange(0, BLOCK_D), tl.arange(0, LEVELS)
@@ -67,28 +66,28 @@ def levels_kernel(
     if is_probe:
         token = tl.load(probe_tokens + batch_head * num_probes + slot)
     exists = token >= 0
-    query = tl.load(q + token * stride_qt + columns, mask=in_head & exists, other=0.0)
-    query = query.to(tl.float32)
     tiles = tl.arange(0, BLOCK_T)
-    in_line = tiles <= num_tiles  # the prefix comes after the tiles
+    is_tile = tiles < num_tiles
     slot_line = (batch_head * num_slots + slot) * line_stride
-    exact_lse = tl.load(probe_lse + slot_line + tiles, mask=in_line, other=float("-inf"))
-    exact_log_z = log_sum_exp(exact_lse)
+    exact_lse = tl.load(probe_lse + slot_line + tiles, mask=is_tile, other=float("-inf"))
+    prefix_lse = tl.load(probe_lse + slot_line + num_tiles)  # the prefix comes after the tiles
+    exact_log_z = log_sum_exp(exact_lse, prefix_lse)
 
     thresholds = tl.exp2(levels.to(tl.float32) * tl.log2(LEVEL_RATIO))
     thresholds = tl.where(levels == LEVELS - 1, 0.0, thresholds)
     group = slot * group_stride % num_tiles
     group_line = batch_head * num_tiles + group
-    q_means = tl.load(q_mean + group_line * D + columns, mask=in_head & is_probe, other=0.0)
     spread = tl.load(q_spread + group_line, mask=is_probe, other=0.0)
     row = batch_head * row_capacity + tl.where(is_probe, slot, 0)
-    lse = tl.load(log_mass + row * line_stride + tiles, mask=in_line, other=float("-inf"))
-    log_z = log_sum_exp(lse)
+    lse = tl.load(log_mass + row * line_stride + tiles, mask=is_tile, other=float("-inf"))
+    log_z = log_sum_exp(lse, tl.load(log_mass + row * line_stride + num_tiles))
 
     # The difference to the representative, once for each level. Rows of the sums below are levels; the
     # last level has no unexpanded tile, and its row of exact_sum is over all tiles instead.
-    deviation = query - q_means.to(tl.float32)
-    deviation = (deviation[None, :] + tl.zeros((LEVELS, 1), tl.float32)).to(q_means.dtype)
+    deviation = load_rows(
+        probe_deviation + (batch_head * num_slots + slot) * D, levels * 0, D, (levels >= 0) & is_probe,
+        D, BLOCK_D,
+    )  # fmt: skip
     last = (levels == LEVELS - 1)[:, None]
     tangent_sum = tl.zeros((LEVELS, BLOCK_D), tl.float32)  # values times weights
     exact_sum = tl.zeros((LEVELS, BLOCK_D), tl.float32)
@@ -129,7 +128,7 @@ def levels_kernel(
         num_expanded += tl.sum(expanded.to(tl.float32), 1)
         num_present += tl.sum(present.to(tl.float32), 0)
     exact_sum = exact_sum / WEIGHT_SCALE
-    prefix_weight = tl.exp(tl.load(probe_lse + slot_line + num_tiles) - exact_log_z)
+    prefix_weight = tl.exp(prefix_lse - exact_log_z)
     prefix_values = tl.load(
         probe_v + (slot_line + num_tiles) * D + columns, mask=in_head, other=0.0
     ).to(tl.float32)
@@ -168,7 +167,9 @@ def load_stats(
     levels = tl.arange(0, LEVELS)[None, None, :]
     mask = (of_head < H) & (index < num_probes) & (levels >= 0)
     line = of_head * num_probes + index
-    return tl.load(level_stats + line * (4 * LEVELS) + column * LEVELS + levels, mask=mask, other=0.0)
+    return tl.load(
+        level_stats + line * (4 * LEVELS) + column * LEVELS + levels, mask=mask, other=0.0
+    )
 
 
 @triton.jit

@@ -13,17 +13,19 @@ from bmfa.attention.kernels.triton.tiles.primitives import (
 
 @triton.jit
 def pool_kernel(
-    q, valid, q_mean, q_spread, counts, probe_tokens, probes, v_radius,
+    q, valid, q_mean, q_spread, counts, probe_tokens, probe_deviation, probes, v_radius,
     stride_qb, stride_qh, stride_qt,
-    H, prefix, height, width, tiles_across, num_tiles, position_stride, num_probes, qk_scale,
+    H, prefix, height, width, tiles_across, num_tiles, position_stride, num_probes, num_slots,
+    qk_scale,
     D: tl.constexpr, BLOCK_D: tl.constexpr, SIDE: tl.constexpr, UNIFORM_SHARE: tl.constexpr,
     Z_ORDER: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Summarise the queries of one group of one head. Grid: (T, B * H).
 
     Writes q_mean (B * H, T, D), q_spread (B * H, T) = qk_scale^2 rho / 2d and counts (B * H, T). If the
-    group has a probe, writes its token, or -1, to probe_tokens (B * H, num_probes) and its weight to the
-    last column of probes (B * H, num_probes, 3). Sets v_radius (B * H) to 0.
+    group has a probe, writes its token, or -1, to probe_tokens (B * H, num_probes), its difference to the
+    mean to probe_deviation (B * H, num_slots, D) and its weight to the last column of probes
+    (B * H, num_probes, 3). Sets v_radius (B * H) to 0.
     """
     tile = tl.program_id(0)
     batch, head, batch_head = split_batch_head(tl.program_id(1), H)
@@ -67,3 +69,8 @@ def pool_kernel(
         tl.store(probe_tokens + target, tl.where(last >= 0, token, -1))
         weight = tl.where(last >= 0, 1.0 / tl.where(own > 0.0, own, 1.0), 0.0)
         tl.store(probes + target * 3 + 2, weight)
+        deviation = tl.sum(tl.where((slots == chosen)[:, None], difference, 0.0), 0)
+        tl.store(
+            probe_deviation + (batch_head * num_slots + position) * D + columns,
+            deviation.to(probe_deviation.dtype.element_ty), mask=columns < D,
+        )  # fmt: skip

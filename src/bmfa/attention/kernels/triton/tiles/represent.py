@@ -12,7 +12,7 @@ from bmfa.attention.kernels.triton.tiles.primitives import (
     tile_tokens,
     valid_tokens,
 )
-from bmfa.attention.kernels.triton.tiles.statistics import summarise_tile
+from bmfa.attention.kernels.triton.tiles.statistics import summarise_tiles
 
 LN2 = tl.constexpr(0.6931471805599453)
 
@@ -107,14 +107,14 @@ def attend_probes(
 
 @triton.jit
 def represent_kernel(
-    q, k, v, valid, q_mean, counts, probe_tokens, log_mass, k_tangent, v_tangent, probe_lse, probe_v,
+    q, k, v, valid, q_mean, counts, probe_tokens, probe_deviation, log_mass, k_tangent, v_tangent, probe_lse, probe_v,
     cross, k_spread, v_radius, probe_cross,
     stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_kt, stride_vb, stride_vh, stride_vt,
     H, prefix, height, width, tiles_across, num_tiles, line_stride, first_row, num_rows, row_capacity,
     group_stride, num_probes, num_slots, tile_programs, qk_scale,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr, SIDE: tl.constexpr,
-    TILES: tl.constexpr, PROBING: tl.constexpr, Z_ORDER: tl.constexpr, MASKED: tl.constexpr,
-    PRECISION: tl.constexpr,
+    TILES: tl.constexpr, STAT_TILES: tl.constexpr, PROBING: tl.constexpr, Z_ORDER: tl.constexpr,
+    MASKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Summarise tiles at representatives. Grid: (programs, blocks of BLOCK_R rows, B * H).
 
@@ -124,8 +124,8 @@ def represent_kernel(
 
     With PROBING, in the first band, as many programs attend exactly with the queries of num_slots slots
     (probes, then the prefix): probe_lse (B * H, num_slots, line_stride) and the mean values probe_v
-    (B * H, num_slots, line_stride, D) of each tile. The last T programs summarise one tile each
-    (`summarise_tile`).
+    (B * H, num_slots, line_stride, D) of each tile. The last programs summarise STAT_TILES tiles each
+    (`summarise_tiles`).
 
     After the T tiles, a line has one more entry for the prefix.
     """
@@ -158,11 +158,12 @@ def represent_kernel(
     elif PROBING:
         if block == 0:
             tiles = batch_head * num_tiles
-            summarise_tile(
-                q, k, v, valid, q_mean + tiles * D, counts + tiles,
-                probe_tokens + batch_head * num_probes, cross + tiles * (D * D), k_spread + tiles,
-                v_radius + batch_head, probe_cross + batch_head * num_slots * num_tiles * D,
-                stride_qt, stride_kt, stride_vt, prefix, height, width, tiles_across, num_tiles,
-                group_stride, num_probes, num_slots, program - 2 * tile_programs, qk_scale,
-                D, BLOCK_D, SIDE, Z_ORDER, MASKED, PRECISION,
+            summarise_tiles(
+                k, v, valid, q_mean + tiles * D, counts + tiles,
+                probe_deviation + batch_head * num_slots * D, cross + tiles * (D * D),
+                k_spread + tiles, v_radius + batch_head,
+                probe_cross + batch_head * num_slots * num_tiles * D, stride_kt, stride_vt,
+                height, width, tiles_across, num_tiles, group_stride, num_probes, num_slots,
+                program - 2 * tile_programs, qk_scale,
+                D, BLOCK_D, SIDE, STAT_TILES, Z_ORDER, MASKED, PRECISION,
             )  # fmt: skip

@@ -29,10 +29,11 @@ def select_kernel(
     log_mass += (batch_head * row_capacity + row) * line_stride
     tiles = tl.arange(0, BLOCK_T)
     is_tile = tiles < num_tiles
-    lse = tl.load(log_mass + tiles, mask=tiles <= num_tiles, other=float("-inf"))
+    lse = tl.load(log_mass + tiles, mask=is_tile, other=float("-inf"))
+    log_z = log_sum_exp(lse, tl.load(log_mass + num_tiles))  # the prefix comes after the tiles
     count = tl.load(counts + batch_head * num_tiles + tiles, mask=is_tile, other=0.0)
     spread = tl.load(k_spread + batch_head * num_tiles + tiles, mask=is_tile, other=0.0)
-    mass, loss = tile_losses(lse, log_sum_exp(lse), spread * tl.load(q_spread + group))
+    mass, loss = tile_losses(lse, log_z, spread * tl.load(q_spread + group))
     threshold = tl.load(thresholds + batch * 2 + position % 2)
     everything = (tl.load(exact_heads + batch_head) != 0) | (threshold == 0.0)
     expanded = (((loss >= threshold) & (loss > 0.0)) | everything) & (count > 0.0)

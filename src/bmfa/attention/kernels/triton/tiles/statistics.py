@@ -6,64 +6,64 @@ import triton.language as tl
 from bmfa.attention.kernels.triton.tiles.primitives import (
     SMALLEST_SUM,
     load_rows,
-    probe_queries,
     tile_tokens,
     valid_tokens,
 )
 
 
 @triton.jit
-def summarise_tile(
-    q, k, v, valid, q_mean, counts, probe_tokens, cross, k_spread, v_radius, probe_cross,
-    stride_qt, stride_kt, stride_vt,
-    prefix, height, width, tiles_across, num_tiles, group_stride, num_probes, num_slots, tile, qk_scale,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, SIDE: tl.constexpr,
+def summarise_tiles(
+    k, v, valid, q_mean, counts, probe_deviation, cross, k_spread, v_radius, probe_cross,
+    stride_kt, stride_vt,
+    height, width, tiles_across, num_tiles, group_stride, num_probes, num_slots, program, qk_scale,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, SIDE: tl.constexpr, TILES: tl.constexpr,
     Z_ORDER: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Summarise the keys and values of one tile; all pointers are those of the head.
+    """Summarise the keys and values of TILES tiles; all pointers are those of the head.
 
     Writes the covariance `cross` (T, D, D) of keys and values under the softmax at the mean query of the
     head, its product probe_cross (num_slots, T, D) with the probes, k_spread (T), and the bits of the
     largest |v - mean v| in a tile to v_radius.
     """
-    slots, columns = tl.arange(0, SIDE * SIDE), tl.arange(0, BLOCK_D)
+    S: tl.constexpr = SIDE * SIDE
+    slots, columns = tl.arange(0, S), tl.arange(0, BLOCK_D)
     in_head = columns < D
-    # The mean query of the head, from groups that are spread over the grid.
-    sample = tl.minimum(slots, num_tiles - 1) * group_stride % num_tiles
-    weight = tl.load(counts + sample, mask=slots < num_tiles, other=0.0)
-    means = load_rows(q_mean, sample, D, slots < num_tiles, D, BLOCK_D).to(tl.float32)
+    # The means of the first groups, which are spread over the grid: the mean query of the head.
+    groups = slots * group_stride % num_tiles
+    weight = tl.load(counts + groups, mask=slots < num_tiles, other=0.0)
+    means = load_rows(q_mean, groups, D, slots < num_tiles, D, BLOCK_D).to(tl.float32)
     q_head = tl.sum(weight[:, None] * means, 0) / tl.maximum(tl.sum(weight, 0), 1.0)
-    tokens, on_grid = tile_tokens(tile, slots, height, width, tiles_across, Z_ORDER, SIDE)
-    exists = valid_tokens(valid, tokens, on_grid, MASKED)
-    tile_k = load_rows(k, tokens, stride_kt, exists, D, BLOCK_D)
-    tile_v = load_rows(v, tokens, stride_vt, exists, D, BLOCK_D)
-    dtype = tile_k.dtype
-    count = tl.maximum(tl.sum(exists.to(tl.float32), 0), 1.0)
-    logits = tl.sum(tile_k.to(tl.float32) * q_head[None, :], 1) * qk_scale
-    logits = tl.where(exists, logits, float("-inf"))
-    m_i = tl.max(logits, 0)
-    p = tl.exp(logits - tl.where(m_i == float("-inf"), 0.0, m_i))
-    p = p / tl.maximum(tl.sum(p, 0), SMALLEST_SUM)
-    keys, values = tile_k.to(tl.float32), tile_v.to(tl.float32)
-    keys = keys - tl.sum(p[:, None] * keys, 0)[None, :]
-    values = values - tl.sum(p[:, None] * values, 0)[None, :]
-    covariance = tl.dot(
-        tl.trans((p[:, None] * keys).to(dtype)), values.to(dtype), input_precision=PRECISION
-    ).to(dtype)
+    dtype = cross.dtype.element_ty
     square = columns[:, None] * D + columns[None, :]
-    mask = in_head[:, None] & in_head[None, :]
-    tl.store(cross + tile.to(tl.int64) * (D * D) + square, covariance, mask=mask)
-    tl.store(k_spread + tile, tl.sum(tl.where(exists, tl.sum(keys * keys, 1), 0.0), 0) / count)
-    radius = tl.sqrt(tl.max(tl.where(exists, tl.sum(values * values, 1), 0.0), 0))
-    # The bits of numbers that are not negative are in their order.
-    tl.atomic_max(v_radius, radius.to(tl.int32, bitcast=True))
-    for start in range(0, num_slots, SIDE * SIDE):
-        slot = start + slots
-        probes = probe_queries(q, stride_qt, probe_tokens, slot, num_probes, prefix, D, BLOCK_D)
-        groups = slot * group_stride % num_tiles
-        means = load_rows(q_mean, groups, D, slot < num_probes, D, BLOCK_D).to(tl.float32)
-        deviation = ((probes.to(tl.float32) - means) * qk_scale).to(dtype)
-        product = tl.dot(deviation, covariance, input_precision=PRECISION)
-        pointers = (slot * num_tiles + tile)[:, None] * D + columns[None, :]
-        mask = (slot < num_probes)[:, None] & in_head[None, :]
-        tl.store(probe_cross + pointers, product.to(dtype), mask=mask)
+    for member in range(TILES):
+        tile = program * TILES + member
+        tokens, on_grid = tile_tokens(tile, slots, height, width, tiles_across, Z_ORDER, SIDE)
+        exists = valid_tokens(valid, tokens, on_grid & (tile < num_tiles), MASKED)
+        keys = load_rows(k, tokens, stride_kt, exists, D, BLOCK_D).to(tl.float32)  # (S, BLOCK_D)
+        values = load_rows(v, tokens, stride_vt, exists, D, BLOCK_D).to(tl.float32)
+        logits = tl.sum(keys * q_head[None, :], 1) * qk_scale
+        logits = tl.where(exists, logits, float("-inf"))
+        m_i = tl.max(logits, 0)
+        p = tl.exp(logits - tl.where(m_i == float("-inf"), 0.0, m_i))
+        p = p / tl.maximum(tl.sum(p, 0), SMALLEST_SUM)
+        keys = keys - tl.sum(p[:, None] * keys, 0)[None, :]
+        values = values - tl.sum(p[:, None] * values, 0)[None, :]
+        covariance = tl.dot(
+            tl.trans((p[:, None] * keys).to(dtype)), values.to(dtype), input_precision=PRECISION
+        ).to(dtype)
+        is_tile = tile < num_tiles
+        mask = in_head[:, None] & in_head[None, :] & is_tile
+        tl.store(cross + tile.to(tl.int64) * (D * D) + square, covariance, mask=mask)
+        count = tl.maximum(tl.sum(exists.to(tl.float32), 0), 1.0)
+        spread = tl.sum(tl.where(exists, tl.sum(keys * keys, 1), 0.0), 0) / count
+        tl.store(k_spread + tile, spread, mask=is_tile)
+        radius = tl.sqrt(tl.max(tl.where(exists, tl.sum(values * values, 1), 0.0), 0))
+        # The bits of numbers that are not negative are in their order.
+        tl.atomic_max(v_radius, radius.to(tl.int32, bitcast=True))
+        for start in range(0, num_slots, S):
+            slot = start + slots
+            deviation = load_rows(probe_deviation, slot, D, slot < num_probes, D, BLOCK_D)
+            product = tl.dot(deviation, covariance, input_precision=PRECISION) * qk_scale
+            pointers = (slot * num_tiles + tile)[:, None] * D + columns[None, :]
+            mask = (slot < num_probes)[:, None] & in_head[None, :] & is_tile
+            tl.store(probe_cross + pointers, product.to(dtype), mask=mask)
