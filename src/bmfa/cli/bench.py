@@ -144,6 +144,16 @@ def attention(
             "except flex.",
         ),
     ] = None,
+    baseline: Annotated[
+        list[str] | None,
+        opt.option(
+            "--baseline NAME:VALUE...",
+            "mean-tiles:SHARE, topk:SHARE or monarch:STEPS; a default list without this option.",
+        ),
+    ] = None,
+    no_baselines: Annotated[
+        bool, opt.option("--no-baselines", "Time no baseline but the dense paths and the peers.")
+    ] = False,
     no_certificate: Annotated[
         bool, opt.option("--no-certificate", "Do not time the certificate and the audit.")
     ] = False,
@@ -180,6 +190,7 @@ def attention(
         backend=backend,
         repeats=_default_repeats(device) if repeats is None else repeats,
         peer=peer or (),
+        baseline=() if no_baselines else baseline or None,
         certificate=not no_certificate,
         progress=results.output.progress("sizes"),
     )

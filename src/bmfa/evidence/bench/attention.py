@@ -13,7 +13,8 @@ from bmfa import timing
 from bmfa.attention.inputs import Backend
 from bmfa.attention.result import Screened
 from bmfa.checks import check_integer
-from bmfa.evidence.bench import dense, peers, summary
+from bmfa.evidence.bench import baselines, dense, peers, summary
+from bmfa.evidence.bench.baselines import DEFAULT_BASELINES
 from bmfa.evidence.bench.errors import ExactOutputs, mean_and_worst, measure_errors
 from bmfa.evidence.bench.graphs import run_as_timed
 from bmfa.evidence.bench.inputs import QKV, RANDOM, InputSource, RecordedInputs
@@ -52,7 +53,7 @@ Value = TypeVar("Value")
 
 @dataclass(frozen=True)
 class Plan:
-    """The methods, peers and precision to time, and the number of timings."""
+    """The methods, peers, baselines and precision to time, and the number of timings."""
 
     methods: tuple[str, ...]
     backend: Backend
@@ -61,6 +62,7 @@ class Plan:
     repeats: int
     peers: tuple[str, ...] = ()
     certificate: bool = True
+    baselines: tuple[str, ...] = ()
 
 
 def run(
@@ -75,10 +77,11 @@ def run(
     backend: Backend | None = None,
     repeats: int = 5,
     peer: Sequence[str] = (),
+    baseline: Sequence[str] | None = None,
     certificate: bool = True,
     progress: Progress | None = None,
 ) -> Record:
-    """Time tiled attention, dense attention and peers on the q, k, v of a model.
+    """Time tiled attention, dense attention, baselines and peers on the q, k, v of a model.
 
     Everything that is timed is first compared with float64 attention on small grids.
 
@@ -93,12 +96,13 @@ def run(
         backend: `"triton"` (default on CUDA) or `"eager"`.
         repeats: Timings of which the median counts.
         peer: Packages that must be timed; those installed are timed anyway.
+        baseline: Names such as `mean-tiles:0.06`, `topk:0.1` or `monarch:2`; None for a default list.
         certificate: True to time the certificate and the audit as well.
         progress: Called with the sizes done and their number.
 
     Returns:
         A record of rows for every number of tokens: the fastest dense path, all dense paths, tiled
-        attention, `auto`, and peers.
+        attention, `auto`, baselines and peers.
 
     Raises:
         ValueError: If an argument is out of range, a peer is missing, or the verification fails.
@@ -119,7 +123,10 @@ def run(
         repeats,
         tuple(present),
         certificate,
+        tuple(_for_device(DEFAULT_BASELINES, device) if baseline is None else baseline),
     )
+    for name in plan.baselines:
+        baselines.parse(name)
     if plan.dtype not in DTYPES:
         raise ValueError(f"dtype is {plan.dtype!r}; pass one of {', '.join(DTYPES)}")
     pixels = _sizes_in_pixels(source, tokens, sizes)
@@ -190,7 +197,7 @@ def _check_blocks(source: InputSource, blocks: Sequence[int] | None) -> tuple[in
 def _plan_of_other_heads(plan: Plan) -> Plan:
     """Time shares of tiles alone: random keys have hardly any structure for an error target."""
     shares = tuple(name for name in plan.methods if name.startswith("tiles:"))
-    return replace(plan, methods=shares, peers=(), certificate=False)
+    return replace(plan, methods=shares, peers=(), baselines=(), certificate=False)
 
 
 def _with_own_errors(rows: Sequence[Row], own: Sequence[Row]) -> list[Row]:
@@ -225,7 +232,7 @@ class SizeBenchmark:
         return next(iter(self.timed.values()))
 
     def rows(self, verified: set[int]) -> list[Row]:
-        """Return the rows of dense paths, tiled attention, `auto`, peers and the certificate.
+        """Return the rows of dense paths, tiled attention, `auto`, baselines, peers and the certificate.
 
         Args:
             verified: Head dimensions for which the backend was compared with float64 before.
@@ -239,13 +246,14 @@ class SizeBenchmark:
         calls: dict[str, ScreenedCall] = {f"dense-{name}": call for name, call in paths.items()}
         calls |= self._tiled_calls()
         calls["auto"] = auto_call(self.inputs)
-        densities: dict[str, float] = {}
-        calls |= self._peer_calls(densities)
+        described: dict[str, Row] = {}
+        calls |= self._baseline_calls(described)
+        calls |= self._peer_calls(described)
         times = self._time_all(calls)
         best = min((name for name in calls if name.startswith("dense-")), key=lambda n: times[n][0])
         base = times[best][0], fastest_eager_dense(times)
         rows = [
-            self._row(name, call, times[name], base, densities.get(name))
+            {**self._row(name, call, times[name], base), **described.get(name, {})}
             for name, call in calls.items()
         ]
         fastest = next(row for row in rows if row["method"] == best)
@@ -279,7 +287,21 @@ class SizeBenchmark:
             for setting in distinct.values()
         }
 
-    def _peer_calls(self, densities: dict[str, float]) -> dict[str, ScreenedCall]:
+    def _baseline_calls(self, described: dict[str, Row]) -> dict[str, ScreenedCall]:
+        """Return the baselines that run on this grid; the others are noted."""
+        found: dict[str, ScreenedCall] = {}
+        grid, prefix = self.inputs.grid, self.inputs.prefix
+        for name in self.plan.baselines:
+            try:
+                baseline = baselines.make(name, grid, prefix, self.plan.backend)
+            except ValueError as error:
+                self.notes[f"{name} at {grid.size}"] = str(error)
+                continue
+            found[name] = baseline.attention
+            described[name] = {"density_percent": _percent(baseline.density), "ran": baseline.ran}
+        return found
+
+    def _peer_calls(self, described: dict[str, Row]) -> dict[str, ScreenedCall]:
         """Return the peers that run on these inputs; the others are noted."""
         found: dict[str, ScreenedCall] = {}
         grid, prefix = self.inputs.grid, self.inputs.prefix
@@ -290,7 +312,7 @@ class SizeBenchmark:
                 words = [without_folders(word) for word in str(error).split()]
                 self.notes[f"{name} at {grid.size}"] = " ".join(words)[:200]
                 continue
-            found[name], densities[name] = call, density
+            found[name], described[name] = call, {"density_percent": 100 * density}
         return found
 
     def _time_all(self, calls: dict[str, ScreenedCall]) -> dict[str, Times]:
@@ -317,9 +339,7 @@ class SizeBenchmark:
         with dense.only(path):
             return timing.time_call(work, self.plan.repeats, self.plan.device)
 
-    def _row(
-        self, name: str, call: ScreenedCall, times: Times, base: Times, density: float | None
-    ) -> Row:
+    def _row(self, name: str, call: ScreenedCall, times: Times, base: Times) -> Row:
         device = self.plan.device
         errors = measure_errors(
             call,
@@ -328,15 +348,12 @@ class SizeBenchmark:
             self.batch,
             run=lambda work: run_as_timed(work, device).result,
         )
-        if errors.density is not None:
-            density = errors.density
-        percent = None if density is None else 100 * density
         e_mean = e_worst = None
         if self._certified and name.startswith("tiled-"):
             e_mean, e_worst = self._mean_certificate(name.removeprefix("tiled-"))
         return {
             **self._frame(name),
-            "density_percent": 100.0 if name.startswith("dense-") else percent,
+            "density_percent": 100.0 if name.startswith("dense-") else _percent(errors.density),
             "error_l2_percent": errors.mean,
             "worst_block_error_percent": errors.worst_block,
             "error_p95_query_percent": errors.p95_query,
@@ -434,6 +451,10 @@ def _mean(times: Sequence[Times]) -> Times:
     eager = [time[1] for time in times if time[1] is not None]
     first = sum(time[0] for time in times) / len(times)
     return first, sum(eager) / len(eager) if eager else None
+
+
+def _percent(share: float | None) -> float | None:
+    return None if share is None else 100 * share
 
 
 def _ratio(base: float | None, time: float | None) -> float | None:
