@@ -25,7 +25,7 @@ ATTENTION_COLUMNS = (
 AT_SPEED_COLUMNS = "n speedup tiles_error_percent mean_tiles_error_percent"
 MODEL_COLUMNS = (
     "img_size n heads dim dtype batch method tiled_layers layers density_percent error_l2_percent "
-    "milliseconds milliseconds_eager speedup speedup_eager peak_mebibytes"
+    "mask_iou milliseconds milliseconds_eager speedup speedup_eager peak_mebibytes ran"
 )
 
 BenchModel = Annotated[
@@ -240,6 +240,24 @@ def model(
         opt.option("--form", "Use tiles even where dense attention is faster."),
     ] = None,
     batch_size: opt.BatchSize = 1,
+    pictures: Annotated[
+        int | None,
+        opt.option("--pictures N", "Pictures to average over; those of one batch by default."),
+    ] = None,
+    decoder: Annotated[
+        str | None,
+        opt.option(
+            "--decoder FILE",
+            "Weights of the saliency decoder of the model; adds the agreement of the masks.",
+        ),
+    ] = None,
+    baseline: Annotated[
+        list[str] | None,
+        opt.option(
+            "--baseline NAME:VALUE...",
+            "mean-tiles:SHARE, topk:SHARE or monarch:STEPS in all layers of a timm model.",
+        ),
+    ] = None,
 ) -> None:
     """A model at high resolution, screened and dense, end to end."""
     from bmfa.evidence.bench import model as experiment
@@ -253,12 +271,15 @@ def model(
         model=model,
         weights=weights,
         data_dir=data_dir,
-        methods=tuple(
-            _method_names(tiles=tiles, leaves=leaves, error=error) or experiment.DEFAULT_METHODS
+        decoder=decoder,
+        methods=(
+            *(_method_names(tiles=tiles, leaves=leaves, error=error) or experiment.DEFAULT_METHODS),
+            *(baseline or ()),
         ),
         layers=opt.parse_layers(layers),
         form=form,
         batch_size=batch_size,
+        pictures=pictures,
         dtype=dtype,
         device=device,
         repeats=_default_repeats(device) if repeats is None else repeats,

@@ -36,9 +36,12 @@ COLUMNS: dict[str, tuple[Column, ...]] = {
         Column("n", "N", 0),
         Column("method", "method", code=True),
         Column("tiled_layers", "tiled layers", 0),
+        Column("density_percent", "tiles expanded, %", 1),
         Column("error_l2_percent", "error of the features, %", 2),
+        Column("mask_iou", "IoU of the masks", 3),
         Column("milliseconds", "ms", 2),
         Column("speedup", "speed", 2),
+        Column("speedup_eager", "speed, eager calls", 2),
         Column("peak_mebibytes", "peak MiB", 0),
     ),
 }
