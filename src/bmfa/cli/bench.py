@@ -20,7 +20,8 @@ TREE_COLUMNS = (
 ATTENTION_COLUMNS = (
     "n heads dim dtype batch method density_percent e_mean error_l2_percent error_p95_query_percent "
     "milliseconds milliseconds_eager speedup speedup_eager added_milliseconds own_error_percent "
-    "peak_mebibytes extra_memory_percent ran"
+    "peak_mebibytes extra_memory_percent ran kernel launches bytes flops limit_milliseconds "
+    "limit_percent"
 )
 AT_SPEED_COLUMNS = "n speedup tiles_error_percent mean_tiles_error_percent"
 MODEL_COLUMNS = (
@@ -166,6 +167,10 @@ def attention(
             "works with --records.",
         ),
     ] = None,
+    kernels: Annotated[
+        bool,
+        opt.option("--kernels", "Also time each Triton kernel against its limit (on a GPU)."),
+    ] = False,
     no_certificate: Annotated[
         bool, opt.option("--no-certificate", "Do not time the certificate and the audit.")
     ] = False,
@@ -205,6 +210,7 @@ def attention(
         peer=peer or (),
         baseline=() if no_baselines else baseline or None,
         certificate=not no_certificate,
+        kernels=kernels,
         progress=results.output.progress("sizes"),
     )
     results.finish(record, [] if markdown else summary.lines(dict(record.settings)))

@@ -18,6 +18,7 @@ from bmfa.evidence.bench.baselines import DEFAULT_BASELINES
 from bmfa.evidence.bench.errors import ExactOutputs, mean_and_worst, measure_errors
 from bmfa.evidence.bench.graphs import run_as_timed
 from bmfa.evidence.bench.inputs import QKV, RANDOM, InputSource, RecordedInputs
+from bmfa.evidence.bench.roofline import Limits, kernel_rows
 from bmfa.evidence.bench.settings import (
     DEFAULT_METHODS,
     DTYPES,
@@ -37,6 +38,8 @@ BATCH_TOKENS = 65_536
 # The certificate takes about as long as dense attention and is not timed beyond these sizes.
 CERTIFIED_TOKENS = {"cuda": 65_536, "cpu": 4_096}
 CERTIFIED_SETTING, AUDITED_SHARE = "tiles:0.03", 0.05
+# Share of the tiles that is expanded where kernels are timed one by one.
+KERNEL_SHARE = 0.06
 TIMING = {
     "cuda": "median; calls in a CUDA graph (milliseconds), and one by one (milliseconds_eager); dense "
     "paths are chosen before the clock starts, speedup_eager is against the fastest one by one",
@@ -63,6 +66,7 @@ class Plan:
     peers: tuple[str, ...] = ()
     certificate: bool = True
     baselines: tuple[str, ...] = ()
+    limits: Limits | None = None  # of the device, if kernels are to be timed one by one
 
 
 def run(
@@ -79,6 +83,7 @@ def run(
     peer: Sequence[str] = (),
     baseline: Sequence[str] | None = None,
     certificate: bool = True,
+    kernels: bool = False,
     progress: Progress | None = None,
 ) -> Record:
     """Time tiled attention, dense attention, baselines and peers on the q, k, v of a model.
@@ -98,6 +103,7 @@ def run(
         peer: Packages that must be timed; those installed are timed anyway.
         baseline: Names such as `mean-tiles:0.06`, `topk:0.1` or `monarch:2`; None for a default list.
         certificate: True to time the certificate and the audit as well.
+        kernels: True to time each Triton kernel against its limit as well, on CUDA.
         progress: Called with the sizes done and their number.
 
     Returns:
@@ -125,10 +131,17 @@ def run(
         certificate,
         tuple(_for_device(DEFAULT_BASELINES, device) if baseline is None else baseline),
     )
+    if kernels and (device.type != "cuda" or plan.backend != "triton"):
+        raise ValueError(
+            f"kernels are timed on CUDA by the backend triton, not on {device.type} by "
+            f"{plan.backend}; omit --kernels"
+        )
     for name in plan.baselines:
         baselines.parse(name)
     if plan.dtype not in DTYPES:
         raise ValueError(f"dtype is {plan.dtype!r}; pass one of {', '.join(DTYPES)}")
+    if kernels:
+        plan = replace(plan, limits=Limits.measure(device, DTYPES[plan.dtype], repeats))
     pixels = _sizes_in_pixels(source, tokens, sizes)
     chosen = _check_blocks(source, blocks)
     notes: dict[str, str] = {}
@@ -158,6 +171,7 @@ def run(
         "error": ERROR,
         "self_check": "passed: tiled attention and dense paths against float64 on small grids",
         "absent": {**absent, **notes},
+        **({} if plan.limits is None else {"limits": plan.limits.describe()}),
         **summary.summarize(rows),
     }
     return Record("bench", settings, rows, environment(source.device))
@@ -197,12 +211,14 @@ def _check_blocks(source: InputSource, blocks: Sequence[int] | None) -> tuple[in
 def _plan_of_other_heads(plan: Plan) -> Plan:
     """Time shares of tiles alone: random keys have hardly any structure for an error target."""
     shares = tuple(name for name in plan.methods if name.startswith("tiles:"))
-    return replace(plan, methods=shares, peers=(), baselines=(), certificate=False)
+    return replace(plan, methods=shares, peers=(), baselines=(), certificate=False, limits=None)
 
 
 def _with_own_errors(rows: Sequence[Row], own: Sequence[Row]) -> list[Row]:
     """Add the errors on the model's own heads to the rows of other heads."""
-    errors = {row["method"]: row.get("error_l2_percent") for row in own}
+    errors = {
+        row["method"]: row.get("error_l2_percent") for row in own if row["what"] == "attention"
+    }
     return [
         {**row, "keys": "random weights", "own_error_percent": errors.get(row["method"])}
         for row in rows
@@ -260,6 +276,8 @@ class SizeBenchmark:
         rows.insert(0, {**fastest, "method": "dense", "path": best.removeprefix("dense-")})
         if self._certified:
             rows += self._certificate_rows(base)
+        if self.plan.limits is not None:
+            rows += self._kernel_rows(self.plan.limits)
         return rows
 
     @property
@@ -406,6 +424,25 @@ class SizeBenchmark:
             "peak_mebibytes": (peak + 3 * tensor_bytes) / 2**20,
             "extra_memory_percent": 100 * extra / (2 * tensor_bytes),
         }
+
+    def _kernel_rows(self, limits: Limits) -> list[Row]:
+        """Time each kernel of tiled attention and of mean tiles against its limit."""
+        plan, grid, prefix = self.plan, self.inputs.grid, self.inputs.prefix
+        setting = TileSetting("tiles", KERNEL_SHARE)
+        name = f"mean-tiles:{KERNEL_SHARE:g}"
+        calls: dict[str, ScreenedCall] = {
+            f"tiled-{setting}": tiled_call(self.inputs, plan.backend, setting),
+            name: baselines.make(name, grid, prefix, plan.backend).attention,
+        }
+
+        def milliseconds(work: timing.Work) -> float:
+            return timing.time_call(work, plan.repeats, plan.device)[0]
+
+        rows: list[Row] = []
+        for method, call in calls.items():
+            work = _bind(call, self.first_block)
+            rows += kernel_rows(work, limits, milliseconds, self._frame(method))
+        return rows
 
     def _certificate_rows(self, base: Times) -> list[Row]:
         """Time what the certificate and the audit add, without a graph: both wait for the device."""

@@ -31,6 +31,17 @@ COLUMNS: dict[str, tuple[Column, ...]] = {
         Column("speedup", "speed", 2),
         Column("extra_memory_percent", "extra memory, % of K and V", 1),
     ),
+    "kernel": (
+        Column("n", "N", 0),
+        Column("method", "method", code=True),
+        Column("kernel", "kernel", code=True),
+        Column("launches", "launches", 0),
+        Column("milliseconds", "ms", 4),
+        Column("bytes", "bytes", 0),
+        Column("flops", "flops", 0),
+        Column("limit_milliseconds", "limit, ms", 4),
+        Column("limit_percent", "limit, % of the time", 1),
+    ),
     "model": (
         Column("img_size", "pixels", 0),
         Column("n", "N", 0),

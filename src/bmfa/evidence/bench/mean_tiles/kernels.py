@@ -73,7 +73,7 @@ def mean_squared_distance(mean_square, means):
 
 
 @triton.jit
-def pool_kernel(
+def mean_pool_kernel(
     q, k, v, k_mean, v_mean, q_mean, k_spread, q_spread, counts, kv_cov_parts,
     prefix_m, prefix_l, prefix_acc,
     stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_kt, stride_vb, stride_vh, stride_vt,
@@ -243,7 +243,7 @@ def reduce_parts(
 
 
 @triton.jit
-def score_kernel(
+def mean_score_kernel(
     k, k_mean, q_mean, counts, lse, gap,
     kv_cov_parts, kv_cov, prefix_m, prefix_l, prefix_acc, o,
     stride_kb, stride_kh, stride_kt, stride_ob, stride_oh, stride_ot,
@@ -340,7 +340,7 @@ def find_threshold(bits, budget):
 
 
 @triton.jit
-def select_kernel(
+def mean_select_kernel(
     k, q_mean, k_spread, q_spread, counts, lse, gap, expanded_count, lse_max, coarse_mass,
     coarse_bits,
     stride_kb, stride_kh, stride_kt, H, prefix, num_tiles, first_group, num_rows, num_groups,
@@ -402,7 +402,7 @@ def select_kernel(
 
 
 @triton.jit
-def residual_kernel(
+def mean_residual_kernel(
     k, v, v_mean, q_mean, coarse_bits, lse_max, residual_parts,
     stride_kb, stride_kh, stride_kt, stride_vb, stride_vh, stride_vt,
     H, prefix, height, width, tiles_across, num_tiles, first_group, num_rows, num_groups,
@@ -469,7 +469,7 @@ def residual_kernel(
 
 
 @triton.jit
-def attention_kernel(
+def mean_attention_kernel(
     q, k, v, k_mean, v_mean, q_mean, counts, lse, gap, expanded_count, coarse_mass, kv_cov,
     residual_parts, o,
     stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_kt, stride_vb, stride_vh, stride_vt,

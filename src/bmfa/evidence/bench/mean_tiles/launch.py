@@ -13,11 +13,11 @@ from torch import Tensor
 
 from bmfa.attention.kernels.triton.launch import LaunchGrid, LaunchSequence, Workspace
 from bmfa.evidence.bench.mean_tiles.kernels import (
-    attention_kernel,
-    pool_kernel,
-    residual_kernel,
-    score_kernel,
-    select_kernel,
+    mean_attention_kernel,
+    mean_pool_kernel,
+    mean_residual_kernel,
+    mean_score_kernel,
+    mean_select_kernel,
 )
 from bmfa.evidence.bench.mean_tiles.tiling import GAP_CAP, Tiling
 from bmfa.grid import Grid
@@ -145,7 +145,7 @@ class _AttentionLaunch:
         }
         self.sequence = LaunchSequence(INPUTS, self._workspace())
         self._add(
-            pool_kernel, (self.parts, self.batch_heads, 1), TILES_PER_PROGRAM=self.work.pooled,
+            mean_pool_kernel, (self.parts, self.batch_heads, 1), TILES_PER_PROGRAM=self.work.pooled,
             num_warps=NUM_WARPS if key.dim <= WIDE_HEAD else 2 * NUM_WARPS,
         )  # fmt: skip
         for first_group in range(0, self.tiling.groups, self.work.rows):
@@ -194,20 +194,20 @@ class _AttentionLaunch:
         strips = -(-self.key.dim // STRIP) if first_group == 0 else 0
         which = {"first_group": first_group, "num_rows": rows}
         self._add(
-            score_kernel, (tile_programs + strips, blocks, self.batch_heads), **which,
+            mean_score_kernel, (tile_programs + strips, blocks, self.batch_heads), **which,
             BLOCK_T=BLOCK_T, TILES_PER_PROGRAM=work.scored, tile_programs=tile_programs,
             parts=self.parts, BLOCK_PARTS=_power_of_2(self.parts),
         )  # fmt: skip
         self._add(
-            select_kernel, (rows, self.batch_heads, 1), **which,
+            mean_select_kernel, (rows, self.batch_heads, 1), **which,
             BLOCK_T=max(32, _power_of_2(tiles)), num_warps=1 if tiles <= LONG_ROW else NUM_WARPS,
         )  # fmt: skip
         self._add(
-            residual_kernel, (self.splits, blocks, self.batch_heads), **which, BLOCK_T=BLOCK_T,
+            mean_residual_kernel, (self.splits, blocks, self.batch_heads), **which, BLOCK_T=BLOCK_T,
             tiles_per_split=work.tiles_per_split, TILES_PER_STEP=min(BLOCK_T, work.tiles_per_split),
         )  # fmt: skip
         self._add(
-            attention_kernel, (min(rows * group, tiles - first_group * group), self.batch_heads, 1),
+            mean_attention_kernel, (min(rows * group, tiles - first_group * group), self.batch_heads, 1),
             **which, splits=self.splits, BLOCK_SPLITS=_power_of_2(self.splits),
             num_stages=NUM_STAGES - 1 if work.few else NUM_STAGES,
         )  # fmt: skip
