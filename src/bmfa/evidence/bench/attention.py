@@ -40,6 +40,7 @@ CERTIFIED_TOKENS = {"cuda": 65_536, "cpu": 4_096}
 CERTIFIED_SETTING, AUDITED_SHARE = "tiles:0.03", 0.05
 # Share of the tiles that is expanded where kernels are timed one by one.
 KERNEL_SHARE = 0.06
+INTERRUPTED = "interrupted by the keyboard or SIGINT; later sizes are absent, too"
 TIMING = {
     "cuda": "median; calls in a CUDA graph (milliseconds), and one by one (milliseconds_eager); dense "
     "paths are chosen before the clock starts, speedup_eager is against the fastest one by one",
@@ -88,7 +89,8 @@ def run(
 ) -> Record:
     """Time tiled attention, dense attention, baselines and peers on the q, k, v of a model.
 
-    Everything that is timed is first compared with float64 attention on small grids.
+    Everything that is timed is first compared with float64 attention on small grids. An interrupted
+    run returns the sizes that are complete.
 
     Args:
         source: Model and pictures.
@@ -149,12 +151,18 @@ def run(
     verified: set[int] = set()  # head dimensions
     with torch.inference_mode():
         for index, size in enumerate(pixels):
-            own = SizeBenchmark(source.record(size, chosen), plan, notes).rows(verified)
+            try:
+                own = SizeBenchmark(source.record(size, chosen), plan, notes).rows(verified)
+                if head_dim is not None:
+                    inputs = source.with_head_dim(head_dim).record(size, chosen)
+                    benchmark = SizeBenchmark(inputs, _plan_of_other_heads(plan), notes)
+                    own = [*own, *_with_own_errors(benchmark.rows(verified), own)]
+            except KeyboardInterrupt:
+                if not rows:
+                    raise
+                notes[f"{size} pixels"] = INTERRUPTED
+                break
             rows += own
-            if head_dim is not None:
-                inputs = source.with_head_dim(head_dim).record(size, chosen)
-                benchmark = SizeBenchmark(inputs, _plan_of_other_heads(plan), notes)
-                rows += _with_own_errors(benchmark.rows(verified), own)
             if progress is not None:
                 progress(index + 1, len(pixels))
     if source.model == RANDOM:

@@ -31,6 +31,7 @@ from bmfa.records import Record, Row, environment
 SIZES = {"cuda": (1024, 2048, 4096), "cpu": (512,)}
 DEFAULT_METHODS = ("error:0.03", "error:0.1", "leaves:0.1")
 DENSE_PATHS = ("cudnn", "flash")  # on CUDA, where torch has a choice
+INTERRUPTED = "interrupted by the keyboard or SIGINT; later sizes are absent, too"
 TIMING = (
     "median of forward passes that take turns, all in CUDA graphs (milliseconds) where all can be "
     "captured, and call by call (milliseconds_eager); mean over pictures"
@@ -116,7 +117,8 @@ def is_baseline(name: str) -> bool:
 def run(settings: Settings, sizes: Sequence[int] = (), progress: Progress | None = None) -> Record:
     """Time a model at several sizes of pictures, dense and screened.
 
-    The kernels are first compared with float64 attention on small grids.
+    The kernels are first compared with float64 attention on small grids. An interrupted run returns the
+    sizes that are complete.
 
     Args:
         settings: The model and how it is timed.
@@ -133,13 +135,19 @@ def run(settings: Settings, sizes: Sequence[int] = (), progress: Progress | None
     rows: list[Row] = []
     kind = torch.device(settings.device).type
     chosen = list(sizes) or list(SIZES.get(kind, SIZES["cpu"]))
-    weights, names = "", list[str]()
+    weights, names, absent = "", list[str](), dict[str, str]()
     with torch.inference_mode():
         for index, size in enumerate(chosen):
-            benchmark = _SizeBenchmark(settings, check_integer("img_size", size, low=16))
-            weights, names = benchmark.weights, benchmark.names
-            rows += benchmark.rows()
-            del benchmark  # frees its models before the next ones are made
+            try:
+                benchmark = _SizeBenchmark(settings, check_integer("img_size", size, low=16))
+                weights, names = benchmark.weights, benchmark.names
+                rows += benchmark.rows()
+                del benchmark  # frees its models before the next ones are made
+            except KeyboardInterrupt:
+                if not rows:
+                    raise
+                absent[f"{size} pixels"] = INTERRUPTED
+                break
             if progress is not None:
                 progress(index + 1, len(chosen))
     recorded = {
@@ -155,6 +163,7 @@ def run(settings: Settings, sizes: Sequence[int] = (), progress: Progress | None
         "batch_size": settings.batch_size,
         "timing": TIMING,
         "error": ERROR,
+        **({"absent": absent} if absent else {}),
     }
     return Record("bench", recorded, rows, environment(settings.device))
 
