@@ -47,7 +47,8 @@ Leaves = Annotated[
     list[float] | None, opt.option("--leaves X...", "Budgets: leaves as fractions of the tokens.")
 ]
 Error = Annotated[
-    list[float] | None, opt.option("--error X...", "Targets for the error E: 0.1 0.2.")
+    list[float] | None,
+    opt.option("--error X...", "Targets for the relative L2 error of the output: 0.03 0.1."),
 ]
 Dtype = Annotated[
     str | None,
