@@ -15,7 +15,12 @@ from bmfa.attention.result import Screened
 from bmfa.checks import check_integer
 from bmfa.evidence.bench import baselines, dense, peers, summary
 from bmfa.evidence.bench.baselines import DEFAULT_BASELINES
-from bmfa.evidence.bench.errors import ExactOutputs, mean_and_worst, measure_errors
+from bmfa.evidence.bench.errors import (
+    ErrorEstimates,
+    ExactOutputs,
+    mean_and_worst,
+    measure_errors,
+)
 from bmfa.evidence.bench.graphs import run_as_timed
 from bmfa.evidence.bench.inputs import QKV, RANDOM, InputSource, RecordedInputs
 from bmfa.evidence.bench.roofline import Limits, kernel_rows
@@ -383,6 +388,9 @@ class SizeBenchmark:
             "error_l2_percent": errors.mean,
             "worst_block_error_percent": errors.worst_block,
             "error_p95_query_percent": errors.p95_query,
+            "smallest_call_error_percent": errors.smallest_call,
+            "largest_call_error_percent": errors.largest_call,
+            **_estimate_columns(errors.estimates),
             "e_mean": e_mean,
             "worst_block_e_mean": e_worst,
             "error_queries": len(self.exact.queries),
@@ -496,6 +504,17 @@ def _mean(times: Sequence[Times]) -> Times:
     eager = [time[1] for time in times if time[1] is not None]
     first = sum(time[0] for time in times) / len(times)
     return first, sum(eager) / len(eager) if eager else None
+
+
+def _estimate_columns(estimates: ErrorEstimates | None) -> Row:
+    if estimates is None:
+        return {}
+    return {
+        "estimated_error_percent": estimates.estimate,
+        "estimated_p95_percent": estimates.p95,
+        "estimate_uncertainty_percent": estimates.uncertainty,
+        "target_met_percent": estimates.met,
+    }
 
 
 def _percent(share: float | None) -> float | None:
