@@ -1,7 +1,8 @@
 """Run other code in place of a method of one module, usually its forward, and undo it.
 
 The class of the instance is replaced by a subclass with another method. The subclass reads its weights
-through `self`, so copies, pickles and the replicas of `nn.DataParallel` compute with their own.
+through `self`, so copies, pickles and the replicas of `nn.DataParallel` compute with their own. An
+override that is not active is stored in the module, which keeps its class: its calls cost nothing.
 """
 
 from collections.abc import Callable
@@ -28,24 +29,58 @@ class Override(Protocol):
 class _Installed:
     override: Override
     method: str
-    instance_method: Callable[..., Any] | None  # set on the instance by a wrapper, before
+    active: bool = False
+    instance_method: Callable[..., Any] | None = None  # set on the instance by a wrapper, before
     running: ForwardState[bool] = field(default_factory=ForwardState)  # True in instance_method
 
 
-def override_method(module: nn.Module, override: Override, method: str = "forward") -> None:
-    """Run `override` in place of a method of the module until `restore_method`."""
+def override_method(
+    module: nn.Module, override: Override, method: str = "forward", *, active: bool = True
+) -> None:
+    """Run `override` in place of a method of the module until `restore_method`.
+
+    Args:
+        module: The module.
+        override: What runs in place of the method.
+        method: Name of the method.
+        active: If False, the module runs its own method until `activate_override`.
+    """
+    module.__dict__[_ATTRIBUTE] = _Installed(override, method)
+    if active:
+        activate_override(module)
+
+
+def activate_override(module: nn.Module) -> None:
+    """Run the override of a module from now on.
+
+    Other threads may be calling the module: at every step it runs either the override or its own method.
+    """
+    installed: _Installed = module.__dict__[_ATTRIBUTE]
+    if installed.active:
+        return
     kind: Any = type(module)
-    instance_method = module.__dict__.pop(method, None)
-    module.__dict__[_ATTRIBUTE] = _Installed(override, method, instance_method)
-    module.__class__ = _subclass(kind, method)
+    installed.active = True
+    installed.instance_method = module.__dict__.get(installed.method)
+    module.__class__ = _subclass(kind, installed.method)
+    module.__dict__.pop(installed.method, None)
+
+
+def deactivate_override(module: nn.Module) -> None:
+    """Undo `activate_override`; a method that was set on the instance since then stays."""
+    installed: _Installed = module.__dict__[_ATTRIBUTE]
+    if not installed.active:
+        return
+    installed.active = False
+    if installed.instance_method is not None:
+        module.__dict__.setdefault(installed.method, installed.instance_method)
+        installed.instance_method = None
+    module.__class__ = type(module).__mro__[1]
 
 
 def restore_method(module: nn.Module) -> None:
     """Undo `override_method`; a method that was set on the instance since then stays."""
-    installed: _Installed = module.__dict__.pop(_ATTRIBUTE)
-    module.__class__ = type(module).__mro__[1]
-    if installed.instance_method is not None:
-        module.__dict__.setdefault(installed.method, installed.instance_method)
+    deactivate_override(module)
+    del module.__dict__[_ATTRIBUTE]
 
 
 def override_of(module: nn.Module) -> Override | None:
@@ -69,7 +104,9 @@ def _subclass(kind: Any, method: str) -> type[nn.Module]:
 
     def run(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         installed = self.__dict__.get(_ATTRIBUTE)
-        if installed is None:  # a wrapper kept this method beyond `restore_method`
+        if (
+            installed is None or not installed.active
+        ):  # a wrapper or a running call kept this method
             return original(self, *args, **kwargs)
         if installed.instance_method is None:
             return installed.override.run(self, partial(original, self), *args, **kwargs)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from bmfa.grid import Grid
+from bmfa.models.dense_decision import DenseDecision
 from bmfa.models.forward_state import ForwardState, is_recomputing
 
 # Token counts whose grid is remembered for recomputation inside a block; later ones are refused there.
@@ -30,10 +31,12 @@ class TokenGrid:
     handle: Any = None
     # By token count: the grid of all passes so far, or None if several grids have that many tokens.
     unique: dict[int, Grid | None] = field(default_factory=dict)
+    uses_tiles: bool = False  # True if the layers of the model stay active
+    observers: int = 0  # number of `with observe(model)` blocks that are open
 
-    def watch(self, projection: nn.Module) -> None:
-        """Read the grid from every output of the projection."""
-        self.handle = projection.register_forward_hook(self)
+    def watch(self, projection: nn.Module, hook: Callable[..., None] | None = None) -> None:
+        """Read the grid from every output of the projection; `hook` may come before it."""
+        self.handle = projection.register_forward_hook(self if hook is None else hook)
 
     def remove(self) -> None:
         """Undo `watch`."""
@@ -110,9 +113,13 @@ class BlockGrid:
 
     layer: int
     token_grid: TokenGrid
+    # Of all screened layers of the model; empty if some of them never run dense.
+    decisions: tuple[DenseDecision, ...] = ()
 
     def run(self, module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Compute the output of the block."""
+        if args and self._is_dense(args[0]):
+            return forward(*args, **kwargs)
         grid = self.token_grid.of_block(self.layer, args[0]) if args else None
         if grid is None:
             return forward(*args, **kwargs)
@@ -121,3 +128,12 @@ class BlockGrid:
         output = passes.run_with(grid, partial(forward, *args, **kwargs))
         passes.attach(output[0] if isinstance(output, tuple) else output, grid)
         return output
+
+    def _is_dense(self, tokens: Tensor) -> bool:
+        """Return True if no layer needs a grid in the forward pass of these tokens."""
+        if not self.decisions or torch.compiler.is_compiling() or self.token_grid.observers:
+            return False
+        for decision in self.decisions:  # noqa: SIM110  A generator costs a call for each element.
+            if not decision.is_dense(tokens):
+                return False
+        return True

@@ -48,24 +48,22 @@ _DEFAULTS = {"attn_mask": None, "is_causal": False}
 class TimmAttention(AttentionReplacement):
     """Runs the module's own forward with `scaled_dot_product_attention` replaced."""
 
-    def install(self, module: nn.Module) -> None:
-        """Override the forward of the instance."""
-        super().install(module)
+    def _replace(self, module: nn.Module) -> None:
         if hasattr(module, "fused_attn"):
             # The unfused path computes the softmax itself instead of calling the replaced function.
             self.saved["fused_attn"] = module.fused_attn
             module.__dict__["fused_attn"] = True
         override_method(module, self)
 
-    def restore(self, module: nn.Module) -> None:
-        """Undo `install`."""
-        super().restore(module)
+    def _undo(self, module: nn.Module) -> None:
         for name, value in self.saved.items():
             setattr(module, name, value)
         restore_method(module)
 
     def run(self, module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Compute the output of the attention module."""
+        if args and self.function.uses_host(args[0]):
+            return forward(*args, **kwargs)
         if len(args) == 1 and _is_projections_only(module, kwargs):
             return _attention_forward(module, args[0], self.function)
         with _ReplaceSDPA(self.function):
