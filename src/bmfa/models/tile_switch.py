@@ -49,7 +49,7 @@ class TileSwitch:
                 if not self.token_grid.observers:
                     self.token_grid.passes.forget()
                     return
-            else:
+            elif not self.token_grid.uses_tiles:
                 self.activate()
         self.token_grid(module, inputs, output)
 
@@ -58,8 +58,8 @@ class TileSwitch:
     def activate(self) -> None:
         """Make the overrides active for good."""
         with _LOCK:
-            self.token_grid.uses_tiles = True
-            activate_layers(self.modules)
+            _activate(self.modules)
+            self.token_grid.uses_tiles = True  # now: a pass in another thread may start with tiles
 
     def _decide(self, key: tuple[Any, ...], output: Tensor) -> bool:
         if torch._C._get_tracing_state() is not None:
@@ -94,21 +94,36 @@ class TileSwitch:
         )
 
 
-def activate_layers(modules: Iterable[nn.Module]) -> None:
-    """Make the overrides and replacements of modules active."""
+def begin_observing(model: nn.Module, token_grids: Iterable[TokenGrid]) -> None:
+    """Make the overrides of a model active until `end_observing`."""
     with _LOCK:
-        for module in modules:
-            if (replacement := replacement_of(module)) is not None:
-                replacement.activate(module)
-            if override_of(module) is not None:
-                activate_override(module)
+        for token_grid in token_grids:
+            token_grid.observers += 1
+        _activate(model.modules())
 
 
-def deactivate_layers(modules: Iterable[nn.Module]) -> None:
-    """Undo `activate_layers`."""
+def end_observing(model: nn.Module, token_grids: Iterable[TokenGrid]) -> None:
+    """Undo `begin_observing`, unless the model uses tiles or something else observes it."""
     with _LOCK:
-        for module in modules:
-            if (replacement := replacement_of(module)) is not None:
-                replacement.deactivate(module)
-            if override_of(module) is not None:
-                deactivate_override(module)
+        in_use = False
+        for token_grid in token_grids:
+            token_grid.observers -= 1
+            in_use = in_use or token_grid.uses_tiles or token_grid.observers > 0
+        if not in_use:
+            _deactivate(model.modules())
+
+
+def _activate(modules: Iterable[nn.Module]) -> None:
+    for module in modules:
+        if (replacement := replacement_of(module)) is not None:
+            replacement.activate(module)
+        if override_of(module) is not None:
+            activate_override(module)
+
+
+def _deactivate(modules: Iterable[nn.Module]) -> None:
+    for module in modules:
+        if (replacement := replacement_of(module)) is not None:
+            replacement.deactivate(module)
+        if override_of(module) is not None:
+            deactivate_override(module)
