@@ -326,8 +326,15 @@ def test_a_copied_attention_does_not_copy_the_model() -> None:
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-@pytest.mark.parametrize("name", HOSTS)
-@pytest.mark.parametrize("first", [SMALL, LARGE])
+@pytest.mark.parametrize(
+    ("name", "first"),
+    [
+        ("vit", SMALL),
+        ("vit", LARGE),
+        ("hf-dinov2", SMALL),
+        pytest.param("hf-dinov2", LARGE, marks=pytest.mark.slow),
+    ],
+)
 @torch.no_grad()
 def test_compiled_models_switch_between_sizes(name: str, first: int) -> None:
     model = make_model(name)
