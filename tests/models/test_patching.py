@@ -168,13 +168,14 @@ def test_options_are_checked_before_anything_is_changed() -> None:
 
 
 def test_unsupported_calls_of_a_screened_layer_are_refused() -> None:
-    model = patch(timm_model("vit_tiny_patch16_224", **VIT, attn_drop_rate=0.1), layers="all")
+    model = timm_model("vit_tiny_patch16_224", **VIT, attn_drop_rate=0.1)
+    patch(model, form="tiled", layers="all")
     with pytest.raises(ValueError, match=r"dropout of 0.1.*model.eval"):
         model.train()(pictures())
     run(model.eval(), pictures())
     with pytest.raises(ValueError, match="drops or merges tokens"):
         model.blocks(torch.randn(2, 30, 24))
-    patch(model, layers="all")
+    patch(model, form="tiled", layers="all")
     with pytest.raises(RuntimeError, match="call the model itself"):
         model.blocks(torch.randn(2, 65, 24))
 

@@ -10,7 +10,7 @@ runs dense attention if they are too many in every head (`AttentionOptions.exact
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ from torch import Tensor
 from bmfa.attention.dense import attention_operations
 from bmfa.attention.inputs import AttentionInputs, Backend
 from bmfa.attention.tiling import DEFAULT_ERROR, Budget, Tiling
+from bmfa.grid import Grid
 from bmfa.trees.rules import Rule
 
 # The constants below are read off the records of `bmfa bench attention` on the q, k, v of DeiT-Tiny:
@@ -152,6 +153,43 @@ def dense_faster_reason(
     if torch.compiler.is_compiling():  # the share may be a symbol, which has no format ".0%"
         return "tiles save less than they cost"
     return f"{budget} would expand {share:.0%} of the tiles, which saves less than tiles cost"
+
+
+def may_run_dense(options: dict[str, Any]) -> bool:
+    """True if a call with these arguments of `screened_attention` takes dense attention where faster."""
+    forced = ("rule", "form", "certificate", "fallback")
+    return options.get("backend", "auto") == "auto" and not any(
+        options.get(name) not in (None, False) for name in forced
+    )
+
+
+def dense_reason(
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    device: str,
+    grid: Grid,
+    options: dict[str, Any],
+    *,
+    in_graph: bool,
+) -> str | None:
+    """Return why a call runs dense whatever its values are, or None if that is not certain.
+
+    It reads no tensor, so a model can decide before it computes q, k and v.
+
+    Args:
+        shape: (B, H, prefix + N, d), the shape of the queries.
+        dtype: Dtype of the queries.
+        device: Type of the device, e.g. "cuda".
+        grid: Grid of the spatial tokens.
+        options: Arguments of `screened_attention`.
+        in_graph: True if the launches are recorded in a graph, where host time does not count.
+    """
+    if not may_run_dense(options):
+        return None
+    tiling = Tiling(grid)
+    budget = Budget.of(tiling, options.get("error"), options.get("leaves"))
+    reason = dense_faster_reason(shape, device, tiling, budget, in_graph=in_graph)
+    return None if reason is None else f"auto: {reason}"
 
 
 def expected_share(budget: Budget, tiles: int) -> float:

@@ -3,25 +3,30 @@
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from bmfa.cli import options as opt
 from bmfa.cli.output import Output, table_of
 from bmfa.packages import require_packages
 from bmfa.records import Record
 
+if TYPE_CHECKING:
+    from rich.table import Table
+
 TREE_COLUMNS = (
     "what n dtype method threads milliseconds microseconds_per_grid speedup multiple_of_softmax "
     "leaf_percent"
 )
 ATTENTION_COLUMNS = (
-    "n heads dim dtype batch method density_percent e_mean error_l2_percent error_p95_query_percent "
-    "milliseconds milliseconds_eager speedup speedup_eager added_milliseconds own_error_percent "
-    "peak_mebibytes extra_memory_percent ran"
+    "n heads dim dtype batch method density_percent e_mean error_l2_percent estimated_error_percent "
+    "target_met_percent error_p95_query_percent milliseconds milliseconds_eager speedup speedup_eager "
+    "added_milliseconds own_error_percent peak_mebibytes extra_memory_percent ran kernel "
+    "launches bytes flops limit_milliseconds limit_percent"
 )
+AT_SPEED_COLUMNS = "n speedup tiles_error_percent mean_tiles_error_percent"
 MODEL_COLUMNS = (
     "img_size n heads dim dtype batch method tiled_layers layers density_percent error_l2_percent "
-    "milliseconds milliseconds_eager speedup speedup_eager peak_mebibytes"
+    "mask_iou milliseconds milliseconds_eager speedup speedup_eager peak_mebibytes ran"
 )
 
 BenchModel = Annotated[
@@ -42,7 +47,8 @@ Leaves = Annotated[
     list[float] | None, opt.option("--leaves X...", "Budgets: leaves as fractions of the tokens.")
 ]
 Error = Annotated[
-    list[float] | None, opt.option("--error X...", "Targets for the error E: 0.1 0.2.")
+    list[float] | None,
+    opt.option("--error X...", "Targets for the relative L2 error of the output: 0.03 0.1."),
 ]
 Dtype = Annotated[
     str | None,
@@ -144,6 +150,28 @@ def attention(
             "except flex.",
         ),
     ] = None,
+    baseline: Annotated[
+        list[str] | None,
+        opt.option(
+            "--baseline NAME:VALUE...",
+            "mean-tiles:SHARE, topk:SHARE or monarch:STEPS; a default list without this option.",
+        ),
+    ] = None,
+    no_baselines: Annotated[
+        bool, opt.option("--no-baselines", "Time no baseline but the dense paths and the peers.")
+    ] = False,
+    at_speed: Annotated[
+        list[str] | None,
+        opt.option(
+            "--at-speed N:SPEED...",
+            "Also show the error at a speed, interpolated, as in 4096:2.0 16384:4.5; "
+            "works with --records.",
+        ),
+    ] = None,
+    kernels: Annotated[
+        bool,
+        opt.option("--kernels", "Also time each Triton kernel against its limit (on a GPU)."),
+    ] = False,
     no_certificate: Annotated[
         bool, opt.option("--no-certificate", "Do not time the certificate and the audit.")
     ] = False,
@@ -156,7 +184,8 @@ def attention(
     from bmfa.evidence.bench import summary
     from bmfa.evidence.bench.inputs import InputSource
 
-    results = _Results(Output(json, quiet), ATTENTION_COLUMNS, markdown, figures)
+    targets = [_speed_target(text) for text in at_speed or ()]
+    results = _Results(Output(json, quiet), ATTENTION_COLUMNS, markdown, figures, targets)
     if records:
         return results.show_files(records)
     require_packages(("PIL",), "data")
@@ -180,7 +209,9 @@ def attention(
         backend=backend,
         repeats=_default_repeats(device) if repeats is None else repeats,
         peer=peer or (),
+        baseline=() if no_baselines else baseline or None,
         certificate=not no_certificate,
+        kernels=kernels,
         progress=results.output.progress("sizes"),
     )
     results.finish(record, [] if markdown else summary.lines(dict(record.settings)))
@@ -216,6 +247,24 @@ def model(
         opt.option("--form", "Use tiles even where dense attention is faster."),
     ] = None,
     batch_size: opt.BatchSize = 1,
+    pictures: Annotated[
+        int | None,
+        opt.option("--pictures N", "Pictures to average over; those of one batch by default."),
+    ] = None,
+    decoder: Annotated[
+        str | None,
+        opt.option(
+            "--decoder FILE",
+            "Weights of the saliency decoder of the model; adds the agreement of the masks.",
+        ),
+    ] = None,
+    baseline: Annotated[
+        list[str] | None,
+        opt.option(
+            "--baseline NAME:VALUE...",
+            "mean-tiles:SHARE, topk:SHARE or monarch:STEPS in all layers of a timm model.",
+        ),
+    ] = None,
 ) -> None:
     """A model at high resolution, screened and dense, end to end."""
     from bmfa.evidence.bench import model as experiment
@@ -229,12 +278,15 @@ def model(
         model=model,
         weights=weights,
         data_dir=data_dir,
-        methods=tuple(
-            _method_names(tiles=tiles, leaves=leaves, error=error) or experiment.DEFAULT_METHODS
+        decoder=decoder,
+        methods=(
+            *(_method_names(tiles=tiles, leaves=leaves, error=error) or experiment.DEFAULT_METHODS),
+            *(baseline or ()),
         ),
         layers=opt.parse_layers(layers),
         form=form,
         batch_size=batch_size,
+        pictures=pictures,
         dtype=dtype,
         device=device,
         repeats=_default_repeats(device) if repeats is None else repeats,
@@ -247,19 +299,26 @@ class _Results:
     """Shows the records of a benchmark: tables as text or Markdown, and figures."""
 
     def __init__(
-        self, output: Output, columns: str, markdown: bool, figure_folder: str | None
+        self,
+        output: Output,
+        columns: str,
+        markdown: bool,
+        figure_folder: str | None,
+        at_speed: Sequence[tuple[int, float]] = (),
     ) -> None:
         if figure_folder is not None:
             require_packages(("matplotlib",), "report")
         self.output, self.columns = output, columns
         self.markdown, self.figure_folder = markdown, figure_folder
+        self.at_speed = at_speed
 
     def show_files(self, paths: Sequence[str]) -> None:
         for path in paths:
             self.finish(Record.from_json(Path(path).read_text("utf-8"), path))
 
-    def finish(self, record: Record, notes: Sequence[str] = ()) -> None:
-        from bmfa.evidence.bench.chapter import markdown
+    def finish(self, record: Record, lines: Sequence[str] = ()) -> None:
+        from bmfa.evidence.bench import summary
+        from bmfa.evidence.bench.chapter import at_speed_table, markdown
         from bmfa.evidence.page import figures
 
         files: dict[str | Path, Callable[[], bytes]] = {}
@@ -269,12 +328,30 @@ class _Results:
                     path = Path(self.figure_folder) / f"{name}.png"
                     files[path] = partial(figures.ALL[name].png, record)
         table = markdown(record) if self.markdown else table_of(record.rows, self.columns)
+        notes: list[Table | str] = [*lines]
+        if self.at_speed:
+            errors = summary.errors_at_speeds(record.rows, self.at_speed)
+            heading = "\nError of tiles and of mean tiles at a speed, in percent:\n"
+            body = at_speed_table(errors) if self.markdown else table_of(errors, AT_SPEED_COLUMNS)
+            notes += [heading, body]
         self.output.finish(record, table, notes=notes, figures=files, announce=not self.markdown)
 
 
 def _method_names(**values: Sequence[float] | None) -> list[str]:
     """Return the names that rows carry: `tiles:0.1` for the value 0.1 of `--tiles`."""
     return [f"{kind}:{value:g}" for kind, given in values.items() for value in given or ()]
+
+
+def _speed_target(text: str) -> tuple[int, float]:
+    """Return the number of tokens and the speed of `4096:2.0`."""
+    tokens, _, speed = text.partition(":")
+    try:
+        target = int(tokens), float(speed)
+    except ValueError:
+        target = 0, 0.0
+    if min(target) <= 0:
+        raise ValueError(f"--at-speed is {text!r}; pass tokens and a speed such as 4096:2.0")
+    return target
 
 
 def _default_repeats(device: str) -> int:

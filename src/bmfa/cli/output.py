@@ -42,7 +42,7 @@ class Output:
         record: Record,
         table: "Table | str",
         *,
-        notes: Sequence[str] = (),
+        notes: "Sequence[Table | str]" = (),
         warnings: Sequence[str] = (),
         figures: Mapping[str | Path, Callable[[], bytes]] | None = None,
         announce: bool = True,
@@ -55,7 +55,7 @@ class Output:
         Args:
             record: written by `--json`.
             table: printed unless the record itself goes to standard output.
-            notes: lines printed below the table.
+            notes: lines and further tables, printed below the table.
             warnings: lines about missing data; they go to standard error if the record goes to
                 standard output.
             figures: functions that return the content of further files, by path.

@@ -53,6 +53,12 @@ class ForwardState(Generic[State]):
         elif not getattr(self._thread, "fixed", False):
             self._thread.state, self._thread.task = state, _graph_task_id()
 
+    def forget(self) -> None:
+        """Remove the state of this thread, unless `run_with` is active and holds it fixed."""
+        thread = self._thread.__dict__
+        if not thread.get("fixed", False):
+            thread.pop("state", None)
+
     def run_with(self, state: State, function: Callable[[], Output]) -> Output:
         """Call the function with this state as the current one, and restore the previous state."""
         if torch.compiler.is_compiling():
@@ -65,6 +71,11 @@ class ForwardState(Generic[State]):
             return function()
         finally:
             thread["state"], thread["task"], thread["fixed"] = before
+
+    @property
+    def in_use(self) -> bool:
+        """True while tokens with an attached state live."""
+        return bool(self._attached)
 
     def attach(self, tokens: Tensor, state: State) -> None:
         """Associate the state with the storage of the tokens until that is freed."""

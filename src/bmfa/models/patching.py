@@ -8,12 +8,15 @@ from typing import Any
 from torch import nn
 
 from bmfa.attention.api import check_choices
+from bmfa.attention.dispatch import may_run_dense
 from bmfa.attention.inputs import Backend, Form
 from bmfa.checks import check_integer, check_leaves, check_number
-from bmfa.models.hosts import find_host
-from bmfa.models.hosts.base import replacements_in
+from bmfa.models.dense_decision import DenseDecision
+from bmfa.models.hosts import Host, find_host
+from bmfa.models.hosts.base import attention_heads, replacements_in
 from bmfa.models.override import override_method, override_of, restore_method
 from bmfa.models.screened_layer import ScreenedLayer
+from bmfa.models.tile_switch import TileSwitch
 from bmfa.models.token_grid import BlockGrid, TokenGrid
 from bmfa.trees.rules import RandomQuadrants, Rule, as_rule
 
@@ -40,8 +43,9 @@ def patch(
     stay exact.
 
     With `rule`, every query and head has a tree of its own over the spatial keys. Without a rule, the
-    layers attend over tiles of keys, within the target `error` or the budget `leaves`, or run dense
-    where dense attention is faster: this form makes models at high resolution faster.
+    layers attend over tiles of keys, within the target `error` or the budget `leaves`: this form makes
+    models at high resolution faster. For images at which dense attention is faster, the model runs its
+    own forward, unless `form`, `fallback` or a `backend` is given.
 
     The model can run in several threads at once, under `torch.compile`, and with gradient
     checkpointing of whole blocks or of the whole model. A model that is already patched or reduced is
@@ -96,12 +100,18 @@ def patch(
     indices = layer_indices(layers, len(host.attentions))
     unpatch(model)
     token_grid = TokenGrid(host.prefix)
-    token_grid.watch(host.projection)
-    for index in indices:
-        layer = ScreenedLayer(index, token_grid, _options_of_layer(options, index))
-        host.replacement(layer).install(host.attentions[index])
+    screened = [
+        ScreenedLayer(index, token_grid, _options_of_layer(options, index)) for index in indices
+    ]
+    decisions = _add_decisions(host, screened)
+    token_grid.uses_tiles = token_grid.keeps_tiles = not decisions
+    for layer in screened:
+        host.replacement(layer).install(host.attentions[layer.layer], active=not decisions)
     for index, block in enumerate(host.blocks):
-        override_method(block, BlockGrid(index, token_grid))
+        override_method(block, BlockGrid(index, token_grid, decisions), active=not decisions)
+    modules = (*host.blocks, *(host.attentions[index] for index in indices))
+    hook = TileSwitch(token_grid, decisions, modules) if decisions else None
+    token_grid.watch(host.projection, hook)
     return model
 
 
@@ -195,6 +205,26 @@ def _check_options(
             f"max_depth is {max_depth}, which limits trees, and no rule is given; pass rule=, e.g. "
             "bmfa.rules.Optimal(error=0.05), or leave max_depth out"
         )
+
+
+def _add_decisions(host: Host, layers: list[ScreenedLayer]) -> tuple[DenseDecision, ...]:
+    """Give every layer that may run dense its decision, one for all layers with equal options.
+
+    Returns:
+        The decisions, or an empty tuple if a layer never runs dense.
+    """
+    decisions: list[DenseDecision] = []
+    projection: Any = host.projection
+    for layer in layers:
+        shape = attention_heads(host.attentions[layer.layer], int(projection.out_channels))
+        if shape is None or not may_run_dense(layer.options):
+            continue
+        made = DenseDecision(host.prefix, *shape, layer.options)
+        equal = (d for d in decisions if (d.heads, d.head_dim, d.options) == (*shape, made.options))
+        layer.decision = next(equal, made)
+        if layer.decision is made:
+            decisions.append(made)
+    return tuple(decisions) if all(layer.decision is not None for layer in layers) else ()
 
 
 def _options_of_layer(options: dict[str, Any], layer: int) -> dict[str, Any]:

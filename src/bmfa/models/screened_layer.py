@@ -5,12 +5,16 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
 
 from bmfa.attention.api import screened_attention
 from bmfa.attention.result import Screened
 from bmfa.grid import Grid
+from bmfa.models.dense_decision import DenseDecision
 from bmfa.models.hosts.base import AttentionFunction, replacements_in
+from bmfa.models.tile_switch import begin_observing, end_observing
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,6 +39,25 @@ class ScreenedLayer(AttentionFunction):
 
     options: dict[str, Any] = field(default_factory=dict)  # arguments of screened_attention
     observer: Observer | None = None
+    decision: DenseDecision | None = None  # None if the layer never runs dense
+
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kw: Any) -> Tensor:
+        if self.uses_host(query):
+            return scaled_dot_product_attention(query, key, value, *args, **kw)
+        return super().__call__(query, key, value, *args, **kw)
+
+    def uses_host(self, x: Tensor) -> bool:
+        """True if the layer runs dense for x and nothing observes it."""
+        if self.decision is None:
+            return False
+        if torch.compiler.is_compiling():  # caches would be guards of the graph
+            grid = self.token_grid.of_attention(x.shape[-2])
+            reason = self.decision.reason(x.shape[0], grid, x.dtype, x.device, in_graph=x.is_cuda)
+            return reason is not None and self.observer is None
+        if not self.decision.is_dense(x):
+            return False
+        # A forward pass that began before `observe` has no grid, so it is not observed.
+        return self.observer is None or self.token_grid.passes.current is None
 
     def compute(
         self, q: Tensor, k: Tensor, v: Tensor, scale: float, valid: Tensor | None
@@ -65,10 +88,15 @@ def observe(model: nn.Module, observer: Observer) -> Iterator[None]:
     """
     layers = screened_layers(model)
     before = [layer.observer for layer in layers]
+    token_grids = list({id(layer.token_grid): layer.token_grid for layer in layers}.values())
     for layer in layers:
         layer.observer = observer
+    if layers:
+        begin_observing(model, token_grids)
     try:
         yield
     finally:
         for layer, previous in zip(layers, before, strict=True):
             layer.observer = previous
+        if layers:
+            end_observing(model, token_grids)

@@ -3,12 +3,14 @@
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
+from threading import get_ident
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from bmfa.grid import Grid
+from bmfa.models.dense_decision import DenseDecision
 from bmfa.models.forward_state import ForwardState, is_recomputing
 
 # Token counts whose grid is remembered for recomputation inside a block; later ones are refused there.
@@ -30,10 +32,18 @@ class TokenGrid:
     handle: Any = None
     # By token count: the grid of all passes so far, or None if several grids have that many tokens.
     unique: dict[int, Grid | None] = field(default_factory=dict)
+    uses_tiles: bool = (
+        False  # True if the layers of the model are active, for others than observers
+    )
+    keeps_tiles: bool = False  # True if they stay active: graphs or recomputed blocks rely on it
+    starting: set[int] = field(
+        default_factory=set
+    )  # threads before the first block of a tiled pass
+    observers: int = 0  # number of `with observe(model)` blocks that are open
 
-    def watch(self, projection: nn.Module) -> None:
-        """Read the grid from every output of the projection."""
-        self.handle = projection.register_forward_hook(self)
+    def watch(self, projection: nn.Module, hook: Callable[..., None] | None = None) -> None:
+        """Read the grid from every output of the projection; `hook` may come before it."""
+        self.handle = projection.register_forward_hook(self if hook is None else hook)
 
     def remove(self) -> None:
         """Undo `watch`."""
@@ -110,6 +120,8 @@ class BlockGrid:
 
     layer: int
     token_grid: TokenGrid
+    # Of all screened layers of the model; empty if some of them never run dense.
+    decisions: tuple[DenseDecision, ...] = ()
 
     def run(self, module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Compute the output of the block."""
@@ -118,6 +130,19 @@ class BlockGrid:
             return forward(*args, **kwargs)
         passes = self.token_grid.passes
         passes.attach(args[0], grid)
+        if not torch.compiler.is_compiling():
+            self.token_grid.starting.discard(get_ident())
+            if torch.is_grad_enabled():  # gradient checkpointing may recompute the block
+                self.token_grid.keeps_tiles = True
         output = passes.run_with(grid, partial(forward, *args, **kwargs))
         passes.attach(output[0] if isinstance(output, tuple) else output, grid)
         return output
+
+    def uses_host(self, x: Tensor) -> bool:
+        """True if no layer needs a grid in the forward pass of the tokens x."""
+        if not self.decisions or self.token_grid.observers or torch.compiler.is_compiling():
+            return False
+        for decision in self.decisions:  # noqa: SIM110  A generator costs a call for each element.
+            if not decision.is_dense(x):
+                return False
+        return True

@@ -13,10 +13,17 @@ from bmfa import timing
 from bmfa.attention.inputs import Backend
 from bmfa.attention.result import Screened
 from bmfa.checks import check_integer
-from bmfa.evidence.bench import dense, peers, summary
-from bmfa.evidence.bench.errors import ExactOutputs, mean_and_worst, measure_errors
+from bmfa.evidence.bench import baselines, dense, peers, summary
+from bmfa.evidence.bench.baselines import DEFAULT_BASELINES
+from bmfa.evidence.bench.errors import (
+    ErrorEstimates,
+    ExactOutputs,
+    mean_and_worst,
+    measure_errors,
+)
 from bmfa.evidence.bench.graphs import run_as_timed
 from bmfa.evidence.bench.inputs import QKV, RANDOM, InputSource, RecordedInputs
+from bmfa.evidence.bench.roofline import Limits, kernel_rows
 from bmfa.evidence.bench.settings import (
     DEFAULT_METHODS,
     DTYPES,
@@ -36,6 +43,9 @@ BATCH_TOKENS = 65_536
 # The certificate takes about as long as dense attention and is not timed beyond these sizes.
 CERTIFIED_TOKENS = {"cuda": 65_536, "cpu": 4_096}
 CERTIFIED_SETTING, AUDITED_SHARE = "tiles:0.03", 0.05
+# Share of the tiles that is expanded where kernels are timed one by one.
+KERNEL_SHARE = 0.06
+INTERRUPTED = "interrupted by the keyboard or SIGINT; later sizes are absent, too"
 TIMING = {
     "cuda": "median; calls in a CUDA graph (milliseconds), and one by one (milliseconds_eager); dense "
     "paths are chosen before the clock starts, speedup_eager is against the fastest one by one",
@@ -52,7 +62,7 @@ Value = TypeVar("Value")
 
 @dataclass(frozen=True)
 class Plan:
-    """The methods, peers and precision to time, and the number of timings."""
+    """The methods, peers, baselines and precision to time, and the number of timings."""
 
     methods: tuple[str, ...]
     backend: Backend
@@ -61,6 +71,8 @@ class Plan:
     repeats: int
     peers: tuple[str, ...] = ()
     certificate: bool = True
+    baselines: tuple[str, ...] = ()
+    limits: Limits | None = None  # of the device, if kernels are to be timed one by one
 
 
 def run(
@@ -75,12 +87,15 @@ def run(
     backend: Backend | None = None,
     repeats: int = 5,
     peer: Sequence[str] = (),
+    baseline: Sequence[str] | None = None,
     certificate: bool = True,
+    kernels: bool = False,
     progress: Progress | None = None,
 ) -> Record:
-    """Time tiled attention, dense attention and peers on the q, k, v of a model.
+    """Time tiled attention, dense attention, baselines and peers on the q, k, v of a model.
 
-    Everything that is timed is first compared with float64 attention on small grids.
+    Everything that is timed is first compared with float64 attention on small grids. An interrupted
+    run returns the sizes that are complete.
 
     Args:
         source: Model and pictures.
@@ -93,12 +108,14 @@ def run(
         backend: `"triton"` (default on CUDA) or `"eager"`.
         repeats: Timings of which the median counts.
         peer: Packages that must be timed; those installed are timed anyway.
+        baseline: Names such as `mean-tiles:0.06`, `topk:0.1` or `monarch:2`; None for a default list.
         certificate: True to time the certificate and the audit as well.
+        kernels: True to time each Triton kernel against its limit as well, on CUDA.
         progress: Called with the sizes done and their number.
 
     Returns:
         A record of rows for every number of tokens: the fastest dense path, all dense paths, tiled
-        attention, `auto`, and peers.
+        attention, `auto`, baselines and peers.
 
     Raises:
         ValueError: If an argument is out of range, a peer is missing, or the verification fails.
@@ -119,9 +136,19 @@ def run(
         repeats,
         tuple(present),
         certificate,
+        tuple(_for_device(DEFAULT_BASELINES, device) if baseline is None else baseline),
     )
+    if kernels and (device.type != "cuda" or plan.backend != "triton"):
+        raise ValueError(
+            f"kernels are timed on CUDA by the backend triton, not on {device.type} by "
+            f"{plan.backend}; omit --kernels"
+        )
+    for name in plan.baselines:
+        baselines.parse(name)
     if plan.dtype not in DTYPES:
         raise ValueError(f"dtype is {plan.dtype!r}; pass one of {', '.join(DTYPES)}")
+    if kernels:
+        plan = replace(plan, limits=Limits.measure(device, DTYPES[plan.dtype], repeats))
     pixels = _sizes_in_pixels(source, tokens, sizes)
     chosen = _check_blocks(source, blocks)
     notes: dict[str, str] = {}
@@ -129,12 +156,18 @@ def run(
     verified: set[int] = set()  # head dimensions
     with torch.inference_mode():
         for index, size in enumerate(pixels):
-            own = SizeBenchmark(source.record(size, chosen), plan, notes).rows(verified)
+            try:
+                own = SizeBenchmark(source.record(size, chosen), plan, notes).rows(verified)
+                if head_dim is not None:
+                    inputs = source.with_head_dim(head_dim).record(size, chosen)
+                    benchmark = SizeBenchmark(inputs, _plan_of_other_heads(plan), notes)
+                    own = [*own, *_with_own_errors(benchmark.rows(verified), own)]
+            except KeyboardInterrupt:
+                if not rows:
+                    raise
+                notes[f"{size} pixels"] = INTERRUPTED
+                break
             rows += own
-            if head_dim is not None:
-                inputs = source.with_head_dim(head_dim).record(size, chosen)
-                benchmark = SizeBenchmark(inputs, _plan_of_other_heads(plan), notes)
-                rows += _with_own_errors(benchmark.rows(verified), own)
             if progress is not None:
                 progress(index + 1, len(pixels))
     if source.model == RANDOM:
@@ -151,6 +184,7 @@ def run(
         "error": ERROR,
         "self_check": "passed: tiled attention and dense paths against float64 on small grids",
         "absent": {**absent, **notes},
+        **({} if plan.limits is None else {"limits": plan.limits.describe()}),
         **summary.summarize(rows),
     }
     return Record("bench", settings, rows, environment(source.device))
@@ -190,12 +224,14 @@ def _check_blocks(source: InputSource, blocks: Sequence[int] | None) -> tuple[in
 def _plan_of_other_heads(plan: Plan) -> Plan:
     """Time shares of tiles alone: random keys have hardly any structure for an error target."""
     shares = tuple(name for name in plan.methods if name.startswith("tiles:"))
-    return replace(plan, methods=shares, peers=(), certificate=False)
+    return replace(plan, methods=shares, peers=(), baselines=(), certificate=False, limits=None)
 
 
 def _with_own_errors(rows: Sequence[Row], own: Sequence[Row]) -> list[Row]:
     """Add the errors on the model's own heads to the rows of other heads."""
-    errors = {row["method"]: row.get("error_l2_percent") for row in own}
+    errors = {
+        row["method"]: row.get("error_l2_percent") for row in own if row["what"] == "attention"
+    }
     return [
         {**row, "keys": "random weights", "own_error_percent": errors.get(row["method"])}
         for row in rows
@@ -225,7 +261,7 @@ class SizeBenchmark:
         return next(iter(self.timed.values()))
 
     def rows(self, verified: set[int]) -> list[Row]:
-        """Return the rows of dense paths, tiled attention, `auto`, peers and the certificate.
+        """Return the rows of dense paths, tiled attention, `auto`, baselines, peers and the certificate.
 
         Args:
             verified: Head dimensions for which the backend was compared with float64 before.
@@ -239,19 +275,22 @@ class SizeBenchmark:
         calls: dict[str, ScreenedCall] = {f"dense-{name}": call for name, call in paths.items()}
         calls |= self._tiled_calls()
         calls["auto"] = auto_call(self.inputs)
-        densities: dict[str, float] = {}
-        calls |= self._peer_calls(densities)
+        described: dict[str, Row] = {}
+        calls |= self._baseline_calls(described)
+        calls |= self._peer_calls(described)
         times = self._time_all(calls)
         best = min((name for name in calls if name.startswith("dense-")), key=lambda n: times[n][0])
         base = times[best][0], fastest_eager_dense(times)
         rows = [
-            self._row(name, call, times[name], base, densities.get(name))
+            {**self._row(name, call, times[name], base), **described.get(name, {})}
             for name, call in calls.items()
         ]
         fastest = next(row for row in rows if row["method"] == best)
         rows.insert(0, {**fastest, "method": "dense", "path": best.removeprefix("dense-")})
         if self._certified:
             rows += self._certificate_rows(base)
+        if self.plan.limits is not None:
+            rows += self._kernel_rows(self.plan.limits)
         return rows
 
     @property
@@ -279,7 +318,21 @@ class SizeBenchmark:
             for setting in distinct.values()
         }
 
-    def _peer_calls(self, densities: dict[str, float]) -> dict[str, ScreenedCall]:
+    def _baseline_calls(self, described: dict[str, Row]) -> dict[str, ScreenedCall]:
+        """Return the baselines that run on this grid; the others are noted."""
+        found: dict[str, ScreenedCall] = {}
+        grid, prefix = self.inputs.grid, self.inputs.prefix
+        for name in self.plan.baselines:
+            try:
+                baseline = baselines.make(name, grid, prefix, self.plan.backend)
+            except ValueError as error:
+                self.notes[f"{name} at {grid.size}"] = str(error)
+                continue
+            found[name] = baseline.attention
+            described[name] = {"density_percent": _percent(baseline.density), "ran": baseline.ran}
+        return found
+
+    def _peer_calls(self, described: dict[str, Row]) -> dict[str, ScreenedCall]:
         """Return the peers that run on these inputs; the others are noted."""
         found: dict[str, ScreenedCall] = {}
         grid, prefix = self.inputs.grid, self.inputs.prefix
@@ -290,7 +343,7 @@ class SizeBenchmark:
                 words = [without_folders(word) for word in str(error).split()]
                 self.notes[f"{name} at {grid.size}"] = " ".join(words)[:200]
                 continue
-            found[name], densities[name] = call, density
+            found[name], described[name] = call, {"density_percent": 100 * density}
         return found
 
     def _time_all(self, calls: dict[str, ScreenedCall]) -> dict[str, Times]:
@@ -317,9 +370,7 @@ class SizeBenchmark:
         with dense.only(path):
             return timing.time_call(work, self.plan.repeats, self.plan.device)
 
-    def _row(
-        self, name: str, call: ScreenedCall, times: Times, base: Times, density: float | None
-    ) -> Row:
+    def _row(self, name: str, call: ScreenedCall, times: Times, base: Times) -> Row:
         device = self.plan.device
         errors = measure_errors(
             call,
@@ -328,18 +379,18 @@ class SizeBenchmark:
             self.batch,
             run=lambda work: run_as_timed(work, device).result,
         )
-        if errors.density is not None:
-            density = errors.density
-        percent = None if density is None else 100 * density
         e_mean = e_worst = None
         if self._certified and name.startswith("tiled-"):
             e_mean, e_worst = self._mean_certificate(name.removeprefix("tiled-"))
         return {
             **self._frame(name),
-            "density_percent": 100.0 if name.startswith("dense-") else percent,
+            "density_percent": 100.0 if name.startswith("dense-") else _percent(errors.density),
             "error_l2_percent": errors.mean,
             "worst_block_error_percent": errors.worst_block,
             "error_p95_query_percent": errors.p95_query,
+            "smallest_call_error_percent": errors.smallest_call,
+            "largest_call_error_percent": errors.largest_call,
+            **_estimate_columns(errors.estimates),
             "e_mean": e_mean,
             "worst_block_e_mean": e_worst,
             "error_queries": len(self.exact.queries),
@@ -390,6 +441,25 @@ class SizeBenchmark:
             "extra_memory_percent": 100 * extra / (2 * tensor_bytes),
         }
 
+    def _kernel_rows(self, limits: Limits) -> list[Row]:
+        """Time each kernel of tiled attention and of mean tiles against its limit."""
+        plan, grid, prefix = self.plan, self.inputs.grid, self.inputs.prefix
+        setting = TileSetting("tiles", KERNEL_SHARE)
+        name = f"mean-tiles:{KERNEL_SHARE:g}"
+        calls: dict[str, ScreenedCall] = {
+            f"tiled-{setting}": tiled_call(self.inputs, plan.backend, setting),
+            name: baselines.make(name, grid, prefix, plan.backend).attention,
+        }
+
+        def milliseconds(work: timing.Work) -> float:
+            return timing.time_call(work, plan.repeats, plan.device)[0]
+
+        rows: list[Row] = []
+        for method, call in calls.items():
+            work = _bind(call, self.first_block)
+            rows += kernel_rows(work, limits, milliseconds, self._frame(method))
+        return rows
+
     def _certificate_rows(self, base: Times) -> list[Row]:
         """Time what the certificate and the audit add, without a graph: both wait for the device."""
         options: dict[str, dict[str, Any]] = {
@@ -434,6 +504,21 @@ def _mean(times: Sequence[Times]) -> Times:
     eager = [time[1] for time in times if time[1] is not None]
     first = sum(time[0] for time in times) / len(times)
     return first, sum(eager) / len(eager) if eager else None
+
+
+def _estimate_columns(estimates: ErrorEstimates | None) -> Row:
+    if estimates is None:
+        return {}
+    return {
+        "estimated_error_percent": estimates.estimate,
+        "estimated_p95_percent": estimates.p95,
+        "estimate_uncertainty_percent": estimates.uncertainty,
+        "target_met_percent": estimates.met,
+    }
+
+
+def _percent(share: float | None) -> float | None:
+    return None if share is None else 100 * share
 
 
 def _ratio(base: float | None, time: float | None) -> float | None:

@@ -1,6 +1,6 @@
 """The chapter on speed, and its tables as Markdown."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from bmfa.evidence.bench import figures, summary
@@ -15,7 +15,7 @@ from bmfa.evidence.page.blocks import (
     paragraph,
 )
 from bmfa.evidence.page.record_set import RecordSet, get_number
-from bmfa.records import Record
+from bmfa.records import Record, Row
 
 # Columns by the value of `what` in the rows.
 COLUMNS: dict[str, tuple[Column, ...]] = {
@@ -31,17 +31,44 @@ COLUMNS: dict[str, tuple[Column, ...]] = {
         Column("speedup", "speed", 2),
         Column("extra_memory_percent", "extra memory, % of K and V", 1),
     ),
+    "kernel": (
+        Column("n", "N", 0),
+        Column("method", "method", code=True),
+        Column("kernel", "kernel", code=True),
+        Column("launches", "launches", 0),
+        Column("milliseconds", "ms", 4),
+        Column("bytes", "bytes", 0),
+        Column("flops", "flops", 0),
+        Column("limit_milliseconds", "limit, ms", 4),
+        Column("limit_percent", "limit, % of the time", 1),
+    ),
     "model": (
         Column("img_size", "pixels", 0),
         Column("n", "N", 0),
         Column("method", "method", code=True),
         Column("tiled_layers", "tiled layers", 0),
+        Column("density_percent", "tiles expanded, %", 1),
         Column("error_l2_percent", "error of the features, %", 2),
+        Column("mask_iou", "IoU of the masks", 3),
         Column("milliseconds", "ms", 2),
         Column("speedup", "speed", 2),
+        Column("speedup_eager", "speed, eager calls", 2),
         Column("peak_mebibytes", "peak MiB", 0),
     ),
 }
+
+
+AT_SPEED = (
+    Column("n", "N", 0),
+    Column("speedup", "speed", 1),
+    Column("tiles_error_percent", "tiles, %", 2),
+    Column("mean_tiles_error_percent", "mean tiles, %", 2),
+)
+
+
+def at_speed_table(rows: Sequence[Row]) -> str:
+    """Format the rows of `summary.errors_at_speeds` as a Markdown table."""
+    return _markdown_table(Table("Error at a speed", list(AT_SPEED), list(rows)))
 
 
 def markdown(record: Record) -> str:

@@ -3,6 +3,8 @@
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import gcd
+from statistics import fmean
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -47,8 +49,34 @@ class OutputErrors:
     mean: float  # over pictures and blocks
     worst_block: float
     p95_query: float
+    smallest_call: float  # over calls, each of a batch of pictures in one block
+    largest_call: float
     density: float | None
     form: str | None
+    estimates: "ErrorEstimates | None"
+
+
+@dataclass(frozen=True)
+class ErrorEstimates:
+    """What the calls say of their own errors: `stats.error`, means over calls."""
+
+    estimate: float  # in percent, as are the next two
+    p95: float
+    uncertainty: float
+    met: float | None  # share of the calls that met their target, in percent
+
+    @classmethod
+    def of(cls, reports: Sequence[Any]) -> "ErrorEstimates | None":
+        """Return the means of what calls report; None if they report nothing."""
+        if not reports:
+            return None
+        met = [report.met for report in reports if report.met is not None]
+        return cls(
+            100 * fmean(report.estimate for report in reports),
+            100 * fmean(report.p95 for report in reports),
+            100 * fmean(report.uncertainty for report in reports),
+            100 * fmean(met) if met else None,
+        )
 
 
 def measure_errors(
@@ -69,7 +97,9 @@ def measure_errors(
     """
     errors: dict[int, list[float]] = {block: [] for block in blocks}
     query_errors: list[Tensor] = []
+    call_errors: list[float] = []
     densities: list[float] = []
+    reports: list[Any] = []
     form = None
     for block, tokens in blocks.items():
         for start in range(0, len(tokens[0]), batch):
@@ -79,16 +109,28 @@ def measure_errors(
             if isinstance(result, Screened):
                 form = result.stats.form
                 densities += [] if result.stats.density is None else [result.stats.density]
+                report = getattr(result.stats, "error", None)
+                reports += [] if report is None or form == "dense" else [report]
             output = result.output if isinstance(result, Screened) else result
             expected = exact.outputs[block][pictures]
             difference = output[:, :, exact.queries].double() - expected
             relative = difference.flatten(1).norm(dim=1) / expected.flatten(1).norm(dim=1)
             errors[block] += relative.tolist()
+            call_errors.append(float(difference.norm() / expected.norm()))
             query_errors.append((difference.norm(dim=-1) / expected.norm(dim=-1)).flatten().cpu())
     mean, worst = mean_and_worst(errors.values())
     p95 = float(quantile(torch.cat(query_errors), 0.95))
     density = sum(densities) / len(densities) if densities else None
-    return OutputErrors(100 * mean, 100 * worst, 100 * p95, density, form)
+    return OutputErrors(
+        mean=100 * mean,
+        worst_block=100 * worst,
+        p95_query=100 * p95,
+        smallest_call=100 * min(call_errors),
+        largest_call=100 * max(call_errors),
+        density=density,
+        form=form,
+        estimates=ErrorEstimates.of(reports),
+    )
 
 
 def mean_and_worst(blocks: Iterable[Sequence[float]]) -> tuple[float, float]:

@@ -1,9 +1,12 @@
 """`bmfa bench model`: time and error of a screened model against the dense model on its best path."""
 
-from collections.abc import Sequence
+import os
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -12,9 +15,10 @@ from bmfa import timing
 from bmfa.attention.inputs import Backend
 from bmfa.attention.result import Screened, Stats
 from bmfa.checks import check_integer
-from bmfa.evidence.bench import dense
-from bmfa.evidence.bench.graphs import run_as_timed
+from bmfa.evidence.bench import baselines, dense
+from bmfa.evidence.bench.graphs import capture_once, run_as_timed
 from bmfa.evidence.bench.inputs import load_any_size, read_pictures
+from bmfa.evidence.bench.saliency import intersection_over_union, load_decoder, masks
 from bmfa.evidence.bench.settings import DTYPES, TileSetting
 from bmfa.evidence.bench.verify import check_backend
 from bmfa.evidence.runner import Progress
@@ -25,13 +29,17 @@ from bmfa.models.screened_layer import LayerInputs, observe
 from bmfa.records import Record, Row, environment
 
 SIZES = {"cuda": (1024, 2048, 4096), "cpu": (512,)}
-DEFAULT_METHODS = ("error:0.1", "error:0.2", "tiles:0.03")
+DEFAULT_METHODS = ("error:0.03", "error:0.1", "leaves:0.1")
 DENSE_PATHS = ("cudnn", "flash")  # on CUDA, where torch has a choice
+INTERRUPTED = "interrupted by the keyboard or SIGINT; later sizes are absent, too"
 TIMING = (
     "median of forward passes that take turns, all in CUDA graphs (milliseconds) where all can be "
-    "captured, and call by call (milliseconds_eager)"
+    "captured, and call by call (milliseconds_eager); mean over pictures"
 )
-ERROR = "relative L2 of the final features against the dense model of the same dtype"
+ERROR = (
+    "relative L2 of the final features against the dense model of the same dtype, and intersection "
+    "over union of the decoder's masks with those of the dense model; means over pictures"
+)
 
 
 @dataclass(frozen=True)
@@ -42,10 +50,14 @@ class Settings:
         model: Name of the model.
         weights: File of weights; a timm model without one has random weights.
         data_dir: Folder of pictures; embedded scenes without.
-        methods: Settings such as `tiles:0.03`, `leaves:0.05` or `error:0.1`.
+        decoder: File of weights of a saliency decoder, for the agreement of masks.
+        methods: Settings such as `tiles:0.03`, `leaves:0.05` or `error:0.1`, and baselines such as
+            `mean-tiles:0.06`, which take a timm model and run in all layers.
         layers: Layers to patch: `"all"`, `"last-K"` or indices.
         form: `"tiled"` to use tiles even where dense attention is faster.
         batch_size: Pictures in a batch.
+        pictures: Pictures over which errors and times are averaged, a multiple of `batch_size`; as
+            many by default.
         dtype: `"bfloat16"` (default on CUDA), `"float16"` or `"float32"`.
         device: Device of the model.
         repeats: Timings of which the median counts.
@@ -58,10 +70,12 @@ class Settings:
     model: str = "embedded"
     weights: str | None = None
     data_dir: str | None = None
+    decoder: str | None = None
     methods: tuple[str, ...] = DEFAULT_METHODS
     layers: str | Sequence[int] = "all"
     form: str | None = None
     batch_size: int = 1
+    pictures: int | None = None
     dtype: str | None = None
     device: str = "cpu"
     repeats: int = 5
@@ -72,8 +86,21 @@ class Settings:
         check_integer("repeats", self.repeats, low=1)
         if self.dtype is not None and self.dtype not in DTYPES:
             raise ValueError(f"dtype is {self.dtype!r}; pass one of {', '.join(DTYPES)}")
+        check_integer("pictures", self.picture_count, low=1)
+        if self.picture_count % self.batch_size:
+            raise ValueError(
+                f"pictures is {self.pictures} and batch_size {self.batch_size}; pass a multiple of it"
+            )
         for name in self.methods:
-            TileSetting.parse(name)
+            if is_baseline(name):
+                baselines.parse(name)
+            else:
+                TileSetting.parse(name)
+
+    @property
+    def picture_count(self) -> int:
+        """The number of pictures, by default those of one batch."""
+        return self.batch_size if self.pictures is None else self.pictures
 
     @property
     def dtype_name(self) -> str:
@@ -82,10 +109,16 @@ class Settings:
         return self.dtype or ("bfloat16" if cuda else "float32")
 
 
+def is_baseline(name: str) -> bool:
+    """True if a method is a baseline rather than a setting of tiles."""
+    return name.partition(":")[0] in baselines.MAKERS
+
+
 def run(settings: Settings, sizes: Sequence[int] = (), progress: Progress | None = None) -> Record:
     """Time a model at several sizes of pictures, dense and screened.
 
-    The kernels are first compared with float64 attention on small grids.
+    The kernels are first compared with float64 attention on small grids. An interrupted run returns the
+    sizes that are complete.
 
     Args:
         settings: The model and how it is timed.
@@ -102,13 +135,19 @@ def run(settings: Settings, sizes: Sequence[int] = (), progress: Progress | None
     rows: list[Row] = []
     kind = torch.device(settings.device).type
     chosen = list(sizes) or list(SIZES.get(kind, SIZES["cpu"]))
-    weights, names = "", list[str]()
+    weights, names, absent = "", list[str](), dict[str, str]()
     with torch.inference_mode():
         for index, size in enumerate(chosen):
-            benchmark = _SizeBenchmark(settings, check_integer("img_size", size, low=16))
-            weights, names = benchmark.weights, benchmark.names
-            rows += benchmark.rows()
-            del benchmark  # frees its models before the next ones are made
+            try:
+                benchmark = _SizeBenchmark(settings, check_integer("img_size", size, low=16))
+                weights, names = benchmark.weights, benchmark.names
+                rows += benchmark.rows()
+                del benchmark  # frees its models before the next ones are made
+            except KeyboardInterrupt:
+                if not rows:
+                    raise
+                absent[f"{size} pixels"] = INTERRUPTED
+                break
             if progress is not None:
                 progress(index + 1, len(chosen))
     recorded = {
@@ -118,11 +157,13 @@ def run(settings: Settings, sizes: Sequence[int] = (), progress: Progress | None
         "repeats": settings.repeats,
         "seed": settings.seed,
         "weights": weights,
+        "decoder": settings.decoder and os.path.basename(settings.decoder),
         "pictures": names,
         "sizes": chosen,
         "batch_size": settings.batch_size,
         "timing": TIMING,
         "error": ERROR,
+        **({"absent": absent} if absent else {}),
     }
     return Record("bench", recorded, rows, environment(settings.device))
 
@@ -160,8 +201,15 @@ class _SizeBenchmark:
         )
         self.loaded.model.to(self.device, self.dtype)
         self.host = find_host(self.loaded.model)
-        pictures, self.names = read_pictures(settings.data_dir, settings.batch_size, settings.seed)
-        self.pixels = self.loaded.preprocess.batch(pictures).to(settings.device).to(self.dtype)
+        pictures, self.names = read_pictures(
+            settings.data_dir, settings.picture_count, settings.seed
+        )
+        pixels = self.loaded.preprocess.batch(pictures).to(settings.device).to(self.dtype)
+        self.batches = torch.split(pixels, settings.batch_size)
+        self.pixels = self.batches[0].clone()  # CUDA graphs read every batch from here
+        self.decoder = None
+        if settings.decoder is not None:
+            self.decoder = load_decoder(settings.decoder).to(settings.device)
         projection: Any = self.host.projection
         height, width = (
             int(side // stride)
@@ -180,26 +228,58 @@ class _SizeBenchmark:
         full = self._dense_models()
         models = {**full, **{name: self._screened_model(name) for name in self.settings.methods}}
         works = {name: self._forward(model) for name, model in models.items()}
-        eager = timing.time_alternating(works, self.settings.repeats, self.device)
-        times = eager
-        if self.device.type == "cuda":
-            times = timing.time_alternating_graphs(works, self.settings.repeats) or eager
+        eager = self._mean_over_batches(
+            lambda: timing.time_alternating(works, self.settings.repeats, self.device)
+        )
+        times = self._times_in_graphs(works) or eager
         best = min(full, key=lambda name: times[name])
-        expected = final_features(models[best], self.loaded, self.pixels)
+        expected = [final_features(models[best], self.loaded, x) for x in self.batches]
         rows = [
             {
                 **self._frame(name),
-                **self._error(model, expected, in_graph=times is not eager),
+                **self._errors(model, expected, in_graph=times is not eager),
                 "milliseconds": times[name],
                 "milliseconds_eager": eager[name],
                 "speedup": times[best] / times[name],
-                "speedup_eager": eager[best] / eager[name],
+                "speedup_eager": min(eager[other] for other in full) / eager[name],
                 "peak_mebibytes": self._peak(model, in_graph=times is not eager),
             }
             for name, model in models.items()
         ]
         fastest = next(row for row in rows if row["method"] == best)
         return [{**fastest, "method": "full", "path": best.removeprefix("full-")}, *rows]
+
+    def _each_batch(self) -> Iterator[Tensor]:
+        """Put one batch of pictures after the other where the models read them."""
+        for batch in self.batches:
+            self.pixels.copy_(batch)
+            yield batch
+
+    def _mean_over_batches(self, time_all: Callable[[], dict[str, float]]) -> dict[str, float]:
+        """Return the mean over batches of the milliseconds by name."""
+        samples = [time_all() for _ in self._each_batch()]
+        return {name: statistics.fmean(one[name] for one in samples) for name in samples[0]}
+
+    def _times_in_graphs(self, works: Mapping[str, timing.Work]) -> dict[str, float] | None:
+        """Return milliseconds in CUDA graphs; None on a CPU, or if one model cannot be captured."""
+        if self.device.type != "cuda":
+            return None
+        graphs: dict[str, timing.CapturedCalls] = {}
+        for name, work in works.items():
+            graph = timing.capture_calls(work, 1)
+            if graph is None:
+                return None
+            graph.milliseconds()
+            graphs[name] = graph
+
+        def time_all() -> dict[str, float]:
+            samples: dict[str, list[float]] = {name: [] for name in graphs}
+            for _ in range(self.settings.repeats):
+                for name, graph in graphs.items():
+                    samples[name].append(graph.milliseconds())
+            return {name: statistics.median(times) for name, times in samples.items()}
+
+        return self._mean_over_batches(time_all)
 
     def _dense_models(self) -> dict[str, nn.Module]:
         """Return the model with each fused path preferred; a CPU offers no choice."""
@@ -210,6 +290,10 @@ class _SizeBenchmark:
 
     def _screened_model(self, name: str) -> nn.Module:
         model = self.loaded.model
+        if is_baseline(name):
+            backend = "triton" if self.device.type == "cuda" else "eager"
+            baseline = baselines.make(name, self.grid, self.host.prefix, backend)
+            return _BaselineModel(model, baseline)
         shared = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
         arguments: dict[str, Any] = TileSetting.parse(name).arguments(self.grid)
         arguments |= {"layers": self.settings.layers, "form": self.settings.form}
@@ -230,25 +314,49 @@ class _SizeBenchmark:
             "method": method,
         }
 
-    def _error(self, model: nn.Module, expected: Tensor, *, in_graph: bool) -> Row:
-        """Compare the final features with the dense model, as they were timed."""
+    def _errors(self, model: nn.Module, expected: Sequence[Tensor], *, in_graph: bool) -> Row:
+        """Compare features and masks with the dense model, computed as they were timed."""
         observer = _StatsObserver()
+        errors: list[float] = []
+        agreements: list[float] = []
+        densities: list[float] = []
 
         def forward() -> Tensor:
             observer.stats.clear()
             return final_features(model, self.loaded, self.pixels)
 
         with observe(model, observer):
-            output = run_as_timed(forward, self.device).result if in_graph else forward()
-        difference = (output.double() - expected.double()).flatten(1).norm(dim=1)
-        relative = difference / expected.double().flatten(1).norm(dim=1)
-        density = observer.density
-        return {
+            compute = capture_once(forward, self.device) if in_graph else forward
+            for index, _ in enumerate(self._each_batch()):
+                output = compute()
+                dense_output = expected[index].double()
+                difference = (output.double() - dense_output).flatten(1).norm(dim=1)
+                errors += (difference / dense_output.flatten(1).norm(dim=1)).tolist()
+                if observer.density is not None:
+                    densities.append(observer.density)
+                if self.decoder is not None:
+                    agreements += self._mask_agreement(output, expected[index])
+        density = statistics.fmean(densities) if densities else None
+        if isinstance(model, _BaselineModel):
+            density = model.baseline.density
+        row: Row = {
             "density_percent": None if density is None else 100 * density,
             "tiled_layers": observer.tiled_layers,
             "layers": len(self.host.attentions),
-            "error_l2_percent": 100 * float(relative.mean()),
+            "error_l2_percent": 100 * statistics.fmean(errors),
         }
+        if isinstance(model, _BaselineModel):
+            row = {**row, "tiled_layers": None, "ran": model.baseline.ran}
+        return {**row, "mask_iou": statistics.fmean(agreements)} if agreements else row
+
+    def _mask_agreement(self, output: Tensor, expected: Tensor) -> list[float]:
+        assert self.decoder is not None
+        found, wanted = (
+            masks(self.decoder, features, self.grid, self.host.prefix)
+            for features in (output, expected)
+        )
+        agreement: list[float] = intersection_over_union(found, wanted).tolist()
+        return agreement
 
     def _peak(self, model: nn.Module, *, in_graph: bool) -> float | None:
         forward = self._forward(model)
@@ -269,6 +377,35 @@ class _PreferringPath(nn.Module):
     def forward(self, *args: Any, **options: Any) -> Any:
         with dense.preferring(self.path):
             return self.model(*args, **options)
+
+
+class _BaselineModel(nn.Module):
+    """A model whose attention is a baseline of the attention benchmark.
+
+    The function that the model calls is replaced during a forward pass: a
+    `torch.overrides.TorchFunctionMode` would slow down every other function.
+    """
+
+    def __init__(self, model: nn.Module, baseline: baselines.Baseline) -> None:
+        super().__init__()
+        self.model, self.baseline = model, baseline
+
+    def forward(self, *args: Any, **options: Any) -> Any:
+        calls = 0
+
+        def attention(q: Tensor, k: Tensor, v: Tensor, **unused: Any) -> Tensor:
+            nonlocal calls
+            calls += 1
+            return self.baseline.attention(q, k, v)
+
+        with mock.patch("torch.nn.functional.scaled_dot_product_attention", attention):
+            output = self.model(*args, **options)
+        if not calls:
+            raise ValueError(
+                f"{type(self.model).__name__} does not look up scaled_dot_product_attention in "
+                "torch.nn.functional; baselines run in timm models"
+            )
+        return output
 
 
 def final_features(model: nn.Module, loaded: LoadedModel, pixels: Tensor) -> Tensor:

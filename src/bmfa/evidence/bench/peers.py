@@ -94,11 +94,22 @@ def _piecewise(
 
     def piecewise(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         function = getattr(load_package("piecewise_attn"), name)
+        if q.is_cuda:
+            _set_triton_allocator()
         output: Tensor = function(q, k, v, density=share, block_size=PISA_BLOCK, **options)
         return output
 
     blocks = -(-(grid.size + prefix) // PISA_BLOCK)
     return TileOrdered(piecewise, grid, prefix), max(1, int(share * blocks)) / blocks
+
+
+def _set_triton_allocator() -> None:
+    """Let Triton allocate device memory: the descriptors that PISA's kernels make need some."""
+
+    def allocate(size: int, alignment: int, stream: int | None) -> Tensor:
+        return torch.empty(size, dtype=torch.int8, device="cuda")
+
+    load_package("triton").set_allocator(allocate)
 
 
 class TileOrdered:

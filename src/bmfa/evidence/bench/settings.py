@@ -20,9 +20,9 @@ from bmfa.grid import Grid
 DEFAULT_METHODS = {
     "cuda": (
         *("tiles:0", "tiles:0.01", "tiles:0.03", "tiles:0.06", "tiles:0.1", "tiles:0.2"),
-        *("error:0.05", "error:0.1", "error:0.2"),
+        *("error:0.02", "error:0.05", "error:0.1"),
     ),
-    "cpu": ("tiles:0", "tiles:0.03", "tiles:0.1", "error:0.1", "error:0.2"),
+    "cpu": ("tiles:0", "tiles:0.03", "tiles:0.1", "error:0.05", "error:0.1"),
 }
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 _NAME = re.compile(r"(tiles|leaves|error):([0-9.eE+-]+)")

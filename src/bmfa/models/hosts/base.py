@@ -48,6 +48,14 @@ class AttentionFunction:
         valid = None if attn_mask is None else valid_keys(attn_mask, self.token_grid.prefix)
         return self.compute(query, key, value, scale, valid)
 
+    def uses_host(self, x: Tensor) -> bool:
+        """True if the host computes this call itself.
+
+        Args:
+            x: (B, tokens, C) input of the attention, or (B, heads, tokens, d) queries.
+        """
+        return False
+
     def compute(
         self, q: Tensor, k: Tensor, v: Tensor, scale: float, valid: Tensor | None
     ) -> Tensor:
@@ -60,18 +68,41 @@ class AttentionReplacement:
     """Passes q, k, v of an attention module to a function; each host has a subclass.
 
     It is stored in the module's `__dict__`: it follows copies and pickles, but is not in the state dict.
+    While it is not active, the module runs as the host defines it.
     """
 
     function: AttentionFunction
+    active: bool = field(init=False, default=False)
     saved: dict[str, Any] = field(init=False, default_factory=dict)  # attributes to restore
 
-    def install(self, module: nn.Module) -> None:
-        """Replace the attention of the module; a subclass adds how."""
+    def install(self, module: nn.Module, *, active: bool = True) -> None:
+        """Store the replacement in the module, and activate it if `active`."""
         module.__dict__[_ATTRIBUTE] = self
+        if active:
+            self.activate(module)
+
+    def activate(self, module: nn.Module) -> None:
+        """Replace the attention of the module."""
+        if not self.active:
+            self._replace(module)
+            self.active = True
+
+    def deactivate(self, module: nn.Module) -> None:
+        """Undo `activate`."""
+        if self.active:
+            self.active = False
+            self._undo(module)
 
     def restore(self, module: nn.Module) -> None:
         """Undo `install`."""
+        self.deactivate(module)
         del module.__dict__[_ATTRIBUTE]
+
+    def _replace(self, module: nn.Module) -> None:
+        raise NotImplementedError
+
+    def _undo(self, module: nn.Module) -> None:
+        raise NotImplementedError
 
 
 @dataclass(frozen=True)
@@ -105,6 +136,19 @@ def replacements_in(model: nn.Module) -> list[tuple[nn.Module, AttentionReplacem
     """List the modules of a model whose attention is replaced, with the replacements."""
     pairs = ((module, replacement_of(module)) for module in model.modules())
     return [(module, replacement) for module, replacement in pairs if replacement is not None]
+
+
+def attention_heads(module: Any, width: int) -> tuple[int, int] | None:
+    """Return the number of heads of an attention module and their dimension, None if unknown.
+
+    Args:
+        module: An attention module.
+        width: The width of the tokens, from which the dimension follows if the module does not have it.
+    """
+    heads = getattr(module, "num_heads", None) or getattr(module, "num_attention_heads", None)
+    if not heads:
+        return None
+    return int(heads), int(getattr(module, "head_dim", None) or width // int(heads))
 
 
 def valid_keys(mask: Tensor, prefix: int) -> Tensor | None:

@@ -48,21 +48,21 @@ _DEFAULTS = {"attn_mask": None, "is_causal": False}
 class TimmAttention(AttentionReplacement):
     """Runs the module's own forward with `scaled_dot_product_attention` replaced."""
 
-    def install(self, module: nn.Module) -> None:
-        """Override the forward of the instance."""
-        super().install(module)
+    def _replace(self, module: nn.Module) -> None:
         if hasattr(module, "fused_attn"):
             # The unfused path computes the softmax itself instead of calling the replaced function.
             self.saved["fused_attn"] = module.fused_attn
             module.__dict__["fused_attn"] = True
         override_method(module, self)
 
-    def restore(self, module: nn.Module) -> None:
-        """Undo `install`."""
-        super().restore(module)
+    def _undo(self, module: nn.Module) -> None:
         for name, value in self.saved.items():
             setattr(module, name, value)
         restore_method(module)
+
+    def uses_host(self, x: Any) -> bool:
+        """True if the module computes its own attention for the input x."""
+        return self.function.uses_host(x)
 
     def run(self, module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Compute the output of the attention module."""

@@ -1,5 +1,6 @@
 """Vision Transformers of transformers, through its own attention interface."""
 
+import sys
 from copy import copy
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +19,7 @@ from bmfa.packages import load_package
 
 # The name of our attention function in `config._attn_implementation`.
 IMPLEMENTATION = "bmfa"
+_functions: Any = {}  # the attention functions of transformers by name, from `_register` on
 
 _VIT = BlockLayout(
     ("layernorm_before", "attention", "dropout"), ("layernorm_after", "mlp", "dropout")
@@ -71,18 +73,17 @@ FAMILIES = {
 class TransformersAttention(AttentionReplacement):
     """Gives the module a configuration of its own that names our attention function."""
 
-    def install(self, module: nn.Module) -> None:
-        """Replace the configuration of the module."""
-        super().install(module)
+    def _replace(self, module: nn.Module) -> None:
         _register()
         self.saved["config"] = module.config
+        self.saved["eager"] = sys.modules[type(module).__module__].__dict__.get(
+            "eager_attention_forward"
+        )
         config: Any = copy(module.config)
         config._attn_implementation = IMPLEMENTATION
         module.config = config
 
-    def restore(self, module: nn.Module) -> None:
-        """Undo `install`."""
-        super().restore(module)
+    def _undo(self, module: nn.Module) -> None:
         module.config = self.saved["config"]
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -99,13 +100,18 @@ def bmfa_attention_forward(
     scaling: float | None = None,
     dropout: float = 0.0,
     **kwargs: Any,
-) -> tuple[Tensor, None]:
+) -> tuple[Tensor, Tensor | None]:
     """Attention function of transformers: (B, heads, tokens, d) to (B, tokens, heads, d)."""
     replacement = replacement_of(module)
     if replacement is None:
         raise RuntimeError(
             f"{class_name(module)} names {IMPLEMENTATION!r} as its attention but is not patched; call "
             "bmfa.patch(model)"
+        )
+    if replacement.function.uses_host(query):
+        name, eager = replacement.saved["config"]._attn_implementation, replacement.saved["eager"]
+        return _functions.get(name, eager)(  # type: ignore[no-any-return]
+            module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs
         )
     if kwargs.get("output_attentions") or replacement.saved["config"].output_attentions:
         raise ValueError(
@@ -120,9 +126,11 @@ def bmfa_attention_forward(
 
 def _register() -> None:
     """Register the name for attention and for masks: without the latter, masks are silently dropped."""
-    functions = load_package("transformers.modeling_utils").AttentionInterface
+    global _functions
+    modeling = load_package("transformers.modeling_utils")
     masks = load_package("transformers.masking_utils")
-    functions.register(IMPLEMENTATION, bmfa_attention_forward)
+    _functions = modeling.ALL_ATTENTION_FUNCTIONS
+    modeling.AttentionInterface.register(IMPLEMENTATION, bmfa_attention_forward)
     masks.AttentionMaskInterface.register(IMPLEMENTATION, masks.sdpa_mask)
 
 

@@ -1,0 +1,149 @@
+"""Activate the screened layers of a model when an input needs them, and not before."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from threading import RLock, get_ident
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from bmfa.grid import Grid
+from bmfa.models.dense_decision import DenseDecision, is_capturing
+from bmfa.models.hosts.base import replacement_of
+from bmfa.models.override import activate_override, deactivate_override, override_of
+from bmfa.models.token_grid import TokenGrid
+
+# Input shapes that are known to run dense; later ones are decided again in every forward pass.
+_MAX_INPUTS = 1024
+_LOCK = RLock()  # one for all models: copies and pickles of a model cannot include a lock
+
+
+@dataclass(eq=False)
+class TileSwitch:
+    """Forward hook of the patch projection of a model whose layers may all run dense.
+
+    The modules of the model run their own forward, without overrides, until an image arrives for which a
+    layer does not run dense. Then the overrides become active, until an image that runs dense arrives
+    while no other one is in the model. They stay active after a pass with gradients, because gradient
+    checkpointing may recompute its blocks, and after torch.compile has read them. While they are active,
+    every block looks up the decision for its tokens.
+
+    The replicas of nn.DataParallel share this hook. They are copies of the modules as they were before
+    the forward pass, so the pass that activates the overrides still runs dense in them.
+    """
+
+    token_grid: TokenGrid
+    decisions: tuple[DenseDecision, ...]  # one for each set of options
+    modules: tuple[nn.Module, ...]  # with overrides or replacements
+    # Shape, dtype and device of outputs of the projection, and whether a CUDA graph is captured.
+    dense_inputs: set[tuple[Any, ...]] = field(default_factory=set)
+
+    def __call__(self, module: nn.Module, inputs: Any, output: Tensor) -> None:
+        if torch.compiler.is_compiling():
+            if not self._is_dense_in_graph(output) or self.token_grid.uses_tiles:
+                self.keep_active()
+            elif not self.token_grid.observers:
+                return
+        else:
+            key = (output.shape, output.dtype, output.device, is_capturing(output))
+            if key in self.dense_inputs or self._decide(key, output):
+                if self.token_grid.uses_tiles:
+                    self._deactivate_if_unused()
+                if not self.token_grid.observers:
+                    self.token_grid.passes.forget()
+                    return
+            else:
+                self._activate_for_pass()
+        self.token_grid(module, inputs, output)
+
+    # torch.compile calls this function while it traces, before it reads the modules that change.
+    @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+    def keep_active(self) -> None:
+        """Make the overrides active for good."""
+        with _LOCK:
+            _activate(self.modules)
+            self.token_grid.uses_tiles = self.token_grid.keeps_tiles = True
+
+    def _activate_for_pass(self) -> None:
+        with _LOCK:
+            self.token_grid.starting.add(get_ident())
+            if not self.token_grid.uses_tiles:
+                _activate(self.modules)
+                self.token_grid.uses_tiles = True
+
+    def _deactivate_if_unused(self) -> None:
+        token_grid = self.token_grid
+        with _LOCK:
+            if token_grid.keeps_tiles or token_grid.starting or token_grid.passes.in_use:
+                return
+            token_grid.uses_tiles = False
+            if not token_grid.observers:
+                _deactivate(self.modules)
+
+    def _decide(self, key: tuple[Any, ...], output: Tensor) -> bool:
+        if torch._C._get_tracing_state() is not None:
+            raise RuntimeError(
+                "a patched model cannot be traced by torch.jit.trace: a trace would keep the choice "
+                "between dense attention and tiles for inputs of all sizes; use torch.compile or "
+                "torch.export.export"
+            )
+        batch, _, height, width = output.shape
+        grid = Grid(height, width)
+        tokens = self.token_grid.prefix + grid.size
+        dense = True
+        for decision in self.decisions:
+            decision.grids.setdefault(tokens, grid)
+            reason = decision.decide(
+                (batch, tokens, output.dtype, output.device, False, is_capturing(output))
+            )
+            dense = dense and reason is not None
+        if dense and len(self.dense_inputs) < _MAX_INPUTS:
+            self.dense_inputs.add(key)
+        return dense
+
+    def _is_dense_in_graph(self, output: Tensor) -> bool:
+        """Return the decision while torch.compile traces, where caches would be guards of the graph."""
+        batch, _, height, width = output.shape
+        # Integers, not symbols: the choice is a constant of the graph. The batch may stay a symbol.
+        grid = Grid(int(height), int(width))
+        dtype, device, in_graph = output.dtype, output.device, output.is_cuda
+        return all(
+            decision.reason(batch, grid, dtype, device, in_graph=in_graph) is not None
+            for decision in self.decisions
+        )
+
+
+def begin_observing(model: nn.Module, token_grids: Iterable[TokenGrid]) -> None:
+    """Make the overrides of a model active until `end_observing`."""
+    with _LOCK:
+        for token_grid in token_grids:
+            token_grid.observers += 1
+        _activate(model.modules())
+
+
+def end_observing(model: nn.Module, token_grids: Iterable[TokenGrid]) -> None:
+    """Undo `begin_observing`, unless the model uses tiles or something else observes it."""
+    with _LOCK:
+        in_use = False
+        for token_grid in token_grids:
+            token_grid.observers -= 1
+            in_use = in_use or token_grid.uses_tiles or token_grid.observers > 0
+        if not in_use:
+            _deactivate(model.modules())
+
+
+def _activate(modules: Iterable[nn.Module]) -> None:
+    for module in modules:
+        if (replacement := replacement_of(module)) is not None:
+            replacement.activate(module)
+        if override_of(module) is not None:
+            activate_override(module)
+
+
+def _deactivate(modules: Iterable[nn.Module]) -> None:
+    for module in modules:
+        if (replacement := replacement_of(module)) is not None:
+            replacement.deactivate(module)
+        if override_of(module) is not None:
+            deactivate_override(module)

@@ -1,0 +1,116 @@
+"""`bmfa bench model`: averages over pictures, baselines in a model, and masks of a decoder."""
+
+import json
+
+import pytest
+import torch
+from torch import nn
+
+from bmfa.cli import main
+from bmfa.evidence.bench import model as model_bench
+from bmfa.evidence.bench.saliency import (
+    SaliencyDecoder,
+    intersection_over_union,
+    load_decoder,
+    masks,
+)
+from bmfa.grid import Grid
+from bmfa.packages import is_installed
+
+TIMM = pytest.mark.skipif(not is_installed("timm"), reason="needs timm")
+
+
+def saved_decoder(tmp_path, channels=(192, 8, 4, 4), **changes):
+    generator = torch.Generator().manual_seed(0)
+    decoder = SaliencyDecoder(channels)
+    state = {
+        f"decoder.{name}": torch.rand(x.shape, generator=generator) - 0.5 + name.endswith("var")
+        for name, x in decoder.state_dict().items()
+        if not name.endswith("num_batches_tracked")
+    }
+    path = tmp_path / "decoder.pt"
+    torch.save({**state, **changes}, path)
+    return path
+
+
+def test_a_decoder_is_three_stages_of_its_weights(tmp_path):
+    decoder = load_decoder(saved_decoder(tmp_path))
+    x = features = torch.randn(2, 192, 3, 5, generator=torch.Generator().manual_seed(1))
+    for stage in "123":
+        conv, norm = getattr(decoder, f"upconv{stage}"), getattr(decoder, f"bn{stage}")
+        x = nn.functional.conv_transpose2d(x, conv.weight, conv.bias, stride=2, padding=1)
+        x = (x - norm.running_mean.view(-1, 1, 1)) / (norm.running_var.view(-1, 1, 1) + 1e-5).sqrt()
+        x = (x * norm.weight.view(-1, 1, 1) + norm.bias.view(-1, 1, 1)).clamp(min=0)
+    last = decoder.final_conv
+    expected = torch.einsum("bchw,c->bhw", x, last.weight.flatten()) + last.bias
+    with torch.no_grad():
+        torch.testing.assert_close(
+            decoder(features)[:, 0], expected.sigmoid(), atol=1e-5, rtol=1e-5
+        )
+        tokens = torch.cat((torch.zeros(2, 1, 192), features.flatten(2).transpose(1, 2)), 1)
+        found = masks(decoder, tokens, Grid(3, 5), prefix=1)
+    assert found.shape == (2, 1, 24, 40)
+    assert float((found[:, 0] == (expected > 0)).double().mean()) > 0.99
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"decoder.upconv2.weight": torch.zeros(3)}, "upconv1 to upconv3"),
+        ({"decoder.bn2.bias": torch.zeros(3)}, "not a saliency decoder"),
+        ({"decoder.extra": torch.zeros(3)}, "unexpected"),
+    ],
+)
+def test_other_weights_are_no_decoder(tmp_path, changes, message):
+    with pytest.raises(ValueError, match=message):
+        load_decoder(saved_decoder(tmp_path, **changes))
+
+
+def test_agreement_of_masks():
+    first = torch.tensor([[1, 1, 0, 0], [0, 0, 0, 0], [1, 1, 1, 1]]).bool()
+    second = torch.tensor([[0, 1, 1, 0], [0, 0, 0, 0], [0, 0, 0, 0]]).bool()
+    assert intersection_over_union(first, second).tolist() == pytest.approx([1 / 3, 1.0, 0.0])
+
+
+@TIMM
+def test_a_model_with_baselines_and_a_decoder(tmp_path, capsys):
+    decoder = saved_decoder(tmp_path)
+    model = ["--model", "timm:deit_tiny_patch16_224", "--img-size", "128", "--repeats", "1"]
+    options = ["--tiles", "0", "--form", "tiled", "--pictures", "2", "--decoder", str(decoder)]
+    names = ["mean-tiles:0", "mean-tiles:1", "topk:1", "monarch:1"]
+    main(["bench", "model", *model, *options, "--baseline", *names, "--json", "-"])
+    made = json.loads(capsys.readouterr().out)
+    rows = {row["method"]: row for row in made["rows"]}
+    assert made["settings"]["decoder"] == "decoder.pt" and len(made["settings"]["pictures"]) == 2
+    assert rows["full"]["mask_iou"] == 1.0 and rows["full"]["error_l2_percent"] == 0.0
+    for name in ("mean-tiles:1", "topk:1"):  # every tile is read: dense attention but for rounding
+        assert rows[name]["error_l2_percent"] < 1e-2 and rows[name]["density_percent"] == 100.0
+        assert rows[name]["mask_iou"] > 0.99
+    for name in ("tiles:0", "mean-tiles:0", "monarch:1"):
+        assert rows[name]["error_l2_percent"] > 1e-2 and 0.0 <= rows[name]["mask_iou"] <= 1.0
+    assert rows["monarch:1"]["density_percent"] is None and rows["monarch:1"]["ran"]
+    assert rows["tiles:0"]["density_percent"] == 0.0 and rows["tiles:0"]["tiled_layers"] == 12
+
+
+@TIMM
+def test_errors_are_means_over_pictures():
+    settings = {"model": "timm:deit_tiny_patch16_224", "methods": ("monarch:1",), "repeats": 1}
+    both = model_bench.run(model_bench.Settings(pictures=2, **settings), [64])
+    batch = model_bench.run(model_bench.Settings(batch_size=2, **settings), [64])
+    errors = [
+        row["error_l2_percent"]
+        for made in (both, batch)
+        for row in made.rows
+        if row["method"] == "monarch:1"
+    ]
+    assert errors[0] == pytest.approx(errors[1], rel=1e-3)
+
+
+def test_refusals(capsys):
+    with pytest.raises(ValueError, match="multiple"):
+        model_bench.Settings(batch_size=2, pictures=3)
+    with pytest.raises(ValueError, match="unknown"):
+        model_bench.Settings(methods=("sparse:1",))
+    with pytest.raises(SystemExit):
+        main(["bench", "model", "--img-size", "64", "--repeats", "1", "--baseline", "monarch:1"])
+    assert "baselines run in timm models" in capsys.readouterr().err
