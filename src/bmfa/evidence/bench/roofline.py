@@ -61,11 +61,12 @@ class Limits:
 
 @dataclass(frozen=True, eq=False)
 class Launch:
-    """One kernel of a sequence with its tensors and other arguments by name."""
+    """One kernel of a sequence with its tensors and other arguments by name, and its grid."""
 
     kernel: str
     tensors: dict[str, Tensor]
     arguments: dict[str, Any]
+    grid: tuple[int, int, int]
 
     def bytes_of(self, *names: str) -> float:
         """Return the bytes of some tensors."""
@@ -76,14 +77,102 @@ class Launch:
 
     @property
     def batch_heads(self) -> int:
-        """Number of heads, batch included."""
-        shape = self.tensors["k"].shape
-        return shape[0] * shape[1]
+        """Number of heads, batch included; a tensor of a head has it as its first dimension."""
+        for name in ("q", "k", "v", "o"):
+            if name in self.tensors:
+                shape = self.tensors[name].shape
+                return shape[0] * shape[1]
+        return next(iter(self.tensors.values())).shape[0]
 
     @property
     def tokens(self) -> int:
         """Number of spatial tokens of a head."""
         return int(self["height"]) * int(self["width"])
+
+
+def pool(launch: Launch) -> Work:
+    """Read q and v once and write their means; there is no product."""
+    return launch.bytes_of(*(name for name in launch.tensors if name != "valid")), 0.0
+
+
+def represent(launch: Launch) -> Work:
+    """Read k and v once, write the tangents of a band of groups, in the first band also those of probes.
+
+    Representatives need scores, mean keys and mean values; probes need scores and mean values, and
+    the product with the covariance of every tile, which is one more product of keys and values.
+    """
+    dim, tokens, tiles = launch["D"], launch.tokens, launch["num_tiles"]
+    band = launch["num_rows"] / launch["row_capacity"]
+    moved = launch.bytes_of("k", "v") + band * launch.bytes_of(
+        "log_mass", "bias", "k_tangent", "v_tangent"
+    )
+    flops = 6 * launch["num_rows"] * tokens * dim
+    if launch["PROBING"]:
+        slots = launch["num_slots"]
+        moved += launch.bytes_of("probe_lse", "probe_tangent", "probe_v", "probe_cross", "cross")
+        flops += 4 * slots * tokens * dim + 2 * tokens * dim**2 + 2 * slots * tiles * dim**2
+    return moved, float(launch.batch_heads * flops)
+
+
+def levels(launch: Launch) -> Work:
+    """Read what probes and their groups know of every tile; two products for each level."""
+    probes = launch["num_probes"]
+    moved = launch.bytes_of("probe_lse", "probe_tangent", "probe_v", "probe_cross")
+    moved += probes / launch["row_capacity"] * launch.bytes_of("log_mass", "v_tangent")
+    flops = 4 * probes * launch["LEVELS"] * launch["num_tiles"] * launch["D"]
+    return moved, float(launch.batch_heads * flops)
+
+
+def choose(launch: Launch) -> Work:
+    """Read the statistics of all probes."""
+    return launch.bytes_of("level_stats", "probes"), 0.0
+
+
+def select(launch: Launch) -> Work:
+    """Read the masses of the tiles of a band of groups, write their shares."""
+    band = launch.grid[0] / launch["row_capacity"]
+    return band * launch.bytes_of("log_mass", "coarse_share"), 0.0
+
+
+def cross(launch: Launch) -> Work:
+    """Multiply the shares of the tiles of a band of groups with the covariances of the tiles."""
+    rows, tiles, dim = launch["num_rows"], launch["num_tiles"], launch["D"]
+    band = rows / launch["row_capacity"]
+    moved = launch.bytes_of("cross") + band * launch.bytes_of("coarse_share", "group_cross")
+    return moved, float(2 * launch.batch_heads * rows * tiles * dim**2)
+
+
+def attention(launch: Launch) -> Work:
+    """Read the queries and tangents of a band of groups and, if any tile is expanded, k and v once."""
+    rows, dim, slots = launch.grid[0], launch["D"], launch["SIDE"] ** 2
+    tiles = launch["num_tiles"]
+    positions = launch["first_row"] + torch.arange(rows)
+    groups = positions * launch["group_stride"] % tiles
+    tiled_heads = (launch.tensors["exact_heads"] == 0).cpu()
+    counts = launch.tensors["expanded_count"].cpu()[tiled_heads][:, groups].double()
+    if not counts.numel():
+        return 0.0, 0.0
+    band, share = rows / launch["row_capacity"], float(tiled_heads.double().mean())
+    moved = rows / tiles * launch.bytes_of("q", "o")
+    moved += band * launch.bytes_of("bias", "k_tangent", "v_tangent", "group_cross")
+    if float(counts.sum()) > 0:
+        moved += launch.bytes_of("k", "v")
+    keys = tiles + launch["prefix"] + slots * float(counts.mean())
+    queries = int(tiled_heads.sum()) * rows * slots
+    return share * moved, queries * (4 * keys * dim + 2 * dim**2)
+
+
+def exact(launch: Launch) -> Work:
+    """Dense attention of the heads that are computed exactly."""
+    tokens = launch["prefix"] + launch.tokens
+    heads = launch.tensors["exact_heads"].double()
+    moved = float(heads.mean()) * launch.bytes_of("q", "k", "v", "o")
+    return moved, 4 * float(heads.sum()) * tokens**2 * launch["D"]
+
+
+def report(launch: Launch) -> Work:
+    """Read the outputs and the exact outputs of the probes."""
+    return 2 * launch.bytes_of("probe_exact") + launch.bytes_of("probes"), 0.0
 
 
 def mean_tiles_pool(launch: Launch) -> Work:
@@ -134,6 +223,15 @@ def mean_tiles_attention(launch: Launch) -> Work:
 # Bytes and flops of a launch by the name of its kernel. Bytes are those that must be moved at least
 # once; flops are those of the products that the result needs.
 WORK: dict[str, Callable[[Launch], Work]] = {
+    "pool_kernel": pool,
+    "represent_kernel": represent,
+    "levels_kernel": levels,
+    "choose_kernel": choose,
+    "select_kernel": select,
+    "cross_kernel": cross,
+    "attention_kernel": attention,
+    "exact_kernel": exact,
+    "report_kernel": report,
     "mean_pool_kernel": mean_tiles_pool,
     "mean_score_kernel": mean_tiles_score,
     "mean_select_kernel": mean_tiles_select,
@@ -187,7 +285,7 @@ class TimedSequence:
             tensors = {self.sequence.names[index]: self.tensors[index] for index in indices}
             rest = [name for name in names if name not in tensors]
             arguments = dict(zip(rest, launch.rest, strict=False))
-            found.append(Launch(launch.kernel.__name__, tensors, arguments))
+            found.append(Launch(launch.kernel.__name__, tensors, arguments, launch.grid))
         return found
 
     def milliseconds(self, timer: Timer) -> list[float]:
