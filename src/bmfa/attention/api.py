@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial, wraps
-from typing import Any, ParamSpec, TypeVar, get_args
+from typing import Any, Literal, ParamSpec, TypeVar, get_args
 
 import torch
 from torch import Tensor
@@ -15,12 +15,13 @@ from bmfa.attention.inputs import (
     AttentionInputs,
     AttentionOptions,
     Backend,
+    CertificateKind,
     Form,
     Order,
     check_inputs,
 )
-from bmfa.attention.per_query import certified_by, compute_per_query
-from bmfa.attention.result import Computed, Screened, Stats
+from bmfa.attention.per_query import certificate_kind, compute_per_query
+from bmfa.attention.result import Computed, ErrorEstimate, Screened, Stats
 from bmfa.attention.tiles import compute_tiled, dense_tree
 from bmfa.attention.tiling import Budget, Tiling
 from bmfa.checks import check_floating, check_integer, check_number, has_values
@@ -87,16 +88,18 @@ def screened_attention(
     form: Form | None = None,
     backend: Backend = "auto",
     audit: float = 0.0,
-    certificate: bool = False,
+    certificate: bool | Literal["scores", "boxes"] = False,
     fallback: float | None = None,
 ) -> Screened:
     """Compute attention with the spatial keys of each query summarised by blocks.
 
-    Without a rule the form is "tiled", the fast form for long sequences. Keys are divided into tiles of
-    8 x 8 tokens and queries into groups of two tiles. A representative query for each group, the mean
-    of its queries, sees every token exactly; it selects the tiles that are expanded, and corrects the
-    mass and the values of the others. `backend="auto"` runs dense attention where that is faster,
-    unless `form`, `certificate` or `fallback` is given.
+    Without a rule the form is "tiled", the fast form for long sequences. Keys and queries are divided
+    into tiles of 8 x 8 tokens. A representative for the queries of a tile, their mean, sees every token
+    exactly. It decides which tiles of keys are expanded, that is, read token by token, and summarises
+    each of the others by a mean key and a mean value. Some queries, the probes, are attended exactly as
+    well: they measure the error of the output and decide how many tiles are expanded.
+    `backend="auto"` runs dense attention where that is faster, unless `form`, `certificate` or
+    `fallback` is given.
 
     With a rule every query and head has a tree of its own, and q may have any number of queries.
 
@@ -113,13 +116,14 @@ def screened_attention(
         prefix: Number of class, register and other tokens before the grid. They are always exact.
         rule: A rule of `bmfa.rules`, or its name, e.g. `"gamma:0.005"`: a tree for each query. At most
             one of `rule`, `error` and `leaves` is given.
-        error: For tiles, the target for the mean error E of a group of queries, in units of scores.
-            It holds before the corrections, and is estimated at the representative and from the spread
-            of the queries. Default: 0.1. A tree for each query takes
-            `rule=bmfa.rules.Optimal(error=...)`.
-        leaves: For tiles, a budget of leaves: a float in (0, 1] is a fraction of the tokens, an int of
-            at least 2 is a count. It is rounded down to whole tiles, and counts invalid tokens. Every
-            tile has at least one leaf, so a budget below the number of tiles is exceeded.
+        error: For tiles, the target for the relative L2 error of the output,
+            sqrt(sum |output - exact|^2 / sum |exact|^2) over the call. It is measured by probes;
+            `stats.error` has the result, and a miss warns. 0 computes exactly. Default: 0.03. A tree for
+            each query takes `rule=bmfa.rules.Optimal(error=...)`, whose error is E, in units of scores.
+        leaves: For tiles, a budget of leaves, on average over the groups of a picture: a float in (0, 1]
+            is a fraction of the tokens, an int of at least 2 is a count. It is rounded down to whole
+            tiles, and counts invalid tokens. Every tile has at least one leaf, so a budget below the
+            number of tiles is exceeded.
         tau: Temperature, above 0.
         scale: Factor of q . k. Default: 1 / sqrt(d).
         max_depth: Depth at which a rule splits no block. None goes down to single tokens.
@@ -132,8 +136,11 @@ def screened_attention(
             selects by `rule`, and lets "auto" run dense attention.
         backend: `"auto"`, `"eager"`, `"triton"` (CUDA, no gradients) or `"reference"` (NumPy, float64).
         audit: Fraction of the queries to recompute exactly; `stats.audit` has their error.
-        certificate: If True, `stats.certificate` bounds E of every query.
-        fallback: Queries whose certificate exceeds this value are recomputed exactly.
+        certificate: If True, `stats.certificate` is a proven bound on |output - exact| of every query, and
+            `stats.energy_bound` one on E. `"scores"` computes them from all scores, which takes longer
+            than dense attention; `"boxes"` from boxes around the keys of each tile or leaf, which takes
+            less time and is looser. True is "scores" for tiles, and for a tree what its rule reads.
+        fallback: Queries whose certificate exceeds this share of |output| are recomputed exactly.
 
     Returns:
         A `Screened`, which unpacks as `output, stats`: the output is (B, H, Q, e) in the dtype of q.
@@ -166,6 +173,8 @@ def screened_attention(
     audit = check_number("audit", audit, low=0.0, high=1.0)
     if fallback is not None:
         fallback = check_number("fallback", fallback, low=0.0)
+    kind = _check_certificate(certificate)
+    bounded = kind is not None or fallback is not None
     q, k, v, outside_autocast = _cast_for_autocast(q, k, v)
     with outside_autocast:
         inputs = check_inputs(
@@ -186,7 +195,7 @@ def screened_attention(
                 run.backend,
                 rule=chosen,
                 max_depth=max_depth,
-                certificate=certificate,
+                certificate=_default_kind(kind, certificate_kind(chosen)) if bounded else None,
                 fallback=fallback,
             )
             compute = compute_per_query if has_values(q) else compute_in_graph
@@ -194,7 +203,7 @@ def screened_attention(
         _check_tiled_form(inputs, form, max_depth)
         tiling = Tiling(inputs.grid)
         budget = Budget.of(tiling, error, leaves)
-        allow_dense = form is None and not certificate and fallback is None
+        allow_dense = form is None and not bounded
         run = choose_tiled(inputs, tiling, budget, backend, allow_dense=allow_dense)
         if run.backend == "dense":
             return _dense(inputs, tiling, budget, run.why, audit)
@@ -203,8 +212,8 @@ def screened_attention(
             "tiled",
             run.backend,
             budget=budget,
-            expanded_limit=1.0 / expanded_cost(q.device.type) if limited else 1.0,
-            certificate=certificate,
+            exact_above=1.0 / expanded_cost(q.device.type) if limited else 1.0,
+            certificate=_default_kind(kind, "scores") if bounded else None,
             fallback=fallback,
         )
         return _tiled(inputs, options, run.why, audit)
@@ -213,16 +222,14 @@ def screened_attention(
 def _tiled(inputs: AttentionInputs, options: AttentionOptions, why: str, audit: float) -> Screened:
     """Run the form "tiled", or dense attention if too many tiles would be expanded."""
     assert options.budget is not None
-    percent = round(
-        100 * options.expanded_limit
-    )  # torch.compile cannot format the attribute with ".0%"
+    percent = round(100 * options.exact_above)  # torch.compile cannot format the attribute with ".0%"
     over = f"{options.budget} expands more than {percent}% of the tiles"
     computed: Computed | None
     if options.backend == "triton" or has_values(inputs.q):
         computed = compute_tiled(inputs, options)
     else:
         computed = compute_in_graph(inputs, options)
-        if options.expanded_limit < 1.0:
+        if options.exact_above < 1.0:
             why = f"auto: tiles, or dense attention inside the operator if {over}"
     if computed is None:
         why = f"auto: {over}, dense is faster"
@@ -235,7 +242,14 @@ def _dense(
 ) -> Screened:
     output = dense_attention(inputs, in_graph(inputs.q))
     measured = audit_output(inputs, output, audit) if audit > 0 else None
-    stats = Stats("dense", "dense", str(budget), why, audit=measured)
+    stats = Stats(
+        "dense",
+        "dense",
+        str(budget),
+        why,
+        audit=measured,
+        measure_error=partial(ErrorEstimate, budget.error, 0.0, 0.0, 0.0, 0),
+    )
     return Screened(output, stats, partial(dense_tree, inputs, tiling, budget))
 
 
@@ -246,24 +260,43 @@ def _screened(
     why: str,
     audit: float,
 ) -> Screened:
-    rule = options.rule
-    by = None
-    if computed.certificate is not None:
-        by = "scores" if rule is None else certified_by(rule)
+    rule, recomputed = options.rule, computed.recomputed
+    fallback: int | Tensor = 0
+    if recomputed is not None:
+        fallback = int(recomputed.sum()) if has_values(recomputed) else recomputed.sum()
     stats = Stats(
         options.backend,
         options.form,
         str(options.budget if rule is None else rule),
         why,
         computed.certificate,
-        by,
-        computed.fallback,
+        computed.energy_bound,
+        options.certificate,
+        fallback,
+        recomputed,
         audit_output(inputs, computed.output, audit) if audit > 0 else None,
         None if computed.tiled is None else computed.tiled.expanded_count,
         computed.measure_density,
         computed.measure_leaf_ratio,
+        computed.measure_error,
     )
     return Screened(computed.output.to(inputs.q.dtype), stats, computed.make_tree)
+
+
+def _check_certificate(certificate: object) -> CertificateKind | Literal["default"] | None:
+    """Return the kind of certificate that a call asks for, "default" for True, None for False."""
+    if isinstance(certificate, bool):
+        return "default" if certificate else None
+    for kind in get_args(CertificateKind):
+        if certificate == kind:
+            return kind  # type: ignore[no-any-return]
+    raise ValueError(f"certificate is {certificate!r}; pass True, False, 'scores' or 'boxes'")
+
+
+def _default_kind(
+    kind: CertificateKind | Literal["default"] | None, default: CertificateKind
+) -> CertificateKind:
+    return default if kind is None or kind == "default" else kind
 
 
 def check_choices(form: object, backend: object, **exclusive: object) -> None:

@@ -9,7 +9,8 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from bmfa.attention.inputs import AttentionInputs, check_finite_scores
 from bmfa.attention.kernels import eager
-from bmfa.attention.result import Audit
+from bmfa.attention.kernels.eager.certificate import UNIT, exact_rounding
+from bmfa.attention.result import Audit, Computed, percentile_95
 from bmfa.checks import has_values
 
 # Backends of SDPA by their speed on Hopper and later; torch takes the first that supports a call.
@@ -69,9 +70,11 @@ def _cudnn_must_be_selected(q: Tensor, k: Tensor, v: Tensor, in_graph: bool) -> 
     return own_choice != SDPBackend.CUDNN_ATTENTION.value
 
 
-def exact_attention(inputs: AttentionInputs, queries: Tensor | slice) -> Tensor:
-    """(B, H, n, e) exact attention of some queries, in float32 or float64."""
-    q, k, v = inputs.flat
+def exact_attention(
+    inputs: AttentionInputs, queries: Tensor | slice, *, double: bool = False
+) -> Tensor:
+    """(B, H, n, e) exact attention of some queries, in float64 or, if the inputs allow, float32."""
+    q, k, v = inputs.flat_double if double else inputs.flat
     batch, heads = inputs.q.shape[:2]
     valid = inputs.raster_valid
     if valid is not None:
@@ -84,31 +87,84 @@ def exact_attention(inputs: AttentionInputs, queries: Tensor | slice) -> Tensor:
     return output.view(batch, heads, *output.shape[1:])
 
 
-def apply_fallback(
-    inputs: AttentionInputs, output: Tensor, certificate: Tensor, fallback: float
-) -> tuple[Tensor, int | Tensor]:
-    """Recompute exactly the queries whose certificate is not at most `fallback`.
+def apply_fallback(inputs: AttentionInputs, computed: Computed, fallback: float) -> None:
+    """Recompute exactly the queries whose certificate is not at most `fallback` * |output|.
+
+    They are computed in float64, and their certificate becomes the bound of that and of the rounding to
+    the dtype of the output; their bound on E becomes 0.
 
     Args:
         inputs: Inputs of the call.
-        output: (B, H, Q, e).
-        certificate: (B, H, Q).
-        fallback: Largest certificate that is accepted.
-
-    Returns:
-        The output, and the number of recomputed queries: a tensor if values cannot be read.
+        computed: Its output, certificate and energy_bound, which are changed.
+        fallback: Largest accepted relative error.
     """
-    above = ~(certificate <= fallback)  # NaN counts as above
-    if not has_values(output):
-        exact = exact_attention(inputs, slice(None)).to(output.dtype)
-        return exact.where(above.unsqueeze(-1), output), above.sum()
-    count = int(above.sum())
-    if count == 0:
-        return output, 0
-    queries = above.flatten(0, 1).any(0).nonzero().squeeze(1)  # recomputed in all heads
-    exact = exact_attention(inputs, queries).to(output.dtype)
-    mixed = torch.where(above[:, :, queries].unsqueeze(-1), exact, output[:, :, queries])
-    return output.index_copy(2, queries, mixed), count
+    output, certificate = computed.output, computed.certificate
+    assert certificate is not None and computed.energy_bound is not None
+    size = torch.linalg.vector_norm(output.detach(), dim=-1, dtype=torch.float64)
+    above = ~(certificate <= fallback * size)  # NaN counts as above
+    if (valid := inputs.valid_queries) is not None:
+        above = above & valid.unsqueeze(1)
+    computed.recomputed = above
+    queries: Tensor | slice = slice(None)
+    if has_values(output):
+        queries = above.flatten(0, 1).any(0).nonzero().squeeze(1)  # recomputed in all heads
+        if len(queries) == 0:
+            return
+    exact = exact_attention(inputs, queries, double=True)
+    rounded = exact.to(output.dtype)
+    bound = exact_bound(inputs, exact.detach(), rounded.detach(), queries)
+    some = above[:, :, queries]
+    mixed = rounded.where(some.unsqueeze(-1), output[:, :, queries])
+    bound = bound.where(some, certificate[:, :, queries])
+    if isinstance(queries, slice):
+        computed.output, computed.certificate = mixed, bound
+    else:
+        computed.output = output.index_copy(2, queries, mixed)
+        computed.certificate = certificate.index_copy(2, queries, bound)
+    computed.energy_bound = computed.energy_bound.where(~above, 0.0)
+
+
+def exact_bound(
+    inputs: AttentionInputs,
+    computed: Tensor,
+    output: Tensor,
+    queries: Tensor | slice,
+    key_terms: int = 1,
+) -> Tensor:
+    """(B, H, n) upper bound on |output - a|, from an attention a that was computed in float64.
+
+    Args:
+        inputs: Inputs of the call.
+        computed: (B, H, n, e) the attention in float64: exact attention, or that of trees.
+        output: (B, H, n, e), the output to bound.
+        queries: The n queries.
+        key_terms: Largest number of keys whose mean is a key of a.
+    """
+    q, k, v = (x.detach() for x in inputs.flat_double)
+    lead = inputs.q.shape[:2]
+    largest_score = _norm(q[:, queries]) * _norm(k).amax(-1, keepdim=True)  # (B H, n)
+    rounding = exact_rounding(
+        q.shape[-1] + key_terms, k.shape[1], abs(inputs.scale / inputs.tau) * largest_score,
+        value_diameter(inputs, v), _norm(v).amax(-1, keepdim=True),
+    )  # fmt: skip
+    distance = _norm(output.double() - computed)
+    return (distance + rounding.view(*lead, -1)) * (1 + 1000 * UNIT)
+
+
+def value_diameter(inputs: AttentionInputs, v: Tensor) -> Tensor:
+    """(B H, 1) upper bound on the diameter of the valid values (B H, prefix + N, e) in float64."""
+    mask = torch.ones(1, 1, dtype=torch.bool, device=v.device)
+    if inputs.raster_valid is not None:
+        mask = inputs.add_prefix(inputs.raster_valid)
+        mask = mask.expand(len(inputs.q), -1).repeat_interleave(inputs.q.shape[1], 0)
+    center = v.where(mask.unsqueeze(-1), 0.0).sum(1, keepdim=True) / v.shape[1]
+    radius = _norm(v - center).where(mask, 0.0).amax(-1, keepdim=True)
+    return 2 * radius + 4 * UNIT * (v.shape[-1] + 8) * _norm(v).amax(-1, keepdim=True)
+
+
+def _norm(x: Tensor) -> Tensor:
+    norm: Tensor = torch.linalg.vector_norm(x, dim=-1)
+    return norm
 
 
 def audit_output(inputs: AttentionInputs, output: Tensor, fraction: float) -> Audit | None:
@@ -127,5 +183,5 @@ def audit_output(inputs: AttentionInputs, output: Tensor, fraction: float) -> Au
     if errors.numel() == 0:
         return None
     ordered = errors.nan_to_num(0.0).flatten().sort().values  # 0 / 0 where both outputs are 0
-    p95 = ordered[min(len(ordered) - 1, int(0.95 * len(ordered)))]
-    return Audit(len(ordered), float(ordered.mean()), float(p95), float(ordered[-1]))
+    largest = float(ordered[-1])
+    return Audit(len(ordered), float(ordered.mean()), percentile_95(ordered), largest)

@@ -5,7 +5,7 @@ None if the kernels can run a call and a reason if they cannot: it selects the b
 explains the refusal if Triton was requested. `dense_faster_reason` does the same for dense attention.
 
 An error target on a CPU is decided later: the eager kernel counts the expanded tiles first, and `api.py`
-runs dense attention if they are too many (`AttentionOptions.expanded_limit`).
+runs dense attention if they are too many in every head (`AttentionOptions.exact_above`).
 """
 
 import math

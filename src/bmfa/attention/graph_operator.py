@@ -16,7 +16,13 @@ import torch
 from torch import Tensor
 
 from bmfa.attention.dense import dense_attention
-from bmfa.attention.inputs import AttentionInputs, AttentionOptions, Form, Order
+from bmfa.attention.inputs import (
+    AttentionInputs,
+    AttentionOptions,
+    CertificateKind,
+    Form,
+    Order,
+)
 from bmfa.attention.per_query import compute_per_query
 from bmfa.attention.result import Computed
 from bmfa.attention.tiles import compute_tiled, wrap_result
@@ -37,11 +43,11 @@ class Settings(NamedTuple):
     order: Order
     backend: str
     form: Form
-    certificate: bool
+    certificate: CertificateKind | None
     fallback: float | None
     error: float | None  # of a Budget, as is `expand`
     expand: int | None
-    expanded_limit: float  # dense attention runs if a larger share of the tiles is expanded
+    exact_above: float  # dense attention runs if a larger share of the tiles is expanded in all heads
     rule: str  # of the other forms, as are `seed` and `max_depth`
     seed: int
     max_depth: int | None
@@ -53,7 +59,7 @@ class Settings(NamedTuple):
             inputs.grid.height, inputs.grid.width, inputs.prefix, inputs.tau, inputs.scale,
             inputs.order, options.backend, options.form, options.certificate, options.fallback,
             None if budget is None else budget.error, None if budget is None else budget.expand,
-            options.expanded_limit, "" if rule is None else str(rule),
+            options.exact_above, "" if rule is None else str(rule),
             rule.seed if isinstance(rule, RandomQuadrants) else 0, options.max_depth,
         )  # fmt: skip
 
@@ -75,7 +81,7 @@ class Settings(NamedTuple):
             self.form,
             self.backend,
             Budget(self.error, self.expand) if self.tiled else None,
-            self.expanded_limit,
+            self.exact_above,
             None if self.tiled else parse(self.rule, self.seed),
             self.max_depth,
             self.certificate,
@@ -85,34 +91,36 @@ class Settings(NamedTuple):
 
 _ARGUMENTS = (
     "Tensor q, Tensor k, Tensor v, Tensor? valid, int height, int width, int prefix, float tau, "
-    "float scale, str order, str backend, str form, bool certificate, float? fallback, float? error, "
-    "int? expand, float expanded_limit, str rule, int seed, int? max_depth"
+    "float scale, str order, str backend, str form, str? certificate, float? fallback, float? error, "
+    "int? expand, float exact_above, str rule, int seed, int? max_depth"
 )
 _library: Any = torch.library.Library("bmfa", "FRAGMENT")  # type: ignore[no-untyped-call]
-_library.define(f"screened_attention({_ARGUMENTS}) -> (Tensor, Tensor, Tensor, Tensor)")
+_library.define(f"screened_attention({_ARGUMENTS}) -> ({', '.join(['Tensor'] * 6)})")
 _library.define(f"screened_attention_backward(Tensor g, {_ARGUMENTS}) -> (Tensor, Tensor, Tensor)")
 
 
 def compute_in_graph(inputs: AttentionInputs, options: AttentionOptions) -> Computed:
     """Insert the operator for a call whose values cannot be read.
 
-    If more than `options.expanded_limit` of the tiles would be expanded, the operator runs dense
-    attention, and reports every tile as expanded.
+    If more than `options.exact_above` of the tiles would be expanded in every head, the operator runs
+    dense attention, and reports every tile as expanded.
     """
     settings = Settings.of(inputs, options)
-    output, expanded, certificate, recomputed = _operator(
+    output, expanded, probes, certificate, energy_bound, recomputed = _operator(
         inputs.q, inputs.k, inputs.v, inputs.valid, *settings
     )
-    bound = certificate if options.bounded else None
-    count = 0 if options.fallback is None else recomputed
     if options.form == "tiled":
         assert options.budget is not None
-        result = TiledAttention(output, expanded.sum(-1, dtype=torch.int32), expanded)
+        count = expanded.sum(-1, dtype=torch.int32)
+        result = TiledAttention(output, count, probes, expanded)
         computed = wrap_result(inputs, settings.tiling, result, options.budget, "raster")
-        computed.certificate, computed.fallback = bound, count
-        return computed
-    computed = Computed(output, partial(_rebuild_tree, inputs, options), bound, count)
-    computed.measure_leaf_ratio = partial(_rebuilt_leaf_ratio, inputs, options)
+    else:
+        computed = Computed(output, partial(_rebuild_tree, inputs, options))
+        computed.measure_leaf_ratio = partial(_rebuilt_leaf_ratio, inputs, options)
+    if options.certificate is not None:
+        computed.certificate, computed.energy_bound = certificate, energy_bound
+    if options.fallback is not None:
+        computed.recomputed = recomputed
     return computed
 
 
@@ -137,37 +145,45 @@ def _compute(
 
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, valid: Tensor | None, *rest: Any
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    settings = Settings(*rest)
-    output, expanded, certificate, recomputed = outputs = _fake(q, k, v, valid, *rest)
+) -> tuple[Tensor, ...]:
+    outputs = _fake(q, k, v, valid, *rest)
+    output, expanded, probes, certificate, energy_bound, recomputed = outputs
     with torch.autocast(q.device.type, enabled=False):
-        computed = _compute(q, k, v, valid, settings)
+        computed = _compute(q, k, v, valid, Settings(*rest))
     if isinstance(computed, Tensor):
         output.copy_(computed)
         expanded.fill_(True)
-        recomputed.fill_(0)
+        probes.fill_(0)
         return outputs
     output.copy_(computed.output)
     if computed.tiled is not None:
         expanded.copy_(computed.tiled.expanded)
-    if computed.certificate is not None:
+        probes.copy_(computed.tiled.probes)
+    if computed.certificate is not None and computed.energy_bound is not None:
         certificate.copy_(computed.certificate)
-    recomputed.fill_(computed.fallback)
+        energy_bound.copy_(computed.energy_bound)
+    if computed.recomputed is not None:
+        recomputed.copy_(computed.recomputed)
     return outputs
 
 
 def _fake(
     q: Tensor, k: Tensor, v: Tensor, valid: Tensor | None, *rest: Any
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Contiguous output, expanded tiles, certificate and count; empty where there are none."""
+) -> tuple[Tensor, ...]:
+    """Contiguous output, expanded tiles, probes, bounds on the output and on E, and recomputed queries;
+    empty where there are none."""
     settings = Settings(*rest)
-    tiles = (*q.shape[:2], settings.tiling.groups, settings.tiling.tiles)
-    bounded = settings.certificate or settings.fallback is not None
+    tiling, lead, none = settings.tiling, q.shape[:2], (0,)
+    tiles = (*lead, tiling.groups, tiling.tiles)
+    probes = (*lead, tiling.probes(settings.prefix), 3)
+    queries = none if settings.certificate is None else q.shape[:3]
     return (
         q.new_empty((*q.shape[:3], v.shape[-1])),
-        q.new_empty(tiles if settings.tiled else (0,), dtype=torch.bool),
-        q.new_empty(q.shape[:3] if bounded else (0,), dtype=torch.float64),
-        q.new_empty((), dtype=torch.int64),
+        q.new_empty(tiles if settings.tiled else none, dtype=torch.bool),
+        q.new_empty(probes if settings.tiled else none, dtype=torch.float32),
+        q.new_empty(queries, dtype=torch.float64),
+        q.new_empty(queries, dtype=torch.float64),
+        q.new_empty(none if settings.fallback is None else q.shape[:3], dtype=torch.bool),
     )
 
 

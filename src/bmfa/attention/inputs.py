@@ -23,6 +23,7 @@ from bmfa.trees.rules import Rule
 Order = Literal["raster", "z"]
 Form = Literal["tiled", "representative", "repeated"]
 Backend = Literal["auto", "eager", "triton", "reference"]
+CertificateKind = Literal["scores", "boxes"]
 
 
 @dataclass(frozen=True)
@@ -32,16 +33,11 @@ class AttentionOptions:
     form: Form
     backend: str  # "eager", "triton" or "reference"
     budget: Budget | None = None  # of the form "tiled"
-    expanded_limit: float = 1.0  # share of expanded tiles above which the form "tiled" gives up
+    exact_above: float = 1.0  # share of expanded tiles above which a head is computed exactly
     rule: Rule | None = None  # of the other forms, as is max_depth
     max_depth: int | None = None
-    certificate: bool = False
+    certificate: CertificateKind | None = None  # what it is computed from; None without one
     fallback: float | None = None
-
-    @property
-    def bounded(self) -> bool:
-        """True if the call computes a certificate."""
-        return self.certificate or self.fallback is not None
 
 
 @dataclass(eq=False)
@@ -125,6 +121,14 @@ class AttentionInputs:
         Raises:
             ValueError: If q or k hold NaN or infinity, or if scores overflow.
         """
+        return self._flatten(torch.promote_types(self.q.dtype, torch.float32))
+
+    @property
+    def flat_double(self) -> tuple[Tensor, Tensor, Tensor]:
+        """`flat` in float64."""
+        return self._flatten(torch.float64)
+
+    def _flatten(self, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
         q, k, v = self.q, self.k, self.v
         if self.order == "z":
             k, v = (permute_tokens(x, self.prefix, self.z_rank) for x in (k, v))
@@ -136,7 +140,6 @@ class AttentionInputs:
             q = q.where((valid.unsqueeze(1) | finite).unsqueeze(-1), 0.0)
         if has_values(q):
             check_finite_scores(q, k, self.scale)
-        dtype = torch.promote_types(q.dtype, torch.float32)
         q, k, v = (x.to(dtype).flatten(0, 1).contiguous() for x in (q, k, v))
         return q, k, v
 

@@ -6,9 +6,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bmfa.attention.dense import apply_fallback
-from bmfa.attention.inputs import AttentionInputs, AttentionOptions
+from bmfa.attention.dense import apply_fallback, exact_bound, value_diameter
+from bmfa.attention.inputs import AttentionInputs, AttentionOptions, CertificateKind
 from bmfa.attention.kernels import eager
+from bmfa.attention.kernels.eager.certificate import total_variation
 from bmfa.attention.result import Computed
 from bmfa.attention.tiling import unflatten
 from bmfa.grid import Grid
@@ -24,14 +25,12 @@ def compute_per_query(inputs: AttentionInputs, options: AttentionOptions) -> Com
     assert options.rule is not None
     run = {"triton": _run_triton, "reference": _run_reference}.get(options.backend, _run_eager)
     computed = run(inputs, options, options.rule)
-    if options.bounded:
+    if options.certificate is not None:
         tree = computed.make_tree()
         computed.make_tree = partial(_identity, tree)
-        computed.certificate = _certificate(inputs, options.rule, tree)
+        _certify(inputs, computed, tree, options.certificate)
         if options.fallback is not None:
-            computed.output, computed.fallback = apply_fallback(
-                inputs, computed.output, computed.certificate, options.fallback
-            )
+            apply_fallback(inputs, computed, options.fallback)
     computed.measure_leaf_ratio = partial(_leaf_ratio, computed)
     return computed
 
@@ -111,20 +110,38 @@ def _run_reference(inputs: AttentionInputs, options: AttentionOptions, rule: Rul
     return Computed(torch.from_numpy(output).to(flat[0]), made)
 
 
-def _certificate(inputs: AttentionInputs, rule: Rule, tree: Tree) -> Tensor:
-    """(B, H, Q) float64 upper bound on E over all keys."""
-    q, k, _ = inputs.flat
-    shape = inputs.q.shape[:3]
+def _certify(
+    inputs: AttentionInputs, computed: Computed, tree: Tree, kind: CertificateKind
+) -> None:
+    """Bound E over all keys, and with it |output - exact|, for every query.
+
+    With a the attention of the tree in float64, |output - exact| <= |output - a| + D s(E / tau), where
+    D is the diameter of the values and s bounds the total variation of two distributions by their
+    divergence. The first part is measured.
+    """
+    shape, prefix = inputs.q.shape[:3], inputs.prefix
+    q, k, v = (x.detach() for x in inputs.flat_double)
     if q.numel() == 0:
-        return q.new_zeros(shape, dtype=torch.float64)
-    q, k = q.detach().double() * inputs.scale, k.detach().double()
-    bound = exact_error if rule.needs == "tokens" else key_certificate
-    return bound(q, k[:, inputs.prefix :], tree.flat(), k[:, : inputs.prefix]).view(shape)
+        computed.certificate = computed.energy_bound = q.new_zeros(shape)
+        return
+    bound = exact_error if kind == "scores" else key_certificate
+    flat = tree.flat()
+    energy = bound(q * inputs.scale, k[:, prefix:], flat, k[:, :prefix])  # (B H, Q)
+    attention = eager.representative_attention(q, k, v, flat, prefix=prefix, scale=inputs.scale)
+    lead = shape[:2]
+    distance = exact_bound(
+        inputs, unflatten(attention, 0, lead), computed.output.detach(), slice(None), k.shape[1]
+    )
+    moved = value_diameter(inputs, v) * total_variation(energy / inputs.tau)
+    computed.certificate = distance + moved.view(shape) * (1 + 1e-12)
+    computed.energy_bound = energy.view(shape)
+    if (valid := inputs.valid_queries) is not None:  # their outputs are undefined
+        computed.certificate = computed.certificate.where(valid.unsqueeze(1), 0.0)
 
 
-def certified_by(rule: Rule) -> str:
-    """What the certificate of a rule is computed from, "scores" or "keys"."""
-    return "scores" if rule.needs == "tokens" else "keys"
+def certificate_kind(rule: Rule) -> CertificateKind:
+    """What the certificate of a rule is computed from unless it is given: what the rule reads."""
+    return "scores" if rule.needs == "tokens" else "boxes"
 
 
 # Functions of modules instead of lambdas: results of compiled graphs hold them.

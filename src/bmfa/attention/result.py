@@ -1,10 +1,13 @@
 """The result of `screened_attention`: the output, and statistics and trees on demand."""
 
+import math
+import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import cached_property
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from bmfa.attention.tiling import TiledAttention
@@ -29,6 +32,91 @@ class Audit:
 
 
 @dataclass(frozen=True)
+class ErrorEstimate:
+    """Relative L2 error of the output of a call, measured at probe queries.
+
+    A probe is a query that is also attended exactly. No probe takes part in the choices that determine
+    its own output.
+
+    Attributes:
+        target: The `error` of the call, or None if it was given `leaves`.
+        estimate: sqrt(sum |output - exact|^2 / sum |exact|^2), estimated for all queries of the call.
+        p95: 95th percentile of |output - exact| / |exact| over the probes.
+        uncertainty: Standard error of `estimate`; infinity with a single probe.
+        probes: Number of probes, all pictures and heads together. 0 for dense attention.
+        met: True if `estimate - uncertainty` is at most the target; None without a target.
+
+    Example:
+        >>> import torch, bmfa
+        >>> q, k, v = torch.randn(3, 1, 2, 4096, 32, generator=torch.Generator().manual_seed(0))
+        >>> stats = bmfa.screened_attention(0.3 * q, k, v, grid=(64, 64), form="tiled").stats
+        >>> stats.error.target, stats.error.probes, stats.error.met
+        (0.03, 128, True)
+    """
+
+    target: float | None
+    estimate: float
+    p95: float
+    uncertainty: float
+    probes: int
+
+    @property
+    def met(self) -> bool | None:
+        """True if `estimate - uncertainty` is at most the target; None without a target."""
+        return None if self.target is None else self.estimate - self.uncertainty <= self.target
+
+    @classmethod
+    def from_probes(cls, probes: Tensor, target: float | None) -> "ErrorEstimate":
+        """Estimate the error from `TiledAttention.probes`. Waits for the device.
+
+        With squared errors e, squared norms x and weights w, the estimate is the root of the ratio
+        r = sum w e / sum w x. Its standard error is that of the linearised ratio (the delta method):
+        sqrt(n / (n - 1) sum (w (e - r x))^2) / sum w x, over 2 sqrt(r) for the root.
+
+        Args:
+            probes: (B, H, P, 3), as in `TiledAttention`. Probes of weight 0 do not count.
+            target: Target for the error, or None.
+        """
+        error, norm, weight = probes.detach().double().cpu().reshape(-1, 3).unbind(-1)
+        counted = weight > 0
+        error, norm, weight = error[counted], norm[counted], weight[counted]
+        count = len(error)
+        if count == 0 or not bool((error != 0).any()):
+            return cls(target, 0.0, 0.0, 0.0, count)
+        total = float((weight * norm).sum())
+        ratio = float((weight * error).sum()) / total if total > 0 else math.inf
+        estimate, uncertainty = math.sqrt(ratio), math.inf
+        if count > 1 and math.isfinite(ratio):
+            residual = weight * (error - ratio * norm)
+            variance = float(residual.square().sum()) * count / (count - 1) / total**2
+            uncertainty = math.sqrt(variance) / (2 * estimate)
+        relative = torch.where(error > 0, error / norm, 0.0).sqrt().sort().values
+        return cls(target, estimate, percentile_95(relative), uncertainty, count)
+
+
+def percentile_95(ordered: Tensor) -> float:
+    """95th percentile of ascending values."""
+    return float(ordered[min(len(ordered) - 1, int(0.95 * len(ordered)))])
+
+
+_warned_targets: set[float] = set()
+
+
+def warn_missed(estimate: float, target: float) -> None:
+    """Warn, once for each target in a process, that the output misses its target for the error."""
+    if target in _warned_targets:
+        return
+    _warned_targets.add(target)
+    warnings.warn(
+        f"screened_attention measured an output error of {estimate:.3g}, and the target is "
+        f"{target:.3g}; for these inputs pass a smaller error=, fallback=, or "
+        f"leaves=1.0 for exact attention (stats.error has the measurement of every call)",
+        UserWarning,
+        stacklevel=2,
+    )
+
+
+@dataclass(frozen=True, repr=False)
 class Stats:
     """What ran, why, and what is known of its error.
 
@@ -37,10 +125,15 @@ class Stats:
         form: `"tiled"`, `"representative"`, `"repeated"` or `"dense"`.
         rule: The rule or the budget, as text.
         why: Why this backend ran.
-        certificate: (B, H, Q) float64 upper bound on E of every query over all keys, or None. It bounds
-            E of the partition; the form "tiled" adds corrections to the output that it does not cover.
-        certified_by: `"scores"` (E itself, rounded up) or `"keys"` (a bound from key statistics).
+        certificate: (B, H, Q) float64 proven upper bound on |output - exact| of every query, in units of
+            the values, or None. It bounds the output that is returned, its rounding included. Invalid
+            queries have 0.
+        energy_bound: (B, H, Q) float64 upper bound on E = tau KL(attention || exact attention) of every
+            query over all keys, or None. In the form "tiled" the attention is the one before the
+            first-order correction, which is not a distribution.
+        certified_by: `"scores"` (from all scores) or `"boxes"` (from boxes around the keys of a leaf).
         fallback: Number of queries that were recomputed exactly. A tensor in compiled graphs.
+        recomputed: (B, H, Q) bool, True for the queries that were recomputed exactly, or None.
         audit: Measured error at a sample of the queries, or None.
         expanded_count: (B, H, groups) int32 expanded tiles of each group of queries, or None.
 
@@ -57,13 +150,40 @@ class Stats:
     rule: str
     why: str
     certificate: Tensor | None = None
+    energy_bound: Tensor | None = None
     certified_by: str | None = None
     fallback: int | Tensor = 0
+    recomputed: Tensor | None = None
     audit: Audit | None = None
-    expanded_count: Tensor | None = field(default=None, repr=False)
+    expanded_count: Tensor | None = None
     # Computed on demand by `_density` and `_leaf_ratio` of tiles.py and per_query.py.
     measure_density: Callable[[], float] | None = field(default=None, repr=False)
     measure_leaf_ratio: Callable[[], float] | None = field(default=None, repr=False)
+    measure_error: Callable[[], ErrorEstimate] | None = field(default=None, repr=False)
+
+    def __repr__(self) -> str:
+        """Show tensors by their shape: their values would wait for the device."""
+        parts = []
+        for item in fields(self):
+            value = getattr(self, item.name)
+            if item.repr:
+                shown = f"tensor{tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
+                parts.append(f"{item.name}={shown}")
+        return f"Stats({', '.join(parts)})"
+
+    @cached_property
+    def error(self) -> ErrorEstimate | None:
+        """Measured relative L2 error of the output. Waits for the device.
+
+        0 for dense attention, None for a tree for each query. If the target is missed, reading this
+        property warns, once for each target in a process; calls on a CPU warn at once.
+        """
+        if self.measure_error is None:
+            return None
+        measured = self.measure_error()
+        if measured.met is False and measured.target is not None:
+            warn_missed(measured.estimate, measured.target)
+        return measured
 
     @property
     def density(self) -> float | None:
@@ -112,8 +232,9 @@ class Screened:
 
         Trees are built when this property is first read, and take much more memory than the output:
         a boolean for every query and block. In the form "tiled" a leaf is a token of an expanded tile
-        or an unexpanded tile. The form corrects unexpanded tiles, so `tree.error` and
-        `tree.reconstruct` describe the partition without the corrections, not the output.
+        or an unexpanded tile. The attention inside an unexpanded tile is not uniform, so `tree.error`
+        and `tree.output_bound` raise a ValueError; `stats.error` and `stats.certificate` have the error
+        of the output.
 
         Returns:
             A `Tree` of shape (B, H, Q).
@@ -139,8 +260,10 @@ class Computed:
 
     output: Tensor  # (B, H, Q, e)
     make_tree: Callable[[], Tree]
-    certificate: Tensor | None = None  # (B, H, Q) float64
-    fallback: int | Tensor = 0
+    certificate: Tensor | None = None  # (B, H, Q) float64, as is energy_bound
+    energy_bound: Tensor | None = None
+    recomputed: Tensor | None = None  # (B, H, Q) bool, queries that the fallback recomputed
     tiled: TiledAttention | None = None  # result of the kernel of the form "tiled"
     measure_density: Callable[[], float] | None = None
     measure_leaf_ratio: Callable[[], float] | None = None
+    measure_error: Callable[[], ErrorEstimate] | None = None

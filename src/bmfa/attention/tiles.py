@@ -11,20 +11,21 @@ from bmfa.attention.dense import apply_fallback
 from bmfa.attention.inputs import (
     AttentionInputs,
     AttentionOptions,
+    CertificateKind,
     Order,
     check_finite_scores,
     permute_tokens,
 )
-from bmfa.attention.kernels.eager.tiles import log_partition_loss, working_precision
-from bmfa.attention.result import Computed
+from bmfa.attention.kernels.eager.certificate import bound_output
+from bmfa.attention.result import Computed, ErrorEstimate, warn_missed
 from bmfa.attention.tiling import (
     Budget,
     TiledAttention,
     Tiling,
-    tiles_to_groups,
     tokens_to_tiles,
     unflatten,
 )
+from bmfa.checks import has_values
 from bmfa.trees.layout import tile_layout
 from bmfa.trees.pyramid import Counts
 from bmfa.trees.tree import Tree
@@ -34,7 +35,7 @@ def compute_tiled(inputs: AttentionInputs, options: AttentionOptions) -> Compute
     """Run the kernels of a backend on self-attention, then the certificate and the fallback.
 
     Returns:
-        None if the eager kernel would expand more than `options.expanded_limit` of the tiles.
+        None if the eager kernel would compute every head exactly (`options.exact_above`).
     """
     assert options.budget is not None
     tiling, budget = Tiling(inputs.grid), options.budget
@@ -43,12 +44,17 @@ def compute_tiled(inputs: AttentionInputs, options: AttentionOptions) -> Compute
     if result is None:
         return None
     computed = wrap_result(inputs, tiling, result, budget, kernel_order)
-    if options.bounded:
-        computed.certificate = tiled_certificate(inputs, tiling, result.expanded, options.backend)
+    if options.certificate is not None:
+        computed.certificate, computed.energy_bound = tiled_certificate(
+            inputs, tiling, result.output, result.expanded, kernel_order, options.certificate
+        )
         if options.fallback is not None:
-            computed.output, computed.fallback = apply_fallback(
-                inputs, result.output, computed.certificate, options.fallback
-            )
+            apply_fallback(inputs, computed, options.fallback)
+    if not inputs.q.is_cuda and has_values(inputs.q):  # nothing to wait for
+        assert computed.measure_error is not None
+        measured = computed.measure_error()
+        if measured.met is False and measured.target is not None:
+            warn_missed(measured.estimate, measured.target)
     return computed
 
 
@@ -60,13 +66,17 @@ def wrap_result(
     kernel_order: Order,
 ) -> Computed:
     """Wrap the result of a kernel, with its tree and statistics on demand."""
-    return Computed(
+    computed = Computed(
         result.output,
         partial(_result_tree, inputs, tiling, result, budget, kernel_order),
         tiled=result,
         measure_density=partial(_density, inputs, tiling, result, kernel_order),
         measure_leaf_ratio=partial(_leaf_ratio, inputs, tiling, result, kernel_order),
     )
+    computed.measure_error = partial(
+        _measure_error, inputs, tiling, computed, budget.error, kernel_order
+    )
+    return computed
 
 
 def _run_kernel(
@@ -77,7 +87,7 @@ def _run_kernel(
     assert budget is not None
     shared: dict[str, Any] = {
         "prefix": inputs.prefix, "scale": inputs.scale, "tau": inputs.tau,
-        "error": budget.error, "expand": budget.expand,
+        "error": budget.error, "expand": budget.expand, "exact_above": options.exact_above,
     }  # fmt: skip
     if options.backend == "triton":
         from bmfa.attention.kernels.triton.tiles import operators
@@ -94,10 +104,7 @@ def _run_kernel(
     else:
         from bmfa.attention.kernels.eager import tiles
 
-        limit = options.expanded_limit
-        found = tiles.tiled_attention(
-            q, k, v, tiling, valid=inputs.raster_valid, max_expanded=limit, **shared
-        )
+        found = tiles.tiled_attention(q, k, v, tiling, valid=inputs.raster_valid, **shared)
         if found is None:
             return None
         result = found
@@ -115,82 +122,100 @@ def _run_reference(
     query, key, value = (x.detach().double().cpu().numpy() for x in (q, k, v))
     result = reference.tiled_attention(query, key, value, tiling, valid=masks, **shared)
     expanded = torch.from_numpy(result.expanded).to(q.device)
-    output = torch.from_numpy(result.output).to(q)
-    return TiledAttention(output, expanded.sum(-1, dtype=torch.int32), expanded)
+    output, probes = torch.from_numpy(result.output).to(q), torch.from_numpy(result.probes)
+    count = expanded.sum(-1, dtype=torch.int32)
+    return TiledAttention(output, count, probes.float().to(q.device), expanded)
 
 
 def tiled_certificate(
-    inputs: AttentionInputs, tiling: Tiling, expanded: Tensor, backend: str
-) -> Tensor:
-    """(B, H, prefix + N) float64 upper bound on E = F - F~ of every query over all keys.
+    inputs: AttentionInputs,
+    tiling: Tiling,
+    output: Tensor,
+    expanded: Tensor,
+    kernel_order: Order,
+    kind: CertificateKind,
+) -> tuple[Tensor, Tensor]:
+    """Bound the distance of an output from exact attention, for every query.
 
-    F~ is the free energy of the partition: an unexpanded tile counts as n times its mean score,
-    without the corrections of the output; expanded tiles and the prefix are exact. The bound is E
-    itself, rounded up. Prefix queries and invalid queries have E = 0. All scores are computed, which
-    takes less time than dense attention because no value is read.
+    `bmfa.attention.kernels.eager.certificate` has the proofs.
 
     Args:
         inputs: Inputs of self-attention.
         tiling: Tiles of the grid.
-        expanded: (B, H, R, T) bool, in the order of the backend.
-        backend: The backend that computed `expanded`; "triton" takes the tokens in any order.
+        output: (B, H, prefix + N, e), the output to bound, in the order of the caller.
+        expanded: (B, H, R, T) bool, the tiles that every group of queries expands.
+        kernel_order: Order of the tokens in the kernel, which numbers tiles and groups.
+        kind: What log Z is bounded from, `"scores"` or `"boxes"`.
+
+    Returns:
+        (B, H, prefix + N) float64 each: an upper bound on |output - exact|, and one on E of the
+        attention before the correction. Invalid queries have 0.
     """
-    q, k = inputs.q, inputs.k
-    factor = inputs.scale / inputs.tau
-    if backend == "triton":
-        from bmfa.attention.kernels.triton.tiles import operators
-
-        with torch.no_grad():
-            per_score, constant = _rounding_bounds(inputs, tiling, torch.float32)
-            bound = operators.log_partition_loss_bound(
-                q, k, tiling, expanded, _largest_norm(k, inputs.prefix, inputs.valid, torch.float32),
-                prefix=inputs.prefix, factor=factor, per_score=per_score, always=constant,
-                valid=inputs.valid, order=inputs.order,
-            )  # fmt: skip
-            return bound.double() * inputs.tau
-    with torch.no_grad():
-        q, k, _ = inputs.to_raster()
-        valid, prefix = inputs.raster_valid, inputs.prefix
-        per_score, constant = _rounding_bounds(inputs, tiling, working_precision(q))
-        loss = log_partition_loss(
-            q, k, tiling, expanded, prefix=prefix, factor=factor, valid=valid
-        )  # -inf where every tile is expanded
-        norms = torch.linalg.vector_norm(q[:, :, prefix:], dim=-1, dtype=torch.float64)
-        largest = _largest_norm(k, prefix, valid, torch.float64)
-        largest_score = abs(factor) * norms * largest.unsqueeze(-1)
-        bound = loss.double().clamp(min=0) + per_score * largest_score + constant
-        bound = bound.where(bound == bound, torch.inf)  # NaN: nothing is known
-        bound = torch.where(loss == -torch.inf, 0.0, bound) * inputs.tau
-        if valid is not None:
-            bound = bound.where(valid.unsqueeze(1), 0.0)
-        bound = torch.cat((bound.new_zeros(*q.shape[:2], prefix), bound), -1)
-        if inputs.order == "raster":
-            return bound
-        return permute_tokens(bound.unsqueeze(-1), prefix, inputs.z_order).squeeze(-1)
+    q, k, v = inputs.to_raster()
+    prefix = inputs.prefix
+    if inputs.order == "z":
+        output = permute_tokens(output, prefix, inputs.z_rank)
+    if kernel_order == "z":
+        number = _kernel_tiles(inputs, tiling, kernel_order)
+        expanded = expanded[:, :, number][..., number]
+    bound = bound_output(
+        q, k, v, output, tiling, expanded, prefix=prefix, factor=inputs.scale / inputs.tau,
+        valid=inputs.raster_valid, kind=kind,
+    )  # fmt: skip
+    # Two further roundings: of the product and of tau itself, which is given in decimals.
+    both = torch.stack((bound.distance, bound.divergence * inputs.tau * (1 + 1e-15)), -1)
+    if inputs.order == "z":
+        both = permute_tokens(both, prefix, inputs.z_order)
+    certificate, energy = both.unbind(-1)
+    return certificate, energy
 
 
-def _largest_norm(k: Tensor, prefix: int, valid: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """(B, H) largest norm of a valid key."""
-    norms: Tensor = torch.linalg.vector_norm(k, dim=-1, dtype=dtype)
-    if valid is not None:
-        norms[:, :, prefix:].masked_fill_(~valid.unsqueeze(1), 0.0)
-    return norms.amax(-1)
+def _kernel_tiles(inputs: AttentionInputs, tiling: Tiling, kernel_order: Order) -> Tensor:
+    """(T,) number in the kernel of each tile in raster order."""
+    device = inputs.q.device
+    if kernel_order == "raster":
+        return torch.arange(tiling.tiles, device=device)
+    return inputs.z_rank[tiling.slot_tokens[:, 0].to(device)] // tiling.slots
 
 
-def _rounding_bounds(
-    inputs: AttentionInputs, tiling: Tiling, dtype: torch.dtype
-) -> tuple[float, float]:
-    """Bounds on the rounding error of log Z - log Z~: per unit of the largest score, and constant.
+def _measure_error(
+    inputs: AttentionInputs,
+    tiling: Tiling,
+    computed: Computed,
+    target: float | None,
+    kernel_order: Order,
+) -> ErrorEstimate:
+    """Estimate the error from the probes; those that the fallback has recomputed have none."""
+    assert computed.tiled is not None
+    probes = computed.tiled.probes
+    if computed.recomputed is not None and probes.numel() and computed.recomputed.any():
+        queries = probe_queries(inputs, tiling, kernel_order)
+        exact = computed.recomputed.gather(2, queries)
+        probes = torch.cat((probes[..., :1].masked_fill(exact.unsqueeze(-1), 0.0), probes[..., 1:]), -1)
+    return ErrorEstimate.from_probes(probes, target)
 
-    The largest score is what the norms allow. A score is a product of d terms, a mean score a sum of
-    S of them, and the exponent a difference: each is off by less than d + S + 16 units. A sum over T
-    tiles of S positive terms and over the prefix, and its logarithm, are off by T + S + prefix + 64
-    units. A unit is two roundings of `dtype`: matrix units may truncate, and exponentials are accurate
-    to two roundings. Both logarithms carry these errors, hence the factor of 2.
-    """
-    unit = 2 * torch.finfo(dtype).eps
-    terms = tiling.tiles + tiling.slots + inputs.prefix
-    return 2 * unit * (inputs.q.shape[-1] + tiling.slots + 16), 2 * unit * (terms + 64)
+
+def probe_queries(inputs: AttentionInputs, tiling: Tiling, kernel_order: Order) -> Tensor:
+    """(B, H, P) position in q of each probe, 0 for a group without a valid query."""
+    device, (batch, heads) = inputs.q.device, inputs.q.shape[:2]
+    slots = tiling.slot_tokens.to(device)
+    if kernel_order == "z":
+        slots = torch.arange(tiling.grid.size, device=device).view_as(slots)
+    exists = (slots >= 0).unsqueeze(0)
+    position = slots.clamp(min=0)  # of each slot among the spatial tokens of the caller
+    if inputs.order == "z" and kernel_order == "raster":
+        position = inputs.z_rank[position]
+    if inputs.valid is not None:
+        exists = exists & inputs.valid[:, position]
+    groups = tiling.group_order[: tiling.probes(inputs.prefix)].to(device)
+    exists = exists[:, groups].unsqueeze(1)  # (B or 1, 1, P, S)
+    head = torch.arange(heads, device=device).view(-1, 1)
+    counts = exists.sum(-1)  # (B or 1, 1, P)
+    rank = tiling.probe_rank(groups, head, counts)  # (B or 1, H, P)
+    found = exists & (exists.cumsum(-1) == rank.unsqueeze(-1) + 1)  # (B or 1, H, P, S)
+    token = position[groups].expand(*found.shape).gather(-1, found.int().argmax(-1, keepdim=True))
+    queries = torch.where(counts > 0, inputs.prefix + token.squeeze(-1), 0)
+    return queries.expand(batch, -1, -1)
 
 
 def _result_tree(
@@ -224,15 +249,12 @@ def tiled_tree(
     device = expanded.device
     layout = tile_layout(tiling.grid, tiling.side).to(device)
     slots = tiling.slot_tokens.to(device)
-    number = torch.arange(tiling.tiles, device=device)  # of each raster tile in the kernel
+    number = _kernel_tiles(inputs, tiling, kernel_order)  # of each raster tile in the kernel
     group = torch.empty(tiling.grid.size, dtype=torch.int64, device=device)  # of each query
     if kernel_order == "z":
-        number = inputs.z_rank[slots[:, 0]] // tiling.slots
-        position = torch.arange(tiling.grid.size, device=device)
-        group = position // (tiling.slots * tiling.group)
+        group = torch.arange(tiling.grid.size, device=device) // tiling.slots
     else:
-        of_tile = (number // tiling.group).unsqueeze(-1).expand_as(slots)
-        group[slots[slots >= 0]] = of_tile[slots >= 0]
+        group[slots[slots >= 0]] = number.unsqueeze(-1).expand_as(slots)[slots >= 0]
     several = (slots >= 0).sum(-1) > 1  # a tile of one token is a leaf either way
     split = expanded[:, :, group][..., number[several]]  # (B, H, N, blocks)
     if inputs.order == "z" and kernel_order == "raster":
@@ -242,12 +264,12 @@ def tiled_tree(
     shape = tuple(split.shape[:3])
     blocks = split.flatten(0, 2).T.contiguous()  # (blocks, B H (prefix + N))
     if inputs.raster_valid is None:
-        return Tree(layout, blocks, shape, inputs.tau, str(budget))
+        return Tree(layout, blocks, shape, inputs.tau, str(budget), block_means=False)
     masks = inputs.raster_valid.T  # (N, B or 1)
     if layout.block_count:  # a tile with one valid token is a leaf; one without is not
         counted = Counts.of(layout, torch.float32, masks).blocks[0] > 1
         blocks &= counted.repeat_interleave(blocks.shape[1] // max(1, counted.shape[1]), 1)
-    return Tree(layout, blocks, shape, inputs.tau, str(budget), masks)
+    return Tree(layout, blocks, shape, inputs.tau, str(budget), masks, block_means=False)
 
 
 def dense_tree(inputs: AttentionInputs, tiling: Tiling, budget: Budget) -> Tree:
@@ -276,7 +298,7 @@ def _density(
         return float(counts.mean()) / tiling.tiles
     sizes = _tile_sizes(inputs, tiling, kernel_order)  # (B or 1, T)
     shares = counts / (sizes > 0).sum(-1).view(-1, 1, 1)
-    groups = tiles_to_groups(sizes > 0, tiling).any(-1).unsqueeze(1)  # (B or 1, 1, R)
+    groups = (sizes > 0).unsqueeze(1)  # (B or 1, 1, R)
     return float(shares[groups.expand_as(shares)].mean())
 
 
@@ -287,7 +309,6 @@ def _leaf_ratio(
     sizes = _tile_sizes(inputs, tiling, kernel_order).double()[:, None, None]  # (B or 1, 1, 1, T)
     leaves = torch.where(result.expanded, sizes, sizes.clamp(max=1)).sum(-1)  # (B, H, R)
     ratios = leaves / sizes.sum(-1)
-    queries = tiles_to_groups(sizes[:, 0, 0], tiling).sum(-1).unsqueeze(1)  # (B or 1, 1, R)
-    queries = queries.expand_as(ratios)
+    queries = sizes[:, 0].expand_as(ratios)  # the queries of a group are those of its tile
     prefix = ratios.shape[0] * ratios.shape[1] * inputs.prefix  # these queries see every token
     return float(((ratios * queries).sum() + prefix) / (queries.sum() + prefix))

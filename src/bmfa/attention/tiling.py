@@ -1,12 +1,14 @@
 """Geometry of the tiled form: tiles of keys, groups of queries, budgets, and token layouts.
 
 Shapes: B batch, H heads, N spatial tokens in raster order, T tiles, S = side * side slots in a tile,
-R groups of queries. A ragged grid has tiles with fewer than S tokens; their other slots are empty.
+R = T groups of queries. A ragged grid has tiles with fewer than S tokens; their other slots are empty.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -15,38 +17,43 @@ from torch.nn.functional import pad
 from bmfa.checks import check_integer, check_leaves, check_number
 from bmfa.grid import Grid, check_grid
 
-# Side of a tile in tokens, and tiles whose queries share a representative. The Triton kernels are
-# written for these sizes and refuse others.
+# Side of a tile in tokens. The Triton kernels are written for this size and refuse others.
 TILE_SIDE = 8
-GROUP_TILES = 2
-# Largest gap, in units of tau, that is added to the logit of an unexpanded tile. A tile with a larger
-# gap holds a token with more than exp(4) = 55 times the mean weight, almost all the mass of its 64
-# tokens: adding more would extrapolate from the representative to queries that may not share it.
-GAP_CAP = 4.0
-DEFAULT_ERROR = 0.1
+DEFAULT_ERROR = 0.03
+
+# Thresholds at which the probes are evaluated: from the spread of the values down by this ratio, 2.7e-6
+# times the spread being the last but one; the last one expands every tile. Errors between two levels are
+# interpolated, so that the ratio matters little.
+NUM_LEVELS, LEVEL_RATIO = 16, 0.4
+# Share of the error target that is aimed at: probes are a sample, whose error varies by about 10 %.
+ERROR_AIM = 0.85
+# Largest factor of the first-order correction. Above 1 it makes up for terms of higher order.
+LARGEST_SHRINKAGE = 1.2
+# Exact queries of a head, probes and prefix together, come in multiples of this; the Triton kernels attend
+# with so many queries at once. At least LEAST_PROBES of them are probes, if there are as many groups.
+PROBE_SLOTS, LEAST_PROBES = 64, 48
+
+_Integer = TypeVar("_Integer", int, Tensor)
 
 
 @dataclass(frozen=True)
 class Tiling:
     """Square tiles over a grid, from the top left, smaller at the right and bottom edges.
 
-    Tiles are numbered in raster order. The queries of `group` consecutive tiles share one
-    representative query; the last group may have fewer tiles.
+    Tiles are numbered in raster order. The queries of a tile form a group, which has the number of
+    the tile, shares one representative query, and expands the same tiles of keys.
 
     Args:
         grid: Grid of the spatial tokens.
         side: Side of a tile in tokens.
-        group: Number of tiles in a group of queries.
     """
 
     grid: Grid
     side: int = TILE_SIDE
-    group: int = GROUP_TILES
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "grid", check_grid(self.grid))
         check_integer("side", self.side, low=2)
-        check_integer("group", self.group, low=1)
 
     @property
     def rows(self) -> int:
@@ -70,8 +77,8 @@ class Tiling:
 
     @property
     def groups(self) -> int:
-        """R, the number of groups of queries."""
-        return -(-self.tiles // self.group)
+        """R, the number of groups of queries, one for each tile."""
+        return self.tiles
 
     @property
     def ragged(self) -> bool:
@@ -92,11 +99,39 @@ class Tiling:
         index = torch.where(inside, row * self.grid.width + column, -1)
         return index.reshape(self.tiles, self.slots)
 
-    def tiles_within(self, leaves: float | int) -> int:
-        """Return the number of tiles that a budget of leaves can expand.
+    @cached_property
+    def group_order(self) -> Tensor:
+        """(R,) int64 permutation of the groups, in which any first ones are spread over the grid.
 
-        An expanded tile has S leaves and any other tile has one. Tiles count as full, so a ragged
-        grid never exceeds the budget.
+        Position r holds group r * stride modulo R, with a stride near the golden ratio.
+        """
+        return torch.arange(self.groups) * self.group_stride % self.groups
+
+    @cached_property
+    def group_stride(self) -> int:
+        """Difference, modulo R, of the groups at consecutive positions of `group_order`."""
+        stride = max(1, round(0.618 * self.groups))
+        while math.gcd(stride, self.groups) != 1:
+            stride += 1
+        return stride
+
+    def probe_slots(self, prefix: int) -> int:
+        """Return the number of queries of a head that are attended exactly, padding included."""
+        return -(-(prefix + LEAST_PROBES) // PROBE_SLOTS) * PROBE_SLOTS
+
+    def probes(self, prefix: int) -> int:
+        """Return P, the number of groups with a probe, the first ones in `group_order`."""
+        return min(self.groups, self.probe_slots(prefix) - prefix)
+
+    @staticmethod
+    def probe_rank(group: _Integer, head: _Integer, count: _Integer) -> _Integer:
+        """Return which of the `count` valid queries of a group is its probe, by a fixed hash."""
+        return (group * 40503 + head * 9973 + 17) % 65536 * count // 65536
+
+    def tiles_within(self, leaves: float | int) -> int:
+        """Return the mean number of tiles of a group that a budget of leaves can expand.
+
+        An expanded tile has S leaves and any other tile has one. Tiles count as full.
 
         Args:
             leaves: A float is a fraction of the N tokens, an int is a number of leaves.
@@ -115,7 +150,8 @@ class Tiling:
 class Budget:
     """Stopping criterion of the tiled form: a target for the error, or a number of expanded tiles.
 
-    Exactly one of the two is not None.
+    The error is the relative L2 error of the output. The number is the mean over the groups of a
+    picture. Exactly one of the two is not None.
     """
 
     error: float | None
@@ -139,6 +175,7 @@ class TiledAttention:
 
     output: Tensor  # (B, H, prefix + N, d)
     expanded_count: Tensor  # (B, H, R) int32, expanded tiles of each group
+    probes: Tensor  # (B, H, P, 3) float32: |output - exact|^2, |exact|^2, queries of the probe's group
     expanded_or_make: Tensor | Callable[[], Tensor]  # see `expanded`
 
     @cached_property
@@ -159,20 +196,11 @@ def tokens_to_tiles(tokens: Tensor, tiling: Tiling, dtype: torch.dtype) -> Tenso
     return x.transpose(2, 3).flatten(3, 4).flatten(1, 2)
 
 
-def tiles_to_groups(tiles: Tensor, tiling: Tiling) -> Tensor:
-    """(B H, R, group, *) from (B H, T, *), zeros where the last group has fewer tiles."""
-    missing = tiling.groups * tiling.group - tiling.tiles
-    if missing:
-        tiles = pad(tiles, (0, 0) * (tiles.dim() - 2) + (0, missing))
-    return unflatten(tiles, 1, (tiling.groups, tiling.group))
-
-
-def groups_to_tokens(groups: Tensor, tiling: Tiling) -> Tensor:
-    """(B H, N, *) in raster order from (B H, R, group * S, *)."""
+def tiles_to_tokens(tiles: Tensor, tiling: Tiling) -> Tensor:
+    """(B H, N, *) in raster order from (B H, T, S, *)."""
     side, grid = tiling.side, tiling.grid
-    x = groups.flatten(1, 2)[:, : tiling.tiles * tiling.slots]
-    x = unflatten(x, 1, (tiling.rows, tiling.columns, side, side)).transpose(2, 3)
-    x = x.flatten(3, 4).flatten(1, 2)  # (B H, rows * side, columns * side, *)
+    x = unflatten(tiles.flatten(1, 2), 1, (tiling.rows, tiling.columns, side, side))
+    x = x.transpose(2, 3).flatten(3, 4).flatten(1, 2)  # (B H, rows * side, columns * side, *)
     return x[:, : grid.height, : grid.width].flatten(1, 2)
 
 

@@ -44,6 +44,8 @@ class Tree:
         max_depth: Depth limit, or None.
         labels: (blocks, B) int8 index into `bmfa.rules.LABELS`, for `Certified`.
         members: Number of query-head pairs that each tree serves.
+        block_means: True if the attention of the trees has the mean score of its leaf at every token.
+            False for tiled attention, whose trees say which tokens are merged and no more.
 
     Example:
         >>> import torch, bmfa
@@ -66,6 +68,7 @@ class Tree:
     max_depth: int | None = None
     labels: Tensor | None = None
     members: int = 1
+    block_means: bool = True
 
     @classmethod
     def from_decision(cls, decision: Decision, context: Context, rule: str) -> "Tree":
@@ -334,8 +337,8 @@ class Tree:
         """Compute E = F - F~ = tau KL(q || p), exact to rounding.
 
         q is the attention distribution with the mean score of its leaf at every token, and p that of
-        the scores; both are over the valid spatial tokens. Tiled attention adds corrections to the
-        means of its tiles: for its trees, E does not include them and does not measure the output.
+        the scores; both are over the valid spatial tokens. The attention of a tiled call is not q
+        unless all leaves are single tokens, and its trees are refused.
 
         Args:
             scores: (..., N) floating-point scores, scaled but not divided by tau, to whose leading
@@ -346,7 +349,7 @@ class Tree:
 
         Raises:
             TypeError: If `scores` is not a floating-point tensor.
-            ValueError: If the shape does not fit the trees.
+            ValueError: If the shape does not fit the trees, or if they are those of a tiled call.
 
         Example:
             >>> import torch, bmfa
@@ -357,6 +360,7 @@ class Tree:
             tensor(1.8789)
         """
         check_scores(scores, self.grid.size)
+        self._check_block_means("error")
         dtype = torch.float64 if scores.dtype == torch.float64 else torch.float32
         return self._on_scores(scores.double(), tree_error).to(dtype)
 
@@ -375,7 +379,7 @@ class Tree:
 
         Raises:
             TypeError: If `scores` is not a floating-point tensor.
-            ValueError: If a shape does not fit the trees.
+            ValueError: If a shape does not fit the trees, or if they are those of a tiled call.
 
         Example:
             >>> import torch, bmfa
@@ -384,6 +388,7 @@ class Tree:
             >>> tree.output_bound(scores, values)
             tensor(0., dtype=torch.float64)
         """
+        self._check_block_means("output_bound")
         per_tree = values.dim() == len(self.shape) + 2
         if not per_tree and values.dim() != len(self.shape) + 1:
             raise ValueError(
@@ -395,6 +400,15 @@ class Tree:
         if self.valid is not None:
             norms = norms.where(self._token_mask(), 0.0)
         return output_bound(self.error(scores).double(), norms.amax(-1), tau=self.tau)
+
+    def _check_block_means(self, name: str) -> None:
+        """Refuse what is not true of the attention that a tiled call returns."""
+        if not self.block_means and bool((self.leaf_ratio < 1).any()):
+            raise ValueError(
+                f"these trees are of a tiled call: they say which tokens are merged, and the attention "
+                f"inside a merged tile is not uniform, so that {name} of the tree is not that of the "
+                "output; read stats.error, or pass certificate=True and read stats.certificate"
+            )
 
     def mask_of_heads(self, heads: int) -> Tensor | None:
         """(N, heads) or (N, 1) bool: mask of each head, which all its queries share."""

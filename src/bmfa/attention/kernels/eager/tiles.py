@@ -1,48 +1,51 @@
 """The tiled form in torch operations: gathers and batched products, any device, autograd.
 
 `bmfa.attention.kernels.reference.tiles` specifies what is computed. Shapes here: G = B * H heads,
-T tiles of S = side * side slots, R groups of queries, d and e channels of keys and values.
+T tiles of S = side * side slots, R = T groups of queries in the order of `Tiling.group_order`, P probes,
+d and e channels of keys and values. A chunk has some groups of one head, or all groups of g heads.
 """
 
-import math
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import groupby
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 from bmfa.attention.tiling import (
-    GAP_CAP,
+    ERROR_AIM,
+    LARGEST_SHRINKAGE,
+    LEVEL_RATIO,
+    NUM_LEVELS,
     TiledAttention,
     Tiling,
-    groups_to_tokens,
-    tiles_to_groups,
+    tiles_to_tokens,
     tokens_to_tiles,
     unflatten,
     valid_slots,
 )
 from bmfa.trees.keys import query_chunks
 
-# Logits in memory at once. On a CPU they stay in the cache; an accelerator has none that large, and
+# Scores in memory at once. On a CPU they stay in the cache; an accelerator has none that large, and
 # its launches cost more. `bmfa bench attention` measures both.
 CHUNK_ELEMENTS = 1 << 19
 DEVICE_CHUNK_ELEMENTS = 1 << 24
-# The same for the certificate, which computes scores alone.
-CERTIFICATE_CHUNK_ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 26}
-# Deviations of keys up to this many roundings of their mean key count as 0: the mean and the difference
-# from it are off by a few roundings each.
-SPREAD_ROUNDINGS = 8
+# Tangents of all groups are kept from the probes' pass to the groups' if they have at most so many
+# elements (16 MiB in float32) and the probes use at least half of them; otherwise they are made twice.
+KEPT_ELEMENTS = 1 << 22
 
 
 def tiled_attention(
     q: Tensor, k: Tensor, v: Tensor, tiling: Tiling, *, prefix: int, scale: float, tau: float = 1.0,
-    error: float | None = None, expand: int | None = None, valid: Tensor | None = None,
-    max_expanded: float = 1.0,
+    error: float | None = None, expand: float | None = None, valid: Tensor | None = None,
+    exact_above: float = 1.0,
 ) -> TiledAttention | None:  # fmt: skip
     """Compute tiled attention as specified by `bmfa.attention.kernels.reference.tiled_attention`.
 
-    Half precision is computed in float32. The choice of the expanded tiles is not differentiated;
-    everything else is.
+    Half precision is computed in float32. Thresholds, shrinkage, the diameter of the values and the
+    choice of the expanded tiles are constants of the gradient; everything else is differentiated.
 
     Args:
         q, k: (B, H, prefix + N, d), spatial tokens in raster order.
@@ -51,373 +54,639 @@ def tiled_attention(
         prefix: The number of tokens before the grid.
         scale: The factor of q . k.
         tau: The temperature.
-        error: The target for the mean E of every group; one of `error` and `expand` is given.
-        expand: The number of tiles that every group expands.
+        error: The target for the relative L2 error of the output; one of `error` and `expand` is given.
+        expand: The mean number of tiles that a group expands.
         valid: bool (B or 1, N), the spatial tokens that exist.
-        max_expanded: The largest share of tiles that may be expanded, on average over groups.
+        exact_above: The share of expanded tiles above which a head is computed exactly.
 
     Returns:
-        Output, and expanded tiles of each group; None if more than `max_expanded` are expanded.
+        Output, expanded tiles of each group and errors of the probes; None if every head would be
+        computed exactly because it expands more than `exact_above` of the tiles.
     """
     if (error is None) == (expand is None):
         raise ValueError(f"error is {error!r} and expand is {expand!r}; pass exactly one of them")
     if q.numel() == 0:  # an empty batch still has gradients
         expanded = q.new_zeros(*q.shape[:2], tiling.groups, tiling.tiles, dtype=torch.bool)
-        output = q[..., :1] * v[:, :, :1]
-        return TiledAttention(output, expanded.sum(-1, dtype=torch.int32), expanded)
-    tiles = _Tiles.of(q, k, v, tiling, prefix, scale / tau, valid)
-    max_loss = None if error is None else -math.expm1(-error / tau)
-    selection = _select_tiles(tiles, max_loss, expand)
-    if max_expanded < 1.0 and float(selection.expanded.mean(dtype=torch.float32)) > max_expanded:
+        probes = q.new_zeros(*q.shape[:2], tiling.probes(prefix), 3, dtype=torch.float32)
+        counts = expanded.sum(-1, dtype=torch.int32)
+        return TiledAttention(q[..., :1] * v[:, :, :1], counts, probes, expanded)
+    everything = error == 0.0 or (expand is not None and expand >= tiling.tiles)
+    if everything and exact_above < 1.0:
         return None
-    spatial = groups_to_tokens(_attend_by_groups(tiles, selection), tiling)
-    output = unflatten(spatial, 0, q.shape[:2]).to(q.dtype)
+    heads = _Heads.of(q, k, v, tiling, prefix, scale / tau, valid)
+    representatives = _Representatives(heads)
+    if everything:
+        choice, exact_probes = _Choice.everything(heads), None
+    else:
+        with torch.no_grad():
+            levels = _measure_levels(heads, representatives)
+            share = None if expand is None else expand / tiling.tiles
+            choice = _choose(heads, levels, error, share, exact_above)
+            exact_probes = levels.exact
+    if exact_above < 1.0 and bool(choice.exact.all()):
+        return None
+    tiles, expanded = _attend(heads, representatives, choice)
+    spatial = unflatten(tiles_to_tokens(tiles, tiling), 0, q.shape[:2]).to(q.dtype)
+    output = spatial
     if prefix:
-        output = torch.cat((_prefix_outputs(q, tiles, scale / tau).to(q.dtype), output), 2)
-    expanded = unflatten(selection.expanded, 0, (*q.shape[:2], tiling.groups))
-    return TiledAttention(output, expanded.sum(-1, dtype=torch.int32), expanded)
+        output = torch.cat((_prefix_outputs(q, heads, scale / tau).to(q.dtype), spatial), 2)
+    with torch.no_grad():
+        probes = _probe_errors(heads, tiles.to(q.dtype), exact_probes)
+    return TiledAttention(
+        output,
+        unflatten(expanded.sum(-1, dtype=torch.int32), 0, q.shape[:2]),
+        unflatten(probes, 0, q.shape[:2]),
+        unflatten(expanded, 0, q.shape[:2]),
+    )
 
 
 @dataclass(frozen=True, eq=False)
-class _Tiles:
-    """Tokens in tiles, and their means.
+class _Heads:
+    """Steps 1 and 2 of the specification: tokens in tiles, and what does not depend on a group."""
 
-    `keys` and `values` hold all rows that attention gathers in one table: the T mean tiles, the prefix,
-    and the tokens of all tiles, 0 in empty slots.
-    """
-
-    q: Tensor  # (G, R, group * S, d) times scale / tau, as is q_mean
+    tiling: Tiling
+    prefix: int
+    shape: tuple[int, int]  # B, H
+    order: Tensor  # (R,) group at each position
+    q: Tensor  # (G, R, S, d) times scale / tau, as is q_mean; groups in `order`
     q_mean: Tensor  # (G, R, d) representatives
     q_spread: Tensor  # (G, R) mean squared distance of queries from q_mean, over 2d
-    keys: Tensor  # (G, T + prefix + T S, d)
-    values: Tensor  # (G, T + prefix + T S, e)
-    k_deviation: Tensor  # (G, T S, d) keys minus the mean of their tile
-    k_spread: Tensor  # (G, T) mean squared norm of the deviations
+    q_count: Tensor  # (1 or G, R) int64, queries of each group
+    keys: Tensor  # (G, prefix + T S, d), 0 in empty slots
+    values: Tensor  # (G, prefix + T S, e)
+    cross: Tensor  # (G, T, d, e) covariance of keys and values under the mean query of the head
+    k_spread: Tensor  # (G, T) mean squared distance of keys from their mean
+    sigma: Tensor  # (G,) spread of the values
+    diameter: Tensor  # (G,)
     exists: Tensor | None  # (G, T, S) bool; None if every slot holds a token
-    counts: Tensor  # (1 or G, T) tokens of each tile
-    prefix: int
+    counts: Tensor  # (1 or G, T) int64, tokens of each tile
 
     @classmethod
     def of(
         cls, q: Tensor, k: Tensor, v: Tensor, tiling: Tiling, prefix: int, factor: float,
         valid: Tensor | None,
-    ) -> "_Tiles":  # fmt: skip
+    ) -> "_Heads":  # fmt: skip
         """Arrange tokens in tiles, in at least float32, and compute means."""
         dtype = torch.promote_types(q.dtype, torch.float32)
+        shape = (q.shape[0], q.shape[1])
         exists = valid_slots(tiling, valid, q)
         prefix_k, prefix_v = (x[:, :, :prefix].to(dtype).flatten(0, 1) for x in (k, v))
         q, k, v = (tokens_to_tiles(x[:, :, prefix:], tiling, dtype) for x in (q, k, v))
-        q = q * factor  # (G, T, S, d)
+        order = tiling.group_order.to(q.device)
+        q = q.index_select(1, order) * factor  # (G, R, S, d)
         if exists is None:
-            counts = q.new_full((1, tiling.tiles), float(tiling.slots))
+            counts = torch.full((1, tiling.tiles), tiling.slots, device=q.device)
+            q_exists = None
         else:
-            q, k, v = (x.masked_fill(~exists.unsqueeze(-1), 0.0) for x in (q, k, v))
-            counts = exists.sum(-1).to(dtype)
-        k_mean, v_mean = (x.sum(2) / counts.clamp(min=1).unsqueeze(-1) for x in (k, v))
-        k_deviation = k - k_mean.unsqueeze(2)
-        if exists is not None:
-            k_deviation = k_deviation.masked_fill(~exists.unsqueeze(-1), 0.0)
-        q_sum = tiles_to_groups(q.sum(2), tiling).sum(2)
-        group_counts = tiles_to_groups(counts.unsqueeze(-1), tiling).sum(2).clamp(min=1)
-        q_mean = q_sum / group_counts  # (G, R, d)
-        grouped_q = tiles_to_groups(q.flatten(2), tiling).view(*q_sum.shape[:2], -1, q.shape[-1])
-        q_deviation = grouped_q - q_mean.unsqueeze(2)
-        if exists is not None or tiling.tiles % tiling.group:
-            present = q.new_ones(q.shape[:3]) if exists is None else exists.to(dtype)
-            q_deviation = q_deviation * tiles_to_groups(present, tiling).flatten(2).unsqueeze(-1)
-        q_spread = _sum_of_squares(q_deviation) / group_counts.squeeze(-1) / (2 * q.shape[-1])
-        k_spread = _sum_of_squares(k_deviation) / counts.clamp(min=1)
-        rounding = (SPREAD_ROUNDINGS * torch.finfo(dtype).eps) ** 2 * k_mean.square().sum(-1)
+            counts, q_exists = exists.sum(-1), exists.index_select(1, order)
+            q = q.masked_fill(~q_exists.unsqueeze(-1), 0.0)
+            k, v = (x.masked_fill(~exists.unsqueeze(-1), 0.0) for x in (k, v))
+        q_count = counts.index_select(1, order)
+        q_mean = _tile_means(q, q_count)
+        total = counts.sum(-1, keepdim=True).to(dtype)  # (1 or G, 1)
+        q_head = (q_mean * q_count.unsqueeze(-1)).sum(1) / total
+        scores = (k @ q_head[:, None, :, None]).squeeze(-1)  # (G, T, S)
+        p = _mask_scores(scores, exists, counts).softmax(-1).unsqueeze(-1)
+        p_keys = p * (k - (p * k).sum(2, keepdim=True))
+        p_values = v - (p * v).sum(2, keepdim=True)  # in empty slots p is 0
+        with torch.no_grad():
+            v_mean = _tile_means(v, counts)
+            v_all = (v_mean * counts.unsqueeze(-1)).sum(1, keepdim=True) / total.unsqueeze(-1)
+            v_deviation = _deviations(v, v_mean, exists)
+            radius = v_deviation.square().sum(-1).amax(-1).sqrt()  # (G, T)
+            radius = radius + (v_mean - v_all).square().sum(-1).sqrt()
+            variance = _deviations(v, v_all, exists).square().sum((1, 2, 3)) / total.squeeze(-1)
+            q_spread = _mean_squares(_deviations(q, q_mean, q_exists), q_count)
+            k_spread = _mean_squares(_deviations(k, _tile_means(k, counts), exists), counts)
         return cls(
-            q=grouped_q,
+            tiling=tiling,
+            prefix=prefix,
+            shape=shape,
+            order=order,
+            q=q,
             q_mean=q_mean,
-            q_spread=q_spread,
-            keys=torch.cat((k_mean, prefix_k, k.flatten(1, 2)), 1),
-            values=torch.cat((v_mean, prefix_v, v.flatten(1, 2)), 1),
-            k_deviation=k_deviation.flatten(1, 2),
-            k_spread=k_spread.where(k_spread > rounding, 0.0),
+            q_spread=q_spread / (2 * q.shape[-1]),
+            q_count=q_count,
+            keys=torch.cat((prefix_k, k.flatten(1, 2)), 1),
+            values=torch.cat((prefix_v, v.flatten(1, 2)), 1),
+            cross=p_keys.transpose(2, 3) @ p_values,
+            k_spread=k_spread,
+            sigma=variance.sqrt(),
+            diameter=2 * radius.masked_fill(counts == 0, 0.0).amax(-1),
             exists=exists,
             counts=counts,
-            prefix=prefix,
         )
 
     @property
-    def num_tiles(self) -> int:
-        return self.counts.shape[1]
-
-    @property
-    def slots(self) -> int:
-        return self.k_deviation.shape[1] // self.num_tiles
-
-    @property
-    def first_token(self) -> int:
-        """Row of the first spatial token in `keys` and `values`."""
-        return self.num_tiles + self.prefix
+    def probes(self) -> int:
+        return self.tiling.probes(self.prefix)
 
     @property
     def chunk_elements(self) -> int:
         return CHUNK_ELEMENTS if self.q.device.type == "cpu" else DEVICE_CHUNK_ELEMENTS
 
+    def tiles_of(self, x: Tensor, heads: slice) -> Tensor:
+        """(g, T, S, *) view of the spatial tokens of keys or values."""
+        return unflatten(x[heads, self.prefix :], 1, (self.tiling.tiles, self.tiling.slots))
+
+    def counts_of(self, heads: slice) -> Tensor:
+        """(1 or g, T) tokens of each tile."""
+        return self.counts if len(self.counts) == 1 else self.counts[heads]
+
+    def token_scores(self, queries: Tensor, heads: slice) -> tuple[Tensor, Tensor]:
+        """Return scores (g, n, prefix) and (g, n, T, S) of queries (g, n, d), -inf in empty slots."""
+        prefix_scores = queries @ self.keys[heads, : self.prefix].transpose(1, 2)
+        scores = queries @ self.keys[heads, self.prefix :].transpose(1, 2)
+        scores = unflatten(scores, 2, (self.tiling.tiles, self.tiling.slots))
+        exists = None if self.exists is None else self.exists[heads].unsqueeze(1)
+        return prefix_scores, _mask_scores(scores, exists, self.counts_of(heads).unsqueeze(1))
+
 
 @dataclass(frozen=True, eq=False)
-class _Selection:
-    """What the representatives decide for their groups."""
+class _Tangents:
+    """Step 3 of the specification: tiles as the representatives of a chunk see them."""
 
-    gap: Tensor  # (G R, T) gaps with the spread of the group, capped
-    expanded: Tensor  # (G R, T) bool
-    residual: Tensor  # (G R, e)
+    log_mass: Tensor  # (g, r, T), -inf without tokens
+    k: Tensor  # (g, r, T, d)
+    v: Tensor  # (g, r, T, e)
+    loss: Tensor  # (g, r, T)
+
+    def __getitem__(self, index: tuple[slice, slice]) -> "_Tangents":
+        return _Tangents(self.log_mass[index], self.k[index], self.v[index], self.loss[index])
 
 
-def _select_tiles(tiles: _Tiles, max_loss: float | None, expand: int | None) -> _Selection:
-    """Steps 3 and 4 of the specification, and the residual of step 5."""
-    heads, groups = tiles.q_mean.shape[:2]
-    tokens = tiles.k_deviation.shape[1]
+class _Representatives:
+    """Makes the tangents of chunks."""
+
+    def __init__(self, heads: _Heads) -> None:
+        self.heads, self.kept = heads, None
+        groups, tiles = heads.tiling.groups, heads.tiling.tiles
+        elements = len(heads.q) * groups * tiles * (heads.keys.shape[2] + heads.values.shape[2])
+        if groups <= 2 * heads.probes and elements <= KEPT_ELEMENTS:
+            self.kept = self._compute(slice(0, len(heads.q)), slice(0, groups))
+
+    def tangents(self, heads: slice, groups: slice) -> _Tangents:
+        """Return the tangents of groups of heads."""
+        return self._compute(heads, groups) if self.kept is None else self.kept[heads, groups]
+
+    def _compute(self, heads: slice, groups: slice) -> _Tangents:
+        all_heads = self.heads
+        q_mean = all_heads.q_mean[heads, groups]  # (g, r, d)
+        prefix_scores, scores = all_heads.token_scores(q_mean, heads)
+        p = scores.softmax(-1)
+        empty = (all_heads.counts_of(heads) == 0).unsqueeze(1)
+        log_mass = _log_sum_exp(scores, p).masked_fill(empty, -torch.inf)
+        p = p.transpose(1, 2)  # (g, T, r, S)
+        k, v = (p @ all_heads.tiles_of(x, heads) for x in (all_heads.keys, all_heads.values))
+        with torch.no_grad():
+            log_z = torch.cat((log_mass, prefix_scores), -1).logsumexp(-1, keepdim=True)
+            spread = all_heads.q_spread[heads, groups].unsqueeze(-1)
+            spread = spread * all_heads.k_spread[heads].unsqueeze(1)
+            spread = spread.nan_to_num(0.0).clamp(max=1.0)  # 0 * inf where squares overflow
+            loss = all_heads.sigma[heads].view(-1, 1, 1) * (log_mass - log_z).exp() * spread
+        return _Tangents(log_mass, k.transpose(1, 2), v.transpose(1, 2), loss)
+
+
+class _Levels(NamedTuple):
+    """What the probes find at every level; (G, P, levels) each but for the last four."""
+
+    error: Tensor  # |output - exact|^2 without the correction
+    product: Tensor  # (exact - output) . correction, with a shrinkage of 1
+    correction: Tensor  # |correction|^2
+    share: Tensor  # of the tiles that are expanded
+    exact: Tensor  # (G, P, e) exact outputs
+    weight: Tensor  # (G, P) queries that the probe stands for
+    thresholds: Tensor  # (G, levels)
+
+
+@dataclass(frozen=True, eq=False)
+class _Choice:
+    """What the probes determine for all groups."""
+
+    thresholds: Tensor  # (G, 2) of the groups at even and odd positions; 0 expands every tile
+    shrinkage: Tensor  # (G, 2)
+    exact: Tensor  # (G,) bool, heads in which every tile is expanded
+
+    @classmethod
+    def everything(cls, heads: _Heads) -> "_Choice":
+        """Expand every tile."""
+        zeros = heads.sigma.new_zeros(len(heads.sigma), 2)
+        return cls(zeros, zeros, zeros.new_ones(len(zeros), dtype=torch.bool))
+
+
+def _measure_levels(heads: _Heads, representatives: _Representatives) -> _Levels:
+    """Evaluate every probe at every level."""
+    spread = unflatten(heads.sigma, 0, heads.shape).amax(1, keepdim=True).expand(heads.shape)
+    powers = torch.arange(NUM_LEVELS, device=spread.device, dtype=torch.float64)
+    thresholds = spread.double().reshape(-1, 1) * LEVEL_RATIO**powers
+    thresholds[:, -1] = 0.0
+    slots = _probe_slots(heads)
     chunks = [
-        _select_chunk(tiles, head_slice, group_slice, max_loss, expand)
-        for head_slice, group_slice in query_chunks(heads, groups, tokens, tiles.chunk_elements)
+        _measure_chunk(heads, part, representatives, slots[part], thresholds[part])
+        for part in _head_chunks(heads)
     ]
-    gap, expanded, residual = (
-        torch.cat([x.flatten(0, 1) for x in field]) for field in zip(*chunks, strict=True)
+    return _Levels(*(torch.cat(field) for field in zip(*chunks, strict=True)))
+
+
+def _measure_chunk(
+    heads: _Heads, part: slice, representatives: _Representatives, slots: Tensor, thresholds: Tensor
+) -> _Levels:
+    """Evaluate the probes of g heads, which are in `slots` (g, P) of their groups."""
+    probes = slice(0, heads.probes)
+    tangents = representatives.tangents(part, probes)
+    index = slots[..., None, None].expand(-1, -1, 1, heads.q.shape[-1])
+    q = heads.q[part, probes].gather(2, index)  # (g, P, 1, d)
+    deviation = q - heads.q_mean[part, probes].unsqueeze(2)
+    prefix_scores, scores = heads.token_scores(q.squeeze(2), part)
+    p = scores.softmax(-1)
+    counts = heads.counts_of(part)
+    empty = (counts == 0).unsqueeze(1)
+    exact_mass = _log_sum_exp(scores, p).masked_fill(empty, -torch.inf)  # (g, P, T)
+    exact_values = (p.transpose(1, 2) @ heads.tiles_of(heads.values, part)).transpose(1, 2)
+    tangent_mass = (deviation @ tangents.k.transpose(2, 3)).squeeze(2) + tangents.log_mass
+    # (g, P, levels, T); at the last level everything is expanded
+    expanded = tangents.loss.unsqueeze(2) >= thresholds[:, None, :, None].to(q.dtype)
+    expanded &= (tangents.loss > 0).unsqueeze(2)
+    expanded[:, :, -1] = True
+    expanded &= ~empty.unsqueeze(2)
+    logits = torch.where(expanded, exact_mass.unsqueeze(2), tangent_mass.unsqueeze(2))
+    prefix_logits = prefix_scores.unsqueeze(2).expand(-1, -1, NUM_LEVELS, -1)
+    weights = torch.cat((logits, prefix_logits), -1).softmax(-1)
+    prefix_weights = weights[..., logits.shape[-1] :]
+    weights = weights[..., : logits.shape[-1]]
+    coarse_weights = weights.masked_fill(expanded, 0.0)
+    output = coarse_weights @ tangents.v + (weights - coarse_weights) @ exact_values
+    output = output + prefix_weights @ heads.values[part, None, : heads.prefix]
+    first_order = (deviation.transpose(1, 2) @ heads.cross[part]).transpose(1, 2)  # (g, P, T, e)
+    shares = _coarse_bias(tangents.log_mass.unsqueeze(2), expanded | empty.unsqueeze(2)).softmax(-1)
+    term = _clip(shares @ first_order, heads.diameter[part].view(-1, 1, 1, 1))
+    term = term * coarse_weights.sum(-1, keepdim=True)
+    exact = output[:, :, -1]
+    difference = exact.unsqueeze(2) - output
+    return _Levels(
+        error=difference.square().sum(-1),
+        product=(difference * term).sum(-1),
+        correction=term.square().sum(-1),
+        share=expanded.sum(-1) / (counts > 0).sum(-1).view(-1, 1, 1),
+        exact=exact,
+        weight=heads.q_count[:, probes].expand(len(heads.q), -1)[part].to(q.dtype),
+        thresholds=thresholds,
     )
-    return _Selection(gap, expanded, residual)
 
 
-def _select_chunk(
-    tiles: _Tiles, heads: slice, groups: slice, max_loss: float | None, expand: int | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return gap (g, r, T), expanded (g, r, T) and residual (g, r, e) of g heads and r groups."""
-    count = tiles.counts if len(tiles.counts) == 1 else tiles.counts[heads]
-    count = count.unsqueeze(1)  # (1 or g, 1, T)
-    keys, values = tiles.keys[heads], tiles.values[heads]
-    q_mean = tiles.q_mean[heads, groups]  # (g, r, d)
-    scores = q_mean @ tiles.k_deviation[heads].transpose(1, 2)
-    scores = unflatten(
-        scores, 2, (tiles.num_tiles, tiles.slots)
-    )  # (g, r, T, S) minus the tile's mean
-    if tiles.exists is not None:
-        # A tile without tokens keeps zeros; its count of 0 excludes it below.
-        missing = ~tiles.exists[heads].unsqueeze(1) & (count > 0).unsqueeze(-1)
-        scores = scores.masked_fill(missing, -torch.inf)
-    token_share = scores.softmax(-1)
-    # log sum exp from the largest share: two maxima are cheaper than a second exponential.
-    log_sum = scores.amax(-1) - token_share.amax(-1).log()
-    gap = (log_sum - count.clamp(min=1).log()).clamp(min=0.0)
-    spread = tiles.q_spread[heads, groups].unsqueeze(-1) * tiles.k_spread[heads].unsqueeze(1)
-    gap = (gap + spread.nan_to_num(0.0)).clamp(max=GAP_CAP)  # 0 * inf where squares overflow
-    coarse_scores = q_mean @ keys[:, : tiles.first_token].transpose(1, 2)
-    mean_score = coarse_scores[..., : tiles.num_tiles]
-    prefix_score = coarse_scores[..., tiles.num_tiles :]
-    log_mass = (mean_score + log_sum).masked_fill(count == 0, -torch.inf)  # A_L
-    with torch.no_grad():
-        log_z = torch.cat((log_mass, prefix_score), -1).logsumexp(-1, keepdim=True)
-        loss = (log_mass - log_z).exp() * -torch.expm1(-gap)
-        loss = loss.nan_to_num(0.0)  # -inf - -inf where no token exists
-        has_tokens = (count > 0).expand(loss.shape)
-        if expand is None:
-            expanded = _expand_by_loss(loss, max_loss)
+def _probe_slots(heads: _Heads) -> Tensor:
+    """(G, P) slot of the query that probes each of the first groups; 0 in a group without queries."""
+    tiles = heads.order[: heads.probes]
+    head = torch.arange(len(heads.q), device=tiles.device) % heads.shape[1]
+    counts = heads.q_count[:, : heads.probes]
+    rank = heads.tiling.probe_rank(tiles, head.unsqueeze(1), counts)  # (G, P)
+    if heads.exists is None:
+        return rank
+    exists = heads.exists.index_select(1, tiles)
+    is_probe = (exists.cumsum(-1) == rank.unsqueeze(-1) + 1) & exists
+    return is_probe.to(torch.uint8).argmax(-1)
+
+
+def _choose(
+    heads: _Heads, levels: _Levels, error: float | None, share: float | None, exact_above: float
+) -> _Choice:
+    """Step 5 of the specification, from what the probes found."""
+    shape = heads.shape
+    probe_weight = unflatten(levels.weight.double(), 0, shape).unsqueeze(-1)  # (B, H, P, 1)
+    position = torch.arange(heads.probes, device=probe_weight.device).view(-1, 1)
+    fields = (levels.error, levels.product, levels.correction, levels.share)
+    squares, product, correction, shares = (unflatten(x.double(), 0, shape) for x in fields)
+    norms = unflatten(levels.exact.double().square().sum(-1), 0, shape).unsqueeze(-1)
+    thresholds, shrinkages, chosen_shares = [], [], []
+    for half in range(2):
+        # Half of the probes determines what the groups at positions of the other parity use.
+        weight = probe_weight * (position % 2 != half)
+        found = (weight > 0).any(2, keepdim=True).any(1, keepdim=True)
+        weight = torch.where(found, weight, probe_weight)  # a single group
+        total, dot, square, count = (
+            (weight * x).sum(2) for x in (squares, product, correction, shares)
+        )  # (B, H, levels)
+        factor = (dot / square.where(square > 0, 1.0)).clamp(0.0, LARGEST_SHRINKAGE)
+        total = (total - 2 * factor * dot + factor.square() * square).sum(1)
+        norm = (weight * norms).sum((1, 2))  # (B, 1)
+        errors = (total.clamp(min=0.0) / norm.where(norm > 0, 1.0)).sqrt()
+        count = count / weight.sum(2).clamp(min=1e-300)
+        level_thresholds = unflatten(levels.thresholds, 0, shape)[:, 0]
+        if error is not None:
+            found_at = _interpolate_down(errors, level_thresholds, ERROR_AIM * error)
         else:
-            expanded = _expand_by_count(loss, expand, has_tokens)
-    coarse = has_tokens & ~expanded
-    any_coarse = coarse.any(-1, keepdim=True)
-    logits = log_mass.masked_fill(~coarse & any_coarse, -torch.inf).masked_fill(~any_coarse, 0.0)
-    tile_share = logits.softmax(-1) * any_coarse  # (g, r, T) of the mass that is not expanded
-    token_share = (token_share * tile_share.unsqueeze(-1)).flatten(2)
-    residual = token_share @ values[:, tiles.first_token :]
-    return gap, expanded, residual - tile_share @ values[:, : tiles.num_tiles]
-
-
-def _sum_of_squares(vectors: Tensor) -> Tensor:
-    """Return (G, T) sums of the squares in (G, T, S, d) without a tensor of squares."""
-    row = vectors.flatten(2).unsqueeze(2)
-    return (row @ row.transpose(2, 3)).flatten(1)
-
-
-def _expand_by_loss(loss: Tensor, max_loss: float | None) -> Tensor:
-    """Expand the fewest largest losses, ties together, that leave at most `max_loss`."""
-    ordered = loss.sort(-1).values
-    coarse = (ordered.cumsum(-1) <= (max_loss or 0.0)).sum(-1, keepdim=True)  # number of tiles
-    smallest = ordered.gather(-1, coarse.clamp(max=loss.shape[-1] - 1))
-    return (loss >= smallest) & (coarse < loss.shape[-1])
-
-
-def _expand_by_count(loss: Tensor, expand: int, has_tokens: Tensor) -> Tensor:
-    """Expand the `expand` largest losses above 0, ties by index, or all tiles if there are no more."""
-    if expand >= loss.shape[-1]:
-        return has_tokens
-    chosen = loss.sort(dim=-1, descending=True, stable=True).indices[..., :expand]
-    return torch.zeros_like(has_tokens.contiguous()).scatter(-1, chosen, True) & (loss > 0)
-
-
-def _attend_by_groups(tiles: _Tiles, selection: _Selection) -> Tensor:
-    """Return outputs (G, R, group * S, e). Groups with as many expanded tiles are computed together."""
-    heads, groups, queries, _ = tiles.q.shape
-    expanded_count = selection.expanded.sum(-1)  # (G R)
-    order = expanded_count.argsort(stable=True)
-    counts = expanded_count[order].tolist()
-    all_equal = counts[0] == counts[-1]
-    attention = _GroupAttention(tiles, selection)
-    outputs, start = [], 0
-    while start < len(counts):
-        stop = start + 1
-        while stop < len(counts):
-            logits = queries * (tiles.first_token + counts[stop] * tiles.slots)
-            if (stop + 1 - start) * logits > tiles.chunk_elements:
-                break
-            stop += 1
-        rows = slice(start, stop) if all_equal else order[start:stop]
-        outputs.append(attention(rows, counts[stop - 1]))
-        start = stop
-    output = torch.cat(outputs)
-    if not all_equal:
-        output = output[order.argsort()]
-    return unflatten(output, 0, (heads, groups))
-
-
-class _GroupAttention:
-    """Step 5 of the specification for a set of groups, indexed over all heads."""
-
-    def __init__(self, tiles: _Tiles, selection: _Selection) -> None:
-        heads, groups = tiles.q.shape[:2]
-        device = tiles.q.device
-        self.tiles, self.selection = tiles, selection
-        self.head = torch.arange(heads * groups, device=device) // groups  # (G R)
-        log_counts = tiles.counts.log().repeat_interleave(heads * groups // len(tiles.counts), 0)
-        bias = (selection.gap + log_counts).masked_fill(selection.expanded, -torch.inf)
-        self.bias = bias.unsqueeze(1)  # (G R, 1, T) log n + gap; -inf for expanded and empty tiles
-        # Deviations sum to 0 in every tile, so that values need not be centred.
-        cross = tiles.k_deviation.transpose(1, 2) @ tiles.values[:, tiles.first_token :]
-        self.cross = cross / tiles.counts.sum(-1).clamp(min=1).view(-1, 1, 1)  # (G, d, e)
-        self.common_rows = torch.arange(tiles.first_token, device=device)  # mean tiles and prefix
-        self.slots = torch.arange(tiles.slots, device=device)
-
-    def __call__(self, groups: Tensor | slice, max_count: int) -> Tensor:
-        """Return outputs (n, group * S, e) of n groups that expand at most `max_count` tiles."""
-        tiles, head = self.tiles, self.head[groups]
-        queries = tiles.q.flatten(0, 1)[groups]
-        rows, missing = self.gather_rows(groups, max_count)
-        rows = (rows + head.unsqueeze(1) * tiles.keys.shape[1]).flatten()
-        keys, values = (
-            unflatten(x.flatten(0, 1).index_select(0, rows), 0, (len(head), -1))
-            for x in (tiles.keys, tiles.values)
-        )
-        logits = queries @ keys.transpose(1, 2)  # (n, group * S, rows)
-        logits[..., : tiles.num_tiles] += self.bias[groups]
-        if missing is not None:
-            logits[..., tiles.first_token :].masked_fill_(missing.unsqueeze(1), -torch.inf)
-        weights = logits.softmax(-1)
-        coarse_weight = weights[..., : tiles.num_tiles].sum(-1, keepdim=True)  # u
-        deviation = queries - tiles.q_mean.flatten(0, 1)[groups].unsqueeze(1)
-        residual = self.selection.residual[groups].unsqueeze(1)
-        correction = torch.baddbmm(residual, deviation, self.cross[head])
-        return torch.baddbmm(coarse_weight * correction, weights, values)
-
-    def gather_rows(self, groups: Tensor | slice, max_count: int) -> tuple[Tensor, Tensor | None]:
-        """Return the table rows (n, rows) that groups read, and a mask (n, max_count * S) of those
-        after the common rows that are padding; None if none is."""
-        tiles = self.tiles
-        expanded = self.selection.expanded[groups]
-        common = self.common_rows.expand(len(expanded), -1)
-        if not max_count:
-            return common, None
-        # The expanded tiles of each group first, then other tiles as padding.
-        is_expanded, index = expanded.to(torch.uint8).sort(dim=-1, descending=True, stable=True)
-        is_expanded, index = is_expanded[:, :max_count].bool(), index[:, :max_count]
-        rows = (tiles.first_token + index * tiles.slots).unsqueeze(-1) + self.slots
-        missing = None
-        if tiles.exists is not None:
-            exists = tiles.exists[self.head[groups].unsqueeze(1), index]  # (n, max_count, S)
-            missing = ~(exists & is_expanded.unsqueeze(-1)).flatten(1)
-        elif not bool(is_expanded.all()):
-            missing = ~is_expanded.repeat_interleave(tiles.slots, 1)
-        return torch.cat((common, rows.flatten(1)), 1), missing
-
-
-def _prefix_outputs(q: Tensor, tiles: _Tiles, factor: float) -> Tensor:
-    """Return exact outputs (B, H, prefix, e) of the prefix queries."""
-    queries = q[:, :, : tiles.prefix].to(tiles.q.dtype)
-    keys, values = (
-        unflatten(x[:, tiles.num_tiles :], 0, q.shape[:2]) for x in (tiles.keys, tiles.values)
+            assert share is not None
+            found_at = _interpolate_up(count.mean(1), level_thresholds, share)
+        threshold, level = found_at
+        index = level[:, None, None].expand(-1, shape[1], 1)
+        thresholds.append(threshold[:, None].expand(shape))
+        shrinkages.append(factor.gather(2, index).squeeze(2))
+        chosen_shares.append(count.gather(2, index).squeeze(2))
+    exact = torch.stack(chosen_shares).mean(0) > exact_above
+    dtype = heads.q.dtype
+    return _Choice(
+        torch.stack(thresholds, -1).flatten(0, 1).to(dtype),
+        torch.stack(shrinkages, -1).flatten(0, 1).to(dtype),
+        exact.flatten(),
     )
+
+
+def _interpolate_down(errors: Tensor, thresholds: Tensor, target: float) -> tuple[Tensor, Tensor]:
+    """Return thresholds (B,) at which falling errors (B, levels) reach the target, and the level.
+
+    Infinity expands nothing, 0 everything.
+    """
+    last = errors.shape[1] - 1
+    level = _first(errors <= target)
+    between = _between(thresholds, level, errors.clamp(min=1e-30), target)
+    between = torch.where(level == last, 0.0, between)
+    return torch.where(level == 0, torch.inf, between), level
+
+
+def _interpolate_up(shares: Tensor, thresholds: Tensor, target: float) -> tuple[Tensor, Tensor]:
+    """Return thresholds (B,) at which growing shares (B, levels) reach the target, and the level."""
+    last = shares.shape[1] - 1
+    level = _first(shares > target)
+    if target <= 0.0:
+        level = torch.zeros_like(level)
+    between = _between(thresholds, level, shares.clamp(min=1e-4), target)
+    between = torch.where(level == last, thresholds[:, last - 1], between)
+    threshold = torch.where(level == 0, torch.inf, between)
+    return threshold, torch.where(level == last, last - 1, level)
+
+
+def _first(flags: Tensor) -> Tensor:
+    """(B,) index of the first True of (B, levels), the last index if there is none."""
+    flags = flags.clone()
+    flags[:, -1] = True
+    return flags.to(torch.uint8).argmax(-1)
+
+
+def _between(thresholds: Tensor, level: Tensor, values: Tensor, target: float) -> Tensor:
+    """Interpolate between a level and the one before it; log value is linear in log threshold."""
+    after = level.unsqueeze(1)
+    before = (after - 1).clamp(min=0)
+    (low, high), (above, below) = (
+        (x.gather(1, before).squeeze(1), x.gather(1, after).squeeze(1))
+        for x in (values, thresholds)
+    )
+    ratio = (low / high).log()
+    part = (low / max(target, 1e-30)).log() / ratio.where(ratio != 0.0, 1.0)
+    part = torch.where(ratio != 0.0, part, 1.0).clamp(0.0, 1.0)
+    return above ** (1 - part) * below**part
+
+
+def _attend(
+    heads: _Heads, representatives: _Representatives, choice: _Choice
+) -> tuple[Tensor, Tensor]:
+    """Return outputs (G, T, S, e) and expanded tiles (G, R, T), both in the order of tiles."""
+    device = heads.order.device
+    rows, outputs, expanded = [], [], []
+    for part, positions, exact in _group_chunks(heads, choice):
+        if exact:
+            output = _exact_chunk(heads, part, positions)
+            has_tokens = (heads.counts_of(part) > 0).unsqueeze(1)
+            chosen = has_tokens.expand(*output.shape[:2], -1).flatten(0, 1)
+            output = output.flatten(0, 1)
+        else:
+            tangents = representatives.tangents(part, positions)
+            output, chosen = _attend_chunk(heads, part, positions, tangents, choice)
+        outputs.append(output)
+        expanded.append(chosen)
+        head = torch.arange(part.start, part.stop, device=device).unsqueeze(1)
+        rows.append((head * heads.tiling.groups + heads.order[positions]).flatten())
+    inverse = torch.cat(rows).argsort()
+    shape = (len(heads.q), heads.tiling.groups)
+    output, chosen = (torch.cat(x).index_select(0, inverse) for x in (outputs, expanded))
+    return unflatten(output, 0, shape), unflatten(chosen, 0, shape)
+
+
+def _group_chunks(heads: _Heads, choice: _Choice) -> Iterator[tuple[slice, slice, bool]]:
+    """Yield slices of heads, slices of positions, and whether all of their tiles are expanded."""
+    groups = heads.tiling.groups
+    full = ((choice.thresholds == 0) | choice.exact.unsqueeze(1)).tolist()
+    for (even, odd), members in groupby(range(len(full)), key=full.__getitem__):
+        run = list(members)
+        if even == odd:
+            halves = [(slice(0, groups, 1), even)]
+        else:
+            halves = [(slice(0, groups, 2), even), (slice(1, groups, 2), odd)]
+        for half, exact in halves:
+            count = len(range(groups)[half])
+            if exact and count:
+                yield slice(run[0], run[-1] + 1), half, True
+                continue
+            for part, r in query_chunks(
+                len(run), count, heads.tiling.tiles * heads.tiling.slots, heads.chunk_elements
+            ):
+                start = half.start + half.step * r.start
+                stop = half.start + half.step * (r.stop - 1) + 1
+                part = slice(run[0] + part.start, run[0] + part.stop)
+                yield part, slice(start, stop, half.step), False
+
+
+def _head_chunks(heads: _Heads) -> Iterator[slice]:
+    """Yield slices of heads whose probes have about `chunk_elements` scores."""
+    step = max(1, heads.chunk_elements // (heads.probes * heads.keys.shape[1]))
+    for start in range(0, len(heads.q), step):
+        yield slice(start, min(start + step, len(heads.q)))
+
+
+def _exact_chunk(heads: _Heads, part: slice, positions: slice) -> Tensor:
+    """Return exact outputs (g, r, S, e) of groups of heads."""
+    q = heads.q[part, positions]
     mask = None
-    if tiles.exists is not None:
-        spatial = unflatten(tiles.exists.flatten(1), 0, q.shape[:2]).unsqueeze(2)
-        mask = pad(spatial, (tiles.prefix, 0), value=True)
+    if heads.exists is not None:
+        mask = pad(heads.exists[part].flatten(1), (heads.prefix, 0), value=True)[:, None, None]
+    output = scaled_dot_product_attention(
+        q.flatten(1, 2).unsqueeze(1),
+        heads.keys[part].unsqueeze(1),
+        heads.values[part].unsqueeze(1),
+        attn_mask=mask,
+        scale=1.0,
+    )
+    return unflatten(output.squeeze(1), 1, q.shape[1:3])
+
+
+def _attend_chunk(
+    heads: _Heads, part: slice, positions: slice, tangents: _Tangents, choice: _Choice
+) -> tuple[Tensor, Tensor]:
+    """Step 4 of the specification for n = g r groups: outputs (n, S, e), expanded tiles (n, T)."""
+    q = heads.q[part, positions]
+    deviation = (q - heads.q_mean[part, positions].unsqueeze(2)).flatten(0, 1)  # (n, S, d)
+    parity = torch.arange(heads.tiling.groups, device=q.device)[positions] % 2
+    threshold, shrinkage = (
+        x[part].index_select(1, parity) for x in (choice.thresholds, choice.shrinkage)
+    )  # (g, r)
+    with torch.no_grad():
+        loss = tangents.loss
+        expanded = (loss >= threshold.unsqueeze(-1)) & (loss > 0)
+        hidden = expanded | (heads.counts_of(part) == 0).unsqueeze(1)
+    bias = _coarse_bias(tangents.log_mass, hidden)  # (g, r, T)
+    cross = bias.softmax(-1) @ heads.cross[part].flatten(2)
+    cross = unflatten(cross, 2, heads.cross.shape[2:]).flatten(0, 1)  # (n, d, e)
+    correction = deviation @ cross * shrinkage.reshape(-1, 1, 1)
+    diameter = heads.diameter[part].unsqueeze(1).expand(q.shape[:2]).reshape(-1, 1, 1)
+    correction = _clip(correction, diameter)
+    k, v = tangents.k.flatten(0, 1), tangents.v.flatten(0, 1)
+    logits = torch.baddbmm(bias.flatten(0, 1).unsqueeze(1), deviation, k.transpose(1, 2))
+    weights = logits.softmax(-1)  # (n, S, T)
+    output = torch.baddbmm(correction, weights, v)
+    log_coarse = _log_sum_exp(logits, weights)
+    log_coarse = log_coarse.masked_fill(hidden.all(-1).view(-1, 1), -torch.inf)
+    expanded = expanded.flatten(0, 1)
+    exact = _ExpandedTiles(heads, part, q.flatten(0, 1), expanded).attend()
+    if exact is not None:
+        exact_output, log_exact = exact
+        coarse_share = (log_coarse - log_exact).sigmoid().unsqueeze(-1)  # u
+        output = torch.lerp(exact_output, output, coarse_share)
+    return output, expanded
+
+
+class _ExpandedTiles:
+    """Attention of n groups over the tokens of the tiles that they expand, and the prefix."""
+
+    def __init__(self, heads: _Heads, part: slice, q: Tensor, expanded: Tensor) -> None:
+        self.heads, self.q = heads, q  # (n, S, d)
+        self.head = torch.arange(part.start, part.stop, device=q.device)
+        self.head = self.head.repeat_interleave(len(q) // len(self.head))  # (n,)
+        row, tile = expanded.nonzero(as_tuple=True)
+        counts = expanded.sum(-1)
+        self.order = counts.argsort(stable=True)
+        self.counts = counts[self.order].tolist()
+        rank = torch.arange(len(row), device=q.device) - (counts.cumsum(0) - counts)[row]
+        self.tiles = tile.new_full((len(q), self.counts[-1]), -1)  # the expanded ones, then -1
+        self.tiles[row, rank] = tile
+        self.slots = torch.arange(heads.tiling.slots, device=q.device)
+        self.prefix = torch.arange(heads.prefix, device=q.device)
+
+    def attend(self) -> tuple[Tensor, Tensor] | None:
+        """Return outputs (n, S, e), and the logarithm (n, S) of their sums of exponentials.
+
+        None if there is nothing to attend to in any group. Groups with as many tiles are computed
+        together.
+        """
+        heads, counts = self.heads, self.counts
+        slots, elements = len(self.slots), heads.chunk_elements
+        outputs, logs, start = [], [], 0
+        if not heads.prefix:
+            start = counts.count(0)
+            if start == len(counts):
+                return None
+            if start:
+                outputs.append(heads.values.new_zeros(start, slots, heads.values.shape[-1]))
+                logs.append(heads.values.new_full((start, slots), -torch.inf))
+        while start < len(counts):
+            stop = start + 1
+            while stop < len(counts):
+                keys = heads.prefix + counts[stop] * slots
+                if (stop + 1 - start) * slots * keys > elements:
+                    break
+                stop += 1
+            output, log = self._attend_rows(self.order[start:stop], counts[stop - 1])
+            outputs.append(output)
+            logs.append(log)
+            start = stop
+        inverse = self.order.argsort()
+        return torch.cat(outputs).index_select(0, inverse), torch.cat(logs).index_select(0, inverse)
+
+    def _attend_rows(self, groups: Tensor, max_count: int) -> tuple[Tensor, Tensor]:
+        heads, head = self.heads, self.head[groups]
+        tiles = self.tiles[groups, :max_count]  # (n, max_count)
+        rows = heads.prefix + tiles.clamp(min=0).unsqueeze(-1) * len(self.slots) + self.slots
+        rows = torch.cat((self.prefix.expand(len(groups), -1), rows.flatten(1)), 1)
+        rows = (rows + head.unsqueeze(1) * heads.keys.shape[1]).flatten()
+        keys, values = (
+            unflatten(x.flatten(0, 1).index_select(0, rows), 0, (len(groups), -1))
+            for x in (heads.keys, heads.values)
+        )
+        logits = self.q.index_select(0, groups) @ keys.transpose(1, 2)  # (n, S, prefix + tokens)
+        padding = tiles < 0
+        if heads.exists is not None:
+            exists = heads.exists[head.unsqueeze(1), tiles.clamp(min=0)]  # (n, max_count, S)
+            missing = (padding.unsqueeze(-1) | ~exists).flatten(1)
+        elif bool(padding.any()):
+            missing = padding.repeat_interleave(len(self.slots), 1)
+        else:
+            missing = None
+        if missing is not None:
+            missing = pad(missing, (heads.prefix, 0), value=False).unsqueeze(1)
+            logits = logits.masked_fill(missing, -torch.inf)
+        weights = logits.softmax(-1)
+        return weights @ values, _log_sum_exp(logits, weights)
+
+
+def _prefix_outputs(q: Tensor, heads: _Heads, factor: float) -> Tensor:
+    """Return exact outputs (B, H, prefix, e) of the prefix queries."""
+    queries = q[:, :, : heads.prefix].to(heads.q.dtype)
+    keys, values = (unflatten(x, 0, heads.shape) for x in (heads.keys, heads.values))
+    mask = None
+    if heads.exists is not None:
+        spatial = unflatten(heads.exists.flatten(1), 0, heads.shape).unsqueeze(2)
+        mask = pad(spatial, (heads.prefix, 0), value=True)
     return scaled_dot_product_attention(queries, keys, values, attn_mask=mask, scale=factor)
 
 
-def log_partition_loss(
-    q: Tensor, k: Tensor, tiling: Tiling, expanded: Tensor, *, prefix: int, factor: float,
-    valid: Tensor | None = None,
-) -> Tensor:  # fmt: skip
-    """Compute E / tau = log Z - log Z~ of every spatial query.
-
-    Z sums exp(factor q . k) over all keys. Z~ takes n exp(mean score) for the tiles that are not
-    expanded.
+def _probe_errors(heads: _Heads, output: Tensor, exact: Tensor | None) -> Tensor:
+    """Return (G, P, 3) float32: |output - exact|^2, |exact|^2, queries of the probe's group.
 
     Args:
-        q, k: (B, H, prefix + N, d), spatial tokens in raster order.
-        tiling: The tiles of the grid of N spatial tokens.
-        expanded: bool (B, H, R, T), the tiles that each query group expands.
-        prefix: The number of tokens before the grid.
-        factor: The factor of q . k, the temperature included.
-        valid: bool (B or 1, N), the spatial tokens that exist.
-
-    Returns:
-        (B, H, N) in `working_precision(q)`; -inf where every tile is expanded.
+        output: (G, T, S, e).
+        exact: (G, P, e); None if the output is exact.
     """
-    if q.numel() == 0:
-        return q.new_zeros((*q.shape[:2], tiling.grid.size))
-    dtype = working_precision(q)
-    queries, keys = (tokens_to_tiles(x[:, :, prefix:], tiling, dtype) for x in (q, k))
-    prefix_k = k[:, :, :prefix].flatten(0, 1).to(dtype)
-    exists = valid_slots(tiling, valid, q)
-    if exists is not None:
-        queries, keys = (x.masked_fill(~exists.unsqueeze(-1), 0.0) for x in (queries, keys))
-    queries = tiles_to_groups(queries * factor, tiling).flatten(2, 3)  # (G, R, group * S, d)
-    expanded = expanded.flatten(0, 1)
-    scores_of_group = queries.shape[2] * keys.shape[1] * keys.shape[2]
-    limits = CERTIFICATE_CHUNK_ELEMENTS
-    step = max(1, limits.get(q.device.type, limits["cpu"]) // scores_of_group)
-    losses = [
-        _log_partition_loss_of_head(
-            queries[head, start : start + step],
-            keys[head],
-            prefix_k[head],
-            expanded[head, start : start + step],
-            None if exists is None else exists[head],
-        )
-        for head in range(len(expanded))
-        for start in range(0, tiling.groups, step)
-    ]
-    spatial = unflatten(torch.cat(losses), 0, (len(expanded), tiling.groups)).unsqueeze(-1)
-    return unflatten(groups_to_tokens(spatial, tiling).squeeze(-1), 0, q.shape[:2])
+    slots = _probe_slots(heads)
+    index = slots[..., None, None].expand(-1, -1, 1, output.shape[-1])
+    got = output.index_select(1, heads.order[: heads.probes]).gather(2, index).squeeze(2)
+    got = got.to(heads.q.dtype)
+    exact = got if exact is None else exact
+    weight = heads.q_count[:, : heads.probes].expand(slots.shape)
+    fields = ((got - exact).square().sum(-1), exact.square().sum(-1), weight)
+    found = torch.stack([x.to(torch.float32) for x in fields], -1)
+    return found.where(weight.unsqueeze(-1) > 0, 0.0)
 
 
-def working_precision(q: Tensor) -> torch.dtype:
-    """Return float32, or float64 if q is float64 or torch may round float32 products to less."""
-    single = q.dtype != torch.float64 and torch.get_float32_matmul_precision() == "highest"
-    return torch.float32 if single else torch.float64
+def _tile_means(tokens: Tensor, counts: Tensor) -> Tensor:
+    """(G, T, *) means of (G, T, S, *) tokens that are 0 in empty slots."""
+    return tokens.sum(2) / counts.clamp(min=1).unsqueeze(-1)
 
 
-def _log_partition_loss_of_head(
-    queries: Tensor, keys: Tensor, prefix_k: Tensor, expanded: Tensor, exists: Tensor | None
-) -> Tensor:
-    """Return (r, m) of queries (r, m, d) of r groups of one head, keys (T, S, d), expanded (r, T)."""
-    tiles, slots = keys.shape[:2]
-    scores = unflatten(queries @ keys.flatten(0, 1).T, 2, (tiles, slots))  # (r, m, T, S)
-    counts = scores.new_full((tiles,), float(slots))
-    means = scores.sum(-1)
-    if exists is not None:
-        counts = exists.sum(-1).to(scores.dtype)
-        scores.masked_fill_(~exists, -torch.inf)
-    means = means / counts.clamp(min=1)
-    largest = scores.amax(-1)
-    largest = largest.where(largest > -torch.inf, 0.0)
-    log_mass = largest + scores.sub_(largest.unsqueeze(-1)).exp_().sum(-1).log()  # (r, m, T)
-    coarse = (~expanded & (counts > 1)).unsqueeze(1)  # (r, 1, T)
-    coarse_log_mass = torch.where(coarse, means + counts.clamp(min=1).log(), log_mass)
-    prefix_scores = queries @ prefix_k.T  # (r, m, prefix)
-    log_z, coarse_log_z = (
-        torch.cat((x, prefix_scores), -1).logsumexp(-1) for x in (log_mass, coarse_log_mass)
-    )
-    return (log_z - coarse_log_z).where(coarse.any(-1), -torch.inf)
+def _deviations(tokens: Tensor, means: Tensor, exists: Tensor | None) -> Tensor:
+    """(G, T, S, *) differences from the means (G, T or 1, *), 0 in empty slots."""
+    deviations = tokens - means.unsqueeze(2)
+    return deviations if exists is None else deviations * exists.unsqueeze(-1)
+
+
+def _mean_squares(deviations: Tensor, counts: Tensor) -> Tensor:
+    """(G, T) means of the squared lengths of (G, T, S, d), without a tensor of squares."""
+    row = deviations.flatten(2).unsqueeze(2)
+    return (row @ row.transpose(2, 3)).flatten(1) / counts.clamp(min=1)
+
+
+def _mask_scores(scores: Tensor, exists: Tensor | None, counts: Tensor) -> Tensor:
+    """Set scores (..., T, S) of empty slots to -inf, but leave tiles without any token."""
+    if exists is None:
+        return scores
+    return scores.masked_fill(~exists & (counts > 0).unsqueeze(-1), -torch.inf)
+
+
+def _log_sum_exp(logits: Tensor, weights: Tensor) -> Tensor:
+    """Log-sum-exp over the last dimension, given the softmax.
+
+    Without a gradient, two maxima are cheaper than a second exponential. Where two weights are equal
+    within rounding and their logits are not, the gradient of that would be wrong.
+    """
+    if torch.is_grad_enabled() and logits.requires_grad:
+        return logits.logsumexp(-1)
+    return logits.amax(-1) - weights.amax(-1).log()
+
+
+def _coarse_bias(log_mass: Tensor, hidden: Tensor) -> Tensor:
+    """Set log_mass (..., T) of hidden tiles to -inf; all to 0 where every tile is hidden."""
+    bias = log_mass.masked_fill(hidden, -torch.inf)
+    return bias.masked_fill(hidden.all(-1, keepdim=True), 0.0)
+
+
+def _clip(vectors: Tensor, length: Tensor) -> Tensor:
+    """Limit the lengths of vectors (..., e)."""
+    length = length.where(length > 0, 1.0)  # of values that are all equal, which need no correction
+    return vectors * (vectors / length).square().sum(-1, keepdim=True).clamp(min=1.0).rsqrt()

@@ -16,7 +16,7 @@ from bmfa.attention.kernels.reference.per_query import (
     dense_attention,
     per_query_attention,
 )
-from bmfa.attention.kernels.reference.tiles import tiled_attention, tiled_error
+from bmfa.attention.kernels.reference.tiles import tiled_attention
 from bmfa.attention.kernels.reference.trees import Box, ReferenceTree, build_tree
 
 __all__ = [
@@ -32,6 +32,5 @@ __all__ = [
     "proxy",
     "refinement_score",
     "tiled_attention",
-    "tiled_error",
     "upper_bound",
 ]

@@ -1,4 +1,35 @@
-"""Tiled attention and its error: a representative query of each group selects and corrects tiles."""
+"""Tiled attention: queries in groups, whose representative summarises every tile of keys at its tangent.
+
+The scheme, with c = scale / tau. A tile L is a square of the grid with n_L valid tokens. The queries of
+one tile form a group g.
+
+1. Groups. qbar_g is the mean of the valid queries of the group, 0 if there are none, and rho_g the mean
+   of |q - qbar_g|^2. qhat is the mean of all valid queries of the head.
+2. Tiles. kappa_L is the mean of |k_i - mean k|^2 over the tile, sigma^2 the mean of |v_i - mean v|^2 over
+   the head, and diameter = 2 max_L (|mean_L v - mean v| + max_{i in L} |v_i - mean_L v|), which is at
+   least the diameter of the values. cross_L = sum_{i in L} p_i (k_i - k_L) (v_i - v_L)^T is the covariance
+   of keys and values under p = softmax over L of c qhat . k_i, with means k_L and v_L under p.
+3. Representatives. Under p = softmax over L of c qbar_g . k_i, k_gL and v_gL are the means of the keys and
+   the values, and A_gL = log sum_{i in L} exp(c qbar_g . k_i). m_gL = exp(A_gL) / Z_g is the share of the
+   tile, Z_g being the sum over all tiles and the prefix. The loss of a tile, an estimate of what it adds to
+   the error of the output, is
+       loss_gL = sigma m_gL min(1, c^2 rho_g kappa_L / 2d).
+4. Attention of a query q of group g, given the set X of expanded tiles. Tiles outside X have the logit
+   A_gL + c (q - qbar_g) . k_gL and the value v_gL; tokens of X and the prefix are exact. A(q) is convex and
+   has the gradient c k_gL at qbar_g, so the logit is its tangent: exact at qbar_g, and never above A(q).
+   The weights w are a softmax over all of these, and u is their sum over the tiles outside X. With
+       cross_g = sum_{L not in X} m_gL cross_L / sum_{L not in X} m_gL,
+   the output is sum w v + u clip(shrinkage c (q - qbar_g) cross_g), where clip limits the length of a
+   vector to the diameter. The first part is an attention: all weights are positive and sum to 1.
+5. Threshold. X holds the tiles with loss_gL >= threshold and loss_gL > 0. The groups are taken in the
+   order of `Tiling.group_order`; the first ones each have a probe, one of their queries, which is also
+   attended exactly. At every level, a threshold of `level_thresholds`, the error and the correction of each
+   probe are known. The groups at even positions take the threshold and the shrinkage (one for each head)
+   that the probes at odd positions determine, and the other way round, so that no probe measures what it
+   has determined (`choose`). A head in which more than `exact_above` of the tiles would be expanded is
+   computed exactly.
+6. Prefix queries are exact. The outputs of queries that are not valid are undefined (0 here).
+"""
 
 import math
 from typing import NamedTuple
@@ -6,11 +37,17 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from bmfa.attention.kernels.reference.energy import Array, log_sum_exp
+from bmfa.attention.kernels.reference.energy import Array
 from bmfa.attention.kernels.reference.trees import Mask
-from bmfa.attention.tiling import GAP_CAP, Tiling
+from bmfa.attention.tiling import (
+    ERROR_AIM,
+    LARGEST_SHRINKAGE,
+    LEVEL_RATIO,
+    NUM_LEVELS,
+    Tiling,
+)
 
-Long = npt.NDArray[np.longdouble]
+Indices = npt.NDArray[np.int64]
 
 
 class ReferenceTiled(NamedTuple):
@@ -18,7 +55,22 @@ class ReferenceTiled(NamedTuple):
 
     output: Array  # (B, H, prefix + N, e)
     expanded: Mask  # (B, H, R, T) tiles that a group reads token by token
-    losses: Array  # (B, H, R, T) by which the tiles were chosen
+    losses: Array  # (B, H, R, T)
+    thresholds: Array  # (B, 2) of the groups at even and odd positions
+    shrinkage: Array  # (B, H, 2)
+    exact: Mask  # (B, H) heads in which every tile is expanded
+    probes: Array  # (B, H, P, 3): |output - exact|^2, |exact|^2, and the queries the probe stands for
+
+
+class Levels(NamedTuple):
+    """What the probes of one picture find at every level; (H, P, levels) each but for `norm`."""
+
+    error: Array  # |output - exact|^2 without the correction
+    product: Array  # (exact - output) . correction, with a shrinkage of 1
+    correction: Array  # |correction|^2
+    share: Array  # of the tiles that are expanded
+    norm: Array  # (H, P) |exact|^2
+    weight: Array  # (H, P) queries that the probe stands for, 0 without a valid query
 
 
 def tiled_attention(
@@ -31,83 +83,78 @@ def tiled_attention(
     scale: float,
     tau: float = 1.0,
     error: float | None = None,
-    expand: int | None = None,
+    expand: float | None = None,
     valid: npt.ArrayLike | None = None,
+    exact_above: float = 1.0,
 ) -> ReferenceTiled:
-    """Compute attention over tiles, with one representative for each group g of queries.
-
-    With c = scale / tau:
-
-    1. kbar_L, vbar_L and n_L are the means and the count of the valid tokens of tile L; n = sum_L n_L;
-       cross = sum_L sum_{i in L} (k_i - kbar_L) (v_i - vbar_L)^T.
-    2. qbar_g is the mean of the valid queries of the group, 0 if there are none;
-       rho_g = mean |q - qbar_g|^2 over them, kappa_L = mean |k_i - kbar_L|^2 over a tile.
-    3. s_i = c qbar.k_i, A_L = log sum_{i in L} exp s_i, M_L = c qbar.kbar_L,
-       spread_L = c^2 rho_g kappa_L / 2d: queries that differ from qbar equally in all d directions raise
-       the variance of the scores of a tile by c^2 rho kappa / d on average, and its gap by half of that;
-       gap_L = min(max(A_L - log n_L - M_L, 0) + spread_L, GAP_CAP),
-       Z = sum_L exp A_L + sum_prefix exp(c qbar.k_p), loss_L = exp(A_L) (1 - exp(-gap_L)) / Z.
-    4. X is the set of expanded tiles. With `error`, it is the smallest set of largest losses, ties
-       together, such that the other losses sum to at most 1 - exp(-error / tau). With `expand`, it holds
-       that many of the largest losses above 0, ties by index, or every tile if there are no more.
-    5. The weights w are a softmax over tiles outside X (logit c q.kbar_L + log n_L + gap_L, value
-       vbar_L), tokens of X and the prefix (both exact). With u the sum of w over the tiles outside X,
-           o = sum w v + u residual + (u / n) c (q - qbar) cross,
-           residual = sum_{L not in X} sum_{i in L} exp(s_i) (v_i - vbar_L) / sum_{L not in X} exp A_L.
-       The denominator keeps the residual within the differences of values.
-    6. Prefix queries are exact. The outputs of queries that are not valid are undefined (0 here).
+    """Compute tiled attention as the module describes it.
 
     Args:
         q, k: (B, H, prefix + N, d), spatial tokens in raster order.
         v: (B, H, prefix + N, e).
-        tiling: Tiles of the grid of N spatial tokens, and groups of queries.
+        tiling: Tiles of the grid of N spatial tokens.
         prefix: Number of tokens before the grid.
         scale: Factor of q . k.
         tau: Temperature.
-        error: Target for the mean E of every group; one of `error` and `expand` is given.
-        expand: Number of tiles that every group expands.
+        error: Target for the relative L2 error of the output; one of `error` and `expand` is given.
+        expand: Mean number of tiles that a group expands.
         valid: bool (B, N), the spatial tokens that exist.
+        exact_above: Share of expanded tiles above which a head is computed exactly.
 
     Returns:
-        Output, expanded tiles and losses.
+        The output, and how it was found.
     """
     queries, keys, values = (np.asarray(x, np.float64) for x in (q, k, v))
     batch, heads, tokens, _ = queries.shape
     exists = np.ones((batch, tiling.grid.size), bool) if valid is None else np.asarray(valid, bool)
-    output = np.zeros((batch, heads, tokens, values.shape[-1]))
-    expanded = np.zeros((batch, heads, tiling.groups, tiling.tiles), bool)
-    losses = np.zeros(expanded.shape)
-    max_loss = None if error is None else -math.expm1(-error / tau)
-    for b, h in np.ndindex(batch, heads):
-        members = _tile_members(tiling, exists[b])
-        head = _Head(queries[b, h], keys[b, h], values[b, h], members, prefix, scale / tau)
-        for p in range(prefix):
-            output[b, h, p] = head.dense_output(queries[b, h, p])
-        for g in range(tiling.groups):
-            group_tiles = members[g * tiling.group : (g + 1) * tiling.group]
-            group_tokens = [token for tile in group_tiles for token in tile]
-            scores = head.score_tiles(group_tokens)
-            for tile, loss in scores.losses.items():
-                losses[b, h, g, tile] = loss
-            chosen = _choose_tiles(scores.losses, max_loss, expand, tiling.tiles)
-            expanded[b, h, g, sorted(chosen)] = True
-            residual = head.residual(scores, chosen)
-            for token in group_tokens:
-                output[b, h, prefix + token] = head.output(token, scores, chosen, residual)
-    return ReferenceTiled(output, expanded, losses)
+    groups, probes = tiling.groups, tiling.probes(prefix)
+    result = ReferenceTiled(
+        np.zeros((batch, heads, tokens, values.shape[-1])),
+        np.zeros((batch, heads, groups, tiling.tiles), bool),
+        np.zeros((batch, heads, groups, tiling.tiles)),
+        np.zeros((batch, 2)),
+        np.zeros((batch, heads, 2)),
+        np.zeros((batch, heads), bool),
+        np.zeros((batch, heads, probes, 3)),
+    )
+    order = tiling.group_order.numpy()
+    parity = np.empty(groups, np.int64)
+    parity[order] = np.arange(groups) % 2  # of the position of each group
+    for b in range(batch):
+        members = tile_members(tiling, exists[b])
+        picture = [
+            Head(queries[b, h], keys[b, h], values[b, h], members, prefix, scale / tau)
+            for h in range(heads)
+        ]
+        tokens_of_probes = [probe_tokens(tiling, members, prefix, h) for h in range(heads)]
+        thresholds = level_thresholds(picture)
+        levels = measure_levels(picture, order[:probes], tokens_of_probes, thresholds)
+        chosen, shrinkage, exact = choose(
+            levels, thresholds, error, expand, tiling.tiles, exact_above
+        )
+        result.thresholds[b], result.shrinkage[b], result.exact[b] = chosen, shrinkage, exact
+        for h, head in enumerate(picture):
+            result.losses[b, h] = head.losses
+            expanded = (head.losses >= chosen[parity][:, None]) & (head.losses > 0)
+            expanded |= exact[h] | (chosen[parity] == 0.0)[:, None]
+            expanded &= head.counts > 0
+            result.expanded[b, h] = expanded
+            for p in range(prefix):
+                result.output[b, h, p] = head.exact_output(queries[b, h, p])
+            for g in range(groups):
+                for token in members[g]:
+                    coarse, correction = head.output(
+                        token, g, expanded[g], shrinkage[h, parity[g]]
+                    )
+                    result.output[b, h, prefix + token] = coarse + correction
+            result.probes[b, h] = _probe_errors(
+                head, result.output[b, h, prefix:], tokens_of_probes[h], order, members
+            )
+    return result
 
 
-class _TileScores(NamedTuple):
-    """Step 3 for one group: what the representative finds in every tile that has tokens."""
-
-    q_mean: Array  # (d,) qbar
-    gaps: dict[int, float]
-    log_masses: dict[int, float]  # A_L
-    losses: dict[int, float]
-
-
-class _Head:
-    """Tiles, keys and values of one head of one sequence."""
+class Head:
+    """One head of one picture: steps 1 to 4."""
 
     def __init__(
         self, q: Array, k: Array, v: Array, members: list[list[int]], prefix: int, factor: float
@@ -115,83 +162,231 @@ class _Head:
         self.factor, self.members = factor, members
         self.q, self.k, self.v = q[prefix:], k[prefix:], v[prefix:]
         self.prefix_k, self.prefix_v = k[:prefix], v[:prefix]
-        self.tiles = [index for index, tokens in enumerate(members) if tokens]
-        self.size = sum(len(members[tile]) for tile in self.tiles)
-        self.k_mean = {tile: self.k[members[tile]].mean(0) for tile in self.tiles}
-        self.v_mean = {tile: self.v[members[tile]].mean(0) for tile in self.tiles}
-        self.k_spread = {
-            tile: _mean_square(self.k[members[tile]] - self.k_mean[tile]) for tile in self.tiles
-        }
-        self.cross = np.zeros((k.shape[1], v.shape[1]))
-        for tile in self.tiles:
-            for token in members[tile]:
-                self.cross += np.outer(
-                    self.k[token] - self.k_mean[tile], self.v[token] - self.v_mean[tile]
-                )
+        self.counts = np.array([len(tokens) for tokens in members])
+        self._summarise_values()
+        self._summarise_groups()
+        self._summarise_tiles()
+        self._represent()
 
-    def score_tiles(self, queries: list[int]) -> _TileScores:
-        """Step 3, for the mean of the queries."""
-        q_mean = self.q[queries].mean(0) if queries else np.zeros(self.q.shape[1])
-        q_spread = _mean_square(self.q[queries] - q_mean) if queries else 0.0
-        gaps, log_masses, losses = {}, {}, {}
-        for tile in self.tiles:
-            scores = self.factor * (self.k[self.members[tile]] @ q_mean)
-            gap = max(log_sum_exp(scores - scores.mean()) - math.log(len(scores)), 0.0)
-            log_masses[tile] = log_sum_exp(scores)
-            gap += self.factor**2 * q_spread * self.k_spread[tile] / (2 * len(q_mean))
-            gaps[tile] = min(gap, GAP_CAP)
-        prefix_scores = self.factor * (self.prefix_k @ q_mean)
-        log_z = log_sum_exp(np.array([*log_masses.values(), *prefix_scores]))
-        for tile in self.tiles:
-            losses[tile] = math.exp(log_masses[tile] - log_z) * -math.expm1(-gaps[tile])
-        return _TileScores(q_mean, gaps, log_masses, losses)
+    def _summarise_values(self) -> None:
+        present = [token for tokens in self.members for token in tokens]
+        values = self.v[present]
+        mean = values.mean(0)
+        self.sigma = math.sqrt(((values - mean) ** 2).sum(-1).mean())
+        radius = 0.0
+        for tokens in filter(None, self.members):
+            tile_mean = self.v[tokens].mean(0)
+            furthest = np.linalg.norm(self.v[tokens] - tile_mean, axis=-1).max()
+            radius = max(radius, float(np.linalg.norm(tile_mean - mean) + furthest))
+        self.diameter = 2 * radius
 
-    def residual(self, scores: _TileScores, expanded: set[int]) -> Array:
-        """The residual of step 5."""
-        total = np.zeros(self.v.shape[1])
-        coarse = [tile for tile in self.tiles if tile not in expanded]
-        if not coarse:
-            return total
-        log_mass = log_sum_exp(np.array([scores.log_masses[tile] for tile in coarse]))
-        for tile in coarse:
-            tokens = self.members[tile]
-            weights = np.exp(self.factor * (self.k[tokens] @ scores.q_mean) - log_mass)
-            total += weights @ (self.v[tokens] - self.v_mean[tile])
-        return total
+    def _summarise_groups(self) -> None:
+        groups, dim = len(self.members), self.q.shape[1]
+        self.q_mean = np.zeros((groups, dim))
+        self.q_spread = np.zeros(groups)  # rho
+        for g, tokens in enumerate(self.members):
+            if tokens:
+                self.q_mean[g] = self.q[tokens].mean(0)
+                self.q_spread[g] = ((self.q[tokens] - self.q_mean[g]) ** 2).sum(-1).mean()
+        self.q_head = (self.counts[:, None] * self.q_mean).sum(0) / self.counts.sum()
 
-    def output(self, token: int, scores: _TileScores, expanded: set[int], residual: Array) -> Array:
-        """Step 5 for one spatial query."""
+    def _summarise_tiles(self) -> None:
+        tiles, dim = len(self.members), self.k.shape[1]
+        self.k_spread = np.zeros(tiles)  # kappa
+        self.cross = np.zeros((tiles, dim, self.v.shape[1]))
+        for tile, tokens in enumerate(self.members):
+            if tokens:
+                keys, values = self.k[tokens], self.v[tokens]
+                self.k_spread[tile] = ((keys - keys.mean(0)) ** 2).sum(-1).mean()
+                p = softmax(self.factor * (keys @ self.q_head))
+                self.cross[tile] = (p[:, None] * (keys - p @ keys)).T @ (values - p @ values)
+
+    def _represent(self) -> None:
+        tiles, dim = len(self.members), self.k.shape[1]
+        groups = tiles
+        self.log_mass = np.full((groups, tiles), -np.inf)  # A
+        self.k_tangent = np.zeros((groups, tiles, dim))
+        self.v_tangent = np.zeros((groups, tiles, self.v.shape[1]))
+        for tile, tokens in enumerate(self.members):
+            if tokens:
+                scores = self.factor * (self.q_mean @ self.k[tokens].T)  # (R, n)
+                self.log_mass[:, tile] = log_sum_exp(scores)
+                p = np.exp(scores - self.log_mass[:, tile : tile + 1])
+                self.k_tangent[:, tile] = p @ self.k[tokens]
+                self.v_tangent[:, tile] = p @ self.v[tokens]
+        prefix_scores = self.factor * (self.q_mean @ self.prefix_k.T)
+        log_z = log_sum_exp(np.concatenate((self.log_mass, prefix_scores), -1))
+        self.mass = np.exp(self.log_mass - log_z[:, None])  # m
+        spread = self.factor**2 * np.outer(self.q_spread, self.k_spread) / (2 * dim)
+        self.losses = self.sigma * self.mass * np.minimum(spread, 1.0)
+
+    def logits(self, token: int, g: int, expanded: Mask) -> tuple[Array, Array, Mask]:
+        """Return logits, values and a mask of those of tiles, for one query of group g."""
         query = self.q[token]
-        logits = list(self.factor * (self.prefix_k @ query))
-        values = list(self.prefix_v)
-        is_coarse = [False] * len(logits)
-        for tile in self.tiles:
-            tokens = self.members[tile]
-            if tile in expanded:
-                logits += list(self.factor * (self.k[tokens] @ query))
-                values += list(self.v[tokens])
-                is_coarse += [False] * len(tokens)
-            else:
-                mean = self.factor * float(self.k_mean[tile] @ query)
-                logits.append(mean + math.log(len(tokens)) + scores.gaps[tile])
-                values.append(self.v_mean[tile])
-                is_coarse.append(True)
-        weights = np.exp(np.array(logits) - max(logits))
-        weights /= weights.sum()
-        coarse_weight = float(weights[np.array(is_coarse, bool)].sum())  # u
-        first_order = self.factor / self.size * ((query - scores.q_mean) @ self.cross)
-        return np.asarray(weights @ np.array(values) + coarse_weight * (residual + first_order))
+        coarse = np.flatnonzero(~expanded & (self.counts > 0))
+        exact = [t for tile in np.flatnonzero(expanded) for t in self.members[tile]]
+        tangent = self.log_mass[g, coarse] + self.factor * (
+            self.k_tangent[g, coarse] @ (query - self.q_mean[g])
+        )
+        keys = np.concatenate((self.k[exact], self.prefix_k))
+        logits = np.concatenate((tangent, self.factor * (keys @ query)))
+        values = np.concatenate((self.v_tangent[g, coarse], self.v[exact], self.prefix_v))
+        return logits, values, np.arange(len(logits)) < len(coarse)
 
-    def dense_output(self, query: Array) -> Array:
-        """Step 6: exact attention of a prefix query."""
-        tokens = [token for tile in self.tiles for token in self.members[tile]]
-        logits = self.factor * (np.concatenate([self.prefix_k, self.k[tokens]]) @ query)
-        weights = np.exp(logits - logits.max())
-        values = np.concatenate([self.prefix_v, self.v[tokens]])
-        return np.asarray(weights / weights.sum() @ values)
+    def output(
+        self, token: int, g: int, expanded: Mask, shrinkage: float = 1.0
+    ) -> tuple[Array, Array]:
+        """Step 4 for one query: the attention, and its correction."""
+        logits, values, is_tile = self.logits(token, g, expanded)
+        weights = softmax(logits)
+        mass = np.where(expanded, 0.0, self.mass[g])
+        total = mass.sum()
+        cross = np.tensordot(mass / total, self.cross, 1) if total > 0 else 0 * self.cross[0]
+        correction = shrinkage * self.factor * ((self.q[token] - self.q_mean[g]) @ cross)
+        length = float(np.linalg.norm(correction))
+        if length > self.diameter:
+            correction *= self.diameter / length
+        return weights @ values, weights[is_tile].sum() * correction
+
+    def exact_output(self, query: Array) -> Array:
+        """Exact attention of any query."""
+        present = [token for tokens in self.members for token in tokens]
+        keys = np.concatenate([self.prefix_k, self.k[present]])
+        values = np.concatenate([self.prefix_v, self.v[present]])
+        return np.asarray(softmax(self.factor * (keys @ query)) @ values)
 
 
-def _tile_members(tiling: Tiling, exists: Mask) -> list[list[int]]:
+def probe_tokens(
+    tiling: Tiling, members: list[list[int]], prefix: int, head: int
+) -> list[int | None]:
+    """Return the query that probes each of the first groups, None for a group without a valid query."""
+    return [
+        members[g][tiling.probe_rank(g, head, len(members[g]))] if members[g] else None
+        for g in tiling.group_order[: tiling.probes(prefix)].tolist()
+    ]
+
+
+def level_thresholds(picture: list[Head]) -> Array:
+    """Thresholds of all levels; at the last one, 0, every tile is expanded."""
+    scale = max(head.sigma for head in picture)
+    thresholds = scale * LEVEL_RATIO ** np.arange(NUM_LEVELS)
+    thresholds[-1] = 0.0
+    return thresholds
+
+
+def measure_levels(
+    picture: list[Head], groups: Indices, tokens: list[list[int | None]], thresholds: Array
+) -> Levels:
+    """Evaluate every probe at every level."""
+    shape = (len(picture), len(groups))
+    error, product, correction, share = (np.zeros((*shape, len(thresholds))) for _ in range(4))
+    norm, weight = np.zeros(shape), np.zeros(shape)
+    for h, head in enumerate(picture):
+        for p, (g, token) in enumerate(zip(groups, tokens[h], strict=True)):
+            if token is None:
+                continue
+            exact = head.exact_output(head.q[token])
+            norm[h, p], weight[h, p] = exact @ exact, head.counts[g]
+            for level, threshold in enumerate(thresholds):
+                expanded = (head.losses[g] >= threshold) & (head.losses[g] > 0)
+                expanded |= threshold == 0.0
+                expanded &= head.counts > 0
+                share[h, p, level] = expanded.sum() / (head.counts > 0).sum()
+                coarse, term = head.output(token, int(g), expanded)
+                difference = exact - coarse
+                error[h, p, level] = difference @ difference
+                product[h, p, level] = difference @ term
+                correction[h, p, level] = term @ term
+    return Levels(error, product, correction, share, norm, weight)
+
+
+def choose(
+    levels: Levels,
+    thresholds: Array,
+    error: float | None,
+    expand: float | None,
+    tiles: int,
+    exact_above: float,
+) -> tuple[Array, Array, Mask]:
+    """Step 5: thresholds (2,), shrinkage (H, 2) and exact heads (H,), from the probes.
+
+    Half s of the probes determines what the groups at positions of the other parity use.
+    """
+    heads = len(levels.norm)
+    chosen, shrinkage = np.zeros(2), np.zeros((heads, 2))
+    shares = np.zeros((heads, 2))
+    for half in range(2):
+        source = (np.arange(levels.norm.shape[1]) % 2) != half
+        if not (levels.weight[:, source] > 0).any():
+            source[:] = True  # a single group
+        weight = levels.weight[:, source, None]
+        dot, square = (
+            (weight * x[:, source]).sum(1) for x in (levels.product, levels.correction)
+        )
+        factor = np.clip(dot / np.where(square > 0, square, 1.0), 0.0, LARGEST_SHRINKAGE)
+        squares = (weight * levels.error[:, source]).sum(1) - 2 * factor * dot + factor**2 * square
+        norm = (weight[..., 0] * levels.norm[:, source]).sum()
+        errors = np.sqrt(np.maximum(squares.sum(0), 0.0) / (norm if norm > 0 else 1.0))
+        share = (weight * levels.share[:, source]).sum(1) / np.maximum(weight.sum(1), 1e-300)
+        if error is not None:
+            chosen[half], level = interpolate_down(errors, thresholds, ERROR_AIM * error)
+        else:
+            assert expand is not None
+            chosen[half], level = interpolate_up(share.mean(0), thresholds, expand / tiles)
+        shrinkage[:, half] = factor[:, level]
+        shares[:, half] = share[:, level]
+    exact = shares.mean(1) > exact_above
+    return chosen, shrinkage, exact
+
+
+def interpolate_down(errors: Array, thresholds: Array, target: float) -> tuple[float, int]:
+    """Return the threshold at which falling errors reach the target, and the level at or below it.
+
+    Between two levels, log error is linear in log threshold. Infinity expands nothing, 0 everything.
+    """
+    if target <= 0.0:
+        return 0.0, len(errors) - 1
+    level = next((j for j, value in enumerate(errors) if value <= target), len(errors) - 1)
+    if level == 0:
+        return math.inf, 0
+    if level == len(errors) - 1:
+        return 0.0, level
+    return _between(thresholds, level, errors[level - 1], max(errors[level], 1e-30), target), level
+
+
+def interpolate_up(shares: Array, thresholds: Array, target: float) -> tuple[float, int]:
+    """Return the threshold at which growing shares reach the target, and the level at or below it."""
+    if target >= 1.0:
+        return 0.0, len(shares) - 1
+    level = next((j for j, value in enumerate(shares) if value > target), len(shares) - 1)
+    if target <= 0.0 or level == 0:
+        return math.inf, 0
+    last = len(shares) - 1
+    if level == last:
+        return float(thresholds[last - 1]), last - 1
+    return _between(thresholds, level, max(shares[level - 1], 1e-4), shares[level], target), level
+
+
+def _between(thresholds: Array, level: int, before: float, after: float, target: float) -> float:
+    ratio = math.log(before / after)
+    part = min(max(math.log(before / target) / ratio, 0.0), 1.0) if ratio != 0.0 else 1.0
+    return float(thresholds[level - 1] ** (1 - part) * thresholds[level] ** part)
+
+
+def _probe_errors(
+    head: Head, output: Array, tokens: list[int | None], order: Indices, members: list[list[int]]
+) -> Array:
+    """Return (P, 3) rows: |output - exact|^2, |exact|^2 and the number of queries of the group."""
+    errors = np.zeros((len(tokens), 3))
+    for p, token in enumerate(tokens):
+        if token is not None:
+            exact = head.exact_output(head.q[token])
+            difference = output[token] - exact
+            errors[p] = difference @ difference, exact @ exact, len(members[order[p]])
+    return errors
+
+
+def tile_members(tiling: Tiling, exists: Mask) -> list[list[int]]:
     """Return the raster indices of the valid tokens of each tile."""
     return [
         [token for token in slots if token >= 0 and exists[token]]
@@ -199,101 +394,15 @@ def _tile_members(tiling: Tiling, exists: Mask) -> list[list[int]]:
     ]
 
 
-def _choose_tiles(
-    losses: dict[int, float], max_loss: float | None, expand: int | None, tiles: int
-) -> set[int]:
-    """Step 4."""
-    ranked = sorted((tile for tile in losses if losses[tile] > 0), key=lambda t: (-losses[t], t))
-    if expand is not None:
-        return set(losses) if expand >= tiles else set(ranked[:expand])
-    if max_loss is None:
-        raise ValueError("error and expand are both None; pass one of them")
-    count = len(ranked)
-    while count and math.fsum(losses[tile] for tile in ranked[count - 1 :]) <= max_loss:
-        count -= 1
-    if count == 0:
-        return set()
-    return {tile for tile in ranked if losses[tile] >= losses[ranked[count - 1]]}
+def softmax(logits: Array) -> Array:
+    """Softmax of a vector."""
+    weights = np.exp(logits - logits.max())
+    return np.asarray(weights / weights.sum())
 
 
-def _mean_square(vectors: Array) -> float:
-    return float((vectors**2).sum(-1).mean())
-
-
-def tiled_error(
-    q: npt.ArrayLike,
-    k: npt.ArrayLike,
-    expanded: npt.ArrayLike,
-    tiling: Tiling,
-    *,
-    prefix: int = 0,
-    scale: float,
-    tau: float = 1.0,
-    valid: npt.ArrayLike | None = None,
-) -> Long:
-    """Compute E = -tau log(1 - sum_{L not in X} P_L (1 - exp(-G_L / tau))) of every query.
-
-    P_L is the share of tile L in Z over all keys, G_L / tau = log mean exp(s_i - M_L), and X the
-    expanded tiles of the query's group. If half of the mass or more is lost, E = tau log(Z / Z~).
-
-    Args:
-        q, k: (B, H, prefix + N, d), spatial tokens in raster order.
-        expanded: bool (B, H, R, T), the expanded tiles of each group.
-        tiling: Tiles of the grid of N spatial tokens, and groups of queries.
-        prefix: Number of tokens before the grid.
-        scale: Factor of q . k.
-        tau: Temperature.
-        valid: bool (B, N), the spatial tokens that exist.
-
-    Returns:
-        (B, H, prefix + N) in long double; 0 for prefix queries and for queries that are not valid.
-    """
-    queries, keys = (np.asarray(x, np.longdouble) for x in (q, k))
-    batch, heads, tokens, _ = queries.shape
-    expanded_tiles = np.asarray(expanded, bool)
-    exists = np.ones((batch, tiling.grid.size), bool) if valid is None else np.asarray(valid, bool)
-    factor = np.longdouble(scale) / np.longdouble(tau)
-    errors = np.zeros((batch, heads, tokens), np.longdouble)
-    for b, h in np.ndindex(batch, heads):
-        members = _tile_members(tiling, exists[b])
-        present = [token for tile in members for token in tile]
-        groups = [tile // tiling.group for tile, some in enumerate(members) for _ in some]
-        scaled = queries[b, h, prefix:][present] * factor
-        scores = scaled @ keys[b, h, prefix:].T
-        prefix_scores = scaled @ keys[b, h, :prefix].T
-        coarse = ~expanded_tiles[b, h][groups]
-        errors[b, h, prefix + np.array(present)] = tau * _query_errors(
-            scores, prefix_scores, members, coarse
-        )
-    return errors
-
-
-def _query_errors(
-    scores: Long, prefix_scores: Long, members: list[list[int]], coarse: Mask
-) -> Long:
-    """Return E / tau (Q,) from scores (Q, N) and (Q, prefix), and a mask (Q, T) of mean tiles."""
-    log_masses, coarse_log_masses = list(prefix_scores.T), list(prefix_scores.T)
-    log_losses = []
-    for tile, tokens in enumerate(members):
-        if not tokens:
-            continue
-        block = scores[:, tokens]
-        log_mass = _log_sum_exp_rows(block)
-        gap = _log_sum_exp_rows(block - block.mean(-1, keepdims=True))
-        gap = gap - np.log(np.longdouble(len(tokens)))
-        gap = np.where(coarse[:, tile], np.maximum(gap, 0), 0)
-        log_masses.append(log_mass)
-        coarse_log_masses.append(log_mass - gap)
-        lost = -np.expm1(-gap)
-        log_lost = np.log(np.where(lost > 0, lost, 1)) + np.where(lost > 0, 0, -np.inf)
-        log_losses.append(log_mass + log_lost)
-    log_z = _log_sum_exp_rows(np.stack(log_masses, -1))
-    coarse_log_z = _log_sum_exp_rows(np.stack(coarse_log_masses, -1))
-    loss = sum((np.exp(x - log_z) for x in log_losses), np.zeros(len(scores), np.longdouble))
-    small = -np.log1p(-np.minimum(loss, 0.5))
-    return np.asarray(np.where(loss < 0.5, small, log_z - coarse_log_z))
-
-
-def _log_sum_exp_rows(logits: Long) -> Long:
+def log_sum_exp(logits: Array) -> Array:
+    """Log-sum-exp over the last dimension, -inf where all logits are."""
     largest = logits.max(-1, keepdims=True)
-    return np.asarray(largest[..., 0] + np.log(np.exp(logits - largest).sum(-1)))
+    shift = np.where(np.isfinite(largest), largest, 0.0)
+    with np.errstate(divide="ignore"):
+        return np.asarray(shift[..., 0] + np.log(np.exp(logits - shift).sum(-1)))

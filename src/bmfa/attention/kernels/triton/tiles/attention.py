@@ -1,4 +1,4 @@
-"""Kernel 5 of 5: one online softmax over mean tiles, prefix tokens and tokens of expanded tiles."""
+"""Kernels 7 and 8: attention over tangent tiles, prefix and expanded tiles; and exact attention."""
 
 import triton
 import triton.language as tl
@@ -15,107 +15,141 @@ from bmfa.attention.kernels.triton.tiles.primitives import (
 
 @triton.jit
 def attention_kernel(
-    q, k, v, valid, k_mean, v_mean, q_mean, counts, lse, gap, expanded_count, coarse_mass, kv_cov,
-    residual_parts, o,
+    q, k, v, valid, q_mean, bias, k_tangent, v_tangent, log_mass, expanded_count, group_cross,
+    shrinkage, diameter, exact_heads, o,
     stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_kt, stride_vb, stride_vh, stride_vt,
     stride_ob, stride_oh, stride_ot,
-    H, prefix, height, width, tiles_across, num_tiles, first_group, num_rows, num_groups, splits,
-    qk_scale,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, GROUP: tl.constexpr, SIDE: tl.constexpr,
-    LOG2_S: tl.constexpr, BLOCK_MEANS: tl.constexpr, BLOCK_PREFIX: tl.constexpr,
-    BLOCK_SPLITS: tl.constexpr,
-    Z_ORDER: tl.constexpr, MASKED: tl.constexpr, RAGGED: tl.constexpr, PRECISION: tl.constexpr,
+    H, prefix, height, width, tiles_across, num_tiles, first_row, row_capacity, group_stride, qk_scale,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, SIDE: tl.constexpr, BLOCK_MEANS: tl.constexpr,
+    BLOCK_PREFIX: tl.constexpr, Z_ORDER: tl.constexpr, MASKED: tl.constexpr, RAGGED: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Attend with the S queries of one tile of one head. Grid: (tiles of queries, B * H).
+    """Attend with the S queries of one group of one head. Grid: (rows, B * H).
 
-    The first tile is that of group `first_group`. Reads the list of expanded tiles that the selection
-    left in lse, and writes the rows of o of the tile's queries.
+    Row r is the group at position first_row + r. Reads the list of expanded tiles that the selection left
+    in log_mass, and writes the rows of o of the group's queries. Heads in `exact_heads` are left out.
     """
     S: tl.constexpr = SIDE * SIDE
-    tile = tl.program_id(0) + first_group * GROUP
+    row = tl.program_id(0)
     batch, head, batch_head = split_batch_head(tl.program_id(1), H)
-    row = tile // GROUP - first_group
-    q += batch * stride_qb + head * stride_qh + prefix * stride_qt
-    k += batch * stride_kb + head * stride_kh
-    v += batch * stride_vb + head * stride_vh
-    valid += batch * height * width
-    k_mean += batch_head * num_tiles * D
-    v_mean += batch_head * num_tiles * D
-    counts += batch_head * num_tiles
-    line = batch_head * num_rows + row
-    slots, columns = tl.arange(0, S), tl.arange(0, BLOCK_D)
-    in_head = columns < D
-    tokens, on_grid = tile_tokens(tile, slots, height, width, tiles_across, Z_ORDER, SIDE)
-    tile_q = load_rows(q, tokens, stride_qt, on_grid, D, BLOCK_D)  # (S, BLOCK_D)
-    # Loaded early to hide the latency; used after the mean tiles.
-    group = batch_head * num_groups + first_group + row
-    num_expanded = tl.load(expanded_count + group)
-    mass = tl.load(coarse_mass + line)
-    split = tl.arange(0, BLOCK_SPLITS)
-    residual = tl.load(
-        residual_parts + (line * splits + split)[:, None] * D + columns[None, :],
-        mask=(split < splits)[:, None] & in_head[None, :], other=0.0,
-    )  # fmt: skip
-    q_means = tl.load(q_mean + group * D + columns, mask=in_head, other=0.0)
-
-    qk_scale_log2 = qk_scale * LOG2E
-    m_i = tl.full((S,), float("-inf"), tl.float32)
-    l_i = tl.zeros((S,), tl.float32)
-    acc = tl.zeros((S, BLOCK_D), tl.float32)
-    for start in range(0, num_tiles, BLOCK_MEANS):
-        tiles = start + tl.arange(0, BLOCK_MEANS)
-        is_tile = tiles < num_tiles
-        k_means = load_rows(k_mean, tiles, D, is_tile, D, BLOCK_D)  # (BLOCK_MEANS, BLOCK_D)
-        v_means = load_rows(v_mean, tiles, D, is_tile, D, BLOCK_D)
-        # gap of the tile, -inf for expanded and empty tiles; below it becomes log2(n exp(gap))
-        log_gap = tl.load(gap + line * num_tiles + tiles, mask=is_tile, other=float("-inf"))
-        if MASKED or RAGGED:
-            count = tl.load(counts + tiles, mask=is_tile, other=1.0)
-            log_gap = (log_gap.to(tl.float32) + tl.log(tl.maximum(count, 1.0))) * LOG2E
-        else:
-            log_gap = log_gap.to(tl.float32) * LOG2E + LOG2_S
-        logits = tl.dot(tile_q, tl.trans(k_means), input_precision=PRECISION) * qk_scale_log2
-        logits = logits + log_gap[None, :]
-        m_i, l_i, acc = online_softmax(m_i, l_i, acc, logits, v_means, PRECISION)
-    # l_i is now u, the unnormalised weight of the mean tiles: add u (residual + (q - q_mean) kv_cov).
-    # kv_cov includes the factor qk_scale / n.
-    square = columns[:, None] * D + columns[None, :]
-    mask = in_head[:, None] & in_head[None, :]
-    covariance = tl.load(kv_cov + batch_head * (D * D) + square, mask=mask, other=0.0)
-    deviation = (tile_q.to(tl.float32) - q_means.to(tl.float32)[None, :]).to(tile_q.dtype)
-    first_order = tl.dot(deviation, covariance, input_precision=PRECISION)
-    zeroth_order = tl.sum(residual.to(tl.float32), 0) / tl.where(mass > 0.0, mass, 1.0)
-    acc += l_i[:, None] * (first_order + zeroth_order[None, :])
-
-    if BLOCK_PREFIX > 0:
-        prefix_tokens = tl.arange(0, BLOCK_PREFIX)
-        in_prefix = prefix_tokens < prefix
-        prefix_k = load_rows(k, prefix_tokens, stride_kt, in_prefix, D, BLOCK_D)
-        prefix_v = load_rows(v, prefix_tokens, stride_vt, in_prefix, D, BLOCK_D)
-        prefix_logits = (
-            tl.dot(tile_q, tl.trans(prefix_k), input_precision=PRECISION) * qk_scale_log2
+    if tl.load(exact_heads + batch_head) == 0:
+        position = first_row + row
+        group = position * group_stride % num_tiles
+        q += batch * stride_qb + head * stride_qh + prefix * stride_qt
+        k += batch * stride_kb + head * stride_kh
+        v += batch * stride_vb + head * stride_vh
+        valid += batch * height * width
+        line = batch_head * row_capacity + row
+        slots, columns = tl.arange(0, S), tl.arange(0, BLOCK_D)
+        in_head = columns < D
+        tokens, on_grid = tile_tokens(group, slots, height, width, tiles_across, Z_ORDER, SIDE)
+        tile_q = load_rows(q, tokens, stride_qt, on_grid, D, BLOCK_D)  # (S, BLOCK_D)
+        # Loaded early to hide the latency; used after the tangent tiles.
+        num_expanded = tl.load(expanded_count + batch_head * num_tiles + group)
+        factor = tl.load(shrinkage + batch_head * 2 + position % 2)
+        limit = tl.load(diameter + batch_head)
+        q_means = tl.load(
+            q_mean + (batch_head * num_tiles + group) * D + columns, mask=in_head, other=0.0
         )
-        prefix_logits = tl.where(in_prefix[None, :], prefix_logits, float("-inf"))
-        m_i, l_i, acc = online_softmax(m_i, l_i, acc, prefix_logits, prefix_v, PRECISION)
+        qk_scale_log2 = qk_scale * LOG2E
+        m_i = tl.full((S,), float("-inf"), tl.float32)
+        l_i = tl.zeros((S,), tl.float32)
+        acc = tl.zeros((S, BLOCK_D), tl.float32)
+        k_tangent += line * num_tiles * D
+        v_tangent += line * num_tiles * D
+        for start in range(0, num_tiles, BLOCK_MEANS):
+            tiles = start + tl.arange(0, BLOCK_MEANS)
+            is_tile = tiles < num_tiles
+            k_means = load_rows(k_tangent, tiles, D, is_tile, D, BLOCK_D)  # (BLOCK_MEANS, BLOCK_D)
+            v_means = load_rows(v_tangent, tiles, D, is_tile, D, BLOCK_D)
+            # -inf for expanded and empty tiles
+            offset = tl.load(bias + line * num_tiles + tiles, mask=is_tile, other=float("-inf"))
+            logits = tl.dot(tile_q, tl.trans(k_means), input_precision=PRECISION) * qk_scale_log2
+            logits = logits + (offset * LOG2E)[None, :]
+            m_i, l_i, acc = online_softmax(m_i, l_i, acc, logits, v_means, PRECISION)
+        # l_i is now u, the weight of the tangent tiles, not normalised: add u times the correction.
+        square = columns[:, None] * D + columns[None, :]
+        mask = in_head[:, None] & in_head[None, :]
+        covariance = tl.load(group_cross + line * (D * D) + square, mask=mask, other=0.0)
+        deviation = (tile_q.to(tl.float32) - q_means.to(tl.float32)[None, :]).to(tile_q.dtype)
+        correction = tl.dot(deviation, covariance, input_precision=PRECISION) * factor
+        length = tl.sqrt(tl.sum(correction * correction, 1))
+        clip = tl.where(length > limit, limit / tl.where(length > 0.0, length, 1.0), 1.0)
+        acc += (l_i * clip)[:, None] * correction
 
-    k += prefix * stride_kt
-    v += prefix * stride_vt
-    # The selection kernel has replaced the log-sum-exp of the group by its list of expanded tiles.
-    expanded_list = (lse + line * num_tiles).to(tl.pointer_type(tl.int32))
-    for index in range(num_expanded):
-        expanded = tl.load(expanded_list + index)
-        key_tokens, key_on_grid = tile_tokens(
-            expanded, slots, height, width, tiles_across, Z_ORDER, SIDE
-        )
-        exists = valid_tokens(valid, key_tokens, key_on_grid, MASKED)
-        tile_k = load_rows(k, key_tokens, stride_kt, exists, D, BLOCK_D)
-        tile_v = load_rows(v, key_tokens, stride_vt, exists, D, BLOCK_D)
-        tile_logits = tl.dot(tile_q, tl.trans(tile_k), input_precision=PRECISION) * qk_scale_log2
-        if MASKED or RAGGED:
-            tile_logits = tl.where(exists[None, :], tile_logits, float("-inf"))
-        m_i, l_i, acc = online_softmax(m_i, l_i, acc, tile_logits, tile_v, PRECISION)
+        if BLOCK_PREFIX > 0:
+            prefix_tokens = tl.arange(0, BLOCK_PREFIX)
+            in_prefix = prefix_tokens < prefix
+            prefix_k = load_rows(k, prefix_tokens, stride_kt, in_prefix, D, BLOCK_D)
+            prefix_v = load_rows(v, prefix_tokens, stride_vt, in_prefix, D, BLOCK_D)
+            prefix_logits = tl.dot(tile_q, tl.trans(prefix_k), input_precision=PRECISION)
+            prefix_logits = prefix_logits * qk_scale_log2
+            prefix_logits = tl.where(in_prefix[None, :], prefix_logits, float("-inf"))
+            m_i, l_i, acc = online_softmax(m_i, l_i, acc, prefix_logits, prefix_v, PRECISION)
 
-    acc = acc / tl.where(l_i > 0.0, l_i, 1.0)[:, None]
-    o += batch * stride_ob + head * stride_oh + prefix * stride_ot
-    pointers = o + tokens.to(tl.int64)[:, None] * stride_ot + columns[None, :]
-    tl.store(pointers, acc.to(o.dtype.element_ty), mask=on_grid[:, None] & in_head[None, :])
+        k += prefix * stride_kt
+        v += prefix * stride_vt
+        # The selection kernel has replaced the log-sum-exp of the group by its list of expanded tiles.
+        expanded_list = (log_mass + line * num_tiles).to(tl.pointer_type(tl.int32))
+        for index in range(num_expanded):
+            expanded = tl.load(expanded_list + index)
+            key_tokens, key_on_grid = tile_tokens(
+                expanded, slots, height, width, tiles_across, Z_ORDER, SIDE
+            )
+            exists = valid_tokens(valid, key_tokens, key_on_grid, MASKED)
+            tile_k = load_rows(k, key_tokens, stride_kt, exists, D, BLOCK_D)
+            tile_v = load_rows(v, key_tokens, stride_vt, exists, D, BLOCK_D)
+            logits = tl.dot(tile_q, tl.trans(tile_k), input_precision=PRECISION) * qk_scale_log2
+            if MASKED or RAGGED:
+                logits = tl.where(exists[None, :], logits, float("-inf"))
+            m_i, l_i, acc = online_softmax(m_i, l_i, acc, logits, tile_v, PRECISION)
+
+        acc = acc / tl.where(l_i > 0.0, l_i, 1.0)[:, None]
+        o += batch * stride_ob + head * stride_oh + prefix * stride_ot
+        pointers = o + tokens.to(tl.int64)[:, None] * stride_ot + columns[None, :]
+        tl.store(pointers, acc.to(o.dtype.element_ty), mask=on_grid[:, None] & in_head[None, :])
+
+
+@triton.jit
+def exact_kernel(
+    q, k, v, valid, exact_heads, o,
+    stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_kt, stride_vb, stride_vh, stride_vt,
+    stride_ob, stride_oh, stride_ot,
+    H, prefix, height, width, qk_scale,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    MASKED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Attend exactly with BLOCK_M queries of one head in `exact_heads`. Grid: (query blocks, B * H).
+
+    Tokens are taken in their order in memory, the prefix among them.
+    """
+    batch, head, batch_head = split_batch_head(tl.program_id(1), H)
+    if tl.load(exact_heads + batch_head) != 0:
+        q += batch * stride_qb + head * stride_qh
+        k += batch * stride_kb + head * stride_kh
+        v += batch * stride_vb + head * stride_vh
+        valid += batch * height * width
+        num_tokens = prefix + height * width
+        rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+        columns = tl.arange(0, BLOCK_D)
+        queries = load_rows(q, rows, stride_qt, rows < num_tokens, D, BLOCK_D)
+        qk_scale_log2 = qk_scale * LOG2E
+        m_i = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+        l_i = tl.zeros((BLOCK_M,), tl.float32)
+        acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
+        for start in range(0, num_tokens, BLOCK_N):
+            tokens = start + tl.arange(0, BLOCK_N)
+            exists = tokens < num_tokens
+            if MASKED:
+                spatial = exists & (tokens >= prefix)
+                exists = exists & (tl.load(valid + tokens - prefix, mask=spatial, other=1) != 0)
+            keys = load_rows(k, tokens, stride_kt, exists, D, BLOCK_D)
+            values = load_rows(v, tokens, stride_vt, exists, D, BLOCK_D)
+            logits = tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * qk_scale_log2
+            logits = tl.where(exists[None, :], logits, float("-inf"))
+            m_i, l_i, acc = online_softmax(m_i, l_i, acc, logits, values, PRECISION)
+        acc = acc / tl.where(l_i > 0.0, l_i, 1.0)[:, None]
+        o += batch * stride_ob + head * stride_oh
+        pointers = o + rows.to(tl.int64)[:, None] * stride_ot + columns[None, :]
+        mask = (rows < num_tokens)[:, None] & (columns < D)[None, :]
+        tl.store(pointers, acc.to(o.dtype.element_ty), mask=mask)

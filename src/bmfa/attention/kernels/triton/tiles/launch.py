@@ -1,46 +1,45 @@
-"""Launches of the kernels for tiles: five for attention, one for its certificate.
+"""Launches of the kernels of tiled attention.
 
 Everything but the tensors is computed once for calls with equal shapes, strides and options.
 """
 
-import math
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from bmfa.attention.kernels.triton.launch import (
-    CachedLaunch,
-    LaunchGrid,
-    LaunchSequence,
-    Workspace,
-)
-from bmfa.attention.kernels.triton.tiles.attention import attention_kernel
-from bmfa.attention.kernels.triton.tiles.certificate import certificate_kernel
+from bmfa.attention.kernels.triton.launch import LaunchGrid, LaunchSequence, Workspace
+from bmfa.attention.kernels.triton.tiles.attention import attention_kernel, exact_kernel
+from bmfa.attention.kernels.triton.tiles.levels import choose_kernel, levels_kernel
 from bmfa.attention.kernels.triton.tiles.pool import pool_kernel
-from bmfa.attention.kernels.triton.tiles.residual import residual_kernel
-from bmfa.attention.kernels.triton.tiles.score import score_kernel
-from bmfa.attention.kernels.triton.tiles.select import select_kernel
-from bmfa.attention.tiling import GAP_CAP, Tiling
+from bmfa.attention.kernels.triton.tiles.report import report_kernel
+from bmfa.attention.kernels.triton.tiles.represent import represent_kernel
+from bmfa.attention.kernels.triton.tiles.select import cross_kernel, select_kernel
+from bmfa.attention.tiling import (
+    ERROR_AIM,
+    LARGEST_SHRINKAGE,
+    LEVEL_RATIO,
+    NUM_LEVELS,
+    Tiling,
+)
 from bmfa.grid import Grid
 
 # Tensors that every call passes; kernels find them by these names.
-INPUTS = ("q", "k", "v", "valid", "o", "expanded_count", "coarse_bits")
+INPUTS = ("q", "k", "v", "valid", "o", "expanded_count", "coarse_bits", "probes")
 
 # The settings below are pinned rather than tuned at run time, so that equal inputs give equal bits.
 # `bmfa bench attention` measures them.
-BLOCK_T = 16  # tiles that a program of the score and residual kernels holds at once
-BLOCK_MEANS = 64  # mean tiles in one step of the attention kernel
-STRIP = 16  # rows of kv_cov that one program adds up
-NUM_WARPS, NUM_STAGES = 4, 3
-WIDE_HEAD = 64  # above this head dimension the pooling kernel takes twice as many warps
+BLOCK_R = 64  # representatives of a program; PROBE_SLOTS is a multiple of it
+BLOCK_MEANS = 64  # tangent tiles in one step of the attention kernel
+BLOCK_M, BLOCK_N = 128, 64  # queries and keys in one step of the exact kernel
+CROSS_ENTRIES, CROSS_TILES = 128, 64  # entries of D * D, and tiles, in one step of the cross kernel
+WIDE_HEAD = 64  # above this head dimension some kernels take twice as many warps
 LONG_ROW = 1024  # tiles; above this the selection takes four warps instead of one
-BUSY_PROGRAMS = 512  # programs that fill a large GPU
-# Shares of the bytes of k and v that lse and gap, and the parts of the residual, may take.
-SCORES_SHARE, RESIDUAL_SHARE = 0.10, 0.035
-SCORE_BYTES = 6  # of one representative and tile: lse in float32, gap in float16
+# Groups whose tangents are held in memory at once. 64 of them take as much as k and v.
+ROWS_PER_BAND = 128
+TILES_PER_PROGRAM = 4  # of the kernel of representatives
+STAT_PROGRAMS = 64  # programs of a head that summarise its tiles, at least one tile each
 
 
 class CallKey(NamedTuple):
@@ -49,7 +48,7 @@ class CallKey(NamedTuple):
     batch: int
     heads: int
     dim: int
-    strides: tuple[tuple[int, ...], ...]  # (batch, head, token) of q, k and for attention v and o
+    strides: tuple[tuple[int, ...], ...]  # (batch, head, token) of q, k, v and o
     dtype: torch.dtype
     device: int
     masked: bool
@@ -64,7 +63,7 @@ class CallKey(NamedTuple):
         cls, tensors: tuple[Tensor, ...], valid: Tensor | None, height: int, width: int, prefix: int,
         qk_scale: float, z_order: bool,
     ) -> "CallKey":  # fmt: skip
-        """Read the key off q, k and perhaps v and o, (B, H, prefix + N, D) each."""
+        """Read the key off q, k, v and o, (B, H, prefix + N, D) each."""
         q = tensors[0]
         batch, heads, _, dim = q.shape
         strides = tuple(tensor.stride()[:3] for tensor in tensors)
@@ -94,13 +93,10 @@ class CallKey(NamedTuple):
             "width": self.width,
             "tiles_across": tiling.columns,
             "num_tiles": tiling.tiles,
-            "num_groups": tiling.groups,
             "qk_scale": self.qk_scale,
             "D": self.dim,
             "BLOCK_D": _dot_block(self.dim),
             "SIDE": tiling.side,
-            "LOG2_S": math.log2(tiling.slots),
-            "GROUP": tiling.group,
             "BLOCK_PREFIX": _dot_block(self.prefix) if self.prefix else 0,
             "Z_ORDER": self.z_order,
             "MASKED": self.masked,
@@ -109,134 +105,123 @@ class CallKey(NamedTuple):
         }
 
 
-@dataclass(frozen=True)
-class WorkSplit:
-    """How tiles and representatives are divided among programs."""
-
-    pooled: int  # tiles of a program of the pooling kernel
-    scored: int  # tiles of a program of the score kernel
-    rows: int  # representatives that are processed at once
-    block_r: int  # representatives of a program
-    tiles_per_split: int  # tiles of a program of the residual kernel
-    few: bool  # too few tiles for long loops to fill the GPU
-
-    @classmethod
-    def of(cls, heads: int, tiling: Tiling, dim: int, itemsize: int) -> "WorkSplit":
-        """Divide the work of (heads, N, dim) keys and values of `itemsize` bytes a number."""
-        tiles, groups = tiling.tiles, tiling.groups
-        kv_bytes = 2 * tiling.grid.size * dim * itemsize  # of one head
-        few = tiles * heads < 2 * BUSY_PROGRAMS
-        pooled, scored = (4, 2) if few else (8, BLOCK_T)
-        chunks = -(-SCORE_BYTES * groups * tiles // max(1, int(SCORES_SHARE * kv_bytes)))
-        chunks = max(1, min(chunks, groups // 64))
-        rows = -(-groups // chunks)
-        block_r = 64 if rows > 32 else 32 if rows > 16 else 16
-        programs = heads * -(-rows // block_r)
-        splits = min(
-            BUSY_PROGRAMS // programs, int(RESIDUAL_SHARE * kv_bytes) // (itemsize * rows * dim)
-        )
-        step = BLOCK_T // 2 if few else BLOCK_T
-        tiles_per_split = step * -(-tiles // (step * max(1, splits)))
-        return cls(pooled, scored, rows, block_r, tiles_per_split, few)
-
-
 class _AttentionLaunch:
     """The launches of tiled attention for one `CallKey` and one error target or budget."""
 
-    def __init__(self, key: CallKey, error: float | None, expand: int) -> None:
+    def __init__(self, key: CallKey, error: float | None, share: float, exact_above: float) -> None:
         self.key, self.tiling = key, key.tiling
         self.batch_heads = key.batch * key.heads
-        self.work = WorkSplit.of(self.batch_heads, self.tiling, key.dim, key.dtype.itemsize)
-        self.parts = -(-self.tiling.tiles // self.work.pooled)
-        self.splits = -(-self.tiling.tiles // self.work.tiles_per_split)
+        self.rows = min(ROWS_PER_BAND, self.tiling.groups)
+        self.num_probes = self.tiling.probes(key.prefix)
+        self.num_slots = self.tiling.probe_slots(key.prefix)
+        tiles = self.tiling.tiles
         self.arguments: dict[str, Any] = {
             **key.arguments(),
-            "target": 0.0 if error is None else -math.expm1(-error),
-            "budget": expand,
+            "row_capacity": self.rows,
+            "group_stride": self.tiling.group_stride,
+            "position_stride": pow(self.tiling.group_stride, -1, tiles) if tiles > 1 else 1,
+            "num_probes": self.num_probes,
+            "num_slots": self.num_slots,
+            "target": share if error is None else ERROR_AIM * error,
+            "exact_above": exact_above,
+            "BLOCK_R": BLOCK_R,
+            "BLOCK_T": max(32, _power_of_2(tiles)),
+            "BLOCK_P": _power_of_2(self.num_probes),
             "BLOCK_MEANS": BLOCK_MEANS,
-            "STRIP": STRIP,
-            "GAP_CAP": GAP_CAP,
-            "BLOCK_R": self.work.block_r,
+            "BLOCK_M": BLOCK_M,
+            "LEVELS": NUM_LEVELS,
+            "LEVEL_RATIO": LEVEL_RATIO,
+            "LARGEST_SHRINKAGE": LARGEST_SHRINKAGE,
             "BY_ERROR": error is not None,
         }
         self.sequence = LaunchSequence(INPUTS, self._workspace())
+        self._add(pool_kernel, (tiles, self.batch_heads, 1))
+        for first_row in range(0, self.tiling.groups, self.rows):
+            self._add_band(first_row)
+        tokens = key.prefix + self.tiling.grid.size
         self._add(
-            pool_kernel, (self.parts, self.batch_heads, 1), TILES_PER_PROGRAM=self.work.pooled,
-            num_warps=NUM_WARPS if key.dim <= WIDE_HEAD else 2 * NUM_WARPS,
-        )  # fmt: skip
-        for first_group in range(0, self.tiling.groups, self.work.rows):
-            self._add_groups(first_group)
+            exact_kernel, (-(-tokens // BLOCK_M), self.batch_heads, 1), num_warps=8, BLOCK_N=BLOCK_N
+        )
+        self._add(report_kernel, (self.batch_heads, 1, 1))
 
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, valid: Tensor, o: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """Fill o, and return expanded_count (B * H, R) and coarse_bits (B * H, R, words)."""
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Fill o, and return expanded_count (B * H, R), coarse_bits (B * H, R, words) and probes
+        (B * H, P, 3)."""
         lines = (self.batch_heads, self.tiling.groups)
         coarse_bits = q.new_empty((*lines, -(-self.tiling.tiles // 32)), dtype=torch.int32)
         expanded_count = q.new_empty(lines, dtype=torch.int32)
-        self.sequence(q, k, v, valid, o, expanded_count, coarse_bits)
-        return expanded_count, coarse_bits
+        probes = q.new_empty((self.batch_heads, self.num_probes, 3), dtype=torch.float32)
+        self.sequence(q, k, v, valid, o, expanded_count, coarse_bits, probes)
+        return expanded_count, coarse_bits, probes
 
     def _workspace(self) -> Workspace:
-        key, tiling = self.key, self.tiling
+        key, tiles = self.key, self.tiling.tiles
         dim, dtype, single = key.dim, key.dtype, torch.float32
-        rough = (
-            single if dtype == single else torch.bfloat16
-        )  # of sums that are added up in float32
-        tiles, groups = (self.batch_heads, tiling.tiles), (self.batch_heads, tiling.groups)
-        parts = (self.batch_heads, self.parts)
-        rows = (self.batch_heads, min(self.work.rows, tiling.groups))
+        heads = (self.batch_heads,)
+        rows, slots = (*heads, self.rows, tiles), (*heads, self.num_slots, tiles)
+        probes = (*heads, self.num_probes)
         workspace = Workspace()
-        workspace.add("k_mean", (*tiles, dim), dtype)
-        workspace.add("v_mean", (*tiles, dim), dtype)
-        workspace.add("q_mean", (*groups, dim), dtype)
-        workspace.add("k_spread", tiles, single)
-        workspace.add("q_spread", groups, single)
-        workspace.add("counts", tiles, single)
-        workspace.add("kv_cov", (self.batch_heads, dim, dim), dtype)
-        workspace.add("kv_cov_parts", (*parts, dim, dim), rough)
-        workspace.add("prefix_m", (*parts, key.prefix), single)
-        workspace.add("prefix_l", (*parts, key.prefix), single)
-        workspace.add("prefix_acc", (*parts, key.prefix, dim), single)
-        workspace.add("lse", (*rows, tiling.tiles), single)
-        workspace.add("gap", (*rows, tiling.tiles), torch.float16)
-        workspace.add("lse_max", rows, single)
-        workspace.add("coarse_mass", rows, single)
-        workspace.add("residual_parts", (*rows, self.splits, dim), rough)
+        workspace.add("q_mean", (*heads, tiles, dim), dtype)
+        workspace.add("v_mean", (*heads, tiles, dim), single)
+        for name in ("q_spread", "counts", "k_spread", "v_radius", "v_squares"):
+            workspace.add(name, (*heads, tiles), single)
+        workspace.add("sigma", heads, single)
+        workspace.add("diameter", heads, single)
+        workspace.add("probe_tokens", probes, torch.int32)
+        workspace.add("probe_exact", (*probes, dim), single)
+        workspace.add("level_stats", (*probes, 4, NUM_LEVELS), single)
+        workspace.add("thresholds", (key.batch, 2), single)
+        workspace.add("shrinkage", (*heads, 2), single)
+        workspace.add("exact_heads", heads, torch.int32)
+        workspace.add("probe_lse", slots, single)
+        workspace.add("probe_tangent", slots, single)
+        workspace.add("probe_v", (*slots, dim), dtype)
+        workspace.add("probe_cross", (*slots, dim), dtype)
+        workspace.add("cross", (*heads, tiles, dim, dim), dtype)
+        workspace.add("log_mass", rows, single)
+        workspace.add("bias", rows, single)
+        workspace.add("coarse_share", rows, dtype)
+        workspace.add("k_tangent", (*rows, dim), dtype)
+        workspace.add("v_tangent", (*rows, dim), dtype)
+        workspace.add("group_cross", (*heads, self.rows, dim, dim), dtype)
         return workspace
 
-    def _add_groups(self, first_group: int) -> None:
-        """Score, select, sum residuals and attend for `work.rows` groups from the first one."""
-        work, tiles, group = self.work, self.tiling.tiles, self.tiling.group
-        rows = min(work.rows, self.tiling.groups - first_group)
-        blocks, tile_programs = -(-rows // work.block_r), -(-tiles // work.scored)
-        strips = -(-self.key.dim // STRIP) if first_group == 0 else 0
-        which = {"first_group": first_group, "num_rows": rows}
+    def _add_band(self, first_row: int) -> None:
+        """Represent, select and attend for the groups at `rows` positions; probe in the first band."""
+        key, tiles, heads = self.key, self.tiling.tiles, self.batch_heads
+        rows = min(self.rows, self.tiling.groups - first_row)
+        probing = first_row == 0
+        blocks = -(-rows // BLOCK_R)
+        programs = -(-tiles // TILES_PER_PROGRAM)
+        stat_tiles = -(-tiles // STAT_PROGRAMS)
+        stats = -(-tiles // stat_tiles) if probing else 0
+        warps = 4 if key.dim <= WIDE_HEAD else 8
+        band = {"first_row": first_row, "num_rows": rows}
         self._add(
-            score_kernel, (tile_programs + strips, blocks, self.batch_heads), **which,
-            BLOCK_T=BLOCK_T, TILES_PER_PROGRAM=work.scored, tile_programs=tile_programs,
-            parts=self.parts, BLOCK_PARTS=_power_of_2(self.parts),
+            represent_kernel,
+            (programs + stats, max(blocks, self.num_slots // BLOCK_R if probing else 0), heads),
+            **band, num_warps=warps, num_stages=2, tile_programs=programs,
+            TILES=TILES_PER_PROGRAM, stat_tiles=stat_tiles, PROBING=probing,
         )  # fmt: skip
+        if probing:
+            self._add(levels_kernel, (self.num_probes + key.prefix, heads, 1), num_stages=2)
+            self._add(choose_kernel, (key.batch, 1, 1))
+        self._add(select_kernel, (rows, heads, 1), **band, num_warps=1 if tiles <= LONG_ROW else 4)
+        entries = -(-(key.dim**2) // CROSS_ENTRIES)
         self._add(
-            select_kernel, (rows, self.batch_heads, 1), **which,
-            BLOCK_T=max(32, _power_of_2(tiles)), num_warps=1 if tiles <= LONG_ROW else NUM_WARPS,
+            cross_kernel, (entries, blocks, heads), **band, BLOCK_N=CROSS_ENTRIES,
+            BLOCK_K=CROSS_TILES,
         )  # fmt: skip
-        self._add(
-            residual_kernel, (self.splits, blocks, self.batch_heads), **which, BLOCK_T=BLOCK_T,
-            tiles_per_split=work.tiles_per_split, TILES_PER_STEP=min(BLOCK_T, work.tiles_per_split),
-        )  # fmt: skip
-        self._add(
-            attention_kernel, (min(rows * group, tiles - first_group * group), self.batch_heads, 1),
-            **which, splits=self.splits, BLOCK_SPLITS=_power_of_2(self.splits),
-            num_stages=NUM_STAGES - 1 if work.few else NUM_STAGES,
-        )  # fmt: skip
+        self._add(attention_kernel, (rows, heads, 1), **band, num_warps=warps)
 
     def _add(
         self,
         kernel: Any,
         grid: LaunchGrid,
-        num_warps: int = NUM_WARPS,
-        num_stages: int = NUM_STAGES,
+        num_warps: int = 4,
+        num_stages: int = 3,
         **arguments: int,
     ) -> None:
         arguments = {**self.arguments, **arguments}
@@ -244,25 +229,17 @@ class _AttentionLaunch:
 
 
 @lru_cache(maxsize=256)
-def prepare_attention(key: CallKey, error: float | None, expand: int) -> _AttentionLaunch:
+def prepare_attention(
+    key: CallKey, error: float | None, share: float, exact_above: float
+) -> _AttentionLaunch:
     """Return the launches for all calls with this key."""
-    return _AttentionLaunch(key, error, expand)
-
-
-@lru_cache(maxsize=64)
-def prepare_certificate(key: CallKey, per_score: float, always: float) -> CachedLaunch:
-    """Return the launch for all calls with this key."""
-    arguments = {**key.arguments(), "per_score": per_score, "always": always}
-    names: Any = certificate_kernel.arg_names[6:]  # after the tensors
-    grid = (arguments["num_groups"], key.batch * key.heads, 1)
-    rest = tuple(arguments[name] for name in names)
-    return CachedLaunch(certificate_kernel, grid, rest, num_warps=NUM_WARPS, num_stages=NUM_STAGES)
+    return _AttentionLaunch(key, error, share, exact_above)
 
 
 def launch_attention(
     q: Tensor, k: Tensor, v: Tensor, valid: Tensor | None, height: int, width: int, prefix: int,
-    qk_scale: float, error: float | None, expand: int, z_order: bool,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    qk_scale: float, error: float | None, share: float, exact_above: float, z_order: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Run tiled attention.
 
     Args:
@@ -271,35 +248,21 @@ def launch_attention(
         height, width: The grid of the N spatial tokens.
         prefix: The number of tokens before the grid.
         qk_scale: The factor of q . k, the temperature included.
-        error: The target for E / tau, or None.
-        expand: Without a target, the number of tiles that every group expands.
+        error: The target for the relative error of the output, or None.
+        share: Without a target, the mean share of the tiles that a group expands.
+        exact_above: The share of expanded tiles above which a head is computed exactly.
         z_order: True if the spatial tokens are in Z-order.
 
     Returns:
-        The output (B, H, prefix + N, D), the number of expanded tiles (B * H, R) in int32, and int32
-        words (B * H, R, T / 32) whose bits mark the tiles that are not expanded.
+        The output (B, H, prefix + N, D), the number of expanded tiles (B * H, R) in int32, int32 words
+        (B * H, R, T / 32) whose bits mark the tiles that are not expanded, and the errors of the probes
+        (B * H, P, 3) in float32.
     """
     batch, heads, tokens, dim = q.shape
     o = q.new_empty((batch, tokens, heads, dim)).transpose(1, 2)
     key = CallKey.of((q, k, v, o), valid, height, width, prefix, qk_scale, z_order)
-    return o, *prepare_attention(key, error, expand)(q, k, v, _mask_pointer(valid, q), o)
-
-
-def launch_certificate(
-    q: Tensor, k: Tensor, valid: Tensor | None, expanded: Tensor, longest_key: Tensor, height: int,
-    width: int, prefix: int, qk_scale: float, per_score: float, always: float, z_order: bool,
-) -> Tensor:  # fmt: skip
-    """Return float32 (B, H, prefix + N) bounds on E / tau.
-
-    `expanded` (B, H, R, T) bool are the expanded tiles and `longest_key` (B, H) float32 the largest norm
-    of a key; `per_score` and `always` cover the rounding, as in `certificate_kernel`.
-    """
-    bound = q.new_empty(q.shape[:3], dtype=torch.float32)
-    key = CallKey.of((q, k), valid, height, width, prefix, qk_scale, z_order)
-    tiles = expanded.contiguous().view(torch.uint8)
-    launch = prepare_certificate(key, per_score, always)
-    launch(q, k, _mask_pointer(valid, q), tiles, longest_key, bound)
-    return bound
+    launch = prepare_attention(key, error, share, exact_above)
+    return o, *launch(q, k, v, _mask_pointer(valid, q), o)
 
 
 def _mask_pointer(valid: Tensor | None, unused: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Tiled attention and its certificate as operators of torch."""
+"""Tiled attention as an operator of torch."""
 
 from importlib import import_module
 from typing import Any
@@ -8,21 +8,19 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from bmfa.attention.kernels.triton import unsupported_reason as unsupported_device_reason
-from bmfa.attention.tiling import GROUP_TILES, TILE_SIDE, TiledAttention, Tiling, unflatten
+from bmfa.attention.tiling import TILE_SIDE, TiledAttention, Tiling, unflatten
+from bmfa.grid import Grid
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-DIMS = (32, 64, 80, 96, 128)  # head dimensions that the tests run
+DIMS = (32, 64, 72, 80, 96, 128)  # head dimensions that the tests run
 LARGEST_SIDE = 512  # tokens; a row of the selection kernel then has 4096 tiles
 LARGEST_PREFIX = 64  # tokens, one block of a product
 
 _library: Any = torch.library.Library("bmfa", "FRAGMENT")  # type: ignore[no-untyped-call]
 _library.define(
     "tiled(Tensor q, Tensor k, Tensor v, Tensor? valid, int height, int width, int prefix,"
-    " float factor, float? error, int expand, bool aligned) -> (Tensor, Tensor, Tensor)"
-)
-_library.define(
-    "tile_bounds(Tensor q, Tensor k, Tensor? valid, Tensor expanded, Tensor longest, int height,"
-    " int width, int prefix, float factor, float per_score, float always, bool aligned) -> Tensor"
+    " float factor, float? error, float share, float exact_above, bool z_order)"
+    " -> (Tensor, Tensor, Tensor, Tensor)"
 )
 
 
@@ -51,10 +49,10 @@ def unsupported_reason(
         return (
             f"the grid is {grid.height}x{grid.width}; the kernels take sides up to {LARGEST_SIDE}"
         )
-    if (tiling.side, tiling.group) != (TILE_SIDE, GROUP_TILES):
+    if tiling.side != TILE_SIDE:
         return (
-            f"tiles of {tiling.side}x{tiling.side} tokens are in groups of {tiling.group}; the "
-            f"kernels take tiles of {TILE_SIDE}x{TILE_SIDE} in groups of {GROUP_TILES}"
+            f"the tiles have {tiling.side}x{tiling.side} tokens; the kernels take {TILE_SIDE}x"
+            f"{TILE_SIDE}"
         )
     if prefix > LARGEST_PREFIX:
         return f"the prefix has {prefix} tokens; the kernels take up to {LARGEST_PREFIX}"
@@ -68,10 +66,10 @@ def unsupported_reason(
 
 def tiled_attention(
     q: Tensor, k: Tensor, v: Tensor, tiling: Tiling, *, prefix: int, scale: float, tau: float = 1.0,
-    error: float | None = None, expand: int | None = None, valid: Tensor | None = None,
-    order: str = "raster",
+    error: float | None = None, expand: float | None = None, valid: Tensor | None = None,
+    order: str = "raster", exact_above: float = 1.0,
 ) -> TiledAttention:  # fmt: skip
-    """Compute tiled attention as specified by `bmfa.attention.kernels.reference.tiled_attention`.
+    """Compute tiled attention as specified by `bmfa.attention.kernels.reference.tiles`.
 
     Args:
         q, k, v: (B, H, prefix + N, D) in one of `DTYPES`.
@@ -79,16 +77,17 @@ def tiled_attention(
         prefix: The number of tokens before the grid.
         scale: The factor of q . k.
         tau: The temperature.
-        error: The target for the mean E of every group; one of `error` and `expand` is given.
-        expand: The number of tiles that every group expands.
+        error: The target for the relative L2 error of the output; one of `error` and `expand` is given.
+        expand: The mean number of tiles that a group expands.
         valid: bool (B or 1, N), the spatial tokens that exist, in `order`.
         order: The order of the spatial tokens. It also orders tiles and groups in the result.
+        exact_above: The share of expanded tiles above which a head is computed exactly.
     """
     if valid is not None:
         valid = valid.expand(q.shape[0], -1)
-    output, expanded_count, coarse_bits = operator(
-        q, k, v, valid, tiling.grid.height, tiling.grid.width, prefix, scale / tau,
-        None if error is None else error / tau, expand or 0, order == "z",
+    output, expanded_count, coarse_bits, probes = operator(
+        q, k, v, valid, tiling.grid.height, tiling.grid.width, prefix, scale / tau, error,
+        0.0 if expand is None else expand / tiling.tiles, exact_above, order == "z",
     )  # fmt: skip
     shape = (*q.shape[:2], tiling.groups)
 
@@ -98,38 +97,8 @@ def tiled_attention(
         mask: Tensor = coarse.flatten(-2)[..., : tiling.tiles] == 0
         return mask.view(*shape, -1) & _tiles_with_tokens(tiling, valid, order, mask)
 
-    return TiledAttention(output, expanded_count.view(shape), expanded)
-
-
-def log_partition_loss_bound(
-    q: Tensor, k: Tensor, tiling: Tiling, expanded: Tensor, longest: Tensor, *, prefix: int,
-    factor: float, per_score: float, always: float, valid: Tensor | None, order: str,
-) -> Tensor:  # fmt: skip
-    """Bound log Z - log Z~ of every query from above, rounding included.
-
-    Args:
-        q, k: (B, H, prefix + N, D).
-        tiling: The tiles of the grid of N spatial tokens.
-        expanded: bool (B, H, R, T), the tiles that each query group expands.
-        longest: float32 (B, H), the largest norm of a key.
-        prefix: The number of tokens before the grid.
-        factor: The factor of q . k, the temperature included.
-        per_score: The allowance for rounding, for each unit of the largest score that norms allow.
-        always: The allowance for rounding that is independent of the scores.
-        valid: bool (B or 1, N), the spatial tokens that exist, in `order`.
-        order: The order of the spatial tokens.
-
-    Returns:
-        float32 (B, H, prefix + N); 0 for prefix queries and for queries that do not exist.
-    """
-    if valid is not None:
-        valid = valid.expand(q.shape[0], -1)
-    grid = tiling.grid
-    bound: Tensor = torch.ops.bmfa.tile_bounds.default(
-        q, k, valid, expanded, longest, grid.height, grid.width, prefix, factor, per_score, always,
-        order == "z",
-    )  # fmt: skip
-    return bound
+    probes = probes.view(*q.shape[:2], -1, 3)
+    return TiledAttention(output, expanded_count.view(shape), probes, expanded)
 
 
 def _tiles_with_tokens(tiling: Tiling, valid: Tensor | None, order: str, like: Tensor) -> Tensor:
@@ -143,67 +112,44 @@ def _tiles_with_tokens(tiling: Tiling, valid: Tensor | None, order: str, like: T
     return exists.any(-1)[:, None, None, :]
 
 
-def _tiles_and_groups(height: int, width: int) -> tuple[int, int]:
-    """Return T and R of a grid."""
-    tiles = -(-height // TILE_SIDE) * -(-width // TILE_SIDE)
-    return tiles, -(-tiles // GROUP_TILES)
-
-
 # Kernels are imported on the first call: Triton may be missing.
 def _launch(*arguments: Any) -> Any:
     return import_module("bmfa.attention.kernels.triton.tiles.launch").launch_attention(*arguments)
 
 
-def _launch_certificate(*arguments: Any) -> Any:
-    return import_module("bmfa.attention.kernels.triton.tiles.launch").launch_certificate(
-        *arguments
-    )
-
-
 def _fake(
-    q: Tensor, k: Tensor, v: Tensor, valid: Tensor | None, height: int, width: int, *rest: Any
-) -> tuple[Tensor, Tensor, Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, valid: Tensor | None, height: int, width: int, prefix: int,
+    *rest: Any,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     batch, heads, tokens, dim = q.shape
-    tiles, groups = _tiles_and_groups(height, width)
-    lines = (batch * heads, groups)
+    tiling = Tiling(Grid(height, width))
+    lines = (batch * heads, tiling.groups)
     return (
         q.new_empty((batch, tokens, heads, dim)).transpose(1, 2),
         q.new_empty(lines, dtype=torch.int32),
-        q.new_empty((*lines, -(-tiles // 32)), dtype=torch.int32),
+        q.new_empty((*lines, -(-tiling.tiles // 32)), dtype=torch.int32),
+        q.new_empty((batch * heads, tiling.probes(prefix), 3), dtype=torch.float32),
     )
-
-
-def _fake_certificate(q: Tensor, *rest: Any) -> Tensor:
-    return q.new_empty(q.shape[:3], dtype=torch.float32)
 
 
 for _device in ("CUDA", "CPU"):  # on a CPU in Triton's interpreter
     _library.impl("tiled", _launch, _device)
-    _library.impl("tile_bounds", _launch_certificate, _device)
 torch.library.register_fake("bmfa::tiled", _fake, lib=_library)
-torch.library.register_fake("bmfa::tile_bounds", _fake_certificate, lib=_library)
 operator: Any = torch.ops.bmfa.tiled.default
 
 
 @register_flop_formula(torch.ops.bmfa.tiled)
 def _flops(
     q: Any, k: Any, v: Any, valid: Any, height: int, width: int, prefix: int, factor: float,
-    error: float | None, expand: int, *rest: Any, **kwargs: Any,
+    error: float | None, share: float, *rest: Any, **kwargs: Any,
 ) -> int:  # fmt: skip
-    """Count the products of representatives with all tokens (scores twice, values once), and of all
-    queries with the prefix, the mean tiles and `expand` tiles. What a target expands is not known."""
+    """Count the products of representatives (scores, keys and values) and exact queries with all tokens,
+    and of all queries with the prefix, the tangent tiles and a share of expanded tiles. What a target
+    expands is not known."""
     batch, heads, _, dim = q
-    tokens, (tiles, groups) = height * width, _tiles_and_groups(height, width)
-    expanded_tokens = TILE_SIDE**2 * min(expand, tiles)
-    products = 1.5 * groups * tokens + tokens * (tiles + prefix + expanded_tokens)
-    return int(4 * batch * heads * dim * (products + prefix * tokens))
-
-
-@register_flop_formula(torch.ops.bmfa.tile_bounds)
-def _certificate_flops(
-    q: Any, k: Any, valid: Any, expanded: Any, longest: Any, height: int, width: int, *rest: Any,
-    **kwargs: Any,
-) -> int:  # fmt: skip
-    """Count the products of the spatial queries with all keys."""
-    batch, heads, tokens, dim = q
-    return int(2 * batch * heads * dim * height * width * tokens)
+    tiling = Tiling(Grid(height, width))
+    tokens, tiles = tiling.grid.size, tiling.tiles
+    exact = tiling.probes(prefix) + prefix
+    products = (1.5 * tiles + exact) * tokens + tokens * (tiles + prefix + share * tokens)
+    covariances = 0.5 * dim * (tokens + tiles * tiles)
+    return int(4 * batch * heads * dim * (products + covariances))

@@ -1,0 +1,382 @@
+"""A proven bound on |output - exact| of tiled attention, for the output that was returned.
+
+Let c = scale / tau, and let a be step 4 of `bmfa.attention.kernels.reference.tiles` without its correction,
+for any representative qbar of the group and the tiles that a backend has expanded:
+
+    an unexpanded tile L has the logit T_L(q) = A_L(qbar) + c (q - qbar) . k_L and the value v_L,
+    A_L(q) = log sum_{i in L} exp(c q . k_i), with k_L and v_L the means under p = softmax over L of
+    c qbar . k_i; expanded tiles and the prefix are exact.
+
+a is an attention: token i of L has the weight w_L p_i. Hence, by the triangle inequality,
+
+    |output - exact| <= |output - a| + |a - exact|,
+
+whose first part is measured on the returned output, so that the correction and every rounding of the
+kernel are in it. The second part is bounded as follows.
+
+1. Divergence of a tile. With d_L = A_L(q) - T_L(q) >= 0 (the tangent of a convex function), the
+   divergence of p from softmax over L of c q . k_i is d_L: the logarithm of their ratio is
+   d_L - c (q - qbar) . (k_i - k_L), whose last term has the mean 0 under p. In the same way
+   KL(a || exact) = log Z - log Z~ = log sum_j w_j exp(d_j), with d_j = 0 for exact tokens.
+2. Whole distribution. Let D be the diameter of the values. As a and exact are means of the values under
+   two distributions with a total variation distance of TV, |a - exact| <= D TV, and TV is at most
+   s(KL) = min(sqrt(KL / 2), sqrt(1 - exp(-KL))), by Pinsker and by Bretagnolle and Huber.
+3. Tile by tile. Exact tokens have the same ratio of weights, so that with the exact share
+   m_L = exp(A_L(q)) / Z of a tile and the exact mean v_L(q) of its values
+       exact - a = sum_L m_L ((1 - exp(-d_L)) (v_L - a) + v_L(q) - v_L)       (unexpanded tiles only)
+   because sum_i w_i (v_i - a) = 0. With D_L the diameter of the values of L, |v_L(q) - v_L| <= D_L s(d_L).
+   This is of first order in D_L where the above is in D; the smaller of the two is taken.
+
+`kind` "scores" computes A_L(q), and so d_L, from all scores. "boxes" reads no key for the query: let
+x_L be an upper bound on the range of c (q - qbar) . k_i over L, from the smallest and largest key in each
+dimension (a box), or from the distances of the keys from their mean (a ball), whichever is smaller.
+
+4. d_L <= x_L^2 / 8 by Hoeffding's lemma, because d_L is the logarithm of the mean under p of exp(y) for
+   y = c (q - qbar) . (k_i - k_L), which has the mean 0 and the range x_L; and d_L <= max y <= x_L.
+5. |v_L(q) - v_L| <= D_L tanh(x_L / 4): the logarithm of the ratio of two distributions has a range of
+   at most x_L, and then their total variation is largest for two points with the ratios exp(+-x_L / 2).
+6. m_L <= w_L exp(d) / (1 + w_L (exp(d) - 1)) for any d >= d_L: Z is at least the sum of exp(A_L(q)) and
+   of what Z~ has outside L. This and all of the above grow with d_L, so that a bound on it may be used.
+
+Everything is computed in float64, whatever the inputs are: half of the digits are lost to the square
+root in s. `_Rounding` bounds the errors of that.
+
+Shapes: G = B * H heads, T tiles of S slots, R = T groups, P prefix tokens, C groups of a chunk.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from bmfa.attention.tiling import Tiling, tiles_to_tokens, tokens_to_tiles, unflatten, valid_slots
+
+# Float64 values in memory at once for each of a few temporaries: 8 MB, in the cache of a CPU; an
+# accelerator needs larger ones to be busy.
+CHUNK_ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 25}
+# Two roundings of float64: matrix units may truncate, and exponentials are accurate to two roundings.
+UNIT = 2 * torch.finfo(torch.float64).eps
+
+
+class OutputBound(NamedTuple):
+    """Bounds for every query; both are 0 for invalid queries."""
+
+    distance: Tensor  # (B, H, prefix + N) float64, at least |output - exact|
+    divergence: Tensor  # (B, H, prefix + N) float64, at least KL(a || exact)
+
+
+@torch.no_grad()
+def bound_output(
+    q: Tensor, k: Tensor, v: Tensor, output: Tensor, tiling: Tiling, expanded: Tensor, *,
+    prefix: int, factor: float, valid: Tensor | None = None, kind: str = "scores",
+) -> OutputBound:  # fmt: skip
+    """Bound |output - exact| of every query of tiled attention.
+
+    Args:
+        q, k: (B, H, prefix + N, d), spatial tokens in raster order. Invalid tokens may hold any value.
+        v: (B, H, prefix + N, e).
+        output: (B, H, prefix + N, e), the output to bound, of any dtype.
+        tiling: Tiles of the grid of N spatial tokens.
+        expanded: (B, H, R, T) bool, the tiles that each group reads token by token.
+        prefix: Number of tokens before the grid.
+        factor: scale / tau.
+        valid: bool (B or 1, N), the spatial tokens that exist.
+        kind: `"scores"` or `"boxes"`.
+
+    Returns:
+        The bounds. They are infinite where nothing is known, e.g. for NaN.
+    """
+    exists = valid_slots(tiling, valid, q)
+    tokens = [tokens_to_tiles(x[:, :, prefix:], tiling, torch.float64) for x in (q, k, v, output)]
+    if exists is not None:
+        tokens = [x.masked_fill(~exists.unsqueeze(-1), 0.0) for x in tokens]
+    before = [x[:, :, :prefix].double().flatten(0, 1) for x in (q, k, v, output)]
+    marks = expanded.flatten(0, 1)
+    heads = len(marks)
+    distances = tokens[0].new_zeros(heads, prefix + tiling.grid.size)
+    divergences = torch.zeros_like(distances)
+    for index in range(heads):
+        head = _Head(
+            *(x[index] for x in tokens),
+            *(x[index] for x in before),
+            None if exists is None else exists[index],
+            factor,
+        )
+        distances[index, :prefix] = head.bound_prefix()
+        spatial = torch.stack(_bound_groups(head, marks[index], kind), -1)  # (T, S, 2)
+        spatial = tiles_to_tokens(spatial.unsqueeze(0), tiling).squeeze(0)
+        distances[index, prefix:], divergences[index, prefix:] = spatial.unbind(-1)
+    bounds = [x.where(x == x, torch.inf) for x in (distances, divergences)]  # NaN: nothing is known
+    if valid is not None:
+        mask = torch.cat((valid.new_ones(len(valid), prefix), valid), 1)
+        mask = mask.expand(q.shape[0], -1).repeat_interleave(q.shape[1], 0)
+        bounds = [x.where(mask, 0.0) for x in bounds]
+    return OutputBound(*(unflatten(x, 0, q.shape[:2]) for x in bounds))
+
+
+def total_variation(divergence: Tensor) -> Tensor:
+    """Upper bound on the total variation of distributions with a Kullback-Leibler divergence."""
+    return torch.minimum((divergence / 2).sqrt(), (-torch.expm1(-divergence)).sqrt())
+
+
+def score_rounding(dim: int, largest_score: Tensor) -> Tensor:
+    """Bound the rounding error of c q . k in float64, from c |q| max |k|.
+
+    A sum of d products in any order is off by less than d + 2 roundings of sum |q_i k_i| <= |q| |k|; c
+    and the differences and logarithms that follow add less than 14 more.
+    """
+    return UNIT * (dim + 16) * largest_score
+
+
+def exact_rounding(
+    dim: int, terms: int, largest_score: Tensor, diameter: Tensor, largest_value: Tensor
+) -> Tensor:
+    """Bound the rounding error of exact attention over `terms` tokens in float64.
+
+    Logits that are off by r change the output by at most D tanh(r / 2) (see 5 above). Exponentials, sums
+    of weights and weighted sums of values are off by at most terms + 64 units of the largest value.
+    """
+    logits = score_rounding(dim, largest_score)
+    return diameter * logits + UNIT * (terms + 64) * largest_value
+
+
+@dataclass(eq=False)
+class _Head:
+    """One head of one picture in float64; invalid tokens and empty slots are 0."""
+
+    q: Tensor  # (T, S, d)
+    k: Tensor
+    v: Tensor  # (T, S, e)
+    output: Tensor  # (T, S, e)
+    prefix_q: Tensor  # (P, d)
+    prefix_k: Tensor
+    prefix_v: Tensor  # (P, e)
+    prefix_output: Tensor
+    exists: Tensor | None  # (T, S) bool; None if every slot holds a token
+    factor: float
+
+    def __post_init__(self) -> None:
+        tiles, slots, dim = self.k.shape
+        if self.exists is None:
+            counts = self.k.new_full((tiles, 1), slots)
+        else:
+            counts = self.exists.sum(-1, keepdim=True).double()
+        self.occupied = counts.squeeze(1) > 0  # (T,)
+        at_least_one = counts.clamp(min=1)
+        self.q_mean = self.q.sum(1) / at_least_one  # (R, d), the representatives
+        k_mean, v_mean = (x.sum(1) / at_least_one for x in (self.k, self.v))
+        center = (v_mean * counts).sum(0) / counts.sum()
+        self.center = center  # (e,)
+        largest_value = self._norms(self.v).amax()
+        self.largest_key = self._norms(self.k).amax()
+        radius = self._norms(self.v - center).amax()
+        if len(self.prefix_k):
+            self.largest_key = torch.maximum(self.largest_key, _norm(self.prefix_k).amax())
+            largest_value = torch.maximum(largest_value, _norm(self.prefix_v).amax())
+            radius = torch.maximum(radius, _norm(self.prefix_v - center).amax())
+        self.largest_value = largest_value
+        # A difference and a norm are off by less than e + 8 units of the largest value.
+        value_rounding = 4 * UNIT * (self.v.shape[-1] + 8) * largest_value
+        self.diameter = 2 * radius + value_rounding
+        self.tile_diameter = 2 * self._norms(self.v - v_mean.unsqueeze(1)).amax(1) + value_rounding
+        self.k_radius = self._norms(self.k - k_mean.unsqueeze(1)).amax(1)  # (T,)
+        low, high = self.k, self.k
+        if self.exists is not None:
+            low = self.k.masked_fill(~self.exists.unsqueeze(-1), torch.inf)
+            high = self.k.masked_fill(~self.exists.unsqueeze(-1), -torch.inf)
+        self.k_extent = (high.amax(1) - low.amin(1)).clamp(min=0)  # (T, d)
+        self.terms = tiles * slots + len(self.prefix_k)
+
+    def _norms(self, x: Tensor) -> Tensor:
+        """(T, S) norms, 0 in empty slots."""
+        norms = _norm(x)
+        return norms if self.exists is None else norms.where(self.exists, 0.0)
+
+    def mask_slots(self, scores: Tensor) -> Tensor:
+        """Fill empty slots of (..., T, S) scores with -inf."""
+        return scores if self.exists is None else scores.masked_fill(~self.exists, -torch.inf)
+
+    def bound_prefix(self) -> Tensor:
+        """(P,) bounds of the prefix queries, which are exact up to the rounding of the kernel."""
+        keys = torch.cat((self.prefix_k, self.k.flatten(0, 1)))
+        scores = self.factor * (self.prefix_q @ keys.T)
+        if self.exists is not None:
+            present = torch.cat((self.exists.new_ones(len(self.prefix_k)), self.exists.flatten()))
+            scores = scores.masked_fill(~present, -torch.inf)
+        exact = scores.softmax(-1) @ torch.cat((self.prefix_v, self.v.flatten(0, 1)))
+        rounding = exact_rounding(
+            self.k.shape[-1], self.terms, self.largest_score(self.prefix_q), self.diameter,
+            self.largest_value,
+        )  # fmt: skip
+        return _round_up(_norm(self.prefix_output - exact) + rounding)
+
+    def largest_score(self, q: Tensor) -> Tensor:
+        """(...) upper bound on |c q . k| over all keys, within rounding."""
+        return abs(self.factor) * _norm(q) * self.largest_key
+
+
+def _bound_groups(head: _Head, expanded: Tensor, kind: str) -> tuple[Tensor, Tensor]:
+    """(T, S) bounds on the distance and the divergence of all queries in groups."""
+    expanded = expanded & head.occupied
+    distance = head.q.new_zeros(head.q.shape[:2])
+    divergence = torch.zeros_like(distance)
+    for groups in _chunks_of_groups(head, expanded, kind):
+        distance[groups], divergence[groups] = _bound_chunk(head, groups, expanded[groups], kind)
+    return distance, divergence
+
+
+def _chunks_of_groups(head: _Head, expanded: Tensor, kind: str) -> Iterator[Tensor]:
+    """Groups with similar numbers of expanded tiles, so many that the temporaries stay small."""
+    tiles, slots, dim = head.k.shape
+    counts, order = expanded.sum(-1).sort()
+    counts_list, start = counts.tolist(), 0
+    limit = CHUNK_ELEMENTS.get(expanded.device.type, CHUNK_ELEMENTS["cpu"])
+    channels = max(dim, head.v.shape[-1], slots)
+    for stop in range(1, len(order) + 1):
+        width = max(counts_list[min(stop, len(order) - 1)], 1) * max(slots, channels)
+        width = max(width, tiles * (slots if kind == "scores" else 1), tiles * channels // slots)
+        if stop == len(order) or (stop + 1 - start) * slots * width > limit:
+            yield order[start:stop]
+            start = stop
+
+
+class _Rounding(NamedTuple):
+    """Bounds on rounding errors of a chunk, (C, S) each.
+
+    With r the error of a score of the representative and r' that of the query (`score_rounding`): A_L(qbar)
+    is off by r and S + 16 units. p is off by a factor of exp(+-2 r), which moves k_L by at most 2 r times
+    the diameter of the keys of L, and k_L has S + d + 24 further units of the largest key; both are
+    multiplied by c |q - qbar|. A log-sum-exp over all tokens adds terms + 64 units. So logits, log Z and
+    log Z~ are each off by at most `logits`, and d_L and the logarithms of weights by twice that.
+    """
+
+    logits: Tensor
+    attention: Tensor  # of the output of a
+
+    @classmethod
+    def of(cls, head: _Head, q: Tensor, q_mean: Tensor, length: Tensor) -> "_Rounding":
+        slots, dim = head.k.shape[1:]
+        own = score_rounding(dim, head.largest_score(q))
+        representative = score_rounding(dim, head.largest_score(q_mean)).unsqueeze(-1)
+        moved_key = (
+            8 * representative * head.k_radius.amax() + UNIT * (slots + dim + 24) * head.largest_key
+        )
+        tangent = representative + abs(head.factor) * length * moved_key
+        logits = own + tangent + UNIT * (head.terms + slots + 80)
+        # Weights by 5 of the module, the means v_L by the representative's errors, and sums.
+        attention = 4 * head.diameter * logits + UNIT * (head.terms + 64) * head.largest_value
+        return cls(logits, attention)
+
+
+def _bound_chunk(
+    head: _Head, groups: Tensor, expanded: Tensor, kind: str
+) -> tuple[Tensor, Tensor]:
+    """(C, S) bounds on the distance and the divergence of the queries of some groups."""
+    q, q_mean = head.q[groups], head.q_mean[groups]
+    difference = q - q_mean.unsqueeze(1)  # (C, S, d)
+    length = _norm(difference)
+    rounding = _Rounding.of(head, q, q_mean, length)
+    merged = ~expanded & head.occupied  # (C, T)
+    tangent, v_tangent = _tangents(head, q_mean, difference)  # (C, S, T), (C, T, e)
+    tangent = tangent.masked_fill(~merged.unsqueeze(1), -torch.inf)
+    attention, log_z = _attention(head, q, tangent, v_tangent, expanded)
+    log_weight = tangent - log_z.unsqueeze(-1)  # (C, S, T), -inf for exact tiles
+    if kind == "scores":
+        scores = head.factor * (q.flatten(0, 1) @ head.k.flatten(0, 1).T)
+        exact = head.mask_slots(unflatten(scores, 1, head.k.shape[:2])).logsumexp(-1)
+        exact = exact.view_as(tangent)
+        excess = (exact - tangent).where(merged.unsqueeze(1), 0.0).clamp(min=0)
+        excess = excess + 2 * rounding.logits.unsqueeze(-1)
+        variation = total_variation(excess)
+    else:
+        span = _range(head, difference, length)  # (C, S, T)
+        excess = torch.minimum(span.square() / 8, span)
+        variation = torch.tanh(span / 4)
+    divergence = _divergence(log_weight, excess)  # (C, S)
+    if kind == "scores":
+        log_share = log_weight + excess - divergence.unsqueeze(-1)
+    else:
+        # logit of the share: log w + d - log(1 - w)
+        log_share = torch.nn.functional.logsigmoid(
+            log_weight + excess - torch.log1p(-log_weight.exp().clamp(max=1.0))
+        )
+    share = (log_share + 6 * rounding.logits.unsqueeze(-1)).exp()
+    away = _norm(v_tangent - head.center).unsqueeze(1) + _norm(attention - head.center).unsqueeze(-1)
+    moved = -torch.expm1(-excess) * away + head.tile_diameter * variation
+    by_tile = (share * moved).where(merged.unsqueeze(1), 0.0).sum(-1) + rounding.attention
+    divergence = divergence + 6 * rounding.logits
+    whole = head.diameter * total_variation(divergence)
+    some = merged.any(-1, keepdim=True)  # otherwise a is exact
+    bound = torch.minimum(by_tile, whole).where(some, 0.0)
+    bound = bound.where(by_tile == by_tile, whole.where(some, 0.0))  # NaN: 0 * inf of a huge d
+    measured = _norm(head.output[groups] - attention)
+    distance = _round_up(measured + bound + rounding.attention)
+    return distance, _round_up(divergence.where(some, 0.0))
+
+
+def _tangents(head: _Head, q_mean: Tensor, difference: Tensor) -> tuple[Tensor, Tensor]:
+    """(C, S, T) logits of all tiles, and (C, T, e) their values."""
+    scores = head.factor * (q_mean @ head.k.flatten(0, 1).T)
+    scores = head.mask_slots(unflatten(scores, 1, head.k.shape[:2]))  # (C, T, S)
+    log_mass = scores.logsumexp(-1)  # (C, T), -inf for tiles without a token
+    weights = (scores - log_mass.unsqueeze(-1)).exp().transpose(0, 1)  # (T, C, S)
+    weights = weights.where(head.occupied[:, None, None], 0.0)
+    k_tangent, v_tangent = ((weights @ x).transpose(0, 1) for x in (head.k, head.v))  # (C, T, *)
+    tangent = head.factor * (difference @ k_tangent.transpose(1, 2)) + log_mass.unsqueeze(1)
+    return tangent, v_tangent
+
+
+def _attention(
+    head: _Head, q: Tensor, tangent: Tensor, v_tangent: Tensor, expanded: Tensor
+) -> tuple[Tensor, Tensor]:
+    """(C, S, e) the attention a, and (C, S) log Z~."""
+    slots = head.k.shape[1]
+    most = int(expanded.sum(-1).max())
+    tiles = expanded.to(torch.int8).argsort(dim=-1, descending=True, stable=True)[:, :most]  # (C, most)
+    real = expanded.gather(1, tiles)
+    keys, values = head.k[tiles].flatten(1, 2), head.v[tiles].flatten(1, 2)  # (C, most S, *)
+    present = real.unsqueeze(-1).expand(-1, -1, slots)
+    if head.exists is not None:
+        present = present & head.exists[tiles]
+    tokens = head.factor * (q @ keys.transpose(1, 2))
+    tokens = tokens.masked_fill(~present.flatten(1).unsqueeze(1), -torch.inf)
+    prefix = head.factor * (q @ head.prefix_k.T)
+    log_z = torch.cat((tangent, tokens, prefix), -1).logsumexp(-1)
+    shift = log_z.unsqueeze(-1)
+    attention = (tangent - shift).exp() @ v_tangent + (tokens - shift).exp() @ values
+    return attention + (prefix - shift).exp() @ head.prefix_v, log_z
+
+
+def _range(head: _Head, difference: Tensor, length: Tensor) -> Tensor:
+    """(C, S, T) upper bound on the range of c (q - qbar) . k over the keys of each tile."""
+    box = difference.abs() @ head.k_extent.T
+    ball = 2 * length.unsqueeze(-1) * head.k_radius
+    # Differences of q and of k are off by roundings of what is subtracted, products by d + 8 units.
+    dim = head.k.shape[-1]
+    largest_q = (_norm(head.q).amax() + _norm(head.q_mean).amax()) * math.sqrt(dim)
+    rounding = 8 * UNIT * (dim + 8) * (
+        largest_q * (head.k_extent.amax() * math.sqrt(dim) + head.k_radius.amax())
+        + length.unsqueeze(-1) * head.largest_key * math.sqrt(dim)
+    )  # fmt: skip
+    return abs(head.factor) * (torch.minimum(box, ball) + rounding)
+
+
+def _divergence(log_weight: Tensor, excess: Tensor) -> Tensor:
+    """(C, S) log sum_j w_j exp(d_j) over tiles and exact tokens, without loss of digits near 0."""
+    weight, grown = log_weight.exp(), log_weight + excess
+    gained = torch.where(excess < 1.0, weight * torch.expm1(excess), grown.exp() - weight)
+    total = gained.where(log_weight > -torch.inf, 0.0).sum(-1)
+    return torch.where(total.isinf(), grown.logsumexp(-1), torch.log1p(total))
+
+
+def _norm(x: Tensor) -> Tensor:
+    norm: Tensor = torch.linalg.vector_norm(x, dim=-1)
+    return norm
+
+
+def _round_up(bound: Tensor) -> Tensor:
+    """Cover the roundings of the formulas themselves: fewer than 1000, each relative to a summand."""
+    return bound * (1 + 1000 * UNIT)
