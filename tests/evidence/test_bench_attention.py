@@ -74,12 +74,22 @@ def test_errors_fall_with_density_to_rounding(record):
 
 
 def energies_of_four_tiles(block: int) -> torch.Tensor:
-    """E of every spatial query on a grid of 16x16 whose four 8x8 tiles are means, in float64."""
+    """E of every spatial query on a grid of 16x16 whose four 8x8 tiles are tangents, in float64."""
     recorded = InputSource.open().record(128, [block])
-    q, k, _ = (x.double() for x in recorded.blocks[block])
-    scores = q[:, :, 1:] @ k.transpose(-2, -1) / math.sqrt(q.shape[-1])  # (1, 3, 256, 257)
-    tiles = scores[..., 1:].unflatten(-1, (2, 8, 2, 8)).mean((-3, -1)).flatten(-2)
-    coarse = torch.cat((scores[..., :1], tiles + math.log(64)), -1)
+    q, k, _ = (x.double() / x.shape[-1] ** 0.25 for x in recorded.blocks[block])
+    scores = q[:, :, 1:] @ k.transpose(-2, -1)  # (1, 3, 256, 257)
+
+    def by_tile(x):  # (1, 3, 4, 64, d)
+        return x[:, :, 1:].unflatten(2, (2, 8, 2, 8)).transpose(3, 4).flatten(4, 5).flatten(2, 3)
+
+    queries, keys = by_tile(q), by_tile(k)
+    means = queries.mean(3)  # (1, 3, 4, d), one for each group of 8x8 queries
+    group_scores = torch.einsum("bhgd,bhtsd->bhgts", means, keys)
+    tangents = torch.einsum("bhgts,bhtsd->bhgtd", group_scores.softmax(-1), keys)
+    logits = torch.einsum("bhgqd,bhgtd->bhgqt", queries - means.unsqueeze(3), tangents)
+    logits = logits + group_scores.logsumexp(-1).unsqueeze(3)  # (1, 3, 4, 64, 4)
+    logits = logits.unflatten(2, (2, 2)).unflatten(4, (8, 8)).transpose(3, 4).flatten(2, 5)
+    coarse = torch.cat((scores[..., :1], logits), -1)
     return scores.logsumexp(-1) - coarse.logsumexp(-1)
 
 
