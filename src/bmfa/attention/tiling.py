@@ -21,12 +21,14 @@ from bmfa.grid import Grid, check_grid
 TILE_SIDE = 8
 DEFAULT_ERROR = 0.03
 
-# Thresholds at which the probes are evaluated: from the spread of the values down by this ratio, 2.7e-6
-# times the spread being the last but one; the last one expands every tile. Errors between two levels are
-# interpolated, so that the ratio matters little.
+# Thresholds at which the probes are evaluated: powers of this ratio, from 1 to 2.7e-6, and 0, at which
+# every tile is expanded. Errors between two levels are interpolated, so that the ratio matters little.
 NUM_LEVELS, LEVEL_RATIO = 16, 0.4
 # Share of the error target that is aimed at: probes are a sample, whose error varies by about 10 %.
 ERROR_AIM = 0.85
+# Part of the probability of a probe that is equal for all queries of its group; the rest grows with the
+# fourth power of the distance from the mean query, as the squared error of a tangent does.
+UNIFORM_SHARE = 0.2
 # Largest factor of the first-order correction. Above 1 it makes up for terms of higher order.
 LARGEST_SHRINKAGE = 1.2
 # Exact queries of a head, probes and prefix together, come in multiples of this; the Triton kernels attend
@@ -124,9 +126,9 @@ class Tiling:
         return min(self.groups, self.probe_slots(prefix) - prefix)
 
     @staticmethod
-    def probe_rank(group: _Integer, head: _Integer, count: _Integer) -> _Integer:
-        """Return which of the `count` valid queries of a group is its probe, by a fixed hash."""
-        return (group * 40503 + head * 9973 + 17) % 65536 * count // 65536
+    def probe_quantile(group: int, head: int) -> float:
+        """Return the number in (0, 1), by a fixed hash, that draws the probe of a group of a head."""
+        return ((group * 40503 + head * 9973 + 17) % 65536 + 0.5) / 65536
 
     def tiles_within(self, leaves: float | int) -> int:
         """Return the mean number of tiles of a group that a budget of leaves can expand.
@@ -175,7 +177,7 @@ class TiledAttention:
 
     output: Tensor  # (B, H, prefix + N, d)
     expanded_count: Tensor  # (B, H, R) int32, expanded tiles of each group
-    probes: Tensor  # (B, H, P, 3) float32: |output - exact|^2, |exact|^2, queries of the probe's group
+    probes: Tensor  # (B, H, P, 3) float32: |output - exact|^2, |exact|^2, weight of the probe
     expanded_or_make: Tensor | Callable[[], Tensor]  # see `expanded`
 
     @cached_property

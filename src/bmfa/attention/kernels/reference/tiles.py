@@ -5,15 +5,15 @@ one tile form a group g.
 
 1. Groups. qbar_g is the mean of the valid queries of the group, 0 if there are none, and rho_g the mean
    of |q - qbar_g|^2. qhat is the mean of all valid queries of the head.
-2. Tiles. kappa_L is the mean of |k_i - mean k|^2 over the tile, sigma^2 the mean of |v_i - mean v|^2 over
-   the head, and diameter = 2 max_L (|mean_L v - mean v| + max_{i in L} |v_i - mean_L v|), which is at
-   least the diameter of the values. cross_L = sum_{i in L} p_i (k_i - k_L) (v_i - v_L)^T is the covariance
-   of keys and values under p = softmax over L of c qhat . k_i, with means k_L and v_L under p.
+2. Tiles. kappa_L is the mean of |k_i - mean k|^2 over the tile, and diameter = 2 max_L max_{i in L}
+   |v_i - mean_L v|, at least the diameter of the values of any tile. cross_L = sum_{i in L} p_i
+   (k_i - k_L) (v_i - v_L)^T is the covariance of keys and values under p = softmax over L of
+   c qhat . k_i, with means k_L and v_L under p.
 3. Representatives. Under p = softmax over L of c qbar_g . k_i, k_gL and v_gL are the means of the keys and
    the values, and A_gL = log sum_{i in L} exp(c qbar_g . k_i). m_gL = exp(A_gL) / Z_g is the share of the
-   tile, Z_g being the sum over all tiles and the prefix. The loss of a tile, an estimate of what it adds to
-   the error of the output, is
-       loss_gL = sigma m_gL min(1, c^2 rho_g kappa_L / 2d).
+   tile, Z_g being the sum over all tiles and the prefix. The loss of a tile is
+       loss_gL = m_gL min(1, c^2 rho_g kappa_L / 2d),
+   the share of the mass that queries which differ from qbar_g equally in all directions lose on average.
 4. Attention of a query q of group g, given the set X of expanded tiles. Tiles outside X have the logit
    A_gL + c (q - qbar_g) . k_gL and the value v_gL; tokens of X and the prefix are exact. A(q) is convex and
    has the gradient c k_gL at qbar_g, so the logit is its tangent: exact at qbar_g, and never above A(q).
@@ -23,8 +23,9 @@ one tile form a group g.
    vector to the diameter. The first part is an attention: all weights are positive and sum to 1.
 5. Threshold. X holds the tiles with loss_gL >= threshold and loss_gL > 0. The groups are taken in the
    order of `Tiling.group_order`; the first ones each have a probe, one of their queries, which is also
-   attended exactly. At every level, a threshold of `level_thresholds`, the error and the correction of each
-   probe are known. The groups at even positions take the threshold and the shrinkage (one for each head)
+   attended exactly. Queries far from qbar_g, which have most of the error, are drawn more often
+   (`draw_probe`), and a probe counts for the inverse of its probability. At every level, a threshold of
+   `level_thresholds`, the error and the correction of each probe are known. The groups at even positions take the threshold and the shrinkage (one for each head)
    that the probes at odd positions determine, and the other way round, so that no probe measures what it
    has determined (`choose`). A head in which more than `exact_above` of the tiles would be expanded is
    computed exactly.
@@ -44,10 +45,18 @@ from bmfa.attention.tiling import (
     LARGEST_SHRINKAGE,
     LEVEL_RATIO,
     NUM_LEVELS,
+    UNIFORM_SHARE,
     Tiling,
 )
 
 Indices = npt.NDArray[np.int64]
+
+
+class Probe(NamedTuple):
+    """A query that is attended exactly."""
+
+    token: int
+    weight: float  # 1 / probability
 
 
 class ReferenceTiled(NamedTuple):
@@ -59,7 +68,7 @@ class ReferenceTiled(NamedTuple):
     thresholds: Array  # (B, 2) of the groups at even and odd positions
     shrinkage: Array  # (B, H, 2)
     exact: Mask  # (B, H) heads in which every tile is expanded
-    probes: Array  # (B, H, P, 3): |output - exact|^2, |exact|^2, and the queries the probe stands for
+    probes: Array  # (B, H, P, 3): |output - exact|^2, |exact|^2, and the weight 1 / probability
 
 
 class Levels(NamedTuple):
@@ -70,7 +79,7 @@ class Levels(NamedTuple):
     correction: Array  # |correction|^2
     share: Array  # of the tiles that are expanded
     norm: Array  # (H, P) |exact|^2
-    weight: Array  # (H, P) queries that the probe stands for, 0 without a valid query
+    weight: Array  # (H, P) 1 / probability of the probe, 0 for a group without a valid query
 
 
 def tiled_attention(
@@ -126,9 +135,12 @@ def tiled_attention(
             Head(queries[b, h], keys[b, h], values[b, h], members, prefix, scale / tau)
             for h in range(heads)
         ]
-        tokens_of_probes = [probe_tokens(tiling, members, prefix, h) for h in range(heads)]
-        thresholds = level_thresholds(picture)
-        levels = measure_levels(picture, order[:probes], tokens_of_probes, thresholds)
+        drawn = [
+            [draw_probe(head, tiling, int(g), h) for g in order[:probes]]
+            for h, head in enumerate(picture)
+        ]
+        thresholds = level_thresholds()
+        levels = measure_levels(picture, order[:probes], drawn, thresholds)
         chosen, shrinkage, exact = choose(
             levels, thresholds, error, expand, tiling.tiles, exact_above
         )
@@ -147,9 +159,7 @@ def tiled_attention(
                         token, g, expanded[g], shrinkage[h, parity[g]]
                     )
                     result.output[b, h, prefix + token] = coarse + correction
-            result.probes[b, h] = _probe_errors(
-                head, result.output[b, h, prefix:], tokens_of_probes[h], order, members
-            )
+            result.probes[b, h] = _probe_errors(head, result.output[b, h, prefix:], drawn[h])
     return result
 
 
@@ -169,16 +179,10 @@ class Head:
         self._represent()
 
     def _summarise_values(self) -> None:
-        present = [token for tokens in self.members for token in tokens]
-        values = self.v[present]
-        mean = values.mean(0)
-        self.sigma = math.sqrt(((values - mean) ** 2).sum(-1).mean())
-        radius = 0.0
-        for tokens in filter(None, self.members):
-            tile_mean = self.v[tokens].mean(0)
-            furthest = np.linalg.norm(self.v[tokens] - tile_mean, axis=-1).max()
-            radius = max(radius, float(np.linalg.norm(tile_mean - mean) + furthest))
-        self.diameter = 2 * radius
+        tiles = [self.v[tokens] for tokens in self.members if tokens]
+        self.diameter = 2 * max(
+            float(np.linalg.norm(values - values.mean(0), axis=-1).max()) for values in tiles
+        )
 
     def _summarise_groups(self) -> None:
         groups, dim = len(self.members), self.q.shape[1]
@@ -218,7 +222,7 @@ class Head:
         log_z = log_sum_exp(np.concatenate((self.log_mass, prefix_scores), -1))
         self.mass = np.exp(self.log_mass - log_z[:, None])  # m
         spread = self.factor**2 * np.outer(self.q_spread, self.k_spread) / (2 * dim)
-        self.losses = self.sigma * self.mass * np.minimum(spread, 1.0)
+        self.losses = self.mass * np.minimum(spread, 1.0)
 
     def logits(self, token: int, g: int, expanded: Mask) -> tuple[Array, Array, Mask]:
         """Return logits, values and a mask of those of tiles, for one query of group g."""
@@ -256,43 +260,50 @@ class Head:
         return np.asarray(softmax(self.factor * (keys @ query)) @ values)
 
 
-def probe_tokens(
-    tiling: Tiling, members: list[list[int]], prefix: int, head: int
-) -> list[int | None]:
-    """Return the query that probes each of the first groups, None for a group without a valid query."""
-    return [
-        members[g][tiling.probe_rank(g, head, len(members[g]))] if members[g] else None
-        for g in tiling.group_order[: tiling.probes(prefix)].tolist()
-    ]
+def draw_probe(head: Head, tiling: Tiling, g: int, h: int) -> Probe | None:
+    """Draw a valid query of group g of head h, None if there is none.
+
+    A query has the probability UNIFORM_SHARE / n + (1 - UNIFORM_SHARE) |q - qbar|^4 / sum |q - qbar|^4.
+    """
+    tokens = head.members[g]
+    if not tokens:
+        return None
+    fourth = ((head.q[tokens] - head.q_mean[g]) ** 2).sum(-1) ** 2
+    total = fourth.sum()
+    uniform = np.full(len(tokens), 1 / len(tokens))
+    p = uniform
+    if total > 0:
+        p = UNIFORM_SHARE * uniform + (1 - UNIFORM_SHARE) * fourth / total
+    index = min(int((np.cumsum(p) <= tiling.probe_quantile(g, h)).sum()), len(tokens) - 1)
+    return Probe(tokens[index], 1 / p[index])
 
 
-def level_thresholds(picture: list[Head]) -> Array:
+def level_thresholds() -> Array:
     """Thresholds of all levels; at the last one, 0, every tile is expanded."""
-    scale = max(head.sigma for head in picture)
-    thresholds = scale * LEVEL_RATIO ** np.arange(NUM_LEVELS)
+    thresholds = LEVEL_RATIO ** np.arange(NUM_LEVELS, dtype=np.float64)
     thresholds[-1] = 0.0
     return thresholds
 
 
 def measure_levels(
-    picture: list[Head], groups: Indices, tokens: list[list[int | None]], thresholds: Array
+    picture: list[Head], groups: Indices, probes: list[list[Probe | None]], thresholds: Array
 ) -> Levels:
     """Evaluate every probe at every level."""
     shape = (len(picture), len(groups))
     error, product, correction, share = (np.zeros((*shape, len(thresholds))) for _ in range(4))
     norm, weight = np.zeros(shape), np.zeros(shape)
     for h, head in enumerate(picture):
-        for p, (g, token) in enumerate(zip(groups, tokens[h], strict=True)):
-            if token is None:
+        for p, (g, probe) in enumerate(zip(groups, probes[h], strict=True)):
+            if probe is None:
                 continue
-            exact = head.exact_output(head.q[token])
-            norm[h, p], weight[h, p] = exact @ exact, head.counts[g]
+            exact = head.exact_output(head.q[probe.token])
+            norm[h, p], weight[h, p] = exact @ exact, probe.weight
             for level, threshold in enumerate(thresholds):
                 expanded = (head.losses[g] >= threshold) & (head.losses[g] > 0)
                 expanded |= threshold == 0.0
                 expanded &= head.counts > 0
                 share[h, p, level] = expanded.sum() / (head.counts > 0).sum()
-                coarse, term = head.output(token, int(g), expanded)
+                coarse, term = head.output(probe.token, int(g), expanded)
                 difference = exact - coarse
                 error[h, p, level] = difference @ difference
                 product[h, p, level] = difference @ term
@@ -342,16 +353,18 @@ def choose(
 def interpolate_down(errors: Array, thresholds: Array, target: float) -> tuple[float, int]:
     """Return the threshold at which falling errors reach the target, and the level at or below it.
 
-    Between two levels, log error is linear in log threshold. Infinity expands nothing, 0 everything.
+    Between two levels, log error is linear in log threshold. If the error falls to less than half of the
+    target at once, the losses are too much alike for that, and the threshold is the lower level.
+    Infinity expands nothing, 0 everything.
     """
     if target <= 0.0:
         return 0.0, len(errors) - 1
     level = next((j for j, value in enumerate(errors) if value <= target), len(errors) - 1)
     if level == 0:
         return math.inf, 0
-    if level == len(errors) - 1:
-        return 0.0, level
-    return _between(thresholds, level, errors[level - 1], max(errors[level], 1e-30), target), level
+    if errors[level] < 0.5 * target or level == len(errors) - 1:
+        return float(thresholds[level]), level
+    return _between(thresholds, level, errors[level - 1], errors[level], target), level
 
 
 def interpolate_up(shares: Array, thresholds: Array, target: float) -> tuple[float, int]:
@@ -373,16 +386,14 @@ def _between(thresholds: Array, level: int, before: float, after: float, target:
     return float(thresholds[level - 1] ** (1 - part) * thresholds[level] ** part)
 
 
-def _probe_errors(
-    head: Head, output: Array, tokens: list[int | None], order: Indices, members: list[list[int]]
-) -> Array:
-    """Return (P, 3) rows: |output - exact|^2, |exact|^2 and the number of queries of the group."""
-    errors = np.zeros((len(tokens), 3))
-    for p, token in enumerate(tokens):
-        if token is not None:
-            exact = head.exact_output(head.q[token])
-            difference = output[token] - exact
-            errors[p] = difference @ difference, exact @ exact, len(members[order[p]])
+def _probe_errors(head: Head, output: Array, probes: list[Probe | None]) -> Array:
+    """Return (P, 3) rows: |output - exact|^2, |exact|^2 and the weight of the probe."""
+    errors = np.zeros((len(probes), 3))
+    for p, probe in enumerate(probes):
+        if probe is not None:
+            exact = head.exact_output(head.q[probe.token])
+            difference = output[probe.token] - exact
+            errors[p] = difference @ difference, exact @ exact, probe.weight
     return errors
 
 
