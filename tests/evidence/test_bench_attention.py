@@ -64,11 +64,14 @@ def test_every_size_has_dense_paths_and_all_settings(record):
 def test_errors_fall_with_density_to_rounding(record):
     for n in (100, 256):
         some = [row_of(record, n, f"tiled-tiles:{share}") for share in ("0", "0.25", "1")]
-        assert [row["density_percent"] for row in some] == [0.0, 25.0, 100.0]
+        none, quarter, every = (row["density_percent"] for row in some)
+        # The probes of a few tiles set the threshold, so that a share is met on average only.
+        assert none == 0.0 and every == 100.0 and 10.0 < quarter < 50.0
         errors = [row["error_l2_percent"] for row in some]
         assert errors[0] > errors[1] > errors[2]
         assert errors[2] < 100 * 64 * torch.finfo(torch.float32).eps
         assert all(row["error_p95_query_percent"] >= 0 for row in some)
+        assert errors[1] == pytest.approx(some[1]["estimated_error_percent"], rel=1.0)
         energies = [row["e_mean"] for row in some]
         assert energies[0] > energies[1] > energies[2] and energies[2] < 1e-4
 
@@ -179,7 +182,12 @@ def test_wide_heads_carry_the_error_on_the_models_own(record):
 
 def test_knowledge_of_the_error_has_its_price(record):
     rows = [row for row in record.rows if "+" in row["method"]]
-    assert {row["method"].partition("+")[2] for row in rows} == {"certificate", "audit:0.05"}
+    assert {row["method"].partition("+")[2] for row in rows} == {
+        "certificate", "certificate-boxes", "audit:0.05"
+    }  # fmt: skip
+    for row in rows:
+        if "certificate" in row["method"]:  # never below the error
+            assert 1.0 <= row["certificate_over_error_median"] <= row["certificate_over_error_p95"]
     assert all(math.isfinite(row["added_milliseconds"]) for row in rows)
     assert not any("+" in row["method"] for row in summary.own_rows(record.rows))
 
@@ -319,7 +327,8 @@ def test_blocks_of_keys_that_a_peer_drops_have_no_weight():
 def test_tables_and_figures_are_made_from_the_record(record, tmp_path, capsys):
     words = bench_tables.markdown(record)
     assert "dense is the fastest path of the same run (default" in words or "run (flash" in words
-    assert "| `tiled-tiles:0.25` | 25.0 |" in words
+    density = row_of(record, 256, "tiled-tiles:0.25")["density_percent"]
+    assert f"| `tiled-tiles:0.25` | {density:.1f} |" in words
     assert figures.ALL["attention-time"].drawable(record)
     assert not figures.ALL["attention-error"].drawable(record)
     longer = [{**row, "n": 16 * row["n"]} for row in record.rows]

@@ -47,6 +47,9 @@ CERTIFIED_TOKENS = {"cuda": 65_536, "cpu": 4_096}
 CERTIFIED_SETTING, AUDITED_SHARE = "tiles:0.03", 0.05
 # Share of the tiles that is expanded where kernels are timed one by one.
 KERNEL_SHARE = 0.06
+# Timings of each prefix of the launches of a call, each of up to 20 calls in a graph: a call of 65,536
+# tokens has some 40 launches.
+KERNEL_REPEATS = 3
 INTERRUPTED = "interrupted by the keyboard or SIGINT; later sizes are absent, too"
 TIMING = {
     "cuda": "median; calls in a CUDA graph (milliseconds), and one by one (milliseconds_eager); dense "
@@ -457,7 +460,7 @@ class SizeBenchmark:
         }
 
         def milliseconds(work: timing.Work) -> float:
-            return timing.time_call(work, plan.repeats, plan.device)[0]
+            return timing.time_call(work, KERNEL_REPEATS, plan.device)[0]
 
         rows: list[Row] = []
         for method, call in calls.items():
