@@ -280,7 +280,7 @@ def _screened(
         computed.measure_leaf_ratio,
         computed.measure_error,
     )
-    return Screened(computed.output.to(inputs.q.dtype), stats, computed.make_tree)
+    return Screened(computed.output, stats, computed.make_tree)
 
 
 def _check_certificate(certificate: object) -> CertificateKind | Literal["default"] | None:

@@ -9,8 +9,8 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from bmfa.attention.inputs import AttentionInputs, check_finite_scores
 from bmfa.attention.kernels import eager
-from bmfa.attention.kernels.eager.certificate import UNIT, exact_rounding
-from bmfa.attention.result import Audit, Computed, percentile_95
+from bmfa.attention.kernels.eager.certificate import UNIT, attention_rounding, score_rounding
+from bmfa.attention.result import Audit, Computed
 from bmfa.checks import has_values
 
 # Backends of SDPA by their speed on Hopper and later; torch takes the first that supports a call.
@@ -143,10 +143,11 @@ def exact_bound(
     q, k, v = (x.detach() for x in inputs.flat_double)
     lead = inputs.q.shape[:2]
     largest_score = _norm(q[:, queries]) * _norm(k).amax(-1, keepdim=True)  # (B H, n)
-    rounding = exact_rounding(
-        q.shape[-1] + key_terms, k.shape[1], abs(inputs.scale / inputs.tau) * largest_score,
-        value_diameter(inputs, v), _norm(v).amax(-1, keepdim=True),
-    )  # fmt: skip
+    score = score_rounding(
+        q.shape[-1] + key_terms, abs(inputs.scale / inputs.tau) * largest_score
+    )
+    largest_value = _norm(v).amax(-1, keepdim=True)
+    rounding = attention_rounding(score, k.shape[1], value_diameter(inputs, v), largest_value)
     distance = _norm(output.double() - computed)
     return (distance + rounding.view(*lead, -1)) * (1 + 1000 * UNIT)
 
@@ -183,5 +184,5 @@ def audit_output(inputs: AttentionInputs, output: Tensor, fraction: float) -> Au
     if errors.numel() == 0:
         return None
     ordered = errors.nan_to_num(0.0).flatten().sort().values  # 0 / 0 where both outputs are 0
-    largest = float(ordered[-1])
-    return Audit(len(ordered), float(ordered.mean()), percentile_95(ordered), largest)
+    p95 = ordered[min(len(ordered) - 1, int(0.95 * len(ordered)))]
+    return Audit(len(ordered), float(ordered.mean()), float(p95), float(ordered[-1]))

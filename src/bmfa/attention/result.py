@@ -36,12 +36,12 @@ class ErrorEstimate:
     """Relative L2 error of the output of a call, measured at probe queries.
 
     A probe is a query that is also attended exactly. No probe takes part in the choices that determine
-    its own output.
+    its own output. Queries that `fallback` recomputes count with the error that they had before.
 
     Attributes:
         target: The `error` of the call, or None if it was given `leaves`.
         estimate: sqrt(sum |output - exact|^2 / sum |exact|^2), estimated for all queries of the call.
-        p95: 95th percentile of |output - exact| / |exact| over the probes.
+        p95: 95th percentile of |output - exact| / |exact|, estimated for all queries of the call.
         uncertainty: Standard error of `estimate`; infinity with a single probe.
         probes: Number of probes, all pictures and heads together. 0 for dense attention.
         met: True if `estimate - uncertainty` is at most the target; None without a target.
@@ -90,16 +90,19 @@ class ErrorEstimate:
             residual = weight * (error - ratio * norm)
             variance = float(residual.square().sum()) * count / (count - 1) / total**2
             uncertainty = math.sqrt(variance) / (2 * estimate)
-        relative = torch.where(error > 0, error / norm, 0.0).sqrt().sort().values
-        return cls(target, estimate, percentile_95(relative), uncertainty, count)
-
-
-def percentile_95(ordered: Tensor) -> float:
-    """95th percentile of ascending values."""
-    return float(ordered[min(len(ordered) - 1, int(0.95 * len(ordered)))])
+        relative, order = torch.where(error > 0, error / norm, 0.0).sqrt().sort()
+        share = weight[order].cumsum(0) / weight.sum()
+        p95 = float(relative[min(int((share < 0.95).sum()), count - 1)])
+        return cls(target, estimate, p95, uncertainty, count)
 
 
 _warned_targets: set[float] = set()
+
+
+def warn_if_missed(measured: ErrorEstimate) -> None:
+    """Warn if the measured error misses its target."""
+    if measured.met is False and measured.target is not None:
+        warn_missed(measured.estimate, measured.target)
 
 
 def warn_missed(estimate: float, target: float) -> None:
@@ -181,8 +184,7 @@ class Stats:
         if self.measure_error is None:
             return None
         measured = self.measure_error()
-        if measured.met is False and measured.target is not None:
-            warn_missed(measured.estimate, measured.target)
+        warn_if_missed(measured)
         return measured
 
     @property

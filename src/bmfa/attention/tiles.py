@@ -17,7 +17,7 @@ from bmfa.attention.inputs import (
     permute_tokens,
 )
 from bmfa.attention.kernels.eager.certificate import bound_output
-from bmfa.attention.result import Computed, ErrorEstimate, warn_missed
+from bmfa.attention.result import Computed, ErrorEstimate, warn_if_missed
 from bmfa.attention.tiling import (
     Budget,
     TiledAttention,
@@ -51,10 +51,7 @@ def compute_tiled(inputs: AttentionInputs, options: AttentionOptions) -> Compute
         if options.fallback is not None:
             apply_fallback(inputs, computed, options.fallback)
     if not inputs.q.is_cuda and has_values(inputs.q):  # nothing to wait for
-        assert computed.measure_error is not None
-        measured = computed.measure_error()
-        if measured.met is False and measured.target is not None:
-            warn_missed(measured.estimate, measured.target)
+        warn_if_missed(ErrorEstimate.from_probes(result.probes, budget.error))
     return computed
 
 
@@ -66,17 +63,14 @@ def wrap_result(
     kernel_order: Order,
 ) -> Computed:
     """Wrap the result of a kernel, with its tree and statistics on demand."""
-    computed = Computed(
+    return Computed(
         result.output,
         partial(_result_tree, inputs, tiling, result, budget, kernel_order),
         tiled=result,
         measure_density=partial(_density, inputs, tiling, result, kernel_order),
         measure_leaf_ratio=partial(_leaf_ratio, inputs, tiling, result, kernel_order),
+        measure_error=partial(ErrorEstimate.from_probes, result.probes, budget.error),
     )
-    computed.measure_error = partial(
-        _measure_error, inputs, tiling, computed, budget.error, kernel_order
-    )
-    return computed
 
 
 def _run_kernel(
@@ -176,46 +170,6 @@ def _kernel_tiles(inputs: AttentionInputs, tiling: Tiling, kernel_order: Order) 
     if kernel_order == "raster":
         return torch.arange(tiling.tiles, device=device)
     return inputs.z_rank[tiling.slot_tokens[:, 0].to(device)] // tiling.slots
-
-
-def _measure_error(
-    inputs: AttentionInputs,
-    tiling: Tiling,
-    computed: Computed,
-    target: float | None,
-    kernel_order: Order,
-) -> ErrorEstimate:
-    """Estimate the error from the probes; those that the fallback has recomputed have none."""
-    assert computed.tiled is not None
-    probes = computed.tiled.probes
-    if computed.recomputed is not None and probes.numel() and computed.recomputed.any():
-        queries = probe_queries(inputs, tiling, kernel_order)
-        exact = computed.recomputed.gather(2, queries)
-        probes = torch.cat((probes[..., :1].masked_fill(exact.unsqueeze(-1), 0.0), probes[..., 1:]), -1)
-    return ErrorEstimate.from_probes(probes, target)
-
-
-def probe_queries(inputs: AttentionInputs, tiling: Tiling, kernel_order: Order) -> Tensor:
-    """(B, H, P) position in q of each probe, 0 for a group without a valid query."""
-    device, (batch, heads) = inputs.q.device, inputs.q.shape[:2]
-    slots = tiling.slot_tokens.to(device)
-    if kernel_order == "z":
-        slots = torch.arange(tiling.grid.size, device=device).view_as(slots)
-    exists = (slots >= 0).unsqueeze(0)
-    position = slots.clamp(min=0)  # of each slot among the spatial tokens of the caller
-    if inputs.order == "z" and kernel_order == "raster":
-        position = inputs.z_rank[position]
-    if inputs.valid is not None:
-        exists = exists & inputs.valid[:, position]
-    groups = tiling.group_order[: tiling.probes(inputs.prefix)].to(device)
-    exists = exists[:, groups].unsqueeze(1)  # (B or 1, 1, P, S)
-    head = torch.arange(heads, device=device).view(-1, 1)
-    counts = exists.sum(-1)  # (B or 1, 1, P)
-    rank = tiling.probe_rank(groups, head, counts)  # (B or 1, H, P)
-    found = exists & (exists.cumsum(-1) == rank.unsqueeze(-1) + 1)  # (B or 1, H, P, S)
-    token = position[groups].expand(*found.shape).gather(-1, found.int().argmax(-1, keepdim=True))
-    queries = torch.where(counts > 0, inputs.prefix + token.squeeze(-1), 0)
-    return queries.expand(batch, -1, -1)
 
 
 def _result_tree(

@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TypeVar
+from typing import overload
 
 import torch
 from torch import Tensor
@@ -34,8 +34,6 @@ LARGEST_SHRINKAGE = 1.2
 # Exact queries of a head, probes and prefix together, come in multiples of this; the Triton kernels attend
 # with so many queries at once. At least LEAST_PROBES of them are probes, if there are as many groups.
 PROBE_SLOTS, LEAST_PROBES = 64, 48
-
-_Integer = TypeVar("_Integer", int, Tensor)
 
 
 @dataclass(frozen=True)
@@ -125,8 +123,16 @@ class Tiling:
         """Return P, the number of groups with a probe, the first ones in `group_order`."""
         return min(self.groups, self.probe_slots(prefix) - prefix)
 
+    @overload
     @staticmethod
-    def probe_quantile(group: int, head: int) -> float:
+    def probe_quantile(group: int, head: int) -> float: ...
+
+    @overload
+    @staticmethod
+    def probe_quantile(group: Tensor, head: Tensor) -> Tensor: ...
+
+    @staticmethod
+    def probe_quantile(group: int | Tensor, head: int | Tensor) -> float | Tensor:
         """Return the number in (0, 1), by a fixed hash, that draws the probe of a group of a head."""
         return ((group * 40503 + head * 9973 + 17) % 65536 + 0.5) / 65536
 

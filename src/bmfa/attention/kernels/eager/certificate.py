@@ -7,39 +7,44 @@ for any representative qbar of the group and the tiles that a backend has expand
     A_L(q) = log sum_{i in L} exp(c q . k_i), with k_L and v_L the means under p = softmax over L of
     c qbar . k_i; expanded tiles and the prefix are exact.
 
-a is an attention: token i of L has the weight w_L p_i. Hence, by the triangle inequality,
+a is an attention: token i of L has the weight w_L p_i. Its divergence from exact attention is known:
+
+1. With d_L = A_L(q) - T_L(q) >= 0 (the tangent of a convex function), the divergence of p from softmax
+   over L of c q . k_i is d_L: the logarithm of their ratio is d_L - c (q - qbar) . (k_i - k_L), whose last
+   term has the mean 0 under p. In the same way KL(a || exact) = log Z - log Z~ = log sum_j w_j exp(d_j),
+   with d_j = 0 for exact tokens.
+
+`kind` "scores" computes all scores, and with them the exact output and A_L(q). The distance of the
+output from the exact one is measured, and the bound is above it by rounding alone.
+
+`kind` "boxes" reads no key for a query but those that were expanded for it. By the triangle inequality
 
     |output - exact| <= |output - a| + |a - exact|,
 
 whose first part is measured on the returned output, so that the correction and every rounding of the
 kernel are in it. The second part is bounded as follows.
 
-1. Divergence of a tile. With d_L = A_L(q) - T_L(q) >= 0 (the tangent of a convex function), the
-   divergence of p from softmax over L of c q . k_i is d_L: the logarithm of their ratio is
-   d_L - c (q - qbar) . (k_i - k_L), whose last term has the mean 0 under p. In the same way
-   KL(a || exact) = log Z - log Z~ = log sum_j w_j exp(d_j), with d_j = 0 for exact tokens.
-2. Whole distribution. Let D be the diameter of the values. As a and exact are means of the values under
+2. Let x_L be an upper bound on the range of c (q - qbar) . k_i over L, from the smallest and largest key
+   in each dimension (a box), or from the distances of the keys from their mean (a ball), whichever is
+   smaller. Then d_L <= x_L^2 / 8 by Hoeffding's lemma, because d_L is the logarithm of the mean under p
+   of exp(y) for y = c (q - qbar) . (k_i - k_L), which has the mean 0 and the range x_L; and
+   d_L <= max y <= x_L.
+3. Whole distribution. Let D be the diameter of the values. As a and exact are means of the values under
    two distributions with a total variation distance of TV, |a - exact| <= D TV, and TV is at most
    s(KL) = min(sqrt(KL / 2), sqrt(1 - exp(-KL))), by Pinsker and by Bretagnolle and Huber.
-3. Tile by tile. Exact tokens have the same ratio of weights, so that with the exact share
+4. Tile by tile. Exact tokens have the same ratio of weights, so that with the exact share
    m_L = exp(A_L(q)) / Z of a tile and the exact mean v_L(q) of its values
        exact - a = sum_L m_L ((1 - exp(-d_L)) (v_L - a) + v_L(q) - v_L)       (unexpanded tiles only)
-   because sum_i w_i (v_i - a) = 0. With D_L the diameter of the values of L, |v_L(q) - v_L| <= D_L s(d_L).
-   This is of first order in D_L where the above is in D; the smaller of the two is taken.
-
-`kind` "scores" computes A_L(q), and so d_L, from all scores. "boxes" reads no key for the query: let
-x_L be an upper bound on the range of c (q - qbar) . k_i over L, from the smallest and largest key in each
-dimension (a box), or from the distances of the keys from their mean (a ball), whichever is smaller.
-
-4. d_L <= x_L^2 / 8 by Hoeffding's lemma, because d_L is the logarithm of the mean under p of exp(y) for
-   y = c (q - qbar) . (k_i - k_L), which has the mean 0 and the range x_L; and d_L <= max y <= x_L.
-5. |v_L(q) - v_L| <= D_L tanh(x_L / 4): the logarithm of the ratio of two distributions has a range of
-   at most x_L, and then their total variation is largest for two points with the ratios exp(+-x_L / 2).
-6. m_L <= w_L exp(d) / (1 + w_L (exp(d) - 1)) for any d >= d_L: Z is at least the sum of exp(A_L(q)) and
+   because sum_i w_i (v_i - a) = 0. With D_L the diameter of the values of L,
+   |v_L(q) - v_L| <= D_L tanh(x_L / 4): the logarithm of the ratio of two distributions has a range of at
+   most x_L, and then their total variation is largest for two points with the ratios exp(+-x_L / 2).
+   Tiles have smaller diameters than the whole; the smaller of 3 and 4 is taken.
+5. m_L <= w_L exp(d) / (1 + w_L (exp(d) - 1)) for any d >= d_L: Z is at least the sum of exp(A_L(q)) and
    of what Z~ has outside L. This and all of the above grow with d_L, so that a bound on it may be used.
 
-Everything is computed in float64, whatever the inputs are: half of the digits are lost to the square
-root in s. `_Rounding` bounds the errors of that.
+Rounding. "boxes" and everything about representatives is computed in float64, whatever the inputs are,
+because s has a square root. "scores" computes scores in `working_precision`; keys are taken relative to
+their mean there, which changes no attention. `_Rounding` bounds the errors.
 
 Shapes: G = B * H heads, T tiles of S slots, R = T groups, P prefix tokens, C groups of a chunk.
 """
@@ -54,11 +59,23 @@ from torch import Tensor
 
 from bmfa.attention.tiling import Tiling, tiles_to_tokens, tokens_to_tiles, unflatten, valid_slots
 
-# Float64 values in memory at once for each of a few temporaries: 8 MB, in the cache of a CPU; an
-# accelerator needs larger ones to be busy.
+# Values in memory at once for each of a few temporaries: 4 or 8 MB, in the cache of a CPU; an accelerator
+# needs larger ones to be busy.
 CHUNK_ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 25}
-# Two roundings of float64: matrix units may truncate, and exponentials are accurate to two roundings.
-UNIT = 2 * torch.finfo(torch.float64).eps
+
+
+def rounding_unit(dtype: torch.dtype) -> float:
+    """Two roundings: matrix units may truncate, and exponentials are accurate to two roundings."""
+    return 2 * torch.finfo(dtype).eps
+
+
+UNIT = rounding_unit(torch.float64)
+
+
+def working_precision(q: Tensor) -> torch.dtype:
+    """Return float32, or float64 if q is float64 or torch may round float32 products to less."""
+    single = q.dtype != torch.float64 and torch.get_float32_matmul_precision() == "highest"
+    return torch.float32 if single else torch.float64
 
 
 class OutputBound(NamedTuple):
@@ -89,6 +106,7 @@ def bound_output(
     Returns:
         The bounds. They are infinite where nothing is known, e.g. for NaN.
     """
+    working = working_precision(q)
     exists = valid_slots(tiling, valid, q)
     tokens = [tokens_to_tiles(x[:, :, prefix:], tiling, torch.float64) for x in (q, k, v, output)]
     if exists is not None:
@@ -106,7 +124,12 @@ def bound_output(
             factor,
         )
         distances[index, :prefix] = head.bound_prefix()
-        spatial = torch.stack(_bound_groups(head, marks[index], kind), -1)  # (T, S, 2)
+        made = (
+            _bound_by_scores(head, marks[index] & head.occupied, working)
+            if kind == "scores"
+            else _bound_by_boxes(head, marks[index] & head.occupied)
+        )
+        spatial = torch.stack(made, -1)  # (T, S, 2)
         spatial = tiles_to_tokens(spatial.unsqueeze(0), tiling).squeeze(0)
         distances[index, prefix:], divergences[index, prefix:] = spatial.unbind(-1)
     bounds = [x.where(x == x, torch.inf) for x in (distances, divergences)]  # NaN: nothing is known
@@ -122,25 +145,30 @@ def total_variation(divergence: Tensor) -> Tensor:
     return torch.minimum((divergence / 2).sqrt(), (-torch.expm1(-divergence)).sqrt())
 
 
-def score_rounding(dim: int, largest_score: Tensor) -> Tensor:
-    """Bound the rounding error of c q . k in float64, from c |q| max |k|.
-
-    A sum of d products in any order is off by less than d + 2 roundings of sum |q_i k_i| <= |q| |k|; c
-    and the differences and logarithms that follow add less than 14 more.
-    """
-    return UNIT * (dim + 16) * largest_score
-
-
-def exact_rounding(
-    dim: int, terms: int, largest_score: Tensor, diameter: Tensor, largest_value: Tensor
+def score_rounding(
+    dim: int, largest_score: Tensor, dtype: torch.dtype = torch.float64
 ) -> Tensor:
-    """Bound the rounding error of exact attention over `terms` tokens in float64.
+    """Bound the rounding error of c q . k, from c |q| max |k|.
 
-    Logits that are off by r change the output by at most D tanh(r / 2) (see 5 above). Exponentials, sums
-    of weights and weighted sums of values are off by at most terms + 64 units of the largest value.
+    A sum of d products in any order is off by less than d + 2 roundings of sum |q_i k_i| <= |q| |k|; c,
+    the rounding of q and k, and the differences and logarithms that follow add less than 14 more.
     """
-    logits = score_rounding(dim, largest_score)
-    return diameter * logits + UNIT * (terms + 64) * largest_value
+    return torch.finfo(dtype).eps * (dim + 16) * largest_score
+
+
+def attention_rounding(
+    score: Tensor,
+    terms: int,
+    diameter: Tensor,
+    largest_value: Tensor,
+    dtype: torch.dtype = torch.float64,
+) -> Tensor:
+    """Bound the rounding error of an attention over `terms` tokens whose scores are off by `score`.
+
+    Logits that are off by r change the output by at most D tanh(r / 2), see 4 of the module. Exponentials,
+    sums of weights and weighted sums of values are off by at most terms + 64 units of the largest value.
+    """
+    return diameter * score / 2 + rounding_unit(dtype) * (terms + 64) * largest_value
 
 
 @dataclass(eq=False)
@@ -168,8 +196,7 @@ class _Head:
         at_least_one = counts.clamp(min=1)
         self.q_mean = self.q.sum(1) / at_least_one  # (R, d), the representatives
         k_mean, v_mean = (x.sum(1) / at_least_one for x in (self.k, self.v))
-        center = (v_mean * counts).sum(0) / counts.sum()
-        self.center = center  # (e,)
+        self.center = center = self.center_of(self.v, self.prefix_v)  # (e,)
         largest_value = self._norms(self.v).amax()
         self.largest_key = self._norms(self.k).amax()
         radius = self._norms(self.v - center).amax()
@@ -195,6 +222,11 @@ class _Head:
         norms = _norm(x)
         return norms if self.exists is None else norms.where(self.exists, 0.0)
 
+    def center_of(self, tokens: Tensor, prefix: Tensor) -> Tensor:
+        """(d,) a point near the valid tokens and the prefix."""
+        count = tokens.shape[0] * tokens.shape[1] if self.exists is None else self.exists.sum()
+        return (tokens.sum((0, 1)) + prefix.sum(0)) / (count + len(prefix))
+
     def mask_slots(self, scores: Tensor) -> Tensor:
         """Fill empty slots of (..., T, S) scores with -inf."""
         return scores if self.exists is None else scores.masked_fill(~self.exists, -torch.inf)
@@ -207,10 +239,8 @@ class _Head:
             present = torch.cat((self.exists.new_ones(len(self.prefix_k)), self.exists.flatten()))
             scores = scores.masked_fill(~present, -torch.inf)
         exact = scores.softmax(-1) @ torch.cat((self.prefix_v, self.v.flatten(0, 1)))
-        rounding = exact_rounding(
-            self.k.shape[-1], self.terms, self.largest_score(self.prefix_q), self.diameter,
-            self.largest_value,
-        )  # fmt: skip
+        own = score_rounding(self.k.shape[-1], self.largest_score(self.prefix_q))
+        rounding = attention_rounding(own, self.terms, self.diameter, self.largest_value)
         return _round_up(_norm(self.prefix_output - exact) + rounding)
 
     def largest_score(self, q: Tensor) -> Tensor:
@@ -218,17 +248,75 @@ class _Head:
         return abs(self.factor) * _norm(q) * self.largest_key
 
 
-def _bound_groups(head: _Head, expanded: Tensor, kind: str) -> tuple[Tensor, Tensor]:
-    """(T, S) bounds on the distance and the divergence of all queries in groups."""
-    expanded = expanded & head.occupied
-    distance = head.q.new_zeros(head.q.shape[:2])
+def _bound_by_scores(
+    head: _Head, expanded: Tensor, working: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """(T, S) distance from the exact output, and divergence of a, rounded up."""
+    tiles, slots, dim = head.k.shape
+    k_mean = head.center_of(head.k, head.prefix_k)
+    centered = torch.cat((head.k.flatten(0, 1), head.prefix_k)) - k_mean  # (T S + P, d)
+    keys = centered.to(working)
+    # Values relative to their mean: errors of weights are multiplied by a value.
+    values = (torch.cat((head.v.flatten(0, 1), head.prefix_v)) - head.center).to(working)
+    hidden = None
+    if head.exists is not None:
+        hidden = ~torch.cat((head.exists.flatten(), head.exists.new_ones(len(head.prefix_k))))
+        centered = centered.masked_fill(hidden.unsqueeze(-1), 0.0)
+        values = values.masked_fill(hidden.unsqueeze(-1), 0.0)
+    largest_key = _norm(centered).amax()
+    distance = head.q.new_zeros(tiles, slots)
     divergence = torch.zeros_like(distance)
-    for groups in _chunks_of_groups(head, expanded, kind):
-        distance[groups], divergence[groups] = _bound_chunk(head, groups, expanded[groups], kind)
+    limit = CHUNK_ELEMENTS.get(keys.device.type, CHUNK_ELEMENTS["cpu"])
+    for groups in torch.arange(tiles, device=keys.device).split(
+        max(1, limit // (slots * len(keys)))
+    ):
+        q, q_mean = head.q[groups], head.q_mean[groups]
+        difference = q - q_mean.unsqueeze(1)
+        merged = ~expanded[groups] & head.occupied  # (C, T)
+        scores = (head.factor * q).to(working).flatten(0, 1) @ keys.T  # (C S, T S + P)
+        if hidden is not None:
+            scores.masked_fill_(hidden, -torch.inf)
+        largest = scores.amax(-1, keepdim=True)
+        weights = scores.sub_(largest).exp_()
+        spatial, prefix = weights.split((tiles * slots, len(head.prefix_k)), 1)
+        tile_mass = unflatten(spatial, 1, (tiles, slots)).sum(-1).double()  # (C S, T)
+        prefix_mass = prefix.sum(-1, dtype=torch.float64)
+        mass = tile_mass.sum(-1) + prefix_mass
+        output = head.center + (weights @ values).double() / mass.unsqueeze(-1)
+        score = abs(head.factor) * _norm(q) * largest_key
+        own = score_rounding(dim, score, working)
+        # In float32 the values are rounded too, relative to their distance from the mean.
+        rounding = attention_rounding(own, head.terms, head.diameter, head.diameter, working)
+        rounding = rounding + UNIT * (head.terms + 64) * head.largest_value
+        away = _norm(head.output[groups] - unflatten(output, 0, q.shape[:2]))
+        distance[groups] = _round_up(away + rounding)
+        # log Z - log Z~, relative to the mean key and the largest score of a query.
+        shift = head.factor * (q @ k_mean) + largest.double().view(q.shape[:2])
+        tangent = _tangents(head, q_mean, difference)[0] - shift.unsqueeze(-1)
+        exact_mass = unflatten(tile_mass, 0, q.shape[:2])
+        log_weight = tangent.masked_fill(~merged.unsqueeze(1), -torch.inf)
+        kept = exact_mass.masked_fill(merged.unsqueeze(1), 0.0).sum(-1)
+        kept = kept + unflatten(prefix_mass, 0, q.shape[:2])
+        log_z = torch.logaddexp(log_weight.logsumexp(-1), kept.log())
+        log_weight = log_weight - log_z.unsqueeze(-1)
+        excess = (exact_mass.log() - tangent).clamp(min=0).where(merged.unsqueeze(1), 0.0)
+        off = _Rounding.of(head, q, q_mean, _norm(difference)).logits + own
+        off = 6 * (off + rounding_unit(working) * (head.terms + 64))
+        total = _round_up(_divergence(log_weight, excess) + off)
+        divergence[groups] = total.where(merged.any(-1, keepdim=True), 0.0)
     return distance, divergence
 
 
-def _chunks_of_groups(head: _Head, expanded: Tensor, kind: str) -> Iterator[Tensor]:
+def _bound_by_boxes(head: _Head, expanded: Tensor) -> tuple[Tensor, Tensor]:
+    """(T, S) bounds on the distance and the divergence of all queries in groups."""
+    distance = head.q.new_zeros(head.q.shape[:2])
+    divergence = torch.zeros_like(distance)
+    for groups in _chunks_of_groups(head, expanded):
+        distance[groups], divergence[groups] = _bound_chunk(head, groups, expanded[groups])
+    return distance, divergence
+
+
+def _chunks_of_groups(head: _Head, expanded: Tensor) -> Iterator[Tensor]:
     """Groups with similar numbers of expanded tiles, so many that the temporaries stay small."""
     tiles, slots, dim = head.k.shape
     counts, order = expanded.sum(-1).sort()
@@ -237,7 +325,7 @@ def _chunks_of_groups(head: _Head, expanded: Tensor, kind: str) -> Iterator[Tens
     channels = max(dim, head.v.shape[-1], slots)
     for stop in range(1, len(order) + 1):
         width = max(counts_list[min(stop, len(order) - 1)], 1) * max(slots, channels)
-        width = max(width, tiles * (slots if kind == "scores" else 1), tiles * channels // slots)
+        width = max(width, tiles, tiles * channels // slots)
         if stop == len(order) or (stop + 1 - start) * slots * width > limit:
             yield order[start:stop]
             start = stop
@@ -266,14 +354,12 @@ class _Rounding(NamedTuple):
         )
         tangent = representative + abs(head.factor) * length * moved_key
         logits = own + tangent + UNIT * (head.terms + slots + 80)
-        # Weights by 5 of the module, the means v_L by the representative's errors, and sums.
-        attention = 4 * head.diameter * logits + UNIT * (head.terms + 64) * head.largest_value
+        # The means v_L are off by the representative's errors, in addition to the weights.
+        attention = attention_rounding(4 * logits, head.terms, head.diameter, head.largest_value)
         return cls(logits, attention)
 
 
-def _bound_chunk(
-    head: _Head, groups: Tensor, expanded: Tensor, kind: str
-) -> tuple[Tensor, Tensor]:
+def _bound_chunk(head: _Head, groups: Tensor, expanded: Tensor) -> tuple[Tensor, Tensor]:
     """(C, S) bounds on the distance and the divergence of the queries of some groups."""
     q, q_mean = head.q[groups], head.q_mean[groups]
     difference = q - q_mean.unsqueeze(1)  # (C, S, d)
@@ -284,36 +370,21 @@ def _bound_chunk(
     tangent = tangent.masked_fill(~merged.unsqueeze(1), -torch.inf)
     attention, log_z = _attention(head, q, tangent, v_tangent, expanded)
     log_weight = tangent - log_z.unsqueeze(-1)  # (C, S, T), -inf for exact tiles
-    if kind == "scores":
-        scores = head.factor * (q.flatten(0, 1) @ head.k.flatten(0, 1).T)
-        exact = head.mask_slots(unflatten(scores, 1, head.k.shape[:2])).logsumexp(-1)
-        exact = exact.view_as(tangent)
-        excess = (exact - tangent).where(merged.unsqueeze(1), 0.0).clamp(min=0)
-        excess = excess + 2 * rounding.logits.unsqueeze(-1)
-        variation = total_variation(excess)
-    else:
-        span = _range(head, difference, length)  # (C, S, T)
-        excess = torch.minimum(span.square() / 8, span)
-        variation = torch.tanh(span / 4)
-    divergence = _divergence(log_weight, excess)  # (C, S)
-    if kind == "scores":
-        log_share = log_weight + excess - divergence.unsqueeze(-1)
-    else:
-        # logit of the share: log w + d - log(1 - w)
-        log_share = torch.nn.functional.logsigmoid(
-            log_weight + excess - torch.log1p(-log_weight.exp().clamp(max=1.0))
-        )
+    span = _range(head, difference, length)  # (C, S, T)
+    excess = torch.minimum(span.square() / 8, span)
+    divergence = _divergence(log_weight, excess) + 6 * rounding.logits  # (C, S)
+    # The logit of the share m is log w + d - log(1 - w).
+    log_others = torch.log1p(-log_weight.exp().clamp(max=1.0))
+    log_share = torch.nn.functional.logsigmoid(log_weight + excess - log_others)
     share = (log_share + 6 * rounding.logits.unsqueeze(-1)).exp()
     away = _norm(v_tangent - head.center).unsqueeze(1) + _norm(attention - head.center).unsqueeze(-1)
-    moved = -torch.expm1(-excess) * away + head.tile_diameter * variation
+    moved = -torch.expm1(-excess) * away + head.tile_diameter * torch.tanh(span / 4)
     by_tile = (share * moved).where(merged.unsqueeze(1), 0.0).sum(-1) + rounding.attention
-    divergence = divergence + 6 * rounding.logits
     whole = head.diameter * total_variation(divergence)
+    bound = torch.where(by_tile < whole, by_tile, whole)
     some = merged.any(-1, keepdim=True)  # otherwise a is exact
-    bound = torch.minimum(by_tile, whole).where(some, 0.0)
-    bound = bound.where(by_tile == by_tile, whole.where(some, 0.0))  # NaN: 0 * inf of a huge d
     measured = _norm(head.output[groups] - attention)
-    distance = _round_up(measured + bound + rounding.attention)
+    distance = _round_up(measured + bound.where(some, 0.0) + rounding.attention)
     return distance, _round_up(divergence.where(some, 0.0))
 
 

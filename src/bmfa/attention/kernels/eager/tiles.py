@@ -19,6 +19,7 @@ from bmfa.attention.tiling import (
     LARGEST_SHRINKAGE,
     LEVEL_RATIO,
     NUM_LEVELS,
+    UNIFORM_SHARE,
     TiledAttention,
     Tiling,
     tiles_to_tokens,
@@ -110,14 +111,14 @@ class _Heads:
     order: Tensor  # (R,) group at each position
     q: Tensor  # (G, R, S, d) times scale / tau, as is q_mean; groups in `order`
     q_mean: Tensor  # (G, R, d) representatives
-    q_spread: Tensor  # (G, R) mean squared distance of queries from q_mean, over 2d
-    q_count: Tensor  # (1 or G, R) int64, queries of each group
+    q_spread: Tensor  # (G, R) rho (scale / tau)^2 / 2d
+    probe_slot: Tensor  # (G, P) slot of the query that probes each of the first groups
+    probe_weight: Tensor  # (G, P) inverse of its probability, 0 for a group without queries
     keys: Tensor  # (G, prefix + T S, d), 0 in empty slots
     values: Tensor  # (G, prefix + T S, e)
     cross: Tensor  # (G, T, d, e) covariance of keys and values under the mean query of the head
     k_spread: Tensor  # (G, T) mean squared distance of keys from their mean
-    sigma: Tensor  # (G,) spread of the values
-    diameter: Tensor  # (G,)
+    diameter: Tensor  # (G,) at least the largest distance of two values of a tile
     exists: Tensor | None  # (G, T, S) bool; None if every slot holds a token
     counts: Tensor  # (1 or G, T) int64, tokens of each tile
 
@@ -150,13 +151,19 @@ class _Heads:
         p_keys = p * (k - (p * k).sum(2, keepdim=True))
         p_values = v - (p * v).sum(2, keepdim=True)  # in empty slots p is 0
         with torch.no_grad():
-            v_mean = _tile_means(v, counts)
-            v_all = (v_mean * counts.unsqueeze(-1)).sum(1, keepdim=True) / total.unsqueeze(-1)
-            v_deviation = _deviations(v, v_mean, exists)
-            radius = v_deviation.square().sum(-1).amax(-1).sqrt()  # (G, T)
-            radius = radius + (v_mean - v_all).square().sum(-1).sqrt()
-            variance = _deviations(v, v_all, exists).square().sum((1, 2, 3)) / total.squeeze(-1)
-            q_spread = _mean_squares(_deviations(q, q_mean, q_exists), q_count)
+            v_deviation = _deviations(v, _tile_means(v, counts), exists)
+            diameter = 2 * v_deviation.square().sum(-1).amax((1, 2)).sqrt()  # (G,)
+            q_squares = _deviations(q, q_mean, q_exists).square().sum(-1)  # (G, R, S)
+            # Roots first: their product overflows no earlier than the squares.
+            q_mean_square = q_squares.sum(-1) / q_count.clamp(min=1)
+            q_spread = q_mean_square.sqrt() * q_squares.amax(-1).sqrt()
+            probes = tiling.probes(prefix)
+            probe_slot, probe_weight = _draw_probes(
+                q_squares[:, :probes],
+                None if q_exists is None else q_exists[:, :probes],
+                q_count[:, :probes],
+                _probe_quantiles(tiling, order[:probes], shape),
+            )
             k_spread = _mean_squares(_deviations(k, _tile_means(k, counts), exists), counts)
         return cls(
             tiling=tiling,
@@ -166,13 +173,13 @@ class _Heads:
             q=q,
             q_mean=q_mean,
             q_spread=q_spread / (2 * q.shape[-1]),
-            q_count=q_count,
+            probe_slot=probe_slot,
+            probe_weight=probe_weight,
             keys=torch.cat((prefix_k, k.flatten(1, 2)), 1),
             values=torch.cat((prefix_v, v.flatten(1, 2)), 1),
             cross=p_keys.transpose(2, 3) @ p_values,
             k_spread=k_spread,
-            sigma=variance.sqrt(),
-            diameter=2 * radius.masked_fill(counts == 0, 0.0).amax(-1),
+            diameter=diameter,
             exists=exists,
             counts=counts,
         )
@@ -243,20 +250,18 @@ class _Representatives:
             spread = all_heads.q_spread[heads, groups].unsqueeze(-1)
             spread = spread * all_heads.k_spread[heads].unsqueeze(1)
             spread = spread.nan_to_num(0.0).clamp(max=1.0)  # 0 * inf where squares overflow
-            loss = all_heads.sigma[heads].view(-1, 1, 1) * (log_mass - log_z).exp() * spread
+            loss = (log_mass - log_z).exp() * spread
         return _Tangents(log_mass, k.transpose(1, 2), v.transpose(1, 2), loss)
 
 
 class _Levels(NamedTuple):
-    """What the probes find at every level; (G, P, levels) each but for the last four."""
+    """What the probes find at every level; (G, P, levels) each but for `exact`."""
 
     error: Tensor  # |output - exact|^2 without the correction
     product: Tensor  # (exact - output) . correction, with a shrinkage of 1
     correction: Tensor  # |correction|^2
     share: Tensor  # of the tiles that are expanded
     exact: Tensor  # (G, P, e) exact outputs
-    weight: Tensor  # (G, P) queries that the probe stands for
-    thresholds: Tensor  # (G, levels)
 
 
 @dataclass(frozen=True, eq=False)
@@ -270,31 +275,21 @@ class _Choice:
     @classmethod
     def everything(cls, heads: _Heads) -> "_Choice":
         """Expand every tile."""
-        zeros = heads.sigma.new_zeros(len(heads.sigma), 2)
+        zeros = heads.diameter.new_zeros(len(heads.diameter), 2)
         return cls(zeros, zeros, zeros.new_ones(len(zeros), dtype=torch.bool))
 
 
 def _measure_levels(heads: _Heads, representatives: _Representatives) -> _Levels:
     """Evaluate every probe at every level."""
-    spread = unflatten(heads.sigma, 0, heads.shape).amax(1, keepdim=True).expand(heads.shape)
-    powers = torch.arange(NUM_LEVELS, device=spread.device, dtype=torch.float64)
-    thresholds = spread.double().reshape(-1, 1) * LEVEL_RATIO**powers
-    thresholds[:, -1] = 0.0
-    slots = _probe_slots(heads)
-    chunks = [
-        _measure_chunk(heads, part, representatives, slots[part], thresholds[part])
-        for part in _head_chunks(heads)
-    ]
+    chunks = [_measure_chunk(heads, part, representatives) for part in _head_chunks(heads)]
     return _Levels(*(torch.cat(field) for field in zip(*chunks, strict=True)))
 
 
-def _measure_chunk(
-    heads: _Heads, part: slice, representatives: _Representatives, slots: Tensor, thresholds: Tensor
-) -> _Levels:
-    """Evaluate the probes of g heads, which are in `slots` (g, P) of their groups."""
+def _measure_chunk(heads: _Heads, part: slice, representatives: _Representatives) -> _Levels:
+    """Evaluate the probes of g heads."""
     probes = slice(0, heads.probes)
     tangents = representatives.tangents(part, probes)
-    index = slots[..., None, None].expand(-1, -1, 1, heads.q.shape[-1])
+    index = heads.probe_slot[part, :, None, None].expand(-1, -1, 1, heads.q.shape[-1])
     q = heads.q[part, probes].gather(2, index)  # (g, P, 1, d)
     deviation = q - heads.q_mean[part, probes].unsqueeze(2)
     prefix_scores, scores = heads.token_scores(q.squeeze(2), part)
@@ -305,7 +300,7 @@ def _measure_chunk(
     exact_values = (p.transpose(1, 2) @ heads.tiles_of(heads.values, part)).transpose(1, 2)
     tangent_mass = (deviation @ tangents.k.transpose(2, 3)).squeeze(2) + tangents.log_mass
     # (g, P, levels, T); at the last level everything is expanded
-    expanded = tangents.loss.unsqueeze(2) >= thresholds[:, None, :, None].to(q.dtype)
+    expanded = tangents.loss.unsqueeze(2) >= _level_thresholds(q).to(q.dtype).unsqueeze(-1)
     expanded &= (tangents.loss > 0).unsqueeze(2)
     expanded[:, :, -1] = True
     expanded &= ~empty.unsqueeze(2)
@@ -329,22 +324,43 @@ def _measure_chunk(
         correction=term.square().sum(-1),
         share=expanded.sum(-1) / (counts > 0).sum(-1).view(-1, 1, 1),
         exact=exact,
-        weight=heads.q_count[:, probes].expand(len(heads.q), -1)[part].to(q.dtype),
-        thresholds=thresholds,
     )
 
 
-def _probe_slots(heads: _Heads) -> Tensor:
-    """(G, P) slot of the query that probes each of the first groups; 0 in a group without queries."""
-    tiles = heads.order[: heads.probes]
-    head = torch.arange(len(heads.q), device=tiles.device) % heads.shape[1]
-    counts = heads.q_count[:, : heads.probes]
-    rank = heads.tiling.probe_rank(tiles, head.unsqueeze(1), counts)  # (G, P)
-    if heads.exists is None:
-        return rank
-    exists = heads.exists.index_select(1, tiles)
-    is_probe = (exists.cumsum(-1) == rank.unsqueeze(-1) + 1) & exists
-    return is_probe.to(torch.uint8).argmax(-1)
+def _level_thresholds(like: Tensor) -> Tensor:
+    """(levels,) float64 on the device of a tensor; at the last one, 0, every tile is expanded."""
+    powers = torch.arange(NUM_LEVELS, device=like.device, dtype=torch.float64)
+    return (LEVEL_RATIO**powers).masked_fill(powers == NUM_LEVELS - 1, 0.0)
+
+
+def _probe_quantiles(tiling: Tiling, groups: Tensor, shape: tuple[int, int]) -> Tensor:
+    """(G, P) float64 numbers in (0, 1) that draw the probes of groups of B, H heads."""
+    head = torch.arange(shape[1], device=groups.device).repeat(shape[0])
+    return tiling.probe_quantile(groups, head.unsqueeze(1))
+
+
+def _draw_probes(
+    squares: Tensor, exists: Tensor | None, counts: Tensor, quantiles: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Draw a query of each group; return its slot (G, P) and the inverse of its probability.
+
+    Args:
+        squares: (G, P, S) squared distances from the mean query, 0 in empty slots.
+        exists: (G, P, S) bool, the slots with a query; None if all have one.
+        counts: (1 or G, P) queries of each group.
+        quantiles: (G, P) numbers in (0, 1).
+    """
+    largest = squares.amax(-1, keepdim=True).double()
+    fourth = (squares / largest.where(largest > 0, 1.0)).square()
+    total = fourth.sum(-1, keepdim=True)
+    uniform = (1.0 / counts.clamp(min=1).double()).unsqueeze(-1).expand_as(fourth)
+    p = UNIFORM_SHARE * uniform + (1 - UNIFORM_SHARE) * fourth / total.where(total > 0, 1.0)
+    p = torch.where(total > 0, p, uniform)
+    if exists is not None:
+        p = p.masked_fill(~exists, 0.0)
+    slot = (p.cumsum(-1) <= quantiles.unsqueeze(-1)).sum(-1).clamp(max=p.shape[-1] - 1)
+    drawn = p.gather(-1, slot.unsqueeze(-1)).squeeze(-1)
+    return slot, torch.where(drawn > 0, 1 / drawn, 0.0)
 
 
 def _choose(
@@ -352,7 +368,7 @@ def _choose(
 ) -> _Choice:
     """Step 5 of the specification, from what the probes found."""
     shape = heads.shape
-    probe_weight = unflatten(levels.weight.double(), 0, shape).unsqueeze(-1)  # (B, H, P, 1)
+    probe_weight = unflatten(heads.probe_weight, 0, shape).unsqueeze(-1)  # (B, H, P, 1)
     position = torch.arange(heads.probes, device=probe_weight.device).view(-1, 1)
     fields = (levels.error, levels.product, levels.correction, levels.share)
     squares, product, correction, shares = (unflatten(x.double(), 0, shape) for x in fields)
@@ -371,7 +387,7 @@ def _choose(
         norm = (weight * norms).sum((1, 2))  # (B, 1)
         errors = (total.clamp(min=0.0) / norm.where(norm > 0, 1.0)).sqrt()
         count = count / weight.sum(2).clamp(min=1e-300)
-        level_thresholds = unflatten(levels.thresholds, 0, shape)[:, 0]
+        level_thresholds = _level_thresholds(errors).expand_as(errors)
         if error is not None:
             found_at = _interpolate_down(errors, level_thresholds, ERROR_AIM * error)
         else:
@@ -394,12 +410,15 @@ def _choose(
 def _interpolate_down(errors: Tensor, thresholds: Tensor, target: float) -> tuple[Tensor, Tensor]:
     """Return thresholds (B,) at which falling errors (B, levels) reach the target, and the level.
 
-    Infinity expands nothing, 0 everything.
+    The threshold is a level where the error falls to less than half of the target at once. Infinity
+    expands nothing, 0 everything.
     """
     last = errors.shape[1] - 1
     level = _first(errors <= target)
+    at_level = errors.gather(1, level.unsqueeze(1)).squeeze(1)
     between = _between(thresholds, level, errors.clamp(min=1e-30), target)
-    between = torch.where(level == last, 0.0, between)
+    whole = (at_level < 0.5 * target) | (level == last)
+    between = torch.where(whole, thresholds.gather(1, level.unsqueeze(1)).squeeze(1), between)
     return torch.where(level == 0, torch.inf, between), level
 
 
@@ -628,18 +647,17 @@ def _prefix_outputs(q: Tensor, heads: _Heads, factor: float) -> Tensor:
 
 
 def _probe_errors(heads: _Heads, output: Tensor, exact: Tensor | None) -> Tensor:
-    """Return (G, P, 3) float32: |output - exact|^2, |exact|^2, queries of the probe's group.
+    """Return (G, P, 3) float32: |output - exact|^2, |exact|^2, weight of the probe.
 
     Args:
         output: (G, T, S, e).
         exact: (G, P, e); None if the output is exact.
     """
-    slots = _probe_slots(heads)
-    index = slots[..., None, None].expand(-1, -1, 1, output.shape[-1])
+    index = heads.probe_slot[..., None, None].expand(-1, -1, 1, output.shape[-1])
     got = output.index_select(1, heads.order[: heads.probes]).gather(2, index).squeeze(2)
     got = got.to(heads.q.dtype)
     exact = got if exact is None else exact
-    weight = heads.q_count[:, : heads.probes].expand(slots.shape)
+    weight = heads.probe_weight
     fields = ((got - exact).square().sum(-1), exact.square().sum(-1), weight)
     found = torch.stack([x.to(torch.float32) for x in fields], -1)
     return found.where(weight.unsqueeze(-1) > 0, 0.0)

@@ -3,8 +3,9 @@
 The scheme, with c = scale / tau. A tile L is a square of the grid with n_L valid tokens. The queries of
 one tile form a group g.
 
-1. Groups. qbar_g is the mean of the valid queries of the group, 0 if there are none, and rho_g the mean
-   of |q - qbar_g|^2. qhat is the mean of all valid queries of the head.
+1. Groups. qbar_g is the mean of the valid queries of the group, 0 if there are none, and rho_g the
+   geometric mean of the mean and the maximum of |q - qbar_g|^2: few outlying queries have most of the
+   error. qhat is the mean of all valid queries of the head.
 2. Tiles. kappa_L is the mean of |k_i - mean k|^2 over the tile, and diameter = 2 max_L max_{i in L}
    |v_i - mean_L v|, at least the diameter of the values of any tile. cross_L = sum_{i in L} p_i
    (k_i - k_L) (v_i - v_L)^T is the covariance of keys and values under p = softmax over L of
@@ -13,7 +14,8 @@ one tile form a group g.
    the values, and A_gL = log sum_{i in L} exp(c qbar_g . k_i). m_gL = exp(A_gL) / Z_g is the share of the
    tile, Z_g being the sum over all tiles and the prefix. The loss of a tile is
        loss_gL = m_gL min(1, c^2 rho_g kappa_L / 2d),
-   the share of the mass that queries which differ from qbar_g equally in all directions lose on average.
+   the share of the mass that a query at the distance sqrt(rho_g) from qbar_g loses, on average over all
+   directions.
 4. Attention of a query q of group g, given the set X of expanded tiles. Tiles outside X have the logit
    A_gL + c (q - qbar_g) . k_gL and the value v_gL; tokens of X and the prefix are exact. A(q) is convex and
    has the gradient c k_gL at qbar_g, so the logit is its tangent: exact at qbar_g, and never above A(q).
@@ -155,9 +157,7 @@ def tiled_attention(
                 result.output[b, h, p] = head.exact_output(queries[b, h, p])
             for g in range(groups):
                 for token in members[g]:
-                    coarse, correction = head.output(
-                        token, g, expanded[g], shrinkage[h, parity[g]]
-                    )
+                    coarse, correction = head.output(token, g, expanded[g], shrinkage[h, parity[g]])
                     result.output[b, h, prefix + token] = coarse + correction
             result.probes[b, h] = _probe_errors(head, result.output[b, h, prefix:], drawn[h])
     return result
@@ -191,7 +191,8 @@ class Head:
         for g, tokens in enumerate(self.members):
             if tokens:
                 self.q_mean[g] = self.q[tokens].mean(0)
-                self.q_spread[g] = ((self.q[tokens] - self.q_mean[g]) ** 2).sum(-1).mean()
+                squares = ((self.q[tokens] - self.q_mean[g]) ** 2).sum(-1)
+                self.q_spread[g] = math.sqrt(squares.mean() * squares.max())
         self.q_head = (self.counts[:, None] * self.q_mean).sum(0) / self.counts.sum()
 
     def _summarise_tiles(self) -> None:
@@ -331,9 +332,7 @@ def choose(
         if not (levels.weight[:, source] > 0).any():
             source[:] = True  # a single group
         weight = levels.weight[:, source, None]
-        dot, square = (
-            (weight * x[:, source]).sum(1) for x in (levels.product, levels.correction)
-        )
+        dot, square = ((weight * x[:, source]).sum(1) for x in (levels.product, levels.correction))
         factor = np.clip(dot / np.where(square > 0, square, 1.0), 0.0, LARGEST_SHRINKAGE)
         squares = (weight * levels.error[:, source]).sum(1) - 2 * factor * dot + factor**2 * square
         norm = (weight[..., 0] * levels.norm[:, source]).sum()
@@ -346,7 +345,7 @@ def choose(
             chosen[half], level = interpolate_up(share.mean(0), thresholds, expand / tiles)
         shrinkage[:, half] = factor[:, level]
         shares[:, half] = share[:, level]
-    exact = shares.mean(1) > exact_above
+    exact = (shares > exact_above).any(1)
     return chosen, shrinkage, exact
 
 

@@ -1,4 +1,4 @@
-"""Kernels 7 and 8: attention over tangent tiles, prefix and expanded tiles; and exact attention."""
+"""Kernels 6 and 7: attention over tangent tiles, prefix and expanded tiles; and exact attention."""
 
 import triton
 import triton.language as tl
@@ -16,24 +16,33 @@ from bmfa.attention.kernels.triton.tiles.primitives import (
 @triton.jit
 def attention_kernel(
     q, k, v, valid, q_mean, bias, k_tangent, v_tangent, log_mass, expanded_count, group_cross,
-    shrinkage, diameter, exact_heads, o,
+    shrinkage, v_radius, exact_heads, probe_tokens, probe_exact, probes, o,
     stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_kt, stride_vb, stride_vh, stride_vt,
     stride_ob, stride_oh, stride_ot,
-    H, prefix, height, width, tiles_across, num_tiles, first_row, row_capacity, group_stride, qk_scale,
+    H, prefix, height, width, tiles_across, num_tiles, first_row, row_capacity, group_stride, num_probes,
+    qk_scale,
     D: tl.constexpr, BLOCK_D: tl.constexpr, SIDE: tl.constexpr, BLOCK_MEANS: tl.constexpr,
+    BLOCK_T: tl.constexpr, SKIP_EXACT: tl.constexpr,
     BLOCK_PREFIX: tl.constexpr, Z_ORDER: tl.constexpr, MASKED: tl.constexpr, RAGGED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Attend with the S queries of one group of one head. Grid: (rows, B * H).
 
     Row r is the group at position first_row + r. Reads the list of expanded tiles that the selection left
-    in log_mass, and writes the rows of o of the group's queries. Heads in `exact_heads` are left out.
+    in log_mass, and writes the rows of o of the group's queries, and if one of them is a probe, its
+    |output - exact|^2 to probes (B * H, num_probes, 3). With SKIP_EXACT, heads in `exact_heads` are left
+    out.
     """
     S: tl.constexpr = SIDE * SIDE
     row = tl.program_id(0)
     batch, head, batch_head = split_batch_head(tl.program_id(1), H)
-    if tl.load(exact_heads + batch_head) == 0:
-        position = first_row + row
+    position = first_row + row
+    skip = False
+    if SKIP_EXACT:
+        skip = tl.load(exact_heads + batch_head) != 0
+        if skip & (position < num_probes):
+            tl.store(probes + (batch_head * num_probes + position) * 3, 0.0)
+    if not skip:
         group = position * group_stride % num_tiles
         q += batch * stride_qb + head * stride_qh + prefix * stride_qt
         k += batch * stride_kb + head * stride_kh
@@ -47,7 +56,11 @@ def attention_kernel(
         # Loaded early to hide the latency; used after the tangent tiles.
         num_expanded = tl.load(expanded_count + batch_head * num_tiles + group)
         factor = tl.load(shrinkage + batch_head * 2 + position % 2)
-        limit = tl.load(diameter + batch_head)
+        all_tiles = tl.arange(0, BLOCK_T)
+        radii = tl.load(
+            v_radius + batch_head * num_tiles + all_tiles, mask=all_tiles < num_tiles, other=0.0
+        )
+        limit = 2.0 * tl.max(radii, 0)
         q_means = tl.load(
             q_mean + (batch_head * num_tiles + group) * D + columns, mask=in_head, other=0.0
         )
@@ -107,7 +120,16 @@ def attention_kernel(
         acc = acc / tl.where(l_i > 0.0, l_i, 1.0)[:, None]
         o += batch * stride_ob + head * stride_oh + prefix * stride_ot
         pointers = o + tokens.to(tl.int64)[:, None] * stride_ot + columns[None, :]
-        tl.store(pointers, acc.to(o.dtype.element_ty), mask=on_grid[:, None] & in_head[None, :])
+        result = acc.to(o.dtype.element_ty)
+        tl.store(pointers, result, mask=on_grid[:, None] & in_head[None, :])
+        if position < num_probes:
+            probe = batch_head * num_probes + position
+            token = tl.load(probe_tokens + probe)
+            exact = tl.load(probe_exact + probe * D + columns, mask=in_head, other=0.0)
+            difference = result.to(tl.float32) - exact[None, :]
+            square = tl.sum(difference * difference, 1)
+            square = tl.sum(tl.where(on_grid & (tokens + prefix == token), square, 0.0), 0)
+            tl.store(probes + probe * 3, square)
 
 
 @triton.jit

@@ -13,7 +13,6 @@ from bmfa.attention.kernels.triton.launch import LaunchGrid, LaunchSequence, Wor
 from bmfa.attention.kernels.triton.tiles.attention import attention_kernel, exact_kernel
 from bmfa.attention.kernels.triton.tiles.levels import choose_kernel, levels_kernel
 from bmfa.attention.kernels.triton.tiles.pool import pool_kernel
-from bmfa.attention.kernels.triton.tiles.report import report_kernel
 from bmfa.attention.kernels.triton.tiles.represent import represent_kernel
 from bmfa.attention.kernels.triton.tiles.select import cross_kernel, select_kernel
 from bmfa.attention.tiling import (
@@ -21,6 +20,7 @@ from bmfa.attention.tiling import (
     LARGEST_SHRINKAGE,
     LEVEL_RATIO,
     NUM_LEVELS,
+    UNIFORM_SHARE,
     Tiling,
 )
 from bmfa.grid import Grid
@@ -39,6 +39,9 @@ LONG_ROW = 1024  # tiles; above this the selection takes four warps instead of o
 # Groups whose tangents are held in memory at once. 64 of them take as much as k and v.
 ROWS_PER_BAND = 128
 TILES_PER_PROGRAM = 4  # of the kernel of representatives
+MOST_HEADS = 16  # whose probes are added up at once
+# Tiles from which exact heads have a kernel of their own, which is faster than expanding every tile.
+SEPARATE_EXACT_TILES = 256
 STAT_PROGRAMS = 64  # programs of a head that summarise its tiles, at least one tile each
 
 
@@ -115,6 +118,7 @@ class _AttentionLaunch:
         self.num_probes = self.tiling.probes(key.prefix)
         self.num_slots = self.tiling.probe_slots(key.prefix)
         tiles = self.tiling.tiles
+        self.separate_exact = tiles >= SEPARATE_EXACT_TILES and exact_above < 1.0
         self.arguments: dict[str, Any] = {
             **key.arguments(),
             "row_capacity": self.rows,
@@ -132,17 +136,20 @@ class _AttentionLaunch:
             "LEVELS": NUM_LEVELS,
             "LEVEL_RATIO": LEVEL_RATIO,
             "LARGEST_SHRINKAGE": LARGEST_SHRINKAGE,
+            "UNIFORM_SHARE": UNIFORM_SHARE,
+            "BLOCK_H": min(MOST_HEADS, _power_of_2(key.heads)),
+            "SKIP_EXACT": self.separate_exact,
             "BY_ERROR": error is not None,
         }
         self.sequence = LaunchSequence(INPUTS, self._workspace())
         self._add(pool_kernel, (tiles, self.batch_heads, 1))
         for first_row in range(0, self.tiling.groups, self.rows):
             self._add_band(first_row)
-        tokens = key.prefix + self.tiling.grid.size
-        self._add(
-            exact_kernel, (-(-tokens // BLOCK_M), self.batch_heads, 1), num_warps=8, BLOCK_N=BLOCK_N
-        )
-        self._add(report_kernel, (self.batch_heads, 1, 1))
+        if self.separate_exact:
+            blocks = -(-(key.prefix + self.tiling.grid.size) // BLOCK_M)
+            self._add(
+                exact_kernel, (blocks, self.batch_heads, 1), num_warps=8, BLOCK_N=BLOCK_N
+            )
 
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, valid: Tensor, o: Tensor
@@ -164,11 +171,8 @@ class _AttentionLaunch:
         probes = (*heads, self.num_probes)
         workspace = Workspace()
         workspace.add("q_mean", (*heads, tiles, dim), dtype)
-        workspace.add("v_mean", (*heads, tiles, dim), single)
-        for name in ("q_spread", "counts", "k_spread", "v_radius", "v_squares"):
+        for name in ("q_spread", "counts", "k_spread", "v_radius"):
             workspace.add(name, (*heads, tiles), single)
-        workspace.add("sigma", heads, single)
-        workspace.add("diameter", heads, single)
         workspace.add("probe_tokens", probes, torch.int32)
         workspace.add("probe_exact", (*probes, dim), single)
         workspace.add("level_stats", (*probes, 4, NUM_LEVELS), single)
@@ -176,7 +180,6 @@ class _AttentionLaunch:
         workspace.add("shrinkage", (*heads, 2), single)
         workspace.add("exact_heads", heads, torch.int32)
         workspace.add("probe_lse", slots, single)
-        workspace.add("probe_tangent", slots, single)
         workspace.add("probe_v", (*slots, dim), dtype)
         workspace.add("probe_cross", (*slots, dim), dtype)
         workspace.add("cross", (*heads, tiles, dim, dim), dtype)
@@ -201,7 +204,7 @@ class _AttentionLaunch:
         band = {"first_row": first_row, "num_rows": rows}
         self._add(
             represent_kernel,
-            (programs + stats, max(blocks, self.num_slots // BLOCK_R if probing else 0), heads),
+            (programs * (2 if probing else 1) + stats, max(blocks, self.num_slots // BLOCK_R if probing else 0), heads),
             **band, num_warps=warps, num_stages=2, tile_programs=programs,
             TILES=TILES_PER_PROGRAM, stat_tiles=stat_tiles, PROBING=probing,
         )  # fmt: skip

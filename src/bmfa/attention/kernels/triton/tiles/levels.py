@@ -4,10 +4,12 @@ import triton
 import triton.language as tl
 
 from bmfa.attention.kernels.triton.tiles.primitives import load_rows, split_batch_head
-from bmfa.attention.kernels.triton.tiles.represent import SMALLEST_SUM, probe_queries
+from bmfa.attention.kernels.triton.tiles.represent import SMALLEST_SUM
 
 # exp(80) times 64 prefix tokens is finite in float32, which ends at exp(88.7).
 LARGEST_EXPONENT = tl.constexpr(80.0)
+# Factor that keeps the shares of single tiles in the range of float16.
+LOST_SCALE = tl.constexpr(1024.0)
 # Smallest share of expanded tiles whose logarithm is interpolated.
 SMALLEST_SHARE = tl.constexpr(1e-4)
 
@@ -30,16 +32,16 @@ def log_partition(
 
 
 @triton.jit
-def tile_losses(lse, log_z, spread, sigma):
+def tile_losses(lse, log_z, spread):
     """Return the shares of tiles in Z, and their losses."""
     mass = tl.exp(lse - log_z)
-    return mass, sigma * mass * tl.minimum(spread, 1.0)
+    return mass, mass * tl.minimum(spread, 1.0)
 
 
 @triton.jit
 def levels_kernel(
-    q, k, v, q_mean, q_spread, counts, k_spread, sigma, diameter, probe_tokens, log_mass, v_tangent,
-    probe_lse, probe_tangent, probe_v, probe_cross, level_stats, probe_exact, probes, o,
+    q, k, v, q_mean, q_spread, counts, k_spread, v_radius, probe_tokens, log_mass, bias, k_tangent,
+    v_tangent, probe_lse, probe_v, probe_cross, level_stats, probe_exact, probes, o,
     stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_kt, stride_vb, stride_vh, stride_vt,
     stride_ob, stride_oh, stride_ot,
     H, prefix, num_tiles, row_capacity, group_stride, num_probes, num_slots, qk_scale,
@@ -50,8 +52,8 @@ def levels_kernel(
 
     For probes, writes level_stats (B * H, num_probes, 4, LEVELS): |exact - output|^2 without the
     correction, its product with the correction, |correction|^2 and the share of expanded tiles; the exact
-    output to probe_exact (B * H, num_probes, D), |exact|^2 and the number of queries of the group to the
-    last two columns of probes (B * H, num_probes, 3). For prefix queries, writes the row of o.
+    output to probe_exact (B * H, num_probes, D), and |exact|^2 to probes (B * H, num_probes, 3). For prefix
+    queries, writes the row of o.
     """
     CHUNK: tl.constexpr = 64
     slot = tl.program_id(0)
@@ -59,6 +61,8 @@ def levels_kernel(
     q += batch * stride_qb + head * stride_qh
     k += batch * stride_kb + head * stride_kh
     v += batch * stride_vb + head * stride_vh
+    counts += batch_head * num_tiles
+    k_spread += batch_head * num_tiles
     columns, levels = tl.arange(0, BLOCK_D), tl.arange(0, LEVELS)
     in_head = columns < D
     is_probe = slot < num_probes
@@ -85,23 +89,20 @@ def levels_kernel(
         weight = tl.exp(tl.sum(query * key, 0) * qk_scale - m_i)
         exact_z += weight
         exact += weight * value
+    m_i += tl.log(tl.maximum(exact_z, SMALLEST_SUM))  # log Z: weights below sum to 1
+    exact = exact / tl.maximum(exact_z, SMALLEST_SUM)
 
-    largest_sigma = 0.0
-    for other in range(H):
-        largest_sigma = tl.maximum(largest_sigma, tl.load(sigma + batch * H + other))
-    thresholds = largest_sigma * tl.exp2(levels.to(tl.float32) * tl.log2(LEVEL_RATIO))
+    thresholds = tl.exp2(levels.to(tl.float32) * tl.log2(LEVEL_RATIO))
     thresholds = tl.where(levels == LEVELS - 1, 0.0, thresholds)
     group = slot * group_stride % num_tiles
     group_line = batch_head * num_tiles + group
     q_means = tl.load(q_mean + group_line * D + columns, mask=in_head & is_probe, other=0.0)
     spread = tl.load(q_spread + group_line, mask=is_probe, other=0.0)
-    row = tl.where(is_probe, slot, 0)
-    row_line = (batch_head * row_capacity + row) * num_tiles
+    row_line = (batch_head * row_capacity + tl.where(is_probe, slot, 0)) * num_tiles
     lse = tl.load(log_mass + row_line + tiles, mask=is_tile, other=float("-inf"))
     log_z = log_partition(lse, q_means, k, stride_kt, prefix, qk_scale, D, BLOCK_D)
-    own_sigma = tl.load(sigma + batch_head)
 
-    loss_sum = tl.zeros((LEVELS, BLOCK_D), tl.float32)  # of weighted values
+    lost_sum = tl.zeros((LEVELS, BLOCK_D), tl.float32)  # weighted values
     cross_sum = tl.zeros((LEVELS, BLOCK_D), tl.float32)
     z_difference = tl.zeros((LEVELS,), tl.float32)
     coarse_z = tl.zeros((LEVELS,), tl.float32)
@@ -111,43 +112,47 @@ def levels_kernel(
     for start in range(0, num_tiles, CHUNK):
         chunk = start + tl.arange(0, CHUNK)
         present = chunk < num_tiles
+        present = present & (tl.load(counts + chunk, mask=present, other=0.0) > 0.0)
         exact_logit = tl.load(probe_lse + slot_line + chunk, mask=present, other=float("-inf"))
-        logit = tl.load(probe_tangent + slot_line + chunk, mask=present, other=float("-inf"))
-        count = tl.load(counts + batch_head * num_tiles + chunk, mask=present, other=0.0)
-        present = present & (count > 0.0)
-        tile_lse = tl.load(log_mass + row_line + chunk, mask=present, other=float("-inf"))
-        tile_spread = tl.load(k_spread + batch_head * num_tiles + chunk, mask=present, other=0.0)
-        tile_mass, loss = tile_losses(tile_lse, log_z, tile_spread * spread, own_sigma)
-        expanded = (loss[None, :] >= thresholds[:, None]) & (loss > 0.0)[None, :]
-        expanded = (expanded | (thresholds == 0.0)[:, None]) & present[None, :]  # (LEVELS, CHUNK)
-        coarse = (present[None, :] & (expanded == 0)).to(tl.float32)
-        exact_weight = tl.where(present, tl.exp(exact_logit - m_i), 0.0)
-        weight = tl.where(present, tl.exp(tl.minimum(logit, exact_logit) - m_i), 0.0)
+        exact_weight = tl.exp(exact_logit - m_i)
         exact_values = load_rows(probe_v + slot_line * D, chunk, D, present, D, BLOCK_D)
         exact_values = exact_values.to(tl.float32)
         exact += tl.sum(exact_weight[:, None] * exact_values, 0)
         if is_probe:
+            k_means = load_rows(k_tangent + row_line * D, chunk, D, present, D, BLOCK_D)
             values = load_rows(v_tangent + row_line * D, chunk, D, present, D, BLOCK_D)
-            lost = weight[:, None] * values.to(tl.float32) - exact_weight[:, None] * exact_values
-            loss_sum += tl.dot(coarse, lost, input_precision=PRECISION)
             terms = load_rows(probe_cross + slot_line * D, chunk, D, present, D, BLOCK_D)
-            terms = tile_mass[:, None] * terms.to(tl.float32)
-            cross_sum += tl.dot(coarse, terms, input_precision=PRECISION)
+            logit = tl.load(bias + row_line + chunk, mask=present, other=float("-inf"))
+            logit += qk_scale * tl.sum(query[None, :] * k_means.to(tl.float32), 1)
+            tile_lse = tl.load(log_mass + row_line + chunk, mask=present, other=float("-inf"))
+            tile_spread = tl.load(k_spread + chunk, mask=present, other=0.0)
+            mass, loss = tile_losses(tile_lse, log_z, tile_spread * spread)
+            expanded = (loss[None, :] >= thresholds[:, None]) & (loss > 0.0)[None, :]
+            expanded = (expanded | (thresholds == 0.0)[:, None]) & present[None, :]
+            coarse = present[None, :] & (expanded == 0)  # (LEVELS, CHUNK)
+            weight = tl.where(present, tl.exp(tl.minimum(logit, exact_logit) - m_i), 0.0)
+            lost = weight[:, None] * values.to(tl.float32) - exact_weight[:, None] * exact_values
+            # Shares of single tiles are small numbers for float16.
+            lost = (lost * LOST_SCALE).to(values.dtype)
+            terms = (mass[:, None] * terms.to(tl.float32) * LOST_SCALE).to(values.dtype)
+            mask = coarse.to(values.dtype)
+            lost_sum = tl.dot(mask, lost, lost_sum, input_precision=PRECISION)
+            cross_sum = tl.dot(mask, terms, cross_sum, input_precision=PRECISION)
+            coarse = coarse.to(tl.float32)
             z_difference += tl.sum(coarse * (weight - exact_weight)[None, :], 1)
             coarse_z += tl.sum(coarse * weight[None, :], 1)
-            coarse_mass += tl.sum(coarse * tile_mass[None, :], 1)
+            coarse_mass += tl.sum(coarse * mass[None, :], 1)
             num_expanded += tl.sum(expanded.to(tl.float32), 1)
             num_present += tl.sum(present.to(tl.float32), 0)
-    exact = exact / tl.maximum(exact_z, SMALLEST_SUM)
     if is_probe:
-        z = exact_z + z_difference  # (LEVELS,)
-        z = tl.where(z > 0.0, z, 1.0)
-        error = (exact[None, :] * z_difference[:, None] - loss_sum) / z[:, None]
-        term = cross_sum / tl.maximum(coarse_mass, SMALLEST_SUM)[:, None]
+        z = tl.maximum(1.0 + z_difference, SMALLEST_SUM)  # (LEVELS,)
+        error = (exact[None, :] * z_difference[:, None] - lost_sum / LOST_SCALE) / z[:, None]
+        term = cross_sum / (tl.maximum(coarse_mass, SMALLEST_SUM) * LOST_SCALE)[:, None]
         length = tl.sqrt(tl.sum(term * term, 1))
-        limit = tl.load(diameter + batch_head)
-        term = term * tl.where(length > limit, limit / tl.maximum(length, SMALLEST_SUM), 1.0)[:, None]
-        term = term * (coarse_z / z)[:, None]
+        radii = tl.load(v_radius + batch_head * num_tiles + tiles, mask=is_tile, other=0.0)
+        limit = 2.0 * tl.max(radii, 0)
+        clip = tl.where(length > limit, limit / tl.maximum(length, SMALLEST_SUM), 1.0)
+        term = term * (clip * coarse_z / z)[:, None]
         line = batch_head * num_probes + slot
         stats = level_stats + line * (4 * LEVELS) + levels
         tl.store(stats, tl.sum(error * error, 1))
@@ -156,36 +161,48 @@ def levels_kernel(
         tl.store(stats + 3 * LEVELS, num_expanded / tl.maximum(num_present, 1.0))
         tl.store(probe_exact + line * D + columns, exact, mask=in_head)
         tl.store(probes + line * 3 + 1, tl.where(exists, tl.sum(exact * exact, 0), 0.0))
-        queries = tl.load(counts + batch_head * num_tiles + group)
-        tl.store(probes + line * 3 + 2, tl.where(exists, queries, 0.0))
     else:
         target = o + batch * stride_ob + head * stride_oh + token * stride_ot
         tl.store(target + columns, exact.to(o.dtype.element_ty), mask=in_head)
 
 
 @triton.jit
-def pick(vector, index, LEVELS: tl.constexpr):
-    """Return one element of a vector (LEVELS,)."""
-    return tl.sum(tl.where(tl.arange(0, LEVELS) == index, vector, 0.0), 0)
+def level_sums(
+    level_stats, probes, column, heads, H, num_probes, half,
+    LEVELS: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_P: tl.constexpr,
+):  # fmt: skip
+    """Return weighted sums (BLOCK_H, LEVELS) of one of the level_stats over the probes of each head that
+    determine the groups of parity `half`: those of the other parity; 2 takes all."""
+    of_head = heads[:, None, None]
+    index = tl.arange(0, BLOCK_P)[None, :, None]
+    levels = tl.arange(0, LEVELS)[None, None, :]
+    mask = (of_head < H) & (index < num_probes) & (index % 2 != half)
+    line = of_head * num_probes + index
+    weight = tl.load(probes + line * 3 + 2, mask=mask, other=0.0)
+    stats = tl.load(
+        level_stats + line * (4 * LEVELS) + column * LEVELS + levels, mask=mask & (levels >= 0),
+        other=0.0,
+    )  # fmt: skip
+    return tl.sum(weight * stats, 1)
 
 
 @triton.jit
-def half_sums(
-    level_stats, probes, line, num_probes, half, LEVELS: tl.constexpr, BLOCK_P: tl.constexpr
+def probe_sums(
+    probes, heads, H, num_probes, half, BLOCK_H: tl.constexpr, BLOCK_P: tl.constexpr
 ):
-    """Return weighted sums over the probes of a head that determine `half`: the four level_stats
-    (LEVELS,), |exact|^2 and the weight. Both halves are taken if the other has no valid query."""
-    index, levels = tl.arange(0, BLOCK_P), tl.arange(0, LEVELS)
-    mask = (index < num_probes) & (index % 2 != half)
-    pointers = probes + (line + index) * 3
-    weight = tl.load(pointers + 2, mask=mask, other=0.0)
-    norm = tl.sum(weight * tl.load(pointers + 1, mask=mask, other=0.0), 0)
-    stats = level_stats + ((line + index) * (4 * LEVELS))[:, None] + levels[None, :]
-    error = tl.sum(weight[:, None] * tl.load(stats, mask=mask[:, None], other=0.0), 0)
-    product = tl.sum(weight[:, None] * tl.load(stats + LEVELS, mask=mask[:, None], other=0.0), 0)
-    square = tl.sum(weight[:, None] * tl.load(stats + 2 * LEVELS, mask=mask[:, None], other=0.0), 0)
-    share = tl.sum(weight[:, None] * tl.load(stats + 3 * LEVELS, mask=mask[:, None], other=0.0), 0)
-    return error, product, square, share, norm, tl.sum(weight, 0)
+    """Return the sums (BLOCK_H,) of the weights, and of the weighted |exact|^2, of the same probes."""
+    index = tl.arange(0, BLOCK_P)[None, :]
+    mask = (heads[:, None] < H) & (index < num_probes) & (index % 2 != half)
+    line = (heads[:, None] * num_probes + index) * 3
+    weight = tl.load(probes + line + 2, mask=mask, other=0.0)
+    norm = tl.load(probes + line + 1, mask=mask, other=0.0)
+    return tl.sum(weight, 1), tl.sum(weight * norm, 1)
+
+
+@triton.jit
+def pick(table, index, LEVELS: tl.constexpr):
+    """Return column `index` (BLOCK_H,) of a table (BLOCK_H, LEVELS)."""
+    return tl.sum(tl.where(tl.arange(0, LEVELS)[None, :] == index, table, 0.0), 1)
 
 
 @triton.jit
@@ -195,69 +212,48 @@ def shrinkage_of(product, square, LARGEST: tl.constexpr):
 
 
 @triton.jit
-def choose_level(
-    level_stats, probes, first_line, H, num_probes, largest_sigma, target, half,
-    LEVELS: tl.constexpr, LEVEL_RATIO: tl.constexpr, LARGEST_SHRINKAGE: tl.constexpr,
-    BLOCK_P: tl.constexpr, BY_ERROR: tl.constexpr,
-):  # fmt: skip
-    """Return the threshold of the groups at positions of parity `half`, the level at or below it, and
-    which probes determine it: those of the other parity, or all if there are none."""
-    present = 0.0
-    for head in range(H):
-        line = first_line + head * num_probes
-        _, _, _, _, _, weight = half_sums(
-            level_stats, probes, line, num_probes, half, LEVELS, BLOCK_P
-        )
-        present += weight
-    source = tl.where(present > 0.0, half, 2)
-    squares = tl.zeros((LEVELS,), tl.float32)
-    shares = tl.zeros((LEVELS,), tl.float32)
-    norms = 0.0
-    for head in range(H):
-        line = first_line + head * num_probes
-        error, product, square, share, norm, weight = half_sums(
-            level_stats, probes, line, num_probes, source, LEVELS, BLOCK_P
-        )
-        factor = shrinkage_of(product, square, LARGEST_SHRINKAGE)
-        squares += error - 2.0 * factor * product + factor * factor * square
-        shares += share / tl.maximum(weight, 1.0)
-        norms += norm
+def interpolate(
+    curve, target, LEVELS: tl.constexpr, LEVEL_RATIO: tl.constexpr, BY_ERROR: tl.constexpr
+):
+    """Return the threshold at which the curve (LEVELS,) reaches the target, and the level at or below it.
+
+    Errors fall and shares grow from level to level. Between two levels the logarithm of the curve is
+    linear in the logarithm of the threshold. Infinity expands nothing, 0 everything.
+    """
     levels = tl.arange(0, LEVELS)
     if BY_ERROR:
-        curve = tl.sqrt(tl.maximum(squares, 0.0) / tl.where(norms > 0.0, norms, 1.0))
         reached = curve <= target
         curve = tl.maximum(curve, SMALLEST_SUM)
     else:
-        curve = shares / H
         reached = curve > target
         curve = tl.maximum(curve, SMALLEST_SHARE)
     level = tl.min(tl.where(reached, levels, LEVELS - 1), 0)
-    # Between two levels, the logarithm of the curve is linear in the logarithm of the threshold.
-    before, after = pick(curve, level - 1, LEVELS), pick(curve, level, LEVELS)
+    before = tl.sum(tl.where(levels == level - 1, curve, 0.0), 0)
     before = tl.where(level == 0, 1.0, before)
+    after = tl.sum(tl.where(levels == level, curve, 0.0), 0)
     ratio = tl.log2(before / after)
     part = tl.log2(before / tl.maximum(target, SMALLEST_SUM)) / tl.where(ratio != 0.0, ratio, 1.0)
     part = tl.where(ratio != 0.0, tl.minimum(tl.maximum(part, 0.0), 1.0), 1.0)
-    exponent = (level - 1).to(tl.float32) + part
     if BY_ERROR:
+        part = tl.where(after < 0.5 * target, 1.0, part)  # the losses are too much alike
         everything = level == LEVELS - 1
     else:
         everything = target >= 1.0
-        exponent = tl.minimum(exponent, LEVELS - 2.0)
-        level = tl.minimum(level, LEVELS - 2)
-        level = tl.where(target <= 0.0, 0, level)
-        level = tl.where(everything, LEVELS - 1, level)
-    threshold = largest_sigma * tl.exp2(exponent * tl.log2(LEVEL_RATIO))
+        part = tl.where(level == LEVELS - 1, 0.0, part)
+        level = tl.where((target <= 0.0) | (level == 0), 0, level)
+    threshold = tl.exp2(((level - 1).to(tl.float32) + part) * tl.log2(LEVEL_RATIO))
     threshold = tl.where(level == 0, float("inf"), threshold)
-    return tl.where(everything, 0.0, threshold), level, source
+    if not BY_ERROR:
+        level = tl.where(everything, LEVELS - 1, tl.minimum(level, LEVELS - 2))
+    return tl.where(everything, 0.0, threshold), level
 
 
 @triton.jit
 def choose_kernel(
-    level_stats, probes, sigma, thresholds, shrinkage, exact_heads,
+    level_stats, probes, thresholds, shrinkage, exact_heads,
     H, num_probes, target, exact_above,
     LEVELS: tl.constexpr, LEVEL_RATIO: tl.constexpr, LARGEST_SHRINKAGE: tl.constexpr,
-    BLOCK_P: tl.constexpr, BY_ERROR: tl.constexpr,
+    BLOCK_H: tl.constexpr, BLOCK_P: tl.constexpr, BY_ERROR: tl.constexpr,
 ):  # fmt: skip
     """Choose the thresholds of one picture from its probes. Grid: (B,).
 
@@ -266,32 +262,66 @@ def choose_kernel(
     1 for heads that would expand more than `exact_above` of the tiles.
     """
     picture = tl.program_id(0)
-    first_line = picture * H * num_probes
-    largest_sigma = 0.0
-    for head in range(H):
-        largest_sigma = tl.maximum(largest_sigma, tl.load(sigma + picture * H + head))
-    threshold_0, level_0, source_0 = choose_level(
-        level_stats, probes, first_line, H, num_probes, largest_sigma, target, 0, LEVELS, LEVEL_RATIO,
-        LARGEST_SHRINKAGE, BLOCK_P, BY_ERROR,
-    )  # fmt: skip
-    threshold_1, level_1, source_1 = choose_level(
-        level_stats, probes, first_line, H, num_probes, largest_sigma, target, 1, LEVELS, LEVEL_RATIO,
-        LARGEST_SHRINKAGE, BLOCK_P, BY_ERROR,
-    )  # fmt: skip
-    tl.store(thresholds + picture * 2, threshold_0)
-    tl.store(thresholds + picture * 2 + 1, threshold_1)
-    for head in range(H):
-        line = first_line + head * num_probes
-        _, product, square, share, _, weight = half_sums(
-            level_stats, probes, line, num_probes, source_0, LEVELS, BLOCK_P
-        )
-        factor = pick(shrinkage_of(product, square, LARGEST_SHRINKAGE), level_0, LEVELS)
-        tl.store(shrinkage + (picture * H + head) * 2, factor)
-        total = pick(share, level_0, LEVELS) / tl.maximum(weight, 1.0)
-        _, product, square, share, _, weight = half_sums(
-            level_stats, probes, line, num_probes, source_1, LEVELS, BLOCK_P
-        )
-        factor = pick(shrinkage_of(product, square, LARGEST_SHRINKAGE), level_1, LEVELS)
-        tl.store(shrinkage + (picture * H + head) * 2 + 1, factor)
-        total += pick(share, level_1, LEVELS) / tl.maximum(weight, 1.0)
-        tl.store(exact_heads + picture * H + head, (0.5 * total > exact_above).to(tl.int32))
+    level_stats += picture * H * num_probes * (4 * LEVELS)
+    probes += picture * H * num_probes * 3
+    shrinkage += picture * H * 2
+    heads_in_block = tl.arange(0, BLOCK_H)
+    for half in range(2):
+        present = 0.0
+        for start in range(0, H, BLOCK_H):
+            weight, _ = probe_sums(
+                probes, start + heads_in_block, H, num_probes, half, BLOCK_H, BLOCK_P
+            )
+            present += tl.sum(weight, 0)
+        source = tl.where(present > 0.0, half, 2)
+        squares = tl.zeros((LEVELS,), tl.float32)
+        shares = tl.zeros((LEVELS,), tl.float32)
+        norms = 0.0
+        for start in range(0, H, BLOCK_H):
+            heads = start + heads_in_block
+            weight, norm = probe_sums(probes, heads, H, num_probes, source, BLOCK_H, BLOCK_P)
+            norms += tl.sum(norm, 0)
+            if BY_ERROR:
+                error = level_sums(
+                    level_stats, probes, 0, heads, H, num_probes, source, LEVELS, BLOCK_H, BLOCK_P
+                )
+                product = level_sums(
+                    level_stats, probes, 1, heads, H, num_probes, source, LEVELS, BLOCK_H, BLOCK_P
+                )
+                square = level_sums(
+                    level_stats, probes, 2, heads, H, num_probes, source, LEVELS, BLOCK_H, BLOCK_P
+                )
+                factor = shrinkage_of(product, square, LARGEST_SHRINKAGE)
+                squares += tl.sum(error - 2.0 * factor * product + factor * factor * square, 0)
+            else:
+                share = level_sums(
+                    level_stats, probes, 3, heads, H, num_probes, source, LEVELS, BLOCK_H, BLOCK_P
+                )
+                shares += tl.sum(share / tl.maximum(weight, 1.0)[:, None], 0)
+        if BY_ERROR:
+            curve = tl.sqrt(tl.maximum(squares, 0.0) / tl.where(norms > 0.0, norms, 1.0))
+        else:
+            curve = shares / H
+        threshold, level = interpolate(curve, target, LEVELS, LEVEL_RATIO, BY_ERROR)
+        tl.store(thresholds + picture * 2 + half, threshold)
+        for start in range(0, H, BLOCK_H):
+            heads = start + heads_in_block
+            product = level_sums(
+                level_stats, probes, 1, heads, H, num_probes, source, LEVELS, BLOCK_H, BLOCK_P
+            )
+            square = level_sums(
+                level_stats, probes, 2, heads, H, num_probes, source, LEVELS, BLOCK_H, BLOCK_P
+            )
+            factor = pick(shrinkage_of(product, square, LARGEST_SHRINKAGE), level, LEVELS)
+            tl.store(shrinkage + heads * 2 + half, factor, mask=heads < H)
+            # A head is exact if either half of its groups would expand too many tiles.
+            weight, _ = probe_sums(probes, heads, H, num_probes, source, BLOCK_H, BLOCK_P)
+            share = level_sums(
+                level_stats, probes, 3, heads, H, num_probes, source, LEVELS, BLOCK_H, BLOCK_P
+            )
+            many = pick(share, level, LEVELS) / tl.maximum(weight, 1.0) > exact_above
+            flags = exact_heads + picture * H + heads
+            if half == 0:
+                tl.store(flags, many.to(tl.int32), mask=heads < H)
+            else:
+                tl.store(flags, many.to(tl.int32), mask=(heads < H) & many)

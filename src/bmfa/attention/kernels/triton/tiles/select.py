@@ -10,7 +10,7 @@ from bmfa.attention.kernels.triton.tiles.represent import SMALLEST_SUM
 
 @triton.jit
 def select_kernel(
-    k, q_mean, q_spread, counts, k_spread, sigma, log_mass, bias, coarse_share, thresholds,
+    k, q_mean, q_spread, counts, k_spread, log_mass, bias, coarse_share, thresholds,
     exact_heads, expanded_count, coarse_bits,
     stride_kb, stride_kh, stride_kt, H, prefix, num_tiles, first_row, row_capacity, group_stride,
     qk_scale,
@@ -36,7 +36,7 @@ def select_kernel(
     count = tl.load(counts + batch_head * num_tiles + tiles, mask=is_tile, other=0.0)
     spread = tl.load(k_spread + batch_head * num_tiles + tiles, mask=is_tile, other=0.0)
     log_z = log_partition(lse, q_means, k, stride_kt, prefix, qk_scale, D, BLOCK_D)
-    mass, loss = tile_losses(lse, log_z, spread * tl.load(q_spread + group), tl.load(sigma + batch_head))
+    mass, loss = tile_losses(lse, log_z, spread * tl.load(q_spread + group))
     threshold = tl.load(thresholds + batch * 2 + position % 2)
     everything = (tl.load(exact_heads + batch_head) != 0) | (threshold == 0.0)
     expanded = (((loss >= threshold) & (loss > 0.0)) | everything) & (count > 0.0)
