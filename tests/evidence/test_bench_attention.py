@@ -99,9 +99,10 @@ def energies_of_four_tiles(block: int) -> torch.Tensor:
 def test_mean_e_is_that_of_the_free_energies(record):
     means = [float(energies_of_four_tiles(block).mean()) for block in (1, 6)]
     row = row_of(record, 256, "tiled-tiles:0")
-    # The certificate rounds outward by a few float32 epsilons of the scores' size.
-    assert row["e_mean"] == pytest.approx(sum(means) / 2, rel=1e-3)
-    assert row["worst_block_e_mean"] == pytest.approx(max(means), rel=1e-3)
+    # Rounded outward: scores of up to |q| |k| = 20 with some 100 roundings of float32 each, 2.4e-4, in
+    # the partition function and in its approximation, and a factor of 2 for truncating products.
+    assert 0.0 <= row["e_mean"] - sum(means) / 2 <= 1e-3
+    assert 0.0 <= row["worst_block_e_mean"] - max(means) <= 1e-3
 
 
 def test_errors_are_those_of_the_outputs(record):

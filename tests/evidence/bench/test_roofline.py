@@ -103,15 +103,19 @@ def test_every_kernel_of_tiled_attention_has_a_limit():
     assert rows["attention_kernel"]["flops"] == pytest.approx(flops)
     # Scores, mean keys and mean values of the four representatives, besides those of the probes.
     assert rows["represent_kernel"]["flops"] > heads * 6 * tiles * tokens * DIM
-    assert rows["exact_kernel"]["flops"] == 0.0
 
 
-def test_exact_heads_are_dense_attention():
-    rows = {
-        row["kernel"]: row
-        for row in kernel_rows(screened_call(leaves=1.0), LIMITS, lambda work: 1.0, {})
-    }
-    assert rows["attention_kernel"]["flops"] + rows["exact_kernel"]["flops"] > 0
+def test_every_tile_expanded_is_at_least_dense_attention():
+    rows = kernel_rows(screened_call(leaves=1.0), LIMITS, lambda work: 1.0, {})
+    assert all(row["limit_milliseconds"] is not None for row in rows)
+    dense = 2 * 4 * GRID.size * (PREFIX + GRID.size) * DIM
+    assert dense <= sum(row["flops"] for row in rows) < 10 * dense
+
+
+def test_a_kernel_with_other_arguments_has_no_limit(monkeypatch):
+    monkeypatch.setitem(roofline.WORK, "mean_pool_kernel", roofline.levels)
+    rows = {row["kernel"]: row for row in kernel_rows(call(), LIMITS, lambda work: 1.0, {})}
+    assert rows["mean_pool_kernel"]["limit_percent"] is None
 
 
 def test_a_kernel_without_an_entry_has_no_limit(monkeypatch):

@@ -91,7 +91,7 @@ class Launch:
 
 
 def pool(launch: Launch) -> Work:
-    """Read q and v once and write their means; there is no product."""
+    """Read the queries once and write their means; there is no product."""
     return launch.bytes_of(*(name for name in launch.tensors if name != "valid")), 0.0
 
 
@@ -109,7 +109,7 @@ def represent(launch: Launch) -> Work:
     flops = 6 * launch["num_rows"] * tokens * dim
     if launch["PROBING"]:
         slots = launch["num_slots"]
-        moved += launch.bytes_of("probe_lse", "probe_tangent", "probe_v", "probe_cross", "cross")
+        moved += launch.bytes_of("probe_lse", "probe_v", "probe_cross", "cross")
         flops += 4 * slots * tokens * dim + 2 * tokens * dim**2 + 2 * slots * tiles * dim**2
     return moved, float(launch.batch_heads * flops)
 
@@ -117,8 +117,10 @@ def represent(launch: Launch) -> Work:
 def levels(launch: Launch) -> Work:
     """Read what probes and their groups know of every tile; two products for each level."""
     probes = launch["num_probes"]
-    moved = launch.bytes_of("probe_lse", "probe_tangent", "probe_v", "probe_cross")
-    moved += probes / launch["row_capacity"] * launch.bytes_of("log_mass", "v_tangent")
+    moved = launch.bytes_of("probe_lse", "probe_v", "probe_cross")
+    moved += (probes / launch["row_capacity"]) * launch.bytes_of(
+        "log_mass", "bias", "k_tangent", "v_tangent"
+    )
     flops = 4 * probes * launch["LEVELS"] * launch["num_tiles"] * launch["D"]
     return moved, float(launch.batch_heads * flops)
 
@@ -149,6 +151,8 @@ def attention(launch: Launch) -> Work:
     positions = launch["first_row"] + torch.arange(rows)
     groups = positions * launch["group_stride"] % tiles
     tiled_heads = (launch.tensors["exact_heads"] == 0).cpu()
+    if not launch["SKIP_EXACT"]:  # heads that are exact are computed here, with every tile expanded
+        tiled_heads = torch.ones_like(tiled_heads)
     counts = launch.tensors["expanded_count"].cpu()[tiled_heads][:, groups].double()
     if not counts.numel():
         return 0.0, 0.0
@@ -168,11 +172,6 @@ def exact(launch: Launch) -> Work:
     heads = launch.tensors["exact_heads"].double()
     moved = float(heads.mean()) * launch.bytes_of("q", "k", "v", "o")
     return moved, 4 * float(heads.sum()) * tokens**2 * launch["D"]
-
-
-def report(launch: Launch) -> Work:
-    """Read the outputs and the exact outputs of the probes."""
-    return 2 * launch.bytes_of("probe_exact") + launch.bytes_of("probes"), 0.0
 
 
 def mean_tiles_pool(launch: Launch) -> Work:
@@ -231,7 +230,6 @@ WORK: dict[str, Callable[[Launch], Work]] = {
     "cross_kernel": cross,
     "attention_kernel": attention,
     "exact_kernel": exact,
-    "report_kernel": report,
     "mean_pool_kernel": mean_tiles_pool,
     "mean_score_kernel": mean_tiles_score,
     "mean_select_kernel": mean_tiles_select,
@@ -324,11 +322,18 @@ def kernel_rows(call: timing.Work, limits: Limits, timer: Timer, frame: Row) -> 
             total = totals.setdefault(launch.kernel, start)
             total["launches"] += 1
             total["milliseconds"] += milliseconds
-            work = WORK.get(launch.kernel)
-            moved, flops = (math.nan, math.nan) if work is None else work(launch)
+            moved, flops = _work_of(launch)
             total["bytes"] += moved
             total["flops"] += flops
     return [_row(name, total, limits, frame) for name, total in totals.items()]
+
+
+def _work_of(launch: Launch) -> Work:
+    """Return bytes and flops; NaN for a kernel without an entry, or whose arguments are others."""
+    try:
+        return WORK[launch.kernel](launch)
+    except KeyError:
+        return math.nan, math.nan
 
 
 def _row(name: str, total: dict[str, Any], limits: Limits, frame: Row) -> Row:
