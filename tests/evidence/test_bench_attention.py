@@ -99,7 +99,7 @@ def energies_of_four_tiles(block: int) -> torch.Tensor:
 def test_mean_e_is_that_of_the_free_energies(record):
     means = [float(energies_of_four_tiles(block).mean()) for block in (1, 6)]
     row = row_of(record, 256, "tiled-tiles:0")
-    # Rounded outward: scores of up to |q| |k| = 20 with some 100 roundings of float32 each, 2.4e-4, in
+    # Rounded outward: scores of up to |q| |k| = 15 with some 100 roundings of float32 each, 2.4e-4, in
     # the partition function and in its approximation, and a factor of 2 for truncating products.
     assert 0.0 <= row["e_mean"] - sum(means) / 2 <= 1e-3
     assert 0.0 <= row["worst_block_e_mean"] - max(means) <= 1e-3
