@@ -435,11 +435,35 @@ def test_dense_layers_accept_what_their_host_does() -> None:
         assert is_active(weights)
 
 
-def test_layers_with_other_options_decide_on_their_own() -> None:
+def replica_of(model: nn.Module) -> nn.Module:
+    """A replica with the same weights, as nn.DataParallel makes it."""
+    copies = {module: module._replicate_for_data_parallel() for module in model.modules()}
+    for module, replica in copies.items():
+        replica._parameters = dict(module._parameters)
+        replica._buffers = dict(module._buffers)
+        replica._modules = {
+            name: None if child is None else copies[child]
+            for name, child in module._modules.items()
+        }
+    return copies[model]
+
+
+def test_replicas_are_dense_in_the_pass_that_activates_tiles() -> None:
     model, pixels = make_model("vit"), pixels_of(LARGE)
-    patch(model, error=0.1, layers="all")
+    full = run(model, pixels)
+    tiled = run(patch(copy.deepcopy(model), form="tiled", **TILES), pixels)
+    patch(model, **TILES)
+    assert torch.equal(run(replica_of(model), pixels), full)
+    assert is_active(model)
+    assert torch.equal(run(replica_of(model), pixels), tiled)
+
+
+def test_layers_with_equal_options_share_one_decision_for_each_size() -> None:
+    model = patch(make_model("vit"), **TILES)
     first, second, third = screened_layers(model)
     assert first.decision is second.decision is third.decision
-    assert len(first.token_grid.handle.hooks_dict_ref()) == 1
-    run(model, pixels)
-    assert first.decision.reasons and set(first.decision.reasons.values()) == {None}
+    run(model, pixels_of(SMALL))
+    run(model, pixels_of(LARGE))
+    decided = {key[1]: reason for key, reason in first.decision.reasons.items()}
+    assert decided.keys() == {1 + 64, 1 + 4096}
+    assert decided[1 + 64].startswith("auto: dense attention") and decided[1 + 4096] is None

@@ -33,10 +33,19 @@ class DenseDecision:
     grids: dict[int, Grid] = field(default_factory=dict)  # by the number of tokens
     # Why dense attention runs, None where it is not certain from shapes; `Stats.why` has the same text.
     reasons: dict[Key, str | None] = field(default_factory=dict)
+    # By shape, dtype and device: True if dense attention runs with and without autocast and graphs.
+    always: dict[tuple[Any, ...], bool] = field(default_factory=dict)
 
     def is_dense(self, x: Tensor) -> bool:
         """Return the decision for the tokens (B, tokens, C) or the queries (B, heads, tokens, d)."""
+        always = self.always.get((x.shape, x.dtype, x.device))
+        return always or self._look_up(x, always is None)
+
+    def _look_up(self, x: Tensor, first: bool) -> bool:
         shape = x.shape
+        if first and len(self.always) < _MAX_DECISIONS:
+            always = self._is_always_dense(shape[0], shape[-2], x.dtype, x.device)
+            self.always[shape, x.dtype, x.device] = always
         if x.is_cuda:
             autocast, capturing = torch.is_autocast_enabled("cuda"), is_capturing(x)
         else:
@@ -46,6 +55,16 @@ class DenseDecision:
             return self.reasons[key] is not None
         except KeyError:
             return self.decide(key) is not None
+
+    def _is_always_dense(
+        self, batch: int, tokens: int, dtype: torch.dtype, device: torch.device
+    ) -> bool:
+        grid = self._grid_of(tokens)
+        return all(
+            self.reason(batch, grid, cast, device, in_graph=in_graph) is not None
+            for cast in {dtype, torch.float16, torch.bfloat16}
+            for in_graph in (False, True)
+        )
 
     def reason(
         self, batch: int, grid: Grid, dtype: torch.dtype, device: torch.device, *, in_graph: bool
@@ -59,12 +78,17 @@ class DenseDecision:
         batch, tokens, dtype, device, autocast, capturing = key
         if autocast and dtype != torch.float64:
             dtype = torch.get_autocast_dtype(device.type if device.type == "cuda" else "cpu")
-        # Tokens that the projection has not seen are a part of a grid: the host drops some of them.
-        grid = self.grids.get(tokens) or Grid(1, max(1, tokens - self.prefix))
-        reason = self.reason(batch, grid, dtype, device, in_graph=capturing)
+        reason = self.reason(batch, self._grid_of(tokens), dtype, device, in_graph=capturing)
         if len(self.reasons) < _MAX_DECISIONS:
             self.reasons[key] = reason
         return reason
+
+    def _grid_of(self, tokens: int) -> Grid:
+        """Return the grid of a number of tokens, one row if the projection has not seen that many.
+
+        Those are a part of a grid: the host drops the others.
+        """
+        return self.grids.get(tokens) or Grid(1, max(1, tokens - self.prefix))
 
 
 def is_capturing(x: Tensor) -> bool:

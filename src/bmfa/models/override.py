@@ -24,6 +24,10 @@ class Override(Protocol):
         """Compute what the method returns; `forward` is the method that was replaced."""
         ...
 
+    def uses_host(self, x: Any) -> bool:
+        """True if the module runs its own method for the first argument x."""
+        ...
+
 
 @dataclass(eq=False)
 class _Installed:
@@ -104,16 +108,19 @@ def _subclass(kind: Any, method: str) -> type[nn.Module]:
 
     def run(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         installed = self.__dict__.get(_ATTRIBUTE)
-        if (
-            installed is None or not installed.active
-        ):  # a wrapper or a running call kept this method
+        # Without an active override, a wrapper or a running call has kept this method.
+        if installed is None or not installed.active:
             return original(self, *args, **kwargs)
+        own = bool(args) and installed.override.uses_host(args[0])
         if installed.instance_method is None:
+            if own:
+                return original(self, *args, **kwargs)
             return installed.override.run(self, partial(original, self), *args, **kwargs)
         if installed.running.current:  # the wrapper itself calls an overridden method
             return original(self, *args, **kwargs)
-        wrapped = partial(installed.override.run, self, installed.instance_method, *args, **kwargs)
-        return installed.running.run_with(True, wrapped)
+        wrapper = installed.instance_method
+        function = wrapper if own else partial(installed.override.run, self, wrapper)
+        return installed.running.run_with(True, partial(function, *args, **kwargs))
 
     def reduce_ex(self: nn.Module, protocol: Any) -> Any:
         state: Any = super(subclass, self).__reduce_ex__(protocol)

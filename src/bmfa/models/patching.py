@@ -43,8 +43,9 @@ def patch(
     stay exact.
 
     With `rule`, every query and head has a tree of its own over the spatial keys. Without a rule, the
-    layers attend over tiles of keys, within the target `error` or the budget `leaves`, or run dense
-    where dense attention is faster: this form makes models at high resolution faster.
+    layers attend over tiles of keys, within the target `error` or the budget `leaves`: this form makes
+    models at high resolution faster. For images at which dense attention is faster, the model runs its
+    own forward, unless `form`, `fallback` or a `backend` is given.
 
     The model can run in several threads at once, under `torch.compile`, and with gradient
     checkpointing of whole blocks or of the whole model. A model that is already patched or reduced is

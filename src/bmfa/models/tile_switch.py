@@ -26,6 +26,9 @@ class TileSwitch:
     The modules of the model run their own forward, without overrides, until an image arrives for which a
     layer does not run dense. Then the overrides become active, and stay so: gradient checkpointing may
     still recompute blocks of that image. From there on every block looks up the decision for its tokens.
+
+    The replicas of nn.DataParallel share this hook. They are copies of the modules as they were before
+    the forward pass, so the pass that activates the overrides still runs dense in them.
     """
 
     token_grid: TokenGrid

@@ -118,8 +118,6 @@ class BlockGrid:
 
     def run(self, module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Compute the output of the block."""
-        if args and self._is_dense(args[0]):
-            return forward(*args, **kwargs)
         grid = self.token_grid.of_block(self.layer, args[0]) if args else None
         if grid is None:
             return forward(*args, **kwargs)
@@ -129,11 +127,11 @@ class BlockGrid:
         passes.attach(output[0] if isinstance(output, tuple) else output, grid)
         return output
 
-    def _is_dense(self, tokens: Tensor) -> bool:
-        """Return True if no layer needs a grid in the forward pass of these tokens."""
-        if not self.decisions or torch.compiler.is_compiling() or self.token_grid.observers:
+    def uses_host(self, x: Tensor) -> bool:
+        """True if no layer needs a grid in the forward pass of the tokens x."""
+        if not self.decisions or self.token_grid.observers or torch.compiler.is_compiling():
             return False
         for decision in self.decisions:  # noqa: SIM110  A generator costs a call for each element.
-            if not decision.is_dense(tokens):
+            if not decision.is_dense(x):
                 return False
         return True

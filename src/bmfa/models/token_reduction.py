@@ -246,6 +246,10 @@ class ReducedBlock:
     layout: BlockLayout
     reduction: TokenReduction
 
+    def uses_host(self, x: Any) -> bool:
+        """False: every block works on the reduced tokens."""
+        return False
+
     def run(self, module: nn.Module, forward: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Compute the output of the block."""
         state, x = self.reduction.begin_block(self.layer, x)
@@ -269,6 +273,10 @@ class ExposedBlocks:
     """Override of a method that returns the outputs of blocks, which then are on the full grid."""
 
     reduction: TokenReduction
+
+    def uses_host(self, x: Any) -> bool:
+        """False: the blocks must know that the method runs."""
+        return False
 
     def run(self, module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Compute what the method returns."""

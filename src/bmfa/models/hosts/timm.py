@@ -60,10 +60,12 @@ class TimmAttention(AttentionReplacement):
             setattr(module, name, value)
         restore_method(module)
 
+    def uses_host(self, x: Any) -> bool:
+        """True if the module computes its own attention for the input x."""
+        return self.function.uses_host(x)
+
     def run(self, module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Compute the output of the attention module."""
-        if args and self.function.uses_host(args[0]):
-            return forward(*args, **kwargs)
         if len(args) == 1 and _is_projections_only(module, kwargs):
             return _attention_forward(module, args[0], self.function)
         with _ReplaceSDPA(self.function):
