@@ -40,21 +40,17 @@ def build(kernel, tensors, rest, options):
 
 
 def tiled(dim, dtype, masked, prefix, aligned):
-    side, mask = 64, torch.uint8 if masked else dtype
+    side, mask = 128, torch.uint8 if masked else dtype
     strides = ((3 * side**2 * dim, dim, 3 * dim),) * 4
     key = launch.CallKey(1, 3, dim, strides, dtype, 0, masked, side, side, prefix, 0.125, aligned)
-    plan = launch.prepare_certificate(key, 1e-5, 1e-5)
-    tensors = (dtype, dtype, mask, torch.uint8, torch.float32, torch.float32)
-    build(plan.kernel, tensors, plan.rest, plan.options)
-    print(plan.kernel.__name__, dim)
-    chain = launch.prepare_attention(key, 0.1, 0).sequence
+    chain = launch.prepare_attention(key, 0.1, 0.0, 0.5).sequence
     dtypes = dict.fromkeys(("q", "k", "v", "o"), dtype) | {"valid": mask}
-    dtypes |= {"expanded_count": torch.int32, "coarse_bits": torch.int32}
+    dtypes |= {"expanded_count": torch.int32, "coarse_bits": torch.int32, "probes": torch.float32}
     dtypes |= {name: piece[2] for name, piece in chain.workspace.tensors.items()}
     for plan, places in chain.steps:
         tensors = [dtypes[chain.names[place]] for place in places]
-        build(plan.kernel, tensors, plan.rest, plan.options)
-        print(plan.kernel.__name__, dim)
+        built = build(plan.kernel, tensors, plan.rest, plan.options)
+        print(plan.kernel.__name__, dim, f"shared {built.metadata.shared}")
 
 
 def rows_of(layout):

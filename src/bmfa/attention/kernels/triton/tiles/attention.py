@@ -127,9 +127,9 @@ def attention_kernel(
             token = tl.load(probe_tokens + probe)
             exact = tl.load(probe_exact + probe * D + columns, mask=in_head, other=0.0)
             difference = result.to(tl.float32) - exact[None, :]
-            square = tl.sum(difference * difference, 1)
-            square = tl.sum(tl.where(on_grid & (tokens + prefix == token), square, 0.0), 0)
-            tl.store(probes + probe * 3, square)
+            errors = tl.sum(difference * difference, 1)  # (S,)
+            error = tl.sum(tl.where(on_grid & (tokens + prefix == token), errors, 0.0), 0)
+            tl.store(probes + probe * 3, error)
 
 
 @triton.jit
