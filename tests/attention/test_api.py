@@ -1,12 +1,18 @@
 """Screened attention: the eager backend against the float64 oracle, forms, errors, gradients."""
 
+import warnings
+from dataclasses import replace
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
 
 from bmfa import Grid, rules, screened_attention
+from bmfa.attention import result as results
 from bmfa.attention.kernels import reference
-from bmfa.attention.kernels.eager import per_query
+from bmfa.attention.kernels.eager import per_query, tiles
+from bmfa.attention.result import ErrorEstimate, Stats
 from bmfa.trees.keys import query_chunks
 from bmfa.trees.layout import quadtree_layout, tile_layout
 from bmfa.trees.pyramid import _full_counts
@@ -228,7 +234,7 @@ def test_chunk_size_does_not_change_the_output(monkeypatch, form):
 
 @pytest.mark.parametrize("name", RULES)
 @pytest.mark.parametrize("masked", [False, True])
-def test_the_certificate_is_never_below_the_error(name, masked):
+def test_the_energy_bound_is_never_below_the_error(name, masked):
     for seed, sharpness in enumerate((0.1, 2.0, 30.0)):
         grid = Grid(6, 7)
         q, k, v = tensors(seed, grid, prefix=2, sharpness=sharpness)
@@ -242,10 +248,10 @@ def test_the_certificate_is_never_below_the_error(name, masked):
             coins=rule.draw(2 * 2 * 44, 4).view(2, 2, 44, 4).numpy() if "random" in name else None,
         )  # fmt: skip
         error = torch.from_numpy(reference.attention_error(q.numpy(), k.numpy(), trees, prefix=2))
-        assert (result.stats.certificate >= error).all()
-        assert result.stats.certified_by == ("scores" if rule.needs == "tokens" else "keys")
+        assert (result.stats.energy_bound >= error).all()
+        assert result.stats.certified_by == ("scores" if rule.needs == "tokens" else "boxes")
         if rule.needs == "tokens":
-            torch.testing.assert_close(result.stats.certificate, error, atol=1e-9, rtol=1e-9)
+            torch.testing.assert_close(result.stats.energy_bound, error, atol=1e-9, rtol=1e-9)
 
 
 def test_the_error_target_is_met_for_every_query():
@@ -255,7 +261,7 @@ def test_the_error_target_is_met_for_every_query():
         stats = screened_attention(
             q, k, v, grid=grid, prefix=1, rule=rules.Optimal(error=target), certificate=True
         ).stats
-        assert float(stats.certificate.max()) <= target + 1e-10
+        assert float(stats.energy_bound.max()) <= target + 1e-10
 
 
 def test_the_output_stays_within_its_bound():
@@ -265,9 +271,13 @@ def test_the_output_stays_within_its_bound():
         q, k, v, grid=grid, rule=rules.Optimal(leaves=0.2), certificate=True
     )
     dense = torch.nn.functional.scaled_dot_product_attention(q, k, v)
+    distance = (result.output - dense).norm(dim=-1)
     longest = v.norm(dim=-1).amax(-1, keepdim=True)
-    bound = longest * (2 * result.stats.certificate).sqrt()
-    assert ((result.output - dense).norm(dim=-1) <= bound).all()
+    assert (distance <= longest * (2 * result.stats.energy_bound).sqrt()).all()
+    assert (distance <= result.stats.certificate).all()
+    diameter = torch.cdist(v, v).amax((-1, -2)).unsqueeze(-1)
+    pinsker = diameter * (result.stats.energy_bound / 2).sqrt()
+    assert (result.stats.certificate <= 2 * pinsker + 1e-9).all()  # radius and diameter
 
 
 def test_fallback_recomputes_what_exceeds_it():
@@ -275,9 +285,10 @@ def test_fallback_recomputes_what_exceeds_it():
     q, k, v = tensors(13, grid)
     common = {"grid": grid, "prefix": 1, "rule": rules.ExactGap(1.0)}
     plain = screened_attention(q, k, v, certificate=True, **common)
-    limit = float(plain.stats.certificate.median())
+    relative = plain.stats.certificate / plain.output.norm(dim=-1)
+    limit = float(relative.median())
     repaired = screened_attention(q, k, v, fallback=limit, **common)
-    above = plain.stats.certificate > limit
+    above = relative > limit
     dense = torch.nn.functional.scaled_dot_product_attention(q, k, v)
     assert repaired.stats.fallback == int(above.sum()) > 0
     torch.testing.assert_close(repaired.output[above], dense[above])
@@ -311,12 +322,116 @@ def test_the_defaults_report_what_ran():
     output, stats = result
     assert output.shape == q.shape
     assert result.tree.shape == (2, 2, 17) and result.tree is result.tree
-    assert (stats.backend, stats.form, stats.rule) == ("dense", "dense", "error 0.1")
+    assert (stats.backend, stats.form, stats.rule) == ("dense", "dense", "error 0.03")
     assert stats.leaf_ratio == stats.density == 1.0
     assert "16" in stats.why
     assert stats.certificate is None and stats.audit is None
     exact = torch.nn.functional.scaled_dot_product_attention(q, k, v)
     torch.testing.assert_close(output, exact)
+
+
+def probes_of(rows):
+    return torch.tensor(rows, dtype=torch.float64).view(1, 1, -1, 3)
+
+
+def test_the_error_is_a_ratio_of_weighted_sums():
+    rows = [[4.0, 100.0, 64.0], [1.0, 25.0, 32.0], [9.0, 1.0, 0.0], [0.0, 4.0, 16.0]]
+    got = ErrorEstimate.from_probes(probes_of(rows), 0.2)
+    assert got.probes == 3  # a probe of weight 0 stands for no query
+    assert got.estimate == pytest.approx(((4 * 64 + 32) / (6400 + 800 + 64)) ** 0.5)
+    assert got.p95 == pytest.approx(0.2)
+    assert got.met is True
+    assert ErrorEstimate.from_probes(probes_of(rows), None).met is None
+    with pytest.raises(AttributeError):
+        got.estimate = 0.0
+
+
+def test_the_uncertainty_is_the_spread_of_repeated_estimates():
+    """The delta method, against the standard deviation over independent samples."""
+    generator = np.random.default_rng(0)
+    estimates = []
+    for _ in range(400):
+        norm = generator.gamma(4.0, size=200)
+        error = 0.01 * norm * generator.gamma(2.0, size=200)
+        weight = generator.uniform(20, 64, 200)
+        rows = np.stack((error, norm, weight), -1)
+        estimates.append(ErrorEstimate.from_probes(probes_of(rows.tolist()), None))
+    spread = np.std([x.estimate for x in estimates])
+    assert np.mean([x.uncertainty for x in estimates]) == pytest.approx(spread, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("rows", "estimate", "uncertainty"),
+    [
+        ([[0.0, 1.0, 64.0]], 0.0, 0.0),
+        ([[1.0, 4.0, 64.0]], 0.5, float("inf")),
+        ([[0.0, 0.0, 0.0]], 0.0, 0.0),
+        ([[1.0, 0.0, 64.0], [0.0, 0.0, 64.0]], float("inf"), float("inf")),
+    ],
+)
+def test_the_error_of_few_probes(rows, estimate, uncertainty):
+    got = ErrorEstimate.from_probes(probes_of(rows), None)
+    assert (got.estimate, got.uncertainty) == (estimate, uncertainty)
+
+
+def test_the_error_of_a_call_is_that_of_its_output():
+    grid = Grid(64, 64)
+    torch.manual_seed(0)
+    q, k, v = torch.randn(3, 1, 2, 1 + grid.size, 32)
+    result = screened_attention(0.5 * q, k, v, grid=grid, prefix=1, leaves=0.3, form="tiled")
+    dense = torch.nn.functional.scaled_dot_product_attention(0.5 * q, k, v)
+    true = float((result.output - dense).norm() / dense.norm())
+    measured = result.stats.error
+    assert measured is result.stats.error and measured.target is None and measured.met is None
+    assert measured.probes > 90 and 0 < measured.uncertainty < 0.3 * measured.estimate
+    assert abs(measured.estimate - true) < 4 * measured.uncertainty
+    assert measured.estimate < measured.p95
+
+
+def test_dense_attention_has_no_error_and_trees_have_no_estimate():
+    q, k, v = tensors(15, GRID)
+    stats = screened_attention(q, k, v, grid=GRID, prefix=1).stats
+    assert stats.error == ErrorEstimate(0.03, 0.0, 0.0, 0.0, 0) and stats.error.met
+    stats = screened_attention(q, k, v, grid=GRID, prefix=1, rule="gamma:0.05").stats
+    assert stats.error is None
+
+
+def test_a_missed_target_warns_once_for_each_target(monkeypatch):
+    monkeypatch.setattr(results, "_warned_targets", set())
+    missed = partial(ErrorEstimate, 0.01, 0.05, 0.1, 0.002, 64)
+    with pytest.warns(UserWarning, match=r"output error of 0\.05, and the target is 0\.01"):
+        assert Stats("triton", "tiled", "", "", measure_error=missed).error.met is False
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert Stats("triton", "tiled", "", "", measure_error=missed).error.met is False
+        met = partial(ErrorEstimate, 0.04, 0.05, 0.1, 0.02, 64)
+        assert Stats("triton", "tiled", "", "", measure_error=met).error.met is True
+    other = partial(ErrorEstimate, 0.02, 0.05, 0.1, 0.002, 64)
+    with pytest.warns(UserWarning, match=r"the target is 0\.02"):
+        assert Stats("triton", "tiled", "", "", measure_error=other).error.met is False
+
+
+def test_a_call_on_a_cpu_warns_at_once(monkeypatch):
+    monkeypatch.setattr(results, "_warned_targets", set())
+    probes = torch.tensor([[1.0, 4.0, 64.0], [1.1, 4.0, 64.0]])
+    compute = tiles.tiled_attention
+
+    def with_errors(*args, **kwargs):
+        found = compute(*args, **kwargs)
+        return replace(found, probes=probes.expand(*found.probes.shape[:2], 2, 3))
+
+    monkeypatch.setattr(tiles, "tiled_attention", with_errors)
+    q, k, v = tensors(3, Grid(16, 16))
+    with pytest.warns(UserWarning, match="measured an output error"):
+        screened_attention(q, k, v, grid=(16, 16), prefix=1, error=0.05, form="tiled")
+
+
+def test_the_text_of_stats_reads_no_tensor():
+    stats = Stats(
+        "triton", "tiled", "error 0.1", "", torch.empty(1, 2, 9, device="meta"), fallback=3,
+        measure_error=pytest.fail,
+    )  # fmt: skip
+    assert "certificate=tensor(1, 2, 9)" in repr(stats) and "fallback=3" in repr(stats)
 
 
 def test_trees_are_built_when_they_are_read(monkeypatch):
@@ -393,6 +508,8 @@ GRID = Grid(4, 4)
         ({"error": 0.1, "leaves": 3}, ValueError, "error and leaves are given"),
         ({"audit": 2.0}, ValueError, "audit is 2.0"),
         ({"fallback": -0.1}, ValueError, "fallback is -0.1"),
+        ({"certificate": "keys"}, ValueError, "certificate is 'keys'; pass True, False, 'scores'"),
+        ({"certificate": 1}, ValueError, "certificate is 1; pass True"),
         ({"rule": "gamma"}, ValueError, "rule 'gamma'"),
         ({"rule": 0.005}, TypeError, "rule is 0.005; pass one of bmfa.rules"),
         ({"grid": 16}, TypeError, r"grid is 16; did you mean Grid\(4, 4\)?"),

@@ -49,7 +49,6 @@ their mean there, which changes no attention. `_Rounding` bounds the errors.
 Shapes: G = B * H heads, T tiles of S slots, R = T groups, P prefix tokens, C groups of a chunk.
 """
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -62,6 +61,9 @@ from bmfa.attention.tiling import Tiling, tiles_to_tokens, tokens_to_tiles, unfl
 # Values in memory at once for each of a few temporaries: 4 or 8 MB, in the cache of a CPU; an accelerator
 # needs larger ones to be busy.
 CHUNK_ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 25}
+# Products of weights and values that are added in float32 before float64 takes over: a sum of n terms may
+# be off by n roundings, and 512 of them are as much as the rounding of a score.
+SUM_TERMS = 512
 
 
 def rounding_unit(dtype: torch.dtype) -> float:
@@ -282,17 +284,18 @@ def _bound_by_scores(
         tile_mass = unflatten(spatial, 1, (tiles, slots)).sum(-1).double()  # (C S, T)
         prefix_mass = prefix.sum(-1, dtype=torch.float64)
         mass = tile_mass.sum(-1) + prefix_mass
-        output = head.center + (weights @ values).double() / mass.unsqueeze(-1)
+        output = head.center + _blocked_product(weights, values) / mass.unsqueeze(-1)
         score = abs(head.factor) * _norm(q) * largest_key
         own = score_rounding(dim, score, working)
         # In float32 the values are rounded too, relative to their distance from the mean.
-        rounding = attention_rounding(own, head.terms, head.diameter, head.diameter, working)
+        rounding = attention_rounding(own, SUM_TERMS, head.diameter, head.diameter / 2, working)
         rounding = rounding + UNIT * (head.terms + 64) * head.largest_value
         away = _norm(head.output[groups] - unflatten(output, 0, q.shape[:2]))
         distance[groups] = _round_up(away + rounding)
         # log Z - log Z~, relative to the mean key and the largest score of a query.
         shift = head.factor * (q @ k_mean) + largest.double().view(q.shape[:2])
-        tangent = _tangents(head, q_mean, difference)[0] - shift.unsqueeze(-1)
+        log_mass, p = _representative_softmax(head, q_mean)
+        tangent = _tangents(head, log_mass, p, difference) - shift.unsqueeze(-1)
         exact_mass = unflatten(tile_mass, 0, q.shape[:2])
         log_weight = tangent.masked_fill(~merged.unsqueeze(1), -torch.inf)
         kept = exact_mass.masked_fill(merged.unsqueeze(1), 0.0).sum(-1)
@@ -301,7 +304,7 @@ def _bound_by_scores(
         log_weight = log_weight - log_z.unsqueeze(-1)
         excess = (exact_mass.log() - tangent).clamp(min=0).where(merged.unsqueeze(1), 0.0)
         off = _Rounding.of(head, q, q_mean, _norm(difference)).logits + own
-        off = 6 * (off + rounding_unit(working) * (head.terms + 64))
+        off = 6 * (off + rounding_unit(working) * (slots + 64))
         total = _round_up(_divergence(log_weight, excess) + off)
         divergence[groups] = total.where(merged.any(-1, keepdim=True), 0.0)
     return distance, divergence
@@ -366,7 +369,9 @@ def _bound_chunk(head: _Head, groups: Tensor, expanded: Tensor) -> tuple[Tensor,
     length = _norm(difference)
     rounding = _Rounding.of(head, q, q_mean, length)
     merged = ~expanded & head.occupied  # (C, T)
-    tangent, v_tangent = _tangents(head, q_mean, difference)  # (C, S, T), (C, T, e)
+    log_mass, p = _representative_softmax(head, q_mean)
+    v_tangent = (p @ head.v).transpose(0, 1)  # (C, T, e)
+    tangent = _tangents(head, log_mass, p, difference)  # (C, S, T)
     tangent = tangent.masked_fill(~merged.unsqueeze(1), -torch.inf)
     attention, log_z = _attention(head, q, tangent, v_tangent, expanded)
     log_weight = tangent - log_z.unsqueeze(-1)  # (C, S, T), -inf for exact tiles
@@ -388,16 +393,27 @@ def _bound_chunk(head: _Head, groups: Tensor, expanded: Tensor) -> tuple[Tensor,
     return distance, _round_up(divergence.where(some, 0.0))
 
 
-def _tangents(head: _Head, q_mean: Tensor, difference: Tensor) -> tuple[Tensor, Tensor]:
-    """(C, S, T) logits of all tiles, and (C, T, e) their values."""
+def _representative_softmax(head: _Head, q_mean: Tensor) -> tuple[Tensor, Tensor]:
+    """(C, T) A_L(qbar), -inf for tiles without a token, and (T, C, S) weights p."""
     scores = head.factor * (q_mean @ head.k.flatten(0, 1).T)
     scores = head.mask_slots(unflatten(scores, 1, head.k.shape[:2]))  # (C, T, S)
-    log_mass = scores.logsumexp(-1)  # (C, T), -inf for tiles without a token
-    weights = (scores - log_mass.unsqueeze(-1)).exp().transpose(0, 1)  # (T, C, S)
-    weights = weights.where(head.occupied[:, None, None], 0.0)
-    k_tangent, v_tangent = ((weights @ x).transpose(0, 1) for x in (head.k, head.v))  # (C, T, *)
-    tangent = head.factor * (difference @ k_tangent.transpose(1, 2)) + log_mass.unsqueeze(1)
-    return tangent, v_tangent
+    log_mass = scores.logsumexp(-1)
+    weights = (scores - log_mass.unsqueeze(-1)).exp().transpose(0, 1)
+    return log_mass, weights.where(head.occupied[:, None, None], 0.0)
+
+
+def _tangents(head: _Head, log_mass: Tensor, p: Tensor, difference: Tensor) -> Tensor:
+    """(C, S, T) logits of all tiles."""
+    k_tangent = (p @ head.k).transpose(0, 1)  # (C, T, d)
+    return head.factor * (difference @ k_tangent.transpose(1, 2)) + log_mass.unsqueeze(1)
+
+
+def _blocked_product(weights: Tensor, values: Tensor) -> Tensor:
+    """Product in float64 of sums of SUM_TERMS terms each."""
+    total = weights.new_zeros(len(weights), values.shape[1], dtype=torch.float64)
+    for part, rows in zip(weights.split(SUM_TERMS, 1), values.split(SUM_TERMS), strict=True):
+        total += part @ rows
+    return total
 
 
 def _attention(
@@ -422,17 +438,18 @@ def _attention(
 
 
 def _range(head: _Head, difference: Tensor, length: Tensor) -> Tensor:
-    """(C, S, T) upper bound on the range of c (q - qbar) . k over the keys of each tile."""
+    """(C, S, T) upper bound on the range of c (q - qbar) . k over the keys of each tile.
+
+    A difference of queries is off by a unit of the longest one, the mean that is subtracted from keys by
+    S units of the longest one, and products of d terms by d + 8 units of the norms.
+    """
+    slots, dim = head.k.shape[1:]
     box = difference.abs() @ head.k_extent.T
     ball = 2 * length.unsqueeze(-1) * head.k_radius
-    # Differences of q and of k are off by roundings of what is subtracted, products by d + 8 units.
-    dim = head.k.shape[-1]
-    largest_q = (_norm(head.q).amax() + _norm(head.q_mean).amax()) * math.sqrt(dim)
-    rounding = 8 * UNIT * (dim + 8) * (
-        largest_q * (head.k_extent.amax() * math.sqrt(dim) + head.k_radius.amax())
-        + length.unsqueeze(-1) * head.largest_key * math.sqrt(dim)
-    )  # fmt: skip
-    return abs(head.factor) * (torch.minimum(box, ball) + rounding)
+    key_size = head.k_radius.amax() + head.k_extent.amax() * dim**0.5
+    rounding = _norm(head.q).amax() * key_size + (dim + slots) * length * head.largest_key
+    span = torch.minimum(box, ball) * (1 + 8 * UNIT * (dim + 8))
+    return abs(head.factor) * (span + 8 * UNIT * rounding.unsqueeze(-1))
 
 
 def _divergence(log_weight: Tensor, excess: Tensor) -> Tensor:
