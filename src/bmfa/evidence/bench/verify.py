@@ -55,10 +55,17 @@ def check_dense(names: Sequence[str], dtype: torch.dtype, device: str, dims: Seq
 def _tokens(
     seed: int, grid: Grid, prefix: int, dim: int, dtype: torch.dtype, masked: bool
 ) -> tuple[list[Tensor], Tensor | None]:
-    """Return random q, k, v, (1, HEADS, prefix + N, d), and a mask; masked tokens are NaN."""
+    """Return random q, k, v, (1, HEADS, prefix + N, d), and a mask; masked tokens are NaN.
+
+    Keys grow over the grid, so that tiles differ by more than rounding in what they lose.
+    """
     generator = torch.Generator().manual_seed(seed)
     shape = (1, HEADS, prefix + grid.size, dim)
-    tokens = [torch.randn(shape, generator=generator).to(dtype) for _ in range(3)]
+    q, k, v = (torch.randn(shape, generator=generator) for _ in range(3))
+    row = torch.arange(grid.height).unsqueeze(1) / grid.height
+    column = torch.arange(grid.width) / grid.width
+    k[:, :, prefix:] *= (0.2 + 0.6 * row + 1.2 * column).flatten().unsqueeze(-1)
+    tokens = [x.to(dtype) for x in (q, k, v)]
     if not masked:
         return tokens, None
     valid = torch.rand(1, grid.size, generator=generator) < 0.8
