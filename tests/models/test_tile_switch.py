@@ -41,6 +41,8 @@ SMALL, LARGE = 32, 256
 TILES = {"leaves": 0.05, "layers": "all"}
 SOURCES = str(Path(bmfa.__file__).parent)
 HOSTS = ["vit", "hf-dinov2"]
+# Calls into bmfa in a forward pass at a size that is known to run dense.
+DENSE_CALLS = ["TileSwitch.__call__", "is_capturing", "ForwardState.forget"]
 
 
 def test_the_sizes_of_this_file_are_on_both_sides_of_the_threshold() -> None:
@@ -107,20 +109,33 @@ def test_a_dense_pass_calls_bmfa_once_not_in_every_layer(name: str) -> None:
     patch(model, layers="all")
     run(model, pixels)
     calls = without_embedded(calls_into_bmfa(lambda: run(model, pixels)))
-    assert calls == ["TileSwitch.__call__", "is_capturing", "ForwardState.forget"]
+    assert calls == DENSE_CALLS
 
 
 @pytest.mark.parametrize("name", HOSTS)
-def test_a_dense_pass_after_tiles_makes_few_calls_in_every_layer(name: str) -> None:
+def test_a_dense_pass_after_tiles_calls_bmfa_once_again(name: str) -> None:
+    model, pixels = make_model(name), pixels_of(SMALL)
+    classes = [type(module) for module in model.modules()]
+    patch(model, **TILES)
+    run(model, pixels_of(LARGE))
+    assert is_active(model)
+    run(model, pixels)
+    assert [type(module) for module in model.modules()] == classes
+    assert calls_into_bmfa(lambda: run(model, pixels)) == DENSE_CALLS
+
+
+@pytest.mark.parametrize("name", HOSTS)
+def test_a_dense_pass_after_gradients_of_tiles_makes_few_calls_in_every_layer(name: str) -> None:
     model, pixels = make_model(name), pixels_of(SMALL)
     full = run(model, pixels)
     patch(model, **TILES)
-    run(model, pixels_of(LARGE))
+    model(pixels_of(LARGE))  # gradient checkpointing might recompute its blocks
     assert torch.equal(run(model, pixels), full)
+    assert is_active(model)
     calls = calls_into_bmfa(lambda: run(model, pixels))
     assert not any("Screened" in call and "uses_host" not in call for call in calls), calls
     assert not any("screened_attention" in call for call in calls)
-    assert len(calls) <= 3 + 8 * 3  # three layers
+    assert len(calls) <= len(DENSE_CALLS) + 8 * 3  # in three layers
 
 
 @pytest.mark.parametrize("name", sorted(SIZED))
@@ -177,13 +192,15 @@ def test_recording_a_dense_layer_says_why(name: str) -> None:
     assert reasons == {stats.why}
 
 
-def test_recording_at_a_size_with_tiles_leaves_them_active() -> None:
+def test_recording_inside_another_and_at_both_sizes() -> None:
     model = patch(make_model("vit"), **TILES)
     with record(model, trees=False) as outer, record(model, trees=False) as recording:
-        run(model, pixels_of(LARGE))
-        run(model, pixels_of(SMALL))
-    assert [stats.form for stats in recording[0].stats] == ["tiled", "dense"]
+        for size in (LARGE, SMALL, LARGE):
+            run(model, pixels_of(size))
+    assert [stats.form for stats in recording[0].stats] == ["tiled", "dense", "tiled"]
     assert not outer.layers and is_active(model)
+    run(model, pixels_of(SMALL))
+    assert not is_active(model)
     assert not any(layer.token_grid.observers for layer in screened_layers(model))
 
 
@@ -227,6 +244,29 @@ def test_tiles_become_active_inside_a_dense_pass(name: str) -> None:
         assert torch.equal(inner[1], expected)
         assert torch.equal(run(model, pixels), full)
         handle.remove()
+
+
+@pytest.mark.parametrize("name", HOSTS)
+def test_a_dense_pass_inside_a_tiled_one_leaves_its_tiles(name: str) -> None:
+    model, pixels = make_model(name), pixels_of(LARGE)
+    full = run(model, pixels_of(SMALL))
+    expected = run(patch(copy.deepcopy(model), form="tiled", **TILES), pixels)
+    patch(model, **TILES)
+    host = find_host(model)
+    for module in (host.projection, host.blocks[0], host.blocks[1]):
+        inner: list[Tensor] = []
+
+        def run_small(*_: object, inner: list[Tensor] = inner) -> None:
+            if not inner:
+                inner.append(full)
+                inner.append(run(model, pixels_of(SMALL)))
+
+        handle = module.register_forward_hook(run_small)
+        assert torch.equal(run(model, pixels), expected)
+        assert torch.equal(inner[1], full)
+        handle.remove()
+    run(model, pixels_of(SMALL))
+    assert not is_active(model)
 
 
 @pytest.mark.parametrize("name", HOSTS)
@@ -286,8 +326,15 @@ def test_a_copied_attention_does_not_copy_the_model() -> None:
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-@pytest.mark.parametrize("name", HOSTS)
-@pytest.mark.parametrize("first", [SMALL, LARGE])
+@pytest.mark.parametrize(
+    ("name", "first"),
+    [
+        ("vit", SMALL),
+        ("vit", LARGE),
+        ("hf-dinov2", SMALL),
+        pytest.param("hf-dinov2", LARGE, marks=pytest.mark.slow),
+    ],
+)
 @torch.no_grad()
 def test_compiled_models_switch_between_sizes(name: str, first: int) -> None:
     model = make_model(name)

@@ -72,6 +72,11 @@ class ForwardState(Generic[State]):
         finally:
             thread["state"], thread["task"], thread["fixed"] = before
 
+    @property
+    def in_use(self) -> bool:
+        """True while tokens with an attached state live."""
+        return bool(self._attached)
+
     def attach(self, tokens: Tensor, state: State) -> None:
         """Associate the state with the storage of the tokens until that is freed."""
         if torch.compiler.is_compiling():

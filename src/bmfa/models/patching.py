@@ -104,7 +104,7 @@ def patch(
         ScreenedLayer(index, token_grid, _options_of_layer(options, index)) for index in indices
     ]
     decisions = _add_decisions(host, screened)
-    token_grid.uses_tiles = not decisions
+    token_grid.uses_tiles = token_grid.keeps_tiles = not decisions
     for layer in screened:
         host.replacement(layer).install(host.attentions[layer.layer], active=not decisions)
     for index, block in enumerate(host.blocks):

@@ -14,7 +14,7 @@ from bmfa.attention.result import Screened
 from bmfa.grid import Grid
 from bmfa.models.dense_decision import DenseDecision
 from bmfa.models.hosts.base import AttentionFunction, replacements_in
-from bmfa.models.tile_switch import activate_layers, deactivate_layers
+from bmfa.models.tile_switch import begin_observing, end_observing
 
 
 @dataclass(frozen=True, eq=False)
@@ -88,19 +88,15 @@ def observe(model: nn.Module, observer: Observer) -> Iterator[None]:
     """
     layers = screened_layers(model)
     before = [layer.observer for layer in layers]
-    token_grids = {id(layer.token_grid): layer.token_grid for layer in layers}.values()
+    token_grids = list({id(layer.token_grid): layer.token_grid for layer in layers}.values())
     for layer in layers:
         layer.observer = observer
-    for token_grid in token_grids:
-        token_grid.observers += 1
     if layers:
-        activate_layers(model.modules())
+        begin_observing(model, token_grids)
     try:
         yield
     finally:
         for layer, previous in zip(layers, before, strict=True):
             layer.observer = previous
-        for token_grid in token_grids:
-            token_grid.observers -= 1
-        if layers and not any(grid.uses_tiles or grid.observers for grid in token_grids):
-            deactivate_layers(model.modules())
+        if layers:
+            end_observing(model, token_grids)

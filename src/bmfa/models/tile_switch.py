@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from threading import RLock
+from threading import RLock, get_ident
 from typing import Any
 
 import torch
@@ -24,8 +24,10 @@ class TileSwitch:
     """Forward hook of the patch projection of a model whose layers may all run dense.
 
     The modules of the model run their own forward, without overrides, until an image arrives for which a
-    layer does not run dense. Then the overrides become active, and stay so: gradient checkpointing may
-    still recompute blocks of that image. From there on every block looks up the decision for its tokens.
+    layer does not run dense. Then the overrides become active, until an image that runs dense arrives
+    while no other one is in the model. They stay active after a pass with gradients, because gradient
+    checkpointing may recompute its blocks, and after torch.compile has read them. While they are active,
+    every block looks up the decision for its tokens.
 
     The replicas of nn.DataParallel share this hook. They are copies of the modules as they were before
     the forward pass, so the pass that activates the overrides still runs dense in them.
@@ -39,27 +41,45 @@ class TileSwitch:
 
     def __call__(self, module: nn.Module, inputs: Any, output: Tensor) -> None:
         if torch.compiler.is_compiling():
-            if not self._is_dense_in_graph(output):
-                self.activate()
-            elif not (self.token_grid.uses_tiles or self.token_grid.observers):
+            if not self._is_dense_in_graph(output) or self.token_grid.uses_tiles:
+                self.keep_active()
+            elif not self.token_grid.observers:
                 return
         else:
             key = (output.shape, output.dtype, output.device, is_capturing(output))
             if key in self.dense_inputs or self._decide(key, output):
+                if self.token_grid.uses_tiles:
+                    self._deactivate_if_unused()
                 if not self.token_grid.observers:
                     self.token_grid.passes.forget()
                     return
             else:
-                self.activate()
+                self._activate_for_pass()
         self.token_grid(module, inputs, output)
 
     # torch.compile calls this function while it traces, before it reads the modules that change.
     @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-    def activate(self) -> None:
+    def keep_active(self) -> None:
         """Make the overrides active for good."""
         with _LOCK:
-            self.token_grid.uses_tiles = True
-            activate_layers(self.modules)
+            _activate(self.modules)
+            self.token_grid.uses_tiles = self.token_grid.keeps_tiles = True
+
+    def _activate_for_pass(self) -> None:
+        with _LOCK:
+            self.token_grid.starting.add(get_ident())
+            if not self.token_grid.uses_tiles:
+                _activate(self.modules)
+                self.token_grid.uses_tiles = True
+
+    def _deactivate_if_unused(self) -> None:
+        token_grid = self.token_grid
+        with _LOCK:
+            if token_grid.keeps_tiles or token_grid.starting or token_grid.passes.in_use:
+                return
+            token_grid.uses_tiles = False
+            if not token_grid.observers:
+                _deactivate(self.modules)
 
     def _decide(self, key: tuple[Any, ...], output: Tensor) -> bool:
         if torch._C._get_tracing_state() is not None:
@@ -94,21 +114,36 @@ class TileSwitch:
         )
 
 
-def activate_layers(modules: Iterable[nn.Module]) -> None:
-    """Make the overrides and replacements of modules active."""
+def begin_observing(model: nn.Module, token_grids: Iterable[TokenGrid]) -> None:
+    """Make the overrides of a model active until `end_observing`."""
     with _LOCK:
-        for module in modules:
-            if (replacement := replacement_of(module)) is not None:
-                replacement.activate(module)
-            if override_of(module) is not None:
-                activate_override(module)
+        for token_grid in token_grids:
+            token_grid.observers += 1
+        _activate(model.modules())
 
 
-def deactivate_layers(modules: Iterable[nn.Module]) -> None:
-    """Undo `activate_layers`."""
+def end_observing(model: nn.Module, token_grids: Iterable[TokenGrid]) -> None:
+    """Undo `begin_observing`, unless the model uses tiles or something else observes it."""
     with _LOCK:
-        for module in modules:
-            if (replacement := replacement_of(module)) is not None:
-                replacement.deactivate(module)
-            if override_of(module) is not None:
-                deactivate_override(module)
+        in_use = False
+        for token_grid in token_grids:
+            token_grid.observers -= 1
+            in_use = in_use or token_grid.uses_tiles or token_grid.observers > 0
+        if not in_use:
+            _deactivate(model.modules())
+
+
+def _activate(modules: Iterable[nn.Module]) -> None:
+    for module in modules:
+        if (replacement := replacement_of(module)) is not None:
+            replacement.activate(module)
+        if override_of(module) is not None:
+            activate_override(module)
+
+
+def _deactivate(modules: Iterable[nn.Module]) -> None:
+    for module in modules:
+        if (replacement := replacement_of(module)) is not None:
+            replacement.deactivate(module)
+        if override_of(module) is not None:
+            deactivate_override(module)

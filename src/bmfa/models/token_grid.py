@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -31,7 +32,13 @@ class TokenGrid:
     handle: Any = None
     # By token count: the grid of all passes so far, or None if several grids have that many tokens.
     unique: dict[int, Grid | None] = field(default_factory=dict)
-    uses_tiles: bool = False  # True if the layers of the model stay active
+    uses_tiles: bool = (
+        False  # True if the layers of the model are active, for others than observers
+    )
+    keeps_tiles: bool = False  # True if they stay active: graphs or recomputed blocks rely on it
+    starting: set[int] = field(
+        default_factory=set
+    )  # threads before the first block of a tiled pass
     observers: int = 0  # number of `with observe(model)` blocks that are open
 
     def watch(self, projection: nn.Module, hook: Callable[..., None] | None = None) -> None:
@@ -123,6 +130,10 @@ class BlockGrid:
             return forward(*args, **kwargs)
         passes = self.token_grid.passes
         passes.attach(args[0], grid)
+        if not torch.compiler.is_compiling():
+            self.token_grid.starting.discard(get_ident())
+            if torch.is_grad_enabled():  # gradient checkpointing may recompute the block
+                self.token_grid.keeps_tiles = True
         output = passes.run_with(grid, partial(forward, *args, **kwargs))
         passes.attach(output[0] if isinstance(output, tuple) else output, grid)
         return output
