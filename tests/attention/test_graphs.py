@@ -24,7 +24,8 @@ CALLS: dict[str, tuple[Grid, dict[str, Any]]] = {
     "tiled": (SMALL, TILED),
     "auto": (LONG, {"error": 0.1}),
     "leaves": (LONG, {"leaves": 0.1}),
-    "certified": (SMALL, {**TILED, "certificate": True, "fallback": 0.05}),
+    "certified": (SMALL, {"form": "tiled", "leaves": 0.3, "certificate": True, "fallback": 0.5}),
+    "boxes": (SMALL, {**TILED, "certificate": "boxes"}),
     "reference": (SMALL, {**TILED, "backend": "reference"}),
     "z": (Grid(16, 16), {**TILED, "order": "z"}),
     "optimal": (SMALL, {"rule": rules.Optimal(0.002)}),
@@ -145,12 +146,13 @@ def test_stats_of_compiled_calls(name: str) -> None:
 
     def facts(*qkv: Tensor) -> tuple[Any, ...]:
         stats = attend.call(*qkv).stats
-        return stats.certificate, torch.as_tensor(stats.fallback)
+        return stats.certificate, stats.energy_bound, torch.as_tensor(stats.fallback)
 
     qkv = tokens(attend.grid, size=1.0)
     got = torch.compile(facts, fullgraph=True, backend="aot_eager")(*qkv)
     want = facts(*qkv)
-    assert torch.equal(got[0], want[0]) and int(got[1]) == int(want[1]) > 0
+    assert torch.equal(got[0], want[0]) and torch.equal(got[1], want[1])
+    assert int(got[2]) == int(want[2]) > 0
 
 
 @pytest.mark.parametrize("name", ["tiled", "optimal"])
@@ -162,6 +164,17 @@ def test_trees_of_compiled_calls(name: str) -> None:
     assert torch.equal(got.tree.leaf_index, want.tree.leaf_index)
     assert got.stats.leaf_ratio == want.stats.leaf_ratio
     assert got.stats.density == want.stats.density
+    assert got.stats.error == want.stats.error
+    assert (got.stats.error is None) == (name == "optimal")
+
+
+@pytest.mark.parametrize("size", [0.1, 1.0])
+def test_the_error_of_compiled_calls_that_may_be_dense(size: float) -> None:
+    attend = Attend("auto")
+    qkv = tokens(LONG, size=size)
+    got = torch.compile(lambda *qkv: attend.call(*qkv), backend="eager")(*qkv).stats.error
+    want = attend.call(*qkv).stats.error
+    assert got == want and got is not None and got.met and (got.estimate == 0) == (size == 1.0)
 
 
 def test_compiled_tiles_still_refuse_nan() -> None:

@@ -1,5 +1,6 @@
 """The certificate is at least |output - exact| of the output that is returned, for every query."""
 
+import math
 import warnings
 from dataclasses import dataclass
 from typing import Any
@@ -100,7 +101,9 @@ class Problem:
                         p = np.exp(s - log_mass)
                         tangent = log_mass + factor * ((q[0, h, rows] - mean) @ (p @ keys))
                         with np.errstate(divide="ignore"):
-                            logits[:, self.prefix + np.array(members)] = tangent[:, None] + np.log(p)
+                            logits[:, self.prefix + np.array(members)] = tangent[:, None] + np.log(
+                                p
+                            )
                 result[0, h, rows] = _divergence(logits, scores[0, h, rows])
         return result
 
@@ -186,12 +189,14 @@ def run(problem: Problem, **options: Any) -> Any:
         )
 
 
-def expanded_tiles(result: Any) -> Tensor:
-    """(B, H, R, T) from the trees of a call."""
+def expanded_tiles(result: Any, order: str = "raster") -> Tensor:
+    """(B, H, R, T) in raster order from the trees of a call."""
     tree, grid = result.tree, result.tree.grid
     tiling = Tiling(grid)
     prefix = tree.shape[2] - grid.size
-    leaf = tree.leaf_index[:, :, prefix:]  # (B, H, N, N)
+    leaf = tree.leaf_index[:, :, prefix:].cpu()  # (B, H, N, N)
+    if order == "z":
+        leaf = leaf[:, :, grid.z_rank]
     marks = torch.zeros(*leaf.shape[:2], tiling.groups, tiling.tiles, dtype=torch.bool)
     for group, queries in enumerate(tiling.slot_tokens):
         for tile, keys in enumerate(tiling.slot_tokens):
@@ -219,7 +224,9 @@ def test_no_adversarial_query_is_further_from_exact_than_its_certificate(
         below = bound.numpy().astype(np.longdouble) < distance
         assert not below.any(), (seed, bound.numpy()[below][:3], distance[below][:3])
         divergence = problem.tau * problem.divergence(expanded_tiles(result))
-        below = energy.numpy().astype(np.longdouble) < divergence - _representative_rounding(problem)
+        below = energy.numpy().astype(np.longdouble) < divergence - _representative_rounding(
+            problem
+        )
         assert not below.any(), (seed, energy.numpy()[below][:3], divergence[below][:3])
 
 
@@ -248,6 +255,30 @@ def test_any_output_and_any_expanded_tiles_are_bounded(seed: int, kind: str) -> 
     assert (bound.distance.numpy().astype(np.longdouble) >= distance).all()
     divergence = problem.divergence(expanded) - _representative_rounding(problem)
     assert (bound.divergence.numpy().astype(np.longdouble) >= divergence).all()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_weights_that_underflow(dtype: torch.dtype, kind: str) -> None:
+    """A bright token in a merged tile: what is exact is at most exp(-100) or exp(-740) of it."""
+    grid, prefix = Grid(8, 16), 2
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = torch.randn(3, 1, 2, prefix + grid.size, 16, generator=generator).to(dtype)
+    expanded = torch.zeros(1, 2, 2, 2, dtype=torch.bool)
+    expanded[..., 1] = True
+    smallest = -math.log(torch.finfo(dtype).tiny)
+    # Two opposite queries of a group see a key that their representative does not see.
+    q[..., 0] = 0.0
+    q[:, :, 40, 0], q[:, :, 41, 0] = 1.0, -1.0
+    k[:, :, prefix] = 0.0
+    for size in np.linspace(0.8, 1.3, 11) * smallest:
+        k[:, :, prefix, 0] = 4 * float(size)
+        problem = Problem(q, k, v, grid, prefix)
+        bound = bounds(problem, v, expanded, kind)
+        divergence = problem.divergence(expanded) - _representative_rounding(problem)
+        assert divergence[:, :, 40].min() > 0.5 * size
+        assert (bound.divergence.numpy().astype(np.longdouble) >= divergence).all()
+        assert (bound.distance.numpy().astype(np.longdouble) >= problem.distance(v)).all()
 
 
 @pytest.mark.parametrize("seed", range(0, 126, 5))
@@ -286,7 +317,9 @@ def test_flat_and_textured_keys_with_a_fallback(kind: str) -> None:
     kept = ~result.stats.recomputed
     assert int((~kept).sum()) == result.stats.fallback
     assert torch.equal(result.output[kept], before.output[kept])
-    assert bool((before.stats.certificate[kept] <= 0.01 * before.output.double().norm(dim=-1)[kept]).all())
+    assert bool(
+        (before.stats.certificate[kept] <= 0.01 * before.output.double().norm(dim=-1)[kept]).all()
+    )
 
 
 def smooth(size: float, side: int = 32) -> Problem:
@@ -306,7 +339,9 @@ def test_the_example_of_the_readme_scaled(size: int, kind: str) -> None:
     distance = problem.distance(result.output)
     assert (result.stats.certificate.numpy() >= distance).all()
     divergence = problem.divergence(expanded_tiles(result))
-    assert (result.stats.energy_bound.numpy() >= divergence - _representative_rounding(problem)).all()
+    assert (
+        result.stats.energy_bound.numpy() >= divergence - _representative_rounding(problem)
+    ).all()
     repaired = run(problem, error=0.05, certificate=kind, fallback=0.05)
     output = repaired.output.double().norm(dim=-1).numpy()
     assert (problem.distance(repaired.output) <= 0.05 * output).all()
@@ -389,7 +424,9 @@ def test_chunks_do_not_change_the_bound(monkeypatch: pytest.MonkeyPatch, kind: s
     module = "bmfa.attention.kernels.eager.certificate.CHUNK_ELEMENTS"
     monkeypatch.setattr(module, {"cpu": 1})
     small = run(problem, leaves=0.5, certificate=kind)
-    torch.testing.assert_close(small.stats.certificate, result.stats.certificate, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(
+        small.stats.certificate, result.stats.certificate, rtol=1e-5, atol=1e-6
+    )
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -418,6 +455,39 @@ def test_certificates_belong_to_their_queries_in_every_order(
     if kind == "scores":
         apart = plain.stats.certificate.numpy() - distance
         assert apart.min() >= 0 and apart.max() < 1e-10  # scores below 100, float64
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of NumPy, in the interpreter
+@pytest.mark.parametrize("backend", ["triton", "reference"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("order", ["raster", "z"])
+def test_every_backend_is_certified(order: str, dtype: torch.dtype, backend: str) -> None:
+    """Triton numbers tiles in the order of the tokens, and rounds what it stores to the dtype."""
+    if backend == "triton":
+        pytest.importorskip("triton")
+    torch.manual_seed(11)
+    grid, prefix, dim = Grid(16, 32 if order == "raster" else 16), 2, 32
+    q, k, v = torch.randn(3, 1, 2, prefix + grid.size, dim)
+    k[:, :, prefix:] *= torch.linspace(0.1, 2, grid.size).view(-1, 1)
+    rows = torch.cat((torch.arange(prefix), prefix + grid.z_order)) if order == "z" else slice(None)
+    problem = Problem(*(x.to(dtype) for x in (q, k, v)), grid, prefix, scale=dim**-0.5)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    permuted = [x[:, :, rows].to(device) for x in (problem.q, problem.k, problem.v)]
+    for kind in KINDS:
+        result = screened_attention(
+            *permuted, grid=grid, prefix=prefix, leaves=0.5, order=order, form="tiled",
+            backend=backend, certificate=kind,
+        )  # fmt: skip
+        assert 0 < result.stats.density < 1
+        output, bound = torch.empty_like(problem.v), torch.empty(problem.v.shape[:3]).double()
+        output[:, :, rows], bound[:, :, rows] = result.output.cpu(), result.stats.certificate.cpu()
+        distance = problem.distance(output)
+        assert (bound.numpy() >= distance).all()
+        same = bounds(problem, output, expanded_tiles(result, order), kind)
+        energy = result.stats.energy_bound.cpu()
+        torch.testing.assert_close(energy, same.divergence[:, :, rows], rtol=1e-9, atol=1e-6)
+        if kind == "scores":  # and near it: queries are not mixed up
+            assert (bound.numpy() - distance).max() < 5e-3 and distance.max() > 0.05
 
 
 @pytest.mark.parametrize("masked", [False, True])
@@ -462,7 +532,9 @@ def test_a_fallback_of_zero_is_exact_and_certified_in_every_dtype(dtype: torch.d
 
 @pytest.mark.parametrize("kind", [True, "scores", "boxes"])
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("rule", ["gamma:0.05", "optimal-leaves:0.2", "fixed-depth:1", "exact-gap:0"])
+@pytest.mark.parametrize(
+    "rule", ["gamma:0.05", "optimal-leaves:0.2", "fixed-depth:1", "exact-gap:0"]
+)
 @pytest.mark.parametrize("masked", [False, True])
 def test_trees_for_each_query_are_certified_too(
     rule: str, dtype: torch.dtype, kind: Any, masked: bool

@@ -12,6 +12,9 @@ from bmfa import Grid, screened_attention
 from bmfa.attention.kernels.reference import tiled_attention
 from bmfa.attention.tiling import Tiling
 
+# Few groups have few probes, which may miss a target; here the target only selects tiles.
+pytestmark = pytest.mark.filterwarnings("ignore:screened_attention measured:UserWarning")
+
 SIDE = 8
 
 
@@ -109,7 +112,7 @@ def check_trees(case: Masked, result: Any, order: str) -> None:
     index, count, ratio = tree.leaf_index, tree.leaf_count, tree.leaf_ratio
     scores = case.scores[:, :, rows].masked_fill(~case.valid[:, None, None], torch.nan)
     if float(ratio.min()) < 1:
-        with pytest.raises(ValueError, match="trees are of a tiled call.*read stats.error"):
+        with pytest.raises(ValueError, match=r"trees are of a tiled call.*read stats\.error"):
             tree.error(scores)
         with pytest.raises(ValueError, match="so that output_bound of the tree is not"):
             tree.output_bound(scores, case.v[:, :, case.prefix :])
@@ -206,12 +209,13 @@ def test_tiles_of_triton_in_z_order() -> None:
     pytest.importorskip("triton")
     torch.manual_seed(1)
     grid, device = Grid(32, 32), "cuda" if torch.cuda.is_available() else "cpu"
-    q, k, v = 2 * torch.randn(3, 2, 1, grid.size, 32, device=device)
+    q, k, v = torch.randn(3, 2, 1, grid.size, 32, device=device)
+    k *= torch.linspace(0.1, 3, grid.size, device=device).view(-1, 1)  # tiles of unequal losses
     valid = torch.rand(2, grid.size, device=device) < 0.6
     valid.view(2, 16, 64)[0, 1] = False  # a group in Z-order without a query
     valid.view(2, 16, 64)[1, 5] = False  # a tile without a key
     result = screened_attention(
-        q, k, v, grid=grid, valid=valid, error=0.4, order="z", form="tiled", backend="triton"
+        q, k, v, grid=grid, valid=valid, leaves=0.4, order="z", form="tiled", backend="triton"
     )
     index = result.tree.leaf_index.cpu()[..., grid.z_order]  # keys in Z-order, as the queries
     valid = valid.cpu()

@@ -6,8 +6,7 @@ import torch
 from bmfa.attention.tiling import (
     TiledAttention,
     Tiling,
-    groups_to_tokens,
-    tiles_to_groups,
+    tiles_to_tokens,
     tokens_to_tiles,
     valid_slots,
 )
@@ -16,14 +15,14 @@ from tiled_cases import NAMED_GRIDS
 
 
 @pytest.mark.parametrize("shape", NAMED_GRIDS)
-@pytest.mark.parametrize(("side", "group"), [(8, 2), (8, 1), (5, 3), (2, 4)])
-def test_every_token_has_one_slot(shape: tuple[int, int], side: int, group: int) -> None:
-    tiling = Tiling(Grid(*shape), side, group)
+@pytest.mark.parametrize("side", [8, 5, 2])
+def test_every_token_has_one_slot(shape: tuple[int, int], side: int) -> None:
+    tiling = Tiling(Grid(*shape), side)
     assert tiling.slot_tokens.shape == (tiling.tiles, side * side)
     assert tiling.slot_tokens.dtype == torch.int64
     tokens = tiling.slot_tokens[tiling.slot_tokens >= 0]
     assert torch.equal(tokens.sort().values, torch.arange(tiling.grid.size))
-    assert tiling.groups == (tiling.tiles + group - 1) // group
+    assert tiling.groups == tiling.tiles
     assert tiling.ragged == bool((tiling.slot_tokens < 0).any())
     assert tiling.slot_tokens is tiling.slot_tokens
 
@@ -39,7 +38,7 @@ def test_slots_are_raster_within_raster() -> None:
 
 @pytest.mark.parametrize("shape", NAMED_GRIDS)
 def test_layout_is_undone(shape: tuple[int, int]) -> None:
-    tiling = Tiling(Grid(*shape), group=3)
+    tiling = Tiling(Grid(*shape))
     tokens = torch.randn(2, 2, tiling.grid.size, 3)
     tiles = tokens_to_tiles(tokens, tiling, torch.float64)
     assert tiles.dtype == torch.float64
@@ -47,13 +46,42 @@ def test_layout_is_undone(shape: tuple[int, int]) -> None:
     gathered = flat[:, tiling.slot_tokens.clamp(min=0)]
     gathered[:, tiling.slot_tokens < 0] = 0
     assert torch.equal(tiles, gathered)
-    back = groups_to_tokens(tiles_to_groups(tiles, tiling).flatten(2, 3), tiling)
-    assert torch.equal(back, flat)
+    assert torch.equal(tiles_to_tokens(tiles, tiling), flat)
     exists = valid_slots(tiling, None, tokens)
     whole = torch.ones(4, *tiling.slot_tokens.shape, dtype=torch.bool)
     assert torch.equal(
         whole if exists is None else exists, (tiling.slot_tokens >= 0).expand_as(whole)
     )
+
+
+@pytest.mark.parametrize("shape", [*NAMED_GRIDS, (128, 128), (80, 24)])
+def test_any_first_groups_in_order_are_spread_over_the_grid(shape: tuple[int, int]) -> None:
+    tiling = Tiling(Grid(*shape))
+    order = tiling.group_order
+    assert torch.equal(order.sort().values, torch.arange(tiling.groups))
+    for count in (8, 16, 64):
+        if count < tiling.groups:
+            first = order[:count].sort().values
+            gaps = torch.cat((first, first[:1] + tiling.groups)).diff()
+            assert int(gaps.max()) <= 4 * -(-tiling.groups // count)
+
+
+@pytest.mark.parametrize("prefix", [0, 1, 5, 16, 17, 100])
+def test_probes_and_prefix_fill_slots(prefix: int) -> None:
+    tiling = Tiling(Grid(128, 128))
+    assert tiling.probe_slots(prefix) % 64 == 0
+    assert tiling.probes(prefix) == tiling.probe_slots(prefix) - prefix >= 48
+    assert Tiling(Grid(16, 16)).probes(prefix) == 4
+
+
+def test_quantiles_of_probes_are_uniform() -> None:
+    groups, heads = torch.arange(256), torch.arange(12).unsqueeze(1)
+    quantiles = Tiling.probe_quantile(groups, heads)
+    assert float(quantiles[3, 7]) == Tiling.probe_quantile(7, 3)
+    assert bool(((quantiles > 0) & (quantiles < 1)).all())
+    counts = torch.histc(quantiles, bins=16, min=0, max=1)
+    # 192 each; a binomial count has a standard deviation of 13.
+    assert bool(((counts - 192).abs() < 5 * 13).all())
 
 
 def test_leaves_buy_tiles() -> None:
@@ -82,7 +110,6 @@ def test_a_budget_is_kept_and_all_tokens_are_dense(shape: tuple[int, int]) -> No
     [
         (lambda: Tiling(64), TypeError, "grid is 64"),  # type: ignore[arg-type]
         (lambda: Tiling(Grid(8, 8), side=1), ValueError, "side is 1"),
-        (lambda: Tiling(Grid(8, 8), group=0), ValueError, "group is 0"),
         (lambda: Tiling(Grid(8, 8)).tiles_within(0), ValueError, "leaves is 0"),
         (lambda: Tiling(Grid(8, 8)).tiles_within(1.5), ValueError, "leaves is 1.5"),
         (lambda: Tiling(Grid(8, 8)).tiles_within(True), TypeError, "leaves is True"),
@@ -100,8 +127,9 @@ def test_marks_are_made_once_on_demand() -> None:
         calls.append(1)
         return torch.ones(1, 1, 1, 1, dtype=torch.bool)
 
-    lazy = TiledAttention(torch.zeros(1, 1, 1, 1), torch.ones(1, 1, 1, dtype=torch.int32), marks)
+    output, probes = torch.zeros(1, 1, 1, 1), torch.zeros(1, 1, 1, 3)
+    lazy = TiledAttention(output, torch.ones(1, 1, 1, dtype=torch.int32), probes, marks)
     assert not calls
     assert lazy.expanded is lazy.expanded and len(calls) == 1
-    eager = TiledAttention(lazy.output, lazy.expanded_count, lazy.expanded)
+    eager = TiledAttention(lazy.output, lazy.expanded_count, probes, lazy.expanded)
     assert eager.expanded is lazy.expanded

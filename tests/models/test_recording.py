@@ -47,11 +47,7 @@ def test_records_hold_trees_errors_and_attention() -> None:
 
 def test_recorded_attention_is_what_the_layer_used() -> None:
     model, used = make_model("vit"), []
-    patch(model, rule=rules.Optimal(leaves=0.3), layers=[1])
-    with record(model) as recording:
-        run(model, pictures())
-    middle = float(recording[1].errors[0].median())
-    patch(model, rule=rules.Optimal(leaves=0.3), layers=[1], fallback=middle)
+    patch(model, rule=rules.Optimal(leaves=0.3), layers=[1], fallback=1e9)
     screen = screened_layers(model)[0]
     attend = type(screen).__call__
 
@@ -62,6 +58,12 @@ def test_recorded_attention_is_what_the_layer_used() -> None:
 
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(type(screen), "__call__", watched)
+        with record(model) as recording:
+            run(model, pictures())
+        certificate = recording[1].stats[0].certificate
+        assert certificate is not None
+        middle = float((certificate / used.pop()[1].norm(dim=-1)).median())
+        patch(model, rule=rules.Optimal(leaves=0.3), layers=[1], fallback=middle)
         with record(model, attention=True) as recording:
             run(model, pictures())
     (value, output), layer = used[0], recording[1]

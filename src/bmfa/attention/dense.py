@@ -107,9 +107,9 @@ def apply_fallback(inputs: AttentionInputs, computed: Computed, fallback: float)
     computed.recomputed = above
     queries: Tensor | slice = slice(None)
     if has_values(output):
-        queries = above.flatten(0, 1).any(0).nonzero().squeeze(1)  # recomputed in all heads
-        if len(queries) == 0:
+        if not bool(above.any()):
             return
+        queries = above.flatten(0, 1).any(0).nonzero().squeeze(1)  # recomputed in all heads
     exact = exact_attention(inputs, queries, double=True)
     rounded = exact.to(output.dtype)
     bound = exact_bound(inputs, exact.detach(), rounded.detach(), queries)
@@ -143,9 +143,7 @@ def exact_bound(
     q, k, v = (x.detach() for x in inputs.flat_double)
     lead = inputs.q.shape[:2]
     largest_score = _norm(q[:, queries]) * _norm(k).amax(-1, keepdim=True)  # (B H, n)
-    score = score_rounding(
-        q.shape[-1] + key_terms, abs(inputs.scale / inputs.tau) * largest_score
-    )
+    score = score_rounding(q.shape[-1] + key_terms, abs(inputs.scale / inputs.tau) * largest_score)
     largest_value = _norm(v).amax(-1, keepdim=True)
     rounding = attention_rounding(score, k.shape[1], value_diameter(inputs, v), largest_value)
     distance = _norm(output.double() - computed)

@@ -47,7 +47,9 @@ class Settings(NamedTuple):
     fallback: float | None
     error: float | None  # of a Budget, as is `expand`
     expand: int | None
-    exact_above: float  # dense attention runs if a larger share of the tiles is expanded in all heads
+    exact_above: (
+        float  # dense attention runs if a larger share of the tiles is expanded in all heads
+    )
     rule: str  # of the other forms, as are `seed` and `max_depth`
     seed: int
     max_depth: int | None
@@ -167,9 +169,7 @@ def _forward(
     return outputs
 
 
-def _fake(
-    q: Tensor, k: Tensor, v: Tensor, valid: Tensor | None, *rest: Any
-) -> tuple[Tensor, ...]:
+def _fake(q: Tensor, k: Tensor, v: Tensor, valid: Tensor | None, *rest: Any) -> tuple[Tensor, ...]:
     """Contiguous output, expanded tiles, probes, bounds on the output and on E, and recomputed queries;
     empty where there are none."""
     settings = Settings(*rest)

@@ -26,11 +26,19 @@ DEFAULT_ERROR = 0.03
 NUM_LEVELS, LEVEL_RATIO = 16, 0.4
 # Share of the error target that is aimed at: probes are a sample, whose error varies by about 10 %.
 ERROR_AIM = 0.85
+# If the error falls from above the target to less than this share of it between two levels, it is not
+# interpolated and the lower threshold is taken: many tiles have the same loss.
+STEEP_FALL = 0.2
+# Likewise for a budget, if the share of expanded tiles grows beyond this multiple of it from one level to the
+# next: the threshold is then the upper level.
+STEEP_RISE = 4.0
 # Part of the probability of a probe that is equal for all queries of its group; the rest grows with the
 # fourth power of the distance from the mean query, as the squared error of a tangent does.
 UNIFORM_SHARE = 0.2
 # Largest factor of the first-order correction. Above 1 it makes up for terms of higher order.
 LARGEST_SHRINKAGE = 1.2
+# Relative length below which the corrections of the probes are noise, and no correction is made.
+SMALLEST_CORRECTION = 1e-3
 # Exact queries of a head, probes and prefix together, come in multiples of this; the Triton kernels attend
 # with so many queries at once. At least LEAST_PROBES of them are probes, if there are as many groups.
 PROBE_SLOTS, LEAST_PROBES = 64, 48

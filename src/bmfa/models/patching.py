@@ -66,7 +66,7 @@ def patch(
             `"representative"` with a rule (`"repeated"` if the Triton kernel runs), and otherwise
             tiles or dense attention.
         backend: `"auto"`, `"eager"`, `"triton"` or `"reference"`.
-        fallback: Queries whose certificate exceeds this value are recomputed exactly.
+        fallback: Queries whose certificate exceeds this share of |output| are recomputed exactly.
 
     Returns:
         The same model.

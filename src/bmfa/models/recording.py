@@ -56,7 +56,6 @@ class Recording:
         layers: The records by layer index.
         keep_trees: True if trees, leaf ratios and errors are recorded.
         keep_attention: True if attention weights are recorded.
-        fallbacks: The argument `fallback` of `patch` by layer index.
 
     Example:
         >>> import bmfa, torch
@@ -70,7 +69,6 @@ class Recording:
     layers: dict[int, LayerRecord] = field(default_factory=dict)
     keep_trees: bool = True
     keep_attention: bool = False
-    fallbacks: dict[int, float | None] = field(default_factory=dict, repr=False)
 
     def __getitem__(self, layer: int) -> LayerRecord:
         try:
@@ -134,13 +132,13 @@ class Recording:
             if self.keep_trees:
                 record.trees.append(screened.tree)
                 record.leaf_ratios.append(screened.tree.leaf_ratio)
-                record.errors.append(screened.tree.error(scores[..., inputs.prefix :]))
+                if screened.stats.form != "tiled":  # `stats.error` has the error of tiles
+                    record.errors.append(screened.tree.error(scores[..., inputs.prefix :]))
             if self.keep_attention:
                 full = _attention_weights(inputs, scores)
                 weights = _attention_weights(inputs, scores, screened.tree)
-                bound, limit = screened.stats.certificate, self.fallbacks.get(inputs.layer)
-                if bound is not None and limit is not None:
-                    weights = torch.where((bound <= limit).unsqueeze(-1), weights, full)
+                if (recomputed := screened.stats.recomputed) is not None:
+                    weights = torch.where(recomputed.unsqueeze(-1), full, weights)
                 record.attention.append(weights)
                 record.full_attention.append(full)
 
@@ -181,8 +179,7 @@ def record(model: nn.Module, *, trees: bool = True, attention: bool = False) -> 
             "the model is not patched; to record it unchanged, call "
             "patch(model, rule=rules.ExactGap(0.0)) first"
         )
-    fallbacks = {layer.layer: layer.options.get("fallback") for layer in layers}
-    recording = Recording(keep_trees=trees, keep_attention=attention, fallbacks=fallbacks)
+    recording = Recording(keep_trees=trees, keep_attention=attention)
     with observe(model, recording):
         yield recording
 

@@ -1,7 +1,7 @@
 """A proven bound on |output - exact| of tiled attention, for the output that was returned.
 
-Let c = scale / tau, and let a be step 4 of `bmfa.attention.kernels.reference.tiles` without its correction,
-for any representative qbar of the group and the tiles that a backend has expanded:
+Let c = scale / tau, and let a be step 4 of `bmfa.attention.kernels.reference.tiles` without its
+correction, for any representative qbar of the group and the tiles that a backend has expanded:
 
     an unexpanded tile L has the logit T_L(q) = A_L(qbar) + c (q - qbar) . k_L and the value v_L,
     A_L(q) = log sum_{i in L} exp(c q . k_i), with k_L and v_L the means under p = softmax over L of
@@ -10,9 +10,9 @@ for any representative qbar of the group and the tiles that a backend has expand
 a is an attention: token i of L has the weight w_L p_i. Its divergence from exact attention is known:
 
 1. With d_L = A_L(q) - T_L(q) >= 0 (the tangent of a convex function), the divergence of p from softmax
-   over L of c q . k_i is d_L: the logarithm of their ratio is d_L - c (q - qbar) . (k_i - k_L), whose last
-   term has the mean 0 under p. In the same way KL(a || exact) = log Z - log Z~ = log sum_j w_j exp(d_j),
-   with d_j = 0 for exact tokens.
+   over L of c q . k_i is d_L: the logarithm of their ratio is d_L - c (q - qbar) . (k_i - k_L), whose
+   last term has the mean 0 under p. In the same way
+   KL(a || exact) = log Z - log Z~ = log sum_j w_j exp(d_j), with d_j = 0 for exact tokens.
 
 `kind` "scores" computes all scores, and with them the exact output and A_L(q). The distance of the
 output from the exact one is measured, and the bound is above it by rounding alone.
@@ -49,8 +49,8 @@ their mean there, which changes no attention. `_Rounding` bounds the errors.
 Shapes: G = B * H heads, T tiles of S slots, R = T groups, P prefix tokens, C groups of a chunk.
 """
 
+import math
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -58,11 +58,11 @@ from torch import Tensor
 
 from bmfa.attention.tiling import Tiling, tiles_to_tokens, tokens_to_tiles, unflatten, valid_slots
 
-# Values in memory at once for each of a few temporaries: 4 or 8 MB, in the cache of a CPU; an accelerator
-# needs larger ones to be busy.
+# Values in memory at once for each of a few temporaries: 4 or 8 MB, in the cache of a CPU; an
+# accelerator needs larger ones to be busy.
 CHUNK_ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 25}
-# Products of weights and values that are added in float32 before float64 takes over: a sum of n terms may
-# be off by n roundings, and 512 of them are as much as the rounding of a score.
+# Products of weights and values that are added in float32 before float64 takes over: a sum of n terms
+# may be off by n roundings, and 512 of them are as much as the rounding of a score.
 SUM_TERMS = 512
 
 
@@ -108,6 +108,8 @@ def bound_output(
     Returns:
         The bounds. They are infinite where nothing is known, e.g. for NaN.
     """
+    if q.numel() == 0:
+        return OutputBound(*(q.new_zeros(q.shape[:3], dtype=torch.float64) for _ in range(2)))
     working = working_precision(q)
     exists = valid_slots(tiling, valid, q)
     tokens = [tokens_to_tiles(x[:, :, prefix:], tiling, torch.float64) for x in (q, k, v, output)]
@@ -120,16 +122,17 @@ def bound_output(
     divergences = torch.zeros_like(distances)
     for index in range(heads):
         head = _Head(
-            *(x[index] for x in tokens),
-            *(x[index] for x in before),
+            _Tokens(*(x[index] for x in tokens)),
+            _Tokens(*(x[index] for x in before)),
             None if exists is None else exists[index],
             factor,
         )
         distances[index, :prefix] = head.bound_prefix()
+        marked = marks[index] & head.occupied
         made = (
-            _bound_by_scores(head, marks[index] & head.occupied, working)
+            _ByScores(head, marked, working).bounds()
             if kind == "scores"
-            else _bound_by_boxes(head, marks[index] & head.occupied)
+            else _bound_by_boxes(head, marked)
         )
         spatial = torch.stack(made, -1)  # (T, S, 2)
         spatial = tiles_to_tokens(spatial.unsqueeze(0), tiling).squeeze(0)
@@ -147,9 +150,7 @@ def total_variation(divergence: Tensor) -> Tensor:
     return torch.minimum((divergence / 2).sqrt(), (-torch.expm1(-divergence)).sqrt())
 
 
-def score_rounding(
-    dim: int, largest_score: Tensor, dtype: torch.dtype = torch.float64
-) -> Tensor:
+def score_rounding(dim: int, largest_score: Tensor, dtype: torch.dtype = torch.float64) -> Tensor:
     """Bound the rounding error of c q . k, from c |q| max |k|.
 
     A sum of d products in any order is off by less than d + 2 roundings of sum |q_i k_i| <= |q| |k|; c,
@@ -167,29 +168,37 @@ def attention_rounding(
 ) -> Tensor:
     """Bound the rounding error of an attention over `terms` tokens whose scores are off by `score`.
 
-    Logits that are off by r change the output by at most D tanh(r / 2), see 4 of the module. Exponentials,
-    sums of weights and weighted sums of values are off by at most terms + 64 units of the largest value.
+    Logits that are off by r change the output by at most D tanh(r / 2), see 4 of the module.
+    Exponentials, sums of weights and weighted sums of values are off by at most terms + 64 units of the
+    largest value.
     """
     return diameter * score / 2 + rounding_unit(dtype) * (terms + 64) * largest_value
 
 
-@dataclass(eq=False)
-class _Head:
-    """One head of one picture in float64; invalid tokens and empty slots are 0."""
-
-    q: Tensor  # (T, S, d)
+class _Tokens(NamedTuple):
+    q: Tensor  # (..., d)
     k: Tensor
-    v: Tensor  # (T, S, e)
-    output: Tensor  # (T, S, e)
-    prefix_q: Tensor  # (P, d)
-    prefix_k: Tensor
-    prefix_v: Tensor  # (P, e)
-    prefix_output: Tensor
-    exists: Tensor | None  # (T, S) bool; None if every slot holds a token
-    factor: float
+    v: Tensor  # (..., e)
+    output: Tensor
 
-    def __post_init__(self) -> None:
-        tiles, slots, dim = self.k.shape
+
+class _Head:
+    """One head of one picture in float64; invalid tokens and empty slots are 0.
+
+    Args:
+        spatial: Tokens in tiles, (T, S, *).
+        prefix: Tokens before the grid, (P, *).
+        exists: (T, S) bool, None if every slot holds a token.
+        factor: scale / tau.
+    """
+
+    def __init__(
+        self, spatial: _Tokens, prefix: _Tokens, exists: Tensor | None, factor: float
+    ) -> None:
+        self.q, self.k, self.v, self.output = spatial
+        self.prefix_q, self.prefix_k, self.prefix_v, self.prefix_output = prefix
+        self.exists, self.factor = exists, factor
+        tiles, slots, _ = self.k.shape
         if self.exists is None:
             counts = self.k.new_full((tiles, 1), slots)
         else:
@@ -250,64 +259,80 @@ class _Head:
         return abs(self.factor) * _norm(q) * self.largest_key
 
 
-def _bound_by_scores(
-    head: _Head, expanded: Tensor, working: torch.dtype
-) -> tuple[Tensor, Tensor]:
-    """(T, S) distance from the exact output, and divergence of a, rounded up."""
-    tiles, slots, dim = head.k.shape
-    k_mean = head.center_of(head.k, head.prefix_k)
-    centered = torch.cat((head.k.flatten(0, 1), head.prefix_k)) - k_mean  # (T S + P, d)
-    keys = centered.to(working)
-    # Values relative to their mean: errors of weights are multiplied by a value.
-    values = (torch.cat((head.v.flatten(0, 1), head.prefix_v)) - head.center).to(working)
-    hidden = None
-    if head.exists is not None:
-        hidden = ~torch.cat((head.exists.flatten(), head.exists.new_ones(len(head.prefix_k))))
-        centered = centered.masked_fill(hidden.unsqueeze(-1), 0.0)
-        values = values.masked_fill(hidden.unsqueeze(-1), 0.0)
-    largest_key = _norm(centered).amax()
-    distance = head.q.new_zeros(tiles, slots)
-    divergence = torch.zeros_like(distance)
-    limit = CHUNK_ELEMENTS.get(keys.device.type, CHUNK_ELEMENTS["cpu"])
-    for groups in torch.arange(tiles, device=keys.device).split(
-        max(1, limit // (slots * len(keys)))
-    ):
-        q, q_mean = head.q[groups], head.q_mean[groups]
-        difference = q - q_mean.unsqueeze(1)
-        merged = ~expanded[groups] & head.occupied  # (C, T)
-        scores = (head.factor * q).to(working).flatten(0, 1) @ keys.T  # (C S, T S + P)
-        if hidden is not None:
-            scores.masked_fill_(hidden, -torch.inf)
+class _ByScores:
+    """`kind` "scores": one pass over all scores of a head.
+
+    Keys and values are taken relative to their means, in `working` precision: rounding errors are
+    relative to what is left.
+    """
+
+    def __init__(self, head: _Head, expanded: Tensor, working: torch.dtype) -> None:
+        self.head, self.expanded, self.working = head, expanded, working
+        self.k_mean = head.center_of(head.k, head.prefix_k)
+        keys = torch.cat((head.k.flatten(0, 1), head.prefix_k)) - self.k_mean  # (T S + P, d)
+        values = torch.cat((head.v.flatten(0, 1), head.prefix_v)) - head.center
+        self.hidden = None
+        if head.exists is not None:
+            prefix = head.exists.new_ones(len(head.prefix_k))
+            self.hidden = ~torch.cat((head.exists.flatten(), prefix))
+            keys, values = (x.masked_fill(self.hidden.unsqueeze(1), 0.0) for x in (keys, values))
+        self.largest_key = _norm(keys).amax()
+        self.keys, self.values = keys.to(working), values.to(working)
+
+    def bounds(self) -> tuple[Tensor, Tensor]:
+        """(T, S) distance from the exact output, and divergence of a, rounded up."""
+        tiles, slots, _ = self.head.k.shape
+        limit = CHUNK_ELEMENTS.get(self.keys.device.type, CHUNK_ELEMENTS["cpu"])
+        step = max(1, limit // (slots * len(self.keys)))
+        parts = [self._bound(slice(start, start + step)) for start in range(0, tiles, step)]
+        distance, divergence = (torch.cat(part) for part in zip(*parts, strict=True))
+        return distance, divergence
+
+    def _bound(self, groups: slice) -> tuple[Tensor, Tensor]:
+        """(C, S) bounds of some groups."""
+        head, working = self.head, self.working
+        tiles, slots, dim = head.k.shape
+        q = head.q[groups]  # (C, S, d)
+        scores = (head.factor * q).to(working).flatten(0, 1) @ self.keys.T  # (C S, T S + P)
+        if self.hidden is not None:
+            scores.masked_fill_(self.hidden, -torch.inf)
         largest = scores.amax(-1, keepdim=True)
         weights = scores.sub_(largest).exp_()
-        spatial, prefix = weights.split((tiles * slots, len(head.prefix_k)), 1)
-        tile_mass = unflatten(spatial, 1, (tiles, slots)).sum(-1).double()  # (C S, T)
-        prefix_mass = prefix.sum(-1, dtype=torch.float64)
+        tile_mass = unflatten(weights[:, : tiles * slots], 1, (tiles, slots)).sum(-1).double()
+        prefix_mass = weights[:, tiles * slots :].sum(-1, dtype=torch.float64)
         mass = tile_mass.sum(-1) + prefix_mass
-        output = head.center + _blocked_product(weights, values) / mass.unsqueeze(-1)
-        score = abs(head.factor) * _norm(q) * largest_key
-        own = score_rounding(dim, score, working)
-        # In float32 the values are rounded too, relative to their distance from the mean.
+        output = head.center + _blocked_product(weights, self.values) / mass.unsqueeze(-1)
+        own = score_rounding(dim, abs(head.factor) * _norm(q) * self.largest_key, working)
         rounding = attention_rounding(own, SUM_TERMS, head.diameter, head.diameter / 2, working)
         rounding = rounding + UNIT * (head.terms + 64) * head.largest_value
-        away = _norm(head.output[groups] - unflatten(output, 0, q.shape[:2]))
-        distance[groups] = _round_up(away + rounding)
-        # log Z - log Z~, relative to the mean key and the largest score of a query.
-        shift = head.factor * (q @ k_mean) + largest.double().view(q.shape[:2])
-        log_mass, p = _representative_softmax(head, q_mean)
-        tangent = _tangents(head, log_mass, p, difference) - shift.unsqueeze(-1)
-        exact_mass = unflatten(tile_mass, 0, q.shape[:2])
-        log_weight = tangent.masked_fill(~merged.unsqueeze(1), -torch.inf)
-        kept = exact_mass.masked_fill(merged.unsqueeze(1), 0.0).sum(-1)
-        kept = kept + unflatten(prefix_mass, 0, q.shape[:2])
-        log_z = torch.logaddexp(log_weight.logsumexp(-1), kept.log())
-        log_weight = log_weight - log_z.unsqueeze(-1)
-        excess = (exact_mass.log() - tangent).clamp(min=0).where(merged.unsqueeze(1), 0.0)
-        off = _Rounding.of(head, q, q_mean, _norm(difference)).logits + own
-        off = 6 * (off + rounding_unit(working) * (slots + 64))
-        total = _round_up(_divergence(log_weight, excess) + off)
-        divergence[groups] = total.where(merged.any(-1, keepdim=True), 0.0)
-    return distance, divergence
+        measured = _norm(head.output[groups] - output.view(*q.shape[:2], -1))
+        # Masses are relative to exp(shift).
+        shift = head.factor * (q @ self.k_mean) + largest.double().view(q.shape[:2])
+        masses = (x.view(*q.shape[:2], -1) for x in (tile_mass, prefix_mass))
+        divergence = self._divergence(groups, own, shift, *masses)
+        return _round_up(measured + rounding), divergence
+
+    def _divergence(
+        self, groups: slice, own: Tensor, shift: Tensor, tile_mass: Tensor, prefix_mass: Tensor
+    ) -> Tensor:
+        """(C, S) log Z - log Z~, from the exact masses of tiles (C, S, T) and prefix (C, S, 1)."""
+        head = self.head
+        q, q_mean = head.q[groups], head.q_mean[groups]
+        difference = q - q_mean.unsqueeze(1)
+        merged = (~self.expanded[groups] & head.occupied).unsqueeze(1)  # (C, 1, T)
+        tangent = _tangents(head, *_representative_softmax(head, q_mean), difference)
+        tangent = (tangent - shift.unsqueeze(-1)).masked_fill(~merged, -torch.inf)
+        kept = tile_mass.masked_fill(merged, 0.0).sum(-1) + prefix_mass.squeeze(-1)
+        # Weights below the smallest normal number may be rounded up to it, or to 0.
+        tiny = torch.finfo(self.working).tiny
+        kept = (kept - head.terms * tiny).clamp(min=0)
+        log_z = torch.logaddexp(tangent.logsumexp(-1), kept.log())
+        mass = tile_mass + head.k.shape[1] * tiny
+        excess = (mass.log() - tangent).clamp(min=0).where(merged, 0.0)
+        divergence = _divergence(tangent - log_z.unsqueeze(-1), excess)
+        rounding = _Rounding.of(head, q, q_mean, _norm(difference)).logits + own
+        rounding = rounding + rounding_unit(self.working) * (head.k.shape[1] + 64)
+        return _round_up(divergence + 6 * rounding).where(merged.any(-1), 0.0)
 
 
 def _bound_by_boxes(head: _Head, expanded: Tensor) -> tuple[Tensor, Tensor]:
@@ -337,11 +362,12 @@ def _chunks_of_groups(head: _Head, expanded: Tensor) -> Iterator[Tensor]:
 class _Rounding(NamedTuple):
     """Bounds on rounding errors of a chunk, (C, S) each.
 
-    With r the error of a score of the representative and r' that of the query (`score_rounding`): A_L(qbar)
-    is off by r and S + 16 units. p is off by a factor of exp(+-2 r), which moves k_L by at most 2 r times
-    the diameter of the keys of L, and k_L has S + d + 24 further units of the largest key; both are
-    multiplied by c |q - qbar|. A log-sum-exp over all tokens adds terms + 64 units. So logits, log Z and
-    log Z~ are each off by at most `logits`, and d_L and the logarithms of weights by twice that.
+    With r the error of a score of the representative (`score_rounding`), A_L(qbar) is off by r and
+    S + 16 units. p is off by a factor of exp(+-2 r), which moves k_L by at most 2 r times the diameter
+    of the keys of L, and k_L has S + d + 24 further units of the largest key; both are multiplied by
+    c |q - qbar|. A score of the query has an error of its own, and a log-sum-exp over all tokens adds
+    terms + 64 units. So logits, log Z and log Z~ are each off by at most `logits`, d_L and the
+    logarithms of weights by twice that, and KL and the logarithms of shares by 6 times that.
     """
 
     logits: Tensor
@@ -366,8 +392,7 @@ def _bound_chunk(head: _Head, groups: Tensor, expanded: Tensor) -> tuple[Tensor,
     """(C, S) bounds on the distance and the divergence of the queries of some groups."""
     q, q_mean = head.q[groups], head.q_mean[groups]
     difference = q - q_mean.unsqueeze(1)  # (C, S, d)
-    length = _norm(difference)
-    rounding = _Rounding.of(head, q, q_mean, length)
+    rounding = _Rounding.of(head, q, q_mean, _norm(difference))
     merged = ~expanded & head.occupied  # (C, T)
     log_mass, p = _representative_softmax(head, q_mean)
     v_tangent = (p @ head.v).transpose(0, 1)  # (C, T, e)
@@ -375,14 +400,16 @@ def _bound_chunk(head: _Head, groups: Tensor, expanded: Tensor) -> tuple[Tensor,
     tangent = tangent.masked_fill(~merged.unsqueeze(1), -torch.inf)
     attention, log_z = _attention(head, q, tangent, v_tangent, expanded)
     log_weight = tangent - log_z.unsqueeze(-1)  # (C, S, T), -inf for exact tiles
-    span = _range(head, difference, length)  # (C, S, T)
+    span = _range(head, q, q_mean)  # (C, S, T)
     excess = torch.minimum(span.square() / 8, span)
     divergence = _divergence(log_weight, excess) + 6 * rounding.logits  # (C, S)
     # The logit of the share m is log w + d - log(1 - w).
     log_others = torch.log1p(-log_weight.exp().clamp(max=1.0))
     log_share = torch.nn.functional.logsigmoid(log_weight + excess - log_others)
     share = (log_share + 6 * rounding.logits.unsqueeze(-1)).exp()
-    away = _norm(v_tangent - head.center).unsqueeze(1) + _norm(attention - head.center).unsqueeze(-1)
+    away = _norm(v_tangent - head.center).unsqueeze(1) + _norm(attention - head.center).unsqueeze(
+        -1
+    )
     moved = -torch.expm1(-excess) * away + head.tile_diameter * torch.tanh(span / 4)
     by_tile = (share * moved).where(merged.unsqueeze(1), 0.0).sum(-1) + rounding.attention
     whole = head.diameter * total_variation(divergence)
@@ -411,8 +438,9 @@ def _tangents(head: _Head, log_mass: Tensor, p: Tensor, difference: Tensor) -> T
 def _blocked_product(weights: Tensor, values: Tensor) -> Tensor:
     """Product in float64 of sums of SUM_TERMS terms each."""
     total = weights.new_zeros(len(weights), values.shape[1], dtype=torch.float64)
-    for part, rows in zip(weights.split(SUM_TERMS, 1), values.split(SUM_TERMS), strict=True):
-        total += part @ rows
+    for start in range(0, len(values), SUM_TERMS):
+        terms = slice(start, start + SUM_TERMS)
+        total += weights[:, terms] @ values[terms]
     return total
 
 
@@ -422,7 +450,9 @@ def _attention(
     """(C, S, e) the attention a, and (C, S) log Z~."""
     slots = head.k.shape[1]
     most = int(expanded.sum(-1).max())
-    tiles = expanded.to(torch.int8).argsort(dim=-1, descending=True, stable=True)[:, :most]  # (C, most)
+    tiles = expanded.to(torch.int8).argsort(dim=-1, descending=True, stable=True)[
+        :, :most
+    ]  # (C, most)
     real = expanded.gather(1, tiles)
     keys, values = head.k[tiles].flatten(1, 2), head.v[tiles].flatten(1, 2)  # (C, most S, *)
     present = real.unsqueeze(-1).expand(-1, -1, slots)
@@ -437,17 +467,20 @@ def _attention(
     return attention + (prefix - shift).exp() @ head.prefix_v, log_z
 
 
-def _range(head: _Head, difference: Tensor, length: Tensor) -> Tensor:
+def _range(head: _Head, q: Tensor, q_mean: Tensor) -> Tensor:
     """(C, S, T) upper bound on the range of c (q - qbar) . k over the keys of each tile.
 
-    A difference of queries is off by a unit of the longest one, the mean that is subtracted from keys by
-    S units of the longest one, and products of d terms by d + 8 units of the norms.
+    The difference of queries is off by a unit of the longer one, the mean that is subtracted from keys
+    by S units of the longest one, and products of d terms by d + 8 units of the norms.
     """
+    difference = q - q_mean.unsqueeze(1)
+    length = _norm(difference)
     slots, dim = head.k.shape[1:]
     box = difference.abs() @ head.k_extent.T
     ball = 2 * length.unsqueeze(-1) * head.k_radius
-    key_size = head.k_radius.amax() + head.k_extent.amax() * dim**0.5
-    rounding = _norm(head.q).amax() * key_size + (dim + slots) * length * head.largest_key
+    key_size = head.k_radius.amax() + head.k_extent.amax() * math.sqrt(dim)
+    rounding = (_norm(q) + _norm(q_mean).unsqueeze(1)) * key_size
+    rounding = rounding + (dim + slots) * length * head.largest_key
     span = torch.minimum(box, ball) * (1 + 8 * UNIT * (dim + 8))
     return abs(head.factor) * (span + 8 * UNIT * rounding.unsqueeze(-1))
 

@@ -19,6 +19,9 @@ from bmfa.attention.tiling import (
     LARGEST_SHRINKAGE,
     LEVEL_RATIO,
     NUM_LEVELS,
+    SMALLEST_CORRECTION,
+    STEEP_FALL,
+    STEEP_RISE,
     UNIFORM_SHARE,
     TiledAttention,
     Tiling,
@@ -249,9 +252,13 @@ class _Representatives:
             log_z = torch.cat((log_mass, prefix_scores), -1).logsumexp(-1, keepdim=True)
             spread = all_heads.q_spread[heads, groups].unsqueeze(-1)
             spread = spread * all_heads.k_spread[heads].unsqueeze(1)
-            spread = spread.nan_to_num(0.0).clamp(max=1.0)  # 0 * inf where squares overflow
-            loss = (log_mass - log_z).exp() * spread
+            loss = _loss((log_mass - log_z).exp(), spread)
         return _Tangents(log_mass, k.transpose(1, 2), v.transpose(1, 2), loss)
+
+
+def _loss(mass: Tensor, spread: Tensor) -> Tensor:
+    """Loss of tiles from their mass and c^2 rho kappa / 2d."""
+    return (mass * spread).nan_to_num(0.0).clamp(max=1.0)  # 0 * inf where squares overflow
 
 
 class _Levels(NamedTuple):
@@ -322,7 +329,7 @@ def _measure_chunk(heads: _Heads, part: slice, representatives: _Representatives
         error=difference.square().sum(-1),
         product=(difference * term).sum(-1),
         correction=term.square().sum(-1),
-        share=expanded.sum(-1) / (counts > 0).sum(-1).view(-1, 1, 1),
+        share=expanded.sum(-1).double() / (counts > 0).sum(-1).view(-1, 1, 1),
         exact=exact,
     )
 
@@ -382,9 +389,11 @@ def _choose(
         total, dot, square, count = (
             (weight * x).sum(2) for x in (squares, product, correction, shares)
         )  # (B, H, levels)
-        factor = (dot / square.where(square > 0, 1.0)).clamp(0.0, LARGEST_SHRINKAGE)
+        norm = (weight * norms).sum(2)  # (B, H, 1)
+        known = square > SMALLEST_CORRECTION**2 * norm
+        factor = (dot / square.where(known, 1.0)).where(known, 0.0).clamp(0.0, LARGEST_SHRINKAGE)
         total = (total - 2 * factor * dot + factor.square() * square).sum(1)
-        norm = (weight * norms).sum((1, 2))  # (B, 1)
+        norm = norm.sum(1)
         errors = (total.clamp(min=0.0) / norm.where(norm > 0, 1.0)).sqrt()
         count = count / weight.sum(2).clamp(min=1e-300)
         level_thresholds = _level_thresholds(errors).expand_as(errors)
@@ -410,14 +419,14 @@ def _choose(
 def _interpolate_down(errors: Tensor, thresholds: Tensor, target: float) -> tuple[Tensor, Tensor]:
     """Return thresholds (B,) at which falling errors (B, levels) reach the target, and the level.
 
-    The threshold is a level where the error falls to less than half of the target at once. Infinity
+    The threshold is a level where the error falls to less than STEEP_FALL of the target. Infinity
     expands nothing, 0 everything.
     """
     last = errors.shape[1] - 1
     level = _first(errors <= target)
     at_level = errors.gather(1, level.unsqueeze(1)).squeeze(1)
     between = _between(thresholds, level, errors.clamp(min=1e-30), target)
-    whole = (at_level < 0.5 * target) | (level == last)
+    whole = (at_level < STEEP_FALL * target) | (level == last)
     between = torch.where(whole, thresholds.gather(1, level.unsqueeze(1)).squeeze(1), between)
     return torch.where(level == 0, torch.inf, between), level
 
@@ -429,9 +438,12 @@ def _interpolate_up(shares: Tensor, thresholds: Tensor, target: float) -> tuple[
     if target <= 0.0:
         level = torch.zeros_like(level)
     between = _between(thresholds, level, shares.clamp(min=1e-4), target)
-    between = torch.where(level == last, thresholds[:, last - 1], between)
+    at_level = shares.gather(1, level.unsqueeze(1)).squeeze(1)
+    steep = (level == last) | (at_level > STEEP_RISE * target)  # too many tiles at once
+    lower = (level - 1).clamp(min=0)
+    between = torch.where(steep, thresholds.gather(1, lower.unsqueeze(1)).squeeze(1), between)
     threshold = torch.where(level == 0, torch.inf, between)
-    return threshold, torch.where(level == last, last - 1, level)
+    return threshold, torch.where(steep, lower, level)
 
 
 def _first(flags: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ one tile form a group g.
 3. Representatives. Under p = softmax over L of c qbar_g . k_i, k_gL and v_gL are the means of the keys and
    the values, and A_gL = log sum_{i in L} exp(c qbar_g . k_i). m_gL = exp(A_gL) / Z_g is the share of the
    tile, Z_g being the sum over all tiles and the prefix. The loss of a tile is
-       loss_gL = m_gL min(1, c^2 rho_g kappa_L / 2d),
+       loss_gL = min(1, m_gL c^2 rho_g kappa_L / 2d),
    the share of the mass that a query at the distance sqrt(rho_g) from qbar_g loses, on average over all
    directions.
 4. Attention of a query q of group g, given the set X of expanded tiles. Tiles outside X have the logit
@@ -47,6 +47,9 @@ from bmfa.attention.tiling import (
     LARGEST_SHRINKAGE,
     LEVEL_RATIO,
     NUM_LEVELS,
+    SMALLEST_CORRECTION,
+    STEEP_FALL,
+    STEEP_RISE,
     UNIFORM_SHARE,
     Tiling,
 )
@@ -223,7 +226,7 @@ class Head:
         log_z = log_sum_exp(np.concatenate((self.log_mass, prefix_scores), -1))
         self.mass = np.exp(self.log_mass - log_z[:, None])  # m
         spread = self.factor**2 * np.outer(self.q_spread, self.k_spread) / (2 * dim)
-        self.losses = self.mass * np.minimum(spread, 1.0)
+        self.losses = np.minimum(self.mass * spread, 1.0)
 
     def logits(self, token: int, g: int, expanded: Mask) -> tuple[Array, Array, Mask]:
         """Return logits, values and a mask of those of tiles, for one query of group g."""
@@ -333,9 +336,12 @@ def choose(
             source[:] = True  # a single group
         weight = levels.weight[:, source, None]
         dot, square = ((weight * x[:, source]).sum(1) for x in (levels.product, levels.correction))
-        factor = np.clip(dot / np.where(square > 0, square, 1.0), 0.0, LARGEST_SHRINKAGE)
+        norms = (weight[..., 0] * levels.norm[:, source]).sum(1)
+        known = square > SMALLEST_CORRECTION**2 * norms[:, None]
+        factor = np.where(known, dot / np.where(known, square, 1.0), 0.0)
+        factor = np.clip(factor, 0.0, LARGEST_SHRINKAGE)
         squares = (weight * levels.error[:, source]).sum(1) - 2 * factor * dot + factor**2 * square
-        norm = (weight[..., 0] * levels.norm[:, source]).sum()
+        norm = norms.sum()
         errors = np.sqrt(np.maximum(squares.sum(0), 0.0) / (norm if norm > 0 else 1.0))
         share = (weight * levels.share[:, source]).sum(1) / np.maximum(weight.sum(1), 1e-300)
         if error is not None:
@@ -352,8 +358,8 @@ def choose(
 def interpolate_down(errors: Array, thresholds: Array, target: float) -> tuple[float, int]:
     """Return the threshold at which falling errors reach the target, and the level at or below it.
 
-    Between two levels, log error is linear in log threshold. If the error falls to less than half of the
-    target at once, the losses are too much alike for that, and the threshold is the lower level.
+    Between two levels, log error is linear in log threshold. If the error falls to less than STEEP_FALL
+    of the target at once, the losses are too much alike for that, and the threshold is the lower level.
     Infinity expands nothing, 0 everything.
     """
     if target <= 0.0:
@@ -361,7 +367,7 @@ def interpolate_down(errors: Array, thresholds: Array, target: float) -> tuple[f
     level = next((j for j, value in enumerate(errors) if value <= target), len(errors) - 1)
     if level == 0:
         return math.inf, 0
-    if errors[level] < 0.5 * target or level == len(errors) - 1:
+    if errors[level] < STEEP_FALL * target or level == len(errors) - 1:
         return float(thresholds[level]), level
     return _between(thresholds, level, errors[level - 1], errors[level], target), level
 
@@ -373,9 +379,8 @@ def interpolate_up(shares: Array, thresholds: Array, target: float) -> tuple[flo
     level = next((j for j, value in enumerate(shares) if value > target), len(shares) - 1)
     if target <= 0.0 or level == 0:
         return math.inf, 0
-    last = len(shares) - 1
-    if level == last:
-        return float(thresholds[last - 1]), last - 1
+    if level == len(shares) - 1 or shares[level] > STEEP_RISE * target:
+        return float(thresholds[level - 1]), level - 1  # too many tiles at once
     return _between(thresholds, level, max(shares[level - 1], 1e-4), shares[level], target), level
 
 

@@ -1,4 +1,4 @@
-"""Kernels 6 and 7: attention over tangent tiles, prefix and expanded tiles; and exact attention."""
+"""Kernels 6 to 8: attention over expanded tiles, tangent tiles and prefix; and exact attention."""
 
 import triton
 import triton.language as tl
@@ -14,24 +14,96 @@ from bmfa.attention.kernels.triton.tiles.primitives import (
 
 
 @triton.jit
+def attend_expanded(
+    m_i, l_i, acc, tile_q, k, v, valid, expanded_list, first, last, stride_kt, stride_vt,
+    height, width, tiles_across, qk_scale_log2,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, SIDE: tl.constexpr,
+    Z_ORDER: tl.constexpr, MASKED: tl.constexpr, RAGGED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Add the tokens of the expanded tiles from `first` to `last` in the list to an online softmax."""
+    slots = tl.arange(0, SIDE * SIDE)
+    for index in range(first, last):
+        tile = tl.load(expanded_list + index)
+        tokens, on_grid = tile_tokens(tile, slots, height, width, tiles_across, Z_ORDER, SIDE)
+        exists = valid_tokens(valid, tokens, on_grid, MASKED)
+        tile_k = load_rows(k, tokens, stride_kt, exists, D, BLOCK_D)
+        tile_v = load_rows(v, tokens, stride_vt, exists, D, BLOCK_D)
+        logits = tl.dot(tile_q, tl.trans(tile_k), input_precision=PRECISION) * qk_scale_log2
+        if MASKED or RAGGED:
+            logits = tl.where(exists[None, :], logits, float("-inf"))
+        m_i, l_i, acc = online_softmax(m_i, l_i, acc, logits, tile_v, PRECISION)
+    return m_i, l_i, acc
+
+
+@triton.jit
+def expand_kernel(
+    q, k, v, valid, expanded_list, expanded_count, num_items, items, item_m, item_l, item_acc,
+    stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_kt, stride_vb, stride_vh, stride_vt,
+    H, prefix, height, width, tiles_across, num_tiles, first_row, row_capacity, group_stride, band,
+    qk_scale,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, SIDE: tl.constexpr, BLOCK_T: tl.constexpr,
+    ITEM_TILES: tl.constexpr, Z_ORDER: tl.constexpr, MASKED: tl.constexpr, RAGGED: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Attend with the queries of a group over one item of its expanded tiles. Grid: (item_capacity,).
+
+    Writes the online softmax of the item: item_m and item_l (item_capacity, S), and item_acc
+    (item_capacity, S, D).
+    """
+    S: tl.constexpr = SIDE * SIDE
+    item = tl.program_id(0)
+    code = 0
+    if item < tl.load(num_items + band):
+        code = tl.load(items + item)
+    if code > 0:
+        number = code % (BLOCK_T // ITEM_TILES)
+        line = code // (BLOCK_T // ITEM_TILES)
+        batch, head, batch_head = split_batch_head(line // row_capacity, H)
+        group = (first_row + line % row_capacity) * group_stride % num_tiles
+        q += batch * stride_qb + head * stride_qh + prefix * stride_qt
+        k += batch * stride_kb + head * stride_kh + prefix * stride_kt
+        v += batch * stride_vb + head * stride_vh + prefix * stride_vt
+        valid += batch * height * width
+        slots, columns = tl.arange(0, S), tl.arange(0, BLOCK_D)
+        tokens, on_grid = tile_tokens(group, slots, height, width, tiles_across, Z_ORDER, SIDE)
+        tile_q = load_rows(q, tokens, stride_qt, on_grid, D, BLOCK_D)  # (S, BLOCK_D)
+        m_i = tl.full((S,), float("-inf"), tl.float32)
+        l_i = tl.zeros((S,), tl.float32)
+        acc = tl.zeros((S, BLOCK_D), tl.float32)
+        first = number * ITEM_TILES
+        last = tl.minimum(
+            first + ITEM_TILES, tl.load(expanded_count + batch_head * num_tiles + group)
+        )
+        m_i, l_i, acc = attend_expanded(
+            m_i, l_i, acc, tile_q, k, v, valid, expanded_list + line.to(tl.int64) * num_tiles, first,
+            last, stride_kt, stride_vt, height, width, tiles_across, qk_scale * LOG2E,
+            D, BLOCK_D, SIDE, Z_ORDER, MASKED, RAGGED, PRECISION,
+        )  # fmt: skip
+        tl.store(item_m + item * S + slots, m_i)
+        tl.store(item_l + item * S + slots, l_i)
+        pointers = item_acc + (item * S + slots)[:, None] * D + columns[None, :]
+        tl.store(pointers, acc, mask=(columns < D)[None, :])
+
+
+@triton.jit
 def attention_kernel(
-    q, k, v, valid, q_mean, bias, k_tangent, v_tangent, log_mass, expanded_count, group_cross,
-    shrinkage, v_radius, exact_heads, probe_tokens, probe_exact, probes, o,
+    q, k, v, valid, q_mean, k_tangent, v_tangent, log_mass, expanded_list, expanded_count, first_item,
+    item_m, item_l, item_acc, group_cross, shrinkage, v_radius, exact_heads, probe_tokens, probe_exact,
+    probes, o,
     stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_kt, stride_vb, stride_vh, stride_vt,
     stride_ob, stride_oh, stride_ot,
     H, prefix, height, width, tiles_across, num_tiles, first_row, row_capacity, group_stride, num_probes,
     qk_scale,
     D: tl.constexpr, BLOCK_D: tl.constexpr, SIDE: tl.constexpr, BLOCK_MEANS: tl.constexpr,
-    BLOCK_T: tl.constexpr, SKIP_EXACT: tl.constexpr,
-    BLOCK_PREFIX: tl.constexpr, Z_ORDER: tl.constexpr, MASKED: tl.constexpr, RAGGED: tl.constexpr,
-    PRECISION: tl.constexpr,
+    BLOCK_PREFIX: tl.constexpr, ITEM_TILES: tl.constexpr, SKIP_EXACT: tl.constexpr,
+    Z_ORDER: tl.constexpr, MASKED: tl.constexpr, RAGGED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Attend with the S queries of one group of one head. Grid: (rows, B * H).
 
-    Row r is the group at position first_row + r. Reads the list of expanded tiles that the selection left
-    in log_mass, and writes the rows of o of the group's queries, and if one of them is a probe, its
-    |output - exact|^2 to probes (B * H, num_probes, 3). With SKIP_EXACT, heads in `exact_heads` are left
-    out.
+    Row r is the group at position first_row + r. Attends over the tangents of its unexpanded tiles, the
+    prefix and the first ITEM_TILES expanded tiles, and adds the items of `expand_kernel`. Writes the rows
+    of o of the group's queries, and if one of them is a probe, its |output - exact|^2 to probes
+    (B * H, num_probes, 3). With SKIP_EXACT, heads in `exact_heads` are left out.
     """
     S: tl.constexpr = SIDE * SIDE
     row = tl.program_id(0)
@@ -55,15 +127,13 @@ def attention_kernel(
         tile_q = load_rows(q, tokens, stride_qt, on_grid, D, BLOCK_D)  # (S, BLOCK_D)
         # Loaded early to hide the latency; used after the tangent tiles.
         num_expanded = tl.load(expanded_count + batch_head * num_tiles + group)
+        item = tl.load(first_item + line)
         factor = tl.load(shrinkage + batch_head * 2 + position % 2)
-        all_tiles = tl.arange(0, BLOCK_T)
-        radii = tl.load(
-            v_radius + batch_head * num_tiles + all_tiles, mask=all_tiles < num_tiles, other=0.0
-        )
-        limit = 2.0 * tl.max(radii, 0)
+        limit = 2.0 * tl.load(v_radius + batch_head).to(tl.float32, bitcast=True)
         q_means = tl.load(
             q_mean + (batch_head * num_tiles + group) * D + columns, mask=in_head, other=0.0
         )
+        deviation = (tile_q.to(tl.float32) - q_means.to(tl.float32)[None, :]).to(tile_q.dtype)
         qk_scale_log2 = qk_scale * LOG2E
         m_i = tl.full((S,), float("-inf"), tl.float32)
         l_i = tl.zeros((S,), tl.float32)
@@ -76,15 +146,14 @@ def attention_kernel(
             k_means = load_rows(k_tangent, tiles, D, is_tile, D, BLOCK_D)  # (BLOCK_MEANS, BLOCK_D)
             v_means = load_rows(v_tangent, tiles, D, is_tile, D, BLOCK_D)
             # -inf for expanded and empty tiles
-            offset = tl.load(bias + line * num_tiles + tiles, mask=is_tile, other=float("-inf"))
-            logits = tl.dot(tile_q, tl.trans(k_means), input_precision=PRECISION) * qk_scale_log2
-            logits = logits + (offset * LOG2E)[None, :]
+            lse = tl.load(log_mass + line * num_tiles + tiles, mask=is_tile, other=float("-inf"))
+            logits = tl.dot(deviation, tl.trans(k_means), input_precision=PRECISION)
+            logits = logits * qk_scale_log2 + (lse * LOG2E)[None, :]
             m_i, l_i, acc = online_softmax(m_i, l_i, acc, logits, v_means, PRECISION)
         # l_i is now u, the weight of the tangent tiles, not normalised: add u times the correction.
         square = columns[:, None] * D + columns[None, :]
         mask = in_head[:, None] & in_head[None, :]
         covariance = tl.load(group_cross + line * (D * D) + square, mask=mask, other=0.0)
-        deviation = (tile_q.to(tl.float32) - q_means.to(tl.float32)[None, :]).to(tile_q.dtype)
         correction = tl.dot(deviation, covariance, input_precision=PRECISION) * factor
         length = tl.sqrt(tl.sum(correction * correction, 1))
         clip = tl.where(length > limit, limit / tl.where(length > 0.0, length, 1.0), 1.0)
@@ -100,22 +169,22 @@ def attention_kernel(
             prefix_logits = tl.where(in_prefix[None, :], prefix_logits, float("-inf"))
             m_i, l_i, acc = online_softmax(m_i, l_i, acc, prefix_logits, prefix_v, PRECISION)
 
-        k += prefix * stride_kt
-        v += prefix * stride_vt
-        # The selection kernel has replaced the log-sum-exp of the group by its list of expanded tiles.
-        expanded_list = (log_mass + line * num_tiles).to(tl.pointer_type(tl.int32))
-        for index in range(num_expanded):
-            expanded = tl.load(expanded_list + index)
-            key_tokens, key_on_grid = tile_tokens(
-                expanded, slots, height, width, tiles_across, Z_ORDER, SIDE
-            )
-            exists = valid_tokens(valid, key_tokens, key_on_grid, MASKED)
-            tile_k = load_rows(k, key_tokens, stride_kt, exists, D, BLOCK_D)
-            tile_v = load_rows(v, key_tokens, stride_vt, exists, D, BLOCK_D)
-            logits = tl.dot(tile_q, tl.trans(tile_k), input_precision=PRECISION) * qk_scale_log2
-            if MASKED or RAGGED:
-                logits = tl.where(exists[None, :], logits, float("-inf"))
-            m_i, l_i, acc = online_softmax(m_i, l_i, acc, logits, tile_v, PRECISION)
+        own = tl.where(item >= 0, tl.minimum(num_expanded, ITEM_TILES), num_expanded)
+        m_i, l_i, acc = attend_expanded(
+            m_i, l_i, acc, tile_q, k + prefix * stride_kt, v + prefix * stride_vt, valid,
+            expanded_list + line * num_tiles, 0, own, stride_kt, stride_vt, height, width,
+            tiles_across, qk_scale_log2, D, BLOCK_D, SIDE, Z_ORDER, MASKED, RAGGED, PRECISION,
+        )  # fmt: skip
+        for index in range(tl.cdiv(num_expanded - own, ITEM_TILES)):
+            rows = ((item + index) * S).to(tl.int64) + slots
+            m_j, l_j = tl.load(item_m + rows), tl.load(item_l + rows)
+            acc_j = load_rows(item_acc, rows, D, rows >= 0, D, BLOCK_D)
+            m_new = tl.maximum(m_i, m_j)
+            shift = tl.where(m_new == float("-inf"), 0.0, m_new)
+            scale_i, scale_j = tl.exp2(m_i - shift), tl.exp2(m_j - shift)
+            l_i = l_i * scale_i + l_j * scale_j
+            acc = acc * scale_i[:, None] + acc_j * scale_j[:, None]
+            m_i = m_new
 
         acc = acc / tl.where(l_i > 0.0, l_i, 1.0)[:, None]
         o += batch * stride_ob + head * stride_oh + prefix * stride_ot

@@ -10,7 +10,11 @@ import torch
 from torch import Tensor
 
 from bmfa.attention.kernels.triton.launch import LaunchGrid, LaunchSequence, Workspace
-from bmfa.attention.kernels.triton.tiles.attention import attention_kernel, exact_kernel
+from bmfa.attention.kernels.triton.tiles.attention import (
+    attention_kernel,
+    exact_kernel,
+    expand_kernel,
+)
 from bmfa.attention.kernels.triton.tiles.levels import choose_kernel, levels_kernel
 from bmfa.attention.kernels.triton.tiles.pool import pool_kernel
 from bmfa.attention.kernels.triton.tiles.represent import represent_kernel
@@ -20,6 +24,8 @@ from bmfa.attention.tiling import (
     LARGEST_SHRINKAGE,
     LEVEL_RATIO,
     NUM_LEVELS,
+    STEEP_FALL,
+    STEEP_RISE,
     UNIFORM_SHARE,
     Tiling,
 )
@@ -36,6 +42,8 @@ BLOCK_M, BLOCK_N = 128, 64  # queries and keys in one step of the exact kernel
 CROSS_ENTRIES, CROSS_TILES = 128, 64  # entries of D * D, and tiles, in one step of the cross kernel
 WIDE_HEAD = 64  # above this head dimension some kernels take twice as many warps
 LONG_ROW = 1024  # tiles; above this the selection takes four warps instead of one
+# Expanded tiles that one program reads; more are divided among programs, or in sixteen parts.
+LEAST_ITEM_TILES = 16
 # Groups whose tangents are held in memory at once. 64 of them take as much as k and v.
 ROWS_PER_BAND = 128
 TILES_PER_PROGRAM = 4  # of the kernel of representatives
@@ -118,6 +126,8 @@ class _AttentionLaunch:
         self.num_probes = self.tiling.probes(key.prefix)
         self.num_slots = self.tiling.probe_slots(key.prefix)
         tiles = self.tiling.tiles
+        self.bands = -(-tiles // self.rows)
+        self.item_capacity = max(1, self.batch_heads * self.rows // 2)
         self.separate_exact = tiles >= SEPARATE_EXACT_TILES and exact_above < 1.0
         self.arguments: dict[str, Any] = {
             **key.arguments(),
@@ -128,6 +138,9 @@ class _AttentionLaunch:
             "num_slots": self.num_slots,
             "target": share if error is None else ERROR_AIM * error,
             "exact_above": exact_above,
+            "num_bands": self.bands,
+            "item_capacity": self.item_capacity,
+            "ITEM_TILES": max(LEAST_ITEM_TILES, _power_of_2(tiles) // 16),
             "BLOCK_R": BLOCK_R,
             "BLOCK_T": max(32, _power_of_2(tiles)),
             "BLOCK_P": _power_of_2(self.num_probes),
@@ -137,12 +150,14 @@ class _AttentionLaunch:
             "LEVEL_RATIO": LEVEL_RATIO,
             "LARGEST_SHRINKAGE": LARGEST_SHRINKAGE,
             "UNIFORM_SHARE": UNIFORM_SHARE,
+            "STEEP_FALL": STEEP_FALL,
+            "STEEP_RISE": STEEP_RISE,
             "BLOCK_H": min(MOST_HEADS, _power_of_2(key.heads)),
             "SKIP_EXACT": self.separate_exact,
             "BY_ERROR": error is not None,
         }
         self.sequence = LaunchSequence(INPUTS, self._workspace())
-        self._add(pool_kernel, (tiles, self.batch_heads, 1))
+        self._add(pool_kernel, (tiles, self.batch_heads, 1), num_warps=1 if key.dim <= WIDE_HEAD else 2)
         for first_row in range(0, self.tiling.groups, self.rows):
             self._add_band(first_row)
         if self.separate_exact:
@@ -171,8 +186,9 @@ class _AttentionLaunch:
         probes = (*heads, self.num_probes)
         workspace = Workspace()
         workspace.add("q_mean", (*heads, tiles, dim), dtype)
-        for name in ("q_spread", "counts", "k_spread", "v_radius"):
+        for name in ("q_spread", "counts", "k_spread"):
             workspace.add(name, (*heads, tiles), single)
+        workspace.add("v_radius", heads, torch.int32)  # the bits of float32 numbers
         workspace.add("probe_tokens", probes, torch.int32)
         workspace.add("probe_exact", (*probes, dim), single)
         workspace.add("level_stats", (*probes, 4, NUM_LEVELS), single)
@@ -184,7 +200,13 @@ class _AttentionLaunch:
         workspace.add("probe_cross", (*slots, dim), dtype)
         workspace.add("cross", (*heads, tiles, dim, dim), dtype)
         workspace.add("log_mass", rows, single)
-        workspace.add("bias", rows, single)
+        workspace.add("expanded_list", rows, torch.int32)
+        workspace.add("first_item", rows[:2], torch.int32)
+        workspace.add("num_items", (self.bands,), torch.int32)
+        workspace.add("items", (self.item_capacity,), torch.int32)
+        workspace.add("item_m", (self.item_capacity, self.tiling.slots), single)
+        workspace.add("item_l", (self.item_capacity, self.tiling.slots), single)
+        workspace.add("item_acc", (self.item_capacity, self.tiling.slots, dim), single)
         workspace.add("coarse_share", rows, dtype)
         workspace.add("k_tangent", (*rows, dim), dtype)
         workspace.add("v_tangent", (*rows, dim), dtype)
@@ -201,7 +223,7 @@ class _AttentionLaunch:
         stat_tiles = -(-tiles // STAT_PROGRAMS)
         stats = -(-tiles // stat_tiles) if probing else 0
         warps = 4 if key.dim <= WIDE_HEAD else 8
-        band = {"first_row": first_row, "num_rows": rows}
+        band = {"first_row": first_row, "num_rows": rows, "band": first_row // self.rows}
         self._add(
             represent_kernel,
             (programs * (2 if probing else 1) + stats, max(blocks, self.num_slots // BLOCK_R if probing else 0), heads),
@@ -213,11 +235,13 @@ class _AttentionLaunch:
             self._add(choose_kernel, (key.batch, 1, 1))
         self._add(select_kernel, (rows, heads, 1), **band, num_warps=1 if tiles <= LONG_ROW else 4)
         entries = -(-(key.dim**2) // CROSS_ENTRIES)
+        block = 128 if rows > 64 else 64
         self._add(
-            cross_kernel, (entries, blocks, heads), **band, BLOCK_N=CROSS_ENTRIES,
-            BLOCK_K=CROSS_TILES,
+            cross_kernel, (entries, -(-rows // block), heads), **band, BLOCK_R=block,
+            BLOCK_N=CROSS_ENTRIES, BLOCK_K=CROSS_TILES, num_warps=block // 16,
         )  # fmt: skip
-        self._add(attention_kernel, (rows, heads, 1), **band, num_warps=warps)
+        self._add(expand_kernel, (self.item_capacity, 1, 1), **band, num_warps=warps, num_stages=2)
+        self._add(attention_kernel, (rows, heads, 1), **band, num_warps=warps, num_stages=2)
 
     def _add(
         self,

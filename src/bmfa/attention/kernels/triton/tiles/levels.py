@@ -8,8 +8,8 @@ from bmfa.attention.kernels.triton.tiles.represent import SMALLEST_SUM
 
 # exp(80) times 64 prefix tokens is finite in float32, which ends at exp(88.7).
 LARGEST_EXPONENT = tl.constexpr(80.0)
-# Factor that keeps the shares of single tiles in the range of float16.
-LOST_SCALE = tl.constexpr(1024.0)
+# Factor that keeps the weights of single tiles, which sum to 1, in the range of float16.
+WEIGHT_SCALE = tl.constexpr(1024.0)
 # Smallest share of expanded tiles whose logarithm is interpolated.
 SMALLEST_SHARE = tl.constexpr(1e-4)
 
@@ -35,12 +35,23 @@ def log_partition(
 def tile_losses(lse, log_z, spread):
     """Return the shares of tiles in Z, and their losses."""
     mass = tl.exp(lse - log_z)
-    return mass, mass * tl.minimum(spread, 1.0)
+    return mass, tl.minimum(mass * spread, 1.0)
+
+
+@triton.jit
+def add_weighted(total, weights, values, PRECISION: tl.constexpr):
+    """Add WEIGHT_SCALE weights @ values. The weights are a sum of two numbers of the dtype of values,
+    since differences of such sums are small."""
+    weights = weights * WEIGHT_SCALE
+    high = weights.to(values.dtype)
+    low = (weights - high.to(tl.float32)).to(values.dtype)
+    total = tl.dot(high, values, total, input_precision=PRECISION)
+    return tl.dot(low, values, total, input_precision=PRECISION)
 
 
 @triton.jit
 def levels_kernel(
-    q, k, v, q_mean, q_spread, counts, k_spread, v_radius, probe_tokens, log_mass, bias, k_tangent,
+    q, k, v, q_mean, q_spread, counts, k_spread, v_radius, probe_tokens, log_mass, k_tangent,
     v_tangent, probe_lse, probe_v, probe_cross, level_stats, probe_exact, probes, o,
     stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_kt, stride_vb, stride_vh, stride_vt,
     stride_ob, stride_oh, stride_ot,
@@ -102,7 +113,13 @@ def levels_kernel(
     lse = tl.load(log_mass + row_line + tiles, mask=is_tile, other=float("-inf"))
     log_z = log_partition(lse, q_means, k, stride_kt, prefix, qk_scale, D, BLOCK_D)
 
-    lost_sum = tl.zeros((LEVELS, BLOCK_D), tl.float32)  # weighted values
+    # The difference to the representative, once for each level. Rows of the sums below are levels; the
+    # last level has no unexpanded tile, and its row of exact_sum is over all tiles instead.
+    deviation = query - q_means.to(tl.float32)
+    deviation = (deviation[None, :] + tl.zeros((LEVELS, 1), tl.float32)).to(q_means.dtype)
+    last = (levels == LEVELS - 1)[:, None]
+    tangent_sum = tl.zeros((LEVELS, BLOCK_D), tl.float32)  # values times weights
+    exact_sum = tl.zeros((LEVELS, BLOCK_D), tl.float32)
     cross_sum = tl.zeros((LEVELS, BLOCK_D), tl.float32)
     z_difference = tl.zeros((LEVELS,), tl.float32)
     coarse_z = tl.zeros((LEVELS,), tl.float32)
@@ -114,43 +131,39 @@ def levels_kernel(
         present = chunk < num_tiles
         present = present & (tl.load(counts + chunk, mask=present, other=0.0) > 0.0)
         exact_logit = tl.load(probe_lse + slot_line + chunk, mask=present, other=float("-inf"))
-        exact_weight = tl.exp(exact_logit - m_i)
         exact_values = load_rows(probe_v + slot_line * D, chunk, D, present, D, BLOCK_D)
-        exact_values = exact_values.to(tl.float32)
-        exact += tl.sum(exact_weight[:, None] * exact_values, 0)
-        if is_probe:
-            k_means = load_rows(k_tangent + row_line * D, chunk, D, present, D, BLOCK_D)
-            values = load_rows(v_tangent + row_line * D, chunk, D, present, D, BLOCK_D)
-            terms = load_rows(probe_cross + slot_line * D, chunk, D, present, D, BLOCK_D)
-            logit = tl.load(bias + row_line + chunk, mask=present, other=float("-inf"))
-            logit += qk_scale * tl.sum(query[None, :] * k_means.to(tl.float32), 1)
-            tile_lse = tl.load(log_mass + row_line + chunk, mask=present, other=float("-inf"))
-            tile_spread = tl.load(k_spread + chunk, mask=present, other=0.0)
-            mass, loss = tile_losses(tile_lse, log_z, tile_spread * spread)
-            expanded = (loss[None, :] >= thresholds[:, None]) & (loss > 0.0)[None, :]
-            expanded = (expanded | (thresholds == 0.0)[:, None]) & present[None, :]
-            coarse = present[None, :] & (expanded == 0)  # (LEVELS, CHUNK)
-            weight = tl.where(present, tl.exp(tl.minimum(logit, exact_logit) - m_i), 0.0)
-            lost = weight[:, None] * values.to(tl.float32) - exact_weight[:, None] * exact_values
-            # Shares of single tiles are small numbers for float16.
-            lost = (lost * LOST_SCALE).to(values.dtype)
-            terms = (mass[:, None] * terms.to(tl.float32) * LOST_SCALE).to(values.dtype)
-            mask = coarse.to(values.dtype)
-            lost_sum = tl.dot(mask, lost, lost_sum, input_precision=PRECISION)
-            cross_sum = tl.dot(mask, terms, cross_sum, input_precision=PRECISION)
-            coarse = coarse.to(tl.float32)
-            z_difference += tl.sum(coarse * (weight - exact_weight)[None, :], 1)
-            coarse_z += tl.sum(coarse * weight[None, :], 1)
-            coarse_mass += tl.sum(coarse * mass[None, :], 1)
-            num_expanded += tl.sum(expanded.to(tl.float32), 1)
-            num_present += tl.sum(present.to(tl.float32), 0)
+        k_means = load_rows(k_tangent + row_line * D, chunk, D, present, D, BLOCK_D)
+        values = load_rows(v_tangent + row_line * D, chunk, D, present, D, BLOCK_D)
+        terms = load_rows(probe_cross + slot_line * D, chunk, D, present, D, BLOCK_D)
+        tile_lse = tl.load(log_mass + row_line + chunk, mask=present, other=float("-inf"))
+        tile_spread = tl.load(k_spread + chunk, mask=present, other=0.0)
+        mass, loss = tile_losses(tile_lse, log_z, tile_spread * spread)
+        logits = tl.dot(deviation, tl.trans(k_means), input_precision=PRECISION) * qk_scale
+        logits = tl.minimum(logits + tile_lse[None, :], exact_logit[None, :])  # (LEVELS, CHUNK)
+        expanded = (loss[None, :] >= thresholds[:, None]) & (loss > 0.0)[None, :]
+        expanded = (expanded | (thresholds == 0.0)[:, None]) & present[None, :]
+        coarse = present[None, :] & (expanded == 0)
+        weight = tl.where(coarse, tl.exp(logits - m_i), 0.0)
+        exact_weight = tl.where(coarse | last, tl.exp(exact_logit - m_i)[None, :], 0.0)
+        tangent_sum = add_weighted(tangent_sum, weight, values, PRECISION)
+        exact_sum = add_weighted(exact_sum, exact_weight, exact_values, PRECISION)
+        coarse_share = tl.where(coarse, mass[None, :], 0.0)
+        scaled = (coarse_share * WEIGHT_SCALE).to(terms.dtype)
+        cross_sum = tl.dot(scaled, terms, cross_sum, input_precision=PRECISION)
+        z_difference += tl.sum(weight - tl.where(last, 0.0, exact_weight), 1)
+        coarse_z += tl.sum(weight, 1)
+        coarse_mass += tl.sum(coarse_share, 1)
+        num_expanded += tl.sum(expanded.to(tl.float32), 1)
+        num_present += tl.sum(present.to(tl.float32), 0)
+    exact_sum = exact_sum / WEIGHT_SCALE
+    exact += tl.sum(tl.where(last, exact_sum, 0.0), 0)
     if is_probe:
         z = tl.maximum(1.0 + z_difference, SMALLEST_SUM)  # (LEVELS,)
-        error = (exact[None, :] * z_difference[:, None] - lost_sum / LOST_SCALE) / z[:, None]
-        term = cross_sum / (tl.maximum(coarse_mass, SMALLEST_SUM) * LOST_SCALE)[:, None]
+        lost = tangent_sum / WEIGHT_SCALE - tl.where(last, 0.0, exact_sum)
+        error = (exact[None, :] * z_difference[:, None] - lost) / z[:, None]
+        term = cross_sum / (tl.maximum(coarse_mass, SMALLEST_SUM) * WEIGHT_SCALE)[:, None]
         length = tl.sqrt(tl.sum(term * term, 1))
-        radii = tl.load(v_radius + batch_head * num_tiles + tiles, mask=is_tile, other=0.0)
-        limit = 2.0 * tl.max(radii, 0)
+        limit = 2.0 * tl.load(v_radius + batch_head).to(tl.float32, bitcast=True)
         clip = tl.where(length > limit, limit / tl.maximum(length, SMALLEST_SUM), 1.0)
         term = term * (clip * coarse_z / z)[:, None]
         line = batch_head * num_probes + slot
@@ -167,36 +180,28 @@ def levels_kernel(
 
 
 @triton.jit
-def level_sums(
-    level_stats, probes, column, heads, H, num_probes, half,
-    LEVELS: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_P: tl.constexpr,
+def load_stats(
+    level_stats, column, heads, H, num_probes,
+    LEVELS: tl.constexpr, BLOCK_P: tl.constexpr,
 ):  # fmt: skip
-    """Return weighted sums (BLOCK_H, LEVELS) of one of the level_stats over the probes of each head that
-    determine the groups of parity `half`: those of the other parity; 2 takes all."""
+    """Load one of the level_stats (BLOCK_H, BLOCK_P, LEVELS) of some heads."""
     of_head = heads[:, None, None]
     index = tl.arange(0, BLOCK_P)[None, :, None]
     levels = tl.arange(0, LEVELS)[None, None, :]
-    mask = (of_head < H) & (index < num_probes) & (index % 2 != half)
+    mask = (of_head < H) & (index < num_probes) & (levels >= 0)
     line = of_head * num_probes + index
-    weight = tl.load(probes + line * 3 + 2, mask=mask, other=0.0)
-    stats = tl.load(
-        level_stats + line * (4 * LEVELS) + column * LEVELS + levels, mask=mask & (levels >= 0),
-        other=0.0,
-    )  # fmt: skip
-    return tl.sum(weight * stats, 1)
+    return tl.load(level_stats + line * (4 * LEVELS) + column * LEVELS + levels, mask=mask, other=0.0)
 
 
 @triton.jit
-def probe_sums(
-    probes, heads, H, num_probes, half, BLOCK_H: tl.constexpr, BLOCK_P: tl.constexpr
-):
-    """Return the sums (BLOCK_H,) of the weights, and of the weighted |exact|^2, of the same probes."""
+def load_weights(probes, heads, H, num_probes, half, BLOCK_P: tl.constexpr):
+    """Load the weights (BLOCK_H, BLOCK_P) of the probes that determine the groups of parity `half`,
+    those of the other parity, and their |exact|^2."""
     index = tl.arange(0, BLOCK_P)[None, :]
-    mask = (heads[:, None] < H) & (index < num_probes) & (index % 2 != half)
+    mask = (heads[:, None] < H) & (index < num_probes) & ((index % 2 != half) | (num_probes == 1))
     line = (heads[:, None] * num_probes + index) * 3
     weight = tl.load(probes + line + 2, mask=mask, other=0.0)
-    norm = tl.load(probes + line + 1, mask=mask, other=0.0)
-    return tl.sum(weight, 1), tl.sum(weight * norm, 1)
+    return weight, tl.load(probes + line + 1, mask=mask, other=0.0)
 
 
 @triton.jit
@@ -212,13 +217,32 @@ def shrinkage_of(product, square, LARGEST: tl.constexpr):
 
 
 @triton.jit
+def squared_errors(error, product, square, weight, LARGEST: tl.constexpr):
+    """Return the weighted sums (LEVELS,) of the squared errors, each head with its best shrinkage."""
+    errors = tl.sum(weight[:, :, None] * error, 1)  # (BLOCK_H, LEVELS)
+    products = tl.sum(weight[:, :, None] * product, 1)
+    squares = tl.sum(weight[:, :, None] * square, 1)
+    factor = shrinkage_of(products, squares, LARGEST)
+    return tl.sum(errors - 2.0 * factor * products + factor * factor * squares, 0)
+
+
+@triton.jit
+def weighted_mean(values, weight):
+    """Return the weighted mean (BLOCK_H, LEVELS) over probes; 0 without a weight."""
+    total = tl.sum(weight, 1)[:, None]
+    return tl.sum(weight[:, :, None] * values, 1) / tl.where(total > 0.0, total, 1.0)
+
+
+@triton.jit
 def interpolate(
-    curve, target, LEVELS: tl.constexpr, LEVEL_RATIO: tl.constexpr, BY_ERROR: tl.constexpr
-):
+    curve, target, LEVELS: tl.constexpr, LEVEL_RATIO: tl.constexpr,
+    STEEP_FALL: tl.constexpr, STEEP_RISE: tl.constexpr, BY_ERROR: tl.constexpr,
+):  # fmt: skip
     """Return the threshold at which the curve (LEVELS,) reaches the target, and the level at or below it.
 
     Errors fall and shares grow from level to level. Between two levels the logarithm of the curve is
-    linear in the logarithm of the threshold. Infinity expands nothing, 0 everything.
+    linear in the logarithm of the threshold, unless the curve falls or grows too much at once. Infinity
+    expands nothing, 0 everything.
     """
     levels = tl.arange(0, LEVELS)
     if BY_ERROR:
@@ -235,15 +259,17 @@ def interpolate(
     part = tl.log2(before / tl.maximum(target, SMALLEST_SUM)) / tl.where(ratio != 0.0, ratio, 1.0)
     part = tl.where(ratio != 0.0, tl.minimum(tl.maximum(part, 0.0), 1.0), 1.0)
     if BY_ERROR:
-        part = tl.where(after < 0.5 * target, 1.0, part)  # the losses are too much alike
+        part = tl.where(after < STEEP_FALL * target, 1.0, part)
         everything = level == LEVELS - 1
     else:
         everything = target >= 1.0
-        part = tl.where(level == LEVELS - 1, 0.0, part)
+        steep = after > STEEP_RISE * target
+        part = tl.where((level == LEVELS - 1) | steep, 0.0, part)
         level = tl.where((target <= 0.0) | (level == 0), 0, level)
     threshold = tl.exp2(((level - 1).to(tl.float32) + part) * tl.log2(LEVEL_RATIO))
     threshold = tl.where(level == 0, float("inf"), threshold)
     if not BY_ERROR:
+        level = tl.where((level > 0) & steep, level - 1, level)
         level = tl.where(everything, LEVELS - 1, tl.minimum(level, LEVELS - 2))
     return tl.where(everything, 0.0, threshold), level
 
@@ -253,7 +279,8 @@ def choose_kernel(
     level_stats, probes, thresholds, shrinkage, exact_heads,
     H, num_probes, target, exact_above,
     LEVELS: tl.constexpr, LEVEL_RATIO: tl.constexpr, LARGEST_SHRINKAGE: tl.constexpr,
-    BLOCK_H: tl.constexpr, BLOCK_P: tl.constexpr, BY_ERROR: tl.constexpr,
+    STEEP_FALL: tl.constexpr, STEEP_RISE: tl.constexpr, BLOCK_H: tl.constexpr,
+    BLOCK_P: tl.constexpr, BY_ERROR: tl.constexpr,
 ):  # fmt: skip
     """Choose the thresholds of one picture from its probes. Grid: (B,).
 
@@ -265,63 +292,54 @@ def choose_kernel(
     level_stats += picture * H * num_probes * (4 * LEVELS)
     probes += picture * H * num_probes * 3
     shrinkage += picture * H * 2
-    heads_in_block = tl.arange(0, BLOCK_H)
-    for half in range(2):
-        present = 0.0
-        for start in range(0, H, BLOCK_H):
-            weight, _ = probe_sums(
-                probes, start + heads_in_block, H, num_probes, half, BLOCK_H, BLOCK_P
-            )
-            present += tl.sum(weight, 0)
-        source = tl.where(present > 0.0, half, 2)
-        squares = tl.zeros((LEVELS,), tl.float32)
-        shares = tl.zeros((LEVELS,), tl.float32)
-        norms = 0.0
-        for start in range(0, H, BLOCK_H):
-            heads = start + heads_in_block
-            weight, norm = probe_sums(probes, heads, H, num_probes, source, BLOCK_H, BLOCK_P)
-            norms += tl.sum(norm, 0)
-            if BY_ERROR:
-                error = level_sums(
-                    level_stats, probes, 0, heads, H, num_probes, source, LEVELS, BLOCK_H, BLOCK_P
-                )
-                product = level_sums(
-                    level_stats, probes, 1, heads, H, num_probes, source, LEVELS, BLOCK_H, BLOCK_P
-                )
-                square = level_sums(
-                    level_stats, probes, 2, heads, H, num_probes, source, LEVELS, BLOCK_H, BLOCK_P
-                )
-                factor = shrinkage_of(product, square, LARGEST_SHRINKAGE)
-                squares += tl.sum(error - 2.0 * factor * product + factor * factor * square, 0)
-            else:
-                share = level_sums(
-                    level_stats, probes, 3, heads, H, num_probes, source, LEVELS, BLOCK_H, BLOCK_P
-                )
-                shares += tl.sum(share / tl.maximum(weight, 1.0)[:, None], 0)
+    in_block = tl.arange(0, BLOCK_H)
+    curve_0 = tl.zeros((LEVELS,), tl.float32)
+    curve_1 = tl.zeros((LEVELS,), tl.float32)
+    norm_0, norm_1 = 0.0, 0.0
+    for start in range(0, H, BLOCK_H):
+        heads = start + in_block
+        weight_0, exact_0 = load_weights(probes, heads, H, num_probes, 0, BLOCK_P)
+        weight_1, exact_1 = load_weights(probes, heads, H, num_probes, 1, BLOCK_P)
         if BY_ERROR:
-            curve = tl.sqrt(tl.maximum(squares, 0.0) / tl.where(norms > 0.0, norms, 1.0))
+            error = load_stats(level_stats, 0, heads, H, num_probes, LEVELS, BLOCK_P)
+            product = load_stats(level_stats, 1, heads, H, num_probes, LEVELS, BLOCK_P)
+            square = load_stats(level_stats, 2, heads, H, num_probes, LEVELS, BLOCK_P)
+            curve_0 += squared_errors(error, product, square, weight_0, LARGEST_SHRINKAGE)
+            curve_1 += squared_errors(error, product, square, weight_1, LARGEST_SHRINKAGE)
+            norm_0 += tl.sum(tl.sum(weight_0 * exact_0, 1), 0)
+            norm_1 += tl.sum(tl.sum(weight_1 * exact_1, 1), 0)
         else:
-            curve = shares / H
-        threshold, level = interpolate(curve, target, LEVELS, LEVEL_RATIO, BY_ERROR)
-        tl.store(thresholds + picture * 2 + half, threshold)
-        for start in range(0, H, BLOCK_H):
-            heads = start + heads_in_block
-            product = level_sums(
-                level_stats, probes, 1, heads, H, num_probes, source, LEVELS, BLOCK_H, BLOCK_P
-            )
-            square = level_sums(
-                level_stats, probes, 2, heads, H, num_probes, source, LEVELS, BLOCK_H, BLOCK_P
-            )
-            factor = pick(shrinkage_of(product, square, LARGEST_SHRINKAGE), level, LEVELS)
-            tl.store(shrinkage + heads * 2 + half, factor, mask=heads < H)
-            # A head is exact if either half of its groups would expand too many tiles.
-            weight, _ = probe_sums(probes, heads, H, num_probes, source, BLOCK_H, BLOCK_P)
-            share = level_sums(
-                level_stats, probes, 3, heads, H, num_probes, source, LEVELS, BLOCK_H, BLOCK_P
-            )
-            many = pick(share, level, LEVELS) / tl.maximum(weight, 1.0) > exact_above
-            flags = exact_heads + picture * H + heads
-            if half == 0:
-                tl.store(flags, many.to(tl.int32), mask=heads < H)
-            else:
-                tl.store(flags, many.to(tl.int32), mask=(heads < H) & many)
+            share = load_stats(level_stats, 3, heads, H, num_probes, LEVELS, BLOCK_P)
+            curve_0 += tl.sum(weighted_mean(share, weight_0), 0)
+            curve_1 += tl.sum(weighted_mean(share, weight_1), 0)
+    if BY_ERROR:
+        curve_0 = tl.sqrt(tl.maximum(curve_0, 0.0) / tl.where(norm_0 > 0.0, norm_0, 1.0))
+        curve_1 = tl.sqrt(tl.maximum(curve_1, 0.0) / tl.where(norm_1 > 0.0, norm_1, 1.0))
+    else:
+        curve_0 = curve_0 / H
+        curve_1 = curve_1 / H
+    threshold_0, level_0 = interpolate(curve_0, target, LEVELS, LEVEL_RATIO, STEEP_FALL, STEEP_RISE, BY_ERROR)
+    threshold_1, level_1 = interpolate(curve_1, target, LEVELS, LEVEL_RATIO, STEEP_FALL, STEEP_RISE, BY_ERROR)
+    tl.store(thresholds + picture * 2, threshold_0)
+    tl.store(thresholds + picture * 2 + 1, threshold_1)
+    for start in range(0, H, BLOCK_H):
+        heads = start + in_block
+        weight_0, _ = load_weights(probes, heads, H, num_probes, 0, BLOCK_P)
+        weight_1, _ = load_weights(probes, heads, H, num_probes, 1, BLOCK_P)
+        product = load_stats(level_stats, 1, heads, H, num_probes, LEVELS, BLOCK_P)
+        square = load_stats(level_stats, 2, heads, H, num_probes, LEVELS, BLOCK_P)
+        share = load_stats(level_stats, 3, heads, H, num_probes, LEVELS, BLOCK_P)
+        factor = shrinkage_of(
+            tl.sum(weight_0[:, :, None] * product, 1), tl.sum(weight_0[:, :, None] * square, 1),
+            LARGEST_SHRINKAGE,
+        )  # fmt: skip
+        tl.store(shrinkage + heads * 2, pick(factor, level_0, LEVELS), mask=heads < H)
+        factor = shrinkage_of(
+            tl.sum(weight_1[:, :, None] * product, 1), tl.sum(weight_1[:, :, None] * square, 1),
+            LARGEST_SHRINKAGE,
+        )  # fmt: skip
+        tl.store(shrinkage + heads * 2 + 1, pick(factor, level_1, LEVELS), mask=heads < H)
+        # A head is exact if either half of its groups would expand too many tiles.
+        many = pick(weighted_mean(share, weight_0), level_0, LEVELS) > exact_above
+        many = many | (pick(weighted_mean(share, weight_1), level_1, LEVELS) > exact_above)
+        tl.store(exact_heads + picture * H + heads, many.to(tl.int32), mask=heads < H)

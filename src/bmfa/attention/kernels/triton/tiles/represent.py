@@ -44,7 +44,7 @@ def tile_softmax(queries, tile_k, exists, qk_scale_log2, PRECISION: tl.constexpr
 
 @triton.jit
 def represent_tiles(
-    k, v, valid, q_mean, log_mass, bias, k_tangent, v_tangent, stride_kt, stride_vt,
+    k, v, valid, q_mean, log_mass, k_tangent, v_tangent, stride_kt, stride_vt,
     height, width, tiles_across, num_tiles, first_row, num_rows, group_stride, program, block, qk_scale,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr, SIDE: tl.constexpr,
     TILES: tl.constexpr, Z_ORDER: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
@@ -55,7 +55,7 @@ def represent_tiles(
     is_row, in_head = rows < num_rows, columns < D
     groups = (first_row + rows) * group_stride % num_tiles
     q_means = load_rows(q_mean, groups, D, is_row, D, BLOCK_D)
-    line = rows.to(tl.int64) * num_tiles
+    line = rows * num_tiles
     for member in range(TILES):
         tile = program * TILES + member
         tokens, on_grid = tile_tokens(tile, slots, height, width, tiles_across, Z_ORDER, SIDE)
@@ -64,15 +64,12 @@ def represent_tiles(
         tile_v = load_rows(v, tokens, stride_vt, exists, D, BLOCK_D)
         weights, total, lse = tile_softmax(q_means, tile_k, exists, qk_scale * LOG2E, PRECISION)
         inverse = 1.0 / total
-        k_means = tl.dot(weights, tile_k, input_precision=PRECISION) * inverse[:, None]
-        k_means = k_means.to(tile_k.dtype)  # what is stored is what the bias is made for
-        offset = lse - qk_scale * tl.sum(q_means.to(tl.float32) * k_means.to(tl.float32), 1)
         is_line = is_row & (tile < num_tiles)
         tl.store(log_mass + line + tile, lse, mask=is_line)
-        tl.store(bias + line + tile, offset, mask=is_line)
         pointers = (line + tile)[:, None] * D + columns[None, :]
         mask = is_line[:, None] & in_head[None, :]
-        tl.store(k_tangent + pointers, k_means, mask=mask)
+        k_means = tl.dot(weights, tile_k, input_precision=PRECISION) * inverse[:, None]
+        tl.store(k_tangent + pointers, k_means.to(tile_k.dtype), mask=mask)
         v_means = tl.dot(weights, tile_v, input_precision=PRECISION) * inverse[:, None]
         tl.store(v_tangent + pointers, v_means.to(tile_v.dtype), mask=mask)
 
@@ -89,7 +86,7 @@ def attend_probes(
     slots, columns = tl.arange(0, SIDE * SIDE), tl.arange(0, BLOCK_D)
     is_slot, in_head = rows < num_slots, columns < D
     probes = probe_queries(q, stride_qt, probe_tokens, rows, num_probes, prefix, D, BLOCK_D)
-    line = rows.to(tl.int64) * num_tiles
+    line = rows * num_tiles
     for member in range(TILES):
         tile = program * TILES + member
         tokens, on_grid = tile_tokens(tile, slots, height, width, tiles_across, Z_ORDER, SIDE)
@@ -156,7 +153,8 @@ def summarise_tiles(
         difference = tile_v - (tl.sum(tile_v, 0) / count)[None, :]
         difference = tl.where(exists[:, None], difference, 0.0)
         radius = tl.sqrt(tl.max(tl.sum(difference * difference, 1), 0))
-        tl.store(v_radius + tile, radius, mask=is_tile)
+        # The bits of numbers that are not negative are in their order.
+        tl.atomic_max(v_radius, radius.to(tl.int32, bitcast=True), mask=is_tile)
         for start in range(0, num_slots, SIDE * SIDE):
             slot = start + slots
             probes = probe_queries(q, stride_qt, probe_tokens, slot, num_probes, prefix, D, BLOCK_D)
@@ -164,7 +162,7 @@ def summarise_tiles(
             means = load_rows(q_mean, groups, D, slot < num_probes, D, BLOCK_D)
             deviation = (probes.to(tl.float32) - means.to(tl.float32)) * qk_scale
             product = tl.dot(deviation.to(covariance.dtype), covariance, input_precision=PRECISION)
-            pointers = (slot.to(tl.int64) * num_tiles + tile)[:, None] * D + columns[None, :]
+            pointers = (slot * num_tiles + tile)[:, None] * D + columns[None, :]
             tl.store(
                 probe_cross + pointers, product.to(probe_cross.dtype.element_ty),
                 mask=(slot < num_probes)[:, None] & in_head[None, :] & is_tile,
@@ -174,7 +172,7 @@ def summarise_tiles(
 @triton.jit
 def represent_kernel(
     q, k, v, valid, q_mean, counts, probe_tokens,
-    log_mass, bias, k_tangent, v_tangent, probe_lse, probe_v, cross, k_spread, v_radius, probe_cross,
+    log_mass, k_tangent, v_tangent, probe_lse, probe_v, cross, k_spread, v_radius, probe_cross,
     stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_kt, stride_vb, stride_vh, stride_vt,
     H, prefix, height, width, tiles_across, num_tiles, first_row, num_rows, row_capacity, group_stride,
     num_probes, num_slots, tile_programs, stat_tiles, qk_scale,
@@ -185,15 +183,14 @@ def represent_kernel(
     """Summarise tiles at representatives. Grid: (programs, blocks of BLOCK_R rows, B * H).
 
     Row r of the band is the group at position first_row + r. The first `tile_programs` programs write, for
-    each row and tile, log_mass (B * H, row_capacity, T) = log sum exp of the scores, the means k_tangent
-    and v_tangent (B * H, row_capacity, T, D) of keys and values under their softmax, and bias, the logit of
-    the tile minus qk_scale q . k_tangent.
+    each row and tile, log_mass (B * H, row_capacity, T) = log sum exp of the scores, and the means
+    k_tangent and v_tangent (B * H, row_capacity, T, D) of keys and values under their softmax.
 
     With PROBING, in the first band, as many programs attend exactly with the queries of num_slots slots
     (probes, then the prefix): probe_lse (B * H, num_slots, T) and the mean values probe_v
     (B * H, num_slots, T, D) of each tile. The others write, for stat_tiles tiles each, the covariance
     `cross` (B * H, T, D, D) of keys and values under the softmax at the mean query of the head, k_spread
-    and v_radius (B * H, T), and the product probe_cross (B * H, num_slots, T, D) of cross with the probes.
+    (B * H, T), v_radius (B * H), the bits of the largest |v - mean v| in a tile, and the product probe_cross (B * H, num_slots, T, D) of cross with the probes.
     """
     program, block = tl.program_id(0), tl.program_id(1)
     batch, head, batch_head = split_batch_head(tl.program_id(2), H)
@@ -206,8 +203,8 @@ def represent_kernel(
     if program < tile_programs:
         if block * BLOCK_R < num_rows:
             represent_tiles(
-                k, v, valid, q_mean, log_mass + rows, bias + rows, k_tangent + rows * D,
-                v_tangent + rows * D, stride_kt, stride_vt, height, width, tiles_across, num_tiles,
+                k, v, valid, q_mean, log_mass + rows, k_tangent + rows * D, v_tangent + rows * D,
+                stride_kt, stride_vt, height, width, tiles_across, num_tiles,
                 first_row, num_rows, group_stride, program, block, qk_scale,
                 D, BLOCK_D, BLOCK_R, SIDE, TILES, Z_ORDER, MASKED, PRECISION,
             )  # fmt: skip
@@ -226,7 +223,7 @@ def represent_kernel(
             tiles = batch_head * num_tiles
             summarise_tiles(
                 q, k, v, valid, q_mean, counts + tiles, probe_tokens, cross + tiles * (D * D),
-                k_spread + tiles, v_radius + tiles, probe_cross + lines * D,
+                k_spread + tiles, v_radius + batch_head, probe_cross + lines * D,
                 stride_qt, stride_kt, stride_vt, prefix, height, width, tiles_across, num_tiles,
                 group_stride, num_probes, num_slots, program - 2 * tile_programs, stat_tiles, qk_scale,
                 D, BLOCK_D, SIDE, Z_ORDER, MASKED, PRECISION,

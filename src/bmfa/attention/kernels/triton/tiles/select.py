@@ -10,18 +10,22 @@ from bmfa.attention.kernels.triton.tiles.represent import SMALLEST_SUM
 
 @triton.jit
 def select_kernel(
-    k, q_mean, q_spread, counts, k_spread, log_mass, bias, coarse_share, thresholds,
-    exact_heads, expanded_count, coarse_bits,
+    k, q_mean, q_spread, counts, k_spread, log_mass, expanded_list, coarse_share, thresholds,
+    exact_heads, expanded_count, coarse_bits, num_items, first_item, items,
     stride_kb, stride_kh, stride_kt, H, prefix, num_tiles, first_row, row_capacity, group_stride,
-    qk_scale,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_T: tl.constexpr,
+    band, item_capacity, qk_scale,
+    ITEM_TILES: tl.constexpr, SKIP_EXACT: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
     """Choose the expanded tiles of one group of one head. Grid: (rows, B * H).
 
-    Overwrites the row of log_mass (B * H, row_capacity, T) with the int32 list of the expanded tiles, and
-    bias with -inf for them and for empty tiles. Writes the length of the list to expanded_count
-    (B * H, R), a bit for each tile that is not expanded to coarse_bits (B * H, R, words), and the shares of
-    those tiles, which sum to 1, to coarse_share (B * H, row_capacity, T).
+    Writes the expanded tiles to the row of expanded_list (B * H, row_capacity, T), their number to
+    expanded_count (B * H, R), a bit for each tile that is not expanded to coarse_bits (B * H, R, words),
+    and the shares of those tiles, which sum to 1, to coarse_share (B * H, row_capacity, T). Sets log_mass
+    to -inf for expanded and for empty tiles.
+
+    A group reads its first ITEM_TILES expanded tiles itself. The others are divided into items of as many
+    tiles. num_items counts those of a band, items (item_capacity) has head, row and number of each in one
+    code, 0 for none, and first_item (B * H, row_capacity) the first item of the row, -1 if it has none.
     """
     row = tl.program_id(0)
     batch, head, batch_head = split_batch_head(tl.program_id(1), H)
@@ -41,11 +45,25 @@ def select_kernel(
     everything = (tl.load(exact_heads + batch_head) != 0) | (threshold == 0.0)
     expanded = (((loss >= threshold) & (loss > 0.0)) | everything) & (count > 0.0)
     coarse = (count > 0.0) & (expanded == 0)
-    tl.store(expanded_count + group, tl.sum(expanded.to(tl.int32), 0))
-    tl.debug_barrier()  # the list takes the place of what other threads have read
-    expanded_list = (log_mass + line).to(tl.pointer_type(tl.int32))
-    tl.store(expanded_list + tl.cumsum(expanded.to(tl.int32), 0) - 1, tiles, mask=expanded)
-    tl.store(bias + line + tiles, float("-inf"), mask=is_tile & (coarse == 0))
+    num_expanded = tl.sum(expanded.to(tl.int32), 0)
+    tl.store(expanded_count + group, num_expanded)
+    place = tl.cumsum(expanded.to(tl.int32), 0) - 1
+    tl.store(expanded_list + line + place, tiles, mask=expanded)
+    tl.store(log_mass + line + tiles, float("-inf"), mask=is_tile & (coarse == 0))
+    extra = tl.maximum(tl.cdiv(num_expanded - ITEM_TILES, ITEM_TILES), 0)
+    if SKIP_EXACT:
+        extra = tl.where(tl.load(exact_heads + batch_head) != 0, 0, extra)
+    first = -1
+    if extra > 0:
+        index = tl.arange(0, BLOCK_T // ITEM_TILES)
+        code = (batch_head.to(tl.int32) * row_capacity + row) * (BLOCK_T // ITEM_TILES) + index + 1
+        reserved = tl.atomic_add(num_items + band, extra)
+        # Without room for all, the group reads all of its tiles itself.
+        fits = reserved + extra <= item_capacity
+        inside = (index < extra) & (reserved + index < item_capacity)
+        tl.store(items + reserved + index, tl.where(fits, code, 0), mask=inside)
+        first = tl.where(fits, reserved, -1)
+    tl.store(first_item + batch_head * row_capacity + row, first)
     share = tl.where(coarse, mass, 0.0)
     share = share / tl.maximum(tl.sum(share, 0), SMALLEST_SUM)
     tl.store(coarse_share + line + tiles, share.to(coarse_share.dtype.element_ty), mask=is_tile)
@@ -60,7 +78,7 @@ def cross_kernel(
     coarse_share, cross, exact_heads, group_cross,
     num_tiles, num_rows, row_capacity, qk_scale,
     D: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    PRECISION: tl.constexpr,
+    SKIP_EXACT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Average the covariances of the tiles that BLOCK_R groups do not expand.
 
@@ -68,7 +86,10 @@ def cross_kernel(
     qk_scale.
     """
     batch_head = tl.program_id(2).to(tl.int64)
-    if tl.load(exact_heads + batch_head) == 0:
+    skip = False
+    if SKIP_EXACT:
+        skip = tl.load(exact_heads + batch_head) != 0
+    if not skip:
         rows = tl.program_id(1) * BLOCK_R + tl.arange(0, BLOCK_R)
         entries = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
         is_row, is_entry = rows < num_rows, entries < D * D
