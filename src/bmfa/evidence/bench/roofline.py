@@ -103,9 +103,7 @@ def represent(launch: Launch) -> Work:
     """
     dim, tokens, tiles = launch["D"], launch.tokens, launch["num_tiles"]
     band = launch["num_rows"] / launch["row_capacity"]
-    moved = launch.bytes_of("k", "v") + band * launch.bytes_of(
-        "log_mass", "bias", "k_tangent", "v_tangent"
-    )
+    moved = launch.bytes_of("k", "v") + band * launch.bytes_of("log_mass", "k_tangent", "v_tangent")
     flops = 6 * launch["num_rows"] * tokens * dim
     if launch["PROBING"]:
         slots = launch["num_slots"]
@@ -119,7 +117,7 @@ def levels(launch: Launch) -> Work:
     probes = launch["num_probes"]
     moved = launch.bytes_of("probe_lse", "probe_v", "probe_cross")
     moved += (probes / launch["row_capacity"]) * launch.bytes_of(
-        "log_mass", "bias", "k_tangent", "v_tangent"
+        "log_mass", "k_tangent", "v_tangent"
     )
     flops = 4 * probes * launch["LEVELS"] * launch["num_tiles"] * launch["D"]
     return moved, float(launch.batch_heads * flops)
@@ -144,26 +142,59 @@ def cross(launch: Launch) -> Work:
     return moved, float(2 * launch.batch_heads * rows * tiles * dim**2)
 
 
+@dataclass(frozen=True)
+class ExpandedTiles:
+    """The expanded tiles of a band of groups, read by the groups themselves or in items."""
+
+    heads: int  # that are not left to the exact kernel
+    own: float  # tiles, over all groups and heads
+    others: float
+    items: float
+
+    @classmethod
+    def of(cls, launch: Launch, rows: int, item_capacity: int) -> "ExpandedTiles":
+        """Count the tiles of `rows` groups. A group reads ITEM_TILES of them itself, if its others fit
+        into the items; where they do not, the fitting share is taken."""
+        counts = launch.tensors["expanded_count"].cpu()
+        if launch.arguments.get("SKIP_EXACT") and "exact_heads" in launch.tensors:
+            counts = counts[launch.tensors["exact_heads"].cpu() == 0]
+        positions = launch["first_row"] + torch.arange(rows)
+        counts = counts[:, positions * launch["group_stride"] % launch["num_tiles"]].double()
+        others = (counts - launch["ITEM_TILES"]).clamp(min=0)
+        items = float((others / launch["ITEM_TILES"]).ceil().sum())
+        fitting = min(1.0, item_capacity / items) if items else 0.0
+        read_by_items = fitting * float(others.sum())
+        return cls(len(counts), float(counts.sum()) - read_by_items, read_by_items, fitting * items)
+
+
+def expand(launch: Launch) -> Work:
+    """Read k and v once, if a group has more tiles than it reads itself, and write partial outputs."""
+    capacity = launch.grid[0]
+    rows = min(launch["row_capacity"], launch["num_tiles"] - launch["first_row"])
+    tiles = ExpandedTiles.of(launch, rows, capacity)
+    if not tiles.others:
+        return 0.0, 0.0
+    moved = launch.bytes_of("k", "v")
+    moved += tiles.items / capacity * launch.bytes_of("item_m", "item_l", "item_acc")
+    return moved, 4 * tiles.others * launch["SIDE"] ** 4 * launch["D"]
+
+
 def attention(launch: Launch) -> Work:
     """Read the queries and tangents of a band of groups and, if any tile is expanded, k and v once."""
     rows, dim, slots = launch.grid[0], launch["D"], launch["SIDE"] ** 2
-    tiles = launch["num_tiles"]
-    positions = launch["first_row"] + torch.arange(rows)
-    groups = positions * launch["group_stride"] % tiles
-    tiled_heads = (launch.tensors["exact_heads"] == 0).cpu()
-    if not launch["SKIP_EXACT"]:  # heads that are exact are computed here, with every tile expanded
-        tiled_heads = torch.ones_like(tiled_heads)
-    counts = launch.tensors["expanded_count"].cpu()[tiled_heads][:, groups].double()
-    if not counts.numel():
-        return 0.0, 0.0
-    band, share = rows / launch["row_capacity"], float(tiled_heads.double().mean())
-    moved = rows / tiles * launch.bytes_of("q", "o")
-    moved += band * launch.bytes_of("bias", "k_tangent", "v_tangent", "group_cross")
-    if float(counts.sum()) > 0:
+    capacity = len(launch.tensors["item_m"])
+    tiles = ExpandedTiles.of(launch, rows, capacity)
+    moved = rows / launch["num_tiles"] * launch.bytes_of("q", "o")
+    moved += (rows / launch["row_capacity"]) * launch.bytes_of(
+        "log_mass", "k_tangent", "v_tangent", "group_cross"
+    )
+    if tiles.own:
         moved += launch.bytes_of("k", "v")
-    keys = tiles + launch["prefix"] + slots * float(counts.mean())
-    queries = int(tiled_heads.sum()) * rows * slots
-    return share * moved, queries * (4 * keys * dim + 2 * dim**2)
+    moved *= tiles.heads / launch.batch_heads
+    moved += tiles.items / capacity * launch.bytes_of("item_m", "item_l", "item_acc")
+    coarse = launch["num_tiles"] + launch["prefix"]
+    flops = tiles.heads * rows * slots * (4 * coarse * dim + 2 * dim**2)
+    return moved, flops + 4 * tiles.own * slots**2 * dim
 
 
 def exact(launch: Launch) -> Work:
@@ -228,6 +259,7 @@ WORK: dict[str, Callable[[Launch], Work]] = {
     "choose_kernel": choose,
     "select_kernel": select,
     "cross_kernel": cross,
+    "expand_kernel": expand,
     "attention_kernel": attention,
     "exact_kernel": exact,
     "mean_pool_kernel": mean_tiles_pool,
