@@ -326,6 +326,32 @@ def test_the_tree_kernel_compiles(order: str) -> None:
         assert torch.equal(compiled(*qkv), attend(*qkv))
 
 
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of NumPy, in the interpreter
+@pytest.mark.skipif(find_spec("triton") is None, reason="needs triton: pip install 'bmfa[triton]'")
+@pytest.mark.parametrize("kind", ["scores", "boxes"])
+def test_certified_triton_tiles_compile(kind: str) -> None:
+    grid, device = Grid(16, 16), "cuda" if torch.cuda.is_available() else "cpu"
+    torch.manual_seed(0)
+    qkv = [x.to(device) for x in torch.randn(3, 1, 2, grid.size, 32)]
+
+    def attend(*qkv: Tensor) -> Any:
+        return screened_attention(
+            *qkv, grid=grid, leaves=0.5, form="tiled", backend="triton", order="z", certificate=kind
+        )
+
+    def facts(*qkv: Tensor) -> tuple[Any, ...]:
+        result = attend(*qkv)
+        return result.output, result.stats.certificate, result.stats.energy_bound
+
+    with torch.no_grad():
+        got = torch.compile(facts, fullgraph=True, backend="aot_eager")(*qkv)
+        for ours, theirs in zip(got, facts(*qkv), strict=True):
+            assert torch.equal(ours, theirs)
+        compiled, plain = torch.compile(attend, backend="eager")(*qkv), attend(*qkv)
+    assert torch.equal(compiled.tree.leaf_index, plain.tree.leaf_index)
+    assert compiled.stats.error == plain.stats.error
+
+
 # Models: q, k and v come from a network, and the grid from its patches.
 
 

@@ -229,7 +229,9 @@ def _tiled(inputs: AttentionInputs, options: AttentionOptions, why: str, audit: 
     )  # torch.compile cannot format the attribute with ".0%"
     over = f"{options.budget} expands more than {percent}% of the tiles"
     computed: Computed | None
-    if options.backend == "triton" or has_values(inputs.q):
+    # A certificate depends on which tiles are expanded, so it cannot be recorded in a graph.
+    recordable = options.backend == "triton" and options.certificate is None
+    if recordable or has_values(inputs.q):
         computed = compute_tiled(inputs, options)
     else:
         computed = compute_in_graph(inputs, options)

@@ -105,22 +105,17 @@ def apply_fallback(inputs: AttentionInputs, computed: Computed, fallback: float)
     if (valid := inputs.valid_queries) is not None:
         above = above & valid.unsqueeze(1)
     computed.recomputed = above
-    queries: Tensor | slice = slice(None)
-    if has_values(output):
-        if not bool(above.any()):
-            return
-        queries = above.flatten(0, 1).any(0).nonzero().squeeze(1)  # recomputed in all heads
+    if not bool(above.any()):
+        return
+    queries = above.flatten(0, 1).any(0).nonzero().squeeze(1)  # recomputed in all heads
     exact = exact_attention(inputs, queries, double=True)
     rounded = exact.to(output.dtype)
     bound = exact_bound(inputs, exact.detach(), rounded.detach(), queries)
     some = above[:, :, queries]
     mixed = rounded.where(some.unsqueeze(-1), output[:, :, queries])
+    computed.output = output.index_copy(2, queries, mixed)
     bound = bound.where(some, certificate[:, :, queries])
-    if isinstance(queries, slice):
-        computed.output, computed.certificate = mixed, bound
-    else:
-        computed.output = output.index_copy(2, queries, mixed)
-        computed.certificate = certificate.index_copy(2, queries, bound)
+    computed.certificate = certificate.index_copy(2, queries, bound)
     computed.energy_bound = computed.energy_bound.where(~above, 0.0)
 
 

@@ -3,8 +3,8 @@
 The values in q and k decide which tiles are expanded and which blocks are split. Values cannot be read
 while a graph is compiled or exported, on the meta device and in a FakeTensorMode. There a call becomes
 one node, `torch.ops.bmfa.screened_attention`, which runs like a call outside of a graph. Its backward
-recomputes the forward. Dense attention and the Triton kernels of the form "tiled" depend on shapes
-alone, and are nodes of their own.
+recomputes the forward. Dense attention and, without a certificate, the Triton kernels of the form
+"tiled" depend on shapes alone, and are nodes of their own.
 
 A program that loads an exported graph must import this module first; `bmfa.screened_attention` does.
 """
@@ -25,7 +25,7 @@ from bmfa.attention.inputs import (
 )
 from bmfa.attention.per_query import compute_per_query
 from bmfa.attention.result import Computed
-from bmfa.attention.tiles import compute_tiled, wrap_result
+from bmfa.attention.tiles import compute_tiled, kernel_order, wrap_result
 from bmfa.attention.tiling import Budget, TiledAttention, Tiling
 from bmfa.grid import Grid
 from bmfa.trees.rules import RandomQuadrants, parse
@@ -115,7 +115,8 @@ def compute_in_graph(inputs: AttentionInputs, options: AttentionOptions) -> Comp
         assert options.budget is not None
         count = expanded.sum(-1, dtype=torch.int32)
         result = TiledAttention(output, count, probes, expanded)
-        computed = wrap_result(inputs, settings.tiling, result, options.budget, "raster")
+        order = kernel_order(inputs, options)
+        computed = wrap_result(inputs, settings.tiling, result, options.budget, order)
     else:
         computed = Computed(output, partial(_rebuild_tree, inputs, options))
         computed.measure_leaf_ratio = partial(_rebuilt_leaf_ratio, inputs, options)

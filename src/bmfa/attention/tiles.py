@@ -39,20 +39,25 @@ def compute_tiled(inputs: AttentionInputs, options: AttentionOptions) -> Compute
     """
     assert options.budget is not None
     tiling, budget = Tiling(inputs.grid), options.budget
-    kernel_order: Order = inputs.order if options.backend == "triton" else "raster"
-    result = _run_kernel(inputs, tiling, options, kernel_order)
+    order = kernel_order(inputs, options)
+    result = _run_kernel(inputs, tiling, options, order)
     if result is None:
         return None
-    computed = wrap_result(inputs, tiling, result, budget, kernel_order)
+    computed = wrap_result(inputs, tiling, result, budget, order)
     if options.certificate is not None:
         computed.certificate, computed.energy_bound = tiled_certificate(
-            inputs, tiling, result.output, result.expanded, kernel_order, options.certificate
+            inputs, tiling, result.output, result.expanded, order, options.certificate
         )
         if options.fallback is not None:
             apply_fallback(inputs, computed, options.fallback)
     if not inputs.q.is_cuda and has_values(inputs.q):  # nothing to wait for
         warn_if_missed(ErrorEstimate.from_probes(result.probes, budget.error))
     return computed
+
+
+def kernel_order(inputs: AttentionInputs, options: AttentionOptions) -> Order:
+    """Order of the tokens in the kernel of a backend, which numbers tiles and groups."""
+    return inputs.order if options.backend == "triton" else "raster"
 
 
 def wrap_result(

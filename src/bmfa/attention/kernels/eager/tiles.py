@@ -19,6 +19,7 @@ from bmfa.attention.tiling import (
     LARGEST_SHRINKAGE,
     LEVEL_RATIO,
     NUM_LEVELS,
+    PROBE_SLOTS,
     SMALLEST_CORRECTION,
     STEEP_FALL,
     STEEP_RISE,
@@ -147,19 +148,21 @@ class _Heads:
             k, v = (x.masked_fill(~exists.unsqueeze(-1), 0.0) for x in (k, v))
         q_count = counts.index_select(1, order)
         q_mean = _tile_means(q, q_count)
-        total = counts.sum(-1, keepdim=True).to(dtype)  # (1 or G, 1)
-        q_head = (q_mean * q_count.unsqueeze(-1)).sum(1) / total
+        sample = q_count[:, :PROBE_SLOTS].to(dtype)  # (1 or G, groups)
+        q_head = (q_mean[:, :PROBE_SLOTS] * sample.unsqueeze(-1)).sum(1)
+        q_head = q_head / sample.sum(-1, keepdim=True).clamp(min=1)
         scores = (k @ q_head[:, None, :, None]).squeeze(-1)  # (G, T, S)
         p = _mask_scores(scores, exists, counts).softmax(-1).unsqueeze(-1)
-        p_keys = p * (k - (p * k).sum(2, keepdim=True))
-        p_values = v - (p * v).sum(2, keepdim=True)  # in empty slots p is 0
+        p_keys = p * (k - p.transpose(2, 3) @ k)
+        p_values = v - p.transpose(2, 3) @ v  # in empty slots p is 0
         with torch.no_grad():
             v_deviation = _deviations(v, _tile_means(v, counts), exists)
-            diameter = 2 * v_deviation.square().sum(-1).amax((1, 2)).sqrt()  # (G,)
-            q_squares = _deviations(q, q_mean, q_exists).square().sum(-1)  # (G, R, S)
+            diameter = 2 * torch.linalg.vector_norm(v_deviation, dim=-1).amax((1, 2))  # (G,)
+            q_distance = torch.linalg.vector_norm(_deviations(q, q_mean, q_exists), dim=-1)
+            q_squares = q_distance.square()  # (G, R, S)
             # Roots first: their product overflows no earlier than the squares.
             q_mean_square = q_squares.sum(-1) / q_count.clamp(min=1)
-            q_spread = q_mean_square.sqrt() * q_squares.amax(-1).sqrt()
+            q_spread = q_mean_square.sqrt() * q_distance.amax(-1)
             probes = tiling.probes(prefix)
             probe_slot, probe_weight = _draw_probes(
                 q_squares[:, :probes],
@@ -599,6 +602,7 @@ class _ExpandedTiles:
         """
         heads, counts = self.heads, self.counts
         slots, elements = len(self.slots), heads.chunk_elements
+        all_equal = counts[0] == counts[-1]
         outputs, logs, start = [], [], 0
         if not heads.prefix:
             start = counts.count(0)
@@ -614,24 +618,28 @@ class _ExpandedTiles:
                 if (stop + 1 - start) * slots * keys > elements:
                     break
                 stop += 1
-            output, log = self._attend_rows(self.order[start:stop], counts[stop - 1])
+            rows = slice(start, stop) if all_equal else self.order[start:stop]
+            output, log = self._attend_rows(rows, counts[stop - 1])
             outputs.append(output)
             logs.append(log)
             start = stop
+        output, log = (x[0] if len(x) == 1 else torch.cat(x) for x in (outputs, logs))
+        if all_equal:  # the order is that of the groups
+            return output, log
         inverse = self.order.argsort()
-        return torch.cat(outputs).index_select(0, inverse), torch.cat(logs).index_select(0, inverse)
+        return output.index_select(0, inverse), log.index_select(0, inverse)
 
-    def _attend_rows(self, groups: Tensor, max_count: int) -> tuple[Tensor, Tensor]:
+    def _attend_rows(self, groups: Tensor | slice, max_count: int) -> tuple[Tensor, Tensor]:
         heads, head = self.heads, self.head[groups]
         tiles = self.tiles[groups, :max_count]  # (n, max_count)
         rows = heads.prefix + tiles.clamp(min=0).unsqueeze(-1) * len(self.slots) + self.slots
-        rows = torch.cat((self.prefix.expand(len(groups), -1), rows.flatten(1)), 1)
+        rows = torch.cat((self.prefix.expand(len(tiles), -1), rows.flatten(1)), 1)
         rows = (rows + head.unsqueeze(1) * heads.keys.shape[1]).flatten()
         keys, values = (
-            unflatten(x.flatten(0, 1).index_select(0, rows), 0, (len(groups), -1))
+            unflatten(x.flatten(0, 1).index_select(0, rows), 0, (len(tiles), -1))
             for x in (heads.keys, heads.values)
         )
-        logits = self.q.index_select(0, groups) @ keys.transpose(1, 2)  # (n, S, prefix + tokens)
+        logits = self.q[groups] @ keys.transpose(1, 2)  # (n, S, prefix + tokens)
         padding = tiles < 0
         if heads.exists is not None:
             exists = heads.exists[head.unsqueeze(1), tiles.clamp(min=0)]  # (n, max_count, S)

@@ -5,7 +5,8 @@ one tile form a group g.
 
 1. Groups. qbar_g is the mean of the valid queries of the group, 0 if there are none, and rho_g the
    geometric mean of the mean and the maximum of |q - qbar_g|^2: few outlying queries have most of the
-   error. qhat is the mean of all valid queries of the head.
+   error. qhat is the mean of the valid queries of the first PROBE_SLOTS groups in the order of step 5,
+   which are spread over the grid.
 2. Tiles. kappa_L is the mean of |k_i - mean k|^2 over the tile, and diameter = 2 max_L max_{i in L}
    |v_i - mean_L v|, at least the diameter of the values of any tile. cross_L = sum_{i in L} p_i
    (k_i - k_L) (v_i - v_L)^T is the covariance of keys and values under p = softmax over L of
@@ -47,6 +48,7 @@ from bmfa.attention.tiling import (
     LARGEST_SHRINKAGE,
     LEVEL_RATIO,
     NUM_LEVELS,
+    PROBE_SLOTS,
     SMALLEST_CORRECTION,
     STEEP_FALL,
     STEEP_RISE,
@@ -137,7 +139,7 @@ def tiled_attention(
     for b in range(batch):
         members = tile_members(tiling, exists[b])
         picture = [
-            Head(queries[b, h], keys[b, h], values[b, h], members, prefix, scale / tau)
+            Head(queries[b, h], keys[b, h], values[b, h], members, prefix, scale / tau, order)
             for h in range(heads)
         ]
         drawn = [
@@ -170,9 +172,17 @@ class Head:
     """One head of one picture: steps 1 to 4."""
 
     def __init__(
-        self, q: Array, k: Array, v: Array, members: list[list[int]], prefix: int, factor: float
+        self,
+        q: Array,
+        k: Array,
+        v: Array,
+        members: list[list[int]],
+        prefix: int,
+        factor: float,
+        order: Indices | None = None,
     ) -> None:
         self.factor, self.members = factor, members
+        self.order = np.arange(len(members)) if order is None else order
         self.q, self.k, self.v = q[prefix:], k[prefix:], v[prefix:]
         self.prefix_k, self.prefix_v = k[:prefix], v[:prefix]
         self.counts = np.array([len(tokens) for tokens in members])
@@ -196,7 +206,9 @@ class Head:
                 self.q_mean[g] = self.q[tokens].mean(0)
                 squares = ((self.q[tokens] - self.q_mean[g]) ** 2).sum(-1)
                 self.q_spread[g] = math.sqrt(squares.mean() * squares.max())
-        self.q_head = (self.counts[:, None] * self.q_mean).sum(0) / self.counts.sum()
+        sample = self.order[:PROBE_SLOTS]
+        total = (self.counts[sample, None] * self.q_mean[sample]).sum(0)
+        self.q_head = total / max(1, self.counts[sample].sum())
 
     def _summarise_tiles(self) -> None:
         tiles, dim = len(self.members), self.k.shape[1]

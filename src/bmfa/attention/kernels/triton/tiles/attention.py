@@ -37,11 +37,11 @@ def attend_expanded(
 
 @triton.jit
 def expand_kernel(
-    q, k, v, valid, expanded_list, expanded_count, num_items, items, item_m, item_l, item_acc,
+    q, k, v, valid, expanded_list, expanded_count, items, item_m, item_l, item_acc,
     stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_kt, stride_vb, stride_vh, stride_vt,
-    H, prefix, height, width, tiles_across, num_tiles, first_row, row_capacity, group_stride, band,
+    H, prefix, height, width, tiles_across, num_tiles, first_row, row_capacity, group_stride,
     qk_scale,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, SIDE: tl.constexpr, BLOCK_T: tl.constexpr,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, SIDE: tl.constexpr, NUM_ITEMS: tl.constexpr,
     ITEM_TILES: tl.constexpr, Z_ORDER: tl.constexpr, MASKED: tl.constexpr, RAGGED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -52,12 +52,9 @@ def expand_kernel(
     """
     S: tl.constexpr = SIDE * SIDE
     item = tl.program_id(0)
-    code = 0
-    if item < tl.load(num_items + band):
-        code = tl.load(items + item)
+    code = tl.load(items + item)
     if code > 0:
-        number = code % (BLOCK_T // ITEM_TILES)
-        line = code // (BLOCK_T // ITEM_TILES)
+        number, line = code % NUM_ITEMS, code // NUM_ITEMS
         batch, head, batch_head = split_batch_head(line // row_capacity, H)
         group = (first_row + line % row_capacity) * group_stride % num_tiles
         q += batch * stride_qb + head * stride_qh + prefix * stride_qt
@@ -92,8 +89,8 @@ def attention_kernel(
     probes, o,
     stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_kt, stride_vb, stride_vh, stride_vt,
     stride_ob, stride_oh, stride_ot,
-    H, prefix, height, width, tiles_across, num_tiles, first_row, row_capacity, group_stride, num_probes,
-    qk_scale,
+    H, prefix, height, width, tiles_across, num_tiles, line_stride, first_row, row_capacity,
+    group_stride, num_probes, qk_scale,
     D: tl.constexpr, BLOCK_D: tl.constexpr, SIDE: tl.constexpr, BLOCK_MEANS: tl.constexpr,
     BLOCK_PREFIX: tl.constexpr, ITEM_TILES: tl.constexpr, SKIP_EXACT: tl.constexpr,
     Z_ORDER: tl.constexpr, MASKED: tl.constexpr, RAGGED: tl.constexpr, PRECISION: tl.constexpr,
@@ -146,7 +143,7 @@ def attention_kernel(
             k_means = load_rows(k_tangent, tiles, D, is_tile, D, BLOCK_D)  # (BLOCK_MEANS, BLOCK_D)
             v_means = load_rows(v_tangent, tiles, D, is_tile, D, BLOCK_D)
             # -inf for expanded and empty tiles
-            lse = tl.load(log_mass + line * num_tiles + tiles, mask=is_tile, other=float("-inf"))
+            lse = tl.load(log_mass + line * line_stride + tiles, mask=is_tile, other=float("-inf"))
             logits = tl.dot(deviation, tl.trans(k_means), input_precision=PRECISION)
             logits = logits * qk_scale_log2 + (lse * LOG2E)[None, :]
             m_i, l_i, acc = online_softmax(m_i, l_i, acc, logits, v_means, PRECISION)

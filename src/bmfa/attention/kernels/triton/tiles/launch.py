@@ -19,6 +19,7 @@ from bmfa.attention.kernels.triton.tiles.levels import choose_kernel, levels_ker
 from bmfa.attention.kernels.triton.tiles.pool import pool_kernel
 from bmfa.attention.kernels.triton.tiles.represent import represent_kernel
 from bmfa.attention.kernels.triton.tiles.select import cross_kernel, select_kernel
+from bmfa.attention.kernels.triton.tiles.statistics import statistics_kernel
 from bmfa.attention.tiling import (
     ERROR_AIM,
     LARGEST_SHRINKAGE,
@@ -38,19 +39,20 @@ INPUTS = ("q", "k", "v", "valid", "o", "expanded_count", "coarse_bits", "probes"
 # `bmfa bench attention` measures them.
 BLOCK_R = 64  # representatives of a program; PROBE_SLOTS is a multiple of it
 BLOCK_MEANS = 64  # tangent tiles in one step of the attention kernel
+CHUNK = 32  # tiles in one step of the levels kernel
 BLOCK_M, BLOCK_N = 128, 64  # queries and keys in one step of the exact kernel
 CROSS_ENTRIES, CROSS_TILES = 128, 64  # entries of D * D, and tiles, in one step of the cross kernel
 WIDE_HEAD = 64  # above this head dimension some kernels take twice as many warps
 LONG_ROW = 1024  # tiles; above this the selection takes four warps instead of one
-# Expanded tiles that one program reads; more are divided among programs, or in sixteen parts.
-LEAST_ITEM_TILES = 16
+# Expanded tiles that one program reads, at least; more are divided among programs, in at most this many.
+LEAST_ITEM_TILES, MOST_ITEMS = 16, 16
+LEAST_DIVIDED_TILES = 128  # of a grid, below which no group reads so many tiles that it is worth the launch
 # Groups whose tangents are held in memory at once. 64 of them take as much as k and v.
 ROWS_PER_BAND = 128
 TILES_PER_PROGRAM = 4  # of the kernel of representatives
 MOST_HEADS = 16  # whose probes are added up at once
 # Tiles from which exact heads have a kernel of their own, which is faster than expanding every tile.
 SEPARATE_EXACT_TILES = 256
-STAT_PROGRAMS = 64  # programs of a head that summarise its tiles, at least one tile each
 
 
 class CallKey(NamedTuple):
@@ -126,8 +128,11 @@ class _AttentionLaunch:
         self.num_probes = self.tiling.probes(key.prefix)
         self.num_slots = self.tiling.probe_slots(key.prefix)
         tiles = self.tiling.tiles
-        self.bands = -(-tiles // self.rows)
-        self.item_capacity = max(1, self.batch_heads * self.rows // 2)
+        self.line_stride = -(-(tiles + 1) // 16) * 16  # of tiles and the prefix, in whole sectors
+        self.has_items = tiles >= LEAST_DIVIDED_TILES
+        least = LEAST_ITEM_TILES if self.has_items else tiles
+        self.item_tiles = max(least, _power_of_2(tiles) // MOST_ITEMS)
+        self.item_capacity = self.batch_heads * self.rows // 2 if self.has_items else 1
         self.separate_exact = tiles >= SEPARATE_EXACT_TILES and exact_above < 1.0
         self.arguments: dict[str, Any] = {
             **key.arguments(),
@@ -138,14 +143,17 @@ class _AttentionLaunch:
             "num_slots": self.num_slots,
             "target": share if error is None else ERROR_AIM * error,
             "exact_above": exact_above,
-            "num_bands": self.bands,
+            "heads": self.batch_heads,
+            "line_stride": self.line_stride,
             "item_capacity": self.item_capacity,
-            "ITEM_TILES": max(LEAST_ITEM_TILES, _power_of_2(tiles) // 16),
+            "ITEM_TILES": self.item_tiles,
+            "NUM_ITEMS": max(2, -(-tiles // self.item_tiles)),
             "BLOCK_R": BLOCK_R,
-            "BLOCK_T": max(32, _power_of_2(tiles)),
+            "BLOCK_T": max(32, _power_of_2(tiles + 1)),
             "BLOCK_P": _power_of_2(self.num_probes),
             "BLOCK_MEANS": BLOCK_MEANS,
             "BLOCK_M": BLOCK_M,
+            "CHUNK": CHUNK,
             "LEVELS": NUM_LEVELS,
             "LEVEL_RATIO": LEVEL_RATIO,
             "LARGEST_SHRINKAGE": LARGEST_SHRINKAGE,
@@ -183,6 +191,7 @@ class _AttentionLaunch:
         dim, dtype, single = key.dim, key.dtype, torch.float32
         heads = (self.batch_heads,)
         rows, slots = (*heads, self.rows, tiles), (*heads, self.num_slots, tiles)
+        lines = (*heads, self.num_slots, self.line_stride)
         probes = (*heads, self.num_probes)
         workspace = Workspace()
         workspace.add("q_mean", (*heads, tiles, dim), dtype)
@@ -195,14 +204,13 @@ class _AttentionLaunch:
         workspace.add("thresholds", (key.batch, 2), single)
         workspace.add("shrinkage", (*heads, 2), single)
         workspace.add("exact_heads", heads, torch.int32)
-        workspace.add("probe_lse", slots, single)
-        workspace.add("probe_v", (*slots, dim), dtype)
+        workspace.add("probe_lse", lines, single)
+        workspace.add("probe_v", (*lines, dim), dtype)
         workspace.add("probe_cross", (*slots, dim), dtype)
         workspace.add("cross", (*heads, tiles, dim, dim), dtype)
-        workspace.add("log_mass", rows, single)
+        workspace.add("log_mass", (*heads, self.rows, self.line_stride), single)
         workspace.add("expanded_list", rows, torch.int32)
         workspace.add("first_item", rows[:2], torch.int32)
-        workspace.add("num_items", (self.bands,), torch.int32)
         workspace.add("items", (self.item_capacity,), torch.int32)
         workspace.add("item_m", (self.item_capacity, self.tiling.slots), single)
         workspace.add("item_l", (self.item_capacity, self.tiling.slots), single)
@@ -219,28 +227,33 @@ class _AttentionLaunch:
         rows = min(self.rows, self.tiling.groups - first_row)
         probing = first_row == 0
         blocks = -(-rows // BLOCK_R)
-        programs = -(-tiles // TILES_PER_PROGRAM)
-        stat_tiles = -(-tiles // STAT_PROGRAMS)
-        stats = -(-tiles // stat_tiles) if probing else 0
+        programs = -(-(tiles + 1) // TILES_PER_PROGRAM)
         warps = 4 if key.dim <= WIDE_HEAD else 8
-        band = {"first_row": first_row, "num_rows": rows, "band": first_row // self.rows}
+        band = {"first_row": first_row, "num_rows": rows}
+        if probing:
+            self._add(statistics_kernel, (tiles, heads, 1), num_warps=warps)
         self._add(
             represent_kernel,
-            (programs * (2 if probing else 1) + stats, max(blocks, self.num_slots // BLOCK_R if probing else 0), heads),
+            (programs * (2 if probing else 1), max(blocks, self.num_slots // BLOCK_R if probing else 0), heads),
             **band, num_warps=warps, num_stages=2, tile_programs=programs,
-            TILES=TILES_PER_PROGRAM, stat_tiles=stat_tiles, PROBING=probing,
+            TILES=TILES_PER_PROGRAM, PROBING=probing,
         )  # fmt: skip
         if probing:
-            self._add(levels_kernel, (self.num_probes + key.prefix, heads, 1), num_stages=2)
+            self._add(
+                levels_kernel, (self.num_probes + key.prefix, heads, 1), num_stages=2,
+                maxnreg=128 if key.dim <= WIDE_HEAD else None,
+            )  # fmt: skip
             self._add(choose_kernel, (key.batch, 1, 1))
         self._add(select_kernel, (rows, heads, 1), **band, num_warps=1 if tiles <= LONG_ROW else 4)
         entries = -(-(key.dim**2) // CROSS_ENTRIES)
         block = 128 if rows > 64 else 64
         self._add(
-            cross_kernel, (entries, -(-rows // block), heads), **band, BLOCK_R=block,
-            BLOCK_N=CROSS_ENTRIES, BLOCK_K=CROSS_TILES, num_warps=block // 16,
+            cross_kernel, (entries + self.has_items, -(-rows // block), heads), **band, BLOCK_R=block,
+            BLOCK_N=CROSS_ENTRIES, BLOCK_K=CROSS_TILES, entry_blocks=entries, num_warps=block // 16,
         )  # fmt: skip
-        self._add(expand_kernel, (self.item_capacity, 1, 1), **band, num_warps=warps, num_stages=2)
+        if self.has_items:
+            items = (self.item_capacity, 1, 1)
+            self._add(expand_kernel, items, **band, num_warps=warps, num_stages=2)
         self._add(attention_kernel, (rows, heads, 1), **band, num_warps=warps, num_stages=2)
 
     def _add(
@@ -249,10 +262,13 @@ class _AttentionLaunch:
         grid: LaunchGrid,
         num_warps: int = 4,
         num_stages: int = 3,
+        maxnreg: int | None = None,
         **arguments: int,
     ) -> None:
         arguments = {**self.arguments, **arguments}
-        self.sequence.add(kernel, grid, arguments, num_warps=num_warps, num_stages=num_stages)
+        self.sequence.add(
+            kernel, grid, arguments, num_warps=num_warps, num_stages=num_stages, maxnreg=maxnreg
+        )
 
 
 @lru_cache(maxsize=256)

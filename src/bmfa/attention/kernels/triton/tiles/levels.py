@@ -6,8 +6,6 @@ import triton.language as tl
 from bmfa.attention.kernels.triton.tiles.primitives import load_rows, split_batch_head
 from bmfa.attention.kernels.triton.tiles.represent import SMALLEST_SUM
 
-# exp(80) times 64 prefix tokens is finite in float32, which ends at exp(88.7).
-LARGEST_EXPONENT = tl.constexpr(80.0)
 # Factor that keeps the weights of single tiles, which sum to 1, in the range of float16.
 WEIGHT_SCALE = tl.constexpr(1024.0)
 # Smallest share of expanded tiles whose logarithm is interpolated.
@@ -15,20 +13,11 @@ SMALLEST_SHARE = tl.constexpr(1e-4)
 
 
 @triton.jit
-def log_partition(
-    lse, q_means, k, stride_kt, prefix, qk_scale, D: tl.constexpr, BLOCK_D: tl.constexpr
-):
-    """Return log Z of a representative from the log-sum-exps of all tiles, and from the prefix keys
-    that start at `k`."""
-    columns = tl.arange(0, BLOCK_D)
-    m_i = tl.max(lse, 0)
+def log_sum_exp(logits):
+    """Return the log-sum-exp of a vector, of which some may be -inf."""
+    m_i = tl.max(logits, 0)
     m_i = tl.where(m_i == float("-inf"), 0.0, m_i)
-    total = tl.sum(tl.exp(lse - m_i), 0)
-    for token in range(prefix):
-        key = tl.load(k + token * stride_kt + columns, mask=columns < D, other=0.0)
-        score = tl.sum(q_means.to(tl.float32) * key.to(tl.float32), 0) * qk_scale
-        total += tl.exp(tl.minimum(score - m_i, LARGEST_EXPONENT))
-    return m_i + tl.log(tl.maximum(total, SMALLEST_SUM))
+    return m_i + tl.log(tl.maximum(tl.sum(tl.exp(logits - m_i), 0), SMALLEST_SUM))
 
 
 @triton.jit
@@ -51,13 +40,12 @@ def add_weighted(total, weights, values, PRECISION: tl.constexpr):
 
 @triton.jit
 def levels_kernel(
-    q, k, v, q_mean, q_spread, counts, k_spread, v_radius, probe_tokens, log_mass, k_tangent,
+    q, q_mean, q_spread, counts, k_spread, v_radius, probe_tokens, log_mass, k_tangent,
     v_tangent, probe_lse, probe_v, probe_cross, level_stats, probe_exact, probes, o,
-    stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_kt, stride_vb, stride_vh, stride_vt,
-    stride_ob, stride_oh, stride_ot,
-    H, prefix, num_tiles, row_capacity, group_stride, num_probes, num_slots, qk_scale,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_T: tl.constexpr, LEVELS: tl.constexpr,
-    LEVEL_RATIO: tl.constexpr, PRECISION: tl.constexpr,
+    stride_qb, stride_qh, stride_qt, stride_ob, stride_oh, stride_ot,
+    H, num_tiles, line_stride, row_capacity, group_stride, num_probes, num_slots, qk_scale,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_T: tl.constexpr, CHUNK: tl.constexpr,
+    LEVELS: tl.constexpr, LEVEL_RATIO: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Evaluate one probe, or the output of one prefix query. Grid: (probes + prefix, B * H).
 
@@ -66,12 +54,9 @@ def levels_kernel(
     output to probe_exact (B * H, num_probes, D), and |exact|^2 to probes (B * H, num_probes, 3). For prefix
     queries, writes the row of o.
     """
-    CHUNK: tl.constexpr = 64
     slot = tl.program_id(0)
     batch, head, batch_head = split_batch_head(tl.program_id(1), H)
     q += batch * stride_qb + head * stride_qh
-    k += batch * stride_kb + head * stride_kh
-    v += batch * stride_vb + head * stride_vh
     counts += batch_head * num_tiles
     k_spread += batch_head * num_tiles
     columns, levels = tl.arange(0, BLOCK_D), tl.arange(0, LEVELS)
@@ -84,24 +69,10 @@ def levels_kernel(
     query = tl.load(q + token * stride_qt + columns, mask=in_head & exists, other=0.0)
     query = query.to(tl.float32)
     tiles = tl.arange(0, BLOCK_T)
-    is_tile = tiles < num_tiles
-    slot_line = (batch_head * num_slots + slot) * num_tiles
-    exact_lse = tl.load(probe_lse + slot_line + tiles, mask=is_tile, other=float("-inf"))
-    m_i = tl.max(exact_lse, 0)
-    for index in range(prefix):
-        key = tl.load(k + index * stride_kt + columns, mask=in_head, other=0.0).to(tl.float32)
-        m_i = tl.maximum(m_i, tl.sum(query * key, 0) * qk_scale)
-    m_i = tl.where(m_i == float("-inf"), 0.0, m_i)
-    exact_z = tl.sum(tl.exp(exact_lse - m_i), 0)
-    exact = tl.zeros((BLOCK_D,), tl.float32)
-    for index in range(prefix):
-        key = tl.load(k + index * stride_kt + columns, mask=in_head, other=0.0).to(tl.float32)
-        value = tl.load(v + index * stride_vt + columns, mask=in_head, other=0.0).to(tl.float32)
-        weight = tl.exp(tl.sum(query * key, 0) * qk_scale - m_i)
-        exact_z += weight
-        exact += weight * value
-    m_i += tl.log(tl.maximum(exact_z, SMALLEST_SUM))  # log Z: weights below sum to 1
-    exact = exact / tl.maximum(exact_z, SMALLEST_SUM)
+    in_line = tiles <= num_tiles  # the prefix comes after the tiles
+    slot_line = (batch_head * num_slots + slot) * line_stride
+    exact_lse = tl.load(probe_lse + slot_line + tiles, mask=in_line, other=float("-inf"))
+    exact_log_z = log_sum_exp(exact_lse)
 
     thresholds = tl.exp2(levels.to(tl.float32) * tl.log2(LEVEL_RATIO))
     thresholds = tl.where(levels == LEVELS - 1, 0.0, thresholds)
@@ -109,9 +80,9 @@ def levels_kernel(
     group_line = batch_head * num_tiles + group
     q_means = tl.load(q_mean + group_line * D + columns, mask=in_head & is_probe, other=0.0)
     spread = tl.load(q_spread + group_line, mask=is_probe, other=0.0)
-    row_line = (batch_head * row_capacity + tl.where(is_probe, slot, 0)) * num_tiles
-    lse = tl.load(log_mass + row_line + tiles, mask=is_tile, other=float("-inf"))
-    log_z = log_partition(lse, q_means, k, stride_kt, prefix, qk_scale, D, BLOCK_D)
+    row = batch_head * row_capacity + tl.where(is_probe, slot, 0)
+    lse = tl.load(log_mass + row * line_stride + tiles, mask=in_line, other=float("-inf"))
+    log_z = log_sum_exp(lse)
 
     # The difference to the representative, once for each level. Rows of the sums below are levels; the
     # last level has no unexpanded tile, and its row of exact_sum is over all tiles instead.
@@ -126,16 +97,17 @@ def levels_kernel(
     coarse_mass = tl.zeros((LEVELS,), tl.float32)
     num_expanded = tl.zeros((LEVELS,), tl.float32)
     num_present = 0.0
+    cross_line = (batch_head * num_slots + slot) * num_tiles
     for start in range(0, num_tiles, CHUNK):
         chunk = start + tl.arange(0, CHUNK)
         present = chunk < num_tiles
         present = present & (tl.load(counts + chunk, mask=present, other=0.0) > 0.0)
         exact_logit = tl.load(probe_lse + slot_line + chunk, mask=present, other=float("-inf"))
         exact_values = load_rows(probe_v + slot_line * D, chunk, D, present, D, BLOCK_D)
-        k_means = load_rows(k_tangent + row_line * D, chunk, D, present, D, BLOCK_D)
-        values = load_rows(v_tangent + row_line * D, chunk, D, present, D, BLOCK_D)
-        terms = load_rows(probe_cross + slot_line * D, chunk, D, present, D, BLOCK_D)
-        tile_lse = tl.load(log_mass + row_line + chunk, mask=present, other=float("-inf"))
+        k_means = load_rows(k_tangent + row * num_tiles * D, chunk, D, present, D, BLOCK_D)
+        values = load_rows(v_tangent + row * num_tiles * D, chunk, D, present, D, BLOCK_D)
+        terms = load_rows(probe_cross + cross_line * D, chunk, D, present, D, BLOCK_D)
+        tile_lse = tl.load(log_mass + row * line_stride + chunk, mask=present, other=float("-inf"))
         tile_spread = tl.load(k_spread + chunk, mask=present, other=0.0)
         mass, loss = tile_losses(tile_lse, log_z, tile_spread * spread)
         logits = tl.dot(deviation, tl.trans(k_means), input_precision=PRECISION) * qk_scale
@@ -143,8 +115,8 @@ def levels_kernel(
         expanded = (loss[None, :] >= thresholds[:, None]) & (loss > 0.0)[None, :]
         expanded = (expanded | (thresholds == 0.0)[:, None]) & present[None, :]
         coarse = present[None, :] & (expanded == 0)
-        weight = tl.where(coarse, tl.exp(logits - m_i), 0.0)
-        exact_weight = tl.where(coarse | last, tl.exp(exact_logit - m_i)[None, :], 0.0)
+        weight = tl.where(coarse, tl.exp(logits - exact_log_z), 0.0)
+        exact_weight = tl.where(coarse | last, tl.exp(exact_logit - exact_log_z)[None, :], 0.0)
         tangent_sum = add_weighted(tangent_sum, weight, values, PRECISION)
         exact_sum = add_weighted(exact_sum, exact_weight, exact_values, PRECISION)
         coarse_share = tl.where(coarse, mass[None, :], 0.0)
@@ -156,7 +128,12 @@ def levels_kernel(
         num_expanded += tl.sum(expanded.to(tl.float32), 1)
         num_present += tl.sum(present.to(tl.float32), 0)
     exact_sum = exact_sum / WEIGHT_SCALE
-    exact += tl.sum(tl.where(last, exact_sum, 0.0), 0)
+    prefix_weight = tl.exp(tl.load(probe_lse + slot_line + num_tiles) - exact_log_z)
+    prefix_values = tl.load(
+        probe_v + (slot_line + num_tiles) * D + columns, mask=in_head, other=0.0
+    ).to(tl.float32)
+    prefix_values = tl.where(prefix_weight > 0.0, prefix_values, 0.0)
+    exact = tl.sum(tl.where(last, exact_sum, 0.0), 0) + prefix_weight * prefix_values
     if is_probe:
         z = tl.maximum(1.0 + z_difference, SMALLEST_SUM)  # (LEVELS,)
         lost = tangent_sum / WEIGHT_SCALE - tl.where(last, 0.0, exact_sum)

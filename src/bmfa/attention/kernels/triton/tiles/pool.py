@@ -13,9 +13,9 @@ from bmfa.attention.kernels.triton.tiles.primitives import (
 
 @triton.jit
 def pool_kernel(
-    q, valid, q_mean, q_spread, counts, probe_tokens, probes, v_radius, num_items,
+    q, valid, q_mean, q_spread, counts, probe_tokens, probes, v_radius,
     stride_qb, stride_qh, stride_qt,
-    H, prefix, height, width, tiles_across, num_tiles, position_stride, num_probes, num_bands, qk_scale,
+    H, prefix, height, width, tiles_across, num_tiles, position_stride, num_probes, qk_scale,
     D: tl.constexpr, BLOCK_D: tl.constexpr, SIDE: tl.constexpr, UNIFORM_SHARE: tl.constexpr,
     Z_ORDER: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
@@ -23,7 +23,7 @@ def pool_kernel(
 
     Writes q_mean (B * H, T, D), q_spread (B * H, T) = qk_scale^2 rho / 2d and counts (B * H, T). If the
     group has a probe, writes its token, or -1, to probe_tokens (B * H, num_probes) and its weight to the
-    last column of probes (B * H, num_probes, 3). Sets v_radius (B * H) and num_items (num_bands) to 0.
+    last column of probes (B * H, num_probes, 3). Sets v_radius (B * H) to 0.
     """
     tile = tl.program_id(0)
     batch, head, batch_head = split_batch_head(tl.program_id(1), H)
@@ -45,9 +45,6 @@ def pool_kernel(
     tl.store(counts + line, count)
     if tile == 0:
         tl.store(v_radius + batch_head, 0)
-        if batch_head == 0:
-            for band in range(num_bands):
-                tl.store(num_items + band, 0)
     # The group at a position p is p * stride modulo T; `position_stride` inverts that.
     position = tile * position_stride % num_tiles
     if position < num_probes:

@@ -3,18 +3,17 @@
 import triton
 import triton.language as tl
 
-from bmfa.attention.kernels.triton.tiles.levels import log_partition, tile_losses
+from bmfa.attention.kernels.triton.tiles.levels import log_sum_exp, tile_losses
 from bmfa.attention.kernels.triton.tiles.primitives import split_batch_head
 from bmfa.attention.kernels.triton.tiles.represent import SMALLEST_SUM
 
 
 @triton.jit
 def select_kernel(
-    k, q_mean, q_spread, counts, k_spread, log_mass, expanded_list, coarse_share, thresholds,
-    exact_heads, expanded_count, coarse_bits, num_items, first_item, items,
-    stride_kb, stride_kh, stride_kt, H, prefix, num_tiles, first_row, row_capacity, group_stride,
-    band, item_capacity, qk_scale,
-    ITEM_TILES: tl.constexpr, SKIP_EXACT: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_T: tl.constexpr,
+    q_spread, counts, k_spread, log_mass, expanded_list, coarse_share, thresholds,
+    exact_heads, expanded_count, coarse_bits,
+    H, num_tiles, line_stride, first_row, row_capacity, group_stride,
+    BLOCK_T: tl.constexpr,
 ):  # fmt: skip
     """Choose the expanded tiles of one group of one head. Grid: (rows, B * H).
 
@@ -22,25 +21,19 @@ def select_kernel(
     expanded_count (B * H, R), a bit for each tile that is not expanded to coarse_bits (B * H, R, words),
     and the shares of those tiles, which sum to 1, to coarse_share (B * H, row_capacity, T). Sets log_mass
     to -inf for expanded and for empty tiles.
-
-    A group reads its first ITEM_TILES expanded tiles itself. The others are divided into items of as many
-    tiles. num_items counts those of a band, items (item_capacity) has head, row and number of each in one
-    code, 0 for none, and first_item (B * H, row_capacity) the first item of the row, -1 if it has none.
     """
     row = tl.program_id(0)
     batch, head, batch_head = split_batch_head(tl.program_id(1), H)
     position = first_row + row
     group = batch_head * num_tiles + position * group_stride % num_tiles
     line = (batch_head * row_capacity + row) * num_tiles
-    tiles, columns = tl.arange(0, BLOCK_T), tl.arange(0, BLOCK_D)
+    log_mass += (batch_head * row_capacity + row) * line_stride
+    tiles = tl.arange(0, BLOCK_T)
     is_tile = tiles < num_tiles
-    q_means = tl.load(q_mean + group * D + columns, mask=columns < D, other=0.0)
-    k += batch * stride_kb + head * stride_kh
-    lse = tl.load(log_mass + line + tiles, mask=is_tile, other=float("-inf"))
+    lse = tl.load(log_mass + tiles, mask=tiles <= num_tiles, other=float("-inf"))
     count = tl.load(counts + batch_head * num_tiles + tiles, mask=is_tile, other=0.0)
     spread = tl.load(k_spread + batch_head * num_tiles + tiles, mask=is_tile, other=0.0)
-    log_z = log_partition(lse, q_means, k, stride_kt, prefix, qk_scale, D, BLOCK_D)
-    mass, loss = tile_losses(lse, log_z, spread * tl.load(q_spread + group))
+    mass, loss = tile_losses(lse, log_sum_exp(lse), spread * tl.load(q_spread + group))
     threshold = tl.load(thresholds + batch * 2 + position % 2)
     everything = (tl.load(exact_heads + batch_head) != 0) | (threshold == 0.0)
     expanded = (((loss >= threshold) & (loss > 0.0)) | everything) & (count > 0.0)
@@ -49,21 +42,7 @@ def select_kernel(
     tl.store(expanded_count + group, num_expanded)
     place = tl.cumsum(expanded.to(tl.int32), 0) - 1
     tl.store(expanded_list + line + place, tiles, mask=expanded)
-    tl.store(log_mass + line + tiles, float("-inf"), mask=is_tile & (coarse == 0))
-    extra = tl.maximum(tl.cdiv(num_expanded - ITEM_TILES, ITEM_TILES), 0)
-    if SKIP_EXACT:
-        extra = tl.where(tl.load(exact_heads + batch_head) != 0, 0, extra)
-    first = -1
-    if extra > 0:
-        index = tl.arange(0, BLOCK_T // ITEM_TILES)
-        code = (batch_head.to(tl.int32) * row_capacity + row) * (BLOCK_T // ITEM_TILES) + index + 1
-        reserved = tl.atomic_add(num_items + band, extra)
-        # Without room for all, the group reads all of its tiles itself.
-        fits = reserved + extra <= item_capacity
-        inside = (index < extra) & (reserved + index < item_capacity)
-        tl.store(items + reserved + index, tl.where(fits, code, 0), mask=inside)
-        first = tl.where(fits, reserved, -1)
-    tl.store(first_item + batch_head * row_capacity + row, first)
+    tl.store(log_mass + tiles, float("-inf"), mask=is_tile & (coarse == 0))
     share = tl.where(coarse, mass, 0.0)
     share = share / tl.maximum(tl.sum(share, 0), SMALLEST_SUM)
     tl.store(coarse_share + line + tiles, share.to(coarse_share.dtype.element_ty), mask=is_tile)
@@ -74,21 +53,66 @@ def select_kernel(
 
 
 @triton.jit
+def assign_items(
+    expanded_count, exact_heads, first_item, items,
+    heads, num_tiles, first_row, num_rows, row_capacity, group_stride, item_capacity,
+    ITEM_TILES: tl.constexpr, NUM_ITEMS: tl.constexpr, SKIP_EXACT: tl.constexpr,
+):  # fmt: skip
+    """Divide the expanded tiles of all groups of a band after their first ITEM_TILES into items.
+
+    Items go to groups in their order while there is room: a group gets all of its items or none. Writes
+    first_item (B * H, row_capacity), -1 for none, and for each item head, row and number in one code, 0 for
+    none, to items (item_capacity).
+    """
+    BLOCK: tl.constexpr = 1024
+    used = 0
+    for start in range(0, item_capacity, BLOCK):
+        index = start + tl.arange(0, BLOCK)
+        tl.store(items + index, 0, mask=index < item_capacity)
+    tl.debug_barrier()
+    for start in range(0, heads * num_rows, BLOCK):
+        index = start + tl.arange(0, BLOCK)
+        mask = index < heads * num_rows
+        head, row = index // num_rows, index % num_rows
+        group = head * num_tiles + (first_row + row) * group_stride % num_tiles
+        count = tl.load(expanded_count + group, mask=mask, other=0)
+        extra = tl.maximum((count - 1) // ITEM_TILES, 0)
+        if SKIP_EXACT:
+            extra = tl.where(tl.load(exact_heads + head, mask=mask, other=0) != 0, 0, extra)
+        end = used + tl.cumsum(extra, 0)
+        fits = mask & (extra > 0) & (end <= item_capacity)
+        first = tl.where(fits, end - extra, -1)
+        tl.store(first_item + head * row_capacity + row, first, mask=mask)
+        code = (head * row_capacity + row) * NUM_ITEMS
+        for number in range(1, NUM_ITEMS):
+            stored = fits & (number <= extra)
+            tl.store(items + first + number - 1, code + number, mask=stored)
+        used += tl.sum(extra, 0)
+
+
+@triton.jit
 def cross_kernel(
-    coarse_share, cross, exact_heads, group_cross,
-    num_tiles, num_rows, row_capacity, qk_scale,
-    D: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    coarse_share, cross, exact_heads, group_cross, expanded_count, first_item, items,
+    num_tiles, heads, first_row, num_rows, row_capacity, group_stride, item_capacity, entry_blocks,
+    qk_scale,
+    ITEM_TILES: tl.constexpr, NUM_ITEMS: tl.constexpr, D: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     SKIP_EXACT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Average the covariances of the tiles that BLOCK_R groups do not expand.
 
-    Grid: (blocks of D * D, row blocks, B * H). Writes group_cross (B * H, row_capacity, D, D), times
-    qk_scale.
+    Grid: (blocks of D * D and one more, row blocks, B * H). Writes group_cross
+    (B * H, row_capacity, D, D), times qk_scale. The last block assigns the items of the band.
     """
     batch_head = tl.program_id(2).to(tl.int64)
-    skip = False
+    last = tl.program_id(0) == entry_blocks
+    skip = last
     if SKIP_EXACT:
-        skip = tl.load(exact_heads + batch_head) != 0
+        skip = skip | (tl.load(exact_heads + batch_head) != 0)
+    if last & (tl.program_id(1) == 0) & (batch_head == 0):
+        assign_items(
+            expanded_count, exact_heads, first_item, items, heads, num_tiles, first_row, num_rows,
+            row_capacity, group_stride, item_capacity, ITEM_TILES, NUM_ITEMS, SKIP_EXACT,
+        )  # fmt: skip
     if not skip:
         rows = tl.program_id(1) * BLOCK_R + tl.arange(0, BLOCK_R)
         entries = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)

@@ -1,0 +1,79 @@
+"""Kernel 2: how keys and values vary within each tile."""
+
+import triton
+import triton.language as tl
+
+from bmfa.attention.kernels.triton.tiles.primitives import (
+    load_rows,
+    split_batch_head,
+    tile_tokens,
+    valid_tokens,
+)
+from bmfa.attention.kernels.triton.tiles.represent import SMALLEST_SUM, probe_queries
+
+
+@triton.jit
+def statistics_kernel(
+    q, k, v, valid, q_mean, counts, probe_tokens, cross, k_spread, v_radius, probe_cross,
+    stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_kt, stride_vb, stride_vh, stride_vt,
+    H, prefix, height, width, tiles_across, num_tiles, group_stride, num_probes, num_slots, qk_scale,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, SIDE: tl.constexpr,
+    Z_ORDER: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Summarise the keys and values of one tile of one head. Grid: (T, B * H).
+
+    Writes the covariance `cross` (B * H, T, D, D) of keys and values under the softmax at the mean query
+    of the head, its product probe_cross (B * H, num_slots, T, D) with the probes, k_spread (B * H, T), and
+    the bits of the largest |v - mean v| in a tile to v_radius (B * H).
+    """
+    tile = tl.program_id(0)
+    batch, head, batch_head = split_batch_head(tl.program_id(1), H)
+    q += batch * stride_qb + head * stride_qh
+    k += batch * stride_kb + head * stride_kh + prefix * stride_kt
+    v += batch * stride_vb + head * stride_vh + prefix * stride_vt
+    valid += batch * height * width
+    q_mean += batch_head * num_tiles * D
+    counts += batch_head * num_tiles
+    probe_tokens += batch_head * num_probes
+    slots, columns = tl.arange(0, SIDE * SIDE), tl.arange(0, BLOCK_D)
+    in_head = columns < D
+    # The mean query of the head, from groups that are spread over the grid.
+    sample = tl.minimum(slots, num_tiles - 1) * group_stride % num_tiles
+    weight = tl.load(counts + sample, mask=slots < num_tiles, other=0.0)
+    means = load_rows(q_mean, sample, D, slots < num_tiles, D, BLOCK_D).to(tl.float32)
+    q_head = tl.sum(weight[:, None] * means, 0) / tl.maximum(tl.sum(weight, 0), 1.0)
+    tokens, on_grid = tile_tokens(tile, slots, height, width, tiles_across, Z_ORDER, SIDE)
+    exists = valid_tokens(valid, tokens, on_grid, MASKED)
+    tile_k = load_rows(k, tokens, stride_kt, exists, D, BLOCK_D)
+    tile_v = load_rows(v, tokens, stride_vt, exists, D, BLOCK_D)
+    dtype = tile_k.dtype
+    count = tl.maximum(tl.sum(exists.to(tl.float32), 0), 1.0)
+    logits = tl.sum(tile_k.to(tl.float32) * q_head[None, :], 1) * qk_scale
+    logits = tl.where(exists, logits, float("-inf"))
+    m_i = tl.max(logits, 0)
+    p = tl.exp(logits - tl.where(m_i == float("-inf"), 0.0, m_i))
+    p = p / tl.maximum(tl.sum(p, 0), SMALLEST_SUM)
+    keys, values = tile_k.to(tl.float32), tile_v.to(tl.float32)
+    dk = (p[:, None] * (keys - tl.sum(p[:, None] * keys, 0)[None, :])).to(dtype)
+    dv = (values - tl.sum(p[:, None] * values, 0)[None, :]).to(dtype)
+    covariance = tl.dot(tl.trans(dk), dv, input_precision=PRECISION).to(dtype)
+    line = batch_head * num_tiles + tile
+    square = columns[:, None] * D + columns[None, :]
+    mask = in_head[:, None] & in_head[None, :]
+    tl.store(cross + line * (D * D) + square, covariance, mask=mask)
+    difference = tl.where(exists[:, None], keys - (tl.sum(keys, 0) / count)[None, :], 0.0)
+    tl.store(k_spread + line, tl.sum(tl.sum(difference * difference, 1), 0) / count)
+    difference = tl.where(exists[:, None], values - (tl.sum(values, 0) / count)[None, :], 0.0)
+    radius = tl.sqrt(tl.max(tl.sum(difference * difference, 1), 0))
+    # The bits of numbers that are not negative are in their order.
+    tl.atomic_max(v_radius + batch_head, radius.to(tl.int32, bitcast=True))
+    for start in range(0, num_slots, SIDE * SIDE):
+        slot = start + slots
+        probes = probe_queries(q, stride_qt, probe_tokens, slot, num_probes, prefix, D, BLOCK_D)
+        groups = slot * group_stride % num_tiles
+        means = load_rows(q_mean, groups, D, slot < num_probes, D, BLOCK_D).to(tl.float32)
+        deviation = ((probes.to(tl.float32) - means) * qk_scale).to(dtype)
+        product = tl.dot(deviation, covariance, input_precision=PRECISION)
+        pointers = ((batch_head * num_slots + slot) * num_tiles + tile)[:, None] * D + columns[None, :]
+        mask = (slot < num_probes)[:, None] & in_head[None, :]
+        tl.store(probe_cross + pointers, product.to(dtype), mask=mask)
