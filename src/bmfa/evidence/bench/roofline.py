@@ -95,20 +95,28 @@ def pool(launch: Launch) -> Work:
     return launch.bytes_of(*(name for name in launch.tensors if name != "valid")), 0.0
 
 
-def represent(launch: Launch) -> Work:
-    """Read k and v once, write the tangents of a band of groups, in the first band also those of probes.
+def statistics(launch: Launch) -> Work:
+    """Read k and v once, write the covariance of every tile and its products with the probes."""
+    dim, tokens = launch["D"], launch.tokens
+    moved = launch.bytes_of("k", "v", "cross", "probe_cross")
+    flops = 2 * tokens * dim + 2 * tokens * dim**2
+    flops += 2 * launch["num_slots"] * launch["num_tiles"] * dim**2
+    return moved, float(launch.batch_heads * flops)
 
-    Representatives need scores, mean keys and mean values; probes need scores and mean values, and
-    the product with the covariance of every tile, which is one more product of keys and values.
+
+def represent(launch: Launch) -> Work:
+    """Read k and v once, write the tangents of a band of groups, in the first band also of probes.
+
+    Representatives need scores, mean keys and mean values; probes need scores and mean values.
     """
-    dim, tokens, tiles = launch["D"], launch.tokens, launch["num_tiles"]
+    dim, tokens = launch["D"], launch.tokens
     band = launch["num_rows"] / launch["row_capacity"]
-    moved = launch.bytes_of("k", "v") + band * launch.bytes_of("log_mass", "k_tangent", "v_tangent")
+    moved = launch.bytes_of("k", "v")
+    moved += band * launch.bytes_of("log_mass", "k_tangent", "v_tangent")
     flops = 6 * launch["num_rows"] * tokens * dim
     if launch["PROBING"]:
-        slots = launch["num_slots"]
-        moved += launch.bytes_of("probe_lse", "probe_v", "probe_cross", "cross")
-        flops += 4 * slots * tokens * dim + 2 * tokens * dim**2 + 2 * slots * tiles * dim**2
+        moved += launch.bytes_of("probe_lse", "probe_v")
+        flops += 4 * launch["num_slots"] * tokens * dim
     return moved, float(launch.batch_heads * flops)
 
 
@@ -254,6 +262,7 @@ def mean_tiles_attention(launch: Launch) -> Work:
 # once; flops are those of the products that the result needs.
 WORK: dict[str, Callable[[Launch], Work]] = {
     "pool_kernel": pool,
+    "statistics_kernel": statistics,
     "represent_kernel": represent,
     "levels_kernel": levels,
     "choose_kernel": choose,
