@@ -29,9 +29,6 @@ ERROR_AIM = 0.85
 # If the error falls from above the target to less than this share of it between two levels, it is not
 # interpolated and the lower threshold is taken: many tiles have the same loss.
 STEEP_FALL = 0.2
-# Likewise for a budget, if the share of expanded tiles grows beyond this multiple of it from one level to the
-# next: the threshold is then the upper level.
-STEEP_RISE = 4.0
 # Part of the probability of a probe that is equal for all queries of its group; the rest grows with the
 # fourth power of the distance from the mean query, as the squared error of a tangent does.
 UNIFORM_SHARE = 0.2

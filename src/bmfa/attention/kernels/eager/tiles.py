@@ -22,7 +22,6 @@ from bmfa.attention.tiling import (
     PROBE_SLOTS,
     SMALLEST_CORRECTION,
     STEEP_FALL,
-    STEEP_RISE,
     UNIFORM_SHARE,
     TiledAttention,
     Tiling,
@@ -153,10 +152,9 @@ class _Heads:
         q_head = q_head / sample.sum(-1, keepdim=True).clamp(min=1)
         scores = (k @ q_head[:, None, :, None]).squeeze(-1)  # (G, T, S)
         p = _mask_scores(scores, exists, counts).softmax(-1).unsqueeze(-1)
-        p_keys = p * (k - p.transpose(2, 3) @ k)
-        p_values = v - p.transpose(2, 3) @ v  # in empty slots p is 0
+        k_deviation = _deviations(k, (p.transpose(2, 3) @ k).squeeze(2), exists)
+        v_deviation = _deviations(v, (p.transpose(2, 3) @ v).squeeze(2), exists)
         with torch.no_grad():
-            v_deviation = _deviations(v, _tile_means(v, counts), exists)
             diameter = 2 * torch.linalg.vector_norm(v_deviation, dim=-1).amax((1, 2))  # (G,)
             q_distance = torch.linalg.vector_norm(_deviations(q, q_mean, q_exists), dim=-1)
             q_squares = q_distance.square()  # (G, R, S)
@@ -170,7 +168,7 @@ class _Heads:
                 q_count[:, :probes],
                 _probe_quantiles(tiling, order[:probes], shape),
             )
-            k_spread = _mean_squares(_deviations(k, _tile_means(k, counts), exists), counts)
+            k_spread = _mean_squares(k_deviation, counts)
         return cls(
             tiling=tiling,
             prefix=prefix,
@@ -183,7 +181,7 @@ class _Heads:
             probe_weight=probe_weight,
             keys=torch.cat((prefix_k, k.flatten(1, 2)), 1),
             values=torch.cat((prefix_v, v.flatten(1, 2)), 1),
-            cross=p_keys.transpose(2, 3) @ p_values,
+            cross=(p * k_deviation).transpose(2, 3) @ v_deviation,
             k_spread=k_spread,
             diameter=diameter,
             exists=exists,
@@ -440,13 +438,13 @@ def _interpolate_up(shares: Tensor, thresholds: Tensor, target: float) -> tuple[
     level = _first(shares > target)
     if target <= 0.0:
         level = torch.zeros_like(level)
-    between = _between(thresholds, level, shares.clamp(min=1e-4), target)
-    at_level = shares.gather(1, level.unsqueeze(1)).squeeze(1)
-    steep = (level == last) | (at_level > STEEP_RISE * target)  # too many tiles at once
     lower = (level - 1).clamp(min=0)
-    between = torch.where(steep, thresholds.gather(1, lower.unsqueeze(1)).squeeze(1), between)
-    threshold = torch.where(level == 0, torch.inf, between)
-    return threshold, torch.where(steep, lower, level)
+    before, after = (shares.gather(1, x.unsqueeze(1)).squeeze(1) for x in (lower, level))
+    part = (target - before) / (after - before).where(after > before, 1.0)
+    part = part.where(level < last, 0.0)  # the last level expands everything
+    above, below = thresholds[lower], thresholds[level.clamp(max=last - 1)]
+    threshold = torch.where(level == 0, torch.inf, above ** (1 - part) * below**part)
+    return threshold, torch.where(level == last, lower, level)
 
 
 def _first(flags: Tensor) -> Tensor:

@@ -7,10 +7,10 @@ one tile form a group g.
    geometric mean of the mean and the maximum of |q - qbar_g|^2: few outlying queries have most of the
    error. qhat is the mean of the valid queries of the first PROBE_SLOTS groups in the order of step 5,
    which are spread over the grid.
-2. Tiles. kappa_L is the mean of |k_i - mean k|^2 over the tile, and diameter = 2 max_L max_{i in L}
-   |v_i - mean_L v|, at least the diameter of the values of any tile. cross_L = sum_{i in L} p_i
-   (k_i - k_L) (v_i - v_L)^T is the covariance of keys and values under p = softmax over L of
-   c qhat . k_i, with means k_L and v_L under p.
+2. Tiles. Under p = softmax over L of c qhat . k_i, k_L and v_L are the means of keys and values, and
+   cross_L = sum_{i in L} p_i (k_i - k_L) (v_i - v_L)^T their covariance. kappa_L is the mean of
+   |k_i - k_L|^2 over the tile, all tokens alike, and diameter = 2 max_L max_{i in L} |v_i - v_L|, which is
+   at least the diameter of the values of any tile.
 3. Representatives. Under p = softmax over L of c qbar_g . k_i, k_gL and v_gL are the means of the keys and
    the values, and A_gL = log sum_{i in L} exp(c qbar_g . k_i). m_gL = exp(A_gL) / Z_g is the share of the
    tile, Z_g being the sum over all tiles and the prefix. The loss of a tile is
@@ -51,7 +51,6 @@ from bmfa.attention.tiling import (
     PROBE_SLOTS,
     SMALLEST_CORRECTION,
     STEEP_FALL,
-    STEEP_RISE,
     UNIFORM_SHARE,
     Tiling,
 )
@@ -186,16 +185,9 @@ class Head:
         self.q, self.k, self.v = q[prefix:], k[prefix:], v[prefix:]
         self.prefix_k, self.prefix_v = k[:prefix], v[:prefix]
         self.counts = np.array([len(tokens) for tokens in members])
-        self._summarise_values()
         self._summarise_groups()
         self._summarise_tiles()
         self._represent()
-
-    def _summarise_values(self) -> None:
-        tiles = [self.v[tokens] for tokens in self.members if tokens]
-        self.diameter = 2 * max(
-            float(np.linalg.norm(values - values.mean(0), axis=-1).max()) for values in tiles
-        )
 
     def _summarise_groups(self) -> None:
         groups, dim = len(self.members), self.q.shape[1]
@@ -213,13 +205,16 @@ class Head:
     def _summarise_tiles(self) -> None:
         tiles, dim = len(self.members), self.k.shape[1]
         self.k_spread = np.zeros(tiles)  # kappa
+        self.diameter = 0.0
         self.cross = np.zeros((tiles, dim, self.v.shape[1]))
         for tile, tokens in enumerate(self.members):
             if tokens:
                 keys, values = self.k[tokens], self.v[tokens]
-                self.k_spread[tile] = ((keys - keys.mean(0)) ** 2).sum(-1).mean()
                 p = softmax(self.factor * (keys @ self.q_head))
-                self.cross[tile] = (p[:, None] * (keys - p @ keys)).T @ (values - p @ values)
+                keys, values = keys - p @ keys, values - p @ values
+                self.k_spread[tile] = (keys**2).sum(-1).mean()
+                self.cross[tile] = (p[:, None] * keys).T @ values
+                self.diameter = max(self.diameter, 2 * float(np.linalg.norm(values, axis=-1).max()))
 
     def _represent(self) -> None:
         tiles, dim = len(self.members), self.k.shape[1]
@@ -385,15 +380,19 @@ def interpolate_down(errors: Array, thresholds: Array, target: float) -> tuple[f
 
 
 def interpolate_up(shares: Array, thresholds: Array, target: float) -> tuple[float, int]:
-    """Return the threshold at which growing shares reach the target, and the level at or below it."""
+    """Return the threshold at which growing shares reach the target, and the level at or below it.
+
+    Between two levels, the share is linear in log threshold.
+    """
     if target >= 1.0:
         return 0.0, len(shares) - 1
     level = next((j for j, value in enumerate(shares) if value > target), len(shares) - 1)
     if target <= 0.0 or level == 0:
         return math.inf, 0
-    if level == len(shares) - 1 or shares[level] > STEEP_RISE * target:
-        return float(thresholds[level - 1]), level - 1  # too many tiles at once
-    return _between(thresholds, level, max(shares[level - 1], 1e-4), shares[level], target), level
+    if level == len(shares) - 1:
+        return float(thresholds[level - 1]), level - 1
+    part = (target - shares[level - 1]) / (shares[level] - shares[level - 1])
+    return float(thresholds[level - 1] ** (1 - part) * thresholds[level] ** part), level
 
 
 def _between(thresholds: Array, level: int, before: float, after: float, target: float) -> float:

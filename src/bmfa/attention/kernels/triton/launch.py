@@ -96,6 +96,16 @@ class Workspace:
         size = math.prod(shape) * dtype.itemsize
         self.bytes += -(-size // _WORKSPACE_ALIGNMENT) * _WORKSPACE_ALIGNMENT
 
+    def reuse(self, first: str, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        """Place float32 tensors over those that were added from `first` on, which are not needed any more
+        when the new ones are written."""
+        start = self.tensors[first][0]
+        for name, shape in shapes.items():
+            self.tensors[name] = (start, shape, torch.float32)
+            size = 4 * math.prod(shape)
+            start += -(-size // _WORKSPACE_ALIGNMENT) * _WORKSPACE_ALIGNMENT
+        self.bytes = max(self.bytes, start)
+
     def views(self, memory: Tensor) -> list[Tensor]:
         """Return the tensors as views of an allocation of `bytes` bytes."""
         return [

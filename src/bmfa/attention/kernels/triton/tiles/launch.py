@@ -19,14 +19,13 @@ from bmfa.attention.kernels.triton.tiles.levels import choose_kernel, levels_ker
 from bmfa.attention.kernels.triton.tiles.pool import pool_kernel
 from bmfa.attention.kernels.triton.tiles.represent import represent_kernel
 from bmfa.attention.kernels.triton.tiles.select import cross_kernel, select_kernel
-from bmfa.attention.kernels.triton.tiles.statistics import statistics_kernel
 from bmfa.attention.tiling import (
     ERROR_AIM,
     LARGEST_SHRINKAGE,
     LEVEL_RATIO,
     NUM_LEVELS,
+    SMALLEST_CORRECTION,
     STEEP_FALL,
-    STEEP_RISE,
     UNIFORM_SHARE,
     Tiling,
 )
@@ -43,9 +42,9 @@ CHUNK = 32  # tiles in one step of the levels kernel
 BLOCK_M, BLOCK_N = 128, 64  # queries and keys in one step of the exact kernel
 CROSS_ENTRIES, CROSS_TILES = 128, 64  # entries of D * D, and tiles, in one step of the cross kernel
 WIDE_HEAD = 64  # above this head dimension some kernels take twice as many warps
-LONG_ROW = 1024  # tiles; above this the selection takes four warps instead of one
+FEW_TILES = 2048  # of all row blocks and heads, below which a program takes fewer of them
 # Expanded tiles that one program reads, at least; more are divided among programs, in at most this many.
-LEAST_ITEM_TILES, MOST_ITEMS = 16, 16
+LEAST_ITEM_TILES, MOST_ITEMS = 8, 64
 LEAST_DIVIDED_TILES = 128  # of a grid, below which no group reads so many tiles that it is worth the launch
 # Groups whose tangents are held in memory at once. 64 of them take as much as k and v.
 ROWS_PER_BAND = 128
@@ -132,7 +131,11 @@ class _AttentionLaunch:
         self.has_items = tiles >= LEAST_DIVIDED_TILES
         least = LEAST_ITEM_TILES if self.has_items else tiles
         self.item_tiles = max(least, _power_of_2(tiles) // MOST_ITEMS)
-        self.item_capacity = self.batch_heads * self.rows // 2 if self.has_items else 1
+        # The items take the memory of the probes, which are done by then.
+        slots = self.tiling.slots
+        memory = 2 * key.dtype.itemsize * self.num_slots * tiles * key.dim
+        capacity = self.batch_heads * memory // (4 * slots * (key.dim + 2) + 4)
+        self.item_capacity = capacity if self.has_items else 1
         self.separate_exact = tiles >= SEPARATE_EXACT_TILES and exact_above < 1.0
         self.arguments: dict[str, Any] = {
             **key.arguments(),
@@ -158,8 +161,8 @@ class _AttentionLaunch:
             "LEVEL_RATIO": LEVEL_RATIO,
             "LARGEST_SHRINKAGE": LARGEST_SHRINKAGE,
             "UNIFORM_SHARE": UNIFORM_SHARE,
+            "SMALLEST_CORRECTION": SMALLEST_CORRECTION,
             "STEEP_FALL": STEEP_FALL,
-            "STEEP_RISE": STEEP_RISE,
             "BLOCK_H": min(MOST_HEADS, _power_of_2(key.heads)),
             "SKIP_EXACT": self.separate_exact,
             "BY_ERROR": error is not None,
@@ -207,14 +210,13 @@ class _AttentionLaunch:
         workspace.add("probe_lse", lines, single)
         workspace.add("probe_v", (*lines, dim), dtype)
         workspace.add("probe_cross", (*slots, dim), dtype)
+        queries = (self.item_capacity, self.tiling.slots)
+        workspace.reuse("probe_v", {"item_acc": (*queries, dim), "item_m": queries, "item_l": queries})
         workspace.add("cross", (*heads, tiles, dim, dim), dtype)
         workspace.add("log_mass", (*heads, self.rows, self.line_stride), single)
         workspace.add("expanded_list", rows, torch.int32)
         workspace.add("first_item", rows[:2], torch.int32)
         workspace.add("items", (self.item_capacity,), torch.int32)
-        workspace.add("item_m", (self.item_capacity, self.tiling.slots), single)
-        workspace.add("item_l", (self.item_capacity, self.tiling.slots), single)
-        workspace.add("item_acc", (self.item_capacity, self.tiling.slots, dim), single)
         workspace.add("coarse_share", rows, dtype)
         workspace.add("k_tangent", (*rows, dim), dtype)
         workspace.add("v_tangent", (*rows, dim), dtype)
@@ -227,24 +229,26 @@ class _AttentionLaunch:
         rows = min(self.rows, self.tiling.groups - first_row)
         probing = first_row == 0
         blocks = -(-rows // BLOCK_R)
-        programs = -(-(tiles + 1) // TILES_PER_PROGRAM)
+        tiles_per_program = TILES_PER_PROGRAM if blocks * tiles * heads > FEW_TILES else 2
+        programs = -(-(tiles + 1) // tiles_per_program)
         warps = 4 if key.dim <= WIDE_HEAD else 8
         band = {"first_row": first_row, "num_rows": rows}
+        few_registers = 128 if key.dim <= WIDE_HEAD else None  # four programs of four warps at once
+        grid = (programs, blocks, heads)
         if probing:
-            self._add(statistics_kernel, (tiles, heads, 1), num_warps=warps)
+            grid = (2 * programs + tiles, max(blocks, self.num_slots // BLOCK_R), heads)
         self._add(
-            represent_kernel,
-            (programs * (2 if probing else 1), max(blocks, self.num_slots // BLOCK_R if probing else 0), heads),
-            **band, num_warps=warps, num_stages=2, tile_programs=programs,
-            TILES=TILES_PER_PROGRAM, PROBING=probing,
+            represent_kernel, grid, **band, num_warps=warps, num_stages=2, maxnreg=few_registers,
+            tile_programs=programs, TILES=tiles_per_program, PROBING=probing,
         )  # fmt: skip
         if probing:
             self._add(
                 levels_kernel, (self.num_probes + key.prefix, heads, 1), num_stages=2,
-                maxnreg=128 if key.dim <= WIDE_HEAD else None,
+                maxnreg=few_registers,
             )  # fmt: skip
             self._add(choose_kernel, (key.batch, 1, 1))
-        self._add(select_kernel, (rows, heads, 1), **band, num_warps=1 if tiles <= LONG_ROW else 4)
+        line_warps = max(1, min(8, self.arguments["BLOCK_T"] // 256))
+        self._add(select_kernel, (rows, heads, 1), **band, num_warps=line_warps)
         entries = -(-(key.dim**2) // CROSS_ENTRIES)
         block = 128 if rows > 64 else 64
         self._add(
@@ -254,7 +258,10 @@ class _AttentionLaunch:
         if self.has_items:
             items = (self.item_capacity, 1, 1)
             self._add(expand_kernel, items, **band, num_warps=warps, num_stages=2)
-        self._add(attention_kernel, (rows, heads, 1), **band, num_warps=warps, num_stages=2)
+        self._add(
+            attention_kernel, (rows, heads, 1), **band, num_warps=warps, num_stages=2,
+            maxnreg=few_registers,
+        )  # fmt: skip
 
     def _add(
         self,

@@ -3,13 +3,14 @@
 import triton
 import triton.language as tl
 
-from bmfa.attention.kernels.triton.tiles.primitives import load_rows, split_batch_head
-from bmfa.attention.kernels.triton.tiles.represent import SMALLEST_SUM
+from bmfa.attention.kernels.triton.tiles.primitives import (
+    SMALLEST_SUM,
+    load_rows,
+    split_batch_head,
+)
 
 # Factor that keeps the weights of single tiles, which sum to 1, in the range of float16.
 WEIGHT_SCALE = tl.constexpr(1024.0)
-# Smallest share of expanded tiles whose logarithm is interpolated.
-SMALLEST_SHARE = tl.constexpr(1e-4)
 
 
 @triton.jit
@@ -188,18 +189,23 @@ def pick(table, index, LEVELS: tl.constexpr):
 
 
 @triton.jit
-def shrinkage_of(product, square, LARGEST: tl.constexpr):
-    factor = product / tl.where(square > 0.0, square, 1.0)
+def shrinkage_of(product, square, norm, SMALLEST: tl.constexpr, LARGEST: tl.constexpr):
+    """Return the best factors (BLOCK_H, LEVELS) of the corrections, 0 for corrections that are smaller
+    than SMALLEST of the outputs, whose squares sum to `norm` (BLOCK_H,)."""
+    known = square > SMALLEST * SMALLEST * norm[:, None]
+    factor = tl.where(known, product / tl.where(known, square, 1.0), 0.0)
     return tl.minimum(tl.maximum(factor, 0.0), LARGEST)
 
 
 @triton.jit
-def squared_errors(error, product, square, weight, LARGEST: tl.constexpr):
+def squared_errors(
+    error, product, square, weight, norm, SMALLEST: tl.constexpr, LARGEST: tl.constexpr
+):
     """Return the weighted sums (LEVELS,) of the squared errors, each head with its best shrinkage."""
     errors = tl.sum(weight[:, :, None] * error, 1)  # (BLOCK_H, LEVELS)
     products = tl.sum(weight[:, :, None] * product, 1)
     squares = tl.sum(weight[:, :, None] * square, 1)
-    factor = shrinkage_of(products, squares, LARGEST)
+    factor = shrinkage_of(products, squares, norm, SMALLEST, LARGEST)
     return tl.sum(errors - 2.0 * factor * products + factor * factor * squares, 0)
 
 
@@ -212,41 +218,37 @@ def weighted_mean(values, weight):
 
 @triton.jit
 def interpolate(
-    curve, target, LEVELS: tl.constexpr, LEVEL_RATIO: tl.constexpr,
-    STEEP_FALL: tl.constexpr, STEEP_RISE: tl.constexpr, BY_ERROR: tl.constexpr,
+    curve, target, LEVELS: tl.constexpr, LEVEL_RATIO: tl.constexpr, STEEP_FALL: tl.constexpr,
+    BY_ERROR: tl.constexpr,
 ):  # fmt: skip
     """Return the threshold at which the curve (LEVELS,) reaches the target, and the level at or below it.
 
-    Errors fall and shares grow from level to level. Between two levels the logarithm of the curve is
-    linear in the logarithm of the threshold, unless the curve falls or grows too much at once. Infinity
-    expands nothing, 0 everything.
+    Errors fall and shares grow from level to level. Between two levels the logarithm of an error, or a
+    share, is linear in the logarithm of the threshold; an error that falls too much at once takes the lower
+    level. Infinity expands nothing, 0 everything.
     """
     levels = tl.arange(0, LEVELS)
     if BY_ERROR:
-        reached = curve <= target
-        curve = tl.maximum(curve, SMALLEST_SUM)
+        level = tl.min(tl.where(curve <= target, levels, LEVELS - 1), 0)
     else:
-        reached = curve > target
-        curve = tl.maximum(curve, SMALLEST_SHARE)
-    level = tl.min(tl.where(reached, levels, LEVELS - 1), 0)
+        level = tl.min(tl.where(curve > target, levels, LEVELS - 1), 0)
     before = tl.sum(tl.where(levels == level - 1, curve, 0.0), 0)
-    before = tl.where(level == 0, 1.0, before)
     after = tl.sum(tl.where(levels == level, curve, 0.0), 0)
-    ratio = tl.log2(before / after)
-    part = tl.log2(before / tl.maximum(target, SMALLEST_SUM)) / tl.where(ratio != 0.0, ratio, 1.0)
-    part = tl.where(ratio != 0.0, tl.minimum(tl.maximum(part, 0.0), 1.0), 1.0)
     if BY_ERROR:
+        ratio = tl.log2(tl.maximum(before, SMALLEST_SUM) / tl.maximum(after, SMALLEST_SUM))
+        part = tl.log2(tl.maximum(before, SMALLEST_SUM) / tl.maximum(target, SMALLEST_SUM))
+        part = tl.where(ratio != 0.0, part / tl.where(ratio != 0.0, ratio, 1.0), 1.0)
+        part = tl.minimum(tl.maximum(part, 0.0), 1.0)
         part = tl.where(after < STEEP_FALL * target, 1.0, part)
         everything = level == LEVELS - 1
     else:
+        part = (target - before) / tl.where(after > before, after - before, 1.0)
+        part = tl.where(level == LEVELS - 1, 0.0, part)
+        level = tl.where(target <= 0.0, 0, level)
         everything = target >= 1.0
-        steep = after > STEEP_RISE * target
-        part = tl.where((level == LEVELS - 1) | steep, 0.0, part)
-        level = tl.where((target <= 0.0) | (level == 0), 0, level)
     threshold = tl.exp2(((level - 1).to(tl.float32) + part) * tl.log2(LEVEL_RATIO))
     threshold = tl.where(level == 0, float("inf"), threshold)
     if not BY_ERROR:
-        level = tl.where((level > 0) & steep, level - 1, level)
         level = tl.where(everything, LEVELS - 1, tl.minimum(level, LEVELS - 2))
     return tl.where(everything, 0.0, threshold), level
 
@@ -255,8 +257,8 @@ def interpolate(
 def choose_kernel(
     level_stats, probes, thresholds, shrinkage, exact_heads,
     H, num_probes, target, exact_above,
-    LEVELS: tl.constexpr, LEVEL_RATIO: tl.constexpr, LARGEST_SHRINKAGE: tl.constexpr,
-    STEEP_FALL: tl.constexpr, STEEP_RISE: tl.constexpr, BLOCK_H: tl.constexpr,
+    LEVELS: tl.constexpr, LEVEL_RATIO: tl.constexpr, SMALLEST_CORRECTION: tl.constexpr,
+    LARGEST_SHRINKAGE: tl.constexpr, STEEP_FALL: tl.constexpr, BLOCK_H: tl.constexpr,
     BLOCK_P: tl.constexpr, BY_ERROR: tl.constexpr,
 ):  # fmt: skip
     """Choose the thresholds of one picture from its probes. Grid: (B,).
@@ -281,10 +283,15 @@ def choose_kernel(
             error = load_stats(level_stats, 0, heads, H, num_probes, LEVELS, BLOCK_P)
             product = load_stats(level_stats, 1, heads, H, num_probes, LEVELS, BLOCK_P)
             square = load_stats(level_stats, 2, heads, H, num_probes, LEVELS, BLOCK_P)
-            curve_0 += squared_errors(error, product, square, weight_0, LARGEST_SHRINKAGE)
-            curve_1 += squared_errors(error, product, square, weight_1, LARGEST_SHRINKAGE)
-            norm_0 += tl.sum(tl.sum(weight_0 * exact_0, 1), 0)
-            norm_1 += tl.sum(tl.sum(weight_1 * exact_1, 1), 0)
+            norms_0, norms_1 = tl.sum(weight_0 * exact_0, 1), tl.sum(weight_1 * exact_1, 1)
+            curve_0 += squared_errors(
+                error, product, square, weight_0, norms_0, SMALLEST_CORRECTION, LARGEST_SHRINKAGE
+            )
+            curve_1 += squared_errors(
+                error, product, square, weight_1, norms_1, SMALLEST_CORRECTION, LARGEST_SHRINKAGE
+            )
+            norm_0 += tl.sum(norms_0, 0)
+            norm_1 += tl.sum(norms_1, 0)
         else:
             share = load_stats(level_stats, 3, heads, H, num_probes, LEVELS, BLOCK_P)
             curve_0 += tl.sum(weighted_mean(share, weight_0), 0)
@@ -295,25 +302,25 @@ def choose_kernel(
     else:
         curve_0 = curve_0 / H
         curve_1 = curve_1 / H
-    threshold_0, level_0 = interpolate(curve_0, target, LEVELS, LEVEL_RATIO, STEEP_FALL, STEEP_RISE, BY_ERROR)
-    threshold_1, level_1 = interpolate(curve_1, target, LEVELS, LEVEL_RATIO, STEEP_FALL, STEEP_RISE, BY_ERROR)
+    threshold_0, level_0 = interpolate(curve_0, target, LEVELS, LEVEL_RATIO, STEEP_FALL, BY_ERROR)
+    threshold_1, level_1 = interpolate(curve_1, target, LEVELS, LEVEL_RATIO, STEEP_FALL, BY_ERROR)
     tl.store(thresholds + picture * 2, threshold_0)
     tl.store(thresholds + picture * 2 + 1, threshold_1)
     for start in range(0, H, BLOCK_H):
         heads = start + in_block
-        weight_0, _ = load_weights(probes, heads, H, num_probes, 0, BLOCK_P)
-        weight_1, _ = load_weights(probes, heads, H, num_probes, 1, BLOCK_P)
+        weight_0, exact_0 = load_weights(probes, heads, H, num_probes, 0, BLOCK_P)
+        weight_1, exact_1 = load_weights(probes, heads, H, num_probes, 1, BLOCK_P)
         product = load_stats(level_stats, 1, heads, H, num_probes, LEVELS, BLOCK_P)
         square = load_stats(level_stats, 2, heads, H, num_probes, LEVELS, BLOCK_P)
         share = load_stats(level_stats, 3, heads, H, num_probes, LEVELS, BLOCK_P)
         factor = shrinkage_of(
             tl.sum(weight_0[:, :, None] * product, 1), tl.sum(weight_0[:, :, None] * square, 1),
-            LARGEST_SHRINKAGE,
+            tl.sum(weight_0 * exact_0, 1), SMALLEST_CORRECTION, LARGEST_SHRINKAGE,
         )  # fmt: skip
         tl.store(shrinkage + heads * 2, pick(factor, level_0, LEVELS), mask=heads < H)
         factor = shrinkage_of(
             tl.sum(weight_1[:, :, None] * product, 1), tl.sum(weight_1[:, :, None] * square, 1),
-            LARGEST_SHRINKAGE,
+            tl.sum(weight_1 * exact_1, 1), SMALLEST_CORRECTION, LARGEST_SHRINKAGE,
         )  # fmt: skip
         tl.store(shrinkage + heads * 2 + 1, pick(factor, level_1, LEVELS), mask=heads < H)
         # A head is exact if either half of its groups would expand too many tiles.

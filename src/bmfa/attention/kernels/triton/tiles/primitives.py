@@ -8,6 +8,8 @@ import triton
 import triton.language as tl
 
 LOG2E = tl.constexpr(1.4426950408889634)
+# Replaces a sum of 0, where no token exists. Any other sum is at least 1: its largest term is exp(0).
+SMALLEST_SUM = tl.constexpr(1e-30)
 
 
 @triton.jit
@@ -48,6 +50,18 @@ def load_rows(base, rows, stride, mask, D: tl.constexpr, BLOCK_D: tl.constexpr):
     if D == BLOCK_D:
         return tl.load(pointers, mask=mask[:, None], other=0.0)
     return tl.load(pointers, mask=mask[:, None] & (columns < D)[None, :], other=0.0)
+
+
+@triton.jit
+def probe_queries(
+    q, stride_qt, probe_tokens, slots, num_probes, prefix, D: tl.constexpr, BLOCK_D: tl.constexpr
+):
+    """Load the queries (n, BLOCK_D) of slots: probes first, then the prefix; 0 for the others."""
+    is_probe = slots < num_probes
+    tokens = tl.load(probe_tokens + slots, mask=is_probe, other=-1)
+    is_prefix = (slots >= num_probes) & (slots < num_probes + prefix)
+    tokens = tl.where(is_prefix, slots - num_probes, tokens)
+    return load_rows(q, tokens, stride_qt, tokens >= 0, D, BLOCK_D)
 
 
 @triton.jit

@@ -1,31 +1,20 @@
-"""Kernel 3: tangents of all tiles at the representatives, and exact attention of the probes."""
+"""Kernel 2: tangents of all tiles at the representatives, exact probes, and statistics of tiles."""
 
 import triton
 import triton.language as tl
 
 from bmfa.attention.kernels.triton.tiles.primitives import (
     LOG2E,
+    SMALLEST_SUM,
     load_rows,
+    probe_queries,
     split_batch_head,
     tile_tokens,
     valid_tokens,
 )
+from bmfa.attention.kernels.triton.tiles.statistics import summarise_tile
 
 LN2 = tl.constexpr(0.6931471805599453)
-# Replaces a sum of 0, where no token exists. Any other sum is at least 1: its largest term is exp(0).
-SMALLEST_SUM = tl.constexpr(1e-30)
-
-
-@triton.jit
-def probe_queries(
-    q, stride_qt, probe_tokens, slots, num_probes, prefix, D: tl.constexpr, BLOCK_D: tl.constexpr
-):
-    """Load the queries (n, BLOCK_D) of slots: probes first, then the prefix; 0 for the others."""
-    is_probe = slots < num_probes
-    tokens = tl.load(probe_tokens + slots, mask=is_probe, other=-1)
-    is_prefix = (slots >= num_probes) & (slots < num_probes + prefix)
-    tokens = tl.where(is_prefix, slots - num_probes, tokens)
-    return load_rows(q, tokens, stride_qt, tokens >= 0, D, BLOCK_D)
 
 
 @triton.jit
@@ -118,7 +107,8 @@ def attend_probes(
 
 @triton.jit
 def represent_kernel(
-    q, k, v, valid, q_mean, probe_tokens, log_mass, k_tangent, v_tangent, probe_lse, probe_v,
+    q, k, v, valid, q_mean, counts, probe_tokens, log_mass, k_tangent, v_tangent, probe_lse, probe_v,
+    cross, k_spread, v_radius, probe_cross,
     stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_kt, stride_vb, stride_vh, stride_vt,
     H, prefix, height, width, tiles_across, num_tiles, line_stride, first_row, num_rows, row_capacity,
     group_stride, num_probes, num_slots, tile_programs, qk_scale,
@@ -134,7 +124,8 @@ def represent_kernel(
 
     With PROBING, in the first band, as many programs attend exactly with the queries of num_slots slots
     (probes, then the prefix): probe_lse (B * H, num_slots, line_stride) and the mean values probe_v
-    (B * H, num_slots, line_stride, D) of each tile.
+    (B * H, num_slots, line_stride, D) of each tile. The last T programs summarise one tile each
+    (`summarise_tile`).
 
     After the T tiles, a line has one more entry for the prefix.
     """
@@ -154,7 +145,7 @@ def represent_kernel(
                 first_row, num_rows, group_stride, program, block, qk_scale,
                 D, BLOCK_D, BLOCK_R, SIDE, TILES, Z_ORDER, MASKED, PRECISION,
             )  # fmt: skip
-    elif PROBING:
+    elif PROBING and program < 2 * tile_programs:
         if block * BLOCK_R < num_slots:
             lines = batch_head * num_slots * line_stride
             attend_probes(
@@ -163,4 +154,15 @@ def represent_kernel(
                 tiles_across, num_tiles, line_stride, num_probes, num_slots, program - tile_programs,
                 block, qk_scale,
                 D, BLOCK_D, BLOCK_R, SIDE, TILES, Z_ORDER, MASKED, PRECISION,
+            )  # fmt: skip
+    elif PROBING:
+        if block == 0:
+            tiles = batch_head * num_tiles
+            summarise_tile(
+                q, k, v, valid, q_mean + tiles * D, counts + tiles,
+                probe_tokens + batch_head * num_probes, cross + tiles * (D * D), k_spread + tiles,
+                v_radius + batch_head, probe_cross + batch_head * num_slots * num_tiles * D,
+                stride_qt, stride_kt, stride_vt, prefix, height, width, tiles_across, num_tiles,
+                group_stride, num_probes, num_slots, program - 2 * tile_programs, qk_scale,
+                D, BLOCK_D, SIDE, Z_ORDER, MASKED, PRECISION,
             )  # fmt: skip

@@ -4,8 +4,7 @@ import triton
 import triton.language as tl
 
 from bmfa.attention.kernels.triton.tiles.levels import log_sum_exp, tile_losses
-from bmfa.attention.kernels.triton.tiles.primitives import split_batch_head
-from bmfa.attention.kernels.triton.tiles.represent import SMALLEST_SUM
+from bmfa.attention.kernels.triton.tiles.primitives import SMALLEST_SUM, split_batch_head
 
 
 @triton.jit
@@ -84,7 +83,7 @@ def assign_items(
         first = tl.where(fits, end - extra, -1)
         tl.store(first_item + head * row_capacity + row, first, mask=mask)
         code = (head * row_capacity + row) * NUM_ITEMS
-        for number in range(1, NUM_ITEMS):
+        for number in range(1, tl.max(extra, 0) + 1):
             stored = fits & (number <= extra)
             tl.store(items + first + number - 1, code + number, mask=stored)
         used += tl.sum(extra, 0)

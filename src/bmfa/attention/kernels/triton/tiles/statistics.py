@@ -1,40 +1,31 @@
-"""Kernel 2: how keys and values vary within each tile."""
+"""How keys and values vary within each tile."""
 
 import triton
 import triton.language as tl
 
 from bmfa.attention.kernels.triton.tiles.primitives import (
+    SMALLEST_SUM,
     load_rows,
-    split_batch_head,
+    probe_queries,
     tile_tokens,
     valid_tokens,
 )
-from bmfa.attention.kernels.triton.tiles.represent import SMALLEST_SUM, probe_queries
 
 
 @triton.jit
-def statistics_kernel(
+def summarise_tile(
     q, k, v, valid, q_mean, counts, probe_tokens, cross, k_spread, v_radius, probe_cross,
-    stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_kt, stride_vb, stride_vh, stride_vt,
-    H, prefix, height, width, tiles_across, num_tiles, group_stride, num_probes, num_slots, qk_scale,
+    stride_qt, stride_kt, stride_vt,
+    prefix, height, width, tiles_across, num_tiles, group_stride, num_probes, num_slots, tile, qk_scale,
     D: tl.constexpr, BLOCK_D: tl.constexpr, SIDE: tl.constexpr,
     Z_ORDER: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Summarise the keys and values of one tile of one head. Grid: (T, B * H).
+    """Summarise the keys and values of one tile; all pointers are those of the head.
 
-    Writes the covariance `cross` (B * H, T, D, D) of keys and values under the softmax at the mean query
-    of the head, its product probe_cross (B * H, num_slots, T, D) with the probes, k_spread (B * H, T), and
-    the bits of the largest |v - mean v| in a tile to v_radius (B * H).
+    Writes the covariance `cross` (T, D, D) of keys and values under the softmax at the mean query of the
+    head, its product probe_cross (num_slots, T, D) with the probes, k_spread (T), and the bits of the
+    largest |v - mean v| in a tile to v_radius.
     """
-    tile = tl.program_id(0)
-    batch, head, batch_head = split_batch_head(tl.program_id(1), H)
-    q += batch * stride_qb + head * stride_qh
-    k += batch * stride_kb + head * stride_kh + prefix * stride_kt
-    v += batch * stride_vb + head * stride_vh + prefix * stride_vt
-    valid += batch * height * width
-    q_mean += batch_head * num_tiles * D
-    counts += batch_head * num_tiles
-    probe_tokens += batch_head * num_probes
     slots, columns = tl.arange(0, SIDE * SIDE), tl.arange(0, BLOCK_D)
     in_head = columns < D
     # The mean query of the head, from groups that are spread over the grid.
@@ -54,19 +45,18 @@ def statistics_kernel(
     p = tl.exp(logits - tl.where(m_i == float("-inf"), 0.0, m_i))
     p = p / tl.maximum(tl.sum(p, 0), SMALLEST_SUM)
     keys, values = tile_k.to(tl.float32), tile_v.to(tl.float32)
-    dk = (p[:, None] * (keys - tl.sum(p[:, None] * keys, 0)[None, :])).to(dtype)
-    dv = (values - tl.sum(p[:, None] * values, 0)[None, :]).to(dtype)
-    covariance = tl.dot(tl.trans(dk), dv, input_precision=PRECISION).to(dtype)
-    line = batch_head * num_tiles + tile
+    keys = keys - tl.sum(p[:, None] * keys, 0)[None, :]
+    values = values - tl.sum(p[:, None] * values, 0)[None, :]
+    covariance = tl.dot(
+        tl.trans((p[:, None] * keys).to(dtype)), values.to(dtype), input_precision=PRECISION
+    ).to(dtype)
     square = columns[:, None] * D + columns[None, :]
     mask = in_head[:, None] & in_head[None, :]
-    tl.store(cross + line * (D * D) + square, covariance, mask=mask)
-    difference = tl.where(exists[:, None], keys - (tl.sum(keys, 0) / count)[None, :], 0.0)
-    tl.store(k_spread + line, tl.sum(tl.sum(difference * difference, 1), 0) / count)
-    difference = tl.where(exists[:, None], values - (tl.sum(values, 0) / count)[None, :], 0.0)
-    radius = tl.sqrt(tl.max(tl.sum(difference * difference, 1), 0))
+    tl.store(cross + tile.to(tl.int64) * (D * D) + square, covariance, mask=mask)
+    tl.store(k_spread + tile, tl.sum(tl.where(exists, tl.sum(keys * keys, 1), 0.0), 0) / count)
+    radius = tl.sqrt(tl.max(tl.where(exists, tl.sum(values * values, 1), 0.0), 0))
     # The bits of numbers that are not negative are in their order.
-    tl.atomic_max(v_radius + batch_head, radius.to(tl.int32, bitcast=True))
+    tl.atomic_max(v_radius, radius.to(tl.int32, bitcast=True))
     for start in range(0, num_slots, SIDE * SIDE):
         slot = start + slots
         probes = probe_queries(q, stride_qt, probe_tokens, slot, num_probes, prefix, D, BLOCK_D)
@@ -74,6 +64,6 @@ def statistics_kernel(
         means = load_rows(q_mean, groups, D, slot < num_probes, D, BLOCK_D).to(tl.float32)
         deviation = ((probes.to(tl.float32) - means) * qk_scale).to(dtype)
         product = tl.dot(deviation, covariance, input_precision=PRECISION)
-        pointers = ((batch_head * num_slots + slot) * num_tiles + tile)[:, None] * D + columns[None, :]
+        pointers = (slot * num_tiles + tile)[:, None] * D + columns[None, :]
         mask = (slot < num_probes)[:, None] & in_head[None, :]
         tl.store(probe_cross + pointers, product.to(dtype), mask=mask)
