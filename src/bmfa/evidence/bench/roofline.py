@@ -95,28 +95,21 @@ def pool(launch: Launch) -> Work:
     return launch.bytes_of(*(name for name in launch.tensors if name != "valid")), 0.0
 
 
-def statistics(launch: Launch) -> Work:
-    """Read k and v once, write the covariance of every tile and its products with the probes."""
-    dim, tokens = launch["D"], launch.tokens
-    moved = launch.bytes_of("k", "v", "cross", "probe_cross")
-    flops = 2 * tokens * dim + 2 * tokens * dim**2
-    flops += 2 * launch["num_slots"] * launch["num_tiles"] * dim**2
-    return moved, float(launch.batch_heads * flops)
-
-
 def represent(launch: Launch) -> Work:
-    """Read k and v once, write the tangents of a band of groups, in the first band also of probes.
+    """Read k and v once, write the tangents of a band of groups; in the first band also probe.
 
-    Representatives need scores, mean keys and mean values; probes need scores and mean values.
+    Representatives need scores, mean keys and mean values. Probes need scores and mean values, and their
+    product with the covariance of keys and values of every tile, which needs scores at one query.
     """
-    dim, tokens = launch["D"], launch.tokens
+    dim, tokens, slots = launch["D"], launch.tokens, launch["num_slots"]
     band = launch["num_rows"] / launch["row_capacity"]
     moved = launch.bytes_of("k", "v")
     moved += band * launch.bytes_of("log_mass", "k_tangent", "v_tangent")
     flops = 6 * launch["num_rows"] * tokens * dim
     if launch["PROBING"]:
-        moved += launch.bytes_of("probe_lse", "probe_v")
-        flops += 4 * launch["num_slots"] * tokens * dim
+        moved += launch.bytes_of("probe_lse", "probe_v", "cross", "probe_cross")
+        flops += 4 * slots * tokens * dim
+        flops += 2 * tokens * dim + 2 * (tokens + slots * launch["num_tiles"]) * dim**2
     return moved, float(launch.batch_heads * flops)
 
 
@@ -262,7 +255,6 @@ def mean_tiles_attention(launch: Launch) -> Work:
 # once; flops are those of the products that the result needs.
 WORK: dict[str, Callable[[Launch], Work]] = {
     "pool_kernel": pool,
-    "statistics_kernel": statistics,
     "represent_kernel": represent,
     "levels_kernel": levels,
     "choose_kernel": choose,
