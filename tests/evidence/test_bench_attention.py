@@ -64,31 +64,45 @@ def test_every_size_has_dense_paths_and_all_settings(record):
 def test_errors_fall_with_density_to_rounding(record):
     for n in (100, 256):
         some = [row_of(record, n, f"tiled-tiles:{share}") for share in ("0", "0.25", "1")]
-        assert [row["density_percent"] for row in some] == [0.0, 25.0, 100.0]
+        none, quarter, every = (row["density_percent"] for row in some)
+        # The probes of a few tiles set the threshold, so that a share is met on average only.
+        assert none == 0.0 and every == 100.0 and 10.0 < quarter < 50.0
         errors = [row["error_l2_percent"] for row in some]
         assert errors[0] > errors[1] > errors[2]
         assert errors[2] < 100 * 64 * torch.finfo(torch.float32).eps
         assert all(row["error_p95_query_percent"] >= 0 for row in some)
+        assert errors[1] == pytest.approx(some[1]["estimated_error_percent"], rel=1.0)
         energies = [row["e_mean"] for row in some]
         assert energies[0] > energies[1] > energies[2] and energies[2] < 1e-4
 
 
 def energies_of_four_tiles(block: int) -> torch.Tensor:
-    """E of every spatial query on a grid of 16x16 whose four 8x8 tiles are means, in float64."""
+    """E of every spatial query on a grid of 16x16 whose four 8x8 tiles are tangents, in float64."""
     recorded = InputSource.open().record(128, [block])
-    q, k, _ = (x.double() for x in recorded.blocks[block])
-    scores = q[:, :, 1:] @ k.transpose(-2, -1) / math.sqrt(q.shape[-1])  # (1, 3, 256, 257)
-    tiles = scores[..., 1:].unflatten(-1, (2, 8, 2, 8)).mean((-3, -1)).flatten(-2)
-    coarse = torch.cat((scores[..., :1], tiles + math.log(64)), -1)
+    q, k, _ = (x.double() / x.shape[-1] ** 0.25 for x in recorded.blocks[block])
+    scores = q[:, :, 1:] @ k.transpose(-2, -1)  # (1, 3, 256, 257)
+
+    def by_tile(x):  # (1, 3, 4, 64, d)
+        return x[:, :, 1:].unflatten(2, (2, 8, 2, 8)).transpose(3, 4).flatten(4, 5).flatten(2, 3)
+
+    queries, keys = by_tile(q), by_tile(k)
+    means = queries.mean(3)  # (1, 3, 4, d), one for each group of 8x8 queries
+    group_scores = torch.einsum("bhgd,bhtsd->bhgts", means, keys)
+    tangents = torch.einsum("bhgts,bhtsd->bhgtd", group_scores.softmax(-1), keys)
+    logits = torch.einsum("bhgqd,bhgtd->bhgqt", queries - means.unsqueeze(3), tangents)
+    logits = logits + group_scores.logsumexp(-1).unsqueeze(3)  # (1, 3, 4, 64, 4)
+    logits = logits.unflatten(2, (2, 2)).unflatten(4, (8, 8)).transpose(3, 4).flatten(2, 5)
+    coarse = torch.cat((scores[..., :1], logits), -1)
     return scores.logsumexp(-1) - coarse.logsumexp(-1)
 
 
 def test_mean_e_is_that_of_the_free_energies(record):
     means = [float(energies_of_four_tiles(block).mean()) for block in (1, 6)]
     row = row_of(record, 256, "tiled-tiles:0")
-    # The certificate rounds outward by a few float32 epsilons of the scores' size.
-    assert row["e_mean"] == pytest.approx(sum(means) / 2, rel=1e-3)
-    assert row["worst_block_e_mean"] == pytest.approx(max(means), rel=1e-3)
+    # Rounded outward: scores of up to |q| |k| = 15 with some 100 roundings of float32 each, 2.4e-4, in
+    # the partition function and in its approximation, and a factor of 2 for truncating products.
+    assert 0.0 <= row["e_mean"] - sum(means) / 2 <= 1e-3
+    assert 0.0 <= row["worst_block_e_mean"] - max(means) <= 1e-3
 
 
 def test_errors_are_those_of_the_outputs(record):
@@ -169,7 +183,12 @@ def test_wide_heads_carry_the_error_on_the_models_own(record):
 
 def test_knowledge_of_the_error_has_its_price(record):
     rows = [row for row in record.rows if "+" in row["method"]]
-    assert {row["method"].partition("+")[2] for row in rows} == {"certificate", "audit:0.05"}
+    assert {row["method"].partition("+")[2] for row in rows} == {
+        "certificate", "certificate-boxes", "audit:0.05"
+    }  # fmt: skip
+    for row in rows:
+        if "certificate" in row["method"]:  # never below the error
+            assert 1.0 <= row["certificate_over_error_median"] <= row["certificate_over_error_p95"]
     assert all(math.isfinite(row["added_milliseconds"]) for row in rows)
     assert not any("+" in row["method"] for row in summary.own_rows(record.rows))
 
@@ -309,7 +328,8 @@ def test_blocks_of_keys_that_a_peer_drops_have_no_weight():
 def test_tables_and_figures_are_made_from_the_record(record, tmp_path, capsys):
     words = bench_tables.markdown(record)
     assert "dense is the fastest path of the same run (default" in words or "run (flash" in words
-    assert "| `tiled-tiles:0.25` | 25.0 |" in words
+    density = row_of(record, 256, "tiled-tiles:0.25")["density_percent"]
+    assert f"| `tiled-tiles:0.25` | {density:.1f} |" in words
     assert figures.ALL["attention-time"].drawable(record)
     assert not figures.ALL["attention-error"].drawable(record)
     longer = [{**row, "n": 16 * row["n"]} for row in record.rows]

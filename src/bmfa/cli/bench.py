@@ -20,8 +20,9 @@ TREE_COLUMNS = (
 ATTENTION_COLUMNS = (
     "n heads dim dtype batch method density_percent e_mean error_l2_percent estimated_error_percent "
     "target_met_percent error_p95_query_percent milliseconds milliseconds_eager speedup speedup_eager "
-    "added_milliseconds own_error_percent peak_mebibytes extra_memory_percent ran kernel "
-    "launches bytes flops limit_milliseconds limit_percent"
+    "added_milliseconds own_error_percent peak_mebibytes extra_memory_percent ran "
+    "certificate_over_error_median certificate_percent_median kernel launches bytes flops "
+    "limit_milliseconds limit_percent"
 )
 AT_SPEED_COLUMNS = "n speedup tiles_error_percent mean_tiles_error_percent"
 MODEL_COLUMNS = (

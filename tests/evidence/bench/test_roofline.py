@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from bmfa import Grid
+from bmfa import Grid, screened_attention
 from bmfa.cli import main
 from bmfa.evidence.bench import roofline
 from bmfa.evidence.bench.mean_tiles import mean_tile_attention
@@ -76,6 +76,46 @@ def test_bytes_and_flops_are_counted_by_hand():
     keys = tiles + PREFIX + 64 * EXPAND
     assert attention["flops"] == heads * tokens * (4 * keys * DIM + 2 * DIM**2)
     assert 4 * tensor < attention["bytes"] < 5 * tensor
+
+
+def screened_call(**options):
+    """Return tiled attention to four tiles whose keys differ in length, so that losses differ."""
+    shape = (3, 1, 2, PREFIX + GRID.size, DIM)
+    q, k, v = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(DEVICE).unbind()
+    row, column = torch.arange(GRID.size) // 16, torch.arange(GRID.size) % 16
+    length = torch.tensor([0.1, 0.4, 1.0, 2.5])[row // 8 * 2 + column // 8]
+    k[:, :, PREFIX:] *= length.to(DEVICE).unsqueeze(-1)
+    return lambda: screened_attention(
+        q, k, v, grid=GRID, prefix=PREFIX, form="tiled", backend="triton", **options
+    )
+
+
+def test_every_kernel_of_tiled_attention_has_a_limit():
+    screened = screened_call(leaves=100)
+    rows = {row["kernel"]: row for row in kernel_rows(screened, LIMITS, lambda work: 1.0, {})}
+    assert {"pool_kernel", "represent_kernel", "select_kernel", "attention_kernel"} <= set(rows)
+    assert all(row["limit_milliseconds"] is not None for row in rows.values())
+    heads, tokens, tiles = 2, 256, 4
+    expanded = float(screened().stats.expanded_count.double().mean())
+    assert 0 < expanded < tiles
+    keys = tiles + PREFIX + 64 * expanded
+    flops = heads * tokens * (4 * keys * DIM + 2 * DIM**2)
+    assert rows["attention_kernel"]["flops"] == pytest.approx(flops)
+    # Scores, mean keys and mean values of the four representatives, besides those of the probes.
+    assert rows["represent_kernel"]["flops"] > heads * 6 * tiles * tokens * DIM
+
+
+def test_every_tile_expanded_is_at_least_dense_attention():
+    rows = kernel_rows(screened_call(leaves=1.0), LIMITS, lambda work: 1.0, {})
+    assert all(row["limit_milliseconds"] is not None for row in rows)
+    dense = 2 * 4 * GRID.size * (PREFIX + GRID.size) * DIM
+    assert dense <= sum(row["flops"] for row in rows) < 10 * dense
+
+
+def test_a_kernel_with_other_arguments_has_no_limit(monkeypatch):
+    monkeypatch.setitem(roofline.WORK, "mean_pool_kernel", roofline.levels)
+    rows = {row["kernel"]: row for row in kernel_rows(call(), LIMITS, lambda work: 1.0, {})}
+    assert rows["mean_pool_kernel"]["limit_percent"] is None
 
 
 def test_a_kernel_without_an_entry_has_no_limit(monkeypatch):

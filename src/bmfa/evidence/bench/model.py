@@ -16,6 +16,7 @@ from bmfa.attention.inputs import Backend
 from bmfa.attention.result import Screened, Stats
 from bmfa.checks import check_integer
 from bmfa.evidence.bench import baselines, dense
+from bmfa.evidence.bench.errors import missed_targets_ignored
 from bmfa.evidence.bench.graphs import capture_once, run_as_timed
 from bmfa.evidence.bench.inputs import load_any_size, read_pictures
 from bmfa.evidence.bench.saliency import intersection_over_union, load_decoder, masks
@@ -136,7 +137,7 @@ def run(settings: Settings, sizes: Sequence[int] = (), progress: Progress | None
     kind = torch.device(settings.device).type
     chosen = list(sizes) or list(SIZES.get(kind, SIZES["cpu"]))
     weights, names, absent = "", list[str](), dict[str, str]()
-    with torch.inference_mode():
+    with torch.inference_mode(), missed_targets_ignored():
         for index, size in enumerate(chosen):
             try:
                 benchmark = _SizeBenchmark(settings, check_integer("img_size", size, low=16))

@@ -61,11 +61,12 @@ class Limits:
 
 @dataclass(frozen=True, eq=False)
 class Launch:
-    """One kernel of a sequence with its tensors and other arguments by name."""
+    """One kernel of a sequence with its tensors and other arguments by name, and its grid."""
 
     kernel: str
     tensors: dict[str, Tensor]
     arguments: dict[str, Any]
+    grid: tuple[int, int, int]
 
     def bytes_of(self, *names: str) -> float:
         """Return the bytes of some tensors."""
@@ -76,14 +77,133 @@ class Launch:
 
     @property
     def batch_heads(self) -> int:
-        """Number of heads, batch included."""
-        shape = self.tensors["k"].shape
-        return shape[0] * shape[1]
+        """Number of heads, batch included; a tensor of a head has it as its first dimension."""
+        for name in ("q", "k", "v", "o"):
+            if name in self.tensors:
+                shape = self.tensors[name].shape
+                return shape[0] * shape[1]
+        return next(iter(self.tensors.values())).shape[0]
 
     @property
     def tokens(self) -> int:
         """Number of spatial tokens of a head."""
         return int(self["height"]) * int(self["width"])
+
+
+def pool(launch: Launch) -> Work:
+    """Read the queries once and write their means; there is no product."""
+    return launch.bytes_of(*(name for name in launch.tensors if name != "valid")), 0.0
+
+
+def represent(launch: Launch) -> Work:
+    """Read k and v once, write the tangents of a band of groups; in the first band also probe.
+
+    Representatives need scores, mean keys and mean values. Probes need scores and mean values, and their
+    product with the covariance of keys and values of every tile, which needs scores at one query.
+    """
+    dim, tokens, slots = launch["D"], launch.tokens, launch["num_slots"]
+    band = launch["num_rows"] / launch["row_capacity"]
+    moved = launch.bytes_of("k", "v")
+    moved += band * launch.bytes_of("log_mass", "k_tangent", "v_tangent")
+    flops = 6 * launch["num_rows"] * tokens * dim
+    if launch["PROBING"]:
+        moved += launch.bytes_of("probe_lse", "probe_v", "cross", "probe_cross")
+        flops += 4 * slots * tokens * dim
+        flops += 2 * tokens * dim + 2 * (tokens + slots * launch["num_tiles"]) * dim**2
+    return moved, float(launch.batch_heads * flops)
+
+
+def levels(launch: Launch) -> Work:
+    """Read what probes and their groups know of every tile; two products for each level."""
+    probes = launch["num_probes"]
+    moved = launch.bytes_of("probe_lse", "probe_v", "probe_cross")
+    moved += (probes / launch["row_capacity"]) * launch.bytes_of(
+        "log_mass", "k_tangent", "v_tangent"
+    )
+    flops = 4 * probes * launch["LEVELS"] * launch["num_tiles"] * launch["D"]
+    return moved, float(launch.batch_heads * flops)
+
+
+def choose(launch: Launch) -> Work:
+    """Read the statistics of all probes."""
+    return launch.bytes_of("level_stats", "probes"), 0.0
+
+
+def select(launch: Launch) -> Work:
+    """Read the masses of the tiles of a band of groups, write their shares."""
+    band = launch.grid[0] / launch["row_capacity"]
+    return band * launch.bytes_of("log_mass", "coarse_share"), 0.0
+
+
+def cross(launch: Launch) -> Work:
+    """Multiply the shares of the tiles of a band of groups with the covariances of the tiles."""
+    rows, tiles, dim = launch["num_rows"], launch["num_tiles"], launch["D"]
+    band = rows / launch["row_capacity"]
+    moved = launch.bytes_of("cross") + band * launch.bytes_of("coarse_share", "group_cross")
+    return moved, float(2 * launch.batch_heads * rows * tiles * dim**2)
+
+
+@dataclass(frozen=True)
+class ExpandedTiles:
+    """The expanded tiles of a band of groups, read by the groups themselves or in items."""
+
+    heads: int  # that are not left to the exact kernel
+    own: float  # tiles, over all groups and heads
+    others: float
+    items: float
+
+    @classmethod
+    def of(cls, launch: Launch, rows: int, item_capacity: int) -> "ExpandedTiles":
+        """Count the tiles of `rows` groups. A group reads ITEM_TILES of them itself, if its others fit
+        into the items; where they do not, the fitting share is taken."""
+        counts = launch.tensors["expanded_count"].cpu()
+        if launch.arguments.get("SKIP_EXACT") and "exact_heads" in launch.tensors:
+            counts = counts[launch.tensors["exact_heads"].cpu() == 0]
+        positions = launch["first_row"] + torch.arange(rows)
+        counts = counts[:, positions * launch["group_stride"] % launch["num_tiles"]].double()
+        others = (counts - launch["ITEM_TILES"]).clamp(min=0)
+        items = float((others / launch["ITEM_TILES"]).ceil().sum())
+        fitting = min(1.0, item_capacity / items) if items else 0.0
+        read_by_items = fitting * float(others.sum())
+        return cls(len(counts), float(counts.sum()) - read_by_items, read_by_items, fitting * items)
+
+
+def expand(launch: Launch) -> Work:
+    """Read k and v once, if a group has more tiles than it reads itself, and write partial outputs."""
+    capacity = launch.grid[0]
+    rows = min(launch["row_capacity"], launch["num_tiles"] - launch["first_row"])
+    tiles = ExpandedTiles.of(launch, rows, capacity)
+    if not tiles.others:
+        return 0.0, 0.0
+    moved = launch.bytes_of("k", "v")
+    moved += tiles.items / capacity * launch.bytes_of("item_m", "item_l", "item_acc")
+    return moved, 4 * tiles.others * launch["SIDE"] ** 4 * launch["D"]
+
+
+def attention(launch: Launch) -> Work:
+    """Read the queries and tangents of a band of groups and, if any tile is expanded, k and v once."""
+    rows, dim, slots = launch.grid[0], launch["D"], launch["SIDE"] ** 2
+    capacity = len(launch.tensors["item_m"])
+    tiles = ExpandedTiles.of(launch, rows, capacity)
+    moved = rows / launch["num_tiles"] * launch.bytes_of("q", "o")
+    moved += (rows / launch["row_capacity"]) * launch.bytes_of(
+        "log_mass", "k_tangent", "v_tangent", "group_cross"
+    )
+    if tiles.own:
+        moved += launch.bytes_of("k", "v")
+    moved *= tiles.heads / launch.batch_heads
+    moved += tiles.items / capacity * launch.bytes_of("item_m", "item_l", "item_acc")
+    coarse = launch["num_tiles"] + launch["prefix"]
+    flops = tiles.heads * rows * slots * (4 * coarse * dim + 2 * dim**2)
+    return moved, flops + 4 * tiles.own * slots**2 * dim
+
+
+def exact(launch: Launch) -> Work:
+    """Dense attention of the heads that are computed exactly."""
+    tokens = launch["prefix"] + launch.tokens
+    heads = launch.tensors["exact_heads"].double()
+    moved = float(heads.mean()) * launch.bytes_of("q", "k", "v", "o")
+    return moved, 4 * float(heads.sum()) * tokens**2 * launch["D"]
 
 
 def mean_tiles_pool(launch: Launch) -> Work:
@@ -134,6 +254,15 @@ def mean_tiles_attention(launch: Launch) -> Work:
 # Bytes and flops of a launch by the name of its kernel. Bytes are those that must be moved at least
 # once; flops are those of the products that the result needs.
 WORK: dict[str, Callable[[Launch], Work]] = {
+    "pool_kernel": pool,
+    "represent_kernel": represent,
+    "levels_kernel": levels,
+    "choose_kernel": choose,
+    "select_kernel": select,
+    "cross_kernel": cross,
+    "expand_kernel": expand,
+    "attention_kernel": attention,
+    "exact_kernel": exact,
     "mean_pool_kernel": mean_tiles_pool,
     "mean_score_kernel": mean_tiles_score,
     "mean_select_kernel": mean_tiles_select,
@@ -187,7 +316,7 @@ class TimedSequence:
             tensors = {self.sequence.names[index]: self.tensors[index] for index in indices}
             rest = [name for name in names if name not in tensors]
             arguments = dict(zip(rest, launch.rest, strict=False))
-            found.append(Launch(launch.kernel.__name__, tensors, arguments))
+            found.append(Launch(launch.kernel.__name__, tensors, arguments, launch.grid))
         return found
 
     def milliseconds(self, timer: Timer) -> list[float]:
@@ -226,11 +355,18 @@ def kernel_rows(call: timing.Work, limits: Limits, timer: Timer, frame: Row) -> 
             total = totals.setdefault(launch.kernel, start)
             total["launches"] += 1
             total["milliseconds"] += milliseconds
-            work = WORK.get(launch.kernel)
-            moved, flops = (math.nan, math.nan) if work is None else work(launch)
+            moved, flops = _work_of(launch)
             total["bytes"] += moved
             total["flops"] += flops
     return [_row(name, total, limits, frame) for name, total in totals.items()]
+
+
+def _work_of(launch: Launch) -> Work:
+    """Return bytes and flops; NaN for a kernel without an entry, or whose arguments are others."""
+    try:
+        return WORK[launch.kernel](launch)
+    except KeyError:
+        return math.nan, math.nan
 
 
 def _row(name: str, total: dict[str, Any], limits: Limits, frame: Row) -> Row:

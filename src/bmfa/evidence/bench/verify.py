@@ -21,6 +21,9 @@ HEADS = 2
 # Relative error allowed for an output, in units of the epsilon of the dtype. Means, weights and
 # outputs are each rounded to the dtype; a wrong token or weight is off by far more.
 ROUNDINGS = 8
+# Share of the groups of queries that must expand as many tiles as the specification, so that the median
+# query is in one of them.
+LEAST_AGREEMENT = 0.6
 FLOAT32_ROUNDINGS = 256
 
 
@@ -52,10 +55,17 @@ def check_dense(names: Sequence[str], dtype: torch.dtype, device: str, dims: Seq
 def _tokens(
     seed: int, grid: Grid, prefix: int, dim: int, dtype: torch.dtype, masked: bool
 ) -> tuple[list[Tensor], Tensor | None]:
-    """Return random q, k, v, (1, HEADS, prefix + N, d), and a mask; masked tokens are NaN."""
+    """Return random q, k, v, (1, HEADS, prefix + N, d), and a mask; masked tokens are NaN.
+
+    Keys grow over the grid, so that tiles differ by more than rounding in what they lose.
+    """
     generator = torch.Generator().manual_seed(seed)
     shape = (1, HEADS, prefix + grid.size, dim)
-    tokens = [torch.randn(shape, generator=generator).to(dtype) for _ in range(3)]
+    q, k, v = (torch.randn(shape, generator=generator) for _ in range(3))
+    row = torch.arange(grid.height).unsqueeze(1) / grid.height
+    column = torch.arange(grid.width) / grid.width
+    k[:, :, prefix:] *= (0.2 + 0.6 * row + 1.2 * column).flatten().unsqueeze(-1)
+    tokens = [x.to(dtype) for x in (q, k, v)]
     if not masked:
         return tokens, None
     valid = torch.rand(1, grid.size, generator=generator) < 0.8
@@ -73,8 +83,9 @@ class _Case:
     def error(self, tokens: Sequence[Tensor], backend: Backend, device: str) -> float:
         """Return the median relative error of a query, or inf if other tiles are expanded.
 
-        A tile whose loss is within rounding of the last one expanded may take its place for a group
-        of queries; the median query is not in such a group.
+        Groups of queries may differ in tiles whose losses are within rounding of the threshold, which
+        is rounded itself; the median query is not in such a group. Without expanded tiles, and with
+        all of them, no group may differ.
         """
         tiling, valid = Tiling(self.grid), self.valid
         q, k, v = (x.double().numpy() for x in tokens)
@@ -101,7 +112,8 @@ class _Case:
         found = screened.stats.expanded_count
         if screened.stats.backend != backend or found is None:
             return torch.inf
-        if not torch.equal(counts, found.cpu().to(counts)):
+        agreeing = float((counts == found.cpu()).double().mean())
+        if agreeing < (LEAST_AGREEMENT if 0 < self.expanded < tiling.tiles else 1.0):
             return torch.inf
         exact = torch.from_numpy(expected.output)
         errors = (screened.output.cpu().double() - exact).norm(dim=-1) / exact.norm(dim=-1)
