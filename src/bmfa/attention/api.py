@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from functools import partial, wraps
 from typing import Any, Literal, ParamSpec, TypeVar, get_args
 
@@ -209,19 +210,21 @@ def screened_attention(
         run = choose_tiled(inputs, tiling, budget, backend, allow_dense=allow_dense)
         if run.backend == "dense":
             return _dense(inputs, tiling, budget, run.why, audit)
-        limited = allow_dense and backend == "auto"
         options = AttentionOptions(
             "tiled",
             run.backend,
             budget=budget,
-            exact_above=1.0 / expanded_cost(q.device.type) if limited else 1.0,
+            # Beyond this share exact attention is faster; a number of tiles is what was asked for.
+            exact_above=1.0 if budget.error is None else 1.0 / expanded_cost(q.device.type),
             certificate=_default_kind(kind, "scores") if bounded else None,
             fallback=fallback,
         )
-        return _tiled(inputs, options, run.why, audit)
+        return _tiled(inputs, options, run.why, audit, allow_dense and backend == "auto")
 
 
-def _tiled(inputs: AttentionInputs, options: AttentionOptions, why: str, audit: float) -> Screened:
+def _tiled(
+    inputs: AttentionInputs, options: AttentionOptions, why: str, audit: float, allow_dense: bool
+) -> Screened:
     """Run the form "tiled", or dense attention if too many tiles would be expanded."""
     assert options.budget is not None
     percent = round(
@@ -237,9 +240,14 @@ def _tiled(inputs: AttentionInputs, options: AttentionOptions, why: str, audit: 
         computed = compute_in_graph(inputs, options)
         if options.exact_above < 1.0:
             why = f"auto: tiles, or dense attention inside the operator if {over}"
-    if computed is None:
+    if computed is None and allow_dense:
         why = f"auto: {over}, dense is faster"
         return _dense(inputs, Tiling(inputs.grid), options.budget, why, audit)
+    if computed is None:  # the same with every tile expanded
+        why = f"{why}; {over}, and every tile is expanded"
+        exact = replace(options, budget=Budget(0.0, None), exact_above=1.0)
+        computed = compute_tiled(inputs, exact)
+        assert computed is not None
     return _screened(inputs, options, computed, why, audit)
 
 

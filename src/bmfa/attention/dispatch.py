@@ -24,20 +24,24 @@ from bmfa.trees.rules import Rule
 # The constants below are read off the records of `bmfa bench attention` on the q, k, v of DeiT-Tiny:
 # records/attention-h200.json (CUDA) and records/attention-cpu.json.
 
-# Spatial tokens from which the tiled form is faster than dense attention at the default error.
-LEAST_TOKENS = {"cuda": 4096, "cpu": 2048}
+# Spatial tokens from which the tiled form runs for an error target, and for a number of tiles. Which
+# tiles a target expands depends on the data: with fewer tokens than 16,384 on CUDA, real models gain a
+# tenth and random data lose a third, so that the choice would be a guess.
+LEAST_TOKENS = {"cuda": 16384, "cpu": 2048}
+LEAST_TOKENS_OF_BUDGET = {"cuda": 4096, "cpu": 2048}
 # Time that an expanded tile adds, relative to the time that dense attention spends on a tile. On CUDA
-# it is the slope of time over density at 4,096 tokens, 1.69 (less at more tokens). On a CPU it is the
-# inverse of a density of 0.43; both take equally long at 0.46 on two cores and 2,304 tokens
+# it is the slope of time over density at 16,384 tokens. On a CPU it is the inverse of a density of 0.43;
+# both take equally long at 0.46 on two cores and 2,304 tokens
 # (`bmfa bench attention --tokens 2304 --tiles 0 0.1 0.2 0.3 0.4 0.5`).
-EXPANDED_COST = {"cuda": 1.7, "cpu": 2.3}
-# Mean share of the tiles that an error target expands at 4,096 tokens: 21 % at the default target of
-# 0.1, and 14 points less for each doubling of the target (35 % at 0.05, 7 % at 0.2).
-DEFAULT_EXPANDED_SHARE, SHARE_PER_DOUBLING = 0.211, 0.142
+EXPANDED_COST = {"cuda": 1.9, "cpu": 2.3}
+# Mean share of the tiles that an error target expands at 16,384 tokens: that of the saliency model in
+# records/attention-saliency-h200.json at the default target, the larger one of both models. It grows
+# with this power of the inverse of the target.
+DEFAULT_EXPANDED_SHARE, SHARE_EXPONENT = 0.033, 1.5
 # Operations of dense attention that the tiled form must save. On an H200 2e10 operations take about
 # 0.04 ms, the time of the kernels that run before the attention itself; a call outside of a graph adds
-# about 0.3 ms of host time for its launches (milliseconds_eager - milliseconds in the record).
-LEAST_SAVED_OPERATIONS = {"cuda": 2e11, "cuda graph": 2e10, "cpu": 0.0}
+# about 0.2 ms of host time for its launches (milliseconds_eager - milliseconds in the record).
+LEAST_SAVED_OPERATIONS = {"cuda": 1e11, "cuda graph": 2e10, "cpu": 0.0}
 
 
 class Choice(NamedTuple):
@@ -141,7 +145,8 @@ def dense_faster_reason(
     size = tiling.grid.size
     if math.prod(shape) == 0:
         return "the call has no queries"
-    least = LEAST_TOKENS.get(device, LEAST_TOKENS["cpu"])
+    tokens = LEAST_TOKENS_OF_BUDGET if budget.error is None else LEAST_TOKENS
+    least = tokens.get(device, tokens["cpu"])
     if size < least:
         return f"dense attention is as fast below {least} tokens, and there are {size}"
     if budget.error and device != "cuda":
@@ -198,8 +203,7 @@ def expected_share(budget: Budget, tiles: int) -> float:
         return budget.expand / tiles
     if not budget.error:
         return 1.0
-    doublings = math.log2(budget.error / DEFAULT_ERROR)
-    return min(1.0, max(0.0, DEFAULT_EXPANDED_SHARE - SHARE_PER_DOUBLING * doublings))
+    return min(1.0, DEFAULT_EXPANDED_SHARE * (DEFAULT_ERROR / budget.error) ** SHARE_EXPONENT)
 
 
 def expanded_cost(device: str) -> float:

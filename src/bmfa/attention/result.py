@@ -5,7 +5,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, fields
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -119,6 +119,39 @@ def warn_missed(estimate: float, target: float) -> None:
     )
 
 
+class _PendingCheck(NamedTuple):
+    """A measurement on its way from a CUDA device to the host."""
+
+    copied: torch.cuda.Event
+    probes: Tensor  # in pinned memory
+    target: float
+
+
+_pending_check: list[_PendingCheck] = []  # at most one
+
+
+def check_later(probes: Tensor, target: float) -> None:
+    """Warn of a missed target of an earlier call on CUDA, and keep this call to be checked later.
+
+    Nothing waits for the device: the probes are copied while the host goes on, and looked at by the first
+    call after the copy. Calls in between, calls that are recorded in a graph, and calls with a target that
+    has warned before are not checked.
+    """
+    if _pending_check:
+        pending = _pending_check[0]
+        if not pending.copied.query():
+            return
+        _pending_check.clear()
+        warn_if_missed(ErrorEstimate.from_probes(pending.probes, pending.target))
+    if target in _warned_targets or torch.cuda.is_current_stream_capturing():
+        return
+    host = torch.empty(probes.shape, dtype=probes.dtype, pin_memory=True)
+    host.copy_(probes, non_blocking=True)
+    copied = torch.cuda.Event()
+    copied.record()
+    _pending_check.append(_PendingCheck(copied, host, target))
+
+
 @dataclass(frozen=True, repr=False)
 class Stats:
     """What ran, why, and what is known of its error.
@@ -179,7 +212,8 @@ class Stats:
         """Measured relative L2 error of the output. Waits for the device.
 
         0 for dense attention, None for a tree for each query. If the target is missed, reading this
-        property warns, once for each target in a process; calls on a CPU warn at once.
+        property warns, once for each target in a process. Calls on a CPU warn at once; calls on CUDA
+        warn of an earlier one.
         """
         if self.measure_error is None:
             return None

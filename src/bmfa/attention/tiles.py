@@ -17,7 +17,7 @@ from bmfa.attention.inputs import (
     permute_tokens,
 )
 from bmfa.attention.kernels.eager.certificate import bound_output
-from bmfa.attention.result import Computed, ErrorEstimate, warn_if_missed
+from bmfa.attention.result import Computed, ErrorEstimate, check_later, warn_if_missed
 from bmfa.attention.tiling import (
     Budget,
     TiledAttention,
@@ -50,8 +50,11 @@ def compute_tiled(inputs: AttentionInputs, options: AttentionOptions) -> Compute
         )
         if options.fallback is not None:
             apply_fallback(inputs, computed, options.fallback)
-    if not inputs.q.is_cuda and has_values(inputs.q):  # nothing to wait for
-        warn_if_missed(ErrorEstimate.from_probes(result.probes, budget.error))
+    if has_values(inputs.q) and budget.error is not None:
+        if inputs.q.is_cuda:
+            check_later(result.probes, budget.error)
+        else:
+            warn_if_missed(ErrorEstimate.from_probes(result.probes, budget.error))
     return computed
 
 

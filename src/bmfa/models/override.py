@@ -111,7 +111,7 @@ def _subclass(kind: Any, method: str) -> type[nn.Module]:
         # Without an active override, a wrapper or a running call has kept this method.
         if installed is None or not installed.active:
             return original(self, *args, **kwargs)
-        own = bool(args) and installed.override.uses_host(args[0])
+        own = len(args) > 0 and installed.override.uses_host(args[0])
         if installed.instance_method is None:
             if own:
                 return original(self, *args, **kwargs)
