@@ -442,7 +442,9 @@ def _interpolate_up(shares: Tensor, thresholds: Tensor, target: float) -> tuple[
     before, after = (shares.gather(1, x.unsqueeze(1)).squeeze(1) for x in (lower, level))
     part = (target - before) / (after - before).where(after > before, 1.0)
     part = part.where(level < last, 0.0)  # the last level expands everything
-    above, below = thresholds[lower], thresholds[level.clamp(max=last - 1)]
+    above, below = (
+        thresholds.gather(1, x.unsqueeze(1)).squeeze(1) for x in (lower, level.clamp(max=last - 1))
+    )
     threshold = torch.where(level == 0, torch.inf, above ** (1 - part) * below**part)
     return threshold, torch.where(level == last, lower, level)
 
