@@ -5,6 +5,7 @@ import socket
 
 import pytest
 
+from bmfa.attention.dispatch import LEAST_TOKENS
 from markdown_records import (
     ROOT,
     Fact,
@@ -71,6 +72,7 @@ FACTS: list[Fact] = [
         "Tiles pay off from about {} tokens on",
         lambda: [record("attention-h200")["settings"]["break_even_tokens"]],
     ),
+    ("a GPU runs dense attention below {} tokens", lambda: [LEAST_TOKENS["cuda"]]),
 ]
 # Numbers of other kinds: names and versions.
 OTHERS = (
