@@ -1,4 +1,4 @@
-"""Read what screened attention knows about its own error: audit, certificate and fallback.
+"""Read what screened attention knows about its own error: probes, audit, certificate and fallback.
 
 Run with: python examples/read_certificate.py
 """
@@ -8,10 +8,11 @@ from torch.nn.functional import interpolate, scaled_dot_product_attention
 
 import bmfa
 
-# Smooth random q, k, v of 2 heads on a 32x32 grid, (1, 2, 1024, 32) each.
+# Smooth random q, k, v of 2 heads on a 48x48 grid, (1, 2, 2304, 32) each.
 torch.manual_seed(0)
-smooth = interpolate(torch.randn(6, 32, 8, 8), size=32, mode="bicubic")
-q, k, v = smooth.flatten(2).mT.reshape(3, 1, 2, 1024, 32)
+grid = (48, 48)
+smooth = interpolate(torch.randn(6, 32, 6, 6), size=grid, mode="bicubic")
+q, k, v = smooth.flatten(2).mT.reshape(3, 1, 2, 2304, 32)
 exact = scaled_dot_product_attention(q, k, v)
 
 
@@ -20,32 +21,31 @@ def relative_error(output: torch.Tensor) -> float:
     return float((output - exact).norm() / exact.norm())
 
 
-print("Tiles, at most 20 % of the tokens as leaves:")
+print("Tiles, with a target of 2 % for the error of the output:")
 tiles = bmfa.screened_attention(
-    q, k, v, grid=(32, 32), leaves=0.2, form="tiled", audit=0.1, certificate=True
+    q, k, v, grid=grid, error=0.02, form="tiled", audit=0.1, certificate="scores"
 )
 stats = tiles.stats
 print(f"  backend {stats.backend}, {stats.density:.1%} of the tiles expanded")
 print(f"  true error of the output: {relative_error(tiles.output):.2%}")
-print(f"  audit of {stats.audit.queries} queries: mean {stats.audit.mean:.2%}")
+# Probes are queries that are also attended exactly. Every call has them; an audit is extra.
 print(f"  measured by probes: {stats.error.estimate:.2%} +- {stats.error.uncertainty:.2%}")
+print(f"  audit of {stats.audit.queries} queries: mean {stats.audit.mean:.2%}")
 # The certificate bounds the distance of every output from the exact one.
 distance = (tiles.output - exact).norm(dim=-1)
 print(f"  distance to the exact output: max {distance.max():.4f}")
 print(f"  certificate from scores: max {stats.certificate.max():.4f}")
-boxes = bmfa.screened_attention(
-    q, k, v, grid=(32, 32), leaves=0.2, form="tiled", certificate="boxes"
-)
+boxes = bmfa.screened_attention(q, k, v, grid=grid, error=0.02, form="tiled", certificate="boxes")
 print(f"  certificate from boxes: max {boxes.stats.certificate.max():.4f}")
 
 print("The same, with queries whose relative error may exceed 5 % recomputed exactly:")
-fallback = bmfa.screened_attention(q, k, v, grid=(32, 32), leaves=0.2, form="tiled", fallback=0.05)
+fallback = bmfa.screened_attention(q, k, v, grid=grid, error=0.02, form="tiled", fallback=0.05)
 print(f"  {fallback.stats.fallback} of {q.shape[1] * q.shape[2]} queries recomputed")
 print(f"  true error of the output: {relative_error(fallback.output):.2%}")
 
 print("A tree for each query, E at most 0.05:")
 rule = bmfa.rules.Optimal(error=0.05)
-trees = bmfa.screened_attention(q, k, v, grid=(32, 32), rule=rule, certificate=True)
+trees = bmfa.screened_attention(q, k, v, grid=grid, rule=rule, certificate=True)
 print(f"  leaves: {trees.stats.leaf_ratio:.1%} of the tokens")
 print(f"  bound on E: max {trees.stats.energy_bound.max():.4f}")
 distance = (trees.output - exact).norm(dim=-1)
