@@ -5,7 +5,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, fields
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -119,37 +119,48 @@ def warn_missed(estimate: float, target: float) -> None:
     )
 
 
-class _PendingCheck(NamedTuple):
-    """A measurement on its way from a CUDA device to the host."""
+class _LaterCheck:
+    """One measurement on its way from a CUDA device to the host, in pinned memory that is kept."""
 
-    copied: torch.cuda.Event
-    probes: Tensor  # in pinned memory
-    target: float
+    def __init__(self) -> None:
+        self.memory = torch.empty(0)
+        self.copied: Any = None  # event of the copy, None if no measurement is on its way
+        self.shape: tuple[int, ...] = ()
+        self.target = 0.0
+
+    def start(self, probes: Tensor, target: float) -> None:
+        """Copy the probes to the host while it goes on."""
+        if self.memory.numel() < probes.numel():
+            self.memory = torch.empty(probes.numel(), pin_memory=True)
+        self.memory[: probes.numel()].copy_(probes.flatten(), non_blocking=True)
+        self.shape, self.target = tuple(probes.shape), target
+        self.copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self.copied.record()
+
+    def finish(self) -> None:
+        """Warn if the measurement misses its target."""
+        self.copied = None
+        probes = self.memory[: math.prod(self.shape)].view(self.shape)
+        warn_if_missed(ErrorEstimate.from_probes(probes, self.target))
 
 
-_pending_check: list[_PendingCheck] = []  # at most one
+_later_check = _LaterCheck()
 
 
 def check_later(probes: Tensor, target: float) -> None:
-    """Warn of a missed target of an earlier call on CUDA, and keep this call to be checked later.
+    """Check the error of a call on CUDA at a later call, so that nothing waits for the device.
 
-    Nothing waits for the device: the probes are copied while the host goes on, and looked at by the first
-    call after the copy. Calls in between, calls that are recorded in a graph, and calls with a target that
-    has warned before are not checked.
+    One measurement at a time is on its way to the host. Calls in between, calls that are recorded in a
+    graph, and calls with a target that has warned before are not checked.
     """
-    if _pending_check:
-        pending = _pending_check[0]
-        if not pending.copied.query():
-            return
-        _pending_check.clear()
-        warn_if_missed(ErrorEstimate.from_probes(pending.probes, pending.target))
-    if target in _warned_targets or torch.cuda.is_current_stream_capturing():
+    if torch.cuda.is_current_stream_capturing():
         return
-    host = torch.empty(probes.shape, dtype=probes.dtype, pin_memory=True)
-    host.copy_(probes, non_blocking=True)
-    copied = torch.cuda.Event()
-    copied.record()
-    _pending_check.append(_PendingCheck(copied, host, target))
+    if _later_check.copied is not None:
+        if not _later_check.copied.query():
+            return
+        _later_check.finish()
+    if target not in _warned_targets:
+        _later_check.start(probes, target)
 
 
 @dataclass(frozen=True, repr=False)
