@@ -36,8 +36,9 @@ UNIFORM_SHARE = 0.2
 LARGEST_SHRINKAGE = 1.2
 # Relative length below which the corrections of the probes are noise, and no correction is made.
 SMALLEST_CORRECTION = 1e-3
-# Exact queries of a head, probes and prefix together, come in multiples of this; the Triton kernels attend
-# with so many queries at once. At least LEAST_PROBES of them are probes, if there are as many groups.
+# Exact queries of a head, probes and prefix together, come in multiples of this; the Triton kernels
+# attend with so many queries at once. At least LEAST_PROBES of them are probes, if there are as many
+# groups.
 PROBE_SLOTS, LEAST_PROBES = 64, 48
 
 

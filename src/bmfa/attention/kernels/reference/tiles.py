@@ -8,19 +8,20 @@ one tile form a group g.
    error. qhat is the mean of the valid queries of the first PROBE_SLOTS groups in the order of step 5,
    which are spread over the grid.
 2. Tiles. Under p = softmax over L of c qhat . k_i, k_L and v_L are the means of keys and values, and
-   cross_L = sum_{i in L} p_i (k_i - k_L) (v_i - v_L)^T their covariance. kappa_L is the mean of
-   |k_i - k_L|^2 over the tile, all tokens alike, and diameter = 2 max_L max_{i in L} |v_i - v_L|, which is
-   at least the diameter of the values of any tile.
-3. Representatives. Under p = softmax over L of c qbar_g . k_i, k_gL and v_gL are the means of the keys and
-   the values, and A_gL = log sum_{i in L} exp(c qbar_g . k_i). m_gL = exp(A_gL) / Z_g is the share of the
-   tile, Z_g being the sum over all tiles and the prefix. The loss of a tile is
+   cross_L = sum_{i in L} p_i (k_i - k_L) (v_i - v_L)^T their covariance. kappa_L is the mean of |k_i -
+   k_L|^2 over the tile, all tokens alike, and diameter = 2 max_L max_{i in L} |v_i - v_L|, which is at
+   least the diameter of the values of any tile.
+3. Representatives. Under p = softmax over L of c qbar_g . k_i, k_gL and v_gL are the means of keys and
+   values, and A_gL = log sum_{i in L} exp(c qbar_g . k_i). m_gL = exp(A_gL) / Z_g is the share of
+   the tile, Z_g being the sum over all tiles and the prefix. The loss of a tile is
        loss_gL = min(1, m_gL c^2 rho_g kappa_L / 2d),
    the share of the mass that a query at the distance sqrt(rho_g) from qbar_g loses, on average over all
    directions.
 4. Attention of a query q of group g, given the set X of expanded tiles. Tiles outside X have the logit
-   A_gL + c (q - qbar_g) . k_gL and the value v_gL; tokens of X and the prefix are exact. A(q) is convex and
-   has the gradient c k_gL at qbar_g, so the logit is its tangent: exact at qbar_g, and never above A(q).
-   The weights w are a softmax over all of these, and u is their sum over the tiles outside X. With
+   A_gL + c (q - qbar_g) . k_gL and the value v_gL; tokens of X and the prefix are exact. A(q) is convex
+   and has the gradient c k_gL at qbar_g, so the logit is its tangent: exact at qbar_g, and never above
+   A(q). The weights w are a softmax over all of these, and u is their sum over the tiles outside X.
+   With
        cross_g = sum_{L not in X} m_gL cross_L / sum_{L not in X} m_gL,
    the output is sum w v + u clip(shrinkage c (q - qbar_g) cross_g), where clip limits the length of a
    vector to the diameter. The first part is an attention: all weights are positive and sum to 1.
@@ -28,10 +29,10 @@ one tile form a group g.
    order of `Tiling.group_order`; the first ones each have a probe, one of their queries, which is also
    attended exactly. Queries far from qbar_g, which have most of the error, are drawn more often
    (`draw_probe`), and a probe counts for the inverse of its probability. At every level, a threshold of
-   `level_thresholds`, the error and the correction of each probe are known. The groups at even positions take the threshold and the shrinkage (one for each head)
-   that the probes at odd positions determine, and the other way round, so that no probe measures what it
-   has determined (`choose`). A head in which more than `exact_above` of the tiles would be expanded is
-   computed exactly.
+   `level_thresholds`, the error and the correction of each probe are known. The groups at even
+   positions take the threshold and the shrinkage (one for each head) that the probes at odd positions
+   determine, and the other way round, so that no probe measures what it has determined (`choose`). A
+   head in which more than `exact_above` of the tiles would be expanded is computed exactly.
 6. Prefix queries are exact. The outputs of queries that are not valid are undefined (0 here).
 """
 
@@ -358,7 +359,7 @@ def choose(
             chosen[half], level = interpolate_up(share.mean(0), thresholds, expand / tiles)
         shrinkage[:, half] = factor[:, level]
         shares[:, half] = share[:, level]
-    exact = (shares > exact_above).any(1)
+    exact = np.asarray((shares > exact_above).any(1))
     return chosen, shrinkage, exact
 
 

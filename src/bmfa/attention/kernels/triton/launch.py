@@ -97,7 +97,8 @@ class Workspace:
         self.bytes += -(-size // _WORKSPACE_ALIGNMENT) * _WORKSPACE_ALIGNMENT
 
     def reuse(self, first: str, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        """Place float32 tensors over those that were added from `first` on, which are not needed any more
+        """Place float32 tensors over those that were added from `first` on, which are not needed any
+        more
         when the new ones are written."""
         start = self.tensors[first][0]
         for name, shape in shapes.items():

@@ -98,9 +98,9 @@ def attention_kernel(
     """Attend with the S queries of one group of one head. Grid: (rows, B * H).
 
     Row r is the group at position first_row + r. Attends over the tangents of its unexpanded tiles, the
-    prefix and the first ITEM_TILES expanded tiles, and adds the items of `expand_kernel`. Writes the rows
-    of o of the group's queries, and if one of them is a probe, its |output - exact|^2 to probes
-    (B * H, num_probes, 3). With SKIP_EXACT, heads in `exact_heads` are left out.
+    prefix and the first ITEM_TILES expanded tiles, and adds the items of `expand_kernel`. Writes the
+    rows of o of the group's queries, and if one of them is a probe, its |output - exact|^2 to probes (B
+    * H, num_probes, 3). With SKIP_EXACT, heads in `exact_heads` are left out.
     """
     S: tl.constexpr = SIDE * SIDE
     row = tl.program_id(0)

@@ -44,16 +44,17 @@ def add_weighted(total, weights, values, PRECISION: tl.constexpr):
 def levels_kernel(
     q_spread, counts, k_spread, v_radius, probe_tokens, probe_deviation, log_mass, k_tangent,
     v_tangent, probe_lse, probe_v, probe_cross, level_stats, probe_exact, probes, o,
-    stride_ob, stride_oh, stride_ot, H, num_tiles, line_stride, row_capacity, group_stride, num_probes, num_slots, qk_scale,
+    stride_ob, stride_oh, stride_ot,
+    H, num_tiles, line_stride, row_capacity, group_stride, num_probes, num_slots, qk_scale,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_T: tl.constexpr, CHUNK: tl.constexpr,
     LEVELS: tl.constexpr, LEVEL_RATIO: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Evaluate one probe, or the output of one prefix query. Grid: (probes + prefix, B * H).
 
     For probes, writes level_stats (B * H, num_probes, 4, LEVELS): |exact - output|^2 without the
-    correction, its product with the correction, |correction|^2 and the share of expanded tiles; the exact
-    output to probe_exact (B * H, num_probes, D), and |exact|^2 to probes (B * H, num_probes, 3). For prefix
-    queries, writes the row of o.
+    correction, its product with the correction, |correction|^2 and the share of expanded tiles; the
+    exact output to probe_exact (B * H, num_probes, D), and |exact|^2 to probes (B * H, num_probes, 3).
+    For prefix queries, writes the row of o.
     """
     slot = tl.program_id(0)
     batch, head, batch_head = split_batch_head(tl.program_id(1), H)
@@ -222,11 +223,12 @@ def interpolate(
     curve, target, LEVELS: tl.constexpr, LEVEL_RATIO: tl.constexpr, STEEP_FALL: tl.constexpr,
     BY_ERROR: tl.constexpr,
 ):  # fmt: skip
-    """Return the threshold at which the curve (LEVELS,) reaches the target, and the level at or below it.
+    """Return the threshold at which the curve (LEVELS,) reaches the target, and the level at or below
+    it.
 
     Errors fall and shares grow from level to level. Between two levels the logarithm of an error, or a
-    share, is linear in the logarithm of the threshold; an error that falls too much at once takes the lower
-    level. Infinity expands nothing, 0 everything.
+    share, is linear in the logarithm of the threshold; an error that falls too much at once takes the
+    lower level. Infinity expands nothing, 0 everything.
     """
     levels = tl.arange(0, LEVELS)
     if BY_ERROR:
@@ -265,8 +267,8 @@ def choose_kernel(
     """Choose the thresholds of one picture from its probes. Grid: (B,).
 
     `target` is the error to aim at, or without BY_ERROR the share of tiles to expand. Writes thresholds
-    (B, 2) and shrinkage (B * H, 2), for the groups at even and at odd positions, and exact_heads (B * H),
-    1 for heads that would expand more than `exact_above` of the tiles.
+    (B, 2) and shrinkage (B * H, 2), for the groups at even and at odd positions, and exact_heads
+    (B * H), 1 for heads that would expand more than `exact_above` of the tiles.
     """
     picture = tl.program_id(0)
     level_stats += picture * H * num_probes * (4 * LEVELS)

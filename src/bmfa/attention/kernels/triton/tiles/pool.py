@@ -23,9 +23,9 @@ def pool_kernel(
     """Summarise the queries of one group of one head. Grid: (T, B * H).
 
     Writes q_mean (B * H, T, D), q_spread (B * H, T) = qk_scale^2 rho / 2d and counts (B * H, T). If the
-    group has a probe, writes its token, or -1, to probe_tokens (B * H, num_probes), its difference to the
-    mean to probe_deviation (B * H, num_slots, D) and its weight to the last column of probes
-    (B * H, num_probes, 3). Sets v_radius (B * H) to 0.
+    group has a probe, writes its token, or -1, to probe_tokens (B * H, num_probes), its difference to
+    the mean to probe_deviation (B * H, num_slots, D) and its weight to the last column of probes (B *
+    H, num_probes, 3). Sets v_radius (B * H) to 0.
     """
     tile = tl.program_id(0)
     batch, head, batch_head = split_batch_head(tl.program_id(1), H)

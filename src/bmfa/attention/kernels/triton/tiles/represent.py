@@ -107,8 +107,8 @@ def attend_probes(
 
 @triton.jit
 def represent_kernel(
-    q, k, v, valid, q_mean, counts, probe_tokens, probe_deviation, log_mass, k_tangent, v_tangent, probe_lse, probe_v,
-    cross, k_spread, v_radius, probe_cross,
+    q, k, v, valid, q_mean, counts, probe_tokens, probe_deviation, log_mass, k_tangent, v_tangent,
+    probe_lse, probe_v, cross, k_spread, v_radius, probe_cross,
     stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_kt, stride_vb, stride_vh, stride_vt,
     H, prefix, height, width, tiles_across, num_tiles, line_stride, first_row, num_rows, row_capacity,
     group_stride, num_probes, num_slots, tile_programs, qk_scale,
@@ -118,9 +118,10 @@ def represent_kernel(
 ):  # fmt: skip
     """Summarise tiles at representatives. Grid: (programs, blocks of BLOCK_R rows, B * H).
 
-    Row r of the band is the group at position first_row + r. The first `tile_programs` programs write, for
-    each row and tile, log_mass (B * H, row_capacity, line_stride) = log sum exp of the scores, and the
-    means k_tangent and v_tangent (B * H, row_capacity, T, D) of keys and values under their softmax.
+    Row r of the band is the group at position first_row + r. The first `tile_programs` programs write,
+    for each row and tile, log_mass (B * H, row_capacity, line_stride) = log sum exp of the scores, and
+    the means k_tangent and v_tangent (B * H, row_capacity, T, D) of keys and values under their
+    softmax.
 
     With PROBING, in the first band, as many programs attend exactly with the queries of num_slots slots
     (probes, then the prefix): probe_lse (B * H, num_slots, line_stride) and the mean values probe_v
@@ -155,7 +156,7 @@ def represent_kernel(
                 block, qk_scale,
                 D, BLOCK_D, BLOCK_R, SIDE, TILES, Z_ORDER, MASKED, PRECISION,
             )  # fmt: skip
-    elif PROBING:
+    elif PROBING:  # noqa: SIM102
         if block == 0:
             tiles = batch_head * num_tiles
             summarise_tiles(

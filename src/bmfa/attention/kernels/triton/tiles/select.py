@@ -17,12 +17,12 @@ def select_kernel(
     """Choose the expanded tiles of one group of one head. Grid: (rows, B * H).
 
     Writes the expanded tiles to the row of expanded_list (B * H, row_capacity, T), their number to
-    expanded_count (B * H, R), a bit for each tile that is not expanded to coarse_bits (B * H, R, words),
-    and the shares of those tiles, which sum to 1, to coarse_share (B * H, row_capacity, T). Sets log_mass
-    to -inf for expanded and for empty tiles.
+    expanded_count (B * H, R), a bit for each tile that is not expanded to coarse_bits (B * H, R,
+    words), and the shares of those tiles, which sum to 1, to coarse_share (B * H, row_capacity, T).
+    Sets log_mass to -inf for expanded and for empty tiles.
     """
     row = tl.program_id(0)
-    batch, head, batch_head = split_batch_head(tl.program_id(1), H)
+    batch, _, batch_head = split_batch_head(tl.program_id(1), H)
     position = first_row + row
     group = batch_head * num_tiles + position * group_stride % num_tiles
     line = (batch_head * row_capacity + row) * num_tiles
@@ -61,8 +61,8 @@ def assign_items(
     """Divide the expanded tiles of all groups of a band after their first ITEM_TILES into items.
 
     Items go to groups in their order while there is room: a group gets all of its items or none. Writes
-    first_item (B * H, row_capacity), -1 for none, and for each item head, row and number in one code, 0 for
-    none, to items (item_capacity).
+    first_item (B * H, row_capacity), -1 for none, and for each item head, row and number in one code, 0
+    for none, to items (item_capacity).
     """
     BLOCK: tl.constexpr = 1024
     used = 0
@@ -95,7 +95,8 @@ def cross_kernel(
     coarse_share, cross, exact_heads, group_cross, expanded_count, first_item, items,
     num_tiles, heads, first_row, num_rows, row_capacity, group_stride, item_capacity, entry_blocks,
     qk_scale,
-    ITEM_TILES: tl.constexpr, NUM_ITEMS: tl.constexpr, D: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    ITEM_TILES: tl.constexpr, NUM_ITEMS: tl.constexpr, D: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     SKIP_EXACT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Average the covariances of the tiles that BLOCK_R groups do not expand.
