@@ -305,7 +305,7 @@ def test_heads_above_the_limit_are_exact(
 
 @pytest.mark.parametrize(
     ("items", "budget"),
-    [(False, {"error": 0.002}), (True, {"expand": 4.3})],
+    [(False, {"error": 1e-4}), (True, {"expand": 4.3})],
     ids=["whole", "items"],
 )
 def test_bands_equal_the_reference(
