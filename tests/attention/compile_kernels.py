@@ -50,7 +50,7 @@ def tiled(dim, dtype, masked, prefix, aligned):
     for plan, places in chain.steps:
         tensors = [dtypes[chain.names[place]] for place in places]
         built = build(plan.kernel, tensors, plan.rest, plan.options)
-        print(plan.kernel.__name__, dim, f"shared {built.metadata.shared}")
+        print(plan.kernel.__name__, dim, dtype, f"shared {built.metadata.shared}")
 
 
 def rows_of(layout):
@@ -92,5 +92,8 @@ if __name__ == "__main__":
     tree("optimal", operators.MISCOMPILED_DEPTH, operators.MISCOMPILED_HEAD)
     if "--all" in sys.argv:
         tiled(128, torch.float16, True, 0, True)
+        for dim in (32, 72, 80, 96, 128):
+            tiled(dim, torch.bfloat16, False, 17, False)
+        tiled(128, torch.float32, True, 1, False)
         tree("optimal", 2, 64)
         tree("optimal", 4, 64)

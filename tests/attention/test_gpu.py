@@ -144,7 +144,8 @@ def test_tiles_have_the_error_of_eager_float64(side, dim, prefix, masked, dtype,
     # Thresholds follow errors, which rounding moves; the tiles of both are nearly the same.
     assert abs(errors[0] - errors[1]) <= 0.05 * errors[1] + 4 * rounding, (errors, rounding)
     counts = [float(x.expanded_count.double().mean()) for x in (got, want)]
-    assert counts[1] > 0 and abs(counts[0] - counts[1]) <= 0.05 * counts[1] + 0.1, counts
+    assert counts[1] > 0 or "error" in budget  # a large grid may meet the target without any
+    assert abs(counts[0] - counts[1]) <= 0.05 * counts[1] + 0.1, counts
     estimates = []
     for x in (got, want):
         error, norm, weight = x.probes.double().unbind(-1)
@@ -188,6 +189,7 @@ def test_random_tokens_are_attended_exactly(dim, dtype):
 def test_calls_are_equal_to_the_bit_and_do_not_wait(side, budget):
     """Launched by Triton at first, then directly, and from a CUDA graph."""
     q, k, v = smooth(side, 64, torch.bfloat16)
+    q = 2 * q  # at 64x64 tokens, more than 0.4 of the tiles are expanded
 
     def attend():
         return tiled_attention(q, k, v, Tiling(Grid(side, side)), prefix=1, scale=0.125, **budget)

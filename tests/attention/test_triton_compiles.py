@@ -13,7 +13,10 @@ pytest.importorskip("triton")
 SCRIPT = Path(__file__).parent / "compile_kernels.py"
 
 
-KERNELS = ("pool", "represent", "levels", "choose", "select", "cross", "attention", "exact")
+KERNELS = (
+    "pool", "represent", "levels", "choose", "select", "cross", "expand", "attention", "exact",
+)  # fmt: skip
+SHARED_MEMORY = 227 * 1024  # bytes that a program may have on Hopper
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU runs the kernels themselves")
@@ -31,7 +34,10 @@ def test_kernels_compile_for_hopper_and_mix_up_no_queries(tmp_path, everything):
     lines = done.stdout.splitlines()
     for name in KERNELS:
         assert any(line.startswith(f"{name}_kernel 64 ") for line in lines)
-        assert not everything or any(line.startswith(f"{name}_kernel 128 ") for line in lines)
+        for dim in (32, 72, 80, 96, 128) if everything else ():
+            assert any(line.startswith(f"{name}_kernel {dim} ") for line in lines)
+    shared = [int(line.split()[-1]) for line in lines if " shared " in line]
+    assert len(shared) >= len(KERNELS) and max(shared) <= SHARED_MEMORY
     for depth in (2, 3, 4) if everything else (3,):
         assert f"tree optimal {depth} 64 sound" in lines
     # The configuration that is refused. If it is sound, nothing needs to be refused any more.

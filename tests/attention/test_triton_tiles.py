@@ -305,8 +305,7 @@ def test_heads_above_the_limit_are_exact(
 
 @pytest.mark.parametrize(
     ("items", "budget"),
-    [(False, {"error": 1e-4}), (True, {"expand": 4.3})],
-    ids=["whole", "items"],
+    [pytest.param(False, {"error": 1e-4}, marks=SLOW), (True, {"expand": 4.3})],
 )
 def test_bands_equal_the_reference(
     items: bool, budget: dict[str, float], settings: Callable[..., None], prepared: list[Any]
@@ -372,9 +371,8 @@ def test_scratch_is_at_most_four_times_keys_and_values(side: int, dim: int, pref
 
 def test_every_element_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
     """Scratch that is all ones, NaN in every dtype, changes nothing."""
-    valid = torch.ones(1, 13 * 21, dtype=torch.bool)
-    for mask in (None, valid):
-        case = smooth_case(13, (13, 21), prefix=2, heads=2, valid=mask, error=0.03)
+    for valid in (None, torch.ones(1, 9 * 17, dtype=torch.bool)):
+        case = smooth_case(13, (9, 17), prefix=2, valid=valid, error=0.03)
         want = run(case)
         new_empty, filled = torch.Tensor.new_empty, []
 
