@@ -7,6 +7,8 @@ from decimal import ROUND_HALF_UP, Decimal
 from pathlib import Path
 from typing import Any
 
+from bmfa.evidence.bench.summary import errors_at_speeds
+
 ROOT = Path(__file__).parents[1]
 RECORDS = ROOT / "records"
 NUMBER = re.compile(r"\d+(?:,\d{3})*(?:\.\d+)?|\.\d+")
@@ -88,14 +90,22 @@ def screening_row(head: list[str], cells: list[str], above: Row) -> list[str]:
     return expected
 
 
+def attention_row(name: str, n: int, method: str) -> Row:
+    """The row of a method of `bmfa bench attention`; those of single kernels have a method, too."""
+    return row(name, what="attention", n=n, method=method)
+
+
+def tokens_of(text: str) -> int:
+    """The number of a text such as "random q, k, v, 16,384"."""
+    (count,) = NUMBER.findall(text)
+    return int(count.replace(",", ""))
+
+
 def speed_row(head: list[str], cells: list[str], above: Row) -> list[str]:
     """One setting of attention at one number of tokens."""
-    n, method = int(cells[0].replace(",", "")), cells[1].strip("`")
-    name = method if method == "auto" else f"tiled-{method}"
-    ours, dense = (
-        row("attention-h200", n=n, method=name),
-        row("attention-h200", n=n, method="dense"),
-    )
+    n, method = tokens_of(cells[0]), cells[1].strip("`")
+    ours = attention_row("attention-h200", n, method if method == "auto" else f"tiled-{method}")
+    dense = attention_row("attention-h200", n, "dense")
     tiled = ours["ran"] == "tiled"
     templates = {
         "tokens": ("{}", n),
@@ -111,46 +121,103 @@ def speed_row(head: list[str], cells: list[str], above: Row) -> list[str]:
     return [expected_cell(cell, *templates[name]) for name, cell in zip(head, cells, strict=True)]
 
 
-def target_row(head: list[str], cells: list[str], above: Row) -> list[str]:
-    """E that a target gives, the tiles expanded for it and the speed, by number of tokens."""
-    expected = [cells[0]]
-    for name, cell in zip(head[1:], cells[1:], strict=True):
-        source = "attention-h200-random" if name.startswith("random") else "attention-h200"
-        (count,) = NUMBER.findall(name)
-        n = int(count.replace(",", ""))
-        ours = row(source, n=n, method=f"tiled-error:{float(cells[0]):g}")
-        values = ours["e_mean"], ours["density_percent"], ours["speedup"]
-        expected.append(expected_cell(cell, "{} ({} %, {}x)", *values))
+ATTENTION = {"DeiT-Tiny": "attention-h200", "ViT-S/14, saliency": "attention-saliency-h200"}
+
+
+def attention_record(model: str, n: int) -> str:
+    """The record of a model; one of them has 65,536 tokens in a record of its own."""
+    if model == "ViT-S/14, saliency" and n == 65536:
+        return "attention-saliency-65536-h200"
+    return ATTENTION[model]
+
+
+def at_speed_row(head: list[str], cells: list[str], above: Row) -> list[str]:
+    """Errors of tangent tiles and of mean tiles at one speed, interpolated between settings."""
+    model = above["model"] = cells[0] or above["model"]
+    n = above["n"] = tokens_of(cells[1]) if cells[1] else above["n"]
+    target = n, float(cells[2].rstrip("x"))
+    (found,) = errors_at_speeds(record(attention_record(model, n))["rows"], [target])
+    expected = cells[:3]
+    for cell, column in zip(cells[3:], ("tiles", "mean_tiles"), strict=True):
+        error = found[f"{column}_error_percent"]
+        expected.append("not reached" if error is None else expected_cell(cell, "{} %", error))
     return expected
 
 
-MODELS = {
-    "ViT-L/16, random weights": "model-vitl-h200",
-    "DeiT-Tiny": "model-deit-h200",
-    "ViT-S/14, saliency": "model-saliency-h200",
-}
+def model_and_tokens(title: str) -> tuple[str, int]:
+    """The parts of a column title such as "DeiT-Tiny, 4,096"."""
+    model, _, tokens = title.rpartition(", ")  # ", " is not part of a number
+    return model, tokens_of(tokens)
+
+
+def method_row(head: list[str], cells: list[str], above: Row) -> list[str]:
+    """Error and speed of a method of any kind, by model and number of tokens."""
+    method = cells[0].strip("`")
+    name = f"tiled-{method}" if method.startswith("tiles:") else method
+    expected = [cells[0]]
+    for title, cell in zip(head[1:], cells[1:], strict=True):
+        model, n = model_and_tokens(title)
+        ours = attention_row(attention_record(model, n), n, name)
+        expected.append(
+            expected_cell(cell, "{} % ({}x)", ours["error_l2_percent"], ours["speedup"])
+        )
+    return expected
+
+
+def target_row(head: list[str], cells: list[str], above: Row) -> list[str]:
+    """Error of the output that a target gives, tiles expanded for it and speed; empty if not timed."""
+    expected = [cells[0]]
+    for title, cell in zip(head[1:], cells[1:], strict=True):
+        model, n = model_and_tokens(title)
+        keys = {"what": "attention", "n": n, "method": f"tiled-error:{float(cells[0]):g}"}
+        rows = record(attention_record(model, n))["rows"]
+        if not any(all(one.get(k) == v for k, v in keys.items()) for one in rows):
+            expected.append("")
+            continue
+        ours = row(attention_record(model, n), **keys)
+        values = ours["error_l2_percent"], ours["density_percent"], ours["speedup"]
+        expected.append(expected_cell(cell, "{} % ({} %, {}x)", *values))
+    return expected
+
+
+def kernel_row(head: list[str], cells: list[str], above: Row) -> list[str]:
+    """One Triton kernel of a call with 16,384 tokens, against its limit."""
+    ours = row("attention-h200", what="kernel", n=16384, kernel=cells[0].strip("`"))
+    templates = {
+        "kernel": (cells[0],),
+        "launches": ("{}", ours["launches"]),
+        "ms": ("{}", ours["milliseconds"]),
+        "limit, ms": ("{}", ours["limit_milliseconds"]),
+        "limit / time": ("{} %", ours["limit_percent"]),
+    }
+    return [expected_cell(cell, *templates[name]) for name, cell in zip(head, cells, strict=True)]
+
+
+MODELS = {"ViT-S/14, saliency": "model-saliency-h200"}
 
 
 def model_row(head: list[str], cells: list[str], above: Row) -> list[str]:
-    """A whole model at one size and one target."""
+    """A whole model at one size and one setting, calls one by one."""
     model = above["model"] = cells[0] or above["model"]
     size = above["size"] = cells[1] or above["size"]
-    (pixels,) = NUMBER.findall(size)
-    keys = {"img_size": int(pixels.replace(",", ""))}
-    full = row(MODELS[model], method="full", **keys)
-    ours = row(MODELS[model], method=f"error:{float(cells[3]):g}", **keys)
-    tiled = ours["tiled_layers"] > 0
-    if tiled:
-        assert ours["tiled_layers"] == ours["layers"]
+    keys = {"img_size": tokens_of(size.removesuffix(" px"))}
+    full = min(
+        one["milliseconds_eager"]
+        for one in record(MODELS[model])["rows"]
+        if one["img_size"] == keys["img_size"] and one["method"].startswith("full")
+    )
+    ours = row(MODELS[model], method=cells[3].strip("`"), **keys)
+    dense = ours.get("tiled_layers") == 0
     templates = {
         "model": (cells[0],),
         "image": (cells[1] and "{} px", keys["img_size"]),
-        "full": (cells[1] and "{} ms", full["milliseconds"]),
-        "`error`": (cells[3],),
-        "tiles expanded": ("{} %", ours["density_percent"]) if tiled else ("dense",),
-        "patched": ("{} ms", ours["milliseconds"]),
-        "speed": ("{}x", ours["speedup"]),
-        "error of the last features": ("{} %", ours["error_l2_percent"]),
+        "full": (cells[1] and "{} ms", full),
+        "setting": (cells[3],),
+        "tiles expanded": ("dense",) if dense else ("{} %", ours["density_percent"]),
+        "patched": ("{} ms", ours["milliseconds_eager"]),
+        "speed": ("{}x", ours["speedup_eager"]),
+        "error of the features": ("{} %", ours["error_l2_percent"]),
+        "mask IoU": ("{}", ours.get("mask_iou")),
     }
     return [expected_cell(cell, *templates[name]) for name, cell in zip(head, cells, strict=True)]
 
@@ -172,7 +239,10 @@ def reduction_row(head: list[str], cells: list[str], above: Row) -> list[str]:
 TABLES: dict[tuple[str, ...], Callable[[list[str], list[str], Row], list[str]]] = {
     ("method", "corner"): screening_row,
     ("tokens", "setting"): speed_row,
-    ("`error=`", "4,096"): target_row,
+    ("model", "tokens"): at_speed_row,
+    ("method", "DeiT-Tiny, 4,096"): method_row,
+    ("`error=`", "DeiT-Tiny, 16,384"): target_row,
+    ("kernel", "launches"): kernel_row,
     ("model", "image"): model_row,
     ("method", "agreement"): reduction_row,
 }
