@@ -417,7 +417,7 @@ def test_a_call_on_a_cpu_warns_at_once(monkeypatch):
     compute = tiles.tiled_attention
 
     def with_errors(*args, **kwargs):
-        found = compute(*args, **kwargs)
+        found = compute(*args, **{**kwargs, "exact_above": 1.0})
         return replace(found, probes=probes.expand(*found.probes.shape[:2], 2, 3))
 
     monkeypatch.setattr(tiles, "tiled_attention", with_errors)

@@ -90,10 +90,10 @@ class Masked:
 
 
 CASES = [
-    ((9, 17), 0, 1.0, {"error": 0.3}),
+    ((9, 17), 0, 1.0, {"leaves": 0.5}),
     ((5, 30), 2, 0.7, {"leaves": 0.7}),
     ((9, 9), 1, 1.0, {"leaves": 1.0}),
-    ((16, 16), 3, 2.0, {"error": 0.1}),
+    ((16, 16), 3, 2.0, {"leaves": 0.4}),
 ]
 
 
@@ -194,9 +194,10 @@ def test_density_is_the_mean_over_groups_heads_and_pictures() -> None:
     q, k, v = torch.randn(3, 2, 2, grid.size, 8)
     q *= torch.linspace(0, 2, grid.size).view(-1, 1)  # later groups expand more
     q[1] *= 2  # and the second picture
-    result = screened_attention(q, k, v, grid=grid, error=0.3, form="tiled")
+    tiling = Tiling(grid)
+    result = screened_attention(q, k, v, grid=grid, leaves=0.5, form="tiled")
     marks = tiled_attention(
-        q.numpy(), k.numpy(), v.numpy(), Tiling(grid), scale=8**-0.5, error=0.3
+        q.numpy(), k.numpy(), v.numpy(), tiling, scale=8**-0.5, expand=tiling.tiles_within(0.5)
     ).expanded
     amounts = np.unique(marks.sum(-1))
     assert len(amounts) > 2 and amounts[-1] / 9 > marks.mean() + 0.1

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
 from functools import partial, wraps
 from typing import Any, Literal, ParamSpec, TypeVar, get_args
 
@@ -209,7 +208,8 @@ def screened_attention(
         allow_dense = form is None and not bounded
         run = choose_tiled(inputs, tiling, budget, backend, allow_dense=allow_dense)
         if run.backend == "dense":
-            return _dense(inputs, tiling, budget, run.why, audit)
+            output = dense_attention(inputs, in_graph(q))
+            return _dense(inputs, output, budget, run.why, audit)
         options = AttentionOptions(
             "tiled",
             run.backend,
@@ -231,7 +231,6 @@ def _tiled(
         100 * options.exact_above
     )  # torch.compile cannot format the attribute with ".0%"
     over = f"{options.budget} expands more than {percent}% of the tiles"
-    computed: Computed | None
     # A certificate depends on which tiles are expanded, so it cannot be recorded in a graph.
     recordable = options.backend == "triton" and options.certificate is None
     if recordable or has_values(inputs.q):
@@ -240,21 +239,18 @@ def _tiled(
         computed = compute_in_graph(inputs, options)
         if options.exact_above < 1.0:
             why = f"auto: tiles, or dense attention inside the operator if {over}"
-    if computed is None and allow_dense:
+    if computed.dense and allow_dense:
         why = f"auto: {over}, dense is faster"
-        return _dense(inputs, Tiling(inputs.grid), options.budget, why, audit)
-    if computed is None:  # the same with every tile expanded
+        return _dense(inputs, computed.output, options.budget, why, audit)
+    if computed.dense:
         why = f"{why}; {over}, and every tile is expanded"
-        exact = replace(options, budget=Budget(0.0, None), exact_above=1.0)
-        computed = compute_tiled(inputs, exact)
-        assert computed is not None
     return _screened(inputs, options, computed, why, audit)
 
 
 def _dense(
-    inputs: AttentionInputs, tiling: Tiling, budget: Budget, why: str, audit: float
+    inputs: AttentionInputs, output: Tensor, budget: Budget, why: str, audit: float
 ) -> Screened:
-    output = dense_attention(inputs, in_graph(inputs.q))
+    """Wrap the output of dense attention."""
     measured = audit_output(inputs, output, audit) if audit > 0 else None
     stats = Stats(
         "dense",
@@ -264,7 +260,7 @@ def _dense(
         audit=measured,
         measure_error=partial(ErrorEstimate, budget.error, 0.0, 0.0, 0.0, 0),
     )
-    return Screened(output, stats, partial(dense_tree, inputs, tiling, budget))
+    return Screened(output, stats, partial(dense_tree, inputs, Tiling(inputs.grid), budget))
 
 
 def _screened(

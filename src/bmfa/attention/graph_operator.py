@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from bmfa.attention.dense import dense_attention
 from bmfa.attention.inputs import (
     AttentionInputs,
     AttentionOptions,
@@ -135,15 +134,11 @@ def _rebuilt_leaf_ratio(inputs: AttentionInputs, options: AttentionOptions) -> f
     return float(_rebuild_tree(inputs, options).leaf_ratio.mean())
 
 
-def _compute(
-    q: Tensor, k: Tensor, v: Tensor, valid: Tensor | None, settings: Settings
-) -> Computed | Tensor:
-    """Run the call outside of the graph; a tensor is the output of dense attention."""
+def _compute(q: Tensor, k: Tensor, v: Tensor, valid: Tensor | None, settings: Settings) -> Computed:
+    """Run the call outside of the graph."""
     inputs = settings.inputs(q, k, v, valid)
-    if not settings.tiled:
-        return compute_per_query(inputs, settings.options)
-    computed = compute_tiled(inputs, settings.options)
-    return dense_attention(inputs) if computed is None else computed
+    compute = compute_tiled if settings.tiled else compute_per_query
+    return compute(inputs, settings.options)
 
 
 def _forward(
@@ -153,11 +148,6 @@ def _forward(
     output, expanded, probes, certificate, energy_bound, recomputed = outputs
     with torch.autocast(q.device.type, enabled=False):
         computed = _compute(q, k, v, valid, Settings(*rest))
-    if isinstance(computed, Tensor):
-        output.copy_(computed)
-        expanded.fill_(True)
-        probes.fill_(0)
-        return outputs
     output.copy_(computed.output)
     if computed.tiled is not None:
         expanded.copy_(computed.tiled.expanded)
@@ -195,7 +185,7 @@ def _backward(
     with torch.enable_grad(), torch.autocast(q.device.type, enabled=False):
         q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
         computed = _compute(q, k, v, valid, Settings(*rest))
-        output = (computed if isinstance(computed, Tensor) else computed.output).to(q.dtype)
+        output = computed.output.to(q.dtype)
     gradients = torch.autograd.grad(output, (q, k, v), g, allow_unused=True)
     return tuple(
         torch.zeros_like(x).copy_(0 if gradient is None else gradient)

@@ -311,6 +311,7 @@ class Computed:
     energy_bound: Tensor | None = None
     recomputed: Tensor | None = None  # (B, H, Q) bool, queries that the fallback recomputed
     tiled: TiledAttention | None = None  # result of the kernel of the form "tiled"
+    dense: bool = False  # True if dense attention ran in place of tiles
     measure_density: Callable[[], float] | None = None
     measure_leaf_ratio: Callable[[], float] | None = None
     measure_error: Callable[[], ErrorEstimate] | None = None

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bmfa.attention.dense import apply_fallback
+from bmfa.attention.dense import apply_fallback, dense_attention
 from bmfa.attention.inputs import (
     AttentionInputs,
     AttentionOptions,
@@ -31,19 +31,19 @@ from bmfa.trees.pyramid import Counts
 from bmfa.trees.tree import Tree
 
 
-def compute_tiled(inputs: AttentionInputs, options: AttentionOptions) -> Computed | None:
+def compute_tiled(inputs: AttentionInputs, options: AttentionOptions) -> Computed:
     """Run the kernels of a backend on self-attention, then the certificate and the fallback.
 
-    Returns:
-        None if the eager kernel would compute every head exactly (`options.exact_above`).
+    Where the eager kernel would compute every head exactly (`options.exact_above`), dense attention
+    runs.
     """
     assert options.budget is not None
     tiling, budget = Tiling(inputs.grid), options.budget
     order = kernel_order(inputs, options)
-    result = _run_kernel(inputs, tiling, options, order)
-    if result is None:
-        return None
+    found = _run_kernel(inputs, tiling, options, order)
+    result = _exact_result(inputs, tiling) if found is None else found
     computed = wrap_result(inputs, tiling, result, budget, order)
+    computed.dense = found is None
     if options.certificate is not None:
         computed.certificate, computed.energy_bound = tiled_certificate(
             inputs, tiling, result.output, result.expanded, order, options.certificate
@@ -113,6 +113,16 @@ def _run_kernel(
     if inputs.order == "raster":
         return result
     return replace(result, output=permute_tokens(result.output, inputs.prefix, inputs.z_order))
+
+
+def _exact_result(inputs: AttentionInputs, tiling: Tiling) -> TiledAttention:
+    """Dense attention as a result with every tile expanded."""
+    shape = (*inputs.q.shape[:2], tiling.groups, tiling.tiles)
+    valid = _tile_sizes(inputs, tiling, "raster") > 0  # (B or 1, T)
+    expanded = valid[:, None, None].expand(shape)
+    probes = inputs.q.new_zeros((*shape[:2], tiling.probes(inputs.prefix), 3), dtype=torch.float32)
+    count = expanded.sum(-1, dtype=torch.int32)
+    return TiledAttention(dense_attention(inputs), count, probes, expanded)
 
 
 def _run_reference(

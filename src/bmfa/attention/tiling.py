@@ -29,6 +29,9 @@ ERROR_AIM = 0.85
 # If the error falls from above the target to less than this share of it between two levels, it is not
 # interpolated and the lower threshold is taken: many tiles have the same loss.
 STEEP_FALL = 0.2
+# Likewise for a budget: the upper threshold is taken if the share of expanded tiles grows beyond this
+# multiple of it between two levels.
+STEEP_RISE = 3.0
 # Part of the probability of a probe that is equal for all queries of its group; the rest grows with the
 # fourth power of the distance from the mean query, as the squared error of a tangent does.
 UNIFORM_SHARE = 0.2
@@ -39,7 +42,7 @@ SMALLEST_CORRECTION = 1e-3
 # Exact queries of a head, probes and prefix together, come in multiples of this; the Triton kernels
 # attend with so many queries at once. At least LEAST_PROBES of them are probes, if there are as many
 # groups.
-PROBE_SLOTS, LEAST_PROBES = 64, 48
+PROBE_SLOTS, LEAST_PROBES = 64, 32
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ from bmfa.attention.tiling import (
     PROBE_SLOTS,
     SMALLEST_CORRECTION,
     STEEP_FALL,
+    STEEP_RISE,
     UNIFORM_SHARE,
     TiledAttention,
     Tiling,
@@ -441,12 +442,13 @@ def _interpolate_up(shares: Tensor, thresholds: Tensor, target: float) -> tuple[
     lower = (level - 1).clamp(min=0)
     before, after = (shares.gather(1, x.unsqueeze(1)).squeeze(1) for x in (lower, level))
     part = (target - before) / (after - before).where(after > before, 1.0)
-    part = part.where(level < last, 0.0)  # the last level expands everything
+    steep = (level == last) | (after > STEEP_RISE * target)
+    part = part.where(~steep, 0.0)
     above, below = (
         thresholds.gather(1, x.unsqueeze(1)).squeeze(1) for x in (lower, level.clamp(max=last - 1))
     )
     threshold = torch.where(level == 0, torch.inf, above ** (1 - part) * below**part)
-    return threshold, torch.where(level == last, lower, level)
+    return threshold, torch.where(steep, lower, level)
 
 
 def _first(flags: Tensor) -> Tensor:

@@ -52,6 +52,7 @@ from bmfa.attention.tiling import (
     PROBE_SLOTS,
     SMALLEST_CORRECTION,
     STEEP_FALL,
+    STEEP_RISE,
     UNIFORM_SHARE,
     Tiling,
 )
@@ -383,14 +384,15 @@ def interpolate_down(errors: Array, thresholds: Array, target: float) -> tuple[f
 def interpolate_up(shares: Array, thresholds: Array, target: float) -> tuple[float, int]:
     """Return the threshold at which growing shares reach the target, and the level at or below it.
 
-    Between two levels, the share is linear in log threshold.
+    Between two levels, the share is linear in log threshold. If it grows beyond STEEP_RISE times the
+    target at once, the threshold is the upper level.
     """
     if target >= 1.0:
         return 0.0, len(shares) - 1
     level = next((j for j, value in enumerate(shares) if value > target), len(shares) - 1)
     if target <= 0.0 or level == 0:
         return math.inf, 0
-    if level == len(shares) - 1:
+    if level == len(shares) - 1 or shares[level] > STEEP_RISE * target:
         return float(thresholds[level - 1]), level - 1
     part = (target - shares[level - 1]) / (shares[level] - shares[level - 1])
     return float(thresholds[level - 1] ** (1 - part) * thresholds[level] ** part), level

@@ -96,14 +96,15 @@ class Workspace:
         size = math.prod(shape) * dtype.itemsize
         self.bytes += -(-size // _WORKSPACE_ALIGNMENT) * _WORKSPACE_ALIGNMENT
 
-    def reuse(self, first: str, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        """Place float32 tensors over those that were added from `first` on, which are not needed any
-        more
-        when the new ones are written."""
+    def reuse(self, first: str, tensors: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> None:
+        """Place tensors, by their shapes and dtypes, over those that were added from `first` on.
+
+        The earlier tensors must not be needed any more when the new ones are written.
+        """
         start = self.tensors[first][0]
-        for name, shape in shapes.items():
-            self.tensors[name] = (start, shape, torch.float32)
-            size = 4 * math.prod(shape)
+        for name, (shape, dtype) in tensors.items():
+            self.tensors[name] = (start, shape, dtype)
+            size = math.prod(shape) * dtype.itemsize
             start += -(-size // _WORKSPACE_ALIGNMENT) * _WORKSPACE_ALIGNMENT
         self.bytes = max(self.bytes, start)
 

@@ -26,6 +26,7 @@ from bmfa.attention.tiling import (
     NUM_LEVELS,
     SMALLEST_CORRECTION,
     STEEP_FALL,
+    STEEP_RISE,
     UNIFORM_SHARE,
     Tiling,
 )
@@ -48,8 +49,9 @@ LEAST_ITEM_TILES, MOST_ITEMS = 8, 64
 LEAST_DIVIDED_TILES = (
     128  # of a grid, below which no group reads so many tiles that it is worth the launch
 )
-# Groups whose tangents are held in memory at once. 64 of them take as much as k and v.
-ROWS_PER_BAND = 128
+# Groups whose tangents are held in memory at once, fewer where all scratch tensors would take more than
+# MOST_SCRATCH times the memory of k and v. The tangents of 64 groups take as much as k and v.
+ROWS_PER_BAND, MOST_SCRATCH = 128, 4
 TILES_PER_PROGRAM, STAT_TILES = 4, 1  # of the kernel of representatives
 MOST_HEADS = 16  # whose probes are added up at once
 # Tiles from which exact heads have a kernel of their own, which is faster than expanding every tile.
@@ -125,9 +127,9 @@ class _AttentionLaunch:
     def __init__(self, key: CallKey, error: float | None, share: float, exact_above: float) -> None:
         self.key, self.tiling = key, key.tiling
         self.batch_heads = key.batch * key.heads
-        self.rows = min(ROWS_PER_BAND, self.tiling.groups)
         self.num_probes = self.tiling.probes(key.prefix)
         self.num_slots = self.tiling.probe_slots(key.prefix)
+        self.rows = min(ROWS_PER_BAND, self.tiling.groups)
         tiles = self.tiling.tiles
         self.line_stride = -(-(tiles + 1) // 16) * 16  # of tiles and the prefix, in whole sectors
         self.has_items = tiles >= LEAST_DIVIDED_TILES
@@ -139,6 +141,11 @@ class _AttentionLaunch:
         capacity = self.batch_heads * memory // (4 * slots * (key.dim + 2) + 4)
         self.item_capacity = capacity if self.has_items else 1
         self.separate_exact = tiles >= SEPARATE_EXACT_TILES and exact_above < 1.0
+        kv_bytes = 2 * self.batch_heads * self.tiling.grid.size * key.dim * key.dtype.itemsize
+        workspace = self._workspace()
+        while workspace.bytes > MOST_SCRATCH * kv_bytes and self.rows - 16 >= self.num_slots:
+            self.rows -= 16
+            workspace = self._workspace()
         self.arguments: dict[str, Any] = {
             **key.arguments(),
             "row_capacity": self.rows,
@@ -166,11 +173,12 @@ class _AttentionLaunch:
             "UNIFORM_SHARE": UNIFORM_SHARE,
             "SMALLEST_CORRECTION": SMALLEST_CORRECTION,
             "STEEP_FALL": STEEP_FALL,
+            "STEEP_RISE": STEEP_RISE,
             "BLOCK_H": min(MOST_HEADS, _power_of_2(key.heads)),
             "SKIP_EXACT": self.separate_exact,
             "BY_ERROR": error is not None,
         }
-        self.sequence = LaunchSequence(INPUTS, self._workspace())
+        self.sequence = LaunchSequence(INPUTS, workspace)
         self._add(pool_kernel, (tiles, self.batch_heads, 1), num_warps=2)
         for first_row in range(0, self.tiling.groups, self.rows):
             self._add_band(first_row)
@@ -213,9 +221,14 @@ class _AttentionLaunch:
         workspace.add("probe_v", (*lines, dim), dtype)
         workspace.add("probe_cross", (*slots, dim), dtype)
         queries = (self.item_capacity, self.tiling.slots)
-        workspace.reuse(
-            "probe_v", {"item_acc": (*queries, dim), "item_m": queries, "item_l": queries}
-        )
+        later: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
+            "item_acc": ((*queries, dim), single),
+            "item_m": (queries, single),
+            "item_l": (queries, single),
+        }
+        if not self.has_items:
+            later["group_cross"] = ((*heads, self.rows, dim, dim), dtype)
+        workspace.reuse("probe_v", later)
         workspace.add("cross", (*heads, tiles, dim, dim), dtype)
         workspace.add("log_mass", (*heads, self.rows, self.line_stride), single)
         workspace.add("expanded_list", rows, torch.int32)
@@ -224,7 +237,8 @@ class _AttentionLaunch:
         workspace.add("coarse_share", rows, dtype)
         workspace.add("k_tangent", (*rows, dim), dtype)
         workspace.add("v_tangent", (*rows, dim), dtype)
-        workspace.add("group_cross", (*heads, self.rows, dim, dim), dtype)
+        if self.has_items:
+            workspace.add("group_cross", (*heads, self.rows, dim, dim), dtype)
         return workspace
 
     def _add_band(self, first_row: int) -> None:

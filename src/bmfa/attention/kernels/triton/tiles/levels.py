@@ -11,6 +11,9 @@ from bmfa.attention.kernels.triton.tiles.primitives import (
 
 # Factor that keeps the weights of single tiles, which sum to 1, in the range of float16.
 WEIGHT_SCALE = tl.constexpr(1024.0)
+# Sum of the weights of a level, relative to the exact ones, below which the error of a probe is that of
+# an output of 0. Values are rounded by up to 2^-9, which the division by the sum amplifies.
+SMALLEST_Z = tl.constexpr(1e-3)
 
 
 @triton.jit
@@ -139,11 +142,15 @@ def levels_kernel(
         z = tl.maximum(1.0 + z_difference, SMALLEST_SUM)  # (LEVELS,)
         lost = tangent_sum / WEIGHT_SCALE - tl.where(last, 0.0, exact_sum)
         error = (exact[None, :] * z_difference[:, None] - lost) / z[:, None]
+        # Where the tangents miss nearly all of the weight, z and the numerator are differences of almost
+        # equal numbers. The output has nothing to do with the exact one then.
+        missed = z < SMALLEST_Z
+        error = tl.where(missed[:, None], exact[None, :], error)
         term = cross_sum / (tl.maximum(coarse_mass, SMALLEST_SUM) * WEIGHT_SCALE)[:, None]
         length = tl.sqrt(tl.sum(term * term, 1))
         limit = 2.0 * tl.load(v_radius + batch_head).to(tl.float32, bitcast=True)
         clip = tl.where(length > limit, limit / tl.maximum(length, SMALLEST_SUM), 1.0)
-        term = term * (clip * coarse_z / z)[:, None]
+        term = term * tl.where(missed, 0.0, clip * coarse_z / z)[:, None]
         line = batch_head * num_probes + slot
         stats = level_stats + line * (4 * LEVELS) + levels
         tl.store(stats, tl.sum(error * error, 1))
@@ -176,11 +183,13 @@ def load_stats(
 @triton.jit
 def load_weights(probes, heads, H, num_probes, half, BLOCK_P: tl.constexpr):
     """Load the weights (BLOCK_H, BLOCK_P) of the probes that determine the groups of parity `half`,
-    those of the other parity, and their |exact|^2."""
+    those of the other parity, or all if those have no weight, and their |exact|^2."""
     index = tl.arange(0, BLOCK_P)[None, :]
-    mask = (heads[:, None] < H) & (index < num_probes) & ((index % 2 != half) | (num_probes == 1))
+    mask = (heads[:, None] < H) & (index < num_probes)
     line = (heads[:, None] * num_probes + index) * 3
     weight = tl.load(probes + line + 2, mask=mask, other=0.0)
+    other_parity = tl.where(index % 2 != half, weight, 0.0)
+    weight = tl.where(tl.sum(other_parity, 1)[:, None] > 0.0, other_parity, weight)
     return weight, tl.load(probes + line + 1, mask=mask, other=0.0)
 
 
@@ -221,7 +230,7 @@ def weighted_mean(values, weight):
 @triton.jit
 def interpolate(
     curve, target, LEVELS: tl.constexpr, LEVEL_RATIO: tl.constexpr, STEEP_FALL: tl.constexpr,
-    BY_ERROR: tl.constexpr,
+    STEEP_RISE: tl.constexpr, BY_ERROR: tl.constexpr,
 ):  # fmt: skip
     """Return the threshold at which the curve (LEVELS,) reaches the target, and the level at or below
     it.
@@ -232,7 +241,7 @@ def interpolate(
     """
     levels = tl.arange(0, LEVELS)
     if BY_ERROR:
-        level = tl.min(tl.where(curve <= target, levels, LEVELS - 1), 0)
+        level = tl.min(tl.where((curve <= target) & (target > 0.0), levels, LEVELS - 1), 0)
     else:
         level = tl.min(tl.where(curve > target, levels, LEVELS - 1), 0)
     before = tl.sum(tl.where(levels == level - 1, curve, 0.0), 0)
@@ -246,13 +255,15 @@ def interpolate(
         everything = level == LEVELS - 1
     else:
         part = (target - before) / tl.where(after > before, after - before, 1.0)
-        part = tl.where(level == LEVELS - 1, 0.0, part)
+        steep = (level == LEVELS - 1) | (after > STEEP_RISE * target)
+        part = tl.where(steep, 0.0, part)
         level = tl.where(target <= 0.0, 0, level)
         everything = target >= 1.0
     threshold = tl.exp2(((level - 1).to(tl.float32) + part) * tl.log2(LEVEL_RATIO))
     threshold = tl.where(level == 0, float("inf"), threshold)
     if not BY_ERROR:
-        level = tl.where(everything, LEVELS - 1, tl.minimum(level, LEVELS - 2))
+        level = tl.where(steep & (level > 0), level - 1, level)
+        level = tl.where(everything, LEVELS - 1, level)
     return tl.where(everything, 0.0, threshold), level
 
 
@@ -261,7 +272,8 @@ def choose_kernel(
     level_stats, probes, thresholds, shrinkage, exact_heads,
     H, num_probes, target, exact_above,
     LEVELS: tl.constexpr, LEVEL_RATIO: tl.constexpr, SMALLEST_CORRECTION: tl.constexpr,
-    LARGEST_SHRINKAGE: tl.constexpr, STEEP_FALL: tl.constexpr, BLOCK_H: tl.constexpr,
+    LARGEST_SHRINKAGE: tl.constexpr, STEEP_FALL: tl.constexpr, STEEP_RISE: tl.constexpr,
+    BLOCK_H: tl.constexpr,
     BLOCK_P: tl.constexpr, BY_ERROR: tl.constexpr,
 ):  # fmt: skip
     """Choose the thresholds of one picture from its probes. Grid: (B,).
@@ -305,8 +317,12 @@ def choose_kernel(
     else:
         curve_0 = curve_0 / H
         curve_1 = curve_1 / H
-    threshold_0, level_0 = interpolate(curve_0, target, LEVELS, LEVEL_RATIO, STEEP_FALL, BY_ERROR)
-    threshold_1, level_1 = interpolate(curve_1, target, LEVELS, LEVEL_RATIO, STEEP_FALL, BY_ERROR)
+    threshold_0, level_0 = interpolate(
+        curve_0, target, LEVELS, LEVEL_RATIO, STEEP_FALL, STEEP_RISE, BY_ERROR
+    )
+    threshold_1, level_1 = interpolate(
+        curve_1, target, LEVELS, LEVEL_RATIO, STEEP_FALL, STEEP_RISE, BY_ERROR
+    )
     tl.store(thresholds + picture * 2, threshold_0)
     tl.store(thresholds + picture * 2 + 1, threshold_1)
     for start in range(0, H, BLOCK_H):

@@ -65,5 +65,5 @@ def summarise_tiles(
             deviation = load_rows(probe_deviation, slot, D, slot < num_probes, D, BLOCK_D)
             product = tl.dot(deviation, covariance, input_precision=PRECISION) * qk_scale
             pointers = (slot * num_tiles + tile)[:, None] * D + columns[None, :]
-            mask = (slot < num_probes)[:, None] & in_head[None, :] & is_tile
-            tl.store(probe_cross + pointers, product.to(dtype), mask=mask)
+            is_stored = (slot < num_probes)[:, None] & in_head[None, :] & is_tile
+            tl.store(probe_cross + pointers, product.to(dtype), mask=is_stored)
