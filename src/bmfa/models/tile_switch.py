@@ -57,13 +57,15 @@ class TileSwitch:
                 self._activate_for_pass()
         self.token_grid(module, inputs, output)
 
-    # torch.compile calls this function while it traces, before it reads the modules that change.
-    @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
     def keep_active(self) -> None:
         """Make the overrides active for good."""
         with _LOCK:
             _activate(self.modules)
             self.token_grid.uses_tiles = self.token_grid.keeps_tiles = True
+
+    # torch.compile calls this function while it traces, before it reads the modules that change. The
+    # mark is that of torch.compiler.assume_constant_result, which would load the compiler on import.
+    keep_active._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
     def _activate_for_pass(self) -> None:
         with _LOCK:
