@@ -126,6 +126,8 @@ def test_head_dimensions(dim: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("prefix", [0, 1, 5, 33, pytest.param(64, marks=SLOW)])
 @pytest.mark.parametrize("budget", [{"error": 0.03}, {"expand": 1.7}])
 def test_prefixes(prefix: int, budget: dict[str, float]) -> None:
+    if prefix > 33 and "error" in budget:
+        budget = {"error": 0.005}  # so many exact tokens leave little to lose
     case = smooth_case(min(prefix, 17), (11, 24), prefix=prefix, **budget)
     got, _ = check(case)
     assert 0 < int(got.expanded_count.sum()) < got.expanded.numel()
@@ -327,7 +329,7 @@ def test_bands_equal_the_reference(
 @SLOW
 def test_bands_of_their_own_size(prepared: list[Any]) -> None:
     check(smooth_case(10, (2, 8 * 140), error=0.02))
-    assert prepared[0].rows == launch.ROWS_PER_BAND < 140
+    assert launch.BLOCK_R <= prepared[0].rows < 140
 
 
 def num_items(got: TiledAttention, prepared: Any) -> int:
