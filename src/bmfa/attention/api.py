@@ -214,7 +214,7 @@ def screened_attention(
             "tiled",
             run.backend,
             budget=budget,
-            # Beyond this share exact attention is faster; a number of tiles is what was asked for.
+            # Beyond this share exact attention is faster. A budget of leaves has no such limit.
             exact_above=1.0 if budget.error is None else 1.0 / expanded_cost(q.device.type),
             certificate=_default_kind(kind, "scores") if bounded else None,
             fallback=fallback,

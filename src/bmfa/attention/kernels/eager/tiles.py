@@ -397,7 +397,7 @@ def _choose(
         total = (total - 2 * factor * dot + factor.square() * square).sum(1)
         norm = norm.sum(1)
         errors = (total.clamp(min=0.0) / norm.where(norm > 0, 1.0)).sqrt()
-        count = count / weight.sum(2).clamp(min=1e-300)
+        count = (count / weight.sum(2).clamp(min=1e-300)).clamp(max=1.0)  # ones may round up
         level_thresholds = _level_thresholds(errors).expand_as(errors)
         if error is not None:
             found_at = _interpolate_down(errors, level_thresholds, ERROR_AIM * error)
@@ -409,7 +409,7 @@ def _choose(
         thresholds.append(threshold[:, None].expand(shape))
         shrinkages.append(factor.gather(2, index).squeeze(2))
         chosen_shares.append(count.gather(2, index).squeeze(2))
-    exact = torch.stack(chosen_shares).mean(0) > exact_above
+    exact = torch.stack(chosen_shares).amax(0) > exact_above
     dtype = heads.q.dtype
     return _Choice(
         torch.stack(thresholds, -1).flatten(0, 1).to(dtype),

@@ -353,6 +353,7 @@ def choose(
         norm = norms.sum()
         errors = np.sqrt(np.maximum(squares.sum(0), 0.0) / (norm if norm > 0 else 1.0))
         share = (weight * levels.share[:, source]).sum(1) / np.maximum(weight.sum(1), 1e-300)
+        share = np.minimum(share, 1.0)  # a mean of ones may round up
         if error is not None:
             chosen[half], level = interpolate_down(errors, thresholds, ERROR_AIM * error)
         else:

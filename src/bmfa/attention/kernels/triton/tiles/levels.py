@@ -222,9 +222,10 @@ def squared_errors(
 
 @triton.jit
 def weighted_mean(values, weight):
-    """Return the weighted mean (BLOCK_H, LEVELS) over probes; 0 without a weight."""
+    """Return the weighted mean (BLOCK_H, LEVELS) of shares over probes; 0 without a weight."""
     total = tl.sum(weight, 1)[:, None]
-    return tl.sum(weight[:, :, None] * values, 1) / tl.where(total > 0.0, total, 1.0)
+    mean = tl.sum(weight[:, :, None] * values, 1) / tl.where(total > 0.0, total, 1.0)
+    return tl.minimum(mean, 1.0)  # a mean of ones may round up
 
 
 @triton.jit

@@ -40,8 +40,8 @@ def select_kernel(
     coarse = (count > 0.0) & (expanded == 0)
     num_expanded = tl.sum(expanded.to(tl.int32), 0)
     tl.store(expanded_count + group, num_expanded)
-    place = tl.cumsum(expanded.to(tl.int32), 0) - 1
-    tl.store(expanded_list + line + place, tiles, mask=expanded)
+    index = tl.cumsum(expanded.to(tl.int32), 0) - 1
+    tl.store(expanded_list + line + index, tiles, mask=expanded)
     tl.store(log_mass + tiles, float("-inf"), mask=is_tile & (coarse == 0))
     share = tl.where(coarse, mass, 0.0)
     share = share / tl.maximum(tl.sum(share, 0), SMALLEST_SUM)
