@@ -6,7 +6,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from bmfa.evidence.bench.mean_tiles.tiling import GAP_CAP, Tiling
+from bmfa.evidence.bench.mean_tiles.tiling import GAP_CAP, GroupedTiling
 
 Array = npt.NDArray[np.float64]
 
@@ -23,7 +23,7 @@ def mean_tile_attention(
     q: npt.ArrayLike,
     k: npt.ArrayLike,
     v: npt.ArrayLike,
-    tiling: Tiling,
+    tiling: GroupedTiling,
     *,
     prefix: int,
     expand: int,

@@ -9,7 +9,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from bmfa import Grid
 from bmfa.evidence.bench.mean_tiles import eager, mean_tile_attention
-from bmfa.evidence.bench.mean_tiles.tiling import Tiling
+from bmfa.evidence.bench.mean_tiles.tiling import GroupedTiling
 from evidence.bench.mean_tiles_reference import mean_tile_attention as reference
 
 GPU = torch.cuda.is_available()
@@ -66,9 +66,9 @@ def test_eager_is_the_reference(height, width, prefix, dim, expand):
     grid = Grid(height, width)
     q, k, v = tensors(height, grid, prefix, dim)
     wide = [x.double().cpu().numpy() for x in (q, k, v)]
-    oracle = reference(*wide, Tiling(grid), prefix=prefix, expand=expand)
+    oracle = reference(*wide, GroupedTiling(grid), prefix=prefix, expand=expand)
     output, expanded = eager.attention(q, k, v, grid, prefix, expand)
-    queries = agreeing_queries(expanded.cpu().numpy(), oracle, Tiling(grid), prefix)
+    queries = agreeing_queries(expanded.cpu().numpy(), oracle, GroupedTiling(grid), prefix)
     largest_value = max(float(v.abs().max()), abs(oracle.output).max())
     # Twice the error of dense attention, and a sum of d products off by about sqrt(d) roundings.
     allowed = 2 * dense_error(q, k, v)
@@ -89,7 +89,7 @@ def test_kernels_are_the_reference(height, width, prefix, dim, expand):
     pytest.importorskip("triton")
     from bmfa.evidence.bench.mean_tiles import launch
 
-    grid, tiling = Grid(height, width), Tiling(Grid(height, width))
+    grid, tiling = Grid(height, width), GroupedTiling(Grid(height, width))
     q, k, v = tensors(height, grid, prefix, dim)
     wide = [x.double().cpu().numpy() for x in (q, k, v)]
     oracle = reference(*wide, tiling, prefix=prefix, expand=expand)

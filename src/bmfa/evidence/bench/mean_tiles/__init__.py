@@ -9,7 +9,7 @@ a fixed number of expanded tiles, without masks and Z-order.
 from torch import Tensor
 
 from bmfa.evidence.bench.mean_tiles import eager
-from bmfa.evidence.bench.mean_tiles.tiling import Tiling
+from bmfa.evidence.bench.mean_tiles.tiling import GroupedTiling
 from bmfa.grid import Grid
 
 
@@ -37,4 +37,4 @@ def mean_tile_attention(
 
 def tiles_of(grid: Grid) -> int:
     """Return the number of tiles of a grid."""
-    return Tiling(grid).tiles
+    return GroupedTiling(grid).tiles

@@ -9,13 +9,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 
+from bmfa.attention.tiling import tokens_to_tiles, unflatten
 from bmfa.evidence.bench.mean_tiles.tiling import (
     GAP_CAP,
-    Tiling,
+    GroupedTiling,
     groups_to_tokens,
     tiles_to_groups,
-    tokens_to_tiles,
-    unflatten,
 )
 from bmfa.grid import Grid
 from bmfa.trees.keys import query_chunks
@@ -43,7 +42,7 @@ def attention(
     Returns:
         Output (B, H, prefix + N, d), and bool (B, H, R, T), True for expanded tiles.
     """
-    tiling, scale = Tiling(grid), q.shape[-1] ** -0.5
+    tiling, scale = GroupedTiling(grid), q.shape[-1] ** -0.5
     tiles = _Tiles.of(q, k, v, tiling, prefix, scale)
     selection = _select_tiles(tiles, expand)
     spatial = groups_to_tokens(_attend_by_groups(tiles, selection), tiling)
@@ -74,7 +73,7 @@ class _Tiles:
 
     @classmethod
     def of(
-        cls, q: Tensor, k: Tensor, v: Tensor, tiling: Tiling, prefix: int, factor: float
+        cls, q: Tensor, k: Tensor, v: Tensor, tiling: GroupedTiling, prefix: int, factor: float
     ) -> "_Tiles":
         """Arrange tokens in tiles, in at least float32, and compute means."""
         dtype = torch.promote_types(q.dtype, torch.float32)

@@ -7,52 +7,13 @@ the grid hold no token. Tensors of tokens have any strides but a contiguous head
 import triton
 import triton.language as tl
 
-LOG2E = tl.constexpr(1.4426950408889634)
-
-
-@triton.jit
-def split_batch_head(batch_head, H):
-    """Return the batch index, the head index and their joint index, all in int64 for addresses."""
-    return (batch_head // H).to(tl.int64), (batch_head % H).to(tl.int64), batch_head.to(tl.int64)
-
-
-@triton.jit
-def tile_tokens(tile, slots, height, width, tiles_across, SIDE: tl.constexpr):
-    """Return the token in each slot of a tile, and a mask of the slots that are on the grid.
-
-    Tokens are numbered from the first spatial token.
-    """
-    row = (tile // tiles_across) * SIDE + slots // SIDE
-    column = (tile % tiles_across) * SIDE + slots % SIDE
-    return row * width + column, (row < height) & (column < width)
-
-
-@triton.jit
-def load_rows(base, rows, stride, mask, D: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Load (n, BLOCK_D) rows of D numbers, 0 outside of the mask and beyond D."""
-    columns = tl.arange(0, BLOCK_D)
-    pointers = base + rows.to(tl.int64)[:, None] * stride + columns[None, :]
-    if D == BLOCK_D:
-        return tl.load(pointers, mask=mask[:, None], other=0.0)
-    return tl.load(pointers, mask=mask[:, None] & (columns < D)[None, :], other=0.0)
-
-
-@triton.jit
-def online_softmax(m_i, l_i, acc, logits, values, PRECISION: tl.constexpr):
-    """Add a block of logits (base 2) and its values to a running softmax.
-
-    `m_i` (n,) is the running maximum, `l_i` (n,) the sum of weights 2^(logit - m_i), and `acc`
-    (n, BLOCK_D) the sum of weighted values. All are rescaled when the maximum moves.
-    """
-    m_new = tl.maximum(m_i, tl.max(logits, 1))
-    shift = tl.where(m_new == float("-inf"), 0.0, m_new)
-    weights = tl.exp2(logits - shift[:, None])
-    scale = tl.exp2(m_i - shift)
-    l_i = l_i * scale + tl.sum(weights, 1)
-    acc = acc * scale[:, None]
-    acc += tl.dot(weights.to(values.dtype), values, input_precision=PRECISION)
-    return m_new, l_i, acc
-
+from bmfa.attention.kernels.triton.tiles.primitives import (
+    LOG2E,
+    load_rows,
+    online_softmax,
+    split_batch_head,
+    tile_tokens,
+)
 
 # A mean squared distance is a difference of two sums of squares. 16 roundings of float32
 # (16 * 2^-23 = 1.9e-6) of the larger one count as 0.
@@ -127,7 +88,7 @@ def mean_pool_kernel(
     v += prefix * stride_vt
     for member in range(TILES_PER_PROGRAM):
         tile = part * TILES_PER_PROGRAM + member
-        tokens, on_grid = tile_tokens(tile, slots, height, width, tiles_across, SIDE)
+        tokens, on_grid = tile_tokens(tile, slots, height, width, tiles_across, False, SIDE)
         exists = on_grid & (tile < num_tiles)
         tile_k = load_rows(k, tokens, stride_kt, exists, D, BLOCK_D)  # (S, BLOCK_D)
         tile_v = load_rows(v, tokens, stride_vt, exists, D, BLOCK_D)
@@ -284,7 +245,7 @@ def mean_score_kernel(
         l_i = tl.zeros((BLOCK_R, BLOCK_T), tl.float32)
         for member in range(TILES_PER_PROGRAM):
             tile = program * TILES_PER_PROGRAM + member
-            tokens, on_grid = tile_tokens(tile, slots, height, width, tiles_across, SIDE)
+            tokens, on_grid = tile_tokens(tile, slots, height, width, tiles_across, False, SIDE)
             exists = on_grid & (tile < num_tiles)
             tile_k = load_rows(k, tokens, stride_kt, exists, D, BLOCK_D)  # (S, BLOCK_D)
             scores = tl.dot(q_means, tl.trans(tile_k), input_precision=PRECISION) * qk_scale
@@ -443,7 +404,7 @@ def mean_residual_kernel(
         masses = tl.zeros((BLOCK_R, BLOCK_T), tl.float32)
         for member in range(TILES_PER_STEP):
             tile = start + member
-            tokens, on_grid = tile_tokens(tile, slots, height, width, tiles_across, SIDE)
+            tokens, on_grid = tile_tokens(tile, slots, height, width, tiles_across, False, SIDE)
             exists = on_grid & (tile < num_tiles)
             tile_k = load_rows(k, tokens, stride_kt, exists, D, BLOCK_D)  # (S, BLOCK_D)
             tile_v = load_rows(v, tokens, stride_vt, exists, D, BLOCK_D)
@@ -499,7 +460,7 @@ def mean_attention_kernel(
     line = batch_head * num_rows + row
     slots, columns = tl.arange(0, S), tl.arange(0, BLOCK_D)
     in_head = columns < D
-    tokens, on_grid = tile_tokens(tile, slots, height, width, tiles_across, SIDE)
+    tokens, on_grid = tile_tokens(tile, slots, height, width, tiles_across, False, SIDE)
     tile_q = load_rows(q, tokens, stride_qt, on_grid, D, BLOCK_D)  # (S, BLOCK_D)
     # Loaded early to hide the latency; used after the mean tiles.
     group = batch_head * num_groups + first_group + row
@@ -558,7 +519,9 @@ def mean_attention_kernel(
     expanded_list = (lse + line * num_tiles).to(tl.pointer_type(tl.int32))
     for index in range(num_expanded):
         expanded = tl.load(expanded_list + index)
-        key_tokens, key_on_grid = tile_tokens(expanded, slots, height, width, tiles_across, SIDE)
+        key_tokens, key_on_grid = tile_tokens(
+            expanded, slots, height, width, tiles_across, False, SIDE
+        )
         exists = key_on_grid
         tile_k = load_rows(k, key_tokens, stride_kt, exists, D, BLOCK_D)
         tile_v = load_rows(v, key_tokens, stride_vt, exists, D, BLOCK_D)

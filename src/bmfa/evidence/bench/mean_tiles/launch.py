@@ -19,7 +19,7 @@ from bmfa.evidence.bench.mean_tiles.kernels import (
     mean_score_kernel,
     mean_select_kernel,
 )
-from bmfa.evidence.bench.mean_tiles.tiling import GAP_CAP, Tiling
+from bmfa.evidence.bench.mean_tiles.tiling import GAP_CAP, GroupedTiling
 from bmfa.grid import Grid
 
 # Tensors that every call passes; kernels find them by these names.
@@ -62,9 +62,9 @@ class CallKey(NamedTuple):
         return cls(batch, heads, dim, strides, q.dtype, q.get_device(), *sides, prefix)
 
     @property
-    def tiling(self) -> Tiling:
+    def tiling(self) -> GroupedTiling:
         """Tiles of the one size that the kernels are written for."""
-        return Tiling(Grid(self.height, self.width))
+        return GroupedTiling(Grid(self.height, self.width))
 
     def arguments(self) -> dict[str, Any]:
         """Return the arguments that the kernels share, by the names of their parameters."""
@@ -107,7 +107,7 @@ class WorkSplit:
     few: bool  # too few tiles for long loops to fill the GPU
 
     @classmethod
-    def of(cls, heads: int, tiling: Tiling, dim: int, itemsize: int) -> "WorkSplit":
+    def of(cls, heads: int, tiling: GroupedTiling, dim: int, itemsize: int) -> "WorkSplit":
         """Divide the work of (heads, N, dim) keys and values of `itemsize` bytes a number."""
         tiles, groups = tiling.tiles, tiling.groups
         kv_bytes = 2 * tiling.grid.size * dim * itemsize  # of one head

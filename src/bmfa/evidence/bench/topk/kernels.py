@@ -4,7 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
-from bmfa.evidence.bench.mean_tiles.kernels import (
+from bmfa.attention.kernels.triton.tiles.primitives import (
     LOG2E,
     load_rows,
     online_softmax,
