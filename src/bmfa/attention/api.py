@@ -9,7 +9,13 @@ import torch
 from torch import Tensor
 
 from bmfa.attention.dense import audit_output, dense_attention
-from bmfa.attention.dispatch import choose_per_query, choose_tiled, expanded_cost, in_graph
+from bmfa.attention.dispatch import (
+    choose_per_query,
+    choose_tiled,
+    expanded_cost,
+    in_graph,
+    may_run_dense,
+)
 from bmfa.attention.graph_operator import compute_in_graph
 from bmfa.attention.inputs import (
     AttentionInputs,
@@ -205,7 +211,9 @@ def screened_attention(
         _check_tiled_form(inputs, form, max_depth)
         tiling = Tiling(inputs.grid)
         budget = Budget.of(tiling, error, leaves)
-        allow_dense = form is None and not bounded
+        allow_dense = may_run_dense(
+            {"form": form, "backend": backend, "certificate": kind, "fallback": fallback}
+        )
         run = choose_tiled(inputs, tiling, budget, backend, allow_dense=allow_dense)
         if run.backend == "dense":
             output = dense_attention(inputs, in_graph(q))
@@ -219,7 +227,7 @@ def screened_attention(
             certificate=_default_kind(kind, "scores") if bounded else None,
             fallback=fallback,
         )
-        return _tiled(inputs, options, run.why, audit, allow_dense and backend == "auto")
+        return _tiled(inputs, options, run.why, audit, allow_dense)
 
 
 def _tiled(
