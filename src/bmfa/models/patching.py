@@ -112,6 +112,7 @@ def patch(
     modules = (*host.blocks, *(host.attentions[index] for index in indices))
     hook = TileSwitch(token_grid, decisions, modules) if decisions else None
     token_grid.watch(host.projection, hook)
+    token_grid.log.watch(host.blocks[-1], len(host.blocks))
     return model
 
 

@@ -13,6 +13,7 @@ from bmfa.models.override import has_instance_forward
 from bmfa.models.token_grid import TokenGrid
 
 _ATTRIBUTE = "bmfa_attention"
+_REPR = "extra_repr"  # the method of nn.Module that adds text to the repr of a module
 # Hosts hide a key by adding -inf or the smallest number of the dtype, -65504 in float16, to its score.
 _HIDDEN_SCORE = -1e4
 
@@ -48,6 +49,10 @@ class AttentionFunction:
         valid = None if attn_mask is None else valid_keys(attn_mask, self.token_grid.prefix)
         return self.compute(query, key, value, scale, valid)
 
+    def describe(self) -> str:
+        """Return the settings of the layer as text, for the repr of its module."""
+        return ""
+
     def uses_host(self, x: Tensor) -> bool:
         """True if the host computes this call itself.
 
@@ -63,6 +68,16 @@ class AttentionFunction:
         raise NotImplementedError
 
 
+@dataclass(frozen=True)
+class _ModuleText:
+    """In place of `extra_repr` of one module; an object, because functions of modules do not pickle."""
+
+    text: str
+
+    def __call__(self) -> str:
+        return self.text
+
+
 @dataclass(eq=False)
 class AttentionReplacement:
     """Passes q, k, v of an attention module to a function; each host has a subclass.
@@ -74,10 +89,14 @@ class AttentionReplacement:
     function: AttentionFunction
     active: bool = field(init=False, default=False)
     saved: dict[str, Any] = field(init=False, default_factory=dict)  # attributes to restore
+    own_repr: Any = field(init=False, default=None)  # `extra_repr` that was set on the instance
 
     def install(self, module: nn.Module, *, active: bool = True) -> None:
         """Store the replacement in the module, and activate it if `active`."""
         module.__dict__[_ATTRIBUTE] = self
+        parts = (module.extra_repr(), f"bmfa: {self.function.describe()}")
+        self.own_repr = module.__dict__.get(_REPR)
+        module.__dict__[_REPR] = _ModuleText(", ".join(part for part in parts if part))
         if active:
             self.activate(module)
 
@@ -97,6 +116,10 @@ class AttentionReplacement:
         """Undo `install`."""
         self.deactivate(module)
         del module.__dict__[_ATTRIBUTE]
+        if isinstance(module.__dict__.get(_REPR), _ModuleText):
+            del module.__dict__[_REPR]
+            if self.own_repr is not None:
+                module.__dict__[_REPR] = self.own_repr
 
     def _replace(self, module: nn.Module) -> None:
         raise NotImplementedError
