@@ -344,16 +344,13 @@ class Plan:
         """
         data = read_plan(path, "attention")
         try:
-            settings = {
-                name: tuple(_checked_setting(row) for row in data.pop(name))
-                for name in ("layers", "candidates")
-            }
             plan = cls(
                 model=ModelFingerprint(**data.pop("model")),
                 img_size=_sides(data.pop("img_size")),
                 grid=_sides(data.pop("grid")),
                 checks=tuple(data.pop("checks")),
-                **settings,
+                layers=tuple(map(_checked_setting, data.pop("layers"))),
+                candidates=tuple(map(_checked_setting, data.pop("candidates"))),
                 **data,
             )
         except (KeyError, TypeError, ValueError) as error:
