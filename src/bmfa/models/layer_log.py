@@ -1,8 +1,8 @@
 """What the layers of a patched model did in the last forward pass of a thread, for `bmfa.summary`.
 
-The log is written for people to look at; no computation reads it. It keeps small tensors of a call (counts
-of expanded tiles, errors of probes), whose values are read when somebody asks, so that nothing waits for a
-device. It keeps neither q, k, v nor trees.
+The log is written for people to look at; no computation reads it. It keeps small tensors of a call
+(counts of expanded tiles, errors of probes), whose values are read when somebody asks, so that nothing
+waits for a device. It keeps neither q, k, v nor trees.
 """
 
 import threading
@@ -73,6 +73,10 @@ class LayerEntry:
         return None if self.measure_error is None or self.in_cuda_graph else self.measure_error()
 
 
+# The calls of each layer: one, or one for each grid of packed pictures.
+Entries = dict[int, list[LayerEntry]]
+
+
 @dataclass(frozen=True, eq=False)
 class FinishedPass:
     """A forward pass that went through the last block."""
@@ -81,7 +85,7 @@ class FinishedPass:
     dtype: torch.dtype
     device: torch.device
     autocast: bool
-    entries: dict[int, LayerEntry]  # by layer; a layer without one ran the attention of its host
+    entries: Entries  # a layer without one ran the attention of its host
     compiled: bool = False  # True if the pass ran in a compiled graph; nothing else is known then
 
 
@@ -102,7 +106,7 @@ class LayerLog:
     """
 
     depth: int = 0
-    running: ForwardState[dict[int, LayerEntry]] = field(default_factory=ForwardState)
+    running: ForwardState[Entries] = field(default_factory=ForwardState)
     last: _LastPass = field(default_factory=_LastPass)
     compiled: bool = False  # True if torch.compile has traced the model
     handle: Any = None
@@ -123,8 +127,18 @@ class LayerLog:
             self.handle.remove()
             self.handle = None
 
+    def begin(self) -> None:
+        """Start the entries of a pass whose first block is not known by its index."""
+        self.running.set({})
+
     def run_block(self, layer: int, tokens: Tensor, function: Callable[[], Output]) -> Output:
-        """Run a block; its screened layer finds the entries of the pass of these tokens."""
+        """Run a block; its screened layer finds the entries of the pass of these tokens.
+
+        Args:
+            layer: Index of the block; 0 starts a pass.
+            tokens: The tokens that the block receives.
+            function: Runs the block.
+        """
         if torch.compiler.is_compiling() or is_recomputing():
             return function()
         entries = None if layer == 0 else self.running.find(tokens)
@@ -141,7 +155,7 @@ class LayerLog:
     def add(self, layer: int, stats: Stats, grid: Grid, valid: Tensor | None) -> None:
         """Note a call of a screened layer."""
         if not torch.compiler.is_compiling() and (entries := self.running.current) is not None:
-            entries[layer] = LayerEntry.of(stats, grid, valid)
+            entries.setdefault(layer, []).append(LayerEntry.of(stats, grid, valid))
 
     def __call__(self, module: nn.Module, inputs: Any, output: Any) -> None:
         """Forward hook of the last block: the pass of these tokens is finished."""

@@ -69,6 +69,12 @@ class ScreenedLayer(AttentionFunction):
             given = {"error": DEFAULT_ERROR} | given
         return ", ".join(f"{name}={value}" for name, value in given.items())
 
+    def uses_host_on(self, grid: Grid, x: Tensor) -> bool:
+        """True if the layer runs dense for x, which has tokens of pictures with this grid."""
+        if self.decision is not None and not torch.compiler.is_compiling():
+            self.decision.grids.setdefault(self.token_grid.prefix + grid.size, grid)
+        return self.uses_host(x)
+
     def compute(
         self, q: Tensor, k: Tensor, v: Tensor, scale: float, valid: Tensor | None
     ) -> Tensor:

@@ -1,6 +1,6 @@
 """What each layer of a patched or reduced model did in the last forward pass, as a table."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -49,24 +49,26 @@ class LayerSummary:
         form: str,
         backend: str,
         why: str,
-        entry: LayerEntry | None = None,
+        calls: Sequence[LayerEntry] = (),
     ) -> None:
         self.layer = layer
         self.settings = settings
         self.form = form
         self.backend = backend
         self.why = why
-        self._entry = entry
+        self._calls = tuple(calls)
 
     @cached_property
     def density(self) -> float | None:
         """Mean share of the tiles that a group of queries expands. Waits for the device when first read.
 
-        1.0 for dense attention; None for a tree for each query, and if it is not known.
+        1.0 for dense attention; None for a tree for each query, and if it is not known. If pictures of
+        several grids share a pass, the mean over their calls.
         """
-        if self._entry is None:
+        if not self._calls:
             return 1.0 if self.form == "dense" else None
-        return self._entry.density
+        known = [density for call in self._calls if (density := call.density) is not None]
+        return sum(known) / len(known) if known else None
 
     @cached_property
     def error(self) -> ErrorEstimate | None:
@@ -74,14 +76,15 @@ class LayerSummary:
         read.
 
         None for a tree for each query, for the attention of the host, which is exact, and if it is not
-        known.
+        known. If pictures of several grids share a pass, that of the call with the largest error.
         """
-        return None if self._entry is None else self._entry.error
+        known = [error for call in self._calls if (error := call.error) is not None]
+        return max(known, key=lambda error: error.estimate) if known else None
 
     @property
     def fallback(self) -> int:
         """Number of queries that `fallback` recomputed exactly."""
-        return 0 if self._entry is None else self._entry.fallback
+        return sum(call.fallback for call in self._calls)
 
     def as_dict(self) -> dict[str, Any]:
         """Return the row as a flat dictionary of numbers and text. Waits for the device.
@@ -272,21 +275,27 @@ def _layer_row(
         return LayerSummary(index, settings, _UNKNOWN, _UNKNOWN, why)
     if layer is None:
         return LayerSummary(index, None, "dense", "host", _NOT_PATCHED)
-    entry = finished.entries.get(index)
-    if entry is None:
+    calls = finished.entries.get(index)
+    if not calls:
         return LayerSummary(index, settings, "dense", "host", _dense_reason(layer, finished))
-    return LayerSummary(index, settings, entry.form, entry.backend, entry.why, entry)
+    texts = ((call.form, call.backend, call.why) for call in calls)
+    form, backend, why = (" / ".join(dict.fromkeys(parts)) for parts in zip(*texts, strict=True))
+    return LayerSummary(index, settings, form, backend, why, calls)
 
 
 def _dense_reason(layer: ScreenedLayer, finished: FinishedPass) -> str:
     """Return why the layer ran the attention of its host, decided from shapes before the pass."""
     if layer.decision is None or len(finished.shape) < 2:
         return _DENSE
-    tokens, found = finished.shape[-2], None
+    batch, tokens = finished.shape[0], finished.shape[-2]
     for autocast in (finished.autocast, False):
-        key = (finished.shape[0], tokens, finished.dtype, finished.device, autocast, False)
-        found = found or layer.decision.decide(key)
-    return found or _DENSE
+        for capturing in (False, True):
+            key = (batch, tokens, finished.dtype, finished.device, autocast, capturing)
+            if (reason := layer.decision.reasons.get(key)) is not None:
+                return reason
+    reasons = layer.decision.reasons.items()  # of another dtype of the tokens, or of packed pictures
+    fitting = (reason for key, reason in reasons if key[1] == tokens and reason is not None)
+    return next(fitting, _DENSE)
 
 
 def _reduced_summary(model: nn.Module, reduction: TokenReduction) -> Summary:
