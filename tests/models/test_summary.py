@@ -22,6 +22,7 @@ from bmfa.models import BlockSummary, LayerSummary, patch, record, reduce, summa
 from bmfa.models.hosts import find_host
 from bmfa.models.screened_layer import observe
 from models.host_models import TIMM, TRANSFORMERS, make_model, pictures, run
+from models.packed_models import pixtral, pixtral_inputs
 
 SMALL, LARGE = 32, 256  # 64 tokens run dense, 4,096 tokens use tiles
 
@@ -251,3 +252,15 @@ def test_models_that_are_not_changed_are_refused() -> None:
         summary(make_model("vit"))
     with pytest.raises(TypeError, match="model is str"):
         summary("vit")  # type: ignore[arg-type]
+
+
+@torch.no_grad()
+def test_packed_pictures_have_a_call_for_each_grid() -> None:
+    model, inputs = pixtral().eval(), pixtral_inputs()
+    patch(model, leaves=0.5, form="tiled", layers=[0, 2])
+    for _ in range(2):
+        model(**inputs)
+        first, second, _ = layer_rows(model)
+        assert (first.form, first.backend) == ("tiled", "eager")
+        assert len(first._calls) == 2 and first.density is not None and first.error is not None
+        assert (second.backend, second.why) == ("host", "the layer is not patched")

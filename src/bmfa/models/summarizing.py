@@ -195,7 +195,8 @@ class Summary:
         return self.rows[layer]
 
     def __str__(self) -> str:
-        columns, right = _BLOCK_COLUMNS, len(_BLOCK_COLUMNS)
+        columns: tuple[str, ...] = _BLOCK_COLUMNS
+        right = len(columns)
         cells = [_block_cells(row) for row in self.rows if isinstance(row, BlockSummary)]
         if not cells:
             columns, right = _LAYER_COLUMNS, 1
@@ -293,7 +294,9 @@ def _dense_reason(layer: ScreenedLayer, finished: FinishedPass) -> str:
             key = (batch, tokens, finished.dtype, finished.device, autocast, capturing)
             if (reason := layer.decision.reasons.get(key)) is not None:
                 return reason
-    reasons = layer.decision.reasons.items()  # of another dtype of the tokens, or of packed pictures
+    reasons = (
+        layer.decision.reasons.items()
+    )  # of another dtype of the tokens, or of packed pictures
     fitting = (reason for key, reason in reasons if key[1] == tokens and reason is not None)
     return next(fitting, _DENSE)
 
