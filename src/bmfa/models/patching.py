@@ -99,7 +99,7 @@ def patch(
     host = find_host(model)
     indices = layer_indices(layers, len(host.attentions))
     unpatch(model)
-    token_grid = TokenGrid(host.prefix)
+    token_grid = TokenGrid(host.prefix, host.suffix)
     screened = [
         ScreenedLayer(index, token_grid, _options_of_layer(options, index)) for index in indices
     ]
@@ -219,7 +219,7 @@ def _add_decisions(host: Host, layers: list[ScreenedLayer]) -> tuple[DenseDecisi
         shape = attention_heads(host.attentions[layer.layer], int(projection.out_channels))
         if shape is None or not may_run_dense(layer.options):
             continue
-        made = DenseDecision(host.prefix, *shape, layer.options)
+        made = DenseDecision(host.prefix + host.suffix, *shape, layer.options)
         equal = (d for d in decisions if (d.heads, d.head_dim, d.options) == (*shape, made.options))
         layer.decision = next(equal, made)
         if layer.decision is made:
