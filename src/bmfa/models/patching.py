@@ -1,7 +1,8 @@
 """Screen the attention of a model, and undo it."""
 
+import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,10 +12,12 @@ from bmfa.attention.api import check_choices
 from bmfa.attention.dispatch import may_run_dense
 from bmfa.attention.inputs import Backend, Form
 from bmfa.checks import check_integer, check_leaves, check_number
-from bmfa.models.dense_decision import DenseDecision
+from bmfa.grid import Grid
+from bmfa.models.dense_decision import DenseDecision, PlannedDecision
 from bmfa.models.hosts import Host, find_host
 from bmfa.models.hosts.base import attention_heads, replacements_in
 from bmfa.models.override import override_method, override_of, restore_method
+from bmfa.models.plan import Plan
 from bmfa.models.screened_layer import ScreenedLayer
 from bmfa.models.tile_switch import TileSwitch
 from bmfa.models.token_grid import BlockGrid, TokenGrid
@@ -22,6 +25,7 @@ from bmfa.trees.rules import RandomQuadrants, Rule, as_rule
 
 # A prime larger than the depth of any model, so that no two pairs of seed and layer share a stream.
 _SEED_STRIDE = 1009
+_DEFAULT_LAYERS = "last-4"
 
 
 def patch(
@@ -30,7 +34,8 @@ def patch(
     rule: Rule | str | None = None,
     error: float | None = None,
     leaves: float | int | None = None,
-    layers: str | Sequence[int] = "last-4",
+    plan: Plan | str | os.PathLike[str] | None = None,
+    layers: str | Sequence[int] = _DEFAULT_LAYERS,
     max_depth: int | None = None,
     form: Form | None = None,
     backend: Backend = "auto",
@@ -47,6 +52,9 @@ def patch(
     models at high resolution faster. For images at which dense attention is faster, the model runs its
     own forward, unless `form`, `fallback` or a `backend` is given.
 
+    With `plan`, every layer has the setting that `bmfa.tune` chose for it. A plan holds for one image
+    size: images with another number of tokens run dense attention, with one warning for each number.
+
     The model can run in several threads at once, under `torch.compile`, and with gradient
     checkpointing of whole blocks or of the whole model. A model that is already patched or reduced is
     restored first.
@@ -60,6 +68,7 @@ def patch(
             for each query, pass `rule=rules.Optimal(error=...)`.
         leaves: The budget of attention over tiles: a float in (0, 1] is a fraction of the tokens, an
             int from 2 on is a count. For a tree for each query, pass `rule=rules.Optimal(leaves=...)`.
+        plan: A `Plan`, or the file of one; no other option is given with it.
         layers: `"all"`, `"last-K"`, or the indices of the layers; negative ones count from the end.
         max_depth: The depth at which trees are not split further; None goes down to single tokens.
         form: `"tiled"`, `"representative"` or `"repeated"`, see `screened_attention`. None selects
@@ -73,7 +82,9 @@ def patch(
 
     Raises:
         TypeError: If the model or its attention is not supported, or an argument has a wrong type.
-        ValueError: If arguments exclude each other or are out of range. The model is unchanged.
+        ValueError: If arguments exclude each other or are out of range, or the plan is for another
+            model. The model is unchanged.
+        OSError: If the file of the plan cannot be read. The model is unchanged.
 
     Example:
         >>> import bmfa, torch
@@ -95,24 +106,78 @@ def patch(
         "backend": backend,
         "fallback": fallback,
     }
+    if plan is not None:
+        _check_alone(options | {"layers": layers})
+        return patch_planned(model, plan)
     _check_options(**options)
     host = find_host(model)
     indices = layer_indices(layers, len(host.attentions))
+    install_layers(model, host, {index: _options_of_layer(options, index) for index in indices})
+    return model
+
+
+def patch_planned(model: nn.Module, plan: Plan | str | os.PathLike[str]) -> nn.Module:
+    """Give every layer of a model the setting of a plan, in place."""
+    if isinstance(plan, (str, os.PathLike)):
+        plan = Plan.load(plan)
+    elif not isinstance(plan, Plan):
+        raise TypeError(
+            f"plan is {type(plan).__name__}; pass what bmfa.tune returned, or the file it was saved to"
+        )
+    plan.check_model(model)
+    host = find_host(model)
+    install_layers(model, host, planned_options(plan.errors), plan.token_grid)
+    return model
+
+
+def planned_options(errors: Mapping[int, float]) -> dict[int, dict[str, Any]]:
+    """Return the arguments of `screened_attention` by layer.
+
+    The form is named so that tiles run wherever the plan has measured that they are faster.
+    """
+    return {layer: {"error": error, "form": "tiled"} for layer, error in errors.items()}
+
+
+def install_layers(
+    model: nn.Module,
+    host: Host,
+    options: Mapping[int, dict[str, Any]],
+    planned: Grid | None = None,
+) -> None:
+    """Screen layers of a model, each with its own arguments of `screened_attention`.
+
+    Args:
+        model: The model; patches that it has are undone.
+        host: The host of the model.
+        options: The arguments by the index of the layer; the others stay as they are.
+        planned: The only grid at which these layers do not run dense; None for no such limit.
+    """
     unpatch(model)
+    if not options:
+        return
     token_grid = TokenGrid(host.prefix, host.suffix)
-    screened = [
-        ScreenedLayer(index, token_grid, _options_of_layer(options, index)) for index in indices
-    ]
-    decisions = _add_decisions(host, screened)
+    screened = [ScreenedLayer(index, token_grid, options[index]) for index in sorted(options)]
+    decisions: tuple[DenseDecision, ...]
+    if planned is None:
+        decisions = _add_decisions(host, screened)
+    else:
+        decisions = (PlannedDecision(host.prefix + host.suffix, 0, 0, {}, planned=planned),)
+        for layer in screened:
+            layer.decision = decisions[0]
+    if host.watch is not None:
+        # Pictures of several grids may share a call, so each call of attention decides for itself.
+        decisions = ()
+        host.watch(host, token_grid)
     token_grid.uses_tiles = token_grid.keeps_tiles = not decisions
     for layer in screened:
         host.replacement(layer).install(host.attentions[layer.layer], active=not decisions)
+    if host.watch is not None:
+        return
     for index, block in enumerate(host.blocks):
         override_method(block, BlockGrid(index, token_grid, decisions), active=not decisions)
-    modules = (*host.blocks, *(host.attentions[index] for index in indices))
+    modules = (*host.blocks, *(host.attentions[layer.layer] for layer in screened))
     hook = TileSwitch(token_grid, decisions, modules) if decisions else None
     token_grid.watch(host.projection, hook)
-    return model
 
 
 def unpatch(model: nn.Module) -> nn.Module:
@@ -187,6 +252,17 @@ def layer_indices(layers: str | Sequence[int], depth: int) -> tuple[int, ...]:
     return tuple(sorted({index % depth for index in indices}))
 
 
+def _check_alone(options: Mapping[str, Any]) -> None:
+    """Raise if another option is given with a plan."""
+    default = {"layers": _DEFAULT_LAYERS, "backend": "auto"}
+    for name, value in options.items():
+        if value is not None and not (isinstance(value, str) and value == default.get(name)):
+            raise ValueError(
+                f"{name} is {value!r} and a plan is given, which has settings for every layer; pass one "
+                "of the two"
+            )
+
+
 def _check_options(
     *, rule: Any, error: Any, leaves: Any, max_depth: Any, form: Any, backend: Any, fallback: Any
 ) -> None:
@@ -216,7 +292,9 @@ def _add_decisions(host: Host, layers: list[ScreenedLayer]) -> tuple[DenseDecisi
     decisions: list[DenseDecision] = []
     projection: Any = host.projection
     for layer in layers:
-        shape = attention_heads(host.attentions[layer.layer], int(projection.out_channels))
+        shape = attention_heads(
+            host.attentions[layer.layer], int(getattr(projection, "out_channels", 0))
+        )
         if shape is None or not may_run_dense(layer.options):
             continue
         made = DenseDecision(host.prefix + host.suffix, *shape, layer.options)
