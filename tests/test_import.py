@@ -41,6 +41,7 @@ PUBLIC = {
     "screen_keys",
     "screened_attention",
     "summary",
+    "tune_reduction",
     "unpatch",
 }
 

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from bmfa.models import record as record
     from bmfa.models import reduce as reduce
     from bmfa.models import summary as summary
+    from bmfa.models import tune_reduction as tune_reduction
     from bmfa.models import unpatch as unpatch
     from bmfa.trees.build import screen as screen
     from bmfa.trees.build import screen_keys as screen_keys
@@ -45,6 +46,7 @@ _MODULES = {
     "screen_keys": "bmfa.trees.build",
     "screened_attention": "bmfa.attention.api",
     "summary": "bmfa.models",
+    "tune_reduction": "bmfa.models",
     "unpatch": "bmfa.models",
 }
 _SUBMODULES = ("bounds", "energy", "merging", "models", "rules")

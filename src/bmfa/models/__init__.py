@@ -5,7 +5,9 @@ from bmfa.models.patching import layer_indices, patch, unpatch
 from bmfa.models.preprocessing import Preprocessing
 from bmfa.models.recording import LayerRecord, Recording, record
 from bmfa.models.reducing import final_tokens, reduce, unmerge
+from bmfa.models.reduction_plan import ReductionPlan
 from bmfa.models.summarizing import BlockSummary, LayerSummary, Summary, summary
+from bmfa.models.tuning_reduction import tune_reduction
 
 __all__ = [
     "BlockSummary",
@@ -14,6 +16,7 @@ __all__ = [
     "LoadedModel",
     "Preprocessing",
     "Recording",
+    "ReductionPlan",
     "Summary",
     "final_tokens",
     "layer_indices",
@@ -22,6 +25,7 @@ __all__ = [
     "record",
     "reduce",
     "summary",
+    "tune_reduction",
     "unmerge",
     "unpatch",
 ]

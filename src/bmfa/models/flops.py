@@ -43,7 +43,7 @@ def count_flops(model: nn.Module, pixels: Tensor, options: Mapping[str, Any] | N
         >>> import bmfa, torch
         >>> model = bmfa.load_model("embedded").model
         >>> count_flops(model, torch.zeros(1, 3, 112, 112))
-        443904000
+        475034496
     """
     with (
         torch.inference_mode(),

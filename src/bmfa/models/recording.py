@@ -192,7 +192,7 @@ def _widened(inputs: LayerInputs) -> tuple[Tensor, Tensor]:
 
 
 def _tree_errors(inputs: LayerInputs, tree: Tree) -> Tensor:
-    """(B, heads, Q) errors E of trees over the spatial keys, from the scores of some queries at a time."""
+    """(B, heads, Q) errors E of trees over the spatial keys, a chunk of queries at a time."""
     q, k = (x.flatten(0, 1) for x in _widened(inputs))  # (B heads, tokens, d)
     keys, trees = k[:, inputs.prefix :].transpose(1, 2), tree.flat()
     errors, queries = [], q.shape[1]

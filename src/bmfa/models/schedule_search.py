@@ -1,14 +1,14 @@
-"""Search the schedule of a merging policy, the tokens that each block removes, for a budget of operations.
+"""Search the schedule of a merging policy, the tokens that each block removes, for a budget.
 
-The change of a schedule is the mean KL divergence of the class probabilities from those of the full model.
-It varies less between samples of pictures than a count of pictures whose class changes.
+The change of a schedule is the mean KL divergence of the class probabilities from those of the full
+model. It varies less between samples of pictures than a count of pictures whose class changes.
 
 1. Alone: the change if one block removes some tokens, for each block and a few counts.
 2. Greedy: starting from no merges, the block with the least predicted change for each operation saved
-   removes a few tokens more, until the budget holds. Changes are taken to add. A token removed early saves
-   more operations, because all later blocks work without it.
-3. Exchange: whole schedules are measured. Each block removes a few tokens more, and a few fewer; the best
-   exchanges between two blocks at the same budget are tried, and kept if the measured change falls.
+   removes a few tokens more, until the budget holds. Changes are taken to add. A token removed early
+   saves more operations, because all later blocks work without it.
+3. Exchange: whole schedules are measured. Each block removes a few tokens more, and a few fewer; the
+   best exchanges between two blocks at the same budget are tried, and kept if the change falls.
 """
 
 import math
@@ -20,14 +20,13 @@ from numpy.typing import NDArray
 
 Schedule = tuple[int, ...]
 
-# Shares of the tokens that a block removes alone. The change grows with about the square of the count, so
-# the interpolation between these is good to a few percent.
-ALONE_SHARES = (1 / 16, 1 / 8, 1 / 4)
-# Steps of the greedy allocation and of the exchanges, as shares of the tokens: 4, 8 and 4 of 196.
+# Shares of the tokens that a block removes alone; the change between them is interpolated by a power.
+ALONE_SHARES = (1 / 12, 1 / 4)
+# Steps of the greedy allocation and of the exchanges, as shares of the tokens: 4 and 8 of 196.
 GREEDY_SHARE = 1 / 48
-EXCHANGE_SHARES = (1 / 24, 1 / 48)
+EXCHANGE_SHARES = (1 / 24,)
 # Exchanges that are measured for each step: those with the least predicted change.
-EXCHANGES = 4
+EXCHANGES = 3
 # Schedules whose operations are counted to fit `CostModel`, twice its coefficients.
 COUNTED_SCHEDULES = 14
 
@@ -175,27 +174,35 @@ class ScheduleSearch:
 
     def greedy(self, budget: float) -> Schedule | None:
         """Return a schedule of at most `budget` operations, None if there is none."""
-        step, schedule = max(1, round(GREEDY_SHARE * self.tokens)), (0,) * self.depth
+        first, schedule = max(1, round(GREEDY_SHARE * self.tokens)), (0,) * self.depth
         while (flops := self.cost.flops(schedule)) > budget:
-            best, least = None, math.inf
-            for block in self.blocks:
-                grown = self._changed(schedule, block, step)
-                if not self.fits(grown):
-                    continue
-                saved = flops - self.cost.flops(grown)
-                added = self.predicted_alone(block, grown[block]) - self.predicted_alone(
-                    block, schedule[block]
-                )
-                if saved > 0 and added / saved < least:
-                    best, least = grown, added / saved
-            if best is None:
-                # Nothing saves by itself where matching costs more than a few tokens; take larger steps.
-                if step >= self.tokens // 2:
-                    return None
-                step *= 2
-                continue
-            schedule = best
+            options: list[tuple[float, Schedule]] = []
+            predicted = self.predicted(schedule)
+            # Near the end only smaller steps fit, and where matching costs more than a few tokens
+            # save, only larger ones do.
+            for step in (first, 1, *(first << n for n in range(1, 8))):
+                options = [
+                    (added / saved, grown)
+                    for block in self.blocks
+                    if (grown := self._clipped(self._changed(schedule, block, step)))[block]
+                    > schedule[block]
+                    and (saved := flops - self.cost.flops(grown)) > 0
+                    and (added := self.predicted(grown) - predicted) < math.inf
+                ]
+                if options:
+                    break
+            if not options:
+                return None
+            schedule = min(options)[1]
         return self._relax(schedule, budget)
+
+    def _clipped(self, schedule: Schedule) -> Schedule:
+        """Let blocks remove no more tokens than they can, now that earlier ones remove more."""
+        left, clipped = self.tokens, []
+        for removed in schedule:
+            clipped.append(min(removed, self.most(left)))
+            left -= clipped[-1]
+        return tuple(clipped)
 
     def improve(self, schedule: Schedule, budget: float) -> Schedule:
         """Exchange tokens between blocks as long as the measured change falls."""
@@ -266,7 +273,7 @@ class ScheduleSearch:
 
 
 def spread_schedule(depth: int, blocks: Iterable[int], total: int) -> Schedule:
-    """Remove a total in some blocks in equal parts; where they differ by one, the earlier remove more."""
+    """Remove a total in some blocks in equal parts; the earlier remove one more where they differ."""
     chosen = list(blocks)
     parts: Mapping[int, int] = {
         block: total // len(chosen) + (index < total % len(chosen))

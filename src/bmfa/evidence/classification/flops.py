@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -53,8 +54,9 @@ def costs(
     counted = replace(model, model=deepcopy(model.model).to("cpu", torch.float32).eval())
     pixels = pixels.to("cpu", torch.float32)
     found = {}
+    count = partial(count_flops, counted.model, pixels, counted.options)
     with torch.inference_mode():
-        full = count_flops(counted.model, pixels, counted.options)
+        full = count()
         for name in methods:
             with applied(counted.model, name, layers, seed) as method:
                 if method.rule is not None:
