@@ -2,13 +2,18 @@
 
 from bmfa.models.loading import LoadedModel, load_model
 from bmfa.models.patching import layer_indices, patch, unpatch
+from bmfa.models.plan import LayerSetting, ModelFingerprint, Plan
 from bmfa.models.preprocessing import Preprocessing
 from bmfa.models.recording import LayerRecord, Recording, record
 from bmfa.models.reducing import final_tokens, reduce, unmerge
+from bmfa.models.tuning import tune
 
 __all__ = [
     "LayerRecord",
+    "LayerSetting",
     "LoadedModel",
+    "ModelFingerprint",
+    "Plan",
     "Preprocessing",
     "Recording",
     "final_tokens",
@@ -17,6 +22,7 @@ __all__ = [
     "patch",
     "record",
     "reduce",
+    "tune",
     "unmerge",
     "unpatch",
 ]
