@@ -186,9 +186,15 @@ def install_functions(
         functions: One function for each of the layers.
         decisions: Of all functions; empty if some of them never run dense.
     """
+    if host.watch is not None:
+        # Pictures of several grids may share a call, so each call of attention decides for itself.
+        decisions = ()
+        host.watch(host, token_grid)
     token_grid.uses_tiles = token_grid.keeps_tiles = not decisions
     for function in functions:
         host.replacement(function).install(host.attentions[function.layer], active=not decisions)
+    if host.watch is not None:
+        return
     for index, block in enumerate(host.blocks):
         override_method(block, BlockGrid(index, token_grid, decisions), active=not decisions)
     modules = (*host.blocks, *(host.attentions[function.layer] for function in functions))
@@ -316,7 +322,9 @@ def _add_decisions(host: Host, layers: list[ScreenedLayer]) -> tuple[DenseDecisi
     decisions: list[DenseDecision] = []
     projection: Any = host.projection
     for layer in layers:
-        shape = attention_heads(host.attentions[layer.layer], int(projection.out_channels))
+        shape = attention_heads(
+            host.attentions[layer.layer], int(getattr(projection, "out_channels", 0))
+        )
         if shape is None or not may_run_dense(layer.options):
             continue
         made = DenseDecision(host.prefix, *shape, layer.options)

@@ -19,7 +19,7 @@ from bmfa.files import write_atomic
 from bmfa.grid import Grid
 from bmfa.models.hosts import find_host
 from bmfa.models.hosts.base import class_name
-from bmfa.records import Row, environment
+from bmfa.records import Record, Row, environment
 
 # Version of the files; a plan of another version is refused.
 PLAN_VERSION = 1
@@ -128,9 +128,14 @@ def write_plan(path: str | os.PathLike[str], kind: str, content: Mapping[str, An
         OSError: If the file cannot be written.
         ValueError: If a number is infinite or NaN.
     """
+    write_atomic(Path(path), format_plan(kind, content))
+
+
+def format_plan(kind: str, content: Mapping[str, Any]) -> str:
+    """Return the text that `write_plan` writes."""
     entries = {_KIND: kind, _VERSION: PLAN_VERSION, **content}
     lines = (f"  {json.dumps(name)}: {_format(value)}" for name, value in entries.items())
-    write_atomic(Path(path), "{\n" + ",\n".join(lines) + "\n}\n")
+    return "{\n" + ",\n".join(lines) + "\n}\n"
 
 
 def read_plan(path: str | os.PathLike[str], kind: str) -> dict[str, Any]:
@@ -323,7 +328,49 @@ class Plan:
         Example:
             >>> plan.save("plan.json")  # doctest: +SKIP
         """
-        write_plan(path, "attention", asdict(self))
+        write_atomic(Path(path), self.to_json())
+
+    def to_json(self) -> str:
+        """Return the text of the file that `save` writes.
+
+        Returns:
+            JSON text with one line for each setting.
+
+        Example:
+            >>> print(plan.to_json())  # doctest: +SKIP
+        """
+        return format_plan("attention", asdict(self))
+
+    def to_record(self) -> Record:
+        """Return the plan as the record of an experiment, from which its figure is drawn.
+
+        Returns:
+            A record with a row for each setting that was measured; its settings have the totals.
+
+        Example:
+            >>> plan.to_record().rows[1]["setting"]  # doctest: +SKIP
+            'error=0.01'
+        """
+        chosen, dense = set(self.layers), {s.layer: s for s in self.candidates if s.error is None}
+        rows = [
+            {
+                "layer": s.layer,
+                "setting": s.name,
+                "error": s.error,
+                "change": s.change,
+                "milliseconds": s.milliseconds,
+                "dense_milliseconds": dense[s.layer].milliseconds,
+                "chosen": s in chosen,
+            }
+            for s in self.candidates
+        ]
+        settings = {
+            name: value
+            for name, value in asdict(self).items()
+            if name not in ("layers", "candidates", "environment")
+        }
+        totals = {"speedup": self.speedup, "predicted_speedup": self.predicted_speedup}
+        return Record("tune", settings | totals, rows, self.environment)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> "Plan":

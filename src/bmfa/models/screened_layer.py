@@ -59,6 +59,12 @@ class ScreenedLayer(AttentionFunction):
         # A forward pass that began before `observe` has no grid, so it is not observed.
         return self.observer is None or self.token_grid.passes.current is None
 
+    def uses_host_on(self, grid: Grid, x: Tensor) -> bool:
+        """True if the layer runs dense for x, which has tokens of pictures with this grid."""
+        if self.decision is not None and not torch.compiler.is_compiling():
+            self.decision.grids.setdefault(self.token_grid.prefix + grid.size, grid)
+        return self.uses_host(x)
+
     def compute(
         self, q: Tensor, k: Tensor, v: Tensor, scale: float, valid: Tensor | None
     ) -> Tensor:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from bmfa.grid import Grid
 from bmfa.models.dense_decision import DenseDecision
 from bmfa.models.forward_state import ForwardState, is_recomputing
+from bmfa.models.packing import Packing
 
 # Token counts whose grid is remembered for recomputation inside a block; later ones are refused there.
 _MAX_SIZES = 256
@@ -29,6 +30,8 @@ class TokenGrid:
     passes: ForwardState[Grid] = field(default_factory=ForwardState)
     # Grids of images that went through the projection and have not reached the first block yet.
     pending: ForwardState[tuple[Grid, ...]] = field(default_factory=ForwardState)
+    # The pictures of each pass, in models whose sequences are not one grid in raster order.
+    packings: ForwardState[Packing] = field(default_factory=ForwardState)
     handle: Any = None
     # By token count: the grid of all passes so far, or None if several grids have that many tokens.
     unique: dict[int, Grid | None] = field(default_factory=dict)
@@ -64,6 +67,21 @@ class TokenGrid:
                 self.unique[grid.size] = None
         elif len(self.unique) < _MAX_SIZES:
             self.unique[grid.size] = grid
+
+    @property
+    def packing(self) -> Packing:
+        """The pictures of the running block.
+
+        Raises:
+            RuntimeError: If they are not known.
+        """
+        packing = self.packings.current
+        if packing is None:
+            raise RuntimeError(
+                "the sizes of the pictures are unknown: in this thread the model itself was not called; "
+                "call the model, not one of its blocks, and apply gradient checkpointing to whole blocks"
+            )
+        return packing
 
     def of_block(self, layer: int, tokens: Tensor) -> Grid | None:
         """Return the grid of the tokens (B, prefix + N, C) that a block receives, None if unknown."""

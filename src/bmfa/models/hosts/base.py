@@ -3,12 +3,14 @@
 `bmfa.models.hosts.find_host` finds the host of a model.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from bmfa.grid import Grid
 from bmfa.models.override import has_instance_forward
 from bmfa.models.token_grid import TokenGrid
 
@@ -55,6 +57,10 @@ class AttentionFunction:
             x: (B, tokens, C) input of the attention, or (B, heads, tokens, d) queries.
         """
         return False
+
+    def uses_host_on(self, grid: Grid, x: Tensor) -> bool:
+        """True if the host computes this call itself; x has tokens of pictures with this grid."""
+        return self.uses_host(x)
 
     def compute(
         self, q: Tensor, k: Tensor, v: Tensor, scale: float, valid: Tensor | None
@@ -125,6 +131,10 @@ class Host:
     prefix: int  # class, distillation and register tokens
     layout: BlockLayout | None  # None if its tokens cannot be reduced
     reads_spatial_tokens: bool  # True if something after the last block may read them
+    # Installs what knows the grids; None if the output of the projection has the shape of the grid.
+    watch: Callable[["Host", TokenGrid], None] | None = None
+    # Blocks whose attention is not among `attentions`, and why it stays as it is.
+    dense_blocks: dict[int, str] = field(default_factory=dict)
 
 
 def replacement_of(module: nn.Module) -> AttentionReplacement | None:
@@ -145,9 +155,11 @@ def attention_heads(module: Any, width: int) -> tuple[int, int] | None:
         module: An attention module.
         width: The width of the tokens, from which the dimension follows if the module does not have it.
     """
-    heads = getattr(module, "num_heads", None) or getattr(module, "num_attention_heads", None)
+    names = ("num_heads", "num_attention_heads", "heads")
+    heads = next((getattr(module, name) for name in names if hasattr(module, name)), None)
     if not heads:
         return None
+    width = getattr(module, "dim_out", width)  # of a block that changes the width
     return int(heads), int(getattr(module, "head_dim", None) or width // int(heads))
 
 

@@ -8,7 +8,8 @@ from bmfa.models.hosts.base import Host, class_name
 
 SUPPORTED = (
     "timm VisionTransformer, DeiT (also distilled), EVA and DINOv3; "
-    "transformers ViT, DeiT, DINOv2 (also with registers), DINOv3 ViT, CLIP vision, SigLIP vision; "
+    "transformers ViT, DeiT, DINOv2 (also with registers), DINOv3 ViT, CLIP vision, SigLIP vision, "
+    "Pixtral, Qwen2-VL, Qwen2.5-VL and Qwen3-VL vision; "
     "the embedded model"
 )
 REDUCIBLE = (
@@ -54,7 +55,7 @@ def raise_unsupported(model: nn.Module, attention: nn.Module | None = None) -> N
 def raise_not_reducible(model: nn.Module, host: Host) -> NoReturn:
     """Raise a TypeError that names the block class of the model and why it cannot be reduced."""
     name = class_name(host.blocks[0])
-    rope = any(word in name.lower() for word in ("eva", "dinov3", "rope"))
+    rope = any(word in name.lower() for word in ("eva", "dinov3", "rope", "pixtral", "qwen"))
     raise TypeError(
         f"the tokens of {name} in {type(model).__name__} cannot be reduced: "
         f"{_ROPE if rope else _LAYOUT}; supported are {REDUCIBLE}"
