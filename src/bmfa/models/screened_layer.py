@@ -22,7 +22,7 @@ class LayerInputs:
     """The inputs of one call of a screened layer."""
 
     layer: int
-    q: Tensor  # (B, heads, prefix + N, d)
+    q: Tensor  # (B, heads, prefix + N, d); tokens behind the grid are the first ones of the prefix
     k: Tensor  # (B, heads, prefix + N, d)
     scale: float
     grid: Grid
@@ -62,20 +62,22 @@ class ScreenedLayer(AttentionFunction):
     def uses_host_on(self, grid: Grid, x: Tensor) -> bool:
         """True if the layer runs dense for x, which has tokens of pictures with this grid."""
         if self.decision is not None and not torch.compiler.is_compiling():
-            self.decision.grids.setdefault(self.token_grid.prefix + grid.size, grid)
+            self.decision.grids.setdefault(self.token_grid.special + grid.size, grid)
         return self.uses_host(x)
 
     def compute(
         self, q: Tensor, k: Tensor, v: Tensor, scale: float, valid: Tensor | None
     ) -> Tensor:
         """Run `screened_attention` on the grid of the running block, and call the observer."""
-        grid, prefix = self.token_grid.of_attention(k.shape[2]), self.token_grid.prefix
+        grid, prefix = self.token_grid.of_attention(k.shape[2]), self.token_grid.special
+        if suffix := self.token_grid.suffix:  # tokens behind the grid come first, as prefix tokens
+            q, k, v = (x.roll(suffix, 2) for x in (q, k, v))
         screened = screened_attention(
             q, k, v, grid=grid, prefix=prefix, scale=scale, valid=valid, **self.options
         )
         if self.observer is not None:
             self.observer(LayerInputs(self.layer, q, k, scale, grid, prefix, valid), screened)
-        return screened.output
+        return screened.output.roll(-suffix, 2) if suffix else screened.output
 
 
 def screened_layers(model: nn.Module) -> list[ScreenedLayer]:

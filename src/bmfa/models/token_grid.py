@@ -26,7 +26,8 @@ class TokenGrid:
     carry the grid of their own tokens, so that attention finds it.
     """
 
-    prefix: int
+    prefix: int  # tokens before the grid
+    suffix: int = 0  # tokens behind it, such as detection tokens
     passes: ForwardState[Grid] = field(default_factory=ForwardState)
     # Grids of images that went through the projection and have not reached the first block yet.
     pending: ForwardState[tuple[Grid, ...]] = field(default_factory=ForwardState)
@@ -43,6 +44,11 @@ class TokenGrid:
         default_factory=set
     )  # threads before the first block of a tiled pass
     observers: int = 0  # number of `with observe(model)` blocks that are open
+
+    @property
+    def special(self) -> int:
+        """The number of tokens that are not on the grid; their keys stay exact."""
+        return self.prefix + self.suffix
 
     def watch(self, projection: nn.Module, hook: Callable[..., None] | None = None) -> None:
         """Read the grid from every output of the projection; `hook` may come before it."""
@@ -84,10 +90,10 @@ class TokenGrid:
         return packing
 
     def of_block(self, layer: int, tokens: Tensor) -> Grid | None:
-        """Return the grid of the tokens (B, prefix + N, C) that a block receives, None if unknown."""
+        """Return the grid of the tokens (B, tokens, C) that a block receives, None if unknown."""
         if layer == 0 and not torch.compiler.is_compiling():
             pending = self.pending.current or ()
-            size = tokens.shape[1] - self.prefix
+            size = tokens.shape[1] - self.special
             fitting = [grid for grid in pending if grid.size == size]
             if fitting:
                 self.pending.set(tuple(grid for grid in pending if grid.size != size))
@@ -112,7 +118,7 @@ class TokenGrid:
         """
         grid = self.passes.current if grid is None else grid
         if grid is None and is_recomputing():
-            grid = self.unique.get(tokens - self.prefix)
+            grid = self.unique.get(tokens - self.special)
             if grid is None:
                 raise RuntimeError(
                     f"attention over {tokens} tokens is recomputed in a backward pass and its grid is "
@@ -123,11 +129,12 @@ class TokenGrid:
                 "no image went through the patch embedding in this thread; call the model itself, "
                 "not one of its blocks"
             )
-        if self.prefix + grid.size != tokens:
+        if self.special + grid.size != tokens:
+            suffix = f" and {self.suffix} tokens behind it" if self.suffix else ""
             raise ValueError(
                 f"attention over {tokens} tokens, but {self.prefix} prefix tokens and a "
-                f"{grid.height}x{grid.width} grid make {self.prefix + grid.size}; screening needs all "
-                "of them: switch off whatever drops or merges tokens"
+                f"{grid.height}x{grid.width} grid{suffix} make {self.special + grid.size}; screening "
+                "needs all of them: switch off whatever drops or merges tokens"
             )
         return grid
 

@@ -47,7 +47,11 @@ class AttentionFunction:
                 "call model.eval(), or build the model with attention dropout 0"
             )
         scale = query.shape[-1] ** -0.5 if scale is None else float(scale)
-        valid = None if attn_mask is None else valid_keys(attn_mask, self.token_grid.prefix)
+        valid = (
+            None
+            if attn_mask is None
+            else valid_keys(attn_mask, self.token_grid.prefix, self.token_grid.suffix)
+        )
         return self.compute(query, key, value, scale, valid)
 
     def uses_host(self, x: Tensor) -> bool:
@@ -131,6 +135,7 @@ class Host:
     prefix: int  # class, distillation and register tokens
     layout: BlockLayout | None  # None if its tokens cannot be reduced
     reads_spatial_tokens: bool  # True if something after the last block may read them
+    suffix: int = 0  # detection tokens and others behind the grid
     # Installs what knows the grids; None if the output of the projection has the shape of the grid.
     watch: Callable[["Host", TokenGrid], None] | None = None
     # Blocks whose attention is not among `attentions`, and why it stays as it is.
@@ -163,12 +168,13 @@ def attention_heads(module: Any, width: int) -> tuple[int, int] | None:
     return int(heads), int(getattr(module, "head_dim", None) or width // int(heads))
 
 
-def valid_keys(mask: Tensor, prefix: int) -> Tensor | None:
+def valid_keys(mask: Tensor, prefix: int, suffix: int = 0) -> Tensor | None:
     """Convert a padding mask to the mask of spatial keys that exist.
 
     Args:
-        mask: Boolean or additive mask that broadcasts to (B, heads, Q, prefix + N).
-        prefix: The number of prefix tokens.
+        mask: Boolean or additive mask that broadcasts to (B, heads, Q, prefix + N + suffix).
+        prefix: The number of tokens before the grid.
+        suffix: The number of tokens behind the grid.
 
     Returns:
         (B or 1, N) torch.bool, or None if all keys exist.
@@ -176,17 +182,19 @@ def valid_keys(mask: Tensor, prefix: int) -> Tensor | None:
     Raises:
         ValueError: If the mask is not a padding mask of spatial keys.
     """
-    mask = mask[(None,) * (4 - mask.dim())]  # (B or 1, heads or 1, Q or 1, prefix + N)
+    mask = mask[(None,) * (4 - mask.dim())]  # (B or 1, heads or 1, Q or 1, tokens)
     visible = mask if mask.dtype == torch.bool else mask == 0
     hidden = ~visible if mask.dtype == torch.bool else mask < _HIDDEN_SCORE
     same = (visible == visible[:, :1, :1]).all()
-    if not (same and (visible | hidden).all() and visible[..., :prefix].all()):
+    end = mask.shape[-1] - suffix
+    special = torch.cat((visible[..., :prefix], visible[..., end:]), -1)
+    if not (same and (visible | hidden).all() and special.all()):
         raise ValueError(
             f"an attention mask of shape {tuple(mask.shape)} that adds a bias, differs between queries "
-            "or heads, or hides prefix tokens is not supported; pass a padding mask, or call "
-            "bmfa.unpatch(model)"
+            "or heads, or hides tokens that are not on the grid is not supported; pass a padding mask, "
+            "or call bmfa.unpatch(model)"
         )
-    return None if bool(visible.all()) else visible[:, 0, 0, prefix:]
+    return None if bool(visible.all()) else visible[:, 0, 0, prefix:end]
 
 
 def class_name(module: nn.Module) -> str:
