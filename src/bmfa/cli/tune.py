@@ -45,7 +45,9 @@ def tune(
     batch_size: opt.BatchSize = 1,
     limit: Annotated[
         int | None,
-        opt.option("--limit N", "Pictures to use, half of them for checking (32 on a GPU, else 8)."),
+        opt.option(
+            "--limit N", "Pictures to use, half of them for checking (32 on a GPU, else 8)."
+        ),
     ] = None,
     dtype: Annotated[
         str | None, opt.option("--dtype NAME", "Cast the model: float32, float16 or bfloat16.")

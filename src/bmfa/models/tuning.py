@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
-from bmfa.attention.api import screened_attention
 from bmfa.checks import check_integer, check_number
 from bmfa.grid import Grid
 from bmfa.models.hosts import Host, find_host
@@ -34,6 +33,7 @@ from bmfa.models.patching import (
 from bmfa.models.picture_sample import find_preprocessing, sample_pictures
 from bmfa.models.plan import LayerSetting, ModelFingerprint, Plan
 from bmfa.models.preprocessing import Preprocessing
+from bmfa.models.screened_layer import ScreenedLayer
 from bmfa.models.token_grid import TokenGrid
 from bmfa.records import Row, environment
 from bmfa.timing import time_alternating
@@ -225,25 +225,14 @@ class _TimedLayer(AttentionFunction):
         dense = partial(scaled_dot_product_attention, query, key, value, *args, **kw)
         if self.errors and not self.milliseconds:
             calls: dict[float | None, Callable[[], object]] = {None: dense}
-            for error in self.errors:
-                tiled = partial(super().__call__, query, key, value, *args, **kw)
-                calls[error] = partial(self._with_target, error, tiled)
+            for error, options in self._options().items():
+                tiled = ScreenedLayer(self.layer, self.token_grid, options)
+                calls[error] = partial(tiled, query, key, value, *args, **kw)
             self._time(calls, query.device)
         return dense()
 
-    def compute(
-        self, q: Tensor, k: Tensor, v: Tensor, scale: float, valid: Tensor | None
-    ) -> Tensor:
-        """Run attention over tiles with the current target."""
-        assert self.grid is not None
-        prefix = self.token_grid.prefix
-        return screened_attention(
-            q, k, v, grid=self.grid, prefix=prefix, scale=scale, valid=valid, **self.target
-        ).output
-
-    def _with_target(self, error: float, call: Callable[[], Tensor]) -> Tensor:
-        self.target = planned_options({self.layer: error})[self.layer]
-        return call()
+    def _options(self) -> dict[float, dict[str, Any]]:
+        return {error: planned_options({self.layer: error})[self.layer] for error in self.errors}
 
     def _time(
         self, calls: Mapping[float | None, Callable[[], object]], device: torch.device
@@ -380,7 +369,7 @@ class _Tuner:
 
     def _time_layers(self, batch: Tensor, times: Times | None) -> list[_TimedLayer]:
         """Run the model once, dense, and time the attention of every layer on the way."""
-        token_grid = TokenGrid(self.host.prefix)
+        token_grid = TokenGrid(self.host.prefix, self.host.suffix)
         errors = () if times is not None else self.settings.errors
         functions = [
             _TimedLayer(index, token_grid, errors, self.settings.repeats)
