@@ -70,12 +70,13 @@ def tune(
         require_packages(("matplotlib",), "report")
     if dtype is not None and dtype not in DTYPES:
         raise ValueError(f"--dtype is {dtype!r}; pass one of {', '.join(DTYPES)}")
+    pictures = _pictures(images, model, limit, seed)
     output = Output(json, quiet)
     loaded = load_model(model, weights, img_size=img_size, crop_pct=crop_pct)
     loaded.model.to(opt.resolve_device(device), _dtype(dtype))
     plan = run(
         loaded,
-        _pictures(images, model, limit, seed),
+        pictures,
         tolerance,
         measure,
         errors=error or ERRORS,
@@ -123,15 +124,23 @@ def total_lines(plan: "Plan") -> list[str]:
     lines = [
         f"\n{plan.measure} at {width}x{height} px, {plan.dtype}, batches of {plan.batch_size} on "
         f"{plan.environment['device_name']}: {tiled} of {len(plan.layers)} layers attend over tiles",
-        f"change: {change(plan.predicted_change)} predicted from {plan.choosing} pictures, "
-        f"{change(plan.measured_change)} measured on {plan.checking} others, tolerance "
+        f"change: {change(plan.predicted_change)} predicted from {_count(plan.choosing)}, "
+        f"{change(plan.measured_change)} measured on {_count(plan.checking, 'other ')}, tolerance "
         f"{change(plan.tolerance)}",
         f"time: {plan.dense_milliseconds:.5g} ms dense, {plan.predicted_milliseconds:.5g} ms predicted "
         f"({plan.predicted_speedup:.2f}x), {plan.milliseconds:.5g} ms measured ({plan.speedup:.2f}x)",
     ]
+    if not plan.errors and not any(s.change for s in plan.candidates):
+        lines.append(
+            "no setting is faster than dense attention at this size: the model stays as it is"
+        )
     if len(plan.checks) > 1:
         lines.append(f"checked {len(plan.checks)} combinations; the last one is the plan")
     return lines
+
+
+def _count(pictures: int, kind: str = "") -> str:
+    return f"{pictures} {kind}picture{'' if pictures == 1 else 's'}"
 
 
 def format_change(measure: str, change: float | None) -> str:
@@ -170,5 +179,5 @@ def _check_target(option: str, path: str | None, suffix: str) -> None:
     if path is None:
         return
     if Path(path).is_dir() or Path(path).suffix.lower() != suffix:
-        raise ValueError(f"{option} {path} is not the name of such a file; pass FILE{suffix}")
+        raise ValueError(f"{option} {path} is not the name of a {suffix} file; pass FILE{suffix}")
     Path(path).parent.mkdir(parents=True, exist_ok=True)

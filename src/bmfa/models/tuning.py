@@ -220,14 +220,24 @@ class _TimedLayer(AttentionFunction):
     grid: Grid | None = None
     dtype: torch.dtype | None = None
 
-    def __call__(self, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kw: Any) -> Tensor:
+    def __call__(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+    ) -> Tensor:
+        arguments: Any = (query, key, value, attn_mask, dropout_p, is_causal)
         self.grid, self.dtype = self.token_grid.of_attention(key.shape[2]), query.dtype
-        dense = partial(scaled_dot_product_attention, query, key, value, *args, **kw)
+        dense = partial(scaled_dot_product_attention, *arguments, scale=scale)
         if self.errors and not self.milliseconds:
             calls: dict[float | None, Callable[[], object]] = {None: dense}
             for error, options in self._options().items():
                 tiled = ScreenedLayer(self.layer, self.token_grid, options)
-                calls[error] = partial(tiled, query, key, value, *args, **kw)
+                calls[error] = partial(tiled, *arguments, scale=scale)
             self._time(calls, query.device)
         return dense()
 
@@ -448,8 +458,10 @@ class _Tuner:
         tolerance = self.settings.tolerance
         checks: list[Row] = []
         while True:
-            dense = len(checks) == MAX_CHECKS - 1
-            chosen = search.fastest(0.0 if dense else budget)
+            chosen = search.fastest(budget)
+            if budget == 0.0 or len(checks) == MAX_CHECKS - 1:
+                # Settings without any change on the choosing pictures failed on the others.
+                chosen = dict.fromkeys(chosen)
             cost, measured = search.cost(chosen), check(chosen)
             predicted = _rounded(cost ** (1.0 / search.power), 6) if predicts else None
             checks.append(_check_row(chosen, predicted, measured))

@@ -13,6 +13,7 @@ from bmfa.records import Record, Row
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
+LEGEND_STEP = 28.0  # pixels between two error targets in the title of a panel
 MOST_LAYER_TICKS = 16  # more of them would overlap in a panel of half the width
 
 
@@ -55,13 +56,10 @@ def _draw_sensitivity(canvas: Canvas, axes: "Axes", record: Record) -> None:
         )
     _set_layers(axes, record.rows)
     left, top, width, _ = canvas.bounds(axes)
-    x = left + width - 44 * len(errors)
-    for error in errors:
-        canvas.add_text(
-            x + 44, top - 29, f"{error:g}", fontsize=style.SMALL, color=colours[error], ha="right"
-        )
-        x += 44
-    title = "Change by one layer, target:" if errors else "Change by one layer"
+    for index, error in enumerate(reversed(errors)):
+        x, text = left + width - LEGEND_STEP * index, f"{error:g}".removeprefix("0")
+        canvas.add_text(x, top - 29, text, fontsize=style.SMALL, color=colours[error], ha="right")
+    title = "Change by one layer with error" if errors else "Change by one layer"
     y_label = f"{unit}, logarithmic; chosen settings are filled"
     add_labels(canvas, axes, title, y_label, "layer")
 
@@ -105,7 +103,7 @@ def _draw_changes(canvas: Canvas, axes: "Axes", record: Record) -> None:
             highest = max(highest, value)
             axes.bar(index + shift, value, 0.36, color=style.LIGHT[colour])
             if index == len(checks) - 1:
-                _label_bar(axes, index + shift, value, f"{value:.3g}")
+                _label_bar(axes, index + shift, f"{value:.3g}")
     axes.axhline(tolerance, color=style.INK.light, linewidth=1.0)
     axes.set(xlim=(-0.8, max(1, len(checks)) - 0.2), ylim=(0, 1.2 * highest))
     set_ticks(axes.xaxis, range(len(checks)), [str(index + 1) for index in range(len(checks))])
@@ -125,7 +123,7 @@ def _draw_speed(canvas: Canvas, axes: "Axes", record: Record) -> None:
     }
     for index, (name, (value, colour)) in enumerate(bars.items()):
         axes.bar(index, value, 0.5, color=style.LIGHT[colour], alpha=0.35 if name == "dense" else 1)
-        _label_bar(axes, index, value, f"{settings['dense_milliseconds'] / value:.2f}x")
+        _label_bar(axes, index, f"{settings['dense_milliseconds'] / value:.2f}x")
     axes.set(xlim=(-0.6, 2.6), ylim=(0, 1.2 * max(value for value, _ in bars.values())))
     set_ticks(axes.xaxis, range(len(bars)), list(bars))
     height, width = settings["img_size"]
@@ -133,9 +131,16 @@ def _draw_speed(canvas: Canvas, axes: "Axes", record: Record) -> None:
     add_labels(canvas, axes, "Time of the model", "milliseconds for a batch", x_label)
 
 
-def _label_bar(axes: "Axes", x: float, height: float, text: str) -> None:
+def _label_bar(axes: "Axes", x: float, text: str) -> None:
+    """Write the value into the foot of a bar, where it hides no line."""
     axes.annotate(
-        text, (x, height), (0, 3), textcoords="offset points", ha="center", fontsize=style.SMALL
+        text,
+        (x, 0),
+        (0, 6),
+        textcoords="offset points",
+        ha="center",
+        fontsize=style.SMALL,
+        bbox={"facecolor": style.SURFACE.light, "edgecolor": "none", "pad": 1.5},
     )
 
 
