@@ -140,6 +140,7 @@ class Host:
     watch: Callable[["Host", TokenGrid], None] | None = None
     # Blocks whose attention is not among `attentions`, and why it stays as it is.
     dense_blocks: dict[int, str] = field(default_factory=dict)
+    make_token_grid: Callable[[int, int], TokenGrid] = TokenGrid  # from prefix and suffix
 
 
 def replacement_of(module: nn.Module) -> AttentionReplacement | None:
