@@ -8,7 +8,7 @@ classes at the top of its module, for example `TOWERS`, `ATTENTIONS` and `LAYOUT
 
 from torch import nn
 
-from bmfa.models.hosts import packed, timm, transformers
+from bmfa.models.hosts import hiera, naflex, packed, timm, transformers
 from bmfa.models.hosts.base import Host
 from bmfa.models.hosts.unsupported import raise_unsupported
 
@@ -38,8 +38,13 @@ def find_host(model: nn.Module) -> Host:
         raise TypeError(
             f"model is {type(model).__name__}; pass the torch.nn.Module (load_model(...).model)"
         )
-    finders = (timm.find_towers, transformers.find_towers, packed.find_towers)
-    hosts = [host for find_towers in finders for host in find_towers(model)]
+    hosts = [
+        *timm.find_towers(model),
+        *naflex.find_towers(model),
+        *hiera.find_towers(model),
+        *transformers.find_towers(model),
+        *packed.find_towers(model),
+    ]
     if len(hosts) > 1:
         raise ValueError(
             f"{type(model).__name__} contains {len(hosts)} vision towers; pass one of them"

@@ -123,7 +123,7 @@ class BlockLayout:
 class Host:
     """A vision tower and its parts, in the order in which they run."""
 
-    replacement: type[AttentionReplacement]
+    replacement: Callable[[AttentionFunction], AttentionReplacement]
     tower: nn.Module
     blocks: tuple[nn.Module, ...]
     attentions: tuple[nn.Module, ...]
@@ -135,6 +135,9 @@ class Host:
     watch: Callable[["Host", TokenGrid], None] | None = None
     # Blocks whose attention is not among `attentions`, and why it stays as it is.
     dense_blocks: dict[int, str] = field(default_factory=dict)
+    not_reducible: str = (
+        ""  # why tokens cannot be reduced, if the layout is None and the class does not say
+    )
 
 
 def replacement_of(module: nn.Module) -> AttentionReplacement | None:

@@ -7,9 +7,9 @@ from torch import nn
 from bmfa.models.hosts.base import Host, class_name
 
 SUPPORTED = (
-    "timm VisionTransformer, DeiT (also distilled), EVA and DINOv3; "
+    "timm VisionTransformer, DeiT (also distilled), EVA, DINOv3, NaFlexViT and Hiera; "
     "transformers ViT, DeiT, DINOv2 (also with registers), DINOv3 ViT, CLIP vision, SigLIP vision, "
-    "Pixtral, Qwen2-VL, Qwen2.5-VL and Qwen3-VL vision; "
+    "Pixtral, Qwen2-VL, Qwen2.5-VL and Qwen3-VL vision, SAM 2; "
     "the embedded model"
 )
 REDUCIBLE = (
@@ -58,7 +58,7 @@ def raise_not_reducible(model: nn.Module, host: Host) -> NoReturn:
     rope = any(word in name.lower() for word in ("eva", "dinov3", "rope", "pixtral", "qwen"))
     raise TypeError(
         f"the tokens of {name} in {type(model).__name__} cannot be reduced: "
-        f"{_ROPE if rope else _LAYOUT}; supported are {REDUCIBLE}"
+        f"{host.not_reducible or (_ROPE if rope else _LAYOUT)}; supported are {REDUCIBLE}"
     )
 
 
