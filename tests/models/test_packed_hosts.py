@@ -2,14 +2,12 @@
 
 import copy
 import pickle
-import threading
 from importlib.util import find_spec
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 if find_spec("timm") is None or find_spec("transformers") is None:
     pytest.skip("needs timm and transformers: pip install 'bmfa[models]'", allow_module_level=True)
@@ -152,92 +150,6 @@ def test_copies_and_pickles_are_patched_on_their_own(name: str) -> None:
         assert torch.equal(features(unpatch(other), inputs), full)
         assert not any(m._forward_pre_hooks for m in other.modules())
         patch(model, layers="all", **COARSE)
-
-
-@torch.no_grad()
-def test_autocast(name: str) -> None:
-    model, inputs = make_packed(name), inputs_of(name)
-    patch(model, layers="all", **EXACT[0])
-    with torch.autocast("cpu", torch.bfloat16):
-        mine = features(model, inputs)
-        theirs = features(unpatch(model), inputs)
-    assert mine.dtype == theirs.dtype
-    # 2 ** -8 is the precision of bfloat16; every layer rounds a few times.
-    assert change(mine.float(), theirs.float()) < 24 * 2**-8
-
-
-def gradients(model: nn.Module, inputs: Inputs) -> list[Tensor]:
-    features(model, inputs).square().mean().backward()
-    return [p.grad for p in model.parameters() if p.grad is not None]
-
-
-class Checkpointed(nn.Module):
-    """A model that is recomputed as a whole."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, **inputs: Any) -> Any:
-        return checkpoint(self.model, use_reentrant=False, **inputs)
-
-
-def test_gradient_checkpointing(name: str) -> None:
-    plain, checkpointed = make_packed(name).train(), make_packed(name).train()
-    if getattr(checkpointed, "supports_gradient_checkpointing", False):
-        checkpointed.gradient_checkpointing_enable()
-    elif hasattr(checkpointed, "set_grad_checkpointing"):
-        checkpointed.set_grad_checkpointing()
-    else:
-        checkpointed = Checkpointed(checkpointed)
-    inputs = inputs_of(name)
-    for model in (plain, checkpointed):
-        patch(model, layers="all", **COARSE)
-    pairs = zip(gradients(checkpointed, inputs), gradients(plain, inputs), strict=True)
-    for mine, theirs in pairs:
-        torch.testing.assert_close(mine, theirs)
-
-
-@torch.no_grad()
-def test_two_threads(name: str) -> None:
-    model = patch(make_packed(name), layers="all", **COARSE)
-    shown = [inputs_of(name, seed) for seed in (1, 2)]
-    expected = [features(model, inputs) for inputs in shown]
-    wrong: list[object] = []
-    start = threading.Barrier(2)
-
-    def serve(index: int) -> None:
-        try:
-            start.wait(timeout=60)
-            with torch.no_grad():
-                for _ in range(3):
-                    if not torch.equal(features(model, shown[index]), expected[index]):
-                        wrong.append(index)
-        except Exception as error:
-            wrong.append(error)
-
-    threads = [threading.Thread(target=serve, args=(index,)) for index in (0, 1)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert wrong == []
-
-
-# The others have the attention of Qwen3-VL.
-@pytest.mark.parametrize("name", sorted({*PACKED} - {"qwen2-vl", "qwen3-vl-moe", "naflex-rope"}))
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
-@torch.no_grad()
-def test_compile(name: str) -> None:
-    model, inputs = make_packed(name), inputs_of(name)
-    patch(model, layers="all", **COARSE)
-    expected = features(model, inputs)
-    torch.compiler.reset()
-    # The sizes of packed pictures are known at run time only; Hiera has one grid.
-    compiled = torch.compile(model, backend="eager", fullgraph=name in ("hiera", "sam2"))
-    for _ in range(2):
-        assert change(features(compiled, inputs), expected) < TOLERANCE
-    torch.compiler.reset()
 
 
 @torch.no_grad()

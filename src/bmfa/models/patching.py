@@ -155,13 +155,13 @@ def install_layers(
     unpatch(model)
     if not options:
         return
-    token_grid = TokenGrid(host.prefix)
+    token_grid = TokenGrid(host.prefix, host.suffix)
     screened = [ScreenedLayer(index, token_grid, options[index]) for index in sorted(options)]
     decisions: tuple[DenseDecision, ...]
     if planned is None:
         decisions = _add_decisions(host, screened)
     else:
-        decisions = (PlannedDecision(host.prefix, 0, 0, {}, planned=planned),)
+        decisions = (PlannedDecision(host.prefix + host.suffix, 0, 0, {}, planned=planned),)
         for layer in screened:
             layer.decision = decisions[0]
     if host.watch is not None:
@@ -171,6 +171,7 @@ def install_layers(
     token_grid.uses_tiles = token_grid.keeps_tiles = not decisions
     for layer in screened:
         host.replacement(layer).install(host.attentions[layer.layer], active=not decisions)
+    token_grid.log.watch(host.blocks[-1], len(host.attentions))
     if host.watch is not None:
         return
     for index, block in enumerate(host.blocks):
@@ -297,7 +298,7 @@ def _add_decisions(host: Host, layers: list[ScreenedLayer]) -> tuple[DenseDecisi
         )
         if shape is None or not may_run_dense(layer.options):
             continue
-        made = DenseDecision(host.prefix, *shape, layer.options)
+        made = DenseDecision(host.prefix + host.suffix, *shape, layer.options)
         equal = (d for d in decisions if (d.heads, d.head_dim, d.options) == (*shape, made.options))
         layer.decision = next(equal, made)
         if layer.decision is made:

@@ -15,6 +15,7 @@ from bmfa.models.override import has_instance_forward
 from bmfa.models.token_grid import TokenGrid
 
 _ATTRIBUTE = "bmfa_attention"
+_REPR = "extra_repr"  # the method of nn.Module that adds text to the repr of a module
 # Hosts hide a key by adding -inf or the smallest number of the dtype, -65504 in float16, to its score.
 _HIDDEN_SCORE = -1e4
 
@@ -47,8 +48,16 @@ class AttentionFunction:
                 "call model.eval(), or build the model with attention dropout 0"
             )
         scale = query.shape[-1] ** -0.5 if scale is None else float(scale)
-        valid = None if attn_mask is None else valid_keys(attn_mask, self.token_grid.prefix)
+        valid = (
+            None
+            if attn_mask is None
+            else valid_keys(attn_mask, self.token_grid.prefix, self.token_grid.suffix)
+        )
         return self.compute(query, key, value, scale, valid)
+
+    def describe(self) -> str:
+        """Return the settings of the layer as text, for the repr of its module."""
+        return ""
 
     def uses_host(self, x: Tensor) -> bool:
         """True if the host computes this call itself.
@@ -69,6 +78,16 @@ class AttentionFunction:
         raise NotImplementedError
 
 
+@dataclass(frozen=True)
+class _ModuleText:
+    """In place of `extra_repr` of one module; an object, because functions of modules do not pickle."""
+
+    text: str
+
+    def __call__(self) -> str:
+        return self.text
+
+
 @dataclass(eq=False)
 class AttentionReplacement:
     """Passes q, k, v of an attention module to a function; each host has a subclass.
@@ -80,10 +99,14 @@ class AttentionReplacement:
     function: AttentionFunction
     active: bool = field(init=False, default=False)
     saved: dict[str, Any] = field(init=False, default_factory=dict)  # attributes to restore
+    own_repr: Any = field(init=False, default=None)  # `extra_repr` that was set on the instance
 
     def install(self, module: nn.Module, *, active: bool = True) -> None:
         """Store the replacement in the module, and activate it if `active`."""
         module.__dict__[_ATTRIBUTE] = self
+        parts = (module.extra_repr(), f"bmfa: {self.function.describe()}")
+        self.own_repr = module.__dict__.get(_REPR)
+        module.__dict__[_REPR] = _ModuleText(", ".join(part for part in parts if part))
         if active:
             self.activate(module)
 
@@ -103,6 +126,10 @@ class AttentionReplacement:
         """Undo `install`."""
         self.deactivate(module)
         del module.__dict__[_ATTRIBUTE]
+        if isinstance(module.__dict__.get(_REPR), _ModuleText):
+            del module.__dict__[_REPR]
+            if self.own_repr is not None:
+                module.__dict__[_REPR] = self.own_repr
 
     def _replace(self, module: nn.Module) -> None:
         raise NotImplementedError
@@ -131,6 +158,7 @@ class Host:
     prefix: int  # class, distillation and register tokens
     layout: BlockLayout | None  # None if its tokens cannot be reduced
     reads_spatial_tokens: bool  # True if something after the last block may read them
+    suffix: int = 0  # detection tokens and others behind the grid
     # Installs what knows the grids; None if the output of the projection has the shape of the grid.
     watch: Callable[["Host", TokenGrid], None] | None = None
     # Blocks whose attention is not among `attentions`, and why it stays as it is.
@@ -166,12 +194,13 @@ def attention_heads(module: Any, width: int) -> tuple[int, int] | None:
     return int(heads), int(getattr(module, "head_dim", None) or width // int(heads))
 
 
-def valid_keys(mask: Tensor, prefix: int) -> Tensor | None:
+def valid_keys(mask: Tensor, prefix: int, suffix: int = 0) -> Tensor | None:
     """Convert a padding mask to the mask of spatial keys that exist.
 
     Args:
-        mask: Boolean or additive mask that broadcasts to (B, heads, Q, prefix + N).
-        prefix: The number of prefix tokens.
+        mask: Boolean or additive mask that broadcasts to (B, heads, Q, prefix + N + suffix).
+        prefix: The number of tokens before the grid.
+        suffix: The number of tokens behind the grid.
 
     Returns:
         (B or 1, N) torch.bool, or None if all keys exist.
@@ -179,17 +208,19 @@ def valid_keys(mask: Tensor, prefix: int) -> Tensor | None:
     Raises:
         ValueError: If the mask is not a padding mask of spatial keys.
     """
-    mask = mask[(None,) * (4 - mask.dim())]  # (B or 1, heads or 1, Q or 1, prefix + N)
+    mask = mask[(None,) * (4 - mask.dim())]  # (B or 1, heads or 1, Q or 1, tokens)
     visible = mask if mask.dtype == torch.bool else mask == 0
     hidden = ~visible if mask.dtype == torch.bool else mask < _HIDDEN_SCORE
     same = (visible == visible[:, :1, :1]).all()
-    if not (same and (visible | hidden).all() and visible[..., :prefix].all()):
+    end = mask.shape[-1] - suffix
+    special = torch.cat((visible[..., :prefix], visible[..., end:]), -1)
+    if not (same and (visible | hidden).all() and special.all()):
         raise ValueError(
             f"an attention mask of shape {tuple(mask.shape)} that adds a bias, differs between queries "
-            "or heads, or hides prefix tokens is not supported; pass a padding mask, or call "
-            "bmfa.unpatch(model)"
+            "or heads, or hides tokens that are not on the grid is not supported; pass a padding mask, "
+            "or call bmfa.unpatch(model)"
         )
-    return None if bool(visible.all()) else visible[:, 0, 0, prefix:]
+    return None if bool(visible.all()) else visible[:, 0, 0, prefix:end]
 
 
 def class_name(module: nn.Module) -> str:

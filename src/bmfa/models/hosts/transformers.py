@@ -1,6 +1,7 @@
 """Vision Transformers of transformers, through its own attention interface."""
 
 import sys
+from collections.abc import Callable
 from copy import copy
 from dataclasses import dataclass
 from typing import Any
@@ -12,9 +13,11 @@ from bmfa.models.hosts.base import (
     BlockLayout,
     Host,
     class_name,
+    is_noop,
     replacement_of,
 )
 from bmfa.models.hosts.unsupported import SUPPORTED
+from bmfa.models.override import override_method, restore_method
 from bmfa.packages import load_package
 
 # The name of our attention function in `config._attn_implementation`.
@@ -29,45 +32,12 @@ _DINO = BlockLayout(
     ("norm2", "mlp", "layer_scale2", "drop_path"),
 )
 _CLIP = BlockLayout(("layer_norm1", "self_attn"), ("layer_norm2", "mlp"))
+_AIM = BlockLayout(("rms_norm1", "attention"), ("rms_norm2", "ffn"))
 
 # Endings of the class names of models that read spatial tokens after the last block.
 _DENSE = ("ForMaskedImageModeling", "Backbone")
 _DENSE_OR_POOLED = (*_DENSE, "ForImageClassification")
 _ALL = ("",)
-
-
-@dataclass(frozen=True)
-class Family:
-    """The names of a model family's attention class, block layout, patch projection and prefix."""
-
-    attention: str
-    layout: BlockLayout | None
-    projection: str = "patch_embeddings.projection"
-    prefix: int = 1  # without registers
-    registers: bool = False
-    spatial_readers: tuple[str, ...] = _DENSE
-
-
-# By the class of the embeddings, which distinguishes the vision tower of CLIP from its text tower.
-FAMILIES = {
-    "vit.modeling_vit.ViTEmbeddings": Family("ViTAttention", _VIT),
-    "deit.modeling_deit.DeiTEmbeddings": Family("DeiTAttention", _VIT, prefix=2),
-    "dinov2.modeling_dinov2.Dinov2Embeddings": Family(
-        "Dinov2Attention", _DINO, spatial_readers=_DENSE_OR_POOLED
-    ),
-    "dinov2_with_registers.modeling_dinov2_with_registers.Dinov2WithRegistersEmbeddings": Family(
-        "Dinov2WithRegistersAttention", _DINO, registers=True, spatial_readers=_DENSE_OR_POOLED
-    ),
-    "dinov3_vit.modeling_dinov3_vit.DINOv3ViTEmbeddings": Family(
-        "DINOv3ViTAttention", None, "patch_embeddings", registers=True
-    ),
-    "clip.modeling_clip.CLIPVisionEmbeddings": Family(
-        "CLIPAttention", _CLIP, "patch_embedding", spatial_readers=_DENSE_OR_POOLED
-    ),
-    "siglip.modeling_siglip.SiglipVisionEmbeddings": Family(
-        "SiglipAttention", _CLIP, "patch_embedding", prefix=0, spatial_readers=_ALL
-    ),
-}
 
 
 class TransformersAttention(AttentionReplacement):
@@ -89,6 +59,92 @@ class TransformersAttention(AttentionReplacement):
     def __setstate__(self, state: dict[str, Any]) -> None:
         _register()  # the process that unpickles the model must know the name
         self.__dict__.update(state)
+
+
+class BlipAttention(AttentionReplacement):
+    """Computes q, k, v and the output as BLIP does, whose attention calls no other function."""
+
+    def _replace(self, module: nn.Module) -> None:
+        override_method(module, self)
+
+    def _undo(self, module: nn.Module) -> None:
+        restore_method(module)
+
+    def uses_host(self, x: Any) -> bool:
+        """False: `run` decides, because the block passes its tokens by name."""
+        return False
+
+    def run(self, module: Any, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Compute the output of the attention module."""
+        x: Tensor = args[0] if args else kwargs["hidden_states"]
+        if self.function.uses_host(x):
+            return forward(*args, **kwargs)
+        _refuse_attentions(kwargs.get("output_attentions") or module.config.output_attentions)
+        qkv = module.qkv(x).unflatten(-1, (3, module.num_heads, -1))
+        q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)  # (B, heads, T, d) each
+        dropout = 0.0 if is_noop(module.dropout) else module.dropout.p
+        output = self.function(q, k, v, None, dropout, False, module.scale)
+        return module.projection(output.transpose(1, 2).flatten(2)), None
+
+
+@dataclass(frozen=True)
+class Family:
+    """The names of a model family's attention class, block layout, patch projection and tokens."""
+
+    attention: str
+    layout: BlockLayout | None
+    projection: str = "patch_embeddings.projection"
+    prefix: int = 1  # without registers
+    registers: bool = False
+    spatial_readers: tuple[str, ...] = _DENSE
+    suffix: str | None = None  # name in the configuration of the number of tokens behind the grid
+    replacement: type[AttentionReplacement] = TransformersAttention
+
+
+# By the class of the embeddings, which distinguishes the vision tower of CLIP from its text tower.
+FAMILIES = {
+    "vit.modeling_vit.ViTEmbeddings": Family("ViTAttention", _VIT),
+    "deit.modeling_deit.DeiTEmbeddings": Family("DeiTAttention", _VIT, prefix=2),
+    "dinov2.modeling_dinov2.Dinov2Embeddings": Family(
+        "Dinov2Attention", _DINO, spatial_readers=_DENSE_OR_POOLED
+    ),
+    "dinov2_with_registers.modeling_dinov2_with_registers.Dinov2WithRegistersEmbeddings": Family(
+        "Dinov2WithRegistersAttention", _DINO, registers=True, spatial_readers=_DENSE_OR_POOLED
+    ),
+    "dinov3_vit.modeling_dinov3_vit.DINOv3ViTEmbeddings": Family(
+        "DINOv3ViTAttention", None, "patch_embeddings", registers=True
+    ),
+    "clip.modeling_clip.CLIPVisionEmbeddings": Family(
+        "CLIPAttention", _CLIP, "patch_embedding", spatial_readers=_DENSE_OR_POOLED
+    ),
+    "siglip.modeling_siglip.SiglipVisionEmbeddings": Family(
+        "SiglipAttention", _CLIP, "patch_embedding", prefix=0, spatial_readers=_ALL
+    ),
+    "vit_msn.modeling_vit_msn.ViTMSNEmbeddings": Family("ViTMSNAttention", _VIT),
+    "ijepa.modeling_ijepa.IJepaEmbeddings": Family(
+        "IJepaAttention", _VIT, prefix=0, spatial_readers=_ALL
+    ),
+    "dpt.modeling_dpt.DPTViTEmbeddings": Family("DPTViTAttention", None),
+    "dpt.modeling_dpt.DPTViTHybridEmbeddings": Family("DPTViTAttention", None, "projection"),
+    "yolos.modeling_yolos.YolosEmbeddings": Family(
+        "YolosAttention", None, suffix="num_detection_tokens"
+    ),
+    "vitpose_backbone.modeling_vitpose_backbone.VitPoseBackboneEmbeddings": Family(
+        "VitPoseBackboneAttention", None, prefix=0, spatial_readers=_ALL
+    ),
+    "aimv2.modeling_aimv2.Aimv2VisionEmbeddings": Family(
+        "Aimv2Attention", _AIM, "patch_embed", prefix=0, spatial_readers=_ALL
+    ),
+    "owlvit.modeling_owlvit.OwlViTVisionEmbeddings": Family(
+        "OwlViTAttention", _CLIP, "patch_embedding", spatial_readers=("ForObjectDetection",)
+    ),
+    "internvl.modeling_internvl.InternVLVisionEmbeddings": Family(
+        "InternVLVisionAttention", None, spatial_readers=_ALL
+    ),
+    "blip.modeling_blip.BlipVisionEmbeddings": Family(
+        "BlipAttention", _CLIP, "patch_embedding", spatial_readers=_ALL, replacement=BlipAttention
+    ),
+}
 
 
 def bmfa_attention_forward(
@@ -113,15 +169,20 @@ def bmfa_attention_forward(
         return _functions.get(name, eager)(  # type: ignore[no-any-return]
             module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs
         )
-    if kwargs.get("output_attentions") or replacement.saved["config"].output_attentions:
+    own = replacement.saved["config"].output_attentions
+    _refuse_attentions(kwargs.get("output_attentions") or own)
+    causal = bool(kwargs.get("is_causal", False))
+    output = replacement.function(query, key, value, attention_mask, dropout, causal, scaling)
+    return output.transpose(1, 2).contiguous(), None
+
+
+def _refuse_attentions(requested: Any) -> None:
+    if requested:
         raise ValueError(
             "output_attentions=True is not supported in patched or reduced models, which compute no "
             "attention matrix; call bmfa.unpatch(model), or, if the model is patched with a rule, "
             "record the weights with bmfa.record(model, attention=True)"
         )
-    causal = bool(kwargs.get("is_causal", False))
-    output = replacement.function(query, key, value, attention_mask, dropout, causal, scaling)
-    return output.transpose(1, 2).contiguous(), None
 
 
 def _register() -> None:
@@ -153,13 +214,15 @@ def _host(model: nn.Module, tower: nn.Module, embeddings: Any, family: Family) -
         if type(child).__name__ == family.attention
     ]
     registers = int(embeddings.config.num_register_tokens) if family.registers else 0
+    suffix = int(getattr(embeddings.config, family.suffix)) if family.suffix else 0
     return Host(
-        replacement=TransformersAttention,
+        replacement=family.replacement,
         tower=tower,
         blocks=tuple(block for block, _ in pairs),
         attentions=tuple(_config_owner(attention) for _, attention in pairs),
         projection=embeddings.get_submodule(family.projection),
         prefix=family.prefix + registers,
+        suffix=suffix,
         layout=family.layout,
         reads_spatial_tokens=type(model).__module__ != type(embeddings).__module__
         or any(type(m).__name__.endswith(family.spatial_readers) for m in model.modules()),
