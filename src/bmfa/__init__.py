@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from bmfa.models import record as record
     from bmfa.models import reduce as reduce
     from bmfa.models import register_host as register_host
+    from bmfa.models import summary as summary
     from bmfa.models import unpatch as unpatch
     from bmfa.trees.build import screen as screen
     from bmfa.trees.build import screen_keys as screen_keys
@@ -45,6 +46,7 @@ _MODULES = {
     "screen": "bmfa.trees.build",
     "screen_keys": "bmfa.trees.build",
     "screened_attention": "bmfa.attention.api",
+    "summary": "bmfa.models",
     "unpatch": "bmfa.models",
 }
 _SUBMODULES = ("bounds", "energy", "merging", "models", "rules")

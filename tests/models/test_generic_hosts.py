@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
+from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 
 import bmfa
@@ -40,15 +40,15 @@ class Attention(nn.Module):
             out = (q @ k.transpose(-2, -1) * 8**-0.5).softmax(-1) @ v
         elif self.way == "folded":  # (B * heads, tokens, d)
             q, k, v = (t.flatten(0, 1) for t in (q, k, v))
-            out = F.scaled_dot_product_attention(q, k, v).unflatten(0, (-1, 3))
+            out = scaled_dot_product_attention(q, k, v).unflatten(0, (-1, 3))
         elif self.way == "twice":
-            out = F.scaled_dot_product_attention(q, k, v)
-            out = 0.5 * (out + F.scaled_dot_product_attention(query=k, key=q, value=v, scale=0.3))
+            out = scaled_dot_product_attention(q, k, v)
+            out = 0.5 * (out + scaled_dot_product_attention(query=k, key=q, value=v, scale=0.3))
         elif self.way == "fewer keys":
             k, v = k[:, :1], v[:, :1]
-            out = F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+            out = scaled_dot_product_attention(q, k, v, enable_gqa=True)
         elif self.way == "cross":
-            out = F.scaled_dot_product_attention(q, k[:, :, ::2], v[:, :, ::2])
+            out = scaled_dot_product_attention(q, k[:, :, ::2], v[:, :, ::2])
         else:
             out = torch._C._nn.scaled_dot_product_attention(
                 q, k, v
@@ -286,7 +286,7 @@ def test_another_thread_is_not_intercepted() -> None:
     results: list[Tensor] = []
 
     def attend() -> None:
-        results.append(F.scaled_dot_product_attention(q, q, q))
+        results.append(scaled_dot_product_attention(q, q, q))
 
     def inside(*_: object) -> None:
         thread = threading.Thread(target=attend)

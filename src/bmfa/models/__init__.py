@@ -6,12 +6,16 @@ from bmfa.models.patching import layer_indices, patch, unpatch
 from bmfa.models.preprocessing import Preprocessing
 from bmfa.models.recording import LayerRecord, Recording, record
 from bmfa.models.reducing import final_tokens, reduce, unmerge
+from bmfa.models.summarizing import BlockSummary, LayerSummary, Summary, summary
 
 __all__ = [
+    "BlockSummary",
     "LayerRecord",
+    "LayerSummary",
     "LoadedModel",
     "Preprocessing",
     "Recording",
+    "Summary",
     "final_tokens",
     "layer_indices",
     "load_model",
@@ -19,6 +23,7 @@ __all__ = [
     "record",
     "reduce",
     "register_host",
+    "summary",
     "unmerge",
     "unpatch",
 ]

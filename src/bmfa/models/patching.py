@@ -21,7 +21,7 @@ from bmfa.models.override import override_method, override_of, restore_method
 from bmfa.models.plan import Plan
 from bmfa.models.screened_layer import ScreenedLayer
 from bmfa.models.tile_switch import TileSwitch
-from bmfa.models.token_grid import BlockGrid, TokenGrid
+from bmfa.models.token_grid import BlockGrid
 from bmfa.trees.rules import RandomQuadrants, Rule, as_rule
 
 # A prime larger than the depth of any model, so that no two pairs of seed and layer share a stream.
@@ -87,9 +87,9 @@ def patch(
         backend: `"auto"`, `"eager"`, `"triton"` or `"reference"`.
         fallback: Queries whose certificate exceeds this share of |output| are recomputed exactly.
         attention: The names of the attention modules of a model that is not known, as
-            `model.named_modules()` has them; `*` is any characters but a dot, e.g. `"blocks.*.attn"`.
-        grid: With `attention`: (height, width) of the grid in tokens, a function that returns it from the
-            arguments of the model, or None if the spatial tokens are a square.
+            `model.named_modules()` has them; `*` is any characters but a dot: `"blocks.*.attn"`.
+        grid: With `attention`: (height, width) of the grid in tokens, a function that returns it from
+            the arguments of the model, or None if the spatial tokens are a square.
         prefix: With `attention`: the number of class and register tokens before the grid.
         suffix: With `attention`: the number of tokens behind the grid.
 
@@ -201,6 +201,7 @@ def install_layers(
     token_grid.uses_tiles = token_grid.keeps_tiles = not decisions
     for layer in screened:
         host.replacement(layer).install(host.attentions[layer.layer], active=not decisions)
+    token_grid.log.watch(host.blocks[-1], len(host.attentions))
     if host.watch is not None:
         return
     for index, block in enumerate(host.blocks):

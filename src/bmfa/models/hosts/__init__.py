@@ -1,14 +1,15 @@
 """The model families that `patch` and `reduce` support, one file for each library.
 
-`register_host` adds a class of another package at run time. To add a library, write a module with a subclass of `AttentionReplacement` that passes q, k, v of its
-attention layers to a function, and with `find_towers(model)`, which lists the towers it knows as `Host`;
-then call it in `find_host`. To add a model class of a library that is supported, add it to the sets of
-classes at the top of its module, for example `TOWERS`, `ATTENTIONS` and `LAYOUTS` in `timm.py`.
+`register_host` adds a class of another package at run time. To add a library, write a module with a
+subclass of `AttentionReplacement` that passes q, k, v of its attention layers to a function, and
+with `find_towers(model)`, which lists the towers it knows as `Host`; then call it in `find_host`.
+To add a model class of a library that is supported, add it to the sets of classes at the top of its
+module, for example `TOWERS`, `ATTENTIONS` and `LAYOUTS` in `timm.py`.
 """
 
 from torch import nn
 
-from bmfa.models.hosts import generic, packed, timm, transformers
+from bmfa.models.hosts import generic, hiera, naflex, packed, timm, transformers
 from bmfa.models.hosts.base import Host
 from bmfa.models.hosts.generic import register_host
 from bmfa.models.hosts.unsupported import raise_unsupported
@@ -36,9 +37,14 @@ def find_host(model: nn.Module) -> Host:
         (8, 1)
     """
     check_module(model)
-    finders = (timm.find_towers, transformers.find_towers, packed.find_towers)
-    hosts = generic.find_towers(model)  # what a user registers comes before what is built in
-    hosts = hosts or [host for find_towers in finders for host in find_towers(model)]
+    # What a user registers comes before what is built in.
+    hosts = generic.find_towers(model) or [
+        *timm.find_towers(model),
+        *naflex.find_towers(model),
+        *hiera.find_towers(model),
+        *transformers.find_towers(model),
+        *packed.find_towers(model),
+    ]
     if len(hosts) > 1:
         raise ValueError(
             f"{type(model).__name__} contains {len(hosts)} vision towers; pass one of them"

@@ -173,7 +173,7 @@ class InputReader:
 
 
 class AttentionInside(AttentionReplacement):
-    """Runs the module's own forward with `scaled_dot_product_attention` replaced, however it is called."""
+    """Runs the module's own forward with `scaled_dot_product_attention` replaced."""
 
     def _replace(self, module: nn.Module) -> None:
         function: Any = self.function
@@ -207,9 +207,9 @@ class AttentionInside(AttentionReplacement):
             raise RuntimeError(
                 f"{class_name(module)}, attention module {self.function.layer}, has run without a call "
                 "of torch.nn.functional.scaled_dot_product_attention, so its attention cannot be "
-                "replaced: it computes the softmax itself or through another kernel (nn.MultiheadAttention "
-                "does, unless it attends among the same tokens without masks and with "
-                "need_weights=False); switch that off, name the modules that do call it, or call "
+                "replaced: it computes the softmax itself or through another kernel "
+                "(nn.MultiheadAttention does, unless it attends among the same tokens without masks "
+                "and with need_weights=False); switch that off, name the modules that do call it, or call "
                 "bmfa.unpatch(model)"
             )
         return output
@@ -319,8 +319,9 @@ def register_host(
     """Make `patch` know a class of models of another package.
 
     From then on `bmfa.patch(model)` accepts models of this class and of its subclasses, and models that
-    contain one of them, as it does for timm and transformers. Registering a class again replaces what was
-    registered. Pickles of patched models need the function `grid`, so pass one that can be pickled.
+    contain one of them, as it does for timm and transformers. Registering a class again replaces
+    what was registered. Pickles of patched models include the function `grid`, so pass one that can be
+    pickled if you need them.
 
     Args:
         model_class: The class, or its full name, e.g. `"package.module.MyViT"`, which imports nothing.
