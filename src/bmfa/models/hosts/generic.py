@@ -209,8 +209,8 @@ class AttentionInside(AttentionReplacement):
                 "of torch.nn.functional.scaled_dot_product_attention, so its attention cannot be "
                 "replaced: it computes the softmax itself or through another kernel "
                 "(nn.MultiheadAttention does, unless it attends among the same tokens without masks "
-                "and with need_weights=False); switch that off, name the modules that do call it, or call "
-                "bmfa.unpatch(model)"
+                "and with need_weights=False); switch that off, name the modules that do call it, or "
+                "call bmfa.unpatch(model)"
             )
         return output
 
