@@ -235,7 +235,8 @@ class AttentionInside(AttentionReplacement):
         if kwargs.pop("enable_gqa", False) and k.shape[1] != q.shape[1]:
             share = q.shape[1] // k.shape[1]
             k, v = (x.repeat_interleave(share, 1) for x in (k, v))
-        output = token_grid.passes.run_with(grid, partial(function, q, k, v, *args, **kwargs))
+        attention = partial(function, q, k, v, *args, **kwargs)
+        output: Tensor = token_grid.passes.run_with(grid, attention)
         return output.squeeze(1) if one_head else output
 
     def _run_multihead(
@@ -250,7 +251,7 @@ class AttentionInside(AttentionReplacement):
         if function.observer is None and function.uses_host(x):
             return forward(*args, **kwargs)  # type: ignore[no-any-return]
         qkv = linear(x, module.in_proj_weight, module.in_proj_bias)
-        qkv = qkv.unflatten(-1, (3, module.num_heads, module.head_dim))
+        qkv = qkv.view(*x.shape[:2], 3, module.num_heads, module.head_dim)
         q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)  # (B, heads, T, d) each
         output = self.attend(q, k, v, dropout_p=module.dropout if module.training else 0.0)
         output = module.out_proj(output.transpose(1, 2).flatten(2))
