@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from bmfa.models import patch as patch
     from bmfa.models import record as record
     from bmfa.models import reduce as reduce
+    from bmfa.models import register_host as register_host
+    from bmfa.models import summary as summary
     from bmfa.models import tune as tune
     from bmfa.models import unpatch as unpatch
     from bmfa.trees.build import screen as screen
@@ -43,10 +45,12 @@ _MODULES = {
     "record": "bmfa.models",
     "reduce": "bmfa.models",
     "refinement_score": "bmfa.energy",
+    "register_host": "bmfa.models",
     "screen": "bmfa.trees.build",
     "screen_keys": "bmfa.trees.build",
     "screened_attention": "bmfa.attention.api",
     "tune": "bmfa.models",
+    "summary": "bmfa.models",
     "unpatch": "bmfa.models",
 }
 _SUBMODULES = ("bounds", "energy", "merging", "models", "rules")

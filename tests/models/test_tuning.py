@@ -364,3 +364,33 @@ def test_progress_counts_every_step():
     tuned(small_model(), progress=lambda done, total: steps.append((done, total)))
     total = 4 + DEPTH * len(ERRORS)
     assert steps == [(step, total) for step in range(1, total + 1)]
+
+
+class Unknown(nn.Module):
+    """A model of a class that bmfa does not know; its attention calls SDPA."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patches = nn.Conv2d(3, 24, 8, 8)
+        self.blocks = nn.ModuleList(embedded.model.Attention(24, 3) for _ in range(2))
+        for block in self.blocks:
+            block.qkv.weight.data *= 4.0
+
+    def forward(self, pictures: Tensor) -> Tensor:
+        x = self.patches(pictures).flatten(2).mT
+        for block in self.blocks:
+            x = x + block(x)
+        return x
+
+
+def test_a_registered_model_of_an_unknown_class_is_tuned():
+    torch.manual_seed(0)
+    model = Unknown().eval()
+    bmfa.register_host(Unknown, attention="blocks.*", grid=(14, 14))
+    times = {layer: {None: 1.0, 0.3: 0.5} for layer in range(2)}
+    plan = tuned(model, 10.0, errors=[0.3], times=times)
+    assert plan.errors == {0: 0.3, 1: 0.3} and plan.grid == (14, 14)
+    with torch.no_grad():
+        full = model(images(1))
+        assert not torch.equal(bmfa.patch(model, plan=plan)(images(1)), full)
+        assert torch.equal(bmfa.unpatch(model)(images(1)), full)

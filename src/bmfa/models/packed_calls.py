@@ -59,6 +59,8 @@ class PackedBlock:
         if packing is None or not args:
             return forward(*args, **kwargs)
         passes.attach(args[0], packing)
-        output = passes.run_with(packing, partial(forward, *args, **kwargs))
+        run = partial(forward, *args, **kwargs)
+        log = partial(self.token_grid.log.run_block, 1, args[0], run)  # the reader begins a pass
+        output = passes.run_with(packing, log)
         passes.attach(output[0] if isinstance(output, tuple) else output, packing)
         return output

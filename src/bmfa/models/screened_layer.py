@@ -11,6 +11,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from bmfa.attention.api import screened_attention
 from bmfa.attention.result import Screened
+from bmfa.attention.tiling import DEFAULT_ERROR
 from bmfa.grid import Grid
 from bmfa.models.dense_decision import DenseDecision
 from bmfa.models.hosts.base import AttentionFunction, replacements_in
@@ -59,6 +60,15 @@ class ScreenedLayer(AttentionFunction):
         # A forward pass that began before `observe` has no grid, so it is not observed.
         return self.observer is None or self.token_grid.passes.current is None
 
+    def describe(self) -> str:
+        """Return the settings of the layer as text."""
+        given = {name: value for name, value in self.options.items() if value is not None}
+        if given.get("backend") == "auto":
+            del given["backend"]
+        if not given.keys() & {"rule", "error", "leaves"}:
+            given = {"error": DEFAULT_ERROR} | given
+        return ", ".join(f"{name}={value}" for name, value in given.items())
+
     def uses_host_on(self, grid: Grid, x: Tensor) -> bool:
         """True if the layer runs dense for x, which has tokens of pictures with this grid."""
         if self.decision is not None and not torch.compiler.is_compiling():
@@ -75,6 +85,7 @@ class ScreenedLayer(AttentionFunction):
         screened = screened_attention(
             q, k, v, grid=grid, prefix=prefix, scale=scale, valid=valid, **self.options
         )
+        self.token_grid.log.add(self.layer, screened.stats, grid, valid)
         if self.observer is not None:
             self.observer(LayerInputs(self.layer, q, k, scale, grid, prefix, valid), screened)
         return screened.output.roll(-suffix, 2) if suffix else screened.output

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from bmfa.grid import Grid
 from bmfa.models.dense_decision import DenseDecision
 from bmfa.models.forward_state import ForwardState, is_recomputing
+from bmfa.models.layer_log import LayerLog
 from bmfa.models.packing import Packing
 
 # Token counts whose grid is remembered for recomputation inside a block; later ones are refused there.
@@ -44,6 +45,7 @@ class TokenGrid:
         default_factory=set
     )  # threads before the first block of a tiled pass
     observers: int = 0  # number of `with observe(model)` blocks that are open
+    log: LayerLog = field(default_factory=LayerLog)  # for `bmfa.summary`
 
     @property
     def special(self) -> int:
@@ -56,6 +58,7 @@ class TokenGrid:
 
     def remove(self) -> None:
         """Undo `watch`."""
+        self.log.remove()
         if self.handle is not None:
             self.handle.remove()
             self.handle = None
@@ -64,10 +67,15 @@ class TokenGrid:
         height, width = output.shape[-2:]
         # Integers, not symbols: whatever depends on a grid is a constant of a compiled graph.
         grid = Grid(int(height), int(width))
+        self.store(grid)
+        if not torch.compiler.is_compiling():
+            self.pending.set((*(g for g in self.pending.current or () if g != grid), grid))
+
+    def store(self, grid: Grid) -> None:
+        """Set the grid of the forward pass that begins in this thread."""
         self.passes.set(grid)
         if torch.compiler.is_compiling():
             return
-        self.pending.set((*(g for g in self.pending.current or () if g != grid), grid))
         if grid.size in self.unique:
             if self.unique[grid.size] != grid:
                 self.unique[grid.size] = None
@@ -155,11 +163,13 @@ class BlockGrid:
             return forward(*args, **kwargs)
         passes = self.token_grid.passes
         passes.attach(args[0], grid)
+        run = partial(forward, *args, **kwargs)
         if not torch.compiler.is_compiling():
+            run = partial(self.token_grid.log.run_block, self.layer, args[0], run)
             self.token_grid.starting.discard(get_ident())
             if torch.is_grad_enabled():  # gradient checkpointing may recompute the block
                 self.token_grid.keeps_tiles = True
-        output = passes.run_with(grid, partial(forward, *args, **kwargs))
+        output = passes.run_with(grid, run)
         passes.attach(output[0] if isinstance(output, tuple) else output, grid)
         return output
 

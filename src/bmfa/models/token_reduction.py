@@ -32,6 +32,7 @@ class ReductionState:
     size: Tensor | None = None  # (B, T) float32 multiplicities; None while all are 1
     assignments: tuple[Tensor, ...] = ()  # of every block that merged tokens, see ReducedTokens
     unmerge_matrices: tuple[Tensor, ...] = ()  # of every block that transformed them
+    kept: tuple[int, ...] = ()  # tokens that each block so far left, for `bmfa.summary`
     # If the last block returned the full grid: its output, and the tokens it was made from.
     returned: Tensor | None = None
     merged: Tensor | None = None
@@ -49,6 +50,7 @@ class ReductionState:
             self.size,
             self.assignments,
             self.unmerge_matrices,
+            self.kept,
         )
 
 
@@ -148,6 +150,7 @@ class TokenReduction:
     def end_block(self, state: ReductionState, x: Tensor) -> Tensor:
         """Return the output of the block: the tokens that are left, or the full grid."""
         state.layer += 1
+        state.kept += (state.tokens,)
         state.keys = state.mass = None
         last = state.layer == self.depth
         output = x
@@ -292,6 +295,10 @@ class ReducedAttention(AttentionFunction):
     """Attention among tokens of which each may stand for several."""
 
     reduction: TokenReduction
+
+    def describe(self) -> str:
+        """Return the policy."""
+        return str(self.reduction.policy)
 
     def compute(
         self, q: Tensor, k: Tensor, v: Tensor, scale: float, valid: Tensor | None

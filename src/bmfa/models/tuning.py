@@ -19,7 +19,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from bmfa.checks import check_integer, check_number
 from bmfa.grid import Grid
 from bmfa.models.hosts import Host, find_host
-from bmfa.models.hosts.base import AttentionFunction
+from bmfa.models.hosts.generic import watch_inputs
 from bmfa.models.loading import LoadedModel
 from bmfa.models.measures import MEASURES, Function, Measure, find_measure
 from bmfa.models.patching import (
@@ -34,7 +34,6 @@ from bmfa.models.picture_sample import find_preprocessing, sample_pictures
 from bmfa.models.plan import LayerSetting, ModelFingerprint, Plan
 from bmfa.models.preprocessing import Preprocessing
 from bmfa.models.screened_layer import ScreenedLayer
-from bmfa.models.token_grid import TokenGrid
 from bmfa.records import Row, environment
 from bmfa.timing import time_alternating
 
@@ -148,7 +147,7 @@ def tune(
     host = find_host(module)
     if is_patched(module):
         raise ValueError("the model is patched or reduced; call bmfa.unpatch(model) first")
-    if host.watch is not None:
+    if host.watch not in (None, watch_inputs):  # Hiera, and models that pack pictures
         raise TypeError(
             f"{type(module).__name__} is not supported by tune: its layers do not share one grid of "
             "tokens for each picture; pass error= to bmfa.patch"
@@ -211,7 +210,7 @@ class _Steps:
 
 
 @dataclass(eq=False)
-class _TimedLayer(AttentionFunction):
+class _TimedLayer(ScreenedLayer):
     """Times dense attention and attention over tiles on the q, k, v of a layer; its output is dense."""
 
     errors: tuple[float, ...] = ()
@@ -230,7 +229,7 @@ class _TimedLayer(AttentionFunction):
         is_causal: bool = False,
         scale: float | None = None,
     ) -> Tensor:
-        arguments: Any = (query, key, value, attn_mask, dropout_p, is_causal)
+        arguments = (query, key, value, attn_mask, dropout_p, is_causal)
         self.grid, self.dtype = self.token_grid.of_attention(key.shape[2]), query.dtype
         dense = partial(scaled_dot_product_attention, *arguments, scale=scale)
         if self.errors and not self.milliseconds:
@@ -287,8 +286,7 @@ class _Tuner:
         self.steps.advance()
         timed = self._time_layers(choosing[0], times)
         self.steps.advance()
-        grid, dtype = timed[0].grid, timed[0].dtype
-        assert grid is not None and dtype is not None
+        grid, dtype = _shared_grid(timed), timed[0].dtype
         candidates = self._candidates(additive, references, choosing, layers, timed, grid)
         search = _Search(candidates, additive.power or 1)
         check = partial(self._change, measure, grid)
@@ -379,10 +377,13 @@ class _Tuner:
 
     def _time_layers(self, batch: Tensor, times: Times | None) -> list[_TimedLayer]:
         """Run the model once, dense, and time the attention of every layer on the way."""
-        token_grid = TokenGrid(self.host.prefix, self.host.suffix)
+        token_grid = self.host.make_token_grid(self.host.prefix, self.host.suffix)
         errors = () if times is not None else self.settings.errors
+        never_dense = {"form": "tiled"}  # so that hosts pass q, k, v of every call
         functions = [
-            _TimedLayer(index, token_grid, errors, self.settings.repeats)
+            _TimedLayer(
+                index, token_grid, never_dense, errors=errors, repeats=self.settings.repeats
+            )
             for index in range(len(self.host.attentions))
         ]
         install_functions(self.host, token_grid, functions)
@@ -492,6 +493,18 @@ class _Tuner:
         self.model(batch, **self.options)
         _synchronize(batch.device)
         return 1e3 * (time.perf_counter() - start)
+
+
+def _shared_grid(layers: Sequence[_TimedLayer]) -> Grid:
+    """Return the grid of all layers, or raise if there is no single one."""
+    grids = {layer.grid for layer in layers}
+    grid = grids.pop()
+    if grids or grid is None:
+        raise ValueError(
+            "the layers of the model were not all called with one grid of tokens, and a plan is for one "
+            "grid; pass error= to bmfa.patch"
+        )
+    return grid
 
 
 class _Search:

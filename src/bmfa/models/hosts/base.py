@@ -15,6 +15,7 @@ from bmfa.models.override import has_instance_forward
 from bmfa.models.token_grid import TokenGrid
 
 _ATTRIBUTE = "bmfa_attention"
+_REPR = "extra_repr"  # the method of nn.Module that adds text to the repr of a module
 # Hosts hide a key by adding -inf or the smallest number of the dtype, -65504 in float16, to its score.
 _HIDDEN_SCORE = -1e4
 
@@ -54,6 +55,10 @@ class AttentionFunction:
         )
         return self.compute(query, key, value, scale, valid)
 
+    def describe(self) -> str:
+        """Return the settings of the layer as text, for the repr of its module."""
+        return ""
+
     def uses_host(self, x: Tensor) -> bool:
         """True if the host computes this call itself.
 
@@ -73,6 +78,16 @@ class AttentionFunction:
         raise NotImplementedError
 
 
+@dataclass(frozen=True)
+class _ModuleText:
+    """In place of `extra_repr` of one module; an object, because functions of modules do not pickle."""
+
+    text: str
+
+    def __call__(self) -> str:
+        return self.text
+
+
 @dataclass(eq=False)
 class AttentionReplacement:
     """Passes q, k, v of an attention module to a function; each host has a subclass.
@@ -84,10 +99,14 @@ class AttentionReplacement:
     function: AttentionFunction
     active: bool = field(init=False, default=False)
     saved: dict[str, Any] = field(init=False, default_factory=dict)  # attributes to restore
+    own_repr: Any = field(init=False, default=None)  # `extra_repr` that was set on the instance
 
     def install(self, module: nn.Module, *, active: bool = True) -> None:
         """Store the replacement in the module, and activate it if `active`."""
         module.__dict__[_ATTRIBUTE] = self
+        parts = (module.extra_repr(), f"bmfa: {self.function.describe()}")
+        self.own_repr = module.__dict__.get(_REPR)
+        module.__dict__[_REPR] = _ModuleText(", ".join(part for part in parts if part))
         if active:
             self.activate(module)
 
@@ -107,6 +126,10 @@ class AttentionReplacement:
         """Undo `install`."""
         self.deactivate(module)
         del module.__dict__[_ATTRIBUTE]
+        if isinstance(module.__dict__.get(_REPR), _ModuleText):
+            del module.__dict__[_REPR]
+            if self.own_repr is not None:
+                module.__dict__[_REPR] = self.own_repr
 
     def _replace(self, module: nn.Module) -> None:
         raise NotImplementedError
@@ -127,7 +150,7 @@ class BlockLayout:
 class Host:
     """A vision tower and its parts, in the order in which they run."""
 
-    replacement: type[AttentionReplacement]
+    replacement: Callable[[AttentionFunction], AttentionReplacement]
     tower: nn.Module
     blocks: tuple[nn.Module, ...]
     attentions: tuple[nn.Module, ...]
@@ -140,6 +163,10 @@ class Host:
     watch: Callable[["Host", TokenGrid], None] | None = None
     # Blocks whose attention is not among `attentions`, and why it stays as it is.
     dense_blocks: dict[int, str] = field(default_factory=dict)
+    make_token_grid: Callable[[int, int], TokenGrid] = TokenGrid  # from prefix and suffix
+    not_reducible: str = (
+        ""  # why tokens cannot be reduced, if the layout is None and the class does not say
+    )
 
 
 def replacement_of(module: nn.Module) -> AttentionReplacement | None:

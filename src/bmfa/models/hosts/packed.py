@@ -132,6 +132,7 @@ class PackingReader:
         outside_graphs(self._read, module, args, kwargs)
 
     def _read(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        self.token_grid.log.begin()
         self.token_grid.packings.set(FAMILIES[self.family].read(module, *args, **kwargs))
 
 

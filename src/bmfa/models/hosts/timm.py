@@ -68,14 +68,14 @@ class TimmAttention(AttentionReplacement):
         """Compute the output of the attention module."""
         if len(args) == 1 and _is_projections_only(module, kwargs):
             return _attention_forward(module, args[0], self.function)
-        with _ReplaceSDPA(self.function):
+        with ReplaceSDPA(self.function):
             return forward(*args, **kwargs)
 
 
-class _ReplaceSDPA(TorchFunctionMode):
+class ReplaceSDPA(TorchFunctionMode):
     """Calls another function wherever `scaled_dot_product_attention` is called."""
 
-    def __init__(self, function: AttentionFunction) -> None:
+    def __init__(self, function: Callable[..., Tensor]) -> None:
         super().__init__()
         self.function = function
 

@@ -138,6 +138,9 @@ FAMILIES = {
     "owlvit.modeling_owlvit.OwlViTVisionEmbeddings": Family(
         "OwlViTAttention", _CLIP, "patch_embedding", spatial_readers=("ForObjectDetection",)
     ),
+    "internvl.modeling_internvl.InternVLVisionEmbeddings": Family(
+        "InternVLVisionAttention", None, spatial_readers=_ALL
+    ),
     "blip.modeling_blip.BlipVisionEmbeddings": Family(
         "BlipAttention", _CLIP, "patch_embedding", spatial_readers=_ALL, replacement=BlipAttention
     ),

@@ -7,10 +7,10 @@ from torch import nn
 from bmfa.models.hosts.base import Host, class_name
 
 SUPPORTED = (
-    "timm VisionTransformer, DeiT (also distilled), EVA and DINOv3; "
+    "timm VisionTransformer, DeiT (also distilled), EVA, DINOv3, NaFlexViT and Hiera; "
     "transformers ViT, DeiT, DINOv2 (also with registers), DINOv3 ViT, CLIP vision, SigLIP vision, "
-    "ViT-MSN, I-JEPA, DPT, YOLOS, ViTPose, AIMv2, OWL-ViT, BLIP, Pixtral, Qwen2-VL, Qwen2.5-VL and "
-    "Qwen3-VL vision; the embedded model"
+    "ViT-MSN, I-JEPA, DPT, YOLOS, ViTPose, AIMv2, OWL-ViT, BLIP, InternVL, Pixtral, Qwen2-VL, "
+    "Qwen2.5-VL and Qwen3-VL vision, SAM 2; the embedded model"
 )
 REDUCIBLE = (
     "timm VisionTransformer and DeiT (also distilled); "
@@ -26,7 +26,10 @@ _BIAS = "it adds a relative position bias to the scores, so block means are not 
 _WINDOWS = "it attends inside windows, not over one grid, and adds a relative position bias"
 _DIFFERENCE = "its output is the difference of two softmax maps"
 _NO_MODULE = "its attention is not a module of its own"
-_UNKNOWN = "its class is not known, so its keys may not be a prefix followed by one grid"
+_UNKNOWN = (
+    "its class is not known, so its keys may not be a prefix followed by one grid; name its attention "
+    "modules with bmfa.patch(model, attention=...) or bmfa.register_host"
+)
 _REASONS = {
     "timm.models.beit.Attention": _BIAS,
     "timm.layers.attention_diff.DiffAttention": _DIFFERENCE,
@@ -58,6 +61,7 @@ def raise_not_reducible(model: nn.Module, host: Host) -> NoReturn:
     name = class_name(host.blocks[0])
     rope = any(word in name.lower() for word in ("eva", "dinov3", "rope", "pixtral", "qwen"))
     reason = _ROPE if rope else _SUFFIX if host.suffix else _LAYOUT
+    reason = host.not_reducible or reason
     raise TypeError(
         f"the tokens of {name} in {type(model).__name__} cannot be reduced: {reason}; supported are "
         f"{REDUCIBLE}"
