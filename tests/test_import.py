@@ -36,6 +36,7 @@ PUBLIC = {
     "record",
     "reduce",
     "refinement_score",
+    "register_host",
     "rules",
     "screen",
     "screen_keys",

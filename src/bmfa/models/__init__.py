@@ -1,5 +1,6 @@
 """Vision Transformers: load, patch, record and reduce them."""
 
+from bmfa.models.hosts import register_host
 from bmfa.models.loading import LoadedModel, load_model
 from bmfa.models.patching import layer_indices, patch, unpatch
 from bmfa.models.preprocessing import Preprocessing
@@ -21,6 +22,7 @@ __all__ = [
     "patch",
     "record",
     "reduce",
+    "register_host",
     "summary",
     "unmerge",
     "unpatch",

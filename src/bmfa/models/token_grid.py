@@ -67,10 +67,15 @@ class TokenGrid:
         height, width = output.shape[-2:]
         # Integers, not symbols: whatever depends on a grid is a constant of a compiled graph.
         grid = Grid(int(height), int(width))
+        self.store(grid)
+        if not torch.compiler.is_compiling():
+            self.pending.set((*(g for g in self.pending.current or () if g != grid), grid))
+
+    def store(self, grid: Grid) -> None:
+        """Set the grid of the forward pass that begins in this thread."""
         self.passes.set(grid)
         if torch.compiler.is_compiling():
             return
-        self.pending.set((*(g for g in self.pending.current or () if g != grid), grid))
         if grid.size in self.unique:
             if self.unique[grid.size] != grid:
                 self.unique[grid.size] = None

@@ -169,6 +169,7 @@ class Host:
     watch: Callable[["Host", TokenGrid], None] | None = None
     # Blocks whose attention is not among `attentions`, and why it stays as it is.
     dense_blocks: dict[int, str] = field(default_factory=dict)
+    make_token_grid: Callable[[int, int], TokenGrid] = TokenGrid  # from prefix and suffix
     not_reducible: str = (
         ""  # why tokens cannot be reduced, if the layout is None and the class does not say
     )

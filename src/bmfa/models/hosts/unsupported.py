@@ -23,7 +23,10 @@ _BIAS = "it adds a relative position bias to the scores, so block means are not 
 _WINDOWS = "it attends inside windows, not over one grid, and adds a relative position bias"
 _DIFFERENCE = "its output is the difference of two softmax maps"
 _NO_MODULE = "its attention is not a module of its own"
-_UNKNOWN = "its class is not known, so its keys may not be a prefix followed by one grid"
+_UNKNOWN = (
+    "its class is not known, so its keys may not be a prefix followed by one grid; name its attention "
+    "modules with bmfa.patch(model, attention=...) or bmfa.register_host"
+)
 _REASONS = {
     "timm.models.beit.Attention": _BIAS,
     "timm.layers.attention_diff.DiffAttention": _DIFFERENCE,
