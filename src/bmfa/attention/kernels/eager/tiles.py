@@ -398,18 +398,18 @@ def _choose(
         norm = norm.sum(1)
         errors = (total.clamp(min=0.0) / norm.where(norm > 0, 1.0)).sqrt()
         count = (count / weight.sum(2).clamp(min=1e-300)).clamp(max=1.0)  # ones may round up
-        level_thresholds = _level_thresholds(errors).expand_as(errors)
         if error is not None:
-            found_at = _interpolate_down(errors, level_thresholds, ERROR_AIM * error)
+            level, part = _interpolate_down(errors, ERROR_AIM * error)
         else:
             assert share is not None
-            found_at = _interpolate_up(count.mean(1), level_thresholds, share)
-        threshold, level = found_at
-        index = level[:, None, None].expand(-1, shape[1], 1)
+            level, part = _interpolate_up(count.mean(1), share)
+        threshold = _threshold_at(_level_thresholds(errors), level, part)
         thresholds.append(threshold[:, None].expand(shape))
+        index = level[:, None, None].expand(-1, shape[1], 1)
         shrinkages.append(factor.gather(2, index).squeeze(2))
-        chosen_shares.append(count.gather(2, index).squeeze(2))
-    exact = torch.stack(chosen_shares).amax(0) > exact_above
+        below, above = (count.gather(2, x).squeeze(2) for x in (index, (index - 1).clamp(min=0)))
+        chosen_shares.append(torch.lerp(above, below, part.unsqueeze(1)))
+    exact = torch.stack(chosen_shares).mean(0) > exact_above
     dtype = heads.q.dtype
     return _Choice(
         torch.stack(thresholds, -1).flatten(0, 1).to(dtype),
@@ -418,37 +418,41 @@ def _choose(
     )
 
 
-def _interpolate_down(errors: Tensor, thresholds: Tensor, target: float) -> tuple[Tensor, Tensor]:
-    """Return thresholds (B,) at which falling errors (B, levels) reach the target, and the level.
-
-    The threshold is a level where the error falls to less than STEEP_FALL of the target. Infinity
-    expands nothing, 0 everything.
-    """
-    last = errors.shape[1] - 1
-    level = _first(errors <= target)
-    at_level = errors.gather(1, level.unsqueeze(1)).squeeze(1)
-    between = _between(thresholds, level, errors.clamp(min=1e-30), target)
-    whole = (at_level < STEEP_FALL * target) | (level == last)
-    between = torch.where(whole, thresholds.gather(1, level.unsqueeze(1)).squeeze(1), between)
-    return torch.where(level == 0, torch.inf, between), level
+def _interpolate_down(errors: Tensor, target: float) -> tuple[Tensor, Tensor]:
+    """Return where falling errors (B, levels) reach the target: levels and parts of the steps (B,)."""
+    level = _first(errors <= target) if target > 0.0 else _first(errors < 0.0)
+    before, after = _step(errors.clamp(min=1e-30), level)
+    ratio = (before / after).log()
+    part = (before / max(target, 1e-30)).log() / ratio.where(ratio != 0.0, 1.0)
+    part = part.clamp(0.0, 1.0).where(ratio != 0.0, 1.0)
+    complete = (level == 0) | (level == errors.shape[1] - 1) | (after < STEEP_FALL * target)
+    return level, part.where(~complete, 1.0)
 
 
-def _interpolate_up(shares: Tensor, thresholds: Tensor, target: float) -> tuple[Tensor, Tensor]:
-    """Return thresholds (B,) at which growing shares (B, levels) reach the target, and the level."""
+def _interpolate_up(shares: Tensor, target: float) -> tuple[Tensor, Tensor]:
+    """Return where growing shares (B, levels) reach the target: levels and parts of the steps (B,)."""
     last = shares.shape[1] - 1
     level = _first(shares > target)
-    if target <= 0.0:
-        level = torch.zeros_like(level)
-    lower = (level - 1).clamp(min=0)
-    before, after = (shares.gather(1, x.unsqueeze(1)).squeeze(1) for x in (lower, level))
+    if target >= 1.0 or target <= 0.0:
+        return torch.full_like(level, last if target >= 1.0 else 0), shares.new_ones(level.shape)
+    before, after = _step(shares, level)
     part = (target - before) / (after - before).where(after > before, 1.0)
-    steep = (level == last) | (after > STEEP_RISE * target)
-    part = part.where(~steep, 0.0)
-    above, below = (
-        thresholds.gather(1, x.unsqueeze(1)).squeeze(1) for x in (lower, level.clamp(max=last - 1))
-    )
-    threshold = torch.where(level == 0, torch.inf, above ** (1 - part) * below**part)
-    return threshold, torch.where(steep, lower, level)
+    steep = (level > 0) & ((level == last) | (after > STEEP_RISE * target))
+    return level - steep.long(), part.where(~(steep | (level == 0)), 1.0)
+
+
+def _threshold_at(thresholds: Tensor, level: Tensor, part: Tensor) -> Tensor:
+    """Return the thresholds (B,) between levels and those before; infinity expands nothing."""
+    before, after = _step(thresholds.expand(len(level), -1), level)
+    between = torch.where(part == 1.0, after, before ** (1 - part) * after**part)
+    return between.where(level > 0, torch.inf)
+
+
+def _step(values: Tensor, level: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the values (B, levels) before and at the levels (B,)."""
+    after = level.unsqueeze(1)
+    before = (after - 1).clamp(min=0)
+    return values.gather(1, before).squeeze(1), values.gather(1, after).squeeze(1)
 
 
 def _first(flags: Tensor) -> Tensor:
@@ -456,20 +460,6 @@ def _first(flags: Tensor) -> Tensor:
     flags = flags.clone()
     flags[:, -1] = True
     return flags.to(torch.uint8).argmax(-1)
-
-
-def _between(thresholds: Tensor, level: Tensor, values: Tensor, target: float) -> Tensor:
-    """Interpolate between a level and the one before it; log value is linear in log threshold."""
-    after = level.unsqueeze(1)
-    before = (after - 1).clamp(min=0)
-    (low, high), (above, below) = (
-        (x.gather(1, before).squeeze(1), x.gather(1, after).squeeze(1))
-        for x in (values, thresholds)
-    )
-    ratio = (low / high).log()
-    part = (low / max(target, 1e-30)).log() / ratio.where(ratio != 0.0, 1.0)
-    part = torch.where(ratio != 0.0, part, 1.0).clamp(0.0, 1.0)
-    return above ** (1 - part) * below**part
 
 
 def _attend(

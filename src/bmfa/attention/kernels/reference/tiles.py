@@ -32,7 +32,8 @@ one tile form a group g.
    `level_thresholds`, the error and the correction of each probe are known. The groups at even
    positions take the threshold and the shrinkage (one for each head) that the probes at odd positions
    determine, and the other way round, so that no probe measures what it has determined (`choose`). A
-   head in which more than `exact_above` of the tiles would be expanded is computed exactly.
+   head is computed exactly if more than `exact_above` of its tiles would be expanded, by the share of
+   the probes, interpolated like the threshold, in the mean of the two halves.
 6. Prefix queries are exact. The outputs of queries that are not valid are undefined (0 here).
 """
 
@@ -355,53 +356,56 @@ def choose(
         share = (weight * levels.share[:, source]).sum(1) / np.maximum(weight.sum(1), 1e-300)
         share = np.minimum(share, 1.0)  # a mean of ones may round up
         if error is not None:
-            chosen[half], level = interpolate_down(errors, thresholds, ERROR_AIM * error)
+            level, part = interpolate_down(errors, ERROR_AIM * error)
         else:
             assert expand is not None
-            chosen[half], level = interpolate_up(share.mean(0), thresholds, expand / tiles)
+            level, part = interpolate_up(share.mean(0), expand / tiles)
+        chosen[half] = threshold_at(thresholds, level, part)
         shrinkage[:, half] = factor[:, level]
-        shares[:, half] = share[:, level]
-    exact = np.asarray((shares > exact_above).any(1))
-    return chosen, shrinkage, exact
+        shares[:, half] = (1 - part) * share[:, max(level - 1, 0)] + part * share[:, level]
+    return chosen, shrinkage, np.asarray(shares.mean(1) > exact_above)
 
 
-def interpolate_down(errors: Array, thresholds: Array, target: float) -> tuple[float, int]:
-    """Return the threshold at which falling errors reach the target, and the level at or below it.
+def interpolate_down(errors: Array, target: float) -> tuple[int, float]:
+    """Return where falling errors reach the target: a level, and the part of the step to it.
 
     Between two levels, log error is linear in log threshold. If the error falls to less than STEEP_FALL
-    of the target at once, the losses are too much alike for that, and the threshold is the lower level.
-    Infinity expands nothing, 0 everything.
+    of the target at once, the losses are too much alike for that, and the step is complete.
     """
+    last = len(errors) - 1
     if target <= 0.0:
-        return 0.0, len(errors) - 1
-    level = next((j for j, value in enumerate(errors) if value <= target), len(errors) - 1)
-    if level == 0:
-        return math.inf, 0
-    if errors[level] < STEEP_FALL * target or level == len(errors) - 1:
-        return float(thresholds[level]), level
-    return _between(thresholds, level, errors[level - 1], errors[level], target), level
+        return last, 1.0
+    level = next((j for j, value in enumerate(errors) if value <= target), last)
+    if level in (0, last) or errors[level] < STEEP_FALL * target:
+        return level, 1.0
+    ratio = math.log(errors[level - 1] / errors[level])
+    part = math.log(errors[level - 1] / target) / ratio if ratio != 0.0 else 1.0
+    return level, min(max(part, 0.0), 1.0)
 
 
-def interpolate_up(shares: Array, thresholds: Array, target: float) -> tuple[float, int]:
-    """Return the threshold at which growing shares reach the target, and the level at or below it.
+def interpolate_up(shares: Array, target: float) -> tuple[int, float]:
+    """Return where growing shares reach the target: a level, and the part of the step to it.
 
     Between two levels, the share is linear in log threshold. If it grows beyond STEEP_RISE times the
-    target at once, the threshold is the upper level.
+    target at once, the step is not taken.
     """
+    last = len(shares) - 1
     if target >= 1.0:
-        return 0.0, len(shares) - 1
-    level = next((j for j, value in enumerate(shares) if value > target), len(shares) - 1)
+        return last, 1.0
+    level = next((j for j, value in enumerate(shares) if value > target), last)
     if target <= 0.0 or level == 0:
-        return math.inf, 0
-    if level == len(shares) - 1 or shares[level] > STEEP_RISE * target:
-        return float(thresholds[level - 1]), level - 1
-    part = (target - shares[level - 1]) / (shares[level] - shares[level - 1])
-    return float(thresholds[level - 1] ** (1 - part) * thresholds[level] ** part), level
+        return 0, 1.0
+    if level == last or shares[level] > STEEP_RISE * target:
+        return level - 1, 1.0
+    return level, float((target - shares[level - 1]) / (shares[level] - shares[level - 1]))
 
 
-def _between(thresholds: Array, level: int, before: float, after: float, target: float) -> float:
-    ratio = math.log(before / after)
-    part = min(max(math.log(before / target) / ratio, 0.0), 1.0) if ratio != 0.0 else 1.0
+def threshold_at(thresholds: Array, level: int, part: float) -> float:
+    """Return the threshold between a level and the one before it; infinity expands nothing."""
+    if level == 0:
+        return math.inf
+    if part == 1.0:
+        return float(thresholds[level])
     return float(thresholds[level - 1] ** (1 - part) * thresholds[level] ** part)
 
 
