@@ -32,7 +32,7 @@ def heads_of(case: TiledCase) -> list[tuple[Head, float]]:
     for b, h in np.ndindex(case.q.shape[:2]):
         q, k, v = (x[b, h].numpy() for x in (case.q, case.k, case.v))
         members = tile_members(case.tiling, exists[b])
-        heads.append((Head(q, k, v, members, prefix, case.settings["scale"] / tau), tau))
+        heads.append((Head(q[prefix:], k, v, members, prefix, case.settings["scale"] / tau), tau))
     return heads
 
 

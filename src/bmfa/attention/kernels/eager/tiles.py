@@ -1,7 +1,7 @@
 """The tiled form in torch operations: gathers and batched products, any device, autograd.
 
 `bmfa.attention.kernels.reference.tiles` specifies what is computed. Shapes here: G = B * H heads,
-T tiles of S = side * side slots, R = T groups of queries in the order of `Tiling.group_order`, P probes,
+T tiles of S = side * side slots, R groups of queries in the order of `Tiling.group_order`, P probes,
 d and e channels of keys and values. A chunk has some groups of one head, or all groups of g heads.
 """
 
@@ -45,7 +45,7 @@ KEPT_ELEMENTS = 1 << 22
 def tiled_attention(
     q: Tensor, k: Tensor, v: Tensor, tiling: Tiling, *, prefix: int, scale: float, tau: float = 1.0,
     error: float | None = None, expand: float | None = None, valid: Tensor | None = None,
-    exact_above: float = 1.0,
+    exact_above: float = 1.0, query_prefix: int | None = None,
 ) -> TiledAttention | None:  # fmt: skip
     """Compute tiled attention as specified by `bmfa.attention.kernels.reference.tiled_attention`.
 
@@ -53,16 +53,18 @@ def tiled_attention(
     choice of the expanded tiles are constants of the gradient; everything else is differentiated.
 
     Args:
-        q, k: (B, H, prefix + N, d), spatial tokens in raster order.
+        q: (B, H, query_prefix + queries, d), in raster order.
+        k: (B, H, prefix + N, d), spatial tokens in raster order.
         v: (B, H, prefix + N, e).
-        tiling: The tiles of the grid of N spatial tokens.
-        prefix: The number of tokens before the grid.
+        tiling: The tiles of the grid of N spatial tokens, and the groups of the queries.
+        prefix: The number of keys before the grid.
         scale: The factor of q . k.
         tau: The temperature.
         error: The target for the relative L2 error of the output; one of `error` and `expand` is given.
         expand: The mean number of tiles that a group expands.
         valid: bool (B or 1, N), the spatial tokens that exist.
         exact_above: The share of expanded tiles above which a head is computed exactly.
+        query_prefix: The number of queries before the grid, if it is not that of the keys.
 
     Returns:
         Output, expanded tiles of each group and errors of the probes; None if every head would be
@@ -70,15 +72,16 @@ def tiled_attention(
     """
     if (error is None) == (expand is None):
         raise ValueError(f"error is {error!r} and expand is {expand!r}; pass exactly one of them")
+    query_prefix = prefix if query_prefix is None else query_prefix
     if q.numel() == 0:  # an empty batch still has gradients
         expanded = q.new_zeros(*q.shape[:2], tiling.groups, tiling.tiles, dtype=torch.bool)
-        probes = q.new_zeros(*q.shape[:2], tiling.probes(prefix), 3, dtype=torch.float32)
+        probes = q.new_zeros(*q.shape[:2], tiling.probes(query_prefix), 3, dtype=torch.float32)
         counts = expanded.sum(-1, dtype=torch.int32)
         return TiledAttention(q[..., :1] * v[:, :, :1], counts, probes, expanded)
     everything = error == 0.0 or (expand is not None and expand >= tiling.tiles)
     if everything and exact_above < 1.0:
         return None
-    heads = _Heads.of(q, k, v, tiling, prefix, scale / tau, valid)
+    heads = _Heads.of(q, k, v, tiling, prefix, query_prefix, scale / tau, valid)
     representatives = _Representatives(heads)
     if everything:
         choice, exact_probes = _Choice.everything(heads), None
@@ -91,9 +94,9 @@ def tiled_attention(
     if exact_above < 1.0 and bool(choice.exact.all()):
         return None
     tiles, expanded = _attend(heads, representatives, choice)
-    spatial = unflatten(tiles_to_tokens(tiles, tiling), 0, q.shape[:2]).to(q.dtype)
+    spatial = unflatten(tiles_to_tokens(tiles, tiling.queries), 0, q.shape[:2]).to(q.dtype)
     output = spatial
-    if prefix:
+    if query_prefix:
         output = torch.cat((_prefix_outputs(q, heads, scale / tau).to(q.dtype), spatial), 2)
     with torch.no_grad():
         probes = _probe_errors(heads, tiles.to(q.dtype), exact_probes)
@@ -110,7 +113,8 @@ class _Heads:
     """Steps 1 and 2 of the specification: tokens in tiles, and what does not depend on a group."""
 
     tiling: Tiling
-    prefix: int
+    prefix: int  # of the keys
+    query_prefix: int
     shape: tuple[int, int]  # B, H
     order: Tensor  # (R,) group at each position
     q: Tensor  # (G, R, S, d) times scale / tau, as is q_mean; groups in `order`
@@ -128,25 +132,29 @@ class _Heads:
 
     @classmethod
     def of(
-        cls, q: Tensor, k: Tensor, v: Tensor, tiling: Tiling, prefix: int, factor: float,
-        valid: Tensor | None,
+        cls, q: Tensor, k: Tensor, v: Tensor, tiling: Tiling, prefix: int, query_prefix: int,
+        factor: float, valid: Tensor | None,
     ) -> "_Heads":  # fmt: skip
         """Arrange tokens in tiles, in at least float32, and compute means."""
         dtype = torch.promote_types(q.dtype, torch.float32)
         shape = (q.shape[0], q.shape[1])
         exists = valid_slots(tiling, valid, q)
+        q_exists = exists if tiling.query_grid is None else valid_slots(tiling.queries, None, q)
         prefix_k, prefix_v = (x[:, :, :prefix].to(dtype).flatten(0, 1) for x in (k, v))
-        q, k, v = (tokens_to_tiles(x[:, :, prefix:], tiling, dtype) for x in (q, k, v))
+        q = tokens_to_tiles(q[:, :, query_prefix:], tiling.queries, dtype)
+        k, v = (tokens_to_tiles(x[:, :, prefix:], tiling, dtype) for x in (k, v))
         order = tiling.group_order.to(q.device)
         q = q.index_select(1, order) * factor  # (G, R, S, d)
-        if exists is None:
-            counts = torch.full((1, tiling.tiles), tiling.slots, device=q.device)
-            q_exists = None
-        else:
-            counts, q_exists = exists.sum(-1), exists.index_select(1, order)
-            q = q.masked_fill(~q_exists.unsqueeze(-1), 0.0)
+        counts = _token_counts(exists, tiling, q.device)
+        if exists is not None:
             k, v = (x.masked_fill(~exists.unsqueeze(-1), 0.0) for x in (k, v))
-        q_count = counts.index_select(1, order)
+        q_count = counts
+        if tiling.query_grid is not None:
+            q_count = _token_counts(q_exists, tiling.queries, q.device)
+        q_count = q_count.index_select(1, order)
+        if q_exists is not None:
+            q_exists = q_exists.index_select(1, order)
+            q = q.masked_fill(~q_exists.unsqueeze(-1), 0.0)
         q_mean = _tile_means(q, q_count)
         sample = q_count[:, :PROBE_SLOTS].to(dtype)  # (1 or G, groups)
         q_head = (q_mean[:, :PROBE_SLOTS] * sample.unsqueeze(-1)).sum(1)
@@ -162,7 +170,7 @@ class _Heads:
             # Roots first: their product overflows no earlier than the squares.
             q_mean_square = q_squares.sum(-1) / q_count.clamp(min=1)
             q_spread = q_mean_square.sqrt() * q_distance.amax(-1)
-            probes = tiling.probes(prefix)
+            probes = tiling.probes(query_prefix)
             probe_slot, probe_weight = _draw_probes(
                 q_squares[:, :probes],
                 None if q_exists is None else q_exists[:, :probes],
@@ -173,6 +181,7 @@ class _Heads:
         return cls(
             tiling=tiling,
             prefix=prefix,
+            query_prefix=query_prefix,
             shape=shape,
             order=order,
             q=q,
@@ -191,7 +200,7 @@ class _Heads:
 
     @property
     def probes(self) -> int:
-        return self.tiling.probes(self.prefix)
+        return self.tiling.probes(self.query_prefix)
 
     @property
     def chunk_elements(self) -> int:
@@ -465,7 +474,7 @@ def _first(flags: Tensor) -> Tensor:
 def _attend(
     heads: _Heads, representatives: _Representatives, choice: _Choice
 ) -> tuple[Tensor, Tensor]:
-    """Return outputs (G, T, S, e) and expanded tiles (G, R, T), both in the order of tiles."""
+    """Return outputs (G, R, S, e) and expanded tiles (G, R, T), groups in raster order."""
     device = heads.order.device
     rows, outputs, expanded = [], [], []
     for part, positions, exact in _group_chunks(heads, choice):
@@ -649,7 +658,7 @@ class _ExpandedTiles:
 
 def _prefix_outputs(q: Tensor, heads: _Heads, factor: float) -> Tensor:
     """Return exact outputs (B, H, prefix, e) of the prefix queries."""
-    queries = q[:, :, : heads.prefix].to(heads.q.dtype)
+    queries = q[:, :, : heads.query_prefix].to(heads.q.dtype)
     keys, values = (unflatten(x, 0, heads.shape) for x in (heads.keys, heads.values))
     mask = None
     if heads.exists is not None:
@@ -662,7 +671,7 @@ def _probe_errors(heads: _Heads, output: Tensor, exact: Tensor | None) -> Tensor
     """Return (G, P, 3) float32: |output - exact|^2, |exact|^2, weight of the probe.
 
     Args:
-        output: (G, T, S, e).
+        output: (G, R, S, e).
         exact: (G, P, e); None if the output is exact.
     """
     index = heads.probe_slot[..., None, None].expand(-1, -1, 1, output.shape[-1])
@@ -673,6 +682,13 @@ def _probe_errors(heads: _Heads, output: Tensor, exact: Tensor | None) -> Tensor
     fields = ((got - exact).square().sum(-1), exact.square().sum(-1), weight)
     found = torch.stack([x.to(torch.float32) for x in fields], -1)
     return found.where(weight.unsqueeze(-1) > 0, 0.0)
+
+
+def _token_counts(exists: Tensor | None, tiling: Tiling, device: torch.device) -> Tensor:
+    """(1 or G, T) int64 tokens of each tile."""
+    if exists is None:
+        return torch.full((1, tiling.tiles), tiling.slots, device=device)
+    return exists.sum(-1)
 
 
 def _tile_means(tokens: Tensor, counts: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """Tiled attention: queries in groups, whose representative summarises every tile of keys at its tangent.
 
 The scheme, with c = scale / tau. A tile L is a square of the grid with n_L valid tokens. The queries of
-one tile form a group g.
+one tile form a group g; they may have a grid of their own.
 
 1. Groups. qbar_g is the mean of the valid queries of the group, 0 if there are none, and rho_g the
    geometric mean of the mean and the maximum of |q - qbar_g|^2: few outlying queries have most of the
@@ -104,20 +104,23 @@ def tiled_attention(
     expand: float | None = None,
     valid: npt.ArrayLike | None = None,
     exact_above: float = 1.0,
+    query_prefix: int | None = None,
 ) -> ReferenceTiled:
     """Compute tiled attention as the module describes it.
 
     Args:
-        q, k: (B, H, prefix + N, d), spatial tokens in raster order.
+        q: (B, H, query_prefix + queries, d), in raster order.
+        k: (B, H, prefix + N, d), spatial tokens in raster order.
         v: (B, H, prefix + N, e).
-        tiling: Tiles of the grid of N spatial tokens.
-        prefix: Number of tokens before the grid.
+        tiling: Tiles of the grid of N spatial tokens, and groups of the queries.
+        prefix: Number of keys before the grid.
         scale: Factor of q . k.
         tau: Temperature.
         error: Target for the relative L2 error of the output; one of `error` and `expand` is given.
         expand: Mean number of tiles that a group expands.
         valid: bool (B, N), the spatial tokens that exist.
         exact_above: Share of expanded tiles above which a head is computed exactly.
+        query_prefix: Number of queries before the grid, if it is not that of the keys.
 
     Returns:
         The output, and how it was found.
@@ -125,7 +128,8 @@ def tiled_attention(
     queries, keys, values = (np.asarray(x, np.float64) for x in (q, k, v))
     batch, heads, tokens, _ = queries.shape
     exists = np.ones((batch, tiling.grid.size), bool) if valid is None else np.asarray(valid, bool)
-    groups, probes = tiling.groups, tiling.probes(prefix)
+    query_prefix = prefix if query_prefix is None else query_prefix
+    groups, probes = tiling.groups, tiling.probes(query_prefix)
     result = ReferenceTiled(
         np.zeros((batch, heads, tokens, values.shape[-1])),
         np.zeros((batch, heads, groups, tiling.tiles), bool),
@@ -139,10 +143,12 @@ def tiled_attention(
     parity = np.empty(groups, np.int64)
     parity[order] = np.arange(groups) % 2  # of the position of each group
     for b in range(batch):
-        members = tile_members(tiling, exists[b])
+        tiles = group_queries = tile_members(tiling, exists[b])
+        if tiling.query_grid is not None:
+            group_queries = tile_members(tiling.queries, np.ones(tiling.queries.grid.size, bool))
         picture = [
-            Head(queries[b, h], keys[b, h], values[b, h], members, prefix, scale / tau, order)
-            for h in range(heads)
+            Head(q, k, v, tiles, prefix, scale / tau, order, group_queries)
+            for q, k, v in zip(queries[b, :, query_prefix:], keys[b], values[b], strict=True)
         ]
         drawn = [
             [draw_probe(head, tiling, int(g), h) for g in order[:probes]]
@@ -160,18 +166,29 @@ def tiled_attention(
             expanded |= exact[h] | (chosen[parity] == 0.0)[:, None]
             expanded &= head.counts > 0
             result.expanded[b, h] = expanded
-            for p in range(prefix):
+            for p in range(query_prefix):
                 result.output[b, h, p] = head.exact_output(queries[b, h, p])
             for g in range(groups):
-                for token in members[g]:
+                for token in group_queries[g]:
                     coarse, correction = head.output(token, g, expanded[g], shrinkage[h, parity[g]])
-                    result.output[b, h, prefix + token] = coarse + correction
-            result.probes[b, h] = _probe_errors(head, result.output[b, h, prefix:], drawn[h])
+                    result.output[b, h, query_prefix + token] = coarse + correction
+            result.probes[b, h] = _probe_errors(head, result.output[b, h, query_prefix:], drawn[h])
     return result
 
 
 class Head:
-    """One head of one picture: steps 1 to 4."""
+    """One head of one picture: steps 1 to 4.
+
+    Args:
+        q: (queries, d), those of the prefix excepted.
+        k: (prefix + N, d).
+        v: (prefix + N, e).
+        members: Valid tokens of each tile.
+        prefix: Number of keys before the grid.
+        factor: Factor of q . k, scale / tau.
+        order: Groups in the order of their positions; None for that of their numbers.
+        queries: Valid queries of each group; None for those of the tiles.
+    """
 
     def __init__(
         self,
@@ -182,10 +199,12 @@ class Head:
         prefix: int,
         factor: float,
         order: Indices | None = None,
+        queries: list[list[int]] | None = None,
     ) -> None:
         self.factor, self.members = factor, members
-        self.order = np.arange(len(members)) if order is None else order
-        self.q, self.k, self.v = q[prefix:], k[prefix:], v[prefix:]
+        self.queries = members if queries is None else queries
+        self.order = np.arange(len(self.queries)) if order is None else order
+        self.q, self.k, self.v = q, k[prefix:], v[prefix:]
         self.prefix_k, self.prefix_v = k[:prefix], v[:prefix]
         self.counts = np.array([len(tokens) for tokens in members])
         self._summarise_groups()
@@ -193,17 +212,17 @@ class Head:
         self._represent()
 
     def _summarise_groups(self) -> None:
-        groups, dim = len(self.members), self.q.shape[1]
+        groups, dim = len(self.queries), self.q.shape[1]
         self.q_mean = np.zeros((groups, dim))
         self.q_spread = np.zeros(groups)  # rho
-        for g, tokens in enumerate(self.members):
+        for g, tokens in enumerate(self.queries):
             if tokens:
                 self.q_mean[g] = self.q[tokens].mean(0)
                 squares = ((self.q[tokens] - self.q_mean[g]) ** 2).sum(-1)
                 self.q_spread[g] = math.sqrt(squares.mean() * squares.max())
         sample = self.order[:PROBE_SLOTS]
-        total = (self.counts[sample, None] * self.q_mean[sample]).sum(0)
-        self.q_head = total / max(1, self.counts[sample].sum())
+        counts = np.array([len(self.queries[g]) for g in sample])
+        self.q_head = (counts[:, None] * self.q_mean[sample]).sum(0) / max(1, counts.sum())
 
     def _summarise_tiles(self) -> None:
         tiles, dim = len(self.members), self.k.shape[1]
@@ -220,8 +239,7 @@ class Head:
                 self.diameter = max(self.diameter, 2 * float(np.linalg.norm(values, axis=-1).max()))
 
     def _represent(self) -> None:
-        tiles, dim = len(self.members), self.k.shape[1]
-        groups = tiles
+        groups, tiles, dim = len(self.queries), len(self.members), self.k.shape[1]
         self.log_mass = np.full((groups, tiles), -np.inf)  # A
         self.k_tangent = np.zeros((groups, tiles, dim))
         self.v_tangent = np.zeros((groups, tiles, self.v.shape[1]))
@@ -279,7 +297,7 @@ def draw_probe(head: Head, tiling: Tiling, g: int, h: int) -> Probe | None:
 
     A query has the probability UNIFORM_SHARE / n + (1 - UNIFORM_SHARE) |q - qbar|^4 / sum |q - qbar|^4.
     """
-    tokens = head.members[g]
+    tokens = head.queries[g]
     if not tokens:
         return None
     fourth = ((head.q[tokens] - head.q_mean[g]) ** 2).sum(-1) ** 2
