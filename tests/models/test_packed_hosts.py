@@ -253,7 +253,7 @@ def test_a_block_alone_and_positions_that_fill_no_grid_are_refused() -> None:
         )
     with pytest.raises(ValueError, match="do not fill that grid"):
         raster_order(torch.tensor([[0, 0], [0, 1], [1, 1]]))
-    with pytest.raises(TypeError, match="cannot be reduced: it rotates"):
+    with pytest.raises(TypeError, match="cannot be reduced: its pictures share"):
         bmfa.reduce(model, "tome:2")
 
 

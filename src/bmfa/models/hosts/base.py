@@ -140,10 +140,16 @@ class AttentionReplacement:
 
 @dataclass(frozen=True)
 class BlockLayout:
-    """Names of the modules in the two residual branches of a block, in the order of their calls."""
+    """Names of the modules in the two residual branches of a block, in the order of their calls.
+
+    After the attention and the MLP, a name may also be that of a parameter, which scales the branch, or
+    of an attribute that is None.
+    """
 
     attention: tuple[str, ...]
     mlp: tuple[str, ...]
+    # Argument of the block with the rotary tables, whose second last axis is that of the spatial tokens.
+    rotary: str = ""
 
 
 @dataclass(frozen=True, eq=False)

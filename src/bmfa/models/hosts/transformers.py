@@ -4,7 +4,7 @@ import math
 import sys
 from collections.abc import Callable
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -36,6 +36,11 @@ _VIT = BlockLayout(
 _DINO = BlockLayout(
     ("norm1", "attention", "layer_scale1", "drop_path"),
     ("norm2", "mlp", "layer_scale2", "drop_path"),
+)
+_DINOV3 = replace(_DINO, rotary="position_embeddings")
+_INTERN = BlockLayout(
+    ("layernorm_before", "attention", "lambda_1"),
+    ("layernorm_after", "mlp", "dropout", "lambda_2"),
 )
 _CLIP = BlockLayout(("layer_norm1", "self_attn"), ("layer_norm2", "mlp"))
 _AIM = BlockLayout(("rms_norm1", "attention"), ("rms_norm2", "ffn"))
@@ -118,7 +123,7 @@ FAMILIES = {
         "Dinov2WithRegistersAttention", _DINO, registers=True, spatial_readers=_DENSE_OR_POOLED
     ),
     "dinov3_vit.modeling_dinov3_vit.DINOv3ViTEmbeddings": Family(
-        "DINOv3ViTAttention", None, "patch_embeddings", registers=True
+        "DINOv3ViTAttention", _DINOV3, "patch_embeddings", registers=True
     ),
     "clip.modeling_clip.CLIPVisionEmbeddings": Family(
         "CLIPAttention", _CLIP, "patch_embedding", spatial_readers=_DENSE_OR_POOLED
@@ -145,7 +150,7 @@ FAMILIES = {
         "OwlViTAttention", _CLIP, "patch_embedding", spatial_readers=("ForObjectDetection",)
     ),
     "internvl.modeling_internvl.InternVLVisionEmbeddings": Family(
-        "InternVLVisionAttention", None, spatial_readers=_ALL
+        "InternVLVisionAttention", _INTERN, spatial_readers=_ALL
     ),
     "blip.modeling_blip.BlipVisionEmbeddings": Family(
         "BlipAttention", _CLIP, "patch_embedding", spatial_readers=_ALL, replacement=BlipAttention

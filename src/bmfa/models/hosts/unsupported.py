@@ -13,12 +13,9 @@ SUPPORTED = (
     "Qwen2.5-VL and Qwen3-VL vision, SAM 2; the embedded model"
 )
 REDUCIBLE = (
-    "timm VisionTransformer and DeiT (also distilled); "
-    "transformers ViT, DeiT, DINOv2 (also with registers), CLIP vision, SigLIP vision, ViT-MSN, I-JEPA, "
-    "AIMv2, OWL-ViT and BLIP vision; the embedded model"
-)
-_ROPE = (
-    "it rotates queries and keys by their position on the grid, and a merged token has no position"
+    "timm VisionTransformer, DeiT (also distilled), EVA and DINOv3; "
+    "transformers ViT, DeiT, DINOv2 (also with registers), DINOv3 ViT, CLIP vision, SigLIP vision, "
+    "ViT-MSN, I-JEPA, AIMv2, OWL-ViT, BLIP and InternVL vision; the embedded model"
 )
 _SUFFIX = "it has tokens behind the grid, which the policies would merge"
 _LAYOUT = "its block is not an attention branch followed by an MLP branch"
@@ -59,9 +56,7 @@ def raise_unsupported(model: nn.Module, attention: nn.Module | None = None) -> N
 def raise_not_reducible(model: nn.Module, host: Host) -> NoReturn:
     """Raise a TypeError that names the block class of the model and why it cannot be reduced."""
     name = class_name(host.blocks[0])
-    rope = any(word in name.lower() for word in ("eva", "dinov3", "rope", "pixtral", "qwen"))
-    reason = _ROPE if rope else _SUFFIX if host.suffix else _LAYOUT
-    reason = host.not_reducible or reason
+    reason = host.not_reducible or (_SUFFIX if host.suffix else _LAYOUT)
     raise TypeError(
         f"the tokens of {name} in {type(model).__name__} cannot be reduced: {reason}; supported are "
         f"{REDUCIBLE}"
