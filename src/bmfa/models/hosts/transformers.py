@@ -232,7 +232,7 @@ def _guess_layout(module: Any, tokens: int) -> tuple[Grid | None, int, int]:
     """
     config: Any = getattr(module, "config", None)
     family = _BY_MODULE.get(type(module).__module__.removeprefix("transformers.models."))
-    sizes = [getattr(config, name, None) for name in ("image_size", "patch_size")]
+    sizes: list[Any] = [getattr(config, name, None) for name in ("image_size", "patch_size")]
     if family is None or None in sizes:  # a text tower has no patches
         return None, 0, 0
     prefix = family.prefix + (int(config.num_register_tokens) if family.registers else 0)
