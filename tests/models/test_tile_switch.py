@@ -41,8 +41,15 @@ SMALL, LARGE = 32, 256
 TILES = {"leaves": 0.05, "layers": "all"}
 SOURCES = str(Path(bmfa.__file__).parent)
 HOSTS = ["vit", "hf-dinov2"]
-# Calls into bmfa in a forward pass at a size that is known to run dense.
-DENSE_CALLS = ["TileSwitch.__call__", "is_capturing", "ForwardState.forget"]
+# Calls into bmfa in a forward pass at a size that is known to run dense: a hook of the patch embedding,
+# and one of the last block, which notes for `bmfa.summary` that the pass is finished.
+DENSE_CALLS = [
+    "TileSwitch.__call__",
+    "is_capturing",
+    "ForwardState.forget",
+    "LayerLog.__call__",
+    "ForwardState.in_use",
+]
 
 
 def test_the_sizes_of_this_file_are_on_both_sides_of_the_threshold() -> None:

@@ -1,22 +1,33 @@
 """Vision Transformers: load, patch, record and reduce them."""
 
+from bmfa.models.hosts import register_host
+from bmfa.models.hosts.transformers import register_attention, register_if_loaded
 from bmfa.models.loading import LoadedModel, load_model
 from bmfa.models.patching import layer_indices, patch, unpatch
 from bmfa.models.preprocessing import Preprocessing
 from bmfa.models.recording import LayerRecord, Recording, record
 from bmfa.models.reducing import final_tokens, reduce, unmerge
+from bmfa.models.summarizing import BlockSummary, LayerSummary, Summary, summary
 
 __all__ = [
+    "BlockSummary",
     "LayerRecord",
+    "LayerSummary",
     "LoadedModel",
     "Preprocessing",
     "Recording",
+    "Summary",
     "final_tokens",
     "layer_indices",
     "load_model",
     "patch",
     "record",
     "reduce",
+    "register_attention",
+    "register_host",
+    "summary",
     "unmerge",
     "unpatch",
 ]
+
+register_if_loaded()

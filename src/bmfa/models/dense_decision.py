@@ -1,5 +1,6 @@
 """Where the layers of a patched model run the attention of their host: decided once for each shape."""
 
+import warnings
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -89,6 +90,42 @@ class DenseDecision:
         Those are a part of a grid: the host drops the others.
         """
         return self.grids.get(tokens) or Grid(1, max(1, tokens - self.prefix))
+
+
+@dataclass(eq=False)
+class PlannedDecision(DenseDecision):
+    """Decides for the layers of a plan: tiles for images of its grid, dense attention for all others.
+
+    The first images with another number of tokens warn.
+    """
+
+    planned: Grid = field(kw_only=True)
+    warned: set[int] = field(default_factory=set)  # numbers of tokens
+
+    def __post_init__(self) -> None:
+        self.grids[self.prefix + self.planned.size] = self.planned
+
+    def reason(
+        self, batch: int, grid: Grid, dtype: torch.dtype, device: torch.device, *, in_graph: bool
+    ) -> str | None:
+        """Return why dense attention runs at a size, None at that of the plan."""
+        if grid.size == self.planned.size:
+            return None
+        height, width = self.planned.height, self.planned.width
+        return (
+            f"the plan is for a {height}x{width} grid of tokens, and there are {grid.size} tokens"
+        )
+
+    def decide(self, key: Key) -> str | None:
+        """Make and store the decision for a key, and warn if it is for another size than planned."""
+        reason = super().decide(key)
+        if reason is not None and key[1] not in self.warned:
+            self.warned.add(key[1])
+            warnings.warn(
+                f"{reason}: this size runs dense attention; make a plan for it with bmfa.tune",
+                stacklevel=2,
+            )
+        return reason
 
 
 def is_capturing(x: Tensor) -> bool:

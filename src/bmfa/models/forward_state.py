@@ -12,7 +12,7 @@ State = TypeVar("State")
 Output = TypeVar("Output")
 
 # The id of the backward pass that this thread runs, -1 outside of backward passes.
-_graph_task_id: Callable[[], int] = torch._C._current_graph_task_id
+current_graph_task: Callable[[], int] = torch._C._current_graph_task_id
 
 
 class ForwardState(Generic[State]):
@@ -42,7 +42,7 @@ class ForwardState(Generic[State]):
         During a backward pass it is None, too, unless it was set in this backward pass: a state left
         by a forward pass may belong to another input than the block that is recomputed.
         """
-        if is_recomputing() and getattr(self._thread, "task", -1) != _graph_task_id():
+        if is_recomputing() and getattr(self._thread, "task", -1) != current_graph_task():
             return None
         return getattr(self._thread, "state", None)
 
@@ -51,7 +51,7 @@ class ForwardState(Generic[State]):
         if torch.compiler.is_compiling():
             self._thread.state = state
         elif not getattr(self._thread, "fixed", False):
-            self._thread.state, self._thread.task = state, _graph_task_id()
+            self._thread.state, self._thread.task = state, current_graph_task()
 
     def forget(self) -> None:
         """Remove the state of this thread, unless `run_with` is active and holds it fixed."""
@@ -66,7 +66,7 @@ class ForwardState(Generic[State]):
             return function()
         thread = self._thread.__dict__
         before = thread.get("state"), thread.get("task", -1), thread.get("fixed", False)
-        thread["state"], thread["task"], thread["fixed"] = state, _graph_task_id(), True
+        thread["state"], thread["task"], thread["fixed"] = state, current_graph_task(), True
         try:
             return function()
         finally:
@@ -107,7 +107,7 @@ class ForwardState(Generic[State]):
 
 def is_recomputing() -> bool:
     """Return True in a backward pass, where gradient checkpointing reruns modules."""
-    return not torch.compiler.is_compiling() and _graph_task_id() >= 0
+    return not torch.compiler.is_compiling() and current_graph_task() >= 0
 
 
 def _storage(tokens: Tensor) -> Any:

@@ -1,7 +1,8 @@
 """Screen the attention of a model, and undo it."""
 
+import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,17 +12,21 @@ from bmfa.attention.api import check_choices
 from bmfa.attention.dispatch import may_run_dense
 from bmfa.attention.inputs import Backend, Form
 from bmfa.checks import check_integer, check_leaves, check_number
-from bmfa.models.dense_decision import DenseDecision
-from bmfa.models.hosts import Host, find_host
+from bmfa.grid import Grid
+from bmfa.models.dense_decision import DenseDecision, PlannedDecision
+from bmfa.models.hosts import Host, check_module, find_host
 from bmfa.models.hosts.base import attention_heads, replacements_in
+from bmfa.models.hosts.generic import GridSource, describe, described_host
 from bmfa.models.override import override_method, override_of, restore_method
+from bmfa.models.plan import Plan
 from bmfa.models.screened_layer import ScreenedLayer
 from bmfa.models.tile_switch import TileSwitch
-from bmfa.models.token_grid import BlockGrid, TokenGrid
+from bmfa.models.token_grid import BlockGrid
 from bmfa.trees.rules import RandomQuadrants, Rule, as_rule
 
 # A prime larger than the depth of any model, so that no two pairs of seed and layer share a stream.
 _SEED_STRIDE = 1009
+_DEFAULT_LAYERS = "last-4"
 
 
 def patch(
@@ -30,11 +35,16 @@ def patch(
     rule: Rule | str | None = None,
     error: float | None = None,
     leaves: float | int | None = None,
-    layers: str | Sequence[int] = "last-4",
+    plan: Plan | str | os.PathLike[str] | None = None,
+    layers: str | Sequence[int] = _DEFAULT_LAYERS,
     max_depth: int | None = None,
     form: Form | None = None,
     backend: Backend = "auto",
     fallback: float | None = None,
+    attention: str | Sequence[str] | None = None,
+    grid: GridSource = None,
+    prefix: int = 0,
+    suffix: int = 0,
 ) -> nn.Module:
     """Screen the attention of some layers of a model, in place.
 
@@ -47,19 +57,28 @@ def patch(
     models at high resolution faster. For images at which dense attention is faster, the model runs its
     own forward, unless `form`, `fallback` or a `backend` is given.
 
+    With `plan`, every layer has the setting that `bmfa.tune` chose for it. A plan holds for one image
+    size: images with another number of tokens run dense attention, with one warning for each number.
+
+    A model of a class that is not known is patched by naming its attention modules, `attention=`. Each
+    must call `torch.nn.functional.scaled_dot_product_attention` among the tokens of one image, which are
+    `prefix` tokens, a grid in raster order, and `suffix` tokens; the first forward pass refuses others.
+    `register_host` does the same for a class of models.
+
     The model can run in several threads at once, under `torch.compile`, and with gradient
     checkpointing of whole blocks or of the whole model. A model that is already patched or reduced is
     restored first.
 
     Args:
-        model: A timm or transformers Vision Transformer, the embedded model, or a model that contains
-            one of them.
+        model: A timm or transformers Vision Transformer, the embedded model, a model that contains
+            one of them, or any model with `attention=`.
         rule: A rule of `bmfa.rules` or its name, e.g. `"optimal:0.002"`. At most one of `rule`,
             `error` and `leaves` is given.
         error: The target for the error of attention over tiles, as in `screened_attention`. For a tree
             for each query, pass `rule=rules.Optimal(error=...)`.
         leaves: The budget of attention over tiles: a float in (0, 1] is a fraction of the tokens, an
             int from 2 on is a count. For a tree for each query, pass `rule=rules.Optimal(leaves=...)`.
+        plan: A `Plan`, or the file of one; no other option is given with it.
         layers: `"all"`, `"last-K"`, or the indices of the layers; negative ones count from the end.
         max_depth: The depth at which trees are not split further; None goes down to single tokens.
         form: `"tiled"`, `"representative"` or `"repeated"`, see `screened_attention`. None selects
@@ -67,13 +86,21 @@ def patch(
             tiles or dense attention.
         backend: `"auto"`, `"eager"`, `"triton"` or `"reference"`.
         fallback: Queries whose certificate exceeds this share of |output| are recomputed exactly.
+        attention: The names of the attention modules of a model that is not known, as
+            `model.named_modules()` has them; `*` is any characters but a dot: `"blocks.*.attn"`.
+        grid: With `attention`: (height, width) of the grid in tokens, a function that returns it from
+            the arguments of the model, or None if the spatial tokens are a square.
+        prefix: With `attention`: the number of class and register tokens before the grid.
+        suffix: With `attention`: the number of tokens behind the grid.
 
     Returns:
         The same model.
 
     Raises:
         TypeError: If the model or its attention is not supported, or an argument has a wrong type.
-        ValueError: If arguments exclude each other or are out of range. The model is unchanged.
+        ValueError: If arguments exclude each other or are out of range, or the plan is for another
+            model. The model is unchanged.
+        OSError: If the file of the plan cannot be read. The model is unchanged.
 
     Example:
         >>> import bmfa, torch
@@ -95,24 +122,93 @@ def patch(
         "backend": backend,
         "fallback": fallback,
     }
+    if attention is None and (grid is not None or prefix or suffix):
+        raise ValueError(
+            f"grid is {grid!r}, prefix {prefix} and suffix {suffix}, which are for models that are not "
+            "known, and attention is not given; name the attention modules, e.g. "
+            "attention='blocks.*.attn', or leave grid, prefix and suffix out"
+        )
+    if plan is not None:
+        if attention is not None:
+            raise ValueError(
+                f"attention is {attention!r} and a plan is given; call bmfa.register_host for the class "
+                "of the model, then patch(model, plan=...)"
+            )
+        _check_alone(options | {"layers": layers})
+        return patch_planned(model, plan)
     _check_options(**options)
-    host = find_host(model)
+    if attention is None:
+        host = find_host(model)
+    else:
+        host = described_host(check_module(model), describe(attention, grid, prefix, suffix))
     indices = layer_indices(layers, len(host.attentions))
+    install_layers(model, host, {index: _options_of_layer(options, index) for index in indices})
+    return model
+
+
+def patch_planned(model: nn.Module, plan: Plan | str | os.PathLike[str]) -> nn.Module:
+    """Give every layer of a model the setting of a plan, in place."""
+    if isinstance(plan, (str, os.PathLike)):
+        plan = Plan.load(plan)
+    elif not isinstance(plan, Plan):
+        raise TypeError(
+            f"plan is {type(plan).__name__}; pass what bmfa.tune returned, or the file it was saved to"
+        )
+    plan.check_model(model)
+    host = find_host(model)
+    install_layers(model, host, planned_options(plan.errors), plan.token_grid)
+    return model
+
+
+def planned_options(errors: Mapping[int, float]) -> dict[int, dict[str, Any]]:
+    """Return the arguments of `screened_attention` by layer.
+
+    The form is named so that tiles run wherever the plan has measured that they are faster.
+    """
+    return {layer: {"error": error, "form": "tiled"} for layer, error in errors.items()}
+
+
+def install_layers(
+    model: nn.Module,
+    host: Host,
+    options: Mapping[int, dict[str, Any]],
+    planned: Grid | None = None,
+) -> None:
+    """Screen layers of a model, each with its own arguments of `screened_attention`.
+
+    Args:
+        model: The model; patches that it has are undone.
+        host: The host of the model.
+        options: The arguments by the index of the layer; the others stay as they are.
+        planned: The only grid at which these layers do not run dense; None for no such limit.
+    """
     unpatch(model)
-    token_grid = TokenGrid(host.prefix)
-    screened = [
-        ScreenedLayer(index, token_grid, _options_of_layer(options, index)) for index in indices
-    ]
-    decisions = _add_decisions(host, screened)
+    if not options:
+        return
+    token_grid = host.make_token_grid(host.prefix, host.suffix)
+    screened = [ScreenedLayer(index, token_grid, options[index]) for index in sorted(options)]
+    decisions: tuple[DenseDecision, ...]
+    if planned is None:
+        decisions = _add_decisions(host, screened)
+    else:
+        decisions = (PlannedDecision(host.prefix + host.suffix, 0, 0, {}, planned=planned),)
+        for layer in screened:
+            layer.decision = decisions[0]
+    if host.watch is not None:
+        # Pictures of several grids may share a call, so each call of attention decides for itself.
+        decisions = ()
+        host.watch(host, token_grid)
     token_grid.uses_tiles = token_grid.keeps_tiles = not decisions
     for layer in screened:
         host.replacement(layer).install(host.attentions[layer.layer], active=not decisions)
+    token_grid.log.watch(host.blocks[-1], len(host.attentions))
+    if host.watch is not None:
+        return
     for index, block in enumerate(host.blocks):
         override_method(block, BlockGrid(index, token_grid, decisions), active=not decisions)
-    modules = (*host.blocks, *(host.attentions[index] for index in indices))
+    modules = (*host.blocks, *(host.attentions[layer.layer] for layer in screened))
     hook = TileSwitch(token_grid, decisions, modules) if decisions else None
     token_grid.watch(host.projection, hook)
-    return model
 
 
 def unpatch(model: nn.Module) -> nn.Module:
@@ -187,6 +283,17 @@ def layer_indices(layers: str | Sequence[int], depth: int) -> tuple[int, ...]:
     return tuple(sorted({index % depth for index in indices}))
 
 
+def _check_alone(options: Mapping[str, Any]) -> None:
+    """Raise if another option is given with a plan."""
+    default = {"layers": _DEFAULT_LAYERS, "backend": "auto"}
+    for name, value in options.items():
+        if value is not None and not (isinstance(value, str) and value == default.get(name)):
+            raise ValueError(
+                f"{name} is {value!r} and a plan is given, which has settings for every layer; pass one "
+                "of the two"
+            )
+
+
 def _check_options(
     *, rule: Any, error: Any, leaves: Any, max_depth: Any, form: Any, backend: Any, fallback: Any
 ) -> None:
@@ -216,10 +323,12 @@ def _add_decisions(host: Host, layers: list[ScreenedLayer]) -> tuple[DenseDecisi
     decisions: list[DenseDecision] = []
     projection: Any = host.projection
     for layer in layers:
-        shape = attention_heads(host.attentions[layer.layer], int(projection.out_channels))
+        shape = attention_heads(
+            host.attentions[layer.layer], int(getattr(projection, "out_channels", 0))
+        )
         if shape is None or not may_run_dense(layer.options):
             continue
-        made = DenseDecision(host.prefix, *shape, layer.options)
+        made = DenseDecision(host.prefix + host.suffix, *shape, layer.options)
         equal = (d for d in decisions if (d.heads, d.head_dim, d.options) == (*shape, made.options))
         layer.decision = next(equal, made)
         if layer.decision is made:

@@ -11,6 +11,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from bmfa.attention.api import screened_attention
 from bmfa.attention.result import Screened
+from bmfa.attention.tiling import DEFAULT_ERROR
 from bmfa.grid import Grid
 from bmfa.models.dense_decision import DenseDecision
 from bmfa.models.hosts.base import AttentionFunction, replacements_in
@@ -22,7 +23,7 @@ class LayerInputs:
     """The inputs of one call of a screened layer."""
 
     layer: int
-    q: Tensor  # (B, heads, prefix + N, d)
+    q: Tensor  # (B, heads, prefix + N, d); tokens behind the grid are the first ones of the prefix
     k: Tensor  # (B, heads, prefix + N, d)
     scale: float
     grid: Grid
@@ -59,17 +60,35 @@ class ScreenedLayer(AttentionFunction):
         # A forward pass that began before `observe` has no grid, so it is not observed.
         return self.observer is None or self.token_grid.passes.current is None
 
+    def describe(self) -> str:
+        """Return the settings of the layer as text."""
+        given = {name: value for name, value in self.options.items() if value is not None}
+        if given.get("backend") == "auto":
+            del given["backend"]
+        if not given.keys() & {"rule", "error", "leaves"}:
+            given = {"error": DEFAULT_ERROR} | given
+        return ", ".join(f"{name}={value}" for name, value in given.items())
+
+    def uses_host_on(self, grid: Grid, x: Tensor) -> bool:
+        """True if the layer runs dense for x, which has tokens of pictures with this grid."""
+        if self.decision is not None and not torch.compiler.is_compiling():
+            self.decision.grids.setdefault(self.token_grid.special + grid.size, grid)
+        return self.uses_host(x)
+
     def compute(
         self, q: Tensor, k: Tensor, v: Tensor, scale: float, valid: Tensor | None
     ) -> Tensor:
         """Run `screened_attention` on the grid of the running block, and call the observer."""
-        grid, prefix = self.token_grid.of_attention(k.shape[2]), self.token_grid.prefix
+        grid, prefix = self.token_grid.of_attention(k.shape[2]), self.token_grid.special
+        if suffix := self.token_grid.suffix:  # tokens behind the grid come first, as prefix tokens
+            q, k, v = (x.roll(suffix, 2) for x in (q, k, v))
         screened = screened_attention(
             q, k, v, grid=grid, prefix=prefix, scale=scale, valid=valid, **self.options
         )
+        self.token_grid.log.add(self.layer, screened.stats, grid, valid)
         if self.observer is not None:
             self.observer(LayerInputs(self.layer, q, k, scale, grid, prefix, valid), screened)
-        return screened.output
+        return screened.output.roll(-suffix, 2) if suffix else screened.output
 
 
 def screened_layers(model: nn.Module) -> list[ScreenedLayer]:

@@ -92,7 +92,7 @@ class TileSwitch:
             )
         batch, _, height, width = output.shape
         grid = Grid(height, width)
-        tokens = self.token_grid.prefix + grid.size
+        tokens = self.token_grid.special + grid.size
         dense = True
         for decision in self.decisions:
             decision.grids.setdefault(tokens, grid)

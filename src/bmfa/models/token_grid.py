@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from bmfa.grid import Grid
 from bmfa.models.dense_decision import DenseDecision
 from bmfa.models.forward_state import ForwardState, is_recomputing
+from bmfa.models.layer_log import LayerLog
+from bmfa.models.packing import Packing
 
 # Token counts whose grid is remembered for recomputation inside a block; later ones are refused there.
 _MAX_SIZES = 256
@@ -25,10 +27,13 @@ class TokenGrid:
     carry the grid of their own tokens, so that attention finds it.
     """
 
-    prefix: int
+    prefix: int  # tokens before the grid
+    suffix: int = 0  # tokens behind it, such as detection tokens
     passes: ForwardState[Grid] = field(default_factory=ForwardState)
     # Grids of images that went through the projection and have not reached the first block yet.
     pending: ForwardState[tuple[Grid, ...]] = field(default_factory=ForwardState)
+    # The pictures of each pass, in models whose sequences are not one grid in raster order.
+    packings: ForwardState[Packing] = field(default_factory=ForwardState)
     handle: Any = None
     # By token count: the grid of all passes so far, or None if several grids have that many tokens.
     unique: dict[int, Grid | None] = field(default_factory=dict)
@@ -40,6 +45,12 @@ class TokenGrid:
         default_factory=set
     )  # threads before the first block of a tiled pass
     observers: int = 0  # number of `with observe(model)` blocks that are open
+    log: LayerLog = field(default_factory=LayerLog)  # for `bmfa.summary`
+
+    @property
+    def special(self) -> int:
+        """The number of tokens that are not on the grid; their keys stay exact."""
+        return self.prefix + self.suffix
 
     def watch(self, projection: nn.Module, hook: Callable[..., None] | None = None) -> None:
         """Read the grid from every output of the projection; `hook` may come before it."""
@@ -47,6 +58,7 @@ class TokenGrid:
 
     def remove(self) -> None:
         """Undo `watch`."""
+        self.log.remove()
         if self.handle is not None:
             self.handle.remove()
             self.handle = None
@@ -55,21 +67,41 @@ class TokenGrid:
         height, width = output.shape[-2:]
         # Integers, not symbols: whatever depends on a grid is a constant of a compiled graph.
         grid = Grid(int(height), int(width))
+        self.store(grid)
+        if not torch.compiler.is_compiling():
+            self.pending.set((*(g for g in self.pending.current or () if g != grid), grid))
+
+    def store(self, grid: Grid) -> None:
+        """Set the grid of the forward pass that begins in this thread."""
         self.passes.set(grid)
         if torch.compiler.is_compiling():
             return
-        self.pending.set((*(g for g in self.pending.current or () if g != grid), grid))
         if grid.size in self.unique:
             if self.unique[grid.size] != grid:
                 self.unique[grid.size] = None
         elif len(self.unique) < _MAX_SIZES:
             self.unique[grid.size] = grid
 
+    @property
+    def packing(self) -> Packing:
+        """The pictures of the running block.
+
+        Raises:
+            RuntimeError: If they are not known.
+        """
+        packing = self.packings.current
+        if packing is None:
+            raise RuntimeError(
+                "the sizes of the pictures are unknown: in this thread the model itself was not called; "
+                "call the model, not one of its blocks, and apply gradient checkpointing to whole blocks"
+            )
+        return packing
+
     def of_block(self, layer: int, tokens: Tensor) -> Grid | None:
-        """Return the grid of the tokens (B, prefix + N, C) that a block receives, None if unknown."""
+        """Return the grid of the tokens (B, tokens, C) that a block receives, None if unknown."""
         if layer == 0 and not torch.compiler.is_compiling():
             pending = self.pending.current or ()
-            size = tokens.shape[1] - self.prefix
+            size = tokens.shape[1] - self.special
             fitting = [grid for grid in pending if grid.size == size]
             if fitting:
                 self.pending.set(tuple(grid for grid in pending if grid.size != size))
@@ -94,7 +126,7 @@ class TokenGrid:
         """
         grid = self.passes.current if grid is None else grid
         if grid is None and is_recomputing():
-            grid = self.unique.get(tokens - self.prefix)
+            grid = self.unique.get(tokens - self.special)
             if grid is None:
                 raise RuntimeError(
                     f"attention over {tokens} tokens is recomputed in a backward pass and its grid is "
@@ -105,11 +137,12 @@ class TokenGrid:
                 "no image went through the patch embedding in this thread; call the model itself, "
                 "not one of its blocks"
             )
-        if self.prefix + grid.size != tokens:
+        if self.special + grid.size != tokens:
+            suffix = f" and {self.suffix} tokens behind it" if self.suffix else ""
             raise ValueError(
                 f"attention over {tokens} tokens, but {self.prefix} prefix tokens and a "
-                f"{grid.height}x{grid.width} grid make {self.prefix + grid.size}; screening needs all "
-                "of them: switch off whatever drops or merges tokens"
+                f"{grid.height}x{grid.width} grid{suffix} make {self.special + grid.size}; screening "
+                "needs all of them: switch off whatever drops or merges tokens"
             )
         return grid
 
@@ -130,11 +163,13 @@ class BlockGrid:
             return forward(*args, **kwargs)
         passes = self.token_grid.passes
         passes.attach(args[0], grid)
+        run = partial(forward, *args, **kwargs)
         if not torch.compiler.is_compiling():
+            run = partial(self.token_grid.log.run_block, self.layer, args[0], run)
             self.token_grid.starting.discard(get_ident())
             if torch.is_grad_enabled():  # gradient checkpointing may recompute the block
                 self.token_grid.keeps_tiles = True
-        output = passes.run_with(grid, partial(forward, *args, **kwargs))
+        output = passes.run_with(grid, run)
         passes.attach(output[0] if isinstance(output, tuple) else output, grid)
         return output
 

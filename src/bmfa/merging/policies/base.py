@@ -4,6 +4,7 @@
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -149,6 +150,8 @@ class Policy:
         stage: the policy acts after this part of the block, "attention" or "mlp".
         proportional: True if attention adds log(size) to the scores.
         prunes: True if tokens can be dropped without being merged into another.
+        transforms: True if the tokens that remain are linear combinations of all tokens, which have no
+            position on the grid.
 
     Example:
         >>> from dataclasses import dataclass
@@ -169,6 +172,7 @@ class Policy:
     stage: ClassVar[Literal["attention", "mlp"]] = "attention"
     proportional: ClassVar[bool] = True
     prunes: ClassVar[bool] = False
+    transforms: ClassVar[bool] = False
 
     def check(self, grid: Grid, prefix: int, depth: int) -> None:
         """Raise ValueError if the parameters do not fit a model with this grid, prefix and depth."""
@@ -188,24 +192,33 @@ class BudgetPolicy(Policy):
 
     Args:
         budget: int, number of tokens that every block removes; or float in [`min_fraction`, 1],
-            fraction of the spatial tokens that every block keeps. A block with too few tokens
-            removes what it can.
+            fraction of the spatial tokens that every block keeps; or a schedule, a tuple or list of
+            the number of tokens that each block removes. With a number, a block with too few tokens
+            removes what it can; a schedule that removes too many is refused in the forward pass.
 
     Raises:
         ValueError: the budget is out of range.
-        TypeError: the budget is not a number.
+        TypeError: the budget is neither a number nor a schedule.
     """
 
     min_fraction: ClassVar[float] = 0.5  # a pair leaves one of two tokens
-    budget: int | float
+    budget: int | float | tuple[int, ...]
 
     def __post_init__(self) -> None:
-        check_budget(self.budget, least=self.min_fraction)
+        if isinstance(self.budget, (list, tuple)):
+            object.__setattr__(self, "budget", check_schedule(self.budget))
+        else:
+            check_budget(self.budget, least=self.min_fraction)
 
     def __str__(self) -> str:
+        if isinstance(self.budget, tuple):
+            return f"{self.name}:{','.join(map(str, self.budget))}"
         return f"{self.name}:{self.budget!r}"
 
     def check(self, grid: Grid, prefix: int, depth: int) -> None:
+        if isinstance(self.budget, tuple):
+            self._check_schedule(self.budget, grid, depth)
+            return
         count, most = removed_count(self.budget, grid.size), self.max_removed(grid.size)
         if count > most:
             raise ValueError(
@@ -219,8 +232,26 @@ class BudgetPolicy(Policy):
 
     def removed(self, state: LayerState) -> int:
         """Return how many tokens this block removes."""
+        if isinstance(self.budget, tuple):
+            return self.budget[state.layer]
         count = removed_count(self.budget, state.tokens)
         return min(count, self.max_removed(state.tokens))
+
+    def _check_schedule(self, schedule: tuple[int, ...], grid: Grid, depth: int) -> None:
+        if len(schedule) != depth:
+            raise ValueError(
+                f"{self} has {len(schedule)} counts, and the model has {depth} blocks; pass one for "
+                "each block"
+            )
+        tokens = grid.size
+        for block, count in enumerate(schedule):
+            if count > (most := self.max_removed(tokens)):
+                raise ValueError(
+                    f"{self} removes {count} tokens in block {block}, but of the {tokens} tokens that "
+                    f"a {grid.height}x{grid.width} grid has left there at most {most} can be removed; "
+                    "pass fewer, or larger images"
+                )
+            tokens -= count
 
 
 def check_budget(budget: object, *, least: float = 0.0) -> None:
@@ -229,6 +260,13 @@ def check_budget(budget: object, *, least: float = 0.0) -> None:
         check_integer("tokens removed from a block", budget, low=0)
     else:
         check_number("fraction kept by a block", budget, low=least, high=1.0, open_low=least == 0.0)
+
+
+def check_schedule(schedule: Sequence[object]) -> tuple[int, ...]:
+    """Return the counts of a schedule; raise unless they are integers from 0 on, at least one."""
+    if not schedule:
+        raise ValueError("a schedule without counts; pass one for each block of the model")
+    return tuple(check_integer("tokens removed from a block", n, low=0) for n in schedule)
 
 
 def removed_count(budget: int | float, tokens: int) -> int:

@@ -36,11 +36,12 @@ class DiffRate(BudgetPolicy):
     Args:
         budget: "0.8g" or "0.9g", the numbers learnt for DeiT-Tiny at 224 px; or int, number of
             tokens that every block merges; or float in (0, 1], fraction of the spatial tokens that
-            every block keeps. With int and float nothing is pruned.
+            every block keeps; or a schedule, the tokens that each block merges, 0 in the first. With
+            numbers and schedules nothing is pruned.
 
     Raises:
         ValueError: the budget is out of range or its name is unknown.
-        TypeError: the budget is not a number or a name.
+        TypeError: the budget is not a number, a schedule or a name.
 
     Example:
         >>> import bmfa
@@ -51,7 +52,7 @@ class DiffRate(BudgetPolicy):
     name: ClassVar[str] = "diffrate"
     prunes: ClassVar[bool] = True
     min_fraction: ClassVar[float] = 0.0
-    budget: int | float | str  # type: ignore[assignment]
+    budget: int | float | tuple[int, ...] | str  # type: ignore[assignment]
 
     def __post_init__(self) -> None:
         if not isinstance(self.budget, str):
@@ -65,6 +66,8 @@ class DiffRate(BudgetPolicy):
     def check(self, grid: Grid, prefix: int, depth: int) -> None:
         if not isinstance(self.budget, str):
             super().check(grid, prefix, depth)
+            if isinstance(self.budget, tuple) and self.budget[0] > 0:
+                raise ValueError(f"{self}: the first block never merges tokens; pass 0 for it")
         elif (prefix + grid.size, depth) != (197, 12):
             raise ValueError(
                 f"{self} has numbers for 197 tokens in 12 blocks, and the model has "

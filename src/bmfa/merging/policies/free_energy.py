@@ -47,21 +47,26 @@ class FreeEnergy(BudgetPolicy):
     Args:
         budget: as for `ToMe`: int, number of tokens removed per block of the model; or float in
             [0.5, 1], fraction of the spatial tokens kept per block. The blocks that merge share the
-            budget of all.
+            budget of all. A schedule, the number of tokens that each block removes, chooses the
+            blocks as well; `bmfa.tune_reduction` finds one.
 
     Raises:
         ValueError: the budget is out of range.
-        TypeError: the budget is not a number.
+        TypeError: the budget is neither a number nor a schedule.
 
     Example:
         >>> import bmfa
         >>> [layer for layer in range(12) if bmfa.merging.FreeEnergy(8).reads_mass(layer, 12)]
         [3, 5, 7, 9]
+        >>> str(bmfa.merging.FreeEnergy([0, 0, 0, 12, 0, 20, 0, 0]))
+        'free-energy:0,0,0,12,0,20,0,0'
     """
 
     name: ClassVar[str] = "free-energy"
 
     def reads_mass(self, layer: int, depth: int) -> bool:
+        if isinstance(self.budget, tuple):
+            return self.budget[layer] > 0
         return layer in _merging_blocks(depth)
 
     def reduce(self, state: LayerState) -> ReducedTokens | None:
@@ -69,6 +74,8 @@ class FreeEnergy(BudgetPolicy):
         return state.merge_cheapest(r, weight=state.required_mass) if r else None
 
     def removed(self, state: LayerState) -> int:
+        if isinstance(self.budget, tuple):
+            return super().removed(state)
         blocks = _merging_blocks(state.depth)
         if state.layer not in blocks:
             return 0

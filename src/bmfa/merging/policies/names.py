@@ -15,8 +15,12 @@ from bmfa.merging.policies.tofu import ToFu
 from bmfa.merging.policies.tome import ToMe
 
 
-def _budget(text: str) -> int | float:
-    """Parse an integer as a count of tokens to remove, any other number as a fraction to keep."""
+def _budget(text: str) -> int | float | tuple[int, ...]:
+    """Parse an integer as a count to remove, integers with commas as a schedule of counts, and any
+    other number as a fraction to keep.
+    """
+    if "," in text:
+        return tuple(int(count) for count in text.split(","))
     return int(text) if text.isdecimal() else float(text)
 
 
@@ -43,7 +47,8 @@ def parse(text: str, seed: int = 0) -> Policy:
 
     Args:
         text: NAME:VALUE. A value without a decimal point is a number of tokens to remove per block,
-            other numbers are the fraction to keep; `fixed-pool` takes the side of its tiles.
+            several such numbers, with commas between them, the tokens to remove in each block; other
+            numbers are the fraction to keep; `fixed-pool` takes the side of its tiles.
         seed: seed of `random-pool`; other policies ignore it.
 
     Returns:

@@ -3,16 +3,19 @@
 `bmfa.models.hosts.find_host` finds the host of a model.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from bmfa.grid import Grid
 from bmfa.models.override import has_instance_forward
 from bmfa.models.token_grid import TokenGrid
 
 _ATTRIBUTE = "bmfa_attention"
+_REPR = "extra_repr"  # the method of nn.Module that adds text to the repr of a module
 # Hosts hide a key by adding -inf or the smallest number of the dtype, -65504 in float16, to its score.
 _HIDDEN_SCORE = -1e4
 
@@ -45,8 +48,16 @@ class AttentionFunction:
                 "call model.eval(), or build the model with attention dropout 0"
             )
         scale = query.shape[-1] ** -0.5 if scale is None else float(scale)
-        valid = None if attn_mask is None else valid_keys(attn_mask, self.token_grid.prefix)
+        valid = (
+            None
+            if attn_mask is None
+            else valid_keys(attn_mask, self.token_grid.prefix, self.token_grid.suffix)
+        )
         return self.compute(query, key, value, scale, valid)
+
+    def describe(self) -> str:
+        """Return the settings of the layer as text, for the repr of its module."""
+        return ""
 
     def uses_host(self, x: Tensor) -> bool:
         """True if the host computes this call itself.
@@ -56,11 +67,25 @@ class AttentionFunction:
         """
         return False
 
+    def uses_host_on(self, grid: Grid, x: Tensor) -> bool:
+        """True if the host computes this call itself; x has tokens of pictures with this grid."""
+        return self.uses_host(x)
+
     def compute(
         self, q: Tensor, k: Tensor, v: Tensor, scale: float, valid: Tensor | None
     ) -> Tensor:
         """Map q, k, v (B, heads, tokens, d) to the output; valid is (B or 1, N) as in `valid_keys`."""
         raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class _ModuleText:
+    """In place of `extra_repr` of one module; an object, because functions of modules do not pickle."""
+
+    text: str
+
+    def __call__(self) -> str:
+        return self.text
 
 
 @dataclass(eq=False)
@@ -74,10 +99,14 @@ class AttentionReplacement:
     function: AttentionFunction
     active: bool = field(init=False, default=False)
     saved: dict[str, Any] = field(init=False, default_factory=dict)  # attributes to restore
+    own_repr: Any = field(init=False, default=None)  # `extra_repr` that was set on the instance
 
     def install(self, module: nn.Module, *, active: bool = True) -> None:
         """Store the replacement in the module, and activate it if `active`."""
         module.__dict__[_ATTRIBUTE] = self
+        parts = (module.extra_repr(), f"bmfa: {self.function.describe()}")
+        self.own_repr = module.__dict__.get(_REPR)
+        module.__dict__[_REPR] = _ModuleText(", ".join(part for part in parts if part))
         if active:
             self.activate(module)
 
@@ -97,6 +126,10 @@ class AttentionReplacement:
         """Undo `install`."""
         self.deactivate(module)
         del module.__dict__[_ATTRIBUTE]
+        if isinstance(module.__dict__.get(_REPR), _ModuleText):
+            del module.__dict__[_REPR]
+            if self.own_repr is not None:
+                module.__dict__[_REPR] = self.own_repr
 
     def _replace(self, module: nn.Module) -> None:
         raise NotImplementedError
@@ -107,17 +140,23 @@ class AttentionReplacement:
 
 @dataclass(frozen=True)
 class BlockLayout:
-    """Names of the modules in the two residual branches of a block, in the order of their calls."""
+    """Names of the modules in the two residual branches of a block, in the order of their calls.
+
+    After the attention and the MLP, a name may also be that of a parameter, which scales the branch, or
+    of an attribute that is None.
+    """
 
     attention: tuple[str, ...]
     mlp: tuple[str, ...]
+    # Argument of the block with the rotary tables, whose second last axis is that of the spatial tokens.
+    rotary: str = ""
 
 
 @dataclass(frozen=True, eq=False)
 class Host:
     """A vision tower and its parts, in the order in which they run."""
 
-    replacement: type[AttentionReplacement]
+    replacement: Callable[[AttentionFunction], AttentionReplacement]
     tower: nn.Module
     blocks: tuple[nn.Module, ...]
     attentions: tuple[nn.Module, ...]
@@ -125,6 +164,15 @@ class Host:
     prefix: int  # class, distillation and register tokens
     layout: BlockLayout | None  # None if its tokens cannot be reduced
     reads_spatial_tokens: bool  # True if something after the last block may read them
+    suffix: int = 0  # detection tokens and others behind the grid
+    # Installs what knows the grids; None if the output of the projection has the shape of the grid.
+    watch: Callable[["Host", TokenGrid], None] | None = None
+    # Blocks whose attention is not among `attentions`, and why it stays as it is.
+    dense_blocks: dict[int, str] = field(default_factory=dict)
+    make_token_grid: Callable[[int, int], TokenGrid] = TokenGrid  # from prefix and suffix
+    not_reducible: str = (
+        ""  # why tokens cannot be reduced, if the layout is None and the class does not say
+    )
 
 
 def replacement_of(module: nn.Module) -> AttentionReplacement | None:
@@ -145,18 +193,21 @@ def attention_heads(module: Any, width: int) -> tuple[int, int] | None:
         module: An attention module.
         width: The width of the tokens, from which the dimension follows if the module does not have it.
     """
-    heads = getattr(module, "num_heads", None) or getattr(module, "num_attention_heads", None)
+    names = ("num_heads", "num_attention_heads", "heads")
+    heads = next((getattr(module, name) for name in names if hasattr(module, name)), None)
     if not heads:
         return None
+    width = getattr(module, "dim_out", width)  # of a block that changes the width
     return int(heads), int(getattr(module, "head_dim", None) or width // int(heads))
 
 
-def valid_keys(mask: Tensor, prefix: int) -> Tensor | None:
+def valid_keys(mask: Tensor, prefix: int, suffix: int = 0) -> Tensor | None:
     """Convert a padding mask to the mask of spatial keys that exist.
 
     Args:
-        mask: Boolean or additive mask that broadcasts to (B, heads, Q, prefix + N).
-        prefix: The number of prefix tokens.
+        mask: Boolean or additive mask that broadcasts to (B, heads, Q, prefix + N + suffix).
+        prefix: The number of tokens before the grid.
+        suffix: The number of tokens behind the grid.
 
     Returns:
         (B or 1, N) torch.bool, or None if all keys exist.
@@ -164,17 +215,19 @@ def valid_keys(mask: Tensor, prefix: int) -> Tensor | None:
     Raises:
         ValueError: If the mask is not a padding mask of spatial keys.
     """
-    mask = mask[(None,) * (4 - mask.dim())]  # (B or 1, heads or 1, Q or 1, prefix + N)
+    mask = mask[(None,) * (4 - mask.dim())]  # (B or 1, heads or 1, Q or 1, tokens)
     visible = mask if mask.dtype == torch.bool else mask == 0
     hidden = ~visible if mask.dtype == torch.bool else mask < _HIDDEN_SCORE
     same = (visible == visible[:, :1, :1]).all()
-    if not (same and (visible | hidden).all() and visible[..., :prefix].all()):
+    end = mask.shape[-1] - suffix
+    special = torch.cat((visible[..., :prefix], visible[..., end:]), -1)
+    if not (same and (visible | hidden).all() and special.all()):
         raise ValueError(
             f"an attention mask of shape {tuple(mask.shape)} that adds a bias, differs between queries "
-            "or heads, or hides prefix tokens is not supported; pass a padding mask, or call "
-            "bmfa.unpatch(model)"
+            "or heads, or hides tokens that are not on the grid is not supported; pass a padding mask, "
+            "or call bmfa.unpatch(model)"
         )
-    return None if bool(visible.all()) else visible[:, 0, 0, prefix:]
+    return None if bool(visible.all()) else visible[:, 0, 0, prefix:end]
 
 
 def class_name(module: nn.Module) -> str:

@@ -1,24 +1,33 @@
 """Vision Transformers of transformers, through its own attention interface."""
 
+import math
 import sys
+from collections.abc import Callable
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor, nn
 
+from bmfa.attention.api import screened_attention
+from bmfa.attention.dispatch import dense_reason, in_graph
+from bmfa.grid import Grid
 from bmfa.models.hosts.base import (
     AttentionReplacement,
     BlockLayout,
     Host,
     class_name,
+    is_noop,
     replacement_of,
 )
 from bmfa.models.hosts.unsupported import SUPPORTED
+from bmfa.models.override import override_method, restore_method
 from bmfa.packages import load_package
 
 # The name of our attention function in `config._attn_implementation`.
 IMPLEMENTATION = "bmfa"
+# The function of transformers that runs where ours does not and the model names no other.
+_DENSE_FUNCTION = "sdpa"
 _functions: Any = {}  # the attention functions of transformers by name, from `_register` on
 
 _VIT = BlockLayout(
@@ -28,46 +37,18 @@ _DINO = BlockLayout(
     ("norm1", "attention", "layer_scale1", "drop_path"),
     ("norm2", "mlp", "layer_scale2", "drop_path"),
 )
+_DINOV3 = replace(_DINO, rotary="position_embeddings")
+_INTERN = BlockLayout(
+    ("layernorm_before", "attention", "lambda_1"),
+    ("layernorm_after", "mlp", "dropout", "lambda_2"),
+)
 _CLIP = BlockLayout(("layer_norm1", "self_attn"), ("layer_norm2", "mlp"))
+_AIM = BlockLayout(("rms_norm1", "attention"), ("rms_norm2", "ffn"))
 
 # Endings of the class names of models that read spatial tokens after the last block.
 _DENSE = ("ForMaskedImageModeling", "Backbone")
 _DENSE_OR_POOLED = (*_DENSE, "ForImageClassification")
 _ALL = ("",)
-
-
-@dataclass(frozen=True)
-class Family:
-    """The names of a model family's attention class, block layout, patch projection and prefix."""
-
-    attention: str
-    layout: BlockLayout | None
-    projection: str = "patch_embeddings.projection"
-    prefix: int = 1  # without registers
-    registers: bool = False
-    spatial_readers: tuple[str, ...] = _DENSE
-
-
-# By the class of the embeddings, which distinguishes the vision tower of CLIP from its text tower.
-FAMILIES = {
-    "vit.modeling_vit.ViTEmbeddings": Family("ViTAttention", _VIT),
-    "deit.modeling_deit.DeiTEmbeddings": Family("DeiTAttention", _VIT, prefix=2),
-    "dinov2.modeling_dinov2.Dinov2Embeddings": Family(
-        "Dinov2Attention", _DINO, spatial_readers=_DENSE_OR_POOLED
-    ),
-    "dinov2_with_registers.modeling_dinov2_with_registers.Dinov2WithRegistersEmbeddings": Family(
-        "Dinov2WithRegistersAttention", _DINO, registers=True, spatial_readers=_DENSE_OR_POOLED
-    ),
-    "dinov3_vit.modeling_dinov3_vit.DINOv3ViTEmbeddings": Family(
-        "DINOv3ViTAttention", None, "patch_embeddings", registers=True
-    ),
-    "clip.modeling_clip.CLIPVisionEmbeddings": Family(
-        "CLIPAttention", _CLIP, "patch_embedding", spatial_readers=_DENSE_OR_POOLED
-    ),
-    "siglip.modeling_siglip.SiglipVisionEmbeddings": Family(
-        "SiglipAttention", _CLIP, "patch_embedding", prefix=0, spatial_readers=_ALL
-    ),
-}
 
 
 class TransformersAttention(AttentionReplacement):
@@ -91,6 +72,92 @@ class TransformersAttention(AttentionReplacement):
         self.__dict__.update(state)
 
 
+class BlipAttention(AttentionReplacement):
+    """Computes q, k, v and the output as BLIP does, whose attention calls no other function."""
+
+    def _replace(self, module: nn.Module) -> None:
+        override_method(module, self)
+
+    def _undo(self, module: nn.Module) -> None:
+        restore_method(module)
+
+    def uses_host(self, x: Any) -> bool:
+        """False: `run` decides, because the block passes its tokens by name."""
+        return False
+
+    def run(self, module: Any, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Compute the output of the attention module."""
+        x: Tensor = args[0] if args else kwargs["hidden_states"]
+        if self.function.uses_host(x):
+            return forward(*args, **kwargs)
+        _refuse_attentions(kwargs.get("output_attentions") or module.config.output_attentions)
+        qkv = module.qkv(x).unflatten(-1, (3, module.num_heads, -1))
+        q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)  # (B, heads, T, d) each
+        dropout = 0.0 if is_noop(module.dropout) else module.dropout.p
+        output = self.function(q, k, v, None, dropout, False, module.scale)
+        return module.projection(output.transpose(1, 2).flatten(2)), None
+
+
+@dataclass(frozen=True)
+class Family:
+    """The names of a model family's attention class, block layout, patch projection and tokens."""
+
+    attention: str
+    layout: BlockLayout | None
+    projection: str = "patch_embeddings.projection"
+    prefix: int = 1  # without registers
+    registers: bool = False
+    spatial_readers: tuple[str, ...] = _DENSE
+    suffix: str | None = None  # name in the configuration of the number of tokens behind the grid
+    replacement: type[AttentionReplacement] = TransformersAttention
+
+
+# By the class of the embeddings, which distinguishes the vision tower of CLIP from its text tower.
+FAMILIES = {
+    "vit.modeling_vit.ViTEmbeddings": Family("ViTAttention", _VIT),
+    "deit.modeling_deit.DeiTEmbeddings": Family("DeiTAttention", _VIT, prefix=2),
+    "dinov2.modeling_dinov2.Dinov2Embeddings": Family(
+        "Dinov2Attention", _DINO, spatial_readers=_DENSE_OR_POOLED
+    ),
+    "dinov2_with_registers.modeling_dinov2_with_registers.Dinov2WithRegistersEmbeddings": Family(
+        "Dinov2WithRegistersAttention", _DINO, registers=True, spatial_readers=_DENSE_OR_POOLED
+    ),
+    "dinov3_vit.modeling_dinov3_vit.DINOv3ViTEmbeddings": Family(
+        "DINOv3ViTAttention", _DINOV3, "patch_embeddings", registers=True
+    ),
+    "clip.modeling_clip.CLIPVisionEmbeddings": Family(
+        "CLIPAttention", _CLIP, "patch_embedding", spatial_readers=_DENSE_OR_POOLED
+    ),
+    "siglip.modeling_siglip.SiglipVisionEmbeddings": Family(
+        "SiglipAttention", _CLIP, "patch_embedding", prefix=0, spatial_readers=_ALL
+    ),
+    "vit_msn.modeling_vit_msn.ViTMSNEmbeddings": Family("ViTMSNAttention", _VIT),
+    "ijepa.modeling_ijepa.IJepaEmbeddings": Family(
+        "IJepaAttention", _VIT, prefix=0, spatial_readers=_ALL
+    ),
+    "dpt.modeling_dpt.DPTViTEmbeddings": Family("DPTViTAttention", None),
+    "dpt.modeling_dpt.DPTViTHybridEmbeddings": Family("DPTViTAttention", None, "projection"),
+    "yolos.modeling_yolos.YolosEmbeddings": Family(
+        "YolosAttention", None, suffix="num_detection_tokens"
+    ),
+    "vitpose_backbone.modeling_vitpose_backbone.VitPoseBackboneEmbeddings": Family(
+        "VitPoseBackboneAttention", None, prefix=0, spatial_readers=_ALL
+    ),
+    "aimv2.modeling_aimv2.Aimv2VisionEmbeddings": Family(
+        "Aimv2Attention", _AIM, "patch_embed", prefix=0, spatial_readers=_ALL
+    ),
+    "owlvit.modeling_owlvit.OwlViTVisionEmbeddings": Family(
+        "OwlViTAttention", _CLIP, "patch_embedding", spatial_readers=("ForObjectDetection",)
+    ),
+    "internvl.modeling_internvl.InternVLVisionEmbeddings": Family(
+        "InternVLVisionAttention", _INTERN, spatial_readers=_ALL
+    ),
+    "blip.modeling_blip.BlipVisionEmbeddings": Family(
+        "BlipAttention", _CLIP, "patch_embedding", spatial_readers=_ALL, replacement=BlipAttention
+    ),
+}
+
+
 def bmfa_attention_forward(
     module: nn.Module,
     query: Tensor,
@@ -103,25 +170,123 @@ def bmfa_attention_forward(
 ) -> tuple[Tensor, Tensor | None]:
     """Attention function of transformers: (B, heads, tokens, d) to (B, tokens, heads, d)."""
     replacement = replacement_of(module)
-    if replacement is None:
-        raise RuntimeError(
-            f"{class_name(module)} names {IMPLEMENTATION!r} as its attention but is not patched; call "
-            "bmfa.patch(model)"
+    if replacement is None:  # the user has named our function: attn_implementation="bmfa"
+        return _default_attention(
+            module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs
+        )
+    if not replacement.active:  # patched, dense at this size, and the user has named our function
+        return _functions[_DENSE_FUNCTION](  # type: ignore[no-any-return]
+            module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs
         )
     if replacement.function.uses_host(query):
         name, eager = replacement.saved["config"]._attn_implementation, replacement.saved["eager"]
+        name = _DENSE_FUNCTION if name == IMPLEMENTATION else name
         return _functions.get(name, eager)(  # type: ignore[no-any-return]
             module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs
         )
-    if kwargs.get("output_attentions") or replacement.saved["config"].output_attentions:
+    own = replacement.saved["config"].output_attentions
+    _refuse_attentions(kwargs.get("output_attentions") or own)
+    causal = bool(kwargs.get("is_causal", False))
+    output = replacement.function(query, key, value, attention_mask, dropout, causal, scaling)
+    return output.transpose(1, 2).contiguous(), None
+
+
+def _default_attention(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float | None,
+    dropout: float,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """Attention of a model that is not patched: tiles with the default target, or dense attention."""
+    grid, prefix, suffix = _guess_layout(module, int(key.shape[2]))
+    causal = kwargs.get("is_causal")
+    causal = getattr(module, "is_causal", False) if causal is None else causal
+    plain = attention_mask is None and dropout == 0.0 and not causal
+    weights = kwargs.get("output_attentions") or module.config.output_attentions
+    if grid is None or not plain or weights or query.shape != key.shape:
+        dense = True
+    else:
+        shape, device = query.shape, query.device.type
+        graph = in_graph(query)
+        dense = dense_reason(shape, query.dtype, device, grid, {}, in_graph=graph) is not None
+    if grid is None or dense:
+        return _functions[_DENSE_FUNCTION](  # type: ignore[no-any-return]
+            module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs
+        )
+    q, k, v = (x.roll(suffix, 2) if suffix else x for x in (query, key, value))
+    output = screened_attention(q, k, v, grid=grid, prefix=prefix + suffix, scale=scaling).output
+    output = output.roll(-suffix, 2) if suffix else output
+    return output.transpose(1, 2).contiguous(), None
+
+
+def _guess_layout(module: Any, tokens: int) -> tuple[Grid | None, int, int]:
+    """Return the grid of a number of tokens, None if unknown, and the tokens before and behind it.
+
+    An attention function of transformers sees no image. The grid is that of the configuration if it has
+    that many tokens, and a square otherwise.
+    """
+    config: Any = getattr(module, "config", None)
+    family = _BY_MODULE.get(type(module).__module__.removeprefix("transformers.models."))
+    sizes: list[Any] = [getattr(config, name, None) for name in ("image_size", "patch_size")]
+    if family is None or None in sizes:  # a text tower has no patches
+        return None, 0, 0
+    prefix = family.prefix + (int(config.num_register_tokens) if family.registers else 0)
+    suffix = int(getattr(config, family.suffix)) if family.suffix else 0
+    spatial = tokens - prefix - suffix
+    image, patch = ((x, x) if isinstance(x, int) else tuple(x) for x in sizes)
+    height, width = image[0] // patch[0], image[1] // patch[1]
+    if spatial > 0 and height * width == spatial:
+        return Grid(height, width), prefix, suffix
+    side = math.isqrt(max(spatial, 0))
+    square = spatial > 0 and side * side == spatial
+    return (Grid(side, side) if square else None), prefix, suffix
+
+
+def _refuse_attentions(requested: Any) -> None:
+    if requested:
         raise ValueError(
             "output_attentions=True is not supported in patched or reduced models, which compute no "
             "attention matrix; call bmfa.unpatch(model), or, if the model is patched with a rule, "
             "record the weights with bmfa.record(model, attention=True)"
         )
-    causal = bool(kwargs.get("is_causal", False))
-    output = replacement.function(query, key, value, attention_mask, dropout, causal, scaling)
-    return output.transpose(1, 2).contiguous(), None
+
+
+def register_attention() -> None:
+    """Make transformers know `attn_implementation="bmfa"`.
+
+    A model that is made or loaded with that name attends over tiles with the default target of
+    `screened_attention` in every layer where tiles are faster, and runs dense elsewhere: for text
+    towers, models that are not supported, masks, and images whose grid is unknown. An attention function
+    of transformers does not see the image. The grid is taken from the image size of the configuration
+    if that has as many tokens, and a square otherwise; for other images, and for other settings, call
+    `bmfa.patch(model)`, which reads the grid of every image. Importing `bmfa.models` after
+    transformers calls this function.
+
+    Raises:
+        ModuleNotFoundError: If transformers is not installed.
+
+    Example:
+        >>> import bmfa, torch
+        >>> from transformers import AutoModel, ViTConfig
+        >>> bmfa.register_attention()
+        >>> config = ViTConfig(hidden_size=32, num_hidden_layers=2, num_attention_heads=2,
+        ...                    intermediate_size=64, image_size=64, patch_size=4)
+        >>> model = AutoModel.from_config(config, attn_implementation="bmfa").eval()
+        >>> model(torch.zeros(1, 3, 64, 64)).last_hidden_state.shape  # 256 tokens: runs dense
+        torch.Size([1, 257, 32])
+    """
+    _register()
+
+
+def register_if_loaded() -> None:
+    """Call `register_attention` if transformers is in use, without importing it."""
+    if "transformers.modeling_utils" in sys.modules:
+        _register()
 
 
 def _register() -> None:
@@ -132,6 +297,10 @@ def _register() -> None:
     _functions = modeling.ALL_ATTENTION_FUNCTIONS
     modeling.AttentionInterface.register(IMPLEMENTATION, bmfa_attention_forward)
     masks.AttentionMaskInterface.register(IMPLEMENTATION, masks.sdpa_mask)
+
+
+# By the module that defines the family, for attention modules that are not patched.
+_BY_MODULE = {name.rpartition(".")[0]: family for name, family in FAMILIES.items()}
 
 
 def find_towers(model: nn.Module) -> list[Host]:
@@ -153,13 +322,15 @@ def _host(model: nn.Module, tower: nn.Module, embeddings: Any, family: Family) -
         if type(child).__name__ == family.attention
     ]
     registers = int(embeddings.config.num_register_tokens) if family.registers else 0
+    suffix = int(getattr(embeddings.config, family.suffix)) if family.suffix else 0
     return Host(
-        replacement=TransformersAttention,
+        replacement=family.replacement,
         tower=tower,
         blocks=tuple(block for block, _ in pairs),
         attentions=tuple(_config_owner(attention) for _, attention in pairs),
         projection=embeddings.get_submodule(family.projection),
         prefix=family.prefix + registers,
+        suffix=suffix,
         layout=family.layout,
         reads_spatial_tokens=type(model).__module__ != type(embeddings).__module__
         or any(type(m).__name__.endswith(family.spatial_readers) for m in model.modules()),

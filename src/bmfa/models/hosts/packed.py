@@ -1,0 +1,244 @@
+"""Vision towers of transformers that pack pictures of different sizes into one sequence.
+
+Pixtral, Qwen2-VL, Qwen2.5-VL and Qwen3-VL. The tower is told the size of each picture; its tokens may
+be in an order of its own. In every forward pass a hook of the tower makes a `Packing` from that, and the
+attention modules pass the tokens of each picture, in raster order, to the function of their layer.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from bmfa.grid import Grid
+from bmfa.models.hosts.base import Host, class_name, replacement_of
+from bmfa.models.hosts.transformers import TransformersAttention
+from bmfa.models.override import override_method, restore_method
+from bmfa.models.packed_calls import (
+    PackedBlock,
+    attend_pictures,
+    runs_dense,
+)
+from bmfa.models.packing import Packing, outside_graphs, pack, prepare_compiling, raster_order
+from bmfa.models.token_grid import TokenGrid
+from bmfa.packages import load_package
+
+# The name of the attention function in `config._attn_implementation`.
+IMPLEMENTATION = "bmfa_packed"
+
+
+class PackedAttention(TransformersAttention):
+    """Runs the module's own forward on all pictures at once, with our attention inside of each."""
+
+    def _replace(self, module: nn.Module) -> None:
+        _register()
+        super()._replace(module)
+        config: Any = module.config  # the copy that super() made
+        config._attn_implementation = IMPLEMENTATION
+        override_method(module, self)
+
+    def _undo(self, module: nn.Module) -> None:
+        restore_method(module)
+        super()._undo(module)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        _register()  # the process that unpickles the model must know the name
+        super().__setstate__(state)
+
+    def uses_host(self, x: Any) -> bool:
+        """False: `run` decides for the pictures of the pass."""
+        return False
+
+    def run(self, module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Compute the output of the attention module."""
+        return outside_graphs(self._run, forward, *args, **kwargs)
+
+    def _run(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        packing = self.function.token_grid.packing
+        x = args[0] if args else kwargs["hidden_states"]
+        if runs_dense(self.function, packing, x):
+            return forward(*args, **kwargs)
+        if "cu_seqlens" in kwargs:  # of one sequence with all pictures, for one call of attention
+            kwargs["cu_seqlens"] = torch.tensor([0, x.shape[0]], dtype=torch.int32)
+        if "attention_mask" in kwargs:  # block-diagonal, which the packing replaces
+            kwargs["attention_mask"] = None
+        return forward(*args, **kwargs, bmfa_packing=packing)
+
+
+def packed_attention_forward(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    bmfa_packing: Packing | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """Attention function of transformers: (1, heads, tokens, d) to (1, tokens, heads, d)."""
+    replacement = replacement_of(module)
+    if replacement is None:
+        raise RuntimeError(
+            f"{class_name(module)} names {IMPLEMENTATION!r} as its attention but is not patched; call "
+            "bmfa.patch(model)"
+        )
+    if bmfa_packing is None:
+        host = load_package("transformers.modeling_utils").ALL_ATTENTION_FUNCTIONS
+        name, eager = replacement.saved["config"]._attn_implementation, replacement.saved["eager"]
+        return host.get(name, eager)(  # type: ignore[no-any-return]
+            module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs
+        )
+    if kwargs.get("output_attentions") or replacement.saved["config"].output_attentions:
+        raise ValueError(
+            "output_attentions=True is not supported in patched models, which compute no attention "
+            "matrix; call bmfa.unpatch(model)"
+        )
+    attend = partial(attend_pictures, replacement.function, dropout=dropout, scale=scaling)
+    output = bmfa_packing.attend(attend, query, key, value)
+    return output.transpose(1, 2).contiguous(), None
+
+
+def _register() -> None:
+    """Register the name for attention and for masks: without the latter, masks are silently dropped."""
+    modeling = load_package("transformers.modeling_utils")
+    masks = load_package("transformers.masking_utils")
+    modeling.AttentionInterface.register(IMPLEMENTATION, packed_attention_forward)
+    masks.AttentionMaskInterface.register(IMPLEMENTATION, masks.sdpa_mask)
+    prepare_compiling()
+
+
+@dataclass(frozen=True)
+class PackedFamily:
+    """The names of a family's attention class and patch projection, and how its pictures are read."""
+
+    attention: str
+    projection: str
+    # Called with the tower and the arguments of its forward.
+    read: Callable[..., Packing]
+
+
+@dataclass(eq=False)
+class PackingReader:
+    """Hook of a tower that makes the packing of each forward pass."""
+
+    token_grid: TokenGrid
+    family: str  # key of FAMILIES: pickles contain no functions
+
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        outside_graphs(self._read, module, args, kwargs)
+
+    def _read(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        self.token_grid.log.begin()
+        self.token_grid.packings.set(FAMILIES[self.family].read(module, *args, **kwargs))
+
+
+def _read_pixtral(
+    tower: Any, pixel_values: Tensor, image_sizes: Any = None, **kwargs: Any
+) -> Packing:
+    """Read the pictures of Pixtral: each has its own crop of the batch, in raster order."""
+    if image_sizes is None:
+        image_sizes = [pixel_values.shape[-2:]] * pixel_values.shape[0]
+    pictures, start = [], 0
+    for height, width in image_sizes:
+        grid = Grid(int(height) // tower.patch_size, int(width) // tower.patch_size)
+        pictures.append((grid, torch.arange(start, start + grid.size)))
+        start += grid.size
+    return pack(pictures, (1, start), pixel_values.device)
+
+
+def _read_qwen(tower: Any, hidden_states: Tensor, grid_thw: Tensor, **kwargs: Any) -> Packing:
+    """Read the pictures of Qwen: blocks of patches, in windows if the tower has some.
+
+    Every frame of a video is a picture of its own. The positions of the patches come from the functions
+    of transformers that the tower calls, which read what the caller has computed in advance.
+    """
+    vision = load_package("transformers.vision_utils")
+    sizes = grid_thw.cpu()
+    merge = int(tower.spatial_merge_size)
+    positions = vision.get_vision_position_ids(sizes, merge, kwargs=dict(kwargs)).cpu()
+    if hasattr(tower, "window_size"):
+        window_index, _ = vision.get_vision_window_index(
+            sizes,
+            spatial_merge_size=merge,
+            window_size=tower.window_size,
+            patch_size=tower.patch_size,
+            kwargs=dict(kwargs),
+        )
+        positions = positions.unflatten(0, (-1, merge * merge))[window_index.cpu()].flatten(0, 1)
+    pictures, start = [], 0
+    for frames, height, width in sizes.tolist():
+        for _ in range(frames):
+            end = start + height * width
+            grid, order = raster_order(positions[start:end])
+            pictures.append((grid, start + order))
+            start = end
+    return pack(pictures, (1, start), hidden_states.device)
+
+
+# By the class of the tower.
+FAMILIES = {
+    "pixtral.modeling_pixtral.PixtralVisionModel": PackedFamily(
+        "PixtralAttention", "patch_conv", _read_pixtral
+    ),
+    "qwen2_vl.modeling_qwen2_vl.Qwen2VisionTransformerPretrainedModel": PackedFamily(
+        "VisionAttention", "patch_embed.proj", _read_qwen
+    ),
+    "qwen2_5_vl.modeling_qwen2_5_vl.Qwen2_5_VisionTransformerPretrainedModel": PackedFamily(
+        "Qwen2_5_VLVisionAttention", "patch_embed.proj", _read_qwen
+    ),
+    "qwen3_vl.modeling_qwen3_vl.Qwen3VLVisionModel": PackedFamily(
+        "Qwen3VLVisionAttention", "patch_embed.proj", _read_qwen
+    ),
+    "qwen3_vl_moe.modeling_qwen3_vl_moe.Qwen3VLMoeVisionModel": PackedFamily(
+        "Qwen3VLMoeVisionAttention", "patch_embed.proj", _read_qwen
+    ),
+}
+_WINDOWS = "it attends inside windows"
+_PACKED = "its pictures share one sequence and may have different sizes"
+
+
+def find_towers(model: nn.Module) -> list[Host]:
+    """List the towers in a model that pack pictures."""
+    hosts = []
+    for tower in model.modules():
+        name = class_name(tower).removeprefix("transformers.models.")
+        if name in FAMILIES:
+            hosts.append(_host(tower, name))
+    return hosts
+
+
+def _host(tower: Any, name: str) -> Host:
+    family = FAMILIES[name]
+    pairs = [
+        (block, child)
+        for block in tower.modules()
+        for child in block.children()
+        if type(child).__name__ == family.attention
+    ]
+    full = getattr(tower, "fullatt_block_indexes", None)
+    windows = set() if full is None else set(range(len(pairs))).difference(full)
+    return Host(
+        replacement=PackedAttention,
+        tower=tower,
+        blocks=tuple(block for block, _ in pairs),
+        attentions=tuple(child for i, (_, child) in enumerate(pairs) if i not in windows),
+        projection=tower.get_submodule(family.projection),
+        prefix=0,
+        layout=None,
+        reads_spatial_tokens=True,
+        watch=partial(watch_tower, family=name),
+        not_reducible=_PACKED,
+        dense_blocks=dict.fromkeys(sorted(windows), _WINDOWS),
+    )
+
+
+def watch_tower(host: Host, token_grid: TokenGrid, family: str) -> None:
+    """Read the pictures of each forward pass, and let the blocks of the tower carry them."""
+    reader = PackingReader(token_grid, family)
+    token_grid.handle = host.tower.register_forward_pre_hook(reader, with_kwargs=True)
+    for block in host.blocks:
+        override_method(block, PackedBlock(token_grid))

@@ -1,0 +1,66 @@
+"""Calls of attention layers and of blocks on packed pictures."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from bmfa.grid import Grid
+from bmfa.models.packing import Packing
+
+if TYPE_CHECKING:
+    from bmfa.models.hosts.base import AttentionFunction
+    from bmfa.models.token_grid import TokenGrid
+
+
+def attend_pictures(
+    function: "AttentionFunction",
+    grid: Grid,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    dropout: float = 0.0,
+    scale: float | None = None,
+) -> Tensor:
+    """Call the function of a layer on pictures of one grid, (pictures, heads, prefix + N, d) each."""
+    call = partial(function, q, k, v, None, dropout, False, scale)
+    return function.token_grid.passes.run_with(grid, call)
+
+
+def runs_dense(function: "AttentionFunction", packing: Packing, x: Tensor) -> bool:
+    """Return True if the layer runs dense for all pictures; x has the dtype and device of the tokens."""
+    passes = function.token_grid.passes
+    for group in packing.groups:
+        tokens = x.new_empty((*group.index.shape, 0))
+        if not passes.run_with(group.grid, partial(function.uses_host_on, group.grid, tokens)):
+            return False
+    return True
+
+
+@dataclass(eq=False)
+class PackedBlock:
+    """Override of a block that runs it with the pictures of the tokens that it receives."""
+
+    token_grid: "TokenGrid"
+
+    def uses_host(self, x: Any) -> bool:
+        """True in a graph: attention runs outside of it, and finds the pictures of the thread."""
+        return torch.compiler.is_compiling()
+
+    def run(self, module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Compute the output of the block."""
+        passes = self.token_grid.packings
+        packing = passes.find(args[0]) if args else None
+        packing = passes.current if packing is None else packing
+        if packing is None or not args:
+            return forward(*args, **kwargs)
+        passes.attach(args[0], packing)
+        run = partial(forward, *args, **kwargs)
+        log = partial(self.token_grid.log.run_block, 1, args[0], run)  # the reader begins a pass
+        output = passes.run_with(packing, log)
+        passes.attach(output[0] if isinstance(output, tuple) else output, packing)
+        return output

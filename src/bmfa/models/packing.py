@@ -1,0 +1,144 @@
+"""Where the tokens of each picture are, in models whose sequences are not one grid in raster order."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bmfa.grid import Grid
+
+# Attention over (pictures, heads, prefix + N, d) tokens of pictures with the same grid.
+PictureAttention = Callable[[Grid, Tensor, Tensor, Tensor], Tensor]
+
+
+@dataclass(frozen=True, eq=False)
+class PictureGroup:
+    """Pictures of one grid, which share a call of attention."""
+
+    grid: Grid
+    # (pictures, prefix + N) places of the tokens in the flattened (B, T); spatial ones in raster order
+    index: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Packing:
+    """The pictures in the sequences (B, T) of one forward pass. Each attends to itself only."""
+
+    groups: tuple[PictureGroup, ...]
+    # (B * T,) row of each token in the concatenated outputs of the groups. Tokens of no picture have a
+    # row behind these, one for each sequence.
+    inverse: Tensor
+    padded: bool  # True if there are tokens of no picture
+    shape: tuple[int, int]  # (B, T)
+    own_mask: bool = False  # True if the caller of the model has passed an attention mask
+
+    def attend(self, attention: PictureAttention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Compute attention inside each picture.
+
+        Args:
+            attention: Called once for each group, with its grid and its q, k, v.
+            q: (B, heads, T, d) queries; k, v likewise.
+            k: Keys.
+            v: Values.
+
+        Returns:
+            (B, heads, T, e). Tokens of no picture get the mean of the values of their sequence, which is
+            what softmax returns if all keys are hidden with the same large negative number.
+
+        Raises:
+            ValueError: If q has another shape than the packing.
+        """
+        if (q.shape[0], q.shape[2]) != self.shape:
+            raise ValueError(
+                f"attention over {q.shape[0]} x {q.shape[2]} tokens, but the pictures of this forward "
+                f"pass make {self.shape[0]} x {self.shape[1]}; screening needs all of them: switch off "
+                "whatever drops or merges tokens"
+            )
+        flat = [x.transpose(1, 2).flatten(0, 1) for x in (q, k, v)]  # (B * T, heads, d)
+        outputs = []
+        for group in self.groups:
+            inputs = [x[group.index].transpose(1, 2) for x in flat]  # (pictures, heads, P + N, d)
+            output = attention(group.grid, inputs[0], inputs[1], inputs[2])
+            outputs.append(output.transpose(1, 2).flatten(0, 1))
+        if self.padded:
+            outputs.append(v.mean(2).to(outputs[0].dtype))  # (B, heads, e)
+        rows = torch.cat(outputs)[self.inverse]  # (B * T, heads, e)
+        return rows.view(*self.shape, *rows.shape[1:]).transpose(1, 2)
+
+
+def pack(
+    pictures: Sequence[tuple[Grid, Tensor]],
+    shape: tuple[int, int],
+    device: torch.device,
+    *,
+    own_mask: bool = False,
+) -> Packing:
+    """Make a packing from the grid and the (prefix + N,) flat positions of the tokens of each picture.
+
+    Pictures may share no token; the positions are on the CPU.
+    """
+    by_grid: dict[Grid, list[Tensor]] = {}
+    for grid, index in pictures:
+        by_grid.setdefault(grid, []).append(index)
+    groups = [(grid, torch.stack(indices)) for grid, indices in by_grid.items()]
+    batch, tokens = shape
+    rows = torch.cat([index.flatten() for _, index in groups])
+    # The row behind the outputs that belongs to the sequence of each token.
+    inverse = len(rows) + torch.arange(batch).repeat_interleave(tokens)
+    inverse[rows] = torch.arange(len(rows))
+    return Packing(
+        tuple(PictureGroup(grid, index.to(device)) for grid, index in groups),
+        inverse.to(device),
+        len(rows) < batch * tokens,
+        shape,
+        own_mask,
+    )
+
+
+def raster_order(positions: Tensor) -> tuple[Grid, Tensor]:
+    """Return the grid that positions fill, and the order of the tokens that makes them a raster.
+
+    Args:
+        positions: (N, 2) row and column of each token, on the CPU.
+
+    Returns:
+        The grid, and the (N,) index of the token at each place of the raster.
+
+    Raises:
+        ValueError: If the positions do not fill a grid.
+    """
+    rows, columns = positions.long().unbind(-1)
+    grid = Grid(int(rows.max()) + 1, int(columns.max()) + 1)
+    place = rows * grid.width + columns
+    order = place.argsort()
+    if len(place) != grid.size or not torch.equal(place[order], torch.arange(grid.size)):
+        raise ValueError(
+            f"{len(place)} tokens of a picture have positions up to row {grid.height - 1} and column "
+            f"{grid.width - 1}, and do not fill that grid; screening needs every patch of a picture "
+            "once: pass complete pictures, or call bmfa.unpatch(model)"
+        )
+    return grid, order
+
+
+_REASON = "the pictures of a packed call are known at run time only, so bmfa runs outside of graphs"
+_outside: dict[str, Callable[..., Any]] = {}
+
+
+def prepare_compiling() -> None:
+    """Make `outside_graphs` ready, before torch.compile traces it."""
+    if not _outside:
+        _outside["call"] = torch.compiler.disable(_call, reason=_REASON)  # type: ignore[no-untyped-call]
+
+
+def outside_graphs(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call a function; torch.compile breaks its graph there."""
+    if not torch.compiler.is_compiling():
+        return function(*args, **kwargs)
+    return _outside["call"](partial(function, *args, **kwargs))
+
+
+def _call(function: Callable[[], Any]) -> Any:
+    return function()

@@ -1,0 +1,449 @@
+"""Plans: settings for each layer of a model, chosen on a person's pictures, in a readable JSON file.
+
+`ModelFingerprint`, `write_plan` and `read_plan` serve every kind of plan; `Plan` is that of `bmfa.tune`.
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from bmfa.checks import check_integer, check_number
+from bmfa.files import write_atomic
+from bmfa.grid import Grid
+from bmfa.models.hosts import find_host
+from bmfa.models.hosts.base import class_name
+from bmfa.records import Row, environment
+
+# Version of the files; a plan of another version is refused.
+PLAN_VERSION = 1
+# Weights that the fingerprint reads: this many tensors and this many elements of each. They are spread
+# over the model, and any training step changes some of them; reading all weights of a large model would
+# take longer than patching it.
+_HASHED_TENSORS, _HASHED_ELEMENTS = 32, 256
+_DIGITS = 16  # of a hash in hexadecimal, 64 bits
+# Keys that every file of a plan begins with.
+_KIND, _VERSION = "plan", "version"
+
+
+@dataclass(frozen=True)
+class ModelFingerprint:
+    """Identifies a model: its class, its architecture and a sample of its weights.
+
+    Args:
+        name: The module path and name of the class.
+        layers: The number of attention layers.
+        parameters: The number of parameters.
+        dtype: The dtype of the first floating-point parameter, e.g. `"float32"`.
+        architecture: Hash of the names and shapes of all parameters.
+        weights: Hash of a sample of the weights.
+
+    Example:
+        >>> import bmfa
+        >>> model = bmfa.load_model("embedded").model
+        >>> fingerprint = ModelFingerprint.of(model)
+        >>> fingerprint.layers, fingerprint.dtype
+        (8, 'float32')
+        >>> fingerprint.mismatch(model) is None
+        True
+    """
+
+    name: str
+    layers: int
+    parameters: int
+    dtype: str
+    architecture: str
+    weights: str
+
+    @classmethod
+    def of(cls, model: nn.Module) -> "ModelFingerprint":
+        """Compute the fingerprint of a model.
+
+        Args:
+            model: A model that `patch` supports; wrappers of `torch.compile` and of data-parallel
+                training are looked through.
+
+        Returns:
+            The fingerprint.
+
+        Raises:
+            TypeError: If the model is not supported.
+        """
+        layers = len(find_host(model).attentions)
+        inner = _unwrap(model)
+        parameters = dict(inner.named_parameters())
+        shapes = "\n".join(f"{name} {tuple(p.shape)}" for name, p in parameters.items())
+        floating = (p.dtype for p in parameters.values() if p.is_floating_point())
+        return cls(
+            class_name(inner),
+            layers,
+            sum(p.numel() for p in parameters.values()),
+            str(next(floating, torch.float32)).removeprefix("torch."),
+            hashlib.sha256(shapes.encode()).hexdigest()[:_DIGITS],
+            _hash_weights(list(parameters.values())),
+        )
+
+    def mismatch(self, model: nn.Module) -> str | None:
+        """Say how a model differs from the one with this fingerprint.
+
+        Args:
+            model: A model that `patch` supports.
+
+        Returns:
+            A clause that names the difference, or None if there is none.
+
+        Raises:
+            TypeError: If the model is not supported.
+        """
+        other = ModelFingerprint.of(model)
+        if other.name != self.name:
+            return f"it is for {self.name}, and the model is {other.name}"
+        if (other.architecture, other.layers) != (self.architecture, self.layers):
+            return (
+                f"it is for {self.layers} layers and {self.parameters:,} parameters, and the model has "
+                f"{other.layers} and {other.parameters:,}, or other shapes"
+            )
+        if other.dtype != self.dtype:
+            return f"it is for {self.dtype} weights, and the model has {other.dtype}"
+        if other.weights != self.weights:
+            return "it is for other weights of the same architecture"
+        return None
+
+
+def write_plan(path: str | os.PathLike[str], kind: str, content: Mapping[str, Any]) -> None:
+    """Write the file of a plan, whole or not at all.
+
+    Args:
+        path: The file; its folder is created if it is missing.
+        kind: What the plan is for, e.g. `"attention"`.
+        content: JSON values by name. A list of objects gets one line for each object.
+
+    Raises:
+        OSError: If the file cannot be written.
+        ValueError: If a number is infinite or NaN.
+    """
+    entries = {_KIND: kind, _VERSION: PLAN_VERSION, **content}
+    lines = (f"  {json.dumps(name)}: {_format(value)}" for name, value in entries.items())
+    write_atomic(Path(path), "{\n" + ",\n".join(lines) + "\n}\n")
+
+
+def read_plan(path: str | os.PathLike[str], kind: str) -> dict[str, Any]:
+    """Read the file of a plan.
+
+    Args:
+        path: A file that `write_plan` wrote.
+        kind: What the plan must be for, e.g. `"attention"`.
+
+    Returns:
+        The content that was passed to `write_plan`.
+
+    Raises:
+        OSError: If the file cannot be read; the message names it.
+        ValueError: If it is not a plan of this kind and version.
+    """
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except OSError as error:
+        raise type(error)(
+            f"plan {path} cannot be read ({error.strerror}); pass a file that Plan.save wrote"
+        ) from None
+    except UnicodeDecodeError:
+        raise ValueError(f"{path} is not text; pass a file that Plan.save wrote") from None
+    try:
+        data = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(
+            f"{path} is not JSON (line {error.lineno}: {error.msg}); pass a file that Plan.save wrote"
+        ) from None
+    if not isinstance(data, dict) or _KIND not in data:
+        raise ValueError(f"{path} is not a plan; pass a file that Plan.save wrote")
+    if data[_KIND] != kind:
+        raise ValueError(
+            f"{path} is a plan of the kind {data[_KIND]!r}; pass one of the kind {kind!r}"
+        )
+    if data.get(_VERSION) != PLAN_VERSION:
+        raise ValueError(
+            f"{path} has plan version {data.get(_VERSION)!r} and this bmfa reads version "
+            f"{PLAN_VERSION}; make the plan again with this version of bmfa"
+        )
+    return {name: value for name, value in data.items() if name not in (_KIND, _VERSION)}
+
+
+@dataclass(frozen=True)
+class LayerSetting:
+    """One setting of one layer, with what it does alone.
+
+    Args:
+        layer: The index of the layer.
+        error: The error target of its attention over tiles; None is dense attention.
+        milliseconds: The time of its attention for a batch.
+        change: The change of the output of the model if no other layer is changed: 0 for dense
+            attention, None if it was not measured because dense attention is as fast.
+
+    Example:
+        >>> LayerSetting(3, 0.05, milliseconds=1.2, change=0.011).name
+        'error=0.05'
+    """
+
+    layer: int
+    error: float | None
+    milliseconds: float
+    change: float | None = None
+
+    @property
+    def name(self) -> str:
+        """`"dense"`, or the error target.
+
+        Example:
+            >>> LayerSetting(0, None, 2.5, 0.0).name
+            'dense'
+        """
+        return "dense" if self.error is None else f"error={self.error:g}"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Settings for each layer of a model at one image size, with what was predicted and measured.
+
+    `bmfa.tune` makes these, and `bmfa.patch(model, plan=...)` applies them. Times are of a batch on the
+    device of the plan.
+
+    Args:
+        model: The fingerprint of the model.
+        img_size: The height and width of the images in pixels.
+        grid: The height and width of the grid of tokens.
+        batch_size: The number of images in a batch.
+        dtype: The dtype of q, k and v.
+        device: The device, e.g. `"cpu"`.
+        measure: `"features"`, `"logits"` or the name of a function.
+        tolerance: The largest change of the output that was accepted.
+        layers: The chosen setting of every layer.
+        candidates: Every setting that was measured.
+        predicted_change: The change that follows from the layers alone, None for other measures than
+            `"features"` and `"logits"`.
+        measured_change: The change of the whole model on images that were not used for choosing.
+        checks: The predicted and measured change of every combination that was checked, in order; the
+            last one is the plan.
+        dense_milliseconds: The time of the unpatched model.
+        predicted_milliseconds: The time that follows from the attention of the layers.
+        milliseconds: The time of the patched model.
+        choosing: The number of images on which the settings were chosen.
+        checking: The number of images on which they were checked.
+        seed: The seed of the split into the two.
+        environment: Versions, device and processor.
+
+    Example:
+        >>> import bmfa, torch
+        >>> model = bmfa.load_model("embedded").model
+        >>> images = torch.rand(2, 3, 112, 112, generator=torch.Generator().manual_seed(0))
+        >>> plan = bmfa.tune(model, images, tolerance=0.05, errors=[0.1], repeats=1)
+        >>> len(plan.layers), plan.measured_change <= 0.05
+        (8, True)
+    """
+
+    model: ModelFingerprint
+    img_size: tuple[int, int]
+    grid: tuple[int, int]
+    batch_size: int
+    dtype: str
+    device: str
+    measure: str
+    tolerance: float
+    layers: tuple[LayerSetting, ...]
+    candidates: tuple[LayerSetting, ...]
+    predicted_change: float | None
+    measured_change: float
+    checks: tuple[Row, ...]
+    dense_milliseconds: float
+    predicted_milliseconds: float
+    milliseconds: float
+    choosing: int
+    checking: int
+    seed: int
+    environment: Mapping[str, Any] = field(default_factory=lambda: environment())
+
+    @property
+    def speedup(self) -> float:
+        """The time of the unpatched model over that of the patched one, both measured.
+
+        Example:
+            >>> Plan.load("plan.json").speedup  # doctest: +SKIP
+            1.31
+        """
+        return self.dense_milliseconds / self.milliseconds
+
+    @property
+    def predicted_speedup(self) -> float:
+        """The speed-up that follows from the times of the layers.
+
+        Example:
+            >>> Plan.load("plan.json").predicted_speedup  # doctest: +SKIP
+            1.33
+        """
+        return self.dense_milliseconds / self.predicted_milliseconds
+
+    @property
+    def errors(self) -> dict[int, float]:
+        """The error target of every layer that is not dense, by its index.
+
+        Example:
+            >>> Plan.load("plan.json").errors  # doctest: +SKIP
+            {2: 0.05, 3: 0.1}
+        """
+        return {s.layer: s.error for s in self.layers if s.error is not None}
+
+    @property
+    def times(self) -> dict[int, dict[float | None, float]]:
+        """Milliseconds of the attention of every layer by its setting, as `tune(times=...)` takes them.
+
+        Example:
+            >>> Plan.load("plan.json").times[0]  # doctest: +SKIP
+            {None: 2.1, 0.05: 1.2, 0.1: 0.9}
+        """
+        times: dict[int, dict[float | None, float]] = {}
+        for setting in self.candidates:
+            times.setdefault(setting.layer, {})[setting.error] = setting.milliseconds
+        return times
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the plan to a JSON file, whole or not at all.
+
+        Args:
+            path: The file; its folder is created if it is missing.
+
+        Raises:
+            OSError: If the file cannot be written.
+
+        Example:
+            >>> plan.save("plan.json")  # doctest: +SKIP
+        """
+        write_plan(path, "attention", asdict(self))
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> "Plan":
+        """Read a plan.
+
+        Args:
+            path: A file that `save` wrote.
+
+        Returns:
+            The plan.
+
+        Raises:
+            OSError: If the file cannot be read.
+            ValueError: If it is not a plan for attention, or of another version.
+
+        Example:
+            >>> bmfa.patch(model, plan=Plan.load("plan.json"))  # doctest: +SKIP
+        """
+        data = read_plan(path, "attention")
+        try:
+            plan = cls(
+                model=ModelFingerprint(**data.pop("model")),
+                img_size=_sides(data.pop("img_size")),
+                grid=_sides(data.pop("grid")),
+                checks=tuple(data.pop("checks")),
+                layers=tuple(map(_checked_setting, data.pop("layers"))),
+                candidates=tuple(map(_checked_setting, data.pop("candidates"))),
+                **data,
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(
+                f"{path} is not a complete plan ({error}); make it again with bmfa.tune"
+            ) from None
+        if [setting.layer for setting in plan.layers] != list(range(plan.model.layers)):
+            raise ValueError(
+                f"{path} is not a complete plan (it has {len(plan.layers)} settings for "
+                f"{plan.model.layers} layers); make it again with bmfa.tune"
+            )
+        return plan
+
+    def check_model(self, model: nn.Module) -> None:
+        """Raise unless the plan is for this model.
+
+        Args:
+            model: A model that `patch` supports.
+
+        Raises:
+            TypeError: If the model is not supported.
+            ValueError: If the plan is for another model.
+
+        Example:
+            >>> plan.check_model(model)  # doctest: +SKIP
+        """
+        mismatch = self.model.mismatch(model)
+        if mismatch is not None:
+            raise ValueError(
+                f"the plan does not fit: {mismatch}; make a plan for this model with bmfa.tune"
+            )
+
+    @property
+    def token_grid(self) -> Grid:
+        """The grid of tokens.
+
+        Example:
+            >>> Plan.load("plan.json").token_grid  # doctest: +SKIP
+            Grid(height=64, width=64)
+        """
+        return Grid(*self.grid)
+
+
+def _checked_setting(row: Mapping[str, Any]) -> LayerSetting:
+    setting = LayerSetting(**row)
+    check_integer("layer", setting.layer, low=0)
+    check_number("milliseconds", setting.milliseconds, low=0.0)
+    for name in ("error", "change"):
+        if getattr(setting, name) is not None:
+            check_number(name, getattr(setting, name), low=0.0)
+    return setting
+
+
+def _sides(values: Any) -> tuple[int, int]:
+    height, width = values
+    return check_integer("height", height, low=1), check_integer("width", width, low=1)
+
+
+def _format(value: Any) -> str:
+    """JSON text of an entry, with one line for each object of a list."""
+    if isinstance(value, (list, tuple)) and value and isinstance(value[0], Mapping):
+        rows = ",\n".join(f"    {json.dumps(row, allow_nan=False)}" for row in value)
+        return f"[\n{rows}\n  ]"
+    if isinstance(value, Mapping):
+        return json.dumps(value, indent=2, allow_nan=False).replace("\n", "\n  ")
+    return json.dumps(value, allow_nan=False)
+
+
+def _unwrap(model: nn.Module) -> nn.Module:
+    """Return the model inside the wrappers of torch.compile and of data-parallel training."""
+    while True:
+        name = "_orig_mod" if hasattr(model, "_orig_mod") else "module"
+        inner = model._modules.get(name)
+        is_wrapper = isinstance(model, nn.DataParallel) or type(model).__module__.startswith(
+            ("torch._dynamo", "torch.nn.parallel")
+        )
+        if inner is None or not is_wrapper:
+            return model
+        model = inner
+
+
+def _hash_weights(parameters: list[nn.Parameter]) -> str:
+    """Hash evenly spaced elements of evenly spaced parameters, as float64."""
+    digest = hashlib.sha256()
+    for index in _spread(len(parameters), _HASHED_TENSORS):
+        flat = parameters[index].detach().flatten()
+        elements = torch.tensor(_spread(flat.numel(), _HASHED_ELEMENTS), device=flat.device)
+        digest.update(flat[elements].double().cpu().numpy().tobytes())
+    return digest.hexdigest()[:_DIGITS]
+
+
+def _spread(count: int, most: int) -> list[int]:
+    """Return at most `most` of the indices below `count`, evenly spaced, the last one among them."""
+    if count <= most:
+        return list(range(count))
+    return [round(step * (count - 1) / (most - 1)) for step in range(most)]

@@ -1,0 +1,350 @@
+"""What each layer of a patched or reduced model did in the last forward pass, as a table."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from torch import nn
+
+from bmfa.attention.result import ErrorEstimate
+from bmfa.models.layer_log import FinishedPass, LayerEntry
+from bmfa.models.screened_layer import ScreenedLayer, screened_layers
+from bmfa.models.token_reduction import TokenReduction, find_reduction
+
+_UNKNOWN = "unknown"
+_NOT_CALLED = "the model has not finished a forward pass in this thread"
+_COMPILED = "the pass ran in a compiled graph, which reports nothing; call the model without it"
+_NOT_PATCHED = "the layer is not patched"
+_DENSE = "auto: dense attention is faster at this size"
+
+
+class LayerSummary:
+    """What one layer of a patched model did; `summary` makes these.
+
+    Attributes:
+        layer: Index of the layer.
+        settings: Settings of the layer; None if it is not patched.
+        form: `"tiled"`, `"representative"`, `"repeated"`, `"dense"`, or `"unknown"` if the layer has
+            not run in this thread or ran in a compiled graph.
+        backend: `"eager"`, `"triton"`, `"reference"`, `"dense"` (dense attention in bmfa), `"host"`
+            (the attention of the model itself) or `"unknown"`.
+        why: Why this ran.
+
+    Example:
+        >>> import bmfa, torch
+        >>> model = bmfa.patch(bmfa.load_model("embedded").model, error=0.05, layers=[7])
+        >>> _ = model(torch.zeros(1, 3, 112, 112))
+        >>> row = bmfa.summary(model).rows[7]
+        >>> row.form, row.backend, row.settings
+        ('dense', 'host', 'error=0.05')
+        >>> row.why
+        'auto: dense attention is as fast below 2048 tokens, and there are 196'
+    """
+
+    def __init__(
+        self,
+        layer: int,
+        settings: str | None,
+        form: str,
+        backend: str,
+        why: str,
+        calls: Sequence[LayerEntry] = (),
+    ) -> None:
+        self.layer = layer
+        self.settings = settings
+        self.form = form
+        self.backend = backend
+        self.why = why
+        self._calls = tuple(calls)
+
+    @cached_property
+    def density(self) -> float | None:
+        """Mean share of the tiles that a group of queries expands. Waits for the device when first read.
+
+        1.0 for dense attention; None for a tree for each query, and if it is not known. If pictures of
+        several grids share a pass, the mean over their calls.
+        """
+        if not self._calls:
+            return 1.0 if self.form == "dense" else None
+        known = [density for call in self._calls if (density := call.density) is not None]
+        return sum(known) / len(known) if known else None
+
+    @cached_property
+    def error(self) -> ErrorEstimate | None:
+        """Measured relative L2 error of the output, as `stats.error`. Waits for the device when first
+        read.
+
+        None for a tree for each query, for the attention of the host, which is exact, and if it is not
+        known. If pictures of several grids share a pass, that of the call with the largest error.
+        """
+        known = [error for call in self._calls if (error := call.error) is not None]
+        return max(known, key=lambda error: error.estimate) if known else None
+
+    @property
+    def fallback(self) -> int:
+        """Number of queries that `fallback` recomputed exactly."""
+        return sum(call.fallback for call in self._calls)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the row as a flat dictionary of numbers and text. Waits for the device.
+
+        Example:
+            >>> import bmfa
+            >>> model = bmfa.patch(bmfa.load_model("embedded").model, layers=[7])
+            >>> bmfa.summary(model).rows[7].as_dict()["form"]
+            'unknown'
+        """
+        error = self.error
+        return {
+            "layer": self.layer,
+            "settings": self.settings,
+            "form": self.form,
+            "backend": self.backend,
+            "density": self.density,
+            "error": None if error is None else error.estimate,
+            "error_p95": None if error is None else error.p95,
+            "error_met": None if error is None else error.met,
+            "fallback": self.fallback,
+            "why": self.why,
+        }
+
+    def __repr__(self) -> str:
+        return f"LayerSummary(layer={self.layer}, {self.form}, {self.backend}, why={self.why!r})"
+
+
+@dataclass(frozen=True)
+class BlockSummary:
+    """What one block of a reduced model kept; `summary` makes these.
+
+    Args:
+        layer: Index of the block.
+        settings: The policy.
+        tokens: Tokens of an image after the block, prefix tokens included; None if not known.
+        removed: Tokens that the block removed; None if not known.
+
+    Example:
+        >>> import bmfa, torch
+        >>> model = bmfa.reduce(bmfa.load_model("embedded").model, "tome:8")
+        >>> _ = model(torch.zeros(1, 3, 112, 112))
+        >>> bmfa.summary(model).rows[0]
+        BlockSummary(layer=0, settings='tome:8', tokens=189, removed=8)
+    """
+
+    layer: int
+    settings: str
+    tokens: int | None
+    removed: int | None
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the row as a flat dictionary.
+
+        Example:
+            >>> BlockSummary(0, "tome:8", 189, 8).as_dict()["removed"]
+            8
+        """
+        return dict(vars(self))
+
+
+class Summary:
+    """What the layers of a model did in the last finished forward pass of this thread.
+
+    `summary` makes these. `str` and `repr` are a text table; they read the measured values, and so wait
+    for the device. Iterating gives the rows.
+
+    Attributes:
+        rows: One `LayerSummary` for each layer of a patched model, or one `BlockSummary` for each block
+            of a reduced one.
+        title: The model, its input and how it is changed.
+        notes: Sentences about what the table cannot show.
+
+    Example:
+        >>> import bmfa, torch
+        >>> model = bmfa.reduce(bmfa.load_model("embedded").model, "free-energy:8")
+        >>> _ = model(torch.zeros(1, 3, 112, 112))
+        >>> bmfa.summary(model)
+        EmbeddedViT, reduced by free-energy:8
+        block  tokens  removed
+            0     197        0
+            1     197        0
+            2     175       22
+            3     175        0
+            4     154       21
+            5     154        0
+            6     133       21
+            7     133        0
+    """
+
+    def __init__(
+        self,
+        title: str,
+        rows: tuple[LayerSummary, ...] | tuple[BlockSummary, ...],
+        notes: tuple[str, ...] = (),
+    ) -> None:
+        self.title = title
+        self.rows = rows
+        self.notes = notes
+
+    def __iter__(self) -> Iterator[LayerSummary | BlockSummary]:
+        return iter(self.rows)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, layer: int) -> LayerSummary | BlockSummary:
+        return self.rows[layer]
+
+    def __str__(self) -> str:
+        columns: tuple[str, ...] = _BLOCK_COLUMNS
+        right = len(columns)
+        cells = [_block_cells(row) for row in self.rows if isinstance(row, BlockSummary)]
+        if not cells:
+            columns, right = _LAYER_COLUMNS, 1
+            cells = [_layer_cells(row) for row in self.rows if isinstance(row, LayerSummary)]
+        lines = [self.title, *_table(columns, cells, right), *self.notes]
+        return "\n".join(lines)
+
+    __repr__ = __str__
+
+
+def summary(model: nn.Module) -> Summary:
+    """Say for each layer what ran in the last finished forward pass of this thread, and why.
+
+    For a patched model: the form and the backend of attention, the reason, the share of the tiles that
+    were expanded and the measured error. For a reduced model: the tokens that each block kept. Looking
+    costs the forward pass nothing: it waits for no device and keeps neither q, k, v nor trees, and a
+    model that runs its own forward makes no call in its layers. The measured values are read from the
+    device when the table is printed.
+
+    Passes inside a graph of `torch.compile` report nothing, and the table says so. Copies and pickles of
+    a model start without a pass.
+
+    Args:
+        model: A patched or reduced model.
+
+    Returns:
+        A `Summary`, whose `str` is a table.
+
+    Raises:
+        TypeError: If `model` is not a module.
+        ValueError: If the model is neither patched nor reduced.
+
+    Example:
+        >>> import bmfa, torch
+        >>> model = bmfa.load_model("embedded").model
+        >>> _ = bmfa.patch(model, rule="fixed-depth:2", layers=[6, 7])(torch.zeros(1, 3, 112, 112))
+        >>> [(row.layer, row.form, row.backend) for row in bmfa.summary(model)][5:]
+        [(5, 'dense', 'host'), (6, 'representative', 'eager'), (7, 'representative', 'eager')]
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(
+            f"model is {type(model).__name__}; pass the torch.nn.Module (load_model(...).model)"
+        )
+    layers = screened_layers(model)
+    if layers:
+        return _patched_summary(model, layers)
+    reduction = find_reduction(model)
+    if reduction is not None:
+        return _reduced_summary(model, reduction)
+    raise ValueError(
+        "the model is neither patched nor reduced; call bmfa.patch(model) or "
+        "bmfa.reduce(model, 'free-energy:8') first"
+    )
+
+
+def _patched_summary(model: nn.Module, layers: list[ScreenedLayer]) -> Summary:
+    log = layers[0].token_grid.log
+    finished, by_index = log.finished, {layer.layer: layer for layer in layers}
+    depth = max(log.depth, 1 + max(by_index))
+    rows = tuple(_layer_row(index, by_index.get(index), finished) for index in range(depth))
+    title = f"{type(model).__name__}, {len(layers)} of {depth} layers patched"
+    if finished is not None and not finished.compiled:
+        dtype = str(finished.dtype).removeprefix("torch.")
+        title += f"; tokens {finished.shape} {dtype} on {finished.device}"
+    notes: tuple[str, ...] = ()
+    if log.compiled and (finished is None or not finished.compiled):
+        notes = ("The model was compiled; passes inside a compiled graph are not in this table.",)
+    return Summary(title, rows, notes)
+
+
+def _layer_row(
+    index: int, layer: ScreenedLayer | None, finished: FinishedPass | None
+) -> LayerSummary:
+    settings = None if layer is None else layer.describe()
+    if finished is None or finished.compiled:
+        why = _NOT_CALLED if finished is None else _COMPILED
+        return LayerSummary(index, settings, _UNKNOWN, _UNKNOWN, why)
+    if layer is None:
+        return LayerSummary(index, None, "dense", "host", _NOT_PATCHED)
+    calls = finished.entries.get(index)
+    if not calls:
+        return LayerSummary(index, settings, "dense", "host", _dense_reason(layer, finished))
+    texts = ((call.form, call.backend, call.why) for call in calls)
+    form, backend, why = (" / ".join(dict.fromkeys(parts)) for parts in zip(*texts, strict=True))
+    return LayerSummary(index, settings, form, backend, why, calls)
+
+
+def _dense_reason(layer: ScreenedLayer, finished: FinishedPass) -> str:
+    """Return why the layer ran the attention of its host, decided from shapes before the pass."""
+    if layer.decision is None or len(finished.shape) < 2:
+        return _DENSE
+    batch, tokens = finished.shape[0], finished.shape[-2]
+    for autocast in (finished.autocast, False):
+        for capturing in (False, True):
+            key = (batch, tokens, finished.dtype, finished.device, autocast, capturing)
+            if (reason := layer.decision.reasons.get(key)) is not None:
+                return reason
+    reasons = (
+        layer.decision.reasons.items()
+    )  # of another dtype of the tokens, or of packed pictures
+    fitting = (reason for key, reason in reasons if key[1] == tokens and reason is not None)
+    return next(fitting, _DENSE)
+
+
+def _reduced_summary(model: nn.Module, reduction: TokenReduction) -> Summary:
+    state, policy = reduction.finished.current, str(reduction.policy)
+    title, notes = f"{type(model).__name__}, reduced by {policy}", ()
+    if state is None:
+        rows = tuple(BlockSummary(i, policy, None, None) for i in range(reduction.depth))
+        return Summary(title, rows, (f"{_NOT_CALLED[0].upper()}{_NOT_CALLED[1:]}.",))
+    before = (reduction.token_grid.prefix + state.grid.size, *state.kept)
+    rows = tuple(
+        BlockSummary(i, policy, kept, before[i] - kept) for i, kept in enumerate(state.kept)
+    )
+    return Summary(title, rows, notes)
+
+
+_LAYER_COLUMNS = ("layer", "form", "backend", "density", "error", "settings", "why")
+_BLOCK_COLUMNS = ("block", "tokens", "removed")
+
+
+def _layer_cells(row: LayerSummary) -> tuple[str, ...]:
+    density, error = row.density, row.error
+    missed = " (missed)" if error is not None and error.met is False else ""
+    return (
+        str(row.layer),
+        row.form,
+        row.backend,
+        "-" if density is None else f"{100 * density:.1f} %",
+        "-" if error is None else f"{100 * error.estimate:.2f} %{missed}",
+        row.settings or "-",
+        row.why if not row.fallback else f"{row.why}; {row.fallback} queries recomputed",
+    )
+
+
+def _block_cells(row: BlockSummary) -> tuple[str, ...]:
+    counts = (row.tokens, row.removed)
+    return (str(row.layer), *("-" if count is None else str(count) for count in counts))
+
+
+def _table(columns: tuple[str, ...], cells: list[tuple[str, ...]], right: int) -> list[str]:
+    """Return the lines of a table, its first `right` columns aligned at the right."""
+    lines = [columns, *cells]
+    widths = [max(len(line[i]) for line in lines) for i in range(len(columns))]
+    return [
+        "  ".join(
+            text.rjust(width) if i < right else text.ljust(width)
+            for i, (text, width) in enumerate(zip(line, widths, strict=True))
+        ).rstrip()
+        for line in lines
+    ]

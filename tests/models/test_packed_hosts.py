@@ -1,0 +1,273 @@
+"""Hosts whose tokens are not one grid in raster order: packed pictures, padding, Hiera."""
+
+import copy
+import pickle
+from importlib.util import find_spec
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+if find_spec("timm") is None or find_spec("transformers") is None:
+    pytest.skip("needs timm and transformers: pip install 'bmfa[models]'", allow_module_level=True)
+
+import bmfa
+from bmfa import Grid, rules
+from bmfa.models import patch, record, unpatch
+from bmfa.models.hosts import find_host
+from bmfa.models.hosts.base import attention_heads, replacements_in
+from bmfa.models.packing import pack, raster_order
+from bmfa.models.screened_layer import LayerInputs, observe, screened_layers
+from models.packed_models import PACKED, SEQUENCES, SIZES, Inputs, make_packed
+
+EXACT: tuple[dict[str, Any], ...] = (
+    {"leaves": 1.0, "form": "tiled"},
+    {"rule": rules.ExactGap(0.0)},
+)
+COARSE: dict[str, Any] = {"rule": rules.FixedDepth(1)}
+TOLERANCE = 5e-6  # of the largest output, in float32
+
+
+@pytest.fixture(params=sorted(PACKED))
+def name(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+def inputs_of(name: str, seed: int = 1) -> Inputs:
+    return PACKED[name][1](seed)
+
+
+def features(model: nn.Module, inputs: Inputs) -> Tensor:
+    output = model(**inputs)
+    return output if isinstance(output, Tensor) else output.last_hidden_state
+
+
+def change(mine: Tensor, theirs: Tensor) -> float:
+    return float((mine - theirs).abs().max() / theirs.abs().max())
+
+
+@torch.no_grad()
+def test_exact_settings_equal_the_original_and_unpatch_restores_its_bits(name: str) -> None:
+    model, inputs = make_packed(name), inputs_of(name)
+    full = features(model, inputs)
+    for options in EXACT:
+        patch(model, layers="all", **options)
+        assert change(features(model, inputs), full) < TOLERANCE
+    patch(model, layers="all", **COARSE)
+    assert change(features(model, inputs), full) > 1e-3
+    assert len(screened_layers(model)) == len(find_host(model).attentions) > 1
+    patch(model, layers="all", error=0.1)  # tiles do not pay at these sizes
+    assert torch.equal(features(model, inputs), full)
+    unpatch(model)
+    assert torch.equal(features(model, inputs), full)
+    assert not any("bmfa" in key for module in model.modules() for key in vars(module))
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+
+
+@pytest.mark.parametrize("name", sorted(name for name in PACKED if name.startswith("qwen")))
+@torch.no_grad()
+def test_every_picture_is_attended_as_if_it_were_alone(name: str) -> None:
+    """With trees, whose blocks depend on the grid, so that a wrong order or grid would change them."""
+    model, inputs = make_packed(name), inputs_of(name)
+    patch(model, layers="all", **COARSE)
+    together = features(model, inputs)
+    start = 0
+    for frames, height, width in SIZES:
+        for _ in range(frames):
+            end = start + height * width
+            alone = {
+                "hidden_states": inputs["hidden_states"][start:end],
+                "grid_thw": torch.tensor([[1, height, width]]),
+            }
+            assert change(together[start:end], features(model, alone)) < TOLERANCE
+            start = end
+
+
+def places(name: str, height: int, width: int) -> list[tuple[int, int]]:
+    """Row and column of the tokens of a picture in the order of the model, from its definition."""
+    tokens = [(row, column) for row in range(height) for column in range(width)]
+    if name == "pixtral":
+        return tokens
+    # Blocks of 2x2 patches in raster order; in windows of 2x2 blocks (16 pixels) first, if it has some.
+    window = 4 if name == "qwen2.5-vl" else max(height, width)
+
+    def key(place: tuple[int, int]) -> tuple[int, ...]:
+        row, column = place
+        blocks = (row // 2, column // 2, row % 2, column % 2)
+        return (row // window, column // window, *blocks)
+
+    return sorted(tokens, key=key)
+
+
+@pytest.mark.parametrize("name", SEQUENCES)
+@torch.no_grad()
+def test_the_tokens_of_each_picture_are_in_raster_order(name: str) -> None:
+    model, inputs = make_packed(name), inputs_of(name)
+    patch(model, layers=[0], **COARSE)
+    with record(model, trees=False):
+        features(model, inputs)
+    packing = screened_layers(model)[0].token_grid.packing
+    sizes = [(h, w) for frames, h, w in SIZES for _ in range(frames)]
+    sizes = [(12, 8), (6, 10)] if name == "pixtral" else sizes
+    start, seen = 0, dict.fromkeys({Grid(*size) for size in sizes}, 0)
+    for height, width in sizes:
+        grid = Grid(height, width)
+        group = next(group for group in packing.groups if group.grid == grid)
+        index = group.index[seen[grid]].tolist()
+        order = places(name, height, width)
+        assert [order[i - start] for i in index] == sorted(order)
+        seen[grid] += 1
+        start += grid.size
+    assert sum(group.index.numel() for group in packing.groups) == start
+
+
+@pytest.mark.parametrize("name", SEQUENCES)
+@torch.no_grad()
+def test_pictures_of_one_grid_share_a_call(name: str) -> None:
+    model, inputs = make_packed(name), inputs_of(name)
+    patch(model, layers=[0], **COARSE)
+    calls: list[tuple[Grid, int]] = []
+
+    def keep(layer: LayerInputs, screened: bmfa.Screened) -> None:
+        calls.append((layer.grid, layer.q.shape[0]))
+
+    with observe(model, keep):
+        features(model, inputs)
+    frames = 1 if name == "pixtral" else 2
+    assert calls == [(Grid(12, 8), 1), (Grid(6, 10), frames)]
+
+
+@torch.no_grad()
+def test_copies_and_pickles_are_patched_on_their_own(name: str) -> None:
+    model, inputs = make_packed(name), inputs_of(name)
+    full = features(model, inputs)
+    patch(model, layers="all", **COARSE)
+    coarse = features(model, inputs)
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        unpatch(model)
+        assert torch.equal(features(other, inputs), coarse)
+        assert torch.equal(features(unpatch(other), inputs), full)
+        assert not any(m._forward_pre_hooks for m in other.modules())
+        patch(model, layers="all", **COARSE)
+
+
+@torch.no_grad()
+def test_padding_of_naflex_is_what_the_original_makes_of_it() -> None:
+    model, inputs = make_packed("naflex"), inputs_of("naflex")["x"]
+    full = model.forward_features(**_by_name(inputs))
+    patch(model, layers="all", **EXACT[0])
+    mine = model.forward_features(**_by_name(inputs))
+    assert change(mine["patches"], full["patches"]) < TOLERANCE
+
+
+def _by_name(inputs: Inputs) -> Inputs:
+    return {"patches": inputs["patches"]} | {k: v for k, v in inputs.items() if k != "patches"}
+
+
+@torch.no_grad()
+def test_naflex_finds_the_grids_of_padded_pictures_and_of_images() -> None:
+    model, inputs = make_packed("naflex"), inputs_of("naflex")
+    patch(model, layers=[0], **COARSE)
+    calls: list[tuple[Grid, tuple[int, ...]]] = []
+
+    def keep(layer: LayerInputs, screened: bmfa.Screened) -> None:
+        calls.append((layer.grid, tuple(layer.k.shape[:3])))
+
+    with observe(model, keep):
+        padded = model(**inputs)
+        model(torch.zeros(2, 3, 24, 40))
+    prefix = 3
+    assert calls == [
+        (Grid(12, 8), (1, 3, prefix + 96)),
+        (Grid(6, 10), (1, 3, prefix + 60)),
+        (Grid(6, 10), (2, 3, prefix + 60)),
+    ]
+    # The order in which a picture's patches are passed is of no importance.
+    ordered = copy.deepcopy(inputs)["x"]
+    places = ordered["patch_coord"][1, :60]
+    order = (places[:, 0] * 10 + places[:, 1]).argsort()
+    ordered["patch_coord"][1, :60] = places[order]
+    ordered["patches"][1, :60] = ordered["patches"][1, :60][order]
+    assert change(model(ordered), padded) < TOLERANCE
+
+
+@torch.no_grad()
+def test_naflex_refuses_masks_and_incomplete_pictures() -> None:
+    model, inputs = make_packed("naflex"), inputs_of("naflex")["x"]
+    patch(model, layers="all", **COARSE)
+    with pytest.raises(ValueError, match="attn_mask is not supported"):
+        model(inputs | {"attn_mask": torch.zeros(2, 1, 103, 103)})
+    hole = inputs | {"patch_valid": inputs["patch_valid"].clone()}
+    hole["patch_valid"][0, 5] = False
+    with pytest.raises(ValueError, match="do not fill that grid"):
+        model(hole)
+    with pytest.raises(TypeError, match="cannot be reduced: its pictures may have different grids"):
+        bmfa.reduce(model, "tome:2")
+
+
+def test_hiera_orders_tokens_as_the_host_does() -> None:
+    model: Any = make_packed("hiera")
+    patch(model, layers="all", **COARSE)
+    layouts = [replacement.tokens for _, replacement in replacements_in(model)]
+    host = find_host(model)
+    indices = [i for i in range(len(host.blocks)) if i not in host.dense_blocks]
+    assert [layout.grid for layout in layouts] == [Grid(8, 16), Grid(4, 8), Grid(4, 8)]
+    for index, layout in zip(indices, layouts, strict=True):
+        tokens = torch.arange(layout.grid.size).view(1, -1, 1)
+        raster = model.reroll(tokens, index).flatten()
+        heads = tokens.view(1, 1, -1, 1).expand(2, 3, -1, 5)
+        assert torch.equal(layout.to_raster(heads)[1, 2, :, 4], raster)
+        assert torch.equal(layout.from_raster(layout.to_raster(heads)), heads)
+
+
+def test_blocks_of_hiera_that_stay_as_they_are_have_a_reason() -> None:
+    for name in ("hiera", "sam2"):
+        host = find_host(make_packed(name))
+        assert len(host.attentions) + len(host.dense_blocks) == len(host.blocks)
+        assert {type(reason) for reason in host.dense_blocks.values()} == {str}
+        assert all(attention_heads(module, 0)[1] == 96 for module in host.attentions[-2:])
+    assert "mask units" in find_host(make_packed("hiera")).dense_blocks[0]
+    assert "pools the queries" in find_host(make_packed("hiera")).dense_blocks[3]
+    assert "windows" in host.dense_blocks[0]
+    model = patch(make_packed("hiera"), layers="all", **COARSE)
+    with pytest.raises(ValueError, match=r"64 tokens, but .* 8x16 grid make 128"):
+        model(torch.zeros(1, 3, 64, 128), mask=torch.arange(8).view(1, 8) < 4)
+    with pytest.raises(TypeError, match="cannot be reduced: its blocks pool"):
+        bmfa.reduce(model, "tome:2")
+
+
+def test_windows_of_qwen_2_5_stay_as_they_are() -> None:
+    host = find_host(make_packed("qwen2.5-vl"))
+    assert len(host.attentions) == 2 and len(host.blocks) == 3
+    assert "windows" in host.dense_blocks[1]
+
+
+def test_a_block_alone_and_positions_that_fill_no_grid_are_refused() -> None:
+    model = patch(make_packed("qwen3-vl"), layers="all", **COARSE)
+    with pytest.raises(RuntimeError, match="sizes of the pictures are unknown"):
+        model.blocks[0](
+            torch.zeros(16, 32),
+            cu_seqlens=torch.tensor([0, 16]),
+            position_embeddings=(torch.ones(16, 16), torch.zeros(16, 16)),
+        )
+    with pytest.raises(ValueError, match="do not fill that grid"):
+        raster_order(torch.tensor([[0, 0], [0, 1], [1, 1]]))
+    with pytest.raises(TypeError, match="cannot be reduced: its pictures share"):
+        bmfa.reduce(model, "tome:2")
+
+
+def test_attention_over_other_tokens_than_the_pictures_have_is_refused() -> None:
+    packing = pack([(Grid(2, 2), torch.arange(4))], (1, 4), torch.device("cpu"))
+    tokens = torch.zeros(1, 2, 5, 8)
+    with pytest.raises(ValueError, match=r"1 x 5 tokens.*make 1 x 4"):
+        packing.attend(lambda grid, q, k, v: v, tokens, tokens, tokens)
+
+
+def test_tokens_of_no_picture_get_the_mean_of_their_sequence() -> None:
+    index = torch.tensor([0, 1, 3, 2])  # the last two tokens in the other order; token 4 is padding
+    packing = pack([(Grid(2, 2), index)], (1, 5), torch.device("cpu"))
+    v = torch.randn(1, 2, 5, 3, generator=torch.Generator().manual_seed(0))
+    output = packing.attend(lambda grid, q, k, v: v, v, v, v)
+    torch.testing.assert_close(output[:, :, :4], v[:, :, :4])
+    torch.testing.assert_close(output[:, :, 4], v.mean(2))

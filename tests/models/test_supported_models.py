@@ -1,0 +1,234 @@
+"""Every model in the table of the manual: equal to the original where it must be, and not elsewhere."""
+
+import threading
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
+from torch.utils.checkpoint import checkpoint
+
+if find_spec("timm") is None or find_spec("transformers") is None:
+    pytest.skip("needs timm and transformers: pip install 'bmfa[models]'", allow_module_level=True)
+
+import bmfa
+from bmfa.models import final_tokens, patch, reduce, unpatch
+from bmfa.models.hosts import find_host
+from bmfa.models.hosts.base import valid_keys
+from bmfa.models.screened_layer import ScreenedLayer, screened_layers
+from bmfa.models.token_grid import TokenGrid
+from models.supported_models import SUPPORTED, call, inputs_of, make_supported, table
+
+# All tiles are expanded, or every leaf is one token.
+EXACT = ({"leaves": 1.0, "form": "tiled"}, {"rule": bmfa.rules.ExactGap(0.0)})
+COARSE = {"leaves": 2, "form": "tiled"}
+# One model for each way in which attention is replaced; the others are compiled by the slow tests.
+COMPILED = ("timm-vit", "blip", "yolos", "pixtral", "naflex", "hiera", "sam2")
+TOLERANCE = 5e-6  # of the largest output, in float32
+
+
+@pytest.fixture(params=sorted(SUPPORTED))
+def name(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+def largest_difference(mine: list[Tensor], theirs: list[Tensor]) -> float:
+    """The largest difference, relative to the largest entry of each output."""
+    pairs = [(a, b) for a, b in zip(mine, theirs, strict=True) if b.is_floating_point()]
+    return max(float((a - b).abs().max() / b.abs().max()) for a, b in pairs)
+
+
+def equal(mine: list[Tensor], theirs: list[Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))
+
+
+def hook_counts(model: nn.Module) -> list[int]:
+    return [len(module._forward_hooks) for module in model.modules()]
+
+
+@torch.no_grad()
+def test_exact_settings_equal_the_original_and_unpatch_restores_its_bits(name: str) -> None:
+    model, inputs = make_supported(name), inputs_of(name)
+    full = call(model, inputs)
+    hooks = hook_counts(model)  # transformers has some of its own
+    state = {key: value.clone() for key, value in model.state_dict().items()}
+    for options in EXACT:
+        patch(model, layers="all", **options)
+        assert largest_difference(call(model, inputs), full) < TOLERANCE
+    patch(model, layers="all", **COARSE)
+    assert largest_difference(call(model, inputs), full) > 1e-3
+    assert len(screened_layers(model)) == len(find_host(model).attentions) > 1
+    unpatch(model)
+    assert equal(call(model, inputs), full)
+    assert list(model.state_dict()) == list(state)
+    assert not any("bmfa" in key for module in model.modules() for key in vars(module))
+    assert hook_counts(model) == hooks
+
+
+def test_the_tokens_beside_the_grid_are_found(name: str) -> None:
+    host = find_host(make_supported(name))
+    assert (host.prefix, host.suffix) == (SUPPORTED[name].prefix, SUPPORTED[name].suffix)
+    assert (host.layout is not None) == SUPPORTED[name].reduces
+
+
+def layer_with_suffix(**options: Any) -> tuple[ScreenedLayer, list[Tensor]]:
+    """A layer over a class token, a grid and seven tokens behind it, with q, k, v."""
+    generator = torch.Generator().manual_seed(0)
+    tensors = [torch.randn(2, 3, 1 + 256 + 7, 8, generator=generator) for _ in range(3)]
+    token_grid = TokenGrid(prefix=1, suffix=7)
+    token_grid.passes.set(bmfa.Grid(16, 16))
+    return ScreenedLayer(0, token_grid, options), tensors
+
+
+def test_queries_behind_the_grid_are_exact() -> None:
+    layer, (q, k, v) = layer_with_suffix(**COARSE)
+    mine, full = layer(q, k, v), scaled_dot_product_attention(q, k, v)
+    torch.testing.assert_close(mine[:, :, :1], full[:, :, :1])
+    torch.testing.assert_close(mine[:, :, -7:], full[:, :, -7:])
+    assert (mine - full)[:, :, 1:-7].abs().max() > 0.01
+
+
+def test_keys_behind_the_grid_are_exact() -> None:
+    layer, (q, k, v) = layer_with_suffix(rule=bmfa.rules.GlobalMean())
+    scores = q @ k.transpose(-2, -1) * 8**-0.5
+    before = layer(q, k, v)
+    weights = []  # of keys, from what their values change
+    for key in (0, -7, -1):
+        changed = v.clone()
+        changed[:, :, key] += 1.0
+        weights.append((layer(q, k, changed) - before)[..., 0])
+    for key, weight in zip((-7, -1), weights[1:], strict=True):
+        expected = (scores[..., key] - scores[..., 0]).exp()  # relative to the class token
+        torch.testing.assert_close(weight / weights[0], expected, rtol=1e-3, atol=0.0)
+
+
+def test_a_mask_that_hides_tokens_behind_the_grid_is_refused() -> None:
+    mask = torch.ones(1, 1, 1, 1 + 16 + 2, dtype=torch.bool)
+    assert valid_keys(mask, 1, 2) is None
+    mask[..., 5] = False
+    valid = valid_keys(mask, 1, 2)
+    assert valid is not None and valid.shape == (1, 16) and not valid[0, 4] and valid.sum() == 15
+    mask[..., -1] = False
+    with pytest.raises(ValueError, match="not on the grid"):
+        valid_keys(mask, 1, 2)
+
+
+@torch.no_grad()
+def test_autocast(name: str) -> None:
+    model, inputs = make_supported(name), inputs_of(name)
+    patch(model, layers="all", **EXACT[0])
+    with torch.autocast("cpu", torch.bfloat16):
+        mine = call(model, inputs)
+        theirs = call(unpatch(model), inputs)
+    for a, b in zip(mine, theirs, strict=True):
+        assert a.dtype == b.dtype
+        # 2 ** -8 is the precision of bfloat16; every layer rounds a few times.
+        assert float((a - b).abs().max()) < 24 * 2**-8 * float(b.abs().max())
+
+
+def gradients(model: nn.Module, name: str) -> list[Tensor]:
+    model.zero_grad()
+    torch.manual_seed(0)  # DINOv3 changes its positions at random in training
+    outputs = call(model, inputs_of(name))
+    sum(output.square().mean() for output in outputs if output.requires_grad).backward()
+    return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+
+@pytest.fixture
+def checkpointed(name: str) -> nn.Module:
+    model = make_supported(name)
+    if getattr(model, "supports_gradient_checkpointing", False):
+        model.gradient_checkpointing_enable()
+    elif hasattr(model, "set_grad_checkpointing"):
+        model.set_grad_checkpointing()
+    else:
+        return Checkpointed(model)
+    return model
+
+
+class Checkpointed(nn.Module):
+    """A model without checkpointing of its own, recomputed as a whole."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return checkpoint(self.model, *args, use_reentrant=False, **kwargs)
+
+
+def test_gradient_checkpointing(name: str, checkpointed: nn.Module) -> None:
+    plain = make_supported(name)
+    for model in (plain, checkpointed):
+        patch(model.train(), layers="all", **COARSE)
+    for mine, theirs in zip(gradients(checkpointed, name), gradients(plain, name), strict=True):
+        torch.testing.assert_close(mine, theirs)
+
+
+@torch.no_grad()
+def test_two_threads(name: str) -> None:
+    model = patch(make_supported(name), layers="all", **COARSE)
+    shown = [inputs_of(name, seed) for seed in (1, 2)]
+    expected = [call(model, inputs) for inputs in shown]
+    wrong: list[object] = []
+    start = threading.Barrier(2)
+
+    def serve(index: int) -> None:
+        try:
+            start.wait(timeout=60)
+            with torch.no_grad():
+                for _ in range(3):
+                    if not equal(call(model, shown[index]), expected[index]):
+                        wrong.append(index)
+        except Exception as error:
+            wrong.append(error)
+
+    threads = [threading.Thread(target=serve, args=(index,)) for index in (0, 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        name if name in COMPILED else pytest.param(name, marks=pytest.mark.slow)
+        for name in SUPPORTED
+    ],
+)
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@torch.no_grad()
+def test_compile(name: str) -> None:
+    model, inputs = make_supported(name), inputs_of(name)
+    patch(model, layers="all", **COARSE)
+    expected = call(model, inputs)
+    torch.compiler.reset()
+    compiled = torch.compile(model, fullgraph=SUPPORTED[name].fullgraph, backend="eager")
+    assert largest_difference(call(compiled, inputs), expected) < TOLERANCE
+    torch.compiler.reset()
+
+
+@pytest.mark.parametrize("name", [name for name, case in SUPPORTED.items() if case.reduces])
+@torch.no_grad()
+def test_merging(name: str) -> None:
+    model, inputs = make_supported(name), inputs_of(name)
+    full = call(model, inputs)
+    reduce(model, "tome:0")
+    assert largest_difference(call(model, inputs), full) < TOLERANCE
+    reduce(model, "tome:2")
+    merged = call(model, inputs)
+    host = find_host(model)
+    tokens = host.prefix + (SUPPORTED[name].side // (8 if name == "embedded" else 4)) ** 2
+    assert final_tokens(model) == tokens - 2 * len(host.blocks)
+    assert all(tensor.isfinite().all() for tensor in merged)
+    assert equal(call(unpatch(model), inputs), full)
+
+
+def test_the_table_of_the_manual_is_this_list() -> None:
+    manual = Path(__file__).parents[2] / "docs" / "models.md"
+    assert table() in manual.read_text("utf-8")
