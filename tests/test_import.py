@@ -36,6 +36,7 @@ PUBLIC = {
     "record",
     "reduce",
     "refinement_score",
+    "register_attention",
     "register_host",
     "rules",
     "screen",

@@ -1,6 +1,7 @@
 """Vision Transformers: load, patch, record and reduce them."""
 
 from bmfa.models.hosts import register_host
+from bmfa.models.hosts.transformers import register_attention, register_if_loaded
 from bmfa.models.loading import LoadedModel, load_model
 from bmfa.models.patching import layer_indices, patch, unpatch
 from bmfa.models.preprocessing import Preprocessing
@@ -22,8 +23,11 @@ __all__ = [
     "patch",
     "record",
     "reduce",
+    "register_attention",
     "register_host",
     "summary",
     "unmerge",
     "unpatch",
 ]
+
+register_if_loaded()
