@@ -37,6 +37,7 @@ PUBLIC = {
     "record",
     "reduce",
     "refinement_score",
+    "register_attention",
     "register_host",
     "rules",
     "screen",

@@ -97,10 +97,11 @@ SUPPORTED: dict[str, Supported] = {
         tokens="class, distillation, registers", reduces=True,
     ),
     "timm-eva": Supported(
-        "timm", "`Eva`: EVA, EVA-02", timm("eva02_tiny_patch14_224"), 1, tokens="class"
+        "timm", "`Eva`: EVA, EVA-02", timm("eva02_tiny_patch14_224"), 1, tokens="class", reduces=True
     ),
     "timm-dinov3": Supported(
-        "timm", "`Eva`: DINOv3", timm("vit_small_patch16_dinov3"), 5, tokens="class, registers"
+        "timm", "`Eva`: DINOv3", timm("vit_small_patch16_dinov3"), 5,
+        tokens="class, registers", reduces=True,
     ),
     "vit": Supported(
         "transformers", "ViT", hf("ViTConfig", "ViTForImageClassification"), 1,
@@ -122,7 +123,7 @@ SUPPORTED: dict[str, Supported] = {
     "dinov3": Supported(
         "transformers", "DINOv3 ViT",
         hf("DINOv3ViTConfig", "DINOv3ViTModel", num_register_tokens=2, num_attention_heads=2), 3,
-        tokens="class, registers",
+        tokens="class, registers", reduces=True,
     ),
     "clip": Supported(
         "transformers", "CLIP vision", hf("CLIPVisionConfig", "CLIPVisionModel"), 1,
@@ -174,7 +175,7 @@ SUPPORTED: dict[str, Supported] = {
     "internvl": Supported(
         "transformers", "InternVL vision",
         hf("InternVLVisionConfig", "InternVLVisionModel", image_size=[32, 32], patch_size=[4, 4]), 1,
-        tokens="class",
+        tokens="class", reduces=True,
     ),
     "pixtral": packed("pixtral", "transformers", "Pixtral vision"),
     "qwen2-vl": packed("qwen2-vl", "transformers", "Qwen2-VL vision"),
@@ -185,6 +186,11 @@ SUPPORTED: dict[str, Supported] = {
     "sam2": packed(
         "sam2", "transformers", "Hiera of SAM 2, blocks with global attention", fullgraph=True
     ),
+    "timm-sam": packed(
+        "timm-sam", "timm", "`VisionTransformerSAM`, blocks with global attention", fullgraph=True
+    ),
+    "sam": packed("sam", "transformers", "SAM vision, blocks with global attention", fullgraph=True),
+    "vitdet": packed("vitdet", "transformers", "ViTDet, blocks with global attention", fullgraph=True),
 }  # fmt: skip
 
 

@@ -17,6 +17,7 @@ from bmfa import Grid, rules
 from bmfa.models import patch, record, unpatch
 from bmfa.models.hosts import find_host
 from bmfa.models.hosts.base import attention_heads, replacements_in
+from bmfa.models.hosts.relative import with_relative_positions
 from bmfa.models.packing import pack, raster_order
 from bmfa.models.screened_layer import LayerInputs, observe, screened_layers
 from models.packed_models import PACKED, SEQUENCES, SIZES, Inputs, make_packed
@@ -237,6 +238,34 @@ def test_blocks_of_hiera_that_stay_as_they_are_have_a_reason() -> None:
         bmfa.reduce(model, "tome:2")
 
 
+def test_relative_positions_are_products_of_queries_and_keys() -> None:
+    generator = torch.Generator().manual_seed(0)
+    height, width, scale = 3, 5, 0.5
+    q, k = torch.randn(2, 2, 4, height * width, 6, generator=generator, dtype=torch.float64)
+    rows = torch.randn(2 * height - 1, 6, generator=generator, dtype=torch.float64)
+    columns = torch.randn(2 * width - 1, 6, generator=generator, dtype=torch.float64)
+    by_row, by_column = (
+        table[torch.arange(size)[:, None] - torch.arange(size) + size - 1]
+        for table, size in ((rows, height), (columns, width))
+    )
+    longer, keys = with_relative_positions(q, k, by_row, by_column, scale)
+    assert longer.shape[-1] == keys.shape[-1] == 6 + height + width
+    scores = scale * longer @ keys.mT
+    for i, j in ((0, 0), (1, 13), (7, 2), (14, 0)):
+        (y, x), (v, u) = divmod(i, width), divmod(j, width)
+        vector = scale * k[:, :, j] + rows[y - v + height - 1] + columns[x - u + width - 1]
+        torch.testing.assert_close(scores[:, :, i, j], (q[:, :, i] * vector).sum(-1))
+
+
+def test_the_dense_decision_of_sam_counts_the_dimensions_of_relative_positions() -> None:
+    for name in ("sam", "timm-sam", "vitdet"):
+        host = find_host(make_packed(name))
+        assert attention_heads(host.attentions[0], 24) == (3, 8 + 8 + 8)
+        assert host.dense_blocks == {1: "it attends inside windows"}
+    with pytest.raises(TypeError, match="cannot be reduced: its blocks work on maps"):
+        bmfa.reduce(make_packed("sam"), "tome:2")
+
+
 def test_windows_of_qwen_2_5_stay_as_they_are() -> None:
     host = find_host(make_packed("qwen2.5-vl"))
     assert len(host.attentions) == 2 and len(host.blocks) == 3
@@ -253,7 +282,7 @@ def test_a_block_alone_and_positions_that_fill_no_grid_are_refused() -> None:
         )
     with pytest.raises(ValueError, match="do not fill that grid"):
         raster_order(torch.tensor([[0, 0], [0, 1], [1, 1]]))
-    with pytest.raises(TypeError, match="cannot be reduced: it rotates"):
+    with pytest.raises(TypeError, match="cannot be reduced: its pictures share"):
         bmfa.reduce(model, "tome:2")
 
 

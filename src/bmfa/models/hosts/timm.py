@@ -35,6 +35,11 @@ LAYOUTS = {
     "timm.models.vision_transformer.Block": BlockLayout(
         ("norm1", "attn", "ls1", "drop_path1"), ("norm2", "mlp", "ls2", "drop_path2")
     ),
+    "timm.models.eva.EvaBlock": BlockLayout(
+        ("norm1", "attn", "gamma_1", "drop_path1"),
+        ("norm2", "mlp", "gamma_2", "drop_path2"),
+        rotary="rope",
+    ),
     "bmfa.models.embedded.model.Block": BlockLayout(("norm1", "attn"), ("norm2", "mlp")),
 }
 
