@@ -6,7 +6,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -166,8 +166,9 @@ def tune(
         torch.Generator().manual_seed(seed),
     )
     choosing, checking = _split(images, batch_size)
-    run = _Tuner(module, host, settings, dict(options), _Steps(progress, settings, indices))
-    with _unchanged(module), warnings.catch_warnings():
+    steps = _Steps(progress, settings, indices)
+    run = _Tuner(module, host, settings, dict(options), steps)
+    with closing(steps), _unchanged(module), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # settings that miss their target are measured, not used
         return run.make_plan(choosing, checking, indices, times)
 
@@ -203,10 +204,12 @@ class _Steps:
         self.done += 1
         if self.bar is not None:
             self.bar.update()
-            if self.done == self.total:
-                self.bar.close()
         elif callable(self.progress):
             self.progress(self.done, self.total)
+
+    def close(self) -> None:
+        if self.bar is not None:
+            self.bar.close()
 
 
 @dataclass(eq=False)
