@@ -17,11 +17,15 @@ if TYPE_CHECKING:
     from bmfa.energy import gap as gap
     from bmfa.energy import refinement_score as refinement_score
     from bmfa.grid import Grid as Grid
+    from bmfa.models import Plan as Plan
     from bmfa.models import load_model as load_model
     from bmfa.models import patch as patch
     from bmfa.models import record as record
     from bmfa.models import reduce as reduce
+    from bmfa.models import register_attention as register_attention
+    from bmfa.models import register_host as register_host
     from bmfa.models import summary as summary
+    from bmfa.models import tune as tune
     from bmfa.models import tune_reduction as tune_reduction
     from bmfa.models import unpatch as unpatch
     from bmfa.trees.build import screen as screen
@@ -33,6 +37,7 @@ __version__ = "0.1.0"
 # Public names and the modules that define them, imported on first use so that `import bmfa` is fast.
 _MODULES = {
     "Grid": "bmfa.grid",
+    "Plan": "bmfa.models",
     "Screened": "bmfa.attention.result",
     "Tree": "bmfa.trees.tree",
     "free_energy": "bmfa.energy",
@@ -42,9 +47,12 @@ _MODULES = {
     "record": "bmfa.models",
     "reduce": "bmfa.models",
     "refinement_score": "bmfa.energy",
+    "register_attention": "bmfa.models",
+    "register_host": "bmfa.models",
     "screen": "bmfa.trees.build",
     "screen_keys": "bmfa.trees.build",
     "screened_attention": "bmfa.attention.api",
+    "tune": "bmfa.models",
     "summary": "bmfa.models",
     "tune_reduction": "bmfa.models",
     "unpatch": "bmfa.models",

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from bmfa.models import embedded
 from bmfa.packages import load_package
 from models.host_models import EVA, HF, VIT, timm_model
+from models.packed_models import PACKED
 
 SIDE = 32  # pixels of the images, in patches of 4x4
 
@@ -69,6 +70,23 @@ class Supported:
 
 HEAD = "| library | model | tokens beside the grid | `bmfa.reduce` |\n|---|---|---|---|"
 
+
+def packed(
+    name: str,
+    library: str,
+    model: str,
+    *,
+    prefix: int = 0,
+    tokens: str = "",
+    fullgraph: bool = False,
+) -> Supported:
+    """The row of a model whose inputs are not images of one size, or whose tokens have another order."""
+    make, inputs = PACKED[name]
+    return Supported(
+        library, model, make, prefix, inputs=inputs, tokens=tokens, fullgraph=fullgraph
+    )
+
+
 SUPPORTED: dict[str, Supported] = {
     "embedded": Supported(
         "bmfa", "the embedded model", embedded.EmbeddedViT, 1, tokens="class", reduces=True, side=112
@@ -79,10 +97,11 @@ SUPPORTED: dict[str, Supported] = {
         tokens="class, distillation, registers", reduces=True,
     ),
     "timm-eva": Supported(
-        "timm", "`Eva`: EVA, EVA-02", timm("eva02_tiny_patch14_224"), 1, tokens="class"
+        "timm", "`Eva`: EVA, EVA-02", timm("eva02_tiny_patch14_224"), 1, tokens="class", reduces=True
     ),
     "timm-dinov3": Supported(
-        "timm", "`Eva`: DINOv3", timm("vit_small_patch16_dinov3"), 5, tokens="class, registers"
+        "timm", "`Eva`: DINOv3", timm("vit_small_patch16_dinov3"), 5,
+        tokens="class, registers", reduces=True,
     ),
     "vit": Supported(
         "transformers", "ViT", hf("ViTConfig", "ViTForImageClassification"), 1,
@@ -104,7 +123,7 @@ SUPPORTED: dict[str, Supported] = {
     "dinov3": Supported(
         "transformers", "DINOv3 ViT",
         hf("DINOv3ViTConfig", "DINOv3ViTModel", num_register_tokens=2, num_attention_heads=2), 3,
-        tokens="class, registers",
+        tokens="class, registers", reduces=True,
     ),
     "clip": Supported(
         "transformers", "CLIP vision", hf("CLIPVisionConfig", "CLIPVisionModel"), 1,
@@ -153,6 +172,25 @@ SUPPORTED: dict[str, Supported] = {
         "transformers", "BLIP vision", hf("BlipVisionConfig", "BlipVisionModel"), 1,
         tokens="class", reduces=True,
     ),
+    "internvl": Supported(
+        "transformers", "InternVL vision",
+        hf("InternVLVisionConfig", "InternVLVisionModel", image_size=[32, 32], patch_size=[4, 4]), 1,
+        tokens="class", reduces=True,
+    ),
+    "pixtral": packed("pixtral", "transformers", "Pixtral vision"),
+    "qwen2-vl": packed("qwen2-vl", "transformers", "Qwen2-VL vision"),
+    "qwen2.5-vl": packed("qwen2.5-vl", "transformers", "Qwen2.5-VL vision, blocks with full attention"),
+    "qwen3-vl": packed("qwen3-vl", "transformers", "Qwen3-VL vision, also MoE"),
+    "naflex": packed("naflex", "timm", "`NaFlexVit`", prefix=3, tokens="class, registers; padding"),
+    "hiera": packed("hiera", "timm", "`Hiera`, blocks with global attention", fullgraph=True),
+    "sam2": packed(
+        "sam2", "transformers", "Hiera of SAM 2, blocks with global attention", fullgraph=True
+    ),
+    "timm-sam": packed(
+        "timm-sam", "timm", "`VisionTransformerSAM`, blocks with global attention", fullgraph=True
+    ),
+    "sam": packed("sam", "transformers", "SAM vision, blocks with global attention", fullgraph=True),
+    "vitdet": packed("vitdet", "transformers", "ViTDet, blocks with global attention", fullgraph=True),
 }  # fmt: skip
 
 

@@ -1,8 +1,7 @@
-"""Hosts that pack pictures of several sizes into one call: order of tokens, grids, dense layers."""
+"""Hosts whose tokens are not one grid in raster order: packed pictures, padding, Hiera."""
 
 import copy
 import pickle
-import threading
 from importlib.util import find_spec
 from typing import Any
 
@@ -17,9 +16,11 @@ import bmfa
 from bmfa import Grid, rules
 from bmfa.models import patch, record, unpatch
 from bmfa.models.hosts import find_host
+from bmfa.models.hosts.base import attention_heads, replacements_in
+from bmfa.models.hosts.relative import with_relative_positions
 from bmfa.models.packing import pack, raster_order
 from bmfa.models.screened_layer import LayerInputs, observe, screened_layers
-from models.packed_models import PACKED, SIZES, Inputs, make_packed
+from models.packed_models import PACKED, SEQUENCES, SIZES, Inputs, make_packed
 
 EXACT: tuple[dict[str, Any], ...] = (
     {"leaves": 1.0, "form": "tiled"},
@@ -100,6 +101,7 @@ def places(name: str, height: int, width: int) -> list[tuple[int, int]]:
     return sorted(tokens, key=key)
 
 
+@pytest.mark.parametrize("name", SEQUENCES)
 @torch.no_grad()
 def test_the_tokens_of_each_picture_are_in_raster_order(name: str) -> None:
     model, inputs = make_packed(name), inputs_of(name)
@@ -121,6 +123,7 @@ def test_the_tokens_of_each_picture_are_in_raster_order(name: str) -> None:
     assert sum(group.index.numel() for group in packing.groups) == start
 
 
+@pytest.mark.parametrize("name", SEQUENCES)
 @torch.no_grad()
 def test_pictures_of_one_grid_share_a_call(name: str) -> None:
     model, inputs = make_packed(name), inputs_of(name)
@@ -151,73 +154,168 @@ def test_copies_and_pickles_are_patched_on_their_own(name: str) -> None:
 
 
 @torch.no_grad()
-def test_autocast(name: str) -> None:
-    model, inputs = make_packed(name), inputs_of(name)
+def test_padding_of_naflex_is_what_the_original_makes_of_it() -> None:
+    model, inputs = make_packed("naflex"), inputs_of("naflex")["x"]
+    full = model.forward_features(**_by_name(inputs))
     patch(model, layers="all", **EXACT[0])
-    with torch.autocast("cpu", torch.bfloat16):
-        mine = features(model, inputs)
-        theirs = features(unpatch(model), inputs)
-    assert mine.dtype == theirs.dtype
-    # 2 ** -8 is the precision of bfloat16; every layer rounds a few times.
-    assert change(mine.float(), theirs.float()) < 24 * 2**-8
+    mine = model.forward_features(**_by_name(inputs))
+    assert change(mine["patches"], full["patches"]) < TOLERANCE
 
 
-def gradients(model: nn.Module, inputs: Inputs) -> list[Tensor]:
-    features(model, inputs).square().mean().backward()
-    return [p.grad for p in model.parameters() if p.grad is not None]
-
-
-def test_gradient_checkpointing(name: str) -> None:
-    plain, checkpointed = make_packed(name).train(), make_packed(name).train()
-    if hasattr(checkpointed, "gradient_checkpointing_enable"):
-        checkpointed.gradient_checkpointing_enable()
-    else:
-        checkpointed.set_grad_checkpointing()
-    inputs = inputs_of(name)
-    for model in (plain, checkpointed):
-        patch(model, layers="all", **COARSE)
-    pairs = zip(gradients(checkpointed, inputs), gradients(plain, inputs), strict=True)
-    for mine, theirs in pairs:
-        torch.testing.assert_close(mine, theirs)
+def _by_name(inputs: Inputs) -> Inputs:
+    return {"patches": inputs["patches"]} | {k: v for k, v in inputs.items() if k != "patches"}
 
 
 @torch.no_grad()
-def test_two_threads(name: str) -> None:
-    model = patch(make_packed(name), layers="all", **COARSE)
-    shown = [inputs_of(name, seed) for seed in (1, 2)]
-    expected = [features(model, inputs) for inputs in shown]
-    wrong: list[object] = []
-    start = threading.Barrier(2)
+def test_naflex_finds_the_grids_of_padded_pictures_and_of_images() -> None:
+    model, inputs = make_packed("naflex"), inputs_of("naflex")
+    patch(model, layers=[0], **COARSE)
+    calls: list[tuple[Grid, tuple[int, ...]]] = []
 
-    def serve(index: int) -> None:
-        try:
-            start.wait(timeout=60)
-            with torch.no_grad():
-                for _ in range(3):
-                    if not torch.equal(features(model, shown[index]), expected[index]):
-                        wrong.append(index)
-        except Exception as error:
-            wrong.append(error)
+    def keep(layer: LayerInputs, screened: bmfa.Screened) -> None:
+        calls.append((layer.grid, tuple(layer.k.shape[:3])))
 
-    threads = [threading.Thread(target=serve, args=(index,)) for index in (0, 1)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert wrong == []
+    with observe(model, keep):
+        padded = model(**inputs)
+        model(torch.zeros(2, 3, 24, 40))
+    prefix = 3
+    assert calls == [
+        (Grid(12, 8), (1, 3, prefix + 96)),
+        (Grid(6, 10), (1, 3, prefix + 60)),
+        (Grid(6, 10), (2, 3, prefix + 60)),
+    ]
+    # The order in which a picture's patches are passed is of no importance.
+    ordered = copy.deepcopy(inputs)["x"]
+    places = ordered["patch_coord"][1, :60]
+    order = (places[:, 0] * 10 + places[:, 1]).argsort()
+    ordered["patch_coord"][1, :60] = places[order]
+    ordered["patches"][1, :60] = ordered["patches"][1, :60][order]
+    assert change(model(ordered), padded) < TOLERANCE
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @torch.no_grad()
-def test_a_compiled_model_runs_packed_attention_outside_of_its_graphs(name: str) -> None:
-    model, inputs = make_packed(name), inputs_of(name)
+def test_naflex_refuses_masks_and_incomplete_pictures() -> None:
+    model, inputs = make_packed("naflex"), inputs_of("naflex")["x"]
     patch(model, layers="all", **COARSE)
-    expected = features(model, inputs)
-    torch.compiler.reset()
-    compiled = torch.compile(model, backend="eager")
-    for _ in range(2):
-        assert change(features(compiled, inputs), expected) < TOLERANCE
-    torch.compiler.reset()
+    with pytest.raises(ValueError, match="attn_mask is not supported"):
+        model(inputs | {"attn_mask": torch.zeros(2, 1, 103, 103)})
+    hole = inputs | {"patch_valid": inputs["patch_valid"].clone()}
+    hole["patch_valid"][0, 5] = False
+    with pytest.raises(ValueError, match="do not fill that grid"):
+        model(hole)
+    with pytest.raises(TypeError, match="cannot be reduced: its pictures may have different grids"):
+        bmfa.reduce(model, "tome:2")
+
+
+def test_hiera_orders_tokens_as_the_host_does() -> None:
+    model: Any = make_packed("hiera")
+    patch(model, layers="all", **COARSE)
+    replacements = [replacement for _, replacement in replacements_in(model)]
+    # Blocks 2 to 6 attend over the grid; 3 and 6 pool the queries.
+    assert sorted(find_host(model).dense_blocks) == [0, 1]
+    assert [replacement.queries is None for replacement in replacements] == [1, 0, 1, 1, 0]
+    assert [replacement.tokens.grid.height for replacement in replacements] == [8, 8, 4, 4, 4]
+    layouts = [replacement.queries or replacement.tokens for replacement in replacements]
+    assert [layout.grid.width for layout in layouts] == [16, 8, 8, 8, 4]
+    layouts += [replacement.tokens for replacement in replacements]
+    blocks = [2, 3, 4, 5, 6, 2, 2, 4, 5, 5]  # whose outputs have that order
+    for index, layout in zip(blocks, layouts, strict=True):
+        tokens = torch.arange(layout.grid.size).view(1, -1, 1)
+        raster = model.reroll(tokens, index).flatten()
+        heads = tokens.view(1, 1, -1, 1).expand(2, 3, -1, 5)
+        assert torch.equal(layout.to_raster(heads)[1, 2, :, 4], raster)
+        assert torch.equal(layout.from_raster(layout.to_raster(heads)), heads)
+
+
+@torch.no_grad()
+def test_records_of_packed_pictures_and_pooled_queries() -> None:
+    model = patch(make_packed("hiera"), layers="all", **COARSE)
+    with record(model) as recording:
+        features(model, inputs_of("hiera"))
+    assert [recording[layer].trees[0].shape[2] for layer in range(5)] == [128, 32, 32, 32, 8]
+    patch(model, layers="all", error=0.1)  # runs dense
+    with record(model, trees=False) as recording:
+        features(model, inputs_of("hiera"))
+    assert [recording[layer].stats[0].form for layer in range(5)] == ["dense"] * 5
+    model = patch(make_packed("pixtral"), layers="all", **COARSE)
+    with record(model) as recording:
+        features(model, inputs_of("pixtral"))
+    assert [tree.grid for tree in recording[0].trees] == [Grid(12, 8), Grid(6, 10)]
+    assert recording.leaf_ratio < 0.1
+
+
+@torch.no_grad()
+def test_the_hiera_of_a_whole_sam2_model() -> None:
+    transformers = bmfa.packages.load_package("transformers")
+    backbone = make_packed("sam2").config.to_dict() | {"image_size": [64, 64]}
+    vision = transformers.Sam2VisionConfig(
+        backbone_config=backbone,
+        backbone_channel_list=[384, 192, 96, 24],
+        backbone_feature_sizes=[[16, 16], [8, 8], [4, 4]],
+    )
+    config = transformers.Sam2Config(
+        vision_config=vision.to_dict(),
+        prompt_encoder_config={"image_size": 64, "patch_size": 16},
+    )
+    torch.manual_seed(0)
+    model = transformers.Sam2Model(config).eval()
+    for parameter in model.parameters():
+        parameter.add_(0.02 * torch.randn_like(parameter))
+    inputs = {
+        "pixel_values": torch.randn(1, 3, 64, 64),
+        "input_points": torch.tensor([[[[10.0, 10.0]]]]),
+        "input_labels": torch.tensor([[[1]]]),
+    }
+    full = model(**inputs).pred_masks
+    patch(model, layers="all", **EXACT[0])
+    assert len(screened_layers(model)) == 3
+    assert change(model(**inputs).pred_masks, full) < TOLERANCE
+    patch(model, layers="all", rule=rules.GlobalMean())
+    assert change(model(**inputs).pred_masks, full) > 1e-3
+    assert torch.equal(unpatch(model)(**inputs).pred_masks, full)
+
+
+def test_blocks_of_hiera_that_stay_as_they_are_have_a_reason() -> None:
+    for name in ("hiera", "sam2"):
+        host = find_host(make_packed(name))
+        assert len(host.attentions) + len(host.dense_blocks) == len(host.blocks)
+        assert {type(reason) for reason in host.dense_blocks.values()} == {str}
+        assert 96 in {attention_heads(module, 0)[1] for module in host.attentions}
+    assert "mask units" in find_host(make_packed("hiera")).dense_blocks[0]
+    assert "windows" in host.dense_blocks[0]
+    model = patch(make_packed("hiera"), layers="all", **COARSE)
+    with pytest.raises(ValueError, match=r"64 tokens, but .* 8x16 grid make 128"):
+        model(torch.zeros(1, 3, 64, 128), mask=torch.arange(8).view(1, 8) < 4)
+    with pytest.raises(TypeError, match="cannot be reduced: its blocks pool"):
+        bmfa.reduce(model, "tome:2")
+
+
+def test_relative_positions_are_products_of_queries_and_keys() -> None:
+    generator = torch.Generator().manual_seed(0)
+    height, width, scale = 3, 5, 0.5
+    q, k = torch.randn(2, 2, 4, height * width, 6, generator=generator, dtype=torch.float64)
+    rows = torch.randn(2 * height - 1, 6, generator=generator, dtype=torch.float64)
+    columns = torch.randn(2 * width - 1, 6, generator=generator, dtype=torch.float64)
+    by_row, by_column = (
+        table[torch.arange(size)[:, None] - torch.arange(size) + size - 1]
+        for table, size in ((rows, height), (columns, width))
+    )
+    longer, keys = with_relative_positions(q, k, by_row, by_column, scale)
+    assert longer.shape[-1] == keys.shape[-1] == 6 + height + width
+    scores = scale * longer @ keys.mT
+    for i, j in ((0, 0), (1, 13), (7, 2), (14, 0)):
+        (y, x), (v, u) = divmod(i, width), divmod(j, width)
+        vector = scale * k[:, :, j] + rows[y - v + height - 1] + columns[x - u + width - 1]
+        torch.testing.assert_close(scores[:, :, i, j], (q[:, :, i] * vector).sum(-1))
+
+
+def test_the_dense_decision_of_sam_counts_the_dimensions_of_relative_positions() -> None:
+    for name in ("sam", "timm-sam", "vitdet"):
+        host = find_host(make_packed(name))
+        assert attention_heads(host.attentions[0], 24) == (3, 8 + 8 + 8)
+        assert host.dense_blocks == {1: "it attends inside windows"}
+    with pytest.raises(TypeError, match="cannot be reduced: its blocks work on maps"):
+        bmfa.reduce(make_packed("sam"), "tome:2")
 
 
 def test_windows_of_qwen_2_5_stay_as_they_are() -> None:
@@ -236,7 +334,7 @@ def test_a_block_alone_and_positions_that_fill_no_grid_are_refused() -> None:
         )
     with pytest.raises(ValueError, match="do not fill that grid"):
         raster_order(torch.tensor([[0, 0], [0, 1], [1, 1]]))
-    with pytest.raises(TypeError, match="cannot be reduced: it rotates"):
+    with pytest.raises(TypeError, match="cannot be reduced: its pictures share"):
         bmfa.reduce(model, "tome:2")
 
 

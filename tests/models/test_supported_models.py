@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
+from torch.utils.checkpoint import checkpoint
 
 if find_spec("timm") is None or find_spec("transformers") is None:
     pytest.skip("needs timm and transformers: pip install 'bmfa[models]'", allow_module_level=True)
@@ -25,7 +26,7 @@ from models.supported_models import SUPPORTED, call, inputs_of, make_supported, 
 EXACT = ({"leaves": 1.0, "form": "tiled"}, {"rule": bmfa.rules.ExactGap(0.0)})
 COARSE = {"leaves": 2, "form": "tiled"}
 # One model for each way in which attention is replaced; the others are compiled by the slow tests.
-COMPILED = ("timm-vit", "blip", "yolos")
+COMPILED = ("timm-vit", "blip", "yolos", "pixtral", "naflex", "hiera", "sam2")
 TOLERANCE = 5e-6  # of the largest output, in float32
 
 
@@ -139,13 +140,24 @@ def gradients(model: nn.Module, name: str) -> list[Tensor]:
 @pytest.fixture
 def checkpointed(name: str) -> nn.Module:
     model = make_supported(name)
-    if hasattr(model, "gradient_checkpointing_enable"):
+    if getattr(model, "supports_gradient_checkpointing", False):
         model.gradient_checkpointing_enable()
     elif hasattr(model, "set_grad_checkpointing"):
         model.set_grad_checkpointing()
     else:
-        pytest.skip("the model has no gradient checkpointing of its own")
+        return Checkpointed(model)
     return model
+
+
+class Checkpointed(nn.Module):
+    """A model without checkpointing of its own, recomputed as a whole."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return checkpoint(self.model, *args, use_reentrant=False, **kwargs)
 
 
 def test_gradient_checkpointing(name: str, checkpointed: nn.Module) -> None:

@@ -33,6 +33,7 @@ class Packing:
     inverse: Tensor
     padded: bool  # True if there are tokens of no picture
     shape: tuple[int, int]  # (B, T)
+    own_mask: bool = False  # True if the caller of the model has passed an attention mask
 
     def attend(self, attention: PictureAttention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Compute attention inside each picture.
@@ -69,7 +70,11 @@ class Packing:
 
 
 def pack(
-    pictures: Sequence[tuple[Grid, Tensor]], shape: tuple[int, int], device: torch.device
+    pictures: Sequence[tuple[Grid, Tensor]],
+    shape: tuple[int, int],
+    device: torch.device,
+    *,
+    own_mask: bool = False,
 ) -> Packing:
     """Make a packing from the grid and the (prefix + N,) flat positions of the tokens of each picture.
 
@@ -89,6 +94,7 @@ def pack(
         inverse.to(device),
         len(rows) < batch * tokens,
         shape,
+        own_mask,
     )
 
 

@@ -14,8 +14,14 @@ from bmfa.attention.inputs import Backend, Form
 from bmfa.checks import check_integer, check_leaves, check_number
 from bmfa.grid import Grid
 from bmfa.models.dense_decision import DenseDecision, PlannedDecision
-from bmfa.models.hosts import Host, find_host
-from bmfa.models.hosts.base import attention_heads, replacements_in
+from bmfa.models.hosts import Host, check_module, find_host
+from bmfa.models.hosts.base import (
+    AttentionFunction,
+    attention_heads,
+    replacement_of,
+    replacements_in,
+)
+from bmfa.models.hosts.generic import GridSource, describe, described_host
 from bmfa.models.override import override_method, override_of, restore_method
 from bmfa.models.plan import Plan
 from bmfa.models.screened_layer import ScreenedLayer
@@ -40,6 +46,10 @@ def patch(
     form: Form | None = None,
     backend: Backend = "auto",
     fallback: float | None = None,
+    attention: str | Sequence[str] | None = None,
+    grid: GridSource = None,
+    prefix: int = 0,
+    suffix: int = 0,
 ) -> nn.Module:
     """Screen the attention of some layers of a model, in place.
 
@@ -55,13 +65,18 @@ def patch(
     With `plan`, every layer has the setting that `bmfa.tune` chose for it. A plan holds for one image
     size: images with another number of tokens run dense attention, with one warning for each number.
 
+    A model of a class that is not known is patched by naming its attention modules, `attention=`. Each
+    must call `torch.nn.functional.scaled_dot_product_attention` among the tokens of one image, which are
+    `prefix` tokens, a grid in raster order, and `suffix` tokens; the first forward pass refuses others.
+    `register_host` does the same for a class of models.
+
     The model can run in several threads at once, under `torch.compile`, and with gradient
     checkpointing of whole blocks or of the whole model. A model that is already patched or reduced is
     restored first.
 
     Args:
-        model: A timm or transformers Vision Transformer, the embedded model, or a model that contains
-            one of them.
+        model: A timm or transformers Vision Transformer, the embedded model, a model that contains
+            one of them, or any model with `attention=`.
         rule: A rule of `bmfa.rules` or its name, e.g. `"optimal:0.002"`. At most one of `rule`,
             `error` and `leaves` is given.
         error: The target for the error of attention over tiles, as in `screened_attention`. For a tree
@@ -76,6 +91,12 @@ def patch(
             tiles or dense attention.
         backend: `"auto"`, `"eager"`, `"triton"` or `"reference"`.
         fallback: Queries whose certificate exceeds this share of |output| are recomputed exactly.
+        attention: The names of the attention modules of a model that is not known, as
+            `model.named_modules()` has them; `*` is any characters but a dot: `"blocks.*.attn"`.
+        grid: With `attention`: (height, width) of the grid in tokens, a function that returns it from
+            the arguments of the model, or None if the spatial tokens are a square.
+        prefix: With `attention`: the number of class and register tokens before the grid.
+        suffix: With `attention`: the number of tokens behind the grid.
 
     Returns:
         The same model.
@@ -106,11 +127,25 @@ def patch(
         "backend": backend,
         "fallback": fallback,
     }
+    if attention is None and (grid is not None or prefix or suffix):
+        raise ValueError(
+            f"grid is {grid!r}, prefix {prefix} and suffix {suffix}, which are for models that are not "
+            "known, and attention is not given; name the attention modules, e.g. "
+            "attention='blocks.*.attn', or leave grid, prefix and suffix out"
+        )
     if plan is not None:
+        if attention is not None:
+            raise ValueError(
+                f"attention is {attention!r} and a plan is given; call bmfa.register_host for the class "
+                "of the model, then patch(model, plan=...)"
+            )
         _check_alone(options | {"layers": layers})
         return patch_planned(model, plan)
     _check_options(**options)
-    host = find_host(model)
+    if attention is None:
+        host = find_host(model)
+    else:
+        host = described_host(check_module(model), describe(attention, grid, prefix, suffix))
     indices = layer_indices(layers, len(host.attentions))
     install_layers(model, host, {index: _options_of_layer(options, index) for index in indices})
     return model
@@ -155,7 +190,7 @@ def install_layers(
     unpatch(model)
     if not options:
         return
-    token_grid = TokenGrid(host.prefix, host.suffix)
+    token_grid = host.make_token_grid(host.prefix, host.suffix)
     screened = [ScreenedLayer(index, token_grid, options[index]) for index in sorted(options)]
     decisions: tuple[DenseDecision, ...]
     if planned is None:
@@ -164,21 +199,46 @@ def install_layers(
         decisions = (PlannedDecision(host.prefix + host.suffix, 0, 0, {}, planned=planned),)
         for layer in screened:
             layer.decision = decisions[0]
+    install_functions(host, token_grid, screened, decisions)
+
+
+def install_functions(
+    host: Host,
+    token_grid: TokenGrid,
+    functions: Sequence[AttentionFunction],
+    decisions: tuple[DenseDecision, ...] = (),
+) -> None:
+    """Replace the attention of some layers by functions of q, k and v.
+
+    Args:
+        host: The host of a model that is not patched.
+        token_grid: The token grid that the functions share.
+        functions: One function for each of the layers.
+        decisions: Of all functions; empty if some of them never run dense.
+    """
     if host.watch is not None:
         # Pictures of several grids may share a call, so each call of attention decides for itself.
         decisions = ()
         host.watch(host, token_grid)
     token_grid.uses_tiles = token_grid.keeps_tiles = not decisions
-    for layer in screened:
-        host.replacement(layer).install(host.attentions[layer.layer], active=not decisions)
+    for function in functions:
+        host.replacement(function).install(host.attentions[function.layer], active=not decisions)
     token_grid.log.watch(host.blocks[-1], len(host.attentions))
     if host.watch is not None:
         return
     for index, block in enumerate(host.blocks):
         override_method(block, BlockGrid(index, token_grid, decisions), active=not decisions)
-    modules = (*host.blocks, *(host.attentions[layer.layer] for layer in screened))
+    modules = (*host.blocks, *(host.attentions[function.layer] for function in functions))
     hook = TileSwitch(token_grid, decisions, modules) if decisions else None
     token_grid.watch(host.projection, hook)
+
+
+def is_patched(model: nn.Module) -> bool:
+    """True if `patch` or `reduce` has changed the model."""
+    return any(
+        replacement_of(module) is not None or override_of(module) is not None
+        for module in model.modules()
+    )
 
 
 def unpatch(model: nn.Module) -> nn.Module:

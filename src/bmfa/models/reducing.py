@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from bmfa.merging import Policy, parse
 from bmfa.merging.dispatch import Backend, check_backend
 from bmfa.models.hosts import find_host
+from bmfa.models.hosts.base import class_name
 from bmfa.models.hosts.unsupported import raise_not_reducible
 from bmfa.models.override import has_instance_forward, override_method
 from bmfa.models.patching import unpatch
@@ -40,7 +41,8 @@ def reduce(
 
     Args:
         model: A timm or transformers Vision Transformer, the embedded model, or a model that contains
-            one of them. Models with rotary position embeddings cannot be reduced.
+            one of them. With rotary position embeddings, a merged token has the mean of the rotations of
+            the tokens it stands for.
         policy: A policy of `bmfa.merging` or its name, e.g. `"tome:8"`. Either it or `plan` is given.
         plan: A `ReductionPlan` of `bmfa.tune_reduction`, or the file of one. It is for one model and one
             image size.
@@ -83,6 +85,12 @@ def reduce(
     host = find_host(model)
     if host.layout is None:
         raise_not_reducible(model, host)
+    if host.layout.rotary and chosen.transforms:
+        raise TypeError(
+            f"policy {chosen} transforms tokens into others that have no position, and "
+            f"{class_name(host.blocks[0])} rotates queries and keys by their position; use a policy "
+            "that merges or prunes tokens, e.g. 'free-energy:8'"
+        )
     for layer, block in enumerate(host.blocks):
         if has_instance_forward(block):
             raise TypeError(

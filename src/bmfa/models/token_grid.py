@@ -34,6 +34,8 @@ class TokenGrid:
     pending: ForwardState[tuple[Grid, ...]] = field(default_factory=ForwardState)
     # The pictures of each pass, in models whose sequences are not one grid in raster order.
     packings: ForwardState[Packing] = field(default_factory=ForwardState)
+    # The grid of the queries of a call, where it is not that of the keys.
+    query_grids: ForwardState[Grid] = field(default_factory=ForwardState)
     handle: Any = None
     # By token count: the grid of all passes so far, or None if several grids have that many tokens.
     unique: dict[int, Grid | None] = field(default_factory=dict)
@@ -67,10 +69,15 @@ class TokenGrid:
         height, width = output.shape[-2:]
         # Integers, not symbols: whatever depends on a grid is a constant of a compiled graph.
         grid = Grid(int(height), int(width))
+        self.store(grid)
+        if not torch.compiler.is_compiling():
+            self.pending.set((*(g for g in self.pending.current or () if g != grid), grid))
+
+    def store(self, grid: Grid) -> None:
+        """Set the grid of the forward pass that begins in this thread."""
         self.passes.set(grid)
         if torch.compiler.is_compiling():
             return
-        self.pending.set((*(g for g in self.pending.current or () if g != grid), grid))
         if grid.size in self.unique:
             if self.unique[grid.size] != grid:
                 self.unique[grid.size] = None

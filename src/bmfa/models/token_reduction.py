@@ -12,6 +12,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from bmfa.grid import Grid
 from bmfa.merging import LayerState, Policy
 from bmfa.merging.dispatch import Backend, proportional_attention
+from bmfa.merging.operation import pool
 from bmfa.models.forward_state import ForwardState, is_recomputing
 from bmfa.models.hosts.base import AttentionFunction, BlockLayout, is_noop
 from bmfa.models.override import override_of
@@ -179,6 +180,35 @@ class TokenReduction:
         source = self._source(state)
         return tokens.gather(1, source.unsqueeze(-1).expand(-1, -1, tokens.shape[2]))
 
+    def merged_rotations(self, state: ReductionState, tables: Any) -> Any:
+        """Return the rotary tables of the tokens (B, T, C) that are left.
+
+        The keys of tokens that were merged are merged after rotation: a token that stands for others has
+        the mean of their rotations, so that its key is the mean of the rotated keys of tokens with the
+        same content. The tables, cos and sin, are linear in the rotations.
+
+        Args:
+            state: Of the running block.
+            tables: Tensors (..., N, D), one or a tuple; with the axes (B, heads) before N if there are
+                four, (heads) if there are three.
+
+        Returns:
+            Tensors (B, heads or 1, T - prefix, D), or the same ones if no token was merged.
+        """
+        if isinstance(tables, tuple):
+            return tuple(self.merged_rotations(state, table) for table in tables)
+        if not state.assignments:
+            return tables
+        prefix = self.token_grid.prefix
+        source = _compose(state.assignments)[:, prefix:]  # (B, N)
+        table = tables[(None,) * (4 - tables.dim())]  # (B or 1, heads or 1, N, D)
+        batch, heads = len(source), table.shape[1]
+        rows = table.expand(batch, -1, -1, -1).transpose(1, 2).flatten(2)  # (B, N, heads * D)
+        index = torch.where(source < 0, source, source - prefix)
+        size = torch.ones(index.shape, device=rows.device)
+        means, _ = pool(rows, size, index, state.tokens - prefix)
+        return means.view(batch, -1, heads, table.shape[-1]).transpose(1, 2)
+
     def _state_before(self, layer: int, x: Tensor) -> ReductionState:
         """Return the state in which a block starts that receives x."""
         attached = self.passes.find(x)
@@ -237,10 +267,7 @@ class TokenReduction:
         A pruned token has the index of the nearest token on the grid that was not pruned, of equally
         near ones the first in raster order.
         """
-        first, *others = (assignment.long() for assignment in state.assignments)
-        source = first
-        for assignment in others:
-            source = assignment.gather(1, source.clamp(min=0)).where(source >= 0, source)
+        source = _compose(state.assignments)
         if self.policy.prunes:
             prefix = self.token_grid.prefix
             filled = torch.stack([_fill_pruned(row, state.grid) for row in source[:, prefix:]])
@@ -270,6 +297,9 @@ class ReducedBlock:
         self, module: nn.Module, state: ReductionState, x: Tensor, *args: Any, **kwargs: Any
     ) -> Tensor:
         norm, attention, *rest = self.layout.attention
+        rotary = self.layout.rotary
+        if kwargs.get(rotary) is not None:
+            kwargs[rotary] = self.reduction.merged_rotations(state, kwargs[rotary])
         attended = getattr(module, attention)(getattr(module, norm)(x), *args, **kwargs)
         attended = attended[0] if isinstance(attended, tuple) else attended
         x = x + _run_parts(module, rest, attended)
@@ -328,8 +358,19 @@ def find_reduction(model: nn.Module) -> TokenReduction | None:
 def _run_parts(block: nn.Module, names: tuple[str, ...] | list[str], x: Tensor) -> Tensor:
     for name in names:
         part = getattr(block, name)
-        x = x if is_noop(part) else part(x)
+        if isinstance(part, Tensor):
+            x = part * x
+        elif part is not None and not is_noop(part):
+            x = part(x)
     return x
+
+
+def _compose(assignments: tuple[Tensor, ...]) -> Tensor:
+    """Return (B, prefix + N) indices of the token that holds each original one, -1 if it was pruned."""
+    source, *others = (assignment.long() for assignment in assignments)
+    for assignment in others:
+        source = assignment.gather(1, source.clamp(min=0)).where(source >= 0, source)
+    return source
 
 
 def _ones(k: Tensor) -> Tensor:

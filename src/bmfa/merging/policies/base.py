@@ -150,6 +150,8 @@ class Policy:
         stage: the policy acts after this part of the block, "attention" or "mlp".
         proportional: True if attention adds log(size) to the scores.
         prunes: True if tokens can be dropped without being merged into another.
+        transforms: True if the tokens that remain are linear combinations of all tokens, which have no
+            position on the grid.
 
     Example:
         >>> from dataclasses import dataclass
@@ -170,6 +172,7 @@ class Policy:
     stage: ClassVar[Literal["attention", "mlp"]] = "attention"
     proportional: ClassVar[bool] = True
     prunes: ClassVar[bool] = False
+    transforms: ClassVar[bool] = False
 
     def check(self, grid: Grid, prefix: int, depth: int) -> None:
         """Raise ValueError if the parameters do not fit a model with this grid, prefix and depth."""

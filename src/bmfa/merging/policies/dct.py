@@ -36,6 +36,7 @@ class DCT(Policy):
 
     name: ClassVar[str] = "dct"
     stage: ClassVar[Literal["attention", "mlp"]] = "mlp"
+    transforms: ClassVar[bool] = True
     fraction: float
 
     def __post_init__(self) -> None:

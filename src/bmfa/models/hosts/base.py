@@ -140,17 +140,23 @@ class AttentionReplacement:
 
 @dataclass(frozen=True)
 class BlockLayout:
-    """Names of the modules in the two residual branches of a block, in the order of their calls."""
+    """Names of the modules in the two residual branches of a block, in the order of their calls.
+
+    After the attention and the MLP, a name may also be that of a parameter, which scales the branch, or
+    of an attribute that is None.
+    """
 
     attention: tuple[str, ...]
     mlp: tuple[str, ...]
+    # Argument of the block with the rotary tables, whose second last axis is that of the spatial tokens.
+    rotary: str = ""
 
 
 @dataclass(frozen=True, eq=False)
 class Host:
     """A vision tower and its parts, in the order in which they run."""
 
-    replacement: type[AttentionReplacement]
+    replacement: Callable[[AttentionFunction], AttentionReplacement]
     tower: nn.Module
     blocks: tuple[nn.Module, ...]
     attentions: tuple[nn.Module, ...]
@@ -163,6 +169,10 @@ class Host:
     watch: Callable[["Host", TokenGrid], None] | None = None
     # Blocks whose attention is not among `attentions`, and why it stays as it is.
     dense_blocks: dict[int, str] = field(default_factory=dict)
+    make_token_grid: Callable[[int, int], TokenGrid] = TokenGrid  # from prefix and suffix
+    not_reducible: str = (
+        ""  # why tokens cannot be reduced, if the layout is None and the class does not say
+    )
 
 
 def replacement_of(module: nn.Module) -> AttentionReplacement | None:
@@ -188,7 +198,10 @@ def attention_heads(module: Any, width: int) -> tuple[int, int] | None:
     if not heads:
         return None
     width = getattr(module, "dim_out", width)  # of a block that changes the width
-    return int(heads), int(getattr(module, "head_dim", None) or width // int(heads))
+    dimension = int(getattr(module, "head_dim", None) or width // int(heads))
+    if hasattr(module, "rel_pos_h"):  # one more for each row and column, see `relative.py`
+        dimension += (len(module.rel_pos_h) + len(module.rel_pos_w)) // 2 + 1
+    return int(heads), dimension
 
 
 def valid_keys(mask: Tensor, prefix: int, suffix: int = 0) -> Tensor | None:

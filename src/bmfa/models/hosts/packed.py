@@ -198,6 +198,7 @@ FAMILIES = {
     ),
 }
 _WINDOWS = "it attends inside windows"
+_PACKED = "its pictures share one sequence and may have different sizes"
 
 
 def find_towers(model: nn.Module) -> list[Host]:
@@ -230,6 +231,7 @@ def _host(tower: Any, name: str) -> Host:
         layout=None,
         reads_spatial_tokens=True,
         watch=partial(watch_tower, family=name),
+        not_reducible=_PACKED,
         dense_blocks=dict.fromkeys(sorted(windows), _WINDOWS),
     )
 

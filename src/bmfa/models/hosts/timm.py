@@ -35,6 +35,11 @@ LAYOUTS = {
     "timm.models.vision_transformer.Block": BlockLayout(
         ("norm1", "attn", "ls1", "drop_path1"), ("norm2", "mlp", "ls2", "drop_path2")
     ),
+    "timm.models.eva.EvaBlock": BlockLayout(
+        ("norm1", "attn", "gamma_1", "drop_path1"),
+        ("norm2", "mlp", "gamma_2", "drop_path2"),
+        rotary="rope",
+    ),
     "bmfa.models.embedded.model.Block": BlockLayout(("norm1", "attn"), ("norm2", "mlp")),
 }
 
@@ -68,14 +73,14 @@ class TimmAttention(AttentionReplacement):
         """Compute the output of the attention module."""
         if len(args) == 1 and _is_projections_only(module, kwargs):
             return _attention_forward(module, args[0], self.function)
-        with _ReplaceSDPA(self.function):
+        with ReplaceSDPA(self.function):
             return forward(*args, **kwargs)
 
 
-class _ReplaceSDPA(TorchFunctionMode):
+class ReplaceSDPA(TorchFunctionMode):
     """Calls another function wherever `scaled_dot_product_attention` is called."""
 
-    def __init__(self, function: AttentionFunction) -> None:
+    def __init__(self, function: Callable[..., Tensor]) -> None:
         super().__init__()
         self.function = function
 

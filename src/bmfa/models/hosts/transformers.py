@@ -1,13 +1,17 @@
 """Vision Transformers of transformers, through its own attention interface."""
 
+import math
 import sys
 from collections.abc import Callable
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor, nn
 
+from bmfa.attention.api import screened_attention
+from bmfa.attention.dispatch import dense_reason, in_graph
+from bmfa.grid import Grid
 from bmfa.models.hosts.base import (
     AttentionReplacement,
     BlockLayout,
@@ -22,6 +26,8 @@ from bmfa.packages import load_package
 
 # The name of our attention function in `config._attn_implementation`.
 IMPLEMENTATION = "bmfa"
+# The function of transformers that runs where ours does not and the model names no other.
+_DENSE_FUNCTION = "sdpa"
 _functions: Any = {}  # the attention functions of transformers by name, from `_register` on
 
 _VIT = BlockLayout(
@@ -30,6 +36,11 @@ _VIT = BlockLayout(
 _DINO = BlockLayout(
     ("norm1", "attention", "layer_scale1", "drop_path"),
     ("norm2", "mlp", "layer_scale2", "drop_path"),
+)
+_DINOV3 = replace(_DINO, rotary="position_embeddings")
+_INTERN = BlockLayout(
+    ("layernorm_before", "attention", "lambda_1"),
+    ("layernorm_after", "mlp", "dropout", "lambda_2"),
 )
 _CLIP = BlockLayout(("layer_norm1", "self_attn"), ("layer_norm2", "mlp"))
 _AIM = BlockLayout(("rms_norm1", "attention"), ("rms_norm2", "ffn"))
@@ -112,7 +123,7 @@ FAMILIES = {
         "Dinov2WithRegistersAttention", _DINO, registers=True, spatial_readers=_DENSE_OR_POOLED
     ),
     "dinov3_vit.modeling_dinov3_vit.DINOv3ViTEmbeddings": Family(
-        "DINOv3ViTAttention", None, "patch_embeddings", registers=True
+        "DINOv3ViTAttention", _DINOV3, "patch_embeddings", registers=True
     ),
     "clip.modeling_clip.CLIPVisionEmbeddings": Family(
         "CLIPAttention", _CLIP, "patch_embedding", spatial_readers=_DENSE_OR_POOLED
@@ -138,6 +149,9 @@ FAMILIES = {
     "owlvit.modeling_owlvit.OwlViTVisionEmbeddings": Family(
         "OwlViTAttention", _CLIP, "patch_embedding", spatial_readers=("ForObjectDetection",)
     ),
+    "internvl.modeling_internvl.InternVLVisionEmbeddings": Family(
+        "InternVLVisionAttention", _INTERN, spatial_readers=_ALL
+    ),
     "blip.modeling_blip.BlipVisionEmbeddings": Family(
         "BlipAttention", _CLIP, "patch_embedding", spatial_readers=_ALL, replacement=BlipAttention
     ),
@@ -156,13 +170,17 @@ def bmfa_attention_forward(
 ) -> tuple[Tensor, Tensor | None]:
     """Attention function of transformers: (B, heads, tokens, d) to (B, tokens, heads, d)."""
     replacement = replacement_of(module)
-    if replacement is None:
-        raise RuntimeError(
-            f"{class_name(module)} names {IMPLEMENTATION!r} as its attention but is not patched; call "
-            "bmfa.patch(model)"
+    if replacement is None:  # the user has named our function: attn_implementation="bmfa"
+        return _default_attention(
+            module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs
+        )
+    if not replacement.active:  # patched, dense at this size, and the user has named our function
+        return _functions[_DENSE_FUNCTION](  # type: ignore[no-any-return]
+            module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs
         )
     if replacement.function.uses_host(query):
         name, eager = replacement.saved["config"]._attn_implementation, replacement.saved["eager"]
+        name = _DENSE_FUNCTION if name == IMPLEMENTATION else name
         return _functions.get(name, eager)(  # type: ignore[no-any-return]
             module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs
         )
@@ -171,6 +189,62 @@ def bmfa_attention_forward(
     causal = bool(kwargs.get("is_causal", False))
     output = replacement.function(query, key, value, attention_mask, dropout, causal, scaling)
     return output.transpose(1, 2).contiguous(), None
+
+
+def _default_attention(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float | None,
+    dropout: float,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """Attention of a model that is not patched: tiles with the default target, or dense attention."""
+    grid, prefix, suffix = _guess_layout(module, int(key.shape[2]))
+    causal = kwargs.get("is_causal")
+    causal = getattr(module, "is_causal", False) if causal is None else causal
+    plain = attention_mask is None and dropout == 0.0 and not causal
+    weights = kwargs.get("output_attentions") or module.config.output_attentions
+    if grid is None or not plain or weights or query.shape != key.shape:
+        dense = True
+    else:
+        shape, device = query.shape, query.device.type
+        graph = in_graph(query)
+        dense = dense_reason(shape, query.dtype, device, grid, {}, in_graph=graph) is not None
+    if grid is None or dense:
+        return _functions[_DENSE_FUNCTION](  # type: ignore[no-any-return]
+            module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs
+        )
+    q, k, v = (x.roll(suffix, 2) if suffix else x for x in (query, key, value))
+    output = screened_attention(q, k, v, grid=grid, prefix=prefix + suffix, scale=scaling).output
+    output = output.roll(-suffix, 2) if suffix else output
+    return output.transpose(1, 2).contiguous(), None
+
+
+def _guess_layout(module: Any, tokens: int) -> tuple[Grid | None, int, int]:
+    """Return the grid of a number of tokens, None if unknown, and the tokens before and behind it.
+
+    An attention function of transformers sees no image. The grid is that of the configuration if it has
+    that many tokens, and a square otherwise.
+    """
+    config: Any = getattr(module, "config", None)
+    family = _BY_MODULE.get(type(module).__module__.removeprefix("transformers.models."))
+    sizes: list[Any] = [getattr(config, name, None) for name in ("image_size", "patch_size")]
+    if family is None or None in sizes:  # a text tower has no patches
+        return None, 0, 0
+    prefix = family.prefix + (int(config.num_register_tokens) if family.registers else 0)
+    suffix = int(getattr(config, family.suffix)) if family.suffix else 0
+    spatial = tokens - prefix - suffix
+    image, patch = ((x, x) if isinstance(x, int) else tuple(x) for x in sizes)
+    height, width = image[0] // patch[0], image[1] // patch[1]
+    if spatial > 0 and height * width == spatial:
+        return Grid(height, width), prefix, suffix
+    side = math.isqrt(max(spatial, 0))
+    square = spatial > 0 and side * side == spatial
+    return (Grid(side, side) if square else None), prefix, suffix
 
 
 def _refuse_attentions(requested: Any) -> None:
@@ -182,6 +256,39 @@ def _refuse_attentions(requested: Any) -> None:
         )
 
 
+def register_attention() -> None:
+    """Make transformers know `attn_implementation="bmfa"`.
+
+    A model that is made or loaded with that name attends over tiles with the default target of
+    `screened_attention` in every layer where tiles are faster, and runs dense elsewhere: for text
+    towers, models that are not supported, masks, and images whose grid is unknown. An attention function
+    of transformers does not see the image. The grid is taken from the image size of the configuration
+    if that has as many tokens, and a square otherwise; for other images, and for other settings, call
+    `bmfa.patch(model)`, which reads the grid of every image. Importing `bmfa.models` after
+    transformers calls this function.
+
+    Raises:
+        ModuleNotFoundError: If transformers is not installed.
+
+    Example:
+        >>> import bmfa, torch
+        >>> from transformers import AutoModel, ViTConfig
+        >>> bmfa.register_attention()
+        >>> config = ViTConfig(hidden_size=32, num_hidden_layers=2, num_attention_heads=2,
+        ...                    intermediate_size=64, image_size=64, patch_size=4)
+        >>> model = AutoModel.from_config(config, attn_implementation="bmfa").eval()
+        >>> model(torch.zeros(1, 3, 64, 64)).last_hidden_state.shape  # 256 tokens: runs dense
+        torch.Size([1, 257, 32])
+    """
+    _register()
+
+
+def register_if_loaded() -> None:
+    """Call `register_attention` if transformers is in use, without importing it."""
+    if "transformers.modeling_utils" in sys.modules:
+        _register()
+
+
 def _register() -> None:
     """Register the name for attention and for masks: without the latter, masks are silently dropped."""
     global _functions
@@ -190,6 +297,10 @@ def _register() -> None:
     _functions = modeling.ALL_ATTENTION_FUNCTIONS
     modeling.AttentionInterface.register(IMPLEMENTATION, bmfa_attention_forward)
     masks.AttentionMaskInterface.register(IMPLEMENTATION, masks.sdpa_mask)
+
+
+# By the module that defines the family, for attention modules that are not patched.
+_BY_MODULE = {name.rpartition(".")[0]: family for name, family in FAMILIES.items()}
 
 
 def find_towers(model: nn.Module) -> list[Host]:

@@ -7,26 +7,29 @@ from torch import nn
 from bmfa.models.hosts.base import Host, class_name
 
 SUPPORTED = (
-    "timm VisionTransformer, DeiT (also distilled), EVA and DINOv3; "
+    "timm VisionTransformer, DeiT (also distilled), EVA, DINOv3, NaFlexViT, Hiera and SAM; "
     "transformers ViT, DeiT, DINOv2 (also with registers), DINOv3 ViT, CLIP vision, SigLIP vision, "
-    "ViT-MSN, I-JEPA, DPT, YOLOS, ViTPose, AIMv2, OWL-ViT, BLIP, Pixtral, Qwen2-VL, Qwen2.5-VL and "
-    "Qwen3-VL vision; the embedded model"
+    "ViT-MSN, I-JEPA, DPT, YOLOS, ViTPose, AIMv2, OWL-ViT, BLIP, InternVL, Pixtral, Qwen2-VL, "
+    "Qwen2.5-VL and Qwen3-VL vision, SAM, SAM 2, ViTDet; the embedded model"
 )
 REDUCIBLE = (
-    "timm VisionTransformer and DeiT (also distilled); "
-    "transformers ViT, DeiT, DINOv2 (also with registers), CLIP vision, SigLIP vision, ViT-MSN, I-JEPA, "
-    "AIMv2, OWL-ViT and BLIP vision; the embedded model"
-)
-_ROPE = (
-    "it rotates queries and keys by their position on the grid, and a merged token has no position"
+    "timm VisionTransformer, DeiT (also distilled), EVA and DINOv3; "
+    "transformers ViT, DeiT, DINOv2 (also with registers), DINOv3 ViT, CLIP vision, SigLIP vision, "
+    "ViT-MSN, I-JEPA, AIMv2, OWL-ViT, BLIP and InternVL vision; the embedded model"
 )
 _SUFFIX = "it has tokens behind the grid, which the policies would merge"
 _LAYOUT = "its block is not an attention branch followed by an MLP branch"
-_BIAS = "it adds a relative position bias to the scores, so block means are not linear in the keys"
+_BIAS = (
+    "it adds a relative position bias to the scores, with a number of its own for each head and pair of "
+    "distances, which is no product of query and key"
+)
 _WINDOWS = "it attends inside windows, not over one grid, and adds a relative position bias"
 _DIFFERENCE = "its output is the difference of two softmax maps"
 _NO_MODULE = "its attention is not a module of its own"
-_UNKNOWN = "its class is not known, so its keys may not be a prefix followed by one grid"
+_UNKNOWN = (
+    "its class is not known, so its keys may not be a prefix followed by one grid; name its attention "
+    "modules with bmfa.patch(model, attention=...) or bmfa.register_host"
+)
 _REASONS = {
     "timm.models.beit.Attention": _BIAS,
     "timm.layers.attention_diff.DiffAttention": _DIFFERENCE,
@@ -35,7 +38,6 @@ _REASONS = {
     "timm.models.vision_transformer.DiffParallelScalingBlock": _DIFFERENCE,
     "timm.models.vision_transformer.ParallelThingsBlock": _NO_MODULE,
     "timm.models.vision_transformer_relpos.RelPosAttention": _BIAS,
-    "timm.models.vision_transformer_sam.Attention": _WINDOWS,
     "timm.models.swin_transformer.WindowAttention": _WINDOWS,
     "timm.models.swin_transformer_v2.WindowAttention": _WINDOWS,
 }
@@ -56,8 +58,7 @@ def raise_unsupported(model: nn.Module, attention: nn.Module | None = None) -> N
 def raise_not_reducible(model: nn.Module, host: Host) -> NoReturn:
     """Raise a TypeError that names the block class of the model and why it cannot be reduced."""
     name = class_name(host.blocks[0])
-    rope = any(word in name.lower() for word in ("eva", "dinov3", "rope", "pixtral", "qwen"))
-    reason = _ROPE if rope else _SUFFIX if host.suffix else _LAYOUT
+    reason = host.not_reducible or (_SUFFIX if host.suffix else _LAYOUT)
     raise TypeError(
         f"the tokens of {name} in {type(model).__name__} cannot be reduced: {reason}; supported are "
         f"{REDUCIBLE}"

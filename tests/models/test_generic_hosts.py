@@ -1,0 +1,388 @@
+"""Models of unknown classes: named attention modules, grids, refusals, and registered classes."""
+
+import copy
+import importlib
+import pickle
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
+from torch.utils.checkpoint import checkpoint
+
+import bmfa
+from bmfa.models import patch, record, unpatch
+from bmfa.models.hosts import find_host, generic
+from bmfa.models.screened_layer import screened_layers
+
+WIDTH, PATCH = 24, 4
+COARSE = {"leaves": 2, "form": "tiled", "layers": "all"}
+EXACT = {"leaves": 1.0, "form": "tiled", "layers": "all"}
+
+
+class Attention(nn.Module):
+    """Self-attention through SDPA, in one of several ways of calling it."""
+
+    def __init__(self, way: str = "sdpa") -> None:
+        super().__init__()
+        self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
+        self.proj = nn.Linear(WIDTH, WIDTH)
+        self.way = way
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (3, 3, 8)).permute(2, 0, 3, 1, 4).unbind(0)
+        if self.way == "by hand":
+            out = (q @ k.transpose(-2, -1) * 8**-0.5).softmax(-1) @ v
+        elif self.way == "folded":  # (B * heads, tokens, d)
+            q, k, v = (t.flatten(0, 1) for t in (q, k, v))
+            out = scaled_dot_product_attention(q, k, v).unflatten(0, (-1, 3))
+        elif self.way == "twice":
+            out = scaled_dot_product_attention(q, k, v)
+            out = 0.5 * (out + scaled_dot_product_attention(query=k, key=q, value=v, scale=0.3))
+        elif self.way == "fewer keys":
+            k, v = k[:, :1], v[:, :1]
+            out = scaled_dot_product_attention(q, k, v, enable_gqa=True)
+        elif self.way == "cross":
+            out = scaled_dot_product_attention(q, k[:, :, ::2], v[:, :, ::2])
+        else:
+            out = torch._C._nn.scaled_dot_product_attention(
+                q, k, v
+            )  # as `from ... import` gives it
+        return self.proj(out.transpose(1, 2).flatten(2))
+
+
+class UnknownViT(nn.Module):
+    """A Vision Transformer with a class token and two tokens behind the grid."""
+
+    def __init__(self, way: str = "sdpa", depth: int = 3) -> None:
+        super().__init__()
+        self.embed = nn.Conv2d(3, WIDTH, PATCH, PATCH)
+        self.extra = nn.Parameter(torch.randn(3, WIDTH))
+        self.blocks = nn.ModuleList(
+            nn.ModuleDict({"norm": nn.LayerNorm(WIDTH), "attn": Attention(way)})
+            for _ in range(depth)
+        )
+        self.checkpointing = False
+
+    def forward(self, pixels: Tensor) -> Tensor:
+        x = self.embed(pixels).flatten(2).transpose(1, 2)
+        extra = self.extra.expand(len(x), -1, -1)
+        x = torch.cat((extra[:, :1], x, extra[:, 1:]), 1)
+        for block in self.blocks:
+            run = lambda x, block=block: x + 2 * block["attn"](block["norm"](x))  # noqa: E731
+            x = checkpoint(run, x, use_reentrant=False) if self.checkpointing else run(x)
+        return x
+
+
+def grid_of(pixels: Tensor) -> tuple[int, int]:
+    return pixels.shape[-2] // PATCH, pixels.shape[-1] // PATCH
+
+
+NAMED: dict[str, Any] = {"attention": "blocks.*.attn", "prefix": 1, "suffix": 2}
+
+
+def make(way: str = "sdpa") -> nn.Module:
+    torch.manual_seed(0)
+    return UnknownViT(way).eval()
+
+
+def images(height: int = 64, width: int = 64, seed: int = 1) -> Tensor:
+    return torch.randn(2, 3, height, width, generator=torch.Generator().manual_seed(seed))
+
+
+def difference(mine: Tensor, full: Tensor) -> float:
+    return float((mine - full).abs().max() / full.abs().max())
+
+
+@pytest.mark.parametrize("way", ["sdpa", "folded", "twice", "fewer keys"])
+@pytest.mark.parametrize(
+    ("grid", "size"),
+    [(None, (64, 64)), ((16, 24), (64, 96)), (grid_of, (96, 64)), (grid_of, (48, 80))],
+)
+@torch.no_grad()
+def test_named_modules_are_exact_coarse_and_restored(
+    way: str, grid: Any, size: tuple[int, int]
+) -> None:
+    model, pixels = make(way), images(*size)
+    full = model(pixels)
+    classes = [type(module) for module in model.modules()]
+    patch(model, grid=grid, **NAMED, **EXACT)
+    assert difference(model(pixels), full) < 5e-6
+    patch(model, grid=grid, **NAMED, **COARSE)
+    assert difference(model(pixels), full) > 1e-3
+    with record(model, trees=False) as recording:
+        model(pixels)
+    assert sorted(recording.layers) == [0, 1, 2]
+    assert len(recording[0].stats) == (2 if way == "twice" else 1)
+    patch(model, grid=grid, **NAMED, layers="all")  # dense at this size
+    assert torch.equal(model(pixels), full)
+    unpatch(model)
+    assert torch.equal(model(pixels), full)
+    assert [type(module) for module in model.modules()] == classes
+    assert not any(m._forward_pre_hooks or m._forward_hooks for m in model.modules())
+    assert not any("bmfa" in key for module in model.modules() for key in vars(module))
+
+
+@torch.no_grad()
+def test_dense_and_tiled_sizes_are_chosen_in_each_pass() -> None:
+    model, small, large = make(), images(), images(256, 256)
+    full = model(small)
+    patch(model, grid=grid_of, **NAMED, leaves=0.05, layers="all")
+    with record(model, trees=False) as recording:
+        torch.testing.assert_close(model(small), full)
+        model(large)
+    assert [stats.form for stats in recording[1].stats] == ["dense", "tiled"]
+
+
+@torch.no_grad()
+def test_multihead_attention_of_torch() -> None:
+    class Block(nn.Module):
+        def __init__(self, batch_first: bool) -> None:
+            super().__init__()
+            self.mha = nn.MultiheadAttention(WIDTH, 3, batch_first=batch_first)
+            self.weights = False
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + self.mha(x, x, x, need_weights=self.weights)[0]
+
+    for batch_first in (True, False):
+        torch.manual_seed(0)
+        model = nn.Sequential(Block(batch_first), Block(batch_first)).eval()
+        x = torch.randn(2, 256, WIDTH)
+        x = 3 * (x if batch_first else x.transpose(0, 1))
+        full = model(x)
+        assert difference(patch(model, attention="*.mha", **EXACT)(x), full) < 5e-6
+        assert difference(patch(model, attention="*.mha", **COARSE)(x), full) > 1e-3
+        assert torch.equal(patch(model, attention="*.mha", layers="all")(x), full)
+        patch(model, attention="*.mha", **COARSE)
+        model[1].weights = True
+        with pytest.raises(RuntimeError, match="need_weights=False"):
+            model(x)
+        model[1].weights = False
+        assert torch.equal(unpatch(model)(x), full)
+
+
+@pytest.mark.parametrize(
+    ("way", "options", "error", "text"),
+    [
+        ("by hand", NAMED, RuntimeError, "computes the softmax itself"),
+        ("cross", NAMED, ValueError, "do not name modules of cross-attention"),
+        ("sdpa", NAMED | {"prefix": 2}, ValueError, "no square; pass grid="),
+        ("sdpa", NAMED | {"grid": (16, 15)}, ValueError, "16x15 grid"),
+        ("sdpa", NAMED | {"grid": lambda x: 256}, TypeError, "returned 256"),
+        ("sdpa", NAMED | {"attention": "blocks.*.norm"}, RuntimeError, "LayerNorm"),
+    ],
+)
+def test_the_first_forward_pass_refuses(
+    way: str, options: dict[str, Any], error: type[Exception], text: str
+) -> None:
+    model = patch(make(way), **options, layers="all")
+    with pytest.raises(error, match=text):
+        model(images())
+    model = unpatch(model)
+    assert torch.equal(model(images()), make(way)(images()))
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "text"),
+    [
+        ({"attention": "layers.*"}, ValueError, r"may be meant are blocks\.0\.attn"),
+        (
+            {"attention": ["blocks.*", "blocks.*.attn"]},
+            ValueError,
+            r"'blocks\.0\.attn' inside of it",
+        ),
+        ({"attention": []}, TypeError, "pass the name"),
+        ({"attention": 3}, TypeError, "attention is 3"),
+        ({"grid": (16, 16)}, ValueError, "attention is not given"),
+        ({"prefix": 1}, ValueError, "attention is not given"),
+        ({"attention": "blocks.*.attn", "prefix": -1}, ValueError, "prefix"),
+        ({"attention": "blocks.*.attn", "grid": (0, 4)}, ValueError, "height is 0"),
+        ({"attention": "blocks.*.attn", "plan": "plan.json"}, ValueError, "register_host"),
+    ],
+)
+def test_bad_descriptions_change_nothing(
+    options: dict[str, Any], error: type[Exception], text: str
+) -> None:
+    model = make()
+    with pytest.raises(error, match=text):
+        patch(model, **options)
+    assert not screened_layers(model)
+
+
+@pytest.mark.parametrize("grid", [None, grid_of])
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@torch.no_grad()
+def test_compiled(grid: Any) -> None:
+    model, pixels = make(), images()
+    patch(model, grid=grid, **NAMED, **COARSE)
+    expected = model(pixels)
+    torch.compiler.reset()
+    compiled = torch.compile(model, fullgraph=True, backend="eager")
+    torch.testing.assert_close(compiled(pixels), expected)
+    torch.compiler.reset()
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@torch.no_grad()
+def test_attention_by_hand_is_refused_while_compiling() -> None:
+    model = patch(make("by hand"), **NAMED, layers="all")
+    torch.compiler.reset()
+    with pytest.raises(Exception, match="computes the softmax itself"):
+        torch.compile(model, fullgraph=True, backend="eager")(images())
+    torch.compiler.reset()
+
+
+@pytest.mark.parametrize("grid", [None, grid_of])
+def test_gradient_checkpointing_and_autocast(grid: Any) -> None:
+    gradients = []
+    for checkpointing in (False, True):
+        model: Any = patch(make(), grid=grid, **NAMED, **COARSE)
+        model.checkpointing = checkpointing
+        with torch.autocast("cpu", torch.bfloat16, enabled=False):
+            model(images()).square().mean().backward()
+        gradients.append([p.grad.clone() for p in model.parameters()])
+    for mine, theirs in zip(*gradients, strict=True):
+        torch.testing.assert_close(mine, theirs)
+    model = patch(make(), grid=grid, **NAMED, **EXACT)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        mine, full = model(images()), unpatch(model)(images())
+    assert mine.dtype == full.dtype and difference(mine, full) < 24 * 2**-8
+
+
+@torch.no_grad()
+def test_threads_have_their_own_grid() -> None:
+    model = patch(make(), grid=grid_of, **NAMED, **COARSE)
+    shown = [images(64, 96), images(96, 64), images(48, 48)]
+    expected = [model(pixels) for pixels in shown]
+    start, wrong = threading.Barrier(3), []
+
+    def serve(index: int) -> None:
+        try:
+            start.wait(timeout=60)
+            with torch.no_grad():
+                for _ in range(5):
+                    if not torch.equal(model(shown[index]), expected[index]):
+                        wrong.append(index)
+        except Exception as error:
+            wrong.append(error)
+
+    threads = [threading.Thread(target=serve, args=(index,)) for index in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+
+
+def test_another_thread_is_not_intercepted() -> None:
+    """While a named module runs, SDPA in other threads is that of torch."""
+    model, q = make(), torch.randn(1, 2, 10, 8)
+    results: list[Tensor] = []
+
+    def attend() -> None:
+        results.append(scaled_dot_product_attention(q, q, q))
+
+    def inside(*_: object) -> None:
+        thread = threading.Thread(target=attend)
+        thread.start()
+        thread.join()
+
+    patch(model, **NAMED, **COARSE)
+    model.blocks[0]["attn"].qkv.register_forward_hook(inside)
+    model(images())
+    attend()
+    assert torch.equal(results[0], results[1])
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
+@torch.no_grad()
+def test_copies(duplicate: Callable[[nn.Module], nn.Module]) -> None:
+    model, pixels = patch(make(), grid=grid_of, **NAMED, **COARSE), images(64, 96)
+    expected = model(pixels)
+    other = duplicate(model)
+    full = unpatch(model)(pixels)
+    assert torch.equal(other(pixels), expected) and not torch.equal(full, expected)
+    assert torch.equal(unpatch(other)(pixels), full)
+
+
+def test_reducing_is_refused() -> None:
+    generic.register_host(UnknownViT, attention="blocks.*.attn", prefix=1, suffix=2)
+    try:
+        with pytest.raises(TypeError, match="cannot be reduced"):
+            bmfa.reduce(make(), "tome:2")
+    finally:
+        generic._registered.clear()
+
+
+PACKAGE = """
+import torch
+from torch import nn
+from torch.nn.functional import scaled_dot_product_attention
+
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.qkv = nn.Linear(16, 48)
+    def forward(self, x):
+        q, k, v = self.qkv(x).unflatten(-1, (3, 2, 8)).permute(2, 0, 3, 1, 4).unbind(0)
+        return scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+
+class ToyViT(nn.Module):
+    def __init__(self, registers=3):
+        super().__init__()
+        self.num_registers = registers
+        self.embed = nn.Conv2d(3, 16, 4, 4)
+        self.tokens = nn.Parameter(torch.randn(1, registers, 16))
+        self.layers = nn.ModuleList(Attention() for _ in range(2))
+    def forward(self, pixels):
+        x = self.embed(pixels).flatten(2).transpose(1, 2)
+        x = torch.cat((self.tokens.expand(len(x), -1, -1), x), 1)
+        for layer in self.layers:
+            x = x + layer(x)
+        return x
+
+class LargerViT(ToyViT):
+    pass
+"""
+
+
+@pytest.fixture
+def toy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """A package whose models are not known."""
+    (tmp_path / "toyvit.py").write_text(PACKAGE)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    yield importlib.import_module("toyvit")
+    sys.modules.pop("toyvit")
+    generic._registered.clear()
+
+
+@torch.no_grad()
+def test_a_class_of_another_package_is_registered(toy: Any) -> None:
+    torch.manual_seed(0)
+    wrapped, pixels = nn.Sequential(nn.Identity(), toy.LargerViT(registers=4)), images(64, 96)
+    with pytest.raises(TypeError, match=r"register_host"):
+        patch(wrapped)
+    bmfa.register_host(
+        "toyvit.ToyViT", attention="layers.*", grid=grid_of, prefix=lambda vit: vit.num_registers
+    )
+    host = find_host(wrapped)
+    assert host.tower is wrapped[1] and (host.prefix, len(host.attentions)) == (4, 2)
+    full = wrapped(pixels)
+    assert difference(patch(wrapped, **EXACT)(pixels), full) < 5e-6
+    assert difference(patch(wrapped, **COARSE)(pixels), full) > 1e-4
+    assert torch.equal(unpatch(wrapped)(pixels), full)
+
+
+def test_a_registration_is_checked(toy: Any) -> None:
+    for kind in ("ToyViT", 3, int):
+        with pytest.raises(TypeError, match="model_class is"):
+            bmfa.register_host(kind, attention="layers.*")
+    with pytest.raises(TypeError, match="attention is"):
+        bmfa.register_host(toy.ToyViT, attention=())
+    assert not generic._registered
