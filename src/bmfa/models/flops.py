@@ -5,7 +5,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.flop_counter import FlopCounterMode
 
 
 def attention_flops(
@@ -45,6 +44,8 @@ def count_flops(model: nn.Module, pixels: Tensor, options: Mapping[str, Any] | N
         >>> count_flops(model, torch.zeros(1, 3, 112, 112))
         475034496
     """
+    from torch.utils.flop_counter import FlopCounterMode  # loads triton
+
     with (
         torch.inference_mode(),
         FlopCounterMode(display=False, custom_mapping=_FORMULAS) as counter,

@@ -205,7 +205,7 @@ class ReductionTuner:
         parameter = next(self.model.parameters())
         parts = []
         with torch.inference_mode():
-            for batch in images.split(self.batch_size):
+            for batch in torch.split(images, self.batch_size):
                 output = self.model(batch.to(parameter.device, parameter.dtype), **self.options)
                 scores = output if isinstance(output, Tensor) else getattr(output, "logits", None)
                 if not isinstance(scores, Tensor) or scores.dim() != 2:
