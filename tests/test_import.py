@@ -26,6 +26,7 @@ PUBLIC = {
     "merging",
     "models",
     "Grid",
+    "Plan",
     "Screened",
     "Tree",
     "__version__",
@@ -43,6 +44,7 @@ PUBLIC = {
     "screen_keys",
     "screened_attention",
     "summary",
+    "tune",
     "unpatch",
 }
 

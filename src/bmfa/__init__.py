@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from bmfa.energy import gap as gap
     from bmfa.energy import refinement_score as refinement_score
     from bmfa.grid import Grid as Grid
+    from bmfa.models import Plan as Plan
     from bmfa.models import load_model as load_model
     from bmfa.models import patch as patch
     from bmfa.models import record as record
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from bmfa.models import register_attention as register_attention
     from bmfa.models import register_host as register_host
     from bmfa.models import summary as summary
+    from bmfa.models import tune as tune
     from bmfa.models import unpatch as unpatch
     from bmfa.trees.build import screen as screen
     from bmfa.trees.build import screen_keys as screen_keys
@@ -34,6 +36,7 @@ __version__ = "0.1.0"
 # Public names and the modules that define them, imported on first use so that `import bmfa` is fast.
 _MODULES = {
     "Grid": "bmfa.grid",
+    "Plan": "bmfa.models",
     "Screened": "bmfa.attention.result",
     "Tree": "bmfa.trees.tree",
     "free_energy": "bmfa.energy",
@@ -48,6 +51,7 @@ _MODULES = {
     "screen": "bmfa.trees.build",
     "screen_keys": "bmfa.trees.build",
     "screened_attention": "bmfa.attention.api",
+    "tune": "bmfa.models",
     "summary": "bmfa.models",
     "unpatch": "bmfa.models",
 }

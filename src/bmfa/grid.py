@@ -32,7 +32,7 @@ def _explain_wrong_sides(init: Callable[P, None]) -> Callable[P, None]:
     @wraps(init)
     def checked_init(*args: P.args, **kwargs: P.kwargs) -> None:
         sides = args[1:]  # without self
-        if len(sides) + len(kwargs) != 2:
+        if len(sides) + len(kwargs) - ("frames" in kwargs) != 2:
             received = [repr(side) for side in sides]
             received += [f"{name}={side!r}" for name, side in kwargs.items()]
             call = f"({', '.join(received)})" if received else "nothing"
@@ -42,18 +42,23 @@ def _explain_wrong_sides(init: Callable[P, None]) -> Callable[P, None]:
     return checked_init
 
 
-@dataclass(frozen=True, init=False)
+@dataclass(frozen=True, init=False, repr=False)
 class Grid:
     """A grid of `height` x `width` spatial tokens, in raster order unless stated otherwise.
 
     Every function that takes a grid also accepts the pair `(height, width)`.
 
+    A sequence of images whose tokens attend to each other is a grid of several frames: its tokens are
+    those of the first frame in raster order, then those of the second, and so on. Attention over tiles
+    takes such a grid, and its tiles lie inside of a frame. Trees and merging take one frame.
+
     Args:
         height: Number of rows, at least 1.
         width: Number of columns, at least 1.
+        frames: Number of frames, at least 1. Keyword only.
 
     Raises:
-        TypeError: If the arguments are not two integers.
+        TypeError: If the arguments are not integers.
         ValueError: If a side is below 1.
 
     Example:
@@ -65,20 +70,31 @@ class Grid:
         Traceback (most recent call last):
         ...
         TypeError: Grid got (196); did you mean Grid(14, 14)?
+        >>> bmfa.Grid(37, 37, frames=4).size
+        5476
     """
 
     height: int
     width: int
+    frames: int
 
     @_explain_wrong_sides
-    def __init__(self, height: int, width: int) -> None:
+    def __init__(self, height: int, width: int, *, frames: int = 1) -> None:
         object.__setattr__(self, "height", check_integer("height", height, low=1))
         object.__setattr__(self, "width", check_integer("width", width, low=1))
+        object.__setattr__(self, "frames", check_integer("frames", frames, low=1))
+
+    def __repr__(self) -> str:
+        frames = "" if self.frames == 1 else f", frames={self.frames}"
+        return f"Grid(height={self.height}, width={self.width}{frames})"
+
+    def __str__(self) -> str:
+        return ("" if self.frames == 1 else f"{self.frames}x") + f"{self.height}x{self.width}"
 
     @property
     def size(self) -> int:
-        """Number of tokens, `height * width`."""
-        return self.height * self.width
+        """Number of tokens, `frames * height * width`."""
+        return self.frames * self.height * self.width
 
     @property
     def depth(self) -> int:
@@ -97,6 +113,7 @@ class Grid:
             >>> bmfa.Grid(3, 2).z_order
             tensor([0, 1, 2, 4, 3, 5])
         """
+        check_one_frame(self, "Z-order")
         return _z_order(self.height, self.width).clone()
 
     @property
@@ -108,6 +125,7 @@ class Grid:
             >>> bmfa.Grid(3, 2).z_rank
             tensor([0, 1, 2, 4, 3, 5])
         """
+        check_one_frame(self, "Z-order")
         return _z_order(self.height, self.width).argsort()
 
     def partition(self, depth: int) -> Tensor:
@@ -129,6 +147,7 @@ class Grid:
             tensor([0, 0, 1, 1, 2, 2, 3, 3])
         """
         check_integer("depth", depth, low=0)
+        check_one_frame(self, "a quadtree")
         codes = _z_codes(self.height, self.width) >> 2 * max(0, self.depth - depth)
         labels: Tensor = torch.unique(codes, return_inverse=True)[1]
         return labels
@@ -155,6 +174,15 @@ def check_grid(grid: object) -> Grid:
     raise TypeError(f"grid is {grid!r}; {_suggest_grid(sides)}")
 
 
+def check_one_frame(grid: Grid, what: str) -> None:
+    """Raise a ValueError if a grid has several frames; `what` names what takes one."""
+    if grid.frames > 1:
+        raise ValueError(
+            f"the grid has {grid.frames} frames, and {what} takes one; pass every frame as a picture of "
+            f"the batch with Grid({grid.height}, {grid.width}), or attend over tiles (error= or leaves=)"
+        )
+
+
 def _suggest_grid(sides: tuple[object, ...]) -> str:
     match sides:
         case (int(count),) if count > 0 and math.isqrt(count) ** 2 == count:
@@ -163,8 +191,8 @@ def _suggest_grid(sides: tuple[object, ...]) -> str:
             return f"did you mean Grid({height!r}, {width!r})?"
         case (_, height, width):
             return (
-                f"did you mean Grid({height!r}, {width!r})? A grid has two sides; pictures or frames "
-                "go into the batch dimension of the tensors"
+                f"did you mean Grid({height!r}, {width!r})? A grid has two sides; pictures go into the "
+                "batch dimension of the tensors, and frames that attend to each other into frames="
             )
     return "pass Grid(height, width), or the pair (height, width) where a grid is taken"
 

@@ -468,7 +468,7 @@ def test_a_tree_for_each_query_takes_a_rule(form, criterion):
 @pytest.mark.parametrize("criterion", [{}, {"error": 0.1}, {"leaves": 0.3}, {"form": "tiled"}])
 def test_some_queries_alone_take_a_rule(criterion):
     q, k, v = tensors(15, GRID)
-    message = r"takes a query for each of 17 tokens, and q has 5; pass rule="
+    message = r"takes a query for each of 17 tokens, and q has 5; pass query_grid="
     with pytest.raises(ValueError, match=message):
         screened_attention(q[:, :, :5], k, v, grid=GRID, prefix=1, **criterion)
     few = screened_attention(q[:, :, :5], k, v, grid=GRID, prefix=1, rule=rules.Optimal(error=0.1))

@@ -252,7 +252,7 @@ def test_empty_inputs_give_empty_outputs(name: str, empty: str) -> None:
     v = torch.zeros(batch, heads, PREFIX + attend.grid.size, 8, requires_grad=True)
     valid = torch.ones(batch, attend.grid.size, dtype=torch.bool)
     if empty == "queries" and "rule" not in attend.settings:
-        with pytest.raises(ValueError, match=r"and q has 0; pass rule="):
+        with pytest.raises(ValueError, match=r"and q has 0; pass query_grid="):
             attend.call(q, k, v)
         return
     for mask in (None, valid):

@@ -32,7 +32,7 @@ def heads_of(case: TiledCase) -> list[tuple[Head, float]]:
     for b, h in np.ndindex(case.q.shape[:2]):
         q, k, v = (x[b, h].numpy() for x in (case.q, case.k, case.v))
         members = tile_members(case.tiling, exists[b])
-        heads.append((Head(q, k, v, members, prefix, case.settings["scale"] / tau), tau))
+        heads.append((Head(q[prefix:], k, v, members, prefix, case.settings["scale"] / tau), tau))
     return heads
 
 
@@ -103,7 +103,9 @@ def test_the_tangent_is_never_above_the_free_energy_of_its_tile(seed: int) -> No
     case = tiled_case(7100 + seed, shape=(17, 19), poison=False)
     factor = case.settings["scale"] / case.settings["tau"]
     prefix = case.settings["prefix"]
-    heads = eager_tiles._Heads.of(case.q, case.k, case.v, case.tiling, prefix, factor, case.valid)
+    heads = eager_tiles._Heads.of(
+        case.q, case.k, case.v, case.tiling, prefix, prefix, factor, case.valid
+    )
     part = slice(0, len(heads.q))
     tangents = eager_tiles._Representatives(heads).tangents(part, slice(0, case.tiling.groups))
     deviation = heads.q - heads.q_mean.unsqueeze(2)

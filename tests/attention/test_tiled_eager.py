@@ -161,7 +161,9 @@ def test_calls_are_repeatable_to_the_bit(mode: dict[str, Any]) -> None:
 def test_tangents_equal_the_reference(seed: int) -> None:
     case = tiled_case(6000 + seed, shape=(17, 19), poison=False)
     prefix, factor = case.settings["prefix"], case.settings["scale"] / case.settings["tau"]
-    heads = eager_tiles._Heads.of(case.q, case.k, case.v, case.tiling, prefix, factor, case.valid)
+    heads = eager_tiles._Heads.of(
+        case.q, case.k, case.v, case.tiling, prefix, prefix, factor, case.valid
+    )
     groups = slice(0, case.tiling.groups)
     tangents = eager_tiles._Representatives(heads).tangents(slice(0, len(heads.q)), groups)
     exists = np.ones((len(case.q), case.tiling.grid.size), bool)
@@ -170,9 +172,9 @@ def test_tangents_equal_the_reference(seed: int) -> None:
     order = case.tiling.group_order.numpy()
     for index in range(len(heads.q)):
         b, h = divmod(index, case.q.shape[1])
-        arrays = (x[b, h].numpy() for x in (case.q, case.k, case.v))
+        q, k, v = (x[b, h].numpy() for x in (case.q, case.k, case.v))
         members = tile_members(case.tiling, exists[b])
-        head = Head(*arrays, members, prefix, factor, order)
+        head = Head(q[prefix:], k, v, members, prefix, factor, order)
         tolerance = {
             "rtol": 1e-9,
             "atol": 1e-11 * (1 + np.abs(head.log_mass[head.log_mass > -np.inf]).max()),

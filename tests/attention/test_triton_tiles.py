@@ -116,6 +116,19 @@ def test_named_grids_equal_the_reference(shape: tuple[int, int]) -> None:
     check(draw(7, shape=shape, kind="noise"))
 
 
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("budget", [{"error": 0.05}, {"expand": 1.7}])
+def test_frames(budget: dict[str, float], masked: bool) -> None:
+    """Tiles inside of frames whose sides are no multiples of 8."""
+    case = smooth_case(2, (3 * 11, 13), batch=2, **budget)
+    grid = Grid(11, 13, frames=3)
+    valid = None
+    if masked:
+        valid = torch.rand(2, grid.size, generator=torch.Generator().manual_seed(0)) < 0.8
+    got, _ = check(replace(case, tiling=Tiling(grid), valid=valid))
+    assert got.expanded_count.shape[-1] == 3 * 2 * 2
+
+
 @pytest.mark.parametrize("dim", [32, 72, 80, 96, *(pytest.param(d, marks=SLOW) for d in (64, 128))])
 @EVERY_DTYPE
 def test_head_dimensions(dim: int, dtype: torch.dtype) -> None:

@@ -186,6 +186,11 @@ SUPPORTED: dict[str, Supported] = {
     "sam2": packed(
         "sam2", "transformers", "Hiera of SAM 2, blocks with global attention", fullgraph=True
     ),
+    "timm-sam": packed(
+        "timm-sam", "timm", "`VisionTransformerSAM`, blocks with global attention", fullgraph=True
+    ),
+    "sam": packed("sam", "transformers", "SAM vision, blocks with global attention", fullgraph=True),
+    "vitdet": packed("vitdet", "transformers", "ViTDet, blocks with global attention", fullgraph=True),
 }  # fmt: skip
 
 

@@ -128,6 +128,11 @@ def test_a_wrapped_model_is_found() -> None:
             "relative position bias",
         ),
         (
+            lambda: timm_model("vit_relpos_small_patch16_224", depth=1),
+            "timm.models.vision_transformer_relpos.RelPosAttention",
+            "relative position bias",
+        ),
+        (
             lambda: hf_model("BeitConfig", "BeitModel"),
             "Beit",
             "relative position bias",

@@ -17,6 +17,7 @@ from bmfa import Grid, rules
 from bmfa.models import patch, record, unpatch
 from bmfa.models.hosts import find_host
 from bmfa.models.hosts.base import attention_heads, replacements_in
+from bmfa.models.hosts.relative import with_relative_positions
 from bmfa.models.packing import pack, raster_order
 from bmfa.models.screened_layer import LayerInputs, observe, screened_layers
 from models.packed_models import PACKED, SEQUENCES, SIZES, Inputs, make_packed
@@ -209,11 +210,16 @@ def test_naflex_refuses_masks_and_incomplete_pictures() -> None:
 def test_hiera_orders_tokens_as_the_host_does() -> None:
     model: Any = make_packed("hiera")
     patch(model, layers="all", **COARSE)
-    layouts = [replacement.tokens for _, replacement in replacements_in(model)]
-    host = find_host(model)
-    indices = [i for i in range(len(host.blocks)) if i not in host.dense_blocks]
-    assert [layout.grid for layout in layouts] == [Grid(8, 16), Grid(4, 8), Grid(4, 8)]
-    for index, layout in zip(indices, layouts, strict=True):
+    replacements = [replacement for _, replacement in replacements_in(model)]
+    # Blocks 2 to 6 attend over the grid; 3 and 6 pool the queries.
+    assert sorted(find_host(model).dense_blocks) == [0, 1]
+    assert [replacement.queries is None for replacement in replacements] == [1, 0, 1, 1, 0]
+    assert [replacement.tokens.grid.height for replacement in replacements] == [8, 8, 4, 4, 4]
+    layouts = [replacement.queries or replacement.tokens for replacement in replacements]
+    assert [layout.grid.width for layout in layouts] == [16, 8, 8, 8, 4]
+    layouts += [replacement.tokens for replacement in replacements]
+    blocks = [2, 3, 4, 5, 6, 2, 2, 4, 5, 5]  # whose outputs have that order
+    for index, layout in zip(blocks, layouts, strict=True):
         tokens = torch.arange(layout.grid.size).view(1, -1, 1)
         raster = model.reroll(tokens, index).flatten()
         heads = tokens.view(1, 1, -1, 1).expand(2, 3, -1, 5)
@@ -221,20 +227,95 @@ def test_hiera_orders_tokens_as_the_host_does() -> None:
         assert torch.equal(layout.from_raster(layout.to_raster(heads)), heads)
 
 
+@torch.no_grad()
+def test_records_of_packed_pictures_and_pooled_queries() -> None:
+    model = patch(make_packed("hiera"), layers="all", **COARSE)
+    with record(model) as recording:
+        features(model, inputs_of("hiera"))
+    assert [recording[layer].trees[0].shape[2] for layer in range(5)] == [128, 32, 32, 32, 8]
+    patch(model, layers="all", error=0.1)  # runs dense
+    with record(model, trees=False) as recording:
+        features(model, inputs_of("hiera"))
+    assert [recording[layer].stats[0].form for layer in range(5)] == ["dense"] * 5
+    model = patch(make_packed("pixtral"), layers="all", **COARSE)
+    with record(model) as recording:
+        features(model, inputs_of("pixtral"))
+    assert [tree.grid for tree in recording[0].trees] == [Grid(12, 8), Grid(6, 10)]
+    assert recording.leaf_ratio < 0.1
+
+
+@torch.no_grad()
+def test_the_hiera_of_a_whole_sam2_model() -> None:
+    transformers = bmfa.packages.load_package("transformers")
+    backbone = make_packed("sam2").config.to_dict() | {"image_size": [64, 64]}
+    vision = transformers.Sam2VisionConfig(
+        backbone_config=backbone,
+        backbone_channel_list=[384, 192, 96, 24],
+        backbone_feature_sizes=[[16, 16], [8, 8], [4, 4]],
+    )
+    config = transformers.Sam2Config(
+        vision_config=vision.to_dict(),
+        prompt_encoder_config={"image_size": 64, "patch_size": 16},
+    )
+    torch.manual_seed(0)
+    model = transformers.Sam2Model(config).eval()
+    for parameter in model.parameters():
+        parameter.add_(0.02 * torch.randn_like(parameter))
+    inputs = {
+        "pixel_values": torch.randn(1, 3, 64, 64),
+        "input_points": torch.tensor([[[[10.0, 10.0]]]]),
+        "input_labels": torch.tensor([[[1]]]),
+    }
+    full = model(**inputs).pred_masks
+    patch(model, layers="all", **EXACT[0])
+    assert len(screened_layers(model)) == 3
+    assert change(model(**inputs).pred_masks, full) < TOLERANCE
+    patch(model, layers="all", rule=rules.GlobalMean())
+    assert change(model(**inputs).pred_masks, full) > 1e-3
+    assert torch.equal(unpatch(model)(**inputs).pred_masks, full)
+
+
 def test_blocks_of_hiera_that_stay_as_they_are_have_a_reason() -> None:
     for name in ("hiera", "sam2"):
         host = find_host(make_packed(name))
         assert len(host.attentions) + len(host.dense_blocks) == len(host.blocks)
         assert {type(reason) for reason in host.dense_blocks.values()} == {str}
-        assert all(attention_heads(module, 0)[1] == 96 for module in host.attentions[-2:])
+        assert 96 in {attention_heads(module, 0)[1] for module in host.attentions}
     assert "mask units" in find_host(make_packed("hiera")).dense_blocks[0]
-    assert "pools the queries" in find_host(make_packed("hiera")).dense_blocks[3]
     assert "windows" in host.dense_blocks[0]
     model = patch(make_packed("hiera"), layers="all", **COARSE)
     with pytest.raises(ValueError, match=r"64 tokens, but .* 8x16 grid make 128"):
         model(torch.zeros(1, 3, 64, 128), mask=torch.arange(8).view(1, 8) < 4)
     with pytest.raises(TypeError, match="cannot be reduced: its blocks pool"):
         bmfa.reduce(model, "tome:2")
+
+
+def test_relative_positions_are_products_of_queries_and_keys() -> None:
+    generator = torch.Generator().manual_seed(0)
+    height, width, scale = 3, 5, 0.5
+    q, k = torch.randn(2, 2, 4, height * width, 6, generator=generator, dtype=torch.float64)
+    rows = torch.randn(2 * height - 1, 6, generator=generator, dtype=torch.float64)
+    columns = torch.randn(2 * width - 1, 6, generator=generator, dtype=torch.float64)
+    by_row, by_column = (
+        table[torch.arange(size)[:, None] - torch.arange(size) + size - 1]
+        for table, size in ((rows, height), (columns, width))
+    )
+    longer, keys = with_relative_positions(q, k, by_row, by_column, scale)
+    assert longer.shape[-1] == keys.shape[-1] == 6 + height + width
+    scores = scale * longer @ keys.mT
+    for i, j in ((0, 0), (1, 13), (7, 2), (14, 0)):
+        (y, x), (v, u) = divmod(i, width), divmod(j, width)
+        vector = scale * k[:, :, j] + rows[y - v + height - 1] + columns[x - u + width - 1]
+        torch.testing.assert_close(scores[:, :, i, j], (q[:, :, i] * vector).sum(-1))
+
+
+def test_the_dense_decision_of_sam_counts_the_dimensions_of_relative_positions() -> None:
+    for name in ("sam", "timm-sam", "vitdet"):
+        host = find_host(make_packed(name))
+        assert attention_heads(host.attentions[0], 24) == (3, 8 + 8 + 8)
+        assert host.dense_blocks == {1: "it attends inside windows"}
+    with pytest.raises(TypeError, match="cannot be reduced: its blocks work on maps"):
+        bmfa.reduce(make_packed("sam"), "tome:2")
 
 
 def test_windows_of_qwen_2_5_stay_as_they_are() -> None:

@@ -29,9 +29,9 @@ from bmfa.attention.inputs import (
 from bmfa.attention.per_query import certificate_kind, compute_per_query
 from bmfa.attention.result import Computed, ErrorEstimate, Screened, Stats
 from bmfa.attention.tiles import compute_tiled, dense_tree
-from bmfa.attention.tiling import Budget, Tiling
+from bmfa.attention.tiling import Budget
 from bmfa.checks import check_floating, check_integer, check_number, has_values
-from bmfa.grid import Grid
+from bmfa.grid import Grid, check_one_frame
 from bmfa.trees.rules import Rule, as_rule
 
 _P = ParamSpec("_P")
@@ -43,8 +43,7 @@ _SDPA_ARGUMENTS = {
     "dropout_p": "attention dropout is not supported; leave the argument out",
     "is_causal": "tokens of a grid have no causal order, and every query sees every token; leave the "
     "argument out",
-    "enable_gqa": "pass one key head for each query head: k.repeat_interleave(groups, 1), and v "
-    "likewise",
+    "enable_gqa": "k and v may have fewer heads than q without it; leave the argument out",
 }
 
 
@@ -96,6 +95,7 @@ def screened_attention(
     audit: float = 0.0,
     certificate: bool | Literal["scores", "boxes"] = False,
     fallback: float | None = None,
+    query_grid: Grid | tuple[int, int] | None = None,
 ) -> Screened:
     """Compute attention with the spatial keys of each query summarised by blocks.
 
@@ -115,10 +115,13 @@ def screened_attention(
     calls raise. On the meta device and for fake tensors the output has its shape and dtype.
 
     Args:
-        q: (B, H, Q, d) queries, as in `scaled_dot_product_attention`. Without a rule, Q = prefix + N.
-        k: (B, H, prefix + N, d) keys: prefix tokens first, then the N spatial tokens.
-        v: (B, H, prefix + N, e) values, of the dtype and device of k.
-        grid: Grid of the N spatial tokens, or its sides (height, width).
+        q: (B, H, Q, d) queries, as in `scaled_dot_product_attention`. Without a rule, Q = prefix + N,
+            or as many as `query_grid` has.
+        k: (B, H, prefix + N, d) keys: prefix tokens first, then the N spatial tokens. It may have fewer
+            heads, whose number divides H: consecutive query heads share a key head.
+        v: (B, H, prefix + N, e) values, of the heads, dtype and device of k.
+        grid: Grid of the N spatial tokens, or its sides (height, width). `Grid(height, width,
+            frames=T)` is for the tokens of T images that attend to each other; it takes no rule.
         prefix: Number of class, register and other tokens before the grid. They are always exact.
         rule: A rule of `bmfa.rules`, or its name, e.g. `"gamma:0.005"`: a tree for each query. At most
             one of `rule`, `error` and `leaves` is given.
@@ -149,6 +152,9 @@ def screened_attention(
             the keys, and is hundreds of times larger. True is "scores" for tiles, and for a tree what
             its rule reads.
         fallback: Queries whose certificate exceeds this share of |output| are recomputed exactly.
+        query_grid: For tiles, the grid of the queries where it is not that of the keys, as in
+            cross-attention or with pooled queries. Queries before those of the grid are exact. It
+            takes no certificate, and runs eagerly or dense.
 
     Returns:
         A `Screened`, which unpacks as `output, stats`: the output is (B, H, Q, e) in the dtype of q.
@@ -186,14 +192,16 @@ def screened_attention(
     q, k, v, outside_autocast = _cast_for_autocast(q, k, v)
     with outside_autocast:
         inputs = check_inputs(
-            q, k, v, grid=grid, prefix=prefix, tau=tau, scale=scale, valid=valid, order=order
-        )
+            q, k, v, grid=grid, prefix=prefix, tau=tau, scale=scale, valid=valid, order=order,
+            query_grid=query_grid,
+        )  # fmt: skip
         if audit > 0 and not has_values(q):
             raise ValueError(
                 f"audit is {audit:g}, and values cannot be read in a graph or on the meta device; "
                 "pass audit=0 there, and audit calls outside of it"
             )
         if rule is not None:
+            check_one_frame(inputs.grid, "a rule")
             chosen = as_rule(rule)
             run = choose_per_query(inputs, chosen, backend)
             # The Triton kernel reads every token; both forms have the same output.
@@ -206,10 +214,17 @@ def screened_attention(
                 certificate=_default_kind(kind, certificate_kind(chosen)) if bounded else None,
                 fallback=fallback,
             )
+            inputs = inputs.with_all_heads()
             compute = compute_per_query if has_values(q) else compute_in_graph
             return _screened(inputs, options, compute(inputs, options), run.why, audit)
         _check_tiled_form(inputs, form, max_depth)
-        tiling = Tiling(inputs.grid)
+        if bounded and inputs.query_grid is not None:
+            raise ValueError(
+                "query_grid is given, and attention over tiles has a certificate for self-attention "
+                "alone; leave certificate and fallback out, or pass rule=, e.g. "
+                "bmfa.rules.Optimal(error=0.05)"
+            )
+        tiling = inputs.tiling
         budget = Budget.of(tiling, error, leaves)
         allow_dense = may_run_dense(
             {"form": form, "backend": backend, "certificate": kind, "fallback": fallback}
@@ -227,7 +242,7 @@ def screened_attention(
             certificate=_default_kind(kind, "scores") if bounded else None,
             fallback=fallback,
         )
-        return _tiled(inputs, options, run.why, audit, allow_dense)
+        return _tiled(inputs.with_all_heads(), options, run.why, audit, allow_dense)
 
 
 def _tiled(
@@ -268,7 +283,7 @@ def _dense(
         audit=measured,
         measure_error=partial(ErrorEstimate, budget.error, 0.0, 0.0, 0.0, 0),
     )
-    return Screened(output, stats, partial(dense_tree, inputs, Tiling(inputs.grid), budget))
+    return Screened(output, stats, partial(dense_tree, inputs, inputs.tiling, budget))
 
 
 def _screened(
@@ -347,12 +362,12 @@ def _check_tiled_form(inputs: AttentionInputs, form: Form | None, max_depth: int
             f"max_depth is {max_depth}, which limits trees, and no rule is given; pass rule=, e.g. "
             "bmfa.rules.Optimal(error=0.05), or leave max_depth out"
         )
-    if not inputs.self_attention:
+    if inputs.query_grid is None and not inputs.self_attention:
         named = "form='tiled'" if form == "tiled" else "a call without a rule"
         raise ValueError(
             f"{named} takes a query for each of {inputs.tokens} tokens, and q has "
-            f"{inputs.q.shape[2]}; pass rule=, e.g. bmfa.rules.Optimal(error=0.05), for a tree for "
-            "each query"
+            f"{inputs.q.shape[2]}; pass query_grid=, the grid of the queries, or rule=, e.g. "
+            "bmfa.rules.Optimal(error=0.05), for a tree for each query"
         )
 
 

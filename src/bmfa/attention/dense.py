@@ -1,6 +1,7 @@
 """Exact attention: the dense path of "auto", and the queries that a certificate or an audit asks for."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -39,14 +40,14 @@ def dense_attention(inputs: AttentionInputs, in_graph: bool = False) -> Tensor:
     q, k, v = inputs.zero_invalid()
     valid = inputs.valid_keys
     mask = None if valid is None else valid[:, None, None, :]
-    factor = inputs.scale / inputs.tau
+    options: dict[str, Any] = {"scale": inputs.scale / inputs.tau, "enable_gqa": inputs.shares_keys}
     if q.numel() == 0:  # fused CUDA kernels do not support an empty batch
         with sdpa_kernel(SDPBackend.MATH):
-            return scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=factor)
+            return scaled_dot_product_attention(q, k, v, attn_mask=mask, **options)
     if mask is None and _cudnn_must_be_selected(q, k, v, in_graph):
         with sdpa_kernel(HOPPER_PRIORITY, set_priority=True):
-            return scaled_dot_product_attention(q, k, v, scale=factor)
-    output = scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=factor)
+            return scaled_dot_product_attention(q, k, v, **options)
+    output = scaled_dot_product_attention(q, k, v, attn_mask=mask, **options)
     if not q.is_cuda and has_values(q):
         check_finite_scores(q, k, inputs.scale)
     return output
@@ -66,7 +67,7 @@ def _cudnn_must_be_selected(q: Tensor, k: Tensor, v: Tensor, in_graph: bool) -> 
         return False
     if not in_graph and attention_operations(q.shape) < LEAST_CUDNN_OPERATIONS:
         return False
-    own_choice: int = torch._fused_sdp_choice(q, k, v)
+    own_choice: int = torch._fused_sdp_choice(q, k, v, enable_gqa=q.shape[1] != k.shape[1])
     return own_choice != SDPBackend.CUDNN_ATTENTION.value
 
 

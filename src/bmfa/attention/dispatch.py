@@ -143,7 +143,7 @@ def dense_faster_reason(
         budget: Error target or number of tiles.
         in_graph: True if the launches are recorded in a graph, where host time does not count.
     """
-    size = tiling.grid.size
+    size = min(tiling.grid.size, tiling.queries.grid.size)
     if math.prod(shape) == 0:
         return "the call has no queries"
     tokens = LEAST_TOKENS_OF_BUDGET if budget.error is None else LEAST_TOKENS

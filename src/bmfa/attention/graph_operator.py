@@ -36,6 +36,8 @@ class Settings(NamedTuple):
 
     height: int
     width: int
+    frames: int
+    query_grid: list[int]  # height, width and frames, or empty
     prefix: int
     tau: float
     scale: float
@@ -57,8 +59,9 @@ class Settings(NamedTuple):
     def of(cls, inputs: AttentionInputs, options: AttentionOptions) -> "Settings":
         rule, budget = options.rule, options.budget
         return cls(
-            inputs.grid.height, inputs.grid.width, inputs.prefix, inputs.tau, inputs.scale,
-            inputs.order, options.backend, options.form, options.certificate, options.fallback,
+            inputs.grid.height, inputs.grid.width, inputs.grid.frames,
+            _sides(inputs.query_grid), inputs.prefix, inputs.tau, inputs.scale, inputs.order,
+            options.backend, options.form, options.certificate, options.fallback,
             None if budget is None else budget.error, None if budget is None else budget.expand,
             options.exact_above, "" if rule is None else str(rule),
             rule.seed if isinstance(rule, RandomQuadrants) else 0, options.max_depth,
@@ -70,11 +73,17 @@ class Settings(NamedTuple):
 
     @property
     def tiling(self) -> Tiling:
-        return Tiling(Grid(self.height, self.width))
+        return Tiling(self.grid, query_grid=_grid_of(self.query_grid))
+
+    @property
+    def grid(self) -> Grid:
+        return Grid(self.height, self.width, frames=self.frames)
 
     def inputs(self, q: Tensor, k: Tensor, v: Tensor, valid: Tensor | None) -> AttentionInputs:
-        grid = Grid(self.height, self.width)
-        return AttentionInputs(q, k, v, grid, self.prefix, self.tau, self.scale, valid, self.order)
+        query_grid = _grid_of(self.query_grid)
+        return AttentionInputs(
+            q, k, v, self.grid, self.prefix, self.tau, self.scale, valid, self.order, query_grid
+        )
 
     @property
     def options(self) -> AttentionOptions:
@@ -90,10 +99,19 @@ class Settings(NamedTuple):
         )
 
 
+def _sides(grid: Grid | None) -> list[int]:
+    return [] if grid is None else [grid.height, grid.width, grid.frames]
+
+
+def _grid_of(sides: list[int]) -> Grid | None:
+    return Grid(sides[0], sides[1], frames=sides[2]) if sides else None
+
+
 _ARGUMENTS = (
-    "Tensor q, Tensor k, Tensor v, Tensor? valid, int height, int width, int prefix, float tau, "
-    "float scale, str order, str backend, str form, str? certificate, float? fallback, float? error, "
-    "int? expand, float exact_above, str rule, int seed, int? max_depth"
+    "Tensor q, Tensor k, Tensor v, Tensor? valid, int height, int width, int frames, "
+    "int[] query_grid, int prefix, float tau, float scale, str order, str backend, str form, "
+    "str? certificate, float? fallback, float? error, int? expand, float exact_above, str rule, "
+    "int seed, int? max_depth"
 )
 _library: Any = torch.library.Library("bmfa", "FRAGMENT")  # type: ignore[no-untyped-call]
 _library.define(f"screened_attention({_ARGUMENTS}) -> ({', '.join(['Tensor'] * 6)})")
@@ -166,7 +184,8 @@ def _fake(q: Tensor, k: Tensor, v: Tensor, valid: Tensor | None, *rest: Any) -> 
     settings = Settings(*rest)
     tiling, lead, none = settings.tiling, q.shape[:2], (0,)
     tiles = (*lead, tiling.groups, tiling.tiles)
-    probes = (*lead, tiling.probes(settings.prefix), 3)
+    prefix = q.shape[2] - tiling.queries.grid.size if settings.tiled else 0
+    probes = (*lead, tiling.probes(prefix), 3)
     queries = none if settings.certificate is None else q.shape[:3]
     return (
         q.new_empty((*q.shape[:3], v.shape[-1])),

@@ -1,13 +1,13 @@
 """The tensors and settings of one call of `screened_attention`: checked once, laid out on demand."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
-from bmfa.attention.tiling import Budget
+from bmfa.attention.tiling import Budget, Tiling
 from bmfa.checks import (
     check_floating,
     check_integer,
@@ -45,14 +45,15 @@ class AttentionInputs:
     """Checked inputs of a call. Make them with `check_inputs`."""
 
     q: Tensor  # (B, H, Q, d)
-    k: Tensor  # (B, H, prefix + N, d)
-    v: Tensor  # (B, H, prefix + N, e)
+    k: Tensor  # (B, H, prefix + N, d), or a divisor of H key heads until `with_all_heads`
+    v: Tensor  # (B, H, prefix + N, e), likewise
     grid: Grid
     prefix: int
     tau: float
     scale: float
     valid: Tensor | None  # (B or 1, N) bool in the order of the caller, the same for all heads
     order: Order
+    query_grid: Grid | None = None  # of the queries, if it is not that of the keys
 
     @property
     def tokens(self) -> int:
@@ -62,7 +63,17 @@ class AttentionInputs:
     @property
     def self_attention(self) -> bool:
         """True if there is a query for every token."""
-        return self.q.shape[2] == self.tokens
+        return self.query_grid is None and self.q.shape[2] == self.tokens
+
+    @property
+    def tiling(self) -> Tiling:
+        """Tiles of the keys, and groups of the queries."""
+        return Tiling(self.grid, query_grid=self.query_grid)
+
+    @property
+    def query_prefix(self) -> int:
+        """Number of queries before those of the grid, for calls over tiles."""
+        return self.prefix if self.query_grid is None else self.q.shape[2] - self.query_grid.size
 
     @cached_property
     def z_rank(self) -> Tensor:
@@ -98,15 +109,29 @@ class AttentionInputs:
         """(B or 1, prefix + N) mask of all tokens from (B or 1, N); prefix tokens are always valid."""
         return torch.cat((valid.new_ones(len(valid), self.prefix), valid), 1)
 
+    @property
+    def shares_keys(self) -> bool:
+        """True if several query heads share a key head."""
+        return self.q.shape[1] != self.k.shape[1]
+
+    def with_all_heads(self) -> "AttentionInputs":
+        """Return the inputs with a copy of its key head for every query head."""
+        if not self.shares_keys:
+            return self
+        heads = self.q.shape[1] // self.k.shape[1]
+        k, v = (x.repeat_interleave(heads, 1) for x in (self.k, self.v))
+        return replace(self, k=k, v=v)
+
     def zero_invalid(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Return q, k, v of self-attention with zeros for invalid tokens, whatever they hold."""
+        """Return q, k, v with zeros for invalid tokens, whatever they hold."""
         if (valid := self.valid_keys) is None:
             return self.q, self.k, self.v
         mask = valid[:, None, :, None]
-        return self.q.where(mask, 0.0), self.k.where(mask, 0.0), self.v.where(mask, 0.0)
+        q = self.q.where(mask, 0.0) if self.self_attention else self.q
+        return q, self.k.where(mask, 0.0), self.v.where(mask, 0.0)
 
     def to_raster(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Return q, k, v of self-attention in raster order."""
+        """Return q, k, v of a call over tiles in raster order."""
         if self.order == "raster":
             return self.q, self.k, self.v
         q, k, v = (permute_tokens(x, self.prefix, self.z_rank) for x in (self.q, self.k, self.v))
@@ -129,7 +154,8 @@ class AttentionInputs:
         return self._flatten(torch.float64)
 
     def _flatten(self, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-        q, k, v = self.q, self.k, self.v
+        inputs = self.with_all_heads()
+        q, k, v = inputs.q, inputs.k, inputs.v
         if self.order == "z":
             k, v = (permute_tokens(x, self.prefix, self.z_rank) for x in (k, v))
         if self.raster_valid is not None:
@@ -155,17 +181,31 @@ def check_inputs(
     scale: float | None,
     valid: Tensor | None,
     order: Order,
+    query_grid: Grid | tuple[int, int] | None = None,
 ) -> AttentionInputs:
     """Check the arguments of `screened_attention` that describe its tensors."""
     grid = check_grid(grid)
+    query_grid = None if query_grid is None else check_grid(query_grid)
     prefix = check_integer("prefix", prefix, low=0)
     if order not in get_args(Order):
         raise ValueError(f"order is {order!r}; pass 'raster' or 'z'")
+    if order == "z" and (grid.frames > 1 or query_grid is not None):
+        what = "query_grid=" if query_grid is not None else "a grid of several frames"
+        raise ValueError(
+            f"order is 'z', and {what} takes tokens in raster order; pass order='raster'"
+        )
     _check_tensors(q, k, v)
     _check_token_count(k, grid, prefix)
     scale = float(q.shape[-1] ** -0.5) if scale is None else check_number("scale", scale)
     valid = None if valid is None else _check_mask(valid, q, grid.size, prefix)
-    return AttentionInputs(q, k, v, grid, prefix, check_tau(tau), scale, valid, order)
+    if query_grid is not None and q.shape[2] < query_grid.size:
+        raise ValueError(
+            f"q has {q.shape[2]} queries and the {query_grid} query_grid {query_grid.size}; pass a "
+            "query for each of its tokens, after those of a prefix"
+        )
+    if query_grid == grid and q.shape[2] == prefix + grid.size:
+        query_grid = None  # self-attention
+    return AttentionInputs(q, k, v, grid, prefix, check_tau(tau), scale, valid, order, query_grid)
 
 
 def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
@@ -182,20 +222,16 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
             f"k is {tuple(k.shape)} {k.dtype} on {k.device} and v {tuple(v.shape)} {v.dtype} on "
             f"{v.device}; pass the same batch, heads, tokens, dtype and device"
         )
-    heads, key_heads = q.shape[1], k.shape[1]
-    if heads != key_heads and key_heads and heads % key_heads == 0:
-        raise ValueError(
-            f"q has {heads} heads and k and v have {key_heads}; pass one key head for each query "
-            f"head: k.repeat_interleave({heads // key_heads}, 1), and v likewise"
-        )
     if q.dtype != k.dtype or q.device != k.device:
         raise TypeError(
             f"q is {q.dtype} on {q.device} and k {k.dtype} on {k.device}; pass one dtype and device"
         )
-    if q.shape[:2] != k.shape[:2] or q.shape[-1] != k.shape[-1] or q.shape[-1] == 0:
+    same = q.shape[0] == k.shape[0] and q.shape[-1] == k.shape[-1] and q.shape[-1] > 0
+    heads, key_heads = q.shape[1], k.shape[1]
+    if not same or (heads != key_heads and (key_heads == 0 or heads % key_heads != 0)):
         raise ValueError(
             f"q has shape {tuple(q.shape)} and k {tuple(k.shape)}; pass (B, heads, queries, d) and "
-            "(B, heads, tokens, d)"
+            "(B, heads, tokens, d), with as many key heads or a divisor of that number"
         )
 
 
@@ -209,7 +245,7 @@ def _check_token_count(k: Tensor, grid: Grid, prefix: int) -> None:
         else "pass the grid of the tokens, and k and v with all of them"
     )
     raise ValueError(
-        f"k has {k.shape[2]} tokens; a prefix of {prefix} and a {grid.height}x{grid.width} grid "
+        f"k has {k.shape[2]} tokens; a prefix of {prefix} and a {grid} grid "
         f"make {prefix + grid.size}; {hint}"
     )
 

@@ -32,13 +32,13 @@ from bmfa.trees.tree import Tree
 
 
 def compute_tiled(inputs: AttentionInputs, options: AttentionOptions) -> Computed:
-    """Run the kernels of a backend on self-attention, then the certificate and the fallback.
+    """Run the kernels of a backend, then the certificate and the fallback.
 
     Where the eager kernel would compute every head exactly (`options.exact_above`), dense attention
     runs.
     """
     assert options.budget is not None
-    tiling, budget = Tiling(inputs.grid), options.budget
+    tiling, budget = inputs.tiling, options.budget
     order = kernel_order(inputs, options)
     found = _run_kernel(inputs, tiling, options, order)
     result = _exact_result(inputs, tiling) if found is None else found
@@ -101,6 +101,7 @@ def _run_kernel(
     if not inputs.q.is_cuda:
         check_finite_scores(*inputs.zero_invalid()[:2], inputs.scale)
     q, k, v = inputs.to_raster()
+    shared["query_prefix"] = inputs.query_prefix
     if options.backend == "reference":
         result = _run_reference(q, k, v, tiling, valid=inputs.raster_valid, **shared)
     else:
@@ -120,7 +121,9 @@ def _exact_result(inputs: AttentionInputs, tiling: Tiling) -> TiledAttention:
     shape = (*inputs.q.shape[:2], tiling.groups, tiling.tiles)
     valid = _tile_sizes(inputs, tiling, "raster") > 0  # (B or 1, T)
     expanded = valid[:, None, None].expand(shape)
-    probes = inputs.q.new_zeros((*shape[:2], tiling.probes(inputs.prefix), 3), dtype=torch.float32)
+    probes = inputs.q.new_zeros(
+        (*shape[:2], tiling.probes(inputs.query_prefix), 3), dtype=torch.float32
+    )
     count = expanded.sum(-1, dtype=torch.int32)
     return TiledAttention(dense_attention(inputs), count, probes, expanded)
 
@@ -207,7 +210,7 @@ def tiled_tree(
     budget: Budget,
     kernel_order: Order,
 ) -> Tree:
-    """Build the partition of the spatial keys that every query sees, (B, H, prefix + N).
+    """Build the partition of the spatial keys that every query sees, (B, H, Q).
 
     A leaf is a token of an expanded tile, or an unexpanded tile. Prefix queries see every token.
 
@@ -222,16 +225,18 @@ def tiled_tree(
     layout = tile_layout(tiling.grid, tiling.side).to(device)
     slots = tiling.slot_tokens.to(device)
     number = _kernel_tiles(inputs, tiling, kernel_order)  # of each raster tile in the kernel
-    group = torch.empty(tiling.grid.size, dtype=torch.int64, device=device)  # of each query
+    group = torch.empty(tiling.queries.grid.size, dtype=torch.int64, device=device)  # of each query
     if kernel_order == "z":
         group = torch.arange(tiling.grid.size, device=device) // tiling.slots
     else:
-        group[slots[slots >= 0]] = number.unsqueeze(-1).expand_as(slots)[slots >= 0]
+        members = tiling.queries.slot_tokens.to(device)
+        groups = torch.arange(tiling.groups, device=device).unsqueeze(-1).expand_as(members)
+        group[members[members >= 0]] = groups[members >= 0]
     several = (slots >= 0).sum(-1) > 1  # a tile of one token is a leaf either way
     split = expanded[:, :, group][..., number[several]]  # (B, H, N, blocks)
     if inputs.order == "z" and kernel_order == "raster":
         split = split[:, :, inputs.z_order]
-    prefix = split.new_ones(*split.shape[:2], inputs.prefix, split.shape[-1])
+    prefix = split.new_ones(*split.shape[:2], inputs.query_prefix, split.shape[-1])
     split = torch.cat((prefix, split), 2)
     shape = tuple(split.shape[:3])
     blocks = split.flatten(0, 2).T.contiguous()  # (blocks, B H (prefix + N))
@@ -261,6 +266,13 @@ def _tile_sizes(inputs: AttentionInputs, tiling: Tiling, kernel_order: Order) ->
     return tokens_to_tiles(valid[:, None, :, None], tiling, torch.bool).squeeze(-1).sum(-1)
 
 
+def _group_sizes(inputs: AttentionInputs, tiling: Tiling, kernel_order: Order) -> Tensor:
+    """(B or 1, R) valid queries of each group, as the kernel numbers them."""
+    if tiling.query_grid is None:  # the queries of a group are those of its tile
+        return _tile_sizes(inputs, tiling, kernel_order)
+    return (tiling.queries.slot_tokens >= 0).sum(-1).unsqueeze(0).to(inputs.q.device)
+
+
 def _density(
     inputs: AttentionInputs, tiling: Tiling, result: TiledAttention, kernel_order: Order
 ) -> float:
@@ -270,7 +282,7 @@ def _density(
         return float(counts.mean()) / tiling.tiles
     sizes = _tile_sizes(inputs, tiling, kernel_order)  # (B or 1, T)
     shares = counts / (sizes > 0).sum(-1).view(-1, 1, 1)
-    groups = (sizes > 0).unsqueeze(1)  # (B or 1, 1, R)
+    groups = (_group_sizes(inputs, tiling, kernel_order) > 0).unsqueeze(1)  # (B or 1, 1, R)
     return float(shares[groups.expand_as(shares)].mean())
 
 
@@ -281,6 +293,6 @@ def _leaf_ratio(
     sizes = _tile_sizes(inputs, tiling, kernel_order).double()[:, None, None]  # (B or 1, 1, 1, T)
     leaves = torch.where(result.expanded, sizes, sizes.clamp(max=1)).sum(-1)  # (B, H, R)
     ratios = leaves / sizes.sum(-1)
-    queries = sizes[:, 0].expand_as(ratios)  # the queries of a group are those of its tile
-    prefix = ratios.shape[0] * ratios.shape[1] * inputs.prefix  # these queries see every token
+    queries = _group_sizes(inputs, tiling, kernel_order).double().unsqueeze(1).expand_as(ratios)
+    prefix = ratios.shape[0] * ratios.shape[1] * inputs.query_prefix  # they see every token
     return float(((ratios * queries).sum() + prefix) / (queries.sum() + prefix))

@@ -1,7 +1,7 @@
 """Geometry of the tiled form: tiles of keys, groups of queries, budgets, and token layouts.
 
 Shapes: B batch, H heads, N spatial tokens in raster order, T tiles, S = side * side slots in a tile,
-R = T groups of queries. A ragged grid has tiles with fewer than S tokens; their other slots are empty.
+R groups of queries. A ragged grid has tiles with fewer than S tokens; their other slots are empty.
 """
 
 import math
@@ -49,25 +49,37 @@ PROBE_SLOTS, LEAST_PROBES = 64, 32
 class Tiling:
     """Square tiles over a grid, from the top left, smaller at the right and bottom edges.
 
-    Tiles are numbered in raster order. The queries of a tile form a group, which has the number of
-    the tile, shares one representative query, and expands the same tiles of keys.
+    Tiles are numbered in raster order, frame by frame. The queries of a tile form a group, which has the
+    number of the tile, shares one representative query, and expands the same tiles of keys.
 
     Args:
         grid: Grid of the spatial tokens.
         side: Side of a tile in tokens.
+        query_grid: Grid of the queries, if it is not that of the keys.
     """
 
     grid: Grid
     side: int = TILE_SIDE
+    query_grid: Grid | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "grid", check_grid(self.grid))
         check_integer("side", self.side, low=2)
 
     @property
-    def rows(self) -> int:
-        """Number of rows of tiles."""
+    def queries(self) -> "Tiling":
+        """The tiling of the queries, whose tiles are the groups."""
+        return self if self.query_grid is None else Tiling(self.query_grid, self.side)
+
+    @property
+    def frame_rows(self) -> int:
+        """Number of rows of tiles in a frame."""
         return -(-self.grid.height // self.side)
+
+    @property
+    def rows(self) -> int:
+        """Number of rows of tiles in all frames."""
+        return self.grid.frames * self.frame_rows
 
     @property
     def columns(self) -> int:
@@ -86,8 +98,8 @@ class Tiling:
 
     @property
     def groups(self) -> int:
-        """R, the number of groups of queries, one for each tile."""
-        return self.tiles
+        """R, the number of groups of queries, one for each tile of the query grid."""
+        return self.queries.tiles
 
     @property
     def ragged(self) -> bool:
@@ -97,15 +109,18 @@ class Tiling:
     @property
     def z_aligned(self) -> bool:
         """True if the tokens of every tile are consecutive in Z-order."""
-        return not self.ragged and self.rows == self.columns and self.rows & (self.rows - 1) == 0
+        square = self.grid.frames == 1 and self.rows == self.columns
+        return not self.ragged and square and self.rows & (self.rows - 1) == 0
 
     @cached_property
     def slot_tokens(self) -> Tensor:
         """(T, S) raster index of the token in each slot, -1 for empty slots."""
-        row = torch.arange(self.rows * self.side).view(-1, 1, self.side, 1)
-        column = torch.arange(self.columns * self.side).view(1, -1, 1, self.side)
-        inside = (row < self.grid.height) & (column < self.grid.width)
-        index = torch.where(inside, row * self.grid.width + column, -1)
+        grid = self.grid
+        frame = torch.arange(grid.frames).view(-1, 1, 1, 1, 1)
+        row = torch.arange(self.frame_rows * self.side).view(1, -1, 1, self.side, 1)
+        column = torch.arange(self.columns * self.side).view(1, 1, -1, 1, self.side)
+        inside = (row < grid.height) & (column < grid.width)
+        index = torch.where(inside, (frame * grid.height + row) * grid.width + column, -1)
         return index.reshape(self.tiles, self.slots)
 
     @cached_property
@@ -125,7 +140,11 @@ class Tiling:
         return stride
 
     def probe_slots(self, prefix: int) -> int:
-        """Return the number of queries of a head that are attended exactly, padding included."""
+        """Return the number of queries of a head that are attended exactly, padding included.
+
+        Args:
+            prefix: Number of queries before the grid.
+        """
         return -(-(prefix + LEAST_PROBES) // PROBE_SLOTS) * PROBE_SLOTS
 
     def probes(self, prefix: int) -> int:
@@ -205,10 +224,10 @@ class TiledAttention:
 def tokens_to_tiles(tokens: Tensor, tiling: Tiling, dtype: torch.dtype) -> Tensor:
     """(B H, T, S, *) from (B, H, N, *) tokens in raster order, zeros in empty slots."""
     side, grid = tiling.side, tiling.grid
-    x = unflatten(tokens.flatten(0, 1).to(dtype), 1, (grid.height, grid.width))
+    x = unflatten(tokens.flatten(0, 1).to(dtype), 1, (grid.frames, grid.height, grid.width))
     if tiling.ragged:
         x = pad(x, (0, 0, 0, -grid.width % side, 0, -grid.height % side))
-    x = unflatten(x, 2, (tiling.columns, side))
+    x = unflatten(x, 3, (tiling.columns, side)).flatten(1, 2)
     x = unflatten(x, 1, (tiling.rows, side))  # (B H, rows, side, columns, side, *)
     return x.transpose(2, 3).flatten(3, 4).flatten(1, 2)
 
@@ -218,7 +237,8 @@ def tiles_to_tokens(tiles: Tensor, tiling: Tiling) -> Tensor:
     side, grid = tiling.side, tiling.grid
     x = unflatten(tiles.flatten(1, 2), 1, (tiling.rows, tiling.columns, side, side))
     x = x.transpose(2, 3).flatten(3, 4).flatten(1, 2)  # (B H, rows * side, columns * side, *)
-    return x[:, : grid.height, : grid.width].flatten(1, 2)
+    x = unflatten(x, 1, (grid.frames, tiling.frame_rows * side))
+    return x[:, :, : grid.height, : grid.width].flatten(1, 3)
 
 
 def valid_slots(tiling: Tiling, valid: Tensor | None, like: Tensor) -> Tensor | None:

@@ -22,6 +22,7 @@ from bmfa.cli.report import report
 from bmfa.cli.screen import screen
 from bmfa.cli.synthetic import synthetic
 from bmfa.cli.train_embedded import train_embedded
+from bmfa.cli.tune import tune
 from bmfa.records import made_by_command
 
 # Commands whose work torchrun may divide between processes; the first process runs any other alone.
@@ -103,6 +104,7 @@ app.command("ablation", cls=Command)(ablation)
 app.command("closed-loop", cls=Command)(closed_loop)
 app.command("evaluate", cls=Command)(evaluate)
 app.command("screen", cls=Command)(screen)
+app.command("tune", cls=Command)(tune)
 app.command("train-embedded", cls=Command)(train_embedded)
 app.command("methods", cls=Command)(methods)
 app.command("info", cls=Command)(info)

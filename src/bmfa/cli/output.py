@@ -58,7 +58,8 @@ class Output:
             notes: lines and further tables, printed below the table.
             warnings: lines about missing data; they go to standard error if the record goes to
                 standard output.
-            figures: functions that return the content of further files, by path.
+            figures: functions that return the content of further files, by path: figures, and plans
+                (`.json`).
             announce: print the names of the files.
 
         Raises:
@@ -85,7 +86,8 @@ class Output:
                 errors.append(error)
                 continue
             if announce and not self.quiet and not to_stdout:
-                print(f"{'record' if path == self.json else 'figure'}: {path}")
+                kind = "plan" if str(path).endswith(".json") else "figure"
+                print(f"{'record' if path == self.json else kind}: {path}")
         if errors:
             if self.quiet and not to_stdout:
                 with suppress(OSError), flushed_stdout():

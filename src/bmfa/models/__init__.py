@@ -1,19 +1,24 @@
-"""Vision Transformers: load, patch, record and reduce them."""
+"""Vision Transformers: load, patch, tune, record and reduce them."""
 
 from bmfa.models.hosts import register_host
 from bmfa.models.hosts.transformers import register_attention, register_if_loaded
 from bmfa.models.loading import LoadedModel, load_model
 from bmfa.models.patching import layer_indices, patch, unpatch
+from bmfa.models.plan import LayerSetting, ModelFingerprint, Plan
 from bmfa.models.preprocessing import Preprocessing
 from bmfa.models.recording import LayerRecord, Recording, record
 from bmfa.models.reducing import final_tokens, reduce, unmerge
 from bmfa.models.summarizing import BlockSummary, LayerSummary, Summary, summary
+from bmfa.models.tuning import tune
 
 __all__ = [
     "BlockSummary",
     "LayerRecord",
+    "LayerSetting",
     "LayerSummary",
     "LoadedModel",
+    "ModelFingerprint",
+    "Plan",
     "Preprocessing",
     "Recording",
     "Summary",
@@ -26,6 +31,7 @@ __all__ = [
     "register_attention",
     "register_host",
     "summary",
+    "tune",
     "unmerge",
     "unpatch",
 ]

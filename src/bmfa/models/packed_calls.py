@@ -25,10 +25,25 @@ def attend_pictures(
     *,
     dropout: float = 0.0,
     scale: float | None = None,
+    query_grid: Grid | None = None,
 ) -> Tensor:
-    """Call the function of a layer on pictures of one grid, (pictures, heads, prefix + N, d) each."""
+    """Call the function of a layer on pictures of one grid.
+
+    Args:
+        function: The function of the layer.
+        grid: The grid of the keys.
+        q: (pictures, heads, prefix + N, d) queries; k, v likewise.
+        k: Keys.
+        v: Values.
+        dropout: The probability of attention dropout.
+        scale: The scale of the scores.
+        query_grid: The grid of the queries, where it is not that of the keys.
+    """
     call = partial(function, q, k, v, None, dropout, False, scale)
-    return function.token_grid.passes.run_with(grid, call)
+    token_grid = function.token_grid
+    if query_grid is not None:
+        call = partial(token_grid.query_grids.run_with, query_grid, call)
+    return token_grid.passes.run_with(grid, call)
 
 
 def runs_dense(function: "AttentionFunction", packing: Packing, x: Tensor) -> bool:

@@ -15,13 +15,18 @@ from bmfa.checks import check_integer, check_leaves, check_number
 from bmfa.grid import Grid
 from bmfa.models.dense_decision import DenseDecision, PlannedDecision
 from bmfa.models.hosts import Host, check_module, find_host
-from bmfa.models.hosts.base import attention_heads, replacements_in
+from bmfa.models.hosts.base import (
+    AttentionFunction,
+    attention_heads,
+    replacement_of,
+    replacements_in,
+)
 from bmfa.models.hosts.generic import GridSource, describe, described_host
 from bmfa.models.override import override_method, override_of, restore_method
 from bmfa.models.plan import Plan
 from bmfa.models.screened_layer import ScreenedLayer
 from bmfa.models.tile_switch import TileSwitch
-from bmfa.models.token_grid import BlockGrid
+from bmfa.models.token_grid import BlockGrid, TokenGrid
 from bmfa.trees.rules import RandomQuadrants, Rule, as_rule
 
 # A prime larger than the depth of any model, so that no two pairs of seed and layer share a stream.
@@ -194,21 +199,46 @@ def install_layers(
         decisions = (PlannedDecision(host.prefix + host.suffix, 0, 0, {}, planned=planned),)
         for layer in screened:
             layer.decision = decisions[0]
+    install_functions(host, token_grid, screened, decisions)
+
+
+def install_functions(
+    host: Host,
+    token_grid: TokenGrid,
+    functions: Sequence[AttentionFunction],
+    decisions: tuple[DenseDecision, ...] = (),
+) -> None:
+    """Replace the attention of some layers by functions of q, k and v.
+
+    Args:
+        host: The host of a model that is not patched.
+        token_grid: The token grid that the functions share.
+        functions: One function for each of the layers.
+        decisions: Of all functions; empty if some of them never run dense.
+    """
     if host.watch is not None:
         # Pictures of several grids may share a call, so each call of attention decides for itself.
         decisions = ()
         host.watch(host, token_grid)
     token_grid.uses_tiles = token_grid.keeps_tiles = not decisions
-    for layer in screened:
-        host.replacement(layer).install(host.attentions[layer.layer], active=not decisions)
+    for function in functions:
+        host.replacement(function).install(host.attentions[function.layer], active=not decisions)
     token_grid.log.watch(host.blocks[-1], len(host.attentions))
     if host.watch is not None:
         return
     for index, block in enumerate(host.blocks):
         override_method(block, BlockGrid(index, token_grid, decisions), active=not decisions)
-    modules = (*host.blocks, *(host.attentions[layer.layer] for layer in screened))
+    modules = (*host.blocks, *(host.attentions[function.layer] for function in functions))
     hook = TileSwitch(token_grid, decisions, modules) if decisions else None
     token_grid.watch(host.projection, hook)
+
+
+def is_patched(model: nn.Module) -> bool:
+    """True if `patch` or `reduce` has changed the model."""
+    return any(
+        replacement_of(module) is not None or override_of(module) is not None
+        for module in model.modules()
+    )
 
 
 def unpatch(model: nn.Module) -> nn.Module:

@@ -19,7 +19,7 @@ from bmfa.files import write_atomic
 from bmfa.grid import Grid
 from bmfa.models.hosts import find_host
 from bmfa.models.hosts.base import class_name
-from bmfa.records import Row, environment
+from bmfa.records import Record, Row, environment
 
 # Version of the files; a plan of another version is refused.
 PLAN_VERSION = 1
@@ -128,9 +128,14 @@ def write_plan(path: str | os.PathLike[str], kind: str, content: Mapping[str, An
         OSError: If the file cannot be written.
         ValueError: If a number is infinite or NaN.
     """
+    write_atomic(Path(path), format_plan(kind, content))
+
+
+def format_plan(kind: str, content: Mapping[str, Any]) -> str:
+    """Return the text that `write_plan` writes."""
     entries = {_KIND: kind, _VERSION: PLAN_VERSION, **content}
     lines = (f"  {json.dumps(name)}: {_format(value)}" for name, value in entries.items())
-    write_atomic(Path(path), "{\n" + ",\n".join(lines) + "\n}\n")
+    return "{\n" + ",\n".join(lines) + "\n}\n"
 
 
 def read_plan(path: str | os.PathLike[str], kind: str) -> dict[str, Any]:
@@ -270,42 +275,22 @@ class Plan:
 
     @property
     def speedup(self) -> float:
-        """The time of the unpatched model over that of the patched one, both measured.
-
-        Example:
-            >>> Plan.load("plan.json").speedup  # doctest: +SKIP
-            1.31
-        """
+        """The time of the unpatched model over that of the patched one, both measured."""
         return self.dense_milliseconds / self.milliseconds
 
     @property
     def predicted_speedup(self) -> float:
-        """The speed-up that follows from the times of the layers.
-
-        Example:
-            >>> Plan.load("plan.json").predicted_speedup  # doctest: +SKIP
-            1.33
-        """
+        """The speed-up that follows from the times of the layers."""
         return self.dense_milliseconds / self.predicted_milliseconds
 
     @property
     def errors(self) -> dict[int, float]:
-        """The error target of every layer that is not dense, by its index.
-
-        Example:
-            >>> Plan.load("plan.json").errors  # doctest: +SKIP
-            {2: 0.05, 3: 0.1}
-        """
+        """The error target of every layer that is not dense, by its index."""
         return {s.layer: s.error for s in self.layers if s.error is not None}
 
     @property
     def times(self) -> dict[int, dict[float | None, float]]:
-        """Milliseconds of the attention of every layer by its setting, as `tune(times=...)` takes them.
-
-        Example:
-            >>> Plan.load("plan.json").times[0]  # doctest: +SKIP
-            {None: 2.1, 0.05: 1.2, 0.1: 0.9}
-        """
+        """Milliseconds of attention by layer and error target (None is dense), for `tune(times=...)`."""
         times: dict[int, dict[float | None, float]] = {}
         for setting in self.candidates:
             times.setdefault(setting.layer, {})[setting.error] = setting.milliseconds
@@ -321,9 +306,65 @@ class Plan:
             OSError: If the file cannot be written.
 
         Example:
-            >>> plan.save("plan.json")  # doctest: +SKIP
+            >>> import bmfa, torch
+            >>> model = bmfa.load_model("embedded").model
+            >>> plan = bmfa.tune(model, torch.zeros(2, 3, 112, 112), errors=[0.1], repeats=1)
+            >>> plan.save("plan.json")
+            >>> Plan.load("plan.json") == plan
+            True
+            >>> os.remove("plan.json")
         """
-        write_plan(path, "attention", asdict(self))
+        write_atomic(Path(path), self.to_json())
+
+    def to_json(self) -> str:
+        """Return the text of the file that `save` writes.
+
+        Returns:
+            JSON text with one line for each setting.
+
+        Example:
+            >>> import bmfa, torch
+            >>> model = bmfa.load_model("embedded").model
+            >>> plan = bmfa.tune(model, torch.zeros(2, 3, 112, 112), errors=[0.1], repeats=1)
+            >>> print(plan.to_json()[:24])
+            {
+              "plan": "attention",
+        """
+        return format_plan("attention", asdict(self))
+
+    def to_record(self) -> Record:
+        """Return the plan as the record of an experiment, from which its figure is drawn.
+
+        Returns:
+            A record with a row for each setting that was measured; its settings have the totals.
+
+        Example:
+            >>> import bmfa, torch
+            >>> model = bmfa.load_model("embedded").model
+            >>> plan = bmfa.tune(model, torch.zeros(2, 3, 112, 112), errors=[0.1], repeats=1)
+            >>> plan.to_record().rows[1]["setting"]
+            'error=0.1'
+        """
+        chosen, dense = set(self.layers), {s.layer: s for s in self.candidates if s.error is None}
+        rows = [
+            {
+                "layer": s.layer,
+                "setting": s.name,
+                "error": s.error,
+                "change": s.change,
+                "milliseconds": s.milliseconds,
+                "dense_milliseconds": dense[s.layer].milliseconds,
+                "chosen": s in chosen,
+            }
+            for s in self.candidates
+        ]
+        settings = {
+            name: value
+            for name, value in asdict(self).items()
+            if name not in ("layers", "candidates", "environment")
+        }
+        totals = {"speedup": self.speedup, "predicted_speedup": self.predicted_speedup}
+        return Record("tune", settings | totals, rows, self.environment)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> "Plan":
@@ -340,7 +381,12 @@ class Plan:
             ValueError: If it is not a plan for attention, or of another version.
 
         Example:
-            >>> bmfa.patch(model, plan=Plan.load("plan.json"))  # doctest: +SKIP
+            >>> import bmfa, torch
+            >>> model = bmfa.load_model("embedded").model
+            >>> plan = bmfa.tune(model, torch.zeros(2, 3, 112, 112), errors=[0.1], repeats=1)
+            >>> plan.save("plan.json")
+            >>> model = bmfa.patch(model, plan=Plan.load("plan.json"))
+            >>> os.remove("plan.json")
         """
         data = read_plan(path, "attention")
         try:
@@ -375,7 +421,10 @@ class Plan:
             ValueError: If the plan is for another model.
 
         Example:
-            >>> plan.check_model(model)  # doctest: +SKIP
+            >>> import bmfa, torch
+            >>> model = bmfa.load_model("embedded").model
+            >>> plan = bmfa.tune(model, torch.zeros(2, 3, 112, 112), errors=[0.1], repeats=1)
+            >>> plan.check_model(model)
         """
         mismatch = self.model.mismatch(model)
         if mismatch is not None:
@@ -385,12 +434,7 @@ class Plan:
 
     @property
     def token_grid(self) -> Grid:
-        """The grid of tokens.
-
-        Example:
-            >>> Plan.load("plan.json").token_grid  # doctest: +SKIP
-            Grid(height=64, width=64)
-        """
+        """The grid of tokens."""
         return Grid(*self.grid)
 
 

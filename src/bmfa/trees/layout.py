@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bmfa.grid import Grid, normal_tensors, split_point
+from bmfa.grid import Grid, check_one_frame, normal_tensors, split_point
 
 
 @dataclass(frozen=True, eq=False)
@@ -137,6 +137,7 @@ def _to_device(layout: Layout, device: torch.device) -> Layout:
 @normal_tensors
 def quadtree_layout(grid: Grid) -> Layout:
     """Return the quadtree: a side n splits into floor(n / 2) and the rest, a side of 1 does not."""
+    check_one_frame(grid, "a quadtree")
     root = np.array([[0, 0, grid.height, grid.width]])
     return Layout(grid, _build_levels(root, _quarter, grid.width))
 
@@ -145,13 +146,13 @@ def quadtree_layout(grid: Grid) -> Layout:
 @normal_tensors
 def tile_layout(grid: Grid, side: int) -> Layout:
     """Return tiles of side x side tokens from the top left, smaller at the right and the bottom."""
-    tops, lefts = np.meshgrid(
-        np.arange(0, grid.height, side), np.arange(0, grid.width, side), indexing="ij"
-    )
-    top, left = tops.ravel(), lefts.ravel()
-    boxes = np.stack(
-        (top, left, np.minimum(top + side, grid.height), np.minimum(left + side, grid.width)), -1
-    )
+    frames, rows, lefts = np.meshgrid(
+        np.arange(grid.frames), np.arange(0, grid.height, side), np.arange(0, grid.width, side),
+        indexing="ij",
+    )  # fmt: skip
+    first, row, left = frames.ravel() * grid.height, rows.ravel(), lefts.ravel()
+    bottom, right = np.minimum(row + side, grid.height), np.minimum(left + side, grid.width)
+    boxes = np.stack((first + row, left, first + bottom, right), -1)  # frames one below the other
     return Layout(grid, _build_levels(boxes, _split_into_tokens, grid.width))
 
 

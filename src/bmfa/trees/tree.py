@@ -99,7 +99,9 @@ class Tree:
         split = torch.zeros(layout.block_count, len(boxes), dtype=torch.bool)
         blocks = torch.cat([level.boxes for level in layout.levels]).tolist()
         for column, leaves in enumerate(boxes):
-            area = torch.full((layout.grid.height, layout.grid.width), layout.grid.size + 1)
+            area = torch.full(
+                (layout.grid.size // layout.grid.width, layout.grid.width), layout.grid.size + 1
+            )
             for top, left, bottom, right in leaves:
                 area[top:bottom, left:right] = (bottom - top) * (right - left)
             for row, (top, left, bottom, right) in enumerate(blocks):
@@ -121,7 +123,7 @@ class Tree:
         trees = f"{self.split.shape[1]} trees {self.shape}" if self.shape else "one tree"
         shared = f", each for {self.members} query-head pairs" if self.members > 1 else ""
         return (
-            f"Tree({trees} on {self.grid.height}x{self.grid.width}, {self.rule}{shared}: "
+            f"Tree({trees} on {self.grid}, {self.rule}{shared}: "
             f"{self.leaf_count.double().mean():.4g} leaves, "
             f"{100 * self.leaf_ratio.double().mean():.4g} % of tokens)"
         )

@@ -31,6 +31,7 @@ COMMANDS: Mapping[str, str] = {
     "cases": "bmfa report",
     "bench": "bmfa bench trees --json bench.json",
     "picture": "bmfa screen embedded:3 --json picture.json",
+    "tune": "bmfa tune --json tune.json",
 }
 MAX_LAYER_OPTIONS = 4  # more --layers options than this are not printed as a command
 

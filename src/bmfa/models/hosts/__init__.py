@@ -9,7 +9,7 @@ module, for example `TOWERS`, `ATTENTIONS` and `LAYOUTS` in `timm.py`.
 
 from torch import nn
 
-from bmfa.models.hosts import generic, hiera, naflex, packed, padded, timm, transformers
+from bmfa.models.hosts import generic, hiera, naflex, packed, padded, relative, timm, transformers
 from bmfa.models.hosts.base import Host
 from bmfa.models.hosts.generic import register_host
 from bmfa.models.hosts.unsupported import raise_unsupported
@@ -42,6 +42,7 @@ def find_host(model: nn.Module) -> Host:
         *timm.find_towers(model),
         *naflex.find_towers(model),
         *hiera.find_towers(model),
+        *relative.find_towers(model),
         *transformers.find_towers(model),
         *packed.find_towers(model),
         *padded.find_towers(model),

@@ -198,7 +198,10 @@ def attention_heads(module: Any, width: int) -> tuple[int, int] | None:
     if not heads:
         return None
     width = getattr(module, "dim_out", width)  # of a block that changes the width
-    return int(heads), int(getattr(module, "head_dim", None) or width // int(heads))
+    dimension = int(getattr(module, "head_dim", None) or width // int(heads))
+    if hasattr(module, "rel_pos_h"):  # one more for each row and column, see `relative.py`
+        dimension += (len(module.rel_pos_h) + len(module.rel_pos_w)) // 2 + 1
+    return int(heads), dimension
 
 
 def valid_keys(mask: Tensor, prefix: int, suffix: int = 0) -> Tensor | None:

@@ -65,7 +65,8 @@ class UnrolledGrid:
 class HieraAttention(TimmAttention):
     """Runs the module's own forward with our attention over the grid of the module."""
 
-    tokens: UnrolledGrid = field(kw_only=True)
+    tokens: UnrolledGrid = field(kw_only=True)  # of the keys
+    queries: UnrolledGrid | None = field(kw_only=True)  # None if they are not pooled
 
     def uses_host(self, x: Any) -> bool:
         """False: `run` decides, which knows the grid."""
@@ -81,9 +82,16 @@ class HieraAttention(TimmAttention):
             return forward(*args, **kwargs)
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        raster = [self.tokens.to_raster(x) for x in (query, key, value)]
-        output = attend_pictures(self.function, self.tokens.grid, *raster)
-        return self.tokens.from_raster(output)
+        queries = self.queries or self.tokens
+        output = attend_pictures(
+            self.function,
+            self.tokens.grid,
+            queries.to_raster(query),
+            self.tokens.to_raster(key),
+            self.tokens.to_raster(value),
+            query_grid=None if self.queries is None else queries.grid,
+        )
+        return queries.from_raster(output)
 
 
 class Sam2Attention(TransformersAttention):
@@ -132,15 +140,14 @@ def _timm_host(tower: Any) -> Host:
         )
     blocks = tuple(tower.blocks)
     dense: dict[int, str] = {}
-    layouts = []
+    layouts: list[tuple[UnrolledGrid, UnrolledGrid | None]] = []
     for index, block in enumerate(blocks):
         if block.attn.use_mask_unit_attn:
             dense[index] = _MASK_UNITS
-        elif block.attn.q_stride > 1:
-            dense[index] = _POOLED
+        elif block.attn.q_stride > 1:  # the keys have the grid of the block before
+            layouts.append((_unrolled(tower, index - 1), _unrolled(tower, index)))
         else:
-            strides, size = tower.reroll.schedule[index]
-            layouts.append(UnrolledGrid(Grid(*size), tuple(tuple(s) for s in strides)))
+            layouts.append((_unrolled(tower, index), None))
     return Host(
         replacement=partial(_hiera_attention, tuple(layouts)),
         tower=tower,
@@ -157,9 +164,16 @@ def _timm_host(tower: Any) -> Host:
 
 
 def _hiera_attention(
-    layouts: tuple[UnrolledGrid, ...], function: AttentionFunction
+    layouts: tuple[tuple[UnrolledGrid, UnrolledGrid | None], ...], function: AttentionFunction
 ) -> HieraAttention:
-    return HieraAttention(function, tokens=layouts[function.layer])
+    tokens, queries = layouts[function.layer]
+    return HieraAttention(function, tokens=tokens, queries=queries)
+
+
+def _unrolled(tower: Any, block: int) -> UnrolledGrid:
+    """Return the order of the tokens that a block returns."""
+    strides, size = tower.reroll.schedule[block]
+    return UnrolledGrid(Grid(*size), tuple((int(rows), int(columns)) for rows, columns in strides))
 
 
 def _sam2_host(tower: Any) -> Host:

@@ -7,10 +7,10 @@ from torch import nn
 from bmfa.models.hosts.base import Host, class_name
 
 SUPPORTED = (
-    "timm VisionTransformer, DeiT (also distilled), EVA, DINOv3, NaFlexViT and Hiera; "
+    "timm VisionTransformer, DeiT (also distilled), EVA, DINOv3, NaFlexViT, Hiera and SAM; "
     "transformers ViT, DeiT, DINOv2 (also with registers), DINOv3 ViT, CLIP, SigLIP and SigLIP2 vision, "
     "ViT-MAE, ViT-MSN, I-JEPA, DPT, YOLOS, ViTPose, AIMv2, OWL-ViT, BLIP, InternVL, Pixtral, Qwen2-VL, "
-    "Qwen2.5-VL and Qwen3-VL vision, SAM 2; the embedded model"
+    "Qwen2.5-VL and Qwen3-VL vision, SAM, SAM 2, ViTDet; the embedded model"
 )
 REDUCIBLE = (
     "timm VisionTransformer, DeiT (also distilled), EVA and DINOv3; "
@@ -19,7 +19,10 @@ REDUCIBLE = (
 )
 _SUFFIX = "it has tokens behind the grid, which the policies would merge"
 _LAYOUT = "its block is not an attention branch followed by an MLP branch"
-_BIAS = "it adds a relative position bias to the scores, so block means are not linear in the keys"
+_BIAS = (
+    "it adds a relative position bias to the scores, with a number of its own for each head and pair of "
+    "distances, which is no product of query and key"
+)
 _WINDOWS = "it attends inside windows, not over one grid, and adds a relative position bias"
 _DIFFERENCE = "its output is the difference of two softmax maps"
 _NO_MODULE = "its attention is not a module of its own"
@@ -35,7 +38,6 @@ _REASONS = {
     "timm.models.vision_transformer.DiffParallelScalingBlock": _DIFFERENCE,
     "timm.models.vision_transformer.ParallelThingsBlock": _NO_MODULE,
     "timm.models.vision_transformer_relpos.RelPosAttention": _BIAS,
-    "timm.models.vision_transformer_sam.Attention": _WINDOWS,
     "timm.models.swin_transformer.WindowAttention": _WINDOWS,
     "timm.models.swin_transformer_v2.WindowAttention": _WINDOWS,
 }

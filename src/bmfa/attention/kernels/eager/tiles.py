@@ -1,7 +1,7 @@
 """The tiled form in torch operations: gathers and batched products, any device, autograd.
 
 `bmfa.attention.kernels.reference.tiles` specifies what is computed. Shapes here: G = B * H heads,
-T tiles of S = side * side slots, R = T groups of queries in the order of `Tiling.group_order`, P probes,
+T tiles of S = side * side slots, R groups of queries in the order of `Tiling.group_order`, P probes,
 d and e channels of keys and values. A chunk has some groups of one head, or all groups of g heads.
 """
 
@@ -45,7 +45,7 @@ KEPT_ELEMENTS = 1 << 22
 def tiled_attention(
     q: Tensor, k: Tensor, v: Tensor, tiling: Tiling, *, prefix: int, scale: float, tau: float = 1.0,
     error: float | None = None, expand: float | None = None, valid: Tensor | None = None,
-    exact_above: float = 1.0,
+    exact_above: float = 1.0, query_prefix: int | None = None,
 ) -> TiledAttention | None:  # fmt: skip
     """Compute tiled attention as specified by `bmfa.attention.kernels.reference.tiled_attention`.
 
@@ -53,16 +53,18 @@ def tiled_attention(
     choice of the expanded tiles are constants of the gradient; everything else is differentiated.
 
     Args:
-        q, k: (B, H, prefix + N, d), spatial tokens in raster order.
+        q: (B, H, query_prefix + queries, d), in raster order.
+        k: (B, H, prefix + N, d), spatial tokens in raster order.
         v: (B, H, prefix + N, e).
-        tiling: The tiles of the grid of N spatial tokens.
-        prefix: The number of tokens before the grid.
+        tiling: The tiles of the grid of N spatial tokens, and the groups of the queries.
+        prefix: The number of keys before the grid.
         scale: The factor of q . k.
         tau: The temperature.
         error: The target for the relative L2 error of the output; one of `error` and `expand` is given.
         expand: The mean number of tiles that a group expands.
         valid: bool (B or 1, N), the spatial tokens that exist.
         exact_above: The share of expanded tiles above which a head is computed exactly.
+        query_prefix: The number of queries before the grid, if it is not that of the keys.
 
     Returns:
         Output, expanded tiles of each group and errors of the probes; None if every head would be
@@ -70,15 +72,16 @@ def tiled_attention(
     """
     if (error is None) == (expand is None):
         raise ValueError(f"error is {error!r} and expand is {expand!r}; pass exactly one of them")
+    query_prefix = prefix if query_prefix is None else query_prefix
     if q.numel() == 0:  # an empty batch still has gradients
         expanded = q.new_zeros(*q.shape[:2], tiling.groups, tiling.tiles, dtype=torch.bool)
-        probes = q.new_zeros(*q.shape[:2], tiling.probes(prefix), 3, dtype=torch.float32)
+        probes = q.new_zeros(*q.shape[:2], tiling.probes(query_prefix), 3, dtype=torch.float32)
         counts = expanded.sum(-1, dtype=torch.int32)
         return TiledAttention(q[..., :1] * v[:, :, :1], counts, probes, expanded)
     everything = error == 0.0 or (expand is not None and expand >= tiling.tiles)
     if everything and exact_above < 1.0:
         return None
-    heads = _Heads.of(q, k, v, tiling, prefix, scale / tau, valid)
+    heads = _Heads.of(q, k, v, tiling, prefix, query_prefix, scale / tau, valid)
     representatives = _Representatives(heads)
     if everything:
         choice, exact_probes = _Choice.everything(heads), None
@@ -91,9 +94,9 @@ def tiled_attention(
     if exact_above < 1.0 and bool(choice.exact.all()):
         return None
     tiles, expanded = _attend(heads, representatives, choice)
-    spatial = unflatten(tiles_to_tokens(tiles, tiling), 0, q.shape[:2]).to(q.dtype)
+    spatial = unflatten(tiles_to_tokens(tiles, tiling.queries), 0, q.shape[:2]).to(q.dtype)
     output = spatial
-    if prefix:
+    if query_prefix:
         output = torch.cat((_prefix_outputs(q, heads, scale / tau).to(q.dtype), spatial), 2)
     with torch.no_grad():
         probes = _probe_errors(heads, tiles.to(q.dtype), exact_probes)
@@ -110,7 +113,8 @@ class _Heads:
     """Steps 1 and 2 of the specification: tokens in tiles, and what does not depend on a group."""
 
     tiling: Tiling
-    prefix: int
+    prefix: int  # of the keys
+    query_prefix: int
     shape: tuple[int, int]  # B, H
     order: Tensor  # (R,) group at each position
     q: Tensor  # (G, R, S, d) times scale / tau, as is q_mean; groups in `order`
@@ -128,25 +132,29 @@ class _Heads:
 
     @classmethod
     def of(
-        cls, q: Tensor, k: Tensor, v: Tensor, tiling: Tiling, prefix: int, factor: float,
-        valid: Tensor | None,
+        cls, q: Tensor, k: Tensor, v: Tensor, tiling: Tiling, prefix: int, query_prefix: int,
+        factor: float, valid: Tensor | None,
     ) -> "_Heads":  # fmt: skip
         """Arrange tokens in tiles, in at least float32, and compute means."""
         dtype = torch.promote_types(q.dtype, torch.float32)
         shape = (q.shape[0], q.shape[1])
         exists = valid_slots(tiling, valid, q)
+        q_exists = exists if tiling.query_grid is None else valid_slots(tiling.queries, None, q)
         prefix_k, prefix_v = (x[:, :, :prefix].to(dtype).flatten(0, 1) for x in (k, v))
-        q, k, v = (tokens_to_tiles(x[:, :, prefix:], tiling, dtype) for x in (q, k, v))
+        q = tokens_to_tiles(q[:, :, query_prefix:], tiling.queries, dtype)
+        k, v = (tokens_to_tiles(x[:, :, prefix:], tiling, dtype) for x in (k, v))
         order = tiling.group_order.to(q.device)
         q = q.index_select(1, order) * factor  # (G, R, S, d)
-        if exists is None:
-            counts = torch.full((1, tiling.tiles), tiling.slots, device=q.device)
-            q_exists = None
-        else:
-            counts, q_exists = exists.sum(-1), exists.index_select(1, order)
-            q = q.masked_fill(~q_exists.unsqueeze(-1), 0.0)
+        counts = _token_counts(exists, tiling, q.device)
+        if exists is not None:
             k, v = (x.masked_fill(~exists.unsqueeze(-1), 0.0) for x in (k, v))
-        q_count = counts.index_select(1, order)
+        q_count = counts
+        if tiling.query_grid is not None:
+            q_count = _token_counts(q_exists, tiling.queries, q.device)
+        q_count = q_count.index_select(1, order)
+        if q_exists is not None:
+            q_exists = q_exists.index_select(1, order)
+            q = q.masked_fill(~q_exists.unsqueeze(-1), 0.0)
         q_mean = _tile_means(q, q_count)
         sample = q_count[:, :PROBE_SLOTS].to(dtype)  # (1 or G, groups)
         q_head = (q_mean[:, :PROBE_SLOTS] * sample.unsqueeze(-1)).sum(1)
@@ -162,7 +170,7 @@ class _Heads:
             # Roots first: their product overflows no earlier than the squares.
             q_mean_square = q_squares.sum(-1) / q_count.clamp(min=1)
             q_spread = q_mean_square.sqrt() * q_distance.amax(-1)
-            probes = tiling.probes(prefix)
+            probes = tiling.probes(query_prefix)
             probe_slot, probe_weight = _draw_probes(
                 q_squares[:, :probes],
                 None if q_exists is None else q_exists[:, :probes],
@@ -173,6 +181,7 @@ class _Heads:
         return cls(
             tiling=tiling,
             prefix=prefix,
+            query_prefix=query_prefix,
             shape=shape,
             order=order,
             q=q,
@@ -191,7 +200,7 @@ class _Heads:
 
     @property
     def probes(self) -> int:
-        return self.tiling.probes(self.prefix)
+        return self.tiling.probes(self.query_prefix)
 
     @property
     def chunk_elements(self) -> int:
@@ -398,18 +407,18 @@ def _choose(
         norm = norm.sum(1)
         errors = (total.clamp(min=0.0) / norm.where(norm > 0, 1.0)).sqrt()
         count = (count / weight.sum(2).clamp(min=1e-300)).clamp(max=1.0)  # ones may round up
-        level_thresholds = _level_thresholds(errors).expand_as(errors)
         if error is not None:
-            found_at = _interpolate_down(errors, level_thresholds, ERROR_AIM * error)
+            level, part = _interpolate_down(errors, ERROR_AIM * error)
         else:
             assert share is not None
-            found_at = _interpolate_up(count.mean(1), level_thresholds, share)
-        threshold, level = found_at
-        index = level[:, None, None].expand(-1, shape[1], 1)
+            level, part = _interpolate_up(count.mean(1), share)
+        threshold = _threshold_at(_level_thresholds(errors), level, part)
         thresholds.append(threshold[:, None].expand(shape))
+        index = level[:, None, None].expand(-1, shape[1], 1)
         shrinkages.append(factor.gather(2, index).squeeze(2))
-        chosen_shares.append(count.gather(2, index).squeeze(2))
-    exact = torch.stack(chosen_shares).amax(0) > exact_above
+        below, above = (count.gather(2, x).squeeze(2) for x in (index, (index - 1).clamp(min=0)))
+        chosen_shares.append(torch.lerp(above, below, part.unsqueeze(1)))
+    exact = torch.stack(chosen_shares).mean(0) > exact_above
     dtype = heads.q.dtype
     return _Choice(
         torch.stack(thresholds, -1).flatten(0, 1).to(dtype),
@@ -418,37 +427,41 @@ def _choose(
     )
 
 
-def _interpolate_down(errors: Tensor, thresholds: Tensor, target: float) -> tuple[Tensor, Tensor]:
-    """Return thresholds (B,) at which falling errors (B, levels) reach the target, and the level.
-
-    The threshold is a level where the error falls to less than STEEP_FALL of the target. Infinity
-    expands nothing, 0 everything.
-    """
-    last = errors.shape[1] - 1
-    level = _first(errors <= target)
-    at_level = errors.gather(1, level.unsqueeze(1)).squeeze(1)
-    between = _between(thresholds, level, errors.clamp(min=1e-30), target)
-    whole = (at_level < STEEP_FALL * target) | (level == last)
-    between = torch.where(whole, thresholds.gather(1, level.unsqueeze(1)).squeeze(1), between)
-    return torch.where(level == 0, torch.inf, between), level
+def _interpolate_down(errors: Tensor, target: float) -> tuple[Tensor, Tensor]:
+    """Return where falling errors (B, levels) reach the target: levels and parts of the steps (B,)."""
+    level = _first(errors <= target) if target > 0.0 else _first(errors < 0.0)
+    before, after = _step(errors.clamp(min=1e-30), level)
+    ratio = (before / after).log()
+    part = (before / max(target, 1e-30)).log() / ratio.where(ratio != 0.0, 1.0)
+    part = part.clamp(0.0, 1.0).where(ratio != 0.0, 1.0)
+    complete = (level == 0) | (level == errors.shape[1] - 1) | (after < STEEP_FALL * target)
+    return level, part.where(~complete, 1.0)
 
 
-def _interpolate_up(shares: Tensor, thresholds: Tensor, target: float) -> tuple[Tensor, Tensor]:
-    """Return thresholds (B,) at which growing shares (B, levels) reach the target, and the level."""
+def _interpolate_up(shares: Tensor, target: float) -> tuple[Tensor, Tensor]:
+    """Return where growing shares (B, levels) reach the target: levels and parts of the steps (B,)."""
     last = shares.shape[1] - 1
     level = _first(shares > target)
-    if target <= 0.0:
-        level = torch.zeros_like(level)
-    lower = (level - 1).clamp(min=0)
-    before, after = (shares.gather(1, x.unsqueeze(1)).squeeze(1) for x in (lower, level))
+    if target >= 1.0 or target <= 0.0:
+        return torch.full_like(level, last if target >= 1.0 else 0), shares.new_ones(level.shape)
+    before, after = _step(shares, level)
     part = (target - before) / (after - before).where(after > before, 1.0)
-    steep = (level == last) | (after > STEEP_RISE * target)
-    part = part.where(~steep, 0.0)
-    above, below = (
-        thresholds.gather(1, x.unsqueeze(1)).squeeze(1) for x in (lower, level.clamp(max=last - 1))
-    )
-    threshold = torch.where(level == 0, torch.inf, above ** (1 - part) * below**part)
-    return threshold, torch.where(steep, lower, level)
+    steep = (level > 0) & ((level == last) | (after > STEEP_RISE * target))
+    return level - steep.long(), part.where(~(steep | (level == 0)), 1.0)
+
+
+def _threshold_at(thresholds: Tensor, level: Tensor, part: Tensor) -> Tensor:
+    """Return the thresholds (B,) between levels and those before; infinity expands nothing."""
+    before, after = _step(thresholds.expand(len(level), -1), level)
+    between = torch.where(part == 1.0, after, before ** (1 - part) * after**part)
+    return between.where(level > 0, torch.inf)
+
+
+def _step(values: Tensor, level: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the values (B, levels) before and at the levels (B,)."""
+    after = level.unsqueeze(1)
+    before = (after - 1).clamp(min=0)
+    return values.gather(1, before).squeeze(1), values.gather(1, after).squeeze(1)
 
 
 def _first(flags: Tensor) -> Tensor:
@@ -458,24 +471,10 @@ def _first(flags: Tensor) -> Tensor:
     return flags.to(torch.uint8).argmax(-1)
 
 
-def _between(thresholds: Tensor, level: Tensor, values: Tensor, target: float) -> Tensor:
-    """Interpolate between a level and the one before it; log value is linear in log threshold."""
-    after = level.unsqueeze(1)
-    before = (after - 1).clamp(min=0)
-    (low, high), (above, below) = (
-        (x.gather(1, before).squeeze(1), x.gather(1, after).squeeze(1))
-        for x in (values, thresholds)
-    )
-    ratio = (low / high).log()
-    part = (low / max(target, 1e-30)).log() / ratio.where(ratio != 0.0, 1.0)
-    part = torch.where(ratio != 0.0, part, 1.0).clamp(0.0, 1.0)
-    return above ** (1 - part) * below**part
-
-
 def _attend(
     heads: _Heads, representatives: _Representatives, choice: _Choice
 ) -> tuple[Tensor, Tensor]:
-    """Return outputs (G, T, S, e) and expanded tiles (G, R, T), both in the order of tiles."""
+    """Return outputs (G, R, S, e) and expanded tiles (G, R, T), groups in raster order."""
     device = heads.order.device
     rows, outputs, expanded = [], [], []
     for part, positions, exact in _group_chunks(heads, choice):
@@ -659,7 +658,7 @@ class _ExpandedTiles:
 
 def _prefix_outputs(q: Tensor, heads: _Heads, factor: float) -> Tensor:
     """Return exact outputs (B, H, prefix, e) of the prefix queries."""
-    queries = q[:, :, : heads.prefix].to(heads.q.dtype)
+    queries = q[:, :, : heads.query_prefix].to(heads.q.dtype)
     keys, values = (unflatten(x, 0, heads.shape) for x in (heads.keys, heads.values))
     mask = None
     if heads.exists is not None:
@@ -672,7 +671,7 @@ def _probe_errors(heads: _Heads, output: Tensor, exact: Tensor | None) -> Tensor
     """Return (G, P, 3) float32: |output - exact|^2, |exact|^2, weight of the probe.
 
     Args:
-        output: (G, T, S, e).
+        output: (G, R, S, e).
         exact: (G, P, e); None if the output is exact.
     """
     index = heads.probe_slot[..., None, None].expand(-1, -1, 1, output.shape[-1])
@@ -683,6 +682,13 @@ def _probe_errors(heads: _Heads, output: Tensor, exact: Tensor | None) -> Tensor
     fields = ((got - exact).square().sum(-1), exact.square().sum(-1), weight)
     found = torch.stack([x.to(torch.float32) for x in fields], -1)
     return found.where(weight.unsqueeze(-1) > 0, 0.0)
+
+
+def _token_counts(exists: Tensor | None, tiling: Tiling, device: torch.device) -> Tensor:
+    """(1 or G, T) int64 tokens of each tile."""
+    if exists is None:
+        return torch.full((1, tiling.tiles), tiling.slots, device=device)
+    return exists.sum(-1)
 
 
 def _tile_means(tokens: Tensor, counts: Tensor) -> Tensor:

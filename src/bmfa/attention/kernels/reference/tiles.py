@@ -1,7 +1,7 @@
 """Tiled attention: queries in groups, whose representative summarises every tile of keys at its tangent.
 
 The scheme, with c = scale / tau. A tile L is a square of the grid with n_L valid tokens. The queries of
-one tile form a group g.
+one tile form a group g; they may have a grid of their own.
 
 1. Groups. qbar_g is the mean of the valid queries of the group, 0 if there are none, and rho_g the
    geometric mean of the mean and the maximum of |q - qbar_g|^2: few outlying queries have most of the
@@ -32,7 +32,8 @@ one tile form a group g.
    `level_thresholds`, the error and the correction of each probe are known. The groups at even
    positions take the threshold and the shrinkage (one for each head) that the probes at odd positions
    determine, and the other way round, so that no probe measures what it has determined (`choose`). A
-   head in which more than `exact_above` of the tiles would be expanded is computed exactly.
+   head is computed exactly if more than `exact_above` of its tiles would be expanded, by the share of
+   the probes, interpolated like the threshold, in the mean of the two halves.
 6. Prefix queries are exact. The outputs of queries that are not valid are undefined (0 here).
 """
 
@@ -103,20 +104,23 @@ def tiled_attention(
     expand: float | None = None,
     valid: npt.ArrayLike | None = None,
     exact_above: float = 1.0,
+    query_prefix: int | None = None,
 ) -> ReferenceTiled:
     """Compute tiled attention as the module describes it.
 
     Args:
-        q, k: (B, H, prefix + N, d), spatial tokens in raster order.
+        q: (B, H, query_prefix + queries, d), in raster order.
+        k: (B, H, prefix + N, d), spatial tokens in raster order.
         v: (B, H, prefix + N, e).
-        tiling: Tiles of the grid of N spatial tokens.
-        prefix: Number of tokens before the grid.
+        tiling: Tiles of the grid of N spatial tokens, and groups of the queries.
+        prefix: Number of keys before the grid.
         scale: Factor of q . k.
         tau: Temperature.
         error: Target for the relative L2 error of the output; one of `error` and `expand` is given.
         expand: Mean number of tiles that a group expands.
         valid: bool (B, N), the spatial tokens that exist.
         exact_above: Share of expanded tiles above which a head is computed exactly.
+        query_prefix: Number of queries before the grid, if it is not that of the keys.
 
     Returns:
         The output, and how it was found.
@@ -124,7 +128,8 @@ def tiled_attention(
     queries, keys, values = (np.asarray(x, np.float64) for x in (q, k, v))
     batch, heads, tokens, _ = queries.shape
     exists = np.ones((batch, tiling.grid.size), bool) if valid is None else np.asarray(valid, bool)
-    groups, probes = tiling.groups, tiling.probes(prefix)
+    query_prefix = prefix if query_prefix is None else query_prefix
+    groups, probes = tiling.groups, tiling.probes(query_prefix)
     result = ReferenceTiled(
         np.zeros((batch, heads, tokens, values.shape[-1])),
         np.zeros((batch, heads, groups, tiling.tiles), bool),
@@ -138,10 +143,12 @@ def tiled_attention(
     parity = np.empty(groups, np.int64)
     parity[order] = np.arange(groups) % 2  # of the position of each group
     for b in range(batch):
-        members = tile_members(tiling, exists[b])
+        tiles = group_queries = tile_members(tiling, exists[b])
+        if tiling.query_grid is not None:
+            group_queries = tile_members(tiling.queries, np.ones(tiling.queries.grid.size, bool))
         picture = [
-            Head(queries[b, h], keys[b, h], values[b, h], members, prefix, scale / tau, order)
-            for h in range(heads)
+            Head(q, k, v, tiles, prefix, scale / tau, order, group_queries)
+            for q, k, v in zip(queries[b, :, query_prefix:], keys[b], values[b], strict=True)
         ]
         drawn = [
             [draw_probe(head, tiling, int(g), h) for g in order[:probes]]
@@ -159,18 +166,29 @@ def tiled_attention(
             expanded |= exact[h] | (chosen[parity] == 0.0)[:, None]
             expanded &= head.counts > 0
             result.expanded[b, h] = expanded
-            for p in range(prefix):
+            for p in range(query_prefix):
                 result.output[b, h, p] = head.exact_output(queries[b, h, p])
             for g in range(groups):
-                for token in members[g]:
+                for token in group_queries[g]:
                     coarse, correction = head.output(token, g, expanded[g], shrinkage[h, parity[g]])
-                    result.output[b, h, prefix + token] = coarse + correction
-            result.probes[b, h] = _probe_errors(head, result.output[b, h, prefix:], drawn[h])
+                    result.output[b, h, query_prefix + token] = coarse + correction
+            result.probes[b, h] = _probe_errors(head, result.output[b, h, query_prefix:], drawn[h])
     return result
 
 
 class Head:
-    """One head of one picture: steps 1 to 4."""
+    """One head of one picture: steps 1 to 4.
+
+    Args:
+        q: (queries, d), those of the prefix excepted.
+        k: (prefix + N, d).
+        v: (prefix + N, e).
+        members: Valid tokens of each tile.
+        prefix: Number of keys before the grid.
+        factor: Factor of q . k, scale / tau.
+        order: Groups in the order of their positions; None for that of their numbers.
+        queries: Valid queries of each group; None for those of the tiles.
+    """
 
     def __init__(
         self,
@@ -181,10 +199,12 @@ class Head:
         prefix: int,
         factor: float,
         order: Indices | None = None,
+        queries: list[list[int]] | None = None,
     ) -> None:
         self.factor, self.members = factor, members
-        self.order = np.arange(len(members)) if order is None else order
-        self.q, self.k, self.v = q[prefix:], k[prefix:], v[prefix:]
+        self.queries = members if queries is None else queries
+        self.order = np.arange(len(self.queries)) if order is None else order
+        self.q, self.k, self.v = q, k[prefix:], v[prefix:]
         self.prefix_k, self.prefix_v = k[:prefix], v[:prefix]
         self.counts = np.array([len(tokens) for tokens in members])
         self._summarise_groups()
@@ -192,17 +212,17 @@ class Head:
         self._represent()
 
     def _summarise_groups(self) -> None:
-        groups, dim = len(self.members), self.q.shape[1]
+        groups, dim = len(self.queries), self.q.shape[1]
         self.q_mean = np.zeros((groups, dim))
         self.q_spread = np.zeros(groups)  # rho
-        for g, tokens in enumerate(self.members):
+        for g, tokens in enumerate(self.queries):
             if tokens:
                 self.q_mean[g] = self.q[tokens].mean(0)
                 squares = ((self.q[tokens] - self.q_mean[g]) ** 2).sum(-1)
                 self.q_spread[g] = math.sqrt(squares.mean() * squares.max())
         sample = self.order[:PROBE_SLOTS]
-        total = (self.counts[sample, None] * self.q_mean[sample]).sum(0)
-        self.q_head = total / max(1, self.counts[sample].sum())
+        counts = np.array([len(self.queries[g]) for g in sample])
+        self.q_head = (counts[:, None] * self.q_mean[sample]).sum(0) / max(1, counts.sum())
 
     def _summarise_tiles(self) -> None:
         tiles, dim = len(self.members), self.k.shape[1]
@@ -219,8 +239,7 @@ class Head:
                 self.diameter = max(self.diameter, 2 * float(np.linalg.norm(values, axis=-1).max()))
 
     def _represent(self) -> None:
-        tiles, dim = len(self.members), self.k.shape[1]
-        groups = tiles
+        groups, tiles, dim = len(self.queries), len(self.members), self.k.shape[1]
         self.log_mass = np.full((groups, tiles), -np.inf)  # A
         self.k_tangent = np.zeros((groups, tiles, dim))
         self.v_tangent = np.zeros((groups, tiles, self.v.shape[1]))
@@ -278,7 +297,7 @@ def draw_probe(head: Head, tiling: Tiling, g: int, h: int) -> Probe | None:
 
     A query has the probability UNIFORM_SHARE / n + (1 - UNIFORM_SHARE) |q - qbar|^4 / sum |q - qbar|^4.
     """
-    tokens = head.members[g]
+    tokens = head.queries[g]
     if not tokens:
         return None
     fourth = ((head.q[tokens] - head.q_mean[g]) ** 2).sum(-1) ** 2
@@ -355,53 +374,56 @@ def choose(
         share = (weight * levels.share[:, source]).sum(1) / np.maximum(weight.sum(1), 1e-300)
         share = np.minimum(share, 1.0)  # a mean of ones may round up
         if error is not None:
-            chosen[half], level = interpolate_down(errors, thresholds, ERROR_AIM * error)
+            level, part = interpolate_down(errors, ERROR_AIM * error)
         else:
             assert expand is not None
-            chosen[half], level = interpolate_up(share.mean(0), thresholds, expand / tiles)
+            level, part = interpolate_up(share.mean(0), expand / tiles)
+        chosen[half] = threshold_at(thresholds, level, part)
         shrinkage[:, half] = factor[:, level]
-        shares[:, half] = share[:, level]
-    exact = np.asarray((shares > exact_above).any(1))
-    return chosen, shrinkage, exact
+        shares[:, half] = (1 - part) * share[:, max(level - 1, 0)] + part * share[:, level]
+    return chosen, shrinkage, np.asarray(shares.mean(1) > exact_above)
 
 
-def interpolate_down(errors: Array, thresholds: Array, target: float) -> tuple[float, int]:
-    """Return the threshold at which falling errors reach the target, and the level at or below it.
+def interpolate_down(errors: Array, target: float) -> tuple[int, float]:
+    """Return where falling errors reach the target: a level, and the part of the step to it.
 
     Between two levels, log error is linear in log threshold. If the error falls to less than STEEP_FALL
-    of the target at once, the losses are too much alike for that, and the threshold is the lower level.
-    Infinity expands nothing, 0 everything.
+    of the target at once, the losses are too much alike for that, and the step is complete.
     """
+    last = len(errors) - 1
     if target <= 0.0:
-        return 0.0, len(errors) - 1
-    level = next((j for j, value in enumerate(errors) if value <= target), len(errors) - 1)
-    if level == 0:
-        return math.inf, 0
-    if errors[level] < STEEP_FALL * target or level == len(errors) - 1:
-        return float(thresholds[level]), level
-    return _between(thresholds, level, errors[level - 1], errors[level], target), level
+        return last, 1.0
+    level = next((j for j, value in enumerate(errors) if value <= target), last)
+    if level in (0, last) or errors[level] < STEEP_FALL * target:
+        return level, 1.0
+    ratio = math.log(errors[level - 1] / errors[level])
+    part = math.log(errors[level - 1] / target) / ratio if ratio != 0.0 else 1.0
+    return level, min(max(part, 0.0), 1.0)
 
 
-def interpolate_up(shares: Array, thresholds: Array, target: float) -> tuple[float, int]:
-    """Return the threshold at which growing shares reach the target, and the level at or below it.
+def interpolate_up(shares: Array, target: float) -> tuple[int, float]:
+    """Return where growing shares reach the target: a level, and the part of the step to it.
 
     Between two levels, the share is linear in log threshold. If it grows beyond STEEP_RISE times the
-    target at once, the threshold is the upper level.
+    target at once, the step is not taken.
     """
+    last = len(shares) - 1
     if target >= 1.0:
-        return 0.0, len(shares) - 1
-    level = next((j for j, value in enumerate(shares) if value > target), len(shares) - 1)
+        return last, 1.0
+    level = next((j for j, value in enumerate(shares) if value > target), last)
     if target <= 0.0 or level == 0:
-        return math.inf, 0
-    if level == len(shares) - 1 or shares[level] > STEEP_RISE * target:
-        return float(thresholds[level - 1]), level - 1
-    part = (target - shares[level - 1]) / (shares[level] - shares[level - 1])
-    return float(thresholds[level - 1] ** (1 - part) * thresholds[level] ** part), level
+        return 0, 1.0
+    if level == last or shares[level] > STEEP_RISE * target:
+        return level - 1, 1.0
+    return level, float((target - shares[level - 1]) / (shares[level] - shares[level - 1]))
 
 
-def _between(thresholds: Array, level: int, before: float, after: float, target: float) -> float:
-    ratio = math.log(before / after)
-    part = min(max(math.log(before / target) / ratio, 0.0), 1.0) if ratio != 0.0 else 1.0
+def threshold_at(thresholds: Array, level: int, part: float) -> float:
+    """Return the threshold between a level and the one before it; infinity expands nothing."""
+    if level == 0:
+        return math.inf
+    if part == 1.0:
+        return float(thresholds[level])
     return float(thresholds[level - 1] ** (1 - part) * thresholds[level] ** part)
 
 

@@ -39,7 +39,7 @@ def attend_expanded(
 def expand_kernel(
     q, k, v, valid, expanded_list, expanded_count, items, item_m, item_l, item_acc,
     stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_kt, stride_vb, stride_vh, stride_vt,
-    H, prefix, height, width, tiles_across, num_tiles, first_row, row_capacity, group_stride,
+    H, prefix, height, width, frames, tiles_across, num_tiles, first_row, row_capacity, group_stride,
     qk_scale,
     D: tl.constexpr, BLOCK_D: tl.constexpr, SIDE: tl.constexpr, NUM_ITEMS: tl.constexpr,
     ITEM_TILES: tl.constexpr, Z_ORDER: tl.constexpr, MASKED: tl.constexpr, RAGGED: tl.constexpr,
@@ -60,7 +60,7 @@ def expand_kernel(
         q += batch * stride_qb + head * stride_qh + prefix * stride_qt
         k += batch * stride_kb + head * stride_kh + prefix * stride_kt
         v += batch * stride_vb + head * stride_vh + prefix * stride_vt
-        valid += batch * height * width
+        valid += batch * frames * height * width
         slots, columns = tl.arange(0, S), tl.arange(0, BLOCK_D)
         tokens, on_grid = tile_tokens(group, slots, height, width, tiles_across, Z_ORDER, SIDE)
         tile_q = load_rows(q, tokens, stride_qt, on_grid, D, BLOCK_D)  # (S, BLOCK_D)
@@ -89,7 +89,7 @@ def attention_kernel(
     probes, o,
     stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_kt, stride_vb, stride_vh, stride_vt,
     stride_ob, stride_oh, stride_ot,
-    H, prefix, height, width, tiles_across, num_tiles, line_stride, first_row, row_capacity,
+    H, prefix, height, width, frames, tiles_across, num_tiles, line_stride, first_row, row_capacity,
     group_stride, num_probes, qk_scale,
     D: tl.constexpr, BLOCK_D: tl.constexpr, SIDE: tl.constexpr, BLOCK_MEANS: tl.constexpr,
     BLOCK_PREFIX: tl.constexpr, ITEM_TILES: tl.constexpr, SKIP_EXACT: tl.constexpr,
@@ -116,7 +116,7 @@ def attention_kernel(
         q += batch * stride_qb + head * stride_qh + prefix * stride_qt
         k += batch * stride_kb + head * stride_kh
         v += batch * stride_vb + head * stride_vh
-        valid += batch * height * width
+        valid += batch * frames * height * width
         line = batch_head * row_capacity + row
         slots, columns = tl.arange(0, S), tl.arange(0, BLOCK_D)
         in_head = columns < D
@@ -203,7 +203,7 @@ def exact_kernel(
     q, k, v, valid, exact_heads, o,
     stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_kt, stride_vb, stride_vh, stride_vt,
     stride_ob, stride_oh, stride_ot,
-    H, prefix, height, width, qk_scale,
+    H, prefix, height, width, frames, qk_scale,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     MASKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -216,8 +216,8 @@ def exact_kernel(
         q += batch * stride_qb + head * stride_qh
         k += batch * stride_kb + head * stride_kh
         v += batch * stride_vb + head * stride_vh
-        valid += batch * height * width
-        num_tokens = prefix + height * width
+        valid += batch * frames * height * width
+        num_tokens = prefix + frames * height * width
         rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
         columns = tl.arange(0, BLOCK_D)
         queries = load_rows(q, rows, stride_qt, rows < num_tokens, D, BLOCK_D)

@@ -70,14 +70,15 @@ class CallKey(NamedTuple):
     masked: bool
     height: int
     width: int
+    frames: int
     prefix: int
     qk_scale: float
     z_order: bool
 
     @classmethod
     def of(
-        cls, tensors: tuple[Tensor, ...], valid: Tensor | None, height: int, width: int, prefix: int,
-        qk_scale: float, z_order: bool,
+        cls, tensors: tuple[Tensor, ...], valid: Tensor | None, height: int, width: int, frames: int,
+        prefix: int, qk_scale: float, z_order: bool,
     ) -> "CallKey":  # fmt: skip
         """Read the key off q, k, v and o, (B, H, prefix + N, D) each."""
         q = tensors[0]
@@ -85,13 +86,13 @@ class CallKey(NamedTuple):
         strides = tuple(tensor.stride()[:3] for tensor in tensors)
         return cls(
             batch, heads, dim, strides, q.dtype, q.get_device(), valid is not None,
-            height, width, prefix, qk_scale, z_order,
+            height, width, frames, prefix, qk_scale, z_order,
         )  # fmt: skip
 
     @property
     def tiling(self) -> Tiling:
         """Tiles of the one size that the kernels are written for."""
-        return Tiling(Grid(self.height, self.width))
+        return Tiling(Grid(self.height, self.width, frames=self.frames))
 
     def arguments(self) -> dict[str, Any]:
         """Return the arguments that the kernels share, by the names of their parameters."""
@@ -107,6 +108,7 @@ class CallKey(NamedTuple):
             "prefix": self.prefix,
             "height": self.height,
             "width": self.width,
+            "frames": self.frames,
             "tiles_across": tiling.columns,
             "num_tiles": tiling.tiles,
             "qk_scale": self.qk_scale,
@@ -309,15 +311,15 @@ def prepare_attention(
 
 
 def launch_attention(
-    q: Tensor, k: Tensor, v: Tensor, valid: Tensor | None, height: int, width: int, prefix: int,
-    qk_scale: float, error: float | None, share: float, exact_above: float, z_order: bool,
+    q: Tensor, k: Tensor, v: Tensor, valid: Tensor | None, height: int, width: int, frames: int,
+    prefix: int, qk_scale: float, error: float | None, share: float, exact_above: float, z_order: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Run tiled attention.
 
     Args:
         q, k, v: (B, H, prefix + N, D).
         valid: bool (B, N), the tokens that exist, or None if all do.
-        height, width: The grid of the N spatial tokens.
+        height, width, frames: The grid of the N spatial tokens.
         prefix: The number of tokens before the grid.
         qk_scale: The factor of q . k, the temperature included.
         error: The target for the relative error of the output, or None.
@@ -332,7 +334,7 @@ def launch_attention(
     """
     batch, heads, tokens, dim = q.shape
     o = q.new_empty((batch, tokens, heads, dim)).transpose(1, 2)
-    key = CallKey.of((q, k, v, o), valid, height, width, prefix, qk_scale, z_order)
+    key = CallKey.of((q, k, v, o), valid, height, width, frames, prefix, qk_scale, z_order)
     launch = prepare_attention(key, error, share, exact_above)
     return o, *launch(q, k, v, _mask_pointer(valid, q), o)
 

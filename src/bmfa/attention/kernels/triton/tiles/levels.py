@@ -200,6 +200,13 @@ def pick(table, index, LEVELS: tl.constexpr):
 
 
 @triton.jit
+def share_at(share, level, part, LEVELS: tl.constexpr):
+    """Return the shares (BLOCK_H,) at a part of the step to a level, of (BLOCK_H, LEVELS)."""
+    before = pick(share, tl.maximum(level - 1, 0), LEVELS)
+    return before + part * (pick(share, level, LEVELS) - before)
+
+
+@triton.jit
 def shrinkage_of(product, square, norm, SMALLEST: tl.constexpr, LARGEST: tl.constexpr):
     """Return the best factors (BLOCK_H, LEVELS) of the corrections, 0 for corrections that are smaller
     than SMALLEST of the outputs, whose squares sum to `norm` (BLOCK_H,)."""
@@ -233,18 +240,19 @@ def interpolate(
     curve, target, LEVELS: tl.constexpr, LEVEL_RATIO: tl.constexpr, STEEP_FALL: tl.constexpr,
     STEEP_RISE: tl.constexpr, BY_ERROR: tl.constexpr,
 ):  # fmt: skip
-    """Return the threshold at which the curve (LEVELS,) reaches the target, and the level at or below
-    it.
+    """Return the threshold at which the curve (LEVELS,) reaches the target, the level at or below it,
+    and the part of the step from the level before.
 
     Errors fall and shares grow from level to level. Between two levels the logarithm of an error, or a
     share, is linear in the logarithm of the threshold; an error that falls too much at once takes the
-    lower level. Infinity expands nothing, 0 everything.
+    lower level, a share that grows too much the upper one. Infinity expands nothing, 0 everything.
     """
     levels = tl.arange(0, LEVELS)
     if BY_ERROR:
         level = tl.min(tl.where((curve <= target) & (target > 0.0), levels, LEVELS - 1), 0)
     else:
-        level = tl.min(tl.where(curve > target, levels, LEVELS - 1), 0)
+        level = tl.min(tl.where((curve > target) & (target < 1.0), levels, LEVELS - 1), 0)
+        level = tl.where(target <= 0.0, 0, level)
     before = tl.sum(tl.where(levels == level - 1, curve, 0.0), 0)
     after = tl.sum(tl.where(levels == level, curve, 0.0), 0)
     if BY_ERROR:
@@ -252,20 +260,17 @@ def interpolate(
         part = tl.log2(tl.maximum(before, SMALLEST_SUM) / tl.maximum(target, SMALLEST_SUM))
         part = tl.where(ratio != 0.0, part / tl.where(ratio != 0.0, ratio, 1.0), 1.0)
         part = tl.minimum(tl.maximum(part, 0.0), 1.0)
-        part = tl.where(after < STEEP_FALL * target, 1.0, part)
-        everything = level == LEVELS - 1
+        complete = (level == 0) | (level == LEVELS - 1) | (after < STEEP_FALL * target)
     else:
         part = (target - before) / tl.where(after > before, after - before, 1.0)
         steep = (level == LEVELS - 1) | (after > STEEP_RISE * target)
-        part = tl.where(steep, 0.0, part)
-        level = tl.where(target <= 0.0, 0, level)
-        everything = target >= 1.0
+        steep = steep & (level > 0) & (target < 1.0)
+        complete = steep | (level == 0) | (target >= 1.0)
+        level = tl.where(steep, level - 1, level)
+    part = tl.where(complete, 1.0, part)
     threshold = tl.exp2(((level - 1).to(tl.float32) + part) * tl.log2(LEVEL_RATIO))
-    threshold = tl.where(level == 0, float("inf"), threshold)
-    if not BY_ERROR:
-        level = tl.where(steep & (level > 0), level - 1, level)
-        level = tl.where(everything, LEVELS - 1, level)
-    return tl.where(everything, 0.0, threshold), level
+    threshold = tl.where((level == LEVELS - 1) & (part == 1.0), 0.0, threshold)
+    return tl.where(level == 0, float("inf"), threshold), level, part
 
 
 @triton.jit
@@ -318,10 +323,10 @@ def choose_kernel(
     else:
         curve_0 = curve_0 / H
         curve_1 = curve_1 / H
-    threshold_0, level_0 = interpolate(
+    threshold_0, level_0, part_0 = interpolate(
         curve_0, target, LEVELS, LEVEL_RATIO, STEEP_FALL, STEEP_RISE, BY_ERROR
     )
-    threshold_1, level_1 = interpolate(
+    threshold_1, level_1, part_1 = interpolate(
         curve_1, target, LEVELS, LEVEL_RATIO, STEEP_FALL, STEEP_RISE, BY_ERROR
     )
     tl.store(thresholds + picture * 2, threshold_0)
@@ -343,7 +348,7 @@ def choose_kernel(
             tl.sum(weight_1 * exact_1, 1), SMALLEST_CORRECTION, LARGEST_SHRINKAGE,
         )  # fmt: skip
         tl.store(shrinkage + heads * 2 + 1, pick(factor, level_1, LEVELS), mask=heads < H)
-        # A head is exact if either half of its groups would expand too many tiles.
-        many = pick(weighted_mean(share, weight_0), level_0, LEVELS) > exact_above
-        many = many | (pick(weighted_mean(share, weight_1), level_1, LEVELS) > exact_above)
+        chosen = share_at(weighted_mean(share, weight_0), level_0, part_0, LEVELS)
+        chosen += share_at(weighted_mean(share, weight_1), level_1, part_1, LEVELS)
+        many = 0.5 * chosen > exact_above
         tl.store(exact_heads + picture * H + heads, many.to(tl.int32), mask=heads < H)

@@ -13,12 +13,12 @@ from bmfa.grid import Grid
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 DIMS = (32, 64, 72, 80, 96, 128)  # head dimensions that the tests run
-LARGEST_SIDE = 512  # tokens; a row of the selection kernel then has 4096 tiles
+LARGEST_SIDE, MOST_TILES = 512, 4096  # tokens; tiles in a row of the selection kernel
 LARGEST_PREFIX = 64  # tokens, one block of a product
 
 _library: Any = torch.library.Library("bmfa", "FRAGMENT")  # type: ignore[no-untyped-call]
 _library.define(
-    "tiled(Tensor q, Tensor k, Tensor v, Tensor? valid, int height, int width, int prefix,"
+    "tiled(Tensor q, Tensor k, Tensor v, Tensor? valid, int height, int width, int frames, int prefix,"
     " float factor, float? error, float share, float exact_above, bool z_order)"
     " -> (Tensor, Tensor, Tensor, Tensor)"
 )
@@ -45,10 +45,10 @@ def unsupported_reason(
     if any(t.stride(-1) != 1 for t in (q, k, v)):
         return "the head dimension is not contiguous; call .contiguous() on q, k and v"
     grid = tiling.grid
-    if max(grid.height, grid.width) > LARGEST_SIDE:
-        return (
-            f"the grid is {grid.height}x{grid.width}; the kernels take sides up to {LARGEST_SIDE}"
-        )
+    if tiling.query_grid is not None:
+        return f"the queries have a {tiling.query_grid} grid, and the kernels take that of the keys"
+    if max(grid.height, grid.width) > LARGEST_SIDE or tiling.tiles > MOST_TILES:
+        return f"the grid is {grid}; the kernels take sides up to {LARGEST_SIDE}, and {MOST_TILES} tiles"
     if tiling.side != TILE_SIDE:
         return (
             f"the tiles have {tiling.side}x{tiling.side} tokens; the kernels take {TILE_SIDE}x"
@@ -58,7 +58,7 @@ def unsupported_reason(
         return f"the prefix has {prefix} tokens; the kernels take up to {LARGEST_PREFIX}"
     if order == "z" and not tiling.z_aligned:
         return (
-            f"order is 'z' and a {grid.height}x{grid.width} grid has no {tiling.side}x{tiling.side} "
+            f"order is 'z' and a {grid} grid has no {tiling.side}x{tiling.side} "
             "tiles in its Z-order; pass raster order"
         )
     return None
@@ -86,8 +86,8 @@ def tiled_attention(
     if valid is not None:
         valid = valid.expand(q.shape[0], -1)
     output, expanded_count, coarse_bits, probes = operator(
-        q, k, v, valid, tiling.grid.height, tiling.grid.width, prefix, scale / tau, error,
-        0.0 if expand is None else expand / tiling.tiles, exact_above, order == "z",
+        q, k, v, valid, tiling.grid.height, tiling.grid.width, tiling.grid.frames, prefix, scale / tau,
+        error, 0.0 if expand is None else expand / tiling.tiles, exact_above, order == "z",
     )  # fmt: skip
     shape = (*q.shape[:2], tiling.groups)
 
@@ -118,11 +118,11 @@ def _launch(*arguments: Any) -> Any:
 
 
 def _fake(
-    q: Tensor, k: Tensor, v: Tensor, valid: Tensor | None, height: int, width: int, prefix: int,
-    *rest: Any,
+    q: Tensor, k: Tensor, v: Tensor, valid: Tensor | None, height: int, width: int, frames: int,
+    prefix: int, *rest: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     batch, heads, tokens, dim = q.shape
-    tiling = Tiling(Grid(height, width))
+    tiling = Tiling(Grid(height, width, frames=frames))
     lines = (batch * heads, tiling.groups)
     return (
         q.new_empty((batch, tokens, heads, dim)).transpose(1, 2),
@@ -140,14 +140,14 @@ operator: Any = torch.ops.bmfa.tiled.default
 
 @register_flop_formula(torch.ops.bmfa.tiled)
 def _flops(
-    q: Any, k: Any, v: Any, valid: Any, height: int, width: int, prefix: int, factor: float,
-    error: float | None, share: float, *rest: Any, **kwargs: Any,
+    q: Any, k: Any, v: Any, valid: Any, height: int, width: int, frames: int, prefix: int,
+    factor: float, error: float | None, share: float, *rest: Any, **kwargs: Any,
 ) -> int:  # fmt: skip
     """Count the products of representatives (scores, keys and values) and exact queries with all tokens,
     and of all queries with the prefix, the tangent tiles and a share of expanded tiles. What a target
     expands is not known."""
     batch, heads, _, dim = q
-    tiling = Tiling(Grid(height, width))
+    tiling = Tiling(Grid(height, width, frames=frames))
     tokens, tiles = tiling.grid.size, tiling.tiles
     exact = tiling.probes(prefix) + prefix
     products = (1.5 * tiles + exact) * tokens + tokens * (tiles + prefix + share * tokens)

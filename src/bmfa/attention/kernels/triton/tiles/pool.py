@@ -15,7 +15,7 @@ from bmfa.attention.kernels.triton.tiles.primitives import (
 def pool_kernel(
     q, valid, q_mean, q_spread, counts, probe_tokens, probe_deviation, probes, v_radius,
     stride_qb, stride_qh, stride_qt,
-    H, prefix, height, width, tiles_across, num_tiles, position_stride, num_probes, num_slots,
+    H, prefix, height, width, frames, tiles_across, num_tiles, position_stride, num_probes, num_slots,
     qk_scale,
     D: tl.constexpr, BLOCK_D: tl.constexpr, SIDE: tl.constexpr, UNIFORM_SHARE: tl.constexpr,
     Z_ORDER: tl.constexpr, MASKED: tl.constexpr,
@@ -30,7 +30,7 @@ def pool_kernel(
     tile = tl.program_id(0)
     batch, head, batch_head = split_batch_head(tl.program_id(1), H)
     q += batch * stride_qb + head * stride_qh + prefix * stride_qt
-    valid += batch * height * width
+    valid += batch * frames * height * width
     slots, columns = tl.arange(0, SIDE * SIDE), tl.arange(0, BLOCK_D)
     tokens, on_grid = tile_tokens(tile, slots, height, width, tiles_across, Z_ORDER, SIDE)
     exists = valid_tokens(valid, tokens, on_grid, MASKED)

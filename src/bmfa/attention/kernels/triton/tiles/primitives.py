@@ -24,14 +24,18 @@ def tile_tokens(
 ):
     """Return the token in each slot of a tile, and a mask of the slots that are on the grid.
 
-    Tokens are numbered from the first spatial token. In Z-order a tile is contiguous.
+    Tokens are numbered from the first spatial token. In Z-order a tile is contiguous. `height` is that
+    of a frame, and tiles lie inside of a frame.
     """
     if Z_ORDER:
         tokens = tile * (SIDE * SIDE) + slots
         return tokens, tokens < height * width
-    row = (tile // tiles_across) * SIDE + slots // SIDE
+    tile_row = tile // tiles_across
+    frame_rows = (height + SIDE - 1) // SIDE
+    row = (tile_row % frame_rows) * SIDE + slots // SIDE
     column = (tile % tiles_across) * SIDE + slots % SIDE
-    return row * width + column, (row < height) & (column < width)
+    token = ((tile_row // frame_rows) * height + row) * width + column
+    return token, (row < height) & (column < width)
 
 
 @triton.jit

@@ -110,7 +110,8 @@ def represent_kernel(
     q, k, v, valid, q_mean, counts, probe_tokens, probe_deviation, log_mass, k_tangent, v_tangent,
     probe_lse, probe_v, cross, k_spread, v_radius, probe_cross,
     stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_kt, stride_vb, stride_vh, stride_vt,
-    H, prefix, height, width, tiles_across, num_tiles, line_stride, first_row, num_rows, row_capacity,
+    H, prefix, height, width, frames, tiles_across, num_tiles, line_stride, first_row, num_rows,
+    row_capacity,
     group_stride, num_probes, num_slots, tile_programs, qk_scale,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr, SIDE: tl.constexpr,
     TILES: tl.constexpr, STAT_TILES: tl.constexpr, PROBING: tl.constexpr, Z_ORDER: tl.constexpr,
@@ -135,7 +136,7 @@ def represent_kernel(
     q += batch * stride_qb + head * stride_qh
     k += batch * stride_kb + head * stride_kh + prefix * stride_kt
     v += batch * stride_vb + head * stride_vh + prefix * stride_vt
-    valid += batch * height * width
+    valid += batch * frames * height * width
     if program < tile_programs:
         if block * BLOCK_R < num_rows:
             rows = batch_head * row_capacity

@@ -1,0 +1,1 @@
+"""Plans of `bmfa tune`: their figure."""

@@ -1,0 +1,156 @@
+"""How far the output of a model moves when its attention changes."""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from bmfa.models import embedded
+from bmfa.models.hosts import find_host
+
+Function = Callable[[Any, Any], Any]
+
+
+@dataclass(frozen=True)
+class Measure:
+    """A change of the output of a model, and how the changes of several layers add.
+
+    Args:
+        name: `"features"`, `"logits"` or the name of a function.
+        outputs: Computes from a model, images and keyword arguments what is compared.
+        compare: Computes change^power from two outputs, averaged over the images of a batch.
+        power: The power of the change that adds over layers: 2 for features, 1 for the KL of logits;
+            None if it is not known how changes add.
+    """
+
+    name: str
+    outputs: Callable[[nn.Module, Tensor, Mapping[str, Any]], Any]
+    compare: Callable[[Any, Any], float]
+    power: int | None
+
+    def change(self, mean: float) -> float:
+        """Return the change from the mean of `compare` over all images."""
+        return math.pow(mean, 1.0 / (self.power or 1))
+
+
+def find_measure(measure: str | Function) -> Measure:
+    """Return the measure of a name, or of a function of two outputs.
+
+    Raises:
+        TypeError: If it is neither a string nor a function.
+        ValueError: If the name is unknown.
+    """
+    if isinstance(measure, str):
+        if measure not in MEASURES:
+            raise ValueError(
+                f"measure is {measure!r}; pass 'features', 'logits' or a function of two outputs"
+            )
+        return MEASURES[measure]
+    if not callable(measure):
+        raise TypeError(
+            f"measure is {measure!r}; pass 'features', 'logits' or a function of two outputs"
+        )
+    name = getattr(measure, "__name__", type(measure).__name__)
+    return Measure(name, _call, lambda reference, output: float(measure(reference, output)), None)
+
+
+def features(model: nn.Module, images: Tensor, options: Mapping[str, Any]) -> list[Tensor]:
+    """Compute the tokens after the last block, or else the floating-point outputs of the model.
+
+    They are those of `forward_features` (timm), `last_hidden_state` (transformers, also of the tower
+    inside a classifier) or the last norm of the embedded model.
+
+    Args:
+        model: The model.
+        images: (B, 3, height, width).
+        options: Keyword arguments of the call.
+
+    Returns:
+        Tensors that begin with B.
+    """
+    forward_features = getattr(model, "forward_features", None)
+    if callable(forward_features):
+        return output_tensors(forward_features(images))
+    tower = find_host(model).tower
+    inner = tower.norm if isinstance(tower, embedded.EmbeddedViT) else tower
+    captured: list[Any] = []
+    handle = inner.register_forward_hook(lambda module, inputs, output: captured.append(output))
+    try:
+        output = _call(model, images, options)
+    finally:
+        handle.remove()
+    if captured and isinstance(tower, embedded.EmbeddedViT):
+        return output_tensors(captured[-1])
+    for candidate in (output, *captured[-1:]):
+        hidden = getattr(candidate, "last_hidden_state", None)
+        if isinstance(hidden, Tensor):
+            return [hidden]
+    return output_tensors(output)
+
+
+def output_tensors(output: Any) -> list[Tensor]:
+    """List the floating-point tensors in an output."""
+    if isinstance(output, Tensor):
+        return [output] if output.is_floating_point() else []
+    if isinstance(output, Mapping):
+        output = list(output.values())
+    if isinstance(output, Sequence) and not isinstance(output, str):
+        return [tensor for part in output for tensor in output_tensors(part)]
+    return []
+
+
+def logits(model: nn.Module, images: Tensor, options: Mapping[str, Any]) -> Tensor:
+    """Compute the class scores, (B, classes), (B, ..., classes) or (B, classes, height, width)."""
+    output = _call(model, images, options)
+    scores = output if isinstance(output, Tensor) else getattr(output, "logits", None)
+    if not isinstance(scores, Tensor):
+        raise TypeError(
+            f"{type(model).__name__} returns {type(output).__name__} without logits; pass "
+            "measure='features' or a function of two outputs"
+        )
+    return scores
+
+
+def squared_distance(reference: list[Tensor], output: list[Tensor]) -> float:
+    """Return the mean over images of |output - reference|^2 / |reference|^2."""
+    if not reference:
+        raise TypeError(
+            "the output of the model has no floating-point tensor; pass a function of two outputs as "
+            "measure"
+        )
+    distance = sum(
+        _squares(o.double() - r.double()) for r, o in zip(reference, output, strict=True)
+    )
+    size = sum(_squares(r.double()) for r in reference)
+    return float((distance / size).mean())  # type: ignore[union-attr]
+
+
+def kl_divergence(reference: Tensor, output: Tensor) -> float:
+    """Return the mean KL divergence of the class probabilities from those of the reference, in nats."""
+    dim = 1 if reference.dim() == 4 else -1  # (B, classes, height, width), as in cross_entropy
+    p = reference.double().log_softmax(dim)
+    q = output.double().log_softmax(dim)
+    # Rounding makes the divergence of nearly equal distributions slightly negative.
+    return max(0.0, float((p.exp() * (p - q)).sum(dim).mean())) if _finite(p, q) else float("nan")
+
+
+def _finite(*tensors: Tensor) -> bool:
+    return all(bool(torch.isfinite(tensor).all()) for tensor in tensors)
+
+
+def _squares(tensor: Tensor) -> Tensor:
+    """(B,) sums of squares."""
+    return tensor.flatten(1).square().sum(1)
+
+
+def _call(model: nn.Module, images: Tensor, options: Mapping[str, Any]) -> Any:
+    return model(images, **options)
+
+
+MEASURES = {
+    "features": Measure("features", features, squared_distance, 2),
+    "logits": Measure("logits", logits, kl_divergence, 1),
+}

@@ -1,0 +1,655 @@
+"""Choose a setting for each layer of a model on a person's pictures, within a tolerance."""
+
+import math
+import statistics
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
+
+from bmfa.checks import check_integer, check_number
+from bmfa.grid import Grid
+from bmfa.models.hosts import Host, find_host
+from bmfa.models.hosts.generic import watch_inputs
+from bmfa.models.loading import LoadedModel
+from bmfa.models.measures import MEASURES, Function, Measure, find_measure
+from bmfa.models.patching import (
+    install_functions,
+    install_layers,
+    is_patched,
+    layer_indices,
+    planned_options,
+    unpatch,
+)
+from bmfa.models.picture_sample import find_preprocessing, sample_pictures
+from bmfa.models.plan import LayerSetting, ModelFingerprint, Plan
+from bmfa.models.preprocessing import Preprocessing
+from bmfa.models.screened_layer import ScreenedLayer
+from bmfa.records import Row, environment
+from bmfa.timing import time_alternating
+
+Progress = Callable[[int, int], None]  # steps done, of how many
+Times = Mapping[int, Mapping[float | None, float]]
+
+# Error targets that are tried in each layer: the change of a layer grows about in proportion to its
+# target, so steps of a factor of 1.5 to 2 leave the optimum at most that far from a setting.
+ERRORS = (0.01, 0.02, 0.03, 0.05, 0.1, 0.2)
+# Pictures that are used, half of them for choosing. The change differs by a factor of up to 3 between
+# photographs (0.014 to 0.040 with one plan of DeiT-Tiny at 768 px), so more pictures predict better; on
+# a CPU a forward pass at high resolution takes seconds.
+PICTURES = {"cuda": 32, "cpu": 8}
+# Share of the time of dense attention that a setting must save; medians of five repeat to about 1 %.
+LEAST_GAIN = 0.02
+# Steps into which the budget is divided. Costs are rounded up, so a model of 48 layers loses at most
+# 48 / 10,000 of the budget.
+BUDGET_STEPS = 10_000
+# Calls between two synchronisations on CUDA, so that launches overlap with kernels as in a model.
+CUDA_CALLS = 8
+# A budget that failed shrinks by the ratio of tolerance and change, and by this factor.
+SHRINK = 0.95
+# Factor between two budgets for measures of which it is not known how they add: half of a change.
+COARSE_STEP = 0.25
+# Combinations that are checked before all layers stay dense; the budget is below 1e-6 of the first then.
+MAX_CHECKS = 24
+
+
+def tune(
+    model: nn.Module | LoadedModel,
+    pictures: Any,
+    tolerance: float = 0.03,
+    measure: str | Function = "features",
+    *,
+    errors: Sequence[float] = ERRORS,
+    layers: str | Sequence[int] = "all",
+    img_size: int | tuple[int, int] | None = None,
+    preprocess: Preprocessing | None = None,
+    options: Mapping[str, Any] | None = None,
+    batch_size: int = 1,
+    limit: int | None = None,
+    seed: int = 0,
+    repeats: int = 5,
+    times: Times | None = None,
+    progress: Progress | bool = True,
+) -> Plan:
+    """Choose the fastest settings of attention that keep the output of a model within a tolerance.
+
+    Half of the pictures choose. For each layer alone and each error target, they measure the time of
+    its attention on this device and the change of the output of the model. The fastest combination
+    that is predicted to stay within the tolerance is then checked end to end on the other half, and
+    the budget shrinks until the check holds. A layer in which nothing is gained stays dense.
+
+    The model is the same afterwards, also if an error or Ctrl-C ends the call. Apply the plan with
+    `bmfa.patch(model, plan=plan)`. Tune in the dtype, on the device and at the size of the later use.
+
+    Args:
+        model: A model that `patch` supports, or what `load_model` returns.
+        pictures: A (N, 3, height, width) tensor or a list of (3, height, width) tensors, preprocessed;
+            a DataLoader of such tensors or of tuples that begin with one; or the path of a folder or
+            zip of pictures. At least two pictures, all of one size.
+        tolerance: The largest change of the output that is accepted, above 0, in units of the measure.
+        measure: `"features"` is the relative L2 distance of the tokens after the last block, the root
+            of its mean square over pictures; squares of the changes of layers add. `"logits"` is the
+            mean KL divergence of the class probabilities in nats, which adds itself. A function of two
+            outputs (reference, output) of the model returns a number that is 0 for equal outputs and
+            grows with the change, e.g. 1 - IoU; it is only checked end to end.
+        errors: Error targets to try in each layer.
+        layers: The layers that may change: `"all"`, `"last-K"` or indices.
+        img_size: The side, or (height, width), of pictures of a folder in pixels.
+        preprocess: The preprocessing of pictures of a folder. None takes that of the model.
+        options: Keyword arguments of every call of the model. None takes those of `load_model`.
+        batch_size: The number of pictures in a call; times are of such a batch.
+        limit: The number of pictures to use. None is 32 on CUDA and 8 elsewhere, or two batches if these
+            are more.
+        seed: Seed of which pictures are used, and which of them choose.
+        repeats: The number of times each call is timed; the median counts.
+        times: Milliseconds by layer and setting (None is dense) in place of measured ones, e.g.
+            `plan.times`. The same pictures, seed and times give the same settings.
+        progress: True shows a progress bar on a terminal. A function is called with the steps that are
+            done and their number.
+
+    Returns:
+        The plan.
+
+    Raises:
+        TypeError: If the model is not supported, or an argument has a wrong type.
+        ValueError: If an argument is out of range, there are fewer than two pictures, they cannot be
+            read or differ in size, the model is patched, or the measure returns NaN. The model is
+            unchanged.
+
+    Example:
+        >>> import bmfa, torch
+        >>> model = bmfa.load_model("embedded").model
+        >>> images = torch.rand(2, 3, 112, 112, generator=torch.Generator().manual_seed(0))
+        >>> times = {layer: {None: 1.0, 0.1: 0.5} for layer in range(8)}
+        >>> plan = bmfa.tune(model, images, tolerance=0.05, errors=[0.1], times=times)
+        >>> plan.measured_change <= 0.05
+        True
+        >>> patched = bmfa.patch(model, plan=plan)
+    """
+    settings = _Settings(
+        check_tolerance(tolerance),
+        find_measure(measure),
+        _check_errors(errors),
+        check_integer("batch_size", batch_size, low=1),
+        check_integer("seed", seed, low=0),
+        check_integer("repeats", repeats, low=1),
+    )
+    module = model.model if isinstance(model, LoadedModel) else model
+    host = find_host(module)
+    if is_patched(module):
+        raise ValueError("the model is patched or reduced; call bmfa.unpatch(model) first")
+    if host.watch not in (None, watch_inputs):  # Hiera, and models that pack pictures
+        raise TypeError(
+            f"{type(module).__name__} is not supported by tune: its layers do not share one grid of "
+            "tokens for each picture; pass error= to bmfa.patch"
+        )
+    indices = layer_indices(layers, len(host.attentions))
+    if times is not None:
+        _check_times(times, indices, settings.errors)
+    if options is None:
+        options = model.options if isinstance(model, LoadedModel) else {}
+    limit = _default_limit(module, batch_size) if limit is None else limit
+    limit = check_integer("limit", limit, low=2)
+    images = sample_pictures(
+        pictures,
+        find_preprocessing(model, preprocess, img_size),
+        limit,
+        torch.Generator().manual_seed(seed),
+    )
+    choosing, checking = _split(images, batch_size)
+    steps = _Steps(progress, settings, indices)
+    run = _Tuner(module, host, settings, dict(options), steps)
+    with closing(steps), _unchanged(module), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # settings that miss their target are measured, not used
+        return run.make_plan(choosing, checking, indices, times)
+
+
+@dataclass(frozen=True)
+class _Settings:
+    tolerance: float
+    measure: Measure
+    errors: tuple[float, ...]
+    batch_size: int
+    seed: int
+    repeats: int
+
+
+@dataclass
+class _Steps:
+    """Counts steps of the work: one for each layer and setting, and four around them."""
+
+    progress: Progress | bool
+    settings: _Settings
+    layers: Sequence[int]
+    done: int = 0
+    bar: Any = None
+
+    def __post_init__(self) -> None:
+        self.total = 4 + len(self.layers) * len(self.settings.errors)
+        if self.progress is True and sys.stderr.isatty():
+            from tqdm import tqdm
+
+            self.bar = tqdm(total=self.total, unit=" settings", leave=False, dynamic_ncols=True)
+
+    def advance(self) -> None:
+        self.done += 1
+        if self.bar is not None:
+            self.bar.update()
+        elif callable(self.progress):
+            self.progress(self.done, self.total)
+
+    def close(self) -> None:
+        if self.bar is not None:
+            self.bar.close()
+
+
+@dataclass(eq=False)
+class _TimedLayer(ScreenedLayer):
+    """Times dense attention and attention over tiles on the q, k, v of a layer; its output is dense."""
+
+    errors: tuple[float, ...] = ()
+    repeats: int = 1
+    milliseconds: dict[float | None, float] = field(default_factory=dict)
+    grid: Grid | None = None
+    dtype: torch.dtype | None = None
+
+    def __call__(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+    ) -> Tensor:
+        arguments = (query, key, value, attn_mask, dropout_p, is_causal)
+        self.grid, self.dtype = self.token_grid.of_attention(key.shape[2]), query.dtype
+        dense = partial(scaled_dot_product_attention, *arguments, scale=scale)
+        if self.errors and not self.milliseconds:
+            calls: dict[float | None, Callable[[], object]] = {None: dense}
+            for error, options in self._options().items():
+                tiled = ScreenedLayer(self.layer, self.token_grid, options)
+                calls[error] = partial(tiled, *arguments, scale=scale)
+            self._time(calls, query.device)
+        return dense()
+
+    def _options(self) -> dict[float, dict[str, Any]]:
+        return {error: planned_options({self.layer: error})[self.layer] for error in self.errors}
+
+    def _time(
+        self, calls: Mapping[float | None, Callable[[], object]], device: torch.device
+    ) -> None:
+        repeated = CUDA_CALLS if device.type == "cuda" else 1
+
+        def repeat(call: Callable[[], object]) -> None:
+            for _ in range(repeated):
+                call()
+
+        works = {str(error): partial(repeat, call) for error, call in calls.items()}
+        medians = time_alternating(works, self.repeats, device)
+        self.milliseconds = {error: medians[str(error)] / repeated for error in calls}
+
+
+@dataclass
+class _Tuner:
+    """One run of `tune` on a model."""
+
+    model: nn.Module
+    host: Host
+    settings: _Settings
+    options: dict[str, Any]
+    steps: _Steps
+
+    def make_plan(
+        self,
+        choosing: Sequence[Tensor],
+        checking: Sequence[Tensor],
+        layers: Sequence[int],
+        times: Times | None,
+    ) -> Plan:
+        choosing, checking = self._to_model(choosing), self._to_model(checking)
+        measure = self.settings.measure
+        # What is not additive is ranked by features, and only checked by itself.
+        additive = measure if measure.power is not None else MEASURES["features"]
+        references = self._outputs(additive, choosing)
+        self._check_equal(additive, references, choosing)
+        own = references if additive is measure else self._outputs(measure, choosing)
+        if additive is not measure:
+            self._check_equal(measure, own, choosing)
+        self.steps.advance()
+        timed = self._time_layers(choosing[0], times)
+        self.steps.advance()
+        grid, dtype = _shared_grid(timed), timed[0].dtype
+        candidates = self._candidates(additive, references, choosing, layers, timed, grid)
+        search = _Search(candidates, additive.power or 1)
+        check = partial(self._change, measure, grid)
+        budget = self.settings.tolerance**search.power
+        if additive is not measure:
+            budget = self._find_budget(search, partial(check, own, choosing))
+        chosen, checks = self._tighten(
+            search,
+            budget,
+            partial(check, self._outputs(measure, checking), checking),
+            predicts=additive is measure,
+        )
+        self.steps.advance()
+        dense_ms, planned_ms = self._time_model(choosing[0], chosen, grid)
+        if times is None and planned_ms >= dense_ms and any(chosen.values()):
+            # The layers gain less than patching a model costs.
+            chosen = dict.fromkeys(chosen)
+            checks.append(_check_row(chosen, 0.0 if additive is measure else None, 0.0))
+            planned_ms = dense_ms
+        self.steps.advance()
+        by_setting = {(s.layer, s.error): s for s in candidates}
+        settings = tuple(by_setting[layer, error] for layer, error in sorted(chosen.items()))
+        saved = sum(
+            by_setting[s.layer, None].milliseconds - s.milliseconds
+            for s in settings
+            if s.error is not None
+        )
+        device = choosing[0].device
+        return Plan(
+            model=ModelFingerprint.of(self.model),
+            img_size=(int(choosing[0].shape[-2]), int(choosing[0].shape[-1])),
+            grid=(grid.height, grid.width),
+            batch_size=self.settings.batch_size,
+            dtype=str(dtype).removeprefix("torch."),
+            device=str(device),
+            measure=measure.name,
+            tolerance=self.settings.tolerance,
+            layers=settings,
+            candidates=tuple(candidates),
+            predicted_change=checks[-1]["predicted_change"],
+            measured_change=checks[-1]["measured_change"],
+            checks=tuple(checks),
+            dense_milliseconds=dense_ms,
+            # A sum of layers that exceeds the model can only come from the noise of short times.
+            predicted_milliseconds=max(dense_ms - saved, 0.01 * dense_ms),
+            milliseconds=planned_ms,
+            choosing=sum(len(batch) for batch in choosing),
+            checking=sum(len(batch) for batch in checking),
+            seed=self.settings.seed,
+            environment=environment(str(device)),
+        )
+
+    def _to_model(self, batches: Sequence[Tensor]) -> list[Tensor]:
+        floating = (p for p in self.model.parameters() if p.is_floating_point())
+        parameter = next(floating, torch.empty(0))
+        return [batch.to(parameter.device, parameter.dtype) for batch in batches]
+
+    def _outputs(self, measure: Measure, batches: Sequence[Tensor]) -> list[Any]:
+        return [measure.outputs(self.model, batch, self.options) for batch in batches]
+
+    def _compare(
+        self, measure: Measure, references: Sequence[Any], batches: Sequence[Tensor], what: str
+    ) -> float:
+        """Return the change of the model as it is now from the references."""
+        total = 0.0
+        for reference, batch in zip(references, batches, strict=True):
+            output = measure.outputs(self.model, batch, self.options)
+            total += len(batch) * measure.compare(reference, output)
+        mean = total / sum(len(batch) for batch in batches)
+        if not math.isfinite(mean):
+            raise ValueError(
+                f"the measure {measure.name!r} returned {mean} with {what}; it must return a finite "
+                "number, and the model finite outputs"
+            )
+        return _rounded(measure.change(mean), 6)
+
+    def _check_equal(
+        self, measure: Measure, references: Sequence[Any], batches: Sequence[Tensor]
+    ) -> None:
+        """Raise unless the unchanged model is within the tolerance of itself."""
+        change = self._compare(measure, references, batches, "two runs of the unchanged model")
+        if change > self.settings.tolerance:
+            raise ValueError(
+                f"the measure {measure.name!r} returned {change:g} for two runs of the unchanged model, "
+                f"above the tolerance of {self.settings.tolerance:g}; it must be 0 for equal outputs "
+                "(return 1 - IoU rather than IoU), and the model must be deterministic"
+            )
+
+    def _time_layers(self, batch: Tensor, times: Times | None) -> list[_TimedLayer]:
+        """Run the model once, dense, and time the attention of every layer on the way."""
+        token_grid = self.host.make_token_grid(self.host.prefix, self.host.suffix)
+        errors = () if times is not None else self.settings.errors
+        never_dense = {"form": "tiled"}  # so that hosts pass q, k, v of every call
+        functions = [
+            _TimedLayer(
+                index, token_grid, never_dense, errors=errors, repeats=self.settings.repeats
+            )
+            for index in range(len(self.host.attentions))
+        ]
+        install_functions(self.host, token_grid, functions)
+        try:
+            self.settings.measure.outputs(self.model, batch, self.options)
+        finally:
+            unpatch(self.model)
+        for function in functions:
+            given = function.milliseconds if times is None else times.get(function.layer, {})
+            function.milliseconds = {error: _rounded(ms, 5) for error, ms in given.items()}
+        return functions
+
+    def _candidates(
+        self,
+        measure: Measure,
+        references: Sequence[Any],
+        batches: Sequence[Tensor],
+        layers: Sequence[int],
+        timed: Sequence[_TimedLayer],
+        grid: Grid,
+    ) -> list[LayerSetting]:
+        """Measure the change of each layer alone, for settings that are faster than dense attention."""
+        candidates = []
+        for function in timed:
+            layer, milliseconds = function.layer, function.milliseconds
+            dense = milliseconds.get(None, 0.0)
+            candidates.append(LayerSetting(layer, None, dense, 0.0))
+            for error in self.settings.errors if layer in layers else ():
+                change = None
+                if milliseconds[error] < (1.0 - LEAST_GAIN) * dense:
+                    change = self._change(measure, grid, references, batches, {layer: error})
+                candidates.append(LayerSetting(layer, error, milliseconds[error], change))
+                self.steps.advance()
+        return candidates
+
+    def _change(
+        self,
+        measure: Measure,
+        grid: Grid,
+        references: Sequence[Any],
+        batches: Sequence[Tensor],
+        errors: Mapping[int, float | None],
+    ) -> float:
+        """Return the change with these error targets."""
+        targets = {layer: error for layer, error in errors.items() if error is not None}
+        if not targets:
+            return 0.0
+        install_layers(self.model, self.host, planned_options(targets), grid)
+        try:
+            what = f"error={targets} by layer"
+            return self._compare(measure, references, batches, what)
+        finally:
+            unpatch(self.model)
+
+    def _find_budget(self, search: "_Search", check: Callable[..., float]) -> float:
+        """Return the largest budget of features that the measure accepts on the choosing pictures."""
+        budget = search.largest
+        while budget > search.smallest:
+            chosen = search.fastest(budget)
+            if check(chosen) <= self.settings.tolerance:
+                break
+            budget = COARSE_STEP * search.cost(chosen)
+        else:
+            return 0.0
+        # One step back by half of the factor, if that holds too.
+        wider = budget / COARSE_STEP**0.5
+        return wider if check(search.fastest(wider)) <= self.settings.tolerance else budget
+
+    def _tighten(
+        self, search: "_Search", budget: float, check: Callable[..., float], *, predicts: bool
+    ) -> tuple[dict[int, float | None], list[Row]]:
+        """Choose, check on the checking pictures, and shrink the budget until the check holds."""
+        tolerance = self.settings.tolerance
+        checks: list[Row] = []
+        while True:
+            chosen = search.fastest(budget)
+            if budget == 0.0 or len(checks) == MAX_CHECKS - 1:
+                # Settings without any change on the choosing pictures failed on the others.
+                chosen = dict.fromkeys(chosen)
+            cost, measured = search.cost(chosen), check(chosen)
+            predicted = _rounded(cost ** (1.0 / search.power), 6) if predicts else None
+            checks.append(_check_row(chosen, predicted, measured))
+            if measured <= tolerance or not any(chosen.values()):
+                return chosen, checks
+            shrink = (tolerance / measured) ** search.power if predicts else COARSE_STEP**0.5
+            budget = SHRINK * shrink * cost
+
+    def _time_model(
+        self, batch: Tensor, chosen: Mapping[int, float | None], grid: Grid
+    ) -> tuple[float, float]:
+        """Return the milliseconds of the unpatched and of the patched model, timed in turns."""
+        targets = {layer: error for layer, error in chosen.items() if error is not None}
+        samples: tuple[list[float], list[float]] = ([], [])
+        for repeat in range(self.settings.repeats + 1):
+            for index, errors in enumerate(({}, targets)):
+                install_layers(self.model, self.host, planned_options(errors), grid)
+                milliseconds = self._time_forward(batch)
+                if repeat > 0:  # the first one warms up
+                    samples[index].append(milliseconds)
+        unpatch(self.model)
+        dense = _rounded(statistics.median(samples[0]), 5)
+        return dense, (_rounded(statistics.median(samples[1]), 5) if targets else dense)
+
+    def _time_forward(self, batch: Tensor) -> float:
+        _synchronize(batch.device)
+        start = time.perf_counter()
+        self.model(batch, **self.options)
+        _synchronize(batch.device)
+        return 1e3 * (time.perf_counter() - start)
+
+
+def _shared_grid(layers: Sequence[_TimedLayer]) -> Grid:
+    """Return the grid of all layers, or raise if there is no single one."""
+    grids = {layer.grid for layer in layers}
+    grid = grids.pop()
+    if grids or grid is None:
+        raise ValueError(
+            "the layers of the model were not all called with one grid of tokens, and a plan is for one "
+            "grid; pass error= to bmfa.patch"
+        )
+    return grid
+
+
+class _Search:
+    """The fastest combination of settings within a budget of cost = change^power, which adds."""
+
+    def __init__(self, candidates: Sequence[LayerSetting], power: int) -> None:
+        self.power = power
+        self.layers: dict[int, list[LayerSetting]] = {}
+        for setting in candidates:
+            if setting.change is not None:
+                self.layers.setdefault(setting.layer, []).append(setting)
+        self.costs = {
+            (s.layer, s.error): (s.change or 0.0) ** power
+            for settings in self.layers.values()
+            for s in settings
+        }
+        self.largest = sum(
+            max(self.costs[s.layer, s.error] for s in settings) for settings in self.layers.values()
+        )
+        positive = [cost for cost in self.costs.values() if cost > 0]
+        self.smallest = min(positive, default=math.inf)
+
+    def cost(self, chosen: Mapping[int, float | None]) -> float:
+        """Return the sum of the costs of a combination."""
+        return sum(self.costs[layer, error] for layer, error in chosen.items())
+
+    def fastest(self, budget: float) -> dict[int, float | None]:
+        """Return the error target of each layer, None for dense.
+
+        Dynamic programming over layers and steps of the budget. `best[b]` is the least time of the
+        layers so far with at most b steps of cost; costs are rounded up, so the budget always holds.
+        """
+        best = np.zeros(BUDGET_STEPS + 1)
+        choices: list[np.ndarray[Any, np.dtype[np.intp]]] = []
+        for settings in self.layers.values():
+            table = np.full((len(settings), BUDGET_STEPS + 1), np.inf)
+            for row, setting in enumerate(settings):
+                steps = self._steps(self.costs[setting.layer, setting.error], budget)
+                if steps <= BUDGET_STEPS:
+                    table[row, steps:] = best[: BUDGET_STEPS + 1 - steps] + setting.milliseconds
+            choices.append(table.argmin(0))  # of equal times the first, dense before any target
+            best = table.min(0)
+        chosen: dict[int, float | None] = {}
+        left = BUDGET_STEPS
+        for settings, choice in zip(reversed(self.layers.values()), reversed(choices), strict=True):
+            setting = settings[choice[left]]
+            chosen[setting.layer] = setting.error
+            left -= self._steps(self.costs[setting.layer, setting.error], budget)
+        return dict(sorted(chosen.items()))
+
+    @staticmethod
+    def _steps(cost: float, budget: float) -> int:
+        if cost == 0.0:
+            return 0
+        if cost > budget:
+            return BUDGET_STEPS + 1
+        return math.ceil(BUDGET_STEPS * cost / budget)
+
+
+def check_tolerance(tolerance: object) -> float:
+    """Return a tolerance above 0."""
+    if not isinstance(tolerance, bool) and tolerance == 0:
+        raise ValueError(
+            "tolerance is 0, which only the unpatched model keeps; pass a number above 0, such as 0.03"
+        )
+    return check_number("tolerance", tolerance, low=0.0, open_low=True)
+
+
+def _check_errors(errors: Sequence[float]) -> tuple[float, ...]:
+    if isinstance(errors, (str, int, float)) or not hasattr(errors, "__iter__"):
+        raise TypeError(f"errors is {errors!r}; pass a list of error targets, such as [0.03, 0.1]")
+    checked = {check_number("errors", error, low=0.0, open_low=True) for error in errors}
+    if not checked:
+        raise ValueError("errors is empty; pass at least one error target, such as [0.03, 0.1]")
+    return tuple(sorted(checked))
+
+
+def _check_times(times: Times, layers: Sequence[int], errors: Sequence[float]) -> None:
+    for layer in layers:
+        for error in (None, *errors):
+            if error not in times.get(layer, {}):
+                what = "dense attention (None)" if error is None else f"error={error:g}"
+                raise ValueError(
+                    f"times lacks {what} of layer {layer}; pass milliseconds for every layer and every "
+                    "one of errors, or leave times out"
+                )
+            check_number("times", times[layer][error], low=0.0, open_low=True)
+
+
+def _default_limit(model: nn.Module, batch_size: int) -> int:
+    device = next((p.device.type for p in model.parameters()), "cpu")
+    return max(PICTURES.get(device, PICTURES["cpu"]), 2 * batch_size)
+
+
+def _split(images: Tensor, batch_size: int) -> tuple[list[Tensor], list[Tensor]]:
+    """Divide the pictures into batches for choosing, the larger half, and for checking."""
+    count = len(images)
+    if count < 2:
+        raise ValueError(
+            "there is only 1 picture; pass at least two, because the settings are checked on pictures "
+            "that did not choose them"
+        )
+    half = (count + 1) // 2
+    if batch_size > half:
+        raise ValueError(
+            f"batch_size is {batch_size} and {half} of {count} pictures choose the settings; pass at "
+            f"least {2 * batch_size} pictures (and limit), or a smaller batch_size"
+        )
+    choosing, checking = (
+        torch.split(images[:half], batch_size),
+        torch.split(images[half:], batch_size),
+    )
+    return list(choosing), list(checking)
+
+
+@contextmanager
+def _unchanged(model: nn.Module) -> Iterator[None]:
+    """Evaluate the model without gradients, and restore it however the block ends."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        unpatch(model)
+        for module in training:
+            module.training = True
+
+
+def _check_row(chosen: Mapping[int, float | None], predicted: float | None, measured: float) -> Row:
+    return {
+        "tiled_layers": sum(error is not None for error in chosen.values()),
+        "predicted_change": predicted,
+        "measured_change": measured,
+    }
+
+
+def _rounded(value: float, digits: int) -> float:
+    """Round to significant digits, so that a file repeats what was chosen from."""
+    return float(f"{value:.{digits}g}")
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

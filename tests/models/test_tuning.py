@@ -1,0 +1,396 @@
+"""Tuning: the choice, its prediction, the check on other pictures, and inputs that are refused."""
+
+import itertools
+import math
+
+import pytest
+import torch
+from tests.models.host_models import hf_model, timm_model
+from torch import Tensor, nn
+
+import bmfa
+from bmfa.models import embedded
+from bmfa.models.hosts import find_host
+from bmfa.models.measures import MEASURES
+from bmfa.models.patching import install_layers, is_patched
+from bmfa.models.picture_sample import sample_pictures
+from bmfa.models.plan import LayerSetting
+from bmfa.models.tuning import BUDGET_STEPS, LEAST_GAIN, _Search
+
+ERRORS = (0.05, 0.3)
+DEPTH = 3
+TIMES = {layer: {None: 1.0, 0.05: 0.8, 0.3: 0.5} for layer in range(DEPTH)}
+
+
+def small_model() -> nn.Module:
+    """Three layers over 14x14 tokens, so concentrated that tiles change the output."""
+    torch.manual_seed(0)
+    model = embedded.EmbeddedViT(dim=24, depth=DEPTH)
+    for block in model.blocks:
+        block.attn.qkv.weight.data *= 2.0
+    return model.eval()
+
+
+def images(count: int = 4, seed: int = 1) -> Tensor:
+    """Smooth pictures: on noise, all tiles would be expanded and nothing would change."""
+    noise = torch.randn(count, 3, 8, 8, generator=torch.Generator().manual_seed(seed))
+    return nn.functional.interpolate(noise, size=112, mode="bicubic") if count else noise
+
+
+def tuned(model: nn.Module, tolerance: float = 0.1, measure="features", **options) -> bmfa.Plan:
+    options = {"errors": ERRORS, "times": TIMES, "repeats": 1, "progress": False} | options
+    pictures = options.pop("pictures", None)
+    return bmfa.tune(
+        model, images() if pictures is None else pictures, tolerance, measure, **options
+    )
+
+
+def change_of(model: nn.Module, pictures: Tensor, errors: dict[int, float]) -> float:
+    """The relative L2 change of the tokens after the last norm, computed without `tune`."""
+    tokens: list[Tensor] = []
+    handle = model.norm.register_forward_hook(lambda m, i, output: tokens.append(output))
+    options = {layer: {"error": error, "form": "tiled"} for layer, error in errors.items()}
+    squares = []
+    with torch.no_grad():
+        for picture in pictures.split(1):
+            model(picture)
+            install_layers(model, find_host(model), options)
+            model(picture)
+            bmfa.unpatch(model)
+            reference, output = tokens[-2].double(), tokens[-1].double()
+            squares.append(float((output - reference).square().sum() / reference.square().sum()))
+    handle.remove()
+    return math.sqrt(sum(squares) / len(squares))
+
+
+def brute_force(settings: list[list[LayerSetting]], budget: float, power: int) -> float:
+    """The least time of all combinations within the budget."""
+    return min(
+        sum(s.milliseconds for s in chosen)
+        for chosen in itertools.product(*settings)
+        if sum(s.change**power for s in chosen) <= budget
+    )
+
+
+@pytest.mark.parametrize("power", [1, 2])
+def test_the_search_is_optimal_up_to_the_rounding_of_the_budget(power):
+    generator = torch.Generator().manual_seed(power)
+    for _ in range(10):
+        layers = []
+        for layer in range(5):
+            change, time = torch.rand(2, 4, generator=generator).tolist()
+            tiled = [
+                LayerSetting(layer, 0.1 * i, t, c)
+                for i, (c, t) in enumerate(zip(change, time, strict=True))
+            ]
+            layers.append([LayerSetting(layer, None, 1.0, 0.0), *tiled[1:]])
+        search = _Search([s for settings in layers for s in settings], power)
+        for budget in (0.0, 0.3, 1.0, 10.0):
+            chosen = search.fastest(budget)
+            assert search.cost(chosen) <= budget
+            time = sum(s.milliseconds for ss in layers for s in ss if chosen[s.layer] == s.error)
+            # Rounding up costs each of the five layers less than one step of the budget.
+            least = brute_force(layers, budget * (1 - len(layers) / BUDGET_STEPS), power)
+            assert brute_force(layers, budget, power) <= time + 1e-12 <= least + 2e-12
+
+
+def test_a_plan_holds_on_pictures_that_did_not_choose_it():
+    model, pictures = small_model(), images()
+    plan = tuned(model, 0.05, pictures=pictures, seed=3)
+    order = torch.randperm(4, generator=torch.Generator().manual_seed(3))
+    assert (plan.choosing, plan.checking) == (2, 2)
+    assert plan.errors, "nothing was chosen, so nothing is tested"
+    measured = change_of(model, pictures[order[2:]], plan.errors)
+    assert plan.measured_change == pytest.approx(measured, rel=1e-4)
+    assert plan.measured_change <= 0.05
+
+
+def test_the_change_of_a_layer_alone_is_that_of_a_patched_layer():
+    model, pictures = small_model(), images()
+    plan = tuned(model, pictures=pictures, seed=3)
+    order = torch.randperm(4, generator=torch.Generator().manual_seed(3))
+    for setting in plan.candidates:
+        if setting.error is not None:
+            alone = change_of(model, pictures[order[:2]], {setting.layer: setting.error})
+            assert setting.change == pytest.approx(alone, rel=1e-4)
+
+
+def test_squares_of_changes_add_and_kl_itself():
+    for measure, power in (("features", 2), ("logits", 1)):
+        plan = tuned(small_model(), 10.0, measure)
+        chosen = [setting.change for setting in plan.layers]
+        assert len(plan.errors) == DEPTH
+        expected = sum(change**power for change in chosen) ** (1 / power)
+        assert plan.predicted_change == pytest.approx(expected, rel=1e-5)
+
+
+def test_the_tolerance_decides_between_fast_and_dense():
+    model = small_model()
+    assert tuned(model, 10.0).errors == dict.fromkeys(range(DEPTH), 0.3)
+    exact = tuned(model, 1e-9)
+    assert 0.3 not in exact.errors.values() and exact.measured_change <= 1e-9
+
+
+def test_settings_that_gain_nothing_stay_dense():
+    times = {layer: {None: 1.0, 0.05: 1.0 - LEAST_GAIN / 2, 0.3: 2.0} for layer in range(DEPTH)}
+    plan = tuned(small_model(), 10.0, times=times)
+    assert plan.errors == {}
+    assert {setting.change for setting in plan.candidates} == {0.0, None}
+
+
+def test_only_the_named_layers_change():
+    assert set(tuned(small_model(), 10.0, layers=[-1]).errors) == {DEPTH - 1}
+
+
+def test_a_budget_shrinks_until_the_check_holds():
+    """The tolerance is between what all coarse settings predict and what they do to other pictures."""
+    model, shrunk = small_model(), 0
+    for seed in range(4):
+        loose = tuned(model, 10.0, seed=seed)
+        if loose.measured_change <= loose.predicted_change:
+            continue
+        tolerance = (loose.measured_change + loose.predicted_change) / 2
+        plan = tuned(model, tolerance, seed=seed)
+        assert plan.checks[0] == loose.checks[0] and len(plan.checks) > 1
+        assert plan.measured_change == plan.checks[-1]["measured_change"] <= tolerance
+        assert all(check["measured_change"] > tolerance for check in plan.checks[:-1])
+        assert plan.predicted_change == plan.checks[-1]["predicted_change"]
+        shrunk += 1
+    assert shrunk, "every first choice held, so nothing is tested"
+
+
+def test_equal_seed_and_times_give_an_equal_plan():
+    model = small_model()
+    first, second = tuned(model), tuned(model)
+    for name in ("layers", "candidates", "checks", "predicted_change", "measured_change", "model"):
+        assert getattr(first, name) == getattr(second, name)
+    assert tuned(model, times=first.times).layers == first.layers
+
+
+def test_measured_times_are_stored_and_repeat_the_plan():
+    model = small_model()
+    plan = tuned(model, 0.1, times=None, errors=[0.3])
+    assert all(set(plan.times[layer]) == {None, 0.3} for layer in range(DEPTH))
+    assert all(s.milliseconds > 0 for s in plan.candidates)
+    assert plan.dense_milliseconds > 0 and plan.milliseconds > 0
+
+
+@pytest.mark.parametrize("measure", ["features", "logits"])
+def test_the_measure_of_equal_outputs_is_zero_and_grows(measure):
+    model, picture = small_model(), images(1)
+    found = MEASURES[measure]
+    with torch.no_grad():
+        reference = found.outputs(model, picture, {})
+        assert found.compare(reference, reference) == 0.0
+        noisy = found.outputs(model, picture + 0.01 * images(1, seed=2), {})
+        noisier = found.outputs(model, picture + 0.1 * images(1, seed=2), {})
+    assert 0 < found.compare(reference, noisy) < found.compare(reference, noisier)
+
+
+def test_kl_of_dense_predictions_is_over_classes():
+    reference, output = torch.randn(2, 2, 5, 4, 4, generator=torch.Generator().manual_seed(0))
+    log_p, log_q = reference.log_softmax(1), output.log_softmax(1)
+    expected = nn.functional.kl_div(log_q, log_p, reduction="none", log_target=True).sum(1).mean()
+    assert MEASURES["logits"].compare(reference, output) == pytest.approx(float(expected), rel=1e-5)
+
+
+def test_another_measure_is_checked_end_to_end():
+    def largest_change(reference: Tensor, output: Tensor) -> float:
+        return float((output - reference).abs().max())
+
+    model = small_model()
+    for tolerance in (1e-9, 0.02, 10.0):
+        plan = tuned(model, tolerance, largest_change)
+        assert plan.measure == "largest_change" and plan.predicted_change is None
+        assert plan.measured_change <= tolerance
+        coarse = sum(error == 0.3 for error in plan.errors.values())
+        assert coarse == {1e-9: 0, 10.0: DEPTH}.get(tolerance, coarse)
+
+
+def test_pictures_come_from_tensors_lists_loaders_and_folders(tmp_path):
+    model, pictures = small_model(), images(4)
+    dataset = torch.utils.data.TensorDataset(pictures, torch.zeros(4))
+    forms = [
+        list(pictures),
+        [pictures[:2], pictures[2:]],
+        torch.utils.data.DataLoader(dataset, batch_size=3),
+        torch.utils.data.DataLoader(list(pictures), batch_size=2),
+    ]
+    expected = tuned(model, pictures=pictures)
+    for form in forms:
+        assert tuned(model, pictures=form).candidates == expected.candidates
+    write_pictures(tmp_path, 3)
+    plan = tuned(model, pictures=tmp_path)
+    assert (plan.choosing, plan.checking, plan.img_size, plan.grid) == (2, 1, (112, 112), (14, 14))
+
+
+def write_pictures(folder, count: int) -> None:
+    image = pytest.importorskip("PIL.Image")
+    for index in range(count):
+        image.effect_noise((130, 120), 20 + 20 * index).save(folder / f"{index}.png")
+
+
+def test_a_limit_draws_pictures_with_the_seed():
+    pictures = torch.arange(8.0).view(8, 1, 1, 1).expand(8, 3, 2, 2)
+    drawn = [
+        sample_pictures(pictures, None, 3, torch.Generator().manual_seed(seed))[:, 0, 0, 0].tolist()
+        for seed in (0, 0, 1)
+    ]
+    assert drawn[0] == drawn[1] != drawn[2]
+    assert len(set(drawn[0])) == 3
+
+
+def hosts():
+    size = {"img_size": 64, "patch_size": 4, "depth": 2, "embed_dim": 24, "num_heads": 3}
+    yield "timm", lambda: timm_model("vit_tiny_patch16_224", **size)
+    options = {"image_size": 64, "num_hidden_layers": 2}
+    yield "transformers", lambda: hf_model("ViTConfig", "ViTModel", **options)
+    yield "classifier", lambda: hf_model("ViTConfig", "ViTForImageClassification", **options)
+
+
+@pytest.mark.parametrize(("name", "make"), list(hosts()), ids=[name for name, _ in hosts()])
+def test_models_of_hosts_are_tuned_by_their_tokens(name, make):
+    pytest.importorskip("timm" if name == "timm" else "transformers")
+    torch.manual_seed(0)
+    model = make().eval()
+    pictures = torch.randn(2, 3, 64, 64, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        (features,) = MEASURES["features"].outputs(model, pictures, {})
+    assert features.shape == (2, 1 + 256, 24)
+    times = {layer: {None: 1.0, 0.3: 0.5} for layer in range(2)}
+    plan = tuned(model, 10.0, pictures=pictures, errors=[0.3], times=times)
+    assert plan.grid == (16, 16) and plan.errors == {0: 0.3, 1: 0.3}
+
+
+class Interrupted:
+    """A measure that raises in its n-th call."""
+
+    def __init__(self, error: BaseException, call: int) -> None:
+        self.error, self.calls = error, call
+
+    def __call__(self, reference: Tensor, output: Tensor) -> float:
+        self.calls -= 1
+        if self.calls < 0:
+            raise self.error
+        return 0.0
+
+
+def nan_after(calls: int):
+    values = iter([0.0] * calls)
+    return lambda reference, output: next(values, math.nan)
+
+
+REFUSED = {
+    "tolerance": ({"tolerance": 0}, "tolerance is 0"),
+    "negative": ({"tolerance": -0.1}, "tolerance is -0.1"),
+    "nan": ({"tolerance": math.nan}, "tolerance is nan"),
+    "no pictures": ({"pictures": images(0)}, "pictures is empty"),
+    "no list": ({"pictures": []}, "pictures is empty"),
+    "one picture": ({"pictures": images(1)}, "at least two"),
+    "number": ({"pictures": 3}, "pictures is int"),
+    "sizes": ({"pictures": [images(1), images(1)[..., :56]]}, "112x56 and 112x112"),
+    "integers": ({"pictures": images(2).long()}, "torch.int64"),
+    "no folder": ({"pictures": "no-such-folder"}, "no folder or zip"),
+    "measure": ({"measure": "psnr"}, "'psnr'"),
+    "nan measure": ({"measure": nan_after(2)}, "returned nan"),
+    "first nan": ({"measure": lambda reference, output: math.nan}, "returned nan"),
+    "similarity": ({"measure": lambda reference, output: 1.0}, "must be 0 for equal outputs"),
+    "batch": ({"batch_size": 4}, "batch_size is 4"),
+    "errors": ({"errors": []}, "errors is empty"),
+    "zero error": ({"errors": [0.0]}, "errors is 0.0"),
+    "times": ({"times": {0: {None: 1.0}}}, "times lacks error=0.05 of layer 0"),
+    "layers": ({"layers": [3]}, "layers is 3"),
+    "limit": ({"limit": 1}, "limit is 1"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_bad_input_is_refused_in_one_sentence_and_changes_nothing(name):
+    options, message = REFUSED[name]
+    model = small_model()
+    full = model(images(1))
+    with pytest.raises((ValueError, TypeError)) as raised:
+        tuned(model, **options)
+    assert message in str(raised.value) and "\n" not in str(raised.value)
+    assert not is_patched(model)
+    assert torch.equal(model(images(1)), full)
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), RuntimeError("out of memory")])
+@pytest.mark.parametrize("call", [1, 3, 5])
+def test_an_interrupted_run_leaves_the_model_as_it_was(error, call):
+    model = small_model().train()
+    model.blocks[1].eval()
+    training = [module.training for module in model.modules()]
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    with pytest.raises(type(error)):
+        tuned(model, 10.0, Interrupted(error, call))
+    assert not is_patched(model)
+    assert [module.training for module in model.modules()] == training
+    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+    assert not any(module._forward_hooks for module in model.modules())
+
+
+def test_folders_without_readable_pictures_are_refused(tmp_path):
+    model = small_model()
+    with pytest.raises(ValueError, match="has no pictures"):
+        tuned(model, pictures=tmp_path)
+    write_pictures(tmp_path, 2)
+    (tmp_path / "1.png").write_bytes(b"not a picture")
+    with pytest.raises(ValueError, match=r"1\.png is no picture"):
+        tuned(model, pictures=tmp_path)
+    assert not is_patched(model)
+
+
+def test_a_patched_model_is_refused_and_stays_patched():
+    model = bmfa.patch(small_model(), error=0.1, layers="all")
+    with pytest.raises(ValueError, match="unpatch"):
+        tuned(model)
+    assert is_patched(model)
+
+
+def test_the_global_random_state_is_not_read():
+    torch.manual_seed(5)
+    expected = torch.rand(1)
+    torch.manual_seed(5)
+    with torch.random.fork_rng():
+        model = small_model()
+    tuned(model)
+    assert torch.equal(torch.rand(1), expected)
+
+
+def test_progress_counts_every_step():
+    steps: list[tuple[int, int]] = []
+    tuned(small_model(), progress=lambda done, total: steps.append((done, total)))
+    total = 4 + DEPTH * len(ERRORS)
+    assert steps == [(step, total) for step in range(1, total + 1)]
+
+
+class Unknown(nn.Module):
+    """A model of a class that bmfa does not know; its attention calls SDPA."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patches = nn.Conv2d(3, 24, 8, 8)
+        self.blocks = nn.ModuleList(embedded.model.Attention(24, 3) for _ in range(2))
+        for block in self.blocks:
+            block.qkv.weight.data *= 4.0
+
+    def forward(self, pictures: Tensor) -> Tensor:
+        x = self.patches(pictures).flatten(2).mT
+        for block in self.blocks:
+            x = x + block(x)
+        return x
+
+
+def test_a_registered_model_of_an_unknown_class_is_tuned():
+    torch.manual_seed(0)
+    model = Unknown().eval()
+    bmfa.register_host(Unknown, attention="blocks.*", grid=(14, 14))
+    times = {layer: {None: 1.0, 0.3: 0.5} for layer in range(2)}
+    plan = tuned(model, 10.0, errors=[0.3], times=times)
+    assert plan.errors == {0: 0.3, 1: 0.3} and plan.grid == (14, 14)
+    with torch.no_grad():
+        full = model(images(1))
+        assert not torch.equal(bmfa.patch(model, plan=plan)(images(1)), full)
+        assert torch.equal(bmfa.unpatch(model)(images(1)), full)
