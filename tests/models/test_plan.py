@@ -205,6 +205,17 @@ def test_one_changed_weight_in_the_sample_changes_the_fingerprint():
     assert before.mismatch(model) == "it is for other weights of the same architecture"
 
 
+def test_every_trained_parameter_changes_the_fingerprint():
+    model = small_model()
+    before = ModelFingerprint.of(model).weights
+    for parameter in model.parameters():
+        original = parameter.detach().clone()
+        parameter.data += 1e-4 * torch.randn(parameter.shape)
+        assert ModelFingerprint.of(model).weights != before
+        parameter.data.copy_(original)
+    assert ModelFingerprint.of(model).weights == before
+
+
 def test_wrappers_and_patches_do_not_change_the_fingerprint():
     model = small_model()
     before = ModelFingerprint.of(model)

@@ -215,6 +215,7 @@ def test_pictures_come_from_tensors_lists_loaders_and_folders(tmp_path):
         [pictures[:2], pictures[2:]],
         torch.utils.data.DataLoader(dataset, batch_size=3),
         torch.utils.data.DataLoader(list(pictures), batch_size=2),
+        torch.utils.data.DataLoader([{"pixel_values": p} for p in pictures], batch_size=2),
     ]
     expected = tuned(model, pictures=pictures)
     for form in forms:

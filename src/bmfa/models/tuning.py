@@ -54,11 +54,12 @@ LEAST_GAIN = 0.02
 BUDGET_STEPS = 10_000
 # Calls between two synchronisations on CUDA, so that launches overlap with kernels as in a model.
 CUDA_CALLS = 8
-# A budget that failed shrinks by the ratio of tolerance and change, and by this factor.
+# A budget that failed shrinks by the ratio of tolerance and change, and by this factor to the power of
+# the number of checks so far.
 SHRINK = 0.95
 # Factor between two budgets for measures of which it is not known how they add: half of a change.
 COARSE_STEP = 0.25
-# Combinations that are checked before all layers stay dense; the budget is below 1e-6 of the first then.
+# Combinations that are checked before all layers stay dense: the budget is below 1e-6 of the first then.
 MAX_CHECKS = 24
 
 
@@ -93,8 +94,9 @@ def tune(
     Args:
         model: A model that `patch` supports, or what `load_model` returns.
         pictures: A (N, 3, height, width) tensor or a list of (3, height, width) tensors, preprocessed;
-            a DataLoader of such tensors or of tuples that begin with one; or the path of a folder or
-            zip of pictures. At least two pictures, all of one size.
+            a DataLoader of such tensors, of tuples that begin with one or of dictionaries with
+            `pixel_values`; or the path of a folder or zip of pictures. At least two pictures, all of
+            one size.
         tolerance: The largest change of the output that is accepted, above 0, in units of the measure.
         measure: `"features"` is the relative L2 distance of the tokens after the last block, the root
             of its mean square over pictures; squares of the changes of layers add. `"logits"` is the
@@ -444,6 +446,8 @@ class _Tuner:
     def _find_budget(self, search: "_Search", check: Callable[..., float]) -> float:
         """Return the largest budget of features that the measure accepts on the choosing pictures."""
         budget = search.largest
+        if budget == 0.0:
+            return 1.0  # no setting changes the features of these pictures
         while budget > search.smallest:
             chosen = search.fastest(budget)
             if check(chosen) <= self.settings.tolerance:
@@ -472,7 +476,7 @@ class _Tuner:
             if measured <= tolerance or not any(chosen.values()):
                 return chosen, checks
             shrink = (tolerance / measured) ** search.power if predicts else COARSE_STEP**0.5
-            budget = SHRINK * shrink * cost
+            budget = SHRINK ** len(checks) * shrink * cost
 
     def _time_model(
         self, batch: Tensor, chosen: Mapping[int, float | None], grid: Grid
