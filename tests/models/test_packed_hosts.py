@@ -228,6 +228,23 @@ def test_hiera_orders_tokens_as_the_host_does() -> None:
 
 
 @torch.no_grad()
+def test_summaries(name: str) -> None:
+    model, inputs = patch(make_packed(name), layers="all", **COARSE), inputs_of(name)
+    for _ in range(2):
+        features(model, inputs)
+        table = bmfa.summary(model)
+        assert [row.form for row in table] == ["representative"] * len(find_host(model).attentions)
+        groups = 2 if name in SEQUENCES or name.startswith("naflex") else 1
+        assert {len(row._calls) for row in table} == {groups}
+    windows = name in ("qwen2.5-vl", "sam", "timm-sam", "vitdet", "sam2")
+    assert ("attention inside windows." in str(table)) == windows
+    if name == "hiera":
+        assert table.notes == (
+            "Blocks 0, 1 are not in this table, and run as before: attention inside mask units.",
+        )
+
+
+@torch.no_grad()
 def test_records_of_packed_pictures_and_pooled_queries() -> None:
     model = patch(make_packed("hiera"), layers="all", **COARSE)
     with record(model) as recording:
@@ -313,7 +330,7 @@ def test_the_dense_decision_of_sam_counts_the_dimensions_of_relative_positions()
     for name in ("sam", "timm-sam", "vitdet"):
         host = find_host(make_packed(name))
         assert attention_heads(host.attentions[0], 24) == (3, 8 + 8 + 8)
-        assert host.dense_blocks == {1: "it attends inside windows"}
+        assert host.dense_blocks == {1: "attention inside windows"}
     with pytest.raises(TypeError, match="cannot be reduced: its blocks work on maps"):
         bmfa.reduce(make_packed("sam"), "tome:2")
 

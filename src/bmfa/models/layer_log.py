@@ -110,6 +110,8 @@ class LayerLog:
     last: _LastPass = field(default_factory=_LastPass)
     compiled: bool = False  # True if torch.compile has traced the model
     handle: Any = None
+    # Blocks of the model whose attention is no layer, and what it is instead.
+    other_blocks: dict[int, str] = field(default_factory=dict)
 
     @property
     def finished(self) -> FinishedPass | None:
