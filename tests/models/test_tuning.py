@@ -363,7 +363,7 @@ def test_the_global_random_state_is_not_read():
 def test_progress_counts_every_step():
     steps: list[tuple[int, int]] = []
     tuned(small_model(), progress=lambda done, total: steps.append((done, total)))
-    total = 4 + DEPTH * len(ERRORS)
+    total = 3 + DEPTH + DEPTH * len(ERRORS)  # references, check, model; layers timed; settings
     assert steps == [(step, total) for step in range(1, total + 1)]
 
 

@@ -232,8 +232,8 @@ class Plan:
         predicted_change: The change that follows from the layers alone, None for other measures than
             `"features"` and `"logits"`.
         measured_change: The change of the whole model on images that were not used for choosing.
-        checks: The predicted and measured change of every combination that was checked, in order; the
-            last one is the plan.
+        checks: The predicted and measured change of every combination that was checked, in order, and
+            why it was chosen; the last one is the plan.
         dense_milliseconds: The time of the unpatched model.
         predicted_milliseconds: The time that follows from the attention of the layers.
         milliseconds: The time of the patched model.
