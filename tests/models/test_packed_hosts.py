@@ -3,6 +3,7 @@
 import copy
 import pickle
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,10 +15,12 @@ if find_spec("timm") is None or find_spec("transformers") is None:
 
 import bmfa
 from bmfa import Grid, rules
+from bmfa.evidence.bench.inputs import check_one_grid
 from bmfa.models import patch, record, unpatch
 from bmfa.models.hosts import find_host
 from bmfa.models.hosts.base import attention_heads, replacements_in
 from bmfa.models.hosts.relative import with_relative_positions
+from bmfa.models.loading import check_img_size
 from bmfa.models.packing import pack, raster_order
 from bmfa.models.screened_layer import LayerInputs, observe, screened_layers
 from models.packed_models import PACKED, SEQUENCES, SIZES, Inputs, make_packed
@@ -228,6 +231,23 @@ def test_hiera_orders_tokens_as_the_host_does() -> None:
 
 
 @torch.no_grad()
+def test_summaries(name: str) -> None:
+    model, inputs = patch(make_packed(name), layers="all", **COARSE), inputs_of(name)
+    for _ in range(2):
+        features(model, inputs)
+        table = bmfa.summary(model)
+        assert [row.form for row in table] == ["representative"] * len(find_host(model).attentions)
+        groups = 2 if name in SEQUENCES or name.startswith("naflex") else 1
+        assert {len(row._calls) for row in table} == {groups}
+    windows = name in ("qwen2.5-vl", "sam", "timm-sam", "vitdet", "sam2")
+    assert ("attention inside windows." in str(table)) == windows
+    if name == "hiera":
+        assert table.notes == (
+            "Blocks 0, 1 are not in this table, and run as before: attention inside mask units.",
+        )
+
+
+@torch.no_grad()
 def test_records_of_packed_pictures_and_pooled_queries() -> None:
     model = patch(make_packed("hiera"), layers="all", **COARSE)
     with record(model) as recording:
@@ -313,9 +333,25 @@ def test_the_dense_decision_of_sam_counts_the_dimensions_of_relative_positions()
     for name in ("sam", "timm-sam", "vitdet"):
         host = find_host(make_packed(name))
         assert attention_heads(host.attentions[0], 24) == (3, 8 + 8 + 8)
-        assert host.dense_blocks == {1: "it attends inside windows"}
+        assert host.dense_blocks == {1: "attention inside windows"}
     with pytest.raises(TypeError, match="cannot be reduced: its blocks work on maps"):
         bmfa.reduce(make_packed("sam"), "tome:2")
+
+
+def test_sizes_of_images_and_benchmarks_of_other_layouts() -> None:
+    naflex, sam = make_packed("naflex"), make_packed("sam")
+    for name, model in (("naflex", naflex), ("sam", sam), ("qwen3-vl", make_packed("qwen3-vl"))):
+        check_img_size(name, model, (32, 48))
+        with pytest.raises(ValueError, match=f"{name} has patches of 4 pixels"):
+            check_img_size(name, model, (32, 50))
+        with pytest.raises(ValueError, match=r"not supported by bmfa bench, which needs one grid"):
+            check_one_grid(find_host(model))
+    check_one_grid(find_host(bmfa.load_model("embedded").model))
+
+
+def test_an_architecture_of_one_image_size(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="timm:hiera_tiny_224 takes images of one size; leave"):
+        bmfa.load_model("timm:hiera_tiny_224", tmp_path / "weights.safetensors", img_size=448)
 
 
 def test_windows_of_qwen_2_5_stay_as_they_are() -> None:

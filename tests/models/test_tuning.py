@@ -215,6 +215,7 @@ def test_pictures_come_from_tensors_lists_loaders_and_folders(tmp_path):
         [pictures[:2], pictures[2:]],
         torch.utils.data.DataLoader(dataset, batch_size=3),
         torch.utils.data.DataLoader(list(pictures), batch_size=2),
+        torch.utils.data.DataLoader([{"pixel_values": p} for p in pictures], batch_size=2),
     ]
     expected = tuned(model, pictures=pictures)
     for form in forms:
@@ -362,7 +363,7 @@ def test_the_global_random_state_is_not_read():
 def test_progress_counts_every_step():
     steps: list[tuple[int, int]] = []
     tuned(small_model(), progress=lambda done, total: steps.append((done, total)))
-    total = 4 + DEPTH * len(ERRORS)
+    total = 3 + DEPTH + DEPTH * len(ERRORS)  # references, check, model; layers timed; settings
     assert steps == [(step, total) for step in range(1, total + 1)]
 
 

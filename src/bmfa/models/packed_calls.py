@@ -9,10 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from bmfa.grid import Grid
+from bmfa.models.override import override_method
 from bmfa.models.packing import Packing
 
 if TYPE_CHECKING:
-    from bmfa.models.hosts.base import AttentionFunction
+    from bmfa.models.hosts.base import AttentionFunction, Host
     from bmfa.models.token_grid import TokenGrid
 
 
@@ -79,3 +80,26 @@ class PackedBlock:
         output = passes.run_with(packing, log)
         passes.attach(output[0] if isinstance(output, tuple) else output, packing)
         return output
+
+
+@dataclass(eq=False)
+class LoggedBlock:
+    """Override of a block whose attention knows its grid: the block carries the log of the pass."""
+
+    layer: int
+    token_grid: "TokenGrid"
+
+    def uses_host(self, x: Any) -> bool:
+        """True in a graph, which writes no log."""
+        return torch.compiler.is_compiling()
+
+    def run(self, module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Compute the output of the block."""
+        run = partial(forward, *args, **kwargs)
+        return self.token_grid.log.run_block(self.layer, args[0], run) if args else run()
+
+
+def watch_blocks(host: "Host", token_grid: "TokenGrid") -> None:
+    """Let the blocks of a host whose attention modules know their grids carry the log of a pass."""
+    for index, block in enumerate(host.blocks):
+        override_method(block, LoggedBlock(index, token_grid))

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from bmfa.checks import check_integer, check_number
 from bmfa.files import write_atomic
@@ -23,10 +23,9 @@ from bmfa.records import Record, Row, environment
 
 # Version of the files; a plan of another version is refused.
 PLAN_VERSION = 1
-# Weights that the fingerprint reads: this many tensors and this many elements of each. They are spread
-# over the model, and any training step changes some of them; reading all weights of a large model would
-# take longer than patching it.
-_HASHED_TENSORS, _HASHED_ELEMENTS = 32, 256
+# Elements of every parameter that the fingerprint reads, evenly spaced: training changes some of them in
+# every parameter that it changes. Reading all weights of a large model would take longer than patching.
+_HASHED_ELEMENTS = 16
 _DIGITS = 16  # of a hash in hexadecimal, 64 bits
 # Keys that every file of a plan begins with.
 _KIND, _VERSION = "plan", "version"
@@ -233,8 +232,8 @@ class Plan:
         predicted_change: The change that follows from the layers alone, None for other measures than
             `"features"` and `"logits"`.
         measured_change: The change of the whole model on images that were not used for choosing.
-        checks: The predicted and measured change of every combination that was checked, in order; the
-            last one is the plan.
+        checks: The predicted and measured change of every combination that was checked, in order, and
+            why it was chosen; the last one is the plan.
         dense_milliseconds: The time of the unpatched model.
         predicted_milliseconds: The time that follows from the attention of the layers.
         milliseconds: The time of the patched model.
@@ -477,17 +476,14 @@ def _unwrap(model: nn.Module) -> nn.Module:
 
 
 def _hash_weights(parameters: list[nn.Parameter]) -> str:
-    """Hash evenly spaced elements of evenly spaced parameters, as float64."""
+    """Hash evenly spaced elements of every parameter, the last one among them, as float64."""
+    samples: dict[torch.device, list[Tensor]] = {}  # one transfer from each device
+    for parameter in parameters:
+        flat = parameter.detach().flatten()
+        step = max(1, flat.numel() // _HASHED_ELEMENTS)
+        sample = flat[(flat.numel() - 1) % step :: step].double()
+        samples.setdefault(parameter.device, []).append(sample)
     digest = hashlib.sha256()
-    for index in _spread(len(parameters), _HASHED_TENSORS):
-        flat = parameters[index].detach().flatten()
-        elements = torch.tensor(_spread(flat.numel(), _HASHED_ELEMENTS), device=flat.device)
-        digest.update(flat[elements].double().cpu().numpy().tobytes())
+    for parts in samples.values():
+        digest.update(torch.cat(parts).cpu().numpy().tobytes())
     return digest.hexdigest()[:_DIGITS]
-
-
-def _spread(count: int, most: int) -> list[int]:
-    """Return at most `most` of the indices below `count`, evenly spaced, the last one among them."""
-    if count <= most:
-        return list(range(count))
-    return [round(step * (count - 1) / (most - 1)) for step in range(most)]

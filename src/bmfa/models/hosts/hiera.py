@@ -12,14 +12,13 @@ from bmfa.models.hosts.base import AttentionFunction, Host, class_name
 from bmfa.models.hosts.timm import ReplaceSDPA, TimmAttention
 from bmfa.models.hosts.transformers import TransformersAttention
 from bmfa.models.override import override_method, restore_method
-from bmfa.models.packed_calls import attend_pictures
-from bmfa.models.token_grid import TokenGrid
+from bmfa.models.packed_calls import attend_pictures, watch_blocks
 
 TIMM_TOWER = "timm.models.hiera.Hiera"
 SAM2_TOWER = "transformers.models.sam2.modeling_sam2.Sam2HieraDetModel"
-_MASK_UNITS = "it attends inside mask units"
-_WINDOWS = "it attends inside windows"
-_POOLED = "it pools the queries, so that they have another grid than the keys"
+_MASK_UNITS = "attention inside mask units"
+_WINDOWS = "attention inside windows"
+_POOLED = "pooled queries"
 _STAGES = "its blocks pool the tokens of a whole grid"
 
 
@@ -157,7 +156,7 @@ def _timm_host(tower: Any) -> Host:
         prefix=0,
         layout=None,
         reads_spatial_tokens=True,
-        watch=_watch_nothing,
+        watch=watch_blocks,
         dense_blocks=dense,
         not_reducible=_STAGES,
     )
@@ -193,11 +192,7 @@ def _sam2_host(tower: Any) -> Host:
         prefix=0,
         layout=None,
         reads_spatial_tokens=True,
-        watch=_watch_nothing,
+        watch=watch_blocks,
         dense_blocks=dense,
         not_reducible=_STAGES,
     )
-
-
-def _watch_nothing(host: Host, token_grid: TokenGrid) -> None:
-    """Every attention module knows its grid."""

@@ -23,10 +23,10 @@ from torch import Tensor, nn
 from bmfa.grid import Grid
 from bmfa.models.hosts.base import AttentionReplacement, Host, class_name, is_noop
 from bmfa.models.override import override_method, restore_method
-from bmfa.models.token_grid import TokenGrid
+from bmfa.models.packed_calls import watch_blocks
 
-_WINDOWS = "it attends inside windows"
-_ROTARY = "it rotates queries and keys inside its attention"
+_WINDOWS = "attention inside windows"
+_ROTARY = "rotary positions"
 _GRID = "its blocks work on maps, not on sequences of tokens"
 
 
@@ -207,11 +207,7 @@ def _host(tower: nn.Module, family: RelativeFamily) -> Host:
         prefix=0,
         layout=None,
         reads_spatial_tokens=True,
-        watch=_watch_nothing,
+        watch=watch_blocks,
         dense_blocks=dense,
         not_reducible=_GRID,
     )
-
-
-def _watch_nothing(host: Host, token_grid: TokenGrid) -> None:
-    """Every attention module knows its grid."""
