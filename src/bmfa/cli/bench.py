@@ -358,6 +358,12 @@ def reduction(
     workers: Annotated[
         int, opt.option("--workers N", "2 runs the two halves in processes of their own.")
     ] = 1,
+    choosing: Annotated[
+        int | None, opt.option("--choosing N", "Pictures of a half that choose; all by default.")
+    ] = None,
+    rounds: Annotated[
+        int, opt.option("--rounds N", "Rounds of exchanges of tokens between blocks.")
+    ] = 1,
     policy: Annotated[
         str, opt.option("--policy NAME", "The policy whose schedules are tuned.")
     ] = "free-energy",
@@ -385,6 +391,8 @@ def reduction(
         seed=seed,
         device=device,
         workers=workers,
+        choosing=choosing,
+        rounds=rounds,
         progress=not quiet,
     )
     output.finish(record, table_of(record.rows, REDUCTION_COLUMNS))

@@ -5,8 +5,9 @@ model. It varies less between samples of pictures than a count of pictures whose
 
 1. Alone: the change if one block removes some tokens, for each block and a few counts.
 2. Greedy: starting from no merges, the block with the least predicted change for each operation saved
-   removes a few tokens more, until the budget holds. Changes are taken to add. A token removed early
-   saves more operations, because all later blocks work without it.
+   removes a few tokens more, until the budget holds. Changes are taken to add, each for the share of
+   the tokens that a block removes. A token removed early saves more operations, because all later
+   blocks work without it.
 3. Exchange: whole schedules are measured. Each block removes a few tokens more, and a few fewer; the
    best exchanges between two blocks at the same budget are tried, and kept if the change falls.
 """
@@ -24,7 +25,7 @@ Schedule = tuple[int, ...]
 ALONE_SHARES = (1 / 12, 1 / 4)
 # Steps of the greedy allocation and of the exchanges, as shares of the tokens: 4 and 8 of 196.
 GREEDY_SHARE = 1 / 48
-EXCHANGE_SHARES = (1 / 24,)
+EXCHANGE_SHARE = 1 / 24
 # Exchanges that are measured for each step: those with the least predicted change.
 EXCHANGES = 3
 # Schedules whose operations are counted to fit `CostModel`, twice its coefficients.
@@ -155,7 +156,7 @@ class ScheduleSearch:
         """Return the schedule in which one block removes tokens."""
         return tuple(count if index == block else 0 for index in range(self.depth))
 
-    def predicted_alone(self, block: int, count: int) -> float:
+    def predicted_alone(self, block: int, count: float) -> float:
         """Interpolate the change of a block alone, by powers of the count between the measured ones."""
         if count == 0:
             return 0.0
@@ -169,8 +170,17 @@ class ScheduleSearch:
         return float(c0 * (count / n0) ** slope)
 
     def predicted(self, schedule: Schedule) -> float:
-        """Return the sum of the changes of the blocks alone."""
-        return sum(self.predicted_alone(block, schedule[block]) for block in self.blocks)
+        """Return the sum of the changes of the blocks alone, each for the share of its tokens.
+
+        A block that removes r of the T tokens that are left is taken to change as much as if it removed
+        the same share of all tokens.
+        """
+        left, total = self.tokens, 0.0
+        for block, removed in enumerate(schedule):
+            if removed:
+                total += self.predicted_alone(block, removed * self.tokens / left)
+            left -= removed
+        return total
 
     def greedy(self, budget: float) -> Schedule | None:
         """Return a schedule of at most `budget` operations, None if there is none."""
@@ -184,7 +194,7 @@ class ScheduleSearch:
                 options = [
                     (added / saved, grown)
                     for block in self.blocks
-                    if (grown := self._clipped(self._changed(schedule, block, step)))[block]
+                    if (grown := self.clipped(self._changed(schedule, block, step)))[block]
                     > schedule[block]
                     and (saved := flops - self.cost.flops(grown)) > 0
                     and (added := self.predicted(grown) - predicted) < math.inf
@@ -196,7 +206,7 @@ class ScheduleSearch:
             schedule = min(options)[1]
         return self._relax(schedule, budget)
 
-    def _clipped(self, schedule: Schedule) -> Schedule:
+    def clipped(self, schedule: Schedule) -> Schedule:
         """Let blocks remove no more tokens than they can, now that earlier ones remove more."""
         left, clipped = self.tokens, []
         for removed in schedule:
@@ -204,10 +214,10 @@ class ScheduleSearch:
             left -= clipped[-1]
         return tuple(clipped)
 
-    def improve(self, schedule: Schedule, budget: float) -> Schedule:
-        """Exchange tokens between blocks as long as the measured change falls."""
-        for share in EXCHANGE_SHARES:
-            step = max(1, round(share * self.tokens))
+    def improve(self, schedule: Schedule, budget: float, rounds: int = 1) -> Schedule:
+        """Exchange tokens between blocks where the measured change falls."""
+        step = max(1, round(EXCHANGE_SHARE * self.tokens))
+        for _ in range(rounds):
             schedule = self._exchange(schedule, budget, step)
         return schedule
 
@@ -260,10 +270,9 @@ class ScheduleSearch:
         return schedule
 
     def _marginal(self, schedule: Schedule, block: int) -> float:
-        count = schedule[block]
-        if count == 0:
+        if schedule[block] == 0:
             return 0.0
-        return self.predicted_alone(block, count) - self.predicted_alone(block, count - 1)
+        return self.predicted(schedule) - self.predicted(self._changed(schedule, block, -1))
 
     @staticmethod
     def _changed(schedule: Schedule, block: int, difference: int) -> Schedule:

@@ -52,6 +52,7 @@ def tune_reduction(
     batch_size: int = 25,
     limit: int | None = None,
     seed: int = 0,
+    rounds: int = 1,
     progress: Progress | bool = True,
 ) -> ReductionPlan:
     """Choose how many tokens each block of a classifier removes, for a target of GFLOPs or of agreement.
@@ -79,6 +80,8 @@ def tune_reduction(
         batch_size: The number of pictures in a call.
         limit: The number of pictures to use. None is 512 on CUDA and 128 elsewhere.
         seed: Seed of which pictures are used, and which of them choose.
+        rounds: Rounds of exchanges of tokens between blocks, at least 0. A round measures about 30
+            schedules.
         progress: True shows a progress bar on a terminal. A function is called with the schedules that
             are measured and about how many there will be.
 
@@ -125,7 +128,14 @@ def tune_reduction(
         )
     half = (len(images) + 1) // 2
     tuner = ReductionTuner(
-        module, dict(options), policy, images[:half], batch_size, len(host.blocks), progress
+        module,
+        dict(options),
+        policy,
+        images[:half],
+        batch_size,
+        len(host.blocks),
+        progress,
+        check_integer("rounds", rounds, low=0),
     )
     with tuner:
         if gflops is not None:
@@ -145,6 +155,7 @@ class ReductionTuner:
     batch_size: int
     depth: int
     progress: Progress | bool = False
+    rounds: int = 1
     measured: int = 0
     bar: Any = None
     training: list[nn.Module] = field(default_factory=list)
@@ -248,20 +259,21 @@ class ReductionTuner:
         search = self.search
         if not search.alone:
             search.measure_alone()
-        greedy = search.greedy(budget)
-        if greedy is None:
+        starts = self.starts(budget)
+        if not starts:
             raise ValueError(self._unreachable(budget))
-        starts = [greedy]
-        fixed = fixed_schedule(search, budget)
-        if fixed is not None:
-            starts.append(fixed)
-        schedule = search.improve(min(starts, key=search.measure), budget)
+        schedule = search.improve(min(starts, key=search.measure), budget, self.rounds)
         for _ in range(search.tokens):  # the fit of the operations may be off by a few
             if not any(schedule) or self.count(schedule) <= budget:
                 break
             last = max(block for block, removed in enumerate(schedule) if removed)
             schedule = tuple(n + (block == last) for block, n in enumerate(schedule))
         return schedule
+
+    def starts(self, budget: float) -> list[Schedule]:
+        """Return the greedy and the fixed schedule of a budget, where they exist."""
+        found = (self.search.greedy(budget), fixed_schedule(self.search, budget))
+        return [schedule for schedule in found if schedule is not None]
 
     def plan_for_gflops(self, gflops: float, checking: Tensor, seed: int) -> ReductionPlan:
         """Make the plan for a number of operations."""
@@ -278,7 +290,8 @@ class ReductionTuner:
         low, high, classes = 0.0, full, self.reference.argmax(-1)
         for _ in range(BISECTIONS):
             middle = (low + high) / 2
-            schedule = search.greedy(middle)
+            starts = self.starts(middle)
+            schedule = min(starts, key=search.sample) if starts else None
             held = schedule is not None and bool(
                 (self.reduced_logits(schedule, self.choosing).argmax(-1) == classes).double().mean()
                 >= agreement
@@ -373,9 +386,7 @@ def fixed_schedule(search: ScheduleSearch, budget: float) -> Schedule | None:
     """
     blocks = range(max(1, search.depth // 4), search.depth - 1, 2)
     for total in range(search.tokens if blocks else 0):
-        schedule = spread_schedule(search.depth, blocks, total)
-        if not search.fits(schedule):
-            return None
+        schedule = search.clipped(spread_schedule(search.depth, blocks, total))
         if search.cost.flops(schedule) <= budget:
             return schedule
     return None

@@ -39,6 +39,8 @@ def run(
     seed: int = 0,
     device: str = "cpu",
     workers: int = 1,
+    choosing: int | None = None,
+    rounds: int = 1,
     progress: Progress | bool = False,
 ) -> Record:
     """Compare tuned and fixed schedules with baselines of the same operations.
@@ -52,6 +54,8 @@ def run(
         seed: Seed of the bootstrap.
         device: Device of the model.
         workers: 2 runs the halves in two processes.
+        choosing: The first so many pictures of a half choose; None for all.
+        rounds: As in `bmfa.tune_reduction`.
         progress: As in `bmfa.tune_reduction`.
 
     Returns:
@@ -70,7 +74,15 @@ def run(
     halves = [images[0::2], images[1::2]]
     pairs = ((0, 1), (1, 0))
     arguments = [
-        (model, policy, list(baselines), halves[chosen], halves[reported], batch_size)
+        (
+            model,
+            policy,
+            list(baselines),
+            halves[chosen][:choosing],
+            halves[reported],
+            batch_size,
+            rounds,
+        )
         for chosen, reported in pairs
     ]
     if workers > 1:
@@ -100,6 +112,8 @@ def run(
         "baselines": list(baselines),
         "policy": policy,
         "images": len(images),
+        "choosing": min(len(images) // 2, choosing or len(images)),
+        "rounds": rounds,
         "batch_size": batch_size,
         "seed": seed,
         "halves": "pictures of even and of odd index in the order of their names",
@@ -124,12 +138,13 @@ def _compare_all(
     choosing: Tensor,
     reporting: Tensor,
     batch_size: int,
+    rounds: int,
     progress: Progress | bool,
 ) -> dict[str, list[dict[str, Any]]]:
     """Compare schedules chosen on some pictures with every baseline, on other pictures."""
     depth = len(find_host(model.model).blocks)
     tuner = ReductionTuner(
-        model.model, dict(model.options), policy, choosing, batch_size, depth, progress
+        model.model, dict(model.options), policy, choosing, batch_size, depth, progress, rounds
     )
     with tuner:
         reference = tuner.logits(reporting)
