@@ -235,6 +235,25 @@ def reduction_row(head: list[str], cells: list[str], above: Row) -> list[str]:
     return [expected_cell(cell, *templates[name]) for name, cell in zip(head, cells, strict=True)]
 
 
+def schedule_row(head: list[str], cells: list[str], above: Row) -> list[str]:
+    """A baseline, or a schedule of its operations, on one half of the images or on both."""
+    baseline = above["baseline"] = cells[0].strip("`") or above["baseline"]
+    images = above["images"] = cells[1] or above["images"]
+    kind = cells[2] if cells[2] in ("fixed", "tuned") else "baseline"
+    ours = row("reduction-deit-cpu", baseline=baseline, schedule=kind, reported_on=images)
+    gain = (ours["gain_pp"], ours["gain_low_pp"], ours["gain_high_pp"])
+    templates = {
+        "GFLOPs of": (cells[0],),
+        "images": (cells[1],),
+        "schedule": (kind if kind != "baseline" else f"`{baseline}`",),
+        "GFLOPs": ("{}", ours["gflops"]),
+        "agreement": ("{} %", ours["agreement_percent"]),
+        "output KL": ("{}", ours["output_kl"]),
+        "gain in points": ("",) if kind == "baseline" else ("{} ({} to {})", *gain),
+    }
+    return [expected_cell(cell, *templates[name]) for name, cell in zip(head, cells, strict=True)]
+
+
 # By the first two column headers.
 TABLES: dict[tuple[str, ...], Callable[[list[str], list[str], Row], list[str]]] = {
     ("method", "corner"): screening_row,
@@ -245,6 +264,7 @@ TABLES: dict[tuple[str, ...], Callable[[list[str], list[str], Row], list[str]]] 
     ("kernel", "launches"): kernel_row,
     ("model", "image"): model_row,
     ("method", "agreement"): reduction_row,
+    ("GFLOPs of", "images"): schedule_row,
 }
 
 

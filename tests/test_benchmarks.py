@@ -98,6 +98,11 @@ def range_of_tree_speeds() -> list[float]:
     return [min(found), max(found)]
 
 
+def interval() -> list[float]:
+    """The level of the intervals of `bmfa bench reduction`."""
+    return [float(record("reduction-deit-cpu")["settings"]["interval"].split()[0])]
+
+
 # Sentences of the page, and the values of the records in their order.
 FACTS: list[Fact] = [
     ("the paper: {} bright minorities", lambda: [record("synthetic")["settings"]["settings"]]),
@@ -192,6 +197,11 @@ FACTS: list[Fact] = [
         ],
     ),
     ("costs as much as {} to {} softmaxes", range_of_softmaxes),
+    ("with its {} % interval by the bootstrap", interval),
+    (
+        "chosen on {} images of even index",
+        lambda: [record("reduction-deit-cpu")["settings"]["choosing"]],
+    ),
     (
         "reduce its speed to {}x with 4,096 tokens",
         lambda: [h200(4096, "auto", "speedup_eager")],
