@@ -265,7 +265,7 @@ class _Representatives:
     """Makes the tangents of chunks."""
 
     def __init__(self, heads: _Heads) -> None:
-        self.heads = heads
+        self.heads, self.with_grad = heads, torch.is_grad_enabled()
         groups, tiles = heads.tiling.groups, heads.tiling.tiles
         elements = len(heads.q) * groups * tiles * (heads.k.shape[-1] + heads.v.shape[-1])
         self.keep = groups <= 2 * heads.probes and elements <= KEPT_ELEMENTS
@@ -277,7 +277,8 @@ class _Representatives:
             return self._compute(heads, groups)
         found = self.kept.get(heads.start)
         if found is None or found.log_mass.shape[0] != heads.stop - heads.start:
-            found = self._compute(heads, slice(0, self.heads.tiling.groups))
+            with torch.set_grad_enabled(self.with_grad):
+                found = self._compute(heads, slice(0, self.heads.tiling.groups))
             self.kept[heads.start] = found
         return found[:, groups]
 
@@ -778,6 +779,9 @@ def _coarse_bias(log_mass: Tensor, hidden: Tensor) -> Tensor:
 def _clip(vectors: Tensor, length: Tensor, factor: Tensor | None = None) -> Tensor:
     """Multiply vectors (..., e) by a factor from 0 on, and limit their lengths."""
     length = length.where(length > 0, 1.0)  # of values that are all equal, which need no correction
+    if torch.is_grad_enabled() and vectors.requires_grad:  # a norm has no second derivative at 0
+        vectors = vectors if factor is None else vectors * factor
+        return vectors * (vectors / length).square().sum(-1, keepdim=True).clamp(min=1.0).rsqrt()
     # Squares of float32 may overflow, those of float64 do not.
     norm = torch.linalg.vector_norm(vectors, dim=-1, keepdim=True, dtype=torch.float64)
     most = length / norm.clamp(min=torch.finfo(torch.float64).tiny)
