@@ -147,6 +147,7 @@ class DescribedGrid(TokenGrid):
 def watch_inputs(host: Host, token_grid: TokenGrid) -> None:
     """Note where each forward pass begins, and read its grid from the inputs if a function does that."""
     assert isinstance(token_grid, DescribedGrid)
+    token_grid.log.by_thread = True
     reader = InputReader(token_grid)
     token_grid.handle = host.tower.register_forward_pre_hook(reader, with_kwargs=True)
 
