@@ -166,8 +166,8 @@ def tune(
         preprocess = find_preprocessing(model, preprocess, img_size)
     elif img_size is not None or preprocess is not None:
         raise ValueError(
-            "img_size and preprocess are for pictures of a folder; pass tensors of the size of the model "
-            "without them"
+            "img_size and preprocess are for pictures of a folder; leave them out, and pass tensors of "
+            "the size of the model"
         )
     generator = torch.Generator().manual_seed(seed)
     images = sample_pictures(pictures, preprocess, limit, generator)
