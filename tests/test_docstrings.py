@@ -16,7 +16,7 @@ from bmfa.quantiles import quantile
 from bmfa.records import without_folders
 
 MODULES = ("energy", "bounds", "rules", "merging", "models")
-CLASSES = ("Tree", "Screened")
+CLASSES = ("Plan", "Tree", "Screened")
 # Methods of public classes that only other parts of the library call.
 INTERNAL = {
     *("Tree.from_decision", "Tree.from_boxes", "Tree.mask_of_heads"),

@@ -194,6 +194,33 @@ SUPPORTED: dict[str, Supported] = {
 }  # fmt: skip
 
 
+def siglip2_inputs(seed: int = 1) -> Inputs:
+    """Two pictures of 12x8 and 7x9 patches, in a batch with padding to 100."""
+    sizes = torch.tensor([[12, 8], [7, 9]])
+    generator = torch.Generator().manual_seed(seed)
+    patches = torch.randn(2, 100, 3 * 4 * 4, generator=generator)
+    mask = (torch.arange(100) < sizes.prod(-1, keepdim=True)).long()
+    return {"pixel_values": patches, "pixel_attention_mask": mask, "spatial_shapes": sizes}
+
+
+def vit_mae_inputs(seed: int = 1) -> Inputs:
+    """Images, and the noise that puts the patches in an order."""
+    generator = torch.Generator().manual_seed(seed)
+    return images(seed) | {"noise": torch.rand(2, 64, generator=generator)}
+
+
+SUPPORTED |= {
+    "siglip2": Supported(
+        "transformers", "SigLIP2 vision", hf("Siglip2VisionConfig", "Siglip2VisionModel"), 0,
+        tokens="padding", inputs=siglip2_inputs, fullgraph=False,
+    ),
+    "vit-mae": Supported(
+        "transformers", "ViT-MAE with `mask_ratio` 0", hf("ViTMAEConfig", "ViTMAEModel", mask_ratio=0.0),
+        1, tokens="class", inputs=vit_mae_inputs, fullgraph=False,
+    ),
+}  # fmt: skip
+
+
 def table() -> str:
     """The table of the manual."""
     return "\n".join((HEAD, *(case.row for case in SUPPORTED.values())))

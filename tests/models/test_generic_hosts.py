@@ -139,6 +139,21 @@ def test_dense_and_tiled_sizes_are_chosen_in_each_pass() -> None:
     assert [stats.form for stats in recording[1].stats] == ["dense", "tiled"]
 
 
+@pytest.mark.parametrize("layers", ["all", [0]])
+@torch.no_grad()
+def test_the_summary_says_what_ran(layers: Any) -> None:
+    model = patch(make(), grid=grid_of, **NAMED, **COARSE | {"layers": layers})
+    for size in ((64, 96), (96, 64)):
+        model(images(*size))
+        lines = str(bmfa.summary(model)).splitlines()[2:]
+        ran = [line.split()[1:3] for line in lines]
+        patched = 3 if layers == "all" else 1
+        assert ran == [["tiled", "eager"]] * patched + [["dense", "host"]] * (3 - patched)
+    patch(model, grid=grid_of, **NAMED, layers=layers)
+    model(images())
+    assert "dense attention is as fast below" in str(bmfa.summary(model))
+
+
 @torch.no_grad()
 def test_multihead_attention_of_torch() -> None:
     class Block(nn.Module):

@@ -3,6 +3,7 @@
 import copy
 import pickle
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,10 +15,12 @@ if find_spec("timm") is None or find_spec("transformers") is None:
 
 import bmfa
 from bmfa import Grid, rules
+from bmfa.evidence.bench.inputs import check_one_grid
 from bmfa.models import patch, record, unpatch
 from bmfa.models.hosts import find_host
 from bmfa.models.hosts.base import attention_heads, replacements_in
 from bmfa.models.hosts.relative import with_relative_positions
+from bmfa.models.loading import check_img_size
 from bmfa.models.packing import pack, raster_order
 from bmfa.models.screened_layer import LayerInputs, observe, screened_layers
 from models.packed_models import PACKED, SEQUENCES, SIZES, Inputs, make_packed
@@ -210,11 +213,16 @@ def test_naflex_refuses_masks_and_incomplete_pictures() -> None:
 def test_hiera_orders_tokens_as_the_host_does() -> None:
     model: Any = make_packed("hiera")
     patch(model, layers="all", **COARSE)
-    layouts = [replacement.tokens for _, replacement in replacements_in(model)]
-    host = find_host(model)
-    indices = [i for i in range(len(host.blocks)) if i not in host.dense_blocks]
-    assert [layout.grid for layout in layouts] == [Grid(8, 16), Grid(4, 8), Grid(4, 8)]
-    for index, layout in zip(indices, layouts, strict=True):
+    replacements = [replacement for _, replacement in replacements_in(model)]
+    # Blocks 2 to 6 attend over the grid; 3 and 6 pool the queries.
+    assert sorted(find_host(model).dense_blocks) == [0, 1]
+    assert [replacement.queries is None for replacement in replacements] == [1, 0, 1, 1, 0]
+    assert [replacement.tokens.grid.height for replacement in replacements] == [8, 8, 4, 4, 4]
+    layouts = [replacement.queries or replacement.tokens for replacement in replacements]
+    assert [layout.grid.width for layout in layouts] == [16, 8, 8, 8, 4]
+    layouts += [replacement.tokens for replacement in replacements]
+    blocks = [2, 3, 4, 5, 6, 2, 2, 4, 5, 5]  # whose outputs have that order
+    for index, layout in zip(blocks, layouts, strict=True):
         tokens = torch.arange(layout.grid.size).view(1, -1, 1)
         raster = model.reroll(tokens, index).flatten()
         heads = tokens.view(1, 1, -1, 1).expand(2, 3, -1, 5)
@@ -222,14 +230,78 @@ def test_hiera_orders_tokens_as_the_host_does() -> None:
         assert torch.equal(layout.from_raster(layout.to_raster(heads)), heads)
 
 
+@torch.no_grad()
+def test_summaries(name: str) -> None:
+    model, inputs = patch(make_packed(name), layers="all", **COARSE), inputs_of(name)
+    for _ in range(2):
+        features(model, inputs)
+        table = bmfa.summary(model)
+        assert [row.form for row in table] == ["representative"] * len(find_host(model).attentions)
+        groups = 2 if name in SEQUENCES or name.startswith("naflex") else 1
+        assert {len(row._calls) for row in table} == {groups}
+    windows = name in ("qwen2.5-vl", "sam", "timm-sam", "vitdet", "sam2")
+    assert ("attention inside windows." in str(table)) == windows
+    if name == "hiera":
+        assert table.notes == (
+            "Blocks 0, 1 are not in this table, and run as before: attention inside mask units.",
+        )
+
+
+@torch.no_grad()
+def test_records_of_packed_pictures_and_pooled_queries() -> None:
+    model = patch(make_packed("hiera"), layers="all", **COARSE)
+    with record(model) as recording:
+        features(model, inputs_of("hiera"))
+    assert [recording[layer].trees[0].shape[2] for layer in range(5)] == [128, 32, 32, 32, 8]
+    patch(model, layers="all", error=0.1)  # runs dense
+    with record(model, trees=False) as recording:
+        features(model, inputs_of("hiera"))
+    assert [recording[layer].stats[0].form for layer in range(5)] == ["dense"] * 5
+    model = patch(make_packed("pixtral"), layers="all", **COARSE)
+    with record(model) as recording:
+        features(model, inputs_of("pixtral"))
+    assert [tree.grid for tree in recording[0].trees] == [Grid(12, 8), Grid(6, 10)]
+    assert recording.leaf_ratio < 0.1
+
+
+@torch.no_grad()
+def test_the_hiera_of_a_whole_sam2_model() -> None:
+    transformers = bmfa.packages.load_package("transformers")
+    backbone = make_packed("sam2").config.to_dict() | {"image_size": [64, 64]}
+    vision = transformers.Sam2VisionConfig(
+        backbone_config=backbone,
+        backbone_channel_list=[384, 192, 96, 24],
+        backbone_feature_sizes=[[16, 16], [8, 8], [4, 4]],
+    )
+    config = transformers.Sam2Config(
+        vision_config=vision.to_dict(),
+        prompt_encoder_config={"image_size": 64, "patch_size": 16},
+    )
+    torch.manual_seed(0)
+    model = transformers.Sam2Model(config).eval()
+    for parameter in model.parameters():
+        parameter.add_(0.02 * torch.randn_like(parameter))
+    inputs = {
+        "pixel_values": torch.randn(1, 3, 64, 64),
+        "input_points": torch.tensor([[[[10.0, 10.0]]]]),
+        "input_labels": torch.tensor([[[1]]]),
+    }
+    full = model(**inputs).pred_masks
+    patch(model, layers="all", **EXACT[0])
+    assert len(screened_layers(model)) == 3
+    assert change(model(**inputs).pred_masks, full) < TOLERANCE
+    patch(model, layers="all", rule=rules.GlobalMean())
+    assert change(model(**inputs).pred_masks, full) > 1e-3
+    assert torch.equal(unpatch(model)(**inputs).pred_masks, full)
+
+
 def test_blocks_of_hiera_that_stay_as_they_are_have_a_reason() -> None:
     for name in ("hiera", "sam2"):
         host = find_host(make_packed(name))
         assert len(host.attentions) + len(host.dense_blocks) == len(host.blocks)
         assert {type(reason) for reason in host.dense_blocks.values()} == {str}
-        assert all(attention_heads(module, 0)[1] == 96 for module in host.attentions[-2:])
+        assert 96 in {attention_heads(module, 0)[1] for module in host.attentions}
     assert "mask units" in find_host(make_packed("hiera")).dense_blocks[0]
-    assert "pools the queries" in find_host(make_packed("hiera")).dense_blocks[3]
     assert "windows" in host.dense_blocks[0]
     model = patch(make_packed("hiera"), layers="all", **COARSE)
     with pytest.raises(ValueError, match=r"64 tokens, but .* 8x16 grid make 128"):
@@ -261,9 +333,25 @@ def test_the_dense_decision_of_sam_counts_the_dimensions_of_relative_positions()
     for name in ("sam", "timm-sam", "vitdet"):
         host = find_host(make_packed(name))
         assert attention_heads(host.attentions[0], 24) == (3, 8 + 8 + 8)
-        assert host.dense_blocks == {1: "it attends inside windows"}
+        assert host.dense_blocks == {1: "attention inside windows"}
     with pytest.raises(TypeError, match="cannot be reduced: its blocks work on maps"):
         bmfa.reduce(make_packed("sam"), "tome:2")
+
+
+def test_sizes_of_images_and_benchmarks_of_other_layouts() -> None:
+    naflex, sam = make_packed("naflex"), make_packed("sam")
+    for name, model in (("naflex", naflex), ("sam", sam), ("qwen3-vl", make_packed("qwen3-vl"))):
+        check_img_size(name, model, (32, 48))
+        with pytest.raises(ValueError, match=f"{name} has patches of 4 pixels"):
+            check_img_size(name, model, (32, 50))
+        with pytest.raises(ValueError, match=r"not supported by bmfa bench, which needs one grid"):
+            check_one_grid(find_host(model))
+    check_one_grid(find_host(bmfa.load_model("embedded").model))
+
+
+def test_an_architecture_of_one_image_size(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="timm:hiera_tiny_224 takes images of one size; leave"):
+        bmfa.load_model("timm:hiera_tiny_224", tmp_path / "weights.safetensors", img_size=448)
 
 
 def test_windows_of_qwen_2_5_stay_as_they_are() -> None:

@@ -215,6 +215,7 @@ def test_pictures_come_from_tensors_lists_loaders_and_folders(tmp_path):
         [pictures[:2], pictures[2:]],
         torch.utils.data.DataLoader(dataset, batch_size=3),
         torch.utils.data.DataLoader(list(pictures), batch_size=2),
+        torch.utils.data.DataLoader([{"pixel_values": p} for p in pictures], batch_size=2),
     ]
     expected = tuned(model, pictures=pictures)
     for form in forms:
@@ -299,6 +300,7 @@ REFUSED = {
     "errors": ({"errors": []}, "errors is empty"),
     "zero error": ({"errors": [0.0]}, "errors is 0.0"),
     "times": ({"times": {0: {None: 1.0}}}, "times lacks error=0.05 of layer 0"),
+    "img_size": ({"img_size": 224}, "img_size and preprocess are for pictures of a folder"),
     "layers": ({"layers": [3]}, "layers is 3"),
     "limit": ({"limit": 1}, "limit is 1"),
 }
@@ -362,7 +364,7 @@ def test_the_global_random_state_is_not_read():
 def test_progress_counts_every_step():
     steps: list[tuple[int, int]] = []
     tuned(small_model(), progress=lambda done, total: steps.append((done, total)))
-    total = 4 + DEPTH * len(ERRORS)
+    total = 3 + DEPTH + DEPTH * len(ERRORS)  # references, check, model; layers timed; settings
     assert steps == [(step, total) for step in range(1, total + 1)]
 
 

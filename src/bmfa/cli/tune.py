@@ -85,7 +85,7 @@ def tune(
         limit=limit,
         seed=seed,
         repeats=repeats,
-        progress=output.progress("settings") or False,
+        progress=output.progress("steps") or False,
     )
     record = plan.to_record()
     files: dict[str | Path, Any] = {}
@@ -135,7 +135,7 @@ def total_lines(plan: "Plan") -> list[str]:
             "no setting is faster than dense attention at this size: the model stays as it is"
         )
     if len(plan.checks) > 1:
-        lines.append(f"checked {len(plan.checks)} combinations; the last one is the plan")
+        lines.append(f"combination {len(plan.checks)} is the plan: {plan.checks[-1]['why']}")
     return lines
 
 

@@ -110,6 +110,10 @@ class LayerLog:
     last: _LastPass = field(default_factory=_LastPass)
     compiled: bool = False  # True if torch.compile has traced the model
     handle: Any = None
+    # True if `begin` is called in every pass, so that the entries of the thread are those of the pass.
+    by_thread: bool = False
+    # Blocks of the model whose attention is no layer, and what it is instead.
+    other_blocks: dict[int, str] = field(default_factory=dict)
 
     @property
     def finished(self) -> FinishedPass | None:
@@ -167,6 +171,7 @@ class LayerLog:
             return
         # Where the model runs its own forward, no tokens have entries.
         found = self.running.find(x) if self.running.in_use else None
+        found = self.running.current if self.by_thread else found
         autocast = torch.is_autocast_enabled(x.device.type)
         self.last.finished = FinishedPass(tuple(x.shape), x.dtype, x.device, autocast, found or {})
 

@@ -9,10 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from bmfa.grid import Grid
+from bmfa.models.override import override_method
 from bmfa.models.packing import Packing
 
 if TYPE_CHECKING:
-    from bmfa.models.hosts.base import AttentionFunction
+    from bmfa.models.hosts.base import AttentionFunction, Host
     from bmfa.models.token_grid import TokenGrid
 
 
@@ -25,10 +26,25 @@ def attend_pictures(
     *,
     dropout: float = 0.0,
     scale: float | None = None,
+    query_grid: Grid | None = None,
 ) -> Tensor:
-    """Call the function of a layer on pictures of one grid, (pictures, heads, prefix + N, d) each."""
+    """Call the function of a layer on pictures of one grid.
+
+    Args:
+        function: The function of the layer.
+        grid: The grid of the keys.
+        q: (pictures, heads, prefix + N, d) queries; k, v likewise.
+        k: Keys.
+        v: Values.
+        dropout: The probability of attention dropout.
+        scale: The scale of the scores.
+        query_grid: The grid of the queries, where it is not that of the keys.
+    """
     call = partial(function, q, k, v, None, dropout, False, scale)
-    return function.token_grid.passes.run_with(grid, call)
+    token_grid = function.token_grid
+    if query_grid is not None:
+        call = partial(token_grid.query_grids.run_with, query_grid, call)
+    return token_grid.passes.run_with(grid, call)
 
 
 def runs_dense(function: "AttentionFunction", packing: Packing, x: Tensor) -> bool:
@@ -64,3 +80,26 @@ class PackedBlock:
         output = passes.run_with(packing, log)
         passes.attach(output[0] if isinstance(output, tuple) else output, packing)
         return output
+
+
+@dataclass(eq=False)
+class LoggedBlock:
+    """Override of a block whose attention knows its grid: the block carries the log of the pass."""
+
+    layer: int
+    token_grid: "TokenGrid"
+
+    def uses_host(self, x: Any) -> bool:
+        """True in a graph, which writes no log."""
+        return torch.compiler.is_compiling()
+
+    def run(self, module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Compute the output of the block."""
+        run = partial(forward, *args, **kwargs)
+        return self.token_grid.log.run_block(self.layer, args[0], run) if args else run()
+
+
+def watch_blocks(host: "Host", token_grid: "TokenGrid") -> None:
+    """Let the blocks of a host whose attention modules know their grids carry the log of a pass."""
+    for index, block in enumerate(host.blocks):
+        override_method(block, LoggedBlock(index, token_grid))

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 
 from bmfa.grid import Grid
 
@@ -21,6 +22,8 @@ class PictureGroup:
     grid: Grid
     # (pictures, prefix + N) places of the tokens in the flattened (B, T); spatial ones in raster order
     index: Tensor
+    # (pictures, P) places of padding that attends to the keys of its picture; None if there is none
+    padding: Tensor | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,7 +38,14 @@ class Packing:
     shape: tuple[int, int]  # (B, T)
     own_mask: bool = False  # True if the caller of the model has passed an attention mask
 
-    def attend(self, attention: PictureAttention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attend(
+        self,
+        attention: PictureAttention,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        scale: float | None = None,
+    ) -> Tensor:
         """Compute attention inside each picture.
 
         Args:
@@ -43,10 +53,11 @@ class Packing:
             q: (B, heads, T, d) queries; k, v likewise.
             k: Keys.
             v: Values.
+            scale: The factor of the scores of padding that attends to a picture.
 
         Returns:
-            (B, heads, T, e). Tokens of no picture get the mean of the values of their sequence, which is
-            what softmax returns if all keys are hidden with the same large negative number.
+            (B, heads, T, e). Other tokens of no picture get the mean of the values of their sequence,
+            which is what softmax returns if all keys are hidden with the same large negative number.
 
         Raises:
             ValueError: If q has another shape than the packing.
@@ -63,6 +74,10 @@ class Packing:
             inputs = [x[group.index].transpose(1, 2) for x in flat]  # (pictures, heads, P + N, d)
             output = attention(group.grid, inputs[0], inputs[1], inputs[2])
             outputs.append(output.transpose(1, 2).flatten(0, 1))
+            if group.padding is not None:
+                query = flat[0][group.padding].transpose(1, 2)
+                output = scaled_dot_product_attention(query, inputs[1], inputs[2], scale=scale)
+                outputs.append(output.transpose(1, 2).flatten(0, 1))
         if self.padded:
             outputs.append(v.mean(2).to(outputs[0].dtype))  # (B, heads, e)
         rows = torch.cat(outputs)[self.inverse]  # (B * T, heads, e)
@@ -75,27 +90,44 @@ def pack(
     device: torch.device,
     *,
     own_mask: bool = False,
+    padding_attends: bool = False,
 ) -> Packing:
     """Make a packing from the grid and the (prefix + N,) flat positions of the tokens of each picture.
 
-    Pictures may share no token; the positions are on the CPU.
+    Pictures may share no token; the positions are on the CPU. With `padding_attends`, every sequence has
+    one picture, at its start, and the tokens behind it attend to the keys of the picture.
     """
     by_grid: dict[Grid, list[Tensor]] = {}
     for grid, index in pictures:
         by_grid.setdefault(grid, []).append(index)
     groups = [(grid, torch.stack(indices)) for grid, indices in by_grid.items()]
     batch, tokens = shape
-    rows = torch.cat([index.flatten() for _, index in groups])
+    padding: list[Tensor | None] = [None] * len(groups)
+    if padding_attends:
+        padding = [_behind(index, tokens) for _, index in groups]
+    parts = [(index, behind) for (_, index), behind in zip(groups, padding, strict=True)]
+    rows = torch.cat([part.flatten() for pair in parts for part in pair if part is not None])
     # The row behind the outputs that belongs to the sequence of each token.
     inverse = len(rows) + torch.arange(batch).repeat_interleave(tokens)
     inverse[rows] = torch.arange(len(rows))
     return Packing(
-        tuple(PictureGroup(grid, index.to(device)) for grid, index in groups),
+        tuple(
+            PictureGroup(grid, index.to(device), None if behind is None else behind.to(device))
+            for (grid, index), behind in zip(groups, padding, strict=True)
+        ),
         inverse.to(device),
         len(rows) < batch * tokens,
         shape,
         own_mask,
     )
+
+
+def _behind(index: Tensor, tokens: int) -> Tensor | None:
+    """Return (pictures, P) places behind the pictures in their sequences, None if there are none."""
+    count = index.shape[1]
+    if count == tokens:
+        return None
+    return index[:, :1] // tokens * tokens + torch.arange(count, tokens)
 
 
 def raster_order(positions: Tensor) -> tuple[Grid, Tensor]:

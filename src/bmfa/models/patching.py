@@ -224,6 +224,7 @@ def install_functions(
     for function in functions:
         host.replacement(function).install(host.attentions[function.layer], active=not decisions)
     token_grid.log.watch(host.blocks[-1], len(host.attentions))
+    token_grid.log.other_blocks = dict(host.dense_blocks)
     if host.watch is not None:
         return
     for index, block in enumerate(host.blocks):

@@ -1,7 +1,7 @@
 """A sample of a person's pictures as one tensor: from a folder, a DataLoader or tensors."""
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -29,7 +29,8 @@ def sample_pictures(
 
     Args:
         pictures: A (N, 3, height, width) tensor, a list of tensors with or without the dimension N, a
-            DataLoader of tensors or of tuples that begin with one, or the path of a folder or zip.
+            DataLoader of tensors, of tuples that begin with one or of dictionaries with `pixel_values`,
+            or the path of a folder or zip.
         preprocess: The preprocessing for pictures of a folder.
         limit: The largest number of pictures. Of a DataLoader they are the first ones, of anything else
             they are drawn.
@@ -112,6 +113,7 @@ def _first_images(batches: Iterable[Any], limit: int) -> list[Tensor]:
     images: list[Tensor] = []
     for batch in batches:
         part = batch[0] if isinstance(batch, (tuple, list)) and len(batch) > 0 else batch
+        part = part.get("pixel_values") if isinstance(part, Mapping) else part
         images += list(_checked(part))
         if len(images) >= limit:
             break

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from bmfa.checks import check_integer, check_number
 from bmfa.files import write_atomic
@@ -23,10 +23,9 @@ from bmfa.records import Record, Row, environment
 
 # Version of the files; a plan of another version is refused.
 PLAN_VERSION = 1
-# Weights that the fingerprint reads: this many tensors and this many elements of each. They are spread
-# over the model, and any training step changes some of them; reading all weights of a large model would
-# take longer than patching it.
-_HASHED_TENSORS, _HASHED_ELEMENTS = 32, 256
+# Elements of every parameter that the fingerprint reads, evenly spaced: training changes some of them in
+# every parameter that it changes. Reading all weights of a large model would take longer than patching.
+_HASHED_ELEMENTS = 16
 _DIGITS = 16  # of a hash in hexadecimal, 64 bits
 # Keys that every file of a plan begins with.
 _KIND, _VERSION = "plan", "version"
@@ -233,8 +232,8 @@ class Plan:
         predicted_change: The change that follows from the layers alone, None for other measures than
             `"features"` and `"logits"`.
         measured_change: The change of the whole model on images that were not used for choosing.
-        checks: The predicted and measured change of every combination that was checked, in order; the
-            last one is the plan.
+        checks: The predicted and measured change of every combination that was checked, in order, and
+            why it was chosen; the last one is the plan.
         dense_milliseconds: The time of the unpatched model.
         predicted_milliseconds: The time that follows from the attention of the layers.
         milliseconds: The time of the patched model.
@@ -275,42 +274,22 @@ class Plan:
 
     @property
     def speedup(self) -> float:
-        """The time of the unpatched model over that of the patched one, both measured.
-
-        Example:
-            >>> Plan.load("plan.json").speedup  # doctest: +SKIP
-            1.31
-        """
+        """The time of the unpatched model over that of the patched one, both measured."""
         return self.dense_milliseconds / self.milliseconds
 
     @property
     def predicted_speedup(self) -> float:
-        """The speed-up that follows from the times of the layers.
-
-        Example:
-            >>> Plan.load("plan.json").predicted_speedup  # doctest: +SKIP
-            1.33
-        """
+        """The speed-up that follows from the times of the layers."""
         return self.dense_milliseconds / self.predicted_milliseconds
 
     @property
     def errors(self) -> dict[int, float]:
-        """The error target of every layer that is not dense, by its index.
-
-        Example:
-            >>> Plan.load("plan.json").errors  # doctest: +SKIP
-            {2: 0.05, 3: 0.1}
-        """
+        """The error target of every layer that is not dense, by its index."""
         return {s.layer: s.error for s in self.layers if s.error is not None}
 
     @property
     def times(self) -> dict[int, dict[float | None, float]]:
-        """Milliseconds of the attention of every layer by its setting, as `tune(times=...)` takes them.
-
-        Example:
-            >>> Plan.load("plan.json").times[0]  # doctest: +SKIP
-            {None: 2.1, 0.05: 1.2, 0.1: 0.9}
-        """
+        """Milliseconds of attention by layer and error target (None is dense), for `tune(times=...)`."""
         times: dict[int, dict[float | None, float]] = {}
         for setting in self.candidates:
             times.setdefault(setting.layer, {})[setting.error] = setting.milliseconds
@@ -326,7 +305,13 @@ class Plan:
             OSError: If the file cannot be written.
 
         Example:
-            >>> plan.save("plan.json")  # doctest: +SKIP
+            >>> import bmfa, torch
+            >>> model = bmfa.load_model("embedded").model
+            >>> plan = bmfa.tune(model, torch.zeros(2, 3, 112, 112), errors=[0.1], repeats=1)
+            >>> plan.save("plan.json")
+            >>> Plan.load("plan.json") == plan
+            True
+            >>> os.remove("plan.json")
         """
         write_atomic(Path(path), self.to_json())
 
@@ -337,7 +322,12 @@ class Plan:
             JSON text with one line for each setting.
 
         Example:
-            >>> print(plan.to_json())  # doctest: +SKIP
+            >>> import bmfa, torch
+            >>> model = bmfa.load_model("embedded").model
+            >>> plan = bmfa.tune(model, torch.zeros(2, 3, 112, 112), errors=[0.1], repeats=1)
+            >>> print(plan.to_json()[:24])
+            {
+              "plan": "attention",
         """
         return format_plan("attention", asdict(self))
 
@@ -348,8 +338,11 @@ class Plan:
             A record with a row for each setting that was measured; its settings have the totals.
 
         Example:
-            >>> plan.to_record().rows[1]["setting"]  # doctest: +SKIP
-            'error=0.01'
+            >>> import bmfa, torch
+            >>> model = bmfa.load_model("embedded").model
+            >>> plan = bmfa.tune(model, torch.zeros(2, 3, 112, 112), errors=[0.1], repeats=1)
+            >>> plan.to_record().rows[1]["setting"]
+            'error=0.1'
         """
         chosen, dense = set(self.layers), {s.layer: s for s in self.candidates if s.error is None}
         rows = [
@@ -387,7 +380,12 @@ class Plan:
             ValueError: If it is not a plan for attention, or of another version.
 
         Example:
-            >>> bmfa.patch(model, plan=Plan.load("plan.json"))  # doctest: +SKIP
+            >>> import bmfa, torch
+            >>> model = bmfa.load_model("embedded").model
+            >>> plan = bmfa.tune(model, torch.zeros(2, 3, 112, 112), errors=[0.1], repeats=1)
+            >>> plan.save("plan.json")
+            >>> model = bmfa.patch(model, plan=Plan.load("plan.json"))
+            >>> os.remove("plan.json")
         """
         data = read_plan(path, "attention")
         try:
@@ -422,7 +420,10 @@ class Plan:
             ValueError: If the plan is for another model.
 
         Example:
-            >>> plan.check_model(model)  # doctest: +SKIP
+            >>> import bmfa, torch
+            >>> model = bmfa.load_model("embedded").model
+            >>> plan = bmfa.tune(model, torch.zeros(2, 3, 112, 112), errors=[0.1], repeats=1)
+            >>> plan.check_model(model)
         """
         mismatch = self.model.mismatch(model)
         if mismatch is not None:
@@ -432,12 +433,7 @@ class Plan:
 
     @property
     def token_grid(self) -> Grid:
-        """The grid of tokens.
-
-        Example:
-            >>> Plan.load("plan.json").token_grid  # doctest: +SKIP
-            Grid(height=64, width=64)
-        """
+        """The grid of tokens."""
         return Grid(*self.grid)
 
 
@@ -480,17 +476,14 @@ def _unwrap(model: nn.Module) -> nn.Module:
 
 
 def _hash_weights(parameters: list[nn.Parameter]) -> str:
-    """Hash evenly spaced elements of evenly spaced parameters, as float64."""
+    """Hash evenly spaced elements of every parameter, the last one among them, as float64."""
+    samples: dict[torch.device, list[Tensor]] = {}  # one transfer from each device
+    for parameter in parameters:
+        flat = parameter.detach().flatten()
+        step = max(1, flat.numel() // _HASHED_ELEMENTS)
+        sample = flat[(flat.numel() - 1) % step :: step].double()
+        samples.setdefault(parameter.device, []).append(sample)
     digest = hashlib.sha256()
-    for index in _spread(len(parameters), _HASHED_TENSORS):
-        flat = parameters[index].detach().flatten()
-        elements = torch.tensor(_spread(flat.numel(), _HASHED_ELEMENTS), device=flat.device)
-        digest.update(flat[elements].double().cpu().numpy().tobytes())
+    for parts in samples.values():
+        digest.update(torch.cat(parts).cpu().numpy().tobytes())
     return digest.hexdigest()[:_DIGITS]
-
-
-def _spread(count: int, most: int) -> list[int]:
-    """Return at most `most` of the indices below `count`, evenly spaced, the last one among them."""
-    if count <= most:
-        return list(range(count))
-    return [round(step * (count - 1) / (most - 1)) for step in range(most)]

@@ -43,7 +43,7 @@ class ScreenedLayer(AttentionFunction):
     decision: DenseDecision | None = None  # None if the layer never runs dense
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kw: Any) -> Tensor:
-        if self.uses_host(query):
+        if self.uses_host(key):
             return scaled_dot_product_attention(query, key, value, *args, **kw)
         return super().__call__(query, key, value, *args, **kw)
 
@@ -82,8 +82,11 @@ class ScreenedLayer(AttentionFunction):
         grid, prefix = self.token_grid.of_attention(k.shape[2]), self.token_grid.special
         if suffix := self.token_grid.suffix:  # tokens behind the grid come first, as prefix tokens
             q, k, v = (x.roll(suffix, 2) for x in (q, k, v))
+        options = self.options
+        if q.shape[2] != k.shape[2] and options.get("rule") is None:
+            options = options | {"query_grid": self.token_grid.query_grids.current}
         screened = screened_attention(
-            q, k, v, grid=grid, prefix=prefix, scale=scale, valid=valid, **self.options
+            q, k, v, grid=grid, prefix=prefix, scale=scale, valid=valid, **options
         )
         self.token_grid.log.add(self.layer, screened.stats, grid, valid)
         if self.observer is not None:

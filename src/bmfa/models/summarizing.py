@@ -261,10 +261,22 @@ def _patched_summary(model: nn.Module, layers: list[ScreenedLayer]) -> Summary:
     if finished is not None and not finished.compiled:
         dtype = str(finished.dtype).removeprefix("torch.")
         title += f"; tokens {finished.shape} {dtype} on {finished.device}"
-    notes: tuple[str, ...] = ()
+    notes = _block_notes(log.other_blocks)
     if log.compiled and (finished is None or not finished.compiled):
-        notes = ("The model was compiled; passes inside a compiled graph are not in this table.",)
+        note = "The model was compiled; passes inside a compiled graph are not in this table."
+        notes = (*notes, note)
     return Summary(title, rows, notes)
+
+
+def _block_notes(blocks: dict[int, str]) -> tuple[str, ...]:
+    """Say which blocks are no layers of the table, and why they stay as they are."""
+    notes = []
+    for reason in dict.fromkeys(blocks.values()):
+        indices = [str(index) for index, why in blocks.items() if why == reason]
+        few = len(indices) == 1
+        name = f"Block {indices[0]} is" if few else f"Blocks {', '.join(indices)} are"
+        notes.append(f"{name} not in this table, and run as before: {reason}.")
+    return tuple(notes)
 
 
 def _layer_row(

@@ -34,6 +34,8 @@ class TokenGrid:
     pending: ForwardState[tuple[Grid, ...]] = field(default_factory=ForwardState)
     # The pictures of each pass, in models whose sequences are not one grid in raster order.
     packings: ForwardState[Packing] = field(default_factory=ForwardState)
+    # The grid of the queries of a call, where it is not that of the keys.
+    query_grids: ForwardState[Grid] = field(default_factory=ForwardState)
     handle: Any = None
     # By token count: the grid of all passes so far, or None if several grids have that many tokens.
     unique: dict[int, Grid | None] = field(default_factory=dict)

@@ -1,12 +1,13 @@
 """Choose a setting for each layer of a model on a person's pictures, within a tolerance."""
 
 import math
+import os
 import statistics
 import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -54,11 +55,12 @@ LEAST_GAIN = 0.02
 BUDGET_STEPS = 10_000
 # Calls between two synchronisations on CUDA, so that launches overlap with kernels as in a model.
 CUDA_CALLS = 8
-# A budget that failed shrinks by the ratio of tolerance and change, and by this factor.
+# A budget that failed shrinks by the ratio of tolerance and change, and by this factor to the power of
+# the number of checks so far.
 SHRINK = 0.95
 # Factor between two budgets for measures of which it is not known how they add: half of a change.
 COARSE_STEP = 0.25
-# Combinations that are checked before all layers stay dense; the budget is below 1e-6 of the first then.
+# Combinations that are checked before all layers stay dense: the budget is below 1e-6 of the first then.
 MAX_CHECKS = 24
 
 
@@ -93,8 +95,9 @@ def tune(
     Args:
         model: A model that `patch` supports, or what `load_model` returns.
         pictures: A (N, 3, height, width) tensor or a list of (3, height, width) tensors, preprocessed;
-            a DataLoader of such tensors or of tuples that begin with one; or the path of a folder or
-            zip of pictures. At least two pictures, all of one size.
+            a DataLoader of such tensors, of tuples that begin with one or of dictionaries with
+            `pixel_values`; or the path of a folder or zip of pictures. At least two pictures, all of
+            one size.
         tolerance: The largest change of the output that is accepted, above 0, in units of the measure.
         measure: `"features"` is the relative L2 distance of the tokens after the last block, the root
             of its mean square over pictures; squares of the changes of layers add. `"logits"` is the
@@ -159,15 +162,19 @@ def tune(
         options = model.options if isinstance(model, LoadedModel) else {}
     limit = _default_limit(module, batch_size) if limit is None else limit
     limit = check_integer("limit", limit, low=2)
-    images = sample_pictures(
-        pictures,
-        find_preprocessing(model, preprocess, img_size),
-        limit,
-        torch.Generator().manual_seed(seed),
-    )
+    if isinstance(pictures, (str, os.PathLike)):
+        preprocess = find_preprocessing(model, preprocess, img_size)
+    elif img_size is not None or preprocess is not None:
+        raise ValueError(
+            "img_size and preprocess are for pictures of a folder; leave them out, and pass tensors of "
+            "the size of the model"
+        )
+    generator = torch.Generator().manual_seed(seed)
+    images = sample_pictures(pictures, preprocess, limit, generator)
     choosing, checking = _split(images, batch_size)
-    run = _Tuner(module, host, settings, dict(options), _Steps(progress, settings, indices))
-    with _unchanged(module), warnings.catch_warnings():
+    steps = _Steps(progress, len(host.attentions), len(indices) * len(settings.errors))
+    run = _Tuner(module, host, settings, dict(options), steps)
+    with closing(steps), _unchanged(module), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # settings that miss their target are measured, not used
         return run.make_plan(choosing, checking, indices, times)
 
@@ -184,29 +191,34 @@ class _Settings:
 
 @dataclass
 class _Steps:
-    """Counts steps of the work: one for each layer and setting, and four around them."""
+    """Counts steps: settings whose change is measured, layers that are timed, and three more.
+
+    The three are the references, the check and the time of the whole model.
+    """
 
     progress: Progress | bool
-    settings: _Settings
-    layers: Sequence[int]
+    timed: int
+    candidates: int
     done: int = 0
     bar: Any = None
 
     def __post_init__(self) -> None:
-        self.total = 4 + len(self.layers) * len(self.settings.errors)
+        self.total = 3 + self.timed + self.candidates
         if self.progress is True and sys.stderr.isatty():
             from tqdm import tqdm
 
-            self.bar = tqdm(total=self.total, unit=" settings", leave=False, dynamic_ncols=True)
+            self.bar = tqdm(total=self.total, unit=" steps", leave=False, dynamic_ncols=True)
 
     def advance(self) -> None:
         self.done += 1
         if self.bar is not None:
             self.bar.update()
-            if self.done == self.total:
-                self.bar.close()
         elif callable(self.progress):
             self.progress(self.done, self.total)
+
+    def close(self) -> None:
+        if self.bar is not None:
+            self.bar.close()
 
 
 @dataclass(eq=False)
@@ -218,6 +230,7 @@ class _TimedLayer(ScreenedLayer):
     milliseconds: dict[float | None, float] = field(default_factory=dict)
     grid: Grid | None = None
     dtype: torch.dtype | None = None
+    finished: Callable[[], None] | None = None  # called after the first call of the layer
 
     def __call__(
         self,
@@ -238,6 +251,9 @@ class _TimedLayer(ScreenedLayer):
                 tiled = ScreenedLayer(self.layer, self.token_grid, options)
                 calls[error] = partial(tiled, *arguments, scale=scale)
             self._time(calls, query.device)
+        if self.finished is not None:
+            self.finished()
+            self.finished = None
         return dense()
 
     def _options(self) -> dict[float, dict[str, Any]]:
@@ -285,7 +301,6 @@ class _Tuner:
             self._check_equal(measure, own, choosing)
         self.steps.advance()
         timed = self._time_layers(choosing[0], times)
-        self.steps.advance()
         grid, dtype = _shared_grid(timed), timed[0].dtype
         candidates = self._candidates(additive, references, choosing, layers, timed, grid)
         search = _Search(candidates, additive.power or 1)
@@ -304,7 +319,8 @@ class _Tuner:
         if times is None and planned_ms >= dense_ms and any(chosen.values()):
             # The layers gain less than patching a model costs.
             chosen = dict.fromkeys(chosen)
-            checks.append(_check_row(chosen, 0.0 if additive is measure else None, 0.0))
+            why = f"dense: the patched model was not faster, {planned_ms:g} ms against {dense_ms:g} ms"
+            checks.append(_check_row(chosen, 0.0 if additive is measure else None, 0.0, why))
             planned_ms = dense_ms
         self.steps.advance()
         by_setting = {(s.layer, s.error): s for s in candidates}
@@ -382,7 +398,12 @@ class _Tuner:
         never_dense = {"form": "tiled"}  # so that hosts pass q, k, v of every call
         functions = [
             _TimedLayer(
-                index, token_grid, never_dense, errors=errors, repeats=self.settings.repeats
+                index,
+                token_grid,
+                never_dense,
+                errors=errors,
+                repeats=self.settings.repeats,
+                finished=self.steps.advance,
             )
             for index in range(len(self.host.attentions))
         ]
@@ -441,6 +462,8 @@ class _Tuner:
     def _find_budget(self, search: "_Search", check: Callable[..., float]) -> float:
         """Return the largest budget of features that the measure accepts on the choosing pictures."""
         budget = search.largest
+        if budget == 0.0:
+            return 1.0  # no setting changes the features of these pictures
         while budget > search.smallest:
             chosen = search.fastest(budget)
             if check(chosen) <= self.settings.tolerance:
@@ -465,11 +488,14 @@ class _Tuner:
                 chosen = dict.fromkeys(chosen)
             cost, measured = search.cost(chosen), check(chosen)
             predicted = _rounded(cost ** (1.0 / search.power), 6) if predicts else None
-            checks.append(_check_row(chosen, predicted, measured))
+            why = "the fastest within the budget" if any(chosen.values()) else "dense"
+            if checks:
+                why += ", after a check that failed"
+            checks.append(_check_row(chosen, predicted, measured, why))
             if measured <= tolerance or not any(chosen.values()):
                 return chosen, checks
             shrink = (tolerance / measured) ** search.power if predicts else COARSE_STEP**0.5
-            budget = SHRINK * shrink * cost
+            budget = SHRINK ** len(checks) * shrink * cost
 
     def _time_model(
         self, batch: Tensor, chosen: Mapping[int, float | None], grid: Grid
@@ -634,11 +660,14 @@ def _unchanged(model: nn.Module) -> Iterator[None]:
             module.training = True
 
 
-def _check_row(chosen: Mapping[int, float | None], predicted: float | None, measured: float) -> Row:
+def _check_row(
+    chosen: Mapping[int, float | None], predicted: float | None, measured: float, why: str
+) -> Row:
     return {
         "tiled_layers": sum(error is not None for error in chosen.values()),
         "predicted_change": predicted,
         "measured_change": measured,
+        "why": why,
     }
 
 

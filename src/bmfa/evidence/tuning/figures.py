@@ -71,7 +71,8 @@ def _draw_times(canvas: Canvas, axes: "Axes", record: Record) -> None:
     dense, optimal = style.LIGHT["mean"], style.LIGHT["optimal"]
     axes.bar(layers, [row["dense_milliseconds"] for row in chosen], 0.8, color=dense, alpha=0.35)
     axes.bar(layers, [row["milliseconds"] for row in chosen], 0.5, color=optimal)
-    for row in chosen:
+    labelled = len(chosen) <= MOST_LAYER_TICKS
+    for row in chosen if labelled else ():
         text = "" if row["error"] is None else f"{row['error']:g}".removeprefix("0")
         height = max(row["milliseconds"], row["dense_milliseconds"])
         axes.annotate(
@@ -85,7 +86,7 @@ def _draw_times(canvas: Canvas, axes: "Axes", record: Record) -> None:
         )
     axes.set_ylim(0, 1.15 * max(row["dense_milliseconds"] for row in chosen) or 1.0)
     _set_layers(axes, record.rows)
-    y_label = "milliseconds: dense (grey), chosen (blue, with its target)"
+    y_label = f"milliseconds: dense (grey), chosen (blue{', with its target' if labelled else ''})"
     add_labels(canvas, axes, "Time of attention", y_label, "layer")
 
 

@@ -9,7 +9,7 @@ module, for example `TOWERS`, `ATTENTIONS` and `LAYOUTS` in `timm.py`.
 
 from torch import nn
 
-from bmfa.models.hosts import generic, hiera, naflex, packed, relative, timm, transformers
+from bmfa.models.hosts import generic, hiera, naflex, packed, padded, relative, timm, transformers
 from bmfa.models.hosts.base import Host
 from bmfa.models.hosts.generic import register_host
 from bmfa.models.hosts.unsupported import raise_unsupported
@@ -45,6 +45,7 @@ def find_host(model: nn.Module) -> Host:
         *relative.find_towers(model),
         *transformers.find_towers(model),
         *packed.find_towers(model),
+        *padded.find_towers(model),
     ]
     if len(hosts) > 1:
         raise ValueError(

@@ -145,20 +145,25 @@ class DescribedGrid(TokenGrid):
 
 
 def watch_inputs(host: Host, token_grid: TokenGrid) -> None:
-    """Read the grid of each forward pass from the inputs of the tower, if a function does that."""
-    if isinstance(token_grid, DescribedGrid) and callable(token_grid.source):
-        reader = InputReader(token_grid)
-        token_grid.handle = host.tower.register_forward_pre_hook(reader, with_kwargs=True)
+    """Note where each forward pass begins, and read its grid from the inputs if a function does that."""
+    assert isinstance(token_grid, DescribedGrid)
+    token_grid.log.by_thread = True
+    reader = InputReader(token_grid)
+    token_grid.handle = host.tower.register_forward_pre_hook(reader, with_kwargs=True)
 
 
 @dataclass(eq=False)
 class InputReader:
-    """Hook of a model that calls the function for the grid."""
+    """Hook of a model that begins a forward pass, and calls the function for the grid."""
 
     token_grid: DescribedGrid
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if not torch.compiler.is_compiling():
+            self.token_grid.log.begin()
         source: Any = self.token_grid.source
+        if not callable(source):
+            return
         result = source(*args, **kwargs)
         if not isinstance(result, Grid):
             try:

@@ -12,14 +12,13 @@ from bmfa.models.hosts.base import AttentionFunction, Host, class_name
 from bmfa.models.hosts.timm import ReplaceSDPA, TimmAttention
 from bmfa.models.hosts.transformers import TransformersAttention
 from bmfa.models.override import override_method, restore_method
-from bmfa.models.packed_calls import attend_pictures
-from bmfa.models.token_grid import TokenGrid
+from bmfa.models.packed_calls import attend_pictures, watch_blocks
 
 TIMM_TOWER = "timm.models.hiera.Hiera"
 SAM2_TOWER = "transformers.models.sam2.modeling_sam2.Sam2HieraDetModel"
-_MASK_UNITS = "it attends inside mask units"
-_WINDOWS = "it attends inside windows"
-_POOLED = "it pools the queries, so that they have another grid than the keys"
+_MASK_UNITS = "attention inside mask units"
+_WINDOWS = "attention inside windows"
+_POOLED = "pooled queries"
 _STAGES = "its blocks pool the tokens of a whole grid"
 
 
@@ -65,7 +64,8 @@ class UnrolledGrid:
 class HieraAttention(TimmAttention):
     """Runs the module's own forward with our attention over the grid of the module."""
 
-    tokens: UnrolledGrid = field(kw_only=True)
+    tokens: UnrolledGrid = field(kw_only=True)  # of the keys
+    queries: UnrolledGrid | None = field(kw_only=True)  # None if they are not pooled
 
     def uses_host(self, x: Any) -> bool:
         """False: `run` decides, which knows the grid."""
@@ -81,9 +81,16 @@ class HieraAttention(TimmAttention):
             return forward(*args, **kwargs)
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        raster = [self.tokens.to_raster(x) for x in (query, key, value)]
-        output = attend_pictures(self.function, self.tokens.grid, *raster)
-        return self.tokens.from_raster(output)
+        queries = self.queries or self.tokens
+        output = attend_pictures(
+            self.function,
+            self.tokens.grid,
+            queries.to_raster(query),
+            self.tokens.to_raster(key),
+            self.tokens.to_raster(value),
+            query_grid=None if self.queries is None else queries.grid,
+        )
+        return queries.from_raster(output)
 
 
 class Sam2Attention(TransformersAttention):
@@ -132,15 +139,14 @@ def _timm_host(tower: Any) -> Host:
         )
     blocks = tuple(tower.blocks)
     dense: dict[int, str] = {}
-    layouts = []
+    layouts: list[tuple[UnrolledGrid, UnrolledGrid | None]] = []
     for index, block in enumerate(blocks):
         if block.attn.use_mask_unit_attn:
             dense[index] = _MASK_UNITS
-        elif block.attn.q_stride > 1:
-            dense[index] = _POOLED
+        elif block.attn.q_stride > 1:  # the keys have the grid of the block before
+            layouts.append((_unrolled(tower, index - 1), _unrolled(tower, index)))
         else:
-            strides, size = tower.reroll.schedule[index]
-            layouts.append(UnrolledGrid(Grid(*size), tuple(tuple(s) for s in strides)))
+            layouts.append((_unrolled(tower, index), None))
     return Host(
         replacement=partial(_hiera_attention, tuple(layouts)),
         tower=tower,
@@ -150,16 +156,23 @@ def _timm_host(tower: Any) -> Host:
         prefix=0,
         layout=None,
         reads_spatial_tokens=True,
-        watch=_watch_nothing,
+        watch=watch_blocks,
         dense_blocks=dense,
         not_reducible=_STAGES,
     )
 
 
 def _hiera_attention(
-    layouts: tuple[UnrolledGrid, ...], function: AttentionFunction
+    layouts: tuple[tuple[UnrolledGrid, UnrolledGrid | None], ...], function: AttentionFunction
 ) -> HieraAttention:
-    return HieraAttention(function, tokens=layouts[function.layer])
+    tokens, queries = layouts[function.layer]
+    return HieraAttention(function, tokens=tokens, queries=queries)
+
+
+def _unrolled(tower: Any, block: int) -> UnrolledGrid:
+    """Return the order of the tokens that a block returns."""
+    strides, size = tower.reroll.schedule[block]
+    return UnrolledGrid(Grid(*size), tuple((int(rows), int(columns)) for rows, columns in strides))
 
 
 def _sam2_host(tower: Any) -> Host:
@@ -179,11 +192,7 @@ def _sam2_host(tower: Any) -> Host:
         prefix=0,
         layout=None,
         reads_spatial_tokens=True,
-        watch=_watch_nothing,
+        watch=watch_blocks,
         dense_blocks=dense,
         not_reducible=_STAGES,
     )
-
-
-def _watch_nothing(host: Host, token_grid: TokenGrid) -> None:
-    """Every attention module knows its grid."""

@@ -108,6 +108,7 @@ class NaFlexReader:
             pictures.append((grid, row * tokens + index))
         packing = pack(pictures, (len(orders), tokens), x.device, own_mask=attn_mask is not None)
         self.token_grid.packings.set(packing)
+        self.token_grid.log.begin()
 
 
 def find_towers(model: nn.Module) -> list[Host]:

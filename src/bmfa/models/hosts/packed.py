@@ -197,7 +197,7 @@ FAMILIES = {
         "Qwen3VLMoeVisionAttention", "patch_embed.proj", _read_qwen
     ),
 }
-_WINDOWS = "it attends inside windows"
+_WINDOWS = "attention inside windows"
 _PACKED = "its pictures share one sequence and may have different sizes"
 
 

@@ -23,10 +23,10 @@ from torch import Tensor, nn
 from bmfa.grid import Grid
 from bmfa.models.hosts.base import AttentionReplacement, Host, class_name, is_noop
 from bmfa.models.override import override_method, restore_method
-from bmfa.models.token_grid import TokenGrid
+from bmfa.models.packed_calls import watch_blocks
 
-_WINDOWS = "it attends inside windows"
-_ROTARY = "it rotates queries and keys inside its attention"
+_WINDOWS = "attention inside windows"
+_ROTARY = "rotary positions"
 _GRID = "its blocks work on maps, not on sequences of tokens"
 
 
@@ -56,7 +56,8 @@ class DecomposedAttention(AttentionReplacement):
     def _run(
         self, module: Any, x: Tensor, grid: Grid, forward: Callable[[], Any], attentions: bool
     ) -> Any:
-        if self.function.uses_host_on(grid, x.flatten(1, 2)):
+        relative = hasattr(module, "rel_pos_h")
+        if self.function.uses_host_on(grid, x.flatten(1, 2)) or (relative and self._needs_host(x)):
             return forward()
         if attentions:
             raise ValueError(
@@ -69,7 +70,7 @@ class DecomposedAttention(AttentionReplacement):
         q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)  # (B, heads, N, d) each
         if hasattr(module, "q_norm"):
             q, k = module.q_norm(q), module.k_norm(k)
-        if hasattr(module, "rel_pos_h"):
+        if relative:
             q, k = with_relative_positions(
                 q,
                 k,
@@ -82,6 +83,12 @@ class DecomposedAttention(AttentionReplacement):
         if hasattr(module, "proj_drop") and not is_noop(module.proj_drop):
             output = module.proj_drop(output)
         return family.result(output)
+
+    def _needs_host(self, x: Tensor) -> bool:
+        """True on CUDA, whose kernels take no heads that long, if the layer may run dense."""
+        function: Any = self.function
+        may_run_dense = getattr(function, "decision", None) is not None
+        return x.is_cuda and may_run_dense and function.observer is None
 
 
 def with_relative_positions(
@@ -200,11 +207,7 @@ def _host(tower: nn.Module, family: RelativeFamily) -> Host:
         prefix=0,
         layout=None,
         reads_spatial_tokens=True,
-        watch=_watch_nothing,
+        watch=watch_blocks,
         dense_blocks=dense,
         not_reducible=_GRID,
     )
-
-
-def _watch_nothing(host: Host, token_grid: TokenGrid) -> None:
-    """Every attention module knows its grid."""

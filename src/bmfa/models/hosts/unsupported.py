@@ -8,8 +8,8 @@ from bmfa.models.hosts.base import Host, class_name
 
 SUPPORTED = (
     "timm VisionTransformer, DeiT (also distilled), EVA, DINOv3, NaFlexViT, Hiera and SAM; "
-    "transformers ViT, DeiT, DINOv2 (also with registers), DINOv3 ViT, CLIP vision, SigLIP vision, "
-    "ViT-MSN, I-JEPA, DPT, YOLOS, ViTPose, AIMv2, OWL-ViT, BLIP, InternVL, Pixtral, Qwen2-VL, "
+    "transformers ViT, DeiT, DINOv2 (also with registers), DINOv3 ViT, CLIP, SigLIP and SigLIP2 vision, "
+    "ViT-MAE, ViT-MSN, I-JEPA, DPT, YOLOS, ViTPose, AIMv2, OWL-ViT, BLIP, InternVL, Pixtral, Qwen2-VL, "
     "Qwen2.5-VL and Qwen3-VL vision, SAM, SAM 2, ViTDet; the embedded model"
 )
 REDUCIBLE = (

@@ -1,0 +1,253 @@
+"""Vision towers of transformers whose sequences are padded or shuffled: SigLIP2 and ViT-MAE.
+
+SigLIP2 takes pictures of different sizes in one batch, each padded to the longest. ViT-MAE puts the
+patches of every picture in a random order, also if it drops none. In every forward pass a hook makes a
+`Packing` that says where the patches of each picture are; attention is computed for each picture in
+raster order.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from bmfa.grid import Grid
+from bmfa.models.hosts.base import Host, class_name, replacement_of
+from bmfa.models.hosts.transformers import TransformersAttention
+from bmfa.models.override import override_method
+from bmfa.models.packed_calls import PackedBlock, attend_pictures, runs_dense
+from bmfa.models.packing import outside_graphs, pack, prepare_compiling
+from bmfa.models.token_grid import TokenGrid
+from bmfa.packages import load_package
+
+# The name of the attention function in `config._attn_implementation`.
+IMPLEMENTATION = "bmfa_padded"
+
+
+class PaddedAttention(TransformersAttention):
+    """Gives the module a configuration of its own that names the attention function of this file."""
+
+    def _replace(self, module: nn.Module) -> None:
+        _register()
+        super()._replace(module)
+        config: Any = module.config  # the copy that super() made
+        config._attn_implementation = IMPLEMENTATION
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        _register()  # the process that unpickles the model must know the name
+        super().__setstate__(state)
+
+
+def padded_attention_forward(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """Attention function of transformers: (B, heads, tokens, d) to (B, tokens, heads, d)."""
+    call = partial(_attend, module, query, key, value, attention_mask, scaling, dropout)
+    return outside_graphs(call, **kwargs)  # type: ignore[no-any-return]
+
+
+def _attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None,
+    dropout: float,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
+    replacement = replacement_of(module)
+    if replacement is None:
+        raise RuntimeError(
+            f"{class_name(module)} names {IMPLEMENTATION!r} as its attention but is not patched; call "
+            "bmfa.patch(model)"
+        )
+    function = replacement.function
+    packing = function.token_grid.packing
+    if runs_dense(function, packing, query):
+        host = load_package("transformers.modeling_utils").ALL_ATTENTION_FUNCTIONS
+        name, eager = replacement.saved["config"]._attn_implementation, replacement.saved["eager"]
+        return host.get(name, eager)(  # type: ignore[no-any-return]
+            module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs
+        )
+    if kwargs.get("output_attentions") or replacement.saved["config"].output_attentions:
+        raise ValueError(
+            "output_attentions=True is not supported in patched models, which compute no attention "
+            "matrix; call bmfa.unpatch(model)"
+        )
+    if attention_mask is not None and not packing.own_mask:
+        raise ValueError(
+            "an attention mask is not supported in this patched model; leave it out, or call "
+            "bmfa.unpatch(model)"
+        )
+    attend = partial(attend_pictures, function, dropout=dropout, scale=scaling)
+    output = packing.attend(attend, query, key, value, scaling)
+    return output.transpose(1, 2).contiguous(), None
+
+
+def _register() -> None:
+    """Register the name for attention and for masks: without the latter, masks are silently dropped."""
+    modeling = load_package("transformers.modeling_utils")
+    masks = load_package("transformers.masking_utils")
+    modeling.AttentionInterface.register(IMPLEMENTATION, padded_attention_forward)
+    masks.AttentionMaskInterface.register(IMPLEMENTATION, masks.sdpa_mask)
+    prepare_compiling()
+
+
+@dataclass(eq=False)
+class Siglip2Reader:
+    """Hook of the tower of SigLIP2, which is told the size of each picture."""
+
+    token_grid: TokenGrid
+
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        outside_graphs(self._read, *args, **kwargs)
+
+    def _read(
+        self,
+        pixel_values: Tensor,
+        pixel_attention_mask: Tensor | None = None,
+        spatial_shapes: Any = None,
+        **kwargs: Any,
+    ) -> None:
+        batch, tokens = pixel_values.shape[:2]
+        sizes = torch.as_tensor(spatial_shapes).cpu()
+        patches = sizes.prod(-1, keepdim=True)  # (B, 1)
+        exists = torch.arange(tokens) < patches  # (B, T)
+        mask = (
+            torch.ones_like(exists) if pixel_attention_mask is None else pixel_attention_mask.cpu()
+        )
+        if not torch.equal(mask.bool(), exists):
+            raise ValueError(
+                f"spatial_shapes is {sizes.tolist()} and there are {tokens} patches in a picture with "
+                "padding, and pixel_attention_mask shows others; pass the mask of the processor, which "
+                "hides the padding and nothing else, or call bmfa.unpatch(model)"
+            )
+        pictures = [
+            (Grid(height, width), row * tokens + torch.arange(height * width))
+            for row, (height, width) in enumerate(sizes.tolist())
+        ]
+        shape, device = (batch, tokens), pixel_values.device
+        packing = pack(pictures, shape, device, own_mask=True, padding_attends=True)
+        self.token_grid.log.begin()
+        self.token_grid.packings.set(packing)
+
+
+@dataclass(eq=False)
+class ViTMAEReader:
+    """Hook of the embeddings of ViT-MAE, which return the order of the patches."""
+
+    token_grid: TokenGrid
+
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        outside_graphs(self._read, module, output, *args, **kwargs)
+
+    def _read(self, module: Any, output: Any, pixel_values: Tensor, *_: Any, **kwargs: Any) -> None:
+        embeddings, _, order = output  # order (B, N): the place of each patch in the sequence
+        batch, tokens = embeddings.shape[:2]
+        if tokens != 1 + order.shape[1]:
+            raise ValueError(_masked(module.config.mask_ratio))
+        height, width = (int(side) // int(module.patch_size) for side in pixel_values.shape[-2:])
+        places = torch.cat((torch.zeros(batch, 1, dtype=torch.long), 1 + order.cpu()), 1)
+        pictures = [(Grid(height, width), row * tokens + place) for row, place in enumerate(places)]
+        self.token_grid.log.begin()
+        self.token_grid.packings.set(pack(pictures, (batch, tokens), pixel_values.device))
+
+
+def _masked(ratio: float) -> str:
+    return (
+        f"mask_ratio is {ratio:g}, so ViT-MAE attends among the patches that are not masked, and these "
+        "do not fill a grid; set model.config.mask_ratio = 0.0, or run the model without a patch"
+    )
+
+
+def _watch_siglip2(host: Host, token_grid: TokenGrid) -> None:
+    reader = Siglip2Reader(token_grid)
+    token_grid.handle = host.tower.register_forward_pre_hook(reader, with_kwargs=True)
+    _carry(host, token_grid)
+
+
+def _watch_vit_mae(host: Host, token_grid: TokenGrid) -> None:
+    embeddings: Any = host.tower.embeddings
+    reader = ViTMAEReader(token_grid)
+    token_grid.handle = embeddings.register_forward_hook(reader, with_kwargs=True)
+    _carry(host, token_grid)
+
+
+def _carry(host: Host, token_grid: TokenGrid) -> None:
+    """Let the blocks of the tower carry the pictures of a pass."""
+    for block in host.blocks:
+        override_method(block, PackedBlock(token_grid))
+
+
+@dataclass(frozen=True)
+class PaddedFamily:
+    """The names of a family's attention class and patch projection, and how its pictures are read."""
+
+    attention: str
+    projection: str
+    prefix: int
+    watch: Callable[[Host, TokenGrid], None]
+    not_reducible: str
+
+
+# By the class of the tower.
+FAMILIES = {
+    "siglip2.modeling_siglip2.Siglip2VisionModel": PaddedFamily(
+        "Siglip2Attention",
+        "embeddings.patch_embedding",
+        0,
+        _watch_siglip2,
+        "its pictures have different sizes, so that they would keep different numbers of tokens",
+    ),
+    "vit_mae.modeling_vit_mae.ViTMAEModel": PaddedFamily(
+        "ViTMAEAttention",
+        "embeddings.patch_embeddings.projection",
+        1,
+        _watch_vit_mae,
+        "its patches are in a random order, so that the grid of the policies is not theirs",
+    ),
+}
+
+
+def find_towers(model: nn.Module) -> list[Host]:
+    """List the towers in a model whose sequences are padded or shuffled."""
+    hosts = []
+    for tower in model.modules():
+        family = FAMILIES.get(class_name(tower).removeprefix("transformers.models."))
+        if family is not None:
+            hosts.append(_host(tower, family))
+    return hosts
+
+
+def _host(tower: Any, family: PaddedFamily) -> Host:
+    if ratio := getattr(tower.config, "mask_ratio", 0.0):
+        raise ValueError(_masked(ratio))
+    pairs = [
+        (block, child)
+        for block in tower.modules()
+        for child in block.children()
+        if type(child).__name__ == family.attention
+    ]
+    return Host(
+        replacement=PaddedAttention,
+        tower=tower,
+        blocks=tuple(block for block, _ in pairs),
+        attentions=tuple(child for _, child in pairs),
+        projection=tower.get_submodule(family.projection),
+        prefix=family.prefix,
+        layout=None,
+        reads_spatial_tokens=True,
+        watch=family.watch,
+        not_reducible=family.not_reducible,
+    )
