@@ -45,6 +45,7 @@ PUBLIC = {
     "screened_attention",
     "summary",
     "tune",
+    "tune_reduction",
     "unpatch",
 }
 

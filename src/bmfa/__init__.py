@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from bmfa.models import register_host as register_host
     from bmfa.models import summary as summary
     from bmfa.models import tune as tune
+    from bmfa.models import tune_reduction as tune_reduction
     from bmfa.models import unpatch as unpatch
     from bmfa.trees.build import screen as screen
     from bmfa.trees.build import screen_keys as screen_keys
@@ -53,6 +54,7 @@ _MODULES = {
     "screened_attention": "bmfa.attention.api",
     "tune": "bmfa.models",
     "summary": "bmfa.models",
+    "tune_reduction": "bmfa.models",
     "unpatch": "bmfa.models",
 }
 _SUBMODULES = ("bounds", "energy", "merging", "models", "rules")

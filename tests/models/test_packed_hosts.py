@@ -3,6 +3,7 @@
 import copy
 import pickle
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,10 +15,12 @@ if find_spec("timm") is None or find_spec("transformers") is None:
 
 import bmfa
 from bmfa import Grid, rules
+from bmfa.evidence.bench.inputs import check_one_grid
 from bmfa.models import patch, record, unpatch
 from bmfa.models.hosts import find_host
 from bmfa.models.hosts.base import attention_heads, replacements_in
 from bmfa.models.hosts.relative import with_relative_positions
+from bmfa.models.loading import check_img_size
 from bmfa.models.packing import pack, raster_order
 from bmfa.models.screened_layer import LayerInputs, observe, screened_layers
 from models.packed_models import PACKED, SEQUENCES, SIZES, Inputs, make_packed
@@ -333,6 +336,22 @@ def test_the_dense_decision_of_sam_counts_the_dimensions_of_relative_positions()
         assert host.dense_blocks == {1: "attention inside windows"}
     with pytest.raises(TypeError, match="cannot be reduced: its blocks work on maps"):
         bmfa.reduce(make_packed("sam"), "tome:2")
+
+
+def test_sizes_of_images_and_benchmarks_of_other_layouts() -> None:
+    naflex, sam = make_packed("naflex"), make_packed("sam")
+    for name, model in (("naflex", naflex), ("sam", sam), ("qwen3-vl", make_packed("qwen3-vl"))):
+        check_img_size(name, model, (32, 48))
+        with pytest.raises(ValueError, match=f"{name} has patches of 4 pixels"):
+            check_img_size(name, model, (32, 50))
+        with pytest.raises(ValueError, match=r"not supported by bmfa bench, which needs one grid"):
+            check_one_grid(find_host(model))
+    check_one_grid(find_host(bmfa.load_model("embedded").model))
+
+
+def test_an_architecture_of_one_image_size(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="timm:hiera_tiny_224 takes images of one size; leave"):
+        bmfa.load_model("timm:hiera_tiny_224", tmp_path / "weights.safetensors", img_size=448)
 
 
 def test_windows_of_qwen_2_5_stay_as_they_are() -> None:

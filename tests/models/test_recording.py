@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 if find_spec("timm") is None or find_spec("transformers") is None:
     pytest.skip("needs timm and transformers: pip install 'bmfa[models]'", allow_module_level=True)
@@ -13,7 +14,8 @@ if find_spec("timm") is None or find_spec("transformers") is None:
 from bmfa import rules
 from bmfa.attention.result import Screened
 from bmfa.models import patch, record
-from bmfa.models.screened_layer import screened_layers
+from bmfa.models import recording as recording_module
+from bmfa.models.screened_layer import LayerInputs, observe, screened_layers
 from models.host_models import (
     make_model,
     pictures,
@@ -111,3 +113,56 @@ def test_statistics_alone_build_no_trees(monkeypatch: pytest.MonkeyPatch) -> Non
     assert len(recording[1].stats) == 1 and recording[1].trees == []
     with pytest.raises(ValueError, match="no trees were recorded"):
         _ = recording.leaf_ratio
+
+
+@pytest.mark.parametrize("name", ["registers", "no-class-token"])
+@pytest.mark.parametrize(
+    "elements", [64, 1000, 1 << 20]
+)  # single queries, several, all heads at once
+def test_streamed_errors_are_those_of_the_score_matrix(
+    name: str, elements: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = patch(make_model(name), rule=rules.Optimal(0.005), layers=[1])
+    monkeypatch.setattr(recording_module, "CHUNK_ELEMENTS", elements)
+    expected: list[Tensor] = []
+
+    def compare(inputs: LayerInputs, screened: Screened) -> None:
+        scores = inputs.q.float() @ inputs.k.float().transpose(-2, -1) * inputs.scale
+        expected.append(screened.tree.error(scores[..., inputs.prefix :]))
+        torch.testing.assert_close(
+            recording_module._tree_errors(inputs, screened.tree), expected[-1], rtol=1e-5, atol=1e-7
+        )
+
+    with observe(model, compare):
+        run(model, pictures())
+    with record(model) as recording:
+        run(model, pictures())
+    assert len(expected) == 1 and expected[0].min() < expected[0].max()
+    torch.testing.assert_close(recording[1].errors[0], expected[0], rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize(
+    ("options", "side"), [({"leaves": 0.2}, 256), ({"rule": "fixed-depth:3"}, 128)]
+)
+@torch.no_grad()
+def test_recording_forms_no_score_matrix(options: dict[str, Any], side: int) -> None:
+    model = patch(make_model("vit"), layers=[1], **options)
+    pixels = torch.randn(1, 3, side, side, generator=torch.Generator().manual_seed(1))
+    tokens, largest = (side // 4) ** 2, []
+
+    class Products(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None):
+            out = func(*args, **(kwargs or {}))
+            if func in (torch.ops.aten.bmm.default, torch.ops.aten.mm.default):
+                largest.append(out.numel())
+            return out
+
+    with Products():
+        run(model, pixels)
+    forward = max(largest)
+    with record(model) as recording, Products():
+        run(model, pixels)
+    assert (
+        recording[1].stats[0].form in ("tiled", "representative") and len(recording[1].trees) == 1
+    )
+    assert max(largest) <= max(1 << 20, forward) < 3 * tokens**2

@@ -112,6 +112,7 @@ app.add_typer(bench_app, name="bench")
 bench_app.command("trees", cls=Command)(bench.trees)
 bench_app.command("attention", cls=Command)(bench.attention)
 bench_app.command("model", cls=Command)(bench.model)
+bench_app.command("reduction", cls=Command)(bench.reduction)
 
 
 def _print_version(requested: bool) -> None:

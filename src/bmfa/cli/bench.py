@@ -29,6 +29,10 @@ MODEL_COLUMNS = (
     "img_size n heads dim dtype batch method tiled_layers layers density_percent error_l2_percent "
     "mask_iou milliseconds milliseconds_eager speedup speedup_eager peak_mebibytes ran"
 )
+REDUCTION_COLUMNS = (
+    "baseline schedule chosen_on reported_on images gflops agreement_percent output_kl gain_pp "
+    "gain_low_pp gain_high_pp"
+)
 
 BenchModel = Annotated[
     str,
@@ -336,6 +340,54 @@ class _Results:
             body = at_speed_table(errors) if self.markdown else table_of(errors, AT_SPEED_COLUMNS)
             notes += [heading, body]
         self.output.finish(record, table, notes=notes, figures=files, announce=not self.markdown)
+
+
+def reduction(
+    *,
+    json: opt.Json = None,
+    seed: opt.Seed = 0,
+    device: opt.Device = "auto",
+    quiet: opt.Quiet = False,
+    model: opt.Model = "embedded",
+    weights: opt.Weights = None,
+    data_dir: opt.DataDir = None,
+    crop_pct: opt.CropPct = None,
+    img_size: opt.ImgSize = None,
+    batch_size: opt.BatchSize = 25,
+    limit: opt.Limit = None,
+    workers: Annotated[
+        int, opt.option("--workers N", "2 runs the two halves in processes of their own.")
+    ] = 1,
+    policy: Annotated[
+        str, opt.option("--policy NAME", "The policy whose schedules are tuned.")
+    ] = "free-energy",
+    baseline: Annotated[
+        list[str] | None,
+        opt.option("--baseline NAME:VALUE", "Reduction to compare with: tome:8; may be repeated."),
+    ] = None,
+) -> None:
+    """Merging schedules chosen on one half of the pictures and measured on the other."""
+    from bmfa.evidence.bench import reduction as experiment
+    from bmfa.models import load_model
+
+    output = Output(json, quiet)
+    device = opt.resolve_device(device)
+    loaded = load_model(model, weights, img_size=img_size, crop_pct=crop_pct)
+    pictures = opt.labelled_pictures(
+        data_dir, model=model, labels=None, limit=limit, strict=False, seed=seed
+    )
+    record = experiment.run(
+        loaded,
+        pictures,
+        baseline or experiment.BASELINES,
+        policy=policy,
+        batch_size=batch_size,
+        seed=seed,
+        device=device,
+        workers=workers,
+        progress=not quiet,
+    )
+    output.finish(record, table_of(record.rows, REDUCTION_COLUMNS))
 
 
 def _method_names(**values: Sequence[float] | None) -> list[str]:

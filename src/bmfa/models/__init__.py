@@ -8,8 +8,10 @@ from bmfa.models.plan import LayerSetting, ModelFingerprint, Plan
 from bmfa.models.preprocessing import Preprocessing
 from bmfa.models.recording import LayerRecord, Recording, record
 from bmfa.models.reducing import final_tokens, reduce, unmerge
+from bmfa.models.reduction_plan import ReductionPlan
 from bmfa.models.summarizing import BlockSummary, LayerSummary, Summary, summary
 from bmfa.models.tuning import tune
+from bmfa.models.tuning_reduction import tune_reduction
 
 __all__ = [
     "BlockSummary",
@@ -21,6 +23,7 @@ __all__ = [
     "Plan",
     "Preprocessing",
     "Recording",
+    "ReductionPlan",
     "Summary",
     "final_tokens",
     "layer_indices",
@@ -32,6 +35,7 @@ __all__ = [
     "register_host",
     "summary",
     "tune",
+    "tune_reduction",
     "unmerge",
     "unpatch",
 ]

@@ -155,10 +155,16 @@ def check_img_size(name: str, model: nn.Module, size: tuple[int, int]) -> None:
             )
         return
     try:
-        projection: Any = find_host(model).projection
+        host = find_host(model)
     except TypeError:
         return
-    for side, patch_size in zip(size, projection.stride, strict=True):
+    projection: Any = host.projection
+    if hasattr(projection, "stride"):
+        strides = projection.stride[-2:]
+    else:  # the linear projection of NaFlexViT
+        embeds: Any = host.tower.embeds
+        strides = embeds.patch_size
+    for side, patch_size in zip(size, strides, strict=True):
         if side % patch_size:
             raise ValueError(
                 f"img_size is {given}; {name} has patches of {patch_size} pixels, so pass "
@@ -192,11 +198,19 @@ def _load_timm(
     timm = load_package("timm")
     check_timm_name(timm, architecture)
     options = {"dynamic_img_size": True} if any_size else {}
-    if weights is None:
-        model = hub.create_timm(timm, architecture, options)
-    else:
-        model = timm.create_model(architecture, **options)
-        load_weights(model, weights)
+    try:
+        if weights is None:
+            model = hub.create_timm(timm, architecture, options)
+        else:
+            model = timm.create_model(architecture, **options)
+            load_weights(model, weights)
+    except TypeError as error:
+        if "dynamic_img_size" not in str(error):
+            raise
+        raise ValueError(
+            f"img_size is given, and {name} takes images of one size; leave img_size out, or make the "
+            "model with timm.create_model and pass it to bmfa.patch"
+        ) from None
     settings = load_package("timm.data").resolve_data_config({}, model=model)
     classes = imagenet_names() if model.num_classes == 1000 else None
     return LoadedModel(name, model, Preprocessing.of_timm(settings), classes)

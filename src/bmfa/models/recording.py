@@ -9,6 +9,8 @@ from torch import Tensor, nn
 
 from bmfa.attention.result import Screened, Stats
 from bmfa.models.screened_layer import LayerInputs, observe, screened_layers
+from bmfa.trees.build import CHUNK_ELEMENTS
+from bmfa.trees.keys import query_chunks
 from bmfa.trees.tree import Tree
 
 
@@ -126,15 +128,14 @@ class Recording:
         if not (self.keep_trees or self.keep_attention):
             return
         with torch.no_grad():
-            dtype = torch.promote_types(inputs.q.dtype, torch.float32)
-            q, k = inputs.q.detach().to(dtype), inputs.k.detach().to(dtype)
-            scores = q @ k.transpose(-2, -1) * inputs.scale  # (B, heads, Q, prefix + N)
             if self.keep_trees:
                 record.trees.append(screened.tree)
                 record.leaf_ratios.append(screened.tree.leaf_ratio)
                 if screened.stats.form != "tiled":  # `stats.error` has the error of tiles
-                    record.errors.append(screened.tree.error(scores[..., inputs.prefix :]))
+                    record.errors.append(_tree_errors(inputs, screened.tree))
             if self.keep_attention:
+                q, k = _widened(inputs)
+                scores = q @ k.transpose(-2, -1) * inputs.scale  # (B, heads, Q, prefix + N)
                 full = _attention_weights(inputs, scores)
                 weights = _attention_weights(inputs, scores, screened.tree)
                 if (recomputed := screened.stats.recomputed) is not None:
@@ -147,8 +148,8 @@ class Recording:
 def record(model: nn.Module, *, trees: bool = True, attention: bool = False) -> Iterator[Recording]:
     """Record the screened layers of a model inside a `with` block.
 
-    Recording computes the full score matrix of every screened layer, unless both `trees` and
-    `attention` are False.
+    Errors of trees are computed for a chunk of queries at a time. Only `attention` forms matrices of all
+    queries and keys.
 
     Args:
         model: A patched model.
@@ -182,6 +183,25 @@ def record(model: nn.Module, *, trees: bool = True, attention: bool = False) -> 
     recording = Recording(keep_trees=trees, keep_attention=attention)
     with observe(model, recording):
         yield recording
+
+
+def _widened(inputs: LayerInputs) -> tuple[Tensor, Tensor]:
+    """Return q and k in float32 or wider."""
+    dtype = torch.promote_types(inputs.q.dtype, torch.float32)
+    return inputs.q.detach().to(dtype), inputs.k.detach().to(dtype)
+
+
+def _tree_errors(inputs: LayerInputs, tree: Tree) -> Tensor:
+    """(B, heads, Q) errors E of trees over the spatial keys, a chunk of queries at a time."""
+    q, k = (x.flatten(0, 1) for x in _widened(inputs))  # (B heads, tokens, d)
+    keys, trees = k[:, inputs.prefix :].transpose(1, 2), tree.flat()
+    errors, queries = [], q.shape[1]
+    for heads, part in query_chunks(len(q), queries, inputs.grid.size, CHUNK_ELEMENTS):
+        scores = q[heads, part] @ keys[heads] * inputs.scale  # (g, b, N)
+        first = heads.start * queries + part.start  # a chunk is a range of the flat trees
+        count = scores.shape[0] * scores.shape[1]
+        errors.append(trees[first : first + count].error(scores.flatten(0, 1)))
+    return torch.cat(errors).view(tree.shape)
 
 
 def _attention_weights(inputs: LayerInputs, scores: Tensor, tree: Tree | None = None) -> Tensor:

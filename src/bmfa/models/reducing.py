@@ -1,5 +1,7 @@
 """Reduce the tokens of a model from block to block, and map outputs back to the grid."""
 
+import os
+
 from torch import Tensor, nn
 
 from bmfa.merging import Policy, parse
@@ -9,6 +11,7 @@ from bmfa.models.hosts.base import class_name
 from bmfa.models.hosts.unsupported import raise_not_reducible
 from bmfa.models.override import has_instance_forward, override_method
 from bmfa.models.patching import unpatch
+from bmfa.models.reduction_plan import ReductionPlan
 from bmfa.models.token_grid import TokenGrid
 from bmfa.models.token_reduction import (
     ExposedBlocks,
@@ -22,8 +25,9 @@ from bmfa.models.token_reduction import (
 
 def reduce(
     model: nn.Module,
-    policy: Policy | str,
+    policy: Policy | str | None = None,
     *,
+    plan: ReductionPlan | str | os.PathLike[str] | None = None,
     backend: Backend = "auto",
     dense: bool | None = None,
 ) -> nn.Module:
@@ -39,7 +43,9 @@ def reduce(
         model: A timm or transformers Vision Transformer, the embedded model, or a model that contains
             one of them. With rotary position embeddings, a merged token has the mean of the rotations of
             the tokens it stands for.
-        policy: A policy of `bmfa.merging` or its name, e.g. `"tome:8"`.
+        policy: A policy of `bmfa.merging` or its name, e.g. `"tome:8"`. Either it or `plan` is given.
+        plan: A `ReductionPlan` of `bmfa.tune_reduction`, or the file of one. It is for one model and one
+            image size.
         backend: `"auto"`, `"eager"` or `"triton"`.
         dense: If True, the last block returns the full grid, each spatial token with the value of the
             token it was merged into, so that pooling and dense heads see exact multiplicities. None
@@ -50,8 +56,10 @@ def reduce(
 
     Raises:
         TypeError: If the model cannot be reduced, or `policy` is neither a policy nor a name.
-        ValueError: If the name of the policy or of the backend is unknown. In a forward pass: if the
-            policy removes more tokens than there are.
+        ValueError: If the name of the policy or of the backend is unknown, or the plan is for another
+            model. In a forward pass: if the policy removes more tokens than there are, or the plan is
+            for another image size.
+        OSError: If the file of the plan cannot be read.
 
     Example:
         >>> import bmfa, torch
@@ -62,7 +70,13 @@ def reduce(
         >>> final_tokens(model)  # 197 - 8 blocks * 8 tokens
         133
     """
-    chosen = parse(policy) if isinstance(policy, str) else policy
+    if (policy is None) == (plan is None):
+        given = "neither a policy nor a plan" if plan is None else "a policy and a plan"
+        raise ValueError(f"{given} is given; pass one of them, e.g. policy='free-energy:8'")
+    chosen: object = parse(policy) if isinstance(policy, str) else policy
+    if plan is not None:
+        plan = _read_plan(plan, model)
+        chosen = plan.reduction
     if not isinstance(chosen, Policy):
         raise TypeError(
             f"policy is {policy!r}; pass one of bmfa.merging, or a name such as 'tome:8'"
@@ -94,6 +108,7 @@ def reduce(
         backend,
         dense=host.reads_spatial_tokens if dense is None else dense,
         expose=dense is not False,
+        planned=None if plan is None else plan.token_grid,
     )
     for layer, (block, attention) in enumerate(zip(host.blocks, host.attentions, strict=True)):
         override_method(block, ReducedBlock(layer, host.layout, reduction))
@@ -101,6 +116,18 @@ def reduce(
     if hasattr(host.tower, "forward_intermediates"):
         override_method(host.tower, ExposedBlocks(reduction), "forward_intermediates")
     return model
+
+
+def _read_plan(plan: ReductionPlan | str | os.PathLike[str], model: nn.Module) -> ReductionPlan:
+    """Return the plan; raise unless it is one for this model."""
+    if isinstance(plan, (str, os.PathLike)):
+        plan = ReductionPlan.load(plan)
+    elif not isinstance(plan, ReductionPlan):
+        raise TypeError(
+            f"plan is {type(plan).__name__}; pass what bmfa.tune_reduction returned, or its file"
+        )
+    plan.check_model(model)
+    return plan
 
 
 def final_tokens(model: nn.Module) -> int:

@@ -68,6 +68,7 @@ class TokenReduction:
     backend: Backend
     dense: bool  # True if the last block returns the full grid
     expose: bool  # True if every block does whose output something reads
+    planned: Grid | None = None  # the grid that the policy was chosen for; None for any
     passes: ForwardState[ReductionState] = field(default_factory=ForwardState)
     finished: ForwardState[ReductionState] = field(default_factory=ForwardState)
     # True while a method runs that returns the outputs of blocks.
@@ -213,6 +214,12 @@ class TokenReduction:
         attached = self.passes.find(x)
         if layer == 0 and (attached is None or not is_recomputing()):
             grid = self.token_grid.of_attention(x.shape[1], self.token_grid.of_block(0, x))
+            if self.planned is not None and grid != self.planned:
+                raise ValueError(
+                    f"the plan is for a {self.planned.height}x{self.planned.width} grid of tokens, and "
+                    f"the image has {grid.height}x{grid.width}; make a plan for this size with "
+                    "bmfa.tune_reduction, or pass images of the size of the plan"
+                )
             self.policy.check(grid, self.token_grid.prefix, self.depth)
             return ReductionState(grid, x.shape[1], self.expose and self._reads_block_outputs())
         state = self.passes.current if attached is None else attached

@@ -145,7 +145,24 @@ class InputSource:
         return RecordedInputs(Grid(side, side), 0, drawn)
 
 
+def check_one_grid(host: Host) -> None:
+    """Raise a ValueError unless all layers of a model have the grid of its patches.
+
+    Args:
+        host: The host of the model.
+
+    Raises:
+        ValueError: If they do not, or if pictures of several grids share a call.
+    """
+    if host.watch is not None:
+        raise ValueError(
+            f"{type(host.tower).__name__} is not supported by bmfa bench, which needs one grid of "
+            "tokens in all layers; use a model such as timm:vit_base_patch16_224"
+        )
+
+
 def _patch_size(host: Host) -> int:
+    check_one_grid(host)
     projection: Any = host.projection
     return int(projection.stride[0])
 

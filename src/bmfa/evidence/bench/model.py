@@ -18,7 +18,7 @@ from bmfa.checks import check_integer
 from bmfa.evidence.bench import baselines, dense
 from bmfa.evidence.bench.errors import missed_targets_ignored
 from bmfa.evidence.bench.graphs import capture_once, run_as_timed
-from bmfa.evidence.bench.inputs import load_any_size, read_pictures
+from bmfa.evidence.bench.inputs import check_one_grid, load_any_size, read_pictures
 from bmfa.evidence.bench.saliency import intersection_over_union, load_decoder, masks
 from bmfa.evidence.bench.settings import DTYPES, TileSetting
 from bmfa.evidence.bench.verify import check_backend
@@ -202,6 +202,7 @@ class _SizeBenchmark:
         )
         self.loaded.model.to(self.device, self.dtype)
         self.host = find_host(self.loaded.model)
+        check_one_grid(self.host)
         pictures, self.names = read_pictures(
             settings.data_dir, settings.picture_count, settings.seed
         )

@@ -3,15 +3,15 @@
 from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import partial
 
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import FlopCounterMode
 
 from bmfa.attention.result import Screened
 from bmfa.evidence.model_methods import Layers, applied
 from bmfa.models import LoadedModel
+from bmfa.models.flops import attention_flops, count_flops
 from bmfa.models.reducing import final_tokens
 from bmfa.models.screened_layer import LayerInputs, observe
 from bmfa.trees.rules import Rule
@@ -54,30 +54,21 @@ def costs(
     counted = replace(model, model=deepcopy(model.model).to("cpu", torch.float32).eval())
     pixels = pixels.to("cpu", torch.float32)
     found = {}
+    count = partial(count_flops, counted.model, pixels, counted.options)
     with torch.inference_mode():
-        full = _count(counted, pixels)
+        full = count()
         for name in methods:
             with applied(counted.model, name, layers, seed) as method:
                 if method.rule is not None:
                     found[name] = Cost(full + _added_flops(counted, pixels, method.rule))
                 elif method.policy is not None:
-                    found[name] = Cost(_count(counted, pixels), final_tokens(counted.model))
+                    found[name] = Cost(
+                        count_flops(counted.model, pixels, counted.options),
+                        final_tokens(counted.model),
+                    )
                 else:
                     found[name] = Cost(full)
     return found
-
-
-def attention_flops(
-    query_shape: Sequence[int],
-    key_shape: Sequence[int],
-    value_shape: Sequence[int],
-    *args: Any,
-    out_shape: Any = None,
-    **kwargs: Any,
-) -> int:
-    """Return 2 B H Q K (d + e), the formula of fused attention on (B, H, Q, d) and (B, H, K, e)."""
-    batch, heads, queries, width = query_shape
-    return 2 * batch * heads * queries * key_shape[2] * (width + value_shape[3])
 
 
 def tree_flops(inputs: LayerInputs, screened: Screened, rule: Rule) -> int:
@@ -87,18 +78,6 @@ def tree_flops(inputs: LayerInputs, screened: Screened, rule: Rule) -> int:
     trees = batch * heads * queries
     spatial = leaves if rule.needs == "nothing" else trees * inputs.grid.size
     return 2 * width * (2 * trees * inputs.prefix + spatial + leaves)
-
-
-# The flop counter of torch has no formula for the fused attention of CPUs.
-_FORMULAS: dict[Any, Any] = {
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: attention_flops
-}
-
-
-def _count(model: LoadedModel, pixels: Tensor) -> int:
-    with FlopCounterMode(display=False, custom_mapping=_FORMULAS) as counter:
-        model.logits(pixels)
-    return int(counter.get_total_flops())
 
 
 @dataclass(eq=False)
