@@ -7,6 +7,7 @@ d and e channels of keys and values. A chunk has some groups of one head, or all
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import groupby
 from typing import NamedTuple
 
@@ -35,7 +36,7 @@ from bmfa.trees.keys import query_chunks
 
 # Scores in memory at once. On a CPU they stay in the cache; an accelerator has none that large, and
 # its launches cost more. `bmfa bench attention` measures both.
-CHUNK_ELEMENTS = 1 << 19
+CHUNK_ELEMENTS = 1 << 20
 DEVICE_CHUNK_ELEMENTS = 1 << 24
 # Tangents of all groups are kept from the probes' pass to the groups' if they have at most so many
 # elements (16 MiB in float32) and the probes use at least half of them; otherwise they are made twice.
@@ -122,8 +123,10 @@ class _Heads:
     q_spread: Tensor  # (G, R) rho (scale / tau)^2 / 2d
     probe_slot: Tensor  # (G, P) slot of the query that probes each of the first groups
     probe_weight: Tensor  # (G, P) inverse of its probability, 0 for a group without queries
-    keys: Tensor  # (G, prefix + T S, d), 0 in empty slots
-    values: Tensor  # (G, prefix + T S, e)
+    k: Tensor  # (G, T, S, d), 0 in empty slots
+    v: Tensor  # (G, T, S, e)
+    prefix_k: Tensor  # (G, prefix, d)
+    prefix_v: Tensor  # (G, prefix, e)
     cross: Tensor  # (G, T, d, e) covariance of keys and values under the mean query of the head
     k_spread: Tensor  # (G, T) mean squared distance of keys from their mean
     diameter: Tensor  # (G,) at least the largest distance of two values of a tile
@@ -144,7 +147,7 @@ class _Heads:
         q = tokens_to_tiles(q[:, :, query_prefix:], tiling.queries, dtype)
         k, v = (tokens_to_tiles(x[:, :, prefix:], tiling, dtype) for x in (k, v))
         order = tiling.group_order.to(q.device)
-        q = q.index_select(1, order) * factor  # (G, R, S, d)
+        q = (q * factor).index_select(1, order)  # (G, R, S, d)
         counts = _token_counts(exists, tiling, q.device)
         if exists is not None:
             k, v = (x.masked_fill(~exists.unsqueeze(-1), 0.0) for x in (k, v))
@@ -189,8 +192,10 @@ class _Heads:
             q_spread=q_spread / (2 * q.shape[-1]),
             probe_slot=probe_slot,
             probe_weight=probe_weight,
-            keys=torch.cat((prefix_k, k.flatten(1, 2)), 1),
-            values=torch.cat((prefix_v, v.flatten(1, 2)), 1),
+            k=k,
+            v=v,
+            prefix_k=prefix_k,
+            prefix_v=prefix_v,
             cross=(p * k_deviation).transpose(2, 3) @ v_deviation,
             k_spread=k_spread,
             diameter=diameter,
@@ -206,21 +211,41 @@ class _Heads:
     def chunk_elements(self) -> int:
         return CHUNK_ELEMENTS if self.q.device.type == "cpu" else DEVICE_CHUNK_ELEMENTS
 
-    def tiles_of(self, x: Tensor, heads: slice) -> Tensor:
-        """(g, T, S, *) view of the spatial tokens of keys or values."""
-        return unflatten(x[heads, self.prefix :], 1, (self.tiling.tiles, self.tiling.slots))
+    @cached_property
+    def keys(self) -> Tensor:
+        """(G, prefix + T S, d), the keys of the prefix before those of the tiles."""
+        return torch.cat((self.prefix_k, self.k.flatten(1, 2)), 1)
+
+    @cached_property
+    def values(self) -> Tensor:
+        """(G, prefix + T S, e), like `keys`."""
+        return torch.cat((self.prefix_v, self.v.flatten(1, 2)), 1)
 
     def counts_of(self, heads: slice) -> Tensor:
         """(1 or g, T) tokens of each tile."""
         return self.counts if len(self.counts) == 1 else self.counts[heads]
 
-    def token_scores(self, queries: Tensor, heads: slice) -> tuple[Tensor, Tensor]:
-        """Return scores (g, n, prefix) and (g, n, T, S) of queries (g, n, d), -inf in empty slots."""
-        prefix_scores = queries @ self.keys[heads, : self.prefix].transpose(1, 2)
-        scores = queries @ self.keys[heads, self.prefix :].transpose(1, 2)
-        scores = unflatten(scores, 2, (self.tiling.tiles, self.tiling.slots))
-        exists = None if self.exists is None else self.exists[heads].unsqueeze(1)
-        return prefix_scores, _mask_scores(scores, exists, self.counts_of(heads).unsqueeze(1))
+    def see_tiles(self, queries: Tensor, heads: slice) -> tuple[Tensor, Tensor]:
+        """Return what queries (g, n, d) see in every tile.
+
+        Returns:
+            log_mass (g, n, T), -inf for a tile without tokens, and weights (g, T, n, S), the softmax
+            within each tile.
+        """
+        n, tiles = queries.shape[1], self.k[heads]
+        # A batch of tiles, so that the weights are laid out for the means of keys and values.
+        q = queries.unsqueeze(1).expand(-1, tiles.shape[1], n, -1)
+        scores = _matmul(q, tiles.transpose(2, 3))  # (g, T, n, S)
+        exists = None if self.exists is None else self.exists[heads].unsqueeze(2)
+        counts = self.counts_of(heads).unsqueeze(2)  # (1 or g, T, 1)
+        scores = _mask_scores(scores, exists, counts)
+        weights = scores.softmax(-1)
+        log_mass = _log_sum_exp(scores, weights).masked_fill(counts == 0, -torch.inf)
+        return log_mass.transpose(1, 2), weights
+
+    def prefix_scores(self, queries: Tensor, heads: slice) -> Tensor:
+        """Return scores (g, n, prefix) of queries (g, n, d)."""
+        return queries @ self.prefix_k[heads].transpose(1, 2)
 
 
 @dataclass(frozen=True, eq=False)
@@ -240,26 +265,30 @@ class _Representatives:
     """Makes the tangents of chunks."""
 
     def __init__(self, heads: _Heads) -> None:
-        self.heads, self.kept = heads, None
+        self.heads, self.with_grad = heads, torch.is_grad_enabled()
         groups, tiles = heads.tiling.groups, heads.tiling.tiles
-        elements = len(heads.q) * groups * tiles * (heads.keys.shape[2] + heads.values.shape[2])
-        if groups <= 2 * heads.probes and elements <= KEPT_ELEMENTS:
-            self.kept = self._compute(slice(0, len(heads.q)), slice(0, groups))
+        elements = len(heads.q) * groups * tiles * (heads.k.shape[-1] + heads.v.shape[-1])
+        self.keep = groups <= 2 * heads.probes and elements <= KEPT_ELEMENTS
+        self.kept: dict[int, _Tangents] = {}  # of all groups, by the first head of a chunk
 
     def tangents(self, heads: slice, groups: slice) -> _Tangents:
         """Return the tangents of groups of heads."""
-        return self._compute(heads, groups) if self.kept is None else self.kept[heads, groups]
+        if not self.keep:
+            return self._compute(heads, groups)
+        found = self.kept.get(heads.start)
+        if found is None or found.log_mass.shape[0] != heads.stop - heads.start:
+            with torch.set_grad_enabled(self.with_grad):
+                found = self._compute(heads, slice(0, self.heads.tiling.groups))
+            self.kept[heads.start] = found
+        return found[:, groups]
 
     def _compute(self, heads: slice, groups: slice) -> _Tangents:
         all_heads = self.heads
         q_mean = all_heads.q_mean[heads, groups]  # (g, r, d)
-        prefix_scores, scores = all_heads.token_scores(q_mean, heads)
-        p = scores.softmax(-1)
-        empty = (all_heads.counts_of(heads) == 0).unsqueeze(1)
-        log_mass = _log_sum_exp(scores, p).masked_fill(empty, -torch.inf)
-        p = p.transpose(1, 2)  # (g, T, r, S)
-        k, v = (p @ all_heads.tiles_of(x, heads) for x in (all_heads.keys, all_heads.values))
+        log_mass, weights = all_heads.see_tiles(q_mean, heads)
+        k, v = (_matmul(weights, x[heads]) for x in (all_heads.k, all_heads.v))  # (g, T, r, *)
         with torch.no_grad():
+            prefix_scores = all_heads.prefix_scores(q_mean, heads)
             log_z = torch.cat((log_mass, prefix_scores), -1).logsumexp(-1, keepdim=True)
             spread = all_heads.q_spread[heads, groups].unsqueeze(-1)
             spread = spread * all_heads.k_spread[heads].unsqueeze(1)
@@ -310,12 +339,11 @@ def _measure_chunk(heads: _Heads, part: slice, representatives: _Representatives
     index = heads.probe_slot[part, :, None, None].expand(-1, -1, 1, heads.q.shape[-1])
     q = heads.q[part, probes].gather(2, index)  # (g, P, 1, d)
     deviation = q - heads.q_mean[part, probes].unsqueeze(2)
-    prefix_scores, scores = heads.token_scores(q.squeeze(2), part)
-    p = scores.softmax(-1)
+    prefix_scores = heads.prefix_scores(q.squeeze(2), part)
+    exact_mass, within = heads.see_tiles(q.squeeze(2), part)  # (g, P, T), (g, T, P, S)
+    exact_values = _matmul(within, heads.v[part]).transpose(1, 2)  # (g, P, T, e)
     counts = heads.counts_of(part)
     empty = (counts == 0).unsqueeze(1)
-    exact_mass = _log_sum_exp(scores, p).masked_fill(empty, -torch.inf)  # (g, P, T)
-    exact_values = (p.transpose(1, 2) @ heads.tiles_of(heads.values, part)).transpose(1, 2)
     tangent_mass = (deviation @ tangents.k.transpose(2, 3)).squeeze(2) + tangents.log_mass
     # (g, P, levels, T); at the last level everything is expanded
     expanded = tangents.loss.unsqueeze(2) >= _level_thresholds(q).to(q.dtype).unsqueeze(-1)
@@ -329,8 +357,9 @@ def _measure_chunk(heads: _Heads, part: slice, representatives: _Representatives
     weights = weights[..., : logits.shape[-1]]
     coarse_weights = weights.masked_fill(expanded, 0.0)
     output = coarse_weights @ tangents.v + (weights - coarse_weights) @ exact_values
-    output = output + prefix_weights @ heads.values[part, None, : heads.prefix]
-    first_order = (deviation.transpose(1, 2) @ heads.cross[part]).transpose(1, 2)  # (g, P, T, e)
+    output = output + prefix_weights @ heads.prefix_v[part].unsqueeze(1)
+    moved = deviation.transpose(1, 2).expand(-1, heads.tiling.tiles, -1, -1)
+    first_order = _matmul(moved, heads.cross[part]).transpose(1, 2)  # (g, P, T, e)
     shares = _coarse_bias(tangents.log_mass.unsqueeze(2), expanded | empty.unsqueeze(2)).softmax(-1)
     term = _clip(shares @ first_order, heads.diameter[part].view(-1, 1, 1, 1))
     term = term * coarse_weights.sum(-1, keepdim=True)
@@ -511,18 +540,21 @@ def _group_chunks(heads: _Heads, choice: _Choice) -> Iterator[tuple[slice, slice
             if exact and count:
                 yield slice(run[0], run[-1] + 1), half, True
                 continue
-            for part, r in query_chunks(
-                len(run), count, heads.tiling.tiles * heads.tiling.slots, heads.chunk_elements
-            ):
-                start = half.start + half.step * r.start
-                stop = half.start + half.step * (r.stop - 1) + 1
-                part = slice(run[0] + part.start, run[0] + part.stop)
-                yield part, slice(start, stop, half.step), False
+            # On a CPU one head at a time: batches of several heads would be copied.
+            step = 1 if heads.q.device.type == "cpu" else len(run)
+            tokens = heads.tiling.tiles * heads.tiling.slots
+            for first in range(run[0], run[-1] + 1, step):
+                for part, r in query_chunks(step, count, tokens, heads.chunk_elements):
+                    start = half.start + half.step * r.start
+                    stop = half.start + half.step * (r.stop - 1) + 1
+                    part = slice(first + part.start, first + part.stop)
+                    yield part, slice(start, stop, half.step), False
 
 
 def _head_chunks(heads: _Heads) -> Iterator[slice]:
     """Yield slices of heads whose probes have about `chunk_elements` scores."""
-    step = max(1, heads.chunk_elements // (heads.probes * heads.keys.shape[1]))
+    step = max(1, heads.chunk_elements // (heads.probes * heads.tiling.tiles * heads.tiling.slots))
+    step = 1 if heads.q.device.type == "cpu" else step
     for start in range(0, len(heads.q), step):
         yield slice(start, min(start + step, len(heads.q)))
 
@@ -560,9 +592,8 @@ def _attend_chunk(
     bias = _coarse_bias(tangents.log_mass, hidden)  # (g, r, T)
     cross = bias.softmax(-1) @ heads.cross[part].flatten(2)
     cross = unflatten(cross, 2, heads.cross.shape[2:]).flatten(0, 1)  # (n, d, e)
-    correction = deviation @ cross * shrinkage.reshape(-1, 1, 1)
     diameter = heads.diameter[part].unsqueeze(1).expand(q.shape[:2]).reshape(-1, 1, 1)
-    correction = _clip(correction, diameter)
+    correction = _clip(deviation @ cross, diameter, shrinkage.reshape(-1, 1, 1))
     k, v = tangents.k.flatten(0, 1), tangents.v.flatten(0, 1)
     logits = torch.baddbmm(bias.flatten(0, 1).unsqueeze(1), deviation, k.transpose(1, 2))
     weights = logits.softmax(-1)  # (n, S, T)
@@ -610,8 +641,8 @@ class _ExpandedTiles:
             if start == len(counts):
                 return None
             if start:
-                outputs.append(heads.values.new_zeros(start, slots, heads.values.shape[-1]))
-                logs.append(heads.values.new_full((start, slots), -torch.inf))
+                outputs.append(heads.v.new_zeros(start, slots, heads.v.shape[-1]))
+                logs.append(heads.v.new_full((start, slots), -torch.inf))
         while start < len(counts):
             stop = start + 1
             while stop < len(counts):
@@ -633,6 +664,10 @@ class _ExpandedTiles:
     def _attend_rows(self, groups: Tensor | slice, max_count: int) -> tuple[Tensor, Tensor]:
         heads, head = self.heads, self.head[groups]
         tiles = self.tiles[groups, :max_count]  # (n, max_count)
+        if max_count == 0:
+            logits = self.q[groups] @ heads.prefix_k[head].transpose(1, 2)
+            weights = logits.softmax(-1)
+            return weights @ heads.prefix_v[head], _log_sum_exp(logits, weights)
         rows = heads.prefix + tiles.clamp(min=0).unsqueeze(-1) * len(self.slots) + self.slots
         rows = torch.cat((self.prefix.expand(len(tiles), -1), rows.flatten(1)), 1)
         rows = (rows + head.unsqueeze(1) * heads.keys.shape[1]).flatten()
@@ -658,13 +693,15 @@ class _ExpandedTiles:
 
 def _prefix_outputs(q: Tensor, heads: _Heads, factor: float) -> Tensor:
     """Return exact outputs (B, H, prefix, e) of the prefix queries."""
-    queries = q[:, :, : heads.query_prefix].to(heads.q.dtype)
-    keys, values = (unflatten(x, 0, heads.shape) for x in (heads.keys, heads.values))
-    mask = None
+    queries = q[:, :, : heads.query_prefix].to(heads.q.dtype).flatten(0, 1) * factor
+    scores = queries @ heads.k.flatten(1, 2).transpose(1, 2)  # (G, n, T S)
     if heads.exists is not None:
-        spatial = unflatten(heads.exists.flatten(1), 0, heads.shape).unsqueeze(2)
-        mask = pad(spatial, (heads.prefix, 0), value=True)
-    return scaled_dot_product_attention(queries, keys, values, attn_mask=mask, scale=factor)
+        scores = scores.masked_fill(~heads.exists.flatten(1).unsqueeze(1), -torch.inf)
+    prefix_scores = heads.prefix_scores(queries, slice(None))
+    weights = torch.cat((prefix_scores, scores), -1).softmax(-1)
+    output = weights[..., : heads.prefix] @ heads.prefix_v
+    output = output + weights[..., heads.prefix :] @ heads.v.flatten(1, 2)
+    return unflatten(output, 0, heads.shape)
 
 
 def _probe_errors(heads: _Heads, output: Tensor, exact: Tensor | None) -> Tensor:
@@ -682,6 +719,13 @@ def _probe_errors(heads: _Heads, output: Tensor, exact: Tensor | None) -> Tensor
     fields = ((got - exact).square().sum(-1), exact.square().sum(-1), weight)
     found = torch.stack([x.to(torch.float32) for x in fields], -1)
     return found.where(weight.unsqueeze(-1) > 0, 0.0)
+
+
+def _matmul(x: Tensor, y: Tensor) -> Tensor:
+    """Multiply (g, T, n, m) by (g, T, m, p), without copies of expanded operands if g is 1."""
+    if x.shape[0] == 1:
+        return torch.bmm(x[0], y[0]).unsqueeze(0)
+    return x @ y
 
 
 def _token_counts(exists: Tensor | None, tiling: Tiling, device: torch.device) -> Tensor:
@@ -732,7 +776,14 @@ def _coarse_bias(log_mass: Tensor, hidden: Tensor) -> Tensor:
     return bias.masked_fill(hidden.all(-1, keepdim=True), 0.0)
 
 
-def _clip(vectors: Tensor, length: Tensor) -> Tensor:
-    """Limit the lengths of vectors (..., e)."""
+def _clip(vectors: Tensor, length: Tensor, factor: Tensor | None = None) -> Tensor:
+    """Multiply vectors (..., e) by a factor from 0 on, and limit their lengths."""
     length = length.where(length > 0, 1.0)  # of values that are all equal, which need no correction
-    return vectors * (vectors / length).square().sum(-1, keepdim=True).clamp(min=1.0).rsqrt()
+    if torch.is_grad_enabled() and vectors.requires_grad:  # a norm has no second derivative at 0
+        vectors = vectors if factor is None else vectors * factor
+        return vectors * (vectors / length).square().sum(-1, keepdim=True).clamp(min=1.0).rsqrt()
+    # Squares of float32 may overflow, those of float64 do not.
+    norm = torch.linalg.vector_norm(vectors, dim=-1, keepdim=True, dtype=torch.float64)
+    most = length / norm.clamp(min=torch.finfo(torch.float64).tiny)
+    scale = most.clamp(max=1.0) if factor is None else torch.minimum(most, factor)
+    return vectors * scale.to(vectors.dtype)
