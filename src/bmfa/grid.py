@@ -76,7 +76,7 @@ class Grid:
 
     height: int
     width: int
-    frames: int
+    frames: int = 1
 
     @_explain_wrong_sides
     def __init__(self, height: int, width: int, *, frames: int = 1) -> None:

@@ -9,7 +9,7 @@ from torch.nn.functional import interpolate, scaled_dot_product_attention
 
 import bmfa
 from bmfa import Grid, screened_attention
-from bmfa.attention.kernels.eager import tiles
+from bmfa.attention.kernels.eager.tiles import attention, tiled_attention
 from bmfa.attention.tiling import Tiling
 from tiled_cases import TiledCase, compare
 
@@ -39,9 +39,7 @@ def case_on(
 
 
 def run_eager(case: TiledCase) -> Any:
-    got = tiles.tiled_attention(
-        case.q, case.k, case.v, case.tiling, valid=case.valid, **case.settings
-    )
+    got = tiled_attention(case.q, case.k, case.v, case.tiling, valid=case.valid, **case.settings)
     assert got is not None
     return got
 
@@ -160,13 +158,13 @@ def test_a_query_grid_meets_its_target_and_reports_it() -> None:
 def test_gradients_of_a_query_grid(monkeypatch: pytest.MonkeyPatch) -> None:
     """The choice of tiles and shrinkage is a constant of the gradient, so it is made once."""
     made: list[Any] = []
-    choose = tiles._choose
+    choose = attention.choose
 
     def choose_once(*arguments: Any) -> Any:
         made[:] = made or [choose(*arguments)]
         return made[0]
 
-    monkeypatch.setattr(tiles, "_choose", choose_once)
+    monkeypatch.setattr(attention, "choose", choose_once)
     grid, query_grid = Grid(9, 8), Grid(3, 5)
     k, v = (x.requires_grad_() for x in smooth(1, 2, 1, 1, 1 + grid.size, 4))
     q = smooth(2, 1, 1, 2 + query_grid.size, 4).requires_grad_()

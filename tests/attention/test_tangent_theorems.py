@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from bmfa.attention.kernels.eager import tiles as eager_tiles
 from bmfa.attention.kernels.eager.tiles import tiled_attention
+from bmfa.attention.kernels.eager.tiles.heads import Heads
+from bmfa.attention.kernels.eager.tiles.representatives import Representatives
 from bmfa.attention.kernels.reference.tiles import Head, softmax, tile_members
 from bmfa.attention.tiling import Tiling, tokens_to_tiles
 from bmfa.grid import Grid
@@ -103,20 +104,24 @@ def test_the_tangent_is_never_above_the_free_energy_of_its_tile(seed: int) -> No
     case = tiled_case(7100 + seed, shape=(17, 19), poison=False)
     factor = case.settings["scale"] / case.settings["tau"]
     prefix = case.settings["prefix"]
-    heads = eager_tiles._Heads.of(
-        case.q, case.k, case.v, case.tiling, prefix, prefix, factor, case.valid
-    )
+    heads = Heads.of(case.q, case.k, case.v, case.tiling, prefix, prefix, factor, case.valid)
     part = slice(0, len(heads.q))
-    tangents = eager_tiles._Representatives(heads).tangents(part, slice(0, case.tiling.groups))
+    tangents = Representatives(heads).tangents(part, slice(0, case.tiling.groups))
     deviation = heads.q - heads.q_mean.unsqueeze(2)
     tangent = deviation @ tangents.k.transpose(2, 3) + tangents.log_mass.unsqueeze(2)
-    _, scores = heads.token_scores(heads.q.flatten(1, 2), part)
-    _, mean_scores = heads.token_scores(heads.q_mean, part)
+    exists = torch.ones_like(heads.k[..., 0], dtype=torch.bool)
+    if heads.exists is not None:
+        exists = heads.exists
+
+    def free_energies(queries: torch.Tensor) -> torch.Tensor:
+        scores = torch.einsum("gnd,gtsd->gnts", queries, heads.k)
+        return scores.masked_fill(~exists.unsqueeze(1), -torch.inf).logsumexp(-1)
+
     present = (heads.counts > 0).expand(len(heads.q), -1)[:, None, None]
-    free_energy = scores.logsumexp(-1).view_as(tangent)
+    free_energy = free_energies(heads.q.flatten(1, 2)).view_as(tangent)
     rounding = 1e-13 * (1 + free_energy.abs().where(present, 0.0).amax())
     assert bool((tangent <= free_energy + rounding)[present.expand_as(tangent)].all())
-    at_mean = mean_scores.logsumexp(-1)
+    at_mean = free_energies(heads.q_mean)
     close = (at_mean - tangents.log_mass).abs() <= rounding
     assert bool(close[present[:, 0].expand_as(close)].all())
     # The reference has the same tangents.

@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from bmfa.attention.kernels.eager import tiles as eager_tiles
+from bmfa.attention.kernels.eager.tiles import attention, representatives
+from bmfa.attention.kernels.eager.tiles import heads as eager_heads
 from bmfa.attention.kernels.eager.tiles import tiled_attention as attend
 from bmfa.attention.kernels.reference import dense_attention
 from bmfa.attention.kernels.reference import tiled_attention as reference_attention
@@ -161,11 +162,11 @@ def test_calls_are_repeatable_to_the_bit(mode: dict[str, Any]) -> None:
 def test_tangents_equal_the_reference(seed: int) -> None:
     case = tiled_case(6000 + seed, shape=(17, 19), poison=False)
     prefix, factor = case.settings["prefix"], case.settings["scale"] / case.settings["tau"]
-    heads = eager_tiles._Heads.of(
+    heads = eager_heads.Heads.of(
         case.q, case.k, case.v, case.tiling, prefix, prefix, factor, case.valid
     )
     groups = slice(0, case.tiling.groups)
-    tangents = eager_tiles._Representatives(heads).tangents(slice(0, len(heads.q)), groups)
+    tangents = representatives.Representatives(heads).tangents(slice(0, len(heads.q)), groups)
     exists = np.ones((len(case.q), case.tiling.grid.size), bool)
     if case.valid is not None:
         exists = case.valid.numpy()
@@ -238,8 +239,8 @@ def test_permuting_pictures_permutes_the_result(seed: int) -> None:
 def test_small_chunks_give_the_same(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     case = tiled_case(4000 + seed, shape=(20, 23))
     whole = run(case)
-    monkeypatch.setattr(eager_tiles, "CHUNK_ELEMENTS", 1)
-    monkeypatch.setattr(eager_tiles, "KEPT_ELEMENTS", 0)
+    monkeypatch.setattr(eager_heads, "CHUNK_ELEMENTS", 1)
+    monkeypatch.setattr(representatives, "KEPT_ELEMENTS", 0)
     parts = run(case)
     assert torch.equal(whole.expanded, parts.expanded)
     seen = case.seen.expand(whole.output.shape[:3])
@@ -290,8 +291,8 @@ def test_gradients(mode: dict[str, Any], masked: bool, monkeypatch: pytest.Monke
         return got if valid is None else got[:, :, torch.cat((torch.ones(1).bool(), valid[0]))]
 
     # What the probes choose is a constant of the gradient, so finite differences must keep it.
-    choose = eager_tiles._choose
-    monkeypatch.setattr(eager_tiles, "_choose", lambda *a: choices.append(choose(*a)) or choices[0])
+    choose = attention.choose
+    monkeypatch.setattr(attention, "choose", lambda *a: choices.append(choose(*a)) or choices[0])
     assert torch.autograd.gradcheck(output, [x.requires_grad_() for x in inputs])
     assert len(choices) > 60  # of every finite difference
 
@@ -311,7 +312,7 @@ def test_no_tensor_of_tokens_by_tokens() -> None:
     q, k, v = torch.randn(3, 1, 1, 64 * 64, 32)
     with torch.no_grad(), Watch():
         attend(q, k, v, Tiling(Grid(64, 64)), prefix=0, scale=0.2, expand=4)
-    assert largest <= 2 * eager_tiles.CHUNK_ELEMENTS
+    assert largest <= 2 * eager_heads.CHUNK_ELEMENTS
 
 
 @pytest.mark.parametrize("common", [1e3, 1e4])

@@ -1,7 +1,9 @@
 """`attn_implementation="bmfa"` in transformers, without a call of `patch`."""
 
 import sys
+from importlib import import_module, reload
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,11 +14,13 @@ if find_spec("transformers") is None:
     pytest.skip("needs transformers: pip install 'bmfa[models]'", allow_module_level=True)
 
 import bmfa
-from bmfa.models.hosts.transformers import register_if_loaded
-from bmfa.packages import load_package
+from bmfa.models.hosts.transformers import register_with_transformers
+from bmfa.packages import call_after_import, load_package
 from models.host_models import HF
 
 bmfa.register_attention()
+# Random weights miss the target of some layers, which warns once in a process.
+pytestmark = pytest.mark.filterwarnings("ignore:screened_attention measured:UserWarning")
 # 2,304 tokens use tiles, 64 run dense.
 LARGE, SMALL = 192, 32
 
@@ -158,9 +162,33 @@ def test_the_name_is_registered_if_transformers_is_loaded(monkeypatch: pytest.Mo
     names = modeling.ALL_ATTENTION_FUNCTIONS
     monkeypatch.delitem(modeling.AttentionInterface._global_mapping, "bmfa")
     assert "bmfa" not in names.valid_keys()
-    with monkeypatch.context() as without:
-        without.delitem(sys.modules, "transformers.modeling_utils")
-        register_if_loaded()
-    assert "bmfa" not in names.valid_keys()
-    register_if_loaded()  # as `import bmfa.models` does
+    register_with_transformers()  # as `import bmfa.models` does
     assert "bmfa" in names.valid_keys()
+
+
+def test_a_function_is_called_after_the_first_import(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "laterpackage").mkdir()
+    (tmp_path / "laterpackage" / "__init__.py").write_text("")
+    (tmp_path / "laterpackage" / "part.py").write_text("value = 3")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    finders, seen = list(sys.meta_path), []
+    call_after_import(
+        "laterpackage.part", lambda: seen.append(sys.modules["laterpackage.part"].value)
+    )
+    import_module("laterpackage")
+    assert not seen
+    part = import_module("laterpackage.part")
+    assert seen == [3] and sys.meta_path == finders
+    reload(part)
+    assert seen == [3]
+    call_after_import("laterpackage.part", lambda: seen.append(4))
+    assert seen == [3, 4]
+    for name in ("laterpackage", "laterpackage.part"):
+        sys.modules.pop(name)
+    call_after_import("laterpackage.missing", lambda: seen.append(5))
+    with pytest.raises(ModuleNotFoundError, match=r"laterpackage\.missing"):
+        import_module("laterpackage.missing")
+    assert seen == [3, 4] and sys.meta_path == finders
+    sys.modules.pop("laterpackage")

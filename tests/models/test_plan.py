@@ -87,6 +87,27 @@ def test_totals_and_times_follow_from_the_settings():
     assert json.loads(record.to_json())["settings"]["tolerance"] == 0.03
 
 
+def test_the_best_single_target_is_within_the_tolerance():
+    settings = [
+        *(LayerSetting(i, None, 1.0, 0.0) for i in range(DEPTH)),
+        *(LayerSetting(i, 0.1, 0.5, 0.01) for i in range(DEPTH)),
+        *(LayerSetting(i, 0.2, 0.2, 0.03) for i in range(DEPTH)),
+        *(LayerSetting(i, 0.05, 0.8, 0.001) for i in range(DEPTH - 1)),
+        LayerSetting(DEPTH - 1, 0.05, 1.2, None),
+    ]
+    plan = replace(plan_for(small_model(), {}), candidates=tuple(settings))
+    single = plan.single_target()
+    assert (single["error"], single["predicted_milliseconds"]) == (0.1, 4.0 - 3 * 0.5)
+    assert single["predicted_change"] == pytest.approx(0.01 * 3**0.5)
+    assert replace(plan, tolerance=0.1).single_target()["error"] == 0.2
+    assert (
+        replace(plan, tolerance=0.0015).single_target()["predicted_milliseconds"] == 4.0 - 2 * 0.2
+    )
+    assert replace(plan, tolerance=1e-4).single_target() is None
+    assert replace(plan, measure="logits", tolerance=0.03).single_target()["error"] == 0.1
+    assert replace(plan, measure="lost_overlap").single_target() is None
+
+
 def test_a_plan_gives_every_layer_its_own_setting(tmp_path):
     model, picture = small_model(), smooth(1, 112)
     full = model(picture)

@@ -25,8 +25,9 @@ from models.supported_models import SUPPORTED, call, inputs_of, make_supported, 
 # All tiles are expanded, or every leaf is one token.
 EXACT = ({"leaves": 1.0, "form": "tiled"}, {"rule": bmfa.rules.ExactGap(0.0)})
 COARSE = {"leaves": 2, "form": "tiled"}
-# One model for each way in which attention is replaced; the others are compiled by the slow tests.
-COMPILED = ("timm-vit", "blip", "yolos", "pixtral", "naflex", "hiera", "sam2")
+# A module's own forward, the attention interface with tokens behind the grid, and packed pictures, which
+# break the graph. Compiling takes seconds; the slow tests compile the other models.
+COMPILED = ("timm-vit", "yolos", "pixtral")
 TOLERANCE = 5e-6  # of the largest output, in float32
 
 

@@ -300,6 +300,7 @@ REFUSED = {
     "errors": ({"errors": []}, "errors is empty"),
     "zero error": ({"errors": [0.0]}, "errors is 0.0"),
     "times": ({"times": {0: {None: 1.0}}}, "times lacks error=0.05 of layer 0"),
+    "img_size": ({"img_size": 224}, "img_size and preprocess are for pictures of a folder"),
     "layers": ({"layers": [3]}, "layers is 3"),
     "limit": ({"limit": 1}, "limit is 1"),
 }

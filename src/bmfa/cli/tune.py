@@ -130,6 +130,13 @@ def total_lines(plan: "Plan") -> list[str]:
         f"time: {plan.dense_milliseconds:.5g} ms dense, {plan.predicted_milliseconds:.5g} ms predicted "
         f"({plan.predicted_speedup:.2f}x), {plan.milliseconds:.5g} ms measured ({plan.speedup:.2f}x)",
     ]
+    single = plan.single_target() if plan.errors else None
+    if single is not None:
+        lines.append(
+            f"one target for all layers: error={single['error']:g}, "
+            f"{change(single['predicted_change'])} and {single['predicted_milliseconds']:.5g} ms "
+            "predicted"
+        )
     if not plan.errors and not any(s.change for s in plan.candidates):
         lines.append(
             "no setting is faster than dense attention at this size: the model stays as it is"

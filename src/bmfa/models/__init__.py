@@ -1,7 +1,7 @@
 """Vision Transformers: load, patch, tune, record and reduce them."""
 
 from bmfa.models.hosts import register_host
-from bmfa.models.hosts.transformers import register_attention, register_if_loaded
+from bmfa.models.hosts.transformers import register_attention, register_with_transformers
 from bmfa.models.loading import LoadedModel, load_model
 from bmfa.models.patching import layer_indices, patch, unpatch
 from bmfa.models.plan import LayerSetting, ModelFingerprint, Plan
@@ -40,4 +40,4 @@ __all__ = [
     "unpatch",
 ]
 
-register_if_loaded()
+register_with_transformers()

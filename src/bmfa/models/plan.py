@@ -295,6 +295,45 @@ class Plan:
             times.setdefault(setting.layer, {})[setting.error] = setting.milliseconds
         return times
 
+    def single_target(self) -> Row | None:
+        """Return the fastest single error target that is predicted to be within the tolerance.
+
+        Layers in which the target saves no time stay dense. It shows what the choice for each layer is
+        worth.
+
+        Returns:
+            `error`, `predicted_change` and `predicted_milliseconds`, or None if no target is within the
+            tolerance, or it is not known how the changes of the measure add.
+
+        Example:
+            >>> import bmfa, torch
+            >>> model = bmfa.load_model("embedded").model
+            >>> times = {layer: {None: 1.0, 0.1: 0.5} for layer in range(8)}
+            >>> plan = bmfa.tune(
+            ...     model, torch.zeros(2, 3, 112, 112), 10.0, errors=[0.1], repeats=1, times=times
+            ... )
+            >>> plan.single_target()["error"]
+            0.1
+        """
+        power = {"features": 2, "logits": 1}.get(self.measure)
+        if power is None or self.predicted_change is None:
+            return None
+        dense = {s.layer: s.milliseconds for s in self.candidates if s.error is None}
+        rows: list[Row] = []
+        for error in sorted({s.error for s in self.candidates if s.error is not None}):
+            used = [s for s in self.candidates if s.error == error and s.change is not None]
+            change = sum((s.change or 0.0) ** power for s in used) ** (1.0 / power)
+            saved = sum(dense[s.layer] - s.milliseconds for s in used)
+            if used and change <= self.tolerance:
+                rows.append(
+                    {
+                        "error": error,
+                        "predicted_change": change,
+                        "predicted_milliseconds": self.dense_milliseconds - saved,
+                    }
+                )
+        return min(rows, key=lambda row: float(row["predicted_milliseconds"]), default=None)
+
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the plan to a JSON file, whole or not at all.
 

@@ -1,6 +1,7 @@
 """Choose a setting for each layer of a model on a person's pictures, within a tolerance."""
 
 import math
+import os
 import statistics
 import sys
 import time
@@ -161,12 +162,15 @@ def tune(
         options = model.options if isinstance(model, LoadedModel) else {}
     limit = _default_limit(module, batch_size) if limit is None else limit
     limit = check_integer("limit", limit, low=2)
-    images = sample_pictures(
-        pictures,
-        find_preprocessing(model, preprocess, img_size),
-        limit,
-        torch.Generator().manual_seed(seed),
-    )
+    if isinstance(pictures, (str, os.PathLike)):
+        preprocess = find_preprocessing(model, preprocess, img_size)
+    elif img_size is not None or preprocess is not None:
+        raise ValueError(
+            "img_size and preprocess are for pictures of a folder; leave them out, and pass tensors of "
+            "the size of the model"
+        )
+    generator = torch.Generator().manual_seed(seed)
+    images = sample_pictures(pictures, preprocess, limit, generator)
     choosing, checking = _split(images, batch_size)
     steps = _Steps(progress, len(host.attentions), len(indices) * len(settings.errors))
     run = _Tuner(module, host, settings, dict(options), steps)

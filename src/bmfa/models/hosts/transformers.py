@@ -22,7 +22,7 @@ from bmfa.models.hosts.base import (
 )
 from bmfa.models.hosts.unsupported import SUPPORTED
 from bmfa.models.override import override_method, restore_method
-from bmfa.packages import load_package
+from bmfa.packages import call_after_import, load_package
 
 # The name of our attention function in `config._attn_implementation`.
 IMPLEMENTATION = "bmfa"
@@ -264,8 +264,9 @@ def register_attention() -> None:
     towers, models that are not supported, masks, and images whose grid is unknown. An attention function
     of transformers does not see the image. The grid is taken from the image size of the configuration
     if that has as many tokens, and a square otherwise; for other images, and for other settings, call
-    `bmfa.patch(model)`, which reads the grid of every image. Importing `bmfa.models` after
-    transformers calls this function.
+    `bmfa.patch(model)`, which reads the grid of every image.
+
+    Importing `bmfa.models` calls this function, at once or as soon as transformers is imported.
 
     Raises:
         ModuleNotFoundError: If transformers is not installed.
@@ -283,10 +284,9 @@ def register_attention() -> None:
     _register()
 
 
-def register_if_loaded() -> None:
-    """Call `register_attention` if transformers is in use, without importing it."""
-    if "transformers.modeling_utils" in sys.modules:
-        _register()
+def register_with_transformers() -> None:
+    """Call `register_attention` when transformers is imported, without importing it."""
+    call_after_import("transformers.modeling_utils", _register)
 
 
 def _register() -> None:
