@@ -378,7 +378,7 @@ def test_scratch_is_at_most_four_times_keys_and_values(side: int, dim: int, pref
     for heads in (3, 6, 12, 16):
         strides = ((tokens * heads * dim, dim, heads * dim),) * 4
         key = launch.CallKey(
-            1, heads, dim, strides, torch.bfloat16, 0, False, side, side, prefix, 0.125, False
+            1, heads, dim, strides, torch.bfloat16, 0, False, side, side, 1, prefix, 0.125, False
         )
         scratch = launch._AttentionLaunch(key, 0.03, 0.0, 0.4).sequence.workspace.bytes
         assert scratch <= 4 * (2 * heads * tokens * dim * 2), scratch / (4 * heads * tokens * dim)
@@ -438,7 +438,7 @@ def tensors(
 def operator_arguments(masked: bool) -> tuple[Any, ...]:
     qkv = tensors(Grid(9, 16))
     valid = torch.rand(1, 144, device=DEVICE) < 0.7 if masked else None
-    return (*qkv, valid, 9, 16, 1, 0.2, 0.1, 0.0, 1.0, False)
+    return (*qkv, valid, 9, 16, 1, 1, 0.2, 0.1, 0.0, 1.0, False)
 
 
 @pytest.mark.parametrize("masked", [False, True])
@@ -461,7 +461,7 @@ def test_fake_tensors_have_the_shapes_of_results() -> None:
 
 def test_flops() -> None:
     grid = Grid(128, 128)
-    arguments = (None, grid.height, grid.width, 1, 0.125, None)
+    arguments = (None, grid.height, grid.width, 1, 1, 0.125, None)
     flops = []
     with torch._subclasses.FakeTensorMode():
         q, k, v = (torch.empty(2, 3, 1 + grid.size, 64, device=DEVICE) for _ in "qkv")

@@ -172,7 +172,7 @@ class LayerLog:
         # Where the model runs its own forward, no tokens have entries.
         found = self.running.find(x) if self.running.in_use else None
         found = self.running.current if self.by_thread else found
-        autocast = torch.is_autocast_enabled(x.device.type)
+        autocast = not x.is_meta and torch.is_autocast_enabled(x.device.type)
         self.last.finished = FinishedPass(tuple(x.shape), x.dtype, x.device, autocast, found or {})
 
     def mark_compiled(self) -> None:
