@@ -271,8 +271,13 @@ class ReductionTuner:
         return schedule
 
     def starts(self, budget: float) -> list[Schedule]:
-        """Return the greedy and the fixed schedule of a budget, where they exist."""
-        found = (self.search.greedy(budget), fixed_schedule(self.search, budget))
+        """Return the greedy, the fixed and an even schedule of a budget, where they exist."""
+        search = self.search
+        found = (
+            search.greedy(budget),
+            fixed_schedule(search, budget),
+            even_schedule(search, budget, range(max(1, self.depth // 4), self.depth - 1)),
+        )
         return [schedule for schedule in found if schedule is not None]
 
     def plan_for_gflops(self, gflops: float, checking: Tensor, seed: int) -> ReductionPlan:
@@ -385,6 +390,11 @@ def fixed_schedule(search: ScheduleSearch, budget: float) -> Schedule | None:
     Every second block merges, from a quarter of the depth on, except the last.
     """
     blocks = range(max(1, search.depth // 4), search.depth - 1, 2)
+    return even_schedule(search, budget, blocks)
+
+
+def even_schedule(search: ScheduleSearch, budget: float, blocks: range) -> Schedule | None:
+    """Return the schedule in which some blocks remove equal parts of what a budget needs."""
     for total in range(search.tokens if blocks else 0):
         schedule = search.clipped(spread_schedule(search.depth, blocks, total))
         if search.cost.flops(schedule) <= budget:
