@@ -42,7 +42,9 @@ def build(kernel, tensors, rest, options):
 def tiled(dim, dtype, masked, prefix, aligned):
     side, mask = 128, torch.uint8 if masked else dtype
     strides = ((3 * side**2 * dim, dim, 3 * dim),) * 4
-    key = launch.CallKey(1, 3, dim, strides, dtype, 0, masked, side, side, 1, prefix, 0.125, aligned)
+    key = launch.CallKey(
+        1, 3, dim, strides, dtype, 0, masked, side, side, 1, prefix, 0.125, aligned
+    )
     chain = launch.prepare_attention(key, 0.1, 0.0, 0.5).sequence
     dtypes = dict.fromkeys(("q", "k", "v", "o"), dtype) | {"valid": mask}
     dtypes |= {"expanded_count": torch.int32, "coarse_bits": torch.int32, "probes": torch.float32}
