@@ -15,7 +15,12 @@ from torch import Tensor, nn
 
 from bmfa.grid import Grid
 from bmfa.models.hosts.base import Host, class_name, replacement_of
-from bmfa.models.hosts.transformers import TransformersAttention
+from bmfa.models.hosts.transformers import (
+    TransformersAttention,
+    attend_by_host,
+    refuse_attentions,
+    register_function,
+)
 from bmfa.models.override import override_method, restore_method
 from bmfa.models.packed_calls import (
     PackedBlock,
@@ -33,20 +38,20 @@ IMPLEMENTATION = "bmfa_packed"
 class PackedAttention(TransformersAttention):
     """Runs the module's own forward on all pictures at once, with our attention inside of each."""
 
+    implementation = IMPLEMENTATION
+
+    @classmethod
+    def register(cls) -> None:
+        register_function(IMPLEMENTATION, packed_attention_forward)
+        prepare_compiling()
+
     def _replace(self, module: nn.Module) -> None:
-        _register()
         super()._replace(module)
-        config: Any = module.config  # the copy that super() made
-        config._attn_implementation = IMPLEMENTATION
         override_method(module, self)
 
     def _undo(self, module: nn.Module) -> None:
         restore_method(module)
         super()._undo(module)
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        _register()  # the process that unpickles the model must know the name
-        super().__setstate__(state)
 
     def uses_host(self, x: Any) -> bool:
         """False: `run` decides for the pictures of the pass."""
@@ -87,28 +92,14 @@ def packed_attention_forward(
             "bmfa.patch(model)"
         )
     if bmfa_packing is None:
-        host = load_package("transformers.modeling_utils").ALL_ATTENTION_FUNCTIONS
-        name, eager = replacement.saved["config"]._attn_implementation, replacement.saved["eager"]
-        return host.get(name, eager)(  # type: ignore[no-any-return]
-            module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs
-        )
-    if kwargs.get("output_attentions") or replacement.saved["config"].output_attentions:
-        raise ValueError(
-            "output_attentions=True is not supported in patched models, which compute no attention "
-            "matrix; call bmfa.unpatch(model)"
-        )
+        return attend_by_host(
+            replacement, module, query, key, value, attention_mask, scaling=scaling, dropout=dropout,
+            **kwargs,
+        )  # fmt: skip
+    refuse_attentions(replacement.saved["config"], kwargs)
     attend = partial(attend_pictures, replacement.function, dropout=dropout, scale=scaling)
     output = bmfa_packing.attend(attend, query, key, value)
     return output.transpose(1, 2).contiguous(), None
-
-
-def _register() -> None:
-    """Register the name for attention and for masks: without the latter, masks are silently dropped."""
-    modeling = load_package("transformers.modeling_utils")
-    masks = load_package("transformers.masking_utils")
-    modeling.AttentionInterface.register(IMPLEMENTATION, packed_attention_forward)
-    masks.AttentionMaskInterface.register(IMPLEMENTATION, masks.sdpa_mask)
-    prepare_compiling()
 
 
 @dataclass(frozen=True)

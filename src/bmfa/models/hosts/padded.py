@@ -16,12 +16,16 @@ from torch import Tensor, nn
 
 from bmfa.grid import Grid
 from bmfa.models.hosts.base import Host, class_name, replacement_of
-from bmfa.models.hosts.transformers import TransformersAttention
+from bmfa.models.hosts.transformers import (
+    TransformersAttention,
+    attend_by_host,
+    refuse_attentions,
+    register_function,
+)
 from bmfa.models.override import override_method
 from bmfa.models.packed_calls import PackedBlock, attend_pictures, runs_dense
 from bmfa.models.packing import outside_graphs, pack, prepare_compiling
 from bmfa.models.token_grid import TokenGrid
-from bmfa.packages import load_package
 
 # The name of the attention function in `config._attn_implementation`.
 IMPLEMENTATION = "bmfa_padded"
@@ -30,15 +34,12 @@ IMPLEMENTATION = "bmfa_padded"
 class PaddedAttention(TransformersAttention):
     """Gives the module a configuration of its own that names the attention function of this file."""
 
-    def _replace(self, module: nn.Module) -> None:
-        _register()
-        super()._replace(module)
-        config: Any = module.config  # the copy that super() made
-        config._attn_implementation = IMPLEMENTATION
+    implementation = IMPLEMENTATION
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        _register()  # the process that unpickles the model must know the name
-        super().__setstate__(state)
+    @classmethod
+    def register(cls) -> None:
+        register_function(IMPLEMENTATION, padded_attention_forward)
+        prepare_compiling()
 
 
 def padded_attention_forward(
@@ -75,16 +76,11 @@ def _attend(
     function = replacement.function
     packing = function.token_grid.packing
     if runs_dense(function, packing, query):
-        host = load_package("transformers.modeling_utils").ALL_ATTENTION_FUNCTIONS
-        name, eager = replacement.saved["config"]._attn_implementation, replacement.saved["eager"]
-        return host.get(name, eager)(  # type: ignore[no-any-return]
-            module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs
-        )
-    if kwargs.get("output_attentions") or replacement.saved["config"].output_attentions:
-        raise ValueError(
-            "output_attentions=True is not supported in patched models, which compute no attention "
-            "matrix; call bmfa.unpatch(model)"
-        )
+        return attend_by_host(
+            replacement, module, query, key, value, attention_mask, scaling=scaling, dropout=dropout,
+            **kwargs,
+        )  # fmt: skip
+    refuse_attentions(replacement.saved["config"], kwargs)
     if attention_mask is not None and not packing.own_mask:
         raise ValueError(
             "an attention mask is not supported in this patched model; leave it out, or call "
@@ -93,15 +89,6 @@ def _attend(
     attend = partial(attend_pictures, function, dropout=dropout, scale=scaling)
     output = packing.attend(attend, query, key, value, scaling)
     return output.transpose(1, 2).contiguous(), None
-
-
-def _register() -> None:
-    """Register the name for attention and for masks: without the latter, masks are silently dropped."""
-    modeling = load_package("transformers.modeling_utils")
-    masks = load_package("transformers.masking_utils")
-    modeling.AttentionInterface.register(IMPLEMENTATION, padded_attention_forward)
-    masks.AttentionMaskInterface.register(IMPLEMENTATION, masks.sdpa_mask)
-    prepare_compiling()
 
 
 @dataclass(eq=False)

@@ -5,7 +5,7 @@ import sys
 from collections.abc import Callable
 from copy import copy
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
@@ -28,7 +28,7 @@ from bmfa.packages import call_after_import, load_package
 IMPLEMENTATION = "bmfa"
 # The function of transformers that runs where ours does not and the model names no other.
 _DENSE_FUNCTION = "sdpa"
-_functions: Any = {}  # the attention functions of transformers by name, from `_register` on
+_functions: Any = {}  # the attention functions of transformers by name, from `register_function` on
 
 _VIT = BlockLayout(
     ("layernorm_before", "attention", "dropout"), ("layernorm_after", "mlp", "dropout")
@@ -54,21 +54,28 @@ _ALL = ("",)
 class TransformersAttention(AttentionReplacement):
     """Gives the module a configuration of its own that names our attention function."""
 
-    def _replace(self, module: nn.Module) -> None:
+    implementation: ClassVar[str] = IMPLEMENTATION
+
+    @classmethod
+    def register(cls) -> None:
+        """Make transformers know the attention function of this class."""
         _register()
+
+    def _replace(self, module: nn.Module) -> None:
+        self.register()
         self.saved["config"] = module.config
         self.saved["eager"] = sys.modules[type(module).__module__].__dict__.get(
             "eager_attention_forward"
         )
         config: Any = copy(module.config)
-        config._attn_implementation = IMPLEMENTATION
+        config._attn_implementation = self.implementation
         module.config = config
 
     def _undo(self, module: nn.Module) -> None:
         module.config = self.saved["config"]
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        _register()  # the process that unpickles the model must know the name
+        self.register()  # the process that unpickles the model must know the name
         self.__dict__.update(state)
 
 
@@ -90,7 +97,7 @@ class BlipAttention(AttentionReplacement):
         x: Tensor = args[0] if args else kwargs["hidden_states"]
         if self.function.uses_host(x):
             return forward(*args, **kwargs)
-        _refuse_attentions(kwargs.get("output_attentions") or module.config.output_attentions)
+        refuse_attentions(module.config, kwargs)
         qkv = module.qkv(x).unflatten(-1, (3, module.num_heads, -1))
         q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)  # (B, heads, T, d) each
         dropout = 0.0 if is_noop(module.dropout) else module.dropout.p
@@ -179,13 +186,11 @@ def bmfa_attention_forward(
             module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs
         )
     if replacement.function.uses_host(query):
-        name, eager = replacement.saved["config"]._attn_implementation, replacement.saved["eager"]
-        name = _DENSE_FUNCTION if name == IMPLEMENTATION else name
-        return _functions.get(name, eager)(  # type: ignore[no-any-return]
-            module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs
-        )
-    own = replacement.saved["config"].output_attentions
-    _refuse_attentions(kwargs.get("output_attentions") or own)
+        return attend_by_host(
+            replacement, module, query, key, value, attention_mask, scaling=scaling, dropout=dropout,
+            **kwargs,
+        )  # fmt: skip
+    refuse_attentions(replacement.saved["config"], kwargs)
     causal = bool(kwargs.get("is_causal", False))
     output = replacement.function(query, key, value, attention_mask, dropout, causal, scaling)
     return output.transpose(1, 2).contiguous(), None
@@ -247,8 +252,18 @@ def _guess_layout(module: Any, tokens: int) -> tuple[Grid | None, int, int]:
     return (Grid(side, side) if square else None), prefix, suffix
 
 
-def _refuse_attentions(requested: Any) -> None:
-    if requested:
+def attend_by_host(
+    replacement: AttentionReplacement, *args: Any, **kwargs: Any
+) -> tuple[Tensor, Tensor | None]:
+    """Call the attention function that the module would use if it were not patched."""
+    name, eager = replacement.saved["config"]._attn_implementation, replacement.saved["eager"]
+    name = _DENSE_FUNCTION if name == IMPLEMENTATION else name
+    return _functions.get(name, eager)(*args, **kwargs)  # type: ignore[no-any-return]
+
+
+def refuse_attentions(config: Any, kwargs: dict[str, Any]) -> None:
+    """Raise a ValueError if a call, or the configuration of its module, asks for attention weights."""
+    if kwargs.get("output_attentions") or config.output_attentions:
         raise ValueError(
             "output_attentions=True is not supported in patched or reduced models, which compute no "
             "attention matrix; call bmfa.unpatch(model), or, if the model is patched with a rule, "
@@ -289,14 +304,18 @@ def register_with_transformers() -> None:
     call_after_import("transformers.modeling_utils", _register)
 
 
-def _register() -> None:
-    """Register the name for attention and for masks: without the latter, masks are silently dropped."""
+def register_function(name: str, function: Callable[..., Any]) -> None:
+    """Register a name for attention and for masks: without the latter, masks are silently dropped."""
     global _functions
     modeling = load_package("transformers.modeling_utils")
     masks = load_package("transformers.masking_utils")
     _functions = modeling.ALL_ATTENTION_FUNCTIONS
-    modeling.AttentionInterface.register(IMPLEMENTATION, bmfa_attention_forward)
-    masks.AttentionMaskInterface.register(IMPLEMENTATION, masks.sdpa_mask)
+    modeling.AttentionInterface.register(name, function)
+    masks.AttentionMaskInterface.register(name, masks.sdpa_mask)
+
+
+def _register() -> None:
+    register_function(IMPLEMENTATION, bmfa_attention_forward)
 
 
 # By the module that defines the family, for attention modules that are not patched.
