@@ -271,13 +271,15 @@ class ReductionTuner:
         return schedule
 
     def starts(self, budget: float) -> list[Schedule]:
-        """Return the greedy, the fixed and an even schedule of a budget, where they exist."""
-        search = self.search
-        found = (
+        """Return schedules of a budget to start from: greedy, fixed and regular ones that exist."""
+        search, first = self.search, max(1, self.depth // 4)
+        found = [
             search.greedy(budget),
             fixed_schedule(search, budget),
-            even_schedule(search, budget, range(max(1, self.depth // 4), self.depth - 1)),
-        )
+            even_schedule(search, budget, range(first, self.depth - 1)),
+        ]
+        for blocks in (range(first, self.depth - 2), range(max(1, first - 1), self.depth - 1)):
+            found.append(proportional_schedule(search, budget, blocks))
         return [schedule for schedule in found if schedule is not None]
 
     def plan_for_gflops(self, gflops: float, checking: Tensor, seed: int) -> ReductionPlan:
@@ -399,6 +401,18 @@ def even_schedule(search: ScheduleSearch, budget: float, blocks: range) -> Sched
         schedule = search.clipped(spread_schedule(search.depth, blocks, total))
         if search.cost.flops(schedule) <= budget:
             return schedule
+    return None
+
+
+def proportional_schedule(search: ScheduleSearch, budget: float, blocks: range) -> Schedule | None:
+    """Return the schedule in which some blocks remove one share of the tokens that are left to them."""
+    for permille in range(1, 501 if blocks else 0):
+        left, schedule = search.tokens, [0] * search.depth
+        for block in blocks:
+            schedule[block] = min(round(left * permille / 1000), search.most(left))
+            left -= schedule[block]
+        if search.cost.flops(tuple(schedule)) <= budget:
+            return tuple(schedule)
     return None
 
 
