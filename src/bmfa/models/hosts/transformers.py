@@ -186,10 +186,12 @@ def bmfa_attention_forward(
             module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs
         )
     if replacement.function.uses_host(query):
-        return attend_by_host(
-            replacement, module, query, key, value, attention_mask, scaling=scaling, dropout=dropout,
-            **kwargs,
-        )  # fmt: skip
+        # As `attend_by_host`, without a further call in every layer that runs dense.
+        name, eager = replacement.saved["config"]._attn_implementation, replacement.saved["eager"]
+        name = _DENSE_FUNCTION if name == IMPLEMENTATION else name
+        return _functions.get(name, eager)(  # type: ignore[no-any-return]
+            module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs
+        )
     refuse_attentions(replacement.saved["config"], kwargs)
     causal = bool(kwargs.get("is_causal", False))
     output = replacement.function(query, key, value, attention_mask, dropout, causal, scaling)
