@@ -15,7 +15,8 @@ from bmfa.models.measures import MEASURES
 from bmfa.models.patching import install_layers, is_patched
 from bmfa.models.picture_sample import sample_pictures
 from bmfa.models.plan import LayerSetting
-from bmfa.models.tuning import BUDGET_STEPS, LEAST_GAIN, _Search
+from bmfa.models.setting_search import BUDGET_STEPS, SettingSearch
+from bmfa.models.tuning import LEAST_GAIN
 
 ERRORS = (0.05, 0.3)
 DEPTH = 3
@@ -84,7 +85,7 @@ def test_the_search_is_optimal_up_to_the_rounding_of_the_budget(power):
                 for i, (c, t) in enumerate(zip(change, time, strict=True))
             ]
             layers.append([LayerSetting(layer, None, 1.0, 0.0), *tiled[1:]])
-        search = _Search([s for settings in layers for s in settings], power)
+        search = SettingSearch([s for settings in layers for s in settings], power)
         for budget in (0.0, 0.3, 1.0, 10.0):
             chosen = search.fastest(budget)
             assert search.cost(chosen) <= budget

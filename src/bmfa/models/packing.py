@@ -137,18 +137,18 @@ def raster_order(positions: Tensor) -> tuple[Grid, Tensor]:
         positions: (N, 2) row and column of each token, on the CPU.
 
     Returns:
-        The grid, and the (N,) index of the token at each place of the raster.
+        The grid, and the (N,) index of the token at each position of the raster.
 
     Raises:
         ValueError: If the positions do not fill a grid.
     """
     rows, columns = positions.long().unbind(-1)
     grid = Grid(int(rows.max()) + 1, int(columns.max()) + 1)
-    place = rows * grid.width + columns
-    order = place.argsort()
-    if len(place) != grid.size or not torch.equal(place[order], torch.arange(grid.size)):
+    index = rows * grid.width + columns
+    order = index.argsort()
+    if len(index) != grid.size or not torch.equal(index[order], torch.arange(grid.size)):
         raise ValueError(
-            f"{len(place)} tokens of a picture have positions up to row {grid.height - 1} and column "
+            f"{len(index)} tokens of a picture have positions up to row {grid.height - 1} and column "
             f"{grid.width - 1}, and do not fill that grid; screening needs every patch of a picture "
             "once: pass complete pictures, or call bmfa.unpatch(model)"
         )

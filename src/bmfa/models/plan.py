@@ -88,6 +88,14 @@ class ModelFingerprint:
             _hash_weights(list(parameters.values())),
         )
 
+    def check(self, model: nn.Module, make_again: str) -> None:
+        """Raise a ValueError unless a model has this fingerprint; `make_again` names the remedy."""
+        mismatch = self.mismatch(model)
+        if mismatch is not None:
+            raise ValueError(
+                f"the plan does not fit: {mismatch}; make a plan for this model with {make_again}"
+            )
+
     def mismatch(self, model: nn.Module) -> str | None:
         """Say how a model differs from the one with this fingerprint.
 
@@ -430,8 +438,8 @@ class Plan:
         try:
             plan = cls(
                 model=ModelFingerprint(**data.pop("model")),
-                img_size=_sides(data.pop("img_size")),
-                grid=_sides(data.pop("grid")),
+                img_size=read_sides(data.pop("img_size")),
+                grid=read_sides(data.pop("grid")),
                 checks=tuple(data.pop("checks")),
                 layers=tuple(map(_checked_setting, data.pop("layers"))),
                 candidates=tuple(map(_checked_setting, data.pop("candidates"))),
@@ -464,11 +472,7 @@ class Plan:
             >>> plan = bmfa.tune(model, torch.zeros(2, 3, 112, 112), errors=[0.1], repeats=1)
             >>> plan.check_model(model)
         """
-        mismatch = self.model.mismatch(model)
-        if mismatch is not None:
-            raise ValueError(
-                f"the plan does not fit: {mismatch}; make a plan for this model with bmfa.tune"
-            )
+        self.model.check(model, "bmfa.tune")
 
     @property
     def token_grid(self) -> Grid:
@@ -486,7 +490,8 @@ def _checked_setting(row: Mapping[str, Any]) -> LayerSetting:
     return setting
 
 
-def _sides(values: Any) -> tuple[int, int]:
+def read_sides(values: Any) -> tuple[int, int]:
+    """Return the height and width of an image or a grid in the data of a plan."""
     height, width = values
     return check_integer("height", height, low=1), check_integer("width", width, low=1)
 

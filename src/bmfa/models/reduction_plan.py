@@ -10,7 +10,7 @@ from torch import nn
 from bmfa.grid import Grid
 from bmfa.merging import Policy, parse
 from bmfa.merging.policies.base import check_schedule
-from bmfa.models.plan import ModelFingerprint, read_plan, write_plan
+from bmfa.models.plan import ModelFingerprint, read_plan, read_sides, write_plan
 from bmfa.records import Row, environment
 
 _KIND = "reduction"
@@ -28,7 +28,7 @@ class ReductionPlan:
         grid: The height and width of the grid of tokens.
         policy: The name of the policy, e.g. `"free-energy"`.
         schedule: The number of tokens that each block removes.
-        target: What was asked for, `"gflops"` or `"agreement"`.
+        target: What was requested, `"gflops"` or `"agreement"`.
         target_value: The GFLOPs of an image, or the share of the images that keep their class.
         full_gflops: The GFLOPs of an image in the full model.
         gflops: The GFLOPs of an image with this schedule.
@@ -126,8 +126,8 @@ class ReductionPlan:
         try:
             plan = cls(
                 model=ModelFingerprint(**data.pop("model")),
-                img_size=_pair(data.pop("img_size")),
-                grid=_pair(data.pop("grid")),
+                img_size=read_sides(data.pop("img_size")),
+                grid=read_sides(data.pop("grid")),
                 schedule=check_schedule(data.pop("schedule")),
                 alone=tuple(data.pop("alone")),
                 checks=tuple(data.pop("checks")),
@@ -153,12 +153,7 @@ class ReductionPlan:
         Example:
             >>> plan.check_model(model)  # doctest: +SKIP
         """
-        mismatch = self.model.mismatch(model)
-        if mismatch is not None:
-            raise ValueError(
-                f"the plan does not fit: {mismatch}; make a plan for this model with "
-                "bmfa.tune_reduction"
-            )
+        self.model.check(model, "bmfa.tune_reduction")
 
     @property
     def token_grid(self) -> Grid:
@@ -179,8 +174,3 @@ def make_policy(name: str, schedule: tuple[int, ...]) -> Policy:
     """
     counts = ",".join(map(str, schedule))
     return parse(f"{name}:{counts}")
-
-
-def _pair(values: Any) -> tuple[int, int]:
-    height, width = values
-    return int(height), int(width)

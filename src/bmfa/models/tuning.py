@@ -8,19 +8,18 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import scaled_dot_product_attention
 
 from bmfa.checks import check_integer, check_number
 from bmfa.grid import Grid
 from bmfa.models.hosts import Host, find_host
 from bmfa.models.hosts.generic import watch_inputs
+from bmfa.models.layer_timing import TimedLayer
 from bmfa.models.loading import LoadedModel
 from bmfa.models.measures import MEASURES, Function, Measure, find_measure
 from bmfa.models.patching import (
@@ -34,9 +33,8 @@ from bmfa.models.patching import (
 from bmfa.models.picture_sample import find_preprocessing, sample_pictures
 from bmfa.models.plan import LayerSetting, ModelFingerprint, Plan
 from bmfa.models.preprocessing import Preprocessing
-from bmfa.models.screened_layer import ScreenedLayer
+from bmfa.models.setting_search import SettingSearch
 from bmfa.records import Row, environment
-from bmfa.timing import time_alternating
 
 Progress = Callable[[int, int], None]  # steps done, of how many
 Times = Mapping[int, Mapping[float | None, float]]
@@ -50,11 +48,6 @@ ERRORS = (0.01, 0.02, 0.03, 0.05, 0.1, 0.2)
 PICTURES = {"cuda": 32, "cpu": 8}
 # Share of the time of dense attention that a setting must save; medians of five repeat to about 1 %.
 LEAST_GAIN = 0.02
-# Steps into which the budget is divided. Costs are rounded up, so a model of 48 layers loses at most
-# 48 / 10,000 of the budget.
-BUDGET_STEPS = 10_000
-# Calls between two synchronisations on CUDA, so that launches overlap with kernels as in a model.
-CUDA_CALLS = 8
 # A budget that failed shrinks by the ratio of tolerance and change, and by this factor to the power of
 # the number of checks so far.
 SHRINK = 0.95
@@ -221,58 +214,6 @@ class _Steps:
             self.bar.close()
 
 
-@dataclass(eq=False)
-class _TimedLayer(ScreenedLayer):
-    """Times dense attention and attention over tiles on the q, k, v of a layer; its output is dense."""
-
-    errors: tuple[float, ...] = ()
-    repeats: int = 1
-    milliseconds: dict[float | None, float] = field(default_factory=dict)
-    grid: Grid | None = None
-    dtype: torch.dtype | None = None
-    finished: Callable[[], None] | None = None  # called after the first call of the layer
-
-    def __call__(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attn_mask: Tensor | None = None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        scale: float | None = None,
-    ) -> Tensor:
-        arguments = (query, key, value, attn_mask, dropout_p, is_causal)
-        self.grid, self.dtype = self.token_grid.of_attention(key.shape[2]), query.dtype
-        dense = partial(scaled_dot_product_attention, *arguments, scale=scale)
-        if self.errors and not self.milliseconds:
-            calls: dict[float | None, Callable[[], object]] = {None: dense}
-            for error, options in self._options().items():
-                tiled = ScreenedLayer(self.layer, self.token_grid, options)
-                calls[error] = partial(tiled, *arguments, scale=scale)
-            self._time(calls, query.device)
-        if self.finished is not None:
-            self.finished()
-            self.finished = None
-        return dense()
-
-    def _options(self) -> dict[float, dict[str, Any]]:
-        return {error: planned_options({self.layer: error})[self.layer] for error in self.errors}
-
-    def _time(
-        self, calls: Mapping[float | None, Callable[[], object]], device: torch.device
-    ) -> None:
-        repeated = CUDA_CALLS if device.type == "cuda" else 1
-
-        def repeat(call: Callable[[], object]) -> None:
-            for _ in range(repeated):
-                call()
-
-        works = {str(error): partial(repeat, call) for error, call in calls.items()}
-        medians = time_alternating(works, self.repeats, device)
-        self.milliseconds = {error: medians[str(error)] / repeated for error in calls}
-
-
 @dataclass
 class _Tuner:
     """One run of `tune` on a model."""
@@ -303,7 +244,7 @@ class _Tuner:
         timed = self._time_layers(choosing[0], times)
         grid, dtype = _shared_grid(timed), timed[0].dtype
         candidates = self._candidates(additive, references, choosing, layers, timed, grid)
-        search = _Search(candidates, additive.power or 1)
+        search = SettingSearch(candidates, additive.power or 1)
         check = partial(self._change, measure, grid)
         budget = self.settings.tolerance**search.power
         if additive is not measure:
@@ -391,13 +332,13 @@ class _Tuner:
                 "(return 1 - IoU rather than IoU), and the model must be deterministic"
             )
 
-    def _time_layers(self, batch: Tensor, times: Times | None) -> list[_TimedLayer]:
+    def _time_layers(self, batch: Tensor, times: Times | None) -> list[TimedLayer]:
         """Run the model once, dense, and time the attention of every layer on the way."""
         token_grid = self.host.make_token_grid(self.host.prefix, self.host.suffix)
         errors = () if times is not None else self.settings.errors
         never_dense = {"form": "tiled"}  # so that hosts pass q, k, v of every call
         functions = [
-            _TimedLayer(
+            TimedLayer(
                 index,
                 token_grid,
                 never_dense,
@@ -423,7 +364,7 @@ class _Tuner:
         references: Sequence[Any],
         batches: Sequence[Tensor],
         layers: Sequence[int],
-        timed: Sequence[_TimedLayer],
+        timed: Sequence[TimedLayer],
         grid: Grid,
     ) -> list[LayerSetting]:
         """Measure the change of each layer alone, for settings that are faster than dense attention."""
@@ -459,7 +400,7 @@ class _Tuner:
         finally:
             unpatch(self.model)
 
-    def _find_budget(self, search: "_Search", check: Callable[..., float]) -> float:
+    def _find_budget(self, search: SettingSearch, check: Callable[..., float]) -> float:
         """Return the largest budget of features that the measure accepts on the choosing pictures."""
         budget = search.largest
         if budget == 0.0:
@@ -476,7 +417,7 @@ class _Tuner:
         return wider if check(search.fastest(wider)) <= self.settings.tolerance else budget
 
     def _tighten(
-        self, search: "_Search", budget: float, check: Callable[..., float], *, predicts: bool
+        self, search: SettingSearch, budget: float, check: Callable[..., float], *, predicts: bool
     ) -> tuple[dict[int, float | None], list[Row]]:
         """Choose, check on the checking pictures, and shrink the budget until the check holds."""
         tolerance = self.settings.tolerance
@@ -521,7 +462,7 @@ class _Tuner:
         return 1e3 * (time.perf_counter() - start)
 
 
-def _shared_grid(layers: Sequence[_TimedLayer]) -> Grid:
+def _shared_grid(layers: Sequence[TimedLayer]) -> Grid:
     """Return the grid of all layers, or raise if there is no single one."""
     grids = {layer.grid for layer in layers}
     grid = grids.pop()
@@ -531,63 +472,6 @@ def _shared_grid(layers: Sequence[_TimedLayer]) -> Grid:
             "grid; pass error= to bmfa.patch"
         )
     return grid
-
-
-class _Search:
-    """The fastest combination of settings within a budget of cost = change^power, which adds."""
-
-    def __init__(self, candidates: Sequence[LayerSetting], power: int) -> None:
-        self.power = power
-        self.layers: dict[int, list[LayerSetting]] = {}
-        for setting in candidates:
-            if setting.change is not None:
-                self.layers.setdefault(setting.layer, []).append(setting)
-        self.costs = {
-            (s.layer, s.error): (s.change or 0.0) ** power
-            for settings in self.layers.values()
-            for s in settings
-        }
-        self.largest = sum(
-            max(self.costs[s.layer, s.error] for s in settings) for settings in self.layers.values()
-        )
-        positive = [cost for cost in self.costs.values() if cost > 0]
-        self.smallest = min(positive, default=math.inf)
-
-    def cost(self, chosen: Mapping[int, float | None]) -> float:
-        """Return the sum of the costs of a combination."""
-        return sum(self.costs[layer, error] for layer, error in chosen.items())
-
-    def fastest(self, budget: float) -> dict[int, float | None]:
-        """Return the error target of each layer, None for dense.
-
-        Dynamic programming over layers and steps of the budget. `best[b]` is the least time of the
-        layers so far with at most b steps of cost; costs are rounded up, so the budget always holds.
-        """
-        best = np.zeros(BUDGET_STEPS + 1)
-        choices: list[np.ndarray[Any, np.dtype[np.intp]]] = []
-        for settings in self.layers.values():
-            table = np.full((len(settings), BUDGET_STEPS + 1), np.inf)
-            for row, setting in enumerate(settings):
-                steps = self._steps(self.costs[setting.layer, setting.error], budget)
-                if steps <= BUDGET_STEPS:
-                    table[row, steps:] = best[: BUDGET_STEPS + 1 - steps] + setting.milliseconds
-            choices.append(table.argmin(0))  # of equal times the first, dense before any target
-            best = table.min(0)
-        chosen: dict[int, float | None] = {}
-        left = BUDGET_STEPS
-        for settings, choice in zip(reversed(self.layers.values()), reversed(choices), strict=True):
-            setting = settings[choice[left]]
-            chosen[setting.layer] = setting.error
-            left -= self._steps(self.costs[setting.layer, setting.error], budget)
-        return dict(sorted(chosen.items()))
-
-    @staticmethod
-    def _steps(cost: float, budget: float) -> int:
-        if cost == 0.0:
-            return 0
-        if cost > budget:
-            return BUDGET_STEPS + 1
-        return math.ceil(BUDGET_STEPS * cost / budget)
 
 
 def check_tolerance(tolerance: object) -> float:

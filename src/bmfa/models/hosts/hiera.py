@@ -10,8 +10,7 @@ from torch import Tensor, nn
 from bmfa.grid import Grid
 from bmfa.models.hosts.base import AttentionFunction, Host, class_name
 from bmfa.models.hosts.timm import ReplaceSDPA, TimmAttention
-from bmfa.models.hosts.transformers import TransformersAttention
-from bmfa.models.override import override_method, restore_method
+from bmfa.models.hosts.transformers import OverridingAttention
 from bmfa.models.packed_calls import attend_pictures, watch_blocks
 
 TIMM_TOWER = "timm.models.hiera.Hiera"
@@ -24,10 +23,10 @@ _STAGES = "its blocks pool the tokens of a whole grid"
 
 @dataclass(frozen=True)
 class UnrolledGrid:
-    """The order of Hiera's tokens: by their place in pooling cells first, then by the cell.
+    """The order of Hiera's tokens: by their position in pooling cells first, then by the cell.
 
-    A token has the index (y1, x1, ..., yk, xk, y, x), where (y1, x1) is its place in a cell of the first
-    pooling that is still to come, (y2, x2) the place of that cell in a cell of the next, and so on.
+    A token has the index (y1, x1, ..., yk, xk, y, x), where (y1, x1) is its position in a cell of the
+    first pooling that is still to come, (y2, x2) that of this cell in a cell of the next, and so on.
     """
 
     grid: Grid
@@ -93,20 +92,8 @@ class HieraAttention(TimmAttention):
         return queries.from_raster(output)
 
 
-class Sam2Attention(TransformersAttention):
+class Sam2Attention(OverridingAttention):
     """Runs the module's own forward with the grid of its input, which has the shape (B, H, W, C)."""
-
-    def _replace(self, module: nn.Module) -> None:
-        super()._replace(module)
-        override_method(module, self)
-
-    def _undo(self, module: nn.Module) -> None:
-        restore_method(module)
-        super()._undo(module)
-
-    def uses_host(self, x: Any) -> bool:
-        """False: `run` tells the layer its grid."""
-        return False
 
     def run(self, module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Compute the output of the attention module."""

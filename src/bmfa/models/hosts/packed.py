@@ -16,12 +16,12 @@ from torch import Tensor, nn
 from bmfa.grid import Grid
 from bmfa.models.hosts.base import Host, class_name, replacement_of
 from bmfa.models.hosts.transformers import (
-    TransformersAttention,
+    OverridingAttention,
     attend_by_host,
     refuse_attentions,
     register_function,
 )
-from bmfa.models.override import override_method, restore_method
+from bmfa.models.override import override_method
 from bmfa.models.packed_calls import (
     PackedBlock,
     attend_pictures,
@@ -35,7 +35,7 @@ from bmfa.packages import load_package
 IMPLEMENTATION = "bmfa_packed"
 
 
-class PackedAttention(TransformersAttention):
+class PackedAttention(OverridingAttention):
     """Runs the module's own forward on all pictures at once, with our attention inside of each."""
 
     implementation = IMPLEMENTATION
@@ -44,18 +44,6 @@ class PackedAttention(TransformersAttention):
     def register(cls) -> None:
         register_function(IMPLEMENTATION, packed_attention_forward)
         prepare_compiling()
-
-    def _replace(self, module: nn.Module) -> None:
-        super()._replace(module)
-        override_method(module, self)
-
-    def _undo(self, module: nn.Module) -> None:
-        restore_method(module)
-        super()._undo(module)
-
-    def uses_host(self, x: Any) -> bool:
-        """False: `run` decides for the pictures of the pass."""
-        return False
 
     def run(self, module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Compute the output of the attention module."""

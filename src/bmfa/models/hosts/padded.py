@@ -140,13 +140,15 @@ class ViTMAEReader:
         outside_graphs(self._read, module, output, *args, **kwargs)
 
     def _read(self, module: Any, output: Any, pixel_values: Tensor, *_: Any, **kwargs: Any) -> None:
-        embeddings, _, order = output  # order (B, N): the place of each patch in the sequence
+        embeddings, _, order = output  # order (B, N): the index of each patch in the sequence
         batch, tokens = embeddings.shape[:2]
         if tokens != 1 + order.shape[1]:
             raise ValueError(_masked(module.config.mask_ratio))
         height, width = (int(side) // int(module.patch_size) for side in pixel_values.shape[-2:])
-        places = torch.cat((torch.zeros(batch, 1, dtype=torch.long), 1 + order.cpu()), 1)
-        pictures = [(Grid(height, width), row * tokens + place) for row, place in enumerate(places)]
+        indices = torch.cat((torch.zeros(batch, 1, dtype=torch.long), 1 + order.cpu()), 1)
+        pictures = [
+            (Grid(height, width), row * tokens + index) for row, index in enumerate(indices)
+        ]
         self.token_grid.log.begin()
         self.token_grid.packings.set(pack(pictures, (batch, tokens), pixel_values.device))
 

@@ -110,9 +110,9 @@ def with_relative_positions(
     maps = q.reshape(*q.shape[:2], height, width, -1)  # (B, heads, H, W, d)
     by_row = torch.einsum("bnhwc,hkc->bnhwk", maps, rows).flatten(2, 3) / scale
     by_column = torch.einsum("bnhwc,wkc->bnhwk", maps, columns).flatten(2, 3) / scale
-    place = torch.arange(height * width, device=k.device)
-    row = nn.functional.one_hot(place // width, height)
-    column = nn.functional.one_hot(place % width, width)
+    index = torch.arange(height * width, device=k.device)
+    row = nn.functional.one_hot(index // width, height)
+    column = nn.functional.one_hot(index % width, width)
     one = torch.cat((row, column), -1).to(k.dtype).expand(*k.shape[:2], -1, -1)
     return torch.cat((q, by_row.to(q.dtype), by_column.to(q.dtype)), -1), torch.cat((k, one), -1)
 

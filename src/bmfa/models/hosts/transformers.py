@@ -79,6 +79,26 @@ class TransformersAttention(AttentionReplacement):
         self.__dict__.update(state)
 
 
+class OverridingAttention(TransformersAttention):
+    """Also overrides the forward of the module: a subclass has `run`, which decides who attends."""
+
+    def _replace(self, module: nn.Module) -> None:
+        super()._replace(module)
+        override_method(module, self)
+
+    def _undo(self, module: nn.Module) -> None:
+        restore_method(module)
+        super()._undo(module)
+
+    def uses_host(self, x: Any) -> bool:
+        """False: `run` decides, which knows the grid of the pass."""
+        return False
+
+    def run(self, module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Compute the output of the attention module."""
+        raise NotImplementedError
+
+
 class BlipAttention(AttentionReplacement):
     """Computes q, k, v and the output as BLIP does, whose attention calls no other function."""
 
