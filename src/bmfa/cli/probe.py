@@ -14,6 +14,7 @@ COLUMNS = (
 def probe(
     *,
     json: opt.Json = None,
+    csv: opt.Csv = None,
     seed: opt.Seed = 0,
     device: opt.Device = "auto",
     quiet: opt.Quiet = False,
@@ -36,7 +37,7 @@ def probe(
     from bmfa.evidence.probes import run as experiment
     from bmfa.evidence.runner.processes import joined
 
-    output = Output(json, quiet)
+    output = Output(json, quiet, csv)
     with joined() as processes:
         record = experiment.run(
             source,
