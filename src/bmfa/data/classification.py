@@ -306,7 +306,7 @@ class _FolderClasses:
         if count is not None and len(names) < count:
             self.warning = (
                 f"{len(names)} folders in sorted order are taken as classes 0 to {len(names) - 1} of "
-                f"the model's {count}; top-1 means nothing if they are others, which --class-map FILE tells"
+                f"the model's {count}; if they are others, top-1 means nothing: pass --class-map FILE"
             )
         return index
 
