@@ -14,6 +14,7 @@ from bmfa.cli import bench
 from bmfa.cli.ablation import ablation
 from bmfa.cli.closed_loop import closed_loop
 from bmfa.cli.evaluate import evaluate
+from bmfa.cli.explore import explore
 from bmfa.cli.info import info
 from bmfa.cli.methods import methods
 from bmfa.cli.output import check_json_target, fail, flushed_stdout, process_rank
@@ -104,6 +105,7 @@ app.command("ablation", cls=Command)(ablation)
 app.command("closed-loop", cls=Command)(closed_loop)
 app.command("evaluate", cls=Command)(evaluate)
 app.command("screen", cls=Command)(screen)
+app.command("explore", cls=Command)(explore)
 app.command("tune", cls=Command)(tune)
 app.command("train-embedded", cls=Command)(train_embedded)
 app.command("methods", cls=Command)(methods)

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 REPORT_DELAY = 5.0
 # Characters in a line of a table that is printed to a file or pipe: no line is wrapped.
 PIPE_WIDTH = 10_000
+# What a written file is called by its suffix; any other is a figure.
+KINDS = {".json": "plan", ".html": "page", ".htm": "page"}
 
 
 @dataclass(frozen=True)
@@ -58,8 +60,8 @@ class Output:
             notes: lines and further tables, printed below the table.
             warnings: lines about missing data; they go to standard error if the record goes to
                 standard output.
-            figures: functions that return the content of further files, by path: figures, and plans
-                (`.json`).
+            figures: functions that return the content of further files, by path: figures, plans
+                (`.json`) and pages (`.html`).
             announce: print the names of the files.
 
         Raises:
@@ -86,7 +88,7 @@ class Output:
                 errors.append(error)
                 continue
             if announce and not self.quiet and not to_stdout:
-                kind = "plan" if str(path).endswith(".json") else "figure"
+                kind = KINDS.get(Path(path).suffix, "figure")
                 print(f"{'record' if path == self.json else kind}: {path}")
         if errors:
             if self.quiet and not to_stdout:
