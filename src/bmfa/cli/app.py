@@ -16,6 +16,7 @@ from bmfa.cli import bench
 from bmfa.cli.ablation import ablation
 from bmfa.cli.closed_loop import closed_loop
 from bmfa.cli.evaluate import evaluate
+from bmfa.cli.explore import explore
 from bmfa.cli.info import info
 from bmfa.cli.methods import help_text, methods
 from bmfa.cli.output import check_targets, fail, flushed_stdout, process_rank
@@ -111,6 +112,7 @@ app.command("ablation", cls=Command)(ablation)
 app.command("closed-loop", cls=Command, epilog=help_text(("rule",)))(closed_loop)
 app.command("evaluate", cls=Command, epilog=help_text(("full", "rule", "reduction")))(evaluate)
 app.command("screen", cls=Command, epilog=help_text(("rule",)))(screen)
+app.command("explore", cls=Command)(explore)
 app.command("tune", cls=Command)(tune)
 app.command("train-embedded", cls=Command)(train_embedded)
 app.command("methods", cls=Command)(methods)

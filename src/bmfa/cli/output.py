@@ -33,6 +33,8 @@ MAX_WIDTH = 120
 COLUMN_GAP = 2  # spaces between two columns
 # Seconds between two lines of progress where standard error is not a terminal.
 PROGRESS_INTERVAL = 30.0
+# What a written file is called by its suffix; any other is a figure.
+KINDS = {".json": "plan", ".html": "page", ".htm": "page"}
 
 
 @dataclass(frozen=True)
@@ -73,8 +75,8 @@ class Output:
             notes: lines and further tables, printed below the table.
             warnings: lines about missing data; they go to standard error if the record goes to
                 standard output.
-            figures: functions that return the content of further files, by path: figures, and plans
-                (`.json`).
+            figures: functions that return the content of further files, by path: figures, plans
+                (`.json`) and pages (`.html`).
             announce: print the names of the files.
 
         Raises:
@@ -103,7 +105,7 @@ class Output:
                 errors.append(error)
                 continue
             if announce and not self.quiet and not to_stdout:
-                kind = "plan" if str(path).endswith(".json") else "figure"
+                kind = KINDS.get(Path(path).suffix, "figure")
                 kind = {self.json: "record", self.csv: "rows"}.get(str(path), kind)
                 print(f"{kind}: {path}")
         if errors:
