@@ -19,6 +19,7 @@ CASE_COLUMNS = (
 def probe(
     *,
     json: opt.Json = None,
+    csv: opt.Csv = None,
     seed: opt.Seed = 0,
     device: opt.Device = "auto",
     quiet: opt.Quiet = False,
@@ -51,7 +52,7 @@ def probe(
     from bmfa.evidence.probes import run as experiment
     from bmfa.evidence.runner.processes import joined
 
-    output = Output(json, quiet)
+    output = Output(json, quiet, csv)
     with joined() as processes:
         record = experiment.run(
             source,

@@ -10,6 +10,8 @@ from bmfa.evidence.ablation import run as ablation
 from bmfa.evidence.bench import trees as bench
 from bmfa.evidence.classification import run as classification
 from bmfa.evidence.closed_loop import run as closed_loop
+from bmfa.evidence.explorer import run as explorer
+from bmfa.evidence.explorer.run import Exploration
 from bmfa.evidence.failures import run as failures
 from bmfa.evidence.methods import COMPARABLE_METHODS, DEFAULT_METHODS, FULL
 from bmfa.evidence.pictures import cases, model_cases
@@ -169,6 +171,28 @@ def run_models(
     record = closed_loop.run(model, pictures, methods, layers=layers, seed=seed, device=device)
     yield f"own-closed-loop-{name}", record
     yield "own-evaluate", _evaluate(model, pictures, REDUCTIONS, seed, device)
+
+
+def explore(own: OwnModel | None = None, *, seed: int = 0, device: str = "cpu") -> Exploration:
+    """Record the first picture for the explorer: of the user's own model, or of the embedded one.
+
+    Args:
+        own: The user's model and pictures.
+        seed: Seed of the embedded pictures.
+        device: Device of the model.
+
+    Raises:
+        ValueError: If no picture of the user can be read.
+    """
+    pictures: LabelledPictures | EmbeddedPictures
+    if own is None:
+        model, pictures = load_model("embedded"), EmbeddedPictures(1, seed)
+    else:
+        model, pictures = own.load()
+    picture = next(iter(pictures), None)
+    if picture is None:
+        raise ValueError("no picture could be read for the explorer; pass other pictures")
+    return explorer.run(model, picture, drawn=own is None, device=device)
 
 
 def _evaluate(

@@ -54,12 +54,13 @@ class Section:
     in_navigation: bool = True
 
 
-def build_page(records: Sequence[Record]) -> str:
+def build_page(records: Sequence[Record], explorer: str | None = None) -> str:
     """Build one self-contained HTML page.
 
     Args:
         records: records of any experiments. A chapter without its record shows the command that makes
             the record; an experiment without a chapter gets a plain table.
+        explorer: address of the explorer of the same run, for a link; None for no link.
 
     Returns:
         The page as text; it loads nothing from other files or hosts.
@@ -83,6 +84,7 @@ def build_page(records: Sequence[Record]) -> str:
             verdict_legend=LEGEND,
             claims=all_claims(found),
             sections=_sections(found),
+            explorer=explorer,
             css_variables=style.css_variables(),
         )
     )
