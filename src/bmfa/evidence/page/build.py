@@ -11,6 +11,7 @@ from bmfa.evidence.bench.chapter import SPEED
 from bmfa.evidence.classification.chapter import CLASSIFICATION, REDUCTIONS
 from bmfa.evidence.closed_loop.chapter import CLOSED_LOOP, LAYERS
 from bmfa.evidence.failures.chapter import FAILURES
+from bmfa.evidence.faster.chapter import FASTER
 from bmfa.evidence.methods import METHODS, find_method
 from bmfa.evidence.page import paper, style
 from bmfa.evidence.page.blocks import (
@@ -39,6 +40,7 @@ OPENING = (
     "The paper's numbers are shown next to ours."
 )
 CHAPTERS = (
+    FASTER,
     *(STRESS_TEST, FAILURE_CURVE, PROBES, ABLATIONS, INSTANCES, FAILURES, CLOSED_LOOP, LAYERS),
     *(PICTURES, CLASSIFICATION, REDUCTIONS, SPEED),
 )
@@ -71,7 +73,7 @@ def build_page(records: Sequence[Record], explorer: str | None = None) -> str:
     Example:
         >>> page = build_page([])
         >>> page.count("Not measured here")
-        12
+        13
     """
     found = RecordSet(records)
     page: str = (

@@ -23,6 +23,7 @@ KEYS: Mapping[str, tuple[str, ...]] = {
     "blocks": ("title",),
     "cases": ("dataset", "title", "method"),
     "failures": ("rule", "role"),
+    "faster": ("what", "title", "method"),
     "picture": ("model", "title", "layer", "head", "query", "method"),
 }
 COMMANDS: Mapping[str, str] = {
@@ -33,6 +34,7 @@ COMMANDS: Mapping[str, str] = {
     "blocks": "bmfa report",
     "cases": "bmfa probe --cases --json cases.json",
     "failures": "bmfa report",
+    "faster": "bmfa report",
     "bench": "bmfa bench trees --json bench.json",
     "picture": "bmfa screen embedded:3 --json picture.json",
     "tune": "bmfa tune --json tune.json",
