@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from bmfa.data import EmbeddedScenes, InstanceFiles, InstanceSource
+from bmfa.data import EmbeddedObjects, EmbeddedScenes, InstanceFiles, InstanceSource
 from bmfa.data.classification import EmbeddedPictures, LabelledPictures
 from bmfa.data.probes import MODES
 from bmfa.evidence.ablation import run as ablation
@@ -12,6 +12,7 @@ from bmfa.evidence.classification import run as classification
 from bmfa.evidence.closed_loop import run as closed_loop
 from bmfa.evidence.explorer import run as explorer
 from bmfa.evidence.explorer.run import Exploration
+from bmfa.evidence.failures import run as failures
 from bmfa.evidence.methods import COMPARABLE_METHODS, DEFAULT_METHODS, FULL
 from bmfa.evidence.pictures import cases, model_cases
 from bmfa.evidence.probes import run as probes
@@ -126,7 +127,12 @@ def run(
             )
             yield f"probe-{dataset}-{mode}", record
     yield "ablation", ablation.run(embedded, dataset="embedded", workers=workers)
-    yield "cases", cases.run(embedded, dataset="embedded", seed=seed)
+    yield "blocks", cases.blocks(seed=seed)
+    objects: dict[str, InstanceSource] = {"embedded": EmbeddedObjects(seed=seed), **files}
+    for dataset, source in objects.items():
+        name = "cases" if dataset == "embedded" else f"cases-{dataset}"
+        yield name, cases.run(source, dataset=dataset, workers=workers, seed=seed)
+    yield "failures", failures.run(seed=seed)
     yield from run_models(loaded, seed=seed, device=device)
     yield "bench", bench.run(repeats=3, seed=seed)
 
