@@ -104,7 +104,8 @@ def _numbers(exploration: Exploration) -> str:
         else f"{len(shown)} of {exploration.depth} layers"
     )
     return (
-        f"queries and keys of {layers} in 16 bits, which changes no score by more than {rounded_up(rounding)}; "
+        f"queries and keys of {layers} in 16 bits, which changes no score by more than "
+        f"{rounded_up(rounding)}; "
         "scores, trees and attention are computed from them in float64"
     )
 
