@@ -291,6 +291,8 @@
   function drawBackground(context, show) {
     const { width, height } = context.canvas;
     context.globalCompositeOperation = "source-over";
+    context.imageSmoothingEnabled = true;
+    context.imageSmoothingQuality = "high";
     context.drawImage(picture, 0, 0, width, height);
     if (show === "picture") return;
     context.globalCompositeOperation = "saturation"; // without colours
