@@ -498,6 +498,18 @@ def test_another_rule_begins_with_as_many_leaves(page):
     assert abs(after - before) <= 0.1 * total
 
 
+def test_a_point_of_the_curves_is_taken(page):
+    page.evaluate("location.hash = '#rule=gamma:5'")
+    page.settle()
+    assert page.evaluate("bmfa.panels[0].tree.leaves.length") == 1
+    left, top, width, height = page.box("#chart svg")
+    page.click(left + 0.8 * width, top + 0.6 * height)
+    assert page.evaluate("bmfa.panels[0].tree.leaves.length") > 1
+    x, y, size, _ = page.box("#chart circle[r='6']")
+    assert abs(x + size / 2 - (left + 0.8 * width)) < 0.2 * width
+    assert abs(y + size / 2 - (top + 0.6 * height)) < 0.4 * height
+
+
 def test_two_rules_side_by_side_with_equal_leaves(page):
     page.evaluate("location.hash = '#rule=exact-gap:0.3&with=optimal:0.3'")
     page.settle()

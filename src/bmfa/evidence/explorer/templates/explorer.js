@@ -291,6 +291,8 @@
   function drawBackground(context, show) {
     const { width, height } = context.canvas;
     context.globalCompositeOperation = "source-over";
+    context.imageSmoothingEnabled = true;
+    context.imageSmoothingQuality = "high";
     context.drawImage(picture, 0, 0, width, height);
     if (show === "picture") return;
     context.globalCompositeOperation = "saturation"; // without colours
@@ -459,25 +461,32 @@
     }
 
     update() {
-      this.tree = computeTree(this.rule);
+      const key = `${current.key} ${ruleText(this.rule)}`;
+      if (this.key !== key) this.tree = computeTree(this.rule);
+      this.key = key;
     }
 
     draw() {
-      const { tree } = this, rule = RULES[this.rule.name];
+      const rule = RULES[this.rule.name];
       this.element.style.setProperty("--accent", `var(--${rule.colour})`);
       this.select.value = rule.name;
       this.element.querySelector(".what").textContent = `${rule.description}.`;
       this.range.value = positionOf(this.rule);
       this.range.setAttribute("aria-valuetext", `${rule.symbol} ${this.rule.threshold}`);
       this.element.querySelector(".threshold").textContent = `${rule.symbol} = ${thresholdText(this.rule.threshold)}`;
-      for (const button of this.views) {
-        const canvas = button.querySelector("canvas");
-        button.setAttribute("aria-pressed", String(button.dataset.show === state.show));
-        if (canvas.clientWidth) drawView(canvas, button.dataset.show, tree, canvas.clientWidth);
-      }
+      for (const button of this.views) button.setAttribute("aria-pressed", String(button.dataset.show === state.show));
+      this.drawViews();
       this.drawStage();
       this.drawScale();
       this.write();
+    }
+
+    // The small images change with a tree or their size, not with the pointer.
+    drawViews() {
+      const width = this.views[0].clientWidth, key = `${treesKey()} ${width} ${window.devicePixelRatio}`;
+      if (!width || this.viewsKey === key) return;
+      this.viewsKey = key;
+      for (const button of this.views) drawView(button.querySelector("canvas"), button.dataset.show, this.tree, width);
     }
 
     drawStage() {
@@ -581,7 +590,9 @@
 
   function drawCurves() {
     const chart = byId("chart"), width = chart.clientWidth, height = state.compare ? 260 : 220;
-    if (!width) return;
+    const key = `${treesKey()} ${width} ${height}`;
+    if (!width || chart.dataset.key === key) return;
+    chart.dataset.key = key;
     computeCurves();
     const errors = points.flatMap((curve) => curve.points.map((point) => point.error));
     const highest = Math.max(Math.ceil(Math.log10(Math.max(...errors, LEAST_ERROR))), -2), lowest = Math.log10(LEAST_ERROR);
@@ -589,7 +600,7 @@
     const x = (leaves) => left + (Math.log(leaves) / Math.log(Math.max(total, 2))) * (width - left - right);
     const y = (error) => top + ((highest - Math.log10(Math.max(error, LEAST_ERROR))) / (highest - lowest)) * (height - top - bottom);
     place = { x, y };
-    const root = svg("svg", { viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": "E against the number of leaves, one curve for each rule" });
+    const root = svg("svg", { viewBox: `0 0 ${width} ${height}`, height, role: "img", "aria-label": "E against the number of leaves, one curve for each rule" });
     for (let power = lowest; power <= highest; power++) {
       const line = y(10 ** power);
       root.append(svg("line", { class: power === lowest ? "axis" : "tick", x1: left, x2: width - right, y1: line, y2: line }));
@@ -704,13 +715,18 @@
   let leading = 0;
   const activePanels = () => panels.slice(0, state.compare ? 2 : 1);
 
+  const treesKey = () => activePanels().map((panel) => panel.key).join(" ");
+
+  let followed = "";
   function follow() {
-    if (!state.compare || !state.equal) return;
+    if (!state.compare || !state.equal || followed === treesKey()) return;
     const wanted = panels[leading].tree.leaves.length, other = panels[1 - leading];
-    if (other.tree.leaves.length === wanted) return;
-    state.rules[other.position] = matchLeaves(other.rule.name, wanted);
-    other.update();
-    writeAddress();
+    if (other.tree.leaves.length !== wanted) {
+      state.rules[other.position] = matchLeaves(other.rule.name, wanted);
+      other.update();
+      writeAddress();
+    }
+    followed = treesKey();
   }
 
   function drawControls() {
@@ -779,6 +795,7 @@
     byId("equal").addEventListener("change", (event) => change({ equal: event.target.checked }));
     byId("class-token").addEventListener("click", () => change({ query: state.query === NO_TOKEN ? start.query : NO_TOKEN }));
     byId("chart").addEventListener("click", takePoint);
+    new ResizeObserver(schedule).observe(byId("chart"));
     byId("legend").replaceChildren(...data.rules.map((rule) => {
       const item = document.createElement("li");
       item.textContent = rule.title;
