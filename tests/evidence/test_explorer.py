@@ -20,9 +20,11 @@ from bmfa.evidence.explorer.packing import LARGEST, PackedHead, pack_head
 from bmfa.evidence.explorer.page import RULES, build_explorer
 from bmfa.evidence.explorer.run import Exploration, ExploredLayer, run
 from bmfa.grid import Grid
-from bmfa.models import embedded, load_model
+from bmfa.models import LoadedModel, embedded, load_model
+from bmfa.models.preprocessing import Preprocessing
 from bmfa.records import Record
 from chromium import Page, find_chromium, open_browser
+from models.packed_models import hiera
 
 FIELDS = 200
 # Thresholds of every rule on the seeded fields: 0, where rounding decides, and ordinary ones.
@@ -199,6 +201,17 @@ def test_the_report_explores_the_first_picture_of_its_run(tmp_path):
         Image.fromarray(np.full((40, 60, 3), 90, np.uint8)).save(tmp_path / name)
     own = report.OwnModel(str(embedded.WEIGHTS), str(tmp_path), "embedded")
     assert report.explore(own).title == "first.png"
+
+
+def test_layers_that_are_not_one_grid_are_left_out_and_named():
+    model, size = hiera().eval(), (64, 128)
+    picture = LabelledPicture("noise", np.zeros((*size, 3), np.uint8))
+    found = run(LoadedModel("hiera", model, Preprocessing(size, 1.0)), picture, layers="all")
+    left_out = found.record.settings["left_out"]
+    assert any("fewer queries than keys" in reason for reason in left_out), left_out
+    shown = [layer.layer for layer in found.layers]
+    assert shown and len(shown) + len(left_out) == found.depth
+    assert all(f"layer {layer} " not in " ".join(left_out) for layer in shown)
 
 
 class Parsed(HTMLParser):
@@ -438,6 +451,7 @@ def test_the_pointer_reads_the_leaf_below_it(page):
     top, left, bottom, right = leaf["box"]
     size = "1 patch" if leaf["count"] == 1 else f"{bottom - top}×{right - left} patches"
     assert shown(page, "leaf-size") == size
+    assert page.evaluate("bmfa.panels[0].tip.textContent").startswith(f"{size}\nmass ")
     assert float(shown(page, "leaf-full").split()[0].lstrip("<")) == pytest.approx(
         100 * leaf["full"], abs=0.06
     )
@@ -482,6 +496,18 @@ def test_another_rule_begins_with_as_many_leaves(page):
     after = page.evaluate("bmfa.panels[0].tree.leaves.length")
     total = page.evaluate("bmfa.data.layers[bmfa.state.layer].height ** 2")
     assert abs(after - before) <= 0.1 * total
+
+
+def test_a_point_of_the_curves_is_taken(page):
+    page.evaluate("location.hash = '#rule=gamma:5'")
+    page.settle()
+    assert page.evaluate("bmfa.panels[0].tree.leaves.length") == 1
+    left, top, width, height = page.box("#chart svg")
+    page.click(left + 0.8 * width, top + 0.6 * height)
+    assert page.evaluate("bmfa.panels[0].tree.leaves.length") > 1
+    x, y, size, _ = page.box("#chart circle[r='6']")
+    assert abs(x + size / 2 - (left + 0.8 * width)) < 0.2 * width
+    assert abs(y + size / 2 - (top + 0.6 * height)) < 0.4 * height
 
 
 def test_two_rules_side_by_side_with_equal_leaves(page):

@@ -32,6 +32,7 @@ BASE64_GROWTH = 4 / 3
 # The page begins where Algorithm 1 misses most, at the threshold of the chapters on pictures.
 START_RULE = "gamma:0.05"
 START_LEAVES = (0.05, 0.35)
+START_QUERIES = 512  # of a longer sequence about as many queries, evenly spaced, are tried
 LATER = 1e6  # above any E, so that other trees come after those with few leaves
 PROTOCOL = (
     "queries and keys of the full model, rounded to 16 bits; gap is that of one leaf over the spatial "
@@ -253,21 +254,18 @@ def _start(layer: ExploredLayer) -> dict[str, int]:
     """
     valid = None if layer.valid is None else torch.from_numpy(layer.valid)
     best, start = -torch.inf, {"layer": layer.layer, "head": 0, "query": 0}
+    step = 1 + layer.grid.size // START_QUERIES
+    queries = slice(layer.prefix, None, step)
     for index, head in enumerate(layer.heads):
-        for part in query_slices(len(head.q), len(head.k)):
-            scores = torch.from_numpy(head.scores(part)[:, layer.prefix :])
-            tree = screen(scores, layer.grid, START_RULE, valid=valid)
-            errors, (low, high) = tree.error(scores), START_LEAVES
-            ratio = tree.leaf_ratio
-            errors = errors - torch.where((ratio >= low) & (ratio <= high), 0.0, LATER)
-            queries = torch.arange(len(head.q))[part] - layer.prefix  # among the tokens of the grid
-            allowed = queries >= 0
-            if valid is not None:
-                allowed &= valid[queries.clamp(min=0)]
-            errors = errors.where(allowed, -torch.inf)
-            if float(errors.max()) > best:
-                best = float(errors.max())
-                start |= {"head": index, "query": int(queries[int(errors.argmax())])}
+        scores = torch.from_numpy(head.scores(queries)[:, layer.prefix :])
+        tree = screen(scores, layer.grid, START_RULE, valid=valid)
+        errors, ratio, (low, high) = tree.error(scores), tree.leaf_ratio, START_LEAVES
+        errors = errors - torch.where((ratio >= low) & (ratio <= high), 0.0, LATER)
+        if valid is not None:
+            errors = errors.where(valid[::step], -torch.inf)
+        if float(errors.max()) > best:
+            best = float(errors.max())
+            start |= {"head": index, "query": step * int(errors.argmax())}
     return start
 
 
