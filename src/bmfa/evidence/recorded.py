@@ -13,6 +13,7 @@ SHOWN = {
     "probe-coco-mask-only": "coco",
     "probe-lvis-image-edge": "lvis",
     "probe-lvis-mask-only": "lvis",
+    "cases-coco": "coco",
     "closed-loop-deit-h200": "model",
     "evaluate-rules-deit-h200": "model",
     "model-saliency-h200": "saliency",
