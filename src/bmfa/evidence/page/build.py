@@ -8,6 +8,7 @@ from typing import Any
 
 from bmfa.evidence.ablation.chapter import ABLATIONS
 from bmfa.evidence.bench.chapter import SPEED
+from bmfa.evidence.bench.saliency_chapter import DENSE_PREDICTION
 from bmfa.evidence.classification.chapter import CLASSIFICATION, REDUCTIONS
 from bmfa.evidence.closed_loop.chapter import CLOSED_LOOP, LAYERS
 from bmfa.evidence.failures.chapter import FAILURES
@@ -40,7 +41,7 @@ OPENING = (
 )
 CHAPTERS = (
     *(STRESS_TEST, FAILURE_CURVE, PROBES, ABLATIONS, INSTANCES, FAILURES, CLOSED_LOOP, LAYERS),
-    *(PICTURES, CLASSIFICATION, REDUCTIONS, SPEED),
+    *(PICTURES, CLASSIFICATION, REDUCTIONS, DENSE_PREDICTION, SPEED),
 )
 
 
@@ -70,8 +71,8 @@ def build_page(records: Sequence[Record], explorer: str | None = None) -> str:
 
     Example:
         >>> page = build_page([])
-        >>> page.count("Not measured here")
-        12
+        >>> page.count("Not measured here") == len(CHAPTERS)
+        True
     """
     found = RecordSet(records)
     page: str = (
