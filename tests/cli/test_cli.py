@@ -178,6 +178,7 @@ def test_a_full_disk_leaves_the_older_file(tmp_path, monkeypatch):
         (["report"], ("PIL",), "report"),
         (["report", "--coco", "a.json", "b"], ("pycocotools",), "data"),
         (["screen", "embedded:3"], ("matplotlib", "PIL"), "report"),
+        (["explore", "embedded:3"], ("jinja2",), "report"),
         (["probe"], ("PIL",), "data"),
         (["ablation"], ("PIL",), "data"),
         (

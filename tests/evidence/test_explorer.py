@@ -20,9 +20,11 @@ from bmfa.evidence.explorer.packing import LARGEST, PackedHead, pack_head
 from bmfa.evidence.explorer.page import RULES, build_explorer
 from bmfa.evidence.explorer.run import Exploration, ExploredLayer, run
 from bmfa.grid import Grid
-from bmfa.models import embedded, load_model
+from bmfa.models import LoadedModel, embedded, load_model
+from bmfa.models.preprocessing import Preprocessing
 from bmfa.records import Record
 from chromium import Page, find_chromium, open_browser
+from models.packed_models import hiera
 
 FIELDS = 200
 # Thresholds of every rule on the seeded fields: 0, where rounding decides, and ordinary ones.
@@ -201,6 +203,17 @@ def test_the_report_explores_the_first_picture_of_its_run(tmp_path):
     assert report.explore(own).title == "first.png"
 
 
+def test_layers_that_are_not_one_grid_are_left_out_and_named():
+    model, size = hiera().eval(), (64, 128)
+    picture = LabelledPicture("noise", np.zeros((*size, 3), np.uint8))
+    found = run(LoadedModel("hiera", model, Preprocessing(size, 1.0)), picture, layers="all")
+    left_out = found.record.settings["left_out"]
+    assert any("fewer queries than keys" in reason for reason in left_out), left_out
+    shown = [layer.layer for layer in found.layers]
+    assert shown and len(shown) + len(left_out) == found.depth
+    assert all(f"layer {layer} " not in " ".join(left_out) for layer in shown)
+
+
 class Parsed(HTMLParser):
     """Texts, addresses and ids of a page."""
 
@@ -225,6 +238,7 @@ def test_the_page_refers_to_no_other_host(page_file):
 def test_the_page_of_the_toy_model_says_so(exploration, page_file):
     text = page_file.read_text(encoding="utf-8")
     assert "toy model" in text and "--weights" not in text
+    assert f"labelled <b>{EmbeddedPictures(1)[0].label_name}</b>" in text
     photograph = LabelledPicture("photo.png", np.full((40, 60, 3), 90, np.uint8))
     other = build_explorer(run(load_model("embedded"), photograph, layers="last-1"))
     assert "drawn pictures only" in other and "--weights" in other
@@ -252,8 +266,16 @@ def test_command_writes_the_page_and_the_record(tmp_path, capsys):
     )
     printed = capsys.readouterr().out
     assert f"page: {output}" in printed and "mean_gap" in printed and "--layers all" in printed
+    assert "toy model" not in printed
     assert Record.from_json(record.read_text()).experiment == "explore"
     assert output.read_text(encoding="utf-8").startswith("<!DOCTYPE html>")
+
+
+def test_command_warns_if_the_toy_model_saw_a_picture_of_the_user(tmp_path, capsys):
+    picture = tmp_path / "photo.png"
+    Image.fromarray(np.full((40, 60, 3), 90, np.uint8)).save(picture)
+    main(["explore", str(picture), "--layers", "last-1", "--output", str(tmp_path / "page.html")])
+    assert "toy model" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -438,6 +460,7 @@ def test_the_pointer_reads_the_leaf_below_it(page):
     top, left, bottom, right = leaf["box"]
     size = "1 patch" if leaf["count"] == 1 else f"{bottom - top}×{right - left} patches"
     assert shown(page, "leaf-size") == size
+    assert page.evaluate("bmfa.panels[0].tip.textContent").startswith(f"{size}\nmass ")
     assert float(shown(page, "leaf-full").split()[0].lstrip("<")) == pytest.approx(
         100 * leaf["full"], abs=0.06
     )
@@ -482,6 +505,18 @@ def test_another_rule_begins_with_as_many_leaves(page):
     after = page.evaluate("bmfa.panels[0].tree.leaves.length")
     total = page.evaluate("bmfa.data.layers[bmfa.state.layer].height ** 2")
     assert abs(after - before) <= 0.1 * total
+
+
+def test_a_point_of_the_curves_is_taken(page):
+    page.evaluate("location.hash = '#rule=gamma:5'")
+    page.settle()
+    assert page.evaluate("bmfa.panels[0].tree.leaves.length") == 1
+    left, top, width, height = page.box("#chart svg")
+    page.click(left + 0.8 * width, top + 0.6 * height)
+    assert page.evaluate("bmfa.panels[0].tree.leaves.length") > 1
+    x, y, size, _ = page.box("#chart circle[r='6']")
+    assert abs(x + size / 2 - (left + 0.8 * width)) < 0.2 * width
+    assert abs(y + size / 2 - (top + 0.6 * height)) < 0.4 * height
 
 
 def test_two_rules_side_by_side_with_equal_leaves(page):

@@ -1,7 +1,7 @@
 """bmfa explore: one picture on a page where query, layer, head and rule can be chosen."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 from typer import Argument
 
@@ -10,7 +10,10 @@ from bmfa.cli.output import Output, table_of
 from bmfa.cli.screen import EMBEDDED, read_picture
 from bmfa.packages import require_packages
 
-COLUMNS = "layer head height width mean_gap max_gap rounding"
+if TYPE_CHECKING:
+    from bmfa.evidence.explorer.run import Exploration
+
+COLUMNS = "layer head height width mean_gap max_gap"
 
 
 def explore(
@@ -56,12 +59,14 @@ def explore(
         device=opt.resolve_device(device),
     )
     record = exploration.record
-    left_out = record.settings["left_out"]
+    warnings = [f"not on the page: {reason}" for reason in record.settings["left_out"]]
+    if not exploration.drawn:
+        warnings += opt.toy_model_warning(model, weights, "this picture was")
     Output(json, quiet).finish(
         record,
         table_of(record.rows, COLUMNS),
-        notes=_notes(exploration.prediction, len(exploration.layers), exploration.depth),
-        warnings=[f"not on the page: {reason}" for reason in left_out],
+        notes=_notes(exploration),
+        warnings=warnings,
         figures={output: lambda: build_explorer(exploration).encode()},
     )
 
@@ -73,8 +78,15 @@ def _check_page(path: str) -> None:
     Path(path).parent.mkdir(parents=True, exist_ok=True)
 
 
-def _notes(prediction: str, shown: int, depth: int) -> list[str]:
-    lines = [f"\nprediction: {prediction}"] if prediction else [""]
+def _notes(exploration: "Exploration") -> list[str]:
+    from bmfa.evidence.explorer.packing import rounded_up
+
+    rounding = rounded_up(max(row["rounding"] for row in exploration.record.rows))
+    lines = [f"\nscores: 16-bit queries and keys change none by more than {rounding}"]
+    if exploration.prediction:
+        labelled = f", labelled {exploration.label}" if exploration.label else ""
+        lines.append(f"prediction: {exploration.prediction}{labelled}")
+    shown, depth = len(exploration.layers), exploration.depth
     if shown < depth:
         lines.append(
             f"layers: the page has {shown} of {depth}; --layers all puts all of them on it"

@@ -8,6 +8,7 @@ multiplication by `step` follows.
 import base64
 from collections.abc import Iterator
 from dataclasses import dataclass
+from decimal import ROUND_CEILING, Decimal
 from typing import Any
 
 import numpy as np
@@ -86,6 +87,19 @@ def pack_head(q: Array, k: Array, scale: float) -> PackedHead:
         for part in query_slices(len(q), len(k))
     )
     return PackedHead(left, right, packed.step, rounding)
+
+
+def rounded_up(value: float) -> str:
+    """Return a positive number with one digit, rounded up, so that it remains an upper bound.
+
+    Example:
+        >>> rounded_up(0.00041), rounded_up(0.0004), rounded_up(0.0)
+        ('0.0005', '0.0004', '0')
+    """
+    if value <= 0:
+        return "0"
+    unit = Decimal(1).scaleb(Decimal(value).adjusted())
+    return f"{float(Decimal(repr(value)).quantize(unit, ROUND_CEILING)):g}"
 
 
 def query_slices(queries: int, keys: int) -> Iterator[slice]:

@@ -5,6 +5,7 @@ import hashlib
 from functools import cache
 from typing import Any
 
+from bmfa.evidence.explorer.packing import rounded_up
 from bmfa.evidence.explorer.run import Exploration
 from bmfa.evidence.methods import METHODS
 from bmfa.evidence.page import style
@@ -55,6 +56,7 @@ def build_explorer(exploration: Exploration, report: str | None = None) -> str:
             title=exploration.title,
             model=exploration.model,
             prediction=exploration.prediction,
+            label=exploration.label,
             toy=toy,
             numbers=_numbers(exploration),
             report=report,
@@ -103,7 +105,8 @@ def _numbers(exploration: Exploration) -> str:
         else f"{len(shown)} of {exploration.depth} layers"
     )
     return (
-        f"queries and keys of {layers} in 16 bits, which changes no score by more than {rounding:.1g}; "
+        f"queries and keys of {layers} in 16 bits, which changes no score by more than "
+        f"{rounded_up(rounding)}; "
         "scores, trees and attention are computed from them in float64"
     )
 

@@ -32,6 +32,7 @@ BASE64_GROWTH = 4 / 3
 # The page begins where Algorithm 1 misses most, at the threshold of the chapters on pictures.
 START_RULE = "gamma:0.05"
 START_LEAVES = (0.05, 0.35)
+START_QUERIES = 512  # of a longer sequence about as many queries, evenly spaced, are tried
 LATER = 1e6  # above any E, so that other trees come after those with few leaves
 PROTOCOL = (
     "queries and keys of the full model, rounded to 16 bits; gap is that of one leaf over the spatial "
@@ -83,6 +84,7 @@ class Exploration:
         model: Name of the model.
         picture: JPEG of the picture as the model sees it, as a data URI.
         prediction: The class that the model predicts, with its probability; empty if it has none.
+        label: The class of the picture; empty if it is unknown.
         toy: True for the embedded model, which knows drawn pictures only.
         drawn: True for one of its own pictures.
         layers: The layers, in order.
@@ -95,6 +97,7 @@ class Exploration:
     model: str
     picture: str
     prediction: str
+    label: str
     toy: bool
     drawn: bool
     layers: Sequence[ExploredLayer]
@@ -151,6 +154,9 @@ def run(
             f"{model.name} has no layer to explore: {left_out[0]}; choose other layers, or a model "
             "whose layers attend over one grid"
         )
+    label = picture.label_name or (
+        "" if picture.label is None else _class_name(model, picture.label)
+    )
     gaps = {layer.layer: layer.gaps() for layer in found}
     settings = {
         "model": model.name,
@@ -159,6 +165,7 @@ def run(
         "layers": [layer.layer for layer in found],
         "left_out": left_out,
         "prediction": prediction,
+        "label": label,
         "protocol": PROTOCOL,
     }
     rows = [row for layer in found for row in _rows(layer, gaps[layer.layer])]
@@ -167,6 +174,7 @@ def run(
         model=model.name,
         picture=_picture_uri(model, picture),
         prediction=prediction,
+        label=label,
         toy=model.name == "embedded",
         drawn=drawn,
         layers=found,
@@ -253,21 +261,18 @@ def _start(layer: ExploredLayer) -> dict[str, int]:
     """
     valid = None if layer.valid is None else torch.from_numpy(layer.valid)
     best, start = -torch.inf, {"layer": layer.layer, "head": 0, "query": 0}
+    step = 1 + layer.grid.size // START_QUERIES
+    queries = slice(layer.prefix, None, step)
     for index, head in enumerate(layer.heads):
-        for part in query_slices(len(head.q), len(head.k)):
-            scores = torch.from_numpy(head.scores(part)[:, layer.prefix :])
-            tree = screen(scores, layer.grid, START_RULE, valid=valid)
-            errors, (low, high) = tree.error(scores), START_LEAVES
-            ratio = tree.leaf_ratio
-            errors = errors - torch.where((ratio >= low) & (ratio <= high), 0.0, LATER)
-            queries = torch.arange(len(head.q))[part] - layer.prefix  # among the tokens of the grid
-            allowed = queries >= 0
-            if valid is not None:
-                allowed &= valid[queries.clamp(min=0)]
-            errors = errors.where(allowed, -torch.inf)
-            if float(errors.max()) > best:
-                best = float(errors.max())
-                start |= {"head": index, "query": int(queries[int(errors.argmax())])}
+        scores = torch.from_numpy(head.scores(queries)[:, layer.prefix :])
+        tree = screen(scores, layer.grid, START_RULE, valid=valid)
+        errors, ratio, (low, high) = tree.error(scores), tree.leaf_ratio, START_LEAVES
+        errors = errors - torch.where((ratio >= low) & (ratio <= high), 0.0, LATER)
+        if valid is not None:
+            errors = errors.where(valid[::step], -torch.inf)
+        if float(errors.max()) > best:
+            best = float(errors.max())
+            start |= {"head": index, "query": step * int(errors.argmax())}
     return start
 
 
@@ -279,9 +284,12 @@ def _prediction(model: LoadedModel, pixels: Tensor) -> str:
         return ""
     shares = logits[0].double().softmax(-1)
     index = int(shares.argmax())
+    return f"{_class_name(model, index)} ({100 * float(shares[index]):.1f} %)"
+
+
+def _class_name(model: LoadedModel, index: int) -> str:
     names = model.classes or ()
-    name = names[index] if index < len(names) else f"class {index}"
-    return f"{name} ({100 * float(shares[index]):.1f} %)"
+    return names[index] if index < len(names) else f"class {index}"
 
 
 def _picture_uri(model: LoadedModel, picture: LabelledPicture) -> str:

@@ -8,6 +8,7 @@ from typing import Any
 
 from bmfa.evidence.ablation.chapter import ABLATIONS
 from bmfa.evidence.bench.chapter import SPEED
+from bmfa.evidence.bench.saliency_chapter import DENSE_PREDICTION
 from bmfa.evidence.classification.chapter import CLASSIFICATION, REDUCTIONS
 from bmfa.evidence.closed_loop.chapter import CLOSED_LOOP, LAYERS
 from bmfa.evidence.failures.chapter import FAILURES
@@ -42,7 +43,7 @@ OPENING = (
 CHAPTERS = (
     FASTER,
     *(STRESS_TEST, FAILURE_CURVE, PROBES, ABLATIONS, INSTANCES, FAILURES, CLOSED_LOOP, LAYERS),
-    *(PICTURES, CLASSIFICATION, REDUCTIONS, SPEED),
+    *(PICTURES, CLASSIFICATION, REDUCTIONS, DENSE_PREDICTION, SPEED),
 )
 
 
@@ -72,8 +73,8 @@ def build_page(records: Sequence[Record], explorer: str | None = None) -> str:
 
     Example:
         >>> page = build_page([])
-        >>> page.count("Not measured here")
-        13
+        >>> page.count("Not measured here") == len(CHAPTERS)
+        True
     """
     found = RecordSet(records)
     page: str = (

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from bmfa.evidence.ablation.figures import ablation
 from bmfa.evidence.bench.figures import attention_error, attention_time
+from bmfa.evidence.bench.saliency_chapter import saliency
 from bmfa.evidence.classification.figures import accuracy, reductions, top1
 from bmfa.evidence.closed_loop.figures import closed_loop, layers
 from bmfa.evidence.failures.figures import failures
@@ -24,7 +25,7 @@ ALL: dict[str, Figure] = {
     for figure in (
         *(gallery, faster, failure_curve, placements, trade_off, distribution, ablation),
         *(motivation, pipeline, cases, failures, closed_loop, layers, attention_cases),
-        *(top1, accuracy, reductions, attention_time, attention_error),
+        *(top1, accuracy, reductions, saliency, attention_time, attention_error),
     )
 }
 

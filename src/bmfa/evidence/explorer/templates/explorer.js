@@ -57,7 +57,7 @@
     const prefixFull = prefix.map((score) => Math.exp(score - logZ));
     const gap = grid.root < 0 ? 0 : pyramid.gaps[grid.root];
     current = { key, layer, grid, pyramid, prefix, full, prefixFull, gap };
-    current.largest = Math.max(...full);
+    current.largest = full.reduce((most, weight) => Math.max(most, weight), 0);
   }
 
   const tokensOf = (pyramid, values) => values.filter((_, i) => pyramid.exists(i));
@@ -291,6 +291,8 @@
   function drawBackground(context, show) {
     const { width, height } = context.canvas;
     context.globalCompositeOperation = "source-over";
+    context.imageSmoothingEnabled = true;
+    context.imageSmoothingQuality = "high";
     context.drawImage(picture, 0, 0, width, height);
     if (show === "picture") return;
     context.globalCompositeOperation = "saturation"; // without colours
@@ -323,12 +325,16 @@
   function drawTree(context, tree, ratio) {
     const { canvas } = context, path = new Path2D();
     for (const leaf of tree.leaves) path.rect(...boxOnCanvas(canvas, leaf.box));
+    // Lines around small patches are fainter, so that they do not cover them.
+    const patch = canvas.width / ratio / current.layer.width, strength = Math.min(Math.max(patch / 20, 0.3), 1);
     context.lineJoin = "miter";
-    context.lineWidth = 2.5 * ratio;
-    context.strokeStyle = "rgb(0 0 0 / 0.28)";
-    context.stroke(path);
-    context.lineWidth = ratio;
-    context.strokeStyle = "rgb(255 255 255 / 0.82)";
+    if (strength > 0.5) {
+      context.lineWidth = 2.5 * ratio;
+      context.strokeStyle = "rgb(0 0 0 / 0.28)";
+      context.stroke(path);
+    }
+    context.lineWidth = ratio * Math.max(strength, 0.5);
+    context.strokeStyle = `rgb(255 255 255 / ${0.84 * strength})`;
     context.stroke(path);
   }
 
@@ -357,6 +363,9 @@
     return size < 0.1 ? value.toPrecision(2) : size < 10 ? value.toFixed(size < 1 ? 3 : 2) : value.toFixed(1);
   }
 
+  const thresholdText = (value) =>
+    value === 0 || value >= 1e-3 ? String(Number(value.toPrecision(3))) : value.toExponential(1).replace("e-", "e−");
+
   const percent = (share) => {
     const value = 100 * share;
     return `${value === 0 ? "0" : value < 0.01 ? "<0.01" : value < 10 ? value.toFixed(2) : value.toFixed(1)} %`;
@@ -371,6 +380,7 @@
       this.range = find("input[type=range]");
       this.canvas = find(".stage canvas");
       this.scale = find(".scale");
+      this.tip = find(".tip");
       this.views = [...this.element.querySelectorAll(".views button")];
       this.values = Object.fromEntries([...this.element.querySelectorAll("[data-value]")].map((one) => [one.dataset.value, one]));
       for (const rule of data.rules) this.select.append(new Option(rule.title, rule.name));
@@ -451,25 +461,32 @@
     }
 
     update() {
-      this.tree = computeTree(this.rule);
+      const key = `${current.key} ${ruleText(this.rule)}`;
+      if (this.key !== key) this.tree = computeTree(this.rule);
+      this.key = key;
     }
 
     draw() {
-      const { tree } = this, rule = RULES[this.rule.name];
+      const rule = RULES[this.rule.name];
       this.element.style.setProperty("--accent", `var(--${rule.colour})`);
       this.select.value = rule.name;
       this.element.querySelector(".what").textContent = `${rule.description}.`;
       this.range.value = positionOf(this.rule);
       this.range.setAttribute("aria-valuetext", `${rule.symbol} ${this.rule.threshold}`);
-      this.element.querySelector(".threshold").textContent = `${rule.symbol} = ${Number(this.rule.threshold.toPrecision(3))}`;
-      for (const button of this.views) {
-        const canvas = button.querySelector("canvas");
-        button.setAttribute("aria-pressed", String(button.dataset.show === state.show));
-        if (canvas.clientWidth) drawView(canvas, button.dataset.show, tree, canvas.clientWidth);
-      }
+      this.element.querySelector(".threshold").textContent = `${rule.symbol} = ${thresholdText(this.rule.threshold)}`;
+      for (const button of this.views) button.setAttribute("aria-pressed", String(button.dataset.show === state.show));
+      this.drawViews();
       this.drawStage();
       this.drawScale();
       this.write();
+    }
+
+    // The small images change with a tree or their size, not with the pointer.
+    drawViews() {
+      const width = this.views[0].clientWidth, key = `${treesKey()} ${width} ${window.devicePixelRatio}`;
+      if (!width || this.viewsKey === key) return;
+      this.viewsKey = key;
+      for (const button of this.views) drawView(button.querySelector("canvas"), button.dataset.show, this.tree, width);
     }
 
     drawStage() {
@@ -481,8 +498,21 @@
       const leaf = token === null ? -1 : tree.index[token];
       if (leaf >= 0) drawMark(context, tree.leaves[leaf].box, "#fff", ratio);
       if (state.query !== NO_TOKEN) drawMark(context, boxOf(state.query), MARK, ratio);
+      this.drawTip(leaf >= 0 ? tree.leaves[leaf] : null);
       const where = state.query === NO_TOKEN ? "the class token" : placeOf(state.query);
       canvas.setAttribute("aria-label", `${tree.leaves.length} leaves; the query is ${where}; drawn: ${state.show}`);
+    }
+
+    // Beside the leaf under the pointer, in both panels.
+    drawTip(leaf) {
+      this.tip.hidden = hover === null || !leaf;
+      if (this.tip.hidden) return;
+      this.tip.textContent = `${sizeOf(leaf)}\nmass ${percent(leaf.full)}, screened ${percent(leaf.screened)}\ngap ${number(leaf.gap)}`;
+      const { clientWidth: width, clientHeight: height } = this.canvas, { offsetWidth: wide, offsetHeight: high } = this.tip;
+      const [top, left, bottom, right] = boxOf(hover), columns = current.layer.width, rows = current.layer.height;
+      const beside = (right / columns) * width + 10, above = ((top + bottom) / 2 / rows) * height - high / 2;
+      this.tip.style.left = `${beside + wide > width ? (left / columns) * width - wide - 10 : beside}px`;
+      this.tip.style.top = `${Math.min(Math.max(above, 4), height - high - 4)}px`;
     }
 
     drawScale() {
@@ -511,14 +541,15 @@
       const heading = hover !== null ? "Leaf under the pointer" : token !== null ? "Leaf that is read" : "Leaf with most attention";
       this.element.querySelector(".leaf h3").textContent = heading;
       if (!leaf) return;
-      const [top, left, bottom, right] = leaf.box;
-      values["leaf-size"].textContent = leaf.count === 1 ? "1 patch" : `${bottom - top}×${right - left} patches`;
+      values["leaf-size"].textContent = sizeOf(leaf);
       values["leaf-full"].textContent = percent(leaf.full);
       values["leaf-screened"].textContent = percent(leaf.screened);
       values["leaf-gap"].textContent = number(leaf.gap);
     }
   }
 
+  const sizeOf = ({ count, box: [top, left, bottom, right] }) =>
+    count === 1 ? "1 patch" : `${bottom - top}×${right - left} patches`;
   const rounded = ({ name, threshold }) => ({ name, threshold: Number(threshold.toPrecision(3)) });
   const readToken = () => hover ?? (state.mode === "leaf" ? (state.leaf ?? Math.max(state.query, 0)) : state.leaf);
   const placeOf = (token) => {
@@ -559,7 +590,9 @@
 
   function drawCurves() {
     const chart = byId("chart"), width = chart.clientWidth, height = state.compare ? 260 : 220;
-    if (!width) return;
+    const key = `${treesKey()} ${width} ${height}`;
+    if (!width || chart.dataset.key === key) return;
+    chart.dataset.key = key;
     computeCurves();
     const errors = points.flatMap((curve) => curve.points.map((point) => point.error));
     const highest = Math.max(Math.ceil(Math.log10(Math.max(...errors, LEAST_ERROR))), -2), lowest = Math.log10(LEAST_ERROR);
@@ -567,13 +600,13 @@
     const x = (leaves) => left + (Math.log(leaves) / Math.log(Math.max(total, 2))) * (width - left - right);
     const y = (error) => top + ((highest - Math.log10(Math.max(error, LEAST_ERROR))) / (highest - lowest)) * (height - top - bottom);
     place = { x, y };
-    const root = svg("svg", { viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": "E against the number of leaves, one curve for each rule" });
+    const root = svg("svg", { viewBox: `0 0 ${width} ${height}`, height, role: "img", "aria-label": "E against the number of leaves, one curve for each rule" });
     for (let power = lowest; power <= highest; power++) {
       const line = y(10 ** power);
       root.append(svg("line", { class: power === lowest ? "axis" : "tick", x1: left, x2: width - right, y1: line, y2: line }));
       root.append(svg("text", { x: left - 8, y: line + 4, "text-anchor": "end" }, power === lowest ? `≤${10 ** power}` : String(10 ** power)));
     }
-    const ticks = [1, 4, 16, 64, 256, 1024, 4096, 16384].filter((leaves) => leaves <= total);
+    const ticks = [1, 4, 16, 64, 256, 1024, 4096, 16384, 65536].filter((leaves) => leaves <= total);
     for (const leaves of ticks) root.append(svg("text", { x: x(leaves), y: height - bottom + 18, "text-anchor": "middle" }, leaves));
     root.append(svg("text", { x: width - right, y: height - 2, "text-anchor": "end" }, "leaves"));
     const active = activePanels().map((panel) => panel.rule.name);
@@ -619,7 +652,11 @@
 
   const checked = (parent, value) => {
     const input = parent.querySelector(`input[value="${value}"]`);
-    if (input) input.checked = true;
+    if (!input || input.checked) return;
+    input.checked = true;
+    const box = input.closest(".chips"), chip = input.parentElement;
+    // On a narrow screen chips scroll sideways; the chosen one is shown.
+    box.scrollLeft = chip.offsetLeft - box.offsetLeft - (box.clientWidth - chip.offsetWidth) / 2;
   };
 
   function onArrow(event) {
@@ -678,13 +715,18 @@
   let leading = 0;
   const activePanels = () => panels.slice(0, state.compare ? 2 : 1);
 
+  const treesKey = () => activePanels().map((panel) => panel.key).join(" ");
+
+  let followed = "";
   function follow() {
-    if (!state.compare || !state.equal) return;
+    if (!state.compare || !state.equal || followed === treesKey()) return;
     const wanted = panels[leading].tree.leaves.length, other = panels[1 - leading];
-    if (other.tree.leaves.length === wanted) return;
-    state.rules[other.position] = matchLeaves(other.rule.name, wanted);
-    other.update();
-    writeAddress();
+    if (other.tree.leaves.length !== wanted) {
+      state.rules[other.position] = matchLeaves(other.rule.name, wanted);
+      other.update();
+      writeAddress();
+    }
+    followed = treesKey();
   }
 
   function drawControls() {
@@ -753,6 +795,7 @@
     byId("equal").addEventListener("change", (event) => change({ equal: event.target.checked }));
     byId("class-token").addEventListener("click", () => change({ query: state.query === NO_TOKEN ? start.query : NO_TOKEN }));
     byId("chart").addEventListener("click", takePoint);
+    new ResizeObserver(schedule).observe(byId("chart"));
     byId("legend").replaceChildren(...data.rules.map((rule) => {
       const item = document.createElement("li");
       item.textContent = rule.title;
