@@ -4,6 +4,7 @@ from bmfa.data.classification import EmbeddedPictures, LabelledPicture, Labelled
 from bmfa.data.coco import AnnotationFile, InstanceFiles
 from bmfa.data.drawn.coco_writer import write_coco
 from bmfa.data.drawn.glyphs import GLYPH_CLASSES, GlyphPicture, draw_glyph, draw_glyph_batch
+from bmfa.data.drawn.objects import EmbeddedObjects, draw_object
 from bmfa.data.drawn.scenes import EmbeddedScenes, draw_scene
 from bmfa.data.instances import AnnotationError, Instance, InstanceSource, Picture, Tally
 from bmfa.data.pictures import PictureError, PictureFiles
@@ -14,6 +15,7 @@ __all__ = [
     "MODES",
     "AnnotationError",
     "AnnotationFile",
+    "EmbeddedObjects",
     "EmbeddedPictures",
     "EmbeddedScenes",
     "GlyphPicture",
@@ -30,6 +32,7 @@ __all__ = [
     "Tally",
     "draw_glyph",
     "draw_glyph_batch",
+    "draw_object",
     "draw_scene",
     "probe_blocks",
     "write_coco",

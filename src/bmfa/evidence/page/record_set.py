@@ -20,7 +20,9 @@ KEYS: Mapping[str, tuple[str, ...]] = {
     "gallery": ("placement", "method", "title"),
     "probe": ("dataset", "mode", "method", "group"),
     "ablation": ("parameter", "value"),
-    "cases": ("dataset", "title", "picture", "method"),
+    "blocks": ("title",),
+    "cases": ("dataset", "title", "method"),
+    "failures": ("rule", "role"),
     "picture": ("model", "title", "layer", "head", "query", "method"),
 }
 COMMANDS: Mapping[str, str] = {
@@ -28,7 +30,9 @@ COMMANDS: Mapping[str, str] = {
     "failure-curve": "bmfa synthetic --curve --json curve.json",
     "gallery": "bmfa report",
     "ablation": "bmfa ablation --json ablation.json",
-    "cases": "bmfa report",
+    "blocks": "bmfa report",
+    "cases": "bmfa probe --cases --json cases.json",
+    "failures": "bmfa report",
     "bench": "bmfa bench trees --json bench.json",
     "picture": "bmfa screen embedded:3 --json picture.json",
     "tune": "bmfa tune --json tune.json",
