@@ -43,8 +43,8 @@ def expand_kernel(
     H, prefix, height, width, frames, tiles_across, num_tiles, num_groups, first_row, row_capacity,
     group_stride, qk_scale,
     D: tl.constexpr, BLOCK_D: tl.constexpr, SIDE: tl.constexpr, GROUP_TILES: tl.constexpr,
-    NUM_ITEMS: tl.constexpr, ITEM_TILES: tl.constexpr, Z_ORDER: tl.constexpr, MASKED: tl.constexpr, RAGGED: tl.constexpr,
-    PRECISION: tl.constexpr,
+    NUM_ITEMS: tl.constexpr, ITEM_TILES: tl.constexpr, Z_ORDER: tl.constexpr, MASKED: tl.constexpr,
+    RAGGED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Attend with the queries of a group over one item of its expanded tiles. Grid: (item_capacity,).
 
@@ -94,9 +94,10 @@ def attention_kernel(
     stride_ob, stride_oh, stride_ot,
     H, prefix, height, width, frames, tiles_across, num_tiles, num_groups, line_stride, first_row,
     row_capacity, group_stride, num_probes, qk_scale,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, SIDE: tl.constexpr, GROUP_TILES: tl.constexpr, BLOCK_MEANS: tl.constexpr,
-    BLOCK_PREFIX: tl.constexpr, ITEM_TILES: tl.constexpr, SKIP_EXACT: tl.constexpr,
-    Z_ORDER: tl.constexpr, MASKED: tl.constexpr, RAGGED: tl.constexpr, PRECISION: tl.constexpr,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, SIDE: tl.constexpr, GROUP_TILES: tl.constexpr,
+    BLOCK_MEANS: tl.constexpr, BLOCK_PREFIX: tl.constexpr, ITEM_TILES: tl.constexpr,
+    SKIP_EXACT: tl.constexpr, Z_ORDER: tl.constexpr, MASKED: tl.constexpr, RAGGED: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Attend with the queries of one group of one head. Grid: (rows, B * H).
 

@@ -90,7 +90,8 @@ def tiled_attention(
         valid = valid.expand(q.shape[0], -1)
     output, expanded_count, coarse_bits, probes = operator(
         q, k, v, valid, tiling.grid.height, tiling.grid.width, tiling.grid.frames, prefix,
-        tiling.group_tiles, scale / tau, error, 0.0 if expand is None else expand / tiling.tiles, exact_above, order == "z",
+        tiling.group_tiles, scale / tau, error, 0.0 if expand is None else expand / tiling.tiles,
+        exact_above, order == "z",
     )  # fmt: skip
     shape = (*q.shape[:2], tiling.groups)
 

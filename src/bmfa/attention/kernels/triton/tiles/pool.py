@@ -17,8 +17,8 @@ def pool_kernel(
     stride_qb, stride_qh, stride_qt,
     H, prefix, height, width, frames, tiles_across, num_tiles, num_groups, position_stride, num_probes,
     num_slots, qk_scale,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, SIDE: tl.constexpr, GROUP_TILES: tl.constexpr, UNIFORM_SHARE: tl.constexpr,
-    Z_ORDER: tl.constexpr, MASKED: tl.constexpr,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, SIDE: tl.constexpr, GROUP_TILES: tl.constexpr,
+    UNIFORM_SHARE: tl.constexpr, Z_ORDER: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Summarise the queries of one group of one head. Grid: (R, B * H).
 

@@ -110,8 +110,8 @@ def represent_kernel(
     q, k, v, valid, q_mean, group_counts, probe_tokens, probe_deviation, log_mass, k_tangent, v_tangent,
     probe_lse, probe_v, cross, k_spread, v_radius, probe_cross,
     stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_kt, stride_vb, stride_vh, stride_vt,
-    H, prefix, height, width, frames, tiles_across, num_tiles, num_groups, line_stride, first_row, num_rows,
-    row_capacity, group_stride, num_probes, num_slots, tile_programs, qk_scale,
+    H, prefix, height, width, frames, tiles_across, num_tiles, num_groups, line_stride, first_row,
+    num_rows, row_capacity, group_stride, num_probes, num_slots, tile_programs, qk_scale,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr, SIDE: tl.constexpr,
     TILES: tl.constexpr, STAT_TILES: tl.constexpr, PROBING: tl.constexpr, Z_ORDER: tl.constexpr,
     MASKED: tl.constexpr, PRECISION: tl.constexpr,
@@ -160,7 +160,8 @@ def represent_kernel(
         if block == 0:
             tiles = batch_head * num_tiles
             summarise_tiles(
-                k, v, valid, q_mean + batch_head * num_groups * D, group_counts + batch_head * num_groups,
+                k, v, valid, q_mean + batch_head * num_groups * D,
+                group_counts + batch_head * num_groups,
                 probe_deviation + batch_head * num_slots * D, cross + tiles * (D * D),
                 k_spread + tiles, v_radius + batch_head,
                 probe_cross + batch_head * num_slots * num_tiles * D, stride_kt, stride_vt,
