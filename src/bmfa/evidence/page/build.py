@@ -8,7 +8,9 @@ from typing import Any
 
 from bmfa.evidence.ablation.chapter import ABLATIONS
 from bmfa.evidence.bench.chapter import SPEED
+from bmfa.evidence.bench.saliency_chapter import DENSE_PREDICTION
 from bmfa.evidence.classification.chapter import CLASSIFICATION, REDUCTIONS
+from bmfa.evidence.classification.figures import reduction_runs
 from bmfa.evidence.closed_loop.chapter import CLOSED_LOOP, LAYERS
 from bmfa.evidence.failures.chapter import FAILURES
 from bmfa.evidence.methods import METHODS, find_method
@@ -40,7 +42,7 @@ OPENING = (
 )
 CHAPTERS = (
     *(STRESS_TEST, FAILURE_CURVE, PROBES, ABLATIONS, INSTANCES, FAILURES, CLOSED_LOOP, LAYERS),
-    *(PICTURES, CLASSIFICATION, REDUCTIONS, SPEED),
+    *(PICTURES, CLASSIFICATION, REDUCTIONS, DENSE_PREDICTION, SPEED),
 )
 
 
@@ -70,8 +72,8 @@ def build_page(records: Sequence[Record], explorer: str | None = None) -> str:
 
     Example:
         >>> page = build_page([])
-        >>> page.count("Not measured here")
-        12
+        >>> page.count("Not measured here") == len(CHAPTERS)
+        True
     """
     found = RecordSet(records)
     page: str = (
@@ -155,6 +157,9 @@ def _method_table(records: RecordSet) -> Table:
 def _other_experiments(records: RecordSet) -> list[Section]:
     """A plain table for every experiment that has no chapter."""
     known = {chapter.experiment for chapter in CHAPTERS} | {"gallery", "blocks"}
+    known |= (
+        {"reduction"} if reduction_runs(records) else set()
+    )  # part of the chapter on reductions
     others = dict.fromkeys(r.experiment for r in records.records if r.experiment not in known)
     sections = []
     for index, experiment in enumerate(others):
