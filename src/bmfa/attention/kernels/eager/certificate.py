@@ -119,7 +119,7 @@ def bound_output(
         (v, tiling, exists),
         (output, tiling.queries, q_exists),
     )
-    tokens = [_arrange(x[:, :, prefix:], *layout) for x, *layout in layouts]
+    tokens = [_arrange(x[:, :, prefix:], tiles, slots) for x, tiles, slots in layouts]
     before = [x[:, :, :prefix].double().flatten(0, 1) for x in (q, k, v, output)]
     marks = expanded.flatten(0, 1)
     heads = len(marks)
