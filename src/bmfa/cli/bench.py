@@ -380,7 +380,13 @@ def reduction(
     device = opt.resolve_device(device)
     loaded = load_model(model, weights, img_size=img_size, crop_pct=crop_pct)
     pictures = opt.labelled_pictures(
-        data_dir, model=model, labels=None, limit=limit, strict=False, seed=seed
+        data_dir,
+        model=model,
+        labels=None,
+        limit=limit,
+        strict=False,
+        seed=seed,
+        img_size=img_size,
     )
     record = experiment.run(
         loaded,

@@ -44,7 +44,13 @@ def closed_loop(
     device = opt.resolve_device(device, multi_process=True)
     loaded = load_model(model, weights, img_size=img_size, crop_pct=crop_pct)
     pictures = opt.labelled_pictures(
-        data_dir, model=model, labels=labels, limit=limit, strict=strict, seed=seed
+        data_dir,
+        model=model,
+        labels=labels,
+        limit=limit,
+        strict=strict,
+        seed=seed,
+        img_size=img_size,
     )
     with joined(device) as processes:
         record = experiment.run(

@@ -156,6 +156,7 @@ def labelled_pictures(
     limit: int | None,
     strict: bool,
     seed: int,
+    img_size: int | None = None,
 ) -> Any:
     """Open the pictures of `--data-dir`, or draw the embedded ones for the embedded model."""
     from bmfa.data.classification import EmbeddedPictures, LabelledPictures
@@ -167,7 +168,9 @@ def labelled_pictures(
         raise ValueError(f"--model {model} needs --data-dir DIR with pictures")
     if labels is not None:
         raise ValueError("--labels needs --data-dir DIR; the embedded pictures have labels")
-    return EmbeddedPictures(EMBEDDED_PICTURES if limit is None else limit, seed)
+    count = EMBEDDED_PICTURES if limit is None else limit
+    # Drawn at the size of the model's input rather than resized: larger is sharper.
+    return EmbeddedPictures(count, seed, **({} if img_size is None else {"size": img_size}))
 
 
 def skipped_lines(settings: Any) -> list[str]:

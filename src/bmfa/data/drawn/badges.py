@@ -141,7 +141,10 @@ class _Fragments(NamedTuple):
         x, y = _direction(random[0])
         offset, shift = (1.1 * random[1] - 0.55) * badge.radius, (random[2] - 0.5) * badge.radius
         half, pen = badge.radius * (0.5 + 0.9 * random[3]), 4.0 + 4.0 * random[4]
-        centre = np.array(badge.centre) + (shift * x - offset * y, shift * y + offset * x)
+        middle_x, middle_y = badge.centre
+        middle_x += shift * x - offset * y
+        middle_y += shift * y + offset * x
+        centre = np.array([[middle_x, middle_y]])
         along = np.array([[half * x, half * y]])
         return cls(centre - along, centre + along, np.array([pen]))
 
@@ -206,7 +209,10 @@ class _Badge(NamedTuple):
         """Return True if no part of a tick is within one unit of the bar."""
         start, end = self._tick(turn)
         margin = float(bar.pen[0]) / 2 + 2.0
-        points = [[s + share * (e - s) for s, e in zip(start, end, strict=True)] for share in (0.2, 0.6, 1)]
+        points = [
+            [s + share * (e - s) for s, e in zip(start, end, strict=True)]
+            for share in (0.2, 0.6, 1)
+        ]
         ends = bar.start[0].tolist(), bar.end[0].tolist()
         return all(_point_distance(point, *ends) > margin for point in points)
 
@@ -315,7 +321,9 @@ class _Background(NamedTuple):
         other = rng.number(-25.0, 25.0) + rng.array(3, low=-30.0, high=30.0)
         border = (rng.number(), _SIDE * rng.number(0.25, 0.75))
         stripes = (rng.number(), rng.number(5.0, 13.0))
-        return cls(base, other, border, stripes, _knot_values(rng, _COARSE), _knot_values(rng, _FINE))
+        return cls(
+            base, other, border, stripes, _knot_values(rng, _COARSE), _knot_values(rng, _FINE)
+        )
 
     def luma_at(self, point: Sequence[float]) -> float:
         """Return the luma of the plain colour at a point."""
@@ -328,7 +336,10 @@ class _Background(NamedTuple):
     def paint(self, canvas: "_Canvas") -> Array:
         """Return the planes (3, size, size)."""
         steps = canvas.steps
-        coarse, fine = _noise(self.coarse, canvas.size, _COARSE), _noise(self.fine, canvas.size, _FINE)
+        coarse, fine = (
+            _noise(self.coarse, canvas.size, _COARSE),
+            _noise(self.fine, canvas.size, _FINE),
+        )
         (turn, at), (stripe_turn, period) = self.border, self.stripes
         away = steps - np.float32(at)
         border = _plane(away, away, *_direction(turn))

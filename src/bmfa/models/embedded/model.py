@@ -24,7 +24,9 @@ from bmfa.data.drawn.badges import BADGE_CLASSES, BADGE_PICTURE_SIZE
 from bmfa.files import write_atomic
 from bmfa.models.weights import load_weights
 
-IMAGE_SIZE = BADGE_PICTURE_SIZE  # pixels, the size it is made for; it accepts multiples of PATCH_SIZE
+IMAGE_SIZE = (
+    BADGE_PICTURE_SIZE  # pixels, the size it is made for; it accepts multiples of PATCH_SIZE
+)
 PATCH_SIZE = 8
 GRID_SIZE = (IMAGE_SIZE // PATCH_SIZE, IMAGE_SIZE // PATCH_SIZE)
 CLASS_COUNT = len(BADGE_CLASSES)

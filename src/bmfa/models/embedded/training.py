@@ -153,9 +153,7 @@ def train(
         evaluate = run.step % recipe.evaluate_every == 0 and not last
         if last or evaluate or run.step % recipe.log_every == 0:
             run.note(losses, log, evaluate)
-        if checkpoint is not None and (
-            last or late or run.step % recipe.checkpoint_every == 0
-        ):
+        if checkpoint is not None and (last or late or run.step % recipe.checkpoint_every == 0):
             run.store(checkpoint)
         if late and not last:
             return None
