@@ -21,11 +21,17 @@ def train_embedded(
         str, opt.option("--output FILE", "File for the weights.")
     ] = "embedded.safetensors",
     steps: Annotated[
-        int | None, opt.option("--steps N", "Steps; those of the shipped weights by default.")
+        int | None, opt.option("--steps N", "Length of the training in steps instead of seconds.")
     ] = None,
     seconds: Annotated[
         float | None,
-        opt.option("--seconds S", "Stop after S seconds; --resume with the same FILE goes on."),
+        opt.option(
+            "--seconds S", "Length of the training; that of the shipped weights by default."
+        ),
+    ] = None,
+    stop_after: Annotated[
+        float | None,
+        opt.option("--stop-after S", "Stop this call after S seconds; --resume FILE goes on."),
     ] = None,
     resume: Annotated[
         str | None,
@@ -38,22 +44,24 @@ def train_embedded(
     from bmfa.models.embedded import training
 
     check_json_target(json)
-    steps = training.STEPS if steps is None else steps
     record = training.train(
         output,
         seed=training.SEED if seed is None else seed,
         steps=steps,
         seconds=seconds,
+        stop_after=stop_after,
         device=opt.resolve_device(device),
         resume=resume,
         log=None if quiet else _print_row,
     )
     if record is None:
         if not quiet:
-            print(f"stopped after {seconds:g} s; run the same command again to go on from {resume}")
+            print(
+                f"stopped after {stop_after:g} s; run the same command again to go on from {resume}"
+            )
         return
     held_out = [row for row in record.rows if row["what"] == "held-out"]
-    table = table_of(held_out, "img_size tokens pictures top1_percent mask_iou")
+    table = table_of(held_out, "img_size tokens grain pictures top1_percent mask_iou")
     Output(json, quiet).finish(record, table, notes=[f"weights: {output}"])
 
 

@@ -41,7 +41,7 @@ _STREAM = 2  # third part of the random key: scenes have 1
 _SIDE = float(BADGE_PICTURE_SIZE)  # units along a side
 _CORNERS = {"triangle": 3, "square": 4, "pentagon": 5, "circle": 0}
 _SLOTS = 6  # directions, equally spaced, in which a badge may have ticks
-_BEHIND, _IN_FRONT = 12, 5  # fragments of lines and dots behind and in front of the badge
+_BEHIND, _IN_FRONT = 10, 4  # fragments of lines and dots behind and in front of the badge
 _COARSE, _FINE = 26.0, 8.0  # units between the knots of the background's noise
 _WAVE = 9.0  # units by which the border between two regions waves to each side
 _GRAIN_CELL = 1.7  # units between the knots of the grain
@@ -56,13 +56,16 @@ class BadgePicture(NamedTuple):
     mask: NDArray[np.bool_]
 
 
-def draw_badge(seed: int, index: int, size: int = BADGE_PICTURE_SIZE) -> BadgePicture:
+def draw_badge(
+    seed: int, index: int, size: int = BADGE_PICTURE_SIZE, *, grain: float = GRAIN
+) -> BadgePicture:
     """Draw the picture of a seed and an index.
 
     Args:
         seed: seed of the set, at least 0.
         index: index in the set, at least 0; the class is index modulo 24.
         size: side in pixels, at least 32; the content does not depend on it.
+        grain: amplitude of the fine noise in levels of 256; the task has `GRAIN`.
 
     Returns:
         The picture; equal arguments give equal bits on every platform.
@@ -75,6 +78,14 @@ def draw_badge(seed: int, index: int, size: int = BADGE_PICTURE_SIZE) -> BadgePi
         >>> BADGE_CLASSES[draw_badge(0, 7).label]
         'striped square, 2 ticks'
     """
+    pixels, label, mask, _ = draw_badge_parts(seed, index, size, grain)
+    return BadgePicture(pixels, label, mask)
+
+
+def draw_badge_parts(
+    seed: int, index: int, size: int, grain: float
+) -> tuple[NDArray[np.uint8], int, NDArray[np.bool_], NDArray[np.bool_]]:
+    """Draw a picture as `draw_badge` does; return also the mask (size, size) of its visible ticks."""
     check_integer("size", size, low=32)
     rng = UniformGenerator(seed, index, _STREAM)
     label = index % len(BADGE_CLASSES)
@@ -88,14 +99,18 @@ def draw_badge(seed: int, index: int, size: int = BADGE_PICTURE_SIZE) -> BadgePi
     canvas.paint_fragments(rng, behind)
     if decoy is not None:
         decoy.paint(rng, canvas, decoy.choose_slots(rng, None))
-    mask = badge.paint(rng, canvas, slots)
+    mask, ticks = badge.paint(rng, canvas, slots)
     for fragments in (bar, in_front):
         canvas.paint_fragments(rng, fragments, mask)
-    return BadgePicture(canvas.to_pixels(rng), label, mask)
+    return canvas.to_pixels(rng, grain), label, mask, ticks & mask
 
 
 def draw_badge_batch(
-    seed: int, indices: Iterable[int], size: int = BADGE_PICTURE_SIZE
+    seed: int,
+    indices: Iterable[int],
+    size: int = BADGE_PICTURE_SIZE,
+    *,
+    grain: float = GRAIN,
 ) -> tuple[NDArray[np.uint8], NDArray[np.int64], NDArray[np.bool_]]:
     """Draw several pictures: pixels (B, size, size, 3), classes (B,) and masks (B, size, size).
 
@@ -103,6 +118,7 @@ def draw_badge_batch(
         seed: seed of the set, at least 0.
         indices: indices in the set.
         size: side in pixels.
+        grain: amplitude of the fine noise.
 
     Example:
         >>> from bmfa.data import draw_badge_batch
@@ -110,7 +126,7 @@ def draw_badge_batch(
         >>> pixels.shape, labels.tolist(), masks.shape
         ((2, 128, 128, 3), [3, 1], (2, 128, 128))
     """
-    pictures = [draw_badge(seed, index, size) for index in indices]
+    pictures = [draw_badge(seed, index, size, grain=grain) for index in indices]
     pixels, labels, masks = zip(*pictures, strict=True)
     return np.stack(pixels), np.array(labels, dtype=np.int64), np.stack(masks)
 
@@ -166,7 +182,7 @@ class _Badge(NamedTuple):
         """Place the badge of a class; the whole of it is inside the picture."""
         shape, rest = divmod(label, len(TEXTURES) * len(TICK_COUNTS))
         texture, ticks = divmod(rest, len(TICK_COUNTS))
-        radius = rng.number(13.0, 21.0)
+        radius = rng.number(14.0, 22.0)
         return cls._placed(rng, SHAPES[shape], TEXTURES[texture], TICK_COUNTS[ticks], radius)
 
     @classmethod
@@ -185,7 +201,7 @@ class _Badge(NamedTuple):
     def _placed(
         cls, rng: UniformGenerator, shape: str, texture: str | None, ticks: int, radius: float
     ) -> "_Badge":
-        turn, squash, length = rng.number(), rng.number(0.86, 1.0), rng.number(5.0, 7.5)
+        turn, squash, length = rng.number(), rng.number(0.88, 1.0), rng.number(6.0, 8.5)
         low = radius + length + 2.0
         centre = (rng.number(low, _SIDE - low), rng.number(low, _SIDE - low))
         return cls(shape, texture, ticks, centre, radius, turn, squash, length)
@@ -243,18 +259,20 @@ class _Badge(NamedTuple):
 
     def paint(
         self, rng: UniformGenerator, canvas: "_Canvas", slots: list[float]
-    ) -> NDArray[np.bool_]:
-        """Paint the badge and return its mask (size, size)."""
+    ) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
+        """Paint the badge and return its mask and that of its ticks, both (size, size)."""
         rows, columns = canvas.window(self.centre, self.reach + 1.5)
         x, y = canvas.steps[columns] - self.centre[0], canvas.steps[rows] - self.centre[1]
         inside = self._signed_distance(x, y)
-        pen = rng.number(1.5, 2.1)
+        pen = rng.number(1.7, 2.3)
         ink = np.abs(inside)
         ink -= np.float32(pen / 2)
+        ticks = np.full_like(ink, self.reach)
         for turn in slots:
-            np.minimum(ink, self._tick_distance(canvas, rows, columns, turn, pen), out=ink)
+            np.minimum(ticks, self._tick_distance(canvas, rows, columns, turn, pen), out=ticks)
+        np.minimum(ink, ticks, out=ink)
         shape = np.minimum(inside, ink)  # the filled outline and the ticks
-        colour = canvas.contrasting_colour(rng, self.centre, 38.0, 80.0)
+        colour = canvas.contrasting_colour(rng, self.centre, 42.0, 85.0)
         if self.texture is not None:
             tint = canvas.cover(inside)
             tint *= np.float32(0.22)
@@ -262,9 +280,10 @@ class _Badge(NamedTuple):
             texture = self._texture_distance(rng, x, y)
             np.minimum(ink, np.maximum(texture, inside), out=ink)
         canvas.blend(rows, columns, canvas.cover(ink), colour)
-        mask = np.zeros((canvas.size, canvas.size), dtype=bool)
-        mask[rows, columns] = shape < 0
-        return mask
+        masks = np.zeros((2, canvas.size, canvas.size), dtype=bool)
+        masks[0, rows, columns] = shape < 0
+        masks[1, rows, columns] = ticks < 0
+        return masks[0], masks[1]
 
     def _signed_distance(self, x: Array, y: Array) -> Array:
         """Return the distance (h, w) to the outline, negative inside."""
@@ -416,11 +435,12 @@ class _Canvas:
             if mask is not None:
                 mask[rows, columns] &= distance >= 0
 
-    def to_pixels(self, rng: UniformGenerator) -> NDArray[np.uint8]:
-        """Add the grain and round to (size, size, 3) uint8."""
-        grain = _noise(_knot_values(rng, _GRAIN_CELL), self.size, _GRAIN_CELL)
-        grain *= np.float32(GRAIN)
-        self.planes += grain
+    def to_pixels(self, rng: UniformGenerator, grain: float) -> NDArray[np.uint8]:
+        """Add grain of an amplitude and round to (size, size, 3) uint8."""
+        if grain:
+            noise = _noise(_knot_values(rng, _GRAIN_CELL), self.size, _GRAIN_CELL)
+            noise *= np.float32(grain)
+            self.planes += noise
         self.planes += np.float32(0.5)
         np.maximum(self.planes, np.float32(0.0), out=self.planes)
         np.minimum(self.planes, np.float32(255.0), out=self.planes)
@@ -503,6 +523,15 @@ def _noise_at(values: Array, cell: float, x: float, y: float) -> float:
     (a, b), (c, d) = values[row : row + 2, column : column + 2].tolist()
     top, bottom = a + (b - a) * s, c + (d - c) * s
     return float(top + (bottom - top) * t)
+
+
+def grain_weights(size: int) -> Array:
+    """Return (size, knots) weights: the grain is `weights @ values @ weights.T` of its knots."""
+    before, weight = _knots(size, _GRAIN_CELL)
+    weights = np.zeros((size, int(_SIDE / _GRAIN_CELL) + 2), np.float32)
+    weights[np.arange(size), before] = 1 - weight
+    weights[np.arange(size), before + 1] = weight
+    return weights
 
 
 @lru_cache(maxsize=64)

@@ -21,6 +21,7 @@ KEYS: Mapping[str, tuple[str, ...]] = {
     "probe": ("dataset", "mode", "method", "group"),
     "ablation": ("parameter", "value"),
     "cases": ("dataset", "title", "picture", "method"),
+    "comparison": ("target_percent", "baseline", "method"),
     "picture": ("model", "title", "layer", "head", "query", "method"),
 }
 COMMANDS: Mapping[str, str] = {
@@ -29,6 +30,7 @@ COMMANDS: Mapping[str, str] = {
     "gallery": "bmfa report",
     "ablation": "bmfa ablation --json ablation.json",
     "cases": "bmfa report",
+    "comparison": "bmfa report",
     "bench": "bmfa bench trees --json bench.json",
     "picture": "bmfa screen embedded:3 --json picture.json",
     "tune": "bmfa tune --json tune.json",

@@ -20,7 +20,7 @@ from torch.nn.functional import (
     scaled_dot_product_attention,
 )
 
-from bmfa.data.drawn.badges import BADGE_CLASSES, BADGE_PICTURE_SIZE
+from bmfa.data.drawn.badges import BADGE_CLASSES, BADGE_PICTURE_SIZE, SHAPES, TEXTURES, TICK_COUNTS
 from bmfa.files import write_atomic
 from bmfa.models.weights import load_weights
 
@@ -30,6 +30,8 @@ IMAGE_SIZE = (
 PATCH_SIZE = 8
 GRID_SIZE = (IMAGE_SIZE // PATCH_SIZE, IMAGE_SIZE // PATCH_SIZE)
 CLASS_COUNT = len(BADGE_CLASSES)
+# Outputs of the class head: scores of shapes, textures and numbers of ticks, whose sums are the logits.
+FACTORS = (len(SHAPES), len(TEXTURES), len(TICK_COUNTS))
 MASK_CELLS = 4  # cells of the mask along each side of a token, each of 2x2 pixels
 MEAN, STD = 0.5, 0.25  # of every channel, for colours in [0, 1]
 WEIGHTS = Path(__file__).with_name("embedded.safetensors")
@@ -146,14 +148,28 @@ class EmbeddedViT(nn.Module):
         self.pos_embed = nn.Linear(dim, dim, bias=False)
         self.blocks = nn.Sequential(*(Block(dim, num_heads) for _ in range(depth)))
         self.norm = nn.LayerNorm(dim, eps=1e-6)
-        self.head = nn.Linear(dim, CLASS_COUNT)
+        self.head = nn.Linear(dim, sum(FACTORS))
         self.mask_head = nn.Linear(dim, MASK_CELLS**2)
         self.apply(_initialise)
         nn.init.eye_(self.pos_embed.weight)
+        with torch.no_grad():  # outputs near the prior: all classes alike, and a mask of 5 %
+            self.head.weight.mul_(0.1)
+            self.mask_head.weight.mul_(0.1)
+            self.mask_head.bias.fill_(-3.0)
 
     def forward(self, pictures: Tensor) -> Tensor:
         """Compute class logits (B, 24) of preprocessed images (B, 3, H, W)."""
-        logits: Tensor = self.head(self.forward_features(pictures)[:, 0])
+        return self.class_logits(self.forward_features(pictures))
+
+    def class_logits(self, features: Tensor) -> Tensor:
+        """Compute class logits (B, 24) from features (B, 1 + N, dim).
+
+        A class is a shape, a texture and a number of ticks; its logit is the sum of their scores, so
+        that every picture teaches its shape to all classes of that shape.
+        """
+        shape, texture, ticks = self.head(features[:, 0]).split(FACTORS, -1)
+        scores = shape[:, :, None, None] + texture[:, None, :, None] + ticks[:, None, None, :]
+        logits: Tensor = scores.flatten(1)
         return logits
 
     def forward_features(self, pictures: Tensor) -> Tensor:
@@ -188,8 +204,7 @@ class EmbeddedViT(nn.Module):
         features = self.forward_features(pictures)
         cells = self.mask_cells(features, *_check_pictures(pictures))
         masks = interpolate(cells[:, None], pictures.shape[-2:], mode="bilinear")[:, 0]
-        logits: Tensor = self.head(features[:, 0])
-        return logits, masks
+        return self.class_logits(features), masks
 
     def mask_cells(self, features: Tensor, rows: int, columns: int) -> Tensor:
         """Compute mask logits (B, 4 rows, 4 columns) from features (B, 1 + rows * columns, dim)."""
@@ -198,9 +213,13 @@ class EmbeddedViT(nn.Module):
                 f"the features have {features.shape[1] - 1} spatial tokens and the grid "
                 f"{rows * columns}; reduce the model with dense=True to compute masks"
             )
-        cells: Tensor = self.mask_head(features[:, 1:])  # (B, N, 16)
-        on_grid = cells.transpose(1, 2).unflatten(2, (rows, columns))
-        return pixel_shuffle(on_grid, MASK_CELLS)[:, 0]
+        return to_cells(self.mask_head(features[:, 1:]), rows, columns)
+
+
+def to_cells(values: Tensor, rows: int, columns: int) -> Tensor:
+    """Arrange 16 values of each token, (B, rows * columns, 16), as (B, 4 rows, 4 columns)."""
+    on_grid = values.transpose(1, 2).unflatten(2, (rows, columns))
+    return pixel_shuffle(on_grid, MASK_CELLS)[:, 0]
 
 
 def _check_pictures(pictures: Tensor) -> tuple[int, int]:
