@@ -2,9 +2,11 @@
 
 import json
 import shlex
+from datetime import UTC, date, datetime
 
 import pytest
 
+from bmfa import __version__
 from bmfa.cli import main
 from bmfa.records import Record, environment, made_by_command, without_folders
 
@@ -35,6 +37,12 @@ def test_the_command_is_that_of_the_run_alone():
     assert words == "bmfa bench trees --json 'a b.json'"
     assert shlex.split(words)[-1] == "a b.json"
     assert "command" not in environment()
+
+
+def test_the_environment_has_the_date_and_the_version_of_the_package():
+    before, made, after = datetime.now(UTC).date(), environment(), datetime.now(UTC).date()
+    assert before <= date.fromisoformat(made["date"]) <= after
+    assert made["bmfa"] == __version__
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,7 @@ def describe() -> Record:
     rows: list[Row] = [
         {"what": "version", "name": name, "status": str(value)}
         for name, value in frame.items()
-        if name not in ("device", "device_name", "threads")
+        if name not in ("date", "device", "device_name", "threads")
     ]
     rows += [*_devices(str(frame["device_name"])), *_backends(), *_extras()]
     return Record("info", {}, rows, frame)

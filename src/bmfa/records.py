@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path, PureWindowsPath
 from typing import Any
@@ -115,19 +116,23 @@ def without_folders(argument: str) -> str:
 
 
 def environment(device: str = "cpu") -> dict[str, Any]:
-    """Return the versions, processor, device and, if there is one, the command of this process."""
+    """Return the date in UTC, versions, processor, device and, if any, the command of this process."""
     import torch  # imported here so that `bmfa --help` starts quickly
+
+    from bmfa import __version__
 
     versions = {}
     for package in VERSIONED_PACKAGES:
         try:
-            versions[package] = metadata.version(package)
+            # A checkout on PYTHONPATH has no metadata of its own.
+            versions[package] = __version__ if package == "bmfa" else metadata.version(package)
         except metadata.PackageNotFoundError:
             continue
     name = torch.cuda.get_device_name() if device.startswith("cuda") else _processor()
     command = _command.get()
     return {
         **({} if command is None else {"command": command}),
+        "date": datetime.now(UTC).date().isoformat(),
         "python": platform.python_version(),
         **versions,
         "system": f"{platform.system()} {platform.machine()}",

@@ -1,7 +1,9 @@
 """The command line: invalid input, files it writes, missing packages, help."""
 
+import csv
 import io
 import json
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +13,8 @@ import torch
 
 from bmfa import __version__
 from bmfa.cli import main
+from bmfa.cli.output import MAX_WIDTH
+from bmfa.data import EmbeddedPictures
 from bmfa.evidence.methods import METHODS
 from bmfa.files import write_atomic
 from bmfa.records import Record
@@ -174,6 +178,7 @@ def test_a_full_disk_leaves_the_older_file(tmp_path, monkeypatch):
         (["report"], ("PIL",), "report"),
         (["report", "--coco", "a.json", "b"], ("pycocotools",), "data"),
         (["screen", "embedded:3"], ("matplotlib", "PIL"), "report"),
+        (["explore", "embedded:3"], ("jinja2",), "report"),
         (["probe"], ("PIL",), "data"),
         (["ablation"], ("PIL",), "data"),
         (
@@ -228,9 +233,124 @@ def test_methods_lists_the_registry(capsys):
     names = {name.partition(":")[0] for name in rows}
     assert names == set(METHODS)
     assert rows["gamma:VALUE"]["kind"] == "rule" and "block means" in rows["gamma:VALUE"]["reads"]
+    for words in ([], ["--wide"]):
+        main(["methods", *words])
+        printed = capsys.readouterr().out
+        assert all(f"\n{name} " in printed for name in rows)
+    assert max(map(len, printed.splitlines())) > MAX_WIDTH  # --wide: a line for each method
     main(["methods"])
-    printed = capsys.readouterr().out
-    assert all(f"\n{name} " in printed for name in rows)
+    printed = " ".join(capsys.readouterr().out.split())
+    for row in rows.values():
+        assert row["description"] in printed and row["parameter"] in printed
+
+
+@pytest.mark.parametrize(
+    ("command", "present", "absent"),
+    [
+        ("evaluate", {"full", "optimal:VALUE", "tome:VALUE"}, {"sparge-mean", "tiles:VALUE"}),
+        ("closed-loop", {"optimal:VALUE", "global-mean"}, {"tome:VALUE", "full"}),
+        ("probe", {"optimal:VALUE", "sparge-mean"}, {"tome:VALUE"}),
+        ("synthetic", {"optimal:VALUE", "sparge-mean"}, {"tome:VALUE"}),
+        ("screen", {"optimal:VALUE"}, {"tome:VALUE"}),
+    ],
+)
+def test_help_lists_the_methods_of_a_command_and_their_parameters(
+    capsys, monkeypatch, command, present, absent
+):
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit):
+        main([command, "--help"])
+    lines = capsys.readouterr().out.partition("Methods for --method")[2].splitlines()
+    names = {line.split()[0] for line in lines if line.strip() and not line.startswith(" " * 9)}
+    assert present <= names and not absent & names
+    (line,) = (line for line in lines if line.startswith("    optimal:VALUE"))
+    assert line.split(maxsplit=1)[1] == METHODS["optimal"].parameter
+
+
+EVALUATE = ("evaluate", "--limit", "2", "--method", "tome:8", "optimal:0.002", "--repeats", "1")
+
+
+def test_evaluate_fits_into_120_columns_and_wide_has_all(capsys):
+    main([*EVALUATE])
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= MAX_WIDTH
+    (more,) = (line for line in lines if line.startswith("more with --wide: "))
+    main([*EVALUATE, "--wide"])
+    header = capsys.readouterr().out.splitlines()[0].split()
+    hidden = more.removeprefix("more with --wide: ").split(", ")
+    assert header == [*lines[0].split(), *hidden]
+
+
+def test_csv_has_the_rows_of_the_record(capsys, tmp_path):
+    record = tmp_path / "a.json"
+    main([*CORNER, "--csv", "-", "--json", str(record)])
+    read = list(csv.DictReader(io.StringIO(capsys.readouterr().out)))
+    rows = json.loads(record.read_text("utf-8"))["rows"]
+    assert [row["method"] for row in read] == [row["method"] for row in rows]
+    assert [float(row["mean_gap"]) for row in read] == [row["mean_gap"] for row in rows]
+    main([*CORNER, "--csv", str(tmp_path / "deep" / "a.csv")])
+    assert f"rows: {tmp_path / 'deep' / 'a.csv'}" in capsys.readouterr().out
+    assert "both go to standard output" in refused(capsys, *CORNER, "--csv", "-", "--json", "-")
+    assert f"--csv {tmp_path} is a folder" in refused(capsys, *CORNER, "--csv", str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("words", "saved"),
+    [
+        ([], "nothing of this run is saved"),
+        (["--resume", "FILE"], "partial results are in FILE"),
+        (["--res=FILE"], "partial results are in FILE"),
+        (["--resume", "MISSING"], "nothing is saved yet"),
+    ],
+)
+def test_an_interruption_names_the_command_that_goes_on(
+    capsys, monkeypatch, tmp_path, words, saved
+):
+    def interrupted(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    file = tmp_path / "my part.json"
+    file.write_text("{}")
+    places = {"FILE": str(file), "MISSING": str(tmp_path / "none")}
+    for name, path in places.items():
+        words, saved = [w.replace(name, path) for w in words], saved.replace(name, path)
+    monkeypatch.setattr("bmfa.evidence.classification.run.run", interrupted)
+    typed = ["evaluate", "--limit", "2", *words]
+    with pytest.raises(SystemExit) as stop:
+        main(typed)
+    error = capsys.readouterr().err
+    assert stop.value.code == 130 and error.count("\n") == 1
+    assert error.startswith(f"bmfa: interrupted; {saved}")
+    command = shlex.split(error.rpartition(": ")[2])
+    assert command == ["bmfa", *typed, *([] if words else ["--resume", "evaluate.part"])]
+
+
+def test_a_command_that_cannot_resume_is_interrupted_without_advice(capsys, monkeypatch):
+    def interrupted(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("bmfa.evidence.synthetic.run.run", interrupted)
+    with pytest.raises(SystemExit) as stop:
+        main(["synthetic"])
+    assert stop.value.code == 130 and capsys.readouterr().err == "bmfa: interrupted\n"
+
+
+def test_pictures_of_the_user_in_the_toy_model_are_said(capsys, tmp_path):
+    picture = EmbeddedPictures(1)[0].pixels
+    image = pytest.importorskip("PIL.Image")
+    for name in ("left", "right"):
+        (tmp_path / "data" / name).mkdir(parents=True)
+        image.fromarray(picture).save(tmp_path / "data" / name / "[b]1.png")
+    figure = str(tmp_path / "a.png")
+    main(["screen", str(tmp_path / "data/left/[b]1.png"), "--output", figure])
+    assert "warning: this picture was seen by the embedded toy model" in capsys.readouterr().out
+    main(["screen", "embedded:0", "--output", figure])
+    assert "toy" not in capsys.readouterr().out
+    main(["closed-loop", "--data-dir", str(tmp_path / "data"), "--method", "global-mean"])
+    out = capsys.readouterr().out
+    assert "labels: folders in sorted order: left 0, right 1\n" in out
+    assert "warning: 2 folders in sorted order are taken as classes 0 to 1" in out
+    assert "warning: the pictures were seen by the embedded toy model" in out
 
 
 def test_methods_starts_without_torch():

@@ -9,15 +9,18 @@ import pytest
 
 from bmfa.data import (
     BADGE_CLASSES,
+    EmbeddedObjects,
     EmbeddedPictures,
     EmbeddedScenes,
     InstanceFiles,
     draw_badge,
     draw_badge_batch,
+    draw_object,
     draw_scene,
     write_coco,
 )
 from bmfa.data.drawn.badges import SHAPES, TEXTURES, TICK_COUNTS, _Badge, _Fragments
+from bmfa.data.drawn.objects import OBJECT_CATEGORIES, draw_kite_flyer
 from bmfa.data.drawn.rng import UniformGenerator
 from bmfa.data.drawn.scenes import OBJECT_KINDS
 
@@ -171,3 +174,51 @@ def test_an_interrupted_write_leaves_no_torn_file(
         write_coco(tmp_path, pictures=2)
     assert (tmp_path / "instances.json").read_bytes() == before
     assert [path.name for path in (tmp_path / "images").iterdir()] == ["000000000000.png"]
+
+
+@pytest.mark.parametrize(
+    ("category", "index", "expected"),
+    [
+        ("kite", 0, "273dd62c608b1736"),
+        ("person", 3, "066ea80cc5b75aec"),
+        ("book", 7, "faac87ef7b791aa1"),
+        ("spoon", 31, "14fe61bfeb9a48dc"),
+    ],
+)
+def test_an_object_depends_on_category_seed_and_index_alone(
+    category: str, index: int, expected: str
+) -> None:
+    instance = draw_object(category, 0, index)
+    assert checksum(instance.picture.pixels, instance.mask) == expected
+
+
+def test_objects_are_inside_their_pictures_and_contrast_with_them() -> None:
+    for instance in EmbeddedObjects(poses=6, seed=1).instances():
+        mask, luma = instance.mask, instance.picture.pixels.astype(float).mean(-1)
+        assert not (mask[0].any() or mask[-1].any() or mask[:, 0].any() or mask[:, -1].any())
+        assert 0.01 < mask.mean() < 0.2
+        ring = np.zeros_like(mask)
+        ring[2:, 2:] |= mask[:-2, :-2]
+        ring[:-2, :-2] |= mask[2:, 2:]
+        assert abs(luma[mask].mean() - luma[ring & ~mask].mean()) > 20
+
+
+def test_objects_come_in_parts_of_the_same_instances() -> None:
+    source = EmbeddedObjects(poses=3, seed=2)
+    whole = list(source.instances())
+    assert len(whole) == len(source) == 12
+    assert [one.category for one in whole] == 3 * list(OBJECT_CATEGORIES)
+    parts = [one for part in source.parts(5) for one in part.instances()]
+    assert [one.annotation_id for one in parts] == [one.annotation_id for one in whole]
+    assert len({one.picture.id for one in whole}) == 12
+
+
+def test_a_kite_flyer_has_two_objects_that_do_not_touch() -> None:
+    kite, person = draw_kite_flyer(0, 1)
+    assert kite.picture is person.picture
+    assert not (kite.mask & person.mask).any()
+
+
+def test_an_unknown_object_is_refused() -> None:
+    with pytest.raises(ValueError, match="category is 'fork'; pass one of kite, person"):
+        draw_object("fork", 0, 0)

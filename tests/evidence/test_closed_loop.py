@@ -106,7 +106,7 @@ def test_a_flat_folder_without_labels(tmp_path: Path) -> None:
     with pytest.raises(PictureError, match="no pictures in"):
         LabelledPictures(tmp_path / "empty")
     write_picture(tmp_path / "cats" / "b.png")
-    with pytest.raises(PictureError, match="WordNet id"):
+    with pytest.raises(PictureError, match="beside its class folders"):
         LabelledPictures(tmp_path)
 
 

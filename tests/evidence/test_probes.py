@@ -15,6 +15,7 @@ from PIL import Image
 
 from bmfa.data import (
     AnnotationError,
+    EmbeddedObjects,
     EmbeddedScenes,
     InstanceFiles,
     ProbeBlock,
@@ -25,6 +26,7 @@ from bmfa.data import (
 from bmfa.evidence import methods
 from bmfa.evidence.methods import DEFAULT_METHODS
 from bmfa.evidence.pictures import cases
+from bmfa.evidence.pictures.thumbnails import PICTURE_SIDE
 from bmfa.evidence.probes import measure
 from bmfa.evidence.probes import run as probes
 from bmfa.grid import Grid
@@ -308,33 +310,49 @@ def check_case(row: dict[str, Any]) -> None:
     assert head == "data:image/jpeg;base64"
     assert len(row["picture"]) <= 12_288
     picture = Image.open(io.BytesIO(base64.b64decode(data)))
-    assert picture.size == (cases.PICTURE_SIDE, cases.PICTURE_SIDE)
+    assert picture.size == (PICTURE_SIDE, PICTURE_SIDE)
 
 
-def test_cases_show_four_shapes_and_a_root_never_split() -> None:
-    source = EmbeddedScenes(pictures=24)
+def test_cases_are_the_four_objects_of_the_paper() -> None:
+    source = EmbeddedObjects(poses=12)
     record = cases.run(source, dataset="embedded")
     assert record.rows == cases.run(source, dataset="embedded", workers=2).rows
-    assert [row["category"] for row in record.rows[::2]] == list(cases.KINDS)
+    assert [row["category"] for row in record.rows[::2]] == ["kite", "person", "book", "spoon"]
     for row in record.rows:
         check_case(row)
-    blind, seen = record.rows[:2]
-    assert blind["title"] == "ring, root never split"
-    assert blind["boxes"] == [[0, 0, 16, 16]]
-    assert blind["error"] == pytest.approx(blind["gap"])
-    assert seen["error"] < 0.05 < blind["error"]
+        assert row["instances"] == 12
+        assert row["area_low"] <= row["minority_area_percent"] <= row["area_high"]
+        assert row["gap_low"] <= row["gap"] <= row["gap_high"]
+        assert row["leaves"] == len(row["boxes"]) > 1
+    algorithm = [row for row in record.rows if row["method"] == cases.ALGORITHM]
+    assert all(row["leaves"] == row["algorithm_leaves"] for row in algorithm)
     assert Record.from_json(record.to_json()).rows == record.rows
 
 
-def test_cases_of_photographs_differ_in_category() -> None:
-    record = cases.run(coco_files(), dataset="coco", count=6, methods=("gamma:0.005",))
-    assert len({row["category"] for row in record.rows}) == 6
-    assert record.rows[0]["title"].endswith("closed contour, root never split")
-    assert len(record.rows[0]["boxes"]) == 1
+def test_cases_of_photographs_are_recorded_without_them() -> None:
+    record = cases.run(coco_files(), dataset="coco", pictures=False)
+    assert [row["instances"] for row in record.rows[::2]] == [3, 63, 26, 5]
+    assert not any("picture" in row for row in record.rows)
+
+
+def test_cases_need_one_of_the_categories() -> None:
+    with pytest.raises(ValueError, match=r"none of the \d+ instances is a kite, a person"):
+        cases.run(EmbeddedScenes(pictures=2), dataset="embedded")
+
+
+def test_two_blocks_of_one_picture() -> None:
+    record = cases.blocks(pictures=6)
+    assert record.rows == cases.blocks(pictures=6).rows
+    first, second = record.rows
+    assert (first["category"], second["category"]) == ("kite", "person")
+    assert first["scene"] == second["scene"]
     for row in record.rows:
         check_case(row)
+        left, top, right, bottom = row["scene_box"]
+        assert 0 <= left < right <= 1 and 0 <= top < bottom <= 1
+        assert len(row["boxes"]) > 1
 
 
 def test_a_case_needs_a_tree() -> None:
     with pytest.raises(ValueError, match="rule 'sparge-mean' is unknown"):
-        cases.run(EmbeddedScenes(), dataset="embedded", methods=("sparge-mean",))
+        cases.run(EmbeddedObjects(), dataset="embedded", methods=("sparge-mean",))

@@ -9,6 +9,7 @@ COLUMNS = "parameter value mean_gap p95_gap leaf_percent unsplit_percent microse
 def ablation(
     *,
     json: opt.Json = None,
+    csv: opt.Csv = None,
     seed: opt.Seed = 0,
     device: opt.Device = "auto",
     quiet: opt.Quiet = False,
@@ -24,7 +25,7 @@ def ablation(
     source = opt.instance_source(dataset, annotations, images, seed)
     from bmfa.evidence.ablation import run as experiment
 
-    output = Output(json, quiet)
+    output = Output(json, quiet, csv)
     record = experiment.run(
         source,
         dataset=dataset,

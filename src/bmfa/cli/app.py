@@ -2,8 +2,10 @@
 
 import os
 import re
+import shlex
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import typer
@@ -14,9 +16,10 @@ from bmfa.cli import bench
 from bmfa.cli.ablation import ablation
 from bmfa.cli.closed_loop import closed_loop
 from bmfa.cli.evaluate import evaluate
+from bmfa.cli.explore import explore
 from bmfa.cli.info import info
-from bmfa.cli.methods import methods
-from bmfa.cli.output import check_json_target, fail, flushed_stdout, process_rank
+from bmfa.cli.methods import help_text, methods
+from bmfa.cli.output import check_targets, fail, flushed_stdout, process_rank
 from bmfa.cli.probe import probe
 from bmfa.cli.report import report
 from bmfa.cli.screen import screen
@@ -29,6 +32,8 @@ from bmfa.records import made_by_command
 MULTI_PROCESS = ("probe", "closed-loop", "evaluate")
 # Exit status of a program that a closed pipe ends: 128 + SIGPIPE.
 BROKEN_PIPE_STATUS = 141
+# Exit status of a program that Ctrl-C ends: 128 + SIGINT.
+INTERRUPTED_STATUS = 130
 
 
 class Command(TyperCommand):
@@ -47,11 +52,14 @@ class Command(TyperCommand):
             os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")
         elif process_rank() != 0:
             return None
-        check_json_target(ctx.params["json"])
+        check_targets(ctx.params["json"], ctx.params.get("csv"))
         try:
             result = super().invoke(ctx)
             with flushed_stdout():
                 return result
+        except KeyboardInterrupt:
+            print(f"bmfa: interrupted{_how_to_resume(ctx)}", file=sys.stderr)
+            sys.exit(INTERRUPTED_STATUS)
         except BrokenPipeError:
             sys.exit(BROKEN_PIPE_STATUS)
 
@@ -98,12 +106,13 @@ bench_app = typer.Typer(
     subcommand_metavar="WHAT",
 )
 app.command("report", cls=Command)(report)
-app.command("synthetic", cls=Command)(synthetic)
-app.command("probe", cls=Command)(probe)
+app.command("synthetic", cls=Command, epilog=help_text(("summary", "rule")))(synthetic)
+app.command("probe", cls=Command, epilog=help_text(("summary", "rule")))(probe)
 app.command("ablation", cls=Command)(ablation)
-app.command("closed-loop", cls=Command)(closed_loop)
-app.command("evaluate", cls=Command)(evaluate)
-app.command("screen", cls=Command)(screen)
+app.command("closed-loop", cls=Command, epilog=help_text(("rule",)))(closed_loop)
+app.command("evaluate", cls=Command, epilog=help_text(("full", "rule", "reduction")))(evaluate)
+app.command("screen", cls=Command, epilog=help_text(("rule",)))(screen)
+app.command("explore", cls=Command)(explore)
 app.command("tune", cls=Command)(tune)
 app.command("train-embedded", cls=Command)(train_embedded)
 app.command("methods", cls=Command)(methods)
@@ -146,18 +155,32 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         with made_by_command(words):
             status = typer.main.get_command(app).main(
-                words, prog_name="bmfa", standalone_mode=False
+                words, prog_name="bmfa", standalone_mode=False, obj=words
             )
     except typer.TyperException as error:
         _fail_usage(error)
     except typer.Abort:
-        status = 130
+        status = INTERRUPTED_STATUS
     except (ValueError, TypeError, OSError, ImportError) as error:
         fail(str(error))
-    if status == 130:
+    if status == INTERRUPTED_STATUS:
         print("bmfa: interrupted", file=sys.stderr)
     if status is not None:
         sys.exit(status)
+
+
+def _how_to_resume(context: Any) -> str:
+    """What an interrupted command has saved, and the command that goes on; "" if it cannot resume."""
+    if "resume" not in context.params:
+        return ""
+    command, path = shlex.join(("bmfa", *(context.obj or ()))), context.params["resume"]
+    if path is None:
+        return (
+            "; nothing of this run is saved, because --resume was not given; to be able to go on after "
+            f"an interruption: {command} --resume {context.info_name}.part"
+        )
+    saved = f"partial results are in {path}" if Path(path).exists() else "nothing is saved yet"
+    return f"; {saved}; go on with: {command}"
 
 
 def _fail_usage(error: typer.TyperException) -> NoReturn:

@@ -13,21 +13,25 @@ from bmfa.records import Record
 if TYPE_CHECKING:
     from rich.table import Table
 
+# Columns by importance: without --wide, those that exceed the width are left out.
 TREE_COLUMNS = (
-    "what n dtype method threads milliseconds microseconds_per_grid speedup multiple_of_softmax "
-    "leaf_percent"
+    "what n dtype method threads microseconds_per_grid speedup multiple_of_softmax leaf_percent "
+    "milliseconds"
 )
 ATTENTION_COLUMNS = (
-    "n heads dim dtype batch method density_percent e_mean error_l2_percent estimated_error_percent "
-    "target_met_percent error_p95_query_percent milliseconds milliseconds_eager speedup speedup_eager "
-    "added_milliseconds own_error_percent peak_mebibytes extra_memory_percent ran "
-    "certificate_over_error_median certificate_percent_median kernel launches bytes flops "
-    "limit_milliseconds limit_percent"
+    "n method density_percent error_l2_percent error_p95_query_percent milliseconds speedup ran heads "
+    "dim dtype batch e_mean estimated_error_percent target_met_percent milliseconds_eager "
+    "speedup_eager added_milliseconds own_error_percent peak_mebibytes extra_memory_percent "
+    "certificate_over_error_median certificate_percent_median"
+)
+KERNEL_COLUMNS = (
+    "n method kernel launches milliseconds limit_milliseconds limit_percent bytes flops heads dim "
+    "dtype batch"
 )
 AT_SPEED_COLUMNS = "n speedup tiles_error_percent mean_tiles_error_percent"
 MODEL_COLUMNS = (
-    "img_size n heads dim dtype batch method tiled_layers layers density_percent error_l2_percent "
-    "mask_iou milliseconds milliseconds_eager speedup speedup_eager peak_mebibytes ran"
+    "img_size n method density_percent error_l2_percent mask_iou milliseconds speedup tiled_layers "
+    "layers speedup_eager milliseconds_eager peak_mebibytes heads dim dtype batch ran"
 )
 REDUCTION_COLUMNS = (
     "baseline schedule chosen_on reported_on images gflops agreement_percent output_kl gain_pp "
@@ -79,6 +83,8 @@ Figures = Annotated[str | None, opt.option("--figures DIR", "Write the figures t
 def trees(
     *,
     json: opt.Json = None,
+    csv: opt.Csv = None,
+    wide: opt.Wide = False,
     seed: opt.Seed = 0,
     device: opt.Device = "auto",
     quiet: opt.Quiet = False,
@@ -100,12 +106,14 @@ def trees(
         seed=seed,
         device=opt.resolve_device(device),
     )
-    Output(json, quiet).finish(record, table_of(record.rows, TREE_COLUMNS))
+    Output(json, quiet, csv).finish(record, table_of(record.rows, TREE_COLUMNS, wide))
 
 
 def attention(
     *,
     json: opt.Json = None,
+    csv: opt.Csv = None,
+    wide: opt.Wide = False,
     seed: opt.Seed = 0,
     device: opt.Device = "auto",
     quiet: opt.Quiet = False,
@@ -190,7 +198,9 @@ def attention(
     from bmfa.evidence.bench.inputs import InputSource
 
     targets = [_speed_target(text) for text in at_speed or ()]
-    results = _Results(Output(json, quiet), ATTENTION_COLUMNS, markdown, figures, targets)
+    results = _Results(
+        Output(json, quiet, csv), ATTENTION_COLUMNS, wide, markdown, figures, targets
+    )
     if records:
         return results.show_files(records)
     require_packages(("PIL",), "data")
@@ -225,6 +235,8 @@ def attention(
 def model(
     *,
     json: opt.Json = None,
+    csv: opt.Csv = None,
+    wide: opt.Wide = False,
     seed: opt.Seed = 0,
     device: opt.Device = "auto",
     quiet: opt.Quiet = False,
@@ -274,7 +286,7 @@ def model(
     """A model at high resolution, screened and dense, end to end."""
     from bmfa.evidence.bench import model as experiment
 
-    results = _Results(Output(json, quiet), MODEL_COLUMNS, markdown, figures)
+    results = _Results(Output(json, quiet, csv), MODEL_COLUMNS, wide, markdown, figures)
     if records:
         return results.show_files(records)
     require_packages(("PIL",), "data")
@@ -307,13 +319,14 @@ class _Results:
         self,
         output: Output,
         columns: str,
+        wide: bool,
         markdown: bool,
         figure_folder: str | None,
         at_speed: Sequence[tuple[int, float]] = (),
     ) -> None:
         if figure_folder is not None:
             require_packages(("matplotlib",), "report")
-        self.output, self.columns = output, columns
+        self.output, self.columns, self.wide = output, columns, wide
         self.markdown, self.figure_folder = markdown, figure_folder
         self.at_speed = at_speed
 
@@ -332,8 +345,13 @@ class _Results:
                 if figures.ALL[name].drawable(record):
                     path = Path(self.figure_folder) / f"{name}.png"
                     files[path] = partial(figures.ALL[name].png, record)
-        table = markdown(record) if self.markdown else table_of(record.rows, self.columns)
-        notes: list[Table | str] = [*lines]
+        kernels = [row for row in record.rows if row.get("what") == "kernel"]
+        rows = [row for row in record.rows if row.get("what") != "kernel"]
+        table = markdown(record) if self.markdown else table_of(rows, self.columns, self.wide)
+        notes: list[Table | str] = []
+        if kernels and not self.markdown:
+            notes += ["\nKernels:\n", table_of(kernels, KERNEL_COLUMNS, self.wide)]
+        notes += lines
         if self.at_speed:
             errors = summary.errors_at_speeds(record.rows, self.at_speed)
             heading = "\nError of tiles and of mean tiles at a speed, in percent:\n"
@@ -345,6 +363,8 @@ class _Results:
 def reduction(
     *,
     json: opt.Json = None,
+    csv: opt.Csv = None,
+    wide: opt.Wide = False,
     seed: opt.Seed = 0,
     device: opt.Device = "auto",
     quiet: opt.Quiet = False,
@@ -376,17 +396,11 @@ def reduction(
     from bmfa.evidence.bench import reduction as experiment
     from bmfa.models import load_model
 
-    output = Output(json, quiet)
+    output = Output(json, quiet, csv)
     device = opt.resolve_device(device)
     loaded = load_model(model, weights, img_size=img_size, crop_pct=crop_pct)
     pictures = opt.labelled_pictures(
-        data_dir,
-        model=model,
-        labels=None,
-        limit=limit,
-        strict=False,
-        seed=seed,
-        img_size=img_size,
+        data_dir, model=loaded, labels=None, limit=limit, strict=False, seed=seed
     )
     record = experiment.run(
         loaded,
@@ -401,7 +415,7 @@ def reduction(
         rounds=rounds,
         progress=not quiet,
     )
-    output.finish(record, table_of(record.rows, REDUCTION_COLUMNS))
+    output.finish(record, table_of(record.rows, REDUCTION_COLUMNS, wide))
 
 
 def _method_names(**values: Sequence[float] | None) -> list[str]:

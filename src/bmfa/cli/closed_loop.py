@@ -11,6 +11,8 @@ COLUMNS = "method layers images leaf_percent agreement_percent output_kl attenti
 def closed_loop(
     *,
     json: opt.Json = None,
+    csv: opt.Csv = None,
+    wide: opt.Wide = False,
     seed: opt.Seed = 0,
     device: opt.Device = "auto",
     quiet: opt.Quiet = False,
@@ -19,6 +21,7 @@ def closed_loop(
     weights: opt.Weights = None,
     data_dir: opt.DataDir = None,
     labels: opt.Labels = None,
+    class_map: opt.ClassMap = None,
     crop_pct: opt.CropPct = None,
     img_size: opt.ImgSize = None,
     batch_size: opt.BatchSize = 25,
@@ -40,18 +43,19 @@ def closed_loop(
     from bmfa.evidence.runner.processes import joined
     from bmfa.models import load_model
 
-    output = Output(json, quiet)
+    output = Output(json, quiet, csv)
     device = opt.resolve_device(device, multi_process=True)
     loaded = load_model(model, weights, img_size=img_size, crop_pct=crop_pct)
     pictures = opt.labelled_pictures(
         data_dir,
-        model=model,
+        model=loaded,
         labels=labels,
+        class_map=class_map,
         limit=limit,
         strict=strict,
         seed=seed,
-        img_size=img_size,
     )
+    toy = opt.toy_model_warning(model, weights, "the pictures were") if data_dir else []
     with joined(device) as processes:
         record = experiment.run(
             loaded,
@@ -66,5 +70,9 @@ def closed_loop(
             progress=output.progress("pictures"),
         )
         if processes.first:
-            warnings = opt.skipped_lines(record.settings)
-            output.finish(record, table_of(record.rows, COLUMNS), warnings=warnings)
+            output.finish(
+                record,
+                table_of(record.rows, COLUMNS, wide),
+                notes=opt.picture_notes(pictures),
+                warnings=[*opt.picture_warnings(record.settings, pictures), *toy],
+            )

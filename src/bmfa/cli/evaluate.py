@@ -5,15 +5,18 @@ from typing import Annotated
 from bmfa.cli import options as opt
 from bmfa.cli.output import Output, table_of
 
+# By importance: without --wide, those that exceed the width are left out.
 COLUMNS = (
-    "method images top1_percent top5_percent drop_pp agreement_percent leaf_percent final_tokens "
-    "gflops images_per_second images_per_second_end_to_end speedup"
+    "method images top1_percent drop_pp agreement_percent leaf_percent gflops speedup final_tokens "
+    "top5_percent output_kl images_per_second images_per_second_end_to_end"
 )
 
 
 def evaluate(
     *,
     json: opt.Json = None,
+    csv: opt.Csv = None,
+    wide: opt.Wide = False,
     seed: opt.Seed = 0,
     device: opt.Device = "auto",
     quiet: opt.Quiet = False,
@@ -22,6 +25,7 @@ def evaluate(
     weights: opt.Weights = None,
     data_dir: opt.DataDir = None,
     labels: opt.Labels = None,
+    class_map: opt.ClassMap = None,
     crop_pct: opt.CropPct = None,
     img_size: opt.ImgSize = None,
     batch_size: opt.BatchSize = 25,
@@ -43,18 +47,19 @@ def evaluate(
     from bmfa.evidence.runner.processes import joined
     from bmfa.models import load_model
 
-    output = Output(json, quiet)
+    output = Output(json, quiet, csv)
     device = opt.resolve_device(device, multi_process=True)
     loaded = load_model(model, weights, img_size=img_size, crop_pct=crop_pct)
     pictures = opt.labelled_pictures(
         data_dir,
-        model=model,
+        model=loaded,
         labels=labels,
+        class_map=class_map,
         limit=limit,
         strict=strict,
         seed=seed,
-        img_size=img_size,
     )
+    toy = opt.toy_model_warning(model, weights, "the pictures were") if data_dir else []
     with joined(device) as processes:
         record = experiment.run(
             loaded,
@@ -72,5 +77,9 @@ def evaluate(
             progress=output.progress("pictures"),
         )
         if processes.first:
-            warnings = opt.skipped_lines(record.settings)
-            output.finish(record, table_of(record.rows, COLUMNS), warnings=warnings)
+            output.finish(
+                record,
+                table_of(record.rows, COLUMNS, wide),
+                notes=opt.picture_notes(pictures),
+                warnings=[*opt.picture_warnings(record.settings, pictures), *toy],
+            )

@@ -15,4 +15,4 @@ def info(
     from bmfa.environment import describe
 
     record = describe()
-    Output(json, quiet).finish(record, table_of(record.rows, "what name status"))
+    Output(json, quiet).finish(record, table_of(record.rows, "what name status", wide=True))

@@ -8,6 +8,7 @@ from bmfa.packages import require_packages
 
 if TYPE_CHECKING:
     from bmfa.data import InstanceSource
+    from bmfa.models import LoadedModel
 
 # Embedded pictures that a model command draws by default: one percent point is two of them.
 EMBEDDED_PICTURES = 200
@@ -27,14 +28,18 @@ Device = Annotated[
     str,
     option("--device NAME", "auto (CUDA if available, else the CPU), cpu, cuda, cuda:1 or mps."),
 ]
+Csv = Annotated[
+    str | None, option("--csv FILE", "Write the rows as CSV to FILE; - is standard output.")
+]
+Wide = Annotated[bool, option("--wide", "Print every column; by default at most 120 characters.")]
 Quiet = Annotated[bool, option("--quiet", "Print no table and no progress.")]
 
 Methods = Annotated[
     list[str] | None,
     option(
         "--method NAME:VALUE",
-        "Method such as gamma:0.005; repeat for several. `bmfa methods` lists all of them. "
-        "Without this option, a default list runs.",
+        "Method such as gamma:0.005; repeat for several. Without this option, a default list runs. "
+        "The methods are listed at the end of this page.",
     ),
 ]
 Model = Annotated[
@@ -47,7 +52,15 @@ DataDir = Annotated[
     str | None,
     option(
         "--data-dir DIR",
-        "Pictures in folders named by class index or WordNet id; embedded ones by default.",
+        "Pictures in one folder for each class, named by class index, WordNet id, or anything (then "
+        "sorted order counts); embedded pictures by default.",
+    ),
+]
+ClassMap = Annotated[
+    str | None,
+    option(
+        "--class-map FILE",
+        "Classes of the folders: their names in the model's order, one on each line, or NAME INDEX.",
     ),
 ]
 Labels = Annotated[
@@ -151,30 +164,65 @@ def instance_workers(workers: int | None) -> int:
 def labelled_pictures(
     data_dir: str | None,
     *,
-    model: str,
+    model: "LoadedModel",
     labels: str | None,
     limit: int | None,
     strict: bool,
     seed: int,
-    img_size: int | None = None,
+    class_map: str | None = None,
 ) -> Any:
     """Open the pictures of `--data-dir`, or draw the embedded ones for the embedded model."""
     from bmfa.data.classification import EmbeddedPictures, LabelledPictures
 
+    if labels is not None and class_map is not None:
+        raise ValueError(
+            "--labels and --class-map both give the classes of the pictures; pass one of them"
+        )
     if data_dir is not None:
         require_packages(("PIL",), "data")
-        return LabelledPictures(data_dir, labels, limit=limit, strict=strict)
-    if model != "embedded":
-        raise ValueError(f"--model {model} needs --data-dir DIR with pictures")
-    if labels is not None:
-        raise ValueError("--labels needs --data-dir DIR; the embedded pictures have labels")
-    count = EMBEDDED_PICTURES if limit is None else limit
+        return LabelledPictures(
+            data_dir,
+            labels,
+            class_map=class_map,
+            classes=model.classes or getattr(model.model, "num_classes", None) or None,
+            limit=limit,
+            strict=strict,
+        )
+    if model.name != "embedded":
+        raise ValueError(f"--model {model.name} needs --data-dir DIR with pictures")
+    for option_name, value in (("--labels", labels), ("--class-map", class_map)):
+        if value is not None:
+            raise ValueError(
+                f"{option_name} needs --data-dir DIR; the embedded pictures have labels"
+            )
     # Drawn at the size of the model's input rather than resized: larger is sharper.
-    return EmbeddedPictures(count, seed, **({} if img_size is None else {"size": img_size}))
+    count = EMBEDDED_PICTURES if limit is None else limit
+    return EmbeddedPictures(count, seed, model.preprocess.size[0])
 
 
-def skipped_lines(settings: Any) -> list[str]:
-    """Describe the pictures that could not be read, from the settings of a record."""
+def picture_notes(pictures: Any) -> list[str]:
+    """Describe how the classes of the folders were found; nothing for the embedded pictures."""
+    source = getattr(pictures, "label_source", None)
+    if source is None:
+        return []
+    none = "labels: none, because there are no class folders; pass --labels FILE for top-1"
+    return [none if source == "none" else f"labels: {source}"]
+
+
+def picture_warnings(settings: Any, pictures: Any) -> list[str]:
+    """Describe the pictures that could not be read, and labels that may not be the model's."""
     from bmfa.data.classification import SkippedPictures
 
-    return SkippedPictures(settings["skipped"], settings["skipped_names"]).lines()
+    skipped = SkippedPictures(settings["skipped"], settings["skipped_names"]).lines()
+    warning = getattr(pictures, "label_warning", None)
+    return [*skipped, *([] if warning is None else [f"warning: {warning}"])]
+
+
+def toy_model_warning(model: str, weights: str | None, pictures: str) -> list[str]:
+    """Warn if pictures of the user are shown to the embedded model, which knows drawn ones alone."""
+    if model != "embedded" or weights is not None:
+        return []
+    return [
+        f"warning: {pictures} seen by the embedded toy model, which was trained on drawn pictures "
+        "alone, so its classes mean nothing here; pass --model timm:NAME --weights FILE for a real one"
+    ]

@@ -10,10 +10,16 @@ COLUMNS = (
     "method instances mean_gap median_gap p95_gap p99_gap max_gap leaf_percent unsplit_percent"
 )
 
+CASE_COLUMNS = (
+    "category instances minority_area_percent gibbs_mass_percent gap method error leaves "
+    "unsplit_percent"
+)
+
 
 def probe(
     *,
     json: opt.Json = None,
+    csv: opt.Csv = None,
     seed: opt.Seed = 0,
     device: opt.Device = "auto",
     quiet: opt.Quiet = False,
@@ -28,15 +34,25 @@ def probe(
     grid: Annotated[int, opt.option("--grid N", "Cells along a side of the grid.")] = 16,
     strict: Annotated[bool, opt.option("--strict", "Stop at the first bad instance.")] = False,
     resume: opt.Resume = None,
+    cases: Annotated[
+        bool,
+        opt.option(
+            "--cases",
+            "Record a kite, a person, a book and a spoon with their trees instead, without pictures.",
+        ),
+    ] = False,
 ) -> None:
     """The mass each method loses on instances of real pictures."""
+    if cases:
+        _run_cases(Output(json, quiet), dataset, mode, annotations, images, limit, workers, seed)
+        return
     source = opt.instance_source(dataset, annotations, images, seed)
     from bmfa.data import ProbeSettings
     from bmfa.evidence.methods import COMPARABLE_METHODS, DEFAULT_METHODS
     from bmfa.evidence.probes import run as experiment
     from bmfa.evidence.runner.processes import joined
 
-    output = Output(json, quiet)
+    output = Output(json, quiet, csv)
     with joined() as processes:
         record = experiment.run(
             source,
@@ -57,6 +73,36 @@ def probe(
             note = f"by group ({', '.join(groups)}): in the record, --json FILE"
             table = table_of(rows, COLUMNS)
             output.finish(record, table, notes=[note], warnings=_unused_instances(record))
+
+
+def _run_cases(
+    output: Output,
+    dataset: str,
+    mode: opt.Mode,
+    annotations: str | None,
+    images: str | None,
+    limit: int | None,
+    workers: int | None,
+    seed: int,
+) -> None:
+    """Record the paper's four objects; the embedded ones are drawn."""
+    from bmfa.data import EmbeddedObjects, InstanceSource
+    from bmfa.evidence.pictures import cases as experiment
+
+    source: InstanceSource = opt.instance_source(dataset, annotations, images, seed)
+    if dataset == "embedded":
+        source = EmbeddedObjects(seed=seed)
+    record = experiment.run(
+        source,
+        dataset=dataset,
+        mode=mode,
+        pictures=False,
+        limit=limit,
+        workers=opt.instance_workers(workers),
+        progress=output.progress("pictures"),
+        seed=seed,
+    )
+    output.finish(record, table_of(record.rows, CASE_COLUMNS), warnings=_unused_instances(record))
 
 
 def _unused_instances(record: Record) -> list[str]:

@@ -69,31 +69,40 @@ def report(
     from bmfa.evidence.page.build import build_page
 
     folder = Path(output)
+    explorer = folder / "explorer.html"
     if records:
         collected = [Record.from_json(Path(name).read_text("utf-8"), name) for name in records]
     else:
         from bmfa.evidence import report as experiments
+        from bmfa.evidence.explorer.page import build_explorer
 
+        own = _own_model(imagenet, weights, model=model, labels=labels, limit=limit)
+        device = opt.resolve_device(device)
         collected = []
         for name, record in experiments.run(
             seed=seed,
             workers=opt.instance_workers(workers),
             coco=coco,
             lvis=lvis,
-            own=_own_model(imagenet, weights, model=model, labels=labels, limit=limit),
-            device=opt.resolve_device(device),
+            own=own,
+            device=device,
         ):
             write_atomic(folder / "records" / f"{name}.json", record.to_json())
             collected.append(record)
             if not quiet:
                 print(f"{name}: {len(record.rows)} rows", flush=True)
-    write_atomic(folder / "index.html", build_page(collected))
+        exploration = experiments.explore(own, seed=seed, device=device)
+        write_atomic(explorer, build_explorer(exploration, report="index.html"))
+    link = explorer.name if explorer.is_file() else None
+    write_atomic(folder / "index.html", build_page(collected, link))
     if png:
         for name, figure in figures.ALL.items():
             if figure.drawable(collected):
                 figures.save_png(name, collected, folder / "figures" / f"{name}.png")
     if not quiet:
         print(f"page: {folder / 'index.html'}")
+        if link:
+            print(f"explorer: {explorer}")
 
 
 def _own_model(

@@ -67,6 +67,9 @@ def screen(
         record,
         table_of(record.rows, COLUMNS),
         notes=_predictions(record, layers),
+        warnings=[]
+        if picture.startswith(EMBEDDED)
+        else opt.toy_model_warning(model, weights, "this picture was"),
         figures={output: partial(figures.screen.png, record)},
     )
 

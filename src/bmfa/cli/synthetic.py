@@ -12,6 +12,7 @@ CURVE_COLUMNS = "method cells delta minority_mass gap leaf_percent"
 def synthetic(
     *,
     json: opt.Json = None,
+    csv: opt.Csv = None,
     seed: opt.Seed = 0,
     device: opt.Device = "auto",
     quiet: opt.Quiet = False,
@@ -39,7 +40,7 @@ def synthetic(
     from bmfa.evidence.methods import DEFAULT_METHODS
     from bmfa.evidence.synthetic import run as experiment
 
-    output = Output(json, quiet)
+    output = Output(json, quiet, csv)
     methods = method or DEFAULT_METHODS
     if curve:
         record = experiment.failure_curve(methods, seed=seed)

@@ -4,6 +4,7 @@ from bmfa.data.classification import EmbeddedPictures, LabelledPicture, Labelled
 from bmfa.data.coco import AnnotationFile, InstanceFiles
 from bmfa.data.drawn.badges import BADGE_CLASSES, BadgePicture, draw_badge, draw_badge_batch
 from bmfa.data.drawn.coco_writer import write_coco
+from bmfa.data.drawn.objects import EmbeddedObjects, draw_object
 from bmfa.data.drawn.scenes import EmbeddedScenes, draw_scene
 from bmfa.data.instances import AnnotationError, Instance, InstanceSource, Picture, Tally
 from bmfa.data.pictures import PictureError, PictureFiles
@@ -15,6 +16,7 @@ __all__ = [
     "AnnotationError",
     "AnnotationFile",
     "BadgePicture",
+    "EmbeddedObjects",
     "EmbeddedPictures",
     "EmbeddedScenes",
     "Instance",
@@ -30,6 +32,7 @@ __all__ = [
     "Tally",
     "draw_badge",
     "draw_badge_batch",
+    "draw_object",
     "draw_scene",
     "probe_blocks",
     "write_coco",

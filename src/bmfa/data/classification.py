@@ -4,8 +4,10 @@
 they have a length, give a picture by index, and pickle for worker processes.
 """
 
+import json
 import os
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -23,6 +25,8 @@ from bmfa.packages import load_package
 
 _WNID = re.compile(r"n\d{8}")  # WordNet id, such as n01440764
 _MAX_REASONS = 5  # reasons that a summary lists
+_IMAGENET_CLASSES = 1000
+_MAX_SHOWN = 5  # names of classes that a message lists
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,18 +73,42 @@ class SkippedPictures:
 class LabelledPictures:
     """The pictures of a folder or zip in the order of their names, with labels.
 
-    Labels are read from the names of the folders (a class index or a WordNet id), or from a label
-    file. A flat folder without a label file has no labels.
+    Labels are read from the names of the folders, or from a label file. A folder named by an integer
+    is the class of that index, and one named by a WordNet id the class of ImageNet-1K. Folders with
+    other names are the classes of the model that have these names or, if some have none, the classes
+    0, 1, 2, ... in sorted order, as in torchvision's `ImageFolder`. A flat folder without a label file
+    has no labels.
 
     Args:
         path: folder or zip.
         labels: file with a name and a label on each line; None takes the names of the folders.
         wnids: WordNet ids in the order of the model's outputs; None takes those of ImageNet-1K.
+        class_map: file with the class of every folder: the names of the folders in the order of the
+            model's outputs, one on each line; lines `NAME INDEX`; or a JSON list or object of these.
+            None takes the names of the folders.
+        classes: the names of the model's outputs, or their number; None if unknown.
         limit: number of pictures to take; None takes all.
         strict: True to raise at a picture that cannot be read instead of skipping it.
 
+    Attributes:
+        label_source: how labels were found, as a phrase.
+        label_warning: a sentence if the labels may not be the classes of the model, else None.
+
     Raises:
-        PictureError: there is no picture, or a label cannot be interpreted.
+        PictureError: there is no picture, a label cannot be interpreted, or the names of the folders
+            have more than one meaning.
+
+    Example:
+        >>> import tempfile, pathlib
+        >>> from PIL import Image
+        >>> from bmfa.data import LabelledPictures
+        >>> root = pathlib.Path(tempfile.mkdtemp())
+        >>> for name in ("cat", "dog"):
+        ...     (root / name).mkdir()
+        ...     Image.new("RGB", (8, 8)).save(root / name / "1.png")
+        >>> pictures = LabelledPictures(root, classes=2)
+        >>> pictures.names(), pictures.label_source
+        ([('cat/1.png', 0), ('dog/1.png', 1)], 'folders in sorted order: cat 0, dog 1')
     """
 
     def __init__(
@@ -89,6 +117,8 @@ class LabelledPictures:
         labels: str | os.PathLike[str] | None = None,
         *,
         wnids: Sequence[str] | None = None,
+        class_map: str | os.PathLike[str] | None = None,
+        classes: Sequence[str] | int | None = None,
         limit: int | None = None,
         strict: bool = False,
     ) -> None:
@@ -99,11 +129,32 @@ class LabelledPictures:
             raise PictureError(f"no pictures in {path}; pass a folder or zip of jpg, png or webp")
         if limit is not None:
             check_integer("limit", limit, low=1)
-        if labels is None:
-            self._labels = _labels_from_folders(self.files, wnids)
-        else:
+        if labels is not None and class_map is not None:
+            raise PictureError(
+                "a label file and a class map are given; pass one of them, because either decides the "
+                "class of every picture"
+            )
+        self.label_warning: str | None = None
+        if labels is not None:
             self._labels = _labels_from_file(self.files, Path(labels), wnids)
+            self.label_source = "label file"
+        else:
+            folders = _FolderClasses(self.files, wnids, classes)
+            self._labels = folders.labels(None if class_map is None else Path(class_map))
+            self.label_source, self.label_warning = folders.source, folders.warning
+        self._check_labels(classes)
         self.entries = tuple(islice(self._labels or self.files.entries, limit))
+
+    def _check_labels(self, classes: Sequence[str] | int | None) -> None:
+        if classes is None:
+            return
+        count = classes if isinstance(classes, int) else len(classes)
+        beyond = next((entry for entry, label in self._labels.items() if label >= count), None)
+        if beyond is not None:
+            raise PictureError(
+                f"{beyond} has class {self._labels[beyond]}, and the model {count} classes; pass the "
+                "model of these pictures, or labels in its order"
+            )
 
     @property
     def labelled(self) -> bool:
@@ -198,22 +249,147 @@ def _imagenet_info() -> Any:
     return load_package("timm.data").ImageNetInfo()
 
 
-def _labels_from_folders(files: PictureFiles, wnids: Sequence[str] | None) -> dict[str, int]:
-    """Return the class of every entry by the name of its folder; empty for a flat folder."""
-    folders = {entry: PurePosixPath(entry).parent.name for entry in files.entries}
-    names = sorted(set(folders.values()))
-    if all(_WNID.fullmatch(name) for name in names):
-        index = _wnid_index(names, wnids)
-        return {entry: index[name] for entry, name in folders.items()}
-    if all(name.isdecimal() for name in names):
-        return {entry: int(name) for entry, name in folders.items()}
-    if len(names) == 1:
-        return {}
-    other = next(name for name in names if not _is_label(name))
-    raise PictureError(
-        f"{files.path} has a folder {other!r}; name folders by class index or WordNet id, "
-        "or pass a label file"
-    )
+class _FolderClasses:
+    """The class index of every folder, by a class map or by the names of the folders.
+
+    Attributes:
+        source: how the indices were found, as a phrase.
+        warning: a sentence if the folders may be other classes of the model.
+    """
+
+    def __init__(
+        self,
+        files: PictureFiles,
+        wnids: Sequence[str] | None,
+        classes: Sequence[str] | int | None,
+    ) -> None:
+        self.files, self.wnids = files, wnids
+        self.class_names = () if classes is None or isinstance(classes, int) else tuple(classes)
+        self.class_count = classes if isinstance(classes, int) else len(self.class_names) or None
+        self.folders = {entry: PurePosixPath(entry).parent.name for entry in files.entries}
+        self.names = sorted(set(self.folders.values()))
+        self.source = "none"
+        self.warning: str | None = None
+
+    def labels(self, class_map: Path | None) -> dict[str, int]:
+        """Return the class of every entry; empty for a flat folder."""
+        index = self._index() if class_map is None else self._mapped(class_map)
+        return {entry: index[name] for entry, name in self.folders.items()} if index else {}
+
+    def _index(self) -> Mapping[str, int]:
+        names = self.names
+        if all(_WNID.fullmatch(name) for name in names):
+            if self.wnids is None and self.class_count == len(names) != _IMAGENET_CLASSES:
+                return self._sorted()  # a model that was trained on these folders alone
+            self.source = "folders by WordNet id"
+            return _wnid_index(names, self.wnids)
+        if all(name.isdecimal() for name in names):
+            self.source = "folders by class index"
+            return {name: int(name) for name in names}
+        if len(names) == 1:
+            return {}
+        self._check_unambiguous()
+        if self.class_names and set(names) <= set(self.class_names):
+            self.source = "folders by the class names of the model"
+            return {name: self.class_names.index(name) for name in names}
+        return self._sorted()
+
+    def _sorted(self) -> Mapping[str, int]:
+        names, count = self.names, self.class_count
+        index = {name: number for number, name in enumerate(names)}
+        if count is not None and len(names) > count:
+            raise PictureError(
+                f"{self.files.path} has {len(names)} class folders, and the model {count} classes; pass "
+                "the model of these pictures, or the class of every folder in a class map "
+                "(--class-map FILE)"
+            )
+        shown = [f"{name} {index[name]}" for name in names]
+        if len(shown) > _MAX_SHOWN:
+            shown = [*shown[: _MAX_SHOWN - 1], "...", shown[-1]]
+        self.source = f"folders in sorted order: {', '.join(shown)}"
+        if count is not None and len(names) < count:
+            self.warning = (
+                f"{len(names)} folders in sorted order are taken as classes 0 to {len(names) - 1} of "
+                f"the model's {count}; if they are others, top-1 means nothing: pass --class-map FILE"
+            )
+        return index
+
+    def _check_unambiguous(self) -> None:
+        """Raise if ordinary names of folders can be understood in more than one way."""
+        path = self.files.path
+        label = next((name for name in self.names if _is_label(name)), None)
+        if label is not None:
+            other = next(name for name in self.names if not _is_label(name))
+            place = "pictures of its own" if other == "" else f"a folder {other!r}"
+            raise PictureError(
+                f"{path} has a folder {label!r}, which is a class index or a WordNet id, and {place}; "
+                "pass the class of every folder in a class map (--class-map FILE), or move the others"
+            )
+        if "" in self.names:
+            picture = next(entry for entry, name in self.folders.items() if name == "")
+            raise PictureError(
+                f"{path} has pictures beside its class folders, e.g. {picture}; move them into the "
+                "folder of their class"
+            )
+        above: dict[PurePosixPath, PurePosixPath] = {}
+        for parent in sorted({PurePosixPath(entry).parent for entry in self.folders}):
+            above.setdefault(parent.parent, parent)
+        if len(above) > 1:
+            first, second = list(above.values())[:2]
+            raise PictureError(
+                f"{path} has class folders in several folders, e.g. {first} and {second}; pass the one "
+                "folder whose folders are the classes"
+            )
+
+    def _mapped(self, path: Path) -> Mapping[str, int]:
+        index = _read_class_map(path, self.names)
+        unknown = [name for name in self.names if name not in index]
+        if unknown:
+            known = ", ".join(list(index)[:_MAX_SHOWN])
+            raise PictureError(
+                f"class map {path} has no class for the folder {unknown[0]!r} of {self.files.path}; it "
+                f"has {len(index)} names: {known}{', ...' if len(index) > _MAX_SHOWN else ''}"
+            )
+        self.source = f"class map {path.name}"
+        return index
+
+
+def _read_class_map(path: Path, folders: Sequence[str]) -> dict[str, int]:
+    """Return the index of every name: names in order, lines `NAME INDEX`, or JSON."""
+    try:
+        text = path.read_text(encoding="utf-8")
+        content = json.loads(text) if path.suffix.lower() == ".json" else None
+    except (OSError, ValueError) as error:
+        raise PictureError(f"class map {path} cannot be read: {error}") from error
+    pairs: list[tuple[str, Any]]
+    if isinstance(content, dict):
+        pairs = list(content.items())
+    elif isinstance(content, list):
+        pairs = [(str(name), number) for number, name in enumerate(content)]
+    elif content is not None:
+        raise PictureError(f"class map {path} is JSON of another kind; write an object or a list")
+    else:
+        lines = [line.strip() for line in text.splitlines() if line.strip()]
+        matches = [re.fullmatch(r"(.+?)(?:\s*,\s*|\s+)(\d+)", line) for line in lines]
+        # A name may end with a number: the lines are names if they are those of the folders.
+        if set(folders) <= set(lines) or not all(matches):
+            pairs = [(line, number) for number, line in enumerate(lines)]
+        else:
+            pairs = [(match[1], int(match[2])) for match in matches if match]
+    bad = next((p for p in pairs if type(p[1]) is not int or p[1] < 0), None)
+    if bad is not None:
+        raise PictureError(
+            f"class map {path} gives {bad[0]!r} the class {bad[1]!r}; write a class index from 0 on"
+        )
+    counts = Counter(name for name, _ in pairs)
+    twice = next((name for name, count in counts.items() if count > 1), None)
+    if twice is not None or not pairs:
+        fault = "names no class" if twice is None else f"names {twice!r} twice"
+        raise PictureError(
+            f"class map {path} {fault}; write each folder name once, in the order of the model's "
+            "outputs or with its index"
+        )
+    return dict(pairs)
 
 
 def _labels_from_file(

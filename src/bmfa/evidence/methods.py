@@ -91,6 +91,14 @@ class Method:
 
 EPSILON = "threshold ε, in units of the scores"
 BUDGET = "tokens removed in every block (an integer) or share of tokens kept (0 to 1)"
+# What a method of each kind is.
+KINDS: Mapping[Kind, str] = {
+    "full": "the model as it is",
+    "summary": "one number for a block, in closed form",
+    "rule": "a tree for each query and head",
+    "reduction": "fewer tokens after a block",
+    "bench": "settings and baselines of bmfa bench",
+}
 KEPT = "share of tokens kept (0 to 1)"
 BLOCKS_KEPT = "share of the blocks computed exactly (0 to 1)"
 

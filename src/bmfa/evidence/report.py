@@ -3,13 +3,16 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from bmfa.data import EmbeddedScenes, InstanceFiles, InstanceSource
+from bmfa.data import EmbeddedObjects, EmbeddedScenes, InstanceFiles, InstanceSource
 from bmfa.data.classification import EmbeddedPictures, LabelledPictures
 from bmfa.data.probes import MODES
 from bmfa.evidence.ablation import run as ablation
 from bmfa.evidence.bench import trees as bench
 from bmfa.evidence.classification import run as classification
 from bmfa.evidence.closed_loop import run as closed_loop
+from bmfa.evidence.explorer import run as explorer
+from bmfa.evidence.explorer.run import Exploration
+from bmfa.evidence.failures import run as failures
 from bmfa.evidence.methods import COMPARABLE_METHODS, DEFAULT_METHODS, FULL
 from bmfa.evidence.pictures import cases, model_cases
 from bmfa.evidence.probes import run as probes
@@ -124,7 +127,12 @@ def run(
             )
             yield f"probe-{dataset}-{mode}", record
     yield "ablation", ablation.run(embedded, dataset="embedded", workers=workers)
-    yield "cases", cases.run(embedded, dataset="embedded", seed=seed)
+    yield "blocks", cases.blocks(seed=seed)
+    objects: dict[str, InstanceSource] = {"embedded": EmbeddedObjects(seed=seed), **files}
+    for dataset, source in objects.items():
+        name = "cases" if dataset == "embedded" else f"cases-{dataset}"
+        yield name, cases.run(source, dataset=dataset, workers=workers, seed=seed)
+    yield "failures", failures.run(seed=seed)
     yield from run_models(loaded, seed=seed, device=device)
     yield "bench", bench.run(repeats=3, seed=seed)
 
@@ -163,6 +171,28 @@ def run_models(
     record = closed_loop.run(model, pictures, methods, layers=layers, seed=seed, device=device)
     yield f"own-closed-loop-{name}", record
     yield "own-evaluate", _evaluate(model, pictures, REDUCTIONS, seed, device)
+
+
+def explore(own: OwnModel | None = None, *, seed: int = 0, device: str = "cpu") -> Exploration:
+    """Record the first picture for the explorer: of the user's own model, or of the embedded one.
+
+    Args:
+        own: The user's model and pictures.
+        seed: Seed of the embedded pictures.
+        device: Device of the model.
+
+    Raises:
+        ValueError: If no picture of the user can be read.
+    """
+    pictures: LabelledPictures | EmbeddedPictures
+    if own is None:
+        model, pictures = load_model("embedded"), EmbeddedPictures(1, seed)
+    else:
+        model, pictures = own.load()
+    picture = next(iter(pictures), None)
+    if picture is None:
+        raise ValueError("no picture could be read for the explorer; pass other pictures")
+    return explorer.run(model, picture, drawn=own is None, device=device)
 
 
 def _evaluate(

@@ -37,7 +37,7 @@ BADGE_CLASSES = tuple(
     for count in TICK_COUNTS
 )
 
-_STREAM = 2  # third part of the random key: scenes have 1
+_STREAM = 2  # third part of the random key; scenes have 1
 _SIDE = float(BADGE_PICTURE_SIZE)  # units along a side
 _CORNERS = {"triangle": 3, "square": 4, "pentagon": 5, "circle": 0}
 _SLOTS = 6  # directions, equally spaced, in which a badge may have ticks

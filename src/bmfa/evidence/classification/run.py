@@ -13,7 +13,7 @@ from bmfa.evidence.classification.evaluator import Evaluator, Total
 from bmfa.evidence.methods import FULL, is_kind
 from bmfa.evidence.model_methods import Layers, check_methods
 from bmfa.evidence.runner import Progress
-from bmfa.evidence.runner.batches import PictureBatches, PictureSource
+from bmfa.evidence.runner.batches import PictureBatches, PictureSource, label_settings
 from bmfa.evidence.runner.resume import open_checkpoint
 from bmfa.evidence.runner.totals import check_part, run_identity, sum_over_pictures
 from bmfa.models import LoadedModel
@@ -111,6 +111,7 @@ def run(
             lambda: throughput.measure(evaluator, batches, names, repeats)
         )
     settings |= {
+        **label_settings(batches.source),
         "skipped": skipped.count,
         "skipped_names": skipped.reasons,
         "processes": saved.processes.count,

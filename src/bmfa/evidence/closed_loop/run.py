@@ -13,7 +13,7 @@ from bmfa.data.classification import LabelledPicture
 from bmfa.evidence.methods import FULL
 from bmfa.evidence.model_methods import Layers
 from bmfa.evidence.runner import Progress
-from bmfa.evidence.runner.batches import Batch, PictureBatches, PictureSource
+from bmfa.evidence.runner.batches import Batch, PictureBatches, PictureSource, label_settings
 from bmfa.evidence.runner.resume import open_checkpoint
 from bmfa.evidence.runner.totals import (
     ROUNDING,
@@ -173,7 +173,11 @@ def run(
     with torch.inference_mode(), checkpoint as saved:
         totals, skipped = sum_over_pictures(batches, measure, Total, saved, progress)
     rows = [totals[FULL].row(FULL, "none"), *(totals[case].row(*cases[case]) for case in cases)]
-    settings |= {"skipped": skipped.count, "skipped_names": skipped.reasons}
+    settings |= {
+        **label_settings(batches.source),
+        "skipped": skipped.count,
+        "skipped_names": skipped.reasons,
+    }
     return Record("closed-loop", settings, rows, environment(device))
 
 

@@ -10,6 +10,7 @@ from bmfa.evidence.ablation.chapter import ABLATIONS
 from bmfa.evidence.bench.chapter import SPEED
 from bmfa.evidence.classification.chapter import CLASSIFICATION, REDUCTIONS
 from bmfa.evidence.closed_loop.chapter import CLOSED_LOOP, LAYERS
+from bmfa.evidence.failures.chapter import FAILURES
 from bmfa.evidence.methods import METHODS, find_method
 from bmfa.evidence.page import paper, style
 from bmfa.evidence.page.blocks import (
@@ -38,8 +39,8 @@ OPENING = (
     "The paper's numbers are shown next to ours."
 )
 CHAPTERS = (
-    *(STRESS_TEST, FAILURE_CURVE, PROBES, ABLATIONS, INSTANCES, CLOSED_LOOP, LAYERS, PICTURES),
-    *(CLASSIFICATION, REDUCTIONS, SPEED),
+    *(STRESS_TEST, FAILURE_CURVE, PROBES, ABLATIONS, INSTANCES, FAILURES, CLOSED_LOOP, LAYERS),
+    *(PICTURES, CLASSIFICATION, REDUCTIONS, SPEED),
 )
 
 
@@ -53,12 +54,13 @@ class Section:
     in_navigation: bool = True
 
 
-def build_page(records: Sequence[Record]) -> str:
+def build_page(records: Sequence[Record], explorer: str | None = None) -> str:
     """Build one self-contained HTML page.
 
     Args:
         records: records of any experiments. A chapter without its record shows the command that makes
             the record; an experiment without a chapter gets a plain table.
+        explorer: address of the explorer of the same run, for a link; None for no link.
 
     Returns:
         The page as text; it loads nothing from other files or hosts.
@@ -69,7 +71,7 @@ def build_page(records: Sequence[Record]) -> str:
     Example:
         >>> page = build_page([])
         >>> page.count("Not measured here")
-        11
+        12
     """
     found = RecordSet(records)
     page: str = (
@@ -82,6 +84,7 @@ def build_page(records: Sequence[Record]) -> str:
             verdict_legend=LEGEND,
             claims=all_claims(found),
             sections=_sections(found),
+            explorer=explorer,
             css_variables=style.css_variables(),
         )
     )
@@ -151,7 +154,7 @@ def _method_table(records: RecordSet) -> Table:
 
 def _other_experiments(records: RecordSet) -> list[Section]:
     """A plain table for every experiment that has no chapter."""
-    known = {chapter.experiment for chapter in CHAPTERS} | {"gallery"}
+    known = {chapter.experiment for chapter in CHAPTERS} | {"gallery", "blocks"}
     others = dict.fromkeys(r.experiment for r in records.records if r.experiment not in known)
     sections = []
     for index, experiment in enumerate(others):

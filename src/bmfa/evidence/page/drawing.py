@@ -232,7 +232,10 @@ def draw_leaves(axes: "Axes", boxes: Sequence[Box], dark_lines: NDArray[np.bool_
 
 
 def outline_boxes(
-    axes: "Axes", boxes: Sequence[Box], colour: str = LIGHT_LINE, alpha: float = 0.9
+    axes: "Axes",
+    boxes: Sequence[tuple[float, float, float, float]],
+    colour: str = LIGHT_LINE,
+    alpha: float = 0.9,
 ) -> None:
     """Draw boxes over a photograph with a line that shows on bright and on dark pixels."""
     corners = np.asarray(boxes, dtype=float).reshape(-1, 4)

@@ -1,21 +1,21 @@
-"""Qualitative cases: a few instances of different shapes with their pictures, scores and trees."""
+"""Qualitative cases: the paper's four objects, and two blocks of one picture, with their trees."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
-from itertools import cycle, islice
+from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from bmfa import energy
 from bmfa.checks import check_integer
 from bmfa.data import ProbeBlock, ProbeSettings, Tally
+from bmfa.data.drawn.objects import OBJECT_CATEGORIES, OBJECT_PICTURE_SIZE, draw_kite_flyer
 from bmfa.data.instances import InstanceSource
-from bmfa.data.probes import Mode, probe_blocks
-from bmfa.evidence.pictures.thumbnails import jpeg_uri
+from bmfa.data.probes import Mode, probe_block, probe_blocks
+from bmfa.evidence.page import paper
+from bmfa.evidence.pictures.thumbnails import crop_uri, square_uri
 from bmfa.evidence.probes.measure import (
     PROTOCOL,
     TAU,
@@ -26,23 +26,23 @@ from bmfa.evidence.probes.measure import (
 from bmfa.evidence.probes.run import check_probe
 from bmfa.evidence.runner import Progress
 from bmfa.grid import Grid
-from bmfa.packages import load_package
-from bmfa.records import Record, Row
+from bmfa.records import Record, Row, environment
 from bmfa.trees.build import screen
 from bmfa.trees.rules import parse
 from bmfa.trees.tree import Tree
 
-ALGORITHM = "gamma:0.005"
-# Shapes in the order of choice, by their names in the embedded set, with their words in titles. The
-# root of the first should never be split.
-KINDS = {
-    "ring": "closed contour",
-    "thin": "thin",
-    "elongated": "elongated",
-    "compound": "compound",
-}
-PICTURE_SIDE = 160  # pixels
+# Algorithm 1 at the threshold of the paper's overview figure, and the optimal tree at a price of
+# half a percent of the mass for each leaf.
+ALGORITHM = f"gamma:{paper.OVERVIEW_EPSILON:g}"
+METHODS = (ALGORITHM, "optimal:0.005")
 PICTURE_BYTES = 9000
+BLOCKS_METHOD = paper.ALGORITHM_1
+SCENE_BYTES = 30_000
+CHOICE = (
+    "of each category, the instance with the largest gap of the mean among those whose share of "
+    "minority cells lies in the range of the paper's cases and whose root Algorithm 1 splits; without "
+    "such an instance, either condition is dropped"
+)
 
 
 def run(
@@ -50,25 +50,25 @@ def run(
     *,
     dataset: str,
     mode: Mode = "image-edge",
-    count: int = 4,
-    methods: Sequence[str] = (ALGORITHM, "optimal:0.001"),
+    methods: Sequence[str] = METHODS,
+    pictures: bool = True,
     settings: ProbeSettings | None = None,
-    limit: int | None = 1000,
+    limit: int | None = None,
     workers: int = 1,
     progress: Progress | None = None,
     seed: int = 0,
 ) -> Record:
-    """Choose some instances and record their scores and the trees of every method.
+    """Record a kite, a person, a book and a spoon: scores, trees, and the range of each category.
 
-    The choice depends on the source alone: a closed contour whose root Algorithm 1 never splits,
-    then a thin, an elongated and a compound object, and so on in turn.
+    The choice depends on the source alone, see `CHOICE`. Categories that the source does not have are
+    left out.
 
     Args:
         source: Annotated pictures.
         dataset: `"coco"`, `"lvis"` or `"embedded"`.
         mode: How scores are built: `"image-edge"` or `"mask-only"`.
-        count: Number of instances.
         methods: Names of rules.
+        pictures: False to leave the pictures themselves out of the record.
         settings: Grid and picture size.
         limit: Number of instances to choose from.
         workers: Worker processes; 1 builds the grids in this process.
@@ -76,57 +76,117 @@ def run(
         seed: Seed of random rules.
 
     Returns:
-        A record of one row for each instance and method.
+        A record of one row for each category and method.
 
     Raises:
-        ValueError: If an argument is not valid, or no instance can be used.
+        ValueError: If an argument is not valid, or the source has none of the four categories.
+
+    Example:
+        >>> from bmfa.data import EmbeddedObjects
+        >>> record = run(EmbeddedObjects(poses=4), dataset="embedded", methods=["gamma:0.004"])
+        >>> [row["title"] for row in record.rows]
+        ['kite', 'person', 'book', 'spoon']
     """
     settings = settings or ProbeSettings()
     rules = {name: parse(name, seed) for name in methods}
     check_probe(dataset, mode, methods, settings, seed)
-    check_integer("count", count, low=1)
     tally = Tally()
-    blocks = list(
-        probe_blocks(source, settings, workers=workers, limit=limit, tally=tally, progress=progress)
-    )
-    check_any_instances(sum(map(len, blocks)), tally)
-    probes = _concatenate(blocks)
+    probes = _read_probes(source, settings, tally, limit=limit, workers=workers, progress=progress)
     scores = score_grids([probes], mode)
-    choices = _choose(probes, scores, count)
-    scores = scores[[choice.index for choice in choices]]
-    trees = {name: screen(scores, _grid(probes), rule, tau=TAU) for name, rule in rules.items()}
-    rows = _rows(source, probes, choices, scores, trees)
+    measured = _measure(probes, scores)
+    chosen = _choose(probes, measured)
+    if not chosen:
+        raise ValueError(
+            f"none of the {len(probes)} instances is a {', a '.join(OBJECT_CATEGORIES)}; pass "
+            "annotations that have one of these categories"
+        )
+    indices = list(chosen.values())
+    trees = {
+        name: screen(scores[indices], _grid(probes), rule, tau=TAU) for name, rule in rules.items()
+    }
+    rows: list[Row] = []
+    for number, (category, index) in enumerate(chosen.items()):
+        case: Row = {"dataset": dataset, "title": category, "category": category}
+        case |= _score_columns(probes, scores, measured, index)
+        case |= _ranges(probes, measured, category)
+        if pictures:
+            case["picture"] = crop_uri(source, probes, index, PICTURE_BYTES)
+        rows += [
+            case | {"method": name} | _result(tree[number], scores[index])
+            for name, tree in trees.items()
+        ]
     recorded = {
         "dataset": dataset,
         "mode": mode,
-        "count": count,
         "methods": list(rules),
         **asdict(settings),
         "tau": TAU,
         "limit": limit,
         "workers": workers,
         "seed": seed,
+        "choice": CHOICE,
         "protocol": PROTOCOL,
         **describe_source(source, tally),
     }
-    return Record("cases", recorded, [{"dataset": dataset, **row} for row in rows])
+    return Record("cases", recorded, rows, environment("cpu"))
 
 
-@dataclass(frozen=True)
-class Choice:
-    """An instance by its index among the probes, and its shape."""
+def blocks(*, pictures: int = 24, seed: int = 0) -> Record:
+    """Record two blocks of one drawn picture, for a figure like the first of the paper.
 
-    index: int
-    kind: str
-    root_split: bool
+    Of several pictures of a person and a kite, the one is chosen whose two blocks have the largest gap
+    of the mean (the smaller of the two counts), among those whose roots Algorithm 1 splits.
 
-    def title(self, category: str) -> str:
-        """Return a title of category and shape; embedded categories are shapes themselves."""
-        words = [category] if category == self.kind else [category, KINDS[self.kind]]
-        return ", ".join(words if self.root_split else [*words, "root never split"])
+    Args:
+        pictures: Number of pictures to choose from.
+        seed: Seed of the pictures.
+
+    Returns:
+        A record of two rows, one for each block.
+
+    Raises:
+        ValueError: If Algorithm 1 splits both roots in none of the pictures.
+
+    Example:
+        >>> [row["title"] for row in blocks(pictures=4).rows]
+        ['Block 1', 'Block 2']
+    """
+    check_integer("pictures", pictures, low=1)
+    settings = ProbeSettings()
+    drawn = [draw_kite_flyer(seed, index) for index in range(pictures)]
+    probes = probe_block([one for pair in drawn for one in pair], settings, Tally())
+    assert probes is not None and len(probes) == 2 * pictures
+    scores = score_grids([probes], "image-edge")
+    measured = _measure(probes, scores, BLOCKS_METHOD)
+    worse = measured["gap"].view(pictures, 2).amin(1)
+    worse[(measured["algorithm_leaves"].view(pictures, 2) == 1).any(1)] = -torch.inf
+    chosen = int(worse.argmax())
+    if worse[chosen] < 0:
+        raise ValueError(
+            f"Algorithm 1 splits both roots in none of {pictures} pictures; pass more pictures"
+        )
+    pixels, side = drawn[chosen][0].picture.pixels, OBJECT_PICTURE_SIZE
+    scene = square_uri(pixels, (0, 0, side, side), SCENE_BYTES, side)
+    both = slice(2 * chosen, 2 * chosen + 2)
+    tree = screen(scores[both], _grid(probes), parse(BLOCKS_METHOD), tau=TAU)
+    rows: list[Row] = []
+    for number, index in enumerate(range(both.start, both.stop)):
+        box = probes.box[index].tolist()
+        row: Row = {"title": f"Block {number + 1}", "category": probes.category[index]}
+        row |= {"scene": scene, "scene_box": [round(edge / side, 5) for edge in box]}
+        row |= {"picture": square_uri(pixels, box, PICTURE_BYTES), "method": BLOCKS_METHOD}
+        row |= _score_columns(probes, scores, measured, index)
+        rows.append(row | _result(tree[number], scores[index]))
+    recorded = {"pictures": pictures, "seed": seed, "tau": TAU, "protocol": PROTOCOL}
+    return Record("blocks", recorded, rows, environment("cpu"))
 
 
-def _concatenate(blocks: Sequence[ProbeBlock]) -> ProbeBlock:
+def _read_probes(
+    source: InstanceSource, settings: ProbeSettings, tally: Tally, **options: Any
+) -> ProbeBlock:
+    blocks = list(probe_blocks(source, settings, tally=tally, **options))
+    check_any_instances(sum(map(len, blocks)), tally)
+
     def join(values: list[Any]) -> Any:
         if isinstance(values[0], np.ndarray):
             return np.concatenate(values)
@@ -136,133 +196,75 @@ def _concatenate(blocks: Sequence[ProbeBlock]) -> ProbeBlock:
     return ProbeBlock(*(join([getattr(block, name) for block in blocks]) for name in names))
 
 
-def _choose(probes: ProbeBlock, scores: Tensor, count: int) -> list[Choice]:
-    """Choose the best instance of each shape in turn, none twice.
-
-    The keys in descending order: the root is split or not as wanted, the category names the shape,
-    the instance is not small, the category is new, and the measure of the shape.
-    """
-    tree = screen(scores, _grid(probes), parse(ALGORITHM), tau=TAU)
-    split, shapes = tree.split[0].numpy(), _shapes(probes)
-    category, small = np.array(probes.category), np.array(probes.size) == "small"
-    taken = np.zeros(len(probes), dtype=bool)
-    choices: list[Choice] = []
-    for kind in islice(cycle(KINDS), min(count, len(probes))):
-        seen = np.isin(category, category[taken])
-        unwanted = split == (kind == "ring")
-        keys = (-shapes[kind], seen, small, category != kind, unwanted, taken)
-        index = int(np.lexsort(keys)[0])
-        taken[index] = True
-        choices.append(Choice(index, kind, bool(split[index])))
-    return choices
+# Columns that are measured for every instance, with their names in the ranges of a category.
+MEASURES = {
+    "minority_area_percent": "area",
+    "gibbs_mass_percent": "mass",
+    "gap": "gap",
+    "algorithm_leaves": "leaves",
+}
 
 
-def _shapes(probes: ProbeBlock) -> dict[str, NDArray[np.float64]]:
-    """Return a measure of each shape for every instance, from its contour cells and its area."""
-    cells = probes.minority.sum((1, 2))
-    left, top, right, bottom = probes.box.T
-    covered = probes.area / ((right - left) * (bottom - top))
+def _measure(probes: ProbeBlock, scores: Tensor, method: str = ALGORITHM) -> dict[str, Tensor]:
+    """Return the measures of all instances, (count,) each; the leaves are those of `method`."""
+    minority = torch.from_numpy(probes.minority).flatten(1)
+    leaves = screen(scores, _grid(probes), parse(method), tau=TAU).leaf_count
     return {
-        "ring": _enclosed(probes.minority),
-        "thin": cells / np.maximum(covered, 1e-9),
-        "elongated": _elongation(probes.minority),
-        "compound": cells.astype(np.float64),
+        "minority_area_percent": 100 * minority.double().mean(1),
+        "gibbs_mass_percent": 100 * (energy.gibbs(scores, tau=TAU) * minority).sum(1),
+        "gap": energy.gap(scores, tau=TAU),
+        "algorithm_leaves": leaves,
     }
 
 
-def _enclosed(minority: NDArray[np.bool_]) -> NDArray[np.float64]:
-    """Count the cells that the contour separates from the border of the grid."""
-    outside = np.pad(np.zeros_like(minority), ((0, 0), (1, 1), (1, 1)), constant_values=True)
-    free = np.pad(~minority, ((0, 0), (1, 1), (1, 1)), constant_values=True)
-    before = np.zeros_like(outside)
-    while (outside != before).any():
-        before, grown = outside, outside.copy()
-        grown[:, 1:] |= outside[:, :-1]
-        grown[:, :-1] |= outside[:, 1:]
-        grown[:, :, 1:] |= outside[:, :, :-1]
-        grown[:, :, :-1] |= outside[:, :, 1:]
-        outside = grown & free
-    enclosed: NDArray[np.float64] = (free & ~outside).sum((1, 2), dtype=np.float64)
-    return enclosed
+def _choose(probes: ProbeBlock, measured: dict[str, Tensor]) -> dict[str, int]:
+    """Return the index of the chosen instance of every category that the source has."""
+    category = np.array(probes.category)
+    area, gap = measured["minority_area_percent"].numpy(), measured["gap"].numpy()
+    # The paper prints one decimal.
+    outside = (area < paper.CASE_AREAS[0] - 0.05) | (area > paper.CASE_AREAS[1] + 0.05)
+    unsplit = measured["algorithm_leaves"].numpy() == 1
+    chosen = {}
+    for name in OBJECT_CATEGORIES:
+        other = category != name
+        if not other.all():
+            chosen[name] = int(np.lexsort((-gap, outside, unsplit, other))[0])
+    return chosen
 
 
-def _elongation(minority: NDArray[np.bool_]) -> NDArray[np.float64]:
-    """Return the ratio of the principal standard deviations of the contour cells."""
-    side = minority.shape[-1]
-    positions = np.stack(np.meshgrid(np.arange(side), np.arange(side)), -1).reshape(-1, 2)
-    weight = minority.reshape(len(minority), -1) / minority.sum((1, 2))[:, None]
-    away = positions - (weight @ positions)[:, None]  # (count, cells, 2)
-    spread = np.einsum("bn,bni,bnj->bij", weight, away, away)
-    short, long = np.linalg.eigvalsh(spread).T
-    # 1 / 12 is the variance of a position within a cell.
-    ratio: NDArray[np.float64] = np.sqrt((long + 1 / 12) / (short.clip(min=0) + 1 / 12))
-    return ratio
-
-
-def _rows(
-    source: InstanceSource,
-    probes: ProbeBlock,
-    choices: Sequence[Choice],
-    scores: Tensor,
-    trees: Mapping[str, Tree],
-) -> list[Row]:
-    identities = [int(probes.picture_id[choice.index]) for choice in choices]
-    pictures = _pictures(source, set(identities))
-    rows: list[Row] = []
-    for number, (choice, identity) in enumerate(zip(choices, identities, strict=True)):
-        case = _case(probes, choice, scores[number])
-        case["picture"] = _data_uri(pictures[identity], probes.box[choice.index].tolist())
-        for name, tree in trees.items():
-            rows.append(case | {"method": name} | _result(tree[number], scores[number]))
-    return rows
-
-
-def _case(probes: ProbeBlock, choice: Choice, scores: Tensor) -> Row:
-    """Return the columns that do not depend on the method."""
-    index = choice.index
-    minority = torch.from_numpy(probes.minority[index]).flatten()
-    mass = energy.gibbs(scores, tau=TAU)[minority].sum()
+def _score_columns(
+    probes: ProbeBlock, scores: Tensor, measured: dict[str, Tensor], index: int
+) -> Row:
+    """Return the columns of one instance that do not depend on the method."""
     return {
-        "title": choice.title(probes.category[index]),
-        "kind": choice.kind,
-        "category": probes.category[index],
         "picture_id": int(probes.picture_id[index]),
         "annotation_id": int(probes.annotation_id[index]),
         "height": probes.minority.shape[1],
         "width": probes.minority.shape[2],
-        "scores": [round(score, 4) for score in scores.tolist()],
-        "minority_area_percent": 100 * float(minority.double().mean()),
-        "gibbs_mass_percent": 100 * float(mass),
-        "gap": float(energy.gap(scores, tau=TAU)),
+        "scores": [round(score, 4) for score in scores[index].tolist()],
+        **{name: values[index].item() for name, values in measured.items()},
     }
+
+
+def _ranges(probes: ProbeBlock, measured: dict[str, Tensor], category: str) -> Row:
+    """Return the number of instances of a category, and the range of every measure over them."""
+    members = torch.tensor([name == category for name in probes.category])
+    row: Row = {"instances": int(members.sum())}
+    unsplit = measured["algorithm_leaves"][members] == 1
+    row["unsplit_percent"] = 100 * float(unsplit.double().mean())
+    for name, short in MEASURES.items():
+        values = measured[name][members].double()
+        row |= {f"{short}_low": float(values.min()), f"{short}_high": float(values.max())}
+    return row
 
 
 def _result(tree: Tree, scores: Tensor) -> Row:
     return {
         "boxes": tree.leaf_boxes.tolist(),
         "error": float(tree.error(scores)),
+        "leaves": int(tree.leaf_count),
         "leaf_percent": 100 * float(tree.leaf_ratio),
     }
-
-
-def _pictures(source: InstanceSource, wanted: set[int]) -> dict[int, NDArray[np.uint8]]:
-    """Read some pictures again from the source, by id."""
-    found: dict[int, NDArray[np.uint8]] = {}
-    for part in source.parts(1):
-        first = next(part.instances(Tally()), None)
-        if first is not None and first.picture.id in wanted:
-            found[first.picture.id] = first.picture.pixels
-            if len(found) == len(wanted):
-                break
-    return found
-
-
-def _data_uri(pixels: NDArray[np.uint8], box: Sequence[int]) -> str:
-    """Return the crop of the probe, resized to a square, as a small JPEG."""
-    image = load_package("PIL.Image")
-    crop = image.fromarray(pixels).crop(tuple(box))
-    crop = crop.resize((PICTURE_SIDE, PICTURE_SIDE), image.Resampling.BILINEAR)
-    return jpeg_uri(crop, PICTURE_BYTES)
 
 
 def _grid(probes: ProbeBlock) -> Grid:

@@ -1,18 +1,23 @@
 """The chapters on single instances and on pictures inside a model."""
 
+import math
 from typing import Any
 
-import torch
-
+from bmfa.energy import binary_gap
 from bmfa.evidence.page import paper
 from bmfa.evidence.page.blocks import METHOD, Block, Chapter, Column, Table, illustrate, paragraph
-from bmfa.evidence.page.formats import format_number
-from bmfa.evidence.page.record_set import RecordSet, get_number, get_text
+from bmfa.evidence.page.claims import Verdict, claim, judge_direction
+from bmfa.evidence.page.formats import format_number, format_percent
+from bmfa.evidence.page.record_set import (
+    RecordSet,
+    command_for,
+    get_number,
+    get_text,
+    need_number,
+    require_any,
+)
 from bmfa.evidence.pictures import figures
-from bmfa.grid import Grid
 from bmfa.records import Row
-from bmfa.trees.build import screen
-from bmfa.trees.rules import Gamma
 
 INSTANCE_COLUMNS = (
     Column("title", "Instance"),
@@ -20,6 +25,9 @@ INSTANCE_COLUMNS = (
     Column("gibbs_mass_percent", "% of Gibbs mass", 1),
     Column("gap", "Gap of the mean", 3),
     Column("leaves", f"Leaves of Algorithm 1 at ε = {paper.OVERVIEW_EPSILON:g}"),
+    Column("instances", "Instances", 0),
+    Column("gaps", "Their gaps"),
+    Column("unsplit_percent", "Root never split, %", 0),
 )
 PICTURE_COLUMNS = (
     Column("title", "Picture"),
@@ -33,25 +41,87 @@ PICTURE_COLUMNS = (
     Column("full_class", "Full model predicts"),
     Column("screened_class", "Screened model predicts"),
 )
+# A claim about a small part that holds nearly all mass: percentages, and a gap that loses 1 - exp(-2),
+# or 86 % of it.
+LARGE_AREA, LEAST_MASS, LEAST_GAP = 20.0, 90.0, 2.0
 SMALL_E = 0.05  # by Pinsker's inequality, moves at most sqrt(0.05 / 2) = 16 % of the mass
 
 
 def _instances(records: RecordSet) -> list[Block]:
     return [
         *paragraph(
-            "Single instances: the crop, the scores that the probe assigns to its cells, and the "
-            "summaries of two trees. If an object is centred in its crop, Algorithm 1 may keep a "
-            "single leaf."
+            "The figures of the paper that show single pictures, redrawn. Its pictures are from COCO; "
+            "ours are drawn from a seed, with a kite, a person, a book and a spoon as in the paper, "
+            "and scored by our fit to its probe."
+        ),
+        *illustrate(
+            figures.motivation,
+            records,
+            "Two blocks of a picture, as in the paper's first figure. A small part of each block holds "
+            "nearly all of the softmax mass; the mean of the block loses it, and Algorithm 1 keeps it. "
+            "Orange marks are the shares that the paper prints for its two blocks.",
+        ),
+        *paragraph(_binary_model()),
+        *illustrate(
+            figures.pipeline,
+            records,
+            f"A kite, its scores and the tree of Algorithm 1 at ε = {paper.OVERVIEW_EPSILON:g}, and "
+            "the agreement of the screened with the full model. Rings are the paper's numbers, of "
+            "DeiT-Tiny on COCO: A adaptive, R random, F fixed.",
         ),
         *illustrate(
             figures.cases,
             records,
-            "Bright cells have high scores. Each tree shows the mean score of every leaf; lines are "
-            "the borders of the leaves.",
+            "The paper's four objects. Bright cells have high scores. Each tree shows the mean score "
+            "of every leaf; lines are the borders of the leaves.",
         ),
-        *paragraph(_largest_gap(records)),
+        *paragraph(_unsplit(records), _largest_gap(records)),
         _instance_table(records),
     ]
+
+
+def _binary_model() -> str:
+    """Whether the numbers of the paper's two blocks fit each other."""
+    gaps = []
+    for block in paper.FIRST_FIGURE:
+        area, mass = block.area_percent / 100, block.mass_percent / 100
+        advantage = math.log(mass * (1 - area) / (area * (1 - mass)))
+        gaps.append(
+            f"{format_number(advantage, 2)} and {format_number(float(binary_gap(area, advantage)))}"
+        )
+    printed = " and ".join(format_number(block.gap) for block in paper.FIRST_FIGURE)
+    return (
+        "The paper's numbers fit each other: if a block had two levels of scores only, area and mass "
+        f"of its two blocks would give an advantage and a gap of {'; and of '.join(gaps)}. It prints "
+        f"gaps of {printed}."
+    )
+
+
+def _source(dataset: str) -> str:
+    return "drawn" if dataset == "embedded" else paper.dataset_title(dataset)
+
+
+def _heading(dataset: str) -> str:
+    name = _source(dataset)
+    return name[:1].upper() + name[1:]
+
+
+def _unsplit(records: RecordSet) -> str:
+    """How often Algorithm 1 does not split the root of the instances that were chosen from."""
+    first = {
+        (get_text(row, "dataset"), get_text(row, "title")): row for row in records.rows("cases")
+    }
+    parts = [
+        f"{format_percent(share, 0)} of the {get_text(row, 'instances')} {_source(dataset)} {title}s"
+        for (dataset, title), row in first.items()
+        if (share := get_number(row, "unsplit_percent"))
+    ]
+    if not parts:
+        return ""
+    return (
+        f"Shown are instances that Algorithm 1 splits, as in the paper. It does not split the root of "
+        f"{', '.join(parts)}: their contours are spread evenly over the four quarters."
+    )
 
 
 def _largest_gap(records: RecordSet) -> str:
@@ -74,8 +144,18 @@ def _largest_gap(records: RecordSet) -> str:
 
 def _instance_table(records: RecordSet) -> Block:
     """Area, mass and gap of our instances and of the paper's figures."""
-    instances = {get_text(row, "title"): row for row in records.rows("cases")}
-    rows = [{**row, "leaves": _leaves(row)} for row in instances.values()]
+    rows = [
+        {
+            **row,
+            "title": f"{_heading(get_text(row, 'dataset'))}: {get_text(row, 'title')}",
+            "leaves": _leaves(row),
+            "gaps": _range(row, "gap"),
+        }
+        for row in records.rows("cases")
+        if get_text(row, "method").startswith("gamma:")
+    ]
+    for row in records.rows("blocks"):
+        rows.append({**row, "title": f"Drawn: {get_text(row, 'title').lower()}", "leaves": None})
     for which, block in zip(("first", "second"), paper.FIRST_FIGURE, strict=True):
         rows.append(_paper_row(f"first figure, {which} block", *vars(block).values()))
     areas = " to ".join(format_number(value, 1) for value in paper.CASE_AREAS)
@@ -94,13 +174,38 @@ def _paper_row(
     return {"title": f"Paper: {name}", **shares, "gap": gap, "leaves": leaves}
 
 
-def _leaves(row: Row) -> str | None:
-    """The leaves of Algorithm 1 at the threshold of the paper's overview figure."""
-    scores, grid = row.get("scores"), Grid(int(row["height"]), int(row["width"]))
-    if not isinstance(scores, list) or len(scores) != grid.size:
-        return None
-    tree = screen(torch.tensor(scores, dtype=torch.float64), grid, Gamma(paper.OVERVIEW_EPSILON))
-    return f"{int(tree.leaf_count)} of {grid.size}"
+def _leaves(row: Row) -> str:
+    return f"{len(row.get('boxes', ()))} of {len(row.get('scores', ()))}"
+
+
+def _range(row: Row, name: str) -> str | None:
+    low, high = get_number(row, f"{name}_low"), get_number(row, f"{name}_high")
+    return None if low is None or high is None else f"{format_number(low)} to {format_number(high)}"
+
+
+@claim(
+    "Four instances: shares of area and of Gibbs mass of the bright part in %, gap of the mean",
+    f"{paper.CASE_AREAS[0]} to {paper.CASE_AREAS[1]}, over {paper.CASE_MASS:g}, "
+    f"{paper.CASE_GAPS[0]} to {paper.CASE_GAPS[1]}",
+    command_for("cases"),
+)
+def _four_instances(records: RecordSet) -> tuple[str, Verdict, str]:
+    rows = require_any(
+        row for row in records.rows("cases") if get_text(row, "method").startswith("gamma:")
+    )
+    areas, masses, gaps = (
+        [need_number(row, column) for row in rows]
+        for column in ("minority_area_percent", "gibbs_mass_percent", "gap")
+    )
+    ours = ", ".join(
+        f"{format_number(min(values), digits)} to {format_number(max(values), digits)}"
+        for values, digits in ((areas, 1), (masses, 1), (gaps, 3))
+    )
+    # The claim is that a small part has nearly all of the mass, and that the mean loses most of it.
+    holds = max(areas) < LARGE_AREA and min(masses) > LEAST_MASS and min(gaps) > LEAST_GAP
+    names = sorted({paper.dataset_title(get_text(row, "dataset")) for row in rows})
+    note = f"{', '.join(names)}, with scores from our fit to the paper's probe."
+    return ours, judge_direction(holds), note
 
 
 def _pictures(records: RecordSet) -> list[Block]:
@@ -160,5 +265,5 @@ def _changed_classes(rows: list[Row]) -> str:
     return text
 
 
-INSTANCES = Chapter("cases", "Single instances", "cases", _instances)
+INSTANCES = Chapter("cases", "The paper's pictures", "cases", _instances, (_four_instances,))
 PICTURES = Chapter("pictures", "Pictures in a model", "picture", _pictures)

@@ -9,10 +9,18 @@ import torch
 
 from bmfa.energy import gap
 from bmfa.evidence.methods import find_method
-from bmfa.evidence.page import style
+from bmfa.evidence.page import paper, style
 from bmfa.evidence.page.canvas import Canvas, figure
-from bmfa.evidence.page.drawing import Array, draw_overlay, outline_boxes
-from bmfa.evidence.page.record_set import RecordSet, get_number, get_text
+from bmfa.evidence.page.drawing import (
+    Array,
+    draw_line,
+    draw_overlay,
+    draw_point,
+    outline_boxes,
+    set_ticks,
+)
+from bmfa.evidence.page.model_runs import ModelRun, closed_loop_runs
+from bmfa.evidence.page.record_set import RecordSet, get_number, get_points, get_text
 from bmfa.evidence.page.score_maps import (
     Panel,
     ScoreMap,
@@ -22,7 +30,6 @@ from bmfa.evidence.page.score_maps import (
     read_grid,
     tree_title,
 )
-from bmfa.evidence.probes.figures import DataSource, data_sources, draw_named_points
 from bmfa.records import Row
 
 if TYPE_CHECKING:
@@ -34,109 +41,183 @@ BRIGHTNESS_EXPONENT = 0.45  # makes small attention weights visible
 GAP = 12.0  # pixels between panels
 
 
-@figure("motivation", needs=("cases",))
+@figure("motivation", needs=("blocks",))
 def motivation(records: RecordSet, narrow: bool) -> Canvas:
-    """A block whose small bright part carries most of the softmax mass."""
-    instance = _clearest_instance(records)
-    side = 166.0 if narrow else 196.0
-    step, row_height = side + (28 if narrow else 32), side + 58
-    canvas = Canvas(style.NARROW, 2 * row_height) if narrow else Canvas(style.WIDE, side + 62)
-    one_leaf = {
-        "title": get_text(instance.first, "title"),
-        "boxes": [[0, 0, *instance.scores.shape]],
-    }
-    panels = [
-        instance.picture_panel("A block of a picture"),
-        instance.scores_panel("Its scores"),
-        instance.tree_panel(one_leaf, "What its mean keeps"),
-    ]
-    cells = [(0, 0), (1, 0), (1, 1)] if narrow else [(0, 0), (1, 0), (3, 0)]  # column, row
-    if not get_text(instance.first, "picture"):
-        panels, cells = panels[1:], cells[1:]
-    for panel, (column, row) in zip(panels, cells, strict=True):
-        draw_row(canvas, column * step, row * row_height + 26, side, 0, [panel])
-    left, top = (0, side + 84) if narrow else (2 * step, 26)
-    _draw_share_bars(canvas, left, top, side, instance)
+    """Two blocks of a picture: the small part with the mass, what the mean loses, and the tree."""
+    maps = [ScoreMap.from_rows([row]) for row in records.require("blocks")]
+    scene, gap = (style.NARROW, 10.0) if narrow else (288.0, 12.0)
+    columns = 3 if narrow else 5
+    left = 0.0 if narrow else scene + 26
+    width = float(style.NARROW if narrow else style.WIDE)
+    side = (width - left - (columns - 1) * gap) / columns
+    step = side + 70
+    lines = -(-5 // columns)
+    top = scene + 40 if narrow else 0.0
+    canvas = Canvas(
+        width, max(top + len(maps) * (lines * step + (18 if narrow else 0)), scene + 30)
+    )
+    _draw_scene(canvas, scene, maps)
+    for number, score_map in enumerate(maps):
+        panels = _motivation_panels(score_map, number)
+        for line in range(lines):
+            start = top + number * (lines * step + 18 * narrow) + line * step + 26
+            draw_row(canvas, left, start, side, gap, panels[line * columns : (line + 1) * columns])
     return canvas
 
 
+def _draw_scene(canvas: Canvas, side: float, maps: Sequence[ScoreMap]) -> None:
+    """Draw the picture with its numbered blocks outlined."""
+    canvas.add_title(0, 19, "A picture and two of its blocks", style.SMALL)
+    canvas.add_image(0, 26, side, get_text(maps[0].first, "scene"))
+    axes = canvas.add_axes(0, 26, side, side)
+    axes.set(xlim=(0, 1), ylim=(1, 0))
+    axes.set_axis_off()
+    for number, score_map in enumerate(maps):
+        box = score_map.first.get("scene_box")
+        if isinstance(box, list) and len(box) == 4:
+            left, top, right, bottom = (float(edge) for edge in box)
+            outline_boxes(axes, [(top, left, bottom, right)], YELLOW)
+            canvas.add_text(
+                left * side + 6, 26 + top * side + 17, f"{number + 1}", color=YELLOW,
+                fontweight="bold",
+            )  # fmt: skip
+
+
+def _motivation_panels(score_map: ScoreMap, number: int) -> list[Panel]:
+    row = score_map.first
+    printed = paper.FIRST_FIGURE[number] if number < len(paper.FIRST_FIGURE) else None
+    mean = _gap_of_mean(score_map)
+    one_leaf = {"boxes": [[0, 0, *score_map.scores.shape]]}
+    one_mean = score_map.tree_panel(one_leaf, "Its mean")
+    tree = score_map.tree_panel(row, "Algorithm 1")
+    scores = score_map.scores_panel("Its scores")
+    paper_gap = [f"paper {printed.gap:.3f}"] if printed else []
+    leaves = f"{len(row.get('boxes', ()))} of {score_map.scores.size} leaves"
+    residual = get_number(row, "error") or 0.0
+    return [
+        score_map.picture_panel(f"Block {number + 1}"),
+        scores,
+        Panel("Bright part", lambda *box: _draw_share_bars(score_map, printed, *box)),
+        Panel(one_mean.title, one_mean.draw, [f"loses {mean:.3f}", *paper_gap]),
+        Panel(tree.title, tree.draw, [f"loses {residual:.3f}", leaves]),
+    ]
+
+
 def _draw_share_bars(
-    canvas: Canvas, left: float, top: float, side: float, instance: ScoreMap
+    score_map: ScoreMap,
+    printed: "paper.FigureBlock | None",
+    canvas: Canvas,
+    left: float,
+    top: float,
+    side: float,
 ) -> None:
-    """Draw the minority's shares of area and mass as bars, and the gap of the mean."""
-    canvas.add_title(left, top - 7, "Its bright part", style.SMALL)
+    """Draw the minority's shares of area and mass as bars, the paper's as marks on them."""
     axes = canvas.add_pixel_axes(left, top, side, side)
-    bars = (("of the area", "minority_area_percent"), ("of the softmax mass", "gibbs_mass_percent"))
-    for index, (label, column) in enumerate(bars):
-        share = get_number(instance.first, column) or 0.0
-        y = 10.0 + index * side * 0.32
-        axes.barh(y + 24, side, 14, color=style.GRID.light)
-        axes.barh(y + 24, side * share / 100, 14, color=style.INK.light)
-        canvas.add_text(left, top + y + 8, f"{share:.1f} % {label}")
-    y = top + side * 0.8
-    canvas.add_title(left, y, f"{_gap_of_mean(instance):.3f}", 24)
-    canvas.add_note(left, y + 19, "gap F − M of the mean")
+    bars = (
+        ("of the area", "minority_area_percent", printed.area_percent if printed else None),
+        ("of the mass", "gibbs_mass_percent", printed.mass_percent if printed else None),
+    )
+    for index, (label, column, theirs) in enumerate(bars):
+        share = get_number(score_map.first, column) or 0.0
+        y = index * side * 0.52
+        canvas.add_text(left, top + y + 10, f"{share:.1f} %", fontsize=style.TEXT)
+        canvas.add_note(left, top + y + 25, label)
+        axes.barh(y + 37, side, 10, color=style.GRID.light)
+        axes.barh(y + 37, side * share / 100, 10, color=style.INK.light)
+        if theirs is not None:
+            x = side * theirs / 100
+            axes.plot([x, x], [y + 29, y + 45], color=style.LIGHT["gamma"], linewidth=2)
 
 
-@figure("pipeline", needs=("cases", "probe"))
+@figure("pipeline", needs=("cases",))
 def pipeline(records: RecordSet, narrow: bool) -> Canvas:
-    """From a picture to its scores, its tree and the trade-off over all instances."""
-    instance = _clearest_instance(records)
+    """From a picture to its scores, its tree, and agreement with the full model over leaf ratio."""
+    instance = _kite(records)
+    tree = instance.tree("gamma") or instance.first
     panels = [
         *([instance.picture_panel("Picture")] if get_text(instance.first, "picture") else []),
         instance.scores_panel("Scores"),
-        instance.tree_panel(instance.tree("gamma") or instance.first, "Tree of Algorithm 1"),
     ]
+    drawn = instance.tree_panel(tree, "Algorithm 1")
+    leaves = f"{len(tree.get('boxes', ()))} of {instance.scores.size} leaves"
+    printed = f"paper: {paper.OVERVIEW_LEAVES} of {paper.OVERVIEW_TOKENS}"
+    panels.append(Panel(drawn.title, drawn.draw, [leaves, printed]))
     panels = [
-        Panel(f"{index + 1}. {panel.title}", panel.draw, panel.notes)
-        for index, panel in enumerate(panels)
+        Panel(f"({letter}) {panel.title}", panel.draw, panel.notes)
+        for letter, panel in zip("abcd", panels, strict=False)
     ]
-    source = next((source for source in data_sources(records) if source.instances), None)
+    runs = sorted(closed_loop_runs(records), key=lambda run: not run.is_papers_model)
+    run = runs[0] if runs else None
     width, side, distance, top = (
         (style.NARROW, 108.0, 18.0, 40.0) if narrow else (style.WIDE, 184.0, 28.0, 26.0)
     )
-    height = top + side + 40
-    canvas = Canvas(width, height + (262 if narrow and source else 0))
+    height = top + side + (80 if run and not narrow else 44)
+    canvas = Canvas(width, height + (320 if narrow and run else 0))
     draw_row(canvas, 0, top, side, distance, panels)
     for index in range(1, len(panels)):
         x = index * (side + distance) - distance / 2
         arrow = {"ha": "center", "fontsize": 16, "color": style.MUTED.light}
         canvas.add_text(x, top + side / 2 + 6, "→", **arrow)
-    if source:
-        left, start = (0.0, height + 30) if narrow else (width - 232.0, top)
-        title = f"{len(panels) + 1}. Trade-off, {source.title}"
-        _draw_trade_off(canvas, title, (left, start, width - left, 184.0), source)
+    if run:
+        left, start = (0.0, height + 30) if narrow else (width - 236.0, top)
+        title = f"({'abcd'[len(panels)]}) {run.heading}"
+        _draw_agreement(canvas, title, (left, start, width - left, 184.0), run)
     return canvas
 
 
-def _draw_trade_off(
-    canvas: Canvas, title: str, box: tuple[float, float, float, float], source: DataSource
+# Methods of the paper's panel (d), with their letters in it.
+STRATEGIES = {"quadrant-gap": "A", "random-quadrants": "R", "fixed-blocks": "F"}
+
+
+def _draw_agreement(
+    canvas: Canvas, title: str, box: tuple[float, float, float, float], run: ModelRun
 ) -> None:
-    """Draw the trade-off in a box (left, top, width, height)."""
+    """Draw agreement over leaf ratio in a box (left, top, width, height), ours and the paper's."""
     left, top, width, height = box
-    canvas.add_title(left, top - 7, title, style.SMALL)
-    canvas.add_note(left, top + 10, "mean gap")
-    axes = canvas.add_axes(left + 16, top + 20, width - 22, height - 20)
-    draw_named_points(axes, source)
-    x = left + 16 + (width - 22) / 2
-    canvas.add_note(x, top + height + 34, "leaf ratio, % of tokens", ha="center")
+    canvas.add_title(left, top - 7, shorten(title, int(width / 7), placeholder=" …"), style.SMALL)
+    canvas.add_note(left, top + 8, "agreement with the full model, %")
+    axes = canvas.add_axes(left + 26, top + 20, width - 32, height - 20)
+    rows = [row for name in (*STRATEGIES, "optimal") for row in run.family(name)]
+    printed = [
+        {"method": name, **vars(point)}
+        for name, point in paper.CLOSED_LOOP.items()
+        if name.partition(":")[0] in STRATEGIES
+    ]
+    values = [get_number(row, "agreement_percent") for row in (*rows, *printed)]
+    low = 10 * (min(value for value in values if value is not None) // 10)
+    axes.set(xlim=(0, 105), ylim=(low, 101))
+    set_ticks(axes.xaxis, [0, 25, 50, 75, 100])
+    for row in printed:
+        x, y = get_number(row, "leaf_percent"), get_number(row, "agreement_percent")
+        draw_point(axes, paper.NAME, x, y)
+        letter = STRATEGIES[get_text(row, "method").partition(":")[0]]
+        axes.text(x or 0.0, (y or 0.0), letter, ha="center", va="center", fontsize=8)
+    for name in (*STRATEGIES, "optimal"):
+        draw_line(axes, name, get_points(run.family(name), "leaf_percent", "agreement_percent"))
+    canvas.add_note(left + 26 + (width - 32) / 2, top + height + 34, "leaf ratio, %", ha="center")
+    names = [name for name in (*STRATEGIES, "optimal") if run.family(name)]
+    for index, name in enumerate(names):
+        x, y = left + index % 2 * width / 2, top + height + 54 + index // 2 * 17
+        marker = style.marker_options(style.method_mark(name))
+        canvas.add_line([x + 6], [y - 4], linestyle="none", **marker)
+        canvas.add_note(x + 16, y, name)
 
 
 @figure("cases", needs=("cases",))
 def cases(records: RecordSet, narrow: bool) -> Canvas:
-    """Instances with their scores, and the trees of Algorithm 1 and of the optimal rule."""
+    """The paper's objects with their scores, and the trees of Algorithm 1 and of the optimal rule."""
     instances = _instances(records)
     panels = [_case_panels(instance) for instance in instances]
     width, columns = (style.NARROW, 1) if narrow else (style.WIDE, 2)
     count = max(map(len, panels))
     cell = (width - (columns - 1) * 32) / columns
     side = (cell - (count - 1) * 8 - 1) / count
-    height = 66 + side + 42
+    height = 66 + side + 52
     canvas = Canvas(width, -(-len(instances) // columns) * height)
     for index, instance in enumerate(instances):
         left, top = index % columns * (cell + 32), index // columns * height
         canvas.add_title(left, top + 14, _shorten_title(instance.first, cell))
-        loss = f"gap of the mean {_gap_of_mean(instance):.3f}"
+        loss = f"{'gap' if narrow else 'gap of the mean'} {_gap_of_mean(instance):.3f}"
         canvas.add_note(left, top + 31, ", ".join([*minority_shares(instance.first), loss]))
         draw_row(canvas, left, top + 66, side, 8, panels[index])
     return canvas
@@ -160,15 +241,15 @@ def _group(rows: Sequence[Row], *columns: str) -> list[list[Row]]:
 
 
 def _instances(records: RecordSet) -> list[ScoreMap]:
-    groups = _group(records.require("cases"), "dataset", "title", "picture")
+    groups = _group(records.require("cases"), "dataset", "title")
     return [ScoreMap.from_rows(rows) for rows in groups]
 
 
-def _clearest_instance(records: RecordSet) -> ScoreMap:
-    """The instance with the largest gap of the mean among those that Algorithm 1 splits."""
+def _kite(records: RecordSet) -> ScoreMap:
+    """The kite, as in the paper's overview; the first instance if there is none."""
     instances = _instances(records)
-    split = [one for one in instances if len((one.tree("gamma") or {}).get("boxes", ())) > 1]
-    return max(split or instances, key=_gap_of_mean)
+    kites = [one for one in instances if get_text(one.first, "category") == "kite"]
+    return (kites or instances)[0]
 
 
 def _gap_of_mean(instance: ScoreMap) -> float:
@@ -177,7 +258,11 @@ def _gap_of_mean(instance: ScoreMap) -> float:
 
 def _shorten_title(row: Row, width: float) -> str:
     """The title of a row, cut to a width in pixels."""
-    return shorten(get_text(row, "title"), int(width / 8), placeholder=" …")
+    name, dataset = get_text(row, "title"), get_text(row, "dataset")
+    if dataset not in ("", "embedded"):
+        name += f", {paper.dataset_title(dataset)}"
+    title = shorten(name, int(width / 8), placeholder=" …")
+    return title[:1].upper() + title[1:]
 
 
 class AttentionMap(ScoreMap):

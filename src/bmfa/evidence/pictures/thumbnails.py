@@ -2,9 +2,18 @@
 
 import base64
 import io
+from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
+from bmfa.data import InstanceSource, ProbeBlock
+from bmfa.data.instances import Picture, Tally
+from bmfa.packages import load_package
+
 QUALITIES = (90, 80, 70, 60, 50, 40, 30, 20)
+PICTURE_SIDE = 160  # pixels
 
 
 def jpeg_uri(image: Any, max_bytes: int) -> str:
@@ -17,3 +26,27 @@ def jpeg_uri(image: Any, max_bytes: int) -> str:
         if len(data) <= max_bytes:
             break
     return f"data:image/jpeg;base64,{base64.b64encode(data).decode()}"
+
+
+def square_uri(
+    pixels: NDArray[np.uint8], box: Sequence[int], max_bytes: int, side: int = PICTURE_SIDE
+) -> str:
+    """Return the part of a picture in a box (left, top, right, bottom), resized to a square JPEG."""
+    image = load_package("PIL.Image")
+    crop = image.fromarray(pixels).crop(tuple(box))
+    return jpeg_uri(crop.resize((side, side), image.Resampling.BILINEAR), max_bytes)
+
+
+def crop_uri(source: InstanceSource, probes: ProbeBlock, index: int, max_bytes: int) -> str:
+    """Return the crop of one probe; its picture is read again from the source."""
+    picture = read_picture(source, int(probes.picture_id[index]))
+    return square_uri(picture.pixels, probes.box[index].tolist(), max_bytes)
+
+
+def read_picture(source: InstanceSource, identity: int) -> Picture:
+    """Return a picture of a source by its id; raise LookupError if no instance is in it."""
+    for part in source.parts(1):
+        first = next(part.instances(Tally()), None)
+        if first is not None and first.picture.id == identity:
+            return first.picture
+    raise LookupError(f"no instance is in picture {identity}")

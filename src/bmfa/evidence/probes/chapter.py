@@ -24,7 +24,6 @@ from bmfa.evidence.page.record_set import (
     require_any,
     unique,
 )
-from bmfa.evidence.pictures.figures import motivation, pipeline
 from bmfa.evidence.probes import figures
 from bmfa.records import Row
 
@@ -55,18 +54,6 @@ def _content(records: RecordSet) -> list[Block]:
             "published table, so agreement with the table is not independent evidence.",
             lead="The protocol is reconstructed, not confirmed.",
             style="warning",
-        ),
-        *illustrate(
-            motivation,
-            records,
-            "A block of a picture whose bright part is small in area and holds nearly all of the mass. "
-            "The mean replaces it by a single low value.",
-        ),
-        *illustrate(
-            pipeline,
-            records,
-            "From the picture to the scores of its cells, to the tree of Algorithm 1, to the loss of "
-            "every method over all instances.",
         ),
         *illustrate(
             figures.trade_off,

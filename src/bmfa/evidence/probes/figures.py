@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from bmfa.evidence.page import paper, style
+from bmfa.evidence.page import paper
 from bmfa.evidence.page.canvas import Canvas, figure
 from bmfa.evidence.page.drawing import (
     Margins,
@@ -103,31 +103,6 @@ def _draw_points(axes: "Axes", source: DataSource) -> None:
     for row in source.rows:
         leaf, gap = get_number(row, "leaf_percent"), get_number(row, "mean_gap")
         draw_point(axes, get_text(row, "method"), leaf, gap)
-
-
-def draw_named_points(axes: "Axes", source: DataSource) -> None:
-    """Draw the methods of the paper and the optimal tree, with their names beside the points."""
-    axes.set_xscale("log")
-    axes.set(xlim=(0.25, 160), ylim=(0, 2.9))
-    set_ticks(axes.xaxis, [0.4, 1, 3, 10, 30, 100])
-    axes.set_yticks([0, 1, 2])
-    for row in source.rows:
-        method = get_text(row, "method")
-        leaf, gap = get_number(row, "leaf_percent"), get_number(row, "mean_gap")
-        if leaf is None or gap is None or method not in NAME_OFFSETS:
-            continue
-        draw_point(axes, method, leaf, gap)
-        x, y, alignment = NAME_OFFSETS[method]
-        axes.annotate(
-            method,
-            (leaf, gap),
-            xytext=(x, y),
-            textcoords="offset points",
-            ha=alignment,
-            fontsize=style.SMALL,
-            color=style.LIGHT[style.method_mark(method).colour],
-            bbox={"facecolor": style.SURFACE.light, "edgecolor": "none", "pad": 0.5},
-        )
 
 
 def _has_quantiles(records: RecordSet) -> bool:

@@ -233,6 +233,12 @@ def default_workers(source: PictureSource) -> int:
     return min(MAX_WORKERS, cores) if isinstance(source, LabelledPictures) and cores > 1 else 0
 
 
+def label_settings(source: PictureSource) -> dict[str, str]:
+    """Return the setting `labels` of a record: how the classes of folders were found."""
+    found = getattr(source, "label_source", None)
+    return {} if found is None else {"labels": found}
+
+
 def no_pictures_error(skipped: SkippedPictures) -> ValueError:
     """Return the error of a run that could not read any picture."""
     reason = f" ({skipped.reasons[0]})" if skipped.reasons else ""

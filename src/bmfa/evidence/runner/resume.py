@@ -167,7 +167,7 @@ def open_checkpoint(
     settings: Callable[[], Mapping[str, Any]],
     check: Check,
 ) -> Iterator[Checkpoint]:
-    """Open the checkpoint of a run; if its pictures vanish inside the block, save and explain.
+    """Open the checkpoint of a run; save it if Ctrl-C ends the block, or if its pictures vanish.
 
     Args:
         path: The file that the user passed as `--resume`; None for a run without one.
@@ -182,6 +182,9 @@ def open_checkpoint(
     checkpoint = Checkpoint(path, experiment, found, check, shards.current())
     try:
         yield checkpoint
+    except KeyboardInterrupt:
+        checkpoint.write()  # what was added since the last write
+        raise
     except PicturesLostError as error:
         if path is None:
             saved = "nothing of this run is saved (--resume FILE would keep partial results)"

@@ -1,0 +1,134 @@
+"""Writes the page of an exploration: templates and data to one self-contained HTML file."""
+
+import base64
+import hashlib
+from functools import cache
+from typing import Any
+
+from bmfa.evidence.explorer.packing import rounded_up
+from bmfa.evidence.explorer.run import Exploration
+from bmfa.evidence.methods import METHODS
+from bmfa.evidence.page import style
+from bmfa.evidence.page.record_set import UNPRINTABLE
+from bmfa.packages import load_package
+
+# Rules of the page with the symbol of their threshold, its range on the slider and the first value.
+# The ranges reach from nearly all tokens to a single leaf on the scores of DeiT-Tiny.
+RULES: dict[str, tuple[str, float, float, float]] = {
+    "gamma": ("ε", 1e-5, 10.0, 0.05),
+    "gamma-h2": ("ε", 1e-5, 10.0, 0.05),
+    "exact-gap": ("ε", 1e-4, 10.0, 0.5),
+    "mass": ("share of Z", 1e-6, 1.0, 0.002),
+    "optimal": ("price of a leaf", 1e-6, 0.5, 0.002),
+}
+# The two rules that are compared first: those of the chapters on pictures.
+FIRST_RULES = ("gamma:0.05", "optimal:0.002")
+SCRIPTS = ("trees.js", "explorer.js")
+TOY = (
+    "The embedded toy model saw this picture: a small model, trained on drawn pictures like this one so "
+    "that everything here works without a download."
+)
+TOY_ELSEWHERE = (
+    "The embedded toy model saw this picture. It was trained on drawn pictures only, so what it attends "
+    "to here says nothing about real models; pass --model and --weights for one of yours."
+)
+
+
+def build_explorer(exploration: Exploration, report: str | None = None) -> str:
+    """Build the page of one picture.
+
+    Args:
+        exploration: What `bmfa.evidence.explorer.run.run` returns.
+        report: Address of the page of the evidence, for a link back; None for no link.
+
+    Returns:
+        The page as text; it loads nothing from other files or hosts.
+
+    Raises:
+        ModuleNotFoundError: If jinja2 is missing; the message names the extra.
+    """
+    script = "\n".join(_read(name) for name in SCRIPTS)
+    toy = "" if not exploration.toy else TOY if exploration.drawn else TOY_ELSEWHERE
+    page: str = (
+        _templates()
+        .get_template("explorer.html.j2")
+        .render(
+            title=exploration.title,
+            model=exploration.model,
+            prediction=exploration.prediction,
+            toy=toy,
+            numbers=_numbers(exploration),
+            report=report,
+            data=_data(exploration),
+            script=script,
+            script_hash=_script_hash(script),
+            css_variables=style.css_variables(),
+        )
+    )
+    return UNPRINTABLE.sub("\ufffd", page)
+
+
+def _data(exploration: Exploration) -> dict[str, Any]:
+    """What the script reads."""
+    return {
+        "picture": exploration.picture,
+        "start": exploration.start,
+        "first_rules": FIRST_RULES,
+        "rules": [_describe_rule(name) for name in RULES],
+        "layers": [layer.to_json() for layer in exploration.layers],
+    }
+
+
+def _describe_rule(name: str) -> dict[str, Any]:
+    method, (symbol, least, most, first) = METHODS[name], RULES[name]
+    description = method.description.partition(";")[0]
+    return {
+        "name": name,
+        "title": method.title,
+        "description": f"{description[:1].upper()}{description[1:]}",
+        "colour": method.mark.colour if method.mark else "ink",
+        "symbol": symbol,
+        "least": least,
+        "most": most,
+        "first": first,
+    }
+
+
+def _numbers(exploration: Exploration) -> str:
+    """How the numbers of the page are rounded, and which layers it has."""
+    rounding = max(head.rounding for layer in exploration.layers for head in layer.heads)
+    shown = [layer.layer for layer in exploration.layers]
+    layers = (
+        "all layers"
+        if len(shown) == exploration.depth
+        else f"{len(shown)} of {exploration.depth} layers"
+    )
+    return (
+        f"queries and keys of {layers} in 16 bits, which changes no score by more than "
+        f"{rounded_up(rounding)}; "
+        "scores, trees and attention are computed from them in float64"
+    )
+
+
+def _script_hash(script: str) -> str:
+    """The source of the only script that the browser may run."""
+    digest = hashlib.sha256(script.encode()).digest()
+    return f"'sha256-{base64.b64encode(digest).decode()}'"
+
+
+def _read(name: str) -> str:
+    source: str = _templates().loader.get_source(_templates(), name)[0]
+    return source
+
+
+@cache
+def _templates() -> Any:
+    """The jinja2 environment; text is escaped by default."""
+    jinja2 = load_package("jinja2")
+    return jinja2.Environment(
+        loader=jinja2.PackageLoader("bmfa.evidence.explorer"),
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        undefined=jinja2.StrictUndefined,
+    )

@@ -1,0 +1,1 @@
+"""Where each rule fails: fields and pictures on which another rule is clearly better."""

@@ -1,0 +1,304 @@
+"""A seeded search for fields and pictures on which a rule is clearly worse than another.
+
+Two trees are compared at equal leaves: the other rule has no more leaves than the rule that fails.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from bmfa.checks import check_integer
+from bmfa.data import EmbeddedObjects, EmbeddedScenes, InstanceSource, ProbeBlock, ProbeSettings
+from bmfa.data.drawn.objects import OBJECT_CATEGORIES
+from bmfa.data.instances import Tally
+from bmfa.data.probes import Mode, probe_block
+from bmfa.energy import gap
+from bmfa.evidence.failures.fields import FIELDS, SIDE, draw_field
+from bmfa.evidence.methods import family, is_kind
+from bmfa.evidence.pictures.thumbnails import crop_uri
+from bmfa.evidence.score_methods import estimate_all
+from bmfa.grid import Grid
+from bmfa.records import Record, Row, environment
+from bmfa.trees.build import screen
+from bmfa.trees.rules import parse
+
+GRID = Grid(SIDE, SIDE)
+MODE: Mode = "image-edge"
+PICTURE_BYTES = 7000
+DIGITS = 4  # decimals of scores
+# Leaves of the rule that fails: with fewer, both trees are too coarse to show a difference; with more,
+# every tree is nearly exact.
+LEAST_LEAVES, MOST_LEAVES = 8, 130
+# The other rule must have at most this share of the error of the rule that fails.
+CLEARLY_LESS = 0.5
+# A picture is shown if its margin is at least this share of the best margin of any field.
+PICTURE_PREFERENCE = 0.5
+MEAN, CORRECTED_MEAN = "sparge-mean", "mean-variance"
+
+
+def _ladder(low: float, high: float, count: int) -> tuple[float, ...]:
+    """Return `count` parameters from `low` to `high` at equal ratios, rounded to three digits."""
+    return tuple(float(f"{value:.3g}") for value in np.geomspace(low, high, count))
+
+
+# Parameters of every rule, from nearly all tokens down to a few leaves.
+SETTINGS: dict[str, tuple[float, ...]] = {
+    "gamma": _ladder(1e-4, 3.0, 24),
+    "gamma-h2": _ladder(1e-4, 3.0, 24),
+    "exact-gap": _ladder(1e-3, 4.0, 24),
+    "certified": _ladder(1e-3, 6.0, 24),
+    "mass": _ladder(1e-6, 0.5, 24),
+    "mass-coarse": _ladder(1e-6, 10.0, 24),
+    "optimal": _ladder(1e-6, 0.2, 24),
+    "quadrant-gap": _ladder(0.01, 5.0, 12),
+    "variance": _ladder(0.01, 10.0, 12),
+    "random-quadrants": (0.25, 0.5, 0.75),
+    "fixed-depth": (1, 2, 3),
+    "fixed-blocks": (3, 5, 6),  # sides of 2, 4 and 8 are a fixed depth
+}
+# What the decisions of a rule read: 0 nothing, 1 block means, 2 a few statistics of blocks, 3 all
+# scores. A rule is compared with rules that read no more than it does, and no more than means if it
+# reads nothing. The optimal tree, which reads all scores, is shown beside every pair.
+READS = {
+    **{"fixed-depth": 0, "fixed-blocks": 0, "random-quadrants": 0},
+    **{"gamma": 1, "gamma-h2": 1, "mass-coarse": 1, "variance": 2, "certified": 2},
+    **{"mass": 3, "exact-gap": 3, "quadrant-gap": 3, "optimal": 3},
+}
+PROTOCOL = (
+    "the field or picture and the two settings with the largest difference in E, among settings of "
+    "another rule with no more leaves and at most half of E"
+)
+
+
+def run(*, fields: int = 60, poses: int = 24, scenes: int = 30, seed: int = 0) -> Record:
+    """Search for a failure of every rule.
+
+    Args:
+        fields: Number of fields of each kind.
+        poses: Number of drawn objects of each category.
+        scenes: Number of drawn scenes; each has several objects.
+        seed: Seed of fields, pictures and random rules.
+
+    Returns:
+        A record of rows for each rule: `role` is "fails" for its tree, "better" for the tree of the
+        other rule, and "optimal" for the optimal tree of no more leaves. A rule that is nowhere clearly
+        worse than another has no rows.
+
+    Raises:
+        ValueError: If an argument is out of range.
+
+    Example:
+        >>> record = run(fields=3, poses=1, scenes=1)
+        >>> [row["method"] for row in record.rows if row["rule"] == "optimal"][1]
+        'fixed-blocks:5'
+    """
+    check_integer("fields", fields, low=1)
+    check_integer("poses", poses, low=1)
+    check_integer("scenes", scenes, low=1)
+    pool = _pool(fields, poses, scenes, seed)
+    table = _Table.of(pool, seed)
+    taken: set[int] = set()  # rows of the pool, so that no rule is shown on the field of another
+    rows = [row for rule in SETTINGS for row in _failure(pool, table, rule, taken, seed)]
+    rows += _summaries(pool, table)
+    settings = {
+        "grid": [SIDE, SIDE],
+        "tau": 1.0,
+        "mode": MODE,
+        "fields": fields,
+        "poses": poses,
+        "scenes": scenes,
+        "searched": len(pool.scores),
+        "settings": len(table.names),
+        "least_leaves": LEAST_LEAVES,
+        "most_leaves": MOST_LEAVES,
+        "clearly_less": CLEARLY_LESS,
+        "picture_preference": PICTURE_PREFERENCE,
+        "seed": seed,
+        "protocol": PROTOCOL,
+    }
+    return Record("failures", settings, rows, environment("cpu"))
+
+
+@dataclass(frozen=True)
+class _Pool:
+    """Everything that is searched.
+
+    Args:
+        scores: (count, 256) float64.
+        titles: What each field or picture shows.
+        probes: Probes of the pictures, the first of `scores`, one block for each source.
+        sources: The sources of the blocks.
+    """
+
+    scores: Tensor
+    titles: Sequence[str]
+    probes: Sequence[ProbeBlock]
+    sources: Sequence[InstanceSource]
+
+    @property
+    def pictures(self) -> int:
+        return sum(map(len, self.probes))
+
+    def picture(self, index: int) -> str | None:
+        """Return the crop of a picture as a data URI; None for a field."""
+        for block, source in zip(self.probes, self.sources, strict=True):
+            if index < len(block):
+                return crop_uri(source, block, index, PICTURE_BYTES)
+            index -= len(block)
+        return None
+
+
+def _pool(fields: int, poses: int, scenes: int, seed: int) -> _Pool:
+    sources = (EmbeddedObjects(poses, seed), EmbeddedScenes(scenes, seed))
+    probes = [probe_block(one.instances(), ProbeSettings(SIDE), Tally()) for one in sources]
+    blocks = [block for block in probes if block is not None]
+    drawn = [draw_field(kind, seed, index) for kind in FIELDS for index in range(fields)]
+    scores = [*(block.scores(MODE) for block in blocks), np.stack(drawn).reshape(-1, GRID.size)]
+    titles = [
+        name if name in OBJECT_CATEGORIES else f"{name} object"
+        for block in blocks
+        for name in block.category
+    ]
+    titles += [kind for kind in FIELDS for _ in range(fields)]
+    # Rounded as in the record, so that the record alone gives the same trees.
+    rounded = torch.from_numpy(np.concatenate(scores)).round(decimals=DIGITS)
+    return _Pool(rounded, titles, blocks, sources)
+
+
+@dataclass(frozen=True)
+class _Table:
+    """Error and leaves of every setting (columns) on everything that is searched (rows)."""
+
+    names: list[str]
+    error: NDArray[np.float64]
+    leaves: NDArray[np.int64]
+
+    @classmethod
+    def of(cls, pool: _Pool, seed: int) -> "_Table":
+        rules = [f"{rule}:{value:g}" for rule, values in SETTINGS.items() for value in values]
+        names = [*rules, MEAN, CORRECTED_MEAN]
+        found = estimate_all(names, pool.scores, GRID, seed=seed)
+        error = torch.stack([one.gap for one in found], 1).numpy()
+        leaves = torch.stack([one.leaf_percent for one in found], 1) * (GRID.size / 100)
+        return cls(names, error, leaves.round().long().numpy())
+
+    def columns(self, rule: str) -> list[int]:
+        return [index for index, name in enumerate(self.names) if family(name) == rule]
+
+
+@dataclass(frozen=True)
+class _Candidate:
+    """A margin in E, and where it is: the row of the pool and two settings."""
+
+    margin: float
+    row: int
+    fails: int
+    better: int
+
+
+def _failure(pool: _Pool, table: _Table, rule: str, taken: set[int], seed: int) -> list[Row]:
+    """Return the rows of one rule: its tree, that of the other rule, and the optimal one.
+
+    Its row of the pool is added to `taken`.
+    """
+    allowed = max(1, READS[rule])
+    # A rule that is better by chance explains nothing.
+    excluded = (rule, "optimal", "random-quadrants")
+    others = [other for other in SETTINGS if other not in excluded and READS[other] <= allowed]
+    rivals = [column for other in others for column in table.columns(other)]
+    found = [
+        _largest_margin(table, column, rivals, pool.pictures, taken)
+        for column in table.columns(rule)
+    ]
+    picture = max((pair[0] for pair in found), key=lambda one: one.margin)
+    field = max((pair[1] for pair in found), key=lambda one: one.margin)
+    enough = picture.margin >= max(0.0, PICTURE_PREFERENCE * field.margin)
+    chosen = picture if enough else field
+    if chosen.margin <= 0:
+        return []
+    taken.add(chosen.row)
+    leaves = int(table.leaves[chosen.row, chosen.fails])
+    names = {"fails": table.names[chosen.fails], "better": table.names[chosen.better]}
+    if rule != "optimal":
+        names["optimal"] = f"optimal-leaves:{leaves}"
+    # Random rules draw one coin for every row of a batch, so all rows of the pool are screened.
+    shared = _shared(pool, chosen.row, rule)
+    rows = []
+    for role, name in names.items():
+        drawn = is_kind(name, "rule") and family(name) == "random-quadrants"
+        scores = pool.scores if drawn else pool.scores[chosen.row : chosen.row + 1]
+        tree = screen(scores, GRID, parse(name, seed))[chosen.row if drawn else 0]
+        result: Row = {
+            "role": role,
+            "method": name,
+            "boxes": tree.leaf_boxes.tolist(),
+            "error": float(tree.error(pool.scores[chosen.row])),
+            "leaves": int(tree.leaf_count),
+            "leaf_percent": 100 * float(tree.leaf_ratio),
+        }
+        rows.append(shared | result)
+    return rows
+
+
+def _largest_margin(
+    table: _Table, column: int, rivals: Sequence[int], pictures: int, taken: set[int]
+) -> tuple[_Candidate, _Candidate]:
+    """Return the largest margins of rivals over one setting, on pictures and on fields not taken."""
+    error, leaves = table.error[:, column], table.leaves[:, column]
+    affordable = table.leaves[:, rivals] <= leaves[:, None]
+    rival_errors = np.where(affordable, table.error[:, rivals], np.inf)
+    best = rival_errors.argmin(1)
+    margin = error - rival_errors.min(1)
+    margin[(leaves < LEAST_LEAVES) | (leaves > MOST_LEAVES)] = -np.inf
+    margin[rival_errors.min(1) > CLEARLY_LESS * error] = -np.inf
+    margin[list(taken)] = -np.inf
+    rows = [int(margin[:pictures].argmax()), pictures + int(margin[pictures:].argmax())]
+    first, second = (
+        _Candidate(float(margin[row]), row, column, rivals[int(best[row])]) for row in rows
+    )
+    return first, second
+
+
+def _summaries(pool: _Pool, table: _Table) -> list[Row]:
+    """Return rows for the two summaries of one leaf: where one is nearer to F than the other."""
+    mean, corrected = (table.columns(name)[0] for name in (MEAN, CORRECTED_MEAN))
+    size = np.abs(table.error)
+    rows = []
+    for fails, better in ((mean, corrected), (corrected, mean)):
+        chosen = int((size[:, fails] - size[:, better])[: pool.pictures].argmax())
+        if size[chosen, fails] <= size[chosen, better]:
+            chosen = int((size[:, fails] - size[:, better]).argmax())
+        shared = _shared(pool, chosen, table.names[fails])
+        for role, column in (("fails", fails), ("better", better)):
+            result: Row = {
+                "role": role,
+                "method": table.names[column],
+                "boxes": [[0, 0, SIDE, SIDE]],
+                "error": float(table.error[chosen, column]),
+                "leaves": 1,
+                "leaf_percent": 100 / GRID.size,
+            }
+            rows.append(shared | result)
+    return rows
+
+
+def _shared(pool: _Pool, index: int, rule: str) -> Row:
+    """Return the columns that the rows of one rule share."""
+    scores = pool.scores[index]
+    row: dict[str, Any] = {
+        "rule": rule,
+        "title": pool.titles[index],
+        "source": "picture" if index < pool.pictures else "field",
+        "height": SIDE,
+        "width": SIDE,
+        "scores": [round(score, DIGITS) for score in scores.tolist()],
+        "gap": float(gap(scores)),
+    }
+    if (picture := pool.picture(index)) is not None:
+        row["picture"] = picture
+    return row
