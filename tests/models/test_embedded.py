@@ -6,22 +6,31 @@ import pickle
 import subprocess
 import sys
 from itertools import pairwise
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
 from bmfa.cli import main
-from bmfa.data.drawn.badges import draw_badge_batch
+from bmfa.data.drawn.badges import draw_badge_batch, grain_weights
 from bmfa.models import patch, reduce
 from bmfa.models.embedded import WEIGHTS, EmbeddedViT, load, preprocess, save, training
 from bmfa.models.embedded.model import encode_positions
 from bmfa.models.embedded.training import Recipe, augment, mask_iou, mask_loss, train
 from bmfa.trees.rules import ExactGap
 
+RECORDS = Path(__file__).parents[2] / "records"
 COUNT = 120
 SMALL = Recipe(
-    pictures=2, views=2, warmup=1, checkpoint_every=1, log_every=1, small_part=0.5, held_out=(2, 1)
+    batch=2,
+    drawn=4,
+    reuse=1,
+    checkpoint_every=1,
+    log_every=1,
+    small_part=0.5,
+    held_out=(2, 1),
+    held_out_grains=(8.0,),
 )
 
 
@@ -98,8 +107,10 @@ def test_weights_are_small_and_in_half_precision():
     with safe_open(WEIGHTS, framework="pt") as file:
         names, made_with = file.keys(), file.metadata()
         assert {file.get_tensor(name).dtype for name in names} == {torch.float16}
-    made = {"seed": str(training.SEED), "steps": str(training.STEPS)}
+    record = json.loads((RECORDS / "train-embedded-h200.json").read_text("utf-8"))
+    made = {name: str(record["settings"][name]) for name in ("seed", "steps")}
     assert json.loads(made_with["recipe"]) == made
+    assert WEIGHTS.stat().st_size == record["settings"]["weights_bytes"]
 
 
 def test_copies_and_pickles_give_the_same_scores(model):
@@ -203,7 +214,7 @@ def without_times(record):
 
 
 def test_training_stops_when_its_time_is_over_and_goes_on_later(tmp_path):
-    common = {"steps": 2, "recipe": SMALL, "seconds": 1e-9, "resume": tmp_path / "checkpoint"}
+    common = {"steps": 2, "recipe": SMALL, "stop_after": 1e-9, "resume": tmp_path / "checkpoint"}
     assert train(tmp_path / "weights", **common) is None
     assert not (tmp_path / "weights").exists()
     record = train(tmp_path / "weights", **common)
@@ -217,7 +228,7 @@ def test_the_command_writes_weights_and_record(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(training, "Recipe", lambda: SMALL)
     weights, record = tmp_path / "made.safetensors", tmp_path / "made.json"
     words = ["train-embedded", "--device", "cpu", "--steps", "1", "--output", str(weights)]
-    main([*words, "--seconds", "1e-9", "--resume", str(tmp_path / "c"), "--json", str(record)])
+    main([*words, "--stop-after", "60", "--resume", str(tmp_path / "c"), "--json", str(record)])
     assert "weights:" in capsys.readouterr().out
     assert json.loads(record.read_text("utf-8"))["experiment"] == "train-embedded"
     assert load(weights).forward_dense(torch.zeros(1, 3, 128, 128))[1].shape == (1, 128, 128)
@@ -225,11 +236,46 @@ def test_the_command_writes_weights_and_record(tmp_path, capsys, monkeypatch):
 
 def test_steps_have_pictures_of_several_sizes():
     recipe = Recipe()
-    early = [recipe.ratio(0, step, 1000) for step in range(500)]
-    late = [recipe.ratio(0, step, 1000) for step in range(700, 1000)]
+    early = [recipe.ratio(0, step, 0.2) for step in range(200)]
+    late = [recipe.ratio(0, step, 0.9) for step in range(200)]
     assert set(early) == {1, 2}
     assert set(late) == {1, 2, 4}
-    assert [recipe.batch(ratio) for ratio in (1, 2, 4)] == [(256, 4), (64, 4), (16, 2)]
+    run = training._TrainingRun(0, 4, None, torch.device("cpu"), SMALL)
+    for number in range(3):
+        run._add(training._NewPictures(0, 0, 16)[number])
+    for ratio in (1, 2, 4):
+        images, labels, cells = run._sample(ratio, 8.0)
+        side, count = 128 * ratio, max(1, 2 // ratio**2)
+        assert images.shape == (count, 3, side, side)
+        assert cells.shape == (count, 2, side // 2, side // 2)
+        assert labels.shape == (count,)
+        ticks, mask = cells[:, 1], cells[:, 0]
+        assert (ticks <= mask).all()
+        assert 0 < ticks.mean() < mask.mean() < 0.1
+
+
+def test_a_training_by_time_takes_pictures_as_they_are_drawn(tmp_path):
+    common = {"seconds": 2.0, "recipe": SMALL, "resume": tmp_path / "checkpoint"}
+    assert train(tmp_path / "weights", stop_after=0.5, **common) is None
+    record = train(tmp_path / "weights", **common)
+    assert record.settings["seconds"] >= 2.0
+    assert record.settings["pictures_drawn"] >= 8
+    assert record.rows[-1]["tokens"] == 4096
+
+
+def test_the_grain_of_the_device_is_that_of_the_pictures():
+    weights = torch.from_numpy(grain_weights(128)).double()
+    assert weights.sum(1).numpy() == pytest.approx(np.ones(128), abs=1e-6)
+    plain = draw_badge_batch(0, [5], grain=0.0)[0].astype(float)
+    grained = draw_badge_batch(0, [5], grain=20.0)[0].astype(float)
+    noise = (grained - plain)[0]
+    inside = (grained[0] > 0).all(-1) & (grained[0] < 255).all(-1)
+    assert np.abs(noise[inside] - noise[inside][:, :1]).max() <= 1  # grey, up to the rounding
+    # The noise of a row lies in the span of the weights, that of the knots times the other axis.
+    values = torch.from_numpy(noise[..., 0])
+    fitted = weights @ torch.linalg.lstsq(weights, values).solution
+    assert (fitted - values)[inside.all(1)].abs().max() < 3
+    assert 8 < noise[inside].std() < 12  # of a product of two bilinear waves with amplitude 20
 
 
 def test_a_failed_write_keeps_the_old_checkpoint(tmp_path, monkeypatch):
@@ -243,21 +289,20 @@ def test_a_failed_write_keeps_the_old_checkpoint(tmp_path, monkeypatch):
         raise OSError("no space left on device")
 
     monkeypatch.setattr(torch, "save", torn)
-    run = training._TrainingRun(0, 2, torch.device("cpu"), SMALL)
+    run = training._TrainingRun(0, 2, None, torch.device("cpu"), SMALL)
     with pytest.raises(OSError, match="no space"):
         run.store(checkpoint)
     assert checkpoint.read_bytes() == before
 
 
-def test_the_learning_rate_rises_and_falls():
-    run = training._TrainingRun(0, 100, torch.device("cpu"), Recipe(warmup=10))
-    rates = []
-    for step in range(100):
-        run.step = step
-        rates.append(run._learning_rate_factor())
-    assert rates[:10] == pytest.approx([0.1 * step for step in range(1, 11)])
-    assert all(one > other for one, other in pairwise(rates[9:]))
+def test_the_learning_rate_rises_and_falls_and_the_grain_rises():
+    recipe = Recipe(warmup=0.1)
+    rates = [recipe.learning_rate_factor(step / 100) for step in range(101)]
+    assert rates[:10] == pytest.approx([0.1 * step for step in range(10)])
+    assert all(one > other for one, other in pairwise(rates[10:]))
     assert rates[-1] == pytest.approx(0.0)
+    assert recipe.grain_limit(0.0) == pytest.approx(0.15 * recipe.grain)
+    assert recipe.grain_limit(0.5) == recipe.grain_limit(1.0) == recipe.grain
 
 
 @pytest.mark.parametrize(
@@ -267,8 +312,9 @@ def test_the_learning_rate_rises_and_falls():
         ({"steps": 0}, "steps is 0; pass an integer at least 1"),
         ({"device": "gpu"}, "device 'gpu' cannot be used"),
         ({"resume": "."}, "cannot be written; pass a file in an existing folder"),
-        ({"seconds": 60.0}, "seconds is 60 without a checkpoint; pass resume=FILE"),
-        ({"seconds": 0.0, "resume": "c"}, "seconds is 0"),
+        ({"stop_after": 60.0}, "stop_after is 60 without a checkpoint; pass resume=FILE"),
+        ({"seconds": 0.0}, "seconds is 0"),
+        ({"seconds": 5.0, "steps": 3}, "steps is 3 and seconds is 5; pass one of them"),
     ],
 )
 def test_training_refuses_bad_settings(tmp_path, arguments, line):
@@ -286,8 +332,8 @@ def test_training_refuses_files_that_are_no_checkpoint(tmp_path):
         train(tmp_path / "weights", steps=1, resume=other, recipe=SMALL)
     with pytest.raises(ValueError, match="cannot be written"):
         train(tmp_path / "nowhere" / "weights", steps=1)
-    with pytest.raises(ValueError, match="views is 0; pass an integer at least 1"):
-        Recipe(views=0)
+    with pytest.raises(ValueError, match="drawn is 0; pass an integer at least 1"):
+        Recipe(drawn=0)
 
 
 def test_bad_pictures_are_refused(model):

@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING, Annotated
 
 from bmfa.cli import options as opt
-from bmfa.cli.output import Output, check_json_target, table_of
+from bmfa.cli.output import Output, table_of
 
 if TYPE_CHECKING:
     from bmfa.records import Row
@@ -43,7 +43,6 @@ def train_embedded(
     """Train the embedded model from scratch."""
     from bmfa.models.embedded import training
 
-    check_json_target(json)
     record = training.train(
         output,
         seed=training.SEED if seed is None else seed,

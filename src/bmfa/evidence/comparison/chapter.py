@@ -81,8 +81,8 @@ def _task(records: RecordSet) -> str:
         "The pictures show one badge in clutter, partly covered: its class is the shape of a thin "
         "outline, the texture inside and the number of small ticks, 24 classes that differ in a few "
         f"tokens. The full model names {format_percent(get_number(full, 'top1_percent'), 1)} of "
-        f"{int(get_number(full, 'images') or 0):,} pictures correctly and finds the badge with an IoU of "
-        f"{format_number(get_number(full, 'mask_iou'), 3)}."
+        f"{int(get_number(full, 'images') or 0):,} pictures correctly and finds the badge with an IoU "
+        f"of {format_number(get_number(full, 'mask_iou'), 3)}."
     )
 
 

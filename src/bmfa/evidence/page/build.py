@@ -10,6 +10,7 @@ from bmfa.evidence.ablation.chapter import ABLATIONS
 from bmfa.evidence.bench.chapter import SPEED
 from bmfa.evidence.classification.chapter import CLASSIFICATION, REDUCTIONS
 from bmfa.evidence.closed_loop.chapter import CLOSED_LOOP, LAYERS
+from bmfa.evidence.comparison.chapter import EQUAL_LEAVES, EQUAL_OPERATIONS
 from bmfa.evidence.failures.chapter import FAILURES
 from bmfa.evidence.methods import METHODS, find_method
 from bmfa.evidence.page import paper, style
@@ -39,8 +40,8 @@ OPENING = (
     "The paper's numbers are shown next to ours."
 )
 CHAPTERS = (
-    *(STRESS_TEST, FAILURE_CURVE, PROBES, ABLATIONS, INSTANCES, FAILURES, CLOSED_LOOP, LAYERS),
-    *(PICTURES, CLASSIFICATION, REDUCTIONS, SPEED),
+    *(STRESS_TEST, FAILURE_CURVE, PROBES, ABLATIONS, INSTANCES, FAILURES, EQUAL_LEAVES),
+    *(CLOSED_LOOP, LAYERS, PICTURES, CLASSIFICATION, EQUAL_OPERATIONS, REDUCTIONS, SPEED),
 )
 
 

@@ -7,6 +7,7 @@ from bmfa.evidence.ablation.figures import ablation
 from bmfa.evidence.bench.figures import attention_error, attention_time
 from bmfa.evidence.classification.figures import accuracy, reductions, top1
 from bmfa.evidence.closed_loop.figures import closed_loop, layers
+from bmfa.evidence.comparison.figures import equal_leaves, equal_operations
 from bmfa.evidence.failures.figures import failures
 from bmfa.evidence.page.canvas import Figure
 from bmfa.evidence.pictures.figures import attention_cases, cases, motivation, pipeline, screen
@@ -26,6 +27,8 @@ ALL: dict[str, Figure] = {
             ablation,
             cases,
             failures,
+            equal_leaves,
+            equal_operations,
             closed_loop,
             layers,
             top1,

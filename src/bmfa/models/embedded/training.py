@@ -321,7 +321,9 @@ class _TrainingRun:
             return torch.rand(*shape, generator=generator, device=self.device)
 
         held = self.buffers[ratio].count
-        chosen = (random(count) * held).long().clamp_(max=held - 1)  # a float32 product may round up
+        chosen = (
+            (random(count) * held).long().clamp_(max=held - 1)
+        )  # a float32 product may round up
         pixels, labels, cells = self.buffers[ratio].take(chosen)
         flags = random(4, count, 1, 1, 1) < 0.5
         weights = self.grain_weights[ratio]
