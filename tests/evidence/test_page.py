@@ -242,6 +242,8 @@ def test_sections_are_in_order(page: str) -> None:
         'id="ablations"',
         'id="cases"',
         'id="failures"',
+        'id="equal-leaves"',
+        'id="equal-operations"',
     ]
     places = [page.index(mark) for mark in [*marks_in_order, 'id="bench"', 'id="environment"']]
     assert places == sorted(places)
@@ -258,7 +260,7 @@ def test_every_figure_has_a_caption_and_a_command(page: str) -> None:
 
 def test_chapters_without_records_show_their_command() -> None:
     page = build_page([])
-    assert page.count("Not measured here. Run") == 12
+    assert page.count("Not measured here. Run") == 14
     assert "bmfa ablation --json ablation.json" in words(page)
     assert "<svg" not in page
     assert {claim.verdict for claim in all_claims(RecordSet([]))} == {Verdict.NOT_MEASURED}

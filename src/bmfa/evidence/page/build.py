@@ -72,7 +72,7 @@ def build_page(records: Sequence[Record], explorer: str | None = None) -> str:
     Example:
         >>> page = build_page([])
         >>> page.count("Not measured here")
-        12
+        14
     """
     found = RecordSet(records)
     page: str = (
