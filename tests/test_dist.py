@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 import bmfa
+from bmfa.evidence import recorded
 
 ROOT = Path(__file__).parents[1]
 
@@ -114,3 +115,13 @@ def test_the_page_is_made_outside_the_checkout(site, tmp_path):
     run(site, tmp_path, sys.executable, "-m", "bmfa", "report", "--records", record, "--quiet")
     page = (tmp_path / "report" / "index.html").read_text("utf-8")
     assert "<style" in page and "</html>" in page
+
+
+def test_the_recorded_runs_are_in_the_wheel(site, tmp_path):
+    code = (
+        "import json; from bmfa.evidence import recorded; found, problems = recorded.load(); "
+        "print(json.dumps([str(recorded.folder()), sorted(found), problems]))"
+    )
+    folder, names, problems = json.loads(run(site, tmp_path, sys.executable, "-c", code))
+    assert Path(folder) == site / "bmfa" / "evidence" / "recorded"
+    assert names == sorted(recorded.SHOWN) and problems == []

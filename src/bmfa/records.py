@@ -56,6 +56,12 @@ class Record:
         body = json.dumps(order, indent=2, allow_nan=False)
         return f'{body[:-2]},\n  "rows": [\n    {rows}\n  ]\n}}\n'
 
+    @property
+    def other_version(self) -> str | None:
+        """The version of bmfa that made the record, if it is known and not this one."""
+        made = self.environment.get("bmfa")
+        return None if made is None or made == _version() else str(made)
+
     @classmethod
     def from_json(cls, text: str, name: str = "record") -> "Record":
         """Parse a record.
@@ -65,7 +71,8 @@ class Record:
             name: Name of the file, for messages.
 
         Raises:
-            ValueError: If the text is not JSON or a key is missing; the message names the file.
+            ValueError: If the text is not JSON, a key is missing, or its value has another form; the
+                message names the file.
         """
         try:
             data = json.loads(text)
@@ -79,6 +86,13 @@ class Record:
         if missing:
             raise ValueError(
                 f"{name} lacks {', '.join(sorted(missing))}; pass a record written by --json"
+            )
+        rows, frames = data["rows"], (data["settings"], data["environment"])
+        flat = isinstance(rows, list) and all(isinstance(row, dict) for row in rows)
+        if not (flat and all(isinstance(one, dict) for one in frames)):
+            raise ValueError(
+                f"{name} has settings, environment or rows of another form; pass a record written by "
+                f"--json of bmfa {_version()}"
             )
         return cls(data["experiment"], data["settings"], data["rows"], data["environment"])
 
@@ -119,13 +133,11 @@ def environment(device: str = "cpu") -> dict[str, Any]:
     """Return the date in UTC, versions, processor, device and, if any, the command of this process."""
     import torch  # imported here so that `bmfa --help` starts quickly
 
-    from bmfa import __version__
-
     versions = {}
     for package in VERSIONED_PACKAGES:
         try:
             # A checkout on PYTHONPATH has no metadata of its own.
-            versions[package] = __version__ if package == "bmfa" else metadata.version(package)
+            versions[package] = _version() if package == "bmfa" else metadata.version(package)
         except metadata.PackageNotFoundError:
             continue
     name = torch.cuda.get_device_name() if device.startswith("cuda") else _processor()
@@ -140,6 +152,12 @@ def environment(device: str = "cpu") -> dict[str, Any]:
         "device_name": name,
         "threads": torch.get_num_threads(),
     }
+
+
+def _version() -> str:
+    from bmfa import __version__  # the package imports this module
+
+    return __version__
 
 
 def _processor() -> str:

@@ -238,6 +238,7 @@ def test_the_page_refers_to_no_other_host(page_file):
 def test_the_page_of_the_toy_model_says_so(exploration, page_file):
     text = page_file.read_text(encoding="utf-8")
     assert "toy model" in text and "--weights" not in text
+    assert f"labelled <b>{EmbeddedPictures(1)[0].label_name}</b>" in text
     photograph = LabelledPicture("photo.png", np.full((40, 60, 3), 90, np.uint8))
     other = build_explorer(run(load_model("embedded"), photograph, layers="last-1"))
     assert "drawn pictures only" in other and "--weights" in other
@@ -265,8 +266,16 @@ def test_command_writes_the_page_and_the_record(tmp_path, capsys):
     )
     printed = capsys.readouterr().out
     assert f"page: {output}" in printed and "mean_gap" in printed and "--layers all" in printed
+    assert "toy model" not in printed
     assert Record.from_json(record.read_text()).experiment == "explore"
     assert output.read_text(encoding="utf-8").startswith("<!DOCTYPE html>")
+
+
+def test_command_warns_if_the_toy_model_saw_a_picture_of_the_user(tmp_path, capsys):
+    picture = tmp_path / "photo.png"
+    Image.fromarray(np.full((40, 60, 3), 90, np.uint8)).save(picture)
+    main(["explore", str(picture), "--layers", "last-1", "--output", str(tmp_path / "page.html")])
+    assert "toy model" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ import pytest
 
 import model_records
 from bmfa.evidence.page import figures, style
-from bmfa.evidence.page.build import all_claims, build_page
+from bmfa.evidence.page.build import CHAPTERS, all_claims, build_page
 from bmfa.evidence.page.canvas import Figure
 from bmfa.evidence.page.claims import Claim, Verdict, judge_numbers
 from bmfa.evidence.page.drawing import spread_labels
@@ -194,11 +194,22 @@ def bench() -> Record:
     return record("bench", [{**row, "milliseconds": 4.5}, *timed])
 
 
+def masks() -> Record:
+    rows = [
+        {"what": "model", "img_size": 14 * side, "n": side * side, "method": method, "speedup": speed,
+         "mask_iou": iou, "milliseconds": 9 / speed, "tiled_layers": int(method != "full") * 12,
+         "dtype": "bfloat16", "density_percent": None if method == "full" else 9.0}
+        for side in (64, 128)
+        for method, speed, iou in (("full", 1.0, 1.0), ("leaves:0.1", 1.5, 0.96), ("error:0.1", 2, 0.7))
+    ]  # fmt: skip
+    return record("bench", rows, model="timm:vit_small_patch14_dinov2", pictures=["a.jpg"])
+
+
 @pytest.fixture(scope="module")
 def records() -> list[Record]:
     return [
         *(synthetic(), failure_curve(), gallery(), probe(), probe("embedded"), ablation()),
-        *(cases(), blocks(), failures(), bench()),
+        *(cases(), blocks(), failures(), bench(), masks()),
         *model_records.every(),
     ]
 
@@ -260,7 +271,7 @@ def test_every_figure_has_a_caption_and_a_command(page: str) -> None:
 
 def test_chapters_without_records_show_their_command() -> None:
     page = build_page([])
-    assert page.count("Not measured here. Run") == 14
+    assert page.count("Not measured here. Run") == len(CHAPTERS)
     assert "bmfa ablation --json ablation.json" in words(page)
     assert "<svg" not in page
     assert {claim.verdict for claim in all_claims(RecordSet([]))} == {Verdict.NOT_MEASURED}

@@ -59,12 +59,14 @@ def explore(
         device=opt.resolve_device(device),
     )
     record = exploration.record
-    left_out = record.settings["left_out"]
+    warnings = [f"not on the page: {reason}" for reason in record.settings["left_out"]]
+    if not exploration.drawn:
+        warnings += opt.toy_model_warning(model, weights, "this picture was")
     Output(json, quiet).finish(
         record,
         table_of(record.rows, COLUMNS),
         notes=_notes(exploration),
-        warnings=[f"not on the page: {reason}" for reason in left_out],
+        warnings=warnings,
         figures={output: lambda: build_explorer(exploration).encode()},
     )
 
@@ -82,7 +84,8 @@ def _notes(exploration: "Exploration") -> list[str]:
     rounding = rounded_up(max(row["rounding"] for row in exploration.record.rows))
     lines = [f"\nscores: 16-bit queries and keys change none by more than {rounding}"]
     if exploration.prediction:
-        lines.append(f"prediction: {exploration.prediction}")
+        labelled = f", labelled {exploration.label}" if exploration.label else ""
+        lines.append(f"prediction: {exploration.prediction}{labelled}")
     shown, depth = len(exploration.layers), exploration.depth
     if shown < depth:
         lines.append(

@@ -173,6 +173,7 @@ def labelled_pictures(
 ) -> Any:
     """Open the pictures of `--data-dir`, or draw the embedded ones for the embedded model."""
     from bmfa.data.classification import EmbeddedPictures, LabelledPictures
+    from bmfa.evidence.model_methods import class_names
 
     if labels is not None and class_map is not None:
         raise ValueError(
@@ -184,7 +185,7 @@ def labelled_pictures(
             data_dir,
             labels,
             class_map=class_map,
-            classes=model.classes or getattr(model.model, "num_classes", None) or None,
+            classes=class_names(model),
             limit=limit,
             strict=strict,
         )

@@ -1,8 +1,11 @@
 """bmfa report."""
 
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
+from bmfa import __version__
 from bmfa.cli import options as opt
 from bmfa.files import write_atomic
 from bmfa.packages import require_packages
@@ -32,21 +35,24 @@ def report(
         tuple[str, str] | None,
         opt.option(
             "--coco ANNOTATIONS IMAGES",
-            "Add the probe of a COCO file and its folder or zip of pictures.",
+            "Run the probe of a COCO file and its folder or zip of pictures, instead of the recorded "
+            "one.",
         ),
     ] = None,
     lvis: Annotated[
         tuple[str, str] | None,
         opt.option(
             "--lvis ANNOTATIONS IMAGES",
-            "Add the probe of an LVIS file and its folder or zip of pictures.",
+            "Run the probe of an LVIS file and its folder or zip of pictures, instead of the recorded "
+            "one.",
         ),
     ] = None,
     imagenet: Annotated[
         str | None,
         opt.option(
             "--imagenet DIR",
-            "Add the model chapters on these pictures, in folders by class; needs --weights.",
+            "Run the model chapters on these pictures, in folders by class, instead of the recorded "
+            "ones; needs --weights.",
         ),
     ] = None,
     weights: Annotated[
@@ -58,6 +64,7 @@ def report(
     labels: Annotated[
         str | None, opt.option("--labels FILE", "Labels, if --imagenet is one folder of pictures.")
     ] = None,
+    class_map: opt.ClassMap = None,
     limit: Annotated[int, opt.option("--limit N", "Number of pictures of --imagenet.")] = 100,
     workers: opt.Workers = None,
 ) -> None:
@@ -65,19 +72,25 @@ def report(
     require_packages(("jinja2", "matplotlib", "PIL"), "report")
     if coco or lvis:
         require_packages(("pycocotools",), "data")
+    from bmfa.evidence import recorded
     from bmfa.evidence.page import figures
     from bmfa.evidence.page.build import build_page
+    from bmfa.evidence.page.origins import describe_data
 
     folder = Path(output)
     explorer = folder / "explorer.html"
     if records:
-        collected = [Record.from_json(Path(name).read_text("utf-8"), name) for name in records]
+        collected = _read_records(records)
     else:
         from bmfa.evidence import report as experiments
         from bmfa.evidence.explorer.page import build_explorer
 
-        own = _own_model(imagenet, weights, model=model, labels=labels, limit=limit)
+        own = _own_model(
+            imagenet, weights, model=model, labels=labels, class_map=class_map, limit=limit
+        )
         device = opt.resolve_device(device)
+        owned = {"coco": coco, "lvis": lvis, "model": own}
+        shown, problems = recorded.load(without=[kind for kind, given in owned.items() if given])
         collected = []
         for name, record in experiments.run(
             seed=seed,
@@ -91,10 +104,21 @@ def report(
             collected.append(record)
             if not quiet:
                 print(f"{name}: {len(record.rows)} rows", flush=True)
+        for name, record in shown.items():
+            write_atomic(folder / "records" / f"{name}.json", record.to_json())
+            collected.append(record)
+            if not quiet:
+                print(f"{name}: {len(record.rows)} rows, {describe_data([record])}", flush=True)
+        for problem in problems:
+            print(f"bmfa: {problem}", file=sys.stderr)
         exploration = experiments.explore(own, seed=seed, device=device)
         write_atomic(explorer, build_explorer(exploration, report="index.html"))
     link = explorer.name if explorer.is_file() else None
-    write_atomic(folder / "index.html", build_page(collected, link))
+    try:
+        page = build_page(collected, link)
+    except (LookupError, AttributeError, TypeError, ValueError) as error:
+        raise _unusable_records(collected, error) from error
+    write_atomic(folder / "index.html", page)
     if png:
         for name, figure in figures.ALL.items():
             if figure.drawable(collected):
@@ -105,8 +129,39 @@ def report(
             print(f"explorer: {explorer}")
 
 
+def _read_records(names: Sequence[str]) -> list[Record]:
+    """Read the files of `--records`; say which were made by another version."""
+    from bmfa.evidence import recorded
+
+    found = [Record.from_json(Path(name).read_text("utf-8"), name) for name in names]
+    for name, record in zip(names, found, strict=True):
+        if record.other_version is not None:
+            print(
+                f"bmfa: {name} was made by bmfa {record.other_version}, and this is bmfa {__version__}; "
+                "its numbers may have another meaning",
+                file=sys.stderr,
+            )
+    return recorded.mark(found)
+
+
+def _unusable_records(records: Sequence[Record], error: Exception) -> ValueError:
+    """Return the error of records that have the form of a record, but not what a chapter needs."""
+    others = dict.fromkeys(r.other_version for r in records if r.other_version is not None)
+    made = f", made by bmfa {', '.join(map(str, others))}," if others else ""
+    return ValueError(
+        f"the page cannot be made of these records{made} ({type(error).__name__}: {error}); make them "
+        f"again with bmfa {__version__}, or leave out the one at fault"
+    )
+
+
 def _own_model(
-    imagenet: str | None, weights: str | None, *, model: str, labels: str | None, limit: int
+    imagenet: str | None,
+    weights: str | None,
+    *,
+    model: str,
+    labels: str | None,
+    class_map: str | None,
+    limit: int,
 ) -> "OwnModel | None":
     """Return the user's model and pictures, or None if neither is given."""
     from bmfa.evidence.report import OwnModel
@@ -115,4 +170,4 @@ def _own_model(
         return None
     if imagenet is None or weights is None:
         raise ValueError("--weights FILE and --imagenet DIR go together; pass both, or neither")
-    return OwnModel(weights, imagenet, model, labels, limit=limit)
+    return OwnModel(weights, imagenet, model, labels, class_map, limit=limit)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from bmfa import merging
 from bmfa.attention.result import Screened
 from bmfa.evidence.methods import FULL, is_kind, names
-from bmfa.models import layer_indices, patch, unpatch
+from bmfa.models import LoadedModel, layer_indices, patch, unpatch
 from bmfa.models.hosts import find_host
 from bmfa.models.reducing import reduce
 from bmfa.models.screened_layer import LayerInputs, observe
@@ -81,6 +81,11 @@ def applied(model: nn.Module, name: str, layers: Layers, seed: int = 0) -> Itera
         yield method
     finally:
         unpatch(model)
+
+
+def class_names(model: LoadedModel) -> Sequence[str] | int | None:
+    """Return the names of the outputs of a model, else their number, else None."""
+    return model.classes or getattr(model.model, "num_classes", None) or None
 
 
 @dataclass(eq=False)

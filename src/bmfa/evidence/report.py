@@ -15,6 +15,7 @@ from bmfa.evidence.explorer import run as explorer
 from bmfa.evidence.explorer.run import Exploration
 from bmfa.evidence.failures import run as failures
 from bmfa.evidence.methods import COMPARABLE_METHODS, DEFAULT_METHODS, FULL
+from bmfa.evidence.model_methods import class_names
 from bmfa.evidence.pictures import cases, model_cases
 from bmfa.evidence.probes import run as probes
 from bmfa.evidence.synthetic import run as synthetic
@@ -69,6 +70,7 @@ class OwnModel:
         pictures: Folder or zip of pictures.
         name: Name of the model as in `load_model`.
         labels: File of labels; None reads them from the names of folders.
+        class_map: File with the class of every folder; None reads it from the names of folders.
         limit: Number of pictures.
     """
 
@@ -76,13 +78,25 @@ class OwnModel:
     pictures: str
     name: str = DEIT
     labels: str | None = None
+    class_map: str | None = None
     limit: int = OWN_PICTURES
 
     def load(self) -> tuple[LoadedModel, LabelledPictures]:
         """Load the model, DeiT-Tiny with the crop of the paper, and list its pictures."""
-        pictures = LabelledPictures(self.pictures, self.labels, limit=self.limit)
+        # First without the model, so that a wrong folder is found before the weights are read.
+        self._list_pictures(None)
         crop = DEIT_CROP_PCT if self.name == DEIT else None
-        return load_model(self.name, self.weights, crop_pct=crop), pictures
+        model = load_model(self.name, self.weights, crop_pct=crop)
+        return model, self._list_pictures(model)
+
+    def _list_pictures(self, model: LoadedModel | None) -> LabelledPictures:
+        return LabelledPictures(
+            self.pictures,
+            self.labels,
+            class_map=self.class_map,
+            classes=None if model is None else class_names(model),
+            limit=self.limit,
+        )
 
 
 def run(

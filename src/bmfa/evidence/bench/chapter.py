@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from bmfa.evidence.bench import figures, summary
+from bmfa.evidence.bench.saliency_chapter import is_dense_prediction
 from bmfa.evidence.page.blocks import (
     Block,
     Chapter,
@@ -171,4 +172,9 @@ def _break_even(records: RecordSet) -> list[str]:
     ]
 
 
-SPEED = Chapter("bench", "Speed", "bench", _content)
+def _without_masks(records: RecordSet) -> RecordSet:
+    """The records without those of dense prediction, which has a chapter of its own."""
+    return RecordSet([record for record in records.records if not is_dense_prediction(record)])
+
+
+SPEED = Chapter("bench", "Speed", "bench", _content, select=_without_masks)

@@ -59,6 +59,16 @@ PAPER_MEASURES = (
     Column("paper_speedup", "Speed-up", 3),
 )
 SMALL_DROP = 1.0  # percentage points of top-1
+# Two methods have the same cost if their operations differ by at most this share: the share of tokens
+# kept has steps of a token, which are about one percent.
+SAME_COST = 0.02
+LEAST_COMPARED = 3  # methods of the same cost that make a table
+EQUAL_COST = tuple(
+    column
+    for key in ("gflops", "agreement_percent", "output_kl", "top1_percent", "drop_pp", "speedup")
+    for column in MEASURES
+    if column.key == key
+)
 
 
 def _content(records: RecordSet) -> list[Block]:
@@ -154,7 +164,7 @@ def _table(run: ModelRun) -> Block:
     rows, printed = run.all_rows, paper.IMAGENET
     measures = [m for m in MEASURES if any(get_number(row, m.key) is not None for row in rows)]
     return Table(
-        f"{run.heading}; the paper: {paper.MODEL}, ImageNet",
+        f"{run.caption}; the paper: {paper.MODEL}, ImageNet",
         [METHOD, *measures, *PAPER_MEASURES],
         [with_paper(row, printed.get(get_text(row, "method"))) for row in rows],
     )
@@ -188,8 +198,39 @@ def _reductions(records: RecordSet) -> list[Block]:
             "is the cost of the full model. Up and to the left is better for the agreement, down and to "
             "the left for the KL.",
         ),
+        *(block for run in runs for block in _equal_operations(run)),
         *(_table(run) for run in runs),
     ]
+
+
+def _equal_operations(run: ModelRun) -> list[Block]:
+    """The reductions with the operations of each setting of ToMe, by output KL."""
+    blocks: list[Block] = []
+    for tome in run.family("tome"):
+        cost = get_number(tome, "gflops")
+        rows = [] if cost is None else [r for r in run.rows if _costs_as_much(r, cost)]
+        rows = [row for row in rows if get_number(row, "output_kl") is not None]
+        if len(rows) < LEAST_COMPARED:
+            continue
+        rows.sort(key=lambda row: need_number(row, "output_kl"))
+        best, name = rows[0], get_text(tome, "method")
+        blocks += paragraph(
+            f"{run.heading}, {len(rows)} reductions within {SAME_COST:.0%} of the "
+            f"{format_number(cost)} GFLOPs of {name}: {get_text(best, 'method')} changes the output "
+            f"least (KL {format_small(get_number(best, 'output_kl'))}, agreement "
+            f"{format_percent(get_number(best, 'agreement_percent'), 1)}); {name} has "
+            f"{format_small(get_number(tome, 'output_kl'))} and "
+            f"{format_percent(get_number(tome, 'agreement_percent'), 1)}."
+        )
+        caption = f"{run.caption}: reductions at the operations of {name}, by output KL"
+        measures = [m for m in EQUAL_COST if any(get_number(r, m.key) is not None for r in rows)]
+        blocks.append(Table(caption, [METHOD, *measures], rows))
+    return blocks
+
+
+def _costs_as_much(row: Row, gflops: float) -> bool:
+    cost = get_number(row, "gflops")
+    return cost is not None and abs(cost - gflops) <= SAME_COST * gflops
 
 
 def _compare_with_tome(run: ModelRun, budget: str) -> str:
@@ -288,15 +329,19 @@ def _merging(records: RecordSet) -> tuple[str, Verdict, str]:
 
 
 @claim(
-    "The best merging at 8 tokens per layer: agreement and output KL",
+    "The best merging at the operations of tome:8: agreement and output KL",
     f"{format_percent(TOME.agreement_percent, 2)} (tome:8, ImageNet)",
     COMMAND,
 )
 def _best_merging(records: RecordSet) -> tuple[str, Verdict, str]:
     run = _reduced(records)
-    ours, kl = run.values("free-energy:8", "agreement_percent", "output_kl")
     theirs, their_kl = run.values("tome:8", "agreement_percent", "output_kl")
+    method = _free_energy_at_equal_cost(run)
+    ours, kl = run.values(method, "agreement_percent", "output_kl")
     note = f"{run.heading}: tome:8 has {format_percent(theirs, 2)}, {format_small(their_kl)}"
+    costs = [get_number(run.row(name), "gflops") for name in (method, "tome:8")]
+    if None not in costs:
+        note += f"; {format_number(costs[0])} against {format_number(costs[1])} GFLOPs"
     if max(kl, their_kl) < NEGLIGIBLE_KL:
         verdict, note = Verdict.LEVEL, f"{note}; both leave the output unchanged"
     elif ours >= theirs and kl < their_kl:
@@ -305,8 +350,21 @@ def _best_merging(records: RecordSet) -> tuple[str, Verdict, str]:
         verdict = Verdict.LEVEL
     else:
         verdict = Verdict.DIFFERS
-    shown = f"{format_percent(ours, 2)}, {format_small(kl)} (free-energy:8)"
+    shown = f"{format_percent(ours, 2)}, {format_small(kl)} ({method})"
     return shown, verdict, f"{note}."
+
+
+def _free_energy_at_equal_cost(run: ModelRun) -> str:
+    """The setting of free-energy with most operations that are no more than those of tome:8."""
+    limit = get_number(run.row("tome:8"), "gflops")
+    costs = [
+        (cost, get_text(row, "method"))
+        for row in run.family("free-energy")
+        if limit is not None
+        and (cost := get_number(row, "gflops")) is not None
+        and (1 - SAME_COST) * limit <= cost <= limit
+    ]
+    return max(costs)[1] if costs else "free-energy:8"
 
 
 CLASSIFICATION = Chapter(

@@ -47,7 +47,7 @@ def top1(records: RecordSet, narrow: bool) -> Canvas:
     """Top-1 accuracy against leaf ratio, ours and the paper's."""
     records.require("evaluate")
     data = [
-        PanelData(run.heading, run, full=get_number(run.full or {}, "top1_percent"))
+        PanelData(run.panel_title, run, full=get_number(run.full or {}, "top1_percent"))
         for run in screened_runs(records)
     ]
     printed = ModelRun(paper.MODEL, None, imagenet_rows())
@@ -74,7 +74,7 @@ def accuracy(records: RecordSet, narrow: bool) -> Canvas:
         _mark_full_model(axes, run, RATE, column)
         draw_families(axes, run, RATE, column)
         x_label = "images per second, logarithmic; the lines cross at the full model"
-        add_labels(canvas, axes, run.heading, ACCURACIES[column], x_label)
+        add_labels(canvas, axes, run.panel_title, ACCURACIES[column], x_label)
     return canvas
 
 
@@ -113,5 +113,5 @@ def reductions(records: RecordSet, narrow: bool) -> Canvas:
         draw_families(axes, run, "gflops", column)
         _mark_full_model(axes, run, "gflops")
         x_label = "GFLOPs per picture; the line is the full model"
-        add_labels(canvas, axes, run.heading, y_label, x_label)
+        add_labels(canvas, axes, run.panel_title, y_label, x_label)
     return canvas

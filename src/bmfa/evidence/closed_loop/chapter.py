@@ -219,7 +219,7 @@ def _printed_threshold(runs: Sequence[ModelRun]) -> str:
 
 def _table(run: ModelRun) -> Block:
     layers = get_text(run.rows[0], "layers")
-    caption = f"{run.heading}, {layers}; the paper: {paper.MODEL}, COCO, last-4"
+    caption = f"{run.caption}, {layers}; the paper: {paper.MODEL}, COCO, last-4"
     printed = paper.CLOSED_LOOP
     rows = [with_paper(row, printed.get(get_text(row, "method"))) for row in run.all_rows]
     return Table(caption, COLUMNS, rows)

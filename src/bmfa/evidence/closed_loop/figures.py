@@ -20,7 +20,7 @@ def closed_loop(records: RecordSet, narrow: bool) -> Canvas:
     """Agreement with the full model and output KL against leaf ratio, ours and the paper's."""
     records.require("closed-loop")
     data = [
-        PanelData(run.heading, run, imagenet_rows() if run.is_papers_model else [])
+        PanelData(run.panel_title, run, imagenet_rows() if run.is_papers_model else [])
         for run in closed_loop_runs(records)
     ]
     printed = [{"method": name, **vars(point)} for name, point in paper.CLOSED_LOOP.items()]
@@ -62,7 +62,7 @@ def layers(records: RecordSet, narrow: bool) -> Canvas:
             ends |= {method: line[-1][1]} if line else {}
         axes.set_xticks(range(len(choices)), [c.replace("last-", "last ") for c in choices])
         axes.set_xlim(-0.25, len(choices) - 0.75)
-        title = f"{run.heading}, one layer" if single else run.heading
+        title = f"{run.panel_title}, one layer" if single else run.panel_title
         x_label = "screened layer" if single else "screened layers"
         add_labels(canvas, axes, title, y_label, x_label)
         label_line_ends(canvas, axes, ends)

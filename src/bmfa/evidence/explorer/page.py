@@ -56,6 +56,7 @@ def build_explorer(exploration: Exploration, report: str | None = None) -> str:
             title=exploration.title,
             model=exploration.model,
             prediction=exploration.prediction,
+            label=exploration.label,
             toy=toy,
             numbers=_numbers(exploration),
             report=report,

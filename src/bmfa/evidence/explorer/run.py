@@ -84,6 +84,7 @@ class Exploration:
         model: Name of the model.
         picture: JPEG of the picture as the model sees it, as a data URI.
         prediction: The class that the model predicts, with its probability; empty if it has none.
+        label: The class of the picture; empty if it is unknown.
         toy: True for the embedded model, which knows drawn pictures only.
         drawn: True for one of its own pictures.
         layers: The layers, in order.
@@ -96,6 +97,7 @@ class Exploration:
     model: str
     picture: str
     prediction: str
+    label: str
     toy: bool
     drawn: bool
     layers: Sequence[ExploredLayer]
@@ -152,6 +154,9 @@ def run(
             f"{model.name} has no layer to explore: {left_out[0]}; choose other layers, or a model "
             "whose layers attend over one grid"
         )
+    label = picture.label_name or (
+        "" if picture.label is None else _class_name(model, picture.label)
+    )
     gaps = {layer.layer: layer.gaps() for layer in found}
     settings = {
         "model": model.name,
@@ -160,6 +165,7 @@ def run(
         "layers": [layer.layer for layer in found],
         "left_out": left_out,
         "prediction": prediction,
+        "label": label,
         "protocol": PROTOCOL,
     }
     rows = [row for layer in found for row in _rows(layer, gaps[layer.layer])]
@@ -168,6 +174,7 @@ def run(
         model=model.name,
         picture=_picture_uri(model, picture),
         prediction=prediction,
+        label=label,
         toy=model.name == "embedded",
         drawn=drawn,
         layers=found,
@@ -277,9 +284,12 @@ def _prediction(model: LoadedModel, pixels: Tensor) -> str:
         return ""
     shares = logits[0].double().softmax(-1)
     index = int(shares.argmax())
+    return f"{_class_name(model, index)} ({100 * float(shares[index]):.1f} %)"
+
+
+def _class_name(model: LoadedModel, index: int) -> str:
     names = model.classes or ()
-    name = names[index] if index < len(names) else f"class {index}"
-    return f"{name} ({100 * float(shares[index]):.1f} %)"
+    return names[index] if index < len(names) else f"class {index}"
 
 
 def _picture_uri(model: LoadedModel, picture: LabelledPicture) -> str:

@@ -4,11 +4,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from bmfa.evidence.page import paper
 from bmfa.evidence.page.canvas import Figure
 from bmfa.evidence.page.claims import ClaimTest
 from bmfa.evidence.page.formats import format_number, format_small
+from bmfa.evidence.page.model_runs import TITLES
+from bmfa.evidence.page.origins import RECORDED, describe_data, origin
 from bmfa.evidence.page.record_set import MissingValueError, RecordSet
-from bmfa.records import Row
+from bmfa.records import Record, Row
 
 
 @dataclass(frozen=True)
@@ -119,6 +122,8 @@ class Chapter:
         experiment: the experiment whose record it needs.
         content: returns its blocks; not called without the record.
         claims: tests the claims of the paper that belong to it, for the summary.
+        select: returns the records that it shows; by default all.
+        command: the command that makes the missing record; by default that of the experiment.
     """
 
     name: str
@@ -126,12 +131,44 @@ class Chapter:
     experiment: str
     content: Callable[[RecordSet], list[Block]]
     claims: Sequence[ClaimTest] = ()
+    select: Callable[[RecordSet], RecordSet] = lambda records: records
+    command: str = ""
 
     def blocks(self, records: RecordSet) -> list[Block]:
         """Return the content, or the command that makes the missing record."""
+        records = self.select(records)
         if records.has(self.experiment):
-            return self.content(records)
-        return [NotMeasured(records.commands(self.experiment)[0])]
+            return [*self.content(records), *_recorded_data(records.of(self.experiment))]
+        return [NotMeasured(self.command or records.commands(self.experiment)[0])]
+
+
+# What replaces recorded data by the user's own, by the data set or the model of a record.
+REPLACED_BY = {
+    "coco": "bmfa report --coco ANNOTATIONS IMAGES",
+    "lvis": "bmfa report --lvis ANNOTATIONS IMAGES",
+    "timm:deit_tiny_patch16_224": "bmfa report --weights FILE --imagenet DIR",
+}
+
+
+def _recorded_data(records: Sequence[Record]) -> "list[Block]":
+    """A sentence on the records of a chapter that came with the library, if there are any."""
+    recorded = [record for record in records if origin(record) == RECORDED]
+    phrases, commands = [], []
+    for record in recorded:
+        subject = str(record.settings.get("dataset") or record.settings.get("model"))
+        title = TITLES.get(subject, paper.dataset_title(subject))
+        torch = record.environment.get("torch")
+        where = describe_data([record]) + (f", torch {torch}" if torch else "")
+        phrases.append(f"{title}, {where}")
+        commands.append(REPLACED_BY.get(subject, ""))
+    if not recorded:
+        return []
+    replaced = " or ".join(dict.fromkeys(filter(None, commands)))
+    return paragraph(
+        f"{'; '.join(dict.fromkeys(phrases))}.",
+        f"{replaced} shows your own instead." if replaced else "",
+        lead="Recorded, not run with this page.",
+    )
 
 
 def paragraph(*sentences: str, lead: str = "", style: str = "") -> list[Block]:

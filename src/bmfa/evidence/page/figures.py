@@ -5,6 +5,7 @@ from pathlib import Path
 
 from bmfa.evidence.ablation.figures import ablation
 from bmfa.evidence.bench.figures import attention_error, attention_time
+from bmfa.evidence.bench.saliency_chapter import saliency
 from bmfa.evidence.classification.figures import accuracy, reductions, top1
 from bmfa.evidence.closed_loop.figures import closed_loop, layers
 from bmfa.evidence.comparison.figures import equal_leaves, equal_operations
@@ -36,7 +37,7 @@ ALL: dict[str, Figure] = {
             reductions,
             attention_cases,
         ),
-        *(attention_time, attention_error),
+        *(saliency, attention_time, attention_error),
     )
 }
 

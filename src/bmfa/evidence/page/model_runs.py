@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from pathlib import PurePath
 
 from bmfa.evidence.methods import FULL, family, is_kind
+from bmfa.evidence.page.origins import RECORDED, describe_origin, origin
 from bmfa.evidence.page.record_set import (
     MissingValueError,
     RecordSet,
@@ -37,11 +38,13 @@ class ModelRun:
         model: the name that loads the model.
         full: the row of the unmodified model, if there is one.
         rows: one row for each method.
+        recorded: where and when the run was recorded, as a phrase; "" if it was made with the page.
     """
 
     model: str
     full: Row | None
     rows: Sequence[Row]
+    recorded: str = ""
 
     @property
     def title(self) -> str:
@@ -68,6 +71,18 @@ class ModelRun:
     def heading(self) -> str:
         """The title and the number of pictures."""
         return f"{self.title}, {self.images:,} pictures" if self.images else self.title
+
+    @property
+    def caption(self) -> str:
+        """The heading of a table: also where and when the run was recorded."""
+        title = f"{self.title}, {self.recorded}" if self.recorded else self.title
+        return f"{title}, {self.images:,} pictures" if self.images else title
+
+    @property
+    def panel_title(self) -> str:
+        """The heading as it fits over a panel of a figure."""
+        title = f"{self.title}, recorded" if self.recorded else self.title
+        return f"{title}, {self.images:,} pictures" if self.images else title
 
     @property
     def all_rows(self) -> list[Row]:
@@ -115,9 +130,8 @@ def closed_loop_runs(records: RecordSet) -> list[ModelRun]:
     for model, rows in _rows_by_model(records, "closed-loop").items():
         choices = unique([row for row in rows if not _is_full(row)], "layers")
         layers = MAIN_LAYERS if MAIN_LAYERS in choices else next(iter(choices), "")
-        runs.append(
-            _make_run(model, [r for r in rows if _is_full(r) or get_text(r, "layers") == layers])
-        )
+        chosen = [r for r in rows if _is_full(r) or get_text(r, "layers") == layers]
+        runs.append(_make_run(records, model, chosen))
     return [run for run in runs if run.rows]
 
 
@@ -126,7 +140,7 @@ def evaluation_runs(
 ) -> list[ModelRun]:
     """Return every model with the methods of its evaluation that meet a condition."""
     by_model = _rows_by_model(records, "evaluate")
-    runs = [_make_run(model, rows).filter(condition) for model, rows in by_model.items()]
+    runs = [_make_run(records, model, rows).filter(condition) for model, rows in by_model.items()]
     return [run for run in runs if run.rows]
 
 
@@ -152,7 +166,8 @@ def layer_runs(records: RecordSet, single: bool = False) -> list[tuple[ModelRun,
         if rows:
             latest = {(get_text(r, "method"), get_text(r, "layers")): r for r in rows}
             rows = list(latest.values())
-            runs.append((ModelRun(model, None, rows), unique(rows, "layers")))
+            run = ModelRun(model, None, rows, _recorded(records, rows))
+            runs.append((run, unique(rows, "layers")))
     return runs
 
 
@@ -168,10 +183,14 @@ def select_layer_records(records: RecordSet, several: bool) -> RecordSet:
 
 
 def judged_run(runs: Sequence[ModelRun]) -> ModelRun:
-    """Return the run of the paper's own model, else the first; raise MissingValueError without a run."""
+    """Return the run of the paper's own model, else of another one, else of the embedded model.
+
+    Raises:
+        MissingValueError: if there is no run.
+    """
     if not runs:
         raise MissingValueError("model")
-    return next((run for run in runs if run.is_papers_model), runs[0])
+    return min(runs, key=lambda run: (not run.is_papers_model, run.model == EMBEDDED))
 
 
 def _rows_by_model(records: RecordSet, experiment: str) -> dict[str, list[Row]]:
@@ -183,10 +202,19 @@ def _rows_by_model(records: RecordSet, experiment: str) -> dict[str, list[Row]]:
     return dict(sorted(rows.items(), key=lambda item: item[0] != EMBEDDED))
 
 
-def _make_run(model: str, rows: Sequence[Row]) -> ModelRun:
+def _make_run(records: RecordSet, model: str, rows: Sequence[Row]) -> ModelRun:
     full = [row for row in rows if _is_full(row)]
     best = max(full, key=_images) if full else None
-    return ModelRun(model, best, _most_images(row for row in rows if not _is_full(row)))
+    chosen = _most_images(row for row in rows if not _is_full(row))
+    return ModelRun(model, best, chosen, _recorded(records, chosen))
+
+
+def _recorded(records: RecordSet, rows: Sequence[Row]) -> str:
+    """Where and when the rows were recorded, "" if they were not or not all of them."""
+    holding = records.holding(rows)
+    if {origin(record) for record in holding} != {RECORDED}:
+        return ""
+    return "; ".join(dict.fromkeys(map(describe_origin, holding)))
 
 
 def _most_images(rows: Iterable[Row]) -> list[Row]:

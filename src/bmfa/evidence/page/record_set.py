@@ -2,7 +2,9 @@
 
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from types import MappingProxyType
 from typing import Any, TypeVar
 
@@ -39,7 +41,13 @@ COMMANDS: Mapping[str, str] = {
     "picture": "bmfa screen embedded:3 --json picture.json",
     "tune": "bmfa tune --json tune.json",
 }
+# Three methods after `--method`, and those after them.
+MANY_METHODS = re.compile(r"(--method(?: [^-\s]\S*){3})(?: [^-\s]\S*)+")
 MAX_LAYER_OPTIONS = 4  # more --layers options than this are not printed as a command
+
+
+# Rows whose numbers were read in a context of `log_reads`.
+_reads: ContextVar[list[Row] | None] = ContextVar("reads", default=None)
 
 
 class MissingValueError(LookupError):
@@ -94,6 +102,11 @@ class RecordSet:
         rows = self.rows(experiment, **values)
         return need_number(rows[-1] if rows else {}, column)
 
+    def holding(self, rows: Iterable[Row]) -> list[Record]:
+        """Return the records that hold any of these rows, which are compared by identity."""
+        wanted = {id(row) for row in rows}
+        return [r for r in self.records if any(id(row) in wanted for row in r.rows)]
+
     def setting(self, experiment: str, name: str, default: Any = None) -> Any:
         """Return a setting of the last record of an experiment."""
         records = self.of(experiment)
@@ -112,9 +125,14 @@ class RecordSet:
 
 
 def _recorded_command(record: Record) -> str | None:
-    """The command in the record; None for `bmfa report`, which makes every record."""
+    """The command in the record; None for `bmfa report`, which makes every record.
+
+    Of many methods only the first are shown; the environment at the end of the page has all of them.
+    """
     command = record.environment.get("command")
-    return None if command is None or str(command).startswith("bmfa report") else str(command)
+    if command is None or str(command).startswith("bmfa report"):
+        return None
+    return MANY_METHODS.sub(r"\1 ...", str(command))
 
 
 def command_for(experiment: str, settings: Mapping[str, Any] = MappingProxyType({})) -> str:
@@ -140,9 +158,25 @@ def _model_command(experiment: str, settings: Mapping[str, Any]) -> str:
     return f"bmfa {experiment}{files}{options}{method} --json {experiment}.json"
 
 
+@contextmanager
+def log_reads() -> Iterator[list[Row]]:
+    """Collect the rows whose numbers are read inside the block, except for numbers of pictures.
+
+    The number of pictures is read of many rows, to choose among them.
+    """
+    rows: list[Row] = []
+    token = _reads.set(rows)
+    try:
+        yield rows
+    finally:
+        _reads.reset(token)
+
+
 def get_number(row: Row, column: str) -> float | None:
     """Return a finite number of a row, or None."""
     value = row.get(column)
+    if column != "images" and (reads := _reads.get()) is not None:
+        reads.append(row)
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         return None
     return float(value)

@@ -16,6 +16,7 @@ from bmfa.evidence.page.blocks import (
 )
 from bmfa.evidence.page.claims import ClaimTest, Verdict, claim, judge_direction
 from bmfa.evidence.page.formats import format_number, format_numbers, format_percent
+from bmfa.evidence.page.origins import RECORDED, describe_origin, origin
 from bmfa.evidence.page.record_set import (
     RecordSet,
     command_for,
@@ -93,7 +94,8 @@ def _findings(records: RecordSet) -> list[str]:
             f"These instances cause its P95 gap ({tails}): if an object is centred in its crop, its "
             "contour is spread evenly over the four quarters, and the one-level score is near zero."
         )
-    return sentences + [_deeper_rules(records, get_text(row, "dataset")) for row in rows]
+    # The tables have the other data sets.
+    return [*sentences, _deeper_rules(records, get_text(rows[0], "dataset"))]
 
 
 def _deeper_rules(records: RecordSet, dataset: str) -> str:
@@ -119,9 +121,10 @@ def _tables(records: RecordSet) -> list[Block]:
             found = [row for row in in_dataset if get_text(row, "mode") == mode]
             title = f"{paper.dataset_title(dataset)}, {mode}"
             printed = paper.PROBES.get((dataset, mode), {})
-            tables.append(
-                _method_table(title, printed, [r for r in found if r.get("group") == "all"])
-            )
+            everything = [r for r in found if r.get("group") == "all"]
+            recorded = [r for r in records.holding(everything) if origin(r) == RECORDED]
+            where = "".join(f", {phrase}" for phrase in {*map(describe_origin, recorded)})
+            tables.append(_method_table(title + where, printed, everything))
             tables += _group_table(title, [row for row in found if row.get("group") != "all"])
     return tables
 

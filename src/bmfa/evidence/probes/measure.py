@@ -4,6 +4,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -115,8 +116,9 @@ def describe_source(source: InstanceSource, tally: Tally) -> dict[str, Any]:
     origin: dict[str, Any] = {"kind": type(source).__name__}
     if isinstance(source, InstanceFiles):
         origin |= {
-            "annotations": str(source.annotations.path),
-            "images": str(source.pictures.path),
+            # File names alone: a record is passed on, and holds no folder of this machine.
+            "annotations": Path(source.annotations.path).name,
+            "images": Path(source.pictures.path).name,
         }
     elif isinstance(source, EmbeddedScenes):
         origin |= asdict(source)

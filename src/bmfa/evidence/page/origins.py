@@ -1,0 +1,92 @@
+"""Where the numbers of a record come from: drawn data, a recorded run, or data of the user."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from bmfa.records import Record
+
+SYNTHETIC, EMBEDDED, RECORDED, OWN = "synthetic", "embedded", "recorded", "own"
+# Experiments on scores that are defined by a formula.
+_FORMULAS = ("synthetic", "failure-curve", "gallery")
+# The key of `environment` that marks a record which came with the package, and its value.
+_KEY = "origin"
+
+
+def mark_recorded(record: Record) -> Record:
+    """Return the record marked as one that came with the package."""
+    return replace(record, environment={**record.environment, _KEY: RECORDED})
+
+
+def origin(record: Record) -> str:
+    """Return `"synthetic"`, `"embedded"`, `"recorded"` or `"own"`.
+
+    Example:
+        >>> origin(Record("probe", {"dataset": "embedded"}, [], {}))
+        'embedded'
+        >>> origin(Record("probe", {"dataset": "coco"}, [], {}))
+        'own'
+    """
+    if record.environment.get(_KEY) == RECORDED:
+        return RECORDED
+    if record.experiment in _FORMULAS:
+        return SYNTHETIC
+    drawn = EMBEDDED in (record.settings.get("dataset"), record.settings.get("model"))
+    return EMBEDDED if drawn else OWN
+
+
+def describe_origin(record: Record) -> str:
+    """Return the origin as a phrase; a recorded run has its machine and date.
+
+    Example:
+        >>> frame = {"device_name": "NVIDIA H200", "date": "2026-11-17"}
+        >>> describe_origin(mark_recorded(Record("evaluate", {}, [], frame)))
+        'recorded on NVIDIA H200 (2026-11-17)'
+    """
+    found = origin(record)
+    if found != RECORDED:
+        return found
+    machine, date = (record.environment.get(key) for key in ("device_name", "date"))
+    return f"{found} on {machine or 'another machine'}" + (f" ({date})" if date else "")
+
+
+def describe_size(record: Record) -> str:
+    """Return the number of instances, pictures or settings as a phrase, "" if it is unknown.
+
+    Example:
+        >>> describe_size(Record("evaluate", {}, [{"images": 500}], {}))
+        '500 pictures'
+    """
+    settings, rows = record.settings, record.rows
+    if record.experiment == "synthetic":
+        return _plural(int(settings.get("settings", 0)), "setting")
+    if pictures := settings.get("pictures"):
+        number = pictures if isinstance(pictures, int) else len(pictures)
+        found = _largest(rows, "instances")
+        return f"{found:,} instances" if found else _plural(number, "picture")
+    for column, noun in (("images", "picture"), ("instances", "instance")):
+        if number := _largest(rows, column):
+            return _plural(number, noun)
+    return ""
+
+
+def describe_data(records: Iterable[Record]) -> str:
+    """Return origin and size of each record, equal phrases once.
+
+    Example:
+        >>> describe_data([Record("evaluate", {"model": "embedded"}, [{"images": 9}], {})])
+        'embedded, 9 pictures'
+    """
+    phrases = (
+        ", ".join(filter(None, (describe_origin(record), describe_size(record))))
+        for record in records
+    )
+    return "; ".join(dict.fromkeys(phrases))
+
+
+def _largest(rows: Iterable[Mapping[str, Any]], column: str) -> int:
+    return max((v for row in rows if isinstance(v := row.get(column), int)), default=0)
+
+
+def _plural(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'' if number == 1 else 's'}" if number else ""
