@@ -81,6 +81,24 @@ def test_reductions_are_compared_at_equal_operations(shown: dict[str, Record]) -
         assert len(order) >= 8 and names[: len(order)] == order
 
 
+def test_schedules_are_shown_on_pictures_that_did_not_choose_them(shown: dict[str, Record]) -> None:
+    made = shown["reduction-deit-cpu"]
+    both = [row for row in made.rows if row["reported_on"] == "both"]
+    page = build_page([shown["evaluate-rules-deit-h200"], made])
+    table = page.partition(
+        "schedules of free-energy on pictures that did not choose them</caption>"
+    )
+    cells = re.findall(
+        r"<td>(-?[−\d.]+ to [−\d.]+)</td>|<td[^>]*>([−\d.]+ to [−\d.]+)</td>", table[2]
+    )
+    intervals = [a or b for a, b in cells]
+    expected = [
+        f"{row['gain_low_pp']:.1f} to {row['gain_high_pp']:.1f}".replace("-", "−") for row in both
+    ]
+    assert intervals == expected and len(expected) == 6
+    assert 'id="record-0"' not in page and 'id="record-0"' in build_page([made])
+
+
 def shown_record(shown: dict[str, Record]) -> Record:
     return shown["evaluate-rules-deit-h200"]
 

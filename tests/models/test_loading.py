@@ -132,7 +132,9 @@ def test_image_sizes_must_be_multiples_of_the_patch_size(tmp_path: Path) -> None
     make_model("hf-vit").save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="multiple of 4, such as 24 or 28"):
         load_model(str(tmp_path), img_size=25)
-    with pytest.raises(ValueError, match="img_size is 100; embedded has patches of 8 pixels, so pass"):
+    with pytest.raises(
+        ValueError, match="img_size is 100; embedded has patches of 8 pixels, so pass"
+    ):
         load_model("embedded", img_size=100)
     assert load_model("embedded", img_size=112).preprocess.size == (112, 112)
     with pytest.raises(ValueError, match=fitting):

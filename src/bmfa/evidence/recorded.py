@@ -13,8 +13,10 @@ SHOWN = {
     "probe-coco-mask-only": "coco",
     "probe-lvis-image-edge": "lvis",
     "probe-lvis-mask-only": "lvis",
+    "cases-coco": "coco",
     "closed-loop-deit-h200": "model",
     "evaluate-rules-deit-h200": "model",
+    "reduction-deit-cpu": "model",
     "model-saliency-h200": "saliency",
 }
 # A wheel holds the folder `records` of the repository here.

@@ -14,9 +14,7 @@ from bmfa.data.drawn.textures import background, colour, luma_at, to_pixels
 from bmfa.data.instances import Instance, Picture, Tally
 
 OBJECT_PICTURE_SIZE = 256  # pixels along a side
-_STREAM = (
-    2  # third part of the random key; scenes have 1, and badges 2, which use the numbers otherwise
-)
+_STREAM = 4  # third part of the random key; other drawn sets have smaller ones
 
 
 class _Part(NamedTuple):

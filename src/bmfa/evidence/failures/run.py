@@ -106,6 +106,7 @@ def run(*, fields: int = 60, poses: int = 24, scenes: int = 30, seed: int = 0) -
     rows = [row for rule in SETTINGS for row in _failure(pool, table, rule, taken, seed)]
     rows += _summaries(pool, table)
     settings = {
+        "dataset": "embedded",
         "grid": [SIDE, SIDE],
         "tau": 1.0,
         "mode": MODE,

@@ -10,6 +10,7 @@ from bmfa.evidence.ablation.chapter import ABLATIONS
 from bmfa.evidence.bench.chapter import SPEED
 from bmfa.evidence.bench.saliency_chapter import DENSE_PREDICTION
 from bmfa.evidence.classification.chapter import CLASSIFICATION, REDUCTIONS
+from bmfa.evidence.classification.figures import reduction_runs
 from bmfa.evidence.closed_loop.chapter import CLOSED_LOOP, LAYERS
 from bmfa.evidence.comparison.chapter import EQUAL_LEAVES, EQUAL_OPERATIONS
 from bmfa.evidence.failures.chapter import FAILURES
@@ -158,6 +159,9 @@ def _method_table(records: RecordSet) -> Table:
 def _other_experiments(records: RecordSet) -> list[Section]:
     """A plain table for every experiment that has no chapter."""
     known = {chapter.experiment for chapter in CHAPTERS} | {"gallery", "blocks"}
+    known |= (
+        {"reduction"} if reduction_runs(records) else set()
+    )  # part of the chapter on reductions
     others = dict.fromkeys(r.experiment for r in records.records if r.experiment not in known)
     sections = []
     for index, experiment in enumerate(others):

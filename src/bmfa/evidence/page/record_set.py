@@ -38,6 +38,7 @@ COMMANDS: Mapping[str, str] = {
     "failures": "bmfa report",
     "comparison": "bmfa report",
     "bench": "bmfa bench trees --json bench.json",
+    "reduction": "bmfa bench reduction --json reduction.json",
     "picture": "bmfa screen embedded:3 --json picture.json",
     "tune": "bmfa tune --json tune.json",
 }

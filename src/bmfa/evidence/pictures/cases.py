@@ -177,7 +177,13 @@ def blocks(*, pictures: int = 24, seed: int = 0) -> Record:
         row |= {"picture": square_uri(pixels, box, PICTURE_BYTES), "method": BLOCKS_METHOD}
         row |= _score_columns(probes, scores, measured, index)
         rows.append(row | _result(tree[number], scores[index]))
-    recorded = {"pictures": pictures, "seed": seed, "tau": TAU, "protocol": PROTOCOL}
+    recorded = {
+        "dataset": "embedded",
+        "pictures": pictures,
+        "seed": seed,
+        "tau": TAU,
+        "protocol": PROTOCOL,
+    }
     return Record("blocks", recorded, rows, environment("cpu"))
 
 
