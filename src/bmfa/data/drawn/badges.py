@@ -25,8 +25,8 @@ Array = NDArray[np.float32]
 
 BADGE_PICTURE_SIZE = 128  # pixels along a side: 16 patches of 8 for the embedded model
 # Amplitude of the fine noise over the whole picture, in levels of 256. It sets the difficulty: a larger
-# value lowers the accuracy that a model can reach. Of the accuracies of the full model over the grain, which
-# `bmfa train-embedded` measures, this one leaves errors to make and small marks to see.
+# value lowers the accuracy that a model can reach. It was chosen by the accuracy of the full model, which
+# `bmfa train-embedded` measures over the grain (records/train-embedded-h200.json): between 16 and 24.
 GRAIN = 20.0
 SHAPES = ("triangle", "square", "pentagon", "circle")
 TEXTURES = ("striped", "dotted")

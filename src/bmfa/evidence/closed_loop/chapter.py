@@ -90,8 +90,8 @@ def _describe(run: ModelRun) -> str:
     if run.model == EMBEDDED:
         return (
             "Here it is the embedded model (1.0 M parameters, eight layers, 16 × 16 tokens; "
-            f"{paper.MODEL} has 14 × 14) on {run.images:,} pictures that the library draws: the order of "
-            "the rules can be compared with the paper, the numbers cannot."
+            f"{paper.MODEL} has 14 × 14) on {run.images:,} pictures that the library draws: the order "
+            "of the rules can be compared with the paper, the numbers cannot."
         )
     if run.is_papers_model:
         return f"{run.title} is shown on {run.images:,} pictures, which are not those of the paper."
