@@ -25,7 +25,7 @@ Array = NDArray[np.float32]
 
 BADGE_PICTURE_SIZE = 128  # pixels along a side: 16 patches of 8 for the embedded model
 # Amplitude of the fine noise over the whole picture, in levels of 256. It sets the difficulty: a larger
-# value lowers the accuracy that a model can reach. It was chosen by the accuracy of the full model, which
+# value lowers the accuracy that a model can reach. It was chosen by that of the full model alone, which
 # `bmfa train-embedded` measures over the grain (records/train-embedded-h200.json): between 16 and 24.
 GRAIN = 20.0
 SHAPES = ("triangle", "square", "pentagon", "circle")
