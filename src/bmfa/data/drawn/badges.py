@@ -297,11 +297,10 @@ class _Badge(NamedTuple):
             u += v
             distance: Array = np.sqrt(u)
             return distance - np.float32(self._apothem())
-        distance = None
-        for u, v in self._normals(0.0, 0.0):
-            plane = _plane(x, y, u, v)
-            distance = plane if distance is None else np.maximum(distance, plane, out=distance)
-        return distance - np.float32(self._apothem())
+        first, *others = (_plane(x, y, *normal) for normal in self._normals(0.0, 0.0))
+        for plane in others:
+            np.maximum(first, plane, out=first)
+        return first - np.float32(self._apothem())
 
     def _tick_distance(
         self, canvas: "_Canvas", rows: slice, columns: slice, turn: float, pen: float
@@ -351,7 +350,7 @@ class _Background(NamedTuple):
         (dx, dy), (x, y) = _direction(turn), point
         side = (x - at) * dx + (y - at) * dy + _WAVE * _noise_at(self.coarse, _COARSE, x, y)
         colour = (self.base + self.other if side > 0 else self.base).tolist()
-        return sum(weight * value for weight, value in zip(_LUMA, colour, strict=True))
+        return float(sum(weight * value for weight, value in zip(_LUMA, colour, strict=True)))
 
     def paint(self, canvas: "_Canvas") -> Array:
         """Return the planes (3, size, size)."""

@@ -145,7 +145,8 @@ class Comparison:
                 f"the model is {type(loaded.model).__name__}; pass load_model('embedded'), which has "
                 "a mask head"
             )
-        self.model = unpatch(loaded.model).to(device)
+        unpatch(loaded.model)
+        self.model: EmbeddedViT = loaded.model.to(device)
         self.count = check_integer("pictures", pictures, low=1)
         self.layers, self.batch_size, self.seed, self.device = layers, batch_size, seed, device
         size = loaded.preprocess.size[0]
@@ -261,8 +262,8 @@ class Comparison:
             return count_flops(self.model, self.pixels[:1].to(self.device)) / 1e9
 
     def _batches(self) -> Iterator[Tensor]:
-        for part in self.pixels.split(self.batch_size):
-            yield part.to(self.device)
+        for start in range(0, len(self.pixels), self.batch_size):
+            yield self.pixels[start : start + self.batch_size].to(self.device)
 
     def _outcome(
         self, logits: Tensor, masks: Tensor, leaves: NDArray[np.float64] | None = None

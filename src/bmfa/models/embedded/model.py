@@ -218,7 +218,7 @@ class EmbeddedViT(nn.Module):
 
 def to_cells(values: Tensor, rows: int, columns: int) -> Tensor:
     """Arrange 16 values of each token, (B, rows * columns, 16), as (B, 4 rows, 4 columns)."""
-    on_grid = values.transpose(1, 2).unflatten(2, (rows, columns))
+    on_grid = values.transpose(1, 2).reshape(len(values), MASK_CELLS**2, rows, columns)
     return pixel_shuffle(on_grid, MASK_CELLS)[:, 0]
 
 

@@ -183,7 +183,7 @@ def train(
         if log is not None:
             log(row)
     settings = {"seed": seed, "steps": run.step, **asdict(recipe), "held_out_seed": HELD_OUT_SEED}
-    size = {"parameters": sum(p.numel() for p in run.average.parameters())}
+    size: Row = {"parameters": sum(p.numel() for p in run.average.parameters())}
     size |= {"seconds": round(run.seconds, 1), "weights_bytes": Path(output).stat().st_size}
     drawn = {"pictures_drawn": sum(run.drawn.values()), "task_grain": GRAIN}
     frame = environment(run.device.type)
@@ -356,7 +356,8 @@ class _TrainingRun:
     def _update_average(self) -> None:
         """Move the average towards the weights, faster in the first steps."""
         decay = min(self.recipe.average, (1 + self.step) / (10 + self.step))
-        averages, weights = list(self.average.parameters()), list(self.model.parameters())
+        averages: list[Tensor] = list(self.average.parameters())
+        weights: list[Tensor] = list(self.model.parameters())
         torch._foreach_lerp_(averages, weights, 1.0 - decay)
 
     def note(self, losses: Tensor, log: Log | None, evaluate: bool) -> None:
