@@ -121,9 +121,8 @@ def _describe(run: ModelRun) -> str:
     )
     if run.model == EMBEDDED:
         return (
-            f"The embedded model classifies {run.images:,} pictures of ten classes{accuracy}. This is "
-            "easier than the thousand classes of ImageNet, so the drops are not comparable with the "
-            "paper's."
+            f"The embedded model classifies {run.images:,} pictures of 24 classes{accuracy}. These "
+            "are not the thousand classes of ImageNet, so the drops are not comparable with the paper's."
         )
     return f"{run.title} classifies {run.images:,} pictures here{accuracy}."
 

@@ -8,6 +8,7 @@ from bmfa.evidence.bench.figures import attention_error, attention_time
 from bmfa.evidence.bench.saliency_chapter import saliency
 from bmfa.evidence.classification.figures import accuracy, reductions, top1
 from bmfa.evidence.closed_loop.figures import closed_loop, layers
+from bmfa.evidence.comparison.figures import equal_leaves, equal_operations
 from bmfa.evidence.failures.figures import failures
 from bmfa.evidence.page.canvas import Figure
 from bmfa.evidence.pictures.figures import attention_cases, cases, motivation, pipeline, screen
@@ -27,6 +28,8 @@ ALL: dict[str, Figure] = {
             ablation,
             cases,
             failures,
+            equal_leaves,
+            equal_operations,
             closed_loop,
             layers,
             top1,

@@ -25,6 +25,7 @@ KEYS: Mapping[str, tuple[str, ...]] = {
     "blocks": ("title",),
     "cases": ("dataset", "title", "method"),
     "failures": ("rule", "role"),
+    "comparison": ("target_percent", "baseline", "method"),
     "picture": ("model", "title", "layer", "head", "query", "method"),
 }
 COMMANDS: Mapping[str, str] = {
@@ -35,6 +36,7 @@ COMMANDS: Mapping[str, str] = {
     "blocks": "bmfa report",
     "cases": "bmfa probe --cases --json cases.json",
     "failures": "bmfa report",
+    "comparison": "bmfa report",
     "bench": "bmfa bench trees --json bench.json",
     "reduction": "bmfa bench reduction --json reduction.json",
     "picture": "bmfa screen embedded:3 --json picture.json",
