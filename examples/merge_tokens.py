@@ -9,13 +9,13 @@ import bmfa
 from bmfa.data import EmbeddedPictures
 
 loaded = bmfa.load_model("embedded")
-pictures = list(EmbeddedPictures(50))  # 112x112 px, ten classes
+pictures = list(EmbeddedPictures(50))  # 128x128 px, 24 classes
 pixels = torch.stack([loaded.preprocess(picture.pixels) for picture in pictures])
 
 with torch.inference_mode():
-    full = loaded.logits(pixels).log_softmax(-1)  # (50, 10)
+    full = loaded.logits(pixels).log_softmax(-1)  # (50, 24)
     print(f"{'policy':<16} {'tokens':>6} {'agreement':>9} {'output KL':>10}")
-    print(f"{'full':<16} {1 + 14 * 14:>6}")
+    print(f"{'full':<16} {1 + 16 * 16:>6}")
     for policy in ("tome:12", "free-energy:12", "tome:20", "free-energy:20"):
         bmfa.reduce(loaded.model, policy)
         reduced = loaded.logits(pixels).log_softmax(-1)

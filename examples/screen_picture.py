@@ -8,9 +8,9 @@ import torch
 import bmfa
 from bmfa.data import EmbeddedPictures
 
-loaded = bmfa.load_model("embedded")  # 8 layers, 3 heads, a 14x14 grid and one class token
+loaded = bmfa.load_model("embedded")  # 8 layers, 3 heads, a 16x16 grid and one class token
 picture = next(iter(EmbeddedPictures(1)))
-pixels = loaded.preprocess(picture.pixels)[None]  # (1, 3, 112, 112)
+pixels = loaded.preprocess(picture.pixels)[None]  # (1, 3, 128, 128)
 
 with torch.inference_mode():
     bmfa.patch(loaded.model, rule=bmfa.rules.Optimal(0.002), layers="last-4")
@@ -27,7 +27,7 @@ print(f"Leaves: {recording.leaf_ratio:.1%} of the tokens; KL of attention: {reco
 layer = max(recording.layers)
 tree = recording[layer].trees[0][0, 0, 0]  # the tree of image 0, head 0, class token
 print(f"Tree of the class token in layer {layer}, head 0: {tree}")
-sizes = torch.bincount(tree.leaf_index.long())[tree.leaf_index.long()].view(14, 14)
+sizes = torch.bincount(tree.leaf_index.long())[tree.leaf_index.long()].view(16, 16)
 print("Tokens in the leaf of each token ('.' is a single token):")
 for row in sizes.tolist():
-    print("  " + " ".join(f"{size:>2}" if size > 1 else " ." for size in row))
+    print("  " + " ".join(f"{size:>3}" if size > 1 else "  ." for size in row))

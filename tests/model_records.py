@@ -88,12 +88,33 @@ def evaluate(model: str = "embedded", merged: bool = True) -> Record:
     return Record("evaluate", {"model": model, "layers": "last-4"}, rows, ENVIRONMENT)
 
 
+def comparison(lead: float = 12.0, gain: tuple[float, float, float] = (5.0, 2.0, 8.0)) -> Record:
+    """Rules at equal leaves and policies at equal operations; `gain` with its interval."""
+    full: Row = {"method": "full", "kind": "full", "images": 200, "agreement_percent": 100.0}
+    full |= {"output_kl": 0.0, "top1_percent": 81.0, "mask_iou": 0.85, "leaf_percent": 100.0}
+    rows: list[Row] = [full | {"gflops": 0.72}]
+    for share in (6.25, 25.0):
+        for method, ahead in (("gamma:0.1", 0.0), ("optimal:0.01", lead), ("fixed-blocks:4", -9.0)):
+            row = full | {"method": method, "kind": "rule", "target_percent": share}
+            row |= {"leaf_percent": share + 0.2, "agreement_percent": 70.0 + ahead}
+            row |= {"output_kl": 0.3 - 0.01 * ahead, "top1_percent": 60.0 + ahead, "mask_iou": 0.8}
+            row |= {"gain_pp": ahead, "gain_low_pp": ahead - 3, "gain_high_pp": ahead + 3}
+            rows.append(row)
+    for baseline in ("tome:16", "tome:24"):
+        for method, values in ((baseline, (0.0, 0.0, 0.0)), ("free-energy:0.9", gain)):
+            row = full | {"method": method, "kind": "reduction", "baseline": baseline}
+            row |= {"gflops": 0.5, "agreement_percent": 80.0 + values[0], "output_kl": 0.2}
+            row |= zip(("gain_pp", "gain_low_pp", "gain_high_pp"), values, strict=True)
+            rows.append({key: row[key] for key in row if key != "leaf_percent"})
+    return Record("comparison", {"model": "embedded", "layers": "all"}, rows, ENVIRONMENT)
+
+
 def pictures() -> Record:
     """Two pictures on a 4x4 grid, each with two trees."""
     quarters = [[0, 0, 2, 2], [0, 2, 2, 4], [2, 0, 4, 2], [2, 2, 4, 4]]
     full = [0.4 if place == 5 else 0.04 for place in range(16)]
     rows: list[Row] = []
-    for title in ("Small figure: star", "Failure: ring"):
+    for title in ("Small badge: ring", "Failure: ring"):
         for method, boxes in (("gamma:0.05", [[0, 0, 4, 4]]), ("optimal:0.002", quarters)):
             changed = title.startswith("Failure") and method.startswith("gamma")
             row = {"model": "embedded", "title": title, "method": method, "layer": 7, "head": 1}
@@ -111,7 +132,7 @@ def pictures() -> Record:
 
 def every() -> list[Record]:
     """A record of every model experiment."""
-    return [closed_loop(), layers(), single(), pictures(), evaluate()]
+    return [closed_loop(), layers(), single(), comparison(), pictures(), evaluate()]
 
 
 def page_text(page: str, section: str) -> str:

@@ -104,7 +104,7 @@ def test_the_library_runs_outside_the_checkout(site, tmp_path):
         "import bmfa, torch; print(bmfa.__file__)\n"
         "loaded = bmfa.load_model('embedded')\n"
         "bmfa.patch(loaded.model, rule='optimal:0.002', layers='last-4')\n"
-        "print(tuple(loaded.logits(torch.zeros(1, 3, 112, 112)).shape))"
+        "print(tuple(loaded.logits(torch.zeros(1, 3, 128, 128)).shape))"
     )
     path, shape = run(site, tmp_path, sys.executable, "-c", code).splitlines()
     assert Path(path).is_relative_to(site) and shape.startswith("(1, ")

@@ -65,6 +65,7 @@ def tiled_case(
     tiling = Tiling(
         Grid(height, width),
         side=8 if generator.random() < 0.5 else int(generator.integers(2, 6)),
+        group_tiles=1 + seed % 2,
     )
     prefix = int(generator.choice([0, 1, 5]))
     batch, heads = (int(x) for x in generator.integers(1, 3, 2))

@@ -39,11 +39,11 @@ def build(kernel, tensors, rest, options):
     return triton.compile(source, target=HOPPER, options=options)
 
 
-def tiled(dim, dtype, masked, prefix, aligned):
+def tiled(dim, dtype, masked, prefix, aligned, group_tiles):
     side, mask = 128, torch.uint8 if masked else dtype
     strides = ((3 * side**2 * dim, dim, 3 * dim),) * 4
     key = launch.CallKey(
-        1, 3, dim, strides, dtype, 0, masked, side, side, 1, prefix, 0.125, aligned
+        1, 3, dim, strides, dtype, 0, masked, side, side, 1, prefix, group_tiles, 0.125, aligned
     )
     chain = launch.prepare_attention(key, 0.1, 0.0, 0.5).sequence
     dtypes = dict.fromkeys(("q", "k", "v", "o"), dtype) | {"valid": mask}
@@ -89,14 +89,15 @@ def tree(rule, depth, width):
 
 
 if __name__ == "__main__":
-    tiled(64, torch.bfloat16, False, 1, False)
-    tiled(80, torch.bfloat16, True, 17, False)  # no power of 2, and other shapes than S = 64
+    tiled(64, torch.bfloat16, False, 1, False, 2)
+    tiled(80, torch.bfloat16, True, 17, False, 1)  # no power of 2, and other shapes than S = 64
     tree("optimal", operators.MISCOMPILED_DEPTH, 64)
     tree("optimal", operators.MISCOMPILED_DEPTH, operators.MISCOMPILED_HEAD)
     if "--all" in sys.argv:
-        tiled(128, torch.float16, True, 0, True)
-        for dim in (32, 72, 96, 128):
-            tiled(dim, torch.bfloat16, False, 17, False)
-        tiled(128, torch.float32, True, 1, False)
+        for groups in (1, 2):
+            tiled(128, torch.float16, True, 0, True, groups)
+            for dim in (32, 72, 96, 128):
+                tiled(dim, torch.bfloat16, False, 17, False, groups)
+            tiled(128, torch.float32, True, 1, False, groups)
         tree("optimal", 2, 64)
         tree("optimal", 4, 64)

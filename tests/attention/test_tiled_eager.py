@@ -89,7 +89,7 @@ def test_probes_report_the_error_of_the_returned_output() -> None:
     factor = case.settings["scale"] / case.settings["tau"]
     exact = scaled_dot_product_attention(q, k, v, scale=factor)
     squares = (got.output - exact).square().sum(-1)[:, :, prefix:]
-    slots = tiling.slot_tokens[tiling.group_order[: got.probes.shape[2]]]
+    slots = tiling.queries.slot_tokens[tiling.group_order[: got.probes.shape[2]]]
     squares = torch.where(slots >= 0, squares[:, :, slots.clamp(min=0)], torch.inf)
     # The probe is one query of its group.
     difference = (squares - got.probes[..., :1]).abs().amin(-1)
@@ -175,7 +175,8 @@ def test_tangents_equal_the_reference(seed: int) -> None:
         b, h = divmod(index, case.q.shape[1])
         q, k, v = (x[b, h].numpy() for x in (case.q, case.k, case.v))
         members = tile_members(case.tiling, exists[b])
-        head = Head(q[prefix:], k, v, members, prefix, factor, order)
+        queries = tile_members(case.tiling.queries, exists[b])
+        head = Head(q[prefix:], k, v, members, prefix, factor, order, queries)
         tolerance = {
             "rtol": 1e-9,
             "atol": 1e-11 * (1 + np.abs(head.log_mass[head.log_mass > -np.inf]).max()),

@@ -36,7 +36,8 @@ EVERY_DTYPE = pytest.mark.parametrize("dtype", DTYPES)
 def draw(seed: int, dtype: torch.dtype = torch.float32, **options: Any) -> TiledCase:
     """Draw a case with tiles of the one size that the kernels take."""
     case = tiled_case(seed, dtype, **options)
-    tiling, settings = Tiling(case.tiling.grid), dict(case.settings)
+    tiling = Tiling(case.tiling.grid, group_tiles=case.tiling.group_tiles)
+    settings = dict(case.settings)
     if "expand" in settings:
         settings["expand"] *= tiling.tiles / case.tiling.tiles
     return replace(case, tiling=tiling, settings=settings)
@@ -44,11 +45,12 @@ def draw(seed: int, dtype: torch.dtype = torch.float32, **options: Any) -> Tiled
 
 def smooth_case(
     seed: int, shape: tuple[int, int], *, prefix: int = 1, dim: int = 32, heads: int = 1, batch: int = 1,
-    dtype: torch.dtype = torch.float32, valid: Tensor | None = None, **budget: float,
+    dtype: torch.dtype = torch.float32, valid: Tensor | None = None, group_tiles: int = 1,
+    **budget: float,
 ) -> TiledCase:  # fmt: skip
     """Tokens that vary slowly, so that errors of tangents are neither 0 nor 1."""
     generator = torch.Generator().manual_seed(seed)
-    tiling = Tiling(Grid(*shape))
+    tiling = Tiling(Grid(*shape), group_tiles=group_tiles)
     size = (3, batch, heads, prefix + tiling.grid.size, dim)
     q, k, v = (torch.randn(size, generator=generator).cumsum(3) / 6).to(dtype)
     settings = {"prefix": prefix, "scale": dim**-0.5, "tau": 1.0, **budget}
@@ -117,22 +119,26 @@ def test_named_grids_equal_the_reference(shape: tuple[int, int]) -> None:
 
 
 @pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("group_tiles", [1, 2])
 @pytest.mark.parametrize("budget", [{"error": 0.05}, {"expand": 1.7}])
-def test_frames(budget: dict[str, float], masked: bool) -> None:
+def test_frames(budget: dict[str, float], group_tiles: int, masked: bool) -> None:
     """Tiles inside of frames whose sides are no multiples of 8."""
     case = smooth_case(2, (3 * 11, 13), batch=2, **budget)
     grid = Grid(11, 13, frames=3)
     valid = None
     if masked:
         valid = torch.rand(2, grid.size, generator=torch.Generator().manual_seed(0)) < 0.8
-    got, _ = check(replace(case, tiling=Tiling(grid), valid=valid))
-    assert got.expanded_count.shape[-1] == 3 * 2 * 2
+    tiling = Tiling(grid, group_tiles=group_tiles)
+    got, _ = check(replace(case, tiling=tiling, valid=valid))
+    assert got.expanded_count.shape[-1] == 3 * 2 * (2 // group_tiles)
 
 
 @pytest.mark.parametrize("dim", [32, 72, 80, 96, *(pytest.param(d, marks=SLOW) for d in (64, 128))])
+@pytest.mark.parametrize("group_tiles", [1, 2])
 @EVERY_DTYPE
-def test_head_dimensions(dim: int, dtype: torch.dtype) -> None:
-    got, _ = check(smooth_case(dim, (16, 18), dim=dim, dtype=dtype, expand=1.6))
+def test_head_dimensions(dim: int, group_tiles: int, dtype: torch.dtype) -> None:
+    case = smooth_case(dim, (16, 18), dim=dim, dtype=dtype, group_tiles=group_tiles, expand=1.6)
+    got, _ = check(case)
     assert 0 < int(got.expanded_count.sum()) < got.expanded.numel()
 
 
@@ -184,15 +190,31 @@ def test_what_missing_tokens_hold_does_not_matter() -> None:
         assert torch.equal(got.expanded, want.expanded) and torch.equal(got.probes, want.probes)
 
 
+class ZTiling(Tiling):
+    """Tiles and groups that are numbered in Z-order, as are their slots."""
+
+    @property
+    def slot_tokens(self) -> Tensor:  # type: ignore[override]
+        return self.grid.z_order.view(-1, self.slots)
+
+    @property
+    def queries(self) -> Tiling:
+        return ZTiling(self.grid, group_tiles=1, tile_columns=self.group_tiles)
+
+
 @pytest.mark.parametrize("budget", [{"error": 0.03}, {"expand": 1.3}])
 @pytest.mark.parametrize("masked", [False, True])
-def test_z_order_equals_the_reference(budget: dict[str, float], masked: bool) -> None:
+@pytest.mark.parametrize("group_tiles", [1, 2])
+def test_z_order_equals_the_reference(
+    budget: dict[str, float], masked: bool, group_tiles: int
+) -> None:
     """In Z-order, tiles, groups and slots have other numbers, and the first groups are other ones."""
     valid = torch.rand(1, 256, generator=torch.Generator().manual_seed(4)) < 0.7 if masked else None
-    case = smooth_case(4, (16, 16), prefix=3, heads=2, valid=valid, **budget)
+    case = smooth_case(
+        4, (16, 16), prefix=3, heads=2, valid=valid, group_tiles=group_tiles, **budget
+    )
     order = case.tiling.grid.z_order
-    z_tiling = Tiling(case.tiling.grid)
-    object.__setattr__(z_tiling, "slot_tokens", order.view(4, 64))  # the cached property
+    z_tiling = ZTiling(case.tiling.grid, group_tiles=group_tiles)
     place = torch.cat((torch.arange(3), 3 + order))
     q, k, v = (x[:, :, place] for x in (case.q, case.k, case.v))
     z_valid = None if valid is None else valid[:, order]
@@ -374,20 +396,21 @@ def test_items_equal_the_reference(
 @pytest.mark.parametrize("side", [64, 128, 256, 512])
 @pytest.mark.parametrize("dim", operators.DIMS)
 def test_scratch_is_at_most_four_times_keys_and_values(side: int, dim: int, prefix: int) -> None:
-    tokens = prefix + side * side
+    tokens, groups = prefix + side * side, Tiling(Grid(side, side)).group_tiles
     for heads in (3, 6, 12, 16):
         strides = ((tokens * heads * dim, dim, heads * dim),) * 4
         key = launch.CallKey(
-            1, heads, dim, strides, torch.bfloat16, 0, False, side, side, 1, prefix, 0.125, False
-        )
+            1, heads, dim, strides, torch.bfloat16, 0, False, side, side, 1, prefix, groups,
+            0.125, False,
+        )  # fmt: skip
         scratch = launch._AttentionLaunch(key, 0.03, 0.0, 0.4).sequence.workspace.bytes
         assert scratch <= 4 * (2 * heads * tokens * dim * 2), scratch / (4 * heads * tokens * dim)
 
 
 def test_every_element_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
     """Scratch that is all ones, NaN in every dtype, changes nothing."""
-    for valid in (None, torch.ones(1, 9 * 17, dtype=torch.bool)):
-        case = smooth_case(13, (9, 17), prefix=2, valid=valid, error=0.03)
+    for group_tiles, valid in ((1, None), (2, torch.ones(1, 9 * 17, dtype=torch.bool))):
+        case = smooth_case(13, (9, 17), prefix=2, valid=valid, group_tiles=group_tiles, error=0.03)
         want = run(case)
         new_empty, filled = torch.Tensor.new_empty, []
 

@@ -5,7 +5,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from bmfa import Grid, load_model, patch, record, rules, screened_attention
-from bmfa.data.drawn.glyphs import draw_glyph
+from bmfa.data.drawn.badges import draw_badge
 from bmfa.trees.rules import parse
 from cases import nudged
 
@@ -307,7 +307,7 @@ def test_the_operator_is_known_to_compilers_and_flop_counters():
 def test_a_patched_model_runs_on_the_kernel():
     model, logits = load_model("embedded"), {}
     model.model.to(DEVICE)
-    pixels = model.preprocess(draw_glyph(0, 3).pixels)[None].to(DEVICE)
+    pixels = model.preprocess(draw_badge(0, 3).pixels)[None].to(DEVICE)
     for backend in ("eager", "triton"):
         patch(model.model, rule="optimal:0.002", layers="last-1", backend=backend)
         with torch.no_grad(), record(model.model) as recording:

@@ -2,7 +2,6 @@
 
 import csv
 import io
-import json
 import os
 import sys
 
@@ -53,9 +52,9 @@ def test_a_table_has_at_most_120_characters_and_names_the_other_columns(capsys):
 def test_rows_as_csv_are_read_back(capsys):
     rows = [{"method": "a,b", "x": 0.1 + 0.2, "y": None}, {"method": 'say "c"', "z": [1, 2]}]
     read = list(csv.DictReader(io.StringIO(csv_of(rows))))
-    assert list(read[0]) == ["method", "x", "y", "z"]
+    assert list(read[0]) == ["method", "x", "y"]  # a list fits into no cell
     assert read[0]["method"] == "a,b" and float(read[0]["x"]) == 0.1 + 0.2 and read[0]["y"] == ""
-    assert read[1]["method"] == 'say "c"' and json.loads(read[1]["z"]) == [1, 2]
+    assert read[1]["method"] == 'say "c"'
 
 
 def test_a_terminal_gets_a_bold_header_unless_colour_is_refused(monkeypatch):

@@ -17,7 +17,7 @@ from bmfa.evidence.bench import chapter as bench_tables
 from bmfa.evidence.bench import dense, peers, summary, verify
 from bmfa.evidence.bench import figures as attention_figures
 from bmfa.evidence.bench.errors import ExactOutputs
-from bmfa.evidence.bench.inputs import AnySizeViT, InputSource, RecordedInputs, load_any_size
+from bmfa.evidence.bench.inputs import InputSource, RecordedInputs, load_any_size
 from bmfa.evidence.bench.settings import TileSetting
 from bmfa.evidence.page import figures
 from bmfa.evidence.page.build import build_page
@@ -215,7 +215,7 @@ def test_recorded_tokens_are_those_of_the_model():
         scores = model(pixels)
         q = seen[0].unflatten(-1, (3, attention.num_heads, -1)).permute(2, 0, 3, 1, 4)[0]
         assert torch.equal(q, recorded.blocks[7][0])
-        torch.testing.assert_close(AnySizeViT(load_embedded())(pixels), scores)
+        torch.testing.assert_close(loaded.model(pixels), scores)
     assert recorded.grid == Grid(14, 14) and recorded.prefix == 1
 
 

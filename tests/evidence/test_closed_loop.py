@@ -12,7 +12,7 @@ import pytest
 import torch
 from PIL import Image
 
-from bmfa.data import PictureError, draw_glyph_batch
+from bmfa.data import PictureError, draw_badge_batch
 from bmfa.data.classification import LabelledPicture, LabelledPictures
 from bmfa.evidence.closed_loop import run as closed_loop
 from bmfa.models import LoadedModel, Preprocessing, load_model, patch
@@ -137,11 +137,11 @@ def model() -> LoadedModel:
         for block in vit.blocks:
             block.attn.qkv.weight.mul_(3.0)
     half = (0.5, 0.5, 0.5)
-    return LoadedModel("embedded", vit, Preprocessing((112, 112), 1.0, mean=half, std=half))
+    return LoadedModel("embedded", vit, Preprocessing((128, 128), 1.0, mean=half, std=half))
 
 
 def figures(count: int) -> list[LabelledPicture]:
-    pixels, labels = draw_glyph_batch(0, range(count))
+    pixels, labels, _ = draw_badge_batch(0, range(count))
     pairs = zip(pixels, labels, strict=True)
     return [LabelledPicture(f"{i}", p, int(label)) for i, (p, label) in enumerate(pairs)]
 
@@ -169,7 +169,7 @@ def test_rows_are_complete_and_exact_trees_change_nothing(model: LoadedModel) ->
         exact, mean = rows["exact-gap:0", layers], rows["global-mean", layers]
         assert exact["agreement_percent"] == 100.0
         assert abs(exact["output_kl"]) < 1e-6 and abs(exact["attention_kl"]) < 1e-5
-        assert mean["leaf_percent"] == pytest.approx(100 / 196)
+        assert mean["leaf_percent"] == pytest.approx(100 / 256)
         assert mean["attention_kl"] > 0 and mean["output_kl"] > 0
         assert rows["random-quadrants:0.5", layers]["leaf_percent"] == pytest.approx(51, abs=2)
     assert not screened_layers(model.model)

@@ -78,7 +78,7 @@ def test_rows_against_plain_counting(model: LoadedModel) -> None:
         assert all(row[column] is None for column in TIMED)
     full, mean, pooled = record.rows
     assert full["leaf_percent"] is full["final_tokens"] is None
-    assert mean["leaf_percent"] == pytest.approx(100 / 196) and mean["final_tokens"] is None
+    assert mean["leaf_percent"] == pytest.approx(100 / 256) and mean["final_tokens"] is None
     assert pooled["final_tokens"] == 1 + 16 and pooled["leaf_percent"] is None
     assert not screened_layers(model.model) and not find_reduction(model.model)
 
@@ -101,7 +101,8 @@ def test_pictures_without_labels_have_no_accuracy(model: LoadedModel) -> None:
 
 def model_flops(attended: list[int], processed: list[int]) -> int:
     """The embedded model by hand: 8 blocks of width 96 with these tokens in attention and MLP."""
-    total = 2 * 196 * 96 * 3 * 8 * 8 + 2 * 96 * 10  # patches and head
+    total = 2 * 256 * 96 * 3 * 8 * 8 + 2 * 96 * 24  # patches and head
+    total += 2 * 256 * 112 * (3 * 16 * 16 + 96) + 2 * 256 * 96 * 96  # context and positions
     for tokens, behind in zip(attended, processed, strict=True):
         total += 2 * tokens * 96 * 4 * 96 + 4 * tokens * tokens * 96  # projections, attention
         total += 2 * behind * 96 * 8 * 96
@@ -112,25 +113,25 @@ def test_operations_against_counting_by_hand(model: LoadedModel) -> None:
     pixels = model.preprocess.batch([p.pixels for p in EmbeddedPictures(1)])
     methods = ["full", "fixed-depth:4", "global-mean", "optimal:0.002", "random-pool:8", "tome:8"]
     costs = flops.costs(model, pixels, methods, "last-4")
-    whole = model_flops([197] * 8, [197] * 8)
+    whole = model_flops([257] * 8, [257] * 8)
     assert costs["full"].flops == whole
     assert costs["fixed-depth:4"].flops == whole  # every token is a leaf
-    # 3 heads and 197 queries in 4 layers: of 197 products with keys and with values, 2 are left.
-    assert costs["global-mean"].flops == whole - 4 * 2 * 2 * 96 * 197 * (197 - 2)
+    # 3 heads and 257 queries in 4 layers: of 257 products with keys and with values, 2 are left.
+    assert costs["global-mean"].flops == whole - 4 * 2 * 2 * 96 * 257 * (257 - 2)
     with (
         torch.inference_mode(),
         applied(model.model, "optimal:0.002", "last-4"),
         count_leaves(model.model) as leaves,
     ):
         model.logits(pixels)
-    kept = round(196 * leaves.sum * 4 * 3 * 197)  # leaves of all trees
-    assert costs["optimal:0.002"].flops == whole - 2 * 32 * (4 * 3 * 197 * 196 - kept)
-    fewer = [197 - 8 * block for block in range(9)]
+    kept = round(256 * leaves.sum * 4 * 3 * 257)  # leaves of all trees
+    assert costs["optimal:0.002"].flops == whole - 2 * 32 * (4 * 3 * 257 * 256 - kept)
+    fewer = [257 - 8 * block for block in range(9)]
     merged = model_flops(fewer[:8], fewer[1:])
-    assert costs["random-pool:8"] == flops.Cost(merged, 197 - 64)  # pairs cost no products
+    assert costs["random-pool:8"] == flops.Cost(merged, 257 - 64)  # pairs cost no products
     matching = sum(2 * 32 * (tokens // 2 + 1) ** 2 for tokens in fewer[:8])
     assert merged < costs["tome:8"].flops <= merged + matching
-    assert costs["tome:8"].final_tokens == 197 - 64
+    assert costs["tome:8"].final_tokens == 257 - 64
 
 
 def test_speed_is_a_median_of_alternating_samples(
@@ -250,13 +251,13 @@ def test_bad_settings_raise_before_the_work(model: LoadedModel) -> None:
     refused("batch_size is 0", ["full"], batch_size=0)
     refused("dtype is 'int8'", ["full"], dtype="int8")
     refused("amp and dtype float16", ["full"], dtype="float16", amp=True)
-    refused("at most 98", ["tome:99"])
+    refused("at most 128", ["tome:129"])
     refused("197 tokens in 12 blocks", ["diffrate:0.8g"])
     with pytest.raises(ValueError, match="repeats is -1"):
         evaluation.run(model, EmbeddedPictures(1), ["full"], repeats=-1)
     picture = next(iter(EmbeddedPictures(1)))
     far = [LabelledPicture("far", picture.pixels, 207)]
-    with pytest.raises(ValueError, match="class 207, and the model 10 classes"):
+    with pytest.raises(ValueError, match="class 207, and the model 24 classes"):
         evaluation.run(model, far, ["full"], repeats=0)
     with pytest.raises(ValueError, match="no picture could be read"):
         evaluation.run(model, [], ["full"], repeats=0)
@@ -329,7 +330,7 @@ def test_the_command_refuses_in_one_line(
     error = refused(capsys, "evaluate", "--method", "delta:1", "--limit", "1")
     assert "'delta:1'" in error and "exact-gap" in error and "free-energy" in error
     error = refused(capsys, "evaluate", "--method", "tome:200", "--limit", "1")
-    assert "200 tokens a block" in error and "at most 98" in error
+    assert "200 tokens a block" in error and "at most 128" in error
     assert "'fast'" in refused(capsys, "evaluate", "--method", "tome:fast")
     assert "--labels needs --data-dir" in refused(capsys, "evaluate", "--labels", "x.txt")
     assert "limit is 0" in refused(

@@ -6,7 +6,7 @@ import pytest
 from PIL import Image
 
 from bmfa.cli import main
-from bmfa.data.drawn.glyphs import draw_glyph
+from bmfa.data.drawn.badges import draw_badge
 from bmfa.evidence import report
 from bmfa.evidence.page import figures
 from bmfa.evidence.page.blocks import NotMeasured
@@ -33,7 +33,7 @@ def own_files(folder: Path) -> report.OwnModel:
     for index in range(3):
         path = folder / str(index) / "a.png"
         path.parent.mkdir(parents=True)
-        Image.fromarray(draw_glyph(0, index)[0]).save(path)
+        Image.fromarray(draw_badge(0, index)[0]).save(path)
     return report.OwnModel(str(embedded.WEIGHTS), str(folder), "embedded", limit=2)
 
 

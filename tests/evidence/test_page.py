@@ -274,6 +274,8 @@ def test_sections_are_in_order(page: str) -> None:
         'id="ablations"',
         'id="cases"',
         'id="failures"',
+        'id="equal-leaves"',
+        'id="equal-operations"',
     ]
     places = [page.index(mark) for mark in [*marks_in_order, 'id="bench"', 'id="environment"']]
     assert places == sorted(places)

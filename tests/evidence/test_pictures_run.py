@@ -14,7 +14,7 @@ from PIL import Image
 from bmfa.attention.kernels import reference
 from bmfa.cli import main
 from bmfa.data.classification import LabelledPicture
-from bmfa.data.drawn.glyphs import GLYPH_CLASSES, draw_glyph
+from bmfa.data.drawn.badges import BADGE_CLASSES, draw_badge
 from bmfa.evidence.pictures import model_cases
 from bmfa.evidence.pictures import run as picture
 from bmfa.models import LoadedModel, load_model, patch
@@ -30,7 +30,7 @@ def model() -> LoadedModel:
 
 
 def shown(index: int = 3) -> LabelledPicture:
-    pixels, label, _ = draw_glyph(0, index)
+    pixels, label, _ = draw_badge(0, index)
     return LabelledPicture(f"embedded 0/{index}", pixels, label)
 
 
@@ -42,14 +42,14 @@ def products(model: LoadedModel, layer: int, head: int, query: int) -> np.ndarra
     with torch.inference_mode():
         model.logits(model.preprocess(shown().pixels)[None])
     handle.remove()
-    tokens = seen[0][0].double().numpy()  # (197, 96)
+    tokens = seen[0][0].double().numpy()  # (257, 96)
     weight, bias = (p.detach().double().numpy() for p in attention.qkv.parameters())
     q, k, _ = np.split(tokens @ weight.T + bias, 3, axis=1)
     part = slice(head * attention.head_dim, (head + 1) * attention.head_dim)
     return np.asarray(k[:, part] @ q[query, part] * attention.head_dim**-0.5)
 
 
-@pytest.mark.parametrize(("query", "index"), [("class", 0), ("4,6", 1 + 4 * 14 + 6)])
+@pytest.mark.parametrize(("query", "index"), [("class", 0), ("4,6", 1 + 4 * 16 + 6)])
 def test_attention_tree_and_error_are_the_oracles(
     model: LoadedModel, query: str, index: int
 ) -> None:
@@ -61,12 +61,12 @@ def test_attention_tree_and_error_are_the_oracles(
     full = np.exp(scores - np.logaddexp.reduce(scores))
     assert np.allclose(row["attention"], full[1:], atol=1e-4)
     assert row["prefix_percent"] == pytest.approx(100 * full[0], abs=0.01)
-    grid = np.asarray(row["scores"]).reshape(14, 14)
+    grid = np.asarray(row["scores"]).reshape(16, 16)
     tree = reference.build_tree(grid, parse("optimal:0.002"))
     assert {tuple(box) for box in row["boxes"]} == {tuple(box) for box in tree.leaves}
     kept = scores.copy()
     for top, left, bottom, right in row["boxes"]:
-        inside = [1 + r * 14 + c for r in range(top, bottom) for c in range(left, right)]
+        inside = [1 + r * 16 + c for r in range(top, bottom) for c in range(left, right)]
         kept[inside] = scores[inside].mean()
     error = np.logaddexp.reduce(scores) - np.logaddexp.reduce(kept)
     assert row["error"] == pytest.approx(error, abs=1e-4)
@@ -76,7 +76,7 @@ def test_attention_tree_and_error_are_the_oracles(
     spatial = scores[1:]
     gap = np.logaddexp.reduce(spatial) - math.log(len(spatial)) - spatial.mean()
     assert row["gap"] == pytest.approx(gap, abs=1e-4)
-    assert row["leaves"] == len(row["boxes"]) == round(row["leaf_percent"] / 100 * 196)
+    assert row["leaves"] == len(row["boxes"]) == round(row["leaf_percent"] / 100 * 256)
 
 
 def test_the_certificate_bounds_the_error_and_says_where_it_comes_from(model: LoadedModel) -> None:
@@ -92,7 +92,8 @@ def test_exact_trees_change_nothing_and_no_patch_is_left(model: LoadedModel) -> 
     patch(model.model, rule="global-mean", layers="all")
     row = picture.run(model, [shown()], ["exact-gap:0"], layers="all").rows[0]
     assert row["error"] < 1e-9 and row["moved_percent"] < 1e-4 and row["output_kl"] < 1e-6
-    assert row["full_class"] == row["screened_class"] == row["label"] == "square"
+    assert row["full_class"] == row["screened_class"]
+    assert row["label"] == BADGE_CLASSES[3]
     assert not screened_layers(model.model)
 
 
@@ -114,7 +115,7 @@ def test_the_picture_shown_is_what_the_model_sees(model: LoadedModel) -> None:
     (row,) = picture.run(model, [shown()], picture_bytes=10**6).rows
     data = base64.b64decode(row["picture"].partition(",")[2])
     seen = np.asarray(Image.open(io.BytesIO(data)), dtype=float)
-    assert seen.shape == (112, 112, 3)
+    assert seen.shape == (128, 128, 3)
     # JPEG of quality 90 on a noisy texture.
     assert np.abs(seen - shown().pixels).mean() < 8
 
@@ -126,7 +127,7 @@ def test_the_picture_shown_is_what_the_model_sees(model: LoadedModel) -> None:
         ({"layer": -1}, "layer is -1"),
         ({"head": 3}, "head is 3; layer 7 has heads 0 to 2"),
         ({"head": -1}, "head is -1"),
-        ({"query": "14,0"}, "query 14,0 is outside the 14x14 grid"),
+        ({"query": "16,0"}, "query 16,0 is outside the 16x16 grid"),
         ({"query": "cls"}, "query is 'cls'; pass class, or ROW,COLUMN"),
         ({"query": "1,2,3"}, "ROW,COLUMN"),
     ],
@@ -141,7 +142,7 @@ def test_the_command_draws_a_figure_and_writes_a_record(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file, figure, record = (tmp_path / name for name in ("in.png", "made/out.png", "out.json"))
-    Image.fromarray(draw_glyph(0, 3)[0]).resize((150, 130)).save(file)
+    Image.fromarray(draw_badge(0, 3)[0]).resize((150, 130)).save(file)
     arguments = ["screen", str(file), "--query", "4,6", "--method", "gamma:0.05"]
     main([*arguments, "--output", str(figure), "--json", str(record)])
     told = capsys.readouterr().out
@@ -160,7 +161,7 @@ def test_the_embedded_pictures_need_no_file(
     monkeypatch.chdir(tmp_path)
     main(["screen", "embedded:3", "--json", "-"])
     record = json.loads(capsys.readouterr().out)
-    assert record["experiment"] == "picture" and record["rows"][0]["label"] == GLYPH_CLASSES[3]
+    assert record["experiment"] == "picture" and record["rows"][0]["label"] == BADGE_CLASSES[3]
     assert [path.name for path in tmp_path.iterdir()] == ["screen.png"]
 
 
@@ -171,7 +172,7 @@ def test_the_embedded_pictures_need_no_file(
         (["."], "is a folder"),
         (["torn.png"], "torn.png is no readable"),
         (["embedded:x"], "e.g. embedded:3"),
-        (["embedded:1", "--query", "20,1"], "outside the 14x14 grid"),
+        (["embedded:1", "--query", "20,1"], "outside the 16x16 grid"),
         (["embedded:1", "--layer", "99"], "layers 0 to 7"),
         (["embedded:1", "--head", "99"], "heads 0 to 2"),
         (["embedded:1", "--layers", "last-99"], "last-99"),
@@ -202,13 +203,13 @@ def test_the_four_cases_are_different_pictures_of_the_kinds_they_name(model: Loa
     record = model_cases.run(model, count=12, batch_size=12)
     titles = list(dict.fromkeys(row["title"] for row in record.rows))
     kinds = [title.partition(":")[0] for title in titles]
-    assert kinds == ["Small figure", "Centred figure", "Clutter", "Failure"]
+    assert kinds == ["Small badge", "Centred badge", "Clutter", "Failure"]
     assert len({row["picture"] for row in record.rows}) == 4
     assert len(record.rows) == 4 * len(model_cases.METHODS)
-    smallest = min(range(12), key=lambda index: draw_glyph(0, index).mask.sum())
+    smallest = min(range(12), key=lambda index: draw_badge(0, index).mask.sum())
     small = record.rows[0]
-    if not titles[3].endswith(GLYPH_CLASSES[smallest % 10]):  # the failure case is chosen first
-        assert small["label"] == GLYPH_CLASSES[smallest % 10]
+    if not titles[3].endswith(BADGE_CLASSES[smallest % 24]):  # the failure case is chosen first
+        assert small["label"] == BADGE_CLASSES[smallest % 24]
     assert record.settings["chosen_from"] == 12 and record.settings["command"] == "bmfa report"
     with pytest.raises(ValueError, match="count is 3"):
         model_cases.run(model, count=3)
@@ -222,9 +223,9 @@ def test_the_label_of_an_embedded_picture_is_its_own_whatever_model_looks(
     torch.save(load_package("timm").create_model(name).state_dict(), weights)
     arguments = ["screen", "embedded:3", "--model", f"timm:{name}", "--weights", str(weights)]
     main([*arguments, "--output", str(tmp_path / "out.png")])
-    assert "labelled square\n" in capsys.readouterr().out
+    assert "labelled dotted triangle, 1 tick\n" in capsys.readouterr().out
     main(["screen", "embedded:3", "--output", str(tmp_path / "out.png")])
-    assert "full: square" in (printed := capsys.readouterr().out) and "labelled square" in printed
+    assert "labelled dotted triangle, 1 tick" in capsys.readouterr().out
 
 
 @pytest.mark.skipif("BMFA_ASSETS" not in os.environ, reason="BMFA_ASSETS names no real pictures")

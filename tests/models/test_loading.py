@@ -132,7 +132,9 @@ def test_image_sizes_must_be_multiples_of_the_patch_size(tmp_path: Path) -> None
     make_model("hf-vit").save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="multiple of 4, such as 24 or 28"):
         load_model(str(tmp_path), img_size=25)
-    with pytest.raises(ValueError, match="img_size is 100; embedded accepts only 112"):
+    with pytest.raises(
+        ValueError, match="img_size is 100; embedded has patches of 8 pixels, so pass"
+    ):
         load_model("embedded", img_size=100)
     assert load_model("embedded", img_size=112).preprocess.size == (112, 112)
     with pytest.raises(ValueError, match=fitting):
@@ -191,10 +193,10 @@ def test_transformers_folders(tmp_path: Path) -> None:
 @pytest.mark.skipif(not embedded.WEIGHTS.is_file(), reason="the embedded weights are not built")
 def test_the_embedded_model_is_loaded_by_name() -> None:
     loaded = load_model("embedded")
-    pixels = np.random.default_rng(0).integers(0, 256, (1, 112, 112, 3), dtype=np.uint8)
+    pixels = np.random.default_rng(0).integers(0, 256, (1, 128, 128, 3), dtype=np.uint8)
     expected = embedded.preprocess(pixels)
     torch.testing.assert_close(loaded.preprocess(pixels[0])[None], expected)
-    assert loaded.logits(expected).shape == (1, 10)
+    assert loaded.logits(expected).shape == (1, 24)
 
 
 def test_without_a_network_the_error_says_what_to_download(

@@ -171,8 +171,8 @@ def tiled_certificate(
     if inputs.order == "z":
         output = permute_tokens(output, prefix, inputs.z_rank)
     if kernel_order == "z":
-        number = _kernel_tiles(inputs, tiling, kernel_order)
-        expanded = expanded[:, :, number][..., number]
+        group = _kernel_tiles(inputs, tiling.queries, kernel_order)
+        expanded = expanded[:, :, group][..., _kernel_tiles(inputs, tiling, kernel_order)]
     bound = bound_output(
         q, k, v, output, tiling, expanded, prefix=prefix, factor=inputs.scale / inputs.tau,
         valid=inputs.raster_valid, kind=kind,
@@ -227,7 +227,7 @@ def tiled_tree(
     number = _kernel_tiles(inputs, tiling, kernel_order)  # of each raster tile in the kernel
     group = torch.empty(tiling.queries.grid.size, dtype=torch.int64, device=device)  # of each query
     if kernel_order == "z":
-        group = torch.arange(tiling.grid.size, device=device) // tiling.slots
+        group = torch.arange(tiling.grid.size, device=device) // tiling.queries.slots
     else:
         members = tiling.queries.slot_tokens.to(device)
         groups = torch.arange(tiling.groups, device=device).unsqueeze(-1).expand_as(members)
@@ -268,8 +268,8 @@ def _tile_sizes(inputs: AttentionInputs, tiling: Tiling, kernel_order: Order) ->
 
 def _group_sizes(inputs: AttentionInputs, tiling: Tiling, kernel_order: Order) -> Tensor:
     """(B or 1, R) valid queries of each group, as the kernel numbers them."""
-    if tiling.query_grid is None:  # the queries of a group are those of its tile
-        return _tile_sizes(inputs, tiling, kernel_order)
+    if tiling.query_grid is None:  # the mask is that of the queries, too
+        return _tile_sizes(inputs, tiling.queries, kernel_order)
     return (tiling.queries.slot_tokens >= 0).sum(-1).unsqueeze(0).to(inputs.q.device)
 
 

@@ -20,6 +20,10 @@ from bmfa.grid import Grid, check_grid
 # Side of a tile in tokens. The Triton kernels are written for this size and refuse others.
 TILE_SIDE = 8
 DEFAULT_ERROR = 0.03
+# Tokens from which the queries of two tiles share a representative. Representatives, which see every
+# token, are half as many then. With 16,384 tokens the error grows by 12 to 15 % if no tile is expanded,
+# and with 4,096 tokens by 18 to 28 % (q, k, v of two models; `bmfa bench attention`).
+WIDE_GROUP_TOKENS = 16384
 
 # Thresholds at which the probes are evaluated: powers of this ratio, from 1 to 2.7e-6, and 0, at which
 # every tile is expanded. Errors between two levels are interpolated, so that the ratio matters little.
@@ -49,27 +53,48 @@ PROBE_SLOTS, LEAST_PROBES = 64, 32
 class Tiling:
     """Square tiles over a grid, from the top left, smaller at the right and bottom edges.
 
-    Tiles are numbered in raster order, frame by frame. The queries of a tile form a group, which has the
-    number of the tile, shares one representative query, and expands the same tiles of keys.
+    Tiles are numbered in raster order, frame by frame. The queries of a tile, or of a few tiles side by
+    side, form a group, which shares one representative query and expands the same tiles of keys.
 
     Args:
         grid: Grid of the spatial tokens.
         side: Side of a tile in tokens.
         query_grid: Grid of the queries, if it is not that of the keys.
+        group_tiles: Number of tiles side by side whose queries form a group. The default, 0, means 2
+            from WIDE_GROUP_TOKENS tokens on, and otherwise 1.
+        tile_columns: Width of a tile in units of its side, 1 for tiles of keys.
     """
 
     grid: Grid
     side: int = TILE_SIDE
     query_grid: Grid | None = None
+    group_tiles: int = 0
+    tile_columns: int = 1
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "grid", check_grid(self.grid))
         check_integer("side", self.side, low=2)
+        if self.group_tiles == 0:
+            wide = self.query_grid is None and self.grid.size >= WIDE_GROUP_TOKENS
+            object.__setattr__(self, "group_tiles", 2 if wide else 1)
+
+    @property
+    def width(self) -> int:
+        """Width of a tile in tokens."""
+        return self.side * self.tile_columns
+
+    @property
+    def separate_groups(self) -> bool:
+        """True if the groups of queries are not the tiles of keys."""
+        return self.query_grid is not None or self.group_tiles > 1
 
     @property
     def queries(self) -> "Tiling":
         """The tiling of the queries, whose tiles are the groups."""
-        return self if self.query_grid is None else Tiling(self.query_grid, self.side)
+        if not self.separate_groups:
+            return self
+        grid = self.grid if self.query_grid is None else self.query_grid
+        return Tiling(grid, self.side, group_tiles=1, tile_columns=self.group_tiles)
 
     @property
     def frame_rows(self) -> int:
@@ -84,7 +109,7 @@ class Tiling:
     @property
     def columns(self) -> int:
         """Number of columns of tiles."""
-        return -(-self.grid.width // self.side)
+        return -(-self.grid.width // self.width)
 
     @property
     def tiles(self) -> int:
@@ -94,7 +119,7 @@ class Tiling:
     @property
     def slots(self) -> int:
         """S, the number of slots in a tile."""
-        return self.side * self.side
+        return self.side * self.width
 
     @property
     def groups(self) -> int:
@@ -104,7 +129,7 @@ class Tiling:
     @property
     def ragged(self) -> bool:
         """True if some tiles have fewer than S tokens."""
-        return self.grid.height % self.side != 0 or self.grid.width % self.side != 0
+        return self.grid.height % self.side != 0 or self.grid.width % self.width != 0
 
     @property
     def z_aligned(self) -> bool:
@@ -118,7 +143,7 @@ class Tiling:
         grid = self.grid
         frame = torch.arange(grid.frames).view(-1, 1, 1, 1, 1)
         row = torch.arange(self.frame_rows * self.side).view(1, -1, 1, self.side, 1)
-        column = torch.arange(self.columns * self.side).view(1, 1, -1, 1, self.side)
+        column = torch.arange(self.columns * self.width).view(1, 1, -1, 1, self.width)
         inside = (row < grid.height) & (column < grid.width)
         index = torch.where(inside, (frame * grid.height + row) * grid.width + column, -1)
         return index.reshape(self.tiles, self.slots)
@@ -226,17 +251,17 @@ def tokens_to_tiles(tokens: Tensor, tiling: Tiling, dtype: torch.dtype) -> Tenso
     side, grid = tiling.side, tiling.grid
     x = unflatten(tokens.flatten(0, 1).to(dtype), 1, (grid.frames, grid.height, grid.width))
     if tiling.ragged:
-        x = pad(x, (0, 0, 0, -grid.width % side, 0, -grid.height % side))
-    x = unflatten(x, 3, (tiling.columns, side)).flatten(1, 2)
-    x = unflatten(x, 1, (tiling.rows, side))  # (B H, rows, side, columns, side, *)
+        x = pad(x, (0, 0, 0, -grid.width % tiling.width, 0, -grid.height % side))
+    x = unflatten(x, 3, (tiling.columns, tiling.width)).flatten(1, 2)
+    x = unflatten(x, 1, (tiling.rows, side))  # (B H, rows, side, columns, width, *)
     return x.transpose(2, 3).flatten(3, 4).flatten(1, 2)
 
 
 def tiles_to_tokens(tiles: Tensor, tiling: Tiling) -> Tensor:
     """(B H, N, *) in raster order from (B H, T, S, *)."""
     side, grid = tiling.side, tiling.grid
-    x = unflatten(tiles.flatten(1, 2), 1, (tiling.rows, tiling.columns, side, side))
-    x = x.transpose(2, 3).flatten(3, 4).flatten(1, 2)  # (B H, rows * side, columns * side, *)
+    x = unflatten(tiles.flatten(1, 2), 1, (tiling.rows, tiling.columns, side, tiling.width))
+    x = x.transpose(2, 3).flatten(3, 4).flatten(1, 2)  # (B H, rows * side, columns * width, *)
     x = unflatten(x, 1, (grid.frames, tiling.frame_rows * side))
     return x[:, :, : grid.height, : grid.width].flatten(1, 3)
 

@@ -7,8 +7,8 @@ from bmfa.cli.output import Output, table_of
 
 # By importance: without --wide, those that exceed the width are left out.
 COLUMNS = (
-    "method images top1_percent drop_pp agreement_percent leaf_percent gflops speedup final_tokens "
-    "top5_percent output_kl images_per_second images_per_second_end_to_end"
+    "method images top1_percent drop_pp agreement_percent leaf_percent gflops speedup output_kl "
+    "final_tokens top5_percent images_per_second images_per_second_end_to_end"
 )
 
 

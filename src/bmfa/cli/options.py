@@ -196,7 +196,9 @@ def labelled_pictures(
             raise ValueError(
                 f"{option_name} needs --data-dir DIR; the embedded pictures have labels"
             )
-    return EmbeddedPictures(EMBEDDED_PICTURES if limit is None else limit, seed)
+    # Drawn at the size of the model's input rather than resized: larger is sharper.
+    count = EMBEDDED_PICTURES if limit is None else limit
+    return EmbeddedPictures(count, seed, model.preprocess.size[0])
 
 
 def picture_notes(pictures: Any) -> list[str]:

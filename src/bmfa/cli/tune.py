@@ -70,7 +70,7 @@ def tune(
         require_packages(("matplotlib",), "report")
     if dtype is not None and dtype not in DTYPES:
         raise ValueError(f"--dtype is {dtype!r}; pass one of {', '.join(DTYPES)}")
-    pictures = _pictures(images, model, limit, seed)
+    pictures = _pictures(images, model, limit, seed, img_size)
     output = Output(json, quiet)
     loaded = load_model(model, weights, img_size=img_size, crop_pct=crop_pct)
     loaded.model.to(opt.resolve_device(device), _dtype(dtype))
@@ -157,7 +157,9 @@ def format_change(measure: str, change: float | None) -> str:
     return f"{change:.3g} nats" if measure == "logits" else f"{100 * change:.2f} %"
 
 
-def _pictures(images: str | None, model: str, limit: int | None, seed: int) -> Any:
+def _pictures(
+    images: str | None, model: str, limit: int | None, seed: int, img_size: int | None
+) -> Any:
     if images is not None:
         require_packages(("PIL",), "data")
         return images
@@ -167,7 +169,7 @@ def _pictures(images: str | None, model: str, limit: int | None, seed: int) -> A
     from bmfa.models import embedded
     from bmfa.models.tuning import PICTURES
 
-    drawn = EmbeddedPictures(limit or PICTURES["cpu"], seed)
+    drawn = EmbeddedPictures(limit or PICTURES["cpu"], seed, img_size or embedded.IMAGE_SIZE)
     return [embedded.preprocess(drawn[index].pixels[None])[0] for index in range(len(drawn))]
 
 

@@ -2,8 +2,8 @@
 
 from bmfa.data.classification import EmbeddedPictures, LabelledPicture, LabelledPictures
 from bmfa.data.coco import AnnotationFile, InstanceFiles
+from bmfa.data.drawn.badges import BADGE_CLASSES, BadgePicture, draw_badge, draw_badge_batch
 from bmfa.data.drawn.coco_writer import write_coco
-from bmfa.data.drawn.glyphs import GLYPH_CLASSES, GlyphPicture, draw_glyph, draw_glyph_batch
 from bmfa.data.drawn.objects import EmbeddedObjects, draw_object
 from bmfa.data.drawn.scenes import EmbeddedScenes, draw_scene
 from bmfa.data.instances import AnnotationError, Instance, InstanceSource, Picture, Tally
@@ -11,14 +11,14 @@ from bmfa.data.pictures import PictureError, PictureFiles
 from bmfa.data.probes import MODES, ProbeBlock, ProbeSettings, probe_blocks
 
 __all__ = [
-    "GLYPH_CLASSES",
+    "BADGE_CLASSES",
     "MODES",
     "AnnotationError",
     "AnnotationFile",
+    "BadgePicture",
     "EmbeddedObjects",
     "EmbeddedPictures",
     "EmbeddedScenes",
-    "GlyphPicture",
     "Instance",
     "InstanceFiles",
     "InstanceSource",
@@ -30,8 +30,8 @@ __all__ = [
     "ProbeBlock",
     "ProbeSettings",
     "Tally",
-    "draw_glyph",
-    "draw_glyph_batch",
+    "draw_badge",
+    "draw_badge_batch",
     "draw_object",
     "draw_scene",
     "probe_blocks",

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bmfa.checks import check_integer
-from bmfa.data.drawn.glyphs import GLYPH_CLASSES, draw_glyph
+from bmfa.data.drawn.badges import BADGE_CLASSES, BADGE_PICTURE_SIZE, draw_badge
 from bmfa.data.pictures import PictureError, PictureFiles
 from bmfa.packages import load_package
 
@@ -39,12 +39,14 @@ class LabelledPicture:
         label: index of the class, None if unknown.
         label_name: name of the class if the data set has its own classes; None means the name that
             the model gives to the index.
+        mask: (height, width) bool, True inside the object; None if unknown.
     """
 
     name: str
     pixels: NDArray[np.uint8]
     label: int | None = None
     label_name: str | None = None
+    mask: NDArray[np.bool_] | None = None
 
 
 @dataclass
@@ -197,16 +199,18 @@ class EmbeddedPictures:
     Args:
         count: number of pictures, at least 1.
         seed: seed of the set.
+        size: side in pixels; the content of a picture does not depend on it.
 
     Example:
         >>> from bmfa.data import EmbeddedPictures
         >>> picture = EmbeddedPictures(10)[3]
         >>> picture.pixels.shape, picture.label_name
-        ((112, 112, 3), 'square')
+        ((128, 128, 3), 'dotted triangle, 1 tick')
     """
 
-    def __init__(self, count: int, seed: int = 0) -> None:
+    def __init__(self, count: int, seed: int = 0, size: int = BADGE_PICTURE_SIZE) -> None:
         self.count, self.seed = check_integer("count", count, low=1), seed
+        self.size = check_integer("size", size, low=32)
 
     def __len__(self) -> int:
         return self.count
@@ -214,8 +218,8 @@ class EmbeddedPictures:
     def __getitem__(self, index: int) -> LabelledPicture:
         if not 0 <= index < self.count:
             raise IndexError(f"index is {index}; pass an integer from 0 to {self.count - 1}")
-        pixels, label, _ = draw_glyph(self.seed, index)
-        return LabelledPicture(self._name(index), pixels, label, GLYPH_CLASSES[label])
+        pixels, label, mask = draw_badge(self.seed, index, self.size)
+        return LabelledPicture(self._name(index), pixels, label, BADGE_CLASSES[label], mask)
 
     def __iter__(self) -> Iterator[LabelledPicture]:
         return (self[index] for index in range(self.count))

@@ -16,6 +16,7 @@ SHOWN = {
     "cases-coco": "coco",
     "closed-loop-deit-h200": "model",
     "evaluate-rules-deit-h200": "model",
+    "reduction-deit-cpu": "model",
     "model-saliency-h200": "saliency",
 }
 # A wheel holds the folder `records` of the repository here.

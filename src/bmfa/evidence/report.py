@@ -10,6 +10,7 @@ from bmfa.evidence.ablation import run as ablation
 from bmfa.evidence.bench import trees as bench
 from bmfa.evidence.classification import run as classification
 from bmfa.evidence.closed_loop import run as closed_loop
+from bmfa.evidence.comparison import run as comparison
 from bmfa.evidence.explorer import run as explorer
 from bmfa.evidence.explorer.run import Exploration
 from bmfa.evidence.failures import run as failures
@@ -176,6 +177,7 @@ def run_models(
         record = closed_loop.run(model, few, methods, layers=layers, seed=seed, device=device)
         yield f"closed-loop-{name}", record
     yield "faster", faster.run(model, seed=seed, device=device)
+    yield "comparison", comparison.run(model, seed=seed, device=device)
     yield "pictures", model_cases.run(model, count=images, seed=seed, device=device)
     yield "evaluate", _evaluate(model, many, EMBEDDED_REDUCTIONS, seed, device)
     if own is None:

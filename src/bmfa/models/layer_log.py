@@ -62,10 +62,13 @@ class LayerEntry:
         tiling, counts = Tiling(self.grid), self.expanded_count.double()
         if self.valid is None:
             return float(counts.mean()) / tiling.tiles
-        sizes = tokens_to_tiles(self.valid[:, None, :, None], tiling, torch.bool)
-        exists = sizes.squeeze(-1).any(-1)  # (B or 1, T); the groups of queries are the tiles
-        shares = counts / exists.sum(-1).view(-1, 1, 1)
-        return float(shares[exists.unsqueeze(1).expand_as(shares)].mean())
+        valid = self.valid[:, None, :, None]
+        tiles, groups = (
+            tokens_to_tiles(valid, x, torch.bool).squeeze(-1).any(-1)
+            for x in (tiling, tiling.queries)
+        )  # (B or 1, T) and (B or 1, R)
+        shares = counts / tiles.sum(-1).view(-1, 1, 1)
+        return float(shares[groups.unsqueeze(1).expand_as(shares)].mean())
 
     @property
     def error(self) -> ErrorEstimate | None:

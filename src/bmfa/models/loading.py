@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from bmfa.data.classification import imagenet_names
-from bmfa.data.drawn.glyphs import GLYPH_CLASSES
+from bmfa.data.drawn.badges import BADGE_CLASSES
 from bmfa.data.probes import multiples
 from bmfa.models import embedded, hub
 from bmfa.models.hosts import find_host
@@ -43,7 +43,7 @@ class LoadedModel:
     Example:
         >>> import bmfa, numpy as np
         >>> loaded = bmfa.load_model("embedded")
-        >>> image = np.zeros((112, 112, 3), np.uint8)
+        >>> image = np.zeros((128, 128, 3), np.uint8)
         >>> index = int(loaded.logits(loaded.preprocess(image)[None]).argmax())
         >>> loaded.classes[index] in loaded.classes
         True
@@ -69,8 +69,8 @@ class LoadedModel:
 
         Example:
             >>> import bmfa, torch
-            >>> bmfa.load_model("embedded").logits(torch.zeros(2, 3, 112, 112)).shape
-            torch.Size([2, 10])
+            >>> bmfa.load_model("embedded").logits(torch.zeros(2, 3, 128, 128)).shape
+            torch.Size([2, 24])
         """
         output = self.model(pixels, **self.options)
         if isinstance(output, Tensor):
@@ -118,8 +118,8 @@ def load_model(
     Example:
         >>> import bmfa
         >>> loaded = bmfa.load_model("embedded")
-        >>> loaded.preprocess.size, loaded.classes[:2]
-        ((112, 112), ('ring', 'cross'))
+        >>> loaded.preprocess.size, loaded.classes[0]
+        ((128, 128), 'striped triangle, 1 tick')
     """
     any_size = img_size is not None
     source, _, rest = name.partition(":")
@@ -148,12 +148,6 @@ def check_img_size(name: str, model: nn.Module, size: tuple[int, int]) -> None:
     Models of unsupported classes are not checked; `patch` and `reduce` refuse them.
     """
     given = str(size[0]) if size[0] == size[1] else f"{size[0]}x{size[1]}"
-    if isinstance(model, embedded.EmbeddedViT):
-        if size != (embedded.IMAGE_SIZE, embedded.IMAGE_SIZE):
-            raise ValueError(
-                f"img_size is {given}; {name} accepts only {embedded.IMAGE_SIZE}, leave it out"
-            )
-        return
     try:
         host = find_host(model)
     except TypeError:
@@ -189,7 +183,7 @@ def check_timm_name(timm: Any, architecture: str) -> None:
 def _load_embedded(weights: str | os.PathLike[str] | None) -> LoadedModel:
     side, mean, std = embedded.IMAGE_SIZE, embedded.MEAN, embedded.STD
     preprocess = Preprocessing((side, side), 1.0, mean=(mean,) * 3, std=(std,) * 3)
-    return LoadedModel("embedded", embedded.load(weights), preprocess, tuple(GLYPH_CLASSES))
+    return LoadedModel("embedded", embedded.load(weights), preprocess, BADGE_CLASSES)
 
 
 def _load_timm(

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bmfa.models import embedded
 from bmfa.models.hosts import find_host
 
 Function = Callable[[Any, Any], Any]
@@ -60,8 +59,8 @@ def find_measure(measure: str | Function) -> Measure:
 def features(model: nn.Module, images: Tensor, options: Mapping[str, Any]) -> list[Tensor]:
     """Compute the tokens after the last block, or else the floating-point outputs of the model.
 
-    They are those of `forward_features` (timm), `last_hidden_state` (transformers, also of the tower
-    inside a classifier) or the last norm of the embedded model.
+    They are those of `forward_features` (timm and the embedded model) or `last_hidden_state`
+    (transformers, also of the tower inside a classifier).
 
     Args:
         model: The model.
@@ -75,15 +74,12 @@ def features(model: nn.Module, images: Tensor, options: Mapping[str, Any]) -> li
     if callable(forward_features):
         return output_tensors(forward_features(images))
     tower = find_host(model).tower
-    inner = tower.norm if isinstance(tower, embedded.EmbeddedViT) else tower
     captured: list[Any] = []
-    handle = inner.register_forward_hook(lambda module, inputs, output: captured.append(output))
+    handle = tower.register_forward_hook(lambda module, inputs, output: captured.append(output))
     try:
         output = _call(model, images, options)
     finally:
         handle.remove()
-    if captured and isinstance(tower, embedded.EmbeddedViT):
-        return output_tensors(captured[-1])
     for candidate in (output, *captured[-1:]):
         hidden = getattr(candidate, "last_hidden_state", None)
         if isinstance(hidden, Tensor):

@@ -65,10 +65,10 @@ def reduce(
         >>> import bmfa, torch
         >>> from bmfa.models import final_tokens
         >>> model = bmfa.reduce(bmfa.load_model("embedded").model, "tome:8")
-        >>> model(torch.zeros(1, 3, 112, 112)).shape
-        torch.Size([1, 10])
-        >>> final_tokens(model)  # 197 - 8 blocks * 8 tokens
-        133
+        >>> model(torch.zeros(1, 3, 128, 128)).shape
+        torch.Size([1, 24])
+        >>> final_tokens(model)  # 257 - 8 blocks * 8 tokens
+        193
     """
     if (policy is None) == (plan is None):
         given = "neither a policy nor a plan" if plan is None else "a policy and a plan"

@@ -1,1 +1,1 @@
-"""The embedded pictures: glyphs for classification, scenes of objects with masks."""
+"""The embedded pictures: badges for classification, scenes of objects with masks."""

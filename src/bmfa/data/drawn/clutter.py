@@ -1,4 +1,4 @@
-"""Clutter: line fragments and blobs that resemble no glyph, and form none together."""
+"""Clutter of the scenes: line fragments and blobs."""
 
 import math
 

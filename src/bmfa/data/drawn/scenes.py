@@ -14,7 +14,7 @@ from bmfa.data.drawn.textures import background, contrasting_colours, luma_at, t
 from bmfa.data.instances import Instance, Picture, Tally
 
 SCENE_HEIGHT, SCENE_WIDTH = 288, 384  # pixels
-_STREAM = 1  # third part of the random key; glyphs have 0
+_STREAM = 1  # third part of the random key; badges have 2
 _MAX_OBJECTS = 8  # per scene
 _POSITION_TRIES = 12  # positions that an object tries before it is left out
 

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
-from torch.nn.functional import interpolate, scaled_dot_product_attention
+from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 
 from bmfa.data.drawn.scenes import draw_scene
@@ -212,30 +212,6 @@ def _record(
     )
 
 
-class AnySizeViT(nn.Module):
-    """The embedded model for pictures of any size; position embeddings are interpolated."""
-
-    def __init__(self, vit: EmbeddedViT) -> None:
-        super().__init__()
-        self.vit = vit
-
-    def forward_features(self, pictures: Tensor) -> Tensor:
-        """Return (B, 1 + N, dim) normalised features."""
-        vit = self.vit
-        maps: Tensor = vit.patch_embed.proj(pictures)  # (B, dim, H, W)
-        own_grid = vit.patch_embed.grid_size
-        positions = vit.pos_embed[:, 1:].transpose(1, 2).reshape(1, -1, *own_grid)
-        spatial = maps + interpolate(positions, maps.shape[-2:], mode="bicubic")
-        prefix = (vit.cls_token + vit.pos_embed[:, :1]).expand(len(maps), -1, -1)
-        tokens = torch.cat((prefix, spatial.flatten(2).transpose(1, 2)), 1)  # (B, 1 + N, dim)
-        features: Tensor = vit.norm(vit.blocks(tokens))
-        return features
-
-    def forward(self, pictures: Tensor) -> Tensor:
-        logits: Tensor = self.vit.head(self.forward_features(pictures)[:, 0])
-        return logits
-
-
 def load_any_size(
     name: str,
     weights: str | os.PathLike[str] | None = None,
@@ -262,13 +238,7 @@ def load_any_size(
     if head_dim is not None or (name.startswith("timm:") and weights is None):
         return _load_random(name, size, head_dim, seed), RANDOM
     if name == "embedded":
-        loaded = load_model(name, weights, crop_pct=1.0)
-        vit = loaded.model
-        if not isinstance(vit, EmbeddedViT):
-            raise TypeError(f"the embedded model is {type(vit).__name__}")
-        preprocess = loaded.preprocess.override(img_size=size)
-        loaded = LoadedModel(name, AnySizeViT(vit).eval(), preprocess)
-        check_img_size(name, loaded.model, preprocess.size)
+        loaded = load_model(name, weights, img_size=size, crop_pct=1.0)
     else:
         loaded = load_model(name, weights, img_size=size, crop_pct=1.0)
         _set_input_size(loaded.model, size)
@@ -281,7 +251,7 @@ def _load_random(name: str, size: int, head_dim: int | None, seed: int) -> Loade
         if name == "embedded":
             vit = EmbeddedViT(dim=3 * (head_dim or 32), num_heads=3)
             preprocess = Preprocessing((size, size), 1.0, mean=(0.5,) * 3, std=(0.25,) * 3)
-            model = AnySizeViT(vit).eval()
+            model = vit.eval()
             check_img_size(name, model, (size, size))
             return LoadedModel(name, model, preprocess)
         if not name.startswith("timm:"):

@@ -160,7 +160,7 @@ class ExpandedTiles:
         if launch.arguments.get("SKIP_EXACT") and "exact_heads" in launch.tensors:
             counts = counts[launch.tensors["exact_heads"].cpu() == 0]
         positions = launch["first_row"] + torch.arange(rows)
-        counts = counts[:, positions * launch["group_stride"] % launch["num_tiles"]].double()
+        counts = counts[:, positions * launch["group_stride"] % launch["num_groups"]].double()
         others = (counts - launch["ITEM_TILES"]).clamp(min=0)
         items = float((others / launch["ITEM_TILES"]).ceil().sum())
         fitting = min(1.0, item_capacity / items) if items else 0.0
@@ -171,13 +171,14 @@ class ExpandedTiles:
 def expand(launch: Launch) -> Work:
     """Read k and v once, if a group has more tiles than it reads itself, and write partial outputs."""
     capacity = launch.grid[0]
-    rows = min(launch["row_capacity"], launch["num_tiles"] - launch["first_row"])
+    rows = min(launch["row_capacity"], launch["num_groups"] - launch["first_row"])
     tiles = ExpandedTiles.of(launch, rows, capacity)
     if not tiles.others:
         return 0.0, 0.0
     moved = launch.bytes_of("k", "v")
     moved += tiles.items / capacity * launch.bytes_of("item_m", "item_l", "item_acc")
-    return moved, 4 * tiles.others * launch["SIDE"] ** 4 * launch["D"]
+    queries = launch["SIDE"] ** 2 * launch["GROUP_TILES"]
+    return moved, 4 * tiles.others * queries * launch["SIDE"] ** 2 * launch["D"]
 
 
 def attention(launch: Launch) -> Work:
@@ -185,7 +186,7 @@ def attention(launch: Launch) -> Work:
     rows, dim, slots = launch.grid[0], launch["D"], launch["SIDE"] ** 2
     capacity = len(launch.tensors["item_m"])
     tiles = ExpandedTiles.of(launch, rows, capacity)
-    moved = rows / launch["num_tiles"] * launch.bytes_of("q", "o")
+    moved = rows / launch["num_groups"] * launch.bytes_of("q", "o")
     moved += (rows / launch["row_capacity"]) * launch.bytes_of(
         "log_mass", "k_tangent", "v_tangent", "group_cross"
     )
@@ -193,9 +194,9 @@ def attention(launch: Launch) -> Work:
         moved += launch.bytes_of("k", "v")
     moved *= tiles.heads / launch.batch_heads
     moved += tiles.items / capacity * launch.bytes_of("item_m", "item_l", "item_acc")
-    coarse = launch["num_tiles"] + launch["prefix"]
-    flops = tiles.heads * rows * slots * (4 * coarse * dim + 2 * dim**2)
-    return moved, flops + 4 * tiles.own * slots**2 * dim
+    coarse, queries = launch["num_tiles"] + launch["prefix"], slots * launch["GROUP_TILES"]
+    flops = tiles.heads * rows * queries * (4 * coarse * dim + 2 * dim**2)
+    return moved, flops + 4 * tiles.own * slots * queries * dim
 
 
 def exact(launch: Launch) -> Work:

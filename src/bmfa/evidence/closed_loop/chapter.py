@@ -89,9 +89,9 @@ def _content(records: RecordSet) -> list[Block]:
 def _describe(run: ModelRun) -> str:
     if run.model == EMBEDDED:
         return (
-            "Here it is the embedded model (0.9 M parameters, eight layers, 14 × 14 tokens like "
-            f"{paper.MODEL}) on {run.images:,} pictures that the library draws: the order of the rules "
-            "can be compared with the paper, the numbers cannot."
+            "Here it is the embedded model (1.0 M parameters, eight layers, 16 × 16 tokens; "
+            f"{paper.MODEL} has 14 × 14) on {run.images:,} pictures that the library draws: the order "
+            "of the rules can be compared with the paper, the numbers cannot."
         )
     if run.is_papers_model:
         return f"{run.title} is shown on {run.images:,} pictures, which are not those of the paper."

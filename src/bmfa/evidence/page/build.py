@@ -10,7 +10,9 @@ from bmfa.evidence.ablation.chapter import ABLATIONS
 from bmfa.evidence.bench.chapter import SPEED
 from bmfa.evidence.bench.saliency_chapter import DENSE_PREDICTION
 from bmfa.evidence.classification.chapter import CLASSIFICATION, REDUCTIONS
+from bmfa.evidence.classification.figures import reduction_runs
 from bmfa.evidence.closed_loop.chapter import CLOSED_LOOP, LAYERS
+from bmfa.evidence.comparison.chapter import EQUAL_LEAVES, EQUAL_OPERATIONS
 from bmfa.evidence.failures.chapter import FAILURES
 from bmfa.evidence.faster.chapter import FASTER
 from bmfa.evidence.methods import METHODS, find_method
@@ -41,9 +43,9 @@ OPENING = (
     "The paper's numbers are shown next to ours."
 )
 CHAPTERS = (
-    FASTER,
-    *(STRESS_TEST, FAILURE_CURVE, PROBES, ABLATIONS, INSTANCES, FAILURES, CLOSED_LOOP, LAYERS),
-    *(PICTURES, CLASSIFICATION, REDUCTIONS, DENSE_PREDICTION, SPEED),
+    *(FASTER, STRESS_TEST, FAILURE_CURVE, PROBES, ABLATIONS, INSTANCES, FAILURES, EQUAL_LEAVES),
+    *(CLOSED_LOOP, LAYERS, PICTURES, CLASSIFICATION, EQUAL_OPERATIONS, REDUCTIONS),
+    *(DENSE_PREDICTION, SPEED),
 )
 
 
@@ -158,6 +160,9 @@ def _method_table(records: RecordSet) -> Table:
 def _other_experiments(records: RecordSet) -> list[Section]:
     """A plain table for every experiment that has no chapter."""
     known = {chapter.experiment for chapter in CHAPTERS} | {"gallery", "blocks"}
+    known |= (
+        {"reduction"} if reduction_runs(records) else set()
+    )  # part of the chapter on reductions
     others = dict.fromkeys(r.experiment for r in records.records if r.experiment not in known)
     sections = []
     for index, experiment in enumerate(others):

@@ -8,6 +8,7 @@ from bmfa.evidence.bench.figures import attention_error, attention_time
 from bmfa.evidence.bench.saliency_chapter import saliency
 from bmfa.evidence.classification.figures import accuracy, reductions, top1
 from bmfa.evidence.closed_loop.figures import closed_loop, layers
+from bmfa.evidence.comparison.figures import equal_leaves, equal_operations
 from bmfa.evidence.failures.figures import failures
 from bmfa.evidence.faster.figures import faster
 from bmfa.evidence.page.canvas import Figure
@@ -24,8 +25,9 @@ ALL: dict[str, Figure] = {
     figure.name: figure
     for figure in (
         *(gallery, faster, failure_curve, placements, trade_off, distribution, ablation),
-        *(motivation, pipeline, cases, failures, closed_loop, layers, attention_cases),
-        *(top1, accuracy, reductions, saliency, attention_time, attention_error),
+        *(motivation, pipeline, cases, failures, equal_leaves, equal_operations),
+        *(closed_loop, layers, attention_cases, top1, accuracy, reductions),
+        *(saliency, attention_time, attention_error),
     )
 }
 

@@ -26,6 +26,7 @@ KEYS: Mapping[str, tuple[str, ...]] = {
     "cases": ("dataset", "title", "method"),
     "failures": ("rule", "role"),
     "faster": ("what", "title", "method"),
+    "comparison": ("target_percent", "baseline", "method"),
     "picture": ("model", "title", "layer", "head", "query", "method"),
 }
 COMMANDS: Mapping[str, str] = {
@@ -37,7 +38,9 @@ COMMANDS: Mapping[str, str] = {
     "cases": "bmfa probe --cases --json cases.json",
     "failures": "bmfa report",
     "faster": "bmfa report",
+    "comparison": "bmfa report",
     "bench": "bmfa bench trees --json bench.json",
+    "reduction": "bmfa bench reduction --json reduction.json",
     "picture": "bmfa screen embedded:3 --json picture.json",
     "tune": "bmfa tune --json tune.json",
 }

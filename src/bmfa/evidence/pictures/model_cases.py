@@ -9,7 +9,7 @@ from torch import Tensor
 
 from bmfa.checks import check_integer
 from bmfa.data.classification import LabelledPicture
-from bmfa.data.drawn.glyphs import GLYPH_CLASSES, GLYPH_PICTURE_SIZE, GlyphPicture, draw_glyph
+from bmfa.data.drawn.badges import BADGE_CLASSES, BADGE_PICTURE_SIZE, BadgePicture, draw_badge
 from bmfa.evidence.pictures import run as pictures
 from bmfa.models import LoadedModel, patch, unpatch
 from bmfa.records import Record
@@ -47,11 +47,11 @@ def run(
         ValueError: If `count` is below 4.
     """
     check_integer("count", count, low=4)
-    drawn = [draw_glyph(seed, index) for index in range(count)]
+    drawn = [draw_badge(seed, index) for index in range(count)]
     moved = _output_kl(model, drawn, layers, batch_size, device)
     chosen = _choose(drawn, moved)
     shown = [
-        LabelledPicture(f"{title}: {GLYPH_CLASSES[one.label]}", one.pixels, one.label)
+        LabelledPicture(f"{title}: {BADGE_CLASSES[one.label]}", one.pixels, one.label)
         for title, one in ((title, drawn[index]) for title, index in chosen.items())
     ]
     record = pictures.run(
@@ -67,12 +67,12 @@ def run(
     return replace(record, settings={**record.settings, **choice, "command": "bmfa report"})
 
 
-def _choose(drawn: list[GlyphPicture], moved: Tensor) -> dict[str, int]:
+def _choose(drawn: list[BadgePicture], moved: Tensor) -> dict[str, int]:
     """Return the index of each case, none twice."""
     wanted: dict[str, Callable[[int], float]] = {
         "Failure": lambda index: float(moved[index]),
-        "Small figure": lambda index: -float(drawn[index].mask.mean()),
-        "Centred figure": lambda index: -_distance_from_centre(drawn[index]),
+        "Small badge": lambda index: -float(drawn[index].mask.mean()),
+        "Centred badge": lambda index: -_distance_from_centre(drawn[index]),
         "Clutter": lambda index: _clutter(drawn[index]),
     }
     chosen: dict[str, int] = {}
@@ -83,7 +83,7 @@ def _choose(drawn: list[GlyphPicture], moved: Tensor) -> dict[str, int]:
 
 
 def _output_kl(
-    model: LoadedModel, drawn: list[GlyphPicture], layers: str, batch_size: int, device: str
+    model: LoadedModel, drawn: list[BadgePicture], layers: str, batch_size: int, device: str
 ) -> Tensor:
     """Return (count,) KL of the outputs between the full model and `FAILING_METHOD`."""
     unpatch(model.model).to(device)
@@ -102,14 +102,14 @@ def _output_kl(
     return torch.cat(parts)
 
 
-def _distance_from_centre(one: GlyphPicture) -> float:
-    """Return the distance between the centres of the glyph and of the picture, in pixels."""
-    middle = np.argwhere(one.mask).mean(0) - (GLYPH_PICTURE_SIZE - 1) / 2
+def _distance_from_centre(one: BadgePicture) -> float:
+    """Return the distance between the centres of the badge and of the picture, in pixels."""
+    middle = np.argwhere(one.mask).mean(0) - (BADGE_PICTURE_SIZE - 1) / 2
     return float(np.hypot(*middle))
 
 
-def _clutter(one: GlyphPicture) -> float:
-    """Return the mean difference of neighbouring pixels outside of the glyph."""
+def _clutter(one: BadgePicture) -> float:
+    """Return the mean difference of neighbouring pixels outside of the badge."""
     luma = one.pixels.astype(np.float64).mean(-1)
     steps = np.abs(np.diff(luma, axis=1))[~one.mask[:, 1:]]
     return float(steps.mean())

@@ -1,154 +1,394 @@
 """Train the embedded model; `bmfa train-embedded` runs this."""
 
+import copy
 import io
 import math
 import os
-from collections.abc import Callable, Iterator
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
-from torch import Tensor
-from torch.nn.functional import cross_entropy
+from torch import Tensor, nn
+from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy
 from torch.utils.data import DataLoader, Dataset
 
-from bmfa.checks import check_integer
-from bmfa.data.drawn.glyphs import draw_glyph_batch
+from bmfa.checks import check_integer, check_number
+from bmfa.data.drawn.badges import GRAIN, draw_badge_batch, draw_badge_parts, grain_weights
+from bmfa.data.drawn.rng import UniformGenerator
 from bmfa.files import write_atomic
-from bmfa.models.embedded.model import EmbeddedViT, preprocess, save
+from bmfa.models.embedded.model import (
+    GRID_SIZE,
+    IMAGE_SIZE,
+    MASK_CELLS,
+    MEAN,
+    PATCH_SIZE,
+    STD,
+    EmbeddedViT,
+    preprocess,
+    save,
+    to_cells,
+)
+from bmfa.records import Record, Row, environment
 
 # Far from small seeds, which therefore give pictures that the model was not trained on.
 SEED = 20_260_000
-STEPS = 4400
-ProgressCallback = Callable[[int, int, float], None]  # step, number of steps, loss
+SECONDS = 350.0  # of training on one H200, for the shipped weights
+HELD_OUT_SEED = 7
+RATIOS = (1, 2, 4)  # sides of the pictures, relative to 128 pixels
+_STREAM = 3  # third part of the random key of a step; scenes have 1 and badges 2
+# Ratio of each batch of new pictures, in turn: three quarters have the own size, so that drawing, which
+# takes longer for larger pictures, spends most of its time on these.
+_DRAWN_RATIOS = (1, 2, 4, 1, 1, 1, 2, 1, 1, 1, 1, 2, 1, 1, 1, 1)
+_FIRST_BATCHES = 8  # batches of new pictures before the first step of a training by time
+Log = Callable[[Row], None]
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """Settings of the training; every step draws new pictures and shows each in several views."""
+    """Settings of the training.
 
-    pictures: int = 256  # in a step
-    views: int = 4  # of each picture
-    learning_rate: float = 1.5e-3  # largest, after the warm-up
+    Worker processes draw pictures without grain into a buffer on the device; every step takes a random
+    sample of it, flips, transposes and inverts each picture at random, and adds grain of a random
+    amplitude. A step has pictures of one size, and at twice the side a quarter as many.
+    """
+
+    batch: int = 384  # pictures of a step of 16x16 tokens
+    drawn: int = 256  # pictures of 16x16 tokens that are drawn together
+    reuse: int = 4  # steps for each batch that is drawn, in a training by steps
+    buffer: int = 1600  # batches of each size that are kept
+    grain: float = 48.0  # largest amplitude of the grain, in levels of 256
+    grain_ramp: tuple[float, float] = (0.15, 0.5)  # its part at first; all of it from here on
+    small_part: float = 0.7  # of the training, before pictures of 64x64 tokens
+    small_odds: tuple[float, ...] = (0.9, 0.1, 0.0)  # of each of RATIOS in that part
+    large_odds: tuple[float, ...] = (0.6, 0.2, 0.2)  # and after it
+    learning_rate: float = 2e-3  # largest, after the warm-up
     weight_decay: float = 0.05  # of matrices alone
-    warmup: int = 300  # steps
-    smoothing: float = 0.05  # of labels
-    checkpoint_every: int = 500  # steps
-    progress_every: int = 50  # steps
+    warmup: float = 0.02  # part of the training
+    smoothing: float = 0.02  # of labels
+    mask_weight: float = 1.0  # of the loss of the mask, relative to that of the class
+    tick_weight: float = 0.5  # of the loss of the ticks, which a third head finds in training alone
+    average: float = 0.998  # decay of the moving average of the weights, which is what is written
+    checkpoint_every: int = 2000  # steps
+    log_every: int = 200  # steps
+    evaluate_every: int = 2500  # steps
+    held_out: tuple[int, int] = (1920, 192)  # pictures of 16x16 and of 64x64 tokens at the end
+    held_out_grains: tuple[float, ...] = (0.0, 8.0, 16.0, 24.0, 32.0, 40.0, 48.0)
 
     def __post_init__(self) -> None:
-        for name in ("pictures", "views", "warmup", "checkpoint_every", "progress_every"):
+        whole = ("batch", "drawn", "reuse", "buffer")
+        for name in (*whole, "checkpoint_every", "log_every", "evaluate_every"):
             check_integer(name, getattr(self, name), low=1)
+
+    def ratio(self, seed: int, step: int, progress: float) -> int:
+        """Return the side of the pictures of a step, relative to 128 pixels."""
+        odds = self.small_odds if progress < self.small_part else self.large_odds
+        number = UniformGenerator(seed, step, _STREAM).number()
+        for ratio, share in zip(RATIOS[:-1], odds, strict=False):
+            number -= share
+            if number < 0:
+                return ratio
+        return RATIOS[-1]
+
+    def grain_limit(self, progress: float) -> float:
+        """Return the largest amplitude of the grain: fine noise hides ticks until they are learned."""
+        first, end = self.grain_ramp
+        return self.grain * min(1.0, first + (1.0 - first) * progress / end)
+
+    def learning_rate_factor(self, progress: float) -> float:
+        """Return the factor in [0, 1]: linear warm-up, then cosine decay to 0."""
+        if progress < self.warmup:
+            return progress / self.warmup
+        decayed = (progress - self.warmup) / (1.0 - self.warmup)
+        return 0.5 + 0.5 * math.cos(math.pi * min(1.0, decayed))
 
 
 def train(
     output: str | os.PathLike[str],
     *,
     seed: int = SEED,
-    steps: int = STEPS,
+    steps: int | None = None,
+    seconds: float | None = None,
+    stop_after: float | None = None,
     device: str | torch.device = "cpu",
     resume: str | os.PathLike[str] | None = None,
-    progress: ProgressCallback | None = None,
+    log: Log | None = None,
     recipe: Recipe | None = None,
-) -> EmbeddedViT:
-    """Train the embedded model and write its weights.
+) -> Record | None:
+    """Train the embedded model, write its weights and measure it on pictures it has not seen.
 
-    Everything random is a function of seed and step, so a run that is resumed from its checkpoint ends
-    in the same state as an uninterrupted one: bit for bit on a CPU, up to the order of sums on a GPU.
+    The training has a number of steps, or it lasts a time and takes pictures as they are drawn. By steps
+    everything random is a function of seed and step, so a run that is resumed from its checkpoint ends
+    in the same state as an uninterrupted one, as long as the buffer holds all pictures: bit for bit on a
+    CPU, up to the order of sums on a GPU.
 
     Args:
         output: The safetensors file to write.
         seed: The seed of pictures, views and initial weights.
-        steps: The number of steps.
+        steps: The number of steps; None for a training by time.
+        seconds: The time of the training in all calls together; `SECONDS` if neither is given.
+        stop_after: The seconds after which this call stores its checkpoint and stops; None for no limit.
         device: The device to train on.
         resume: A checkpoint file; it is created if missing, and updated during the training.
-        progress: Called with the step, the number of steps and the loss.
+        log: Called with every row of the record.
         recipe: The settings of the training; None for those of the shipped weights.
 
     Returns:
-        The model in evaluation mode.
+        The record of the training, or None if the call stopped before the end.
 
     Raises:
-        ValueError: If a setting is out of range, a file cannot be written, or the checkpoint is of
-            another training.
+        ValueError: If a setting is out of range, a file cannot be written, the checkpoint is of another
+            training, or there is a limit of time and no checkpoint.
 
     Example:
         >>> import tempfile
-        >>> recipe = Recipe(pictures=2, views=1, warmup=1)
+        >>> recipe = Recipe(batch=2, drawn=2, held_out=(2, 1), held_out_grains=(8.0,))
         >>> with tempfile.TemporaryDirectory() as folder:
-        ...     model = train(f"{folder}/weights.safetensors", steps=1, recipe=recipe)
-        >>> model.training
-        False
+        ...     record = train(f"{folder}/weights.safetensors", steps=1, recipe=recipe)
+        >>> [row["tokens"] for row in record.rows if row["what"] == "held-out"]
+        [256, 4096]
     """
+    started = time.monotonic()
     recipe = Recipe() if recipe is None else recipe
-    check_integer("seed", seed, low=0, high=2**62)
-    check_integer("steps", steps, low=1)
+    _check_settings(seed, steps, seconds, stop_after, resume)
     checkpoint = None if resume is None else Path(resume)
     _check_files(Path(output), checkpoint)
-    run = _TrainingRun(seed, steps, _check_device(device), recipe)
+    if steps is None and seconds is None:
+        seconds = SECONDS
+    run = _TrainingRun(seed, steps, seconds, _check_device(device), recipe)
     if checkpoint is not None and checkpoint.exists():
         run.restore(checkpoint)
-    for loss in run.remaining():
-        last = run.step == steps
-        if checkpoint is not None and (last or run.step % recipe.checkpoint_every == 0):
+    for losses in run.remaining():
+        last = run.progress() >= 1.0
+        late = stop_after is not None and time.monotonic() - started > stop_after
+        evaluate = run.step % recipe.evaluate_every == 0 and not last
+        if last or evaluate or run.step % recipe.log_every == 0:
+            run.note(losses, log, evaluate)
+        if checkpoint is not None and (last or late or run.step % recipe.checkpoint_every == 0):
             run.store(checkpoint)
-        if progress is not None and (last or run.step % recipe.progress_every == 0):
-            progress(run.step, steps, loss.item())
-    save(run.model, Path(output), {"seed": str(seed), "steps": str(steps)})
-    return run.model.eval()
+        if late and not last:
+            return None
+    save(run.average, Path(output), {"seed": str(seed), "steps": str(run.step)})
+    rows = [
+        _held_out_row(run.average, ratio, count, grain, run.workers)
+        for grain in recipe.held_out_grains
+        for ratio, count in zip((1, RATIOS[-1]), recipe.held_out, strict=True)
+    ]
+    for row in rows:
+        if log is not None:
+            log(row)
+    settings = {"seed": seed, "steps": run.step, **asdict(recipe), "held_out_seed": HELD_OUT_SEED}
+    size: Row = {"parameters": sum(p.numel() for p in run.average.parameters())}
+    size |= {"seconds": round(run.seconds, 1), "weights_bytes": Path(output).stat().st_size}
+    drawn = {"pictures_drawn": sum(run.drawn.values()), "task_grain": GRAIN}
+    frame = environment(run.device.type)
+    return Record("train-embedded", settings | size | drawn, [*run.rows, *rows], frame)
 
 
 class _TrainingRun:
-    """Model, optimiser and the number of steps that are done."""
+    """Model, average of its weights, optimiser, rows of the log and the number of steps done."""
 
-    def __init__(self, seed: int, steps: int, device: torch.device, recipe: Recipe) -> None:
-        self.seed, self.steps, self.device, self.recipe = seed, steps, device, recipe
-        self.step = 0
+    def __init__(
+        self,
+        seed: int,
+        steps: int | None,
+        total: float | None,
+        device: torch.device,
+        recipe: Recipe,
+    ) -> None:
+        self.seed, self.steps, self.total, self.device = seed, steps, total, device
+        self.recipe = recipe
+        self.step, self.seconds = 0, 0.0
+        self.rows: list[Row] = []
+        self.workers = max(1, (os.cpu_count() or 2) - 1) if device.type == "cuda" else 0
+        self.batches, self.drawn = 0, dict.fromkeys(RATIOS, 0)
+        self.buffers = {ratio: _Buffer(device) for ratio in RATIOS}
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             self.model = EmbeddedViT().to(device).train()
-        self.optimiser = _make_optimiser(self.model, recipe)
+            self.tick_head = nn.Linear(self.model.mask_head.in_features, MASK_CELLS**2).to(device)
+        with torch.no_grad():  # near the prior, as the heads of the model
+            self.tick_head.weight.mul_(0.1)
+            self.tick_head.bias.fill_(-4.0)
+        self.average = copy.deepcopy(self.model).eval()
+        weights = (1.0, recipe.mask_weight, recipe.tick_weight)
+        self.loss_weights = torch.tensor(weights, device=device)
+        self.parameters = [*self.model.parameters(), *self.tick_head.parameters()]
+        self.optimiser = _make_optimiser(self.parameters, recipe)
+        self.grain_weights = {
+            ratio: torch.from_numpy(grain_weights(ratio * IMAGE_SIZE)).to(device)
+            for ratio in RATIOS
+        }
+
+    def progress(self) -> float:
+        """Return the part of the training that is done, 0 to 1."""
+        if self.steps is not None:
+            return self.step / self.steps
+        return min(1.0, self.seconds / (self.total or SECONDS))
 
     def remaining(self) -> Iterator[Tensor]:
-        """Run the remaining steps and yield the loss of each."""
-        for pixels, labels in _make_loader(self):
-            loss = self._loss(*self._make_views(pixels, labels))
+        """Run the remaining steps and yield the losses of class, mask and ticks (3,) of each."""
+        earlier, started = self.seconds, time.monotonic()
+        receive = self._by_time() if self.steps is None else self._by_steps()
+        for _ in receive:
+            progress = self.progress()
+            if progress >= 1.0:
+                return
+            ratio = self.recipe.ratio(self.seed, self.step, progress)
+            ratio = ratio if self.buffers[ratio].count else 1
+            losses = self._losses(*self._sample(ratio, self.recipe.grain_limit(progress)))
             self.optimiser.zero_grad()
-            loss.backward()  # type: ignore[no-untyped-call]
-            torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+            (losses * self.loss_weights).sum().backward()  # type: ignore[no-untyped-call]
+            nn.utils.clip_grad_norm_(self.parameters, 1.0)
+            factor = self.recipe.learning_rate_factor(
+                progress if self.steps is None else (self.step + 1) / (self.steps + 1)
+            )
             for group in self.optimiser.param_groups:
-                group["lr"] = self.recipe.learning_rate * self._learning_rate_factor()
+                group["lr"] = self.recipe.learning_rate * factor
             self.optimiser.step()
             self.step += 1
-            yield loss.detach()
+            self._update_average()
+            self.seconds = earlier + time.monotonic() - started
+            yield losses.detach()
 
-    def _learning_rate_factor(self) -> float:
-        """Return the factor in [0, 1]: linear warm-up, then cosine decay to 0."""
-        done = self.step + 1
-        if done <= self.recipe.warmup:
-            return done / self.recipe.warmup
-        decayed = (done - self.recipe.warmup) / max(1, self.steps - self.recipe.warmup)
-        return 0.5 + 0.5 * math.cos(math.pi * decayed)
+    def _by_steps(self) -> Iterator[None]:
+        """Before every step, wait for the pictures that it may use."""
+        needed = self.step // self.recipe.reuse + 1
+        self.batches, self.drawn = max(0, needed - self.recipe.buffer), dict.fromkeys(RATIOS, 0)
+        drawing = iter(self._loader())
+        while True:
+            while self.batches <= self.step // self.recipe.reuse:
+                self._add(next(drawing))
+            yield
 
-    def _make_views(self, pixels: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """Return several random views of each picture, with their labels, on the device."""
-        count, views = len(pixels), self.recipe.views
-        generator = torch.Generator().manual_seed(self.seed + self.step)
-        flags = torch.randint(2, (4, count * views, 1, 1, 1), generator=generator).bool()
-        pictures = preprocess(pixels.to(self.device, non_blocking=True)).repeat(views, 1, 1, 1)
-        return augment(pictures, flags.to(self.device)), labels.to(self.device).repeat(views)
+    def _by_time(self) -> Iterator[None]:
+        """Before every step, take the pictures that are ready."""
+        ready: queue.Queue[tuple[Tensor, ...]] = queue.Queue(maxsize=8)
+        ended = threading.Event()
 
-    def _loss(self, pictures: Tensor, labels: Tensor) -> Tensor:
+        drawing = iter(self._loader())  # here, since processes are started best by the main thread
+
+        def draw() -> None:
+            for batch in drawing:
+                while not ended.is_set():
+                    try:
+                        ready.put(batch, timeout=1.0)
+                        break
+                    except queue.Full:
+                        continue
+                if ended.is_set():
+                    return
+
+        thread = threading.Thread(target=draw, daemon=True)
+        thread.start()
+        try:
+            for _ in range(_FIRST_BATCHES):
+                self._add(ready.get())
+            while True:
+                while not ready.empty():
+                    self._add(ready.get())
+                yield
+        finally:
+            ended.set()
+            thread.join(timeout=30.0)
+
+    def _loader(self) -> DataLoader[tuple[Tensor, ...]]:
+        """Return new pictures in order; for a GPU, all CPU cores but one draw them."""
+        batches = _NewPictures(self.seed, self.batches, self.recipe.drawn)
+        if not self.workers:
+            return DataLoader(batches, batch_size=None)
+        return DataLoader(batches, batch_size=None, num_workers=self.workers, pin_memory=True)
+
+    def _add(self, batch: tuple[Tensor, ...]) -> None:
+        ratio = batch[0].shape[-1] // IMAGE_SIZE
+        capacity = self.recipe.buffer * len(batch[0])
+        self.buffers[ratio].add(batch, capacity)
+        self.batches += 1
+        self.drawn[ratio] += len(batch[0])
+
+    @torch.no_grad()
+    def _sample(self, ratio: int, grain: float) -> tuple[Tensor, Tensor, Tensor]:
+        """Return images (B, 3, S, S), labels and cells (B, 2, 4n, 4n) of mask and ticks, 0 to 1."""
+        count = max(1, self.recipe.batch // ratio**2)
+        generator = torch.Generator(self.device).manual_seed(self.seed + self.step)
+
+        def random(*shape: int) -> Tensor:
+            return torch.rand(*shape, generator=generator, device=self.device)
+
+        held = self.buffers[ratio].count
+        chosen = (
+            (random(count) * held).long().clamp_(max=held - 1)
+        )  # a float32 product may round up
+        pixels, labels, cells = self.buffers[ratio].take(chosen)
+        flags = random(4, count, 1, 1, 1) < 0.5
+        weights = self.grain_weights[ratio]
+        knots = 2.0 * random(count, weights.shape[1], weights.shape[1]) - 1.0
+        amplitudes = grain * random(count, 1, 1)
+        noise = amplitudes * (weights @ knots @ weights.T)  # (B, S, S)
+        images = (pixels.float() + noise[:, None]).clamp_(0.0, 255.0)
+        images = (images / 255.0 - MEAN) / STD
+        shares = augment(cells.float() / (PATCH_SIZE // MASK_CELLS) ** 2, flags, invert=False)
+        return augment(images, flags), labels, shares
+
+    def _losses(self, pictures: Tensor, labels: Tensor, cells: Tensor) -> Tensor:
         kind = self.device.type
+        grid = [side // MASK_CELLS for side in cells.shape[2:]]
         with torch.autocast(kind, dtype=torch.bfloat16, enabled=kind == "cuda"):
-            logits = self.model(pictures)
-        return cross_entropy(logits.float(), labels, label_smoothing=self.recipe.smoothing)
+            features = self.model.forward_features(pictures)
+            logits = self.model.class_logits(features)
+            mask = self.model.mask_cells(features, *grid)
+            ticks = to_cells(self.tick_head(features[:, 1:]), *grid)
+        smoothing = self.recipe.smoothing
+        return torch.stack(
+            (
+                cross_entropy(logits.float(), labels, label_smoothing=smoothing),
+                mask_loss(mask.float(), cells[:, 0]),
+                mask_loss(ticks.float(), cells[:, 1]),
+            )
+        )
+
+    @torch.no_grad()
+    def _update_average(self) -> None:
+        """Move the average towards the weights, faster in the first steps."""
+        decay = min(self.recipe.average, (1 + self.step) / (10 + self.step))
+        averages: list[Tensor] = list(self.average.parameters())
+        weights: list[Tensor] = list(self.model.parameters())
+        torch._foreach_lerp_(averages, weights, 1.0 - decay)
+
+    def note(self, losses: Tensor, log: Log | None, evaluate: bool) -> None:
+        """Add a row to the log, with accuracy and IoU on a few held-out pictures."""
+        row: Row = {"what": "training", "step": self.step, "seconds": round(self.seconds, 1)}
+        names = ("class_loss", "mask_loss", "tick_loss")
+        row |= zip(names, (round(value, 4) for value in losses.tolist()), strict=True)
+        row["pictures_drawn"] = sum(self.drawn.values())
+        if evaluate:
+            for ratio, count in ((1, 240), (RATIOS[-1], 48)):
+                measured = _held_out_row(self.average, ratio, count, GRAIN, 0)
+                side = GRID_SIZE[0] * ratio
+                for name in ("top1_percent", "mask_iou"):
+                    row[f"{name}_{side}x{side}"] = measured[name]
+        self.rows.append(row)
+        if log is not None:
+            log(row)
 
     def store(self, path: Path) -> None:
         """Write a checkpoint."""
-        model, optimiser = self.model.state_dict(), self.optimiser.state_dict()
-        state = {"step": self.step, "model": model, "optimiser": optimiser}
+        state = {
+            "step": self.step,
+            "seconds_done": self.seconds,
+            "batches": self.batches,
+            "drawn": self.drawn,
+            "rows": self.rows,
+            "model": self.model.state_dict(),
+            "tick_head": self.tick_head.state_dict(),
+            "average": self.average.state_dict(),
+            "optimiser": self.optimiser.state_dict(),
+        }
         content = io.BytesIO()
         torch.save(self._settings() | state, content)
         write_atomic(path, content.getvalue())
@@ -163,68 +403,233 @@ class _TrainingRun:
                     "pass the settings it was written with, or another checkpoint file"
                 )
         self.model.load_state_dict(saved["model"])
+        self.tick_head.load_state_dict(saved["tick_head"])
+        self.average.load_state_dict(saved["average"])
         self.optimiser.load_state_dict(saved["optimiser"])
-        self.step = saved["step"]
+        self.step, self.seconds = saved["step"], saved["seconds_done"]
+        self.batches, self.drawn, self.rows = saved["batches"], saved["drawn"], saved["rows"]
 
     def _settings(self) -> dict[str, Any]:
-        return {"seed": self.seed, "steps": self.steps, "recipe": asdict(self.recipe)}
+        recipe = asdict(self.recipe)
+        return {"seed": self.seed, "steps": self.steps, "seconds": self.total, "recipe": recipe}
 
 
-def augment(pictures: Tensor, flags: Tensor) -> Tensor:
-    """Flip, transpose and invert pictures.
+class _Buffer:
+    """Pictures of one size on the device; the oldest are replaced when it is full."""
 
-    These operations keep all ten classes: nine figures are their own mirror images up to a rotation, a
-    mirrored spiral is still a spiral, and a figure may be lighter or darker than its background.
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.parts: list[Tensor] = []
+        self.count, self.next = 0, 0
+
+    def add(self, batch: Sequence[Tensor], capacity: int) -> None:
+        """Add pictures, up to a capacity that is a multiple of their number."""
+        size = len(batch[0])
+        allocated = len(self.parts[0]) if self.parts else 0
+        if self.next + size > allocated and allocated < capacity:
+            # Doubled, so that the copies take little time in all.
+            wanted = min(capacity, max(2 * allocated, size))
+            grown = [p.new_empty(wanted, *p.shape[1:], device=self.device) for p in batch]
+            for new, old in zip(grown, self.parts, strict=False):
+                new[:allocated] = old
+            self.parts, allocated = grown, wanted
+        if self.next + size > allocated:
+            self.next = 0
+        for part, new in zip(self.parts, batch, strict=True):
+            part[self.next : self.next + size].copy_(new, non_blocking=True)
+        self.next += size
+        self.count = max(self.count, self.next)
+
+    def take(self, chosen: Tensor) -> list[Tensor]:
+        """Return copies of the chosen pictures."""
+        return [part[chosen] for part in self.parts]
+
+
+class _NewPictures(Dataset[tuple[Tensor, ...]]):
+    """Batches of new pictures without grain: pixels, labels and pixels inside each mask cell."""
+
+    def __init__(self, seed: int, start: int, pictures: int) -> None:
+        self.seed, self.start, self.pictures = seed, start, pictures
+
+    def __len__(self) -> int:
+        return 2**31 - 1
+
+    def __getitem__(self, index: int) -> tuple[Tensor, ...]:
+        number = self.start + index
+        ratio = _DRAWN_RATIOS[number % len(_DRAWN_RATIOS)]
+        first, size = number * self.pictures, ratio * IMAGE_SIZE
+        indices = range(first, first + max(1, self.pictures // ratio**2))
+        drawn = [draw_badge_parts(self.seed, index, size, 0.0) for index in indices]
+        pixels = np.stack([one[0].transpose(2, 0, 1) for one in drawn])
+        labels = np.array([one[1] for one in drawn])
+        masks = np.stack([np.stack(one[2:]) for one in drawn])  # (B, 2, size, size)
+        cell = PATCH_SIZE // MASK_CELLS
+        cells = masks.reshape(len(masks), 2, size // cell, cell, size // cell, cell)
+        counts = cells.sum((3, 5), dtype=np.uint8)  # 0 to 4 pixels
+        return torch.from_numpy(pixels), torch.from_numpy(labels), torch.from_numpy(counts)
+
+
+def mask_loss(cells: Tensor, masks: Tensor) -> Tensor:
+    """Compute binary cross-entropy plus the Dice loss, averaged over pictures.
 
     Args:
-        pictures: (B, C, S, S) preprocessed pictures.
+        cells: (B, h, w) logits.
+        masks: (B, h, w) shares of the cells that the object covers, 0 to 1.
+
+    Returns:
+        A scalar.
+    """
+    inside = cells.sigmoid()
+    both, total = (inside * masks).sum((1, 2)), (inside + masks).sum((1, 2))
+    dice = 1.0 - (2.0 * both + 1.0) / (total + 1.0)
+    return binary_cross_entropy_with_logits(cells, masks) + dice.mean()
+
+
+def mask_iou(logits: Tensor, masks: Tensor) -> Tensor:
+    """Compute the intersection over union of predicted and true masks.
+
+    Args:
+        logits: (B, H, W) logits; positive is inside.
+        masks: (B, H, W) torch.bool.
+
+    Returns:
+        (B,) float64; 1 if both masks are empty.
+    """
+    inside = logits > 0
+    both, either = ((inside & masks).sum((1, 2)), (inside | masks).sum((1, 2)))
+    return torch.where(either > 0, both.double() / either.clamp(min=1), 1.0)
+
+
+def evaluate(
+    model: EmbeddedViT,
+    *,
+    pictures: int,
+    size: int = IMAGE_SIZE,
+    seed: int = HELD_OUT_SEED,
+    grain: float = GRAIN,
+    batch_size: int = 32,
+    workers: int = 0,
+) -> Mapping[str, float]:
+    """Measure top-1 accuracy and mask IoU on drawn pictures.
+
+    Args:
+        model: The model; its device and dtype are used.
+        pictures: Number of pictures.
+        size: Side of the pictures in pixels.
+        seed: Seed of the pictures.
+        grain: Amplitude of their grain.
+        batch_size: Pictures in a batch.
+        workers: Processes that draw; 0 draws in this one.
+
+    Returns:
+        `top1_percent` and `mask_iou`.
+
+    Example:
+        >>> sorted(evaluate(EmbeddedViT().eval(), pictures=2))
+        ['mask_iou', 'top1_percent']
+    """
+    weight = model.head.weight
+    right, overlap = 0, 0.0
+    batches = _HeldOut(seed, pictures, size, grain, batch_size)
+    for pixels, labels, masks in DataLoader(batches, batch_size=None, num_workers=workers):
+        with torch.inference_mode():
+            images = preprocess(pixels.to(weight.device)).to(weight.dtype)
+            logits, found = model.forward_dense(images)
+        right += int((logits.argmax(1).cpu() == labels).sum())
+        overlap += float(mask_iou(found.cpu(), masks).sum())
+    return {
+        "top1_percent": round(100.0 * right / pictures, 3),
+        "mask_iou": round(overlap / pictures, 4),
+    }
+
+
+class _HeldOut(Dataset[tuple[Tensor, ...]]):
+    """Batches of pictures of a seed as the task has them."""
+
+    def __init__(self, seed: int, pictures: int, size: int, grain: float, batch: int) -> None:
+        self.seed, self.pictures, self.size, self.grain = seed, pictures, size, grain
+        self.batch = batch
+
+    def __len__(self) -> int:
+        return -(-self.pictures // self.batch)
+
+    def __getitem__(self, number: int) -> tuple[Tensor, ...]:
+        if not 0 <= number < len(self):
+            raise IndexError(number)
+        first = number * self.batch
+        indices = range(first, min(first + self.batch, self.pictures))
+        drawn = draw_badge_batch(self.seed, indices, self.size, grain=self.grain)
+        pixels, labels, masks = map(torch.from_numpy, drawn)
+        return pixels, labels, masks
+
+
+def _held_out_row(model: EmbeddedViT, ratio: int, pictures: int, grain: float, workers: int) -> Row:
+    size = ratio * IMAGE_SIZE
+    measured = evaluate(
+        model, pictures=pictures, size=size, grain=grain, batch_size=32 // ratio, workers=workers
+    )
+    frame: Row = {"what": "held-out", "img_size": size, "tokens": (size // PATCH_SIZE) ** 2}
+    return frame | {"grain": grain, "pictures": pictures} | dict(measured)
+
+
+def augment(pictures: Tensor, flags: Tensor, *, invert: bool = True) -> Tensor:
+    """Flip, transpose and invert pictures.
+
+    These operations keep all classes: a mirrored shape, texture or set of ticks is of the same class,
+    and a badge may be lighter or darker than its background.
+
+    Args:
+        pictures: (B, C, S, S) preprocessed pictures, or masks.
         flags: (4, B, 1, 1, 1) torch.bool: which pictures to flip horizontally, to flip vertically, to
             transpose and to invert.
+        invert: False ignores the last flags, for masks.
 
     Returns:
         (B, C, S, S) tensor.
     """
-    horizontal, vertical, transpose, invert = flags
+    horizontal, vertical, transpose, inverted = flags
     pictures = torch.where(horizontal, pictures.flip(-1), pictures)
     pictures = torch.where(vertical, pictures.flip(-2), pictures)
     pictures = torch.where(transpose, pictures.transpose(-1, -2), pictures)
-    return torch.where(invert, -pictures, pictures)
+    return torch.where(inverted, -pictures, pictures) if invert else pictures
 
 
-class _PictureBatches(Dataset[tuple[Tensor, Tensor]]):
-    """The new pictures of each step from `start` on."""
-
-    def __init__(self, seed: int, start: int, steps: int, pictures: int) -> None:
-        self.seed, self.start, self.steps, self.pictures = seed, start, steps, pictures
-
-    def __len__(self) -> int:
-        return self.steps - self.start
-
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        first = (self.start + index) * self.pictures
-        pixels, labels = draw_glyph_batch(self.seed, range(first, first + self.pictures))
-        return torch.from_numpy(pixels), torch.from_numpy(labels)
-
-
-def _make_loader(run: _TrainingRun) -> DataLoader[tuple[Tensor, Tensor]]:
-    """Return the batches in order; for a GPU, all CPU cores but one draw pictures in advance."""
-    batches = _PictureBatches(run.seed, run.step, run.steps, run.recipe.pictures)
-    if run.device.type != "cuda":
-        return DataLoader(batches, batch_size=None)
-    workers = max(1, (os.cpu_count() or 2) - 1)
-    return DataLoader(batches, batch_size=None, num_workers=workers, pin_memory=True)
-
-
-def _make_optimiser(model: EmbeddedViT, recipe: Recipe) -> torch.optim.Optimizer:
+def _make_optimiser(parameters: Sequence[nn.Parameter], recipe: Recipe) -> torch.optim.Optimizer:
     """Return AdamW with weight decay on matrices alone."""
-    parameters = list(model.parameters())
     groups: list[dict[str, Any]] = [
         {"params": [p for p in parameters if p.dim() in (2, 4)]},
         {"params": [p for p in parameters if p.dim() not in (2, 4)], "weight_decay": 0.0},
     ]
     return torch.optim.AdamW(
-        groups, lr=recipe.learning_rate, betas=(0.9, 0.95), weight_decay=recipe.weight_decay
+        groups,
+        lr=recipe.learning_rate,
+        betas=(0.9, 0.98),
+        weight_decay=recipe.weight_decay,
+        fused=parameters[0].is_cuda,
     )
+
+
+def _check_settings(
+    seed: int,
+    steps: int | None,
+    seconds: float | None,
+    stop_after: float | None,
+    resume: str | os.PathLike[str] | None,
+) -> None:
+    check_integer("seed", seed, low=0, high=2**62)
+    if steps is not None:
+        check_integer("steps", steps, low=1)
+    if steps is not None and seconds is not None:
+        raise ValueError(
+            f"steps is {steps} and seconds is {seconds:g}; pass one of them as the length"
+        )
+    for name, value in (("seconds", seconds), ("stop_after", stop_after)):
+        if value is not None:
+            check_number(name, value, low=0.0, open_low=True)
+    if stop_after is not None and resume is None:
+        raise ValueError(
+            f"stop_after is {stop_after:g} without a checkpoint; pass resume=FILE to keep the work"
+        )
 
 
 def _read_checkpoint(path: Path) -> dict[str, Any]:
@@ -234,7 +639,7 @@ def _read_checkpoint(path: Path) -> dict[str, Any]:
         raise ValueError(
             f"{path} is not a complete checkpoint ({type(error).__name__}); delete it to start again"
         ) from None
-    if not isinstance(saved, dict) or not {"step", "model", "optimiser"} <= saved.keys():
+    if not isinstance(saved, dict) or not {"step", "model", "average", "optimiser"} <= saved.keys():
         raise ValueError(f"{path} is not a checkpoint of this training; pass another file")
     return saved
 

@@ -46,7 +46,7 @@ Rounding. "boxes" and everything about representatives is computed in float64, w
 because s has a square root. "scores" computes scores in `working_precision`; keys are taken relative to
 their mean there, which changes no attention. `_Rounding` bounds the errors.
 
-Shapes: G = B * H heads, T tiles of S slots, R = T groups, P prefix tokens, C groups of a chunk.
+Shapes: G = B * H heads, T tiles of S slots, R groups of Q slots, P prefix tokens, C groups of a chunk.
 """
 
 import math
@@ -112,9 +112,14 @@ def bound_output(
         return OutputBound(*(q.new_zeros(q.shape[:3], dtype=torch.float64) for _ in range(2)))
     working = working_precision(q)
     exists = valid_slots(tiling, valid, q)
-    tokens = [tokens_to_tiles(x[:, :, prefix:], tiling, torch.float64) for x in (q, k, v, output)]
-    if exists is not None:
-        tokens = [x.masked_fill(~exists.unsqueeze(-1), 0.0) for x in tokens]
+    q_exists = valid_slots(tiling.queries, valid, q) if tiling.separate_groups else exists
+    layouts = (
+        (q, tiling.queries, q_exists),
+        (k, tiling, exists),
+        (v, tiling, exists),
+        (output, tiling.queries, q_exists),
+    )
+    tokens = [_arrange(x[:, :, prefix:], tiles, slots) for x, tiles, slots in layouts]
     before = [x[:, :, :prefix].double().flatten(0, 1) for x in (q, k, v, output)]
     marks = expanded.flatten(0, 1)
     heads = len(marks)
@@ -125,6 +130,7 @@ def bound_output(
             _Tokens(*(x[index] for x in tokens)),
             _Tokens(*(x[index] for x in before)),
             None if exists is None else exists[index],
+            None if q_exists is None else q_exists[index],
             factor,
         )
         distances[index, :prefix] = head.bound_prefix()
@@ -134,8 +140,8 @@ def bound_output(
             if kind == "scores"
             else _bound_by_boxes(head, marked)
         )
-        spatial = torch.stack(made, -1)  # (T, S, 2)
-        spatial = tiles_to_tokens(spatial.unsqueeze(0), tiling).squeeze(0)
+        spatial = torch.stack(made, -1)  # (R, Q, 2)
+        spatial = tiles_to_tokens(spatial.unsqueeze(0), tiling.queries).squeeze(0)
         distances[index, prefix:], divergences[index, prefix:] = spatial.unbind(-1)
     bounds = [x.where(x == x, torch.inf) for x in (distances, divergences)]  # NaN: nothing is known
     if valid is not None:
@@ -143,6 +149,12 @@ def bound_output(
         mask = mask.expand(q.shape[0], -1).repeat_interleave(q.shape[1], 0)
         bounds = [x.where(mask, 0.0) for x in bounds]
     return OutputBound(*(unflatten(x, 0, q.shape[:2]) for x in bounds))
+
+
+def _arrange(tokens: Tensor, tiling: Tiling, exists: Tensor | None) -> Tensor:
+    """(B H, T, S, *) float64 tokens in tiles, 0 in empty slots."""
+    tiles = tokens_to_tiles(tokens, tiling, torch.float64)
+    return tiles if exists is None else tiles.masked_fill(~exists.unsqueeze(-1), 0.0)
 
 
 def total_variation(divergence: Tensor) -> Tensor:
@@ -186,26 +198,30 @@ class _Head:
     """One head of one picture in float64; invalid tokens and empty slots are 0.
 
     Args:
-        spatial: Tokens in tiles, (T, S, *).
+        spatial: q and output in groups, (R, Q, *), k and v in tiles, (T, S, *).
         prefix: Tokens before the grid, (P, *).
-        exists: (T, S) bool, None if every slot holds a token.
+        exists: (T, S) bool, None if every slot of a tile holds a token.
+        q_exists: (R, Q) bool, None if every slot of a group holds a query.
         factor: scale / tau.
     """
 
     def __init__(
-        self, spatial: _Tokens, prefix: _Tokens, exists: Tensor | None, factor: float
+        self,
+        spatial: _Tokens,
+        prefix: _Tokens,
+        exists: Tensor | None,
+        q_exists: Tensor | None,
+        factor: float,
     ) -> None:
         self.q, self.k, self.v, self.output = spatial
         self.prefix_q, self.prefix_k, self.prefix_v, self.prefix_output = prefix
         self.exists, self.factor = exists, factor
         tiles, slots, _ = self.k.shape
-        if self.exists is None:
-            counts = self.k.new_full((tiles, 1), slots)
-        else:
-            counts = self.exists.sum(-1, keepdim=True).double()
+        counts = _slot_counts(self.k, exists)
         self.occupied = counts.squeeze(1) > 0  # (T,)
         at_least_one = counts.clamp(min=1)
-        self.q_mean = self.q.sum(1) / at_least_one  # (R, d), the representatives
+        # (R, d), the representatives
+        self.q_mean = self.q.sum(1) / _slot_counts(self.q, q_exists).clamp(min=1)
         k_mean, v_mean = (x.sum(1) / at_least_one for x in (self.k, self.v))
         self.center = center = self.center_of(self.v, self.prefix_v)  # (e,)
         largest_value = self._norms(self.v).amax()
@@ -259,6 +275,13 @@ class _Head:
         return abs(self.factor) * _norm(q) * self.largest_key
 
 
+def _slot_counts(tokens: Tensor, exists: Tensor | None) -> Tensor:
+    """(n, 1) tokens of each tile or group (n, slots, *)."""
+    if exists is None:
+        return tokens.new_full((len(tokens), 1), tokens.shape[1])
+    return exists.sum(-1, keepdim=True).double()
+
+
 class _ByScores:
     """`kind` "scores": one pass over all scores of a head.
 
@@ -280,20 +303,20 @@ class _ByScores:
         self.keys, self.values = keys.to(working), values.to(working)
 
     def bounds(self) -> tuple[Tensor, Tensor]:
-        """(T, S) distance from the exact output, and divergence of a, rounded up."""
-        tiles, slots, _ = self.head.k.shape
+        """(R, Q) distance from the exact output, and divergence of a, rounded up."""
+        groups, queries, _ = self.head.q.shape
         limit = CHUNK_ELEMENTS.get(self.keys.device.type, CHUNK_ELEMENTS["cpu"])
-        step = max(1, limit // (slots * len(self.keys)))
-        parts = [self._bound(slice(start, start + step)) for start in range(0, tiles, step)]
+        step = max(1, limit // (queries * len(self.keys)))
+        parts = [self._bound(slice(start, start + step)) for start in range(0, groups, step)]
         distance, divergence = (torch.cat(part) for part in zip(*parts, strict=True))
         return distance, divergence
 
     def _bound(self, groups: slice) -> tuple[Tensor, Tensor]:
-        """(C, S) bounds of some groups."""
+        """(C, Q) bounds of some groups."""
         head, working = self.head, self.working
         tiles, slots, dim = head.k.shape
-        q = head.q[groups]  # (C, S, d)
-        scores = (head.factor * q).to(working).flatten(0, 1) @ self.keys.T  # (C S, T S + P)
+        q = head.q[groups]  # (C, Q, d)
+        scores = (head.factor * q).to(working).flatten(0, 1) @ self.keys.T  # (C Q, T S + P)
         if self.hidden is not None:
             scores.masked_fill_(self.hidden, -torch.inf)
         largest = scores.amax(-1, keepdim=True)
@@ -315,7 +338,7 @@ class _ByScores:
     def _divergence(
         self, groups: slice, own: Tensor, shift: Tensor, tile_mass: Tensor, prefix_mass: Tensor
     ) -> Tensor:
-        """(C, S) log Z - log Z~, from the exact masses of tiles (C, S, T) and prefix (C, S, 1)."""
+        """(C, Q) log Z - log Z~, from the exact masses of tiles (C, Q, T) and prefix (C, Q, 1)."""
         head = self.head
         q, q_mean = head.q[groups], head.q_mean[groups]
         difference = q - q_mean.unsqueeze(1)
@@ -336,7 +359,7 @@ class _ByScores:
 
 
 def _bound_by_boxes(head: _Head, expanded: Tensor) -> tuple[Tensor, Tensor]:
-    """(T, S) bounds on the distance and the divergence of all queries in groups."""
+    """(R, Q) bounds on the distance and the divergence of all queries in groups."""
     distance = head.q.new_zeros(head.q.shape[:2])
     divergence = torch.zeros_like(distance)
     for groups in _chunks_of_groups(head, expanded):
@@ -347,6 +370,7 @@ def _bound_by_boxes(head: _Head, expanded: Tensor) -> tuple[Tensor, Tensor]:
 def _chunks_of_groups(head: _Head, expanded: Tensor) -> Iterator[Tensor]:
     """Groups with similar numbers of expanded tiles, so many that the temporaries stay small."""
     tiles, slots, dim = head.k.shape
+    queries = head.q.shape[1]
     counts, order = expanded.sum(-1).sort()
     counts_list, start = counts.tolist(), 0
     limit = CHUNK_ELEMENTS.get(expanded.device.type, CHUNK_ELEMENTS["cpu"])
@@ -354,13 +378,13 @@ def _chunks_of_groups(head: _Head, expanded: Tensor) -> Iterator[Tensor]:
     for stop in range(1, len(order) + 1):
         width = max(counts_list[min(stop, len(order) - 1)], 1) * max(slots, channels)
         width = max(width, tiles, tiles * channels // slots)
-        if stop == len(order) or (stop + 1 - start) * slots * width > limit:
+        if stop == len(order) or (stop + 1 - start) * queries * width > limit:
             yield order[start:stop]
             start = stop
 
 
 class _Rounding(NamedTuple):
-    """Bounds on rounding errors of a chunk, (C, S) each.
+    """Bounds on rounding errors of a chunk, (C, Q) each.
 
     With r the error of a score of the representative (`score_rounding`), A_L(qbar) is off by r and
     S + 16 units. p is off by a factor of exp(+-2 r), which moves k_L by at most 2 r times the diameter
@@ -389,20 +413,20 @@ class _Rounding(NamedTuple):
 
 
 def _bound_chunk(head: _Head, groups: Tensor, expanded: Tensor) -> tuple[Tensor, Tensor]:
-    """(C, S) bounds on the distance and the divergence of the queries of some groups."""
+    """(C, Q) bounds on the distance and the divergence of the queries of some groups."""
     q, q_mean = head.q[groups], head.q_mean[groups]
-    difference = q - q_mean.unsqueeze(1)  # (C, S, d)
+    difference = q - q_mean.unsqueeze(1)  # (C, Q, d)
     rounding = _Rounding.of(head, q, q_mean, _norm(difference))
     merged = ~expanded & head.occupied  # (C, T)
     log_mass, p = _representative_softmax(head, q_mean)
     v_tangent = (p @ head.v).transpose(0, 1)  # (C, T, e)
-    tangent = _tangents(head, log_mass, p, difference)  # (C, S, T)
+    tangent = _tangents(head, log_mass, p, difference)  # (C, Q, T)
     tangent = tangent.masked_fill(~merged.unsqueeze(1), -torch.inf)
     attention, log_z = _attention(head, q, tangent, v_tangent, expanded)
-    log_weight = tangent - log_z.unsqueeze(-1)  # (C, S, T), -inf for exact tiles
-    span = _range(head, q, q_mean)  # (C, S, T)
+    log_weight = tangent - log_z.unsqueeze(-1)  # (C, Q, T), -inf for exact tiles
+    span = _range(head, q, q_mean)  # (C, Q, T)
     excess = torch.minimum(span.square() / 8, span)
-    divergence = _divergence(log_weight, excess) + 6 * rounding.logits  # (C, S)
+    divergence = _divergence(log_weight, excess) + 6 * rounding.logits  # (C, Q)
     # The logit of the share m is log w + d - log(1 - w).
     log_others = torch.log1p(-log_weight.exp().clamp(max=1.0))
     log_share = torch.nn.functional.logsigmoid(log_weight + excess - log_others)
@@ -430,7 +454,7 @@ def _representative_softmax(head: _Head, q_mean: Tensor) -> tuple[Tensor, Tensor
 
 
 def _tangents(head: _Head, log_mass: Tensor, p: Tensor, difference: Tensor) -> Tensor:
-    """(C, S, T) logits of all tiles."""
+    """(C, Q, T) logits of all tiles."""
     k_tangent = (p @ head.k).transpose(0, 1)  # (C, T, d)
     return head.factor * (difference @ k_tangent.transpose(1, 2)) + log_mass.unsqueeze(1)
 
@@ -447,7 +471,7 @@ def _blocked_product(weights: Tensor, values: Tensor) -> Tensor:
 def _attention(
     head: _Head, q: Tensor, tangent: Tensor, v_tangent: Tensor, expanded: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """(C, S, e) the attention a, and (C, S) log Z~."""
+    """(C, Q, e) the attention a, and (C, Q) log Z~."""
     slots = head.k.shape[1]
     most = int(expanded.sum(-1).max())
     tiles = expanded.to(torch.int8).argsort(dim=-1, descending=True, stable=True)[
@@ -468,7 +492,7 @@ def _attention(
 
 
 def _range(head: _Head, q: Tensor, q_mean: Tensor) -> Tensor:
-    """(C, S, T) upper bound on the range of c (q - qbar) . k over the keys of each tile.
+    """(C, Q, T) upper bound on the range of c (q - qbar) . k over the keys of each tile.
 
     The difference of queries is off by a unit of the longer one, the mean that is subtracted from keys
     by S units of the longest one, and products of d terms by d + 8 units of the norms.
@@ -486,7 +510,7 @@ def _range(head: _Head, q: Tensor, q_mean: Tensor) -> Tensor:
 
 
 def _divergence(log_weight: Tensor, excess: Tensor) -> Tensor:
-    """(C, S) log sum_j w_j exp(d_j) over tiles and exact tokens, without loss of digits near 0."""
+    """(C, Q) log sum_j w_j exp(d_j) over tiles and exact tokens, without loss of digits near 0."""
     weight, grown = log_weight.exp(), log_weight + excess
     gained = torch.where(excess < 1.0, weight * torch.expm1(excess), grown.exp() - weight)
     total = gained.where(log_weight > -torch.inf, 0.0).sum(-1)

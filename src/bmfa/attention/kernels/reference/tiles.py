@@ -1,7 +1,8 @@
 """Tiled attention: queries in groups, whose representative summarises every tile of keys at its tangent.
 
 The scheme, with c = scale / tau. A tile L is a square of the grid with n_L valid tokens. The queries of
-one tile form a group g; they may have a grid of their own.
+one tile, or of `Tiling.group_tiles` tiles side by side, form a group g; they may have a grid of their
+own.
 
 1. Groups. qbar_g is the mean of the valid queries of the group, 0 if there are none, and rho_g the
    geometric mean of the mean and the maximum of |q - qbar_g|^2: few outlying queries have most of the
@@ -144,8 +145,11 @@ def tiled_attention(
     parity[order] = np.arange(groups) % 2  # of the position of each group
     for b in range(batch):
         tiles = group_queries = tile_members(tiling, exists[b])
-        if tiling.query_grid is not None:
-            group_queries = tile_members(tiling.queries, np.ones(tiling.queries.grid.size, bool))
+        if tiling.separate_groups:
+            queries_exist = exists[b]
+            if tiling.query_grid is not None:
+                queries_exist = np.ones(tiling.queries.grid.size, bool)
+            group_queries = tile_members(tiling.queries, queries_exist)
         picture = [
             Head(q, k, v, tiles, prefix, scale / tau, order, group_queries)
             for q, k, v in zip(queries[b, :, query_prefix:], keys[b], values[b], strict=True)

@@ -216,7 +216,7 @@ class _ExpandedTiles:
         together.
         """
         heads, counts = self.heads, self.counts
-        slots, elements = len(self.slots), heads.chunk_elements
+        slots, queries, elements = len(self.slots), self.q.shape[1], heads.chunk_elements
         all_equal = counts[0] == counts[-1]
         outputs, logs, start = [], [], 0
         if not heads.prefix:
@@ -224,13 +224,13 @@ class _ExpandedTiles:
             if start == len(counts):
                 return None
             if start:
-                outputs.append(heads.v.new_zeros(start, slots, heads.v.shape[-1]))
-                logs.append(heads.v.new_full((start, slots), -torch.inf))
+                outputs.append(heads.v.new_zeros(start, queries, heads.v.shape[-1]))
+                logs.append(heads.v.new_full((start, queries), -torch.inf))
         while start < len(counts):
             stop = start + 1
             while stop < len(counts):
                 keys = heads.prefix + counts[stop] * slots
-                if (stop + 1 - start) * slots * keys > elements:
+                if (stop + 1 - start) * queries * keys > elements:
                     break
                 stop += 1
             rows = slice(start, stop) if all_equal else self.order[start:stop]

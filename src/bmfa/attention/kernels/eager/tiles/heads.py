@@ -47,7 +47,10 @@ class Heads:
         dtype = torch.promote_types(q.dtype, torch.float32)
         shape = (q.shape[0], q.shape[1])
         exists = valid_slots(tiling, valid, q)
-        q_exists = exists if tiling.query_grid is None else valid_slots(tiling.queries, None, q)
+        q_exists = exists
+        if tiling.separate_groups:
+            q_valid = valid if tiling.query_grid is None else None
+            q_exists = valid_slots(tiling.queries, q_valid, q)
         prefix_k, prefix_v = (x[:, :, :prefix].to(dtype).flatten(0, 1) for x in (k, v))
         q = tokens_to_tiles(q[:, :, query_prefix:], tiling.queries, dtype)
         k, v = (tokens_to_tiles(x[:, :, prefix:], tiling, dtype) for x in (k, v))
@@ -57,7 +60,7 @@ class Heads:
         if exists is not None:
             k, v = (x.masked_fill(~exists.unsqueeze(-1), 0.0) for x in (k, v))
         q_count = counts
-        if tiling.query_grid is not None:
+        if tiling.separate_groups:
             q_count = _token_counts(q_exists, tiling.queries, q.device)
         q_count = q_count.index_select(1, order)
         if q_exists is not None:

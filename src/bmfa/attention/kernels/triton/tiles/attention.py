@@ -5,6 +5,7 @@ import triton.language as tl
 
 from bmfa.attention.kernels.triton.tiles.primitives import (
     LOG2E,
+    group_tokens,
     load_rows,
     online_softmax,
     split_batch_head,
@@ -15,7 +16,7 @@ from bmfa.attention.kernels.triton.tiles.primitives import (
 
 @triton.jit
 def attend_expanded(
-    m_i, l_i, acc, tile_q, k, v, valid, expanded_list, first, last, stride_kt, stride_vt,
+    m_i, l_i, acc, queries, k, v, valid, expanded_list, first, last, stride_kt, stride_vt,
     height, width, tiles_across, qk_scale_log2,
     D: tl.constexpr, BLOCK_D: tl.constexpr, SIDE: tl.constexpr,
     Z_ORDER: tl.constexpr, MASKED: tl.constexpr, RAGGED: tl.constexpr, PRECISION: tl.constexpr,
@@ -28,7 +29,7 @@ def attend_expanded(
         exists = valid_tokens(valid, tokens, on_grid, MASKED)
         tile_k = load_rows(k, tokens, stride_kt, exists, D, BLOCK_D)
         tile_v = load_rows(v, tokens, stride_vt, exists, D, BLOCK_D)
-        logits = tl.dot(tile_q, tl.trans(tile_k), input_precision=PRECISION) * qk_scale_log2
+        logits = tl.dot(queries, tl.trans(tile_k), input_precision=PRECISION) * qk_scale_log2
         if MASKED or RAGGED:
             logits = tl.where(exists[None, :], logits, float("-inf"))
         m_i, l_i, acc = online_softmax(m_i, l_i, acc, logits, tile_v, PRECISION)
@@ -39,46 +40,48 @@ def attend_expanded(
 def expand_kernel(
     q, k, v, valid, expanded_list, expanded_count, items, item_m, item_l, item_acc,
     stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_kt, stride_vb, stride_vh, stride_vt,
-    H, prefix, height, width, frames, tiles_across, num_tiles, first_row, row_capacity, group_stride,
-    qk_scale,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, SIDE: tl.constexpr, NUM_ITEMS: tl.constexpr,
-    ITEM_TILES: tl.constexpr, Z_ORDER: tl.constexpr, MASKED: tl.constexpr, RAGGED: tl.constexpr,
-    PRECISION: tl.constexpr,
+    H, prefix, height, width, frames, tiles_across, num_tiles, num_groups, first_row, row_capacity,
+    group_stride, qk_scale,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, SIDE: tl.constexpr, GROUP_TILES: tl.constexpr,
+    NUM_ITEMS: tl.constexpr, ITEM_TILES: tl.constexpr, Z_ORDER: tl.constexpr, MASKED: tl.constexpr,
+    RAGGED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Attend with the queries of a group over one item of its expanded tiles. Grid: (item_capacity,).
 
-    Writes the online softmax of the item: item_m and item_l (item_capacity, S), and item_acc
-    (item_capacity, S, D).
+    Writes the online softmax of the item: item_m and item_l (item_capacity, QUERIES), and item_acc
+    (item_capacity, QUERIES, D).
     """
-    S: tl.constexpr = SIDE * SIDE
+    QUERIES: tl.constexpr = SIDE * SIDE * GROUP_TILES
     item = tl.program_id(0)
     code = tl.load(items + item)
     if code > 0:
         number, line = code % NUM_ITEMS, code // NUM_ITEMS
         batch, head, batch_head = split_batch_head(line // row_capacity, H)
-        group = (first_row + line % row_capacity) * group_stride % num_tiles
+        group = (first_row + line % row_capacity) * group_stride % num_groups
         q += batch * stride_qb + head * stride_qh + prefix * stride_qt
         k += batch * stride_kb + head * stride_kh + prefix * stride_kt
         v += batch * stride_vb + head * stride_vh + prefix * stride_vt
         valid += batch * frames * height * width
-        slots, columns = tl.arange(0, S), tl.arange(0, BLOCK_D)
-        tokens, on_grid = tile_tokens(group, slots, height, width, tiles_across, Z_ORDER, SIDE)
-        tile_q = load_rows(q, tokens, stride_qt, on_grid, D, BLOCK_D)  # (S, BLOCK_D)
-        m_i = tl.full((S,), float("-inf"), tl.float32)
-        l_i = tl.zeros((S,), tl.float32)
-        acc = tl.zeros((S, BLOCK_D), tl.float32)
+        slots, columns = tl.arange(0, QUERIES), tl.arange(0, BLOCK_D)
+        tokens, on_grid = group_tokens(
+            group, slots, height, width, tiles_across, Z_ORDER, SIDE, GROUP_TILES
+        )
+        group_q = load_rows(q, tokens, stride_qt, on_grid, D, BLOCK_D)  # (QUERIES, BLOCK_D)
+        m_i = tl.full((QUERIES,), float("-inf"), tl.float32)
+        l_i = tl.zeros((QUERIES,), tl.float32)
+        acc = tl.zeros((QUERIES, BLOCK_D), tl.float32)
         first = number * ITEM_TILES
         last = tl.minimum(
-            first + ITEM_TILES, tl.load(expanded_count + batch_head * num_tiles + group)
+            first + ITEM_TILES, tl.load(expanded_count + batch_head * num_groups + group)
         )
         m_i, l_i, acc = attend_expanded(
-            m_i, l_i, acc, tile_q, k, v, valid, expanded_list + line.to(tl.int64) * num_tiles, first,
+            m_i, l_i, acc, group_q, k, v, valid, expanded_list + line.to(tl.int64) * num_tiles, first,
             last, stride_kt, stride_vt, height, width, tiles_across, qk_scale * LOG2E,
             D, BLOCK_D, SIDE, Z_ORDER, MASKED, RAGGED, PRECISION,
         )  # fmt: skip
-        tl.store(item_m + item * S + slots, m_i)
-        tl.store(item_l + item * S + slots, l_i)
-        pointers = item_acc + (item * S + slots)[:, None] * D + columns[None, :]
+        tl.store(item_m + item * QUERIES + slots, m_i)
+        tl.store(item_l + item * QUERIES + slots, l_i)
+        pointers = item_acc + (item * QUERIES + slots)[:, None] * D + columns[None, :]
         tl.store(pointers, acc, mask=(columns < D)[None, :])
 
 
@@ -89,20 +92,21 @@ def attention_kernel(
     probes, o,
     stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_kt, stride_vb, stride_vh, stride_vt,
     stride_ob, stride_oh, stride_ot,
-    H, prefix, height, width, frames, tiles_across, num_tiles, line_stride, first_row, row_capacity,
-    group_stride, num_probes, qk_scale,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, SIDE: tl.constexpr, BLOCK_MEANS: tl.constexpr,
-    BLOCK_PREFIX: tl.constexpr, ITEM_TILES: tl.constexpr, SKIP_EXACT: tl.constexpr,
-    Z_ORDER: tl.constexpr, MASKED: tl.constexpr, RAGGED: tl.constexpr, PRECISION: tl.constexpr,
+    H, prefix, height, width, frames, tiles_across, num_tiles, num_groups, line_stride, first_row,
+    row_capacity, group_stride, num_probes, qk_scale,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, SIDE: tl.constexpr, GROUP_TILES: tl.constexpr,
+    BLOCK_MEANS: tl.constexpr, BLOCK_PREFIX: tl.constexpr, ITEM_TILES: tl.constexpr,
+    SKIP_EXACT: tl.constexpr, Z_ORDER: tl.constexpr, MASKED: tl.constexpr, RAGGED: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Attend with the S queries of one group of one head. Grid: (rows, B * H).
+    """Attend with the queries of one group of one head. Grid: (rows, B * H).
 
     Row r is the group at position first_row + r. Attends over the tangents of its unexpanded tiles, the
     prefix and the first ITEM_TILES expanded tiles, and adds the items of `expand_kernel`. Writes the
     rows of o of the group's queries, and if one of them is a probe, its |output - exact|^2 to probes (B
     * H, num_probes, 3). With SKIP_EXACT, heads in `exact_heads` are left out.
     """
-    S: tl.constexpr = SIDE * SIDE
+    QUERIES: tl.constexpr = SIDE * SIDE * GROUP_TILES
     row = tl.program_id(0)
     batch, head, batch_head = split_batch_head(tl.program_id(1), H)
     position = first_row + row
@@ -112,29 +116,31 @@ def attention_kernel(
         if skip & (position < num_probes):
             tl.store(probes + (batch_head * num_probes + position) * 3, 0.0)
     if not skip:
-        group = position * group_stride % num_tiles
+        group = position * group_stride % num_groups
         q += batch * stride_qb + head * stride_qh + prefix * stride_qt
         k += batch * stride_kb + head * stride_kh
         v += batch * stride_vb + head * stride_vh
         valid += batch * frames * height * width
         line = batch_head * row_capacity + row
-        slots, columns = tl.arange(0, S), tl.arange(0, BLOCK_D)
+        slots, columns = tl.arange(0, QUERIES), tl.arange(0, BLOCK_D)
         in_head = columns < D
-        tokens, on_grid = tile_tokens(group, slots, height, width, tiles_across, Z_ORDER, SIDE)
-        tile_q = load_rows(q, tokens, stride_qt, on_grid, D, BLOCK_D)  # (S, BLOCK_D)
+        tokens, on_grid = group_tokens(
+            group, slots, height, width, tiles_across, Z_ORDER, SIDE, GROUP_TILES
+        )
+        group_q = load_rows(q, tokens, stride_qt, on_grid, D, BLOCK_D)  # (QUERIES, BLOCK_D)
         # Loaded early to hide the latency; used after the tangent tiles.
-        num_expanded = tl.load(expanded_count + batch_head * num_tiles + group)
+        num_expanded = tl.load(expanded_count + batch_head * num_groups + group)
         item = tl.load(first_item + line)
         factor = tl.load(shrinkage + batch_head * 2 + position % 2)
         limit = 2.0 * tl.load(v_radius + batch_head).to(tl.float32, bitcast=True)
         q_means = tl.load(
-            q_mean + (batch_head * num_tiles + group) * D + columns, mask=in_head, other=0.0
+            q_mean + (batch_head * num_groups + group) * D + columns, mask=in_head, other=0.0
         )
-        deviation = (tile_q.to(tl.float32) - q_means.to(tl.float32)[None, :]).to(tile_q.dtype)
+        deviation = (group_q.to(tl.float32) - q_means.to(tl.float32)[None, :]).to(group_q.dtype)
         qk_scale_log2 = qk_scale * LOG2E
-        m_i = tl.full((S,), float("-inf"), tl.float32)
-        l_i = tl.zeros((S,), tl.float32)
-        acc = tl.zeros((S, BLOCK_D), tl.float32)
+        m_i = tl.full((QUERIES,), float("-inf"), tl.float32)
+        l_i = tl.zeros((QUERIES,), tl.float32)
+        acc = tl.zeros((QUERIES, BLOCK_D), tl.float32)
         k_tangent += line * num_tiles * D
         v_tangent += line * num_tiles * D
         for start in range(0, num_tiles, BLOCK_MEANS):
@@ -161,19 +167,19 @@ def attention_kernel(
             in_prefix = prefix_tokens < prefix
             prefix_k = load_rows(k, prefix_tokens, stride_kt, in_prefix, D, BLOCK_D)
             prefix_v = load_rows(v, prefix_tokens, stride_vt, in_prefix, D, BLOCK_D)
-            prefix_logits = tl.dot(tile_q, tl.trans(prefix_k), input_precision=PRECISION)
+            prefix_logits = tl.dot(group_q, tl.trans(prefix_k), input_precision=PRECISION)
             prefix_logits = prefix_logits * qk_scale_log2
             prefix_logits = tl.where(in_prefix[None, :], prefix_logits, float("-inf"))
             m_i, l_i, acc = online_softmax(m_i, l_i, acc, prefix_logits, prefix_v, PRECISION)
 
         own = tl.where(item >= 0, tl.minimum(num_expanded, ITEM_TILES), num_expanded)
         m_i, l_i, acc = attend_expanded(
-            m_i, l_i, acc, tile_q, k + prefix * stride_kt, v + prefix * stride_vt, valid,
+            m_i, l_i, acc, group_q, k + prefix * stride_kt, v + prefix * stride_vt, valid,
             expanded_list + line * num_tiles, 0, own, stride_kt, stride_vt, height, width,
             tiles_across, qk_scale_log2, D, BLOCK_D, SIDE, Z_ORDER, MASKED, RAGGED, PRECISION,
         )  # fmt: skip
         for index in range(tl.cdiv(num_expanded - own, ITEM_TILES)):
-            rows = ((item + index) * S).to(tl.int64) + slots
+            rows = ((item + index) * QUERIES).to(tl.int64) + slots
             m_j, l_j = tl.load(item_m + rows), tl.load(item_l + rows)
             acc_j = load_rows(item_acc, rows, D, rows >= 0, D, BLOCK_D)
             m_new = tl.maximum(m_i, m_j)
@@ -193,7 +199,7 @@ def attention_kernel(
             token = tl.load(probe_tokens + probe)
             exact = tl.load(probe_exact + probe * D + columns, mask=in_head, other=0.0)
             difference = result.to(tl.float32) - exact[None, :]
-            errors = tl.sum(difference * difference, 1)  # (S,)
+            errors = tl.sum(difference * difference, 1)  # (QUERIES,)
             error = tl.sum(tl.where(on_grid & (tokens + prefix == token), errors, 0.0), 0)
             tl.store(probes + probe * 3, error)
 

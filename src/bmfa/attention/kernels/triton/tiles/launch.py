@@ -72,13 +72,14 @@ class CallKey(NamedTuple):
     width: int
     frames: int
     prefix: int
+    group_tiles: int
     qk_scale: float
     z_order: bool
 
     @classmethod
     def of(
         cls, tensors: tuple[Tensor, ...], valid: Tensor | None, height: int, width: int, frames: int,
-        prefix: int, qk_scale: float, z_order: bool,
+        prefix: int, group_tiles: int, qk_scale: float, z_order: bool,
     ) -> "CallKey":  # fmt: skip
         """Read the key off q, k, v and o, (B, H, prefix + N, D) each."""
         q = tensors[0]
@@ -86,13 +87,14 @@ class CallKey(NamedTuple):
         strides = tuple(tensor.stride()[:3] for tensor in tensors)
         return cls(
             batch, heads, dim, strides, q.dtype, q.get_device(), valid is not None,
-            height, width, frames, prefix, qk_scale, z_order,
+            height, width, frames, prefix, group_tiles, qk_scale, z_order,
         )  # fmt: skip
 
     @property
     def tiling(self) -> Tiling:
         """Tiles of the one size that the kernels are written for."""
-        return Tiling(Grid(self.height, self.width, frames=self.frames))
+        grid = Grid(self.height, self.width, frames=self.frames)
+        return Tiling(grid, group_tiles=self.group_tiles)
 
     def arguments(self) -> dict[str, Any]:
         """Return the arguments that the kernels share, by the names of their parameters."""
@@ -111,10 +113,12 @@ class CallKey(NamedTuple):
             "frames": self.frames,
             "tiles_across": tiling.columns,
             "num_tiles": tiling.tiles,
+            "num_groups": tiling.groups,
             "qk_scale": self.qk_scale,
             "D": self.dim,
             "BLOCK_D": _dot_block(self.dim),
             "SIDE": tiling.side,
+            "GROUP_TILES": tiling.group_tiles,
             "BLOCK_PREFIX": _dot_block(self.prefix) if self.prefix else 0,
             "Z_ORDER": self.z_order,
             "MASKED": self.masked,
@@ -138,7 +142,7 @@ class _AttentionLaunch:
         least = LEAST_ITEM_TILES if self.has_items else tiles
         self.item_tiles = max(least, _power_of_2(tiles) // MOST_ITEMS)
         # The items take the memory of the probes, which are done by then.
-        slots = self.tiling.slots
+        slots = self.tiling.queries.slots
         memory = 2 * key.dtype.itemsize * self.num_slots * tiles * key.dim
         capacity = self.batch_heads * memory // (4 * slots * (key.dim + 2) + 4)
         self.item_capacity = capacity if self.has_items else 1
@@ -152,7 +156,7 @@ class _AttentionLaunch:
             **key.arguments(),
             "row_capacity": self.rows,
             "group_stride": self.tiling.group_stride,
-            "position_stride": pow(self.tiling.group_stride, -1, tiles) if tiles > 1 else 1,
+            "position_stride": _inverse(self.tiling.group_stride, self.tiling.groups),
             "num_probes": self.num_probes,
             "num_slots": self.num_slots,
             "target": share if error is None else ERROR_AIM * error,
@@ -181,7 +185,8 @@ class _AttentionLaunch:
             "BY_ERROR": error is not None,
         }
         self.sequence = LaunchSequence(INPUTS, workspace)
-        self._add(pool_kernel, (tiles, self.batch_heads, 1), num_warps=2)
+        pool_grid = (self.tiling.groups, self.batch_heads, 1)
+        self._add(pool_kernel, pool_grid, num_warps=2 * key.group_tiles)
         for first_row in range(0, self.tiling.groups, self.rows):
             self._add_band(first_row)
         if self.separate_exact:
@@ -208,8 +213,10 @@ class _AttentionLaunch:
         lines = (*heads, self.num_slots, self.line_stride)
         probes = (*heads, self.num_probes)
         workspace = Workspace()
-        workspace.add("q_mean", (*heads, tiles, dim), dtype)
-        for name in ("q_spread", "counts", "k_spread"):
+        workspace.add("q_mean", (*heads, self.tiling.groups, dim), dtype)
+        for name in ("q_spread", "group_counts"):
+            workspace.add(name, (*heads, self.tiling.groups), single)
+        for name in ("counts", "k_spread"):
             workspace.add(name, (*heads, tiles), single)
         workspace.add("v_radius", heads, torch.int32)  # the bits of float32 numbers
         workspace.add("probe_tokens", probes, torch.int32)
@@ -222,7 +229,7 @@ class _AttentionLaunch:
         workspace.add("probe_lse", lines, single)
         workspace.add("probe_v", (*lines, dim), dtype)
         workspace.add("probe_cross", (*slots, dim), dtype)
-        queries = (self.item_capacity, self.tiling.slots)
+        queries = (self.item_capacity, self.tiling.queries.slots)
         later: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
             "item_acc": ((*queries, dim), single),
             "item_m": (queries, single),
@@ -252,6 +259,9 @@ class _AttentionLaunch:
         tiles_per_program = TILES_PER_PROGRAM if blocks * tiles * heads > FEW_TILES else 2
         programs = -(-(tiles + 1) // tiles_per_program)
         warps = 4 if key.dim <= WIDE_HEAD else 8
+        group_warps = min(8, warps * key.group_tiles)
+        # Three blocks of means at once are faster for groups of two tiles, if shared memory holds them.
+        deep = key.group_tiles == 2 and key.dim * key.dtype.itemsize <= 128
         band = {"first_row": first_row, "num_rows": rows}
         few_registers = 128 if key.dim <= WIDE_HEAD else None  # four programs of four warps at once
         grid = (programs, blocks, heads)
@@ -281,9 +291,10 @@ class _AttentionLaunch:
         )  # fmt: skip
         if self.has_items:
             items = (self.item_capacity, 1, 1)
-            self._add(expand_kernel, items, **band, num_warps=warps, num_stages=2)
+            self._add(expand_kernel, items, **band, num_warps=group_warps, num_stages=2)
         self._add(
-            attention_kernel, (rows, heads, 1), **band, num_warps=warps, num_stages=2,
+            attention_kernel, (rows, heads, 1), **band, num_warps=group_warps,
+            num_stages=3 if deep else 2,
             maxnreg=few_registers,
         )  # fmt: skip
 
@@ -312,7 +323,8 @@ def prepare_attention(
 
 def launch_attention(
     q: Tensor, k: Tensor, v: Tensor, valid: Tensor | None, height: int, width: int, frames: int,
-    prefix: int, qk_scale: float, error: float | None, share: float, exact_above: float, z_order: bool,
+    prefix: int, group_tiles: int, qk_scale: float, error: float | None, share: float,
+    exact_above: float, z_order: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Run tiled attention.
 
@@ -321,6 +333,7 @@ def launch_attention(
         valid: bool (B, N), the tokens that exist, or None if all do.
         height, width, frames: The grid of the N spatial tokens.
         prefix: The number of tokens before the grid.
+        group_tiles: The number of tiles whose queries form a group.
         qk_scale: The factor of q . k, the temperature included.
         error: The target for the relative error of the output, or None.
         share: Without a target, the mean share of the tiles that a group expands.
@@ -334,7 +347,9 @@ def launch_attention(
     """
     batch, heads, tokens, dim = q.shape
     o = q.new_empty((batch, tokens, heads, dim)).transpose(1, 2)
-    key = CallKey.of((q, k, v, o), valid, height, width, frames, prefix, qk_scale, z_order)
+    key = CallKey.of(
+        (q, k, v, o), valid, height, width, frames, prefix, group_tiles, qk_scale, z_order
+    )
     launch = prepare_attention(key, error, share, exact_above)
     return o, *launch(q, k, v, _mask_pointer(valid, q), o)
 
@@ -342,6 +357,11 @@ def launch_attention(
 def _mask_pointer(valid: Tensor | None, unused: Tensor) -> Tensor:
     """Return the mask in bytes; without one the kernels read nothing of the tensor in its place."""
     return unused if valid is None else valid.contiguous().view(torch.uint8)
+
+
+def _inverse(stride: int, groups: int) -> int:
+    """Return the inverse of a stride modulo the number of groups."""
+    return pow(stride, -1, groups) if groups > 1 else 1
 
 
 def _power_of_2(number: int) -> int:

@@ -48,7 +48,7 @@ def levels_kernel(
     q_spread, counts, k_spread, v_radius, probe_tokens, probe_deviation, log_mass, k_tangent,
     v_tangent, probe_lse, probe_v, probe_cross, level_stats, probe_exact, probes, o,
     stride_ob, stride_oh, stride_ot,
-    H, num_tiles, line_stride, row_capacity, group_stride, num_probes, num_slots, qk_scale,
+    H, num_tiles, num_groups, line_stride, row_capacity, group_stride, num_probes, num_slots, qk_scale,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_T: tl.constexpr, CHUNK: tl.constexpr,
     LEVELS: tl.constexpr, LEVEL_RATIO: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -79,8 +79,8 @@ def levels_kernel(
 
     thresholds = tl.exp2(levels.to(tl.float32) * tl.log2(LEVEL_RATIO))
     thresholds = tl.where(levels == LEVELS - 1, 0.0, thresholds)
-    group = slot * group_stride % num_tiles
-    group_line = batch_head * num_tiles + group
+    group = slot * group_stride % num_groups
+    group_line = batch_head * num_groups + group
     spread = tl.load(q_spread + group_line, mask=is_probe, other=0.0)
     row = batch_head * row_capacity + tl.where(is_probe, slot, 0)
     lse = tl.load(log_mass + row * line_stride + tiles, mask=is_tile, other=float("-inf"))

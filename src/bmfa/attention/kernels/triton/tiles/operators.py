@@ -14,12 +14,13 @@ from bmfa.grid import Grid
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 DIMS = (32, 64, 72, 80, 96, 128)  # head dimensions that the tests run
 LARGEST_SIDE, MOST_TILES = 512, 4096  # tokens; tiles in a row of the selection kernel
+GROUP_TILES = (1, 2)  # whose queries form a group
 LARGEST_PREFIX = 64  # tokens, one block of a product
 
 _library: Any = torch.library.Library("bmfa", "FRAGMENT")  # type: ignore[no-untyped-call]
 _library.define(
     "tiled(Tensor q, Tensor k, Tensor v, Tensor? valid, int height, int width, int frames, int prefix,"
-    " float factor, float? error, float share, float exact_above, bool z_order)"
+    " int group_tiles, float factor, float? error, float share, float exact_above, bool z_order)"
     " -> (Tensor, Tensor, Tensor, Tensor)"
 )
 
@@ -54,6 +55,8 @@ def unsupported_reason(
             f"the tiles have {tiling.side}x{tiling.side} tokens; the kernels take {TILE_SIDE}x"
             f"{TILE_SIDE}"
         )
+    if tiling.group_tiles not in GROUP_TILES:
+        return f"a group has {tiling.group_tiles} tiles; the kernels take one of {GROUP_TILES}"
     if prefix > LARGEST_PREFIX:
         return f"the prefix has {prefix} tokens; the kernels take up to {LARGEST_PREFIX}"
     if order == "z" and not tiling.z_aligned:
@@ -86,8 +89,9 @@ def tiled_attention(
     if valid is not None:
         valid = valid.expand(q.shape[0], -1)
     output, expanded_count, coarse_bits, probes = operator(
-        q, k, v, valid, tiling.grid.height, tiling.grid.width, tiling.grid.frames, prefix, scale / tau,
-        error, 0.0 if expand is None else expand / tiling.tiles, exact_above, order == "z",
+        q, k, v, valid, tiling.grid.height, tiling.grid.width, tiling.grid.frames, prefix,
+        tiling.group_tiles, scale / tau, error, 0.0 if expand is None else expand / tiling.tiles,
+        exact_above, order == "z",
     )  # fmt: skip
     shape = (*q.shape[:2], tiling.groups)
 
@@ -119,10 +123,10 @@ def _launch(*arguments: Any) -> Any:
 
 def _fake(
     q: Tensor, k: Tensor, v: Tensor, valid: Tensor | None, height: int, width: int, frames: int,
-    prefix: int, *rest: Any,
+    prefix: int, group_tiles: int, *rest: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     batch, heads, tokens, dim = q.shape
-    tiling = Tiling(Grid(height, width, frames=frames))
+    tiling = Tiling(Grid(height, width, frames=frames), group_tiles=group_tiles)
     lines = (batch * heads, tiling.groups)
     return (
         q.new_empty((batch, tokens, heads, dim)).transpose(1, 2),
@@ -141,15 +145,15 @@ operator: Any = torch.ops.bmfa.tiled.default
 @register_flop_formula(torch.ops.bmfa.tiled)
 def _flops(
     q: Any, k: Any, v: Any, valid: Any, height: int, width: int, frames: int, prefix: int,
-    factor: float, error: float | None, share: float, *rest: Any, **kwargs: Any,
+    group_tiles: int, factor: float, error: float | None, share: float, *rest: Any, **kwargs: Any,
 ) -> int:  # fmt: skip
     """Count the products of representatives (scores, keys and values) and exact queries with all tokens,
     and of all queries with the prefix, the tangent tiles and a share of expanded tiles. What a target
     expands is not known."""
     batch, heads, _, dim = q
-    tiling = Tiling(Grid(height, width, frames=frames))
-    tokens, tiles = tiling.grid.size, tiling.tiles
+    tiling = Tiling(Grid(height, width, frames=frames), group_tiles=group_tiles)
+    tokens, tiles, groups = tiling.grid.size, tiling.tiles, tiling.groups
     exact = tiling.probes(prefix) + prefix
-    products = (1.5 * tiles + exact) * tokens + tokens * (tiles + prefix + share * tokens)
-    covariances = 0.5 * dim * (tokens + tiles * tiles)
+    products = (1.5 * groups + exact) * tokens + tokens * (tiles + prefix + share * tokens)
+    covariances = 0.5 * dim * (tokens + groups * tiles)
     return int(4 * batch * heads * dim * (products + covariances))

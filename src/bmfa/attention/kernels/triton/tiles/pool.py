@@ -4,54 +4,72 @@ import triton
 import triton.language as tl
 
 from bmfa.attention.kernels.triton.tiles.primitives import (
+    group_tokens,
     load_rows,
     split_batch_head,
-    tile_tokens,
     valid_tokens,
 )
 
 
 @triton.jit
 def pool_kernel(
-    q, valid, q_mean, q_spread, counts, probe_tokens, probe_deviation, probes, v_radius,
+    q, valid, q_mean, q_spread, group_counts, counts, probe_tokens, probe_deviation, probes, v_radius,
     stride_qb, stride_qh, stride_qt,
-    H, prefix, height, width, frames, tiles_across, num_tiles, position_stride, num_probes, num_slots,
-    qk_scale,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, SIDE: tl.constexpr, UNIFORM_SHARE: tl.constexpr,
-    Z_ORDER: tl.constexpr, MASKED: tl.constexpr,
+    H, prefix, height, width, frames, tiles_across, num_tiles, num_groups, position_stride, num_probes,
+    num_slots, qk_scale,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, SIDE: tl.constexpr, GROUP_TILES: tl.constexpr,
+    UNIFORM_SHARE: tl.constexpr, Z_ORDER: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Summarise the queries of one group of one head. Grid: (T, B * H).
+    """Summarise the queries of one group of one head. Grid: (R, B * H).
 
-    Writes q_mean (B * H, T, D), q_spread (B * H, T) = qk_scale^2 rho / 2d and counts (B * H, T). If the
+    Writes q_mean (B * H, R, D), q_spread (B * H, R) = qk_scale^2 rho / 2d, and the tokens of the group
+    and of its tiles to group_counts (B * H, R) and counts (B * H, T). If the
     group has a probe, writes its token, or -1, to probe_tokens (B * H, num_probes), its difference to
     the mean to probe_deviation (B * H, num_slots, D) and its weight to the last column of probes (B *
     H, num_probes, 3). Sets v_radius (B * H) to 0.
     """
-    tile = tl.program_id(0)
+    group = tl.program_id(0)
     batch, head, batch_head = split_batch_head(tl.program_id(1), H)
     q += batch * stride_qb + head * stride_qh + prefix * stride_qt
     valid += batch * frames * height * width
-    slots, columns = tl.arange(0, SIDE * SIDE), tl.arange(0, BLOCK_D)
-    tokens, on_grid = tile_tokens(tile, slots, height, width, tiles_across, Z_ORDER, SIDE)
+    QUERIES: tl.constexpr = SIDE * SIDE * GROUP_TILES
+    slots, columns = tl.arange(0, QUERIES), tl.arange(0, BLOCK_D)
+    tokens, on_grid = group_tokens(
+        group, slots, height, width, tiles_across, Z_ORDER, SIDE, GROUP_TILES
+    )
     exists = valid_tokens(valid, tokens, on_grid, MASKED)
-    queries = load_rows(q, tokens, stride_qt, exists, D, BLOCK_D).to(tl.float32)  # (S, BLOCK_D)
+    queries = load_rows(q, tokens, stride_qt, exists, D, BLOCK_D).to(
+        tl.float32
+    )  # (QUERIES, BLOCK_D)
     count = tl.sum(exists.to(tl.float32), 0)
     at_least_one = tl.maximum(count, 1.0)
     means = (tl.sum(queries, 0) / at_least_one).to(q_mean.dtype.element_ty)  # (BLOCK_D,)
     difference = tl.where(exists[:, None], queries - means.to(tl.float32)[None, :], 0.0)
-    square = tl.sum(difference * difference, 1)  # (S,)
-    line = batch_head * num_tiles + tile
+    square = tl.sum(difference * difference, 1)  # (QUERIES,)
+    line = batch_head * num_groups + group
     tl.store(q_mean + line * D + columns, means, mask=columns < D)
     spread = tl.sqrt(tl.sum(square, 0) / at_least_one) * tl.sqrt(tl.max(square, 0))
     tl.store(q_spread + line, spread * (qk_scale * qk_scale / (2 * D)))
-    tl.store(counts + line, count)
-    if tile == 0:
+    tl.store(group_counts + line, count)
+    for member in tl.static_range(GROUP_TILES):
+        if Z_ORDER:
+            tile, in_row = group * GROUP_TILES + member, True
+            of_tile = slots // (SIDE * SIDE) == member
+        else:
+            groups_across = (tiles_across + GROUP_TILES - 1) // GROUP_TILES
+            tile_column = (group % groups_across) * GROUP_TILES + member
+            tile = (group // groups_across) * tiles_across + tile_column
+            in_row = tile_column < tiles_across
+            of_tile = slots // SIDE % GROUP_TILES == member
+        tile_count = tl.sum((exists & of_tile).to(tl.float32), 0)
+        tl.store(counts + batch_head * num_tiles + tile, tile_count, mask=in_row)
+    if group == 0:
         tl.store(v_radius + batch_head, 0)
-    # The group at a position p is p * stride modulo T; `position_stride` inverts that.
-    position = tile * position_stride % num_tiles
+    # The group at a position p is p * stride modulo R; `position_stride` inverts that.
+    position = group * position_stride % num_groups
     if position < num_probes:
         # Tiling.probe_quantile
-        quantile = ((tile * 40503 + head.to(tl.int32) * 9973 + 17) % 65536).to(tl.float32)
+        quantile = ((group * 40503 + head.to(tl.int32) * 9973 + 17) % 65536).to(tl.float32)
         quantile = (quantile + 0.5) / 65536
         largest = tl.max(square, 0)
         ratio = square / tl.where(largest > 0.0, largest, 1.0)
@@ -62,7 +80,7 @@ def pool_kernel(
         # The first slot whose cumulative probability exceeds the quantile, or the last valid one.
         passed = exists & (tl.cumsum(p, 0) > quantile)
         last = tl.max(tl.where(exists, slots, -1), 0)
-        chosen = tl.minimum(tl.min(tl.where(passed, slots, SIDE * SIDE), 0), last)
+        chosen = tl.minimum(tl.min(tl.where(passed, slots, QUERIES), 0), last)
         token = tl.sum(tl.where(slots == chosen, prefix + tokens, 0), 0)
         own = tl.sum(tl.where(slots == chosen, p, 0.0), 0)
         target = batch_head * num_probes + position

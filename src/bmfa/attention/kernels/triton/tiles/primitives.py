@@ -19,23 +19,35 @@ def split_batch_head(batch_head, H):
 
 
 @triton.jit
+def group_tokens(
+    group, slots, height, width, tiles_across,
+    Z_ORDER: tl.constexpr, SIDE: tl.constexpr, GROUP_TILES: tl.constexpr,
+):  # fmt: skip
+    """Return the token in each slot of GROUP_TILES tiles side by side, and a mask of the slots that are
+    on the grid.
+
+    Tokens are numbered from the first spatial token. In Z-order a group is contiguous. `height` is that
+    of a frame, and tiles lie inside of a frame.
+    """
+    COLUMNS: tl.constexpr = SIDE * GROUP_TILES
+    if Z_ORDER:
+        tokens = group * (SIDE * COLUMNS) + slots
+        return tokens, tokens < height * width
+    groups_across = (tiles_across + GROUP_TILES - 1) // GROUP_TILES
+    group_row = group // groups_across
+    frame_rows = (height + SIDE - 1) // SIDE
+    row = (group_row % frame_rows) * SIDE + slots // COLUMNS
+    column = (group % groups_across) * COLUMNS + slots % COLUMNS
+    token = ((group_row // frame_rows) * height + row) * width + column
+    return token, (row < height) & (column < width)
+
+
+@triton.jit
 def tile_tokens(
     tile, slots, height, width, tiles_across, Z_ORDER: tl.constexpr, SIDE: tl.constexpr
 ):
-    """Return the token in each slot of a tile, and a mask of the slots that are on the grid.
-
-    Tokens are numbered from the first spatial token. In Z-order a tile is contiguous. `height` is that
-    of a frame, and tiles lie inside of a frame.
-    """
-    if Z_ORDER:
-        tokens = tile * (SIDE * SIDE) + slots
-        return tokens, tokens < height * width
-    tile_row = tile // tiles_across
-    frame_rows = (height + SIDE - 1) // SIDE
-    row = (tile_row % frame_rows) * SIDE + slots // SIDE
-    column = (tile % tiles_across) * SIDE + slots % SIDE
-    token = ((tile_row // frame_rows) * height + row) * width + column
-    return token, (row < height) & (column < width)
+    """Return the token in each slot of a tile, and a mask of the slots that are on the grid."""
+    return group_tokens(tile, slots, height, width, tiles_across, Z_ORDER, SIDE, 1)
 
 
 @triton.jit

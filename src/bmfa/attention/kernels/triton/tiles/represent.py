@@ -48,8 +48,8 @@ def tile_softmax(queries, tile_k, exists, qk_scale_log2, PRECISION: tl.constexpr
 @triton.jit
 def represent_tiles(
     k, v, valid, q_mean, log_mass, k_tangent, v_tangent, stride_kt, stride_vt,
-    prefix, height, width, tiles_across, num_tiles, line_stride, first_row, num_rows, group_stride,
-    program, block, qk_scale,
+    prefix, height, width, tiles_across, num_tiles, num_groups, line_stride, first_row, num_rows,
+    group_stride, program, block, qk_scale,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr, SIDE: tl.constexpr,
     TILES: tl.constexpr, Z_ORDER: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -57,7 +57,7 @@ def represent_tiles(
     rows = block * BLOCK_R + tl.arange(0, BLOCK_R)
     columns = tl.arange(0, BLOCK_D)
     is_row, in_head = rows < num_rows, columns < D
-    groups = (first_row + rows) * group_stride % num_tiles
+    groups = (first_row + rows) * group_stride % num_groups
     q_means = load_rows(q_mean, groups, D, is_row, D, BLOCK_D)
     for member in range(TILES):
         tile = program * TILES + member
@@ -107,12 +107,11 @@ def attend_probes(
 
 @triton.jit
 def represent_kernel(
-    q, k, v, valid, q_mean, counts, probe_tokens, probe_deviation, log_mass, k_tangent, v_tangent,
+    q, k, v, valid, q_mean, group_counts, probe_tokens, probe_deviation, log_mass, k_tangent, v_tangent,
     probe_lse, probe_v, cross, k_spread, v_radius, probe_cross,
     stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_kt, stride_vb, stride_vh, stride_vt,
-    H, prefix, height, width, frames, tiles_across, num_tiles, line_stride, first_row, num_rows,
-    row_capacity,
-    group_stride, num_probes, num_slots, tile_programs, qk_scale,
+    H, prefix, height, width, frames, tiles_across, num_tiles, num_groups, line_stride, first_row,
+    num_rows, row_capacity, group_stride, num_probes, num_slots, tile_programs, qk_scale,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr, SIDE: tl.constexpr,
     TILES: tl.constexpr, STAT_TILES: tl.constexpr, PROBING: tl.constexpr, Z_ORDER: tl.constexpr,
     MASKED: tl.constexpr, PRECISION: tl.constexpr,
@@ -141,10 +140,10 @@ def represent_kernel(
         if block * BLOCK_R < num_rows:
             rows = batch_head * row_capacity
             represent_tiles(
-                k, v, valid, q_mean + batch_head * num_tiles * D, log_mass + rows * line_stride,
+                k, v, valid, q_mean + batch_head * num_groups * D, log_mass + rows * line_stride,
                 k_tangent + rows * num_tiles * D, v_tangent + rows * num_tiles * D,
-                stride_kt, stride_vt, prefix, height, width, tiles_across, num_tiles, line_stride,
-                first_row, num_rows, group_stride, program, block, qk_scale,
+                stride_kt, stride_vt, prefix, height, width, tiles_across, num_tiles, num_groups,
+                line_stride, first_row, num_rows, group_stride, program, block, qk_scale,
                 D, BLOCK_D, BLOCK_R, SIDE, TILES, Z_ORDER, MASKED, PRECISION,
             )  # fmt: skip
     elif PROBING and program < 2 * tile_programs:
@@ -161,11 +160,12 @@ def represent_kernel(
         if block == 0:
             tiles = batch_head * num_tiles
             summarise_tiles(
-                k, v, valid, q_mean + tiles * D, counts + tiles,
+                k, v, valid, q_mean + batch_head * num_groups * D,
+                group_counts + batch_head * num_groups,
                 probe_deviation + batch_head * num_slots * D, cross + tiles * (D * D),
                 k_spread + tiles, v_radius + batch_head,
                 probe_cross + batch_head * num_slots * num_tiles * D, stride_kt, stride_vt,
-                height, width, tiles_across, num_tiles, group_stride, num_probes, num_slots,
+                height, width, tiles_across, num_tiles, num_groups, group_stride, num_probes, num_slots,
                 program - 2 * tile_programs, qk_scale,
                 D, BLOCK_D, SIDE, STAT_TILES, Z_ORDER, MASKED, PRECISION,
             )  # fmt: skip

@@ -11,7 +11,7 @@ from bmfa.attention.kernels.triton.tiles.primitives import SMALLEST_SUM, split_b
 def select_kernel(
     q_spread, counts, k_spread, log_mass, expanded_list, coarse_share, thresholds,
     exact_heads, expanded_count, coarse_bits,
-    H, num_tiles, line_stride, first_row, row_capacity, group_stride,
+    H, num_tiles, num_groups, line_stride, first_row, row_capacity, group_stride,
     BLOCK_T: tl.constexpr,
 ):  # fmt: skip
     """Choose the expanded tiles of one group of one head. Grid: (rows, B * H).
@@ -24,7 +24,7 @@ def select_kernel(
     row = tl.program_id(0)
     batch, _, batch_head = split_batch_head(tl.program_id(1), H)
     position = first_row + row
-    group = batch_head * num_tiles + position * group_stride % num_tiles
+    group = batch_head * num_groups + position * group_stride % num_groups
     line = (batch_head * row_capacity + row) * num_tiles
     log_mass += (batch_head * row_capacity + row) * line_stride
     tiles = tl.arange(0, BLOCK_T)
@@ -55,7 +55,7 @@ def select_kernel(
 @triton.jit
 def assign_items(
     expanded_count, exact_heads, first_item, items,
-    heads, num_tiles, first_row, num_rows, row_capacity, group_stride, item_capacity,
+    heads, num_groups, first_row, num_rows, row_capacity, group_stride, item_capacity,
     ITEM_TILES: tl.constexpr, NUM_ITEMS: tl.constexpr, SKIP_EXACT: tl.constexpr,
 ):  # fmt: skip
     """Divide the expanded tiles of all groups of a band after their first ITEM_TILES into items.
@@ -74,7 +74,7 @@ def assign_items(
         index = start + tl.arange(0, BLOCK)
         mask = index < heads * num_rows
         head, row = index // num_rows, index % num_rows
-        group = head * num_tiles + (first_row + row) * group_stride % num_tiles
+        group = head * num_groups + (first_row + row) * group_stride % num_groups
         count = tl.load(expanded_count + group, mask=mask, other=0)
         extra = tl.maximum((count - 1) // ITEM_TILES, 0)
         if SKIP_EXACT:
@@ -93,8 +93,8 @@ def assign_items(
 @triton.jit
 def cross_kernel(
     coarse_share, cross, exact_heads, group_cross, expanded_count, first_item, items,
-    num_tiles, heads, first_row, num_rows, row_capacity, group_stride, item_capacity, entry_blocks,
-    qk_scale,
+    num_tiles, num_groups, heads, first_row, num_rows, row_capacity, group_stride, item_capacity,
+    entry_blocks, qk_scale,
     ITEM_TILES: tl.constexpr, NUM_ITEMS: tl.constexpr, D: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     SKIP_EXACT: tl.constexpr, PRECISION: tl.constexpr,
@@ -111,7 +111,7 @@ def cross_kernel(
         skip = skip | (tl.load(exact_heads + batch_head) != 0)
     if last & (tl.program_id(1) == 0) & (batch_head == 0):
         assign_items(
-            expanded_count, exact_heads, first_item, items, heads, num_tiles, first_row, num_rows,
+            expanded_count, exact_heads, first_item, items, heads, num_groups, first_row, num_rows,
             row_capacity, group_stride, item_capacity, ITEM_TILES, NUM_ITEMS, SKIP_EXACT,
         )  # fmt: skip
     if not skip:

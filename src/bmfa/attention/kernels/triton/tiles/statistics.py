@@ -13,9 +13,10 @@ from bmfa.attention.kernels.triton.tiles.primitives import (
 
 @triton.jit
 def summarise_tiles(
-    k, v, valid, q_mean, counts, probe_deviation, cross, k_spread, v_radius, probe_cross,
+    k, v, valid, q_mean, group_counts, probe_deviation, cross, k_spread, v_radius, probe_cross,
     stride_kt, stride_vt,
-    height, width, tiles_across, num_tiles, group_stride, num_probes, num_slots, program, qk_scale,
+    height, width, tiles_across, num_tiles, num_groups, group_stride, num_probes, num_slots, program,
+    qk_scale,
     D: tl.constexpr, BLOCK_D: tl.constexpr, SIDE: tl.constexpr, TILES: tl.constexpr,
     Z_ORDER: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -29,9 +30,9 @@ def summarise_tiles(
     slots, columns = tl.arange(0, S), tl.arange(0, BLOCK_D)
     in_head = columns < D
     # The means of the first groups, which are spread over the grid: the mean query of the head.
-    groups = slots * group_stride % num_tiles
-    weight = tl.load(counts + groups, mask=slots < num_tiles, other=0.0)
-    means = load_rows(q_mean, groups, D, slots < num_tiles, D, BLOCK_D).to(tl.float32)
+    groups = slots * group_stride % num_groups
+    weight = tl.load(group_counts + groups, mask=slots < num_groups, other=0.0)
+    means = load_rows(q_mean, groups, D, slots < num_groups, D, BLOCK_D).to(tl.float32)
     q_head = tl.sum(weight[:, None] * means, 0) / tl.maximum(tl.sum(weight, 0), 1.0)
     dtype = cross.dtype.element_ty
     square = columns[:, None] * D + columns[None, :]

@@ -1,0 +1,132 @@
+"""Rules at equal leaves and policies at equal operations: matching, intervals, rows and the chapters."""
+
+import numpy as np
+import pytest
+import torch
+
+import model_records
+from bmfa.data import draw_badge_batch
+from bmfa.evidence.comparison import run as comparison
+from bmfa.evidence.comparison.run import interval, match_value
+from bmfa.evidence.page.build import all_claims, build_page
+from bmfa.evidence.page.claims import Verdict
+from bmfa.evidence.page.record_set import RecordSet
+from bmfa.models import load_model, patch, unpatch
+from bmfa.models.embedded import preprocess
+from bmfa.models.embedded.training import mask_iou
+
+LEAVES_CLAIM, MERGING_CLAIM = "at equal leaves", "Merging by free energy"
+
+
+@pytest.fixture(scope="module")
+def record():
+    return comparison.run(
+        load_model("embedded"),
+        rules=["fixed-blocks", "gamma", "optimal"],
+        leaves=[25.0],
+        policies=["free-energy", "random-pool"],
+        baselines=["tome:24"],
+        pictures=6,
+        batch_size=4,
+    )
+
+
+def test_rows_are_matched_and_complete(record):
+    full, fixed, gamma, optimal, tome, energy, random = record.rows
+    assert (full["method"], full["agreement_percent"], full["output_kl"]) == ("full", 100.0, 0.0)
+    assert (fixed["method"], fixed["leaf_percent"]) == ("fixed-blocks:2", 25.0)
+    for row in (gamma, optimal):
+        assert abs(row["leaf_percent"] - 25.0) < 6  # matched on other pictures
+    assert gamma["gain_pp"] == 0.0
+    for row in (energy, random):
+        assert row["baseline"] == tome["method"] == "tome:24"
+        assert row["gflops"] == pytest.approx(tome["gflops"], rel=comparison.COST_TOLERANCE)
+    assert tome["gflops"] < 0.8 * full["gflops"]
+    for row in (gamma, optimal, energy, random):
+        assert row["gain_low_pp"] <= row["gain_pp"] <= row["gain_high_pp"]
+        base = gamma if row["kind"] == "rule" else tome
+        difference = row["agreement_percent"] - base["agreement_percent"]
+        assert row["gain_pp"] == pytest.approx(difference)
+
+
+def test_a_row_is_what_the_patched_model_gives(record):
+    model = load_model("embedded").model
+    pixels, labels, masks = draw_badge_batch(0, range(6))
+    with torch.inference_mode():
+        full = model(preprocess(pixels)).argmax(1)
+        patch(model, rule="fixed-blocks:2", layers="all")
+        logits, found = model.forward_dense(preprocess(pixels))
+        unpatch(model)
+    row = record.rows[1]
+    agreeing = (logits.argmax(1) == full).double().mean()
+    right = (logits.argmax(1) == torch.from_numpy(labels)).double().mean()
+    assert row["agreement_percent"] == pytest.approx(100 * agreeing.item())
+    assert row["top1_percent"] == pytest.approx(100 * right.item())
+    overlap = mask_iou(found, torch.from_numpy(masks)).mean().item()
+    assert row["mask_iou"] == pytest.approx(overlap, abs=1e-3)
+
+
+def test_the_model_is_left_as_it_was(record):
+    model = load_model("embedded")
+    assert record.settings["pictures"] == 6
+    with pytest.raises(TypeError, match=r"the model is Linear; pass load_model\('embedded'\)"):
+        comparison.run(
+            type(model)("other", torch.nn.Linear(1, 1), model.preprocess), policies=[], pictures=1
+        )
+    few = {"policies": [], "baselines": [], "pictures": 1}
+    with pytest.raises(ValueError, match=r"rule 'delta' at 25\.0 % leaves is unknown"):
+        comparison.run(model, rules=["delta"], leaves=[25.0], **few)
+    with pytest.raises(ValueError, match="rule 'gamma' at 12 % leaves is unknown"):
+        comparison.run(model, rules=["gamma"], leaves=[12], **few)
+
+
+@pytest.mark.parametrize("target", [0.02, 3.0, 700.0])
+def test_a_value_is_found_for_rising_and_falling_measures(target):
+    rising = match_value(1.0, target, lambda value: value**2, 0.01 * target)
+    falling = match_value(1.0, target, lambda value: 1 / value, 0.01 * target)
+    assert rising**2 == pytest.approx(target, rel=0.01)
+    assert 1 / falling == pytest.approx(target, rel=0.01)
+
+
+def test_a_step_ends_the_search_at_the_nearest_side():
+    seen = []
+
+    def step(value):
+        seen.append(value)
+        return 0.0 if value < 0.3 else 1.0
+
+    assert step(match_value(0.9, 0.6, step, 0.01, highest=1.0)) == 1.0
+    assert len(seen) < 30
+    assert max(seen) <= 1.0
+
+
+def test_the_interval_is_that_of_the_normal_distribution():
+    gain = np.random.default_rng(0).choice([-1.0, 0.0, 1.0], 400, p=[0.1, 0.6, 0.3])
+    low, high = interval(gain, 1)
+    half = 1.96 * gain.std() / np.sqrt(len(gain))
+    assert low == pytest.approx(gain.mean() - half, abs=0.01)
+    assert high == pytest.approx(gain.mean() + half, abs=0.01)
+
+
+def verdict(record, words):
+    claims = all_claims(RecordSet([record]))
+    return next(claim.verdict for claim in claims if words in claim.claim)
+
+
+def test_the_verdicts_follow_the_numbers():
+    ahead = model_records.comparison()
+    assert verdict(ahead, LEAVES_CLAIM) is verdict(ahead, MERGING_CLAIM) is Verdict.AHEAD
+    level = model_records.comparison(lead=4.0, gain=(1.0, -2.0, 4.0))
+    assert verdict(level, LEAVES_CLAIM) is verdict(level, MERGING_CLAIM) is Verdict.LEVEL
+    behind = model_records.comparison(gain=(-5.0, -8.0, -2.0))
+    assert verdict(behind, MERGING_CLAIM) is Verdict.DIFFERS
+
+
+def test_the_chapters_state_spread_order_and_lead():
+    page = build_page([model_records.comparison()])
+    leaves = model_records.page_text(page, "equal-leaves")
+    assert "Spread at 6.25 % leaves: Agreement 61.0 to 82.0, Output KL 0.180 to 0.390" in leaves
+    assert "the optimal tree agrees 12.0 points more often than Algorithm 1" in leaves
+    merging = model_records.page_text(page, "equal-operations")
+    assert "By agreement at the operations of tome:16: Free energy 85.0 %, ToMe 80.0 %." in merging
+    assert "Free-energy merging is ahead of tome:24: 5.0 points" in merging
