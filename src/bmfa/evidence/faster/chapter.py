@@ -35,6 +35,7 @@ COLUMNS = (
     Column("agreement_percent", "Agreement %", 1),
     Column("output_kl", "Output KL", 3, small=True),
     Column("error_percent", "Measured error of attention %", 2),
+    Column("target_met_percent", "Calls that met the target %", 0),
     Column("feature_error_percent", "Change of the features %", 2),
     Column("density_percent", "Tiles expanded %", 1),
 )
