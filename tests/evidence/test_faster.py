@@ -102,4 +102,7 @@ def test_the_fastest_setting_that_keeps_the_masks_is_shown() -> None:
     ]
     assert figures.best_setting(rows) == "error:0.1"
     assert figures.best_setting(rows[2:]) == "error:0.2"
+    # A change that may be larger than the limit is not kept within it.
+    unsure = [{**rows[1], "speedup": 4.0, "method": "error:0.3", "mask_iou_change_low": -0.03}]
+    assert figures.best_setting([*rows, *unsure]) == "error:0.1"
     assert figures.best_setting(rows[:1]) == "full"
