@@ -14,6 +14,7 @@ from bmfa.evidence.comparison import run as comparison
 from bmfa.evidence.explorer import run as explorer
 from bmfa.evidence.explorer.run import Exploration
 from bmfa.evidence.failures import run as failures
+from bmfa.evidence.faster import run as faster
 from bmfa.evidence.methods import COMPARABLE_METHODS, DEFAULT_METHODS, FULL
 from bmfa.evidence.model_methods import class_names
 from bmfa.evidence.pictures import cases, model_cases
@@ -175,6 +176,7 @@ def run_models(
     for name, layers, methods in _layer_experiments(model):
         record = closed_loop.run(model, few, methods, layers=layers, seed=seed, device=device)
         yield f"closed-loop-{name}", record
+    yield "faster", faster.run(model, seed=seed, device=device)
     yield "comparison", comparison.run(model, seed=seed, device=device)
     yield "pictures", model_cases.run(model, count=images, seed=seed, device=device)
     yield "evaluate", _evaluate(model, many, EMBEDDED_REDUCTIONS, seed, device)
