@@ -59,7 +59,8 @@ def _content(records: RecordSet) -> list[Block]:
             records,
             "Above: time of one picture on this machine. Below: pictures of the same run; the patched "
             "model is the fastest setting whose IoU of the mask is within "
-            f"{MOST_IOU_CHANGE:g} of the full model's, the whole interval of the change included. The difference shows pixels that the patch adds (orange) and "
+            f"{MOST_IOU_CHANGE:g} of the full model's, the whole interval of the change included. The "
+            "difference shows pixels that the patch adds (orange) and "
             "removes (blue).",
         ),
         Table(
