@@ -54,7 +54,7 @@ def compute_tiled(inputs: AttentionInputs, options: AttentionOptions) -> Compute
         if inputs.q.is_cuda:
             check_later(result.probes, budget.error)
         else:
-            warn_if_missed(ErrorEstimate.from_probes(result.probes, budget.error))
+            warn_if_missed(result.probes, budget.error)
     return computed
 
 

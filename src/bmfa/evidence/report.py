@@ -15,6 +15,7 @@ from bmfa.evidence.comparison import run as comparison
 from bmfa.evidence.explorer import run as explorer
 from bmfa.evidence.explorer.run import Exploration
 from bmfa.evidence.failures import run as failures
+from bmfa.evidence.faster import run as faster
 from bmfa.evidence.methods import COMPARABLE_METHODS, DEFAULT_METHODS, FULL
 from bmfa.evidence.model_methods import class_names
 from bmfa.evidence.pictures import cases, model_cases
@@ -56,7 +57,7 @@ EMBEDDED_REDUCTIONS = (
 )
 # Screening takes several times as long as merging, and its differences are several times as large.
 COMPARISONS: dict[str, dict[str, Any]] = {
-    "rules": {"policies": (), "baselines": (), "pictures": 60},
+    "rules": {"policies": (), "baselines": (), "pictures": 50},
     "merging": {"rules": (), "leaves": (), "pictures": 240},
 }
 DEIT = "timm:deit_tiny_patch16_224"
@@ -181,6 +182,7 @@ def run_models(
     for name, layers, methods in _layer_experiments(model):
         record = closed_loop.run(model, few, methods, layers=layers, seed=seed, device=device)
         yield f"closed-loop-{name}", record
+    yield "faster", faster.run(model, seed=seed, device=device)
     for name, options in COMPARISONS.items():
         yield f"comparison-{name}", comparison.run(model, **options, seed=seed, device=device)
     yield "pictures", model_cases.run(model, count=images, seed=seed, device=device)

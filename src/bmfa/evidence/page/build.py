@@ -14,6 +14,7 @@ from bmfa.evidence.classification.figures import reduction_runs
 from bmfa.evidence.closed_loop.chapter import CLOSED_LOOP, LAYERS
 from bmfa.evidence.comparison.chapter import EQUAL_LEAVES, EQUAL_OPERATIONS
 from bmfa.evidence.failures.chapter import FAILURES
+from bmfa.evidence.faster.chapter import FASTER
 from bmfa.evidence.methods import METHODS, find_method
 from bmfa.evidence.page import paper, style
 from bmfa.evidence.page.blocks import (
@@ -42,7 +43,7 @@ OPENING = (
     "The paper's numbers are shown next to ours."
 )
 CHAPTERS = (
-    *(STRESS_TEST, FAILURE_CURVE, PROBES, ABLATIONS, INSTANCES, FAILURES, EQUAL_LEAVES),
+    *(FASTER, STRESS_TEST, FAILURE_CURVE, PROBES, ABLATIONS, INSTANCES, FAILURES, EQUAL_LEAVES),
     *(CLOSED_LOOP, LAYERS, PICTURES, CLASSIFICATION, EQUAL_OPERATIONS, REDUCTIONS),
     *(DENSE_PREDICTION, SPEED),
 )

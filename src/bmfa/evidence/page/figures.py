@@ -10,6 +10,7 @@ from bmfa.evidence.classification.figures import accuracy, reductions, top1
 from bmfa.evidence.closed_loop.figures import closed_loop, layers
 from bmfa.evidence.comparison.figures import equal_leaves, equal_operations
 from bmfa.evidence.failures.figures import failures
+from bmfa.evidence.faster.figures import faster
 from bmfa.evidence.page.canvas import Figure
 from bmfa.evidence.pictures.figures import attention_cases, cases, motivation, pipeline, screen
 from bmfa.evidence.probes.figures import distribution, trade_off
@@ -23,20 +24,9 @@ __all__ = ["ALL", "save_png", "screen"]
 ALL: dict[str, Figure] = {
     figure.name: figure
     for figure in (
-        *(gallery, failure_curve, placements, motivation, pipeline, trade_off, distribution),
-        *(
-            ablation,
-            cases,
-            failures,
-            equal_leaves,
-            equal_operations,
-            closed_loop,
-            layers,
-            top1,
-            accuracy,
-            reductions,
-            attention_cases,
-        ),
+        *(gallery, faster, failure_curve, placements, trade_off, distribution, ablation),
+        *(motivation, pipeline, cases, failures, equal_leaves, equal_operations),
+        *(closed_loop, layers, attention_cases, top1, accuracy, reductions),
         *(saliency, attention_time, attention_error),
     )
 }

@@ -25,6 +25,7 @@ KEYS: Mapping[str, tuple[str, ...]] = {
     "blocks": ("title",),
     "cases": ("dataset", "title", "method"),
     "failures": ("rule", "role"),
+    "faster": ("what", "title", "method"),
     "comparison": ("target_percent", "baseline", "method"),
     "picture": ("model", "title", "layer", "head", "query", "method"),
 }
@@ -36,6 +37,7 @@ COMMANDS: Mapping[str, str] = {
     "blocks": "bmfa report",
     "cases": "bmfa probe --cases --json cases.json",
     "failures": "bmfa report",
+    "faster": "bmfa report",
     "comparison": "bmfa report",
     "bench": "bmfa bench trees --json bench.json",
     "reduction": "bmfa bench reduction --json reduction.json",
