@@ -95,9 +95,10 @@ def test_a_step_ends_the_search_at_the_nearest_side():
         seen.append(value)
         return 0.0 if value < 0.3 else 1.0
 
-    assert step(match_value(0.9, 0.6, step, 0.01, highest=1.0)) == 1.0
+    assert step(match_value(0.9, 0.6, step, 0.01, limits=(0.1, 1.0))) == 1.0
     assert len(seen) < 30
-    assert max(seen) <= 1.0
+    assert 0.1 <= min(seen) <= max(seen) <= 1.0
+    assert match_value(0.9, 5.0, lambda value: value, 0.01, limits=(0.5, 1.0)) == 1.0
 
 
 def test_the_interval_is_that_of_the_normal_distribution():

@@ -15,6 +15,7 @@ SHOWN = {
     "probe-lvis-mask-only": "lvis",
     "cases-coco": "coco",
     "closed-loop-deit-h200": "model",
+    "closed-loop-layers-deit-cpu": "model",
     "evaluate-rules-deit-h200": "model",
     "reduction-deit-cpu": "model",
     "model-saliency-h200": "saliency",

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from bmfa.data import EmbeddedObjects, EmbeddedScenes, InstanceFiles, InstanceSource
 from bmfa.data.classification import EmbeddedPictures, LabelledPictures
@@ -54,6 +55,11 @@ EMBEDDED_REDUCTIONS = (
     *("pitome:0.8", "tofu:0.8", "diffrate:0.8", "crossget:0.8", "dct:0.8", "evit:0.3"),
     *("random-pool:8", "random-pool:16", "fixed-pool:2"),
 )
+# Screening takes several times as long as merging, and its differences are several times as large.
+COMPARISONS: dict[str, dict[str, Any]] = {
+    "rules": {"policies": (), "baselines": (), "pictures": 50},
+    "merging": {"rules": (), "leaves": (), "pictures": 240},
+}
 DEIT = "timm:deit_tiny_patch16_224"
 # The paper's figures are of a centre crop of 224 pixels from a shorter side of 256.
 DEIT_CROP_PCT = 0.875
@@ -177,7 +183,8 @@ def run_models(
         record = closed_loop.run(model, few, methods, layers=layers, seed=seed, device=device)
         yield f"closed-loop-{name}", record
     yield "faster", faster.run(model, seed=seed, device=device)
-    yield "comparison", comparison.run(model, seed=seed, device=device)
+    for name, options in COMPARISONS.items():
+        yield f"comparison-{name}", comparison.run(model, **options, seed=seed, device=device)
     yield "pictures", model_cases.run(model, count=images, seed=seed, device=device)
     yield "evaluate", _evaluate(model, many, EMBEDDED_REDUCTIONS, seed, device)
     if own is None:

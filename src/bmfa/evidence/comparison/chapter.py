@@ -206,9 +206,11 @@ def _merging_ahead(records: RecordSet) -> tuple[str, Verdict, str]:
         raise MissingValueError("gain_pp")
     lows = [need_number(row, "gain_low_pp") for row in ours.values()]
     highs = [need_number(row, "gain_high_pp") for row in ours.values()]
-    verdict = (
-        Verdict.AHEAD if min(lows) > 0 else Verdict.DIFFERS if max(highs) < 0 else Verdict.LEVEL
-    )
+    verdict = Verdict.LEVEL
+    if min(highs) < 0:
+        verdict = Verdict.DIFFERS
+    elif max(lows) > 0:
+        verdict = Verdict.AHEAD
     shown = ", ".join(
         f"{format_number(need_number(row, 'gain_pp'), 1)} "
         f"({format_number(need_number(row, 'gain_low_pp'), 1)} to "
