@@ -25,9 +25,10 @@ ROW_HEIGHT = 19.0  # pixels of a method in a panel
 MARGINS = Margins(left=112)
 
 
-def full_row(records: RecordSet) -> Row:
-    """Return the row of the full model, or an empty row."""
-    return next(iter(records.rows(EXPERIMENT, kind="full")), {})
+def full_row(records: RecordSet, rows: Sequence[Row]) -> Row:
+    """Return the row of the full model on the pictures of other rows, or an empty row."""
+    images = next((row.get("images") for row in rows), None)
+    return next(iter(records.rows(EXPERIMENT, kind="full", images=images)), {})
 
 
 def rules_by_leaves(records: RecordSet) -> dict[float, list[Row]]:
@@ -63,7 +64,9 @@ def equal_leaves(records: RecordSet, narrow: bool) -> Canvas:
     height = ROW_HEIGHT * max(len(rows) for rows in groups.values())
     canvas, axes = panel_grid(len(panels), 3, narrow=narrow, height=height, margins=MARGINS)
     for ax, (share, rows, (column, label)) in zip(axes, panels, strict=True):
-        full = None if column == "agreement_percent" else get_number(full_row(records), column)
+        full = (
+            None if column == "agreement_percent" else get_number(full_row(records, rows), column)
+        )
         _draw_rows(ax, rows, column, full)
         add_labels(canvas, ax, f"{format_number(share, 2)} % leaves", label)
     return canvas
@@ -83,9 +86,9 @@ def equal_operations(records: RecordSet, narrow: bool) -> Canvas:
     height = ROW_HEIGHT * max(len(rows) for rows in groups.values())
     canvas, axes = panel_grid(len(panels), 2, narrow=narrow, height=height, margins=MARGINS)
     for ax, (name, rows, (column, label)) in zip(axes, panels, strict=True):
-        full = 0.0 if column == "gain_pp" else get_number(full_row(records), column)
+        full = 0.0 if column == "gain_pp" else get_number(full_row(records, rows), column)
         _draw_rows(ax, rows, column, full)
-        share = _share_of_operations(rows, full_row(records))
+        share = _share_of_operations(rows, full_row(records, rows))
         add_labels(canvas, ax, f"{name}: {share} of the operations", label)
     return canvas
 
