@@ -124,19 +124,12 @@ def speed_row(head: list[str], cells: list[str], above: Row) -> list[str]:
 ATTENTION = {"DeiT-Tiny": "attention-h200", "ViT-S/14, saliency": "attention-saliency-h200"}
 
 
-def attention_record(model: str, n: int) -> str:
-    """The record of a model; one of them has 65,536 tokens in a record of its own."""
-    if model == "ViT-S/14, saliency" and n == 65536:
-        return "attention-saliency-65536-h200"
-    return ATTENTION[model]
-
-
 def at_speed_row(head: list[str], cells: list[str], above: Row) -> list[str]:
     """Errors of tangent tiles and of mean tiles at one speed, interpolated between settings."""
     model = above["model"] = cells[0] or above["model"]
     n = above["n"] = tokens_of(cells[1]) if cells[1] else above["n"]
     target = n, float(cells[2].rstrip("x"))
-    (found,) = errors_at_speeds(record(attention_record(model, n))["rows"], [target])
+    (found,) = errors_at_speeds(record(ATTENTION[model])["rows"], [target])
     expected = cells[:3]
     for cell, column in zip(cells[3:], ("tiles", "mean_tiles"), strict=True):
         error = found[f"{column}_error_percent"]
@@ -157,7 +150,7 @@ def method_row(head: list[str], cells: list[str], above: Row) -> list[str]:
     expected = [cells[0]]
     for title, cell in zip(head[1:], cells[1:], strict=True):
         model, n = model_and_tokens(title)
-        ours = attention_row(attention_record(model, n), n, name)
+        ours = attention_row(ATTENTION[model], n, name)
         expected.append(
             expected_cell(cell, "{} % ({}x)", ours["error_l2_percent"], ours["speedup"])
         )
@@ -170,11 +163,11 @@ def target_row(head: list[str], cells: list[str], above: Row) -> list[str]:
     for title, cell in zip(head[1:], cells[1:], strict=True):
         model, n = model_and_tokens(title)
         keys = {"what": "attention", "n": n, "method": f"tiled-error:{float(cells[0]):g}"}
-        rows = record(attention_record(model, n))["rows"]
+        rows = record(ATTENTION[model])["rows"]
         if not any(all(one.get(k) == v for k, v in keys.items()) for one in rows):
             expected.append("")
             continue
-        ours = row(attention_record(model, n), **keys)
+        ours = row(ATTENTION[model], **keys)
         values = ours["error_l2_percent"], ours["density_percent"], ours["speedup"]
         expected.append(expected_cell(cell, "{} % ({} %, {}x)", *values))
     return expected

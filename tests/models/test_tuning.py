@@ -223,7 +223,7 @@ def test_pictures_come_from_tensors_lists_loaders_and_folders(tmp_path):
         assert tuned(model, pictures=form).candidates == expected.candidates
     write_pictures(tmp_path, 3)
     plan = tuned(model, pictures=tmp_path)
-    assert (plan.choosing, plan.checking, plan.img_size, plan.grid) == (2, 1, (112, 112), (14, 14))
+    assert (plan.choosing, plan.checking, plan.img_size, plan.grid) == (2, 1, (128, 128), (16, 16))
 
 
 def write_pictures(folder, count: int) -> None:

@@ -30,15 +30,15 @@ from bmfa.trees.rules import Rule
 LEAST_TOKENS = {"cuda": 16384, "cpu": 2048}
 LEAST_TOKENS_OF_BUDGET = {"cuda": 4096, "cpu": 2048}
 # Time that an expanded tile adds, relative to the time that dense attention spends on a tile. On CUDA
-# it is the slope of time over density at 16,384 tokens, 1.7 in records/attention-saliency-h200.json and
-# 2.1 in records/attention-h200.json. On a CPU it is the inverse of a density of 0.43;
+# it is the slope of time over density at 16,384 tokens, 1.9 in records/attention-saliency-h200.json and
+# 2.0 in records/attention-h200.json. On a CPU it is the inverse of a density of 0.43;
 # both take equally long at 0.46 on two cores and 2,304 tokens
 # (`bmfa bench attention --tokens 2304 --tiles 0 0.1 0.2 0.3 0.4 0.5`).
 EXPANDED_COST = {"cuda": 1.9, "cpu": 2.3}
 # Mean share of the tiles that an error target expands at 16,384 tokens: 15 % at the default target in
-# records/attention-saliency-h200.json (DeiT-Tiny expands a tenth of that). It grows with about this
+# records/attention-saliency-h200.json (DeiT-Tiny expands a fifth of that). It grows with about this
 # power of the inverse of the target.
-DEFAULT_EXPANDED_SHARE, SHARE_EXPONENT = 0.148, 1.5
+DEFAULT_EXPANDED_SHARE, SHARE_EXPONENT = 0.15, 1.5
 # Operations of dense attention that the tiled form must save. On an H200 2e10 operations take about
 # 0.04 ms, the time of the kernels that run before the attention itself; a call outside of a graph adds
 # about 0.2 ms of host time for its launches (milliseconds_eager - milliseconds in the record).
