@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from bmfa.evidence.methods import family
+from bmfa.evidence.methods import family, find_method
 from bmfa.evidence.page import style
 from bmfa.evidence.page.canvas import Canvas, figure
 from bmfa.evidence.page.drawing import Margins, add_labels, draw_line, panel_grid
@@ -19,7 +19,7 @@ EXPERIMENT = "comparison"
 MEASURES = (
     ("agreement_percent", "agreement with the full model, %"),
     ("top1_percent", "top-1, %; the line is the full model"),
-    ("mask_iou", "IoU of the mask; the line is the full model"),
+    ("mask_iou", "mask IoU; the line is the full model"),
 )
 ROW_HEIGHT = 19.0  # pixels of a method in a panel
 MARGINS = Margins(left=112)
@@ -93,6 +93,12 @@ def equal_operations(records: RecordSet, narrow: bool) -> Canvas:
     return canvas
 
 
+def _title(row: Row) -> str:
+    """Return the short title of the method of a row; its value is in the table."""
+    method = find_method(get_text(row, "method"))
+    return get_text(row, "method") if method is None else method.title
+
+
 def _share_of_operations(rows: Sequence[Row], full: Row) -> str:
     ours, whole = get_number(rows[0], "gflops"), get_number(full, "gflops")
     return "–" if ours is None or not whole else f"{100 * ours / whole:.0f} %"
@@ -113,5 +119,5 @@ def _draw_rows(axes: "Axes", rows: Sequence[Row], column: str, full: float | Non
             axes.plot([low, high], [index, index], color=colour, linewidth=1.6)
         draw_line(axes, name, [(value, index)], linestyle="none")
     axes.set_ylim(len(rows) - 0.5, -0.5)
-    axes.set_yticks(range(len(rows)), [get_text(row, "method") for row in rows])
+    axes.set_yticks(range(len(rows)), [_title(row) for row in rows])
     axes.margins(x=0.08)
