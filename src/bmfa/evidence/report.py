@@ -57,7 +57,14 @@ EMBEDDED_REDUCTIONS = (
 )
 # Screening takes several times as long as merging, and its differences are several times as large.
 COMPARISONS: dict[str, dict[str, Any]] = {
-    "rules": {"policies": (), "baselines": (), "pictures": 50},
+    "leaves": {"leaves": (25.0,), "policies": (), "baselines": (), "pictures": 40},
+    "few-leaves": {
+        "rules": ("fixed-blocks", "gamma", "gamma-h2", "exact-gap", "optimal"),
+        "leaves": (6.25,),
+        "policies": (),
+        "baselines": (),
+        "pictures": 40,
+    },
     "merging": {"rules": (), "leaves": (), "pictures": 240},
 }
 DEIT = "timm:deit_tiny_patch16_224"

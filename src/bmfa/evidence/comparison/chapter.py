@@ -51,7 +51,7 @@ def _rules(records: RecordSet) -> list[Block]:
         return [NotMeasured(COMMAND)]
     return [
         *paragraph(
-            _task(records),
+            _task(records, next(iter(groups.values()))),
             "Every rule has its threshold set so that its trees have the same share of leaves, on other "
             "pictures than those it is measured on; all eight layers are screened, every query with a "
             "tree of its own.",
@@ -75,8 +75,8 @@ def _rules(records: RecordSet) -> list[Block]:
     ]
 
 
-def _task(records: RecordSet) -> str:
-    full = figures.full_row(records)
+def _task(records: RecordSet, rows: Sequence[Row]) -> str:
+    full = figures.full_row(records, rows)
     return (
         "The pictures show one badge in clutter, partly covered: its class is the shape of a thin "
         "outline, the texture inside and the number of small ticks, 24 classes that differ in a few "

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from bmfa.evidence.methods import family
+from bmfa.evidence.methods import family, find_method
 from bmfa.evidence.page import style
 from bmfa.evidence.page.canvas import Canvas, figure
 from bmfa.evidence.page.drawing import Margins, add_labels, draw_line, panel_grid
@@ -19,15 +19,16 @@ EXPERIMENT = "comparison"
 MEASURES = (
     ("agreement_percent", "agreement with the full model, %"),
     ("top1_percent", "top-1, %; the line is the full model"),
-    ("mask_iou", "IoU of the mask; the line is the full model"),
+    ("mask_iou", "mask IoU; the line is the full model"),
 )
 ROW_HEIGHT = 19.0  # pixels of a method in a panel
 MARGINS = Margins(left=112)
 
 
-def full_row(records: RecordSet) -> Row:
-    """Return the row of the full model, or an empty row."""
-    return next(iter(records.rows(EXPERIMENT, kind="full")), {})
+def full_row(records: RecordSet, rows: Sequence[Row]) -> Row:
+    """Return the row of the full model on the pictures of other rows, or an empty row."""
+    images = next((row.get("images") for row in rows), None)
+    return next(iter(records.rows(EXPERIMENT, kind="full", images=images)), {})
 
 
 def rules_by_leaves(records: RecordSet) -> dict[float, list[Row]]:
@@ -63,7 +64,9 @@ def equal_leaves(records: RecordSet, narrow: bool) -> Canvas:
     height = ROW_HEIGHT * max(len(rows) for rows in groups.values())
     canvas, axes = panel_grid(len(panels), 3, narrow=narrow, height=height, margins=MARGINS)
     for ax, (share, rows, (column, label)) in zip(axes, panels, strict=True):
-        full = None if column == "agreement_percent" else get_number(full_row(records), column)
+        full = (
+            None if column == "agreement_percent" else get_number(full_row(records, rows), column)
+        )
         _draw_rows(ax, rows, column, full)
         add_labels(canvas, ax, f"{format_number(share, 2)} % leaves", label)
     return canvas
@@ -83,11 +86,17 @@ def equal_operations(records: RecordSet, narrow: bool) -> Canvas:
     height = ROW_HEIGHT * max(len(rows) for rows in groups.values())
     canvas, axes = panel_grid(len(panels), 2, narrow=narrow, height=height, margins=MARGINS)
     for ax, (name, rows, (column, label)) in zip(axes, panels, strict=True):
-        full = 0.0 if column == "gain_pp" else get_number(full_row(records), column)
+        full = 0.0 if column == "gain_pp" else get_number(full_row(records, rows), column)
         _draw_rows(ax, rows, column, full)
-        share = _share_of_operations(rows, full_row(records))
+        share = _share_of_operations(rows, full_row(records, rows))
         add_labels(canvas, ax, f"{name}: {share} of the operations", label)
     return canvas
+
+
+def _title(row: Row) -> str:
+    """Return the short title of the method of a row; its value is in the table."""
+    method = find_method(get_text(row, "method"))
+    return get_text(row, "method") if method is None else method.title
 
 
 def _share_of_operations(rows: Sequence[Row], full: Row) -> str:
@@ -110,5 +119,5 @@ def _draw_rows(axes: "Axes", rows: Sequence[Row], column: str, full: float | Non
             axes.plot([low, high], [index, index], color=colour, linewidth=1.6)
         draw_line(axes, name, [(value, index)], linestyle="none")
     axes.set_ylim(len(rows) - 0.5, -0.5)
-    axes.set_yticks(range(len(rows)), [get_text(row, "method") for row in rows])
+    axes.set_yticks(range(len(rows)), [_title(row) for row in rows])
     axes.margins(x=0.08)

@@ -26,7 +26,7 @@ KEYS: Mapping[str, tuple[str, ...]] = {
     "cases": ("dataset", "title", "method"),
     "failures": ("rule", "role"),
     "faster": ("what", "title", "method"),
-    "comparison": ("target_percent", "baseline", "method"),
+    "comparison": ("target_percent", "baseline", "method", "images"),
     "picture": ("model", "title", "layer", "head", "query", "method"),
 }
 COMMANDS: Mapping[str, str] = {
