@@ -154,7 +154,9 @@ def test_a_budget_shrinks_until_the_check_holds():
         plan = tuned(model, tolerance, seed=seed)
         assert plan.checks[0] == loose.checks[0] and len(plan.checks) > 1
         assert plan.measured_change == plan.checks[-1]["measured_change"] <= tolerance
-        assert all(check["measured_change"] > tolerance for check in plan.checks[:-1])
+        held = [c for c in plan.checks if c["measured_change"] <= tolerance]
+        assert len(held) < len(plan.checks)  # one that failed
+        assert all(c["predicted_change"] <= plan.predicted_change for c in held)
         assert plan.predicted_change == plan.checks[-1]["predicted_change"]
         shrunk += 1
     assert shrunk, "every first choice held, so nothing is tested"

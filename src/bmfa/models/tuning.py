@@ -55,6 +55,9 @@ SHRINK = 0.95
 COARSE_STEP = 0.25
 # Combinations that are checked before all layers stay dense: the budget is below 1e-6 of the first then.
 MAX_CHECKS = 24
+# A combination that holds after others failed may be far within the tolerance. Up to this many budgets
+# between it and the last one that failed are checked, until a change reaches this share of it.
+RELAXING_CHECKS, CLOSE = 4, 0.8
 
 
 def tune(
@@ -419,12 +422,17 @@ class _Tuner:
     def _tighten(
         self, search: SettingSearch, budget: float, check: Callable[..., float], *, predicts: bool
     ) -> tuple[dict[int, float | None], list[Row]]:
-        """Choose, check on the checking pictures, and shrink the budget until the check holds."""
+        """Choose, check on the checking pictures, and shrink the budget until the check holds.
+
+        Then enlarge it again, if the change is far within the tolerance. The last row is the choice.
+        """
         tolerance = self.settings.tolerance
         checks: list[Row] = []
-        while True:
+        failed = math.inf  # the smallest cost of a combination that failed
+
+        def check_budget(budget: float) -> tuple[dict[int, float | None], float]:
             chosen = search.fastest(budget)
-            if budget == 0.0 or len(checks) == MAX_CHECKS - 1:
+            if budget == 0.0:
                 # Settings without any change on the choosing pictures failed on the others.
                 chosen = dict.fromkeys(chosen)
             cost, measured = search.cost(chosen), check(chosen)
@@ -433,10 +441,28 @@ class _Tuner:
             if checks:
                 why += ", after a check that failed"
             checks.append(_check_row(chosen, predicted, measured, why))
-            if measured <= tolerance or not any(chosen.values()):
-                return chosen, checks
+            return chosen, cost
+
+        chosen, cost = check_budget(budget)
+        while checks[-1]["measured_change"] > tolerance and any(chosen.values()):
+            failed, measured = cost, checks[-1]["measured_change"]
             shrink = (tolerance / measured) ** search.power if predicts else COARSE_STEP**0.5
-            budget = SHRINK ** len(checks) * shrink * cost
+            last = len(checks) == MAX_CHECKS - 1
+            chosen, cost = check_budget(0.0 if last else SHRINK ** len(checks) * shrink * cost)
+        held = len(checks) - 1
+        for _ in range(RELAXING_CHECKS):
+            if math.isinf(failed) or checks[held]["measured_change"] >= CLOSE * tolerance:
+                break
+            larger = math.sqrt(cost * failed) if cost > 0.0 else COARSE_STEP * failed
+            if search.cost(search.fastest(larger)) <= cost:
+                break  # there is no combination between the two
+            found, found_cost = check_budget(larger)
+            if checks[-1]["measured_change"] <= tolerance:
+                chosen, cost, held = found, found_cost, len(checks) - 1
+            else:
+                failed = larger
+        checks.append(checks.pop(held))
+        return chosen, checks
 
     def _time_model(
         self, batch: Tensor, chosen: Mapping[int, float | None], grid: Grid
