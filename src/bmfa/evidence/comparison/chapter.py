@@ -127,7 +127,7 @@ def _policies(records: RecordSet) -> list[Block]:
         *paragraph(
             "Merging policies on the same pictures. Every policy has its budget set so that the model "
             "takes the operations of the baseline, within one percent; masks are read from the merged "
-            "tokens, copied back to the grid. Free-energy merging leaves the first blocks and the last ones "
+            "tokens, copied back to the grid. Free-energy merging leaves the first and the last blocks "
             "alone: it cannot reach budgets far below these, and at the operations of tome:30 it is far "
             "behind.",
             *(describe(_order, name, rows) for name, rows in groups.items()),
