@@ -461,7 +461,7 @@ def tensors(
 def operator_arguments(masked: bool) -> tuple[Any, ...]:
     qkv = tensors(Grid(9, 16))
     valid = torch.rand(1, 144, device=DEVICE) < 0.7 if masked else None
-    return (*qkv, valid, 9, 16, 1, 1, 0.2, 0.1, 0.0, 1.0, False)
+    return (*qkv, valid, 9, 16, 1, 1, 2, 0.2, 0.1, 0.0, 1.0, False)
 
 
 @pytest.mark.parametrize("masked", [False, True])
@@ -484,7 +484,7 @@ def test_fake_tensors_have_the_shapes_of_results() -> None:
 
 def test_flops() -> None:
     grid = Grid(128, 128)
-    arguments = (None, grid.height, grid.width, 1, 1, 0.125, None)
+    arguments = (None, grid.height, grid.width, 1, 1, 2, 0.125, None)
     flops = []
     with torch._subclasses.FakeTensorMode():
         q, k, v = (torch.empty(2, 3, 1 + grid.size, 64, device=DEVICE) for _ in "qkv")
@@ -493,9 +493,9 @@ def test_flops() -> None:
                 operators.operator(q, k, v, *arguments, share, 1.0, False)
             flops.append(counter.get_total_flops())
     dense = 4 * q.numel() * q.shape[2]
-    # T representatives read keys once for scores and once for means, and values once; N queries read T
-    # tangents; 64 exact queries read all tokens; expanded tiles are a share of dense attention.
-    least = 4 * 6 * 64 * (1.5 * 256 + 256 + 64) * grid.size
+    # T / 2 representatives read keys once for scores and once for means, and values once; N queries read
+    # T tangents; 64 exact queries read all tokens; expanded tiles are a share of dense attention.
+    least = 4 * 6 * 64 * (1.5 * 128 + 256 + 64) * grid.size
     assert least < flops[0] < 1.5 * least < flops[1] < dense < flops[2]
     assert flops[2] - flops[0] == pytest.approx(4 * 6 * 64 * grid.size**2, rel=1e-6)
     assert flops[1] - flops[0] == pytest.approx(0.1 * (flops[2] - flops[0]), rel=1e-6)

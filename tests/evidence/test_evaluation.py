@@ -101,7 +101,7 @@ def test_pictures_without_labels_have_no_accuracy(model: LoadedModel) -> None:
 
 def model_flops(attended: list[int], processed: list[int]) -> int:
     """The embedded model by hand: 8 blocks of width 96 with these tokens in attention and MLP."""
-    total = 2 * 256 * 96 * 3 * 8 * 8 + 2 * 96 * 24  # patches and head
+    total = 2 * 256 * 96 * 3 * 8 * 8 + 2 * 96 * (4 + 2 + 3)  # patches, and scores of three factors
     total += 2 * 256 * 112 * (3 * 16 * 16 + 96) + 2 * 256 * 96 * 96  # context and positions
     for tokens, behind in zip(attended, processed, strict=True):
         total += 2 * tokens * 96 * 4 * 96 + 4 * tokens * tokens * 96  # projections, attention

@@ -1,5 +1,6 @@
 """The model experiments of the page: their records make its chapters, offline and on own files."""
 
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,7 @@ from PIL import Image
 from bmfa.cli import main
 from bmfa.data.drawn.badges import draw_badge
 from bmfa.evidence import report
+from bmfa.evidence.faster import run as faster
 from bmfa.evidence.page import figures
 from bmfa.evidence.page.blocks import NotMeasured
 from bmfa.evidence.page.build import CHAPTERS
@@ -24,6 +26,9 @@ def _few_methods(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("CLOSED_LOOP_METHODS", "LAYER_METHODS", "EVALUATED_RULES"):
         monkeypatch.setattr(report, name, rules)
     monkeypatch.setattr(report, "SINGLE_LAYER_METHODS", ("global-mean",))
+    # These have tests of their own.
+    monkeypatch.setattr(report, "COMPARISONS", {})
+    monkeypatch.setattr(report.faster, "run", partial(faster.run, side=16, pictures=1, shown=1))
     for name in ("REDUCTIONS", "EMBEDDED_REDUCTIONS"):
         monkeypatch.setattr(report, name, ("tome:8", "free-energy:8"))
 
@@ -41,7 +46,8 @@ def test_the_records_make_every_figure_of_the_model_chapters(tmp_path: Path) -> 
     own = own_files(tmp_path).load()
     records = dict(report.run_models(own, images=4, layer_images=2))
     assert list(records) == [
-        *("closed-loop", "closed-loop-layers", "closed-loop-single", "pictures", "evaluate"),
+        *("closed-loop", "closed-loop-layers", "closed-loop-single", "faster", "pictures"),
+        "evaluate",
         *("own-closed-loop", "own-closed-loop-layers", "own-evaluate"),
     ]
     assert {row["images"] for row in records["closed-loop"].rows} == {4}
@@ -51,7 +57,7 @@ def test_the_records_make_every_figure_of_the_model_chapters(tmp_path: Path) -> 
     assert alone == {"none", *map(str, range(8))}
     for name in SHOWN:
         assert figures.ALL[name].drawable(list(records.values()))
-    record_set = RecordSet(list(records.values())[:5])
+    record_set = RecordSet(list(records.values())[:6])
     for chapter in CHAPTERS:
         if chapter.name in ("closed-loop", "layers", "pictures", "classification", "reductions"):
             blocks = chapter.blocks(record_set)

@@ -87,6 +87,7 @@ def calls_into_bmfa(function: Callable[[], object]) -> list[str]:
 def without_embedded(calls: list[str]) -> list[str]:
     """Without the forward of the embedded model, which is a part of bmfa."""
     own = ("EmbeddedViT", "PatchEmbed", "Attention.", "Mlp", "Block.")
+    own += ("_check_pictures", "_context_ratio", "encode_positions")
     return [name for name in calls if not name.startswith(own)]
 
 
