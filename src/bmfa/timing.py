@@ -96,10 +96,10 @@ def time_alternating(
         work()
     for _ in range(repeats):
         for name, work in works.items():
-            _synchronize(device)
+            synchronize(device)
             start = time.perf_counter()
             work()
-            _synchronize(device)
+            synchronize(device)
             samples[name].append(1e3 * (time.perf_counter() - start))
     return {name: statistics.median(times) for name, times in samples.items()}
 
@@ -134,6 +134,7 @@ def peak_bytes(work: Work, device: torch.device) -> int | None:
     return int(torch.cuda.max_memory_allocated(device) - before)
 
 
-def _synchronize(device: torch.device) -> None:
+def synchronize(device: torch.device) -> None:
+    """Wait for a CUDA device; others have nothing to wait for."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)

@@ -20,9 +20,9 @@ class PictureGroup:
     """Pictures of one grid, which share a call of attention."""
 
     grid: Grid
-    # (pictures, prefix + N) places of the tokens in the flattened (B, T); spatial ones in raster order
+    # (pictures, prefix + N) indices of the tokens in the flattened (B, T); spatial ones in raster order
     index: Tensor
-    # (pictures, P) places of padding that attends to the keys of its picture; None if there is none
+    # (pictures, P) indices of padding that attends to the keys of its picture; None if there is none
     padding: Tensor | None = None
 
 
@@ -123,7 +123,7 @@ def pack(
 
 
 def _behind(index: Tensor, tokens: int) -> Tensor | None:
-    """Return (pictures, P) places behind the pictures in their sequences, None if there are none."""
+    """Return (pictures, P) indices behind the pictures in their sequences, None if there are none."""
     count = index.shape[1]
     if count == tokens:
         return None

@@ -35,6 +35,7 @@ from bmfa.models.plan import LayerSetting, ModelFingerprint, Plan
 from bmfa.models.preprocessing import Preprocessing
 from bmfa.models.setting_search import SettingSearch
 from bmfa.records import Row, environment
+from bmfa.timing import synchronize
 
 Progress = Callable[[int, int], None]  # steps done, of how many
 Times = Mapping[int, Mapping[float | None, float]]
@@ -481,10 +482,10 @@ class _Tuner:
         return dense, (_rounded(statistics.median(samples[1]), 5) if targets else dense)
 
     def _time_forward(self, batch: Tensor) -> float:
-        _synchronize(batch.device)
+        synchronize(batch.device)
         start = time.perf_counter()
         self.model(batch, **self.options)
-        _synchronize(batch.device)
+        synchronize(batch.device)
         return 1e3 * (time.perf_counter() - start)
 
 
@@ -584,8 +585,3 @@ def _check_row(
 def _rounded(value: float, digits: int) -> float:
     """Round to significant digits, so that a file repeats what was chosen from."""
     return float(f"{value:.{digits}g}")
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

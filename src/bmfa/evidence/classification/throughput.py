@@ -15,7 +15,7 @@ from bmfa.evidence.classification.evaluator import Evaluator
 from bmfa.evidence.model_methods import Layers, applied
 from bmfa.evidence.runner.batches import PictureBatches
 from bmfa.models import LoadedModel
-from bmfa.timing import Work, capture_calls
+from bmfa.timing import Work, capture_calls, synchronize
 
 # A sample lasts at least 0.1 s or 50 calls, so that the clock's own time does not count.
 SAMPLE_SECONDS = 0.1
@@ -129,14 +129,9 @@ def _capture(forward: Forward, pixels: Tensor, wanted: Timed) -> tuple[Work, Tim
 
 def _seconds(work: Work, device: torch.device, calls: int) -> float:
     """Return the duration of several calls in a row."""
-    _synchronize(device)
+    synchronize(device)
     start = time.perf_counter()
     for _ in range(calls):
         work()
-    _synchronize(device)
+    synchronize(device)
     return time.perf_counter() - start
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

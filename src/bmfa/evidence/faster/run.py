@@ -27,6 +27,7 @@ from bmfa.models.embedded.model import PATCH_SIZE
 from bmfa.models.summarizing import LayerSummary
 from bmfa.packages import load_package
 from bmfa.records import Record, Row, environment
+from bmfa.timing import synchronize
 
 SIDE = 64  # tokens along a side
 ERRORS = (0.01, 0.03, 0.1)  # targets of the relative L2 error of every attention
@@ -149,10 +150,10 @@ class _Run:
             for _ in range(warm_up):
                 model.forward_dense(pixels)
             captured.clear()
-            _synchronize(pixels)
+            synchronize(pixels.device)
             start = time.perf_counter()
             logits, mask_logits = model.forward_dense(pixels)
-            _synchronize(pixels)
+            synchronize(pixels.device)
             self.milliseconds.append(1000 * (time.perf_counter() - start))
         finally:
             handle.remove()
@@ -180,11 +181,6 @@ class _Run:
             if row.density is not None:
                 self.densities.append(row.density)
         self.dense_layers = sum(row.form == "dense" for row in layers)
-
-
-def _synchronize(pixels: Tensor) -> None:
-    if pixels.is_cuda:
-        torch.cuda.synchronize(pixels.device)
 
 
 def _setting(name: str, one: _Run, full: _Run, side: int) -> Row:
