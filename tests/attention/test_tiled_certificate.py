@@ -2,7 +2,8 @@
 
 import math
 import warnings
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -39,33 +40,49 @@ class Problem:
     tau: float = 1.0
     scale: float = 0.25
     valid: Tensor | None = None
+    query_grid: Grid | None = None
 
     @property
     def call(self) -> dict[str, Any]:
-        names = ("grid", "prefix", "tau", "scale", "valid")
+        names = ("grid", "prefix", "tau", "scale", "valid", "query_grid")
         return {name: getattr(self, name) for name in names}
 
     @property
-    def seen(self) -> npt.NDArray[np.bool_]:
-        """(1, 1, prefix + N), True for queries with a specified output."""
+    def tiling(self) -> Tiling:
+        return Tiling(self.grid, query_grid=self.query_grid)
+
+    @property
+    def query_prefix(self) -> int:
+        return self.q.shape[2] - self.tiling.queries.grid.size
+
+    @property
+    def seen_keys(self) -> npt.NDArray[np.bool_]:
+        """(1, 1, prefix + N), True for keys that exist."""
         seen = np.ones((1, 1, self.prefix + self.grid.size), bool)
         if self.valid is not None:
             seen[0, 0, self.prefix :] = self.valid[0].numpy()
         return seen
 
+    @property
+    def seen(self) -> npt.NDArray[np.bool_]:
+        """(1, 1, Q), True for queries with a specified output."""
+        return self.seen_keys if self.query_grid is None else np.ones((1, 1, self.q.shape[2]), bool)
+
     def wide(self) -> tuple[Wide, Wide, Wide]:
         q, k, v = (
-            np.where(self.seen[..., None], x.double().numpy(), 0.0).astype(np.longdouble)
-            for x in (self.q, self.k, self.v)
+            np.where(seen[..., None], x.double().numpy(), 0.0).astype(np.longdouble)
+            for x, seen in zip(
+                (self.q, self.k, self.v), (self.seen, self.seen_keys, self.seen_keys), strict=True
+            )
         )
         return q, k, v
 
     def scores(self) -> Wide:
-        """(B, H, prefix + N, prefix + N) scores over tau, -inf for invalid keys."""
+        """(B, H, Q, prefix + N) scores over tau, -inf for invalid keys."""
         q, k, _ = self.wide()
         # `@` of extended precision takes no BLAS, and is as precise as its inputs.
         scores = np.longdouble(self.scale) * (q @ k.swapaxes(-1, -2)) / np.longdouble(self.tau)
-        return np.where(self.seen[:, :, None], scores, -np.inf)
+        return np.where(self.seen_keys[:, :, None], scores, -np.inf)
 
     def exact(self) -> Wide:
         scores = self.scores()
@@ -80,17 +97,23 @@ class Problem:
     def divergence(self, expanded: Tensor) -> Wide:
         """KL of the attention over tangents from exact attention, by its definition."""
         q, k, _ = self.wide()
-        tiling, scores = Tiling(self.grid), self.scores()
+        scores = self.scores()
         result = np.zeros(scores.shape[:3], np.longdouble)
-        tiles = [[t for t in row if t >= 0 and self.seen[0, 0, self.prefix + t]]
-                 for row in tiling.slot_tokens.tolist()]  # fmt: skip
+        tiles, groups = (
+            [[t for t in row if t >= 0 and seen[0, 0, prefix + t]]
+             for row in tiling.slot_tokens.tolist()]
+            for tiling, prefix, seen in (
+                (self.tiling, self.prefix, self.seen_keys),
+                (self.tiling.queries, self.query_prefix, self.seen),
+            )
+        )  # fmt: skip
         factor = np.longdouble(self.scale) / np.longdouble(self.tau)
         for h in range(scores.shape[1]):
-            for g, tokens in enumerate(tiles):
+            for g, tokens in enumerate(groups):
                 if not tokens:
                     continue
                 # The same representative as in the certificate: float64 rounds it, and any will do.
-                rows = self.prefix + np.array(tokens)
+                rows = self.query_prefix + np.array(tokens)
                 mean = q[0, h, rows].mean(0)
                 logits = scores[0, h, rows].copy()  # (n, prefix + N)
                 for tile, members in enumerate(tiles):
@@ -174,10 +197,30 @@ def adversarial(seed: int) -> Problem:
     return Problem(q, k, v, grid, prefix, (1.0, 0.3, 4.0)[seed % 3], 0.25, valid)
 
 
+QUERY_GRIDS = (Grid(1, 1), Grid(3, 5), Grid(8, 8), Grid(9, 17), Grid(13, 6, frames=2), Grid(16, 20))
+
+
+def adversarial_cross(seed: int) -> Problem:
+    """Draw a problem of `adversarial`, and queries on a grid of their own with a prefix of their own.
+
+    They are rows of those of the problem, so that they are as far from each other and as close to keys.
+    """
+    problem = adversarial(seed)
+    generator = torch.Generator().manual_seed(seed)
+    query_grid = QUERY_GRIDS[seed // 2 % len(QUERY_GRIDS)]
+    grid = problem.grid
+    if seed % 5 == 3 and grid.height % 2 == 0:
+        grid = Grid(grid.height // 2, grid.width, frames=2)
+    rows = torch.randint(problem.q.shape[2], (seed % 4 + query_grid.size,), generator=generator)
+    q = problem.q[:, :, rows.sort().values].nan_to_num(0.5)
+    return replace(problem, q=q, grid=grid, query_grid=query_grid)
+
+
 def bounds(problem: Problem, output: Tensor, expanded: Tensor, kind: str) -> OutputBound:
     return bound_output(
-        problem.q, problem.k, problem.v, output, Tiling(problem.grid), expanded,
-        prefix=problem.prefix, factor=problem.scale / problem.tau, valid=problem.valid, kind=kind,
+        problem.q, problem.k, problem.v, output, problem.tiling, expanded, prefix=problem.prefix,
+        factor=problem.scale / problem.tau, valid=problem.valid, kind=kind,
+        query_prefix=problem.query_prefix,
     )  # fmt: skip
 
 
@@ -189,16 +232,16 @@ def run(problem: Problem, **options: Any) -> Any:
         )
 
 
-def expanded_tiles(result: Any, order: str = "raster") -> Tensor:
+def expanded_tiles(result: Any, order: str = "raster", query_grid: Grid | None = None) -> Tensor:
     """(B, H, R, T) in raster order from the trees of a call."""
     tree, grid = result.tree, result.tree.grid
-    tiling = Tiling(grid)
-    prefix = tree.shape[2] - grid.size
-    leaf = tree.leaf_index[:, :, prefix:].cpu()  # (B, H, N, N)
+    tiling = Tiling(grid, query_grid=query_grid)
+    prefix = tree.shape[2] - tiling.queries.grid.size
+    leaf = tree.leaf_index[:, :, prefix:].cpu()  # (B, H, queries, N)
     if order == "z":
         leaf = leaf[:, :, grid.z_rank]
     marks = torch.zeros(*leaf.shape[:2], tiling.groups, tiling.tiles, dtype=torch.bool)
-    for group, queries in enumerate(tiling.slot_tokens):
+    for group, queries in enumerate(tiling.queries.slot_tokens):
         for tile, keys in enumerate(tiling.slot_tokens):
             seen = leaf[:, :, queries[0]][..., keys[keys >= 0]]
             marks[:, :, group, tile] = seen.amax(-1) > torch.where(seen >= 0, seen, 2**30).amin(-1)
@@ -210,12 +253,13 @@ SEEDS_OF_A_TEST = 14
 
 @pytest.mark.parametrize("first", range(0, 126, SEEDS_OF_A_TEST))
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("drawn", [adversarial, adversarial_cross])
 def test_no_adversarial_query_is_further_from_exact_than_its_certificate(
-    first: int, kind: str
+    drawn: Callable[[int], Problem], first: int, kind: str
 ) -> None:
-    """Both tests of this name see more than 10,000 queries each, for both kinds."""
+    """The tests of this name see more than 10,000 queries of each of the four sorts."""
     for seed in range(first, first + SEEDS_OF_A_TEST):
-        problem = adversarial(seed)
+        problem = drawn(seed)
         result = run(problem, error=(0.02, 0.1, 0.5)[seed % 3], certificate=kind)
         bound, energy = result.stats.certificate, result.stats.energy_bound
         assert bound.dtype == energy.dtype == torch.float64 and bound.shape == problem.q.shape[:3]
@@ -223,7 +267,8 @@ def test_no_adversarial_query_is_further_from_exact_than_its_certificate(
         distance = problem.distance(result.output)
         below = bound.numpy().astype(np.longdouble) < distance
         assert not below.any(), (seed, bound.numpy()[below][:3], distance[below][:3])
-        divergence = problem.tau * problem.divergence(expanded_tiles(result))
+        expanded = expanded_tiles(result, query_grid=problem.query_grid)
+        divergence = problem.tau * problem.divergence(expanded)
         below = energy.numpy().astype(np.longdouble) < divergence - _representative_rounding(
             problem
         )
@@ -239,11 +284,14 @@ def _representative_rounding(problem: Problem) -> float:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("seed", range(0, 126, 3))
-def test_any_output_and_any_expanded_tiles_are_bounded(seed: int, kind: str) -> None:
+@pytest.mark.parametrize("drawn", [adversarial, adversarial_cross])
+def test_any_output_and_any_expanded_tiles_are_bounded(
+    drawn: Callable[[int], Problem], seed: int, kind: str
+) -> None:
     """The bound is on what is passed, whatever a kernel has made of it."""
-    problem = adversarial(seed)
+    problem = drawn(seed)
     generator = torch.Generator().manual_seed(seed)
-    tiling = Tiling(problem.grid)
+    tiling = problem.tiling
     shape = (1, 2, tiling.groups, tiling.tiles)
     expanded = torch.rand(shape, generator=generator) < (0.0, 0.3, 0.8)[seed % 3]
     exact = torch.from_numpy(problem.exact().astype(np.float64))
@@ -540,6 +588,24 @@ def test_fallback_recomputes_the_queries_above_it_and_no_others(order: str, mask
     assert bool((mended.stats.certificate[above] < 1e-9).all())
     assert torch.equal(mended.stats.certificate[~above], plain.stats.certificate[~above])
     assert not bool(mended.stats.energy_bound[above].any())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("seed", [8, 24, 43, 60, 97])
+def test_fallback_with_a_query_grid(seed: int, kind: str) -> None:
+    """Queries above the limit are those of exact attention, and the others are what they were."""
+    problem = adversarial_cross(seed)
+    plain = run(problem, leaves=0.4, certificate=kind)
+    relative = plain.stats.certificate / plain.output.double().norm(dim=-1)
+    limit = float(relative.quantile(0.6))
+    mended = run(problem, leaves=0.4, certificate=kind, fallback=limit)
+    above = ~(relative <= limit)
+    assert torch.equal(mended.stats.recomputed, above) and mended.stats.fallback == int(above.sum())
+    assert torch.equal(mended.output[~above], plain.output[~above])
+    distance = problem.distance(mended.output)
+    assert (mended.stats.certificate.numpy() >= distance).all()
+    exact = torch.from_numpy(problem.exact().astype(np.float64)).to(problem.q.dtype)
+    torch.testing.assert_close(mended.output[above], exact[above])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

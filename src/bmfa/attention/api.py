@@ -153,8 +153,8 @@ def screened_attention(
             its rule reads.
         fallback: Queries whose certificate exceeds this share of |output| are recomputed exactly.
         query_grid: For tiles, the grid of the queries where it is not that of the keys, as in
-            cross-attention or with pooled queries. Queries before those of the grid are exact. It
-            takes no certificate, and runs eagerly or dense.
+            cross-attention or with pooled queries. Queries before those of the grid are exact. It runs
+            eagerly or dense.
 
     Returns:
         A `Screened`, which unpacks as `output, stats`: the output is (B, H, Q, e) in the dtype of q.
@@ -218,12 +218,6 @@ def screened_attention(
             compute = compute_per_query if has_values(q) else compute_in_graph
             return _screened(inputs, options, compute(inputs, options), run.why, audit)
         _check_tiled_form(inputs, form, max_depth)
-        if bounded and inputs.query_grid is not None:
-            raise ValueError(
-                "query_grid is given, and attention over tiles has a certificate for self-attention "
-                "alone; leave certificate and fallback out, or pass rule=, e.g. "
-                "bmfa.rules.Optimal(error=0.05)"
-            )
         tiling = inputs.tiling
         budget = Budget.of(tiling, error, leaves)
         allow_dense = may_run_dense(

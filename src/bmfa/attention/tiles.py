@@ -155,15 +155,15 @@ def tiled_certificate(
     `bmfa.attention.kernels.eager.certificate` has the proofs.
 
     Args:
-        inputs: Inputs of self-attention.
-        tiling: Tiles of the grid.
-        output: (B, H, prefix + N, e), the output to bound, in the order of the caller.
+        inputs: Inputs of the call.
+        tiling: Tiles of the keys, and groups of the queries.
+        output: (B, H, Q, e), the output to bound, in the order of the caller.
         expanded: (B, H, R, T) bool, the tiles that every group of queries expands.
         kernel_order: Order of the tokens in the kernel, which numbers tiles and groups.
         kind: What log Z is bounded from, `"scores"` or `"boxes"`.
 
     Returns:
-        (B, H, prefix + N) float64 each: an upper bound on |output - exact|, and one on E of the
+        (B, H, Q) float64 each: an upper bound on |output - exact|, and one on E of the
         attention before the correction. Invalid queries have 0.
     """
     q, k, v = inputs.to_raster()
@@ -175,7 +175,7 @@ def tiled_certificate(
         expanded = expanded[:, :, group][..., _kernel_tiles(inputs, tiling, kernel_order)]
     bound = bound_output(
         q, k, v, output, tiling, expanded, prefix=prefix, factor=inputs.scale / inputs.tau,
-        valid=inputs.raster_valid, kind=kind,
+        valid=inputs.raster_valid, kind=kind, query_prefix=inputs.query_prefix,
     )  # fmt: skip
     # Two further roundings: of the product and of tau itself, which is given in decimals.
     both = torch.stack((bound.distance, bound.divergence * inputs.tau * (1 + 1e-15)), -1)

@@ -83,27 +83,32 @@ def working_precision(q: Tensor) -> torch.dtype:
 class OutputBound(NamedTuple):
     """Bounds for every query; both are 0 for invalid queries."""
 
-    distance: Tensor  # (B, H, prefix + N) float64, at least |output - exact|
-    divergence: Tensor  # (B, H, prefix + N) float64, at least KL(a || exact)
+    distance: Tensor  # (B, H, Q) float64, at least |output - exact|
+    divergence: Tensor  # (B, H, Q) float64, at least KL(a || exact)
 
 
 @torch.no_grad()
 def bound_output(
     q: Tensor, k: Tensor, v: Tensor, output: Tensor, tiling: Tiling, expanded: Tensor, *,
     prefix: int, factor: float, valid: Tensor | None = None, kind: str = "scores",
+    query_prefix: int | None = None,
 ) -> OutputBound:  # fmt: skip
     """Bound |output - exact| of every query of tiled attention.
 
     Args:
-        q, k: (B, H, prefix + N, d), spatial tokens in raster order. Invalid tokens may hold any value.
+        q: (B, H, Q, d), those before the grid first, then the others in raster order. Invalid tokens of
+            q, k and v may hold any value.
+        k: (B, H, prefix + N, d), spatial tokens in raster order.
         v: (B, H, prefix + N, e).
-        output: (B, H, prefix + N, e), the output to bound, of any dtype.
-        tiling: Tiles of the grid of N spatial tokens.
+        output: (B, H, Q, e), the output to bound, of any dtype.
+        tiling: Tiles of the grid of N spatial tokens, and groups of the queries.
         expanded: (B, H, R, T) bool, the tiles that each group reads token by token.
-        prefix: Number of tokens before the grid.
+        prefix: Number of keys before the grid.
         factor: scale / tau.
-        valid: bool (B or 1, N), the spatial tokens that exist.
+        valid: bool (B or 1, N), the spatial tokens that exist. It is a mask of the queries, too, unless
+            they have a grid of their own.
         kind: `"scores"` or `"boxes"`.
+        query_prefix: Number of queries before the grid, if it is not that of the keys.
 
     Returns:
         The bounds. They are infinite where nothing is known, e.g. for NaN.
@@ -111,19 +116,21 @@ def bound_output(
     if q.numel() == 0:
         return OutputBound(*(q.new_zeros(q.shape[:3], dtype=torch.float64) for _ in range(2)))
     working = working_precision(q)
+    query_prefix = prefix if query_prefix is None else query_prefix
+    q_valid = valid if tiling.query_grid is None else None
     exists = valid_slots(tiling, valid, q)
-    q_exists = valid_slots(tiling.queries, valid, q) if tiling.separate_groups else exists
+    q_exists = valid_slots(tiling.queries, q_valid, q) if tiling.separate_groups else exists
     layouts = (
-        (q, tiling.queries, q_exists),
-        (k, tiling, exists),
-        (v, tiling, exists),
-        (output, tiling.queries, q_exists),
+        (q, query_prefix, tiling.queries, q_exists),
+        (k, prefix, tiling, exists),
+        (v, prefix, tiling, exists),
+        (output, query_prefix, tiling.queries, q_exists),
     )
-    tokens = [_arrange(x[:, :, prefix:], tiles, slots) for x, tiles, slots in layouts]
-    before = [x[:, :, :prefix].double().flatten(0, 1) for x in (q, k, v, output)]
+    tokens = [_arrange(x[:, :, start:], tiles, slots) for x, start, tiles, slots in layouts]
+    before = [x[:, :, :start].double().flatten(0, 1) for x, start, _, _ in layouts]
     marks = expanded.flatten(0, 1)
     heads = len(marks)
-    distances = tokens[0].new_zeros(heads, prefix + tiling.grid.size)
+    distances = tokens[0].new_zeros(heads, q.shape[2])
     divergences = torch.zeros_like(distances)
     for index in range(heads):
         head = _Head(
@@ -133,7 +140,7 @@ def bound_output(
             None if q_exists is None else q_exists[index],
             factor,
         )
-        distances[index, :prefix] = head.bound_prefix()
+        distances[index, :query_prefix] = head.bound_prefix()
         marked = marks[index] & head.occupied
         made = (
             _ByScores(head, marked, working).bounds()
@@ -142,10 +149,10 @@ def bound_output(
         )
         spatial = torch.stack(made, -1)  # (R, Q, 2)
         spatial = tiles_to_tokens(spatial.unsqueeze(0), tiling.queries).squeeze(0)
-        distances[index, prefix:], divergences[index, prefix:] = spatial.unbind(-1)
+        distances[index, query_prefix:], divergences[index, query_prefix:] = spatial.unbind(-1)
     bounds = [x.where(x == x, torch.inf) for x in (distances, divergences)]  # NaN: nothing is known
-    if valid is not None:
-        mask = torch.cat((valid.new_ones(len(valid), prefix), valid), 1)
+    if q_valid is not None:
+        mask = torch.cat((q_valid.new_ones(len(q_valid), query_prefix), q_valid), 1)
         mask = mask.expand(q.shape[0], -1).repeat_interleave(q.shape[1], 0)
         bounds = [x.where(mask, 0.0) for x in bounds]
     return OutputBound(*(unflatten(x, 0, q.shape[:2]) for x in bounds))
@@ -199,7 +206,7 @@ class _Head:
 
     Args:
         spatial: q and output in groups, (R, Q, *), k and v in tiles, (T, S, *).
-        prefix: Tokens before the grid, (P, *).
+        prefix: Tokens before the grid, (P, *) keys and values, and any number of queries.
         exists: (T, S) bool, None if every slot of a tile holds a token.
         q_exists: (R, Q) bool, None if every slot of a group holds a query.
         factor: scale / tau.
@@ -259,7 +266,7 @@ class _Head:
         return scores if self.exists is None else scores.masked_fill(~self.exists, -torch.inf)
 
     def bound_prefix(self) -> Tensor:
-        """(P,) bounds of the prefix queries, which are exact up to the rounding of the kernel."""
+        """Bounds of the queries before the grid, which are exact up to the rounding of the kernel."""
         keys = torch.cat((self.prefix_k, self.k.flatten(0, 1)))
         scores = self.factor * (self.prefix_q @ keys.T)
         if self.exists is not None:
