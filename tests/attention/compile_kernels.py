@@ -39,20 +39,24 @@ def build(kernel, tensors, rest, options):
     return triton.compile(source, target=HOPPER, options=options)
 
 
-def tiled(dim, dtype, masked, prefix, aligned, group_tiles):
+def tiled(dim, dtype, masked, prefix, aligned, group_tiles, queries=None):
+    """Compile all kernels; with `queries`, a grid of their own, those that it makes a difference to."""
     side, mask = 128, torch.uint8 if masked else dtype
     strides = ((3 * side**2 * dim, dim, 3 * dim),) * 4
     key = launch.CallKey(
-        1, 3, dim, strides, dtype, 0, masked, side, side, 1, prefix, group_tiles, 0.125, aligned
-    )
+        1, 3, dim, strides, dtype, 0, masked, side, side, 1, prefix, group_tiles, 0.125, aligned, queries
+    )  # fmt: skip
     chain = launch.prepare_attention(key, 0.1, 0.0, 0.5).sequence
     dtypes = dict.fromkeys(("q", "k", "v", "o"), dtype) | {"valid": mask}
     dtypes |= {"expanded_count": torch.int32, "coarse_bits": torch.int32, "probes": torch.float32}
     dtypes |= {name: piece[2] for name, piece in chain.workspace.tensors.items()}
     for plan, places in chain.steps:
+        if queries is not None and "OWN_GRID" not in plan.kernel.arg_names:
+            continue
         tensors = [dtypes[chain.names[place]] for place in places]
         built = build(plan.kernel, tensors, plan.rest, plan.options)
-        print(plan.kernel.__name__, dim, dtype, f"shared {built.metadata.shared}")
+        own = "" if queries is None else "own grid "
+        print(plan.kernel.__name__, dim, dtype, f"{own}shared {built.metadata.shared}")
 
 
 def rows_of(layout):
@@ -91,6 +95,7 @@ def tree(rule, depth, width):
 if __name__ == "__main__":
     tiled(64, torch.bfloat16, False, 1, False, 2)
     tiled(80, torch.bfloat16, True, 17, False, 1)  # no power of 2, and other shapes than S = 64
+    tiled(64, torch.bfloat16, True, 1, False, 1, (60, 100, 2, 3))
     tree("optimal", operators.MISCOMPILED_DEPTH, 64)
     tree("optimal", operators.MISCOMPILED_DEPTH, operators.MISCOMPILED_HEAD)
     if "--all" in sys.argv:
@@ -99,5 +104,7 @@ if __name__ == "__main__":
             for dim in (32, 72, 96, 128):
                 tiled(dim, torch.bfloat16, False, 17, False, groups)
             tiled(128, torch.float32, True, 1, False, groups)
+            tiled(80, torch.float16, False, 17, False, groups, (200, 210, 1, 0))
+            tiled(128, torch.float32, True, 0, False, groups, (60, 100, 2, 17))
         tree("optimal", 2, 64)
         tree("optimal", 4, 64)

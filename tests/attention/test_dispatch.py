@@ -12,6 +12,7 @@ from bmfa.attention.dispatch import (
     DEFAULT_EXPANDED_SHARE,
     EXPANDED_COST,
     LEAST_TOKENS,
+    OWN_GRID_COST,
     dense_faster_reason,
     expected_share,
 )
@@ -118,6 +119,34 @@ def test_tiles_pay_off_earlier_in_a_graph() -> None:
     assert dense_faster_reason(shape, "cuda", tiling, budget, in_graph=True) is None
     few = dense_faster_reason((1, *shape[1:]), "cuda", tiling, budget, in_graph=True)
     assert few is not None and "which saves less than tiles cost" in few
+
+
+def test_a_query_grid_needs_as_many_queries_and_keys_as_self_attention() -> None:
+    budget, large = Budget(0.03, None), Grid(128, 128)
+    for grid, query_grid, heads, dense in (
+        (Grid(256, 256), large, 3, None),
+        (large, Grid(256, 256), 3, None),
+        (Grid(256, 256), Grid(96, 96), 12, "below 16384 tokens, and there are 9216"),
+        (Grid(96, 96), Grid(256, 256), 12, "below 16384 tokens, and there are 9216"),
+        (Grid(128, 129), large, 1, "which saves less than tiles cost"),
+    ):
+        tiling = Tiling(grid, query_grid=query_grid)
+        shape = (1, heads, query_grid.size, 64)
+        reason = dense_faster_reason(shape, "cuda", tiling, budget, in_graph=False)
+        assert reason is None if dense is None else reason is not None and dense in reason
+    # Queries and keys count alike, not the square of the queries.
+    few = Tiling(Grid(256, 256), query_grid=Grid(64, 64))
+    for leaves, expected in ((0.05, True), (0.5, False)):
+        found = dense_faster_reason(
+            (1, 3, 4096, 64), "cuda", few, Budget.of(few, None, leaves), in_graph=False
+        )
+        assert (found is None) == expected, found
+
+
+def test_the_cost_of_a_query_grid_is_that_of_all_tiles_in_the_record() -> None:
+    for record in ("attention-h200.json", "attention-saliency-h200.json"):
+        rows = {row["method"]: row for row in rows_of(record, LEAST_TOKENS["cuda"])}
+        assert 1 / rows["tiled-tiles:0"]["speedup"] <= OWN_GRID_COST["cuda"]
 
 
 @pytest.mark.gpu

@@ -153,6 +153,70 @@ def test_tiles_have_the_error_of_eager_float64(side, dim, prefix, masked, dtype,
     assert abs(estimates[0] - estimates[1]) <= 0.1 * estimates[1] + 4 * rounding, estimates
 
 
+def on_two_grids(grid, query_grid, dim, dtype, prefix, query_prefix, heads=3):
+    """Return q of one grid and k and v of another."""
+    q, _, _ = smooth(query_grid, dim, dtype, prefix=query_prefix, heads=heads, seed=1)
+    _, k, v = smooth(grid, dim, dtype, prefix=prefix, heads=heads)
+    return q, k, v
+
+
+@TRITON
+@pytest.mark.parametrize("dtype", [*HALF_TYPES, torch.float32])
+@pytest.mark.parametrize(
+    ("side", "query_side", "dim", "prefixes", "masked"),
+    [(128, 64, 64, (1, 1), False), (128, 60, 72, (0, 5), True), (60, 128, 80, (5, 0), False),
+     (64, 100, 96, (17, 33), True), (100, 64, 128, (1, 2), True), (256, 128, 64, (1, 1), False)],
+)  # fmt: skip
+@pytest.mark.parametrize("budget", [{"error": 0.02}, {"expand": 5.0}])
+def test_a_query_grid_has_the_error_of_eager_float64(
+    side, query_side, dim, prefixes, masked, dtype, budget
+):
+    prefix, query_prefix = prefixes
+    q, k, v = on_two_grids(side, query_side, dim, dtype, *prefixes)
+    valid, present, mask = None, None, None
+    if masked:
+        valid = torch.rand(1, side * side, device=DEVICE) < 0.8
+        present = torch.cat((valid.new_ones(1, prefix), valid), 1)
+        mask = present[:, None, None]
+    settings = {"prefix": prefix, "scale": dim**-0.5, "valid": valid, **budget}
+    tiling = Tiling(Grid(side, side), query_grid=Grid(query_side, query_side))
+    exact = dense(q, k, v, present)
+    got = tiled_attention(q, k, v, tiling, **settings)
+    want = eager_attention(
+        *(x.double() for x in (q, k, v)), tiling, query_prefix=query_prefix, **settings
+    )
+    rounding = relative_error(scaled_dot_product_attention(q, k, v, attn_mask=mask), exact)
+    errors = [relative_error(x.output, exact) for x in (got, want)]
+    assert abs(errors[0] - errors[1]) <= 0.05 * errors[1] + 4 * rounding, (errors, rounding)
+    counts = [float(x.expanded_count.double().mean()) for x in (got, want)]
+    assert abs(counts[0] - counts[1]) <= 0.05 * counts[1] + 0.1, counts
+
+
+@TRITON
+@pytest.mark.parametrize("dtype", HALF_TYPES)
+@pytest.mark.parametrize(("side", "query_side"), [(128, 64), (64, 128), (128, 100)])
+def test_a_query_grid_with_an_error_target_of_zero_is_dense_attention(side, query_side, dtype):
+    q, k, v = on_two_grids(side, query_side, 64, dtype, 1, 2)
+    tiling = Tiling(Grid(side, side), query_grid=Grid(query_side, query_side))
+    exact = dense(q, k, v)
+    rounding = relative_error(scaled_dot_product_attention(q, k, v), exact)
+    for exact_above in (1.0, 0.4):  # by the attention kernel, and by one of its own
+        settings = {"prefix": 1, "scale": 0.125, "error": 0.0, "exact_above": exact_above}
+        got = tiled_attention(q, k, v, tiling, **settings)
+        assert bool(got.expanded.all())
+        assert relative_error(got.output, exact) <= 2 * rounding
+
+
+@TRITON
+def test_auto_selects_tiles_for_large_query_grids():
+    q, k, v = on_two_grids(256, 128, 64, torch.bfloat16, 0, 0, heads=6)
+    result = screened_attention(q, k, v, grid=(256, 256), query_grid=(128, 128))
+    assert result.stats.backend == "triton" and result.stats.form == "tiled"
+    assert relative_error(result.output, dense(q, k, v)) <= 0.04
+    q = q[:, :, : 64 * 64]
+    assert screened_attention(q, k, v, grid=(256, 256), query_grid=(64, 64)).stats.form == "dense"
+
+
 @TRITON
 @pytest.mark.parametrize("dtype", HALF_TYPES)
 @pytest.mark.parametrize("side", [64, 128, 256])

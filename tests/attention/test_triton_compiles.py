@@ -35,6 +35,10 @@ def test_kernels_compile_for_hopper_and_mix_up_no_queries(tmp_path, everything):
     for name in KERNELS:
         for dim in (32, 64, 72, 80, 96, 128) if everything else (64, 80):
             assert any(line.startswith(f"{name}_kernel {dim} ") for line in lines)
+    for name in ("pool", "represent", "expand", "attention", "exact"):
+        for dim in (64, 80, 128) if everything else (64,):
+            line = f"{name}_kernel {dim} "
+            assert any(x.startswith(line) and " own grid " in x for x in lines), line
     shared = [int(line.split()[-1]) for line in lines if " shared " in line]
     assert len(shared) >= len(KERNELS) and max(shared) <= SHARED_MEMORY
     for depth in (2, 3, 4) if everything else (3,):

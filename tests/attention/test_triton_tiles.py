@@ -62,6 +62,7 @@ def run(case: TiledCase, **changes: Any) -> TiledAttention:
     q, k, v = (x.to(DEVICE) for x in (case.q, case.k, case.v))
     valid = None if case.valid is None else case.valid.to(DEVICE)
     settings = case.settings | changes
+    settings.pop("query_prefix", None)  # the kernels read it off the shapes
     got = operators.tiled_attention(q, k, v, case.tiling, valid=valid, **settings)
     assert got.output.dtype == case.q.dtype and got.probes.dtype == torch.float32
     parts = (got.output, got.expanded_count, got.probes, got.expanded)
@@ -131,6 +132,112 @@ def test_frames(budget: dict[str, float], group_tiles: int, masked: bool) -> Non
     tiling = Tiling(grid, group_tiles=group_tiles)
     got, _ = check(replace(case, tiling=tiling, valid=valid))
     assert got.expanded_count.shape[-1] == 3 * 2 * (2 // group_tiles)
+
+
+# Queries with a grid of their own
+
+
+def cross_case(
+    seed: int, grid: Grid, query_grid: Grid, *, prefix: int = 1, query_prefix: int = 1, batch: int = 1,
+    heads: int = 1, dim: int = 32, dtype: torch.dtype = torch.float32, masked: bool = False,
+    group_tiles: int = 1, **budget: float,
+) -> TiledCase:  # fmt: skip
+    """Queries and keys on two grids; missing keys hold NaN."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def walk(tokens: int) -> Tensor:
+        return torch.randn(batch, heads, tokens, dim, generator=generator).cumsum(2) / 6
+
+    k, v = walk(prefix + grid.size), walk(prefix + grid.size)
+    q = walk(query_prefix + query_grid.size)
+    valid = None
+    if masked:
+        valid = torch.rand(batch, grid.size, generator=generator) < 0.8
+        first = Tiling(grid).slot_tokens[0]
+        valid[:, first[first >= 0]] = False  # a tile without a token
+        valid[:, -1] = True
+        gone = torch.cat((valid.new_zeros(batch, prefix), ~valid), 1)[:, None, :, None]
+        k, v = (x.masked_fill(gone, torch.nan) for x in (k, v))
+    settings = {"prefix": prefix, "scale": dim**-0.5, "tau": 1.0, **budget}
+    settings["query_prefix"] = query_prefix
+    tiling = Tiling(grid, query_grid=query_grid, group_tiles=group_tiles)
+    return TiledCase(q.to(dtype), k.to(dtype), v.to(dtype), tiling, settings, valid)
+
+
+QUERY_GRIDS = {
+    "fewer": (Grid(16, 18), Grid(8, 9), 1, 1),
+    "more": (Grid(9, 13), Grid(20, 17), 0, 3),
+    "one group": (Grid(17, 9), Grid(3, 5), 5, 0),
+    "one tile": (Grid(6, 7), Grid(16, 16), 1, 2),
+    "frames": (Grid(9, 6, frames=2), Grid(5, 11, frames=3), 1, 1),
+    "long prefix": (Grid(16, 16), Grid(8, 24), 0, 33),
+    "transposed": (Grid(10, 20), Grid(20, 10), 2, 2),
+}
+
+
+@pytest.mark.parametrize("budget", [{"error": 0.05}, {"expand": 1.3}])
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("name", QUERY_GRIDS)
+def test_query_grids_equal_the_reference(name: str, masked: bool, budget: dict[str, float]) -> None:
+    grid, query_grid, prefix, query_prefix = QUERY_GRIDS[name]
+    case = cross_case(
+        len(name), grid, query_grid, prefix=prefix, query_prefix=query_prefix, batch=2, masked=masked,
+        **budget,
+    )  # fmt: skip
+    got, want = check(case)
+    assert got.output.shape == case.q.shape
+    assert got.expanded.shape[-2:] == (case.tiling.groups, Tiling(grid).tiles)
+    assert np.allclose(got.probes[..., 1:], want.probes[..., 1:], rtol=1e-3, atol=1e-6)
+
+
+@pytest.mark.parametrize("dim", [80, *(pytest.param(d, marks=SLOW) for d in (64, 96, 128))])
+@pytest.mark.parametrize("group_tiles", [1, 2])
+@EVERY_DTYPE
+def test_query_grids_of_every_dtype(dim: int, group_tiles: int, dtype: torch.dtype) -> None:
+    case = cross_case(
+        dim, Grid(16, 18), Grid(9, 19), dim=dim, dtype=dtype, group_tiles=group_tiles, masked=True,
+        expand=1.6,
+    )  # fmt: skip
+    got, _ = check(case)
+    assert 0 < int(got.expanded_count.sum()) < got.expanded.numel()
+
+
+@pytest.mark.parametrize("separate", [False, True])
+@pytest.mark.parametrize("masked", [False, True])
+def test_exact_heads_of_a_query_grid(
+    separate: bool, masked: bool, settings: Callable[..., None], prepared: list[Any]
+) -> None:
+    """More queries than keys, and fewer: blocks of the exact kernel end at their own numbers."""
+    settings(SEPARATE_EXACT_TILES=1 if separate else 10_000)
+    for grid, query_grid in ((Grid(9, 16), Grid(13, 24)), (Grid(13, 24), Grid(9, 16))):
+        case = cross_case(4, grid, query_grid, heads=2, masked=masked, query_prefix=3, error=0.05)
+        q = torch.randn(case.q.shape, generator=torch.Generator().manual_seed(1))
+        q[:, 0] *= 0.05  # nothing is expanded in this head
+        q[:, 1] *= 12
+        case = replace(case, q=q, settings=case.settings | {"exact_above": 0.3})
+        got, want = check(case)
+        assert prepared[-1].separate_exact == separate and want.exact.tolist() == [[False, True]]
+        assert bool((got.probes[:, 1, :, 0] < 1e-8).all())
+
+
+def test_items_and_bands_of_a_query_grid(
+    settings: Callable[..., None], prepared: list[Any]
+) -> None:
+    settings(ROWS_PER_BAND=PROBE_SLOTS, LEAST_DIVIDED_TILES=1, LEAST_ITEM_TILES=2)
+    case = cross_case(12, Grid(16, 24), Grid(1, 8 * 66 - 3), expand=3.3)
+    got, _ = check(case)
+    kernels = [step.kernel for step, _ in prepared[0].sequence.steps]
+    assert kernels.count(launch.attention_kernel) == kernels.count(launch.expand_kernel) == 2
+    assert num_items(got, prepared[0]) > 0
+
+
+def test_a_query_grid_that_is_the_grid_of_the_keys_gives_the_same() -> None:
+    """Self-attention, computed by the kernels for two grids."""
+    case = smooth_case(3, (11, 17), prefix=2, heads=2, expand=1.7)
+    own = replace(case, tiling=Tiling(case.tiling.grid, query_grid=case.tiling.grid))
+    got, want = run(own), run(case)
+    for name in ("output", "expanded", "probes"):
+        assert torch.equal(getattr(got, name), getattr(want, name)), name
 
 
 @pytest.mark.parametrize("dim", [32, 72, 80, 96, *(pytest.param(d, marks=SLOW) for d in (64, 128))])
@@ -409,8 +516,16 @@ def test_scratch_is_at_most_four_times_keys_and_values(side: int, dim: int, pref
 
 def test_every_element_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
     """Scratch that is all ones, NaN in every dtype, changes nothing."""
-    for group_tiles, valid in ((1, None), (2, torch.ones(1, 9 * 17, dtype=torch.bool))):
-        case = smooth_case(13, (9, 17), prefix=2, valid=valid, group_tiles=group_tiles, error=0.03)
+    valid = torch.ones(1, 9 * 17, dtype=torch.bool)
+    cases = [
+        smooth_case(13, (9, 17), prefix=2, valid=mask, group_tiles=group_tiles, error=0.03)
+        for group_tiles, mask in ((1, None), (2, valid))
+    ]
+    for query_grid in (Grid(3, 9, frames=2), Grid(17, 19)):
+        cases.append(
+            cross_case(13, Grid(9, 17), query_grid, query_prefix=2, masked=True, error=0.03)
+        )
+    for case in cases:
         want = run(case)
         new_empty, filled = torch.Tensor.new_empty, []
 
@@ -458,22 +573,27 @@ def tensors(
     return list(x.to(DEVICE, dtype))
 
 
-def operator_arguments(masked: bool) -> tuple[Any, ...]:
-    qkv = tensors(Grid(9, 16))
+def operator_arguments(masked: bool, query_grid: Grid | None = None) -> tuple[Any, ...]:
+    q, k, v = tensors(Grid(9, 16))
     valid = torch.rand(1, 144, device=DEVICE) < 0.7 if masked else None
-    return (*qkv, valid, 9, 16, 1, 1, 2, 0.2, 0.1, 0.0, 1.0, False)
+    arguments = (valid, 9, 16, 1, 1, 2, 0.2, 0.1, 0.0, 1.0, False)
+    if query_grid is None:
+        return q, k, v, *arguments
+    return tensors(query_grid, prefix=3)[0], k, v, *arguments, operators._sides(query_grid)
 
 
+@pytest.mark.parametrize("query_grid", [None, Grid(5, 9, frames=2)])
 @pytest.mark.parametrize("masked", [False, True])
-def test_the_operator_passes_opcheck(masked: bool) -> None:
+def test_the_operator_passes_opcheck(masked: bool, query_grid: Grid | None) -> None:
     torch.library.opcheck(
-        operators.operator, operator_arguments(masked),
+        operators.operator, operator_arguments(masked, query_grid),
         test_utils=("test_schema", "test_faketensor", "test_aot_dispatch_dynamic"),
     )  # fmt: skip
 
 
-def test_fake_tensors_have_the_shapes_of_results() -> None:
-    arguments = operator_arguments(False)
+@pytest.mark.parametrize("query_grid", [None, Grid(5, 9, frames=2)])
+def test_fake_tensors_have_the_shapes_of_results(query_grid: Grid | None) -> None:
+    arguments = operator_arguments(False, query_grid)
     real = operators.operator(*arguments)
     with torch._subclasses.FakeTensorMode() as mode:
         fake = operators.operator(*map(mode.from_tensor, arguments[:3]), *arguments[3:])
@@ -515,6 +635,28 @@ def test_compiles_into_one_graph() -> None:
     assert torch.equal(compiled(*qkv), attend(*qkv))
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_query_grid_compiles_into_one_graph() -> None:
+    grid, query_grid = Grid(16, 16), Grid(9, 12)
+    (q, *_), (_, k, v) = tensors(query_grid, prefix=2), tensors(grid)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
+        return screened_attention(
+            q, k, v, grid=grid, query_grid=query_grid, prefix=1, leaves=0.4, backend="triton",
+            form="tiled", **options,
+        )  # fmt: skip
+
+    def output(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return attend(q, k, v).output
+
+    compiled = torch.compile(output, fullgraph=True, backend="inductor" if GPU else "aot_eager")
+    assert torch.equal(compiled(q, k, v), output(q, k, v))
+    result = attend(q, k, v, certificate=True)
+    exact = scaled_dot_product_attention(q.double(), k.double(), v.double())
+    distance = (result.output.double() - exact).norm(dim=-1)
+    assert result.stats.density < 1 and bool((result.stats.certificate >= distance).all())
+
+
 REFUSED = {
     "dtype": ({"dtype": torch.float64}, "float64"),
     "dim": ({"dim": 48}, "the head dimension is 48"),
@@ -551,9 +693,18 @@ def test_what_the_kernels_cannot_take_is_refused_before_they_run() -> None:
         "the tiles have 4x4 tokens; the kernels take 8x8": (q, k, v, Tiling(Grid(16, 16), side=4)),
         "values 16": (q, k, v[..., :16], Tiling(Grid(16, 16))),
         "there are no queries": (q[:0], k[:0], v[:0], Tiling(Grid(16, 16))),
-        "sides up to 512": (q, k, v, Tiling(Grid(8, 520))),
+        "the grid is 8x520; the kernels take sides up to 512": (q, k, v, Tiling(Grid(8, 520))),
+        "the query_grid is 8x520; the kernels take sides up to 512": (
+            q, k, v, Tiling(Grid(16, 16), query_grid=Grid(8, 520)),
+        ),
+        "the prefix of q has 241 tokens; the kernels take up to 64": (
+            q, k, v, Tiling(Grid(16, 16), query_grid=Grid(4, 4)),
+        ),
         "k is torch.float16": (q, k.half(), v, Tiling(Grid(16, 16))),
-    }
+    }  # fmt: skip
     for message, arguments in cases.items():
         reason = operators.unsupported_reason(*arguments, 1, "raster")
         assert reason is not None and message in reason
+    own = Tiling(Grid(16, 16), query_grid=Grid(16, 15))
+    assert operators.unsupported_reason(q, k, v, own, 1, "raster") is None
+    assert "a grid of their own" in str(operators.unsupported_reason(q, k, v, own, 1, "z"))

@@ -153,8 +153,8 @@ def screened_attention(
             its rule reads.
         fallback: Queries whose certificate exceeds this share of |output| are recomputed exactly.
         query_grid: For tiles, the grid of the queries where it is not that of the keys, as in
-            cross-attention or with pooled queries. Queries before those of the grid are exact. It runs
-            eagerly or dense.
+            cross-attention or with pooled queries. Queries before those of the grid are exact, and
+            `valid` is a mask of the keys alone.
 
     Returns:
         A `Screened`, which unpacks as `output, stats`: the output is (B, H, Q, e) in the dtype of q.

@@ -31,7 +31,7 @@ def dense_attention(inputs: AttentionInputs, in_graph: bool = False) -> Tensor:
     """(B, H, Q, e) attention by `torch.nn.functional.scaled_dot_product_attention`.
 
     Args:
-        inputs: Inputs of self-attention.
+        inputs: Inputs of the call.
         in_graph: True if the launches are recorded in a graph, where host time does not count.
 
     Raises:
@@ -53,10 +53,11 @@ def dense_attention(inputs: AttentionInputs, in_graph: bool = False) -> Tensor:
     return output
 
 
-def attention_operations(shape: Sequence[int]) -> float:
-    """Floating-point operations of dense self-attention on queries of shape (B, H, N, d)."""
-    batch, heads, tokens, dim = shape
-    return 4.0 * batch * heads * dim * tokens**2
+def attention_operations(shape: Sequence[int], keys: int | None = None) -> float:
+    """Floating-point operations of dense attention on queries of shape (B, H, Q, d) and as many keys,
+    or the number of keys."""
+    batch, heads, queries, dim = shape
+    return 4.0 * batch * heads * dim * queries * (queries if keys is None else keys)
 
 
 def _cudnn_must_be_selected(q: Tensor, k: Tensor, v: Tensor, in_graph: bool) -> bool:
@@ -65,7 +66,7 @@ def _cudnn_must_be_selected(q: Tensor, k: Tensor, v: Tensor, in_graph: bool) -> 
         return False
     if torch.cuda.get_device_capability(q.device) < (9, 0):
         return False
-    if not in_graph and attention_operations(q.shape) < LEAST_CUDNN_OPERATIONS:
+    if not in_graph and attention_operations(q.shape, k.shape[2]) < LEAST_CUDNN_OPERATIONS:
         return False
     own_choice: int = torch._fused_sdp_choice(q, k, v, enable_gqa=q.shape[1] != k.shape[1])
     return own_choice != SDPBackend.CUDNN_ATTENTION.value

@@ -39,6 +39,10 @@ EXPANDED_COST = {"cuda": 1.9, "cpu": 2.3}
 # records/attention-saliency-h200.json (DeiT-Tiny expands a fifth of that). It grows with about this
 # power of the inverse of the target.
 DEFAULT_EXPANDED_SHARE, SHARE_EXPONENT = 0.15, 1.5
+# Part of the time of dense attention that tiles take more for queries with a grid of their own, at most:
+# all that tiles take on CUDA if none is expanded, 0.16 at 16,384 tokens in records/attention-h200.json.
+# The record has groups of two tiles, and such queries have groups of one: twice the representatives.
+OWN_GRID_COST = {"cuda": 0.16, "cpu": 0.0}
 # Operations of dense attention that the tiled form must save. On an H200 2e10 operations take about
 # 0.04 ms, the time of the kernels that run before the attention itself; a call outside of a graph adds
 # about 0.2 ms of host time for its launches (milliseconds_eager - milliseconds in the record).
@@ -137,12 +141,14 @@ def dense_faster_reason(
     """Return why dense attention is expected to be faster, or None if the tiled form is.
 
     Args:
-        shape: (B, H, prefix + N, d), the shape of the queries.
+        shape: (B, H, Q, d), the shape of the queries.
         device: Type of the device, e.g. "cuda".
-        tiling: Tiles of the grid.
+        tiling: Tiles of the grid, and groups of the queries.
         budget: Error target or number of tiles.
         in_graph: True if the launches are recorded in a graph, where host time does not count.
     """
+    # Few keys leave little to summarise. Few queries on a large image are far apart, so that a group of
+    # them expands as much as on a small image, and the probes and statistics of tiles cost as much.
     size = min(tiling.grid.size, tiling.queries.grid.size)
     if math.prod(shape) == 0:
         return "the call has no queries"
@@ -153,7 +159,11 @@ def dense_faster_reason(
     if budget.error and device != "cuda":
         return None  # the eager kernel counts the expanded tiles before it reads their tokens
     share = expected_share(budget, tiling.tiles)
-    saved = attention_operations(shape) * (1.0 - expanded_cost(device) * share)
+    relative_time, keys = expanded_cost(device) * share, None
+    if tiling.query_grid is not None:
+        relative_time += OWN_GRID_COST.get(device, 0.0)
+        keys = tiling.grid.size
+    saved = attention_operations(shape, keys) * (1.0 - relative_time)
     if saved >= LEAST_SAVED_OPERATIONS.get("cuda graph" if in_graph else device, 0.0):
         return None
     if torch.compiler.is_compiling():  # the share may be a symbol, which has no format ".0%"

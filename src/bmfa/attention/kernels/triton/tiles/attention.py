@@ -41,16 +41,19 @@ def expand_kernel(
     q, k, v, valid, expanded_list, expanded_count, items, item_m, item_l, item_acc,
     stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_kt, stride_vb, stride_vh, stride_vt,
     H, prefix, height, width, frames, tiles_across, num_tiles, num_groups, first_row, row_capacity,
-    group_stride, qk_scale,
+    group_stride, query_prefix, query_height, query_width, query_tiles_across, qk_scale,
     D: tl.constexpr, BLOCK_D: tl.constexpr, SIDE: tl.constexpr, GROUP_TILES: tl.constexpr,
     NUM_ITEMS: tl.constexpr, ITEM_TILES: tl.constexpr, Z_ORDER: tl.constexpr, MASKED: tl.constexpr,
-    RAGGED: tl.constexpr, PRECISION: tl.constexpr,
+    RAGGED: tl.constexpr, OWN_GRID: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Attend with the queries of a group over one item of its expanded tiles. Grid: (item_capacity,).
 
     Writes the online softmax of the item: item_m and item_l (item_capacity, QUERIES), and item_acc
-    (item_capacity, QUERIES, D).
+    (item_capacity, QUERIES, D). With OWN_GRID the queries have a grid and a prefix of their own.
     """
+    if not OWN_GRID:
+        query_prefix, query_height, query_width = prefix, height, width
+        query_tiles_across = tiles_across
     QUERIES: tl.constexpr = SIDE * SIDE * GROUP_TILES
     item = tl.program_id(0)
     code = tl.load(items + item)
@@ -58,13 +61,13 @@ def expand_kernel(
         number, line = code % NUM_ITEMS, code // NUM_ITEMS
         batch, head, batch_head = split_batch_head(line // row_capacity, H)
         group = (first_row + line % row_capacity) * group_stride % num_groups
-        q += batch * stride_qb + head * stride_qh + prefix * stride_qt
+        q += batch * stride_qb + head * stride_qh + query_prefix * stride_qt
         k += batch * stride_kb + head * stride_kh + prefix * stride_kt
         v += batch * stride_vb + head * stride_vh + prefix * stride_vt
         valid += batch * frames * height * width
         slots, columns = tl.arange(0, QUERIES), tl.arange(0, BLOCK_D)
         tokens, on_grid = group_tokens(
-            group, slots, height, width, tiles_across, Z_ORDER, SIDE, GROUP_TILES
+            group, slots, query_height, query_width, query_tiles_across, Z_ORDER, SIDE, GROUP_TILES
         )
         group_q = load_rows(q, tokens, stride_qt, on_grid, D, BLOCK_D)  # (QUERIES, BLOCK_D)
         m_i = tl.full((QUERIES,), float("-inf"), tl.float32)
@@ -93,19 +96,24 @@ def attention_kernel(
     stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_kt, stride_vb, stride_vh, stride_vt,
     stride_ob, stride_oh, stride_ot,
     H, prefix, height, width, frames, tiles_across, num_tiles, num_groups, line_stride, first_row,
-    row_capacity, group_stride, num_probes, qk_scale,
+    row_capacity, group_stride, num_probes, query_prefix, query_height, query_width, query_tiles_across,
+    qk_scale,
     D: tl.constexpr, BLOCK_D: tl.constexpr, SIDE: tl.constexpr, GROUP_TILES: tl.constexpr,
     BLOCK_MEANS: tl.constexpr, BLOCK_PREFIX: tl.constexpr, ITEM_TILES: tl.constexpr,
     SKIP_EXACT: tl.constexpr, Z_ORDER: tl.constexpr, MASKED: tl.constexpr, RAGGED: tl.constexpr,
-    PRECISION: tl.constexpr,
+    OWN_GRID: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Attend with the queries of one group of one head. Grid: (rows, B * H).
 
     Row r is the group at position first_row + r. Attends over the tangents of its unexpanded tiles, the
     prefix and the first ITEM_TILES expanded tiles, and adds the items of `expand_kernel`. Writes the
     rows of o of the group's queries, and if one of them is a probe, its |output - exact|^2 to probes (B
-    * H, num_probes, 3). With SKIP_EXACT, heads in `exact_heads` are left out.
+    * H, num_probes, 3). With SKIP_EXACT, heads in `exact_heads` are left out. With OWN_GRID the queries
+    have a grid and a prefix of their own.
     """
+    if not OWN_GRID:
+        query_prefix, query_height, query_width = prefix, height, width
+        query_tiles_across = tiles_across
     QUERIES: tl.constexpr = SIDE * SIDE * GROUP_TILES
     row = tl.program_id(0)
     batch, head, batch_head = split_batch_head(tl.program_id(1), H)
@@ -117,7 +125,7 @@ def attention_kernel(
             tl.store(probes + (batch_head * num_probes + position) * 3, 0.0)
     if not skip:
         group = position * group_stride % num_groups
-        q += batch * stride_qb + head * stride_qh + prefix * stride_qt
+        q += batch * stride_qb + head * stride_qh + query_prefix * stride_qt
         k += batch * stride_kb + head * stride_kh
         v += batch * stride_vb + head * stride_vh
         valid += batch * frames * height * width
@@ -125,7 +133,7 @@ def attention_kernel(
         slots, columns = tl.arange(0, QUERIES), tl.arange(0, BLOCK_D)
         in_head = columns < D
         tokens, on_grid = group_tokens(
-            group, slots, height, width, tiles_across, Z_ORDER, SIDE, GROUP_TILES
+            group, slots, query_height, query_width, query_tiles_across, Z_ORDER, SIDE, GROUP_TILES
         )
         group_q = load_rows(q, tokens, stride_qt, on_grid, D, BLOCK_D)  # (QUERIES, BLOCK_D)
         # Loaded early to hide the latency; used after the tangent tiles.
@@ -190,7 +198,7 @@ def attention_kernel(
             m_i = m_new
 
         acc = acc / tl.where(l_i > 0.0, l_i, 1.0)[:, None]
-        o += batch * stride_ob + head * stride_oh + prefix * stride_ot
+        o += batch * stride_ob + head * stride_oh + query_prefix * stride_ot
         pointers = o + tokens.to(tl.int64)[:, None] * stride_ot + columns[None, :]
         result = acc.to(o.dtype.element_ty)
         tl.store(pointers, result, mask=on_grid[:, None] & in_head[None, :])
@@ -200,7 +208,7 @@ def attention_kernel(
             exact = tl.load(probe_exact + probe * D + columns, mask=in_head, other=0.0)
             difference = result.to(tl.float32) - exact[None, :]
             errors = tl.sum(difference * difference, 1)  # (QUERIES,)
-            error = tl.sum(tl.where(on_grid & (tokens + prefix == token), errors, 0.0), 0)
+            error = tl.sum(tl.where(on_grid & (tokens + query_prefix == token), errors, 0.0), 0)
             tl.store(probes + probe * 3, error)
 
 
@@ -209,13 +217,14 @@ def exact_kernel(
     q, k, v, valid, exact_heads, o,
     stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_kt, stride_vb, stride_vh, stride_vt,
     stride_ob, stride_oh, stride_ot,
-    H, prefix, height, width, frames, qk_scale,
+    H, prefix, height, width, frames, num_queries, qk_scale,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    MASKED: tl.constexpr, PRECISION: tl.constexpr,
+    MASKED: tl.constexpr, OWN_GRID: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Attend exactly with BLOCK_M queries of one head in `exact_heads`. Grid: (query blocks, B * H).
 
-    Tokens are taken in their order in memory, the prefix among them.
+    Tokens are taken in their order in memory, the prefix among them. Without OWN_GRID there are as many
+    queries.
     """
     batch, head, batch_head = split_batch_head(tl.program_id(1), H)
     if tl.load(exact_heads + batch_head) != 0:
@@ -224,9 +233,11 @@ def exact_kernel(
         v += batch * stride_vb + head * stride_vh
         valid += batch * frames * height * width
         num_tokens = prefix + frames * height * width
+        if not OWN_GRID:
+            num_queries = num_tokens
         rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
         columns = tl.arange(0, BLOCK_D)
-        queries = load_rows(q, rows, stride_qt, rows < num_tokens, D, BLOCK_D)
+        queries = load_rows(q, rows, stride_qt, rows < num_queries, D, BLOCK_D)
         qk_scale_log2 = qk_scale * LOG2E
         m_i = tl.full((BLOCK_M,), float("-inf"), tl.float32)
         l_i = tl.zeros((BLOCK_M,), tl.float32)
@@ -245,5 +256,5 @@ def exact_kernel(
         acc = acc / tl.where(l_i > 0.0, l_i, 1.0)[:, None]
         o += batch * stride_ob + head * stride_oh
         pointers = o + rows.to(tl.int64)[:, None] * stride_ot + columns[None, :]
-        mask = (rows < num_tokens)[:, None] & (columns < D)[None, :]
+        mask = (rows < num_queries)[:, None] & (columns < D)[None, :]
         tl.store(pointers, acc.to(o.dtype.element_ty), mask=mask)

@@ -3,6 +3,8 @@
 Everything but the tensors is computed once for calls with equal shapes, strides and options.
 """
 
+import math
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -34,6 +36,8 @@ from bmfa.grid import Grid
 
 # Tensors that every call passes; kernels find them by these names.
 INPUTS = ("q", "k", "v", "valid", "o", "expanded_count", "coarse_bits", "probes")
+# Arguments that kernels take for the grid of the keys, and again as query_* for that of the queries.
+OF_QUERIES = ("prefix", "height", "width", "tiles_across")
 
 # The settings below are pinned rather than tuned at run time, so that equal inputs give equal bits.
 # `bmfa bench attention` measures them.
@@ -75,30 +79,56 @@ class CallKey(NamedTuple):
     group_tiles: int
     qk_scale: float
     z_order: bool
+    # Height, width, frames and prefix of the queries, if they have a grid of their own.
+    queries: tuple[int, int, int, int] | None = None
 
     @classmethod
     def of(
         cls, tensors: tuple[Tensor, ...], valid: Tensor | None, height: int, width: int, frames: int,
-        prefix: int, group_tiles: int, qk_scale: float, z_order: bool,
+        prefix: int, group_tiles: int, qk_scale: float, z_order: bool, query_grid: Sequence[int] = (),
     ) -> "CallKey":  # fmt: skip
-        """Read the key off q, k, v and o, (B, H, prefix + N, D) each."""
+        """Read the key off q and o, (B, H, Q, D), and k and v, (B, H, prefix + N, D)."""
         q = tensors[0]
-        batch, heads, _, dim = q.shape
+        batch, heads, num_queries, dim = q.shape
         strides = tuple(tensor.stride()[:3] for tensor in tensors)
+        queries = None
+        if query_grid:
+            sides = (query_grid[0], query_grid[1], query_grid[2])
+            queries = (*sides, num_queries - math.prod(sides))
         return cls(
             batch, heads, dim, strides, q.dtype, q.get_device(), valid is not None,
-            height, width, frames, prefix, group_tiles, qk_scale, z_order,
+            height, width, frames, prefix, group_tiles, qk_scale, z_order, queries,
         )  # fmt: skip
 
     @property
     def tiling(self) -> Tiling:
         """Tiles of the one size that the kernels are written for."""
         grid = Grid(self.height, self.width, frames=self.frames)
-        return Tiling(grid, group_tiles=self.group_tiles)
+        query_grid = None
+        if self.queries is not None:
+            query_grid = Grid(self.queries[0], self.queries[1], frames=self.queries[2])
+        return Tiling(grid, query_grid=query_grid, group_tiles=self.group_tiles)
+
+    @property
+    def query_prefix(self) -> int:
+        """Number of queries before the grid."""
+        return self.prefix if self.queries is None else self.queries[3]
+
+    def query_arguments(self) -> dict[str, int]:
+        """Return the arguments of a kernel that reads queries alone, by the names of their grid."""
+        grid = self.tiling.queries.grid
+        return {
+            "prefix": self.query_prefix,
+            "height": grid.height,
+            "width": grid.width,
+            "frames": grid.frames,
+            "tiles_across": Tiling(grid).columns,
+            "MASKED": self.masked and self.queries is None,  # the mask is one of keys
+        }
 
     def arguments(self) -> dict[str, Any]:
         """Return the arguments that the kernels share, by the names of their parameters."""
-        tiling = self.tiling
+        tiling, of_queries = self.tiling, self.query_arguments()
         strides = {
             f"stride_{name}{dimension}": stride
             for name, tensor_strides in zip("qkvo", self.strides, strict=False)
@@ -114,6 +144,8 @@ class CallKey(NamedTuple):
             "tiles_across": tiling.columns,
             "num_tiles": tiling.tiles,
             "num_groups": tiling.groups,
+            **{f"query_{name}": of_queries[name] for name in OF_QUERIES},
+            "num_queries": self.query_prefix + tiling.queries.grid.size,
             "qk_scale": self.qk_scale,
             "D": self.dim,
             "BLOCK_D": _dot_block(self.dim),
@@ -123,6 +155,9 @@ class CallKey(NamedTuple):
             "Z_ORDER": self.z_order,
             "MASKED": self.masked,
             "RAGGED": tiling.ragged,
+            # Kernels ignore the grid of the queries without it: the code for self-attention is the same
+            # as if there were no such arguments.
+            "OWN_GRID": self.queries is not None,
             "PRECISION": "ieee" if self.dtype == torch.float32 else "tf32",
         }
 
@@ -133,8 +168,8 @@ class _AttentionLaunch:
     def __init__(self, key: CallKey, error: float | None, share: float, exact_above: float) -> None:
         self.key, self.tiling = key, key.tiling
         self.batch_heads = key.batch * key.heads
-        self.num_probes = self.tiling.probes(key.prefix)
-        self.num_slots = self.tiling.probe_slots(key.prefix)
+        self.num_probes = self.tiling.probes(key.query_prefix)
+        self.num_slots = self.tiling.probe_slots(key.query_prefix)
         self.rows = min(ROWS_PER_BAND, self.tiling.groups)
         tiles = self.tiling.tiles
         self.line_stride = -(-(tiles + 1) // 16) * 16  # of tiles and the prefix, in whole sectors
@@ -186,11 +221,11 @@ class _AttentionLaunch:
         }
         self.sequence = LaunchSequence(INPUTS, workspace)
         pool_grid = (self.tiling.groups, self.batch_heads, 1)
-        self._add(pool_kernel, pool_grid, num_warps=2 * key.group_tiles)
+        self._add(pool_kernel, pool_grid, num_warps=2 * key.group_tiles, **key.query_arguments())
         for first_row in range(0, self.tiling.groups, self.rows):
             self._add_band(first_row)
         if self.separate_exact:
-            blocks = -(-(key.prefix + self.tiling.grid.size) // BLOCK_M)
+            blocks = -(-self.arguments["num_queries"] // BLOCK_M)
             self._add(exact_kernel, (blocks, self.batch_heads, 1), num_warps=8, BLOCK_N=BLOCK_N)
 
     def __call__(
@@ -277,7 +312,7 @@ class _AttentionLaunch:
         )  # fmt: skip
         if probing:
             self._add(
-                levels_kernel, (self.num_probes + key.prefix, heads, 1), num_stages=2,
+                levels_kernel, (self.num_probes + key.query_prefix, heads, 1), num_stages=2,
                 num_warps=warps // 2, maxnreg=168 if key.dim <= WIDE_HEAD else None,
             )  # fmt: skip
             self._add(choose_kernel, (key.batch, 1, 1))
@@ -324,32 +359,34 @@ def prepare_attention(
 def launch_attention(
     q: Tensor, k: Tensor, v: Tensor, valid: Tensor | None, height: int, width: int, frames: int,
     prefix: int, group_tiles: int, qk_scale: float, error: float | None, share: float,
-    exact_above: float, z_order: bool,
+    exact_above: float, z_order: bool, query_grid: Sequence[int] = (),
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Run tiled attention.
 
     Args:
-        q, k, v: (B, H, prefix + N, D).
+        q: (B, H, Q, D).
+        k, v: (B, H, prefix + N, D).
         valid: bool (B, N), the tokens that exist, or None if all do.
         height, width, frames: The grid of the N spatial tokens.
-        prefix: The number of tokens before the grid.
+        prefix: The number of keys before the grid.
         group_tiles: The number of tiles whose queries form a group.
         qk_scale: The factor of q . k, the temperature included.
         error: The target for the relative error of the output, or None.
         share: Without a target, the mean share of the tiles that a group expands.
         exact_above: The share of expanded tiles above which a head is computed exactly.
         z_order: True if the spatial tokens are in Z-order.
+        query_grid: Height, width and frames of the grid of the queries, empty if it is that of the keys.
 
     Returns:
-        The output (B, H, prefix + N, D), the number of expanded tiles (B * H, R) in int32, int32 words
+        The output (B, H, Q, D), the number of expanded tiles (B * H, R) in int32, int32 words
         (B * H, R, T / 32) whose bits mark the tiles that are not expanded, and the errors of the probes
         (B * H, P, 3) in float32.
     """
     batch, heads, tokens, dim = q.shape
     o = q.new_empty((batch, tokens, heads, dim)).transpose(1, 2)
     key = CallKey.of(
-        (q, k, v, o), valid, height, width, frames, prefix, group_tiles, qk_scale, z_order
-    )
+        (q, k, v, o), valid, height, width, frames, prefix, group_tiles, qk_scale, z_order, query_grid
+    )  # fmt: skip
     launch = prepare_attention(key, error, share, exact_above)
     return o, *launch(q, k, v, _mask_pointer(valid, q), o)
 

@@ -52,12 +52,12 @@ def levels_kernel(
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_T: tl.constexpr, CHUNK: tl.constexpr,
     LEVELS: tl.constexpr, LEVEL_RATIO: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Evaluate one probe, or the output of one prefix query. Grid: (probes + prefix, B * H).
+    """Evaluate one probe, or the output of one query before the grid. Grid: (probes + those, B * H).
 
     For probes, writes level_stats (B * H, num_probes, 4, LEVELS): |exact - output|^2 without the
     correction, its product with the correction, |correction|^2 and the share of expanded tiles; the
     exact output to probe_exact (B * H, num_probes, D), and |exact|^2 to probes (B * H, num_probes, 3).
-    For prefix queries, writes the row of o.
+    For queries before the grid, writes the row of o.
     """
     slot = tl.program_id(0)
     batch, head, batch_head = split_batch_head(tl.program_id(1), H)

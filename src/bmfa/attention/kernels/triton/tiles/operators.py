@@ -1,5 +1,6 @@
 """Tiled attention as an operator of torch."""
 
+from collections.abc import Sequence
 from importlib import import_module
 from typing import Any
 
@@ -20,8 +21,8 @@ LARGEST_PREFIX = 64  # tokens, one block of a product
 _library: Any = torch.library.Library("bmfa", "FRAGMENT")  # type: ignore[no-untyped-call]
 _library.define(
     "tiled(Tensor q, Tensor k, Tensor v, Tensor? valid, int height, int width, int frames, int prefix,"
-    " int group_tiles, float factor, float? error, float share, float exact_above, bool z_order)"
-    " -> (Tensor, Tensor, Tensor, Tensor)"
+    " int group_tiles, float factor, float? error, float share, float exact_above, bool z_order,"
+    " int[] query_grid=[]) -> (Tensor, Tensor, Tensor, Tensor)"
 )
 
 
@@ -45,11 +46,13 @@ def unsupported_reason(
         )
     if any(t.stride(-1) != 1 for t in (q, k, v)):
         return "the head dimension is not contiguous; call .contiguous() on q, k and v"
-    grid = tiling.grid
-    if tiling.query_grid is not None:
-        return f"the queries have a {tiling.query_grid} grid, and the kernels take that of the keys"
-    if max(grid.height, grid.width) > LARGEST_SIDE or tiling.tiles > MOST_TILES:
-        return f"the grid is {grid}; the kernels take sides up to {LARGEST_SIDE}, and {MOST_TILES} tiles"
+    grid, query_grid = tiling.grid, tiling.queries.grid
+    for name, sides in (("grid", grid), ("query_grid", query_grid)):
+        if max(sides.height, sides.width) > LARGEST_SIDE or Tiling(sides).tiles > MOST_TILES:
+            return (
+                f"the {name} is {sides}; the kernels take sides up to {LARGEST_SIDE}, and "
+                f"{MOST_TILES} tiles"
+            )
     if tiling.side != TILE_SIDE:
         return (
             f"the tiles have {tiling.side}x{tiling.side} tokens; the kernels take {TILE_SIDE}x"
@@ -57,8 +60,11 @@ def unsupported_reason(
         )
     if tiling.group_tiles not in GROUP_TILES:
         return f"a group has {tiling.group_tiles} tiles; the kernels take one of {GROUP_TILES}"
-    if prefix > LARGEST_PREFIX:
-        return f"the prefix has {prefix} tokens; the kernels take up to {LARGEST_PREFIX}"
+    for name, before in (("prefix", prefix), ("prefix of q", q.shape[2] - query_grid.size)):
+        if before > LARGEST_PREFIX:
+            return f"the {name} has {before} tokens; the kernels take up to {LARGEST_PREFIX}"
+    if order == "z" and tiling.query_grid is not None:
+        return "order is 'z' and the queries have a grid of their own; pass raster order"
     if order == "z" and not tiling.z_aligned:
         return (
             f"order is 'z' and a {grid} grid has no {tiling.side}x{tiling.side} "
@@ -75,9 +81,11 @@ def tiled_attention(
     """Compute tiled attention as specified by `bmfa.attention.kernels.reference.tiles`.
 
     Args:
-        q, k, v: (B, H, prefix + N, D) in one of `DTYPES`.
-        tiling: The tiles of the grid of N spatial tokens.
-        prefix: The number of tokens before the grid.
+        q: (B, H, Q, D) in one of `DTYPES`: as many as there are keys, or those of the query grid after
+            any number of others.
+        k, v: (B, H, prefix + N, D).
+        tiling: The tiles of the grid of N spatial tokens, and the groups of the queries.
+        prefix: The number of keys before the grid.
         scale: The factor of q . k.
         tau: The temperature.
         error: The target for the relative L2 error of the output; one of `error` and `expand` is given.
@@ -91,7 +99,7 @@ def tiled_attention(
     output, expanded_count, coarse_bits, probes = operator(
         q, k, v, valid, tiling.grid.height, tiling.grid.width, tiling.grid.frames, prefix,
         tiling.group_tiles, scale / tau, error, 0.0 if expand is None else expand / tiling.tiles,
-        exact_above, order == "z",
+        exact_above, order == "z", _sides(tiling.query_grid),
     )  # fmt: skip
     shape = (*q.shape[:2], tiling.groups)
 
@@ -103,6 +111,18 @@ def tiled_attention(
 
     probes = probes.view(*q.shape[:2], -1, 3)
     return TiledAttention(output, expanded_count.view(shape), probes, expanded)
+
+
+def _sides(grid: Grid | None) -> list[int]:
+    return [] if grid is None else [grid.height, grid.width, grid.frames]
+
+
+def _tiling(
+    height: int, width: int, frames: int, group_tiles: int, query_grid: Sequence[int]
+) -> Tiling:
+    """Make the tiling of a call from the arguments of the operator."""
+    queries = Grid(query_grid[0], query_grid[1], frames=query_grid[2]) if query_grid else None
+    return Tiling(Grid(height, width, frames=frames), query_grid=queries, group_tiles=group_tiles)
 
 
 def _tiles_with_tokens(tiling: Tiling, valid: Tensor | None, order: str, like: Tensor) -> Tensor:
@@ -123,16 +143,18 @@ def _launch(*arguments: Any) -> Any:
 
 def _fake(
     q: Tensor, k: Tensor, v: Tensor, valid: Tensor | None, height: int, width: int, frames: int,
-    prefix: int, group_tiles: int, *rest: Any,
+    prefix: int, group_tiles: int, factor: float, error: float | None, share: float,
+    exact_above: float, z_order: bool, query_grid: Sequence[int] = (),
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     batch, heads, tokens, dim = q.shape
-    tiling = Tiling(Grid(height, width, frames=frames), group_tiles=group_tiles)
+    tiling = _tiling(height, width, frames, group_tiles, query_grid)
+    probes = tiling.probes(tokens - tiling.queries.grid.size)
     lines = (batch * heads, tiling.groups)
     return (
         q.new_empty((batch, tokens, heads, dim)).transpose(1, 2),
         q.new_empty(lines, dtype=torch.int32),
         q.new_empty((*lines, -(-tiling.tiles // 32)), dtype=torch.int32),
-        q.new_empty((batch * heads, tiling.probes(prefix), 3), dtype=torch.float32),
+        q.new_empty((batch * heads, probes, 3), dtype=torch.float32),
     )
 
 
@@ -145,15 +167,17 @@ operator: Any = torch.ops.bmfa.tiled.default
 @register_flop_formula(torch.ops.bmfa.tiled)
 def _flops(
     q: Any, k: Any, v: Any, valid: Any, height: int, width: int, frames: int, prefix: int,
-    group_tiles: int, factor: float, error: float | None, share: float, *rest: Any, **kwargs: Any,
+    group_tiles: int, factor: float, error: float | None, share: float, exact_above: float,
+    z_order: bool, query_grid: Sequence[int] = (), **kwargs: Any,
 ) -> int:  # fmt: skip
     """Count the products of representatives (scores, keys and values) and exact queries with all tokens,
     and of all queries with the prefix, the tangent tiles and a share of expanded tiles. What a target
     expands is not known."""
-    batch, heads, _, dim = q
-    tiling = Tiling(Grid(height, width, frames=frames), group_tiles=group_tiles)
+    batch, heads, all_queries, dim = q
+    tiling = _tiling(height, width, frames, group_tiles, query_grid)
     tokens, tiles, groups = tiling.grid.size, tiling.tiles, tiling.groups
-    exact = tiling.probes(prefix) + prefix
-    products = (1.5 * groups + exact) * tokens + tokens * (tiles + prefix + share * tokens)
+    queries = tiling.queries.grid.size
+    exact = tiling.probes(all_queries - queries) + all_queries - queries
+    products = (1.5 * groups + exact) * tokens + queries * (tiles + prefix + share * tokens)
     covariances = 0.5 * dim * (tokens + groups * tiles)
     return int(4 * batch * heads * dim * (products + covariances))

@@ -18,7 +18,7 @@ def pool_kernel(
     H, prefix, height, width, frames, tiles_across, num_tiles, num_groups, position_stride, num_probes,
     num_slots, qk_scale,
     D: tl.constexpr, BLOCK_D: tl.constexpr, SIDE: tl.constexpr, GROUP_TILES: tl.constexpr,
-    UNIFORM_SHARE: tl.constexpr, Z_ORDER: tl.constexpr, MASKED: tl.constexpr,
+    UNIFORM_SHARE: tl.constexpr, Z_ORDER: tl.constexpr, MASKED: tl.constexpr, OWN_GRID: tl.constexpr,
 ):  # fmt: skip
     """Summarise the queries of one group of one head. Grid: (R, B * H).
 
@@ -27,6 +27,9 @@ def pool_kernel(
     group has a probe, writes its token, or -1, to probe_tokens (B * H, num_probes), its difference to
     the mean to probe_deviation (B * H, num_slots, D) and its weight to the last column of probes (B *
     H, num_probes, 3). Sets v_radius (B * H) to 0.
+
+    The grid and the prefix are those of the queries. With OWN_GRID they are not those of the keys, no
+    mask applies, and `summarise_tiles` writes counts.
     """
     group = tl.program_id(0)
     batch, head, batch_head = split_batch_head(tl.program_id(1), H)
@@ -51,18 +54,19 @@ def pool_kernel(
     spread = tl.sqrt(tl.sum(square, 0) / at_least_one) * tl.sqrt(tl.max(square, 0))
     tl.store(q_spread + line, spread * (qk_scale * qk_scale / (2 * D)))
     tl.store(group_counts + line, count)
-    for member in tl.static_range(GROUP_TILES):
-        if Z_ORDER:
-            tile, in_row = group * GROUP_TILES + member, True
-            of_tile = slots // (SIDE * SIDE) == member
-        else:
-            groups_across = (tiles_across + GROUP_TILES - 1) // GROUP_TILES
-            tile_column = (group % groups_across) * GROUP_TILES + member
-            tile = (group // groups_across) * tiles_across + tile_column
-            in_row = tile_column < tiles_across
-            of_tile = slots // SIDE % GROUP_TILES == member
-        tile_count = tl.sum((exists & of_tile).to(tl.float32), 0)
-        tl.store(counts + batch_head * num_tiles + tile, tile_count, mask=in_row)
+    if not OWN_GRID:
+        for member in tl.static_range(GROUP_TILES):
+            if Z_ORDER:
+                tile, in_row = group * GROUP_TILES + member, True
+                of_tile = slots // (SIDE * SIDE) == member
+            else:
+                groups_across = (tiles_across + GROUP_TILES - 1) // GROUP_TILES
+                tile_column = (group % groups_across) * GROUP_TILES + member
+                tile = (group // groups_across) * tiles_across + tile_column
+                in_row = tile_column < tiles_across
+                of_tile = slots // SIDE % GROUP_TILES == member
+            tile_count = tl.sum((exists & of_tile).to(tl.float32), 0)
+            tl.store(counts + batch_head * num_tiles + tile, tile_count, mask=in_row)
     if group == 0:
         tl.store(v_radius + batch_head, 0)
     # The group at a position p is p * stride modulo R; `position_stride` inverts that.

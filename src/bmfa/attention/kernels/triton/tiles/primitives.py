@@ -70,12 +70,14 @@ def load_rows(base, rows, stride, mask, D: tl.constexpr, BLOCK_D: tl.constexpr):
 
 @triton.jit
 def probe_queries(
-    q, stride_qt, probe_tokens, slots, num_probes, prefix, D: tl.constexpr, BLOCK_D: tl.constexpr
-):
-    """Load the queries (n, BLOCK_D) of slots: probes first, then the prefix; 0 for the others."""
+    q, stride_qt, probe_tokens, slots, num_probes, query_prefix,
+    D: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Load the queries (n, BLOCK_D) of slots: probes first, then those before the grid; 0 for the
+    others."""
     is_probe = slots < num_probes
     tokens = tl.load(probe_tokens + slots, mask=is_probe, other=-1)
-    is_prefix = (slots >= num_probes) & (slots < num_probes + prefix)
+    is_prefix = (slots >= num_probes) & (slots < num_probes + query_prefix)
     tokens = tl.where(is_prefix, slots - num_probes, tokens)
     return load_rows(q, tokens, stride_qt, tokens >= 0, D, BLOCK_D)
 

@@ -80,8 +80,8 @@ def represent_tiles(
 @triton.jit
 def attend_probes(
     q, k, v, valid, probe_tokens, probe_lse, probe_v, stride_qt, stride_kt, stride_vt,
-    prefix, height, width, tiles_across, num_tiles, line_stride, num_probes, num_slots, program, block,
-    qk_scale,
+    prefix, query_prefix, height, width, tiles_across, num_tiles, line_stride, num_probes, num_slots,
+    program, block, qk_scale,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr, SIDE: tl.constexpr,
     TILES: tl.constexpr, Z_ORDER: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -89,7 +89,7 @@ def attend_probes(
     rows = block * BLOCK_R + tl.arange(0, BLOCK_R)
     columns = tl.arange(0, BLOCK_D)
     is_slot, in_head = rows < num_slots, columns < D
-    probes = probe_queries(q, stride_qt, probe_tokens, rows, num_probes, prefix, D, BLOCK_D)
+    probes = probe_queries(q, stride_qt, probe_tokens, rows, num_probes, query_prefix, D, BLOCK_D)
     for member in range(TILES):
         tile = program * TILES + member
         tokens, exists = tile_or_prefix_tokens(
@@ -108,13 +108,13 @@ def attend_probes(
 @triton.jit
 def represent_kernel(
     q, k, v, valid, q_mean, group_counts, probe_tokens, probe_deviation, log_mass, k_tangent, v_tangent,
-    probe_lse, probe_v, cross, k_spread, v_radius, probe_cross,
+    probe_lse, probe_v, counts, cross, k_spread, v_radius, probe_cross,
     stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_kt, stride_vb, stride_vh, stride_vt,
     H, prefix, height, width, frames, tiles_across, num_tiles, num_groups, line_stride, first_row,
-    num_rows, row_capacity, group_stride, num_probes, num_slots, tile_programs, qk_scale,
+    num_rows, row_capacity, group_stride, num_probes, num_slots, tile_programs, query_prefix, qk_scale,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr, SIDE: tl.constexpr,
     TILES: tl.constexpr, STAT_TILES: tl.constexpr, PROBING: tl.constexpr, Z_ORDER: tl.constexpr,
-    MASKED: tl.constexpr, PRECISION: tl.constexpr,
+    MASKED: tl.constexpr, OWN_GRID: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Summarise tiles at representatives. Grid: (programs, blocks of BLOCK_R rows, B * H).
 
@@ -124,12 +124,15 @@ def represent_kernel(
     softmax.
 
     With PROBING, in the first band, as many programs attend exactly with the queries of num_slots slots
-    (probes, then the prefix): probe_lse (B * H, num_slots, line_stride) and the mean values probe_v
-    (B * H, num_slots, line_stride, D) of each tile. The last programs summarise STAT_TILES tiles each
-    (`summarise_tiles`).
+    (probes, then those before the grid): probe_lse (B * H, num_slots, line_stride) and the mean values
+    probe_v (B * H, num_slots, line_stride, D) of each tile. The last programs summarise STAT_TILES tiles
+    each (`summarise_tiles`).
 
-    After the T tiles, a line has one more entry for the prefix.
+    After the T tiles, a line has one more entry for the prefix. The grid and the prefix are those of the
+    keys; with OWN_GRID there are `query_prefix` queries before the grid of the queries.
     """
+    if not OWN_GRID:
+        query_prefix = prefix
     program, block = tl.program_id(0), tl.program_id(1)
     batch, head, batch_head = split_batch_head(tl.program_id(2), H)
     q += batch * stride_qb + head * stride_qh
@@ -151,9 +154,9 @@ def represent_kernel(
             lines = batch_head * num_slots * line_stride
             attend_probes(
                 q, k, v, valid, probe_tokens + batch_head * num_probes, probe_lse + lines,
-                probe_v + lines * D, stride_qt, stride_kt, stride_vt, prefix, height, width,
-                tiles_across, num_tiles, line_stride, num_probes, num_slots, program - tile_programs,
-                block, qk_scale,
+                probe_v + lines * D, stride_qt, stride_kt, stride_vt, prefix, query_prefix, height,
+                width, tiles_across, num_tiles, line_stride, num_probes, num_slots,
+                program - tile_programs, block, qk_scale,
                 D, BLOCK_D, BLOCK_R, SIDE, TILES, Z_ORDER, MASKED, PRECISION,
             )  # fmt: skip
     elif PROBING:  # noqa: SIM102
@@ -162,10 +165,10 @@ def represent_kernel(
             summarise_tiles(
                 k, v, valid, q_mean + batch_head * num_groups * D,
                 group_counts + batch_head * num_groups,
-                probe_deviation + batch_head * num_slots * D, cross + tiles * (D * D),
-                k_spread + tiles, v_radius + batch_head,
+                probe_deviation + batch_head * num_slots * D, counts + tiles,
+                cross + tiles * (D * D), k_spread + tiles, v_radius + batch_head,
                 probe_cross + batch_head * num_slots * num_tiles * D, stride_kt, stride_vt,
                 height, width, tiles_across, num_tiles, num_groups, group_stride, num_probes, num_slots,
                 program - 2 * tile_programs, qk_scale,
-                D, BLOCK_D, SIDE, STAT_TILES, Z_ORDER, MASKED, PRECISION,
+                D, BLOCK_D, SIDE, STAT_TILES, Z_ORDER, MASKED, OWN_GRID, PRECISION,
             )  # fmt: skip

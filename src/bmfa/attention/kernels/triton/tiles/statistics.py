@@ -13,18 +13,19 @@ from bmfa.attention.kernels.triton.tiles.primitives import (
 
 @triton.jit
 def summarise_tiles(
-    k, v, valid, q_mean, group_counts, probe_deviation, cross, k_spread, v_radius, probe_cross,
+    k, v, valid, q_mean, group_counts, probe_deviation, counts, cross, k_spread, v_radius, probe_cross,
     stride_kt, stride_vt,
     height, width, tiles_across, num_tiles, num_groups, group_stride, num_probes, num_slots, program,
     qk_scale,
     D: tl.constexpr, BLOCK_D: tl.constexpr, SIDE: tl.constexpr, TILES: tl.constexpr,
-    Z_ORDER: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
+    Z_ORDER: tl.constexpr, MASKED: tl.constexpr, OWN_GRID: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Summarise the keys and values of TILES tiles; all pointers are those of the head.
 
     Writes the covariance `cross` (T, D, D) of keys and values under the softmax at the mean query of the
     head, its product probe_cross (num_slots, T, D) with the probes, k_spread (T), and the bits of the
-    largest |v - mean v| in a tile to v_radius.
+    largest |v - mean v| in a tile to v_radius. With OWN_GRID, writes the tokens of each tile to counts
+    (T).
     """
     S: tl.constexpr = SIDE * SIDE
     slots, columns = tl.arange(0, S), tl.arange(0, BLOCK_D)
@@ -55,6 +56,8 @@ def summarise_tiles(
         is_tile = tile < num_tiles
         mask = in_head[:, None] & in_head[None, :] & is_tile
         tl.store(cross + tile.to(tl.int64) * (D * D) + square, covariance, mask=mask)
+        if OWN_GRID:
+            tl.store(counts + tile, tl.sum(exists.to(tl.float32), 0), mask=is_tile)
         count = tl.maximum(tl.sum(exists.to(tl.float32), 0), 1.0)
         spread = tl.sum(tl.where(exists, tl.sum(keys * keys, 1), 0.0), 0) / count
         tl.store(k_spread + tile, spread, mask=is_tile)
