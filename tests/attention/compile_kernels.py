@@ -40,11 +40,13 @@ def build(kernel, tensors, rest, options):
 
 
 def tiled(dim, dtype, masked, prefix, aligned, group_tiles, queries=None):
-    """Compile all kernels; with `queries`, a grid of their own, those that it makes a difference to."""
+    """Compile all kernels; with `queries`, a grid of their own, those that it makes a difference to, for
+    three heads that share keys."""
     side, mask = 128, torch.uint8 if masked else dtype
     strides = ((3 * side**2 * dim, dim, 3 * dim),) * 4
     key = launch.CallKey(
-        1, 3, dim, strides, dtype, 0, masked, side, side, 1, prefix, group_tiles, 0.125, aligned, queries
+        1, 3, dim, strides, dtype, 0, masked, side, side, 1, prefix, group_tiles, 0.125, aligned,
+        queries, 1 if queries is None else 3,
     )  # fmt: skip
     chain = launch.prepare_attention(key, 0.1, 0.0, 0.5).sequence
     dtypes = dict.fromkeys(("q", "k", "v", "o"), dtype) | {"valid": mask}
@@ -73,7 +75,7 @@ def tree(rule, depth, width):
     kernel = per_query_attention_kernel
     constants = {
         "RULE": rule, "FINE": False, "DEPTH": depth, "MAX_DEPTH": depth, "PREFIX": 1, "BLOCK_PREFIX": 16,
-        "BLOCK_D": width, "BLOCK_DV": width, "WORDS": 1, "BLOCK_Q": tile,
+        "BLOCK_D": width, "BLOCK_DV": width, "WORDS": 1, "BLOCK_Q": tile, "HEADS_PER_KEY": 1,
     }  # fmt: skip
     names = kernel.arg_names
     tensors = [torch.float16] * 4 + [torch.int32] * 2 + [torch.float32, torch.int32]

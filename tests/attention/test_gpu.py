@@ -208,6 +208,29 @@ def test_a_query_grid_with_an_error_target_of_zero_is_dense_attention(side, quer
 
 
 @TRITON
+@pytest.mark.parametrize("side", [64, 128])
+@pytest.mark.parametrize("budget", [{"error": 0.02}, {"error": 0.0, "exact_above": 0.4}])
+def test_shared_keys_equal_copies_to_the_bit_and_save_their_memory(side, budget):
+    q, k, v = smooth(side, 64, torch.bfloat16, heads=6)
+    tiling, settings = Tiling(Grid(side, side)), {"prefix": 1, "scale": 0.125, **budget}
+    k, v = (x[:, :2] for x in (k, v))
+    results, used = [], []
+    for copies in (1, 3):
+        for _ in range(2):  # kernels are compiled by the first call
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+            keys, values = (x if copies == 1 else x.repeat_interleave(copies, 1) for x in (k, v))
+            result = tiled_attention(q, keys, values, tiling, **settings)
+            used.append(torch.cuda.max_memory_allocated() - before)
+            results.append((result.output.clone(), result.expanded, result.probes.clone()))
+            del keys, values, result
+    for ours, theirs in zip(results[1], results[3], strict=True):
+        assert torch.equal(ours, theirs)
+    assert used[3] - used[1] >= 6 * side * side * 64 * 2 * 2
+
+
+@TRITON
 def test_auto_selects_tiles_for_large_query_grids():
     q, k, v = on_two_grids(256, 128, 64, torch.bfloat16, 0, 0, heads=6)
     result = screened_attention(q, k, v, grid=(256, 256), query_grid=(128, 128))

@@ -1,5 +1,9 @@
 """Grids of several frames, queries with a grid of their own, and heads that share keys."""
 
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import pytest
@@ -228,10 +232,82 @@ def test_fewer_key_heads_equal_repeated_ones(key_heads: int, options: dict[str, 
         torch.testing.assert_close(one, other)
 
 
+@pytest.mark.parametrize("query_grid", [None, Grid(9, 10)])
+@pytest.mark.parametrize("budget", [{"error": 0.05}, {"expand": 1.7}, {"error": 0.0}])
+@pytest.mark.parametrize("key_heads", [1, 2])
+def test_shared_keys_equal_the_reference_and_copies(
+    key_heads: int, budget: dict[str, float], query_grid: Grid | None
+) -> None:
+    case = case_on(Grid(9, 13), query_grid, masked=True, **budget)
+    q = torch.cat((case.q, case.q.flip(1) * 0.7), 1)
+    k, v = (x[:, :key_heads] for x in (case.k, case.v))
+    copies = [x.repeat_interleave(4 // key_heads, 1) for x in (k, v)]
+    want = replace(case, q=q, k=copies[0], v=copies[1])
+    got = run_eager(replace(case, q=q, k=k, v=v))
+    assert compare(want, got, want.oracle()) >= 0.95 * got.expanded_count.numel()
+    same = run_eager(want)
+    assert torch.equal(got.expanded, same.expanded)
+    # Products of another number of rows may be summed in another order.
+    seen = want.seen.expand(got.output.shape[:3])
+    torch.testing.assert_close(got.output[seen], same.output[seen], rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("kind", ["scores", "boxes"])
+def test_certificates_and_fallbacks_of_shared_keys(kind: Any) -> None:
+    q = smooth(0, 2, 4, 1 + 12 * 12, 16)
+    k, v = smooth(1, 2, 2, 2, 1 + 12 * 12, 16)
+    valid = torch.rand(2, 144, generator=torch.Generator().manual_seed(0)) < 0.9
+    options: dict[str, Any] = {"grid": (12, 12), "prefix": 1, "valid": valid, "leaves": 0.4}
+    options |= {"form": "tiled", "certificate": kind}
+    copies = [x.repeat_interleave(2, 1) for x in (k, v)]
+    for fallback in (None, 0.02):
+        got = screened_attention(q, k, v, fallback=fallback, **options)
+        want = screened_attention(q, *copies, fallback=fallback, **options)
+        for name in ("certificate", "energy_bound"):
+            ours, theirs = getattr(got.stats, name), getattr(want.stats, name)
+            torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-12)
+        assert got.stats.fallback == want.stats.fallback
+    mask = torch.cat((valid.new_ones(2, 1), valid), 1)[:, None, None]
+    exact = scaled_dot_product_attention(q, *copies, attn_mask=mask)
+    distance = (got.output - exact).norm(dim=-1) * mask[:, :, 0]
+    assert got.stats.certificate is not None and bool((got.stats.certificate >= distance).all())
+    assert got.stats.fallback > 0
+
+
+def peak_bytes(function: Callable[[], Any]) -> int:
+    """Largest number of bytes that torch has allocated on the CPU at once during a call."""
+    cpu = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=cpu, profile_memory=True) as profile:
+        function()
+    events = profile.profiler.kineto_results.events()
+    changes = sorted((x.start_ns(), x.nbytes()) for x in events if x.name() == "[memory]")
+    return max(accumulate(nbytes for _, nbytes in changes))
+
+
+def test_shared_keys_are_not_copied() -> None:
+    """Copies would be arranged in tiles, and compared with their means, one for every query head."""
+    q = smooth(0, 1, 8, 32 * 32, 16).float()
+    k, v = smooth(1, 2, 1, 1, 32 * 32, 16).float()
+    copies = [x.repeat_interleave(8, 1) for x in (k, v)]
+
+    def attend(k: Tensor, v: Tensor) -> None:
+        screened_attention(q, k, v, grid=(32, 32), leaves=0.2, form="tiled")
+
+    attend(k, v)
+    shared, copied = (peak_bytes(partial(attend, *x)) for x in ((k, v), copies))
+    all_heads = sum(x.numel() * x.element_size() for x in copies)
+    assert copied - shared > all_heads, (shared, copied, all_heads)
+
+
 def test_fewer_key_heads_in_a_graph() -> None:
     q = smooth(0, 1, 4, 24 * 24, 16).float()
     k, v = smooth(1, 2, 1, 2, 24 * 24, 16).float()
-    for options in ({"error": 0.05}, {"leaves": 0.3, "form": "tiled"}):
+    for options in (
+        {"error": 0.05},
+        {"leaves": 0.3, "form": "tiled"},
+        {"leaves": 0.3, "form": "tiled", "fallback": 0.1},
+        {"rule": "gamma:0.05"},
+    ):
 
         def attend(q: Tensor, k: Tensor, v: Tensor, options: Any = options) -> Tensor:
             return screened_attention(q, k, v, grid=(24, 24), **options).output

@@ -240,6 +240,32 @@ def test_a_query_grid_that_is_the_grid_of_the_keys_gives_the_same() -> None:
         assert torch.equal(getattr(got, name), getattr(want, name)), name
 
 
+# Heads that share keys
+
+
+@pytest.mark.parametrize("key_heads", [1, 2])
+@pytest.mark.parametrize("divided", [False, True])
+def test_shared_keys_equal_copies_to_the_bit(
+    divided: bool, key_heads: int, settings: Callable[..., None], prepared: list[Any]
+) -> None:
+    """In every kernel that reads keys; the operator is called with as many key heads as there are."""
+    if divided:
+        settings(LEAST_DIVIDED_TILES=1, LEAST_ITEM_TILES=1, SEPARATE_EXACT_TILES=1)
+    budget = {"expand": 1.7, "exact_above": 0.5 if divided else 1.0}
+    for case in (
+        smooth_case(5, (11, 17), heads=4, prefix=2, **budget),
+        cross_case(6, Grid(11, 17), Grid(9, 10), batch=2, heads=4, masked=True, **budget),
+    ):
+        k, v = (x[:, :key_heads] for x in (case.k, case.v))
+        got = run(replace(case, k=k, v=v))
+        copies = [x.repeat_interleave(4 // key_heads, 1) for x in (k, v)]
+        want = run(replace(case, k=copies[0], v=copies[1]))
+        assert [x.key.heads_per_key for x in prepared[-2:]] == [4 // key_heads, 1]
+        for name in ("output", "expanded", "probes"):
+            assert torch.equal(getattr(got, name), getattr(want, name)), name
+        assert int(got.expanded_count.sum()) > 0
+
+
 @pytest.mark.parametrize("dim", [32, 72, 80, 96, *(pytest.param(d, marks=SLOW) for d in (64, 128))])
 @pytest.mark.parametrize("group_tiles", [1, 2])
 @EVERY_DTYPE
@@ -575,6 +601,7 @@ def tensors(
 
 def operator_arguments(masked: bool, query_grid: Grid | None = None) -> tuple[Any, ...]:
     q, k, v = tensors(Grid(9, 16))
+    k, v = k[:, :1], v[:, :1]
     valid = torch.rand(1, 144, device=DEVICE) < 0.7 if masked else None
     arguments = (valid, 9, 16, 1, 1, 2, 0.2, 0.1, 0.0, 1.0, False)
     if query_grid is None:

@@ -152,6 +152,18 @@ def test_batch_and_heads_permute_the_result():
     assert torch.equal(moved.tree.leaf_count, whole.tree.leaf_count[batch][:, heads])
 
 
+@pytest.mark.parametrize("key_heads", [1, 2])
+def test_shared_keys_equal_copies_to_the_bit(key_heads):
+    q, k, v = tensors(4, Grid(7, 6), batch=2, heads=4)
+    k, v = k[:, :key_heads], v[:, :key_heads]
+    options = {"grid": Grid(7, 6), "prefix": 1, "rule": "gamma:0.05", "backend": "triton"}
+    got = screened_attention(q, k, v, **options)
+    want = screened_attention(
+        q, *(x.repeat_interleave(4 // key_heads, 1) for x in (k, v)), **options
+    )
+    assert torch.equal(got.output, want.output) and torch.equal(got.tree.split, want.tree.split)
+
+
 def test_strided_inputs_and_z_order():
     grid, rule = Grid(5, 6), rules.Optimal(0.002)
     mixed = torch.randn(2, 32, 3, 2, 24, generator=torch.Generator().manual_seed(5)).to(DEVICE)

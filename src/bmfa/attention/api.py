@@ -214,7 +214,6 @@ def screened_attention(
                 certificate=_default_kind(kind, certificate_kind(chosen)) if bounded else None,
                 fallback=fallback,
             )
-            inputs = inputs.with_all_heads()
             compute = compute_per_query if has_values(q) else compute_in_graph
             return _screened(inputs, options, compute(inputs, options), run.why, audit)
         _check_tiled_form(inputs, form, max_depth)
@@ -236,7 +235,7 @@ def screened_attention(
             certificate=_default_kind(kind, "scores") if bounded else None,
             fallback=fallback,
         )
-        return _tiled(inputs.with_all_heads(), options, run.why, audit, allow_dense)
+        return _tiled(inputs, options, run.why, audit, allow_dense)
 
 
 def _tiled(

@@ -79,14 +79,14 @@ def exact_attention(
     q, k, v = inputs.flat_double if double else inputs.flat
     batch, heads = inputs.q.shape[:2]
     valid = inputs.raster_valid
-    if valid is not None:
-        valid = (
-            inputs.add_prefix(valid).expand(batch, -1).repeat_interleave(heads, 0)
-        )  # (B H, prefix + N)
-    output = eager.dense_attention(
-        q[:, queries], k, v, scale=inputs.scale, tau=inputs.tau, valid=valid
-    )
-    return output.view(batch, heads, *output.shape[1:])
+    if valid is not None:  # (B times key heads, prefix + N)
+        valid = inputs.add_prefix(valid).expand(batch, -1)
+        valid = valid.repeat_interleave(inputs.k.shape[1], 0)
+    some = q[:, queries]  # (B H, n, d)
+    # The queries of all heads that share keys, one after the other.
+    shared = some.reshape(len(k), inputs.share * some.shape[1], q.shape[-1])
+    output = eager.dense_attention(shared, k, v, scale=inputs.scale, tau=inputs.tau, valid=valid)
+    return output.reshape(batch, heads, some.shape[1], v.shape[-1])
 
 
 def apply_fallback(inputs: AttentionInputs, computed: Computed, fallback: float) -> None:
@@ -139,20 +139,28 @@ def exact_bound(
     """
     q, k, v = (x.detach() for x in inputs.flat_double)
     lead = inputs.q.shape[:2]
-    largest_score = _norm(q[:, queries]) * _norm(k).amax(-1, keepdim=True)  # (B H, n)
+    largest_key, largest_value, diameter = (
+        x.repeat_interleave(inputs.share, 0)
+        for x in (
+            _norm(k).amax(-1, keepdim=True),
+            _norm(v).amax(-1, keepdim=True),
+            value_diameter(inputs, v),
+        )
+    )  # (B H, 1)
+    largest_score = _norm(q[:, queries]) * largest_key  # (B H, n)
     score = score_rounding(q.shape[-1] + key_terms, abs(inputs.scale / inputs.tau) * largest_score)
-    largest_value = _norm(v).amax(-1, keepdim=True)
-    rounding = attention_rounding(score, k.shape[1], value_diameter(inputs, v), largest_value)
+    rounding = attention_rounding(score, k.shape[1], diameter, largest_value)
     distance = _norm(output.double() - computed)
     return (distance + rounding.view(*lead, -1)) * (1 + 1000 * UNIT)
 
 
 def value_diameter(inputs: AttentionInputs, v: Tensor) -> Tensor:
-    """(B H, 1) upper bound on the diameter of the valid values (B H, prefix + N, e) in float64."""
+    """(G, 1) upper bound on the diameter of the valid values (G, prefix + N, e) in float64, where G is
+    B times the number of heads."""
     mask = torch.ones(1, 1, dtype=torch.bool, device=v.device)
     if inputs.raster_valid is not None:
         mask = inputs.add_prefix(inputs.raster_valid)
-        mask = mask.expand(len(inputs.q), -1).repeat_interleave(inputs.q.shape[1], 0)
+        mask = mask.expand(len(inputs.q), -1).repeat_interleave(len(v) // max(1, len(inputs.q)), 0)
     center = v.where(mask.unsqueeze(-1), 0.0).sum(1, keepdim=True) / v.shape[1]
     radius = _norm(v - center).where(mask, 0.0).amax(-1, keepdim=True)
     return 2 * radius + 4 * UNIT * (v.shape[-1] + 8) * _norm(v).amax(-1, keepdim=True)

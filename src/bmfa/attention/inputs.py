@@ -1,6 +1,6 @@
 """The tensors and settings of one call of `screened_attention`: checked once, laid out on demand."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, get_args
 
@@ -45,7 +45,7 @@ class AttentionInputs:
     """Checked inputs of a call. Make them with `check_inputs`."""
 
     q: Tensor  # (B, H, Q, d)
-    k: Tensor  # (B, H, prefix + N, d), or a divisor of H key heads until `with_all_heads`
+    k: Tensor  # (B, H or a divisor of it, prefix + N, d)
     v: Tensor  # (B, H, prefix + N, e), likewise
     grid: Grid
     prefix: int
@@ -114,13 +114,10 @@ class AttentionInputs:
         """True if several query heads share a key head."""
         return self.q.shape[1] != self.k.shape[1]
 
-    def with_all_heads(self) -> "AttentionInputs":
-        """Return the inputs with a copy of its key head for every query head."""
-        if not self.shares_keys:
-            return self
-        heads = self.q.shape[1] // self.k.shape[1]
-        k, v = (x.repeat_interleave(heads, 1) for x in (self.k, self.v))
-        return replace(self, k=k, v=v)
+    @property
+    def share(self) -> int:
+        """Number of consecutive query heads that share a key head."""
+        return self.q.shape[1] // max(1, self.k.shape[1])
 
     def zero_invalid(self) -> tuple[Tensor, Tensor, Tensor]:
         """Return q, k, v with zeros for invalid tokens, whatever they hold."""
@@ -142,6 +139,7 @@ class AttentionInputs:
         """q, k, v with batch and heads in one dimension, in float32 or float64.
 
         Keys and values are in raster order, queries in the order of the caller. Invalid tokens are 0.
+        k and v have B times the number of key heads.
 
         Raises:
             ValueError: If q or k hold NaN or infinity, or if scores overflow.
@@ -153,9 +151,15 @@ class AttentionInputs:
         """`flat` in float64."""
         return self._flatten(torch.float64)
 
+    def copy_shared(self, flat: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        """Return `flat` with a copy of its key head for every query head."""
+        q, k, v = flat
+        if not self.shares_keys:
+            return q, k, v
+        return q, k.repeat_interleave(self.share, 0), v.repeat_interleave(self.share, 0)
+
     def _flatten(self, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-        inputs = self.with_all_heads()
-        q, k, v = inputs.q, inputs.k, inputs.v
+        q, k, v = self.q, self.k, self.v
         if self.order == "z":
             k, v = (permute_tokens(x, self.prefix, self.z_rank) for x in (k, v))
         if self.raster_valid is not None:

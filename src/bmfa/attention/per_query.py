@@ -38,7 +38,7 @@ def compute_per_query(inputs: AttentionInputs, options: AttentionOptions) -> Com
 
 def _run_eager(inputs: AttentionInputs, options: AttentionOptions, rule: Rule) -> Computed:
     """Build trees from mean keys or streamed scores, then attend to their leaves."""
-    q, k, v = inputs.flat
+    q, k, v = inputs.copy_shared(inputs.flat)
     lead, valid = inputs.q.shape[:2], inputs.raster_valid
     tree = screen_keys(
         unflatten(q.detach(), 0, lead),
@@ -83,7 +83,7 @@ def _run_reference(inputs: AttentionInputs, options: AttentionOptions, rule: Rul
     from bmfa.attention.kernels import reference
 
     shape = inputs.q.shape[:3]
-    flat = inputs.flat
+    flat = inputs.copy_shared(inputs.flat)
     q, k, v = (x.detach().double().cpu().view(*shape[:2], *x.shape[1:]).numpy() for x in flat)
     masks = None
     if inputs.raster_valid is not None:
@@ -121,7 +121,7 @@ def _certify(
     divergence. The first part is measured.
     """
     shape, prefix = inputs.q.shape[:3], inputs.prefix
-    q, k, v = (x.detach() for x in inputs.flat_double)
+    q, k, v = (x.detach() for x in inputs.copy_shared(inputs.flat_double))
     if q.numel() == 0:
         computed.certificate = computed.energy_bound = q.new_zeros(shape)
         return

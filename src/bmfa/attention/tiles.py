@@ -134,6 +134,8 @@ def _run_reference(
     from bmfa.attention.kernels import reference
 
     masks = None if valid is None else valid.expand(q.shape[0], -1).cpu().numpy()
+    share = q.shape[1] // max(1, k.shape[1])
+    k, v = (x.repeat_interleave(share, 1) for x in (k, v))
     query, key, value = (x.detach().double().cpu().numpy() for x in (q, k, v))
     result = reference.tiled_attention(query, key, value, tiling, valid=masks, **shared)
     expanded = torch.from_numpy(result.expanded).to(q.device)

@@ -98,8 +98,8 @@ def bound_output(
     Args:
         q: (B, H, Q, d), those before the grid first, then the others in raster order. Invalid tokens of
             q, k and v may hold any value.
-        k: (B, H, prefix + N, d), spatial tokens in raster order.
-        v: (B, H, prefix + N, e).
+        k: (B, H or a divisor of it, prefix + N, d), spatial tokens in raster order.
+        v: (B, as many, prefix + N, e).
         output: (B, H, Q, e), the output to bound, of any dtype.
         tiling: Tiles of the grid of N spatial tokens, and groups of the queries.
         expanded: (B, H, R, T) bool, the tiles that each group reads token by token.
@@ -118,8 +118,8 @@ def bound_output(
     working = working_precision(q)
     query_prefix = prefix if query_prefix is None else query_prefix
     q_valid = valid if tiling.query_grid is None else None
-    exists = valid_slots(tiling, valid, q)
-    q_exists = valid_slots(tiling.queries, q_valid, q) if tiling.separate_groups else exists
+    share = q.shape[1] // k.shape[1]  # query heads of a key head
+    exists, q_exists = valid_slots(tiling, valid, k), valid_slots(tiling.queries, q_valid, q)
     layouts = (
         (q, query_prefix, tiling.queries, q_exists),
         (k, prefix, tiling, exists),
@@ -133,10 +133,12 @@ def bound_output(
     distances = tokens[0].new_zeros(heads, q.shape[2])
     divergences = torch.zeros_like(distances)
     for index in range(heads):
+        key_index = index // share
+        of_tensors = (index, key_index, key_index, index)  # of q, k, v and output
         head = _Head(
-            _Tokens(*(x[index] for x in tokens)),
-            _Tokens(*(x[index] for x in before)),
-            None if exists is None else exists[index],
+            _Tokens(*(x[i] for x, i in zip(tokens, of_tensors, strict=True))),
+            _Tokens(*(x[i] for x, i in zip(before, of_tensors, strict=True))),
+            None if exists is None else exists[key_index],
             None if q_exists is None else q_exists[index],
             factor,
         )

@@ -1,6 +1,7 @@
 """The tiled form in torch operations: gathers and batched products, any device, autograd.
 
 `bmfa.attention.kernels.reference.tiles` specifies what is computed. Shapes here: G = B * H heads,
+K key heads, each of which G / K consecutive heads share,
 T tiles of S = side * side slots, R groups of queries in the order of `Tiling.group_order`, P probes,
 d and e channels of keys and values. A chunk has some groups of one head, or all groups of g heads.
 """
@@ -37,8 +38,8 @@ def tiled_attention(
 
     Args:
         q: (B, H, query_prefix + queries, d), in raster order.
-        k: (B, H, prefix + N, d), spatial tokens in raster order.
-        v: (B, H, prefix + N, e).
+        k: (B, H or a divisor of it, prefix + N, d), spatial tokens in raster order.
+        v: (B, as many, prefix + N, e).
         tiling: The tiles of the grid of N spatial tokens, and the groups of the queries.
         prefix: The number of keys before the grid.
         scale: The factor of q . k.
@@ -60,7 +61,8 @@ def tiled_attention(
         expanded = q.new_zeros(*q.shape[:2], tiling.groups, tiling.tiles, dtype=torch.bool)
         probes = q.new_zeros(*q.shape[:2], tiling.probes(query_prefix), 3, dtype=torch.float32)
         counts = expanded.sum(-1, dtype=torch.int32)
-        return TiledAttention(q[..., :1] * v[:, :, :1], counts, probes, expanded)
+        values = v[:, :, :1].repeat_interleave(q.shape[1] // max(1, v.shape[1]), 1)
+        return TiledAttention(q[..., :1] * values, counts, probes, expanded)
     everything = error == 0.0 or (expand is not None and expand >= tiling.tiles)
     if everything and exact_above < 1.0:
         return None
@@ -129,10 +131,13 @@ def _group_chunks(heads: Heads, choice: Choice) -> Iterator[tuple[slice, slice, 
         for half, exact in halves:
             count = len(range(groups)[half])
             if exact and count:
-                yield slice(run[0], run[-1] + 1), half, True
+                step = 1 if heads.share > 1 else len(run)
+                for first in range(run[0], run[-1] + 1, step):
+                    yield slice(first, first + step), half, True
                 continue
-            # On a CPU one head at a time: batches of several heads would be copied.
-            step = 1 if heads.q.device.type == "cpu" else len(run)
+            # On a CPU one head at a time: batches of several heads would be copied. So would keys that
+            # they share.
+            step = 1 if heads.q.device.type == "cpu" or heads.share > 1 else len(run)
             tokens = heads.tiling.tiles * heads.tiling.slots
             for first in range(run[0], run[-1] + 1, step):
                 for part, r in query_chunks(step, count, tokens, heads.chunk_elements):
@@ -147,11 +152,12 @@ def _exact_chunk(heads: Heads, part: slice, positions: slice) -> Tensor:
     q = heads.q[part, positions]
     mask = None
     if heads.exists is not None:
-        mask = pad(heads.exists[part].flatten(1), (heads.prefix, 0), value=True)[:, None, None]
+        exists = heads.of_keys(heads.exists, part)
+        mask = pad(exists.flatten(1), (heads.prefix, 0), value=True)[:, None, None]
     output = scaled_dot_product_attention(
         q.flatten(1, 2).unsqueeze(1),
-        heads.keys[part].unsqueeze(1),
-        heads.values[part].unsqueeze(1),
+        heads.of_keys(heads.keys, part).unsqueeze(1),
+        heads.of_keys(heads.values, part).unsqueeze(1),
         attn_mask=mask,
         scale=1.0,
     )
@@ -197,8 +203,8 @@ class _ExpandedTiles:
 
     def __init__(self, heads: Heads, part: slice, q: Tensor, expanded: Tensor) -> None:
         self.heads, self.q = heads, q  # (n, S, d)
-        self.head = torch.arange(part.start, part.stop, device=q.device)
-        self.head = self.head.repeat_interleave(len(q) // len(self.head))  # (n,)
+        head = torch.arange(part.start, part.stop, device=q.device) // heads.share
+        self.head = head.repeat_interleave(len(q) // len(head))  # (n,) key head
         row, tile = expanded.nonzero(as_tuple=True)
         counts = expanded.sum(-1)
         self.order = counts.argsort(stable=True)
@@ -277,14 +283,16 @@ class _ExpandedTiles:
 def _prefix_outputs(q: Tensor, heads: Heads, factor: float) -> Tensor:
     """Return exact outputs (B, H, prefix, e) of the prefix queries."""
     queries = q[:, :, : heads.query_prefix].to(heads.q.dtype).flatten(0, 1) * factor
-    scores = queries @ heads.k.flatten(1, 2).transpose(1, 2)  # (G, n, T S)
+    # The queries of all heads that share keys: (K, share n, d)
+    queries = unflatten(queries, 0, (-1, heads.share)).flatten(1, 2)
+    scores = queries @ heads.k.flatten(1, 2).transpose(1, 2)  # (K, share n, T S)
     if heads.exists is not None:
         scores = scores.masked_fill(~heads.exists.flatten(1).unsqueeze(1), -torch.inf)
-    prefix_scores = heads.prefix_scores(queries, slice(None))
+    prefix_scores = queries @ heads.prefix_k.transpose(1, 2)
     weights = torch.cat((prefix_scores, scores), -1).softmax(-1)
     output = weights[..., : heads.prefix] @ heads.prefix_v
     output = output + weights[..., heads.prefix :] @ heads.v.flatten(1, 2)
-    return unflatten(output, 0, heads.shape)
+    return output.reshape(*heads.shape, heads.query_prefix, -1)
 
 
 def _probe_errors(heads: Heads, output: Tensor, exact: Tensor | None) -> Tensor:

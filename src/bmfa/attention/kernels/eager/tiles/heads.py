@@ -6,7 +6,14 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from bmfa.attention.tiling import PROBE_SLOTS, UNIFORM_SHARE, Tiling, tokens_to_tiles, valid_slots
+from bmfa.attention.tiling import (
+    PROBE_SLOTS,
+    UNIFORM_SHARE,
+    Tiling,
+    tokens_to_tiles,
+    unflatten,
+    valid_slots,
+)
 
 # Scores in memory at once. On a CPU they stay in the cache; an accelerator has none that large, and
 # its launches cost more. `bmfa bench attention` measures both.
@@ -22,21 +29,22 @@ class Heads:
     prefix: int  # of the keys
     query_prefix: int
     shape: tuple[int, int]  # B, H
+    share: int  # consecutive query heads that share a key head; K = G / share key heads
     order: Tensor  # (R,) group at each position
     q: Tensor  # (G, R, S, d) times scale / tau, as is q_mean; groups in `order`
     q_mean: Tensor  # (G, R, d) representatives
     q_spread: Tensor  # (G, R) rho (scale / tau)^2 / 2d
     probe_slot: Tensor  # (G, P) slot of the query that probes each of the first groups
     probe_weight: Tensor  # (G, P) inverse of its probability, 0 for a group without queries
-    k: Tensor  # (G, T, S, d), 0 in empty slots
-    v: Tensor  # (G, T, S, e)
-    prefix_k: Tensor  # (G, prefix, d)
-    prefix_v: Tensor  # (G, prefix, e)
+    k: Tensor  # (K, T, S, d), 0 in empty slots
+    v: Tensor  # (K, T, S, e)
+    prefix_k: Tensor  # (K, prefix, d)
+    prefix_v: Tensor  # (K, prefix, e)
     cross: Tensor  # (G, T, d, e) covariance of keys and values under the mean query of the head
     k_spread: Tensor  # (G, T) mean squared distance of keys from their mean
     diameter: Tensor  # (G,) at least the largest distance of two values of a tile
-    exists: Tensor | None  # (G, T, S) bool; None if every slot holds a token
-    counts: Tensor  # (1 or G, T) int64, tokens of each tile
+    exists: Tensor | None  # (K, T, S) bool; None if every slot holds a token
+    counts: Tensor  # (1 or K, T) int64, tokens of each tile
 
     @classmethod
     def of(
@@ -45,10 +53,11 @@ class Heads:
     ) -> "Heads":  # fmt: skip
         """Arrange tokens in tiles, in at least float32, and compute means."""
         dtype = torch.promote_types(q.dtype, torch.float32)
-        shape = (q.shape[0], q.shape[1])
-        exists = valid_slots(tiling, valid, q)
+        shape, share = (q.shape[0], q.shape[1]), q.shape[1] // k.shape[1]
+        separate = tiling.separate_groups or share > 1
+        exists = valid_slots(tiling, valid, k)
         q_exists = exists
-        if tiling.separate_groups:
+        if separate:
             q_valid = valid if tiling.query_grid is None else None
             q_exists = valid_slots(tiling.queries, q_valid, q)
         prefix_k, prefix_v = (x[:, :, :prefix].to(dtype).flatten(0, 1) for x in (k, v))
@@ -60,7 +69,7 @@ class Heads:
         if exists is not None:
             k, v = (x.masked_fill(~exists.unsqueeze(-1), 0.0) for x in (k, v))
         q_count = counts
-        if tiling.separate_groups:
+        if separate:
             q_count = _token_counts(q_exists, tiling.queries, q.device)
         q_count = q_count.index_select(1, order)
         if q_exists is not None:
@@ -70,12 +79,16 @@ class Heads:
         sample = q_count[:, :PROBE_SLOTS].to(dtype)  # (1 or G, groups)
         q_head = (q_mean[:, :PROBE_SLOTS] * sample.unsqueeze(-1)).sum(1)
         q_head = q_head / sample.sum(-1, keepdim=True).clamp(min=1)
-        scores = (k @ q_head[:, None, :, None]).squeeze(-1)  # (G, T, S)
-        p = _mask_scores(scores, exists, counts).softmax(-1).unsqueeze(-1)
-        k_deviation = _deviations(k, (p.transpose(2, 3) @ k).squeeze(2), exists)
-        v_deviation = _deviations(v, (p.transpose(2, 3) @ v).squeeze(2), exists)
+        # The heads of each key head one after the other: no tensor has a copy of it for each of them.
+        statistics = [
+            _tile_statistics(k, v, x, exists, counts)
+            for x in unflatten(q_head, 0, (-1, share)).unbind(1)
+        ]
+        cross, k_spread, diameter = (
+            x[0] if share == 1 else torch.stack(x, 1).flatten(0, 1)
+            for x in zip(*statistics, strict=True)
+        )
         with torch.no_grad():
-            diameter = 2 * torch.linalg.vector_norm(v_deviation, dim=-1).amax((1, 2))  # (G,)
             q_distance = torch.linalg.vector_norm(_deviations(q, q_mean, q_exists), dim=-1)
             q_squares = q_distance.square()  # (G, R, S)
             # Roots first: their product overflows no earlier than the squares.
@@ -88,12 +101,12 @@ class Heads:
                 q_count[:, :probes],
                 _probe_quantiles(tiling, order[:probes], shape),
             )
-            k_spread = _mean_squares(k_deviation, counts)
         return cls(
             tiling=tiling,
             prefix=prefix,
             query_prefix=query_prefix,
             shape=shape,
+            share=share,
             order=order,
             q=q,
             q_mean=q_mean,
@@ -104,7 +117,7 @@ class Heads:
             v=v,
             prefix_k=prefix_k,
             prefix_v=prefix_v,
-            cross=(p * k_deviation).transpose(2, 3) @ v_deviation,
+            cross=cross,
             k_spread=k_spread,
             diameter=diameter,
             exists=exists,
@@ -121,17 +134,24 @@ class Heads:
 
     @cached_property
     def keys(self) -> Tensor:
-        """(G, prefix + T S, d), the keys of the prefix before those of the tiles."""
+        """(K, prefix + T S, d), the keys of the prefix before those of the tiles."""
         return torch.cat((self.prefix_k, self.k.flatten(1, 2)), 1)
 
     @cached_property
     def values(self) -> Tensor:
-        """(G, prefix + T S, e), like `keys`."""
+        """(K, prefix + T S, e), like `keys`."""
         return torch.cat((self.prefix_v, self.v.flatten(1, 2)), 1)
+
+    def of_keys(self, x: Tensor, heads: slice) -> Tensor:
+        """(g, ...) view of a tensor (K, ...) of key heads, for g query heads; one if they share keys."""
+        if self.share == 1:
+            return x[heads]
+        assert heads.stop - heads.start == 1
+        return x[heads.start // self.share : heads.start // self.share + 1]
 
     def counts_of(self, heads: slice) -> Tensor:
         """(1 or g, T) tokens of each tile."""
-        return self.counts if len(self.counts) == 1 else self.counts[heads]
+        return self.counts if len(self.counts) == 1 else self.of_keys(self.counts, heads)
 
     def see_tiles(self, queries: Tensor, heads: slice) -> tuple[Tensor, Tensor]:
         """Return what queries (g, n, d) see in every tile.
@@ -140,11 +160,11 @@ class Heads:
             log_mass (g, n, T), -inf for a tile without tokens, and weights (g, T, n, S), the softmax
             within each tile.
         """
-        n, tiles = queries.shape[1], self.k[heads]
+        n, tiles = queries.shape[1], self.of_keys(self.k, heads)
         # A batch of tiles, so that the weights are laid out for the means of keys and values.
         q = queries.unsqueeze(1).expand(-1, tiles.shape[1], n, -1)
         scores = matmul(q, tiles.transpose(2, 3))  # (g, T, n, S)
-        exists = None if self.exists is None else self.exists[heads].unsqueeze(2)
+        exists = None if self.exists is None else self.of_keys(self.exists, heads).unsqueeze(2)
         counts = self.counts_of(heads).unsqueeze(2)  # (1 or g, T, 1)
         scores = _mask_scores(scores, exists, counts)
         weights = scores.softmax(-1)
@@ -153,7 +173,21 @@ class Heads:
 
     def prefix_scores(self, queries: Tensor, heads: slice) -> Tensor:
         """Return scores (g, n, prefix) of queries (g, n, d)."""
-        return queries @ self.prefix_k[heads].transpose(1, 2)
+        return queries @ self.of_keys(self.prefix_k, heads).transpose(1, 2)
+
+
+def _tile_statistics(
+    k: Tensor, v: Tensor, q_head: Tensor, exists: Tensor | None, counts: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return cross (K, T, d, e), k_spread (K, T) and diameter (K,) at one mean query (K, d) each."""
+    scores = (k @ q_head[:, None, :, None]).squeeze(-1)  # (K, T, S)
+    p = _mask_scores(scores, exists, counts).softmax(-1).unsqueeze(-1)
+    k_deviation = _deviations(k, (p.transpose(2, 3) @ k).squeeze(2), exists)
+    v_deviation = _deviations(v, (p.transpose(2, 3) @ v).squeeze(2), exists)
+    with torch.no_grad():
+        diameter = 2 * torch.linalg.vector_norm(v_deviation, dim=-1).amax((1, 2))  # (K,)
+        k_spread = _mean_squares(k_deviation, counts)
+    return (p * k_deviation).transpose(2, 3) @ v_deviation, k_spread, diameter
 
 
 def _probe_quantiles(tiling: Tiling, groups: Tensor, shape: tuple[int, int]) -> Tensor:

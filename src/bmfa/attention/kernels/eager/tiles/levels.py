@@ -61,7 +61,7 @@ def _measure_chunk(heads: Heads, part: slice, representatives: Representatives) 
     deviation = q - heads.q_mean[part, probes].unsqueeze(2)
     prefix_scores = heads.prefix_scores(q.squeeze(2), part)
     exact_mass, within = heads.see_tiles(q.squeeze(2), part)  # (g, P, T), (g, T, P, S)
-    exact_values = matmul(within, heads.v[part]).transpose(1, 2)  # (g, P, T, e)
+    exact_values = matmul(within, heads.of_keys(heads.v, part)).transpose(1, 2)  # (g, P, T, e)
     counts = heads.counts_of(part)
     empty = (counts == 0).unsqueeze(1)
     tangent_mass = (deviation @ tangents.k.transpose(2, 3)).squeeze(2) + tangents.log_mass
@@ -77,7 +77,7 @@ def _measure_chunk(heads: Heads, part: slice, representatives: Representatives) 
     weights = weights[..., : logits.shape[-1]]
     coarse_weights = weights.masked_fill(expanded, 0.0)
     output = coarse_weights @ tangents.v + (weights - coarse_weights) @ exact_values
-    output = output + prefix_weights @ heads.prefix_v[part].unsqueeze(1)
+    output = output + prefix_weights @ heads.of_keys(heads.prefix_v, part).unsqueeze(1)
     moved = deviation.transpose(1, 2).expand(-1, heads.tiling.tiles, -1, -1)
     first_order = matmul(moved, heads.cross[part]).transpose(1, 2)  # (g, P, T, e)
     shares = coarse_bias(tangents.log_mass.unsqueeze(2), expanded | empty.unsqueeze(2)).softmax(-1)
@@ -97,7 +97,7 @@ def _measure_chunk(heads: Heads, part: slice, representatives: Representatives) 
 def _head_chunks(heads: Heads) -> Iterator[slice]:
     """Yield slices of heads whose probes have about `chunk_elements` scores."""
     step = max(1, heads.chunk_elements // (heads.probes * heads.tiling.tiles * heads.tiling.slots))
-    step = 1 if heads.q.device.type == "cpu" else step
+    step = 1 if heads.q.device.type == "cpu" or heads.share > 1 else step
     for start in range(0, len(heads.q), step):
         yield slice(start, min(start + step, len(heads.q)))
 

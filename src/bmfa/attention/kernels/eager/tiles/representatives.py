@@ -50,7 +50,8 @@ class Representatives:
         all_heads = self.heads
         q_mean = all_heads.q_mean[heads, groups]  # (g, r, d)
         log_mass, weights = all_heads.see_tiles(q_mean, heads)
-        k, v = (matmul(weights, x[heads]) for x in (all_heads.k, all_heads.v))  # (g, T, r, *)
+        keys, values = (all_heads.of_keys(x, heads) for x in (all_heads.k, all_heads.v))
+        k, v = (matmul(weights, x) for x in (keys, values))  # (g, T, r, *)
         with torch.no_grad():
             prefix_scores = all_heads.prefix_scores(q_mean, heads)
             log_z = torch.cat((log_mass, prefix_scores), -1).logsumexp(-1, keepdim=True)

@@ -280,12 +280,12 @@ def per_query_attention_kernel(
     H, num_queries, D, DV, qk_scale_log2, threshold,
     RULE: tl.constexpr, FINE: tl.constexpr, DEPTH: tl.constexpr, MAX_DEPTH: tl.constexpr,
     PREFIX: tl.constexpr, BLOCK_PREFIX: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_DV: tl.constexpr, WORDS: tl.constexpr, BLOCK_Q: tl.constexpr,
+    BLOCK_DV: tl.constexpr, WORDS: tl.constexpr, BLOCK_Q: tl.constexpr, HEADS_PER_KEY: tl.constexpr,
 ):  # fmt: skip
     """Attend with BLOCK_Q queries of one head, each with its own tree.
 
-    Grid: (blocks of queries, B * H). q is (B, H, Q, D), k (B, H, PREFIX + N, D), v and o have DV
-    channels. Writes o and split_bits (B * H * Q, WORDS).
+    Grid: (blocks of queries, B * H). q is (B, H, Q, D), k (B, H / HEADS_PER_KEY, PREFIX + N, D), v and o
+    have DV channels. Writes o and split_bits (B * H * Q, WORDS).
     """
     batch_head = tl.program_id(1)
     batch, head = (batch_head // H).to(tl.int64), (batch_head % H).to(tl.int64)
@@ -293,8 +293,8 @@ def per_query_attention_kernel(
     exists = rows < num_queries
     tree = batch_head.to(tl.int64) * num_queries + rows
     q += batch * stride_qb + head * stride_qh
-    k += batch * stride_kb + head * stride_kh
-    v += batch * stride_vb + head * stride_vh
+    k += batch * stride_kb + head // HEADS_PER_KEY * stride_kh
+    v += batch * stride_vb + head // HEADS_PER_KEY * stride_vh
     queries = load_rows(q, rows, exists, stride_qt, D, BLOCK_D)  # (BLOCK_Q, BLOCK_D)
     tokens = tl.load(slot_tokens + tl.arange(0, 4**DEPTH))
     every = tokens >= 0

@@ -125,8 +125,8 @@ def per_query_attention(
 
     Args:
         q: (B, H, Q, D).
-        k: (B, H, prefix + N, D).
-        v: (B, H, prefix + N, DV).
+        k: (B, H or a divisor of it, prefix + N, D).
+        v: (B, as many, prefix + N, DV).
         grid: The grid of the N spatial tokens.
         prefix: The number of tokens before the grid.
         rule: One of `KERNEL_RULES`.
@@ -179,7 +179,8 @@ def _launch(
         heads, queries, dim, value_dim, qk_scale_log2, threshold,
         RULE=rule, FINE=fine, DEPTH=depth, MAX_DEPTH=max_depth, PREFIX=prefix,
         BLOCK_PREFIX=_dot_block(prefix), BLOCK_D=_dot_block(dim), BLOCK_DV=_dot_block(value_dim),
-        WORDS=split_bits.shape[1], BLOCK_Q=block_q, num_warps=num_warps, num_stages=1,
+        WORDS=split_bits.shape[1], BLOCK_Q=block_q, HEADS_PER_KEY=heads // k.shape[1],
+        num_warps=num_warps, num_stages=1,
     )  # fmt: skip
     return o, split_bits
 

@@ -44,7 +44,7 @@ def expand_kernel(
     group_stride, query_prefix, query_height, query_width, query_tiles_across, qk_scale,
     D: tl.constexpr, BLOCK_D: tl.constexpr, SIDE: tl.constexpr, GROUP_TILES: tl.constexpr,
     NUM_ITEMS: tl.constexpr, ITEM_TILES: tl.constexpr, Z_ORDER: tl.constexpr, MASKED: tl.constexpr,
-    RAGGED: tl.constexpr, OWN_GRID: tl.constexpr, PRECISION: tl.constexpr,
+    RAGGED: tl.constexpr, OWN_GRID: tl.constexpr, HEADS_PER_KEY: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Attend with the queries of a group over one item of its expanded tiles. Grid: (item_capacity,).
 
@@ -62,8 +62,8 @@ def expand_kernel(
         batch, head, batch_head = split_batch_head(line // row_capacity, H)
         group = (first_row + line % row_capacity) * group_stride % num_groups
         q += batch * stride_qb + head * stride_qh + query_prefix * stride_qt
-        k += batch * stride_kb + head * stride_kh + prefix * stride_kt
-        v += batch * stride_vb + head * stride_vh + prefix * stride_vt
+        k += batch * stride_kb + head // HEADS_PER_KEY * stride_kh + prefix * stride_kt
+        v += batch * stride_vb + head // HEADS_PER_KEY * stride_vh + prefix * stride_vt
         valid += batch * frames * height * width
         slots, columns = tl.arange(0, QUERIES), tl.arange(0, BLOCK_D)
         tokens, on_grid = group_tokens(
@@ -101,7 +101,7 @@ def attention_kernel(
     D: tl.constexpr, BLOCK_D: tl.constexpr, SIDE: tl.constexpr, GROUP_TILES: tl.constexpr,
     BLOCK_MEANS: tl.constexpr, BLOCK_PREFIX: tl.constexpr, ITEM_TILES: tl.constexpr,
     SKIP_EXACT: tl.constexpr, Z_ORDER: tl.constexpr, MASKED: tl.constexpr, RAGGED: tl.constexpr,
-    OWN_GRID: tl.constexpr, PRECISION: tl.constexpr,
+    OWN_GRID: tl.constexpr, HEADS_PER_KEY: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Attend with the queries of one group of one head. Grid: (rows, B * H).
 
@@ -126,8 +126,8 @@ def attention_kernel(
     if not skip:
         group = position * group_stride % num_groups
         q += batch * stride_qb + head * stride_qh + query_prefix * stride_qt
-        k += batch * stride_kb + head * stride_kh
-        v += batch * stride_vb + head * stride_vh
+        k += batch * stride_kb + head // HEADS_PER_KEY * stride_kh
+        v += batch * stride_vb + head // HEADS_PER_KEY * stride_vh
         valid += batch * frames * height * width
         line = batch_head * row_capacity + row
         slots, columns = tl.arange(0, QUERIES), tl.arange(0, BLOCK_D)
@@ -219,7 +219,7 @@ def exact_kernel(
     stride_ob, stride_oh, stride_ot,
     H, prefix, height, width, frames, num_queries, qk_scale,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    MASKED: tl.constexpr, OWN_GRID: tl.constexpr, PRECISION: tl.constexpr,
+    MASKED: tl.constexpr, OWN_GRID: tl.constexpr, HEADS_PER_KEY: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Attend exactly with BLOCK_M queries of one head in `exact_heads`. Grid: (query blocks, B * H).
 
@@ -229,8 +229,8 @@ def exact_kernel(
     batch, head, batch_head = split_batch_head(tl.program_id(1), H)
     if tl.load(exact_heads + batch_head) != 0:
         q += batch * stride_qb + head * stride_qh
-        k += batch * stride_kb + head * stride_kh
-        v += batch * stride_vb + head * stride_vh
+        k += batch * stride_kb + head // HEADS_PER_KEY * stride_kh
+        v += batch * stride_vb + head // HEADS_PER_KEY * stride_vh
         valid += batch * frames * height * width
         num_tokens = prefix + frames * height * width
         if not OWN_GRID:

@@ -54,7 +54,8 @@ LEAST_DIVIDED_TILES = (
     128  # of a grid, below which no group reads so many tiles that it is worth the launch
 )
 # Groups whose tangents are held in memory at once, fewer where all scratch tensors would take more than
-# MOST_SCRATCH times the memory of k and v. The tangents of 64 groups take as much as k and v.
+# MOST_SCRATCH times the memory of k and v, had these as many heads as q. The tangents of 64 groups take
+# as much as k and v.
 ROWS_PER_BAND, MOST_SCRATCH = 128, 4
 TILES_PER_PROGRAM, STAT_TILES = 4, 1  # of the kernel of representatives
 MOST_HEADS = 16  # whose probes are added up at once
@@ -81,13 +82,14 @@ class CallKey(NamedTuple):
     z_order: bool
     # Height, width, frames and prefix of the queries, if they have a grid of their own.
     queries: tuple[int, int, int, int] | None = None
+    heads_per_key: int = 1  # consecutive heads of q that share one of k and v
 
     @classmethod
     def of(
         cls, tensors: tuple[Tensor, ...], valid: Tensor | None, height: int, width: int, frames: int,
         prefix: int, group_tiles: int, qk_scale: float, z_order: bool, query_grid: Sequence[int] = (),
     ) -> "CallKey":  # fmt: skip
-        """Read the key off q and o, (B, H, Q, D), and k and v, (B, H, prefix + N, D)."""
+        """Read the key off q and o, (B, H, Q, D), and k and v, (B, key heads, prefix + N, D)."""
         q = tensors[0]
         batch, heads, num_queries, dim = q.shape
         strides = tuple(tensor.stride()[:3] for tensor in tensors)
@@ -98,6 +100,7 @@ class CallKey(NamedTuple):
         return cls(
             batch, heads, dim, strides, q.dtype, q.get_device(), valid is not None,
             height, width, frames, prefix, group_tiles, qk_scale, z_order, queries,
+            heads // tensors[1].shape[1],
         )  # fmt: skip
 
     @property
@@ -158,6 +161,7 @@ class CallKey(NamedTuple):
             # Kernels ignore the grid of the queries without it: the code for self-attention is the same
             # as if there were no such arguments.
             "OWN_GRID": self.queries is not None,
+            "HEADS_PER_KEY": self.heads_per_key,
             "PRECISION": "ieee" if self.dtype == torch.float32 else "tf32",
         }
 
@@ -365,7 +369,7 @@ def launch_attention(
 
     Args:
         q: (B, H, Q, D).
-        k, v: (B, H, prefix + N, D).
+        k, v: (B, H or a divisor of it, prefix + N, D).
         valid: bool (B, N), the tokens that exist, or None if all do.
         height, width, frames: The grid of the N spatial tokens.
         prefix: The number of keys before the grid.

@@ -83,7 +83,7 @@ def tiled_attention(
     Args:
         q: (B, H, Q, D) in one of `DTYPES`: as many as there are keys, or those of the query grid after
             any number of others.
-        k, v: (B, H, prefix + N, D).
+        k, v: (B, H or a divisor of it, prefix + N, D).
         tiling: The tiles of the grid of N spatial tokens, and the groups of the queries.
         prefix: The number of keys before the grid.
         scale: The factor of q . k.

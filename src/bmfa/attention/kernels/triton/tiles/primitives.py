@@ -1,7 +1,8 @@
 """Device functions that the kernels for tiles share: addresses, masked loads, online softmax.
 
 A tile has S = SIDE * SIDE slots, one for each of its tokens in raster order. Slots beyond the edge of
-the grid hold no token. Tensors of tokens have any strides but a contiguous head dimension.
+the grid hold no token. Tensors of tokens have any strides but a contiguous head dimension. k and v have
+one head for HEADS_PER_KEY consecutive heads of q.
 """
 
 import triton

@@ -114,7 +114,7 @@ def represent_kernel(
     num_rows, row_capacity, group_stride, num_probes, num_slots, tile_programs, query_prefix, qk_scale,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr, SIDE: tl.constexpr,
     TILES: tl.constexpr, STAT_TILES: tl.constexpr, PROBING: tl.constexpr, Z_ORDER: tl.constexpr,
-    MASKED: tl.constexpr, OWN_GRID: tl.constexpr, PRECISION: tl.constexpr,
+    MASKED: tl.constexpr, OWN_GRID: tl.constexpr, HEADS_PER_KEY: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Summarise tiles at representatives. Grid: (programs, blocks of BLOCK_R rows, B * H).
 
@@ -136,8 +136,8 @@ def represent_kernel(
     program, block = tl.program_id(0), tl.program_id(1)
     batch, head, batch_head = split_batch_head(tl.program_id(2), H)
     q += batch * stride_qb + head * stride_qh
-    k += batch * stride_kb + head * stride_kh + prefix * stride_kt
-    v += batch * stride_vb + head * stride_vh + prefix * stride_vt
+    k += batch * stride_kb + head // HEADS_PER_KEY * stride_kh + prefix * stride_kt
+    v += batch * stride_vb + head // HEADS_PER_KEY * stride_vh + prefix * stride_vt
     valid += batch * frames * height * width
     if program < tile_programs:
         if block * BLOCK_R < num_rows:
