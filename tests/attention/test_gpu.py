@@ -204,7 +204,7 @@ def test_a_query_grid_with_an_error_target_of_zero_is_dense_attention(side, quer
         settings = {"prefix": 1, "scale": 0.125, "error": 0.0, "exact_above": exact_above}
         got = tiled_attention(q, k, v, tiling, **settings)
         assert bool(got.expanded.all())
-        assert relative_error(got.output, exact) <= 2 * rounding
+        assert relative_error(got.output, exact) <= 2 * rounding + 1e-6
 
 
 @TRITON

@@ -185,13 +185,16 @@ def test_query_grids_in_a_graph() -> None:
     k, v = smooth(1, 2, 1, 2, 24 * 24, 16).float()
     q = smooth(2, 1, 2, 12 * 12, 16).float()
 
-    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return screened_attention(
-            q, k, v, grid=(24, 24), query_grid=(12, 12), leaves=0.3, form="tiled"
-        ).output
+    for fallback in (None, 0.02):
 
-    compiled = torch.compile(attend, backend="aot_eager", fullgraph=True)
-    torch.testing.assert_close(compiled(q, k, v), attend(q, k, v))
+        def attend(q: Tensor, k: Tensor, v: Tensor, fallback: Any = fallback) -> Tensor:
+            return screened_attention(
+                q, k, v, grid=(24, 24), query_grid=(12, 12), leaves=0.3, form="tiled",
+                fallback=fallback,
+            ).output  # fmt: skip
+
+        compiled = torch.compile(attend, backend="aot_eager", fullgraph=True)
+        torch.testing.assert_close(compiled(q, k, v), attend(q, k, v))
 
 
 def test_query_grids_are_checked() -> None:
@@ -314,3 +317,13 @@ def test_fewer_key_heads_in_a_graph() -> None:
 
         compiled = torch.compile(attend, backend="aot_eager", fullgraph=True)
         torch.testing.assert_close(compiled(q, k, v), attend(q, k, v))
+    trained = [x.double().requires_grad_() for x in (q, k, v)]
+    options = {"grid": (24, 24), "leaves": 0.3, "form": "tiled"}
+
+    def loss(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return screened_attention(q, k, v, **options).output.square().sum()
+
+    compiled = torch.compile(loss, backend="aot_eager", fullgraph=True)
+    grads = [torch.autograd.grad(x(*trained), trained) for x in (compiled, loss)]
+    for one, other in zip(*grads, strict=True):
+        torch.testing.assert_close(one, other)

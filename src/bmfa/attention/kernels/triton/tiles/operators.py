@@ -46,11 +46,15 @@ def unsupported_reason(
         )
     if any(t.stride(-1) != 1 for t in (q, k, v)):
         return "the head dimension is not contiguous; call .contiguous() on q, k and v"
-    grid, query_grid = tiling.grid, tiling.queries.grid
-    for name, sides in (("grid", grid), ("query_grid", query_grid)):
-        if max(sides.height, sides.width) > LARGEST_SIDE or Tiling(sides).tiles > MOST_TILES:
+    grid, prefixes = tiling.grid, {"prefix": prefix}
+    tilings = {"grid": tiling}
+    if (query_grid := tiling.query_grid) is not None:
+        tilings["query_grid"] = Tiling(query_grid)
+        prefixes["prefix of q"] = q.shape[2] - query_grid.size
+    for name, tiles in tilings.items():
+        if max(tiles.grid.height, tiles.grid.width) > LARGEST_SIDE or tiles.tiles > MOST_TILES:
             return (
-                f"the {name} is {sides}; the kernels take sides up to {LARGEST_SIDE}, and "
+                f"the {name} is {tiles.grid}; the kernels take sides up to {LARGEST_SIDE}, and "
                 f"{MOST_TILES} tiles"
             )
     if tiling.side != TILE_SIDE:
@@ -60,10 +64,10 @@ def unsupported_reason(
         )
     if tiling.group_tiles not in GROUP_TILES:
         return f"a group has {tiling.group_tiles} tiles; the kernels take one of {GROUP_TILES}"
-    for name, before in (("prefix", prefix), ("prefix of q", q.shape[2] - query_grid.size)):
+    for name, before in prefixes.items():
         if before > LARGEST_PREFIX:
             return f"the {name} has {before} tokens; the kernels take up to {LARGEST_PREFIX}"
-    if order == "z" and tiling.query_grid is not None:
+    if order == "z" and query_grid is not None:
         return "order is 'z' and the queries have a grid of their own; pass raster order"
     if order == "z" and not tiling.z_aligned:
         return (
