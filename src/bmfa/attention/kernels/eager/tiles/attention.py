@@ -22,8 +22,12 @@ from bmfa.attention.kernels.eager.tiles.levels import (
     measure_levels,
 )
 from bmfa.attention.kernels.eager.tiles.representatives import Representatives, Tangents
-from bmfa.attention.tiling import TiledAttention, Tiling, tiles_to_tokens, unflatten
+from bmfa.attention.tiling import TiledAttention, Tiling, unflatten
 from bmfa.trees.keys import query_chunks
+
+# Expanded tiles of padding that a batch of groups may have: on a CPU, a further batch takes as long as
+# about eight tiles (q, k, v of DeiT-Tiny with 4,096 tokens).
+LEAST_PADDING = 8
 
 
 def tiled_attention(
@@ -78,13 +82,11 @@ def tiled_attention(
             exact_probes = levels.exact
     if exact_above < 1.0 and bool(choice.exact.all()):
         return None
-    tiles, expanded = _attend(heads, representatives, choice)
-    spatial = unflatten(tiles_to_tokens(tiles, tiling.queries), 0, q.shape[:2]).to(q.dtype)
-    output = spatial
-    if query_prefix:
-        output = torch.cat((_prefix_outputs(q, heads, scale / tau).to(q.dtype), spatial), 2)
+    spatial, rows, expanded = _attend(heads, representatives, choice)
+    output = _join_tokens(heads, _prefix_outputs(q, heads, scale / tau), spatial, rows)
+    output = unflatten(output, 0, q.shape[:2]).to(q.dtype)
     with torch.no_grad():
-        probes = _probe_errors(heads, tiles.to(q.dtype), exact_probes)
+        probes = _probe_errors(heads, output, exact_probes)
     return TiledAttention(
         output,
         unflatten(expanded.sum(-1, dtype=torch.int32), 0, q.shape[:2]),
@@ -95,10 +97,15 @@ def tiled_attention(
 
 def _attend(
     heads: Heads, representatives: Representatives, choice: Choice
-) -> tuple[Tensor, Tensor]:
-    """Return outputs (G, R, S, e) and expanded tiles (G, R, T), groups in raster order."""
-    device = heads.order.device
-    rows, outputs, expanded = [], [], []
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Attend with all groups.
+
+    Returns:
+        Outputs (G R, S, e) of groups in the order of the chunks; the row (G, R) among them of the group
+        at each position; and expanded tiles (G, R, T) of groups in raster order.
+    """
+    device, groups = heads.order.device, heads.tiling.groups
+    numbers, outputs, expanded = [], [], []
     for part, positions, exact in _group_chunks(heads, choice):
         if exact:
             output = _exact_chunk(heads, part, positions)
@@ -111,11 +118,10 @@ def _attend(
         outputs.append(output)
         expanded.append(chosen)
         head = torch.arange(part.start, part.stop, device=device).unsqueeze(1)
-        rows.append((head * heads.tiling.groups + heads.order[positions]).flatten())
-    inverse = torch.cat(rows).argsort()
-    shape = (len(heads.q), heads.tiling.groups)
-    output, chosen = (torch.cat(x).index_select(0, inverse) for x in (outputs, expanded))
-    return unflatten(output, 0, shape), unflatten(chosen, 0, shape)
+        numbers.append((head * groups + torch.arange(groups, device=device)[positions]).flatten())
+    rows = torch.cat(numbers).argsort().view(-1, groups)
+    in_raster = rows.index_select(1, heads.order.argsort())
+    return torch.cat(outputs), rows, torch.cat(expanded)[in_raster]
 
 
 def _group_chunks(heads: Heads, choice: Choice) -> Iterator[tuple[slice, slice, bool]]:
@@ -168,8 +174,8 @@ def _attend_chunk(
     heads: Heads, part: slice, positions: slice, tangents: Tangents, choice: Choice
 ) -> tuple[Tensor, Tensor]:
     """Step 4 of the specification for n = g r groups: outputs (n, S, e), expanded tiles (n, T)."""
-    q = heads.q[part, positions]
-    deviation = (q - heads.q_mean[part, positions].unsqueeze(2)).flatten(0, 1)  # (n, S, d)
+    q, deviation = (x[part, positions] for x in (heads.q, heads.q_deviation))  # (g, r, S, d)
+    shape = q.shape[:2]
     parity = torch.arange(heads.tiling.groups, device=q.device)[positions] % 2
     threshold, shrinkage = (
         x[part].index_select(1, parity) for x in (choice.thresholds, choice.shrinkage)
@@ -179,109 +185,143 @@ def _attend_chunk(
         expanded = (loss >= threshold.unsqueeze(-1)) & (loss > 0)
         hidden = expanded | (heads.counts_of(part) == 0).unsqueeze(1)
     bias = coarse_bias(tangents.log_mass, hidden)  # (g, r, T)
-    cross = bias.softmax(-1) @ heads.cross[part].flatten(2)
-    cross = unflatten(cross, 2, heads.cross.shape[2:]).flatten(0, 1)  # (n, d, e)
-    diameter = heads.diameter[part].unsqueeze(1).expand(q.shape[:2]).reshape(-1, 1, 1)
+    cross = _mean_cross(bias.softmax(-1), heads.cross[part])
+    deviation = deviation.flatten(0, 1)  # (n, S, d)
+    diameter = heads.diameter[part].unsqueeze(1).expand(shape).reshape(-1, 1, 1)
     correction = clip(deviation @ cross, diameter, shrinkage.reshape(-1, 1, 1))
     k, v = tangents.k.flatten(0, 1), tangents.v.flatten(0, 1)
     logits = torch.baddbmm(bias.flatten(0, 1).unsqueeze(1), deviation, k.transpose(1, 2))
     weights = logits.softmax(-1)  # (n, S, T)
     output = torch.baddbmm(correction, weights, v)
-    log_coarse = log_sum_exp(logits, weights)
-    log_coarse = log_coarse.masked_fill(hidden.all(-1).view(-1, 1), -torch.inf)
+    log_total = log_sum_exp(logits, weights)  # (n, S)
+    log_total = log_total.masked_fill(hidden.all(-1).view(-1, 1), -torch.inf)
+    if heads.prefix:
+        prefix_output, log_prefix = _attend_to_prefix(heads, part, q)
+        output = _merge(prefix_output, log_prefix, output, log_total)
+        log_total = torch.logaddexp(log_total, log_prefix)
     expanded = expanded.flatten(0, 1)
-    exact = _ExpandedTiles(heads, part, q.flatten(0, 1), expanded).attend()
-    if exact is not None:
-        exact_output, log_exact = exact
-        coarse_share = (log_coarse - log_exact).sigmoid().unsqueeze(-1)  # u
-        output = torch.lerp(exact_output, output, coarse_share)
+    counts = expanded.sum(-1)
+    rows = counts.nonzero().squeeze(1)
+    if len(rows):
+        tiles = _ExpandedTiles(heads, part, q.flatten(0, 1), expanded, counts, rows)
+        exact_output, log_exact = tiles.attend()
+        if len(rows) < len(output):
+            coarse = output.index_select(0, rows), log_total.index_select(0, rows)
+            output = output.index_copy(0, rows, _merge(exact_output, log_exact, *coarse))
+        else:
+            output = _merge(exact_output, log_exact, output, log_total)
     return output, expanded
 
 
+def _mean_cross(shares: Tensor, cross: Tensor) -> Tensor:
+    """(g r, d, e) means of the covariances (g, T, d, e) of tiles with the weights (g, r, T)."""
+    if len(cross) > 1:
+        product = shares @ cross.flatten(2)  # (g, r, d e)
+        return unflatten(product, 2, cross.shape[2:]).flatten(0, 1)
+    # A batch of the rows of the covariances: a single product with d e columns is slower on a CPU.
+    tiles_last = cross[0].transpose(0, 1)  # (d, T, e)
+    return torch.bmm(shares.expand(len(tiles_last), -1, -1), tiles_last).transpose(0, 1)
+
+
+def _attend_to_prefix(heads: Heads, part: slice, q: Tensor) -> tuple[Tensor, Tensor]:
+    """Return outputs (n, S, e) of queries (g, r, S, d) over the prefix, and log-sum-exp (n, S)."""
+    prefix_k, prefix_v = (heads.of_keys(x, part) for x in (heads.prefix_k, heads.prefix_v))
+    logits = q.flatten(1, 2) @ prefix_k.transpose(1, 2)  # (g, r S, prefix)
+    if heads.prefix == 1:
+        output, log_sum = prefix_v.expand(-1, logits.shape[1], -1), logits.squeeze(-1)
+    else:
+        weights = logits.softmax(-1)
+        output, log_sum = weights @ prefix_v, log_sum_exp(logits, weights)
+    rows = (q.shape[0] * q.shape[1], q.shape[2])
+    return output.reshape(*rows, -1), log_sum.reshape(rows)
+
+
+def _merge(output: Tensor, log_sum: Tensor, other: Tensor, other_log_sum: Tensor) -> Tensor:
+    """Attention (n, S, e) over the keys of two, from their outputs and log-sum-exp (n, S)."""
+    share = (other_log_sum - log_sum).sigmoid().unsqueeze(-1)
+    return torch.lerp(output, other, share)
+
+
 class _ExpandedTiles:
-    """Attention of n groups over the tokens of the tiles that they expand, and the prefix."""
+    """Attention of groups over the tokens of the tiles that they expand.
 
-    def __init__(self, heads: Heads, part: slice, q: Tensor, expanded: Tensor) -> None:
-        self.heads, self.q = heads, q  # (n, S, d)
+    Args:
+        heads: All heads.
+        part: The heads of the groups.
+        q: (n, S, d) queries of all groups.
+        expanded: (n, T) bool, the expanded tiles.
+        counts: (n,) their number.
+        rows: (m,) the groups with expanded tiles.
+    """
+
+    def __init__(
+        self, heads: Heads, part: slice, q: Tensor, expanded: Tensor, counts: Tensor, rows: Tensor
+    ) -> None:
+        self.heads = heads
         head = torch.arange(part.start, part.stop, device=q.device) // heads.share
-        self.head = head.repeat_interleave(len(q) // len(head))  # (n,) key head
-        row, tile = expanded.nonzero(as_tuple=True)
-        counts = expanded.sum(-1)
-        self.order = counts.argsort(stable=True)
-        self.counts = counts[self.order].tolist()
+        counts = counts.index_select(0, rows)
+        order = counts.argsort(stable=True)
+        rows = rows.index_select(0, order)
+        self.inverse = order.argsort()
+        self.counts = counts.index_select(0, order).tolist()
+        self.head = head.repeat_interleave(len(q) // len(head)).index_select(
+            0, rows
+        )  # (m,) of keys
+        self.q = q.index_select(0, rows)  # (m, S, d), groups with few tiles first
+        # The expanded tiles of each group, then -1.
+        row, tile = expanded.index_select(0, rows).nonzero(as_tuple=True)
+        counts = counts.index_select(0, order)
         rank = torch.arange(len(row), device=q.device) - (counts.cumsum(0) - counts)[row]
-        self.tiles = tile.new_full((len(q), self.counts[-1]), -1)  # the expanded ones, then -1
+        self.tiles = tile.new_full((len(rows), self.counts[-1]), -1)
         self.tiles[row, rank] = tile
-        self.slots = torch.arange(heads.tiling.slots, device=q.device)
-        self.prefix = torch.arange(heads.prefix, device=q.device)
 
-    def attend(self) -> tuple[Tensor, Tensor] | None:
-        """Return outputs (n, S, e), and the logarithm (n, S) of their sums of exponentials.
+    def attend(self) -> tuple[Tensor, Tensor]:
+        """Return outputs (m, S, e), and the logarithm (m, S) of their sums of exponentials.
 
-        None if there is nothing to attend to in any group. Groups with as many tiles are computed
-        together.
+        Groups with about as many tiles are computed together.
         """
         heads, counts = self.heads, self.counts
-        slots, queries, elements = len(self.slots), self.q.shape[1], heads.chunk_elements
-        all_equal = counts[0] == counts[-1]
+        most = heads.chunk_elements // (self.q.shape[1] * heads.tiling.slots)  # tiles of a chunk
         outputs, logs, start = [], [], 0
-        if not heads.prefix:
-            start = counts.count(0)
-            if start == len(counts):
-                return None
-            if start:
-                outputs.append(heads.v.new_zeros(start, queries, heads.v.shape[-1]))
-                logs.append(heads.v.new_full((start, queries), -torch.inf))
         while start < len(counts):
-            stop = start + 1
+            stop, tiles = start + 1, counts[start]
             while stop < len(counts):
-                keys = heads.prefix + counts[stop] * slots
-                if (stop + 1 - start) * queries * keys > elements:
+                padded = (stop + 1 - start) * counts[stop]
+                tiles += counts[stop]
+                if padded > most or padded - tiles > max(LEAST_PADDING, tiles // 4):
                     break
                 stop += 1
-            rows = slice(start, stop) if all_equal else self.order[start:stop]
-            output, log = self._attend_rows(rows, counts[stop - 1])
+            output, log = self._attend_rows(slice(start, stop), counts[stop - 1])
             outputs.append(output)
             logs.append(log)
             start = stop
         output, log = (x[0] if len(x) == 1 else torch.cat(x) for x in (outputs, logs))
-        if all_equal:  # the order is that of the groups
-            return output, log
-        inverse = self.order.argsort()
-        return output.index_select(0, inverse), log.index_select(0, inverse)
+        return output.index_select(0, self.inverse), log.index_select(0, self.inverse)
 
-    def _attend_rows(self, groups: Tensor | slice, max_count: int) -> tuple[Tensor, Tensor]:
-        heads, head = self.heads, self.head[groups]
-        tiles = self.tiles[groups, :max_count]  # (n, max_count)
-        if max_count == 0:
-            logits = self.q[groups] @ heads.prefix_k[head].transpose(1, 2)
-            weights = logits.softmax(-1)
-            return weights @ heads.prefix_v[head], log_sum_exp(logits, weights)
-        rows = heads.prefix + tiles.clamp(min=0).unsqueeze(-1) * len(self.slots) + self.slots
-        rows = torch.cat((self.prefix.expand(len(tiles), -1), rows.flatten(1)), 1)
-        rows = (rows + head.unsqueeze(1) * heads.keys.shape[1]).flatten()
+    def _attend_rows(self, rows: slice, max_count: int) -> tuple[Tensor, Tensor]:
+        heads, head = self.heads, self.head[rows]
+        tiles = self.tiles[rows, :max_count]  # (n, max_count)
+        index = (head.unsqueeze(1) * heads.tiling.tiles + tiles.clamp(min=0)).flatten()
         keys, values = (
-            unflatten(x.flatten(0, 1).index_select(0, rows), 0, (len(tiles), -1))
-            for x in (heads.keys, heads.values)
-        )
-        logits = self.q[groups] @ keys.transpose(1, 2)  # (n, S, prefix + tokens)
+            unflatten(x.flatten(0, 1).index_select(0, index), 0, tiles.shape).flatten(1, 2)
+            for x in (heads.k, heads.v)
+        )  # (n, max_count S, *)
+        logits = self.q[rows] @ keys.transpose(1, 2)
         padding = tiles < 0
+        missing = None
         if heads.exists is not None:
-            exists = heads.exists[head.unsqueeze(1), tiles.clamp(min=0)]  # (n, max_count, S)
-            missing = (padding.unsqueeze(-1) | ~exists).flatten(1)
+            exists = heads.exists.flatten(0, 1).index_select(0, index).view(len(tiles), -1)
+            missing = padding.repeat_interleave(heads.tiling.slots, 1) | ~exists
         elif bool(padding.any()):
-            missing = padding.repeat_interleave(len(self.slots), 1)
-        else:
-            missing = None
+            missing = padding.repeat_interleave(heads.tiling.slots, 1)
         if missing is not None:
-            missing = pad(missing, (heads.prefix, 0), value=False).unsqueeze(1)
-            logits = logits.masked_fill(missing, -torch.inf)
+            logits = logits.masked_fill(missing.unsqueeze(1), -torch.inf)
         weights = logits.softmax(-1)
         return weights @ values, log_sum_exp(logits, weights)
 
 
 def _prefix_outputs(q: Tensor, heads: Heads, factor: float) -> Tensor:
-    """Return exact outputs (B, H, prefix, e) of the prefix queries."""
+    """Return exact outputs (G, query_prefix, e) of the prefix queries."""
     queries = q[:, :, : heads.query_prefix].to(heads.q.dtype).flatten(0, 1) * factor
     # The queries of all heads that share keys: (K, share n, d)
     queries = unflatten(queries, 0, (-1, heads.share)).flatten(1, 2)
@@ -292,19 +332,42 @@ def _prefix_outputs(q: Tensor, heads: Heads, factor: float) -> Tensor:
     weights = torch.cat((prefix_scores, scores), -1).softmax(-1)
     output = weights[..., : heads.prefix] @ heads.prefix_v
     output = output + weights[..., heads.prefix :] @ heads.v.flatten(1, 2)
-    return output.reshape(*heads.shape, heads.query_prefix, -1)
+    return output.reshape(len(heads.q), heads.query_prefix, output.shape[-1])
+
+
+def _join_tokens(heads: Heads, prefix: Tensor, groups: Tensor, rows: Tensor) -> Tensor:
+    """Put the outputs of tokens in the order of the caller: (G, query_prefix + queries, e).
+
+    Args:
+        heads: All heads.
+        prefix: (G, query_prefix, e) outputs of the prefix queries.
+        groups: (G R, S, e) outputs of groups.
+        rows: (G, R) row among them of the group at each position.
+    """
+    slots = heads.group_tokens  # (R, S) by position
+    size = heads.tiling.queries.slots
+    number = torch.arange(slots.numel(), device=slots.device).view_as(slots)[slots >= 0]
+    slot = torch.empty_like(number)  # of each query, numbered through the positions
+    slot[slots[slots >= 0]] = number
+    index = rows.index_select(1, slot // size) * size + slot % size  # (G, queries)
+    tokens = groups.flatten(0, 1)
+    if prefix.shape[1]:
+        tokens = torch.cat((prefix.flatten(0, 1), tokens))
+        first = torch.arange(prefix.shape[0] * prefix.shape[1], device=slots.device)
+        index = torch.cat((first.view(prefix.shape[:2]), index + len(first)), 1)
+    return unflatten(tokens.index_select(0, index.flatten()), 0, tuple(index.shape))
 
 
 def _probe_errors(heads: Heads, output: Tensor, exact: Tensor | None) -> Tensor:
     """Return (G, P, 3) float32: |output - exact|^2, |exact|^2, weight of the probe.
 
     Args:
-        output: (G, R, S, e).
+        output: (B, H, query_prefix + queries, e).
         exact: (G, P, e); None if the output is exact.
     """
-    index = heads.probe_slot[..., None, None].expand(-1, -1, 1, output.shape[-1])
-    got = output.index_select(1, heads.order[: heads.probes]).gather(2, index).squeeze(2)
-    got = got.to(heads.q.dtype)
+    tokens = heads.group_tokens[: heads.probes].expand(len(heads.q), -1, -1)
+    tokens = tokens.gather(2, heads.probe_slot.unsqueeze(-1)).clamp(min=0) + heads.query_prefix
+    got = output.flatten(0, 1).gather(1, tokens.expand(-1, -1, output.shape[-1])).to(heads.q.dtype)
     exact = got if exact is None else exact
     weight = heads.probe_weight
     fields = ((got - exact).square().sum(-1), exact.square().sum(-1), weight)

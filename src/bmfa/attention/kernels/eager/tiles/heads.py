@@ -31,8 +31,10 @@ class Heads:
     shape: tuple[int, int]  # B, H
     share: int  # consecutive query heads that share a key head; K = G / share key heads
     order: Tensor  # (R,) group at each position
+    group_tokens: Tensor  # (R, S) raster index of the query in each slot of these groups, or -1
     q: Tensor  # (G, R, S, d) times scale / tau, as is q_mean; groups in `order`
     q_mean: Tensor  # (G, R, d) representatives
+    q_deviation: Tensor  # (G, R, S, d) differences of the queries from them, 0 in empty slots
     q_spread: Tensor  # (G, R) rho (scale / tau)^2 / 2d
     probe_slot: Tensor  # (G, P) slot of the query that probes each of the first groups
     probe_weight: Tensor  # (G, P) inverse of its probability, 0 for a group without queries
@@ -61,10 +63,10 @@ class Heads:
             q_valid = valid if tiling.query_grid is None else None
             q_exists = valid_slots(tiling.queries, q_valid, q)
         prefix_k, prefix_v = (x[:, :, :prefix].to(dtype).flatten(0, 1) for x in (k, v))
-        q = tokens_to_tiles(q[:, :, query_prefix:], tiling.queries, dtype)
-        k, v = (tokens_to_tiles(x[:, :, prefix:], tiling, dtype) for x in (k, v))
         order = tiling.group_order.to(q.device)
-        q = (q * factor).index_select(1, order)  # (G, R, S, d)
+        group_tokens = tiling.queries.slot_tokens.to(q.device).index_select(0, order)
+        q = _tokens_to_groups(q[:, :, query_prefix:], group_tokens, dtype) * factor
+        k, v = (tokens_to_tiles(x[:, :, prefix:], tiling, dtype) for x in (k, v))
         counts = _token_counts(exists, tiling, q.device)
         if exists is not None:
             k, v = (x.masked_fill(~exists.unsqueeze(-1), 0.0) for x in (k, v))
@@ -76,6 +78,7 @@ class Heads:
             q_exists = q_exists.index_select(1, order)
             q = q.masked_fill(~q_exists.unsqueeze(-1), 0.0)
         q_mean = _tile_means(q, q_count)
+        q_deviation = _deviations(q, q_mean, q_exists)
         sample = q_count[:, :PROBE_SLOTS].to(dtype)  # (1 or G, groups)
         q_head = (q_mean[:, :PROBE_SLOTS] * sample.unsqueeze(-1)).sum(1)
         q_head = q_head / sample.sum(-1, keepdim=True).clamp(min=1)
@@ -89,7 +92,7 @@ class Heads:
             for x in zip(*statistics, strict=True)
         )
         with torch.no_grad():
-            q_distance = torch.linalg.vector_norm(_deviations(q, q_mean, q_exists), dim=-1)
+            q_distance = torch.linalg.vector_norm(q_deviation, dim=-1)
             q_squares = q_distance.square()  # (G, R, S)
             # Roots first: their product overflows no earlier than the squares.
             q_mean_square = q_squares.sum(-1) / q_count.clamp(min=1)
@@ -108,8 +111,10 @@ class Heads:
             shape=shape,
             share=share,
             order=order,
+            group_tokens=group_tokens,
             q=q,
             q_mean=q_mean,
+            q_deviation=q_deviation,
             q_spread=q_spread / (2 * q.shape[-1]),
             probe_slot=probe_slot,
             probe_weight=probe_weight,
@@ -180,7 +185,7 @@ def _tile_statistics(
     k: Tensor, v: Tensor, q_head: Tensor, exists: Tensor | None, counts: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return cross (K, T, d, e), k_spread (K, T) and diameter (K,) at one mean query (K, d) each."""
-    scores = (k @ q_head[:, None, :, None]).squeeze(-1)  # (K, T, S)
+    scores = (k.flatten(1, 2) @ q_head.unsqueeze(-1)).view(k.shape[:3])  # (K, T, S)
     p = _mask_scores(scores, exists, counts).softmax(-1).unsqueeze(-1)
     k_deviation = _deviations(k, (p.transpose(2, 3) @ k).squeeze(2), exists)
     v_deviation = _deviations(v, (p.transpose(2, 3) @ v).squeeze(2), exists)
@@ -188,6 +193,13 @@ def _tile_statistics(
         diameter = 2 * torch.linalg.vector_norm(v_deviation, dim=-1).amax((1, 2))  # (K,)
         k_spread = _mean_squares(k_deviation, counts)
     return (p * k_deviation).transpose(2, 3) @ v_deviation, k_spread, diameter
+
+
+def _tokens_to_groups(tokens: Tensor, slots: Tensor, dtype: torch.dtype) -> Tensor:
+    """(G, R, S, *) from (B, H, N, *) tokens, by their numbers (R, S); empty slots hold any token."""
+    slots = slots.clamp(min=0)
+    rows = tokens.flatten(0, 1).index_select(1, slots.flatten()).to(dtype)
+    return unflatten(rows, 1, tuple(slots.shape))
 
 
 def _probe_quantiles(tiling: Tiling, groups: Tensor, shape: tuple[int, int]) -> Tensor:
@@ -252,10 +264,16 @@ def _mask_scores(scores: Tensor, exists: Tensor | None, counts: Tensor) -> Tenso
 
 
 def matmul(x: Tensor, y: Tensor) -> Tensor:
-    """Multiply (g, T, n, m) by (g, T, m, p), without copies of expanded operands if g is 1."""
+    """Multiply (g, T, n, m) by (g, T, m, p), on a CPU without copies of expanded operands."""
     if x.shape[0] == 1:
         return torch.bmm(x[0], y[0]).unsqueeze(0)
-    return x @ y
+    has_gradient = torch.is_grad_enabled() and (x.requires_grad or y.requires_grad)
+    if x.device.type != "cpu" or has_gradient:
+        return x @ y
+    product = x.new_empty(*x.shape[:3], y.shape[-1])
+    for head in range(len(x)):
+        torch.bmm(x[head], y[head], out=product[head])
+    return product
 
 
 def log_sum_exp(logits: Tensor, weights: Tensor) -> Tensor:

@@ -64,7 +64,7 @@ def _measure_chunk(heads: Heads, part: slice, representatives: Representatives) 
     exact_values = matmul(within, heads.of_keys(heads.v, part)).transpose(1, 2)  # (g, P, T, e)
     counts = heads.counts_of(part)
     empty = (counts == 0).unsqueeze(1)
-    tangent_mass = (deviation @ tangents.k.transpose(2, 3)).squeeze(2) + tangents.log_mass
+    tangent_mass = matmul(deviation, tangents.k.transpose(2, 3)).squeeze(2) + tangents.log_mass
     # (g, P, levels, T); at the last level everything is expanded
     expanded = tangents.loss.unsqueeze(2) >= _level_thresholds(q).to(q.dtype).unsqueeze(-1)
     expanded &= (tangents.loss > 0).unsqueeze(2)
@@ -76,12 +76,15 @@ def _measure_chunk(heads: Heads, part: slice, representatives: Representatives) 
     prefix_weights = weights[..., logits.shape[-1] :]
     weights = weights[..., : logits.shape[-1]]
     coarse_weights = weights.masked_fill(expanded, 0.0)
-    output = coarse_weights @ tangents.v + (weights - coarse_weights) @ exact_values
-    output = output + prefix_weights @ heads.of_keys(heads.prefix_v, part).unsqueeze(1)
+    output = matmul(coarse_weights, tangents.v)
+    output += matmul(weights - coarse_weights, exact_values)
+    if heads.prefix:
+        prefix_output = prefix_weights.flatten(1, 2) @ heads.of_keys(heads.prefix_v, part)
+        output += prefix_output.view_as(output)
     moved = deviation.transpose(1, 2).expand(-1, heads.tiling.tiles, -1, -1)
     first_order = matmul(moved, heads.cross[part]).transpose(1, 2)  # (g, P, T, e)
     shares = coarse_bias(tangents.log_mass.unsqueeze(2), expanded | empty.unsqueeze(2)).softmax(-1)
-    term = clip(shares @ first_order, heads.diameter[part].view(-1, 1, 1, 1))
+    term = clip(matmul(shares, first_order), heads.diameter[part].view(-1, 1, 1, 1))
     term = term * coarse_weights.sum(-1, keepdim=True)
     exact = output[:, :, -1]
     difference = exact.unsqueeze(2) - output
@@ -118,38 +121,35 @@ def choose(
     fields = (levels.error, levels.product, levels.correction, levels.share)
     squares, product, correction, shares = (unflatten(x.double(), 0, shape) for x in fields)
     norms = unflatten(levels.exact.double().square().sum(-1), 0, shape).unsqueeze(-1)
-    thresholds, shrinkages, chosen_shares = [], [], []
-    for half in range(2):
-        # Half of the probes determines what the groups at positions of the other parity use.
-        weight = probe_weight * (position % 2 != half)
-        found = (weight > 0).any(2, keepdim=True).any(1, keepdim=True)
-        weight = torch.where(found, weight, probe_weight)  # a single group
-        total, dot, square, count = (
-            (weight * x).sum(2) for x in (squares, product, correction, shares)
-        )  # (B, H, levels)
-        norm = (weight * norms).sum(2)  # (B, H, 1)
-        known = square > SMALLEST_CORRECTION**2 * norm
-        factor = (dot / square.where(known, 1.0)).where(known, 0.0).clamp(0.0, LARGEST_SHRINKAGE)
-        total = (total - 2 * factor * dot + factor.square() * square).sum(1)
-        norm = norm.sum(1)
-        errors = (total.clamp(min=0.0) / norm.where(norm > 0, 1.0)).sqrt()
-        count = (count / weight.sum(2).clamp(min=1e-300)).clamp(max=1.0)  # ones may round up
-        if error is not None:
-            level, part = _interpolate_down(errors, ERROR_AIM * error)
-        else:
-            assert share is not None
-            level, part = _interpolate_up(count.mean(1), share)
-        threshold = _threshold_at(_level_thresholds(errors), level, part)
-        thresholds.append(threshold[:, None].expand(shape))
-        index = level[:, None, None].expand(-1, shape[1], 1)
-        shrinkages.append(factor.gather(2, index).squeeze(2))
-        below, above = (count.gather(2, x).squeeze(2) for x in (index, (index - 1).clamp(min=0)))
-        chosen_shares.append(torch.lerp(above, below, part.unsqueeze(1)))
-    exact = torch.stack(chosen_shares).mean(0) > exact_above
+    # Half of the probes determines what the groups at positions of the other parity use.
+    parity = torch.arange(2, device=position.device).view(2, 1, 1, 1, 1)
+    weight = probe_weight * (position % 2 != parity)  # (2, B, H, P, 1)
+    found = (weight > 0).any(3, keepdim=True).any(2, keepdim=True)
+    weight = torch.where(found, weight, probe_weight)  # a single group
+    total, dot, square, count = (
+        (weight * x).sum(3) for x in (squares, product, correction, shares)
+    )  # (2, B, H, levels)
+    norm = (weight * norms).sum(3)  # (2, B, H, 1)
+    known = square > SMALLEST_CORRECTION**2 * norm
+    factor = (dot / square.where(known, 1.0)).where(known, 0.0).clamp(0.0, LARGEST_SHRINKAGE)
+    total = (total - 2 * factor * dot + factor.square() * square).sum(2)
+    norm = norm.sum(2)
+    errors = (total.clamp(min=0.0) / norm.where(norm > 0, 1.0)).sqrt().flatten(0, 1)
+    count = (count / weight.sum(3).clamp(min=1e-300)).clamp(max=1.0)  # ones may round up
+    if error is not None:
+        level, part = _interpolate_down(errors, ERROR_AIM * error)
+    else:
+        assert share is not None
+        level, part = _interpolate_up(count.mean(2).flatten(0, 1), share)
+    threshold = _threshold_at(_level_thresholds(errors), level, part)  # (2 B,), as level and part
+    index = level.view(2, -1, 1, 1).expand(-1, -1, shape[1], 1)
+    factor = factor.gather(3, index).squeeze(3)
+    below, above = (count.gather(3, x).squeeze(3) for x in (index, (index - 1).clamp(min=0)))
+    exact = torch.lerp(above, below, part.view(2, -1, 1)).mean(0) > exact_above  # (B, H)
     dtype = heads.q.dtype
     return Choice(
-        torch.stack(thresholds, -1).flatten(0, 1).to(dtype),
-        torch.stack(shrinkages, -1).flatten(0, 1).to(dtype),
+        threshold.view(2, -1, 1).expand(2, *shape).flatten(1).T.to(dtype),
+        factor.flatten(1).T.to(dtype),
         exact.flatten(),
     )
 

@@ -33,18 +33,18 @@ class Representatives:
         groups, tiles = heads.tiling.groups, heads.tiling.tiles
         elements = len(heads.q) * groups * tiles * (heads.k.shape[-1] + heads.v.shape[-1])
         self.keep = groups <= 2 * heads.probes and elements <= KEPT_ELEMENTS
-        self.kept: dict[int, Tangents] = {}  # of all groups, by the first head of a chunk
+        self.kept: dict[int, tuple[slice, Tangents]] = {}  # of all groups of some heads, by head
 
     def tangents(self, heads: slice, groups: slice) -> Tangents:
         """Return the tangents of groups of heads."""
-        if not self.keep:
+        kept, found = self.kept.get(heads.start, (heads, None))
+        if not self.keep or heads.stop > kept.stop:
             return self._compute(heads, groups)
-        found = self.kept.get(heads.start)
-        if found is None or found.log_mass.shape[0] != heads.stop - heads.start:
+        if found is None:
             with torch.set_grad_enabled(self.with_grad):
                 found = self._compute(heads, slice(0, self.heads.tiling.groups))
-            self.kept[heads.start] = found
-        return found[:, groups]
+            self.kept.update((head, (heads, found)) for head in range(heads.start, heads.stop))
+        return found[heads.start - kept.start : heads.stop - kept.start, groups]
 
     def _compute(self, heads: slice, groups: slice) -> Tangents:
         all_heads = self.heads
