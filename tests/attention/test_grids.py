@@ -288,7 +288,7 @@ def peak_bytes(function: Callable[[], Any]) -> int:
 
 
 def test_shared_keys_are_not_copied() -> None:
-    """Copies would be arranged in tiles, and compared with their means, one for every query head."""
+    """Copies would be arranged in tiles, one for every query head."""
     q = smooth(0, 1, 8, 32 * 32, 16).float()
     k, v = smooth(1, 2, 1, 1, 32 * 32, 16).float()
     copies = [x.repeat_interleave(8, 1) for x in (k, v)]
@@ -298,8 +298,8 @@ def test_shared_keys_are_not_copied() -> None:
 
     attend(k, v)
     shared, copied = (peak_bytes(partial(attend, *x)) for x in ((k, v), copies))
-    all_heads = sum(x.numel() * x.element_size() for x in copies)
-    assert copied - shared > all_heads, (shared, copied, all_heads)
+    saved = sum(x.numel() * x.element_size() for x in copies) * 7 // 8  # all heads but one
+    assert copied - shared >= saved, (shared, copied, saved)
 
 
 def test_fewer_key_heads_in_a_graph() -> None:
