@@ -55,6 +55,9 @@ class ForwardState(Generic[State]):
 
     def forget(self) -> None:
         """Remove the state of this thread, unless `run_with` is active and holds it fixed."""
+        if torch.compiler.is_compiling():
+            self._thread.state = None
+            return
         thread = self._thread.__dict__
         if not thread.get("fixed", False):
             thread.pop("state", None)
