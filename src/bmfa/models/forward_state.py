@@ -1,4 +1,4 @@
-"""State that belongs to one forward pass of a model, whichever thread runs it and whenever."""
+"""State of one forward pass of a model; passes may run in several threads, or be interleaved."""
 
 import threading
 import weakref

@@ -1,4 +1,4 @@
-"""Calls of attention layers and of blocks on packed pictures."""
+"""Attention layers and blocks of models whose sequences hold several pictures or padding."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -14,12 +14,13 @@ import torch
 from torch import Tensor, nn
 
 from bmfa.grid import Grid
-from bmfa.models.hosts.base import Host, class_name, replacement_of
+from bmfa.models.hosts.base import Host, class_name
 from bmfa.models.hosts.transformers import (
     OverridingAttention,
     attend_by_host,
     refuse_attentions,
     register_function,
+    required_replacement,
 )
 from bmfa.models.packed_calls import (
     attend_pictures,
@@ -75,12 +76,7 @@ def packed_attention_forward(
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """Attention function of transformers: (1, heads, tokens, d) to (1, tokens, heads, d)."""
-    replacement = replacement_of(module)
-    if replacement is None:
-        raise RuntimeError(
-            f"{class_name(module)} names {IMPLEMENTATION!r} as its attention but is not patched; call "
-            "bmfa.patch(model)"
-        )
+    replacement = required_replacement(module)
     if bmfa_packing is None:
         return attend_by_host(
             replacement, module, query, key, value, attention_mask, scaling=scaling, dropout=dropout,

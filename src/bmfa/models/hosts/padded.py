@@ -15,12 +15,13 @@ import torch
 from torch import Tensor, nn
 
 from bmfa.grid import Grid
-from bmfa.models.hosts.base import Host, class_name, replacement_of
+from bmfa.models.hosts.base import Host, class_name
 from bmfa.models.hosts.transformers import (
     TransformersAttention,
     attend_by_host,
     refuse_attentions,
     register_function,
+    required_replacement,
 )
 from bmfa.models.packed_calls import (
     attend_pictures,
@@ -59,8 +60,7 @@ def padded_attention_forward(
 ) -> tuple[Tensor, Tensor | None]:
     """Attention function of transformers: (B, heads, tokens, d) to (B, tokens, heads, d)."""
     call = partial(_attend, module, query, key, value, attention_mask, scaling, dropout)
-    replacement = replacement_of(module)
-    traced = replacement is not None and is_traced(replacement.function.token_grid)
+    traced = is_traced(required_replacement(module).function.token_grid)
     return outside_graphs(call, traceable=traced, **kwargs)  # type: ignore[no-any-return]
 
 
@@ -74,12 +74,7 @@ def _attend(
     dropout: float,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    replacement = replacement_of(module)
-    if replacement is None:
-        raise RuntimeError(
-            f"{class_name(module)} names {IMPLEMENTATION!r} as its attention but is not patched; call "
-            "bmfa.patch(model)"
-        )
+    replacement = required_replacement(module)
     function = replacement.function
     packing = function.token_grid.packing
     if runs_dense(function, packing, query):
