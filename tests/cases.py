@@ -24,6 +24,22 @@ GRIDS = (
     (12, 9),
 )
 
+# Heights and widths of grids and of their layouts.
+SIZES = [
+    (1, 1),
+    (1, 2),
+    (2, 1),
+    (1, 7),
+    (2, 2),
+    (3, 2),
+    (5, 3),
+    (4, 4),
+    (14, 14),
+    (16, 25),
+    (33, 64),
+]
+LARGE = [(37, 37), (256, 256)]
+
 
 @dataclass(frozen=True)
 class Case:

@@ -4,21 +4,8 @@ import pytest
 import torch
 
 from bmfa.grid import Grid, check_grid
+from cases import LARGE, SIZES
 
-SIZES = [
-    (1, 1),
-    (1, 2),
-    (2, 1),
-    (1, 7),
-    (2, 2),
-    (3, 2),
-    (5, 3),
-    (4, 4),
-    (14, 14),
-    (16, 25),
-    (33, 64),
-]
-LARGE = [(37, 37), (256, 256)]
 every_size = pytest.mark.parametrize(("height", "width"), SIZES + LARGE)
 
 

@@ -29,7 +29,7 @@ def describe() -> Record:
     rows: list[Row] = [
         {"what": "version", "name": name, "status": str(value)}
         for name, value in frame.items()
-        if name not in ("date", "device", "device_name", "threads")
+        if name not in ("command", "date", "device", "device_name", "threads")
     ]
     rows += [*_devices(str(frame["device_name"])), *_backends(), *_extras()]
     return Record("info", {}, rows, frame)
@@ -64,7 +64,7 @@ def _triton() -> str:
         return f"unavailable: {reason}"
     if not torch.cuda.is_available():
         return "interpreted: TRITON_INTERPRET is set; slow, for tests"
-    return "available: one kernel for grids of up to 16x16, without gradients"
+    return "available: tiles, and trees on grids of up to 16x16; without gradients"
 
 
 def _extras() -> list[Row]:

@@ -104,6 +104,8 @@ def test_no_tick_is_under_the_bar() -> None:
 
 def test_pictures_of_the_task_have_masks_and_any_size() -> None:
     picture = EmbeddedPictures(30, seed=4, size=64)[25]
+    assert picture.name == "embedded:25, seed 4"
+    assert EmbeddedPictures(4).names()[3][0] == "embedded:3"  # as `bmfa screen` takes it
     assert picture.pixels.shape == (64, 64, 3)
     assert picture.mask is not None
     assert picture.mask.shape == (64, 64)

@@ -196,7 +196,7 @@ def faster() -> Record:
         )
     ]  # fmt: skip
     rows += [
-        {"what": "picture", "method": method, "title": "embedded 0/0", "label": HOSTILE}
+        {"what": "picture", "method": method, "title": "embedded:0", "label": HOSTILE}
         | {"milliseconds": 400.0, "mask_iou": 0.8, "mask_side": 8, "mask": mask, "true_mask": mask}
         | {"picture": picture()}
         for method in ("full", "error:0.1", "error:0.3")

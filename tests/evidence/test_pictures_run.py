@@ -17,6 +17,7 @@ from bmfa.data.classification import LabelledPicture
 from bmfa.data.drawn.badges import BADGE_CLASSES, draw_badge
 from bmfa.evidence.pictures import model_cases
 from bmfa.evidence.pictures import run as picture
+from bmfa.evidence.pictures.figures import predicted_classes
 from bmfa.models import LoadedModel, load_model, patch
 from bmfa.models.screened_layer import screened_layers
 from bmfa.packages import load_package
@@ -31,7 +32,7 @@ def model() -> LoadedModel:
 
 def shown(index: int = 3) -> LabelledPicture:
     pixels, label, _ = draw_badge(0, index)
-    return LabelledPicture(f"embedded 0/{index}", pixels, label)
+    return LabelledPicture(f"embedded:{index}", pixels, label)
 
 
 def products(model: LoadedModel, layer: int, head: int, query: int) -> np.ndarray:
@@ -239,3 +240,22 @@ def test_deit_tiny_on_a_photograph(tmp_path: Path, capsys: pytest.CaptureFixture
     (row,) = json.loads(capsys.readouterr().out)["rows"]
     assert row["full_class"] == row["screened_class"] == "Shih-Tzu"
     assert row["error"] <= row["certificate"] and row["leaf_percent"] < 60
+
+
+def test_figures_name_badges_in_full_and_the_first_synonym_of_imagenet():
+    def row(full, screened):
+        return {
+            "full_class": full,
+            "full_class_percent": 87.9,
+            "screened_class": screened,
+            "screened_class_percent": 84.8,
+        }
+
+    badges = row("dotted triangle, 1 tick", "dotted triangle, 2 ticks")
+    assert predicted_classes(badges) == (
+        "full: dotted triangle, 1 tick 87.9 % · screened: dotted triangle, 2 ticks 84.8 %"
+    )
+    assert predicted_classes(row("tench, Tinca tinca", "goldfish, Carassius auratus")) == (
+        "full: tench 87.9 % · screened: goldfish 84.8 %"
+    )
+    assert predicted_classes({}) == ""

@@ -390,7 +390,7 @@ def test_fractions_are_decimal_numbers(share: float, tokens: int, left: int) -> 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("tome", "reduction 'tome': could not convert"),
+        ("tome", "reduction 'tome' has no value; reductions read NAME:VALUE"),
         ("tome:x", "reductions read NAME:VALUE, e.g. tome:8"),
         ("tome:-1", r"fraction kept by a block is -1.0; pass a finite number in \[0.5, 1\]"),
         ("tome:0.4", r"\[0.5, 1\]"),

@@ -59,7 +59,7 @@ class Supported:
     inputs: Callable[[int], Inputs] = images
     tokens: str = ""  # which tokens are not on the grid; "" for none
     side: int = SIDE
-    fullgraph: bool = True  # True if the model itself compiles without a break of the graph
+    fullgraph: bool = True  # False if the grids of these inputs are values of tensors
     options: dict[str, Any] = field(default_factory=dict)  # of `patch`
 
     @property
@@ -216,7 +216,7 @@ SUPPORTED |= {
     ),
     "vit-mae": Supported(
         "transformers", "ViT-MAE with `mask_ratio` 0", hf("ViTMAEConfig", "ViTMAEModel", mask_ratio=0.0),
-        1, tokens="class", inputs=vit_mae_inputs, fullgraph=False,
+        1, tokens="class", inputs=vit_mae_inputs,
     ),
 }  # fmt: skip
 

@@ -230,6 +230,65 @@ def test_hiera_orders_tokens_as_the_host_does() -> None:
         assert torch.equal(layout.from_raster(layout.to_raster(heads)), heads)
 
 
+# Inputs whose grids follow from shapes and integers.
+STATIC: dict[str, tuple[str, Inputs]] = {
+    "pixtral": ("pixtral", {"pixel_values": torch.randn(2, 3, 32, 48)}),
+    "pixtral-sizes": (
+        "pixtral",
+        {"pixel_values": torch.randn(2, 3, 48, 40), "image_sizes": [(48, 32), (24, 40)]},
+    ),
+    "naflex": ("naflex", {"x": torch.randn(2, 3, 32, 48)}),
+}
+
+
+def break_graph(*args: Any) -> None:
+    torch._dynamo.graph_break()
+
+
+@pytest.mark.parametrize("case", sorted(STATIC))
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@torch.no_grad()
+def test_pictures_whose_grids_need_no_values_compile_as_one_graph(case: str) -> None:
+    name, inputs = STATIC[case]
+    model = make_packed(name)
+    for options in ({"error": 0.1}, {"leaves": 2, "form": "tiled"}):  # dense, tiles
+        patch(model, layers="all", **options)
+        expected = features(model, inputs)
+        torch.compiler.reset()
+        compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+        for _ in range(2):
+            assert change(features(compiled, inputs), expected) < TOLERANCE
+        assert change(features(model, inputs), expected) == 0
+    hook = find_host(model).blocks[1].register_forward_pre_hook(break_graph)
+    torch.compiler.reset()
+    assert change(features(torch.compile(model, backend="eager"), inputs), expected) < TOLERANCE
+    hook.remove()
+    torch.compiler.reset()
+
+
+@pytest.mark.parametrize("name", ["pixtral", "naflex"])
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@torch.no_grad()
+def test_pictures_whose_grids_are_values_break_the_graph_and_say_so(name: str) -> None:
+    model, inputs = make_packed(name), inputs_of(name)
+    patch(model, layers="all", **COARSE)
+    expected = features(model, inputs)
+    torch.compiler.reset()
+    with pytest.raises(
+        torch._dynamo.exc.Unsupported,
+        match=r"are values of a tensor(.|\n)*compile without fullgraph=True",
+    ):
+        torch.compile(model, fullgraph=True, backend="eager")(**inputs)
+    torch.compiler.reset()
+    compiled = torch.compile(model, backend="eager")
+    assert change(features(compiled, inputs), expected) < TOLERANCE
+    if name == "naflex":  # one model takes both
+        images = STATIC["naflex"][1]
+        assert change(features(compiled, images), features(model, images)) < TOLERANCE
+        assert change(features(compiled, inputs), expected) < TOLERANCE
+    torch.compiler.reset()
+
+
 @torch.no_grad()
 def test_summaries(name: str) -> None:
     model, inputs = patch(make_packed(name), layers="all", **COARSE), inputs_of(name)

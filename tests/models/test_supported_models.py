@@ -17,7 +17,6 @@ if find_spec("timm") is None or find_spec("transformers") is None:
 import bmfa
 from bmfa.models import final_tokens, patch, reduce, unpatch
 from bmfa.models.hosts import find_host
-from bmfa.models.hosts.base import valid_keys
 from bmfa.models.screened_layer import ScreenedLayer, screened_layers
 from bmfa.models.token_grid import TokenGrid
 from models.supported_models import SUPPORTED, call, inputs_of, make_supported, table
@@ -106,17 +105,6 @@ def test_keys_behind_the_grid_are_exact() -> None:
         torch.testing.assert_close(weight / weights[0], expected, rtol=1e-3, atol=0.0)
 
 
-def test_a_mask_that_hides_tokens_behind_the_grid_is_refused() -> None:
-    mask = torch.ones(1, 1, 1, 1 + 16 + 2, dtype=torch.bool)
-    assert valid_keys(mask, 1, 2) is None
-    mask[..., 5] = False
-    valid = valid_keys(mask, 1, 2)
-    assert valid is not None and valid.shape == (1, 16) and not valid[0, 4] and valid.sum() == 15
-    mask[..., -1] = False
-    with pytest.raises(ValueError, match="not on the grid"):
-        valid_keys(mask, 1, 2)
-
-
 @torch.no_grad()
 def test_shuffled_patches_are_attended_on_their_grid() -> None:
     """Tiles do not depend on the order in which ViT-MAE puts the patches."""
@@ -127,6 +115,20 @@ def test_shuffled_patches_are_attended_on_their_grid() -> None:
     order = shuffled.ids_restore.unsqueeze(-1).expand(-1, -1, 24)
     patches = shuffled.last_hidden_state[:, 1:].gather(1, order)
     torch.testing.assert_close(patches, raster.last_hidden_state[:, 1:], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@torch.no_grad()
+def test_the_order_of_shuffled_patches_is_no_constant_of_a_graph() -> None:
+    model = make_supported("vit-mae")
+    patch(model, layers="all", **COARSE)
+    inputs = [inputs_of("vit-mae") | {"noise": torch.rand(2, 64)} for _ in range(2)]
+    expected = [call(model, one) for one in inputs]
+    torch.compiler.reset()
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    for one, full in zip(inputs, expected, strict=True):
+        assert largest_difference(call(compiled, one), full) < TOLERANCE
+    torch.compiler.reset()
 
 
 @torch.no_grad()

@@ -760,7 +760,7 @@ BAD_KEYS = {
     "rule": (
         lambda: screen_keys(keys(2, 5, 8), keys(2, 16, 8), GRID, "gamma"),
         ValueError,
-        "rule 'gamma'.*rules read NAME:VALUE",
+        "rule 'gamma' has no value; rules read NAME:VALUE",
     ),
     "mask": (
         lambda: screen_keys(

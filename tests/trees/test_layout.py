@@ -5,21 +5,8 @@ import torch
 
 from bmfa.grid import Grid
 from bmfa.trees.layout import Layout, Level, quadtree_layout, tile_layout
+from cases import LARGE, SIZES
 
-SIZES = [
-    (1, 1),
-    (1, 2),
-    (2, 1),
-    (1, 7),
-    (2, 2),
-    (3, 2),
-    (5, 3),
-    (4, 4),
-    (14, 14),
-    (16, 25),
-    (33, 64),
-]
-LARGE = [(37, 37), (256, 256)]
 TILES = [(1, 1, 1), (1, 7, 3), (5, 8, 3), (4, 4, 4), (14, 14, 4), (6, 3, 1), (3, 5, 9), (33, 64, 7)]
 
 

@@ -392,7 +392,10 @@ def reduction(
         opt.option("--baseline NAME:VALUE", "Reduction to compare with: tome:8; may be repeated."),
     ] = None,
 ) -> None:
-    """Merging schedules chosen on one half of the pictures and measured on the other."""
+    """Token merging with tuned and with fixed schedules.
+
+    A schedule is tuned on one half of the pictures and measured on the other.
+    """
     from bmfa.evidence.bench import reduction as experiment
     from bmfa.models import load_model
 

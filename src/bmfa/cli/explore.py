@@ -44,7 +44,7 @@ def explore(
         str, opt.option("--output FILE.html", "File for the page.")
     ] = "explorer.html",
 ) -> None:
-    """One picture to explore in a browser: any query, layer, head and rule."""
+    """One picture as an interactive page for the browser."""
     require_packages(("jinja2", "PIL"), "report")
     from bmfa.evidence.explorer import run as experiment
     from bmfa.evidence.explorer.page import build_explorer

@@ -229,7 +229,8 @@ class EmbeddedPictures:
         return [(self._name(index), None) for index in range(self.count)]
 
     def _name(self, index: int) -> str:
-        return f"embedded {self.seed}/{index}"
+        """Return what `bmfa screen` takes, with the seed if it is not the default."""
+        return f"embedded:{index}" if self.seed == 0 else f"embedded:{index}, seed {self.seed}"
 
 
 @cache

@@ -1,4 +1,4 @@
-"""Where the layers of a patched model run the attention of their host: decided once for each shape."""
+"""Decide once for each input shape whether layers of a patched model run the attention of their host."""
 
 import warnings
 from dataclasses import dataclass, field

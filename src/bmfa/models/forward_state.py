@@ -1,4 +1,4 @@
-"""State that belongs to one forward pass of a model, whichever thread runs it and whenever."""
+"""State of one forward pass of a model; passes may run in several threads, or be interleaved."""
 
 import threading
 import weakref
@@ -55,6 +55,9 @@ class ForwardState(Generic[State]):
 
     def forget(self) -> None:
         """Remove the state of this thread, unless `run_with` is active and holds it fixed."""
+        if torch.compiler.is_compiling():
+            self._thread.state = None
+            return
         thread = self._thread.__dict__
         if not thread.get("fixed", False):
             thread.pop("state", None)

@@ -1,4 +1,4 @@
-"""Calls of attention layers and of blocks on packed pictures."""
+"""Attention layers and blocks of models whose sequences hold several pictures or padding."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -47,6 +47,21 @@ def attend_pictures(
     return token_grid.passes.run_with(grid, call)
 
 
+def begin_pass(token_grid: "TokenGrid", packing: Packing) -> None:
+    """Set the pictures of the forward pass that begins in this thread."""
+    if not packing.traced:  # a graph writes no log
+        token_grid.log.begin()
+    token_grid.packings.set(packing)
+
+
+def is_traced(token_grid: "TokenGrid") -> bool:
+    """Return True if the graph that torch.compile traces has made the pictures of the pass."""
+    if not torch.compiler.is_compiling():
+        return False
+    packing = token_grid.packings.current
+    return packing is not None and packing.traced
+
+
 def runs_dense(function: "AttentionFunction", packing: Packing, x: Tensor) -> bool:
     """Return True if the layer runs dense for all pictures; x has the dtype and device of the tokens."""
     passes = function.token_grid.passes
@@ -62,14 +77,19 @@ class PackedBlock:
     """Override of a block that runs it with the pictures of the tokens that it receives."""
 
     token_grid: "TokenGrid"
+    last: bool = False  # True if no block follows
 
     def uses_host(self, x: Any) -> bool:
-        """True in a graph: attention runs outside of it, and finds the pictures of the thread."""
-        return torch.compiler.is_compiling()
+        """True in a graph, where attention finds the pictures of the thread."""
+        return torch.compiler.is_compiling() and not (self.last and is_traced(self.token_grid))
 
     def run(self, module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Compute the output of the block."""
         passes = self.token_grid.packings
+        if torch.compiler.is_compiling():
+            output = forward(*args, **kwargs)
+            passes.forget()  # what is left at the end of a graph would be an output of it
+            return output
         packing = passes.find(args[0]) if args else None
         packing = passes.current if packing is None else packing
         if packing is None or not args:
@@ -80,6 +100,12 @@ class PackedBlock:
         output = passes.run_with(packing, log)
         passes.attach(output[0] if isinstance(output, tuple) else output, packing)
         return output
+
+
+def carry_pictures(host: "Host", token_grid: "TokenGrid") -> None:
+    """Let the blocks of a tower carry the pictures of a pass."""
+    for index, block in enumerate(host.blocks):
+        override_method(block, PackedBlock(token_grid, last=index == len(host.blocks) - 1))
 
 
 @dataclass(eq=False)

@@ -37,6 +37,7 @@ class Packing:
     padded: bool  # True if there are tokens of no picture
     shape: tuple[int, int]  # (B, T)
     own_mask: bool = False  # True if the caller of the model has passed an attention mask
+    traced: bool = False  # True if it was made inside a graph of torch.compile
 
     def attend(
         self,
@@ -94,13 +95,13 @@ def pack(
 ) -> Packing:
     """Make a packing from the grid and the (prefix + N,) flat positions of the tokens of each picture.
 
-    Pictures may share no token; the positions are on the CPU. With `padding_attends`, every sequence has
-    one picture, at its start, and the tokens behind it attend to the keys of the picture.
+    Pictures may share no token. With `padding_attends`, every sequence has one picture, at its start,
+    and the tokens behind it attend to the keys of the picture.
     """
-    by_grid: dict[Grid, list[Tensor]] = {}
+    by_grid: dict[tuple[int, int], list[Tensor]] = {}  # torch.compile cannot trace grids as keys
     for grid, index in pictures:
-        by_grid.setdefault(grid, []).append(index)
-    groups = [(grid, torch.stack(indices)) for grid, indices in by_grid.items()]
+        by_grid.setdefault((grid.height, grid.width), []).append(index)
+    groups = [(Grid(*sides), torch.stack(indices)) for sides, indices in by_grid.items()]
     batch, tokens = shape
     padding: list[Tensor | None] = [None] * len(groups)
     if padding_attends:
@@ -108,8 +109,8 @@ def pack(
     parts = [(index, behind) for (_, index), behind in zip(groups, padding, strict=True)]
     rows = torch.cat([part.flatten() for pair in parts for part in pair if part is not None])
     # The row behind the outputs that belongs to the sequence of each token.
-    inverse = len(rows) + torch.arange(batch).repeat_interleave(tokens)
-    inverse[rows] = torch.arange(len(rows))
+    sequence = torch.arange(batch * tokens, device=rows.device) // tokens
+    inverse = (len(rows) + sequence).scatter(0, rows, torch.arange(len(rows), device=rows.device))
     return Packing(
         tuple(
             PictureGroup(grid, index.to(device), None if behind is None else behind.to(device))
@@ -119,6 +120,7 @@ def pack(
         len(rows) < batch * tokens,
         shape,
         own_mask,
+        torch.compiler.is_compiling(),
     )
 
 
@@ -127,7 +129,7 @@ def _behind(index: Tensor, tokens: int) -> Tensor | None:
     count = index.shape[1]
     if count == tokens:
         return None
-    return index[:, :1] // tokens * tokens + torch.arange(count, tokens)
+    return index[:, :1] // tokens * tokens + torch.arange(count, tokens, device=index.device)
 
 
 def raster_order(positions: Tensor) -> tuple[Grid, Tensor]:
@@ -155,7 +157,12 @@ def raster_order(positions: Tensor) -> tuple[Grid, Tensor]:
     return grid, order
 
 
-_REASON = "the pictures of a packed call are known at run time only, so bmfa runs outside of graphs"
+# The message of torch.compile(fullgraph=True).
+_REASON = (
+    "the grids of these pictures are values of a tensor, which a graph cannot read, so bmfa breaks the "
+    "graph here: compile without fullgraph=True, or pass pictures whose grids follow from shapes and "
+    "integers; 'Compiled models' in docs/models.md lists them"
+)
 _outside: dict[str, Callable[..., Any]] = {}
 
 
@@ -165,9 +172,11 @@ def prepare_compiling() -> None:
         _outside["call"] = torch.compiler.disable(_call, reason=_REASON)  # type: ignore[no-untyped-call]
 
 
-def outside_graphs(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call a function; torch.compile breaks its graph there."""
-    if not torch.compiler.is_compiling():
+def outside_graphs(
+    function: Callable[..., Any], *args: Any, traceable: bool = False, **kwargs: Any
+) -> Any:
+    """Call a function; torch.compile breaks its graph there, unless the function is traceable."""
+    if traceable or not torch.compiler.is_compiling():
         return function(*args, **kwargs)
     return _outside["call"](partial(function, *args, **kwargs))
 

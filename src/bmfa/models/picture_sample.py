@@ -1,4 +1,4 @@
-"""A sample of a person's pictures as one tensor: from a folder, a DataLoader or tensors."""
+"""A sample of the user's pictures as one tensor, from a folder, a DataLoader or tensors."""
 
 import os
 from collections.abc import Iterable, Mapping, Sequence

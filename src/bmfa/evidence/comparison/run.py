@@ -20,7 +20,7 @@ from bmfa.evidence.methods import FULL, family, is_kind
 from bmfa.evidence.model_methods import Layers, LeafCounter, count_leaves, parse
 from bmfa.models import LoadedModel, patch, reduce, unpatch
 from bmfa.models.embedded import EmbeddedViT
-from bmfa.models.embedded.training import mask_iou
+from bmfa.models.embedded.evaluation import mask_iou
 from bmfa.models.flops import count_flops
 from bmfa.records import Record, Row, environment
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from bmfa.data.drawn.badges import BADGE_CLASSES
 from bmfa.energy import gap
 from bmfa.evidence.methods import find_method
 from bmfa.evidence.page import paper, style
@@ -453,8 +454,13 @@ def predicted_classes(row: Row) -> str:
     full, screened = (get_number(row, f"{name}_class_percent") for name in ("full", "screened"))
     if full is None or screened is None:
         return ""
-    first, second = (get_text(row, f"{n}_class").partition(",")[0] for n in ("full", "screened"))
+    first, second = (_first_synonym(get_text(row, f"{n}_class")) for n in ("full", "screened"))
     return f"full: {first} {full:.1f} % · screened: {second} {screened:.1f} %"
+
+
+def _first_synonym(name: str) -> str:
+    """Return the first of the synonyms that ImageNet separates by commas; badges have no synonyms."""
+    return name if name in BADGE_CLASSES else name.partition(",")[0]
 
 
 def _add_numbers(canvas: Canvas, row: Row, top: float, step: float, columns: int) -> None:

@@ -68,6 +68,10 @@ def parse(text: str, seed: int = 0) -> Policy:
     if name not in _PARSERS:
         names = ", ".join(POLICY_NAMES)
         raise ValueError(f"reduction {text!r} is unknown; pass NAME:VALUE with a name of {names}")
+    if not value:
+        raise ValueError(
+            f"reduction {text!r} has no value; reductions read NAME:VALUE, e.g. {_EXAMPLES}"
+        )
     try:
         return _PARSERS[name](value, seed)
     except ValueError as error:

@@ -7,21 +7,21 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
 from bmfa.checks import check_integer, check_number
-from bmfa.data.drawn.badges import GRAIN, draw_badge_batch, draw_badge_parts, grain_weights
+from bmfa.data.drawn.badges import GRAIN, grain_weights
 from bmfa.data.drawn.rng import UniformGenerator
 from bmfa.files import write_atomic
+from bmfa.models.embedded.evaluation import HELD_OUT_SEED, held_out_row
 from bmfa.models.embedded.model import (
     GRID_SIZE,
     IMAGE_SIZE,
@@ -30,21 +30,16 @@ from bmfa.models.embedded.model import (
     PATCH_SIZE,
     STD,
     EmbeddedViT,
-    preprocess,
     save,
     to_cells,
 )
+from bmfa.models.embedded.training_pictures import RATIOS, NewPictures, PictureBuffer, augment
 from bmfa.records import Record, Row, environment
 
 # Far from small seeds, which therefore give pictures that the model was not trained on.
 SEED = 20_260_000
 SECONDS = 350.0  # of training on one H200, for the shipped weights
-HELD_OUT_SEED = 7
-RATIOS = (1, 2, 4)  # sides of the pictures, relative to 128 pixels
 _STREAM = 3  # third part of the random key of a step; scenes have 1 and badges 2
-# Ratio of each batch of new pictures, in turn: three quarters have the own size, so that drawing, which
-# takes longer for larger pictures, spends most of its time on these.
-_DRAWN_RATIOS = (1, 2, 4, 1, 1, 1, 2, 1, 1, 1, 1, 2, 1, 1, 1, 1)
 _FIRST_BATCHES = 8  # batches of new pictures before the first step of a training by time
 Log = Callable[[Row], None]
 
@@ -175,7 +170,7 @@ def train(
             return None
     save(run.average, Path(output), {"seed": str(seed), "steps": str(run.step)})
     rows = [
-        _held_out_row(run.average, ratio, count, grain, run.workers)
+        held_out_row(run.average, ratio, count, grain, run.workers)
         for grain in recipe.held_out_grains
         for ratio, count in zip((1, RATIOS[-1]), recipe.held_out, strict=True)
     ]
@@ -207,7 +202,7 @@ class _TrainingRun:
         self.rows: list[Row] = []
         self.workers = max(1, (os.cpu_count() or 2) - 1) if device.type == "cuda" else 0
         self.batches, self.drawn = 0, dict.fromkeys(RATIOS, 0)
-        self.buffers = {ratio: _Buffer(device) for ratio in RATIOS}
+        self.buffers = {ratio: PictureBuffer(device) for ratio in RATIOS}
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             self.model = EmbeddedViT().to(device).train()
@@ -299,7 +294,7 @@ class _TrainingRun:
 
     def _loader(self) -> DataLoader[tuple[Tensor, ...]]:
         """Return new pictures in order; for a GPU, all CPU cores but one draw them."""
-        batches = _NewPictures(self.seed, self.batches, self.recipe.drawn)
+        batches = NewPictures(self.seed, self.batches, self.recipe.drawn)
         if not self.workers:
             return DataLoader(batches, batch_size=None)
         return DataLoader(batches, batch_size=None, num_workers=self.workers, pin_memory=True)
@@ -368,7 +363,7 @@ class _TrainingRun:
         row["pictures_drawn"] = sum(self.drawn.values())
         if evaluate:
             for ratio, count in ((1, 240), (RATIOS[-1], 48)):
-                measured = _held_out_row(self.average, ratio, count, GRAIN, 0)
+                measured = held_out_row(self.average, ratio, count, GRAIN, 0)
                 side = GRID_SIZE[0] * ratio
                 for name in ("top1_percent", "mask_iou"):
                     row[f"{name}_{side}x{side}"] = measured[name]
@@ -414,61 +409,6 @@ class _TrainingRun:
         return {"seed": self.seed, "steps": self.steps, "seconds": self.total, "recipe": recipe}
 
 
-class _Buffer:
-    """Pictures of one size on the device; the oldest are replaced when it is full."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.parts: list[Tensor] = []
-        self.count, self.next = 0, 0
-
-    def add(self, batch: Sequence[Tensor], capacity: int) -> None:
-        """Add pictures, up to a capacity that is a multiple of their number."""
-        size = len(batch[0])
-        allocated = len(self.parts[0]) if self.parts else 0
-        if self.next + size > allocated and allocated < capacity:
-            # Doubled, so that the copies take little time in all.
-            wanted = min(capacity, max(2 * allocated, size))
-            grown = [p.new_empty(wanted, *p.shape[1:], device=self.device) for p in batch]
-            for new, old in zip(grown, self.parts, strict=False):
-                new[:allocated] = old
-            self.parts, allocated = grown, wanted
-        if self.next + size > allocated:
-            self.next = 0
-        for part, new in zip(self.parts, batch, strict=True):
-            part[self.next : self.next + size].copy_(new, non_blocking=True)
-        self.next += size
-        self.count = max(self.count, self.next)
-
-    def take(self, chosen: Tensor) -> list[Tensor]:
-        """Return copies of the chosen pictures."""
-        return [part[chosen] for part in self.parts]
-
-
-class _NewPictures(Dataset[tuple[Tensor, ...]]):
-    """Batches of new pictures without grain: pixels, labels and pixels inside each mask cell."""
-
-    def __init__(self, seed: int, start: int, pictures: int) -> None:
-        self.seed, self.start, self.pictures = seed, start, pictures
-
-    def __len__(self) -> int:
-        return 2**31 - 1
-
-    def __getitem__(self, index: int) -> tuple[Tensor, ...]:
-        number = self.start + index
-        ratio = _DRAWN_RATIOS[number % len(_DRAWN_RATIOS)]
-        first, size = number * self.pictures, ratio * IMAGE_SIZE
-        indices = range(first, first + max(1, self.pictures // ratio**2))
-        drawn = [draw_badge_parts(self.seed, index, size, 0.0) for index in indices]
-        pixels = np.stack([one[0].transpose(2, 0, 1) for one in drawn])
-        labels = np.array([one[1] for one in drawn])
-        masks = np.stack([np.stack(one[2:]) for one in drawn])  # (B, 2, size, size)
-        cell = PATCH_SIZE // MASK_CELLS
-        cells = masks.reshape(len(masks), 2, size // cell, cell, size // cell, cell)
-        counts = cells.sum((3, 5), dtype=np.uint8)  # 0 to 4 pixels
-        return torch.from_numpy(pixels), torch.from_numpy(labels), torch.from_numpy(counts)
-
-
 def mask_loss(cells: Tensor, masks: Tensor) -> Tensor:
     """Compute binary cross-entropy plus the Dice loss, averaged over pictures.
 
@@ -483,115 +423,6 @@ def mask_loss(cells: Tensor, masks: Tensor) -> Tensor:
     both, total = (inside * masks).sum((1, 2)), (inside + masks).sum((1, 2))
     dice = 1.0 - (2.0 * both + 1.0) / (total + 1.0)
     return binary_cross_entropy_with_logits(cells, masks) + dice.mean()
-
-
-def mask_iou(logits: Tensor, masks: Tensor) -> Tensor:
-    """Compute the intersection over union of predicted and true masks.
-
-    Args:
-        logits: (B, H, W) logits; positive is inside.
-        masks: (B, H, W) torch.bool.
-
-    Returns:
-        (B,) float64; 1 if both masks are empty.
-    """
-    inside = logits > 0
-    both, either = ((inside & masks).sum((1, 2)), (inside | masks).sum((1, 2)))
-    return torch.where(either > 0, both.double() / either.clamp(min=1), 1.0)
-
-
-def evaluate(
-    model: EmbeddedViT,
-    *,
-    pictures: int,
-    size: int = IMAGE_SIZE,
-    seed: int = HELD_OUT_SEED,
-    grain: float = GRAIN,
-    batch_size: int = 32,
-    workers: int = 0,
-) -> Mapping[str, float]:
-    """Measure top-1 accuracy and mask IoU on drawn pictures.
-
-    Args:
-        model: The model; its device and dtype are used.
-        pictures: Number of pictures.
-        size: Side of the pictures in pixels.
-        seed: Seed of the pictures.
-        grain: Amplitude of their grain.
-        batch_size: Pictures in a batch.
-        workers: Processes that draw; 0 draws in this one.
-
-    Returns:
-        `top1_percent` and `mask_iou`.
-
-    Example:
-        >>> sorted(evaluate(EmbeddedViT().eval(), pictures=2))
-        ['mask_iou', 'top1_percent']
-    """
-    weight = model.head.weight
-    right, overlap = 0, 0.0
-    batches = _HeldOut(seed, pictures, size, grain, batch_size)
-    for pixels, labels, masks in DataLoader(batches, batch_size=None, num_workers=workers):
-        with torch.inference_mode():
-            images = preprocess(pixels.to(weight.device)).to(weight.dtype)
-            logits, found = model.forward_dense(images)
-        right += int((logits.argmax(1).cpu() == labels).sum())
-        overlap += float(mask_iou(found.cpu(), masks).sum())
-    return {
-        "top1_percent": round(100.0 * right / pictures, 3),
-        "mask_iou": round(overlap / pictures, 4),
-    }
-
-
-class _HeldOut(Dataset[tuple[Tensor, ...]]):
-    """Batches of pictures of a seed as the task has them."""
-
-    def __init__(self, seed: int, pictures: int, size: int, grain: float, batch: int) -> None:
-        self.seed, self.pictures, self.size, self.grain = seed, pictures, size, grain
-        self.batch = batch
-
-    def __len__(self) -> int:
-        return -(-self.pictures // self.batch)
-
-    def __getitem__(self, number: int) -> tuple[Tensor, ...]:
-        if not 0 <= number < len(self):
-            raise IndexError(number)
-        first = number * self.batch
-        indices = range(first, min(first + self.batch, self.pictures))
-        drawn = draw_badge_batch(self.seed, indices, self.size, grain=self.grain)
-        pixels, labels, masks = map(torch.from_numpy, drawn)
-        return pixels, labels, masks
-
-
-def _held_out_row(model: EmbeddedViT, ratio: int, pictures: int, grain: float, workers: int) -> Row:
-    size = ratio * IMAGE_SIZE
-    measured = evaluate(
-        model, pictures=pictures, size=size, grain=grain, batch_size=32 // ratio, workers=workers
-    )
-    frame: Row = {"what": "held-out", "img_size": size, "tokens": (size // PATCH_SIZE) ** 2}
-    return frame | {"grain": grain, "pictures": pictures} | dict(measured)
-
-
-def augment(pictures: Tensor, flags: Tensor, *, invert: bool = True) -> Tensor:
-    """Flip, transpose and invert pictures.
-
-    These operations keep all classes: a mirrored shape, texture or set of ticks is of the same class,
-    and a badge may be lighter or darker than its background.
-
-    Args:
-        pictures: (B, C, S, S) preprocessed pictures, or masks.
-        flags: (4, B, 1, 1, 1) torch.bool: which pictures to flip horizontally, to flip vertically, to
-            transpose and to invert.
-        invert: False ignores the last flags, for masks.
-
-    Returns:
-        (B, C, S, S) tensor.
-    """
-    horizontal, vertical, transpose, inverted = flags
-    pictures = torch.where(horizontal, pictures.flip(-1), pictures)
-    pictures = torch.where(vertical, pictures.flip(-2), pictures)
-    pictures = torch.where(transpose, pictures.transpose(-1, -2), pictures)
-    return torch.where(inverted, -pictures, pictures) if invert else pictures
 
 
 def _make_optimiser(parameters: Sequence[nn.Parameter], recipe: Recipe) -> torch.optim.Optimizer:

@@ -7,17 +7,15 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from bmfa.grid import Grid
 from bmfa.models.override import has_instance_forward
+from bmfa.models.padding_mask import valid_keys
 from bmfa.models.token_grid import TokenGrid
 
 _ATTRIBUTE = "bmfa_attention"
 _REPR = "extra_repr"  # the method of nn.Module that adds text to the repr of a module
-# Hosts hide a key by adding -inf or the smallest number of the dtype, -65504 in float16, to its score.
-_HIDDEN_SCORE = -1e4
 
 
 @dataclass(eq=False)
@@ -202,35 +200,6 @@ def attention_heads(module: Any, width: int) -> tuple[int, int] | None:
     if hasattr(module, "rel_pos_h"):  # one more for each row and column, see `relative.py`
         dimension += (len(module.rel_pos_h) + len(module.rel_pos_w)) // 2 + 1
     return int(heads), dimension
-
-
-def valid_keys(mask: Tensor, prefix: int, suffix: int = 0) -> Tensor | None:
-    """Convert a padding mask to the mask of spatial keys that exist.
-
-    Args:
-        mask: Boolean or additive mask that broadcasts to (B, heads, Q, prefix + N + suffix).
-        prefix: The number of tokens before the grid.
-        suffix: The number of tokens behind the grid.
-
-    Returns:
-        (B or 1, N) torch.bool, or None if all keys exist.
-
-    Raises:
-        ValueError: If the mask is not a padding mask of spatial keys.
-    """
-    mask = mask[(None,) * (4 - mask.dim())]  # (B or 1, heads or 1, Q or 1, tokens)
-    visible = mask if mask.dtype == torch.bool else mask == 0
-    hidden = ~visible if mask.dtype == torch.bool else mask < _HIDDEN_SCORE
-    same = (visible == visible[:, :1, :1]).all()
-    end = mask.shape[-1] - suffix
-    special = torch.cat((visible[..., :prefix], visible[..., end:]), -1)
-    if not (same and (visible | hidden).all() and special.all()):
-        raise ValueError(
-            f"an attention mask of shape {tuple(mask.shape)} that adds a bias, differs between queries "
-            "or heads, or hides tokens that are not on the grid is not supported; pass a padding mask, "
-            "or call bmfa.unpatch(model)"
-        )
-    return None if bool(visible.all()) else visible[:, 0, 0, prefix:end]
 
 
 def class_name(module: nn.Module) -> str:

@@ -13,7 +13,13 @@ from bmfa.models.hosts.base import Host, class_name
 from bmfa.models.hosts.timm import ATTENTIONS, ReplaceSDPA, TimmAttention
 from bmfa.models.hosts.unsupported import raise_unsupported
 from bmfa.models.override import override_method
-from bmfa.models.packed_calls import PackedBlock, attend_pictures, runs_dense
+from bmfa.models.packed_calls import (
+    attend_pictures,
+    begin_pass,
+    carry_pictures,
+    is_traced,
+    runs_dense,
+)
 from bmfa.models.packing import Packing, outside_graphs, pack, prepare_compiling, raster_order
 from bmfa.models.token_grid import TokenGrid
 
@@ -30,7 +36,8 @@ class NaFlexAttention(TimmAttention):
 
     def run(self, module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Compute the output of the attention module."""
-        return outside_graphs(self._run, forward, *args, **kwargs)
+        traced = is_traced(self.function.token_grid)
+        return outside_graphs(self._run, forward, *args, traceable=traced, **kwargs)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         prepare_compiling()
@@ -75,7 +82,8 @@ class NaFlexReader:
 
     def run(self, module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Compute the embeddings, after reading where the patches of each picture are."""
-        outside_graphs(self._read, module, *args, **kwargs)
+        coordinates = args[1] if len(args) > 1 else kwargs.get("patch_coord")
+        outside_graphs(self._read, module, *args, traceable=coordinates is None, **kwargs)
         return forward(*args, **kwargs)
 
     def _read(
@@ -87,10 +95,12 @@ class NaFlexReader:
         attn_mask: Tensor | None = None,
     ) -> None:
         prefix = self.token_grid.prefix
+        # On the device in a graph; otherwise on the CPU, with one copy at the end.
+        device = x.device if torch.compiler.is_compiling() else torch.device("cpu")
         if patch_coord is None:
             height, width = module.embeds.dynamic_feat_size(x.shape[-2:])
             grid = Grid(int(height), int(width))
-            orders = [(grid, torch.arange(grid.size))] * x.shape[0]
+            orders = [(grid, torch.arange(grid.size, device=device))] * x.shape[0]
             patches = grid.size
         else:
             coordinates = patch_coord.cpu()
@@ -104,11 +114,10 @@ class NaFlexReader:
         tokens = prefix + patches
         pictures = []
         for row, (grid, order) in enumerate(orders):
-            index = torch.cat((torch.arange(prefix), prefix + order))
+            index = torch.cat((torch.arange(prefix, device=device), prefix + order))
             pictures.append((grid, row * tokens + index))
         packing = pack(pictures, (len(orders), tokens), x.device, own_mask=attn_mask is not None)
-        self.token_grid.packings.set(packing)
-        self.token_grid.log.begin()
+        begin_pass(self.token_grid, packing)
 
 
 def find_towers(model: nn.Module) -> list[Host]:
@@ -140,5 +149,4 @@ def watch_tower(host: Host, token_grid: TokenGrid) -> None:
     """Read the pictures of each forward pass, and let the blocks of the tower carry them."""
     prepare_compiling()
     override_method(host.tower, NaFlexReader(token_grid), "_forward_embeds")
-    for block in host.blocks:
-        override_method(block, PackedBlock(token_grid))
+    carry_pictures(host, token_grid)

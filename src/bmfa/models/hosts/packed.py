@@ -14,17 +14,19 @@ import torch
 from torch import Tensor, nn
 
 from bmfa.grid import Grid
-from bmfa.models.hosts.base import Host, class_name, replacement_of
+from bmfa.models.hosts.base import Host, class_name
 from bmfa.models.hosts.transformers import (
     OverridingAttention,
     attend_by_host,
     refuse_attentions,
     register_function,
+    required_replacement,
 )
-from bmfa.models.override import override_method
 from bmfa.models.packed_calls import (
-    PackedBlock,
     attend_pictures,
+    begin_pass,
+    carry_pictures,
+    is_traced,
     runs_dense,
 )
 from bmfa.models.packing import Packing, outside_graphs, pack, prepare_compiling, raster_order
@@ -47,7 +49,8 @@ class PackedAttention(OverridingAttention):
 
     def run(self, module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Compute the output of the attention module."""
-        return outside_graphs(self._run, forward, *args, **kwargs)
+        traced = is_traced(self.function.token_grid)
+        return outside_graphs(self._run, forward, *args, traceable=traced, **kwargs)
 
     def _run(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         packing = self.function.token_grid.packing
@@ -73,12 +76,7 @@ def packed_attention_forward(
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """Attention function of transformers: (1, heads, tokens, d) to (1, tokens, heads, d)."""
-    replacement = replacement_of(module)
-    if replacement is None:
-        raise RuntimeError(
-            f"{class_name(module)} names {IMPLEMENTATION!r} as its attention but is not patched; call "
-            "bmfa.patch(model)"
-        )
+    replacement = required_replacement(module)
     if bmfa_packing is None:
         return attend_by_host(
             replacement, module, query, key, value, attention_mask, scaling=scaling, dropout=dropout,
@@ -98,6 +96,8 @@ class PackedFamily:
     projection: str
     # Called with the tower and the arguments of its forward.
     read: Callable[..., Packing]
+    # Called with these, too: True if no size is a value of a tensor, so that a graph can contain `read`.
+    is_static: Callable[..., bool] = lambda *args, **kwargs: False
 
 
 @dataclass(eq=False)
@@ -108,11 +108,12 @@ class PackingReader:
     family: str  # key of FAMILIES: pickles contain no functions
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        outside_graphs(self._read, module, args, kwargs)
+        family = FAMILIES[self.family]
+        static = torch.compiler.is_compiling() and family.is_static(module, *args, **kwargs)
+        outside_graphs(self._read, module, args, kwargs, traceable=static)
 
     def _read(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        self.token_grid.log.begin()
-        self.token_grid.packings.set(FAMILIES[self.family].read(module, *args, **kwargs))
+        begin_pass(self.token_grid, FAMILIES[self.family].read(module, *args, **kwargs))
 
 
 def _read_pixtral(
@@ -122,11 +123,24 @@ def _read_pixtral(
     if image_sizes is None:
         image_sizes = [pixel_values.shape[-2:]] * pixel_values.shape[0]
     pictures, start = [], 0
+    # On the device in a graph; otherwise on the CPU, with one copy at the end.
+    device = pixel_values.device if torch.compiler.is_compiling() else torch.device("cpu")
     for height, width in image_sizes:
         grid = Grid(int(height) // tower.patch_size, int(width) // tower.patch_size)
-        pictures.append((grid, torch.arange(start, start + grid.size)))
+        pictures.append((grid, torch.arange(start, start + grid.size, device=device)))
         start += grid.size
     return pack(pictures, (1, start), pixel_values.device)
+
+
+def _has_integer_sizes(
+    tower: Any, pixel_values: Tensor, image_sizes: Any = None, **kwargs: Any
+) -> bool:
+    if image_sizes is None:
+        return True
+    return not isinstance(image_sizes, Tensor) and not any(
+        isinstance(size, Tensor) or any(isinstance(side, Tensor) for side in size)
+        for size in image_sizes
+    )
 
 
 def _read_qwen(tower: Any, hidden_states: Tensor, grid_thw: Tensor, **kwargs: Any) -> Packing:
@@ -161,7 +175,7 @@ def _read_qwen(tower: Any, hidden_states: Tensor, grid_thw: Tensor, **kwargs: An
 # By the class of the tower.
 FAMILIES = {
     "pixtral.modeling_pixtral.PixtralVisionModel": PackedFamily(
-        "PixtralAttention", "patch_conv", _read_pixtral
+        "PixtralAttention", "patch_conv", _read_pixtral, _has_integer_sizes
     ),
     "qwen2_vl.modeling_qwen2_vl.Qwen2VisionTransformerPretrainedModel": PackedFamily(
         "VisionAttention", "patch_embed.proj", _read_qwen
@@ -219,5 +233,4 @@ def watch_tower(host: Host, token_grid: TokenGrid, family: str) -> None:
     """Read the pictures of each forward pass, and let the blocks of the tower carry them."""
     reader = PackingReader(token_grid, family)
     token_grid.handle = host.tower.register_forward_pre_hook(reader, with_kwargs=True)
-    for block in host.blocks:
-        override_method(block, PackedBlock(token_grid))
+    carry_pictures(host, token_grid)

@@ -15,15 +15,21 @@ import torch
 from torch import Tensor, nn
 
 from bmfa.grid import Grid
-from bmfa.models.hosts.base import Host, class_name, replacement_of
+from bmfa.models.hosts.base import Host, class_name
 from bmfa.models.hosts.transformers import (
     TransformersAttention,
     attend_by_host,
     refuse_attentions,
     register_function,
+    required_replacement,
 )
-from bmfa.models.override import override_method
-from bmfa.models.packed_calls import PackedBlock, attend_pictures, runs_dense
+from bmfa.models.packed_calls import (
+    attend_pictures,
+    begin_pass,
+    carry_pictures,
+    is_traced,
+    runs_dense,
+)
 from bmfa.models.packing import outside_graphs, pack, prepare_compiling
 from bmfa.models.token_grid import TokenGrid
 
@@ -54,7 +60,8 @@ def padded_attention_forward(
 ) -> tuple[Tensor, Tensor | None]:
     """Attention function of transformers: (B, heads, tokens, d) to (B, tokens, heads, d)."""
     call = partial(_attend, module, query, key, value, attention_mask, scaling, dropout)
-    return outside_graphs(call, **kwargs)  # type: ignore[no-any-return]
+    traced = is_traced(required_replacement(module).function.token_grid)
+    return outside_graphs(call, traceable=traced, **kwargs)  # type: ignore[no-any-return]
 
 
 def _attend(
@@ -67,12 +74,7 @@ def _attend(
     dropout: float,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    replacement = replacement_of(module)
-    if replacement is None:
-        raise RuntimeError(
-            f"{class_name(module)} names {IMPLEMENTATION!r} as its attention but is not patched; call "
-            "bmfa.patch(model)"
-        )
+    replacement = required_replacement(module)
     function = replacement.function
     packing = function.token_grid.packing
     if runs_dense(function, packing, query):
@@ -126,8 +128,7 @@ class Siglip2Reader:
         ]
         shape, device = (batch, tokens), pixel_values.device
         packing = pack(pictures, shape, device, own_mask=True, padding_attends=True)
-        self.token_grid.log.begin()
-        self.token_grid.packings.set(packing)
+        begin_pass(self.token_grid, packing)
 
 
 @dataclass(eq=False)
@@ -137,7 +138,7 @@ class ViTMAEReader:
     token_grid: TokenGrid
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        outside_graphs(self._read, module, output, *args, **kwargs)
+        self._read(module, output, *args, **kwargs)
 
     def _read(self, module: Any, output: Any, pixel_values: Tensor, *_: Any, **kwargs: Any) -> None:
         embeddings, _, order = output  # order (B, N): the index of each patch in the sequence
@@ -145,12 +146,11 @@ class ViTMAEReader:
         if tokens != 1 + order.shape[1]:
             raise ValueError(_masked(module.config.mask_ratio))
         height, width = (int(side) // int(module.patch_size) for side in pixel_values.shape[-2:])
-        indices = torch.cat((torch.zeros(batch, 1, dtype=torch.long), 1 + order.cpu()), 1)
-        pictures = [
-            (Grid(height, width), row * tokens + index) for row, index in enumerate(indices)
-        ]
-        self.token_grid.log.begin()
-        self.token_grid.packings.set(pack(pictures, (batch, tokens), pixel_values.device))
+        # The grid is known from shapes. The order is a tensor that may be computed in a graph.
+        indices = torch.cat((order.new_zeros(batch, 1), 1 + order), 1)  # (B, tokens)
+        grid = Grid(height, width)
+        pictures = [(grid, row * tokens + index) for row, index in enumerate(indices.unbind(0))]
+        begin_pass(self.token_grid, pack(pictures, (batch, tokens), pixel_values.device))
 
 
 def _masked(ratio: float) -> str:
@@ -163,20 +163,14 @@ def _masked(ratio: float) -> str:
 def _watch_siglip2(host: Host, token_grid: TokenGrid) -> None:
     reader = Siglip2Reader(token_grid)
     token_grid.handle = host.tower.register_forward_pre_hook(reader, with_kwargs=True)
-    _carry(host, token_grid)
+    carry_pictures(host, token_grid)
 
 
 def _watch_vit_mae(host: Host, token_grid: TokenGrid) -> None:
     embeddings: Any = host.tower.embeddings
     reader = ViTMAEReader(token_grid)
     token_grid.handle = embeddings.register_forward_hook(reader, with_kwargs=True)
-    _carry(host, token_grid)
-
-
-def _carry(host: Host, token_grid: TokenGrid) -> None:
-    """Let the blocks of the tower carry the pictures of a pass."""
-    for block in host.blocks:
-        override_method(block, PackedBlock(token_grid))
+    carry_pictures(host, token_grid)
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""SAM and ViTDet: blocks with global attention and decomposed relative positions.
+"""SAM 1 and ViTDet: blocks with global attention and decomposed relative positions.
 
 The score of a query at (y, x) and a key at (v, u) has two terms for their relative position,
 q . Rh[y - v] and q . Rw[x - u], with a vector for each distance. For one query they depend on the row or
@@ -8,7 +8,8 @@ and each column:
     q' = [q, (q . Rh[y - v] for all rows v) / scale, (q . Rw[x - u] for all columns u) / scale]
     k' = [k, 1 at the row of the key, 1 at its column]
 
-and scale q' . k' is the score of the host. Screened attention then needs no bias.
+and scale q' . k' is the score of the host. Screened attention then needs no bias. The Triton kernels
+take no heads of d + H + W dimensions, so on CUDA these layers run the code of the host by default.
 """
 
 import sys

@@ -283,6 +283,21 @@ def attend_by_host(
     return _functions.get(name, eager)(*args, **kwargs)  # type: ignore[no-any-return]
 
 
+def required_replacement(module: Any) -> AttentionReplacement:
+    """Return what replaces the attention of a module whose configuration names one of our functions.
+
+    Raises:
+        RuntimeError: If the module is not patched.
+    """
+    replacement = replacement_of(module)
+    if replacement is None:
+        raise RuntimeError(
+            f"{class_name(module)} names {module.config._attn_implementation!r} as its attention but is "
+            "not patched; call bmfa.patch(model)"
+        )
+    return replacement
+
+
 def refuse_attentions(config: Any, kwargs: dict[str, Any]) -> None:
     """Raise a ValueError if a call, or the configuration of its module, asks for attention weights."""
     if kwargs.get("output_attentions") or config.output_attentions:

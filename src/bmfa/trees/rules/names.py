@@ -62,6 +62,8 @@ def parse(text: str, seed: int = 0) -> Rule:
         Gamma(epsilon=0.005, lookahead=2)
     """
     name, colon, value = text.partition(":")
+    if not value and (name in MAKERS or name == "random-quadrants" or LOOKAHEAD.fullmatch(name)):
+        raise ValueError(f"rule {text!r} has no value; rules read NAME:VALUE, e.g. {EXAMPLES}")
     try:
         if name == "global-mean" and not colon:
             return GlobalMean()

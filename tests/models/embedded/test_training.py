@@ -1,0 +1,171 @@
+"""The training of the embedded model: its steps, checkpoints, settings and command."""
+
+import json
+from itertools import pairwise
+
+import pytest
+import torch
+
+from bmfa.cli import main
+from bmfa.models.embedded import load, training
+from bmfa.models.embedded.training import Recipe, mask_loss, train
+
+SMALL = Recipe(
+    batch=2,
+    drawn=4,
+    reuse=1,
+    checkpoint_every=1,
+    log_every=1,
+    small_part=0.5,
+    held_out=(2, 1),
+    held_out_grains=(8.0,),
+)
+
+
+def test_the_loss_of_masks():
+    masks = torch.zeros(3, 4, 4)
+    masks[:2, :2] = 1.0
+    assert mask_loss(20.0 * (2.0 * masks - 1.0), masks) < 1e-6
+    assert mask_loss(-20.0 * (2.0 * masks - 1.0), masks) > 10
+
+
+def test_training_resumes_to_the_identical_state(tmp_path):
+    whole = train(tmp_path / "whole", seed=3, steps=3, recipe=SMALL)
+    checkpoint = tmp_path / "checkpoint"
+    seen = []
+
+    def stop(row):
+        seen.append(row.get("step"))
+        if row.get("step") == 2:
+            raise KeyboardInterrupt
+
+    common = {"seed": 3, "steps": 3, "resume": checkpoint, "recipe": SMALL}
+    with pytest.raises(KeyboardInterrupt):
+        train(tmp_path / "resumed", log=stop, **common)
+    assert not (tmp_path / "resumed").exists()
+    resumed = train(tmp_path / "resumed", log=seen_by(seen), **common)
+    assert seen == [1, 2, 2, 3, None, None]
+    assert (tmp_path / "whole").read_bytes() == (tmp_path / "resumed").read_bytes()
+    assert without_times(whole) == without_times(resumed)
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["checkpoint", "resumed", "whole"]
+    with pytest.raises(ValueError, match=r"has seed 3 and this run 4; pass the settings"):
+        train(tmp_path / "resumed", **common | {"seed": 4})
+    train(tmp_path / "other", seed=4, steps=3, recipe=SMALL)
+    assert (tmp_path / "whole").read_bytes() != (tmp_path / "other").read_bytes()
+
+
+def seen_by(seen):
+    return lambda row: seen.append(row.get("step"))
+
+
+def without_times(record):
+    rows = [{k: v for k, v in row.items() if k != "seconds"} for row in record.rows]
+    return rows, {k: v for k, v in record.settings.items() if k != "seconds"}
+
+
+def test_training_stops_when_its_time_is_over_and_goes_on_later(tmp_path):
+    common = {"steps": 2, "recipe": SMALL, "stop_after": 1e-9, "resume": tmp_path / "checkpoint"}
+    assert train(tmp_path / "weights", **common) is None
+    assert not (tmp_path / "weights").exists()
+    record = train(tmp_path / "weights", **common)
+    assert [row["step"] for row in record.rows if row["what"] == "training"] == [1, 2]
+    held_out = [row for row in record.rows if row["what"] == "held-out"]
+    assert [(row["img_size"], row["pictures"]) for row in held_out] == [(128, 2), (512, 1)]
+    assert record.settings["weights_bytes"] == (tmp_path / "weights").stat().st_size < 2_500_000
+
+
+def test_the_command_writes_weights_and_record(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(training, "Recipe", lambda: SMALL)
+    weights, record = tmp_path / "made.safetensors", tmp_path / "made.json"
+    words = ["train-embedded", "--device", "cpu", "--steps", "1", "--output", str(weights)]
+    main([*words, "--stop-after", "60", "--resume", str(tmp_path / "c"), "--json", str(record)])
+    assert "weights:" in capsys.readouterr().out
+    assert json.loads(record.read_text("utf-8"))["experiment"] == "train-embedded"
+    assert load(weights).forward_dense(torch.zeros(1, 3, 128, 128))[1].shape == (1, 128, 128)
+
+
+def test_steps_have_pictures_of_several_sizes():
+    recipe = Recipe()
+    early = [recipe.ratio(0, step, 0.2) for step in range(200)]
+    late = [recipe.ratio(0, step, 0.9) for step in range(200)]
+    assert set(early) == {1, 2}
+    assert set(late) == {1, 2, 4}
+    run = training._TrainingRun(0, 4, None, torch.device("cpu"), SMALL)
+    for number in range(3):
+        run._add(training.NewPictures(0, 0, 16)[number])
+    for ratio in (1, 2, 4):
+        images, labels, cells = run._sample(ratio, 8.0)
+        side, count = 128 * ratio, max(1, 2 // ratio**2)
+        assert images.shape == (count, 3, side, side)
+        assert cells.shape == (count, 2, side // 2, side // 2)
+        assert labels.shape == (count,)
+        ticks, mask = cells[:, 1], cells[:, 0]
+        assert (ticks <= mask).all()
+        assert 0 < ticks.mean() < mask.mean() < 0.1
+
+
+def test_a_training_by_time_takes_pictures_as_they_are_drawn(tmp_path):
+    common = {"seconds": 2.0, "recipe": SMALL, "resume": tmp_path / "checkpoint"}
+    assert train(tmp_path / "weights", stop_after=0.5, **common) is None
+    record = train(tmp_path / "weights", **common)
+    assert record.settings["seconds"] >= 2.0
+    assert record.settings["pictures_drawn"] >= 8
+    assert record.rows[-1]["tokens"] == 4096
+
+
+def test_a_failed_write_keeps_the_old_checkpoint(tmp_path, monkeypatch):
+    checkpoint = tmp_path / "checkpoint"
+    train(tmp_path / "weights", seed=0, steps=1, resume=checkpoint, recipe=SMALL)
+    before = checkpoint.read_bytes()
+    assert torch.load(checkpoint, weights_only=True)["step"] == 1
+
+    def torn(state, file):
+        file.write(b"half of it")
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(torch, "save", torn)
+    run = training._TrainingRun(0, 2, None, torch.device("cpu"), SMALL)
+    with pytest.raises(OSError, match="no space"):
+        run.store(checkpoint)
+    assert checkpoint.read_bytes() == before
+
+
+def test_the_learning_rate_rises_and_falls_and_the_grain_rises():
+    recipe = Recipe(warmup=0.1)
+    rates = [recipe.learning_rate_factor(step / 100) for step in range(101)]
+    assert rates[:10] == pytest.approx([0.1 * step for step in range(10)])
+    assert all(one > other for one, other in pairwise(rates[10:]))
+    assert rates[-1] == pytest.approx(0.0)
+    assert recipe.grain_limit(0.0) == pytest.approx(0.15 * recipe.grain)
+    assert recipe.grain_limit(0.5) == recipe.grain_limit(1.0) == recipe.grain
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        ({"seed": -1}, "seed is -1; pass an integer from 0"),
+        ({"steps": 0}, "steps is 0; pass an integer at least 1"),
+        ({"device": "gpu"}, "device 'gpu' cannot be used"),
+        ({"resume": "."}, "cannot be written; pass a file in an existing folder"),
+        ({"stop_after": 60.0}, "stop_after is 60 without a checkpoint; pass resume=FILE"),
+        ({"seconds": 0.0}, "seconds is 0"),
+        ({"seconds": 5.0, "steps": 3}, "steps is 3 and seconds is 5; pass one of them"),
+    ],
+)
+def test_training_refuses_bad_settings(tmp_path, arguments, line):
+    with pytest.raises(ValueError, match=line):
+        train(tmp_path / "weights", **arguments)
+
+
+def test_training_refuses_files_that_are_no_checkpoint(tmp_path):
+    torn, other = tmp_path / "torn", tmp_path / "other"
+    torn.write_bytes(b"half of it")
+    torch.save([1, 2], other)
+    with pytest.raises(ValueError, match=r"is not a complete checkpoint \(\w+\); delete it"):
+        train(tmp_path / "weights", steps=1, resume=torn, recipe=SMALL)
+    with pytest.raises(ValueError, match="is not a checkpoint of this training"):
+        train(tmp_path / "weights", steps=1, resume=other, recipe=SMALL)
+    with pytest.raises(ValueError, match="cannot be written"):
+        train(tmp_path / "nowhere" / "weights", steps=1)
+    with pytest.raises(ValueError, match="drawn is 0; pass an integer at least 1"):
+        Recipe(drawn=0)
