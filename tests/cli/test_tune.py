@@ -1,6 +1,7 @@
 """bmfa tune: its table, its files, and input that is refused."""
 
 import json
+from dataclasses import replace
 
 import pytest
 from tests.models.test_plan import plan_for, small_model
@@ -31,10 +32,10 @@ def test_the_table_is_printed_and_the_files_are_written(capsys, tmp_path):
     ])  # fmt: skip
     printed = capsys.readouterr().out
     plan = Plan.load(files["plan.json"])
-    assert plan.tolerance == 0.05 and len(plan.layers) == 8 and len(plan.candidates) == 8 * 3
+    assert plan.tolerance == 0.05 and len(plan.layers) == 8 and len(plan.times) == 8
     assert files["plan.png"].read_bytes().startswith(b"\x89PNG")
     record = json.loads(files["record.json"].read_text())
-    assert record["experiment"] == "tune" and len(record["rows"]) == 24
+    assert record["experiment"] == "tune" and len(record["rows"]) == len(plan.candidates)
     assert printed.splitlines()[0].split() == [
         *("layer", "setting", "change_alone", "milliseconds", "dense_milliseconds", "speedup")
     ]
@@ -61,6 +62,9 @@ def test_rows_and_totals_say_what_was_chosen():
     text = " ".join(total_lines(plan))
     for part in ("1 of 3 layers", "1.70 % predicted", "1.60 % measured", "(1.60x)", "(1.33x)"):
         assert part in text
+    assert "unseen pictures: 1.67 % expected, 1.80 % measured on 1" in text
+    assert "exceeds the tolerance" in " ".join(total_lines(replace(plan, measured_change=0.031)))
+    assert "fewer than six" in " ".join(total_lines(replace(plan, confirming=0)))
 
 
 def test_changes_have_the_unit_of_their_measure():

@@ -1,5 +1,6 @@
 """bmfa tune: a plan for a model, a size and a tolerance, chosen on a person's pictures."""
 
+import warnings
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -46,7 +47,7 @@ def tune(
     limit: Annotated[
         int | None,
         opt.option(
-            "--limit N", "Pictures to use, half of them for checking (32 on a GPU, else 8)."
+            "--limit N", "Pictures to use: half choose, a quarter checks (32 on a GPU, else 8)."
         ),
     ] = None,
     dtype: Annotated[
@@ -74,19 +75,21 @@ def tune(
     output = Output(json, quiet)
     loaded = load_model(model, weights, img_size=img_size, crop_pct=crop_pct)
     loaded.model.to(opt.resolve_device(device), _dtype(dtype))
-    plan = run(
-        loaded,
-        pictures,
-        tolerance,
-        measure,
-        errors=error or ERRORS,
-        layers=opt.parse_layers(layers),
-        batch_size=batch_size,
-        limit=limit,
-        seed=seed,
-        repeats=repeats,
-        progress=output.progress("steps") or False,
-    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # `total_lines` says if the plan does not hold
+        plan = run(
+            loaded,
+            pictures,
+            tolerance,
+            measure,
+            errors=error or ERRORS,
+            layers=opt.parse_layers(layers),
+            batch_size=batch_size,
+            limit=limit,
+            seed=seed,
+            repeats=repeats,
+            progress=output.progress("steps") or False,
+        )
     record = plan.to_record()
     files: dict[str | Path, Any] = {}
     if save is not None:
@@ -125,25 +128,49 @@ def total_lines(plan: "Plan") -> list[str]:
         f"\n{plan.measure} at {width}x{height} px, {plan.dtype}, batches of {plan.batch_size} on "
         f"{plan.environment['device_name']}: {tiled} of {len(plan.layers)} layers attend over tiles",
         f"change: {change(plan.predicted_change)} predicted from {_count(plan.choosing)}, "
-        f"{change(plan.measured_change)} measured on {_count(plan.checking, 'other ')}, tolerance "
+        f"{change(plan.checked_change)} measured on {_count(plan.checking, 'other ')}, tolerance "
         f"{change(plan.tolerance)}",
+        _confirmation(plan),
         f"time: {plan.dense_milliseconds:.5g} ms dense, {plan.predicted_milliseconds:.5g} ms predicted "
         f"({plan.predicted_speedup:.2f}x), {plan.milliseconds:.5g} ms measured ({plan.speedup:.2f}x)",
     ]
-    single = plan.single_target() if plan.errors else None
+    options = {"fastest predicted combination": plan.optimum()}
+    single = plan.single_target()
     if single is not None:
+        options[f"best single target predicted, error={single['error']:g}"] = single
+    for name, row in options.items() if plan.errors or len(plan.checks) > 1 else ():
+        if row is None:
+            continue
+        measured = row["measured_change"]
+        checked = "not checked" if measured is None else f"{change(measured)} measured"
+        speedup = plan.dense_milliseconds / row["predicted_milliseconds"]
         lines.append(
-            f"one target for all layers: error={single['error']:g}, "
-            f"{change(single['predicted_change'])} and {single['predicted_milliseconds']:.5g} ms "
-            "predicted"
+            f"{name}: {row['predicted_milliseconds']:.5g} ms ({speedup:.2f}x), "
+            f"{change(row['predicted_change'])} predicted, {checked}"
         )
     if not plan.errors and not any(s.change for s in plan.candidates):
         lines.append(
             "no setting is faster than dense attention at this size: the model stays as it is"
         )
     if len(plan.checks) > 1:
-        lines.append(f"combination {len(plan.checks)} is the plan: {plan.checks[-1]['why']}")
+        number, row = next((i, r) for i, r in enumerate(plan.checks, 1) if r["chosen"])
+        lines.append(f"choice: combination {number} of {len(plan.checks)} checked, {row['why']}")
     return lines
+
+
+def _confirmation(plan: "Plan") -> str:
+    """Say what was measured on pictures that took no part in the choice."""
+    change = partial(format_change, plan.measure)
+    if not plan.confirming:
+        return (
+            "unseen pictures: none, because fewer than six were given; "
+            f"{change(plan.expected_change)} expected"
+        )
+    exceeded = "" if plan.holds else "; this exceeds the tolerance: pass more pictures (--limit)"
+    return (
+        f"unseen pictures: {change(plan.expected_change)} expected, {change(plan.measured_change)} "
+        f"measured on {plan.confirming}{exceeded}"
+    )
 
 
 def _count(pictures: int, kind: str = "") -> str:
