@@ -50,7 +50,7 @@ def plan_for(model: nn.Module, errors: dict[int, float], grid=(14, 14)) -> Plan:
     return Plan(
         model=fingerprint,
         img_size=(8 * grid[0], 8 * grid[1]),
-        grid=grid,
+        grids=(grid,) * fingerprint.layers,
         batch_size=1,
         dtype="float32",
         device="cpu",
@@ -84,7 +84,7 @@ def test_the_file_is_readable_and_says_what_it_is_for(tmp_path):
     text = (tmp_path / "plan.json").read_text()
     data = json.loads(text)
     assert (data["plan"], data["version"], data["model"]["layers"]) == ("attention", 2, DEPTH)
-    assert data["environment"]["torch"] and data["grid"] == [14, 14]
+    assert data["environment"]["torch"] and data["grids"] == [[14, 14]] * DEPTH
     assert '\n    {"layer": 0, "error": 0.3, "milliseconds": 0.5, "change": 0.01, ' in text
 
 
@@ -210,7 +210,8 @@ FILES = {
     "other": (lambda p: p.write_text("[1]"), "is not a plan"),
     "incomplete": (lambda p: change_file(p, tolerance="removed"), "not a complete plan"),
     "unknown": (lambda p: change_file(p, colour="red"), "not a complete plan"),
-    "layers": (lambda p: change_file(p, layers=[]), "0 settings for 3 layers"),
+    "layers": (lambda p: change_file(p, layers=[]), "0 settings and 3 grids for 3 layers"),
+    "grids": (lambda p: change_file(p, grids=[[14, 14]]), "3 settings and 1 grids for 3 layers"),
     "negative": (
         lambda p: change_file(p, candidates=[{"layer": 0, "error": -1.0, "milliseconds": 1.0}]),
         "error is -1.0",

@@ -199,7 +199,7 @@ class Plan:
     Args:
         model: The fingerprint of the model.
         img_size: The height and width of the images in pixels.
-        grid: The height and width of the grid of tokens.
+        grids: The height and width of the grid of tokens in every layer.
         batch_size: The number of images in a batch.
         dtype: The dtype of q, k and v.
         device: The device, e.g. `"cpu"`.
@@ -238,7 +238,7 @@ class Plan:
 
     model: ModelFingerprint
     img_size: tuple[int, int]
-    grid: tuple[int, int]
+    grids: tuple[tuple[int, int], ...]
     batch_size: int
     dtype: str
     device: str
@@ -495,7 +495,7 @@ class Plan:
             plan = cls(
                 model=ModelFingerprint(**data.pop("model")),
                 img_size=read_sides(data.pop("img_size")),
-                grid=read_sides(data.pop("grid")),
+                grids=tuple(map(read_sides, data.pop("grids"))),
                 checks=tuple(data.pop("checks")),
                 layers=tuple(map(_checked_setting, data.pop("layers"))),
                 candidates=tuple(map(_checked_setting, data.pop("candidates"))),
@@ -505,10 +505,11 @@ class Plan:
             raise ValueError(
                 f"{path} is not a complete plan ({error}); make it again with bmfa.tune"
             ) from None
-        if [setting.layer for setting in plan.layers] != list(range(plan.model.layers)):
+        layers = plan.model.layers
+        if [s.layer for s in plan.layers] != list(range(layers)) or len(plan.grids) != layers:
             raise ValueError(
-                f"{path} is not a complete plan (it has {len(plan.layers)} settings for "
-                f"{plan.model.layers} layers); make it again with bmfa.tune"
+                f"{path} is not a complete plan (it has {len(plan.layers)} settings and "
+                f"{len(plan.grids)} grids for {layers} layers); make it again with bmfa.tune"
             )
         return plan
 
@@ -531,9 +532,14 @@ class Plan:
         self.model.check(model, "bmfa.tune")
 
     @property
-    def token_grid(self) -> Grid:
-        """The grid of tokens."""
-        return Grid(*self.grid)
+    def grid(self) -> tuple[int, int] | None:
+        """The height and width of the grid of tokens, None if layers have different ones."""
+        return self.grids[0] if len(set(self.grids)) == 1 else None
+
+    @property
+    def token_grids(self) -> tuple[Grid, ...]:
+        """The grid of tokens in every layer."""
+        return tuple(Grid(height, width) for height, width in self.grids)
 
 
 def _checked_setting(row: Mapping[str, Any]) -> LayerSetting:

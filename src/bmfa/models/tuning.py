@@ -19,7 +19,6 @@ from bmfa.checks import check_integer, check_number
 from bmfa.grid import Grid
 from bmfa.models.checked_search import COARSE_STEP, CheckedSearch
 from bmfa.models.hosts import Host, find_host
-from bmfa.models.hosts.generic import watch_inputs
 from bmfa.models.layer_timing import TimedLayer
 from bmfa.models.loading import LoadedModel
 from bmfa.models.measures import MEASURES, Function, Measure, find_measure
@@ -148,10 +147,10 @@ def tune(
     host = find_host(module)
     if is_patched(module):
         raise ValueError("the model is patched or reduced; call bmfa.unpatch(model) first")
-    if host.watch not in (None, watch_inputs):  # Hiera, and models that pack pictures
+    if host.not_tunable:
         raise TypeError(
-            f"{type(module).__name__} is not supported by tune: its layers do not share one grid of "
-            "tokens for each picture; pass error= to bmfa.patch"
+            f"{type(module).__name__} is not supported by tune: {host.not_tunable}; pass error= to "
+            "bmfa.patch"
         )
     indices = layer_indices(layers, len(host.attentions))
     if times is not None:
@@ -251,12 +250,12 @@ class _Tuner:
             self._check_equal(measure, own, choosing)
         self.steps.advance()
         timed = self._time_layers(choosing[0], times)
-        grid, dtype = _shared_grid(timed), timed[0].dtype
-        candidates = self._candidates(additive, references, choosing, layers, timed, grid)
-        search = self._make_search(candidates, additive, grid, (choosing, own), checking)
+        grids, dtype = _layer_grids(timed), timed[0].dtype
+        candidates = self._candidates(additive, references, choosing, layers, timed, grids)
+        search = self._make_search(candidates, additive, grids, (choosing, own), checking)
         chosen, checks = search.run(), search.rows
         self.steps.advance()
-        dense_ms, planned_ms = self._time_model(choosing[0], chosen, grid)
+        dense_ms, planned_ms = self._time_model(choosing[0], chosen, grids)
         if times is None and planned_ms >= dense_ms and any(chosen.values()):
             # The layers gain less than patching a model costs.
             chosen = search.stay_dense(
@@ -267,7 +266,7 @@ class _Tuner:
         measured = checked["measured_change"]
         if confirming:
             confirmed = self._outputs(measure, confirming)
-            measured = self._change(measure, grid, confirmed, confirming, chosen)
+            measured = self._change(measure, grids, confirmed, confirming, chosen)
         self.steps.advance()
         alone = search.alone
         candidates = [replace(s, checking_change=alone.get((s.layer, s.error))) for s in candidates]
@@ -282,7 +281,7 @@ class _Tuner:
         return Plan(
             model=ModelFingerprint.of(self.model),
             img_size=(int(choosing[0].shape[-2]), int(choosing[0].shape[-1])),
-            grid=(grid.height, grid.width),
+            grids=tuple((grid.height, grid.width) for grid in grids),
             batch_size=self.settings.batch_size,
             dtype=str(dtype).removeprefix("torch."),
             device=str(device),
@@ -309,7 +308,7 @@ class _Tuner:
         self,
         candidates: Sequence[LayerSetting],
         additive: Measure,
-        grid: Grid,
+        grids: Sequence[Grid],
         choosing: tuple[Sequence[Tensor], Sequence[Any]],
         checking: Sequence[Tensor],
     ) -> CheckedSearch:
@@ -320,7 +319,7 @@ class _Tuner:
             references if additive is measure else self._outputs(additive, checking)
         )  # in which layers alone are measured
         search = SettingSearch(candidates, additive.power or 1)
-        check_choosing = partial(self._change, measure, grid, choosing[1], choosing[0])
+        check_choosing = partial(self._change, measure, grids, choosing[1], choosing[0])
         budget = self.settings.tolerance**search.power
         if additive is not measure:
             budget = self._find_budget(search, check_choosing)
@@ -328,10 +327,10 @@ class _Tuner:
             search,
             self.settings.tolerance,
             budget,
-            check=partial(self._change, measure, grid, references, checking),
+            check=partial(self._change, measure, grids, references, checking),
             check_choosing=check_choosing,
             check_alone=lambda layer, error: self._change(
-                additive, grid, features, checking, {layer: error}
+                additive, grids, features, checking, {layer: error}
             ),
             predicts=additive is measure,
         )
@@ -405,7 +404,7 @@ class _Tuner:
         batches: Sequence[Tensor],
         layers: Sequence[int],
         timed: Sequence[TimedLayer],
-        grid: Grid,
+        grids: Sequence[Grid],
     ) -> list[LayerSetting]:
         """Measure the change of each layer alone, for settings that are faster than dense attention."""
         candidates: list[LayerSetting] = []
@@ -416,7 +415,7 @@ class _Tuner:
             for error in self.settings.errors if layer in layers else ():
                 change = None
                 if milliseconds[error] < (1.0 - LEAST_GAIN) * dense:
-                    change = self._change(measure, grid, references, batches, {layer: error})
+                    change = self._change(measure, grids, references, batches, {layer: error})
                 settings.append(LayerSetting(layer, error, milliseconds[error], change))
                 self.steps.advance()
             candidates += add_between(settings)
@@ -425,7 +424,7 @@ class _Tuner:
     def _change(
         self,
         measure: Measure,
-        grid: Grid,
+        grids: Sequence[Grid],
         references: Sequence[Any],
         batches: Sequence[Tensor],
         errors: Mapping[int, float | None],
@@ -434,7 +433,7 @@ class _Tuner:
         targets = {layer: error for layer, error in errors.items() if error is not None}
         if not targets:
             return 0.0
-        install_layers(self.model, self.host, planned_options(targets), grid)
+        install_layers(self.model, self.host, planned_options(targets), grids)
         try:
             what = f"error={targets} by layer"
             return self._compare(measure, references, batches, what)
@@ -458,14 +457,14 @@ class _Tuner:
         return wider if check(search.fastest(wider)) <= self.settings.tolerance else budget
 
     def _time_model(
-        self, batch: Tensor, chosen: Mapping[int, float | None], grid: Grid
+        self, batch: Tensor, chosen: Mapping[int, float | None], grids: Sequence[Grid]
     ) -> tuple[float, float]:
         """Return the milliseconds of the unpatched and of the patched model, timed in turns."""
         targets = {layer: error for layer, error in chosen.items() if error is not None}
         samples: tuple[list[float], list[float]] = ([], [])
         for repeat in range(self.settings.repeats + 1):
             for index, errors in enumerate(({}, targets)):
-                install_layers(self.model, self.host, planned_options(errors), grid)
+                install_layers(self.model, self.host, planned_options(errors), grids)
                 milliseconds = self._time_forward(batch)
                 if repeat > 0:  # the first one warms up
                     samples[index].append(milliseconds)
@@ -481,16 +480,16 @@ class _Tuner:
         return 1e3 * (time.perf_counter() - start)
 
 
-def _shared_grid(layers: Sequence[TimedLayer]) -> Grid:
-    """Return the grid of all layers, or raise if there is no single one."""
-    grids = {layer.grid for layer in layers}
-    grid = grids.pop()
-    if grids or grid is None:
-        raise ValueError(
-            "the layers of the model were not all called with one grid of tokens, and a plan is for one "
-            "grid; pass error= to bmfa.patch"
-        )
-    return grid
+def _layer_grids(layers: Sequence[TimedLayer]) -> tuple[Grid, ...]:
+    """Return the grid of every layer, or raise if one of them has none or several."""
+    for layer in layers:
+        if len(layer.grids) != 1:
+            found = ", ".join(sorted(f"{g.height}x{g.width}" for g in layer.grids)) or "none"
+            raise ValueError(
+                f"layer {layer.layer} of the model was called with {len(layer.grids)} grids of tokens "
+                f"({found}), and a plan is for one grid in each layer; pass error= to bmfa.patch"
+            )
+    return tuple(next(iter(layer.grids)) for layer in layers)
 
 
 def check_tolerance(tolerance: object) -> float:
