@@ -295,6 +295,21 @@ def test_the_hiera_of_a_whole_sam2_model() -> None:
     assert change(model(**inputs).pred_masks, full) > 1e-3
     assert torch.equal(unpatch(model)(**inputs).pred_masks, full)
 
+    # Tuned by its masks: the points are arguments of every call.
+    prompts = {name: value for name, value in inputs.items() if name != "pixel_values"}
+    times = {layer: {None: 1.0, 0.3: 0.5} for layer in range(3)}
+    plan = bmfa.tune(
+        model,
+        torch.randn(2, 3, 64, 64),
+        10.0,
+        lambda reference, output: float((output.pred_masks - reference.pred_masks).abs().max()),
+        options=prompts,
+        errors=[0.3],
+        times=times,
+        repeats=1,
+    )
+    assert plan.grids == ((8, 8), (4, 4), (4, 4)) and set(plan.errors) == {0, 1, 2}
+
 
 def test_blocks_of_hiera_that_stay_as_they_are_have_a_reason() -> None:
     for name in ("hiera", "sam2"):
