@@ -1,13 +1,14 @@
 """bmfa tune: its table, its files, and input that is refused."""
 
 import json
+from dataclasses import replace
 
 import pytest
 from tests.models.test_plan import plan_for, small_model
 
 from bmfa.cli import main
-from bmfa.cli.tune import format_change, layer_rows, total_lines
-from bmfa.models import Plan
+from bmfa.cli.tune import format_change, layer_rows, reduction_lines, total_lines
+from bmfa.models import Plan, ReductionPlan, load_model, reduce
 
 QUICK = ("tune", "--repeats", "1", "--limit", "4", "--error", "0.1", "0.2")
 
@@ -31,10 +32,10 @@ def test_the_table_is_printed_and_the_files_are_written(capsys, tmp_path):
     ])  # fmt: skip
     printed = capsys.readouterr().out
     plan = Plan.load(files["plan.json"])
-    assert plan.tolerance == 0.05 and len(plan.layers) == 8 and len(plan.candidates) == 8 * 3
+    assert plan.tolerance == 0.05 and len(plan.layers) == 8 and len(plan.times) == 8
     assert files["plan.png"].read_bytes().startswith(b"\x89PNG")
     record = json.loads(files["record.json"].read_text())
-    assert record["experiment"] == "tune" and len(record["rows"]) == 24
+    assert record["experiment"] == "tune" and len(record["rows"]) == len(plan.candidates)
     assert printed.splitlines()[0].split() == [
         *("layer", "setting", "change_alone", "milliseconds", "dense_milliseconds", "speedup")
     ]
@@ -61,6 +62,62 @@ def test_rows_and_totals_say_what_was_chosen():
     text = " ".join(total_lines(plan))
     for part in ("1 of 3 layers", "1.70 % predicted", "1.60 % measured", "(1.60x)", "(1.33x)"):
         assert part in text
+    assert "unseen pictures: 1.67 % expected, 1.80 % measured on 1" in text
+    assert "exceeds the tolerance" in " ".join(total_lines(replace(plan, measured_change=0.031)))
+    assert "fewer than six" in " ".join(total_lines(replace(plan, confirming=0)))
+
+
+MERGING = ("tune", "--limit", "6", "--batch-size", "6", "--device", "cpu")
+
+
+def test_a_plan_of_merging_is_printed_and_saved(capsys, tmp_path):
+    save, record = tmp_path / "plan.json", tmp_path / "record.json"
+    main(
+        [
+            *MERGING,
+            "--gflops",
+            "0.5",
+            "--policy",
+            "tome",
+            "--save",
+            str(save),
+            "--json",
+            str(record),
+        ]
+    )
+    printed = capsys.readouterr().out
+    plan = ReductionPlan.load(save)
+    assert plan.policy == "tome" and plan.gflops <= 0.5 < plan.full_gflops
+    lines = printed.splitlines()
+    assert lines[0].split() == ["block", "removed", "tokens_left"]
+    left = 256
+    for block, (removed, line) in enumerate(zip(plan.schedule, lines[2:], strict=False)):
+        left -= removed
+        assert line.split() == [str(block), str(removed), str(left)]
+    assert f"operations: {plan.gflops:.4g} of {plan.full_gflops:.4g} GFLOPs" in printed
+    assert "3 pictures that chose: " in printed and "3 unseen pictures: " in printed
+    assert f"plan: {save}\n" in printed and f"record: {record}\n" in printed
+    data = json.loads(record.read_text())
+    assert data["experiment"] == "tune-reduction" and len(data["rows"]) == 8
+    assert data["settings"]["schedule"] == list(plan.schedule)
+    reduce(load_model("embedded").model, plan=save)
+
+
+def test_an_agreement_is_checked_and_reported_on_unseen_pictures(capsys, tmp_path):
+    save = tmp_path / "plan.json"
+    main([*MERGING, "--agreement", "0.5", "--quiet", "--save", str(save)])
+    assert capsys.readouterr().out == ""
+    plan = ReductionPlan.load(save)
+    assert plan.checks[-1]["agreement"] >= 0.5
+    assert (plan.choosing, plan.checking, plan.confirming) == (3, 2, 1)
+    text = "\n".join(reduction_lines(plan))
+    assert "for an agreement of 50.0 %" in text and "1 unseen picture: " in text
+    assert "2 pictures that checked" in text
+    missed = replace(plan, agreement=0.4, confirming=1)
+    assert "miss the target" in "\n".join(reduction_lines(missed))
+    few = replace(plan, confirming=0, schedule=(0,) * 8)
+    for part in ("fewer than six", "stays as it is"):
+        assert part in "\n".join(reduction_lines(few))
 
 
 def test_changes_have_the_unit_of_their_measure():
@@ -83,6 +140,15 @@ def test_changes_have_the_unit_of_their_measure():
         (["--limit", "1"], ["limit is 1"]),
         (["--batch-size", "8", "--limit", "4"], ["batch_size is 8", "smaller batch_size"]),
         (["--layers", "last-9"], ["'last-9'"]),
+        (["--gflops", "0.4", "--agreement", "0.9"], ["both gflops and agreement"]),
+        (["--gflops", "0"], ["gflops is 0"]),
+        (["--agreement", "2"], ["agreement is 2"]),
+        (["--gflops", "0.01", "--limit", "2"], ["gflops is 0.01", "needs at least", "pass more"]),
+        (["--gflops", "0.4", "--tolerance", "0.1"], ["--tolerance is for plans of attention"]),
+        (["--agreement", "0.9", "--error", "0.1"], ["--error is for plans of attention"]),
+        (["--gflops", "0.4", "--figure", "plan.png"], ["--figure is for plans of attention"]),
+        (["--policy", "tome"], ["--policy tome", "--gflops X or --agreement X"]),
+        (["--gflops", "0.4", "--policy", "dct"], ["policy is 'dct'", "free-energy"]),
     ],
 )
 def test_bad_input_ends_with_one_line(arguments, words, capsys):

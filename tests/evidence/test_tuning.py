@@ -45,7 +45,8 @@ def test_every_kind_of_plan_can_be_drawn(change, narrow):
     made = replace(plan(), **change)
     predicted = made.predicted_change
     checks = tuple(
-        {"tiled_layers": 3, "predicted_change": predicted, "measured_change": measured}
+        made.checks[0]
+        | {"predicted_change": predicted, "measured_change": measured, "chosen": measured == 0.01}
         for measured in (0.05, 0.04, 0.01)
     )
     assert tuning(replace(made, checks=checks).to_record(), narrow=narrow).startswith("<svg")

@@ -21,6 +21,7 @@ from bmfa.models.hosts import find_host
 from bmfa.models.hosts.base import attention_heads, replacements_in
 from bmfa.models.hosts.relative import with_relative_positions
 from bmfa.models.loading import check_img_size
+from bmfa.models.measures import MEASURES
 from bmfa.models.packing import pack, raster_order
 from bmfa.models.screened_layer import LayerInputs, observe, screened_layers
 from models.packed_models import PACKED, SEQUENCES, SIZES, Inputs, make_packed
@@ -353,6 +354,21 @@ def test_the_hiera_of_a_whole_sam2_model() -> None:
     assert change(model(**inputs).pred_masks, full) > 1e-3
     assert torch.equal(unpatch(model)(**inputs).pred_masks, full)
 
+    # Tuned by its masks: the points are arguments of every call.
+    prompts = {name: value for name, value in inputs.items() if name != "pixel_values"}
+    times = {layer: {None: 1.0, 0.3: 0.5} for layer in range(3)}
+    plan = bmfa.tune(
+        model,
+        torch.randn(2, 3, 64, 64),
+        10.0,
+        lambda reference, output: float((output.pred_masks - reference.pred_masks).abs().max()),
+        options=prompts,
+        errors=[0.3],
+        times=times,
+        repeats=1,
+    )
+    assert plan.grids == ((8, 8), (4, 4), (4, 4)) and set(plan.errors) == {0, 1, 2}
+
 
 def test_blocks_of_hiera_that_stay_as_they_are_have_a_reason() -> None:
     for name in ("hiera", "sam2"):
@@ -447,3 +463,79 @@ def test_tokens_of_no_picture_get_the_mean_of_their_sequence() -> None:
     output = packing.attend(lambda grid, q, k, v: v, v, v, v)
     torch.testing.assert_close(output[:, :, :4], v[:, :, :4])
     torch.testing.assert_close(output[:, :, 4], v.mean(2))
+
+
+# Pixels of pictures, and the grids of the keys in the layers.
+TUNED = {
+    "hiera": ((64, 128), [(8, 16), (8, 16), (4, 8), (4, 8), (4, 8)]),
+    "sam2": ((128, 256), [(16, 32), (8, 16), (8, 16)]),
+    "naflex": ((48, 64), [(12, 16)] * 3),
+    "naflex-rope": ((48, 64), [(12, 16)] * 3),
+    "pixtral": ((48, 64), [(12, 16)] * 3),
+    "sam": ((32, 32), [(8, 8)] * 2),
+    "timm-sam": ((32, 32), [(8, 8)] * 2),
+    "vitdet": ((32, 48), [(8, 12)] * 2),
+}
+
+
+def tuned_plan(model: nn.Module, pixels: Tensor, layers: int) -> bmfa.Plan:
+    times = {layer: {None: 1.0, 0.3: 0.5} for layer in range(layers)}
+    options: dict[str, Any] = {"errors": [0.3], "repeats": 1, "progress": False}
+    return bmfa.tune(model, pixels, 10.0, times=times, **options)
+
+
+def tokens(model: nn.Module, pixels: Tensor) -> Tensor:
+    (found,) = MEASURES["features"].outputs(model, pixels, {})
+    return found
+
+
+def smooth(size: tuple[int, int]) -> Tensor:
+    noise = torch.randn(4, 3, 4, 4, generator=torch.Generator().manual_seed(2))
+    return nn.functional.interpolate(noise, size=size, mode="bicubic")
+
+
+@pytest.mark.filterwarnings("ignore:screened_attention measured")  # a target may be missed
+@pytest.mark.parametrize("tuned", TUNED)
+@torch.no_grad()
+def test_plans_have_a_grid_for_each_layer(tuned: str, tmp_path: Path) -> None:
+    size, grids = TUNED[tuned]
+    model, pixels = make_packed(tuned), smooth(size)
+    full = tokens(model, pixels)
+    plan = tuned_plan(model, pixels, len(grids))
+    assert plan.grids == tuple(grids) and plan.errors == dict.fromkeys(range(len(grids)), 0.3)
+    assert plan.grid == (grids[0] if len(set(grids)) == 1 else None)
+    assert torch.equal(tokens(model, pixels), full)
+    plan.save(tmp_path / "plan.json")
+    planned = tokens(patch(model, plan=tmp_path / "plan.json"), pixels)
+    expected = tokens(patch(model, error=0.3, form="tiled", layers="all"), pixels)
+    assert torch.equal(planned, expected)
+    if tuned in ("hiera", "sam2", "naflex", "pixtral"):  # the others have few tokens
+        assert not torch.equal(planned, full)
+    assert torch.equal(tokens(unpatch(model), pixels), full)
+
+
+@pytest.mark.filterwarnings("ignore:screened_attention measured")
+@pytest.mark.parametrize("tuned", ["sam2", "naflex"])
+@torch.no_grad()
+def test_other_sizes_than_planned_run_dense(tuned: str) -> None:
+    size, grids = TUNED[tuned]
+    model, other = make_packed(tuned), smooth((64, 128))
+    full = tokens(model, other)
+    patch(model, plan=tuned_plan(model, smooth(size), len(grids)))
+    with pytest.warns(UserWarning, match="grid of tokens, and there are"):
+        assert torch.equal(tokens(model, other), full)
+
+
+@pytest.mark.filterwarnings("ignore:screened_attention measured")
+@torch.no_grad()
+def test_times_of_pooled_queries_are_measured() -> None:
+    model = make_packed("hiera")
+    plan = bmfa.tune(model, smooth((64, 128)), 10.0, errors=[0.3], repeats=1, progress=False)
+    assert all(set(plan.times[layer]) == {None, 0.3} for layer in range(5))
+    assert all(setting.milliseconds > 0 for setting in plan.candidates)
+
+
+@pytest.mark.parametrize("untuned", ["qwen2.5-vl", "qwen3-vl"])
+def test_models_that_take_patches_are_not_tuned(untuned: str) -> None:
+    with pytest.raises(TypeError, match="it takes patches of pictures and grid_thw instead of"):
+        bmfa.tune(make_packed(untuned), smooth((48, 64)))

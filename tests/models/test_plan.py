@@ -36,12 +36,21 @@ def smooth(count: int, side: int) -> Tensor:
 def plan_for(model: nn.Module, errors: dict[int, float], grid=(14, 14)) -> Plan:
     fingerprint = ModelFingerprint.of(model)
     layers = tuple(LayerSetting(i, errors.get(i), 0.5, 0.01) for i in range(fingerprint.layers))
-    check = {"tiled_layers": len(errors), "predicted_change": 0.017, "measured_change": 0.016}
-    check["why"] = "the fastest within the budget"
+    check = {
+        "errors": [setting.error for setting in layers],
+        "tiled_layers": len(errors),
+        "attention_milliseconds": 1.5,
+        "predicted_change": 0.017,
+        "choosing_change": None,
+        "measured_change": 0.016,
+        "holds": True,
+        "chosen": True,
+        "why": "the fastest that is predicted to hold",
+    }
     return Plan(
         model=fingerprint,
         img_size=(8 * grid[0], 8 * grid[1]),
-        grid=grid,
+        grids=(grid,) * fingerprint.layers,
         batch_size=1,
         dtype="float32",
         device="cpu",
@@ -50,13 +59,15 @@ def plan_for(model: nn.Module, errors: dict[int, float], grid=(14, 14)) -> Plan:
         layers=layers,
         candidates=(*layers, *(LayerSetting(i, None, 1.0, 0.0) for i in range(len(layers)))),
         predicted_change=0.017,
-        measured_change=0.016,
+        checked_change=0.016,
+        measured_change=0.018,
         checks=(check,),
         dense_milliseconds=4.0,
         predicted_milliseconds=2.5,
         milliseconds=3.0,
         choosing=2,
-        checking=2,
+        checking=1,
+        confirming=1,
         seed=0,
     )
 
@@ -72,9 +83,9 @@ def test_the_file_is_readable_and_says_what_it_is_for(tmp_path):
     plan_for(small_model(), {0: 0.3}).save(tmp_path / "plan.json")
     text = (tmp_path / "plan.json").read_text()
     data = json.loads(text)
-    assert (data["plan"], data["version"], data["model"]["layers"]) == ("attention", 1, DEPTH)
-    assert data["environment"]["torch"] and data["grid"] == [14, 14]
-    assert '\n    {"layer": 0, "error": 0.3, "milliseconds": 0.5, "change": 0.01},\n' in text
+    assert (data["plan"], data["version"], data["model"]["layers"]) == ("attention", 2, DEPTH)
+    assert data["environment"]["torch"] and data["grids"] == [[14, 14]] * DEPTH
+    assert '\n    {"layer": 0, "error": 0.3, "milliseconds": 0.5, "change": 0.01, ' in text
 
 
 def test_totals_and_times_follow_from_the_settings():
@@ -82,6 +93,8 @@ def test_totals_and_times_follow_from_the_settings():
     assert plan.errors == {0: 0.3, 2: 0.05}
     assert plan.speedup == pytest.approx(4 / 3) and plan.predicted_speedup == pytest.approx(1.6)
     assert plan.times == {0: {0.3: 0.5, None: 1.0}, 1: {None: 1.0}, 2: {0.05: 0.5, None: 1.0}}
+    assert plan.holds and not replace(plan, measured_change=0.031).holds
+    assert plan.expected_change == pytest.approx(((2 * 0.017**2 + 0.016**2) / 3) ** 0.5)
     record = plan.to_record()
     assert [row["setting"] for row in record.rows if row["chosen"]][:1] == ["error=0.3"]
     assert json.loads(record.to_json())["settings"]["tolerance"] == 0.03
@@ -106,6 +119,24 @@ def test_the_best_single_target_is_within_the_tolerance():
     assert replace(plan, tolerance=1e-4).single_target() is None
     assert replace(plan, measure="logits", tolerance=0.03).single_target()["error"] == 0.1
     assert replace(plan, measure="lost_overlap").single_target() is None
+    assert single["measured_change"] is None
+    row = plan.checks[0] | {"errors": [0.1] * DEPTH, "measured_change": 0.04, "chosen": False}
+    checked = replace(plan, checks=(row, *plan.checks))
+    assert checked.single_target()["measured_change"] == 0.04
+
+
+def test_the_optimum_is_the_fastest_predicted_combination():
+    settings = [
+        LayerSetting(i, error, time, change * (i + 1))
+        for i in range(DEPTH)
+        for error, time, change in ((None, 1.0, 0.0), (0.1, 0.5, 0.01), (0.2, 0.2, 0.02))
+    ]
+    plan = replace(plan_for(small_model(), {}), candidates=tuple(settings), tolerance=0.042)
+    found = plan.optimum()
+    assert found["errors"] == [0.2, 0.1, 0.1] and found["measured_change"] is None
+    assert found["predicted_change"] == pytest.approx((0.02**2 + 0.02**2 + 0.03**2) ** 0.5)
+    assert found["predicted_milliseconds"] == pytest.approx(4.0 - 0.8 - 0.5 - 0.5)
+    assert replace(plan, measure="lost_overlap").optimum() is None
 
 
 @pytest.mark.filterwarnings("ignore:screened_attention measured")  # a target may be missed
@@ -172,14 +203,15 @@ def change_file(path, **changes) -> None:
 
 
 FILES = {
-    "version": (lambda p: change_file(p, version=2), "plan version 2"),
+    "version": (lambda p: change_file(p, version=1), "plan version 1"),
     "kind": (lambda p: change_file(p, plan="merging"), "of the kind 'merging'"),
     "json": (lambda p: p.write_text(p.read_text()[:-20]), "is not JSON"),
     "binary": (lambda p: p.write_bytes(b"\xff\xfe\x00"), "is not text"),
     "other": (lambda p: p.write_text("[1]"), "is not a plan"),
     "incomplete": (lambda p: change_file(p, tolerance="removed"), "not a complete plan"),
     "unknown": (lambda p: change_file(p, colour="red"), "not a complete plan"),
-    "layers": (lambda p: change_file(p, layers=[]), "0 settings for 3 layers"),
+    "layers": (lambda p: change_file(p, layers=[]), "0 settings and 3 grids for 3 layers"),
+    "grids": (lambda p: change_file(p, grids=[[14, 14]]), "3 settings and 1 grids for 3 layers"),
     "negative": (
         lambda p: change_file(p, candidates=[{"layer": 0, "error": -1.0, "milliseconds": 1.0}]),
         "error is -1.0",

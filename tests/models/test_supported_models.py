@@ -146,6 +146,11 @@ def test_padded_pictures_are_attended_like_single_ones() -> None:
         torch.testing.assert_close(batch[row, :size], single[0], rtol=1e-4, atol=1e-4)
 
 
+def test_padded_patches_are_not_tuned() -> None:
+    with pytest.raises(TypeError, match="takes patches of pictures and spatial_shapes instead of"):
+        bmfa.tune(make_supported("siglip2"), torch.randn(2, 3, 32, 32))
+
+
 def test_another_mask_than_padding_is_refused() -> None:
     model, inputs = make_supported("siglip2"), inputs_of("siglip2")
     patch(model, layers="all", **COARSE)

@@ -154,7 +154,8 @@ def test_a_plan_for_gflops(tmp_path: Path) -> None:
         torch.equal(x, y) for x, y in zip(state.values(), model.state_dict().values(), strict=True)
     )
     assert plan.gflops <= target < plan.full_gflops == pytest.approx(full_gflops(model))
-    assert (plan.choosing, plan.checking, plan.grid, plan.img_size) == (4, 4, (8, 8), (32, 32))
+    assert (plan.choosing, plan.checking, plan.confirming) == (4, 0, 4)
+    assert (plan.grid, plan.img_size) == ((8, 8), (32, 32)) and plan.holds
     assert len(plan.schedule) == 3 and sum(plan.schedule) > 0 and len(steps) > 3
     assert steps[-1][0] <= steps[-1][1]
 
@@ -168,8 +169,12 @@ def test_a_plan_for_gflops(tmp_path: Path) -> None:
     assert plan.output_kl == pytest.approx(mean_kl(expected[1], logits), rel=1e-4)
     agreement = (logits.argmax(-1) == expected[1].argmax(-1)).double().mean()
     assert plan.agreement == pytest.approx(float(agreement))
-    chosen = mean_kl(expected[0], run(model, choosing).double())
-    assert plan.choosing_kl == pytest.approx(chosen, rel=1e-4)
+    chosen = run(model, choosing).double()
+    assert plan.choosing_kl == pytest.approx(mean_kl(expected[0], chosen), rel=1e-4)
+    agreeing = (chosen.argmax(-1) == expected[0].argmax(-1)).double().mean()
+    assert plan.choosing_agreement == pytest.approx(float(agreeing))
+    left = [64 - sum(plan.schedule[: block + 1]) for block in range(3)]
+    assert [row["tokens_left"] for row in plan.to_record().rows] == left
 
     # The same from a file, in another process as it were, and the same plan from the same seed.
     plan.save(tmp_path / "plan.json")
@@ -199,14 +204,26 @@ def test_the_best_schedule_is_no_worse_than_the_fixed_one_on_the_choosing_pictur
 
 
 def test_a_plan_for_agreement() -> None:
-    model, pixels = make_model("vit"), images(16)
+    model, pixels = make_model("vit"), images(32)
     model.head.bias.data.zero_()  # or one class wins for all pictures
     plan = tune_reduction(model, pixels, agreement=1.0, progress=False)
-    assert plan.agreement == 1.0 and plan.target == "agreement"
+    assert plan.checks[-1]["agreement"] == 1.0 and plan.target == "agreement"
+    assert (plan.choosing, plan.checking, plan.confirming) == (16, 8, 8)
     assert [row["gflops"] for row in plan.checks] == sorted(row["gflops"] for row in plan.checks)
     assert all(row["agreement"] < 1.0 for row in plan.checks[:-1])
     loose = tune_reduction(model, pixels, agreement=0.3, progress=False)
-    assert loose.agreement >= 0.3 and loose.gflops < plan.gflops
+    assert loose.checks[-1]["agreement"] >= 0.3 and loose.gflops < plan.gflops
+
+    # The agreement of the plan is that of the pictures that took no part in the choice.
+    order = torch.randperm(32, generator=torch.Generator().manual_seed(0))
+    unseen = pixels[order[24:]]
+    expected = run(model, unseen).argmax(-1)
+    agreeing = (run(reduce(model, plan=loose), unseen).argmax(-1) == expected).double().mean()
+    assert loose.agreement == pytest.approx(float(agreeing))
+    assert loose.holds == (loose.agreement >= 0.3)
+    few = tune_reduction(unpatch(model), pixels[:4], agreement=0.5, progress=False)
+    assert (few.choosing, few.checking, few.confirming) == (2, 2, 0) and few.holds
+    assert few.agreement == few.checks[-1]["agreement"] and "on 2 checking images" in str(few)
 
 
 def test_a_budget_of_the_full_model_removes_nothing() -> None:

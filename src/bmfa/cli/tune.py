@@ -1,5 +1,9 @@
-"""bmfa tune: a plan for a model, a size and a tolerance, chosen on a person's pictures."""
+"""bmfa tune: a plan for a model and a size, chosen on a person's pictures.
 
+It is one of attention for a tolerance, or one of merging for a target of GFLOPs or of agreement.
+"""
+
+import warnings
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -9,10 +13,14 @@ from bmfa.cli.output import Output, table_of
 from bmfa.packages import require_packages
 
 if TYPE_CHECKING:
-    from bmfa.models import Plan
+    from bmfa.models import Plan, ReductionPlan
 
 COLUMNS = "layer setting change_alone milliseconds dense_milliseconds speedup"
+REDUCTION_COLUMNS = "block removed tokens_left"
 DTYPES = ("float32", "float16", "bfloat16")
+# Values of options that are left out, and differ between the two kinds of plans or exclude each other.
+TOLERANCE, MEASURE, REPEATS, POLICY = 0.03, "features", 5, "free-energy"
+BATCH_SIZE, REDUCTION_BATCH_SIZE = 1, 25
 
 
 def tune(
@@ -30,63 +38,117 @@ def tune(
     img_size: opt.ImgSize = None,
     crop_pct: opt.CropPct = None,
     tolerance: Annotated[
-        float,
-        opt.option("--tolerance X", "Largest change of the output: 0.03 is 3 % of the features."),
-    ] = 0.03,
+        float | None,
+        opt.option(
+            "--tolerance X", "Largest change of the output: 0.03 (default) is 3 % of the features."
+        ),
+    ] = None,
     measure: Annotated[
-        Literal["features", "logits"],
-        opt.option("--measure", "Relative change of the features, or KL of the class scores."),
-    ] = "features",
+        Literal["features", "logits"] | None,
+        opt.option("--measure", "Change of the features (default), or KL of the class scores."),
+    ] = None,
     error: Annotated[
         list[float] | None,
         opt.option("--error X...", "Error targets to try in each layer: 0.03 0.1."),
     ] = None,
-    layers: opt.Layers = "all",
-    batch_size: opt.BatchSize = 1,
+    layers: Annotated[
+        str | None,
+        opt.option("--layers CHOICE", "Layers that may change: all (default), last-K or 8,9,10."),
+    ] = None,
+    gflops: Annotated[
+        float | None,
+        opt.option("--gflops X", "Plan merging instead: GFLOPs of a picture to stay within."),
+    ] = None,
+    agreement: Annotated[
+        float | None,
+        opt.option("--agreement X", "Plan merging instead: 0.95 keeps the class of 95 %."),
+    ] = None,
+    policy: Annotated[
+        str | None, opt.option("--policy NAME", "Policy of merging: free-energy (default), tome.")
+    ] = None,
+    batch_size: Annotated[
+        int | None, opt.option("--batch-size N", "Pictures in a batch (1; 25 for merging).")
+    ] = None,
     limit: Annotated[
         int | None,
         opt.option(
-            "--limit N", "Pictures to use, half of them for checking (32 on a GPU, else 8)."
+            "--limit N",
+            "Pictures to use, half of them for choosing (32 on a GPU, else 8; 512 or 128 for merging).",
         ),
     ] = None,
     dtype: Annotated[
         str | None, opt.option("--dtype NAME", "Cast the model: float32, float16 or bfloat16.")
     ] = None,
-    repeats: Annotated[int, opt.option("--repeats N", "Timings; their median counts.")] = 5,
+    repeats: Annotated[
+        int | None, opt.option("--repeats N", "Timings (5); their median counts.")
+    ] = None,
     save: Annotated[
-        str | None, opt.option("--save FILE.json", "File for the plan, for bmfa.patch(plan=...).")
+        str | None,
+        opt.option("--save FILE.json", "File for the plan, for bmfa.patch or bmfa.reduce."),
     ] = None,
     figure: Annotated[str | None, opt.option("--figure FILE.png", "File for the figure.")] = None,
 ) -> None:
-    """Settings for each layer of a model, chosen on your pictures."""
-    from bmfa.models import load_model
-    from bmfa.models.tuning import ERRORS, check_tolerance
-    from bmfa.models.tuning import tune as run
+    """Settings for each layer, or tokens to merge in each block, chosen on your pictures."""
+    from bmfa.models import load_model, tune_reduction
+    from bmfa.models.tuning import ERRORS, PICTURES, check_tolerance
+    from bmfa.models.tuning import tune as tune_attention
+    from bmfa.models.tuning_reduction import PICTURES as REDUCTION_PICTURES
+    from bmfa.models.tuning_reduction import check_policy, check_target
 
-    check_tolerance(tolerance)
+    merging = gflops is not None or agreement is not None
+    attention = {
+        "--tolerance": tolerance,
+        "--measure": measure,
+        "--error": error,
+        "--layers": layers,
+        "--repeats": repeats,
+        "--figure": figure,
+    }
+    _check_kind(merging, attention, policy)
+    tolerance = check_tolerance(TOLERANCE if tolerance is None else tolerance)
+    if merging:
+        check_target(gflops, agreement)
+        check_policy(policy or POLICY)
     _check_target("--save", save, ".json")
     _check_target("--figure", figure, ".png")
     if figure is not None:
         require_packages(("matplotlib",), "report")
     if dtype is not None and dtype not in DTYPES:
         raise ValueError(f"--dtype is {dtype!r}; pass one of {', '.join(DTYPES)}")
-    pictures = _pictures(images, model, limit, seed, img_size)
+    drawn = (REDUCTION_PICTURES if merging else PICTURES)["cpu"]
+    pictures = _pictures(images, model, drawn if limit is None else limit, seed, img_size)
     output = Output(json, quiet)
     loaded = load_model(model, weights, img_size=img_size, crop_pct=crop_pct)
     loaded.model.to(opt.resolve_device(device), _dtype(dtype))
-    plan = run(
-        loaded,
-        pictures,
-        tolerance,
-        measure,
-        errors=error or ERRORS,
-        layers=opt.parse_layers(layers),
-        batch_size=batch_size,
-        limit=limit,
-        seed=seed,
-        repeats=repeats,
-        progress=output.progress("steps") or False,
-    )
+    if merging:
+        made = tune_reduction(
+            loaded,
+            pictures,
+            policy or POLICY,
+            gflops=gflops,
+            agreement=agreement,
+            batch_size=REDUCTION_BATCH_SIZE if batch_size is None else batch_size,
+            limit=limit,
+            seed=seed,
+            progress=output.progress("schedules") or False,
+        )
+        _finish_reduction(output, made, save)
+        return
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # `total_lines` says if the plan does not hold
+        plan = tune_attention(
+            loaded,
+            pictures,
+            tolerance,
+            measure or MEASURE,
+            errors=error or ERRORS,
+            layers="all" if layers is None else opt.parse_layers(layers),
+            batch_size=BATCH_SIZE if batch_size is None else batch_size,
+            limit=limit,
+            seed=seed,
+            repeats=REPEATS if repeats is None else repeats,
+            progress=output.progress("steps") or False,
+        )
     record = plan.to_record()
     files: dict[str | Path, Any] = {}
     if save is not None:
@@ -125,24 +187,92 @@ def total_lines(plan: "Plan") -> list[str]:
         f"\n{plan.measure} at {width}x{height} px, {plan.dtype}, batches of {plan.batch_size} on "
         f"{plan.environment['device_name']}: {tiled} of {len(plan.layers)} layers attend over tiles",
         f"change: {change(plan.predicted_change)} predicted from {_count(plan.choosing)}, "
-        f"{change(plan.measured_change)} measured on {_count(plan.checking, 'other ')}, tolerance "
+        f"{change(plan.checked_change)} measured on {_count(plan.checking, 'other ')}, tolerance "
         f"{change(plan.tolerance)}",
+        _confirmation(plan),
         f"time: {plan.dense_milliseconds:.5g} ms dense, {plan.predicted_milliseconds:.5g} ms predicted "
         f"({plan.predicted_speedup:.2f}x), {plan.milliseconds:.5g} ms measured ({plan.speedup:.2f}x)",
     ]
-    single = plan.single_target() if plan.errors else None
+    options = {"fastest predicted combination": plan.optimum()}
+    single = plan.single_target()
     if single is not None:
+        options[f"best single target predicted, error={single['error']:g}"] = single
+    for name, row in options.items() if plan.errors or len(plan.checks) > 1 else ():
+        if row is None:
+            continue
+        measured = row["measured_change"]
+        checked = "not checked" if measured is None else f"{change(measured)} measured"
+        speedup = plan.dense_milliseconds / row["predicted_milliseconds"]
         lines.append(
-            f"one target for all layers: error={single['error']:g}, "
-            f"{change(single['predicted_change'])} and {single['predicted_milliseconds']:.5g} ms "
-            "predicted"
+            f"{name}: {row['predicted_milliseconds']:.5g} ms ({speedup:.2f}x), "
+            f"{change(row['predicted_change'])} predicted, {checked}"
         )
     if not plan.errors and not any(s.change for s in plan.candidates):
         lines.append(
             "no setting is faster than dense attention at this size: the model stays as it is"
         )
     if len(plan.checks) > 1:
-        lines.append(f"combination {len(plan.checks)} is the plan: {plan.checks[-1]['why']}")
+        number, row = next((i, r) for i, r in enumerate(plan.checks, 1) if r["chosen"])
+        lines.append(f"choice: combination {number} of {len(plan.checks)} checked, {row['why']}")
+    return lines
+
+
+def _confirmation(plan: "Plan") -> str:
+    """Say what was measured on pictures that took no part in the choice."""
+    change = partial(format_change, plan.measure)
+    if not plan.confirming:
+        return (
+            "unseen pictures: none, because fewer than six were given; "
+            f"{change(plan.expected_change)} expected"
+        )
+    exceeded = "" if plan.holds else "; this exceeds the tolerance: pass more pictures (--limit)"
+    return (
+        f"unseen pictures: {change(plan.expected_change)} expected, {change(plan.measured_change)} "
+        f"measured on {plan.confirming}{exceeded}"
+    )
+
+
+def _finish_reduction(output: Output, plan: "ReductionPlan", save: str | None) -> None:
+    """Print the table of a plan of merging, and write its files."""
+    record = plan.to_record()
+    files: dict[str | Path, Any] = {} if save is None else {save: partial(_plan_bytes, plan)}
+    table = table_of(record.rows, REDUCTION_COLUMNS)
+    output.finish(record, table, notes=reduction_lines(plan), figures=files)
+
+
+def reduction_lines(plan: "ReductionPlan") -> list[str]:
+    """Describe a reduced model: its operations, its output KL and its agreement."""
+    height, width = plan.img_size
+    removed = sum(plan.schedule)
+    target = (
+        f"at most {plan.target_value:g} GFLOPs"
+        if plan.target == "gflops"
+        else f"an agreement of {100 * plan.target_value:.1f} %"
+    )
+    lines = [
+        f"\n{plan.policy} at {width}x{height} px for {target}: {removed} of {plan.token_grid.size} "
+        "spatial tokens are removed",
+        f"operations: {plan.gflops:.4g} of {plan.full_gflops:.4g} GFLOPs "
+        f"({100 * plan.gflops / plan.full_gflops:.1f} %)",
+    ]
+    rows = [("that chose", plan.choosing, plan.choosing_kl, plan.choosing_agreement)]
+    if plan.checking:
+        last = plan.checks[-1]
+        rows.append(("that checked", plan.checking, last["output_kl"], last["agreement"]))
+    if plan.confirming:
+        rows.append(("unseen", plan.confirming, plan.output_kl, plan.agreement))
+    for name, count, kl, agreement in rows:
+        pictures = f"picture{'' if count == 1 else 's'}"
+        what = f"unseen {pictures}" if name == "unseen" else f"{pictures} {name}"
+        lines.append(
+            f"{count} {what}: {100 * agreement:.1f} % keep their class, output KL {kl:.3g} nats"
+        )
+    if not plan.confirming:
+        lines.append("unseen pictures: none, because fewer than six were given")
+    if not plan.holds:
+        lines.append("the unseen pictures miss the target: pass more pictures (--limit)")
+    if not removed:
+        lines.append("no schedule with fewer operations keeps the target: the model stays as it is")
     return lines
 
 
@@ -157,9 +287,22 @@ def format_change(measure: str, change: float | None) -> str:
     return f"{change:.3g} nats" if measure == "logits" else f"{100 * change:.2f} %"
 
 
-def _pictures(
-    images: str | None, model: str, limit: int | None, seed: int, img_size: int | None
-) -> Any:
+def _check_kind(merging: bool, attention: dict[str, Any], policy: str | None) -> None:
+    """Raise if options of plans for attention and of plans for merging are given together."""
+    given = [name for name, value in attention.items() if value is not None]
+    if merging and given:
+        raise ValueError(
+            f"{given[0]} is for plans of attention, and --gflops and --agreement are for plans of "
+            "merging; pass one kind of them"
+        )
+    if policy is not None and not merging:
+        raise ValueError(
+            f"--policy {policy} is for plans of merging; pass --gflops X or --agreement X with it"
+        )
+
+
+def _pictures(images: str | None, model: str, count: int, seed: int, img_size: int | None) -> Any:
+    """Return the folder, or `count` drawn pictures for the embedded model."""
     if images is not None:
         require_packages(("PIL",), "data")
         return images
@@ -167,9 +310,8 @@ def _pictures(
         raise ValueError(f"--model {model} needs --images DIR with at least two pictures")
     from bmfa.data.classification import EmbeddedPictures
     from bmfa.models import embedded
-    from bmfa.models.tuning import PICTURES
 
-    drawn = EmbeddedPictures(limit or PICTURES["cpu"], seed, img_size or embedded.IMAGE_SIZE)
+    drawn = EmbeddedPictures(count, seed, img_size or embedded.IMAGE_SIZE)
     return [embedded.preprocess(drawn[index].pixels[None])[0] for index in range(len(drawn))]
 
 
@@ -179,7 +321,7 @@ def _dtype(name: str | None) -> Any:
     return None if name is None else getattr(torch, name)
 
 
-def _plan_bytes(plan: "Plan") -> bytes:
+def _plan_bytes(plan: "Plan | ReductionPlan") -> bytes:
     return plan.to_json().encode()
 
 

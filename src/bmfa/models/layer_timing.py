@@ -25,7 +25,7 @@ class TimedLayer(ScreenedLayer):
     errors: tuple[float, ...] = ()
     repeats: int = 1
     milliseconds: dict[float | None, float] = field(default_factory=dict)
-    grid: Grid | None = None
+    grids: set[Grid] = field(default_factory=set)  # of all calls
     dtype: torch.dtype | None = None
     finished: Callable[[], None] | None = None  # called after the first call of the layer
 
@@ -40,7 +40,8 @@ class TimedLayer(ScreenedLayer):
         scale: float | None = None,
     ) -> Tensor:
         arguments = (query, key, value, attn_mask, dropout_p, is_causal)
-        self.grid, self.dtype = self.token_grid.of_attention(key.shape[2]), query.dtype
+        self.grids.add(self.token_grid.of_attention(key.shape[2]))
+        self.dtype = query.dtype
         dense = partial(scaled_dot_product_attention, *arguments, scale=scale)
         if self.errors and not self.milliseconds:
             calls: dict[float | None, Callable[[], object]] = {None: dense}

@@ -161,7 +161,7 @@ def patch_planned(model: nn.Module, plan: Plan | str | os.PathLike[str]) -> nn.M
         )
     plan.check_model(model)
     host = find_host(model)
-    install_layers(model, host, planned_options(plan.errors), plan.token_grid)
+    install_layers(model, host, planned_options(plan.errors), plan.token_grids)
     return model
 
 
@@ -177,7 +177,7 @@ def install_layers(
     model: nn.Module,
     host: Host,
     options: Mapping[int, dict[str, Any]],
-    planned: Grid | None = None,
+    planned: Sequence[Grid] | None = None,
 ) -> None:
     """Screen layers of a model, each with its own arguments of `screened_attention`.
 
@@ -185,7 +185,8 @@ def install_layers(
         model: The model; patches that it has are undone.
         host: The host of the model.
         options: The arguments by the index of the layer; the others stay as they are.
-        planned: The only grid at which these layers do not run dense; None for no such limit.
+        planned: For each layer of the model the only grid at which it does not run dense; None for no
+            such limit.
     """
     unpatch(model)
     if not options:
@@ -196,9 +197,13 @@ def install_layers(
     if planned is None:
         decisions = _add_decisions(host, screened)
     else:
-        decisions = (PlannedDecision(host.prefix + host.suffix, 0, 0, {}, planned=planned),)
+        by_grid = {
+            grid: PlannedDecision(host.prefix + host.suffix, 0, 0, {}, planned=grid)
+            for grid in dict.fromkeys(planned[layer.layer] for layer in screened)
+        }
         for layer in screened:
-            layer.decision = decisions[0]
+            layer.decision = by_grid[planned[layer.layer]]
+        decisions = tuple(by_grid.values())
     install_functions(host, token_grid, screened, decisions)
 
 

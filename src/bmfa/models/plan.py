@@ -19,10 +19,12 @@ from bmfa.files import write_atomic
 from bmfa.grid import Grid
 from bmfa.models.hosts import find_host
 from bmfa.models.hosts.base import class_name
+from bmfa.models.measures import MEASURES
+from bmfa.models.setting_search import Combination, LayerSetting, SettingSearch
 from bmfa.records import Record, Row, environment
 
 # Version of the files; a plan of another version is refused.
-PLAN_VERSION = 1
+PLAN_VERSION = 2
 # Elements of every parameter that the fingerprint reads, evenly spaced: training changes some of them in
 # every parameter that it changes. Reading all weights of a large model would take longer than patching.
 _HASHED_ELEMENTS = 16
@@ -188,38 +190,6 @@ def read_plan(path: str | os.PathLike[str], kind: str) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class LayerSetting:
-    """One setting of one layer, with what it does alone.
-
-    Args:
-        layer: The index of the layer.
-        error: The error target of its attention over tiles; None is dense attention.
-        milliseconds: The time of its attention for a batch.
-        change: The change of the output of the model if no other layer is changed: 0 for dense
-            attention, None if it was not measured because dense attention is as fast.
-
-    Example:
-        >>> LayerSetting(3, 0.05, milliseconds=1.2, change=0.011).name
-        'error=0.05'
-    """
-
-    layer: int
-    error: float | None
-    milliseconds: float
-    change: float | None = None
-
-    @property
-    def name(self) -> str:
-        """`"dense"`, or the error target.
-
-        Example:
-            >>> LayerSetting(0, None, 2.5, 0.0).name
-            'dense'
-        """
-        return "dense" if self.error is None else f"error={self.error:g}"
-
-
-@dataclass(frozen=True)
 class Plan:
     """Settings for each layer of a model at one image size, with what was predicted and measured.
 
@@ -229,25 +199,32 @@ class Plan:
     Args:
         model: The fingerprint of the model.
         img_size: The height and width of the images in pixels.
-        grid: The height and width of the grid of tokens.
+        grids: The height and width of the grid of tokens in every layer.
         batch_size: The number of images in a batch.
         dtype: The dtype of q, k and v.
         device: The device, e.g. `"cpu"`.
         measure: `"features"`, `"logits"` or the name of a function.
         tolerance: The largest change of the output that was accepted.
         layers: The chosen setting of every layer.
-        candidates: Every setting that was measured.
-        predicted_change: The change that follows from the layers alone, None for other measures than
-            `"features"` and `"logits"`.
-        measured_change: The change of the whole model on images that were not used for choosing.
-        checks: The predicted and measured change of every combination that was checked, in order, and
-            why it was chosen; the last one is the plan.
+        candidates: Every setting that was measured, and those interpolated between two of them.
+        predicted_change: The change that follows from the layers alone on the choosing images, None for
+            other measures than `"features"` and `"logits"`.
+        checked_change: The change of the whole model on the checking images.
+        measured_change: The change of the whole model on the confirming images, which took no part in
+            the choice; on the checking images if there are none.
+        checks: Every combination that was checked, in order: `errors`, the target of each layer (None is
+            dense), the number of `tiled_layers`, `attention_milliseconds` of all layers,
+            `predicted_change`, `choosing_change` (measured on the choosing images, None if it was not),
+            `measured_change` on the checking images, whether it `holds` on both, whether it is the
+            `chosen` one, and `why` it was checked.
         dense_milliseconds: The time of the unpatched model.
         predicted_milliseconds: The time that follows from the attention of the layers.
         milliseconds: The time of the patched model.
         choosing: The number of images on which the settings were chosen.
-        checking: The number of images on which they were checked.
-        seed: The seed of the split into the two.
+        checking: The number of images on which combinations were checked. More than one check chooses,
+            too.
+        confirming: The number of images that took no part in the choice, 0 if there were too few.
+        seed: The seed of the split into these.
         environment: Versions, device and processor.
 
     Example:
@@ -261,7 +238,7 @@ class Plan:
 
     model: ModelFingerprint
     img_size: tuple[int, int]
-    grid: tuple[int, int]
+    grids: tuple[tuple[int, int], ...]
     batch_size: int
     dtype: str
     device: str
@@ -270,6 +247,7 @@ class Plan:
     layers: tuple[LayerSetting, ...]
     candidates: tuple[LayerSetting, ...]
     predicted_change: float | None
+    checked_change: float
     measured_change: float
     checks: tuple[Row, ...]
     dense_milliseconds: float
@@ -277,8 +255,34 @@ class Plan:
     milliseconds: float
     choosing: int
     checking: int
+    confirming: int
     seed: int
     environment: Mapping[str, Any] = field(default_factory=lambda: environment())
+
+    @property
+    def holds(self) -> bool:
+        """True if the measured change is within the tolerance."""
+        return self.measured_change <= self.tolerance
+
+    @property
+    def expected_change(self) -> float:
+        """The change that is expected on other images: the mean over choosing and checking images.
+
+        It is the root mean square for features. For the choosing images the predicted change counts, if
+        none was measured.
+
+        Example:
+            >>> Plan.load("plan.json").expected_change  # doctest: +SKIP
+            0.0287
+        """
+        row = next(row for row in self.checks if row["chosen"])
+        choosing = row["choosing_change"]
+        choosing = row["predicted_change"] if choosing is None else choosing
+        if choosing is None:  # all layers are dense
+            return float(self.checked_change)
+        power = self._power or 1
+        total = self.choosing * choosing**power + self.checking * self.checked_change**power
+        return float((total / (self.choosing + self.checking)) ** (1.0 / power))
 
     @property
     def speedup(self) -> float:
@@ -297,10 +301,11 @@ class Plan:
 
     @property
     def times(self) -> dict[int, dict[float | None, float]]:
-        """Milliseconds of attention by layer and error target (None is dense), for `tune(times=...)`."""
+        """Measured milliseconds by layer and error target (None is dense), for `tune(times=...)`."""
         times: dict[int, dict[float | None, float]] = {}
         for setting in self.candidates:
-            times.setdefault(setting.layer, {})[setting.error] = setting.milliseconds
+            if not setting.interpolated:
+                times.setdefault(setting.layer, {})[setting.error] = setting.milliseconds
         return times
 
     def single_target(self) -> Row | None:
@@ -310,8 +315,9 @@ class Plan:
         worth.
 
         Returns:
-            `error`, `predicted_change` and `predicted_milliseconds`, or None if no target is within the
-            tolerance, or it is not known how the changes of the measure add.
+            `error`, `predicted_change`, `predicted_milliseconds` and `measured_change` on the checking
+            images (None if it was not checked, because the plan is faster anyway); or None if no target
+            is within the tolerance, or it is not known how the changes of the measure add.
 
         Example:
             >>> import bmfa, torch
@@ -323,24 +329,66 @@ class Plan:
             >>> plan.single_target()["error"]
             0.1
         """
-        power = {"features": 2, "logits": 1}.get(self.measure)
-        if power is None or self.predicted_change is None:
+        search = self._search()
+        if search is None:
             return None
-        dense = {s.layer: s.milliseconds for s in self.candidates if s.error is None}
-        rows: list[Row] = []
-        for error in sorted({s.error for s in self.candidates if s.error is not None}):
-            used = [s for s in self.candidates if s.error == error and s.change is not None]
-            change = sum((s.change or 0.0) ** power for s in used) ** (1.0 / power)
-            saved = sum(dense[s.layer] - s.milliseconds for s in used)
-            if used and change <= self.tolerance:
-                rows.append(
-                    {
-                        "error": error,
-                        "predicted_change": change,
-                        "predicted_milliseconds": self.dense_milliseconds - saved,
-                    }
-                )
-        return min(rows, key=lambda row: float(row["predicted_milliseconds"]), default=None)
+        singles = [
+            {"error": error} | self._predict(search, chosen)
+            for error, chosen in search.single_targets().items()
+            if search.change(chosen) <= self.tolerance
+        ]
+        return min(singles, key=lambda row: float(row["predicted_milliseconds"]), default=None)
+
+    def optimum(self) -> Row | None:
+        """Return the fastest combination that is predicted to be within the tolerance.
+
+        It is what the measured times and changes allow on the choosing images. The plan is slower if
+        this combination does not hold on the checking images.
+
+        Returns:
+            `errors`, the target of each layer (None is dense), `predicted_change`,
+            `predicted_milliseconds` and `measured_change` on the checking images; or None if it is not
+            known how the changes of the measure add.
+
+        Example:
+            >>> import bmfa, torch
+            >>> model = bmfa.load_model("embedded").model
+            >>> times = {layer: {None: 1.0, 0.1: 0.5} for layer in range(8)}
+            >>> plan = bmfa.tune(
+            ...     model, torch.zeros(2, 3, 112, 112), 10.0, errors=[0.1], repeats=1, times=times
+            ... )
+            >>> plan.optimum()["errors"] == [0.1] * 8
+            True
+        """
+        search = self._search()
+        if search is None:
+            return None
+        chosen = search.fastest(self.tolerance**search.power)
+        errors = [chosen[layer] for layer in sorted(chosen)]
+        return {"errors": errors} | self._predict(search, chosen)
+
+    def _search(self) -> SettingSearch | None:
+        """Return a search of the candidates, None if it is not known how their changes add."""
+        if self._power is None:
+            return None
+        return SettingSearch(self.candidates, self._power)
+
+    @property
+    def _power(self) -> int | None:
+        """The power of the change that adds over layers."""
+        return MEASURES[self.measure].power if self.measure in MEASURES else None
+
+    def _predict(self, search: SettingSearch, chosen: Combination) -> Row:
+        """Return the predicted change and time of a combination, and what its check has measured."""
+        dense = search.milliseconds(dict.fromkeys(chosen))
+        errors = [chosen[layer] for layer in sorted(chosen)]
+        checked = (row["measured_change"] for row in self.checks if row["errors"] == errors)
+        return {
+            "predicted_change": search.change(chosen),
+            "predicted_milliseconds": self.dense_milliseconds
+            - (dense - search.milliseconds(chosen)),
+            "measured_change": next(checked, None),
+        }
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the plan to a JSON file, whole or not at all.
@@ -400,6 +448,8 @@ class Plan:
                 "change": s.change,
                 "milliseconds": s.milliseconds,
                 "dense_milliseconds": dense[s.layer].milliseconds,
+                "checking_change": s.checking_change,
+                "interpolated": s.interpolated,
                 "chosen": s in chosen,
             }
             for s in self.candidates
@@ -409,7 +459,13 @@ class Plan:
             for name, value in asdict(self).items()
             if name not in ("layers", "candidates", "environment")
         }
-        totals = {"speedup": self.speedup, "predicted_speedup": self.predicted_speedup}
+        totals = {
+            "speedup": self.speedup,
+            "predicted_speedup": self.predicted_speedup,
+            "expected_change": self.expected_change,
+            "single_target": self.single_target(),
+            "optimum": self.optimum(),
+        }
         return Record("tune", settings | totals, rows, self.environment)
 
     @classmethod
@@ -439,7 +495,7 @@ class Plan:
             plan = cls(
                 model=ModelFingerprint(**data.pop("model")),
                 img_size=read_sides(data.pop("img_size")),
-                grid=read_sides(data.pop("grid")),
+                grids=tuple(map(read_sides, data.pop("grids"))),
                 checks=tuple(data.pop("checks")),
                 layers=tuple(map(_checked_setting, data.pop("layers"))),
                 candidates=tuple(map(_checked_setting, data.pop("candidates"))),
@@ -449,10 +505,11 @@ class Plan:
             raise ValueError(
                 f"{path} is not a complete plan ({error}); make it again with bmfa.tune"
             ) from None
-        if [setting.layer for setting in plan.layers] != list(range(plan.model.layers)):
+        layers = plan.model.layers
+        if [s.layer for s in plan.layers] != list(range(layers)) or len(plan.grids) != layers:
             raise ValueError(
-                f"{path} is not a complete plan (it has {len(plan.layers)} settings for "
-                f"{plan.model.layers} layers); make it again with bmfa.tune"
+                f"{path} is not a complete plan (it has {len(plan.layers)} settings and "
+                f"{len(plan.grids)} grids for {layers} layers); make it again with bmfa.tune"
             )
         return plan
 
@@ -475,16 +532,21 @@ class Plan:
         self.model.check(model, "bmfa.tune")
 
     @property
-    def token_grid(self) -> Grid:
-        """The grid of tokens."""
-        return Grid(*self.grid)
+    def grid(self) -> tuple[int, int] | None:
+        """The height and width of the grid of tokens, None if layers have different ones."""
+        return self.grids[0] if len(set(self.grids)) == 1 else None
+
+    @property
+    def token_grids(self) -> tuple[Grid, ...]:
+        """The grid of tokens in every layer."""
+        return tuple(Grid(height, width) for height, width in self.grids)
 
 
 def _checked_setting(row: Mapping[str, Any]) -> LayerSetting:
     setting = LayerSetting(**row)
     check_integer("layer", setting.layer, low=0)
     check_number("milliseconds", setting.milliseconds, low=0.0)
-    for name in ("error", "change"):
+    for name in ("error", "change", "checking_change"):
         if getattr(setting, name) is not None:
             check_number(name, getattr(setting, name), low=0.0)
     return setting

@@ -3,15 +3,17 @@
 import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 from torch import nn
 
+from bmfa.files import write_atomic
 from bmfa.grid import Grid
 from bmfa.merging import Policy, parse
 from bmfa.merging.policies.base import check_schedule
-from bmfa.models.plan import ModelFingerprint, read_plan, read_sides, write_plan
-from bmfa.records import Row, environment
+from bmfa.models.plan import ModelFingerprint, format_plan, read_plan, read_sides
+from bmfa.records import Record, Row, environment
 
 _KIND = "reduction"
 
@@ -34,14 +36,19 @@ class ReductionPlan:
         gflops: The GFLOPs of an image with this schedule.
         predicted_kl: The sum of the output KL of the blocks alone, in nats.
         choosing_kl: The output KL on the images that were used for choosing.
-        output_kl: The output KL on the other images: the mean divergence of the class probabilities from
-            those of the full model.
-        agreement: The share of the other images whose class is that of the full model.
+        choosing_agreement: The share of these images whose class is that of the full model.
+        output_kl: The output KL on images that took no part in the choice: the mean divergence of the
+            class probabilities from those of the full model. On the checking images, if there are none.
+        agreement: The share of the same images whose class is that of the full model.
         alone: What was measured for each block alone: block, removed, output_kl and gflops.
-        checks: What was measured for each schedule that was checked, in order; the last one is the plan.
+        checks: What was measured for each schedule that was checked, in order, with `output_kl` and
+            `agreement` on the checking images (the confirming ones for a target of GFLOPs); the last one
+            is the plan.
         choosing: The number of images on which the schedule was chosen.
-        checking: The number of images on which it was checked.
-        seed: The seed of the split into the two.
+        checking: The number of images on which a target of agreement was checked, which chooses, too;
+            0 for a target of GFLOPs.
+        confirming: The number of images that took no part in the choice, 0 if there were too few.
+        seed: The seed of the split into these.
         environment: Versions, device and processor.
 
     Example:
@@ -64,12 +71,14 @@ class ReductionPlan:
     gflops: float
     predicted_kl: float
     choosing_kl: float
+    choosing_agreement: float
     output_kl: float
     agreement: float
     alone: tuple[Row, ...]
     checks: tuple[Row, ...]
     choosing: int
     checking: int
+    confirming: int
     seed: int
     environment: Mapping[str, Any] = field(default_factory=lambda: environment())
 
@@ -83,12 +92,20 @@ class ReductionPlan:
         """
         return make_policy(self.policy, self.schedule)
 
+    @property
+    def holds(self) -> bool:
+        """True if the target is kept; one of agreement on the images that took no part in the choice."""
+        if self.target == "gflops":
+            return self.gflops <= self.target_value
+        return self.agreement >= self.target_value
+
     def __str__(self) -> str:
         removed = ", ".join(f"{i}: {n}" for i, n in enumerate(self.schedule) if n) or "none"
+        images = f"{self.confirming} unseen" if self.confirming else f"{self.checking} checking"
         return (
             f"{self.policy}, tokens removed by block: {removed}\n"
-            f"{self.gflops:.3f} of {self.full_gflops:.3f} GFLOPs; on {self.checking} images that did "
-            f"not choose: {100 * self.agreement:.1f} % keep their class, output KL {self.output_kl:.4f}"
+            f"{self.gflops:.3f} of {self.full_gflops:.3f} GFLOPs; on {images} images "
+            f"{100 * self.agreement:.1f} % keep their class, output KL {self.output_kl:.4f}"
         )
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -103,7 +120,39 @@ class ReductionPlan:
         Example:
             >>> plan.save("plan.json")  # doctest: +SKIP
         """
-        write_plan(path, _KIND, asdict(self))
+        write_atomic(Path(path), self.to_json())
+
+    def to_json(self) -> str:
+        """Return the text of the file that `save` writes.
+
+        Returns:
+            JSON text.
+
+        Example:
+            >>> print(plan.to_json()[:24])  # doctest: +SKIP
+            {
+              "plan": "reduction",
+        """
+        return format_plan(_KIND, asdict(self))
+
+    def to_record(self) -> Record:
+        """Return the plan as the record of an experiment.
+
+        Returns:
+            A record with a row for each block: `block`, `removed` and `tokens_left`, which counts
+            spatial tokens; its settings have the totals.
+
+        Example:
+            >>> plan.to_record().rows[3]  # doctest: +SKIP
+            {'block': 3, 'removed': 24, 'tokens_left': 172}
+        """
+        rows, left = [], self.token_grid.size
+        for block, removed in enumerate(self.schedule):
+            left -= removed
+            rows.append({"block": block, "removed": removed, "tokens_left": left})
+        settings = {k: v for k, v in asdict(self).items() if k not in ("environment", "schedule")}
+        settings["schedule"] = list(self.schedule)
+        return Record("tune-reduction", settings, rows, self.environment)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> "ReductionPlan":

@@ -8,7 +8,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from bmfa.checks import check_integer, check_number
 from bmfa.grid import Grid
+from bmfa.models.checked_search import COARSE_STEP, CheckedSearch
 from bmfa.models.hosts import Host, find_host
-from bmfa.models.hosts.generic import watch_inputs
 from bmfa.models.layer_timing import TimedLayer
 from bmfa.models.loading import LoadedModel
 from bmfa.models.measures import MEASURES, Function, Measure, find_measure
@@ -31,10 +31,10 @@ from bmfa.models.patching import (
     unpatch,
 )
 from bmfa.models.picture_sample import find_preprocessing, sample_pictures
-from bmfa.models.plan import LayerSetting, ModelFingerprint, Plan
+from bmfa.models.plan import ModelFingerprint, Plan
 from bmfa.models.preprocessing import Preprocessing
-from bmfa.models.setting_search import SettingSearch
-from bmfa.records import Row, environment
+from bmfa.models.setting_search import LayerSetting, SettingSearch, add_between
+from bmfa.records import environment
 from bmfa.timing import synchronize
 
 Progress = Callable[[int, int], None]  # steps done, of how many
@@ -43,22 +43,14 @@ Times = Mapping[int, Mapping[float | None, float]]
 # Error targets that are tried in each layer: the change of a layer grows about in proportion to its
 # target, so steps of a factor of 1.5 to 2 leave the optimum at most that far from a setting.
 ERRORS = (0.01, 0.02, 0.03, 0.05, 0.1, 0.2)
-# Pictures that are used, half of them for choosing. The change differs by a factor of up to 3 between
-# photographs (0.014 to 0.040 with one plan of DeiT-Tiny at 768 px), so more pictures predict better; on
-# a CPU a forward pass at high resolution takes seconds.
+# Pictures that are used: half of them choose, the others check and confirm. The change differs by a
+# factor of up to 3 between photographs (0.014 to 0.040 with one plan of DeiT-Tiny at 768 px), so more
+# pictures predict better; on a CPU a forward pass at high resolution takes seconds.
 PICTURES = {"cuda": 32, "cpu": 8}
 # Share of the time of dense attention that a setting must save; medians of five repeat to about 1 %.
 LEAST_GAIN = 0.02
-# A budget that failed shrinks by the ratio of tolerance and change, and by this factor to the power of
-# the number of checks so far.
-SHRINK = 0.95
-# Factor between two budgets for measures of which it is not known how they add: half of a change.
-COARSE_STEP = 0.25
-# Combinations that are checked before all layers stay dense: the budget is below 1e-6 of the first then.
-MAX_CHECKS = 24
-# A combination that holds after others failed may be far within the tolerance. Up to this many budgets
-# between it and the last one that failed are checked, until a change reaches this share of it.
-RELAXING_CHECKS, CLOSE = 4, 0.8
+# Pictures from which on some of them take no part in the choice.
+LEAST_CONFIRMED = 6
 
 
 def tune(
@@ -82,9 +74,17 @@ def tune(
     """Choose the fastest settings of attention that keep the output of a model within a tolerance.
 
     Half of the pictures choose. For each layer alone and each error target, they measure the time of
-    its attention on this device and the change of the output of the model. The fastest combination
-    that is predicted to stay within the tolerance is then checked end to end on the other half, and
-    the budget shrinks until the check holds. A layer in which nothing is gained stays dense.
+    its attention on this device and the change of the output of the model. Targets between two of
+    `errors` are interpolated. The fastest combination that is predicted to stay within the tolerance
+    is then checked end to end on a quarter of the pictures. If it fails there, its layers are measured
+    alone on these, too, and the next combination is chosen by the larger one of both changes of each
+    layer. Then layers get faster settings while the check holds. A single error target for all layers
+    that holds is never predicted to be faster than the plan. A layer in which nothing is gained stays
+    dense.
+
+    The last quarter takes no part in the choice: `plan.measured_change` is of these pictures. With
+    fewer than six pictures there is no such quarter, and it is of the checking ones. If it exceeds the
+    tolerance, `tune` warns.
 
     The model is the same afterwards, also if an error or Ctrl-C ends the call. Apply the plan with
     `bmfa.patch(model, plan=plan)`. Tune in the dtype, on the device and at the size of the later use.
@@ -94,7 +94,7 @@ def tune(
         pictures: A (N, 3, height, width) tensor or a list of (3, height, width) tensors, preprocessed;
             a DataLoader of such tensors, of tuples that begin with one or of dictionaries with
             `pixel_values`; or the path of a folder or zip of pictures. At least two pictures, all of
-            one size.
+            one size; six or more are better.
         tolerance: The largest change of the output that is accepted, above 0, in units of the measure.
         measure: `"features"` is the relative L2 distance of the tokens after the last block, the root
             of its mean square over pictures; squares of the changes of layers add. `"logits"` is the
@@ -109,7 +109,7 @@ def tune(
         batch_size: The number of pictures in a call; times are of such a batch.
         limit: The number of pictures to use. None is 32 on CUDA and 8 elsewhere, or two batches if these
             are more.
-        seed: Seed of which pictures are used, and which of them choose.
+        seed: Seed of which pictures are used, and which of them choose, check and confirm.
         repeats: The number of times each call is timed; the median counts.
         times: Milliseconds by layer and setting (None is dense) in place of measured ones, e.g.
             `plan.times`. The same pictures, seed and times give the same settings.
@@ -147,10 +147,10 @@ def tune(
     host = find_host(module)
     if is_patched(module):
         raise ValueError("the model is patched or reduced; call bmfa.unpatch(model) first")
-    if host.watch not in (None, watch_inputs):  # Hiera, and models that pack pictures
+    if host.not_tunable:
         raise TypeError(
-            f"{type(module).__name__} is not supported by tune: its layers do not share one grid of "
-            "tokens for each picture; pass error= to bmfa.patch"
+            f"{type(module).__name__} is not supported by tune: {host.not_tunable}; pass error= to "
+            "bmfa.patch"
         )
     indices = layer_indices(layers, len(host.attentions))
     if times is not None:
@@ -168,12 +168,20 @@ def tune(
         )
     generator = torch.Generator().manual_seed(seed)
     images = sample_pictures(pictures, preprocess, limit, generator)
-    choosing, checking = _split(images, batch_size)
+    parts = _split(images, batch_size)
     steps = _Steps(progress, len(host.attentions), len(indices) * len(settings.errors))
     run = _Tuner(module, host, settings, dict(options), steps)
     with closing(steps), _unchanged(module), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # settings that miss their target are measured, not used
-        return run.make_plan(choosing, checking, indices, times)
+        plan = run.make_plan(parts, indices, times)
+    if not plan.holds:
+        warnings.warn(
+            f"the plan changes {plan.measure} by {plan.measured_change:.3g} on {plan.confirming} "
+            "pictures that took no part in the choice, above the tolerance of "
+            f"{plan.tolerance:g}; pass more pictures (and limit), or a smaller tolerance",
+            stacklevel=2,
+        )
+    return plan
 
 
 @dataclass(frozen=True)
@@ -228,14 +236,10 @@ class _Tuner:
     options: dict[str, Any]
     steps: _Steps
 
-    def make_plan(
-        self,
-        choosing: Sequence[Tensor],
-        checking: Sequence[Tensor],
-        layers: Sequence[int],
-        times: Times | None,
-    ) -> Plan:
-        choosing, checking = self._to_model(choosing), self._to_model(checking)
+    def make_plan(self, parts: "_Parts", layers: Sequence[int], times: Times | None) -> Plan:
+        choosing, checking, confirming = map(
+            self._to_model, (parts.choosing, parts.checking, parts.confirming)
+        )
         measure = self.settings.measure
         # What is not additive is ranked by features, and only checked by itself.
         additive = measure if measure.power is not None else MEASURES["features"]
@@ -246,28 +250,26 @@ class _Tuner:
             self._check_equal(measure, own, choosing)
         self.steps.advance()
         timed = self._time_layers(choosing[0], times)
-        grid, dtype = _shared_grid(timed), timed[0].dtype
-        candidates = self._candidates(additive, references, choosing, layers, timed, grid)
-        search = SettingSearch(candidates, additive.power or 1)
-        check = partial(self._change, measure, grid)
-        budget = self.settings.tolerance**search.power
-        if additive is not measure:
-            budget = self._find_budget(search, partial(check, own, choosing))
-        chosen, checks = self._tighten(
-            search,
-            budget,
-            partial(check, self._outputs(measure, checking), checking),
-            predicts=additive is measure,
-        )
+        grids, dtype = _layer_grids(timed), timed[0].dtype
+        candidates = self._candidates(additive, references, choosing, layers, timed, grids)
+        search = self._make_search(candidates, additive, grids, (choosing, own), checking)
+        chosen, checks = search.run(), search.rows
         self.steps.advance()
-        dense_ms, planned_ms = self._time_model(choosing[0], chosen, grid)
+        dense_ms, planned_ms = self._time_model(choosing[0], chosen, grids)
         if times is None and planned_ms >= dense_ms and any(chosen.values()):
             # The layers gain less than patching a model costs.
-            chosen = dict.fromkeys(chosen)
-            why = f"dense: the patched model was not faster, {planned_ms:g} ms against {dense_ms:g} ms"
-            checks.append(_check_row(chosen, 0.0 if additive is measure else None, 0.0, why))
+            chosen = search.stay_dense(
+                f"dense: the patched model was not faster, {planned_ms:g} ms against {dense_ms:g} ms"
+            )
             planned_ms = dense_ms
+        checked = checks[search.best]
+        measured = checked["measured_change"]
+        if confirming:
+            confirmed = self._outputs(measure, confirming)
+            measured = self._change(measure, grids, confirmed, confirming, chosen)
         self.steps.advance()
+        alone = search.alone
+        candidates = [replace(s, checking_change=alone.get((s.layer, s.error))) for s in candidates]
         by_setting = {(s.layer, s.error): s for s in candidates}
         settings = tuple(by_setting[layer, error] for layer, error in sorted(chosen.items()))
         saved = sum(
@@ -279,7 +281,7 @@ class _Tuner:
         return Plan(
             model=ModelFingerprint.of(self.model),
             img_size=(int(choosing[0].shape[-2]), int(choosing[0].shape[-1])),
-            grid=(grid.height, grid.width),
+            grids=tuple((grid.height, grid.width) for grid in grids),
             batch_size=self.settings.batch_size,
             dtype=str(dtype).removeprefix("torch."),
             device=str(device),
@@ -287,8 +289,9 @@ class _Tuner:
             tolerance=self.settings.tolerance,
             layers=settings,
             candidates=tuple(candidates),
-            predicted_change=checks[-1]["predicted_change"],
-            measured_change=checks[-1]["measured_change"],
+            predicted_change=checked["predicted_change"],
+            checked_change=checked["measured_change"],
+            measured_change=measured,
             checks=tuple(checks),
             dense_milliseconds=dense_ms,
             # A sum of layers that exceeds the model can only come from the noise of short times.
@@ -296,8 +299,40 @@ class _Tuner:
             milliseconds=planned_ms,
             choosing=sum(len(batch) for batch in choosing),
             checking=sum(len(batch) for batch in checking),
+            confirming=sum(len(batch) for batch in confirming),
             seed=self.settings.seed,
             environment=environment(str(device)),
+        )
+
+    def _make_search(
+        self,
+        candidates: Sequence[LayerSetting],
+        additive: Measure,
+        grids: Sequence[Grid],
+        choosing: tuple[Sequence[Tensor], Sequence[Any]],
+        checking: Sequence[Tensor],
+    ) -> CheckedSearch:
+        """Return the search of the plan; `choosing` are batches and their outputs by the measure."""
+        measure = self.settings.measure
+        references = self._outputs(measure, checking)
+        features = (
+            references if additive is measure else self._outputs(additive, checking)
+        )  # in which layers alone are measured
+        search = SettingSearch(candidates, additive.power or 1)
+        check_choosing = partial(self._change, measure, grids, choosing[1], choosing[0])
+        budget = self.settings.tolerance**search.power
+        if additive is not measure:
+            budget = self._find_budget(search, check_choosing)
+        return CheckedSearch(
+            search,
+            self.settings.tolerance,
+            budget,
+            check=partial(self._change, measure, grids, references, checking),
+            check_choosing=check_choosing,
+            check_alone=lambda layer, error: self._change(
+                additive, grids, features, checking, {layer: error}
+            ),
+            predicts=additive is measure,
         )
 
     def _to_model(self, batches: Sequence[Tensor]) -> list[Tensor]:
@@ -369,26 +404,27 @@ class _Tuner:
         batches: Sequence[Tensor],
         layers: Sequence[int],
         timed: Sequence[TimedLayer],
-        grid: Grid,
+        grids: Sequence[Grid],
     ) -> list[LayerSetting]:
         """Measure the change of each layer alone, for settings that are faster than dense attention."""
-        candidates = []
+        candidates: list[LayerSetting] = []
         for function in timed:
             layer, milliseconds = function.layer, function.milliseconds
             dense = milliseconds.get(None, 0.0)
-            candidates.append(LayerSetting(layer, None, dense, 0.0))
+            settings = [LayerSetting(layer, None, dense, 0.0)]
             for error in self.settings.errors if layer in layers else ():
                 change = None
                 if milliseconds[error] < (1.0 - LEAST_GAIN) * dense:
-                    change = self._change(measure, grid, references, batches, {layer: error})
-                candidates.append(LayerSetting(layer, error, milliseconds[error], change))
+                    change = self._change(measure, grids, references, batches, {layer: error})
+                settings.append(LayerSetting(layer, error, milliseconds[error], change))
                 self.steps.advance()
+            candidates += add_between(settings)
         return candidates
 
     def _change(
         self,
         measure: Measure,
-        grid: Grid,
+        grids: Sequence[Grid],
         references: Sequence[Any],
         batches: Sequence[Tensor],
         errors: Mapping[int, float | None],
@@ -397,7 +433,7 @@ class _Tuner:
         targets = {layer: error for layer, error in errors.items() if error is not None}
         if not targets:
             return 0.0
-        install_layers(self.model, self.host, planned_options(targets), grid)
+        install_layers(self.model, self.host, planned_options(targets), grids)
         try:
             what = f"error={targets} by layer"
             return self._compare(measure, references, batches, what)
@@ -420,60 +456,15 @@ class _Tuner:
         wider = budget / COARSE_STEP**0.5
         return wider if check(search.fastest(wider)) <= self.settings.tolerance else budget
 
-    def _tighten(
-        self, search: SettingSearch, budget: float, check: Callable[..., float], *, predicts: bool
-    ) -> tuple[dict[int, float | None], list[Row]]:
-        """Choose, check on the checking pictures, and shrink the budget until the check holds.
-
-        Then enlarge it again, if the change is far within the tolerance. The last row is the choice.
-        """
-        tolerance = self.settings.tolerance
-        checks: list[Row] = []
-        failed = math.inf  # the smallest cost of a combination that failed
-
-        def check_budget(budget: float) -> tuple[dict[int, float | None], float]:
-            chosen = search.fastest(budget)
-            if budget == 0.0:
-                # Settings without any change on the choosing pictures failed on the others.
-                chosen = dict.fromkeys(chosen)
-            cost, measured = search.cost(chosen), check(chosen)
-            predicted = _rounded(cost ** (1.0 / search.power), 6) if predicts else None
-            why = "the fastest within the budget" if any(chosen.values()) else "dense"
-            if checks:
-                why += ", after a check that failed"
-            checks.append(_check_row(chosen, predicted, measured, why))
-            return chosen, cost
-
-        chosen, cost = check_budget(budget)
-        while checks[-1]["measured_change"] > tolerance and any(chosen.values()):
-            failed, measured = cost, checks[-1]["measured_change"]
-            shrink = (tolerance / measured) ** search.power if predicts else COARSE_STEP**0.5
-            last = len(checks) == MAX_CHECKS - 1
-            chosen, cost = check_budget(0.0 if last else SHRINK ** len(checks) * shrink * cost)
-        held = len(checks) - 1
-        for _ in range(RELAXING_CHECKS):
-            if math.isinf(failed) or checks[held]["measured_change"] >= CLOSE * tolerance:
-                break
-            larger = math.sqrt(cost * failed) if cost > 0.0 else COARSE_STEP * failed
-            if search.cost(search.fastest(larger)) <= cost:
-                break  # there is no combination between the two
-            found, found_cost = check_budget(larger)
-            if checks[-1]["measured_change"] <= tolerance:
-                chosen, cost, held = found, found_cost, len(checks) - 1
-            else:
-                failed = larger
-        checks.append(checks.pop(held))
-        return chosen, checks
-
     def _time_model(
-        self, batch: Tensor, chosen: Mapping[int, float | None], grid: Grid
+        self, batch: Tensor, chosen: Mapping[int, float | None], grids: Sequence[Grid]
     ) -> tuple[float, float]:
         """Return the milliseconds of the unpatched and of the patched model, timed in turns."""
         targets = {layer: error for layer, error in chosen.items() if error is not None}
         samples: tuple[list[float], list[float]] = ([], [])
         for repeat in range(self.settings.repeats + 1):
             for index, errors in enumerate(({}, targets)):
-                install_layers(self.model, self.host, planned_options(errors), grid)
+                install_layers(self.model, self.host, planned_options(errors), grids)
                 milliseconds = self._time_forward(batch)
                 if repeat > 0:  # the first one warms up
                     samples[index].append(milliseconds)
@@ -489,16 +480,16 @@ class _Tuner:
         return 1e3 * (time.perf_counter() - start)
 
 
-def _shared_grid(layers: Sequence[TimedLayer]) -> Grid:
-    """Return the grid of all layers, or raise if there is no single one."""
-    grids = {layer.grid for layer in layers}
-    grid = grids.pop()
-    if grids or grid is None:
-        raise ValueError(
-            "the layers of the model were not all called with one grid of tokens, and a plan is for one "
-            "grid; pass error= to bmfa.patch"
-        )
-    return grid
+def _layer_grids(layers: Sequence[TimedLayer]) -> tuple[Grid, ...]:
+    """Return the grid of every layer, or raise if one of them has none or several."""
+    for layer in layers:
+        if len(layer.grids) != 1:
+            found = ", ".join(sorted(f"{g.height}x{g.width}" for g in layer.grids)) or "none"
+            raise ValueError(
+                f"layer {layer.layer} of the model was called with {len(layer.grids)} grids of tokens "
+                f"({found}), and a plan is for one grid in each layer; pass error= to bmfa.patch"
+            )
+    return tuple(next(iter(layer.grids)) for layer in layers)
 
 
 def check_tolerance(tolerance: object) -> float:
@@ -536,8 +527,17 @@ def _default_limit(model: nn.Module, batch_size: int) -> int:
     return max(PICTURES.get(device, PICTURES["cpu"]), 2 * batch_size)
 
 
-def _split(images: Tensor, batch_size: int) -> tuple[list[Tensor], list[Tensor]]:
-    """Divide the pictures into batches for choosing, the larger half, and for checking."""
+@dataclass(frozen=True)
+class _Parts:
+    """Batches of the pictures that choose, check and take no part in the choice."""
+
+    choosing: Sequence[Tensor]
+    checking: Sequence[Tensor]
+    confirming: Sequence[Tensor]
+
+
+def _split(images: Tensor, batch_size: int) -> _Parts:
+    """Divide the pictures: half of them choose, the others check and confirm."""
     count = len(images)
     if count < 2:
         raise ValueError(
@@ -550,11 +550,9 @@ def _split(images: Tensor, batch_size: int) -> tuple[list[Tensor], list[Tensor]]
             f"batch_size is {batch_size} and {half} of {count} pictures choose the settings; pass at "
             f"least {2 * batch_size} pictures (and limit), or a smaller batch_size"
         )
-    choosing, checking = (
-        torch.split(images[:half], batch_size),
-        torch.split(images[half:], batch_size),
-    )
-    return list(choosing), list(checking)
+    confirming = (count - half) // 2 if count >= LEAST_CONFIRMED else 0
+    parts = torch.split(images, [half, count - half - confirming, confirming])
+    return _Parts(*(torch.split(part, batch_size) if len(part) else () for part in parts))
 
 
 @contextmanager
@@ -569,17 +567,6 @@ def _unchanged(model: nn.Module) -> Iterator[None]:
         unpatch(model)
         for module in training:
             module.training = True
-
-
-def _check_row(
-    chosen: Mapping[int, float | None], predicted: float | None, measured: float, why: str
-) -> Row:
-    return {
-        "tiled_layers": sum(error is not None for error in chosen.values()),
-        "predicted_change": predicted,
-        "measured_change": measured,
-        "why": why,
-    }
 
 
 def _rounded(value: float, digits: int) -> float:

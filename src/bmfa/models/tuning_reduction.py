@@ -37,6 +37,8 @@ SAMPLED = 32
 BISECTIONS = 6
 # Share of the operations of the full model that a budget grows by if the agreement does not hold.
 GROWTH = 0.02
+# Pictures from which on some of them take no part in the choice for a target of agreement.
+LEAST_CONFIRMED = 6
 
 
 def tune_reduction(
@@ -60,7 +62,9 @@ def tune_reduction(
     Half of the pictures choose: they measure the change of the class probabilities for each block alone,
     a greedy allocation makes a schedule within the budget, and exchanges of tokens between blocks are
     kept where they lower the change of the whole model. The schedule is then measured on the other half.
-    For a target of agreement, the budget grows until the target holds there.
+    For a target of agreement, the budget grows until the target holds on a quarter of the pictures, and
+    the last quarter, which took no part in the choice, is measured; with fewer than six pictures there
+    is no such quarter.
 
     The model is the same afterwards, also if an error or Ctrl-C ends the call. Apply the plan with
     `bmfa.reduce(model, plan=plan)`.
@@ -103,8 +107,8 @@ def tune_reduction(
         True
         >>> model = bmfa.reduce(loaded.model, plan=plan)
     """
-    _check_target(gflops, agreement)
-    _check_policy(policy)
+    check_target(gflops, agreement)
+    check_policy(policy)
     module = model.model if isinstance(model, LoadedModel) else model
     host = find_host(module)
     if replacements_in(module):
@@ -141,7 +145,9 @@ def tune_reduction(
         if gflops is not None:
             return tuner.plan_for_gflops(gflops, images[half:], seed)
         assert agreement is not None
-        return tuner.plan_for_agreement(agreement, images[half:], seed)
+        unseen = (len(images) - half) // 2 if len(images) >= LEAST_CONFIRMED else 0
+        checking, confirming = images[half : len(images) - unseen], images[len(images) - unseen :]
+        return tuner.plan_for_agreement(agreement, checking, confirming, seed)
 
 
 @dataclass(eq=False)
@@ -282,15 +288,17 @@ class ReductionTuner:
             found.append(proportional_schedule(search, budget, blocks))
         return [schedule for schedule in found if schedule is not None]
 
-    def plan_for_gflops(self, gflops: float, checking: Tensor, seed: int) -> ReductionPlan:
+    def plan_for_gflops(self, gflops: float, confirming: Tensor, seed: int) -> ReductionPlan:
         """Make the plan for a number of operations."""
         budget = gflops * 1e9
         full = self.count((0,) * self.depth)
         schedule = (0,) * self.depth if full <= budget else self.best_schedule(budget)
-        row = self.check(schedule, checking, self.logits(checking))
-        return self._plan("gflops", gflops, schedule, [row], len(checking), seed)
+        row = self.check(schedule, confirming, self.logits(confirming))
+        return self._plan("gflops", gflops, schedule, [row], row, (0, len(confirming)), seed)
 
-    def plan_for_agreement(self, agreement: float, checking: Tensor, seed: int) -> ReductionPlan:
+    def plan_for_agreement(
+        self, agreement: float, checking: Tensor, confirming: Tensor, seed: int
+    ) -> ReductionPlan:
         """Make the plan of least operations that keeps an agreement."""
         search, full = self.search, float(self.count((0,) * self.depth))
         search.measure_alone()
@@ -309,19 +317,25 @@ class ReductionTuner:
             schedule = (0,) * self.depth if budget >= full else self.best_schedule(budget)
             rows.append(self.check(schedule, checking, reference))
             if rows[-1]["agreement"] >= agreement or not any(schedule):
-                return self._plan("agreement", agreement, schedule, rows, len(checking), seed)
+                break
             budget += GROWTH * full
+        last = rows[-1]
+        if len(confirming):
+            last = self.check(schedule, confirming, self.logits(confirming))
+        counts = (len(checking), len(confirming))
+        return self._plan("agreement", agreement, schedule, rows, last, counts, seed)
 
-    def check(self, schedule: Schedule, checking: Tensor, reference: Tensor) -> Row:
-        """Measure a schedule on pictures that did not choose it."""
-        logits = self.reduced_logits(schedule, checking)
-        agreeing = (logits.argmax(-1) == reference.argmax(-1)).double().mean()
+    def check(self, schedule: Schedule, images: Tensor, reference: Tensor) -> Row:
+        """Measure a schedule on pictures that did not choose it, and on those that did."""
+        chosen = self.reduced_logits(schedule, self.choosing)
+        logits = self.reduced_logits(schedule, images)
         return {
             "schedule": list(schedule),
             "gflops": self.count(schedule) / 1e9,
-            "choosing_kl": self.search.measure(schedule),
+            "choosing_kl": mean_kl(self.reference, chosen),
+            "choosing_agreement": mean_agreement(self.reference, chosen),
             "output_kl": mean_kl(reference, logits),
-            "agreement": float(agreeing),
+            "agreement": mean_agreement(reference, logits),
         }
 
     def _plan(
@@ -330,10 +344,12 @@ class ReductionTuner:
         value: float,
         schedule: Schedule,
         checks: list[Row],
-        checking: int,
+        measured: Row,
+        counts: tuple[int, int],
         seed: int,
     ) -> ReductionPlan:
-        search, last = self.search, checks[-1]
+        """Make the plan; `measured` is the last check, `counts` of checking and confirming pictures."""
+        search = self.search
         alone = [
             {
                 "block": block,
@@ -352,15 +368,16 @@ class ReductionTuner:
             target,
             value,
             self.count((0,) * self.depth) / 1e9,
-            last["gflops"],
+            measured["gflops"],
             search.predicted(schedule) if search.alone else 0.0,
-            last["choosing_kl"],
-            last["output_kl"],
-            last["agreement"],
+            measured["choosing_kl"],
+            measured["choosing_agreement"],
+            measured["output_kl"],
+            measured["agreement"],
             tuple(alone),
             tuple(checks),
             len(self.choosing),
-            checking,
+            *counts,
             seed,
         )
 
@@ -422,6 +439,11 @@ def mean_kl(reference: Tensor, logits: Tensor) -> float:
     return max(0.0, float((p.exp() * (p - q)).sum(-1).mean()))
 
 
+def mean_agreement(reference: Tensor, logits: Tensor) -> float:
+    """Return the share of images whose class is that of the reference."""
+    return float((logits.argmax(-1) == reference.argmax(-1)).double().mean())
+
+
 @contextmanager
 def _grid_of(model: nn.Module) -> Iterator[list[Grid]]:
     """Note the grids of the images that run through the model."""
@@ -437,7 +459,8 @@ def _grid_of(model: nn.Module) -> Iterator[list[Grid]]:
         handle.remove()
 
 
-def _check_target(gflops: object, agreement: object) -> None:
+def check_target(gflops: object, agreement: object) -> None:
+    """Raise unless one of a number of GFLOPs and an agreement is given, and in range."""
     if (gflops is None) == (agreement is None):
         given = "neither gflops nor agreement" if gflops is None else "both gflops and agreement"
         raise ValueError(f"{given} is given; pass one of them, e.g. gflops=1.5 or agreement=0.95")
@@ -447,7 +470,8 @@ def _check_target(gflops: object, agreement: object) -> None:
         check_number("agreement", agreement, low=0.0, high=1.0, open_low=True)
 
 
-def _check_policy(policy: object) -> None:
+def check_policy(policy: object) -> None:
+    """Raise unless a name is that of a policy that takes a schedule."""
     accepted = [name for name in POLICY_NAMES if _takes_schedule(name)]
     if not isinstance(policy, str) or policy not in accepted:
         raise ValueError(

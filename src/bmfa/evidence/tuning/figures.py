@@ -33,9 +33,14 @@ def tuning(records: RecordSet, narrow: bool) -> Canvas:
 def _draw_sensitivity(canvas: Canvas, axes: "Axes", record: Record) -> None:
     """Change of every layer alone at every error target; the chosen ones are filled."""
     scale, unit = _change_unit(record)
-    rows = [row for row in record.rows if row["error"] is not None and row["change"]]
-    errors = sorted({row["error"] for row in rows})
-    colours = dict(zip(errors, _shades(len(errors)), strict=True))
+    rows = [
+        row
+        for row in record.rows
+        if row["error"] is not None and row["change"] and (row["chosen"] or not row["interpolated"])
+    ]
+    errors = sorted({row["error"] for row in rows if not row["interpolated"]})
+    targets = sorted({row["error"] for row in rows})
+    colours = dict(zip(targets, _shades(len(targets)), strict=True))
     for row in rows:
         axes.plot(
             row["layer"],
@@ -103,15 +108,14 @@ def _draw_changes(canvas: Canvas, axes: "Axes", record: Record) -> None:
             value = scale * check[name]
             highest = max(highest, value)
             axes.bar(index + shift, value, 0.36, color=style.LIGHT[colour])
-            if index == len(checks) - 1:
+            if check["chosen"]:
                 _label_bar(axes, index + shift, f"{value:.3g}")
     axes.axhline(tolerance, color=style.INK.light, linewidth=1.0)
     axes.set(xlim=(-0.8, max(1, len(checks)) - 0.2), ylim=(0, 1.2 * highest))
     set_ticks(axes.xaxis, range(len(checks)), [str(index + 1) for index in range(len(checks))])
     y_label = f"{unit}: predicted (grey), measured (blue), tolerance (line)"
-    add_labels(
-        canvas, axes, "Change of the model", y_label, "combinations checked; the last is the plan"
-    )
+    x_label = "combinations checked; the plan has its values"
+    add_labels(canvas, axes, "Change of the model", y_label, x_label)
 
 
 def _draw_speed(canvas: Canvas, axes: "Axes", record: Record) -> None:

@@ -171,6 +171,7 @@ class Host:
     not_reducible: str = (
         ""  # why tokens cannot be reduced, if the layout is None and the class does not say
     )
+    not_tunable: str = ""  # why `tune` cannot run the model: what it takes instead of pixels
 
 
 def replacement_of(module: nn.Module) -> AttentionReplacement | None:

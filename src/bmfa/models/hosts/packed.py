@@ -98,6 +98,7 @@ class PackedFamily:
     read: Callable[..., Packing]
     # Called with these, too: True if no size is a value of a tensor, so that a graph can contain `read`.
     is_static: Callable[..., bool] = lambda *args, **kwargs: False
+    not_tunable: str = ""  # why `tune` refuses the tower
 
 
 @dataclass(eq=False)
@@ -172,22 +173,23 @@ def _read_qwen(tower: Any, hidden_states: Tensor, grid_thw: Tensor, **kwargs: An
     return pack(pictures, (1, start), hidden_states.device)
 
 
+_PATCHES = "it takes patches of pictures and grid_thw instead of (N, 3, height, width) pixels"
 # By the class of the tower.
 FAMILIES = {
     "pixtral.modeling_pixtral.PixtralVisionModel": PackedFamily(
         "PixtralAttention", "patch_conv", _read_pixtral, _has_integer_sizes
     ),
     "qwen2_vl.modeling_qwen2_vl.Qwen2VisionTransformerPretrainedModel": PackedFamily(
-        "VisionAttention", "patch_embed.proj", _read_qwen
+        "VisionAttention", "patch_embed.proj", _read_qwen, not_tunable=_PATCHES
     ),
     "qwen2_5_vl.modeling_qwen2_5_vl.Qwen2_5_VisionTransformerPretrainedModel": PackedFamily(
-        "Qwen2_5_VLVisionAttention", "patch_embed.proj", _read_qwen
+        "Qwen2_5_VLVisionAttention", "patch_embed.proj", _read_qwen, not_tunable=_PATCHES
     ),
     "qwen3_vl.modeling_qwen3_vl.Qwen3VLVisionModel": PackedFamily(
-        "Qwen3VLVisionAttention", "patch_embed.proj", _read_qwen
+        "Qwen3VLVisionAttention", "patch_embed.proj", _read_qwen, not_tunable=_PATCHES
     ),
     "qwen3_vl_moe.modeling_qwen3_vl_moe.Qwen3VLMoeVisionModel": PackedFamily(
-        "Qwen3VLMoeVisionAttention", "patch_embed.proj", _read_qwen
+        "Qwen3VLMoeVisionAttention", "patch_embed.proj", _read_qwen, not_tunable=_PATCHES
     ),
 }
 _WINDOWS = "attention inside windows"
@@ -225,6 +227,7 @@ def _host(tower: Any, name: str) -> Host:
         reads_spatial_tokens=True,
         watch=partial(watch_tower, family=name),
         not_reducible=_PACKED,
+        not_tunable=family.not_tunable,
         dense_blocks=dict.fromkeys(sorted(windows), _WINDOWS),
     )
 

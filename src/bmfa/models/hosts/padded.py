@@ -182,6 +182,7 @@ class PaddedFamily:
     prefix: int
     watch: Callable[[Host, TokenGrid], None]
     not_reducible: str
+    not_tunable: str = ""
 
 
 # By the class of the tower.
@@ -192,6 +193,7 @@ FAMILIES = {
         0,
         _watch_siglip2,
         "its pictures have different sizes, so that they would keep different numbers of tokens",
+        "it takes patches of pictures and spatial_shapes instead of (N, 3, height, width) pixels",
     ),
     "vit_mae.modeling_vit_mae.ViTMAEModel": PaddedFamily(
         "ViTMAEAttention",
@@ -233,4 +235,5 @@ def _host(tower: Any, family: PaddedFamily) -> Host:
         reads_spatial_tokens=True,
         watch=family.watch,
         not_reducible=family.not_reducible,
+        not_tunable=family.not_tunable,
     )
