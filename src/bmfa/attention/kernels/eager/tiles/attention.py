@@ -226,10 +226,11 @@ def _mean_cross(shares: Tensor, cross: Tensor) -> Tensor:
 def _attend_to_prefix(heads: Heads, part: slice, q: Tensor) -> tuple[Tensor, Tensor]:
     """Return outputs (n, S, e) of queries (g, r, S, d) over the prefix, and log-sum-exp (n, S)."""
     prefix_k, prefix_v = (heads.of_keys(x, part) for x in (heads.prefix_k, heads.prefix_v))
-    logits = q.flatten(1, 2) @ prefix_k.transpose(1, 2)  # (g, r S, prefix)
-    if heads.prefix == 1:
-        output, log_sum = prefix_v.expand(-1, logits.shape[1], -1), logits.squeeze(-1)
+    if heads.prefix == 1:  # one row: a product with one column is several times slower on a CPU
+        log_sum = prefix_k @ q.flatten(1, 2).transpose(1, 2)  # (g, 1, r S)
+        output = prefix_v.expand(-1, log_sum.shape[2], -1)
     else:
+        logits = q.flatten(1, 2) @ prefix_k.transpose(1, 2)  # (g, r S, prefix)
         weights = logits.softmax(-1)
         output, log_sum = weights @ prefix_v, log_sum_exp(logits, weights)
     rows = (q.shape[0] * q.shape[1], q.shape[2])

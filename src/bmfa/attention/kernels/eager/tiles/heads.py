@@ -65,7 +65,8 @@ class Heads:
         prefix_k, prefix_v = (x[:, :, :prefix].to(dtype).flatten(0, 1) for x in (k, v))
         order = tiling.group_order.to(q.device)
         group_tokens = tiling.queries.slot_tokens.to(q.device).index_select(0, order)
-        q = _tokens_to_groups(q[:, :, query_prefix:], group_tokens, dtype) * factor
+        q = tokens_to_tiles(q[:, :, query_prefix:], tiling.queries, dtype)
+        q = (q * factor).index_select(1, order)  # (G, R, S, d)
         k, v = (tokens_to_tiles(x[:, :, prefix:], tiling, dtype) for x in (k, v))
         counts = _token_counts(exists, tiling, q.device)
         if exists is not None:
@@ -185,7 +186,8 @@ def _tile_statistics(
     k: Tensor, v: Tensor, q_head: Tensor, exists: Tensor | None, counts: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return cross (K, T, d, e), k_spread (K, T) and diameter (K,) at one mean query (K, d) each."""
-    scores = (k.flatten(1, 2) @ q_head.unsqueeze(-1)).view(k.shape[:3])  # (K, T, S)
+    # One row: a product with one column is several times slower on a CPU.
+    scores = (q_head.unsqueeze(1) @ k.flatten(1, 2).transpose(1, 2)).view(k.shape[:3])  # (K, T, S)
     p = _mask_scores(scores, exists, counts).softmax(-1).unsqueeze(-1)
     k_deviation = _deviations(k, (p.transpose(2, 3) @ k).squeeze(2), exists)
     v_deviation = _deviations(v, (p.transpose(2, 3) @ v).squeeze(2), exists)
@@ -193,13 +195,6 @@ def _tile_statistics(
         diameter = 2 * torch.linalg.vector_norm(v_deviation, dim=-1).amax((1, 2))  # (K,)
         k_spread = _mean_squares(k_deviation, counts)
     return (p * k_deviation).transpose(2, 3) @ v_deviation, k_spread, diameter
-
-
-def _tokens_to_groups(tokens: Tensor, slots: Tensor, dtype: torch.dtype) -> Tensor:
-    """(G, R, S, *) from (B, H, N, *) tokens, by their numbers (R, S); empty slots hold any token."""
-    slots = slots.clamp(min=0)
-    rows = tokens.flatten(0, 1).index_select(1, slots.flatten()).to(dtype)
-    return unflatten(rows, 1, tuple(slots.shape))
 
 
 def _probe_quantiles(tiling: Tiling, groups: Tensor, shape: tuple[int, int]) -> Tensor:

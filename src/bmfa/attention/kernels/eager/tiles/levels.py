@@ -75,7 +75,8 @@ def _measure_chunk(heads: Heads, part: slice, representatives: Representatives) 
     weights = torch.cat((logits, prefix_logits), -1).softmax(-1)
     prefix_weights = weights[..., logits.shape[-1] :]
     weights = weights[..., : logits.shape[-1]]
-    coarse_weights = weights.masked_fill(expanded, 0.0)
+    coarse = (~expanded).to(weights.dtype)
+    coarse_weights = weights * coarse
     output = matmul(coarse_weights, tangents.v)
     output += matmul(weights - coarse_weights, exact_values)
     if heads.prefix:
@@ -83,8 +84,10 @@ def _measure_chunk(heads: Heads, part: slice, representatives: Representatives) 
         output += prefix_output.view_as(output)
     moved = deviation.transpose(1, 2).expand(-1, heads.tiling.tiles, -1, -1)
     first_order = matmul(moved, heads.cross[part]).transpose(1, 2)  # (g, P, T, e)
-    shares = coarse_bias(tangents.log_mass.unsqueeze(2), expanded | empty.unsqueeze(2)).softmax(-1)
-    term = clip(matmul(shares, first_order), heads.diameter[part].view(-1, 1, 1, 1))
+    mass = (tangents.log_mass - tangents.log_mass.amax(-1, keepdim=True)).exp().nan_to_num(0.0)
+    mass = mass.unsqueeze(2) * coarse  # (g, P, levels, T)
+    total = mass.sum(-1, keepdim=True).clamp(min=torch.finfo(mass.dtype).tiny)
+    term = clip(matmul(mass, first_order) / total, heads.diameter[part].view(-1, 1, 1, 1))
     term = term * coarse_weights.sum(-1, keepdim=True)
     exact = output[:, :, -1]
     difference = exact.unsqueeze(2) - output
@@ -92,7 +95,7 @@ def _measure_chunk(heads: Heads, part: slice, representatives: Representatives) 
         error=difference.square().sum(-1),
         product=(difference * term).sum(-1),
         correction=term.square().sum(-1),
-        share=expanded.sum(-1).double() / (counts > 0).sum(-1).view(-1, 1, 1),
+        share=(heads.tiling.tiles - coarse.sum(-1)).double() / (counts > 0).sum(-1).view(-1, 1, 1),
         exact=exact,
     )
 
