@@ -175,8 +175,15 @@ QUERY_GRIDS = {
 }
 
 
-@pytest.mark.parametrize("budget", [{"error": 0.05}, {"expand": 1.3}])
-@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize(
+    ("masked", "budget"),
+    [
+        (False, {"error": 0.05}),
+        (True, {"expand": 1.3}),
+        pytest.param(True, {"error": 0.05}, marks=SLOW),
+        pytest.param(False, {"expand": 1.3}, marks=SLOW),
+    ],
+)
 @pytest.mark.parametrize("name", QUERY_GRIDS)
 def test_query_grids_equal_the_reference(name: str, masked: bool, budget: dict[str, float]) -> None:
     grid, query_grid, prefix, query_prefix = QUERY_GRIDS[name]
