@@ -140,7 +140,7 @@ def test_changes_have_the_unit_of_their_measure():
         (["--limit", "1"], ["limit is 1"]),
         (["--batch-size", "8", "--limit", "4"], ["batch_size is 8", "smaller batch_size"]),
         (["--layers", "last-9"], ["'last-9'"]),
-        (["--gflops", "0.4", "--agreement", "0.9"], ["both gflops and agreement"]),
+        (["--gflops", "0.4", "--agreement", "0.9"], ["gflops and agreement are given"]),
         (["--gflops", "0"], ["gflops is 0"]),
         (["--agreement", "2"], ["agreement is 2"]),
         (["--gflops", "0.01", "--limit", "2"], ["gflops is 0.01", "needs at least", "pass more"]),

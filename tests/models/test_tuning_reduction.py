@@ -275,7 +275,7 @@ def test_plans_are_refused_where_they_do_not_fit(tmp_path: Path) -> None:
     ("options", "message"),
     [
         ({}, "neither gflops nor agreement"),
-        ({"gflops": 1.0, "agreement": 0.9}, "both gflops and agreement"),
+        ({"gflops": 1.0, "agreement": 0.9}, "gflops and agreement are given"),
         ({"gflops": 0.0}, "gflops"),
         ({"agreement": 1.5}, "agreement"),
         ({"gflops": 1e-6}, "needs at least about"),
