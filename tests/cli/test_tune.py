@@ -138,6 +138,8 @@ def test_changes_have_the_unit_of_their_measure():
         (["--measure", "psnr"], ["'psnr'", "features"]),
         (["--dtype", "int8"], ["'int8'", "bfloat16"]),
         (["--limit", "1"], ["limit is 1"]),
+        (["--limit", "0"], ["limit is 0"]),
+        (["--seed", "-1"], ["seed is -1"]),
         (["--batch-size", "8", "--limit", "4"], ["batch_size is 8", "smaller batch_size"]),
         (["--layers", "last-9"], ["'last-9'"]),
         (["--gflops", "0.4", "--agreement", "0.9"], ["gflops and agreement are given"]),
