@@ -122,8 +122,8 @@ def tune(
     Raises:
         TypeError: If the model is not supported, or an argument has a wrong type.
         ValueError: If an argument is out of range, there are fewer than two pictures, they cannot be
-            read or differ in size, the model is patched, or the measure returns NaN. The model is
-            unchanged.
+            read or differ in size, the model is patched, or the measure returns NaN or falls below
+            0. The model is unchanged.
 
     Example:
         >>> import bmfa, torch
