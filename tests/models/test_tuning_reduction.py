@@ -265,7 +265,13 @@ def test_plans_are_refused_where_they_do_not_fit(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="kind 'reduction'; pass one of the kind 'attention'"):
         patch(make_model("vit"), plan=file)
     data = json.loads(file.read_text("utf-8"))
-    for change in ({"schedule": [1, -2, 0]}, {"policy": "nonsense"}, {"schedule": []}):
+    for change in (
+        {"schedule": [1, -2, 0]},
+        {"policy": "nonsense"},
+        {"schedule": []},
+        {"schedule": [2]},  # as a name, "free-energy:2" removes 2 tokens in every block
+        {"schedule": [*data["schedule"], 0]},
+    ):
         file.write_text(json.dumps(data | change), "utf-8")
         with pytest.raises(ValueError, match="not a complete plan"):
             reduce(model, plan=file)
