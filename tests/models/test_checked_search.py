@@ -219,3 +219,41 @@ def test_targets_between_two_are_interpolated():
     assert 0.8 < added[0].milliseconds < 0.9 and 0.002 < added[0].change < 0.004
     assert added[1] == LayerSetting(2, 0.12, 0.6, 0.0025, interpolated=True)
     assert [s for s in add_between(settings) if not s.interpolated] == settings
+
+
+def test_a_single_target_that_uses_the_whole_tolerance_is_improved_without_an_error():
+    """A faster setting that costs less leaves something of a tolerance of which nothing was left."""
+    candidates = [
+        LayerSetting(0, None, 1.0, 0.0),
+        LayerSetting(0, 0.1, 0.8, 1.0),
+        LayerSetting(0, 0.2, 0.6, 0.5),  # faster, and a smaller change
+        LayerSetting(1, None, 1.0, 0.0),
+        LayerSetting(1, 0.1, 0.8, 0.5),
+        LayerSetting(1, 0.2, 0.6, 0.75),
+    ]
+    single = {0: 0.1, 1: 0.1}
+    made = CheckedSearch(
+        SettingSearch(candidates, 1),
+        3.0,
+        3.0,
+        check=lambda chosen: 3.0 if chosen == single else 30.0,
+        check_choosing=lambda chosen: 3.0,
+        check_alone=lambda layer, error: 1.0,
+    )
+    assert made.run() == single
+
+
+def test_a_setting_that_changes_only_the_checking_pictures_is_no_error():
+    """Nothing changes the choosing pictures, so nothing is known of how the measure grows."""
+    candidates = [LayerSetting(0, None, 1.0, 0.0), LayerSetting(0, 0.1, 0.5, 0.0)]
+    changes = iter([2.0, 0.5])
+    made = CheckedSearch(
+        SettingSearch(candidates, 2),
+        1.0,
+        1.0,
+        check=lambda chosen: next(changes),
+        check_choosing=lambda chosen: 0.0,
+        check_alone=lambda layer, error: 2.0,
+        predicts=False,
+    )
+    assert made.run() == {0: None}

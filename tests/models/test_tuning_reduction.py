@@ -265,7 +265,13 @@ def test_plans_are_refused_where_they_do_not_fit(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="kind 'reduction'; pass one of the kind 'attention'"):
         patch(make_model("vit"), plan=file)
     data = json.loads(file.read_text("utf-8"))
-    for change in ({"schedule": [1, -2, 0]}, {"policy": "nonsense"}, {"schedule": []}):
+    for change in (
+        {"schedule": [1, -2, 0]},
+        {"policy": "nonsense"},
+        {"schedule": []},
+        {"schedule": [2]},  # as a name, "free-energy:2" removes 2 tokens in every block
+        {"schedule": [*data["schedule"], 0]},
+    ):
         file.write_text(json.dumps(data | change), "utf-8")
         with pytest.raises(ValueError, match="not a complete plan"):
             reduce(model, plan=file)
@@ -275,7 +281,7 @@ def test_plans_are_refused_where_they_do_not_fit(tmp_path: Path) -> None:
     ("options", "message"),
     [
         ({}, "neither gflops nor agreement"),
-        ({"gflops": 1.0, "agreement": 0.9}, "both gflops and agreement"),
+        ({"gflops": 1.0, "agreement": 0.9}, "gflops and agreement are given"),
         ({"gflops": 0.0}, "gflops"),
         ({"agreement": 1.5}, "agreement"),
         ({"gflops": 1e-6}, "needs at least about"),

@@ -89,6 +89,7 @@ def tune(
     figure: Annotated[str | None, opt.option("--figure FILE.png", "File for the figure.")] = None,
 ) -> None:
     """Settings for each layer, or tokens to merge in each block, chosen on your pictures."""
+    from bmfa.checks import check_integer
     from bmfa.models import load_model, tune_reduction
     from bmfa.models.tuning import ERRORS, PICTURES, check_tolerance
     from bmfa.models.tuning import tune as tune_attention
@@ -115,6 +116,8 @@ def tune(
         require_packages(("matplotlib",), "report")
     if dtype is not None and dtype not in DTYPES:
         raise ValueError(f"--dtype is {dtype!r}; pass one of {', '.join(DTYPES)}")
+    seed = check_integer("seed", seed, low=0)
+    limit = None if limit is None else check_integer("limit", limit, low=2)
     drawn = (REDUCTION_PICTURES if merging else PICTURES)["cpu"]
     pictures = _pictures(images, model, drawn if limit is None else limit, seed, img_size)
     output = Output(json, quiet)

@@ -1,5 +1,6 @@
 """The fastest combination of settings that holds end to end, with a bounded number of checks."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -231,8 +232,14 @@ class CheckedSearch:
                     added = (choosing[key] - choosing[now], checking[key] - checking[now])
                     if saved <= 0.0 or any(a > r for a, r in zip(added, rooms, strict=True)):
                         continue
-                    shares = [a / r for a, r in zip(added, start, strict=True) if a > 0.0]
-                    rank = saved / max(shares) if shares else float("inf")
+                    # Nothing may be left at first, and something after a move that costs less.
+                    shares = [
+                        a / r if r > 0.0 else math.inf
+                        for a, r in zip(added, start, strict=True)
+                        if a > 0.0
+                    ]
+                    largest = max(shares, default=0.0)
+                    rank = saved / largest if largest > 0.0 else math.inf
                     moves.append((rank, saved, -layer, key, added))
             if not moves:
                 return path

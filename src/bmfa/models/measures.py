@@ -53,7 +53,18 @@ def find_measure(measure: str | Function) -> Measure:
             f"measure is {measure!r}; pass 'features', 'logits' or a function of two outputs"
         )
     name = getattr(measure, "__name__", type(measure).__name__)
-    return Measure(name, _call, lambda reference, output: float(measure(reference, output)), None)
+
+    def compare(reference: Any, output: Any) -> float:
+        value = measure(reference, output)
+        try:
+            return float(value)
+        except (TypeError, ValueError, RuntimeError):
+            raise TypeError(
+                f"the measure {name!r} returned {type(value).__name__}, which is not one number; return "
+                "a float that is 0 for equal outputs"
+            ) from None
+
+    return Measure(name, _call, compare, None)
 
 
 def features(model: nn.Module, images: Tensor, options: Mapping[str, Any]) -> list[Tensor]:

@@ -187,6 +187,11 @@ class ReductionPlan:
             raise ValueError(
                 f"{path} is not a complete plan ({error}); make it again with bmfa.tune_reduction"
             ) from None
+        if len(plan.schedule) != plan.model.layers:  # one number would be a count for every block
+            raise ValueError(
+                f"{path} is not a complete plan (it has {len(plan.schedule)} numbers of tokens for "
+                f"{plan.model.layers} blocks); make it again with bmfa.tune_reduction"
+            )
         return plan
 
     def check_model(self, model: nn.Module) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bmfa.checks import check_integer, check_number
+from bmfa.checks import check_integer, check_number, python_number
 from bmfa.grid import Grid
 from bmfa.models.checked_search import COARSE_STEP, CheckedSearch
 from bmfa.models.hosts import Host, find_host
@@ -122,8 +122,8 @@ def tune(
     Raises:
         TypeError: If the model is not supported, or an argument has a wrong type.
         ValueError: If an argument is out of range, there are fewer than two pictures, they cannot be
-            read or differ in size, the model is patched, or the measure returns NaN. The model is
-            unchanged.
+            read or differ in size, the model is patched, or the measure returns NaN or falls below
+            0. The model is unchanged.
 
     Example:
         >>> import bmfa, torch
@@ -357,7 +357,12 @@ class _Tuner:
                 f"the measure {measure.name!r} returned {mean} with {what}; it must return a finite "
                 "number, and the model finite outputs"
             )
-        return _rounded(measure.change(mean), 6)
+        if mean < -self.settings.tolerance:
+            raise ValueError(
+                f"the measure {measure.name!r} returned {mean:g} with {what}; it must grow with the "
+                "change from 0, its value for equal outputs (return 1 - IoU rather than IoU - 1)"
+            )
+        return _rounded(measure.change(max(mean, 0.0)), 6)  # rounding may be below 0
 
     def _check_equal(
         self, measure: Measure, references: Sequence[Any], batches: Sequence[Tensor]
@@ -494,7 +499,8 @@ def _layer_grids(layers: Sequence[TimedLayer]) -> tuple[Grid, ...]:
 
 def check_tolerance(tolerance: object) -> float:
     """Return a tolerance above 0."""
-    if not isinstance(tolerance, bool) and tolerance == 0:
+    number = python_number(tolerance)
+    if isinstance(number, (int, float)) and not isinstance(number, bool) and number == 0:
         raise ValueError(
             "tolerance is 0, which only the unpatched model keeps; pass a number above 0, such as 0.03"
         )
@@ -511,6 +517,11 @@ def _check_errors(errors: Sequence[float]) -> tuple[float, ...]:
 
 
 def _check_times(times: Times, layers: Sequence[int], errors: Sequence[float]) -> None:
+    if not isinstance(times, Mapping) or not all(isinstance(x, Mapping) for x in times.values()):
+        raise TypeError(
+            f"times is {times!r}; pass milliseconds by layer and error target, such as "
+            "{0: {None: 2.5, 0.1: 1.2}}"
+        )
     for layer in layers:
         for error in (None, *errors):
             if error not in times.get(layer, {}):

@@ -462,8 +462,8 @@ def _grid_of(model: nn.Module) -> Iterator[list[Grid]]:
 def check_target(gflops: object, agreement: object) -> None:
     """Raise unless one of a number of GFLOPs and an agreement is given, and in range."""
     if (gflops is None) == (agreement is None):
-        given = "neither gflops nor agreement" if gflops is None else "both gflops and agreement"
-        raise ValueError(f"{given} is given; pass one of them, e.g. gflops=1.5 or agreement=0.95")
+        given = "neither gflops nor agreement is" if gflops is None else "gflops and agreement are"
+        raise ValueError(f"{given} given; pass one of them, e.g. gflops=1.5 or agreement=0.95")
     if gflops is not None:
         check_number("gflops", gflops, low=0.0, open_low=True)
     if agreement is not None:
