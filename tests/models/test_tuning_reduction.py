@@ -252,7 +252,7 @@ def test_plans_are_refused_where_they_do_not_fit(tmp_path: Path) -> None:
         reduce(make_model("vit", seed=1), plan=plan)
     with pytest.raises(ValueError, match="plan does not fit"):
         reduce(make_model("registers"), plan=plan)
-    with pytest.raises(ValueError, match="a policy and a plan is given"):
+    with pytest.raises(ValueError, match="a policy and a plan are given"):
         reduce(model, "tome:8", plan=plan)
     with pytest.raises(ValueError, match="neither a policy nor a plan"):
         reduce(model)

@@ -71,8 +71,8 @@ def reduce(
         193
     """
     if (policy is None) == (plan is None):
-        given = "neither a policy nor a plan" if plan is None else "a policy and a plan"
-        raise ValueError(f"{given} is given; pass one of them, e.g. policy='free-energy:8'")
+        given = "neither a policy nor a plan is" if plan is None else "a policy and a plan are"
+        raise ValueError(f"{given} given; pass one of them, e.g. policy='free-energy:8'")
     chosen: object = parse(policy) if isinstance(policy, str) else policy
     if plan is not None:
         plan = _read_plan(plan, model)
