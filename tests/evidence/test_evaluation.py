@@ -294,7 +294,7 @@ def folder(tmp_path: Path, count: int = 2) -> Path:
     for picture in EmbeddedPictures(count):
         place = tmp_path / "val" / f"{picture.label:03}"
         place.mkdir(parents=True, exist_ok=True)
-        Image.fromarray(picture.pixels).save(place / f"{picture.name.partition('/')[2]}.png")
+        Image.fromarray(picture.pixels).save(place / f"{picture.name.partition(':')[2]}.png")
     return tmp_path / "val"
 
 

@@ -219,8 +219,8 @@ def _mean_cross(shares: Tensor, cross: Tensor) -> Tensor:
         product = shares @ cross.flatten(2)  # (g, r, d e)
         return unflatten(product, 2, cross.shape[2:]).flatten(0, 1)
     # A batch of the rows of the covariances: a single product with d e columns is slower on a CPU.
-    tiles_last = cross[0].transpose(0, 1)  # (d, T, e)
-    return torch.bmm(shares.expand(len(tiles_last), -1, -1), tiles_last).transpose(0, 1)
+    rows = cross[0].transpose(0, 1)  # (d, T, e)
+    return torch.bmm(shares.expand(len(rows), -1, -1), rows).transpose(0, 1)
 
 
 def _attend_to_prefix(heads: Heads, part: slice, q: Tensor) -> tuple[Tensor, Tensor]:
