@@ -1,7 +1,7 @@
 """The grid of spatial tokens and its Z-order."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, wraps
 from typing import ParamSpec, TypeVar
@@ -224,3 +224,13 @@ def _half_bits(side: int, depth: int) -> Tensor:
         start, stop = torch.where(second, middle, start), torch.where(second, stop, middle)
         bits = 4 * bits + second
     return bits
+
+
+def grid_to_list(grid: Grid | None) -> list[int]:
+    """Return height, width and frames for an operator of torch, which takes no grids; [] for None."""
+    return [] if grid is None else [grid.height, grid.width, grid.frames]
+
+
+def grid_from_list(sides: Sequence[int]) -> Grid | None:
+    """Return the grid of `grid_to_list`."""
+    return Grid(sides[0], sides[1], frames=sides[2]) if sides else None

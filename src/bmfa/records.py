@@ -154,6 +154,11 @@ def environment(device: str = "cpu") -> dict[str, Any]:
     }
 
 
+def round_digits(value: float, digits: int) -> float:
+    """Round to significant digits, so that a file holds the very number that was used."""
+    return float(f"{value:.{digits}g}")
+
+
 def _version() -> str:
     from bmfa import __version__  # the package imports this module
 

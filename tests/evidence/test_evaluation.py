@@ -292,9 +292,9 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 def folder(tmp_path: Path, count: int = 2) -> Path:
     """Pictures of classes 0 to 9 in folders by class index."""
     for picture in EmbeddedPictures(count):
-        place = tmp_path / "val" / f"{picture.label:03}"
-        place.mkdir(parents=True, exist_ok=True)
-        Image.fromarray(picture.pixels).save(place / f"{picture.name.partition(':')[2]}.png")
+        class_folder = tmp_path / "val" / f"{picture.label:03}"
+        class_folder.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(picture.pixels).save(class_folder / f"{picture.name.partition(':')[2]}.png")
     return tmp_path / "val"
 
 

@@ -26,7 +26,7 @@ from bmfa.attention.per_query import compute_per_query
 from bmfa.attention.result import Computed
 from bmfa.attention.tiles import compute_tiled, kernel_order, wrap_result
 from bmfa.attention.tiling import Budget, TiledAttention, Tiling
-from bmfa.grid import Grid
+from bmfa.grid import Grid, grid_from_list, grid_to_list
 from bmfa.trees.rules import RandomQuadrants, parse
 from bmfa.trees.tree import Tree
 
@@ -60,7 +60,7 @@ class Settings(NamedTuple):
         rule, budget = options.rule, options.budget
         return cls(
             inputs.grid.height, inputs.grid.width, inputs.grid.frames,
-            _sides(inputs.query_grid), inputs.prefix, inputs.tau, inputs.scale, inputs.order,
+            grid_to_list(inputs.query_grid), inputs.prefix, inputs.tau, inputs.scale, inputs.order,
             options.backend, options.form, options.certificate, options.fallback,
             None if budget is None else budget.error, None if budget is None else budget.expand,
             options.exact_above, "" if rule is None else str(rule),
@@ -73,14 +73,14 @@ class Settings(NamedTuple):
 
     @property
     def tiling(self) -> Tiling:
-        return Tiling(self.grid, query_grid=_grid_of(self.query_grid))
+        return Tiling(self.grid, query_grid=grid_from_list(self.query_grid))
 
     @property
     def grid(self) -> Grid:
         return Grid(self.height, self.width, frames=self.frames)
 
     def inputs(self, q: Tensor, k: Tensor, v: Tensor, valid: Tensor | None) -> AttentionInputs:
-        query_grid = _grid_of(self.query_grid)
+        query_grid = grid_from_list(self.query_grid)
         return AttentionInputs(
             q, k, v, self.grid, self.prefix, self.tau, self.scale, valid, self.order, query_grid
         )
@@ -97,14 +97,6 @@ class Settings(NamedTuple):
             self.certificate,
             self.fallback,
         )
-
-
-def _sides(grid: Grid | None) -> list[int]:
-    return [] if grid is None else [grid.height, grid.width, grid.frames]
-
-
-def _grid_of(sides: list[int]) -> Grid | None:
-    return Grid(sides[0], sides[1], frames=sides[2]) if sides else None
 
 
 _ARGUMENTS = (

@@ -103,6 +103,7 @@ def _run_kernel(
     q, k, v = inputs.to_raster()
     shared["query_prefix"] = inputs.query_prefix
     if options.backend == "reference":
+        k, v = (x.repeat_interleave(inputs.share, 1) for x in (k, v))
         result = _run_reference(q, k, v, tiling, valid=inputs.raster_valid, **shared)
     else:
         from bmfa.attention.kernels.eager import tiles
@@ -134,8 +135,6 @@ def _run_reference(
     from bmfa.attention.kernels import reference
 
     masks = None if valid is None else valid.expand(q.shape[0], -1).cpu().numpy()
-    share = q.shape[1] // max(1, k.shape[1])
-    k, v = (x.repeat_interleave(share, 1) for x in (k, v))
     query, key, value = (x.detach().double().cpu().numpy() for x in (q, k, v))
     result = reference.tiled_attention(query, key, value, tiling, valid=masks, **shared)
     expanded = torch.from_numpy(result.expanded).to(q.device)

@@ -1,4 +1,4 @@
-"""bmfa tune: a plan for a model and a size, chosen on a person's pictures.
+"""bmfa tune: a plan for a model and a size, chosen on the user's pictures.
 
 It is one of attention for a tolerance, or one of merging for a target of GFLOPs or of agreement.
 """

@@ -321,9 +321,9 @@ class _FolderClasses:
         label = next((name for name in self.names if _is_label(name)), None)
         if label is not None:
             other = next(name for name in self.names if not _is_label(name))
-            place = "pictures of its own" if other == "" else f"a folder {other!r}"
+            rest = "pictures of its own" if other == "" else f"a folder {other!r}"
             raise PictureError(
-                f"{path} has a folder {label!r}, which is a class index or a WordNet id, and {place}; "
+                f"{path} has a folder {label!r}, which is a class index or a WordNet id, and {rest}; "
                 "pass the class of every folder in a class map (--class-map FILE), or move the others"
             )
         if "" in self.names:

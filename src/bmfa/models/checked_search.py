@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from bmfa.models.setting_search import Combination, SettingSearch
-from bmfa.records import Row
+from bmfa.records import Row, round_digits
 
 # A budget that failed shrinks by the ratio of tolerance and change, and by this factor to the power of
 # the number of checks that failed.
@@ -22,7 +22,7 @@ LEAST_SAVING = 0.005
 # Single targets that are predicted to exceed the tolerance by this factor are not checked. They must
 # hold on the choosing images, too, and with a plan of DeiT-Tiny at 768 px, prediction and measurement on
 # one image differ by at most 4 % (docs/tuning.md).
-HOPELESS = 2.0
+MAX_PREDICTED_EXCESS = 2.0
 # The change of a layer is about proportional to its error target, so its square to the target's.
 TARGET_POWER = 2
 
@@ -99,7 +99,7 @@ class CheckedSearch:
     def _try(self, chosen: dict[int, float | None], why: str) -> bool:
         """Check a combination, and return True if it holds."""
         tiled = sum(error is not None for error in chosen.values())
-        predicted = float(f"{self.search.change(chosen):.6g}") if self.predicts else None
+        predicted = round_digits(self.search.change(chosen), 6) if self.predicts else None
         measured, choosing = (self.check(chosen) if tiled else 0.0), None
         holds = measured <= self.tolerance
         if holds and tiled and (predicted is None or predicted > self.tolerance):
@@ -109,7 +109,7 @@ class CheckedSearch:
         row: Row = {
             "errors": [chosen[layer] for layer in sorted(chosen)],
             "tiled_layers": tiled,
-            "attention_milliseconds": float(f"{milliseconds:.6g}"),
+            "attention_milliseconds": round_digits(milliseconds, 6),
             "predicted_change": predicted,
             "choosing_change": choosing,
             "measured_change": measured,
@@ -161,13 +161,15 @@ class CheckedSearch:
     def _tighten(self) -> None:
         """Check combinations with smaller budgets until one holds, in the end with all layers dense."""
         scaled, choosing = self._checking_costs(), self.search.costs
-        careful = self.search.with_costs({key: max(choosing[key], scaled[key]) for key in choosing})
+        conservative = self.search.with_costs(
+            {key: max(choosing[key], scaled[key]) for key in choosing}
+        )
         for failed in range(1, TIGHTENING_CHECKS + 1):
             shrink = COARSE_STEP**0.5
             if self.predicts:
                 shrink = (self.tolerance / self._largest_change(-1)) ** self.search.power
-            budget = SHRINK**failed * shrink * careful.cost(self.combinations[-1])
-            chosen = careful.fastest(budget) if budget > 0.0 else {}
+            budget = SHRINK**failed * shrink * conservative.cost(self.combinations[-1])
+            chosen = conservative.fastest(budget) if budget > 0.0 else {}
             if not any(chosen.values()):
                 break
             if self._try(chosen, "the fastest within a smaller budget, after a check that failed"):
@@ -210,7 +212,7 @@ class CheckedSearch:
         if self.predicts:
             budget = self.tolerance**power
             used = row["choosing_change"] or row["predicted_change"]
-            rooms = [budget - used**power, budget - row["measured_change"] ** power]
+            remaining = [budget - used**power, budget - row["measured_change"] ** power]
             # The layers alone and the whole model differ on the checking images, too.
             predicted = sum(checking[key] for key in chosen.items())
             if predicted > 0.0 and row["measured_change"] > 0.0:
@@ -219,8 +221,8 @@ class CheckedSearch:
         else:
             larger = {key: max(choosing[key], checking[key]) for key in choosing}
             choosing = checking = larger
-            rooms = [sum(larger[key] for key in chosen.items()) or search.smallest] * 2
-        start = list(rooms)
+            remaining = [sum(larger[key] for key in chosen.items()) or search.smallest] * 2
+        start = list(remaining)
         path: list[dict[int, float | None]] = []
         while True:
             moves = []
@@ -230,7 +232,7 @@ class CheckedSearch:
                     key = (layer, setting.error)
                     saved = search.settings[now].milliseconds - setting.milliseconds
                     added = (choosing[key] - choosing[now], checking[key] - checking[now])
-                    if saved <= 0.0 or any(a > r for a, r in zip(added, rooms, strict=True)):
+                    if saved <= 0.0 or any(a > r for a, r in zip(added, remaining, strict=True)):
                         continue
                     # Nothing may be left at first, and something after a move that costs less.
                     shares = [
@@ -245,7 +247,7 @@ class CheckedSearch:
                 return path
             *_, (layer, error), added = max(moves, key=lambda move: move[:3])
             chosen = chosen | {layer: error}
-            rooms = [room - a for room, a in zip(rooms, added, strict=True)]
+            remaining = [left - a for left, a in zip(remaining, added, strict=True)]
             path.append(chosen)
 
     def _try_single_targets(self) -> bool:
@@ -255,7 +257,7 @@ class CheckedSearch:
         for time, error, chosen in sorted(singles, key=lambda single: single[:2]):
             if time >= self._best_milliseconds:
                 return False
-            if self.predicts and self.search.change(chosen) > HOPELESS * self.tolerance:
+            if self.predicts and self.search.change(chosen) > MAX_PREDICTED_EXCESS * self.tolerance:
                 continue
             why = f"error={error:g} for all layers"
             if chosen not in self.combinations and self._try(chosen, why):

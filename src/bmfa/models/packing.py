@@ -124,6 +124,11 @@ def pack(
     )
 
 
+def index_device(x: Tensor) -> torch.device:
+    """Device for indices of tokens: that of x in a graph; else the CPU, with one copy at the end."""
+    return x.device if torch.compiler.is_compiling() else torch.device("cpu")
+
+
 def _behind(index: Tensor, tokens: int) -> Tensor | None:
     """Return (pictures, P) indices behind the pictures in their sequences, None if there are none."""
     count = index.shape[1]

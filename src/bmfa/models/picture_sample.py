@@ -18,6 +18,16 @@ ACCEPTED = (
     "a (N, 3, height, width) tensor, a list of (3, height, width) tensors, a DataLoader or a folder"
 )
 
+# Pictures from which on some of them take no part in the choice.
+LEAST_CONFIRMED = 6
+
+
+def split_counts(count: int) -> list[int]:
+    """Return the numbers of pictures, of at least two, that choose, check and only confirm."""
+    choosing = (count + 1) // 2
+    confirming = (count - choosing) // 2 if count >= LEAST_CONFIRMED else 0
+    return [choosing, count - choosing - confirming, confirming]
+
 
 def sample_pictures(
     pictures: Any,

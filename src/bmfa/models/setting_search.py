@@ -8,6 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from bmfa.records import round_digits
+
 # The error target of every layer, None for dense attention.
 Combination = Mapping[int, float | None]
 
@@ -79,7 +81,7 @@ def add_between(settings: Iterable[LayerSetting]) -> list[LayerSetting]:
     for low, high in pairwise(settings):
         if low.error is None or high.error is None or low.change is None or high.change is None:
             continue
-        middle = float(f"{math.sqrt(low.error * high.error):.2g}")
+        middle = round_digits(math.sqrt(low.error * high.error), 2)
         if high.error < LEAST_STEP * low.error or not low.error < middle < high.error:
             continue
         share = math.log(middle / low.error) / math.log(high.error / low.error)
@@ -88,7 +90,7 @@ def add_between(settings: Iterable[LayerSetting]) -> list[LayerSetting]:
             change = low.change ** (1 - share) * high.change**share
         else:
             change = (1 - share) * low.change + share * high.change
-        milliseconds, change = float(f"{milliseconds:.5g}"), float(f"{change:.6g}")
+        milliseconds, change = round_digits(milliseconds, 5), round_digits(change, 6)
         added.append(LayerSetting(low.layer, middle, milliseconds, change, interpolated=True))
     return sorted([*settings, *added], key=lambda s: -1.0 if s.error is None else s.error)
 

@@ -30,11 +30,11 @@ from bmfa.models.patching import (
     planned_options,
     unpatch,
 )
-from bmfa.models.picture_sample import find_preprocessing, sample_pictures
+from bmfa.models.picture_sample import find_preprocessing, sample_pictures, split_counts
 from bmfa.models.plan import ModelFingerprint, Plan
 from bmfa.models.preprocessing import Preprocessing
 from bmfa.models.setting_search import LayerSetting, SettingSearch, add_between
-from bmfa.records import environment
+from bmfa.records import environment, round_digits
 from bmfa.timing import synchronize
 
 Progress = Callable[[int, int], None]  # steps done, of how many
@@ -49,8 +49,6 @@ ERRORS = (0.01, 0.02, 0.03, 0.05, 0.1, 0.2)
 PICTURES = {"cuda": 32, "cpu": 8}
 # Share of the time of dense attention that a setting must save; medians of five repeat to about 1 %.
 LEAST_GAIN = 0.02
-# Pictures from which on some of them take no part in the choice.
-LEAST_CONFIRMED = 6
 
 
 def tune(
@@ -362,7 +360,7 @@ class _Tuner:
                 f"the measure {measure.name!r} returned {mean:g} with {what}; it must grow with the "
                 "change from 0, its value for equal outputs (return 1 - IoU rather than IoU - 1)"
             )
-        return _rounded(measure.change(max(mean, 0.0)), 6)  # rounding may be below 0
+        return round_digits(measure.change(max(mean, 0.0)), 6)  # rounding may be below 0
 
     def _check_equal(
         self, measure: Measure, references: Sequence[Any], batches: Sequence[Tensor]
@@ -399,7 +397,7 @@ class _Tuner:
             unpatch(self.model)
         for function in functions:
             given = function.milliseconds if times is None else times.get(function.layer, {})
-            function.milliseconds = {error: _rounded(ms, 5) for error, ms in given.items()}
+            function.milliseconds = {error: round_digits(ms, 5) for error, ms in given.items()}
         return functions
 
     def _candidates(
@@ -474,8 +472,8 @@ class _Tuner:
                 if repeat > 0:  # the first one warms up
                     samples[index].append(milliseconds)
         unpatch(self.model)
-        dense = _rounded(statistics.median(samples[0]), 5)
-        return dense, (_rounded(statistics.median(samples[1]), 5) if targets else dense)
+        dense = round_digits(statistics.median(samples[0]), 5)
+        return dense, (round_digits(statistics.median(samples[1]), 5) if targets else dense)
 
     def _time_forward(self, batch: Tensor) -> float:
         synchronize(batch.device)
@@ -555,14 +553,14 @@ def _split(images: Tensor, batch_size: int) -> _Parts:
             "there is only 1 picture; pass at least two, because the settings are checked on pictures "
             "that did not choose them"
         )
-    half = (count + 1) // 2
+    counts = split_counts(count)
+    half = counts[0]
     if batch_size > half:
         raise ValueError(
             f"batch_size is {batch_size} and {half} of {count} pictures choose the settings; pass at "
             f"least {2 * batch_size} pictures (and limit), or a smaller batch_size"
         )
-    confirming = (count - half) // 2 if count >= LEAST_CONFIRMED else 0
-    parts = torch.split(images, [half, count - half - confirming, confirming])
+    parts = torch.split(images, counts)
     return _Parts(*(torch.split(part, batch_size) if len(part) else () for part in parts))
 
 
@@ -578,8 +576,3 @@ def _unchanged(model: nn.Module) -> Iterator[None]:
         unpatch(model)
         for module in training:
             module.training = True
-
-
-def _rounded(value: float, digits: int) -> float:
-    """Round to significant digits, so that a file repeats what was chosen from."""
-    return float(f"{value:.{digits}g}")

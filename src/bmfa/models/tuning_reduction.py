@@ -19,7 +19,7 @@ from bmfa.models.hosts import find_host
 from bmfa.models.hosts.base import replacements_in
 from bmfa.models.loading import LoadedModel
 from bmfa.models.patching import unpatch
-from bmfa.models.picture_sample import find_preprocessing, sample_pictures
+from bmfa.models.picture_sample import find_preprocessing, sample_pictures, split_counts
 from bmfa.models.plan import ModelFingerprint
 from bmfa.models.preprocessing import Preprocessing
 from bmfa.models.reducing import reduce
@@ -37,8 +37,6 @@ SAMPLED = 32
 BISECTIONS = 6
 # Share of the operations of the full model that a budget grows by if the agreement does not hold.
 GROWTH = 0.02
-# Pictures from which on some of them take no part in the choice for a target of agreement.
-LEAST_CONFIRMED = 6
 
 
 def tune_reduction(
@@ -130,12 +128,12 @@ def tune_reduction(
             "there is only 1 picture; pass at least two, because the schedule is checked on pictures "
             "that did not choose it"
         )
-    half = (len(images) + 1) // 2
+    choosing, checking, confirming = torch.split(images, split_counts(len(images)))
     tuner = ReductionTuner(
         module,
         dict(options),
         policy,
-        images[:half],
+        choosing,
         batch_size,
         len(host.blocks),
         progress,
@@ -143,10 +141,8 @@ def tune_reduction(
     )
     with tuner:
         if gflops is not None:
-            return tuner.plan_for_gflops(gflops, images[half:], seed)
+            return tuner.plan_for_gflops(gflops, images[len(choosing) :], seed)
         assert agreement is not None
-        unseen = (len(images) - half) // 2 if len(images) >= LEAST_CONFIRMED else 0
-        checking, confirming = images[half : len(images) - unseen], images[len(images) - unseen :]
         return tuner.plan_for_agreement(agreement, checking, confirming, seed)
 
 
@@ -302,14 +298,13 @@ class ReductionTuner:
         """Make the plan of least operations that keeps an agreement."""
         search, full = self.search, float(self.count((0,) * self.depth))
         search.measure_alone()
-        low, high, classes = 0.0, full, self.reference.argmax(-1)
+        low, high = 0.0, full
         for _ in range(BISECTIONS):
             middle = (low + high) / 2
             starts = self.starts(middle)
             schedule = min(starts, key=search.sample) if starts else None
-            held = schedule is not None and bool(
-                (self.reduced_logits(schedule, self.choosing).argmax(-1) == classes).double().mean()
-                >= agreement
+            held = schedule is not None and agreement <= mean_agreement(
+                self.reference, self.reduced_logits(schedule, self.choosing)
             )
             low, high = (low, middle) if held else (middle, high)
         reference, rows, budget = self.logits(checking), [], high
@@ -321,19 +316,21 @@ class ReductionTuner:
             budget += GROWTH * full
         last = rows[-1]
         if len(confirming):
-            last = self.check(schedule, confirming, self.logits(confirming))
+            last = last | self._measure(schedule, confirming, self.logits(confirming))
         counts = (len(checking), len(confirming))
         return self._plan("agreement", agreement, schedule, rows, last, counts, seed)
 
     def check(self, schedule: Schedule, images: Tensor, reference: Tensor) -> Row:
         """Measure a schedule on pictures that did not choose it, and on those that did."""
-        chosen = self.reduced_logits(schedule, self.choosing)
+        choosing = self._measure(schedule, self.choosing, self.reference)
+        row: Row = {"schedule": list(schedule), "gflops": self.count(schedule) / 1e9}
+        row |= {"choosing_kl": choosing["output_kl"], "choosing_agreement": choosing["agreement"]}
+        return row | self._measure(schedule, images, reference)
+
+    def _measure(self, schedule: Schedule, images: Tensor, reference: Tensor) -> Row:
+        """Return output KL and agreement of a schedule; `reference` are logits of the full model."""
         logits = self.reduced_logits(schedule, images)
         return {
-            "schedule": list(schedule),
-            "gflops": self.count(schedule) / 1e9,
-            "choosing_kl": mean_kl(self.reference, chosen),
-            "choosing_agreement": mean_agreement(self.reference, chosen),
             "output_kl": mean_kl(reference, logits),
             "agreement": mean_agreement(reference, logits),
         }

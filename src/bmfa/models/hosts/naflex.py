@@ -20,7 +20,14 @@ from bmfa.models.packed_calls import (
     is_traced,
     runs_dense,
 )
-from bmfa.models.packing import Packing, outside_graphs, pack, prepare_compiling, raster_order
+from bmfa.models.packing import (
+    Packing,
+    index_device,
+    outside_graphs,
+    pack,
+    prepare_compiling,
+    raster_order,
+)
 from bmfa.models.token_grid import TokenGrid
 
 TOWER = "timm.models.naflexvit.NaFlexVit"
@@ -95,8 +102,7 @@ class NaFlexReader:
         attn_mask: Tensor | None = None,
     ) -> None:
         prefix = self.token_grid.prefix
-        # On the device in a graph; otherwise on the CPU, with one copy at the end.
-        device = x.device if torch.compiler.is_compiling() else torch.device("cpu")
+        device = index_device(x)
         if patch_coord is None:
             height, width = module.embeds.dynamic_feat_size(x.shape[-2:])
             grid = Grid(int(height), int(width))

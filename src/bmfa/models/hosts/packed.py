@@ -29,7 +29,14 @@ from bmfa.models.packed_calls import (
     is_traced,
     runs_dense,
 )
-from bmfa.models.packing import Packing, outside_graphs, pack, prepare_compiling, raster_order
+from bmfa.models.packing import (
+    Packing,
+    index_device,
+    outside_graphs,
+    pack,
+    prepare_compiling,
+    raster_order,
+)
 from bmfa.models.token_grid import TokenGrid
 from bmfa.packages import load_package
 
@@ -124,8 +131,7 @@ def _read_pixtral(
     if image_sizes is None:
         image_sizes = [pixel_values.shape[-2:]] * pixel_values.shape[0]
     pictures, start = [], 0
-    # On the device in a graph; otherwise on the CPU, with one copy at the end.
-    device = pixel_values.device if torch.compiler.is_compiling() else torch.device("cpu")
+    device = index_device(pixel_values)
     for height, width in image_sizes:
         grid = Grid(int(height) // tower.patch_size, int(width) // tower.patch_size)
         pictures.append((grid, torch.arange(start, start + grid.size, device=device)))

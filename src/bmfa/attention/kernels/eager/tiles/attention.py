@@ -120,8 +120,8 @@ def _attend(
         head = torch.arange(part.start, part.stop, device=device).unsqueeze(1)
         numbers.append((head * groups + torch.arange(groups, device=device)[positions]).flatten())
     rows = torch.cat(numbers).argsort().view(-1, groups)
-    in_raster = rows.index_select(1, heads.order.argsort())
-    return torch.cat(outputs), rows, torch.cat(expanded)[in_raster]
+    raster_rows = rows.index_select(1, heads.order.argsort())
+    return torch.cat(outputs), rows, torch.cat(expanded)[raster_rows]
 
 
 def _group_chunks(heads: Heads, choice: Choice) -> Iterator[tuple[slice, slice, bool]]:

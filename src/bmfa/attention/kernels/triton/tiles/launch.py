@@ -32,7 +32,7 @@ from bmfa.attention.tiling import (
     UNIFORM_SHARE,
     Tiling,
 )
-from bmfa.grid import Grid
+from bmfa.grid import Grid, grid_from_list
 
 # Tensors that every call passes; kernels find them by these names.
 INPUTS = ("q", "k", "v", "valid", "o", "expanded_count", "coarse_bits", "probes")
@@ -107,9 +107,7 @@ class CallKey(NamedTuple):
     def tiling(self) -> Tiling:
         """Tiles of the one size that the kernels are written for."""
         grid = Grid(self.height, self.width, frames=self.frames)
-        query_grid = None
-        if self.queries is not None:
-            query_grid = Grid(self.queries[0], self.queries[1], frames=self.queries[2])
+        query_grid = grid_from_list(self.queries[:3] if self.queries else ())
         return Tiling(grid, query_grid=query_grid, group_tiles=self.group_tiles)
 
     @property

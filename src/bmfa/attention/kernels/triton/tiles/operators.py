@@ -10,7 +10,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from bmfa.attention.kernels.triton import unsupported_reason as unsupported_device_reason
 from bmfa.attention.tiling import TILE_SIDE, TiledAttention, Tiling, unflatten
-from bmfa.grid import Grid
+from bmfa.grid import Grid, grid_from_list, grid_to_list
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 DIMS = (32, 64, 72, 80, 96, 128)  # head dimensions that the tests run
@@ -103,7 +103,7 @@ def tiled_attention(
     output, expanded_count, coarse_bits, probes = operator(
         q, k, v, valid, tiling.grid.height, tiling.grid.width, tiling.grid.frames, prefix,
         tiling.group_tiles, scale / tau, error, 0.0 if expand is None else expand / tiling.tiles,
-        exact_above, order == "z", _sides(tiling.query_grid),
+        exact_above, order == "z", grid_to_list(tiling.query_grid),
     )  # fmt: skip
     shape = (*q.shape[:2], tiling.groups)
 
@@ -117,16 +117,12 @@ def tiled_attention(
     return TiledAttention(output, expanded_count.view(shape), probes, expanded)
 
 
-def _sides(grid: Grid | None) -> list[int]:
-    return [] if grid is None else [grid.height, grid.width, grid.frames]
-
-
 def _tiling(
     height: int, width: int, frames: int, group_tiles: int, query_grid: Sequence[int]
 ) -> Tiling:
     """Make the tiling of a call from the arguments of the operator."""
-    queries = Grid(query_grid[0], query_grid[1], frames=query_grid[2]) if query_grid else None
-    return Tiling(Grid(height, width, frames=frames), query_grid=queries, group_tiles=group_tiles)
+    grid = Grid(height, width, frames=frames)
+    return Tiling(grid, query_grid=grid_from_list(query_grid), group_tiles=group_tiles)
 
 
 def _tiles_with_tokens(tiling: Tiling, valid: Tensor | None, order: str, like: Tensor) -> Tensor:
