@@ -613,7 +613,7 @@ def operator_arguments(masked: bool, query_grid: Grid | None = None) -> tuple[An
     arguments = (valid, 9, 16, 1, 1, 2, 0.2, 0.1, 0.0, 1.0, False)
     if query_grid is None:
         return q, k, v, *arguments
-    return tensors(query_grid, prefix=3)[0], k, v, *arguments, operators._sides(query_grid)
+    return tensors(query_grid, prefix=3)[0], k, v, *arguments, grid_to_list(query_grid)
 
 
 @pytest.mark.parametrize("query_grid", [None, Grid(5, 9, frames=2)])
