@@ -15,6 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from bmfa import Grid, screened_attention
 from bmfa.attention.kernels.reference.tiles import ReferenceTiled
 from bmfa.attention.tiling import PROBE_SLOTS, TiledAttention, Tiling
+from bmfa.grid import grid_to_list
 from tiled_cases import NAMED_GRIDS, TiledCase, compare, dense_error, tiled_case
 
 triton = pytest.importorskip("triton")
