@@ -4,6 +4,7 @@ PYTHON ?= python3
 # Parallel test processes: one per core.
 JOBS ?= auto
 BIN := .venv/bin
+NATIVE := src/bmfa/attention/kernels/native
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 PYTEST := $(BIN)/python -m pytest --numprocesses $(JOBS) --maxprocesses 8 --dist worksteal
 
@@ -22,7 +23,7 @@ help:
 	@echo "make setup     .venv with the pinned versions"
 	@echo "make clean     removes .venv and everything that was built"
 
-setup: .venv/.installed
+setup: .venv/.installed .venv/.compiled
 
 .venv/.installed: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
@@ -31,6 +32,10 @@ setup: .venv/.installed
 	$(PIP) torch
 	$(PIP) --editable '.[test]'
 	touch $@
+
+# The C++ kernels. Everything works without them; the next make tries again.
+.venv/.compiled: .venv/.installed $(NATIVE)/compile.py $(wildcard $(NATIVE)/*.cpp $(NATIVE)/*.h)
+	@if $(BIN)/python $(NATIVE)/compile.py; then touch $@; fi
 
 report: setup
 	$(BIN)/bmfa report
@@ -57,3 +62,4 @@ dist: setup
 
 clean:
 	rm -rf .venv report build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -f $(NATIVE)/tiles-*.so $(NATIVE)/build-failure.txt

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 import bmfa
+from bmfa.attention.kernels.native import compile as native_build
 from bmfa.evidence import recorded
 
 ROOT = Path(__file__).parents[1]
@@ -24,11 +25,15 @@ pytestmark = pytest.mark.slow
 def dist(tmp_path_factory):
     """A folder with the sdist, and with the wheel that was built from it."""
     folder = tmp_path_factory.mktemp("dist")
-    command = [sys.executable, "-m", "build", "--outdir", str(folder), str(ROOT)]
-    environment = {**os.environ, "PIP_CONSTRAINT": str(ROOT / "constraints.txt")}
+    build("--outdir", str(folder), str(ROOT))
+    return folder
+
+
+def build(*options, **variables):
+    command = [sys.executable, "-m", "build", *options]
+    environment = {**os.environ, "PIP_CONSTRAINT": str(ROOT / "constraints.txt"), **variables}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
-    return folder
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +63,9 @@ def test_the_wheel_holds_every_file_of_the_package(wheel):
     expected = {
         str(path.relative_to(source))
         for path in (source / "bmfa").rglob("*")
-        if path.is_file() and "__pycache__" not in path.parts
+        if path.is_file()
+        and "__pycache__" not in path.parts
+        and not path.name.startswith(("tiles-", native_build.FAILURE_FILE))
     }
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
@@ -77,6 +84,54 @@ def test_the_sdist_holds_the_tests_and_what_they_read(dist):
         names = {name.partition("/")[2] for name in archive.getnames()}
     files = ("LICENSE", "Makefile", "README.md", "constraints.txt", "mkdocs.yml", "pyproject.toml")
     assert {*files, "docs/gallery.png", "records/synthetic.json", "tests/test_dist.py"} <= names
+    native = {name.rpartition("/")[2] for name in names if "/kernels/native/" in name}
+    assert "hatch_build.py" in names and sources(native) == sources()
+    assert native == {name for name in native if name.endswith((".py", ".cpp", ".h"))}
+
+
+def sources(names=None):
+    """Files that the kernels are compiled from, of a list or of the checkout."""
+    listed = os.listdir(native_build.FOLDER) if names is None else names
+    return {name for name in listed if name.endswith(("compile.py", ".cpp", ".h"))}
+
+
+def native_files(wheel):
+    """What the wheel has of the kernels, and its metadata."""
+    with zipfile.ZipFile(wheel) as archive:
+        native = {name.rpartition("/")[2] for name in archive.namelist() if "/native/" in name}
+        return native, archive.read(f"bmfa-{bmfa.__version__}.dist-info/WHEEL").decode()
+
+
+def test_the_wheel_has_the_kernels_of_its_platform(wheel):
+    if not native_build._compiler() or native_build.architecture() is None:
+        pytest.skip("needs a C++ compiler on Linux or macOS")
+    sets = native_build.INSTRUCTION_SETS[native_build.architecture()]
+    expected = {native_build.object_path(name).name for name in sets}
+    names, metadata = native_files(wheel)
+    assert {name for name in names if name.endswith((".so", ".txt"))} == expected
+    assert sources(names) == sources()  # for people who install a compiler later
+    assert re.search(r"-py3-none-(linux|macosx_\d+_\d+)_(x86_64|arm64|aarch64)\.whl$", wheel.name)
+    assert "Root-Is-Purelib: false" in metadata
+
+
+def test_the_wheel_is_pure_without_a_compiler(dist, tmp_path):
+    """From the sdist, as `pip install` does; the reason is installed with it."""
+    (path,) = dist.glob("*.tar.gz")
+    with tarfile.open(path) as archive:
+        archive.extractall(tmp_path, filter="data")
+    (source,) = tmp_path.iterdir()
+    build("--wheel", "--outdir", str(tmp_path), str(source), CXX="false")
+    (pure,) = tmp_path.glob("*.whl")
+    names, metadata = native_files(pure)
+    assert pure.name.endswith("-py3-none-any.whl") and "Root-Is-Purelib: true" in metadata
+    assert [name for name in names if name.endswith((".so", ".txt"))] == ["build-failure.txt"]
+    assert sources(names) == sources()
+    with zipfile.ZipFile(pure) as archive:
+        archive.extractall(tmp_path / "site")
+    text = run(tmp_path / "site", tmp_path, sys.executable, "-m", "bmfa", "info", "--json", "-")
+    rows = json.loads(text)["rows"]
+    (status,) = [row["status"] for row in rows if row["name"] == "native"]
+    assert status.startswith("unavailable: ") and native_build.COMMAND in status
 
 
 def test_the_package_description_has_no_relative_link(wheel):

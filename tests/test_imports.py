@@ -23,7 +23,10 @@ LAYERS = (
 )
 RANK = {part: rank for rank, parts in enumerate(LAYERS) for part in parts}
 CORE = {part for parts in LAYERS[:4] for part in parts}  # imports torch and numpy only
-KERNELS = ("reference", "eager", "triton")
+KERNELS = {
+    "attention": ("reference", "eager", "native", "triton"),
+    "merging": ("reference", "eager", "triton"),
+}
 # Imports against the direction that are still to be mended, each with the reason.
 EXEMPT: dict[tuple[str, str], str] = {}
 
@@ -82,7 +85,7 @@ def test_evidence_is_imported_by_the_command_line_alone():
     assert importers <= {"cli", "evidence"}
 
 
-@pytest.mark.parametrize("folder", ["attention", "merging"])
+@pytest.mark.parametrize("folder", KERNELS)
 def test_kernels_do_not_import_one_another(folder):
     found = set()
     for name in FILES:
@@ -90,10 +93,12 @@ def test_kernels_do_not_import_one_another(folder):
         if parts[1:3] != [folder, "kernels"] or len(parts) < 4:
             continue
         found.add(parts[3])
-        others = {f"bmfa.{folder}.kernels.{kernel}" for kernel in KERNELS if kernel != parts[3]}
+        others = {
+            f"bmfa.{folder}.kernels.{kernel}" for kernel in KERNELS[folder] if kernel != parts[3]
+        }
         wrong = {x for x in internal(name) if any(f"{x}.".startswith(f"{o}.") for o in others)}
         assert not wrong, f"{name} imports {', '.join(sorted(wrong))}"
-    assert found == set(KERNELS)
+    assert found == set(KERNELS[folder])
 
 
 def test_the_core_imports_torch_and_numpy_alone():

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+from bmfa.attention.kernels.native import library
 from bmfa.attention.kernels.triton import unsupported_reason
 from bmfa.packages import PACKAGES, is_installed
 from bmfa.records import Record, Row, environment
@@ -54,8 +55,16 @@ def _backends() -> list[Row]:
     return [
         _row("backend", "reference", "available: float64 NumPy, the specification"),
         _row("backend", "eager", "available: any torch device, gradients by autograd"),
+        _row("backend", "native", _native()),
         _row("backend", "triton", _triton()),
     ]
+
+
+def _native() -> str:
+    reason = library.unavailable_reason()
+    if reason is not None:
+        return f"unavailable: {reason}"
+    return f"available: {library.instruction_set()} on the CPU; without gradients"
 
 
 def _triton() -> str:
