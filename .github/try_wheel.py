@@ -1,7 +1,7 @@
 """Smoke test of an installed wheel: `python try_wheel.py [objects | pure]`.
 
-`objects` loads every shared object and needs no torch; `pure` expects none. Without an argument, an object
-must be chosen for the processor, and a call of the library must agree with dense attention.
+`objects` loads every shared object and needs no torch; `pure` expects none. Without an argument, an
+object must be chosen for the processor, and a call of the library must agree with dense attention.
 """
 
 import ctypes
