@@ -114,11 +114,16 @@ def test_a_set_that_the_processor_lacks_is_not_loaded(stub, monkeypatch):
 
 
 @needs_compiler
-def test_objects_of_other_sources_are_refused_and_compiled_again(stub):
+def test_objects_of_other_sources_are_refused_and_compiled_again(stub, monkeypatch):
     stub.compile_all()
     (stub.FOLDER / "stub.h").write_text(HEADER + "// changed\n")
     assert library.load() is None
     assert "was compiled from other sources; run make setup or" in library.unavailable_reason()
+    with monkeypatch.context() as patch:
+        patch.setenv("CXX", "false")
+        assert stub.compile_all()[0] == []
+    clear_caches()
+    assert "false cannot compile the kernels" in library.unavailable_reason()
     assert stub.compile_all() == (list(SETS), None)
     for name in SETS:
         assert stub.sources_hash(name).encode() in stub.object_path(name).read_bytes()

@@ -127,10 +127,7 @@ def _open_once(name: str) -> ctypes.CDLL | str:
     build = _build()
     path: Path = build.object_path(name)
     if not path.is_file():
-        failure: Path = build.FOLDER / build.FAILURE_FILE
-        if failure.is_file():
-            return failure.read_text("utf-8", errors="replace").strip()
-        return f"the kernels for {name} have not been compiled; run {build.COMMAND}"
+        return _failure() or f"the kernels for {name} have not been compiled; run {build.COMMAND}"
     try:
         library = ctypes.CDLL(str(path))
         library.bmfa_sources.restype = ctypes.c_char_p
@@ -138,5 +135,12 @@ def _open_once(name: str) -> ctypes.CDLL | str:
     except (OSError, AttributeError) as error:
         return f"{path.name} cannot be loaded ({error}); run {build.COMMAND}"
     if found != build.sources_hash(name).encode():
-        return f"{path.name} was compiled from other sources; run make setup or {build.COMMAND}"
+        stale = f"{path.name} was compiled from other sources; run make setup or {build.COMMAND}"
+        return _failure() or stale
     return library
+
+
+def _failure() -> str | None:
+    """Why the last compilation failed, as it wrote down, or None."""
+    path: Path = _build().FOLDER / _build().FAILURE_FILE
+    return path.read_text("utf-8", errors="replace").strip() if path.is_file() else None
