@@ -8,11 +8,12 @@ from typing import Any, Literal, ParamSpec, TypeVar, get_args
 import torch
 from torch import Tensor
 
-from bmfa.attention.dense import audit_output, dense_attention
+from bmfa.attention.dense import audit_output, dense_attention, native_dense_attention
 from bmfa.attention.dispatch import (
+    Choice,
     choose_per_query,
     choose_tiled,
-    expanded_cost,
+    exact_above,
     in_graph,
     may_run_dense,
 )
@@ -143,7 +144,8 @@ def screened_attention(
             for each leaf) or `"repeated"` (every score replaced by the mean of its leaf), which have
             the same output; the Triton kernel always runs "repeated", and `stats.form` says so. None
             selects by `rule`, and lets "auto" run dense attention.
-        backend: `"auto"`, `"eager"`, `"triton"` (CUDA, no gradients) or `"reference"` (NumPy, float64).
+        backend: `"auto"`, `"native"` (C++ on a CPU, no gradients), `"eager"` (torch operations),
+            `"triton"` (CUDA, no gradients) or `"reference"` (NumPy, float64).
         audit: Fraction of the queries to recompute exactly; `stats.audit` has their error.
         certificate: If True, `stats.certificate` is a proven bound on |output - exact| of every query,
             and `stats.energy_bound` one on E. `"scores"` computes them from all scores; for tiles this
@@ -223,15 +225,15 @@ def screened_attention(
             {"form": form, "backend": backend, "certificate": kind, "fallback": fallback}
         )
         run = choose_tiled(inputs, tiling, budget, backend, allow_dense=allow_dense)
-        if run.backend == "dense":
-            output = dense_attention(inputs, in_graph(q))
-            return _dense(inputs, output, budget, run.why, audit)
+        if run.exact:
+            native = run.backend == "native"
+            output = native_dense_attention(inputs) if native else dense_attention(inputs, in_graph(q))
+            return _dense(inputs, output, budget, run, audit)
         options = AttentionOptions(
             "tiled",
             run.backend,
             budget=budget,
-            # Beyond this share exact attention is faster. A budget of leaves has no such limit.
-            exact_above=1.0 if budget.error is None else 1.0 / expanded_cost(q.device.type),
+            exact_above=exact_above(budget, run.backend),
             certificate=_default_kind(kind, "scores") if bounded else None,
             fallback=fallback,
         )
@@ -257,22 +259,23 @@ def _tiled(
             why = f"auto: tiles, or dense attention inside the operator if {over}"
     if computed.dense and allow_dense:
         why = f"auto: {over}, dense is faster"
-        return _dense(inputs, computed.output, options.budget, why, audit)
+        backend = "native" if options.backend == "native" else "dense"
+        return _dense(inputs, computed.output, options.budget, Choice(backend, why), audit)
     if computed.dense:
         why = f"{why}; {over}, and every tile is expanded"
     return _screened(inputs, options, computed, why, audit)
 
 
 def _dense(
-    inputs: AttentionInputs, output: Tensor, budget: Budget, why: str, audit: float
+    inputs: AttentionInputs, output: Tensor, budget: Budget, run: Choice, audit: float
 ) -> Screened:
     """Wrap the output of dense attention."""
     measured = audit_output(inputs, output, audit) if audit > 0 else None
     stats = Stats(
-        "dense",
+        run.backend,
         "dense",
         str(budget),
-        why,
+        run.why,
         audit=measured,
         measure_error=partial(ErrorEstimate, budget.error, 0.0, 0.0, 0.0, 0),
     )

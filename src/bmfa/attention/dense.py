@@ -9,7 +9,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from bmfa.attention.inputs import AttentionInputs, check_finite_scores
-from bmfa.attention.kernels import eager
+from bmfa.attention.kernels import eager, native
 from bmfa.attention.kernels.eager.certificate import UNIT, attention_rounding, score_rounding
 from bmfa.attention.result import Audit, Computed
 from bmfa.checks import has_values
@@ -51,6 +51,24 @@ def dense_attention(inputs: AttentionInputs, in_graph: bool = False) -> Tensor:
     if not q.is_cuda and has_values(q):
         check_finite_scores(q, k, inputs.scale)
     return output
+
+
+def native_dense_attention(inputs: AttentionInputs) -> Tensor:
+    """(B, H, Q, e) attention by the native kernel.
+
+    Raises:
+        ValueError: If q or k hold NaN or infinity, or if scores overflow.
+    """
+    return native.exact_attention(
+        inputs.q,
+        inputs.k,
+        inputs.v,
+        scale=inputs.scale,
+        tau=inputs.tau,
+        prefix=inputs.prefix,
+        valid=inputs.valid,
+        mask_queries=inputs.self_attention,
+    )
 
 
 def attention_operations(shape: Sequence[int], keys: int | None = None) -> float:

@@ -1,11 +1,12 @@
 """Which backend runs a call, and why.
 
-The eager and reference backends run every call. Triton has one predicate for each form, which returns
-None if the kernels can run a call and a reason if they cannot: it selects the backend for "auto", and
-explains the refusal if Triton was requested. `dense_faster_reason` does the same for dense attention.
+The eager and reference backends run every call. The native kernels and Triton have one predicate for each
+form, which returns None if the kernels can run a call and a reason if they cannot: it selects the backend
+for "auto", and explains the refusal if the backend was requested. `dense_faster_reason` does the same for
+dense attention.
 
-An error target on a CPU is decided later: the eager kernel counts the expanded tiles first, and `api.py`
-runs dense attention if they are too many in every head (`AttentionOptions.exact_above`).
+An error target on a CPU is decided later: the kernels count the expanded tiles first, and attend exactly
+in heads in which they are too many (`AttentionOptions.exact_above`).
 """
 
 import math
@@ -17,24 +18,29 @@ from torch import Tensor
 
 from bmfa.attention.dense import attention_operations
 from bmfa.attention.inputs import AttentionInputs, Backend
+from bmfa.attention.kernels import native
 from bmfa.attention.tiling import DEFAULT_ERROR, Budget, Tiling
+from bmfa.checks import has_values
 from bmfa.grid import Grid
 from bmfa.trees.rules import Rule
 
-# The constants below are read off the records of `bmfa bench attention` on the q, k, v of DeiT-Tiny:
-# records/attention-h200.json (CUDA) and records/attention-cpu.json.
+# Constants of the backends: "cuda" is Triton, "native" the C++ kernels on a CPU, "eager" torch operations
+# on any other device. Those of CUDA are read off the records of `bmfa bench attention` on the q, k, v of
+# DeiT-Tiny, records/attention-h200.json; the others off records/attention-cpu.json.
 
 # Spatial tokens from which the tiled form runs for an error target, and for a number of tiles. Which
 # tiles a target expands depends on the data: with fewer tokens than 16,384 on CUDA, real models gain a
-# tenth and random data lose a third, so that the choice would be a guess.
-LEAST_TOKENS = {"cuda": 16384, "cpu": 2048}
-LEAST_TOKENS_OF_BUDGET = {"cuda": 4096, "cpu": 2048}
+# tenth and random data lose a third, so that the choice would be a guess. Torch operations on a CPU are
+# no faster than dense attention with 4,096 tokens.
+LEAST_TOKENS = {"cuda": 16384, "native": 1024, "eager": 16384}
+LEAST_TOKENS_OF_BUDGET = {"cuda": 4096, "native": 1024, "eager": 4096}
+# Queries times keys of all heads from which exact attention by the native kernel is faster than that of
+# torch, whose threads are already running.
+LEAST_EXACT_SCORES = 3 * 128**2
 # Time that an expanded tile adds, relative to the time that dense attention spends on a tile. On CUDA
 # it is the slope of time over density at 16,384 tokens, 1.9 in records/attention-saliency-h200.json and
-# 2.0 in records/attention-h200.json. On a CPU it is the inverse of a density of 0.43;
-# both take equally long at 0.46 on two cores and 2,304 tokens
-# (`bmfa bench attention --tokens 2304 --tiles 0 0.1 0.2 0.3 0.4 0.5`).
-EXPANDED_COST = {"cuda": 1.9, "cpu": 2.3}
+# 2.0 in records/attention-h200.json. The native kernel expands a tile in the time of exact attention.
+EXPANDED_COST = {"cuda": 1.9, "native": 1.15, "eager": 2.3}
 # Mean share of the tiles that an error target expands at 16,384 tokens: 15 % at the default target in
 # records/attention-saliency-h200.json (DeiT-Tiny expands a fifth of that). It grows with about this
 # power of the inverse of the target.
@@ -42,18 +48,19 @@ DEFAULT_EXPANDED_SHARE, SHARE_EXPONENT = 0.15, 1.5
 # Part of the time of dense attention that tiles take more for queries with a grid of their own, at most:
 # all that tiles take on CUDA if none is expanded, 0.16 at 16,384 tokens in records/attention-h200.json.
 # The record has groups of two tiles, and such queries have groups of one: twice the representatives.
-OWN_GRID_COST = {"cuda": 0.16, "cpu": 0.0}
+OWN_GRID_COST = {"cuda": 0.16, "native": 0.0, "eager": 0.0}
 # Operations of dense attention that the tiled form must save. On an H200 2e10 operations take about
 # 0.04 ms, the time of the kernels that run before the attention itself; a call outside of a graph adds
 # about 0.2 ms of host time for its launches (milliseconds_eager - milliseconds in the record).
-LEAST_SAVED_OPERATIONS = {"cuda": 1e11, "cuda graph": 2e10, "cpu": 0.0}
+LEAST_SAVED_OPERATIONS = {"cuda": 1e11, "cuda graph": 2e10, "native": 0.0, "eager": 0.0}
 
 
 class Choice(NamedTuple):
-    """The backend that runs a call, or "dense", and why."""
+    """The backend that runs a call, and why. Backend "dense" is `scaled_dot_product_attention`."""
 
     backend: str
     why: str
+    exact: bool = False  # True for dense attention, by "dense" or "native"
 
 
 def choose_tiled(
@@ -72,23 +79,40 @@ def choose_tiled(
         ValueError: If the requested backend cannot run the call.
     """
     unsupported = None
-    if backend == "triton" or (backend == "auto" and inputs.q.is_cuda):
-        unsupported = triton_tiles_unsupported_reason(inputs, tiling)
+    fast = "triton" if inputs.q.is_cuda else "native"  # of the device, if it can run
+    if backend in ("auto", "native", "triton"):
+        chosen = fast if backend == "auto" else backend
+        unsupported = tiles_unsupported_reason(chosen, inputs, tiling)
     if backend != "auto":
         if unsupported is not None:
             raise _unsupported_error(backend, unsupported)
         return Choice(backend, "requested")
+    runs = fast if unsupported is None else "eager"
     if allow_dense:
-        q = inputs.q
-        reason = dense_faster_reason(q.shape, q.device.type, tiling, budget, in_graph=in_graph(q))
+        q, cost = inputs.q, "cuda" if inputs.q.is_cuda else runs
+        reason = dense_faster_reason(q.shape, cost, tiling, budget, in_graph=in_graph(q))
+        if reason is None and unsupported is not None and inputs.q.is_cuda:
+            reason = f"dense, because triton cannot run: {unsupported}"
         if reason is not None:
-            return Choice("dense", f"auto: {reason}")
-    if not inputs.q.is_cuda:
-        return Choice("eager", "auto: eager runs on every device")
-    if unsupported is None:
-        return Choice("triton", "auto: triton supports the grid, the dtype and the device")
-    fallback = "dense" if allow_dense else "eager"
-    return Choice(fallback, f"auto: {fallback}, because triton cannot run: {unsupported}")
+            exact = runs == "native" and has_values(q)
+            exact = exact and native_exact_is_faster(q.shape, inputs.k.shape[2])
+            return Choice("native" if exact else "dense", f"auto: {reason}", exact=True)
+    if unsupported is not None:
+        return Choice("eager", f"auto: eager, because {fast} cannot run: {unsupported}")
+    return Choice(fast, f"auto: {fast} supports the grid, the dtype and the device")
+
+
+def native_exact_is_faster(shape: Sequence[int], keys: int) -> bool:
+    """True if exact attention is faster by the native kernel than by torch.
+
+    Args:
+        shape: (B, H, Q, d), the shape of the queries.
+        keys: Number of keys.
+    """
+    if torch.compiler.is_compiling():
+        return False
+    batch, heads, queries, _ = shape
+    return batch * heads * queries * keys >= LEAST_EXACT_SCORES
 
 
 def choose_per_query(inputs: AttentionInputs, rule: Rule, backend: Backend) -> Choice:
@@ -97,6 +121,8 @@ def choose_per_query(inputs: AttentionInputs, rule: Rule, backend: Backend) -> C
     Raises:
         ValueError: If the requested backend cannot run the call.
     """
+    if backend == "native":
+        raise _unsupported_error(backend, "a rule has a tree for each query, and it runs tiles")
     unsupported = None
     if backend == "triton" or (backend == "auto" and inputs.q.is_cuda):
         unsupported = triton_trees_unsupported_reason(inputs, rule)
@@ -119,11 +145,13 @@ def _unsupported_error(backend: str, reason: str) -> ValueError:
     )
 
 
-def triton_tiles_unsupported_reason(inputs: AttentionInputs, tiling: Tiling) -> str | None:
-    """Return why the Triton kernels of the form "tiled" cannot run, or None if they can."""
+def tiles_unsupported_reason(backend: str, inputs: AttentionInputs, tiling: Tiling) -> str | None:
+    """Return why the kernels of a backend, "native" or "triton", cannot run over tiles, or None."""
+    q, k, v = inputs.q, inputs.k, inputs.v
+    if backend == "native":
+        return native.unsupported_reason(q, k, v)
     from bmfa.attention.kernels.triton.tiles import operators
 
-    q, k, v = inputs.q, inputs.k, inputs.v
     return operators.unsupported_reason(q, k, v, tiling, inputs.prefix, inputs.order)
 
 
@@ -136,13 +164,13 @@ def triton_trees_unsupported_reason(inputs: AttentionInputs, rule: Rule) -> str 
 
 
 def dense_faster_reason(
-    shape: Sequence[int], device: str, tiling: Tiling, budget: Budget, *, in_graph: bool
+    shape: Sequence[int], backend: str, tiling: Tiling, budget: Budget, *, in_graph: bool
 ) -> str | None:
     """Return why dense attention is expected to be faster, or None if the tiled form is.
 
     Args:
         shape: (B, H, Q, d), the shape of the queries.
-        device: Type of the device, e.g. "cuda".
+        backend: "cuda", "native" or "eager", whose costs decide.
         tiling: Tiles of the grid, and groups of the queries.
         budget: Error target or number of tiles.
         in_graph: True if the launches are recorded in a graph, where host time does not count.
@@ -153,18 +181,18 @@ def dense_faster_reason(
     if math.prod(shape) == 0:
         return "the call has no queries"
     tokens = LEAST_TOKENS_OF_BUDGET if budget.error is None else LEAST_TOKENS
-    least = tokens.get(device, tokens["cpu"])
+    least = tokens[backend]
     if size < least:
         return f"dense attention is as fast below {least} tokens, and there are {size}"
-    if budget.error and device != "cuda":
-        return None  # the eager kernel counts the expanded tiles before it reads their tokens
+    if budget.error and backend != "cuda":
+        return None  # the kernels count the expanded tiles before they read their tokens
     share = expected_share(budget, tiling.tiles)
-    relative_time, keys = expanded_cost(device) * share, None
+    relative_time, keys = EXPANDED_COST[backend] * share, None
     if tiling.query_grid is not None:
-        relative_time += OWN_GRID_COST.get(device, 0.0)
+        relative_time += OWN_GRID_COST[backend]
         keys = tiling.grid.size
     saved = attention_operations(shape, keys) * (1.0 - relative_time)
-    if saved >= LEAST_SAVED_OPERATIONS.get("cuda graph" if in_graph else device, 0.0):
+    if saved > 0 and saved >= LEAST_SAVED_OPERATIONS["cuda graph" if in_graph else backend]:
         return None
     if torch.compiler.is_compiling():  # the share may be a symbol, which has no format ".0%"
         return "tiles save less than they cost"
@@ -188,7 +216,8 @@ def dense_reason(
     *,
     in_graph: bool,
 ) -> str | None:
-    """Return why a call runs dense whatever its values are, or None if that is not certain.
+    """Return why a call runs `scaled_dot_product_attention` whatever its values are, or None if that is
+    not certain.
 
     It reads no tensor, so a model can decide before it computes q, k and v.
 
@@ -204,7 +233,12 @@ def dense_reason(
         return None
     tiling = Tiling(grid)
     budget = Budget.of(tiling, options.get("error"), options.get("leaves"))
-    reason = dense_faster_reason(shape, device, tiling, budget, in_graph=in_graph)
+    backend = "cuda" if device == "cuda" else "eager"
+    if native.supports(device, dtype, shape[3]):
+        backend = "native"
+        if native_exact_is_faster(shape, shape[2]):
+            return None
+    reason = dense_faster_reason(shape, backend, tiling, budget, in_graph=in_graph)
     return None if reason is None else f"auto: {reason}"
 
 
@@ -218,9 +252,11 @@ def expected_share(budget: Budget, tiles: int) -> float:
     return min(1.0, DEFAULT_EXPANDED_SHARE * growth)
 
 
-def expanded_cost(device: str) -> float:
-    """Time of an expanded tile relative to the time that dense attention spends on a tile."""
-    return EXPANDED_COST.get(device, EXPANDED_COST["cpu"])
+def exact_above(budget: Budget, backend: str) -> float:
+    """Share of expanded tiles above which exact attention is faster; a budget of leaves has no such
+    limit."""
+    cost = EXPANDED_COST.get("cuda" if backend == "triton" else backend, EXPANDED_COST["eager"])
+    return 1.0 if budget.error is None else 1.0 / cost
 
 
 def in_graph(q: Tensor) -> bool:

@@ -25,7 +25,7 @@ from bmfa.attention.inputs import (
 from bmfa.attention.per_query import compute_per_query
 from bmfa.attention.result import Computed
 from bmfa.attention.tiles import compute_tiled, kernel_order, wrap_result
-from bmfa.attention.tiling import Budget, TiledAttention, Tiling
+from bmfa.attention.tiling import Budget, TiledAttention, Tiling, probes_per_group
 from bmfa.grid import Grid, grid_from_list, grid_to_list
 from bmfa.trees.rules import RandomQuadrants, parse
 from bmfa.trees.tree import Tree
@@ -73,7 +73,11 @@ class Settings(NamedTuple):
 
     @property
     def tiling(self) -> Tiling:
-        return Tiling(self.grid, query_grid=grid_from_list(self.query_grid))
+        return Tiling(
+            self.grid,
+            query_grid=grid_from_list(self.query_grid),
+            probes_per_group=probes_per_group(self.backend),
+        )
 
     @property
     def grid(self) -> Grid:
@@ -182,7 +186,7 @@ def _fake(q: Tensor, k: Tensor, v: Tensor, valid: Tensor | None, *rest: Any) -> 
     return (
         q.new_empty((*q.shape[:3], v.shape[-1])),
         q.new_empty(tiles if settings.tiled else none, dtype=torch.bool),
-        q.new_empty(probes if settings.tiled else none, dtype=torch.float32),
+        q.new_empty(probes if settings.tiled else none, dtype=torch.float64),
         q.new_empty(queries, dtype=torch.float64),
         q.new_empty(queries, dtype=torch.float64),
         q.new_empty(none if settings.fallback is None else q.shape[:3], dtype=torch.bool),
@@ -195,7 +199,10 @@ def _backward(
     """Gradients of q, k and v, from a second forward."""
     with torch.enable_grad(), torch.autocast(q.device.type, enabled=False):
         q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
-        computed = _compute(q, k, v, valid, Settings(*rest))
+        settings = Settings(*rest)
+        if settings.backend == "native":  # which has no gradients
+            settings = settings._replace(backend="eager")
+        computed = _compute(q, k, v, valid, settings)
         output = computed.output.to(q.dtype)
     gradients = torch.autograd.grad(output, (q, k, v), g, allow_unused=True)
     return tuple(

@@ -22,7 +22,7 @@ from bmfa.trees.rules import Rule
 
 Order = Literal["raster", "z"]
 Form = Literal["tiled", "representative", "repeated"]
-Backend = Literal["auto", "eager", "triton", "reference"]
+Backend = Literal["auto", "native", "eager", "triton", "reference"]
 CertificateKind = Literal["scores", "boxes"]
 
 
@@ -31,7 +31,7 @@ class AttentionOptions:
     """How a call is computed: the form, its parameters and the backend that runs it."""
 
     form: Form
-    backend: str  # "eager", "triton" or "reference"
+    backend: str  # "native", "eager", "triton" or "reference"
     budget: Budget | None = None  # of the form "tiled"
     exact_above: float = 1.0  # share of expanded tiles above which a head is computed exactly
     rule: Rule | None = None  # of the other forms, as is max_depth

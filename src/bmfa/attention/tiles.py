@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bmfa.attention.dense import apply_fallback, dense_attention
+from bmfa.attention.dense import apply_fallback, dense_attention, native_dense_attention
 from bmfa.attention.inputs import (
     AttentionInputs,
     AttentionOptions,
@@ -22,6 +22,7 @@ from bmfa.attention.tiling import (
     Budget,
     TiledAttention,
     Tiling,
+    probes_per_group,
     tokens_to_tiles,
     unflatten,
 )
@@ -34,16 +35,19 @@ from bmfa.trees.tree import Tree
 def compute_tiled(inputs: AttentionInputs, options: AttentionOptions) -> Computed:
     """Run the kernels of a backend, then the certificate and the fallback.
 
-    Where the eager kernel would compute every head exactly (`options.exact_above`), dense attention
-    runs.
+    Where every head would be computed exactly (`options.exact_above`), dense attention runs.
     """
     assert options.budget is not None
-    tiling, budget = inputs.tiling, options.budget
+    budget = options.budget
+    tiling = Tiling(
+        inputs.grid,
+        query_grid=inputs.query_grid,
+        probes_per_group=probes_per_group(options.backend),
+    )
     order = kernel_order(inputs, options)
-    found = _run_kernel(inputs, tiling, options, order)
-    result = _exact_result(inputs, tiling) if found is None else found
+    result, dense = _run_kernel(inputs, tiling, options, order)
     computed = wrap_result(inputs, tiling, result, budget, order)
-    computed.dense = found is None
+    computed.dense = dense
     if options.certificate is not None:
         computed.certificate, computed.energy_bound = tiled_certificate(
             inputs, tiling, result.output, result.expanded, order, options.certificate
@@ -83,8 +87,12 @@ def wrap_result(
 
 def _run_kernel(
     inputs: AttentionInputs, tiling: Tiling, options: AttentionOptions, kernel_order: Order
-) -> TiledAttention | None:
-    """Run the kernels in their order of tokens; the output is in the caller's."""
+) -> tuple[TiledAttention, bool]:
+    """Run the kernels in their order of tokens; the output is in the caller's.
+
+    Returns:
+        The result, and whether every head was computed exactly instead.
+    """
     budget = options.budget
     assert budget is not None
     shared: dict[str, Any] = {
@@ -95,29 +103,39 @@ def _run_kernel(
         from bmfa.attention.kernels.triton.tiles import operators
 
         q, k, v = inputs.q, inputs.k, inputs.v
-        return operators.tiled_attention(
+        result = operators.tiled_attention(
             q, k, v, tiling, valid=inputs.valid, order=kernel_order, **shared
         )
-    if not inputs.q.is_cuda:
-        check_finite_scores(*inputs.zero_invalid()[:2], inputs.scale)
+        return result, False
     q, k, v = inputs.to_raster()
-    shared["query_prefix"] = inputs.query_prefix
-    if options.backend == "reference":
-        k, v = (x.repeat_interleave(inputs.share, 1) for x in (k, v))
-        result = _run_reference(q, k, v, tiling, valid=inputs.raster_valid, **shared)
+    shared |= {"query_prefix": inputs.query_prefix, "valid": inputs.raster_valid}
+    found: TiledAttention | None
+    dense = False
+    if options.backend == "native":
+        from bmfa.attention.kernels import native
+
+        found = None
+        if not budget.expands_all(tiling) and q.numel():
+            found, dense = native.tiled_attention(q, k, v, tiling, **shared)
     else:
-        from bmfa.attention.kernels.eager import tiles
+        if not inputs.q.is_cuda:
+            check_finite_scores(*inputs.zero_invalid()[:2], inputs.scale)
+        if options.backend == "reference":
+            k, v = (x.repeat_interleave(inputs.share, 1) for x in (k, v))
+            found = _run_reference(q, k, v, tiling, **shared)
+        else:
+            from bmfa.attention.kernels.eager import tiles
 
-        found = tiles.tiled_attention(q, k, v, tiling, valid=inputs.raster_valid, **shared)
-        if found is None:
-            return None
-        result = found
-    if inputs.order == "raster":
-        return result
-    return replace(result, output=permute_tokens(result.output, inputs.prefix, inputs.z_order))
+            found = tiles.tiled_attention(q, k, v, tiling, **shared)
+    if found is None:
+        return _exact_result(inputs, tiling, options.backend), True
+    if inputs.order == "z":
+        output = permute_tokens(found.output, inputs.prefix, inputs.z_order)
+        found = replace(found, output=output)
+    return found, dense
 
 
-def _exact_result(inputs: AttentionInputs, tiling: Tiling) -> TiledAttention:
+def _exact_result(inputs: AttentionInputs, tiling: Tiling, backend: str) -> TiledAttention:
     """Dense attention as a result with every tile expanded."""
     shape = (*inputs.q.shape[:2], tiling.groups, tiling.tiles)
     valid = _tile_sizes(inputs, tiling, "raster") > 0  # (B or 1, T)
@@ -126,7 +144,8 @@ def _exact_result(inputs: AttentionInputs, tiling: Tiling) -> TiledAttention:
         (*shape[:2], tiling.probes(inputs.query_prefix), 3), dtype=torch.float32
     )
     count = expanded.sum(-1, dtype=torch.int32)
-    return TiledAttention(dense_attention(inputs), count, probes, expanded)
+    attend = native_dense_attention if backend == "native" else dense_attention
+    return TiledAttention(attend(inputs), count, probes, expanded)
 
 
 def _run_reference(

@@ -43,10 +43,13 @@ UNIFORM_SHARE = 0.2
 LARGEST_SHRINKAGE = 1.2
 # Relative length below which the corrections of the probes are noise, and no correction is made.
 SMALLEST_CORRECTION = 1e-3
-# Exact queries of a head, probes and prefix together, come in multiples of this; the Triton kernels
-# attend with so many queries at once. At least LEAST_PROBES of them are probes, if there are as many
-# groups.
-PROBE_SLOTS, LEAST_PROBES = 64, 32
+# Groups with probes, at most.
+PROBE_SLOTS = 64
+# Probes of a group, and of a group of a call with fewer than FEW_GROUPS groups.
+PROBES_PER_GROUP, FEW_GROUPS, PROBES_OF_FEW_GROUPS = 2, 32, 3
+# The Triton kernels have one probe a group. They attend with PROBE_SLOTS queries at once, probes and
+# queries of the prefix together; at least LEAST_PROBES of them are probes, if there are as many groups.
+LEAST_PROBES = 32
 
 
 @dataclass(frozen=True)
@@ -63,6 +66,9 @@ class Tiling:
         group_tiles: Number of tiles side by side whose queries form a group. The default, 0, means 2
             from WIDE_GROUP_TOKENS tokens on, and otherwise 1.
         tile_columns: Width of a tile in units of its side, 1 for tiles of keys.
+        probes_per_group: Number of probes in each group that has any. The default, 0, means
+            PROBES_OF_FEW_GROUPS if there are fewer than FEW_GROUPS groups, and otherwise
+            PROBES_PER_GROUP. 1 is for the Triton kernels, see `probe_groups`.
     """
 
     grid: Grid
@@ -70,6 +76,7 @@ class Tiling:
     query_grid: Grid | None = None
     group_tiles: int = 0
     tile_columns: int = 1
+    probes_per_group: int = 0
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "grid", check_grid(self.grid))
@@ -77,6 +84,10 @@ class Tiling:
         if self.group_tiles == 0:
             wide = self.query_grid is None and self.grid.size >= WIDE_GROUP_TOKENS
             object.__setattr__(self, "group_tiles", 2 if wide else 1)
+        if self.probes_per_group == 0:
+            few = self.groups < FEW_GROUPS
+            probes = PROBES_OF_FEW_GROUPS if few else PROBES_PER_GROUP
+            object.__setattr__(self, "probes_per_group", probes)
 
     @property
     def width(self) -> int:
@@ -94,7 +105,13 @@ class Tiling:
         if not self.separate_groups:
             return self
         grid = self.grid if self.query_grid is None else self.query_grid
-        return Tiling(grid, self.side, group_tiles=1, tile_columns=self.group_tiles)
+        return Tiling(
+            grid,
+            self.side,
+            group_tiles=1,
+            tile_columns=self.group_tiles,
+            probes_per_group=self.probes_per_group,
+        )
 
     @property
     def frame_rows(self) -> int:
@@ -165,29 +182,45 @@ class Tiling:
         return stride
 
     def probe_slots(self, prefix: int) -> int:
-        """Return the number of queries of a head that are attended exactly, padding included.
+        """Return the number of queries that Triton attends exactly in a head, padding included.
 
         Args:
             prefix: Number of queries before the grid.
         """
         return -(-(prefix + LEAST_PROBES) // PROBE_SLOTS) * PROBE_SLOTS
 
+    def probe_groups(self, prefix: int) -> int:
+        """Return the number of groups with probes, the first ones in `group_order`.
+
+        With one probe a group they fill the slots of the Triton kernels beside the prefix.
+
+        Args:
+            prefix: Number of queries before the grid.
+        """
+        slots = self.probe_slots(prefix) - prefix if self.probes_per_group == 1 else PROBE_SLOTS
+        return min(self.groups, slots)
+
     def probes(self, prefix: int) -> int:
-        """Return P, the number of groups with a probe, the first ones in `group_order`."""
-        return min(self.groups, self.probe_slots(prefix) - prefix)
+        """Return P, the number of probes; probe j of the group at position r has the index
+        r * probes_per_group + j."""
+        return self.probe_groups(prefix) * self.probes_per_group
 
     @overload
-    @staticmethod
-    def probe_quantile(group: int, head: int) -> float: ...
+    def probe_quantile(self, group: int, head: int, probe: int = 0) -> float: ...
 
     @overload
-    @staticmethod
-    def probe_quantile(group: Tensor, head: Tensor) -> Tensor: ...
+    def probe_quantile(self, group: Tensor, head: Tensor, probe: Tensor | int = 0) -> Tensor: ...
 
-    @staticmethod
-    def probe_quantile(group: int | Tensor, head: int | Tensor) -> float | Tensor:
-        """Return the number in (0, 1), by a fixed hash, that draws the probe of a group of a head."""
-        return ((group * 40503 + head * 9973 + 17) % 65536 + 0.5) / 65536
+    def probe_quantile(
+        self, group: int | Tensor, head: int | Tensor, probe: int | Tensor = 0
+    ) -> float | Tensor:
+        """Return the number in (0, 1), by a fixed hash, that draws a probe of a group of a head.
+
+        The numbers of the probes of a group are 1 / probes_per_group apart, modulo 1: systematic
+        sampling, in which a query of at least that probability is always drawn.
+        """
+        first = ((group * 40503 + head * 9973 + 17) % 65536 + 0.5) / 65536
+        return (first + probe / self.probes_per_group) % 1.0
 
     def tiles_within(self, leaves: float | int) -> int:
         """Return the mean number of tiles of a group that a budget of leaves can expand.
@@ -205,6 +238,11 @@ class Tiling:
         if budget >= self.grid.size:
             return self.tiles
         return min(self.tiles, max(0, int((budget - self.tiles) // (self.slots - 1))))
+
+
+def probes_per_group(backend: str) -> int:
+    """`Tiling.probes_per_group` of the kernels of a backend."""
+    return 1 if backend == "triton" else 0
 
 
 @dataclass(frozen=True)
@@ -225,6 +263,10 @@ class Budget:
         if leaves is not None:
             return cls(None, tiling.tiles_within(leaves))
         return cls(check_number("error", DEFAULT_ERROR if error is None else error, low=0.0), None)
+
+    def expands_all(self, tiling: Tiling) -> bool:
+        """True if every tile is expanded, whatever the tensors hold."""
+        return self.error == 0.0 or (self.expand is not None and self.expand >= tiling.tiles)
 
     def __str__(self) -> str:
         return f"error {self.error:g}" if self.expand is None else f"{self.expand} tiles expanded"

@@ -91,7 +91,22 @@ def unsupported_reason(q: Tensor, k: Tensor, v: Tensor) -> str | None:
         return f"a head has {max(k.shape[-1], v.shape[-1])} channels, and the most is {MAX_CHANNELS}"
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         return "gradients are required, which native kernels do not compute"
+    return _unavailable_reason()
+
+
+def _unavailable_reason() -> str | None:
     return library.unavailable_reason()
+
+
+# torch.compile takes the result as a constant. The mark is that of
+# torch.compiler.assume_constant_result, which would load the compiler on import.
+_unavailable_reason._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def supports(device: str, dtype: torch.dtype, channels: int) -> bool:
+    """True if the native kernels run without gradients on tensors of this kind."""
+    fits = device == "cpu" and dtype in DTYPES and channels <= MAX_CHANNELS
+    return fits and _unavailable_reason() is None
 
 
 def exact_attention(
