@@ -88,7 +88,9 @@ def unsupported_reason(q: Tensor, k: Tensor, v: Tensor) -> str | None:
     if q.dtype not in DTYPES:
         return f"the dtype is {q.dtype}, and native kernels take float32, bfloat16 and float16"
     if max(k.shape[-1], v.shape[-1]) > MAX_CHANNELS:
-        return f"a head has {max(k.shape[-1], v.shape[-1])} channels, and the most is {MAX_CHANNELS}"
+        return (
+            f"a head has {max(k.shape[-1], v.shape[-1])} channels, and the most is {MAX_CHANNELS}"
+        )
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         return "gradients are required, which native kernels do not compute"
     return _unavailable_reason()
