@@ -108,7 +108,7 @@ class CallKey(NamedTuple):
         """Tiles of the one size that the kernels are written for."""
         grid = Grid(self.height, self.width, frames=self.frames)
         query_grid = grid_from_list(self.queries[:3] if self.queries else ())
-        return Tiling(grid, query_grid=query_grid, group_tiles=self.group_tiles)
+        return Tiling(grid, query_grid=query_grid, group_tiles=self.group_tiles, probes_per_group=1)
 
     @property
     def query_prefix(self) -> int:

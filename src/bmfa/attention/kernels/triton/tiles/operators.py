@@ -122,7 +122,8 @@ def _tiling(
 ) -> Tiling:
     """Make the tiling of a call from the arguments of the operator."""
     grid = Grid(height, width, frames=frames)
-    return Tiling(grid, query_grid=grid_from_list(query_grid), group_tiles=group_tiles)
+    query = grid_from_list(query_grid)
+    return Tiling(grid, query_grid=query, group_tiles=group_tiles, probes_per_group=1)
 
 
 def _tiles_with_tokens(tiling: Tiling, valid: Tensor | None, order: str, like: Tensor) -> Tensor:
