@@ -155,7 +155,7 @@ def _fake(
         q.new_empty((batch, tokens, heads, dim)).transpose(1, 2),
         q.new_empty(lines, dtype=torch.int32),
         q.new_empty((*lines, -(-tiling.tiles // 32)), dtype=torch.int32),
-        q.new_empty((batch * heads, probes, 3), dtype=torch.float32),
+        q.new_empty((batch * heads, probes, 3), dtype=torch.float64),
     )
 
 
