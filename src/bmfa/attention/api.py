@@ -227,7 +227,9 @@ def screened_attention(
         run = choose_tiled(inputs, tiling, budget, backend, allow_dense=allow_dense)
         if run.exact:
             native = run.backend == "native"
-            output = native_dense_attention(inputs) if native else dense_attention(inputs, in_graph(q))
+            output = (
+                native_dense_attention(inputs) if native else dense_attention(inputs, in_graph(q))
+            )
             return _dense(inputs, output, budget, run, audit)
         options = AttentionOptions(
             "tiled",

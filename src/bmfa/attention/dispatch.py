@@ -1,9 +1,9 @@
 """Which backend runs a call, and why.
 
-The eager and reference backends run every call. The native kernels and Triton have one predicate for each
-form, which returns None if the kernels can run a call and a reason if they cannot: it selects the backend
-for "auto", and explains the refusal if the backend was requested. `dense_faster_reason` does the same for
-dense attention.
+The eager and reference backends run every call. The native kernels and Triton have one predicate for
+each form, which returns None if the kernels can run a call and a reason if they cannot: it selects the
+backend for "auto", and explains the refusal if the backend was requested. `dense_faster_reason` does the
+same for dense attention.
 
 An error target on a CPU is decided later: the kernels count the expanded tiles first, and attend exactly
 in heads in which they are too many (`AttentionOptions.exact_above`).
@@ -24,8 +24,8 @@ from bmfa.checks import has_values
 from bmfa.grid import Grid
 from bmfa.trees.rules import Rule
 
-# Constants of the backends: "cuda" is Triton, "native" the C++ kernels on a CPU, "eager" torch operations
-# on any other device. Those of CUDA are read off the records of `bmfa bench attention` on the q, k, v of
+# Constants of the backends: "cuda" is Triton, "native" the C++ kernels on a CPU, "eager" torch
+# operations. Those of CUDA are read off the records of `bmfa bench attention` on the q, k, v of
 # DeiT-Tiny, records/attention-h200.json; the others off records/attention-cpu.json.
 
 # Spatial tokens from which the tiled form runs for an error target, and for a number of tiles. Which
@@ -78,8 +78,8 @@ def choose_tiled(
     Raises:
         ValueError: If the requested backend cannot run the call.
     """
-    unsupported = None
-    fast = "triton" if inputs.q.is_cuda else "native"  # of the device, if it can run
+    q, unsupported = inputs.q, None
+    fast = "triton" if q.is_cuda else "native"  # of the device, if it can run
     if backend in ("auto", "native", "triton"):
         chosen = fast if backend == "auto" else backend
         unsupported = tiles_unsupported_reason(chosen, inputs, tiling)
@@ -87,32 +87,49 @@ def choose_tiled(
         if unsupported is not None:
             raise _unsupported_error(backend, unsupported)
         return Choice(backend, "requested")
-    runs = fast if unsupported is None else "eager"
     if allow_dense:
-        q, cost = inputs.q, "cuda" if inputs.q.is_cuda else runs
-        reason = dense_faster_reason(q.shape, cost, tiling, budget, in_graph=in_graph(q))
-        if reason is None and unsupported is not None and inputs.q.is_cuda:
-            reason = f"dense, because triton cannot run: {unsupported}"
-        if reason is not None:
-            exact = runs == "native" and has_values(q)
-            exact = exact and native_exact_is_faster(q.shape, inputs.k.shape[2])
-            return Choice("native" if exact else "dense", f"auto: {reason}", exact=True)
+        exact = _choose_exact(
+            q.shape, inputs.k.shape[2], fast, unsupported, tiling, budget, in_graph=in_graph(q)
+        )
+        if exact is not None:
+            return exact if has_values(q) else exact._replace(backend="dense")
     if unsupported is not None:
         return Choice("eager", f"auto: eager, because {fast} cannot run: {unsupported}")
     return Choice(fast, f"auto: {fast} supports the grid, the dtype and the device")
 
 
-def native_exact_is_faster(shape: Sequence[int], keys: int) -> bool:
-    """True if exact attention is faster by the native kernel than by torch.
+def _choose_exact(
+    shape: Sequence[int],
+    keys: int,
+    fast: str,
+    unsupported: str | None,
+    tiling: Tiling,
+    budget: Budget,
+    *,
+    in_graph: bool,
+) -> Choice | None:
+    """Choose what runs exact attention, the native kernel or SDPA; None if tiles are faster.
 
     Args:
         shape: (B, H, Q, d), the shape of the queries.
         keys: Number of keys.
+        fast: Fast backend of the device, "native" or "triton".
+        unsupported: Why it cannot run, or None.
+        tiling: Tiles of the grid, and groups of the queries.
+        budget: Error target or number of tiles.
+        in_graph: True if the launches are recorded in a graph, where host time does not count.
     """
-    if torch.compiler.is_compiling():
-        return False
-    batch, heads, queries, _ = shape
-    return batch * heads * queries * keys >= LEAST_EXACT_SCORES
+    cost = "cuda" if fast == "triton" else "native"
+    reason = dense_faster_reason(shape, cost, tiling, budget, in_graph=in_graph)
+    if reason is None and unsupported is not None:
+        slow = dense_faster_reason(shape, "eager", tiling, budget, in_graph=in_graph)
+        if fast == "triton" or slow is not None:
+            reason = f"dense, because {fast} cannot run: {unsupported}"
+    if reason is None:
+        return None
+    native_runs = fast == "native" and unsupported is None
+    faster = native_runs and math.prod(shape[:3]) * keys >= LEAST_EXACT_SCORES
+    return Choice("native" if faster else "dense", f"auto: {reason}", exact=True)
 
 
 def choose_per_query(inputs: AttentionInputs, rule: Rule, backend: Backend) -> Choice:
@@ -207,7 +224,7 @@ def may_run_dense(options: dict[str, Any]) -> bool:
     )
 
 
-def dense_reason(
+def exact_choice(
     shape: Sequence[int],
     dtype: torch.dtype,
     device: str,
@@ -215,9 +232,9 @@ def dense_reason(
     options: dict[str, Any],
     *,
     in_graph: bool,
-) -> str | None:
-    """Return why a call runs `scaled_dot_product_attention` whatever its values are, or None if that is
-    not certain.
+    requires_grad: bool = False,
+) -> Choice | None:
+    """Return what runs a call that is exact whatever its values are, or None if that is not certain.
 
     It reads no tensor, so a model can decide before it computes q, k and v.
 
@@ -228,18 +245,20 @@ def dense_reason(
         grid: Grid of the spatial tokens.
         options: Arguments of `screened_attention`.
         in_graph: True if the launches are recorded in a graph, where host time does not count.
+        requires_grad: True if gradients are required.
     """
     if not may_run_dense(options):
         return None
     tiling = Tiling(grid)
     budget = Budget.of(tiling, options.get("error"), options.get("leaves"))
-    backend = "cuda" if device == "cuda" else "eager"
-    if native.supports(device, dtype, shape[3]):
-        backend = "native"
-        if native_exact_is_faster(shape, shape[2]):
-            return None
-    reason = dense_faster_reason(shape, backend, tiling, budget, in_graph=in_graph)
-    return None if reason is None else f"auto: {reason}"
+    fast, unsupported = "triton", None
+    if device != "cuda":
+        fast = "native"
+        unsupported = native.unsupported_kind(device, dtype, shape[3], requires_grad)
+    exact = _choose_exact(shape, shape[2], fast, unsupported, tiling, budget, in_graph=in_graph)
+    if exact is None or not torch.compiler.is_compiling():
+        return exact
+    return exact._replace(backend="dense")
 
 
 def expected_share(budget: Budget, tiles: int) -> float:
