@@ -65,7 +65,7 @@ class AttentionInputs:
         """True if there is a query for every token."""
         return self.query_grid is None and self.q.shape[2] == self.tokens
 
-    @cached_property
+    @property
     def tiling(self) -> Tiling:
         """Tiles of the keys, and groups of the queries."""
         return Tiling(self.grid, query_grid=self.query_grid)
