@@ -1,7 +1,7 @@
 """Tiled and exact attention in C++ on a CPU, without gradients.
 
-`tiles.cpp` has the steps of `kernels/reference/tiles.py` and `product.h` what they are made of; `library`
-finds and loads the build for the processor, and `compile` makes it.
+`tiles.cpp` has the steps of `kernels/reference/tiles.py` and `product.h` what they are made of;
+`library` finds and loads the build for the processor, and `compile` makes it.
 """
 
 import ctypes
@@ -77,15 +77,22 @@ class _Call(ctypes.Structure):
 
 def unsupported_reason(q: Tensor, k: Tensor, v: Tensor) -> str | None:
     """Return why the native kernels cannot run on these tensors, or None if they can."""
-    if q.device.type != "cpu":
-        return f"the tensors are on {q.device.type}, and native kernels run on a CPU"
-    if q.dtype not in DTYPES:
-        return f"the dtype is {q.dtype}, and native kernels take float32, bfloat16 and float16"
-    if max(k.shape[-1], v.shape[-1]) > MAX_CHANNELS:
-        return (
-            f"a head has {max(k.shape[-1], v.shape[-1])} channels, and the most is {MAX_CHANNELS}"
-        )
-    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+    gradients = q.requires_grad or k.requires_grad or v.requires_grad
+    gradients = gradients and torch.is_grad_enabled()
+    return unsupported_kind(q.device.type, q.dtype, max(k.shape[-1], v.shape[-1]), gradients)
+
+
+def unsupported_kind(
+    device: str, dtype: torch.dtype, channels: int, requires_grad: bool
+) -> str | None:
+    """Return why the native kernels cannot run on tensors of this kind, or None if they can."""
+    if device != "cpu":
+        return f"the tensors are on {device}, and native kernels run on a CPU"
+    if dtype not in DTYPES:
+        return f"the dtype is {dtype}, and native kernels take float32, bfloat16 and float16"
+    if channels > MAX_CHANNELS:
+        return f"a head has {channels} channels, and the most is {MAX_CHANNELS}"
+    if requires_grad:
         return "gradients are required, which native kernels do not compute"
     return _unavailable_reason()
 
@@ -97,12 +104,6 @@ def _unavailable_reason() -> str | None:
 # torch.compile takes the result as a constant. The mark is that of
 # torch.compiler.assume_constant_result, which would load the compiler on import.
 _unavailable_reason._dynamo_marked_constant = True  # type: ignore[attr-defined]
-
-
-def supports(device: str, dtype: torch.dtype, channels: int) -> bool:
-    """True if the native kernels run without gradients on tensors of this kind."""
-    fits = device == "cpu" and dtype in DTYPES and channels <= MAX_CHANNELS
-    return fits and _unavailable_reason() is None
 
 
 def exact_attention(
