@@ -283,7 +283,7 @@ def _dense(
         audit=measured,
         measure_error=partial(ErrorEstimate, budget.error, 0.0, 0.0, 0.0, 0),
     )
-    return Screened(output, stats, partial(dense_tree, inputs, inputs.tiling, budget))
+    return Screened(output, stats, partial(dense_tree, inputs, budget))
 
 
 def _screened(
