@@ -43,14 +43,15 @@ UNIFORM_SHARE = 0.2
 LARGEST_SHRINKAGE = 1.2
 # Relative length below which the corrections of the probes are noise, and no correction is made.
 SMALLEST_CORRECTION = 1e-3
-# A call whose probes measure more than its target chooses its thresholds again, for RETRY_AIM times the
-# target that would have met it; if they measure more than MOST_EXCESS times the target, or miss it
-# again, it is computed exactly.
+# A result is taken if its measured error is at most the target, and the upper bound on it at most
+# MOST_EXCESS times the target. Otherwise thresholds are chosen again, for RETRY_AIM times the target that
+# would have met both; if the measured error is more than MOST_EXCESS times the target, or the second
+# result is not taken, the call is computed exactly.
 MOST_EXCESS, RETRY_AIM = 1.5, 0.8
 # Groups with probes, at most.
 PROBE_SLOTS = 64
 # Probes of a group, and of a group of a call with fewer than FEW_GROUPS groups.
-PROBES_PER_GROUP, FEW_GROUPS, PROBES_OF_FEW_GROUPS = 2, 32, 3
+PROBES_PER_GROUP, FEW_GROUPS, PROBES_OF_FEW_GROUPS = 3, 32, 6
 # The Triton kernels have one probe a group. They attend with PROBE_SLOTS queries at once, probes and
 # queries of the prefix together; at least LEAST_PROBES of them are probes, if there are as many groups.
 LEAST_PROBES = 32
