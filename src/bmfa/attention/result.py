@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from bmfa.attention.tiling import MOST_EXCESS, TiledAttention
+from bmfa.attention.tiling import MOST_UPPER, TiledAttention
 from bmfa.trees.tree import Tree
 
 Array = npt.NDArray[np.float64]
@@ -59,7 +59,7 @@ class ErrorEstimate:
         probes: Number of probes, all images and heads together. 0 for dense attention.
         met: True if `estimate` is at most the target; None without a target. Triton warns if it is not;
             torch operations and native kernels compute a call again if it is not, or if `upper` is above
-            1.5 times the target: once with lower thresholds, and then exactly.
+            1.2 times the target: once with lower thresholds, and then exactly.
 
     Example:
         >>> import torch, bmfa
@@ -84,7 +84,7 @@ class ErrorEstimate:
     def reliable(self) -> bool:
         """True if the target is met, and the upper bound is not far above it."""
         return self.target is None or (
-            meets(self.estimate, self.target) and self.upper <= MOST_EXCESS * self.target
+            meets(self.estimate, self.target) and self.upper <= MOST_UPPER * self.target
         )
 
     @property

@@ -25,6 +25,7 @@ from bmfa.attention.result import (
 )
 from bmfa.attention.tiling import (
     MOST_EXCESS,
+    MOST_UPPER,
     RETRY_AIM,
     Budget,
     TiledAttention,
@@ -90,7 +91,7 @@ def _run_to_target(
         return result, dense, False
     if measured.estimate <= MOST_EXCESS * budget.error:
         excess = max(
-            1.0, measured.estimate / budget.error, measured.upper / (MOST_EXCESS * budget.error)
+            1.0, measured.estimate / budget.error, measured.upper / (MOST_UPPER * budget.error)
         )
         again = replace(options, budget=Budget(RETRY_AIM * budget.error / excess, None))
         result, dense = _run_kernel(inputs, tiling, again, kernel_order)

@@ -13,7 +13,6 @@ from torch.nn.functional import pad
 
 from bmfa.attention.kernels.native import library
 from bmfa.attention.tiling import (
-    ERROR_AIM,
     LARGEST_SHRINKAGE,
     LEVEL_RATIO,
     NUM_LEVELS,
@@ -173,7 +172,7 @@ def tiled_attention(
     call.group_probes, call.levels = tiling.probes_per_group, NUM_LEVELS
     draws = _probe_draws(tiling, heads, query_prefix)
     call.point(**lists, **draws)
-    call.uniform_share, call.error_aim = UNIFORM_SHARE, ERROR_AIM
+    call.uniform_share, call.error_aim = UNIFORM_SHARE, tiling.error_aim
     call.steep_fall, call.steep_rise = STEEP_FALL, STEEP_RISE
     call.largest_shrinkage, call.smallest_correction = LARGEST_SHRINKAGE, SMALLEST_CORRECTION
     call.error = -1.0 if error is None else error

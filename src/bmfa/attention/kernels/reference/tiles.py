@@ -50,7 +50,6 @@ import numpy.typing as npt
 from bmfa.attention.kernels.reference.energy import Array
 from bmfa.attention.kernels.reference.trees import Mask
 from bmfa.attention.tiling import (
-    ERROR_AIM,
     LARGEST_SHRINKAGE,
     LEVEL_RATIO,
     NUM_LEVELS,
@@ -165,8 +164,9 @@ def tiled_attention(
         probe_order = order[:probe_groups].repeat(tiling.probes_per_group)
         levels = measure_levels(image, probe_order, drawn, thresholds)
         position = np.arange(probe_groups).repeat(tiling.probes_per_group)  # of each probe's group
+        aim = None if error is None else tiling.error_aim * error
         chosen, shrinkage, exact = choose(
-            levels, position, thresholds, error, expand, tiling.tiles, exact_above
+            levels, position, thresholds, aim, expand, tiling.tiles, exact_above
         )
         result.thresholds[b], result.shrinkage[b], result.exact[b] = chosen, shrinkage, exact
         for h, head in enumerate(image):
@@ -380,7 +380,7 @@ def choose(
         levels: What the probes find.
         position: (P,) position of the group of each probe.
         thresholds: (levels,)
-        error: Target for the error, or None.
+        error: Error to aim at, `Tiling.error_aim` of the target, or None.
         expand: Mean number of tiles that a group expands, if `error` is None.
         tiles: Number of tiles.
         exact_above: Share of expanded tiles above which a head is computed exactly.
@@ -404,7 +404,7 @@ def choose(
         share = (weight * levels.share[:, source]).sum(1) / np.maximum(weight.sum(1), 1e-300)
         share = np.minimum(share, 1.0)  # a mean of ones may round up
         if error is not None:
-            level, part = interpolate_down(errors, ERROR_AIM * error)
+            level, part = interpolate_down(errors, error)
         else:
             assert expand is not None
             level, part = interpolate_up(share.mean(0), expand / tiles)

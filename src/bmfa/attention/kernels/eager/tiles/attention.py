@@ -80,11 +80,12 @@ def tiled_attention(
     choices = [Choice.everything(heads, q.device)] * batch
     if not everything:
         share = None if expand is None else expand / tiling.tiles
+        aim = None if error is None else tiling.error_aim * error
         with torch.no_grad():
             levels = [[measure_levels(head) for head in image] for image in images]
         exact = [[found.output for found in image] for image in levels]
         choices = [
-            choose(image, found, error, share, exact_above)
+            choose(image, found, aim, share, exact_above)
             for image, found in zip(images, levels, strict=True)
         ]
     if exact_above < 1.0 and all(all(choice.exact) for choice in choices):

@@ -8,7 +8,6 @@ from torch import Tensor
 
 from bmfa.attention.kernels.eager.tiles.heads import Head
 from bmfa.attention.tiling import (
-    ERROR_AIM,
     LARGEST_SHRINKAGE,
     LEVEL_RATIO,
     NUM_LEVELS,
@@ -102,6 +101,13 @@ def choose(
     """Step 5 of the specification for an image, from what its probes found.
 
     The probes of the groups at positions of one parity determine what the groups at the others use.
+
+    Args:
+        heads: The heads of the image.
+        levels: What the probes of each head find.
+        error: Error to aim at, `Tiling.error_aim` of the target, or None.
+        share: Mean share of the tiles that a group expands, if `error` is None.
+        exact_above: Share of expanded tiles above which a head is computed exactly.
     """
     device = heads[0].q.device
     weights = torch.stack([head.probe_weight for head in heads]).cpu()  # (H, probe groups, n)
@@ -129,7 +135,7 @@ def choose(
         errors = (total / norm_sum.where(norm_sum > 0, 1.0)).sqrt().tolist()
         count = (count / weight.sum(1).clamp(min=1e-300)).clamp(max=1.0)  # ones may round up
         if error is not None:
-            level, part = interpolate_down(errors, ERROR_AIM * error)
+            level, part = interpolate_down(errors, error)
         else:
             assert share is not None
             level, part = interpolate_up(count.mean(0).tolist(), share)
