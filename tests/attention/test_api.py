@@ -491,13 +491,18 @@ def test_the_warning_and_met_agree(estimate, monkeypatch):
 
 
 def call_with_errors(monkeypatch, *errors):
-    """Attend with a kernel whose probes measure these errors one after the other."""
+    """Attend with a kernel whose probes measure these errors one after the other.
+
+    An error is a number, or the errors of the probes at groups in turn.
+    """
     compute, targets = tiles.tiled_attention, []
 
     def with_errors(*args, **kwargs):
         found = compute(*args, **{**kwargs, "exact_above": 1.0})
-        probes = torch.ones_like(found.probes)
-        probes[..., 0] = errors[len(targets)] ** 2
+        tiling, probes = args[3], torch.ones_like(found.probes)
+        error = torch.tensor(errors[len(targets)]).square().flatten()
+        groups = error.repeat(tiling.groups)[: tiling.groups]
+        probes[..., 0] = groups.repeat_interleave(tiling.probes_per_group)
         targets.append(kwargs["error"])
         return replace(found, output=found.output + 1.0, probes=probes)
 
@@ -514,13 +519,27 @@ def call_with_errors(monkeypatch, *errors):
 
 
 def test_a_call_that_misses_its_target_is_computed_again(monkeypatch):
-    got, targets, exact = call_with_errors(monkeypatch, 0.06, 0.05)
+    got, targets, exact = call_with_errors(monkeypatch, 0.06, 0.0499)
     assert targets == pytest.approx([0.05, 0.8 * 0.05**2 / 0.06])
-    assert not exact and got.stats.error.estimate == pytest.approx(0.05)
+    assert not exact and got.stats.error.estimate == pytest.approx(0.0499)
     assert got.stats.error.target == 0.05 and got.stats.rule == "error 0.05"
 
 
-@pytest.mark.parametrize("errors", [(0.076,), (0.06, 0.051), (float("nan"),), (float("inf"),)])
+def test_a_call_that_may_be_far_above_its_target_is_computed_again(monkeypatch):
+    """All of the squared error is in a quarter of the groups."""
+    # In 4 of 16 groups: with squares of 4 and 0 times their mean, its standard error is 3**0.5 of it over
+    # sqrt(15), and that of the root half as much.
+    estimate = 0.096 / 4**0.5
+    upper = estimate * np.exp(2.33 * (3 / 15) ** 0.5 / 2)
+    assert estimate < 0.05 and upper > 1.5 * 0.05
+    got, targets, exact = call_with_errors(monkeypatch, (0.0, 0.0, 0.0, 0.096), 0.03)
+    assert targets == pytest.approx([0.05, 0.8 * 0.05 * 1.5 * 0.05 / upper])
+    assert not exact
+
+
+@pytest.mark.parametrize(
+    "errors", [(0.076,), (0.06, 0.051), (0.06, (0.0, 0.0, 0.0, 0.096)), (float("nan"),), (float("inf"),)]
+)
 def test_a_call_that_misses_its_target_by_far_or_again_is_exact(errors, monkeypatch):
     got, targets, exact = call_with_errors(monkeypatch, *errors)
     assert exact and len(targets) == len(errors)

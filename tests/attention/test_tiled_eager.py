@@ -339,6 +339,28 @@ def test_spreads_whose_squares_overflow_count_as_none(queries: float, keys: floa
     assert float((got.output - exact).norm()) <= 3.0 * float(exact.norm())
 
 
+@pytest.mark.parametrize("size", [1e-30, 1e-24, 1e20, 1e30])
+def test_values_whose_squares_are_no_numbers_of_single_precision(size: float) -> None:
+    """An estimate of 0 would hide any error, and be met."""
+    q, k, v = smooth(2.0)
+    options = {"prefix": 0, "scale": 0.125, "error": 0.05}
+    want, got = (attend(q, k, x, Tiling(Grid(64, 64)), **options) for x in (v, v * size))
+    assert torch.equal(got.expanded, want.expanded) and int(want.expanded_count.sum())
+    torch.testing.assert_close(got.output / size, want.output, rtol=1e-5, atol=1e-6)
+    squares = got.probes[..., :2] / size**2
+    torch.testing.assert_close(squares, want.probes[..., :2], rtol=1e-3, atol=1e-9)
+
+
+@pytest.mark.parametrize("size", [1e-25, 1e25])
+def test_queries_whose_squares_are_no_numbers_of_single_precision(size: float) -> None:
+    q, k, v = smooth(2.0)
+    options = {"prefix": 0, "scale": 0.125, "error": 0.05}
+    want = attend(q, k, v, Tiling(Grid(64, 64)), **options)
+    got = attend(q * size, k / size, v, Tiling(Grid(64, 64)), **options)
+    assert float((got.expanded != want.expanded).double().mean()) < 1e-3  # of rounding
+    torch.testing.assert_close(got.probes[..., 2], want.probes[..., 2], rtol=1e-4, atol=0.0)
+
+
 def test_a_budget_is_not_spent_on_constant_tiles() -> None:
     torch.manual_seed(8)
     q, k, v = torch.randn(3, 1, 1, 256, 32)

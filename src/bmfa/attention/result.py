@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from bmfa.attention.tiling import TiledAttention
+from bmfa.attention.tiling import MOST_UPPER, TiledAttention
 from bmfa.trees.tree import Tree
 
 Array = npt.NDArray[np.float64]
@@ -57,9 +57,9 @@ class ErrorEstimate:
             uncertainty / estimate)`. Where a few queries have most of the error and the probes miss
             them, it is too small.
         probes: Number of probes, all images and heads together. 0 for dense attention.
-        met: True if `estimate` is at most the target; None without a target. Torch operations and native
-            kernels compute a call again if it is not: with a lower threshold if the estimate is at most
-            `MOST_EXCESS` times the target, and exactly if it is larger or is missed again.
+        met: True if `estimate` is at most the target; None without a target. Triton warns if it is not;
+            torch operations and native kernels compute a call again if it is not, or if `upper` is above
+            1.2 times the target: once with lower thresholds, and then exactly.
 
     Example:
         >>> import torch, bmfa
@@ -79,6 +79,13 @@ class ErrorEstimate:
     def met(self) -> bool | None:
         """True if `estimate` is at most the target; None without a target."""
         return None if self.target is None else meets(self.estimate, self.target)
+
+    @property
+    def reliable(self) -> bool:
+        """True if the target is met, and the upper bound is not far above it."""
+        return self.target is None or (
+            meets(self.estimate, self.target) and self.upper <= MOST_UPPER * self.target
+        )
 
     @property
     def upper(self) -> float:

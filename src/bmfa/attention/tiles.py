@@ -21,12 +21,11 @@ from bmfa.attention.result import (
     Computed,
     ErrorEstimate,
     check_later,
-    measured_error,
-    meets,
     warn_if_missed,
 )
 from bmfa.attention.tiling import (
     MOST_EXCESS,
+    MOST_UPPER,
     RETRY_AIM,
     Budget,
     TiledAttention,
@@ -74,7 +73,7 @@ def compute_tiled(inputs: AttentionInputs, options: AttentionOptions) -> Compute
 def _run_to_target(
     inputs: AttentionInputs, tiling: Tiling, options: AttentionOptions, kernel_order: Order
 ) -> tuple[TiledAttention, bool, bool]:
-    """Run the kernels, and where the probes miss the target again: with a lower one, or exactly.
+    """Run the kernels, and where the probes miss the target, again: with a lower one, or exactly.
 
     Triton runs once, because the host would wait for the device.
 
@@ -87,14 +86,17 @@ def _run_to_target(
     result, dense = _run_kernel(inputs, tiling, options, kernel_order)
     if not budget.error or dense or options.backend == "triton":
         return result, dense, False
-    estimate = measured_error(result.probes)
-    if meets(estimate, budget.error):
+    measured = ErrorEstimate.from_probes(result.probes, budget.error, tiling.probes_per_group)
+    if measured.reliable:
         return result, dense, False
-    if estimate <= MOST_EXCESS * budget.error:
-        lower = Budget(RETRY_AIM * budget.error**2 / estimate, None)
-        again = replace(options, budget=lower)
+    if measured.estimate <= MOST_EXCESS * budget.error:
+        excess = max(
+            1.0, measured.estimate / budget.error, measured.upper / (MOST_UPPER * budget.error)
+        )
+        again = replace(options, budget=Budget(RETRY_AIM * budget.error / excess, None))
         result, dense = _run_kernel(inputs, tiling, again, kernel_order)
-        if dense or meets(measured_error(result.probes), budget.error):
+        measured = ErrorEstimate.from_probes(result.probes, budget.error, tiling.probes_per_group)
+        if dense or measured.reliable:
             return result, dense, dense
     return _exact_result(inputs, tiling, options.backend), True, True
 

@@ -14,7 +14,21 @@ from torch.nn.functional import pad
 
 from bmfa.attention.choice import Levels, choose, level_thresholds
 from bmfa.attention.kernels.native import library
+<<<<<<< HEAD
 from bmfa.attention.tiling import NUM_LEVELS, UNIFORM_SHARE, TiledAttention, Tiling
+=======
+from bmfa.attention.tiling import (
+    LARGEST_SHRINKAGE,
+    LEVEL_RATIO,
+    NUM_LEVELS,
+    SMALLEST_CORRECTION,
+    STEEP_FALL,
+    STEEP_RISE,
+    UNIFORM_SHARE,
+    TiledAttention,
+    Tiling,
+)
+>>>>>>> spec
 from bmfa.trees.build import check_finite_products
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -167,8 +181,18 @@ def tiled_attention(
     call.group_probes, call.levels = tiling.probes_per_group, NUM_LEVELS
     draws = _probe_draws(tiling, heads, query_prefix)
     call.point(**lists, **draws)
+<<<<<<< HEAD
     call.uniform_share = UNIFORM_SHARE
     lead, probes = (batch, heads), tiling.probes(query_prefix)
+=======
+    call.uniform_share, call.error_aim = UNIFORM_SHARE, tiling.error_aim
+    call.steep_fall, call.steep_rise = STEEP_FALL, STEEP_RISE
+    call.largest_shrinkage, call.smallest_correction = LARGEST_SHRINKAGE, SMALLEST_CORRECTION
+    call.error = -1.0 if error is None else error
+    call.expand = -1.0 if expand is None else expand / tiling.tiles
+    call.exact_above = exact_above
+    lead = (batch, heads)
+>>>>>>> spec
     expanded = torch.empty((*lead, tiling.groups, tiling.tiles), dtype=torch.bool)
     count = torch.empty((*lead, tiling.groups), dtype=torch.int32)
     errors = torch.empty((*lead, probes, 3), dtype=torch.float64)

@@ -22,7 +22,6 @@ from bmfa.attention.kernels.triton.tiles.pool import pool_kernel
 from bmfa.attention.kernels.triton.tiles.represent import represent_kernel
 from bmfa.attention.kernels.triton.tiles.select import cross_kernel, select_kernel
 from bmfa.attention.tiling import (
-    ERROR_AIM,
     LARGEST_SHRINKAGE,
     LEVEL_RATIO,
     NUM_LEVELS,
@@ -196,7 +195,7 @@ class _AttentionLaunch:
             "position_stride": _inverse(self.tiling.group_stride, self.tiling.groups),
             "num_probes": self.num_probes,
             "num_slots": self.num_slots,
-            "target": share if error is None else ERROR_AIM * error,
+            "target": share if error is None else self.tiling.error_aim * error,
             "exact_above": exact_above,
             "heads": self.batch_heads,
             "line_stride": self.line_stride,
