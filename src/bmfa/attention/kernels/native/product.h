@@ -111,8 +111,7 @@ static inline void product_block(const A& a, const B& b, int row, int lane, int 
                                  int64_t stride, bool accumulate) {
   Vector sum[ROWS][VECTORS];
   for (int i = 0; i < ROWS; i++)
-    for (int j = 0; j < VECTORS; j++)
-      sum[i][j] = accumulate ? load(c + i * stride + j * WIDTH) : Vector{};
+    for (int j = 0; j < VECTORS; j++) sum[i][j] = Vector{};
   for (int k = 0; k < depth; k++) {
     const float* lanes = b[k] + lane;
     Vector y[VECTORS];
@@ -123,7 +122,10 @@ static inline void product_block(const A& a, const B& b, int row, int lane, int 
     }
   }
   for (int i = 0; i < ROWS; i++)
-    for (int j = 0; j < VECTORS; j++) store(c + i * stride + j * WIDTH, sum[i][j]);
+    for (int j = 0; j < VECTORS; j++) {
+      float* to = c + i * stride + j * WIDTH;
+      store(to, accumulate ? load(to) + sum[i][j] : sum[i][j]);
+    }
 }
 
 template <bool TRANSPOSED, int VECTORS, class A, class B>

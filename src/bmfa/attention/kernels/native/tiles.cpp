@@ -285,7 +285,8 @@ static inline void softmax_lanes(Scratch& s, int lane, int count, const float* b
   for (int j = 0; j < VECTORS; j++) {
     const Vector factor = exponential(old[j] - maximum[j]);
     store(rescale + lane + j * WIDTH, factor);
-    total[j] = load(s.sum + lane + j * WIDTH) * factor;
+    store(s.sum + lane + j * WIDTH, load(s.sum + lane + j * WIDTH) * factor);
+    total[j] = Vector{};  // of the block: small weights are not added one by one to a large total
   }
   for (int i = 0; i < count; i++)
     for (int j = 0; j < VECTORS; j++) {
@@ -295,7 +296,7 @@ static inline void softmax_lanes(Scratch& s, int lane, int count, const float* b
     }
   for (int j = 0; j < VECTORS; j++) {
     store(s.maximum + lane + j * WIDTH, maximum[j]);
-    store(s.sum + lane + j * WIDTH, total[j]);
+    store(s.sum + lane + j * WIDTH, load(s.sum + lane + j * WIDTH) + total[j]);
   }
 }
 
