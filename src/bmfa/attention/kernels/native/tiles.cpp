@@ -785,17 +785,18 @@ static void measure_probe(const Call& c, const Image& image, Scratch& s, int b, 
     const double above = j + 1 < L ? tangent_total[j + 1] : 0.0;
     const double masses = j + 1 < L ? mass_total[j + 1] : 0.0;
     const double total = exact_total[j] + prefix_total + above;
+    const double scale = total > 1e-30 ? 1.0 / total : 0.0;  // 0 if all that this level sees underflows
     float *difference = s.values, *term = s.differences;
     for (int i = 0; i < e; i += WIDTH) {
       Vector x = load(exact_sum + j * e + i) + load(prefix_sum + i), y{};
       if (above > 0.0) x += load(tangent_sum + (j + 1) * e + i);
-      if (masses > 0.0) y = load(term_sum + (j + 1) * e + i) * splat(1.0 / masses);
-      store(difference + i, load(exact + i) - x * splat(1.0 / total));
+      if (masses > 1e-30) y = load(term_sum + (j + 1) * e + i) * splat(1.0 / masses);
+      store(difference + i, load(exact + i) - x * splat(scale));
       store(term + i, y);
     }
     const float unit = magnitude(largest_bits(difference, e)), term_unit = magnitude(largest_bits(term, e));
     const double length = sqrt(scaled_dot(term, term, e, term_unit)), limit = image.diameter[head];
-    const double factor = above / total * (length > limit ? limit / length : 1.0);
+    const double factor = above * scale * (length > limit ? limit / length : 1.0);
     const int64_t at = probe * L + j;
     image.error[at] = scaled_dot(difference, difference, e, unit);
     image.correction[at] = factor * length * factor * length;
