@@ -1,4 +1,4 @@
-"""Seeded problems for the native kernels: any grids, heads, head dimensions, masks and memory layouts."""
+"""Seeded problems for the native kernels: any grids, heads, dimensions, masks and memory layouts."""
 
 from dataclasses import replace
 from typing import Any

@@ -38,9 +38,9 @@ EVERY_BUDGET = pytest.mark.parametrize("budget", BUDGETS, ids=str)
 
 
 def smooth_case(
-    seed: int, shape: tuple[int, int], *, prefix: int = 1, dim: int = 32, value_dim: int = 0, heads: int = 1,
-    batch: int = 1, dtype: torch.dtype = torch.float32, valid: Tensor | None = None, group_tiles: int = 1,
-    **budget: float,
+    seed: int, shape: tuple[int, int], *, prefix: int = 1, dim: int = 32, value_dim: int = 0,
+    heads: int = 1, batch: int = 1, dtype: torch.dtype = torch.float32, valid: Tensor | None = None,
+    group_tiles: int = 1, **budget: float,
 ) -> TiledCase:  # fmt: skip
     """Tokens that vary slowly, so that errors of tangents are neither 0 nor 1."""
     generator = torch.Generator().manual_seed(seed)
