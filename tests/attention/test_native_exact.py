@@ -270,7 +270,7 @@ def invalid_calls() -> Iterator[tuple[str, Exact]]:
 
 
 def test_nan_infinity_and_overflow_raise() -> None:
-    """Anywhere in q and k, with any number of queries: each key is looked at by some block of queries."""
+    """Anywhere in q and k, with any number of queries: some block of queries looks at each key."""
     expected = {"q": "queries hold|overflow", "k": "keys hold"}
     for name, case in invalid_calls():
         with pytest.raises(ValueError, match=expected[name]):
