@@ -131,7 +131,10 @@ def without_folders(argument: str) -> str:
 
 def environment(device: str = "cpu") -> dict[str, Any]:
     """Return the date in UTC, versions, processor, device and, if any, the command of this process."""
-    import torch  # imported here so that `bmfa --help` starts quickly
+    # Imported here so that `bmfa --help` starts quickly.
+    import torch
+
+    from bmfa.attention.kernels.native import library
 
     versions = {}
     for package in VERSIONED_PACKAGES:
@@ -141,6 +144,7 @@ def environment(device: str = "cpu") -> dict[str, Any]:
         except metadata.PackageNotFoundError:
             continue
     name = torch.cuda.get_device_name() if device.startswith("cuda") else _processor()
+    instructions = library.instruction_set()
     command = _command.get()
     return {
         **({} if command is None else {"command": command}),
@@ -151,6 +155,7 @@ def environment(device: str = "cpu") -> dict[str, Any]:
         "device": device,
         "device_name": name,
         "threads": torch.get_num_threads(),
+        **({} if instructions is None else {"instruction_set": instructions}),  # of native kernels
     }
 
 

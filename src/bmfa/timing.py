@@ -2,7 +2,8 @@
 
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -13,6 +14,17 @@ Work = Callable[[], object]
 GRAPH_MILLISECONDS, MOST_CALLS = 20.0, 20
 # Calls before a measurement: the first compiles and fills caches, two more reach steady clocks.
 WARM_UP = 3
+
+
+@contextmanager
+def threads(count: int) -> Iterator[None]:
+    """Let torch, and the native kernels, run with a number of threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def median_milliseconds(work: Work, repeats: int, device: torch.device) -> float:

@@ -137,6 +137,32 @@ def test_gradients_by_autograd(form, name):
     assert torch.autograd.gradcheck(attend, inputs)
 
 
+@pytest.mark.parametrize("form", ["representative", "repeated"])
+@pytest.mark.parametrize("masked", [False, True])
+def test_an_exact_gap_of_zero_has_the_gradients_of_attention_where_keys_tie(form, masked):
+    """A block of equal keys is one leaf, which loses nothing; the gradients of its keys differ."""
+    grid = Grid(8, 8)
+    q, k, v = tensors(3, grid, batch=2, heads=2, width=4)
+    k[:, :, 1 : 1 + 16] = k[:, :, 1:2]
+    k[:, :, 40:44] = k[:, :, 40:41] * (1 + 1e-15)
+    inputs = [x.requires_grad_() for x in (q, k, v)]
+    valid = mask = None
+    if masked:
+        valid = torch.rand(2, grid.size, generator=torch.Generator().manual_seed(0)) > 0.2
+        mask = torch.cat((valid.new_ones(2, 1), valid), 1)[:, None, None]
+    rule = rules.ExactGap(0.0)
+    got = screened_attention(q, k, v, grid=grid, prefix=1, rule=rule, form=form, valid=valid)
+    assert int(got.tree.leaf_count.min()) < grid.size
+    exact = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+    seen = torch.ones_like(q[:, :1, :, :1]) if mask is None else mask.mT.to(q.dtype)
+    for grads in zip(
+        torch.autograd.grad((got.output * seen).square().sum(), inputs),
+        torch.autograd.grad((exact * seen).square().sum(), inputs),
+        strict=True,
+    ):
+        torch.testing.assert_close(*grads, rtol=1e-10, atol=1e-12)
+
+
 def test_gradients_with_padding_are_finite_and_zero_on_it():
     grid = Grid(3, 3)
     q, k, v = (t.requires_grad_() for t in tensors(2, grid, prefix=0, batch=1))

@@ -11,14 +11,21 @@ from bmfa import Grid, screened_attention
 from bmfa.attention.dispatch import (
     DEFAULT_EXPANDED_SHARE,
     EXPANDED_COST,
+    LEAST_EXACT_SCORES,
     LEAST_TOKENS,
+    NATIVE,
     OWN_GRID_COST,
     dense_faster_reason,
+    exact_choice,
     expected_share,
 )
+from bmfa.attention.kernels.native import library
 from bmfa.attention.tiling import Budget, Tiling
 
 LONG = Grid(48, 48)
+needs_native = pytest.mark.skipif(
+    library.unavailable_reason() is not None, reason="needs the native kernels"
+)
 RECORDS = Path(__file__).parents[2] / "records"
 
 
@@ -76,16 +83,16 @@ def test_the_cost_of_expanded_tiles_is_the_one_in_the_records() -> None:
 @pytest.mark.parametrize(
     ("grid", "criterion", "reason"),
     [
-        (Grid(14, 14), {}, "dense attention is as fast below 2048 tokens, and there are 196"),
-        (LONG, {}, None),
-        (LONG, {"error": 0.05}, None),
+        (Grid(14, 14), {}, f"below {LEAST_TOKENS[NATIVE]} tokens, and there are 196"),
+        pytest.param(LONG, {}, None, marks=needs_native),
+        pytest.param(LONG, {"error": 0.05}, None, marks=needs_native),
         (
             LONG,
             {"error": 0.0},
             "error 0 would expand 100% of the tiles, which saves less than tiles cost",
         ),
         (LONG, {"leaves": 1.0}, "which saves less than tiles cost"),
-        (LONG, {"leaves": 0.1}, None),
+        pytest.param(LONG, {"leaves": 0.1}, None, marks=needs_native),
     ],
 )
 def test_auto_reports_why_it_is_dense(
@@ -229,12 +236,14 @@ def test_a_target_holds_for_independent_queries(target: float, size: float) -> N
     assert result.stats.error is not None and result.stats.error.met
 
 
+@needs_native
 def test_auto_is_dense_if_the_target_expands_most_tiles() -> None:
     torch.manual_seed(4)
     q, k, v = torch.randn(3, 1, 1, LONG.size, 32)
     result = screened_attention(q, k, v, grid=LONG, error=0.1)
     assert result.stats.form == "dense"
-    assert "error 0.1 expands more than 43% of the tiles" in result.stats.why
+    assert "error 0.1 expands more than 87% of the tiles" in result.stats.why
+    assert result.stats.backend == "native"
     exact = torch.nn.functional.scaled_dot_product_attention(q, k, v)
     torch.testing.assert_close(result.output, exact)
     constant_queries = q[:, :, :1].expand_as(q).contiguous()
@@ -242,6 +251,69 @@ def test_auto_is_dense_if_the_target_expands_most_tiles() -> None:
     assert result.stats.form == "tiled"  # the same call with other numbers
     result = screened_attention(q, k, v, grid=LONG, error=0.1, backend="eager")
     assert result.stats.form == "tiled" and result.stats.density > 0.43
+
+
+@pytest.mark.parametrize("setting", ["avx512", "avx2", "baseline", "neon"])
+def test_exact_attention_is_native_from_the_size_at_which_it_is_faster(
+    setting: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("BMFA_NATIVE", setting)
+    if library.unavailable_reason() is not None:
+        pytest.skip(f"{library.unavailable_reason()}")
+    for grid in (Grid(6, 6), LONG):
+        q = queries(grid)
+        result = screened_attention(q, q, q, grid=grid, error=0.0)
+        native = grid.size**2 >= LEAST_EXACT_SCORES[setting]
+        assert result.stats.backend == ("native" if native else "dense")
+        assert result.stats.form == "dense" and result.stats.error.estimate == 0.0
+        exact = torch.nn.functional.scaled_dot_product_attention(q, q, q)
+        torch.testing.assert_close(result.output, exact)
+
+
+@needs_native
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"requires_grad": True}, "gradients are required"),
+        ({"dtype": torch.float64}, "the dtype is torch.float64"),
+        ({"shape": (1, 3, LONG.size, 300)}, "a head has 300 channels"),
+        ({"device": "mps"}, "the tensors are on mps"),
+    ],
+)
+def test_what_the_native_kernels_cannot_run_is_dense_and_says_why(
+    change: dict[str, Any], reason: str
+) -> None:
+    shape = (1, 3, LONG.size, 64)
+    call = {
+        "shape": shape,
+        "dtype": torch.float32,
+        "device": "cpu",
+        "grid": LONG,
+        "in_graph": False,
+    }
+    assert exact_choice(**call, options={}) is None
+    choice = exact_choice(**(call | change), options={})
+    assert choice.backend == "dense" and choice.why.startswith("auto: dense, because native cannot")
+    assert reason in choice.why
+    exact = exact_choice(**(call | change), options={"error": 0.0})
+    assert exact.backend == "dense"
+
+
+@pytest.mark.parametrize("setting", ["off", "nonsense"])
+def test_without_native_kernels_calls_are_dense_and_say_why(
+    setting: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("BMFA_NATIVE", setting)
+    reason = library.unavailable_reason()
+    q = queries(LONG)
+    result = screened_attention(q, q, q, grid=LONG)
+    assert (result.stats.backend, result.stats.form) == ("dense", "dense")
+    assert result.stats.why == f"auto: dense, because native cannot run: {reason}"
+    with pytest.raises(ValueError, match="backend='native' cannot run this call"):
+        screened_attention(q, q, q, grid=LONG, backend="native")
+    small = queries(Grid(6, 6))
+    why = screened_attention(small, small, small, grid=Grid(6, 6)).stats.why
+    assert why.startswith("auto: dense attention is as fast below")
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")

@@ -8,9 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from bmfa.attention.kernels.native import library
 from bmfa.models import embedded
 from bmfa.packages import load_package
 
+# The backend of tiles on a CPU, without gradients.
+CPU_BACKEND = "native" if library.unavailable_reason() is None else "eager"
 VIT = {"img_size": 32, "patch_size": 4, "depth": 3, "embed_dim": 24, "num_heads": 3}
 EVA = {"img_size": 32, "patch_size": 4, "depth": 3, "embed_dim": 48, "num_heads": 3}
 HF = {

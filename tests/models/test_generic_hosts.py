@@ -19,6 +19,7 @@ import bmfa
 from bmfa.models import patch, record, unpatch
 from bmfa.models.hosts import find_host, generic
 from bmfa.models.screened_layer import screened_layers
+from models.host_models import CPU_BACKEND
 
 WIDTH, PATCH = 24, 4
 COARSE = {"leaves": 2, "form": "tiled", "layers": "all"}
@@ -119,8 +120,8 @@ def test_named_modules_are_exact_coarse_and_restored(
         model(pixels)
     assert sorted(recording.layers) == [0, 1, 2]
     assert len(recording[0].stats) == (2 if way == "twice" else 1)
-    patch(model, grid=grid, **NAMED, layers="all")  # dense at this size
-    assert torch.equal(model(pixels), full)
+    patch(model, grid=grid, **NAMED, layers="all")  # exact at this size
+    assert difference(model(pixels), full) < 5e-6
     unpatch(model)
     assert torch.equal(model(pixels), full)
     assert [type(module) for module in model.modules()] == classes
@@ -148,7 +149,7 @@ def test_the_summary_says_what_ran(layers: Any) -> None:
         lines = str(bmfa.summary(model)).splitlines()[2:]
         ran = [line.split()[1:3] for line in lines]
         patched = 3 if layers == "all" else 1
-        assert ran == [["tiled", "eager"]] * patched + [["dense", "host"]] * (3 - patched)
+        assert ran == [["tiled", CPU_BACKEND]] * patched + [["dense", "host"]] * (3 - patched)
     patch(model, grid=grid_of, **NAMED, layers=layers)
     model(images())
     assert "dense attention is as fast below" in str(bmfa.summary(model))
@@ -173,7 +174,7 @@ def test_multihead_attention_of_torch() -> None:
         full = model(x)
         assert difference(patch(model, attention="*.mha", **EXACT)(x), full) < 5e-6
         assert difference(patch(model, attention="*.mha", **COARSE)(x), full) > 1e-3
-        assert torch.equal(patch(model, attention="*.mha", layers="all")(x), full)
+        assert difference(patch(model, attention="*.mha", layers="all")(x), full) < 5e-6
         patch(model, attention="*.mha", **COARSE)
         model[1].weights = True
         with pytest.raises(RuntimeError, match="need_weights=False"):

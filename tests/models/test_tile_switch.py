@@ -19,11 +19,12 @@ if find_spec("timm") is None or find_spec("transformers") is None:
     pytest.skip("needs timm and transformers: pip install 'bmfa[models]'", allow_module_level=True)
 
 import bmfa
-from bmfa.attention.dispatch import LEAST_TOKENS
-from bmfa.models import override, patch, record, unpatch
+from bmfa.attention.dispatch import LEAST_EXACT_SCORES, LEAST_TOKENS, NATIVE
+from bmfa.models import override, patch, record, summary, unpatch
 from bmfa.models.hosts import find_host
 from bmfa.models.screened_layer import observe, screened_layers
 from models.host_models import (
+    CPU_BACKEND,
     HF,
     MODELS,
     SIZED,
@@ -49,11 +50,15 @@ DENSE_CALLS = [
     "ForwardState.forget",
     "LayerLog.__call__",
     "ForwardState.in_use",
+    "decision_key",
+    "is_capturing",
 ]
 
 
 def test_the_sizes_of_this_file_are_on_both_sides_of_the_threshold() -> None:
-    assert (SMALL // 4) ** 2 < LEAST_TOKENS["cpu"] <= (LARGE // 4) ** 2
+    assert (SMALL // 4) ** 2 < LEAST_TOKENS[NATIVE] <= (LARGE // 4) ** 2
+    scores = 3 * (1 + (SMALL // 4) ** 2) ** 2  # of the heads of the models here
+    assert scores < min(LEAST_EXACT_SCORES.values())
 
 
 def pixels_of(size: int, images: int = 1, seed: int = 1) -> Tensor:
@@ -91,6 +96,13 @@ def without_embedded(calls: list[str]) -> list[str]:
     return [name for name in calls if not name.startswith(own)]
 
 
+@pytest.fixture
+def without_native(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Exact attention of every size is that of the host."""
+    monkeypatch.setenv("BMFA_NATIVE", "off")
+
+
+@pytest.mark.usefixtures("without_native")
 @pytest.mark.parametrize("name", sorted(MODELS))
 def test_dense_layers_have_the_bits_of_the_host(name: str) -> None:
     model, pixels = make_model(name), pictures(image_size(name), image_size(name))
@@ -111,6 +123,7 @@ def test_dense_layers_have_the_bits_of_the_host(name: str) -> None:
     assert torch.equal(run(model, pixels), expected[0])
 
 
+@pytest.mark.usefixtures("without_native")
 @pytest.mark.parametrize("name", sorted(MODELS))
 def test_a_dense_pass_calls_bmfa_once_not_in_every_layer(name: str) -> None:
     model, pixels = make_model(name), pictures(image_size(name), image_size(name))
@@ -177,7 +190,8 @@ def test_settings_that_force_tiles_or_trees_run_at_every_size(options: dict[str,
     assert is_active(model)
     with record(model, trees=False) as recording:
         run(model, pixels_of(SMALL))
-    assert recording[0].stats[0].backend == "eager"
+    eager = "rule" in options or "backend" in options
+    assert recording[0].stats[0].backend == ("eager" if eager else CPU_BACKEND)
     assert is_active(model)
 
 
@@ -196,8 +210,8 @@ def test_recording_a_dense_layer_says_why(name: str) -> None:
     assert not is_active(model)
     run(model, pixels)
     assert len(recording[2].stats) == 1
-    reasons = set(screened_layers(model)[0].decision.reasons.values())
-    assert reasons == {stats.why}
+    choices = screened_layers(model)[0].decision.choices.values()
+    assert {choice.why for choice in choices} == {stats.why}
 
 
 def test_recording_inside_another_and_at_both_sizes() -> None:
@@ -519,6 +533,70 @@ def test_layers_with_equal_options_share_one_decision_for_each_size() -> None:
     assert first.decision is second.decision is third.decision
     run(model, pixels_of(SMALL))
     run(model, pixels_of(LARGE))
-    decided = {key[1]: reason for key, reason in first.decision.reasons.items()}
+    decided = {key[1]: choice for key, choice in first.decision.choices.items()}
     assert decided.keys() == {1 + 64, 1 + 4096}
-    assert decided[1 + 64].startswith("auto: dense attention") and decided[1 + 4096] is None
+    assert decided[1 + 64].why.startswith("auto: dense attention") and decided[1 + 4096] is None
+
+
+# Sides of images whose exact attention is native: 324 tokens, in four heads.
+NATIVE_SIZE = 72
+needs_native = pytest.mark.skipif(CPU_BACKEND != "native", reason="needs the native kernels")
+
+
+@needs_native
+@pytest.mark.parametrize("options", [{}, {"error": 0.0}, {"leaves": 1.0}])
+@pytest.mark.parametrize("name", ["vit", "hf-dinov2", "embedded"])
+def test_exact_attention_is_native_where_it_is_faster(name: str, options: dict[str, Any]) -> None:
+    sizes = SIZED.get(name, {})
+    model, size = make_model(name), NATIVE_SIZE if name in SIZED else 112
+    pixels = pixels_of(size)
+    full = run(model, pixels, **sizes)
+    patch(model, layers="all", **options)
+    output = run(model, pixels, **sizes)
+    assert not torch.equal(output, full)
+    torch.testing.assert_close(output, full, atol=1e-4, rtol=1e-4)
+    assert torch.equal(run(model, pixels, **sizes), output)
+    rows = summary(model).rows
+    assert {(row.form, row.backend, row.density) for row in rows} == {("dense", "native", 1.0)}
+    with record(model, trees=False) as recording:
+        assert torch.equal(run(model, pixels, **sizes), output)
+    stats = recording[0].stats[0]
+    assert (stats.form, stats.backend) == ("dense", "native") and {row.why for row in rows} == {
+        stats.why
+    }
+    calls = without_embedded(calls_into_bmfa(lambda: run(model, pixels, **sizes)))
+    assert not any("screened_attention" in call or "BlockGrid.run" in call for call in calls)
+    assert torch.equal(run(unpatch(model), pixels, **sizes), full)
+
+
+def first_tensor(output: Any) -> Tensor:
+    """The output of a model, which transformers wraps."""
+    return output if isinstance(output, Tensor) else output[0]
+
+
+@needs_native
+@pytest.mark.parametrize("name", HOSTS)
+def test_what_the_native_kernel_cannot_run_has_the_bits_of_the_host(name: str) -> None:
+    """Gradients, float64, masks and dropout, also while the overrides are active."""
+    model, pixels, sizes = make_model(name), pixels_of(NATIVE_SIZE), SIZED[name]
+    with_gradients = first_tensor(model(pixels, **sizes))
+    double = run(copy.deepcopy(model).double(), pixels.double(), **sizes)
+    patch(model, layers="all")
+    run(model, pixels, **sizes)
+    assert is_active(model)
+    found = first_tensor(model(pixels, **sizes))
+    assert torch.equal(found, with_gradients) and found.requires_grad
+    assert {row.backend for row in summary(model).rows} == {"host"}
+    assert torch.equal(run(copy.deepcopy(model).double(), pixels.double(), **sizes), double)
+
+
+@needs_native
+def test_native_attention_refuses_nan_and_obeys_autocast() -> None:
+    model, pixels = make_model("vit"), pixels_of(NATIVE_SIZE)
+    with torch.autocast("cpu", torch.bfloat16):
+        full = run(model, pixels)
+        patch(model, layers="all")
+        torch.testing.assert_close(run(model, pixels), full, atol=0.05, rtol=0.05)
+        assert {row.backend for row in summary(model).rows} == {"native"}
+    with pytest.raises(ValueError, match="queries hold"):
+        run(model, torch.full_like(pixels, torch.nan))

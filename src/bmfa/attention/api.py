@@ -227,7 +227,9 @@ def screened_attention(
         run = choose_tiled(inputs, tiling, budget, backend, allow_dense=allow_dense)
         if run.exact:
             native = run.backend == "native"
-            output = native_dense_attention(inputs) if native else dense_attention(inputs, in_graph(q))
+            output = (
+                native_dense_attention(inputs) if native else dense_attention(inputs, in_graph(q))
+            )
             return _dense(inputs, output, budget, run, audit)
         options = AttentionOptions(
             "tiled",
@@ -279,7 +281,7 @@ def _dense(
         audit=measured,
         measure_error=partial(ErrorEstimate, budget.error, 0.0, 0.0, 0.0, 0),
     )
-    return Screened(output, stats, partial(dense_tree, inputs, inputs.tiling, budget))
+    return Screened(output, stats, partial(dense_tree, inputs, budget))
 
 
 def _screened(

@@ -1,15 +1,16 @@
 """Which backend runs a call, and why.
 
-The eager and reference backends run every call. The native kernels and Triton have one predicate for each
-form, which returns None if the kernels can run a call and a reason if they cannot: it selects the backend
-for "auto", and explains the refusal if the backend was requested. `dense_faster_reason` does the same for
-dense attention.
+The eager and reference backends run every call. The native kernels and Triton have one predicate for
+each form, which returns None if the kernels can run a call and a reason if they cannot: it selects the
+backend for "auto", and explains the refusal if the backend was requested. `dense_faster_reason` does the
+same for dense attention.
 
 An error target on a CPU is decided later: the kernels count the expanded tiles first, and attend exactly
 in heads in which they are too many (`AttentionOptions.exact_above`).
 """
 
 import math
+import platform
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -19,28 +20,39 @@ from torch import Tensor
 from bmfa.attention.dense import attention_operations
 from bmfa.attention.inputs import AttentionInputs, Backend
 from bmfa.attention.kernels import native
+from bmfa.attention.kernels.native import library
 from bmfa.attention.tiling import DEFAULT_ERROR, Budget, Tiling
 from bmfa.checks import has_values
 from bmfa.grid import Grid
 from bmfa.trees.rules import Rule
 
-# Constants of the backends: "cuda" is Triton, "native" the C++ kernels on a CPU, "eager" torch operations
-# on any other device. Those of CUDA are read off the records of `bmfa bench attention` on the q, k, v of
-# DeiT-Tiny, records/attention-h200.json; the others off records/attention-cpu.json.
+# Constants of the backends: "cuda" is Triton, "native" the C++ kernels on x86-64, "neon" those on ARM,
+# which nobody has measured and which are cautious, and "eager" torch operations. Those of CUDA are read
+# off the records of `bmfa bench attention` on the q, k, v of DeiT-Tiny,
+# records/attention-h200.json. The native ones are printed by, on q, k, v of the same model,
+#   BMFA_NATIVE=avx512 bmfa bench attention --threads 1 2 --repeats 15 --no-baselines --no-certificate
+#     --tokens 64 144 256 576 1024 2304 4096 --tiles 0 0.1 0.3 --error 0.03
+# and likewise for avx2 and baseline. Those of eager are read off records/attention-cpu.json.
+NATIVE = "neon" if platform.machine().lower() in ("arm64", "aarch64") else "native"
 
 # Spatial tokens from which the tiled form runs for an error target, and for a number of tiles. Which
 # tiles a target expands depends on the data: with fewer tokens than 16,384 on CUDA, real models gain a
 # tenth and random data lose a third, so that the choice would be a guess. Torch operations on a CPU are
 # no faster than dense attention with 4,096 tokens.
-LEAST_TOKENS = {"cuda": 16384, "native": 1024, "eager": 16384}
-LEAST_TOKENS_OF_BUDGET = {"cuda": 4096, "native": 1024, "eager": 4096}
+LEAST_TOKENS = {"cuda": 16384, "native": 1024, "neon": 4096, "eager": 16384}
+LEAST_TOKENS_OF_BUDGET = {"cuda": 4096, "native": 1024, "neon": 4096, "eager": 4096}
 # Queries times keys of all heads from which exact attention by the native kernel is faster than that of
-# torch, whose threads are already running.
-LEAST_EXACT_SCORES = 3 * 128**2
+# torch, whose threads are already running. By instruction set: torch takes the best one in any case.
+LEAST_EXACT_SCORES = {
+    "avx512": 3 * 128**2,
+    "avx2": 3 * 128**2,
+    "baseline": math.inf,
+    "neon": math.inf,
+}
 # Time that an expanded tile adds, relative to the time that dense attention spends on a tile. On CUDA
 # it is the slope of time over density at 16,384 tokens, 1.9 in records/attention-saliency-h200.json and
 # 2.0 in records/attention-h200.json. The native kernel expands a tile in the time of exact attention.
-EXPANDED_COST = {"cuda": 1.9, "native": 1.15, "eager": 2.3}
+EXPANDED_COST = {"cuda": 1.9, "native": 1.15, "neon": 2.3, "eager": 2.3}
 # Mean share of the tiles that an error target expands at 16,384 tokens: 15 % at the default target in
 # records/attention-saliency-h200.json (DeiT-Tiny expands a fifth of that). It grows with about this
 # power of the inverse of the target.
@@ -48,11 +60,17 @@ DEFAULT_EXPANDED_SHARE, SHARE_EXPONENT = 0.15, 1.5
 # Part of the time of dense attention that tiles take more for queries with a grid of their own, at most:
 # all that tiles take on CUDA if none is expanded, 0.16 at 16,384 tokens in records/attention-h200.json.
 # The record has groups of two tiles, and such queries have groups of one: twice the representatives.
-OWN_GRID_COST = {"cuda": 0.16, "native": 0.0, "eager": 0.0}
+OWN_GRID_COST = {"cuda": 0.16, "native": 0.0, "neon": 0.0, "eager": 0.0}
 # Operations of dense attention that the tiled form must save. On an H200 2e10 operations take about
 # 0.04 ms, the time of the kernels that run before the attention itself; a call outside of a graph adds
 # about 0.2 ms of host time for its launches (milliseconds_eager - milliseconds in the record).
-LEAST_SAVED_OPERATIONS = {"cuda": 1e11, "cuda graph": 2e10, "native": 0.0, "eager": 0.0}
+LEAST_SAVED_OPERATIONS = {
+    "cuda": 1e11,
+    "cuda graph": 2e10,
+    "native": 0.0,
+    "neon": 0.0,
+    "eager": 0.0,
+}
 
 
 class Choice(NamedTuple):
@@ -78,8 +96,8 @@ def choose_tiled(
     Raises:
         ValueError: If the requested backend cannot run the call.
     """
-    unsupported = None
-    fast = "triton" if inputs.q.is_cuda else "native"  # of the device, if it can run
+    q, unsupported = inputs.q, None
+    fast = "triton" if q.is_cuda else "native"  # of the device, if it can run
     if backend in ("auto", "native", "triton"):
         chosen = fast if backend == "auto" else backend
         unsupported = tiles_unsupported_reason(chosen, inputs, tiling)
@@ -87,32 +105,51 @@ def choose_tiled(
         if unsupported is not None:
             raise _unsupported_error(backend, unsupported)
         return Choice(backend, "requested")
-    runs = fast if unsupported is None else "eager"
     if allow_dense:
-        q, cost = inputs.q, "cuda" if inputs.q.is_cuda else runs
-        reason = dense_faster_reason(q.shape, cost, tiling, budget, in_graph=in_graph(q))
-        if reason is None and unsupported is not None and inputs.q.is_cuda:
-            reason = f"dense, because triton cannot run: {unsupported}"
-        if reason is not None:
-            exact = runs == "native" and has_values(q)
-            exact = exact and native_exact_is_faster(q.shape, inputs.k.shape[2])
-            return Choice("native" if exact else "dense", f"auto: {reason}", exact=True)
+        exact = _choose_exact(
+            q.shape, inputs.k.shape[2], fast, unsupported, tiling, budget, in_graph=in_graph(q)
+        )
+        if exact is not None:
+            return exact if has_values(q) else Choice("dense", exact.why, exact=True)
     if unsupported is not None:
         return Choice("eager", f"auto: eager, because {fast} cannot run: {unsupported}")
     return Choice(fast, f"auto: {fast} supports the grid, the dtype and the device")
 
 
-def native_exact_is_faster(shape: Sequence[int], keys: int) -> bool:
-    """True if exact attention is faster by the native kernel than by torch.
+def _choose_exact(
+    shape: Sequence[int],
+    keys: int,
+    fast: str,
+    unsupported: str | None,
+    tiling: Tiling,
+    budget: Budget,
+    *,
+    in_graph: bool,
+) -> Choice | None:
+    """Choose what runs exact attention, the native kernel or SDPA; None if tiles are faster.
 
     Args:
         shape: (B, H, Q, d), the shape of the queries.
         keys: Number of keys.
+        fast: Fast backend of the device, "native" or "triton".
+        unsupported: Why it cannot run, or None.
+        tiling: Tiles of the grid, and groups of the queries.
+        budget: Error target or number of tiles.
+        in_graph: True if the launches are recorded in a graph, where host time does not count.
     """
-    if torch.compiler.is_compiling():
-        return False
-    batch, heads, queries, _ = shape
-    return batch * heads * queries * keys >= LEAST_EXACT_SCORES
+    cost = "cuda" if fast == "triton" else NATIVE
+    reason = dense_faster_reason(shape, cost, tiling, budget, in_graph=in_graph)
+    if reason is None and unsupported is not None:
+        slow = dense_faster_reason(shape, "eager", tiling, budget, in_graph=in_graph)
+        if fast == "triton" or slow is not None:
+            reason = f"dense, because {fast} cannot run: {unsupported}"
+    if reason is None:
+        return None
+    native_runs = fast == "native" and unsupported is None and not torch.compiler.is_compiling()
+    if native_runs:
+        least = LEAST_EXACT_SCORES[library.instruction_set() or NATIVE]
+        native_runs = math.prod(shape[:3]) * keys >= least
+    return Choice("native" if native_runs else "dense", f"auto: {reason}", exact=True)
 
 
 def choose_per_query(inputs: AttentionInputs, rule: Rule, backend: Backend) -> Choice:
@@ -170,7 +207,7 @@ def dense_faster_reason(
 
     Args:
         shape: (B, H, Q, d), the shape of the queries.
-        backend: "cuda", "native" or "eager", whose costs decide.
+        backend: "cuda", "native", "neon" or "eager", whose costs decide.
         tiling: Tiles of the grid, and groups of the queries.
         budget: Error target or number of tiles.
         in_graph: True if the launches are recorded in a graph, where host time does not count.
@@ -207,7 +244,7 @@ def may_run_dense(options: dict[str, Any]) -> bool:
     )
 
 
-def dense_reason(
+def exact_choice(
     shape: Sequence[int],
     dtype: torch.dtype,
     device: str,
@@ -215,9 +252,9 @@ def dense_reason(
     options: dict[str, Any],
     *,
     in_graph: bool,
-) -> str | None:
-    """Return why a call runs `scaled_dot_product_attention` whatever its values are, or None if that is
-    not certain.
+    requires_grad: bool = False,
+) -> Choice | None:
+    """Return what runs a call that is exact whatever its values are, or None if that is not certain.
 
     It reads no tensor, so a model can decide before it computes q, k and v.
 
@@ -228,18 +265,17 @@ def dense_reason(
         grid: Grid of the spatial tokens.
         options: Arguments of `screened_attention`.
         in_graph: True if the launches are recorded in a graph, where host time does not count.
+        requires_grad: True if gradients are required.
     """
     if not may_run_dense(options):
         return None
     tiling = Tiling(grid)
     budget = Budget.of(tiling, options.get("error"), options.get("leaves"))
-    backend = "cuda" if device == "cuda" else "eager"
-    if native.supports(device, dtype, shape[3]):
-        backend = "native"
-        if native_exact_is_faster(shape, shape[2]):
-            return None
-    reason = dense_faster_reason(shape, backend, tiling, budget, in_graph=in_graph)
-    return None if reason is None else f"auto: {reason}"
+    fast, unsupported = "triton", None
+    if device != "cuda":
+        fast = "native"
+        unsupported = native.unsupported_kind(device, dtype, shape[3], requires_grad)
+    return _choose_exact(shape, shape[2], fast, unsupported, tiling, budget, in_graph=in_graph)
 
 
 def expected_share(budget: Budget, tiles: int) -> float:

@@ -198,7 +198,7 @@ def check_inputs(
         raise ValueError(
             f"order is 'z', and {what} takes tokens in raster order; pass order='raster'"
         )
-    _check_tensors(q, k, v)
+    check_tensors(q, k, v)
     _check_token_count(k, grid, prefix)
     scale = float(q.shape[-1] ** -0.5) if scale is None else check_number("scale", scale)
     valid = None if valid is None else _check_mask(valid, q, grid.size, prefix)
@@ -212,7 +212,8 @@ def check_inputs(
     return AttentionInputs(q, k, v, grid, prefix, check_tau(tau), scale, valid, order, query_grid)
 
 
-def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
+def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Raise unless q, k and v are floating-point tensors of shapes, dtypes and devices that fit."""
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         check_floating(name, tensor)
         if tensor.dim() != 4:

@@ -144,7 +144,7 @@ class _LaterCheck:
     """One measurement on its way from a CUDA device to the host, in pinned memory that is kept."""
 
     def __init__(self) -> None:
-        self.memory = torch.empty(0)
+        self.memory = torch.empty(0, dtype=torch.float64)
         self.copied: Any = None  # event of the copy, None if no measurement is on its way
         self.shape: tuple[int, ...] = ()
         self.target = 0.0
@@ -152,7 +152,7 @@ class _LaterCheck:
     def start(self, probes: Tensor, target: float) -> None:
         """Copy the probes to the host while it goes on."""
         if self.memory.numel() < probes.numel():
-            self.memory = torch.empty(probes.numel(), pin_memory=True)
+            self.memory = torch.empty(probes.numel(), dtype=torch.float64, pin_memory=True)
         self.memory[: probes.numel()].copy_(probes.flatten(), non_blocking=True)
         self.shape, self.target = tuple(probes.shape), target
         self.copied = torch.cuda.Event()  # type: ignore[no-untyped-call]

@@ -269,8 +269,9 @@ def tiled_tree(
     return Tree(layout, blocks, shape, inputs.tau, str(budget), masks, block_means=False)
 
 
-def dense_tree(inputs: AttentionInputs, tiling: Tiling, budget: Budget) -> Tree:
+def dense_tree(inputs: AttentionInputs, budget: Budget) -> Tree:
     """Build the partition of dense attention: every token is a leaf."""
+    tiling = inputs.tiling
     shape = (*inputs.q.shape[:2], tiling.groups, tiling.tiles)
     expanded = torch.ones(shape, dtype=torch.bool, device=inputs.q.device)
     return tiled_tree(inputs, tiling, expanded, budget, "raster")

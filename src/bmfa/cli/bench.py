@@ -19,8 +19,8 @@ TREE_COLUMNS = (
     "milliseconds"
 )
 ATTENTION_COLUMNS = (
-    "n method density_percent error_l2_percent error_p95_query_percent milliseconds speedup ran heads "
-    "dim dtype batch e_mean estimated_error_percent target_met_percent milliseconds_eager "
+    "n threads method density_percent error_l2_percent error_p95_query_percent milliseconds speedup ran "
+    "heads dim dtype batch e_mean estimated_error_percent target_met_percent milliseconds_eager "
     "speedup_eager added_milliseconds own_error_percent peak_mebibytes extra_memory_percent "
     "certificate_over_error_median certificate_percent_median"
 )
@@ -135,7 +135,7 @@ def attention(
         list[int] | None,
         opt.option(
             "--tokens N...",
-            "Numbers of tokens, which must be squares (196 1024 4096 16384, and 65536 on a GPU).",
+            "Numbers of tokens, which must be squares (1024 4096 16384, and 196 65536 on a GPU).",
         ),
     ] = None,
     pictures: Annotated[
@@ -152,8 +152,14 @@ def attention(
         ),
     ] = None,
     backend: Annotated[
-        Literal["triton", "eager"] | None,
-        opt.option("--backend", "Kernels: triton on a GPU by default, else eager."),
+        Literal["triton", "native", "eager"] | None,
+        opt.option(
+            "--backend", "Kernels: triton on a GPU, native on a CPU by default, else eager."
+        ),
+    ] = None,
+    threads: Annotated[
+        list[int] | None,
+        opt.option("--threads N...", "Numbers of threads to time with on a CPU: 1 2."),
     ] = None,
     peer: Annotated[
         list[str] | None,
@@ -227,6 +233,7 @@ def attention(
         baseline=() if no_baselines else baseline or None,
         certificate=not no_certificate,
         kernels=kernels,
+        threads=threads or (),
         progress=results.output.progress("sizes"),
     )
     results.finish(record, [] if markdown else summary.lines(dict(record.settings)))
@@ -255,7 +262,7 @@ def model(
         list[int] | None,
         opt.option(
             "--img-size PX...",
-            "Sides of the pictures in pixels (1024 2048 4096 on a GPU, else 512).",
+            "Sides of the pictures in pixels (1024 2048 4096 on a GPU, else 512 1024 2048).",
         ),
     ] = None,
     layers: opt.Layers = "all",
@@ -297,7 +304,10 @@ def model(
         data_dir=data_dir,
         decoder=decoder,
         methods=(
-            *(_method_names(tiles=tiles, leaves=leaves, error=error) or experiment.DEFAULT_METHODS),
+            *(
+                _method_names(tiles=tiles, leaves=leaves, error=error)
+                or experiment.default_methods(device)
+            ),
             *(baseline or ()),
         ),
         layers=opt.parse_layers(layers),

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from bmfa.attention.result import ErrorEstimate, Stats
 from bmfa.attention.tiling import Tiling, tokens_to_tiles
 from bmfa.grid import Grid
+from bmfa.models.dense_decision import Key, decision_key
 from bmfa.models.forward_state import ForwardState, current_graph_task, is_recomputing
 
 Output = TypeVar("Output")
@@ -87,7 +88,7 @@ class FinishedPass:
     shape: tuple[int, ...]  # of the tokens, (B, tokens, C)
     dtype: torch.dtype
     device: torch.device
-    autocast: bool
+    key: Key | None  # of the decisions about exact attention
     entries: Entries  # a layer without one ran the attention of its host
     compiled: bool = False  # True if the pass ran in a compiled graph; nothing else is known then
 
@@ -175,13 +176,13 @@ class LayerLog:
         # Where the model runs its own forward, no tokens have entries.
         found = self.running.find(x) if self.running.in_use else None
         found = self.running.current if self.by_thread else found
-        autocast = not x.is_meta and torch.is_autocast_enabled(x.device.type)
-        self.last.finished = FinishedPass(tuple(x.shape), x.dtype, x.device, autocast, found or {})
+        key = decision_key(x) if x.dim() > 1 else None
+        self.last.finished = FinishedPass(tuple(x.shape), x.dtype, x.device, key, found or {})
 
     def mark_compiled(self) -> None:
         """Note that the pass of this thread is traced: a compiled graph does not write this log."""
         self.compiled = True
-        unknown = FinishedPass((), torch.float32, torch.device("cpu"), False, {}, compiled=True)
+        unknown = FinishedPass((), torch.float32, torch.device("cpu"), None, {}, compiled=True)
         self.last.finished = unknown
 
     # torch.compile calls this function while it traces; see TileSwitch.keep_active.

@@ -197,13 +197,15 @@ def install_layers(
     if planned is None:
         decisions = _add_decisions(host, screened)
     else:
-        by_grid = {
-            grid: PlannedDecision(host.prefix + host.suffix, 0, 0, {}, planned=grid)
-            for grid in dict.fromkeys(planned[layer.layer] for layer in screened)
-        }
+        made: dict[tuple[Grid, int, int], DenseDecision] = {}
         for layer in screened:
-            layer.decision = by_grid[planned[layer.layer]]
-        decisions = tuple(by_grid.values())
+            key = planned[layer.layer], *_heads_of(host, layer.layer)
+            if key not in made:
+                made[key] = PlannedDecision(
+                    host.prefix + host.suffix, *key[1:], {"error": 0.0}, planned=key[0]
+                )
+            layer.decision = made[key]
+        decisions = tuple(made.values())
     install_functions(host, token_grid, screened, decisions)
 
 
@@ -357,12 +359,9 @@ def _add_decisions(host: Host, layers: list[ScreenedLayer]) -> tuple[DenseDecisi
         The decisions, or an empty tuple if a layer never runs dense.
     """
     decisions: list[DenseDecision] = []
-    projection: Any = host.projection
     for layer in layers:
-        shape = attention_heads(
-            host.attentions[layer.layer], int(getattr(projection, "out_channels", 0))
-        )
-        if shape is None or not may_run_dense(layer.options):
+        shape = _heads_of(host, layer.layer)
+        if not all(shape) or not may_run_dense(layer.options):
             continue
         made = DenseDecision(host.prefix + host.suffix, *shape, layer.options)
         equal = (d for d in decisions if (d.heads, d.head_dim, d.options) == (*shape, made.options))
@@ -370,6 +369,13 @@ def _add_decisions(host: Host, layers: list[ScreenedLayer]) -> tuple[DenseDecisi
         if layer.decision is made:
             decisions.append(made)
     return tuple(decisions) if all(layer.decision is not None for layer in layers) else ()
+
+
+def _heads_of(host: Host, layer: int) -> tuple[int, int]:
+    """Return the number of heads of a layer and their dimension, 0 and 0 if unknown."""
+    projection: Any = host.projection
+    width = int(getattr(projection, "out_channels", 0))
+    return attention_heads(host.attentions[layer], width) or (0, 0)
 
 
 def _options_of_layer(options: dict[str, Any], layer: int) -> dict[str, Any]:

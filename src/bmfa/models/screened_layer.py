@@ -10,8 +10,11 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
 from bmfa.attention.api import screened_attention
+from bmfa.attention.inputs import check_tensors
+from bmfa.attention.kernels import native
 from bmfa.attention.result import Screened
 from bmfa.attention.tiling import DEFAULT_ERROR
+from bmfa.checks import has_values
 from bmfa.grid import Grid
 from bmfa.models.dense_decision import DenseDecision
 from bmfa.models.hosts.base import AttentionFunction, replacements_in
@@ -43,22 +46,31 @@ class ScreenedLayer(AttentionFunction):
     decision: DenseDecision | None = None  # None if the layer never runs dense
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kw: Any) -> Tensor:
-        if self.uses_host(key):
-            return scaled_dot_product_attention(query, key, value, *args, **kw)
-        return super().__call__(query, key, value, *args, **kw)
+        exact = self._exact_backend(key)
+        if exact is None:
+            return super().__call__(query, key, value, *args, **kw)
+        if exact == "native":
+            return _exact_attention(query, key, value, *args, **kw)
+        return scaled_dot_product_attention(query, key, value, *args, **kw)
 
     def uses_host(self, x: Tensor) -> bool:
-        """True if the layer runs dense for x and nothing observes it."""
+        """True if the layer runs the attention of its host for x and nothing observes it."""
+        return self._exact_backend(x) == "dense"
+
+    def _exact_backend(self, x: Tensor) -> str | None:
+        """Return what runs exact attention for x, "native" or "dense"; None for tiles and observers."""
         if self.decision is None:
-            return False
+            return None
         if torch.compiler.is_compiling():  # caches would be guards of the graph
             grid = self.token_grid.of_attention(x.shape[-2])
-            reason = self.decision.reason(x.shape[0], grid, x.dtype, x.device, in_graph=x.is_cuda)
-            return reason is not None and self.observer is None
-        if not self.decision.is_dense(x):
-            return False
-        # A forward pass that began before `observe` has no grid, so it is not observed.
-        return self.observer is None or self.token_grid.passes.current is None
+            kind = (x.dtype, x.device, x.requires_grad, x.is_cuda)
+            choice = self.decision.make(x.shape[0], grid, *kind)
+            observed = self.observer is not None
+        else:
+            choice = self.decision.choice(x)
+            # A forward pass that began before `observe` has no grid, so it is not observed.
+            observed = self.observer is not None and self.token_grid.passes.current is not None
+        return None if choice is None or observed else choice.backend
 
     def describe(self) -> str:
         """Return the settings of the layer as text."""
@@ -92,6 +104,32 @@ class ScreenedLayer(AttentionFunction):
         if self.observer is not None:
             self.observer(LayerInputs(self.layer, q, k, scale, grid, prefix, valid), screened)
         return screened.output.roll(-suffix, 2) if suffix else screened.output
+
+
+def _exact_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    **options: Any,
+) -> Tensor:
+    """`scaled_dot_product_attention` by the native kernel where it can run."""
+    plain = attn_mask is None and dropout_p == 0.0 and not is_causal and query.dim() == 4
+    if torch.is_autocast_enabled("cpu"):  # SDPA casts inputs of other dtypes
+        plain = plain and {x.dtype for x in (query, key, value)} == {
+            torch.get_autocast_dtype("cpu")
+        }
+    if plain and has_values(query):
+        check_tensors(query, key, value)
+        if native.unsupported_reason(query, key, value) is None:
+            scale = query.shape[-1] ** -0.5 if scale is None else float(scale)
+            return native.exact_attention(query, key, value, scale=scale)
+    return scaled_dot_product_attention(
+        query, key, value, attn_mask, dropout_p, is_causal, scale=scale, **options
+    )
 
 
 def screened_layers(model: nn.Module) -> list[ScreenedLayer]:

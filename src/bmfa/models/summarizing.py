@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import nn
 
+from bmfa.attention.dispatch import Choice
 from bmfa.attention.result import ErrorEstimate
 from bmfa.models.layer_log import FinishedPass, LayerEntry
 from bmfa.models.screened_layer import ScreenedLayer, screened_layers
@@ -290,27 +291,23 @@ def _layer_row(
         return LayerSummary(index, None, "dense", "host", _NOT_PATCHED)
     calls = finished.entries.get(index)
     if not calls:
-        return LayerSummary(index, settings, "dense", "host", _dense_reason(layer, finished))
+        choice = _exact_choice(layer, finished)
+        backend = "native" if choice.backend == "native" else "host"
+        return LayerSummary(index, settings, "dense", backend, choice.why)
     texts = ((call.form, call.backend, call.why) for call in calls)
     form, backend, why = (" / ".join(dict.fromkeys(parts)) for parts in zip(*texts, strict=True))
     return LayerSummary(index, settings, form, backend, why, calls)
 
 
-def _dense_reason(layer: ScreenedLayer, finished: FinishedPass) -> str:
-    """Return why the layer ran the attention of its host, decided from shapes before the pass."""
-    if layer.decision is None or len(finished.shape) < 2:
-        return _DENSE
-    batch, tokens = finished.shape[0], finished.shape[-2]
-    for autocast in (finished.autocast, False):
-        for capturing in (False, True):
-            key = (batch, tokens, finished.dtype, finished.device, autocast, capturing)
-            if (reason := layer.decision.reasons.get(key)) is not None:
-                return reason
-    reasons = (
-        layer.decision.reasons.items()
-    )  # of another dtype of the tokens, or of packed pictures
-    fitting = (reason for key, reason in reasons if key[1] == tokens and reason is not None)
-    return next(fitting, _DENSE)
+def _exact_choice(layer: ScreenedLayer, finished: FinishedPass) -> Choice:
+    """Return what ran exact attention in a layer without a log, as decided from shapes."""
+    decision, key = layer.decision, finished.key
+    if decision is None or key is None:
+        return Choice("dense", _DENSE)
+    choice = decision.choices.get(key)
+    # In packed pictures attention has a batch of its own.
+    others = (other for other_key, other in decision.choices.items() if other_key[1] == key[1])
+    return choice or next(filter(None, others), Choice("dense", _DENSE))
 
 
 def _reduced_summary(model: nn.Module, reduction: TokenReduction) -> Summary:

@@ -14,8 +14,9 @@ from bmfa.models.hosts.base import replacement_of
 from bmfa.models.override import activate_override, deactivate_override, override_of
 from bmfa.models.token_grid import TokenGrid
 
-# Input shapes that are known to run dense; later ones are decided again in every forward pass.
+# Input shapes that are known to run the attention of the host; later ones are decided in every pass.
 _MAX_INPUTS = 1024
+_HOST: set[str | None] = {"dense"}  # the backends if every layer runs the attention of the host
 _LOCK = RLock()  # one for all models: copies and pickles of a model cannot include a lock
 
 
@@ -24,9 +25,10 @@ class TileSwitch:
     """Forward hook of the patch projection of a model whose layers may all run dense.
 
     The modules of the model run their own forward, without overrides, until an image arrives for which a
-    layer does not run dense. Then the overrides become active, until an image that runs dense arrives
-    while no other one is in the model. They stay active after a pass with gradients, because gradient
-    checkpointing may recompute its blocks, and after torch.compile has read them. While they are active,
+    layer runs tiles or the native kernel. Then the overrides become active, until an image for which all
+    layers run the attention of the host arrives while no other one is in the model. They stay active
+    after a pass with gradients, because gradient checkpointing may recompute its blocks, after a pass of
+    exact attention by the native kernel, and after torch.compile has read them. While they are active,
     every block looks up the decision for its tokens.
 
     The replicas of nn.DataParallel share this hook. They are copies of the modules as they were before
@@ -36,8 +38,9 @@ class TileSwitch:
     token_grid: TokenGrid
     decisions: tuple[DenseDecision, ...]  # one for each set of options
     modules: tuple[nn.Module, ...]  # with overrides or replacements
-    # Shape, dtype and device of outputs of the projection, and whether a CUDA graph is captured.
-    dense_inputs: set[tuple[Any, ...]] = field(default_factory=set)
+    # Outputs of the projection for which every layer runs the attention of the host: shape, dtype,
+    # device, whether gradients are required, and whether a CUDA graph is captured.
+    host_inputs: set[tuple[Any, ...]] = field(default_factory=set)
 
     def __call__(self, module: nn.Module, inputs: Any, output: Tensor) -> None:
         if torch.compiler.is_compiling():
@@ -46,15 +49,19 @@ class TileSwitch:
             elif not self.token_grid.observers:
                 return
         else:
-            key = (output.shape, output.dtype, output.device, is_capturing(output))
-            if key in self.dense_inputs or self._decide(key, output):
-                if self.token_grid.uses_tiles:
+            key = (*output.shape, output.dtype, output.device, output.requires_grad)
+            key = (*key, is_capturing(output))
+            backends = _HOST if key in self.host_inputs else self._decide(key, output)
+            if None in backends:
+                self._activate_for_pass()
+            else:
+                if "native" in backends and not self.token_grid.keeps_tiles:
+                    self.keep_active()
+                elif self.token_grid.uses_tiles:
                     self._deactivate_if_unused()
                 if not self.token_grid.observers:
                     self.token_grid.passes.forget()
                     return
-            else:
-                self._activate_for_pass()
         self.token_grid(module, inputs, output)
 
     def keep_active(self) -> None:
@@ -83,7 +90,8 @@ class TileSwitch:
             if not token_grid.observers:
                 _deactivate(self.modules)
 
-    def _decide(self, key: tuple[Any, ...], output: Tensor) -> bool:
+    def _decide(self, key: tuple[Any, ...], output: Tensor) -> set[str | None]:
+        """Return the backends of exact attention in the layers, None for tiles."""
         if torch._C._get_tracing_state() is not None:
             raise RuntimeError(
                 "a patched model cannot be traced by torch.jit.trace: a trace would keep the choice "
@@ -93,27 +101,22 @@ class TileSwitch:
         batch, _, height, width = output.shape
         grid = Grid(height, width)
         tokens = self.token_grid.special + grid.size
-        dense = True
+        backends: set[str | None] = set()
         for decision in self.decisions:
             decision.grids.setdefault(tokens, grid)
-            reason = decision.decide(
-                (batch, tokens, output.dtype, output.device, False, is_capturing(output))
-            )
-            dense = dense and reason is not None
-        if dense and len(self.dense_inputs) < _MAX_INPUTS:
-            self.dense_inputs.add(key)
-        return dense
+            choice = decision.decide((batch, tokens, *key[4:]))
+            backends.add(None if choice is None else choice.backend)
+        if backends == _HOST and len(self.host_inputs) < _MAX_INPUTS:
+            self.host_inputs.add(key)
+        return backends
 
     def _is_dense_in_graph(self, output: Tensor) -> bool:
         """Return the decision while torch.compile traces, where caches would be guards of the graph."""
         batch, _, height, width = output.shape
         # Integers, not symbols: the choice is a constant of the graph. The batch may stay a symbol.
         grid = Grid(int(height), int(width))
-        dtype, device, in_graph = output.dtype, output.device, output.is_cuda
-        return all(
-            decision.reason(batch, grid, dtype, device, in_graph=in_graph) is not None
-            for decision in self.decisions
-        )
+        kind = (output.dtype, output.device, output.requires_grad, output.is_cuda)
+        return all(decision.make(batch, grid, *kind) is not None for decision in self.decisions)
 
 
 def begin_observing(model: nn.Module, token_grids: Iterable[TokenGrid]) -> None:

@@ -180,6 +180,6 @@ class BlockGrid:
         if not self.decisions or self.token_grid.observers or torch.compiler.is_compiling():
             return False
         for decision in self.decisions:  # noqa: SIM110  A generator costs a call for each element.
-            if not decision.is_dense(x):
+            if decision.choice(x) is None:
                 return False
         return True

@@ -11,6 +11,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from bmfa import timing
 from bmfa.attention.inputs import Backend
+from bmfa.attention.kernels.native import library
 from bmfa.attention.result import Screened
 from bmfa.checks import check_integer
 from bmfa.evidence.bench import baselines, dense, peers, summary
@@ -23,14 +24,16 @@ from bmfa.evidence.bench.errors import (
     missed_targets_ignored,
 )
 from bmfa.evidence.bench.graphs import run_as_timed
-from bmfa.evidence.bench.inputs import QKV, RANDOM, InputSource, RecordedInputs
+from bmfa.evidence.bench.inputs import QKV, RANDOM, InputSource, RecordedInputs, as_projection
 from bmfa.evidence.bench.roofline import Limits, kernel_rows
 from bmfa.evidence.bench.settings import (
     DEFAULT_METHODS,
     DTYPES,
+    EXACT,
     ScreenedCall,
     TileSetting,
     auto_call,
+    exact_call,
     tiled_call,
 )
 from bmfa.evidence.bench.verify import check_backend, check_dense
@@ -38,7 +41,7 @@ from bmfa.evidence.runner import Progress
 from bmfa.quantiles import quantile
 from bmfa.records import Record, Row, environment, without_folders
 
-TOKENS = {"cuda": (196, 1024, 4096, 16384, 65536), "cpu": (196, 1024, 4096, 16384)}
+TOKENS = {"cuda": (196, 1024, 4096, 16384, 65536), "cpu": (1024, 4096, 16384)}
 BLOCKS = (2, 5, 8, 11)
 # Pictures are timed together up to this number of tokens.
 BATCH_TOKENS = 65_536
@@ -78,6 +81,7 @@ class Plan:
     certificate: bool = True
     baselines: tuple[str, ...] = ()
     limits: Limits | None = None  # of the device, if kernels are to be timed one by one
+    threads: tuple[int, ...] = ()  # numbers of threads to time with; empty for that of torch
 
 
 def run(
@@ -95,6 +99,7 @@ def run(
     baseline: Sequence[str] | None = None,
     certificate: bool = True,
     kernels: bool = False,
+    threads: Sequence[int] = (),
     progress: Progress | None = None,
 ) -> Record:
     """Time tiled attention, dense attention, baselines and peers on the q, k, v of a model.
@@ -110,17 +115,20 @@ def run(
         methods: Settings such as `tiles:0.03`, `leaves:0.05` or `error:0.1`.
         head_dim: A further head dimension to time, on random weights of the same model.
         dtype: `"bfloat16"` (default on CUDA), `"float16"` or `"float32"`.
-        backend: `"triton"` (default on CUDA) or `"eager"`.
+        backend: `"triton"` (default on CUDA), `"native"` (default on a CPU that runs it) or `"eager"`.
         repeats: Timings of which the median counts.
         peer: Packages that must be timed; those installed are timed anyway.
         baseline: Names such as `mean-tiles:0.06`, `topk:0.1` or `monarch:2`; None for a default list.
         certificate: True to time the certificate and the audit as well.
         kernels: True to time each Triton kernel against its limit as well, on CUDA.
+        threads: Numbers of threads of torch to time with on a CPU; rows have a column of them if there
+            are several.
         progress: Called with the sizes done and their number.
 
     Returns:
         A record of rows for every number of tokens: the fastest dense path, all dense paths, tiled
-        attention, `auto`, baselines and peers.
+        attention, `auto`, baselines and peers. With the backend "native" also exact attention by it, and
+        the methods by the backend "eager".
 
     Raises:
         ValueError: If an argument is out of range, a peer is missing, or the verification fails.
@@ -135,14 +143,17 @@ def run(
     present, absent = peers.available(tuple(peer))
     plan = Plan(
         tuple(str(TileSetting.parse(m)) for m in methods or _for_device(DEFAULT_METHODS, device)),
-        backend or ("triton" if device.type == "cuda" else "eager"),
+        backend or default_backend(device),
         dtype or ("bfloat16" if device.type == "cuda" else "float32"),
         device,
         repeats,
         tuple(present),
         certificate,
         tuple(_for_device(DEFAULT_BASELINES, device) if baseline is None else baseline),
+        threads=tuple(check_integer("threads", count, low=1) for count in threads),
     )
+    if plan.threads and device.type == "cuda":
+        raise ValueError(f"threads is {list(threads)}, and the device is CUDA; omit --threads")
     if kernels and (device.type != "cuda" or plan.backend != "triton"):
         raise ValueError(
             f"kernels are timed on CUDA by the backend triton, not on {device.type} by "
@@ -184,6 +195,7 @@ def run(
         "head_dim": head_dim,
         "backend": plan.backend,
         "repeats": repeats,
+        **({"threads": list(plan.threads)} if plan.threads else {}),
         "seed": source.seed,
         "timing": _for_device(TIMING, device),
         "error": ERROR,
@@ -193,6 +205,13 @@ def run(
         **summary.summarize(rows),
     }
     return Record("bench", settings, rows, environment(source.device))
+
+
+def default_backend(device: torch.device) -> Backend:
+    """Return the fastest backend of tiled attention that runs on a device."""
+    if device.type == "cuda":
+        return "triton"
+    return "eager" if library.unavailable_reason() else "native"
 
 
 def _for_device(values: Mapping[str, Value], device: torch.device) -> Value:
@@ -254,10 +273,9 @@ class SizeBenchmark:
         dtype = DTYPES[plan.dtype]
         self.blocks: dict[int, QKV] = {}
         for block, (q, k, v) in inputs.blocks.items():
-            self.blocks[block] = (q.to(dtype), k.to(dtype), v.to(dtype))
+            self.blocks[block] = as_projection(q.to(dtype), k.to(dtype), v.to(dtype))
         self.timed = {
-            block: tuple(x[: self.batch].contiguous() for x in tokens)
-            for block, tokens in self.blocks.items()
+            block: tuple(x[: self.batch] for x in tokens) for block, tokens in self.blocks.items()
         }
 
     @cached_property
@@ -283,19 +301,40 @@ class SizeBenchmark:
         described: dict[str, Row] = {}
         calls |= self._baseline_calls(described)
         calls |= self._peer_calls(described)
+        measured = {
+            name: {**self._measure(name, call), **described.get(name, {})}
+            for name, call in calls.items()
+        }
+        rows: list[Row] = []
+        for count in self.plan.threads or (torch.get_num_threads(),):
+            with timing.threads(count):
+                timed = self._timed_rows(calls, measured)
+            several = len(self.plan.threads) > 1
+            rows += [{**row, "threads": count} if several else row for row in timed]
+        if self.plan.limits is not None:
+            rows += self._kernel_rows(self.plan.limits)
+        return rows
+
+    def _timed_rows(self, calls: dict[str, ScreenedCall], measured: Mapping[str, Row]) -> list[Row]:
+        """Time all calls, and add the times to what was measured of them."""
         times = self._time_all(calls)
         best = min((name for name in calls if name.startswith("dense-")), key=lambda n: times[n][0])
         base = times[best][0], fastest_eager_dense(times)
         rows = [
-            {**self._row(name, call, times[name], base), **described.get(name, {})}
-            for name, call in calls.items()
+            {
+                **self._frame(name),
+                **measured[name],
+                "milliseconds": times[name][0],
+                "milliseconds_eager": times[name][1],
+                "speedup": base[0] / times[name][0],
+                "speedup_eager": _ratio(base[1], times[name][1]),
+            }
+            for name in calls
         ]
         fastest = next(row for row in rows if row["method"] == best)
         rows.insert(0, {**fastest, "method": "dense", "path": best.removeprefix("dense-")})
         if self._certified:
             rows += self._certificate_rows(base)
-        if self.plan.limits is not None:
-            rows += self._kernel_rows(self.plan.limits)
         return rows
 
     @property
@@ -305,7 +344,8 @@ class SizeBenchmark:
 
     def _dense_paths(self) -> dict[str, ScreenedCall]:
         found: dict[str, ScreenedCall] = {}
-        for name in (dense.DEFAULT, *dense.PATHS):
+        choices = dense.PATHS if self.plan.device.type == "cuda" else ()
+        for name in (dense.DEFAULT, *choices):  # a CPU offers no choice
             reason = dense.unsupported_reason(name, *self.first_block)
             if reason is None:
                 found[name] = dense.dense_path(name)
@@ -314,14 +354,19 @@ class SizeBenchmark:
         return found
 
     def _tiled_calls(self) -> dict[str, ScreenedCall]:
-        """Return a call for each setting; of equal ones, as on a small grid, only the first."""
+        """Return a call for each setting; of equal ones, as on a small grid, only the first.
+
+        Beside the native kernels, exact attention by them, and the same settings by torch operations.
+        """
         distinct: dict[str, TileSetting] = {}
         for setting in map(TileSetting.parse, self.plan.methods):
             distinct.setdefault(repr(setting.arguments(self.inputs.grid)), setting)
-        return {
-            f"tiled-{setting}": tiled_call(self.inputs, self.plan.backend, setting)
-            for setting in distinct.values()
-        }
+        settings, backend = distinct.values(), self.plan.backend
+        calls = {f"tiled-{one}": tiled_call(self.inputs, backend, one) for one in settings}
+        if backend == "native":
+            calls[EXACT] = exact_call(self.inputs)
+            calls |= {f"eager-{one}": tiled_call(self.inputs, "eager", one) for one in settings}
+        return calls
 
     def _baseline_calls(self, described: dict[str, Row]) -> dict[str, ScreenedCall]:
         """Return the baselines that run on this grid; the others are noted."""
@@ -375,7 +420,8 @@ class SizeBenchmark:
         with dense.only(path):
             return timing.time_call(work, self.plan.repeats, self.plan.device)
 
-    def _row(self, name: str, call: ScreenedCall, times: Times, base: Times) -> Row:
+    def _measure(self, name: str, call: ScreenedCall) -> Row:
+        """Return everything about a call but its time."""
         device = self.plan.device
         errors = measure_errors(
             call,
@@ -388,7 +434,6 @@ class SizeBenchmark:
         if self._certified and name.startswith("tiled-"):
             e_mean, e_worst = self._mean_energy(name.removeprefix("tiled-"))
         return {
-            **self._frame(name),
             "density_percent": 100.0 if name.startswith("dense-") else _percent(errors.density),
             "error_l2_percent": errors.mean,
             "worst_block_error_percent": errors.worst_block,
@@ -399,10 +444,6 @@ class SizeBenchmark:
             "e_mean": e_mean,
             "worst_block_e_mean": e_worst,
             "error_queries": len(self.exact.queries),
-            "milliseconds": times[0],
-            "milliseconds_eager": times[1],
-            "speedup": base[0] / times[0],
-            "speedup_eager": _ratio(base[1], times[1]),
             **self._memory(call),
             "ran": errors.form,
         }

@@ -22,6 +22,7 @@ from bmfa.records import Record, Row
 COLUMNS: dict[str, tuple[Column, ...]] = {
     "attention": (
         Column("n", "N", 0),
+        Column("threads", "threads", 0),
         Column("dim", "d", 0),
         Column("method", "method", code=True),
         Column("density_percent", "tiles expanded, %", 1),
@@ -101,10 +102,13 @@ def conditions(record: Record) -> str:
     dtypes = dict.fromkeys(str(row["dtype"]) for row in record.rows if "dtype" in row)
     paths = dict.fromkeys(str(row["path"]) for row in record.rows if "path" in row)
     on_cuda = str(environment.get("device")).startswith("cuda")
-    threads = None if on_cuda else environment.get("threads")
+    counts = settings.get("threads") or [environment.get("threads")]
+    threads = None if on_cuda or None in counts else " and ".join(map(str, counts))
+    native = environment.get("instruction_set")
     pictures = len(settings.get("pictures") or [])
     return (
-        f"{environment.get('device_name')}{'' if threads is None else f', {threads} threads'}, torch "
+        f"{environment.get('device_name')}{'' if threads is None else f', {threads} threads'}"
+        f"{'' if native is None or on_cuda else f', native kernels {native}'}, torch "
         f"{environment.get('torch')}, {', '.join(dtypes)}; {settings.get('model')} (weights: "
         f"{settings.get('weights')}), {pictures} {'picture' if pictures == 1 else 'pictures'}; dense is "
         f"the fastest path of the same run ({', '.join(paths)})."

@@ -167,6 +167,13 @@ def _patch_size(host: Host) -> int:
     return int(projection.stride[0])
 
 
+def as_projection(q: Tensor, k: Tensor, v: Tensor) -> QKV:
+    """Return q, k, v as most hosts hand them over: views of one projection (B, tokens, 3, heads, d)."""
+    tokens = torch.stack([x.transpose(1, 2) for x in (q, k, v)], 2)
+    q, k, v = tokens.permute(2, 0, 3, 1, 4).unbind(0)
+    return q, k, v
+
+
 def _join(parts: Sequence[QKV]) -> QKV:
     q, k, v = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
     return q, k, v
@@ -189,7 +196,7 @@ class _Recorder(TorchFunctionMode):
     ) -> Any:
         if func is scaled_dot_product_attention:
             if self.calls in self.blocks:
-                q, k, v = (x.contiguous() for x in args[:3])
+                q, k, v = args[:3]
                 self.recorded[self.calls] = (q, k, v)
             self.calls += 1
             if self.calls > max(self.blocks):

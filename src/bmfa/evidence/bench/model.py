@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from bmfa import timing
-from bmfa.attention.inputs import Backend
 from bmfa.attention.result import Screened, Stats
 from bmfa.checks import check_integer
 from bmfa.evidence.bench import baselines, dense
+from bmfa.evidence.bench.attention import default_backend
 from bmfa.evidence.bench.errors import missed_targets_ignored
 from bmfa.evidence.bench.graphs import capture_once, run_as_timed
 from bmfa.evidence.bench.inputs import check_one_grid, load_any_size, read_pictures
@@ -29,8 +29,11 @@ from bmfa.models.hosts import find_host
 from bmfa.models.screened_layer import LayerInputs, observe
 from bmfa.records import Record, Row, environment
 
-SIZES = {"cuda": (1024, 2048, 4096), "cpu": (512,)}
-DEFAULT_METHODS = ("error:0.03", "error:0.1", "leaves:0.1")
+SIZES = {"cuda": (1024, 2048, 4096), "cpu": (512, 1024, 2048)}
+DEFAULT_METHODS = {
+    "cuda": ("error:0.03", "error:0.1", "leaves:0.1"),
+    "cpu": ("error:0.03", "error:0"),
+}
 DENSE_PATHS = ("cudnn", "flash")  # on CUDA, where torch has a choice
 INTERRUPTED = "interrupted by the keyboard or SIGINT; later sizes are absent, too"
 TIMING = (
@@ -72,7 +75,7 @@ class Settings:
     weights: str | None = None
     data_dir: str | None = None
     decoder: str | None = None
-    methods: tuple[str, ...] = DEFAULT_METHODS
+    methods: tuple[str, ...] = DEFAULT_METHODS["cpu"]
     layers: str | Sequence[int] = "all"
     form: str | None = None
     batch_size: int = 1
@@ -108,6 +111,11 @@ class Settings:
         """The dtype, or the default of the device."""
         cuda = torch.device(self.device).type == "cuda"
         return self.dtype or ("bfloat16" if cuda else "float32")
+
+
+def default_methods(device: str) -> tuple[str, ...]:
+    """Return the methods for a device."""
+    return DEFAULT_METHODS.get(torch.device(device).type, DEFAULT_METHODS["cpu"])
 
 
 def is_baseline(name: str) -> bool:
@@ -224,8 +232,9 @@ class _SizeBenchmark:
 
     def rows(self) -> list[Row]:
         """Return the rows of the dense model on every path and of every method."""
-        backend: Backend = "triton" if self.device.type == "cuda" else "eager"
-        check_backend(backend, self.dtype, self.settings.device, [self.head_dim])
+        check_backend(
+            default_backend(self.device), self.dtype, self.settings.device, [self.head_dim]
+        )
         dense.initialize_priority(self.device, self.dtype)
         full = self._dense_models()
         models = {**full, **{name: self._screened_model(name) for name in self.settings.methods}}

@@ -22,10 +22,12 @@ DEFAULT_METHODS = {
         *("tiles:0", "tiles:0.01", "tiles:0.03", "tiles:0.06", "tiles:0.1", "tiles:0.2"),
         *("error:0.02", "error:0.05", "error:0.1"),
     ),
-    "cpu": ("tiles:0", "tiles:0.03", "tiles:0.1", "error:0.05", "error:0.1"),
+    "cpu": ("tiles:0", "tiles:0.1", "error:0.03", "error:0.05", "error:0.1"),
 }
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 _NAME = re.compile(r"(tiles|leaves|error):([0-9.eE+-]+)")
+
+EXACT = "exact"  # the method `error=0`
 
 ScreenedCall = Callable[[Tensor, Tensor, Tensor], Tensor | Screened]  # q, k, v to outputs
 
@@ -82,3 +84,8 @@ def tiled_call(
 def auto_call(inputs: RecordedInputs) -> ScreenedCall:
     """Return attention with default arguments: the default error, or dense where that is faster."""
     return partial(screened_attention, grid=inputs.grid, prefix=inputs.prefix)
+
+
+def exact_call(inputs: RecordedInputs) -> ScreenedCall:
+    """Return exact attention, by the native kernel or SDPA, whichever is expected to be faster."""
+    return partial(screened_attention, grid=inputs.grid, prefix=inputs.prefix, error=0.0)

@@ -1,9 +1,11 @@
 """Summary of `bmfa bench attention`: break-even, growth of time with the tokens, error at a speed."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from bmfa.attention.tiling import DEFAULT_ERROR
+from bmfa.evidence.bench.settings import EXACT
 from bmfa.records import Row
 
 # Relative L2 errors in percent at which times are interpolated, and up to which tiles count as usable
@@ -27,16 +29,71 @@ def summarize(rows: Sequence[Row]) -> dict[str, Any]:
         "exponent_dense": exponent(times_of(own, "dense")),
         "exponent_error_percent": FIXED_ERROR,
         "exponent_from_tokens": FIT_FROM,
+        **native_costs(rows),
     }
 
 
+def native_costs(rows: Sequence[Row]) -> dict[str, Any]:
+    """Return what the constants of the native backend in `bmfa.attention.dispatch` are read off.
+
+    Of several numbers of threads the worst counts.
+
+    Returns:
+        The numbers of tokens from which exact attention is always faster than SDPA, and tiles at the
+        default target than exact attention, None where they are not at the largest size. The cost of an
+        expanded tile relative to exact attention on a tile, at the largest size. Empty without the
+        backend.
+    """
+    found: dict[tuple[int, int], dict[str, Row]] = {}
+    for row in rows:
+        if row.get("what") == "attention" and "keys" not in row:
+            by_method = found.setdefault((int(row["n"]), row.get("threads") or 0), {})
+            by_method[str(row["method"])] = row
+    times = {
+        key: {name: float(row["milliseconds"]) for name, row in methods.items()}
+        for key, methods in found.items()
+        if EXACT in methods
+    }
+    if not times:
+        return {}
+    default = f"tiled-error:{DEFAULT_ERROR:g}"
+    exact = {key: one["dense"] > one[EXACT] for key, one in times.items()}
+    tiles = {key: one[EXACT] > one[default] for key, one in times.items() if default in one}
+    slopes = []
+    for key in (key for key in times if key[0] == max(times)[0]):
+        shares = sorted(
+            (float(row["density_percent"]), times[key][name])
+            for name, row in found[key].items()
+            if name.startswith("tiled-tiles:")
+        )
+        if len(shares) > 1 and shares[-1][0] > shares[0][0]:
+            (low, fast), (high, slow) = shares[0], shares[-1]
+            slopes.append(100 * (slow - fast) / (high - low) / times[key][EXACT])
+    return {
+        "exact_from_tokens": _from_tokens(exact),
+        "tiles_from_tokens": _from_tokens(tiles),
+        "expanded_cost": max(slopes, default=None),
+    }
+
+
+def _from_tokens(faster: Mapping[tuple[int, int], bool]) -> int | None:
+    """Return the smallest number of tokens from which all are True."""
+    slower = max((n for (n, _), value in faster.items() if not value), default=0)
+    return min((n for n, _ in faster if n > slower), default=None)
+
+
 def own_rows(rows: Iterable[Row]) -> list[Row]:
-    """Return the rows on the model's own heads, without those of certificate and audit."""
-    return [
+    """Return the rows on the model's own heads, without those of certificate and audit.
+
+    Of several numbers of threads, those of the largest.
+    """
+    found = [
         row
         for row in rows
         if row.get("what") == "attention" and "keys" not in row and "+" not in str(row["method"])
     ]
+    most = max((row.get("threads") or 0 for row in found), default=0)
+    return [row for row in found if (row.get("threads") or 0) == most]
 
 
 def tiled_rows(rows: Iterable[Row], n: int | None = None) -> list[Row]:
@@ -189,5 +246,12 @@ def lines(settings: dict[str, Any]) -> list[str]:
             f"time grows with tokens to the power {tiled:.2f} at "
             f"{settings['exponent_error_percent']:g} % error, dense to {dense:.2f} "
             f"(from {settings['exponent_from_tokens']} tokens)"
+        )
+    if "expanded_cost" in settings:
+        cost = settings["expanded_cost"]
+        text.append(
+            f"native: exact attention beats SDPA from {settings['exact_from_tokens']} tokens; tiles at "
+            f"the default target beat exact attention from {settings['tiles_from_tokens']}; an expanded "
+            f"tile costs {'None' if cost is None else format(cost, '.2f')} of exact attention"
         )
     return text

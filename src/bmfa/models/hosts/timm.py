@@ -104,16 +104,15 @@ def _attention_forward(module: Any, x: Tensor, function: AttentionFunction) -> T
 def _is_projections_only(module: nn.Module, kwargs: dict[str, Any]) -> bool:
     """Return True if the forward of the module is only `qkv`, attention and `proj`."""
     parts = module._modules
-    return (
-        class_name(module) in _STANDARD
-        and not has_instance_forward(module)
-        and all(parts.get(name) is not None for name in _PROJECTIONS)
-        and all(
-            name in _PROJECTIONS or part is None or (name in _OPTIONAL_PARTS and is_noop(part))
-            for name, part in parts.items()
-        )
-        and all(_DEFAULTS.get(name, kwargs) is value for name, value in kwargs.items())
-    )
+    if class_name(module) not in _STANDARD or has_instance_forward(module):
+        return False
+    for name, part in parts.items():  # a loop, because a generator costs a call for each element
+        if name in _PROJECTIONS:
+            if part is None:
+                return False
+        elif part is not None and not (name in _OPTIONAL_PARTS and is_noop(part)):
+            return False
+    return not kwargs or all(_DEFAULTS.get(name, kwargs) is value for name, value in kwargs.items())
 
 
 def find_towers(model: nn.Module) -> list[Host]:

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 from torch import Tensor, nn
 
 from bmfa.attention.api import screened_attention
-from bmfa.attention.dispatch import dense_reason, in_graph
+from bmfa.attention.dispatch import exact_choice, in_graph
 from bmfa.grid import Grid
 from bmfa.models.hosts.base import (
     AttentionReplacement,
@@ -238,9 +238,16 @@ def _default_attention(
     if grid is None or not plain or weights or query.shape != key.shape:
         dense = True
     else:
-        shape, device = query.shape, query.device.type
-        graph = in_graph(query)
-        dense = dense_reason(shape, query.dtype, device, grid, {}, in_graph=graph) is not None
+        choice = exact_choice(
+            query.shape,
+            query.dtype,
+            query.device.type,
+            grid,
+            {},
+            in_graph=in_graph(query),
+            requires_grad=query.requires_grad,
+        )
+        dense = choice is not None and choice.backend == "dense"
     if grid is None or dense:
         return _functions[_DENSE_FUNCTION](  # type: ignore[no-any-return]
             module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs

@@ -1,15 +1,15 @@
 """Tiled and exact attention in C++ on a CPU, without gradients.
 
-`tiles.cpp` has the steps of `kernels/reference/tiles.py` and `product.h` what they are made of; `library`
-finds and loads the build for the processor, and `compile` makes it.
+`tiles.cpp` has the steps of `kernels/reference/tiles.py` and `product.h` what they are made of;
+`library` finds and loads the build for the processor, and `compile` makes it.
 """
 
 import ctypes
-from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from bmfa.attention.kernels.native import library
 from bmfa.attention.tiling import (
@@ -28,7 +28,8 @@ from bmfa.trees.build import check_finite_products
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 MAX_CHANNELS = 256  # of keys and of values
-MAX_TILE_SLOTS = 64
+MAX_THREADS = 256
+PART_SLOTS = 64  # keys of a tile, at most
 
 
 class _Tensor(ctypes.Structure):
@@ -43,53 +44,55 @@ class _Call(ctypes.Structure):
 
     _fields_ = [
         *((name, _Tensor) for name in ("q", "k", "v", "output")),
-        *(
-            (name, ctypes.c_int64)
-            for name in (
-                "dtype", "batch", "heads", "share", "queries", "keys", "d", "e", "query_prefix",
-                "prefix", "threads", "mask_stride", "queries_masked",
-            )
-        ),
-        ("valid", ctypes.c_void_p),
-        ("scratch", ctypes.c_void_p),
+        *((name, ctypes.c_int64) for name in (
+            "dtype", "batch", "heads", "share", "queries", "keys", "d", "e", "query_prefix", "prefix",
+            "threads",
+        )),
+        *((name, ctypes.c_void_p) for name in ("parallel", "scratch")),
         ("factor", ctypes.c_double),
         ("largest", ctypes.c_uint32 * 2),
-        *(
-            (name, ctypes.c_int64)
-            for name in (
-                "tiles", "tile_slots", "groups", "group_slots", "probe_groups", "group_probes",
-                "levels",
-            )
-        ),
-        *(
-            (name, ctypes.c_void_p)
-            for name in (
-                "tile_tokens", "group_tokens", "group_order", "quantiles", "thresholds",
-            )
-        ),
-        *(
-            (name, ctypes.c_double)
-            for name in (
-                "uniform_share", "error_aim", "steep_fall", "steep_rise", "largest_shrinkage",
-                "smallest_correction", "error", "expand", "exact_above",
-            )
-        ),
-        *(
-            (name, ctypes.c_void_p)
-            for name in ("expanded", "exact", "expanded_count", "probes")
-        ),
+        ("images", ctypes.c_int64),
+        *((name, ctypes.c_void_p) for name in (
+            "key_tokens", "key_count", "query_tokens", "query_count",
+        )),
+        *((name, ctypes.c_int64) for name in (
+            "tiles", "parts", "groups", "group_slots", "probe_groups", "group_probes", "levels",
+        )),
+        *((name, ctypes.c_void_p) for name in (
+            "part_tokens", "part_count", "member_tokens", "members", "group_order", "quantiles",
+            "thresholds",
+        )),
+        *((name, ctypes.c_double) for name in (
+            "uniform_share", "error_aim", "steep_fall", "steep_rise", "largest_shrinkage",
+            "smallest_correction", "error", "expand", "exact_above",
+        )),
+        *((name, ctypes.c_void_p) for name in ("expanded", "exact", "expanded_count", "probes")),
     ]  # fmt: skip
+
+    def point(self, **arrays: Tensor) -> None:
+        """Set fields to the addresses of tensors, which must outlive the call."""
+        for name, array in arrays.items():
+            setattr(self, name, array.data_ptr())
 
 
 def unsupported_reason(q: Tensor, k: Tensor, v: Tensor) -> str | None:
     """Return why the native kernels cannot run on these tensors, or None if they can."""
-    if q.device.type != "cpu":
-        return f"the tensors are on {q.device.type}, and native kernels run on a CPU"
-    if q.dtype not in DTYPES:
-        return f"the dtype is {q.dtype}, and native kernels take float32, bfloat16 and float16"
-    if max(k.shape[-1], v.shape[-1]) > MAX_CHANNELS:
-        return f"a head has {max(k.shape[-1], v.shape[-1])} channels, and the most is {MAX_CHANNELS}"
-    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+    gradients = q.requires_grad or k.requires_grad or v.requires_grad
+    gradients = gradients and torch.is_grad_enabled()
+    return unsupported_kind(q.device.type, q.dtype, max(k.shape[-1], v.shape[-1]), gradients)
+
+
+def unsupported_kind(
+    device: str, dtype: torch.dtype, channels: int, requires_grad: bool
+) -> str | None:
+    """Return why the native kernels cannot run on tensors of this kind, or None if they can."""
+    if device != "cpu":
+        return f"the tensors are on {device}, and native kernels run on a CPU"
+    if dtype not in DTYPES:
+        return f"the dtype is {dtype}, and native kernels take float32, bfloat16 and float16"
+    if channels > MAX_CHANNELS:
+        return f"a head has {channels} channels, and the most is {MAX_CHANNELS}"
+    if requires_grad:
         return "gradients are required, which native kernels do not compute"
     return _unavailable_reason()
 
@@ -101,12 +104,6 @@ def _unavailable_reason() -> str | None:
 # torch.compile takes the result as a constant. The mark is that of
 # torch.compiler.assume_constant_result, which would load the compiler on import.
 _unavailable_reason._dynamo_marked_constant = True  # type: ignore[attr-defined]
-
-
-def supports(device: str, dtype: torch.dtype, channels: int) -> bool:
-    """True if the native kernels run without gradients on tensors of this kind."""
-    fits = device == "cpu" and dtype in DTYPES and channels <= MAX_CHANNELS
-    return fits and _unavailable_reason() is None
 
 
 def exact_attention(
@@ -138,9 +135,13 @@ def exact_attention(
     Raises:
         ValueError: If q or k hold NaN or infinity, or if scores overflow.
     """
-    call, output, _tensors = _describe(q, k, v, prefix, scale / tau, valid, mask_queries)
+    call, output, _kept = _describe(q, k, v, scale / tau, mask_queries and valid is not None)
+    keys, queries = k.shape[2], q.shape[2]
+    lists = _token_lists(None, prefix, queries, keys, valid, mask_queries)
+    call.images = len(lists["key_count"])
+    call.point(**lists)
     if q.numel():
-        _run(call, "bmfa_exact_attention")
+        _run(call)
     _check_scores(call, q, k, scale, prefix, valid, mask_queries)
     return output
 
@@ -162,18 +163,16 @@ def tiled_attention(
     """
     query_prefix = prefix if query_prefix is None else query_prefix
     mask_queries = tiling.query_grid is None
-    call, output, _tensors = _describe(q, k, v, prefix, scale / tau, valid, mask_queries)
+    call, output, _kept = _describe(q, k, v, scale / tau, mask_queries and valid is not None)
     batch, heads = q.shape[:2]
-    geometry = _geometry(tiling, heads, query_prefix)
-    call.query_prefix = query_prefix
-    call.tiles, call.tile_slots = tiling.tiles, tiling.slots
-    call.groups, call.group_slots = tiling.groups, tiling.queries.slots
+    call.prefix, call.query_prefix = prefix, query_prefix
+    lists = _token_lists(tiling, prefix, q.shape[2], k.shape[2], valid, mask_queries)
+    call.images, call.parts = lists["part_count"].shape
+    call.tiles, call.groups, call.group_slots = tiling.tiles, *lists["member_tokens"].shape[1:]
     call.probe_groups = tiling.probe_groups(query_prefix)
     call.group_probes, call.levels = tiling.probes_per_group, NUM_LEVELS
-    call.tile_tokens = geometry.tile_tokens.data_ptr()
-    call.group_tokens = geometry.group_tokens.data_ptr()
-    call.group_order = geometry.group_order.data_ptr()
-    call.quantiles, call.thresholds = geometry.quantiles.data_ptr(), geometry.thresholds.data_ptr()
+    draws = _probe_draws(tiling, heads, query_prefix)
+    call.point(**lists, **draws)
     call.uniform_share, call.error_aim = UNIFORM_SHARE, ERROR_AIM
     call.steep_fall, call.steep_rise = STEEP_FALL, STEEP_RISE
     call.largest_shrinkage, call.smallest_correction = LARGEST_SHRINKAGE, SMALLEST_CORRECTION
@@ -185,72 +184,106 @@ def tiled_attention(
     exact = torch.empty(lead, dtype=torch.bool)
     count = torch.empty((*lead, tiling.groups), dtype=torch.int32)
     probes = torch.empty((*lead, tiling.probes(query_prefix), 3), dtype=torch.float64)
-    call.expanded, call.exact = expanded.data_ptr(), exact.data_ptr()
-    call.expanded_count, call.probes = count.data_ptr(), probes.data_ptr()
-    _run(call, "bmfa_tiled_attention")
+    call.point(expanded=expanded, exact=exact, expanded_count=count, probes=probes)
+    _run(call)
     _check_scores(call, q, k, scale, prefix, valid, mask_queries)
     return TiledAttention(output, count, probes, expanded), bool(exact.all())
 
 
-@dataclass(frozen=True, eq=False)
-class _Geometry:
-    tile_tokens: Tensor  # (T, S) int32
-    group_tokens: Tensor  # (R, S) int32
-    group_order: Tensor  # (R,) int32
-    quantiles: Tensor  # (H, P) float64
-    thresholds: Tensor  # (levels,) float64
-
-
 @lru_cache(maxsize=32)
-def _geometry(tiling: Tiling, heads: int, query_prefix: int) -> _Geometry:
+def _probe_draws(tiling: Tiling, heads: int, query_prefix: int) -> dict[str, Tensor]:
+    """Return the order of the groups, the numbers that draw the probes, and the thresholds."""
     order = tiling.group_order
     groups = order[: tiling.probe_groups(query_prefix)].view(1, -1, 1)
     head = torch.arange(heads).view(-1, 1, 1)
     quantiles = tiling.probe_quantile(groups, head, torch.arange(tiling.probes_per_group))
     thresholds = LEVEL_RATIO ** torch.arange(NUM_LEVELS, dtype=torch.float64)
     thresholds[-1] = 0.0
-    return _Geometry(
-        tiling.slot_tokens.to(torch.int32).contiguous(),
-        tiling.queries.slot_tokens.to(torch.int32).contiguous(),
-        order.to(torch.int32).contiguous(),
-        quantiles.double().contiguous(),
-        thresholds,
+    return {
+        "group_order": order.int(),
+        "quantiles": quantiles.double().contiguous(),
+        "thresholds": thresholds,
+    }
+
+
+def _token_lists(
+    tiling: Tiling | None, prefix: int, queries: int, keys: int, valid: Tensor | None,
+    mask_queries: bool,
+) -> dict[str, Tensor]:  # fmt: skip
+    """Return the tokens that exist among all keys and queries, in each tile and in each group, as
+    `Call` has them, for the images of a mask, or one."""
+    if valid is None:
+        return _all_tokens(tiling, prefix, queries, keys)
+    valid = torch.cat((valid.new_ones(len(valid), prefix), valid), 1)
+    return _find_tokens(
+        tiling, prefix, valid, valid if mask_queries else valid.new_ones(1, queries)
     )
 
 
+@lru_cache(maxsize=32)
+def _all_tokens(tiling: Tiling | None, prefix: int, queries: int, keys: int) -> dict[str, Tensor]:
+    def every(count: int) -> Tensor:
+        return torch.ones(1, count, dtype=torch.bool)
+
+    return _find_tokens(tiling, prefix, every(keys), every(queries))
+
+
+def _find_tokens(
+    tiling: Tiling | None, prefix: int, keys_exist: Tensor, queries_exist: Tensor
+) -> dict[str, Tensor]:
+    images, queries = len(keys_exist), queries_exist.shape[1]
+    queries_exist = queries_exist.expand(images, -1)
+    lists = {"key": torch.arange(keys_exist.shape[1]), "query": torch.arange(queries)}
+    found = {}
+    if tiling is not None:
+
+        def shift(slots: Tensor, by: int) -> Tensor:
+            return torch.where(slots < 0, slots, slots + by)
+
+        tiles = pad(shift(tiling.slot_tokens, prefix), (0, PART_SLOTS - tiling.slots), value=-1)
+        first = pad(torch.arange(prefix), (0, -prefix % PART_SLOTS), value=-1)
+        lists["part"] = torch.cat((tiles, first.view(-1, PART_SLOTS)))
+        groups = tiling.queries.slot_tokens[tiling.group_order]
+        lists["member"] = shift(groups, queries - tiling.queries.grid.size)
+    for name, tokens in lists.items():
+        exist = queries_exist if name in ("query", "member") else keys_exist
+        present = exist[:, tokens.clamp(min=0)] & (tokens >= 0)  # (images, *tokens.shape)
+        order = present.logical_not().byte().argsort(dim=-1, stable=True)
+        listed = tokens.expand_as(present).gather(-1, order)
+        found[f"{name}_tokens"] = listed.int().contiguous()
+        found["members" if name == "member" else f"{name}_count"] = present.sum(
+            -1, dtype=torch.int32
+        )
+    return found
+
+
 def _describe(
-    q: Tensor, k: Tensor, v: Tensor, prefix: int, factor: float, valid: Tensor | None,
-    mask_queries: bool,
-) -> tuple[_Call, Tensor, list[Tensor]]:  # fmt: skip
+    q: Tensor, k: Tensor, v: Tensor, factor: float, zeros: bool
+) -> tuple[_Call, Tensor, list[Tensor]]:
     """Return a call, its output, and the tensors that it points to, which must outlive it."""
     q, k, v = (x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous() for x in (q, k, v))
     batch, heads, queries, d = q.shape
     e = v.shape[-1]
     # As hosts use it: the channels of all heads of a token are contiguous.
-    output = torch.empty((batch, queries, heads, e), dtype=q.dtype).transpose(1, 2)
+    make = torch.zeros if zeros else torch.empty  # queries that do not exist are not written
+    output = make((batch, queries, heads, e), dtype=q.dtype).transpose(1, 2)
     call = _Call()
     for name, x in (("q", q), ("k", k), ("v", v), ("output", output)):
         setattr(call, name, _Tensor(x.data_ptr(), *x.stride()[:3]))
     call.dtype, call.batch, call.heads = DTYPES[q.dtype], batch, heads
     call.share, call.queries, call.keys = heads // max(1, k.shape[1]), queries, k.shape[2]
-    call.d, call.e, call.prefix, call.factor = d, e, prefix, factor
-    call.threads = torch.get_num_threads()
-    if valid is not None:
-        valid = valid.contiguous()
-        call.valid = valid.data_ptr()
-        call.mask_stride = 0 if len(valid) == 1 else valid.shape[1]
-        call.queries_masked = mask_queries
-    return call, output, [q, k, v, *([] if valid is None else [valid])]
+    call.d, call.e, call.factor = d, e, factor
+    return call, output, [q, k, v]
 
 
-def _run(call: _Call, function: str) -> None:
+def _run(call: _Call) -> None:
     loaded = library.load()
     if loaded is None:
         raise RuntimeError(f"native kernels cannot run: {library.unavailable_reason()}")
-    loaded.bmfa_scratch_bytes.restype = ctypes.c_int64
+    call.threads, call.parallel = min(torch.get_num_threads(), MAX_THREADS), library.parallel()
     scratch = _allocate(loaded.bmfa_scratch_bytes(ctypes.byref(call)) + 64)
     call.scratch = -(-scratch.data_ptr() // 64) * 64
-    getattr(loaded, function)(ctypes.byref(call))
+    loaded.bmfa_attention(ctypes.byref(call))
 
 
 def _allocate(size: int) -> Tensor:
