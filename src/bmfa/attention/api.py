@@ -259,8 +259,10 @@ def _tiled(
         computed = compute_in_graph(inputs, options)
         if options.exact_above < 1.0:
             why = f"auto: tiles, or dense attention inside the operator if {over}"
+    if computed.missed:
+        over = f"tiles missed {options.budget}, as their probes measured it"
     if computed.dense and allow_dense:
-        why = f"auto: {over}, dense is faster"
+        why = f"auto: {over}" + ("" if computed.missed else ", dense is faster")
         backend = "native" if options.backend == "native" else "dense"
         return _dense(inputs, computed.output, options.budget, Choice(backend, why), audit)
     if computed.dense:

@@ -43,6 +43,10 @@ UNIFORM_SHARE = 0.2
 LARGEST_SHRINKAGE = 1.2
 # Relative length below which the corrections of the probes are noise, and no correction is made.
 SMALLEST_CORRECTION = 1e-3
+# A call whose probes measure more than its target chooses its thresholds again, for RETRY_AIM times the
+# target that would have met it; if they measure more than MOST_EXCESS times the target, or miss it
+# again, it is computed exactly.
+MOST_EXCESS, RETRY_AIM = 1.5, 0.8
 # Groups with probes, at most.
 PROBE_SLOTS = 64
 # Probes of a group, and of a group of a call with fewer than FEW_GROUPS groups.
@@ -278,7 +282,7 @@ class TiledAttention:
 
     output: Tensor  # (B, H, prefix + N, d)
     expanded_count: Tensor  # (B, H, R) int32, expanded tiles of each group
-    probes: Tensor  # (B, H, P, 3) float32: |output - exact|^2, |exact|^2, weight of the probe
+    probes: Tensor  # (B, H, P, 3) float64: |output - exact|^2, |exact|^2, weight of the probe
     expanded_or_make: Tensor | Callable[[], Tensor]  # see `expanded`
 
     @cached_property

@@ -17,7 +17,8 @@
 constexpr int LANES = 64;   // queries that are computed together; keys of a block, at most
 constexpr int BLOCKS = 4;   // blocks of LANES queries that read a block of keys one after the other
 constexpr int GROUPS = 12;  // groups that share a product for their covariances
-constexpr int LEVELS = 32;  // thresholds, at most
+constexpr int THREADS = 256;  // at most, as are the levels
+constexpr int LEVELS = 32;
 constexpr int CHUNK = 8;    // parts that a probe takes one after the other, with its sums in the cache
 constexpr int64_t TANGENT_BYTES = 112 << 20;  // of the tangents in memory at once, about
 constexpr double SMALLEST = 1e-30;  // sum of weights; the attention of a probe to less than that is 0
@@ -60,11 +61,12 @@ struct Call {
 struct Arena {
   char* base;
   int64_t used;
-  template <class T>
-  T* take(int64_t count) {
-    T* result = base ? (T*)(base + used) : nullptr;
+  // Set each pointer to memory for as many elements as the number after it.
+  template <class T, class... More>
+  void take(T*& to, int64_t count, More&&... more) {
+    to = base ? (T*)(base + used) : nullptr;
     used += (count * (int64_t)sizeof(T) + 63) / 64 * 64;
-    return result;
+    if constexpr (sizeof...(more) > 0) take(more...);
   }
 };
 
@@ -84,6 +86,7 @@ struct Scratch {  // of one thread
   float *exact_sum, *tangent_sum, *term_sum;  // (LANES, levels, padded e)
   float *value, *first_order;                 // (CHUNK, LANES, padded e)
   double *totals, *distances;                 // (LANES, 3, levels), (most queries,)
+  Integers largest[2];                        // see `keep_largest`
 };
 
 struct Head {  // one query head of one image; groups are numbered by their positions in group_order
@@ -107,103 +110,74 @@ struct Problem : Call {
   Head* head;           // (H,)
   Scratch* scratches;   // (threads,)
   int64_t bytes;        // of all this
-  mutable std::atomic<uint32_t> most[2] = {{0}, {0}};  // see `keep_largest`
 
   explicit Problem(const Call& call, char* base) : Call(call) {
-    Arena arena{base, 0};
-    divide(arena);
-    bytes = arena.used;
-  }
-  void divide(Arena& arena) {
     const int64_t R = groups, T = tiles, L = levels;
     pd = round_up(d, WIDTH), pe = round_up(e, WIDTH), P = probe_groups * group_probes;
     bands = (R + LANES - 1) / LANES, stride = parts | 1;
     const int64_t most = TANGENT_BYTES / (4 * LANES * stride * (1 + pd + pe));  // bands of a head
     slots = T ? (most < 1 ? 1 : most < heads * bands ? most : heads * bands) : 0;
-    k_tangent = arena.take<float>(slots * LANES * stride * pd);
-    v_tangent = arena.take<float>(slots * LANES * stride * pe);
-    log_mass = arena.take<float>(slots * LANES * stride);
-    head = arena.take<Head>(heads);
+    Arena arena{base, 0};
+    const int64_t tangents = slots * LANES * stride;
+    arena.take(k_tangent, tangents * pd, v_tangent, tangents * pe, log_mass, tangents, head, heads);
     for (int i = 0; i < heads; i++) {
-      Head measured, &h = arena.base ? head[i] : measured;
+      Head measured, &h = base ? head[i] : measured;
       h.number = i;
-      h.q_mean = arena.take<float>(R * pd), h.q_lanes = arena.take<float>(bands * pd * LANES);
-      h.q_head = arena.take<float>(T ? pd : 0), h.cross = arena.take<float>(T * d * pe);
-      h.q_spread = arena.take<double>(R), h.k_spread = arena.take<double>(T);
-      h.radius = arena.take<float>(T), h.probe_token = arena.take<int32_t>(P);
-      h.probe_weight = arena.take<double>(P), h.norm = arena.take<double>(P);
-      h.exact_output = arena.take<float>(P * pe);
-      for (double** x : {&h.error, &h.product, &h.correction, &h.share}) *x = arena.take<double>(P * L);
+      arena.take(h.q_mean, R * pd, h.q_lanes, bands * pd * LANES, h.q_head, pd, h.q_spread, R);
+      arena.take(h.k_spread, T, h.cross, T * d * pe, h.radius, T, h.probe_token, P, h.probe_weight, P);
+      arena.take(h.norm, P, h.exact_output, P * pe, h.error, P * L, h.product, P * L);
+      arena.take(h.correction, P * L, h.share, P * L);
     }
-    scratches = arena.take<Scratch>(threads);
+    arena.take(scratches, threads);
     for (int i = 0; i < threads; i++) {
-      Scratch measured, &s = arena.base ? scratches[i] : measured;
-      for (Lanes& l : s.lanes) {
-        l.q = arena.take<float>(pd * LANES), l.deviation = arena.take<float>(T ? pd * LANES : 0);
-        l.output = arena.take<float>(pe * LANES);
-        for (float** x : {&l.maximum, &l.sum, &l.coarse_maximum, &l.coarse_sum}) *x = arena.take<float>(LANES);
-      }
+      Scratch measured, &s = base ? scratches[i] : measured;
       const int64_t rows = group_slots > LANES ? group_slots : LANES, probe_rows = T ? LANES : 0;
-      s.scores = arena.take<float>(LANES * LANES);
-      s.keys = arena.take<float>(LANES * pd), s.values = arena.take<float>(LANES * pe);
-      s.rows = arena.take<float>(rows * (pd > pe ? pd : pe)), s.differences = arena.take<float>(LANES * pe);
-      s.cross = arena.take<float>(T ? GROUPS * d * pe : 0);
-      s.mass = arena.take<float>(probe_rows * round_up(parts, WIDTH));
-      s.loss = arena.take<float>(round_up(parts, WIDTH)), s.level = arena.take<uint8_t>(probe_rows * parts);
-      for (float** x : {&s.exact_sum, &s.tangent_sum, &s.term_sum}) *x = arena.take<float>(probe_rows * L * pe);
-      for (float** x : {&s.value, &s.first_order}) *x = arena.take<float>(CHUNK * probe_rows * pe);
-      s.totals = arena.take<double>(probe_rows * 3 * L), s.distances = arena.take<double>(rows);
+      const int64_t sums = probe_rows * L * pe, values = CHUNK * probe_rows * pe, padded = round_up(parts, WIDTH);
+      for (Lanes& l : s.lanes) {
+        arena.take(l.q, pd * LANES, l.deviation, T ? pd * LANES : 0, l.output, pe * LANES);
+        arena.take(l.maximum, LANES, l.sum, LANES, l.coarse_maximum, LANES, l.coarse_sum, LANES);
+      }
+      arena.take(s.scores, LANES * LANES, s.keys, LANES * pd, s.values, LANES * pe, s.differences, LANES * pe);
+      arena.take(s.rows, rows * (pd > pe ? pd : pe), s.cross, T ? GROUPS * d * pe : 0, s.loss, padded);
+      arena.take(s.mass, probe_rows * padded, s.level, probe_rows * parts, s.exact_sum, sums);
+      arena.take(s.tangent_sum, sums, s.term_sum, sums, s.value, values, s.first_order, values);
+      arena.take(s.totals, probe_rows * 3 * L, s.distances, rows);
+      s.largest[0] = s.largest[1] = Integers{};
     }
+    bytes = arena.used;
   }
 };
 
 // ---- Threads: those of torch, which wait for work already, or else new ones ----
 
-template <class Item>
-struct Share {
-  const Problem& c;
-  const Item& item;
-  const int count;
-  std::atomic<int> next{0}, workers{0};
-
-  static void run(void* argument) {
-    Share& share = *(Share*)argument;
-    Scratch& s = share.c.scratches[share.workers.fetch_add(1)];
-    for (int i; (i = share.next.fetch_add(1)) < share.count;) share.item(s, i);
-  }
-  static void* run_thread(void* argument) {
-    run(argument);
-    return nullptr;
-  }
-};
-
 // Run item(scratch, i) for i from 0 to `count` - 1, divided among the threads.
 template <class Item>
 static void share_items(const Problem& c, int count, const Item& item) {
-  constexpr int MOST = 256;
-  Share<Item> share{c, item, count};
-  if (c.parallel && c.threads > 1) return c.parallel(Share<Item>::run, &share, c.threads, 0);
-  pthread_t threads[MOST];
-  int started = 1;
-  while (started < c.threads && started < MOST && started < count &&
-         !pthread_create(&threads[started], nullptr, Share<Item>::run_thread, &share))
-    started++;  // fewer if the system refuses
-  Share<Item>::run(&share);
+  struct Share {
+    const Problem& c;
+    const Item& item;
+    int count;
+    std::atomic<int> next, workers;
+    static void run(void* argument) {
+      Share& share = *(Share*)argument;
+      Scratch& s = share.c.scratches[share.workers.fetch_add(1)];
+      for (int i; (i = share.next.fetch_add(1)) < share.count;) share.item(s, i);
+    }
+    static void* run_thread(void* argument) { return run(argument), nullptr; }
+  } share{c, item, count, {0}, {0}};
+  if (c.parallel && c.threads > 1) return c.parallel(Share::run, &share, c.threads, 0);
+  pthread_t threads[THREADS];
+  int started = 1;  // fewer if the system refuses
+  while (started < c.threads && started < count && !pthread_create(threads + started, nullptr, Share::run_thread, &share))
+    started++;
+  Share::run(&share);
   for (int i = 1; i < started; i++) pthread_join(threads[i], nullptr);
 }
 
 // ---- Elements: half precision is widened when it is read and rounded when it is written ----
 
-static inline float as_float(uint32_t bits) {
-  float x;
-  memcpy(&x, &bits, 4);
-  return x;
-}
-static inline uint32_t as_bits(float x) {
-  uint32_t bits;
-  memcpy(&bits, &x, 4);
-  return bits;
-}
+static inline float as_float(uint32_t bits) { return read<float>(&bits); }
+static inline uint32_t as_bits(float x) { return read<uint32_t>(&x); }
 static inline float widen_float16(uint16_t x) {
   const uint32_t magnitude = x & 0x7fff, sign = (uint32_t)(x & 0x8000) << 16;
   const float finite = as_float(magnitude << 13) * 0x1p112f;  // subnormal numbers, too
@@ -232,21 +206,22 @@ static char* token_address(const Call& c, const Tensor& x, int b, int head, int 
 static void read_token(const Call& c, const Tensor& x, int b, int head, int token, int channels, float* to) {
   const char* from = token_address(c, x, b, head, token);
   const uint16_t* half = (const uint16_t*)from;
-  if (c.dtype == 0) {
-    int i = 0;
-    for (; i + WIDTH <= channels; i += WIDTH) store(to + i, load((const float*)from + i));
-    for (; i < channels; i++) to[i] = ((const float*)from)[i];
-  } else if (c.dtype == 1) for (int i = 0; i < channels; i++) to[i] = as_float((uint32_t)half[i] << 16);
-  else for (int i = 0; i < channels; i++) to[i] = widen_float16(half[i]);
+  for (int i = 0; c.dtype == 0 && i < channels; i++) to[i] = ((const float*)from)[i];
+  for (int i = 0; c.dtype == 1 && i < channels; i++) to[i] = as_float((uint32_t)half[i] << 16);
+  for (int i = 0; c.dtype == 2 && i < channels; i++) to[i] = widen_float16(half[i]);
   for (int i = channels; i % WIDTH; i++) to[i] = 0.0f;
 }
-
+// The same without a copy where the tensor is in float32 itself.
+static const float* read_row(const Call& c, const Tensor& x, int b, int head, int token, int channels, float* to) {
+  if (c.dtype == 0) return (const float*)token_address(c, x, b, head, token);
+  return read_token(c, x, b, head, token, channels, to), to;
+}
 static void write_token(const Call& c, int b, int head, int token, const float* from) {
   char* to = token_address(c, c.output, b, head, token);
   uint16_t* half = (uint16_t*)to;
-  if (c.dtype == 0) memcpy(to, from, 4 * c.e);
-  else if (c.dtype == 1) for (int i = 0; i < c.e; i++) half[i] = to_bfloat16(from[i]);
-  else for (int i = 0; i < c.e; i++) half[i] = to_float16(from[i]);
+  for (int i = 0; c.dtype == 0 && i < c.e; i++) ((float*)to)[i] = from[i];
+  for (int i = 0; c.dtype == 1 && i < c.e; i++) half[i] = to_bfloat16(from[i]);
+  for (int i = 0; c.dtype == 2 && i < c.e; i++) half[i] = to_float16(from[i]);
 }
 
 // ---- Sums over the channels of one vector, whose number is a multiple of WIDTH ----
@@ -262,26 +237,26 @@ static void add_scaled(float* to, const float* x, float factor, int n) {
 }
 // x . y in double precision, in which no product of two floats overflows or underflows.
 static inline double exact_dot(const float* x, const float* y, int n) {
+  const auto widen = [](const float* x) { return __builtin_convertvector(read<Half>(x), Doubles); };
   Doubles total{};
-  for (int i = 0; i < n; i += WIDTH / 2) total += load_doubles(x + i) * load_doubles(y + i);
+  for (int i = 0; i < n; i += WIDTH / 2) total += widen(x + i) * widen(y + i);
   double result = 0.0;
   for (int i = 0; i < WIDTH / 2; i++) result += total[i];
   return result;
 }
-// Keep the largest magnitudes of q and k, from which the caller learns of NaN, infinity and overflow: bits of
-// NaN are above those of infinity.
-static void keep_largest(const Problem& c, int which, const float* x, int n) {
-  Integers most{};
+// Multiply rows of lanes by a factor for each lane.
+static void scale_lanes(float* x, int rows, int width, const float* factor) {
+  for (int i = 0; i < rows; i++)
+    for (int j = i * LANES; j < i * LANES + width; j += WIDTH) store(x + j, load(x + j) * load(factor + j % LANES));
+}
+// Keep the largest magnitudes of q (0) and k (1), from which the caller learns of NaN, infinity and overflow:
+// bits of NaN are above those of infinity.
+static void keep_largest(Scratch& s, int which, const float* x, int n) {
+  Integers& most = s.largest[which];
   for (int i = 0; i < n; i += WIDTH) {
-    Integers bits;
-    memcpy(&bits, x + i, sizeof bits);
-    bits &= 0x7fffffff;
+    const Integers bits = read<Integers>(x + i) & 0x7fffffff;
     most = bits > most ? bits : most;
   }
-  uint32_t known = c.most[which].load(std::memory_order_relaxed);
-  for (int i = 0; i < WIDTH; i++)
-    while ((uint32_t)most[i] > known && !c.most[which].compare_exchange_weak(known, most[i])) {
-    }
 }
 
 // ---- Exact attention of queries in lanes: an online softmax over blocks of keys ----
@@ -296,7 +271,7 @@ static void load_queries(const Problem& c, Scratch& s, const Head& h, Lanes& l, 
     if (tokens[i] < 0) memset(row, 0, 4 * c.pd);
     else read_token(c, c.q, h.batch, h.number, tokens[i], c.d, row);
   }
-  keep_largest(c, 0, s.rows, l.count * c.pd);
+  keep_largest(s, 0, s.rows, l.count * c.pd);
   for (int j = 0; j < l.count * c.pd; j += WIDTH) store(s.rows + j, load(s.rows + j) * splat(c.factor));
   transpose(Strided{s.rows, c.pd}, l.count, c.pd, l.q, LANES);
   for (int i = 0; i < LANES; i++) l.maximum[i] = -INFINITY, l.sum[i] = 0.0f;
@@ -352,39 +327,24 @@ static void attend(const Problem& c, Scratch& s, Lanes& l, const float* q, int c
                    const float* const* values, const float* bias = nullptr) {
   alignas(64) float rescale[LANES];
   product<false>(keys, Strided{q, LANES}, count, c.d, l.width, s.scores, LANES);
-  if (softmax(s, l, count, bias, rescale))
-    for (int i = 0; i < c.e; i++)
-      for (int j = 0; j < l.width; j += WIDTH) {
-        float* x = l.output + i * LANES + j;
-        store(x, load(x) * load(rescale + j));
-      }
+  if (softmax(s, l, count, bias, rescale)) scale_lanes(l.output, c.e, l.width, rescale);
   product<true>(values, Strided{s.scores, LANES}, c.e, count, l.width, l.output, LANES, true);
 }
 
 // Attend to the keys and values of some tokens, at most LANES, with all queries in the first blocks of lanes.
 static void attend_tokens(const Problem& c, Scratch& s, const Head& h, const int32_t* tokens, int count, int blocks) {
-  const int key_head = h.number / c.share;
   const float *keys[LANES], *values[LANES];
   for (int i = 0; i < count; i++) {
-    if (c.dtype == 0) {
-      keys[i] = (const float*)token_address(c, c.k, h.batch, key_head, tokens[i]);
-      values[i] = (const float*)token_address(c, c.v, h.batch, key_head, tokens[i]);
-    } else {
-      read_token(c, c.k, h.batch, key_head, tokens[i], c.d, s.keys + i * c.pd);
-      read_token(c, c.v, h.batch, key_head, tokens[i], c.e, s.values + i * c.pe);
-      keys[i] = s.keys + i * c.pd, values[i] = s.values + i * c.pe;
-    }
+    keys[i] = read_row(c, c.k, h.batch, h.number / c.share, tokens[i], c.d, s.keys + i * c.pd);
+    values[i] = read_row(c, c.v, h.batch, h.number / c.share, tokens[i], c.e, s.values + i * c.pe);
   }
   for (int j = 0; j < blocks; j++) attend(c, s, s.lanes[j], s.lanes[j].q, count, keys, values);
 }
 
 // Write the outputs in lanes to their tokens, divided by the sums of the weights.
 static void write_outputs(const Problem& c, Scratch& s, const Head& h, Lanes& l) {
-  for (int i = 0; i < c.e; i++)
-    for (int j = 0; j < l.width; j += WIDTH) {
-      float* x = l.output + i * LANES + j;
-      store(x, load(x) / load(l.sum + j));
-    }
+  for (int i = 0; i < l.width; i++) l.sum[i] = 1.0f / l.sum[i];
+  scale_lanes(l.output, c.e, l.width, l.sum);
   transpose(Strided{l.output, LANES}, c.e, l.width, s.rows, c.pe);
   for (int i = 0; i < l.count; i++) write_token(c, h.batch, h.number, l.tokens[i], s.rows + i * c.pe);
 }
@@ -517,11 +477,8 @@ static void see_part(const Problem& c, Scratch& s, Lanes& l, const float* querie
   product<false>(Strided{s.keys, c.pd}, Strided{queries, LANES}, count, c.d, l.width, s.scores, LANES);
   for (int i = 0; i < l.width; i++) l.maximum[i] = -INFINITY, l.sum[i] = 0.0f;
   softmax(s, l, count, nullptr, unused);
-  for (int j = 0; j < l.width; j += WIDTH) {
-    const Vector inverse = splat(1.0f) / load(l.sum + j);
-    for (int i = 0; i < count; i++) store(s.scores + i * LANES + j, load(s.scores + i * LANES + j) * inverse);
-    store(l.maximum + j, load(l.maximum + j) + logarithm(load(l.sum + j)));
-  }
+  for (int i = 0; i < l.width; i++) l.maximum[i] += logf(l.sum[i]), l.sum[i] = 1.0f / l.sum[i];
+  scale_lanes(s.scores, count, l.width, l.sum);
 }
 
 // Where the tangents of a group are.
@@ -746,7 +703,7 @@ static void choose(Problem& c) {
         const LevelSums sums = sum_probes(c, c.head[h], excepted, j);
         square += sums.square, norm += sums.norm, shares[j] += sums.share / c.heads;
       }
-      errors[j] = sqrt(fmax(square, 0.0) / (norm > 0.0 ? norm : 1.0));
+      errors[j] = square == square ? sqrt(fmax(square, 0.0) / (norm > 0.0 ? norm : 1.0)) : INFINITY;
     }
     const int level = c.error >= 0.0 ? interpolate_down(c, errors, c.error_aim * c.error, &part)
                                      : interpolate_up(c, shares, c.expand, &part);
@@ -891,7 +848,7 @@ static void represent(Problem& c, const Round& round, bool summarise) {
     const int part = i % c.parts;
     if (!summarise && reads_everything(c, h, 0) && reads_everything(c, h, 1)) return;
     const int count = read_part(c, s, h, part);
-    if (summarise) keep_largest(c, 1, s.keys, count * c.pd);
+    if (summarise) keep_largest(s, 1, s.keys, count * c.pd);
     if (summarise && part < c.tiles) summarise_tile(c, s, h, part);
     for (int j = 0; j < round.bands; j++) represent_part(c, s, h, round.band + j, part);
   });
@@ -963,7 +920,7 @@ static void attend_to_everything(Problem& c) {
     attend_exactly(c, s, h, count);
     for (int j = 0; first == 0 && j < *c.key_count; j++) {
       read_token(c, c.k, h.batch, h.number / c.share, c.key_tokens[j], c.d, s.rows);
-      keep_largest(c, 1, s.rows, c.pd);
+      keep_largest(s, 1, s.rows, c.pd);
     }
   });
 }
@@ -988,5 +945,9 @@ EXPORT void bmfa_attention(Call* call) {
     select_image(c, *call, b);
     c.tiles ? attend_to_tiles(c) : attend_to_everything(c);
   }
-  for (int i = 0; i < 2; i++) call->largest[i] = c.most[i].load();
+  for (int i = 0; i < c.threads * WIDTH; i++)
+    for (int j = 0; j < 2; j++) {
+      const uint32_t bits = c.scratches[i / WIDTH].largest[j][i % WIDTH];
+      call->largest[j] = bits > call->largest[j] ? bits : call->largest[j];
+    }
 }
