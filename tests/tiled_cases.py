@@ -140,6 +140,7 @@ def compare(case: TiledCase, got: TiledAttention, want: ReferenceTiled, sums: fl
         moved = want.losses[index][expanded[index] != want.expanded[index]]
         threshold = thresholds[index[0], index[2]]
         # The threshold follows from errors of probes, whose differences amplify rounding.
+        assert np.isfinite(threshold), moved  # nothing is expanded
         assert (abs(moved - threshold) <= 100 * rounding * threshold).all(), (moved, threshold)
     output, seen = got.output.detach().double().numpy(), case.seen.numpy()
     compared = _queries_of(case, same) & seen
