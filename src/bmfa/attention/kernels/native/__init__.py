@@ -5,6 +5,7 @@
 """
 
 import ctypes
+from collections.abc import Callable
 from functools import lru_cache
 
 import numpy as np
@@ -12,19 +13,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from bmfa.attention.choice import Levels, choose, level_thresholds
 from bmfa.attention.kernels.native import library
-from bmfa.attention.tiling import (
-    ERROR_AIM,
-    LARGEST_SHRINKAGE,
-    LEVEL_RATIO,
-    NUM_LEVELS,
-    SMALLEST_CORRECTION,
-    STEEP_FALL,
-    STEEP_RISE,
-    UNIFORM_SHARE,
-    TiledAttention,
-    Tiling,
-)
+from bmfa.attention.tiling import NUM_LEVELS, UNIFORM_SHARE, TiledAttention, Tiling
 from bmfa.trees.build import check_finite_products
 
 Mask = npt.NDArray[np.bool_]
@@ -33,6 +24,7 @@ DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 MAX_CHANNELS = 256  # of keys and of values
 MAX_THREADS = 256
 PART_SLOTS = 64  # keys of a tile, at most
+_EXACT, _MEASURE, _ATTEND = range(3)  # steps of a call
 
 
 class _Tensor(ctypes.Structure):
@@ -65,11 +57,11 @@ class _Call(ctypes.Structure):
             "part_tokens", "part_count", "member_tokens", "members", "group_order", "quantiles",
             "thresholds",
         )),
-        *((name, ctypes.c_double) for name in (
-            "uniform_share", "error_aim", "steep_fall", "steep_rise", "largest_shrinkage",
-            "smallest_correction", "error", "expand", "exact_above",
+        ("uniform_share", ctypes.c_double),
+        *((name, ctypes.c_void_p) for name in (
+            "found", "norm", "weight", "threshold", "shrinkage", "exact", "expanded",
+            "expanded_count", "probes",
         )),
-        *((name, ctypes.c_void_p) for name in ("expanded", "exact", "expanded_count", "probes")),
     ]  # fmt: skip
 
     def point(self, **arrays: Tensor) -> None:
@@ -144,7 +136,9 @@ def exact_attention(
     call.images = len(lists["key_count"])
     call.point(**lists)
     if q.numel():
-        _run(call)
+        run = _load(call)
+        for image in range(len(q)):
+            run(image, _EXACT)
     _check_scores(call, q, k, scale, prefix, valid, mask_queries)
     return output
 
@@ -176,21 +170,27 @@ def tiled_attention(
     call.group_probes, call.levels = tiling.probes_per_group, NUM_LEVELS
     draws = _probe_draws(tiling, heads, query_prefix)
     call.point(**lists, **draws)
-    call.uniform_share, call.error_aim = UNIFORM_SHARE, ERROR_AIM
-    call.steep_fall, call.steep_rise = STEEP_FALL, STEEP_RISE
-    call.largest_shrinkage, call.smallest_correction = LARGEST_SHRINKAGE, SMALLEST_CORRECTION
-    call.error = -1.0 if error is None else error
-    call.expand = -1.0 if expand is None else expand / tiling.tiles
-    call.exact_above = exact_above
-    lead = (batch, heads)
+    call.uniform_share = UNIFORM_SHARE
+    lead, probes = (batch, heads), tiling.probes(query_prefix)
     expanded = torch.empty((*lead, tiling.groups, tiling.tiles), dtype=torch.bool)
-    exact = torch.empty(lead, dtype=torch.bool)
     count = torch.empty((*lead, tiling.groups), dtype=torch.int32)
-    probes = torch.empty((*lead, tiling.probes(query_prefix), 3), dtype=torch.float64)
-    call.point(expanded=expanded, exact=exact, expanded_count=count, probes=probes)
-    _run(call)
+    errors = torch.empty((*lead, probes, 3), dtype=torch.float64)
+    found = torch.empty((heads, probes, 4, NUM_LEVELS), dtype=torch.float64)
+    norm, weight = torch.empty((2, heads, probes), dtype=torch.float64)
+    call.point(expanded=expanded, expanded_count=count, probes=errors)
+    call.point(found=found, norm=norm, weight=weight)
+    error_sum, product, correction, shares = found.numpy().transpose(2, 0, 1, 3)
+    levels = Levels(error_sum, product, correction, shares, norm.numpy(), weight.numpy())
+    share = None if expand is None else expand / tiling.tiles
+    exact, run = [], _load(call)
+    for image in range(batch):
+        run(image, _MEASURE)
+        choice = choose(levels, tiling.probes_per_group, error, share, exact_above)
+        call.threshold, call.shrinkage, call.exact = (x.ctypes.data for x in choice)
+        run(image, _ATTEND)
+        exact.append(choice.exact.all())
     _check_scores(call, q, k, scale, prefix, valid, mask_queries)
-    return TiledAttention(output, count, probes, expanded), bool(exact.all())
+    return TiledAttention(output, count, errors, expanded), all(exact)
 
 
 @lru_cache(maxsize=32)
@@ -200,12 +200,10 @@ def _probe_draws(tiling: Tiling, heads: int, query_prefix: int) -> dict[str, Ten
     groups = order[: tiling.probe_groups(query_prefix)].view(1, -1, 1)
     head = torch.arange(heads).view(-1, 1, 1)
     quantiles = tiling.probe_quantile(groups, head, torch.arange(tiling.probes_per_group))
-    thresholds = LEVEL_RATIO ** torch.arange(NUM_LEVELS, dtype=torch.float64)
-    thresholds[-1] = 0.0
     return {
         "group_order": order.int(),
         "quantiles": quantiles.double().contiguous(),
-        "thresholds": thresholds,
+        "thresholds": torch.from_numpy(level_thresholds()),
     }
 
 
@@ -282,14 +280,19 @@ def _describe(
     return call, output, [q, k, v]
 
 
-def _run(call: _Call) -> None:
+def _load(call: _Call) -> Callable[[int, int], None]:
+    """Return a function that runs a step of a call for an image, with scratch memory for all of them."""
     loaded = library.load()
     if loaded is None:
         raise RuntimeError(f"native kernels cannot run: {library.unavailable_reason()}")
     call.threads, call.parallel = min(torch.get_num_threads(), MAX_THREADS), library.parallel()
     scratch = _allocate(loaded.bmfa_scratch_bytes(ctypes.byref(call)) + 64)
     call.scratch = -(-scratch.data_ptr() // 64) * 64
-    loaded.bmfa_attention(ctypes.byref(call))
+
+    def run(image: int, step: int, scratch: Tensor = scratch) -> None:
+        loaded.bmfa_attend(ctypes.byref(call), image, step)
+
+    return run
 
 
 def _allocate(size: int) -> Tensor:

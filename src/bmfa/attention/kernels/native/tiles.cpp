@@ -49,11 +49,15 @@ struct Call {
   const int32_t *member_tokens, *members;     // (images, groups, group_slots), (images, groups), in group_order
   const int32_t* group_order;                 // (groups,)
   const double *quantiles, *thresholds;       // (heads, probes), (levels,)
-  double uniform_share, error_aim, steep_fall, steep_rise, largest_shrinkage, smallest_correction;
-  double error, expand, exact_above;  // error or expand, a share of the tiles, is negative
-  uint8_t *expanded, *exact;          // (B, heads, groups, tiles), (B, heads)
-  int32_t* expanded_count;            // (B, heads, groups)
-  double* probes;                     // (B, heads, probes, 3)
+  double uniform_share;
+  // What the probes of an image find: error, product, correction and share; norm and weight.
+  double *found, *norm, *weight;  // (heads, probes, 4, levels), (heads, probes)
+  // What the caller chooses from that: thresholds of groups at even and odd positions, shrinkage, exact heads.
+  const double *threshold, *shrinkage;  // (2,), (heads, 2)
+  const uint8_t* exact;                 // (heads,)
+  uint8_t* expanded;                    // (B, heads, groups, tiles)
+  int32_t* expanded_count;              // (B, heads, groups)
+  double* probes;                       // (B, heads, probes, 3)
 };
 
 // ---- Memory: one block from the caller, divided twice: once to measure, once for use ----
@@ -95,18 +99,20 @@ struct Head {  // one query head of one image; groups are numbered by their posi
   double *q_spread, *k_spread;       // rho (R,), kappa (T,)
   float *cross, *radius, diameter;   // (T, true d, e), (T,)
   int32_t* probe_token;              // (P,), -1 for a group without queries
-  double *probe_weight, *norm;       // (P,)
   float* exact_output;               // (P, e)
-  double *error, *product, *correction, *share;  // (P, levels)
-  double shrinkage[2], expanded_share;
+};
+
+// Heads and bands of LANES groups whose tangents are in memory at once.
+struct Round {
+  int head, heads, band, bands;
 };
 
 struct Problem : Call {
   int pd, pe, P, bands, tiles_present;  // padded channels, probes of a head, bands of LANES groups
   int64_t stride;  // of parts: odd, because rows at multiples of 4 KiB share cache lines
-  int slots;       // heads times bands of groups whose tangents are in memory at once, at most
+  int heads_at_once, bands_at_once;  // of a round, at most
+  bool kept;  // the tangents of all groups are in memory at once, and made once; otherwise first those of band 0
   float *k_tangent, *v_tangent, *log_mass;  // (slots, LANES, stride, d), (.., e) and without
-  double threshold[2];  // of groups at even and odd positions
   Head* head;           // (H,)
   Scratch* scratches;   // (threads,)
   int64_t bytes;        // of all this
@@ -116,17 +122,17 @@ struct Problem : Call {
     pd = round_up(d, WIDTH), pe = round_up(e, WIDTH), P = probe_groups * group_probes;
     bands = (R + LANES - 1) / LANES, stride = parts | 1;
     const int64_t most = TANGENT_BYTES / (4 * LANES * stride * (1 + pd + pe));  // bands of a head
-    slots = T ? (most < 1 ? 1 : most < heads * bands ? most : heads * bands) : 0;
+    heads_at_once = most < 1 ? 1 : most < heads ? most : heads;
+    bands_at_once = most < heads_at_once ? 1 : most / heads_at_once < bands ? most / heads_at_once : bands;
+    kept = heads_at_once == heads && bands_at_once == bands;
     Arena arena{base, 0};
-    const int64_t tangents = slots * LANES * stride;
+    const int64_t tangents = T ? heads_at_once * bands_at_once * LANES * stride : 0;
     arena.take(k_tangent, tangents * pd, v_tangent, tangents * pe, log_mass, tangents, head, heads);
     for (int i = 0; i < heads; i++) {
       Head measured, &h = base ? head[i] : measured;
       h.number = i;
       arena.take(h.q_mean, R * pd, h.q_lanes, bands * pd * LANES, h.q_head, pd, h.q_spread, R);
-      arena.take(h.k_spread, T, h.cross, T * d * pe, h.radius, T, h.probe_token, P, h.probe_weight, P);
-      arena.take(h.norm, P, h.exact_output, P * pe, h.error, P * L, h.product, P * L);
-      arena.take(h.correction, P * L, h.share, P * L);
+      arena.take(h.k_spread, T, h.cross, T * d * pe, h.radius, T, h.probe_token, P, h.exact_output, P * pe);
     }
     arena.take(scratches, threads);
     for (int i = 0; i < threads; i++) {
@@ -145,6 +151,10 @@ struct Problem : Call {
       s.largest[0] = s.largest[1] = Integers{};
     }
     bytes = arena.used;
+  }
+  Round round(int first, int band, int most) const {
+    const int h = heads - first < heads_at_once ? heads - first : heads_at_once;
+    return {first, h, band, bands - band < most ? bands - band : most};
   }
 };
 
@@ -388,7 +398,7 @@ static void draw_probes(const Problem& c, const Head& h, double* squares, double
     double below = count ? squares[0] : 0.0;
     while (chosen + 1 < count && below <= c.quantiles[h.number * c.P + probe]) below += squares[++chosen];
     h.probe_token[probe] = count ? c.member_tokens[position * c.group_slots + chosen] : -1;
-    h.probe_weight[probe] = count ? 1.0 / (squares[chosen] * c.group_probes) : 0.0;
+    c.weight[h.number * c.P + probe] = count ? 1.0 / (squares[chosen] * c.group_probes) : 0.0;
   }
 }
 
@@ -544,7 +554,8 @@ static void judge_levels(const Problem& c, Scratch& s, const Head& h, int probe,
   }
   for (int i = 0; i < e; i += WIDTH)
     store(exact + i, load(exact_sum + (L - 1) * e + i) * splat(1.0 / exact_total[L - 1]));
-  h.norm[probe] = exact_dot(exact, exact, e);
+  c.norm[h.number * c.P + probe] = exact_dot(exact, exact, e);
+  double* found = c.found + (h.number * c.P + probe) * 4 * L;
   int expanded = 0;
   for (int j = 0; j < L; j++) {
     const bool last = j + 1 == L;
@@ -560,11 +571,10 @@ static void judge_levels(const Problem& c, Scratch& s, const Head& h, int probe,
     }
     const double length = sqrt(exact_dot(term, term, e));
     const double factor = above / fmax(total, SMALLEST) * (length > h.diameter ? h.diameter / length : 1.0);
-    h.error[probe * L + j] = exact_dot(difference, difference, e);
-    h.correction[probe * L + j] = factor * length * factor * length;
-    h.product[probe * L + j] = factor * exact_dot(difference, term, e);
+    found[j] = exact_dot(difference, difference, e), found[L + j] = factor * exact_dot(difference, term, e);
+    found[2 * L + j] = factor * length * factor * length;
     expanded += tiles[j];
-    h.share[probe * L + j] = (double)expanded / c.tiles_present;
+    found[3 * L + j] = expanded / fmax(c.tiles_present, 1.0);
   }
 }
 
@@ -640,86 +650,6 @@ static void measure_probes(const Problem& c, Scratch& s, const Head& h, int firs
   for (int p = 0; p < count; p++) judge_levels(c, s, h, first + p, p, tiles[p / c.group_probes]);
 }
 
-// A level, and the part of the step to it, where falling errors reach the target.
-static int interpolate_down(const Call& c, const double* errors, double target, double* part) {
-  const int last = c.levels - 1;
-  int level = 0;
-  *part = 1.0;
-  if (target <= 0.0) return last;
-  while (level < last && !(errors[level] <= target)) level++;
-  if (level == 0 || level == last || errors[level] < c.steep_fall * target) return level;
-  const double ratio = log(errors[level - 1] / errors[level]);
-  if (ratio != 0.0) *part = fmin(fmax(log(errors[level - 1] / target) / ratio, 0.0), 1.0);
-  return level;
-}
-
-// Likewise where growing shares reach the target.
-static int interpolate_up(const Call& c, const double* shares, double target, double* part) {
-  const int last = c.levels - 1;
-  int level = 0;
-  *part = 1.0;
-  if (target >= 1.0) return last;
-  while (level < last && !(shares[level] > target)) level++;
-  if (target <= 0.0 || level == 0) return 0;
-  if (level == last || shares[level] > c.steep_rise * target) return level - 1;
-  *part = (target - shares[level - 1]) / (shares[level] - shares[level - 1]);
-  return level;
-}
-
-// Sums over the probes of a head, those of groups of one parity excepted, at a level.
-struct LevelSums {
-  double square, norm, shrinkage, share;
-};
-
-static LevelSums sum_probes(const Problem& c, const Head& h, int excepted, int level) {
-  double weights = 0.0, norm = 0.0, square = 0.0, dot = 0.0, length = 0.0, share = 0.0;
-  for (int p = 0; p < c.P; p++) {
-    const double weight = h.probe_weight[p];
-    const int at = p * c.levels + level;
-    if (weight == 0.0 || p / c.group_probes % 2 == excepted) continue;
-    weights += weight, norm += weight * h.norm[p], square += weight * h.error[at];
-    dot += weight * h.product[at], length += weight * h.correction[at], share += weight * h.share[at];
-  }
-  const bool known = length > c.smallest_correction * c.smallest_correction * norm;
-  const double factor = fmin(fmax(known ? dot / length : 0.0, 0.0), c.largest_shrinkage);
-  share = fmin(share / fmax(weights, 1e-300), 1.0);
-  return {square - 2.0 * factor * dot + factor * factor * length, norm, factor, share};
-}
-
-// Thresholds, shrinkage and exact heads. The probes of every other group determine what the groups at
-// positions of the other parity use.
-static void choose(Problem& c) {
-  for (int h = 0; h < c.heads; h++) c.head[h].expanded_share = 0.0;
-  for (int half = 0; half < 2; half++) {
-    int excepted = -1;  // no group, if there are no others
-    for (int h = 0; h < c.heads; h++)
-      for (int p = 0; p < c.P; p++)
-        if (c.head[h].probe_weight[p] > 0.0 && p / c.group_probes % 2 != half) excepted = half;
-    double errors[LEVELS], shares[LEVELS], part;
-    for (int j = 0; j < c.levels; j++) {
-      double square = 0.0, norm = 0.0;
-      shares[j] = 0.0;
-      for (int h = 0; h < c.heads; h++) {
-        const LevelSums sums = sum_probes(c, c.head[h], excepted, j);
-        square += sums.square, norm += sums.norm, shares[j] += sums.share / c.heads;
-      }
-      errors[j] = square == square ? sqrt(fmax(square, 0.0) / (norm > 0.0 ? norm : 1.0)) : INFINITY;
-    }
-    const int level = c.error >= 0.0 ? interpolate_down(c, errors, c.error_aim * c.error, &part)
-                                     : interpolate_up(c, shares, c.expand, &part);
-    const int before = level > 0 ? level - 1 : 0;
-    c.threshold[half] = level == 0    ? (c.error >= 0.0 ? c.thresholds[0] : INFINITY)
-                        : part == 1.0 ? c.thresholds[level]
-                                      : pow(c.thresholds[before], 1.0 - part) * pow(c.thresholds[level], part);
-    for (int i = 0; i < c.heads; i++) {
-      Head& h = c.head[i];
-      const LevelSums sums = sum_probes(c, h, excepted, level);
-      h.shrinkage[half] = sums.shrinkage;
-      h.expanded_share += ((1.0 - part) * sum_probes(c, h, excepted, before).share + part * sums.share) / 2.0;
-    }
-  }
-}
-
 // ---- Tiles: step 4 ----
 
 // The correction of the queries in lanes, given the mean covariance of the tiles that are not expanded.
@@ -774,13 +704,13 @@ static void attend_group(const Problem& c, Scratch& s, const Head& h, int positi
   for (int t = 0; t < c.parts; t++)
     if (t >= c.tiles || expanded[t]) attend_tokens(c, s, h, c.part_tokens + t * LANES, c.part_count[t], blocks);
   for (int j = 0; j < blocks; j++) {
-    if (cross && h.diameter > 0.0f) add_correction(c, s, h, s.lanes[j], h.shrinkage[position % 2], cross);
+    if (cross && h.diameter > 0.0f) add_correction(c, s, h, s.lanes[j], c.shrinkage[2 * h.number + position % 2], cross);
     write_outputs(c, s, h, s.lanes[j]);
   }
 }
 
 static bool reads_everything(const Problem& c, const Head& h, int position) {
-  return h.expanded_share > c.exact_above || c.threshold[position % 2] == 0.0;
+  return c.exact[h.number] || c.threshold[position % 2] == 0.0;
 }
 
 // Errors of the probes of a group: |output - exact|^2, |exact|^2 and the weight.
@@ -788,11 +718,11 @@ static void judge_probes(const Problem& c, Scratch& s, const Head& h, int positi
   for (int i = 0; i < c.group_probes; i++) {
     const int probe = position * c.group_probes + i;
     double* result = c.probes + ((h.batch * c.heads + h.number) * c.P + probe) * 3;
-    result[0] = result[1] = 0.0, result[2] = h.probe_weight[probe];
+    result[0] = result[1] = 0.0, result[2] = c.weight[h.number * c.P + probe];
     if (h.probe_token[probe] < 0) continue;
     read_token(c, c.output, h.batch, h.number, h.probe_token[probe], c.e, s.values);
     add_scaled(s.values, h.exact_output + probe * c.pe, -1.0f, c.pe);
-    result[0] = exact_dot(s.values, s.values, c.pe), result[1] = h.norm[probe];
+    result[0] = exact_dot(s.values, s.values, c.pe), result[1] = c.norm[h.number * c.P + probe];
   }
 }
 
@@ -816,7 +746,7 @@ static void attend_groups(const Problem& c, Scratch& s, const Head& h, int first
       total += mass[t], count += expanded[t];
     }
     c.expanded_count[group] = count;
-    any |= corrected[r - first] = total > 0.0f && h.shrinkage[r % 2] > 0.0;
+    any |= corrected[r - first] = total > 0.0f && c.shrinkage[2 * h.number + r % 2] > 0.0;
     for (int t = 0; t < T && total > 0.0f; t++) mass[t] /= total;
   }
   if (any)
@@ -834,11 +764,6 @@ static void attend_groups(const Problem& c, Scratch& s, const Head& h, int first
   attend_exactly(c, s, h, blocks);
   for (int r = first; r < last && r < c.probe_groups; r++) judge_probes(c, s, h, r);
 }
-
-// Heads and bands of LANES groups whose tangents are in memory at once.
-struct Round {
-  int head, heads, band, bands;
-};
 
 // The tangents of a round; and of the tiles themselves, if `summarise`.
 static void represent(Problem& c, const Round& round, bool summarise) {
@@ -876,7 +801,7 @@ static void attend_round(Problem& c, const Round& round) {
   });
 }
 
-static void attend_to_tiles(Problem& c) {
+static void measure_image(Problem& c) {
   const int prefix_blocks = (c.query_prefix + LANES - 1) / LANES, items = c.groups + prefix_blocks;
   share_items(c, c.heads * items, [&](Scratch& s, int i) {
     const Head& h = c.head[i / items];
@@ -886,25 +811,20 @@ static void attend_to_tiles(Problem& c) {
     attend_exactly(c, s, h, 1);
   });
   for (int h = 0; h < c.heads; h++) summarise_head(c, c.head[h]);
-  // If the tangents of all groups fit, they are made once; otherwise first those of groups with probes.
-  const int heads = c.heads < c.slots ? (int)c.heads : c.slots, bands = c.slots / heads;
-  const bool kept = heads == c.heads && bands >= c.bands;
-  for (int h = 0; h < c.heads; h += heads) {
-    const int rest_of_heads = c.heads - h;
-    const Round round{h, rest_of_heads < heads ? rest_of_heads : heads, 0, kept ? c.bands : 1};
+  for (int h = 0; h < c.heads; h += c.heads_at_once) {
+    const Round round = c.round(h, 0, c.kept ? c.bands : 1);
     represent(c, round, true);
     measure(c, round);
   }
-  choose(c);
-  for (int band = 0; band < c.bands; band += bands)
-    for (int h = 0; h < c.heads; h += heads) {
-      const int rest = c.bands - band;
-      const int rest_of_heads = c.heads - h;
-    const Round round{h, rest_of_heads < heads ? rest_of_heads : heads, band, rest < bands ? rest : bands};
-      if (!kept) represent(c, round, false);
+}
+
+static void attend_image(Problem& c) {
+  for (int band = 0; band < c.bands; band += c.bands_at_once)
+    for (int h = 0; h < c.heads; h += c.heads_at_once) {
+      const Round round = c.round(h, band, c.bands_at_once);
+      if (!c.kept) represent(c, round, false);
       attend_round(c, round);
     }
-  for (int h = 0; h < c.heads; h++) c.exact[c.head[h].batch * c.heads + h] = c.head[h].expanded_share > c.exact_above;
 }
 
 static void attend_to_everything(Problem& c) {
@@ -934,17 +854,16 @@ EXPORT const char* bmfa_sources() { return BMFA_SOURCES; }
 // Bytes of scratch memory of a call; a call without tiles is one of exact attention.
 EXPORT int64_t bmfa_scratch_bytes(const Call* call) { return Problem(*call, nullptr).bytes; }
 
-EXPORT void bmfa_attention(Call* call) {
+// One image: exact attention; or, for tiles, first what the probes find and then, with the choice, the rest.
+EXPORT void bmfa_attend(Call* call, int image, int step) {
   Problem c(*call, call->scratch);
 #ifdef MADV_HUGEPAGE  // rows of tangents are far apart: one page each would be too many
   madvise((char*)(((uintptr_t)call->scratch + 4095) / 4096 * 4096), c.bytes, MADV_HUGEPAGE);
 #endif
   const double keys = c.tiles ? c.groups + c.keys / 8.0 : c.keys;  // of a query
   if (keys * c.queries * c.heads * (c.d + c.e) < 2 * LEAST_WORK) c.threads = 1;
-  for (int b = 0; b < c.batch; b++) {
-    select_image(c, *call, b);
-    c.tiles ? attend_to_tiles(c) : attend_to_everything(c);
-  }
+  select_image(c, *call, image);
+  step == 0 ? attend_to_everything(c) : step == 1 ? measure_image(c) : attend_image(c);
   for (int i = 0; i < c.threads * WIDTH; i++)
     for (int j = 0; j < 2; j++) {
       const uint32_t bits = c.scratches[i / WIDTH].largest[j][i % WIDTH];
