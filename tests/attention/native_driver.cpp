@@ -153,7 +153,7 @@ static void run_case(int number) {
   if (chance(0.3)) {
     const Memory scratch = allocate(bmfa_scratch_bytes(&c), 0xff);
     c.scratch = scratch.get();
-    bmfa_attention(&c);
+    for (int b = 0; b < batch; b++) bmfa_attend(&c, b, 0);
     check_output(c, queries_exist, number);
     return;
   }
@@ -173,21 +173,30 @@ static void run_case(int number) {
   c.group_order = order.data();
   c.group_probes = draw(1, 3), c.probe_groups = c.groups < LANES ? c.groups : LANES, c.levels = 16;
   const int probes = c.probe_groups * c.group_probes;
-  std::vector<double> quantiles(heads * probes), thresholds(c.levels), result(3 * batch * heads * probes);
+  std::vector<double> quantiles(heads * probes), thresholds(c.levels), result(3 * batch * heads * probes, NAN);
   for (double& x : quantiles) x = (draw(0, 65535) + 0.5) / 65536;
   for (int j = 0; j < c.levels - 1; j++) thresholds[j] = pow(0.4, j);
   c.quantiles = quantiles.data(), c.thresholds = thresholds.data(), c.probes = result.data();
-  c.uniform_share = 0.2, c.error_aim = 0.85, c.steep_fall = 0.2, c.steep_rise = 3.0;
-  c.largest_shrinkage = 1.2, c.smallest_correction = 1e-3;
-  c.error = c.expand = -1.0, c.exact_above = chance(0.5) ? 1.0 : 0.4;
-  if (chance(0.6)) c.error = chance(0.1) ? 0.0 : pow(10.0, -draw(0, 3));
-  else c.expand = draw(0, 10) / 10.0;
-  std::vector<uint8_t> expanded(batch * heads * c.groups * c.tiles, 255), exact(batch * heads, 255);
+  c.uniform_share = 0.2;
+  std::vector<double> found(heads * probes * 4 * c.levels, NAN), norm(heads * probes, NAN), weight(norm);
+  c.found = found.data(), c.norm = norm.data(), c.weight = weight.data();
+  std::vector<uint8_t> expanded(batch * heads * c.groups * c.tiles, 255), exact(heads);
   std::vector<int32_t> count(batch * heads * c.groups, -1);
+  std::vector<double> threshold(2), shrinkage(2 * heads);
   c.expanded = expanded.data(), c.exact = exact.data(), c.expanded_count = count.data();
+  c.threshold = threshold.data(), c.shrinkage = shrinkage.data();
   const Memory scratch = allocate(bmfa_scratch_bytes(&c), 0xff);
   c.scratch = scratch.get();
-  bmfa_attention(&c);
+  for (int b = 0; b < batch; b++) {
+    bmfa_attend(&c, b, 1);
+    for (const std::vector<double>& values : {found, norm, weight})
+      for (double x : values)
+        if (!(fabs(x) < 1e9)) fail("what a probe finds is not finite", number);
+    for (double& x : threshold) x = chance(0.1) ? INFINITY : thresholds[draw(0, c.levels - 1)];
+    for (double& x : shrinkage) x = chance(0.3) ? 0.0 : draw(0, 12) / 10.0;
+    for (uint8_t& x : exact) x = chance(0.2);
+    bmfa_attend(&c, b, 2);
+  }
   check_output(c, queries_exist, number);
   for (size_t i = 0; i < expanded.size(); i++) {
     if (expanded[i] > 1) fail("an expanded tile is not written", number);
