@@ -8,9 +8,10 @@ import ctypes
 from collections.abc import Callable
 from functools import lru_cache
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from bmfa.attention.choice import Levels, choose, level_thresholds
 from bmfa.attention.kernels.native import library
@@ -30,6 +31,8 @@ from bmfa.attention.tiling import (
 )
 >>>>>>> spec
 from bmfa.trees.build import check_finite_products
+
+Mask = npt.NDArray[np.bool_]
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 MAX_CHANNELS = 256  # of keys and of values
@@ -236,46 +239,45 @@ def _token_lists(
     `Call` has them, for the images of a mask, or one."""
     if valid is None:
         return _all_tokens(tiling, prefix, queries, keys)
-    valid = torch.cat((valid.new_ones(len(valid), prefix), valid), 1)
+    exist = np.pad(valid.numpy(), ((0, 0), (prefix, 0)), constant_values=True)
     return _find_tokens(
-        tiling, prefix, valid, valid if mask_queries else valid.new_ones(1, queries)
+        tiling, prefix, exist, exist if mask_queries else np.ones((1, queries), bool)
     )
 
 
 @lru_cache(maxsize=32)
 def _all_tokens(tiling: Tiling | None, prefix: int, queries: int, keys: int) -> dict[str, Tensor]:
-    def every(count: int) -> Tensor:
-        return torch.ones(1, count, dtype=torch.bool)
-
-    return _find_tokens(tiling, prefix, every(keys), every(queries))
+    return _find_tokens(tiling, prefix, np.ones((1, keys), bool), np.ones((1, queries), bool))
 
 
 def _find_tokens(
-    tiling: Tiling | None, prefix: int, keys_exist: Tensor, queries_exist: Tensor
+    tiling: Tiling | None, prefix: int, keys_exist: Mask, queries_exist: Mask
 ) -> dict[str, Tensor]:
+    # NumPy, because operations of torch in several threads hang in a forked process.
     images, queries = len(keys_exist), queries_exist.shape[1]
-    queries_exist = queries_exist.expand(images, -1)
-    lists = {"key": torch.arange(keys_exist.shape[1]), "query": torch.arange(queries)}
+    queries_exist = np.broadcast_to(queries_exist, (images, queries))
+    lists: dict[str, npt.NDArray[np.int64]] = {
+        "key": np.arange(keys_exist.shape[1]),
+        "query": np.arange(queries),
+    }
     found = {}
     if tiling is not None:
-
-        def shift(slots: Tensor, by: int) -> Tensor:
-            return torch.where(slots < 0, slots, slots + by)
-
-        tiles = pad(shift(tiling.slot_tokens, prefix), (0, PART_SLOTS - tiling.slots), value=-1)
-        first = pad(torch.arange(prefix), (0, -prefix % PART_SLOTS), value=-1)
-        lists["part"] = torch.cat((tiles, first.view(-1, PART_SLOTS)))
-        groups = tiling.queries.slot_tokens[tiling.group_order]
-        lists["member"] = shift(groups, queries - tiling.queries.grid.size)
+        blocks = -(-prefix // PART_SLOTS)
+        parts = np.full((tiling.tiles + blocks, PART_SLOTS), -1)
+        slots = tiling.slot_tokens.numpy()
+        parts[: tiling.tiles, : tiling.slots] = np.where(slots < 0, -1, slots + prefix)
+        parts[tiling.tiles :].flat[:prefix] = np.arange(prefix)
+        groups = tiling.queries.slot_tokens.numpy()[tiling.group_order.numpy()]
+        first = queries - tiling.queries.grid.size
+        lists |= {"part": parts, "member": np.where(groups < 0, -1, groups + first)}
     for name, tokens in lists.items():
         exist = queries_exist if name in ("query", "member") else keys_exist
-        present = exist[:, tokens.clamp(min=0)] & (tokens >= 0)  # (images, *tokens.shape)
-        order = present.logical_not().byte().argsort(dim=-1, stable=True)
-        listed = tokens.expand_as(present).gather(-1, order)
-        found[f"{name}_tokens"] = listed.int().contiguous()
-        found["members" if name == "member" else f"{name}_count"] = present.sum(
-            -1, dtype=torch.int32
-        )
+        present = exist[:, np.maximum(tokens, 0)] & (tokens >= 0)  # (images, *tokens.shape)
+        order = np.argsort(~present, axis=-1, kind="stable")
+        listed = np.take_along_axis(np.broadcast_to(tokens, present.shape), order, -1)
+        found[f"{name}_tokens"] = torch.from_numpy(np.ascontiguousarray(listed, np.int32))
+        count = "members" if name == "member" else f"{name}_count"
+        found[count] = torch.from_numpy(np.ascontiguousarray(present.sum(-1), np.int32))
     return found
 
 
@@ -287,8 +289,12 @@ def _describe(
     batch, heads, queries, d = q.shape
     e = v.shape[-1]
     # As hosts use it: the channels of all heads of a token are contiguous.
-    make = torch.zeros if zeros else torch.empty  # queries that do not exist are not written
-    output = make((batch, queries, heads, e), dtype=q.dtype).transpose(1, 2)
+    shape = (batch, queries, heads, e)
+    if zeros:  # queries that do not exist are not written. torch.zeros hangs in a forked process
+        zero = np.zeros((*shape[:3], e * q.element_size()), np.uint8)
+        output = torch.from_numpy(zero).view(q.dtype).transpose(1, 2)
+    else:
+        output = torch.empty(shape, dtype=q.dtype).transpose(1, 2)
     call = _Call()
     for name, x in (("q", q), ("k", k), ("v", v), ("output", output)):
         setattr(call, name, _Tensor(x.data_ptr(), *x.stride()[:3]))
