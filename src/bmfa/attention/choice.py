@@ -11,7 +11,6 @@ import numpy as np
 import numpy.typing as npt
 
 from bmfa.attention.tiling import (
-    ERROR_AIM,
     LARGEST_SHRINKAGE,
     LEVEL_RATIO,
     NUM_LEVELS,
@@ -58,7 +57,7 @@ def level_thresholds() -> Array:
 def choose(
     levels: Levels,
     probes_per_group: int,
-    error: float | None,
+    aim: float | None,
     share: float | None,
     exact_above: float,
 ) -> Choice:
@@ -69,8 +68,8 @@ def choose(
     Args:
         levels: What the probes find; those of a group one after the other.
         probes_per_group: Number of probes of a group.
-        error: Target for the error, or None.
-        share: Mean share of the tiles that a group expands, if `error` is None.
+        aim: Error to aim at, or None.
+        share: Mean share of the tiles that a group expands, if `aim` is None.
         exact_above: Share of expanded tiles above which a head is computed exactly.
     """
     heads, probes = levels.norm.shape
@@ -90,13 +89,13 @@ def choose(
         errors = np.sqrt(np.maximum(squares, 0.0) / (norm if norm > 0 else 1.0))
         # A mean of ones may round up.
         expanded = np.minimum(expanded / np.maximum(weight.sum(1), 1e-300)[:, None], 1.0)
-        if error is not None:
-            level, part = interpolate_down(errors, ERROR_AIM * error)
+        if aim is not None:
+            level, part = interpolate_down(errors, aim)
         else:
             assert share is not None
             level, part = interpolate_up(expanded.mean(0), share)
         # Level 0 expands tiles with a loss of 1, and a budget without room none.
-        none = level == 0 and error is None
+        none = level == 0 and aim is None
         thresholds[half] = math.inf if none else threshold_at(level, part)
         shrinkage[:, half] = factor[:, level]
         shares[:, half] = (1 - part) * expanded[:, max(level - 1, 0)] + part * expanded[:, level]

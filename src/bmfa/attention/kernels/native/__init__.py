@@ -15,21 +15,7 @@ from torch import Tensor
 
 from bmfa.attention.choice import Levels, choose, level_thresholds
 from bmfa.attention.kernels.native import library
-<<<<<<< HEAD
 from bmfa.attention.tiling import NUM_LEVELS, UNIFORM_SHARE, TiledAttention, Tiling
-=======
-from bmfa.attention.tiling import (
-    LARGEST_SHRINKAGE,
-    LEVEL_RATIO,
-    NUM_LEVELS,
-    SMALLEST_CORRECTION,
-    STEEP_FALL,
-    STEEP_RISE,
-    UNIFORM_SHARE,
-    TiledAttention,
-    Tiling,
-)
->>>>>>> spec
 from bmfa.trees.build import check_finite_products
 
 Mask = npt.NDArray[np.bool_]
@@ -184,18 +170,8 @@ def tiled_attention(
     call.group_probes, call.levels = tiling.probes_per_group, NUM_LEVELS
     draws = _probe_draws(tiling, heads, query_prefix)
     call.point(**lists, **draws)
-<<<<<<< HEAD
     call.uniform_share = UNIFORM_SHARE
     lead, probes = (batch, heads), tiling.probes(query_prefix)
-=======
-    call.uniform_share, call.error_aim = UNIFORM_SHARE, tiling.error_aim
-    call.steep_fall, call.steep_rise = STEEP_FALL, STEEP_RISE
-    call.largest_shrinkage, call.smallest_correction = LARGEST_SHRINKAGE, SMALLEST_CORRECTION
-    call.error = -1.0 if error is None else error
-    call.expand = -1.0 if expand is None else expand / tiling.tiles
-    call.exact_above = exact_above
-    lead = (batch, heads)
->>>>>>> spec
     expanded = torch.empty((*lead, tiling.groups, tiling.tiles), dtype=torch.bool)
     count = torch.empty((*lead, tiling.groups), dtype=torch.int32)
     errors = torch.empty((*lead, probes, 3), dtype=torch.float64)
@@ -205,11 +181,12 @@ def tiled_attention(
     call.point(found=found, norm=norm, weight=weight)
     error_sum, product, correction, shares = found.numpy().transpose(2, 0, 1, 3)
     levels = Levels(error_sum, product, correction, shares, norm.numpy(), weight.numpy())
+    aim = None if error is None else tiling.error_aim * error
     share = None if expand is None else expand / tiling.tiles
     exact, run = [], _load(call)
     for image in range(batch):
         run(image, _MEASURE)
-        choice = choose(levels, tiling.probes_per_group, error, share, exact_above)
+        choice = choose(levels, tiling.probes_per_group, aim, share, exact_above)
         call.threshold, call.shrinkage, call.exact = (x.ctypes.data for x in choice)
         run(image, _ATTEND)
         exact.append(choice.exact.all())

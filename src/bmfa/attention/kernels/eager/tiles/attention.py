@@ -85,11 +85,7 @@ def tiled_attention(
             levels = [[measure_levels(head) for head in image] for image in images]
         exact = [[found.output for found in image] for image in levels]
         choices = [
-<<<<<<< HEAD
-            choose(join_heads(image, found), tiling.probes_per_group, error, share, exact_above)
-=======
-            choose(image, found, aim, share, exact_above)
->>>>>>> spec
+            choose(join_heads(image, found), tiling.probes_per_group, aim, share, exact_above)
             for image, found in zip(images, levels, strict=True)
         ]
     if exact_above < 1.0 and all(choice.exact.all() for choice in choices):
