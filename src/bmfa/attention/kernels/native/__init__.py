@@ -13,6 +13,7 @@ from torch.nn.functional import pad
 
 from bmfa.attention.kernels.native import library
 from bmfa.attention.tiling import (
+    FARTHEST,
     LARGEST_SHRINKAGE,
     LEVEL_RATIO,
     NUM_LEVELS,
@@ -63,7 +64,7 @@ class _Call(ctypes.Structure):
         )),
         *((name, ctypes.c_double) for name in (
             "uniform_share", "error_aim", "steep_fall", "steep_rise", "largest_shrinkage",
-            "smallest_correction", "error", "expand", "exact_above",
+            "smallest_correction", "farthest", "error", "expand", "exact_above",
         )),
         *((name, ctypes.c_void_p) for name in ("expanded", "exact", "expanded_count", "probes")),
     ]  # fmt: skip
@@ -175,6 +176,7 @@ def tiled_attention(
     call.uniform_share, call.error_aim = UNIFORM_SHARE, tiling.error_aim
     call.steep_fall, call.steep_rise = STEEP_FALL, STEEP_RISE
     call.largest_shrinkage, call.smallest_correction = LARGEST_SHRINKAGE, SMALLEST_CORRECTION
+    call.farthest = FARTHEST
     call.error = -1.0 if error is None else error
     call.expand = -1.0 if expand is None else expand / tiling.tiles
     call.exact_above = exact_above

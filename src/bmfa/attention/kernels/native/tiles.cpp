@@ -48,7 +48,7 @@ struct Call {
   const int32_t *member_tokens, *members;     // (images, groups, group_slots), (images, groups), in group_order
   const int32_t* group_order;                 // (groups,)
   const double *quantiles, *thresholds;       // (heads, probes), (levels,)
-  double uniform_share, error_aim, steep_fall, steep_rise, largest_shrinkage, smallest_correction;
+  double uniform_share, error_aim, steep_fall, steep_rise, largest_shrinkage, smallest_correction, farthest;
   double error, expand, exact_above;  // error or expand, a share of the tiles, is negative
   uint8_t *expanded, *exact;          // (B, heads, groups, tiles), (B, heads)
   int32_t* expanded_count;            // (B, heads, groups)
@@ -89,7 +89,7 @@ struct Scratch {  // of one thread
 struct Head {  // one query head of one image; groups are numbered by their positions in group_order
   int batch, number, first_row;  // of its tangents
   float *q_mean, *q_lanes, *q_head;  // (R, d), (bands, d, LANES) likewise, (d,)
-  double *q_spread, *k_spread;       // rho (R,), kappa (T,)
+  double *q_spread, *k_spread, *k_farthest;  // rho (R,), kappa (T,), lambda (T,)
   float *cross, *radius, diameter;   // (T, true d, e), (T,)
   int32_t* probe_token;              // (P,), -1 for a group without queries
   double *probe_weight, *norm;       // (P,)
@@ -130,6 +130,7 @@ struct Problem : Call {
       h.q_mean = arena.take<float>(R * pd), h.q_lanes = arena.take<float>(bands * pd * LANES);
       h.q_head = arena.take<float>(T ? pd : 0), h.cross = arena.take<float>(T * d * pe);
       h.q_spread = arena.take<double>(R), h.k_spread = arena.take<double>(T);
+      h.k_farthest = arena.take<double>(T);
       h.radius = arena.take<float>(T), h.probe_token = arena.take<int32_t>(P);
       h.probe_weight = arena.take<double>(P), h.norm = arena.take<double>(P);
       h.exact_output = arena.take<float>(P * pe);
@@ -486,7 +487,7 @@ static void subtract_mean(const float* x, const float* p, int count, int n, floa
     for (int j = 0; j < n; j += WIDTH) store(to + i * n + j, load(x + i * n + j) - load(center + j));
 }
 
-// Step 2: the covariance of keys and values under qhat, kappa, and the largest distance of a value.
+// Step 2: the covariance of keys and values under qhat, kappa, lambda, and the largest distance of a value.
 static void summarise_tile(const Problem& c, Scratch& s, const Head& h, int tile) {
   const int count = c.part_count[tile], d = c.pd, e = c.pe;
   float* cross = h.cross + tile * c.d * e;
@@ -502,7 +503,9 @@ static void summarise_tile(const Problem& c, Scratch& s, const Head& h, int tile
   subtract_mean(s.values, p, count, e, s.differences);
   subtract_mean(s.keys, p, count, d, s.rows);
   h.k_spread[tile] = exact_dot(s.rows, s.rows, count * d) / (count > 1 ? count : 1);
-  double most = 0.0;
+  double most = 0.0, farthest = 0.0;
+  for (int i = 0; i < count; i++) farthest = fmax(farthest, exact_dot(s.rows + i * d, s.rows + i * d, d));
+  h.k_farthest[tile] = farthest;
   for (int i = 0; i < count; i++) most = fmax(most, exact_dot(s.differences + i * e, s.differences + i * e, e));
   h.radius[tile] = sqrt(most);
   for (int i = 0; i < count; i++)
@@ -558,10 +561,15 @@ static void weigh_tiles(const Problem& c, const Head& h, int position, float* ma
     total += load(mass + t);
   }
   const float inverse = 1.0f / sum(total);
-  const double spread = h.q_spread[position] / (2.0 * c.d);
+  const double spread = h.q_spread[position] / (2.0 * c.d), log_z = largest + log((double)sum(total));
   for (int t = 0; t < c.tiles; t++) {
     mass[t] *= inverse;
-    const double share = mass[t] * (spread * h.k_spread[t]);
+    double share = mass[t] * (spread * h.k_spread[t]);
+    const double far = spread * h.k_farthest[t], growth = fmin(far, c.farthest * sqrt(2.0 * far));
+    // m expm1(growth) / n, limited to 1 before it overflows.
+    const double log_grown = log_mass[t] - log_z + growth;
+    if (growth > 0.0 && log_grown > -30.0)
+      share -= exp(fmin(log_grown - log((double)c.part_count[t]), 0.0)) * expm1(-growth);
     loss[t] = share > 0.0 ? (share < 1.0 ? share : 1.0) : 0.0;
   }
 }
