@@ -94,9 +94,7 @@ def few_queries(draw: Draw, fields: Fields) -> Tensor:
     """0.2 % of the queries."""
     q, _, _, prefix = fields
     count = q.shape[2] - prefix
-    return (
-        prefix + torch.randperm(count, generator=draw.generator)[: max(1, round(0.002 * count))]
-    )
+    return prefix + torch.randperm(count, generator=draw.generator)[: max(1, round(0.002 * count))]
 
 
 def outlying_queries(draw: Draw, fields: Fields) -> Fields:

@@ -213,9 +213,7 @@ def test_query_grids_are_checked() -> None:
 @pytest.mark.parametrize(("prefix", "query_prefix"), [(1, 4), (5, 0)])
 def test_probes_measure_their_own_queries(backend: str, prefix: int, query_prefix: int) -> None:
     """With as many queries before the grid as keys, another query would go unnoticed."""
-    case = case_on(
-        Grid(16, 16), Grid(16, 24), prefix=prefix, query_prefix=query_prefix, expand=0.7
-    )
+    case = case_on(Grid(16, 16), Grid(16, 24), prefix=prefix, query_prefix=query_prefix, expand=0.7)
     q, k, v = (x.float() for x in (case.q, case.k, case.v))
     if backend == "native":
         if reason := native.unsupported_reason(q, k, v):

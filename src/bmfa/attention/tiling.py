@@ -42,6 +42,9 @@ STEEP_RISE = 3.0
 # Part of the probability of a probe that is equal for all queries of its group; the rest grows with the
 # fourth power of the distance from the mean query, as the squared error of a tangent does.
 UNIFORM_SHARE = 0.2
+# Standard deviations of a score, over the directions of a query of a group, by which a query is assumed
+# to be off at most.
+FARTHEST = 3.0
 # Largest factor of the first-order correction. Above 1 it makes up for terms of higher order.
 LARGEST_SHRINKAGE = 1.2
 # Relative length below which the corrections of the probes are noise, and no correction is made.

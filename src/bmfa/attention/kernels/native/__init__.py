@@ -15,7 +15,7 @@ from torch import Tensor
 
 from bmfa.attention.choice import Levels, choose, level_thresholds
 from bmfa.attention.kernels.native import library
-from bmfa.attention.tiling import NUM_LEVELS, UNIFORM_SHARE, TiledAttention, Tiling
+from bmfa.attention.tiling import FARTHEST, NUM_LEVELS, UNIFORM_SHARE, TiledAttention, Tiling
 from bmfa.trees.build import check_finite_products
 
 Mask = npt.NDArray[np.bool_]
@@ -57,7 +57,7 @@ class _Call(ctypes.Structure):
             "part_tokens", "part_count", "member_tokens", "members", "group_order", "quantiles",
             "thresholds",
         )),
-        ("uniform_share", ctypes.c_double),
+        *((name, ctypes.c_double) for name in ("uniform_share", "farthest")),
         *((name, ctypes.c_void_p) for name in (
             "found", "norm", "weight", "threshold", "shrinkage", "exact", "expanded",
             "expanded_count", "probes",
@@ -170,7 +170,7 @@ def tiled_attention(
     call.group_probes, call.levels = tiling.probes_per_group, NUM_LEVELS
     draws = _probe_draws(tiling, heads, query_prefix)
     call.point(**lists, **draws)
-    call.uniform_share = UNIFORM_SHARE
+    call.uniform_share, call.farthest = UNIFORM_SHARE, FARTHEST
     lead, probes = (batch, heads), tiling.probes(query_prefix)
     expanded = torch.empty((*lead, tiling.groups, tiling.tiles), dtype=torch.bool)
     count = torch.empty((*lead, tiling.groups), dtype=torch.int32)

@@ -49,7 +49,7 @@ struct Call {
   const int32_t *member_tokens, *members;     // (images, groups, group_slots), (images, groups), in group_order
   const int32_t* group_order;                 // (groups,)
   const double *quantiles, *thresholds;       // (heads, probes), (levels,)
-  double uniform_share;
+  double uniform_share, farthest;
   // What the probes of an image find: error, product, correction and share; norm and weight.
   double *found, *norm, *weight;  // (heads, probes, 4, levels), (heads, probes)
   // What the caller chooses from that: thresholds of groups at even and odd positions, shrinkage, exact heads.
@@ -85,7 +85,7 @@ struct Scratch {  // of one thread
   Lanes lanes[BLOCKS];
   float *scores, *keys, *values;  // (LANES, LANES), (LANES, padded d), (LANES, padded e)
   float *rows, *differences;      // (most queries, padded channels), (LANES, padded e)
-  float *cross, *mass, *loss;     // (GROUPS, d, padded e), (LANES, padded parts), (padded parts,)
+  float *cross, *mass, *loss, *far;  // (GROUPS, d, padded e), (LANES, padded parts), (padded parts,) twice
   uint8_t* level;                 // (LANES, parts)
   float *exact_sum, *tangent_sum, *term_sum;  // (LANES, levels, padded e)
   float *value, *first_order;                 // (CHUNK, LANES, padded e)
@@ -96,7 +96,7 @@ struct Scratch {  // of one thread
 struct Head {  // one query head of one image; groups are numbered by their positions in group_order
   int batch, number, first_row;  // of its tangents
   float *q_mean, *q_lanes, *q_head;  // (R, d), (bands, d, LANES) likewise, (d,)
-  double *q_spread, *k_spread;       // rho (R,), kappa (T,)
+  double *q_spread, *k_spread, *k_farthest;  // rho (R,), kappa (T,), lambda (T,)
   float *cross, *radius, diameter;   // (T, true d, e), (T,)
   int32_t* probe_token;              // (P,), -1 for a group without queries
   float* exact_output;               // (P, e)
@@ -112,6 +112,7 @@ struct Problem : Call {
   int64_t stride;  // of parts: odd, because rows at multiples of 4 KiB share cache lines
   int heads_at_once, bands_at_once;  // of a round, at most
   bool kept;  // the tangents of all groups are in memory at once, and made once; otherwise first those of band 0
+  float* inverse_count;  // (padded parts,)
   float *k_tangent, *v_tangent, *log_mass;  // (slots, LANES, stride, d), (.., e) and without
   Head* head;           // (H,)
   Scratch* scratches;   // (threads,)
@@ -128,11 +129,13 @@ struct Problem : Call {
     Arena arena{base, 0};
     const int64_t tangents = T ? heads_at_once * bands_at_once * LANES * stride : 0;
     arena.take(k_tangent, tangents * pd, v_tangent, tangents * pe, log_mass, tangents, head, heads);
+    arena.take(inverse_count, round_up(parts, WIDTH));
     for (int i = 0; i < heads; i++) {
       Head measured, &h = base ? head[i] : measured;
       h.number = i;
       arena.take(h.q_mean, R * pd, h.q_lanes, bands * pd * LANES, h.q_head, pd, h.q_spread, R);
-      arena.take(h.k_spread, T, h.cross, T * d * pe, h.radius, T, h.probe_token, P, h.exact_output, P * pe);
+      arena.take(h.k_spread, T, h.k_farthest, T, h.cross, T * d * pe, h.radius, T, h.probe_token, P);
+      arena.take(h.exact_output, P * pe);
     }
     arena.take(scratches, threads);
     for (int i = 0; i < threads; i++) {
@@ -144,7 +147,7 @@ struct Problem : Call {
         arena.take(l.maximum, LANES, l.sum, LANES, l.coarse_maximum, LANES, l.coarse_sum, LANES);
       }
       arena.take(s.scores, LANES * LANES, s.keys, LANES * pd, s.values, LANES * pe, s.differences, LANES * pe);
-      arena.take(s.rows, rows * (pd > pe ? pd : pe), s.cross, T ? GROUPS * d * pe : 0, s.loss, padded);
+      arena.take(s.rows, rows * (pd > pe ? pd : pe), s.cross, T ? GROUPS * d * pe : 0, s.loss, padded, s.far, padded);
       arena.take(s.mass, probe_rows * padded, s.level, probe_rows * parts, s.exact_sum, sums);
       arena.take(s.tangent_sum, sums, s.term_sum, sums, s.value, values, s.first_order, values);
       arena.take(s.totals, probe_rows * 3 * L, s.distances, rows);
@@ -376,7 +379,10 @@ static void select_image(Problem& c, const Call& call, int b) {
   c.member_tokens = call.member_tokens + i * c.groups * c.group_slots, c.members = call.members + i * c.groups;
   for (int h = 0; h < c.heads; h++) c.head[h].batch = b;
   c.tiles_present = 0;
-  for (int t = 0; t < c.tiles; t++) c.tiles_present += c.part_count[t] > 0;
+  for (int t = 0; t < c.parts; t++) {
+    c.tiles_present += t < c.tiles && c.part_count[t];
+    c.inverse_count[t] = 1.0f / (c.part_count[t] > 1 ? c.part_count[t] : 1);
+  }
 }
 
 // ---- Tiles: steps 1 to 3 ----
@@ -456,7 +462,7 @@ static void subtract_mean(const float* x, const float* p, int count, int n, floa
     for (int j = 0; j < n; j += WIDTH) store(to + i * n + j, load(x + i * n + j) - load(center + j));
 }
 
-// Step 2: the covariance of keys and values under qhat, kappa, and the largest distance of a value.
+// Step 2: the covariance of keys and values under qhat, kappa, lambda, and the largest distance of a value.
 static void summarise_tile(const Problem& c, Scratch& s, const Head& h, int tile) {
   const int count = c.part_count[tile], d = c.pd, e = c.pe;
   float* cross = h.cross + tile * c.d * e;
@@ -472,9 +478,12 @@ static void summarise_tile(const Problem& c, Scratch& s, const Head& h, int tile
   subtract_mean(s.values, p, count, e, s.differences);
   subtract_mean(s.keys, p, count, d, s.rows);
   h.k_spread[tile] = exact_dot(s.rows, s.rows, count * d) / (count > 1 ? count : 1);
-  double most = 0.0;
-  for (int i = 0; i < count; i++) most = fmax(most, exact_dot(s.differences + i * e, s.differences + i * e, e));
-  h.radius[tile] = sqrt(most);
+  double most = 0.0, farthest = 0.0;
+  for (int i = 0; i < count; i++) {
+    most = fmax(most, exact_dot(s.differences + i * e, s.differences + i * e, e));
+    farthest = fmax(farthest, exact_dot(s.rows + i * d, s.rows + i * d, d));
+  }
+  h.radius[tile] = sqrt(most), h.k_farthest[tile] = farthest;
   for (int i = 0; i < count; i++)
     for (int j = 0; j < d; j += WIDTH) store(s.rows + i * d + j, load(s.rows + i * d + j) * splat(p[i]));
   product<true>(Strided{s.rows, d}, Strided{s.differences, e}, c.d, count, e, cross, e);
@@ -510,9 +519,9 @@ static void represent_part(const Problem& c, Scratch& s, const Head& h, int band
   product<true>(p, Strided{s.values, c.pe}, l.count, count, c.pe, c.v_tangent + first * c.pe, c.stride * c.pe);
 }
 
-// Step 3: shares m of the parts of a group, and the losses of its tiles.
-static void weigh_tiles(const Problem& c, const Head& h, int position, float* mass, float* loss) {
-  const float* log_mass = c.log_mass + tangent_row(c, h, position);
+// Step 3: shares m of the parts of a group, and in `s.loss` the losses of its tiles.
+static void weigh_tiles(const Problem& c, Scratch& s, const Head& h, int position, float* mass) {
+  const float *log_mass = c.log_mass + tangent_row(c, h, position), limit = 1e30f;
   const int padded = round_up(c.parts, WIDTH);
   float largest = -INFINITY;
   for (int t = 0; t < padded; t++) {
@@ -520,16 +529,24 @@ static void weigh_tiles(const Problem& c, const Head& h, int position, float* ma
     largest = mass[t] > largest ? mass[t] : largest;
   }
   Vector total{};
-  for (int t = 0; t < padded; t += WIDTH) {
-    store(mass + t, exponential(load(mass + t) - splat(largest)));
-    total += load(mass + t);
-  }
-  const float inverse = 1.0f / sum(total);
+  for (int t = 0; t < padded; t += WIDTH) total += exponential(load(mass + t) - splat(largest));
+  const Vector log_z = splat(largest + logf(sum(total)));
   const double spread = h.q_spread[position] / (2.0 * c.d);
-  for (int t = 0; t < c.tiles; t++) {
-    mass[t] *= inverse;
-    const double share = mass[t] * (spread * h.k_spread[t]);
-    loss[t] = share > 0.0 ? (share < 1.0 ? share : 1.0) : 0.0;
+  for (int t = 0; t < c.tiles; t++) {  // NaN becomes the limit
+    s.loss[t] = spread * h.k_spread[t] < limit ? spread * h.k_spread[t] : limit;
+    s.far[t] = spread * h.k_farthest[t] < limit ? spread * h.k_farthest[t] : limit;
+  }
+  for (int t = 0; t < padded; t += WIDTH) {
+    const Vector log_share = load(mass + t) - log_z, share = exponential(log_share), far = load(s.far + t);
+    Vector deviations, one = splat(1.0f);
+    for (int i = 0; i < WIDTH; i++) deviations[i] = (float)c.farthest * sqrtf(2.0f * far[i]);
+    const Vector f = far < deviations ? far : deviations, exponent = log_share + f;
+    // m expm1(f) / n, limited to 1 before it overflows
+    Vector grown = exponential(exponent < 5.0f ? exponent : splat(5.0f)) * load(c.inverse_count + t);
+    grown = grown < one ? grown : one;
+    grown *= f < 0.02f ? f * (one - f * (splat(0.5f) - f * splat(1.0f / 6.0f))) : one - exponential(-f);
+    const Vector loss = share * load(s.loss + t) + grown;
+    store(mass + t, share), store(s.loss + t, loss < one ? loss : one);
   }
 }
 
@@ -587,7 +604,7 @@ static void measure_probes(const Problem& c, Scratch& s, const Head& h, int firs
   int tiles[LANES][LEVELS] = {};
   float offset[LANES], exact[CHUNK * LANES];
   for (int g = 0; g < groups; g++) {  // a tile has the first level that expands it; the prefix has level 0
-    weigh_tiles(c, h, first_group + g, s.mass + g * padded, s.loss);
+    weigh_tiles(c, s, h, first_group + g, s.mass + g * padded);
     for (int t = 0; t < c.parts; t++) {
       int level = 0;
       if (t < c.tiles)
@@ -737,7 +754,7 @@ static void attend_groups(const Problem& c, Scratch& s, const Head& h, int first
     const int64_t group = (h.batch * c.heads + h.number) * c.groups + c.group_order[r];
     uint8_t* expanded = c.expanded + group * T;
     float *mass = s.mass + (r - first) * padded, total = 0.0f;
-    if (!everything) weigh_tiles(c, h, r, mass, s.loss);
+    if (!everything) weigh_tiles(c, s, h, r, mass);
     int count = 0;
     for (int t = 0; t < T; t++) {
       const bool chosen = everything || (s.loss[t] > 0.0f && s.loss[t] >= c.threshold[r % 2]);

@@ -10,15 +10,18 @@ float32 divides vectors by a power of two near their largest element before it s
    error. qhat is the mean of the valid queries of the first PROBE_SLOTS groups in the order of step 5,
    which are spread over the grid. The probes of a group are drawn from its queries (`draw_probes`).
 2. Tiles. Under p = softmax over L of c qhat . k_i, k_L and v_L are the means of keys and values, and
-   cross_L = sum_{i in L} p_i (k_i - k_L) (v_i - v_L)^T their covariance. kappa_L is the mean of |k_i -
-   k_L|^2 over the tile, all tokens alike, and diameter = 2 max_L max_{i in L} |v_i - v_L|, which is at
-   least the diameter of the values of any tile.
+   cross_L = sum_{i in L} p_i (k_i - k_L) (v_i - v_L)^T their covariance. kappa_L and lambda_L are the
+   mean and the maximum of |k_i - k_L|^2 over the tile, all tokens alike, and diameter = 2 max_L
+   max_{i in L} |v_i - v_L|, which is at least the diameter of the values of any tile.
 3. Representatives. Under p = softmax over L of c qbar_g . k_i, k_gL and v_gL are the means of keys and
    values, and A_gL = log sum_{i in L} exp(c qbar_g . k_i). m_gL = exp(A_gL) / Z_g is the share of
-   the tile, Z_g being the sum over all tiles and the prefix. The loss of a tile is
-       loss_gL = min(1, m_gL c^2 rho_g kappa_L / 2d),
-   the share of the mass that a query at the distance sqrt(rho_g) from qbar_g loses, on average over all
-   directions.
+   the tile, Z_g being the sum over all tiles and the prefix. With h_g = c^2 rho_g / 2d and
+   f_gL = min(h_g lambda_L, FARTHEST sqrt(2 h_g lambda_L)), the loss of a tile is
+       loss_gL = min(1, m_gL (h_g kappa_L + expm1(f_gL) / n_L)).
+   The first term is the share of the mass that a query at the distance sqrt(rho_g) from qbar_g loses to
+   second order, on average over all directions. The second one is for a key far from the others: its
+   score has the variance 2 h_g lambda_L over the directions, so that its mass grows by exp(h_g lambda_L)
+   on average, but by no more than FARTHEST standard deviations.
 4. Attention of a query q of group g, given the set X of expanded tiles. Tiles outside X have the logit
    A_gL + c (q - qbar_g) . k_gL and the value v_gL; tokens of X and the prefix are exact. A(q) is convex
    and has the gradient c k_gL at qbar_g, so the logit is its tangent: exact at qbar_g, and never above
@@ -50,7 +53,7 @@ import numpy.typing as npt
 from bmfa.attention.choice import Levels, choose, level_thresholds
 from bmfa.attention.kernels.reference.energy import Array
 from bmfa.attention.kernels.reference.trees import Mask
-from bmfa.attention.tiling import PROBE_SLOTS, UNIFORM_SHARE, Tiling
+from bmfa.attention.tiling import FARTHEST, PROBE_SLOTS, UNIFORM_SHARE, Tiling
 
 Indices = npt.NDArray[np.int64]
 
@@ -214,6 +217,7 @@ class Head:
     def _summarise_tiles(self) -> None:
         tiles, dim = len(self.members), self.k.shape[1]
         self.k_spread = np.zeros(tiles)  # kappa
+        self.k_farthest = np.zeros(tiles)  # lambda
         self.diameter = 0.0
         self.cross = np.zeros((tiles, dim, self.v.shape[1]))
         for tile, tokens in enumerate(self.members):
@@ -221,7 +225,8 @@ class Head:
                 keys, values = self.k[tokens], self.v[tokens]
                 p = softmax(self.factor * (keys @ self.q_head))
                 keys, values = keys - p @ keys, values - p @ values
-                self.k_spread[tile] = (keys**2).sum(-1).mean()
+                squares = (keys**2).sum(-1)
+                self.k_spread[tile], self.k_farthest[tile] = squares.mean(), squares.max()
                 self.cross[tile] = (p[:, None] * keys).T @ values
                 self.diameter = max(self.diameter, 2 * float(np.linalg.norm(values, axis=-1).max()))
 
@@ -239,9 +244,15 @@ class Head:
                 self.v_tangent[:, tile] = p @ self.v[tokens]
         prefix_scores = self.factor * (self.q_mean @ self.prefix_k.T)
         log_z = log_sum_exp(np.concatenate((self.log_mass, prefix_scores), -1))
-        self.mass = np.exp(self.log_mass - log_z[:, None])  # m
-        spread = self.factor**2 * np.outer(self.q_spread, self.k_spread) / (2 * dim)
-        self.losses = np.minimum(self.mass * spread, 1.0)
+        log_share = self.log_mass - log_z[:, None]
+        self.mass = np.exp(log_share)  # m
+        spread = self.factor**2 * self.q_spread / (2 * dim)  # h
+        far = np.outer(spread, self.k_farthest)
+        far = np.minimum(far, FARTHEST * np.sqrt(2 * far))  # f
+        # m expm1(f) / n, limited to 1 before it overflows
+        grown = np.exp(np.minimum(log_share + far - np.log(np.maximum(self.counts, 1)), 0.0))
+        grown *= -np.expm1(-far)
+        self.losses = np.minimum(self.mass * np.outer(spread, self.k_spread) + grown, 1.0)
 
     def logits(self, token: int, g: int, expanded: Mask) -> tuple[Array, Array, Mask]:
         """Return logits, values and a mask of those of tiles, for one query of group g."""

@@ -6,7 +6,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from bmfa.attention.tiling import PROBE_SLOTS, UNIFORM_SHARE, Tiling, tokens_to_tiles
+from bmfa.attention.tiling import (
+    FARTHEST,
+    PROBE_SLOTS,
+    UNIFORM_SHARE,
+    Tiling,
+    tokens_to_tiles,
+)
 
 # Scores in memory at once, for a CPU and for an accelerator, whose launches cost more.
 CHUNK_ELEMENTS = 1 << 20
@@ -44,6 +50,11 @@ class Keys:
     def empty(self) -> Tensor:
         """(T,) bool, tiles without a token."""
         return ~self.exists.any(1)
+
+    @property
+    def counts(self) -> Tensor:
+        """(T,) tokens of each tile, at least 1."""
+        return self.exists.sum(1).clamp(min=1)
 
     def all(self) -> tuple[Tensor, Tensor, Tensor]:
         """(prefix + T S, *) keys and values, those of the prefix first, and which of them exist."""
@@ -95,6 +106,7 @@ class Head:
     q_mean: Tensor  # (R, d) representatives
     q_spread: Tensor  # (R,) float64 rho (scale / tau)^2 / 2d
     k_spread: Tensor  # (T,) float64 kappa
+    k_farthest: Tensor  # (T,) float64 lambda
     cross: Tensor  # (T, d, e) covariance of keys and values
     diameter: Tensor  # () at least the largest distance of two values of a tile
     probe_slot: Tensor  # (probe groups, n) slots of the probes
@@ -121,7 +133,7 @@ class Head:
         with torch.no_grad():
             lengths = length((q - q_mean.unsqueeze(1)) * exists.unsqueeze(-1))
             mean_square = lengths.square().sum(1) / counts.clamp(min=1)
-            k_squares = length(k_deviation).square().sum(1)
+            k_squares = length(k_deviation).square()  # (T, S)
             slot, weight = draw_probes(
                 lengths[: len(quantiles)], exists[: len(quantiles)], quantiles
             )
@@ -131,7 +143,8 @@ class Head:
             q_exists=exists,
             q_mean=q_mean,
             q_spread=mean_square.sqrt() * lengths.amax(1) / (2 * q.shape[-1]),
-            k_spread=k_squares / keys.exists.sum(1).clamp(min=1),
+            k_spread=k_squares.sum(1) / keys.counts,
+            k_farthest=k_squares.amax(1),
             cross=(p.transpose(1, 2) * k_deviation).transpose(1, 2) @ v_deviation,
             diameter=2 * length(v_deviation.detach()).amax().to(q.dtype),
             probe_slot=slot,
@@ -153,9 +166,17 @@ class Head:
         with torch.no_grad():
             prefix = q_mean @ keys.prefix_k.T
             log_z = torch.cat((log_mass, prefix), 1).logsumexp(1, keepdim=True)
-            mass = (log_mass - log_z).exp().double()
-            loss = mass * self.q_spread[positions].unsqueeze(1) * self.k_spread
-        return Tangents(log_mass, k, v, loss.nan_to_num(0.0).clamp(max=1.0))
+            loss = self._losses((log_mass - log_z).double(), self.q_spread[positions].unsqueeze(1))
+        return Tangents(log_mass, k, v, loss)
+
+    def _losses(self, log_share: Tensor, spread: Tensor) -> Tensor:
+        """Losses (r, T) of tiles with log_share (r, T), log m, for groups with a spread (r, 1)."""
+        far = spread * self.k_farthest
+        far = torch.minimum(far, FARTHEST * (2 * far).sqrt())
+        # m expm1(far) / n, limited to 1 before it overflows
+        grown = (log_share + far - self.keys.counts.double().log()).clamp(max=0.0).exp()
+        loss = log_share.exp() * spread * self.k_spread - grown * (-far).expm1()
+        return loss.nan_to_num(0.0).clamp(max=1.0)
 
 
 def draw_probes(lengths: Tensor, exists: Tensor, quantiles: Tensor) -> tuple[Tensor, Tensor]:

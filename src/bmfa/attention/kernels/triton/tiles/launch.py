@@ -22,6 +22,7 @@ from bmfa.attention.kernels.triton.tiles.pool import pool_kernel
 from bmfa.attention.kernels.triton.tiles.represent import represent_kernel
 from bmfa.attention.kernels.triton.tiles.select import cross_kernel, select_kernel
 from bmfa.attention.tiling import (
+    FARTHEST,
     LARGEST_SHRINKAGE,
     LEVEL_RATIO,
     NUM_LEVELS,
@@ -211,6 +212,7 @@ class _AttentionLaunch:
             "STAT_TILES": STAT_TILES,
             "LEVELS": NUM_LEVELS,
             "LEVEL_RATIO": LEVEL_RATIO,
+            "FARTHEST": FARTHEST,
             "LARGEST_SHRINKAGE": LARGEST_SHRINKAGE,
             "UNIFORM_SHARE": UNIFORM_SHARE,
             "SMALLEST_CORRECTION": SMALLEST_CORRECTION,
@@ -252,8 +254,8 @@ class _AttentionLaunch:
         workspace.add("q_mean", (*heads, self.tiling.groups, dim), dtype)
         for name in ("q_spread", "group_counts"):
             workspace.add(name, (*heads, self.tiling.groups), single)
-        for name in ("counts", "k_spread"):
-            workspace.add(name, (*heads, tiles), single)
+        workspace.add("counts", (*heads, tiles), single)
+        workspace.add("k_spread", (*heads, 2, tiles), single)
         workspace.add("v_radius", heads, torch.int32)  # the bits of float32 numbers
         workspace.add("probe_tokens", probes, torch.int32)
         workspace.add("probe_deviation", (*heads, self.num_slots, dim), dtype)

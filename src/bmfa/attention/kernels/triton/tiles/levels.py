@@ -27,10 +27,16 @@ def log_sum_exp(logits, prefix):
 
 
 @triton.jit
-def tile_losses(lse, log_z, spread):
+def tile_losses(lse, log_z, q_spread, k_spread, k_farthest, count, FARTHEST: tl.constexpr):
     """Return the shares of tiles in Z, and their losses."""
-    mass = tl.exp(lse - log_z)
-    return mass, tl.minimum(mass * spread, 1.0)
+    log_mass = lse - log_z
+    mass = tl.exp(log_mass)
+    far = q_spread * k_farthest
+    far = tl.minimum(far, FARTHEST * tl.sqrt(2.0 * far))
+    # mass * (exp(far) - 1) / count, limited to 1 before it overflows
+    grown = tl.exp(tl.minimum(log_mass + far - tl.log(tl.maximum(count, 1.0)), 0.0))
+    shrunk = tl.where(far < 1e-3, far * (1.0 - 0.5 * far), 1.0 - tl.exp(-far))
+    return mass, tl.minimum(mass * (q_spread * k_spread) + grown * shrunk, 1.0)
 
 
 @triton.jit
@@ -51,7 +57,7 @@ def levels_kernel(
     stride_ob, stride_oh, stride_ot,
     H, num_tiles, num_groups, line_stride, row_capacity, group_stride, num_probes, num_slots, qk_scale,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_T: tl.constexpr, CHUNK: tl.constexpr,
-    LEVELS: tl.constexpr, LEVEL_RATIO: tl.constexpr, PRECISION: tl.constexpr,
+    LEVELS: tl.constexpr, LEVEL_RATIO: tl.constexpr, FARTHEST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Evaluate one probe, or the output of one query before the grid. Grid: (probes + those, B * H).
 
@@ -63,7 +69,7 @@ def levels_kernel(
     slot = tl.program_id(0)
     batch, head, batch_head = split_batch_head(tl.program_id(1), H)
     counts += batch_head * num_tiles
-    k_spread += batch_head * num_tiles
+    k_spread += 2 * batch_head * num_tiles
     columns, levels = tl.arange(0, BLOCK_D), tl.arange(0, LEVELS)
     in_head = columns < D
     is_probe = slot < num_probes
@@ -106,7 +112,8 @@ def levels_kernel(
     for start in range(0, num_tiles, CHUNK):
         chunk = start + tl.arange(0, CHUNK)
         present = chunk < num_tiles
-        present = present & (tl.load(counts + chunk, mask=present, other=0.0) > 0.0)
+        tile_count = tl.load(counts + chunk, mask=present, other=0.0)
+        present = present & (tile_count > 0.0)
         exact_logit = tl.load(probe_lse + slot_line + chunk, mask=present, other=float("-inf"))
         exact_values = load_rows(probe_v + slot_line * D, chunk, D, present, D, BLOCK_D)
         k_means = load_rows(k_tangent + row * num_tiles * D, chunk, D, present, D, BLOCK_D)
@@ -114,7 +121,10 @@ def levels_kernel(
         terms = load_rows(probe_cross + cross_line * D, chunk, D, present, D, BLOCK_D)
         tile_lse = tl.load(log_mass + row * line_stride + chunk, mask=present, other=float("-inf"))
         tile_spread = tl.load(k_spread + chunk, mask=present, other=0.0)
-        mass, loss = tile_losses(tile_lse, log_z, tile_spread * spread)
+        farthest = tl.load(k_spread + num_tiles + chunk, mask=present, other=0.0)
+        mass, loss = tile_losses(
+            tile_lse, log_z, spread, tile_spread, farthest, tile_count, FARTHEST
+        )
         logits = tl.dot(deviation, tl.trans(k_means), input_precision=PRECISION) * qk_scale
         logits = tl.minimum(logits + tile_lse[None, :], exact_logit[None, :])  # (LEVELS, CHUNK)
         expanded = (loss[None, :] >= thresholds[:, None]) & (loss > 0.0)[None, :]

@@ -166,7 +166,7 @@ def represent_kernel(
                 k, v, valid, q_mean + batch_head * num_groups * D,
                 group_counts + batch_head * num_groups,
                 probe_deviation + batch_head * num_slots * D, counts + tiles,
-                cross + tiles * (D * D), k_spread + tiles, v_radius + batch_head,
+                cross + tiles * (D * D), k_spread + 2 * tiles, v_radius + batch_head,
                 probe_cross + batch_head * num_slots * num_tiles * D, stride_kt, stride_vt,
                 height, width, tiles_across, num_tiles, num_groups, group_stride, num_probes, num_slots,
                 program - 2 * tile_programs, qk_scale,

@@ -12,7 +12,7 @@ def select_kernel(
     q_spread, counts, k_spread, log_mass, expanded_list, coarse_share, thresholds,
     exact_heads, expanded_count, coarse_bits,
     H, num_tiles, num_groups, line_stride, first_row, row_capacity, group_stride,
-    BLOCK_T: tl.constexpr,
+    BLOCK_T: tl.constexpr, FARTHEST: tl.constexpr,
 ):  # fmt: skip
     """Choose the expanded tiles of one group of one head. Grid: (rows, B * H).
 
@@ -32,8 +32,11 @@ def select_kernel(
     lse = tl.load(log_mass + tiles, mask=is_tile, other=float("-inf"))
     log_z = log_sum_exp(lse, tl.load(log_mass + num_tiles))  # the prefix comes after the tiles
     count = tl.load(counts + batch_head * num_tiles + tiles, mask=is_tile, other=0.0)
-    spread = tl.load(k_spread + batch_head * num_tiles + tiles, mask=is_tile, other=0.0)
-    mass, loss = tile_losses(lse, log_z, spread * tl.load(q_spread + group))
+    k_spread += 2 * batch_head * num_tiles
+    spread = tl.load(k_spread + tiles, mask=is_tile, other=0.0)
+    farthest = tl.load(k_spread + num_tiles + tiles, mask=is_tile, other=0.0)
+    q_spreads = tl.load(q_spread + group)
+    mass, loss = tile_losses(lse, log_z, q_spreads, spread, farthest, count, FARTHEST)
     threshold = tl.load(thresholds + batch * 2 + position % 2)
     everything = (tl.load(exact_heads + batch_head) != 0) | (threshold == 0.0)
     expanded = (((loss >= threshold) & (loss > 0.0)) | everything) & (count > 0.0)

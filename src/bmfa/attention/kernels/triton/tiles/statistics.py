@@ -24,7 +24,7 @@ def summarise_tiles(
     """Summarise the keys and values of TILES tiles; all pointers are those of the head.
 
     Writes the covariance `cross` (T, D, D) of keys and values under the softmax at the mean query of the
-    head, its product probe_cross (num_slots, T, D) with the probes, k_spread (T), and the bits of the
+    head, its product probe_cross (num_slots, T, D) with the probes, k_spread (2, T), the mean and the largest |k - mean k|^2, and the bits of the
     largest |v - mean v| in a tile to v_radius. With OWN_GRID, writes the tokens of each tile to counts
     (T).
     """
@@ -63,6 +63,8 @@ def summarise_tiles(
         k_squares = tl.where(exists, sum_products(keys, keys, 1), 0.0)
         spread = (tl.sum(k_squares, 0) / count).to(tl.float32)
         tl.store(k_spread + tile, spread, mask=is_tile)
+        farthest = tl.max(k_squares, 0).to(tl.float32)
+        tl.store(k_spread + num_tiles + tile, farthest, mask=is_tile)
         v_squares = tl.where(exists, sum_products(values, values, 1), 0.0)
         radius = tl.sqrt(tl.max(v_squares, 0)).to(tl.float32)
         # The bits of numbers that are not negative are in their order.
