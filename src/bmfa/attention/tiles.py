@@ -1,5 +1,6 @@
 """The form "tiled": queries in groups that share which tiles of keys are expanded."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -83,7 +84,8 @@ def _run_to_target(
     """
     budget = options.budget
     assert budget is not None
-    result, dense = _run_kernel(inputs, tiling, options, kernel_order)
+    run = _prepare_kernel(inputs, tiling, options, kernel_order)
+    result, dense = run(budget)
     if not budget.error or dense or options.backend == "triton":
         return result, dense, False
     measured = ErrorEstimate.from_probes(result.probes, budget.error, tiling.probes_per_group)
@@ -93,8 +95,7 @@ def _run_to_target(
         excess = max(
             1.0, measured.estimate / budget.error, measured.upper / (MOST_UPPER * budget.error)
         )
-        again = replace(options, budget=Budget(RETRY_AIM * budget.error / excess, None))
-        result, dense = _run_kernel(inputs, tiling, again, kernel_order)
+        result, dense = run(Budget(RETRY_AIM * budget.error / excess, None))
         measured = ErrorEstimate.from_probes(result.probes, budget.error, tiling.probes_per_group)
         if dense or measured.reliable:
             return result, dense, dense
@@ -126,54 +127,65 @@ def wrap_result(
     )
 
 
-def _run_kernel(
+def _prepare_kernel(
     inputs: AttentionInputs, tiling: Tiling, options: AttentionOptions, kernel_order: Order
-) -> tuple[TiledAttention, bool]:
-    """Run the kernels in their order of tokens; the output is in the caller's.
+) -> Callable[[Budget], tuple[TiledAttention, bool]]:
+    """Return a function of the budget that runs the kernels in their order of tokens.
 
-    Returns:
-        The result, and whether every head was computed exactly instead.
+    It returns the result, with the output in the order of the caller, and whether every head was
+    computed exactly instead.
     """
-    budget = options.budget
-    assert budget is not None
-    shared: dict[str, Any] = {
-        "prefix": inputs.prefix, "scale": inputs.scale, "tau": inputs.tau,
-        "error": budget.error, "expand": budget.expand, "exact_above": options.exact_above,
-    }  # fmt: skip
+    shared: dict[str, Any] = {"prefix": inputs.prefix, "scale": inputs.scale, "tau": inputs.tau}
     if options.backend == "triton":
         from bmfa.attention.kernels.triton.tiles import operators
 
-        q, k, v = inputs.q, inputs.k, inputs.v
-        result = operators.tiled_attention(
-            q, k, v, tiling, valid=inputs.valid, order=kernel_order, **shared
-        )
-        return result, False
+        def run_triton(budget: Budget) -> tuple[TiledAttention, bool]:
+            result = operators.tiled_attention(
+                inputs.q, inputs.k, inputs.v, tiling, valid=inputs.valid, order=kernel_order,
+                error=budget.error, expand=budget.expand, exact_above=options.exact_above, **shared,
+            )  # fmt: skip
+            return result, False
+
+        return run_triton
     q, k, v = inputs.to_raster()
     shared |= {"query_prefix": inputs.query_prefix, "valid": inputs.raster_valid}
-    found: TiledAttention | None
-    dense = False
-    if options.backend == "native":
+    attend: Callable[[float | None, float | None, float], tuple[TiledAttention | None, bool]]
+    if options.backend == "native" and q.numel():
         from bmfa.attention.kernels import native
 
-        found = None
-        if not budget.expands_all(tiling) and q.numel():
-            found, dense = native.tiled_attention(q, k, v, tiling, **shared)
+        attend = native.prepare_tiles(q, k, v, tiling, **shared)
     else:
         if not inputs.q.is_cuda:
             check_finite_scores(*inputs.zero_invalid()[:2], inputs.scale)
-        if options.backend == "reference":
-            k, v = (x.repeat_interleave(inputs.share, 1) for x in (k, v))
-            found = _run_reference(q, k, v, tiling, **shared)
-        else:
-            from bmfa.attention.kernels.eager import tiles
+        attend = partial(_run_eager, options.backend, (q, k, v), tiling, inputs.share, shared)
 
-            found = tiles.tiled_attention(q, k, v, tiling, **shared)
-    if found is None:
-        return _exact_result(inputs, tiling, options.backend), True
-    if inputs.order == "z":
-        output = permute_tokens(found.output, inputs.prefix, inputs.z_order)
-        found = replace(found, output=output)
-    return found, dense
+    def run(budget: Budget) -> tuple[TiledAttention, bool]:
+        found, dense = None, True
+        if options.backend != "native" or not budget.expands_all(tiling):
+            found, dense = attend(budget.error, budget.expand, options.exact_above)
+        if found is None:
+            return _exact_result(inputs, tiling, options.backend), True
+        if inputs.order == "z":
+            output = permute_tokens(found.output, inputs.prefix, inputs.z_order)
+            found = replace(found, output=output)
+        return found, dense
+
+    return run
+
+
+def _run_eager(
+    backend: str, tensors: tuple[Tensor, Tensor, Tensor], tiling: Tiling, share: int,
+    settings: dict[str, Any], error: float | None, expand: float | None, exact_above: float,
+) -> tuple[TiledAttention | None, bool]:  # fmt: skip
+    """Run the torch form or the specification; None instead of a result if every head is exact."""
+    q, k, v = tensors
+    settings = settings | {"error": error, "expand": expand, "exact_above": exact_above}
+    if backend == "reference":
+        k, v = (x.repeat_interleave(share, 1) for x in (k, v))
+        return _run_reference(q, k, v, tiling, **settings), False
+    from bmfa.attention.kernels.eager import tiles
+
+    return tiles.tiled_attention(q, k, v, tiling, **settings), False
 
 
 def _exact_result(inputs: AttentionInputs, tiling: Tiling, backend: str) -> TiledAttention:

@@ -158,9 +158,24 @@ def tiled_attention(
     Raises:
         ValueError: If q or k hold NaN or infinity, or if scores overflow.
     """
+    attend = prepare_tiles(
+        q, k, v, tiling, prefix=prefix, scale=scale, tau=tau, valid=valid, query_prefix=query_prefix
+    )
+    return attend(error, expand, exact_above)
+
+
+def prepare_tiles(
+    q: Tensor, k: Tensor, v: Tensor, tiling: Tiling, *, prefix: int, scale: float, tau: float = 1.0,
+    valid: Tensor | None = None, query_prefix: int | None = None,
+) -> Callable[[float | None, float | None, float], tuple[TiledAttention, bool]]:  # fmt: skip
+    """Return `tiled_attention` of these arguments as a function of error, expand and exact_above.
+
+    Called again for a single image, it does not measure the probes again. The results of all calls
+    share their memory.
+    """
     query_prefix = prefix if query_prefix is None else query_prefix
     mask_queries = tiling.query_grid is None
-    call, output, _kept = _describe(q, k, v, scale / tau, mask_queries and valid is not None)
+    call, output, kept = _describe(q, k, v, scale / tau, mask_queries and valid is not None)
     batch, heads = q.shape[:2]
     call.prefix, call.query_prefix = prefix, query_prefix
     lists = _token_lists(tiling, prefix, q.shape[2], k.shape[2], valid, mask_queries)
@@ -170,6 +185,7 @@ def tiled_attention(
     call.group_probes, call.levels = tiling.probes_per_group, NUM_LEVELS
     draws = _probe_draws(tiling, heads, query_prefix)
     call.point(**lists, **draws)
+    kept += [*lists.values(), *draws.values()]
     call.uniform_share, call.farthest = UNIFORM_SHARE, FARTHEST
     lead, probes = (batch, heads), tiling.probes(query_prefix)
     expanded = torch.empty((*lead, tiling.groups, tiling.tiles), dtype=torch.bool)
@@ -181,17 +197,27 @@ def tiled_attention(
     call.point(found=found, norm=norm, weight=weight)
     error_sum, product, correction, shares = found.numpy().transpose(2, 0, 1, 3)
     levels = Levels(error_sum, product, correction, shares, norm.numpy(), weight.numpy())
-    aim = None if error is None else tiling.error_aim * error
-    share = None if expand is None else expand / tiling.tiles
-    exact, run = [], _load(call)
-    for image in range(batch):
-        run(image, _MEASURE)
-        choice = choose(levels, tiling.probes_per_group, aim, share, exact_above)
-        call.threshold, call.shrinkage, call.exact = (x.ctypes.data for x in choice)
-        run(image, _ATTEND)
-        exact.append(choice.exact.all())
-    _check_scores(call, q, k, scale, prefix, valid, mask_queries)
-    return TiledAttention(output, count, errors, expanded), all(exact)
+    run, measured = _load(call), -1  # the image that scratch memory holds
+
+    def attend(
+        error: float | None, expand: float | None, exact_above: float
+    ) -> tuple[TiledAttention, bool]:
+        nonlocal measured
+        aim = None if error is None else tiling.error_aim * error
+        share = None if expand is None else expand / tiling.tiles
+        exact = True
+        for image in range(batch):
+            if image != measured:
+                run(image, _MEASURE)
+                measured = image
+            choice = choose(levels, tiling.probes_per_group, aim, share, exact_above)
+            call.threshold, call.shrinkage, call.exact = (x.ctypes.data for x in choice)
+            run(image, _ATTEND)
+            exact = exact and bool(choice.exact.all())
+        _check_scores(call, q, k, scale, prefix, valid, mask_queries)
+        return TiledAttention(output, count, errors, expanded), exact
+
+    return attend
 
 
 @lru_cache(maxsize=32)

@@ -262,7 +262,9 @@ def interpolate(
     if BY_ERROR:
         level = tl.min(tl.where((curve <= target) & (target > 0.0), levels, LEVELS - 1), 0)
     else:
-        level = tl.min(tl.where((curve > target * (1.0 + 1e-9)) & (target < 1.0), levels, LEVELS - 1), 0)
+        level = tl.min(
+            tl.where((curve > target * (1.0 + 1e-9)) & (target < 1.0), levels, LEVELS - 1), 0
+        )
         level = tl.where(target <= 0.0, 0, level)
     before = tl.sum(tl.where(levels == level - 1, curve, 0.0), 0)
     after = tl.sum(tl.where(levels == level, curve, 0.0), 0)
