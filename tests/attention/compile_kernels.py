@@ -50,7 +50,7 @@ def tiled(dim, dtype, masked, prefix, aligned, group_tiles, queries=None):
     )  # fmt: skip
     chain = launch.prepare_attention(key, 0.1, 0.0, 0.5).sequence
     dtypes = dict.fromkeys(("q", "k", "v", "o"), dtype) | {"valid": mask}
-    dtypes |= {"expanded_count": torch.int32, "coarse_bits": torch.int32, "probes": torch.float32}
+    dtypes |= {"expanded_count": torch.int32, "coarse_bits": torch.int32, "probes": torch.float64}
     dtypes |= {name: piece[2] for name, piece in chain.workspace.tensors.items()}
     for plan, places in chain.steps:
         if queries is not None and "OWN_GRID" not in plan.kernel.arg_names:

@@ -1,5 +1,6 @@
 """The same trees and outputs on a CUDA device, and tiled attention at the sizes it is made for."""
 
+from functools import partial
 from importlib.util import find_spec
 
 import pytest
@@ -8,13 +9,14 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from bmfa import Grid, screen, screen_keys, screened_attention
 from bmfa.attention.kernels.eager.tiles import tiled_attention as eager_attention
-from bmfa.attention.tiling import Tiling
+from bmfa.attention.tiling import Tiling as AnyTiling
 from bmfa.trees.rules import parse
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
+Tiling = partial(AnyTiling, probes_per_group=1)  # as in the kernels
 RULES = (
     "gamma:0.05",
     "gamma-h2:0.05",

@@ -13,6 +13,7 @@ from torch.nn.functional import interpolate, scaled_dot_product_attention
 
 import bmfa
 from bmfa import Grid, screened_attention
+from bmfa.attention.kernels import native
 from bmfa.attention.kernels.eager.tiles import attention, tiled_attention
 from bmfa.attention.tiling import Tiling
 from tiled_cases import TiledCase, compare
@@ -208,6 +209,35 @@ def test_query_grids_are_checked() -> None:
     assert same.stats.certificate is not None  # self-attention
 
 
+@pytest.mark.parametrize("backend", ["reference", "eager", "native"])
+@pytest.mark.parametrize(("prefix", "query_prefix"), [(1, 4), (5, 0)])
+def test_probes_measure_their_own_queries(backend: str, prefix: int, query_prefix: int) -> None:
+    """With as many queries before the grid as keys, another query would go unnoticed."""
+    case = case_on(
+        Grid(16, 16), Grid(16, 24), prefix=prefix, query_prefix=query_prefix, expand=0.7
+    )
+    q, k, v = (x.float() for x in (case.q, case.k, case.v))
+    if backend == "native":
+        if reason := native.unsupported_reason(q, k, v):
+            pytest.skip(reason)
+        got = native.tiled_attention(q, k, v, case.tiling, **case.settings)[0]
+        output, probes = got.output.double(), got.probes
+    elif backend == "eager":
+        got = run_eager(case)
+        output, probes = got.output, got.probes
+    else:
+        want = case.oracle()
+        output, probes = torch.from_numpy(want.output), torch.from_numpy(want.probes)
+    exact = scaled_dot_product_attention(case.q, case.k, case.v, scale=case.settings["scale"])
+    errors, norms = (x.square().sum(-1)[:, :, query_prefix:] for x in (output - exact, exact))
+    tiling, count = case.tiling, case.tiling.probes_per_group
+    groups = tiling.group_order[: tiling.probe_groups(query_prefix)].repeat_interleave(count)
+    slots = tiling.queries.slot_tokens[groups]  # (P, S)
+    found = torch.stack((errors[:, :, slots], norms[:, :, slots]), -1)  # (B, H, P, S, 2)
+    difference = (found / probes[..., None, :2] - 1).abs().amax(-1).amin(-1)
+    assert probes[..., 0].min() > 1e-9 and float(difference.max()) < 1e-2
+
+
 # Heads that share keys
 
 
@@ -294,7 +324,7 @@ def test_shared_keys_are_not_copied() -> None:
     copies = [x.repeat_interleave(8, 1) for x in (k, v)]
 
     def attend(k: Tensor, v: Tensor) -> None:
-        screened_attention(q, k, v, grid=(32, 32), leaves=0.2, form="tiled")
+        screened_attention(q, k, v, grid=(32, 32), leaves=0.2, backend="eager")
 
     attend(k, v)
     shared, copied = (peak_bytes(partial(attend, *x)) for x in ((k, v), copies))

@@ -12,8 +12,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from bmfa.attention.kernels.eager.tiles import tiled_attention
-from bmfa.attention.kernels.eager.tiles.heads import Heads
-from bmfa.attention.kernels.eager.tiles.representatives import Representatives
+from bmfa.attention.kernels.eager.tiles.attention import _arrange
 from bmfa.attention.kernels.reference.tiles import Head, softmax, tile_members
 from bmfa.attention.tiling import Tiling, tokens_to_tiles
 from bmfa.grid import Grid
@@ -106,32 +105,24 @@ def test_the_tangent_is_never_above_the_free_energy_of_its_tile(seed: int) -> No
     case = tiled_case(7100 + seed, shape=(17, 19), poison=False)
     factor = case.settings["scale"] / case.settings["tau"]
     prefix = case.settings["prefix"]
-    heads = Heads.of(case.q, case.k, case.v, case.tiling, prefix, prefix, factor, case.valid)
-    part = slice(0, len(heads.q))
-    tangents = Representatives(heads).tangents(part, slice(0, case.tiling.groups))
-    deviation = heads.q - heads.q_mean.unsqueeze(2)
-    tangent = deviation @ tangents.k.transpose(2, 3) + tangents.log_mass.unsqueeze(2)
-    exists = torch.ones_like(heads.k[..., 0], dtype=torch.bool)
-    if heads.exists is not None:
-        exists = heads.exists
-
-    def free_energies(queries: torch.Tensor) -> torch.Tensor:
-        scores = torch.einsum("gnd,gtsd->gnts", queries, heads.k)
-        return scores.masked_fill(~exists.unsqueeze(1), -torch.inf).logsumexp(-1)
-
-    present = (heads.counts > 0).expand(len(heads.q), -1)[:, None, None]
-    free_energy = free_energies(heads.q.flatten(1, 2)).view_as(tangent)
-    rounding = 1e-13 * (1 + free_energy.abs().where(present, 0.0).amax())
-    assert bool((tangent <= free_energy + rounding)[present.expand_as(tangent)].all())
-    at_mean = free_energies(heads.q_mean)
-    close = (at_mean - tangents.log_mass).abs() <= rounding
-    assert bool(close[present[:, 0].expand_as(close)].all())
-    # The reference has the same tangents.
-    order = case.tiling.group_order.numpy()
-    for index, (head, _) in enumerate(heads_of(case)):
-        finite = head.log_mass[order] > -np.inf
-        difference = tangents.log_mass[index].numpy()[finite] - head.log_mass[order][finite]
-        assert abs(difference).max() <= float(rounding)
+    images = _arrange(case.q, case.k, case.v, case.tiling, prefix, prefix, factor, case.valid)
+    specified = iter(heads_of(case))
+    for head in (head for image in images for head in image):
+        tangents, keys = head.tangents(slice(0, case.tiling.groups)), head.keys
+        deviation = head.q - head.q_mean.unsqueeze(1)
+        tangent = deviation @ tangents.k.transpose(1, 2) + tangents.log_mass.unsqueeze(1)
+        scores = torch.einsum("rsd,tnd->rstn", head.q, keys.k)
+        free_energy = scores.masked_fill(~keys.exists, -torch.inf).logsumexp(-1)  # (R, S, T)
+        present = ~keys.empty
+        rounding = 1e-13 * (1 + float(free_energy[..., present].abs().amax()))
+        assert bool((tangent <= free_energy + rounding)[..., present].all())
+        scores = torch.einsum("rd,tnd->rtn", head.q_mean, keys.k)
+        at_mean = scores.masked_fill(~keys.exists, -torch.inf).logsumexp(-1)
+        assert bool(((at_mean - tangents.log_mass).abs() <= rounding)[:, present].all())
+        # The reference has the same tangents.
+        want = next(specified)[0].log_mass[case.tiling.group_order.numpy()]
+        difference = tangents.log_mass.numpy()[want > -np.inf] - want[want > -np.inf]
+        assert abs(difference).max() <= rounding
 
 
 @pytest.mark.parametrize("seed", range(6))

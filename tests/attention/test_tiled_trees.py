@@ -195,9 +195,9 @@ def test_density_is_the_mean_over_groups_heads_and_pictures() -> None:
     q *= torch.linspace(0, 2, grid.size).view(-1, 1)  # later groups expand more
     q[1] *= 2  # and the second picture
     tiling = Tiling(grid)
-    result = screened_attention(q, k, v, grid=grid, leaves=0.5, form="tiled")
+    result = screened_attention(q, k, v, grid=grid, leaves=0.3, form="tiled")
     marks = tiled_attention(
-        q.numpy(), k.numpy(), v.numpy(), tiling, scale=8**-0.5, expand=tiling.tiles_within(0.5)
+        q.numpy(), k.numpy(), v.numpy(), tiling, scale=8**-0.5, expand=tiling.tiles_within(0.3)
     ).expanded
     amounts = np.unique(marks.sum(-1))
     assert len(amounts) > 2 and amounts[-1] / 9 > marks.mean() + 0.1

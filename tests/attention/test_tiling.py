@@ -1,5 +1,7 @@
 """Tiles, groups and budgets."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 
@@ -68,20 +70,33 @@ def test_any_first_groups_in_order_are_spread_over_the_grid(shape: tuple[int, in
 
 @pytest.mark.parametrize("prefix", [0, 1, 5, 32, 33, 100])
 def test_probes_and_prefix_fill_slots(prefix: int) -> None:
-    tiling = Tiling(Grid(128, 128))
+    """The Triton kernels have one probe in a group."""
+    tiling = Tiling(Grid(128, 128), probes_per_group=1)
     assert tiling.probe_slots(prefix) % 64 == 0
     assert tiling.probes(prefix) == tiling.probe_slots(prefix) - prefix >= 32
-    assert Tiling(Grid(16, 16)).probes(prefix) == 4
+    assert Tiling(Grid(16, 16), probes_per_group=1).probes(prefix) == 4
 
 
 def test_quantiles_of_probes_are_uniform() -> None:
     groups, heads = torch.arange(256), torch.arange(12).unsqueeze(1)
-    quantiles = Tiling.probe_quantile(groups, heads)
-    assert float(quantiles[3, 7]) == Tiling.probe_quantile(7, 3)
+    tiling = Tiling(Grid(128, 128))
+    quantiles = tiling.probe_quantile(groups, heads)
+    assert float(quantiles[3, 7]) == pytest.approx(tiling.probe_quantile(7, 3), abs=1e-7)
     assert bool(((quantiles > 0) & (quantiles < 1)).all())
     counts = torch.histc(quantiles, bins=16, min=0, max=1)
     # 192 each; a binomial count has a standard deviation of 13.
     assert bool(((counts - 192).abs() < 5 * 13).all())
+
+
+@pytest.mark.parametrize("probes", [1, 2, 3])
+def test_probes_of_a_group_are_drawn_systematically(probes: int) -> None:
+    tiling = Tiling(Grid(64, 64), probes_per_group=probes)
+    assert tiling.probes(0) == probes * tiling.probe_groups(0)
+    for group in range(64):
+        quantiles = sorted(tiling.probe_quantile(group, 1, draw) for draw in range(probes))
+        gaps = [after - before for before, after in pairwise(quantiles)]
+        assert gaps == pytest.approx([1 / probes] * (probes - 1))
+        assert 0 < quantiles[0] < 1 / probes  # in each part of this length lies one
 
 
 def test_leaves_buy_tiles() -> None:

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from bmfa import Grid, screened_attention
 from bmfa.attention.kernels.reference.tiles import ReferenceTiled
-from bmfa.attention.tiling import PROBE_SLOTS, TiledAttention, Tiling
+from bmfa.attention.tiling import PROBE_SLOTS, TiledAttention
+from bmfa.attention.tiling import Tiling as AnyTiling
 from bmfa.grid import grid_to_list
 from tiled_cases import NAMED_GRIDS, TiledCase, compare, dense_error, tiled_case
 
@@ -23,6 +25,7 @@ triton = pytest.importorskip("triton")
 from bmfa.attention.kernels.triton.tiles import launch, operators  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of NumPy, in the interpreter
+Tiling = partial(AnyTiling, probes_per_group=1)
 
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
@@ -65,7 +68,7 @@ def run(case: TiledCase, **changes: Any) -> TiledAttention:
     settings = case.settings | changes
     settings.pop("query_prefix", None)  # the kernels read it off the shapes
     got = operators.tiled_attention(q, k, v, case.tiling, valid=valid, **settings)
-    assert got.output.dtype == case.q.dtype and got.probes.dtype == torch.float32
+    assert got.output.dtype == case.q.dtype and got.probes.dtype == torch.float64
     parts = (got.output, got.expanded_count, got.probes, got.expanded)
     return TiledAttention(*(x.cpu() for x in parts))
 
@@ -331,7 +334,7 @@ def test_what_missing_tokens_hold_does_not_matter() -> None:
         assert torch.equal(got.expanded, want.expanded) and torch.equal(got.probes, want.probes)
 
 
-class ZTiling(Tiling):
+class ZTiling(AnyTiling):
     """Tiles and groups that are numbered in Z-order, as are their slots."""
 
     @property
@@ -339,8 +342,8 @@ class ZTiling(Tiling):
         return self.grid.z_order.view(-1, self.slots)
 
     @property
-    def queries(self) -> Tiling:
-        return ZTiling(self.grid, group_tiles=1, tile_columns=self.group_tiles)
+    def queries(self) -> AnyTiling:
+        return ZTiling(self.grid, group_tiles=1, tile_columns=self.group_tiles, probes_per_group=1)
 
 
 @pytest.mark.parametrize("budget", [{"error": 0.03}, {"expand": 1.3}])
@@ -355,7 +358,7 @@ def test_z_order_equals_the_reference(
         4, (16, 16), prefix=3, heads=2, valid=valid, group_tiles=group_tiles, **budget
     )
     order = case.tiling.grid.z_order
-    z_tiling = ZTiling(case.tiling.grid, group_tiles=group_tiles)
+    z_tiling = ZTiling(case.tiling.grid, group_tiles=group_tiles, probes_per_group=1)
     place = torch.cat((torch.arange(3), 3 + order))
     q, k, v = (x[:, :, place] for x in (case.q, case.k, case.v))
     z_valid = None if valid is None else valid[:, order]
@@ -419,6 +422,16 @@ def test_everything_expanded_is_dense_attention() -> None:
 
 
 # The error of the probes
+
+
+@pytest.mark.parametrize("size", [1e-30, 1e-24, 1e20, 1e30])
+def test_values_whose_squares_are_no_numbers_of_single_precision(size: float) -> None:
+    case = smooth_case(8, (16, 24), heads=2, error=0.05)
+    got, want = run(replace(case, v=case.v * size)), run(case)
+    assert torch.equal(got.expanded, want.expanded)
+    squares = got.probes[..., :2] / size**2
+    torch.testing.assert_close(squares, want.probes[..., :2], rtol=1e-3, atol=1e-10)
+    torch.testing.assert_close(got.output / size, want.output, rtol=1e-5, atol=1e-5)
 
 
 @EVERY_DTYPE

@@ -128,8 +128,8 @@ def screened_attention(
             one of `rule`, `error` and `leaves` is given.
         error: For tiles, the target for the relative L2 error of the output,
             sqrt(sum |output - exact|^2 / sum |exact|^2) over the call. It is measured by probes;
-            `stats.error` has the result, and a miss warns. 0 computes exactly. Default: 0.03. A tree for
-            each query takes `rule=bmfa.rules.Optimal(error=...)`, whose error is E, in units of scores.
+            `stats.error` has the result. A call that misses it is computed again, once with more tiles
+            and then exactly; Triton warns. 0 computes exactly. Default: 0.03. A tree for each query takes `rule=bmfa.rules.Optimal(error=...)`, whose error is E, in units of scores.
         leaves: For tiles, a budget of leaves, on average over the groups of a picture: a float in (0, 1]
             is a fraction of the tokens, an int of at least 2 is a count. It is rounded down to whole
             tiles, and counts invalid tokens. Every tile has at least one leaf, so a budget below the
@@ -259,8 +259,10 @@ def _tiled(
         computed = compute_in_graph(inputs, options)
         if options.exact_above < 1.0:
             why = f"auto: tiles, or dense attention inside the operator if {over}"
+    if computed.missed:
+        over = f"tiles missed {options.budget}, as their probes measured it"
     if computed.dense and allow_dense:
-        why = f"auto: {over}, dense is faster"
+        why = f"auto: {over}" + ("" if computed.missed else ", dense is faster")
         backend = "native" if options.backend == "native" else "dense"
         return _dense(inputs, computed.output, options.budget, Choice(backend, why), audit)
     if computed.dense:

@@ -16,7 +16,7 @@ from bmfa.grid import Grid
 from bmfa.trees.build import screen_keys
 from bmfa.trees.certificates import exact_error, key_certificate
 from bmfa.trees.layout import quadtree_layout
-from bmfa.trees.rules import RandomQuadrants, Rule
+from bmfa.trees.rules import ExactGap, RandomQuadrants, Rule
 from bmfa.trees.tree import Tree
 
 
@@ -50,13 +50,29 @@ def _run_eager(inputs: AttentionInputs, options: AttentionOptions, rule: Rule) -
         max_depth=options.max_depth,
         valid=None if valid is None else valid[:, None, None, :],
     )
-    attention = (
-        eager.representative_attention
-        if options.form == "representative"
-        else eager.repeated_attention
-    )
-    output = attention(q, k, v, tree.flat(), prefix=inputs.prefix, scale=inputs.scale)
+    if _splits_all_but_ties(rule, options) and torch.is_grad_enabled() and _needs_grad(q, k, v):
+        # A leaf of equal scores has their common gradient, which is not that of each of its keys.
+        mask = None if valid is None else inputs.add_prefix(valid)
+        if mask is not None and len(mask) > 1:
+            mask = mask.repeat_interleave(lead[1], 0)
+        output = eager.dense_attention(q, k, v, scale=inputs.scale, tau=inputs.tau, valid=mask)
+    else:
+        attention = (
+            eager.representative_attention
+            if options.form == "representative"
+            else eager.repeated_attention
+        )
+        output = attention(q, k, v, tree.flat(), prefix=inputs.prefix, scale=inputs.scale)
     return Computed(unflatten(output, 0, lead), partial(_identity, tree))
+
+
+def _splits_all_but_ties(rule: Rule, options: AttentionOptions) -> bool:
+    """True if the leaves of a rule are tokens, or blocks with equal scores."""
+    return isinstance(rule, ExactGap) and rule.epsilon == 0.0 and options.max_depth is None
+
+
+def _needs_grad(*tensors: Tensor) -> bool:
+    return any(x.requires_grad for x in tensors)
 
 
 def _run_triton(inputs: AttentionInputs, options: AttentionOptions, rule: Rule) -> Computed:

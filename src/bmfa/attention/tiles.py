@@ -17,8 +17,16 @@ from bmfa.attention.inputs import (
     permute_tokens,
 )
 from bmfa.attention.kernels.eager.certificate import bound_output
-from bmfa.attention.result import Computed, ErrorEstimate, check_later, warn_if_missed
+from bmfa.attention.result import (
+    Computed,
+    ErrorEstimate,
+    check_later,
+    warn_if_missed,
+)
 from bmfa.attention.tiling import (
+    MOST_EXCESS,
+    MOST_UPPER,
+    RETRY_AIM,
     Budget,
     TiledAttention,
     Tiling,
@@ -45,9 +53,9 @@ def compute_tiled(inputs: AttentionInputs, options: AttentionOptions) -> Compute
         probes_per_group=probes_per_group(options.backend),
     )
     order = kernel_order(inputs, options)
-    result, dense = _run_kernel(inputs, tiling, options, order)
+    result, dense, missed = _run_to_target(inputs, tiling, options, order)
     computed = wrap_result(inputs, tiling, result, budget, order)
-    computed.dense = dense
+    computed.dense, computed.missed = dense, missed
     if options.certificate is not None:
         computed.certificate, computed.energy_bound = tiled_certificate(
             inputs, tiling, result.output, result.expanded, order, options.certificate
@@ -60,6 +68,37 @@ def compute_tiled(inputs: AttentionInputs, options: AttentionOptions) -> Compute
         else:
             warn_if_missed(result.probes, budget.error)
     return computed
+
+
+def _run_to_target(
+    inputs: AttentionInputs, tiling: Tiling, options: AttentionOptions, kernel_order: Order
+) -> tuple[TiledAttention, bool, bool]:
+    """Run the kernels, and where the probes miss the target, again: with a lower one, or exactly.
+
+    Triton runs once, because the host would wait for the device.
+
+    Returns:
+        The result; whether every head was computed exactly; and whether that is because tiles missed
+        the target.
+    """
+    budget = options.budget
+    assert budget is not None
+    result, dense = _run_kernel(inputs, tiling, options, kernel_order)
+    if not budget.error or dense or options.backend == "triton":
+        return result, dense, False
+    measured = ErrorEstimate.from_probes(result.probes, budget.error, tiling.probes_per_group)
+    if measured.reliable:
+        return result, dense, False
+    if measured.estimate <= MOST_EXCESS * budget.error:
+        excess = max(
+            1.0, measured.estimate / budget.error, measured.upper / (MOST_UPPER * budget.error)
+        )
+        again = replace(options, budget=Budget(RETRY_AIM * budget.error / excess, None))
+        result, dense = _run_kernel(inputs, tiling, again, kernel_order)
+        measured = ErrorEstimate.from_probes(result.probes, budget.error, tiling.probes_per_group)
+        if dense or measured.reliable:
+            return result, dense, dense
+    return _exact_result(inputs, tiling, options.backend), True, True
 
 
 def kernel_order(inputs: AttentionInputs, options: AttentionOptions) -> Order:
@@ -81,7 +120,9 @@ def wrap_result(
         tiled=result,
         measure_density=partial(_density, inputs, tiling, result, kernel_order),
         measure_leaf_ratio=partial(_leaf_ratio, inputs, tiling, result, kernel_order),
-        measure_error=partial(ErrorEstimate.from_probes, result.probes, budget.error),
+        measure_error=partial(
+            ErrorEstimate.from_probes, result.probes, budget.error, tiling.probes_per_group
+        ),
     )
 
 
@@ -141,7 +182,7 @@ def _exact_result(inputs: AttentionInputs, tiling: Tiling, backend: str) -> Tile
     valid = _tile_sizes(inputs, tiling, "raster") > 0  # (B or 1, T)
     expanded = valid[:, None, None].expand(shape)
     probes = inputs.q.new_zeros(
-        (*shape[:2], tiling.probes(inputs.query_prefix), 3), dtype=torch.float32
+        (*shape[:2], tiling.probes(inputs.query_prefix), 3), dtype=torch.float64
     )
     count = expanded.sum(-1, dtype=torch.int32)
     attend = native_dense_attention if backend == "native" else dense_attention
@@ -159,7 +200,7 @@ def _run_reference(
     expanded = torch.from_numpy(result.expanded).to(q.device)
     output, probes = torch.from_numpy(result.output).to(q), torch.from_numpy(result.probes)
     count = expanded.sum(-1, dtype=torch.int32)
-    return TiledAttention(output, count, probes.float().to(q.device), expanded)
+    return TiledAttention(output, count, probes.to(q.device), expanded)
 
 
 def tiled_certificate(

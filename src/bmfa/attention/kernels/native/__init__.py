@@ -5,30 +5,26 @@
 """
 
 import ctypes
-from dataclasses import dataclass
+from collections.abc import Callable
 from functools import lru_cache
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from bmfa.attention.choice import Levels, choose, level_thresholds
 from bmfa.attention.kernels.native import library
-from bmfa.attention.tiling import (
-    ERROR_AIM,
-    LARGEST_SHRINKAGE,
-    LEVEL_RATIO,
-    NUM_LEVELS,
-    SMALLEST_CORRECTION,
-    STEEP_FALL,
-    STEEP_RISE,
-    UNIFORM_SHARE,
-    TiledAttention,
-    Tiling,
-)
+from bmfa.attention.tiling import NUM_LEVELS, UNIFORM_SHARE, TiledAttention, Tiling
 from bmfa.trees.build import check_finite_products
+
+Mask = npt.NDArray[np.bool_]
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 MAX_CHANNELS = 256  # of keys and of values
-MAX_TILE_SLOTS = 64
+MAX_THREADS = 256
+PART_SLOTS = 64  # keys of a tile, at most
+_EXACT, _MEASURE, _ATTEND = range(3)  # steps of a call
 
 
 class _Tensor(ctypes.Structure):
@@ -43,42 +39,35 @@ class _Call(ctypes.Structure):
 
     _fields_ = [
         *((name, _Tensor) for name in ("q", "k", "v", "output")),
-        *(
-            (name, ctypes.c_int64)
-            for name in (
-                "dtype", "batch", "heads", "share", "queries", "keys", "d", "e", "query_prefix",
-                "prefix", "threads", "mask_stride", "queries_masked",
-            )
-        ),
-        ("valid", ctypes.c_void_p),
-        ("scratch", ctypes.c_void_p),
+        *((name, ctypes.c_int64) for name in (
+            "dtype", "batch", "heads", "share", "queries", "keys", "d", "e", "query_prefix", "prefix",
+            "threads",
+        )),
+        *((name, ctypes.c_void_p) for name in ("parallel", "scratch")),
         ("factor", ctypes.c_double),
         ("largest", ctypes.c_uint32 * 2),
-        *(
-            (name, ctypes.c_int64)
-            for name in (
-                "tiles", "tile_slots", "groups", "group_slots", "probe_groups", "group_probes",
-                "levels",
-            )
-        ),
-        *(
-            (name, ctypes.c_void_p)
-            for name in (
-                "tile_tokens", "group_tokens", "group_order", "quantiles", "thresholds",
-            )
-        ),
-        *(
-            (name, ctypes.c_double)
-            for name in (
-                "uniform_share", "error_aim", "steep_fall", "steep_rise", "largest_shrinkage",
-                "smallest_correction", "error", "expand", "exact_above",
-            )
-        ),
-        *(
-            (name, ctypes.c_void_p)
-            for name in ("expanded", "exact", "expanded_count", "probes")
-        ),
+        ("images", ctypes.c_int64),
+        *((name, ctypes.c_void_p) for name in (
+            "key_tokens", "key_count", "query_tokens", "query_count",
+        )),
+        *((name, ctypes.c_int64) for name in (
+            "tiles", "parts", "groups", "group_slots", "probe_groups", "group_probes", "levels",
+        )),
+        *((name, ctypes.c_void_p) for name in (
+            "part_tokens", "part_count", "member_tokens", "members", "group_order", "quantiles",
+            "thresholds",
+        )),
+        ("uniform_share", ctypes.c_double),
+        *((name, ctypes.c_void_p) for name in (
+            "found", "norm", "weight", "threshold", "shrinkage", "exact", "expanded",
+            "expanded_count", "probes",
+        )),
     ]  # fmt: skip
+
+    def point(self, **arrays: Tensor) -> None:
+        """Set fields to the addresses of tensors, which must outlive the call."""
+        for name, array in arrays.items():
+            setattr(self, name, array.data_ptr())
 
 
 def unsupported_reason(q: Tensor, k: Tensor, v: Tensor) -> str | None:
@@ -141,9 +130,15 @@ def exact_attention(
     Raises:
         ValueError: If q or k hold NaN or infinity, or if scores overflow.
     """
-    call, output, _tensors = _describe(q, k, v, prefix, scale / tau, valid, mask_queries)
+    call, output, _kept = _describe(q, k, v, scale / tau, mask_queries and valid is not None)
+    keys, queries = k.shape[2], q.shape[2]
+    lists = _token_lists(None, prefix, queries, keys, valid, mask_queries)
+    call.images = len(lists["key_count"])
+    call.point(**lists)
     if q.numel():
-        _run(call, "bmfa_exact_attention")
+        run = _load(call)
+        for image in range(len(q)):
+            run(image, _EXACT)
     _check_scores(call, q, k, scale, prefix, valid, mask_queries)
     return output
 
@@ -165,95 +160,140 @@ def tiled_attention(
     """
     query_prefix = prefix if query_prefix is None else query_prefix
     mask_queries = tiling.query_grid is None
-    call, output, _tensors = _describe(q, k, v, prefix, scale / tau, valid, mask_queries)
+    call, output, _kept = _describe(q, k, v, scale / tau, mask_queries and valid is not None)
     batch, heads = q.shape[:2]
-    geometry = _geometry(tiling, heads, query_prefix)
-    call.query_prefix = query_prefix
-    call.tiles, call.tile_slots = tiling.tiles, tiling.slots
-    call.groups, call.group_slots = tiling.groups, tiling.queries.slots
+    call.prefix, call.query_prefix = prefix, query_prefix
+    lists = _token_lists(tiling, prefix, q.shape[2], k.shape[2], valid, mask_queries)
+    call.images, call.parts = lists["part_count"].shape
+    call.tiles, call.groups, call.group_slots = tiling.tiles, *lists["member_tokens"].shape[1:]
     call.probe_groups = tiling.probe_groups(query_prefix)
     call.group_probes, call.levels = tiling.probes_per_group, NUM_LEVELS
-    call.tile_tokens = geometry.tile_tokens.data_ptr()
-    call.group_tokens = geometry.group_tokens.data_ptr()
-    call.group_order = geometry.group_order.data_ptr()
-    call.quantiles, call.thresholds = geometry.quantiles.data_ptr(), geometry.thresholds.data_ptr()
-    call.uniform_share, call.error_aim = UNIFORM_SHARE, ERROR_AIM
-    call.steep_fall, call.steep_rise = STEEP_FALL, STEEP_RISE
-    call.largest_shrinkage, call.smallest_correction = LARGEST_SHRINKAGE, SMALLEST_CORRECTION
-    call.error = -1.0 if error is None else error
-    call.expand = -1.0 if expand is None else expand / tiling.tiles
-    call.exact_above = exact_above
-    lead = (batch, heads)
+    draws = _probe_draws(tiling, heads, query_prefix)
+    call.point(**lists, **draws)
+    call.uniform_share = UNIFORM_SHARE
+    lead, probes = (batch, heads), tiling.probes(query_prefix)
     expanded = torch.empty((*lead, tiling.groups, tiling.tiles), dtype=torch.bool)
-    exact = torch.empty(lead, dtype=torch.bool)
     count = torch.empty((*lead, tiling.groups), dtype=torch.int32)
-    probes = torch.empty((*lead, tiling.probes(query_prefix), 3), dtype=torch.float64)
-    call.expanded, call.exact = expanded.data_ptr(), exact.data_ptr()
-    call.expanded_count, call.probes = count.data_ptr(), probes.data_ptr()
-    _run(call, "bmfa_tiled_attention")
+    errors = torch.empty((*lead, probes, 3), dtype=torch.float64)
+    found = torch.empty((heads, probes, 4, NUM_LEVELS), dtype=torch.float64)
+    norm, weight = torch.empty((2, heads, probes), dtype=torch.float64)
+    call.point(expanded=expanded, expanded_count=count, probes=errors)
+    call.point(found=found, norm=norm, weight=weight)
+    error_sum, product, correction, shares = found.numpy().transpose(2, 0, 1, 3)
+    levels = Levels(error_sum, product, correction, shares, norm.numpy(), weight.numpy())
+    aim = None if error is None else tiling.error_aim * error
+    share = None if expand is None else expand / tiling.tiles
+    exact, run = [], _load(call)
+    for image in range(batch):
+        run(image, _MEASURE)
+        choice = choose(levels, tiling.probes_per_group, aim, share, exact_above)
+        call.threshold, call.shrinkage, call.exact = (x.ctypes.data for x in choice)
+        run(image, _ATTEND)
+        exact.append(choice.exact.all())
     _check_scores(call, q, k, scale, prefix, valid, mask_queries)
-    return TiledAttention(output, count, probes, expanded), bool(exact.all())
-
-
-@dataclass(frozen=True, eq=False)
-class _Geometry:
-    tile_tokens: Tensor  # (T, S) int32
-    group_tokens: Tensor  # (R, S) int32
-    group_order: Tensor  # (R,) int32
-    quantiles: Tensor  # (H, P) float64
-    thresholds: Tensor  # (levels,) float64
+    return TiledAttention(output, count, errors, expanded), all(exact)
 
 
 @lru_cache(maxsize=32)
-def _geometry(tiling: Tiling, heads: int, query_prefix: int) -> _Geometry:
+def _probe_draws(tiling: Tiling, heads: int, query_prefix: int) -> dict[str, Tensor]:
+    """Return the order of the groups, the numbers that draw the probes, and the thresholds."""
     order = tiling.group_order
     groups = order[: tiling.probe_groups(query_prefix)].view(1, -1, 1)
     head = torch.arange(heads).view(-1, 1, 1)
     quantiles = tiling.probe_quantile(groups, head, torch.arange(tiling.probes_per_group))
-    thresholds = LEVEL_RATIO ** torch.arange(NUM_LEVELS, dtype=torch.float64)
-    thresholds[-1] = 0.0
-    return _Geometry(
-        tiling.slot_tokens.to(torch.int32).contiguous(),
-        tiling.queries.slot_tokens.to(torch.int32).contiguous(),
-        order.to(torch.int32).contiguous(),
-        quantiles.double().contiguous(),
-        thresholds,
+    return {
+        "group_order": order.int(),
+        "quantiles": quantiles.double().contiguous(),
+        "thresholds": torch.from_numpy(level_thresholds()),
+    }
+
+
+def _token_lists(
+    tiling: Tiling | None, prefix: int, queries: int, keys: int, valid: Tensor | None,
+    mask_queries: bool,
+) -> dict[str, Tensor]:  # fmt: skip
+    """Return the tokens that exist among all keys and queries, in each tile and in each group, as
+    `Call` has them, for the images of a mask, or one."""
+    if valid is None:
+        return _all_tokens(tiling, prefix, queries, keys)
+    exist = np.pad(valid.numpy(), ((0, 0), (prefix, 0)), constant_values=True)
+    return _find_tokens(
+        tiling, prefix, exist, exist if mask_queries else np.ones((1, queries), bool)
     )
 
 
+@lru_cache(maxsize=32)
+def _all_tokens(tiling: Tiling | None, prefix: int, queries: int, keys: int) -> dict[str, Tensor]:
+    return _find_tokens(tiling, prefix, np.ones((1, keys), bool), np.ones((1, queries), bool))
+
+
+def _find_tokens(
+    tiling: Tiling | None, prefix: int, keys_exist: Mask, queries_exist: Mask
+) -> dict[str, Tensor]:
+    # NumPy, because operations of torch in several threads hang in a forked process.
+    images, queries = len(keys_exist), queries_exist.shape[1]
+    queries_exist = np.broadcast_to(queries_exist, (images, queries))
+    lists: dict[str, npt.NDArray[np.int64]] = {
+        "key": np.arange(keys_exist.shape[1]),
+        "query": np.arange(queries),
+    }
+    found = {}
+    if tiling is not None:
+        blocks = -(-prefix // PART_SLOTS)
+        parts = np.full((tiling.tiles + blocks, PART_SLOTS), -1)
+        slots = tiling.slot_tokens.numpy()
+        parts[: tiling.tiles, : tiling.slots] = np.where(slots < 0, -1, slots + prefix)
+        parts[tiling.tiles :].flat[:prefix] = np.arange(prefix)
+        groups = tiling.queries.slot_tokens.numpy()[tiling.group_order.numpy()]
+        first = queries - tiling.queries.grid.size
+        lists |= {"part": parts, "member": np.where(groups < 0, -1, groups + first)}
+    for name, tokens in lists.items():
+        exist = queries_exist if name in ("query", "member") else keys_exist
+        present = exist[:, np.maximum(tokens, 0)] & (tokens >= 0)  # (images, *tokens.shape)
+        order = np.argsort(~present, axis=-1, kind="stable")
+        listed = np.take_along_axis(np.broadcast_to(tokens, present.shape), order, -1)
+        found[f"{name}_tokens"] = torch.from_numpy(np.ascontiguousarray(listed, np.int32))
+        count = "members" if name == "member" else f"{name}_count"
+        found[count] = torch.from_numpy(np.ascontiguousarray(present.sum(-1), np.int32))
+    return found
+
+
 def _describe(
-    q: Tensor, k: Tensor, v: Tensor, prefix: int, factor: float, valid: Tensor | None,
-    mask_queries: bool,
-) -> tuple[_Call, Tensor, list[Tensor]]:  # fmt: skip
+    q: Tensor, k: Tensor, v: Tensor, factor: float, zeros: bool
+) -> tuple[_Call, Tensor, list[Tensor]]:
     """Return a call, its output, and the tensors that it points to, which must outlive it."""
     q, k, v = (x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous() for x in (q, k, v))
     batch, heads, queries, d = q.shape
     e = v.shape[-1]
     # As hosts use it: the channels of all heads of a token are contiguous.
-    output = torch.empty((batch, queries, heads, e), dtype=q.dtype).transpose(1, 2)
+    shape = (batch, queries, heads, e)
+    if zeros:  # queries that do not exist are not written. torch.zeros hangs in a forked process
+        zero = np.zeros((*shape[:3], e * q.element_size()), np.uint8)
+        output = torch.from_numpy(zero).view(q.dtype).transpose(1, 2)
+    else:
+        output = torch.empty(shape, dtype=q.dtype).transpose(1, 2)
     call = _Call()
     for name, x in (("q", q), ("k", k), ("v", v), ("output", output)):
         setattr(call, name, _Tensor(x.data_ptr(), *x.stride()[:3]))
     call.dtype, call.batch, call.heads = DTYPES[q.dtype], batch, heads
     call.share, call.queries, call.keys = heads // max(1, k.shape[1]), queries, k.shape[2]
-    call.d, call.e, call.prefix, call.factor = d, e, prefix, factor
-    call.threads = torch.get_num_threads()
-    if valid is not None:
-        valid = valid.contiguous()
-        call.valid = valid.data_ptr()
-        call.mask_stride = 0 if len(valid) == 1 else valid.shape[1]
-        call.queries_masked = mask_queries
-    return call, output, [q, k, v, *([] if valid is None else [valid])]
+    call.d, call.e, call.factor = d, e, factor
+    return call, output, [q, k, v]
 
 
-def _run(call: _Call, function: str) -> None:
+def _load(call: _Call) -> Callable[[int, int], None]:
+    """Return a function that runs a step of a call for an image, with scratch memory for all of them."""
     loaded = library.load()
     if loaded is None:
         raise RuntimeError(f"native kernels cannot run: {library.unavailable_reason()}")
-    loaded.bmfa_scratch_bytes.restype = ctypes.c_int64
+    call.threads, call.parallel = min(torch.get_num_threads(), MAX_THREADS), library.parallel()
     scratch = _allocate(loaded.bmfa_scratch_bytes(ctypes.byref(call)) + 64)
     call.scratch = -(-scratch.data_ptr() // 64) * 64
-    getattr(loaded, function)(ctypes.byref(call))
+
+    def run(image: int, step: int, scratch: Tensor = scratch) -> None:
+        loaded.bmfa_attend(ctypes.byref(call), image, step)
+
+    return run
 
 
 def _allocate(size: int) -> Tensor:

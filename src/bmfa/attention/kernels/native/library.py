@@ -45,6 +45,26 @@ def load_set(name: str) -> ctypes.CDLL:
     return found
 
 
+def parallel() -> int | None:
+    """Return the address of the function that runs work in the threads of torch, or None.
+
+    Further threads would wait for those of torch, which go on for some time after their work. The
+    function is `GOMP_parallel`, which every OpenMP runtime of torch has. The child of a fork starts
+    threads of its own: those of the parent are not there.
+    """
+    return _parallel if os.getpid() == _process else None
+
+
+def _find_parallel() -> int | None:
+    try:
+        return ctypes.cast(ctypes.CDLL(None).GOMP_parallel, ctypes.c_void_p).value
+    except (AttributeError, OSError):
+        return None
+
+
+_parallel, _process = _find_parallel(), os.getpid()
+
+
 def built_sets() -> tuple[str, ...]:
     """Return the instruction sets of this architecture that are compiled, best first."""
     return tuple(name for name in _known_sets() if _build().object_path(name).is_file())
@@ -131,6 +151,7 @@ def _open_once(name: str) -> ctypes.CDLL | str:
     try:
         library = ctypes.CDLL(str(path))
         library.bmfa_sources.restype = ctypes.c_char_p
+        library.bmfa_scratch_bytes.restype = ctypes.c_int64
         found = library.bmfa_sources()
     except (OSError, AttributeError) as error:
         return f"{path.name} cannot be loaded ({error}); run {build.COMMAND}"

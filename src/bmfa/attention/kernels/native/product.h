@@ -1,4 +1,4 @@
-// Vectors of one instruction set, the exponential, transposes, and the one product that everything uses.
+// Vectors of one instruction set, functions of them, and the one product that everything uses.
 //
 // The width of a vector is fixed when this file is compiled, once for each instruction set: a compiler
 // lowers vectors that are wider than the machine's to scalars, which is 40 times slower.
@@ -10,31 +10,57 @@
 
 #if defined(__AVX512F__)
 constexpr int WIDTH = 16;      // floats of a vector
-constexpr int BLOCK_VECTORS = 4;  // vectors of a row of C that are kept in registers: 24 of 32
+constexpr int MOST_VECTORS = 4;  // vectors of a row of C in registers: with 6 rows, 24 of 32 registers
 #elif defined(__AVX__)
 constexpr int WIDTH = 8;
-constexpr int BLOCK_VECTORS = 2;  // 12 of 16 registers
+constexpr int MOST_VECTORS = 2;  // 12 of 16
 #elif defined(__ARM_NEON)
 constexpr int WIDTH = 4;
-constexpr int BLOCK_VECTORS = 4;  // 24 of 32 registers
+constexpr int MOST_VECTORS = 4;  // 24 of 32
 #else
 constexpr int WIDTH = 4;
-constexpr int BLOCK_VECTORS = 2;  // 12 of 16 registers
+constexpr int MOST_VECTORS = 2;  // 12 of 16
 #endif
-constexpr int BLOCK_ROWS = 6;
+constexpr int MOST_ROWS = 6;
 
 typedef float Vector __attribute__((vector_size(4 * WIDTH)));
 typedef int32_t Integers __attribute__((vector_size(4 * WIDTH)));
+typedef float Half __attribute__((vector_size(2 * WIDTH)));
+typedef double Doubles __attribute__((vector_size(4 * WIDTH)));
 
-static inline Vector load(const float* x) {
-  Vector result;
+template <class To>
+static inline To read(const void* x) {
+  To result;
   memcpy(&result, x, sizeof result);
   return result;
 }
+static inline Vector load(const float* x) { return read<Vector>(x); }
 static inline void store(float* x, Vector value) { memcpy(x, &value, sizeof value); }
-static inline Vector splat(float x) { return Vector{} + x; }
+static inline Vector splat(float x) { return x - Vector{}; }  // unlike x + 0, it is x itself
 static inline Vector larger(Vector x, Vector y) { return x > y ? x : y; }
 static inline int round_up(int n, int multiple) { return (n + multiple - 1) / multiple * multiple; }
+
+#if defined(__clang__)
+#define SHUFFLE(x, y, ...) __builtin_shufflevector(x, y, __VA_ARGS__)
+#else
+#define SHUFFLE(x, y, ...) __builtin_shuffle(x, y, Integers{__VA_ARGS__})
+#endif
+using Indices = std::make_integer_sequence<int, WIDTH>;
+
+template <int FIRST, int... I>
+static inline Vector interleave(Vector x, Vector y, std::integer_sequence<int, I...>) {
+  return SHUFFLE(x, y, (FIRST + I / 2 + I % 2 * WIDTH)...);
+}
+template <int BY, int... I>
+static inline Vector rotate(Vector x, std::integer_sequence<int, I...>) {
+  return SHUFFLE(x, x, ((I + BY) % WIDTH)...);
+}
+template <int HALF = WIDTH / 2>
+static inline float sum(Vector x) {
+  x += rotate<HALF>(x, Indices());
+  if constexpr (HALF > 1) return sum<HALF / 2>(x);
+  return x[0];
+}
 
 // exp(x) for x <= 0, relative error 2e-7; 0 below -87, where the result is not a normal number. The
 // exponent n of 2^n is rounded by the addition of a number whose last bit is 1; the rest is a polynomial.
@@ -47,55 +73,7 @@ static inline Vector exponential(Vector x) {
   for (float coefficient : {1.0f / 120.0f, 1.0f / 24.0f, 1.0f / 6.0f, 0.5f, 1.0f, 1.0f})
     y = y * r + splat(coefficient);
   const Integers power = (__builtin_convertvector(n, Integers) + 127) << 23;
-  Vector scale;
-  memcpy(&scale, &power, sizeof scale);
-  return x < least ? Vector{} : y * scale;
-}
-
-// log(x) for normal x > 0, absolute error 2e-7 near 1: x = 2^n m with m between 0.7 and 1.4, and a series of
-// (m - 1) / (m + 1).
-static inline Vector logarithm(Vector x) {
-  Integers bits;
-  memcpy(&bits, &x, sizeof bits);
-  const Integers n = (bits - 0x3f3504f3) >> 23;  // of m >= sqrt(1 / 2)
-  bits -= n << 23;
-  Vector m;
-  memcpy(&m, &bits, sizeof m);
-  const Vector r = (m - splat(1.0f)) / (m + splat(1.0f)), square = r * r;
-  Vector y = splat(2.0f / 9.0f);
-  for (float coefficient : {2.0f / 7.0f, 2.0f / 5.0f, 2.0f / 3.0f, 2.0f})
-    y = y * square + splat(coefficient);
-  return __builtin_convertvector(n, Vector) * splat(0.693147181f) + y * r;
-}
-
-template <int FIRST, int... I>
-static inline Vector interleave(Vector x, Vector y, std::integer_sequence<int, I...>) {
-#if defined(__clang__)
-  return __builtin_shufflevector(x, y, (FIRST + I / 2 + I % 2 * WIDTH)...);
-#else
-  return __builtin_shuffle(x, y, Integers{(FIRST + I / 2 + I % 2 * WIDTH)...});
-#endif
-}
-
-// Transpose rows of `columns` floats into columns of `to`: to[c * stride + r] = row(r)[c]. `row` gives a
-// pointer for r below `count`; the columns up to the next multiple of WIDTH become 0. Sizes: `columns` is
-// a multiple of WIDTH.
-template <class Rows>
-static inline void transpose(const Rows& row, int count, int columns, float* to, int stride) {
-  const auto indices = std::make_integer_sequence<int, WIDTH>();
-  for (int r = 0; r < count; r += WIDTH)
-    for (int c = 0; c < columns; c += WIDTH) {
-      Vector x[WIDTH], y[WIDTH];
-      for (int i = 0; i < WIDTH; i++) x[i] = r + i < count ? load(row[r + i] + c) : Vector{};
-      for (int step = 1; step < WIDTH; step *= 2) {  // a perfect shuffle of the rows in each step
-        for (int i = 0; i < WIDTH / 2; i++) {
-          y[2 * i] = interleave<0>(x[i], x[i + WIDTH / 2], indices);
-          y[2 * i + 1] = interleave<WIDTH / 2>(x[i], x[i + WIDTH / 2], indices);
-        }
-        memcpy(x, y, sizeof x);
-      }
-      for (int i = 0; i < WIDTH; i++) store(to + (c + i) * (int64_t)stride + r, x[i]);
-    }
+  return x < least ? Vector{} : y * read<Vector>(&power);
 }
 
 // Rows at equal distances; an array of pointers will do wherever this does.
@@ -105,56 +83,58 @@ struct Strided {
   const float* operator[](int row) const { return data + row * stride; }
 };
 
-// ROWS x VECTORS vectors of C: see `product`.
-template <bool TRANSPOSED, int ROWS, int VECTORS, class A, class B>
-static inline void product_block(const A& a, const B& b, int row, int lane, int depth, float* c,
-                                 int64_t stride, bool accumulate) {
-  Vector sum[ROWS][VECTORS];
-  for (int i = 0; i < ROWS; i++)
-    for (int j = 0; j < VECTORS; j++)
-      sum[i][j] = accumulate ? load(c + i * stride + j * WIDTH) : Vector{};
-  for (int k = 0; k < depth; k++) {
-    const float* lanes = b[k] + lane;
-    Vector y[VECTORS];
-    for (int j = 0; j < VECTORS; j++) y[j] = load(lanes + j * WIDTH);
-    for (int i = 0; i < ROWS; i++) {
-      const Vector x = splat(TRANSPOSED ? a[k][row + i] : a[row + i][k]);
-      for (int j = 0; j < VECTORS; j++) sum[i][j] += x * y[j];
+// Transpose `count` rows of `columns` floats, a multiple of WIDTH: to[c * stride + r] = row[r][c]. The
+// columns of `to` up to the next multiple of WIDTH become 0.
+static inline void transpose(Strided row, int count, int columns, float* to, int stride) {
+  for (int r = 0; r < count; r += WIDTH)
+    for (int c = 0; c < columns; c += WIDTH) {
+      Vector x[WIDTH], y[WIDTH];
+      for (int i = 0; i < WIDTH; i++) x[i] = r + i < count ? load(row[r + i] + c) : Vector{};
+      for (int step = 1; step < WIDTH; step *= 2) {  // a perfect shuffle of the rows in each step
+        for (int i = 0; i < WIDTH / 2; i++) {
+          y[2 * i] = interleave<0>(x[i], x[i + WIDTH / 2], Indices());
+          y[2 * i + 1] = interleave<WIDTH / 2>(x[i], x[i + WIDTH / 2], Indices());
+        }
+        memcpy(x, y, sizeof x);
+      }
+      for (int i = 0; i < WIDTH; i++) store(to + (c + i) * (int64_t)stride + r, x[i]);
     }
-  }
-  for (int i = 0; i < ROWS; i++)
-    for (int j = 0; j < VECTORS; j++) store(c + i * stride + j * WIDTH, sum[i][j]);
 }
 
-template <bool TRANSPOSED, int VECTORS, class A, class B>
-static inline void product_rows(const A& a, const B& b, int rows, int lane, int depth, float* c,
+// The rows of `product` from `row` on, for VECTORS vectors of lanes: ROWS x VECTORS of C at a time stay in
+// registers while k runs, so that each load of B serves ROWS; then the rest with fewer rows.
+template <bool TRANSPOSED, int ROWS, int VECTORS, class A, class B>
+static inline void product_rows(const A& a, const B& b, int row, int rows, int lane, int depth, float* c,
                                 int64_t stride, bool accumulate) {
-  int row = 0;
-#define BLOCK(ROWS)                                                                          \
-  product_block<TRANSPOSED, ROWS, VECTORS>(a, b, row, lane, depth, c + row * stride + lane, \
-                                           stride, accumulate)
-  for (; row + BLOCK_ROWS <= rows; row += BLOCK_ROWS) BLOCK(BLOCK_ROWS);
-  switch (rows - row) {
-    case 1: BLOCK(1); break;
-    case 2: BLOCK(2); break;
-    case 3: BLOCK(3); break;
-    case 4: BLOCK(4); break;
-    case 5: BLOCK(5); break;
+  for (; row + ROWS <= rows; row += ROWS) {
+    float* to = c + row * stride + lane;
+    Vector sum[ROWS][VECTORS] = {};
+    for (int k = 0; k < depth; k++) {
+      Vector y[VECTORS];
+      for (int j = 0; j < VECTORS; j++) y[j] = load(b[k] + lane + j * WIDTH);
+      for (int i = 0; i < ROWS; i++) {
+        const Vector x = splat(TRANSPOSED ? a[k][row + i] : a[row + i][k]);
+        for (int j = 0; j < VECTORS; j++) sum[i][j] += x * y[j];
+      }
+    }
+    for (int i = 0; i < ROWS; i++)
+      for (int j = 0; j < VECTORS; j++) {
+        float* at = to + i * stride + j * WIDTH;  // a sum that is large already is added once, at last
+        store(at, accumulate ? load(at) + sum[i][j] : sum[i][j]);
+      }
   }
-#undef BLOCK
+  if constexpr (ROWS > 1)
+    product_rows<TRANSPOSED, ROWS - 1, VECTORS>(a, b, row, rows, lane, depth, c, stride, accumulate);
 }
 
 // C = A B, or C += A B: (rows x lanes) from (rows x depth) and (depth x lanes). A is read as scalars, by
 // a[row][k], or a[k][row] if it is TRANSPOSED; the lanes of B and C are contiguous, and their number is a
-// multiple of WIDTH. Six rows of C stay in registers while k runs, so that each load of B serves six.
-template <bool TRANSPOSED, class A, class B>
+// multiple of WIDTH.
+template <bool TRANSPOSED, int VECTORS = MOST_VECTORS, class A, class B>
 static inline void product(const A& a, const B& b, int rows, int depth, int lanes, float* c,
-                           int64_t stride, bool accumulate = false) {
-  int lane = 0;
-  for (; lane + BLOCK_VECTORS * WIDTH <= lanes; lane += BLOCK_VECTORS * WIDTH)
-    product_rows<TRANSPOSED, BLOCK_VECTORS>(a, b, rows, lane, depth, c, stride, accumulate);
-  for (; lane + 2 * WIDTH <= lanes; lane += 2 * WIDTH)
-    product_rows<TRANSPOSED, 2>(a, b, rows, lane, depth, c, stride, accumulate);
-  for (; lane < lanes; lane += WIDTH)
-    product_rows<TRANSPOSED, 1>(a, b, rows, lane, depth, c, stride, accumulate);
+                           int64_t stride, bool accumulate = false, int lane = 0) {
+  for (; lane + VECTORS * WIDTH <= lanes; lane += VECTORS * WIDTH)
+    product_rows<TRANSPOSED, MOST_ROWS, VECTORS>(a, b, 0, rows, lane, depth, c, stride, accumulate);
+  if constexpr (VECTORS > 1)
+    product<TRANSPOSED, VECTORS / 2>(a, b, rows, depth, lanes, c, stride, accumulate, lane);
 }

@@ -1,25 +1,28 @@
 // Tiled attention and exact attention on a CPU: the steps of kernels/reference/tiles.py, in float32.
 //
-// Everything is `product` with queries in lanes: the queries of a group are the columns of a matrix
-// (channels x 64), so that scores are rows of keys times columns of queries, a softmax runs down the rows
-// as vector arithmetic, and no key or value is moved. Scores of 64 keys and 64 queries stay in the
-// first-level cache; nothing of the size of tokens x tokens or groups x tokens is written.
+// Everything is `product` with queries in lanes: 64 queries are the columns of a matrix (channels x 64),
+// so that scores are rows of keys times columns of queries, a softmax runs down the rows as vector
+// arithmetic, and no key or value is moved. Scores of 64 keys and 64 queries stay in the first-level
+// cache; nothing of the size of tokens x tokens or groups x tokens is written.
 //
 // Work is divided into items that do not depend on the number of threads, and neither does any result.
 #include <math.h>
 #include <pthread.h>
-#include <sched.h>
+#include <sys/mman.h>
 
 #include <atomic>
 
 #include "product.h"
 
-constexpr int LANES = 64;  // queries that are computed together; keys of a block, at most
+constexpr int LANES = 64;   // queries that are computed together; keys of a block, at most
+constexpr int BLOCKS = 4;   // blocks of LANES queries that read a block of keys one after the other
 constexpr int GROUPS = 12;  // groups that share a product for their covariances
-// Memory for the probes of some heads, and for the tangents of some bands of LANES groups, in bytes.
-constexpr int64_t ROUND_BYTES = 6 << 20;
-// The tangents of the groups with probes are kept for the attention of these groups if they are no larger.
-constexpr int64_t KEPT_BYTES = 16 << 20;
+constexpr int THREADS = 256;  // at most, as are the levels
+constexpr int LEVELS = 32;
+constexpr int CHUNK = 8;    // parts that a probe takes one after the other, with its sums in the cache
+constexpr int64_t TANGENT_BYTES = 112 << 20;  // of the tangents in memory at once, about
+constexpr double SMALLEST = 1e-30;  // sum of weights; the attention of a probe to less than that is 0
+constexpr double LEAST_WORK = 1e6;  // multiplications for which a second thread is worth its start
 
 // ---- Arguments: filled in by __init__.py, which has the same fields in the same order ----
 
@@ -31,37 +34,160 @@ struct Tensor {  // (B, heads, tokens, channels) with contiguous channels; strid
 struct Call {
   Tensor q, k, v, output;
   int64_t dtype;  // of all tensors: 0 float32, 1 bfloat16, 2 float16
-  int64_t batch, heads, share, queries, keys, d, e, query_prefix, prefix;
-  int64_t threads, mask_stride, queries_masked;
-  const uint8_t* valid;  // (B or 1, spatial keys), or null
+  int64_t batch, heads, share, queries, keys, d, e, query_prefix, prefix, threads;
+  void (*parallel)(void (*)(void*), void*, unsigned, unsigned);  // GOMP_parallel of torch, or null
   char* scratch;
-  double factor;  // scale / tau
+  double factor;        // scale / tau
   uint32_t largest[2];  // bits of the largest |q| and |k|; above those of infinity for NaN
+  // Tokens that exist, first of each row, and their numbers; rows of one image or of all.
+  int64_t images;
+  const int32_t *key_tokens, *key_count, *query_tokens, *query_count;  // (images, keys or queries), (images,)
   // The rest is for tiles.
-  int64_t tiles, tile_slots, groups, group_slots, probe_groups, group_probes, levels;
-  const int32_t *tile_tokens, *group_tokens;  // (tiles or groups, slots), -1 for empty slots
+  int64_t tiles, parts, groups, group_slots, probe_groups, group_probes, levels;
+  // Parts are the tiles, then the prefix in blocks of LANES keys, which are like tiles that are always expanded.
+  const int32_t *part_tokens, *part_count;    // (images, parts, LANES), (images, parts)
+  const int32_t *member_tokens, *members;     // (images, groups, group_slots), (images, groups), in group_order
   const int32_t* group_order;                 // (groups,)
   const double *quantiles, *thresholds;       // (heads, probes), (levels,)
-  double uniform_share, error_aim, steep_fall, steep_rise, largest_shrinkage, smallest_correction;
-  double error, expand, exact_above;  // error or expand, a share of the tiles, is negative
-  uint8_t *expanded, *exact;          // (B, heads, groups, tiles), (B, heads)
-  int32_t* expanded_count;            // (B, heads, groups)
-  double* probes;                     // (B, heads, probes, 3)
+  double uniform_share;
+  // What the probes of an image find: error, product, correction and share; norm and weight.
+  double *found, *norm, *weight;  // (heads, probes, 4, levels), (heads, probes)
+  // What the caller chooses from that: thresholds of groups at even and odd positions, shrinkage, exact heads.
+  const double *threshold, *shrinkage;  // (2,), (heads, 2)
+  const uint8_t* exact;                 // (heads,)
+  uint8_t* expanded;                    // (B, heads, groups, tiles)
+  int32_t* expanded_count;              // (B, heads, groups)
+  double* probes;                       // (B, heads, probes, 3)
 };
+
+// ---- Memory: one block from the caller, divided twice: once to measure, once for use ----
+
+struct Arena {
+  char* base;
+  int64_t used;
+  // Set each pointer to memory for as many elements as the number after it.
+  template <class T, class... More>
+  void take(T*& to, int64_t count, More&&... more) {
+    to = base ? (T*)(base + used) : nullptr;
+    used += (count * (int64_t)sizeof(T) + 63) / 64 * 64;
+    if constexpr (sizeof...(more) > 0) take(more...);
+  }
+};
+
+struct Lanes {  // LANES queries, their running softmax and output
+  int count, width;        // queries, and lanes in use: the next multiple of WIDTH
+  const int32_t* tokens;   // (count,)
+  float *q, *deviation, *output;  // (d, LANES) twice: q and its difference from the mean; (e, LANES)
+  float *maximum, *sum, *coarse_maximum, *coarse_sum;  // (LANES,)
+};
+
+struct Scratch {  // of one thread
+  Lanes lanes[BLOCKS];
+  float *scores, *keys, *values;  // (LANES, LANES), (LANES, padded d), (LANES, padded e)
+  float *rows, *differences;      // (most queries, padded channels), (LANES, padded e)
+  float *cross, *mass, *loss;     // (GROUPS, d, padded e), (LANES, padded parts), (padded parts,)
+  uint8_t* level;                 // (LANES, parts)
+  float *exact_sum, *tangent_sum, *term_sum;  // (LANES, levels, padded e)
+  float *value, *first_order;                 // (CHUNK, LANES, padded e)
+  double *totals, *distances;                 // (LANES, 3, levels), (most queries,)
+  Integers largest[2];                        // see `keep_largest`
+};
+
+struct Head {  // one query head of one image; groups are numbered by their positions in group_order
+  int batch, number, first_row;  // of its tangents
+  float *q_mean, *q_lanes, *q_head;  // (R, d), (bands, d, LANES) likewise, (d,)
+  double *q_spread, *k_spread;       // rho (R,), kappa (T,)
+  float *cross, *radius, diameter;   // (T, true d, e), (T,)
+  int32_t* probe_token;              // (P,), -1 for a group without queries
+  float* exact_output;               // (P, e)
+};
+
+// Heads and bands of LANES groups whose tangents are in memory at once.
+struct Round {
+  int head, heads, band, bands;
+};
+
+struct Problem : Call {
+  int pd, pe, P, bands, tiles_present;  // padded channels, probes of a head, bands of LANES groups
+  int64_t stride;  // of parts: odd, because rows at multiples of 4 KiB share cache lines
+  int heads_at_once, bands_at_once;  // of a round, at most
+  bool kept;  // the tangents of all groups are in memory at once, and made once; otherwise first those of band 0
+  float *k_tangent, *v_tangent, *log_mass;  // (slots, LANES, stride, d), (.., e) and without
+  Head* head;           // (H,)
+  Scratch* scratches;   // (threads,)
+  int64_t bytes;        // of all this
+
+  explicit Problem(const Call& call, char* base) : Call(call) {
+    const int64_t R = groups, T = tiles, L = levels;
+    pd = round_up(d, WIDTH), pe = round_up(e, WIDTH), P = probe_groups * group_probes;
+    bands = (R + LANES - 1) / LANES, stride = parts | 1;
+    const int64_t most = TANGENT_BYTES / (4 * LANES * stride * (1 + pd + pe));  // bands of a head
+    heads_at_once = most < 1 ? 1 : most < heads ? most : heads;
+    bands_at_once = most < heads_at_once ? 1 : most / heads_at_once < bands ? most / heads_at_once : bands;
+    kept = heads_at_once == heads && bands_at_once == bands;
+    Arena arena{base, 0};
+    const int64_t tangents = T ? heads_at_once * bands_at_once * LANES * stride : 0;
+    arena.take(k_tangent, tangents * pd, v_tangent, tangents * pe, log_mass, tangents, head, heads);
+    for (int i = 0; i < heads; i++) {
+      Head measured, &h = base ? head[i] : measured;
+      h.number = i;
+      arena.take(h.q_mean, R * pd, h.q_lanes, bands * pd * LANES, h.q_head, pd, h.q_spread, R);
+      arena.take(h.k_spread, T, h.cross, T * d * pe, h.radius, T, h.probe_token, P, h.exact_output, P * pe);
+    }
+    arena.take(scratches, threads);
+    for (int i = 0; i < threads; i++) {
+      Scratch measured, &s = base ? scratches[i] : measured;
+      const int64_t rows = group_slots > LANES ? group_slots : LANES, probe_rows = T ? LANES : 0;
+      const int64_t sums = probe_rows * L * pe, values = CHUNK * probe_rows * pe, padded = round_up(parts, WIDTH);
+      for (Lanes& l : s.lanes) {
+        arena.take(l.q, pd * LANES, l.deviation, T ? pd * LANES : 0, l.output, pe * LANES);
+        arena.take(l.maximum, LANES, l.sum, LANES, l.coarse_maximum, LANES, l.coarse_sum, LANES);
+      }
+      arena.take(s.scores, LANES * LANES, s.keys, LANES * pd, s.values, LANES * pe, s.differences, LANES * pe);
+      arena.take(s.rows, rows * (pd > pe ? pd : pe), s.cross, T ? GROUPS * d * pe : 0, s.loss, padded);
+      arena.take(s.mass, probe_rows * padded, s.level, probe_rows * parts, s.exact_sum, sums);
+      arena.take(s.tangent_sum, sums, s.term_sum, sums, s.value, values, s.first_order, values);
+      arena.take(s.totals, probe_rows * 3 * L, s.distances, rows);
+      s.largest[0] = s.largest[1] = Integers{};
+    }
+    bytes = arena.used;
+  }
+  Round round(int first, int band, int most) const {
+    const int h = heads - first < heads_at_once ? heads - first : heads_at_once;
+    return {first, h, band, bands - band < most ? bands - band : most};
+  }
+};
+
+// ---- Threads: those of torch, which wait for work already, or else new ones ----
+
+// Run item(scratch, i) for i from 0 to `count` - 1, divided among the threads.
+template <class Item>
+static void share_items(const Problem& c, int count, const Item& item) {
+  struct Share {
+    const Problem& c;
+    const Item& item;
+    int count;
+    std::atomic<int> next, workers;
+    static void run(void* argument) {
+      Share& share = *(Share*)argument;
+      Scratch& s = share.c.scratches[share.workers.fetch_add(1)];
+      for (int i; (i = share.next.fetch_add(1)) < share.count;) share.item(s, i);
+    }
+    static void* run_thread(void* argument) { return run(argument), nullptr; }
+  } share{c, item, count, {0}, {0}};
+  if (c.parallel && c.threads > 1) return c.parallel(Share::run, &share, c.threads, 0);
+  pthread_t threads[THREADS];
+  int started = 1;  // fewer if the system refuses
+  while (started < c.threads && started < count && !pthread_create(threads + started, nullptr, Share::run_thread, &share))
+    started++;
+  Share::run(&share);
+  for (int i = 1; i < started; i++) pthread_join(threads[i], nullptr);
+}
 
 // ---- Elements: half precision is widened when it is read and rounded when it is written ----
 
-static inline float as_float(uint32_t bits) {
-  float x;
-  memcpy(&x, &bits, 4);
-  return x;
-}
-static inline uint32_t as_bits(float x) {
-  uint32_t bits;
-  memcpy(&bits, &x, 4);
-  return bits;
-}
-static inline float widen_bfloat16(uint16_t x) { return as_float((uint32_t)x << 16); }
+static inline float as_float(uint32_t bits) { return read<float>(&bits); }
+static inline uint32_t as_bits(float x) { return read<uint32_t>(&x); }
 static inline float widen_float16(uint16_t x) {
   const uint32_t magnitude = x & 0x7fff, sign = (uint32_t)(x & 0x8000) << 16;
   const float finite = as_float(magnitude << 13) * 0x1p112f;  // subnormal numbers, too
@@ -82,200 +208,94 @@ static inline uint16_t to_float16(float x) {
   return sign | result;
 }
 
-static const char* token_address(const Call& c, const Tensor& x, int b, int head, int token) {
+static char* token_address(const Call& c, const Tensor& x, int b, int head, int token) {
   return x.data + (b * x.batch + head * x.head + token * x.token) * (c.dtype == 0 ? 4 : 2);
 }
 
-// Copy a token to `to` in float32, with zeros from `channels` to `padded`.
-static void read_token(const Call& c, const Tensor& x, int b, int head, int token, int channels,
-                       int padded, float* to) {
+// Copy a token to `to` in float32, with zeros from `channels` on to the next multiple of WIDTH.
+static void read_token(const Call& c, const Tensor& x, int b, int head, int token, int channels, float* to) {
   const char* from = token_address(c, x, b, head, token);
   const uint16_t* half = (const uint16_t*)from;
-  if (c.dtype == 0) {
-    int i = 0;
-    for (; i + WIDTH <= channels; i += WIDTH) store(to + i, load((const float*)from + i));
-    for (; i < channels; i++) to[i] = ((const float*)from)[i];
-  } else if (c.dtype == 1) for (int i = 0; i < channels; i++) to[i] = widen_bfloat16(half[i]);
-  else for (int i = 0; i < channels; i++) to[i] = widen_float16(half[i]);
-  for (int i = channels; i < padded; i++) to[i] = 0.0f;
+  for (int i = 0; c.dtype == 0 && i < channels; i++) to[i] = ((const float*)from)[i];
+  for (int i = 0; c.dtype == 1 && i < channels; i++) to[i] = as_float((uint32_t)half[i] << 16);
+  for (int i = 0; c.dtype == 2 && i < channels; i++) to[i] = widen_float16(half[i]);
+  for (int i = channels; i % WIDTH; i++) to[i] = 0.0f;
 }
-
+// The same without a copy where the tensor is in float32 itself.
+static const float* read_row(const Call& c, const Tensor& x, int b, int head, int token, int channels, float* to) {
+  if (c.dtype == 0) return (const float*)token_address(c, x, b, head, token);
+  return read_token(c, x, b, head, token, channels, to), to;
+}
 static void write_token(const Call& c, int b, int head, int token, const float* from) {
-  char* to = (char*)token_address(c, c.output, b, head, token);
+  char* to = token_address(c, c.output, b, head, token);
   uint16_t* half = (uint16_t*)to;
-  if (c.dtype == 0) memcpy(to, from, 4 * c.e);
-  else if (c.dtype == 1) for (int i = 0; i < c.e; i++) half[i] = to_bfloat16(from[i]);
-  else for (int i = 0; i < c.e; i++) half[i] = to_float16(from[i]);
+  for (int i = 0; c.dtype == 0 && i < c.e; i++) ((float*)to)[i] = from[i];
+  for (int i = 0; c.dtype == 1 && i < c.e; i++) half[i] = to_bfloat16(from[i]);
+  for (int i = 0; c.dtype == 2 && i < c.e; i++) half[i] = to_float16(from[i]);
 }
 
-// ---- Sums over the channels of one vector ----
+// ---- Sums over the channels of one vector, whose number is a multiple of WIDTH ----
 
-static inline float sum(Vector x) {
-  for (int half = WIDTH / 2; half > 0; half /= 2)
-    for (int i = 0; i < half; i++) x[i] += x[i + half];
-  return x[0];
-}
 static inline float dot(const float* x, const float* y, int n) {
   Vector total{};
   for (int i = 0; i < n; i += WIDTH) total += load(x + i) * load(y + i);
   return sum(total);
 }
-// Bits of the largest magnitude; those of NaN are above those of infinity, and these above all others.
-static inline uint32_t largest_bits(const float* x, int n) {
-  uint32_t largest = 0;
-  for (int i = 0; i < n; i++) {
-    const uint32_t bits = as_bits(x[i]) & 0x7fffffff;
-    largest = bits > largest ? bits : largest;
-  }
-  return largest;
-}
-// Power of two near the largest magnitude, by which numbers are divided before they are squared.
-static inline float magnitude(uint32_t largest) {
-  const uint32_t exponent = largest & 0x7f800000;
-  return as_float(exponent < 0x01000000 ? 0x01000000 : exponent > 0x7e000000 ? 0x7e000000 : exponent);
-}
-// x . y, of vectors that are divided by `unit` first.
-static inline double scaled_dot(const float* x, const float* y, int n, float unit) {
-  const Vector inverse = splat(1.0f / unit);
-  Vector total{};
-  for (int i = 0; i < n; i += WIDTH) total += (load(x + i) * inverse) * (load(y + i) * inverse);
-  return (double)sum(total) * unit * unit;
-}
 static void add_scaled(float* to, const float* x, float factor, int n) {
   const Vector weight = splat(factor);
   for (int i = 0; i < n; i += WIDTH) store(to + i, load(to + i) + weight * load(x + i));
 }
-
-// ---- Threads ----
-
-struct Team {
-  std::atomic<int> size{0}, next{0}, waiting{0}, phase{0};
-};
-
-// Wait for the other threads; the last one to arrive runs `last` first.
-template <class Last>
-static void meet(Team& team, const Last& last) {
-  const int phase = team.phase.load();
-  if (team.waiting.fetch_add(1) + 1 == team.size.load()) {
-    team.waiting = 0, team.next = 0;
-    last();
-    team.phase.fetch_add(1);
-    return;
-  }
-  for (int turn = 0; team.phase.load() == phase; turn++)
-    if (turn > 1000) sched_yield();
+// x . y in double precision, in which no product of two floats overflows or underflows.
+static inline double exact_dot(const float* x, const float* y, int n) {
+  const auto widen = [](const float* x) { return __builtin_convertvector(read<Half>(x), Doubles); };
+  Doubles total{};
+  for (int i = 0; i < n; i += WIDTH / 2) total += widen(x + i) * widen(y + i);
+  double result = 0.0;
+  for (int i = 0; i < WIDTH / 2; i++) result += total[i];
+  return result;
 }
-
-// Run `item` for 0 to `count` - 1, divided among the threads, then `last` once.
-template <class Item, class Last>
-static void share_items(Team& team, int count, const Item& item, const Last& last) {
-  for (int i; (i = team.next.fetch_add(1)) < count;) item(i);
-  meet(team, last);
+// Multiply rows of lanes by a factor for each lane.
+static void scale_lanes(float* x, int rows, int width, const float* factor) {
+  for (int i = 0; i < rows; i++)
+    for (int j = i * LANES; j < i * LANES + width; j += WIDTH) store(x + j, load(x + j) * load(factor + j % LANES));
 }
-template <class Item>
-static void share_items(Team& team, int count, const Item& item) {
-  share_items(team, count, item, [] {});
+// Keep the largest magnitudes of q (0) and k (1), from which the caller learns of NaN, infinity and overflow:
+// bits of NaN are above those of infinity.
+static void keep_largest(Scratch& s, int which, const float* x, int n) {
+  Integers& most = s.largest[which];
+  for (int i = 0; i < n; i += WIDTH) {
+    const Integers bits = read<Integers>(x + i) & 0x7fffffff;
+    most = bits > most ? bits : most;
+  }
 }
-
-template <class Body>
-struct Worker {
-  Team* team;
-  const Body* body;
-  int number;
-  static void* start(void* argument) {
-    const Worker& worker = *(Worker*)argument;
-    while (worker.team->size.load() == 0) sched_yield();
-    (*worker.body)(*worker.team, worker.number);
-    return nullptr;
-  }
-};
-
-// Run body(team, number) in so many threads; in fewer if the system refuses to start them.
-template <class Body>
-static void run_team(int threads, const Body& body) {
-  constexpr int MOST = 256;
-  Team team;
-  Worker<Body> workers[MOST];
-  pthread_t handles[MOST];
-  int started = 1;
-  for (; started < threads && started < MOST; started++) {
-    workers[started] = {&team, &body, started};
-    if (pthread_create(&handles[started], nullptr, Worker<Body>::start, &workers[started])) break;
-  }
-  team.size = started;
-  body(team, 0);
-  for (int i = 1; i < started; i++) pthread_join(handles[i], nullptr);
-}
-
-// ---- Memory: one block from the caller, divided twice: once to measure, once for use ----
-
-struct Arena {
-  char* base;
-  int64_t used;
-  template <class T>
-  T* take(int64_t count) {
-    T* result = base ? (T*)(base + used) : nullptr;
-    used += (count * (int64_t)sizeof(T) + 63) / 64 * 64;
-    return result;
-  }
-};
-
-// What one thread needs.
-struct Scratch {
-  float *q, *deviation;       // (d, LANES) queries and their differences from the mean, in lanes
-  float *scores, *output;     // (LANES, LANES), (e, LANES)
-  float *maximum, *sum;       // (LANES,) of the softmax
-  float *keys, *values;       // (LANES, padded d), (LANES, padded e)
-  float *rows;                // (most queries, padded channels)
-  float *differences;         // (LANES, padded e)
-  float *cross, *weights;     // (GROUPS, d, padded e), (GROUPS, padded tiles)
-  float *sums[3];             // (levels, padded e)
-  float *logits;              // (padded tiles or prefix)
-  int32_t *level;             // (tiles,)
-  double *distances;          // (group_slots,)
-
-  void divide(const Call& c, Arena& arena) {
-    const int d = round_up(c.d, WIDTH), e = round_up(c.e, WIDTH);
-    const int64_t most = c.group_slots > LANES ? c.group_slots : LANES;
-    q = arena.take<float>(d * LANES), deviation = arena.take<float>(d * LANES);
-    scores = arena.take<float>(LANES * LANES), output = arena.take<float>(e * LANES);
-    maximum = arena.take<float>(LANES), sum = arena.take<float>(LANES);
-    keys = arena.take<float>(LANES * d), values = arena.take<float>(LANES * e);
-    rows = arena.take<float>(most * (d > e ? d : e)), differences = arena.take<float>(LANES * e);
-    cross = arena.take<float>(c.tiles ? GROUPS * c.d * e : 0);
-    weights = arena.take<float>(GROUPS * round_up(c.tiles, WIDTH));
-    for (float*& x : sums) x = arena.take<float>(c.levels * e);
-    logits = arena.take<float>(round_up(c.tiles + c.prefix, WIDTH));
-    level = arena.take<int32_t>(c.tiles), distances = arena.take<double>(c.group_slots);
-  }
-};
 
 // ---- Exact attention of queries in lanes: an online softmax over blocks of keys ----
 
-// Write tokens of q, times the factor, into lanes; the lanes up to a multiple of WIDTH become 0.
-static void load_queries(const Call& c, Scratch& s, int b, int head, const int32_t* tokens, int count) {
-  const int d = round_up(c.d, WIDTH);
-  const Vector factor = splat(c.factor);
-  for (int i = 0; i < count; i++) {
-    float* row = s.rows + i * d;
-    read_token(c, c.q, b, head, tokens[i], c.d, d, row);
-    for (int j = 0; j < d; j += WIDTH) store(row + j, load(row + j) * factor);
+// Write at most LANES queries of a head, times the factor, into lanes, and start their softmax. The other
+// lanes up to a multiple of WIDTH become 0, as do queries with a negative number. The queries also stay in
+// `s.rows`.
+static void load_queries(const Problem& c, Scratch& s, const Head& h, Lanes& l, const int32_t* tokens, int count) {
+  l.count = count < LANES ? count : LANES, l.width = round_up(l.count, WIDTH), l.tokens = tokens;
+  for (int i = 0; i < l.count; i++) {
+    float* row = s.rows + i * c.pd;
+    if (tokens[i] < 0) memset(row, 0, 4 * c.pd);
+    else read_token(c, c.q, h.batch, h.number, tokens[i], c.d, row);
   }
-  transpose(Strided{s.rows, d}, count, d, s.q, LANES);
+  keep_largest(s, 0, s.rows, l.count * c.pd);
+  for (int j = 0; j < l.count * c.pd; j += WIDTH) store(s.rows + j, load(s.rows + j) * splat(c.factor));
+  transpose(Strided{s.rows, c.pd}, l.count, c.pd, l.q, LANES);
+  for (int i = 0; i < LANES; i++) l.maximum[i] = -INFINITY, l.sum[i] = 0.0f;
+  memset(l.output, 0, 4 * LANES * c.e);
 }
 
-static void start_softmax(const Call& c, Scratch& s, int lanes) {
-  for (int i = 0; i < lanes; i++) s.maximum[i] = -INFINITY, s.sum[i] = 0.0f;
-  for (int i = 0; i < c.e; i++) memset(s.output + i * LANES, 0, 4 * lanes);
-}
-
-// Include `count` rows of scores, plus a bias for each, in VECTORS vectors of lanes of the softmax.
-// Returns the factor by which earlier weights are multiplied in `rescale`.
+// Include `count` rows of scores, plus a bias for each, in VECTORS vectors of lanes of the softmax: scores
+// become weights. Returns true if the maximum moved; `rescale` has the factors of earlier weights.
 template <int VECTORS>
-static inline void softmax_lanes(Scratch& s, int lane, int count, const float* bias, float* rescale) {
+static inline bool softmax_lanes(Scratch& s, Lanes& l, int lane, int count, const float* bias, float* rescale) {
   Vector maximum[VECTORS], old[VECTORS], total[VECTORS];
+  Integers moved{};
   float* scores = s.scores + lane;
-  for (int j = 0; j < VECTORS; j++) maximum[j] = old[j] = load(s.maximum + lane + j * WIDTH);
+  for (int j = 0; j < VECTORS; j++) maximum[j] = old[j] = load(l.maximum + lane + j * WIDTH);
   for (int i = 0; i < count; i++)
     for (int j = 0; j < VECTORS; j++) {
       Vector x = load(scores + i * LANES + j * WIDTH);
@@ -285,7 +305,9 @@ static inline void softmax_lanes(Scratch& s, int lane, int count, const float* b
   for (int j = 0; j < VECTORS; j++) {
     const Vector factor = exponential(old[j] - maximum[j]);
     store(rescale + lane + j * WIDTH, factor);
-    total[j] = load(s.sum + lane + j * WIDTH) * factor;
+    moved |= maximum[j] != old[j];
+    total[j] = Vector{};
+    store(l.sum + lane + j * WIDTH, load(l.sum + lane + j * WIDTH) * factor);
   }
   for (int i = 0; i < count; i++)
     for (int j = 0; j < VECTORS; j++) {
@@ -294,863 +316,557 @@ static inline void softmax_lanes(Scratch& s, int lane, int count, const float* b
       total[j] += p;
     }
   for (int j = 0; j < VECTORS; j++) {
-    store(s.maximum + lane + j * WIDTH, maximum[j]);
-    store(s.sum + lane + j * WIDTH, total[j]);
+    store(l.maximum + lane + j * WIDTH, maximum[j]);
+    store(l.sum + lane + j * WIDTH, load(l.sum + lane + j * WIDTH) + total[j]);
   }
+  bool any = false;
+  for (int i = 0; i < WIDTH; i++) any |= moved[i] != 0;
+  return any;
 }
 
-// Attend to `count` keys and values, at most LANES, with the queries in lanes.
-template <class Keys, class Values>
-static void attend(const Call& c, Scratch& s, const float* queries, int lanes, int count,
-                   const Keys& keys, const Values& values, const float* bias = nullptr) {
-  alignas(64) float rescale[LANES];
-  product<false>(keys, Strided{queries, LANES}, count, c.d, lanes, s.scores, LANES);
-  int lane = 0;
-  for (; lane + 4 * WIDTH <= lanes; lane += 4 * WIDTH) softmax_lanes<4>(s, lane, count, bias, rescale);
-  for (; lane < lanes; lane += WIDTH) softmax_lanes<1>(s, lane, count, bias, rescale);
+static bool softmax(Scratch& s, Lanes& l, int count, const float* bias, float* rescale) {
   bool moved = false;
-  for (int i = 0; i < lanes; i++) moved |= rescale[i] != 1.0f;
-  if (moved)
-    for (int i = 0; i < c.e; i++)
-      for (int j = 0; j < lanes; j += WIDTH) {
-        float* x = s.output + i * LANES + j;
-        store(x, load(x) * load(rescale + j));
-      }
-  product<true>(values, Strided{s.scores, LANES}, c.e, count, lanes, s.output, LANES, true);
+  int lane = 0;
+  for (; lane + 4 * WIDTH <= l.width; lane += 4 * WIDTH) moved |= softmax_lanes<4>(s, l, lane, count, bias, rescale);
+  for (; lane < l.width; lane += WIDTH) moved |= softmax_lanes<1>(s, l, lane, count, bias, rescale);
+  return moved;
 }
 
-// Attend to the keys and values of some tokens, at most LANES.
-static void attend_tokens(const Call& c, Scratch& s, int b, int head, const int32_t* tokens, int count,
-                          int lanes) {
-  const int key_head = head / c.share, d = round_up(c.d, WIDTH), e = round_up(c.e, WIDTH);
+// Attend to `count` keys and values, at most LANES, with q, or its difference from the mean, in lanes.
+static void attend(const Problem& c, Scratch& s, Lanes& l, const float* q, int count, const float* const* keys,
+                   const float* const* values, const float* bias = nullptr) {
+  alignas(64) float rescale[LANES];
+  product<false>(keys, Strided{q, LANES}, count, c.d, l.width, s.scores, LANES);
+  if (softmax(s, l, count, bias, rescale)) scale_lanes(l.output, c.e, l.width, rescale);
+  product<true>(values, Strided{s.scores, LANES}, c.e, count, l.width, l.output, LANES, true);
+}
+
+// Attend to the keys and values of some tokens, at most LANES, with all queries in the first blocks of lanes.
+static void attend_tokens(const Problem& c, Scratch& s, const Head& h, const int32_t* tokens, int count, int blocks) {
   const float *keys[LANES], *values[LANES];
   for (int i = 0; i < count; i++) {
-    if (c.dtype == 0) {
-      keys[i] = (const float*)token_address(c, c.k, b, key_head, tokens[i]);
-      values[i] = (const float*)token_address(c, c.v, b, key_head, tokens[i]);
-    } else {
-      read_token(c, c.k, b, key_head, tokens[i], c.d, d, s.keys + i * d);
-      read_token(c, c.v, b, key_head, tokens[i], c.e, e, s.values + i * e);
-      keys[i] = s.keys + i * d, values[i] = s.values + i * e;
-    }
+    keys[i] = read_row(c, c.k, h.batch, h.number / c.share, tokens[i], c.d, s.keys + i * c.pd);
+    values[i] = read_row(c, c.v, h.batch, h.number / c.share, tokens[i], c.e, s.values + i * c.pe);
   }
-  attend(c, s, s.q, lanes, count, keys, values);
+  for (int j = 0; j < blocks; j++) attend(c, s, s.lanes[j], s.lanes[j].q, count, keys, values);
 }
 
 // Write the outputs in lanes to their tokens, divided by the sums of the weights.
-static void write_lanes(const Call& c, Scratch& s, int b, int head, const int32_t* tokens, int count) {
-  const int e = round_up(c.e, WIDTH), lanes = round_up(count, WIDTH);
-  for (int i = 0; i < c.e; i++)
-    for (int j = 0; j < lanes; j += WIDTH) {
-      float* x = s.output + i * LANES + j;
-      store(x, load(x) / load(s.sum + j));
-    }
-  transpose(Strided{s.output, LANES}, c.e, lanes, s.rows, e);
-  for (int i = 0; i < count; i++) write_token(c, b, head, tokens[i], s.rows + i * e);
+static void write_outputs(const Problem& c, Scratch& s, const Head& h, Lanes& l) {
+  for (int i = 0; i < l.width; i++) l.sum[i] = 1.0f / l.sum[i];
+  scale_lanes(l.output, c.e, l.width, l.sum);
+  transpose(Strided{l.output, LANES}, c.e, l.width, s.rows, c.pe);
+  for (int i = 0; i < l.count; i++) write_token(c, h.batch, h.number, l.tokens[i], s.rows + i * c.pe);
 }
 
-// Exact attention of at most LANES queries to all keys that exist.
-static void attend_exactly(const Call& c, Scratch& s, int b, int head, const int32_t* tokens, int count,
-                           const int32_t* keys, int key_count) {
-  const int lanes = round_up(count, WIDTH);
-  load_queries(c, s, b, head, tokens, count);
-  start_softmax(c, s, lanes);
-  for (int i = 0; i < key_count; i += LANES)
-    attend_tokens(c, s, b, head, keys + i, key_count - i < LANES ? key_count - i : LANES, lanes);
-  write_lanes(c, s, b, head, tokens, count);
+// Exact attention, to all keys that exist, of the queries in the first blocks of lanes.
+static void attend_exactly(const Problem& c, Scratch& s, const Head& h, int blocks) {
+  const int keys = *c.key_count;
+  for (int i = 0; i < keys; i += LANES)
+    attend_tokens(c, s, h, c.key_tokens + i, keys - i < LANES ? keys - i : LANES, blocks);
+  for (int j = 0; j < blocks; j++) write_outputs(c, s, h, s.lanes[j]);
 }
 
-static bool key_exists(const Call& c, int b, int token) {
-  return !c.valid || token < c.prefix || c.valid[b * c.mask_stride + token - c.prefix];
-}
-static bool query_exists(const Call& c, int b, int token) {
-  return !c.queries_masked || key_exists(c, b, token);
+// Turn to an image.
+static void select_image(Problem& c, const Call& call, int b) {
+  const int64_t i = c.images > 1 ? b : 0;
+  c.key_tokens = call.key_tokens + i * c.keys, c.key_count = call.key_count + i;
+  c.query_tokens = call.query_tokens + i * c.queries, c.query_count = call.query_count + i;
+  c.part_tokens = call.part_tokens + i * c.parts * LANES, c.part_count = call.part_count + i * c.parts;
+  c.member_tokens = call.member_tokens + i * c.groups * c.group_slots, c.members = call.members + i * c.groups;
+  for (int h = 0; h < c.heads; h++) c.head[h].batch = b;
+  c.tiles_present = 0;
+  for (int t = 0; t < c.tiles; t++) c.tiles_present += c.part_count[t] > 0;
 }
 
-// Keep the largest magnitudes of q and k, from which the caller learns of NaN, infinity and overflow.
-static void keep_largest(const uint32_t* largest, uint32_t bits) {
-  uint32_t* kept = (uint32_t*)largest;
-  uint32_t known = __atomic_load_n(kept, __ATOMIC_RELAXED);
-  while (bits > known && !__atomic_compare_exchange_n(kept, &known, bits, true, __ATOMIC_RELAXED,
-                                                      __ATOMIC_RELAXED)) {
-  }
-}
-static void measure_tokens(const Call& c, Scratch& s, const Tensor& x, int b, int head,
-                           const int32_t* tokens, int count, const uint32_t* kept) {
-  uint32_t largest = 0;
+// ---- Tiles: steps 1 to 3 ----
+
+// Step 5: the probes of a group, whose squared distances from the mean become their probabilities.
+static void draw_probes(const Problem& c, const Head& h, double* squares, double largest, int position) {
+  const int count = c.members[position];
+  double total = 0.0;
   for (int i = 0; i < count; i++) {
-    read_token(c, x, b, head, tokens[i], c.d, c.d, s.rows);
-    const uint32_t bits = largest_bits(s.rows, c.d);
-    largest = bits > largest ? bits : largest;
+    squares[i] = largest > 0.0 ? squares[i] / largest : 0.0;
+    total += squares[i] *= squares[i];
   }
-  keep_largest(kept, largest);
-}
-
-// The tokens of one image that exist.
-struct Tokens {
-  int32_t *keys, *queries;  // (keys,), (queries,)
-  int key_count, query_count;
-
-  void divide(const Call& c, Arena& arena) {
-    keys = arena.take<int32_t>(c.keys), queries = arena.take<int32_t>(c.queries);
+  const double uniform = (total > 0.0 ? c.uniform_share : 1.0) / count;
+  const double rest = total > 0.0 ? (1.0 - c.uniform_share) / total : 0.0;
+  for (int i = 0; i < count; i++) squares[i] = uniform + rest * squares[i];
+  for (int j = 0; j < c.group_probes; j++) {
+    const int probe = position * c.group_probes + j;
+    int chosen = 0;
+    double below = count ? squares[0] : 0.0;
+    while (chosen + 1 < count && below <= c.quantiles[h.number * c.P + probe]) below += squares[++chosen];
+    h.probe_token[probe] = count ? c.member_tokens[position * c.group_slots + chosen] : -1;
+    c.weight[h.number * c.P + probe] = count ? 1.0 / (squares[chosen] * c.group_probes) : 0.0;
   }
-  void find(const Call& c, int b) {
-    key_count = query_count = 0;
-    for (int i = 0; i < c.keys; i++)
-      if (key_exists(c, b, i)) keys[key_count++] = i;
-    for (int i = 0; i < c.queries; i++)
-      if (query_exists(c, b, i)) queries[query_count++] = i;
-  }
-};
-
-static void clear_missing_queries(const Call& c, Scratch& s, int b, int head) {
-  memset(s.rows, 0, 4 * c.e);
-  for (int i = 0; i < c.queries; i++)
-    if (!query_exists(c, b, i)) write_token(c, b, head, i, s.rows);
-}
-
-// ---- Tiles ----
-
-// Arrays of one image. R groups, in the order of their positions; T tiles; P probes of a head, those of a
-// group one after the other; d and e padded.
-struct Image {
-  int d, e, probes, bands;
-  int64_t stride;  // T', tiles of a row: one more than T, as rows at multiples of 4 KiB share cache lines
-  int64_t round_heads, round_units, kept_units;
-  Tokens tokens;
-  int32_t *tile_tokens, *tile_count, *group_tokens, *group_count;  // (T, slots), (T,), (R, slots), (R,)
-  int tiles_present;
-  // Steps 1 and 2.
-  float *q_mean, *q_lanes, *q_head;  // (H, R, d), (H, bands, d, LANES), (H, d)
-  double *q_spread, *k_spread;       // rho (H, R), kappa (H, T)
-  float *cross, *radius, *diameter;  // (H, T, true d, e), (H, T), (H,)
-  // Step 3, for the groups of some bands of heads, which are called units.
-  float *k_tangent, *v_tangent, *log_mass;  // (units, LANES, T', d), (.., e) and without
-  // Step 5.
-  int32_t* probe_token;                        // (H, P), -1 for a group without queries
-  double* probe_weight;                        // (H, P)
-  float *probe_lanes, *probe_rows;             // (H, blocks of LANES probes, d, LANES), (H, P, d)
-  float *probe_mass, *probe_value, *first_order;  // (heads of a round, P, T'), (.., P, T', e) twice
-  float* exact_output;                         // (H, P, e)
-  double *error, *product, *correction, *share, *norm, *head_share;  // (H, P, levels), (H, P), (H,)
-  double* level_sums;                          // (H, 4, levels)
-  double *threshold, *shrinkage;               // (2,), (H, 2)
-
-  int64_t blocks() const { return (probes + LANES - 1) / LANES; }
-
-  void divide(const Call& c, Arena& arena) {
-    const int64_t H = c.heads, R = c.groups, T = c.tiles, L = c.levels;
-    d = round_up(c.d, WIDTH), e = round_up(c.e, WIDTH), stride = T + 1;
-    probes = c.probe_groups * c.group_probes, bands = (R + LANES - 1) / LANES;
-    tokens.divide(c, arena);
-    tile_tokens = arena.take<int32_t>(T * c.tile_slots), tile_count = arena.take<int32_t>(T);
-    group_tokens = arena.take<int32_t>(R * c.group_slots), group_count = arena.take<int32_t>(R);
-    q_mean = arena.take<float>(H * R * d), q_lanes = arena.take<float>(H * bands * d * LANES);
-    q_head = arena.take<float>(H * d);
-    q_spread = arena.take<double>(H * R), k_spread = arena.take<double>(H * T);
-    cross = arena.take<float>(H * T * c.d * e);
-    radius = arena.take<float>(H * T), diameter = arena.take<float>(H);
-    probe_token = arena.take<int32_t>(H * probes), probe_weight = arena.take<double>(H * probes);
-    probe_lanes = arena.take<float>(H * blocks() * d * LANES);
-    probe_rows = arena.take<float>(H * probes * d), exact_output = arena.take<float>(H * probes * e);
-    error = arena.take<double>(H * probes * L), product = arena.take<double>(H * probes * L);
-    correction = arena.take<double>(H * probes * L), share = arena.take<double>(H * probes * L);
-    norm = arena.take<double>(H * probes), head_share = arena.take<double>(H);
-    level_sums = arena.take<double>(H * 4 * L);
-    threshold = arena.take<double>(2), shrinkage = arena.take<double>(2 * H);
-    const int64_t probe_bytes = 4 * probes * stride * (1 + 2 * e) + 1;
-    const int64_t unit_bytes = 4 * LANES * stride * (1 + d + e);
-    round_heads = ROUND_BYTES / probe_bytes < 1 ? 1 : ROUND_BYTES / probe_bytes;
-    round_heads = round_heads < H ? round_heads : H;
-    round_units = ROUND_BYTES / unit_bytes < 1 ? 1 : ROUND_BYTES / unit_bytes;
-    round_units = round_units < H * bands ? round_units : H * bands;
-    kept_units = H * unit_bytes <= KEPT_BYTES ? H : 0;
-    round_units = round_units > round_heads ? round_units : round_heads;
-    probe_mass = arena.take<float>(round_heads * probes * stride);
-    probe_value = arena.take<float>(round_heads * probes * stride * e);
-    first_order = arena.take<float>(round_heads * probes * stride * e);
-    const int64_t units = kept_units + (bands > 1 || !kept_units ? round_units : 0);
-    k_tangent = arena.take<float>(units * LANES * stride * d);
-    v_tangent = arena.take<float>(units * LANES * stride * e);
-    log_mass = arena.take<float>(units * LANES * stride);
-  }
-};
-
-// Tokens that exist in each tile or group, first; returns how many tiles or groups have one.
-template <class Exists>
-static int compact(const int32_t* from, int count, int slots, int first, const Exists& exists,
-                   int32_t* to, int32_t* sizes) {
-  int present = 0;
-  for (int i = 0; i < count; i++) {
-    sizes[i] = 0;
-    for (int j = 0; j < slots; j++) {
-      const int token = from[i * slots + j] + first;
-      if (token >= first && exists(token)) to[i * slots + sizes[i]++] = token;
-    }
-    present += sizes[i] > 0;
-  }
-  return present;
-}
-
-static void find_tokens(const Call& c, Image& image, int b) {
-  image.tokens.find(c, b);
-  image.tiles_present =
-      compact(c.tile_tokens, c.tiles, c.tile_slots, c.prefix,
-              [&](int token) { return key_exists(c, b, token); }, image.tile_tokens, image.tile_count);
-  for (int r = 0; r < c.groups; r++)
-    compact(c.group_tokens + c.group_order[r] * c.group_slots, 1, c.group_slots, c.query_prefix,
-            [&](int token) { return query_exists(c, b, token); },
-            image.group_tokens + r * c.group_slots, image.group_count + r);
-  memset(image.probe_lanes, 0, 4 * c.heads * image.blocks() * image.d * LANES);
-}
-
-// Step 5, one draw: the probe number `draw` of a group, whose queries are in `s.rows`.
-static void draw_probe(const Call& c, const Image& image, Scratch& s, int head, int position, int draw) {
-  const int d = image.d, index = position * c.group_probes + draw;
-  const int64_t probe = (int64_t)head * image.probes + index;
-  const int count = image.group_count[position];
-  float *row = image.probe_rows + probe * d;
-  image.probe_token[probe] = -1, image.probe_weight[probe] = 0.0;
-  memset(row, 0, 4 * d);
-  if (count == 0) return;
-  double largest = 0.0, total = 0.0, below = 0.0;
-  for (int i = 0; i < count; i++) largest = s.distances[i] > largest ? s.distances[i] : largest;
-  for (int i = 0; i < count && largest > 0.0; i++)
-    total += s.distances[i] / largest * (s.distances[i] / largest);
-  int chosen = 0;
-  double p = 0.0;
-  for (int i = 0; i < count; i++) {
-    const double relative = largest > 0.0 ? s.distances[i] / largest : 0.0;
-    p = 1.0 / count;
-    if (total > 0.0) p = c.uniform_share * p + (1.0 - c.uniform_share) * relative * relative / total;
-    chosen = i, below += p;
-    if (below > c.quantiles[probe]) break;
-  }
-  image.probe_token[probe] = image.group_tokens[position * c.group_slots + chosen];
-  image.probe_weight[probe] = 1.0 / (p * c.group_probes);
-  const float *q = s.rows + chosen * d, *mean = image.q_mean + ((int64_t)head * c.groups + position) * d;
-  float* lanes = image.probe_lanes + ((head * image.blocks() + index / LANES) * d) * LANES + index % LANES;
-  for (int i = 0; i < d; i++) row[i] = q[i] - mean[i], lanes[i * LANES] = q[i];
 }
 
 // Step 1: the mean query of a group, rho, and the probes. Queries are times scale / tau throughout.
-static void summarise_group(const Call& c, const Image& image, Scratch& s, int b, int head, int position) {
-  const int d = image.d, count = image.group_count[position];
-  const int32_t* tokens = image.group_tokens + position * c.group_slots;
-  float* mean = image.q_mean + ((int64_t)head * c.groups + position) * d;
+static void summarise_group(const Problem& c, Scratch& s, const Head& h, int position) {
+  const int d = c.pd, count = c.members[position];
+  const int32_t* tokens = c.member_tokens + position * c.group_slots;
+  float* mean = h.q_mean + position * d;
   memset(mean, 0, 4 * d);
-  uint32_t largest = 0;
   for (int i = 0; i < count; i++) {
     float* row = s.rows + i * d;
-    read_token(c, c.q, b, head, tokens[i], c.d, d, row);
-    const uint32_t bits = largest_bits(row, d);
-    largest = bits > largest ? bits : largest;
+    read_token(c, c.q, h.batch, h.number, tokens[i], c.d, row);
     for (int j = 0; j < d; j += WIDTH) store(row + j, load(row + j) * splat(c.factor));
     add_scaled(mean, row, 1.0f, d);
   }
-  keep_largest(c.largest, largest);
   for (int j = 0; j < d; j++) mean[j] /= count > 1 ? count : 1;
-  const float unit = magnitude(as_bits((float)(fabs(c.factor) * as_float(largest))));
   double total = 0.0, most = 0.0;
   for (int i = 0; i < count; i++) {
-    for (int j = 0; j < d; j += WIDTH)
-      store(s.keys + j, load(s.rows + i * d + j) - load(mean + j));
-    s.distances[i] = scaled_dot(s.keys, s.keys, d, unit);
-    total += s.distances[i];
-    most = s.distances[i] > most ? s.distances[i] : most;
+    add_scaled(s.rows + i * d, mean, -1.0f, d);
+    s.distances[i] = exact_dot(s.rows + i * d, s.rows + i * d, d);
+    total += s.distances[i], most = s.distances[i] > most ? s.distances[i] : most;
   }
-  image.q_spread[(int64_t)head * c.groups + position] = count ? sqrt(total / count) * sqrt(most) : 0.0;
-  float* lanes = image.q_lanes + ((head * image.bands + position / LANES) * (int64_t)d) * LANES;
+  h.q_spread[position] = count ? sqrt(total / count) * sqrt(most) : 0.0;
+  float* lanes = h.q_lanes + position / LANES * d * LANES;
   for (int j = 0; j < d; j++) lanes[j * LANES + position % LANES] = mean[j];
-  if (position < c.probe_groups)
-    for (int j = 0; j < c.group_probes; j++) draw_probe(c, image, s, head, position, j);
+  if (position < c.probe_groups) draw_probes(c, h, s.distances, most, position);
 }
 
 // Step 1: qhat, the mean of the queries of the first LANES groups.
-static void summarise_head(const Call& c, const Image& image, int head) {
-  float* q_head = image.q_head + head * image.d;
-  memset(q_head, 0, 4 * image.d);
+static void summarise_head(const Problem& c, const Head& h) {
+  memset(h.q_head, 0, 4 * c.pd);
   int count = 0;
   for (int r = 0; r < c.groups && r < LANES; r++) {
-    add_scaled(q_head, image.q_mean + ((int64_t)head * c.groups + r) * image.d, image.group_count[r],
-               image.d);
-    count += image.group_count[r];
+    add_scaled(h.q_head, h.q_mean + r * c.pd, c.members[r], c.pd);
+    count += c.members[r];
   }
-  for (int j = 0; j < image.d; j++) q_head[j] /= count > 1 ? count : 1;
+  for (int j = 0; j < c.pd; j++) h.q_head[j] /= count > 1 ? count : 1;
 }
 
-// Copy the keys and values of a tile to `s.keys` and `s.values`.
-static void read_tile(const Call& c, const Image& image, Scratch& s, int b, int head, int tile) {
-  const int32_t* tokens = image.tile_tokens + tile * c.tile_slots;
-  for (int i = 0; i < image.tile_count[tile]; i++) {
-    read_token(c, c.k, b, head / c.share, tokens[i], c.d, image.d, s.keys + i * image.d);
-    read_token(c, c.v, b, head / c.share, tokens[i], c.e, image.e, s.values + i * image.e);
+// Copy the keys and values of a part to `s.keys` and `s.values`; returns their number.
+static int read_part(const Problem& c, Scratch& s, const Head& h, int part) {
+  for (int i = 0; i < c.part_count[part]; i++) {
+    const int token = c.part_tokens[part * LANES + i];
+    read_token(c, c.k, h.batch, h.number / c.share, token, c.d, s.keys + i * c.pd);
+    read_token(c, c.v, h.batch, h.number / c.share, token, c.e, s.values + i * c.pe);
   }
+  return c.part_count[part];
 }
 
-// Subtract a weighted mean from rows; returns the largest and the mean square of what is left.
-static void subtract_mean(const float* x, const float* weights, int count, int n, float* to,
-                          double* largest, double* mean) {
-  alignas(64) float center[256 + WIDTH];
-  memset(center, 0, 4 * n);
-  for (int i = 0; i < count; i++) add_scaled(center, x + i * n, weights[i], n);
+// Subtract the mean of rows with weights p from them.
+static void subtract_mean(const float* x, const float* p, int count, int n, float* to) {
+  alignas(64) float center[256 + WIDTH] = {};
+  for (int i = 0; i < count; i++) add_scaled(center, x + i * n, p[i], n);
   for (int i = 0; i < count; i++)
     for (int j = 0; j < n; j += WIDTH) store(to + i * n + j, load(x + i * n + j) - load(center + j));
-  const float unit = magnitude(largest_bits(to, count * n));
-  *largest = *mean = 0.0;
-  for (int i = 0; i < count; i++) {
-    const double square = scaled_dot(to + i * n, to + i * n, n, unit);
-    *mean += square / count;
-    *largest = square > *largest ? square : *largest;
-  }
 }
 
 // Step 2: the covariance of keys and values under qhat, kappa, and the largest distance of a value.
-static void summarise_tile(const Call& c, const Image& image, Scratch& s, int head, int tile) {
-  const int count = image.tile_count[tile], d = image.d, e = image.e;
-  const int64_t index = (int64_t)head * c.tiles + tile;
-  float* cross = image.cross + index * c.d * e;
-  image.k_spread[index] = image.radius[index] = 0.0;
-  if (count == 0) {
-    memset(cross, 0, 4 * c.d * e);
-    return;
-  }
-  keep_largest(c.largest + 1, largest_bits(s.keys, count * d));
+static void summarise_tile(const Problem& c, Scratch& s, const Head& h, int tile) {
+  const int count = c.part_count[tile], d = c.pd, e = c.pe;
+  float* cross = h.cross + tile * c.d * e;
   alignas(64) float p[LANES];
   float largest = -INFINITY, total = 0.0f;
   for (int i = 0; i < LANES; i++) {
-    p[i] = i < count ? dot(image.q_head + head * d, s.keys + i * d, d) : -INFINITY;
+    p[i] = i < count ? dot(h.q_head, s.keys + i * d, d) : -INFINITY;
     largest = p[i] > largest ? p[i] : largest;
   }
-  for (int i = 0; i < LANES; i += WIDTH) store(p + i, exponential(load(p + i) - splat(largest)));
+  for (int i = 0; i < LANES && count; i += WIDTH) store(p + i, exponential(load(p + i) - splat(largest)));
   for (int i = 0; i < count; i++) total += p[i];
   for (int i = 0; i < count; i++) p[i] /= total;
-  double most, unused;
-  subtract_mean(s.values, p, count, e, s.differences, &most, &unused);
-  image.radius[index] = sqrt(most);
-  subtract_mean(s.keys, p, count, d, s.rows, &unused, image.k_spread + index);
+  subtract_mean(s.values, p, count, e, s.differences);
+  subtract_mean(s.keys, p, count, d, s.rows);
+  h.k_spread[tile] = exact_dot(s.rows, s.rows, count * d) / (count > 1 ? count : 1);
+  double most = 0.0;
+  for (int i = 0; i < count; i++) most = fmax(most, exact_dot(s.differences + i * e, s.differences + i * e, e));
+  h.radius[tile] = sqrt(most);
   for (int i = 0; i < count; i++)
-    for (int j = 0; j < d; j += WIDTH)
-      store(s.rows + i * d + j, load(s.rows + i * d + j) * splat(p[i]));
+    for (int j = 0; j < d; j += WIDTH) store(s.rows + i * d + j, load(s.rows + i * d + j) * splat(p[i]));
   product<true>(Strided{s.rows, d}, Strided{s.differences, e}, c.d, count, e, cross, e);
 }
 
-// Steps 3 and 5: what queries in lanes see in the tile in `s.keys`. Their softmax over the tile is left in
-// `s.scores`; the logarithm of their sums of exponentials goes to log_mass[lane * stride].
-static void see_tile(const Call& c, const Image& image, Scratch& s, const float* queries, int members,
-                     int count, float* log_mass, int64_t stride) {
-  const int lanes = round_up(members, WIDTH);
-  product<false>(Strided{s.keys, image.d}, Strided{queries, LANES}, count, c.d, lanes, s.scores, LANES);
-  for (int i = 0; i < lanes; i++) s.maximum[i] = -INFINITY, s.sum[i] = 0.0f;
-  alignas(64) float rescale[LANES];
-  int lane = 0;
-  for (; lane + 4 * WIDTH <= lanes; lane += 4 * WIDTH) softmax_lanes<4>(s, lane, count, nullptr, rescale);
-  for (; lane < lanes; lane += WIDTH) softmax_lanes<1>(s, lane, count, nullptr, rescale);
-  for (int j = 0; j < lanes; j += WIDTH) {
-    const Vector inverse = splat(1.0f) / load(s.sum + j);
-    for (int i = 0; i < count; i++) {
-      float* x = s.scores + i * LANES + j;
-      store(x, load(x) * inverse);
-    }
-    store(s.maximum + j, load(s.maximum + j) + logarithm(load(s.sum + j)));
-  }
-  for (int i = 0; i < members; i++) log_mass[i * stride] = s.maximum[i];
+// Steps 3 and 5: what queries in lanes see in the part in `s.keys`: their softmax over it is left in
+// `s.scores`, and the logarithm of their sums of exponentials in `l.maximum`.
+static void see_part(const Problem& c, Scratch& s, Lanes& l, const float* queries, int count) {
+  alignas(64) float unused[LANES];
+  product<false>(Strided{s.keys, c.pd}, Strided{queries, LANES}, count, c.d, l.width, s.scores, LANES);
+  for (int i = 0; i < l.width; i++) l.maximum[i] = -INFINITY, l.sum[i] = 0.0f;
+  softmax(s, l, count, nullptr, unused);
+  for (int i = 0; i < l.width; i++) l.maximum[i] += logf(l.sum[i]), l.sum[i] = 1.0f / l.sum[i];
+  scale_lanes(s.scores, count, l.width, l.sum);
 }
 
-// Step 3: the tangents of a tile for the groups of a band of a head, at `unit` of the arrays.
-static void represent_tile(const Call& c, const Image& image, Scratch& s, int head, int band, int tile,
-                           int64_t unit) {
-  const int64_t T = image.stride, first = unit * LANES * T + tile;
-  const int count = image.tile_count[tile], groups = c.groups - band * LANES;
-  const int members = groups < LANES ? groups : LANES;
-  if (count == 0) {
-    for (int i = 0; i < members; i++) image.log_mass[first + i * T] = -INFINITY;
-    return;
-  }
-  const float* q = image.q_lanes + ((head * image.bands + band) * (int64_t)image.d) * LANES;
-  see_tile(c, image, s, q, members, count, image.log_mass + first, T);
+// Where the tangents of a group are.
+static int64_t tangent_row(const Problem& c, const Head& h, int position) {
+  return (h.first_row + position) * c.stride;
+}
+
+// Step 3: the tangents of a part for a band of groups of a head.
+static void represent_part(const Problem& c, Scratch& s, const Head& h, int band, int part) {
+  Lanes& l = s.lanes[0];
+  const int64_t first = tangent_row(c, h, band * LANES) + part;
+  const int count = c.part_count[part], groups = c.groups - band * LANES;
+  l.count = groups < LANES ? groups : LANES, l.width = round_up(l.count, WIDTH);
+  if (count) see_part(c, s, l, h.q_lanes + band * c.pd * LANES, count);
+  for (int i = 0; i < l.count; i++) c.log_mass[first + i * c.stride] = count ? l.maximum[i] : -INFINITY;
+  if (!count || part >= c.tiles) return;
   const Strided p{s.scores, LANES};
-  product<true>(p, Strided{s.keys, image.d}, members, count, image.d, image.k_tangent + first * image.d,
-                T * image.d);
-  product<true>(p, Strided{s.values, image.e}, members, count, image.e,
-                image.v_tangent + first * image.e, T * image.e);
+  product<true>(p, Strided{s.keys, c.pd}, l.count, count, c.pd, c.k_tangent + first * c.pd, c.stride * c.pd);
+  product<true>(p, Strided{s.values, c.pe}, l.count, count, c.pe, c.v_tangent + first * c.pe, c.stride * c.pe);
 }
 
-// Step 5: what the probes of a head see in a tile: mass, mean value, and their first-order term.
-static void probe_tile(const Call& c, const Image& image, Scratch& s, int head, int tile, int64_t unit) {
-  const int64_t T = image.stride, first = unit * image.probes * T + tile;
-  const int count = image.tile_count[tile], d = image.d, e = image.e;
-  if (count == 0) return;
-  for (int block = 0; block < image.blocks(); block++) {
-    const int start = block * LANES, rest = image.probes - start, members = rest < LANES ? rest : LANES;
-    const float* q = image.probe_lanes + ((head * image.blocks() + block) * d) * LANES;
-    see_tile(c, image, s, q, members, count, image.probe_mass + first + start * T, T);
-    product<true>(Strided{s.scores, LANES}, Strided{s.values, e}, members, count, e,
-                  image.probe_value + (first + start * T) * e, T * e);
-  }
-  product<false>(Strided{image.probe_rows + (int64_t)head * image.probes * d, d},
-                 Strided{image.cross + ((int64_t)head * c.tiles + tile) * c.d * e, e}, image.probes, c.d, e,
-                 image.first_order + first * e, T * e);
-}
-
-// Step 3: shares m of the tiles of a group, in `mass`, and their losses, in `s.logits`.
-static void weigh_tiles(const Call& c, const Image& image, Scratch& s, int b, int head, int position,
-                        int64_t unit, float* mass) {
-  const int T = c.tiles, prefix = c.prefix, padded = round_up(T + prefix, WIDTH);
-  const float* log_mass = image.log_mass + (unit * LANES + position % LANES) * image.stride;
-  const float* mean = image.q_mean + ((int64_t)head * c.groups + position) * image.d;
-  memcpy(s.logits, log_mass, 4 * T);
-  for (int i = T; i < padded; i++) s.logits[i] = -INFINITY;
-  for (int i = 0; i < prefix; i++) {
-    read_token(c, c.k, b, head / c.share, i, c.d, image.d, s.keys);
-    s.logits[T + i] = dot(mean, s.keys, image.d);
-  }
+// Step 3: shares m of the parts of a group, and the losses of its tiles.
+static void weigh_tiles(const Problem& c, const Head& h, int position, float* mass, float* loss) {
+  const float* log_mass = c.log_mass + tangent_row(c, h, position);
+  const int padded = round_up(c.parts, WIDTH);
   float largest = -INFINITY;
-  for (int i = 0; i < T + prefix; i++) largest = s.logits[i] > largest ? s.logits[i] : largest;
+  for (int t = 0; t < padded; t++) {
+    mass[t] = t < c.parts ? log_mass[t] : -INFINITY;
+    largest = mass[t] > largest ? mass[t] : largest;
+  }
   Vector total{};
-  for (int i = 0; i < padded; i += WIDTH) {
-    store(s.logits + i, exponential(load(s.logits + i) - splat(largest)));
-    total += load(s.logits + i);
+  for (int t = 0; t < padded; t += WIDTH) {
+    store(mass + t, exponential(load(mass + t) - splat(largest)));
+    total += load(mass + t);
   }
   const float inverse = 1.0f / sum(total);
-  const double spread = image.q_spread[(int64_t)head * c.groups + position] / (2.0 * c.d);
-  for (int t = 0; t < T; t++) {
-    mass[t] = s.logits[t] * inverse;
-    const double loss = mass[t] * (spread * image.k_spread[(int64_t)head * T + t]);
-    s.logits[t] = loss > 0.0 ? (loss < 1.0 ? loss : 1.0) : 0.0;
+  const double spread = h.q_spread[position] / (2.0 * c.d);
+  for (int t = 0; t < c.tiles; t++) {
+    mass[t] *= inverse;
+    const double share = mass[t] * (spread * h.k_spread[t]);
+    loss[t] = share > 0.0 ? (share < 1.0 ? share : 1.0) : 0.0;
   }
 }
 
-// Step 5: the error and the correction of one probe at every level, by sums over the tiles that a level is
-// the first to expand: of exact values, of tangents, and of first-order terms.
-static void measure_probe(const Call& c, const Image& image, Scratch& s, int b, int head, int index,
-                          int64_t head_unit, int64_t unit, const float* mass) {
-  const int T = c.tiles, L = c.levels, e = image.e, d = image.d, position = index / c.group_probes;
-  const int64_t probe = (int64_t)head * image.probes + index;
-  const int64_t row = (unit * LANES + position % LANES) * image.stride;
-  const int64_t first = (head_unit * image.probes + index) * image.stride;
-  const float *exact_mass = image.probe_mass + first, *deviation = image.probe_rows + probe * d;
-  const float* mean = image.q_mean + ((int64_t)head * c.groups + position) * d;
-  float *tangent = s.weights + round_up(T, WIDTH), largest = -INFINITY;
-  for (int t = 0; t < T; t++) {
-    if (s.level[t] < 0) continue;
-    tangent[t] = image.log_mass[row + t] + dot(deviation, image.k_tangent + (row + t) * d, d);
-    largest = tangent[t] > largest ? tangent[t] : largest;
-    largest = exact_mass[t] > largest ? exact_mass[t] : largest;
-  }
-  for (int i = 0; i < c.prefix; i++) {
-    read_token(c, c.k, b, head / c.share, i, c.d, d, s.keys);
-    s.logits[i] = dot(mean, s.keys, d) + dot(deviation, s.keys, d);
-    largest = s.logits[i] > largest ? s.logits[i] : largest;
-  }
-  float *exact_sum = s.sums[0], *tangent_sum = s.sums[1], *term_sum = s.sums[2], *prefix_sum = s.output;
-  double exact_total[32] = {}, tangent_total[32] = {}, mass_total[32] = {}, prefix_total = 0.0;
-  int count[32] = {};
-  for (float* x : s.sums) memset(x, 0, 4 * L * e);
-  memset(prefix_sum, 0, 4 * e);
-  for (int i = 0; i < c.prefix; i++) {
-    const float weight = expf(s.logits[i] - largest);
-    read_token(c, c.v, b, head / c.share, i, c.e, e, s.values);
-    add_scaled(prefix_sum, s.values, weight, e);
-    prefix_total += weight;
-  }
-  for (int t = 0; t < T; t++) {
-    const int level = s.level[t];
-    if (level < 0) continue;
-    const float exact = expf(exact_mass[t] - largest), coarse = expf(tangent[t] - largest);
-    add_scaled(exact_sum + level * e, image.probe_value + (first + t) * e, exact, e);
-    add_scaled(tangent_sum + level * e, image.v_tangent + (row + t) * e, coarse, e);
-    add_scaled(term_sum + level * e, image.first_order + (first + t) * e, mass[t], e);
-    exact_total[level] += exact, tangent_total[level] += coarse, mass_total[level] += mass[t];
-    count[level]++;
-  }
+// ---- Tiles: step 5, what the probes determine ----
+
+// The error and the correction of a probe at every level, from sums over the tiles that each level is the
+// first to expand: of exact values, of tangents, and of first-order terms. `tiles` has the number of these.
+static void judge_levels(const Problem& c, Scratch& s, const Head& h, int probe, int index, const int* tiles) {
+  const int L = c.levels, e = c.pe;
+  float *exact_sum = s.exact_sum + index * L * e, *tangent_sum = s.tangent_sum + index * L * e;
+  float *term_sum = s.term_sum + index * L * e, *exact = h.exact_output + probe * e;
+  double *exact_total = s.totals + index * 3 * L, *tangent_total = exact_total + L, *mass_total = tangent_total + L;
   // Level j expands the tiles of levels up to j: exact sums from below, the others from above.
   for (int j = 1; j < L; j++) {
     add_scaled(exact_sum + j * e, exact_sum + (j - 1) * e, 1.0f, e);
-    exact_total[j] += exact_total[j - 1], count[j] += count[j - 1];
+    exact_total[j] += exact_total[j - 1];
   }
   for (int j = L - 2; j >= 0; j--) {
     add_scaled(tangent_sum + j * e, tangent_sum + (j + 1) * e, 1.0f, e);
     add_scaled(term_sum + j * e, term_sum + (j + 1) * e, 1.0f, e);
     tangent_total[j] += tangent_total[j + 1], mass_total[j] += mass_total[j + 1];
   }
-  float* exact = image.exact_output + probe * e;
-  const float inverse = 1.0 / (exact_total[L - 1] + prefix_total);
   for (int i = 0; i < e; i += WIDTH)
-    store(exact + i, (load(exact_sum + (L - 1) * e + i) + load(prefix_sum + i)) * splat(inverse));
-  const float unit_norm = magnitude(largest_bits(exact, e));
-  image.norm[probe] = scaled_dot(exact, exact, e, unit_norm);
+    store(exact + i, load(exact_sum + (L - 1) * e + i) * splat(1.0 / exact_total[L - 1]));
+  c.norm[h.number * c.P + probe] = exact_dot(exact, exact, e);
+  double* found = c.found + (h.number * c.P + probe) * 4 * L;
+  int expanded = 0;
   for (int j = 0; j < L; j++) {
-    const double above = j + 1 < L ? tangent_total[j + 1] : 0.0;
-    const double masses = j + 1 < L ? mass_total[j + 1] : 0.0;
-    const double total = exact_total[j] + prefix_total + above;
+    const bool last = j + 1 == L;
+    const double above = last ? 0.0 : tangent_total[j + 1], masses = last ? 0.0 : mass_total[j + 1];
+    const double total = exact_total[j] + above;
     float *difference = s.values, *term = s.differences;
     for (int i = 0; i < e; i += WIDTH) {
-      Vector x = load(exact_sum + j * e + i) + load(prefix_sum + i), y{};
+      Vector x = load(exact_sum + j * e + i), y{};
       if (above > 0.0) x += load(tangent_sum + (j + 1) * e + i);
-      if (masses > 0.0) y = load(term_sum + (j + 1) * e + i) * splat(1.0 / masses);
-      store(difference + i, load(exact + i) - x * splat(1.0 / total));
+      if (masses > SMALLEST) y = load(term_sum + (j + 1) * e + i) * splat(1.0 / masses);
+      store(difference + i, load(exact + i) - (total > SMALLEST ? x * splat(1.0 / total) : Vector{}));
       store(term + i, y);
     }
-    const float unit = magnitude(largest_bits(difference, e)), term_unit = magnitude(largest_bits(term, e));
-    const double length = sqrt(scaled_dot(term, term, e, term_unit)), limit = image.diameter[head];
-    const double factor = above / total * (length > limit ? limit / length : 1.0);
-    const int64_t at = probe * L + j;
-    image.error[at] = scaled_dot(difference, difference, e, unit);
-    image.correction[at] = factor * length * factor * length;
-    const float common = unit > term_unit ? unit : term_unit;
-    image.product[at] = factor * scaled_dot(difference, term, e, common);
-    image.share[at] = (double)count[j] / image.tiles_present;
+    const double length = sqrt(exact_dot(term, term, e));
+    const double factor = above / fmax(total, SMALLEST) * (length > h.diameter ? h.diameter / length : 1.0);
+    found[j] = exact_dot(difference, difference, e), found[L + j] = factor * exact_dot(difference, term, e);
+    found[2 * L + j] = factor * length * factor * length;
+    expanded += tiles[j];
+    found[3 * L + j] = expanded / fmax(c.tiles_present, 1.0);
   }
 }
 
-// Step 5: the probes of a group. A tile has the first level that expands it.
-static void measure_group(const Call& c, const Image& image, Scratch& s, int b, int head, int position,
-                          int64_t head_unit, int64_t unit) {
-  if (image.group_count[position] == 0) return;
-  float* mass = s.weights;
-  weigh_tiles(c, image, s, b, head, position, unit, mass);
-  for (int t = 0; t < c.tiles; t++) {
-    int level = 0;
-    const double loss = s.logits[t];
-    while (level < c.levels - 1 && !(loss > 0.0 && loss >= c.thresholds[level])) level++;
-    s.level[t] = image.tile_count[t] ? level : -1;
-  }
-  for (int j = 0; j < c.group_probes; j++)
-    measure_probe(c, image, s, b, head, position * c.group_probes + j, head_unit, unit, mass);
-}
-
-// Step 5: a level, and the part of the step to it, where falling errors reach the target.
-static int interpolate_down(const Call& c, const double* errors, double target, double* part) {
-  const int last = c.levels - 1;
-  int level = 0;
-  *part = 1.0;
-  if (target <= 0.0) return last;
-  while (level < last && !(errors[level] <= target)) level++;
-  if (level == 0 || level == last || errors[level] < c.steep_fall * target) return level;
-  const double ratio = log(errors[level - 1] / errors[level]);
-  if (ratio != 0.0) *part = fmin(fmax(log(errors[level - 1] / target) / ratio, 0.0), 1.0);
-  return level;
-}
-
-// Step 5: likewise where growing shares reach the target.
-static int interpolate_up(const Call& c, const double* shares, double target, double* part) {
-  const int last = c.levels - 1;
-  int level = 0;
-  *part = 1.0;
-  if (target >= 1.0) return last;
-  while (level < last && !(shares[level] > target)) level++;
-  if (target <= 0.0 || level == 0) return 0;
-  if (level == last || shares[level] > c.steep_rise * target) return level - 1;
-  *part = (target - shares[level - 1]) / (shares[level] - shares[level - 1]);
-  return level;
-}
-
-// Step 5: thresholds, shrinkage and exact heads. Half of the probes determines what the groups at
-// positions of the other parity use.
-static void choose(const Call& c, const Image& image, int b) {
-  const int H = c.heads, L = c.levels, P = image.probes;
-  double errors[32], shares[32];
-  double* head_share = image.head_share;
-  for (int h = 0; h < H; h++) head_share[h] = 0.0;
-  for (int half = 0; half < 2; half++) {
-    bool found = false;
-    for (int64_t i = 0; i < (int64_t)H * P; i++)
-      found |= image.probe_weight[i] > 0.0 && i % P / c.group_probes % 2 != half;
-    double norm_total = 0.0, square_total[32] = {};
-    for (int j = 0; j < L; j++) shares[j] = 0.0;
-    for (int h = 0; h < H; h++) {
-      double *square = image.level_sums + (int64_t)h * 4 * L, *dot = square + L, *length = dot + L;
-      double *share = length + L, norm = 0.0, weights = 0.0;
-      for (int j = 0; j < 4 * L; j++) square[j] = 0.0;
-      for (int p = 0; p < P; p++) {
-        const int64_t probe = (int64_t)h * P + p;
-        const double weight = image.probe_weight[probe];
-        if (weight == 0.0 || (found && p / c.group_probes % 2 == half)) continue;
-        weights += weight, norm += weight * image.norm[probe];
-        for (int j = 0; j < L; j++) {
-          square[j] += weight * image.error[probe * L + j], dot[j] += weight * image.product[probe * L + j];
-          length[j] += weight * image.correction[probe * L + j];
-          share[j] += weight * image.share[probe * L + j];
-        }
-      }
-      norm_total += norm;
-      for (int j = 0; j < L; j++) {
-        const bool known = length[j] > c.smallest_correction * c.smallest_correction * norm;
-        double factor = known ? dot[j] / length[j] : 0.0;
-        factor = fmin(fmax(factor, 0.0), c.largest_shrinkage);
-        square_total[j] += square[j] - 2.0 * factor * dot[j] + factor * factor * length[j];
-        dot[j] = factor;  // from here on the shrinkage
-        share[j] = fmin(share[j] / fmax(weights, 1e-300), 1.0);
-        shares[j] += share[j] / H;
-      }
-    }
-    for (int j = 0; j < L; j++)
-      errors[j] = sqrt(fmax(square_total[j], 0.0) / (norm_total > 0.0 ? norm_total : 1.0));
-    double part;
-    const int level = c.error >= 0.0 ? interpolate_down(c, errors, c.error_aim * c.error, &part)
-                                     : interpolate_up(c, shares, c.expand, &part);
-    double threshold = INFINITY;
-    if (level > 0 && part == 1.0) threshold = c.thresholds[level];
-    else if (level > 0)
-      threshold = pow(c.thresholds[level - 1], 1.0 - part) * pow(c.thresholds[level], part);
-    image.threshold[half] = threshold;
-    for (int h = 0; h < H; h++) {
-      const double* sums = image.level_sums + (int64_t)h * 4 * L;
-      image.shrinkage[2 * h + half] = sums[L + level];
-      head_share[h] += ((1.0 - part) * sums[3 * L + (level > 0 ? level - 1 : 0)] + part * sums[3 * L + level]) / 2;
+// The probes of some groups of a head, at most LANES in lanes: sums over all parts, in units of the
+// exponential of the largest logit so far, and what follows from them.
+static void measure_probes(const Problem& c, Scratch& s, const Head& h, int first_group, int groups) {
+  const int L = c.levels, d = c.pd, e = c.pe, padded = round_up(c.parts, WIDTH);
+  const int first = first_group * c.group_probes, count = groups * c.group_probes;
+  Lanes& l = s.lanes[0];
+  int tiles[LANES][LEVELS] = {};
+  float offset[LANES], exact[CHUNK * LANES];
+  for (int g = 0; g < groups; g++) {  // a tile has the first level that expands it; the prefix has level 0
+    weigh_tiles(c, h, first_group + g, s.mass + g * padded, s.loss);
+    for (int t = 0; t < c.parts; t++) {
+      int level = 0;
+      if (t < c.tiles)
+        while (level < L - 1 && !(s.loss[t] > 0.0f && s.loss[t] >= c.thresholds[level])) level++;
+      s.level[g * c.parts + t] = level;
+      tiles[g][level] += t < c.tiles && c.part_count[t];
     }
   }
-  for (int h = 0; h < H; h++) c.exact[b * H + h] = head_share[h] > c.exact_above;
+  load_queries(c, s, h, l, h.probe_token + first, count);
+  float* deviation = s.lanes[1].q;  // (probes, d), not in lanes
+  for (int p = 0; p < count; p++) {
+    memcpy(deviation + p * d, s.rows + p * d, 4 * d);
+    add_scaled(deviation + p * d, h.q_mean + (first + p) / c.group_probes * d, -1.0f, d);
+  }
+  for (int p = 0; p < LANES; p++) offset[p] = -INFINITY;
+  for (float* x : {s.exact_sum, s.tangent_sum, s.term_sum}) memset(x, 0, 4 * count * L * e);
+  memset(s.totals, 0, 8 * 3 * count * L);
+  for (int start = 0; start < c.parts; start += CHUNK) {
+    const int stop = start + CHUNK < c.parts ? start + CHUNK : c.parts;
+    for (int t = start; t < stop; t++) {
+      const int keys = read_part(c, s, h, t), at = (t - start) * LANES;
+      if (keys) see_part(c, s, l, l.q, keys);
+      for (int p = 0; p < LANES; p++) exact[at + p] = keys ? l.maximum[p] : -INFINITY;
+      product<true>(Strided{s.scores, LANES}, Strided{s.values, e}, count, keys, e, s.value + at * e, e);
+      if (t < c.tiles)
+        product<false>(Strided{deviation, d}, Strided{h.cross + t * c.d * e, e}, count, c.d, e, s.first_order + at * e, e);
+    }
+    for (int p = 0; p < count; p++) {
+      const int g = p / c.group_probes;
+      const int64_t row = tangent_row(c, h, first_group + g);
+      float *sums[3] = {s.exact_sum + p * L * e, s.tangent_sum + p * L * e, s.term_sum + p * L * e}, most = offset[p];
+      alignas(64) float logits[2][WIDTH > CHUNK ? WIDTH : CHUNK];
+      for (int t = start; t < stop; t++) {
+        logits[0][t - start] = exact[(t - start) * LANES + p];
+        logits[1][t - start] = c.part_count[t] && t < c.tiles ? c.log_mass[row + t] + dot(deviation + p * d, c.k_tangent + (row + t) * d, d) : -INFINITY;
+        most = fmaxf(most, fmaxf(logits[0][t - start], logits[1][t - start]));
+      }
+      if (most > offset[p]) {
+        const float factor = expf(offset[p] - most);
+        for (int i = 0; i < L * e; i += WIDTH)
+          for (int j = 0; j < 2; j++) store(sums[j] + i, load(sums[j] + i) * splat(factor));
+        for (int i = 0; i < 2 * L; i++) s.totals[p * 3 * L + i] *= factor;
+        offset[p] = most;
+      }
+      for (int t = start; t < stop; t++) {
+        if (!c.part_count[t]) continue;
+        const int level = s.level[g * c.parts + t], at = level * e, i = (t - start) * LANES + p;
+        double* totals = s.totals + p * 3 * L + level;
+        const float weight = expf(logits[0][t - start] - most);
+        add_scaled(sums[0] + at, s.value + i * e, weight, e);
+        totals[0] += weight;
+        if (t >= c.tiles) continue;
+        const float coarse = expf(logits[1][t - start] - most), mass = s.mass[g * padded + t];
+        add_scaled(sums[1] + at, c.v_tangent + (row + t) * e, coarse, e);
+        add_scaled(sums[2] + at, s.first_order + i * e, mass, e);
+        totals[L] += coarse, totals[2 * L] += mass;
+      }
+    }
+  }
+  for (int p = 0; p < count; p++) judge_levels(c, s, h, first + p, p, tiles[p / c.group_probes]);
 }
 
-// Step 4 for one group, given the tiles that it expands and the mean covariance of the others (or null).
-static void attend_group(const Call& c, const Image& image, Scratch& s, int b, int head, int position,
-                         int64_t unit, const uint8_t* expanded, const float* cross) {
-  const int T = c.tiles, d = image.d, e = image.e, count = image.group_count[position];
-  const int64_t row = (unit * LANES + position % LANES) * image.stride;
-  const float* mean = image.q_mean + ((int64_t)head * c.groups + position) * d;
-  const float limit = image.diameter[head], shrinkage = image.shrinkage[2 * head + position % 2];
-  alignas(64) float coarse_maximum[LANES], coarse_sum[LANES], bias[LANES];
+// ---- Tiles: step 4 ----
+
+// The correction of the queries in lanes, given the mean covariance of the tiles that are not expanded.
+static void add_correction(const Problem& c, Scratch& s, const Head& h, Lanes& l, float shrinkage, const float* cross) {
+  float* correction = s.rows;  // (e, LANES)
+  product<true>(Strided{cross, c.pe}, Strided{l.deviation, LANES}, c.e, c.d, l.width, correction, LANES);
+  for (int j = 0; j < l.width; j += WIDTH) {
+    const Vector relative = splat(shrinkage / h.diameter);
+    Vector square{}, weight = exponential(load(l.coarse_maximum + j) - load(l.maximum + j)) * load(l.coarse_sum + j);
+    for (int i = 0; i < c.e; i++) {
+      const Vector x = load(correction + i * LANES + j) * relative;
+      square += x * x;
+    }
+    weight *= splat(shrinkage);
+    for (int i = 0; i < WIDTH; i++) weight[i] /= square[i] > 1.0f ? sqrtf(square[i]) : 1.0f;
+    for (int i = 0; i < c.e; i++) {
+      float* x = l.output + i * LANES + j;
+      store(x, load(x) + weight * load(correction + i * LANES + j));
+    }
+  }
+}
+
+// Attention of a group, given the tiles that it expands and the mean covariance of the others, or null.
+static void attend_group(const Problem& c, Scratch& s, const Head& h, int position, const uint8_t* expanded,
+                         const float* cross) {
+  const int count = c.members[position], blocks = (count + LANES - 1) / LANES;
+  const int64_t row = tangent_row(c, h, position);
+  const float* mean = h.q_mean + position * c.pd;
+  alignas(64) float bias[LANES];
   const float *keys[LANES], *values[LANES];
-  for (int start = 0; start < count; start += LANES) {
-    const int members = count - start < LANES ? count - start : LANES, lanes = round_up(members, WIDTH);
-    const int32_t* tokens = image.group_tokens + position * c.group_slots + start;
-    load_queries(c, s, b, head, tokens, members);
+  for (int j = 0; j < blocks; j++) {
+    Lanes& l = s.lanes[j];
+    load_queries(c, s, h, l, c.member_tokens + position * c.group_slots + j * LANES, count - j * LANES);
     for (int i = 0; i < c.d; i++)
-      for (int j = 0; j < lanes; j += WIDTH)
-        store(s.deviation + i * LANES + j, load(s.q + i * LANES + j) - splat(mean[i]));
-    start_softmax(c, s, lanes);
-    int rows = 0;
-    for (int t = 0; t < T; t++) {
-      if (image.tile_count[t] && !expanded[t]) {
-        keys[rows] = image.k_tangent + (row + t) * d, values[rows] = image.v_tangent + (row + t) * e;
-        bias[rows++] = image.log_mass[row + t];
-      }
-      if (rows == LANES || (rows && t == T - 1)) {
-        attend(c, s, s.deviation, lanes, rows, keys, values, bias);
-        rows = 0;
-      }
+      for (int k = 0; k < l.width; k += WIDTH)
+        store(l.deviation + i * LANES + k, load(l.q + i * LANES + k) - splat(mean[i]));
+  }
+  int rows = 0;
+  for (int t = 0; t < c.tiles; t++) {
+    if (c.part_count[t] && !expanded[t]) {
+      keys[rows] = c.k_tangent + (row + t) * c.pd, values[rows] = c.v_tangent + (row + t) * c.pe;
+      bias[rows++] = c.log_mass[row + t];
     }
-    memcpy(coarse_maximum, s.maximum, sizeof coarse_maximum), memcpy(coarse_sum, s.sum, sizeof coarse_sum);
-    for (int i = 0; i < c.prefix; i += LANES)  // the first of all keys, which exist
-      attend_tokens(c, s, b, head, image.tokens.keys + i, c.prefix - i < LANES ? c.prefix - i : LANES, lanes);
-    for (int t = 0; t < T; t++)
-      if (expanded[t])
-        attend_tokens(c, s, b, head, image.tile_tokens + t * c.tile_slots, image.tile_count[t], lanes);
-    if (cross && limit > 0.0f) {
-      float* correction = s.rows;  // (e, LANES)
-      product<true>(Strided{cross, e}, Strided{s.deviation, LANES}, c.e, c.d, lanes, correction, LANES);
-      for (int j = 0; j < lanes; j += WIDTH) {
-        Vector square{}, relative = splat(shrinkage / limit), weight;
-        for (int i = 0; i < c.e; i++) {
-          const Vector x = load(correction + i * LANES + j) * relative;
-          square += x * x;
-        }
-        weight = exponential(load(coarse_maximum + j) - load(s.maximum + j)) * load(coarse_sum + j);
-        weight *= splat(shrinkage);
-        for (int i = 0; i < WIDTH; i++) weight[i] /= square[i] > 1.0f ? sqrtf(square[i]) : 1.0f;
-        for (int i = 0; i < c.e; i++) {
-          float* x = s.output + i * LANES + j;
-          store(x, load(x) + weight * load(correction + i * LANES + j));
-        }
-      }
-    }
-    write_lanes(c, s, b, head, tokens, members);
+    if (rows < LANES && (rows == 0 || t + 1 < c.tiles)) continue;
+    for (int j = 0; j < blocks; j++) attend(c, s, s.lanes[j], s.lanes[j].deviation, rows, keys, values, bias);
+    rows = 0;
+  }
+  for (int j = 0; j < blocks; j++) {
+    memcpy(s.lanes[j].coarse_maximum, s.lanes[j].maximum, 4 * LANES);
+    memcpy(s.lanes[j].coarse_sum, s.lanes[j].sum, 4 * LANES);
+  }
+  for (int t = 0; t < c.parts; t++)
+    if (t >= c.tiles || expanded[t]) attend_tokens(c, s, h, c.part_tokens + t * LANES, c.part_count[t], blocks);
+  for (int j = 0; j < blocks; j++) {
+    if (cross && h.diameter > 0.0f) add_correction(c, s, h, s.lanes[j], c.shrinkage[2 * h.number + position % 2], cross);
+    write_outputs(c, s, h, s.lanes[j]);
   }
 }
 
-static bool reads_everything(const Call& c, const Image& image, int b, int head, int position) {
-  return c.exact[b * c.heads + head] || image.threshold[position % 2] == 0.0;
+static bool reads_everything(const Problem& c, const Head& h, int position) {
+  return c.exact[h.number] || c.threshold[position % 2] == 0.0;
 }
 
-// Steps 4 and 5: choose the tiles of at most GROUPS groups, which share a product for their covariances, and
-// attend.
-static void attend_block(const Call& c, const Image& image, Scratch& s, int b, int head, int first,
-                         int last, int64_t unit) {
-  const int T = c.tiles, e = image.e, padded = round_up(T, WIDTH);
-  bool corrected = false;
+// Errors of the probes of a group: |output - exact|^2, |exact|^2 and the weight.
+static void judge_probes(const Problem& c, Scratch& s, const Head& h, int position) {
+  for (int i = 0; i < c.group_probes; i++) {
+    const int probe = position * c.group_probes + i;
+    double* result = c.probes + ((h.batch * c.heads + h.number) * c.P + probe) * 3;
+    result[0] = result[1] = 0.0, result[2] = c.weight[h.number * c.P + probe];
+    if (h.probe_token[probe] < 0) continue;
+    read_token(c, c.output, h.batch, h.number, h.probe_token[probe], c.e, s.values);
+    add_scaled(s.values, h.exact_output + probe * c.pe, -1.0f, c.pe);
+    result[0] = exact_dot(s.values, s.values, c.pe), result[1] = c.norm[h.number * c.P + probe];
+  }
+}
+
+// Choose the tiles of at most GROUPS groups, which share a product for their covariances, and attend.
+static void attend_groups(const Problem& c, Scratch& s, const Head& h, int first, int last) {
+  const int T = c.tiles, padded = round_up(c.parts, WIDTH);
+  const int64_t size = c.d * c.pe;
+  bool corrected[GROUPS] = {}, any = false;
+  int blocks = 0;
   for (int r = first; r < last; r++) {
-    const bool everything = reads_everything(c, image, b, head, r);
-    const int64_t group = ((int64_t)b * c.heads + head) * c.groups + c.group_order[r];
+    const bool everything = reads_everything(c, h, r);
+    const int64_t group = (h.batch * c.heads + h.number) * c.groups + c.group_order[r];
     uint8_t* expanded = c.expanded + group * T;
-    float *mass = s.weights + (r - first) * padded, total = 0.0f;
-    memset(mass, 0, 4 * padded);
-    if (!everything) weigh_tiles(c, image, s, b, head, r, unit, mass);
+    float *mass = s.mass + (r - first) * padded, total = 0.0f;
+    if (!everything) weigh_tiles(c, h, r, mass, s.loss);
     int count = 0;
     for (int t = 0; t < T; t++) {
-      const float loss = everything ? 1.0f : s.logits[t];
-      const bool chosen = everything || (loss > 0.0f && loss >= image.threshold[r % 2]);
-      expanded[t] = chosen && image.tile_count[t];
-      if (expanded[t]) mass[t] = 0.0f;
+      const bool chosen = everything || (s.loss[t] > 0.0f && s.loss[t] >= c.threshold[r % 2]);
+      expanded[t] = chosen && c.part_count[t];
+      if (chosen) mass[t] = 0.0f;
       total += mass[t], count += expanded[t];
     }
     c.expanded_count[group] = count;
+    any |= corrected[r - first] = total > 0.0f && c.shrinkage[2 * h.number + r % 2] > 0.0;
     for (int t = 0; t < T && total > 0.0f; t++) mass[t] /= total;
-    corrected |= total > 0.0f && image.shrinkage[2 * head + r % 2] > 0.0;
   }
-  if (corrected)
-    product<false>(Strided{s.weights, padded}, Strided{image.cross + (int64_t)head * T * c.d * e, c.d * e},
-                   last - first, T, c.d * e, s.cross, c.d * e);
+  if (any)
+    product<false>(Strided{s.mass, padded}, Strided{h.cross, size}, last - first, T, size, s.cross, size);
   for (int r = first; r < last; r++) {
-    const int64_t group = ((int64_t)b * c.heads + head) * c.groups + c.group_order[r];
-    const int32_t* tokens = image.group_tokens + r * c.group_slots;
-    const int count = image.group_count[r];
-    if (!reads_everything(c, image, b, head, r)) {
-      const bool moves = corrected && image.shrinkage[2 * head + r % 2] > 0.0;
-      const float* cross = moves ? s.cross + (r - first) * c.d * e : nullptr;
-      attend_group(c, image, s, b, head, r, unit, c.expanded + group * T, cross);
-    } else {
-      for (int i = 0; i < count; i += LANES)
-        attend_exactly(c, s, b, head, tokens + i, count - i < LANES ? count - i : LANES,
-                       image.tokens.keys, image.tokens.key_count);
+    const int64_t group = (h.batch * c.heads + h.number) * c.groups + c.group_order[r];
+    const float* cross = corrected[r - first] ? s.cross + (r - first) * size : nullptr;
+    if (!reads_everything(c, h, r)) attend_group(c, s, h, r, c.expanded + group * T, cross);
+  }
+  for (int r = first; r < last; r++)  // exact groups, as many blocks of queries as possible at a time
+    for (int i = 0; i < c.members[r] && reads_everything(c, h, r); i += LANES) {
+      load_queries(c, s, h, s.lanes[blocks++], c.member_tokens + r * c.group_slots + i, c.members[r] - i);
+      if (blocks == BLOCKS) attend_exactly(c, s, h, BLOCKS), blocks = 0;
     }
+  attend_exactly(c, s, h, blocks);
+  for (int r = first; r < last && r < c.probe_groups; r++) judge_probes(c, s, h, r);
+}
+
+// The tangents of a round; and of the tiles themselves, if `summarise`.
+static void represent(Problem& c, const Round& round, bool summarise) {
+  for (int i = 0; i < round.heads; i++) c.head[round.head + i].first_row = (i * round.bands - round.band) * LANES;
+  share_items(c, round.heads * c.parts, [&](Scratch& s, int i) {
+    const Head& h = c.head[round.head + i / c.parts];
+    const int part = i % c.parts;
+    if (!summarise && reads_everything(c, h, 0) && reads_everything(c, h, 1)) return;
+    const int count = read_part(c, s, h, part);
+    if (summarise) keep_largest(s, 1, s.keys, count * c.pd);
+    if (summarise && part < c.tiles) summarise_tile(c, s, h, part);
+    for (int j = 0; j < round.bands; j++) represent_part(c, s, h, round.band + j, part);
+  });
+  for (int i = 0; summarise && i < round.heads; i++) {
+    Head& h = c.head[round.head + i];
+    h.diameter = 0.0f;
+    for (int t = 0; t < c.tiles; t++) h.diameter = fmaxf(h.diameter, 2.0f * h.radius[t]);
   }
 }
 
-// Errors of a probe: |output - exact|^2, |exact|^2 and its weight.
-static void judge_probe(const Call& c, const Image& image, Scratch& s, int b, int head, int index) {
-  const int64_t probe = (int64_t)head * image.probes + index;
-  double* result = c.probes + ((int64_t)b * c.heads * image.probes + probe) * 3;
-  result[0] = result[1] = 0.0, result[2] = image.probe_weight[probe];
-  if (image.probe_token[probe] < 0) return;
-  const float* exact = image.exact_output + probe * image.e;
-  read_token(c, c.output, b, head, image.probe_token[probe], c.e, image.e, s.values);
-  for (int i = 0; i < image.e; i++) s.values[i] -= exact[i];
-  result[0] = scaled_dot(s.values, s.values, image.e, magnitude(largest_bits(s.values, image.e)));
-  result[1] = image.norm[probe];
+static void measure(Problem& c, const Round& round) {
+  const int most = LANES / c.group_probes, blocks = (c.probe_groups + most - 1) / most;
+  share_items(c, round.heads * blocks, [&](Scratch& s, int i) {
+    const int first = i % blocks * most, rest = c.probe_groups - first;
+    measure_probes(c, s, c.head[round.head + i / blocks], first, rest < most ? rest : most);
+  });
 }
 
-static void attend_to_tiles(const Call& c, Image& image, Scratch& s, Team& team, int b) {
-  const int H = c.heads, R = c.groups, T = c.tiles;
-  const int prefix_blocks = (c.query_prefix + LANES - 1) / LANES;
-  meet(team, [&] { find_tokens(c, image, b); });
-  for (int first = 0; first < H; first += image.round_heads) {
-    const int heads = H - first < image.round_heads ? H - first : image.round_heads;
-    share_items(team, heads * R, [&](int i) { summarise_group(c, image, s, b, first + i / R, i % R); },
-                [&] { for (int h = first; h < first + heads; h++) summarise_head(c, image, h); });
-    share_items(team, heads * (prefix_blocks + T), [&](int i) {
-      if (i < heads * prefix_blocks) {
-        const int head = first + i / prefix_blocks, start = i % prefix_blocks * LANES;
-        const int rest = c.query_prefix - start, count = rest < LANES ? rest : LANES;
-        measure_tokens(c, s, c.q, b, head, image.tokens.queries + start, count, c.largest);
-        attend_exactly(c, s, b, head, image.tokens.queries + start, count, image.tokens.keys,
-                       image.tokens.key_count);
-        return;
-      }
-      const int unit = (i - heads * prefix_blocks) / T, tile = (i - heads * prefix_blocks) % T;
-      const int head = first + unit;
-      if (tile == 0) {
-        measure_tokens(c, s, c.k, b, head / c.share, image.tokens.keys, c.prefix, c.largest + 1);
-        if (c.queries_masked && c.valid) clear_missing_queries(c, s, b, head);
-      }
-      read_tile(c, image, s, b, head, tile);
-      summarise_tile(c, image, s, head, tile);
-      represent_tile(c, image, s, head, 0, tile, image.kept_units ? head : unit);
-      probe_tile(c, image, s, head, tile, unit);
-    }, [&] {
-      for (int h = first; h < first + heads; h++) {
-        float most = 0.0f;
-        for (int t = 0; t < T; t++) most = fmaxf(most, image.radius[(int64_t)h * T + t]);
-        image.diameter[h] = 2.0f * most;
-      }
-    });
-    share_items(team, heads * (int)c.probe_groups, [&](int i) {
-      const int unit = i / c.probe_groups, head = first + unit;
-      measure_group(c, image, s, b, head, i % c.probe_groups, unit, image.kept_units ? head : unit);
-    });
+static void attend_round(Problem& c, const Round& round) {
+  const int first = round.band * LANES, rest = c.groups - first;
+  const int groups = rest < round.bands * LANES ? rest : round.bands * LANES, blocks = (groups + GROUPS - 1) / GROUPS;
+  share_items(c, round.heads * blocks, [&](Scratch& s, int i) {
+    const int start = i % blocks * GROUPS, stop = start + GROUPS < groups ? start + GROUPS : groups;
+    attend_groups(c, s, c.head[round.head + i / blocks], first + start, first + stop);
+  });
+}
+
+static void measure_image(Problem& c) {
+  const int prefix_blocks = (c.query_prefix + LANES - 1) / LANES, items = c.groups + prefix_blocks;
+  share_items(c, c.heads * items, [&](Scratch& s, int i) {
+    const Head& h = c.head[i / items];
+    const int start = (i % items - c.groups) * LANES;
+    if (start < 0) return summarise_group(c, s, h, i % items);
+    load_queries(c, s, h, s.lanes[0], c.query_tokens + start, c.query_prefix - start);
+    attend_exactly(c, s, h, 1);
+  });
+  for (int h = 0; h < c.heads; h++) summarise_head(c, c.head[h]);
+  for (int h = 0; h < c.heads; h += c.heads_at_once) {
+    const Round round = c.round(h, 0, c.kept ? c.bands : 1);
+    represent(c, round, true);
+    measure(c, round);
   }
-  meet(team, [&] { choose(c, image, b); });
-  // Bands of LANES groups: those whose tangents are kept, then the others, some at a time.
-  const int kept = image.kept_units, units = H * image.bands;
-  const auto attend_units = [&](int first, int count) {  // units are numbered band by band
-    const int blocks = (LANES + GROUPS - 1) / GROUPS;
-    share_items(team, count * blocks, [&](int i) {
-      const int unit = first + i / blocks, head = unit % H, band = unit / H;
-      const int start = band * LANES + i % blocks * GROUPS;
-      int stop = start + GROUPS < (band + 1) * LANES ? start + GROUPS : (band + 1) * LANES;
-      stop = stop < R ? stop : R;
-      if (start < stop) attend_block(c, image, s, b, head, start, stop, unit < kept ? unit : kept + unit - first);
-    });
-  };
-  if (kept) attend_units(0, kept);
-  for (int first = kept; first < units; first += image.round_units) {
-    const int count = units - first < image.round_units ? units - first : image.round_units;
-    share_items(team, count * T, [&](int i) {
-      const int unit = first + i / T, head = unit % H;
-      if (reads_everything(c, image, b, head, 0) && reads_everything(c, image, b, head, 1)) return;
-      read_tile(c, image, s, b, head, i % T);
-      represent_tile(c, image, s, head, unit / H, i % T, kept + unit - first);
-    });
-    attend_units(first, count);
-  }
-  share_items(team, H * image.probes, [&](int i) { judge_probe(c, image, s, b, i / image.probes, i % image.probes); });
+}
+
+static void attend_image(Problem& c) {
+  for (int band = 0; band < c.bands; band += c.bands_at_once)
+    for (int h = 0; h < c.heads; h += c.heads_at_once) {
+      const Round round = c.round(h, band, c.bands_at_once);
+      if (!c.kept) represent(c, round, false);
+      attend_round(c, round);
+    }
+}
+
+static void attend_to_everything(Problem& c) {
+  const int queries = *c.query_count, blocks = (queries + LANES - 1) / LANES, most = c.heads * blocks / (2 * c.threads);
+  const int together = most < 1 ? 1 : most < BLOCKS ? most : BLOCKS, items = (blocks + together - 1) / together;
+  share_items(c, c.heads * items, [&](Scratch& s, int i) {
+    const Head& h = c.head[i / items];
+    const int first = i % items * together, rest = blocks - first, count = rest < together ? rest : together;
+    for (int j = 0; j < count; j++) {
+      const int start = (first + j) * LANES;
+      load_queries(c, s, h, s.lanes[j], c.query_tokens + start, queries - start);
+    }
+    attend_exactly(c, s, h, count);
+    for (int j = 0; first == 0 && j < *c.key_count; j++) {
+      read_token(c, c.k, h.batch, h.number / c.share, c.key_tokens[j], c.d, s.rows);
+      keep_largest(s, 1, s.rows, c.pd);
+    }
+  });
 }
 
 // ---- Functions for the caller ----
 
-constexpr double LEAST_WORK = 1e6;  // multiplications of a thread: below, starting it takes longer
-
-static int count_threads(const Call& c, double work) {
-  const double most = work / LEAST_WORK;
-  const int threads = c.threads < 256 ? c.threads : 256;
-  return most < 1.0 ? 1 : most < threads ? (int)most : threads;
-}
-
-static int64_t divide(const Call& c, char* base, Image* image, Tokens* tokens, Scratch* scratches) {
-  Arena arena{base, 0};
-  if (image) image->divide(c, arena);
-  else tokens->divide(c, arena);
-  for (int i = 0; i < c.threads && i < 256; i++) scratches[i].divide(c, arena);
-  return arena.used;
-}
-
 #define EXPORT extern "C" __attribute__((visibility("default")))
 
 EXPORT const char* bmfa_sources() { return BMFA_SOURCES; }
-EXPORT int bmfa_vector_width() { return WIDTH; }
 
 // Bytes of scratch memory of a call; a call without tiles is one of exact attention.
-EXPORT int64_t bmfa_scratch_bytes(const Call* c) {
-  Image image;
-  Tokens tokens;
-  Scratch scratches[256];
-  return divide(*c, nullptr, c->tiles ? &image : nullptr, &tokens, scratches);
-}
+EXPORT int64_t bmfa_scratch_bytes(const Call* call) { return Problem(*call, nullptr).bytes; }
 
-EXPORT void bmfa_tiled_attention(const Call* call) {
-  const Call& c = *call;
-  Image image;
-  Scratch scratches[256];
-  divide(c, c.scratch, &image, nullptr, scratches);
-  const double work = (double)c.heads * c.groups * c.keys * (2 * c.d + c.e);
-  run_team(count_threads(c, work), [&](Team& team, int number) {
-    for (int b = 0; b < c.batch; b++) attend_to_tiles(c, image, scratches[number], team, b);
-  });
-}
-
-EXPORT void bmfa_exact_attention(const Call* call) {
-  const Call& c = *call;
-  Tokens tokens;
-  Scratch scratches[256];
-  divide(c, c.scratch, nullptr, &tokens, scratches);
-  const int images = c.valid ? 1 : c.batch;  // at once: those that have the same tokens
-  const double work = (double)images * c.heads * c.queries * c.keys * (c.d + c.e);
-  run_team(count_threads(c, work), [&](Team& team, int number) {
-    Scratch& s = scratches[number];
-    for (int first = 0; first < c.batch; first += images) {
-      meet(team, [&] { tokens.find(c, first); });
-      const int blocks = (tokens.query_count + LANES - 1) / LANES;
-      share_items(team, images * c.heads * blocks, [&](int i) {
-        const int b = first + i / (c.heads * blocks), head = i / blocks % c.heads, block = i % blocks;
-        const int start = block * LANES, rest = tokens.query_count - start, count = rest < LANES ? rest : LANES;
-        const int key = (int64_t)block * tokens.key_count / blocks;
-        const int next = (int64_t)(block + 1) * tokens.key_count / blocks;
-        measure_tokens(c, s, c.q, b, head, tokens.queries + start, count, c.largest);
-        measure_tokens(c, s, c.k, b, head / c.share, tokens.keys + key, next - key, c.largest + 1);
-        if (block == 0 && c.queries_masked && c.valid) clear_missing_queries(c, s, b, head);
-        attend_exactly(c, s, b, head, tokens.queries + start, count, tokens.keys, tokens.key_count);
-      });
+// One image: exact attention; or, for tiles, first what the probes find and then, with the choice, the rest.
+EXPORT void bmfa_attend(Call* call, int image, int step) {
+  Problem c(*call, call->scratch);
+#ifdef MADV_HUGEPAGE  // rows of tangents are far apart: one page each would be too many
+  madvise((char*)(((uintptr_t)call->scratch + 4095) / 4096 * 4096), c.bytes, MADV_HUGEPAGE);
+#endif
+  const double keys = c.tiles ? c.groups + c.keys / 8.0 : c.keys;  // of a query
+  if (keys * c.queries * c.heads * (c.d + c.e) < 2 * LEAST_WORK) c.threads = 1;
+  select_image(c, *call, image);
+  step == 0 ? attend_to_everything(c) : step == 1 ? measure_image(c) : attend_image(c);
+  for (int i = 0; i < c.threads * WIDTH; i++)
+    for (int j = 0; j < 2; j++) {
+      const uint32_t bits = c.scratches[i / WIDTH].largest[j][i % WIDTH];
+      call->largest[j] = bits > call->largest[j] ? bits : call->largest[j];
     }
-  });
 }

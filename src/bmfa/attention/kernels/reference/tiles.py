@@ -2,12 +2,13 @@
 
 The scheme, with c = scale / tau. A tile L is a square of the grid with n_L valid tokens. The queries of
 one tile, or of `Tiling.group_tiles` tiles side by side, form a group g; they may have a grid of their
-own.
+own. Squares of numbers of the range of float32 are within the range of float64; an implementation in
+float32 divides vectors by a power of two near their largest element before it squares them.
 
 1. Groups. qbar_g is the mean of the valid queries of the group, 0 if there are none, and rho_g the
    geometric mean of the mean and the maximum of |q - qbar_g|^2: few outlying queries have most of the
    error. qhat is the mean of the valid queries of the first PROBE_SLOTS groups in the order of step 5,
-   which are spread over the grid.
+   which are spread over the grid. The probes of a group are drawn from its queries (`draw_probes`).
 2. Tiles. Under p = softmax over L of c qhat . k_i, k_L and v_L are the means of keys and values, and
    cross_L = sum_{i in L} p_i (k_i - k_L) (v_i - v_L)^T their covariance. kappa_L is the mean of |k_i -
    k_L|^2 over the tile, all tokens alike, and diameter = 2 max_L max_{i in L} |v_i - v_L|, which is at
@@ -27,14 +28,16 @@ own.
    the output is sum w v + u clip(shrinkage c (q - qbar_g) cross_g), where clip limits the length of a
    vector to the diameter. The first part is an attention: all weights are positive and sum to 1.
 5. Threshold. X holds the tiles with loss_gL >= threshold and loss_gL > 0. The groups are taken in the
-   order of `Tiling.group_order`; the first ones each have a probe, one of their queries, which is also
-   attended exactly. Queries far from qbar_g, which have most of the error, are drawn more often
-   (`draw_probe`), and a probe counts for the inverse of its probability. At every level, a threshold of
-   `level_thresholds`, the error and the correction of each probe are known. The groups at even
-   positions take the threshold and the shrinkage (one for each head) that the probes at odd positions
-   determine, and the other way round, so that no probe measures what it has determined (`choose`). A
-   head is computed exactly if more than `exact_above` of its tiles would be expanded, by the share of
-   the probes, interpolated like the threshold, in the mean of the two halves.
+   order of `Tiling.group_order`; the first `Tiling.probe_groups` have n = `Tiling.probes_per_group`
+   probes each, queries of the group that are also attended exactly. Queries far from qbar_g, which have
+   most of the error, are drawn more often, by systematic sampling: a query of the probability p for one
+   draw is drawn n p times on average, and a probe counts for 1 / (n p). Probe j of the group at position
+   r has the index r n + j. At every level, a threshold of `level_thresholds`, the error and the
+   correction of each probe are known. The groups at even positions take the threshold and the shrinkage
+   (one for each head) that the probes of the groups at odd positions determine, and the other way round,
+   so that no probe measures what it has determined (`choose`). A head is computed exactly if more than
+   `exact_above` of its tiles would be expanded, by the share of the probes, interpolated like the
+   threshold, in the mean of the two halves.
 6. Prefix queries are exact. The outputs of queries that are not valid are undefined (0 here).
 """
 
@@ -44,20 +47,10 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from bmfa.attention.choice import Levels, choose, level_thresholds
 from bmfa.attention.kernels.reference.energy import Array
 from bmfa.attention.kernels.reference.trees import Mask
-from bmfa.attention.tiling import (
-    ERROR_AIM,
-    LARGEST_SHRINKAGE,
-    LEVEL_RATIO,
-    NUM_LEVELS,
-    PROBE_SLOTS,
-    SMALLEST_CORRECTION,
-    STEEP_FALL,
-    STEEP_RISE,
-    UNIFORM_SHARE,
-    Tiling,
-)
+from bmfa.attention.tiling import PROBE_SLOTS, UNIFORM_SHARE, Tiling
 
 Indices = npt.NDArray[np.int64]
 
@@ -66,7 +59,7 @@ class Probe(NamedTuple):
     """A query that is attended exactly."""
 
     token: int
-    weight: float  # 1 / probability
+    weight: float  # number of queries that it stands for, 1 / (n p)
 
 
 class ReferenceTiled(NamedTuple):
@@ -78,18 +71,7 @@ class ReferenceTiled(NamedTuple):
     thresholds: Array  # (B, 2) of the groups at even and odd positions
     shrinkage: Array  # (B, H, 2)
     exact: Mask  # (B, H) heads in which every tile is expanded
-    probes: Array  # (B, H, P, 3): |output - exact|^2, |exact|^2, and the weight 1 / probability
-
-
-class Levels(NamedTuple):
-    """What the probes of one picture find at every level; (H, P, levels) each but for `norm`."""
-
-    error: Array  # |output - exact|^2 without the correction
-    product: Array  # (exact - output) . correction, with a shrinkage of 1
-    correction: Array  # |correction|^2
-    share: Array  # of the tiles that are expanded
-    norm: Array  # (H, P) |exact|^2
-    weight: Array  # (H, P) 1 / probability of the probe, 0 for a group without a valid query
+    probes: Array  # (B, H, P, 3): |output - exact|^2, |exact|^2, and the weight of the probe
 
 
 def tiled_attention(
@@ -130,7 +112,7 @@ def tiled_attention(
     batch, heads, tokens, _ = queries.shape
     exists = np.ones((batch, tiling.grid.size), bool) if valid is None else np.asarray(valid, bool)
     query_prefix = prefix if query_prefix is None else query_prefix
-    groups, probes = tiling.groups, tiling.probes(query_prefix)
+    groups, probe_groups = tiling.groups, tiling.probe_groups(query_prefix)
     result = ReferenceTiled(
         np.zeros((batch, heads, tokens, values.shape[-1])),
         np.zeros((batch, heads, groups, tiling.tiles), bool),
@@ -138,7 +120,7 @@ def tiled_attention(
         np.zeros((batch, 2)),
         np.zeros((batch, heads, 2)),
         np.zeros((batch, heads), bool),
-        np.zeros((batch, heads, probes, 3)),
+        np.zeros((batch, heads, tiling.probes(query_prefix), 3)),
     )
     order = tiling.group_order.numpy()
     parity = np.empty(groups, np.int64)
@@ -150,21 +132,22 @@ def tiled_attention(
             if tiling.query_grid is not None:
                 queries_exist = np.ones(tiling.queries.grid.size, bool)
             group_queries = tile_members(tiling.queries, queries_exist)
-        picture = [
+        image = [
             Head(q, k, v, tiles, prefix, scale / tau, order, group_queries)
             for q, k, v in zip(queries[b, :, query_prefix:], keys[b], values[b], strict=True)
         ]
         drawn = [
-            [draw_probe(head, tiling, int(g), h) for g in order[:probes]]
-            for h, head in enumerate(picture)
+            [p for g in order[:probe_groups] for p in draw_probes(head, tiling, int(g), h)]
+            for h, head in enumerate(image)
         ]
         thresholds = level_thresholds()
-        levels = measure_levels(picture, order[:probes], drawn, thresholds)
-        chosen, shrinkage, exact = choose(
-            levels, thresholds, error, expand, tiling.tiles, exact_above
-        )
+        probe_order = order[:probe_groups].repeat(tiling.probes_per_group)
+        levels = measure_levels(image, probe_order, drawn, thresholds)
+        aim = None if error is None else tiling.error_aim * error
+        share = None if expand is None else expand / tiling.tiles
+        chosen, shrinkage, exact = choose(levels, tiling.probes_per_group, aim, share, exact_above)
         result.thresholds[b], result.shrinkage[b], result.exact[b] = chosen, shrinkage, exact
-        for h, head in enumerate(picture):
+        for h, head in enumerate(image):
             result.losses[b, h] = head.losses
             expanded = (head.losses >= chosen[parity][:, None]) & (head.losses > 0)
             expanded |= exact[h] | (chosen[parity] == 0.0)[:, None]
@@ -181,7 +164,7 @@ def tiled_attention(
 
 
 class Head:
-    """One head of one picture: steps 1 to 4.
+    """One head of one image: steps 1 to 4.
 
     Args:
         q: (queries, d), those of the prefix excepted.
@@ -223,7 +206,7 @@ class Head:
             if tokens:
                 self.q_mean[g] = self.q[tokens].mean(0)
                 squares = ((self.q[tokens] - self.q_mean[g]) ** 2).sum(-1)
-                self.q_spread[g] = math.sqrt(squares.mean() * squares.max())
+                self.q_spread[g] = math.sqrt(squares.mean()) * math.sqrt(squares.max())
         sample = self.order[:PROBE_SLOTS]
         counts = np.array([len(self.queries[g]) for g in sample])
         self.q_head = (counts[:, None] * self.q_mean[sample]).sum(0) / max(1, counts.sum())
@@ -296,39 +279,43 @@ class Head:
         return np.asarray(softmax(self.factor * (keys @ query)) @ values)
 
 
-def draw_probe(head: Head, tiling: Tiling, g: int, h: int) -> Probe | None:
-    """Draw a valid query of group g of head h, None if there is none.
+def draw_probes(head: Head, tiling: Tiling, g: int, h: int) -> list[Probe | None]:
+    """Draw the probes of group g of head h among its valid queries; None if there are none.
 
-    A query has the probability UNIFORM_SHARE / n + (1 - UNIFORM_SHARE) |q - qbar|^4 / sum |q - qbar|^4.
+    A draw takes a query with the probability p = UNIFORM_SHARE / n + (1 - UNIFORM_SHARE) |q - qbar|^4 /
+    sum |q - qbar|^4, of n queries: the first one at which the sum of p exceeds `Tiling.probe_quantile`.
     """
-    tokens = head.queries[g]
+    draws, tokens = tiling.probes_per_group, head.queries[g]
     if not tokens:
-        return None
-    fourth = ((head.q[tokens] - head.q_mean[g]) ** 2).sum(-1) ** 2
-    total = fourth.sum()
-    uniform = np.full(len(tokens), 1 / len(tokens))
-    p = uniform
-    if total > 0:
-        p = UNIFORM_SHARE * uniform + (1 - UNIFORM_SHARE) * fourth / total
-    index = min(int((np.cumsum(p) <= tiling.probe_quantile(g, h)).sum()), len(tokens) - 1)
-    return Probe(tokens[index], 1 / p[index])
-
-
-def level_thresholds() -> Array:
-    """Thresholds of all levels; at the last one, 0, every tile is expanded."""
-    thresholds = LEVEL_RATIO ** np.arange(NUM_LEVELS, dtype=np.float64)
-    thresholds[-1] = 0.0
-    return thresholds
+        return [None] * draws
+    squares = ((head.q[tokens] - head.q_mean[g]) ** 2).sum(-1)
+    p = np.full(len(tokens), 1 / len(tokens))
+    if squares.max() > 0:
+        fourth = (squares / squares.max()) ** 2
+        p = UNIFORM_SHARE * p + (1 - UNIFORM_SHARE) * fourth / fourth.sum()
+    probes: list[Probe | None] = []
+    for draw in range(draws):
+        below = int((np.cumsum(p) <= tiling.probe_quantile(g, h, draw)).sum())
+        index = min(below, len(tokens) - 1)
+        probes.append(Probe(tokens[index], 1 / (draws * p[index])))
+    return probes
 
 
 def measure_levels(
-    picture: list[Head], groups: Indices, probes: list[list[Probe | None]], thresholds: Array
+    image: list[Head], groups: Indices, probes: list[list[Probe | None]], thresholds: Array
 ) -> Levels:
-    """Evaluate every probe at every level."""
-    shape = (len(picture), len(groups))
+    """Evaluate every probe at every level.
+
+    Args:
+        image: The heads.
+        groups: (P,) group of each probe.
+        probes: (H, P).
+        thresholds: (levels,)
+    """
+    shape = (len(image), len(groups))
     error, product, correction, share = (np.zeros((*shape, len(thresholds))) for _ in range(4))
     norm, weight = np.zeros(shape), np.zeros(shape)
-    for h, head in enumerate(picture):
+    for h, head in enumerate(image):
         for p, (g, probe) in enumerate(zip(groups, probes[h], strict=True)):
             if probe is None:
                 continue
@@ -345,90 +332,6 @@ def measure_levels(
                 product[h, p, level] = difference @ term
                 correction[h, p, level] = term @ term
     return Levels(error, product, correction, share, norm, weight)
-
-
-def choose(
-    levels: Levels,
-    thresholds: Array,
-    error: float | None,
-    expand: float | None,
-    tiles: int,
-    exact_above: float,
-) -> tuple[Array, Array, Mask]:
-    """Step 5: thresholds (2,), shrinkage (H, 2) and exact heads (H,), from the probes.
-
-    Half s of the probes determines what the groups at positions of the other parity use.
-    """
-    heads = len(levels.norm)
-    chosen, shrinkage = np.zeros(2), np.zeros((heads, 2))
-    shares = np.zeros((heads, 2))
-    for half in range(2):
-        source = (np.arange(levels.norm.shape[1]) % 2) != half
-        if not (levels.weight[:, source] > 0).any():
-            source[:] = True  # a single group
-        weight = levels.weight[:, source, None]
-        dot, square = ((weight * x[:, source]).sum(1) for x in (levels.product, levels.correction))
-        norms = (weight[..., 0] * levels.norm[:, source]).sum(1)
-        known = square > SMALLEST_CORRECTION**2 * norms[:, None]
-        factor = np.where(known, dot / np.where(known, square, 1.0), 0.0)
-        factor = np.clip(factor, 0.0, LARGEST_SHRINKAGE)
-        squares = (weight * levels.error[:, source]).sum(1) - 2 * factor * dot + factor**2 * square
-        norm = norms.sum()
-        errors = np.sqrt(np.maximum(squares.sum(0), 0.0) / (norm if norm > 0 else 1.0))
-        share = (weight * levels.share[:, source]).sum(1) / np.maximum(weight.sum(1), 1e-300)
-        share = np.minimum(share, 1.0)  # a mean of ones may round up
-        if error is not None:
-            level, part = interpolate_down(errors, ERROR_AIM * error)
-        else:
-            assert expand is not None
-            level, part = interpolate_up(share.mean(0), expand / tiles)
-        chosen[half] = threshold_at(thresholds, level, part)
-        shrinkage[:, half] = factor[:, level]
-        shares[:, half] = (1 - part) * share[:, max(level - 1, 0)] + part * share[:, level]
-    return chosen, shrinkage, np.asarray(shares.mean(1) > exact_above)
-
-
-def interpolate_down(errors: Array, target: float) -> tuple[int, float]:
-    """Return where falling errors reach the target: a level, and the part of the step to it.
-
-    Between two levels, log error is linear in log threshold. If the error falls to less than STEEP_FALL
-    of the target at once, the losses are too much alike for that, and the step is complete.
-    """
-    last = len(errors) - 1
-    if target <= 0.0:
-        return last, 1.0
-    level = next((j for j, value in enumerate(errors) if value <= target), last)
-    if level in (0, last) or errors[level] < STEEP_FALL * target:
-        return level, 1.0
-    ratio = math.log(errors[level - 1] / errors[level])
-    part = math.log(errors[level - 1] / target) / ratio if ratio != 0.0 else 1.0
-    return level, min(max(part, 0.0), 1.0)
-
-
-def interpolate_up(shares: Array, target: float) -> tuple[int, float]:
-    """Return where growing shares reach the target: a level, and the part of the step to it.
-
-    Between two levels, the share is linear in log threshold. If it grows beyond STEEP_RISE times the
-    target at once, the step is not taken.
-    """
-    last = len(shares) - 1
-    if target >= 1.0:
-        return last, 1.0
-    level = next((j for j, value in enumerate(shares) if value > target), last)
-    if target <= 0.0 or level == 0:
-        return 0, 1.0
-    if level == last or shares[level] > STEEP_RISE * target:
-        return level - 1, 1.0
-    return level, float((target - shares[level - 1]) / (shares[level] - shares[level - 1]))
-
-
-def threshold_at(thresholds: Array, level: int, part: float) -> float:
-    """Return the threshold between a level and the one before it; infinity expands nothing."""
-    if level == 0:
-        return math.inf
-    if part == 1.0:
-        return float(thresholds[level])
-    return float(thresholds[level - 1] ** (1 - part) * thresholds[level] ** part)
 
 
 def _probe_errors(head: Head, output: Array, probes: list[Probe | None]) -> Array:

@@ -9,6 +9,7 @@ from bmfa.attention.kernels.triton.tiles.primitives import (
     load_rows,
     online_softmax,
     split_batch_head,
+    sum_products,
     tile_tokens,
     valid_tokens,
 )
@@ -166,7 +167,7 @@ def attention_kernel(
         mask = in_head[:, None] & in_head[None, :]
         covariance = tl.load(group_cross + line * (D * D) + square, mask=mask, other=0.0)
         correction = tl.dot(deviation, covariance, input_precision=PRECISION) * factor
-        length = tl.sqrt(tl.sum(correction * correction, 1))
+        length = tl.sqrt(sum_products(correction, correction, 1)).to(tl.float32)
         clip = tl.where(length > limit, limit / tl.where(length > 0.0, length, 1.0), 1.0)
         acc += (l_i * clip)[:, None] * correction
 
@@ -207,8 +208,9 @@ def attention_kernel(
             token = tl.load(probe_tokens + probe)
             exact = tl.load(probe_exact + probe * D + columns, mask=in_head, other=0.0)
             difference = result.to(tl.float32) - exact[None, :]
-            errors = tl.sum(difference * difference, 1)  # (QUERIES,)
-            error = tl.sum(tl.where(on_grid & (tokens + query_prefix == token), errors, 0.0), 0)
+            is_probe = on_grid & (tokens + query_prefix == token)  # (QUERIES,)
+            difference = tl.where(is_probe[:, None], difference, 0.0)
+            error = tl.sum(sum_products(difference, difference, 1), 0)
             tl.store(probes + probe * 3, error)
 
 

@@ -22,7 +22,6 @@ from bmfa.attention.kernels.triton.tiles.pool import pool_kernel
 from bmfa.attention.kernels.triton.tiles.represent import represent_kernel
 from bmfa.attention.kernels.triton.tiles.select import cross_kernel, select_kernel
 from bmfa.attention.tiling import (
-    ERROR_AIM,
     LARGEST_SHRINKAGE,
     LEVEL_RATIO,
     NUM_LEVELS,
@@ -108,7 +107,7 @@ class CallKey(NamedTuple):
         """Tiles of the one size that the kernels are written for."""
         grid = Grid(self.height, self.width, frames=self.frames)
         query_grid = grid_from_list(self.queries[:3] if self.queries else ())
-        return Tiling(grid, query_grid=query_grid, group_tiles=self.group_tiles)
+        return Tiling(grid, query_grid=query_grid, group_tiles=self.group_tiles, probes_per_group=1)
 
     @property
     def query_prefix(self) -> int:
@@ -196,7 +195,7 @@ class _AttentionLaunch:
             "position_stride": _inverse(self.tiling.group_stride, self.tiling.groups),
             "num_probes": self.num_probes,
             "num_slots": self.num_slots,
-            "target": share if error is None else ERROR_AIM * error,
+            "target": share if error is None else self.tiling.error_aim * error,
             "exact_above": exact_above,
             "heads": self.batch_heads,
             "line_stride": self.line_stride,
@@ -238,7 +237,7 @@ class _AttentionLaunch:
         lines = (self.batch_heads, self.tiling.groups)
         coarse_bits = q.new_empty((*lines, -(-self.tiling.tiles // 32)), dtype=torch.int32)
         expanded_count = q.new_empty(lines, dtype=torch.int32)
-        probes = q.new_empty((self.batch_heads, self.num_probes, 3), dtype=torch.float32)
+        probes = q.new_empty((self.batch_heads, self.num_probes, 3), dtype=torch.float64)
         self.sequence(q, k, v, valid, o, expanded_count, coarse_bits, probes)
         return expanded_count, coarse_bits, probes
 
@@ -259,7 +258,7 @@ class _AttentionLaunch:
         workspace.add("probe_tokens", probes, torch.int32)
         workspace.add("probe_deviation", (*heads, self.num_slots, dim), dtype)
         workspace.add("probe_exact", (*probes, dim), single)
-        workspace.add("level_stats", (*probes, 4, NUM_LEVELS), single)
+        workspace.add("level_stats", (*probes, 4, NUM_LEVELS), torch.float64)
         workspace.add("thresholds", (key.batch, 2), single)
         workspace.add("shrinkage", (*heads, 2), single)
         workspace.add("exact_heads", heads, torch.int32)
@@ -382,7 +381,7 @@ def launch_attention(
     Returns:
         The output (B, H, Q, D), the number of expanded tiles (B * H, R) in int32, int32 words
         (B * H, R, T / 32) whose bits mark the tiles that are not expanded, and the errors of the probes
-        (B * H, P, 3) in float32.
+        (B * H, P, 3) in float64.
     """
     batch, heads, tokens, dim = q.shape
     o = q.new_empty((batch, tokens, heads, dim)).transpose(1, 2)

@@ -7,6 +7,7 @@ from bmfa.attention.kernels.triton.tiles.primitives import (
     SMALLEST_SUM,
     load_rows,
     split_batch_head,
+    sum_products,
 )
 
 # Factor that keeps the weights of single tiles, which sum to 1, in the range of float16.
@@ -147,18 +148,18 @@ def levels_kernel(
         missed = z < SMALLEST_Z
         error = tl.where(missed[:, None], exact[None, :], error)
         term = cross_sum / (tl.maximum(coarse_mass, SMALLEST_SUM) * WEIGHT_SCALE)[:, None]
-        length = tl.sqrt(tl.sum(term * term, 1))
+        length = tl.sqrt(sum_products(term, term, 1)).to(tl.float32)
         limit = 2.0 * tl.load(v_radius + batch_head).to(tl.float32, bitcast=True)
         clip = tl.where(length > limit, limit / tl.maximum(length, SMALLEST_SUM), 1.0)
         term = term * tl.where(missed, 0.0, clip * coarse_z / z)[:, None]
         line = batch_head * num_probes + slot
         stats = level_stats + line * (4 * LEVELS) + levels
-        tl.store(stats, tl.sum(error * error, 1))
-        tl.store(stats + LEVELS, tl.sum(error * term, 1))
-        tl.store(stats + 2 * LEVELS, tl.sum(term * term, 1))
+        tl.store(stats, sum_products(error, error, 1))
+        tl.store(stats + LEVELS, sum_products(error, term, 1))
+        tl.store(stats + 2 * LEVELS, sum_products(term, term, 1))
         tl.store(stats + 3 * LEVELS, num_expanded / tl.maximum(num_present, 1.0))
         tl.store(probe_exact + line * D + columns, exact, mask=in_head)
-        tl.store(probes + line * 3 + 1, tl.where(exists, tl.sum(exact * exact, 0), 0.0))
+        tl.store(probes + line * 3 + 1, tl.where(exists, sum_products(exact, exact, 0), 0.0))
     else:
         target = o + batch * stride_ob + head * stride_oh + token * stride_ot
         tl.store(target + columns, exact.to(o.dtype.element_ty), mask=in_head)
@@ -251,7 +252,7 @@ def interpolate(
     if BY_ERROR:
         level = tl.min(tl.where((curve <= target) & (target > 0.0), levels, LEVELS - 1), 0)
     else:
-        level = tl.min(tl.where((curve > target) & (target < 1.0), levels, LEVELS - 1), 0)
+        level = tl.min(tl.where((curve > target * (1.0 + 1e-9)) & (target < 1.0), levels, LEVELS - 1), 0)
         level = tl.where(target <= 0.0, 0, level)
     before = tl.sum(tl.where(levels == level - 1, curve, 0.0), 0)
     after = tl.sum(tl.where(levels == level, curve, 0.0), 0)
@@ -270,7 +271,9 @@ def interpolate(
     part = tl.where(complete, 1.0, part)
     threshold = tl.exp2(((level - 1).to(tl.float32) + part) * tl.log2(LEVEL_RATIO))
     threshold = tl.where((level == LEVELS - 1) & (part == 1.0), 0.0, threshold)
-    return tl.where(level == 0, float("inf"), threshold), level, part
+    # Level 0 expands tiles with a loss of 1, and a budget without room none.
+    first = 1.0 if BY_ERROR else float("inf")
+    return tl.where(level == 0, first, threshold), level, part
 
 
 @triton.jit
@@ -293,9 +296,9 @@ def choose_kernel(
     probes += picture * H * num_probes * 3
     shrinkage += picture * H * 2
     in_block = tl.arange(0, BLOCK_H)
-    curve_0 = tl.zeros((LEVELS,), tl.float32)
-    curve_1 = tl.zeros((LEVELS,), tl.float32)
-    norm_0, norm_1 = 0.0, 0.0
+    curve_0 = tl.zeros((LEVELS,), tl.float64)
+    curve_1 = tl.zeros((LEVELS,), tl.float64)
+    norm_0, norm_1 = tl.sum(curve_0, 0), tl.sum(curve_1, 0)
     for start in range(0, H, BLOCK_H):
         heads = start + in_block
         weight_0, exact_0 = load_weights(probes, heads, H, num_probes, 0, BLOCK_P)

@@ -122,7 +122,8 @@ def _tiling(
 ) -> Tiling:
     """Make the tiling of a call from the arguments of the operator."""
     grid = Grid(height, width, frames=frames)
-    return Tiling(grid, query_grid=grid_from_list(query_grid), group_tiles=group_tiles)
+    query = grid_from_list(query_grid)
+    return Tiling(grid, query_grid=query, group_tiles=group_tiles, probes_per_group=1)
 
 
 def _tiles_with_tokens(tiling: Tiling, valid: Tensor | None, order: str, like: Tensor) -> Tensor:
@@ -154,7 +155,7 @@ def _fake(
         q.new_empty((batch, tokens, heads, dim)).transpose(1, 2),
         q.new_empty(lines, dtype=torch.int32),
         q.new_empty((*lines, -(-tiling.tiles // 32)), dtype=torch.int32),
-        q.new_empty((batch * heads, probes, 3), dtype=torch.float32),
+        q.new_empty((batch * heads, probes, 3), dtype=torch.float64),
     )
 
 

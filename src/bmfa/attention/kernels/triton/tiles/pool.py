@@ -7,6 +7,7 @@ from bmfa.attention.kernels.triton.tiles.primitives import (
     group_tokens,
     load_rows,
     split_batch_head,
+    sum_products,
     valid_tokens,
 )
 
@@ -48,7 +49,7 @@ def pool_kernel(
     at_least_one = tl.maximum(count, 1.0)
     means = (tl.sum(queries, 0) / at_least_one).to(q_mean.dtype.element_ty)  # (BLOCK_D,)
     difference = tl.where(exists[:, None], queries - means.to(tl.float32)[None, :], 0.0)
-    square = tl.sum(difference * difference, 1)  # (QUERIES,)
+    square = sum_products(difference, difference, 1)  # (QUERIES,)
     line = batch_head * num_groups + group
     tl.store(q_mean + line * D + columns, means, mask=columns < D)
     spread = tl.sqrt(tl.sum(square, 0) / at_least_one) * tl.sqrt(tl.max(square, 0))

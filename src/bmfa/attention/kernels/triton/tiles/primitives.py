@@ -20,6 +20,22 @@ def split_batch_head(batch_head, H):
 
 
 @triton.jit
+def square_unit(x):
+    """Return a power of two near the largest of numbers, by which they are divided before they are
+    squared: squares of float32 numbers below 1e-19 or above 1e19 are none."""
+    bits = tl.max(tl.abs(x)).to(tl.int32, bitcast=True) & 0x7F800000
+    return tl.minimum(tl.maximum(bits, 0x01000000), 0x7E000000).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def sum_products(x, y, AXIS: tl.constexpr):
+    """Return the float64 sums of x * y over a dimension."""
+    x_unit, y_unit = square_unit(x), square_unit(y)
+    total = tl.sum((x / x_unit) * (y / y_unit), AXIS)
+    return total.to(tl.float64) * x_unit.to(tl.float64) * y_unit.to(tl.float64)
+
+
+@triton.jit
 def group_tokens(
     group, slots, height, width, tiles_across,
     Z_ORDER: tl.constexpr, SIDE: tl.constexpr, GROUP_TILES: tl.constexpr,

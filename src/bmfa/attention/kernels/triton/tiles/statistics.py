@@ -6,6 +6,7 @@ import triton.language as tl
 from bmfa.attention.kernels.triton.tiles.primitives import (
     SMALLEST_SUM,
     load_rows,
+    sum_products,
     tile_tokens,
     valid_tokens,
 )
@@ -59,9 +60,11 @@ def summarise_tiles(
         if OWN_GRID:
             tl.store(counts + tile, tl.sum(exists.to(tl.float32), 0), mask=is_tile)
         count = tl.maximum(tl.sum(exists.to(tl.float32), 0), 1.0)
-        spread = tl.sum(tl.where(exists, tl.sum(keys * keys, 1), 0.0), 0) / count
+        k_squares = tl.where(exists, sum_products(keys, keys, 1), 0.0)
+        spread = (tl.sum(k_squares, 0) / count).to(tl.float32)
         tl.store(k_spread + tile, spread, mask=is_tile)
-        radius = tl.sqrt(tl.max(tl.where(exists, tl.sum(values * values, 1), 0.0), 0))
+        v_squares = tl.where(exists, sum_products(values, values, 1), 0.0)
+        radius = tl.sqrt(tl.max(v_squares, 0)).to(tl.float32)
         # The bits of numbers that are not negative are in their order.
         tl.atomic_max(v_radius, radius.to(tl.int32, bitcast=True))
         for start in range(0, num_slots, S):
