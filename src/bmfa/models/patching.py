@@ -60,7 +60,8 @@ def patch(
     With `rule`, every query and head has a tree of its own over the spatial keys. Without a rule, the
     layers attend over tiles of keys, within the target `error` or the budget `leaves`: this form makes
     models at high resolution faster. For images at which dense attention is faster, the model runs its
-    own forward, unless `form`, `fallback` or a `backend` is given.
+    own forward, on a CPU with exact attention by the native kernel where that is faster, unless `form`,
+    `fallback` or a `backend` is given. `error=0.0` makes attention exact at every size.
 
     With `plan`, every layer has the setting that `bmfa.tune` chose for it. A plan holds for one image
     size: images with another number of tokens run dense attention, with one warning for each number.
@@ -89,7 +90,7 @@ def patch(
         form: `"tiled"`, `"representative"` or `"repeated"`, see `screened_attention`. None selects
             `"representative"` with a rule (`"repeated"` if the Triton kernel runs), and otherwise
             tiles or dense attention.
-        backend: `"auto"`, `"eager"`, `"triton"` or `"reference"`.
+        backend: `"auto"`, `"native"`, `"eager"`, `"triton"` or `"reference"`.
         fallback: Queries whose certificate exceeds this share of |output| are recomputed exactly.
         attention: The names of the attention modules of a model that is not known, as
             `model.named_modules()` has them; `*` is any characters but a dot: `"blocks.*.attn"`.

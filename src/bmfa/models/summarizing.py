@@ -28,7 +28,7 @@ class LayerSummary:
         settings: Settings of the layer; None if it is not patched.
         form: `"tiled"`, `"representative"`, `"repeated"`, `"dense"`, or `"unknown"` if the layer has
             not run in this thread or ran in a compiled graph.
-        backend: `"eager"`, `"triton"`, `"reference"`, `"dense"` (dense attention in bmfa), `"host"`
+        backend: `"native"`, `"eager"`, `"triton"`, `"reference"`, `"dense"` (SDPA in bmfa), `"host"`
             (the attention of the model itself) or `"unknown"`.
         why: Why this ran.
 
@@ -40,7 +40,7 @@ class LayerSummary:
         >>> row.form, row.backend, row.settings
         ('dense', 'host', 'error=0.05')
         >>> row.why
-        'auto: dense attention is as fast below 2048 tokens, and there are 196'
+        'auto: dense attention is as fast below 1024 tokens, and there are 196'
     """
 
     def __init__(
