@@ -56,16 +56,15 @@ class Exact(NamedTuple):
         assert got.dtype == self.q.dtype and got.shape == want.shape
         theirs = float((self.torch(self.q.dtype).double() - want).abs().max())
         ours = float((got.double() - want).abs().max())
-        # Weights are summed by blocks, and queries multiplied by the scale before the products.
+        # Weights are summed by blocks. Partial sums of a score walk to about |q| |k| sqrt(j / d^2) after
+        # j of d terms, so that their roundings add up to about |q| |k| eps / 2.
         tokens, eps = self.k.shape[2], float(torch.finfo(torch.float32).eps)
         sums = (min(tokens, BLOCK) + tokens / BLOCK) * eps / 2
         scores = self.q.nan_to_num(0.0).double().norm(dim=-1).amax()
         scores *= self.k.nan_to_num(0.0).double().norm(dim=-1).amax()
         score = float(scores) * abs(self.options["scale"]) / self.options["tau"]
         largest = float(self.v.nan_to_num(0.0).abs().max())
-        allowed = (
-            2 * theirs + (sums + 2 * eps + eps / 2 * score / self.q.shape[-1] ** 0.5) * largest
-        )
+        allowed = 2 * theirs + (sums + 2 * eps + eps / 2 * score) * largest
         assert ours <= allowed, (ours, theirs, allowed)
 
 
