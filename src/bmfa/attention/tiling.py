@@ -53,7 +53,7 @@ SMALLEST_CORRECTION = 1e-3
 # MOST_UPPER times the target. Otherwise thresholds are chosen again, for RETRY_AIM times the target that
 # would have met both; if the measured error is more than MOST_EXCESS times the target, or the second
 # result is not taken, the call is computed exactly.
-MOST_UPPER, MOST_EXCESS, RETRY_AIM = 1.2, 1.5, 0.8
+MOST_UPPER, MOST_EXCESS, RETRY_AIM = 1.3, 1.5, 0.8
 # Groups with probes, at most.
 PROBE_SLOTS = 64
 # Probes of a group, and of a group of a call with fewer than FEW_GROUPS groups.
