@@ -266,7 +266,7 @@ class Budget:
     """Stopping criterion of the tiled form: a target for the error, or a number of expanded tiles.
 
     The error is the relative L2 error of the output. The number is the mean over the groups of a
-    picture. Exactly one of the two is not None.
+    image. Exactly one of the two is not None.
     """
 
     error: float | None
