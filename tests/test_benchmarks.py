@@ -45,16 +45,6 @@ def h200(n: int, method: str, column: str) -> float:
     return float(attention_row("attention-h200", n, method)[column])
 
 
-def cpu(n: int, method: str, column: str) -> float:
-    return float(attention_row("attention-cpu", n, method)[column])
-
-
-def on_a_cpu(n: int) -> list[float]:
-    """Speed and error of tiles without an expanded one, at the default target, and of mean tiles."""
-    methods = ("tiled-tiles:0", "tiled-error:0.03", "mean-tiles:0.1")
-    return [cpu(n, method, column) for method in methods for column in (SPEED, ERROR)]
-
-
 def range_of_tiles(value: Callable[[Row], float]) -> list[float]:
     """Minimum and maximum of tiled attention on both models, over all sizes and settings."""
     found = [value(one) for one in tiled_rows()]
@@ -177,20 +167,6 @@ FACTS: list[Fact] = [
     ),
     ("in the last four blocks runs at {}x to {}x of the full model", range_of_tree_speeds),
     (
-        "With 4,096 tokens, tiles are {} times as fast as `` at an error of {} % and {} times at {} %. "
-        "Mean tiles are {} times as fast at {} %.",
-        lambda: on_a_cpu(4096),
-    ),
-    (
-        "With 16,384 tokens, tiles are {} times as fast at an error of {} % and {} times at {} %. Mean "
-        "tiles are {} times as fast at {} %.",
-        lambda: on_a_cpu(16384),
-    ),
-    (
-        "runs dense have a speed of {}x with 196 tokens and {}x with 1,024 tokens",
-        lambda: [cpu(n, "auto", SPEED) for n in (196, 1024)],
-    ),
-    (
         "A 16x16 tree takes {} µs on one core, {} times less than the grid-by-grid reference",
         lambda: [
             row("trees-cpu", what="trees", method="gamma:0.005", threads=1)[name]
@@ -233,7 +209,7 @@ OTHERS = (
     r"ViT-S/14|up to 65,536 tokens in all|about 0\.5 ms|a target of 0\.03",
     r"(?:at|[Bb]elow|from|[Ww]ith) (?:1,024|4,096|16,384|65,536)(?: tokens)?",
     r"torch \d+\.\d+\.\d+|Triton \d+\.\d+\.\d+|float(?:16|32|64)",
-    r"batch 1,|2 cores of an|trained at 224 px",
+    r"batch 1,|2 cores of an|trained at 224 px|AVX-512",
 )
 
 

@@ -72,7 +72,7 @@ def tiled_case(
     dim = int(generator.choice([32, 64, 80]))
     lead = (batch, heads, prefix + tiling.grid.size, dim)
     q, v = (generator.normal(size=lead) * generator.choice([0.3, 1.0, 2.0]) for _ in range(2))
-    k = _keys(generator, lead, prefix, tiling, kind or str(generator.choice(KINDS)))
+    k = keys_of_kind(generator, lead, prefix, tiling, kind or str(generator.choice(KINDS)))
     q, k, v = (torch.from_numpy(x).to(dtype) for x in (q, k, v))
     valid = _mask(generator, batch, tiling) if generator.random() < 0.4 else None
     if valid is not None and poison:
@@ -83,9 +83,10 @@ def tiled_case(
     return TiledCase(q, k, v, tiling, settings | _mode(generator, tiling), valid)
 
 
-def _keys(
+def keys_of_kind(
     generator: np.random.Generator, lead: tuple[int, ...], prefix: int, tiling: Tiling, kind: str
 ) -> np.ndarray:
+    """Draw keys of the shape `lead`, one of KINDS."""
     keys = generator.normal(size=lead) * generator.choice([0.5, 1.0, 3.0])
     if kind == "smooth":
         keys[..., prefix:, :] = np.cumsum(keys[..., prefix:, :], -2) / 3
@@ -116,14 +117,20 @@ def _mode(generator: np.random.Generator, tiling: Tiling) -> dict[str, Any]:
     return {"expand": share * tiling.tiles}
 
 
-def compare(case: TiledCase, got: TiledAttention, want: ReferenceTiled) -> int:
+def compare(case: TiledCase, got: TiledAttention, want: ReferenceTiled, sums: float = 0.0) -> int:
     """Assert equal expanded tiles and outputs within rounding; return the number of groups compared.
 
     A group may differ in tiles whose loss is within rounding of the threshold. The outputs of such a
     group follow other tiles and are not compared.
+
+    Args:
+        case: The problem.
+        got: Result of a kernel.
+        want: Result of the specification.
+        sums: Relative rounding of a sum of weights by the kernel, if it is more than that of torch.
     """
     # A score of size s is off by about eps s. That changes losses and weights by the same share.
-    rounding = float(torch.finfo(case.q.dtype).eps) * (1 + _largest_score(case))
+    rounding = float(torch.finfo(case.q.dtype).eps) * (1 + largest_score(case))
     expanded = got.expanded.numpy()
     assert got.expanded_count.dtype == torch.int32
     assert np.array_equal(got.expanded_count.numpy(), expanded.sum(-1))
@@ -133,24 +140,31 @@ def compare(case: TiledCase, got: TiledAttention, want: ReferenceTiled) -> int:
         moved = want.losses[index][expanded[index] != want.expanded[index]]
         threshold = thresholds[index[0], index[2]]
         # The threshold follows from errors of probes, whose differences amplify rounding.
+        assert np.isfinite(threshold), moved  # nothing is expanded
         assert (abs(moved - threshold) <= 100 * rounding * threshold).all(), (moved, threshold)
     output, seen = got.output.detach().double().numpy(), case.seen.numpy()
     compared = _queries_of(case, same) & seen
     assert np.isfinite(output[np.broadcast_to(seen, compared.shape)]).all()
+    allowed = allowed_difference(case, want, sums)
+    difference = abs(output - want.output).max(-1)[compared]
+    assert difference.size == 0 or difference.max() <= allowed, (difference.max(), allowed)
+    return int(same.sum())
+
+
+def allowed_difference(case: TiledCase, want: ReferenceTiled, sums: float = 0.0) -> float:
+    """Largest accepted difference of an element of an output; see `compare`."""
     # The first-order correction may exceed the values.
     largest_value = max(abs(np.nan_to_num(case.v.double().numpy())).max(), abs(want.output).max())
     if case.q.dtype == torch.float64:
         # The reference rounds too, so its errors are no yardstick. The shrinkage is the quotient of
         # lengths that may be SMALLEST_CORRECTION of the output, which amplifies rounding.
-        allowed = rounding / SMALLEST_CORRECTION * largest_value
-    else:
-        # A sum of d products is off by about sqrt(d) roundings. The correction is one such sum times a
-        # quotient of two others, its shrinkage, which a single probe may determine.
-        own = torch.finfo(case.q.dtype).eps * case.q.shape[-1] ** 0.5 * largest_value
-        allowed = 2 * dense_error(case) + own * (2 if (want.shrinkage > 0).any() else 1)
-    difference = abs(output - want.output).max(-1)[compared]
-    assert difference.size == 0 or difference.max() <= allowed, (difference.max(), allowed)
-    return int(same.sum())
+        rounding = float(torch.finfo(case.q.dtype).eps) * (1 + largest_score(case))
+        return rounding / SMALLEST_CORRECTION * largest_value
+    # A sum of d products is off by about sqrt(d) roundings. The correction is one such sum times a
+    # quotient of two others, its shrinkage, which a single probe may determine.
+    own = torch.finfo(case.q.dtype).eps * case.q.shape[-1] ** 0.5 * largest_value
+    own = own * (2 if (want.shrinkage > 0).any() else 1) + sums * largest_value
+    return 2 * dense_error(case) + own
 
 
 def group_thresholds(case: TiledCase, want: ReferenceTiled) -> np.ndarray:
@@ -176,7 +190,7 @@ def dense_error(case: TiledCase) -> float:
     return float(error[case.seen.expand_as(error)].max())
 
 
-def _largest_score(case: TiledCase) -> float:
+def largest_score(case: TiledCase) -> float:
     """Upper bound |q| |k| scale / tau on the absolute scores."""
     q, k = (x.nan_to_num(0.0).double().norm(dim=-1).amax() for x in (case.q, case.k))
     return float(q * k) * case.settings["scale"] / case.settings["tau"]

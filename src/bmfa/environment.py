@@ -30,7 +30,7 @@ def describe() -> Record:
     rows: list[Row] = [
         {"what": "version", "name": name, "status": str(value)}
         for name, value in frame.items()
-        if name not in ("command", "date", "device", "device_name", "threads")
+        if name not in ("command", "date", "device", "device_name", "threads", "instruction_set")
     ]
     rows += [*_devices(str(frame["device_name"])), *_backends(), *_extras()]
     return Record("info", {}, rows, frame)
@@ -61,10 +61,11 @@ def _backends() -> list[Row]:
 
 
 def _native() -> str:
+    compiled = f"compiled: {', '.join(library.built_sets()) or 'none'}"
     reason = library.unavailable_reason()
     if reason is not None:
-        return f"unavailable: {reason}"
-    return f"available: {library.instruction_set()} on the CPU; without gradients"
+        return f"unavailable: {reason} ({compiled})"
+    return f"available: {library.instruction_set()} ({compiled}); tiles on a CPU, without gradients"
 
 
 def _triton() -> str:

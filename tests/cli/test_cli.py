@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from bmfa import __version__
+from bmfa.attention.kernels.native import library
 from bmfa.cli import main
 from bmfa.cli.output import MAX_WIDTH
 from bmfa.data import EmbeddedPictures
@@ -227,6 +228,35 @@ def test_info_names_backends_and_what_is_missing(capsys):
         row["name"] for row in rows if row["what"] == "backend"
     }
     assert any(row["what"] == "device" and row["name"].startswith("cuda") for row in rows)
+
+
+def native_status(capsys) -> str:
+    main(["info", "--json", "-"])
+    rows = json.loads(capsys.readouterr().out)["rows"]
+    (status,) = (row["status"] for row in rows if row["name"] == "native")
+    return status
+
+
+@pytest.mark.parametrize("setting", ["off", "nonsense", "avx2", ""])
+def test_info_says_which_native_kernels_run_or_why_none_does(capsys, monkeypatch, setting):
+    monkeypatch.setenv("BMFA_NATIVE", setting)
+    status, reason = native_status(capsys), library.unavailable_reason()
+    if reason is None:
+        assert status.startswith(f"available: {library.instruction_set()} (compiled: ")
+        assert setting in ("", library.instruction_set())
+    else:
+        assert status.startswith(f"unavailable: {reason} (compiled: ")
+        assert setting not in ("off", "nonsense") or "BMFA_NATIVE" in reason
+    assert ", ".join(library.built_sets()) in status
+    recorded = Record("x", {}, []).environment.get("instruction_set")
+    assert recorded == library.instruction_set()
+
+
+def test_info_says_how_to_compile_native_kernels(capsys, monkeypatch):
+    reason = "the kernels for avx512 have not been compiled; run python -m there"
+    monkeypatch.setattr(library, "_selected", lambda setting: reason)
+    monkeypatch.setattr(library, "built_sets", tuple)
+    assert native_status(capsys) == f"unavailable: {reason} (compiled: none)"
 
 
 def test_methods_lists_the_registry(capsys):

@@ -11,6 +11,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from bmfa import timing
 from bmfa.attention.api import screened_attention
+from bmfa.attention.kernels.native import library
 from bmfa.cli import main
 from bmfa.evidence.bench import attention as attention_bench
 from bmfa.evidence.bench import chapter as bench_tables
@@ -25,6 +26,11 @@ from bmfa.evidence.page.record_set import RecordSet
 from bmfa.grid import Grid
 from bmfa.models.embedded import load as load_embedded
 from bmfa.records import Record
+
+CPU_BACKEND = attention_bench.default_backend(torch.device("cpu"))
+needs_native = pytest.mark.skipif(
+    library.unavailable_reason() is not None, reason="needs the native kernels"
+)
 
 
 @pytest.fixture(scope="module")
@@ -49,9 +55,13 @@ def test_every_size_has_dense_paths_and_all_settings(record):
     for n in (100, 256):
         methods = [row["method"] for row in record.rows if row["n"] == n and row["dim"] == 32]
         assert methods[0] == "dense"
-        assert {"dense-flash", "auto", "tiled-tiles:0", "tiled-tiles:1", "tiled-error:0.1"} <= set(
-            methods
-        )
+        assert {
+            "dense-default",
+            "auto",
+            "tiled-tiles:0",
+            "tiled-tiles:1",
+            "tiled-error:0.1",
+        } <= set(methods)
         dense = row_of(record, n, "dense")
         paths = [
             row["milliseconds"]
@@ -247,14 +257,109 @@ def test_nothing_is_timed_on_red_tests(monkeypatch, capsys, wrong):
         main(["bench", "attention", "--tokens", "16"])
     told = capsys.readouterr()
     assert stop.value.code == 2 and told.out == ""
-    assert "backend eager is off by" in told.err and "red tests" in told.err
+    assert f"backend {CPU_BACKEND} is off by" in told.err and "red tests" in told.err
     assert told.err.count("\n") == 1
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_the_self_check_passes_what_is_right(dtype):
-    verify.check_backend("eager", dtype, "cpu", [32])
+    for backend in {"eager", CPU_BACKEND}:
+        verify.check_backend(backend, dtype, "cpu", [32])
     verify.check_dense(["flash", "math"], torch.float32, "cpu", [32])
+
+
+@needs_native
+def test_native_kernels_are_timed_beside_sdpa_and_eager_on_several_threads():
+    before = torch.get_num_threads()
+    record = attention_bench.run(
+        InputSource.open("random"),
+        tokens=[64, 256],
+        methods=["tiles:0", "error:0.03"],
+        baseline=(),
+        threads=[1, 2],
+        repeats=1,
+        certificate=False,
+    )
+    assert torch.get_num_threads() == before
+    assert record.settings["backend"] == "native" and record.settings["threads"] == [1, 2]
+    for n in (64, 256):
+        for threads in (1, 2):
+            rows = [r for r in record.rows if (r["n"], r["threads"]) == (n, threads)]
+            by_method = {row["method"]: row for row in rows}
+            assert set(by_method) == {
+                *("dense", "dense-default", "tiled-tiles:0", "tiled-error:0.03", "exact"),
+                *("eager-tiles:0", "eager-error:0.03", "auto"),
+            }
+            exact, tiles = by_method["exact"], by_method["tiled-tiles:0"]
+            assert exact["ran"] == "dense" and exact["error_l2_percent"] < 1e-3
+            eager = by_method["eager-tiles:0"]
+            assert tiles["error_l2_percent"] == pytest.approx(eager["error_l2_percent"], rel=1e-3)
+            assert tiles["speedup"] == pytest.approx(
+                by_method["dense"]["milliseconds"] / tiles["milliseconds"]
+            )
+    assert "1 and 2 threads, native kernels " in bench_tables.conditions(record)
+    rows = [{k: v for k, v in row.items() if k != "keys"} for row in record.rows]
+    assert {row["threads"] for row in summary.own_rows(rows)} == {2}
+    assert set(summary.native_costs(rows)) == {
+        "exact_from_tokens",
+        "tiles_from_tokens",
+        "expanded_cost",
+    }
+
+
+def test_the_backend_and_the_threads_can_be_chosen(capsys):
+    command = ["bench", "attention", "--model", "random", "--tokens", "16", "--tiles", "0"]
+    command += ["--no-baselines", "--no-certificate", "--repeats", "1", "--json", "-"]
+    main([*command, "--backend", "eager", "--threads", "1"])
+    record = json.loads(capsys.readouterr().out)
+    assert record["settings"]["backend"] == "eager" and record["settings"]["threads"] == [1]
+    methods = [row["method"] for row in record["rows"]]
+    assert methods == ["dense", "dense-default", "tiled-tiles:0", "auto"]
+    assert not any("threads" in row for row in record["rows"])
+    with pytest.raises(SystemExit):
+        main([*command, "--threads", "0"])
+    assert "threads is 0" in capsys.readouterr().err
+
+
+def test_inputs_are_views_of_one_projection():
+    inputs = InputSource.open().record(64, [0])
+    benchmark = attention_bench.SizeBenchmark(
+        inputs, attention_bench.Plan((), "eager", "float32", torch.device("cpu"), 1), {}
+    )
+    q, k, v = benchmark.timed[0]
+    assert q.stride() == k.stride() == v.stride() and q.stride(2) == 3 * q.shape[1] * q.shape[3]
+    assert k.data_ptr() - q.data_ptr() == 4 * q.shape[1] * q.shape[3]
+    for view, recorded in zip((q, k, v), inputs.blocks[0], strict=True):
+        assert torch.equal(view, recorded)
+
+
+def native_rows(n: int, threads: int, **milliseconds: float):
+    """Rows of a benchmark with native kernels; the names of methods have _ in place of - and :."""
+    names = {
+        "tiles_0": "tiled-tiles:0",
+        "tiles_half": "tiled-tiles:0.5",
+        "error": "tiled-error:0.03",
+    }
+    density = {"tiles_0": 0.0, "tiles_half": 50.0}
+    return [
+        {"what": "attention", "n": n, "threads": threads, "method": names.get(name, name),
+         "milliseconds": time, "density_percent": density.get(name)}
+        for name, time in milliseconds.items()
+    ]  # fmt: skip
+
+
+def test_the_constants_of_the_native_kernels_are_read_off_the_worst_number_of_threads():
+    rows = [
+        *native_rows(64, 1, dense=1.0, exact=2.0, error=3.0),
+        *native_rows(256, 1, dense=3.0, exact=2.0, error=3.0),
+        *native_rows(256, 2, dense=1.0, exact=2.0, error=1.0),
+        *native_rows(1024, 1, dense=9.0, exact=4.0, error=3.0, tiles_0=1.0, tiles_half=3.0),
+        *native_rows(1024, 2, dense=5.0, exact=2.0, error=1.0, tiles_0=0.5, tiles_half=2.0),
+    ]
+    costs = summary.native_costs(rows)
+    assert costs == {"exact_from_tokens": 1024, "tiles_from_tokens": 1024, "expanded_cost": 1.5}
+    assert "from 1024 tokens" in summary.lines({"break_even_error_percent": 1.0, **costs})[-1]
+    assert summary.native_costs(native_rows(64, 1, dense=1.0)) == {}
 
 
 def rows_of_power(power: float, factor: float, error: float, method: str):

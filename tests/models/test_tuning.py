@@ -167,9 +167,10 @@ def test_a_combination_that_fails_is_replaced_by_one_that_holds():
 
 def test_a_layer_alone_is_measured_on_the_checking_pictures():
     model, pictures = small_model(), images()
-    plan = next(p for p in (tuned(model, 0.05, seed=s) for s in range(20)) if len(p.checks) > 1)
-    again = [s for s in plan.candidates if s.checking_change is not None]
-    assert again
+    plans = (tuned(model, 0.02, seed=seed) for seed in range(20))
+    found = ((p, [s for s in p.candidates if s.checking_change is not None]) for p in plans)
+    plan, again = next((plan, again) for plan, again in found if again)
+    assert len(plan.checks) > 1
     order = torch.randperm(4, generator=torch.Generator().manual_seed(plan.seed))
     for setting in again:
         alone = change_of(model, pictures[order[2:]], {setting.layer: setting.error})

@@ -130,7 +130,8 @@ def decision_key(x: Tensor) -> Key:
     kind = "cuda" if x.is_cuda else "cpu"
     if torch.is_autocast_enabled(kind) and dtype != torch.float64:
         dtype = torch.get_autocast_dtype(kind)
-    return shape[0], shape[-2], dtype, x.device, x.requires_grad, is_capturing(x)
+    capturing = x.is_cuda and is_capturing(x)
+    return shape[0], shape[-2], dtype, x.device, x.requires_grad, capturing
 
 
 def is_capturing(x: Tensor) -> bool:

@@ -304,10 +304,10 @@ def _exact_choice(layer: ScreenedLayer, finished: FinishedPass) -> Choice:
     decision, key = layer.decision, finished.key
     if decision is None or key is None:
         return Choice("dense", _DENSE)
-    choice = decision.choices.get(key)
-    # In packed pictures attention has a batch of its own.
-    others = (other for other_key, other in decision.choices.items() if other_key[1] == key[1])
-    return choice or next(filter(None, others), Choice("dense", _DENSE))
+    made = [(other, choice) for other, choice in decision.choices.items() if choice is not None]
+    # Attention has a batch of its own in packed pictures, and tokens with two axes have no such key.
+    made.sort(key=lambda one: (one[0] == key, one[0][1] == key[1], one[0][2:] == key[2:]))
+    return made[-1][1] if made else Choice("dense", _DENSE)
 
 
 def _reduced_summary(model: nn.Module, reduction: TokenReduction) -> Summary:

@@ -45,10 +45,9 @@ def native_costs(rows: Sequence[Row]) -> dict[str, Any]:
         backend.
     """
     found: dict[tuple[int, int], dict[str, Row]] = {}
-    for row in rows:
-        if row.get("what") == "attention" and "keys" not in row:
-            by_method = found.setdefault((int(row["n"]), row.get("threads") or 0), {})
-            by_method[str(row["method"])] = row
+    for row in _own_rows(rows):
+        by_method = found.setdefault((int(row["n"]), row.get("threads") or 0), {})
+        by_method[str(row["method"])] = row
     times = {
         key: {name: float(row["milliseconds"]) for name, row in methods.items()}
         for key, methods in found.items()
@@ -87,13 +86,17 @@ def own_rows(rows: Iterable[Row]) -> list[Row]:
 
     Of several numbers of threads, those of the largest.
     """
-    found = [
+    found = _own_rows(rows)
+    most = max((row.get("threads") or 0 for row in found), default=0)
+    return [row for row in found if (row.get("threads") or 0) == most]
+
+
+def _own_rows(rows: Iterable[Row]) -> list[Row]:
+    return [
         row
         for row in rows
         if row.get("what") == "attention" and "keys" not in row and "+" not in str(row["method"])
     ]
-    most = max((row.get("threads") or 0 for row in found), default=0)
-    return [row for row in found if (row.get("threads") or 0) == most]
 
 
 def tiled_rows(rows: Iterable[Row], n: int | None = None) -> list[Row]:

@@ -30,7 +30,8 @@ from bmfa.records import Record, Row, environment
 from bmfa.timing import synchronize
 
 SIDE = 64  # tokens along a side
-ERRORS = (0.01, 0.03, 0.1)  # targets of the relative L2 error of every attention
+# Targets of the relative L2 error of every attention; 0 is exact attention, by the fastest kernel.
+ERRORS = (0.0, 0.01, 0.03, 0.1)
 PICTURES = 24  # the first 24 pictures have one of each class
 SHOWN = 3  # pictures whose masks are kept in the record
 MASK_SIDE = 128  # pixels of a mask in the record

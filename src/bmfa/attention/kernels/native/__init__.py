@@ -5,31 +5,26 @@
 """
 
 import ctypes
+from collections.abc import Callable
 from functools import lru_cache
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
+from bmfa.attention.choice import Levels, choose, level_thresholds
 from bmfa.attention.kernels.native import library
-from bmfa.attention.tiling import (
-    FARTHEST,
-    LARGEST_SHRINKAGE,
-    LEVEL_RATIO,
-    NUM_LEVELS,
-    SMALLEST_CORRECTION,
-    STEEP_FALL,
-    STEEP_RISE,
-    UNIFORM_SHARE,
-    TiledAttention,
-    Tiling,
-)
+from bmfa.attention.tiling import FARTHEST, NUM_LEVELS, UNIFORM_SHARE, TiledAttention, Tiling
 from bmfa.trees.build import check_finite_products
+
+Mask = npt.NDArray[np.bool_]
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 MAX_CHANNELS = 256  # of keys and of values
 MAX_THREADS = 256
 PART_SLOTS = 64  # keys of a tile, at most
+_EXACT, _MEASURE, _ATTEND = range(3)  # steps of a call
 
 
 class _Tensor(ctypes.Structure):
@@ -62,11 +57,11 @@ class _Call(ctypes.Structure):
             "part_tokens", "part_count", "member_tokens", "members", "group_order", "quantiles",
             "thresholds",
         )),
-        *((name, ctypes.c_double) for name in (
-            "uniform_share", "error_aim", "steep_fall", "steep_rise", "largest_shrinkage",
-            "smallest_correction", "farthest", "error", "expand", "exact_above",
+        *((name, ctypes.c_double) for name in ("uniform_share", "farthest")),
+        *((name, ctypes.c_void_p) for name in (
+            "found", "norm", "weight", "threshold", "shrinkage", "exact", "expanded",
+            "expanded_count", "probes",
         )),
-        *((name, ctypes.c_void_p) for name in ("expanded", "exact", "expanded_count", "probes")),
     ]  # fmt: skip
 
     def point(self, **arrays: Tensor) -> None:
@@ -141,7 +136,9 @@ def exact_attention(
     call.images = len(lists["key_count"])
     call.point(**lists)
     if q.numel():
-        _run(call)
+        run = _load(call)
+        for image in range(len(q)):
+            run(image, _EXACT)
     _check_scores(call, q, k, scale, prefix, valid, mask_queries)
     return output
 
@@ -173,22 +170,28 @@ def tiled_attention(
     call.group_probes, call.levels = tiling.probes_per_group, NUM_LEVELS
     draws = _probe_draws(tiling, heads, query_prefix)
     call.point(**lists, **draws)
-    call.uniform_share, call.error_aim = UNIFORM_SHARE, tiling.error_aim
-    call.steep_fall, call.steep_rise = STEEP_FALL, STEEP_RISE
-    call.largest_shrinkage, call.smallest_correction = LARGEST_SHRINKAGE, SMALLEST_CORRECTION
-    call.farthest = FARTHEST
-    call.error = -1.0 if error is None else error
-    call.expand = -1.0 if expand is None else expand / tiling.tiles
-    call.exact_above = exact_above
-    lead = (batch, heads)
+    call.uniform_share, call.farthest = UNIFORM_SHARE, FARTHEST
+    lead, probes = (batch, heads), tiling.probes(query_prefix)
     expanded = torch.empty((*lead, tiling.groups, tiling.tiles), dtype=torch.bool)
-    exact = torch.empty(lead, dtype=torch.bool)
     count = torch.empty((*lead, tiling.groups), dtype=torch.int32)
-    probes = torch.empty((*lead, tiling.probes(query_prefix), 3), dtype=torch.float64)
-    call.point(expanded=expanded, exact=exact, expanded_count=count, probes=probes)
-    _run(call)
+    errors = torch.empty((*lead, probes, 3), dtype=torch.float64)
+    found = torch.empty((heads, probes, 4, NUM_LEVELS), dtype=torch.float64)
+    norm, weight = torch.empty((2, heads, probes), dtype=torch.float64)
+    call.point(expanded=expanded, expanded_count=count, probes=errors)
+    call.point(found=found, norm=norm, weight=weight)
+    error_sum, product, correction, shares = found.numpy().transpose(2, 0, 1, 3)
+    levels = Levels(error_sum, product, correction, shares, norm.numpy(), weight.numpy())
+    aim = None if error is None else tiling.error_aim * error
+    share = None if expand is None else expand / tiling.tiles
+    exact, run = [], _load(call)
+    for image in range(batch):
+        run(image, _MEASURE)
+        choice = choose(levels, tiling.probes_per_group, aim, share, exact_above)
+        call.threshold, call.shrinkage, call.exact = (x.ctypes.data for x in choice)
+        run(image, _ATTEND)
+        exact.append(choice.exact.all())
     _check_scores(call, q, k, scale, prefix, valid, mask_queries)
-    return TiledAttention(output, count, probes, expanded), bool(exact.all())
+    return TiledAttention(output, count, errors, expanded), all(exact)
 
 
 @lru_cache(maxsize=32)
@@ -198,12 +201,10 @@ def _probe_draws(tiling: Tiling, heads: int, query_prefix: int) -> dict[str, Ten
     groups = order[: tiling.probe_groups(query_prefix)].view(1, -1, 1)
     head = torch.arange(heads).view(-1, 1, 1)
     quantiles = tiling.probe_quantile(groups, head, torch.arange(tiling.probes_per_group))
-    thresholds = LEVEL_RATIO ** torch.arange(NUM_LEVELS, dtype=torch.float64)
-    thresholds[-1] = 0.0
     return {
         "group_order": order.int(),
         "quantiles": quantiles.double().contiguous(),
-        "thresholds": thresholds,
+        "thresholds": torch.from_numpy(level_thresholds()),
     }
 
 
@@ -215,46 +216,45 @@ def _token_lists(
     `Call` has them, for the images of a mask, or one."""
     if valid is None:
         return _all_tokens(tiling, prefix, queries, keys)
-    valid = torch.cat((valid.new_ones(len(valid), prefix), valid), 1)
+    exist = np.pad(valid.numpy(), ((0, 0), (prefix, 0)), constant_values=True)
     return _find_tokens(
-        tiling, prefix, valid, valid if mask_queries else valid.new_ones(1, queries)
+        tiling, prefix, exist, exist if mask_queries else np.ones((1, queries), bool)
     )
 
 
 @lru_cache(maxsize=32)
 def _all_tokens(tiling: Tiling | None, prefix: int, queries: int, keys: int) -> dict[str, Tensor]:
-    def every(count: int) -> Tensor:
-        return torch.ones(1, count, dtype=torch.bool)
-
-    return _find_tokens(tiling, prefix, every(keys), every(queries))
+    return _find_tokens(tiling, prefix, np.ones((1, keys), bool), np.ones((1, queries), bool))
 
 
 def _find_tokens(
-    tiling: Tiling | None, prefix: int, keys_exist: Tensor, queries_exist: Tensor
+    tiling: Tiling | None, prefix: int, keys_exist: Mask, queries_exist: Mask
 ) -> dict[str, Tensor]:
+    # NumPy, because operations of torch in several threads hang in a forked process.
     images, queries = len(keys_exist), queries_exist.shape[1]
-    queries_exist = queries_exist.expand(images, -1)
-    lists = {"key": torch.arange(keys_exist.shape[1]), "query": torch.arange(queries)}
+    queries_exist = np.broadcast_to(queries_exist, (images, queries))
+    lists: dict[str, npt.NDArray[np.int64]] = {
+        "key": np.arange(keys_exist.shape[1]),
+        "query": np.arange(queries),
+    }
     found = {}
     if tiling is not None:
-
-        def shift(slots: Tensor, by: int) -> Tensor:
-            return torch.where(slots < 0, slots, slots + by)
-
-        tiles = pad(shift(tiling.slot_tokens, prefix), (0, PART_SLOTS - tiling.slots), value=-1)
-        first = pad(torch.arange(prefix), (0, -prefix % PART_SLOTS), value=-1)
-        lists["part"] = torch.cat((tiles, first.view(-1, PART_SLOTS)))
-        groups = tiling.queries.slot_tokens[tiling.group_order]
-        lists["member"] = shift(groups, queries - tiling.queries.grid.size)
+        blocks = -(-prefix // PART_SLOTS)
+        parts = np.full((tiling.tiles + blocks, PART_SLOTS), -1)
+        slots = tiling.slot_tokens.numpy()
+        parts[: tiling.tiles, : tiling.slots] = np.where(slots < 0, -1, slots + prefix)
+        parts[tiling.tiles :].flat[:prefix] = np.arange(prefix)
+        groups = tiling.queries.slot_tokens.numpy()[tiling.group_order.numpy()]
+        first = queries - tiling.queries.grid.size
+        lists |= {"part": parts, "member": np.where(groups < 0, -1, groups + first)}
     for name, tokens in lists.items():
         exist = queries_exist if name in ("query", "member") else keys_exist
-        present = exist[:, tokens.clamp(min=0)] & (tokens >= 0)  # (images, *tokens.shape)
-        order = present.logical_not().byte().argsort(dim=-1, stable=True)
-        listed = tokens.expand_as(present).gather(-1, order)
-        found[f"{name}_tokens"] = listed.int().contiguous()
-        found["members" if name == "member" else f"{name}_count"] = present.sum(
-            -1, dtype=torch.int32
-        )
+        present = exist[:, np.maximum(tokens, 0)] & (tokens >= 0)  # (images, *tokens.shape)
+        order = np.argsort(~present, axis=-1, kind="stable")
+        listed = np.take_along_axis(np.broadcast_to(tokens, present.shape), order, -1)
+        found[f"{name}_tokens"] = torch.from_numpy(np.ascontiguousarray(listed, np.int32))
+        count = "members" if name == "member" else f"{name}_count"
+        found[count] = torch.from_numpy(np.ascontiguousarray(present.sum(-1), np.int32))
     return found
 
 
@@ -266,8 +266,12 @@ def _describe(
     batch, heads, queries, d = q.shape
     e = v.shape[-1]
     # As hosts use it: the channels of all heads of a token are contiguous.
-    make = torch.zeros if zeros else torch.empty  # queries that do not exist are not written
-    output = make((batch, queries, heads, e), dtype=q.dtype).transpose(1, 2)
+    shape = (batch, queries, heads, e)
+    if zeros:  # queries that do not exist are not written. torch.zeros hangs in a forked process
+        zero = np.zeros((*shape[:3], e * q.element_size()), np.uint8)
+        output = torch.from_numpy(zero).view(q.dtype).transpose(1, 2)
+    else:
+        output = torch.empty(shape, dtype=q.dtype).transpose(1, 2)
     call = _Call()
     for name, x in (("q", q), ("k", k), ("v", v), ("output", output)):
         setattr(call, name, _Tensor(x.data_ptr(), *x.stride()[:3]))
@@ -277,14 +281,19 @@ def _describe(
     return call, output, [q, k, v]
 
 
-def _run(call: _Call) -> None:
+def _load(call: _Call) -> Callable[[int, int], None]:
+    """Return a function that runs a step of a call for an image, with scratch memory for all of them."""
     loaded = library.load()
     if loaded is None:
         raise RuntimeError(f"native kernels cannot run: {library.unavailable_reason()}")
     call.threads, call.parallel = min(torch.get_num_threads(), MAX_THREADS), library.parallel()
     scratch = _allocate(loaded.bmfa_scratch_bytes(ctypes.byref(call)) + 64)
     call.scratch = -(-scratch.data_ptr() // 64) * 64
-    loaded.bmfa_attention(ctypes.byref(call))
+
+    def run(image: int, step: int, scratch: Tensor = scratch) -> None:
+        loaded.bmfa_attend(ctypes.byref(call), image, step)
+
+    return run
 
 
 def _allocate(size: int) -> Tensor:

@@ -28,17 +28,14 @@ typedef int32_t Integers __attribute__((vector_size(4 * WIDTH)));
 typedef float Half __attribute__((vector_size(2 * WIDTH)));
 typedef double Doubles __attribute__((vector_size(4 * WIDTH)));
 
-static inline Vector load(const float* x) {
-  Vector result;
+template <class To>
+static inline To read(const void* x) {
+  To result;
   memcpy(&result, x, sizeof result);
   return result;
 }
+static inline Vector load(const float* x) { return read<Vector>(x); }
 static inline void store(float* x, Vector value) { memcpy(x, &value, sizeof value); }
-static inline Doubles load_doubles(const float* x) {
-  Half result;
-  memcpy(&result, x, sizeof result);
-  return __builtin_convertvector(result, Doubles);
-}
 static inline Vector splat(float x) { return x - Vector{}; }  // unlike x + 0, it is x itself
 static inline Vector larger(Vector x, Vector y) { return x > y ? x : y; }
 static inline int round_up(int n, int multiple) { return (n + multiple - 1) / multiple * multiple; }
@@ -76,25 +73,7 @@ static inline Vector exponential(Vector x) {
   for (float coefficient : {1.0f / 120.0f, 1.0f / 24.0f, 1.0f / 6.0f, 0.5f, 1.0f, 1.0f})
     y = y * r + splat(coefficient);
   const Integers power = (__builtin_convertvector(n, Integers) + 127) << 23;
-  Vector scale;
-  memcpy(&scale, &power, sizeof scale);
-  return x < least ? Vector{} : y * scale;
-}
-
-// log(x) for normal x > 0, absolute error 2e-7 near 1: x = 2^n m with m between 0.7 and 1.4, and a series
-// of (m - 1) / (m + 1).
-static inline Vector logarithm(Vector x) {
-  Integers bits;
-  memcpy(&bits, &x, sizeof bits);
-  const Integers n = (bits - 0x3f3504f3) >> 23;  // of m >= sqrt(1 / 2)
-  bits -= n << 23;
-  Vector m;
-  memcpy(&m, &bits, sizeof m);
-  const Vector r = (m - splat(1.0f)) / (m + splat(1.0f)), square = r * r;
-  Vector y = splat(2.0f / 9.0f);
-  for (float coefficient : {2.0f / 7.0f, 2.0f / 5.0f, 2.0f / 3.0f, 2.0f})
-    y = y * square + splat(coefficient);
-  return __builtin_convertvector(n, Vector) * splat(0.693147181f) + y * r;
+  return x < least ? Vector{} : y * read<Vector>(&power);
 }
 
 // Rows at equal distances; an array of pointers will do wherever this does.

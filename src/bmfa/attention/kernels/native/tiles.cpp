@@ -17,7 +17,8 @@
 constexpr int LANES = 64;   // queries that are computed together; keys of a block, at most
 constexpr int BLOCKS = 4;   // blocks of LANES queries that read a block of keys one after the other
 constexpr int GROUPS = 12;  // groups that share a product for their covariances
-constexpr int LEVELS = 32;  // thresholds, at most
+constexpr int THREADS = 256;  // at most, as are the levels
+constexpr int LEVELS = 32;
 constexpr int CHUNK = 8;    // parts that a probe takes one after the other, with its sums in the cache
 constexpr int64_t TANGENT_BYTES = 112 << 20;  // of the tangents in memory at once, about
 constexpr double SMALLEST = 1e-30;  // sum of weights; the attention of a probe to less than that is 0
@@ -48,11 +49,15 @@ struct Call {
   const int32_t *member_tokens, *members;     // (images, groups, group_slots), (images, groups), in group_order
   const int32_t* group_order;                 // (groups,)
   const double *quantiles, *thresholds;       // (heads, probes), (levels,)
-  double uniform_share, error_aim, steep_fall, steep_rise, largest_shrinkage, smallest_correction, farthest;
-  double error, expand, exact_above;  // error or expand, a share of the tiles, is negative
-  uint8_t *expanded, *exact;          // (B, heads, groups, tiles), (B, heads)
-  int32_t* expanded_count;            // (B, heads, groups)
-  double* probes;                     // (B, heads, probes, 3)
+  double uniform_share, farthest;
+  // What the probes of an image find: error, product, correction and share; norm and weight.
+  double *found, *norm, *weight;  // (heads, probes, 4, levels), (heads, probes)
+  // What the caller chooses from that: thresholds of groups at even and odd positions, shrinkage, exact heads.
+  const double *threshold, *shrinkage;  // (2,), (heads, 2)
+  const uint8_t* exact;                 // (heads,)
+  uint8_t* expanded;                    // (B, heads, groups, tiles)
+  int32_t* expanded_count;              // (B, heads, groups)
+  double* probes;                       // (B, heads, probes, 3)
 };
 
 // ---- Memory: one block from the caller, divided twice: once to measure, once for use ----
@@ -60,11 +65,12 @@ struct Call {
 struct Arena {
   char* base;
   int64_t used;
-  template <class T>
-  T* take(int64_t count) {
-    T* result = base ? (T*)(base + used) : nullptr;
+  // Set each pointer to memory for as many elements as the number after it.
+  template <class T, class... More>
+  void take(T*& to, int64_t count, More&&... more) {
+    to = base ? (T*)(base + used) : nullptr;
     used += (count * (int64_t)sizeof(T) + 63) / 64 * 64;
-    return result;
+    if constexpr (sizeof...(more) > 0) take(more...);
   }
 };
 
@@ -84,6 +90,7 @@ struct Scratch {  // of one thread
   float *exact_sum, *tangent_sum, *term_sum;  // (LANES, levels, padded e)
   float *value, *first_order;                 // (CHUNK, LANES, padded e)
   double *totals, *distances;                 // (LANES, 3, levels), (most queries,)
+  Integers largest[2];                        // see `keep_largest`
 };
 
 struct Head {  // one query head of one image; groups are numbered by their positions in group_order
@@ -92,119 +99,95 @@ struct Head {  // one query head of one image; groups are numbered by their posi
   double *q_spread, *k_spread, *k_farthest;  // rho (R,), kappa (T,), lambda (T,)
   float *cross, *radius, diameter;   // (T, true d, e), (T,)
   int32_t* probe_token;              // (P,), -1 for a group without queries
-  double *probe_weight, *norm;       // (P,)
   float* exact_output;               // (P, e)
-  double *error, *product, *correction, *share;  // (P, levels)
-  double shrinkage[2], expanded_share;
+};
+
+// Heads and bands of LANES groups whose tangents are in memory at once.
+struct Round {
+  int head, heads, band, bands;
 };
 
 struct Problem : Call {
   int pd, pe, P, bands, tiles_present;  // padded channels, probes of a head, bands of LANES groups
   int64_t stride;  // of parts: odd, because rows at multiples of 4 KiB share cache lines
-  int slots;       // heads times bands of groups whose tangents are in memory at once, at most
+  int heads_at_once, bands_at_once;  // of a round, at most
+  bool kept;  // the tangents of all groups are in memory at once, and made once; otherwise first those of band 0
   float *k_tangent, *v_tangent, *log_mass;  // (slots, LANES, stride, d), (.., e) and without
-  double threshold[2];  // of groups at even and odd positions
   Head* head;           // (H,)
   Scratch* scratches;   // (threads,)
   int64_t bytes;        // of all this
-  mutable std::atomic<uint32_t> most[2] = {{0}, {0}};  // see `keep_largest`
 
   explicit Problem(const Call& call, char* base) : Call(call) {
-    Arena arena{base, 0};
-    divide(arena);
-    bytes = arena.used;
-  }
-  void divide(Arena& arena) {
     const int64_t R = groups, T = tiles, L = levels;
     pd = round_up(d, WIDTH), pe = round_up(e, WIDTH), P = probe_groups * group_probes;
     bands = (R + LANES - 1) / LANES, stride = parts | 1;
     const int64_t most = TANGENT_BYTES / (4 * LANES * stride * (1 + pd + pe));  // bands of a head
-    slots = T ? (most < 1 ? 1 : most < heads * bands ? most : heads * bands) : 0;
-    k_tangent = arena.take<float>(slots * LANES * stride * pd);
-    v_tangent = arena.take<float>(slots * LANES * stride * pe);
-    log_mass = arena.take<float>(slots * LANES * stride);
-    head = arena.take<Head>(heads);
+    heads_at_once = most < 1 ? 1 : most < heads ? most : heads;
+    bands_at_once = most < heads_at_once ? 1 : most / heads_at_once < bands ? most / heads_at_once : bands;
+    kept = heads_at_once == heads && bands_at_once == bands;
+    Arena arena{base, 0};
+    const int64_t tangents = T ? heads_at_once * bands_at_once * LANES * stride : 0;
+    arena.take(k_tangent, tangents * pd, v_tangent, tangents * pe, log_mass, tangents, head, heads);
     for (int i = 0; i < heads; i++) {
-      Head measured, &h = arena.base ? head[i] : measured;
+      Head measured, &h = base ? head[i] : measured;
       h.number = i;
-      h.q_mean = arena.take<float>(R * pd), h.q_lanes = arena.take<float>(bands * pd * LANES);
-      h.q_head = arena.take<float>(T ? pd : 0), h.cross = arena.take<float>(T * d * pe);
-      h.q_spread = arena.take<double>(R), h.k_spread = arena.take<double>(T);
-      h.k_farthest = arena.take<double>(T);
-      h.radius = arena.take<float>(T), h.probe_token = arena.take<int32_t>(P);
-      h.probe_weight = arena.take<double>(P), h.norm = arena.take<double>(P);
-      h.exact_output = arena.take<float>(P * pe);
-      for (double** x : {&h.error, &h.product, &h.correction, &h.share}) *x = arena.take<double>(P * L);
+      arena.take(h.q_mean, R * pd, h.q_lanes, bands * pd * LANES, h.q_head, pd, h.q_spread, R);
+      arena.take(h.k_spread, T, h.k_farthest, T, h.cross, T * d * pe, h.radius, T, h.probe_token, P, h.exact_output, P * pe);
     }
-    scratches = arena.take<Scratch>(threads);
+    arena.take(scratches, threads);
     for (int i = 0; i < threads; i++) {
-      Scratch measured, &s = arena.base ? scratches[i] : measured;
-      for (Lanes& l : s.lanes) {
-        l.q = arena.take<float>(pd * LANES), l.deviation = arena.take<float>(T ? pd * LANES : 0);
-        l.output = arena.take<float>(pe * LANES);
-        for (float** x : {&l.maximum, &l.sum, &l.coarse_maximum, &l.coarse_sum}) *x = arena.take<float>(LANES);
-      }
+      Scratch measured, &s = base ? scratches[i] : measured;
       const int64_t rows = group_slots > LANES ? group_slots : LANES, probe_rows = T ? LANES : 0;
-      s.scores = arena.take<float>(LANES * LANES);
-      s.keys = arena.take<float>(LANES * pd), s.values = arena.take<float>(LANES * pe);
-      s.rows = arena.take<float>(rows * (pd > pe ? pd : pe)), s.differences = arena.take<float>(LANES * pe);
-      s.cross = arena.take<float>(T ? GROUPS * d * pe : 0);
-      s.mass = arena.take<float>(probe_rows * round_up(parts, WIDTH));
-      s.loss = arena.take<float>(round_up(parts, WIDTH)), s.level = arena.take<uint8_t>(probe_rows * parts);
-      for (float** x : {&s.exact_sum, &s.tangent_sum, &s.term_sum}) *x = arena.take<float>(probe_rows * L * pe);
-      for (float** x : {&s.value, &s.first_order}) *x = arena.take<float>(CHUNK * probe_rows * pe);
-      s.totals = arena.take<double>(probe_rows * 3 * L), s.distances = arena.take<double>(rows);
+      const int64_t sums = probe_rows * L * pe, values = CHUNK * probe_rows * pe, padded = round_up(parts, WIDTH);
+      for (Lanes& l : s.lanes) {
+        arena.take(l.q, pd * LANES, l.deviation, T ? pd * LANES : 0, l.output, pe * LANES);
+        arena.take(l.maximum, LANES, l.sum, LANES, l.coarse_maximum, LANES, l.coarse_sum, LANES);
+      }
+      arena.take(s.scores, LANES * LANES, s.keys, LANES * pd, s.values, LANES * pe, s.differences, LANES * pe);
+      arena.take(s.rows, rows * (pd > pe ? pd : pe), s.cross, T ? GROUPS * d * pe : 0, s.loss, padded);
+      arena.take(s.mass, probe_rows * padded, s.level, probe_rows * parts, s.exact_sum, sums);
+      arena.take(s.tangent_sum, sums, s.term_sum, sums, s.value, values, s.first_order, values);
+      arena.take(s.totals, probe_rows * 3 * L, s.distances, rows);
+      s.largest[0] = s.largest[1] = Integers{};
     }
+    bytes = arena.used;
+  }
+  Round round(int first, int band, int most) const {
+    const int h = heads - first < heads_at_once ? heads - first : heads_at_once;
+    return {first, h, band, bands - band < most ? bands - band : most};
   }
 };
 
 // ---- Threads: those of torch, which wait for work already, or else new ones ----
 
-template <class Item>
-struct Share {
-  const Problem& c;
-  const Item& item;
-  const int count;
-  std::atomic<int> next{0}, workers{0};
-
-  static void run(void* argument) {
-    Share& share = *(Share*)argument;
-    Scratch& s = share.c.scratches[share.workers.fetch_add(1)];
-    for (int i; (i = share.next.fetch_add(1)) < share.count;) share.item(s, i);
-  }
-  static void* run_thread(void* argument) {
-    run(argument);
-    return nullptr;
-  }
-};
-
 // Run item(scratch, i) for i from 0 to `count` - 1, divided among the threads.
 template <class Item>
 static void share_items(const Problem& c, int count, const Item& item) {
-  constexpr int MOST = 256;
-  Share<Item> share{c, item, count};
-  if (c.parallel && c.threads > 1) return c.parallel(Share<Item>::run, &share, c.threads, 0);
-  pthread_t threads[MOST];
-  int started = 1;
-  while (started < c.threads && started < MOST && started < count &&
-         !pthread_create(&threads[started], nullptr, Share<Item>::run_thread, &share))
-    started++;  // fewer if the system refuses
-  Share<Item>::run(&share);
+  struct Share {
+    const Problem& c;
+    const Item& item;
+    int count;
+    std::atomic<int> next, workers;
+    static void run(void* argument) {
+      Share& share = *(Share*)argument;
+      Scratch& s = share.c.scratches[share.workers.fetch_add(1)];
+      for (int i; (i = share.next.fetch_add(1)) < share.count;) share.item(s, i);
+    }
+    static void* run_thread(void* argument) { return run(argument), nullptr; }
+  } share{c, item, count, {0}, {0}};
+  if (c.parallel && c.threads > 1) return c.parallel(Share::run, &share, c.threads, 0);
+  pthread_t threads[THREADS];
+  int started = 1;  // fewer if the system refuses
+  while (started < c.threads && started < count && !pthread_create(threads + started, nullptr, Share::run_thread, &share))
+    started++;
+  Share::run(&share);
   for (int i = 1; i < started; i++) pthread_join(threads[i], nullptr);
 }
 
 // ---- Elements: half precision is widened when it is read and rounded when it is written ----
 
-static inline float as_float(uint32_t bits) {
-  float x;
-  memcpy(&x, &bits, 4);
-  return x;
-}
-static inline uint32_t as_bits(float x) {
-  uint32_t bits;
-  memcpy(&bits, &x, 4);
-  return bits;
-}
+static inline float as_float(uint32_t bits) { return read<float>(&bits); }
+static inline uint32_t as_bits(float x) { return read<uint32_t>(&x); }
 static inline float widen_float16(uint16_t x) {
   const uint32_t magnitude = x & 0x7fff, sign = (uint32_t)(x & 0x8000) << 16;
   const float finite = as_float(magnitude << 13) * 0x1p112f;  // subnormal numbers, too
@@ -233,21 +216,22 @@ static char* token_address(const Call& c, const Tensor& x, int b, int head, int 
 static void read_token(const Call& c, const Tensor& x, int b, int head, int token, int channels, float* to) {
   const char* from = token_address(c, x, b, head, token);
   const uint16_t* half = (const uint16_t*)from;
-  if (c.dtype == 0) {
-    int i = 0;
-    for (; i + WIDTH <= channels; i += WIDTH) store(to + i, load((const float*)from + i));
-    for (; i < channels; i++) to[i] = ((const float*)from)[i];
-  } else if (c.dtype == 1) for (int i = 0; i < channels; i++) to[i] = as_float((uint32_t)half[i] << 16);
-  else for (int i = 0; i < channels; i++) to[i] = widen_float16(half[i]);
+  for (int i = 0; c.dtype == 0 && i < channels; i++) to[i] = ((const float*)from)[i];
+  for (int i = 0; c.dtype == 1 && i < channels; i++) to[i] = as_float((uint32_t)half[i] << 16);
+  for (int i = 0; c.dtype == 2 && i < channels; i++) to[i] = widen_float16(half[i]);
   for (int i = channels; i % WIDTH; i++) to[i] = 0.0f;
 }
-
+// The same without a copy where the tensor is in float32 itself.
+static const float* read_row(const Call& c, const Tensor& x, int b, int head, int token, int channels, float* to) {
+  if (c.dtype == 0) return (const float*)token_address(c, x, b, head, token);
+  return read_token(c, x, b, head, token, channels, to), to;
+}
 static void write_token(const Call& c, int b, int head, int token, const float* from) {
   char* to = token_address(c, c.output, b, head, token);
   uint16_t* half = (uint16_t*)to;
-  if (c.dtype == 0) memcpy(to, from, 4 * c.e);
-  else if (c.dtype == 1) for (int i = 0; i < c.e; i++) half[i] = to_bfloat16(from[i]);
-  else for (int i = 0; i < c.e; i++) half[i] = to_float16(from[i]);
+  for (int i = 0; c.dtype == 0 && i < c.e; i++) ((float*)to)[i] = from[i];
+  for (int i = 0; c.dtype == 1 && i < c.e; i++) half[i] = to_bfloat16(from[i]);
+  for (int i = 0; c.dtype == 2 && i < c.e; i++) half[i] = to_float16(from[i]);
 }
 
 // ---- Sums over the channels of one vector, whose number is a multiple of WIDTH ----
@@ -263,26 +247,26 @@ static void add_scaled(float* to, const float* x, float factor, int n) {
 }
 // x . y in double precision, in which no product of two floats overflows or underflows.
 static inline double exact_dot(const float* x, const float* y, int n) {
+  const auto widen = [](const float* x) { return __builtin_convertvector(read<Half>(x), Doubles); };
   Doubles total{};
-  for (int i = 0; i < n; i += WIDTH / 2) total += load_doubles(x + i) * load_doubles(y + i);
+  for (int i = 0; i < n; i += WIDTH / 2) total += widen(x + i) * widen(y + i);
   double result = 0.0;
   for (int i = 0; i < WIDTH / 2; i++) result += total[i];
   return result;
 }
-// Keep the largest magnitudes of q and k, from which the caller learns of NaN, infinity and overflow: bits of
-// NaN are above those of infinity.
-static void keep_largest(const Problem& c, int which, const float* x, int n) {
-  Integers most{};
+// Multiply rows of lanes by a factor for each lane.
+static void scale_lanes(float* x, int rows, int width, const float* factor) {
+  for (int i = 0; i < rows; i++)
+    for (int j = i * LANES; j < i * LANES + width; j += WIDTH) store(x + j, load(x + j) * load(factor + j % LANES));
+}
+// Keep the largest magnitudes of q (0) and k (1), from which the caller learns of NaN, infinity and overflow:
+// bits of NaN are above those of infinity.
+static void keep_largest(Scratch& s, int which, const float* x, int n) {
+  Integers& most = s.largest[which];
   for (int i = 0; i < n; i += WIDTH) {
-    Integers bits;
-    memcpy(&bits, x + i, sizeof bits);
-    bits &= 0x7fffffff;
+    const Integers bits = read<Integers>(x + i) & 0x7fffffff;
     most = bits > most ? bits : most;
   }
-  uint32_t known = c.most[which].load(std::memory_order_relaxed);
-  for (int i = 0; i < WIDTH; i++)
-    while ((uint32_t)most[i] > known && !c.most[which].compare_exchange_weak(known, most[i])) {
-    }
 }
 
 // ---- Exact attention of queries in lanes: an online softmax over blocks of keys ----
@@ -297,7 +281,7 @@ static void load_queries(const Problem& c, Scratch& s, const Head& h, Lanes& l, 
     if (tokens[i] < 0) memset(row, 0, 4 * c.pd);
     else read_token(c, c.q, h.batch, h.number, tokens[i], c.d, row);
   }
-  keep_largest(c, 0, s.rows, l.count * c.pd);
+  keep_largest(s, 0, s.rows, l.count * c.pd);
   for (int j = 0; j < l.count * c.pd; j += WIDTH) store(s.rows + j, load(s.rows + j) * splat(c.factor));
   transpose(Strided{s.rows, c.pd}, l.count, c.pd, l.q, LANES);
   for (int i = 0; i < LANES; i++) l.maximum[i] = -INFINITY, l.sum[i] = 0.0f;
@@ -353,39 +337,24 @@ static void attend(const Problem& c, Scratch& s, Lanes& l, const float* q, int c
                    const float* const* values, const float* bias = nullptr) {
   alignas(64) float rescale[LANES];
   product<false>(keys, Strided{q, LANES}, count, c.d, l.width, s.scores, LANES);
-  if (softmax(s, l, count, bias, rescale))
-    for (int i = 0; i < c.e; i++)
-      for (int j = 0; j < l.width; j += WIDTH) {
-        float* x = l.output + i * LANES + j;
-        store(x, load(x) * load(rescale + j));
-      }
+  if (softmax(s, l, count, bias, rescale)) scale_lanes(l.output, c.e, l.width, rescale);
   product<true>(values, Strided{s.scores, LANES}, c.e, count, l.width, l.output, LANES, true);
 }
 
 // Attend to the keys and values of some tokens, at most LANES, with all queries in the first blocks of lanes.
 static void attend_tokens(const Problem& c, Scratch& s, const Head& h, const int32_t* tokens, int count, int blocks) {
-  const int key_head = h.number / c.share;
   const float *keys[LANES], *values[LANES];
   for (int i = 0; i < count; i++) {
-    if (c.dtype == 0) {
-      keys[i] = (const float*)token_address(c, c.k, h.batch, key_head, tokens[i]);
-      values[i] = (const float*)token_address(c, c.v, h.batch, key_head, tokens[i]);
-    } else {
-      read_token(c, c.k, h.batch, key_head, tokens[i], c.d, s.keys + i * c.pd);
-      read_token(c, c.v, h.batch, key_head, tokens[i], c.e, s.values + i * c.pe);
-      keys[i] = s.keys + i * c.pd, values[i] = s.values + i * c.pe;
-    }
+    keys[i] = read_row(c, c.k, h.batch, h.number / c.share, tokens[i], c.d, s.keys + i * c.pd);
+    values[i] = read_row(c, c.v, h.batch, h.number / c.share, tokens[i], c.e, s.values + i * c.pe);
   }
   for (int j = 0; j < blocks; j++) attend(c, s, s.lanes[j], s.lanes[j].q, count, keys, values);
 }
 
 // Write the outputs in lanes to their tokens, divided by the sums of the weights.
 static void write_outputs(const Problem& c, Scratch& s, const Head& h, Lanes& l) {
-  for (int i = 0; i < c.e; i++)
-    for (int j = 0; j < l.width; j += WIDTH) {
-      float* x = l.output + i * LANES + j;
-      store(x, load(x) / load(l.sum + j));
-    }
+  for (int i = 0; i < l.width; i++) l.sum[i] = 1.0f / l.sum[i];
+  scale_lanes(l.output, c.e, l.width, l.sum);
   transpose(Strided{l.output, LANES}, c.e, l.width, s.rows, c.pe);
   for (int i = 0; i < l.count; i++) write_token(c, h.batch, h.number, l.tokens[i], s.rows + i * c.pe);
 }
@@ -429,7 +398,7 @@ static void draw_probes(const Problem& c, const Head& h, double* squares, double
     double below = count ? squares[0] : 0.0;
     while (chosen + 1 < count && below <= c.quantiles[h.number * c.P + probe]) below += squares[++chosen];
     h.probe_token[probe] = count ? c.member_tokens[position * c.group_slots + chosen] : -1;
-    h.probe_weight[probe] = count ? 1.0 / (squares[chosen] * c.group_probes) : 0.0;
+    c.weight[h.number * c.P + probe] = count ? 1.0 / (squares[chosen] * c.group_probes) : 0.0;
   }
 }
 
@@ -520,11 +489,8 @@ static void see_part(const Problem& c, Scratch& s, Lanes& l, const float* querie
   product<false>(Strided{s.keys, c.pd}, Strided{queries, LANES}, count, c.d, l.width, s.scores, LANES);
   for (int i = 0; i < l.width; i++) l.maximum[i] = -INFINITY, l.sum[i] = 0.0f;
   softmax(s, l, count, nullptr, unused);
-  for (int j = 0; j < l.width; j += WIDTH) {
-    const Vector inverse = splat(1.0f) / load(l.sum + j);
-    for (int i = 0; i < count; i++) store(s.scores + i * LANES + j, load(s.scores + i * LANES + j) * inverse);
-    store(l.maximum + j, load(l.maximum + j) + logarithm(load(l.sum + j)));
-  }
+  for (int i = 0; i < l.width; i++) l.maximum[i] += logf(l.sum[i]), l.sum[i] = 1.0f / l.sum[i];
+  scale_lanes(s.scores, count, l.width, l.sum);
 }
 
 // Where the tangents of a group are.
@@ -595,7 +561,8 @@ static void judge_levels(const Problem& c, Scratch& s, const Head& h, int probe,
   }
   for (int i = 0; i < e; i += WIDTH)
     store(exact + i, load(exact_sum + (L - 1) * e + i) * splat(1.0 / exact_total[L - 1]));
-  h.norm[probe] = exact_dot(exact, exact, e);
+  c.norm[h.number * c.P + probe] = exact_dot(exact, exact, e);
+  double* found = c.found + (h.number * c.P + probe) * 4 * L;
   int expanded = 0;
   for (int j = 0; j < L; j++) {
     const bool last = j + 1 == L;
@@ -611,11 +578,10 @@ static void judge_levels(const Problem& c, Scratch& s, const Head& h, int probe,
     }
     const double length = sqrt(exact_dot(term, term, e));
     const double factor = above / fmax(total, SMALLEST) * (length > h.diameter ? h.diameter / length : 1.0);
-    h.error[probe * L + j] = exact_dot(difference, difference, e);
-    h.correction[probe * L + j] = factor * length * factor * length;
-    h.product[probe * L + j] = factor * exact_dot(difference, term, e);
+    found[j] = exact_dot(difference, difference, e), found[L + j] = factor * exact_dot(difference, term, e);
+    found[2 * L + j] = factor * length * factor * length;
     expanded += tiles[j];
-    h.share[probe * L + j] = (double)expanded / c.tiles_present;
+    found[3 * L + j] = expanded / fmax(c.tiles_present, 1.0);
   }
 }
 
@@ -691,86 +657,6 @@ static void measure_probes(const Problem& c, Scratch& s, const Head& h, int firs
   for (int p = 0; p < count; p++) judge_levels(c, s, h, first + p, p, tiles[p / c.group_probes]);
 }
 
-// A level, and the part of the step to it, where falling errors reach the target.
-static int interpolate_down(const Call& c, const double* errors, double target, double* part) {
-  const int last = c.levels - 1;
-  int level = 0;
-  *part = 1.0;
-  if (target <= 0.0) return last;
-  while (level < last && !(errors[level] <= target)) level++;
-  if (level == 0 || level == last || errors[level] < c.steep_fall * target) return level;
-  const double ratio = log(errors[level - 1] / errors[level]);
-  if (ratio != 0.0) *part = fmin(fmax(log(errors[level - 1] / target) / ratio, 0.0), 1.0);
-  return level;
-}
-
-// Likewise where growing shares reach the target.
-static int interpolate_up(const Call& c, const double* shares, double target, double* part) {
-  const int last = c.levels - 1;
-  int level = 0;
-  *part = 1.0;
-  if (target >= 1.0) return last;
-  while (level < last && !(shares[level] > target)) level++;
-  if (target <= 0.0 || level == 0) return 0;
-  if (level == last || shares[level] > c.steep_rise * target) return level - 1;
-  *part = (target - shares[level - 1]) / (shares[level] - shares[level - 1]);
-  return level;
-}
-
-// Sums over the probes of a head, those of groups of one parity excepted, at a level.
-struct LevelSums {
-  double square, norm, shrinkage, share;
-};
-
-static LevelSums sum_probes(const Problem& c, const Head& h, int excepted, int level) {
-  double weights = 0.0, norm = 0.0, square = 0.0, dot = 0.0, length = 0.0, share = 0.0;
-  for (int p = 0; p < c.P; p++) {
-    const double weight = h.probe_weight[p];
-    const int at = p * c.levels + level;
-    if (weight == 0.0 || p / c.group_probes % 2 == excepted) continue;
-    weights += weight, norm += weight * h.norm[p], square += weight * h.error[at];
-    dot += weight * h.product[at], length += weight * h.correction[at], share += weight * h.share[at];
-  }
-  const bool known = length > c.smallest_correction * c.smallest_correction * norm;
-  const double factor = fmin(fmax(known ? dot / length : 0.0, 0.0), c.largest_shrinkage);
-  share = fmin(share / fmax(weights, 1e-300), 1.0);
-  return {square - 2.0 * factor * dot + factor * factor * length, norm, factor, share};
-}
-
-// Thresholds, shrinkage and exact heads. The probes of every other group determine what the groups at
-// positions of the other parity use.
-static void choose(Problem& c) {
-  for (int h = 0; h < c.heads; h++) c.head[h].expanded_share = 0.0;
-  for (int half = 0; half < 2; half++) {
-    int excepted = -1;  // no group, if there are no others
-    for (int h = 0; h < c.heads; h++)
-      for (int p = 0; p < c.P; p++)
-        if (c.head[h].probe_weight[p] > 0.0 && p / c.group_probes % 2 != half) excepted = half;
-    double errors[LEVELS], shares[LEVELS], part;
-    for (int j = 0; j < c.levels; j++) {
-      double square = 0.0, norm = 0.0;
-      shares[j] = 0.0;
-      for (int h = 0; h < c.heads; h++) {
-        const LevelSums sums = sum_probes(c, c.head[h], excepted, j);
-        square += sums.square, norm += sums.norm, shares[j] += sums.share / c.heads;
-      }
-      errors[j] = sqrt(fmax(square, 0.0) / (norm > 0.0 ? norm : 1.0));
-    }
-    const int level = c.error >= 0.0 ? interpolate_down(c, errors, c.error_aim * c.error, &part)
-                                     : interpolate_up(c, shares, c.expand, &part);
-    const int before = level > 0 ? level - 1 : 0;
-    c.threshold[half] = level == 0    ? (c.error >= 0.0 ? c.thresholds[0] : INFINITY)
-                        : part == 1.0 ? c.thresholds[level]
-                                      : pow(c.thresholds[before], 1.0 - part) * pow(c.thresholds[level], part);
-    for (int i = 0; i < c.heads; i++) {
-      Head& h = c.head[i];
-      const LevelSums sums = sum_probes(c, h, excepted, level);
-      h.shrinkage[half] = sums.shrinkage;
-      h.expanded_share += ((1.0 - part) * sum_probes(c, h, excepted, before).share + part * sums.share) / 2.0;
-    }
-  }
-}
-
 // ---- Tiles: step 4 ----
 
 // The correction of the queries in lanes, given the mean covariance of the tiles that are not expanded.
@@ -825,13 +711,13 @@ static void attend_group(const Problem& c, Scratch& s, const Head& h, int positi
   for (int t = 0; t < c.parts; t++)
     if (t >= c.tiles || expanded[t]) attend_tokens(c, s, h, c.part_tokens + t * LANES, c.part_count[t], blocks);
   for (int j = 0; j < blocks; j++) {
-    if (cross && h.diameter > 0.0f) add_correction(c, s, h, s.lanes[j], h.shrinkage[position % 2], cross);
+    if (cross && h.diameter > 0.0f) add_correction(c, s, h, s.lanes[j], c.shrinkage[2 * h.number + position % 2], cross);
     write_outputs(c, s, h, s.lanes[j]);
   }
 }
 
 static bool reads_everything(const Problem& c, const Head& h, int position) {
-  return h.expanded_share > c.exact_above || c.threshold[position % 2] == 0.0;
+  return c.exact[h.number] || c.threshold[position % 2] == 0.0;
 }
 
 // Errors of the probes of a group: |output - exact|^2, |exact|^2 and the weight.
@@ -839,11 +725,11 @@ static void judge_probes(const Problem& c, Scratch& s, const Head& h, int positi
   for (int i = 0; i < c.group_probes; i++) {
     const int probe = position * c.group_probes + i;
     double* result = c.probes + ((h.batch * c.heads + h.number) * c.P + probe) * 3;
-    result[0] = result[1] = 0.0, result[2] = h.probe_weight[probe];
+    result[0] = result[1] = 0.0, result[2] = c.weight[h.number * c.P + probe];
     if (h.probe_token[probe] < 0) continue;
     read_token(c, c.output, h.batch, h.number, h.probe_token[probe], c.e, s.values);
     add_scaled(s.values, h.exact_output + probe * c.pe, -1.0f, c.pe);
-    result[0] = exact_dot(s.values, s.values, c.pe), result[1] = h.norm[probe];
+    result[0] = exact_dot(s.values, s.values, c.pe), result[1] = c.norm[h.number * c.P + probe];
   }
 }
 
@@ -867,7 +753,7 @@ static void attend_groups(const Problem& c, Scratch& s, const Head& h, int first
       total += mass[t], count += expanded[t];
     }
     c.expanded_count[group] = count;
-    any |= corrected[r - first] = total > 0.0f && h.shrinkage[r % 2] > 0.0;
+    any |= corrected[r - first] = total > 0.0f && c.shrinkage[2 * h.number + r % 2] > 0.0;
     for (int t = 0; t < T && total > 0.0f; t++) mass[t] /= total;
   }
   if (any)
@@ -886,11 +772,6 @@ static void attend_groups(const Problem& c, Scratch& s, const Head& h, int first
   for (int r = first; r < last && r < c.probe_groups; r++) judge_probes(c, s, h, r);
 }
 
-// Heads and bands of LANES groups whose tangents are in memory at once.
-struct Round {
-  int head, heads, band, bands;
-};
-
 // The tangents of a round; and of the tiles themselves, if `summarise`.
 static void represent(Problem& c, const Round& round, bool summarise) {
   for (int i = 0; i < round.heads; i++) c.head[round.head + i].first_row = (i * round.bands - round.band) * LANES;
@@ -899,7 +780,7 @@ static void represent(Problem& c, const Round& round, bool summarise) {
     const int part = i % c.parts;
     if (!summarise && reads_everything(c, h, 0) && reads_everything(c, h, 1)) return;
     const int count = read_part(c, s, h, part);
-    if (summarise) keep_largest(c, 1, s.keys, count * c.pd);
+    if (summarise) keep_largest(s, 1, s.keys, count * c.pd);
     if (summarise && part < c.tiles) summarise_tile(c, s, h, part);
     for (int j = 0; j < round.bands; j++) represent_part(c, s, h, round.band + j, part);
   });
@@ -927,7 +808,7 @@ static void attend_round(Problem& c, const Round& round) {
   });
 }
 
-static void attend_to_tiles(Problem& c) {
+static void measure_image(Problem& c) {
   const int prefix_blocks = (c.query_prefix + LANES - 1) / LANES, items = c.groups + prefix_blocks;
   share_items(c, c.heads * items, [&](Scratch& s, int i) {
     const Head& h = c.head[i / items];
@@ -937,25 +818,20 @@ static void attend_to_tiles(Problem& c) {
     attend_exactly(c, s, h, 1);
   });
   for (int h = 0; h < c.heads; h++) summarise_head(c, c.head[h]);
-  // If the tangents of all groups fit, they are made once; otherwise first those of groups with probes.
-  const int heads = c.heads < c.slots ? (int)c.heads : c.slots, bands = c.slots / heads;
-  const bool kept = heads == c.heads && bands >= c.bands;
-  for (int h = 0; h < c.heads; h += heads) {
-    const int rest_of_heads = c.heads - h;
-    const Round round{h, rest_of_heads < heads ? rest_of_heads : heads, 0, kept ? c.bands : 1};
+  for (int h = 0; h < c.heads; h += c.heads_at_once) {
+    const Round round = c.round(h, 0, c.kept ? c.bands : 1);
     represent(c, round, true);
     measure(c, round);
   }
-  choose(c);
-  for (int band = 0; band < c.bands; band += bands)
-    for (int h = 0; h < c.heads; h += heads) {
-      const int rest = c.bands - band;
-      const int rest_of_heads = c.heads - h;
-    const Round round{h, rest_of_heads < heads ? rest_of_heads : heads, band, rest < bands ? rest : bands};
-      if (!kept) represent(c, round, false);
+}
+
+static void attend_image(Problem& c) {
+  for (int band = 0; band < c.bands; band += c.bands_at_once)
+    for (int h = 0; h < c.heads; h += c.heads_at_once) {
+      const Round round = c.round(h, band, c.bands_at_once);
+      if (!c.kept) represent(c, round, false);
       attend_round(c, round);
     }
-  for (int h = 0; h < c.heads; h++) c.exact[c.head[h].batch * c.heads + h] = c.head[h].expanded_share > c.exact_above;
 }
 
 static void attend_to_everything(Problem& c) {
@@ -971,7 +847,7 @@ static void attend_to_everything(Problem& c) {
     attend_exactly(c, s, h, count);
     for (int j = 0; first == 0 && j < *c.key_count; j++) {
       read_token(c, c.k, h.batch, h.number / c.share, c.key_tokens[j], c.d, s.rows);
-      keep_largest(c, 1, s.rows, c.pd);
+      keep_largest(s, 1, s.rows, c.pd);
     }
   });
 }
@@ -985,16 +861,19 @@ EXPORT const char* bmfa_sources() { return BMFA_SOURCES; }
 // Bytes of scratch memory of a call; a call without tiles is one of exact attention.
 EXPORT int64_t bmfa_scratch_bytes(const Call* call) { return Problem(*call, nullptr).bytes; }
 
-EXPORT void bmfa_attention(Call* call) {
+// One image: exact attention; or, for tiles, first what the probes find and then, with the choice, the rest.
+EXPORT void bmfa_attend(Call* call, int image, int step) {
   Problem c(*call, call->scratch);
 #ifdef MADV_HUGEPAGE  // rows of tangents are far apart: one page each would be too many
   madvise((char*)(((uintptr_t)call->scratch + 4095) / 4096 * 4096), c.bytes, MADV_HUGEPAGE);
 #endif
   const double keys = c.tiles ? c.groups + c.keys / 8.0 : c.keys;  // of a query
   if (keys * c.queries * c.heads * (c.d + c.e) < 2 * LEAST_WORK) c.threads = 1;
-  for (int b = 0; b < c.batch; b++) {
-    select_image(c, *call, b);
-    c.tiles ? attend_to_tiles(c) : attend_to_everything(c);
-  }
-  for (int i = 0; i < 2; i++) call->largest[i] = c.most[i].load();
+  select_image(c, *call, image);
+  step == 0 ? attend_to_everything(c) : step == 1 ? measure_image(c) : attend_image(c);
+  for (int i = 0; i < c.threads * WIDTH; i++)
+    for (int j = 0; j < 2; j++) {
+      const uint32_t bits = c.scratches[i / WIDTH].largest[j][i % WIDTH];
+      call->largest[j] = bits > call->largest[j] ? bits : call->largest[j];
+    }
 }

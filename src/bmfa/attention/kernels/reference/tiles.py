@@ -50,20 +50,10 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from bmfa.attention.choice import Levels, choose, level_thresholds
 from bmfa.attention.kernels.reference.energy import Array
 from bmfa.attention.kernels.reference.trees import Mask
-from bmfa.attention.tiling import (
-    FARTHEST,
-    LARGEST_SHRINKAGE,
-    LEVEL_RATIO,
-    NUM_LEVELS,
-    PROBE_SLOTS,
-    SMALLEST_CORRECTION,
-    STEEP_FALL,
-    STEEP_RISE,
-    UNIFORM_SHARE,
-    Tiling,
-)
+from bmfa.attention.tiling import FARTHEST, PROBE_SLOTS, UNIFORM_SHARE, Tiling
 
 Indices = npt.NDArray[np.int64]
 
@@ -85,17 +75,6 @@ class ReferenceTiled(NamedTuple):
     shrinkage: Array  # (B, H, 2)
     exact: Mask  # (B, H) heads in which every tile is expanded
     probes: Array  # (B, H, P, 3): |output - exact|^2, |exact|^2, and the weight of the probe
-
-
-class Levels(NamedTuple):
-    """What the probes of one image find at every level; (H, P, levels) each but for `norm`."""
-
-    error: Array  # |output - exact|^2 without the correction
-    product: Array  # (exact - output) . correction, with a shrinkage of 1
-    correction: Array  # |correction|^2
-    share: Array  # of the tiles that are expanded
-    norm: Array  # (H, P) |exact|^2
-    weight: Array  # (H, P) 0 in a group without a valid query
 
 
 def tiled_attention(
@@ -167,11 +146,9 @@ def tiled_attention(
         thresholds = level_thresholds()
         probe_order = order[:probe_groups].repeat(tiling.probes_per_group)
         levels = measure_levels(image, probe_order, drawn, thresholds)
-        position = np.arange(probe_groups).repeat(tiling.probes_per_group)  # of each probe's group
         aim = None if error is None else tiling.error_aim * error
-        chosen, shrinkage, exact = choose(
-            levels, position, thresholds, aim, expand, tiling.tiles, exact_above
-        )
+        share = None if expand is None else expand / tiling.tiles
+        chosen, shrinkage, exact = choose(levels, tiling.probes_per_group, aim, share, exact_above)
         result.thresholds[b], result.shrinkage[b], result.exact[b] = chosen, shrinkage, exact
         for h, head in enumerate(image):
             result.losses[b, h] = head.losses
@@ -335,13 +312,6 @@ def draw_probes(head: Head, tiling: Tiling, g: int, h: int) -> list[Probe | None
     return probes
 
 
-def level_thresholds() -> Array:
-    """Thresholds of all levels; at the last one, 0, every tile is expanded."""
-    thresholds = LEVEL_RATIO ** np.arange(NUM_LEVELS, dtype=np.float64)
-    thresholds[-1] = 0.0
-    return thresholds
-
-
 def measure_levels(
     image: list[Head], groups: Indices, probes: list[list[Probe | None]], thresholds: Array
 ) -> Levels:
@@ -373,100 +343,6 @@ def measure_levels(
                 product[h, p, level] = difference @ term
                 correction[h, p, level] = term @ term
     return Levels(error, product, correction, share, norm, weight)
-
-
-def choose(
-    levels: Levels,
-    position: Indices,
-    thresholds: Array,
-    error: float | None,
-    expand: float | None,
-    tiles: int,
-    exact_above: float,
-) -> tuple[Array, Array, Mask]:
-    """Step 5: thresholds (2,), shrinkage (H, 2) and exact heads (H,), from the probes.
-
-    The probes of the groups at positions of one parity determine what the groups at the others use.
-
-    Args:
-        levels: What the probes find.
-        position: (P,) position of the group of each probe.
-        thresholds: (levels,)
-        error: Error to aim at, `Tiling.error_aim` of the target, or None.
-        expand: Mean number of tiles that a group expands, if `error` is None.
-        tiles: Number of tiles.
-        exact_above: Share of expanded tiles above which a head is computed exactly.
-    """
-    heads = len(levels.norm)
-    chosen, shrinkage = np.zeros(2), np.zeros((heads, 2))
-    shares = np.zeros((heads, 2))
-    for half in range(2):
-        source = position % 2 != half
-        if not (levels.weight[:, source] > 0).any():
-            source[:] = True  # a single group
-        weight = levels.weight[:, source, None]
-        dot, square = ((weight * x[:, source]).sum(1) for x in (levels.product, levels.correction))
-        norms = (weight[..., 0] * levels.norm[:, source]).sum(1)
-        known = square > SMALLEST_CORRECTION**2 * norms[:, None]
-        factor = np.where(known, dot / np.where(known, square, 1.0), 0.0)
-        factor = np.clip(factor, 0.0, LARGEST_SHRINKAGE)
-        squares = (weight * levels.error[:, source]).sum(1) - 2 * factor * dot + factor**2 * square
-        norm = norms.sum()
-        errors = np.sqrt(np.maximum(squares.sum(0), 0.0) / (norm if norm > 0 else 1.0))
-        share = (weight * levels.share[:, source]).sum(1) / np.maximum(weight.sum(1), 1e-300)
-        share = np.minimum(share, 1.0)  # a mean of ones may round up
-        if error is not None:
-            level, part = interpolate_down(errors, error)
-        else:
-            assert expand is not None
-            level, part = interpolate_up(share.mean(0), expand / tiles)
-        chosen[half] = threshold_at(thresholds, level, part)
-        shrinkage[:, half] = factor[:, level]
-        shares[:, half] = (1 - part) * share[:, max(level - 1, 0)] + part * share[:, level]
-    return chosen, shrinkage, np.asarray(shares.mean(1) > exact_above)
-
-
-def interpolate_down(errors: Array, target: float) -> tuple[int, float]:
-    """Return where falling errors reach the target: a level, and the part of the step to it.
-
-    Between two levels, log error is linear in log threshold. If the error falls to less than STEEP_FALL
-    of the target at once, the losses are too much alike for that, and the step is complete.
-    """
-    last = len(errors) - 1
-    if target <= 0.0:
-        return last, 1.0
-    level = next((j for j, value in enumerate(errors) if value <= target), last)
-    if level in (0, last) or errors[level] < STEEP_FALL * target:
-        return level, 1.0
-    ratio = math.log(errors[level - 1] / errors[level])
-    part = math.log(errors[level - 1] / target) / ratio if ratio != 0.0 else 1.0
-    return level, min(max(part, 0.0), 1.0)
-
-
-def interpolate_up(shares: Array, target: float) -> tuple[int, float]:
-    """Return where growing shares reach the target: a level, and the part of the step to it.
-
-    Between two levels, the share is linear in log threshold. If it grows beyond STEEP_RISE times the
-    target at once, the step is not taken.
-    """
-    last = len(shares) - 1
-    if target >= 1.0:
-        return last, 1.0
-    level = next((j for j, value in enumerate(shares) if value > target), last)
-    if target <= 0.0 or level == 0:
-        return 0, 1.0
-    if level == last or shares[level] > STEEP_RISE * target:
-        return level - 1, 1.0
-    return level, float((target - shares[level - 1]) / (shares[level] - shares[level - 1]))
-
-
-def threshold_at(thresholds: Array, level: int, part: float) -> float:
-    """Return the threshold between a level and the one before it; infinity expands nothing."""
-    if level == 0:
-        return math.inf
-    if part == 1.0:
-        return float(thresholds[level])
-    return float(thresholds[level - 1] ** (1 - part) * thresholds[level] ** part)
 
 
 def _probe_errors(head: Head, output: Array, probes: list[Probe | None]) -> Array:

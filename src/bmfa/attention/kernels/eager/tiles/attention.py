@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from bmfa.attention.choice import Choice, choose
 from bmfa.attention.kernels.eager.tiles.heads import (
     Head,
     Keys,
@@ -19,10 +20,9 @@ from bmfa.attention.kernels.eager.tiles.heads import (
     to_tiles,
 )
 from bmfa.attention.kernels.eager.tiles.levels import (
-    Choice,
-    choose,
     clip,
     coarse_shares,
+    join_heads,
     measure_levels,
 )
 from bmfa.attention.tiling import (
@@ -77,7 +77,7 @@ def tiled_attention(
         return None
     images = _arrange(q, k, v, tiling, prefix, query_prefix, scale / tau, valid)
     exact: list[list[Tensor | None]] = [[None] * heads] * batch  # outputs of the probes
-    choices = [Choice.everything(heads, q.device)] * batch
+    choices = [Choice.everything(heads)] * batch
     if not everything:
         share = None if expand is None else expand / tiling.tiles
         aim = None if error is None else tiling.error_aim * error
@@ -85,10 +85,10 @@ def tiled_attention(
             levels = [[measure_levels(head) for head in image] for image in images]
         exact = [[found.output for found in image] for image in levels]
         choices = [
-            choose(image, found, aim, share, exact_above)
+            choose(join_heads(image, found), tiling.probes_per_group, aim, share, exact_above)
             for image, found in zip(images, levels, strict=True)
         ]
-    if exact_above < 1.0 and all(all(choice.exact) for choice in choices):
+    if exact_above < 1.0 and all(choice.exact.all() for choice in choices):
         return None
     results = [
         _attend_head(
@@ -157,8 +157,10 @@ def _attend_head(
         output = _attend_exactly(head.keys, head.q.flatten(0, 1)).view(*head.q.shape[:2], -1)
         expanded = ~head.keys.empty.expand(len(head.q), -1)
     else:
+        thresholds = torch.from_numpy(choice.thresholds).to(unit.device)
+        shrinkage = torch.from_numpy(choice.shrinkage[number]).to(unit.device)
         chunks = [
-            _attend_chunk(head, positions, choice.thresholds, choice.shrinkage[number])
+            _attend_chunk(head, positions, thresholds, shrinkage)
             for positions in head.chunks(len(head.q))
         ]
         output, expanded = (torch.cat(x) for x in zip(*chunks, strict=True))

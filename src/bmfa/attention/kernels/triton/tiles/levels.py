@@ -262,7 +262,9 @@ def interpolate(
     if BY_ERROR:
         level = tl.min(tl.where((curve <= target) & (target > 0.0), levels, LEVELS - 1), 0)
     else:
-        level = tl.min(tl.where((curve > target) & (target < 1.0), levels, LEVELS - 1), 0)
+        level = tl.min(
+            tl.where((curve > target * (1.0 + 1e-9)) & (target < 1.0), levels, LEVELS - 1), 0
+        )
         level = tl.where(target <= 0.0, 0, level)
     before = tl.sum(tl.where(levels == level - 1, curve, 0.0), 0)
     after = tl.sum(tl.where(levels == level, curve, 0.0), 0)
@@ -281,7 +283,9 @@ def interpolate(
     part = tl.where(complete, 1.0, part)
     threshold = tl.exp2(((level - 1).to(tl.float32) + part) * tl.log2(LEVEL_RATIO))
     threshold = tl.where((level == LEVELS - 1) & (part == 1.0), 0.0, threshold)
-    return tl.where(level == 0, float("inf"), threshold), level, part
+    # Level 0 expands tiles with a loss of 1, and a budget without room none.
+    first = 1.0 if BY_ERROR else float("inf")
+    return tl.where(level == 0, first, threshold), level, part
 
 
 @triton.jit
