@@ -28,10 +28,10 @@ WIDE_GROUP_TOKENS = 16384
 # Thresholds at which the probes are evaluated: powers of this ratio, from 1 to 2.7e-6, and 0, at which
 # every tile is expanded. Errors between two levels are interpolated, so that the ratio matters little.
 NUM_LEVELS, LEVEL_RATIO = 16, 0.4
-# Share of the error target that is aimed at, and that of a call with fewer than FEW_GROUPS groups: probes
-# are a sample, whose error varies by about 10 %, and by 20 % with few groups. A result above the target is
-# computed again, so that a lower aim expands fewer tiles in all: with 32x32 tokens of a ViT-S/14, 0.75
-# takes 1.16 runs a call and 0.85 takes 1.34.
+# Share of the error target that is aimed at, and that of a call with fewer than FEW_GROUPS groups:
+# probes are a sample, whose error varies by about 10 %, and by 20 % with few groups. A result above the
+# target is computed again, so that a lower aim expands fewer tiles in all: with 32x32 tokens of a
+# ViT-S/14, 0.75 takes 1.16 runs a call and 0.85 takes 1.34.
 ERROR_AIM, ERROR_AIM_OF_FEW_GROUPS = 0.85, 0.75
 # If the error falls from above the target to less than this share of it between two levels, it is not
 # interpolated and the lower threshold is taken: many tiles have the same loss.
