@@ -71,7 +71,7 @@ def noise(draw: Draw, side: int) -> Fields:
 
 
 def bright_key(draw: Draw, fields: Fields) -> Fields:
-    q, k, v, prefix = fields
+    _, k, _, prefix = fields
     k[:, :, prefix + draw.below(k.shape[2] - prefix)] *= draw.between(3.0, 30.0)
     return fields
 
@@ -85,7 +85,7 @@ def bright_token(draw: Draw, fields: Fields) -> Fields:
 
 
 def bright_value(draw: Draw, fields: Fields) -> Fields:
-    q, k, v, prefix = fields
+    _, _, v, prefix = fields
     v[:, :, prefix + draw.below(v.shape[2] - prefix)] *= draw.between(9.0, 90.0)
     return fields
 
@@ -147,7 +147,7 @@ SPOILS: tuple[Callable[[Draw, Fields], Fields], ...] = (
 
 @lru_cache(maxsize=2)
 def recorded_blocks(model: str, tokens_across: int) -> dict[int, list[Tensor]]:
-    """q, k, v (photographs, H, 1 + N, d) of all blocks of a model, for the photographs of BMFA_ASSETS."""
+    """q, k, v (photographs, H, 1 + N, d) of all blocks of a model on the photographs of BMFA_ASSETS."""
     from bmfa.evidence.bench.inputs import InputSource
 
     assets = Path(os.environ["BMFA_ASSETS"])
@@ -260,3 +260,19 @@ def test_real_models_seldom_warn(model: str, side: int) -> None:
     assert sum(x.silent for x in outcomes) <= 0.01 * len(outcomes), report(outcomes)
     tiled = [x for x in outcomes if not x.dense]
     assert sum(x.true <= x.upper for x in tiled) >= 0.95 * len(tiled)
+
+
+@pytest.mark.parametrize("backend", ["eager", "native"])
+@pytest.mark.parametrize("size", [1e-30, 1e-24, 1e20, 1e30])
+def test_the_estimate_does_not_depend_on_the_size_of_values(backend: str, size: float) -> None:
+    if backend == "native" and (reason := library.unavailable_reason()):
+        pytest.skip(reason)
+    draw = Draw(3)
+    q, k, v, _ = smooth(draw, 32)
+    options = {"grid": (32, 32), "backend": backend}
+    want, got = (
+        screened_attention(q, k, x, leaves=0.2, **options).stats.error for x in (v, v * size)
+    )
+    assert want.estimate > 1e-3
+    for name in ("estimate", "uncertainty", "upper", "p95"):
+        assert getattr(got, name) == pytest.approx(getattr(want, name), rel=1e-2)

@@ -129,7 +129,8 @@ def screened_attention(
         error: For tiles, the target for the relative L2 error of the output,
             sqrt(sum |output - exact|^2 / sum |exact|^2) over the call. It is measured by probes;
             `stats.error` has the result. A call that misses it is computed again, once with more tiles
-            and then exactly; Triton warns. 0 computes exactly. Default: 0.03. A tree for each query takes `rule=bmfa.rules.Optimal(error=...)`, whose error is E, in units of scores.
+            and then exactly; Triton warns. 0 computes exactly. Default: 0.03. A tree for each query
+            takes `rule=bmfa.rules.Optimal(error=...)`, whose error is E, in units of scores.
         leaves: For tiles, a budget of leaves, on average over the groups of a picture: a float in (0, 1]
             is a fraction of the tokens, an int of at least 2 is a count. It is rounded down to whole
             tiles, and counts invalid tokens. Every tile has at least one leaf, so a budget below the

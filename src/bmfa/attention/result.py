@@ -59,7 +59,7 @@ class ErrorEstimate:
         probes: Number of probes, all images and heads together. 0 for dense attention.
         met: True if `estimate` is at most the target; None without a target. Triton warns if it is not;
             torch operations and native kernels compute a call again if it is not, or if `upper` is above
-            1.2 times the target: once with lower thresholds, and then exactly.
+            1.3 times the target: once with lower thresholds, and then exactly.
 
     Example:
         >>> import torch, bmfa

@@ -24,9 +24,9 @@ def summarise_tiles(
     """Summarise the keys and values of TILES tiles; all pointers are those of the head.
 
     Writes the covariance `cross` (T, D, D) of keys and values under the softmax at the mean query of the
-    head, its product probe_cross (num_slots, T, D) with the probes, k_spread (2, T), the mean and the largest |k - mean k|^2, and the bits of the
-    largest |v - mean v| in a tile to v_radius. With OWN_GRID, writes the tokens of each tile to counts
-    (T).
+    head, its product probe_cross (num_slots, T, D) with the probes, k_spread (2, T), the mean and the
+    largest |k - mean k|^2, and the bits of the largest |v - mean v| in a tile to v_radius. With
+    OWN_GRID, writes the tokens of each tile to counts (T).
     """
     S: tl.constexpr = SIDE * SIDE
     slots, columns = tl.arange(0, S), tl.arange(0, BLOCK_D)
