@@ -65,7 +65,8 @@ class _Call(ctypes.Structure):
     ]  # fmt: skip
 
     def point(self, **arrays: Tensor) -> None:
-        """Set fields to the addresses of tensors, which must outlive the call."""
+        """Set fields to the addresses of tensors, and keep these as long as the call."""
+        self.kept = [*getattr(self, "kept", ()), *arrays.values()]
         for name, array in arrays.items():
             setattr(self, name, array.data_ptr())
 
@@ -130,7 +131,7 @@ def exact_attention(
     Raises:
         ValueError: If q or k hold NaN or infinity, or if scores overflow.
     """
-    call, output, _kept = _describe(q, k, v, scale / tau, mask_queries and valid is not None)
+    call, output = _describe(q, k, v, scale / tau, mask_queries and valid is not None)
     keys, queries = k.shape[2], q.shape[2]
     lists = _token_lists(None, prefix, queries, keys, valid, mask_queries)
     call.images = len(lists["key_count"])
@@ -175,7 +176,7 @@ def prepare_tiles(
     """
     query_prefix = prefix if query_prefix is None else query_prefix
     mask_queries = tiling.query_grid is None
-    call, output, kept = _describe(q, k, v, scale / tau, mask_queries and valid is not None)
+    call, output = _describe(q, k, v, scale / tau, mask_queries and valid is not None)
     batch, heads = q.shape[:2]
     call.prefix, call.query_prefix = prefix, query_prefix
     lists = _token_lists(tiling, prefix, q.shape[2], k.shape[2], valid, mask_queries)
@@ -185,7 +186,6 @@ def prepare_tiles(
     call.group_probes, call.levels = tiling.probes_per_group, NUM_LEVELS
     draws = _probe_draws(tiling, heads, query_prefix)
     call.point(**lists, **draws)
-    kept += [*lists.values(), *draws.values()]
     call.uniform_share, call.farthest = UNIFORM_SHARE, FARTHEST
     lead, probes = (batch, heads), tiling.probes(query_prefix)
     expanded = torch.empty((*lead, tiling.groups, tiling.tiles), dtype=torch.bool)
@@ -284,10 +284,8 @@ def _find_tokens(
     return found
 
 
-def _describe(
-    q: Tensor, k: Tensor, v: Tensor, factor: float, zeros: bool
-) -> tuple[_Call, Tensor, list[Tensor]]:
-    """Return a call, its output, and the tensors that it points to, which must outlive it."""
+def _describe(q: Tensor, k: Tensor, v: Tensor, factor: float, zeros: bool) -> tuple[_Call, Tensor]:
+    """Return a call and its output."""
     q, k, v = (x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous() for x in (q, k, v))
     batch, heads, queries, d = q.shape
     e = v.shape[-1]
@@ -301,10 +299,11 @@ def _describe(
     call = _Call()
     for name, x in (("q", q), ("k", k), ("v", v), ("output", output)):
         setattr(call, name, _Tensor(x.data_ptr(), *x.stride()[:3]))
+    call.kept = [q, k, v]
     call.dtype, call.batch, call.heads = DTYPES[q.dtype], batch, heads
     call.share, call.queries, call.keys = heads // max(1, k.shape[1]), queries, k.shape[2]
     call.d, call.e, call.factor = d, e, factor
-    return call, output, [q, k, v]
+    return call, output
 
 
 def _load(call: _Call) -> Callable[[int, int], None]:
