@@ -66,6 +66,14 @@ class Attend(nn.Module):
         return self.call(*qkv).output
 
 
+def assert_same(name: str, got: torch.Tensor, want: torch.Tensor) -> None:
+    """Dense attention in a graph is that of torch; outside of it, it may be that of the native kernels."""
+    if name == "dense":
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+    else:
+        assert torch.equal(got, want)
+
+
 @EVERY_CALL
 @pytest.mark.parametrize("dynamic", [None, True])
 def test_calls_compile_into_one_graph(name: str, dynamic: bool | None) -> None:
@@ -73,10 +81,10 @@ def test_calls_compile_into_one_graph(name: str, dynamic: bool | None) -> None:
     compiled = torch.compile(attend, fullgraph=True, dynamic=dynamic, backend="aot_eager")
     for seed, size in ((0, 0.1), (1, 1.0)):  # every input selects its own tiles
         qkv = tokens(attend.grid, seed, size=size)
-        assert torch.equal(compiled(*qkv), attend(*qkv))
+        assert_same(name, compiled(*qkv), attend(*qkv))
     if dynamic:
         qkv = tokens(attend.grid, batch=3)
-        assert torch.equal(compiled(*qkv), attend(*qkv))
+        assert_same(name, compiled(*qkv), attend(*qkv))
 
 
 def test_auto_is_tiled_or_dense_in_the_same_graph() -> None:
@@ -95,7 +103,7 @@ def test_calls_are_exported(name: str, strict: bool) -> None:
     ).module()
     for seed, size, count in ((1, 0.1, 3), (2, 1.0, 1)):
         qkv = tokens(attend.grid, seed, count, size)
-        assert torch.equal(program(*qkv), attend(*qkv))
+        assert_same(name, program(*qkv), attend(*qkv))
 
 
 @pytest.mark.parametrize("name", ["tiled", "auto", "optimal", "repeated", "leaf-budget"])
@@ -137,7 +145,7 @@ def test_masked_calls_compile(name: str) -> None:
     qkv = tokens(attend.grid)
     got, want = compiled(*qkv, valid), attend.call(*qkv, valid=valid).output
     exists = torch.cat((valid.new_ones(2, PREFIX), valid), 1)[:, None, :, None]
-    assert torch.equal(got.where(exists, 0.0), want.where(exists, 0.0))
+    assert_same(name, got.where(exists, 0.0), want.where(exists, 0.0))
 
 
 @pytest.mark.parametrize("name", ["certified", "leaf-budget"])

@@ -17,6 +17,7 @@ from bmfa.attention.inputs import (
     check_finite_scores,
     permute_tokens,
 )
+from bmfa.attention.kernels import native
 from bmfa.attention.kernels.eager.certificate import bound_output
 from bmfa.attention.result import (
     Computed,
@@ -150,9 +151,8 @@ def _prepare_kernel(
     q, k, v = inputs.to_raster()
     shared |= {"query_prefix": inputs.query_prefix, "valid": inputs.raster_valid}
     attend: Callable[[float | None, float | None, float], tuple[TiledAttention | None, bool]]
-    if options.backend == "native" and q.numel():
-        from bmfa.attention.kernels import native
-
+    native_runs = options.backend == "native" and native.unsupported_reason(q, k, v) is None
+    if native_runs and q.numel():
         attend = native.prepare_tiles(q, k, v, tiling, **shared)
     else:
         if not inputs.q.is_cuda:
@@ -161,10 +161,12 @@ def _prepare_kernel(
 
     def run(budget: Budget) -> tuple[TiledAttention, bool]:
         found, dense = None, True
-        if options.backend != "native" or not budget.expands_all(tiling):
+        if not (native_runs and budget.expands_all(tiling)):
             found, dense = attend(budget.error, budget.expand, options.exact_above)
         if found is None:
             return _exact_result(inputs, tiling, options.backend), True
+        if dense:  # nothing is left for probes to measure
+            found = replace(found, probes=torch.zeros_like(found.probes))
         if inputs.order == "z":
             output = permute_tokens(found.output, inputs.prefix, inputs.z_order)
             found = replace(found, output=output)

@@ -186,7 +186,7 @@ def prepare_tiles(
     call.group_probes, call.levels = tiling.probes_per_group, NUM_LEVELS
     draws = _probe_draws(tiling, heads, query_prefix)
     call.point(**lists, **draws)
-    call.uniform_share, call.farthest = UNIFORM_SHARE, FARTHEST
+    call.uniform_share = UNIFORM_SHARE
     lead, probes = (batch, heads), tiling.probes(query_prefix)
     expanded = torch.empty((*lead, tiling.groups, tiling.tiles), dtype=torch.bool)
     count = torch.empty((*lead, tiling.groups), dtype=torch.int32)
@@ -205,6 +205,7 @@ def prepare_tiles(
         nonlocal measured
         aim = None if error is None else tiling.error_aim * error
         share = None if expand is None else expand / tiling.tiles
+        call.farthest = 0.0 if error is None else FARTHEST
         exact = True
         for image in range(batch):
             if image != measured:

@@ -21,7 +21,8 @@ float32 divides vectors by a power of two near their largest element before it s
    The first term is the share of the mass that a query at the distance sqrt(rho_g) from qbar_g loses to
    second order, on average over all directions. The second one is for a key far from the others: its
    score has the variance 2 h_g lambda_L over the directions, so that its mass grows by exp(h_g lambda_L)
-   on average, but by no more than FARTHEST standard deviations.
+   on average, but by no more than FARTHEST standard deviations. Many of such losses are 1, and
+   a budget needs an order of the tiles: without a target for the error, f_gL is 0.
 4. Attention of a query q of group g, given the set X of expanded tiles. Tiles outside X have the logit
    A_gL + c (q - qbar_g) . k_gL and the value v_gL; tokens of X and the prefix are exact. A(q) is convex
    and has the gradient c k_gL at qbar_g, so the logit is its tangent: exact at qbar_g, and never above
@@ -125,6 +126,7 @@ def tiled_attention(
         np.zeros((batch, heads), bool),
         np.zeros((batch, heads, tiling.probes(query_prefix), 3)),
     )
+    farthest = 0.0 if error is None else FARTHEST
     order = tiling.group_order.numpy()
     parity = np.empty(groups, np.int64)
     parity[order] = np.arange(groups) % 2  # of the position of each group
@@ -136,7 +138,7 @@ def tiled_attention(
                 queries_exist = np.ones(tiling.queries.grid.size, bool)
             group_queries = tile_members(tiling.queries, queries_exist)
         image = [
-            Head(q, k, v, tiles, prefix, scale / tau, order, group_queries)
+            Head(q, k, v, tiles, prefix, scale / tau, order, group_queries, farthest)
             for q, k, v in zip(queries[b, :, query_prefix:], keys[b], values[b], strict=True)
         ]
         drawn = [
@@ -190,7 +192,9 @@ class Head:
         factor: float,
         order: Indices | None = None,
         queries: list[list[int]] | None = None,
+        farthest: float = FARTHEST,
     ) -> None:
+        self.farthest = farthest
         self.factor, self.members = factor, members
         self.queries = members if queries is None else queries
         self.order = np.arange(len(self.queries)) if order is None else order
@@ -248,7 +252,7 @@ class Head:
         self.mass = np.exp(log_share)  # m
         spread = self.factor**2 * self.q_spread / (2 * dim)  # h
         far = np.outer(spread, self.k_farthest)
-        far = np.minimum(far, FARTHEST * np.sqrt(2 * far))  # f
+        far = np.minimum(far, self.farthest * np.sqrt(2 * far))  # f
         # m expm1(f) / n, limited to 1 before it overflows
         grown = np.exp(np.minimum(log_share + far - np.log(np.maximum(self.counts, 1)), 0.0))
         grown *= -np.expm1(-far)

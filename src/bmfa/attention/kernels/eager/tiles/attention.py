@@ -26,6 +26,7 @@ from bmfa.attention.kernels.eager.tiles.levels import (
     measure_levels,
 )
 from bmfa.attention.tiling import (
+    FARTHEST,
     TiledAttention,
     Tiling,
     tiles_to_tokens,
@@ -75,7 +76,8 @@ def tiled_attention(
     everything = error == 0.0 or (expand is not None and expand >= tiling.tiles)
     if everything and exact_above < 1.0:
         return None
-    images = _arrange(q, k, v, tiling, prefix, query_prefix, scale / tau, valid)
+    farthest = 0.0 if error is None else FARTHEST
+    images = _arrange(q, k, v, tiling, prefix, query_prefix, scale / tau, valid, farthest)
     exact: list[list[Tensor | None]] = [[None] * heads] * batch  # outputs of the probes
     choices = [Choice.everything(heads)] * batch
     if not everything:
@@ -105,7 +107,7 @@ def tiled_attention(
 
 def _arrange(
     q: Tensor, k: Tensor, v: Tensor, tiling: Tiling, prefix: int, query_prefix: int, factor: float,
-    valid: Tensor | None,
+    valid: Tensor | None, farthest: float,
 ) -> list[list[Head]]:  # fmt: skip
     """Steps 1 and 2 of the specification for the heads of all images."""
     dtype, device = torch.promote_types(q.dtype, torch.float32), q.device
@@ -122,7 +124,9 @@ def _arrange(
         for h, x in enumerate(q[b, :, query_prefix:]):
             queries = to_tiles(x, tiling.queries, query_exists, dtype)[order] * factor
             quantiles = tiling.probe_quantile(groups, torch.tensor(h, device=device), draws)
-            image.append(Head.of(queries, keys[h // share], query_exists[order], quantiles))
+            image.append(
+                Head.of(queries, keys[h // share], query_exists[order], quantiles, farthest)
+            )
         images.append(image)
     return images
 

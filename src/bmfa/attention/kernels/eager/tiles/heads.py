@@ -107,13 +107,16 @@ class Head:
     q_spread: Tensor  # (R,) float64 rho (scale / tau)^2 / 2d
     k_spread: Tensor  # (T,) float64 kappa
     k_farthest: Tensor  # (T,) float64 lambda
+    farthest: float  # standard deviations by which its mass may grow
     cross: Tensor  # (T, d, e) covariance of keys and values
     diameter: Tensor  # () at least the largest distance of two values of a tile
     probe_slot: Tensor  # (probe groups, n) slots of the probes
     probe_weight: Tensor  # (probe groups, n) float64, 0 in a group without a query
 
     @classmethod
-    def of(cls, q: Tensor, keys: Keys, exists: Tensor, quantiles: Tensor) -> "Head":
+    def of(
+        cls, q: Tensor, keys: Keys, exists: Tensor, quantiles: Tensor, farthest: float = FARTHEST
+    ) -> "Head":
         """Compute steps 1 and 2.
 
         Args:
@@ -121,6 +124,8 @@ class Head:
             keys: The keys.
             exists: (R, S) bool.
             quantiles: (probe groups, n) numbers in (0, 1) that draw the probes.
+            farthest: Standard deviations by which the mass of a key far from its tile may grow; 0 for a
+                budget.
         """
         counts = exists.sum(1)
         q_mean = q.sum(1) / counts.clamp(min=1).unsqueeze(1)
@@ -145,6 +150,7 @@ class Head:
             q_spread=mean_square.sqrt() * lengths.amax(1) / (2 * q.shape[-1]),
             k_spread=k_squares.sum(1) / keys.counts,
             k_farthest=k_squares.amax(1),
+            farthest=farthest,
             cross=(p.transpose(1, 2) * k_deviation).transpose(1, 2) @ v_deviation,
             diameter=2 * length(v_deviation.detach()).amax().to(q.dtype),
             probe_slot=slot,
@@ -172,7 +178,7 @@ class Head:
     def _losses(self, log_share: Tensor, spread: Tensor) -> Tensor:
         """Losses (r, T) of tiles with log_share (r, T), log m, for groups with a spread (r, 1)."""
         far = spread * self.k_farthest
-        far = torch.minimum(far, FARTHEST * (2 * far).sqrt())
+        far = torch.minimum(far, self.farthest * (2 * far).sqrt())
         # m expm1(far) / n, limited to 1 before it overflows
         grown = (log_share + far - self.keys.counts.double().log()).clamp(max=0.0).exp()
         loss = log_share.exp() * spread * self.k_spread - grown * (-far).expm1()

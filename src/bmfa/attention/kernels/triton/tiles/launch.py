@@ -212,7 +212,7 @@ class _AttentionLaunch:
             "STAT_TILES": STAT_TILES,
             "LEVELS": NUM_LEVELS,
             "LEVEL_RATIO": LEVEL_RATIO,
-            "FARTHEST": FARTHEST,
+            "FARTHEST": 0.0 if error is None else FARTHEST,
             "LARGEST_SHRINKAGE": LARGEST_SHRINKAGE,
             "UNIFORM_SHARE": UNIFORM_SHARE,
             "SMALLEST_CORRECTION": SMALLEST_CORRECTION,
