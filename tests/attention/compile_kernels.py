@@ -19,6 +19,7 @@ from bmfa.attention.kernels.triton.tiles import launch
 
 HOPPER = GPUTarget("cuda", 90, 32)
 POINTERS = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32"}
+POINTERS |= {torch.float64: "*fp64"}
 POINTERS |= {torch.int32: "*i32", torch.uint8: "*u8"}
 LINEAR = re.compile(r"^(#linear\d*) = #ttg.linear<\{register = (\[.*?\]), lane", re.M)
 COLUMN = r"tensor<\d+x1xf32, #ttg.slice<\{dim = 1, parent = (#\w+)\}>>"

@@ -615,7 +615,7 @@ GRID = Grid(4, 4)
         (
             {"backend": "cuda"},
             ValueError,
-            "pass one of auto, eager, triton, reference",
+            "pass one of auto, native, eager, triton, reference",
         ),
         ({"form": "sum"}, ValueError, "form is 'sum'"),
         ({"order": "hilbert"}, ValueError, "order is 'hilbert'"),

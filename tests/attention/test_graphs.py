@@ -67,7 +67,7 @@ class Attend(nn.Module):
 
 
 def assert_same(name: str, got: torch.Tensor, want: torch.Tensor) -> None:
-    """Dense attention in a graph is that of torch; outside of it, it may be that of the native kernels."""
+    """Dense attention in a graph is that of torch; elsewhere it may be that of the native kernels."""
     if name == "dense":
         torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
     else:

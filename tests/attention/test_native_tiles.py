@@ -137,7 +137,7 @@ def test_prefixes(prefix: int, masked: bool) -> None:
     valid = None
     if masked:
         valid = torch.rand(1, 16 * 40, generator=torch.Generator().manual_seed(prefix)) < 0.7
-    for budget in ({"error": 0.01}, {"expand": 1.7}):
+    for budget in ({"error": 0.1}, {"expand": 1.7}):
         case = smooth_case(prefix % 7, (16, 40), prefix=prefix, valid=valid, **budget)
         got, _ = check(case)
         assert 0 < int(got.expanded_count.sum()) < got.expanded.numel()

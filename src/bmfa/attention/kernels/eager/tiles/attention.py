@@ -107,7 +107,7 @@ def tiled_attention(
 
 def _arrange(
     q: Tensor, k: Tensor, v: Tensor, tiling: Tiling, prefix: int, query_prefix: int, factor: float,
-    valid: Tensor | None, farthest: float,
+    valid: Tensor | None, farthest: float = FARTHEST,
 ) -> list[list[Head]]:  # fmt: skip
     """Steps 1 and 2 of the specification for the heads of all images."""
     dtype, device = torch.promote_types(q.dtype, torch.float32), q.device
