@@ -40,7 +40,7 @@ class LayerSummary:
         >>> row.form, row.backend, row.settings
         ('dense', 'host', 'error=0.05')
         >>> row.why
-        'auto: dense attention is as fast below 1024 tokens, and there are 196'
+        'auto: dense attention is as fast below 2304 tokens, and there are 196'
     """
 
     def __init__(
