@@ -209,7 +209,7 @@ def test_tangents_that_do_not_fit_into_memory(heads: int) -> None:
     q, k, v = (x.double() for x in (case.q, case.k, case.v))
     want = eager_attention(q, k, v, case.tiling, **case.settings)
     same = (got.expanded == want.expanded).all(-1)
-    assert float(same.float().mean()) > 0.99 and 0.1 < float(got.expanded.float().mean()) < 0.9
+    assert float(same.float().mean()) > 0.99 and 0.05 < float(got.expanded.float().mean()) < 0.9
     allowed = 1e-5 * float(v.abs().max())
     slots = case.tiling.slot_tokens[same.all(1)[0]]
     assert float((got.output - want.output)[:, :, 1 + slots.flatten()].abs().max()) < allowed

@@ -548,6 +548,12 @@ static void weigh_tiles(const Problem& c, Scratch& s, const Head& h, int positio
     const Vector loss = share * load(s.loss + t) + grown;
     store(mass + t, share), store(s.loss + t, loss < one ? loss : one);
   }
+  // Only ratios count of the shares of tiles that may stay unexpanded: for a target, those with a loss below 1.
+  float most = 0.0f, best = -INFINITY;
+  for (int t = 0; t < c.tiles; t++)
+    if (s.loss[t] < 1.0f) most = fmaxf(most, mass[t]), best = fmaxf(best, log_mass[t]);
+  for (int t = 0; t < c.tiles && c.farthest > 0.0 && most < 1e-20f; t++)
+    mass[t] = s.loss[t] < 1.0f && c.part_count[t] ? expf(log_mass[t] - best) : 0.0f;
 }
 
 // ---- Tiles: step 5, what the probes determine ----
