@@ -199,10 +199,7 @@ def _backward(
     """Gradients of q, k and v, from a second forward."""
     with torch.enable_grad(), torch.autocast(q.device.type, enabled=False):
         q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
-        settings = Settings(*rest)
-        if settings.backend == "native":  # which has no gradients
-            settings = settings._replace(backend="eager")
-        computed = _compute(q, k, v, valid, settings)
+        computed = _compute(q, k, v, valid, Settings(*rest))
         output = computed.output.to(q.dtype)
     gradients = torch.autograd.grad(output, (q, k, v), g, allow_unused=True)
     return tuple(

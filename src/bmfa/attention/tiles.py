@@ -49,6 +49,8 @@ def compute_tiled(inputs: AttentionInputs, options: AttentionOptions) -> Compute
     """
     assert options.budget is not None
     budget = options.budget
+    if options.backend == "native" and native.unsupported_reason(inputs.q, inputs.k, inputs.v):
+        options = replace(options, backend="eager")  # an operator of a graph, with other tensors
     tiling = Tiling(
         inputs.grid,
         query_grid=inputs.query_grid,
@@ -64,7 +66,8 @@ def compute_tiled(inputs: AttentionInputs, options: AttentionOptions) -> Compute
         )
         if options.fallback is not None:
             apply_fallback(inputs, computed, options.fallback)
-    if has_values(inputs.q) and budget.error is not None:
+    # Other backends do not return a result that misses its target.
+    if options.backend == "triton" and has_values(inputs.q) and budget.error is not None:
         if inputs.q.is_cuda:
             check_later(result.probes, budget.error)
         else:
@@ -151,8 +154,8 @@ def _prepare_kernel(
     q, k, v = inputs.to_raster()
     shared |= {"query_prefix": inputs.query_prefix, "valid": inputs.raster_valid}
     attend: Callable[[float | None, float | None, float], tuple[TiledAttention | None, bool]]
-    native_runs = options.backend == "native" and native.unsupported_reason(q, k, v) is None
-    if native_runs and q.numel():
+    is_native = options.backend == "native"
+    if is_native and q.numel():
         attend = native.prepare_tiles(q, k, v, tiling, **shared)
     else:
         if not inputs.q.is_cuda:
@@ -161,7 +164,7 @@ def _prepare_kernel(
 
     def run(budget: Budget) -> tuple[TiledAttention, bool]:
         found, dense = None, True
-        if not (native_runs and budget.expands_all(tiling)):
+        if not (is_native and budget.expands_all(tiling)):
             found, dense = attend(budget.error, budget.expand, options.exact_above)
         if found is None:
             return _exact_result(inputs, tiling, options.backend), True

@@ -315,8 +315,9 @@ def _load(call: _Call) -> Callable[[int, int], None]:
     call.threads, call.parallel = min(torch.get_num_threads(), MAX_THREADS), library.parallel()
     scratch = _allocate(loaded.bmfa_scratch_bytes(ctypes.byref(call)) + 64)
     call.scratch = -(-scratch.data_ptr() // 64) * 64
+    call.kept.append(scratch)
 
-    def run(image: int, step: int, scratch: Tensor = scratch) -> None:
+    def run(image: int, step: int) -> None:
         loaded.bmfa_attend(ctypes.byref(call), image, step)
 
     return run
