@@ -1,13 +1,13 @@
 """`bmfa bench trees`: time of the vectorised trees against the queue-based oracle and softmax."""
 
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as functional
 from torch import Tensor
 
+from bmfa import timing
 from bmfa.attention.kernels import reference
 from bmfa.checks import check_integer
 from bmfa.evidence.runner import Progress
@@ -99,7 +99,7 @@ def _against_oracle(
     rows = [_row("trees", grid, "float64", "gamma:0.005 (oracle)", 1, base * grids, grids, 1.0)]
     scores = scores.to(device)
     for threads in sorted({1, torch.get_num_threads()}):
-        with _threads(threads):
+        with timing.threads(threads):
             for method in methods:
                 rule = parse(method, seed)
                 each = median_milliseconds(lambda: screen(scores, grid, rule), repeats, device)  # noqa: B023
@@ -159,13 +159,3 @@ def _row(
         "microseconds_per_grid": 1e3 * milliseconds / count,
         "speedup": speedup,
     }
-
-
-@contextmanager
-def _threads(count: int) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
