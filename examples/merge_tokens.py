@@ -6,11 +6,11 @@ Run with: python examples/merge_tokens.py
 import torch
 
 import bmfa
-from bmfa.data import EmbeddedPictures
+from bmfa.data import EmbeddedImages
 
 loaded = bmfa.load_model("embedded")
-pictures = list(EmbeddedPictures(50))  # 128x128 px, 24 classes
-pixels = torch.stack([loaded.preprocess(picture.pixels) for picture in pictures])
+images = list(EmbeddedImages(50))  # 128x128 px, 24 classes
+pixels = torch.stack([loaded.preprocess(image.pixels) for image in images])
 
 with torch.inference_mode():
     full = loaded.logits(pixels).log_softmax(-1)  # (50, 24)

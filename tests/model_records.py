@@ -11,7 +11,7 @@ from bmfa.records import Record, Row
 
 ENVIRONMENT = {"python": "3.11.9", "torch": "2.13.0", "device_name": "a processor"}
 DEIT = "timm:deit_tiny_patch16_224"
-# Leaf ratio, agreement, output KL of DeiT-Tiny on 500 ImageNet pictures, last four layers.
+# Leaf ratio, agreement, output KL of DeiT-Tiny on 500 ImageNet images, last four layers.
 REFERENCE = {
     "fixed-blocks:2": (25.00, 86.0, 0.103),
     "global-mean": (0.51, 56.8, 0.893),
@@ -109,8 +109,8 @@ def comparison(lead: float = 12.0, gain: tuple[float, float, float] = (5.0, 2.0,
     return Record("comparison", {"model": "embedded", "layers": "all"}, rows, ENVIRONMENT)
 
 
-def pictures() -> Record:
-    """Two pictures on a 4x4 grid, each with two trees."""
+def images() -> Record:
+    """Two images on a 4x4 grid, each with two trees."""
     quarters = [[0, 0, 2, 2], [0, 2, 2, 4], [2, 0, 4, 2], [2, 2, 4, 4]]
     full = [0.4 if place == 5 else 0.04 for place in range(16)]
     rows: list[Row] = []
@@ -118,7 +118,7 @@ def pictures() -> Record:
         for method, boxes in (("gamma:0.05", [[0, 0, 4, 4]]), ("optimal:0.002", quarters)):
             changed = title.startswith("Failure") and method.startswith("gamma")
             row = {"model": "embedded", "title": title, "method": method, "layer": 7, "head": 1}
-            row |= {"query": "class", "height": 4, "width": 4, "picture": _picture()}
+            row |= {"query": "class", "height": 4, "width": 4, "image": _image()}
             row |= {"scores": [3.0 * share for share in full], "attention": full}
             row |= {"screened_attention": [1 / 16] * 16, "boxes": boxes, "leaves": len(boxes)}
             row |= {"leaf_percent": 100 * len(boxes) / 16, "gap": 1.5, "error": 0.25}
@@ -127,12 +127,12 @@ def pictures() -> Record:
             row |= {"screened_class": "eight" if changed else "ring"}
             rows.append(row | {"screened_class_percent": 60.0, "label": "ring"})
     settings = {"model": "embedded", "chosen_from": 100, "failure": "the output moved most"}
-    return Record("picture", settings, rows, ENVIRONMENT)
+    return Record("image", settings, rows, ENVIRONMENT)
 
 
 def every() -> list[Record]:
     """A record of every model experiment."""
-    return [closed_loop(), layers(), single(), comparison(), pictures(), evaluate()]
+    return [closed_loop(), layers(), single(), comparison(), images(), evaluate()]
 
 
 def page_text(page: str, section: str) -> str:
@@ -152,7 +152,7 @@ def _loop_row(
     return row | {"top1_percent": 0.7 * agreement}
 
 
-def _picture() -> str:
+def _image() -> str:
     image = pytest.importorskip("PIL.Image").new("RGB", (8, 8), (200, 90, 30))
     buffer = io.BytesIO()
     image.save(buffer, "JPEG")

@@ -20,7 +20,7 @@ EXPECTED = {
         r"gamma:0\.005 +1 leaves, error 1\.8925",
         r"optimal:0\.001 +40 leaves, error 0\.0000",
     ),
-    "screen_picture.py": (
+    "screen_image.py": (
         r"screened attention: (\w[\w, ]+)\n.*full attention: +\1\n",
         r"Leaves: 12\.\d% of the tokens; KL of attention: 0\.03",
         r"one tree on 16x16, optimal:0\.002",

@@ -76,11 +76,11 @@ def test_every_command_writes_itself_without_folders(arguments, tmp_path):
 
 def test_files_of_a_run_are_named_without_folders(tmp_path):
     image = pytest.importorskip("PIL.Image")
-    folder, target = tmp_path / "private folder" / "pictures", tmp_path / "made.json"
+    folder, target = tmp_path / "private folder" / "images", tmp_path / "made.json"
     for name in ("0", "1"):
         (folder / name).mkdir(parents=True)
     image.new("RGB", (32, 32), "red").save(folder / "0" / "good.png")
-    (folder / "1" / "broken.png").write_bytes(b"no picture")
+    (folder / "1" / "broken.png").write_bytes(b"no image")
     rest = ["--quiet", "--json", str(target)]
     main(
         ["evaluate", "--data-dir", str(folder), "--method", "global-mean", "--repeats", "0", *rest]

@@ -15,7 +15,7 @@ from bmfa.records import Record, Row, environment
 # Optional packages that `bmfa info` lists, with their use.
 EXTRAS = {
     "matplotlib": "figures and the page",
-    "PIL": "pictures",
+    "PIL": "images",
     "pycocotools": "instance masks",
     "timm": "models named timm:NAME",
     "transformers": "models named hf:NAME",

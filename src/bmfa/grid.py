@@ -178,7 +178,7 @@ def check_one_frame(grid: Grid, what: str) -> None:
     """Raise a ValueError if a grid has several frames; `what` names what takes one."""
     if grid.frames > 1:
         raise ValueError(
-            f"the grid has {grid.frames} frames, and {what} takes one; pass every frame as a picture of "
+            f"the grid has {grid.frames} frames, and {what} takes one; pass every frame as an image of "
             f"the batch with Grid({grid.height}, {grid.width}), or attend over tiles (error= or leaves=)"
         )
 
@@ -191,7 +191,7 @@ def _suggest_grid(sides: tuple[object, ...]) -> str:
             return f"did you mean Grid({height!r}, {width!r})?"
         case (_, height, width):
             return (
-                f"did you mean Grid({height!r}, {width!r})? A grid has two sides; pictures go into the "
+                f"did you mean Grid({height!r}, {width!r})? A grid has two sides; images go into the "
                 "batch dimension of the tensors, and frames that attend to each other into frames="
             )
     return "pass Grid(height, width), or the pair (height, width) where a grid is taken"

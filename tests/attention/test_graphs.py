@@ -390,51 +390,51 @@ EVERY_MODEL = pytest.mark.parametrize("name", MODELS)
 
 
 def patched(name: str) -> tuple[nn.Module, Callable[..., Tensor]]:
-    """A patched model, and pictures for it."""
+    """A patched model, and images for it."""
     make, size, settings = MODELS[name]
 
-    def pictures(batch: int = 2, seed: int = 0) -> Tensor:
+    def images(batch: int = 2, seed: int = 0) -> Tensor:
         generator = torch.Generator().manual_seed(seed)
         return torch.randn(batch, 3, size, size, generator=generator)
 
-    return patch(make(), layers="all", **settings), pictures
+    return patch(make(), layers="all", **settings), images
 
 
 @EVERY_MODEL
 @pytest.mark.parametrize("dynamic", [None, pytest.param(True, marks=pytest.mark.slow)])
 @torch.no_grad()
 def test_patched_models_compile_into_one_graph(name: str, dynamic: bool | None) -> None:
-    model, pictures = patched(name)
+    model, images = patched(name)
     compiled = torch.compile(model, fullgraph=True, dynamic=dynamic, backend="aot_eager")
     for seed in (0, 1):
-        torch.testing.assert_close(compiled(pictures(seed=seed)), model(pictures(seed=seed)))
+        torch.testing.assert_close(compiled(images(seed=seed)), model(images(seed=seed)))
 
 
 @EVERY_MODEL
 @torch.no_grad()
 def test_patched_models_are_exported(name: str) -> None:
-    model, pictures = patched(name)
+    model, images = patched(name)
     shapes = ({0: torch.export.Dim("batch", min=1, max=16)},)
-    program = torch.export.export(model, (pictures(),), dynamic_shapes=shapes).module()
-    torch.testing.assert_close(program(pictures(3, seed=1)), model(pictures(3, seed=1)))
+    program = torch.export.export(model, (images(),), dynamic_shapes=shapes).module()
+    torch.testing.assert_close(program(images(3, seed=1)), model(images(3, seed=1)))
 
 
 @EVERY_MODEL
 @torch.no_grad()
-def test_patched_models_on_meta_and_without_pictures(name: str) -> None:
-    model, pictures = patched(name)
-    classes = model(pictures()).shape[1]
-    assert model(pictures(0)).shape == (0, classes)
-    output = model.to("meta")(pictures().to("meta"))
+def test_patched_models_on_meta_and_without_images(name: str) -> None:
+    model, images = patched(name)
+    classes = model(images()).shape[1]
+    assert model(images(0)).shape == (0, classes)
+    output = model.to("meta")(images().to("meta"))
     assert output.is_meta and output.shape == (2, classes)
 
 
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
 @pytest.mark.parametrize("name", ["timm-tiled", "embedded-optimal"])
 def test_traced_models_are_refused(name: str) -> None:
-    model, pictures = patched(name)
+    model, images = patched(name)
     with pytest.raises(RuntimeError, match=r"torch\.compile or torch\.export"):
-        torch.jit.trace(model, pictures())
+        torch.jit.trace(model, images())
 
 
 @pytest.mark.skipif(
@@ -442,8 +442,8 @@ def test_traced_models_are_refused(name: str) -> None:
 )
 @torch.no_grad()
 def test_inductor_compiles_a_model_with_optimal_trees() -> None:
-    pictures = patched("embedded-optimal")[1]
+    images = patched("embedded-optimal")[1]
     model = patch(embedded_model(depth=1), layers="all", rule="optimal:0.002")
     torch.testing.assert_close(
-        torch.compile(model, fullgraph=True)(pictures()), model(pictures()), rtol=1e-4, atol=1e-5
+        torch.compile(model, fullgraph=True)(images()), model(images()), rtol=1e-4, atol=1e-5
     )

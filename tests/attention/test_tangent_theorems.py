@@ -189,7 +189,7 @@ def block_mean_attention(q: Tensor, k: Tensor, v: Tensor, tiling: Tiling, prefix
 
 
 @pytest.mark.parametrize("size", [64, 128])
-def test_tangents_are_better_than_block_means_on_a_smooth_picture(size: int) -> None:
+def test_tangents_are_better_than_block_means_on_a_smooth_image(size: int) -> None:
     generator = torch.Generator().manual_seed(0)
     coarse = torch.randn(9, 64, 8, 8, generator=generator)
     grown = torch.nn.functional.interpolate(coarse, size=size, mode="bicubic")

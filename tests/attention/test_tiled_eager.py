@@ -228,7 +228,7 @@ def test_one_token_far_above_its_tile_moves_the_output_by_no_more_than_the_value
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_permuting_pictures_permutes_the_result(seed: int) -> None:
+def test_permuting_images_permutes_the_result(seed: int) -> None:
     case = tiled_case(3000 + seed, poison=False)
     batch = torch.arange(len(case.q)).flip(0)
     q, k, v = (x[batch] for x in (case.q, case.k, case.v))

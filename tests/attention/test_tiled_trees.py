@@ -19,7 +19,7 @@ SIDE = 8
 
 
 class Masked:
-    """Two pictures with a mask each, and the trees of a tiled call by definition."""
+    """Two images with a mask each, and the trees of a tiled call by definition."""
 
     def __init__(self, shape: tuple[int, int], prefix: int, tau: float, **criterion: Any) -> None:
         generator = torch.Generator().manual_seed(sum(shape))
@@ -75,16 +75,16 @@ class Masked:
         """The tokens of every tile."""
         return [[t for t in row if t >= 0] for row in self.tiling.slot_tokens.tolist()]
 
-    def leaves(self, picture: int, head: int, query: int) -> list[list[int]]:
+    def leaves(self, image: int, head: int, query: int) -> list[list[int]]:
         """The leaves that a query sees, as lists of valid tokens, tile by tile."""
         tiles = self.tiles
         marks = np.ones(len(tiles), bool)
         if query >= self.prefix:
             own = next(i for i, tokens in enumerate(tiles) if query - self.prefix in tokens)
-            marks = self.expanded[picture, head, own]
+            marks = self.expanded[image, head, own]
         leaves: list[list[int]] = []
         for tokens, expanded in zip(tiles, marks, strict=True):
-            present = [t for t in tokens if self.valid[picture, t]]
+            present = [t for t in tokens if self.valid[image, t]]
             leaves += [[t] for t in present] if expanded else [present] if present else []
         return leaves
 
@@ -123,20 +123,20 @@ def check_trees(case: Masked, result: Any, order: str) -> None:
     generator = np.random.default_rng(0)
     some = {*range(case.prefix), *generator.choice(len(rows), 40).tolist()}
     for place, query in enumerate(rows.tolist()):
-        for picture, head in np.ndindex(2, 2):
-            missing = query >= case.prefix and not case.valid[picture, query - case.prefix]
+        for image, head in np.ndindex(2, 2):
+            missing = query >= case.prefix and not case.valid[image, query - case.prefix]
             if missing and place not in some:
                 continue
-            leaves = case.leaves(picture, head, query)
+            leaves = case.leaves(image, head, query)
             if not missing:
-                ratios.append(len(leaves) / int(case.valid[picture].sum()))
-            assert int(count[picture, head, place]) == len(leaves)
-            assert float(ratio[picture, head, place]) == pytest.approx(
-                len(leaves) / int(case.valid[picture].sum())
+                ratios.append(len(leaves) / int(case.valid[image].sum()))
+            assert int(count[image, head, place]) == len(leaves)
+            assert float(ratio[image, head, place]) == pytest.approx(
+                len(leaves) / int(case.valid[image].sum())
             )
             if place not in some:
                 continue
-            got = index[picture, head, place]
+            got = index[image, head, place]
             want = torch.full((case.grid.size,), -1)
             for number, leaf in enumerate(leaves):
                 want[leaf] = number
@@ -148,16 +148,16 @@ def check_trees(case: Masked, result: Any, order: str) -> None:
 def density(case: Masked) -> float:
     """Expanded tiles over those that hold a token, of every group that has a query."""
     shares = []
-    for picture, head, group in np.ndindex(2, 2, case.tiling.groups):
+    for image, head, group in np.ndindex(2, 2, case.tiling.groups):
         tiles = case.tiles
-        present = [any(case.valid[picture, t] for t in tokens) for tokens in tiles]
+        present = [any(case.valid[image, t] for t in tokens) for tokens in tiles]
         if present[group]:
-            shares.append(case.expanded[picture, head, group][present].sum() / sum(present))
+            shares.append(case.expanded[image, head, group][present].sum() / sum(present))
     return float(np.mean(shares))
 
 
 @pytest.mark.parametrize("order", ["raster", "z"])
-def test_one_mask_for_all_pictures(order: str) -> None:
+def test_one_mask_for_all_images(order: str) -> None:
     case = Masked((16, 16), 1, 1.0, error=0.2)
     case.valid = case.valid[:1].expand(2, -1).clone()
     both = case.call(order, "eager", form="tiled")
@@ -188,12 +188,12 @@ def test_dense_calls_have_every_valid_token_as_a_leaf(order: str) -> None:
     assert not bool(result.tree.error(case.scores).any())
 
 
-def test_density_is_the_mean_over_groups_heads_and_pictures() -> None:
+def test_density_is_the_mean_over_groups_heads_and_images() -> None:
     torch.manual_seed(0)
     grid = Grid(24, 24)
     q, k, v = torch.randn(3, 2, 2, grid.size, 8)
     q *= torch.linspace(0, 2, grid.size).view(-1, 1)  # later groups expand more
-    q[1] *= 2  # and the second picture
+    q[1] *= 2  # and the second image
     tiling = Tiling(grid)
     result = screened_attention(q, k, v, grid=grid, leaves=0.3, form="tiled")
     marks = tiled_attention(
@@ -222,12 +222,12 @@ def test_tiles_of_triton_in_z_order() -> None:
     valid = valid.cpu()
     assert torch.equal(index >= 0, valid[:, None, None].expand_as(index))
     shares, ratios = [], []
-    for picture in range(2):
-        tokens = valid[picture].nonzero().squeeze(1).tolist()
+    for image in range(2):
+        tokens = valid[image].nonzero().squeeze(1).tolist()
         tiles = {token // 64 for token in tokens}
         for group in range(16):
             members = [token for token in tokens if token // 64 == group]
-            seen = [index[picture, 0, query] for query in members]
+            seen = [index[image, 0, query] for query in members]
             assert all(torch.equal(row, seen[0]) for row in seen)
             if members:
                 leaves = [seen[0].view(16, 64)[tile] for tile in sorted(tiles)]

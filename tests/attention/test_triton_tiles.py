@@ -307,9 +307,9 @@ def test_empty_tiles_and_groups(dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(1)
     valid = torch.rand(3, tiling.grid.size, generator=generator) < 0.8
     slots, order = tiling.slot_tokens, tiling.group_order
-    for picture, tiles in ((0, order[:1]), (1, order[1::2])):
+    for image, tiles in ((0, order[:1]), (1, order[1::2])):
         gone = slots[tiles]
-        valid[picture, gone[gone >= 0]] = False
+        valid[image, gone[gone >= 0]] = False
     valid[2] = False
     valid[2, slots[3, 5]] = True  # a single token
     case = smooth_case(2, (14, 24), batch=3, dtype=dtype, valid=valid, error=0.02)

@@ -15,7 +15,7 @@ from bmfa import __version__
 from bmfa.attention.kernels.native import library
 from bmfa.cli import main
 from bmfa.cli.output import MAX_WIDTH
-from bmfa.data import EmbeddedPictures
+from bmfa.data import EmbeddedImages
 from bmfa.evidence.methods import METHODS
 from bmfa.files import write_atomic
 from bmfa.records import Record
@@ -43,7 +43,7 @@ def refused(capsys, *arguments):
         (["synthetic", "--quiet=yes"], ["--quiet", "does not take a value"]),
         (["probe", "--dataset", "kitti"], ["'kitti'", "embedded", "lvis"]),
         (["report", "--coco", "a.json"], ["--coco", "2 arguments"]),
-        (["screen"], ["PICTURE"]),
+        (["screen"], ["IMAGE"]),
         (["info", "extra"], ["extra"]),
         (["bench", "attention", "--tokens", "196", "many"], ["'many'", "--tokens"]),
         (["synthetic", "--max-depth", "-1", "--placement", "corner"], ["-1", "at least 0"]),
@@ -143,7 +143,7 @@ def test_a_full_disk_under_the_figure_keeps_table_and_record(capsys, tmp_path):
     printed = capsys.readouterr()
     assert stop.value.code == 2 and "figure.png cannot be written" in printed.err
     assert "optimal:0.002" in printed.out and f"record: {record}" in printed.out
-    assert Record.from_json(record.read_text()).experiment == "picture"
+    assert Record.from_json(record.read_text()).experiment == "image"
 
 
 @full_device
@@ -187,8 +187,8 @@ def test_a_full_disk_leaves_the_older_file(tmp_path, monkeypatch):
             ("pycocotools",),
             "data",
         ),
-        (["evaluate", "--data-dir", "pictures"], ("PIL",), "data"),
-        (["closed-loop", "--data-dir", "pictures"], ("PIL",), "data"),
+        (["evaluate", "--data-dir", "images"], ("PIL",), "data"),
+        (["closed-loop", "--data-dir", "images"], ("PIL",), "data"),
         (["bench", "attention"], ("PIL",), "data"),
         (["bench", "model", "--records", "a.json", "--figures", "f"], ("matplotlib",), "report"),
     ],
@@ -367,22 +367,22 @@ def test_a_command_that_cannot_resume_is_interrupted_without_advice(capsys, monk
     assert stop.value.code == 130 and capsys.readouterr().err == "bmfa: interrupted\n"
 
 
-def test_pictures_of_the_user_in_the_toy_model_are_said(capsys, tmp_path):
-    picture = EmbeddedPictures(1)[0].pixels
+def test_images_of_the_user_in_the_toy_model_are_said(capsys, tmp_path):
+    pixels = EmbeddedImages(1)[0].pixels
     image = pytest.importorskip("PIL.Image")
     for name in ("left", "right"):
         (tmp_path / "data" / name).mkdir(parents=True)
-        image.fromarray(picture).save(tmp_path / "data" / name / "[b]1.png")
+        image.fromarray(pixels).save(tmp_path / "data" / name / "[b]1.png")
     figure = str(tmp_path / "a.png")
     main(["screen", str(tmp_path / "data/left/[b]1.png"), "--output", figure])
-    assert "warning: this picture was seen by the embedded toy model" in capsys.readouterr().out
+    assert "warning: this image was seen by the embedded toy model" in capsys.readouterr().out
     main(["screen", "embedded:0", "--output", figure])
     assert "toy" not in capsys.readouterr().out
     main(["closed-loop", "--data-dir", str(tmp_path / "data"), "--method", "global-mean"])
     out = capsys.readouterr().out
     assert "labels: folders in sorted order: left 0, right 1\n" in out
     assert "warning: 2 folders in sorted order are taken as classes 0 to 1" in out
-    assert "warning: the pictures were seen by the embedded toy model" in out
+    assert "warning: the images were seen by the embedded toy model" in out
 
 
 def test_methods_starts_without_torch():

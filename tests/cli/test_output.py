@@ -80,25 +80,25 @@ def test_progress_is_a_bar_on_a_terminal_and_lines_elsewhere(monkeypatch):
     monkeypatch.delitem(os.environ, "WORLD_SIZE", raising=False)
     for stream, name in ((io.StringIO(), "progress_lines"), (Terminal(), "progress_bar")):
         monkeypatch.setattr(sys, "stderr", stream)
-        update = Output(None, quiet=False).progress("pictures")
+        update = Output(None, quiet=False).progress("images")
         assert update is not None and update.__qualname__.startswith(name)
-    assert Output(None, quiet=True).progress("pictures") is None
+    assert Output(None, quiet=True).progress("images") is None
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("RANK", "1")
-    assert Output(None, quiet=False).progress("pictures") is None
+    assert Output(None, quiet=False).progress("images") is None
 
 
 def test_progress_counts_the_steps_of_this_run_for_its_rate(monkeypatch):
     now = [100.0]
     monkeypatch.setattr(sys, "stderr", Terminal())
     monkeypatch.setattr("tqdm.std.time", lambda: now[0])
-    update = progress_bar("pictures")
+    update = progress_bar("images")
     for done, seconds in ((200, 0.0), (250, 10.0), (400, 30.0)):
         now[0] += seconds
         update(done, 1000)
     text = sys.stderr.getvalue()
-    # The 200 pictures of an earlier run, which this one resumes, do not count.
-    assert "400/1000" in text and "5.00 pictures/s" in text
+    # The 200 images of an earlier run, which this one resumes, do not count.
+    assert "400/1000" in text and "5.00 images/s" in text
     update(1000, 1000)
     assert sys.stderr.getvalue().endswith("\r")
 
@@ -106,14 +106,14 @@ def test_progress_counts_the_steps_of_this_run_for_its_rate(monkeypatch):
 def test_progress_without_a_terminal_is_a_line_every_30_seconds(monkeypatch, capsys):
     now = [100.0]
     monkeypatch.setattr("bmfa.cli.output.time.monotonic", lambda: now[0])
-    update = progress_lines("pictures")
-    # 200 pictures are of an earlier run, which this one resumes, and do not count towards the rate.
+    update = progress_lines("images")
+    # 200 images are of an earlier run, which this one resumes, and do not count towards the rate.
     for seconds, done in ((10, 200), (10, 250), (10, 300), (10, 350), (10, 400), (10, 450)):
         now[0] += seconds
         update(done, 1000)
     assert capsys.readouterr().err.splitlines() == [
-        "bmfa: 300 of 1,000 pictures, 5 pictures/s, 0:02:20 left",
-        "bmfa: 450 of 1,000 pictures, 5 pictures/s, 0:01:50 left",
+        "bmfa: 300 of 1,000 images, 5 images/s, 0:02:20 left",
+        "bmfa: 450 of 1,000 images, 5 images/s, 0:01:50 left",
     ]
     now[0] += 100
     update(1000, 1000)

@@ -39,7 +39,7 @@ def test_the_table_is_printed_and_the_files_are_written(capsys, tmp_path):
     assert printed.splitlines()[0].split() == [
         *("layer", "setting", "change_alone", "milliseconds", "dense_milliseconds", "speedup")
     ]
-    assert "tolerance 5.00 %" in printed and "measured on 2 other pictures" in printed
+    assert "tolerance 5.00 %" in printed and "measured on 2 other images" in printed
     for kind, name in (("plan", "plan.json"), ("record", "record.json"), ("figure", "plan.png")):
         assert f"{kind}: {files[name]}\n" in printed
 
@@ -62,7 +62,7 @@ def test_rows_and_totals_say_what_was_chosen():
     text = " ".join(total_lines(plan))
     for part in ("1 of 3 layers", "1.70 % predicted", "1.60 % measured", "(1.60x)", "(1.33x)"):
         assert part in text
-    assert "unseen pictures: 1.67 % expected, 1.80 % measured on 1" in text
+    assert "unseen images: 1.67 % expected, 1.80 % measured on 1" in text
     assert "exceeds the tolerance" in " ".join(total_lines(replace(plan, measured_change=0.031)))
     assert "fewer than six" in " ".join(total_lines(replace(plan, confirming=0)))
 
@@ -95,7 +95,7 @@ def test_a_plan_of_merging_is_printed_and_saved(capsys, tmp_path):
         left -= removed
         assert line.split() == [str(block), str(removed), str(left)]
     assert f"operations: {plan.gflops:.4g} of {plan.full_gflops:.4g} GFLOPs" in printed
-    assert "3 pictures that chose: " in printed and "3 unseen pictures: " in printed
+    assert "3 images that chose: " in printed and "3 unseen images: " in printed
     assert f"plan: {save}\n" in printed and f"record: {record}\n" in printed
     data = json.loads(record.read_text())
     assert data["experiment"] == "tune-reduction" and len(data["rows"]) == 8
@@ -103,7 +103,7 @@ def test_a_plan_of_merging_is_printed_and_saved(capsys, tmp_path):
     reduce(load_model("embedded").model, plan=save)
 
 
-def test_an_agreement_is_checked_and_reported_on_unseen_pictures(capsys, tmp_path):
+def test_an_agreement_is_checked_and_reported_on_unseen_images(capsys, tmp_path):
     save = tmp_path / "plan.json"
     main([*MERGING, "--agreement", "0.5", "--quiet", "--save", str(save)])
     assert capsys.readouterr().out == ""
@@ -111,8 +111,8 @@ def test_an_agreement_is_checked_and_reported_on_unseen_pictures(capsys, tmp_pat
     assert plan.checks[-1]["agreement"] >= 0.5
     assert (plan.choosing, plan.checking, plan.confirming) == (3, 2, 1)
     text = "\n".join(reduction_lines(plan))
-    assert "for an agreement of 50.0 %" in text and "1 unseen picture: " in text
-    assert "2 pictures that checked" in text
+    assert "for an agreement of 50.0 %" in text and "1 unseen image: " in text
+    assert "2 images that checked" in text
     missed = replace(plan, agreement=0.4, confirming=1)
     assert "miss the target" in "\n".join(reduction_lines(missed))
     few = replace(plan, confirming=0, schedule=(0,) * 8)
@@ -158,9 +158,9 @@ def test_bad_input_ends_with_one_line(arguments, words, capsys):
     assert all(word in error for word in words), error
 
 
-def test_a_folder_with_one_or_no_picture_is_refused(capsys, tmp_path):
+def test_a_folder_with_one_or_no_image_is_refused(capsys, tmp_path):
     image = pytest.importorskip("PIL.Image")
-    assert "has no pictures" in refused(capsys, "tune", "--images", str(tmp_path))
+    assert "has no images" in refused(capsys, "tune", "--images", str(tmp_path))
     image.new("RGB", (120, 112)).save(tmp_path / "one.png")
     assert "at least two" in refused(capsys, "tune", "--images", str(tmp_path))
     (tmp_path / "two.png").write_bytes(b"damaged")

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from PIL import Image
 from pycocotools import mask as coco_mask
 
-from bmfa.data import AnnotationError, InstanceFiles, PictureError, Tally
+from bmfa.data import AnnotationError, ImageError, InstanceFiles, Tally
 from bmfa.data.coco import AnnotationFile
 from bmfa.data.instances import size_group
 from bmfa.data.masks import MaskError, decode_mask
@@ -26,9 +26,9 @@ def annotation(number: int, segmentation: Any = None, **changes: Any) -> dict[st
 
 
 def content(annotations: list[dict[str, Any]], **changes: Any) -> dict[str, Any]:
-    picture = {"id": 1, "file_name": "000000000001.png", "width": WIDTH, "height": HEIGHT}
+    image = {"id": 1, "file_name": "000000000001.png", "width": WIDTH, "height": HEIGHT}
     whole = {
-        "images": [picture],
+        "images": [image],
         "annotations": annotations,
         "categories": [{"id": 1, "name": "cat", "supercategory": "animal"}],
     }
@@ -73,7 +73,7 @@ def test_polygons_and_both_run_lengths_give_one_mask(tmp_path: Path) -> None:
     for one in instances:
         np.testing.assert_array_equal(one.mask, mask)
         assert (one.category, one.frequency, one.size) == ("cat", None, "small")
-        assert one.picture is instances[0].picture
+        assert one.image is instances[0].image
 
 
 def test_parts_of_a_polygon_are_joined_and_slivers_ignored(tmp_path: Path) -> None:
@@ -101,10 +101,10 @@ FAULTS: list[tuple[str, Any]] = [
     ("malformed polygon", [[1, 1, 5, 5, 9, "9"]]),
     ("malformed polygon", [[1, 1, 5, 5, 9, float("nan")]]),
     ("malformed polygon", [1, 1, 5, 5, 9, 1]),
-    ("mask outside the picture", [[50, 50, 60, 50, 60, 60]]),
-    ("mask outside the picture", [[-30, 2, -10, 2, -10, 9]]),
-    ("mask outside the picture", [[0, 0, 1e9, 0, 0, 1e9]]),
-    ("mask outside the picture", {"size": [9, 9], "counts": [81]}),
+    ("mask outside the image", [[50, 50, 60, 50, 60, 60]]),
+    ("mask outside the image", [[-30, 2, -10, 2, -10, 9]]),
+    ("mask outside the image", [[0, 0, 1e9, 0, 0, 1e9]]),
+    ("mask outside the image", {"size": [9, 9], "counts": [81]}),
     ("empty mask", {"size": [HEIGHT, WIDTH], "counts": [HEIGHT * WIDTH]}),
     ("malformed run lengths", {"size": [HEIGHT, WIDTH], "counts": [5, 7]}),
     ("malformed run lengths", {"size": [HEIGHT, WIDTH], "counts": [5, 7000]}),
@@ -124,7 +124,7 @@ def test_an_unusable_mask_has_a_reason(reason: str, segmentation: Any) -> None:
 
 
 def test_faults_are_counted_named_and_skipped(tmp_path: Path) -> None:
-    pictures = [
+    images = [
         {"id": 1, "file_name": "000000000001.png", "width": WIDTH, "height": HEIGHT},
         {"id": 2, "file_name": "gone.png", "width": WIDTH, "height": HEIGHT},
         {"id": 3, "file_name": "other.png", "width": WIDTH + 1, "height": HEIGHT},
@@ -144,7 +144,7 @@ def test_faults_are_counted_named_and_skipped(tmp_path: Path) -> None:
                 annotation(8, image_id=3),
                 annotation(9, image_id=4),
             ],
-            images=pictures,
+            images=images,
         ),
         names=("000000000001.png", "other.png", "broken.png"),
     )
@@ -153,15 +153,15 @@ def test_faults_are_counted_named_and_skipped(tmp_path: Path) -> None:
     assert [one.annotation_id for one in source.instances(tally)] == [1]
     assert tally.faults == {
         "degenerate polygon": 1,
-        "mask outside the picture": 1,
+        "mask outside the image": 1,
         "unknown category": 1,
-        "missing picture": 3,
-        "picture of another size than annotated": 1,
-        "unreadable picture": 1,
+        "missing image": 3,
+        "image of another size than annotated": 1,
+        "unreadable image": 1,
     }
     lines = tally.lines()
     assert "degenerate polygon: 1 (annotation 2 of 000000000001.png)" in lines
-    assert "missing picture: 3 (gone.png, picture 77, not among images, ...)" in lines
+    assert "missing image: 3 (gone.png, image 77, not among images, ...)" in lines
 
 
 @pytest.mark.parametrize(
@@ -169,7 +169,7 @@ def test_faults_are_counted_named_and_skipped(tmp_path: Path) -> None:
     [
         ({"segmentation": [[1, 1, 5, 5]]}, "annotation 1 of .*: degenerate polygon; .*strict"),
         ({"category_id": 9}, "unknown category"),
-        ({"image_id": 77}, "picture 77, not among images: missing picture"),
+        ({"image_id": 77}, "image 77, not among images: missing image"),
     ],
 )
 def test_strict_stops_at_the_first_fault(
@@ -194,7 +194,7 @@ def test_area_comes_from_the_mask_where_the_file_has_none(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(
-    ("picture", "name"),
+    ("image", "name"),
     [
         ({"file_name": "COCO_val2014_000000000001.jpg"}, "000000000001.jpg"),
         ({"file_name": "COCO_val2014_000000000001.jpg"}, "COCO_val2014_000000000001.jpg"),
@@ -205,28 +205,28 @@ def test_area_comes_from_the_mask_where_the_file_has_none(tmp_path: Path) -> Non
         ),
     ],
 )
-def test_lvis_pictures_are_found_by_id_and_by_url(tmp_path: Path, picture: Any, name: str) -> None:
+def test_lvis_images_are_found_by_id_and_by_url(tmp_path: Path, image: Any, name: str) -> None:
     (tmp_path / "images" / "val2017").mkdir(parents=True)
     category = {"id": 1, "name": "acorn", "frequency": "r", "synset": "acorn.n.01"}
     record = annotation(1)
     del record["iscrowd"]
     whole = content(
         [record],
-        images=[{"id": 1, "width": WIDTH, "height": HEIGHT, "neg_category_ids": []} | picture],
+        images=[{"id": 1, "width": WIDTH, "height": HEIGHT, "neg_category_ids": []} | image],
         categories=[category],
     )
     (one,) = written(tmp_path, whole, names=(name,)).instances()
     assert (one.category, one.frequency, one.crowd) == ("acorn", "r", False)
-    assert one.picture.name == name
+    assert one.image.name == name
 
 
-def test_a_folder_without_the_pictures_says_what_was_sought_and_found(tmp_path: Path) -> None:
-    with pytest.raises(PictureError) as caught:
+def test_a_folder_without_the_images_says_what_was_sought_and_found(tmp_path: Path) -> None:
+    with pytest.raises(ImageError) as caught:
         written(tmp_path, content([annotation(1)]), names=("x.png", "y.png"))
     for part in (
-        "none of the 1 pictures",
+        "none of the 1 images",
         "looked for 000000000001.png",
-        "found 2 pictures, such as x.png",
+        "found 2 images, such as x.png",
     ):
         assert part in str(caught.value)
 

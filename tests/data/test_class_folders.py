@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from bmfa.data import LabelledPictures, PictureError
+from bmfa.data import ImageError, LabelledImages
 
 
 def png() -> bytes:
@@ -30,12 +30,12 @@ def tree(root: Path, *names: str) -> Path:
 
 
 def labels(root: Path, **options: object) -> list[int | None]:
-    return [label for _, label in LabelledPictures(root, **options).names()]  # type: ignore[arg-type]
+    return [label for _, label in LabelledImages(root, **options).names()]  # type: ignore[arg-type]
 
 
 def test_other_names_are_classes_in_sorted_order(tmp_path: Path) -> None:
     root = tree(tmp_path, "zebra/a.png", "cat/b.png", "Dog/c.png")
-    found = LabelledPictures(root, classes=3)
+    found = LabelledImages(root, classes=3)
     # As in ImageFolder: capitals come first.
     assert found.names() == [("Dog/c.png", 0), ("cat/b.png", 1), ("zebra/a.png", 2)]
     assert found.label_source == "folders in sorted order: Dog 0, cat 1, zebra 2"
@@ -43,15 +43,15 @@ def test_other_names_are_classes_in_sorted_order(tmp_path: Path) -> None:
 
 
 def test_integers_keep_their_meaning(tmp_path: Path) -> None:
-    found = LabelledPictures(tree(tmp_path, "2/a.png", "10/b.png"), classes=11)
+    found = LabelledImages(tree(tmp_path, "2/a.png", "10/b.png"), classes=11)
     assert dict(found.names()) == {"10/b.png": 10, "2/a.png": 2}
-    with pytest.raises(PictureError, match=r"10/b\.png has class 10, and the model 10 classes"):
-        LabelledPictures(tmp_path, classes=10)
+    with pytest.raises(ImageError, match=r"10/b\.png has class 10, and the model 10 classes"):
+        LabelledImages(tmp_path, classes=10)
 
 
 def test_the_class_names_of_the_model_come_before_sorted_order(tmp_path: Path) -> None:
     root = tree(tmp_path, "ring/a.png", "arrow/b.png")
-    found = LabelledPictures(root, classes=["ring", "cross", "arrow"])
+    found = LabelledImages(root, classes=["ring", "cross", "arrow"])
     assert dict(found.names()) == {"arrow/b.png": 2, "ring/a.png": 0}
     assert labels(root, classes=["ring", "cross", "bow"]) == [0, 1]  # arrow is none of them
 
@@ -63,12 +63,10 @@ def test_wordnet_ids_of_a_model_with_these_classes_alone_are_sorted(tmp_path: Pa
 
 def test_fewer_folders_than_classes_are_said_and_more_are_refused(tmp_path: Path) -> None:
     root = tree(tmp_path, "a/1.png", "b/1.png", "c/1.png")
-    warning = LabelledPictures(root, classes=10).label_warning
+    warning = LabelledImages(root, classes=10).label_warning
     assert warning is not None and "classes 0 to 2 of the model's 10" in warning
-    with pytest.raises(
-        PictureError, match=r"3 class folders, and the model 2 classes.*--class-map"
-    ):
-        LabelledPictures(root, classes=2)
+    with pytest.raises(ImageError, match=r"3 class folders, and the model 2 classes.*--class-map"):
+        LabelledImages(root, classes=2)
 
 
 @pytest.mark.parametrize(
@@ -76,8 +74,8 @@ def test_fewer_folders_than_classes_are_said_and_more_are_refused(tmp_path: Path
     [
         (("7/a.png", "cat/b.png"), "folder '7', which is a class index .* and a folder 'cat'"),
         (("n01440764/a.png", "cat/b.png"), "folder 'n01440764', which .* and a folder 'cat'"),
-        (("7/a.png", "b.png"), "folder '7', .* and pictures of its own"),
-        (("cat/a.png", "dog/b.png", "c.png"), r"pictures beside its class folders, e.g. c\.png"),
+        (("7/a.png", "b.png"), "folder '7', .* and images of its own"),
+        (("cat/a.png", "dog/b.png", "c.png"), r"images beside its class folders, e.g. c\.png"),
         (("train/cat/a.png", "val/cat/b.png"), "several folders, e.g. train/cat and val/cat"),
         (("cat/a.png", "dog/puppy/b.png"), "several folders, e.g. cat and dog/puppy"),
     ],
@@ -85,8 +83,8 @@ def test_fewer_folders_than_classes_are_said_and_more_are_refused(tmp_path: Path
 def test_names_with_two_meanings_are_refused(tmp_path: Path, names, message: str) -> None:
     if names == ("train/cat/a.png", "val/cat/b.png"):
         names = (*names, "val/dog/c.png")
-    with pytest.raises(PictureError, match=message) as caught:
-        LabelledPictures(tree(tmp_path, *names))
+    with pytest.raises(ImageError, match=message) as caught:
+        LabelledImages(tree(tmp_path, *names))
     assert "\n" not in str(caught.value)
 
 
@@ -103,7 +101,7 @@ def test_names_with_two_meanings_are_refused(tmp_path: Path, names, message: str
 def test_class_maps(tmp_path: Path, file: str, text: str) -> None:
     root = tree(tmp_path / "val", "cat/a.png", "great white shark/b.png", "dog/c.png")
     (tmp_path / file).write_text(text)
-    found = LabelledPictures(root, class_map=tmp_path / file, classes=1000)
+    found = LabelledImages(root, class_map=tmp_path / file, classes=1000)
     assert [label for _, label in found.names()] == [2, 0, 1]
     assert found.label_source == f"class map {file}" and found.label_warning is None
 
@@ -135,11 +133,11 @@ def test_unusable_class_maps_are_one_sentence(
 ) -> None:
     root = tree(tmp_path / "val", "cat/a.png", "dog/c.png")
     (tmp_path / file).write_text(text)
-    with pytest.raises(PictureError, match=message) as caught:
-        LabelledPictures(root, class_map=tmp_path / file, classes=10)
+    with pytest.raises(ImageError, match=message) as caught:
+        LabelledImages(root, class_map=tmp_path / file, classes=10)
     assert "\n" not in str(caught.value)
 
 
 def test_labels_and_class_map_exclude_each_other(tmp_path: Path) -> None:
-    with pytest.raises(PictureError, match="pass one of them"):
-        LabelledPictures(tree(tmp_path, "a/1.png"), tmp_path / "x", class_map=tmp_path / "y")
+    with pytest.raises(ImageError, match="pass one of them"):
+        LabelledImages(tree(tmp_path, "a/1.png"), tmp_path / "x", class_map=tmp_path / "y")

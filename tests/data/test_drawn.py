@@ -1,4 +1,4 @@
-"""Embedded pictures: equal bits everywhere, balanced, within their stated sizes, read back exactly."""
+"""Embedded images: equal bits everywhere, balanced, within their stated sizes, read back exactly."""
 
 import hashlib
 import json
@@ -9,8 +9,8 @@ import pytest
 
 from bmfa.data import (
     BADGE_CLASSES,
+    EmbeddedImages,
     EmbeddedObjects,
-    EmbeddedPictures,
     EmbeddedScenes,
     InstanceFiles,
     draw_badge,
@@ -40,8 +40,8 @@ def checksum(*arrays: np.ndarray) -> str:
 def test_a_badge_depends_on_seed_index_and_size_alone(
     seed: int, index: int, size: int, expected: str
 ) -> None:
-    picture = draw_badge(seed, index, size)
-    assert checksum(picture.pixels, picture.mask) == expected
+    image = draw_badge(seed, index, size)
+    assert checksum(image.pixels, image.mask) == expected
 
 
 @pytest.mark.parametrize(
@@ -50,30 +50,30 @@ def test_a_badge_depends_on_seed_index_and_size_alone(
 def test_a_scene_depends_on_seed_and_index_alone(seed: int, index: int, expected: str) -> None:
     instances = draw_scene(seed, index)
     masks = [one.mask for one in instances]
-    assert checksum(instances[0].picture.pixels, *masks) == expected
+    assert checksum(instances[0].image.pixels, *masks) == expected
 
 
 def test_badges_are_small_everywhere_and_balanced() -> None:
-    pictures = [draw_badge(1, index) for index in range(240)]
-    labels = np.array([picture.label for picture in pictures])
+    images = [draw_badge(1, index) for index in range(240)]
+    labels = np.array([image.label for image in images])
     assert np.bincount(labels).tolist() == [10] * len(BADGE_CLASSES)
     assert len(set(BADGE_CLASSES)) == len(SHAPES) * len(TEXTURES) * len(TICK_COUNTS)
-    shares = np.array([picture.mask.mean() for picture in pictures])
+    shares = np.array([image.mask.mean() for image in images])
     assert 0.004 <= shares.min()
     assert shares.max() <= 0.085
-    covered = np.sum([picture.mask for picture in pictures], axis=0)
+    covered = np.sum([image.mask for image in images], axis=0)
     regions = covered.reshape(4, 32, 4, 32).sum((1, 3))
-    # The whole badge is inside the picture, so few of them reach the corners.
+    # The whole badge is inside the image, so few of them reach the corners.
     assert regions.min() > 0.02 * regions.max()
 
 
 def test_badges_contrast_with_their_surroundings() -> None:
     for index in range(60):
-        picture = draw_badge(2, index)
-        near = np.pad(picture.mask, 3)
-        around = np.lib.stride_tricks.sliding_window_view(near, (7, 7)).any((2, 3)) & ~picture.mask
-        ground = np.median(picture.pixels[around], axis=0)
-        inked = np.abs(picture.pixels[picture.mask] - ground).max(-1)
+        image = draw_badge(2, index)
+        near = np.pad(image.mask, 3)
+        around = np.lib.stride_tricks.sliding_window_view(near, (7, 7)).any((2, 3)) & ~image.mask
+        ground = np.median(image.pixels[around], axis=0)
+        inked = np.abs(image.pixels[image.mask] - ground).max(-1)
         assert np.percentile(inked, 90) > 25
 
 
@@ -102,20 +102,20 @@ def test_no_tick_is_under_the_bar() -> None:
     assert covered <= 2  # a long bar along the rim may leave fewer free places than ticks
 
 
-def test_pictures_of_the_task_have_masks_and_any_size() -> None:
-    picture = EmbeddedPictures(30, seed=4, size=64)[25]
-    assert picture.name == "embedded:25, seed 4"
-    assert EmbeddedPictures(4).names()[3][0] == "embedded:3"  # as `bmfa screen` takes it
-    assert picture.pixels.shape == (64, 64, 3)
-    assert picture.mask is not None
-    assert picture.mask.shape == (64, 64)
-    assert (picture.label, picture.label_name) == (1, BADGE_CLASSES[1])
-    np.testing.assert_array_equal(picture.pixels, draw_badge(4, 25, 64).pixels)
+def test_images_of_the_task_have_masks_and_any_size() -> None:
+    image = EmbeddedImages(30, seed=4, size=64)[25]
+    assert image.name == "embedded:25, seed 4"
+    assert EmbeddedImages(4).names()[3][0] == "embedded:3"  # as `bmfa screen` takes it
+    assert image.pixels.shape == (64, 64, 3)
+    assert image.mask is not None
+    assert image.mask.shape == (64, 64)
+    assert (image.label, image.label_name) == (1, BADGE_CLASSES[1])
+    np.testing.assert_array_equal(image.pixels, draw_badge(4, 25, 64).pixels)
     with pytest.raises(ValueError, match="size is 16; pass an integer at least 32"):
-        EmbeddedPictures(1, size=16)
+        EmbeddedImages(1, size=16)
 
 
-def test_a_batch_holds_the_pictures() -> None:
+def test_a_batch_holds_the_images() -> None:
     pixels, labels, masks = draw_badge_batch(4, [3, 25])
     assert pixels.shape == (2, 128, 128, 3)
     assert pixels.dtype == np.uint8
@@ -141,8 +141,8 @@ def test_scene_masks_are_disjoint_and_of_every_kind_and_size() -> None:
     assert len({one.annotation_id for one in every}) == len(every) >= 4 * len(scenes)
 
 
-def test_parts_of_a_source_are_its_pictures_in_order() -> None:
-    source = EmbeddedScenes(pictures=11, seed=3, start=5)
+def test_parts_of_a_source_are_its_images_in_order() -> None:
+    source = EmbeddedScenes(images=11, seed=3, start=5)
     parts = list(source.parts(32))
     assert [len(part) for part in parts] == [4, 4, 3]
     whole = [one.annotation_id for one in source.instances()]
@@ -150,13 +150,13 @@ def test_parts_of_a_source_are_its_pictures_in_order() -> None:
 
 
 def test_written_scenes_are_read_back_exactly(tmp_path: Path) -> None:
-    file = write_coco(tmp_path / "deep" / "er", pictures=3, seed=8)
+    file = write_coco(tmp_path / "deep" / "er", images=3, seed=8)
     read = list(InstanceFiles(file, file.parent / "images").instances())
-    made = list(EmbeddedScenes(pictures=3, seed=8).instances())
+    made = list(EmbeddedScenes(images=3, seed=8).instances())
     assert len(read) == len(made)
     for one, other in zip(read, made, strict=True):
         np.testing.assert_array_equal(one.mask, other.mask)
-        np.testing.assert_array_equal(one.picture.pixels, other.picture.pixels)
+        np.testing.assert_array_equal(one.image.pixels, other.image.pixels)
         assert (one.category, one.area, one.annotation_id) == (
             other.category,
             other.area,
@@ -169,7 +169,7 @@ def test_written_scenes_are_read_back_exactly(tmp_path: Path) -> None:
 def test_an_interrupted_write_leaves_no_torn_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write_coco(tmp_path, pictures=1)
+    write_coco(tmp_path, images=1)
     before = (tmp_path / "instances.json").read_bytes()
 
     def refuse(*_: object) -> None:
@@ -177,7 +177,7 @@ def test_an_interrupted_write_leaves_no_torn_file(
 
     monkeypatch.setattr("os.replace", refuse)
     with pytest.raises(OSError, match="disk full"):
-        write_coco(tmp_path, pictures=2)
+        write_coco(tmp_path, images=2)
     assert (tmp_path / "instances.json").read_bytes() == before
     assert [path.name for path in (tmp_path / "images").iterdir()] == ["000000000000.png"]
 
@@ -195,12 +195,12 @@ def test_an_object_depends_on_category_seed_and_index_alone(
     category: str, index: int, expected: str
 ) -> None:
     instance = draw_object(category, 0, index)
-    assert checksum(instance.picture.pixels, instance.mask) == expected
+    assert checksum(instance.image.pixels, instance.mask) == expected
 
 
-def test_objects_are_inside_their_pictures_and_contrast_with_them() -> None:
+def test_objects_are_inside_their_images_and_contrast_with_them() -> None:
     for instance in EmbeddedObjects(poses=6, seed=1).instances():
-        mask, luma = instance.mask, instance.picture.pixels.astype(float).mean(-1)
+        mask, luma = instance.mask, instance.image.pixels.astype(float).mean(-1)
         assert not (mask[0].any() or mask[-1].any() or mask[:, 0].any() or mask[:, -1].any())
         assert 0.01 < mask.mean() < 0.2
         ring = np.zeros_like(mask)
@@ -216,12 +216,12 @@ def test_objects_come_in_parts_of_the_same_instances() -> None:
     assert [one.category for one in whole] == 3 * list(OBJECT_CATEGORIES)
     parts = [one for part in source.parts(5) for one in part.instances()]
     assert [one.annotation_id for one in parts] == [one.annotation_id for one in whole]
-    assert len({one.picture.id for one in whole}) == 12
+    assert len({one.image.id for one in whole}) == 12
 
 
 def test_a_kite_flyer_has_two_objects_that_do_not_touch() -> None:
     kite, person = draw_kite_flyer(0, 1)
-    assert kite.picture is person.picture
+    assert kite.image is person.image
     assert not (kite.mask & person.mask).any()
 
 

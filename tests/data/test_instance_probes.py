@@ -14,7 +14,7 @@ from bmfa.data import (
     EmbeddedScenes,
     Instance,
     InstanceFiles,
-    Picture,
+    InstanceImage,
     ProbeBlock,
     ProbeSettings,
     Tally,
@@ -27,7 +27,7 @@ FIELDS = (
     "edge",
     "minority",
     "box",
-    "picture_id",
+    "image_id",
     "annotation_id",
     "area",
     "category",
@@ -42,7 +42,7 @@ def instance(mask: np.ndarray, pixels: np.ndarray | None = None, **changes: obje
     fields = {"annotation_id": 1, "category": "cat", "frequency": None, "crowd": False}
     area = float(mask.sum())
     return Instance(
-        Picture(1, "a.png", pixels), **(fields | {"area": area, "mask": mask} | changes)
+        InstanceImage(1, "a.png", pixels), **(fields | {"area": area, "mask": mask} | changes)
     )
 
 
@@ -68,7 +68,7 @@ def oracle(one: Instance, grid: int, size: int) -> np.ndarray:
     height, width = one.mask.shape
     top, bottom = max(0, int(np.floor(middle_y - half))), min(height, int(np.ceil(middle_y + half)))
     left, right = max(0, int(np.floor(middle_x - half))), min(width, int(np.ceil(middle_x + half)))
-    grey = Image.fromarray(one.picture.pixels[top:bottom, left:right]).convert("L")
+    grey = Image.fromarray(one.image.pixels[top:bottom, left:right]).convert("L")
     grey = np.asarray(grey.resize((size, size), Image.Resampling.BILINEAR)) / 255.0
     mask = Image.fromarray(one.mask[top:bottom, left:right])
     mask = np.asarray(mask.resize((size, size), Image.Resampling.NEAREST))
@@ -94,7 +94,7 @@ def test_scores_are_the_protocols(grid: int, size: int, radius: float) -> None:
     np.testing.assert_array_equal(block.scores("mask-only")[0], expected)
 
 
-def test_the_crop_is_a_square_around_the_masks_own_pixels_clipped_to_the_picture() -> None:
+def test_the_crop_is_a_square_around_the_masks_own_pixels_clipped_to_the_image() -> None:
     mask = np.zeros((100, 200), dtype=bool)
     mask[40:50, 100:121] = True
     assert crop_box(mask) == (94, 29, 127, 61)
@@ -111,7 +111,7 @@ def test_no_contour_appears_where_the_crop_cuts_the_object() -> None:
     assert not contour_band(np.ones((12, 12), dtype=bool)).any()
 
 
-def test_gradients_are_sobels_and_a_flat_picture_has_no_edge() -> None:
+def test_gradients_are_sobels_and_a_flat_image_has_no_edge() -> None:
     ramp = np.tile(np.arange(10, dtype=np.uint8), (10, 1))
     assert (gradient_magnitude(ramp)[:, 1:-1] == 8).all()
     np.testing.assert_array_equal(relative_edge(np.zeros((3, 4, 4))), np.zeros((3, 4, 4)))
@@ -153,10 +153,10 @@ def test_an_unknown_mode_is_explained() -> None:
 
 
 def test_one_process_two_processes_and_written_files_give_the_same(tmp_path: Path) -> None:
-    scenes = EmbeddedScenes(pictures=20)
+    scenes = EmbeddedScenes(images=20)
     seen: list[tuple[int, int]] = []
     one = list(probe_blocks(scenes, progress=lambda done, total: seen.append((done, total))))
-    files = InstanceFiles(write_coco(tmp_path, pictures=20), tmp_path / "images")
+    files = InstanceFiles(write_coco(tmp_path, images=20), tmp_path / "images")
     two = list(probe_blocks(scenes, workers=2))
     read = list(probe_blocks(files, workers=2))
     assert seen == [(16, 20), (20, 20)]
@@ -169,7 +169,7 @@ def test_one_process_two_processes_and_written_files_give_the_same(tmp_path: Pat
 
 
 def test_a_limit_ends_the_stream_at_the_instance() -> None:
-    scenes = EmbeddedScenes(pictures=18)
+    scenes = EmbeddedScenes(images=18)
     whole = joined(list(probe_blocks(scenes)), "image-edge")
     assert len(whole) > 80
     for limit in (1, 80, len(whole)):
@@ -178,15 +178,15 @@ def test_a_limit_ends_the_stream_at_the_instance() -> None:
 
 
 def test_strict_faults_and_counts_cross_processes(tmp_path: Path) -> None:
-    file = write_coco(tmp_path, pictures=18)
+    file = write_coco(tmp_path, images=18)
     (tmp_path / "images" / "000000000003.png").unlink()
     files = InstanceFiles(file, tmp_path / "images")
     tallies = [Tally(), Tally()]
     for workers, tally in enumerate(tallies, start=1):
         list(probe_blocks(files, workers=workers, tally=tally))
     assert tallies[0] == tallies[1]
-    assert list(tallies[0].names["missing picture"]) == ["000000000003.png"]
-    with pytest.raises(AnnotationError, match=r"000000000003\.png: missing picture"):
+    assert list(tallies[0].names["missing image"]) == ["000000000003.png"]
+    with pytest.raises(AnnotationError, match=r"000000000003\.png: missing image"):
         list(probe_blocks(files, workers=2, tally=Tally(strict=True)))
 
 

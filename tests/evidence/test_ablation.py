@@ -11,7 +11,7 @@ from bmfa.data import EmbeddedScenes, InstanceFiles
 from bmfa.evidence.ablation import run as ablation
 from bmfa.records import Record
 
-SCENES = EmbeddedScenes(pictures=24)
+SCENES = EmbeddedScenes(images=24)
 
 
 @pytest.fixture(scope="module")
@@ -97,11 +97,11 @@ def test_two_processes_a_limit_and_progress() -> None:
         ),
     ],
 )
-def test_bad_values_are_explained_before_any_picture_is_read(
+def test_bad_values_are_explained_before_any_image_is_read(
     changes: dict[str, Any], said: str
 ) -> None:
     with pytest.raises(ValueError, match=said):
-        ablation.run(EmbeddedScenes(pictures=10**9), **changes)
+        ablation.run(EmbeddedScenes(images=10**9), **changes)
 
 
 def test_the_reference_figures_of_the_coco_subset() -> None:

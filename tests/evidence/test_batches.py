@@ -1,4 +1,4 @@
-"""Batches of pictures: worker processes change nothing but the speed, and errors stay one line."""
+"""Batches of images: worker processes change nothing but the speed, and errors stay one line."""
 
 from pathlib import Path
 
@@ -6,11 +6,11 @@ import pytest
 import torch
 from PIL import Image
 
-from bmfa.data.classification import EmbeddedPictures, LabelledPicture, LabelledPictures
-from bmfa.data.pictures import PictureError, PicturesLostError
+from bmfa.data.classification import EmbeddedImages, LabelledImage, LabelledImages
+from bmfa.data.images import ImageError, ImagesLostError
 from bmfa.evidence.classification import run as evaluation
 from bmfa.evidence.runner import batches as reading
-from bmfa.evidence.runner.batches import PictureBatches, default_workers
+from bmfa.evidence.runner.batches import ImageBatches, default_workers
 from bmfa.models import LoadedModel, load_model
 
 
@@ -19,10 +19,10 @@ def model() -> LoadedModel:
     return load_model("embedded")
 
 
-def write_pictures(folder: Path, count: int) -> Path:
+def write_images(folder: Path, count: int) -> Path:
     folder.mkdir()
-    for index, picture in enumerate(EmbeddedPictures(count)):
-        Image.fromarray(picture.pixels).save(folder / f"{index:03}.png")
+    for index, image in enumerate(EmbeddedImages(count)):
+        Image.fromarray(image.pixels).save(folder / f"{index:03}.png")
     return folder
 
 
@@ -30,12 +30,12 @@ def write_pictures(folder: Path, count: int) -> Path:
 def test_batches_come_in_order_for_any_number_of_workers(
     model: LoadedModel, tmp_path: Path, workers: int
 ) -> None:
-    pictures = LabelledPictures(write_pictures(tmp_path / "val", 11))
-    reader = PictureBatches(pictures, model.preprocess, 2, workers=workers).read(range(6))
+    images = LabelledImages(write_images(tmp_path / "val", 11))
+    reader = ImageBatches(images, model.preprocess, 2, workers=workers).read(range(6))
     for _ in range(2):  # a reader can be iterated again
         found = list(reader)
         assert [batch.indices for batch in found] == [[0, 1], [2, 3], [4, 5], [6, 7], [8, 9], [10]]
-        expected = model.preprocess.batch([p.pixels for p in EmbeddedPictures(11)])
+        expected = model.preprocess.batch([p.pixels for p in EmbeddedImages(11)])
         assert torch.equal(torch.cat([batch.to("cpu") for batch in found]), expected)
 
 
@@ -43,41 +43,39 @@ def test_large_batches_are_split_between_workers(
     model: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(reading, "READ_SIZE", 2)
-    batches = PictureBatches(EmbeddedPictures(7), model.preprocess, 5, workers=2)
+    batches = ImageBatches(EmbeddedImages(7), model.preprocess, 5, workers=2)
     first, second = batches.read([0, 1])
     assert [len(part) for part in first.pixels] == [2, 2, 1] and second.indices == [5, 6]
-    expected = model.preprocess.batch([p.pixels for p in EmbeddedPictures(5)])
+    expected = model.preprocess.batch([p.pixels for p in EmbeddedImages(5)])
     assert torch.equal(first.to("cpu", torch.float64), expected.double())
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_unreadable_pictures_are_skipped_or_raise(
+def test_unreadable_images_are_skipped_or_raise(
     model: LoadedModel, tmp_path: Path, workers: int
 ) -> None:
-    folder = write_pictures(tmp_path / "val", 4)
-    (folder / "001.png").write_bytes(b"no picture")
-    batches = PictureBatches(LabelledPictures(folder), model.preprocess, 2, workers=workers)
+    folder = write_images(tmp_path / "val", 4)
+    (folder / "001.png").write_bytes(b"no image")
+    batches = ImageBatches(LabelledImages(folder), model.preprocess, 2, workers=workers)
     first, second = batches.read([0, 1])
     assert first.indices == [0] and len(first.skipped) == 1 and "001.png" in first.skipped[0]
     assert second.indices == [2, 3] and second.skipped == []
-    strict = LabelledPictures(folder, strict=True)
-    with pytest.raises(PictureError, match=r"^001\.png [^\n]*$"):
-        list(PictureBatches(strict, model.preprocess, 2, workers=workers).read([0, 1]))
+    strict = LabelledImages(folder, strict=True)
+    with pytest.raises(ImageError, match=r"^001\.png [^\n]*$"):
+        list(ImageBatches(strict, model.preprocess, 2, workers=workers).read([0, 1]))
 
 
-def test_pictures_that_vanish_under_workers_stop_the_run(
-    model: LoadedModel, tmp_path: Path
-) -> None:
-    folder = write_pictures(tmp_path / "val", 30)
+def test_images_that_vanish_under_workers_stop_the_run(model: LoadedModel, tmp_path: Path) -> None:
+    folder = write_images(tmp_path / "val", 30)
 
     def vanish(done: int, total: int) -> None:
         if done == 1:
             folder.rename(tmp_path / "elsewhere")
 
-    with pytest.raises(PicturesLostError, match=r"^[^\n]*bring the pictures back[^\n]*$"):
+    with pytest.raises(ImagesLostError, match=r"^[^\n]*bring the images back[^\n]*$"):
         evaluation.run(
             model,
-            LabelledPictures(folder),
+            LabelledImages(folder),
             ["full"],
             batch_size=1,
             repeats=0,
@@ -87,10 +85,10 @@ def test_pictures_that_vanish_under_workers_stop_the_run(
 
 
 def test_rows_do_not_depend_on_the_workers(model: LoadedModel, tmp_path: Path) -> None:
-    pictures = LabelledPictures(write_pictures(tmp_path / "val", 5))
+    images = LabelledImages(write_images(tmp_path / "val", 5))
     records = [
         evaluation.run(
-            model, pictures, ["random-quadrants:0.5"], batch_size=2, repeats=0, workers=workers
+            model, images, ["random-quadrants:0.5"], batch_size=2, repeats=0, workers=workers
         )
         for workers in (0, 2)
     ]
@@ -103,13 +101,13 @@ def test_workers_are_for_files_on_several_cores(
 ) -> None:
     cores = {"value": 64}
     monkeypatch.setattr(reading, "cores_per_process", lambda: cores["value"])
-    files = LabelledPictures(write_pictures(tmp_path / "val", 1))
+    files = LabelledImages(write_images(tmp_path / "val", 1))
     for cores["value"], expected in ((64, 16), (4, 4), (1, 0)):
         assert default_workers(files) == expected
-        assert default_workers(EmbeddedPictures(3)) == 0
+        assert default_workers(EmbeddedImages(3)) == 0
 
 
-def test_pictures_in_memory_are_read_by_index(model: LoadedModel) -> None:
-    pictures = [LabelledPicture(p.name, p.pixels, p.label) for p in EmbeddedPictures(3)]
-    (batch,) = PictureBatches(iter(pictures), model.preprocess, 4).read([0])
-    assert batch.indices == [0, 1, 2] and batch.labels == [p.label for p in pictures]
+def test_images_in_memory_are_read_by_index(model: LoadedModel) -> None:
+    images = [LabelledImage(p.name, p.pixels, p.label) for p in EmbeddedImages(3)]
+    (batch,) = ImageBatches(iter(images), model.preprocess, 4).read([0])
+    assert batch.indices == [0, 1, 2] and batch.labels == [p.label for p in images]

@@ -131,14 +131,14 @@ def test_errors_are_those_of_the_outputs(record):
 
 def test_random_tokens_need_no_model(capsys):
     sizes = ["--tokens", "256", "--error", "0.2", "--tiles", "0", "--repeats", "1"]
-    main(["bench", "attention", "--model", "random", "--pictures", "2", *sizes, "--json", "-"])
+    main(["bench", "attention", "--model", "random", "--images", "2", *sizes, "--json", "-"])
     made = Record.from_json(capsys.readouterr().out)
     assert made.settings["model"] == "random" and made.settings["weights"] == "none"
     assert all(row["keys"] == "random q, k, v" and row["dim"] == 64 for row in made.rows)
     # No model's heads, so nothing is said of where tiles begin to be worth their while.
     assert "break_even_tokens" not in made.settings
     rows = {row["method"]: row for row in made.rows}
-    assert rows["tiled-error:0.2"]["pictures"] == 2
+    assert rows["tiled-error:0.2"]["images"] == 2
     # Neighbours have nothing in common: means lose half of everything, and a target expands most.
     assert rows["tiled-tiles:0"]["error_l2_percent"] > 40
     assert rows["tiled-error:0.2"]["density_percent"] > 50 > 100 * rows["tiled-error:0.2"]["e_mean"]
@@ -147,7 +147,7 @@ def test_random_tokens_need_no_model(capsys):
 def test_random_tokens_have_no_weights(capsys):
     with pytest.raises(SystemExit):
         main(["bench", "attention", "--model", "random", "--data-dir", "photos"])
-    assert "no weights and no pictures" in capsys.readouterr().err
+    assert "no weights and no images" in capsys.readouterr().err
 
 
 class Clock:
@@ -217,7 +217,7 @@ def test_recorded_tokens_are_those_of_the_model():
     recorded = source.record(112, [0, 7])
     model = load_embedded()
     loaded, _ = load_any_size("embedded", size=112)
-    pixels = loaded.preprocess.batch(source.pictures)
+    pixels = loaded.preprocess.batch(source.images)
     seen: list[torch.Tensor] = []
     attention = model.blocks[7].attn
     attention.qkv.register_forward_hook(lambda module, inputs, output: seen.append(output))
@@ -376,7 +376,7 @@ def test_exponents_and_break_even_come_from_the_rows():
     )
     times = summary.times_at_error(rows, 7.5)
     assert summary.exponent(times) == pytest.approx(1.5)
-    # Halfway between the errors, halfway between the logarithms of the times, for one picture.
+    # Halfway between the errors, halfway between the logarithms of the times, for one image.
     assert times[4096] == pytest.approx(math.sqrt(3) * 1e-5 * 4096**1.5)
     assert summary.time_at_error(rows[:1], 7.5) is None
     assert summary.time_at_error(rows[:1], 9.9) == pytest.approx(1e-5 * 4096**1.5)

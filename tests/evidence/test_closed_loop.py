@@ -1,4 +1,4 @@
-"""The closed loop: pictures with labels, and how far the outputs of a screened model move."""
+"""The closed loop: images with labels, and how far the outputs of a screened model move."""
 
 import json
 import os
@@ -12,8 +12,8 @@ import pytest
 import torch
 from PIL import Image
 
-from bmfa.data import PictureError, draw_badge_batch
-from bmfa.data.classification import LabelledPicture, LabelledPictures
+from bmfa.data import ImageError, draw_badge_batch
+from bmfa.data.classification import LabelledImage, LabelledImages
 from bmfa.evidence.closed_loop import run as closed_loop
 from bmfa.models import LoadedModel, Preprocessing, load_model, patch
 from bmfa.models.embedded import EmbeddedViT
@@ -32,39 +32,39 @@ COLUMNS = [
 ]
 
 
-def write_picture(path: Path, seed: int = 0) -> None:
+def write_image(path: Path, seed: int = 0) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     pixels = np.random.default_rng(seed).integers(0, 256, (20, 24, 3), dtype=np.uint8)
     Image.fromarray(pixels).save(path)
 
 
-def labels_of(pictures: LabelledPictures) -> dict[str, int | None]:
-    return {picture.name: picture.label for picture in pictures}
+def labels_of(images: LabelledImages) -> dict[str, int | None]:
+    return {image.name: image.label for image in images}
 
 
 def test_folders_by_class_index(tmp_path: Path) -> None:
     for name in ("002/b.png", "002/a.jpg", "010/c.png"):
-        write_picture(tmp_path / name)
-    pictures = LabelledPictures(tmp_path)
-    assert labels_of(pictures) == {"002/a.jpg": 2, "002/b.png": 2, "010/c.png": 10}
-    assert pictures.labelled and len(pictures) == 3
-    assert len(list(LabelledPictures(tmp_path, limit=2))) == 2
-    assert next(iter(pictures)).pixels.shape == (20, 24, 3)
+        write_image(tmp_path / name)
+    images = LabelledImages(tmp_path)
+    assert labels_of(images) == {"002/a.jpg": 2, "002/b.png": 2, "010/c.png": 10}
+    assert images.labelled and len(images) == 3
+    assert len(list(LabelledImages(tmp_path, limit=2))) == 2
+    assert next(iter(images)).pixels.shape == (20, 24, 3)
 
 
 def test_folders_by_wordnet_id(tmp_path: Path) -> None:
     for name in ("n00000002/b.png", "n00000009/a.png"):
-        write_picture(tmp_path / name)
+        write_image(tmp_path / name)
     wnids = ["n00000001", "n00000002", "n00000009"]
-    assert list(labels_of(LabelledPictures(tmp_path, wnids=wnids)).values()) == [1, 2]
-    with pytest.raises(PictureError, match="n00000009 is none of the 2 classes"):
-        LabelledPictures(tmp_path, wnids=wnids[:2])
+    assert list(labels_of(LabelledImages(tmp_path, wnids=wnids)).values()) == [1, 2]
+    with pytest.raises(ImageError, match="n00000009 is none of the 2 classes"):
+        LabelledImages(tmp_path, wnids=wnids[:2])
 
 
 @pytest.mark.skipif(find_spec("timm") is None, reason="needs timm: pip install 'bmfa[models]'")
 def test_the_wordnet_ids_of_imagenet_are_known(tmp_path: Path) -> None:
-    write_picture(tmp_path / "n01443537" / "a.png")
-    assert labels_of(LabelledPictures(tmp_path)) == {"n01443537/a.png": 1}
+    write_image(tmp_path / "n01443537" / "a.png")
+    assert labels_of(LabelledImages(tmp_path)) == {"n01443537/a.png": 1}
 
 
 @pytest.mark.parametrize(
@@ -77,55 +77,55 @@ def test_the_wordnet_ids_of_imagenet_are_known(tmp_path: Path) -> None:
 )
 def test_a_flat_folder_with_a_label_file(tmp_path: Path, text: str) -> None:
     for name in ("val/a.png", "val/b.png"):
-        write_picture(tmp_path / name)
+        write_image(tmp_path / name)
     (tmp_path / "labels.txt").write_text(text)
-    pictures = LabelledPictures(tmp_path / "val", tmp_path / "labels.txt")
-    assert labels_of(pictures) == {"a.png": 3, "b.png": 4}
+    images = LabelledImages(tmp_path / "val", tmp_path / "labels.txt")
+    assert labels_of(images) == {"a.png": 3, "b.png": 4}
 
 
 def test_label_files_that_cannot_be_used(tmp_path: Path) -> None:
-    write_picture(tmp_path / "val/a.png")
+    write_image(tmp_path / "val/a.png")
     file = tmp_path / "labels.txt"
     for text, match in (
         ("a.png 3\nb.png cat\n", "'b.png cat'"),
-        ("x.png 3\n", "names none of the 1 pictures"),
+        ("x.png 3\n", "names none of the 1 images"),
         ("3\n4\n", "NAME LABEL"),
     ):
         file.write_text(text)
-        with pytest.raises(PictureError, match=match):
-            LabelledPictures(tmp_path / "val", file)
-    with pytest.raises(PictureError, match="cannot be read"):
-        LabelledPictures(tmp_path / "val", tmp_path / "nowhere.txt")
+        with pytest.raises(ImageError, match=match):
+            LabelledImages(tmp_path / "val", file)
+    with pytest.raises(ImageError, match="cannot be read"):
+        LabelledImages(tmp_path / "val", tmp_path / "nowhere.txt")
 
 
 def test_a_flat_folder_without_labels(tmp_path: Path) -> None:
-    write_picture(tmp_path / "a.png")
-    pictures = LabelledPictures(tmp_path)
-    assert labels_of(pictures) == {"a.png": None} and not pictures.labelled
+    write_image(tmp_path / "a.png")
+    images = LabelledImages(tmp_path)
+    assert labels_of(images) == {"a.png": None} and not images.labelled
     (tmp_path / "empty").mkdir()
-    with pytest.raises(PictureError, match="no pictures in"):
-        LabelledPictures(tmp_path / "empty")
-    write_picture(tmp_path / "cats" / "b.png")
-    with pytest.raises(PictureError, match="beside its class folders"):
-        LabelledPictures(tmp_path)
+    with pytest.raises(ImageError, match="no images in"):
+        LabelledImages(tmp_path / "empty")
+    write_image(tmp_path / "cats" / "b.png")
+    with pytest.raises(ImageError, match="beside its class folders"):
+        LabelledImages(tmp_path)
 
 
-def test_unreadable_pictures_and_bombs_are_skipped_counted_and_named(
+def test_unreadable_images_and_bombs_are_skipped_counted_and_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("1/a.png", "1/torn.png", "2/c.png"):
-        write_picture(tmp_path / name)
+        write_image(tmp_path / name)
     (tmp_path / "1/torn.png").write_bytes((tmp_path / "1/torn.png").read_bytes()[:200])
     Image.new("L", (40, 40)).save(tmp_path / "2/bomb.png")
-    monkeypatch.setattr("bmfa.data.pictures.MAX_PIXELS", 1000)
-    pictures = LabelledPictures(tmp_path)
-    assert labels_of(pictures) == {"1/a.png": 1, "2/c.png": 2}
-    assert pictures.skipped.count == 2
-    (line,) = pictures.skipped.lines()
+    monkeypatch.setattr("bmfa.data.images.MAX_PIXELS", 1000)
+    images = LabelledImages(tmp_path)
+    assert labels_of(images) == {"1/a.png": 1, "2/c.png": 2}
+    assert images.skipped.count == 2
+    (line,) = images.skipped.lines()
     assert "torn.png" in line and "bomb.png is refused as a decompression bomb" in line
-    assert len(list(pictures)) == 2 and pictures.skipped.count == 2
-    with pytest.raises(PictureError, match=r"torn\.png"):
-        list(LabelledPictures(tmp_path, strict=True))
+    assert len(list(images)) == 2 and images.skipped.count == 2
+    with pytest.raises(ImageError, match=r"torn\.png"):
+        list(LabelledImages(tmp_path, strict=True))
 
 
 @pytest.fixture
@@ -140,10 +140,10 @@ def model() -> LoadedModel:
     return LoadedModel("embedded", vit, Preprocessing((128, 128), 1.0, mean=half, std=half))
 
 
-def figures(count: int) -> list[LabelledPicture]:
+def figures(count: int) -> list[LabelledImage]:
     pixels, labels, _ = draw_badge_batch(0, range(count))
     pairs = zip(pixels, labels, strict=True)
-    return [LabelledPicture(f"{i}", p, int(label)) for i, (p, label) in enumerate(pairs)]
+    return [LabelledImage(f"{i}", p, int(label)) for i, (p, label) in enumerate(pairs)]
 
 
 def rows_of(record: Record) -> dict[tuple[str, str], dict[str, float]]:
@@ -188,30 +188,30 @@ def test_the_result_depends_neither_on_batches_nor_on_a_patch_before(model: Load
             assert mine[column] == pytest.approx(theirs[column], rel=1e-3, abs=1e-6)
 
 
-def test_pictures_without_labels_have_no_top1(model: LoadedModel) -> None:
-    pictures = [LabelledPicture(p.name, p.pixels) for p in figures(2)]
-    record = closed_loop.run(model, pictures, ["global-mean"])
+def test_images_without_labels_have_no_top1(model: LoadedModel) -> None:
+    images = [LabelledImage(p.name, p.pixels) for p in figures(2)]
+    record = closed_loop.run(model, images, ["global-mean"])
     assert all("top1_percent" not in row for row in record.rows)
 
 
-def test_bad_settings_raise_before_a_picture_is_read(model: LoadedModel) -> None:
-    def never() -> LabelledPicture:
-        raise AssertionError("a picture was read")
+def test_bad_settings_raise_before_a_image_is_read(model: LoadedModel) -> None:
+    def never() -> LabelledImage:
+        raise AssertionError("an image was read")
 
-    pictures = (never() for _ in range(1))
+    images = (never() for _ in range(1))
     with pytest.raises(ValueError, match="is unknown"):
-        closed_loop.run(model, pictures, ["nonsense:1"])
+        closed_loop.run(model, images, ["nonsense:1"])
     with pytest.raises(ValueError, match="no methods"):
-        closed_loop.run(model, pictures, [])
+        closed_loop.run(model, images, [])
     with pytest.raises(ValueError, match="last-9"):
-        closed_loop.run(model, pictures, ["global-mean"], layers="last-9")
+        closed_loop.run(model, images, ["global-mean"], layers="last-9")
     with pytest.raises(ValueError, match="batch_size"):
-        closed_loop.run(model, pictures, ["global-mean"], batch_size=0)
-    with pytest.raises(ValueError, match="no picture could be read"):
+        closed_loop.run(model, images, ["global-mean"], batch_size=0)
+    with pytest.raises(ValueError, match="no image could be read"):
         closed_loop.run(model, [], ["global-mean"])
 
 
-# Every tenth of the 500 pictures: leaf %, agreement %, output KL, attention KL.
+# Every tenth of the 500 images: leaf %, agreement %, output KL, attention KL.
 SUBSET = {
     "quadrant-gap:0.8": (34.75, 96.0, 0.0733, 0.2506),
     "gamma:0.05": (28.36, 94.0, 0.0945, 0.4219),
@@ -226,12 +226,12 @@ def test_deit_tiny_on_imagenet_keeps_its_figures() -> None:
     assets = Path(os.environ["BMFA_ASSETS"])
     weights = assets / "weights" / "deit_tiny_patch16_224.fp16.safetensors"
     model = load_model("timm:deit_tiny_patch16_224", weights, crop_pct=0.875)
-    pictures = list(islice(LabelledPictures(assets / "imagenet-val"), None, None, 10))
-    rows = rows_of(closed_loop.run(model, pictures, list(SUBSET)))
+    images = list(islice(LabelledImages(assets / "imagenet-val"), None, None, 10))
+    rows = rows_of(closed_loop.run(model, images, list(SUBSET)))
     assert rows["full", "none"]["top1_percent"] == pytest.approx(70.0, abs=2.1)
     for method, (leaves, agreement, output_kl, attention_kl) in SUBSET.items():
         row = rows[method, "last-4"]
         assert row["leaf_percent"] == pytest.approx(leaves, abs=0.5)
-        assert row["agreement_percent"] == pytest.approx(agreement, abs=2.1)  # one picture
+        assert row["agreement_percent"] == pytest.approx(agreement, abs=2.1)  # one image
         assert row["output_kl"] == pytest.approx(output_kl, rel=0.1)
         assert row["attention_kl"] == pytest.approx(attention_kl, rel=0.1)

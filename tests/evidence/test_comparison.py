@@ -26,7 +26,7 @@ def record():
         leaves=[25.0],
         policies=["free-energy", "random-pool"],
         baselines=["tome:24"],
-        pictures=6,
+        images=6,
         batch_size=4,
     )
 
@@ -36,7 +36,7 @@ def test_rows_are_matched_and_complete(record):
     assert (full["method"], full["agreement_percent"], full["output_kl"]) == ("full", 100.0, 0.0)
     assert (fixed["method"], fixed["leaf_percent"]) == ("fixed-blocks:2", 25.0)
     for row in (gamma, optimal):
-        assert abs(row["leaf_percent"] - 25.0) < 6  # matched on other pictures
+        assert abs(row["leaf_percent"] - 25.0) < 6  # matched on other images
     assert gamma["gain_pp"] == 0.0
     for row in (energy, random):
         assert row["baseline"] == tome["method"] == "tome:24"
@@ -68,12 +68,12 @@ def test_a_row_is_what_the_patched_model_gives(record):
 
 def test_the_model_is_left_as_it_was(record):
     model = load_model("embedded")
-    assert record.settings["pictures"] == 6
+    assert record.settings["images"] == 6
     with pytest.raises(TypeError, match=r"the model is Linear; pass load_model\('embedded'\)"):
         comparison.run(
-            type(model)("other", torch.nn.Linear(1, 1), model.preprocess), policies=[], pictures=1
+            type(model)("other", torch.nn.Linear(1, 1), model.preprocess), policies=[], images=1
         )
-    few = {"policies": [], "baselines": [], "pictures": 1}
+    few = {"policies": [], "baselines": [], "images": 1}
     with pytest.raises(ValueError, match=r"rule 'delta' at 25\.0 % leaves is unknown"):
         comparison.run(model, rules=["delta"], leaves=[25.0], **few)
     with pytest.raises(ValueError, match="rule 'gamma' at 12 % leaves is unknown"):

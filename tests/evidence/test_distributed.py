@@ -12,7 +12,7 @@ import torch
 from PIL import Image
 
 from bmfa.cli import main
-from bmfa.data.classification import EmbeddedPictures
+from bmfa.data.classification import EmbeddedImages
 from bmfa.evidence.runner import processes as shards
 from bmfa.evidence.runner.processes import Processes
 
@@ -45,11 +45,11 @@ def alone(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, obje
 
 @pytest.fixture
 def data(tmp_path: Path) -> Path:
-    """Nine pictures that do not fill the last batch, and one that cannot be read."""
-    for index, picture in enumerate(EmbeddedPictures(9)):
-        place = tmp_path / "val" / str(picture.label)
+    """Nine images that do not fill the last batch, and one that cannot be read."""
+    for index, image in enumerate(EmbeddedImages(9)):
+        place = tmp_path / "val" / str(image.label)
         place.mkdir(parents=True, exist_ok=True)
-        Image.fromarray(picture.pixels).save(place / f"{index}.png")
+        Image.fromarray(image.pixels).save(place / f"{index}.png")
     (place / "torn.png").write_bytes(b"\x89PNG\r\n")
     return tmp_path / "val"
 

@@ -14,7 +14,7 @@ import torch
 from PIL import Image
 
 from bmfa.cli import main
-from bmfa.data.classification import EmbeddedPictures, LabelledPicture
+from bmfa.data.classification import EmbeddedImages, LabelledImage
 from bmfa.evidence.classification import flops, throughput
 from bmfa.evidence.classification import run as evaluation
 from bmfa.evidence.classification.throughput import Rate
@@ -39,21 +39,21 @@ def model() -> LoadedModel:
     return load_model("embedded")
 
 
-def wrong_labels(count: int) -> list[LabelledPicture]:
-    """Embedded pictures, every third with the label of another class."""
+def wrong_labels(count: int) -> list[LabelledImage]:
+    """Embedded images, every third with the label of another class."""
     return [
-        LabelledPicture(p.name, p.pixels, (p.label or 0) + (i % 3 == 0) if p.label != 9 else 9)
-        for i, p in enumerate(EmbeddedPictures(count))
+        LabelledImage(p.name, p.pixels, (p.label or 0) + (i % 3 == 0) if p.label != 9 else 9)
+        for i, p in enumerate(EmbeddedImages(count))
     ]
 
 
 def test_rows_against_plain_counting(model: LoadedModel) -> None:
-    pictures = wrong_labels(7)
+    images = wrong_labels(7)
     methods = ["global-mean", "fixed-pool:4"]
-    record = evaluation.run(model, pictures, methods, batch_size=3, repeats=0)
+    record = evaluation.run(model, images, methods, batch_size=3, repeats=0)
     assert [list(row) for row in record.rows] == [COLUMNS] * 3
-    pixels = model.preprocess.batch([picture.pixels for picture in pictures])
-    labels = np.array([picture.label for picture in pictures])
+    pixels = model.preprocess.batch([image.pixels for image in images])
+    labels = np.array([image.label for image in images])
     outputs = {}
     for name in ("full", *methods):
         with applied(model.model, name, "last-4"), torch.inference_mode():
@@ -84,17 +84,17 @@ def test_rows_against_plain_counting(model: LoadedModel) -> None:
 
 
 def test_leaves_are_those_of_the_closed_loop(model: LoadedModel) -> None:
-    pictures, methods = EmbeddedPictures(5), ["optimal:0.002", "random-quadrants:0.5"]
-    ours = evaluation.run(model, pictures, methods, batch_size=2, seed=3, repeats=0)
-    theirs = closed_loop.run(model, pictures, methods, batch_size=2, seed=3)
+    images, methods = EmbeddedImages(5), ["optimal:0.002", "random-quadrants:0.5"]
+    ours = evaluation.run(model, images, methods, batch_size=2, seed=3, repeats=0)
+    theirs = closed_loop.run(model, images, methods, batch_size=2, seed=3)
     for mine, other in zip(ours.rows[1:], theirs.rows[1:], strict=True):
         assert mine["leaf_percent"] == pytest.approx(other["leaf_percent"], rel=1e-9)
         assert mine["output_kl"] == other["output_kl"]
 
 
-def test_pictures_without_labels_have_no_accuracy(model: LoadedModel) -> None:
-    pictures = [LabelledPicture(p.name, p.pixels) for p in EmbeddedPictures(2)]
-    row = evaluation.run(model, pictures, ["full"], repeats=0).rows[0]
+def test_images_without_labels_have_no_accuracy(model: LoadedModel) -> None:
+    images = [LabelledImage(p.name, p.pixels) for p in EmbeddedImages(2)]
+    row = evaluation.run(model, images, ["full"], repeats=0).rows[0]
     assert row["top1_percent"] is row["top5_percent"] is row["drop_pp"] is None
     assert row["agreement_percent"] == 100.0
 
@@ -110,7 +110,7 @@ def model_flops(attended: list[int], processed: list[int]) -> int:
 
 
 def test_operations_against_counting_by_hand(model: LoadedModel) -> None:
-    pixels = model.preprocess.batch([p.pixels for p in EmbeddedPictures(1)])
+    pixels = model.preprocess.batch([p.pixels for p in EmbeddedImages(1)])
     methods = ["full", "fixed-depth:4", "global-mean", "optimal:0.002", "random-pool:8", "tome:8"]
     costs = flops.costs(model, pixels, methods, "last-4")
     whole = model_flops([257] * 8, [257] * 8)
@@ -199,7 +199,7 @@ def test_cuda_graphs_are_timed_where_they_can_be_captured(model: LoadedModel) ->
 
 def test_timed_rows_and_their_figure(model: LoadedModel) -> None:
     record = evaluation.run(
-        model, EmbeddedPictures(3), ["fixed-pool:7", "evit:0.7"], batch_size=2, repeats=1
+        model, EmbeddedImages(3), ["fixed-pool:7", "evit:0.7"], batch_size=2, repeats=1
     )
     full = record.rows[0]
     for row in record.rows:
@@ -207,8 +207,8 @@ def test_timed_rows_and_their_figure(model: LoadedModel) -> None:
         assert row["speedup"] == row["images_per_second"] / full["images_per_second"]
     assert Record.from_json(record.to_json()).rows == record.rows
     drawn = figures.ALL["accuracy"](record)
-    assert "fixed-pool" in drawn and "evit" in drawn and "Embedded model, 3 pictures" in drawn
-    untimed = evaluation.run(model, EmbeddedPictures(1), ["full", "evit:0.7"], repeats=0)
+    assert "fixed-pool" in drawn and "evit" in drawn and "Embedded model, 3 images" in drawn
+    untimed = evaluation.run(model, EmbeddedImages(1), ["full", "evit:0.7"], repeats=0)
     assert figures.ALL["accuracy"].drawable(record) and not figures.ALL["accuracy"].drawable(
         untimed
     )
@@ -227,10 +227,10 @@ def test_ticks_are_few_and_inside(low: float, span: float) -> None:
 
 
 def test_half_precision_leaves_the_callers_model_alone(model: LoadedModel) -> None:
-    pictures = EmbeddedPictures(4)
-    single = evaluation.run(model, pictures, ["tome:8"], repeats=0).rows
-    half = evaluation.run(model, pictures, ["tome:8"], repeats=0, dtype="float16").rows
-    mixed = evaluation.run(model, pictures, ["tome:8"], repeats=0, amp=True).rows
+    images = EmbeddedImages(4)
+    single = evaluation.run(model, images, ["tome:8"], repeats=0).rows
+    half = evaluation.run(model, images, ["tome:8"], repeats=0, dtype="float16").rows
+    mixed = evaluation.run(model, images, ["tome:8"], repeats=0, amp=True).rows
     assert next(model.model.parameters()).dtype == torch.float32
     for mine, other, third in zip(single, half, mixed, strict=True):
         assert mine["top1_percent"] == other["top1_percent"] == third["top1_percent"]
@@ -241,7 +241,7 @@ def test_half_precision_leaves_the_callers_model_alone(model: LoadedModel) -> No
 def test_bad_settings_raise_before_the_work(model: LoadedModel) -> None:
     def refused(match: str, methods: list[str], **options: object) -> None:
         with pytest.raises(ValueError, match=match):
-            evaluation.run(model, EmbeddedPictures(1), methods, repeats=0, **options)  # type: ignore[arg-type]
+            evaluation.run(model, EmbeddedImages(1), methods, repeats=0, **options)  # type: ignore[arg-type]
 
     refused(
         r"'delta:1' is unknown; pass full, a rule .*optimal.* or a reduction .*tome", ["delta:1"]
@@ -254,12 +254,12 @@ def test_bad_settings_raise_before_the_work(model: LoadedModel) -> None:
     refused("at most 128", ["tome:129"])
     refused("197 tokens in 12 blocks", ["diffrate:0.8g"])
     with pytest.raises(ValueError, match="repeats is -1"):
-        evaluation.run(model, EmbeddedPictures(1), ["full"], repeats=-1)
-    picture = next(iter(EmbeddedPictures(1)))
-    far = [LabelledPicture("far", picture.pixels, 207)]
+        evaluation.run(model, EmbeddedImages(1), ["full"], repeats=-1)
+    image = next(iter(EmbeddedImages(1)))
+    far = [LabelledImage("far", image.pixels, 207)]
     with pytest.raises(ValueError, match="class 207, and the model 24 classes"):
         evaluation.run(model, far, ["full"], repeats=0)
-    with pytest.raises(ValueError, match="no picture could be read"):
+    with pytest.raises(ValueError, match="no image could be read"):
         evaluation.run(model, [], ["full"], repeats=0)
     assert check_methods(["tome:8", "full", "tome:8"], model.model, "all") == ["full", "tome:8"]
     assert parse("gamma-h3:0.1").rule is not None
@@ -270,14 +270,14 @@ def test_outputs_that_are_not_finite_are_told(model: LoadedModel) -> None:
     with torch.no_grad():
         broken.model.head.bias.fill_(torch.inf)  # type: ignore[union-attr]
     with pytest.raises(ValueError, match="not finite; try --dtype bfloat16"):
-        evaluation.run(broken, EmbeddedPictures(1), ["full"], repeats=0)
+        evaluation.run(broken, EmbeddedImages(1), ["full"], repeats=0)
 
 
 def test_a_patch_before_is_removed(model: LoadedModel) -> None:
-    pictures = EmbeddedPictures(2)
-    before = evaluation.run(model, pictures, ["full"], repeats=0).rows
+    images = EmbeddedImages(2)
+    before = evaluation.run(model, images, ["full"], repeats=0).rows
     patch(model.model, rule="global-mean", layers="all")
-    assert evaluation.run(model, pictures, ["full"], repeats=0).rows == before
+    assert evaluation.run(model, images, ["full"], repeats=0).rows == before
 
 
 def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
@@ -290,11 +290,11 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 
 
 def folder(tmp_path: Path, count: int = 2) -> Path:
-    """Pictures of classes 0 to 9 in folders by class index."""
-    for picture in EmbeddedPictures(count):
-        class_folder = tmp_path / "val" / f"{picture.label:03}"
+    """Images of classes 0 to 9 in folders by class index."""
+    for image in EmbeddedImages(count):
+        class_folder = tmp_path / "val" / f"{image.label:03}"
         class_folder.mkdir(parents=True, exist_ok=True)
-        Image.fromarray(picture.pixels).save(class_folder / f"{picture.name.partition(':')[2]}.png")
+        Image.fromarray(image.pixels).save(class_folder / f"{image.name.partition(':')[2]}.png")
     return tmp_path / "val"
 
 
@@ -312,7 +312,7 @@ def test_the_command_names_what_it_skipped(
     assert record["rows"][0]["images"] == 3 and record["settings"]["skipped"] == 2
     assert "bomb" in record["settings"]["skipped_names"][0]
     printed = capsys.readouterr()
-    assert "2 unreadable pictures skipped" in printed.out and "torn.png" in printed.out
+    assert "2 unreadable images skipped" in printed.out and "torn.png" in printed.out
     main([*arguments, "--json", "-"])
     printed = capsys.readouterr()
     assert json.loads(printed.out)["rows"] == record["rows"] and "torn.png" in printed.err
@@ -325,7 +325,7 @@ def test_the_command_refuses_in_one_line(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     (tmp_path / "empty").mkdir()
-    assert "no pictures in" in refused(capsys, "evaluate", "--data-dir", str(tmp_path / "empty"))
+    assert "no images in" in refused(capsys, "evaluate", "--data-dir", str(tmp_path / "empty"))
     assert "no folder or zip" in refused(capsys, "evaluate", "--data-dir", str(tmp_path / "none"))
     error = refused(capsys, "evaluate", "--method", "delta:1", "--limit", "1")
     assert "'delta:1'" in error and "exact-gap" in error and "free-energy" in error

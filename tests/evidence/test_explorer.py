@@ -14,7 +14,7 @@ import bmfa
 import cases
 from bmfa.attention.kernels import reference
 from bmfa.cli import main
-from bmfa.data.classification import EmbeddedPictures, LabelledPicture
+from bmfa.data.classification import EmbeddedImages, LabelledImage
 from bmfa.evidence import report
 from bmfa.evidence.explorer.packing import LARGEST, PackedHead, pack_head
 from bmfa.evidence.explorer.page import RULES, build_explorer
@@ -49,7 +49,7 @@ STILL = """new Promise((done) => {
 
 @pytest.fixture(scope="module")
 def exploration() -> Exploration:
-    return run(load_model("embedded"), EmbeddedPictures(1)[0], drawn=True)
+    return run(load_model("embedded"), EmbeddedImages(1)[0], drawn=True)
 
 
 @pytest.fixture(scope="module")
@@ -132,12 +132,12 @@ def test_constant_queries_are_packed():
 
 def test_layers_hold_the_queries_and_keys_of_the_unpatched_model(exploration):
     loaded = load_model("embedded")
-    picture = loaded.preprocess(EmbeddedPictures(1)[0].pixels)[None]
+    image = loaded.preprocess(EmbeddedImages(1)[0].pixels)[None]
     depth = len(exploration.layers)
     assert depth == exploration.depth
     bmfa.patch(loaded.model, rule=bmfa.rules.ExactGap(0.0), layers="all")
     with torch.inference_mode(), bmfa.record(loaded.model, attention=True) as recording:
-        loaded.logits(picture)
+        loaded.logits(image)
     for layer in exploration.layers:
         for head, packed in enumerate(layer.heads):
             expected = recording[layer.layer].full_attention[0][0, head].double()
@@ -161,25 +161,25 @@ def test_the_record_has_a_row_for_each_head(exploration):
 
 def test_chosen_layers_alone_are_recorded():
     loaded = load_model("embedded")
-    found = run(loaded, EmbeddedPictures(1)[0], layers=[2, 5])
+    found = run(loaded, EmbeddedImages(1)[0], layers=[2, 5])
     assert [layer.layer for layer in found.layers] == [2, 5]
     assert found.start["layer"] == 5
     with pytest.raises(ValueError, match="layer"):
-        run(loaded, EmbeddedPictures(1)[0], layers=[99])
+        run(loaded, EmbeddedImages(1)[0], layers=[99])
 
 
 def test_without_a_choice_the_last_layers_that_fit_are_recorded(monkeypatch):
     from bmfa.evidence.explorer import run as module
 
-    loaded, picture = load_model("embedded"), EmbeddedPictures(1)[0]
-    one = run(loaded, picture, layers="last-1").layers[0]
+    loaded, image = load_model("embedded"), EmbeddedImages(1)[0]
+    one = run(loaded, image, layers="last-1").layers[0]
     size = sum(len(text) for head in one.to_json()["heads"] for text in (head["q"], head["k"]))
     monkeypatch.setattr(module, "PAGE_BYTES", int(2.5 * size))
-    found = run(loaded, picture)
+    found = run(loaded, image)
     assert [layer.layer for layer in found.layers] == [one.layer - 1, one.layer]
     monkeypatch.setattr(module, "PAGE_BYTES", 10)
-    assert len(run(loaded, picture).layers) == 1
-    assert f"1 of {found.depth} layers" in build_explorer(run(loaded, picture))
+    assert len(run(loaded, image).layers) == 1
+    assert f"1 of {found.depth} layers" in build_explorer(run(loaded, image))
 
 
 def test_the_report_links_the_explorer_of_its_folder(tmp_path, capsys):
@@ -194,9 +194,9 @@ def test_the_report_links_the_explorer_of_its_folder(tmp_path, capsys):
     assert "explorer: " in capsys.readouterr().out
 
 
-def test_the_report_explores_the_first_picture_of_its_run(tmp_path):
+def test_the_report_explores_the_first_image_of_its_run(tmp_path):
     found = report.explore(seed=3)
-    assert found.toy and found.drawn and found.title == EmbeddedPictures(1, seed=3)[0].name
+    assert found.toy and found.drawn and found.title == EmbeddedImages(1, seed=3)[0].name
     for name in ("first.png", "second.png"):
         Image.fromarray(np.full((40, 60, 3), 90, np.uint8)).save(tmp_path / name)
     own = report.OwnModel(str(embedded.WEIGHTS), str(tmp_path), "embedded")
@@ -205,8 +205,8 @@ def test_the_report_explores_the_first_picture_of_its_run(tmp_path):
 
 def test_layers_that_are_not_one_grid_are_left_out_and_named():
     model, size = hiera().eval(), (64, 128)
-    picture = LabelledPicture("noise", np.zeros((*size, 3), np.uint8))
-    found = run(LoadedModel("hiera", model, Preprocessing(size, 1.0)), picture, layers="all")
+    image = LabelledImage("noise", np.zeros((*size, 3), np.uint8))
+    found = run(LoadedModel("hiera", model, Preprocessing(size, 1.0)), image, layers="all")
     left_out = found.record.settings["left_out"]
     assert any("fewer queries than keys" in reason for reason in left_out), left_out
     shown = [layer.layer for layer in found.layers]
@@ -238,10 +238,10 @@ def test_the_page_refers_to_no_other_host(page_file):
 def test_the_page_of_the_toy_model_says_so(exploration, page_file):
     text = page_file.read_text(encoding="utf-8")
     assert "toy model" in text and "--weights" not in text
-    assert f"labelled <b>{EmbeddedPictures(1)[0].label_name}</b>" in text
-    photograph = LabelledPicture("photo.png", np.full((40, 60, 3), 90, np.uint8))
+    assert f"labelled <b>{EmbeddedImages(1)[0].label_name}</b>" in text
+    photograph = LabelledImage("photo.png", np.full((40, 60, 3), 90, np.uint8))
     other = build_explorer(run(load_model("embedded"), photograph, layers="last-1"))
-    assert "drawn pictures only" in other and "--weights" in other
+    assert "drawn images only" in other and "--weights" in other
 
 
 def test_rules_of_the_page_are_rules_of_the_library():
@@ -271,10 +271,10 @@ def test_command_writes_the_page_and_the_record(tmp_path, capsys):
     assert output.read_text(encoding="utf-8").startswith("<!DOCTYPE html>")
 
 
-def test_command_warns_if_the_toy_model_saw_a_picture_of_the_user(tmp_path, capsys):
-    picture = tmp_path / "photo.png"
-    Image.fromarray(np.full((40, 60, 3), 90, np.uint8)).save(picture)
-    main(["explore", str(picture), "--layers", "last-1", "--output", str(tmp_path / "page.html")])
+def test_command_warns_if_the_toy_model_saw_a_image_of_the_user(tmp_path, capsys):
+    image = tmp_path / "photo.png"
+    Image.fromarray(np.full((40, 60, 3), 90, np.uint8)).save(image)
+    main(["explore", str(image), "--layers", "last-1", "--output", str(tmp_path / "page.html")])
     assert "toy model" in capsys.readouterr().out
 
 
@@ -364,7 +364,7 @@ def test_the_specification_agrees_with_the_browser_on_ordinary_thresholds(shared
             assert error == pytest.approx(tree.error(scores, field["tau"]), rel=1e-8, abs=1e-8)
 
 
-def test_scores_and_trees_of_the_shipped_picture_are_those_of_python(shared_page, exploration):
+def test_scores_and_trees_of_the_shipped_image_are_those_of_python(shared_page, exploration):
     """Every layer and head, with some queries: scores to the last bit, trees leaf for leaf."""
     generator = np.random.default_rng(0)
     for position, layer in enumerate(exploration.layers):
@@ -575,7 +575,7 @@ def test_an_address_that_means_nothing_is_ignored(browser, page_file, address):
     page.close()
 
 
-def test_a_picture_name_with_markup_is_shown_as_text(browser, exploration, tmp_path):
+def test_a_image_name_with_markup_is_shown_as_text(browser, exploration, tmp_path):
     name = "</script><script>document.title='broken'</script><img src=x onerror=alert(1)>&amp;"
     path = tmp_path / "named.html"
     path.write_text(build_explorer(replace(exploration, title=name, model=name)), encoding="utf-8")

@@ -103,7 +103,7 @@ def test_sentences_on_quarters_say_which_are_kept(record: Record) -> None:
 def test_chapter_and_figure(record: Record) -> None:
     blocks = FAILURES.blocks(RecordSet(record))
     assert [block.macro for block in blocks] == ["paragraph", "illustration", "table"]
-    assert f"{record.settings['searched']} drawn pictures and seeded fields" in blocks[0].text
+    assert f"{record.settings['searched']} drawn images and seeded fields" in blocks[0].text
     assert len(blocks[2].rows) == len(SETTINGS) + len(SUMMARIES)
     svg = figures.failures(record)
     for title in ("Algorithm 1", "Optimal tree", "Random quadrants", "Mean and variance"):

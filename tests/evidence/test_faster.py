@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from bmfa.attention.kernels.native import library
-from bmfa.data.classification import EmbeddedPictures
+from bmfa.data.classification import EmbeddedImages
 from bmfa.evidence.faster import figures, run
 from bmfa.models import LoadedModel, load_model, summary
 from bmfa.models.embedded import EmbeddedViT
@@ -25,7 +25,7 @@ def model() -> LoadedModel:
 
 @pytest.fixture(scope="module")
 def record(model: LoadedModel) -> Record:
-    return run.run(model, errors=[0.0, 0.05, 0.3], side=SIDE, pictures=2, shown=1)
+    return run.run(model, errors=[0.0, 0.05, 0.3], side=SIDE, images=2, shown=1)
 
 
 def setting(record: Record, method: str) -> dict:
@@ -58,16 +58,16 @@ def test_rows_of_settings(record: Record) -> None:
 
 
 def test_masks_and_classes_are_those_of_the_model(record: Record, model: LoadedModel) -> None:
-    pictures = EmbeddedPictures(2, 0, 8 * SIDE)
+    images = EmbeddedImages(2, 0, 8 * SIDE)
     preprocess = model.preprocess.override(img_size=8 * SIDE)
     network: EmbeddedViT = model.model
     overlaps, right = [], []
     with torch.inference_mode():
-        for picture in pictures:
-            logits, masks = network.forward_dense(preprocess(picture.pixels)[None])
+        for image in images:
+            logits, masks = network.forward_dense(preprocess(image.pixels)[None])
             mask = masks[0].numpy() > 0
-            overlaps.append((mask & picture.mask).sum() / (mask | picture.mask).sum())
-            right.append(int(logits.argmax()) == picture.label)
+            overlaps.append((mask & image.mask).sum() / (mask | image.mask).sum())
+            right.append(int(logits.argmax()) == image.label)
     full = setting(record, "full")
     assert full["mask_iou"] == pytest.approx(np.mean(overlaps), abs=1e-6)
     assert full["top1_percent"] == 100 * np.mean(right)
@@ -78,14 +78,14 @@ def test_the_model_is_not_patched_afterwards(record: Record, model: LoadedModel)
         summary(model.model)
 
 
-def test_pictures_are_shown_with_their_masks(record: Record) -> None:
-    rows = [row for row in record.rows if row["what"] == "picture"]
+def test_images_are_shown_with_their_masks(record: Record) -> None:
+    rows = [row for row in record.rows if row["what"] == "image"]
     assert [row["method"] for row in rows] == ["full", "error:0", "error:0.05", "error:0.3"]
-    truth = EmbeddedPictures(2, 0, 8 * SIDE)[0].mask
+    truth = EmbeddedImages(2, 0, 8 * SIDE)[0].mask
     shown = figures.read_mask(rows[0], "true_mask")
     assert shown.shape == (run.MASK_SIDE, run.MASK_SIDE)
     assert shown.mean() == pytest.approx(truth.mean(), abs=0.002)
-    assert rows[0]["picture"].startswith("data:image/jpeg;base64,")
+    assert rows[0]["image"].startswith("data:image/jpeg;base64,")
     assert Record.from_json(record.to_json()).rows == record.rows
     svg = figures.faster(record)
     assert "patch(error=0.3)" in svg and "full model" in svg
@@ -93,10 +93,10 @@ def test_pictures_are_shown_with_their_masks(record: Record) -> None:
 
 @pytest.mark.parametrize(
     ("changes", "said"),
-    [({"pictures": 0}, "pictures"), ({"errors": [-1.0]}, "error"), ({"shown": 3}, "shown")],
+    [({"images": 0}, "images"), ({"errors": [-1.0]}, "error"), ({"shown": 3}, "shown")],
 )
 def test_bad_settings_are_explained(model: LoadedModel, changes: dict, said: str) -> None:
-    given = {"errors": [0.1], "side": 16, "pictures": 2, "shown": 1} | changes
+    given = {"errors": [0.1], "side": 16, "images": 2, "shown": 1} | changes
     with pytest.raises(ValueError, match=said):
         run.run(model, **given)
 

@@ -28,13 +28,13 @@ def _few_methods(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(report, "SINGLE_LAYER_METHODS", ("global-mean",))
     # These have tests of their own.
     monkeypatch.setattr(report, "COMPARISONS", {})
-    monkeypatch.setattr(report.faster, "run", partial(faster.run, side=16, pictures=1, shown=1))
+    monkeypatch.setattr(report.faster, "run", partial(faster.run, side=16, images=1, shown=1))
     for name in ("REDUCTIONS", "EMBEDDED_REDUCTIONS"):
         monkeypatch.setattr(report, name, ("tome:8", "free-energy:8"))
 
 
 def own_files(folder: Path) -> report.OwnModel:
-    """The embedded model and pictures, as if they were a person's own."""
+    """The embedded model and images, as if they were a person's own."""
     for index in range(3):
         path = folder / str(index) / "a.png"
         path.parent.mkdir(parents=True)
@@ -46,7 +46,7 @@ def test_the_records_make_every_figure_of_the_model_chapters(tmp_path: Path) -> 
     own = own_files(tmp_path).load()
     records = dict(report.run_models(own, images=4, layer_images=2))
     assert list(records) == [
-        *("closed-loop", "closed-loop-layers", "closed-loop-single", "faster", "pictures"),
+        *("closed-loop", "closed-loop-layers", "closed-loop-single", "faster", "images"),
         "evaluate",
         *("own-closed-loop", "own-closed-loop-layers", "own-evaluate"),
     ]
@@ -59,7 +59,7 @@ def test_the_records_make_every_figure_of_the_model_chapters(tmp_path: Path) -> 
         assert figures.ALL[name].drawable(list(records.values()))
     record_set = RecordSet(list(records.values())[:6])
     for chapter in CHAPTERS:
-        if chapter.name in ("closed-loop", "layers", "pictures", "classification", "reductions"):
+        if chapter.name in ("closed-loop", "layers", "images", "classification", "reductions"):
             blocks = chapter.blocks(record_set)
             assert not any(isinstance(block, NotMeasured) for block in blocks)
 
@@ -82,7 +82,7 @@ def test_every_method_of_the_page_is_known(monkeypatch: pytest.MonkeyPatch) -> N
         (["--weights", "w.safetensors"], "go together"),
         (["--imagenet", "."], "go together"),
         (["--imagenet", "nowhere", "--weights", "w"], "no folder or zip at nowhere"),
-        (["--imagenet", "empty", "--weights", "w"], "no pictures in empty"),
+        (["--imagenet", "empty", "--weights", "w"], "no images in empty"),
         (["--imagenet", "some", "--weights", "w", "--limit", "0"], "limit is 0"),
         (["--imagenet", "some", "--weights", "nowhere", "--model", "embedded"], "nowhere"),
     ],

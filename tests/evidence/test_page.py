@@ -137,7 +137,7 @@ def ablation(dataset: str = "coco") -> Record:
     return record("ablation", rows, dataset=dataset)
 
 
-def picture() -> str:
+def image() -> str:
     image = pytest.importorskip("PIL.Image").new("RGB", (8, 8), (200, 90, 30))
     buffer = io.BytesIO()
     image.save(buffer, "JPEG")
@@ -145,9 +145,9 @@ def picture() -> str:
 
 
 def cases(uri: str | None = None) -> Record:
-    uri = picture() if uri is None else uri
+    uri = image() if uri is None else uri
     rows = [
-        scene(method, QUARTERS, title=title, dataset="coco", picture=uri, error=0.001)
+        scene(method, QUARTERS, title=title, dataset="coco", image=uri, error=0.001)
         | {
             "category": title,
             "instances": 3,
@@ -163,8 +163,8 @@ def cases(uri: str | None = None) -> Record:
 
 def blocks() -> Record:
     rows = [
-        scene("gamma:0.005", QUARTERS, title=title, picture=picture(), error=0.01)
-        | {"scene": picture(), "scene_box": [0.1, 0.1, 0.4, 0.5]}
+        scene("gamma:0.005", QUARTERS, title=title, image=image(), error=0.01)
+        | {"scene": image(), "scene_box": [0.1, 0.1, 0.4, 0.5]}
         for title in ("Block 1", "Block 2")
     ]
     return record("blocks", rows)
@@ -196,9 +196,9 @@ def faster() -> Record:
         )
     ]  # fmt: skip
     rows += [
-        {"what": "picture", "method": method, "title": "embedded:0", "label": HOSTILE}
+        {"what": "image", "method": method, "title": "embedded:0", "label": HOSTILE}
         | {"milliseconds": 400.0, "mask_iou": 0.8, "mask_side": 8, "mask": mask, "true_mask": mask}
-        | {"picture": picture()}
+        | {"image": image()}
         for method in ("full", "error:0.1", "error:0.3")
     ]
     return record("faster", rows, side=64)
@@ -223,7 +223,7 @@ def masks() -> Record:
         for side in (64, 128)
         for method, speed, iou in (("full", 1.0, 1.0), ("leaves:0.1", 1.5, 0.96), ("error:0.1", 2, 0.7))
     ]  # fmt: skip
-    return record("bench", rows, model="timm:vit_small_patch14_dinov2", pictures=["a.jpg"])
+    return record("bench", rows, model="timm:vit_small_patch14_dinov2", images=["a.jpg"])
 
 
 @pytest.fixture(scope="module")
@@ -343,7 +343,7 @@ def test_strict_verdicts_need_the_papers_data_and_model(records: list[Record]) -
 
 
 def own_model() -> list[Record]:
-    """The paper's model on a part of its pictures."""
+    """The paper's model on a part of its images."""
     return [
         model_records.closed_loop(model_records.DEIT),
         model_records.layers(model_records.DEIT),
@@ -378,7 +378,7 @@ def test_claims_that_fail_on_other_data_differ_here() -> None:
 def test_the_chapter_faster_shows_the_fastest_setting_that_keeps_the_masks() -> None:
     text = section([faster()], "faster")
     assert (
-        "With patch(error=0.1), a picture takes 200 ms instead of 400 ms, 2.0 times as fast" in text
+        "With patch(error=0.1), an image takes 200 ms instead of 400 ms, 2.0 times as fast" in text
     )
     assert "−0.010 (−0.015 to −0.005)" in text
     claim = find([faster()], "Leaf ratio is not yet a speed-up")
@@ -463,7 +463,7 @@ def test_summary_shows_what_beats_the_paper(records: list[Record]) -> None:
 
 
 def test_notes_name_the_data_of_the_ablation() -> None:
-    for dataset, title in (("coco", "COCO"), ("embedded", "Embedded pictures")):
+    for dataset, title in (("coco", "COCO"), ("embedded", "Embedded images")):
         claim = find([ablation(dataset)], "Threshold")
         assert f"on 343 instances of {title}, scores from our fit" in claim.note
 
@@ -526,15 +526,15 @@ def test_characters_that_xml_cannot_hold_are_replaced() -> None:
 @pytest.mark.parametrize(
     "uri",
     [
-        "https://example.org/picture.png",
+        "https://example.org/image.png",
         "data:image/svg+xml;base64,PHN2Zy8+",
         'data:image/png;base64,AAAA"onload="alert(1)',
         "data:image/png;base64,AAAA",
     ],
 )
-def test_invalid_picture_uris_are_left_out(uri: str) -> None:
+def test_invalid_image_uris_are_left_out(uri: str) -> None:
     text = figures.ALL["cases"](cases(uri))
-    assert "no picture" in text and uri not in text and "onload" not in text
+    assert "no image" in text and uri not in text and "onload" not in text
 
 
 def test_page_loads_nothing(page: str) -> None:
@@ -696,6 +696,6 @@ def test_chromium_shows_the_page_without_console_errors(
 
 @browser
 def test_chromium_blocks_external_requests(page: str, tmp_path: Path) -> None:
-    image = '<img src="https://nowhere.invalid/picture.png">'
+    image = '<img src="https://nowhere.invalid/image.png">'
     console, _ = open_in_chromium(page.replace("<main>", f"<main>{image}"), tmp_path)
     assert any("Content Security Policy" in line for line in console)

@@ -45,7 +45,7 @@ def test_figures_show_the_papers_points() -> None:
     both = figures.ALL["closed-loop"](
         [model_records.closed_loop(), model_records.closed_loop(DEIT)]
     )
-    assert "Embedded model, 100 pictures" in both and ">DeiT-Tiny, 100 pictures<" in both
+    assert "Embedded model, 100 images" in both and ">DeiT-Tiny, 100 images<" in both
     assert ">paper<" in both  # the rings of ImageNet, on the paper's own model alone
     assert ">paper<" not in figures.ALL["closed-loop"](model_records.closed_loop())
 
@@ -64,7 +64,7 @@ def test_figures_without_rows_are_not_drawable() -> None:
 def test_the_page_has_the_model_chapters_in_order() -> None:
     page = build_page(model_records.every())
     assert len(page.encode()) < 700_000
-    names = ("closed-loop", "layers", "pictures", "classification", "reductions", "bench")
+    names = ("closed-loop", "layers", "images", "classification", "reductions", "bench")
     places = [page.index(f'<section id="{name}">') for name in names]
     assert places == sorted(places)
     for name in FIGURES:
@@ -73,7 +73,7 @@ def test_the_page_has_the_model_chapters_in_order() -> None:
 
 
 def test_one_record_makes_one_chapter() -> None:
-    page = build_page([model_records.pictures()])
+    page = build_page([model_records.images()])
     assert "</html>" in page and page.count("Not measured here. Run") == len(CHAPTERS) - 1
     assert "--layers last-2" in chapter([model_records.closed_loop()], "layers")
     assert "--method tome:8" in chapter([model_records.evaluate(merged=False)], "reductions")
@@ -84,9 +84,9 @@ def test_text_names_differences_between_the_models() -> None:
     embedded = chapter(model_records.every(), "closed-loop")
     assert "embedded model (1.0 M parameters" in embedded and "the numbers cannot" in embedded
     own = chapter([model_records.closed_loop(DEIT)], "closed-loop")
-    assert "DeiT-Tiny is shown on 100 pictures, which are not those of the paper" in own
+    assert "DeiT-Tiny is shown on 100 images, which are not those of the paper" in own
     assert "not the thousand classes" in chapter(model_records.every(), "classification")
-    assert "smallest object" in chapter(model_records.every(), "pictures")
+    assert "smallest object" in chapter(model_records.every(), "images")
 
 
 def test_text_distinguishes_algorithm_1_from_the_quadrant_rule() -> None:
@@ -152,7 +152,7 @@ def test_claims_that_fail_differ_here() -> None:
 
 
 def on_all_of_imagenet(worse: float = 0.0) -> Record:
-    """DeiT-Tiny on the paper's 50,000 pictures; its rule loses so many points more."""
+    """DeiT-Tiny on the paper's 50,000 images; its rule loses so many points more."""
     base = model_records.evaluate(DEIT)
     rows = [{**row, "images": 50_000} for row in base.rows]
     for row in rows:
@@ -160,7 +160,7 @@ def on_all_of_imagenet(worse: float = 0.0) -> Record:
     return Record("evaluate", base.settings, rows)
 
 
-def test_the_papers_model_and_pictures_get_strict_verdicts() -> None:
+def test_the_papers_model_and_images_get_strict_verdicts() -> None:
     part = "loses less accuracy"
     assert find([on_all_of_imagenet()], part).verdict is Verdict.REPRODUCED
     assert find([on_all_of_imagenet(worse=9.0)], part).verdict is Verdict.NOT_AS_CLAIMED
@@ -219,12 +219,12 @@ def test_variance_claim() -> None:
 def test_the_papers_model_is_preferred_for_claims() -> None:
     records = [*model_records.every(), model_records.closed_loop(DEIT)]
     claim = find(records, "preserves more than random")
-    assert claim.note.startswith("DeiT-Tiny, 100 pictures")
+    assert claim.note.startswith("DeiT-Tiny, 100 images")
     assert claim.printed == "75.98 % at 30.82 % against 61.54 % at 26.53 %"
     assert claim.ours == "88.00 % at 35.40 % against 76.40 % at 26.50 %"
 
 
-def test_model_runs_use_the_row_with_most_pictures() -> None:
+def test_model_runs_use_the_row_with_most_images() -> None:
     records = RecordSet([model_records.layers(), model_records.closed_loop()])
     (run,) = model_runs.closed_loop_runs(records)
     assert run.value("quadrant-gap:0.8", "images") == 100
@@ -244,23 +244,23 @@ def test_drops_in_the_paper_are_consistent() -> None:
         assert full - point.top1_percent == pytest.approx(point.drop_pp, abs=1e-9)
 
 
-def test_pictures_whose_class_changes_are_named() -> None:
-    text = chapter(model_records.every(), "pictures")
+def test_images_whose_class_changes_are_named() -> None:
+    text = chapter(model_records.every(), "images")
     assert "gamma:0.05 changes ring to eight" in text
-    kept = [row for row in model_records.pictures().rows if row["screened_class"] == "ring"]
-    same = Record("picture", {"model": "embedded"}, kept)
-    assert "No rule shown here changes the predicted class" in chapter([same], "pictures")
+    kept = [row for row in model_records.images().rows if row["screened_class"] == "ring"]
+    same = Record("image", {"model": "embedded"}, kept)
+    assert "No rule shown here changes the predicted class" in chapter([same], "images")
 
 
 def test_attention_of_the_wrong_size_is_rejected() -> None:
-    rows = [{**row, "attention": [0.5, 0.5]} for row in model_records.pictures().rows]
+    rows = [{**row, "attention": [0.5, 0.5]} for row in model_records.images().rows]
     with pytest.raises(ValueError, match="2 values of attention for a grid of 4x4"):
-        figures.ALL["attention-cases"](Record("picture", {}, rows))
+        figures.ALL["attention-cases"](Record("image", {}, rows))
 
 
 def test_text_of_a_record_is_escaped() -> None:
-    rows = [{**row, "title": "<b>x", "full_class": "a<i>"} for row in model_records.pictures().rows]
-    shown = build_page([Record("picture", {"model": "<u>"}, rows)])
+    rows = [{**row, "title": "<b>x", "full_class": "a<i>"} for row in model_records.images().rows]
+    shown = build_page([Record("image", {"model": "<u>"}, rows)])
     assert "<b>x" not in shown and "a<i>" not in shown and "&lt;b&gt;x" in shown
 
 

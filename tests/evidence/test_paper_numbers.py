@@ -91,7 +91,7 @@ def test_the_sweep_the_loop_and_imagenet_are_as_printed() -> None:
     assert printed(paper.SYNTHETIC) == table(SYNTHETIC)
     assert printed(paper.CLOSED_LOOP) == table(CLOSED_LOOP)
     assert printed(paper.IMAGENET) == table(IMAGENET)
-    assert (paper.COCO_PICTURES, paper.IMAGENET_PICTURES) == (5_000, 50_000)
+    assert (paper.COCO_IMAGES, paper.IMAGENET_IMAGES) == (5_000, 50_000)
 
 
 def test_the_ablations_are_as_printed() -> None:
@@ -115,7 +115,7 @@ def test_the_figures_are_as_printed() -> None:
 
 CHECKED = {
     *("PROBES", "INSTANCES", "SYNTHETIC", "CLOSED_LOOP", "IMAGENET", "ABLATION"),
-    *("COCO_PICTURES", "IMAGENET_PICTURES", "FIRST_FIGURE", "CASE_AREAS", "CASE_MASS", "CASE_GAPS"),
+    *("COCO_IMAGES", "IMAGENET_IMAGES", "FIRST_FIGURE", "CASE_AREAS", "CASE_MASS", "CASE_GAPS"),
     *("OVERVIEW_EPSILON", "OVERVIEW_LEAVES", "OVERVIEW_TOKENS"),
 }
 

@@ -24,9 +24,9 @@ from bmfa.data import (
     write_coco,
 )
 from bmfa.evidence import methods
+from bmfa.evidence.images import cases
+from bmfa.evidence.images.thumbnails import IMAGE_SIDE
 from bmfa.evidence.methods import DEFAULT_METHODS
-from bmfa.evidence.pictures import cases
-from bmfa.evidence.pictures.thumbnails import PICTURE_SIDE
 from bmfa.evidence.probes import measure
 from bmfa.evidence.probes import run as probes
 from bmfa.grid import Grid
@@ -89,7 +89,7 @@ def embedded() -> Record:
 
 @pytest.fixture(scope="module")
 def blocks() -> list[ProbeBlock]:
-    return list(probe_blocks(EmbeddedScenes(pictures=24)))
+    return list(probe_blocks(EmbeddedScenes(images=24)))
 
 
 def rows(record: Record, group: str = "all") -> dict[str, dict[str, Any]]:
@@ -247,7 +247,7 @@ def test_the_callers_threads_are_given_back() -> None:
 
 def test_a_limit_progress_and_strict_reach_the_stream(tmp_path: Path) -> None:
     seen: list[tuple[int, int]] = []
-    file = write_coco(tmp_path, pictures=6)
+    file = write_coco(tmp_path, images=6)
     (tmp_path / "images" / "000000000003.png").unlink()
     source = InstanceFiles(file, tmp_path / "images")
     record = probes.run(
@@ -259,9 +259,9 @@ def test_a_limit_progress_and_strict_reach_the_stream(tmp_path: Path) -> None:
         progress=lambda done, total: seen.append((done, total)),
     )
     assert record.settings["instances"] == record.rows[0]["instances"] == 5
-    assert record.settings["faults"]["missing picture"]["names"] == ["000000000003.png"]
+    assert record.settings["faults"]["missing image"]["names"] == ["000000000003.png"]
     assert seen[-1] == (6, 6)
-    with pytest.raises(AnnotationError, match="missing picture"):
+    with pytest.raises(AnnotationError, match="missing image"):
         probes.run(source, dataset="coco", mode="mask-only", strict=True)
 
 
@@ -275,19 +275,19 @@ def test_a_limit_progress_and_strict_reach_the_stream(tmp_path: Path) -> None:
         ({"settings": ProbeSettings(1, 16)}, "grid is 1, which leaves no block"),
     ],
 )
-def test_bad_settings_are_explained_before_any_picture_is_read(
+def test_bad_settings_are_explained_before_any_image_is_read(
     changes: dict[str, Any], said: str
 ) -> None:
     given = {"dataset": "embedded", "mode": "image-edge"} | changes
     with pytest.raises(ValueError, match=said):
-        probes.run(EmbeddedScenes(pictures=10**9), **given)
+        probes.run(EmbeddedScenes(images=10**9), **given)
 
 
 @pytest.mark.parametrize("run", [probes.run, cases.run])
 def test_a_source_without_a_usable_instance_is_explained(
     run: Callable[..., Record], tmp_path: Path
 ) -> None:
-    file = write_coco(tmp_path, pictures=1)
+    file = write_coco(tmp_path, images=1)
     content = json.loads(file.read_text())
     for annotation in content["annotations"]:
         annotation["iscrowd"] = 1
@@ -306,11 +306,11 @@ def check_case(row: dict[str, Any]) -> None:
     assert row["leaf_percent"] == pytest.approx(100 * len(row["boxes"]) / 256)
     assert 0 <= row["error"] <= row["gap"] + 1e-12
     assert 0 < row["minority_area_percent"] < 50 < row["gibbs_mass_percent"] < 100
-    head, _, data = row["picture"].partition(",")
+    head, _, data = row["image"].partition(",")
     assert head == "data:image/jpeg;base64"
-    assert len(row["picture"]) <= 12_288
-    picture = Image.open(io.BytesIO(base64.b64decode(data)))
-    assert picture.size == (PICTURE_SIDE, PICTURE_SIDE)
+    assert len(row["image"]) <= 12_288
+    image = Image.open(io.BytesIO(base64.b64decode(data)))
+    assert image.size == (IMAGE_SIDE, IMAGE_SIDE)
 
 
 def test_cases_are_the_four_objects_of_the_paper() -> None:
@@ -330,19 +330,19 @@ def test_cases_are_the_four_objects_of_the_paper() -> None:
 
 
 def test_cases_of_photographs_are_recorded_without_them() -> None:
-    record = cases.run(coco_files(), dataset="coco", pictures=False)
+    record = cases.run(coco_files(), dataset="coco", images=False)
     assert [row["instances"] for row in record.rows[::2]] == [3, 63, 26, 5]
-    assert not any("picture" in row for row in record.rows)
+    assert not any("image" in row for row in record.rows)
 
 
 def test_cases_need_one_of_the_categories() -> None:
     with pytest.raises(ValueError, match=r"none of the \d+ instances is a kite, a person"):
-        cases.run(EmbeddedScenes(pictures=2), dataset="embedded")
+        cases.run(EmbeddedScenes(images=2), dataset="embedded")
 
 
-def test_two_blocks_of_one_picture() -> None:
-    record = cases.blocks(pictures=6)
-    assert record.rows == cases.blocks(pictures=6).rows
+def test_two_blocks_of_one_image() -> None:
+    record = cases.blocks(images=6)
+    assert record.rows == cases.blocks(images=6).rows
     first, second = record.rows
     assert (first["category"], second["category"]) == ("kite", "person")
     assert first["scene"] == second["scene"]

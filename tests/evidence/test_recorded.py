@@ -47,7 +47,7 @@ def test_the_runs_cover_what_the_paper_prints(shown: dict[str, Record]) -> None:
     assert found.rows("bench", method="leaves:0.1")
 
 
-def test_two_experiments_on_the_same_pictures_agree(shown: dict[str, Record]) -> None:
+def test_two_experiments_on_the_same_images_agree(shown: dict[str, Record]) -> None:
     """The closed loop and the evaluation screen the same layers, with kernels of their own."""
     loop = {
         row["method"]: row
@@ -59,7 +59,7 @@ def test_two_experiments_on_the_same_pictures_agree(shown: dict[str, Record]) ->
     for row in compared:
         other = loop[row["method"]]
         assert row["images"] == other["images"] == 500
-        # One picture of 500 is 0.2 points: a class may change where two scores nearly tie.
+        # One image of 500 is 0.2 points: a class may change where two scores nearly tie.
         assert abs(row["agreement_percent"] - other["agreement_percent"]) <= 0.2
         assert row["output_kl"] == pytest.approx(other["output_kl"], rel=0.01, abs=1e-6)
 
@@ -78,13 +78,11 @@ def test_reductions_are_compared_at_equal_operations(shown: dict[str, Record], t
     assert names == sorted(equal, key=lambda name: rows[name]["output_kl"])
 
 
-def test_schedules_are_shown_on_pictures_that_did_not_choose_them(shown: dict[str, Record]) -> None:
+def test_schedules_are_shown_on_images_that_did_not_choose_them(shown: dict[str, Record]) -> None:
     made = shown["reduction-deit-cpu"]
     both = [row for row in made.rows if row["reported_on"] == "both"]
     page = build_page([shown["evaluate-rules-deit-h200"], made])
-    table = page.partition(
-        "schedules of free-energy on pictures that did not choose them</caption>"
-    )
+    table = page.partition("schedules of free-energy on images that did not choose them</caption>")
     cells = re.findall(
         r"<td>(-?[−\d.]+ to [−\d.]+)</td>|<td[^>]*>([−\d.]+ to [−\d.]+)</td>", table[2]
     )
@@ -105,7 +103,7 @@ def test_verdicts_name_their_data(shown: dict[str, Record]) -> None:
     (random,) = (claim for text, claim in by_text.items() if "more than random" in text)
     assert random.data == describe_data([shown["closed-loop-deit-h200"]])
     (untold,) = (claim for text, claim in by_text.items() if "same order" in text)
-    assert untold.data == ""  # the embedded pictures were not measured
+    assert untold.data == ""  # the embedded images were not measured
     own = [replace(r, environment=FRAME) for r in records]
     for claim in all_claims(RecordSet(own)):
         assert claim.data == "" or claim.data.startswith("own, ")
@@ -117,9 +115,9 @@ def test_the_origin_of_a_record() -> None:
     assert origin(Record("synthetic", {}, [], FRAME)) == "synthetic"
     assert origin(Record("evaluate", {"model": "embedded"}, [], FRAME)) == "embedded"
     own = Record("evaluate", {"model": "timm:x"}, [{"images": 1}], FRAME)
-    assert describe_data([own]) == "own, 1 picture"
-    assert describe_data([mark_recorded(own)]) == "recorded on a processor, 1 picture"
-    assert describe_data([own, own]) == "own, 1 picture"
+    assert describe_data([own]) == "own, 1 image"
+    assert describe_data([mark_recorded(own)]) == "recorded on a processor, 1 image"
+    assert describe_data([own, own]) == "own, 1 image"
 
 
 def test_a_recorded_chapter_says_so_and_how_to_replace_it(shown: dict[str, Record]) -> None:
@@ -135,7 +133,7 @@ def test_a_recorded_chapter_says_so_and_how_to_replace_it(shown: dict[str, Recor
 
 
 def small_run(**options: object):
-    """Stands for all experiments: one record of the embedded pictures, and the user's own."""
+    """Stands for all experiments: one record of the embedded images, and the user's own."""
     rows = [{"dataset": "coco", "mode": "image-edge", "method": "gamma:0.005", "group": "all"}]
     yield "probe-embedded", Record("probe", {"dataset": "embedded"}, [], FRAME)
     if options["coco"]:
@@ -157,7 +155,7 @@ def test_the_report_shows_them_by_default_and_can_be_made_again(
 ) -> None:
     main(["report", "--output", str(tmp_path)])
     out = capsys.readouterr().out
-    assert re.search(r"^closed-loop-deit-h200: \d+ rows, recorded on .*, 500 pictures$", out, re.M)
+    assert re.search(r"^closed-loop-deit-h200: \d+ rows, recorded on .*, 500 images$", out, re.M)
     page = (tmp_path / "index.html").read_text("utf-8")
     assert "Recorded, not run with this page." in page
     files = sorted(map(str, (tmp_path / "records").glob("*.json")))

@@ -1,9 +1,9 @@
-"""bmfa bench reduction: halves, pairs of pictures and intervals."""
+"""bmfa bench reduction: halves, pairs of images and intervals."""
 
 import numpy as np
 import pytest
 
-from bmfa.data.classification import EmbeddedPictures
+from bmfa.data.classification import EmbeddedImages
 from bmfa.evidence.bench import reduction
 from bmfa.merging import parse
 from bmfa.models import load_model
@@ -11,7 +11,7 @@ from bmfa.models import load_model
 
 def test_schedules_are_reported_on_the_half_that_did_not_choose() -> None:
     loaded = load_model("embedded")
-    record = reduction.run(loaded, EmbeddedPictures(6), ["tome:8"])
+    record = reduction.run(loaded, EmbeddedImages(6), ["tome:8"])
     assert record.experiment == "reduction" and record.settings["images"] == 6
     keys = ("schedule", "chosen_on", "reported_on", "images")
     assert [tuple(row[key] for key in keys) for row in record.rows] == [
@@ -41,8 +41,8 @@ def test_the_interval_is_that_of_paired_differences() -> None:
     assert high == pytest.approx(0.1 + 1.96 * expected, abs=0.01)
 
 
-def test_too_few_pictures_are_refused() -> None:
-    with pytest.raises(ValueError, match="3 pictures can be read; pass at least four"):
-        reduction.run(load_model("embedded"), EmbeddedPictures(3), ["tome:8"])
+def test_too_few_images_are_refused() -> None:
+    with pytest.raises(ValueError, match="3 images can be read; pass at least four"):
+        reduction.run(load_model("embedded"), EmbeddedImages(3), ["tome:8"])
     with pytest.raises(ValueError, match="unknown"):
-        reduction.run(load_model("embedded"), EmbeddedPictures(4), ["nonsense:8"])
+        reduction.run(load_model("embedded"), EmbeddedImages(4), ["nonsense:8"])

@@ -18,8 +18,8 @@ from PIL import Image
 
 from bmfa.cli import main
 from bmfa.data import EmbeddedScenes, InstanceFiles, ProbeSettings, Tally, write_coco
-from bmfa.data.classification import EmbeddedPictures, LabelledPictures
-from bmfa.data.pictures import PicturesLostError
+from bmfa.data.classification import EmbeddedImages, LabelledImages
+from bmfa.data.images import ImagesLostError
 from bmfa.data.probes import probe_block
 from bmfa.evidence.classification import run as evaluation
 from bmfa.evidence.closed_loop import run as closed_loop
@@ -53,14 +53,14 @@ class KilledError(Exception):
 
 def evaluate(model: LoadedModel, **options: Any) -> Record:
     return evaluation.run(
-        model, EmbeddedPictures(7), METHODS, batch_size=2, repeats=0, seed=5, **options
+        model, EmbeddedImages(7), METHODS, batch_size=2, repeats=0, seed=5, **options
     )
 
 
 def loop(model: LoadedModel, **options: Any) -> Record:
     methods = ["random-quadrants:0.5", "optimal:0.01"]
     return closed_loop.run(
-        model, EmbeddedPictures(7), methods, layers=["last-1", "last-2"], batch_size=2, **options
+        model, EmbeddedImages(7), methods, layers=["last-1", "last-2"], batch_size=2, **options
     )
 
 
@@ -111,18 +111,18 @@ def test_another_run_is_refused_with_the_first_difference(
     def refused(match: str, **options: Any) -> None:
         settings = {"batch_size": 2, "repeats": 0, "seed": 5, **options}
         with pytest.raises(ValueError, match=match):
-            evaluation.run(model, pictures, methods, resume=file, **settings)
+            evaluation.run(model, images, methods, resume=file, **settings)
 
-    pictures, methods = EmbeddedPictures(7), METHODS
+    images, methods = EmbeddedImages(7), METHODS
     refused("belongs to another run: seed was 5 and is 6", seed=6)
     refused("batch_size was 2 and is 3", batch_size=3, seed=6)
     refused('layers was "last-4" and is "last-2"', layers="last-2")
     refused('dtype was "float32" and is "float16"', dtype="float16")
-    pictures = EmbeddedPictures(8)
-    refused("number of pictures was 7 and is 8")
-    pictures = EmbeddedPictures(7, seed=1)
-    refused("names of pictures was")
-    pictures, methods = EmbeddedPictures(7), METHODS[:1]
+    images = EmbeddedImages(8)
+    refused("number of images was 7 and is 8")
+    images = EmbeddedImages(7, seed=1)
+    refused("names of images was")
+    images, methods = EmbeddedImages(7), METHODS[:1]
     refused("methods was .* and is")
     methods = METHODS
     other = load_model("embedded")
@@ -136,7 +136,7 @@ def test_another_run_is_refused_with_the_first_difference(
 
 def probe(**options: Any) -> Record:
     methods = ["gamma:0.005", "random-quadrants:0.5", "optimal-leaves-pooled:0.1"]
-    scenes = EmbeddedScenes(pictures=60)
+    scenes = EmbeddedScenes(images=60)
     return probes.run(scenes, dataset="embedded", mode="image-edge", methods=methods, **options)
 
 
@@ -160,7 +160,7 @@ def test_a_probe_continues_to_the_same_rows(
     resumed = probe(resume=file)
     assert len(json.loads(file.read_text())["parts"]) > 3
     assert resumed.rows == expected.rows
-    for name in ("faults", "left_out", "instances", "pictures"):
+    for name in ("faults", "left_out", "instances", "images"):
         assert resumed.settings[name] == expected.settings[name]
     assert probe(resume=file, limit=50).rows == probe(limit=50).rows  # any limit, method or mode
     with pytest.raises(ValueError, match="grid was 16 and is 8"):
@@ -173,11 +173,11 @@ def test_a_probe_continues_to_the_same_rows(
 
 
 def test_the_parts_of_a_probe_survive_json() -> None:
-    part = next(EmbeddedScenes(pictures=4).parts(1000))
+    part = next(EmbeddedScenes(images=4).parts(1000))
     tally = Tally()
     block = probe_block(part.instances(tally), ProbeSettings(), tally)
     tally.leave_out("too small", "annotation 3")
-    tally.fault("torn", "picture 4", 2)
+    tally.fault("torn", "image 4", 2)
     again = unpack_part(json.loads(json.dumps(pack_part((4, block, tally)))))
     assert again[0] == 4 and again[2] == tally and block is not None and again[1] is not None
     for field in fields(block):
@@ -306,7 +306,7 @@ def test_a_probe_checks_its_parts(tmp_path: Path) -> None:
         ),
         (lambda part: part["block"]["size"].__setitem__(0, "huge"), "size is 'huge'"),
         (lambda part: part["block"]["area"].pop(), "area has .* values for .* instances"),
-        (lambda part: part.update(pictures=-1), "the count of pictures is -1"),
+        (lambda part: part.update(images=-1), "the count of images is -1"),
         (lambda part: part["block"]["area"].__setitem__(0, 4.0), "match their fingerprint"),
     ):
         bad = json.loads(json.dumps(good))
@@ -316,11 +316,11 @@ def test_a_probe_checks_its_parts(tmp_path: Path) -> None:
             probe(resume=file)
 
 
-def write_pictures(folder: Path, count: int = 6) -> Path:
-    for index, picture in enumerate(EmbeddedPictures(count)):
-        place = folder / str(picture.label)
+def write_images(folder: Path, count: int = 6) -> Path:
+    for index, image in enumerate(EmbeddedImages(count)):
+        place = folder / str(image.label)
         place.mkdir(parents=True, exist_ok=True)
-        Image.fromarray(picture.pixels).save(place / f"{index}.png")
+        Image.fromarray(image.pixels).save(place / f"{index}.png")
     return folder
 
 
@@ -347,20 +347,20 @@ COMMANDS = {
 
 
 def vanishing(root: Path, vanish: Callable[[Path], None]) -> Callable[[int, int], None]:
-    """Progress that takes the pictures away after the first batch."""
+    """Progress that takes the images away after the first batch."""
     return lambda done, total: vanish(root) if done == 2 else None
 
 
 @pytest.mark.parametrize("command", COMMANDS)
 @pytest.mark.parametrize("vanish", [take_away, leave_empty])
-def test_pictures_that_vanish_stop_the_run_which_continues_when_they_are_back(
+def test_images_that_vanish_stop_the_run_which_continues_when_they_are_back(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
     command: str,
     vanish: Callable[[Path], None],
 ) -> None:
-    root, file = write_pictures(tmp_path / "val"), tmp_path / "parts.json"
+    root, file = write_images(tmp_path / "val"), tmp_path / "parts.json"
     arguments = [command, "--data-dir", str(root), *COMMANDS[command].split(), "--json", "-"]
     main(arguments)
     expected = json.loads(capsys.readouterr().out)
@@ -372,7 +372,7 @@ def test_pictures_that_vanish_stop_the_run_which_continues_when_they_are_back(
                 main([*arguments, *resume])
         printed = capsys.readouterr()
         assert stop.value.code == 2 and printed.out == "" and printed.err.count("\n") == 1
-        assert str(root) in printed.err and "bring the pictures back" in printed.err
+        assert str(root) in printed.err and "bring the images back" in printed.err
         saved = f"1 batch is saved in {file}, and --resume {file} continues from there"
         assert (saved if resume else "nothing of this run is saved") in printed.err
         bring_back(root)
@@ -385,14 +385,14 @@ def test_pictures_that_vanish_stop_the_run_which_continues_when_they_are_back(
 def test_links_into_a_disk_that_vanishes_stop_the_run_too(
     model: LoadedModel, tmp_path: Path
 ) -> None:
-    disk, root = write_pictures(tmp_path / "disk"), tmp_path / "val"
+    disk, root = write_images(tmp_path / "disk"), tmp_path / "val"
     root.mkdir()
     for file in disk.glob("*/*.png"):
         (root / file.name).symlink_to(file)
-    with pytest.raises(PicturesLostError, match="disk"):
+    with pytest.raises(ImagesLostError, match="disk"):
         evaluation.run(
             model,
-            LabelledPictures(root),
+            LabelledImages(root),
             ["full"],
             batch_size=2,
             repeats=0,
@@ -402,13 +402,13 @@ def test_links_into_a_disk_that_vanishes_stop_the_run_too(
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_unreadable_pictures_are_tried_again(
+def test_unreadable_images_are_tried_again(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
     command: str,
 ) -> None:
-    root, file = write_pictures(tmp_path / "val"), tmp_path / "parts.json"
+    root, file = write_images(tmp_path / "val"), tmp_path / "parts.json"
     torn = [root / "2" / "2.png", root / "5" / "5.png"]
     whole = [path.read_bytes() for path in torn]
     arguments = [command, "--data-dir", str(root), *COMMANDS[command].split(), "--json", "-"]
@@ -430,11 +430,11 @@ def test_unreadable_pictures_are_tried_again(
     assert json.loads(capsys.readouterr().out)["rows"] == expected
 
 
-def test_a_probe_stops_where_its_pictures_vanish_and_tries_unreadable_ones_again(
+def test_a_probe_stops_where_its_images_vanish_and_tries_unreadable_ones_again(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr("bmfa.data.probes._PART_INSTANCES", 8)
-    annotations, images = write_coco(tmp_path, pictures=8), tmp_path / "images"
+    annotations, images = write_coco(tmp_path, images=8), tmp_path / "images"
     file = tmp_path / "parts.json"
 
     def run(**options: Any) -> Record:
@@ -450,11 +450,11 @@ def test_a_probe_stops_where_its_pictures_vanish_and_tries_unreadable_ones_again
             lost.append(done)
             take_away(images)
 
-    with pytest.raises(PicturesLostError, match=r"1 batch is saved in .*--resume"):
+    with pytest.raises(ImagesLostError, match=r"1 batch is saved in .*--resume"):
         run(resume=file, progress=vanish)
     bring_back(images)
     lost.clear()
-    with pytest.raises(PicturesLostError, match="nothing of this run is saved"):
+    with pytest.raises(ImagesLostError, match="nothing of this run is saved"):
         run(progress=vanish)
     bring_back(images)
 
@@ -463,7 +463,7 @@ def test_a_probe_stops_where_its_pictures_vanish_and_tries_unreadable_ones_again
     second.write_bytes(b"torn")
     first.rename(tmp_path / first.name)
     resumed = run(resume=file)
-    assert resumed.settings["faults"].keys() == {"missing picture", "unreadable picture"}
+    assert resumed.settings["faults"].keys() == {"missing image", "unreadable image"}
     second.write_bytes(kept)
     (tmp_path / first.name).rename(first)
     again = run(resume=file)

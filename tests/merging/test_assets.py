@@ -1,4 +1,4 @@
-"""Token reduction of a real model on real pictures: ToMe's figures, and ours against them."""
+"""Token reduction of a real model on real images: ToMe's figures, and ours against them."""
 
 import os
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from bmfa.data.classification import LabelledPictures
+from bmfa.data.classification import LabelledImages
 from bmfa.models import LoadedModel, final_tokens, load_model, reduce, unpatch
 
 pytestmark = [
@@ -25,8 +25,8 @@ BATCH = 50
 class Fidelity:
     """What is left of the full model's output."""
 
-    agreement: Tensor  # (pictures) percent
-    kl: Tensor  # (pictures) KL(full || reduced)
+    agreement: Tensor  # (images) percent
+    kl: Tensor  # (images) KL(full || reduced)
 
     def half(self, start: int) -> "Fidelity":
         return Fidelity(self.agreement[start::2], self.kl[start::2])
@@ -38,13 +38,11 @@ class Fidelity:
 
 @cache
 def loaded() -> tuple[LoadedModel, Tensor, Tensor]:
-    """DeiT-Tiny, the 500 pictures, and the full model's log-probabilities."""
+    """DeiT-Tiny, the 500 images, and the full model's log-probabilities."""
     assets = Path(os.environ["BMFA_ASSETS"])
     weights = assets / "weights" / "deit_tiny_patch16_224.fp16.safetensors"
     model = load_model("timm:deit_tiny_patch16_224", weights, crop_pct=0.875)
-    shown = [
-        model.preprocess(picture.pixels) for picture in LabelledPictures(assets / "imagenet-val")
-    ]
+    shown = [model.preprocess(image.pixels) for image in LabelledImages(assets / "imagenet-val")]
     pixels = torch.stack(shown)
     return model, pixels, outputs(model, pixels)
 
@@ -83,7 +81,7 @@ def test_free_energy_beats_tome(r: int, tokens: int, points: float, lower: float
     tome, ours = fidelity(f"tome:{r}", tokens), fidelity(f"free-energy:{r}", tokens)
     assert ours.mean[0] >= tome.mean[0] + points
     assert ours.mean[1] <= tome.mean[1] * (1 - lower)
-    # Not by the luck of the pictures: in either half of them the loss is lower by as much.
+    # Not by the luck of the images: in either half of them the loss is lower by as much.
     for start in (0, 1):
         assert ours.half(start).mean[1] <= tome.half(start).mean[1] * (1 - lower)
         assert ours.half(start).mean[0] > tome.half(start).mean[0]

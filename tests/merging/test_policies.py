@@ -83,7 +83,7 @@ def acting_block(name: str) -> int:
 
 
 def arrays(state: LayerState, index: int) -> tuple[Array, Array, Array]:
-    """x, size and unit mean keys of one picture."""
+    """x, size and unit mean keys of one image."""
     x, size, k = (t[index].double().numpy() for t in (state.x, state.size, state.k))
     return x, size, reference.unit_mean_keys(k)
 
@@ -239,7 +239,7 @@ def test_a_constant_signal_keeps_its_value_there_and_back(policy: Policy) -> Non
     torch.testing.assert_close(reduced.unmerge_matrix @ reduced.x[:, 1:], state.x[:, 1:])
 
 
-def test_random_pairs_are_disjoint_seeded_and_the_same_for_all_pictures() -> None:
+def test_random_pairs_are_disjoint_seeded_and_the_same_for_all_images() -> None:
     results = [reduce_tokens(RandomPool(6, seed), layer_state(0)) for seed in (0, 0, 1)]
     targets = [reduced.assignment for reduced in results if reduced.assignment is not None]
     assert torch.equal(targets[0], targets[1]) and not torch.equal(targets[0], targets[2])
@@ -346,7 +346,7 @@ def test_merging_conserves_sizes_and_weighted_sums(name: str, prefix: int) -> No
 
 
 @pytest.mark.parametrize("name", [*MERGING, "tofu:3", "diffrate:3", "evit:0.5", "dct:0.8"])
-def test_pictures_of_a_batch_are_independent(name: str) -> None:
+def test_images_of_a_batch_are_independent(name: str) -> None:
     policy = parse(name)
     state = layer_state(8, layer=acting_block(name))
     alone = LayerState(

@@ -279,7 +279,7 @@ def test_unit_mean_keys(shape: tuple[int, int, int, int], dtype: torch.dtype) ->
     _, k, _ = random_heads(2, shape, dtype)
     features = operators.unit_mean_keys(k)
     assert features.dtype == dtype
-    exact = np.stack([reference.unit_mean_keys(array(picture)) for picture in k])
+    exact = np.stack([reference.unit_mean_keys(array(image)) for image in k])
     atol = torch.finfo(dtype).eps / 2 + 8 * 2.0**-23
     np.testing.assert_allclose(array(features), exact, rtol=0, atol=atol)
     zero = torch.zeros_like(k)
@@ -374,7 +374,7 @@ def test_attention_at_full_size(tokens: int, dtype: torch.dtype) -> None:
 def check_pairs_are_cheapest(
     features: Array, weight: Array | None, assignment: NDArray[np.int32], r: int
 ) -> None:
-    """Assert for one picture with one prefix token that the r pairs are the cheapest, up to rounding."""
+    """Assert for one image with one prefix token that the r pairs are the cheapest, up to rounding."""
     even, odd = np.arange(2, len(features), 2), np.arange(1, len(features), 2)
     distance = ((features[even][:, None] - features[odd][None]) ** 2).sum(-1)
     factor = 1.0 if weight is None else weight[even][:, None] + weight[odd][None]

@@ -165,7 +165,7 @@ def make_model(name: str, seed: int = 0) -> nn.Module:
     return model
 
 
-def pictures(height: int = 32, width: int = 32, seed: int = 1) -> Tensor:
+def images(height: int = 32, width: int = 32, seed: int = 1) -> Tensor:
     return torch.randn(2, 3, height, width, generator=torch.Generator().manual_seed(seed))
 
 

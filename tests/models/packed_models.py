@@ -1,4 +1,4 @@
-"""Small models that take pictures of several sizes in one call, or tokens in an order of their own."""
+"""Small models that take images of several sizes in one call, or tokens in an order of their own."""
 
 from collections.abc import Callable
 from typing import Any
@@ -8,7 +8,7 @@ from torch import nn
 
 from bmfa.packages import load_package
 
-# Frames, height and width of pictures in patches: a picture, and a video of two frames.
+# Frames, height and width of images in patches: an image, and a video of two frames.
 SIZES = ((1, 12, 8), (2, 6, 10))
 Inputs = dict[str, Any]
 
@@ -18,14 +18,14 @@ def _generator(seed: int) -> torch.Generator:
 
 
 def qwen_inputs(seed: int = 1) -> Inputs:
-    """Patches of a picture and of a video, 2 frames x 4x4 pixels each."""
+    """Patches of an image and of a video, 2 frames x 4x4 pixels each."""
     tokens = sum(frames * height * width for frames, height, width in SIZES)
     patches = torch.randn(tokens, 3 * 2 * 4 * 4, generator=_generator(seed))
     return {"hidden_states": patches, "grid_thw": torch.tensor(SIZES)}
 
 
 def pixtral_inputs(seed: int = 1) -> Inputs:
-    """Two pictures of 12x8 and 6x10 patches, padded to a common size."""
+    """Two images of 12x8 and 6x10 patches, padded to a common size."""
     pixels = torch.randn(2, 3, 48, 40, generator=_generator(seed))
     return {"pixel_values": pixels, "image_sizes": torch.tensor([[48, 32], [24, 40]])}
 
@@ -81,7 +81,7 @@ def naflex(**options: Any) -> Callable[[], nn.Module]:
 
 
 def naflex_inputs(seed: int = 1) -> Inputs:
-    """Pictures of 12x8 and 6x10 patches, 100 tokens with padding; the second one is out of order."""
+    """Images of 12x8 and 6x10 patches, 100 tokens with padding; the second one is out of order."""
     generator = _generator(seed)
     coordinates = torch.zeros(2, 100, 2, dtype=torch.long)
     valid = torch.zeros(2, 100, dtype=torch.bool)
@@ -235,7 +235,7 @@ PACKED: dict[str, tuple[Callable[[], nn.Module], Callable[[int], Inputs]]] = {
 }
 
 
-# Pictures in one sequence.
+# Images in one sequence.
 SEQUENCES = sorted(PACKED)
 
 PACKED |= {

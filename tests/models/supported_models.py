@@ -195,7 +195,7 @@ SUPPORTED: dict[str, Supported] = {
 
 
 def siglip2_inputs(seed: int = 1) -> Inputs:
-    """Two pictures of 12x8 and 7x9 patches, in a batch with padding to 100."""
+    """Two images of 12x8 and 7x9 patches, in a batch with padding to 100."""
     sizes = torch.tensor([[12, 8], [7, 9]])
     generator = torch.Generator().manual_seed(seed)
     patches = torch.randn(2, 100, 3 * 4 * 4, generator=generator)

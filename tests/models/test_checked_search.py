@@ -1,4 +1,4 @@
-"""The search with checks, on synthetic models whose layers change other pictures more or less."""
+"""The search with checks, on synthetic models whose layers change other images more or less."""
 
 import math
 import random
@@ -15,7 +15,7 @@ CASES = 60
 
 @dataclass
 class Simulated:
-    """A model of which every layer changes the checking pictures by a factor of its own."""
+    """A model of which every layer changes the checking images by a factor of its own."""
 
     seed: int
     power: int = 2
@@ -113,7 +113,7 @@ def test_the_plan_holds_and_no_single_target_that_holds_is_faster(power, interac
     assert tightened > CASES / 4, "nearly every first combination held, so little is tested"
 
 
-def test_on_equal_pictures_the_first_combination_is_the_plan():
+def test_on_equal_images_the_first_combination_is_the_plan():
     for seed in range(CASES):
         model = Simulated(seed, largest_factor=1.0)
         made = model.run()
@@ -189,7 +189,7 @@ def test_a_measure_of_unknown_addition_is_only_checked():
         )
 
 
-def test_layers_that_change_only_the_checking_pictures_are_found():
+def test_layers_that_change_only_the_checking_images_are_found():
     model = Simulated(1)
     model.candidates = [
         LayerSetting(layer, error, 1.0 - 10 * (error or 0.0), 0.0)
@@ -243,8 +243,8 @@ def test_a_single_target_that_uses_the_whole_tolerance_is_improved_without_an_er
     assert made.run() == single
 
 
-def test_a_setting_that_changes_only_the_checking_pictures_is_no_error():
-    """Nothing changes the choosing pictures, so nothing is known of how the measure grows."""
+def test_a_setting_that_changes_only_the_checking_images_is_no_error():
+    """Nothing changes the choosing images, so nothing is known of how the measure grows."""
     candidates = [LayerSetting(0, None, 1.0, 0.0), LayerSetting(0, 0.1, 0.5, 0.0)]
     changes = iter([2.0, 0.5])
     made = CheckedSearch(

@@ -49,7 +49,7 @@ CHANGES: dict[str, Callable[[nn.Module], nn.Module]] = {
 }
 
 
-def pictures(size: tuple[int, int], seed: int = 0) -> Tensor:
+def images(size: tuple[int, int], seed: int = 0) -> Tensor:
     return torch.randn(2, 3, *size, generator=torch.Generator().manual_seed(seed))
 
 
@@ -62,7 +62,7 @@ def logits(model: nn.Module, pixels: Tensor) -> Tensor:
 @pytest.mark.parametrize("host", HOSTS)
 def test_threads_with_different_grids_do_not_interfere(host: str, change: str) -> None:
     model = CHANGES[change](HOSTS[host]())
-    shown = {size: pictures(size) for size in (WIDE, TALL, (32, 32))}
+    shown = {size: images(size) for size in (WIDE, TALL, (32, 32))}
     with torch.no_grad():
         alone = {size: logits(model, pixels) for size, pixels in shown.items()}
     wrong: list[object] = []
@@ -90,8 +90,8 @@ def test_threads_with_different_grids_do_not_interfere(host: str, change: str) -
 def gradients(model: nn.Module) -> list[Tensor]:
     """Of two forward passes with grids of one size and other shapes, before one backward pass."""
     model.zero_grad()
-    first = logits(model, pictures(WIDE)).square().sum()
-    second = logits(model, pictures(TALL, seed=1)).square().sum()
+    first = logits(model, images(WIDE)).square().sum()
+    second = logits(model, images(TALL, seed=1)).square().sum()
     (first + second).backward()
     return [p.grad.clone() for p in model.parameters() if p.grad is not None]
 
@@ -172,7 +172,7 @@ def test_checkpointing_inside_a_block_is_refused_where_the_grid_is_ambiguous() -
             return x + block.mlp(block.norm2(x))
 
         block.forward = forward
-    alone = logits(model, pictures(WIDE)).square().sum()
+    alone = logits(model, images(WIDE)).square().sum()
     alone.backward()  # one shape alone is no question
     with pytest.raises(RuntimeError, match="apply gradient checkpointing to whole blocks"):
         gradients(model)
@@ -181,14 +181,14 @@ def test_checkpointing_inside_a_block_is_refused_where_the_grid_is_ambiguous() -
 
 def test_no_state_outlives_its_tokens() -> None:
     model = patch(timm_vit(), rule=COARSE, layers="all")
-    logits(model, pictures(WIDE)).sum().backward()
+    logits(model, images(WIDE)).sum().backward()
     assert screened_layers(model)[0].token_grid.passes._attached == {}
 
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_forward_of_the_instance_runs_and_survives(change: str) -> None:
     model = timm_vit()
-    pixels, calls = pictures(WIDE), []
+    pixels, calls = images(WIDE), []
     layer = model.blocks[1].attn
     before = type(layer).forward.__get__(layer)
 
@@ -211,7 +211,7 @@ def test_a_forward_of_the_instance_runs_and_survives(change: str) -> None:
 
 
 def test_a_forward_that_was_wrapped_after_patching_survives() -> None:
-    model, pixels = timm_vit(), pictures(WIDE)
+    model, pixels = timm_vit(), images(WIDE)
     with torch.no_grad():
         full = logits(model, pixels)
         patch(model, rule=COARSE, layers="all")
@@ -249,7 +249,7 @@ def replicas(model: nn.Module, factor: float) -> nn.Module:
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("host", HOSTS)
 def test_replicas_compute_with_their_own_weights(host: str, change: str) -> None:
-    model, pixels = HOSTS[host](), pictures(WIDE)
+    model, pixels = HOSTS[host](), images(WIDE)
     expected = copy.deepcopy(model)
     with torch.no_grad():
         for parameter in expected.parameters():
@@ -261,7 +261,7 @@ def test_replicas_compute_with_their_own_weights(host: str, change: str) -> None
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("host", HOSTS)
 def test_copies_and_pickles_are_changed_alike_and_on_their_own(host: str, change: str) -> None:
-    model, pixels = CHANGES[change](HOSTS[host]()), pictures(WIDE)
+    model, pixels = CHANGES[change](HOSTS[host]()), images(WIDE)
     file = io.BytesIO()
     torch.save(model, file)
     file.seek(0)
@@ -336,7 +336,7 @@ DENSE: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module, Tensor], An
 def test_models_that_read_block_outputs(name: str) -> None:
     make, read = DENSE[name]
     torch.manual_seed(0)
-    model, pixels = make().eval(), pictures((32, 32))
+    model, pixels = make().eval(), images((32, 32))
     with torch.no_grad():
         full = read(model, pixels)
         exact = read(patch(model, rule=rules.ExactGap(0.0), layers="all"), pixels)
@@ -359,7 +359,7 @@ def test_patch_takes_no_order() -> None:
 
 @pytest.mark.parametrize("policy", ["tome:6", "evit:0.7", "dct:0.9", "fixed-pool:2"])
 def test_what_is_read_between_blocks_is_the_unmerged_tokens(policy: str) -> None:
-    model, pixels = timm_vit(), pictures((32, 32))
+    model, pixels = timm_vit(), images((32, 32))
     with torch.no_grad():
         for depth in (1, 2, 3):
             short = copy.deepcopy(model)
@@ -401,13 +401,13 @@ def test_tokens_replaced_between_merged_blocks_are_refused() -> None:
     model = reduce(timm_vit(), "tome:4")
     model.blocks[0].register_forward_hook(lambda m, i, o: o + 1)
     with pytest.raises(RuntimeError, match="block 0 returned were replaced before block 1"):
-        model(pictures((32, 32)))
+        model(images((32, 32)))
 
 
 def test_unmerge_returns_a_full_grid_unchanged() -> None:
     model = reduce(timm_vit(), "tome:4", dense=True)
     with torch.no_grad():
-        tokens = model.forward_features(pictures((32, 32)))
+        tokens = model.forward_features(images((32, 32)))
     assert unmerge(model, tokens) is tokens
 
 
@@ -416,7 +416,7 @@ def test_attention_weights_of_a_patched_model_are_refused() -> None:
     config = transformers.ViTConfig(**HF)
     config._attn_implementation = "eager"
     model = transformers.ViTModel(config).eval()
-    pixels = pictures((32, 32))
+    pixels = images((32, 32))
     assert len(model(pixels, output_attentions=True).attentions) == 3
     patch(model, rule=COARSE, layers="last-1")
     with pytest.raises(ValueError, match="output_attentions=True is not supported"):
@@ -442,7 +442,7 @@ def test_attention_weights_of_a_patched_model_are_refused() -> None:
 )
 def test_reduced_models_compile_for_grids_of_one_size(host: str, whole: bool) -> None:
     model = reduce(HOSTS[host](), "tome:4")
-    shown = [pictures(size) for size in (WIDE, TALL, WIDE)]
+    shown = [images(size) for size in (WIDE, TALL, WIDE)]
     with torch.no_grad():
         expected = [logits(model, pixels) for pixels in shown]
         torch.compiler.reset()
@@ -467,7 +467,7 @@ def test_interleaved_and_nested_passes_keep_their_grids(
     change: str, other: tuple[int, int]
 ) -> None:
     model = CHANGES[change](timm_vit())
-    shown = {"first": pictures(WIDE), "second": pictures(other, seed=1)}
+    shown = {"first": images(WIDE), "second": images(other, seed=1)}
     with torch.no_grad():
         alone = {name: model.blocks(tokens_of(model, x)) for name, x in shown.items()}
         # In turns, block by block.
@@ -495,17 +495,17 @@ def test_interleaved_and_nested_passes_keep_their_grids(
 
 def test_ambiguous_pending_grids_are_refused() -> None:
     model = patch(timm_vit(), rule=COARSE, layers="last-1")
-    first, second = tokens_of(model, pictures(WIDE)), tokens_of(model, pictures(TALL))
+    first, second = tokens_of(model, images(WIDE)), tokens_of(model, images(TALL))
     with pytest.raises(RuntimeError, match="grids of 4x8 and 8x4"):
         model.blocks(first)
     assert second.shape == first.shape
-    model(pictures(TALL))  # nothing is left of it
+    model(images(TALL))  # nothing is left of it
 
 
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("part", ["attn", "block"])
 def test_a_model_that_was_wrapped_between_two_patches_runs(change: str, part: str) -> None:
-    model, pixels = CHANGES[change](timm_vit()), pictures(WIDE)
+    model, pixels = CHANGES[change](timm_vit()), images(WIDE)
     expected = patch(timm_vit(), rule=COARSE, layers="all")
     for block in model.blocks:
         module = block.attn if part == "attn" else block
@@ -547,4 +547,4 @@ def test_reduced_models_return_shapes_on_the_meta_device(policy: str) -> None:
 def test_a_trace_of_a_reduced_model_is_refused() -> None:
     model = reduce(timm_vit(), "tome:4")
     with pytest.raises(RuntimeError, match=r"torch\.compile or torch\.export"):
-        torch.jit.trace(model, pictures((32, 32)), check_trace=False)
+        torch.jit.trace(model, images((32, 32)), check_trace=False)

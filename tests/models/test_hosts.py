@@ -23,8 +23,8 @@ from models.host_models import (
     clip_model,
     hf_model,
     image_size,
+    images,
     make_model,
-    pictures,
     run,
     timm_model,
 )
@@ -53,7 +53,7 @@ def test_the_prefix_is_found(name: str) -> None:
     patch(model, rule=COARSE, layers=[0, 2])
     side = image_size(name)
     with record(model) as recording:
-        run(model, pictures(side, side))
+        run(model, images(side, side))
     assert sorted(recording.layers) == [0, 2]
     tree = recording[2].trees[0]
     grid = Grid(14, 14) if name == "embedded" else Grid(8, 8)
@@ -66,7 +66,7 @@ def test_the_text_tower_is_left_alone(kind: str) -> None:
     patch(model, rule=COARSE, layers="all")
     assert len(screened_layers(model)) == 3
     assert len(screened_layers(model.vision_model)) == 3
-    inputs = {"input_ids": torch.ones(2, 8, dtype=torch.long), "pixel_values": pictures()}
+    inputs = {"input_ids": torch.ones(2, 8, dtype=torch.long), "pixel_values": images()}
     coarse = model(**inputs)
     exact = unpatch(model)(**inputs)
     assert torch.equal(coarse.text_embeds, exact.text_embeds)
@@ -107,9 +107,9 @@ def test_nested_attention_without_one_caller_is_refused(owners: int) -> None:
 
 def test_a_wrapped_model_is_found() -> None:
     wrapped = nn.Sequential(nn.Identity(), make_model("vit"))
-    full = run(wrapped, pictures())
-    assert not torch.equal(run(patch(wrapped, rule=COARSE, layers="all"), pictures()), full)
-    assert torch.equal(run(unpatch(wrapped), pictures()), full)
+    full = run(wrapped, images())
+    assert not torch.equal(run(patch(wrapped, rule=COARSE, layers="all"), images()), full)
+    assert torch.equal(run(unpatch(wrapped), images()), full)
     with pytest.raises(ValueError, match="2 vision towers"):
         patch(nn.ModuleList([make_model("vit"), make_model("hf-vit")]))
 
@@ -176,7 +176,7 @@ def test_parallel_blocks_and_an_unknown_attention_are_refused() -> None:
 
 
 def test_unfused_attention_is_replaced_too() -> None:
-    model, pixels = make_model("vit"), pictures()
+    model, pixels = make_model("vit"), images()
     for block in model.blocks:
         block.attn.fused_attn = False
     full = run(model, pixels)

@@ -18,8 +18,8 @@ from bmfa.evidence.bench.inputs import load_any_size
 from bmfa.models import Preprocessing, embedded, hub, load_model
 from bmfa.packages import load_package
 from models.host_models import (
+    images,
     make_model,
-    pictures,
     run,
 )
 
@@ -43,7 +43,7 @@ def test_timm_weights_from_files(tmp_path: Path) -> None:
         "timm:deit_tiny_patch16_224", tmp_path / "checkpoint.pth", crop_pct=0.875, img_size=64
     )
     assert again.preprocess.crop_pct == 0.875
-    assert again.logits(pictures(64, 64)).shape == (2, 1000)
+    assert again.logits(images(64, 64)).shape == (2, 1000)
 
 
 def test_weights_that_do_not_fit_are_named(tmp_path: Path) -> None:
@@ -128,7 +128,7 @@ def test_image_sizes_must_be_multiples_of_the_patch_size(tmp_path: Path) -> None
     with pytest.raises(ValueError, match=r"such as 16$"):
         load_model("timm:vit_tiny_patch16_224", weights, img_size=9)
     loaded = load_model("timm:vit_tiny_patch16_224", weights, img_size=(96, 112))
-    assert loaded.logits(pictures(96, 112)).shape == (2, 1000)
+    assert loaded.logits(images(96, 112)).shape == (2, 1000)
     make_model("hf-vit").save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="multiple of 4, such as 24 or 28"):
         load_model(str(tmp_path), img_size=25)
@@ -174,15 +174,15 @@ def test_transformers_folders(tmp_path: Path) -> None:
     (tmp_path / "preprocessor_config.json").write_text(json.dumps(settings))
     for name in (f"hf:{tmp_path}", str(tmp_path)):
         loaded = load_model(name)
-        assert torch.equal(loaded.logits(pictures()), run(model, pictures()))
+        assert torch.equal(loaded.logits(images()), run(model, images()))
     half = (0.5, 0.5, 0.5)
     assert loaded.preprocess == Preprocessing((32, 32), 0.8, "bilinear", half, half)
     assert loaded.classes == ("LABEL_0", "LABEL_1")
     weights = save_safetensors(make_model("hf-deit", seed=3), tmp_path / "other.safetensors")
-    assert not torch.equal(load_model(name, weights).logits(pictures()), run(model, pictures()))
+    assert not torch.equal(load_model(name, weights).logits(images()), run(model, images()))
     larger = load_model(name, img_size=(40, 24))
     assert larger.preprocess.size == (40, 24)
-    assert larger.logits(pictures(40, 24)).shape == (2, 2)
+    assert larger.logits(images(40, 24)).shape == (2, 2)
     (tmp_path / "empty").mkdir()
     with pytest.raises(FileNotFoundError, match=r"has no config\.json"):
         load_model(f"hf:{tmp_path / 'empty'}")

@@ -1,4 +1,4 @@
-"""Hosts whose tokens are not one grid in raster order: packed pictures, padding, Hiera."""
+"""Hosts whose tokens are not one grid in raster order: packed images, padding, Hiera."""
 
 import copy
 import pickle
@@ -72,7 +72,7 @@ def test_exact_settings_equal_the_original_and_unpatch_restores_its_bits(name: s
 
 @pytest.mark.parametrize("name", sorted(name for name in PACKED if name.startswith("qwen")))
 @torch.no_grad()
-def test_every_picture_is_attended_as_if_it_were_alone(name: str) -> None:
+def test_every_image_is_attended_as_if_it_were_alone(name: str) -> None:
     """With trees, whose blocks depend on the grid, so that a wrong order or grid would change them."""
     model, inputs = make_packed(name), inputs_of(name)
     patch(model, layers="all", **COARSE)
@@ -90,7 +90,7 @@ def test_every_picture_is_attended_as_if_it_were_alone(name: str) -> None:
 
 
 def places(name: str, height: int, width: int) -> list[tuple[int, int]]:
-    """Row and column of the tokens of a picture in the order of the model, from its definition."""
+    """Row and column of the tokens of an image in the order of the model, from its definition."""
     tokens = [(row, column) for row in range(height) for column in range(width)]
     if name == "pixtral":
         return tokens
@@ -107,7 +107,7 @@ def places(name: str, height: int, width: int) -> list[tuple[int, int]]:
 
 @pytest.mark.parametrize("name", SEQUENCES)
 @torch.no_grad()
-def test_the_tokens_of_each_picture_are_in_raster_order(name: str) -> None:
+def test_the_tokens_of_each_image_are_in_raster_order(name: str) -> None:
     model, inputs = make_packed(name), inputs_of(name)
     patch(model, layers=[0], **COARSE)
     with record(model, trees=False):
@@ -129,7 +129,7 @@ def test_the_tokens_of_each_picture_are_in_raster_order(name: str) -> None:
 
 @pytest.mark.parametrize("name", SEQUENCES)
 @torch.no_grad()
-def test_pictures_of_one_grid_share_a_call(name: str) -> None:
+def test_images_of_one_grid_share_a_call(name: str) -> None:
     model, inputs = make_packed(name), inputs_of(name)
     patch(model, layers=[0], **COARSE)
     calls: list[tuple[Grid, int]] = []
@@ -171,7 +171,7 @@ def _by_name(inputs: Inputs) -> Inputs:
 
 
 @torch.no_grad()
-def test_naflex_finds_the_grids_of_padded_pictures_and_of_images() -> None:
+def test_naflex_finds_the_grids_of_padded_images_and_of_images() -> None:
     model, inputs = make_packed("naflex"), inputs_of("naflex")
     patch(model, layers=[0], **COARSE)
     calls: list[tuple[Grid, tuple[int, ...]]] = []
@@ -188,7 +188,7 @@ def test_naflex_finds_the_grids_of_padded_pictures_and_of_images() -> None:
         (Grid(6, 10), (1, 3, prefix + 60)),
         (Grid(6, 10), (2, 3, prefix + 60)),
     ]
-    # The order in which a picture's patches are passed is of no importance.
+    # The order in which an image's patches are passed is of no importance.
     ordered = copy.deepcopy(inputs)["x"]
     places = ordered["patch_coord"][1, :60]
     order = (places[:, 0] * 10 + places[:, 1]).argsort()
@@ -198,7 +198,7 @@ def test_naflex_finds_the_grids_of_padded_pictures_and_of_images() -> None:
 
 
 @torch.no_grad()
-def test_naflex_refuses_masks_and_incomplete_pictures() -> None:
+def test_naflex_refuses_masks_and_incomplete_images() -> None:
     model, inputs = make_packed("naflex"), inputs_of("naflex")["x"]
     patch(model, layers="all", **COARSE)
     with pytest.raises(ValueError, match="attn_mask is not supported"):
@@ -207,7 +207,7 @@ def test_naflex_refuses_masks_and_incomplete_pictures() -> None:
     hole["patch_valid"][0, 5] = False
     with pytest.raises(ValueError, match="do not fill that grid"):
         model(hole)
-    with pytest.raises(TypeError, match="cannot be reduced: its pictures may have different grids"):
+    with pytest.raises(TypeError, match="cannot be reduced: its images may have different grids"):
         bmfa.reduce(model, "tome:2")
 
 
@@ -249,7 +249,7 @@ def break_graph(*args: Any) -> None:
 @pytest.mark.parametrize("case", sorted(STATIC))
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @torch.no_grad()
-def test_pictures_whose_grids_need_no_values_compile_as_one_graph(case: str) -> None:
+def test_images_whose_grids_need_no_values_compile_as_one_graph(case: str) -> None:
     name, inputs = STATIC[case]
     model = make_packed(name)
     for options in ({"error": 0.1}, {"leaves": 2, "form": "tiled"}):  # dense, tiles
@@ -270,7 +270,7 @@ def test_pictures_whose_grids_need_no_values_compile_as_one_graph(case: str) -> 
 @pytest.mark.parametrize("name", ["pixtral", "naflex"])
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @torch.no_grad()
-def test_pictures_whose_grids_are_values_break_the_graph_and_say_so(name: str) -> None:
+def test_images_whose_grids_are_values_break_the_graph_and_say_so(name: str) -> None:
     model, inputs = make_packed(name), inputs_of(name)
     patch(model, layers="all", **COARSE)
     expected = features(model, inputs)
@@ -308,7 +308,7 @@ def test_summaries(name: str) -> None:
 
 
 @torch.no_grad()
-def test_records_of_packed_pictures_and_pooled_queries() -> None:
+def test_records_of_packed_images_and_pooled_queries() -> None:
     model = patch(make_packed("hiera"), layers="all", **COARSE)
     with record(model) as recording:
         features(model, inputs_of("hiera"))
@@ -437,7 +437,7 @@ def test_windows_of_qwen_2_5_stay_as_they_are() -> None:
 
 def test_a_block_alone_and_positions_that_fill_no_grid_are_refused() -> None:
     model = patch(make_packed("qwen3-vl"), layers="all", **COARSE)
-    with pytest.raises(RuntimeError, match="sizes of the pictures are unknown"):
+    with pytest.raises(RuntimeError, match="sizes of the images are unknown"):
         model.blocks[0](
             torch.zeros(16, 32),
             cu_seqlens=torch.tensor([0, 16]),
@@ -445,18 +445,18 @@ def test_a_block_alone_and_positions_that_fill_no_grid_are_refused() -> None:
         )
     with pytest.raises(ValueError, match="do not fill that grid"):
         raster_order(torch.tensor([[0, 0], [0, 1], [1, 1]]))
-    with pytest.raises(TypeError, match="cannot be reduced: its pictures share"):
+    with pytest.raises(TypeError, match="cannot be reduced: its images share"):
         bmfa.reduce(model, "tome:2")
 
 
-def test_attention_over_other_tokens_than_the_pictures_have_is_refused() -> None:
+def test_attention_over_other_tokens_than_the_images_have_is_refused() -> None:
     packing = pack([(Grid(2, 2), torch.arange(4))], (1, 4), torch.device("cpu"))
     tokens = torch.zeros(1, 2, 5, 8)
     with pytest.raises(ValueError, match=r"1 x 5 tokens.*make 1 x 4"):
         packing.attend(lambda grid, q, k, v: v, tokens, tokens, tokens)
 
 
-def test_tokens_of_no_picture_get_the_mean_of_their_sequence() -> None:
+def test_tokens_of_no_image_get_the_mean_of_their_sequence() -> None:
     index = torch.tensor([0, 1, 3, 2])  # the last two tokens in the other order; token 4 is padding
     packing = pack([(Grid(2, 2), index)], (1, 5), torch.device("cpu"))
     v = torch.randn(1, 2, 5, 3, generator=torch.Generator().manual_seed(0))
@@ -465,7 +465,7 @@ def test_tokens_of_no_picture_get_the_mean_of_their_sequence() -> None:
     torch.testing.assert_close(output[:, :, 4], v.mean(2))
 
 
-# Pixels of pictures, and the grids of the keys in the layers.
+# Pixels of images, and the grids of the keys in the layers.
 TUNED = {
     "hiera": ((64, 128), [(8, 16), (8, 16), (4, 8), (4, 8), (4, 8)]),
     "sam2": ((128, 256), [(16, 32), (8, 16), (8, 16)]),
@@ -537,5 +537,5 @@ def test_times_of_pooled_queries_are_measured() -> None:
 
 @pytest.mark.parametrize("untuned", ["qwen2.5-vl", "qwen3-vl"])
 def test_models_that_take_patches_are_not_tuned(untuned: str) -> None:
-    with pytest.raises(TypeError, match="it takes patches of pictures and grid_thw instead of"):
+    with pytest.raises(TypeError, match="it takes patches of images and grid_thw instead of"):
         bmfa.tune(make_packed(untuned), smooth((48, 64)))

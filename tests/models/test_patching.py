@@ -23,8 +23,8 @@ from models.host_models import (
     SIZED,
     VIT,
     image_size,
+    images,
     make_model,
-    pictures,
     run,
     timm_model,
 )
@@ -39,7 +39,7 @@ def name(request: pytest.FixtureRequest) -> str:
 
 
 def test_exact_gap_zero_gives_the_hosts_output_and_unpatch_its_bits(name: str) -> None:
-    model, pixels = make_model(name), pictures(image_size(name), image_size(name))
+    model, pixels = make_model(name), images(image_size(name), image_size(name))
     full = run(model, pixels)
     before = {key: value.clone() for key, value in model.state_dict().items()}
     assert patch(model, rule=EXACT, layers="all") is model
@@ -58,18 +58,18 @@ def test_exact_gap_zero_gives_the_hosts_output_and_unpatch_its_bits(name: str) -
 @pytest.mark.parametrize("name", sorted(SIZED))
 @pytest.mark.parametrize("size", [(40, 40), (24, 48), (36, 16)])
 def test_other_sizes_and_aspect_ratios(name: str, size: tuple[int, int]) -> None:
-    model, pixels = make_model(name), pictures(*size)
+    model, pixels = make_model(name), images(*size)
     full = run(model, pixels, **SIZED[name])
     patch(model, rule=EXACT, layers="all")
     with record(model) as recording:
         exact = run(model, pixels, **SIZED[name])
     torch.testing.assert_close(exact, full, rtol=1e-4, atol=1e-4 * float(full.abs().max()))
     assert recording[1].trees[0].grid == Grid(size[0] // 4, size[1] // 4)
-    run(model, pictures(), **SIZED[name])  # and back again
+    run(model, images(), **SIZED[name])  # and back again
 
 
 def test_patching_twice_equals_once(name: str) -> None:
-    model, pixels = make_model(name), pictures(image_size(name), image_size(name))
+    model, pixels = make_model(name), images(image_size(name), image_size(name))
     full = run(model, pixels)
     once = run(patch(model, rule=COARSE, layers="last-2"), pixels)
     patch(model, rule=EXACT, layers="all")
@@ -83,7 +83,7 @@ def test_patching_twice_equals_once(name: str) -> None:
 def test_copies_and_pickles_are_patched_on_their_own(
     name: str, duplicate: Callable[[nn.Module], nn.Module]
 ) -> None:
-    model, pixels = make_model(name), pictures(image_size(name), image_size(name))
+    model, pixels = make_model(name), images(image_size(name), image_size(name))
     full = run(model, pixels)
     patch(model, rule=COARSE, layers="last-2")
     screened = run(model, pixels)
@@ -98,7 +98,7 @@ def test_a_pickle_runs_in_another_process(tmp_path: Path) -> None:
     cases = []
     for name in ("vit", "hf-vit"):
         model = patch(make_model(name), rule=COARSE, layers="last-2")
-        cases.append((model, pictures(), run(model, pictures())))
+        cases.append((model, images(), run(model, images())))
     file = tmp_path / "models.pickle"
     file.write_bytes(pickle.dumps(cases))
     code = (
@@ -111,7 +111,7 @@ def test_a_pickle_runs_in_another_process(tmp_path: Path) -> None:
 
 
 def test_only_queries_keys_and_values_are_replaced() -> None:
-    model, pixels = make_model("vit"), pictures()
+    model, pixels = make_model("vit"), images()
     seen: list[Tensor] = []
     model.blocks[2].attn.proj.register_forward_hook(lambda m, x, y: seen.append(x[0]))
     inputs: list[Tensor] = []
@@ -125,7 +125,7 @@ def test_only_queries_keys_and_values_are_replaced() -> None:
 
 def test_gradients_flow_through_the_trees() -> None:
     model = patch(make_model("vit"), rule=rules.Optimal(0.01), layers="all").train()
-    model(pictures()).sum().backward()
+    model(images()).sum().backward()
     assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
 
 
@@ -162,7 +162,7 @@ def test_options_are_checked_before_anything_is_changed() -> None:
     assert not screened_layers(model)
     patch(model, rule=rules.Optimal(leaves=0.25), layers="all", fallback=0.01)
     with record(model) as recording:
-        run(model, pictures())
+        run(model, images())
     assert recording.leaf_ratio <= 0.25
     assert any(stats.fallback for stats in recording[0].stats)
 
@@ -171,8 +171,8 @@ def test_unsupported_calls_of_a_screened_layer_are_refused() -> None:
     model = timm_model("vit_tiny_patch16_224", **VIT, attn_drop_rate=0.1)
     patch(model, form="tiled", layers="all")
     with pytest.raises(ValueError, match=r"dropout of 0.1.*model.eval"):
-        model.train()(pictures())
-    run(model.eval(), pictures())
+        model.train()(images())
+    run(model.eval(), images())
     with pytest.raises(ValueError, match="drops or merges tokens"):
         model.blocks(torch.randn(2, 30, 24))
     patch(model, form="tiled", layers="all")
@@ -182,7 +182,7 @@ def test_unsupported_calls_of_a_screened_layer_are_refused() -> None:
 
 def test_masks_of_padding_are_kept_and_others_refused() -> None:
     model = patch(make_model("vit"), rule=EXACT, layers=[0])
-    run(model, pictures())
+    run(model, images())
     attention, tokens = model.blocks[0].attn, torch.randn(2, 65, 24)
     mask = torch.ones(2, 1, 1, 65, dtype=torch.bool)
     mask[1, ..., 40:] = False
@@ -211,6 +211,6 @@ def test_a_patched_model_compiles_for_one_size_after_another() -> None:
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     with torch.no_grad():
         for size in (32, 64, 48):
-            pixels = pictures(size, size)
+            pixels = images(size, size)
             torch.testing.assert_close(compiled(pixels), full(pixels))
     torch.compiler.reset()

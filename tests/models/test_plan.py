@@ -141,23 +141,23 @@ def test_the_optimum_is_the_fastest_predicted_combination():
 
 @pytest.mark.filterwarnings("ignore:screened_attention measured")  # a target may be missed
 def test_a_plan_gives_every_layer_its_own_setting(tmp_path):
-    model, picture = small_model(), smooth(1, 112)
-    full = model(picture)
+    model, image = small_model(), smooth(1, 112)
+    full = model(image)
     plan = plan_for(model, {0: 0.3, 2: 0.05})
     plan.save(tmp_path / "plan.json")
     forms = (plan, tmp_path / "plan.json", str(tmp_path / "plan.json"))
-    outputs = [bmfa.patch(model, plan=form)(picture) for form in forms]
+    outputs = [bmfa.patch(model, plan=form)(image) for form in forms]
     assert torch.equal(outputs[0], outputs[1]) and torch.equal(outputs[0], outputs[2])
     assert not torch.equal(outputs[0], full)
     settings = [(layer.layer, layer.options["error"]) for layer in screened_layers(model)]
     assert settings == [(0, 0.3), (2, 0.05)]
-    assert torch.equal(bmfa.unpatch(model)(picture), full)
+    assert torch.equal(bmfa.unpatch(model)(image), full)
 
 
 def test_a_plan_with_one_target_is_the_same_as_patch():
-    model, picture = small_model(), smooth(2, 112)
-    expected = bmfa.patch(model, error=0.3, form="tiled", layers=[1, 2])(picture)
-    planned = bmfa.patch(model, plan=plan_for(model, {1: 0.3, 2: 0.3}))(picture)
+    model, image = small_model(), smooth(2, 112)
+    expected = bmfa.patch(model, error=0.3, form="tiled", layers=[1, 2])(image)
+    planned = bmfa.patch(model, plan=plan_for(model, {1: 0.3, 2: 0.3}))(image)
     assert torch.equal(planned, expected)
 
 
@@ -168,9 +168,9 @@ def test_a_plan_of_dense_layers_leaves_the_model_as_it_is():
 
 @pytest.mark.parametrize("make_copy", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
 def test_copies_of_a_planned_model_compute_the_same(make_copy):
-    picture, model = smooth(1, 112), small_model()
+    image, model = smooth(1, 112), small_model()
     bmfa.patch(model, plan=plan_for(model, {0: 0.3}))
-    assert torch.equal(make_copy(model)(picture), model(picture))
+    assert torch.equal(make_copy(model)(image), model(image))
 
 
 def timm_vit() -> nn.Module:

@@ -17,14 +17,14 @@ from bmfa.models import patch, record
 from bmfa.models import recording as recording_module
 from bmfa.models.screened_layer import LayerInputs, observe, screened_layers
 from models.host_models import (
+    images,
     make_model,
-    pictures,
     run,
 )
 
 
 def test_records_hold_trees_errors_and_attention() -> None:
-    model, pixels = make_model("registers"), pictures()
+    model, pixels = make_model("registers"), images()
     with pytest.raises(ValueError, match="not patched"), record(model):
         pass
     patch(model, rule=rules.Optimal(0.005), layers="last-2")
@@ -61,13 +61,13 @@ def test_recorded_attention_is_what_the_layer_used() -> None:
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(type(screen), "__call__", watched)
         with record(model) as recording:
-            run(model, pictures())
+            run(model, images())
         certificate = recording[1].stats[0].certificate
         assert certificate is not None
         middle = float((certificate / used.pop()[1].norm(dim=-1)).median())
         patch(model, rule=rules.Optimal(leaves=0.3), layers=[1], fallback=middle)
         with record(model, attention=True) as recording:
-            run(model, pictures())
+            run(model, images())
     (value, output), layer = used[0], recording[1]
     recomputed = layer.stats[0].fallback
     assert 0 < recomputed < output.shape[:3].numel()
@@ -79,16 +79,16 @@ def test_recorded_attention_is_what_the_layer_used() -> None:
 def test_attention_over_tiles_has_no_weights_to_record() -> None:
     model = patch(make_model("vit"), error=0.5, form="tiled", layers=[1])
     with record(model) as recording:
-        run(model, pictures())
+        run(model, images())
     assert recording[1].stats[0].form == "tiled"
     with (
         record(model, attention=True) as recording,
         pytest.raises(ValueError, match=r"layer 1 attends over tiles.*record\(model\) without"),
     ):
-        run(model, pictures())
+        run(model, images())
     patch(model, error=0.5, layers=[1])  # "auto" is dense on a grid this small
     with record(model, attention=True) as recording:
-        run(model, pictures())
+        run(model, images())
     assert recording[1].stats[0].form == "dense"
     assert torch.equal(recording[1].attention[0], recording[1].full_attention[0])
 
@@ -96,7 +96,7 @@ def test_attention_over_tiles_has_no_weights_to_record() -> None:
 def test_random_rules_differ_between_layers() -> None:
     model = patch(make_model("vit"), rule="random-quadrants:0.5", layers="all")
     with record(model) as recording:
-        run(model, pictures())
+        run(model, images())
     first, second = (recording[index].trees[0].split for index in (0, 1))
     assert not torch.equal(first, second)
 
@@ -109,7 +109,7 @@ def test_statistics_alone_build_no_trees(monkeypatch: pytest.MonkeyPatch) -> Non
 
     monkeypatch.setattr(Screened, "tree", property(refuse))
     with record(model, trees=False) as recording:
-        run(model, pictures())
+        run(model, images())
     assert len(recording[1].stats) == 1 and recording[1].trees == []
     with pytest.raises(ValueError, match="no trees were recorded"):
         _ = recording.leaf_ratio
@@ -134,9 +134,9 @@ def test_streamed_errors_are_those_of_the_score_matrix(
         )
 
     with observe(model, compare):
-        run(model, pictures())
+        run(model, images())
     with record(model) as recording:
-        run(model, pictures())
+        run(model, images())
     assert len(expected) == 1 and expected[0].min() < expected[0].max()
     torch.testing.assert_close(recording[1].errors[0], expected[0], rtol=1e-5, atol=1e-7)
 

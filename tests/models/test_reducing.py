@@ -23,8 +23,8 @@ from models.host_models import (
     clip_model,
     hf_model,
     image_size,
+    images,
     make_model,
-    pictures,
     run,
 )
 
@@ -76,7 +76,7 @@ def name(request: pytest.FixtureRequest) -> str:
 
 
 def shown(name: str) -> Tensor:
-    return pictures(image_size(name), image_size(name))
+    return images(image_size(name), image_size(name))
 
 
 @pytest.mark.parametrize(("name", "policy"), host_policies(IDLE))
@@ -133,7 +133,7 @@ def test_copies_and_pickles_are_reduced_on_their_own(
 def test_other_sizes_and_aspect_ratios(name: str) -> None:
     model = reduce(make_model(name), "tome:2")
     for height, width in ((24, 48), (40, 40), (32, 32)):
-        run(model, pictures(height, width), **SIZED[name])
+        run(model, images(height, width), **SIZED[name])
         assert final_tokens(model) == MODELS[name][0] + height * width // 16 - 6
 
 
@@ -197,7 +197,7 @@ class Spy(ToMe):
 
 
 def test_a_policy_acts_between_attention_and_perceptron() -> None:
-    model, pixels = make_model("vit"), pictures()
+    model, pixels = make_model("vit"), images()
     Spy.seen.clear()
     Spy.autocast.clear()
     entered: list[Tensor] = []
@@ -263,20 +263,20 @@ def test_token_counts_after_every_block_of_a_deit(
     assert final_tokens(model) == counts[-1]
 
 
-def test_static_shapes_whatever_the_pictures() -> None:
+def test_static_shapes_whatever_the_images() -> None:
     model = make_model("vit")
     for policy in ACTING:
         reduce(model, policy)
         counts = set()
         for seed in range(3):
-            run(model, 10.0**seed * pictures(seed=seed))
+            run(model, 10.0**seed * images(seed=seed))
             counts.add(final_tokens(model))
         assert len(counts) == 1
 
 
 @pytest.mark.parametrize("policy", ["tome:3", "tofu:3", "diffrate:3", "dct:0.9", "evit:0.7"])
 def test_dense_outputs_are_unmerged_ones(policy: str) -> None:
-    model, pixels = make_model("hf-vit").vit, pictures()
+    model, pixels = make_model("hf-vit").vit, images()
     reduced = run(reduce(model, policy), pixels)
     assert reduced.shape[1] == final_tokens(model)
     restored = unmerge(model, reduced)
@@ -293,23 +293,23 @@ def test_dense_outputs_are_unmerged_ones(policy: str) -> None:
 def test_unmerging_follows_every_merge() -> None:
     model = make_model("vit")
     reduce(model, "tome:20")
-    run(model, pictures())
+    run(model, images())
     source = unmerge(
         model, torch.arange(float(final_tokens(model))).view(1, -1, 1).expand(2, -1, 1)
     )
     assert source.shape == (2, 65, 1)
     state = find_reduction(model).finished.current
-    for picture in range(2):
+    for image in range(2):
         for token in range(65):
             place = token
             for assignment in state.assignments:
-                place = int(assignment[picture, place])
-            assert source[picture, token, 0] == place
+                place = int(assignment[image, place])
+            assert source[image, token, 0] == place
 
 
 def test_pruned_tokens_get_their_nearest_neighbour() -> None:
     model = reduce(make_model("vit"), "diffrate:0")
-    run(model, pictures(12, 16))
+    run(model, images(12, 16))
     state = find_reduction(model).finished.current
     assert state is not None and state.grid == Grid(3, 4)
     state.assignments = (torch.tensor([[0, -1, 1, -1, -1, -1, -1, -1, 2, -1, -1, -1, -1]]),)
@@ -335,7 +335,7 @@ def test_pooling_hosts_see_exact_multiplicities(name: str) -> None:
 
 
 def test_a_mean_over_unmerged_tokens_is_weighted_by_size() -> None:
-    model, pixels = make_model("no-class-token"), pictures()
+    model, pixels = make_model("no-class-token"), images()
     tokens: list[Tensor] = []
     model.norm = nn.Identity()
     model.fc_norm.register_forward_pre_hook(lambda m, x: tokens.append(x[0]))
@@ -352,7 +352,7 @@ def test_a_mean_over_unmerged_tokens_is_weighted_by_size() -> None:
 @pytest.mark.parametrize("kind", ["CLIP", "Siglip"])
 def test_the_text_tower_is_left_alone(kind: str) -> None:
     model = clip_model(kind).eval()
-    inputs = {"input_ids": torch.ones(2, 8, dtype=torch.long), "pixel_values": pictures()}
+    inputs = {"input_ids": torch.ones(2, 8, dtype=torch.long), "pixel_values": images()}
     full = model(**inputs)
     reduced = reduce(model, "tome:12")(**inputs)
     assert torch.equal(reduced.text_embeds, full.text_embeds)
@@ -362,8 +362,8 @@ def test_the_text_tower_is_left_alone(kind: str) -> None:
 def test_hidden_states_of_transformers_are_on_the_grid_unless_declined() -> None:
     model = reduce(hf_model("ViTConfig", "ViTModel").eval(), "tome:4", dense=False)
     with torch.no_grad():
-        merged = model(pictures(), output_hidden_states=True).hidden_states
-        whole = reduce(model, "tome:4")(pictures(), output_hidden_states=True).hidden_states
+        merged = model(images(), output_hidden_states=True).hidden_states
+        whole = reduce(model, "tome:4")(images(), output_hidden_states=True).hidden_states
     assert [state.shape[1] for state in merged] == [65, 61, 57, 53]
     assert [state.shape[1] for state in whole] == [65, 65, 65, 65]
 
@@ -383,7 +383,7 @@ def test_half_types_follow_single_precision(policy: str, dtype: torch.dtype) -> 
 
 @pytest.mark.parametrize("policy", ACTING)
 def test_autocast_leaves_the_choice_of_pairs_in_single_precision(policy: str) -> None:
-    model, pixels = make_model("vit"), pictures()
+    model, pixels = make_model("vit"), images()
     expected = run(reduce(model, policy), pixels)
     tokens = final_tokens(model)
     with torch.autocast("cpu", torch.bfloat16):
@@ -395,23 +395,23 @@ def test_autocast_leaves_the_choice_of_pairs_in_single_precision(policy: str) ->
 def test_a_policy_is_not_autocast() -> None:
     Spy.autocast.clear()
     with torch.autocast("cpu", torch.bfloat16):
-        run(reduce(make_model("vit"), Spy(5)), pictures())
+        run(reduce(make_model("vit"), Spy(5)), images())
     assert Spy.autocast == [False] * 3
 
 
 @pytest.mark.parametrize("policy", ACTING)
 def test_gradients_and_inference_mode(policy: str) -> None:
     model = reduce(make_model("vit"), policy).train()
-    model(pictures()).sum().backward()
+    model(images()).sum().backward()
     assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
     copy.deepcopy(model)
-    expected = run(model.eval(), pictures())
+    expected = run(model.eval(), images())
     with torch.inference_mode():
-        assert torch.equal(model(pictures()), expected)
+        assert torch.equal(model(images()), expected)
 
 
 def test_reduce_replaces_patch_and_patch_replaces_reduce() -> None:
-    model, pixels = make_model("vit"), pictures()
+    model, pixels = make_model("vit"), images()
     full = run(model, pixels)
     reduced = run(reduce(model, "tome:6"), pixels)
     screened = run(patch(model, rule=rules.GlobalMean(), layers="all"), pixels)
@@ -429,14 +429,14 @@ def test_a_budget_beyond_the_tokens_is_refused_in_the_forward_pass() -> None:
     with pytest.raises(
         ValueError, match=r"tome:33 removes 33 .*8x8 grid at most 32 can be removed"
     ):
-        run(model, pictures())
-    run(reduce(model, "tome:32"), pictures())
+        run(model, images())
+    run(reduce(model, "tome:32"), images())
     assert final_tokens(model) == 1 + 64 - 32 - 16 - 8
     reduce(model, "diffrate:0.8g")
     with pytest.raises(
         ValueError, match="197 tokens in 12 blocks, and the model has 65 tokens in 3"
     ):
-        run(model, pictures())
+        run(model, images())
 
 
 @pytest.mark.parametrize(
@@ -466,18 +466,18 @@ def test_refusals_name_the_reason(
 
 
 def _ran(model: Any, policy: str, **options: Any) -> Any:
-    run(reduce(model, policy), pictures(), **options)
+    run(reduce(model, policy), images(), **options)
     return model
 
 
 def test_attention_dropout_is_refused() -> None:
     model = reduce(hf_model("ViTConfig", "ViTModel", attention_probs_dropout_prob=0.1), "tome:3")
     with pytest.raises(ValueError, match=r"dropout of 0.1 is not supported.*call model.eval\(\)"):
-        model.train()(pictures())
+        model.train()(images())
 
 
 def test_unfused_attention_is_replaced_too() -> None:
-    model, pixels = make_model("vit"), pictures()
+    model, pixels = make_model("vit"), images()
     fused = run(reduce(model, "free-energy:4"), pixels)
     unpatch(model)
     for block in model.blocks:
@@ -492,7 +492,7 @@ def test_unfused_attention_is_replaced_too() -> None:
 )
 @pytest.mark.parametrize("policy", ["tome:6", "free-energy:6", "evit:0.7"])
 def test_triton_gives_the_models_output(policy: str) -> None:
-    model, pixels = make_model("vit"), pictures()
+    model, pixels = make_model("vit"), images()
     eager = run(reduce(model, policy, backend="eager"), pixels)
     fused = run(reduce(model, policy, backend="triton"), pixels)
     torch.testing.assert_close(fused, eager, rtol=1e-4, atol=1e-4 * float(eager.abs().max()))
@@ -508,7 +508,7 @@ def test_a_reduced_model_compiles_whole(policy: str) -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model, pixels = (
         reduce(make_model("vit").to(device), policy, backend="triton"),
-        pictures().to(device),
+        images().to(device),
     )
     with torch.no_grad():
         expected = model(pixels)
@@ -544,7 +544,7 @@ def test_a_reduced_model_replays_as_a_graph(policy: str) -> None:
 @pytest.mark.parametrize("changed", ["norm", "hook", "dropout"])
 def test_optional_parts_of_a_layer_are_not_skipped(changed: str) -> None:
     """Plain layers are spelt out; any other runs as it is written."""
-    model, pixels = make_model("vit"), pictures()
+    model, pixels = make_model("vit"), images()
     reduce(model, "tome:0")
     plain = run(model, pixels)
     called: list[int] = []

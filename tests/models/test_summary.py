@@ -21,7 +21,7 @@ from bmfa.attention.result import ErrorEstimate
 from bmfa.models import BlockSummary, LayerSummary, patch, record, reduce, summary, unpatch
 from bmfa.models.hosts import find_host
 from bmfa.models.screened_layer import observe
-from models.host_models import CPU_BACKEND, TIMM, TRANSFORMERS, make_model, pictures, run
+from models.host_models import CPU_BACKEND, TIMM, TRANSFORMERS, images, make_model, run
 from models.packed_models import pixtral, pixtral_inputs
 
 SMALL, LARGE = 32, 256  # 64 tokens run dense, 4,096 tokens use tiles
@@ -68,14 +68,14 @@ def test_a_summary_says_what_ran_with_its_density_and_error(name: str) -> None:
 @torch.no_grad()
 def test_rules_and_dense_calls_inside_bmfa() -> None:
     model = patch(make_model("vit"), rule="optimal:0.005", layers=[1], fallback=1e-9)
-    run(model, pictures())
+    run(model, images())
     row = layer_rows(model)[1]
     assert (row.form, row.density, row.error) == ("representative", None, None)
     assert row.fallback > 0 and f"{row.fallback} queries recomputed" in str(summary(model))
     assert "rule=optimal:0.005" in row.settings
     patch(model, error=0.1, layers=[1])
     with observe(model, lambda *_: None):  # an observed layer calls bmfa where it runs dense
-        run(model, pictures())
+        run(model, images())
     row = layer_rows(model)[1]
     assert (row.form, row.backend, row.density) == ("dense", "dense", 1.0)
     assert row.error is not None and row.error.estimate == 0
@@ -91,7 +91,7 @@ def test_the_density_counts_valid_tokens_as_the_statistics_do() -> None:
     forward = type(block).forward
     block.forward = lambda x, **_: forward(block, x, attn_mask=valid[:, None, None])
     with record(model, trees=False) as recording:
-        run(model, pictures())
+        run(model, images())
     stats = recording[1].stats[0]
     assert stats.density == pytest.approx(layer_rows(model)[1].density)
 
@@ -149,7 +149,7 @@ def test_every_thread_has_its_own_last_pass() -> None:
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_recomputed_blocks_are_no_pass(reentrant: bool) -> None:
     model: Any = patch(make_model("vit"), rule="fixed-depth:2", layers="all")
-    x = model.norm_pre(model._pos_embed(model.patch_embed(pictures())))
+    x = model.norm_pre(model._pos_embed(model.patch_embed(images())))
     for block in model.blocks:
         x = checkpoint(block, x, use_reentrant=reentrant)
     before = [row._calls[0] for row in layer_rows(model)]
@@ -216,7 +216,7 @@ def test_copies_and_pickles_start_without_a_pass() -> None:
 def test_reduced_models_show_the_tokens_of_each_block() -> None:
     model = reduce(make_model("vit"), bmfa.merging.FreeEnergy([0, 20, 5]))
     assert [row.tokens for row in summary(model)] == [None] * 3
-    run(model, pictures())
+    run(model, images())
     table = summary(model)
     assert table.rows[1] == BlockSummary(1, "free-energy:0,20,5", 45, 20)
     assert [row.tokens for row in table] == [65, 45, 40]
@@ -255,7 +255,7 @@ def test_models_that_are_not_changed_are_refused() -> None:
 
 
 @torch.no_grad()
-def test_packed_pictures_have_a_call_for_each_grid() -> None:
+def test_packed_images_have_a_call_for_each_grid() -> None:
     model, inputs = pixtral().eval(), pixtral_inputs()
     patch(model, leaves=0.5, form="tiled", layers=[0, 2])
     for _ in range(2):

@@ -24,7 +24,7 @@ from models.supported_models import SUPPORTED, call, inputs_of, make_supported, 
 # All tiles are expanded, or every leaf is one token.
 EXACT = ({"leaves": 1.0, "form": "tiled"}, {"rule": bmfa.rules.ExactGap(0.0)})
 COARSE = {"leaves": 2, "form": "tiled"}
-# A module's own forward, the attention interface with tokens behind the grid, and packed pictures, which
+# A module's own forward, the attention interface with tokens behind the grid, and packed images, which
 # break the graph. Compiling takes seconds; the slow tests compile the other models.
 COMPILED = ("timm-vit", "yolos", "pixtral")
 TOLERANCE = 5e-6  # of the largest output, in float32
@@ -132,7 +132,7 @@ def test_the_order_of_shuffled_patches_is_no_constant_of_a_graph() -> None:
 
 
 @torch.no_grad()
-def test_padded_pictures_are_attended_like_single_ones() -> None:
+def test_padded_images_are_attended_like_single_ones() -> None:
     model, inputs = make_supported("siglip2"), inputs_of("siglip2")
     patch(model, layers="all", **COARSE)
     batch = model(**inputs).last_hidden_state
@@ -147,7 +147,7 @@ def test_padded_pictures_are_attended_like_single_ones() -> None:
 
 
 def test_padded_patches_are_not_tuned() -> None:
-    with pytest.raises(TypeError, match="takes patches of pictures and spatial_shapes instead of"):
+    with pytest.raises(TypeError, match="takes patches of images and spatial_shapes instead of"):
         bmfa.tune(make_supported("siglip2"), torch.randn(2, 3, 32, 32))
 
 

@@ -31,8 +31,8 @@ from models.host_models import (
     VIT,
     hf_model,
     image_size,
+    images,
     make_model,
-    pictures,
     run,
     timm_model,
 )
@@ -91,7 +91,7 @@ def calls_into_bmfa(function: Callable[[], object]) -> list[str]:
 def without_embedded(calls: list[str]) -> list[str]:
     """Without the forward of the embedded model, which is a part of bmfa."""
     own = ("EmbeddedViT", "PatchEmbed", "Attention.", "Mlp", "Block.")
-    own += ("_check_pictures", "_context_ratio", "encode_positions")
+    own += ("_check_images", "_context_ratio", "encode_positions")
     return [name for name in calls if not name.startswith(own)]
 
 
@@ -104,7 +104,7 @@ def without_native(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("without_native")
 @pytest.mark.parametrize("name", sorted(MODELS))
 def test_dense_layers_have_the_bits_of_the_host(name: str) -> None:
-    model, pixels = make_model(name), pictures(image_size(name), image_size(name))
+    model, pixels = make_model(name), images(image_size(name), image_size(name))
     classes = [type(module) for module in model.modules()]
     contexts = [nullcontext(), torch.autocast("cpu", torch.bfloat16)]
     expected = []
@@ -125,7 +125,7 @@ def test_dense_layers_have_the_bits_of_the_host(name: str) -> None:
 @pytest.mark.usefixtures("without_native")
 @pytest.mark.parametrize("name", sorted(MODELS))
 def test_a_dense_pass_calls_bmfa_once_not_in_every_layer(name: str) -> None:
-    model, pixels = make_model(name), pictures(image_size(name), image_size(name))
+    model, pixels = make_model(name), images(image_size(name), image_size(name))
     patch(model, layers="all")
     run(model, pixels)
     calls = without_embedded(calls_into_bmfa(lambda: run(model, pixels)))
@@ -364,8 +364,8 @@ def test_compiled_models_switch_between_sizes(name: str, first: int) -> None:
     torch.compiler.reset()
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     second = SMALL + LARGE - first
-    for size, images in ((first, 1), (second, 1), (first, 2)):
-        pixels = pixels_of(size, images)
+    for size, count in ((first, 1), (second, 1), (first, 2)):
+        pixels = pixels_of(size, count)
         expected = run(reference if size == SMALL else forced, pixels)
         torch.testing.assert_close(run(compiled, pixels), expected)
         torch.testing.assert_close(run(model, pixels), expected)

@@ -1,4 +1,4 @@
-"""Tuning: the choice, its prediction, the check on other pictures, and inputs that are refused."""
+"""Tuning: the choice, its prediction, the check on other images, and inputs that are refused."""
 
 import itertools
 import math
@@ -11,9 +11,9 @@ from torch import Tensor, nn
 import bmfa
 from bmfa.models import embedded
 from bmfa.models.hosts import find_host
+from bmfa.models.image_sample import sample_images
 from bmfa.models.measures import MEASURES
 from bmfa.models.patching import install_layers, is_patched
-from bmfa.models.picture_sample import sample_pictures
 from bmfa.models.plan import LayerSetting
 from bmfa.models.setting_search import BUDGET_STEPS, SettingSearch
 from bmfa.models.tuning import LEAST_GAIN
@@ -32,31 +32,31 @@ def small_model() -> nn.Module:
     return model.eval()
 
 
-def images(count: int = 4, seed: int = 1) -> Tensor:
-    """Smooth pictures: on noise, all tiles would be expanded and nothing would change."""
+def random_images(count: int = 4, seed: int = 1) -> Tensor:
+    """Smooth images: on noise, all tiles would be expanded and nothing would change."""
     noise = torch.randn(count, 3, 8, 8, generator=torch.Generator().manual_seed(seed))
     return nn.functional.interpolate(noise, size=112, mode="bicubic") if count else noise
 
 
 def tuned(model: nn.Module, tolerance: float = 0.1, measure="features", **options) -> bmfa.Plan:
     options = {"errors": ERRORS, "times": TIMES, "repeats": 1, "progress": False} | options
-    pictures = options.pop("pictures", None)
+    images = options.pop("images", None)
     return bmfa.tune(
-        model, images() if pictures is None else pictures, tolerance, measure, **options
+        model, random_images() if images is None else images, tolerance, measure, **options
     )
 
 
-def change_of(model: nn.Module, pictures: Tensor, errors: dict[int, float]) -> float:
+def change_of(model: nn.Module, images: Tensor, errors: dict[int, float]) -> float:
     """The relative L2 change of the tokens after the last norm, computed without `tune`."""
     tokens: list[Tensor] = []
     handle = model.norm.register_forward_hook(lambda m, i, output: tokens.append(output))
     options = {layer: {"error": error, "form": "tiled"} for layer, error in errors.items()}
     squares = []
     with torch.no_grad():
-        for picture in pictures.split(1):
-            model(picture)
+        for image in images.split(1):
+            model(image)
             install_layers(model, find_host(model), options)
-            model(picture)
+            model(image)
             bmfa.unpatch(model)
             reference, output = tokens[-2].double(), tokens[-1].double()
             squares.append(float((output - reference).square().sum() / reference.square().sum()))
@@ -95,24 +95,24 @@ def test_the_search_is_optimal_up_to_the_rounding_of_the_budget(power):
             assert brute_force(layers, budget, power) <= time + 1e-12 <= least + 2e-12
 
 
-def test_a_plan_holds_on_pictures_that_did_not_choose_it():
-    model, pictures = small_model(), images()
-    plan = tuned(model, 0.05, pictures=pictures, seed=3)
+def test_a_plan_holds_on_images_that_did_not_choose_it():
+    model, images = small_model(), random_images()
+    plan = tuned(model, 0.05, images=images, seed=3)
     order = torch.randperm(4, generator=torch.Generator().manual_seed(3))
     assert (plan.choosing, plan.checking) == (2, 2)
     assert plan.errors, "nothing was chosen, so nothing is tested"
-    measured = change_of(model, pictures[order[2:]], plan.errors)
+    measured = change_of(model, images[order[2:]], plan.errors)
     assert plan.measured_change == pytest.approx(measured, rel=1e-4)
     assert plan.measured_change <= 0.05
 
 
 def test_the_change_of_a_layer_alone_is_that_of_a_patched_layer():
-    model, pictures = small_model(), images()
-    plan = tuned(model, pictures=pictures, seed=3)
+    model, images = small_model(), random_images()
+    plan = tuned(model, images=images, seed=3)
     order = torch.randperm(4, generator=torch.Generator().manual_seed(3))
     for setting in plan.candidates:
         if setting.error is not None and not setting.interpolated:
-            alone = change_of(model, pictures[order[:2]], {setting.layer: setting.error})
+            alone = change_of(model, images[order[:2]], {setting.layer: setting.error})
             assert setting.change == pytest.approx(alone, rel=1e-4)
 
 
@@ -144,7 +144,7 @@ def test_only_the_named_layers_change():
 
 
 def test_a_combination_that_fails_is_replaced_by_one_that_holds():
-    """The tolerance is between what all coarse settings predict and what they do to other pictures."""
+    """The tolerance is between what all coarse settings predict and what they do to other images."""
     model, replaced = small_model(), 0
     for seed in range(4):
         loose = tuned(model, 10.0, seed=seed)
@@ -165,15 +165,15 @@ def test_a_combination_that_fails_is_replaced_by_one_that_holds():
     assert replaced, "every first choice held, so nothing is tested"
 
 
-def test_a_layer_alone_is_measured_on_the_checking_pictures():
-    model, pictures = small_model(), images()
+def test_a_layer_alone_is_measured_on_the_checking_images():
+    model, images = small_model(), random_images()
     plans = (tuned(model, 0.02, seed=seed) for seed in range(20))
     found = ((p, [s for s in p.candidates if s.checking_change is not None]) for p in plans)
     plan, again = next((plan, again) for plan, again in found if again)
     assert len(plan.checks) > 1
     order = torch.randperm(4, generator=torch.Generator().manual_seed(plan.seed))
     for setting in again:
-        alone = change_of(model, pictures[order[2:]], {setting.layer: setting.error})
+        alone = change_of(model, images[order[2:]], {setting.layer: setting.error})
         assert setting.checking_change == pytest.approx(alone, rel=1e-4)
 
 
@@ -181,39 +181,39 @@ def test_a_layer_alone_is_measured_on_the_checking_pictures():
     ("count", "parts"),
     [(2, (1, 1, 0)), (5, (3, 2, 0)), (6, (3, 2, 1)), (8, (4, 2, 2)), (9, (5, 2, 2))],
 )
-def test_pictures_choose_check_and_confirm(count, parts):
-    plan = tuned(small_model(), 10.0, pictures=images(count), limit=count)
+def test_images_choose_check_and_confirm(count, parts):
+    plan = tuned(small_model(), 10.0, images=random_images(count), limit=count)
     assert (plan.choosing, plan.checking, plan.confirming) == parts
 
 
-def test_the_measured_change_is_of_pictures_that_chose_nothing():
-    model, pictures = small_model(), images(8)
-    plan = tuned(model, 10.0, pictures=pictures, seed=3)
+def test_the_measured_change_is_of_images_that_chose_nothing():
+    model, images = small_model(), random_images(8)
+    plan = tuned(model, 10.0, images=images, seed=3)
     order = torch.randperm(8, generator=torch.Generator().manual_seed(3))
     assert plan.checked_change == pytest.approx(
-        change_of(model, pictures[order[4:6]], plan.errors), rel=1e-4
+        change_of(model, images[order[4:6]], plan.errors), rel=1e-4
     )
     assert plan.measured_change == pytest.approx(
-        change_of(model, pictures[order[6:]], plan.errors), rel=1e-4
+        change_of(model, images[order[6:]], plan.errors), rel=1e-4
     )
 
 
-def test_a_plan_that_does_not_hold_on_the_last_pictures_warns():
+def test_a_plan_that_does_not_hold_on_the_last_images_warns():
     model, warned = small_model(), 0
     for seed in range(4):
-        loose = tuned(model, 10.0, pictures=images(8), seed=seed)
+        loose = tuned(model, 10.0, images=random_images(8), seed=seed)
         seen = max(loose.predicted_change, loose.checked_change)
         if loose.measured_change <= seen:
             continue
-        with pytest.warns(UserWarning, match="on 2 pictures that took no part in the choice"):
-            plan = tuned(model, 1.001 * seen, pictures=images(8), seed=seed)
+        with pytest.warns(UserWarning, match="on 2 images that took no part in the choice"):
+            plan = tuned(model, 1.001 * seen, images=random_images(8), seed=seed)
         assert plan.layers == loose.layers and not plan.holds
         warned += 1
     assert warned, "every plan held, so nothing is tested"
 
 
 def test_the_plan_is_not_slower_than_single_targets_that_hold():
-    """Layer 1 is far worse on the checking pictures, and the times of targets differ by layer."""
+    """Layer 1 is far worse on the checking images, and the times of targets differ by layer."""
     model = small_model()
     times = {layer: {None: 1.0, 0.05: 0.9 - 0.1 * layer, 0.3: 0.6} for layer in range(DEPTH)}
     for seed in range(4):
@@ -225,7 +225,9 @@ def test_the_plan_is_not_slower_than_single_targets_that_hold():
             for single in search.single_targets().values():
                 errors = {layer: e for layer, e in single.items() if e is not None}
                 halves = (order[:2], order[2:])
-                if all(change_of(model, images()[half], errors) <= tolerance for half in halves):
+                if all(
+                    change_of(model, random_images()[half], errors) <= tolerance for half in halves
+                ):
                     assert search.milliseconds(chosen) <= search.milliseconds(single) + 1e-9
 
 
@@ -247,13 +249,13 @@ def test_measured_times_are_stored_and_repeat_the_plan():
 
 @pytest.mark.parametrize("measure", ["features", "logits"])
 def test_the_measure_of_equal_outputs_is_zero_and_grows(measure):
-    model, picture = small_model(), images(1)
+    model, image = small_model(), random_images(1)
     found = MEASURES[measure]
     with torch.no_grad():
-        reference = found.outputs(model, picture, {})
+        reference = found.outputs(model, image, {})
         assert found.compare(reference, reference) == 0.0
-        noisy = found.outputs(model, picture + 0.01 * images(1, seed=2), {})
-        noisier = found.outputs(model, picture + 0.1 * images(1, seed=2), {})
+        noisy = found.outputs(model, image + 0.01 * random_images(1, seed=2), {})
+        noisier = found.outputs(model, image + 0.1 * random_images(1, seed=2), {})
     assert 0 < found.compare(reference, noisy) < found.compare(reference, noisier)
 
 
@@ -277,34 +279,34 @@ def test_another_measure_is_checked_end_to_end():
         assert coarse == {1e-9: 0, 10.0: DEPTH}.get(tolerance, coarse)
 
 
-def test_pictures_come_from_tensors_lists_loaders_and_folders(tmp_path):
-    model, pictures = small_model(), images(4)
-    dataset = torch.utils.data.TensorDataset(pictures, torch.zeros(4))
+def test_images_come_from_tensors_lists_loaders_and_folders(tmp_path):
+    model, images = small_model(), random_images(4)
+    dataset = torch.utils.data.TensorDataset(images, torch.zeros(4))
     forms = [
-        list(pictures),
-        [pictures[:2], pictures[2:]],
+        list(images),
+        [images[:2], images[2:]],
         torch.utils.data.DataLoader(dataset, batch_size=3),
-        torch.utils.data.DataLoader(list(pictures), batch_size=2),
-        torch.utils.data.DataLoader([{"pixel_values": p} for p in pictures], batch_size=2),
+        torch.utils.data.DataLoader(list(images), batch_size=2),
+        torch.utils.data.DataLoader([{"pixel_values": p} for p in images], batch_size=2),
     ]
-    expected = tuned(model, pictures=pictures)
+    expected = tuned(model, images=images)
     for form in forms:
-        assert tuned(model, pictures=form).candidates == expected.candidates
-    write_pictures(tmp_path, 3)
-    plan = tuned(model, pictures=tmp_path)
+        assert tuned(model, images=form).candidates == expected.candidates
+    write_images(tmp_path, 3)
+    plan = tuned(model, images=tmp_path)
     assert (plan.choosing, plan.checking, plan.img_size, plan.grid) == (2, 1, (128, 128), (16, 16))
 
 
-def write_pictures(folder, count: int) -> None:
+def write_images(folder, count: int) -> None:
     image = pytest.importorskip("PIL.Image")
     for index in range(count):
         image.effect_noise((130, 120), 20 + 20 * index).save(folder / f"{index}.png")
 
 
-def test_a_limit_draws_pictures_with_the_seed():
-    pictures = torch.arange(8.0).view(8, 1, 1, 1).expand(8, 3, 2, 2)
+def test_a_limit_draws_images_with_the_seed():
+    images = torch.arange(8.0).view(8, 1, 1, 1).expand(8, 3, 2, 2)
     drawn = [
-        sample_pictures(pictures, None, 3, torch.Generator().manual_seed(seed))[:, 0, 0, 0].tolist()
+        sample_images(images, None, 3, torch.Generator().manual_seed(seed))[:, 0, 0, 0].tolist()
         for seed in (0, 0, 1)
     ]
     assert drawn[0] == drawn[1] != drawn[2]
@@ -324,12 +326,12 @@ def test_models_of_hosts_are_tuned_by_their_tokens(name, make):
     pytest.importorskip("timm" if name == "timm" else "transformers")
     torch.manual_seed(0)
     model = make().eval()
-    pictures = torch.randn(2, 3, 64, 64, generator=torch.Generator().manual_seed(0))
+    images = torch.randn(2, 3, 64, 64, generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
-        (features,) = MEASURES["features"].outputs(model, pictures, {})
+        (features,) = MEASURES["features"].outputs(model, images, {})
     assert features.shape == (2, 1 + 256, 24)
     times = {layer: {None: 1.0, 0.3: 0.5} for layer in range(2)}
-    plan = tuned(model, 10.0, pictures=pictures, errors=[0.3], times=times)
+    plan = tuned(model, 10.0, images=images, errors=[0.3], times=times)
     assert plan.grid == (16, 16) and plan.errors == {0: 0.3, 1: 0.3}
 
 
@@ -355,13 +357,13 @@ REFUSED = {
     "tolerance": ({"tolerance": 0}, "tolerance is 0"),
     "negative": ({"tolerance": -0.1}, "tolerance is -0.1"),
     "nan": ({"tolerance": math.nan}, "tolerance is nan"),
-    "no pictures": ({"pictures": images(0)}, "pictures is empty"),
-    "no list": ({"pictures": []}, "pictures is empty"),
-    "one picture": ({"pictures": images(1)}, "at least two"),
-    "number": ({"pictures": 3}, "pictures is int"),
-    "sizes": ({"pictures": [images(1), images(1)[..., :56]]}, "112x56 and 112x112"),
-    "integers": ({"pictures": images(2).long()}, "torch.int64"),
-    "no folder": ({"pictures": "no-such-folder"}, "no folder or zip"),
+    "no images": ({"images": random_images(0)}, "images is empty"),
+    "no list": ({"images": []}, "images is empty"),
+    "one image": ({"images": random_images(1)}, "at least two"),
+    "number": ({"images": 3}, "images is int"),
+    "sizes": ({"images": [random_images(1), random_images(1)[..., :56]]}, "112x56 and 112x112"),
+    "integers": ({"images": random_images(2).long()}, "torch.int64"),
+    "no folder": ({"images": "no-such-folder"}, "no folder or zip"),
     "measure": ({"measure": "psnr"}, "'psnr'"),
     "nan measure": ({"measure": nan_after(2)}, "returned nan"),
     "first nan": ({"measure": lambda reference, output: math.nan}, "returned nan"),
@@ -378,7 +380,7 @@ REFUSED = {
     "errors": ({"errors": []}, "errors is empty"),
     "zero error": ({"errors": [0.0]}, "errors is 0.0"),
     "times": ({"times": {0: {None: 1.0}}}, "times lacks error=0.05 of layer 0"),
-    "img_size": ({"img_size": 224}, "img_size and preprocess are for pictures of a folder"),
+    "img_size": ({"img_size": 224}, "img_size and preprocess are for images of a folder"),
     "layers": ({"layers": [3]}, "layers is 3"),
     "limit": ({"limit": 1}, "limit is 1"),
 }
@@ -388,12 +390,12 @@ REFUSED = {
 def test_bad_input_is_refused_in_one_sentence_and_changes_nothing(name):
     options, message = REFUSED[name]
     model = small_model()
-    full = model(images(1))
+    full = model(random_images(1))
     with pytest.raises((ValueError, TypeError)) as raised:
         tuned(model, **options)
     assert message in str(raised.value) and "\n" not in str(raised.value)
     assert not is_patched(model)
-    assert torch.equal(model(images(1)), full)
+    assert torch.equal(model(random_images(1)), full)
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), RuntimeError("out of memory")])
@@ -411,14 +413,14 @@ def test_an_interrupted_run_leaves_the_model_as_it_was(error, call):
     assert not any(module._forward_hooks for module in model.modules())
 
 
-def test_folders_without_readable_pictures_are_refused(tmp_path):
+def test_folders_without_readable_images_are_refused(tmp_path):
     model = small_model()
-    with pytest.raises(ValueError, match="has no pictures"):
-        tuned(model, pictures=tmp_path)
-    write_pictures(tmp_path, 2)
-    (tmp_path / "1.png").write_bytes(b"not a picture")
-    with pytest.raises(ValueError, match=r"1\.png is no picture"):
-        tuned(model, pictures=tmp_path)
+    with pytest.raises(ValueError, match="has no images"):
+        tuned(model, images=tmp_path)
+    write_images(tmp_path, 2)
+    (tmp_path / "1.png").write_bytes(b"not an image")
+    with pytest.raises(ValueError, match=r"1\.png is no image"):
+        tuned(model, images=tmp_path)
     assert not is_patched(model)
 
 
@@ -456,8 +458,8 @@ class Unknown(nn.Module):
         for block in self.blocks:
             block.qkv.weight.data *= 4.0
 
-    def forward(self, pictures: Tensor) -> Tensor:
-        x = self.patches(pictures).flatten(2).mT
+    def forward(self, images: Tensor) -> Tensor:
+        x = self.patches(images).flatten(2).mT
         for block in self.blocks:
             x = x + block(x)
         return x
@@ -471,6 +473,6 @@ def test_a_registered_model_of_an_unknown_class_is_tuned():
     plan = tuned(model, 10.0, errors=[0.3], times=times)
     assert plan.errors == {0: 0.3, 1: 0.3} and plan.grid == (14, 14)
     with torch.no_grad():
-        full = model(images(1))
-        assert not torch.equal(bmfa.patch(model, plan=plan)(images(1)), full)
-        assert torch.equal(bmfa.unpatch(model)(images(1)), full)
+        full = model(random_images(1))
+        assert not torch.equal(bmfa.patch(model, plan=plan)(random_images(1)), full)
+        assert torch.equal(bmfa.unpatch(model)(random_images(1)), full)

@@ -159,7 +159,7 @@ def test_a_plan_for_gflops(tmp_path: Path) -> None:
     assert len(plan.schedule) == 3 and sum(plan.schedule) > 0 and len(steps) > 3
     assert steps[-1][0] <= steps[-1][1]
 
-    # The figures of the plan are those of the reduced model on the pictures that did not choose.
+    # The figures of the plan are those of the reduced model on the images that did not choose.
     order = torch.randperm(8, generator=torch.Generator().manual_seed(0))
     choosing, checking = pixels[order[:4]], pixels[order[4:]]
     expected = {part: run(model, x).double() for part, x in enumerate((choosing, checking))}
@@ -186,7 +186,7 @@ def test_a_plan_for_gflops(tmp_path: Path) -> None:
     assert tune_reduction(model, pixels, gflops=target, progress=False) == plan
 
 
-def test_the_best_schedule_is_no_worse_than_the_fixed_one_on_the_choosing_pictures() -> None:
+def test_the_best_schedule_is_no_worse_than_the_fixed_one_on_the_choosing_images() -> None:
     model, pixels = make_model("vit"), images()
     plan = tune_reduction(model, pixels, gflops=0.75 * full_gflops(model), progress=False)
     order = torch.randperm(8, generator=torch.Generator().manual_seed(0))
@@ -205,7 +205,7 @@ def test_the_best_schedule_is_no_worse_than_the_fixed_one_on_the_choosing_pictur
 
 def test_a_plan_for_agreement() -> None:
     model, pixels = make_model("vit"), images(32)
-    model.head.bias.data.zero_()  # or one class wins for all pictures
+    model.head.bias.data.zero_()  # or one class wins for all images
     plan = tune_reduction(model, pixels, agreement=1.0, progress=False)
     assert plan.checks[-1]["agreement"] == 1.0 and plan.target == "agreement"
     assert (plan.choosing, plan.checking, plan.confirming) == (16, 8, 8)
@@ -214,7 +214,7 @@ def test_a_plan_for_agreement() -> None:
     loose = tune_reduction(model, pixels, agreement=0.3, progress=False)
     assert loose.checks[-1]["agreement"] >= 0.3 and loose.gflops < plan.gflops
 
-    # The agreement of the plan is that of the pictures that took no part in the choice.
+    # The agreement of the plan is that of the images that took no part in the choice.
     order = torch.randperm(32, generator=torch.Generator().manual_seed(0))
     unseen = pixels[order[24:]]
     expected = run(model, unseen).argmax(-1)
@@ -286,13 +286,13 @@ def test_plans_are_refused_where_they_do_not_fit(tmp_path: Path) -> None:
         ({"agreement": 1.5}, "agreement"),
         ({"gflops": 1e-6}, "needs at least about"),
         ({"gflops": 1.0, "policy": "dct"}, "takes a schedule: tome"),
-        ({"gflops": 1.0, "pictures": images(1)}, "only 1 picture"),
-        ({"gflops": 1.0, "pictures": images(4) * float("nan")}, "not finite"),
+        ({"gflops": 1.0, "images": images(1)}, "only 1 image"),
+        ({"gflops": 1.0, "images": images(4) * float("nan")}, "not finite"),
     ],
 )
 def test_bad_arguments_change_nothing(options: dict[str, Any], message: str) -> None:
     model = make_model("vit").train()
-    arguments = {"pictures": images(4), "progress": False} | options
+    arguments = {"images": images(4), "progress": False} | options
     with pytest.raises(ValueError, match=message):
         tune_reduction(model, **arguments)
     assert model.training and not any("bmfa" in key for m in model.modules() for key in vars(m))

@@ -562,7 +562,7 @@ BAD = {
         ValueError,
         "scores end in 17 tokens and the grid has 16; .* without prefix tokens",
     ),
-    "a picture": (
+    "an image": (
         lambda: screen(torch.zeros(2, 4, 4), GRID, RULE),
         ValueError,
         "scores end in 4 tokens and the grid has 16",
@@ -864,7 +864,7 @@ def test_a_coarse_mass_is_not_shared():
         screen(noise(3, 16), Grid(4, 4), rules.Mass(1e-3, coarse=True), share=0)
 
 
-def test_a_mask_for_each_picture_stays_small(monkeypatch):
+def test_a_mask_for_each_image_stays_small(monkeypatch):
     monkeypatch.setattr(bmfa.trees.build, "CHUNK_ELEMENTS", 1 << 14)
     q, k = noise(2, 2, 576, 8), noise(2, 2, 576, 8, seed=1)
     with Largest() as largest:

@@ -131,7 +131,7 @@ def screened_attention(
             `stats.error` has the result. A call that misses it is computed again, once with more tiles
             and then exactly; Triton warns. 0 computes exactly. Default: 0.03. A tree for each query
             takes `rule=bmfa.rules.Optimal(error=...)`, whose error is E, in units of scores.
-        leaves: For tiles, a budget of leaves, on average over the groups of a picture: a float in (0, 1]
+        leaves: For tiles, a budget of leaves, on average over the groups of an image: a float in (0, 1]
             is a fraction of the tokens, an int of at least 2 is a count. It is rounded down to whole
             tiles, and counts invalid tokens. Every tile has at least one leaf, so a budget below the
             number of tiles is exceeded.

@@ -30,9 +30,9 @@ def ablation(
         source,
         dataset=dataset,
         mode=mode,
-        picture_size=img_size,
+        image_size=img_size,
         limit=limit,
         workers=opt.instance_workers(workers),
-        progress=output.progress("pictures"),
+        progress=output.progress("images"),
     )
     output.finish(record, table_of(record.rows, COLUMNS))

@@ -46,8 +46,8 @@ BenchModel = Annotated[
         "also takes random: normal q, k, v without a model.",
     ),
 ]
-Pictures = Annotated[
-    str | None, opt.option("--data-dir DIR", "Folder of pictures; embedded ones by default.")
+Images = Annotated[
+    str | None, opt.option("--data-dir DIR", "Folder of images; embedded ones by default.")
 ]
 Tiles = Annotated[
     list[float] | None, opt.option("--tiles X...", "Fractions of the tiles to expand: 0 0.03 0.1.")
@@ -91,7 +91,7 @@ def trees(
     method: opt.Methods = None,
     grids: Annotated[int, opt.option("--grids N", "Number of 16x16 grids.")] = 36_000,
     batch_size: Annotated[
-        int, opt.option("--batch-size N", "Pictures in a batch of the softmax part.")
+        int, opt.option("--batch-size N", "Images in a batch of the softmax part.")
     ] = 64,
     repeats: Annotated[int, opt.option("--repeats N", "Timings; their median counts.")] = 7,
 ) -> None:
@@ -119,7 +119,7 @@ def attention(
     quiet: opt.Quiet = False,
     model: BenchModel = "embedded",
     weights: opt.Weights = None,
-    data_dir: Pictures = None,
+    data_dir: Images = None,
     tiles: Tiles = None,
     leaves: Leaves = None,
     error: Error = None,
@@ -129,7 +129,7 @@ def attention(
     markdown: Markdown = False,
     figures: Figures = None,
     size: Annotated[
-        list[int] | None, opt.option("--size PX...", "Sides of the pictures in pixels.")
+        list[int] | None, opt.option("--size PX...", "Sides of the images in pixels.")
     ] = None,
     tokens: Annotated[
         list[int] | None,
@@ -138,8 +138,8 @@ def attention(
             "Numbers of tokens, which must be squares (1024 4096 16384, and 196 65536 on a GPU).",
         ),
     ] = None,
-    pictures: Annotated[
-        int | None, opt.option("--pictures N", "Number of pictures (4 on a GPU, else 1).")
+    images: Annotated[
+        int | None, opt.option("--images N", "Number of images (4 on a GPU, else 1).")
     ] = None,
     blocks: Annotated[
         str | None, opt.option("--blocks B,B,...", "Blocks of the model, from 0 (2,5,8,11).")
@@ -197,7 +197,7 @@ def attention(
 ) -> None:
     """Tiled attention against the best dense path.
 
-    Queries, keys and values are those of a model on pictures, at several numbers of tokens.
+    Queries, keys and values are those of a model on images, at several numbers of tokens.
     """
     from bmfa.evidence.bench import attention as experiment
     from bmfa.evidence.bench import summary
@@ -215,7 +215,7 @@ def attention(
         model,
         weights,
         data_dir,
-        pictures=pictures or (4 if device.startswith("cuda") else 1),
+        images=images or (4 if device.startswith("cuda") else 1),
         seed=seed,
         device=device,
     )
@@ -249,7 +249,7 @@ def model(
     quiet: opt.Quiet = False,
     model: BenchModel = "embedded",
     weights: opt.Weights = None,
-    data_dir: Pictures = None,
+    data_dir: Images = None,
     tiles: Tiles = None,
     leaves: Leaves = None,
     error: Error = None,
@@ -262,7 +262,7 @@ def model(
         list[int] | None,
         opt.option(
             "--img-size PX...",
-            "Sides of the pictures in pixels (1024 2048 4096 on a GPU, else 512 1024 2048).",
+            "Sides of the images in pixels (1024 2048 4096 on a GPU, else 512 1024 2048).",
         ),
     ] = None,
     layers: opt.Layers = "all",
@@ -271,9 +271,9 @@ def model(
         opt.option("--form", "Use tiles even where dense attention is faster."),
     ] = None,
     batch_size: opt.BatchSize = 1,
-    pictures: Annotated[
+    images: Annotated[
         int | None,
-        opt.option("--pictures N", "Pictures to average over; those of one batch by default."),
+        opt.option("--images N", "Images to average over; those of one batch by default."),
     ] = None,
     decoder: Annotated[
         str | None,
@@ -313,7 +313,7 @@ def model(
         layers=opt.parse_layers(layers),
         form=form,
         batch_size=batch_size,
-        pictures=pictures,
+        images=images,
         dtype=dtype,
         device=device,
         repeats=_default_repeats(device) if repeats is None else repeats,
@@ -389,7 +389,7 @@ def reduction(
         int, opt.option("--workers N", "2 runs the two halves in processes of their own.")
     ] = 1,
     choosing: Annotated[
-        int | None, opt.option("--choosing N", "Pictures of a half that choose; all by default.")
+        int | None, opt.option("--choosing N", "Images of a half that choose; all by default.")
     ] = None,
     rounds: Annotated[
         int, opt.option("--rounds N", "Rounds of exchanges of tokens between blocks.")
@@ -404,7 +404,7 @@ def reduction(
 ) -> None:
     """Token merging with tuned and with fixed schedules.
 
-    A schedule is tuned on one half of the pictures and measured on the other.
+    A schedule is tuned on one half of the images and measured on the other.
     """
     from bmfa.evidence.bench import reduction as experiment
     from bmfa.models import load_model
@@ -412,12 +412,12 @@ def reduction(
     output = Output(json, quiet, csv)
     device = opt.resolve_device(device)
     loaded = load_model(model, weights, img_size=img_size, crop_pct=crop_pct)
-    pictures = opt.labelled_pictures(
+    images = opt.labelled_images(
         data_dir, model=loaded, labels=None, limit=limit, strict=False, seed=seed
     )
     record = experiment.run(
         loaded,
-        pictures,
+        images,
         baseline or experiment.BASELINES,
         policy=policy,
         batch_size=batch_size,

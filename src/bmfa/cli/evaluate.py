@@ -50,7 +50,7 @@ def evaluate(
     output = Output(json, quiet, csv)
     device = opt.resolve_device(device, multi_process=True)
     loaded = load_model(model, weights, img_size=img_size, crop_pct=crop_pct)
-    pictures = opt.labelled_pictures(
+    images = opt.labelled_images(
         data_dir,
         model=loaded,
         labels=labels,
@@ -59,11 +59,11 @@ def evaluate(
         strict=strict,
         seed=seed,
     )
-    toy = opt.toy_model_warning(model, weights, "the pictures were") if data_dir else []
+    toy = opt.toy_model_warning(model, weights, "the images were") if data_dir else []
     with joined(device) as processes:
         record = experiment.run(
             loaded,
-            pictures,
+            images,
             method or experiment.DEFAULT_METHODS,
             layers=opt.parse_layers(layers),
             batch_size=batch_size,
@@ -74,12 +74,12 @@ def evaluate(
             repeats=repeats,
             workers=workers,
             resume=resume,
-            progress=output.progress("pictures"),
+            progress=output.progress("images"),
         )
         if processes.first:
             output.finish(
                 record,
                 table_of(record.rows, COLUMNS, wide),
-                notes=opt.picture_notes(pictures),
-                warnings=[*opt.picture_warnings(record.settings, pictures), *toy],
+                notes=opt.image_notes(images),
+                warnings=[*opt.image_warnings(record.settings, images), *toy],
             )

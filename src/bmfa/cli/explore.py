@@ -1,4 +1,4 @@
-"""bmfa explore: one picture on a page where query, layer, head and rule can be chosen."""
+"""bmfa explore: one image on a page where query, layer, head and rule can be chosen."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -7,7 +7,7 @@ from typer import Argument
 
 from bmfa.cli import options as opt
 from bmfa.cli.output import Output, table_of
-from bmfa.cli.screen import EMBEDDED, read_picture
+from bmfa.cli.screen import EMBEDDED, read_image
 from bmfa.packages import require_packages
 
 if TYPE_CHECKING:
@@ -18,11 +18,9 @@ COLUMNS = "layer head height width mean_gap max_gap"
 
 def explore(
     *,
-    picture: Annotated[
+    image: Annotated[
         str,
-        Argument(
-            metavar="PICTURE", help="A picture file, or embedded:N for the N-th embedded picture."
-        ),
+        Argument(metavar="IMAGE", help="An image file, or embedded:N for the N-th embedded image."),
     ],
     json: opt.Json = None,
     seed: opt.Seed = 0,
@@ -44,7 +42,7 @@ def explore(
         str, opt.option("--output FILE.html", "File for the page.")
     ] = "explorer.html",
 ) -> None:
-    """One picture as an interactive page for the browser."""
+    """One image as an interactive page for the browser."""
     require_packages(("jinja2", "PIL"), "report")
     from bmfa.evidence.explorer import run as experiment
     from bmfa.evidence.explorer.page import build_explorer
@@ -53,15 +51,15 @@ def explore(
     _check_page(output)
     exploration = experiment.run(
         load_model(model, weights, img_size=img_size, crop_pct=crop_pct),
-        read_picture(picture, seed),
+        read_image(image, seed),
         layers=None if layers is None else opt.parse_layers(layers),
-        drawn=picture.startswith(EMBEDDED),
+        drawn=image.startswith(EMBEDDED),
         device=opt.resolve_device(device),
     )
     record = exploration.record
     warnings = [f"not on the page: {reason}" for reason in record.settings["left_out"]]
     if not exploration.drawn:
-        warnings += opt.toy_model_warning(model, weights, "this picture was")
+        warnings += opt.toy_model_warning(model, weights, "this image was")
     Output(json, quiet).finish(
         record,
         table_of(record.rows, COLUMNS),

@@ -10,8 +10,8 @@ if TYPE_CHECKING:
     from bmfa.data import InstanceSource
     from bmfa.models import LoadedModel
 
-# Embedded pictures that a model command draws by default: one percent point is two of them.
-EMBEDDED_PICTURES = 200
+# Embedded images that a model command draws by default: one percent point is two of them.
+EMBEDDED_IMAGES = 200
 
 
 def option(usage: str, help: str) -> Any:
@@ -52,8 +52,8 @@ DataDir = Annotated[
     str | None,
     option(
         "--data-dir DIR",
-        "Pictures in one folder for each class, named by class index, WordNet id, or anything (then "
-        "sorted order counts); embedded pictures by default.",
+        "Images in one folder for each class, named by class index, WordNet id, or anything (then "
+        "sorted order counts); embedded images by default.",
     ),
 ]
 ClassMap = Annotated[
@@ -63,19 +63,17 @@ ClassMap = Annotated[
         "Classes of the folders: their names in the model's order, one on each line, or NAME INDEX.",
     ),
 ]
-Labels = Annotated[
-    str | None, option("--labels FILE", "Labels, if the pictures are in one folder.")
-]
+Labels = Annotated[str | None, option("--labels FILE", "Labels, if the images are in one folder.")]
 CropPct = Annotated[
-    float | None, option("--crop-pct P", "Fraction of the picture that the crop keeps.")
+    float | None, option("--crop-pct P", "Fraction of the image that the crop keeps.")
 ]
 ImgSize = Annotated[int | None, option("--img-size PX", "Side of the model's input in pixels.")]
-BatchSize = Annotated[int, option("--batch-size N", "Pictures in a batch.")]
-Limit = Annotated[int | None, option("--limit N", "Use only the first N pictures.")]
-Strict = Annotated[bool, option("--strict", "Stop at the first unreadable picture.")]
+BatchSize = Annotated[int, option("--batch-size N", "Images in a batch.")]
+Limit = Annotated[int | None, option("--limit N", "Use only the first N images.")]
+Strict = Annotated[bool, option("--strict", "Stop at the first unreadable image.")]
 Workers = Annotated[
     int | None,
-    option("--workers N", "Processes that read pictures; by default according to the cores."),
+    option("--workers N", "Processes that read images; by default according to the cores."),
 ]
 Resume = Annotated[
     str | None,
@@ -97,7 +95,7 @@ Mode = Annotated[
 Annotations = Annotated[
     str | None, option("--annotations FILE", "Instances in COCO or LVIS format.")
 ]
-Images = Annotated[str | None, option("--images DIR", "Folder or zip of the pictures.")]
+Images = Annotated[str | None, option("--images DIR", "Folder or zip of the images.")]
 CropSize = Annotated[int, option("--img-size PX", "Side of a resized crop in pixels.")]
 InstanceLimit = Annotated[int | None, option("--limit N", "Use only the first N instances.")]
 
@@ -161,7 +159,7 @@ def instance_workers(workers: int | None) -> int:
     return cores_per_process() if workers is None else workers
 
 
-def labelled_pictures(
+def labelled_images(
     data_dir: str | None,
     *,
     model: "LoadedModel",
@@ -171,17 +169,17 @@ def labelled_pictures(
     seed: int,
     class_map: str | None = None,
 ) -> Any:
-    """Open the pictures of `--data-dir`, or draw the embedded ones for the embedded model."""
-    from bmfa.data.classification import EmbeddedPictures, LabelledPictures
+    """Open the images of `--data-dir`, or draw the embedded ones for the embedded model."""
+    from bmfa.data.classification import EmbeddedImages, LabelledImages
     from bmfa.evidence.model_methods import class_names
 
     if labels is not None and class_map is not None:
         raise ValueError(
-            "--labels and --class-map both give the classes of the pictures; pass one of them"
+            "--labels and --class-map both give the classes of the images; pass one of them"
         )
     if data_dir is not None:
         require_packages(("PIL",), "data")
-        return LabelledPictures(
+        return LabelledImages(
             data_dir,
             labels,
             class_map=class_map,
@@ -190,40 +188,38 @@ def labelled_pictures(
             strict=strict,
         )
     if model.name != "embedded":
-        raise ValueError(f"--model {model.name} needs --data-dir DIR with pictures")
+        raise ValueError(f"--model {model.name} needs --data-dir DIR with images")
     for option_name, value in (("--labels", labels), ("--class-map", class_map)):
         if value is not None:
-            raise ValueError(
-                f"{option_name} needs --data-dir DIR; the embedded pictures have labels"
-            )
+            raise ValueError(f"{option_name} needs --data-dir DIR; the embedded images have labels")
     # Drawn at the size of the model's input rather than resized: larger is sharper.
-    count = EMBEDDED_PICTURES if limit is None else limit
-    return EmbeddedPictures(count, seed, model.preprocess.size[0])
+    count = EMBEDDED_IMAGES if limit is None else limit
+    return EmbeddedImages(count, seed, model.preprocess.size[0])
 
 
-def picture_notes(pictures: Any) -> list[str]:
-    """Describe how the classes of the folders were found; nothing for the embedded pictures."""
-    source = getattr(pictures, "label_source", None)
+def image_notes(images: Any) -> list[str]:
+    """Describe how the classes of the folders were found; nothing for the embedded images."""
+    source = getattr(images, "label_source", None)
     if source is None:
         return []
     none = "labels: none, because there are no class folders; pass --labels FILE for top-1"
     return [none if source == "none" else f"labels: {source}"]
 
 
-def picture_warnings(settings: Any, pictures: Any) -> list[str]:
-    """Describe the pictures that could not be read, and labels that may not be the model's."""
-    from bmfa.data.classification import SkippedPictures
+def image_warnings(settings: Any, images: Any) -> list[str]:
+    """Describe the images that could not be read, and labels that may not be the model's."""
+    from bmfa.data.classification import SkippedImages
 
-    skipped = SkippedPictures(settings["skipped"], settings["skipped_names"]).lines()
-    warning = getattr(pictures, "label_warning", None)
+    skipped = SkippedImages(settings["skipped"], settings["skipped_names"]).lines()
+    warning = getattr(images, "label_warning", None)
     return [*skipped, *([] if warning is None else [f"warning: {warning}"])]
 
 
-def toy_model_warning(model: str, weights: str | None, pictures: str) -> list[str]:
-    """Warn if pictures of the user are shown to the embedded model, which knows drawn ones alone."""
+def toy_model_warning(model: str, weights: str | None, images: str) -> list[str]:
+    """Warn if images of the user are shown to the embedded model, which knows drawn ones alone."""
     if model != "embedded" or weights is not None:
         return []
     return [
-        f"warning: {pictures} seen by the embedded toy model, which was trained on drawn pictures "
+        f"warning: {images} seen by the embedded toy model, which was trained on drawn images "
         "alone, so its classes mean nothing here; pass --model timm:NAME --weights FILE for a real one"
     ]

@@ -38,11 +38,11 @@ def probe(
         bool,
         opt.option(
             "--cases",
-            "Record a kite, a person, a book and a spoon with their trees instead, without pictures.",
+            "Record a kite, a person, a book and a spoon with their trees instead, without images.",
         ),
     ] = False,
 ) -> None:
-    """The mass each method loses on instances of real pictures."""
+    """The mass each method loses on instances of real images."""
     if cases:
         _run_cases(Output(json, quiet), dataset, mode, annotations, images, limit, workers, seed)
         return
@@ -63,7 +63,7 @@ def probe(
             workers=opt.instance_workers(workers),
             limit=limit,
             strict=strict,
-            progress=output.progress("pictures"),
+            progress=output.progress("images"),
             seed=seed,
             resume=resume,
         )
@@ -87,7 +87,7 @@ def _run_cases(
 ) -> None:
     """Record the paper's four objects; the embedded ones are drawn."""
     from bmfa.data import EmbeddedObjects, InstanceSource
-    from bmfa.evidence.pictures import cases as experiment
+    from bmfa.evidence.images import cases as experiment
 
     source: InstanceSource = opt.instance_source(dataset, annotations, images, seed)
     if dataset == "embedded":
@@ -96,10 +96,10 @@ def _run_cases(
         source,
         dataset=dataset,
         mode=mode,
-        pictures=False,
+        images=False,
         limit=limit,
         workers=opt.instance_workers(workers),
-        progress=output.progress("pictures"),
+        progress=output.progress("images"),
         seed=seed,
     )
     output.finish(record, table_of(record.rows, CASE_COLUMNS), warnings=_unused_instances(record))

@@ -35,7 +35,7 @@ def report(
         tuple[str, str] | None,
         opt.option(
             "--coco ANNOTATIONS IMAGES",
-            "Run the probe of a COCO file and its folder or zip of pictures, instead of the recorded "
+            "Run the probe of a COCO file and its folder or zip of images, instead of the recorded "
             "one.",
         ),
     ] = None,
@@ -43,7 +43,7 @@ def report(
         tuple[str, str] | None,
         opt.option(
             "--lvis ANNOTATIONS IMAGES",
-            "Run the probe of an LVIS file and its folder or zip of pictures, instead of the recorded "
+            "Run the probe of an LVIS file and its folder or zip of images, instead of the recorded "
             "one.",
         ),
     ] = None,
@@ -51,7 +51,7 @@ def report(
         str | None,
         opt.option(
             "--imagenet DIR",
-            "Run the model chapters on these pictures, in folders by class, instead of the recorded "
+            "Run the model chapters on these images, in folders by class, instead of the recorded "
             "ones; needs --weights.",
         ),
     ] = None,
@@ -62,10 +62,10 @@ def report(
         str, opt.option("--model NAME", "The model for --imagenet.")
     ] = "timm:deit_tiny_patch16_224",
     labels: Annotated[
-        str | None, opt.option("--labels FILE", "Labels, if --imagenet is one folder of pictures.")
+        str | None, opt.option("--labels FILE", "Labels, if --imagenet is one folder of images.")
     ] = None,
     class_map: opt.ClassMap = None,
-    limit: Annotated[int, opt.option("--limit N", "Number of pictures of --imagenet.")] = 100,
+    limit: Annotated[int, opt.option("--limit N", "Number of images of --imagenet.")] = 100,
     workers: opt.Workers = None,
 ) -> None:
     """The evidence chain on one self-contained page."""
@@ -163,7 +163,7 @@ def _own_model(
     class_map: str | None,
     limit: int,
 ) -> "OwnModel | None":
-    """Return the user's model and pictures, or None if neither is given."""
+    """Return the user's model and images, or None if neither is given."""
     from bmfa.evidence.report import OwnModel
 
     if imagenet is None and weights is None:

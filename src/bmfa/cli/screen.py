@@ -1,4 +1,4 @@
-"""bmfa screen: one picture as a model attends to it."""
+"""bmfa screen: one image as a model attends to it."""
 
 from functools import partial
 from pathlib import Path
@@ -12,7 +12,7 @@ from bmfa.packages import require_packages
 from bmfa.records import Record
 
 if TYPE_CHECKING:
-    from bmfa.data.classification import LabelledPicture
+    from bmfa.data.classification import LabelledImage
 
 EMBEDDED = "embedded:"
 COLUMNS = "method layer head query leaves leaf_percent gap error certificate moved_percent"
@@ -20,11 +20,9 @@ COLUMNS = "method layer head query leaves leaf_percent gap error certificate mov
 
 def screen(
     *,
-    picture: Annotated[
+    image: Annotated[
         str,
-        Argument(
-            metavar="PICTURE", help="A picture file, or embedded:N for the N-th embedded picture."
-        ),
+        Argument(metavar="IMAGE", help="An image file, or embedded:N for the N-th embedded image."),
     ],
     json: opt.Json = None,
     seed: opt.Seed = 0,
@@ -45,15 +43,15 @@ def screen(
     img_size: opt.ImgSize = None,
     output: Annotated[str, opt.option("--output FILE.png", "File for the figure.")] = "screen.png",
 ) -> None:
-    """One picture: a query's attention, tree and certificate."""
+    """One image: a query's attention, tree and certificate."""
     require_packages(("matplotlib", "PIL"), "report")
+    from bmfa.evidence.images import run as experiment
     from bmfa.evidence.page import figures
-    from bmfa.evidence.pictures import run as experiment
     from bmfa.models import load_model
 
     _check_figure(output)
     view = experiment.View(layer, head, query)
-    shown = read_picture(picture, seed)
+    shown = read_image(image, seed)
     record = experiment.run(
         load_model(model, weights, img_size=img_size, crop_pct=crop_pct),
         [shown],
@@ -68,27 +66,27 @@ def screen(
         table_of(record.rows, COLUMNS),
         notes=_predictions(record, layers),
         warnings=[]
-        if picture.startswith(EMBEDDED)
-        else opt.toy_model_warning(model, weights, "this picture was"),
+        if image.startswith(EMBEDDED)
+        else opt.toy_model_warning(model, weights, "this image was"),
         figures={output: partial(figures.screen.png, record)},
     )
 
 
-def read_picture(name: str, seed: int) -> "LabelledPicture":
-    """Read a picture file, or draw the embedded picture that `embedded:N` names."""
-    from bmfa.data.classification import EmbeddedPictures, LabelledPicture
-    from bmfa.data.pictures import PictureFiles
+def read_image(name: str, seed: int) -> "LabelledImage":
+    """Read an image file, or draw the embedded image that `embedded:N` names."""
+    from bmfa.data.classification import EmbeddedImages, LabelledImage
+    from bmfa.data.images import ImageFiles
 
     index = name.removeprefix(EMBEDDED)
     if index != name:
         if not index.isdecimal():
-            raise ValueError(f"picture {name!r} names no embedded picture; pass e.g. embedded:3")
-        return EmbeddedPictures(int(index) + 1, seed)[int(index)]
+            raise ValueError(f"image {name!r} names no embedded image; pass e.g. embedded:3")
+        return EmbeddedImages(int(index) + 1, seed)[int(index)]
     path = Path(name)
     if not path.is_file():
         kind = "a folder" if path.is_dir() else "no file"
-        raise ValueError(f"{name} is {kind}; pass a picture file, or embedded:N to try without one")
-    return LabelledPicture(path.name, PictureFiles(path.parent).read(path.name))
+        raise ValueError(f"{name} is {kind}; pass an image file, or embedded:N to try without one")
+    return LabelledImage(path.name, ImageFiles(path.parent).read(path.name))
 
 
 def _check_figure(path: str) -> None:

@@ -60,7 +60,7 @@ def train_embedded(
             )
         return
     held_out = [row for row in record.rows if row["what"] == "held-out"]
-    table = table_of(held_out, "img_size tokens grain pictures top1_percent mask_iou")
+    table = table_of(held_out, "img_size tokens grain images top1_percent mask_iou")
     Output(json, quiet).finish(record, table, notes=[f"weights: {output}"])
 
 

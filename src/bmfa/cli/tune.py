@@ -1,4 +1,4 @@
-"""bmfa tune: a plan for a model and a size, chosen on the user's pictures.
+"""bmfa tune: a plan for a model and a size, chosen on the user's images.
 
 It is one of attention for a tolerance, or one of merging for a target of GFLOPs or of agreement.
 """
@@ -33,7 +33,7 @@ def tune(
     weights: opt.Weights = None,
     images: Annotated[
         str | None,
-        opt.option("--images DIR", "Folder or zip of pictures like those of the later use."),
+        opt.option("--images DIR", "Folder or zip of images like those of the later use."),
     ] = None,
     img_size: opt.ImgSize = None,
     crop_pct: opt.CropPct = None,
@@ -57,7 +57,7 @@ def tune(
     ] = None,
     gflops: Annotated[
         float | None,
-        opt.option("--gflops X", "Plan merging instead: GFLOPs of a picture to stay within."),
+        opt.option("--gflops X", "Plan merging instead: GFLOPs of an image to stay within."),
     ] = None,
     agreement: Annotated[
         float | None,
@@ -67,13 +67,13 @@ def tune(
         str | None, opt.option("--policy NAME", "Policy of merging: free-energy (default), tome.")
     ] = None,
     batch_size: Annotated[
-        int | None, opt.option("--batch-size N", "Pictures in a batch (1; 25 for merging).")
+        int | None, opt.option("--batch-size N", "Images in a batch (1; 25 for merging).")
     ] = None,
     limit: Annotated[
         int | None,
         opt.option(
             "--limit N",
-            "Pictures to use, half of them for choosing (32 on a GPU, else 8; 512 or 128 for merging).",
+            "Images to use, half of them for choosing (32 on a GPU, else 8; 512 or 128 for merging).",
         ),
     ] = None,
     dtype: Annotated[
@@ -88,12 +88,12 @@ def tune(
     ] = None,
     figure: Annotated[str | None, opt.option("--figure FILE.png", "File for the figure.")] = None,
 ) -> None:
-    """Settings for each layer, or tokens to merge in each block, chosen on your pictures."""
+    """Settings for each layer, or tokens to merge in each block, chosen on your images."""
     from bmfa.checks import check_integer
     from bmfa.models import load_model, tune_reduction
-    from bmfa.models.tuning import ERRORS, PICTURES, check_tolerance
+    from bmfa.models.tuning import ERRORS, IMAGES, check_tolerance
     from bmfa.models.tuning import tune as tune_attention
-    from bmfa.models.tuning_reduction import PICTURES as REDUCTION_PICTURES
+    from bmfa.models.tuning_reduction import IMAGES as REDUCTION_IMAGES
     from bmfa.models.tuning_reduction import check_policy, check_target
 
     merging = gflops is not None or agreement is not None
@@ -118,15 +118,15 @@ def tune(
         raise ValueError(f"--dtype is {dtype!r}; pass one of {', '.join(DTYPES)}")
     seed = check_integer("seed", seed, low=0)
     limit = None if limit is None else check_integer("limit", limit, low=2)
-    drawn = (REDUCTION_PICTURES if merging else PICTURES)["cpu"]
-    pictures = _pictures(images, model, drawn if limit is None else limit, seed, img_size)
+    drawn = (REDUCTION_IMAGES if merging else IMAGES)["cpu"]
+    images = _images(images, model, drawn if limit is None else limit, seed, img_size)
     output = Output(json, quiet)
     loaded = load_model(model, weights, img_size=img_size, crop_pct=crop_pct)
     loaded.model.to(opt.resolve_device(device), _dtype(dtype))
     if merging:
         made = tune_reduction(
             loaded,
-            pictures,
+            images,
             policy or POLICY,
             gflops=gflops,
             agreement=agreement,
@@ -141,7 +141,7 @@ def tune(
         warnings.simplefilter("ignore")  # `total_lines` says if the plan does not hold
         plan = tune_attention(
             loaded,
-            pictures,
+            images,
             tolerance,
             measure or MEASURE,
             errors=error or ERRORS,
@@ -221,16 +221,16 @@ def total_lines(plan: "Plan") -> list[str]:
 
 
 def _confirmation(plan: "Plan") -> str:
-    """Say what was measured on pictures that took no part in the choice."""
+    """Say what was measured on images that took no part in the choice."""
     change = partial(format_change, plan.measure)
     if not plan.confirming:
         return (
-            "unseen pictures: none, because fewer than six were given; "
+            "unseen images: none, because fewer than six were given; "
             f"{change(plan.expected_change)} expected"
         )
-    exceeded = "" if plan.holds else "; this exceeds the tolerance: pass more pictures (--limit)"
+    exceeded = "" if plan.holds else "; this exceeds the tolerance: pass more images (--limit)"
     return (
-        f"unseen pictures: {change(plan.expected_change)} expected, {change(plan.measured_change)} "
+        f"unseen images: {change(plan.expected_change)} expected, {change(plan.measured_change)} "
         f"measured on {plan.confirming}{exceeded}"
     )
 
@@ -265,22 +265,22 @@ def reduction_lines(plan: "ReductionPlan") -> list[str]:
     if plan.confirming:
         rows.append(("unseen", plan.confirming, plan.output_kl, plan.agreement))
     for name, count, kl, agreement in rows:
-        pictures = f"picture{'' if count == 1 else 's'}"
-        what = f"unseen {pictures}" if name == "unseen" else f"{pictures} {name}"
+        images = f"image{'' if count == 1 else 's'}"
+        what = f"unseen {images}" if name == "unseen" else f"{images} {name}"
         lines.append(
             f"{count} {what}: {100 * agreement:.1f} % keep their class, output KL {kl:.3g} nats"
         )
     if not plan.confirming:
-        lines.append("unseen pictures: none, because fewer than six were given")
+        lines.append("unseen images: none, because fewer than six were given")
     if not plan.holds:
-        lines.append("the unseen pictures miss the target: pass more pictures (--limit)")
+        lines.append("the unseen images miss the target: pass more images (--limit)")
     if not removed:
         lines.append("no schedule with fewer operations keeps the target: the model stays as it is")
     return lines
 
 
-def _count(pictures: int, kind: str = "") -> str:
-    return f"{pictures} {kind}picture{'' if pictures == 1 else 's'}"
+def _count(images: int, kind: str = "") -> str:
+    return f"{images} {kind}image{'' if images == 1 else 's'}"
 
 
 def format_change(measure: str, change: float | None) -> str:
@@ -304,17 +304,17 @@ def _check_kind(merging: bool, attention: dict[str, Any], policy: str | None) ->
         )
 
 
-def _pictures(images: str | None, model: str, count: int, seed: int, img_size: int | None) -> Any:
-    """Return the folder, or `count` drawn pictures for the embedded model."""
+def _images(images: str | None, model: str, count: int, seed: int, img_size: int | None) -> Any:
+    """Return the folder, or `count` drawn images for the embedded model."""
     if images is not None:
         require_packages(("PIL",), "data")
         return images
     if model != "embedded":
-        raise ValueError(f"--model {model} needs --images DIR with at least two pictures")
-    from bmfa.data.classification import EmbeddedPictures
+        raise ValueError(f"--model {model} needs --images DIR with at least two images")
+    from bmfa.data.classification import EmbeddedImages
     from bmfa.models import embedded
 
-    drawn = EmbeddedPictures(count, seed, img_size or embedded.IMAGE_SIZE)
+    drawn = EmbeddedImages(count, seed, img_size or embedded.IMAGE_SIZE)
     return [embedded.preprocess(drawn[index].pixels[None])[0] for index in range(len(drawn))]
 
 

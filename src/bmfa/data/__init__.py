@@ -1,13 +1,13 @@
-"""Pictures and annotations in their usual layouts, and the embedded pictures, which are drawn."""
+"""Images and annotations in their usual layouts, and the embedded images, which are drawn."""
 
-from bmfa.data.classification import EmbeddedPictures, LabelledPicture, LabelledPictures
+from bmfa.data.classification import EmbeddedImages, LabelledImage, LabelledImages
 from bmfa.data.coco import AnnotationFile, InstanceFiles
-from bmfa.data.drawn.badges import BADGE_CLASSES, BadgePicture, draw_badge, draw_badge_batch
+from bmfa.data.drawn.badges import BADGE_CLASSES, BadgeImage, draw_badge, draw_badge_batch
 from bmfa.data.drawn.coco_writer import write_coco
 from bmfa.data.drawn.objects import EmbeddedObjects, draw_object
 from bmfa.data.drawn.scenes import EmbeddedScenes, draw_scene
-from bmfa.data.instances import AnnotationError, Instance, InstanceSource, Picture, Tally
-from bmfa.data.pictures import PictureError, PictureFiles
+from bmfa.data.images import ImageError, ImageFiles
+from bmfa.data.instances import AnnotationError, Instance, InstanceImage, InstanceSource, Tally
 from bmfa.data.probes import MODES, ProbeBlock, ProbeSettings, probe_blocks
 
 __all__ = [
@@ -15,18 +15,18 @@ __all__ = [
     "MODES",
     "AnnotationError",
     "AnnotationFile",
-    "BadgePicture",
+    "BadgeImage",
+    "EmbeddedImages",
     "EmbeddedObjects",
-    "EmbeddedPictures",
     "EmbeddedScenes",
+    "ImageError",
+    "ImageFiles",
     "Instance",
     "InstanceFiles",
+    "InstanceImage",
     "InstanceSource",
-    "LabelledPicture",
-    "LabelledPictures",
-    "Picture",
-    "PictureError",
-    "PictureFiles",
+    "LabelledImage",
+    "LabelledImages",
     "ProbeBlock",
     "ProbeSettings",
     "Tally",

@@ -1,7 +1,7 @@
-"""Pictures with class labels: folders by class, flat folders with a label file, embedded pictures.
+"""Images with class labels: folders by class, flat folders with a label file, embedded images.
 
-`LabelledPictures` and `EmbeddedPictures` are map-style datasets for `torch.utils.data.DataLoader`:
-they have a length, give a picture by index, and pickle for worker processes.
+`LabelledImages` and `EmbeddedImages` are map-style datasets for `torch.utils.data.DataLoader`:
+they have a length, give an image by index, and pickle for worker processes.
 """
 
 import json
@@ -19,8 +19,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bmfa.checks import check_integer
-from bmfa.data.drawn.badges import BADGE_CLASSES, BADGE_PICTURE_SIZE, draw_badge
-from bmfa.data.pictures import PictureError, PictureFiles
+from bmfa.data.drawn.badges import BADGE_CLASSES, BADGE_IMAGE_SIZE, draw_badge
+from bmfa.data.images import ImageError, ImageFiles
 from bmfa.packages import load_package
 
 _WNID = re.compile(r"n\d{8}")  # WordNet id, such as n01440764
@@ -30,11 +30,11 @@ _MAX_SHOWN = 5  # names of classes that a message lists
 
 
 @dataclass(frozen=True, eq=False)
-class LabelledPicture:
-    """A picture and its class.
+class LabelledImage:
+    """An image and its class.
 
     Args:
-        name: name of the picture in messages.
+        name: name of the image in messages.
         pixels: (height, width, 3) uint8 RGB.
         label: index of the class, None if unknown.
         label_name: name of the class if the data set has its own classes; None means the name that
@@ -50,28 +50,28 @@ class LabelledPicture:
 
 
 @dataclass
-class SkippedPictures:
-    """Number of pictures that could not be read, and the reasons of the first few."""
+class SkippedImages:
+    """Number of images that could not be read, and the reasons of the first few."""
 
     count: int = 0
     reasons: list[str] = field(default_factory=list)
 
     def add(self, reason: str) -> None:
-        """Count one more picture."""
+        """Count one more image."""
         self.count += 1
         if len(self.reasons) < _MAX_REASONS:
             self.reasons.append(reason)
 
     def lines(self) -> list[str]:
-        """Return the message to the user in lines; none if every picture was read."""
+        """Return the message to the user in lines; none if every image was read."""
         if not self.count:
             return []
         more = ", ..." if self.count > len(self.reasons) else ""
-        return [f"{self.count} unreadable pictures skipped: {'; '.join(self.reasons)}{more}"]
+        return [f"{self.count} unreadable images skipped: {'; '.join(self.reasons)}{more}"]
 
 
-class LabelledPictures:
-    """The pictures of a folder or zip in the order of their names, with labels.
+class LabelledImages:
+    """The images of a folder or zip in the order of their names, with labels.
 
     Labels are read from the names of the folders, or from a label file. A folder named by an integer
     is the class of that index, and one named by a WordNet id the class of ImageNet-1K. Folders with
@@ -87,27 +87,27 @@ class LabelledPictures:
             model's outputs, one on each line; lines `NAME INDEX`; or a JSON list or object of these.
             None takes the names of the folders.
         classes: the names of the model's outputs, or their number; None if unknown.
-        limit: number of pictures to take; None takes all.
-        strict: True to raise at a picture that cannot be read instead of skipping it.
+        limit: number of images to take; None takes all.
+        strict: True to raise at an image that cannot be read instead of skipping it.
 
     Attributes:
         label_source: how labels were found, as a phrase.
         label_warning: a sentence if the labels may not be the classes of the model, else None.
 
     Raises:
-        PictureError: there is no picture, a label cannot be interpreted, or the names of the folders
+        ImageError: there is no image, a label cannot be interpreted, or the names of the folders
             have more than one meaning.
 
     Example:
         >>> import tempfile, pathlib
         >>> from PIL import Image
-        >>> from bmfa.data import LabelledPictures
+        >>> from bmfa.data import LabelledImages
         >>> root = pathlib.Path(tempfile.mkdtemp())
         >>> for name in ("cat", "dog"):
         ...     (root / name).mkdir()
         ...     Image.new("RGB", (8, 8)).save(root / name / "1.png")
-        >>> pictures = LabelledPictures(root, classes=2)
-        >>> pictures.names(), pictures.label_source
+        >>> images = LabelledImages(root, classes=2)
+        >>> images.names(), images.label_source
         ([('cat/1.png', 0), ('dog/1.png', 1)], 'folders in sorted order: cat 0, dog 1')
     """
 
@@ -122,17 +122,17 @@ class LabelledPictures:
         limit: int | None = None,
         strict: bool = False,
     ) -> None:
-        self.files = PictureFiles(path)
+        self.files = ImageFiles(path)
         self.strict = strict
-        self.skipped = SkippedPictures()
+        self.skipped = SkippedImages()
         if not self.files.entries:
-            raise PictureError(f"no pictures in {path}; pass a folder or zip of jpg, png or webp")
+            raise ImageError(f"no images in {path}; pass a folder or zip of jpg, png or webp")
         if limit is not None:
             check_integer("limit", limit, low=1)
         if labels is not None and class_map is not None:
-            raise PictureError(
+            raise ImageError(
                 "a label file and a class map are given; pass one of them, because either decides the "
-                "class of every picture"
+                "class of every image"
             )
         self.label_warning: str | None = None
         if labels is not None:
@@ -151,81 +151,81 @@ class LabelledPictures:
         count = classes if isinstance(classes, int) else len(classes)
         beyond = next((entry for entry, label in self._labels.items() if label >= count), None)
         if beyond is not None:
-            raise PictureError(
+            raise ImageError(
                 f"{beyond} has class {self._labels[beyond]}, and the model {count} classes; pass the "
-                "model of these pictures, or labels in its order"
+                "model of these images, or labels in its order"
             )
 
     @property
     def labelled(self) -> bool:
-        """True if the pictures have labels."""
+        """True if the images have labels."""
         return bool(self._labels)
 
     def __len__(self) -> int:
-        """Return the number of pictures, unreadable ones included."""
+        """Return the number of images, unreadable ones included."""
         return len(self.entries)
 
-    def __getitem__(self, index: int) -> LabelledPicture:
-        """Read one picture.
+    def __getitem__(self, index: int) -> LabelledImage:
+        """Read one image.
 
         Raises:
-            PictureError: the picture cannot be read.
-            PicturesLostError: the folder or zip has vanished.
+            ImageError: the image cannot be read.
+            ImagesLostError: the folder or zip has vanished.
         """
         entry = self.entries[index]
-        return LabelledPicture(entry, self.files.read(entry), self._labels.get(entry))
+        return LabelledImage(entry, self.files.read(entry), self._labels.get(entry))
 
-    def __iter__(self) -> Iterator[LabelledPicture]:
-        """Yield every readable picture; `skipped` counts the others, with `strict` they raise."""
-        self.skipped = SkippedPictures()
+    def __iter__(self) -> Iterator[LabelledImage]:
+        """Yield every readable image; `skipped` counts the others, with `strict` they raise."""
+        self.skipped = SkippedImages()
         for index in range(len(self)):
             try:
-                picture = self[index]
-            except PictureError as error:
+                image = self[index]
+            except ImageError as error:
                 if self.strict:
                     raise
                 self.skipped.add(str(error))
                 continue
-            yield picture
+            yield image
 
     def names(self) -> list[tuple[str, int | None]]:
-        """Return the name and the label of every picture without reading it."""
+        """Return the name and the label of every image without reading it."""
         return [(entry, self._labels.get(entry)) for entry in self.entries]
 
 
-class EmbeddedPictures:
-    """The first pictures of the embedded set with their classes, drawn when they are read.
+class EmbeddedImages:
+    """The first images of the embedded set with their classes, drawn when they are read.
 
     Args:
-        count: number of pictures, at least 1.
+        count: number of images, at least 1.
         seed: seed of the set.
-        size: side in pixels; the content of a picture does not depend on it.
+        size: side in pixels; the content of an image does not depend on it.
 
     Example:
-        >>> from bmfa.data import EmbeddedPictures
-        >>> picture = EmbeddedPictures(10)[3]
-        >>> picture.pixels.shape, picture.label_name
+        >>> from bmfa.data import EmbeddedImages
+        >>> image = EmbeddedImages(10)[3]
+        >>> image.pixels.shape, image.label_name
         ((128, 128, 3), 'dotted triangle, 1 tick')
     """
 
-    def __init__(self, count: int, seed: int = 0, size: int = BADGE_PICTURE_SIZE) -> None:
+    def __init__(self, count: int, seed: int = 0, size: int = BADGE_IMAGE_SIZE) -> None:
         self.count, self.seed = check_integer("count", count, low=1), seed
         self.size = check_integer("size", size, low=32)
 
     def __len__(self) -> int:
         return self.count
 
-    def __getitem__(self, index: int) -> LabelledPicture:
+    def __getitem__(self, index: int) -> LabelledImage:
         if not 0 <= index < self.count:
             raise IndexError(f"index is {index}; pass an integer from 0 to {self.count - 1}")
         pixels, label, mask = draw_badge(self.seed, index, self.size)
-        return LabelledPicture(self._name(index), pixels, label, BADGE_CLASSES[label], mask)
+        return LabelledImage(self._name(index), pixels, label, BADGE_CLASSES[label], mask)
 
-    def __iter__(self) -> Iterator[LabelledPicture]:
+    def __iter__(self) -> Iterator[LabelledImage]:
         return (self[index] for index in range(self.count))
 
     def names(self) -> list[tuple[str, int | None]]:
-        """Return the name of every picture without drawing it, and no labels."""
+        """Return the name of every image without drawing it, and no labels."""
         return [(self._name(index), None) for index in range(self.count)]
 
     def _name(self, index: int) -> str:
@@ -260,7 +260,7 @@ class _FolderClasses:
 
     def __init__(
         self,
-        files: PictureFiles,
+        files: ImageFiles,
         wnids: Sequence[str] | None,
         classes: Sequence[str] | int | None,
     ) -> None:
@@ -299,9 +299,9 @@ class _FolderClasses:
         names, count = self.names, self.class_count
         index = {name: number for number, name in enumerate(names)}
         if count is not None and len(names) > count:
-            raise PictureError(
+            raise ImageError(
                 f"{self.files.path} has {len(names)} class folders, and the model {count} classes; pass "
-                "the model of these pictures, or the class of every folder in a class map "
+                "the model of these images, or the class of every folder in a class map "
                 "(--class-map FILE)"
             )
         shown = [f"{name} {index[name]}" for name in names]
@@ -321,15 +321,15 @@ class _FolderClasses:
         label = next((name for name in self.names if _is_label(name)), None)
         if label is not None:
             other = next(name for name in self.names if not _is_label(name))
-            rest = "pictures of its own" if other == "" else f"a folder {other!r}"
-            raise PictureError(
+            rest = "images of its own" if other == "" else f"a folder {other!r}"
+            raise ImageError(
                 f"{path} has a folder {label!r}, which is a class index or a WordNet id, and {rest}; "
                 "pass the class of every folder in a class map (--class-map FILE), or move the others"
             )
         if "" in self.names:
-            picture = next(entry for entry, name in self.folders.items() if name == "")
-            raise PictureError(
-                f"{path} has pictures beside its class folders, e.g. {picture}; move them into the "
+            image = next(entry for entry, name in self.folders.items() if name == "")
+            raise ImageError(
+                f"{path} has images beside its class folders, e.g. {image}; move them into the "
                 "folder of their class"
             )
         above: dict[PurePosixPath, PurePosixPath] = {}
@@ -337,7 +337,7 @@ class _FolderClasses:
             above.setdefault(parent.parent, parent)
         if len(above) > 1:
             first, second = list(above.values())[:2]
-            raise PictureError(
+            raise ImageError(
                 f"{path} has class folders in several folders, e.g. {first} and {second}; pass the one "
                 "folder whose folders are the classes"
             )
@@ -347,7 +347,7 @@ class _FolderClasses:
         unknown = [name for name in self.names if name not in index]
         if unknown:
             known = ", ".join(list(index)[:_MAX_SHOWN])
-            raise PictureError(
+            raise ImageError(
                 f"class map {path} has no class for the folder {unknown[0]!r} of {self.files.path}; it "
                 f"has {len(index)} names: {known}{', ...' if len(index) > _MAX_SHOWN else ''}"
             )
@@ -361,14 +361,14 @@ def _read_class_map(path: Path, folders: Sequence[str]) -> dict[str, int]:
         text = path.read_text(encoding="utf-8")
         content = json.loads(text) if path.suffix.lower() == ".json" else None
     except (OSError, ValueError) as error:
-        raise PictureError(f"class map {path} cannot be read: {error}") from error
+        raise ImageError(f"class map {path} cannot be read: {error}") from error
     pairs: list[tuple[str, Any]]
     if isinstance(content, dict):
         pairs = list(content.items())
     elif isinstance(content, list):
         pairs = [(str(name), number) for number, name in enumerate(content)]
     elif content is not None:
-        raise PictureError(f"class map {path} is JSON of another kind; write an object or a list")
+        raise ImageError(f"class map {path} is JSON of another kind; write an object or a list")
     else:
         lines = [line.strip() for line in text.splitlines() if line.strip()]
         matches = [re.fullmatch(r"(.+?)(?:\s*,\s*|\s+)(\d+)", line) for line in lines]
@@ -379,34 +379,32 @@ def _read_class_map(path: Path, folders: Sequence[str]) -> dict[str, int]:
             pairs = [(match[1], int(match[2])) for match in matches if match]
     bad = next((p for p in pairs if type(p[1]) is not int or p[1] < 0), None)
     if bad is not None:
-        raise PictureError(
+        raise ImageError(
             f"class map {path} gives {bad[0]!r} the class {bad[1]!r}; write a class index from 0 on"
         )
     counts = Counter(name for name, _ in pairs)
     twice = next((name for name, count in counts.items() if count > 1), None)
     if twice is not None or not pairs:
         fault = "names no class" if twice is None else f"names {twice!r} twice"
-        raise PictureError(
+        raise ImageError(
             f"class map {path} {fault}; write each folder name once, in the order of the model's "
             "outputs or with its index"
         )
     return dict(pairs)
 
 
-def _labels_from_file(
-    files: PictureFiles, path: Path, wnids: Sequence[str] | None
-) -> dict[str, int]:
+def _labels_from_file(files: ImageFiles, path: Path, wnids: Sequence[str] | None) -> dict[str, int]:
     """Return labels by entry, from lines `NAME LABEL` or `NAME,LABEL`; further columns are ignored."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise PictureError(f"label file {path} cannot be read: {error}") from error
+        raise ImageError(f"label file {path} cannot be read: {error}") from error
     rows = [re.split(r"[\s,]+", line.strip())[:2] for line in lines if line.strip()]
     if rows and len(rows[0]) == 2 and not _is_label(rows[0][1]):
         rows = rows[1:]  # a header
     bad = next((row for row in rows if len(row) < 2 or not _is_label(row[1])), None)
     if bad is not None:
-        raise PictureError(
+        raise ImageError(
             f"label file {path} has a line {' '.join(bad)!r}; "
             "write NAME LABEL, the label a class index or a WordNet id"
         )
@@ -420,8 +418,8 @@ def _labels_from_file(
         if name is not None:
             found[entry] = by_name[name]
     if not found:
-        raise PictureError(
-            f"label file {path} names none of the {len(files.entries)} pictures in {files.path}, "
+        raise ImageError(
+            f"label file {path} names none of the {len(files.entries)} images in {files.path}, "
             f"e.g. {files.entries[0]}"
         )
     return found
@@ -434,7 +432,7 @@ def _wnid_index(names: Sequence[str], wnids: Sequence[str] | None) -> Mapping[st
     }
     unknown = [name for name in names if name not in index]
     if unknown:
-        raise PictureError(
+        raise ImageError(
             f"{unknown[0]} is none of the {len(index)} classes; pass wnids= in the model's order"
         )
     return index

@@ -1,4 +1,4 @@
-"""COCO and LVIS instance files in their published form, with the pictures that they describe."""
+"""COCO and LVIS instance files in their published form, with the images that they describe."""
 
 import json
 import math
@@ -9,16 +9,16 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
-from bmfa.data.instances import AnnotationError, Instance, Picture, Tally
+from bmfa.data.images import ImageError, ImageFiles
+from bmfa.data.instances import AnnotationError, Instance, InstanceImage, Tally
 from bmfa.data.masks import MaskError, decode_mask
-from bmfa.data.pictures import PictureError, PictureFiles
 
-MISSING_PICTURE = "missing picture"
-UNREADABLE_PICTURE = "unreadable picture"
-OTHER_SIZE = "picture of another size than annotated"
+MISSING_IMAGE = "missing image"
+UNREADABLE_IMAGE = "unreadable image"
+OTHER_SIZE = "image of another size than annotated"
 UNKNOWN_CATEGORY = "unknown category"
 # Faults that may be gone when the files are read again.
-FILE_FAULTS = (UNREADABLE_PICTURE, OTHER_SIZE)
+FILE_FAULTS = (UNREADABLE_IMAGE, OTHER_SIZE)
 _FREQUENCIES = ("r", "c", "f")
 _PART_ANNOTATIONS = 128  # annotations in a part, unless the caller says otherwise
 
@@ -30,8 +30,8 @@ class Category(NamedTuple):
     frequency: str | None
 
 
-class PictureRecord(NamedTuple):
-    """A picture as the annotation file describes it; `names` are possible file names, best first."""
+class ImageRecord(NamedTuple):
+    """An image as the annotation file describes it; `names` are possible file names, best first."""
 
     id: int
     width: int
@@ -50,82 +50,80 @@ class InstanceRecord(NamedTuple):
 
 
 class InstanceFiles:
-    """The instances of an annotation file, with pictures from a folder or a zip.
+    """The instances of an annotation file, with images from a folder or a zip.
 
     Args:
         annotations: COCO or LVIS (v0.5, v1) instances file.
-        pictures: folder or zip that holds the pictures.
+        images: folder or zip that holds the images.
 
     Raises:
         AnnotationError: the annotation file cannot be read or is not an instances file.
-        PictureError: no picture of the annotation file is found.
+        ImageError: no image of the annotation file is found.
     """
 
-    def __init__(
-        self, annotations: str | os.PathLike[str], pictures: str | os.PathLike[str]
-    ) -> None:
+    def __init__(self, annotations: str | os.PathLike[str], images: str | os.PathLike[str]) -> None:
         self.annotations = AnnotationFile(annotations)
-        self.pictures = PictureFiles(pictures)
-        self._entries = {p.id: self.pictures.find(p.names) for p in self.annotations.pictures}
+        self.images = ImageFiles(images)
+        self._entries = {p.id: self.images.find(p.names) for p in self.annotations.images}
         if not any(self._entries.values()):
-            raise PictureError(self._nothing_found())
+            raise ImageError(self._nothing_found())
 
     def __len__(self) -> int:
-        """Return the number of pictures."""
-        return len(self.annotations.pictures)
+        """Return the number of images."""
+        return len(self.annotations.images)
 
     def parts(self, instances: int = _PART_ANNOTATIONS) -> Iterator["InstancePart"]:
-        """Yield consecutive pictures in parts of at least so many annotations, but for the last."""
-        rows: list[_AnnotatedPicture] = []
+        """Yield consecutive images in parts of at least so many annotations, but for the last."""
+        rows: list[_AnnotatedImage] = []
         count = 0
         for row in self._rows():
             rows.append(row)
             count += len(row.annotations)
             if count >= instances:
-                yield InstancePart(self.pictures, rows)
+                yield InstancePart(self.images, rows)
                 rows, count = [], 0
         if rows:
-            yield InstancePart(self.pictures, rows)
+            yield InstancePart(self.images, rows)
 
     def instances(self, tally: Tally | None = None) -> Iterator[Instance]:
-        """Yield every usable instance, picture by picture; `tally` counts the others."""
+        """Yield every usable instance, image by image; `tally` counts the others."""
         tally = Tally() if tally is None else tally
         for part in self.parts():
             yield from part.instances(tally)
 
-    def _rows(self) -> Iterator["_AnnotatedPicture"]:
-        for picture in self.annotations.pictures:
-            records = self.annotations.of_picture(picture.id)
-            yield _AnnotatedPicture(picture, self._entries[picture.id], records)
-        for identity in self.annotations.unlisted_pictures():
-            unlisted = PictureRecord(identity, 0, 0, (f"picture {identity}, not among images",))
-            yield _AnnotatedPicture(unlisted, None, self.annotations.of_picture(identity))
+    def _rows(self) -> Iterator["_AnnotatedImage"]:
+        for image in self.annotations.images:
+            records = self.annotations.of_image(image.id)
+            yield _AnnotatedImage(image, self._entries[image.id], records)
+        for identity in self.annotations.unlisted_images():
+            unlisted = ImageRecord(identity, 0, 0, (f"image {identity}, not among images",))
+            yield _AnnotatedImage(unlisted, None, self.annotations.of_image(identity))
 
     def _nothing_found(self) -> str:
-        sought = [" or ".join(picture.names) for picture in self.annotations.pictures[:2]]
-        found = self.pictures.entries
+        sought = [" or ".join(image.names) for image in self.annotations.images[:2]]
+        found = self.images.entries
         shown = f", such as {', '.join(found[:3])}" if found else ""
         return (
-            f"{self.pictures.path} holds none of the {len(self)} pictures of {self.annotations.path}: "
-            f"looked for {'; '.join(sought) or 'nothing, the file lists no picture'}; "
-            f"found {len(found)} pictures{shown}; pass the folder or zip that holds them"
+            f"{self.images.path} holds none of the {len(self)} images of {self.annotations.path}: "
+            f"looked for {'; '.join(sought) or 'nothing, the file lists no image'}; "
+            f"found {len(found)} images{shown}; pass the folder or zip that holds them"
         )
 
 
 @dataclass(frozen=True)
-class _AnnotatedPicture:
-    """A picture, its entry in the folder or zip (None if missing), and its annotations."""
+class _AnnotatedImage:
+    """An image, its entry in the folder or zip (None if missing), and its annotations."""
 
-    picture: PictureRecord
+    image: ImageRecord
     entry: str | None
     annotations: list[InstanceRecord]
 
 
 class InstancePart:
-    """A few pictures with their annotations; small to pickle, decoded in the process that reads it."""
+    """A few images with their annotations; small to pickle, decoded in the process that reads it."""
 
-    def __init__(self, pictures: PictureFiles, rows: list[_AnnotatedPicture]) -> None:
-        self._pictures, self._rows = pictures, rows
+    def __init__(self, images: ImageFiles, rows: list[_AnnotatedImage]) -> None:
+        self._images, self._rows = images, rows
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -135,42 +133,42 @@ class InstancePart:
         yield self
 
     def listing(self) -> list[str]:
-        """Return the id and the file of every picture; it changes when a missing file is added."""
-        return [f"{row.picture.id}\n{row.entry}" for row in self._rows]
+        """Return the id and the file of every image; it changes when a missing file is added."""
+        return [f"{row.image.id}\n{row.entry}" for row in self._rows]
 
     def instances(self, tally: Tally) -> Iterator[Instance]:
-        """Yield every usable instance, picture by picture; `tally` counts the others."""
+        """Yield every usable instance, image by image; `tally` counts the others."""
         for row in self._rows:
-            picture = self._read(row, tally) if row.annotations else None
-            if picture is not None:
-                yield from _decode_instances(picture, row.annotations, tally)
+            image = self._read(row, tally) if row.annotations else None
+            if image is not None:
+                yield from _decode_instances(image, row.annotations, tally)
 
-    def _read(self, row: _AnnotatedPicture, tally: Tally) -> Picture | None:
-        name, instances = row.picture.names[0], len(row.annotations)
+    def _read(self, row: _AnnotatedImage, tally: Tally) -> InstanceImage | None:
+        name, instances = row.image.names[0], len(row.annotations)
         if row.entry is None:
-            tally.fault(MISSING_PICTURE, name, instances)
+            tally.fault(MISSING_IMAGE, name, instances)
             return None
         try:
-            pixels = self._pictures.read(row.entry)
-        except PictureError as error:
-            tally.fault(UNREADABLE_PICTURE, str(error), instances)
+            pixels = self._images.read(row.entry)
+        except ImageError as error:
+            tally.fault(UNREADABLE_IMAGE, str(error), instances)
             return None
-        annotated = (row.picture.height, row.picture.width)
+        annotated = (row.image.height, row.image.width)
         if pixels.shape[:2] != annotated:
             # The annotations may ignore the EXIF orientation.
-            pixels = self._pictures.read(row.entry, upright=False)
+            pixels = self._images.read(row.entry, upright=False)
         if pixels.shape[:2] != annotated:
             tally.fault(OTHER_SIZE, row.entry, instances)
             return None
-        return Picture(row.picture.id, row.entry, pixels)
+        return InstanceImage(row.image.id, row.entry, pixels)
 
 
 def _decode_instances(
-    picture: Picture, records: list[InstanceRecord], tally: Tally
+    image: InstanceImage, records: list[InstanceRecord], tally: Tally
 ) -> Iterator[Instance]:
-    height, width = picture.pixels.shape[:2]
+    height, width = image.pixels.shape[:2]
     for record in records:
-        name = f"annotation {record.id} of {picture.name}"
+        name = f"annotation {record.id} of {image.name}"
         if record.category is None:
             tally.fault(UNKNOWN_CATEGORY, name)
             continue
@@ -180,7 +178,7 @@ def _decode_instances(
             tally.fault(str(error), name)
             continue
         area = float(mask.sum()) if record.area is None else float(record.area)
-        yield Instance(picture, record.id, *record.category, area, record.crowd, mask)
+        yield Instance(image, record.id, *record.category, area, record.crowd, mask)
 
 
 class AnnotationFile:
@@ -197,18 +195,18 @@ class AnnotationFile:
         self.path = Path(path)
         top = _Object(parse_json(self.path), str(self.path), "")
         self.categories = dict(map(_category, top.objects("categories")))
-        self.pictures = tuple(map(_picture, top.objects("images")))
+        self.images = tuple(map(_image, top.objects("images")))
         self._annotations: dict[int, list[dict[str, Any]]] = {}
         for annotation in top.objects("annotations"):
-            picture_id = _check_annotation(annotation)
-            self._annotations.setdefault(picture_id, []).append(annotation.fields)
-        self._check_unique_pictures()
+            image_id = _check_annotation(annotation)
+            self._annotations.setdefault(image_id, []).append(annotation.fields)
+        self._check_unique_images()
 
     def __len__(self) -> int:
         return sum(map(len, self._annotations.values()))
 
-    def of_picture(self, picture_id: int) -> list[InstanceRecord]:
-        """Return the annotations of one picture in the order of the file."""
+    def of_image(self, image_id: int) -> list[InstanceRecord]:
+        """Return the annotations of one image in the order of the file."""
         return [
             InstanceRecord(
                 annotation["id"],
@@ -217,23 +215,23 @@ class AnnotationFile:
                 bool(annotation.get("iscrowd", 0)),
                 annotation["segmentation"],
             )
-            for annotation in self._annotations.get(picture_id, [])
+            for annotation in self._annotations.get(image_id, [])
         ]
 
-    def unlisted_pictures(self) -> Iterator[int]:
-        """Return ids of pictures that annotations refer to but the file does not list."""
-        listed = {picture.id for picture in self.pictures}
-        return (picture_id for picture_id in self._annotations if picture_id not in listed)
+    def unlisted_images(self) -> Iterator[int]:
+        """Return ids of images that annotations refer to but the file does not list."""
+        listed = {image.id for image in self.images}
+        return (image_id for image_id in self._annotations if image_id not in listed)
 
-    def _check_unique_pictures(self) -> None:
+    def _check_unique_images(self) -> None:
         seen: set[int] = set()
-        for position, picture in enumerate(self.pictures):
-            if picture.id in seen:
+        for position, image in enumerate(self.images):
+            if image.id in seen:
                 raise AnnotationError(
-                    f"{self.path}: images[{position}].id repeats {picture.id}; "
-                    "give each picture its own id"
+                    f"{self.path}: images[{position}].id repeats {image.id}; "
+                    "give each image its own id"
                 )
-            seen.add(picture.id)
+            seen.add(image.id)
 
 
 def parse_json(path: Path) -> Any:
@@ -316,18 +314,18 @@ def _category(category: _Object) -> tuple[int, Category]:
     return category.integer("id"), Category(category.text("name"), frequency)
 
 
-def _picture(picture: _Object) -> PictureRecord:
-    identity = picture.integer("id")
+def _image(image: _Object) -> ImageRecord:
+    identity = image.integer("id")
     names: list[str] = []
-    if "file_name" in picture.fields or "coco_url" not in picture.fields:
-        names.append(picture.text("file_name").removeprefix("./"))
-    if "coco_url" in picture.fields:
+    if "file_name" in image.fields or "coco_url" not in image.fields:
+        names.append(image.text("file_name").removeprefix("./"))
+    if "coco_url" in image.fields:
         # LVIS v1 has no other name; the last folder distinguishes train2017 and val2017.
-        names.append("/".join(urlsplit(picture.text("coco_url")).path.split("/")[-2:]))
+        names.append("/".join(urlsplit(image.text("coco_url")).path.split("/")[-2:]))
     # LVIS v0.5 has the file names of COCO 2014; since 2017 a file is named by its id.
     names.append(f"{identity:012d}.jpg")
-    width, height = picture.integer("width", 1), picture.integer("height", 1)
-    return PictureRecord(identity, width, height, tuple(dict.fromkeys(names)))
+    width, height = image.integer("width", 1), image.integer("height", 1)
+    return ImageRecord(identity, width, height, tuple(dict.fromkeys(names)))
 
 
 def _check_annotation(annotation: _Object) -> int:

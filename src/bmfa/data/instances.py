@@ -1,4 +1,4 @@
-"""Instances of annotated pictures, and the count of those that were skipped."""
+"""Instances of annotated images, and the count of those that were skipped."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -26,8 +26,8 @@ def size_group(area: float) -> str:
 
 
 @dataclass(frozen=True, eq=False)
-class Picture:
-    """A picture: id, name and pixels (height, width, 3) uint8 RGB."""
+class InstanceImage:
+    """An image: id, name and pixels (height, width, 3) uint8 RGB."""
 
     id: int
     name: str
@@ -35,16 +35,16 @@ class Picture:
 
     @cached_property
     def grey(self) -> Any:
-        """The picture as an 8-bit greyscale Pillow image."""
+        """The image as an 8-bit greyscale Pillow image."""
         return load_package("PIL.Image").fromarray(self.pixels).convert("L")
 
 
 @dataclass(frozen=True, eq=False)
 class Instance:
-    """One object of a picture.
+    """One object of an image.
 
     Args:
-        picture: the picture.
+        image: the image.
         annotation_id: id in the annotation file.
         category: name of the category.
         frequency: frequency of the category in LVIS, r, c or f.
@@ -53,7 +53,7 @@ class Instance:
         mask: (height, width) bool, True on the pixels of the object.
     """
 
-    picture: Picture
+    image: InstanceImage
     annotation_id: int
     category: str
     frequency: str | None
@@ -119,16 +119,16 @@ class Tally:
 
 
 class InstanceSource(Protocol):
-    """A source of annotated pictures: files, or pictures that are drawn."""
+    """A source of annotated images: files, or images that are drawn."""
 
     def __len__(self) -> int:
-        """Return the number of pictures."""
+        """Return the number of images."""
         ...
 
     def parts(self, instances: int) -> Iterator["InstanceSource"]:
-        """Yield the pictures in order as small picklable sources of about so many instances."""
+        """Yield the images in order as small picklable sources of about so many instances."""
         ...
 
     def instances(self, tally: Tally) -> Iterator[Instance]:
-        """Yield every usable instance, picture by picture; `tally` counts the others."""
+        """Yield every usable instance, image by image; `tally` counts the others."""
         ...

@@ -12,10 +12,10 @@ from bmfa.packages import load_package
 DEGENERATE = "degenerate polygon"
 MALFORMED_POLYGON = "malformed polygon"
 MALFORMED_RUNS = "malformed run lengths"
-OUTSIDE = "mask outside the picture"
+OUTSIDE = "mask outside the image"
 EMPTY = "empty mask"
 
-# Polygons that reach further than this many picture sides are refused: pycocotools allocates memory
+# Polygons that reach further than this many image sides are refused: pycocotools allocates memory
 # for every fifth of a pixel along an edge.
 _MAX_SIDES = 16
 
@@ -29,14 +29,14 @@ def decode_mask(segmentation: Any, height: int, width: int) -> NDArray[np.bool_]
 
     Args:
         segmentation: list of polygons, or run lengths {"size", "counts"} as list or string.
-        height: height of the picture in pixels.
-        width: width of the picture in pixels.
+        height: height of the image in pixels.
+        width: width of the image in pixels.
 
     Returns:
         (height, width) bool with at least one True.
 
     Raises:
-        MaskError: the segmentation is malformed, empty or outside the picture.
+        MaskError: the segmentation is malformed, empty or outside the image.
     """
     coco = load_package("pycocotools.mask")
     if isinstance(segmentation, list):
@@ -85,7 +85,7 @@ def _empty_reason(polygons: list[list[float]], height: int, width: int) -> str:
 
 
 def _check_runs(segmentation: Any, height: int, width: int) -> dict[str, Any]:
-    """Return run lengths that fill the picture: pycocotools leaves pixels after short ones unset."""
+    """Return run lengths that fill the image: pycocotools leaves pixels after short ones unset."""
     size, counts = segmentation.get("size"), segmentation.get("counts")
     if size != [height, width]:
         raise MaskError(OUTSIDE)

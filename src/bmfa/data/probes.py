@@ -1,7 +1,7 @@
 """Score grids of instances: a plausible reconstruction of the paper's probe, fitted to its table.
 
 An instance is cropped by a square around its mask and resized. The cells that the contour of the
-mask crosses are the minority, and the edges of the picture determine how high each cell scores.
+mask crosses are the minority, and the edges of the image determine how high each cell scores.
 """
 
 import math
@@ -23,7 +23,7 @@ Mode = Literal["image-edge", "mask-only"]
 MODES: tuple[Mode, ...] = get_args(Mode)
 CROWD, SMALL, NO_CONTOUR = "crowd", "smaller than the least area", "no contour inside the crop"
 
-# Fitted to the table of the paper over 553 COCO pictures; `bmfa probe --dataset coco` measures them.
+# Fitted to the table of the paper over 553 COCO images; `bmfa probe --dataset coco` measures them.
 CROP_FACTOR = 1.5  # side of the crop over the longer side of the mask
 MIN_AREA = 20.0  # square pixels
 EDGE_PERCENTILE = 95.0  # a cell at this percentile of its grid has edge 1
@@ -48,27 +48,27 @@ class ProbeSettings:
 
     Args:
         grid: cells along a side of the grid.
-        picture_size: side in pixels to which every crop is resized, a multiple of `grid`.
+        image_size: side in pixels to which every crop is resized, a multiple of `grid`.
 
     Raises:
         ValueError: a setting is out of range.
 
     Example:
         >>> from bmfa.data import ProbeSettings
-        >>> ProbeSettings(grid=8).picture_size
+        >>> ProbeSettings(grid=8).image_size
         256
     """
 
     grid: int = 16
-    picture_size: int = 256
+    image_size: int = 256
 
     def __post_init__(self) -> None:
         check_integer("grid", self.grid, low=1)
-        check_integer("picture_size", self.picture_size, low=1, high=8192)
-        if self.picture_size % self.grid:
+        check_integer("image_size", self.image_size, low=1, high=8192)
+        if self.image_size % self.grid:
             raise ValueError(
-                f"picture_size (--img-size) is {self.picture_size}, which {self.grid} cells do not "
-                f"divide; pass {multiples(self.picture_size, self.grid)}"
+                f"image_size (--img-size) is {self.image_size}, which {self.grid} cells do not "
+                f"divide; pass {multiples(self.image_size, self.grid)}"
             )
 
 
@@ -77,10 +77,10 @@ class ProbeBlock:
     """Probes of several instances, stacked.
 
     Args:
-        edge: (count, n, n) float64 in [0, 1], strength of the picture's edges in each cell.
+        edge: (count, n, n) float64 in [0, 1], strength of the image's edges in each cell.
         minority: (count, n, n) bool, True in cells that the contour of the mask crosses.
         box: (count, 4) int64, left, top, right and bottom of the crop in pixels.
-        picture_id: (count,) int64.
+        image_id: (count,) int64.
         annotation_id: (count,) int64.
         area: (count,) float64, area of the instance in pixels.
         category: names of the categories.
@@ -91,7 +91,7 @@ class ProbeBlock:
     edge: NDArray[np.float64]
     minority: NDArray[np.bool_]
     box: NDArray[np.int64]
-    picture_id: NDArray[np.int64]
+    image_id: NDArray[np.int64]
     annotation_id: NDArray[np.int64]
     area: NDArray[np.float64]
     category: tuple[str, ...]
@@ -108,7 +108,7 @@ class ProbeBlock:
         """Return the score grids in raster order, (count, n * n) float64.
 
         Args:
-            mode: "image-edge" scores cells by the edges of the picture, "mask-only" by the contour.
+            mode: "image-edge" scores cells by the edges of the image, "mask-only" by the contour.
 
         Raises:
             ValueError: the mode is unknown.
@@ -123,8 +123,8 @@ class ProbeBlock:
         return grids.reshape(len(self), -1)
 
 
-Progress = Callable[[int, int], None]  # pictures done, of how many
-Result = tuple[int, ProbeBlock | None, Tally]  # pictures of a part, its probes, what was not used
+Progress = Callable[[int, int], None]  # images done, of how many
+Result = tuple[int, ProbeBlock | None, Tally]  # images of a part, its probes, what was not used
 Compute = Callable[[Iterable[InstanceSource]], Iterator[Result]]
 # Computes some of the parts by the given function, and takes the results of the others from
 # elsewhere.
@@ -146,12 +146,12 @@ def probe_blocks(
     At most a few parts per worker are in memory.
 
     Args:
-        source: annotated pictures.
-        settings: grid and picture size; the defaults if None.
+        source: annotated images.
+        settings: grid and image size; the defaults if None.
         workers: number of processes; 1 computes in this process.
         limit: number of instances after which the blocks end.
         tally: counts the instances that are skipped; with its `strict` a fault raises.
-        progress: called with the number of pictures done and of all pictures.
+        progress: called with the number of images done and of all images.
         spread: computes some parts elsewhere, such as in other processes of a distributed run.
 
     Raises:
@@ -161,7 +161,7 @@ def probe_blocks(
 
     Example:
         >>> from bmfa.data import EmbeddedScenes, probe_blocks
-        >>> blocks = list(probe_blocks(EmbeddedScenes(pictures=2)))
+        >>> blocks = list(probe_blocks(EmbeddedScenes(images=2)))
         >>> blocks[0].scores("mask-only").shape[1]
         256
     """
@@ -185,8 +185,8 @@ def _collect_blocks(
     progress: Progress | None,
 ) -> Iterator[ProbeBlock]:
     done = found = 0
-    for pictures, block, skipped in results:
-        done += pictures
+    for images, block, skipped in results:
+        done += images
         tally.merge(skipped)
         if progress is not None:
             progress(min(done, total), total)
@@ -246,7 +246,7 @@ def probe_block(
         reason = _exclusion_reason(instance)
         cells = None if reason else _compute_cells(instance, settings)
         if cells is None:
-            name = f"annotation {instance.annotation_id} of {instance.picture.name}"
+            name = f"annotation {instance.annotation_id} of {instance.image.name}"
             tally.leave_out(reason or NO_CONTOUR, name)
         else:
             included.append(cells)
@@ -260,7 +260,7 @@ class _Cells:
     gradient: NDArray[np.float64]
     minority: NDArray[np.bool_]
     box: tuple[int, int, int, int]
-    picture_id: int
+    image_id: int
     annotation_id: int
     area: float
     category: str
@@ -276,16 +276,16 @@ def _exclusion_reason(instance: Instance) -> str | None:
 
 def _compute_cells(instance: Instance, settings: ProbeSettings) -> _Cells | None:
     box = crop_box(instance.mask)
-    mask = resize_mask(instance.mask, box, settings.picture_size)
+    mask = resize_mask(instance.mask, box, settings.image_size)
     minority = _sum_cells(contour_band(mask), settings.grid) > 0
     if not minority.any():
         return None
-    grey = resize_grey(instance.picture.grey, box, settings.picture_size)
+    grey = resize_grey(instance.image.grey, box, settings.image_size)
     return _Cells(
         _sum_cells(gradient_magnitude(grey), settings.grid),
         minority,
         box,
-        instance.picture.id,
+        instance.image.id,
         instance.annotation_id,
         instance.area,
         instance.category,
@@ -299,7 +299,7 @@ def _stack(cells: Sequence[_Cells]) -> ProbeBlock:
         edge=relative_edge(np.stack([one.gradient for one in cells])),
         minority=np.stack([one.minority for one in cells]),
         box=np.array([one.box for one in cells], dtype=np.int64),
-        picture_id=np.array([one.picture_id for one in cells], dtype=np.int64),
+        image_id=np.array([one.image_id for one in cells], dtype=np.int64),
         annotation_id=np.array([one.annotation_id for one in cells], dtype=np.int64),
         area=np.array([one.area for one in cells], dtype=np.float64),
         category=tuple(one.category for one in cells),
@@ -312,7 +312,7 @@ def crop_box(mask: NDArray[np.bool_]) -> tuple[int, int, int, int]:
     """Return left, top, right and bottom of the crop.
 
     It is a square around the pixels of the mask, 1.5 times as long as their longer side, extended
-    to whole pixels and clipped to the picture.
+    to whole pixels and clipped to the image.
     """
     (top, bottom), (left, right) = _extent(mask, 1), _extent(mask, 0)
     half = CROP_FACTOR * max(bottom - top, right - left) / 2

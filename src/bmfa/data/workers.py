@@ -1,6 +1,6 @@
 """Worker processes: a DataLoader whose results come in order and whose errors stay readable.
 
-Batches of pictures for models are read in `bmfa/evidence/runner/batches.py`, probes in `probes.py` here.
+Batches of images for models are read in `bmfa/evidence/runner/batches.py`, probes in `probes.py` here.
 """
 
 import warnings

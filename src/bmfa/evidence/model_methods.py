@@ -29,7 +29,7 @@ class ModelMethod:
 
     @property
     def random(self) -> bool:
-        """True if it draws for every picture; random pooling draws once for all of them."""
+        """True if it draws for every image; random pooling draws once for all of them."""
         return isinstance(self.rule, rules.RandomQuadrants)
 
 
@@ -99,7 +99,7 @@ class LeafCounter:
 
     @property
     def sum(self) -> float:
-        """Sum over the pictures of the leaf ratio, each a mean over layers, heads and queries."""
+        """Sum over the images of the leaf ratio, each a mean over layers, heads and queries."""
         return float(torch.stack(self.ratios).mean(0).sum()) if self.ratios else 0.0
 
 

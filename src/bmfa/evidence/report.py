@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from bmfa.data import EmbeddedObjects, EmbeddedScenes, InstanceFiles, InstanceSource
-from bmfa.data.classification import EmbeddedPictures, LabelledPictures
+from bmfa.data.classification import EmbeddedImages, LabelledImages
 from bmfa.data.probes import MODES
 from bmfa.evidence.ablation import run as ablation
 from bmfa.evidence.bench import trees as bench
@@ -16,9 +16,9 @@ from bmfa.evidence.explorer import run as explorer
 from bmfa.evidence.explorer.run import Exploration
 from bmfa.evidence.failures import run as failures
 from bmfa.evidence.faster import run as faster
+from bmfa.evidence.images import cases, model_cases
 from bmfa.evidence.methods import COMPARABLE_METHODS, DEFAULT_METHODS, FULL
 from bmfa.evidence.model_methods import class_names
-from bmfa.evidence.pictures import cases, model_cases
 from bmfa.evidence.probes import run as probes
 from bmfa.evidence.synthetic import run as synthetic
 from bmfa.models import LoadedModel, load_model
@@ -49,7 +49,7 @@ REDUCTIONS = (
     *("tome:8", "tome:12", "free-energy:8", "free-energy:12", "pitome:0.95", "tofu:0.95"),
     *("diffrate:0.95", "crossget:0.95", "dct:0.95", "evit:0.7", "random-pool:8", "fixed-pool:2"),
 )
-# The class of an embedded picture depends on few tokens, so differences show only at larger budgets.
+# The class of an embedded image depends on few tokens, so differences show only at larger budgets.
 EMBEDDED_REDUCTIONS = (
     *("tome:8", "tome:16", "tome:24", "free-energy:8", "free-energy:16", "free-energy:24"),
     *("pitome:0.8", "tofu:0.8", "diffrate:0.8", "crossget:0.8", "dct:0.8", "evit:0.3"),
@@ -57,55 +57,55 @@ EMBEDDED_REDUCTIONS = (
 )
 # Screening takes several times as long as merging, and its differences are several times as large.
 COMPARISONS: dict[str, dict[str, Any]] = {
-    "leaves": {"leaves": (25.0,), "policies": (), "baselines": (), "pictures": 40},
+    "leaves": {"leaves": (25.0,), "policies": (), "baselines": (), "images": 40},
     "few-leaves": {
         "rules": ("fixed-blocks", "gamma", "gamma-h2", "exact-gap", "optimal"),
         "leaves": (6.25,),
         "policies": (),
         "baselines": (),
-        "pictures": 40,
+        "images": 40,
     },
-    "merging": {"rules": (), "leaves": (), "pictures": 240},
+    "merging": {"rules": (), "leaves": (), "images": 240},
 }
 DEIT = "timm:deit_tiny_patch16_224"
 # The paper's figures are of a centre crop of 224 pixels from a shorter side of 256.
 DEIT_CROP_PCT = 0.875
-OWN_PICTURES = 100
+OWN_IMAGES = 100
 # Batch size and timings of which the median counts; rules are slow on a CPU.
 CPU_TIMING, GPU_TIMING = (10, 3), (256, 5)
 
 
 @dataclass(frozen=True)
 class OwnModel:
-    """The user's model and pictures; the default is DeiT-Tiny on ImageNet, as in the paper.
+    """The user's model and images; the default is DeiT-Tiny on ImageNet, as in the paper.
 
     Args:
         weights: File of weights.
-        pictures: Folder or zip of pictures.
+        images: Folder or zip of images.
         name: Name of the model as in `load_model`.
         labels: File of labels; None reads them from the names of folders.
         class_map: File with the class of every folder; None reads it from the names of folders.
-        limit: Number of pictures.
+        limit: Number of images.
     """
 
     weights: str
-    pictures: str
+    images: str
     name: str = DEIT
     labels: str | None = None
     class_map: str | None = None
-    limit: int = OWN_PICTURES
+    limit: int = OWN_IMAGES
 
-    def load(self) -> tuple[LoadedModel, LabelledPictures]:
-        """Load the model, DeiT-Tiny with the crop of the paper, and list its pictures."""
+    def load(self) -> tuple[LoadedModel, LabelledImages]:
+        """Load the model, DeiT-Tiny with the crop of the paper, and list its images."""
         # First without the model, so that a wrong folder is found before the weights are read.
-        self._list_pictures(None)
+        self._list_images(None)
         crop = DEIT_CROP_PCT if self.name == DEIT else None
         model = load_model(self.name, self.weights, crop_pct=crop)
-        return model, self._list_pictures(model)
+        return model, self._list_images(model)
 
-    def _list_pictures(self, model: LoadedModel | None) -> LabelledPictures:
-        return LabelledPictures(
-            self.pictures,
+    def _list_images(self, model: LoadedModel | None) -> LabelledImages:
+        return LabelledImages(
+            self.images,
             self.labels,
             class_map=self.class_map,
             classes=None if model is None else class_names(model),
@@ -127,9 +127,9 @@ def run(
     Args:
         seed: Seed of data and random methods.
         workers: Worker processes of the probes.
-        coco: Annotation file and picture folder of COCO.
-        lvis: Annotation file and picture folder of LVIS.
-        own: The user's model and pictures.
+        coco: Annotation file and image folder of COCO.
+        lvis: Annotation file and image folder of LVIS.
+        own: The user's model and images.
         device: Device of the models.
 
     Raises:
@@ -167,7 +167,7 @@ def run(
 
 
 def run_models(
-    own: tuple[LoadedModel, LabelledPictures] | None = None,
+    own: tuple[LoadedModel, LabelledImages] | None = None,
     *,
     seed: int = 0,
     images: int = 100,
@@ -177,14 +177,14 @@ def run_models(
     """Run the experiments on the embedded model, then those on the user's own.
 
     Args:
-        own: A model and its pictures.
+        own: A model and its images.
         seed: Seed of data and random methods.
-        images: Number of embedded pictures.
-        layer_images: Number of embedded pictures for the comparison of layers.
+        images: Number of embedded images.
+        layer_images: Number of embedded images for the comparison of layers.
         device: Device of the models.
     """
     model = load_model("embedded")
-    few, many = EmbeddedPictures(layer_images, seed), EmbeddedPictures(images, seed)
+    few, many = EmbeddedImages(layer_images, seed), EmbeddedImages(images, seed)
     yield "closed-loop", closed_loop.run(model, many, CLOSED_LOOP_METHODS, seed=seed, device=device)
     for name, layers, methods in _layer_experiments(model):
         record = closed_loop.run(model, few, methods, layers=layers, seed=seed, device=device)
@@ -192,44 +192,44 @@ def run_models(
     yield "faster", faster.run(model, seed=seed, device=device)
     for name, options in COMPARISONS.items():
         yield f"comparison-{name}", comparison.run(model, **options, seed=seed, device=device)
-    yield "pictures", model_cases.run(model, count=images, seed=seed, device=device)
+    yield "images", model_cases.run(model, count=images, seed=seed, device=device)
     yield "evaluate", _evaluate(model, many, EMBEDDED_REDUCTIONS, seed, device)
     if own is None:
         return
-    model, pictures = own
-    record = closed_loop.run(model, pictures, CLOSED_LOOP_METHODS, seed=seed, device=device)
+    model, labelled = own
+    record = closed_loop.run(model, labelled, CLOSED_LOOP_METHODS, seed=seed, device=device)
     yield "own-closed-loop", record
     name, layers, methods = _layer_experiments(model)[0]
-    record = closed_loop.run(model, pictures, methods, layers=layers, seed=seed, device=device)
+    record = closed_loop.run(model, labelled, methods, layers=layers, seed=seed, device=device)
     yield f"own-closed-loop-{name}", record
-    yield "own-evaluate", _evaluate(model, pictures, REDUCTIONS, seed, device)
+    yield "own-evaluate", _evaluate(model, labelled, REDUCTIONS, seed, device)
 
 
 def explore(own: OwnModel | None = None, *, seed: int = 0, device: str = "cpu") -> Exploration:
-    """Record the first picture for the explorer: of the user's own model, or of the embedded one.
+    """Record the first image for the explorer: of the user's own model, or of the embedded one.
 
     Args:
-        own: The user's model and pictures.
-        seed: Seed of the embedded pictures.
+        own: The user's model and images.
+        seed: Seed of the embedded images.
         device: Device of the model.
 
     Raises:
-        ValueError: If no picture of the user can be read.
+        ValueError: If no image of the user can be read.
     """
-    pictures: LabelledPictures | EmbeddedPictures
+    images: LabelledImages | EmbeddedImages
     if own is None:
-        model, pictures = load_model("embedded"), EmbeddedPictures(1, seed)
+        model, images = load_model("embedded"), EmbeddedImages(1, seed)
     else:
-        model, pictures = own.load()
-    picture = next(iter(pictures), None)
-    if picture is None:
-        raise ValueError("no picture could be read for the explorer; pass other pictures")
-    return explorer.run(model, picture, drawn=own is None, device=device)
+        model, images = own.load()
+    image = next(iter(images), None)
+    if image is None:
+        raise ValueError("no image could be read for the explorer; pass other images")
+    return explorer.run(model, image, drawn=own is None, device=device)
 
 
 def _evaluate(
     model: LoadedModel,
-    pictures: LabelledPictures | EmbeddedPictures,
+    images: LabelledImages | EmbeddedImages,
     reductions: Sequence[str],
     seed: int,
     device: str,
@@ -237,7 +237,7 @@ def _evaluate(
     batch_size, repeats = CPU_TIMING if device == "cpu" else GPU_TIMING
     return classification.run(
         model,
-        pictures,
+        images,
         (FULL, *EVALUATED_RULES, *reductions),
         batch_size=batch_size,
         repeats=repeats,

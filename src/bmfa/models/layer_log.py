@@ -77,7 +77,7 @@ class LayerEntry:
         return None if self.measure_error is None or self.in_cuda_graph else self.measure_error()
 
 
-# The calls of each layer: one, or one for each grid of packed pictures.
+# The calls of each layer: one, or one for each grid of packed images.
 Entries = dict[int, list[LayerEntry]]
 
 

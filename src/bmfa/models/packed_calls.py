@@ -1,4 +1,4 @@
-"""Attention layers and blocks of models whose sequences hold several pictures or padding."""
+"""Attention layers and blocks of models whose sequences hold several images or padding."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from bmfa.models.token_grid import TokenGrid
 
 
-def attend_pictures(
+def attend_images(
     function: "AttentionFunction",
     grid: Grid,
     q: Tensor,
@@ -28,12 +28,12 @@ def attend_pictures(
     scale: float | None = None,
     query_grid: Grid | None = None,
 ) -> Tensor:
-    """Call the function of a layer on pictures of one grid.
+    """Call the function of a layer on images of one grid.
 
     Args:
         function: The function of the layer.
         grid: The grid of the keys.
-        q: (pictures, heads, prefix + N, d) queries; k, v likewise.
+        q: (images, heads, prefix + N, d) queries; k, v likewise.
         k: Keys.
         v: Values.
         dropout: The probability of attention dropout.
@@ -48,14 +48,14 @@ def attend_pictures(
 
 
 def begin_pass(token_grid: "TokenGrid", packing: Packing) -> None:
-    """Set the pictures of the forward pass that begins in this thread."""
+    """Set the images of the forward pass that begins in this thread."""
     if not packing.traced:  # a graph writes no log
         token_grid.log.begin()
     token_grid.packings.set(packing)
 
 
 def is_traced(token_grid: "TokenGrid") -> bool:
-    """Return True if the graph that torch.compile traces has made the pictures of the pass."""
+    """Return True if the graph that torch.compile traces has made the images of the pass."""
     if not torch.compiler.is_compiling():
         return False
     packing = token_grid.packings.current
@@ -63,7 +63,7 @@ def is_traced(token_grid: "TokenGrid") -> bool:
 
 
 def runs_dense(function: "AttentionFunction", packing: Packing, x: Tensor) -> bool:
-    """Return True if the layer runs dense for all pictures; x has the dtype and device of the tokens."""
+    """Return True if the layer runs dense for all images; x has the dtype and device of the tokens."""
     passes = function.token_grid.passes
     for group in packing.groups:
         tokens = x.new_empty((*group.index.shape, 0))
@@ -74,13 +74,13 @@ def runs_dense(function: "AttentionFunction", packing: Packing, x: Tensor) -> bo
 
 @dataclass(eq=False)
 class PackedBlock:
-    """Override of a block that runs it with the pictures of the tokens that it receives."""
+    """Override of a block that runs it with the images of the tokens that it receives."""
 
     token_grid: "TokenGrid"
     last: bool = False  # True if no block follows
 
     def uses_host(self, x: Any) -> bool:
-        """True in a graph, where attention finds the pictures of the thread."""
+        """True in a graph, where attention finds the images of the thread."""
         return torch.compiler.is_compiling() and not (self.last and is_traced(self.token_grid))
 
     def run(self, module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -102,8 +102,8 @@ class PackedBlock:
         return output
 
 
-def carry_pictures(host: "Host", token_grid: "TokenGrid") -> None:
-    """Let the blocks of a tower carry the pictures of a pass."""
+def carry_images(host: "Host", token_grid: "TokenGrid") -> None:
+    """Let the blocks of a tower carry the images of a pass."""
     for index, block in enumerate(host.blocks):
         override_method(block, PackedBlock(token_grid, last=index == len(host.blocks) - 1))
 

@@ -1,4 +1,4 @@
-"""Where the tokens of each picture are, in models whose sequences are not one grid in raster order."""
+"""Where the tokens of each image are, in models whose sequences are not one grid in raster order."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -11,53 +11,53 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from bmfa.grid import Grid
 
-# Attention over (pictures, heads, prefix + N, d) tokens of pictures with the same grid.
-PictureAttention = Callable[[Grid, Tensor, Tensor, Tensor], Tensor]
+# Attention over (images, heads, prefix + N, d) tokens of images with the same grid.
+ImageAttention = Callable[[Grid, Tensor, Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True, eq=False)
-class PictureGroup:
-    """Pictures of one grid, which share a call of attention."""
+class ImageGroup:
+    """Images of one grid, which share a call of attention."""
 
     grid: Grid
-    # (pictures, prefix + N) indices of the tokens in the flattened (B, T); spatial ones in raster order
+    # (images, prefix + N) indices of the tokens in the flattened (B, T); spatial ones in raster order
     index: Tensor
-    # (pictures, P) indices of padding that attends to the keys of its picture; None if there is none
+    # (images, P) indices of padding that attends to the keys of its image; None if there is none
     padding: Tensor | None = None
 
 
 @dataclass(frozen=True, eq=False)
 class Packing:
-    """The pictures in the sequences (B, T) of one forward pass. Each attends to itself only."""
+    """The images in the sequences (B, T) of one forward pass. Each attends to itself only."""
 
-    groups: tuple[PictureGroup, ...]
-    # (B * T,) row of each token in the concatenated outputs of the groups. Tokens of no picture have a
+    groups: tuple[ImageGroup, ...]
+    # (B * T,) row of each token in the concatenated outputs of the groups. Tokens of no image have a
     # row behind these, one for each sequence.
     inverse: Tensor
-    padded: bool  # True if there are tokens of no picture
+    padded: bool  # True if there are tokens of no image
     shape: tuple[int, int]  # (B, T)
     own_mask: bool = False  # True if the caller of the model has passed an attention mask
     traced: bool = False  # True if it was made inside a graph of torch.compile
 
     def attend(
         self,
-        attention: PictureAttention,
+        attention: ImageAttention,
         q: Tensor,
         k: Tensor,
         v: Tensor,
         scale: float | None = None,
     ) -> Tensor:
-        """Compute attention inside each picture.
+        """Compute attention inside each image.
 
         Args:
             attention: Called once for each group, with its grid and its q, k, v.
             q: (B, heads, T, d) queries; k, v likewise.
             k: Keys.
             v: Values.
-            scale: The factor of the scores of padding that attends to a picture.
+            scale: The factor of the scores of padding that attends to an image.
 
         Returns:
-            (B, heads, T, e). Other tokens of no picture get the mean of the values of their sequence,
+            (B, heads, T, e). Other tokens of no image get the mean of the values of their sequence,
             which is what softmax returns if all keys are hidden with the same large negative number.
 
         Raises:
@@ -65,14 +65,14 @@ class Packing:
         """
         if (q.shape[0], q.shape[2]) != self.shape:
             raise ValueError(
-                f"attention over {q.shape[0]} x {q.shape[2]} tokens, but the pictures of this forward "
+                f"attention over {q.shape[0]} x {q.shape[2]} tokens, but the images of this forward "
                 f"pass make {self.shape[0]} x {self.shape[1]}; screening needs all of them: switch off "
                 "whatever drops or merges tokens"
             )
         flat = [x.transpose(1, 2).flatten(0, 1) for x in (q, k, v)]  # (B * T, heads, d)
         outputs = []
         for group in self.groups:
-            inputs = [x[group.index].transpose(1, 2) for x in flat]  # (pictures, heads, P + N, d)
+            inputs = [x[group.index].transpose(1, 2) for x in flat]  # (images, heads, P + N, d)
             output = attention(group.grid, inputs[0], inputs[1], inputs[2])
             outputs.append(output.transpose(1, 2).flatten(0, 1))
             if group.padding is not None:
@@ -86,20 +86,20 @@ class Packing:
 
 
 def pack(
-    pictures: Sequence[tuple[Grid, Tensor]],
+    images: Sequence[tuple[Grid, Tensor]],
     shape: tuple[int, int],
     device: torch.device,
     *,
     own_mask: bool = False,
     padding_attends: bool = False,
 ) -> Packing:
-    """Make a packing from the grid and the (prefix + N,) flat positions of the tokens of each picture.
+    """Make a packing from the grid and the (prefix + N,) flat positions of the tokens of each image.
 
-    Pictures may share no token. With `padding_attends`, every sequence has one picture, at its start,
-    and the tokens behind it attend to the keys of the picture.
+    Images may share no token. With `padding_attends`, every sequence has one image, at its start,
+    and the tokens behind it attend to the keys of the image.
     """
     by_grid: dict[tuple[int, int], list[Tensor]] = {}  # torch.compile cannot trace grids as keys
-    for grid, index in pictures:
+    for grid, index in images:
         by_grid.setdefault((grid.height, grid.width), []).append(index)
     groups = [(Grid(*sides), torch.stack(indices)) for sides, indices in by_grid.items()]
     batch, tokens = shape
@@ -113,7 +113,7 @@ def pack(
     inverse = (len(rows) + sequence).scatter(0, rows, torch.arange(len(rows), device=rows.device))
     return Packing(
         tuple(
-            PictureGroup(grid, index.to(device), None if behind is None else behind.to(device))
+            ImageGroup(grid, index.to(device), None if behind is None else behind.to(device))
             for (grid, index), behind in zip(groups, padding, strict=True)
         ),
         inverse.to(device),
@@ -130,7 +130,7 @@ def index_device(x: Tensor) -> torch.device:
 
 
 def _behind(index: Tensor, tokens: int) -> Tensor | None:
-    """Return (pictures, P) indices behind the pictures in their sequences, None if there are none."""
+    """Return (images, P) indices behind the images in their sequences, None if there are none."""
     count = index.shape[1]
     if count == tokens:
         return None
@@ -155,17 +155,17 @@ def raster_order(positions: Tensor) -> tuple[Grid, Tensor]:
     order = index.argsort()
     if len(index) != grid.size or not torch.equal(index[order], torch.arange(grid.size)):
         raise ValueError(
-            f"{len(index)} tokens of a picture have positions up to row {grid.height - 1} and column "
-            f"{grid.width - 1}, and do not fill that grid; screening needs every patch of a picture "
-            "once: pass complete pictures, or call bmfa.unpatch(model)"
+            f"{len(index)} tokens of an image have positions up to row {grid.height - 1} and column "
+            f"{grid.width - 1}, and do not fill that grid; screening needs every patch of an image "
+            "once: pass complete images, or call bmfa.unpatch(model)"
         )
     return grid, order
 
 
 # The message of torch.compile(fullgraph=True).
 _REASON = (
-    "the grids of these pictures are values of a tensor, which a graph cannot read, so bmfa breaks the "
-    "graph here: compile without fullgraph=True, or pass pictures whose grids follow from shapes and "
+    "the grids of these images are values of a tensor, which a graph cannot read, so bmfa breaks the "
+    "graph here: compile without fullgraph=True, or pass images whose grids follow from shapes and "
     "integers; 'Compiled models' in docs/models.md lists them"
 )
 _outside: dict[str, Callable[..., Any]] = {}

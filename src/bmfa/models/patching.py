@@ -225,7 +225,7 @@ def install_functions(
         decisions: Of all functions; empty if some of them never run dense.
     """
     if host.watch is not None:
-        # Pictures of several grids may share a call, so each call of attention decides for itself.
+        # Images of several grids may share a call, so each call of attention decides for itself.
         decisions = ()
         host.watch(host, token_grid)
     token_grid.uses_tiles = token_grid.keeps_tiles = not decisions

@@ -1,4 +1,4 @@
-"""Plans: settings for each layer of a model, chosen on the user's pictures, in a readable JSON file.
+"""Plans: settings for each layer of a model, chosen on the user's images, in a readable JSON file.
 
 `ModelFingerprint`, `write_plan` and `read_plan` serve every kind of plan; `Plan` is that of `bmfa.tune`.
 """

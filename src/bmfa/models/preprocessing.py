@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from bmfa.checks import check_integer, check_number
-from bmfa.data.pictures import turn_upright
+from bmfa.data.images import turn_upright
 from bmfa.packages import load_package
 
 Interpolation = Literal["nearest", "bilinear", "bicubic", "lanczos"]
@@ -148,26 +148,26 @@ class Preprocessing:
         }
         return replace(self, **{name: v for name, v in changes.items() if v is not None})
 
-    def __call__(self, picture: Any) -> Tensor:
+    def __call__(self, image: Any) -> Tensor:
         """Preprocess one image.
 
         Args:
-            picture: A Pillow image, which is rotated as its EXIF orientation says, or a
+            image: A Pillow image, which is rotated as its EXIF orientation says, or a
                 (height, width, 3) uint8 array of RGB.
 
         Returns:
             (3, height, width) float32 tensor of the size of the model.
         """
-        pixels = np.asarray(self._resize(picture), dtype=np.float32) / 255
+        pixels = np.asarray(self._resize(image), dtype=np.float32) / 255
         mean, std = (np.asarray(values, np.float32) for values in (self.mean, self.std))
         normalised = (pixels - mean) / std
         return torch.from_numpy(np.ascontiguousarray(normalised.transpose(2, 0, 1)))
 
-    def batch(self, pictures: Sequence[NDArray[np.uint8]]) -> Tensor:
+    def batch(self, images: Sequence[NDArray[np.uint8]]) -> Tensor:
         """Preprocess several images.
 
         Args:
-            pictures: (height, width, 3) uint8 arrays of any sizes.
+            images: (height, width, 3) uint8 arrays of any sizes.
 
         Returns:
             (B, 3, height, width) float32 tensor.
@@ -178,21 +178,16 @@ class Preprocessing:
             >>> Preprocessing((32, 32), 0.9).batch(images).shape
             torch.Size([2, 3, 32, 32])
         """
-        return torch.stack([self(picture) for picture in pictures])
+        return torch.stack([self(image) for image in images])
 
-    def _resize(self, picture: Any) -> Any:
+    def _resize(self, image: Any) -> Any:
         """Resize and crop; Pillow is needed only if that changes the image."""
-        is_array, height, width = isinstance(picture, np.ndarray), *self.size
+        is_array, height, width = isinstance(image, np.ndarray), *self.size
         uncropped = self.squash or self.crop_pct == 1.0
-        if (
-            is_array
-            and uncropped
-            and picture.dtype == np.uint8
-            and picture.shape == (*self.size, 3)
-        ):
-            return picture
+        if is_array and uncropped and image.dtype == np.uint8 and image.shape == (*self.size, 3):
+            return image
         pil = load_package("PIL.Image")
-        image = (pil.fromarray(picture) if is_array else turn_upright(picture)).convert("RGB")
+        image = (pil.fromarray(image) if is_array else turn_upright(image)).convert("RGB")
         resampling = pil.Resampling[self.interpolation.upper()]
         if self.squash:
             return image.resize((width, height), resampling)

@@ -1,7 +1,7 @@
 """Search the schedule of a merging policy, the tokens that each block removes, for a budget.
 
 The change of a schedule is the mean KL divergence of the class probabilities from those of the full
-model. It varies less between samples of pictures than a count of pictures whose class changes.
+model. It varies less between samples of images than a count of images whose class changes.
 
 1. Alone: the change if one block removes some tokens, for each block and a few counts.
 2. Greedy: starting from no merges, the block with the least predicted change for each operation saved
@@ -104,7 +104,7 @@ class ScheduleSearch:
         depth: Number of blocks.
         most: Returns how many of some tokens one block can remove.
         cost: Operations of a schedule.
-        change: Measures the change of a schedule on the choosing pictures.
+        change: Measures the change of a schedule on the choosing images.
         sampled_change: The same on some of them. It ranks what to try; whether an exchange is kept is
             decided by `change`.
     """
@@ -127,7 +127,7 @@ class ScheduleSearch:
         return self.measured[schedule]
 
     def sample(self, schedule: Schedule) -> float:
-        """Return the change of a schedule on some of the pictures, measured once."""
+        """Return the change of a schedule on some of the images, measured once."""
         if schedule not in self.sampled:
             self.sampled[schedule] = self.sampled_change(schedule) if any(schedule) else 0.0
         return self.sampled[schedule]

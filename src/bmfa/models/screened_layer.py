@@ -82,7 +82,7 @@ class ScreenedLayer(AttentionFunction):
         return ", ".join(f"{name}={value}" for name, value in given.items())
 
     def uses_host_on(self, grid: Grid, x: Tensor) -> bool:
-        """True if the layer runs dense for x, which has tokens of pictures with this grid."""
+        """True if the layer runs dense for x, which has tokens of images with this grid."""
         if self.decision is not None and not torch.compiler.is_compiling():
             self.decision.grids.setdefault(self.token_grid.special + grid.size, grid)
         return self.uses_host(x)

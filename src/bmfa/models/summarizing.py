@@ -63,7 +63,7 @@ class LayerSummary:
     def density(self) -> float | None:
         """Mean share of the tiles that a group of queries expands. Waits for the device when first read.
 
-        1.0 for dense attention; None for a tree for each query, and if it is not known. If pictures of
+        1.0 for dense attention; None for a tree for each query, and if it is not known. If images of
         several grids share a pass, the mean over their calls.
         """
         if not self._calls:
@@ -77,7 +77,7 @@ class LayerSummary:
         read.
 
         None for a tree for each query, for the attention of the host, which is exact, and if it is not
-        known. If pictures of several grids share a pass, that of the call with the largest error.
+        known. If images of several grids share a pass, that of the call with the largest error.
         """
         known = [error for call in self._calls if (error := call.error) is not None]
         return max(known, key=lambda error: error.estimate) if known else None
@@ -305,7 +305,7 @@ def _exact_choice(layer: ScreenedLayer, finished: FinishedPass) -> Choice:
     if decision is None or key is None:
         return Choice("dense", _DENSE)
     made = [(other, choice) for other, choice in decision.choices.items() if choice is not None]
-    # Attention has a batch of its own in packed pictures, and tokens with two axes have no such key.
+    # Attention has a batch of its own in packed images, and tokens with two axes have no such key.
     made.sort(key=lambda one: (one[0] == key, one[0][1] == key[1], one[0][2:] == key[2:]))
     return made[-1][1] if made else Choice("dense", _DENSE)
 

@@ -32,7 +32,7 @@ class TokenGrid:
     passes: ForwardState[Grid] = field(default_factory=ForwardState)
     # Grids of images that went through the projection and have not reached the first block yet.
     pending: ForwardState[tuple[Grid, ...]] = field(default_factory=ForwardState)
-    # The pictures of each pass, in models whose sequences are not one grid in raster order.
+    # The images of each pass, in models whose sequences are not one grid in raster order.
     packings: ForwardState[Packing] = field(default_factory=ForwardState)
     # The grid of the queries of a call, where it is not that of the keys.
     query_grids: ForwardState[Grid] = field(default_factory=ForwardState)
@@ -86,7 +86,7 @@ class TokenGrid:
 
     @property
     def packing(self) -> Packing:
-        """The pictures of the running block.
+        """The images of the running block.
 
         Raises:
             RuntimeError: If they are not known.
@@ -94,7 +94,7 @@ class TokenGrid:
         packing = self.packings.current
         if packing is None:
             raise RuntimeError(
-                "the sizes of the pictures are unknown: in this thread the model itself was not called; "
+                "the sizes of the images are unknown: in this thread the model itself was not called; "
                 "call the model, not one of its blocks, and apply gradient checkpointing to whole blocks"
             )
         return packing

@@ -1,4 +1,4 @@
-"""Choose a setting for each layer of a model on a person's pictures, within a tolerance."""
+"""Choose a setting for each layer of a model on a person's images, within a tolerance."""
 
 import math
 import os
@@ -19,6 +19,7 @@ from bmfa.checks import check_integer, check_number, python_number
 from bmfa.grid import Grid
 from bmfa.models.checked_search import COARSE_STEP, CheckedSearch
 from bmfa.models.hosts import Host, find_host
+from bmfa.models.image_sample import find_preprocessing, sample_images, split_counts
 from bmfa.models.layer_timing import TimedLayer
 from bmfa.models.loading import LoadedModel
 from bmfa.models.measures import MEASURES, Function, Measure, find_measure
@@ -30,7 +31,6 @@ from bmfa.models.patching import (
     planned_options,
     unpatch,
 )
-from bmfa.models.picture_sample import find_preprocessing, sample_pictures, split_counts
 from bmfa.models.plan import ModelFingerprint, Plan
 from bmfa.models.preprocessing import Preprocessing
 from bmfa.models.setting_search import LayerSetting, SettingSearch, add_between
@@ -43,17 +43,17 @@ Times = Mapping[int, Mapping[float | None, float]]
 # Error targets that are tried in each layer: the change of a layer grows about in proportion to its
 # target, so steps of a factor of 1.5 to 2 leave the optimum at most that far from a setting.
 ERRORS = (0.01, 0.02, 0.03, 0.05, 0.1, 0.2)
-# Pictures that are used: half of them choose, the others check and confirm. The change differs by a
+# Images that are used: half of them choose, the others check and confirm. The change differs by a
 # factor of up to 3 between photographs (0.014 to 0.040 with one plan of DeiT-Tiny at 768 px), so more
-# pictures predict better; on a CPU a forward pass at high resolution takes seconds.
-PICTURES = {"cuda": 32, "cpu": 8}
+# images predict better; on a CPU a forward pass at high resolution takes seconds.
+IMAGES = {"cuda": 32, "cpu": 8}
 # Share of the time of dense attention that a setting must save; medians of five repeat to about 1 %.
 LEAST_GAIN = 0.02
 
 
 def tune(
     model: nn.Module | LoadedModel,
-    pictures: Any,
+    images: Any,
     tolerance: float = 0.03,
     measure: str | Function = "features",
     *,
@@ -71,17 +71,17 @@ def tune(
 ) -> Plan:
     """Choose the fastest settings of attention that keep the output of a model within a tolerance.
 
-    Half of the pictures choose. For each layer alone and each error target, they measure the time of
+    Half of the images choose. For each layer alone and each error target, they measure the time of
     its attention on this device and the change of the output of the model. Targets between two of
     `errors` are interpolated. The fastest combination that is predicted to stay within the tolerance
-    is then checked end to end on a quarter of the pictures. If it fails there, its layers are measured
+    is then checked end to end on a quarter of the images. If it fails there, its layers are measured
     alone on these, too, and the next combination is chosen by the larger one of both changes of each
     layer. Then layers get faster settings while the check holds. A single error target for all layers
     that holds is never predicted to be faster than the plan. A layer in which nothing is gained stays
     dense.
 
-    The last quarter takes no part in the choice: `plan.measured_change` is of these pictures. With
-    fewer than six pictures there is no such quarter, and it is of the checking ones. If it exceeds the
+    The last quarter takes no part in the choice: `plan.measured_change` is of these images. With
+    fewer than six images there is no such quarter, and it is of the checking ones. If it exceeds the
     tolerance, `tune` warns.
 
     The model is the same afterwards, also if an error or Ctrl-C ends the call. Apply the plan with
@@ -89,28 +89,28 @@ def tune(
 
     Args:
         model: A model that `patch` supports, or what `load_model` returns.
-        pictures: A (N, 3, height, width) tensor or a list of (3, height, width) tensors, preprocessed;
+        images: A (N, 3, height, width) tensor or a list of (3, height, width) tensors, preprocessed;
             a DataLoader of such tensors, of tuples that begin with one or of dictionaries with
-            `pixel_values`; or the path of a folder or zip of pictures. At least two pictures, all of
+            `pixel_values`; or the path of a folder or zip of images. At least two images, all of
             one size; six or more are better.
         tolerance: The largest change of the output that is accepted, above 0, in units of the measure.
         measure: `"features"` is the relative L2 distance of the tokens after the last block, the root
-            of its mean square over pictures; squares of the changes of layers add. `"logits"` is the
+            of its mean square over images; squares of the changes of layers add. `"logits"` is the
             mean KL divergence of the class probabilities in nats, which adds itself. A function of two
             outputs (reference, output) of the model returns a number that is 0 for equal outputs and
             grows with the change, e.g. 1 - IoU; it is only checked end to end.
         errors: Error targets to try in each layer.
         layers: The layers that may change: `"all"`, `"last-K"` or indices.
-        img_size: The side, or (height, width), of pictures of a folder in pixels.
-        preprocess: The preprocessing of pictures of a folder. None takes that of the model.
+        img_size: The side, or (height, width), of images of a folder in pixels.
+        preprocess: The preprocessing of images of a folder. None takes that of the model.
         options: Keyword arguments of every call of the model. None takes those of `load_model`.
-        batch_size: The number of pictures in a call; times are of such a batch.
-        limit: The number of pictures to use. None is 32 on CUDA and 8 elsewhere, or two batches if these
+        batch_size: The number of images in a call; times are of such a batch.
+        limit: The number of images to use. None is 32 on CUDA and 8 elsewhere, or two batches if these
             are more.
-        seed: Seed of which pictures are used, and which of them choose, check and confirm.
+        seed: Seed of which images are used, and which of them choose, check and confirm.
         repeats: The number of times each call is timed; the median counts.
         times: Milliseconds by layer and setting (None is dense) in place of measured ones, e.g.
-            `plan.times`. The same pictures, seed and times give the same settings.
+            `plan.times`. The same images, seed and times give the same settings.
         progress: True shows a progress bar on a terminal. A function is called with the steps that are
             done and their number.
 
@@ -119,7 +119,7 @@ def tune(
 
     Raises:
         TypeError: If the model is not supported, or an argument has a wrong type.
-        ValueError: If an argument is out of range, there are fewer than two pictures, they cannot be
+        ValueError: If an argument is out of range, there are fewer than two images, they cannot be
             read or differ in size, the model is patched, or the measure returns NaN or falls below
             0. The model is unchanged.
 
@@ -157,15 +157,15 @@ def tune(
         options = model.options if isinstance(model, LoadedModel) else {}
     limit = _default_limit(module, batch_size) if limit is None else limit
     limit = check_integer("limit", limit, low=2)
-    if isinstance(pictures, (str, os.PathLike)):
+    if isinstance(images, (str, os.PathLike)):
         preprocess = find_preprocessing(model, preprocess, img_size)
     elif img_size is not None or preprocess is not None:
         raise ValueError(
-            "img_size and preprocess are for pictures of a folder; leave them out, and pass tensors of "
+            "img_size and preprocess are for images of a folder; leave them out, and pass tensors of "
             "the size of the model"
         )
     generator = torch.Generator().manual_seed(seed)
-    images = sample_pictures(pictures, preprocess, limit, generator)
+    images = sample_images(images, preprocess, limit, generator)
     parts = _split(images, batch_size)
     steps = _Steps(progress, len(host.attentions), len(indices) * len(settings.errors))
     run = _Tuner(module, host, settings, dict(options), steps)
@@ -175,8 +175,8 @@ def tune(
     if not plan.holds:
         warnings.warn(
             f"the plan changes {plan.measure} by {plan.measured_change:.3g} on {plan.confirming} "
-            "pictures that took no part in the choice, above the tolerance of "
-            f"{plan.tolerance:g}; pass more pictures (and limit), or a smaller tolerance",
+            "images that took no part in the choice, above the tolerance of "
+            f"{plan.tolerance:g}; pass more images (and limit), or a smaller tolerance",
             stacklevel=2,
         )
     return plan
@@ -444,10 +444,10 @@ class _Tuner:
             unpatch(self.model)
 
     def _find_budget(self, search: SettingSearch, check: Callable[..., float]) -> float:
-        """Return the largest budget of features that the measure accepts on the choosing pictures."""
+        """Return the largest budget of features that the measure accepts on the choosing images."""
         budget = search.largest
         if budget == 0.0:
-            return 1.0  # no setting changes the features of these pictures
+            return 1.0  # no setting changes the features of these images
         while budget > search.smallest:
             chosen = search.fastest(budget)
             if check(chosen) <= self.settings.tolerance:
@@ -533,12 +533,12 @@ def _check_times(times: Times, layers: Sequence[int], errors: Sequence[float]) -
 
 def _default_limit(model: nn.Module, batch_size: int) -> int:
     device = next((p.device.type for p in model.parameters()), "cpu")
-    return max(PICTURES.get(device, PICTURES["cpu"]), 2 * batch_size)
+    return max(IMAGES.get(device, IMAGES["cpu"]), 2 * batch_size)
 
 
 @dataclass(frozen=True)
 class _Parts:
-    """Batches of the pictures that choose, check and take no part in the choice."""
+    """Batches of the images that choose, check and take no part in the choice."""
 
     choosing: Sequence[Tensor]
     checking: Sequence[Tensor]
@@ -546,19 +546,19 @@ class _Parts:
 
 
 def _split(images: Tensor, batch_size: int) -> _Parts:
-    """Divide the pictures: half of them choose, the others check and confirm."""
+    """Divide the images: half of them choose, the others check and confirm."""
     count = len(images)
     if count < 2:
         raise ValueError(
-            "there is only 1 picture; pass at least two, because the settings are checked on pictures "
+            "there is only 1 image; pass at least two, because the settings are checked on images "
             "that did not choose them"
         )
     counts = split_counts(count)
     half = counts[0]
     if batch_size > half:
         raise ValueError(
-            f"batch_size is {batch_size} and {half} of {count} pictures choose the settings; pass at "
-            f"least {2 * batch_size} pictures (and limit), or a smaller batch_size"
+            f"batch_size is {batch_size} and {half} of {count} images choose the settings; pass at "
+            f"least {2 * batch_size} images (and limit), or a smaller batch_size"
         )
     parts = torch.split(images, counts)
     return _Parts(*(torch.split(part, batch_size) if len(part) else () for part in parts))

@@ -1,4 +1,4 @@
-"""Choose how many tokens each block of a model removes, on a person's pictures."""
+"""Choose how many tokens each block of a model removes, on a person's images."""
 
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -17,9 +17,9 @@ from bmfa.merging.policies.base import BudgetPolicy
 from bmfa.models.flops import count_flops
 from bmfa.models.hosts import find_host
 from bmfa.models.hosts.base import replacements_in
+from bmfa.models.image_sample import find_preprocessing, sample_images, split_counts
 from bmfa.models.loading import LoadedModel
 from bmfa.models.patching import unpatch
-from bmfa.models.picture_sample import find_preprocessing, sample_pictures, split_counts
 from bmfa.models.plan import ModelFingerprint
 from bmfa.models.preprocessing import Preprocessing
 from bmfa.models.reducing import reduce
@@ -29,9 +29,9 @@ from bmfa.records import Row
 
 Progress = Callable[[int, int], None]  # schedules measured, of about how many
 
-# Pictures that are used, half of them for choosing. The classes of 64 pictures are known to 1.6 points.
-PICTURES = {"cuda": 512, "cpu": 128}
-# Pictures that rank what to try; those that decide are all the choosing ones.
+# Images that are used, half of them for choosing. The classes of 64 images are known to 1.6 points.
+IMAGES = {"cuda": 512, "cpu": 128}
+# Images that rank what to try; those that decide are all the choosing ones.
 SAMPLED = 32
 # Budgets between which an agreement is searched: 2^-6 is 1.6 % of the operations.
 BISECTIONS = 6
@@ -41,7 +41,7 @@ GROWTH = 0.02
 
 def tune_reduction(
     model: nn.Module | LoadedModel,
-    pictures: Any,
+    images: Any,
     policy: str = "free-energy",
     *,
     gflops: float | None = None,
@@ -57,11 +57,11 @@ def tune_reduction(
 ) -> ReductionPlan:
     """Choose how many tokens each block of a classifier removes, for a target of GFLOPs or of agreement.
 
-    Half of the pictures choose: they measure the change of the class probabilities for each block alone,
+    Half of the images choose: they measure the change of the class probabilities for each block alone,
     a greedy allocation makes a schedule within the budget, and exchanges of tokens between blocks are
     kept where they lower the change of the whole model. The schedule is then measured on the other half.
-    For a target of agreement, the budget grows until the target holds on a quarter of the pictures, and
-    the last quarter, which took no part in the choice, is measured; with fewer than six pictures there
+    For a target of agreement, the budget grows until the target holds on a quarter of the images, and
+    the last quarter, which took no part in the choice, is measured; with fewer than six images there
     is no such quarter.
 
     The model is the same afterwards, also if an error or Ctrl-C ends the call. Apply the plan with
@@ -69,19 +69,19 @@ def tune_reduction(
 
     Args:
         model: A classifier that `reduce` supports, or what `load_model` returns.
-        pictures: A (N, 3, height, width) tensor or a list of (3, height, width) tensors, preprocessed;
+        images: A (N, 3, height, width) tensor or a list of (3, height, width) tensors, preprocessed;
             a DataLoader of such tensors or of tuples that begin with one; or the path of a folder or
-            zip of pictures. At least two pictures, all of one size; some hundred are better.
+            zip of images. At least two images, all of one size; some hundred are better.
         policy: The name of a policy that takes a schedule, e.g. `"free-energy"` or `"tome"`.
         gflops: The GFLOPs of an image to stay within, two operations for a multiply-add. One of `gflops`
             and `agreement` is given.
-        agreement: The share of the pictures whose class must be that of the full model, in (0, 1].
-        img_size: The side, or (height, width), of pictures of a folder in pixels.
-        preprocess: The preprocessing of pictures of a folder. None takes that of the model.
+        agreement: The share of the images whose class must be that of the full model, in (0, 1].
+        img_size: The side, or (height, width), of images of a folder in pixels.
+        preprocess: The preprocessing of images of a folder. None takes that of the model.
         options: Keyword arguments of every call of the model. None takes those of `load_model`.
-        batch_size: The number of pictures in a call.
-        limit: The number of pictures to use. None is 512 on CUDA and 128 elsewhere.
-        seed: Seed of which pictures are used, and which of them choose.
+        batch_size: The number of images in a call.
+        limit: The number of images to use. None is 512 on CUDA and 128 elsewhere.
+        seed: Seed of which images are used, and which of them choose.
         rounds: Rounds of exchanges of tokens between blocks, at least 0. A round measures about 30
             schedules.
         progress: True shows a progress bar on a terminal. A function is called with the schedules that
@@ -93,7 +93,7 @@ def tune_reduction(
     Raises:
         TypeError: If the model cannot be reduced or is no classifier, or an argument has a wrong type.
         ValueError: If an argument is out of range, the target cannot be reached, there are fewer than
-            two pictures, they cannot be read or differ in size, or the model is patched. The model is
+            two images, they cannot be read or differ in size, or the model is patched. The model is
             unchanged.
 
     Example:
@@ -116,16 +116,16 @@ def tune_reduction(
     batch_size = check_integer("batch_size", batch_size, low=1)
     seed = check_integer("seed", seed, low=0)
     device = next((p.device.type for p in module.parameters()), "cpu")
-    most = PICTURES.get(device, PICTURES["cpu"]) if limit is None else limit
-    images = sample_pictures(
-        pictures,
+    most = IMAGES.get(device, IMAGES["cpu"]) if limit is None else limit
+    images = sample_images(
+        images,
         find_preprocessing(model, preprocess, img_size),
         check_integer("limit", most, low=2),
         torch.Generator().manual_seed(seed),
     )
     if len(images) < 2:
         raise ValueError(
-            "there is only 1 picture; pass at least two, because the schedule is checked on pictures "
+            "there is only 1 image; pass at least two, because the schedule is checked on images "
             "that did not choose it"
         )
     choosing, checking, confirming = torch.split(images, split_counts(len(images)))
@@ -228,7 +228,7 @@ class ReductionTuner:
                 parts.append(scores.double().cpu())
         logits = torch.cat(parts)
         if not bool(torch.isfinite(logits).all()):
-            raise ValueError("the logits of the model are not finite; pass other pictures")
+            raise ValueError("the logits of the model are not finite; pass other images")
         return logits
 
     def reduced_logits(self, schedule: Schedule, images: Tensor) -> Tensor:
@@ -240,12 +240,12 @@ class ReductionTuner:
             unpatch(self.model)
 
     def kl(self, schedule: Schedule) -> float:
-        """Return the output KL on the choosing pictures."""
+        """Return the output KL on the choosing images."""
         self._advance()
         return mean_kl(self.reference, self.reduced_logits(schedule, self.choosing))
 
     def sampled_kl(self, schedule: Schedule) -> float:
-        """Return the output KL on some of the choosing pictures."""
+        """Return the output KL on some of the choosing images."""
         self._advance()
         some = self.choosing[:SAMPLED]
         return mean_kl(self.reference[:SAMPLED], self.reduced_logits(schedule, some))
@@ -321,7 +321,7 @@ class ReductionTuner:
         return self._plan("agreement", agreement, schedule, rows, last, counts, seed)
 
     def check(self, schedule: Schedule, images: Tensor, reference: Tensor) -> Row:
-        """Measure a schedule on pictures that did not choose it, and on those that did."""
+        """Measure a schedule on images that did not choose it, and on those that did."""
         choosing = self._measure(schedule, self.choosing, self.reference)
         row: Row = {"schedule": list(schedule), "gflops": self.count(schedule) / 1e9}
         row |= {"choosing_kl": choosing["output_kl"], "choosing_agreement": choosing["agreement"]}
@@ -345,7 +345,7 @@ class ReductionTuner:
         counts: tuple[int, int],
         seed: int,
     ) -> ReductionPlan:
-        """Make the plan; `measured` is the last check, `counts` of checking and confirming pictures."""
+        """Make the plan; `measured` is the last check, `counts` of checking and confirming images."""
         search = self.search
         alone = [
             {

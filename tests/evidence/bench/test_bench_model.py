@@ -1,4 +1,4 @@
-"""`bmfa bench model`: averages over pictures, baselines in a model, and masks of a decoder."""
+"""`bmfa bench model`: averages over images, baselines in a model, and masks of a decoder."""
 
 import json
 
@@ -76,12 +76,12 @@ def test_agreement_of_masks():
 def test_a_model_with_baselines_and_a_decoder(tmp_path, capsys):
     decoder = saved_decoder(tmp_path)
     model = ["--model", "timm:deit_tiny_patch16_224", "--img-size", "128", "--repeats", "1"]
-    options = ["--tiles", "0", "--form", "tiled", "--pictures", "2", "--decoder", str(decoder)]
+    options = ["--tiles", "0", "--form", "tiled", "--images", "2", "--decoder", str(decoder)]
     names = ["mean-tiles:0", "mean-tiles:1", "topk:1", "monarch:1"]
     main(["bench", "model", *model, *options, "--baseline", *names, "--json", "-"])
     made = json.loads(capsys.readouterr().out)
     rows = {row["method"]: row for row in made["rows"]}
-    assert made["settings"]["decoder"] == "decoder.pt" and len(made["settings"]["pictures"]) == 2
+    assert made["settings"]["decoder"] == "decoder.pt" and len(made["settings"]["images"]) == 2
     assert rows["full"]["mask_iou"] == 1.0 and rows["full"]["error_l2_percent"] == 0.0
     for name in ("mean-tiles:1", "topk:1"):  # every tile is read: dense attention but for rounding
         assert rows[name]["error_l2_percent"] < 1e-2 and rows[name]["density_percent"] == 100.0
@@ -93,9 +93,9 @@ def test_a_model_with_baselines_and_a_decoder(tmp_path, capsys):
 
 
 @TIMM
-def test_errors_are_means_over_pictures():
+def test_errors_are_means_over_images():
     settings = {"model": "timm:deit_tiny_patch16_224", "methods": ("monarch:1",), "repeats": 1}
-    both = model_bench.run(model_bench.Settings(pictures=2, **settings), [64])
+    both = model_bench.run(model_bench.Settings(images=2, **settings), [64])
     batch = model_bench.run(model_bench.Settings(batch_size=2, **settings), [64])
     errors = [
         row["error_l2_percent"]
@@ -108,7 +108,7 @@ def test_errors_are_means_over_pictures():
 
 def test_refusals(capsys):
     with pytest.raises(ValueError, match="multiple"):
-        model_bench.Settings(batch_size=2, pictures=3)
+        model_bench.Settings(batch_size=2, images=3)
     with pytest.raises(ValueError, match="unknown"):
         model_bench.Settings(methods=("sparse:1",))
     with pytest.raises(SystemExit):

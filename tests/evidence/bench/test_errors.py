@@ -30,7 +30,7 @@ def scaled_call(factors):
     return call
 
 
-def test_errors_of_calls_of_one_picture():
+def test_errors_of_calls_of_one_image():
     inputs = recorded()
     exact = ExactOutputs.of(inputs)
     errors = measure_errors(scaled_call((0.01, 0.03, 0.02, 0.06)), inputs.blocks, exact, batch=1)
@@ -40,7 +40,7 @@ def test_errors_of_calls_of_one_picture():
     assert errors.estimates is None and errors.density is None
 
 
-def test_calls_of_all_pictures():
+def test_calls_of_all_images():
     inputs = recorded()
     errors = measure_errors(
         scaled_call((0.01, 0.03)), inputs.blocks, ExactOutputs.of(inputs), batch=2

@@ -18,7 +18,7 @@ def test_the_iou_of_masks():
 def test_a_row_has_the_measures_and_what_was_measured():
     model = EmbeddedViT().eval()
     row = held_out_row(model, 2, 2, 8.0, 0)
-    frame = {"what": "held-out", "img_size": 256, "tokens": 1024, "grain": 8.0, "pictures": 2}
-    measured = evaluate(model, pictures=2, size=256, grain=8.0, batch_size=1)
+    frame = {"what": "held-out", "img_size": 256, "tokens": 1024, "grain": 8.0, "images": 2}
+    measured = evaluate(model, images=2, size=256, grain=8.0, batch_size=1)
     assert row == frame | dict(measured)
     assert set(measured) == {"top1_percent", "mask_iou"}

@@ -28,14 +28,14 @@ def model():
 
 
 @pytest.fixture(scope="module")
-def pictures():
+def images():
     pixels, labels, masks = draw_badge_batch(HELD_OUT_SEED, range(COUNT))
     return preprocess(pixels), torch.from_numpy(labels), torch.from_numpy(masks)
 
 
-def scores_of(model, pictures):
+def scores_of(model, images):
     with torch.inference_mode():
-        return torch.cat([model(part) for part in pictures.split(50)])
+        return torch.cat([model(part) for part in images.split(50)])
 
 
 def screened(model, rule, last):
@@ -68,14 +68,14 @@ def test_a_finer_grid_samples_the_same_positions():
     torch.testing.assert_close(centres, own, atol=1e-5, rtol=0)
 
 
-def test_tokens_of_a_larger_picture_see_the_same_context(model):
+def test_tokens_of_a_larger_image_see_the_same_context(model):
     """Each pixel four times as large: the four middle tokens of a patch surround its centre."""
-    picture = preprocess(draw_badge_batch(0, [0])[0])
-    large = picture.repeat_interleave(4, 2).repeat_interleave(4, 3)
+    image = preprocess(draw_badge_batch(0, [0])[0])
+    large = image.repeat_interleave(4, 2).repeat_interleave(4, 3)
     embed = copy.deepcopy(model.patch_embed)
     torch.nn.init.zeros_(embed.proj.weight)
     torch.nn.init.zeros_(embed.proj.bias)
-    own = embed(picture).view(16, 16, 96)
+    own = embed(image).view(16, 16, 96)
     fine = embed(large).view(64, 64, 96)
     assert fine.shape[:2] == (64, 64)
     near = torch.stack([fine[i::4, j::4] for i in (1, 2) for j in (1, 2)]).mean(0)
@@ -97,35 +97,35 @@ def test_weights_are_small_and_in_half_precision():
 
 
 def test_copies_and_pickles_give_the_same_scores(model):
-    picture = torch.randn(1, 3, 128, 128, generator=torch.Generator().manual_seed(0))
+    image = torch.randn(1, 3, 128, 128, generator=torch.Generator().manual_seed(0))
     for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        assert torch.equal(other(picture), model(picture))
+        assert torch.equal(other(image), model(image))
 
 
-def test_the_task_is_hard_and_the_mask_is_found(model, pictures):
-    inputs, labels, masks = pictures
+def test_the_task_is_hard_and_the_mask_is_found(model, images):
+    inputs, labels, masks = images
     with torch.inference_mode():
         outputs = [model.forward_dense(part) for part in inputs.split(40)]
     logits, found = (torch.cat(parts) for parts in zip(*outputs, strict=True))
     top1 = (logits.argmax(-1) == labels).double().mean().item()
-    # Between 75 and 88 % on the pictures of the record; here within its 95 % interval.
+    # Between 75 and 88 % on the images of the record; here within its 95 % interval.
     assert 0.75 - 0.08 < top1 < 0.88 + 0.06
     assert mask_iou(found, masks).mean() > 0.7
 
 
 def test_reduced_tokens_need_the_full_grid_for_a_mask(model):
-    picture = torch.zeros(1, 3, 128, 128)
+    image = torch.zeros(1, 3, 128, 128)
     reduced = reduce(copy.deepcopy(model), "tome:8", dense=True)
-    assert reduced.forward_dense(picture)[1].shape == (1, 128, 128)
+    assert reduced.forward_dense(image)[1].shape == (1, 128, 128)
     reduced = reduce(copy.deepcopy(model), "tome:8", dense=False)
     with pytest.raises(
         ValueError, match=r"192 spatial tokens and the grid 256; reduce .* dense=True"
     ):
-        reduced.forward_dense(picture)
+        reduced.forward_dense(image)
 
 
-def test_exact_gap_zero_gives_the_scores_of_the_full_model(model, pictures):
-    inputs = pictures[0][:10]
+def test_exact_gap_zero_gives_the_scores_of_the_full_model(model, images):
+    inputs = images[0][:10]
     exact = scores_of(screened(model, ExactGap(0.0), 8), inputs)
     torch.testing.assert_close(exact, scores_of(model, inputs), atol=1e-4, rtol=1e-4)
 
@@ -133,14 +133,14 @@ def test_exact_gap_zero_gives_the_scores_of_the_full_model(model, pictures):
 def test_preprocess_centres_and_orders_the_channels():
     pixels = np.zeros((1, 128, 128, 3), dtype=np.uint8)
     pixels[0, 3, 5] = (255, 0, 51)
-    picture = preprocess(pixels)
-    assert picture.shape == (1, 3, 128, 128)
-    assert picture.dtype == torch.float32
-    assert picture[0, :, 3, 5].tolist() == pytest.approx([2.0, -2.0, -1.2])
-    assert torch.equal(picture, preprocess(torch.from_numpy(pixels)))
+    image = preprocess(pixels)
+    assert image.shape == (1, 3, 128, 128)
+    assert image.dtype == torch.float32
+    assert image[0, :, 3, 5].tolist() == pytest.approx([2.0, -2.0, -1.2])
+    assert torch.equal(image, preprocess(torch.from_numpy(pixels)))
 
 
-def test_bad_pictures_are_refused(model):
+def test_bad_images_are_refused(model):
     with pytest.raises(TypeError, match=r"pixels are torch.float32; pass 8-bit images"):
         preprocess(torch.zeros(1, 128, 128, 3))
     with pytest.raises(TypeError, match="pixels are list"):
@@ -163,17 +163,17 @@ def test_bad_weights_are_refused(tmp_path):
         load(tmp_path / "deeper.safetensors")
 
 
-def test_the_model_and_its_pictures_need_no_extra():
+def test_the_model_and_its_images_need_no_extra():
     """A plain installation has what the embedded model imports, and no more is imported."""
     code = (
         "import sys\n"
         "for name in ('PIL', 'matplotlib', 'timm', 'torchvision', 'transformers', 'pycocotools'):\n"
         "    sys.modules[name] = None\n"
         "import bmfa\n"
-        "from bmfa.data.classification import EmbeddedPictures\n"
+        "from bmfa.data.classification import EmbeddedImages\n"
         "from bmfa.evidence.closed_loop.run import run\n"
         "model = bmfa.load_model('embedded')\n"
-        "record = run(model, EmbeddedPictures(2), ['gamma:0.05'], layers='last-1')\n"
+        "record = run(model, EmbeddedImages(2), ['gamma:0.05'], layers='last-1')\n"
         "print(record.rows[0]['images'])\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

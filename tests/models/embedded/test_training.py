@@ -70,7 +70,7 @@ def test_training_stops_when_its_time_is_over_and_goes_on_later(tmp_path):
     record = train(tmp_path / "weights", **common)
     assert [row["step"] for row in record.rows if row["what"] == "training"] == [1, 2]
     held_out = [row for row in record.rows if row["what"] == "held-out"]
-    assert [(row["img_size"], row["pictures"]) for row in held_out] == [(128, 2), (512, 1)]
+    assert [(row["img_size"], row["images"]) for row in held_out] == [(128, 2), (512, 1)]
     assert record.settings["weights_bytes"] == (tmp_path / "weights").stat().st_size < 2_500_000
 
 
@@ -84,7 +84,7 @@ def test_the_command_writes_weights_and_record(tmp_path, capsys, monkeypatch):
     assert load(weights).forward_dense(torch.zeros(1, 3, 128, 128))[1].shape == (1, 128, 128)
 
 
-def test_steps_have_pictures_of_several_sizes():
+def test_steps_have_images_of_several_sizes():
     recipe = Recipe()
     early = [recipe.ratio(0, step, 0.2) for step in range(200)]
     late = [recipe.ratio(0, step, 0.9) for step in range(200)]
@@ -92,7 +92,7 @@ def test_steps_have_pictures_of_several_sizes():
     assert set(late) == {1, 2, 4}
     run = training._TrainingRun(0, 4, None, torch.device("cpu"), SMALL)
     for number in range(3):
-        run._add(training.NewPictures(0, 0, 16)[number])
+        run._add(training.NewImages(0, 0, 16)[number])
     for ratio in (1, 2, 4):
         images, labels, cells = run._sample(ratio, 8.0)
         side, count = 128 * ratio, max(1, 2 // ratio**2)
@@ -104,12 +104,12 @@ def test_steps_have_pictures_of_several_sizes():
         assert 0 < ticks.mean() < mask.mean() < 0.1
 
 
-def test_a_training_by_time_takes_pictures_as_they_are_drawn(tmp_path):
+def test_a_training_by_time_takes_images_as_they_are_drawn(tmp_path):
     common = {"seconds": 2.0, "recipe": SMALL, "resume": tmp_path / "checkpoint"}
     assert train(tmp_path / "weights", stop_after=0.5, **common) is None
     record = train(tmp_path / "weights", **common)
     assert record.settings["seconds"] >= 2.0
-    assert record.settings["pictures_drawn"] >= 8
+    assert record.settings["images_drawn"] >= 8
     assert record.rows[-1]["tokens"] == 4096
 
 

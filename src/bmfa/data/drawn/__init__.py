@@ -1,1 +1,1 @@
-"""The embedded pictures: badges for classification, scenes of objects with masks."""
+"""The embedded images: badges for classification, scenes of objects with masks."""

@@ -1,10 +1,10 @@
-"""Drawn pictures for classification and masks: one badge in clutter, partly covered.
+"""Drawn images for classification and masks: one badge in clutter, partly covered.
 
 A badge is a closed thin outline with a texture inside and short ticks on its rim. Its class is the shape
 of the outline (4), the texture (2) and the number of ticks (3): classes differ in a few pixels. Every
-picture also has a decoy, an outline without texture, and fragments of lines behind and in front.
+image also has a decoy, an outline without texture, and fragments of lines behind and in front.
 
-A picture is described in units of 1/128 of its side and evaluated at pixel centres, so the same picture
+An image is described in units of 1/128 of its side and evaluated at pixel centres, so the same image
 can be drawn at any size: larger is sharper, and the content is the same. Arrays go through additions,
 products, quotients, square roots and roundings alone, which IEEE 754 fixes, so equal arguments give
 equal bits on every platform.
@@ -23,8 +23,8 @@ from bmfa.data.drawn.rng import UniformGenerator
 
 Array = NDArray[np.float32]
 
-BADGE_PICTURE_SIZE = 128  # pixels along a side: 16 patches of 8 for the embedded model
-# Amplitude of the fine noise over the whole picture, in levels of 256. It sets the difficulty: a larger
+BADGE_IMAGE_SIZE = 128  # pixels along a side: 16 patches of 8 for the embedded model
+# Amplitude of the fine noise over the whole image, in levels of 256. It sets the difficulty: a larger
 # value lowers the accuracy that a model can reach. It was chosen by that of the full model alone, which
 # `bmfa train-embedded` measures over the grain (records/train-embedded-h200.json): between 16 and 24.
 GRAIN = 20.0
@@ -39,7 +39,7 @@ BADGE_CLASSES = tuple(
 )
 
 _STREAM = 2  # third part of the random key; scenes have 1
-_SIDE = float(BADGE_PICTURE_SIZE)  # units along a side
+_SIDE = float(BADGE_IMAGE_SIZE)  # units along a side
 _CORNERS = {"triangle": 3, "square": 4, "pentagon": 5, "circle": 0}
 _SLOTS = 6  # directions, equally spaced, in which a badge may have ticks
 _BEHIND, _IN_FRONT = 10, 4  # fragments of lines and dots behind and in front of the badge
@@ -49,7 +49,7 @@ _GRAIN_CELL = 1.7  # units between the knots of the grain
 _LUMA = (0.299, 0.587, 0.114)  # weights of R, G and B in ITU-R BT.601
 
 
-class BadgePicture(NamedTuple):
+class BadgeImage(NamedTuple):
     """Pixels (size, size, 3) uint8 RGB, class 0 to 23, and mask (size, size) of the visible badge."""
 
     pixels: NDArray[np.uint8]
@@ -58,9 +58,9 @@ class BadgePicture(NamedTuple):
 
 
 def draw_badge(
-    seed: int, index: int, size: int = BADGE_PICTURE_SIZE, *, grain: float = GRAIN
-) -> BadgePicture:
-    """Draw the picture of a seed and an index.
+    seed: int, index: int, size: int = BADGE_IMAGE_SIZE, *, grain: float = GRAIN
+) -> BadgeImage:
+    """Draw the image of a seed and an index.
 
     Args:
         seed: seed of the set, at least 0.
@@ -69,7 +69,7 @@ def draw_badge(
         grain: amplitude of the fine noise in levels of 256; the task has `GRAIN`.
 
     Returns:
-        The picture; equal arguments give equal bits on every platform.
+        The image; equal arguments give equal bits on every platform.
 
     Raises:
         ValueError: the seed or the index is negative, or the size too small.
@@ -80,13 +80,13 @@ def draw_badge(
         'striped square, 2 ticks'
     """
     pixels, label, mask, _ = draw_badge_parts(seed, index, size, grain)
-    return BadgePicture(pixels, label, mask)
+    return BadgeImage(pixels, label, mask)
 
 
 def draw_badge_parts(
     seed: int, index: int, size: int, grain: float
 ) -> tuple[NDArray[np.uint8], int, NDArray[np.bool_], NDArray[np.bool_]]:
-    """Draw a picture as `draw_badge` does; return also the mask (size, size) of its visible ticks."""
+    """Draw an image as `draw_badge` does; return also the mask (size, size) of its visible ticks."""
     check_integer("size", size, low=32)
     rng = UniformGenerator(seed, index, _STREAM)
     label = index % len(BADGE_CLASSES)
@@ -109,11 +109,11 @@ def draw_badge_parts(
 def draw_badge_batch(
     seed: int,
     indices: Iterable[int],
-    size: int = BADGE_PICTURE_SIZE,
+    size: int = BADGE_IMAGE_SIZE,
     *,
     grain: float = GRAIN,
 ) -> tuple[NDArray[np.uint8], NDArray[np.int64], NDArray[np.bool_]]:
-    """Draw several pictures: pixels (B, size, size, 3), classes (B,) and masks (B, size, size).
+    """Draw several images: pixels (B, size, size, 3), classes (B,) and masks (B, size, size).
 
     Args:
         seed: seed of the set, at least 0.
@@ -127,8 +127,8 @@ def draw_badge_batch(
         >>> pixels.shape, labels.tolist(), masks.shape
         ((2, 128, 128, 3), [3, 1], (2, 128, 128))
     """
-    pictures = [draw_badge(seed, index, size, grain=grain) for index in indices]
-    pixels, labels, masks = zip(*pictures, strict=True)
+    images = [draw_badge(seed, index, size, grain=grain) for index in indices]
+    pixels, labels, masks = zip(*images, strict=True)
     return np.stack(pixels), np.array(labels, dtype=np.int64), np.stack(masks)
 
 
@@ -180,7 +180,7 @@ class _Badge(NamedTuple):
 
     @classmethod
     def of_class(cls, rng: UniformGenerator, label: int) -> "_Badge":
-        """Place the badge of a class; the whole of it is inside the picture."""
+        """Place the badge of a class; the whole of it is inside the image."""
         shape, rest = divmod(label, len(TEXTURES) * len(TICK_COUNTS))
         texture, ticks = divmod(rest, len(TICK_COUNTS))
         radius = rng.number(14.0, 22.0)
@@ -255,7 +255,7 @@ class _Badge(NamedTuple):
             u, v = (dx * ax + dy * ay) / self.squash, dy * ax - dx * ay
             length = math.hypot(u, v)
             local = [(u / length, v / length)]
-        # Back from the axes of the badge to those of the picture, the first axis squashed.
+        # Back from the axes of the badge to those of the image, the first axis squashed.
         return [(u * ax / self.squash - v * ay, u * ay / self.squash + v * ax) for u, v in local]
 
     def paint(
@@ -335,7 +335,7 @@ class _Background(NamedTuple):
 
     @classmethod
     def of(cls, rng: UniformGenerator) -> "_Background":
-        """Choose the colours and lines of a picture."""
+        """Choose the colours and lines of an image."""
         base = rng.number(85.0, 170.0) + rng.array(3, low=-25.0, high=25.0)
         other = rng.number(-25.0, 25.0) + rng.array(3, low=-30.0, high=30.0)
         border = (rng.number(), _SIDE * rng.number(0.25, 0.75))

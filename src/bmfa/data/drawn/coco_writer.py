@@ -1,4 +1,4 @@
-"""Write the embedded scenes as a COCO instances file with its pictures."""
+"""Write the embedded scenes as a COCO instances file with its images."""
 
 import io
 import json
@@ -9,21 +9,21 @@ from pathlib import Path
 from typing import Any
 
 from bmfa.data.drawn.scenes import OBJECT_KINDS, EmbeddedScenes
-from bmfa.data.instances import Instance, Picture
+from bmfa.data.instances import Instance, InstanceImage
 from bmfa.files import write_atomic
 from bmfa.packages import load_package
 
-ANNOTATIONS_NAME, PICTURES_NAME = "instances.json", "images"  # of the file and the folder
+ANNOTATIONS_NAME, IMAGES_NAME = "instances.json", "images"  # of the file and the folder
 
 
-def write_coco(folder: str | os.PathLike[str], *, pictures: int = 120, seed: int = 0) -> Path:
+def write_coco(folder: str | os.PathLike[str], *, images: int = 120, seed: int = 0) -> Path:
     """Write `instances.json` and `images/*.png` to a folder.
 
-    Files are written atomically and the annotations last, so if they exist, all pictures do.
+    Files are written atomically and the annotations last, so if they exist, all images do.
 
     Args:
         folder: folder to write to; it is created.
-        pictures: number of scenes.
+        images: number of scenes.
         seed: seed of the scenes.
 
     Returns:
@@ -36,35 +36,33 @@ def write_coco(folder: str | os.PathLike[str], *, pictures: int = 120, seed: int
         >>> import tempfile
         >>> from bmfa.data import write_coco
         >>> with tempfile.TemporaryDirectory() as folder:
-        ...     write_coco(folder, pictures=1).name
+        ...     write_coco(folder, images=1).name
         'instances.json'
     """
     target = Path(folder)
-    (target / PICTURES_NAME).mkdir(parents=True, exist_ok=True)
-    scenes = EmbeddedScenes(pictures, seed)
-    images: list[dict[str, Any]] = []
+    (target / IMAGES_NAME).mkdir(parents=True, exist_ok=True)
+    scenes = EmbeddedScenes(images, seed)
+    listed: list[dict[str, Any]] = []
     annotations: list[dict[str, Any]] = []
-    for picture, instances in _group_by_picture(scenes):
-        write_atomic(target / PICTURES_NAME / picture.name, _encode_png(picture))
-        height, width = picture.pixels.shape[:2]
-        images.append(
-            {"id": picture.id, "file_name": picture.name, "width": width, "height": height}
-        )
+    for image, instances in _group_by_image(scenes):
+        write_atomic(target / IMAGES_NAME / image.name, _encode_png(image))
+        height, width = image.pixels.shape[:2]
+        listed.append({"id": image.id, "file_name": image.name, "width": width, "height": height})
         annotations += [_annotation(instance) for instance in instances]
-    content = {"images": images, "annotations": annotations, "categories": _categories()}
+    content = {"images": listed, "annotations": annotations, "categories": _categories()}
     write_atomic(target / ANNOTATIONS_NAME, json.dumps(content).encode())
     return target / ANNOTATIONS_NAME
 
 
-def _group_by_picture(scenes: EmbeddedScenes) -> Iterator[tuple[Picture, list[Instance]]]:
-    for _, group in groupby(scenes.instances(), key=lambda instance: instance.picture.id):
+def _group_by_image(scenes: EmbeddedScenes) -> Iterator[tuple[InstanceImage, list[Instance]]]:
+    for _, group in groupby(scenes.instances(), key=lambda instance: instance.image.id):
         instances = list(group)
-        yield instances[0].picture, instances
+        yield instances[0].image, instances
 
 
-def _encode_png(picture: Picture) -> bytes:
+def _encode_png(image: InstanceImage) -> bytes:
     buffer = io.BytesIO()
-    load_package("PIL.Image").fromarray(picture.pixels).save(buffer, format="PNG")
+    load_package("PIL.Image").fromarray(image.pixels).save(buffer, format="PNG")
     return buffer.getvalue()
 
 
@@ -73,7 +71,7 @@ def _annotation(instance: Instance) -> dict[str, Any]:
     rle = coco.encode(instance.mask.astype("uint8", order="F"))
     return {
         "id": instance.annotation_id,
-        "image_id": instance.picture.id,
+        "image_id": instance.image.id,
         "category_id": tuple(OBJECT_KINDS).index(instance.category) + 1,
         "segmentation": {"size": list(instance.mask.shape), "counts": rle["counts"].decode()},
         "area": instance.area,

@@ -1,4 +1,4 @@
-"""Drawn pictures of the four objects that the paper shows: a kite, a person, a book and a spoon."""
+"""Drawn images of the four objects that the paper shows: a kite, a person, a book and a spoon."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -11,9 +11,9 @@ from numpy.typing import NDArray
 from bmfa.data.drawn.rng import UniformGenerator
 from bmfa.data.drawn.shapes import Array, Shape, Stroke, arc, polyline, segment_distance
 from bmfa.data.drawn.textures import background, colour, luma_at, to_pixels
-from bmfa.data.instances import Instance, Picture, Tally
+from bmfa.data.instances import Instance, InstanceImage, Tally
 
-OBJECT_PICTURE_SIZE = 256  # pixels along a side
+OBJECT_IMAGE_SIZE = 256  # pixels along a side
 _STREAM = 4  # third part of the random key; other drawn sets have smaller ones
 
 
@@ -129,25 +129,25 @@ def draw_object(category: str, seed: int, index: int) -> Instance:
     Example:
         >>> from bmfa.data import draw_object
         >>> kite = draw_object("kite", 0, 0)
-        >>> kite.category, kite.picture.pixels.shape
+        >>> kite.category, kite.image.pixels.shape
         ('kite', (256, 256, 3))
     """
     if category not in _KINDS:
         raise ValueError(f"category is {category!r}; pass one of {', '.join(_KINDS)}")
     number = OBJECT_CATEGORIES.index(category)
     rng = UniformGenerator(seed, index, _STREAM, number)
-    canvas = background(rng, OBJECT_PICTURE_SIZE, OBJECT_PICTURE_SIZE, strength=0.35)
+    canvas = background(rng, OBJECT_IMAGE_SIZE, OBJECT_IMAGE_SIZE, strength=0.35)
     radius = rng.number(72.0, 84.0)
-    room = OBJECT_PICTURE_SIZE / 2 - radius * 1.5
-    centre = OBJECT_PICTURE_SIZE / 2 + rng.array(2, low=-room, high=room)
+    room = OBJECT_IMAGE_SIZE / 2 - radius * 1.5
+    centre = OBJECT_IMAGE_SIZE / 2 + rng.array(2, low=-room, high=room)
     mask = _paint(rng, canvas, category, centre, radius)
     identity = number * 100_000 + index
-    picture = Picture(identity, f"{category}-{index}.png", to_pixels(canvas))
-    return Instance(picture, identity, category, None, float(mask.sum()), False, mask)
+    image = InstanceImage(identity, f"{category}-{index}.png", to_pixels(canvas))
+    return Instance(image, identity, category, None, float(mask.sum()), False, mask)
 
 
 def draw_kite_flyer(seed: int, index: int) -> tuple[Instance, Instance]:
-    """Draw a kite at the top left and a person at the bottom right of one picture.
+    """Draw a kite at the top left and a person at the bottom right of one image.
 
     Args:
         seed: seed of the set, at least 0.
@@ -162,16 +162,16 @@ def draw_kite_flyer(seed: int, index: int) -> tuple[Instance, Instance]:
         ['kite', 'person']
     """
     rng = UniformGenerator(seed, index, _STREAM, len(OBJECT_CATEGORIES))
-    size = OBJECT_PICTURE_SIZE
+    size = OBJECT_IMAGE_SIZE
     canvas = background(rng, size, size, strength=0.35)
     placed = {}
     # Centres and radii as shares of the side, so that the crops of the two do not overlap.
     for category, middle in (("kite", 0.28), ("person", 0.72)):
         centre = size * (middle + rng.array(2, low=-0.03, high=0.03))
         placed[category] = _paint(rng, canvas, category, centre, 0.17 * size)
-    picture = Picture(index, f"kite-flyer-{index}.png", to_pixels(canvas))
+    image = InstanceImage(index, f"kite-flyer-{index}.png", to_pixels(canvas))
     kite, person = (
-        Instance(picture, 2 * index + number, category, None, float(mask.sum()), False, mask)
+        Instance(image, 2 * index + number, category, None, float(mask.sum()), False, mask)
         for number, (category, mask) in enumerate(placed.items())
     )
     return kite, person
@@ -225,13 +225,13 @@ def _inside(x: Array, y: Array, segments: Array) -> Array:
 
 @dataclass(frozen=True)
 class EmbeddedObjects:
-    """Pictures of the paper's four objects as a source of instances, drawn when they are read.
+    """Images of the paper's four objects as a source of instances, drawn when they are read.
 
     Args:
-        poses: number of pictures of each category.
+        poses: number of images of each category.
         seed: seed of the set.
-        start: index of the first picture; the category of picture i is i modulo 4.
-        stop: index after the last picture; None for all.
+        start: index of the first image; the category of image i is i modulo 4.
+        stop: index after the last image; None for all.
 
     Example:
         >>> from bmfa.data import EmbeddedObjects
@@ -252,12 +252,12 @@ class EmbeddedObjects:
         return self.poses * len(OBJECT_CATEGORIES) if self.stop is None else self.stop
 
     def parts(self, instances: int = 128) -> Iterator["EmbeddedObjects"]:
-        """Yield the pictures in order as sources of so many instances."""
+        """Yield the images in order as sources of so many instances."""
         for first in range(self.start, self._end, instances):
             yield EmbeddedObjects(self.poses, self.seed, first, min(first + instances, self._end))
 
     def instances(self, tally: Tally | None = None) -> Iterator[Instance]:
-        """Yield every instance, one in each picture; all are usable."""
+        """Yield every instance, one in each image; all are usable."""
         for number in range(self.start, self._end):
             index, category = divmod(number, len(OBJECT_CATEGORIES))
             yield draw_object(OBJECT_CATEGORIES[category], self.seed, index)

@@ -11,7 +11,7 @@ from bmfa.data.drawn.clutter import Disc, add_clutter, is_free
 from bmfa.data.drawn.rng import UniformGenerator
 from bmfa.data.drawn.shapes import Array, Shape, Stroke, arc, polyline, reach
 from bmfa.data.drawn.textures import background, contrasting_colours, luma_at, texture, to_pixels
-from bmfa.data.instances import Instance, Picture, Tally
+from bmfa.data.instances import Instance, InstanceImage, Tally
 
 SCENE_HEIGHT, SCENE_WIDTH = 288, 384  # pixels
 _STREAM = 1  # third part of the random key; badges have 2
@@ -110,7 +110,7 @@ def draw_scene(seed: int, index: int) -> list[Instance]:
 
     Example:
         >>> from bmfa.data import draw_scene
-        >>> draw_scene(0, 0)[0].picture.pixels.shape
+        >>> draw_scene(0, 0)[0].image.pixels.shape
         (288, 384, 3)
     """
     rng = UniformGenerator(seed, index, _STREAM)
@@ -119,8 +119,8 @@ def draw_scene(seed: int, index: int) -> list[Instance]:
     add_clutter(rng, canvas, [], tries=130)
     for one in objects:
         one.shape.paint(canvas, _surface(rng, canvas, one))
-    picture = Picture(index, f"{index:012d}.png", to_pixels(canvas))
-    return [_instance(picture, number, one) for number, one in enumerate(objects)]
+    image = InstanceImage(index, f"{index:012d}.png", to_pixels(canvas))
+    return [_instance(image, number, one) for number, one in enumerate(objects)]
 
 
 def _place_objects(rng: UniformGenerator) -> list[_Object]:
@@ -171,10 +171,10 @@ def _surface(rng: UniformGenerator, canvas: Array, one: _Object) -> Array:
     return surface
 
 
-def _instance(picture: Picture, number: int, one: _Object) -> Instance:
+def _instance(image: InstanceImage, number: int, one: _Object) -> Instance:
     mask = one.shape.mask(SCENE_HEIGHT, SCENE_WIDTH)
-    identity = picture.id * _MAX_OBJECTS + number + 1
-    return Instance(picture, identity, one.kind, None, float(mask.sum()), False, mask)
+    identity = image.id * _MAX_OBJECTS + number + 1
+    return Instance(image, identity, one.kind, None, float(mask.sum()), False, mask)
 
 
 @dataclass(frozen=True)
@@ -182,31 +182,31 @@ class EmbeddedScenes:
     """Scenes of one seed as a source of instances, drawn when they are read.
 
     Args:
-        pictures: number of scenes; 120 have about 600 instances.
+        images: number of scenes; 120 have about 600 instances.
         seed: seed of the set.
         start: index of the first scene.
 
     Example:
         >>> from bmfa.data import EmbeddedScenes
-        >>> len(EmbeddedScenes(pictures=3))
+        >>> len(EmbeddedScenes(images=3))
         3
     """
 
-    pictures: int = 120
+    images: int = 120
     seed: int = 0
     start: int = 0
 
     def __len__(self) -> int:
-        return self.pictures
+        return self.images
 
     def parts(self, instances: int = 128) -> Iterator["EmbeddedScenes"]:
         """Yield the scenes in order as sources of about so many instances."""
         step = max(1, instances // _MAX_OBJECTS)
-        for first in range(0, self.pictures, step):
-            pictures = min(step, self.pictures - first)
-            yield EmbeddedScenes(pictures, self.seed, self.start + first)
+        for first in range(0, self.images, step):
+            images = min(step, self.images - first)
+            yield EmbeddedScenes(images, self.seed, self.start + first)
 
     def instances(self, tally: Tally | None = None) -> Iterator[Instance]:
-        """Yield every instance, picture by picture; all are usable."""
-        for index in range(self.start, self.start + self.pictures):
+        """Yield every instance, image by image; all are usable."""
+        for index in range(self.start, self.start + self.images):
             yield from draw_scene(self.seed, index)

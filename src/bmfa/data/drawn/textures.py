@@ -50,7 +50,7 @@ def noise(rng: UniformGenerator, height: int, width: int, cell: float) -> Array:
     """Return smooth noise (height, width) in [-1, 1) with features of about `cell` pixels."""
     (row, row_weight), (column, column_weight) = _knots(height, cell), _knots(width, cell)
     values = rng.array(int(row[-1]) + 2, int(column[-1]) + 2, low=-1.0)
-    # Not a matrix product, for which BLAS would start threads on every small picture.
+    # Not a matrix product, for which BLAS would start threads on every small image.
     values = values[row] + (values[row + 1] - values[row]) * row_weight[:, None]
     left, right = values.take(column, axis=1), values.take(column + 1, axis=1)
     right -= left
@@ -123,7 +123,7 @@ def _wavy_line_distance(rng: UniformGenerator, height: int, width: int) -> Array
 
 
 def to_pixels(canvas: Array) -> NDArray[np.uint8]:
-    """Round a canvas (3, height, width) in place; return a picture (height, width, 3) uint8."""
+    """Round a canvas (3, height, width) in place; return an image (height, width, 3) uint8."""
     canvas += 0.5
     np.maximum(canvas, 0.0, out=canvas)
     np.minimum(canvas, 255.0, out=canvas)

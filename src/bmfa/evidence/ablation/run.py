@@ -85,7 +85,7 @@ def run(
     depths: Sequence[int] = (2, 3, 4, 5),
     grids: Sequence[int] = (8, 16, 32),
     lookaheads: Sequence[int] = (1, 2, 3, 4),
-    picture_size: int = 256,
+    image_size: int = 256,
     limit: int | None = None,
     workers: int = 1,
     progress: Progress | None = None,
@@ -93,17 +93,17 @@ def run(
     """Vary one parameter at a time around epsilon 0.005, full depth, grid 16 and look-ahead 1.
 
     Args:
-        source: Annotated pictures, which are read once for every grid.
+        source: Annotated images, which are read once for every grid.
         dataset: Name of the source for the record.
         mode: How scores are built: `"image-edge"` or `"mask-only"`.
         epsilons: Thresholds.
         depths: Depth limits.
         grids: Sides of the grid in tokens.
         lookaheads: Levels below a block that Gamma reads.
-        picture_size: Side of a resized crop in pixels, a multiple of every grid.
+        image_size: Side of a resized crop in pixels, a multiple of every grid.
         limit: Number of instances after which a reading ends.
         workers: Worker processes; 1 builds the grids in this process.
-        progress: Called with the pictures done and their number over all readings.
+        progress: Called with the images done and their number over all readings.
 
     Returns:
         A record of one row for each parameter and value, with the time for an instance.
@@ -113,7 +113,7 @@ def run(
 
     Example:
         >>> from bmfa.data import EmbeddedScenes
-        >>> record = run(EmbeddedScenes(pictures=2), epsilons=[0.01], depths=[], grids=[],
+        >>> record = run(EmbeddedScenes(images=2), epsilons=[0.01], depths=[], grids=[],
         ...              lookaheads=[])
         >>> record.rows[0]["parameter"], record.rows[0]["value"]
         ('epsilon', 0.01)
@@ -122,14 +122,14 @@ def run(
     planned = _plan(epsilons, depths, grids, lookaheads)
     totals = {setting: Total() for _, _, setting in planned}
     grids_read = list(dict.fromkeys(setting.grid for setting in totals))
-    ProbeSettings(1, picture_size)  # raises if the size is not valid
-    if picture_size % (step := math.lcm(*grids_read)):
+    ProbeSettings(1, image_size)  # raises if the size is not valid
+    if image_size % (step := math.lcm(*grids_read)):
         raise ValueError(
-            f"picture_size (--img-size) is {picture_size}, which grids of "
+            f"image_size (--img-size) is {image_size}, which grids of "
             f"{', '.join(map(str, sorted(grids_read)))} cells do not all divide; "
-            f"pass {multiples(picture_size, step)}"
+            f"pass {multiples(image_size, step)}"
         )
-    readings = [ProbeSettings(grid, picture_size) for grid in grids_read]
+    readings = [ProbeSettings(grid, image_size) for grid in grids_read]
     tally = Tally()
     for number, reading in enumerate(readings):
         shown = progress and _part_of(progress, number, len(readings))
@@ -146,7 +146,7 @@ def run(
         "depths": list(depths),
         "grids": list(grids),
         "lookaheads": list(lookaheads),
-        "picture_size": picture_size,
+        "image_size": image_size,
         "tau": TAU,
         "repeats": REPEATS,
         "timing": TIMING,
@@ -191,4 +191,4 @@ def _measure(blocks: Iterable[ProbeBlock], mode: Mode, totals: dict[Setting, Tot
 
 def _part_of(progress: Progress, reading: int, readings: int) -> Progress:
     """Return the progress of one reading as a part of all readings."""
-    return lambda done, pictures: progress(reading * pictures + done, readings * pictures)
+    return lambda done, images: progress(reading * images + done, readings * images)

@@ -43,7 +43,7 @@ from bmfa.records import Record, Row, environment, without_folders
 
 TOKENS = {"cuda": (196, 1024, 4096, 16384, 65536), "cpu": (1024, 4096, 16384)}
 BLOCKS = (2, 5, 8, 11)
-# Pictures are timed together up to this number of tokens.
+# Images are timed together up to this number of tokens.
 BATCH_TOKENS = 65_536
 # The certificate takes about as long as dense attention and is not timed beyond these sizes.
 CERTIFIED_TOKENS = {"cuda": 65_536, "cpu": 4_096}
@@ -60,7 +60,7 @@ TIMING = {
     "cpu": "median of calls that take turns",
 }
 ERROR = (
-    "relative L2 of the output against float64 attention on the float32 q, k, v, mean over pictures "
+    "relative L2 of the output against float64 attention on the float32 q, k, v, mean over images "
     "and blocks, and of the worst block; error_queries of each head are compared"
 )
 
@@ -108,9 +108,9 @@ def run(
     run returns the sizes that are complete.
 
     Args:
-        source: Model and pictures.
+        source: Model and images.
         tokens: Numbers of tokens, each a square; a default for the device without any.
-        sizes: Sides of the pictures in pixels, instead of `tokens`.
+        sizes: Sides of the images in pixels, instead of `tokens`.
         blocks: Blocks of the model; some of its depth by default.
         methods: Settings such as `tiles:0.03`, `leaves:0.05` or `error:0.1`.
         head_dim: A further head dimension to time, on random weights of the same model.
@@ -219,7 +219,7 @@ def _for_device(values: Mapping[str, Value], device: torch.device) -> Value:
 
 
 def _sizes_in_pixels(source: InputSource, tokens: Sequence[int], sizes: Sequence[int]) -> list[int]:
-    """Return sides of pictures in pixels, from `sizes` or from square numbers of tokens."""
+    """Return sides of images in pixels, from `sizes` or from square numbers of tokens."""
     patch = source.patch_size
     if sizes and tokens:
         raise ValueError("both --size and --tokens are given; pass one of them")
@@ -267,8 +267,8 @@ class SizeBenchmark:
 
     def __init__(self, inputs: RecordedInputs, plan: Plan, notes: dict[str, str]) -> None:
         self.inputs, self.plan, self.notes = inputs, plan, notes
-        self.pictures, self.heads, self.dim = inputs.shape
-        self.batch = max(1, min(self.pictures, BATCH_TOKENS // inputs.grid.size))
+        self.images, self.heads, self.dim = inputs.shape
+        self.batch = max(1, min(self.images, BATCH_TOKENS // inputs.grid.size))
         self.exact = ExactOutputs.of(inputs)
         dtype = DTYPES[plan.dtype]
         self.blocks: dict[int, QKV] = {}
@@ -458,7 +458,7 @@ class SizeBenchmark:
         )
         means: dict[int, list[float]] = {block: [] for block in self.blocks}
         for block, tokens in self.blocks.items():
-            for start in range(0, self.pictures, self.batch):
+            for start in range(0, self.images, self.batch):
                 result = call(*(x[start : start + self.batch] for x in tokens))
                 assert isinstance(result, Screened) and result.stats.energy_bound is not None
                 spatial = result.stats.energy_bound[:, :, self.inputs.prefix :]  # (B, H, N)
@@ -473,7 +473,7 @@ class SizeBenchmark:
             "dim": self.dim,
             "dtype": self.plan.dtype,
             "batch": self.batch,
-            "pictures": self.pictures,
+            "images": self.images,
             "method": method,
         }
 

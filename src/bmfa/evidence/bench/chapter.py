@@ -97,7 +97,7 @@ def markdown(record: Record) -> str:
 
 
 def conditions(record: Record) -> str:
-    """Return the device, versions, dtype, model, pictures and dense path of a measurement."""
+    """Return the device, versions, dtype, model, images and dense path of a measurement."""
     environment, settings = record.environment, record.settings
     dtypes = dict.fromkeys(str(row["dtype"]) for row in record.rows if "dtype" in row)
     paths = dict.fromkeys(str(row["path"]) for row in record.rows if "path" in row)
@@ -105,12 +105,12 @@ def conditions(record: Record) -> str:
     counts = settings.get("threads") or [environment.get("threads")]
     threads = None if on_cuda or None in counts else " and ".join(map(str, counts))
     native = environment.get("instruction_set")
-    pictures = len(settings.get("pictures") or [])
+    images = len(settings.get("images") or [])
     return (
         f"{environment.get('device_name')}{'' if threads is None else f', {threads} threads'}"
         f"{'' if native is None or on_cuda else f', native kernels {native}'}, torch "
         f"{environment.get('torch')}, {', '.join(dtypes)}; {settings.get('model')} (weights: "
-        f"{settings.get('weights')}), {pictures} {'picture' if pictures == 1 else 'pictures'}; dense is "
+        f"{settings.get('weights')}), {images} {'image' if images == 1 else 'images'}; dense is "
         f"the fastest path of the same run ({', '.join(paths)})."
     )
 
@@ -147,7 +147,7 @@ def _content(records: RecordSet) -> list[Block]:
         *illustrate(
             figures.attention_time,
             attention,
-            "Time per picture; dense attention has an exponent of 2.",
+            "Time per image; dense attention has an exponent of 2.",
         ),
         *illustrate(
             figures.attention_error,

@@ -25,7 +25,7 @@ class ExactOutputs:
     """Exact outputs of some queries in every block of the model."""
 
     queries: Tensor  # (Q,) indices of tokens
-    outputs: dict[int, Tensor]  # (pictures, heads, Q, d) float64 by block
+    outputs: dict[int, Tensor]  # (images, heads, Q, d) float64 by block
 
     @classmethod
     def of(cls, inputs: RecordedInputs) -> "ExactOutputs":
@@ -47,10 +47,10 @@ class ExactOutputs:
 class OutputErrors:
     """Relative L2 errors in percent, and the share of tiles expanded if there are tiles."""
 
-    mean: float  # over pictures and blocks
+    mean: float  # over images and blocks
     worst_block: float
     p95_query: float
-    smallest_call: float  # over calls, each of a batch of pictures in one block
+    smallest_call: float  # over calls, each of a batch of images in one block
     largest_call: float
     density: float | None
     form: str | None
@@ -99,9 +99,9 @@ def measure_errors(
 
     Args:
         call: Attention of q, k, v.
-        blocks: q, k, v, each (pictures, heads, prefix + N, d), by block.
+        blocks: q, k, v, each (images, heads, prefix + N, d), by block.
         exact: Exact outputs of the same blocks.
-        batch: Pictures in a call.
+        batch: Images in a call.
         run: Runs a call, for example in a CUDA graph.
     """
     errors: dict[int, list[float]] = {block: [] for block in blocks}
@@ -112,8 +112,8 @@ def measure_errors(
     form = None
     for block, tokens in blocks.items():
         for start in range(0, len(tokens[0]), batch):
-            pictures = slice(start, start + batch)
-            q, k, v = (x[pictures] for x in tokens)
+            images = slice(start, start + batch)
+            q, k, v = (x[images] for x in tokens)
             result = run(lambda: call(q, k, v))  # noqa: B023
             if isinstance(result, Screened):
                 form = result.stats.form
@@ -121,7 +121,7 @@ def measure_errors(
                 report = None if form == "dense" else result.stats.error
                 reports += [] if report is None else [report]
             output = result.output if isinstance(result, Screened) else result
-            expected = exact.outputs[block][pictures]
+            expected = exact.outputs[block][images]
             difference = output[:, :, exact.queries].double() - expected
             relative = difference.flatten(1).norm(dim=1) / expected.flatten(1).norm(dim=1)
             errors[block] += relative.tolist()
@@ -143,7 +143,7 @@ def measure_errors(
 
 
 def mean_and_worst(blocks: Iterable[Sequence[float]]) -> tuple[float, float]:
-    """Return the mean over all pictures of all blocks, and the largest mean of one block."""
+    """Return the mean over all images of all blocks, and the largest mean of one block."""
     values = list(blocks)
     flat = [value for block in values for value in block]
     return sum(flat) / len(flat), max(sum(block) / len(block) for block in values)

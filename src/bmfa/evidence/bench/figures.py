@@ -102,7 +102,7 @@ def attention_time(records: RecordSet, narrow: bool) -> Canvas:
     device = _device(attention_records(records))
     title = "Attention" if device is None else f"Attention, {device}"
     x_label = "tokens N, logarithmic; exponents fitted from 4,096 tokens"
-    add_labels(canvas, axes, title, "milliseconds per picture, logarithmic", x_label)
+    add_labels(canvas, axes, title, "milliseconds per image, logarithmic", x_label)
     label_line_ends(canvas, axes, ends)
     return canvas
 

@@ -1,4 +1,4 @@
-"""Inputs of the benchmarks: models and pictures of any size, and the q, k, v of their attention."""
+"""Inputs of the benchmarks: models and images of any size, and the q, k, v of their attention."""
 
 import os
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 
 from bmfa.data.drawn.scenes import draw_scene
-from bmfa.data.pictures import PictureFiles
+from bmfa.data.images import ImageFiles
 from bmfa.grid import Grid
 from bmfa.models import LoadedModel, Preprocessing, load_model
 from bmfa.models.embedded import EmbeddedViT
@@ -22,7 +22,7 @@ from bmfa.models.hosts import Host, find_host
 from bmfa.models.loading import check_img_size, check_timm_name
 from bmfa.packages import load_package
 
-Picture = NDArray[np.uint8]
+Pixels = NDArray[np.uint8]
 QKV = tuple[Tensor, Tensor, Tensor]
 # The source "random" has no model: q, k, v are normal and independent, with the heads of DeiT-Tiny.
 RANDOM = "random"
@@ -32,7 +32,7 @@ SHIPPED = "shipped"  # the weights of the embedded model
 
 @dataclass(frozen=True, eq=False)
 class RecordedInputs:
-    """q, k, v of some blocks of a model, each (pictures, heads, prefix + N, d) in float32."""
+    """q, k, v of some blocks of a model, each (images, heads, prefix + N, d) in float32."""
 
     grid: Grid
     prefix: int
@@ -40,19 +40,19 @@ class RecordedInputs:
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        """Pictures, heads and head dimension."""
+        """Images, heads and head dimension."""
         q = next(iter(self.blocks.values()))[0]
         return q.shape[0], q.shape[1], q.shape[3]
 
 
 @dataclass(frozen=True, eq=False)
 class InputSource:
-    """A model and pictures from which q, k, v are recorded.
+    """A model and images from which q, k, v are recorded.
 
     Args:
         model: Name of a model, or `RANDOM` for q, k, v drawn at random.
         weights: File of weights.
-        pictures: (H, W, 3) pictures.
+        images: (H, W, 3) images.
         names: Their names.
         head_dim: Head dimension of a model with random weights.
         seed: Seed of random weights and draws.
@@ -61,7 +61,7 @@ class InputSource:
 
     model: str
     weights: str | None
-    pictures: list[Picture]
+    images: list[Pixels]
     names: list[str]
     head_dim: int | None = None
     seed: int = 0
@@ -74,21 +74,21 @@ class InputSource:
         weights: str | None = None,
         data_dir: str | None = None,
         *,
-        pictures: int = 1,
+        images: int = 1,
         seed: int = 0,
         device: str = "cpu",
     ) -> "InputSource":
-        """Take the first pictures of a folder, or embedded scenes; for `RANDOM`, several draws.
+        """Take the first images of a folder, or embedded scenes; for `RANDOM`, several draws.
 
         Raises:
-            ValueError: If `RANDOM` is combined with weights or pictures, or there are too few.
+            ValueError: If `RANDOM` is combined with weights or images, or there are too few.
         """
         if model == RANDOM:
             if weights is not None or data_dir is not None:
-                raise ValueError("model random has no weights and no pictures; leave both out")
-            draws = [f"draw {index}" for index in range(pictures)]
+                raise ValueError("model random has no weights and no images; leave both out")
+            draws = [f"draw {index}" for index in range(images)]
             return cls(model, None, [], draws, seed=seed, device=device)
-        found, names = read_pictures(data_dir, pictures, seed)
+        found, names = read_images(data_dir, images, seed)
         return cls(model, weights, found, names, seed=seed, device=device)
 
     def with_head_dim(self, head_dim: int) -> "InputSource":
@@ -115,10 +115,10 @@ class InputSource:
 
     def describe(self) -> dict[str, Any]:
         """Return what the settings of a record say about the source."""
-        return {"model": self.model, "weights": self._model_facts[2], "pictures": self.names}
+        return {"model": self.model, "weights": self._model_facts[2], "images": self.names}
 
     def record(self, size: int, blocks: Sequence[int]) -> RecordedInputs:
-        """Record q, k, v of some blocks for pictures of size x size pixels."""
+        """Record q, k, v of some blocks for images of size x size pixels."""
         if self.model == RANDOM:
             return self._draw(size // RANDOM_PATCH, blocks)
         loaded, _ = load_any_size(
@@ -127,8 +127,8 @@ class InputSource:
         model = loaded.model.to(self.device)
         host = find_host(model)
         recorded: list[dict[int, QKV]] = []
-        for picture in self.pictures:
-            pixels = loaded.preprocess.batch([picture]).to(self.device)
+        for image in self.images:
+            pixels = loaded.preprocess.batch([image]).to(self.device)
             recorded.append(_record(model, loaded.options, pixels, blocks))
         joined = {block: _join([one[block] for one in recorded]) for block in blocks}
         side = size // _patch_size(host)
@@ -152,7 +152,7 @@ def check_one_grid(host: Host) -> None:
         host: The host of the model.
 
     Raises:
-        ValueError: If they do not, or if pictures of several grids share a call.
+        ValueError: If they do not, or if images of several grids share a call.
     """
     if host.watch is not None:
         raise ValueError(
@@ -227,12 +227,12 @@ def load_any_size(
     head_dim: int | None = None,
     seed: int = 0,
 ) -> tuple[LoadedModel, str]:
-    """Load a model for pictures of size x size pixels, without a download.
+    """Load a model for images of size x size pixels, without a download.
 
     Args:
         name: Name of a model as in `load_model`.
         weights: File of weights. A timm model without one has random weights.
-        size: Side of the pictures in pixels; they are cropped to their centre square.
+        size: Side of the images in pixels; they are cropped to their centre square.
         head_dim: Head dimension; the weights are then random.
         seed: Seed of random weights.
 
@@ -290,20 +290,20 @@ def _set_input_size(model: Any, size: int) -> None:
         model.set_input_size(img_size=(size, size))
 
 
-def read_pictures(folder: str | None, count: int, seed: int = 0) -> tuple[list[Picture], list[str]]:
-    """Return the first pictures of a folder, or embedded scenes, and their names.
+def read_images(folder: str | None, count: int, seed: int = 0) -> tuple[list[Pixels], list[str]]:
+    """Return the first images of a folder, or embedded scenes, and their names.
 
     Raises:
-        ValueError: If the folder has fewer pictures.
+        ValueError: If the folder has fewer images.
     """
     if folder is None:
         names = [f"embedded scene {index}" for index in range(count)]
-        return [draw_scene(seed, index)[0].picture.pixels for index in range(count)], names
-    files = PictureFiles(folder)
+        return [draw_scene(seed, index)[0].image.pixels for index in range(count)], names
+    files = ImageFiles(folder)
     entries = list(files.entries[:count])
     if len(entries) < count:
         raise ValueError(
-            f"{folder} holds {len(entries)} pictures and {count} are asked for; pass --pictures"
+            f"{folder} holds {len(entries)} images and {count} are asked for; pass --images"
             f" {len(entries)}" + ("" if entries else " with a folder of jpg, png or webp")
         )
     return [files.read(entry) for entry in entries], entries

@@ -18,7 +18,7 @@ from bmfa.evidence.bench import baselines, dense
 from bmfa.evidence.bench.attention import default_backend
 from bmfa.evidence.bench.errors import missed_targets_ignored
 from bmfa.evidence.bench.graphs import capture_once, run_as_timed
-from bmfa.evidence.bench.inputs import check_one_grid, load_any_size, read_pictures
+from bmfa.evidence.bench.inputs import check_one_grid, load_any_size, read_images
 from bmfa.evidence.bench.saliency import intersection_over_union, load_decoder, masks
 from bmfa.evidence.bench.settings import DTYPES, TileSetting
 from bmfa.evidence.bench.verify import check_backend
@@ -38,29 +38,29 @@ DENSE_PATHS = ("cudnn", "flash")  # on CUDA, where torch has a choice
 INTERRUPTED = "interrupted by the keyboard or SIGINT; later sizes are absent, too"
 TIMING = (
     "median of forward passes that take turns, all in CUDA graphs (milliseconds) where all can be "
-    "captured, and call by call (milliseconds_eager); mean over pictures"
+    "captured, and call by call (milliseconds_eager); mean over images"
 )
 ERROR = (
     "relative L2 of the final features against the dense model of the same dtype, and intersection "
-    "over union of the decoder's masks with those of the dense model; means over pictures"
+    "over union of the decoder's masks with those of the dense model; means over images"
 )
 
 
 @dataclass(frozen=True)
 class Settings:
-    """A model, its pictures and methods, and how they are timed.
+    """A model, its images and methods, and how they are timed.
 
     Args:
         model: Name of the model.
         weights: File of weights; a timm model without one has random weights.
-        data_dir: Folder of pictures; embedded scenes without.
+        data_dir: Folder of images; embedded scenes without.
         decoder: File of weights of a saliency decoder, for the agreement of masks.
         methods: Settings such as `tiles:0.03`, `leaves:0.05` or `error:0.1`, and baselines such as
             `mean-tiles:0.06`, which take a timm model and run in all layers.
         layers: Layers to patch: `"all"`, `"last-K"` or indices.
         form: `"tiled"` to use tiles even where dense attention is faster.
-        batch_size: Pictures in a batch.
-        pictures: Pictures over which errors and times are averaged, a multiple of `batch_size`; as
+        batch_size: Images in a batch.
+        images: Images over which errors and times are averaged, a multiple of `batch_size`; as
             many by default.
         dtype: `"bfloat16"` (default on CUDA), `"float16"` or `"float32"`.
         device: Device of the model.
@@ -79,7 +79,7 @@ class Settings:
     layers: str | Sequence[int] = "all"
     form: str | None = None
     batch_size: int = 1
-    pictures: int | None = None
+    images: int | None = None
     dtype: str | None = None
     device: str = "cpu"
     repeats: int = 5
@@ -90,10 +90,10 @@ class Settings:
         check_integer("repeats", self.repeats, low=1)
         if self.dtype is not None and self.dtype not in DTYPES:
             raise ValueError(f"dtype is {self.dtype!r}; pass one of {', '.join(DTYPES)}")
-        check_integer("pictures", self.picture_count, low=1)
-        if self.picture_count % self.batch_size:
+        check_integer("images", self.image_count, low=1)
+        if self.image_count % self.batch_size:
             raise ValueError(
-                f"pictures is {self.pictures} and batch_size {self.batch_size}; pass a multiple of it"
+                f"images is {self.images} and batch_size {self.batch_size}; pass a multiple of it"
             )
         for name in self.methods:
             if is_baseline(name):
@@ -102,9 +102,9 @@ class Settings:
                 TileSetting.parse(name)
 
     @property
-    def picture_count(self) -> int:
-        """The number of pictures, by default those of one batch."""
-        return self.batch_size if self.pictures is None else self.pictures
+    def image_count(self) -> int:
+        """The number of images, by default those of one batch."""
+        return self.batch_size if self.images is None else self.images
 
     @property
     def dtype_name(self) -> str:
@@ -124,14 +124,14 @@ def is_baseline(name: str) -> bool:
 
 
 def run(settings: Settings, sizes: Sequence[int] = (), progress: Progress | None = None) -> Record:
-    """Time a model at several sizes of pictures, dense and screened.
+    """Time a model at several sizes of images, dense and screened.
 
     The kernels are first compared with float64 attention on small grids. An interrupted run returns the
     sizes that are complete.
 
     Args:
         settings: The model and how it is timed.
-        sizes: Sides of the pictures in pixels; a default for the device without any.
+        sizes: Sides of the images in pixels; a default for the device without any.
         progress: Called with the sizes done and their number.
 
     Returns:
@@ -167,7 +167,7 @@ def run(settings: Settings, sizes: Sequence[int] = (), progress: Progress | None
         "seed": settings.seed,
         "weights": weights,
         "decoder": settings.decoder and os.path.basename(settings.decoder),
-        "pictures": names,
+        "images": names,
         "sizes": chosen,
         "batch_size": settings.batch_size,
         "timing": TIMING,
@@ -211,10 +211,8 @@ class _SizeBenchmark:
         self.loaded.model.to(self.device, self.dtype)
         self.host = find_host(self.loaded.model)
         check_one_grid(self.host)
-        pictures, self.names = read_pictures(
-            settings.data_dir, settings.picture_count, settings.seed
-        )
-        pixels = self.loaded.preprocess.batch(pictures).to(settings.device).to(self.dtype)
+        images, self.names = read_images(settings.data_dir, settings.image_count, settings.seed)
+        pixels = self.loaded.preprocess.batch(images).to(settings.device).to(self.dtype)
         self.batches = torch.split(pixels, settings.batch_size)
         self.pixels = self.batches[0].clone()  # CUDA graphs read every batch from here
         self.decoder = None
@@ -261,7 +259,7 @@ class _SizeBenchmark:
         return [{**fastest, "method": "full", "path": best.removeprefix("full-")}, *rows]
 
     def _each_batch(self) -> Iterator[Tensor]:
-        """Put one batch of pictures after the other where the models read them."""
+        """Put one batch of images after the other where the models read them."""
         for batch in self.batches:
             self.pixels.copy_(batch)
             yield batch

@@ -1,8 +1,8 @@
-"""Merging schedules on pictures that did not choose them: tuned, fixed, and another policy.
+"""Merging schedules on images that did not choose them: tuned, fixed, and another policy.
 
-The pictures are divided into two halves, those of even and of odd index. On each half a schedule is
+The images are divided into two halves, those of even and of odd index. On each half a schedule is
 chosen for the operations of every baseline, and all methods are compared on the other half. Gains are of
-the same pictures, and their intervals are from the bootstrap over pictures.
+the same images, and their intervals are from the bootstrap over images.
 """
 
 from collections.abc import Iterable, Sequence
@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bmfa.data.classification import LabelledPicture
-from bmfa.evidence.runner.batches import PictureBatches, PictureSource
+from bmfa.data.classification import LabelledImage
+from bmfa.evidence.runner.batches import ImageBatches, ImageSource
 from bmfa.merging import parse
 from bmfa.models import LoadedModel, reduce, unpatch
 from bmfa.models.flops import count_flops
@@ -31,7 +31,7 @@ HALVES = ("even", "odd")
 
 def run(
     model: LoadedModel,
-    pictures: Iterable[LabelledPicture] | PictureSource,
+    images: Iterable[LabelledImage] | ImageSource,
     baselines: Sequence[str] = BASELINES,
     *,
     policy: str = "free-energy",
@@ -47,31 +47,31 @@ def run(
 
     Args:
         model: A classifier.
-        pictures: The pictures; labels are not read.
+        images: The images; labels are not read.
         baselines: Names of reductions, e.g. `"tome:8"`.
         policy: The policy whose schedules are tuned.
-        batch_size: Pictures in a batch.
+        batch_size: Images in a batch.
         seed: Seed of the bootstrap.
         device: Device of the model.
         workers: 2 runs the halves in two processes.
-        choosing: The first so many pictures of a half choose; None for all.
+        choosing: The first so many images of a half choose; None for all.
         rounds: As in `bmfa.tune_reduction`.
         progress: As in `bmfa.tune_reduction`.
 
     Returns:
-        A record. `reported_on` is the half that a row is measured on, or `"both"`: then every picture
+        A record. `reported_on` is the half that a row is measured on, or `"both"`: then every image
         has the schedule that the other half chose.
 
     Raises:
-        ValueError: If a name is unknown or fewer than four pictures can be read.
+        ValueError: If a name is unknown or fewer than four images can be read.
     """
     for name in baselines:
         parse(name)
-    images = _read(model, pictures, batch_size)
-    if len(images) < 4:
-        raise ValueError(f"{len(images)} pictures can be read; pass at least four")
+    tensors = _read(model, images, batch_size)
+    if len(tensors) < 4:
+        raise ValueError(f"{len(tensors)} images can be read; pass at least four")
     model.model.to(device)
-    halves = [images[0::2], images[1::2]]
+    halves = [tensors[0::2], tensors[1::2]]
     pairs = ((0, 1), (1, 0))
     arguments = [
         (
@@ -111,22 +111,22 @@ def run(
         "preprocessing": asdict(model.preprocess),
         "baselines": list(baselines),
         "policy": policy,
-        "images": len(images),
-        "choosing": min(len(images) // 2, choosing or len(images)),
+        "images": len(tensors),
+        "choosing": min(len(tensors) // 2, choosing or len(tensors)),
         "rounds": rounds,
         "batch_size": batch_size,
         "seed": seed,
-        "halves": "pictures of even and of odd index in the order of their names",
+        "halves": "images of even and of odd index in the order of their names",
         "resamples": RESAMPLES,
-        "interval": "95 %, bootstrap over pictures of the difference of agreement on the same pictures",
+        "interval": "95 %, bootstrap over images of the difference of agreement on the same images",
     }
     return Record("reduction", settings, rows, environment(device))
 
 
 def _read(
-    model: LoadedModel, pictures: Iterable[LabelledPicture] | PictureSource, batch_size: int
+    model: LoadedModel, images: Iterable[LabelledImage] | ImageSource, batch_size: int
 ) -> Tensor:
-    batches = PictureBatches(pictures, model.preprocess, batch_size, workers=0)
+    batches = ImageBatches(images, model.preprocess, batch_size, workers=0)
     parts = [batch.to("cpu") for batch in batches.read(range(len(batches))) if len(batch)]
     return torch.cat(parts) if parts else torch.empty(0, 3, 1, 1)
 
@@ -141,7 +141,7 @@ def _compare_all(
     rounds: int,
     progress: Progress | bool,
 ) -> dict[str, list[dict[str, Any]]]:
-    """Compare schedules chosen on some pictures with every baseline, on other pictures."""
+    """Compare schedules chosen on some images with every baseline, on other images."""
     depth = len(find_host(model.model).blocks)
     tuner = ReductionTuner(
         model.model, dict(model.options), policy, choosing, batch_size, depth, progress, rounds
@@ -154,7 +154,7 @@ def _compare_all(
 def _compare(
     tuner: ReductionTuner, name: str, images: Tensor, reference: Tensor
 ) -> list[dict[str, Any]]:
-    """Measure a baseline, and schedules of its operations, on pictures that did not choose."""
+    """Measure a baseline, and schedules of its operations, on images that did not choose."""
     reduce(tuner.counted, name)
     flops = count_flops(tuner.counted, images[:1].to("cpu", torch.float32), tuner.options)
     reduce(tuner.model, name)
@@ -225,7 +225,7 @@ def _rows(
 
 
 def _interval(gain: Any, seed: int) -> tuple[float, float]:
-    """Return the 95 % interval of the mean of paired differences, by resampling the pictures."""
+    """Return the 95 % interval of the mean of paired differences, by resampling the images."""
     random = np.random.default_rng(seed)
     means = [gain[random.integers(0, len(gain), len(gain))].mean() for _ in range(RESAMPLES)]
     low, high = np.quantile(means, (0.025, 0.975))

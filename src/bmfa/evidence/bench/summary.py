@@ -120,12 +120,12 @@ def break_even(rows: Sequence[Row], error: float = ACCEPTED_ERROR) -> int | None
 
 
 def times_of(rows: Sequence[Row], method: str) -> dict[int, float]:
-    """Return milliseconds for a picture by number of tokens."""
-    return {int(row["n"]): milliseconds_per_picture(row) for row in rows if row["method"] == method}
+    """Return milliseconds for an image by number of tokens."""
+    return {int(row["n"]): milliseconds_per_image(row) for row in rows if row["method"] == method}
 
 
 def times_at_error(rows: Sequence[Row], error: float = FIXED_ERROR) -> dict[int, float]:
-    """Return milliseconds for a picture at an error, by the numbers of tokens that reach it."""
+    """Return milliseconds for an image at an error, by the numbers of tokens that reach it."""
     found = {}
     for n in sorted({int(row["n"]) for row in rows}):
         time = time_at_error(tiled_rows(rows, n), error)
@@ -135,14 +135,14 @@ def times_at_error(rows: Sequence[Row], error: float = FIXED_ERROR) -> dict[int,
 
 
 def time_at_error(rows: Sequence[Row], error: float) -> float | None:
-    """Return milliseconds for a picture at an error, or None if no setting reaches it.
+    """Return milliseconds for an image at an error, or None if no setting reaches it.
 
     Between neighbouring settings on the frontier the logarithm of the time is linear in the error. If
     the fastest setting is better than the error, its time is returned.
     """
     frontier: list[tuple[float, float]] = []  # error falls, time rises
     for time, off in sorted(
-        (milliseconds_per_picture(row), float(row["error_l2_percent"])) for row in rows
+        (milliseconds_per_image(row), float(row["error_l2_percent"])) for row in rows
     ):
         if not frontier or off < frontier[-1][0]:
             frontier.append((off, time))
@@ -227,7 +227,7 @@ def exponent(times: dict[int, float], first: int = FIT_FROM) -> float | None:
     return sum((a - x) * (b - y) for a, b in points) / spread
 
 
-def milliseconds_per_picture(row: Row) -> float:
+def milliseconds_per_image(row: Row) -> float:
     """Return the milliseconds of a row divided by its batch size."""
     return float(row["milliseconds"]) / int(row.get("batch") or 1)
 

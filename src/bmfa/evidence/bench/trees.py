@@ -52,7 +52,7 @@ def run(
     Args:
         methods: Names of rules.
         grids: Number of 16x16 grids.
-        batch_size: Pictures of the comparison with softmax, each with the scores of DeiT-Tiny.
+        batch_size: Images of the comparison with softmax, each with the scores of DeiT-Tiny.
         repeats: Timings of which the median counts.
         seed: Seed of the scores.
         device: Device of the vectorised trees.

@@ -66,7 +66,7 @@ SAME_COST = 0.02
 SCHEDULE_COLUMNS = (
     Column("baseline", "Operations of", code=True),
     Column("schedule", "Schedule"),
-    Column("images", "Pictures", 0),
+    Column("images", "Images", 0),
     Column("gflops", "GFLOPs", 3),
     Column("agreement_percent", "Agreement %", 1),
     Column("output_kl", "Output KL", 3, small=True),
@@ -104,7 +104,7 @@ def _content(records: RecordSet) -> list[Block]:
             "Accuracy with the rules applied, and the cost: floating-point operations, images per "
             "second of the model alone and end to end, and the speed-up over the full model of the "
             "same run.",
-            f"The paper classifies the 50,000 validation pictures of ImageNet with {paper.MODEL}.",
+            f"The paper classifies the 50,000 validation images of ImageNet with {paper.MODEL}.",
             *(_describe(run) for run in runs),
             *(_drops(run) for run in runs),
             *(describe(_fastest_rule, run) for run in runs),
@@ -121,10 +121,10 @@ def _describe(run: ModelRun) -> str:
     )
     if run.model == EMBEDDED:
         return (
-            f"The embedded model classifies {run.images:,} pictures of 24 classes{accuracy}. These "
+            f"The embedded model classifies {run.images:,} images of 24 classes{accuracy}. These "
             "are not the thousand classes of ImageNet, so the drops are not comparable with the paper's."
         )
-    return f"{run.title} classifies {run.images:,} pictures here{accuracy}."
+    return f"{run.title} classifies {run.images:,} images here{accuracy}."
 
 
 def _timing_conditions(records: RecordSet) -> str:
@@ -204,7 +204,7 @@ def _reductions(records: RecordSet) -> list[Block]:
         *illustrate(
             figures.reductions,
             records,
-            "Agreement with the full model and output KL against the operations per picture; the line "
+            "Agreement with the full model and output KL against the operations per image; the line "
             "is the cost of the full model. Up and to the left is better for the agreement, down and to "
             "the left for the KL.",
         ),
@@ -240,7 +240,7 @@ def _equal_operations(run: ModelRun) -> list[Block]:
 
 
 def _schedules(records: RecordSet) -> list[Block]:
-    """Schedules of free-energy on pictures that did not choose them, beside ToMe."""
+    """Schedules of free-energy on images that did not choose them, beside ToMe."""
     rows = [
         {**row, "interval": f"{format_number(low, 1)} to {format_number(high, 1)}"}
         for row in records.rows("reduction", reported_on="both")
@@ -253,13 +253,13 @@ def _schedules(records: RecordSet) -> list[Block]:
     return [
         *paragraph(
             "The schedule of free-energy, the tokens that it removes in each layer, was chosen on "
-            "pictures of ImageNet, so its lead in the tables above may be too favourable. Here half of "
-            "the pictures chose a schedule (tuned) and the other half measured it, both ways round, at "
+            "images of ImageNet, so its lead in the tables above may be too favourable. Here half of "
+            "the images chose a schedule (tuned) and the other half measured it, both ways round, at "
             "the operations of each baseline; fixed is the schedule that the library has. The gain is "
-            "in agreement over the baseline on the same pictures, with its 95 % interval."
+            "in agreement over the baseline on the same images, with its 95 % interval."
         ),
         Table(
-            f"DeiT-Tiny, {origins}: schedules of free-energy on pictures that did not choose them",
+            f"DeiT-Tiny, {origins}: schedules of free-energy on images that did not choose them",
             SCHEDULE_COLUMNS,
             rows,
         ),
@@ -298,7 +298,7 @@ def _indistinguishable(run: ModelRun) -> str:
     return (
         f"{model[0].upper()}{model[1:]} hardly distinguishes the reductions: {len(unchanged)} of "
         f"{len(run.rows)} leave its output unchanged (KL below {NEGLIGIBLE_KL:g}), because a few tokens "
-        "carry the class of its pictures."
+        "carry the class of its images."
     )
 
 
@@ -327,14 +327,14 @@ def _accuracy(records: RecordSet) -> tuple[str, Verdict, str]:
     drops = [run.value(method, "drop_pp") for method in COMPARED]
     holds = drops[0] < min(drops[1:])
     verdict = judge_direction(holds)
-    if run.is_papers_model and run.images == paper.IMAGENET_PICTURES:
+    if run.is_papers_model and run.images == paper.IMAGENET_IMAGES:
         verdict = Verdict.REPRODUCED if holds else Verdict.NOT_AS_CLAIMED
     elif drops[0] == min(drops[1:]):
         verdict = Verdict.LEVEL
     best = format_percent(get_number(run.full or {}, "top1_percent"), 1)
     note = (
         f"{run.heading}, the full model {best}; the paper: {paper.MODEL}, "
-        f"{paper.IMAGENET_PICTURES:,} pictures of ImageNet. {paper.FIT_NOTE}."
+        f"{paper.IMAGENET_IMAGES:,} images of ImageNet. {paper.FIT_NOTE}."
     )
     return _accuracy_words(drops), verdict, note
 

@@ -21,7 +21,7 @@ DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.
 
 @dataclass
 class Total:
-    """Sums over the pictures of one method."""
+    """Sums over the images of one method."""
 
     images: int = 0
     labelled: int = 0
@@ -32,7 +32,7 @@ class Total:
     leaf_ratio: float = 0.0
 
     def add(self, reference: Reference, logits: Tensor, leaf_ratio: float) -> None:
-        """Add the (B, classes) outputs of some pictures and the sum of their leaf ratios."""
+        """Add the (B, classes) outputs of some images and the sum of their leaf ratios."""
         self.images += len(reference)
         self.labelled += reference.labelled
         self.agreeing += reference.count_agreeing(logits)
@@ -42,7 +42,7 @@ class Total:
         self.leaf_ratio += leaf_ratio
 
     def ranges(self) -> dict[str, tuple[float, float]]:
-        """Return the least and the largest possible value of every sum for `images` pictures."""
+        """Return the least and the largest possible value of every sum for `images` images."""
         return {
             "labelled": (0, self.images),
             "agreeing": (0, self.images),
@@ -53,7 +53,7 @@ class Total:
         }
 
     def percent(self, correct: int) -> float | None:
-        """Return a count in percent of the labelled pictures; None if none has a label."""
+        """Return a count in percent of the labelled images; None if none has a label."""
         return 100 * correct / self.labelled if self.labelled else None
 
 
@@ -102,7 +102,7 @@ class Evaluator:
         return {name: asdict(total) for name, total in totals.items()}
 
     def measure(self, reference: Reference, name: str) -> Total:
-        """Measure one method; random rules draw for each picture alone, independent of its batch."""
+        """Measure one method; random rules draw for each image alone, independent of its batch."""
         random, total = parse(name).random, Total()
         for part in reference.single() if random else [reference]:
             seed = self.seed + (part.indices[0] if random else 0)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 RATE = "images_per_second"
-# The accuracy that is shown; pictures without labels have the agreement only.
+# The accuracy that is shown; images without labels have the agreement only.
 ACCURACIES = {"top1_percent": "top-1, %", "agreement_percent": "agreement with the full model, %"}
 
 
@@ -112,6 +112,6 @@ def reductions(records: RecordSet, narrow: bool) -> Canvas:
         set_measure_axis(axes, column, run.rows)
         draw_families(axes, run, "gflops", column)
         _mark_full_model(axes, run, "gflops")
-        x_label = "GFLOPs per picture; the line is the full model"
+        x_label = "GFLOPs per image; the line is the full model"
         add_labels(canvas, axes, run.panel_title, y_label, x_label)
     return canvas

@@ -1,4 +1,4 @@
-"""Floating-point operations of a model on one picture, two for every multiply-add."""
+"""Floating-point operations of a model on one image, two for every multiply-add."""
 
 from collections.abc import Sequence
 from copy import deepcopy
@@ -18,7 +18,7 @@ from bmfa.trees.rules import Rule
 
 # The setting "gflops" of a record.
 COUNTING = (
-    "torch's flop counter on one picture, 2 flops for a multiply-add, matrix products and "
+    "torch's flop counter on one image, 2 flops for a multiply-add, matrix products and "
     "convolutions alone; a screened layer counts each query's products with prefix keys, with the "
     "spatial keys its rule reads (all of them, or the leaves where it reads no score), and with the "
     "values of prefix and leaves, whatever a backend computes beside these"
@@ -27,7 +27,7 @@ COUNTING = (
 
 @dataclass(frozen=True)
 class Cost:
-    """Operations for one picture, and the tokens after the last block if they are reduced."""
+    """Operations for one image, and the tokens after the last block if they are reduced."""
 
     flops: int
     final_tokens: int | None = None
@@ -36,14 +36,14 @@ class Cost:
 def costs(
     model: LoadedModel, pixels: Tensor, methods: Sequence[str], layers: Layers, seed: int = 0
 ) -> dict[str, Cost]:
-    """Count the operations of every method on one picture.
+    """Count the operations of every method on one image.
 
     A copy of the model in float32 on the CPU is counted, so that no fused kernel hides its products
     and the counts are the same on every device.
 
     Args:
         model: The model.
-        pixels: (1, 3, H, W) preprocessed picture.
+        pixels: (1, 3, H, W) preprocessed image.
         methods: `full`, names of rules and names of reductions.
         layers: Layers that rules screen.
         seed: Seed of random methods.

@@ -1,4 +1,4 @@
-"""Classification: accuracy, cost and speed of a model under every method, on labelled pictures."""
+"""Classification: accuracy, cost and speed of a model under every method, on labelled images."""
 
 import os
 from collections.abc import Iterable, Sequence
@@ -7,15 +7,15 @@ from dataclasses import asdict
 import torch
 
 from bmfa.checks import check_integer
-from bmfa.data.classification import LabelledPicture
+from bmfa.data.classification import LabelledImage
 from bmfa.evidence.classification import flops, throughput
 from bmfa.evidence.classification.evaluator import Evaluator, Total
 from bmfa.evidence.methods import FULL, is_kind
 from bmfa.evidence.model_methods import Layers, check_methods
 from bmfa.evidence.runner import Progress
-from bmfa.evidence.runner.batches import PictureBatches, PictureSource, label_settings
+from bmfa.evidence.runner.batches import ImageBatches, ImageSource, label_settings
 from bmfa.evidence.runner.resume import open_checkpoint
-from bmfa.evidence.runner.totals import check_part, run_identity, sum_over_pictures
+from bmfa.evidence.runner.totals import check_part, run_identity, sum_over_images
 from bmfa.models import LoadedModel
 from bmfa.records import Record, Row, environment
 
@@ -33,7 +33,7 @@ TIMING = (
 
 def run(
     model: LoadedModel,
-    pictures: Iterable[LabelledPicture] | PictureSource,
+    images: Iterable[LabelledImage] | ImageSource,
     methods: Sequence[str] = DEFAULT_METHODS,
     *,
     layers: Layers = "last-4",
@@ -47,44 +47,44 @@ def run(
     resume: str | os.PathLike[str] | None = None,
     progress: Progress | None = None,
 ) -> Record:
-    """Evaluate every method on the same pictures.
+    """Evaluate every method on the same images.
 
     Processes joined by torch.distributed share the batches and all return the same rows as one
     process; the first process alone is timed. The model has no patch afterwards.
 
     Args:
         model: The model.
-        pictures: Pictures with or without labels.
+        images: Images with or without labels.
         methods: `full`, names of rules and names of reductions.
         layers: Layers that rules screen: `"all"`, `"last-K"` or indices.
-        batch_size: Pictures in a batch.
+        batch_size: Images in a batch.
         seed: Seed of random methods.
         device: Device of the model.
         amp: True to run the model under autocast.
         dtype: Name of a dtype that a copy of the model is cast to.
         repeats: Timings of which the median counts; 0 times nothing.
-        workers: Worker processes that read pictures; None chooses by source and cores.
+        workers: Worker processes that read images; None chooses by source and cores.
         resume: File of partial results, created if missing, from which a killed run continues.
-        progress: Called with the pictures done and their number.
+        progress: Called with the images done and their number.
 
     Returns:
         A record of one row for each method, the full model first. A number that a method does not
         have is None.
 
     Raises:
-        ValueError: If a method, a layer or the dtype is unknown, or no picture can be read.
+        ValueError: If a method, a layer or the dtype is unknown, or no image can be read.
 
     Example:
-        >>> from bmfa.data.classification import EmbeddedPictures
+        >>> from bmfa.data.classification import EmbeddedImages
         >>> from bmfa.models import load_model
-        >>> record = run(load_model("embedded"), EmbeddedPictures(2), ["tome:8"], repeats=0)
+        >>> record = run(load_model("embedded"), EmbeddedImages(2), ["tome:8"], repeats=0)
         >>> [(row["method"], row["images"]) for row in record.rows]
         [('full', 2), ('tome:8', 2)]
     """
     check_integer("repeats", repeats, low=0)
     names = check_methods(methods, model.model, layers)
     evaluator = Evaluator(model, layers, seed=seed, device=device, amp=amp, dtype=dtype)
-    batches = PictureBatches(pictures, model.preprocess, batch_size, workers=workers, device=device)
+    batches = ImageBatches(images, model.preprocess, batch_size, workers=workers, device=device)
     settings = {
         "model": model.name,
         "preprocessing": asdict(model.preprocess),
@@ -104,7 +104,7 @@ def run(
         check_part(batches, names, Total),
     )
     with torch.inference_mode(), checkpoint as saved:
-        totals, skipped = sum_over_pictures(
+        totals, skipped = sum_over_images(
             batches, lambda batch: evaluator.measure_all(batch, names), Total, saved, progress
         )
         speed = saved.processes.from_first(

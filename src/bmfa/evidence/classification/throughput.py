@@ -1,4 +1,4 @@
-"""Pictures per second: of the model alone, and end to end with reading and preprocessing."""
+"""Images per second: of the model alone, and end to end with reading and preprocessing."""
 
 import statistics
 import time
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from bmfa.evidence.classification.evaluator import Evaluator
 from bmfa.evidence.model_methods import Layers, applied
-from bmfa.evidence.runner.batches import PictureBatches
+from bmfa.evidence.runner.batches import ImageBatches
 from bmfa.models import LoadedModel
 from bmfa.timing import Work, capture_calls, synchronize
 
@@ -28,7 +28,7 @@ Timed = Literal["graph", "eager"]
 
 @dataclass(frozen=True)
 class Rate:
-    """Pictures per second, and whether a CUDA graph or the host launched the kernels."""
+    """Images per second, and whether a CUDA graph or the host launched the kernels."""
 
     images_per_second: float
     timed: Timed
@@ -39,11 +39,11 @@ class Throughput:
     """Rates by method; both are empty if nothing was timed."""
 
     model: dict[str, Rate]
-    end_to_end: dict[str, float]  # pictures per second
+    end_to_end: dict[str, float]  # images per second
 
 
 def measure(
-    evaluator: Evaluator, batches: PictureBatches, methods: Sequence[str], repeats: int
+    evaluator: Evaluator, batches: ImageBatches, methods: Sequence[str], repeats: int
 ) -> Throughput:
     """Time every method on one batch on the device, and end to end; 0 repeats time nothing."""
     if repeats == 0:
@@ -57,7 +57,7 @@ def measure(
 
 
 def repeat_to_size(pixels: Tensor, size: int) -> Tensor:
-    """Return a batch of `size` pictures, repeating those given."""
+    """Return a batch of `size` images, repeating those given."""
     return pixels[list(islice(cycle(range(len(pixels))), size))]
 
 
@@ -70,7 +70,7 @@ def model_rates(
     layers: Layers,
     repeats: int,
 ) -> dict[str, Rate]:
-    """Return the pictures per second of every method on one batch that is on the device.
+    """Return the images per second of every method on one batch that is on the device.
 
     All methods are warmed up and then timed in turn, `repeats` times over, so that a machine that
     slows down slows all of them; the median counts. On CUDA a method runs in a graph, because
@@ -99,9 +99,9 @@ def model_rates(
 
 
 def end_to_end_rates(
-    evaluator: Evaluator, batches: PictureBatches, methods: Sequence[str]
+    evaluator: Evaluator, batches: ImageBatches, methods: Sequence[str]
 ) -> dict[str, float]:
-    """Return the pictures per second of every method over the first batches, read anew for each.
+    """Return the images per second of every method over the first batches, read anew for each.
 
     The files have been read before, so they usually come from the page cache.
     """

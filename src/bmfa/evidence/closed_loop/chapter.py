@@ -59,9 +59,9 @@ def _content(records: RecordSet) -> list[Block]:
         *paragraph(
             "Every query and head of the screened layers gets its own tree over the keys, and its "
             "attention is computed on the leaves; the key of the class token stays exact. Agreement is "
-            "the share of pictures whose top class is that of the full model. Output KL is the "
+            "the share of images whose top class is that of the full model. Output KL is the "
             "divergence of the class distributions, KL(full ‖ screened).",
-            f"The paper screens the last four of the twelve layers of {paper.MODEL} on 5,000 pictures "
+            f"The paper screens the last four of the twelve layers of {paper.MODEL} on 5,000 images "
             "of COCO.",
             *(_describe(run) for run in runs),
         ),
@@ -90,12 +90,12 @@ def _describe(run: ModelRun) -> str:
     if run.model == EMBEDDED:
         return (
             "Here it is the embedded model (1.0 M parameters, eight layers, 16 × 16 tokens; "
-            f"{paper.MODEL} has 14 × 14) on {run.images:,} pictures that the library draws: the order "
+            f"{paper.MODEL} has 14 × 14) on {run.images:,} images that the library draws: the order "
             "of the rules can be compared with the paper, the numbers cannot."
         )
     if run.is_papers_model:
-        return f"{run.title} is shown on {run.images:,} pictures, which are not those of the paper."
-    return f"{run.title}, another model than the paper's, is shown on {run.images:,} pictures."
+        return f"{run.title} is shown on {run.images:,} images, which are not those of the paper."
+    return f"{run.title}, another model than the paper's, is shown on {run.images:,} images."
 
 
 def _agreement(run: ModelRun, method: str) -> str:
@@ -202,7 +202,7 @@ def _which_rule(runs: Sequence[ModelRun]) -> list[str]:
     if not any(run.is_papers_model for run in runs):
         sentences.append(
             f"To compare the two in {paper.MODEL} itself, run bmfa report --weights FILE --imagenet DIR "
-            "with its weights and pictures."
+            "with its weights and images."
         )
     return sentences
 
@@ -315,7 +315,7 @@ def _compare(run: ModelRun, other: str) -> tuple[str, Verdict]:
 )
 def _more_than_random(records: RecordSet) -> tuple[str, Verdict, str]:
     run = _judged(records)
-    note = f"{run.heading}; the paper: {paper.MODEL}, 5,000 pictures of COCO. {paper.FIT_NOTE}."
+    note = f"{run.heading}; the paper: {paper.MODEL}, 5,000 images of COCO. {paper.FIT_NOTE}."
     return *_compare(run, RANDOM), note
 
 

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bmfa.data.classification import LabelledPicture
+from bmfa.data.classification import LabelledImage
 from bmfa.evidence.methods import FULL
 from bmfa.evidence.model_methods import Layers
 from bmfa.evidence.runner import Progress
-from bmfa.evidence.runner.batches import Batch, PictureBatches, PictureSource, label_settings
+from bmfa.evidence.runner.batches import Batch, ImageBatches, ImageSource, label_settings
 from bmfa.evidence.runner.resume import open_checkpoint
 from bmfa.evidence.runner.totals import (
     ROUNDING,
@@ -21,7 +21,7 @@ from bmfa.evidence.runner.totals import (
     Sums,
     check_part,
     run_identity,
-    sum_over_pictures,
+    sum_over_images,
 )
 from bmfa.models import LoadedModel, layer_indices, patch, record, unpatch
 from bmfa.models.hosts import find_host
@@ -44,7 +44,7 @@ PROTOCOL = (
 
 @dataclass
 class Total:
-    """Sums over the pictures of one method in one choice of layers."""
+    """Sums over the images of one method in one choice of layers."""
 
     images: int = 0
     labelled: int = 0
@@ -57,7 +57,7 @@ class Total:
     def add(
         self, reference: Reference, logits: Tensor, leaf_ratio: float, attention_kl: float
     ) -> None:
-        """Add the (B, classes) outputs of some pictures, their mean leaf ratio and attention KL."""
+        """Add the (B, classes) outputs of some images, their mean leaf ratio and attention KL."""
         size = len(reference)
         self.images += size
         self.labelled += reference.labelled
@@ -68,7 +68,7 @@ class Total:
         self.attention_kl += size * attention_kl
 
     def ranges(self) -> dict[str, tuple[float, float]]:
-        """Return the least and the largest possible value of every sum for `images` pictures."""
+        """Return the least and the largest possible value of every sum for `images` images."""
         non_negative = (-ROUNDING * self.images, sys.float_info.max)
         return {
             "labelled": (0, self.images),
@@ -97,7 +97,7 @@ class Total:
 
 def run(
     model: LoadedModel,
-    pictures: Iterable[LabelledPicture] | PictureSource,
+    images: Iterable[LabelledImage] | ImageSource,
     methods: Sequence[str] = DEFAULT_METHODS,
     *,
     layers: Layers | Sequence[Layers] = "last-4",
@@ -115,33 +115,33 @@ def run(
 
     Args:
         model: The model.
-        pictures: Pictures with or without labels.
+        images: Images with or without labels.
         methods: Names of rules.
         layers: One choice of layers (`"all"`, `"last-K"` or indices), or a list of choices.
-        batch_size: Pictures in a batch.
+        batch_size: Images in a batch.
         seed: Seed of random rules.
         device: Device to run on; the model is moved to it.
-        workers: Worker processes that read pictures; None chooses by source and cores.
+        workers: Worker processes that read images; None chooses by source and cores.
         resume: File of partial results, created if missing, from which a killed run continues.
-        progress: Called with the pictures done and their number.
+        progress: Called with the images done and their number.
 
     Returns:
         A record of one row for the full model, then one for each method and choice of layers.
 
     Raises:
-        ValueError: If a method or a layer is unknown, or no picture can be read.
+        ValueError: If a method or a layer is unknown, or no image can be read.
 
     Example:
-        >>> from bmfa.data.classification import EmbeddedPictures
+        >>> from bmfa.data.classification import EmbeddedImages
         >>> from bmfa.models import load_model
         >>> model = load_model("embedded")
-        >>> record = run(model, EmbeddedPictures(2), ["exact-gap:0"], layers="last-1")
+        >>> record = run(model, EmbeddedImages(2), ["exact-gap:0"], layers="last-1")
         >>> [row["agreement_percent"] for row in record.rows]
         [100.0, 100.0]
     """
     choices = _layer_choices(layers)
     _check(model, methods, choices)
-    batches = PictureBatches(pictures, model.preprocess, batch_size, workers=workers, device=device)
+    batches = ImageBatches(images, model.preprocess, batch_size, workers=workers, device=device)
     cases = {f"{m} in {name}": (m, name) for name in choices for m in dict.fromkeys(methods)}
     settings = {
         "model": model.name,
@@ -171,7 +171,7 @@ def run(
         check_part(batches, [FULL, *cases], Total),
     )
     with torch.inference_mode(), checkpoint as saved:
-        totals, skipped = sum_over_pictures(batches, measure, Total, saved, progress)
+        totals, skipped = sum_over_images(batches, measure, Total, saved, progress)
     rows = [totals[FULL].row(FULL, "none"), *(totals[case].row(*cases[case]) for case in cases)]
     settings |= {
         **label_settings(batches.source),
@@ -184,7 +184,7 @@ def run(
 def _measure(
     model: LoadedModel, reference: Reference, method: str, layers: Layers, seed: int
 ) -> Total:
-    """Measure one method; random rules draw for each picture alone, independent of its batch."""
+    """Measure one method; random rules draw for each image alone, independent of its batch."""
     random, total = isinstance(parse(method), RandomQuadrants), Total()
     for part in reference.single() if random else [reference]:
         patch(model.model, rule=parse(method, seed + part.indices[0]), layers=layers)

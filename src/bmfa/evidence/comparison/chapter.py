@@ -53,7 +53,7 @@ def _rules(records: RecordSet) -> list[Block]:
         *paragraph(
             _task(records, next(iter(groups.values()))),
             "Every rule has its threshold set so that its trees have the same share of leaves, on other "
-            "pictures than those it is measured on; all eight layers are screened, every query with a "
+            "images than those it is measured on; all eight layers are screened, every query with a "
             "tree of its own.",
             *(describe(_spread, share, rows) for share, rows in groups.items()),
             *(describe(_lead, share, rows) for share, rows in groups.items()),
@@ -65,7 +65,7 @@ def _rules(records: RecordSet) -> list[Block]:
         ),
         *(
             Table(
-                f"{format_number(share, 2)} % leaves, {_images(rows)} pictures; gain in agreement over "
+                f"{format_number(share, 2)} % leaves, {_images(rows)} images; gain in agreement over "
                 f"{METHODS[BASELINE_RULE].title} with its 95 % interval",
                 [METHOD, Column("leaf_percent", "Leaf %", 2), *MEASURES, *GAINS],
                 rows,
@@ -78,10 +78,10 @@ def _rules(records: RecordSet) -> list[Block]:
 def _task(records: RecordSet, rows: Sequence[Row]) -> str:
     full = figures.full_row(records, rows)
     return (
-        "The pictures show one badge in clutter, partly covered: its class is the shape of a thin "
+        "The images show one badge in clutter, partly covered: its class is the shape of a thin "
         "outline, the texture inside and the number of small ticks, 24 classes that differ in a few "
         f"tokens. The full model names {format_percent(get_number(full, 'top1_percent'), 1)} of "
-        f"{int(get_number(full, 'images') or 0):,} pictures correctly and finds the badge with an IoU "
+        f"{int(get_number(full, 'images') or 0):,} images correctly and finds the badge with an IoU "
         f"of {format_number(get_number(full, 'mask_iou'), 3)}."
     )
 
@@ -125,7 +125,7 @@ def _policies(records: RecordSet) -> list[Block]:
         return [NotMeasured(COMMAND)]
     return [
         *paragraph(
-            "Merging policies on the same pictures. Every policy has its budget set so that the model "
+            "Merging policies on the same images. Every policy has its budget set so that the model "
             "takes the operations of the baseline, within one percent; masks are read from the merged "
             "tokens, copied back to the grid. Free-energy merging leaves the first and the last blocks "
             "alone: it cannot reach budgets far below these, and at the operations of tome:30 it is far "
@@ -136,12 +136,12 @@ def _policies(records: RecordSet) -> list[Block]:
         *illustrate(
             figures.equal_operations,
             records,
-            "Agreement relative to ToMe with the 95 % interval of the difference on the same pictures, "
+            "Agreement relative to ToMe with the 95 % interval of the difference on the same images, "
             "and the IoU of the mask. Right is better.",
         ),
         *(
             Table(
-                f"At the operations of {name}, {_images(rows)} pictures; gain in agreement over it with "
+                f"At the operations of {name}, {_images(rows)} images; gain in agreement over it with "
                 "its 95 % interval",
                 [METHOD, Column("gflops", "GFLOPs", 3), *MEASURES, *GAINS],
                 rows,

@@ -26,7 +26,7 @@ MARGINS = Margins(left=112)
 
 
 def full_row(records: RecordSet, rows: Sequence[Row]) -> Row:
-    """Return the row of the full model on the pictures of other rows, or an empty row."""
+    """Return the row of the full model on the images of other rows, or an empty row."""
     images = next((row.get("images") for row in rows), None)
     return next(iter(records.rows(EXPERIMENT, kind="full", images=images)), {})
 

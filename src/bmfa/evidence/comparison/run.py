@@ -1,8 +1,8 @@
 """Rules at equal leaves and merging policies at equal operations, on the drawn task with masks.
 
-Every method sees the same pictures. Thresholds of rules are matched to a share of leaves on other
-pictures, budgets of policies to the operations of a baseline on one picture. Differences from the
-baseline are of the same pictures, and their intervals are from the bootstrap over pictures.
+Every method sees the same images. Thresholds of rules are matched to a share of leaves on other
+images, budgets of policies to the operations of a baseline on one image. Differences from the
+baseline are of the same images, and their intervals are from the bootstrap over images.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from bmfa.checks import check_integer
-from bmfa.data.classification import EmbeddedPictures
+from bmfa.data.classification import EmbeddedImages
 from bmfa.evidence.methods import FULL, family, is_kind
 from bmfa.evidence.model_methods import Layers, LeafCounter, count_leaves, parse
 from bmfa.models import LoadedModel, patch, reduce, unpatch
@@ -45,14 +45,14 @@ BASELINES = ("tome:16", "tome:20", "tome:24")
 POLICIES = ("free-energy", "pitome", "crossget", "random-pool")
 LEAF_TOLERANCE = 0.75  # percentage points of leaves within which a threshold is matched
 COST_TOLERANCE = 0.01  # share of the operations within which a budget is matched
-MATCHING_PICTURES = 6
-MATCHING_SEED = 1_000_003  # far from the seeds of the pictures that are measured
+MATCHING_IMAGES = 6
+MATCHING_SEED = 1_000_003  # far from the seeds of the images that are measured
 RESAMPLES = 10_000  # of the bootstrap: the ends of a 95 % interval repeat to a tenth of a point
 
 
 @dataclass(frozen=True, eq=False)
 class Outcome:
-    """What a method gives on every picture; the arrays are (pictures,)."""
+    """What a method gives on every image; the arrays are (images,)."""
 
     agrees: NDArray[np.bool_]  # with the class of the full model
     right: NDArray[np.bool_]
@@ -68,7 +68,7 @@ def run(
     leaves: Sequence[float] = LEAVES,
     policies: Sequence[str] = POLICIES,
     baselines: Sequence[str] = BASELINES,
-    pictures: int = 200,
+    images: int = 200,
     layers: Layers = "all",
     batch_size: int = 25,
     seed: int = 0,
@@ -82,10 +82,10 @@ def run(
         leaves: Shares of leaves in percent, from `LEAVES`.
         policies: Names of merging policies without a value.
         baselines: Reductions whose operations the policies are matched to.
-        pictures: Number of pictures.
+        images: Number of images.
         layers: Layers that the rules screen.
-        batch_size: Pictures in a batch.
-        seed: Seed of the pictures, of random methods and of the bootstrap.
+        batch_size: Images in a batch.
+        seed: Seed of the images, of random methods and of the bootstrap.
         device: Device of the model.
 
     Returns:
@@ -100,11 +100,11 @@ def run(
         >>> from bmfa.models import load_model
         >>> model = load_model("embedded")
         >>> few = {"rules": ["fixed-blocks"], "leaves": [25.0], "policies": [], "baselines": []}
-        >>> record = run(model, **few, pictures=2)
+        >>> record = run(model, **few, images=2)
         >>> [(row["method"], row["leaf_percent"]) for row in record.rows]
         [('full', 100.0), ('fixed-blocks:2', 25.0)]
     """
-    comparison = Comparison(model, pictures, layers, batch_size, seed, device)
+    comparison = Comparison(model, images, layers, batch_size, seed, device)
     rows = [comparison.row(FULL, comparison.full) | {"leaf_percent": 100.0}]
     for share in leaves:
         rows += comparison.rules(rules, share)
@@ -112,16 +112,16 @@ def run(
         rows += comparison.policies(policies, baseline)
     settings = {
         "model": model.name,
-        "pictures": pictures,
+        "images": images,
         "layers": layers if isinstance(layers, str) else list(layers),
         "leaves": list(leaves),
         "baseline_rule": BASELINE_RULE,
         "baselines": list(baselines),
         "batch_size": batch_size,
         "seed": seed,
-        "matching": f"thresholds within {LEAF_TOLERANCE} points of leaves on {MATCHING_PICTURES} other "
-        f"pictures, budgets within {100 * COST_TOLERANCE:g} % of the operations of the baseline",
-        "interval": "95 %, bootstrap over pictures of the difference of agreement on the same pictures",
+        "matching": f"thresholds within {LEAF_TOLERANCE} points of leaves on {MATCHING_IMAGES} other "
+        f"images, budgets within {100 * COST_TOLERANCE:g} % of the operations of the baseline",
+        "interval": "95 %, bootstrap over images of the difference of agreement on the same images",
         "resamples": RESAMPLES,
         "command": "bmfa report",
     }
@@ -129,12 +129,12 @@ def run(
 
 
 class Comparison:
-    """The pictures and the outputs of the full model, with which every method is compared."""
+    """The images and the outputs of the full model, with which every method is compared."""
 
     def __init__(
         self,
         loaded: LoadedModel,
-        pictures: int,
+        images: int,
         layers: Layers,
         batch_size: int,
         seed: int,
@@ -147,14 +147,14 @@ class Comparison:
             )
         unpatch(loaded.model)
         self.model: EmbeddedViT = loaded.model.to(device)
-        self.count = check_integer("pictures", pictures, low=1)
+        self.count = check_integer("images", images, low=1)
         self.layers, self.batch_size, self.seed, self.device = layers, batch_size, seed, device
         size = loaded.preprocess.size[0]
-        drawn = list(EmbeddedPictures(pictures, seed, size))
+        drawn = list(EmbeddedImages(images, seed, size))
         self.pixels = loaded.preprocess.batch([one.pixels for one in drawn])
         self.labels = torch.tensor([one.label for one in drawn])
         self.masks = torch.from_numpy(np.stack([one.mask for one in drawn if one.mask is not None]))
-        others = EmbeddedPictures(MATCHING_PICTURES, MATCHING_SEED + seed, size)
+        others = EmbeddedImages(MATCHING_IMAGES, MATCHING_SEED + seed, size)
         self.matching = loaded.preprocess.batch([one.pixels for one in others])
         with torch.inference_mode():
             self.flops = count_flops(self.model, self.pixels[:1].to(device))
@@ -203,7 +203,7 @@ class Comparison:
         return rows
 
     def measure(self, method: str) -> Outcome:
-        """Measure one method on all pictures."""
+        """Measure one method on all images."""
         outputs: list[Tensor] = []
         masks: list[Tensor] = []
         with torch.inference_mode(), self._applied(method) as leaves:
@@ -279,7 +279,7 @@ class Comparison:
 
 
 def _mean_over_layers(leaves: LeafCounter, batches: int) -> NDArray[np.float64] | None:
-    """Return the leaf ratio of every picture; None if no layer was screened."""
+    """Return the leaf ratio of every image; None if no layer was screened."""
     if not leaves.ratios:
         return None
     layers = len(leaves.ratios) // batches
@@ -349,10 +349,10 @@ def match_value(
 
 
 def interval(gain: NDArray[np.float64], seed: int) -> tuple[float, float]:
-    """Return the 95 % interval of the mean of paired differences, by resampling the pictures.
+    """Return the 95 % interval of the mean of paired differences, by resampling the images.
 
     Args:
-        gain: (pictures,) differences.
+        gain: (images,) differences.
         seed: Seed of the resampling.
 
     Example:

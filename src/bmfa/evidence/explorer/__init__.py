@@ -1,1 +1,1 @@
-"""The explorer: one picture of a model on a page where query, layer, head and rule can be chosen."""
+"""The explorer: one image of a model on a page where query, layer, head and rule can be chosen."""

@@ -21,21 +21,21 @@ RULES: dict[str, tuple[str, float, float, float]] = {
     "mass": ("share of Z", 1e-6, 1.0, 0.002),
     "optimal": ("price of a leaf", 1e-6, 0.5, 0.002),
 }
-# The two rules that are compared first: those of the chapters on pictures.
+# The two rules that are compared first: those of the chapters on images.
 FIRST_RULES = ("gamma:0.05", "optimal:0.002")
 SCRIPTS = ("trees.js", "explorer.js")
 TOY = (
-    "The embedded toy model saw this picture: a small model, trained on drawn pictures like this one so "
+    "The embedded toy model saw this image: a small model, trained on drawn images like this one so "
     "that everything here works without a download."
 )
 TOY_ELSEWHERE = (
-    "The embedded toy model saw this picture. It was trained on drawn pictures only, so what it attends "
+    "The embedded toy model saw this image. It was trained on drawn images only, so what it attends "
     "to here says nothing about real models; pass --model and --weights for one of yours."
 )
 
 
 def build_explorer(exploration: Exploration, report: str | None = None) -> str:
-    """Build the page of one picture.
+    """Build the page of one image.
 
     Args:
         exploration: What `bmfa.evidence.explorer.run.run` returns.
@@ -72,7 +72,7 @@ def build_explorer(exploration: Exploration, report: str | None = None) -> str:
 def _data(exploration: Exploration) -> dict[str, Any]:
     """What the script reads."""
     return {
-        "picture": exploration.picture,
+        "image": exploration.image,
         "start": exploration.start,
         "first_rules": FIRST_RULES,
         "rules": [_describe_rule(name) for name in RULES],

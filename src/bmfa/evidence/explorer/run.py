@@ -1,4 +1,4 @@
-"""`bmfa explore`: the queries and keys of the layers of a model for one picture."""
+"""`bmfa explore`: the queries and keys of the layers of a model for one image."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
@@ -9,10 +9,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from bmfa.data.classification import LabelledPicture
+from bmfa.data.classification import LabelledImage
 from bmfa.energy import gap
 from bmfa.evidence.explorer.packing import PackedHead, pack_head, query_slices
-from bmfa.evidence.pictures.thumbnails import jpeg_uri
+from bmfa.evidence.images.thumbnails import jpeg_uri
 from bmfa.grid import Grid
 from bmfa.models import LoadedModel, layer_indices, patch, unpatch
 from bmfa.models.hosts import find_host
@@ -22,14 +22,14 @@ from bmfa.records import Record, Row, environment
 from bmfa.trees.build import screen
 from bmfa.trees.rules import GlobalMean
 
-# Bytes of queries and keys in a page if no layers are asked for: with the picture and the program the
+# Bytes of queries and keys in a page if no layers are asked for: with the image and the program the
 # page stays below 4.5 MB, and below 6 MB together with the page of `bmfa report` (1.6 MB).
 PAGE_BYTES = 4_000_000
-PICTURE_BYTES = 120_000
-# Longest side of the shown picture in pixels: two device pixels for each CSS pixel of a panel.
-PICTURE_SIDE = 1024
+IMAGE_BYTES = 120_000
+# Longest side of the shown image in pixels: two device pixels for each CSS pixel of a panel.
+IMAGE_SIDE = 1024
 BASE64_GROWTH = 4 / 3
-# The page begins where Algorithm 1 misses most, at the threshold of the chapters on pictures.
+# The page begins where Algorithm 1 misses most, at the threshold of the chapters on images.
 START_RULE = "gamma:0.05"
 START_LEAVES = (0.05, 0.35)
 START_QUERIES = 512  # of a longer sequence about as many queries, evenly spaced, are tried
@@ -80,13 +80,13 @@ class Exploration:
     """What the page shows, and the record of it.
 
     Args:
-        title: Name of the picture.
+        title: Name of the image.
         model: Name of the model.
-        picture: JPEG of the picture as the model sees it, as a data URI.
+        image: JPEG of the image as the model sees it, as a data URI.
         prediction: The class that the model predicts, with its probability; empty if it has none.
-        label: The class of the picture; empty if it is unknown.
-        toy: True for the embedded model, which knows drawn pictures only.
-        drawn: True for one of its own pictures.
+        label: The class of the image; empty if it is unknown.
+        toy: True for the embedded model, which knows drawn images only.
+        drawn: True for one of its own images.
         layers: The layers, in order.
         depth: Number of layers of the model.
         start: Layer, head and query that the page shows first.
@@ -95,7 +95,7 @@ class Exploration:
 
     title: str
     model: str
-    picture: str
+    image: str
     prediction: str
     label: str
     toy: bool
@@ -108,23 +108,23 @@ class Exploration:
 
 def run(
     model: LoadedModel,
-    picture: LabelledPicture,
+    image: LabelledImage,
     *,
     layers: str | list[int] | None = None,
     drawn: bool = False,
     device: str = "cpu",
 ) -> Exploration:
-    """Record the queries and keys of a model for one picture.
+    """Record the queries and keys of a model for one image.
 
     The model runs once for each layer, with that layer observed and all others unchanged, and has no
     patch afterwards.
 
     Args:
         model: The model.
-        picture: The picture.
+        image: The image.
         layers: Layers to record: `"all"`, `"last-4"` or indices. None records as many of the last layers
             as fit a page of 4 MB, at least one.
-        drawn: True if the picture is one that the package draws for its embedded model.
+        drawn: True if the image is one that the package draws for its embedded model.
         device: Device of the model.
 
     Returns:
@@ -134,16 +134,16 @@ def run(
         ValueError: If a layer does not exist, or no chosen layer has one grid of queries and keys.
 
     Example:
-        >>> from bmfa.data.classification import EmbeddedPictures
+        >>> from bmfa.data.classification import EmbeddedImages
         >>> from bmfa.models import load_model
-        >>> exploration = run(load_model("embedded"), EmbeddedPictures(1)[0], layers="last-1")
+        >>> exploration = run(load_model("embedded"), EmbeddedImages(1)[0], layers="last-1")
         >>> sorted(exploration.start), exploration.toy
         (['head', 'layer', 'query'], True)
     """
     depth = len(find_host(model.model).attentions)
     chosen = list(range(depth)) if layers is None else sorted(layer_indices(layers, depth))
     unpatch(model.model).to(device)
-    pixels = model.preprocess(picture.pixels)[None].to(device)
+    pixels = model.preprocess(image.pixels)[None].to(device)
     with torch.inference_mode():
         prediction = _prediction(model, pixels)
         found, left_out = _record_layers(
@@ -154,14 +154,12 @@ def run(
             f"{model.name} has no layer to explore: {left_out[0]}; choose other layers, or a model "
             "whose layers attend over one grid"
         )
-    label = picture.label_name or (
-        "" if picture.label is None else _class_name(model, picture.label)
-    )
+    label = image.label_name or ("" if image.label is None else _class_name(model, image.label))
     gaps = {layer.layer: layer.gaps() for layer in found}
     settings = {
         "model": model.name,
         "preprocessing": asdict(model.preprocess),
-        "picture": picture.name,
+        "image": image.name,
         "layers": [layer.layer for layer in found],
         "left_out": left_out,
         "prediction": prediction,
@@ -170,9 +168,9 @@ def run(
     }
     rows = [row for layer in found for row in _rows(layer, gaps[layer.layer])]
     return Exploration(
-        title=picture.name,
+        title=image.name,
         model=model.name,
-        picture=_picture_uri(model, picture),
+        image=_image_uri(model, image),
         prediction=prediction,
         label=label,
         toy=model.name == "embedded",
@@ -221,7 +219,7 @@ def _unsuitable(calls: Sequence[LayerInputs]) -> str:
     if len(calls) != 1 or calls[0].q.shape[0] != 1:
         return "attends inside of windows or over several grids"
     if calls[0].grid.frames != 1:
-        return "attends over several pictures at once"
+        return "attends over several images at once"
     if calls[0].q.shape[2] != calls[0].k.shape[2]:
         return "has fewer queries than keys"
     return ""
@@ -292,17 +290,17 @@ def _class_name(model: LoadedModel, index: int) -> str:
     return names[index] if index < len(names) else f"class {index}"
 
 
-def _picture_uri(model: LoadedModel, picture: LabelledPicture) -> str:
-    """Return the picture with the crop of the model, at a higher resolution if the file has it."""
+def _image_uri(model: LoadedModel, image: LabelledImage) -> str:
+    """Return the image with the crop of the model, at a higher resolution if the file has it."""
     preprocess, (height, width) = model.preprocess, model.preprocess.size
     enlarged = min(
-        PICTURE_SIDE / max(height, width),
-        picture.pixels.shape[0] / height,
-        picture.pixels.shape[1] / width,
+        IMAGE_SIDE / max(height, width),
+        image.pixels.shape[0] / height,
+        image.pixels.shape[1] / width,
     )
     factor = max(1, int(enlarged))
     preprocess = replace(preprocess, size=(height * factor, width * factor))
     mean, std = (np.asarray(v, np.float32) for v in (preprocess.mean, preprocess.std))
-    colours = preprocess(picture.pixels).numpy().transpose(1, 2, 0) * std + mean
+    colours = preprocess(image.pixels).numpy().transpose(1, 2, 0) * std + mean
     eight_bits = (255 * colours).round().clip(0, 255).astype(np.uint8)
-    return jpeg_uri(load_package("PIL.Image").fromarray(eight_bits), PICTURE_BYTES)
+    return jpeg_uri(load_package("PIL.Image").fromarray(eight_bits), IMAGE_BYTES)

@@ -1,1 +1,1 @@
-"""Where each rule fails: fields and pictures on which another rule is clearly better."""
+"""Where each rule fails: fields and images on which another rule is clearly better."""

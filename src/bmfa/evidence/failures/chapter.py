@@ -24,11 +24,11 @@ COLUMNS = (
 def _failures(records: RecordSet) -> list[Block]:
     searched = records.setting("failures", "searched")
     settings = records.setting("failures", "settings")
-    where = "" if searched is None else f"{searched} drawn pictures and seeded fields"
+    where = "" if searched is None else f"{searched} drawn images and seeded fields"
     return [
         *paragraph(
             "No rule is best everywhere. For every rule, a search over "
-            f"{where or 'drawn pictures and seeded fields'}"
+            f"{where or 'drawn images and seeded fields'}"
             f"{'' if settings is None else f' and {settings} settings'} finds the one on which "
             "another rule is better by the largest difference in E. The other rule has no more leaves, "
             "at most half of E, and reads no more of the scores than the rule that fails (block means, "

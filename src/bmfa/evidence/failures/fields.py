@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from bmfa.data.drawn.rng import UniformGenerator
 
 SIDE = 16  # tokens along a side
-_STREAM = 3  # third part of the random key; the drawn pictures have others
+_STREAM = 3  # third part of the random key; the drawn images have others
 
 Field = NDArray[np.float64]  # (16, 16) scores
 

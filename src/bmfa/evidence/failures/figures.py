@@ -30,7 +30,7 @@ PANELS = 5
 
 @figure("failures", needs=("failures",))
 def failures(records: RecordSet, narrow: bool) -> Canvas:
-    """For every rule a picture or a field on which another rule is clearly better at equal leaves."""
+    """For every rule an image or a field on which another rule is clearly better at equal leaves."""
     rows = records.require("failures")
     groups = [
         [row for row in rows if get_text(row, "rule") == rule] for rule in unique(rows, "rule")
@@ -72,7 +72,7 @@ def _height(lines: int, panels: int, columns: int, side: float, narrow: bool) ->
 
 
 def _panels(group: list[Row]) -> list[Panel]:
-    """The picture or the softmax mass, the scores, and the trees of all roles."""
+    """The image or the softmax mass, the scores, and the trees of all roles."""
     score_map = ScoreMap.from_rows(group)
     mass = gibbs(torch.from_numpy(score_map.scores.ravel())).numpy()
     field = ScoreMap(group, mass.reshape(score_map.scores.shape))
@@ -81,8 +81,8 @@ def _panels(group: list[Row]) -> list[Panel]:
     scores = Panel(scores.title, scores.draw, [] if gap is None else [f"gap {gap:.3f}"])
     title = get_text(score_map.first, "title")
     panels = (
-        [score_map.picture_panel(title.capitalize()), scores]
-        if get_text(score_map.first, "picture")
+        [score_map.image_panel(title.capitalize()), scores]
+        if get_text(score_map.first, "image")
         else [scores, field.scores_panel("Softmax mass")]
     )
     for role, heading in (("fails", "This rule"), ("better", ""), ("optimal", "Optimal tree")):

@@ -1,4 +1,4 @@
-"""A seeded search for fields and pictures on which a rule is clearly worse than another.
+"""A seeded search for fields and images on which a rule is clearly worse than another.
 
 Two trees are compared at equal leaves: the other rule has no more leaves than the rule that fails.
 """
@@ -19,8 +19,8 @@ from bmfa.data.instances import Tally
 from bmfa.data.probes import Mode, probe_block
 from bmfa.energy import gap
 from bmfa.evidence.failures.fields import FIELDS, SIDE, draw_field
+from bmfa.evidence.images.thumbnails import crop_uri
 from bmfa.evidence.methods import family, is_kind
-from bmfa.evidence.pictures.thumbnails import crop_uri
 from bmfa.evidence.score_methods import estimate_all
 from bmfa.grid import Grid
 from bmfa.records import Record, Row, environment
@@ -29,15 +29,15 @@ from bmfa.trees.rules import parse
 
 GRID = Grid(SIDE, SIDE)
 MODE: Mode = "image-edge"
-PICTURE_BYTES = 7000
+IMAGE_BYTES = 7000
 DIGITS = 4  # decimals of scores
 # Leaves of the rule that fails: with fewer, both trees are too coarse to show a difference; with more,
 # every tree is nearly exact.
 LEAST_LEAVES, MOST_LEAVES = 8, 130
 # The other rule must have at most this share of the error of the rule that fails.
 CLEARLY_LESS = 0.5
-# A picture is shown if its margin is at least this share of the best margin of any field.
-PICTURE_PREFERENCE = 0.5
+# An image is shown if its margin is at least this share of the best margin of any field.
+IMAGE_PREFERENCE = 0.5
 MEAN, CORRECTED_MEAN = "sparge-mean", "mean-variance"
 
 
@@ -70,7 +70,7 @@ READS = {
     **{"mass": 3, "exact-gap": 3, "quadrant-gap": 3, "optimal": 3},
 }
 PROTOCOL = (
-    "the field or picture and the two settings with the largest difference in E, among settings of "
+    "the field or image and the two settings with the largest difference in E, among settings of "
     "another rule with no more leaves and at most half of E"
 )
 
@@ -82,7 +82,7 @@ def run(*, fields: int = 60, poses: int = 24, scenes: int = 30, seed: int = 0) -
         fields: Number of fields of each kind.
         poses: Number of drawn objects of each category.
         scenes: Number of drawn scenes; each has several objects.
-        seed: Seed of fields, pictures and random rules.
+        seed: Seed of fields, images and random rules.
 
     Returns:
         A record of rows for each rule: `role` is "fails" for its tree, "better" for the tree of the
@@ -118,7 +118,7 @@ def run(*, fields: int = 60, poses: int = 24, scenes: int = 30, seed: int = 0) -
         "least_leaves": LEAST_LEAVES,
         "most_leaves": MOST_LEAVES,
         "clearly_less": CLEARLY_LESS,
-        "picture_preference": PICTURE_PREFERENCE,
+        "image_preference": IMAGE_PREFERENCE,
         "seed": seed,
         "protocol": PROTOCOL,
     }
@@ -131,8 +131,8 @@ class _Pool:
 
     Args:
         scores: (count, 256) float64.
-        titles: What each field or picture shows.
-        probes: Probes of the pictures, the first of `scores`, one block for each source.
+        titles: What each field or image shows.
+        probes: Probes of the images, the first of `scores`, one block for each source.
         sources: The sources of the blocks.
     """
 
@@ -142,14 +142,14 @@ class _Pool:
     sources: Sequence[InstanceSource]
 
     @property
-    def pictures(self) -> int:
+    def images(self) -> int:
         return sum(map(len, self.probes))
 
-    def picture(self, index: int) -> str | None:
-        """Return the crop of a picture as a data URI; None for a field."""
+    def image(self, index: int) -> str | None:
+        """Return the crop of an image as a data URI; None for a field."""
         for block, source in zip(self.probes, self.sources, strict=True):
             if index < len(block):
-                return crop_uri(source, block, index, PICTURE_BYTES)
+                return crop_uri(source, block, index, IMAGE_BYTES)
             index -= len(block)
         return None
 
@@ -213,13 +213,12 @@ def _failure(pool: _Pool, table: _Table, rule: str, taken: set[int], seed: int) 
     others = [other for other in SETTINGS if other not in excluded and READS[other] <= allowed]
     rivals = [column for other in others for column in table.columns(other)]
     found = [
-        _largest_margin(table, column, rivals, pool.pictures, taken)
-        for column in table.columns(rule)
+        _largest_margin(table, column, rivals, pool.images, taken) for column in table.columns(rule)
     ]
-    picture = max((pair[0] for pair in found), key=lambda one: one.margin)
+    image = max((pair[0] for pair in found), key=lambda one: one.margin)
     field = max((pair[1] for pair in found), key=lambda one: one.margin)
-    enough = picture.margin >= max(0.0, PICTURE_PREFERENCE * field.margin)
-    chosen = picture if enough else field
+    enough = image.margin >= max(0.0, IMAGE_PREFERENCE * field.margin)
+    chosen = image if enough else field
     if chosen.margin <= 0:
         return []
     taken.add(chosen.row)
@@ -247,9 +246,9 @@ def _failure(pool: _Pool, table: _Table, rule: str, taken: set[int], seed: int) 
 
 
 def _largest_margin(
-    table: _Table, column: int, rivals: Sequence[int], pictures: int, taken: set[int]
+    table: _Table, column: int, rivals: Sequence[int], images: int, taken: set[int]
 ) -> tuple[_Candidate, _Candidate]:
-    """Return the largest margins of rivals over one setting, on pictures and on fields not taken."""
+    """Return the largest margins of rivals over one setting, on images and on fields not taken."""
     error, leaves = table.error[:, column], table.leaves[:, column]
     affordable = table.leaves[:, rivals] <= leaves[:, None]
     rival_errors = np.where(affordable, table.error[:, rivals], np.inf)
@@ -258,7 +257,7 @@ def _largest_margin(
     margin[(leaves < LEAST_LEAVES) | (leaves > MOST_LEAVES)] = -np.inf
     margin[rival_errors.min(1) > CLEARLY_LESS * error] = -np.inf
     margin[list(taken)] = -np.inf
-    rows = [int(margin[:pictures].argmax()), pictures + int(margin[pictures:].argmax())]
+    rows = [int(margin[:images].argmax()), images + int(margin[images:].argmax())]
     first, second = (
         _Candidate(float(margin[row]), row, column, rivals[int(best[row])]) for row in rows
     )
@@ -271,7 +270,7 @@ def _summaries(pool: _Pool, table: _Table) -> list[Row]:
     size = np.abs(table.error)
     rows = []
     for fails, better in ((mean, corrected), (corrected, mean)):
-        chosen = int((size[:, fails] - size[:, better])[: pool.pictures].argmax())
+        chosen = int((size[:, fails] - size[:, better])[: pool.images].argmax())
         if size[chosen, fails] <= size[chosen, better]:
             chosen = int((size[:, fails] - size[:, better]).argmax())
         shared = _shared(pool, chosen, table.names[fails])
@@ -294,12 +293,12 @@ def _shared(pool: _Pool, index: int, rule: str) -> Row:
     row: dict[str, Any] = {
         "rule": rule,
         "title": pool.titles[index],
-        "source": "picture" if index < pool.pictures else "field",
+        "source": "image" if index < pool.images else "field",
         "height": SIDE,
         "width": SIDE,
         "scores": [round(score, DIGITS) for score in scores.tolist()],
         "gap": float(gap(scores)),
     }
-    if (picture := pool.picture(index)) is not None:
-        row["picture"] = picture
+    if (image := pool.image(index)) is not None:
+        row["image"] = image
     return row

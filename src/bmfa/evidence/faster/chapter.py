@@ -1,4 +1,4 @@
-"""The chapter on the speed of a patched model on large pictures."""
+"""The chapter on the speed of a patched model on large images."""
 
 from bmfa.evidence.faster import figures
 from bmfa.evidence.methods import FULL
@@ -26,7 +26,7 @@ from bmfa.records import Row
 MOST_IOU_CHANGE = 0.02  # a mask is called unchanged if its IoU changes by at most this
 COLUMNS = (
     Column("setting", "Setting", code=True),
-    Column("milliseconds", "ms a picture", 0),
+    Column("milliseconds", "ms an image", 0),
     Column("speedup", "Speed-up", 2),
     Column("mask_iou", "Mask IoU", 3),
     Column("change", "Change, 95 % interval"),
@@ -49,7 +49,7 @@ def _content(records: RecordSet) -> list[Block]:
     side = records.setting("faster", "side", 64)
     return [
         *paragraph(
-            "The embedded model classifies an object and predicts its mask. Here it sees pictures of "
+            "The embedded model classifies an object and predicts its mask. Here it sees images of "
             f"{side} × {side} tokens, and attention takes most of its time. bmfa.patch replaces it "
             "by tiles with an error target; the weights and the code of the model stay as they are. "
             "With an error of 0 attention is exact, and what it gains is that of the kernel alone.",
@@ -59,14 +59,14 @@ def _content(records: RecordSet) -> list[Block]:
         *illustrate(
             figures.faster,
             records,
-            "Above: time of one picture on this machine. Below: pictures of the same run; the patched "
+            "Above: time of one image on this machine. Below: images of the same run; the patched "
             "model is the fastest setting whose IoU of the mask is within "
             f"{MOST_IOU_CHANGE:g} of the full model's, the whole interval of the change included. The "
             "difference shows pixels that the patch adds (orange) and "
             "removes (blue).",
         ),
         Table(
-            "All settings; every picture goes through all of them in turn",
+            "All settings; every image goes through all of them in turn",
             COLUMNS,
             [
                 {
@@ -99,14 +99,14 @@ def _headline(records: RecordSet) -> str:
     full = next(iter(require_any(r for r in _settings(records) if get_text(r, "method") == FULL)))
     best = _best(records)
     return (
-        f"With {figures.setting_title(best)}, a picture takes "
+        f"With {figures.setting_title(best)}, an image takes "
         f"{format_number(need_number(best, 'milliseconds'), 0)} ms instead of "
         f"{format_number(need_number(full, 'milliseconds'), 0)} ms, "
         f"{format_number(need_number(best, 'speedup'), 1)} times as fast. The IoU of the mask is "
         f"{format_number(need_number(best, 'mask_iou'))} (full model "
         f"{format_number(need_number(full, 'mask_iou'))}), and the predicted class is that of the full "
         f"model for {format_percent(need_number(best, 'agreement_percent'), 0)} of "
-        f"{get_text(best, 'images')} pictures."
+        f"{get_text(best, 'images')} images."
     )
 
 

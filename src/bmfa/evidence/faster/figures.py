@@ -32,10 +32,10 @@ NUMBERS = (
 
 @figure("faster", needs=("faster",))
 def faster(records: RecordSet, narrow: bool) -> Canvas:
-    """Time of a picture with and without the patch, and the masks that both predict."""
+    """Time of an image with and without the patch, and the masks that both predict."""
     rows = records.require("faster")
     settings = [row for row in rows if get_text(row, "what") == "setting"]
-    examples = [row for row in rows if get_text(row, "what") == "picture"]
+    examples = [row for row in rows if get_text(row, "what") == "image"]
     groups = [
         [row for row in examples if get_text(row, "title") == title]
         for title in unique(examples, "title")
@@ -90,7 +90,7 @@ def _draw_bars(canvas: Canvas, settings: Sequence[Row], narrow: bool) -> None:
     numbers = NUMBERS[:1] if narrow else NUMBERS
     left = name_width
     width = canvas.width - left - number_width * len(numbers) - 10
-    canvas.add_title(0, 14, "Time of a picture")
+    canvas.add_title(0, 14, "Time of an image")
     tokens = get_number(settings[0], "n") if settings else None
     if tokens is not None:
         canvas.add_note(0, 32, f"{tokens:,.0f} tokens")
@@ -116,7 +116,7 @@ def _draw_bars(canvas: Canvas, settings: Sequence[Row], narrow: bool) -> None:
 
 
 def _mask_panels(group: Sequence[Row], best: str) -> list[Panel]:
-    """The picture, the object, the masks of the full and the patched model, and their difference."""
+    """The image, the object, the masks of the full and the patched model, and their difference."""
     by_method = {get_text(row, "method"): row for row in group}
     full = by_method.get(FULL, group[0])
     patched = by_method.get(best, full)
@@ -124,11 +124,11 @@ def _mask_panels(group: Sequence[Row], best: str) -> list[Panel]:
         read_mask(row, column)
         for row, column in ((full, "true_mask"), (full, "mask"), (patched, "mask"))
     )
-    picture = ScoreMap(group, np.zeros((1, 1))).picture_panel("Picture")
+    image = ScoreMap(group, np.zeros((1, 1))).image_panel("Image")
     difference = np.abs(before.astype(int) - after.astype(int))
     changed = f"{100 * float(difference.mean()):.2f} % of the pixels"
     return [
-        Panel("Picture", picture.draw, [get_text(full, "label")]),
+        Panel("Image", image.draw, [get_text(full, "label")]),
         _overlay_panel(full, "Object", [(truth, MASK)]),
         _overlay_panel(full, "Full model", [(before, MASK)], _numbers(full)),
         _overlay_panel(full, setting_title(patched), [(after, MASK)], _numbers(patched)),
@@ -152,10 +152,10 @@ def _numbers(row: Row) -> list[str]:
 def _overlay_panel(
     row: Row, title: str, masks: Sequence[tuple["np.ndarray", str]], notes: Sequence[str] = ()
 ) -> Panel:
-    """A panel of the picture, darkened, with masks in colours over it."""
+    """A panel of the image, darkened, with masks in colours over it."""
 
     def draw(canvas: Canvas, left: float, top: float, side: float) -> None:
-        if not canvas.add_image(left, top, side, get_text(row, "picture")):
+        if not canvas.add_image(left, top, side, get_text(row, "image")):
             canvas.add_pixel_axes(left, top, side, side).barh(side / 2, side, side, color=DARK)
         axes: Axes = canvas.add_axes(left, top, side, side)
         height, width = masks[0][0].shape

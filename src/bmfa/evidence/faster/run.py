@@ -1,6 +1,6 @@
-"""The embedded model on large pictures, patched with several error targets and not patched.
+"""The embedded model on large images, patched with several error targets and not patched.
 
-Every picture goes through all models in turn, so that other work on the machine slows all of them.
+Every image goes through all models in turn, so that other work on the machine slows all of them.
 """
 
 import base64
@@ -17,11 +17,11 @@ import torch
 from torch import Tensor, nn
 
 from bmfa.checks import check_integer, check_number
-from bmfa.data.classification import EmbeddedPictures, LabelledPicture
+from bmfa.data.classification import EmbeddedImages, LabelledImage
 from bmfa.evidence.bench.saliency import intersection_over_union
+from bmfa.evidence.images.thumbnails import square_uri
 from bmfa.evidence.methods import FULL
 from bmfa.evidence.model_methods import Layers
-from bmfa.evidence.pictures.thumbnails import square_uri
 from bmfa.models import LoadedModel, patch, summary
 from bmfa.models.embedded.model import PATCH_SIZE
 from bmfa.models.summarizing import LayerSummary
@@ -32,17 +32,17 @@ from bmfa.timing import synchronize
 SIDE = 64  # tokens along a side
 # Targets of the relative L2 error of every attention; 0 is exact attention, by the fastest kernel.
 ERRORS = (0.0, 0.01, 0.03, 0.1)
-PICTURES = 24  # the first 24 pictures have one of each class
-SHOWN = 3  # pictures whose masks are kept in the record
+IMAGES = 24  # the first 24 images have one of each class
+SHOWN = 3  # images whose masks are kept in the record
 MASK_SIDE = 128  # pixels of a mask in the record
-PICTURE_BYTES = 9_000
+IMAGE_BYTES = 9_000
 # Passes before the first timing: the first allocates memory and decides how each layer runs.
 WARM_UP = 1
 PROTOCOL = (
-    "one picture at a time, preprocessing apart; every picture goes through all models in turn; "
-    "milliseconds is the median over pictures, speedup the median of the ratios of the same picture; "
+    "one image at a time, preprocessing apart; every image goes through all models in turn; "
+    "milliseconds is the median over images, speedup the median of the ratios of the same image; "
     "mask_iou is with the object, full_mask_iou with the mask of the full model; error_percent is the "
-    "mean over layers and pictures of the relative L2 error that patched layers measure of themselves, "
+    "mean over layers and images of the relative L2 error that patched layers measure of themselves, "
     "feature_error_percent the relative L2 change of the features after the last norm"
 )
 
@@ -52,7 +52,7 @@ def run(
     *,
     errors: Sequence[float] = ERRORS,
     side: int = SIDE,
-    pictures: int = PICTURES,
+    images: int = IMAGES,
     shown: int = SHOWN,
     layers: Layers = "all",
     seed: int = 0,
@@ -63,29 +63,29 @@ def run(
     Args:
         model: The embedded model; copies of it are patched.
         errors: Error targets, `patch(error=...)`.
-        side: Tokens along a side of the pictures.
-        pictures: Number of pictures.
-        shown: Number of pictures whose masks are in the record, at equal distances.
+        side: Tokens along a side of the images.
+        images: Number of images.
+        shown: Number of images whose masks are in the record, at equal distances.
         layers: Layers that are patched.
-        seed: Seed of the pictures.
+        seed: Seed of the images.
         device: Device of the models.
 
     Returns:
         A record of one row for the full model and for each target with `what` "setting", then rows of
-        the pictures that are shown with `what` "picture".
+        the images that are shown with `what` "image".
 
     Raises:
         ValueError: If an argument is out of range.
 
     Example:
         >>> from bmfa.models import load_model
-        >>> record = run(load_model("embedded"), errors=[0.1], side=16, pictures=1, shown=1)
+        >>> record = run(load_model("embedded"), errors=[0.1], side=16, images=1, shown=1)
         >>> [(row["what"], row["method"]) for row in record.rows]
-        [('setting', 'full'), ('setting', 'error:0.1'), ('picture', 'full'), ('picture', 'error:0.1')]
+        [('setting', 'full'), ('setting', 'error:0.1'), ('image', 'full'), ('image', 'error:0.1')]
     """
     check_integer("side", side, low=4)
-    check_integer("pictures", pictures, low=1)
-    check_integer("shown", shown, low=0, high=pictures)
+    check_integer("images", images, low=1)
+    check_integer("shown", shown, low=0, high=images)
     for error in errors:
         check_number("error", error, low=0.0)
     runs = {FULL: _Run(copy.deepcopy(model.model).to(device))}
@@ -93,30 +93,30 @@ def run(
         patched = patch(copy.deepcopy(model.model).to(device), error=error, layers=layers)
         runs[f"error:{error:g}"] = _Run(patched)
     size = side * PATCH_SIZE
-    drawn = EmbeddedPictures(pictures, seed, size)
+    drawn = EmbeddedImages(images, seed, size)
     preprocess = model.preprocess.override(img_size=size)
-    chosen = [number * pictures // shown for number in range(shown)]
-    examples: dict[int, LabelledPicture] = {}
+    chosen = [number * images // shown for number in range(shown)]
+    examples: dict[int, LabelledImage] = {}
     with torch.inference_mode(), warnings.catch_warnings():
         # A missed target warns once; the record has the share of the calls that met it.
         warnings.filterwarnings("ignore", message="screened_attention measured an output error")
-        for index, picture in enumerate(drawn):
-            pixels = preprocess(picture.pixels)[None].to(device)
+        for index, image in enumerate(drawn):
+            pixels = preprocess(image.pixels)[None].to(device)
             for one in runs.values():
-                one.measure(pixels, picture, warm_up=WARM_UP if index == 0 else 0)
+                one.measure(pixels, image, warm_up=WARM_UP if index == 0 else 0)
             if index in chosen:
-                examples[index] = picture
+                examples[index] = image
     full = runs[FULL]
     rows = [_setting(name, one, full, side) for name, one in runs.items()]
-    for index, picture in examples.items():
+    for index, image in examples.items():
         for name, one in runs.items():
-            rows.append(_example(name, one, full, picture, index))
+            rows.append(_example(name, one, full, image, index))
     settings = {
         "model": model.name,
         "errors": list(errors),
         "side": side,
         "tokens": side * side,
-        "pictures": pictures,
+        "images": images,
         "layers": layers,
         "seed": seed,
         "protocol": PROTOCOL,
@@ -126,7 +126,7 @@ def run(
 
 @dataclass(eq=False)
 class _Run:
-    """One model, and what it computed of every picture."""
+    """One model, and what it computed of every image."""
 
     model: nn.Module
     milliseconds: list[float] = field(default_factory=list)
@@ -140,7 +140,7 @@ class _Run:
     densities: list[float] = field(default_factory=list)
     dense_layers: int = 0
 
-    def measure(self, pixels: Tensor, picture: LabelledPicture, warm_up: int) -> None:
+    def measure(self, pixels: Tensor, image: LabelledImage, warm_up: int) -> None:
         """Time a forward pass and keep its outputs."""
         model: Any = self.model
         captured: list[Tensor] = []
@@ -158,14 +158,14 @@ class _Run:
             self.milliseconds.append(1000 * (time.perf_counter() - start))
         finally:
             handle.remove()
-        assert picture.mask is not None
+        assert image.mask is not None
         mask = mask_logits[0].cpu() > 0
         self.logits.append(logits[0].double().cpu())
         self.masks.append(mask)
         self.features.append(captured[0][0].cpu())
-        truth = torch.from_numpy(picture.mask)
+        truth = torch.from_numpy(image.mask)
         self.mask_iou.append(float(intersection_over_union(mask[None], truth[None])))
-        self.right.append(int(logits[0].argmax()) == picture.label)
+        self.right.append(int(logits[0].argmax()) == image.label)
         self._note_layers()
 
     def _note_layers(self) -> None:
@@ -185,7 +185,7 @@ class _Run:
 
 
 def _setting(name: str, one: _Run, full: _Run, side: int) -> Row:
-    """Return the row of one model over all pictures."""
+    """Return the row of one model over all images."""
     logits, before = torch.stack(one.logits), torch.stack(full.logits)
     change = _iou_interval(one, full)
     row: Row = {
@@ -237,21 +237,21 @@ def _mean_kl(before: Tensor, after: Tensor) -> float:
 
 
 def _iou_interval(one: _Run, full: _Run) -> tuple[float, float, float]:
-    """Return the mean change of the IoU and a 95 % interval of it over pictures."""
+    """Return the mean change of the IoU and a 95 % interval of it over images."""
     change = np.array(one.mask_iou) - np.array(full.mask_iou)
     mean = float(change.mean())
-    # Two standard errors of the mean; the distribution of a mean of pictures is close to normal.
+    # Two standard errors of the mean; the distribution of a mean of images is close to normal.
     spread = 2 * float(change.std(ddof=1)) / len(change) ** 0.5 if len(change) > 1 else 0.0
     return mean, mean - spread, mean + spread
 
 
-def _example(name: str, one: _Run, full: _Run, picture: LabelledPicture, index: int) -> Row:
-    """Return the row of one picture that is shown: its masks, small, and its numbers."""
+def _example(name: str, one: _Run, full: _Run, image: LabelledImage, index: int) -> Row:
+    """Return the row of one image that is shown: its masks, small, and its numbers."""
     row: Row = {
-        "what": "picture",
+        "what": "image",
         "method": name,
-        "title": picture.name,
-        "label": picture.label_name,
+        "title": image.name,
+        "label": image.label_name,
         "milliseconds": one.milliseconds[index],
         "speedup": full.milliseconds[index] / one.milliseconds[index],
         "mask_iou": one.mask_iou[index],
@@ -260,12 +260,10 @@ def _example(name: str, one: _Run, full: _Run, picture: LabelledPicture, index: 
         "mask": pack_mask(one.masks[index].numpy()),
     }
     if name == FULL:
-        side = len(picture.pixels)
-        assert picture.mask is not None
-        row["picture"] = square_uri(
-            picture.pixels, (0, 0, side, side), PICTURE_BYTES, side=2 * MASK_SIDE
-        )
-        row["true_mask"] = pack_mask(picture.mask)
+        side = len(image.pixels)
+        assert image.mask is not None
+        row["image"] = square_uri(image.pixels, (0, 0, side, side), IMAGE_BYTES, side=2 * MASK_SIDE)
+        row["true_mask"] = pack_mask(image.mask)
     return row
 
 

@@ -196,7 +196,7 @@ def illustrate(figure: Figure, records: RecordSet, caption: str) -> list[Block]:
 
 # Values of rows that do not fit into a cell.
 LONG_VALUES = (
-    *("scores", "boxes", "picture", "gap_quantiles"),
+    *("scores", "boxes", "image", "gap_quantiles"),
     *("attention", "screened_attention"),
 )
 

@@ -15,6 +15,7 @@ from bmfa.evidence.closed_loop.chapter import CLOSED_LOOP, LAYERS
 from bmfa.evidence.comparison.chapter import EQUAL_LEAVES, EQUAL_OPERATIONS
 from bmfa.evidence.failures.chapter import FAILURES
 from bmfa.evidence.faster.chapter import FASTER
+from bmfa.evidence.images.chapter import IMAGES, INSTANCES
 from bmfa.evidence.methods import METHODS, find_method
 from bmfa.evidence.page import paper, style
 from bmfa.evidence.page.blocks import (
@@ -29,7 +30,6 @@ from bmfa.evidence.page.blocks import (
 )
 from bmfa.evidence.page.claims import LEGEND, Claim
 from bmfa.evidence.page.record_set import UNPRINTABLE, RecordSet, get_text, unique
-from bmfa.evidence.pictures.chapter import INSTANCES, PICTURES
 from bmfa.evidence.probes.chapter import PROBES
 from bmfa.evidence.synthetic.chapter import FAILURE_CURVE, STRESS_TEST
 from bmfa.evidence.synthetic.figures import gallery
@@ -44,7 +44,7 @@ OPENING = (
 )
 CHAPTERS = (
     *(FASTER, STRESS_TEST, FAILURE_CURVE, PROBES, ABLATIONS, INSTANCES, FAILURES, EQUAL_LEAVES),
-    *(CLOSED_LOOP, LAYERS, PICTURES, CLASSIFICATION, EQUAL_OPERATIONS, REDUCTIONS),
+    *(CLOSED_LOOP, LAYERS, IMAGES, CLASSIFICATION, EQUAL_OPERATIONS, REDUCTIONS),
     *(DENSE_PREDICTION, SPEED),
 )
 

@@ -36,7 +36,7 @@ class Verdict(Enum):
 LEGEND = (
     "“Reproduced”, “beaten” and “not as claimed” are used only if the data and the model are the "
     "paper's own: the synthetic sweep with the minority in the corner, and DeiT-Tiny on all validation "
-    "pictures of ImageNet. On other data, on a subset of the paper's data, or with scores from our fit "
+    "images of ImageNet. On other data, on a subset of the paper's data, or with scores from our fit "
     "to its probes, a claim “agrees in direction” or “differs here”, and a method of this library can "
     "be “ahead here”. Under each verdict stands the data that it rests on: “embedded” is drawn by this "
     "library and was run with this page, “recorded” came with the library as a file of numbers, “own” "
@@ -55,7 +55,7 @@ class Claim:
         verdict: how the two compare.
         note: what is different from the paper's experiment.
         command: the command that measures a missing number.
-        data: the origin of the numbers measured here, and their number of pictures or instances.
+        data: the origin of the numbers measured here, and their number of images or instances.
     """
 
     claim: str

@@ -11,8 +11,8 @@ from bmfa.evidence.closed_loop.figures import closed_loop, layers
 from bmfa.evidence.comparison.figures import equal_leaves, equal_operations
 from bmfa.evidence.failures.figures import failures
 from bmfa.evidence.faster.figures import faster
+from bmfa.evidence.images.figures import attention_cases, cases, motivation, pipeline, screen
 from bmfa.evidence.page.canvas import Figure
-from bmfa.evidence.pictures.figures import attention_cases, cases, motivation, pipeline, screen
 from bmfa.evidence.probes.figures import distribution, trade_off
 from bmfa.evidence.synthetic.figures import failure_curve, gallery, placements
 from bmfa.files import write_atomic
@@ -20,7 +20,7 @@ from bmfa.records import Record
 
 __all__ = ["ALL", "save_png", "screen"]
 
-# The figures of the page. `screen` shows one picture at a time and is not part of the page.
+# The figures of the page. `screen` shows one image at a time and is not part of the page.
 ALL: dict[str, Figure] = {
     figure.name: figure
     for figure in (

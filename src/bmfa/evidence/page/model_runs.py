@@ -64,25 +64,25 @@ class ModelRun:
 
     @property
     def images(self) -> int:
-        """The largest number of pictures of any row."""
+        """The largest number of images of any row."""
         return int(max((get_number(row, "images") or 0 for row in self.rows), default=0))
 
     @property
     def heading(self) -> str:
-        """The title and the number of pictures."""
-        return f"{self.title}, {self.images:,} pictures" if self.images else self.title
+        """The title and the number of images."""
+        return f"{self.title}, {self.images:,} images" if self.images else self.title
 
     @property
     def caption(self) -> str:
         """The heading of a table: also where and when the run was recorded."""
         title = f"{self.title}, {self.recorded}" if self.recorded else self.title
-        return f"{title}, {self.images:,} pictures" if self.images else title
+        return f"{title}, {self.images:,} images" if self.images else title
 
     @property
     def panel_title(self) -> str:
         """The heading as it fits over a panel of a figure."""
         title = f"{self.title}, recorded" if self.recorded else self.title
-        return f"{title}, {self.images:,} pictures" if self.images else title
+        return f"{title}, {self.images:,} images" if self.images else title
 
     @property
     def all_rows(self) -> list[Row]:
@@ -218,7 +218,7 @@ def _recorded(records: RecordSet, rows: Sequence[Row]) -> str:
 
 
 def _most_images(rows: Iterable[Row]) -> list[Row]:
-    """One row for each method: the one with most pictures, the latest of several."""
+    """One row for each method: the one with most images, the latest of several."""
     chosen: dict[str, Row] = {}
     for row in rows:
         before = chosen.get(get_text(row, "method"))

@@ -51,20 +51,20 @@ def describe_origin(record: Record) -> str:
 
 
 def describe_size(record: Record) -> str:
-    """Return the number of instances, pictures or settings as a phrase, "" if it is unknown.
+    """Return the number of instances, images or settings as a phrase, "" if it is unknown.
 
     Example:
         >>> describe_size(Record("evaluate", {}, [{"images": 500}], {}))
-        '500 pictures'
+        '500 images'
     """
     settings, rows = record.settings, record.rows
     if record.experiment == "synthetic":
         return _plural(int(settings.get("settings", 0)), "setting")
-    if pictures := settings.get("pictures"):
-        number = pictures if isinstance(pictures, int) else len(pictures)
+    if images := settings.get("images"):
+        number = images if isinstance(images, int) else len(images)
         found = _largest(rows, "instances")
-        return f"{found:,} instances" if found else _plural(number, "picture")
-    for column, noun in (("images", "picture"), ("instances", "instance")):
+        return f"{found:,} instances" if found else _plural(number, "image")
+    for column, noun in (("images", "image"), ("instances", "instance")):
         if number := _largest(rows, column):
             return _plural(number, noun)
     return ""
@@ -75,7 +75,7 @@ def describe_data(records: Iterable[Record]) -> str:
 
     Example:
         >>> describe_data([Record("evaluate", {"model": "embedded"}, [{"images": 9}], {})])
-        'embedded, 9 pictures'
+        'embedded, 9 images'
     """
     phrases = (
         ", ".join(filter(None, (describe_origin(record), describe_size(record))))

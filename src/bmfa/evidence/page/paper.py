@@ -8,7 +8,7 @@ NAME = "paper"
 DATASETS: Mapping[str, str] = {
     "coco": "COCO",
     "lvis": "LVIS",
-    "embedded": "Embedded pictures",
+    "embedded": "Embedded images",
 }
 # Instances of each data set in the paper.
 INSTANCES: Mapping[str, int] = {"coco": 36149, "lvis": 20000}
@@ -98,7 +98,7 @@ class ImageNetPoint:
 
 
 MODEL = "DeiT-Tiny"
-COCO_PICTURES, IMAGENET_PICTURES = 5_000, 50_000
+COCO_IMAGES, IMAGENET_IMAGES = 5_000, 50_000
 # The rule that the paper calls BMFA in its model tables: our fit to the leaf ratios it prints.
 BMFA = "quadrant-gap:0.8"
 # Random retention at the budget of BMFA.

@@ -27,7 +27,7 @@ KEYS: Mapping[str, tuple[str, ...]] = {
     "failures": ("rule", "role"),
     "faster": ("what", "title", "method"),
     "comparison": ("target_percent", "baseline", "method", "images"),
-    "picture": ("model", "title", "layer", "head", "query", "method"),
+    "image": ("model", "title", "layer", "head", "query", "method"),
 }
 COMMANDS: Mapping[str, str] = {
     "synthetic": "bmfa synthetic --json synthetic.json",
@@ -41,7 +41,7 @@ COMMANDS: Mapping[str, str] = {
     "comparison": "bmfa report",
     "bench": "bmfa bench trees --json bench.json",
     "reduction": "bmfa bench reduction --json reduction.json",
-    "picture": "bmfa screen embedded:3 --json picture.json",
+    "image": "bmfa screen embedded:3 --json image.json",
     "tune": "bmfa tune --json tune.json",
 }
 # Three methods after `--method`, and those after them.
@@ -163,9 +163,9 @@ def _model_command(experiment: str, settings: Mapping[str, Any]) -> str:
 
 @contextmanager
 def log_reads() -> Iterator[list[Row]]:
-    """Collect the rows whose numbers are read inside the block, except for numbers of pictures.
+    """Collect the rows whose numbers are read inside the block, except for numbers of images.
 
-    The number of pictures is read of many rows, to choose among them.
+    The number of images is read of many rows, to choose among them.
     """
     rows: list[Row] = []
     token = _reads.set(rows)

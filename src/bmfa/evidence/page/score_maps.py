@@ -58,13 +58,13 @@ class ScoreMap:
         rows = [row for row in self.rows if get_text(row, "method").partition(":")[0] == family]
         return rows[0] if rows else None
 
-    def picture_panel(self, title: str) -> Panel:
+    def image_panel(self, title: str) -> Panel:
         """Return a panel of the photograph."""
-        uri = get_text(self.first, "picture")
+        uri = get_text(self.first, "image")
 
         def draw(canvas: Canvas, left: float, top: float, side: float) -> None:
             if not canvas.add_image(left, top, side, uri):
-                canvas.add_note(left + side / 2, top + side / 2, "no picture", ha="center")
+                canvas.add_note(left + side / 2, top + side / 2, "no image", ha="center")
 
         return Panel(title, draw)
 

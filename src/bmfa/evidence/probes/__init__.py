@@ -1,1 +1,1 @@
-"""Instance probes on annotated pictures."""
+"""Instance probes on annotated images."""

@@ -44,7 +44,7 @@ DEEPER_RULES = ("gamma-h2", "exact-gap", "certified", "optimal")
 def _content(records: RecordSet) -> list[Block]:
     return [
         *paragraph(
-            "The picture is cropped around each annotated object and divided into 16 × 16 cells. Cells "
+            "The image is cropped around each annotated object and divided into 16 × 16 cells. Cells "
             "on the contour of the object get a high score, which depends on the strength of the image "
             "edge (image-edge) or is the same for all (mask-only); other cells get a low score. The "
             "scores are built from annotations, but only edge-aware reads the annotations. “Unsplit” "
@@ -196,7 +196,7 @@ def _mean_gap(dataset: str) -> ClaimTest:
 
 
 @claim(
-    "The methods have the same order on other data: by mean gap, on the embedded pictures",
+    "The methods have the same order on other data: by mean gap, on the embedded images",
     "the order of its table",
     command_for("probe", {"dataset": "embedded"}),
 )
@@ -204,7 +204,7 @@ def _same_order(records: RecordSet) -> tuple[str, Verdict, str]:
     gaps = {method: _values(records, "embedded", method, "mean_gap")[0] for method in ORDER}
     same = sorted(gaps, key=lambda method: gaps[method]) == ORDER
     change = f"{format_number(gaps['sparge-mean'])} to {format_number(gaps[BMFA])}"
-    note = f"{change}, on pictures that this library generates."
+    note = f"{change}, on images that this library generates."
     return "the same order" if same else "another order", judge_direction(same), note
 
 

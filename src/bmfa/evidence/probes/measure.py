@@ -118,7 +118,7 @@ def describe_source(source: InstanceSource, tally: Tally) -> dict[str, Any]:
         origin |= {
             # File names alone: a record is passed on, and holds no folder of this machine.
             "annotations": Path(source.annotations.path).name,
-            "images": Path(source.pictures.path).name,
+            "images": Path(source.images.path).name,
         }
     elif isinstance(source, EmbeddedScenes):
         origin |= asdict(source)
@@ -131,7 +131,7 @@ def describe_source(source: InstanceSource, tally: Tally) -> dict[str, Any]:
 
     return {
         "source": origin,
-        "pictures": len(source),
+        "images": len(source),
         "faults": with_names(tally.faults),
         "left_out": with_names(tally.left_out),
     }

@@ -26,7 +26,7 @@ from bmfa.evidence.runner.resume import Part, digest, open_checkpoint
 _ARRAYS: dict[str, np.dtype[Any]] = {"edge": np.dtype(np.float64), "minority": np.dtype(np.bool_)}
 _COLUMNS: dict[str, np.dtype[Any]] = {
     "box": np.dtype(np.int64),
-    "picture_id": np.dtype(np.int64),
+    "image_id": np.dtype(np.int64),
     "annotation_id": np.dtype(np.int64),
     "area": np.dtype(np.float64),
 }
@@ -42,8 +42,8 @@ def resumable(
     """Return a function for `probe_blocks` that computes parts in all processes of a run.
 
     Args:
-        source: Annotated pictures.
-        settings: Grid and picture size.
+        source: Annotated images.
+        settings: Grid and image size.
         strict: True if faulty instances raise.
         resume: File of the parts computed so far, created if missing; None for no file.
     """
@@ -83,16 +83,16 @@ def resumable(
             )
 
     def identity() -> dict[str, Any]:
-        return {**asdict(settings), "strict": strict, "pictures": len(source), **_origin(source)}
+        return {**asdict(settings), "strict": strict, "images": len(source), **_origin(source)}
 
     return compute_all
 
 
 def pack_part(result: Result) -> Part:
     """Return the result of a part as JSON, every number exact."""
-    pictures, block, tally = result
+    images, block, tally = result
     return {
-        "pictures": pictures,
+        "images": images,
         "faults": dict(tally.faults),
         "left_out": dict(tally.left_out),
         "names": tally.names,
@@ -104,7 +104,7 @@ def unpack_part(part: Part, strict: bool = False) -> Result:
     """Return the result of a part from `pack_part`."""
     tally = Tally(strict, Counter(part["faults"]), Counter(part["left_out"]), dict(part["names"]))
     block = None if part["block"] is None else _unpack_block(part["block"])
-    return int(part["pictures"]), block, tally
+    return int(part["images"]), block, tally
 
 
 def _pack_block(block: ProbeBlock) -> dict[str, Any]:
@@ -136,15 +136,15 @@ def _is_current(part: Part, listing: str) -> bool:
 
 
 def _listing(part: InstanceSource) -> str:
-    """Return a digest of the files that hold the pictures of a part."""
+    """Return a digest of the files that hold the images of a part."""
     return digest(part.listing()) if isinstance(part, InstancePart) else ""
 
 
 def _fault(grid: int, number: int, part: Part) -> str | None:
     """Return a phrase about the first impossible value of a saved part, or None."""
     try:
-        pictures, block, tally = unpack_part(part)
-        counts = {"pictures": pictures, **tally.faults, **tally.left_out}
+        images, block, tally = unpack_part(part)
+        counts = {"images": images, **tally.faults, **tally.left_out}
         columns = (
             {} if block is None else {name: getattr(block, name) for name in (*_COLUMNS, *_WORDS)}
         )

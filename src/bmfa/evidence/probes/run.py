@@ -56,15 +56,15 @@ def run(
     method, except for pooled methods, which need all grids at once.
 
     Args:
-        source: Annotated pictures.
+        source: Annotated images.
         dataset: `"coco"`, `"lvis"` or `"embedded"`.
         mode: How scores are built: `"image-edge"` or `"mask-only"`.
         methods: Names of summaries and rules.
-        settings: Grid and picture size.
+        settings: Grid and image size.
         workers: Worker processes; 1 builds the grids in this process.
         limit: Number of instances after which the probe ends.
         strict: True to raise at the first faulty instance instead of counting it.
-        progress: Called with the pictures done and their number.
+        progress: Called with the images done and their number.
         seed: Seed of random rules.
         resume: File of the grids built so far, created if missing.
 
@@ -76,7 +76,7 @@ def run(
 
     Example:
         >>> from bmfa.data import EmbeddedScenes
-        >>> scenes = EmbeddedScenes(pictures=2)
+        >>> scenes = EmbeddedScenes(images=2)
         >>> record = run(scenes, dataset="embedded", mode="mask-only", methods=["edge-aware"])
         >>> record.rows[0]["group"], record.rows[0]["mean_gap"]
         ('all', 0.0)

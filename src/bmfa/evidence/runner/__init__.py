@@ -1,4 +1,4 @@
-"""Shared by the experiments: batches of pictures, processes, checkpoints and sums."""
+"""Shared by the experiments: batches of images, processes, checkpoints and sums."""
 
 from collections.abc import Callable
 

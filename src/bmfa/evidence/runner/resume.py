@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from bmfa import __version__
-from bmfa.data.pictures import PicturesLostError
+from bmfa.data.images import ImagesLostError
 from bmfa.evidence.runner import processes as shards
 from bmfa.evidence.runner.processes import Processes
 from bmfa.files import write_atomic
@@ -167,7 +167,7 @@ def open_checkpoint(
     settings: Callable[[], Mapping[str, Any]],
     check: Check,
 ) -> Iterator[Checkpoint]:
-    """Open the checkpoint of a run; save it if Ctrl-C ends the block, or if its pictures vanish.
+    """Open the checkpoint of a run; save it if Ctrl-C ends the block, or if its images vanish.
 
     Args:
         path: The file that the user passed as `--resume`; None for a run without one.
@@ -176,7 +176,7 @@ def open_checkpoint(
         check: Validates a part that was read.
 
     Raises:
-        PicturesLostError: With what is saved and how to continue.
+        ImagesLostError: With what is saved and how to continue.
     """
     found = {} if path is None else settings()
     checkpoint = Checkpoint(path, experiment, found, check, shards.current())
@@ -185,7 +185,7 @@ def open_checkpoint(
     except KeyboardInterrupt:
         checkpoint.write()  # what was added since the last write
         raise
-    except PicturesLostError as error:
+    except ImagesLostError as error:
         if path is None:
             saved = "nothing of this run is saved (--resume FILE would keep partial results)"
         elif not checkpoint.write():
@@ -194,7 +194,7 @@ def open_checkpoint(
             count = len(checkpoint.parts)
             batches = "1 batch is" if count == 1 else f"{count} batches are"
             saved = f"{batches} saved in {path}, and --resume {path} continues from there"
-        raise PicturesLostError(f"{error}; {saved}") from None
+        raise ImagesLostError(f"{error}; {saved}") from None
 
 
 def part_digest(number: int, part: Part) -> str:

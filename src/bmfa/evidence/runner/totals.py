@@ -1,4 +1,4 @@
-"""Sums over pictures: each batch is measured once, by one process, and saved to a checkpoint."""
+"""Sums over images: each batch is measured once, by one process, and saved to a checkpoint."""
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -9,26 +9,26 @@ from typing import Any, ClassVar, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from bmfa.data.classification import SkippedPictures
+from bmfa.data.classification import SkippedImages
 from bmfa.evidence.runner import Progress
-from bmfa.evidence.runner.batches import Batch, PictureBatches, no_pictures_error
+from bmfa.evidence.runner.batches import Batch, ImageBatches, no_images_error
 from bmfa.evidence.runner.resume import Check, Checkpoint, Part, weights_digest
 from bmfa.models import LoadedModel
 
-# Relative rounding error allowed for sums that are otherwise in the range 0 to the picture count.
+# Relative rounding error allowed for sums that are otherwise in the range 0 to the image count.
 ROUNDING = 1e-6
 
 Sums = dict[str, dict[str, float]]  # the sums of a batch, by key
 
 
 class Totals(Protocol):
-    """A dataclass of sums over pictures for one key, usually a method."""
+    """A dataclass of sums over images for one key, usually a method."""
 
     __dataclass_fields__: ClassVar[dict[str, Any]]
     images: int
 
     def ranges(self) -> dict[str, tuple[float, float]]:
-        """Return the least and the largest possible value of every sum for `images` pictures."""
+        """Return the least and the largest possible value of every sum for `images` images."""
         ...
 
 
@@ -37,7 +37,7 @@ TotalsType = TypeVar("TotalsType", bound=Totals)
 
 @dataclass(frozen=True, eq=False)
 class Reference:
-    """Pictures on the device with the outputs of the full model."""
+    """Images on the device with the outputs of the full model."""
 
     pixels: Tensor  # (B, 3, H, W)
     indices: list[int]
@@ -49,61 +49,61 @@ class Reference:
 
     @property
     def labelled(self) -> int:
-        """Number of pictures with a label."""
+        """Number of images with a label."""
         return sum(label is not None for label in self.labels)
 
     def single(self) -> Iterator["Reference"]:
-        """Yield the pictures one by one."""
+        """Yield the images one by one."""
         for i, (index, label) in enumerate(zip(self.indices, self.labels, strict=True)):
             yield Reference(self.pixels[i : i + 1], [index], [label], self.full[i : i + 1])
 
     def count_agreeing(self, logits: Tensor) -> int:
-        """Count the pictures that get the class of the full model."""
+        """Count the images that get the class of the full model."""
         return int((logits.argmax(-1) == self.full.argmax(-1)).sum())
 
     def count_correct(self, logits: Tensor) -> int:
-        """Count the pictures that get their own class."""
+        """Count the images that get their own class."""
         return sum(a == b for a, b in zip(logits.argmax(-1).tolist(), self.labels, strict=True))
 
     def count_top_k(self, logits: Tensor, k: int) -> int:
-        """Count the pictures with fewer than k classes of larger score than their own."""
+        """Count the images with fewer than k classes of larger score than their own."""
         count = 0
         for scores, label in zip(logits.cpu(), self.labels, strict=True):
             count += label is not None and int((scores > scores[label]).sum()) < k
         return count
 
     def sum_output_kl(self, logits: Tensor) -> float:
-        """Sum KL(full || approximate) of the output distributions over the pictures."""
+        """Sum KL(full || approximate) of the output distributions over the images."""
         full, approximate = (x.double().log_softmax(-1) for x in (self.full, logits))
         return float((full.exp() * (full - approximate)).sum())
 
 
-def sum_over_pictures(
-    batches: PictureBatches,
+def sum_over_images(
+    batches: ImageBatches,
     measure: Callable[[Batch], Sums],
     totals_type: type[TotalsType],
     checkpoint: Checkpoint,
     progress: Progress | None = None,
-) -> tuple[dict[str, TotalsType], SkippedPictures]:
+) -> tuple[dict[str, TotalsType], SkippedImages]:
     """Measure every batch and add up the sums.
 
     Each batch is measured by one process as if it were alone, and the sums are exact, so the totals
     do not depend on the number of processes nor on where a run was interrupted. Batches of the
-    checkpoint in which pictures could not be read are read again, and measured again if more can be
+    checkpoint in which images could not be read are read again, and measured again if more can be
     read now.
 
     Args:
-        batches: The pictures.
+        batches: The images.
         measure: Returns the sums of one batch by key.
         totals_type: The dataclass of the sums of a key.
         checkpoint: Receives the result of every batch.
-        progress: Called with the pictures done and their number.
+        progress: Called with the images done and their number.
 
     Returns:
-        The totals by key, and the pictures that could not be read.
+        The totals by key, and the images that could not be read.
 
     Raises:
-        ValueError: If no picture could be read.
+        ValueError: If no image could be read.
     """
     processes, saved = checkpoint.processes, checkpoint.parts
     done = {n: part for n, part in saved.items() if n < len(batches) and not part["skipped"]}
@@ -127,14 +127,14 @@ def sum_over_pictures(
 
 def _add_up(
     parts: Sequence[Part], totals_type: type[TotalsType]
-) -> tuple[dict[str, TotalsType], SkippedPictures]:
-    skipped = SkippedPictures()
+) -> tuple[dict[str, TotalsType], SkippedImages]:
+    skipped = SkippedImages()
     for part in parts:
         for reason in part["skipped"]:
             skipped.add(reason)
     sums: list[Sums] = [part["sums"] for part in parts if part["sums"]]
     if not sums:
-        raise no_pictures_error(skipped)
+        raise no_images_error(skipped)
     return {key: totals_type(**_sum([one[key] for one in sums])) for key in sums[0]}, skipped
 
 
@@ -147,18 +147,18 @@ def _sum(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
     }
 
 
-def run_identity(model: LoadedModel, batches: PictureBatches, device: str) -> dict[str, Any]:
+def run_identity(model: LoadedModel, batches: ImageBatches, device: str) -> dict[str, Any]:
     """Return what partial results depend on, besides the settings in a record."""
     return {
         "weights": weights_digest(model.model),
-        "number of pictures": len(batches.source),
-        "names of pictures": batches.digest(),
+        "number of images": len(batches.source),
+        "names of images": batches.digest(),
         "device": torch.device(device).type,
     }
 
 
-def check_part(batches: PictureBatches, keys: Iterable[str], totals_type: type[Totals]) -> Check:
-    """Return a check of the parts that `sum_over_pictures` saves.
+def check_part(batches: ImageBatches, keys: Iterable[str], totals_type: type[Totals]) -> Check:
+    """Return a check of the parts that `sum_over_images` saves.
 
     Args:
         batches: The batches of this run.
@@ -206,8 +206,8 @@ def check_labels(labels: Sequence[int | None], classes: int) -> None:
     beyond = next((label for label in labels if label is not None and label >= classes), None)
     if beyond is not None:
         raise ValueError(
-            f"a picture has class {beyond}, and the model {classes} classes; "
-            "pass the model of these pictures, or labels in its order"
+            f"an image has class {beyond}, and the model {classes} classes; "
+            "pass the model of these images, or labels in its order"
         )
 
 

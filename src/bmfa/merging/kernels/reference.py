@@ -1,4 +1,4 @@
-"""The specification of token reduction in float64 NumPy, one picture at a time.
+"""The specification of token reduction in float64 NumPy, one image at a time.
 
 Shapes: x (T, C) holds the tokens, prefix tokens first; size (T,); keys (H, T, d), or their
     normalised means over heads (T, d).

@@ -22,7 +22,7 @@ equal tokens may have any mass. Two approximations turn this into one cost for a
     cost(a, b) = (pi_a + pi_b) |LN(x_a) - LN(x_b)|^2
 
 Every second block merges, from a quarter of the depth on, except the last. Early tokens have passed
-through few MLPs, and an early class query has read little of its picture, so neither factor
+through few MLPs, and an early class query has read little of its image, so neither factor
 predicts what later blocks read: if every second block from the second on merges, DeiT-Tiny at r = 8
 loses more than three times the output KL.
 

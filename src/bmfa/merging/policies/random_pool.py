@@ -13,7 +13,7 @@ _LAYER_STRIDE = 1009  # a prime above every depth: different seeds never share t
 
 @dataclass(frozen=True)
 class RandomPool(BudgetPolicy):
-    """Every block merges r disjoint random pairs, the same for all pictures.
+    """Every block merges r disjoint random pairs, the same for all images.
 
     Args:
         budget: int, number of tokens that every block removes; or float in [0.5, 1], fraction of

@@ -1,4 +1,4 @@
-"""The embedded model: a small Vision Transformer for the drawn pictures, and how it was trained."""
+"""The embedded model: a small Vision Transformer for the drawn images, and how it was trained."""
 
 from bmfa.models.embedded.model import (
     IMAGE_SIZE,

@@ -20,13 +20,11 @@ from torch.nn.functional import (
     scaled_dot_product_attention,
 )
 
-from bmfa.data.drawn.badges import BADGE_CLASSES, BADGE_PICTURE_SIZE, SHAPES, TEXTURES, TICK_COUNTS
+from bmfa.data.drawn.badges import BADGE_CLASSES, BADGE_IMAGE_SIZE, SHAPES, TEXTURES, TICK_COUNTS
 from bmfa.files import write_atomic
 from bmfa.models.weights import load_weights
 
-IMAGE_SIZE = (
-    BADGE_PICTURE_SIZE  # pixels, the size it is made for; it accepts multiples of PATCH_SIZE
-)
+IMAGE_SIZE = BADGE_IMAGE_SIZE  # pixels, the size it is made for; it accepts multiples of PATCH_SIZE
 PATCH_SIZE = 8
 GRID_SIZE = (IMAGE_SIZE // PATCH_SIZE, IMAGE_SIZE // PATCH_SIZE)
 CLASS_COUNT = len(BADGE_CLASSES)
@@ -55,12 +53,12 @@ class PatchEmbed(nn.Module):
         self.context = nn.Conv2d(3, _CONTEXT_CHANNELS, _CONTEXT_SIZE, PATCH_SIZE)
         self.mix = nn.Linear(_CONTEXT_CHANNELS, dim)
 
-    def forward(self, pictures: Tensor) -> Tensor:
-        detail: Tensor = self.proj(pictures)  # (B, dim, rows, columns)
+    def forward(self, images: Tensor) -> Tensor:
+        detail: Tensor = self.proj(images)  # (B, dim, rows, columns)
         # A window of 16 * ratio pixels, centred at a patch of 8, begins 8 * ratio - 4 pixels before it.
         ratio = _context_ratio(*detail.shape[-2:])
         margin = (_CONTEXT_SIZE * ratio - PATCH_SIZE) // 2
-        padded = pad(pictures, (margin,) * 4, mode="replicate")
+        padded = pad(images, (margin,) * 4, mode="replicate")
         averaged = avg_pool2d(padded, ratio) if ratio > 1 else padded
         context = conv2d(
             averaged, self.context.weight, self.context.bias, stride=PATCH_SIZE // ratio
@@ -157,25 +155,25 @@ class EmbeddedViT(nn.Module):
             self.mask_head.weight.mul_(0.1)
             self.mask_head.bias.fill_(-3.0)
 
-    def forward(self, pictures: Tensor) -> Tensor:
+    def forward(self, images: Tensor) -> Tensor:
         """Compute class logits (B, 24) of preprocessed images (B, 3, H, W)."""
-        return self.class_logits(self.forward_features(pictures))
+        return self.class_logits(self.forward_features(images))
 
     def class_logits(self, features: Tensor) -> Tensor:
         """Compute class logits (B, 24) from features (B, 1 + N, dim).
 
         A class is a shape, a texture and a number of ticks; its logit is the sum of their scores, so
-        that every picture teaches its shape to all classes of that shape.
+        that every image teaches its shape to all classes of that shape.
         """
         shape, texture, ticks = self.head(features[:, 0]).split(FACTORS, -1)
         scores = shape[:, :, None, None] + texture[:, None, :, None] + ticks[:, None, None, :]
         logits: Tensor = scores.flatten(1)
         return logits
 
-    def forward_features(self, pictures: Tensor) -> Tensor:
+    def forward_features(self, images: Tensor) -> Tensor:
         """Compute the tokens after the last norm, (B, 1 + N, dim), the class token first."""
-        rows, columns = _check_pictures(pictures)
-        spatial = self.patch_embed(pictures)  # (B, N, dim)
+        rows, columns = _check_images(images)
+        spatial = self.patch_embed(images)  # (B, N, dim)
         positions = encode_positions(rows, columns, spatial.shape[-1], spatial.device)
         spatial = spatial + self.pos_embed(positions.to(self.pos_embed.weight.dtype))
         class_token = self.cls_token.expand(spatial.shape[0], -1, -1)
@@ -183,11 +181,11 @@ class EmbeddedViT(nn.Module):
         features: Tensor = self.norm(self.blocks(x))
         return features
 
-    def forward_dense(self, pictures: Tensor) -> tuple[Tensor, Tensor]:
+    def forward_dense(self, images: Tensor) -> tuple[Tensor, Tensor]:
         """Compute class logits and the logits of the mask of the object.
 
         Args:
-            pictures: (B, 3, H, W) images as `preprocess` returns them.
+            images: (B, 3, H, W) images as `preprocess` returns them.
 
         Returns:
             (B, 24) class logits and (B, H, W) mask logits, positive inside the object.
@@ -201,9 +199,9 @@ class EmbeddedViT(nn.Module):
             >>> masks.shape
             torch.Size([1, 128, 128])
         """
-        features = self.forward_features(pictures)
-        cells = self.mask_cells(features, *_check_pictures(pictures))
-        masks = interpolate(cells[:, None], pictures.shape[-2:], mode="bilinear")[:, 0]
+        features = self.forward_features(images)
+        cells = self.mask_cells(features, *_check_images(images))
+        masks = interpolate(cells[:, None], images.shape[-2:], mode="bilinear")[:, 0]
         return self.class_logits(features), masks
 
     def mask_cells(self, features: Tensor, rows: int, columns: int) -> Tensor:
@@ -222,12 +220,12 @@ def to_cells(values: Tensor, rows: int, columns: int) -> Tensor:
     return pixel_shuffle(on_grid, MASK_CELLS)[:, 0]
 
 
-def _check_pictures(pictures: Tensor) -> tuple[int, int]:
+def _check_images(images: Tensor) -> tuple[int, int]:
     """Return the rows and columns of tokens; raise ValueError for other shapes."""
-    shape = tuple(pictures.shape)
+    shape = tuple(images.shape)
     if len(shape) != 4 or shape[1] != 3 or any(side % PATCH_SIZE or not side for side in shape[2:]):
         raise ValueError(
-            f"pictures have shape {shape}; pass (B, 3, height, width) with sides that are multiples of "
+            f"images have shape {shape}; pass (B, 3, height, width) with sides that are multiples of "
             f"{PATCH_SIZE}, ({IMAGE_SIZE}, {IMAGE_SIZE}) for its own size"
         )
     return shape[2] // PATCH_SIZE, shape[3] // PATCH_SIZE

@@ -33,14 +33,14 @@ from bmfa.models.embedded.model import (
     save,
     to_cells,
 )
-from bmfa.models.embedded.training_pictures import RATIOS, NewPictures, PictureBuffer, augment
+from bmfa.models.embedded.training_images import RATIOS, ImageBuffer, NewImages, augment
 from bmfa.records import Record, Row, environment
 
-# Far from small seeds, which therefore give pictures that the model was not trained on.
+# Far from small seeds, which therefore give images that the model was not trained on.
 SEED = 20_260_000
 SECONDS = 350.0  # of training on one H200, for the shipped weights
 _STREAM = 3  # third part of the random key of a step; scenes have 1 and badges 2
-_FIRST_BATCHES = 8  # batches of new pictures before the first step of a training by time
+_FIRST_BATCHES = 8  # batches of new images before the first step of a training by time
 Log = Callable[[Row], None]
 
 
@@ -48,18 +48,18 @@ Log = Callable[[Row], None]
 class Recipe:
     """Settings of the training.
 
-    Worker processes draw pictures without grain into a buffer on the device; every step takes a random
-    sample of it, flips, transposes and inverts each picture at random, and adds grain of a random
-    amplitude. A step has pictures of one size, and at twice the side a quarter as many.
+    Worker processes draw images without grain into a buffer on the device; every step takes a random
+    sample of it, flips, transposes and inverts each image at random, and adds grain of a random
+    amplitude. A step has images of one size, and at twice the side a quarter as many.
     """
 
-    batch: int = 384  # pictures of a step of 16x16 tokens
-    drawn: int = 256  # pictures of 16x16 tokens that are drawn together
+    batch: int = 384  # images of a step of 16x16 tokens
+    drawn: int = 256  # images of 16x16 tokens that are drawn together
     reuse: int = 4  # steps for each batch that is drawn, in a training by steps
     buffer: int = 1600  # batches of each size that are kept
     grain: float = 48.0  # largest amplitude of the grain, in levels of 256
     grain_ramp: tuple[float, float] = (0.15, 0.5)  # its part at first; all of it from here on
-    small_part: float = 0.7  # of the training, before pictures of 64x64 tokens
+    small_part: float = 0.7  # of the training, before images of 64x64 tokens
     small_odds: tuple[float, ...] = (0.9, 0.1, 0.0)  # of each of RATIOS in that part
     large_odds: tuple[float, ...] = (0.6, 0.2, 0.2)  # and after it
     learning_rate: float = 2e-3  # largest, after the warm-up
@@ -72,7 +72,7 @@ class Recipe:
     checkpoint_every: int = 2000  # steps
     log_every: int = 200  # steps
     evaluate_every: int = 2500  # steps
-    held_out: tuple[int, int] = (1920, 192)  # pictures of 16x16 and of 64x64 tokens at the end
+    held_out: tuple[int, int] = (1920, 192)  # images of 16x16 and of 64x64 tokens at the end
     held_out_grains: tuple[float, ...] = (0.0, 8.0, 16.0, 24.0, 32.0, 40.0, 48.0)
 
     def __post_init__(self) -> None:
@@ -81,7 +81,7 @@ class Recipe:
             check_integer(name, getattr(self, name), low=1)
 
     def ratio(self, seed: int, step: int, progress: float) -> int:
-        """Return the side of the pictures of a step, relative to 128 pixels."""
+        """Return the side of the images of a step, relative to 128 pixels."""
         odds = self.small_odds if progress < self.small_part else self.large_odds
         number = UniformGenerator(seed, step, _STREAM).number()
         for ratio, share in zip(RATIOS[:-1], odds, strict=False):
@@ -115,16 +115,16 @@ def train(
     log: Log | None = None,
     recipe: Recipe | None = None,
 ) -> Record | None:
-    """Train the embedded model, write its weights and measure it on pictures it has not seen.
+    """Train the embedded model, write its weights and measure it on images it has not seen.
 
-    The training has a number of steps, or it lasts a time and takes pictures as they are drawn. By steps
+    The training has a number of steps, or it lasts a time and takes images as they are drawn. By steps
     everything random is a function of seed and step, so a run that is resumed from its checkpoint ends
-    in the same state as an uninterrupted one, as long as the buffer holds all pictures: bit for bit on a
+    in the same state as an uninterrupted one, as long as the buffer holds all images: bit for bit on a
     CPU, up to the order of sums on a GPU.
 
     Args:
         output: The safetensors file to write.
-        seed: The seed of pictures, views and initial weights.
+        seed: The seed of images, views and initial weights.
         steps: The number of steps; None for a training by time.
         seconds: The time of the training in all calls together; `SECONDS` if neither is given.
         stop_after: The seconds after which this call stores its checkpoint and stops; None for no limit.
@@ -180,7 +180,7 @@ def train(
     settings = {"seed": seed, "steps": run.step, **asdict(recipe), "held_out_seed": HELD_OUT_SEED}
     size: Row = {"parameters": sum(p.numel() for p in run.average.parameters())}
     size |= {"seconds": round(run.seconds, 1), "weights_bytes": Path(output).stat().st_size}
-    drawn = {"pictures_drawn": sum(run.drawn.values()), "task_grain": GRAIN}
+    drawn = {"images_drawn": sum(run.drawn.values()), "task_grain": GRAIN}
     frame = environment(run.device.type)
     return Record("train-embedded", settings | size | drawn, [*run.rows, *rows], frame)
 
@@ -202,7 +202,7 @@ class _TrainingRun:
         self.rows: list[Row] = []
         self.workers = max(1, (os.cpu_count() or 2) - 1) if device.type == "cuda" else 0
         self.batches, self.drawn = 0, dict.fromkeys(RATIOS, 0)
-        self.buffers = {ratio: PictureBuffer(device) for ratio in RATIOS}
+        self.buffers = {ratio: ImageBuffer(device) for ratio in RATIOS}
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             self.model = EmbeddedViT().to(device).train()
@@ -252,7 +252,7 @@ class _TrainingRun:
             yield losses.detach()
 
     def _by_steps(self) -> Iterator[None]:
-        """Before every step, wait for the pictures that it may use."""
+        """Before every step, wait for the images that it may use."""
         needed = self.step // self.recipe.reuse + 1
         self.batches, self.drawn = max(0, needed - self.recipe.buffer), dict.fromkeys(RATIOS, 0)
         drawing = iter(self._loader())
@@ -262,7 +262,7 @@ class _TrainingRun:
             yield
 
     def _by_time(self) -> Iterator[None]:
-        """Before every step, take the pictures that are ready."""
+        """Before every step, take the images that are ready."""
         ready: queue.Queue[tuple[Tensor, ...]] = queue.Queue(maxsize=8)
         ended = threading.Event()
 
@@ -293,8 +293,8 @@ class _TrainingRun:
             thread.join(timeout=30.0)
 
     def _loader(self) -> DataLoader[tuple[Tensor, ...]]:
-        """Return new pictures in order; for a GPU, all CPU cores but one draw them."""
-        batches = NewPictures(self.seed, self.batches, self.recipe.drawn)
+        """Return new images in order; for a GPU, all CPU cores but one draw them."""
+        batches = NewImages(self.seed, self.batches, self.recipe.drawn)
         if not self.workers:
             return DataLoader(batches, batch_size=None)
         return DataLoader(batches, batch_size=None, num_workers=self.workers, pin_memory=True)
@@ -330,11 +330,11 @@ class _TrainingRun:
         shares = augment(cells.float() / (PATCH_SIZE // MASK_CELLS) ** 2, flags, invert=False)
         return augment(images, flags), labels, shares
 
-    def _losses(self, pictures: Tensor, labels: Tensor, cells: Tensor) -> Tensor:
+    def _losses(self, images: Tensor, labels: Tensor, cells: Tensor) -> Tensor:
         kind = self.device.type
         grid = [side // MASK_CELLS for side in cells.shape[2:]]
         with torch.autocast(kind, dtype=torch.bfloat16, enabled=kind == "cuda"):
-            features = self.model.forward_features(pictures)
+            features = self.model.forward_features(images)
             logits = self.model.class_logits(features)
             mask = self.model.mask_cells(features, *grid)
             ticks = to_cells(self.tick_head(features[:, 1:]), *grid)
@@ -356,11 +356,11 @@ class _TrainingRun:
         torch._foreach_lerp_(averages, weights, 1.0 - decay)
 
     def note(self, losses: Tensor, log: Log | None, evaluate: bool) -> None:
-        """Add a row to the log, with accuracy and IoU on a few held-out pictures."""
+        """Add a row to the log, with accuracy and IoU on a few held-out images."""
         row: Row = {"what": "training", "step": self.step, "seconds": round(self.seconds, 1)}
         names = ("class_loss", "mask_loss", "tick_loss")
         row |= zip(names, (round(value, 4) for value in losses.tolist()), strict=True)
-        row["pictures_drawn"] = sum(self.drawn.values())
+        row["images_drawn"] = sum(self.drawn.values())
         if evaluate:
             for ratio, count in ((1, 240), (RATIOS[-1], 48)):
                 measured = held_out_row(self.average, ratio, count, GRAIN, 0)
@@ -410,7 +410,7 @@ class _TrainingRun:
 
 
 def mask_loss(cells: Tensor, masks: Tensor) -> Tensor:
-    """Compute binary cross-entropy plus the Dice loss, averaged over pictures.
+    """Compute binary cross-entropy plus the Dice loss, averaged over images.
 
     Args:
         cells: (B, h, w) logits.

@@ -66,7 +66,7 @@ class AttentionFunction:
         return False
 
     def uses_host_on(self, grid: Grid, x: Tensor) -> bool:
-        """True if the host computes this call itself; x has tokens of pictures with this grid."""
+        """True if the host computes this call itself; x has tokens of images with this grid."""
         return self.uses_host(x)
 
     def compute(

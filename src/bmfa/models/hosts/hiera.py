@@ -11,7 +11,7 @@ from bmfa.grid import Grid
 from bmfa.models.hosts.base import AttentionFunction, Host, class_name
 from bmfa.models.hosts.timm import ReplaceSDPA, TimmAttention
 from bmfa.models.hosts.transformers import OverridingAttention
-from bmfa.models.packed_calls import attend_pictures, watch_blocks
+from bmfa.models.packed_calls import attend_images, watch_blocks
 
 TIMM_TOWER = "timm.models.hiera.Hiera"
 SAM2_TOWER = "transformers.models.sam2.modeling_sam2.Sam2HieraDetModel"
@@ -81,7 +81,7 @@ class HieraAttention(TimmAttention):
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         queries = self.queries or self.tokens
-        output = attend_pictures(
+        output = attend_images(
             self.function,
             self.tokens.grid,
             queries.to_raster(query),

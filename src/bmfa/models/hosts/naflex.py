@@ -1,4 +1,4 @@
-"""NaFlexViT of timm: batches of pictures with grids of their own, padded to equal length."""
+"""NaFlexViT of timm: batches of images with grids of their own, padded to equal length."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,9 +14,9 @@ from bmfa.models.hosts.timm import ATTENTIONS, ReplaceSDPA, TimmAttention
 from bmfa.models.hosts.unsupported import raise_unsupported
 from bmfa.models.override import override_method
 from bmfa.models.packed_calls import (
-    attend_pictures,
+    attend_images,
     begin_pass,
-    carry_pictures,
+    carry_images,
     is_traced,
     runs_dense,
 )
@@ -31,14 +31,14 @@ from bmfa.models.packing import (
 from bmfa.models.token_grid import TokenGrid
 
 TOWER = "timm.models.naflexvit.NaFlexVit"
-_PADDING = "its pictures may have different grids, and padding"
+_PADDING = "its images may have different grids, and padding"
 
 
 class NaFlexAttention(TimmAttention):
-    """Runs the module's own forward with our attention inside of each picture."""
+    """Runs the module's own forward with our attention inside of each image."""
 
     def uses_host(self, x: Any) -> bool:
-        """False: `run` decides for the pictures of the pass."""
+        """False: `run` decides for the images of the pass."""
         return False
 
     def run(self, module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -56,7 +56,7 @@ class NaFlexAttention(TimmAttention):
             return forward(*args, **kwargs)
         if packing.own_mask:
             raise ValueError(
-                "attn_mask is not supported in a patched NaFlexViT, which attends inside each picture; "
+                "attn_mask is not supported in a patched NaFlexViT, which attends inside each image; "
                 "pass patch_coord and patch_valid without attn_mask, or call bmfa.unpatch(model)"
             )
         with ReplaceSDPA(partial(self._attend, packing)):
@@ -73,7 +73,7 @@ class NaFlexAttention(TimmAttention):
         is_causal: bool = False,
         scale: float | None = None,
     ) -> Tensor:
-        attend = partial(attend_pictures, self.function, dropout=dropout_p, scale=scale)
+        attend = partial(attend_images, self.function, dropout=dropout_p, scale=scale)
         return packing.attend(attend, query, key, value)
 
 
@@ -84,11 +84,11 @@ class NaFlexReader:
     token_grid: TokenGrid
 
     def uses_host(self, x: Any) -> bool:
-        """False: every pass has its pictures."""
+        """False: every pass has its images."""
         return False
 
     def run(self, module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Compute the embeddings, after reading where the patches of each picture are."""
+        """Compute the embeddings, after reading where the patches of each image are."""
         coordinates = args[1] if len(args) > 1 else kwargs.get("patch_coord")
         outside_graphs(self._read, module, *args, traceable=coordinates is None, **kwargs)
         return forward(*args, **kwargs)
@@ -118,11 +118,11 @@ class NaFlexReader:
                 grid, order = raster_order(positions[index])
                 orders.append((grid, index[order]))
         tokens = prefix + patches
-        pictures = []
+        images = []
         for row, (grid, order) in enumerate(orders):
             index = torch.cat((torch.arange(prefix, device=device), prefix + order))
-            pictures.append((grid, row * tokens + index))
-        packing = pack(pictures, (len(orders), tokens), x.device, own_mask=attn_mask is not None)
+            images.append((grid, row * tokens + index))
+        packing = pack(images, (len(orders), tokens), x.device, own_mask=attn_mask is not None)
         begin_pass(self.token_grid, packing)
 
 
@@ -152,7 +152,7 @@ def _host(tower: Any) -> Host:
 
 
 def watch_tower(host: Host, token_grid: TokenGrid) -> None:
-    """Read the pictures of each forward pass, and let the blocks of the tower carry them."""
+    """Read the images of each forward pass, and let the blocks of the tower carry them."""
     prepare_compiling()
     override_method(host.tower, NaFlexReader(token_grid), "_forward_embeds")
-    carry_pictures(host, token_grid)
+    carry_images(host, token_grid)

@@ -1,8 +1,8 @@
-"""Vision towers of transformers that pack pictures of different sizes into one sequence.
+"""Vision towers of transformers that pack images of different sizes into one sequence.
 
-Pixtral, Qwen2-VL, Qwen2.5-VL and Qwen3-VL. The tower is told the size of each picture; its tokens may
+Pixtral, Qwen2-VL, Qwen2.5-VL and Qwen3-VL. The tower is told the size of each image; its tokens may
 be in an order of its own. In every forward pass a hook of the tower makes a `Packing` from that, and the
-attention modules pass the tokens of each picture, in raster order, to the function of their layer.
+attention modules pass the tokens of each image, in raster order, to the function of their layer.
 """
 
 from collections.abc import Callable
@@ -23,9 +23,9 @@ from bmfa.models.hosts.transformers import (
     required_replacement,
 )
 from bmfa.models.packed_calls import (
-    attend_pictures,
+    attend_images,
     begin_pass,
-    carry_pictures,
+    carry_images,
     is_traced,
     runs_dense,
 )
@@ -45,7 +45,7 @@ IMPLEMENTATION = "bmfa_packed"
 
 
 class PackedAttention(OverridingAttention):
-    """Runs the module's own forward on all pictures at once, with our attention inside of each."""
+    """Runs the module's own forward on all images at once, with our attention inside of each."""
 
     implementation = IMPLEMENTATION
 
@@ -64,7 +64,7 @@ class PackedAttention(OverridingAttention):
         x = args[0] if args else kwargs["hidden_states"]
         if runs_dense(self.function, packing, x):
             return forward(*args, **kwargs)
-        if "cu_seqlens" in kwargs:  # of one sequence with all pictures, for one call of attention
+        if "cu_seqlens" in kwargs:  # of one sequence with all images, for one call of attention
             kwargs["cu_seqlens"] = torch.tensor([0, x.shape[0]], dtype=torch.int32)
         if "attention_mask" in kwargs:  # block-diagonal, which the packing replaces
             kwargs["attention_mask"] = None
@@ -90,14 +90,14 @@ def packed_attention_forward(
             **kwargs,
         )  # fmt: skip
     refuse_attentions(replacement.saved["config"], kwargs)
-    attend = partial(attend_pictures, replacement.function, dropout=dropout, scale=scaling)
+    attend = partial(attend_images, replacement.function, dropout=dropout, scale=scaling)
     output = bmfa_packing.attend(attend, query, key, value)
     return output.transpose(1, 2).contiguous(), None
 
 
 @dataclass(frozen=True)
 class PackedFamily:
-    """The names of a family's attention class and patch projection, and how its pictures are read."""
+    """The names of a family's attention class and patch projection, and how its images are read."""
 
     attention: str
     projection: str
@@ -127,16 +127,16 @@ class PackingReader:
 def _read_pixtral(
     tower: Any, pixel_values: Tensor, image_sizes: Any = None, **kwargs: Any
 ) -> Packing:
-    """Read the pictures of Pixtral: each has its own crop of the batch, in raster order."""
+    """Read the images of Pixtral: each has its own crop of the batch, in raster order."""
     if image_sizes is None:
         image_sizes = [pixel_values.shape[-2:]] * pixel_values.shape[0]
-    pictures, start = [], 0
+    images, start = [], 0
     device = index_device(pixel_values)
     for height, width in image_sizes:
         grid = Grid(int(height) // tower.patch_size, int(width) // tower.patch_size)
-        pictures.append((grid, torch.arange(start, start + grid.size, device=device)))
+        images.append((grid, torch.arange(start, start + grid.size, device=device)))
         start += grid.size
-    return pack(pictures, (1, start), pixel_values.device)
+    return pack(images, (1, start), pixel_values.device)
 
 
 def _has_integer_sizes(
@@ -151,9 +151,9 @@ def _has_integer_sizes(
 
 
 def _read_qwen(tower: Any, hidden_states: Tensor, grid_thw: Tensor, **kwargs: Any) -> Packing:
-    """Read the pictures of Qwen: blocks of patches, in windows if the tower has some.
+    """Read the images of Qwen: blocks of patches, in windows if the tower has some.
 
-    Every frame of a video is a picture of its own. The positions of the patches come from the functions
+    Every frame of a video is an image of its own. The positions of the patches come from the functions
     of transformers that the tower calls, which read what the caller has computed in advance.
     """
     vision = load_package("transformers.vision_utils")
@@ -169,17 +169,17 @@ def _read_qwen(tower: Any, hidden_states: Tensor, grid_thw: Tensor, **kwargs: An
             kwargs=dict(kwargs),
         )
         positions = positions.unflatten(0, (-1, merge * merge))[window_index.cpu()].flatten(0, 1)
-    pictures, start = [], 0
+    images, start = [], 0
     for frames, height, width in sizes.tolist():
         for _ in range(frames):
             end = start + height * width
             grid, order = raster_order(positions[start:end])
-            pictures.append((grid, start + order))
+            images.append((grid, start + order))
             start = end
-    return pack(pictures, (1, start), hidden_states.device)
+    return pack(images, (1, start), hidden_states.device)
 
 
-_PATCHES = "it takes patches of pictures and grid_thw instead of (N, 3, height, width) pixels"
+_PATCHES = "it takes patches of images and grid_thw instead of (N, 3, height, width) pixels"
 # By the class of the tower.
 FAMILIES = {
     "pixtral.modeling_pixtral.PixtralVisionModel": PackedFamily(
@@ -199,11 +199,11 @@ FAMILIES = {
     ),
 }
 _WINDOWS = "attention inside windows"
-_PACKED = "its pictures share one sequence and may have different sizes"
+_PACKED = "its images share one sequence and may have different sizes"
 
 
 def find_towers(model: nn.Module) -> list[Host]:
-    """List the towers in a model that pack pictures."""
+    """List the towers in a model that pack images."""
     hosts = []
     for tower in model.modules():
         name = class_name(tower).removeprefix("transformers.models.")
@@ -239,7 +239,7 @@ def _host(tower: Any, name: str) -> Host:
 
 
 def watch_tower(host: Host, token_grid: TokenGrid, family: str) -> None:
-    """Read the pictures of each forward pass, and let the blocks of the tower carry them."""
+    """Read the images of each forward pass, and let the blocks of the tower carry them."""
     reader = PackingReader(token_grid, family)
     token_grid.handle = host.tower.register_forward_pre_hook(reader, with_kwargs=True)
-    carry_pictures(host, token_grid)
+    carry_images(host, token_grid)

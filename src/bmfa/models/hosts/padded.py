@@ -1,8 +1,8 @@
 """Vision towers of transformers whose sequences are padded or shuffled: SigLIP2 and ViT-MAE.
 
-SigLIP2 takes pictures of different sizes in one batch, each padded to the longest. ViT-MAE puts the
-patches of every picture in a random order, also if it drops none. In every forward pass a hook makes a
-`Packing` that says where the patches of each picture are; attention is computed for each picture in
+SigLIP2 takes images of different sizes in one batch, each padded to the longest. ViT-MAE puts the
+patches of every image in a random order, also if it drops none. In every forward pass a hook makes a
+`Packing` that says where the patches of each image are; attention is computed for each image in
 raster order.
 """
 
@@ -24,9 +24,9 @@ from bmfa.models.hosts.transformers import (
     required_replacement,
 )
 from bmfa.models.packed_calls import (
-    attend_pictures,
+    attend_images,
     begin_pass,
-    carry_pictures,
+    carry_images,
     is_traced,
     runs_dense,
 )
@@ -88,14 +88,14 @@ def _attend(
             "an attention mask is not supported in this patched model; leave it out, or call "
             "bmfa.unpatch(model)"
         )
-    attend = partial(attend_pictures, function, dropout=dropout, scale=scaling)
+    attend = partial(attend_images, function, dropout=dropout, scale=scaling)
     output = packing.attend(attend, query, key, value, scaling)
     return output.transpose(1, 2).contiguous(), None
 
 
 @dataclass(eq=False)
 class Siglip2Reader:
-    """Hook of the tower of SigLIP2, which is told the size of each picture."""
+    """Hook of the tower of SigLIP2, which is told the size of each image."""
 
     token_grid: TokenGrid
 
@@ -118,16 +118,16 @@ class Siglip2Reader:
         )
         if not torch.equal(mask.bool(), exists):
             raise ValueError(
-                f"spatial_shapes is {sizes.tolist()} and there are {tokens} patches in a picture with "
+                f"spatial_shapes is {sizes.tolist()} and there are {tokens} patches in an image with "
                 "padding, and pixel_attention_mask shows others; pass the mask of the processor, which "
                 "hides the padding and nothing else, or call bmfa.unpatch(model)"
             )
-        pictures = [
+        images = [
             (Grid(height, width), row * tokens + torch.arange(height * width))
             for row, (height, width) in enumerate(sizes.tolist())
         ]
         shape, device = (batch, tokens), pixel_values.device
-        packing = pack(pictures, shape, device, own_mask=True, padding_attends=True)
+        packing = pack(images, shape, device, own_mask=True, padding_attends=True)
         begin_pass(self.token_grid, packing)
 
 
@@ -149,8 +149,8 @@ class ViTMAEReader:
         # The grid is known from shapes. The order is a tensor that may be computed in a graph.
         indices = torch.cat((order.new_zeros(batch, 1), 1 + order), 1)  # (B, tokens)
         grid = Grid(height, width)
-        pictures = [(grid, row * tokens + index) for row, index in enumerate(indices.unbind(0))]
-        begin_pass(self.token_grid, pack(pictures, (batch, tokens), pixel_values.device))
+        images = [(grid, row * tokens + index) for row, index in enumerate(indices.unbind(0))]
+        begin_pass(self.token_grid, pack(images, (batch, tokens), pixel_values.device))
 
 
 def _masked(ratio: float) -> str:
@@ -163,19 +163,19 @@ def _masked(ratio: float) -> str:
 def _watch_siglip2(host: Host, token_grid: TokenGrid) -> None:
     reader = Siglip2Reader(token_grid)
     token_grid.handle = host.tower.register_forward_pre_hook(reader, with_kwargs=True)
-    carry_pictures(host, token_grid)
+    carry_images(host, token_grid)
 
 
 def _watch_vit_mae(host: Host, token_grid: TokenGrid) -> None:
     embeddings: Any = host.tower.embeddings
     reader = ViTMAEReader(token_grid)
     token_grid.handle = embeddings.register_forward_hook(reader, with_kwargs=True)
-    carry_pictures(host, token_grid)
+    carry_images(host, token_grid)
 
 
 @dataclass(frozen=True)
 class PaddedFamily:
-    """The names of a family's attention class and patch projection, and how its pictures are read."""
+    """The names of a family's attention class and patch projection, and how its images are read."""
 
     attention: str
     projection: str
@@ -192,8 +192,8 @@ FAMILIES = {
         "embeddings.patch_embedding",
         0,
         _watch_siglip2,
-        "its pictures have different sizes, so that they would keep different numbers of tokens",
-        "it takes patches of pictures and spatial_shapes instead of (N, 3, height, width) pixels",
+        "its images have different sizes, so that they would keep different numbers of tokens",
+        "it takes patches of images and spatial_shapes instead of (N, 3, height, width) pixels",
     ),
     "vit_mae.modeling_vit_mae.ViTMAEModel": PaddedFamily(
         "ViTMAEAttention",

@@ -204,7 +204,7 @@ class _Tokens(NamedTuple):
 
 
 class _Head:
-    """One head of one picture in float64; invalid tokens and empty slots are 0.
+    """One head of one image in float64; invalid tokens and empty slots are 0.
 
     Args:
         spatial: q and output in groups, (R, Q, *), k and v in tiles, (T, S, *).

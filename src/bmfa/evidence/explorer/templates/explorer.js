@@ -3,7 +3,7 @@
   const data = JSON.parse(document.getElementById("data").textContent);
   const byId = (id) => document.getElementById(id);
   const RULES = Object.fromEntries(data.rules.map((rule) => [rule.name, rule]));
-  const VIEWS = ["picture", "full", "screened", "difference"];
+  const VIEWS = ["image", "full", "screened", "difference"];
   const STEPS = 240; // positions of a slider; 0 is a threshold of 0
   const NO_TOKEN = -1; // as a query: the class token
 
@@ -192,7 +192,7 @@
     schedule();
   }
 
-  // The same places of the picture in a layer with another grid.
+  // The same places of the image in a layer with another grid.
   function moved(layer) {
     const from = data.layers[state.layer], to = data.layers[layer];
     const carry = (token) => {
@@ -237,7 +237,7 @@
 
   // ------------------------------------------------------------------ drawing
 
-  const picture = new Image();
+  const image = new Image();
   // Stops of a dark-to-bright scale of even lightness.
   const HEAT = [[20, 11, 52], [64, 18, 90], [132, 38, 107], [196, 62, 90], [237, 105, 60], [251, 165, 40], [250, 224, 120], [255, 252, 214]];
   const GAIN = [92, 160, 255], LOSS = [255, 138, 60], MARK = "#19e3c2";
@@ -282,7 +282,7 @@
 
   function fit(canvas, width) {
     const { height: h, width: w } = current.layer;
-    const ratio = Math.min(window.devicePixelRatio || 1, 2), aspect = picture.naturalHeight / picture.naturalWidth || h / w;
+    const ratio = Math.min(window.devicePixelRatio || 1, 2), aspect = image.naturalHeight / image.naturalWidth || h / w;
     const pixels = [Math.round(width * ratio), Math.round(width * aspect * ratio)];
     if (canvas.width !== pixels[0] || canvas.height !== pixels[1]) [canvas.width, canvas.height] = pixels;
     return ratio;
@@ -293,8 +293,8 @@
     context.globalCompositeOperation = "source-over";
     context.imageSmoothingEnabled = true;
     context.imageSmoothingQuality = "high";
-    context.drawImage(picture, 0, 0, width, height);
-    if (show === "picture") return;
+    context.drawImage(image, 0, 0, width, height);
+    if (show === "image") return;
     context.globalCompositeOperation = "saturation"; // without colours
     context.fillStyle = "#777";
     context.fillRect(0, 0, width, height);
@@ -307,12 +307,12 @@
     fit(canvas, width);
     const context = canvas.getContext("2d");
     drawBackground(context, show);
-    if (show === "picture") return context;
-    const image = show === "full" ? attentionImage(current.full)
+    if (show === "image") return context;
+    const shown = show === "full" ? attentionImage(current.full)
       : show === "screened" ? attentionImage(tree.screened)
       : differenceImage(tree.screened, largestDifference());
     context.imageSmoothingEnabled = false;
-    context.drawImage(image, 0, 0, canvas.width, canvas.height);
+    context.drawImage(shown, 0, 0, canvas.width, canvas.height);
     return context;
   }
 
@@ -518,7 +518,7 @@
     drawScale() {
       const bar = document.createElement("i"), { show } = state;
       const gradient = (stops) => `linear-gradient(90deg, ${stops.map((stop) => `rgb(${stop.join(" ")})`).join(", ")})`;
-      if (show === "picture") return this.scale.replaceChildren(`The query is outlined in green${readToken() === null ? "" : ", the leaf that is read in white"}.`);
+      if (show === "image") return this.scale.replaceChildren(`The query is outlined in green${readToken() === null ? "" : ", the leaf that is read in white"}.`);
       if (show === "difference") {
         bar.style.background = gradient([LOSS, [40, 40, 50], GAIN]);
         const most = percent(largestDifference());
@@ -779,7 +779,7 @@
 
   let frame = 0;
   function schedule() {
-    if (!frame && picture.complete) frame = requestAnimationFrame(() => {
+    if (!frame && image.complete) frame = requestAnimationFrame(() => {
       frame = 0;
       render();
     });
@@ -810,8 +810,8 @@
       }
     });
     matchMedia("(prefers-color-scheme: dark)").addEventListener("change", schedule);
-    picture.addEventListener("load", schedule);
-    picture.src = data.picture;
+    image.addEventListener("load", schedule);
+    image.src = data.image;
     schedule();
   }
 

@@ -75,7 +75,7 @@ def proportional_attention_kernel(
 ):  # fmt: skip
     """o (B, T, H, D) = softmax(q k^T + log size) v, and the mass (B, H * tiles, T) of each tile.
 
-    A program computes TILES tiles of BLOCK_M queries of one head of one picture against all keys.
+    A program computes TILES tiles of BLOCK_M queries of one head of one image against all keys.
     The keys are held in two blocks of BLOCK_N0 and BLOCK_N1 (powers of two; BLOCK_N1 may be 0), so
     that 189 tokens take 192 columns instead of 256. All scores of a tile are on chip at once: the
     softmax needs no rescaling, and the columns of the finished attention can be summed.

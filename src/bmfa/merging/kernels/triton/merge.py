@@ -1,4 +1,4 @@
-"""Bipartite matching and merging of tokens in one Triton kernel, one program per picture."""
+"""Bipartite matching and merging of tokens in one Triton kernel, one program per image."""
 
 # Triton's language has no types.
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call,import"
@@ -108,7 +108,7 @@ def merge_kernel(
     PARTS: tl.constexpr, BLOCK_PARTS: tl.constexpr, HALF: tl.constexpr, BLOCK_DST: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_F: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """Match even with odd positions of one picture, merge the r cheapest pairs, write the new tokens.
+    """Match even with odd positions of one image, merge the r cheapest pairs, write the new tokens.
 
     f is x (B, T, C), of which the layer norm is taken, or with KEYS the keys (B, H, T, F), whose
     normalised means over heads are taken. BLOCK_R is a power of two with BLOCK_R >= r, or 0 if r is

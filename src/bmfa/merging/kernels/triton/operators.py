@@ -14,7 +14,7 @@ from torch.utils.flop_counter import register_flop_formula
 from bmfa.packages import load_package
 
 # The attention kernel holds all keys of a head on chip, the merge kernel ranks all even positions of a
-# picture against each other: 256 x 256 comparisons at 512 tokens, four times as many beyond.
+# image against each other: 256 x 256 comparisons at 512 tokens, four times as many beyond.
 MAX_TOKENS = 512
 # Bytes of the keys of one head, padded to powers of two. Keys and values together take twice as
 # much of the 227 KiB of shared memory of a multiprocessor of compute capability 9.0.

@@ -297,16 +297,16 @@ def choose_kernel(
     BLOCK_H: tl.constexpr,
     BLOCK_P: tl.constexpr, BY_ERROR: tl.constexpr,
 ):  # fmt: skip
-    """Choose the thresholds of one picture from its probes. Grid: (B,).
+    """Choose the thresholds of one image from its probes. Grid: (B,).
 
     `target` is the error to aim at, or without BY_ERROR the share of tiles to expand. Writes thresholds
     (B, 2) and shrinkage (B * H, 2), for the groups at even and at odd positions, and exact_heads
     (B * H), 1 for heads that would expand more than `exact_above` of the tiles.
     """
-    picture = tl.program_id(0)
-    level_stats += picture * H * num_probes * (4 * LEVELS)
-    probes += picture * H * num_probes * 3
-    shrinkage += picture * H * 2
+    image = tl.program_id(0)
+    level_stats += image * H * num_probes * (4 * LEVELS)
+    probes += image * H * num_probes * 3
+    shrinkage += image * H * 2
     in_block = tl.arange(0, BLOCK_H)
     curve_0 = tl.zeros((LEVELS,), tl.float64)
     curve_1 = tl.zeros((LEVELS,), tl.float64)
@@ -344,8 +344,8 @@ def choose_kernel(
     threshold_1, level_1, part_1 = interpolate(
         curve_1, target, LEVELS, LEVEL_RATIO, STEEP_FALL, STEEP_RISE, BY_ERROR
     )
-    tl.store(thresholds + picture * 2, threshold_0)
-    tl.store(thresholds + picture * 2 + 1, threshold_1)
+    tl.store(thresholds + image * 2, threshold_0)
+    tl.store(thresholds + image * 2 + 1, threshold_1)
     for start in range(0, H, BLOCK_H):
         heads = start + in_block
         weight_0, exact_0 = load_weights(probes, heads, H, num_probes, 0, BLOCK_P)
@@ -366,4 +366,4 @@ def choose_kernel(
         chosen = share_at(weighted_mean(share, weight_0), level_0, part_0, LEVELS)
         chosen += share_at(weighted_mean(share, weight_1), level_1, part_1, LEVELS)
         many = 0.5 * chosen > exact_above
-        tl.store(exact_heads + picture * H + heads, many.to(tl.int32), mask=heads < H)
+        tl.store(exact_heads + image * H + heads, many.to(tl.int32), mask=heads < H)

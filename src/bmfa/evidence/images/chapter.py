@@ -1,9 +1,10 @@
-"""The chapters on single instances and on pictures inside a model."""
+"""The chapters on single instances and on images inside a model."""
 
 import math
 from typing import Any
 
 from bmfa.energy import binary_gap
+from bmfa.evidence.images import figures
 from bmfa.evidence.page import paper
 from bmfa.evidence.page.blocks import METHOD, Block, Chapter, Column, Table, illustrate, paragraph
 from bmfa.evidence.page.claims import Verdict, claim, judge_direction
@@ -16,7 +17,6 @@ from bmfa.evidence.page.record_set import (
     need_number,
     require_any,
 )
-from bmfa.evidence.pictures import figures
 from bmfa.records import Row
 
 INSTANCE_COLUMNS = (
@@ -29,8 +29,8 @@ INSTANCE_COLUMNS = (
     Column("gaps", "Their gaps"),
     Column("unsplit_percent", "Root never split, %", 0),
 )
-PICTURE_COLUMNS = (
-    Column("title", "Picture"),
+IMAGE_COLUMNS = (
+    Column("title", "Image"),
     METHOD,
     Column("gap", "Gap of one mean", 3),
     Column("error", "E", 4),
@@ -50,14 +50,14 @@ SMALL_E = 0.05  # by Pinsker's inequality, moves at most sqrt(0.05 / 2) = 16 % o
 def _instances(records: RecordSet) -> list[Block]:
     return [
         *paragraph(
-            "The figures of the paper that show single pictures, redrawn. Its pictures are from COCO; "
+            "The figures of the paper that show single images, redrawn. Its images are from COCO; "
             "ours are drawn from a seed, with a kite, a person, a book and a spoon as in the paper, "
             "and scored by our fit to its probe."
         ),
         *illustrate(
             figures.motivation,
             records,
-            "Two blocks of a picture, as in the paper's first figure. A small part of each block holds "
+            "Two blocks of an image, as in the paper's first figure. A small part of each block holds "
             "nearly all of the softmax mass; the mean of the block loses it, and Algorithm 1 keeps it. "
             "Orange marks are the shares that the paper prints for its two blocks.",
         ),
@@ -208,11 +208,11 @@ def _four_instances(records: RecordSet) -> tuple[str, Verdict, str]:
     return ours, judge_direction(holds), note
 
 
-def _pictures(records: RecordSet) -> list[Block]:
-    rows = records.rows("picture")
+def _images(records: RecordSet) -> list[Block]:
+    rows = records.rows("image")
     return [
         *paragraph(
-            "The attention of one query over the picture, exact and on the trees of several rules. E "
+            "The attention of one query over the image, exact and on the trees of several rules. E "
             "is the divergence of this attention over all keys. The certificate is a proven bound on "
             "E: it is computed from the exact scores if the rule reads them, otherwise from block "
             "statistics of the keys, which gives a loose bound.",
@@ -225,7 +225,7 @@ def _pictures(records: RecordSet) -> list[Block]:
             "Bright tokens receive attention; lines are the borders of the leaves. Below every tree: "
             "E, the leaf ratio, and the class that the model predicts with its last layers screened.",
         ),
-        Table("The same in numbers", PICTURE_COLUMNS, rows),
+        Table("The same in numbers", IMAGE_COLUMNS, rows),
     ]
 
 
@@ -234,13 +234,13 @@ def _how_chosen(records: RecordSet) -> str:
         "The four cases of the paper are COCO instances with scores built from annotations, shown "
         "above; the paper shows no attention of a model."
     )
-    count = records.setting("picture", "chosen_from")
+    count = records.setting("image", "chosen_from")
     if count is None:
         return text
     return (
-        f"{text} Of the first {count} embedded pictures, these are the one with the smallest object, "
+        f"{text} Of the first {count} embedded images, these are the one with the smallest object, "
         "the one with the most centred object, the one with the most clutter, and "
-        f"{records.setting('picture', 'failure')}."
+        f"{records.setting('image', 'failure')}."
     )
 
 
@@ -250,7 +250,7 @@ def _changed_classes(rows: list[Row]) -> str:
         row for row in rows if get_text(row, "full_class") != get_text(row, "screened_class")
     ]
     if not changed:
-        return "No rule shown here changes the predicted class of these pictures."
+        return "No rule shown here changes the predicted class of these images."
     changes = [
         f"{get_text(row, 'method')} changes {get_text(row, 'full_class')} to "
         f"{get_text(row, 'screened_class')} (E {format_number(get_number(row, 'error'), 2)})"
@@ -265,5 +265,5 @@ def _changed_classes(rows: list[Row]) -> str:
     return text
 
 
-INSTANCES = Chapter("cases", "The paper's pictures", "cases", _instances, (_four_instances,))
-PICTURES = Chapter("pictures", "Pictures in a model", "picture", _pictures)
+INSTANCES = Chapter("cases", "The paper's images", "cases", _instances, (_four_instances,))
+IMAGES = Chapter("images", "Images in a model", "image", _images)

@@ -1,4 +1,4 @@
-"""Four embedded pictures with the model's attention: small, centred, cluttered, and a failure."""
+"""Four embedded images with the model's attention: small, centred, cluttered, and a failure."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -8,17 +8,17 @@ import torch
 from torch import Tensor
 
 from bmfa.checks import check_integer
-from bmfa.data.classification import LabelledPicture
-from bmfa.data.drawn.badges import BADGE_CLASSES, BADGE_PICTURE_SIZE, BadgePicture, draw_badge
-from bmfa.evidence.pictures import run as pictures
+from bmfa.data.classification import LabelledImage
+from bmfa.data.drawn.badges import BADGE_CLASSES, BADGE_IMAGE_SIZE, BadgeImage, draw_badge
+from bmfa.evidence.images import run as images
 from bmfa.models import LoadedModel, patch, unpatch
 from bmfa.records import Record
 from bmfa.trees.rules import parse
 
 METHODS = ("quadrant-gap:0.8", "gamma:0.05", "optimal:0.002")
-# The failure case is the worst picture of the paper's algorithm at about 15 % leaves.
+# The failure case is the worst image of the paper's algorithm at about 15 % leaves.
 FAILING_METHOD = "gamma:0.05"
-PICTURE_BYTES = 7000
+IMAGE_BYTES = 7000
 
 
 def run(
@@ -30,18 +30,18 @@ def run(
     seed: int = 0,
     device: str = "cpu",
 ) -> Record:
-    """Choose four of the first `count` pictures and record the trees of several rules on them.
+    """Choose four of the first `count` images and record the trees of several rules on them.
 
     Args:
         model: The embedded model.
-        count: Number of pictures to choose from, at least 4.
+        count: Number of images to choose from, at least 4.
         layers: Layers that are screened for the predicted class.
-        batch_size: Pictures in a batch.
-        seed: Seed of the pictures.
+        batch_size: Images in a batch.
+        seed: Seed of the images.
         device: Device of the model.
 
     Returns:
-        A record of one row for each picture and rule.
+        A record of one row for each image and rule.
 
     Raises:
         ValueError: If `count` is below 4.
@@ -51,15 +51,15 @@ def run(
     moved = _output_kl(model, drawn, layers, batch_size, device)
     chosen = _choose(drawn, moved)
     shown = [
-        LabelledPicture(f"{title}: {BADGE_CLASSES[one.label]}", one.pixels, one.label)
+        LabelledImage(f"{title}: {BADGE_CLASSES[one.label]}", one.pixels, one.label)
         for title, one in ((title, drawn[index]) for title, index in chosen.items())
     ]
-    record = pictures.run(
+    record = images.run(
         model,
         shown,
         METHODS,
         layers=layers,
-        picture_bytes=PICTURE_BYTES,
+        image_bytes=IMAGE_BYTES,
         seed=seed,
         device=device,
     )
@@ -67,7 +67,7 @@ def run(
     return replace(record, settings={**record.settings, **choice, "command": "bmfa report"})
 
 
-def _choose(drawn: list[BadgePicture], moved: Tensor) -> dict[str, int]:
+def _choose(drawn: list[BadgeImage], moved: Tensor) -> dict[str, int]:
     """Return the index of each case, none twice."""
     wanted: dict[str, Callable[[int], float]] = {
         "Failure": lambda index: float(moved[index]),
@@ -83,7 +83,7 @@ def _choose(drawn: list[BadgePicture], moved: Tensor) -> dict[str, int]:
 
 
 def _output_kl(
-    model: LoadedModel, drawn: list[BadgePicture], layers: str, batch_size: int, device: str
+    model: LoadedModel, drawn: list[BadgeImage], layers: str, batch_size: int, device: str
 ) -> Tensor:
     """Return (count,) KL of the outputs between the full model and `FAILING_METHOD`."""
     unpatch(model.model).to(device)
@@ -102,13 +102,13 @@ def _output_kl(
     return torch.cat(parts)
 
 
-def _distance_from_centre(one: BadgePicture) -> float:
-    """Return the distance between the centres of the badge and of the picture, in pixels."""
-    middle = np.argwhere(one.mask).mean(0) - (BADGE_PICTURE_SIZE - 1) / 2
+def _distance_from_centre(one: BadgeImage) -> float:
+    """Return the distance between the centres of the badge and of the image, in pixels."""
+    middle = np.argwhere(one.mask).mean(0) - (BADGE_IMAGE_SIZE - 1) / 2
     return float(np.hypot(*middle))
 
 
-def _clutter(one: BadgePicture) -> float:
+def _clutter(one: BadgeImage) -> float:
     """Return the mean difference of neighbouring pixels outside of the badge."""
     luma = one.pixels.astype(np.float64).mean(-1)
     steps = np.abs(np.diff(luma, axis=1))[~one.mask[:, 1:]]

@@ -1,4 +1,4 @@
-"""A sample of the user's pictures as one tensor, from a folder, a DataLoader or tensors."""
+"""A sample of the user's images as one tensor, from a folder, a DataLoader or tensors."""
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from bmfa.data.pictures import PictureError, PictureFiles
+from bmfa.data.images import ImageError, ImageFiles
 from bmfa.models import embedded
 from bmfa.models.loading import LoadedModel, check_img_size
 from bmfa.models.preprocessing import Preprocessing
@@ -18,56 +18,56 @@ ACCEPTED = (
     "a (N, 3, height, width) tensor, a list of (3, height, width) tensors, a DataLoader or a folder"
 )
 
-# Pictures from which on some of them take no part in the choice.
+# Images from which on some of them take no part in the choice.
 LEAST_CONFIRMED = 6
 
 
 def split_counts(count: int) -> list[int]:
-    """Return the numbers of pictures, of at least two, that choose, check and only confirm."""
+    """Return the numbers of images, of at least two, that choose, check and only confirm."""
     choosing = (count + 1) // 2
     confirming = (count - choosing) // 2 if count >= LEAST_CONFIRMED else 0
     return [choosing, count - choosing - confirming, confirming]
 
 
-def sample_pictures(
-    pictures: Any,
+def sample_images(
+    images: Any,
     preprocess: Preprocessing | None,
     limit: int,
     generator: torch.Generator,
 ) -> Tensor:
-    """Read at most `limit` pictures in random order.
+    """Read at most `limit` images in random order.
 
     Args:
-        pictures: A (N, 3, height, width) tensor, a list of tensors with or without the dimension N, a
+        images: A (N, 3, height, width) tensor, a list of tensors with or without the dimension N, a
             DataLoader of tensors, of tuples that begin with one or of dictionaries with `pixel_values`,
             or the path of a folder or zip.
-        preprocess: The preprocessing for pictures of a folder.
-        limit: The largest number of pictures. Of a DataLoader they are the first ones, of anything else
+        preprocess: The preprocessing for images of a folder.
+        limit: The largest number of images. Of a DataLoader they are the first ones, of anything else
             they are drawn.
-        generator: Draws and shuffles the pictures.
+        generator: Draws and shuffles the images.
 
     Returns:
         (n, 3, height, width) tensor.
 
     Raises:
-        TypeError: If `pictures` is of another type.
-        ValueError: If there are no pictures, or they differ in size.
-        PictureError: If a folder has no pictures, or one of those drawn cannot be read.
+        TypeError: If `images` is of another type.
+        ValueError: If there are no images, or they differ in size.
+        ImageError: If a folder has no images, or one of those drawn cannot be read.
     """
-    if isinstance(pictures, (str, os.PathLike)):
-        return _from_folder(pictures, preprocess, limit, generator)
-    if isinstance(pictures, DataLoader):
-        images = _stack(_first_images(pictures, limit))
-        return images[_order(len(images), limit, generator)]
-    if isinstance(pictures, Tensor):
-        images = _checked(pictures)
-    elif isinstance(pictures, Sequence):
-        images = _stack([image for part in pictures for image in _checked(part)])
+    if isinstance(images, (str, os.PathLike)):
+        return _from_folder(images, preprocess, limit, generator)
+    if isinstance(images, DataLoader):
+        first = _stack(_first_images(images, limit))
+        return first[_order(len(first), limit, generator)]
+    if isinstance(images, Tensor):
+        tensor = _checked(images)
+    elif isinstance(images, Sequence):
+        tensor = _stack([image for part in images for image in _checked(part)])
     else:
-        raise TypeError(f"pictures is {type(pictures).__name__}; pass {ACCEPTED}")
-    if len(images) == 0:
-        raise ValueError(f"pictures is empty; pass {ACCEPTED} with at least two pictures")
-    return images[_order(len(images), limit, generator)]
+        raise TypeError(f"images is {type(images).__name__}; pass {ACCEPTED}")
+    if len(tensor) == 0:
+        raise ValueError(f"images is empty; pass {ACCEPTED} with at least two images")
+    return tensor[_order(len(tensor), limit, generator)]
 
 
 def find_preprocessing(
@@ -75,7 +75,7 @@ def find_preprocessing(
     preprocess: Preprocessing | None,
     img_size: int | tuple[int, int] | None,
 ) -> Preprocessing | None:
-    """Return the preprocessing for pictures of a folder, None if it is not known.
+    """Return the preprocessing for images of a folder, None if it is not known.
 
     Raises:
         ValueError: If the model does not accept `img_size`.
@@ -106,15 +106,13 @@ def _from_folder(
 ) -> Tensor:
     if preprocess is None:
         raise ValueError(
-            f"pictures is the folder {os.fspath(path)} and the preprocessing of the model is not known; "
+            f"images is the folder {os.fspath(path)} and the preprocessing of the model is not known; "
             "pass what bmfa.load_model returns as the model, preprocess=bmfa.models.Preprocessing(...), "
             "or tensors"
         )
-    files = PictureFiles(path)
+    files = ImageFiles(path)
     if not files.entries:
-        raise PictureError(
-            f"{path} has no pictures; pass a folder with at least two JPEG or PNG files"
-        )
+        raise ImageError(f"{path} has no images; pass a folder with at least two JPEG or PNG files")
     order = _order(len(files.entries), limit, generator)
     return torch.stack([preprocess(files.read(files.entries[index])) for index in order])
 
@@ -133,11 +131,11 @@ def _first_images(batches: Iterable[Any], limit: int) -> list[Tensor]:
 def _checked(images: Any) -> Tensor:
     """Return (N, 3, height, width) from a tensor with or without the first dimension."""
     if not isinstance(images, Tensor):
-        raise TypeError(f"pictures has {type(images).__name__} elements; pass {ACCEPTED}")
+        raise TypeError(f"images has {type(images).__name__} elements; pass {ACCEPTED}")
     images = images.unsqueeze(0) if images.dim() == 3 else images
     if images.dim() != 4 or not images.is_floating_point():
         raise ValueError(
-            f"pictures has a tensor of shape {tuple(images.shape)} and dtype {images.dtype}; pass "
+            f"images has a tensor of shape {tuple(images.shape)} and dtype {images.dtype}; pass "
             "preprocessed images, (N, 3, height, width) of a floating-point dtype"
         )
     detached: Tensor = images.detach()
@@ -146,13 +144,13 @@ def _checked(images: Any) -> Tensor:
 
 def _stack(images: list[Tensor]) -> Tensor:
     if not images:
-        raise ValueError(f"pictures is empty; pass {ACCEPTED} with at least two pictures")
+        raise ValueError(f"images is empty; pass {ACCEPTED} with at least two images")
     sizes = sorted({tuple(image.shape[-2:]) for image in images})
     if len(sizes) > 1:
         first, second = (f"{height}x{width}" for height, width in sizes[:2])
         raise ValueError(
-            f"pictures have different sizes, such as {first} and {second} pixels; a plan is for one "
-            "size: pass pictures of that size"
+            f"images have different sizes, such as {first} and {second} pixels; a plan is for one "
+            "size: pass images of that size"
         )
     return torch.stack(images)
 

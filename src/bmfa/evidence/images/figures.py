@@ -1,4 +1,4 @@
-"""Figures of single pictures: instances with their scores and trees, and attention in a model."""
+"""Figures of single images: instances with their scores and trees, and attention in a model."""
 
 from collections.abc import Callable, Sequence
 from textwrap import shorten
@@ -44,7 +44,7 @@ GAP = 12.0  # pixels between panels
 
 @figure("motivation", needs=("blocks",))
 def motivation(records: RecordSet, narrow: bool) -> Canvas:
-    """Two blocks of a picture: the small part with the mass, what the mean loses, and the tree."""
+    """Two blocks of an image: the small part with the mass, what the mean loses, and the tree."""
     maps = [ScoreMap.from_rows([row]) for row in records.require("blocks")]
     scene, gap = (style.NARROW, 10.0) if narrow else (288.0, 12.0)
     columns = 3 if narrow else 5
@@ -67,8 +67,8 @@ def motivation(records: RecordSet, narrow: bool) -> Canvas:
 
 
 def _draw_scene(canvas: Canvas, side: float, maps: Sequence[ScoreMap]) -> None:
-    """Draw the picture with its numbered blocks outlined."""
-    canvas.add_title(0, 19, "A picture and two of its blocks", style.SMALL)
+    """Draw the image with its numbered blocks outlined."""
+    canvas.add_title(0, 19, "An image and two of its blocks", style.SMALL)
     canvas.add_image(0, 26, side, get_text(maps[0].first, "scene"))
     axes = canvas.add_axes(0, 26, side, side)
     axes.set(xlim=(0, 1), ylim=(1, 0))
@@ -96,7 +96,7 @@ def _motivation_panels(score_map: ScoreMap, number: int) -> list[Panel]:
     leaves = f"{len(row.get('boxes', ()))} of {score_map.scores.size} leaves"
     residual = get_number(row, "error") or 0.0
     return [
-        score_map.picture_panel(f"Block {number + 1}"),
+        score_map.image_panel(f"Block {number + 1}"),
         scores,
         Panel("Bright part", lambda *box: _draw_share_bars(score_map, printed, *box)),
         Panel(one_mean.title, one_mean.draw, [f"loses {mean:.3f}", *paper_gap]),
@@ -132,11 +132,11 @@ def _draw_share_bars(
 
 @figure("pipeline", needs=("cases",))
 def pipeline(records: RecordSet, narrow: bool) -> Canvas:
-    """From a picture to its scores, its tree, and agreement with the full model over leaf ratio."""
+    """From an image to its scores, its tree, and agreement with the full model over leaf ratio."""
     instance = _kite(records)
     tree = instance.tree("gamma") or instance.first
     panels = [
-        *([instance.picture_panel("Picture")] if get_text(instance.first, "picture") else []),
+        *([instance.image_panel("Image")] if get_text(instance.first, "image") else []),
         instance.scores_panel("Scores"),
     ]
     drawn = instance.tree_panel(tree, "Algorithm 1")
@@ -227,7 +227,7 @@ def cases(records: RecordSet, narrow: bool) -> Canvas:
 def _case_panels(instance: ScoreMap) -> list[Panel]:
     trees = [row for row in instance.rows if get_text(row, "method") != "sparge-mean"]
     return [
-        *([instance.picture_panel("Picture")] if get_text(instance.first, "picture") else []),
+        *([instance.image_panel("Image")] if get_text(instance.first, "image") else []),
         instance.scores_panel(),
         *(instance.tree_panel(row, tree_title(row)) for row in trees),
     ]
@@ -267,14 +267,14 @@ def _shorten_title(row: Row, width: float) -> str:
 
 
 class AttentionMap(ScoreMap):
-    """One picture and one query of one head, with the trees that were built for the query."""
+    """One image and one query of one head, with the trees that were built for the query."""
 
-    def tree_over_picture(self, row: Row, title: str, notes: Sequence[str]) -> Panel:
-        """Return a panel of the leaves over the picture."""
+    def tree_over_image(self, row: Row, title: str, notes: Sequence[str]) -> Panel:
+        """Return a panel of the leaves over the image."""
         boxes = read_boxes(row, self.scores.shape)
         return self._overlay(title, notes, lambda axes: outline_boxes(axes, boxes))
 
-    def attention_over_picture(
+    def attention_over_image(
         self,
         attention: Array,
         title: str,
@@ -282,14 +282,14 @@ class AttentionMap(ScoreMap):
         largest: float,
         tree: Row | None = None,
     ) -> Panel:
-        """Return a panel of the picture, darkened where a token gets little attention.
+        """Return a panel of the image, darkened where a token gets little attention.
 
         Args:
             attention: (H, W) weights.
             title: title of the panel.
             notes: lines under the panel.
             largest: the weight that is not darkened at all.
-            tree: a row whose leaves are drawn over the picture.
+            tree: a row whose leaves are drawn over the image.
         """
         boxes = [] if tree is None else read_boxes(tree, self.scores.shape)
         brightness = np.clip(attention / (largest or 1.0), 0.0, 1.0) ** BRIGHTNESS_EXPONENT
@@ -315,12 +315,12 @@ class AttentionMap(ScoreMap):
     def _overlay(
         self, title: str, notes: Sequence[str], draw_tokens: Callable[["Axes"], None]
     ) -> Panel:
-        """A panel of the picture with a drawing over it, and the query token outlined."""
+        """A panel of the image with a drawing over it, and the query token outlined."""
         height, width = self.scores.shape
         row, _, column = get_text(self.first, "query").partition(",")
 
         def draw(canvas: Canvas, left: float, top: float, side: float) -> None:
-            if not canvas.add_image(left, top, side, get_text(self.first, "picture")):
+            if not canvas.add_image(left, top, side, get_text(self.first, "image")):
                 canvas.add_pixel_axes(left, top, side, side).barh(side / 2, side, side, color=DARK)
             axes = canvas.add_axes(left, top, side, side)
             axes.set(xlim=(0, width), ylim=(height, 0))
@@ -334,7 +334,7 @@ class AttentionMap(ScoreMap):
 
 
 def _attention_maps(records: RecordSet) -> list[AttentionMap]:
-    groups = _group(records.require("picture"), "model", "title", "layer", "head", "query")
+    groups = _group(records.require("image"), "model", "title", "layer", "head", "query")
     return [AttentionMap(rows, read_grid(rows[0], "scores")) for rows in groups]
 
 
@@ -343,9 +343,9 @@ def _query_name(row: Row) -> str:
     return "class token" if query == "class" else f"token {query}"
 
 
-@figure("attention-cases", needs=("picture",))
+@figure("attention-cases", needs=("image",))
 def attention_cases(records: RecordSet, narrow: bool) -> Canvas:
-    """Pictures with the attention of the class token, full and screened by several rules."""
+    """Images with the attention of the class token, full and screened by several rules."""
     maps = _attention_maps(records)
     panels = [_rule_panels(attention_map) for attention_map in maps]
     count, distance = max(map(len, panels)), 10.0
@@ -372,8 +372,8 @@ def _rule_panels(attention_map: AttentionMap) -> list[Panel]:
     screened = [read_grid(row, "screened_attention") for row in attention_map.rows]
     largest = float(max(values.max() for values in (full, *screened)))
     panels = [
-        attention_map.picture_panel("Picture"),
-        attention_map.attention_over_picture(
+        attention_map.image_panel("Image"),
+        attention_map.attention_over_image(
             full, "Full attention", _predicted(attention_map.first, "full"), largest
         ),
     ]
@@ -382,7 +382,7 @@ def _rule_panels(attention_map: AttentionMap) -> list[Panel]:
         cost = [] if error is None or leaf is None else [f"E {error:.3f} · {leaf:.1f} %"]
         notes = [*cost, *_predicted(row, "screened")]
         panels.append(
-            attention_map.attention_over_picture(values, _rule_title(row), notes, largest, row)
+            attention_map.attention_over_image(values, _rule_title(row), notes, largest, row)
         )
     return panels
 
@@ -401,9 +401,9 @@ def _predicted(row: Row, which: str) -> list[str]:
     return [] if percent is None else [f"{shorten(name, 14, placeholder='…')} {percent:.0f} %"]
 
 
-@figure("screen", needs=("picture",))
+@figure("screen", needs=("image",))
 def screen(records: RecordSet, narrow: bool) -> Canvas:
-    """A picture with its tree, the attention of a query full and screened, and the difference."""
+    """An image with its tree, the attention of a query full and screened, and the difference."""
     pairs = [(one, row) for one in _attention_maps(records) for row in one.rows]
     width, columns = (style.NARROW, 2) if narrow else (style.WIDE, 4)
     side = (width - (columns - 1) * GAP) / columns
@@ -436,13 +436,13 @@ def _screen_panels(attention_map: AttentionMap, row: Row) -> list[Panel]:
         [] if moved is None else [f"{moved:.2f} % of the mass moved", "from blue to orange tokens"]
     )
     return [
-        attention_map.tree_over_picture(
-            row, "Tree over the picture", [f"{leaves} leaves of {tokens} tokens"]
+        attention_map.tree_over_image(
+            row, "Tree over the image", [f"{leaves} leaves of {tokens} tokens"]
         ),
-        attention_map.attention_over_picture(
+        attention_map.attention_over_image(
             full, "Full attention", [f"largest {100 * full.max():.1f} %"], largest
         ),
-        attention_map.attention_over_picture(
+        attention_map.attention_over_image(
             screened, "Screened attention", [f"largest {100 * screened.max():.1f} %"], largest
         ),
         attention_map.difference_panel(screened - full, "Screened − full", change),

@@ -1,4 +1,4 @@
-"""One picture in a model: attention, tree and certificate against an oracle, and the command."""
+"""One image in a model: attention, tree and certificate against an oracle, and the command."""
 
 import json
 import math
@@ -13,11 +13,11 @@ from PIL import Image
 
 from bmfa.attention.kernels import reference
 from bmfa.cli import main
-from bmfa.data.classification import LabelledPicture
+from bmfa.data.classification import LabelledImage
 from bmfa.data.drawn.badges import BADGE_CLASSES, draw_badge
-from bmfa.evidence.pictures import model_cases
-from bmfa.evidence.pictures import run as picture
-from bmfa.evidence.pictures.figures import predicted_classes
+from bmfa.evidence.images import model_cases
+from bmfa.evidence.images import run as image
+from bmfa.evidence.images.figures import predicted_classes
 from bmfa.models import LoadedModel, load_model, patch
 from bmfa.models.screened_layer import screened_layers
 from bmfa.packages import load_package
@@ -30,9 +30,9 @@ def model() -> LoadedModel:
     return load_model("embedded")
 
 
-def shown(index: int = 3) -> LabelledPicture:
+def shown(index: int = 3) -> LabelledImage:
     pixels, label, _ = draw_badge(0, index)
-    return LabelledPicture(f"embedded:{index}", pixels, label)
+    return LabelledImage(f"embedded:{index}", pixels, label)
 
 
 def products(model: LoadedModel, layer: int, head: int, query: int) -> np.ndarray:
@@ -54,8 +54,8 @@ def products(model: LoadedModel, layer: int, head: int, query: int) -> np.ndarra
 def test_attention_tree_and_error_are_the_oracles(
     model: LoadedModel, query: str, index: int
 ) -> None:
-    view = picture.View(layer=5, head=2, query=query)
-    (row,) = picture.run(model, [shown()], ["optimal:0.002"], view=view).rows
+    view = image.View(layer=5, head=2, query=query)
+    (row,) = image.run(model, [shown()], ["optimal:0.002"], view=view).rows
     scores = products(model, 5, 2, index)
     # The layer computes in float32 what the oracle does in float64.
     assert np.allclose(row["scores"], scores[1:], atol=1e-4)
@@ -82,7 +82,7 @@ def test_attention_tree_and_error_are_the_oracles(
 
 def test_the_certificate_bounds_the_error_and_says_where_it_comes_from(model: LoadedModel) -> None:
     methods = ["optimal:0.02", "gamma:0.05", "global-mean", "quadrant-gap:0.8"]
-    rows = picture.run(model, [shown()], methods).rows
+    rows = image.run(model, [shown()], methods).rows
     for row in rows:
         assert row["certificate"] >= row["error"] - 1e-12
     sources = {row["method"]: row["certificate_from"] for row in rows}
@@ -91,7 +91,7 @@ def test_the_certificate_bounds_the_error_and_says_where_it_comes_from(model: Lo
 
 def test_exact_trees_change_nothing_and_no_patch_is_left(model: LoadedModel) -> None:
     patch(model.model, rule="global-mean", layers="all")
-    row = picture.run(model, [shown()], ["exact-gap:0"], layers="all").rows[0]
+    row = image.run(model, [shown()], ["exact-gap:0"], layers="all").rows[0]
     assert row["error"] < 1e-9 and row["moved_percent"] < 1e-4 and row["output_kl"] < 1e-6
     assert row["full_class"] == row["screened_class"]
     assert row["label"] == BADGE_CLASSES[3]
@@ -102,19 +102,19 @@ def test_without_a_word_the_last_layer_and_the_head_that_a_mean_serves_worst(
     model: LoadedModel,
 ) -> None:
     def look(head: int | None) -> dict:
-        view = picture.View(head=head)
-        return picture.run(model, [shown()], ["global-mean"], view=view).rows[0]
+        view = image.View(head=head)
+        return image.run(model, [shown()], ["global-mean"], view=view).rows[0]
 
     row, gaps = look(None), [look(head)["gap"] for head in range(3)]
     assert row["layer"] == 7 and row["head"] == int(np.argmax(gaps))
 
 
-def test_the_picture_shown_is_what_the_model_sees(model: LoadedModel) -> None:
+def test_the_image_shown_is_what_the_model_sees(model: LoadedModel) -> None:
     import base64
     import io
 
-    (row,) = picture.run(model, [shown()], picture_bytes=10**6).rows
-    data = base64.b64decode(row["picture"].partition(",")[2])
+    (row,) = image.run(model, [shown()], image_bytes=10**6).rows
+    data = base64.b64decode(row["image"].partition(",")[2])
     seen = np.asarray(Image.open(io.BytesIO(data)), dtype=float)
     assert seen.shape == (128, 128, 3)
     # JPEG of quality 90 on a noisy texture.
@@ -135,7 +135,7 @@ def test_the_picture_shown_is_what_the_model_sees(model: LoadedModel) -> None:
 )
 def test_a_view_outside_the_model_is_refused(model: LoadedModel, view: dict, words: str) -> None:
     with pytest.raises(ValueError, match=words.replace("(", r"\(")):
-        picture.run(model, [shown()], view=picture.View(**view))
+        image.run(model, [shown()], view=image.View(**view))
     assert not screened_layers(model.model)
 
 
@@ -156,20 +156,20 @@ def test_the_command_draws_a_figure_and_writes_a_record(
     assert row["query"] == "4,6" and row["title"] == "in.png" and "label" not in row
 
 
-def test_the_embedded_pictures_need_no_file(
+def test_the_embedded_images_need_no_file(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     main(["screen", "embedded:3", "--json", "-"])
     record = json.loads(capsys.readouterr().out)
-    assert record["experiment"] == "picture" and record["rows"][0]["label"] == BADGE_CLASSES[3]
+    assert record["experiment"] == "image" and record["rows"][0]["label"] == BADGE_CLASSES[3]
     assert [path.name for path in tmp_path.iterdir()] == ["screen.png"]
 
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["nowhere.png"], "nowhere.png is no file; pass a picture file, or embedded:N"),
+        (["nowhere.png"], "nowhere.png is no file; pass an image file, or embedded:N"),
         (["."], "is a folder"),
         (["torn.png"], "torn.png is no readable"),
         (["embedded:x"], "e.g. embedded:3"),
@@ -200,12 +200,12 @@ def test_bad_input_is_one_line_and_status_2(
     assert not list(tmp_path.glob("screen*"))
 
 
-def test_the_four_cases_are_different_pictures_of_the_kinds_they_name(model: LoadedModel) -> None:
+def test_the_four_cases_are_different_images_of_the_kinds_they_name(model: LoadedModel) -> None:
     record = model_cases.run(model, count=12, batch_size=12)
     titles = list(dict.fromkeys(row["title"] for row in record.rows))
     kinds = [title.partition(":")[0] for title in titles]
     assert kinds == ["Small badge", "Centred badge", "Clutter", "Failure"]
-    assert len({row["picture"] for row in record.rows}) == 4
+    assert len({row["image"] for row in record.rows}) == 4
     assert len(record.rows) == 4 * len(model_cases.METHODS)
     smallest = min(range(12), key=lambda index: draw_badge(0, index).mask.sum())
     small = record.rows[0]
@@ -217,7 +217,7 @@ def test_the_four_cases_are_different_pictures_of_the_kinds_they_name(model: Loa
 
 
 @pytest.mark.skipif(find_spec("timm") is None, reason="needs timm: pip install 'bmfa[models]'")
-def test_the_label_of_an_embedded_picture_is_its_own_whatever_model_looks(
+def test_the_label_of_an_embedded_image_is_its_own_whatever_model_looks(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     name, weights = "vit_tiny_patch16_224", tmp_path / "weights.pt"
@@ -229,7 +229,7 @@ def test_the_label_of_an_embedded_picture_is_its_own_whatever_model_looks(
     assert "labelled dotted triangle, 1 tick" in capsys.readouterr().out
 
 
-@pytest.mark.skipif("BMFA_ASSETS" not in os.environ, reason="BMFA_ASSETS names no real pictures")
+@pytest.mark.skipif("BMFA_ASSETS" not in os.environ, reason="BMFA_ASSETS names no real images")
 @pytest.mark.skipif(find_spec("timm") is None, reason="needs timm: pip install 'bmfa[models]'")
 def test_deit_tiny_on_a_photograph(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assets = Path(os.environ["BMFA_ASSETS"])

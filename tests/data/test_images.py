@@ -1,4 +1,4 @@
-"""Pictures from folders and zips, read in place; what is refused and how."""
+"""Images from folders and zips, read in place; what is refused and how."""
 
 import io
 import json
@@ -16,7 +16,7 @@ import pytest
 from PIL import Image
 
 from bmfa.cli import main
-from bmfa.data import InstanceFiles, LabelledPictures, PictureError, PictureFiles, Tally, pictures
+from bmfa.data import ImageError, ImageFiles, InstanceFiles, LabelledImages, Tally, images
 from bmfa.models import Preprocessing
 
 
@@ -56,17 +56,17 @@ def zip_of(path: Path, files: dict[str, bytes]) -> Path:
 
 @pytest.fixture(params=["folder", "zip"])
 def store(request: pytest.FixtureRequest, tmp_path: Path):
-    def make(files: dict[str, bytes]) -> PictureFiles:
+    def make(files: dict[str, bytes]) -> ImageFiles:
         if request.param == "folder":
-            (tmp_path / "pictures").mkdir()
-            return PictureFiles(folder_of(tmp_path / "pictures", files))
-        return PictureFiles(zip_of(tmp_path / "pictures.zip", files))
+            (tmp_path / "images").mkdir()
+            return ImageFiles(folder_of(tmp_path / "images", files))
+        return ImageFiles(zip_of(tmp_path / "images.zip", files))
 
     return make
 
 
 def test_reads_the_same_pixels_from_folder_and_zip(store) -> None:
-    source = store({"val2017/a.png": encoded(sample()), "notes.txt": b"no picture"})
+    source = store({"val2017/a.png": encoded(sample()), "notes.txt": b"no image"})
     assert source.entries == ("val2017/a.png",)
     np.testing.assert_array_equal(source.read("val2017/a.png"), sample())
 
@@ -83,7 +83,7 @@ def test_a_name_fits_by_path_by_its_end_or_by_its_base(store) -> None:
 def test_a_longer_name_settles_a_doubtful_one_and_doubt_is_said(store) -> None:
     source = store({"train/1.jpg": b"", "val/1.jpg": b""})
     assert source.find(["1.jpg", "val/1.jpg"]) == "val/1.jpg"
-    with pytest.raises(PictureError, match=r"1\.jpg matches 2 pictures .*train/1\.jpg, val/1\.jpg"):
+    with pytest.raises(ImageError, match=r"1\.jpg matches 2 images .*train/1\.jpg, val/1\.jpg"):
         source.find(["1.jpg"])
 
 
@@ -97,17 +97,17 @@ def test_linked_folders_are_followed_once(tmp_path: Path) -> None:
     (tmp_path / "set").mkdir()
     (tmp_path / "set" / "linked").symlink_to(tmp_path / "elsewhere")
     (tmp_path / "elsewhere" / "back").symlink_to(tmp_path / "set")
-    assert PictureFiles(tmp_path / "set").entries == ("linked/a.png",)
+    assert ImageFiles(tmp_path / "set").entries == ("linked/a.png",)
 
 
 def test_every_eight_bit_mode_becomes_rgb() -> None:
     grey = sample()[..., 0]
     np.testing.assert_array_equal(
-        pictures.decode_picture(encoded(grey), "grey"), np.repeat(grey[..., None], 3, axis=2)
+        images.decode_image(encoded(grey), "grey"), np.repeat(grey[..., None], 3, axis=2)
     )
     palette = io.BytesIO()
     Image.fromarray(grey).convert("P").save(palette, format="PNG", transparency=b"\x00\xff")
-    assert pictures.decode_picture(palette.getvalue(), "palette").shape == (5, 7, 3)
+    assert images.decode_image(palette.getvalue(), "palette").shape == (5, 7, 3)
 
 
 def with_orientation(pixels: np.ndarray, orientation: int, form: str = "PNG") -> bytes:
@@ -116,7 +116,7 @@ def with_orientation(pixels: np.ndarray, orientation: int, form: str = "PNG") ->
     return encoded(pixels, form, exif=exif)
 
 
-# What turns the stored picture upright, by the definition of the EXIF standard.
+# What turns the stored image upright, by the definition of the EXIF standard.
 UPRIGHT = {
     1: lambda x: x,
     2: np.fliplr,
@@ -130,7 +130,7 @@ UPRIGHT = {
 
 
 @pytest.mark.parametrize("orientation", UPRIGHT)
-def test_pictures_are_turned_upright_as_exif_says(store, orientation: int) -> None:
+def test_images_are_turned_upright_as_exif_says(store, orientation: int) -> None:
     files = store({"a.png": with_orientation(sample(), orientation)})
     np.testing.assert_array_equal(files.read("a.png"), UPRIGHT[orientation](sample()))
     np.testing.assert_array_equal(files.read("a.png", upright=False), sample())
@@ -146,12 +146,12 @@ def test_a_pillow_image_is_turned_upright_by_the_preprocessing() -> None:
 @pytest.mark.parametrize("orientation", [0, 9, 77])
 def test_an_orientation_that_means_nothing_turns_nothing(orientation: int) -> None:
     data = with_orientation(sample(), orientation)
-    np.testing.assert_array_equal(pictures.decode_picture(data, "a.png"), sample())
+    np.testing.assert_array_equal(images.decode_image(data, "a.png"), sample())
 
 
 def test_damaged_exif_data_turn_nothing() -> None:
     data = encoded(sample(), "PNG", exif=b"Exif\x00\x00II*\x00\xff\xff\xff\xff")
-    np.testing.assert_array_equal(pictures.decode_picture(data, "a.png"), sample())
+    np.testing.assert_array_equal(images.decode_image(data, "a.png"), sample())
 
 
 @pytest.mark.parametrize("annotated", [(5, 7), (7, 5)])
@@ -172,7 +172,7 @@ def test_annotations_decide_where_they_fit_one_orientation_alone(
     source = InstanceFiles(tmp_path / "instances.json", tmp_path / "images")
     (instance,) = source.instances(tally)
     expected = sample() if annotated == (5, 7) else UPRIGHT[6](sample())
-    np.testing.assert_array_equal(instance.picture.pixels, expected)
+    np.testing.assert_array_equal(instance.image.pixels, expected)
 
 
 def gif(frames: int) -> bytes:
@@ -190,12 +190,12 @@ def gif(frames: int) -> bytes:
         (encoded(sample(), "TIFF"), "is a TIFF"),
         (b"\x00\x00\x00\x18ftypheic\x00\x00\x00\x00", "is a HEIC"),
         (b"%PDF-1.7\n", "is a PDF"),
-        (b"name,label\n", "is no picture, or a damaged one"),
-        (b"", "is no picture, or a damaged one"),
+        (b"name,label\n", "is no image, or a damaged one"),
+        (b"", "is no image, or a damaged one"),
     ],
 )
 @pytest.mark.parametrize("name", ["a.gif", "a.jpg"])
-def test_files_that_are_no_pictures_are_named_with_a_way_out(
+def test_files_that_are_no_images_are_named_with_a_way_out(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, data: bytes, what: str, name: str
 ) -> None:
     (tmp_path / name).write_bytes(data)
@@ -206,39 +206,39 @@ def test_files_that_are_no_pictures_are_named_with_a_way_out(
     assert f"{name} {what}" in error and "JPEG, PNG, WEBP or BMP" in error
 
 
-def test_a_gif_among_pictures_is_not_left_out_in_silence(
+def test_a_gif_among_images_is_not_left_out_in_silence(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     folder_of(tmp_path, {"a.png": encoded(sample()), "b.gif": gif(2), "notes.txt": b"x"})
     arguments = ["closed-loop", "--data-dir", str(tmp_path), "--method", "global-mean"]
     main([*arguments, "--layers", "last-1"])
     printed = capsys.readouterr().out
-    assert "1 unreadable pictures skipped: b.gif is a GIF" in printed
+    assert "1 unreadable images skipped: b.gif is a GIF" in printed
     (tmp_path / "a.png").unlink()
     for command in (arguments, ["evaluate", "--data-dir", str(tmp_path), "--method", "full"]):
         with pytest.raises(SystemExit):
             main(command)
         error = capsys.readouterr().err
-        assert "no picture could be read (b.gif is a GIF" in error
+        assert "no image could be read (b.gif is a GIF" in error
 
 
 def test_sixteen_bits_are_refused_rather_than_clipped() -> None:
     deep = np.full((4, 4), 40_000, dtype=np.uint16)
-    with pytest.raises(PictureError, match=r"16.*convert it to 8 bits"):
-        pictures.decode_picture(encoded(deep), "deep.png")
+    with pytest.raises(ImageError, match=r"16.*convert it to 8 bits"):
+        images.decode_image(encoded(deep), "deep.png")
 
 
 @pytest.mark.parametrize("side", [10_000, 30_000])
 def test_decompression_bombs_are_refused(store, side: int) -> None:
     source = store({"bomb.png": png_that_claims(side, side)})
-    with pytest.raises(PictureError, match=r"bomb\.png is refused as a decompression bomb"):
+    with pytest.raises(ImageError, match=r"bomb\.png is refused as a decompression bomb"):
         source.read("bomb.png")
 
 
 def test_entries_that_unpack_too_large_are_refused(store, monkeypatch: pytest.MonkeyPatch) -> None:
     source = store({"large.png": bytes(2000)})
-    monkeypatch.setattr(pictures, "MAX_FILE_BYTES", 1000)
-    with pytest.raises(PictureError, match="unpacks to 2,000 bytes, the limit is 1,000"):
+    monkeypatch.setattr(images, "MAX_FILE_BYTES", 1000)
+    with pytest.raises(ImageError, match="unpacks to 2,000 bytes, the limit is 1,000"):
         source.read("large.png")
 
 
@@ -246,32 +246,32 @@ def test_entries_that_unpack_too_large_are_refused(store, monkeypatch: pytest.Mo
     "name", ["../out.png", "a/../../out.png", "/abs.png", "C:\\x.png", "..\\x.png"]
 )
 def test_a_zip_whose_paths_leave_it_is_refused(tmp_path: Path, name: str) -> None:
-    source = PictureFiles(zip_of(tmp_path / "evil.zip", {"good.png": b"", name: b""}))
-    with pytest.raises(PictureError, match=r"evil\.zip is refused: its entry .* leads out"):
+    source = ImageFiles(zip_of(tmp_path / "evil.zip", {"good.png": b"", name: b""}))
+    with pytest.raises(ImageError, match=r"evil\.zip is refused: its entry .* leads out"):
         source.find(["good.png"])
 
 
 def test_reading_never_leaves_the_folder(tmp_path: Path) -> None:
     folder_of(tmp_path, {"secret.png": encoded(sample()), "set/a.png": encoded(sample())})
-    with pytest.raises(PictureError, match="leads out"):
-        PictureFiles(tmp_path / "set").read("../secret.png")
+    with pytest.raises(ImageError, match="leads out"):
+        ImageFiles(tmp_path / "set").read("../secret.png")
 
 
-@pytest.mark.parametrize("data", [b"", b"no picture", encoded(sample(40, 40), "JPEG")[:500]])
-def test_unreadable_pictures_are_one_clear_line(store, data: bytes) -> None:
-    with pytest.raises(PictureError, match=r"a\.jpg is no .*JPEG, PNG, WEBP or BMP") as caught:
+@pytest.mark.parametrize("data", [b"", b"no image", encoded(sample(40, 40), "JPEG")[:500]])
+def test_unreadable_images_are_one_clear_line(store, data: bytes) -> None:
+    with pytest.raises(ImageError, match=r"a\.jpg is no .*JPEG, PNG, WEBP or BMP") as caught:
         store({"a.jpg": data}).read("a.jpg")
     assert "\n" not in str(caught.value)
 
 
 def test_missing_places_are_named(tmp_path: Path) -> None:
-    with pytest.raises(PictureError, match="no folder or zip at"):
-        PictureFiles(tmp_path / "nowhere")
+    with pytest.raises(ImageError, match="no folder or zip at"):
+        ImageFiles(tmp_path / "nowhere")
     (tmp_path / "a.zip").write_bytes(b"no zip")
-    with pytest.raises(PictureError, match="neither a folder nor a readable zip"):
-        PictureFiles(tmp_path / "a.zip").find(["a.png"])
-    with pytest.raises(PictureError, match=r"b\.png in .* cannot be read"):
-        PictureFiles(tmp_path).read("b.png")
+    with pytest.raises(ImageError, match="neither a folder nor a readable zip"):
+        ImageFiles(tmp_path / "a.zip").find(["a.png"])
+    with pytest.raises(ImageError, match=r"b\.png in .* cannot be read"):
+        ImageFiles(tmp_path).read("b.png")
 
 
 def test_a_missing_package_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -279,10 +279,10 @@ def test_a_missing_package_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> N
     with pytest.raises(
         ModuleNotFoundError, match=r"pillow is not installed; run: pip install 'bmfa\[data\]'"
     ):
-        pictures.decode_picture(b"", "a.png")
+        images.decode_image(b"", "a.png")
 
 
-def test_a_picture_that_fits_is_prepared_without_pillow(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_image_that_fits_is_prepared_without_pillow(monkeypatch: pytest.MonkeyPatch) -> None:
     pixels = sample(12, 16)
     for preprocess in (Preprocessing((12, 16), 1.0), Preprocessing((12, 16), squash=True)):
         expected = preprocess(Image.fromarray(pixels))
@@ -297,15 +297,15 @@ def test_a_picture_that_fits_is_prepared_without_pillow(monkeypatch: pytest.Monk
 @pytest.mark.parametrize(
     ("form", "method"), [("folder", "fork"), ("zip", "fork"), ("zip", "spawn")]
 )
-def test_worker_processes_read_the_same_pictures(tmp_path: Path, form: str, method: str) -> None:
+def test_worker_processes_read_the_same_images(tmp_path: Path, form: str, method: str) -> None:
     files = {f"{n}/{n}.png": encoded(sample() + np.uint8(n)) for n in range(4)}
     make = folder_of if form == "folder" else zip_of
-    source = LabelledPictures(make(tmp_path / "pictures.zip", files))
+    source = LabelledImages(make(tmp_path / "images.zip", files))
     expected = list(source)  # opens the zip before the fork
     processes = 2 if method == "fork" else 1  # a spawned one imports torch
     with ProcessPoolExecutor(processes, multiprocessing.get_context(method)) as pool:
         read = list(pool.map(source.__getitem__, range(4)))
-    assert [picture.label for picture in read] == [0, 1, 2, 3]
+    assert [image.label for image in read] == [0, 1, 2, 3]
     for n, (one, other) in enumerate(zip(read, expected, strict=True)):
         np.testing.assert_array_equal(one.pixels, sample() + np.uint8(n))
         np.testing.assert_array_equal(one.pixels, other.pixels)

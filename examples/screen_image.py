@@ -1,16 +1,16 @@
 """Screen the attention of a model on one image and draw the tree of one query as text.
 
-Run with: python examples/screen_picture.py
+Run with: python examples/screen_image.py
 """
 
 import torch
 
 import bmfa
-from bmfa.data import EmbeddedPictures
+from bmfa.data import EmbeddedImages
 
 loaded = bmfa.load_model("embedded")  # 8 layers, 3 heads, a 16x16 grid and one class token
-picture = next(iter(EmbeddedPictures(1)))
-pixels = loaded.preprocess(picture.pixels)[None]  # (1, 3, 128, 128)
+image = next(iter(EmbeddedImages(1)))
+pixels = loaded.preprocess(image.pixels)[None]  # (1, 3, 128, 128)
 
 with torch.inference_mode():
     bmfa.patch(loaded.model, rule=bmfa.rules.Optimal(0.002), layers="last-4")
@@ -19,7 +19,7 @@ with torch.inference_mode():
     bmfa.unpatch(loaded.model)
     full = loaded.logits(pixels)
 
-print(f"Image: {picture.label_name}")
+print(f"Image: {image.label_name}")
 print(f"Prediction with screened attention: {loaded.classes[logits.argmax()]}")
 print(f"Prediction with full attention:     {loaded.classes[full.argmax()]}")
 print(f"Leaves: {recording.leaf_ratio:.1%} of the tokens; KL of attention: {recording.error:.4f}")

@@ -1,4 +1,4 @@
-"""Qualitative cases: the paper's four objects, and two blocks of one picture, with their trees."""
+"""Qualitative cases: the paper's four objects, and two blocks of one image, with their trees."""
 
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -11,11 +11,11 @@ from torch import Tensor
 from bmfa import energy
 from bmfa.checks import check_integer
 from bmfa.data import ProbeBlock, ProbeSettings, Tally
-from bmfa.data.drawn.objects import OBJECT_CATEGORIES, OBJECT_PICTURE_SIZE, draw_kite_flyer
+from bmfa.data.drawn.objects import OBJECT_CATEGORIES, OBJECT_IMAGE_SIZE, draw_kite_flyer
 from bmfa.data.instances import InstanceSource
 from bmfa.data.probes import Mode, probe_block, probe_blocks
+from bmfa.evidence.images.thumbnails import crop_uri, square_uri
 from bmfa.evidence.page import paper
-from bmfa.evidence.pictures.thumbnails import crop_uri, square_uri
 from bmfa.evidence.probes.measure import (
     PROTOCOL,
     TAU,
@@ -35,7 +35,7 @@ from bmfa.trees.tree import Tree
 # half a percent of the mass for each leaf.
 ALGORITHM = f"gamma:{paper.OVERVIEW_EPSILON:g}"
 METHODS = (ALGORITHM, "optimal:0.005")
-PICTURE_BYTES = 9000
+IMAGE_BYTES = 9000
 BLOCKS_METHOD = paper.ALGORITHM_1
 SCENE_BYTES = 30_000
 CHOICE = (
@@ -51,7 +51,7 @@ def run(
     dataset: str,
     mode: Mode = "image-edge",
     methods: Sequence[str] = METHODS,
-    pictures: bool = True,
+    images: bool = True,
     settings: ProbeSettings | None = None,
     limit: int | None = None,
     workers: int = 1,
@@ -64,15 +64,15 @@ def run(
     left out.
 
     Args:
-        source: Annotated pictures.
+        source: Annotated images.
         dataset: `"coco"`, `"lvis"` or `"embedded"`.
         mode: How scores are built: `"image-edge"` or `"mask-only"`.
         methods: Names of rules.
-        pictures: False to leave the pictures themselves out of the record.
-        settings: Grid and picture size.
+        images: False to leave the images themselves out of the record.
+        settings: Grid and image size.
         limit: Number of instances to choose from.
         workers: Worker processes; 1 builds the grids in this process.
-        progress: Called with the pictures done and their number.
+        progress: Called with the images done and their number.
         seed: Seed of random rules.
 
     Returns:
@@ -109,8 +109,8 @@ def run(
         case: Row = {"dataset": dataset, "title": category, "category": category}
         case |= _score_columns(probes, scores, measured, index)
         case |= _ranges(probes, measured, category)
-        if pictures:
-            case["picture"] = crop_uri(source, probes, index, PICTURE_BYTES)
+        if images:
+            case["image"] = crop_uri(source, probes, index, IMAGE_BYTES)
         rows += [
             case | {"method": name} | _result(tree[number], scores[index])
             for name, tree in trees.items()
@@ -131,41 +131,41 @@ def run(
     return Record("cases", recorded, rows, environment("cpu"))
 
 
-def blocks(*, pictures: int = 24, seed: int = 0) -> Record:
-    """Record two blocks of one drawn picture, for a figure like the first of the paper.
+def blocks(*, images: int = 24, seed: int = 0) -> Record:
+    """Record two blocks of one drawn image, for a figure like the first of the paper.
 
-    Of several pictures of a person and a kite, the one is chosen whose two blocks have the largest gap
+    Of several images of a person and a kite, the one is chosen whose two blocks have the largest gap
     of the mean (the smaller of the two counts), among those whose roots Algorithm 1 splits.
 
     Args:
-        pictures: Number of pictures to choose from.
-        seed: Seed of the pictures.
+        images: Number of images to choose from.
+        seed: Seed of the images.
 
     Returns:
         A record of two rows, one for each block.
 
     Raises:
-        ValueError: If Algorithm 1 splits both roots in none of the pictures.
+        ValueError: If Algorithm 1 splits both roots in none of the images.
 
     Example:
-        >>> [row["title"] for row in blocks(pictures=4).rows]
+        >>> [row["title"] for row in blocks(images=4).rows]
         ['Block 1', 'Block 2']
     """
-    check_integer("pictures", pictures, low=1)
+    check_integer("images", images, low=1)
     settings = ProbeSettings()
-    drawn = [draw_kite_flyer(seed, index) for index in range(pictures)]
+    drawn = [draw_kite_flyer(seed, index) for index in range(images)]
     probes = probe_block([one for pair in drawn for one in pair], settings, Tally())
-    assert probes is not None and len(probes) == 2 * pictures
+    assert probes is not None and len(probes) == 2 * images
     scores = score_grids([probes], "image-edge")
     measured = _measure(probes, scores, BLOCKS_METHOD)
-    worse = measured["gap"].view(pictures, 2).amin(1)
-    worse[(measured["algorithm_leaves"].view(pictures, 2) == 1).any(1)] = -torch.inf
+    worse = measured["gap"].view(images, 2).amin(1)
+    worse[(measured["algorithm_leaves"].view(images, 2) == 1).any(1)] = -torch.inf
     chosen = int(worse.argmax())
     if worse[chosen] < 0:
         raise ValueError(
-            f"Algorithm 1 splits both roots in none of {pictures} pictures; pass more pictures"
+            f"Algorithm 1 splits both roots in none of {images} images; pass more images"
         )
-    pixels, side = drawn[chosen][0].picture.pixels, OBJECT_PICTURE_SIZE
+    pixels, side = drawn[chosen][0].image.pixels, OBJECT_IMAGE_SIZE
     scene = square_uri(pixels, (0, 0, side, side), SCENE_BYTES, side)
     both = slice(2 * chosen, 2 * chosen + 2)
     tree = screen(scores[both], _grid(probes), parse(BLOCKS_METHOD), tau=TAU)
@@ -174,12 +174,12 @@ def blocks(*, pictures: int = 24, seed: int = 0) -> Record:
         box = probes.box[index].tolist()
         row: Row = {"title": f"Block {number + 1}", "category": probes.category[index]}
         row |= {"scene": scene, "scene_box": [round(edge / side, 5) for edge in box]}
-        row |= {"picture": square_uri(pixels, box, PICTURE_BYTES), "method": BLOCKS_METHOD}
+        row |= {"image": square_uri(pixels, box, IMAGE_BYTES), "method": BLOCKS_METHOD}
         row |= _score_columns(probes, scores, measured, index)
         rows.append(row | _result(tree[number], scores[index]))
     recorded = {
         "dataset": "embedded",
-        "pictures": pictures,
+        "images": images,
         "seed": seed,
         "tau": TAU,
         "protocol": PROTOCOL,
@@ -243,7 +243,7 @@ def _score_columns(
 ) -> Row:
     """Return the columns of one instance that do not depend on the method."""
     return {
-        "picture_id": int(probes.picture_id[index]),
+        "image_id": int(probes.image_id[index]),
         "annotation_id": int(probes.annotation_id[index]),
         "height": probes.minority.shape[1],
         "width": probes.minority.shape[2],

@@ -1,4 +1,4 @@
-"""Read pictures of a folder or a zip without unpacking it."""
+"""Read images of a folder or a zip without unpacking it."""
 
 import io
 import os
@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from bmfa.packages import load_package
 
-# Files that are listed as pictures. Those of the second line are refused with a reason when they
+# Files that are listed as images. Those of the second line are refused with a reason when they
 # are read; if they were not listed, they would be missing without a message.
 SUFFIXES = (
     *(".jpg", ".jpeg", ".png", ".webp", ".bmp"),
@@ -34,7 +34,7 @@ _SIGNATURES = (
     (4, b"jP  ", "a JPEG 2000"),
     (0, b"%PDF", "a PDF"),
 )
-# EXIF orientation, and the PIL.Image.Transpose that rotates the picture upright.
+# EXIF orientation, and the PIL.Image.Transpose that rotates the image upright.
 _ORIENTATION_TAG = 0x0112
 _UPRIGHT = {
     2: "FLIP_LEFT_RIGHT",
@@ -51,16 +51,16 @@ MAX_PIXELS = 89_000_000
 MAX_FILE_BYTES = 256 * 2**20  # compressed, and unpacked from a zip
 
 
-class PictureError(ValueError):
-    """Raised for a picture, or a folder or zip of pictures, that cannot be used."""
+class ImageError(ValueError):
+    """Raised for an image, or a folder or zip of images, that cannot be used."""
 
 
-class PicturesLostError(OSError):
-    """Raised if the folder or zip of the pictures has vanished since it was listed."""
+class ImagesLostError(OSError):
+    """Raised if the folder or zip of the images has vanished since it was listed."""
 
 
-class PictureFiles:
-    """The pictures of a folder, with its subfolders, or of a zip.
+class ImageFiles:
+    """The images of a folder, with its subfolders, or of a zip.
 
     It pickles without its listing. A zip is opened once in every process that reads it.
 
@@ -68,7 +68,7 @@ class PictureFiles:
         path: folder or zip.
 
     Raises:
-        PictureError: there is no folder or zip at the path.
+        ImageError: there is no folder or zip at the path.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -76,8 +76,8 @@ class PictureFiles:
         self.is_folder = self.path.is_dir()
         self._open_zip: tuple[int, zipfile.ZipFile] | None = None  # with the id of its process
         if not self.is_folder and not self.path.is_file():
-            raise PictureError(
-                f"no folder or zip at {self.path}; pass the folder or zip of the pictures"
+            raise ImageError(
+                f"no folder or zip at {self.path}; pass the folder or zip of the images"
             )
 
     def __getstate__(self) -> dict[str, Any]:
@@ -86,9 +86,9 @@ class PictureFiles:
 
     @cached_property
     def entries(self) -> tuple[str, ...]:
-        """Paths of all pictures relative to the folder or zip, sorted."""
+        """Paths of all images relative to the folder or zip, sorted."""
         names = _folder_names(self.path) if self.is_folder else self._zip_names()
-        return tuple(sorted(name for name in names if _is_picture(name)))
+        return tuple(sorted(name for name in names if _is_image(name)))
 
     @cached_property
     def _by_base_name(self) -> dict[str, list[str]]:
@@ -98,7 +98,7 @@ class PictureFiles:
         return index
 
     def find(self, names: Sequence[str]) -> str | None:
-        """Find the entry of a picture by its possible names.
+        """Find the entry of an image by its possible names.
 
         A name matches an entry by its full path, by the end of its path, or by its file name alone:
         both `val2017/1.jpg` and `1.jpg` match `coco/val2017/1.jpg`, and `val2017/1.jpg` matches
@@ -111,7 +111,7 @@ class PictureFiles:
             The entry that the first matching name matches, or None.
 
         Raises:
-            PictureError: the names match several entries and no one alone.
+            ImageError: the names match several entries and no one alone.
         """
         ambiguous: list[str] = []
         for name in names:
@@ -120,8 +120,8 @@ class PictureFiles:
                 return matching[0]
             ambiguous = ambiguous or matching
         if ambiguous:
-            raise PictureError(
-                f"{names[0]} matches {len(ambiguous)} pictures in {self.path}: "
+            raise ImageError(
+                f"{names[0]} matches {len(ambiguous)} images in {self.path}: "
                 f"{', '.join(ambiguous[:3])}; pass the folder that holds the right one"
             )
         return None
@@ -133,20 +133,20 @@ class PictureFiles:
         return same_path or same_end or same_base
 
     def read(self, entry: str, *, upright: bool = True) -> NDArray[np.uint8]:
-        """Read one picture.
+        """Read one image.
 
         Args:
-            entry: path of the picture relative to the folder or zip.
-            upright: True to apply the EXIF orientation; False reads the picture as it is stored.
+            entry: path of the image relative to the folder or zip.
+            upright: True to apply the EXIF orientation; False reads the image as it is stored.
 
         Returns:
             (height, width, 3) uint8 RGB.
 
         Raises:
-            PictureError: the picture cannot be read.
-            PicturesLostError: the folder or zip has vanished since it was listed.
+            ImageError: the image cannot be read.
+            ImagesLostError: the folder or zip has vanished since it was listed.
         """
-        return decode_picture(self._read_bytes(entry), entry, upright=upright)
+        return decode_image(self._read_bytes(entry), entry, upright=upright)
 
     def _read_bytes(self, entry: str) -> bytes:
         _check_inside(self.path, entry)
@@ -158,12 +158,12 @@ class PictureFiles:
             archive = self._zip()
             _check_bytes(entry, archive.getinfo(entry).file_size)
             return archive.read(entry)
-        except PictureError:
+        except ImageError:
             self._check_present(entry)
             raise
         except (OSError, KeyError, RuntimeError, EOFError, zlib.error, zipfile.BadZipFile) as error:
             self._check_present(entry)
-            raise PictureError(f"{entry} in {self.path} cannot be read: {error}") from error
+            raise ImageError(f"{entry} in {self.path} cannot be read: {error}") from error
 
     def _zip(self) -> zipfile.ZipFile:
         """Return the open zip; after a fork it is opened again, as processes share file positions."""
@@ -171,7 +171,7 @@ class PictureFiles:
             try:
                 self._open_zip = os.getpid(), zipfile.ZipFile(self.path)
             except (OSError, zipfile.BadZipFile) as error:
-                raise PictureError(
+                raise ImageError(
                     f"{self.path} is neither a folder nor a readable zip: {error}"
                 ) from error
         return self._open_zip[1]
@@ -183,7 +183,7 @@ class PictureFiles:
         return names
 
     def _check_present(self, entry: str) -> None:
-        """Raise PicturesLostError if the folder or zip has vanished, rather than one entry.
+        """Raise ImagesLostError if the folder or zip has vanished, rather than one entry.
 
         A disk that was unmounted may leave an empty folder, or links without a target.
         """
@@ -192,8 +192,8 @@ class PictureFiles:
         for path in folders if self.is_folder else (self.path,):
             reason = _lost_reason(path)
             if reason is not None:
-                raise PicturesLostError(
-                    f"{path} {reason}, so {entry} cannot be read; bring the pictures back and run "
+                raise ImagesLostError(
+                    f"{path} {reason}, so {entry} cannot be read; bring the images back and run "
                     "the same command again"
                 )
 
@@ -209,19 +209,19 @@ def _lost_reason(path: Path) -> str | None:
         return f"cannot be opened any more ({error.strerror})"
 
 
-def decode_picture(data: bytes, name: str, *, upright: bool = True) -> NDArray[np.uint8]:
-    """Decode a picture.
+def decode_image(data: bytes, name: str, *, upright: bool = True) -> NDArray[np.uint8]:
+    """Decode an image.
 
     Args:
         data: content of a JPEG, PNG, WEBP or BMP file.
-        name: name of the picture in error messages.
-        upright: True to apply the EXIF orientation; False leaves the picture as it is stored.
+        name: name of the image in error messages.
+        upright: True to apply the EXIF orientation; False leaves the image as it is stored.
 
     Returns:
         (height, width, 3) uint8 RGB; the first frame of an animation.
 
     Raises:
-        PictureError: the data are of another format, damaged, or too large.
+        ImageError: the data are of another format, damaged, or too large.
     """
     image_module = load_package("PIL.Image")
     try:
@@ -234,15 +234,15 @@ def decode_picture(data: bytes, name: str, *, upright: bool = True) -> NDArray[n
             image = image.convert("RGBA") if "transparency" in image.info else image
             return np.array(image.convert("RGB"))
     except image_module.DecompressionBombError as error:
-        raise PictureError(f"{name} is refused as a decompression bomb: {error}") from error
-    except PictureError:
+        raise ImageError(f"{name} is refused as a decompression bomb: {error}") from error
+    except ImageError:
         raise
     except load_package("PIL").UnidentifiedImageError:
-        raise PictureError(_unidentified(data, name)) from None
+        raise ImageError(_unidentified(data, name)) from None
     except Exception as error:
         # Decoders raise any exception on damaged data.
         reason = str(error).replace("\n", " ")
-        raise PictureError(f"{name} is no readable {_ACCEPTED} picture: {reason}") from error
+        raise ImageError(f"{name} is no readable {_ACCEPTED} image: {reason}") from error
 
 
 def turn_upright(image: Any) -> Any:
@@ -260,27 +260,27 @@ def _unidentified(data: bytes, name: str) -> str:
     for start, signature, what in _SIGNATURES:
         if data.startswith(signature, start):
             return f"{name} is {what}, which is not read; save it as {_ACCEPTED}"
-    return f"{name} is no picture, or a damaged one; pass {_ACCEPTED}"
+    return f"{name} is no image, or a damaged one; pass {_ACCEPTED}"
 
 
 def _check_header(name: str, mode: str, width: int, height: int) -> None:
     if width * height > MAX_PIXELS:
-        raise PictureError(
+        raise ImageError(
             f"{name} is refused as a decompression bomb: its header claims {width} x {height} pixels, "
             f"the limit is {MAX_PIXELS:,}; make it smaller first"
         )
     if mode not in _MODES:
-        raise PictureError(f"{name} has Pillow mode {mode}; convert it to 8 bits a channel first")
+        raise ImageError(f"{name} has Pillow mode {mode}; convert it to 8 bits a channel first")
 
 
 def _check_bytes(entry: str, size: int) -> None:
     if size > MAX_FILE_BYTES:
-        raise PictureError(
+        raise ImageError(
             f"{entry} is refused: it unpacks to {size:,} bytes, the limit is {MAX_FILE_BYTES:,}"
         )
 
 
-def _is_picture(name: str) -> bool:
+def _is_image(name: str) -> bool:
     path = PurePosixPath(name)
     return path.suffix.lower() in SUFFIXES and not path.name.startswith(".")
 
@@ -302,6 +302,6 @@ def _check_inside(root: Path, name: str) -> None:
     # A Windows path splits at both slashes and has drive letters and shares.
     path = PureWindowsPath(name)
     if path.anchor or ".." in path.parts:
-        raise PictureError(
+        raise ImageError(
             f"{root} is refused: its entry {name!r} leads out of it; use relative paths without .."
         )

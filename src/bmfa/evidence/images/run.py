@@ -1,4 +1,4 @@
-"""`bmfa screen`: the attention of one query of a picture, its tree and the error of it."""
+"""`bmfa screen`: the attention of one query of an image, its tree and the error of it."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
@@ -9,10 +9,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from bmfa.data.classification import LabelledPicture
+from bmfa.data.classification import LabelledImage
 from bmfa.energy import gap
+from bmfa.evidence.images.thumbnails import jpeg_uri
 from bmfa.evidence.model_methods import Layers
-from bmfa.evidence.pictures.thumbnails import jpeg_uri
 from bmfa.models import LoadedModel, layer_indices, patch, unpatch
 from bmfa.models.hosts import find_host
 from bmfa.models.screened_layer import LayerInputs, observe
@@ -24,7 +24,7 @@ from bmfa.trees.tree import Tree
 
 DEFAULT_METHODS = ("optimal:0.002",)
 CLASS_TOKEN = "class"
-PICTURE_BYTES = 40_000
+IMAGE_BYTES = 40_000
 DIGITS = 7  # decimals of scores and attention in rows
 PROTOCOL = (
     "scores and trees of one query and head, the layer's inputs those of the full model; error is E "
@@ -58,12 +58,12 @@ class View:
 
 def run(
     model: LoadedModel,
-    pictures: Sequence[LabelledPicture],
+    images: Sequence[LabelledImage],
     methods: Sequence[str] = DEFAULT_METHODS,
     *,
     view: View | None = None,
     layers: Layers = "last-4",
-    picture_bytes: int = PICTURE_BYTES,
+    image_bytes: int = IMAGE_BYTES,
     seed: int = 0,
     device: str = "cpu",
 ) -> Record:
@@ -73,24 +73,24 @@ def run(
 
     Args:
         model: The model.
-        pictures: The pictures.
+        images: The images.
         methods: Names of rules.
         view: Layer, head and query.
         layers: Layers that are screened for the predicted class.
-        picture_bytes: Largest size of a picture in the record.
+        image_bytes: Largest size of an image in the record.
         seed: Seed of random rules.
         device: Device of the model.
 
     Returns:
-        A record of one row for each picture and method.
+        A record of one row for each image and method.
 
     Raises:
         ValueError: If a method, a layer, the head or the query does not exist.
 
     Example:
-        >>> from bmfa.data.classification import EmbeddedPictures
+        >>> from bmfa.data.classification import EmbeddedImages
         >>> from bmfa.models import load_model
-        >>> record = run(load_model("embedded"), [EmbeddedPictures(1)[0]], ["global-mean"])
+        >>> record = run(load_model("embedded"), [EmbeddedImages(1)[0]], ["global-mean"])
         >>> record.rows[0]["leaves"], record.rows[0]["error"] <= record.rows[0]["certificate"]
         (1, True)
     """
@@ -102,19 +102,19 @@ def run(
     model.model.to(device)
     rows: list[Row] = []
     with torch.inference_mode():
-        for picture in pictures:
-            rows += _rows(model, picture, rules, view, layers, picture_bytes, device)
+        for image in images:
+            rows += _rows(model, image, rules, view, layers, image_bytes, device)
     settings = {
         "model": model.name,
         "preprocessing": asdict(model.preprocess),
-        "pictures": [picture.name for picture in pictures],
+        "images": [image.name for image in images],
         "methods": list(methods),
         **asdict(view),
         "layers": layers,
         "seed": seed,
         "protocol": PROTOCOL,
     }
-    return Record("picture", settings, rows, environment(device))
+    return Record("image", settings, rows, environment(device))
 
 
 @dataclass(eq=False)
@@ -166,27 +166,27 @@ class Query:
 
 def _rows(
     model: LoadedModel,
-    picture: LabelledPicture,
+    image: LabelledImage,
     rules: dict[str, Rule],
     view: View,
     layers: Layers,
-    picture_bytes: int,
+    image_bytes: int,
     device: str,
 ) -> list[Row]:
     unpatch(model.model)
-    pixels = model.preprocess(picture.pixels)[None].to(device)
+    pixels = model.preprocess(image.pixels)[None].to(device)
     full = model.logits(pixels)
-    uri = jpeg_uri(_to_image(model, pixels[0]), picture_bytes)
+    uri = jpeg_uri(_to_image(model, pixels[0]), image_bytes)
     rows = []
     for method, rule in rules.items():
         call, trees = _observe_layer(model, pixels, rule, view.layer or 0)
         query = Query.of(call, view)
         tree = trees[0, query.head, query.index : query.index + 1]
-        row: Row = {"model": model.name, "title": picture.name, "method": method}
+        row: Row = {"model": model.name, "title": image.name, "method": method}
         row |= {"layer": call.layer, "head": query.head, "query": view.query}
-        row |= {"height": call.grid.height, "width": call.grid.width, "picture": uri}
+        row |= {"height": call.grid.height, "width": call.grid.width, "image": uri}
         row |= _attention(query, rule, tree)
-        row |= _predictions(model, picture, full, _screened_logits(model, pixels, rule, layers))
+        row |= _predictions(model, image, full, _screened_logits(model, pixels, rule, layers))
         rows.append(row)
     return rows
 
@@ -239,9 +239,7 @@ def _attention(query: Query, rule: Rule, tree: Tree) -> Row:
     }
 
 
-def _predictions(
-    model: LoadedModel, picture: LabelledPicture, full: Tensor, screened: Tensor
-) -> Row:
+def _predictions(model: LoadedModel, image: LabelledImage, full: Tensor, screened: Tensor) -> Row:
     """Return the classes that the full and the screened model predict, and the KL of the outputs."""
     before, after = (logits[0].double().log_softmax(-1) for logits in (full, screened))
     first, second = int(before.argmax()), int(after.argmax())
@@ -252,8 +250,8 @@ def _predictions(
         "screened_class_percent": 100 * float(after[second].exp()),
         "output_kl": float((before.exp() * (before - after)).sum()),
     }
-    if picture.label is not None:
-        row["label"] = picture.label_name or _class_name(model, picture.label)
+    if image.label is not None:
+        row["label"] = image.label_name or _class_name(model, image.label)
     return row
 
 
@@ -286,7 +284,7 @@ def _query_index(view: View, call: LayerInputs) -> int:
 
 
 def _to_image(model: LoadedModel, pixels: Tensor) -> Any:
-    """Return the picture as the model sees it: resized, cropped, without the normalisation."""
+    """Return the image as the model sees it: resized, cropped, without the normalisation."""
     mean, std = (np.asarray(v, np.float32) for v in (model.preprocess.mean, model.preprocess.std))
     colours: NDArray[np.float32] = pixels.cpu().numpy().transpose(1, 2, 0) * std + mean
     eight_bits = (255 * colours).round().clip(0, 255).astype(np.uint8)

@@ -1,4 +1,4 @@
-"""Small JPEG pictures inside records."""
+"""Small JPEG images inside records."""
 
 import base64
 import io
@@ -9,11 +9,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bmfa.data import InstanceSource, ProbeBlock
-from bmfa.data.instances import Picture, Tally
+from bmfa.data.instances import InstanceImage, Tally
 from bmfa.packages import load_package
 
 QUALITIES = (90, 80, 70, 60, 50, 40, 30, 20)
-PICTURE_SIDE = 160  # pixels
+IMAGE_SIDE = 160  # pixels
 
 
 def jpeg_uri(image: Any, max_bytes: int) -> str:
@@ -29,24 +29,24 @@ def jpeg_uri(image: Any, max_bytes: int) -> str:
 
 
 def square_uri(
-    pixels: NDArray[np.uint8], box: Sequence[int], max_bytes: int, side: int = PICTURE_SIDE
+    pixels: NDArray[np.uint8], box: Sequence[int], max_bytes: int, side: int = IMAGE_SIDE
 ) -> str:
-    """Return the part of a picture in a box (left, top, right, bottom), resized to a square JPEG."""
+    """Return the part of an image in a box (left, top, right, bottom), resized to a square JPEG."""
     image = load_package("PIL.Image")
     crop = image.fromarray(pixels).crop(tuple(box))
     return jpeg_uri(crop.resize((side, side), image.Resampling.BILINEAR), max_bytes)
 
 
 def crop_uri(source: InstanceSource, probes: ProbeBlock, index: int, max_bytes: int) -> str:
-    """Return the crop of one probe; its picture is read again from the source."""
-    picture = read_picture(source, int(probes.picture_id[index]))
-    return square_uri(picture.pixels, probes.box[index].tolist(), max_bytes)
+    """Return the crop of one probe; its image is read again from the source."""
+    image = read_image(source, int(probes.image_id[index]))
+    return square_uri(image.pixels, probes.box[index].tolist(), max_bytes)
 
 
-def read_picture(source: InstanceSource, identity: int) -> Picture:
-    """Return a picture of a source by its id; raise LookupError if no instance is in it."""
+def read_image(source: InstanceSource, identity: int) -> InstanceImage:
+    """Return an image of a source by its id; raise LookupError if no instance is in it."""
     for part in source.parts(1):
         first = next(part.instances(Tally()), None)
-        if first is not None and first.picture.id == identity:
-            return first.picture
-    raise LookupError(f"no instance is in picture {identity}")
+        if first is not None and first.image.id == identity:
+            return first.image
+    raise LookupError(f"no instance is in image {identity}")

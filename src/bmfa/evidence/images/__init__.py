@@ -1,0 +1,1 @@
+"""Single images: attention, trees and leaves drawn over them."""

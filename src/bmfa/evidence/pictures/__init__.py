@@ -1,1 +1,0 @@
-"""Single pictures: attention, trees and leaves drawn over them."""
