@@ -23,7 +23,7 @@ help:
 	@echo "make setup     .venv with the pinned versions"
 	@echo "make clean     removes .venv and everything that was built"
 
-setup: .venv/.installed .venv/.compiled
+setup: .venv/.installed .venv/.repaired .venv/.compiled
 
 .venv/.installed: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
@@ -31,6 +31,11 @@ setup: .venv/.installed .venv/.compiled
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(PIP) torch
 	$(PIP) --editable '.[test]'
+	touch $@
+
+# torchvision does not import beside a CPU build of torch that it was not built for.
+.venv/.repaired: .venv/.installed tools/torchvision_operators.py
+	$(BIN)/python tools/torchvision_operators.py
 	touch $@
 
 # The C++ kernels. Everything works without them; the next make tries again.

@@ -7,15 +7,13 @@ nothing about a trained model.
 Run with: python examples/speed_up_model.py
 """
 
-# Import bmfa first: with a CPU-only torch, torchvision fails to import without its fix.
-import bmfa
-
-# isort: split
 import statistics
 import time
 
 import timm
 import torch
+
+import bmfa
 
 
 def run(

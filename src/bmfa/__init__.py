@@ -3,8 +3,6 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from bmfa.packages import install_finder
-
 if TYPE_CHECKING:
     from bmfa import bounds as bounds
     from bmfa import energy as energy
@@ -59,8 +57,6 @@ _MODULES = {
 }
 _SUBMODULES = ("bounds", "energy", "merging", "models", "rules")
 __all__ = ["__version__", *_MODULES, *_SUBMODULES]
-
-install_finder()
 
 
 def __getattr__(name: str) -> Any:

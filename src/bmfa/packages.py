@@ -20,12 +20,6 @@ PACKAGES = {
     "transformers": ("transformers", "models"),
     "triton": ("triton", "triton"),
 }
-# Operators of torchvision's compiled library, which does not load beside a torch without CUDA.
-_SCHEMAS = (
-    "nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
-    "qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
-)
-_declared: list[Any] = []
 
 
 def load_package(module: str) -> Any:
@@ -118,39 +112,3 @@ class _AfterImport:
 
             loader.exec_module = exec_module
         return spec
-
-
-class TorchvisionFinder:
-    """Import hook that makes `import torchvision` succeed beside a build of torch without CUDA.
-
-    timm imports torchvision, and so do the vision models of transformers if it is installed. Its
-    wheel is built against CUDA, so that its compiled library does not load beside a CPU build of
-    torch, and `torchvision._meta_registrations` then fails because two operators are missing. This
-    hook declares them just before that module is imported. Calling them still raises torchvision's
-    own error.
-    """
-
-    def find_spec(
-        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
-        """Declare the operators if torchvision is about to register them; find no module."""
-        if name == "torchvision._meta_registrations":
-            _declare_operators()
-        return None
-
-
-def _declare_operators() -> None:
-    import torch
-
-    import_module("torchvision.extension")  # loads the library if it can
-    if torch.version.cuda is None and not hasattr(torch.ops.torchvision, "nms") and not _declared:
-        library: Any = torch.library.Library("torchvision", "FRAGMENT")  # type: ignore[no-untyped-call]
-        for schema in _SCHEMAS:
-            library.define(schema)
-        _declared.append(library)  # declarations last as long as this object
-
-
-def install_finder() -> None:
-    """Insert the import hook once, before the finders of Python."""
-    if not any(isinstance(finder, TorchvisionFinder) for finder in sys.meta_path):
-        sys.meta_path.insert(0, TorchvisionFinder())
