@@ -84,6 +84,7 @@ def test_the_sdist_holds_the_tests_and_what_they_read(dist):
         names = {name.partition("/")[2] for name in archive.getnames()}
     files = ("LICENSE", "Makefile", "README.md", "constraints.txt", "mkdocs.yml", "pyproject.toml")
     assert {*files, "docs/gallery.png", "records/synthetic.json", "tests/test_dist.py"} <= names
+    assert {"tools/train_embedded.py", "tools/train-embedded-h200.json"} <= names
     native = {name.rpartition("/")[2] for name in names if "/kernels/native/" in name}
     assert "hatch_build.py" in names and sources(native) == sources()
     assert native == {name for name in native if name.endswith((".py", ".cpp", ".h"))}

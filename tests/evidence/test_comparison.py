@@ -12,8 +12,7 @@ from bmfa.evidence.page.build import all_claims, build_page
 from bmfa.evidence.page.claims import Verdict
 from bmfa.evidence.page.record_set import RecordSet
 from bmfa.models import load_model, patch, unpatch
-from bmfa.models.embedded import preprocess
-from bmfa.models.embedded.evaluation import mask_iou
+from bmfa.models.embedded import mask_iou, preprocess
 
 LEAVES_CLAIM, MERGING_CLAIM = "at equal leaves", "Merging by free energy"
 

@@ -24,7 +24,6 @@ from bmfa.cli.probe import probe
 from bmfa.cli.report import report
 from bmfa.cli.screen import screen
 from bmfa.cli.synthetic import synthetic
-from bmfa.cli.train_embedded import train_embedded
 from bmfa.cli.tune import tune
 from bmfa.records import made_by_command
 
@@ -114,7 +113,6 @@ app.command("evaluate", cls=Command, epilog=help_text(("full", "rule", "reductio
 app.command("screen", cls=Command, epilog=help_text(("rule",)))(screen)
 app.command("explore", cls=Command)(explore)
 app.command("tune", cls=Command)(tune)
-app.command("train-embedded", cls=Command)(train_embedded)
 app.command("methods", cls=Command)(methods)
 app.command("info", cls=Command)(info)
 app.add_typer(bench_app, name="bench")

@@ -10,15 +10,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from bmfa.data.drawn.badges import draw_badge_batch
 from bmfa.models import patch, reduce
-from bmfa.models.embedded import WEIGHTS, EmbeddedViT, load, preprocess, save
-from bmfa.models.embedded.evaluation import HELD_OUT_SEED, mask_iou
+from bmfa.models.embedded import WEIGHTS, EmbeddedViT, load, mask_iou, preprocess
 from bmfa.models.embedded.model import encode_positions
 from bmfa.trees.rules import ExactGap
 
-RECORDS = Path(__file__).parents[3] / "records"
+RECORD = Path(__file__).parents[3] / "tools" / "train-embedded-h200.json"
+HELD_OUT_SEED = 7
 COUNT = 120
 
 
@@ -90,7 +91,7 @@ def test_weights_are_small_and_in_half_precision():
     with safe_open(WEIGHTS, framework="pt") as file:
         names, made_with = file.keys(), file.metadata()
         assert {file.get_tensor(name).dtype for name in names} == {torch.float16}
-    record = json.loads((RECORDS / "train-embedded-h200.json").read_text("utf-8"))
+    record = json.loads(RECORD.read_text("utf-8"))
     made = {name: str(record["settings"][name]) for name in ("seed", "steps")}
     assert json.loads(made_with["recipe"]) == made
     assert WEIGHTS.stat().st_size == record["settings"]["weights_bytes"]
@@ -111,6 +112,15 @@ def test_the_task_is_hard_and_the_mask_is_found(model, images):
     # Between 75 and 88 % on the images of the record; here within its 95 % interval.
     assert 0.75 - 0.08 < top1 < 0.88 + 0.06
     assert mask_iou(found, masks).mean() > 0.7
+
+
+def test_the_iou_of_masks():
+    masks = torch.zeros(3, 4, 4, dtype=torch.bool)
+    masks[0, :2], masks[1, :2] = True, True
+    logits = torch.full((3, 4, 4), -1.0)
+    logits[0, :2] = 1.0
+    logits[1, :1] = 1.0
+    assert mask_iou(logits, masks).tolist() == [1.0, 0.5, 1.0]
 
 
 def test_reduced_tokens_need_the_full_grid_for_a_mask(model):
@@ -158,7 +168,7 @@ def test_bad_weights_are_refused(tmp_path):
     torn.write_bytes(WEIGHTS.read_bytes()[:-1])
     with pytest.raises(ValueError, match=r"torn\.safetensors is not a readable"):
         load(torn)
-    save(EmbeddedViT(depth=9), tmp_path / "deeper.safetensors", {})
+    save_file(EmbeddedViT(depth=9).state_dict(), tmp_path / "deeper.safetensors")
     with pytest.raises(ValueError, match=r"12 unexpected, first blocks\.8"):
         load(tmp_path / "deeper.safetensors")
 

@@ -26,7 +26,7 @@ Array = NDArray[np.float32]
 BADGE_IMAGE_SIZE = 128  # pixels along a side: 16 patches of 8 for the embedded model
 # Amplitude of the fine noise over the whole image, in levels of 256. It sets the difficulty: a larger
 # value lowers the accuracy that a model can reach. It was chosen by that of the full model alone, which
-# `bmfa train-embedded` measures over the grain (records/train-embedded-h200.json): between 16 and 24.
+# `tools/train_embedded.py` measures over the grain (tools/train-embedded-h200.json): between 16 and 24.
 GRAIN = 20.0
 SHAPES = ("triangle", "square", "pentagon", "circle")
 TEXTURES = ("striped", "dotted")

@@ -19,8 +19,7 @@ from bmfa.data.classification import EmbeddedImages
 from bmfa.evidence.methods import FULL, family, is_kind
 from bmfa.evidence.model_methods import Layers, LeafCounter, count_leaves, parse
 from bmfa.models import LoadedModel, patch, reduce, unpatch
-from bmfa.models.embedded import EmbeddedViT
-from bmfa.models.embedded.evaluation import mask_iou
+from bmfa.models.embedded import EmbeddedViT, mask_iou
 from bmfa.models.flops import count_flops
 from bmfa.records import Record, Row, environment
 

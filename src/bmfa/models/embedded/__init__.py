@@ -1,4 +1,4 @@
-"""The embedded model: a small Vision Transformer for the drawn images, and how it was trained."""
+"""The embedded model: a small Vision Transformer for the drawn images."""
 
 from bmfa.models.embedded.model import (
     IMAGE_SIZE,
@@ -7,8 +7,8 @@ from bmfa.models.embedded.model import (
     WEIGHTS,
     EmbeddedViT,
     load,
+    mask_iou,
     preprocess,
-    save,
 )
 
-__all__ = ["IMAGE_SIZE", "MEAN", "STD", "WEIGHTS", "EmbeddedViT", "load", "preprocess", "save"]
+__all__ = ["IMAGE_SIZE", "MEAN", "STD", "WEIGHTS", "EmbeddedViT", "load", "mask_iou", "preprocess"]

@@ -1,9 +1,7 @@
 """The embedded model: a pre-norm Vision Transformer with a class head and a mask head."""
 
-import json
 import math
 import os
-from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +19,6 @@ from torch.nn.functional import (
 )
 
 from bmfa.data.drawn.badges import BADGE_CLASSES, BADGE_IMAGE_SIZE, SHAPES, TEXTURES, TICK_COUNTS
-from bmfa.files import write_atomic
 from bmfa.models.weights import load_weights
 
 IMAGE_SIZE = BADGE_IMAGE_SIZE  # pixels, the size it is made for; it accepts multiples of PATCH_SIZE
@@ -319,17 +316,16 @@ def load(weights: str | os.PathLike[str] | None = None) -> EmbeddedViT:
     return model.eval()
 
 
-def save(model: EmbeddedViT, path: str | Path, metadata: Mapping[str, str]) -> None:
-    """Write the weights to a safetensors file in half precision.
+def mask_iou(logits: Tensor, masks: Tensor) -> Tensor:
+    """Compute the intersection over union of predicted and true masks.
 
     Args:
-        model: The model.
-        path: The file, which is replaced atomically.
-        metadata: Settings of the training, stored in the file.
-    """
-    from safetensors.torch import save as to_bytes
+        logits: (B, H, W) logits; positive is inside.
+        masks: (B, H, W) torch.bool.
 
-    state = {name: tensor.half().cpu() for name, tensor in model.state_dict().items()}
-    # One entry: safetensors writes several in no fixed order, and equal weights must give equal files.
-    recipe = {"recipe": json.dumps(dict(metadata), sort_keys=True)}
-    write_atomic(path, to_bytes(state, metadata=recipe))
+    Returns:
+        (B,) float64; 1 if both masks are empty.
+    """
+    inside = logits > 0
+    both, either = ((inside & masks).sum((1, 2)), (inside | masks).sum((1, 2)))
+    return torch.where(either > 0, both.double() / either.clamp(min=1), 1.0)

@@ -1,27 +1,37 @@
-"""Train the embedded model; `bmfa train-embedded` runs this."""
+"""Train the embedded model of `bmfa` from scratch on drawn images.
 
+Run with: python tools/train_embedded.py --output embedded.safetensors --json record.json
+
+The shipped weights, src/bmfa/models/embedded/embedded.safetensors, were made with the default options on
+one H200; tools/train-embedded-h200.json is the record of that run.
+"""
+
+import argparse
 import copy
 import io
+import json
 import math
 import os
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from safetensors.torch import save as safetensors_bytes
 from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 
 from bmfa.checks import check_integer, check_number
-from bmfa.data.drawn.badges import GRAIN, grain_weights
+from bmfa.data.drawn.badges import GRAIN, draw_badge_batch, draw_badge_parts, grain_weights
 from bmfa.data.drawn.rng import UniformGenerator
 from bmfa.files import write_atomic
-from bmfa.models.embedded.evaluation import HELD_OUT_SEED, held_out_row
+from bmfa.models.embedded import mask_iou
 from bmfa.models.embedded.model import (
     GRID_SIZE,
     IMAGE_SIZE,
@@ -30,17 +40,21 @@ from bmfa.models.embedded.model import (
     PATCH_SIZE,
     STD,
     EmbeddedViT,
-    save,
+    preprocess,
     to_cells,
 )
-from bmfa.models.embedded.training_images import RATIOS, ImageBuffer, NewImages, augment
 from bmfa.records import Record, Row, environment
 
 # Far from small seeds, which therefore give images that the model was not trained on.
 SEED = 20_260_000
 SECONDS = 350.0  # of training on one H200, for the shipped weights
+HELD_OUT_SEED = 7
 _STREAM = 3  # third part of the random key of a step; scenes have 1 and badges 2
 _FIRST_BATCHES = 8  # batches of new images before the first step of a training by time
+RATIOS = (1, 2, 4)  # sides of the images, relative to 128 pixels
+# Ratio of each batch of new images, in turn: three quarters have the own size, so that drawing, which
+# takes longer for larger images, spends most of its time on these.
+_DRAWN_RATIOS = (1, 2, 4, 1, 1, 1, 2, 1, 1, 1, 1, 2, 1, 1, 1, 1)
 Log = Callable[[Row], None]
 
 
@@ -489,3 +503,206 @@ def _check_files(*paths: Path | None) -> None:
     for path in paths:
         if path is not None and (path.is_dir() or not path.parent.is_dir()):
             raise ValueError(f"{path} cannot be written; pass a file in an existing folder")
+
+
+class NewImages(Dataset[tuple[Tensor, ...]]):
+    """Batches of new images without grain: pixels, labels and pixels inside each mask cell."""
+
+    def __init__(self, seed: int, start: int, images: int) -> None:
+        self.seed, self.start, self.images = seed, start, images
+
+    def __len__(self) -> int:
+        return 2**31 - 1
+
+    def __getitem__(self, index: int) -> tuple[Tensor, ...]:
+        number = self.start + index
+        ratio = _DRAWN_RATIOS[number % len(_DRAWN_RATIOS)]
+        first, size = number * self.images, ratio * IMAGE_SIZE
+        indices = range(first, first + max(1, self.images // ratio**2))
+        drawn = [draw_badge_parts(self.seed, index, size, 0.0) for index in indices]
+        pixels = np.stack([one[0].transpose(2, 0, 1) for one in drawn])
+        labels = np.array([one[1] for one in drawn])
+        masks = np.stack([np.stack(one[2:]) for one in drawn])  # (B, 2, size, size)
+        cell = PATCH_SIZE // MASK_CELLS
+        cells = masks.reshape(len(masks), 2, size // cell, cell, size // cell, cell)
+        counts = cells.sum((3, 5), dtype=np.uint8)  # 0 to 4 pixels
+        return torch.from_numpy(pixels), torch.from_numpy(labels), torch.from_numpy(counts)
+
+
+class ImageBuffer:
+    """Images of one size on the device; the oldest are replaced when it is full."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.parts: list[Tensor] = []
+        self.count, self.next = 0, 0
+
+    def add(self, batch: Sequence[Tensor], capacity: int) -> None:
+        """Add images, up to a capacity that is a multiple of their number."""
+        size = len(batch[0])
+        allocated = len(self.parts[0]) if self.parts else 0
+        if self.next + size > allocated and allocated < capacity:
+            # Doubled, so that the copies take little time in all.
+            wanted = min(capacity, max(2 * allocated, size))
+            grown = [p.new_empty(wanted, *p.shape[1:], device=self.device) for p in batch]
+            for new, old in zip(grown, self.parts, strict=False):
+                new[:allocated] = old
+            self.parts, allocated = grown, wanted
+        if self.next + size > allocated:
+            self.next = 0
+        for part, new in zip(self.parts, batch, strict=True):
+            part[self.next : self.next + size].copy_(new, non_blocking=True)
+        self.next += size
+        self.count = max(self.count, self.next)
+
+    def take(self, chosen: Tensor) -> list[Tensor]:
+        """Return copies of the chosen images."""
+        return [part[chosen] for part in self.parts]
+
+
+def augment(images: Tensor, flags: Tensor, *, invert: bool = True) -> Tensor:
+    """Flip, transpose and invert images.
+
+    These operations keep all classes: a mirrored shape, texture or set of ticks is of the same class,
+    and a badge may be lighter or darker than its background.
+
+    Args:
+        images: (B, C, S, S) preprocessed images, or masks.
+        flags: (4, B, 1, 1, 1) torch.bool: which images to flip horizontally, to flip vertically, to
+            transpose and to invert.
+        invert: False ignores the last flags, for masks.
+
+    Returns:
+        (B, C, S, S) tensor.
+    """
+    horizontal, vertical, transpose, inverted = flags
+    images = torch.where(horizontal, images.flip(-1), images)
+    images = torch.where(vertical, images.flip(-2), images)
+    images = torch.where(transpose, images.transpose(-1, -2), images)
+    return torch.where(inverted, -images, images) if invert else images
+
+
+def evaluate(
+    model: EmbeddedViT,
+    *,
+    images: int,
+    size: int = IMAGE_SIZE,
+    seed: int = HELD_OUT_SEED,
+    grain: float = GRAIN,
+    batch_size: int = 32,
+    workers: int = 0,
+) -> Mapping[str, float]:
+    """Measure top-1 accuracy and mask IoU on drawn images.
+
+    Args:
+        model: The model; its device and dtype are used.
+        images: Number of images.
+        size: Side of the images in pixels.
+        seed: Seed of the images.
+        grain: Amplitude of their grain.
+        batch_size: Images in a batch.
+        workers: Processes that draw; 0 draws in this one.
+
+    Returns:
+        `top1_percent` and `mask_iou`.
+
+    Example:
+        >>> sorted(evaluate(EmbeddedViT().eval(), images=2))
+        ['mask_iou', 'top1_percent']
+    """
+    weight = model.head.weight
+    right, overlap = 0, 0.0
+    batches = _HeldOut(seed, images, size, grain, batch_size)
+    for pixels, labels, masks in DataLoader(batches, batch_size=None, num_workers=workers):
+        with torch.inference_mode():
+            inputs = preprocess(pixels.to(weight.device)).to(weight.dtype)
+            logits, found = model.forward_dense(inputs)
+        right += int((logits.argmax(1).cpu() == labels).sum())
+        overlap += float(mask_iou(found.cpu(), masks).sum())
+    return {
+        "top1_percent": round(100.0 * right / images, 3),
+        "mask_iou": round(overlap / images, 4),
+    }
+
+
+def held_out_row(model: EmbeddedViT, ratio: int, images: int, grain: float, workers: int) -> Row:
+    """Return the row of a record that measures the model on held-out images.
+
+    Args:
+        model: The model.
+        ratio: Side of the images relative to 128 pixels.
+        images: Number of images.
+        grain: Amplitude of their grain.
+        workers: Processes that draw; 0 draws in this one.
+    """
+    size = ratio * IMAGE_SIZE
+    measured = evaluate(
+        model, images=images, size=size, grain=grain, batch_size=32 // ratio, workers=workers
+    )
+    frame: Row = {"what": "held-out", "img_size": size, "tokens": (size // PATCH_SIZE) ** 2}
+    return frame | {"grain": grain, "images": images} | dict(measured)
+
+
+class _HeldOut(Dataset[tuple[Tensor, ...]]):
+    """Batches of images of a seed as the task has them."""
+
+    def __init__(self, seed: int, images: int, size: int, grain: float, batch: int) -> None:
+        self.seed, self.images, self.size, self.grain = seed, images, size, grain
+        self.batch = batch
+
+    def __len__(self) -> int:
+        return -(-self.images // self.batch)
+
+    def __getitem__(self, number: int) -> tuple[Tensor, ...]:
+        if not 0 <= number < len(self):
+            raise IndexError(number)
+        first = number * self.batch
+        indices = range(first, min(first + self.batch, self.images))
+        drawn = draw_badge_batch(self.seed, indices, self.size, grain=self.grain)
+        pixels, labels, masks = map(torch.from_numpy, drawn)
+        return pixels, labels, masks
+
+
+def save(model: EmbeddedViT, path: str | Path, metadata: Mapping[str, str]) -> None:
+    """Write the weights to a safetensors file in half precision.
+
+    Args:
+        model: The model.
+        path: The file, which is replaced atomically.
+        metadata: Settings of the training, stored in the file.
+    """
+    state = {name: tensor.half().cpu() for name, tensor in model.state_dict().items()}
+    # One entry: safetensors writes several in no fixed order, and equal weights must give equal files.
+    recipe = {"recipe": json.dumps(dict(metadata), sort_keys=True)}
+    write_atomic(path, safetensors_bytes(state, metadata=recipe))
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command line."""
+    parser = argparse.ArgumentParser(description="Train the embedded model from scratch.")
+    parser.add_argument("--output", default="embedded.safetensors", help="file for the weights")
+    parser.add_argument("--json", help="file for the record of the training")
+    parser.add_argument("--seed", type=int, default=SEED)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--steps", type=int, help="length of the training in steps")
+    parser.add_argument("--seconds", type=float, help=f"length in seconds; {SECONDS:g} by default")
+    parser.add_argument("--resume", help="checkpoint to continue from; created if missing")
+    parser.add_argument("--stop-after", type=float, help="seconds until this call stops")
+    values = vars(parser.parse_args(arguments))
+    json_path = values.pop("json")
+    try:
+        record = train(**values, log=_print_row)
+    except ValueError as error:
+        parser.error(str(error))
+    if record is None:
+        print(f"stopped; run the same command again to continue from {values['resume']}")
+    elif json_path is not None:
+        write_atomic(Path(json_path), record.to_json().encode())
+
+
+def _print_row(row: Row) -> None:
+    print("  ".join(f"{name} {value}" for name, value in row.items() if name != "what"), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,14 +1,29 @@
-"""The training of the embedded model: its steps, checkpoints, settings and command."""
+"""The script that trains the embedded model: its steps, checkpoints, settings and command line."""
 
+import importlib.util
 import json
+import sys
 from itertools import pairwise
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
-from bmfa.cli import main
-from bmfa.models.embedded import load, training
-from bmfa.models.embedded.training import Recipe, mask_loss, train
+from bmfa.data.drawn.badges import draw_badge_batch, grain_weights
+from bmfa.models.embedded import EmbeddedViT, load
+
+SCRIPT = Path(__file__).parents[2] / "tools" / "train_embedded.py"
+spec = importlib.util.spec_from_file_location("train_embedded", SCRIPT)
+script = sys.modules["train_embedded"] = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(script)
+Recipe, augment, evaluate, held_out_row = (
+    script.Recipe,
+    script.augment,
+    script.evaluate,
+    script.held_out_row,
+)
+main, mask_loss, train = script.main, script.mask_loss, script.train
 
 SMALL = Recipe(
     batch=2,
@@ -74,14 +89,17 @@ def test_training_stops_when_its_time_is_over_and_goes_on_later(tmp_path):
     assert record.settings["weights_bytes"] == (tmp_path / "weights").stat().st_size < 2_500_000
 
 
-def test_the_command_writes_weights_and_record(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(training, "Recipe", lambda: SMALL)
+def test_the_script_writes_weights_and_record(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(script, "Recipe", lambda: SMALL)
     weights, record = tmp_path / "made.safetensors", tmp_path / "made.json"
-    words = ["train-embedded", "--device", "cpu", "--steps", "1", "--output", str(weights)]
-    main([*words, "--stop-after", "60", "--resume", str(tmp_path / "c"), "--json", str(record)])
-    assert "weights:" in capsys.readouterr().out
+    words = ["--device", "cpu", "--steps", "1", "--output", str(weights), "--json", str(record)]
+    main([*words, "--stop-after", "60", "--resume", str(tmp_path / "c")])
+    assert "top1_percent" in capsys.readouterr().out
     assert json.loads(record.read_text("utf-8"))["experiment"] == "train-embedded"
     assert load(weights).forward_dense(torch.zeros(1, 3, 128, 128))[1].shape == (1, 128, 128)
+    with pytest.raises(SystemExit):
+        main(["--steps", "0"])
+    assert "steps is 0" in capsys.readouterr().err
 
 
 def test_steps_have_images_of_several_sizes():
@@ -90,9 +108,9 @@ def test_steps_have_images_of_several_sizes():
     late = [recipe.ratio(0, step, 0.9) for step in range(200)]
     assert set(early) == {1, 2}
     assert set(late) == {1, 2, 4}
-    run = training._TrainingRun(0, 4, None, torch.device("cpu"), SMALL)
+    run = script._TrainingRun(0, 4, None, torch.device("cpu"), SMALL)
     for number in range(3):
-        run._add(training.NewImages(0, 0, 16)[number])
+        run._add(script.NewImages(0, 0, 16)[number])
     for ratio in (1, 2, 4):
         images, labels, cells = run._sample(ratio, 8.0)
         side, count = 128 * ratio, max(1, 2 // ratio**2)
@@ -124,7 +142,7 @@ def test_a_failed_write_keeps_the_old_checkpoint(tmp_path, monkeypatch):
         raise OSError("no space left on device")
 
     monkeypatch.setattr(torch, "save", torn)
-    run = training._TrainingRun(0, 2, None, torch.device("cpu"), SMALL)
+    run = script._TrainingRun(0, 2, None, torch.device("cpu"), SMALL)
     with pytest.raises(OSError, match="no space"):
         run.store(checkpoint)
     assert checkpoint.read_bytes() == before
@@ -169,3 +187,37 @@ def test_training_refuses_files_that_are_no_checkpoint(tmp_path):
         train(tmp_path / "nowhere" / "weights", steps=1)
     with pytest.raises(ValueError, match="drawn is 0; pass an integer at least 1"):
         Recipe(drawn=0)
+
+
+def test_a_row_has_the_measures_and_what_was_measured():
+    model = EmbeddedViT().eval()
+    row = held_out_row(model, 2, 2, 8.0, 0)
+    frame = {"what": "held-out", "img_size": 256, "tokens": 1024, "grain": 8.0, "images": 2}
+    measured = evaluate(model, images=2, size=256, grain=8.0, batch_size=1)
+    assert row == frame | dict(measured)
+    assert set(measured) == {"top1_percent", "mask_iou"}
+
+
+def test_views_are_the_symmetries_of_the_square_and_the_inverse():
+    image = torch.arange(9.0).view(1, 1, 3, 3) + 1
+    coins = torch.cartesian_prod(*[torch.tensor([False, True])] * 4).T.reshape(4, 16, 1, 1, 1)
+    views = augment(image.expand(16, -1, -1, -1), coins)
+    assert len({tuple(v.flatten().tolist()) for v in views}) == 16
+    assert torch.equal(views[0], image[0])
+    assert all(v.abs().sum() == image.sum() for v in views)
+
+
+def test_the_grain_of_the_device_is_that_of_the_images():
+    weights = torch.from_numpy(grain_weights(128)).double()
+    assert weights.sum(1).numpy() == pytest.approx(np.ones(128), abs=1e-6)
+    plain = draw_badge_batch(0, [5], grain=0.0)[0].astype(float)
+    grained = draw_badge_batch(0, [5], grain=20.0)[0].astype(float)
+    noise = (grained - plain)[0]
+    inside = (grained[0] > 0).all(-1) & (grained[0] < 255).all(-1)
+    assert np.abs(noise[inside] - noise[inside][:, :1]).max() <= 1  # grey, up to the rounding
+    # The noise of a row lies in the span of the weights, that of the knots times the other axis.
+    values, basis = noise[..., 0], weights.numpy()
+    fitted = basis @ np.linalg.lstsq(basis, values, rcond=None)[0]
+    columns = inside.all(0)  # clipped pixels elsewhere are not in the span
+    assert columns.any() and np.abs(fitted - values)[:, columns].max() < 3
+    assert 8 < noise[inside].std() < 12  # of a product of two bilinear waves with amplitude 20
