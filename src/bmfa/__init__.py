@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from bmfa.models import patch as patch
     from bmfa.models import record as record
     from bmfa.models import reduce as reduce
-    from bmfa.models import register_attention as register_attention
-    from bmfa.models import register_host as register_host
     from bmfa.models import summary as summary
     from bmfa.models import tune as tune
     from bmfa.models import tune_reduction as tune_reduction
@@ -45,8 +43,6 @@ _MODULES = {
     "record": "bmfa.models",
     "reduce": "bmfa.models",
     "refinement_score": "bmfa.energy",
-    "register_attention": "bmfa.models",
-    "register_host": "bmfa.models",
     "screen": "bmfa.trees.build",
     "screen_keys": "bmfa.trees.build",
     "screened_attention": "bmfa.attention.api",

@@ -1,11 +1,8 @@
 """Optional packages: imported on first use, with a message that names the extra to install."""
 
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from importlib import import_module
-from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
-from types import ModuleType
 from typing import Any
 
 # Import name of a package, its name on the package index, and the smallest extra that installs it.
@@ -71,44 +68,3 @@ def _missing(packages: Sequence[str], extra: str) -> ModuleNotFoundError:
     return ModuleNotFoundError(
         f"{names} {verb} not installed; run: pip install 'bmfa[{extra}]'", name=packages[0]
     )
-
-
-def call_after_import(module: str, function: Callable[[], object]) -> None:
-    """Call a function as soon as a module is imported, at once if it is. The module is not imported.
-
-    Args:
-        module: Full name of the module.
-        function: Called once, after the code of the module has run.
-    """
-    if module in sys.modules:
-        function()
-    else:
-        sys.meta_path.insert(0, _AfterImport(module, function))
-
-
-class _AfterImport:
-    """Import hook that calls a function after the first import of a module, and removes itself."""
-
-    def __init__(self, module: str, function: Callable[[], object]) -> None:
-        self.module = module
-        self.function = function
-
-    def find_spec(
-        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
-        """Let the other finders find the module, and call the function when it has run."""
-        if name != self.module:
-            return None
-        sys.meta_path.remove(self)
-        found = (finder.find_spec(name, path, target) for finder in list(sys.meta_path))
-        spec = next((one for one in found if one is not None), None)
-        if spec is not None and spec.loader is not None:
-            loader: Any = spec.loader
-            run = loader.exec_module
-
-            def exec_module(module: ModuleType) -> None:
-                run(module)
-                self.function()
-
-            loader.exec_module = exec_module
-        return spec

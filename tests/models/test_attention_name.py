@@ -1,9 +1,8 @@
 """`attn_implementation="bmfa"` in transformers, without a call of `patch`."""
 
+import subprocess
 import sys
-from importlib import import_module, reload
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,11 +13,10 @@ if find_spec("transformers") is None:
     pytest.skip("needs transformers: pip install 'bmfa[models]'", allow_module_level=True)
 
 import bmfa
-from bmfa.models.hosts.transformers import register_with_transformers
-from bmfa.packages import call_after_import, load_package
+from bmfa.packages import load_package
 from models.host_models import HF
 
-bmfa.register_attention()
+bmfa.models.register_attention()
 # Random weights miss the target of some layers, which warns once in a process.
 pytestmark = pytest.mark.filterwarnings("ignore:screened_attention measured:UserWarning")
 # 2,304 tokens use tiles, 64 run dense.
@@ -157,38 +155,14 @@ def test_compiled() -> None:
     torch.compiler.reset()
 
 
-def test_the_name_is_registered_if_transformers_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    modeling = load_package("transformers.modeling_utils")
-    names = modeling.ALL_ATTENTION_FUNCTIONS
-    monkeypatch.delitem(modeling.AttentionInterface._global_mapping, "bmfa")
-    assert "bmfa" not in names.valid_keys()
-    register_with_transformers()  # as `import bmfa.models` does
-    assert "bmfa" in names.valid_keys()
-
-
-def test_a_function_is_called_after_the_first_import(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "laterpackage").mkdir()
-    (tmp_path / "laterpackage" / "__init__.py").write_text("")
-    (tmp_path / "laterpackage" / "part.py").write_text("value = 3")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    finders, seen = list(sys.meta_path), []
-    call_after_import(
-        "laterpackage.part", lambda: seen.append(sys.modules["laterpackage.part"].value)
+def test_importing_registers_nothing() -> None:
+    code = (
+        "import sys, bmfa.models, transformers\n"
+        "from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS as names\n"
+        "print('bmfa' in names.valid_keys(), [type(f).__name__ for f in sys.meta_path])\n"
+        "bmfa.models.register_attention()\n"
+        "print('bmfa' in names.valid_keys())"
     )
-    import_module("laterpackage")
-    assert not seen
-    part = import_module("laterpackage.part")
-    assert seen == [3] and sys.meta_path == finders
-    reload(part)
-    assert seen == [3]
-    call_after_import("laterpackage.part", lambda: seen.append(4))
-    assert seen == [3, 4]
-    for name in ("laterpackage", "laterpackage.part"):
-        sys.modules.pop(name)
-    call_after_import("laterpackage.missing", lambda: seen.append(5))
-    with pytest.raises(ModuleNotFoundError, match=r"laterpackage\.missing"):
-        import_module("laterpackage.missing")
-    assert seen == [3, 4] and sys.meta_path == finders
-    sys.modules.pop("laterpackage")
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    first, second = done.stdout.splitlines()
+    assert first.startswith("False") and "AfterImport" not in first and second == "True"

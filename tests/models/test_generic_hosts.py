@@ -17,7 +17,8 @@ from torch.utils.checkpoint import checkpoint
 
 import bmfa
 from bmfa.models import patch, record, unpatch
-from bmfa.models.hosts import find_host, generic
+from bmfa.models.families import find_vision_transformer
+from bmfa.models.hosts import generic
 from bmfa.models.screened_layer import screened_layers
 from models.host_models import CPU_BACKEND
 
@@ -219,7 +220,7 @@ def test_the_first_forward_pass_refuses(
         ({"prefix": 1}, ValueError, "attention is not given"),
         ({"attention": "blocks.*.attn", "prefix": -1}, ValueError, "prefix"),
         ({"attention": "blocks.*.attn", "grid": (0, 4)}, ValueError, "height is 0"),
-        ({"attention": "blocks.*.attn", "plan": "plan.json"}, ValueError, "register_host"),
+        ({"attention": "blocks.*.attn", "plan": "plan.json"}, ValueError, "register_model"),
     ],
 )
 def test_bad_descriptions_change_nothing(
@@ -328,7 +329,7 @@ def test_copies(duplicate: Callable[[nn.Module], nn.Module]) -> None:
 
 
 def test_reducing_is_refused() -> None:
-    generic.register_host(UnknownViT, attention="blocks.*.attn", prefix=1, suffix=2)
+    generic.register_model(UnknownViT, attention="blocks.*.attn", prefix=1, suffix=2)
     try:
         with pytest.raises(TypeError, match="cannot be reduced"):
             bmfa.reduce(make(), "tome:2")
@@ -382,12 +383,12 @@ def toy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 def test_a_class_of_another_package_is_registered(toy: Any) -> None:
     torch.manual_seed(0)
     wrapped, pixels = nn.Sequential(nn.Identity(), toy.LargerViT(registers=4)), images(64, 96)
-    with pytest.raises(TypeError, match=r"register_host"):
+    with pytest.raises(TypeError, match=r"register_model"):
         patch(wrapped)
-    bmfa.register_host(
+    bmfa.models.register_model(
         "toyvit.ToyViT", attention="layers.*", grid=grid_of, prefix=lambda vit: vit.num_registers
     )
-    host = find_host(wrapped)
+    host = find_vision_transformer(wrapped)
     assert host.tower is wrapped[1] and (host.prefix, len(host.attentions)) == (4, 2)
     full = wrapped(pixels)
     assert difference(patch(wrapped, **EXACT)(pixels), full) < 5e-6
@@ -398,7 +399,7 @@ def test_a_class_of_another_package_is_registered(toy: Any) -> None:
 def test_a_registration_is_checked(toy: Any) -> None:
     for kind in ("ToyViT", 3, int):
         with pytest.raises(TypeError, match="model_class is"):
-            bmfa.register_host(kind, attention="layers.*")
+            bmfa.models.register_model(kind, attention="layers.*")
     with pytest.raises(TypeError, match="attention is"):
-        bmfa.register_host(toy.ToyViT, attention=())
+        bmfa.models.register_model(toy.ToyViT, attention=())
     assert not generic._registered

@@ -12,7 +12,7 @@ if find_spec("timm") is None or find_spec("transformers") is None:
 
 from bmfa import Grid, rules
 from bmfa.models import patch, record, unpatch
-from bmfa.models.hosts import find_host
+from bmfa.models.families import find_vision_transformer
 from bmfa.models.hosts.base import replacements_in
 from bmfa.models.screened_layer import screened_layers
 from bmfa.packages import load_package
@@ -48,7 +48,7 @@ def name(request: pytest.FixtureRequest) -> str:
 
 def test_the_prefix_is_found(name: str) -> None:
     model = make_model(name)
-    host = find_host(model)
+    host = find_vision_transformer(model)
     assert host.prefix == MODELS[name][0]
     patch(model, rule=COARSE, layers=[0, 2])
     side = image_size(name)

@@ -17,7 +17,7 @@ import bmfa
 from bmfa import Grid, rules
 from bmfa.evidence.bench.inputs import check_one_grid
 from bmfa.models import patch, record, unpatch
-from bmfa.models.hosts import find_host
+from bmfa.models.families import find_vision_transformer
 from bmfa.models.hosts.base import attention_heads, replacements_in
 from bmfa.models.hosts.relative import with_relative_positions
 from bmfa.models.loading import check_img_size
@@ -61,7 +61,7 @@ def test_exact_settings_equal_the_original_and_unpatch_restores_its_bits(name: s
         assert change(features(model, inputs), full) < TOLERANCE
     patch(model, layers="all", **COARSE)
     assert change(features(model, inputs), full) > 1e-3
-    assert len(screened_layers(model)) == len(find_host(model).attentions) > 1
+    assert len(screened_layers(model)) == len(find_vision_transformer(model).attentions) > 1
     patch(model, layers="all", error=0.1)  # tiles do not pay at these sizes
     assert change(features(model, inputs), full) < TOLERANCE
     unpatch(model)
@@ -216,7 +216,7 @@ def test_hiera_orders_tokens_as_the_host_does() -> None:
     patch(model, layers="all", **COARSE)
     replacements = [replacement for _, replacement in replacements_in(model)]
     # Blocks 2 to 6 attend over the grid; 3 and 6 pool the queries.
-    assert sorted(find_host(model).dense_blocks) == [0, 1]
+    assert sorted(find_vision_transformer(model).dense_blocks) == [0, 1]
     assert [replacement.queries is None for replacement in replacements] == [1, 0, 1, 1, 0]
     assert [replacement.tokens.grid.height for replacement in replacements] == [8, 8, 4, 4, 4]
     layouts = [replacement.queries or replacement.tokens for replacement in replacements]
@@ -260,7 +260,7 @@ def test_images_whose_grids_need_no_values_compile_as_one_graph(case: str) -> No
         for _ in range(2):
             assert change(features(compiled, inputs), expected) < TOLERANCE
         assert change(features(model, inputs), expected) == 0
-    hook = find_host(model).blocks[1].register_forward_pre_hook(break_graph)
+    hook = find_vision_transformer(model).blocks[1].register_forward_pre_hook(break_graph)
     torch.compiler.reset()
     assert change(features(torch.compile(model, backend="eager"), inputs), expected) < TOLERANCE
     hook.remove()
@@ -296,7 +296,9 @@ def test_summaries(name: str) -> None:
     for _ in range(2):
         features(model, inputs)
         table = bmfa.summary(model)
-        assert [row.form for row in table] == ["representative"] * len(find_host(model).attentions)
+        assert [row.form for row in table] == ["representative"] * len(
+            find_vision_transformer(model).attentions
+        )
         groups = 2 if name in SEQUENCES or name.startswith("naflex") else 1
         assert {len(row._calls) for row in table} == {groups}
     windows = name in ("qwen2.5-vl", "sam", "timm-sam", "vitdet", "sam2")
@@ -372,11 +374,11 @@ def test_the_hiera_of_a_whole_sam2_model() -> None:
 
 def test_blocks_of_hiera_that_stay_as_they_are_have_a_reason() -> None:
     for name in ("hiera", "sam2"):
-        host = find_host(make_packed(name))
+        host = find_vision_transformer(make_packed(name))
         assert len(host.attentions) + len(host.dense_blocks) == len(host.blocks)
         assert {type(reason) for reason in host.dense_blocks.values()} == {str}
         assert 96 in {attention_heads(module, 0)[1] for module in host.attentions}
-    assert "mask units" in find_host(make_packed("hiera")).dense_blocks[0]
+    assert "mask units" in find_vision_transformer(make_packed("hiera")).dense_blocks[0]
     assert "windows" in host.dense_blocks[0]
     model = patch(make_packed("hiera"), layers="all", **COARSE)
     with pytest.raises(ValueError, match=r"64 tokens, but .* 8x16 grid make 128"):
@@ -406,7 +408,7 @@ def test_relative_positions_are_products_of_queries_and_keys() -> None:
 
 def test_the_dense_decision_of_sam_counts_the_dimensions_of_relative_positions() -> None:
     for name in ("sam", "timm-sam", "vitdet"):
-        host = find_host(make_packed(name))
+        host = find_vision_transformer(make_packed(name))
         assert attention_heads(host.attentions[0], 24) == (3, 8 + 8 + 8)
         assert host.dense_blocks == {1: "attention inside windows"}
     with pytest.raises(TypeError, match="cannot be reduced: its blocks work on maps"):
@@ -420,8 +422,8 @@ def test_sizes_of_images_and_benchmarks_of_other_layouts() -> None:
         with pytest.raises(ValueError, match=f"{name} has patches of 4 pixels"):
             check_img_size(name, model, (32, 50))
         with pytest.raises(ValueError, match=r"not supported by bmfa bench, which needs one grid"):
-            check_one_grid(find_host(model))
-    check_one_grid(find_host(bmfa.load_model("embedded").model))
+            check_one_grid(find_vision_transformer(model))
+    check_one_grid(find_vision_transformer(bmfa.load_model("embedded").model))
 
 
 def test_an_architecture_of_one_image_size(tmp_path: Path) -> None:
@@ -430,7 +432,7 @@ def test_an_architecture_of_one_image_size(tmp_path: Path) -> None:
 
 
 def test_windows_of_qwen_2_5_stay_as_they_are() -> None:
-    host = find_host(make_packed("qwen2.5-vl"))
+    host = find_vision_transformer(make_packed("qwen2.5-vl"))
     assert len(host.attentions) == 2 and len(host.blocks) == 3
     assert "windows" in host.dense_blocks[1]
 

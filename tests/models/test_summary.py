@@ -19,7 +19,7 @@ if find_spec("timm") is None or find_spec("transformers") is None:
 import bmfa
 from bmfa.attention.result import ErrorEstimate
 from bmfa.models import BlockSummary, LayerSummary, patch, record, reduce, summary, unpatch
-from bmfa.models.hosts import find_host
+from bmfa.models.families import find_vision_transformer
 from bmfa.models.screened_layer import observe
 from models.host_models import CPU_BACKEND, TIMM, TRANSFORMERS, images, make_model, run
 from models.packed_models import pixtral, pixtral_inputs
@@ -231,7 +231,9 @@ def test_the_repr_of_a_patched_layer_says_its_settings(name: str) -> None:
     patch(model, rule="gamma:0.02", layers=[1], max_depth=3)
     assert repr(model).count("bmfa: rule=gamma:0.02, max_depth=3") == 1
     patch(model, layers="all")
-    assert all("bmfa: error=0.03" in repr(layer) for layer in find_host(model).attentions)
+    assert all(
+        "bmfa: error=0.03" in repr(layer) for layer in find_vision_transformer(model).attentions
+    )
     unpatch(model)
     assert repr(model) == before
     assert not any("extra_repr" in vars(module) for module in model.modules())

@@ -16,7 +16,7 @@ if find_spec("timm") is None or find_spec("transformers") is None:
 
 import bmfa
 from bmfa.models import final_tokens, patch, reduce, unpatch
-from bmfa.models.hosts import find_host
+from bmfa.models.families import find_vision_transformer
 from bmfa.models.screened_layer import ScreenedLayer, screened_layers
 from bmfa.models.token_grid import TokenGrid
 from models.supported_models import SUPPORTED, call, inputs_of, make_supported, table
@@ -60,7 +60,7 @@ def test_exact_settings_equal_the_original_and_unpatch_restores_its_bits(name: s
         assert largest_difference(call(model, inputs), full) < TOLERANCE
     patch(model, layers="all", **COARSE)
     assert largest_difference(call(model, inputs), full) > 1e-3
-    assert len(screened_layers(model)) == len(find_host(model).attentions) > 1
+    assert len(screened_layers(model)) == len(find_vision_transformer(model).attentions) > 1
     unpatch(model)
     assert equal(call(model, inputs), full)
     assert list(model.state_dict()) == list(state)
@@ -69,7 +69,7 @@ def test_exact_settings_equal_the_original_and_unpatch_restores_its_bits(name: s
 
 
 def test_the_tokens_beside_the_grid_are_found(name: str) -> None:
-    host = find_host(make_supported(name))
+    host = find_vision_transformer(make_supported(name))
     assert (host.prefix, host.suffix) == (SUPPORTED[name].prefix, SUPPORTED[name].suffix)
     assert (host.layout is not None) == SUPPORTED[name].reduces
 
@@ -278,7 +278,7 @@ def test_merging(name: str) -> None:
     assert largest_difference(call(model, inputs), full) < TOLERANCE
     reduce(model, "tome:2")
     merged = call(model, inputs)
-    host = find_host(model)
+    host = find_vision_transformer(model)
     tokens = host.prefix + (SUPPORTED[name].side // (8 if name == "embedded" else 4)) ** 2
     assert final_tokens(model) == tokens - 2 * len(host.blocks)
     assert all(tensor.isfinite().all() for tensor in merged)

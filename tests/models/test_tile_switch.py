@@ -21,7 +21,7 @@ if find_spec("timm") is None or find_spec("transformers") is None:
 import bmfa
 from bmfa.attention.dispatch import LEAST_EXACT_SCORES, LEAST_TOKENS, NATIVE
 from bmfa.models import override, patch, record, summary, unpatch
-from bmfa.models.hosts import find_host
+from bmfa.models.families import find_vision_transformer
 from bmfa.models.screened_layer import observe, screened_layers
 from models.host_models import (
     CPU_BACKEND,
@@ -67,7 +67,9 @@ def pixels_of(size: int, images: int = 1, seed: int = 1) -> Tensor:
 
 def is_active(model: nn.Module) -> bool:
     """True if the blocks of the model have an override in effect."""
-    sources = {type(block).forward.__code__.co_filename for block in find_host(model).blocks}
+    sources = {
+        type(block).forward.__code__.co_filename for block in find_vision_transformer(model).blocks
+    }
     assert len(sources) == 1
     return sources == {override.__file__}
 
@@ -236,7 +238,7 @@ def test_a_recording_that_begins_inside_a_dense_pass_does_not_disturb_it(name: s
         context = record(model)
         recordings.append((context, context.__enter__()))
 
-    handle = find_host(model).blocks[1].register_forward_hook(begin)
+    handle = find_vision_transformer(model).blocks[1].register_forward_hook(begin)
     assert torch.equal(run(model, pixels), full)
     handle.remove()
     for context, recording in recordings:
@@ -259,7 +261,7 @@ def test_tiles_become_active_inside_a_dense_pass(name: str) -> None:
                 inner.append(torch.empty(0))
                 inner.append(run(model, pixels_of(LARGE)))
 
-        handle = find_host(model).blocks[layer].register_forward_hook(run_large)
+        handle = find_vision_transformer(model).blocks[layer].register_forward_hook(run_large)
         assert torch.equal(run(model, pixels), full)
         assert torch.equal(inner[1], expected)
         assert torch.equal(run(model, pixels), full)
@@ -272,7 +274,7 @@ def test_a_dense_pass_inside_a_tiled_one_leaves_its_tiles(name: str) -> None:
     full = run(model, pixels_of(SMALL))
     expected = run(patch(copy.deepcopy(model), form="tiled", **TILES), pixels)
     patch(model, **TILES)
-    host = find_host(model)
+    host = find_vision_transformer(model)
     for module in (host.projection, host.blocks[0], host.blocks[1]):
         inner: list[Tensor] = []
 

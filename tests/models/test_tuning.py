@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import bmfa
 from bmfa.models import embedded
-from bmfa.models.hosts import find_host
+from bmfa.models.families import find_vision_transformer
 from bmfa.models.image_sample import sample_images
 from bmfa.models.measures import MEASURES
 from bmfa.models.patching import install_layers, is_patched
@@ -55,7 +55,7 @@ def change_of(model: nn.Module, images: Tensor, errors: dict[int, float]) -> flo
     with torch.no_grad():
         for image in images.split(1):
             model(image)
-            install_layers(model, find_host(model), options)
+            install_layers(model, find_vision_transformer(model), options)
             model(image)
             bmfa.unpatch(model)
             reference, output = tokens[-2].double(), tokens[-1].double()
@@ -468,7 +468,7 @@ class Unknown(nn.Module):
 def test_a_registered_model_of_an_unknown_class_is_tuned():
     torch.manual_seed(0)
     model = Unknown().eval()
-    bmfa.register_host(Unknown, attention="blocks.*", grid=(14, 14))
+    bmfa.models.register_model(Unknown, attention="blocks.*", grid=(14, 14))
     times = {layer: {None: 1.0, 0.3: 0.5} for layer in range(2)}
     plan = tuned(model, 10.0, errors=[0.3], times=times)
     assert plan.errors == {0: 0.3, 1: 0.3} and plan.grid == (14, 14)

@@ -11,7 +11,7 @@ from bmfa import merging
 from bmfa.attention.result import Screened
 from bmfa.evidence.methods import FULL, is_kind, names
 from bmfa.models import LoadedModel, layer_indices, patch, unpatch
-from bmfa.models.hosts import find_host
+from bmfa.models.families import find_vision_transformer
 from bmfa.models.reducing import reduce
 from bmfa.models.screened_layer import LayerInputs, observe
 from bmfa.trees import rules
@@ -61,7 +61,7 @@ def check_methods(methods: Sequence[str], model: nn.Module, layers: Layers) -> l
         raise ValueError("no methods; pass some, e.g. full, optimal:0.002, free-energy:8")
     for name in methods:
         parse(name)
-    layer_indices(layers, len(find_host(model).attentions))
+    layer_indices(layers, len(find_vision_transformer(model).attentions))
     return list(dict.fromkeys((FULL, *methods)))
 
 

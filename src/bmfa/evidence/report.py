@@ -22,7 +22,7 @@ from bmfa.evidence.model_methods import class_names
 from bmfa.evidence.probes import run as probes
 from bmfa.evidence.synthetic import run as synthetic
 from bmfa.models import LoadedModel, load_model
-from bmfa.models.hosts import find_host
+from bmfa.models.families import find_vision_transformer
 from bmfa.records import Record
 
 PROBE_METHODS = (*DEFAULT_METHODS, *COMPARABLE_METHODS)
@@ -250,7 +250,7 @@ def _layer_experiments(
     model: LoadedModel,
 ) -> list[tuple[str, list[str | list[int]], Sequence[str]]]:
     """Return name, layers and methods of two experiments: the last K layers, and single layers."""
-    depth = len(find_host(model.model).attentions)
+    depth = len(find_vision_transformer(model.model).attentions)
     last: list[str | list[int]] = [f"last-{count}" for count in (2, 4, 8) if count < depth]
     single: list[str | list[int]] = [[layer] for layer in range(depth)]
     return [("layers", [*last, "all"], LAYER_METHODS), ("single", single, SINGLE_LAYER_METHODS)]

@@ -1,7 +1,7 @@
 """Vision Transformers: load, patch, tune, record and reduce them."""
 
-from bmfa.models.hosts import register_host
-from bmfa.models.hosts.transformers import register_attention, register_with_transformers
+from bmfa.models.hosts.generic import register_model
+from bmfa.models.hosts.transformers import register_attention
 from bmfa.models.loading import LoadedModel, load_model
 from bmfa.models.patching import layer_indices, patch, unpatch
 from bmfa.models.plan import ModelFingerprint, Plan
@@ -33,12 +33,10 @@ __all__ = [
     "record",
     "reduce",
     "register_attention",
-    "register_host",
+    "register_model",
     "summary",
     "tune",
     "tune_reduction",
     "unmerge",
     "unpatch",
 ]
-
-register_with_transformers()

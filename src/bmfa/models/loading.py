@@ -14,7 +14,7 @@ from bmfa.data.classification import imagenet_names
 from bmfa.data.drawn.badges import BADGE_CLASSES
 from bmfa.data.probes import multiples
 from bmfa.models import embedded, hub
-from bmfa.models.hosts import find_host
+from bmfa.models.families import find_vision_transformer
 from bmfa.models.preprocessing import Interpolation, Preprocessing
 from bmfa.models.weights import load_weights
 from bmfa.packages import load_package
@@ -149,7 +149,7 @@ def check_img_size(name: str, model: nn.Module, size: tuple[int, int]) -> None:
     """
     given = str(size[0]) if size[0] == size[1] else f"{size[0]}x{size[1]}"
     try:
-        host = find_host(model)
+        host = find_vision_transformer(model)
     except TypeError:
         return
     projection: Any = host.projection

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bmfa.models.hosts import find_host
+from bmfa.models.families import find_vision_transformer
 
 Function = Callable[[Any, Any], Any]
 
@@ -84,7 +84,7 @@ def features(model: nn.Module, images: Tensor, options: Mapping[str, Any]) -> li
     forward_features = getattr(model, "forward_features", None)
     if callable(forward_features):
         return output_tensors(forward_features(images))
-    tower = find_host(model).tower
+    tower = find_vision_transformer(model).tower
     captured: list[Any] = []
     handle = tower.register_forward_hook(lambda module, inputs, output: captured.append(output))
     try:

@@ -13,7 +13,7 @@ from bmfa.models.override import override_method
 from bmfa.models.packing import Packing
 
 if TYPE_CHECKING:
-    from bmfa.models.hosts.base import AttentionFunction, Host
+    from bmfa.models.hosts.base import AttentionFunction, VisionTransformer
     from bmfa.models.token_grid import TokenGrid
 
 
@@ -102,7 +102,7 @@ class PackedBlock:
         return output
 
 
-def carry_images(host: "Host", token_grid: "TokenGrid") -> None:
+def carry_images(host: "VisionTransformer", token_grid: "TokenGrid") -> None:
     """Let the blocks of a tower carry the images of a pass."""
     for index, block in enumerate(host.blocks):
         override_method(block, PackedBlock(token_grid, last=index == len(host.blocks) - 1))
@@ -125,7 +125,7 @@ class LoggedBlock:
         return self.token_grid.log.run_block(self.layer, args[0], run) if args else run()
 
 
-def watch_blocks(host: "Host", token_grid: "TokenGrid") -> None:
+def watch_blocks(host: "VisionTransformer", token_grid: "TokenGrid") -> None:
     """Let the blocks of a host whose attention modules know their grids carry the log of a pass."""
     for index, block in enumerate(host.blocks):
         override_method(block, LoggedBlock(index, token_grid))

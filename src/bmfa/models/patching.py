@@ -14,7 +14,7 @@ from bmfa.attention.inputs import Backend, Form
 from bmfa.checks import check_integer, check_leaves, check_number
 from bmfa.grid import Grid
 from bmfa.models.dense_decision import DenseDecision, PlannedDecision
-from bmfa.models.hosts import Host, check_module, find_host
+from bmfa.models.families import VisionTransformer, check_module, find_vision_transformer
 from bmfa.models.hosts.base import (
     AttentionFunction,
     attention_heads,
@@ -31,7 +31,7 @@ from bmfa.trees.rules import RandomQuadrants, Rule, as_rule
 
 # A prime larger than the depth of any model, so that no two pairs of seed and layer share a stream.
 _SEED_STRIDE = 1009
-_DEFAULT_LAYERS = "last-4"
+_DEFAULT_RULE_LAYERS = "last-4"  # the layers of the paper
 
 
 def patch(
@@ -41,7 +41,7 @@ def patch(
     error: float | None = None,
     leaves: float | int | None = None,
     plan: Plan | str | os.PathLike[str] | None = None,
-    layers: str | Sequence[int] = _DEFAULT_LAYERS,
+    layers: str | Sequence[int] | None = None,
     max_depth: int | None = None,
     form: Form | None = None,
     backend: Backend = "auto",
@@ -69,7 +69,7 @@ def patch(
     A model of a class that is not known is patched by naming its attention modules, `attention=`. Each
     must call `torch.nn.functional.scaled_dot_product_attention` among the tokens of one image, which are
     `prefix` tokens, a grid in raster order, and `suffix` tokens; the first forward pass refuses others.
-    `register_host` does the same for a class of models.
+    `register_model` does the same for a class of models.
 
     The model can run in several threads at once, under `torch.compile`, and with gradient
     checkpointing of whole blocks or of the whole model. A model that is already patched or reduced is
@@ -85,7 +85,8 @@ def patch(
         leaves: The budget of attention over tiles: a float in (0, 1] is a fraction of the tokens, an
             int from 2 on is a count. For a tree for each query, pass `rule=rules.Optimal(leaves=...)`.
         plan: A `Plan`, or the file of one; no other option is given with it.
-        layers: `"all"`, `"last-K"`, or the indices of the layers; negative ones count from the end.
+        layers: `"all"`, `"last-K"`, or the indices of the layers; negative ones count from the end. None
+            selects all layers, and `"last-4"` with a rule.
         max_depth: The depth at which trees are not split further; None goes down to single tokens.
         form: `"tiled"`, `"representative"` or `"repeated"`, see `screened_attention`. None selects
             `"representative"` with a rule (`"repeated"` if the Triton kernel runs), and otherwise
@@ -137,16 +138,18 @@ def patch(
     if plan is not None:
         if attention is not None:
             raise ValueError(
-                f"attention is {attention!r} and a plan is given; call bmfa.register_host for the class "
-                "of the model, then patch(model, plan=...)"
+                f"attention is {attention!r} and a plan is given; call bmfa.models.register_model for "
+                "the class of the model, then patch(model, plan=...)"
             )
         _check_alone(options | {"layers": layers})
         return patch_planned(model, plan)
     _check_options(**options)
     if attention is None:
-        host = find_host(model)
+        host = find_vision_transformer(model)
     else:
         host = described_host(check_module(model), describe(attention, grid, prefix, suffix))
+    if layers is None:
+        layers = "all" if rule is None else _DEFAULT_RULE_LAYERS
     indices = layer_indices(layers, len(host.attentions))
     install_layers(model, host, {index: _options_of_layer(options, index) for index in indices})
     return model
@@ -161,7 +164,7 @@ def patch_planned(model: nn.Module, plan: Plan | str | os.PathLike[str]) -> nn.M
             f"plan is {type(plan).__name__}; pass what bmfa.tune returned, or the file it was saved to"
         )
     plan.check_model(model)
-    host = find_host(model)
+    host = find_vision_transformer(model)
     install_layers(model, host, planned_options(plan.errors), plan.token_grids)
     return model
 
@@ -176,7 +179,7 @@ def planned_options(errors: Mapping[int, float]) -> dict[int, dict[str, Any]]:
 
 def install_layers(
     model: nn.Module,
-    host: Host,
+    host: VisionTransformer,
     options: Mapping[int, dict[str, Any]],
     planned: Sequence[Grid] | None = None,
 ) -> None:
@@ -211,7 +214,7 @@ def install_layers(
 
 
 def install_functions(
-    host: Host,
+    host: VisionTransformer,
     token_grid: TokenGrid,
     functions: Sequence[AttentionFunction],
     decisions: tuple[DenseDecision, ...] = (),
@@ -324,7 +327,7 @@ def layer_indices(layers: str | Sequence[int], depth: int) -> tuple[int, ...]:
 
 def _check_alone(options: Mapping[str, Any]) -> None:
     """Raise if another option is given with a plan."""
-    default = {"layers": _DEFAULT_LAYERS, "backend": "auto"}
+    default = {"backend": "auto"}
     for name, value in options.items():
         if value is not None and not (isinstance(value, str) and value == default.get(name)):
             raise ValueError(
@@ -353,7 +356,9 @@ def _check_options(
         )
 
 
-def _add_decisions(host: Host, layers: list[ScreenedLayer]) -> tuple[DenseDecision, ...]:
+def _add_decisions(
+    host: VisionTransformer, layers: list[ScreenedLayer]
+) -> tuple[DenseDecision, ...]:
     """Give every layer that may run dense its decision, one for all layers with equal options.
 
     Returns:
@@ -372,7 +377,7 @@ def _add_decisions(host: Host, layers: list[ScreenedLayer]) -> tuple[DenseDecisi
     return tuple(decisions) if all(layer.decision is not None for layer in layers) else ()
 
 
-def _heads_of(host: Host, layer: int) -> tuple[int, int]:
+def _heads_of(host: VisionTransformer, layer: int) -> tuple[int, int]:
     """Return the number of heads of a layer and their dimension, 0 and 0 if unknown."""
     projection: Any = host.projection
     width = int(getattr(projection, "out_channels", 0))

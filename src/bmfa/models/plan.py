@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from bmfa.checks import check_integer, check_number
 from bmfa.files import write_atomic
 from bmfa.grid import Grid
-from bmfa.models.hosts import find_host
+from bmfa.models.families import find_vision_transformer
 from bmfa.models.hosts.base import class_name
 from bmfa.models.measures import MEASURES
 from bmfa.models.setting_search import Combination, LayerSetting, SettingSearch
@@ -76,7 +76,7 @@ class ModelFingerprint:
         Raises:
             TypeError: If the model is not supported.
         """
-        layers = len(find_host(model).attentions)
+        layers = len(find_vision_transformer(model).attentions)
         inner = _unwrap(model)
         parameters = dict(inner.named_parameters())
         shapes = "\n".join(f"{name} {tuple(p.shape)}" for name, p in parameters.items())

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from bmfa.merging import Policy, parse
 from bmfa.merging.dispatch import Backend, check_backend
-from bmfa.models.hosts import find_host
+from bmfa.models.families import find_vision_transformer
 from bmfa.models.hosts.base import class_name
 from bmfa.models.hosts.unsupported import raise_not_reducible
 from bmfa.models.override import has_instance_forward, override_method
@@ -82,7 +82,7 @@ def reduce(
             f"policy is {policy!r}; pass one of bmfa.merging, or a name such as 'tome:8'"
         )
     check_backend(backend)
-    host = find_host(model)
+    host = find_vision_transformer(model)
     if host.layout is None:
         raise_not_reducible(model, host)
     if host.layout.rotary and chosen.transforms:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from bmfa.checks import check_integer, check_number, python_number
 from bmfa.grid import Grid
 from bmfa.models.checked_search import COARSE_STEP, CheckedSearch
-from bmfa.models.hosts import Host, find_host
+from bmfa.models.families import VisionTransformer, find_vision_transformer
 from bmfa.models.image_sample import find_preprocessing, sample_images, split_counts
 from bmfa.models.layer_timing import TimedLayer
 from bmfa.models.loading import LoadedModel
@@ -142,7 +142,7 @@ def tune(
         check_integer("repeats", repeats, low=1),
     )
     module = model.model if isinstance(model, LoadedModel) else model
-    host = find_host(module)
+    host = find_vision_transformer(module)
     if is_patched(module):
         raise ValueError("the model is patched or reduced; call bmfa.unpatch(model) first")
     if host.not_tunable:
@@ -229,7 +229,7 @@ class _Tuner:
     """One run of `tune` on a model."""
 
     model: nn.Module
-    host: Host
+    host: VisionTransformer
     settings: _Settings
     options: dict[str, Any]
     steps: _Steps

@@ -14,8 +14,8 @@ from bmfa.checks import check_integer, check_number
 from bmfa.grid import Grid
 from bmfa.merging import POLICY_NAMES
 from bmfa.merging.policies.base import BudgetPolicy
+from bmfa.models.families import find_vision_transformer
 from bmfa.models.flops import count_flops
-from bmfa.models.hosts import find_host
 from bmfa.models.hosts.base import replacements_in
 from bmfa.models.image_sample import find_preprocessing, sample_images, split_counts
 from bmfa.models.loading import LoadedModel
@@ -108,7 +108,7 @@ def tune_reduction(
     check_target(gflops, agreement)
     check_policy(policy)
     module = model.model if isinstance(model, LoadedModel) else model
-    host = find_host(module)
+    host = find_vision_transformer(module)
     if replacements_in(module):
         raise ValueError("the model is patched or reduced; call bmfa.unpatch(model) first")
     if options is None:
@@ -449,7 +449,7 @@ def _grid_of(model: nn.Module) -> Iterator[list[Grid]]:
     def note(module: nn.Module, inputs: Any, output: Tensor) -> None:
         grids.append(Grid(int(output.shape[-2]), int(output.shape[-1])))
 
-    handle = find_host(model).projection.register_forward_hook(note)
+    handle = find_vision_transformer(model).projection.register_forward_hook(note)
     try:
         yield grids
     finally:

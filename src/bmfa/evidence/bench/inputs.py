@@ -18,7 +18,7 @@ from bmfa.data.images import ImageFiles
 from bmfa.grid import Grid
 from bmfa.models import LoadedModel, Preprocessing, load_model
 from bmfa.models.embedded import EmbeddedViT
-from bmfa.models.hosts import Host, find_host
+from bmfa.models.families import VisionTransformer, find_vision_transformer
 from bmfa.models.loading import check_img_size, check_timm_name
 from bmfa.packages import load_package
 
@@ -100,8 +100,8 @@ class InputSource:
         if self.model == RANDOM:
             return RANDOM_PATCH, 1, "none"
         loaded, weights = load_any_size(self.model, self.weights, size=224, head_dim=self.head_dim)
-        host = find_host(loaded.model)
-        return _patch_size(host), len(host.attentions), weights
+        vit = find_vision_transformer(loaded.model)
+        return _patch_size(vit), len(vit.attentions), weights
 
     @property
     def patch_size(self) -> int:
@@ -125,14 +125,14 @@ class InputSource:
             self.model, self.weights, size=size, head_dim=self.head_dim, seed=self.seed
         )
         model = loaded.model.to(self.device)
-        host = find_host(model)
+        vit = find_vision_transformer(model)
         recorded: list[dict[int, QKV]] = []
         for image in self.images:
             pixels = loaded.preprocess.batch([image]).to(self.device)
             recorded.append(_record(model, loaded.options, pixels, blocks))
         joined = {block: _join([one[block] for one in recorded]) for block in blocks}
-        side = size // _patch_size(host)
-        return RecordedInputs(Grid(side, side), host.prefix, joined)
+        side = size // _patch_size(vit)
+        return RecordedInputs(Grid(side, side), vit.prefix, joined)
 
     def _draw(self, side: int, blocks: Sequence[int]) -> RecordedInputs:
         """Draw normal q, k, v on a side x side grid without a prefix."""
@@ -145,25 +145,25 @@ class InputSource:
         return RecordedInputs(Grid(side, side), 0, drawn)
 
 
-def check_one_grid(host: Host) -> None:
+def check_one_grid(vit: VisionTransformer) -> None:
     """Raise a ValueError unless all layers of a model have the grid of its patches.
 
     Args:
-        host: The host of the model.
+        vit: The vit of the model.
 
     Raises:
         ValueError: If they do not, or if images of several grids share a call.
     """
-    if host.watch is not None:
+    if vit.watch is not None:
         raise ValueError(
-            f"{type(host.tower).__name__} is not supported by bmfa bench, which needs one grid of "
+            f"{type(vit.tower).__name__} is not supported by bmfa bench, which needs one grid of "
             "tokens in all layers; use a model such as timm:vit_base_patch16_224"
         )
 
 
-def _patch_size(host: Host) -> int:
-    check_one_grid(host)
-    projection: Any = host.projection
+def _patch_size(vit: VisionTransformer) -> int:
+    check_one_grid(vit)
+    projection: Any = vit.projection
     return int(projection.stride[0])
 
 

@@ -25,7 +25,7 @@ from bmfa.evidence.bench.verify import check_backend
 from bmfa.evidence.runner import Progress
 from bmfa.grid import Grid
 from bmfa.models import LoadedModel, patch
-from bmfa.models.hosts import find_host
+from bmfa.models.families import find_vision_transformer
 from bmfa.models.screened_layer import LayerInputs, observe
 from bmfa.records import Record, Row, environment
 
@@ -209,8 +209,8 @@ class _SizeBenchmark:
             settings.model, settings.weights, size=size, seed=settings.seed
         )
         self.loaded.model.to(self.device, self.dtype)
-        self.host = find_host(self.loaded.model)
-        check_one_grid(self.host)
+        self.vit = find_vision_transformer(self.loaded.model)
+        check_one_grid(self.vit)
         images, self.names = read_images(settings.data_dir, settings.image_count, settings.seed)
         pixels = self.loaded.preprocess.batch(images).to(settings.device).to(self.dtype)
         self.batches = torch.split(pixels, settings.batch_size)
@@ -218,13 +218,13 @@ class _SizeBenchmark:
         self.decoder = None
         if settings.decoder is not None:
             self.decoder = load_decoder(settings.decoder).to(settings.device)
-        projection: Any = self.host.projection
+        projection: Any = self.vit.projection
         height, width = (
             int(side // stride)
             for side, stride in zip(self.pixels.shape[-2:], projection.stride, strict=True)
         )
         self.grid = Grid(height, width)
-        attention: Any = self.host.attentions[0]
+        attention: Any = self.vit.attentions[0]
         self.heads = int(getattr(attention, "num_heads", None) or attention.num_attention_heads)
         self.head_dim = int(projection.out_channels) // self.heads
 
@@ -301,7 +301,7 @@ class _SizeBenchmark:
         model = self.loaded.model
         if is_baseline(name):
             backend = "triton" if self.device.type == "cuda" else "eager"
-            baseline = baselines.make(name, self.grid, self.host.prefix, backend)
+            baseline = baselines.make(name, self.grid, self.vit.prefix, backend)
             return _BaselineModel(model, baseline)
         shared = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
         arguments: dict[str, Any] = TileSetting.parse(name).arguments(self.grid)
@@ -351,7 +351,7 @@ class _SizeBenchmark:
         row: Row = {
             "density_percent": None if density is None else 100 * density,
             "tiled_layers": observer.tiled_layers,
-            "layers": len(self.host.attentions),
+            "layers": len(self.vit.attentions),
             "error_l2_percent": 100 * statistics.fmean(errors),
         }
         if isinstance(model, _BaselineModel):
@@ -361,7 +361,7 @@ class _SizeBenchmark:
     def _mask_agreement(self, output: Tensor, expected: Tensor) -> list[float]:
         assert self.decoder is not None
         found, wanted = (
-            masks(self.decoder, features, self.grid, self.host.prefix)
+            masks(self.decoder, features, self.grid, self.vit.prefix)
             for features in (output, expected)
         )
         agreement: list[float] = intersection_over_union(found, wanted).tolist()
@@ -434,4 +434,4 @@ def _last_module(model: nn.Module) -> nn.Module:
         norm = getattr(module, "norm", None)
         if hasattr(module, "blocks") and isinstance(norm, nn.Module):
             return norm
-    return find_host(model).blocks[-1]
+    return find_vision_transformer(model).blocks[-1]

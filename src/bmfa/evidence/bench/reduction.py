@@ -19,8 +19,8 @@ from bmfa.data.classification import LabelledImage
 from bmfa.evidence.runner.batches import ImageBatches, ImageSource
 from bmfa.merging import parse
 from bmfa.models import LoadedModel, reduce, unpatch
+from bmfa.models.families import find_vision_transformer
 from bmfa.models.flops import count_flops
-from bmfa.models.hosts import find_host
 from bmfa.models.tuning_reduction import Progress, ReductionTuner, fixed_schedule
 from bmfa.records import Record, Row, environment
 
@@ -142,7 +142,7 @@ def _compare_all(
     progress: Progress | bool,
 ) -> dict[str, list[dict[str, Any]]]:
     """Compare schedules chosen on some images with every baseline, on other images."""
-    depth = len(find_host(model.model).blocks)
+    depth = len(find_vision_transformer(model.model).blocks)
     tuner = ReductionTuner(
         model.model, dict(model.options), policy, choosing, batch_size, depth, progress, rounds
     )

@@ -24,7 +24,7 @@ from bmfa.evidence.runner.totals import (
     sum_over_images,
 )
 from bmfa.models import LoadedModel, layer_indices, patch, record, unpatch
-from bmfa.models.hosts import find_host
+from bmfa.models.families import find_vision_transformer
 from bmfa.records import Record, Row, environment
 from bmfa.trees.rules import RandomQuadrants, parse
 
@@ -209,6 +209,6 @@ def _check(model: LoadedModel, methods: Sequence[str], choices: dict[str, Layers
         raise ValueError(f"no methods; pass some, e.g. {', '.join(DEFAULT_METHODS[:3])}")
     for method in methods:
         parse(method)
-    depth = len(find_host(model.model).attentions)
+    depth = len(find_vision_transformer(model.model).attentions)
     for layers in choices.values():
         layer_indices(layers, depth)

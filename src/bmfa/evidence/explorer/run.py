@@ -15,7 +15,7 @@ from bmfa.evidence.explorer.packing import PackedHead, pack_head, query_slices
 from bmfa.evidence.images.thumbnails import jpeg_uri
 from bmfa.grid import Grid
 from bmfa.models import LoadedModel, layer_indices, patch, unpatch
-from bmfa.models.hosts import find_host
+from bmfa.models.families import find_vision_transformer
 from bmfa.models.screened_layer import LayerInputs, observe
 from bmfa.packages import load_package
 from bmfa.records import Record, Row, environment
@@ -140,7 +140,7 @@ def run(
         >>> sorted(exploration.start), exploration.toy
         (['head', 'layer', 'query'], True)
     """
-    depth = len(find_host(model.model).attentions)
+    depth = len(find_vision_transformer(model.model).attentions)
     chosen = list(range(depth)) if layers is None else sorted(layer_indices(layers, depth))
     unpatch(model.model).to(device)
     pixels = model.preprocess(image.pixels)[None].to(device)

@@ -14,7 +14,7 @@ from bmfa.energy import gap
 from bmfa.evidence.images.thumbnails import jpeg_uri
 from bmfa.evidence.model_methods import Layers
 from bmfa.models import LoadedModel, layer_indices, patch, unpatch
-from bmfa.models.hosts import find_host
+from bmfa.models.families import find_vision_transformer
 from bmfa.models.screened_layer import LayerInputs, observe
 from bmfa.packages import load_package
 from bmfa.records import Record, Row, environment
@@ -96,7 +96,7 @@ def run(
     """
     view = view or View()
     rules = {method: parse(method, seed) for method in methods}
-    depth = len(find_host(model.model).attentions)
+    depth = len(find_vision_transformer(model.model).attentions)
     layer_indices(layers, depth)
     view = replace(view, layer=_layer(view.layer, depth))
     model.model.to(device)

@@ -1,6 +1,6 @@
 """What a host provides: its layers, and how their attention is replaced by another function.
 
-`bmfa.models.hosts.find_host` finds the host of a model.
+`bmfa.models.hosts.find_vision_transformer` finds the host of a model.
 """
 
 from collections.abc import Callable
@@ -151,7 +151,7 @@ class BlockLayout:
 
 
 @dataclass(frozen=True, eq=False)
-class Host:
+class VisionTransformer:
     """A vision tower and its parts, in the order in which they run."""
 
     replacement: Callable[[AttentionFunction], AttentionReplacement]
@@ -164,7 +164,7 @@ class Host:
     reads_spatial_tokens: bool  # True if something after the last block may read them
     suffix: int = 0  # detection tokens and others behind the grid
     # Installs what knows the grids; None if the output of the projection has the shape of the grid.
-    watch: Callable[["Host", TokenGrid], None] | None = None
+    watch: Callable[["VisionTransformer", TokenGrid], None] | None = None
     # Blocks whose attention is not among `attentions`, and why it stays as it is.
     dense_blocks: dict[int, str] = field(default_factory=dict)
     make_token_grid: Callable[[int, int], TokenGrid] = TokenGrid  # from prefix and suffix

@@ -1,6 +1,6 @@
 """Models of unknown classes, through `scaled_dot_product_attention` as their named modules call it.
 
-`patch(model, attention=...)` names the modules for one call, `register_host` for a class of models.
+`patch(model, attention=...)` names the modules for one call, `register_model` for a class of models.
 """
 
 import math
@@ -19,7 +19,7 @@ from bmfa.attention.dispatch import may_run_dense
 from bmfa.checks import check_integer
 from bmfa.grid import Grid, check_grid
 from bmfa.models.dense_decision import DenseDecision
-from bmfa.models.hosts.base import AttentionReplacement, Host, class_name
+from bmfa.models.hosts.base import AttentionReplacement, VisionTransformer, class_name
 from bmfa.models.override import override_method, restore_method
 from bmfa.models.token_grid import TokenGrid
 
@@ -60,7 +60,7 @@ def describe(
     return Description(patterns, grid, prefix, suffix)
 
 
-def described_host(tower: nn.Module, description: Description) -> Host:
+def described_host(tower: nn.Module, description: Description) -> VisionTransformer:
     """Return the host of a model whose layout is described.
 
     Raises:
@@ -99,7 +99,7 @@ def described_host(tower: nn.Module, description: Description) -> Host:
         for label, count in (("prefix", description.prefix), ("suffix", description.suffix))
     )
     modules = tuple(module for _, module in named)
-    return Host(
+    return VisionTransformer(
         replacement=AttentionInside,
         tower=tower,
         blocks=modules,
@@ -144,7 +144,7 @@ class DescribedGrid(TokenGrid):
         return Grid(side, side)
 
 
-def watch_inputs(host: Host, token_grid: TokenGrid) -> None:
+def watch_inputs(host: VisionTransformer, token_grid: TokenGrid) -> None:
     """Note where each forward pass begins, and read its grid from the inputs if a function does that."""
     assert isinstance(token_grid, DescribedGrid)
     token_grid.log.by_thread = True
@@ -314,7 +314,7 @@ class _Intercept(TorchFunctionMode):
 _registered: dict[str, Description] = {}  # by the full name of the class
 
 
-def register_host(
+def register_model(
     model_class: type[nn.Module] | str,
     *,
     attention: str | Sequence[str],
@@ -352,7 +352,7 @@ def register_host(
         ...         self.attn = nn.MultiheadAttention(8, 2, batch_first=True)
         ...     def forward(self, x):
         ...         return self.attn(x, x, x, need_weights=False)[0]
-        >>> bmfa.register_host(Tiny, attention="attn")
+        >>> bmfa.models.register_model(Tiny, attention="attn")
         >>> model, x = Tiny().eval(), torch.randn(1, 256, 8)
         >>> full = model(x)
         >>> coarse = bmfa.patch(model, leaves=2, form="tiled", layers="all")(x)
@@ -369,7 +369,7 @@ def register_host(
     _registered[model_class] = describe(attention, grid, prefix, suffix)
 
 
-def find_towers(model: nn.Module) -> list[Host]:
+def find_towers(model: nn.Module) -> list[VisionTransformer]:
     """List the towers of registered classes in a model."""
     if not _registered:
         return []

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from bmfa.grid import Grid
-from bmfa.models.hosts.base import AttentionFunction, Host, class_name
+from bmfa.models.hosts.base import AttentionFunction, VisionTransformer, class_name
 from bmfa.models.hosts.timm import ReplaceSDPA, TimmAttention
 from bmfa.models.hosts.transformers import OverridingAttention
 from bmfa.models.packed_calls import attend_images, watch_blocks
@@ -108,7 +108,7 @@ class Sam2Attention(OverridingAttention):
         return forward()
 
 
-def find_towers(model: nn.Module) -> list[Host]:
+def find_towers(model: nn.Module) -> list[VisionTransformer]:
     """List the Hiera towers in a model."""
     makers = {TIMM_TOWER: _timm_host, SAM2_TOWER: _sam2_host}
     return [
@@ -118,7 +118,7 @@ def find_towers(model: nn.Module) -> list[Host]:
     ]
 
 
-def _timm_host(tower: Any) -> Host:
+def _timm_host(tower: Any) -> VisionTransformer:
     if len(tower.tokens_spatial_shape) != 2:
         raise TypeError(
             f"{class_name(tower)} with tokens in {len(tower.tokens_spatial_shape)} dimensions is not "
@@ -134,7 +134,7 @@ def _timm_host(tower: Any) -> Host:
             layouts.append((_unrolled(tower, index - 1), _unrolled(tower, index)))
         else:
             layouts.append((_unrolled(tower, index), None))
-    return Host(
+    return VisionTransformer(
         replacement=partial(_hiera_attention, tuple(layouts)),
         tower=tower,
         blocks=blocks,
@@ -162,7 +162,7 @@ def _unrolled(tower: Any, block: int) -> UnrolledGrid:
     return UnrolledGrid(Grid(*size), tuple((int(rows), int(columns)) for rows, columns in strides))
 
 
-def _sam2_host(tower: Any) -> Host:
+def _sam2_host(tower: Any) -> VisionTransformer:
     blocks = tuple(tower.blocks)
     dense: dict[int, str] = {}
     for index, block in enumerate(blocks):
@@ -170,7 +170,7 @@ def _sam2_host(tower: Any) -> Host:
             dense[index] = _WINDOWS
         elif block.query_stride:
             dense[index] = _POOLED
-    return Host(
+    return VisionTransformer(
         replacement=Sam2Attention,
         tower=tower,
         blocks=blocks,

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from bmfa.grid import Grid
-from bmfa.models.hosts.base import Host, class_name
+from bmfa.models.hosts.base import VisionTransformer, class_name
 from bmfa.models.hosts.timm import ATTENTIONS, ReplaceSDPA, TimmAttention
 from bmfa.models.hosts.unsupported import raise_unsupported
 from bmfa.models.override import override_method
@@ -126,18 +126,18 @@ class NaFlexReader:
         begin_pass(self.token_grid, packing)
 
 
-def find_towers(model: nn.Module) -> list[Host]:
+def find_towers(model: nn.Module) -> list[VisionTransformer]:
     """List the NaFlexViT towers in a model."""
     return [_host(module) for module in model.modules() if class_name(module) == TOWER]
 
 
-def _host(tower: Any) -> Host:
+def _host(tower: Any) -> VisionTransformer:
     blocks = tuple(tower.blocks)
     attentions = tuple(getattr(block, "attn", block) for block in blocks)
     for attention in attentions:
         if class_name(attention) not in ATTENTIONS:
             raise_unsupported(tower, attention)
-    return Host(
+    return VisionTransformer(
         replacement=NaFlexAttention,
         tower=tower,
         blocks=blocks,
@@ -151,7 +151,7 @@ def _host(tower: Any) -> Host:
     )
 
 
-def watch_tower(host: Host, token_grid: TokenGrid) -> None:
+def watch_tower(host: VisionTransformer, token_grid: TokenGrid) -> None:
     """Read the images of each forward pass, and let the blocks of the tower carry them."""
     prepare_compiling()
     override_method(host.tower, NaFlexReader(token_grid), "_forward_embeds")

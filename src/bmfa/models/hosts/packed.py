@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from bmfa.grid import Grid
-from bmfa.models.hosts.base import Host, class_name
+from bmfa.models.hosts.base import VisionTransformer, class_name
 from bmfa.models.hosts.transformers import (
     OverridingAttention,
     attend_by_host,
@@ -202,7 +202,7 @@ _WINDOWS = "attention inside windows"
 _PACKED = "its images share one sequence and may have different sizes"
 
 
-def find_towers(model: nn.Module) -> list[Host]:
+def find_towers(model: nn.Module) -> list[VisionTransformer]:
     """List the towers in a model that pack images."""
     hosts = []
     for tower in model.modules():
@@ -212,7 +212,7 @@ def find_towers(model: nn.Module) -> list[Host]:
     return hosts
 
 
-def _host(tower: Any, name: str) -> Host:
+def _host(tower: Any, name: str) -> VisionTransformer:
     family = FAMILIES[name]
     pairs = [
         (block, child)
@@ -222,7 +222,7 @@ def _host(tower: Any, name: str) -> Host:
     ]
     full = getattr(tower, "fullatt_block_indexes", None)
     windows = set() if full is None else set(range(len(pairs))).difference(full)
-    return Host(
+    return VisionTransformer(
         replacement=PackedAttention,
         tower=tower,
         blocks=tuple(block for block, _ in pairs),
@@ -238,7 +238,7 @@ def _host(tower: Any, name: str) -> Host:
     )
 
 
-def watch_tower(host: Host, token_grid: TokenGrid, family: str) -> None:
+def watch_tower(host: VisionTransformer, token_grid: TokenGrid, family: str) -> None:
     """Read the images of each forward pass, and let the blocks of the tower carry them."""
     reader = PackingReader(token_grid, family)
     token_grid.handle = host.tower.register_forward_pre_hook(reader, with_kwargs=True)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from bmfa.grid import Grid
-from bmfa.models.hosts.base import Host, class_name
+from bmfa.models.hosts.base import VisionTransformer, class_name
 from bmfa.models.hosts.transformers import (
     TransformersAttention,
     attend_by_host,
@@ -160,13 +160,13 @@ def _masked(ratio: float) -> str:
     )
 
 
-def _watch_siglip2(host: Host, token_grid: TokenGrid) -> None:
+def _watch_siglip2(host: VisionTransformer, token_grid: TokenGrid) -> None:
     reader = Siglip2Reader(token_grid)
     token_grid.handle = host.tower.register_forward_pre_hook(reader, with_kwargs=True)
     carry_images(host, token_grid)
 
 
-def _watch_vit_mae(host: Host, token_grid: TokenGrid) -> None:
+def _watch_vit_mae(host: VisionTransformer, token_grid: TokenGrid) -> None:
     embeddings: Any = host.tower.embeddings
     reader = ViTMAEReader(token_grid)
     token_grid.handle = embeddings.register_forward_hook(reader, with_kwargs=True)
@@ -180,7 +180,7 @@ class PaddedFamily:
     attention: str
     projection: str
     prefix: int
-    watch: Callable[[Host, TokenGrid], None]
+    watch: Callable[[VisionTransformer, TokenGrid], None]
     not_reducible: str
     not_tunable: str = ""
 
@@ -205,7 +205,7 @@ FAMILIES = {
 }
 
 
-def find_towers(model: nn.Module) -> list[Host]:
+def find_towers(model: nn.Module) -> list[VisionTransformer]:
     """List the towers in a model whose sequences are padded or shuffled."""
     hosts = []
     for tower in model.modules():
@@ -215,7 +215,7 @@ def find_towers(model: nn.Module) -> list[Host]:
     return hosts
 
 
-def _host(tower: Any, family: PaddedFamily) -> Host:
+def _host(tower: Any, family: PaddedFamily) -> VisionTransformer:
     if ratio := getattr(tower.config, "mask_ratio", 0.0):
         raise ValueError(_masked(ratio))
     pairs = [
@@ -224,7 +224,7 @@ def _host(tower: Any, family: PaddedFamily) -> Host:
         for child in block.children()
         if type(child).__name__ == family.attention
     ]
-    return Host(
+    return VisionTransformer(
         replacement=PaddedAttention,
         tower=tower,
         blocks=tuple(block for block, _ in pairs),

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from bmfa.grid import Grid
-from bmfa.models.hosts.base import AttentionReplacement, Host, class_name, is_noop
+from bmfa.models.hosts.base import AttentionReplacement, VisionTransformer, class_name, is_noop
 from bmfa.models.override import override_method, restore_method
 from bmfa.models.packed_calls import watch_blocks
 
@@ -183,13 +183,13 @@ FAMILIES = {
 FAMILIES_BY_ATTENTION = {name: family for family in FAMILIES.values() for name in family.classes}
 
 
-def find_towers(model: nn.Module) -> list[Host]:
+def find_towers(model: nn.Module) -> list[VisionTransformer]:
     """List the towers in a model with decomposed relative positions."""
     towers = (module for module in model.modules() if class_name(module) in FAMILIES)
     return [_host(tower, FAMILIES[class_name(tower)]) for tower in towers]
 
 
-def _host(tower: nn.Module, family: RelativeFamily) -> Host:
+def _host(tower: nn.Module, family: RelativeFamily) -> VisionTransformer:
     blocks: tuple[Any, ...] = tuple(tower.get_submodule(family.blocks).children())
     dense: dict[int, str] = {}
     for index, block in enumerate(blocks):
@@ -197,7 +197,7 @@ def _host(tower: nn.Module, family: RelativeFamily) -> Host:
             dense[index] = _WINDOWS
         elif getattr(getattr(block, family.attention), "rope", None) is not None:
             dense[index] = _ROTARY
-    return Host(
+    return VisionTransformer(
         replacement=DecomposedAttention,
         tower=tower,
         blocks=blocks,

@@ -11,7 +11,7 @@ from bmfa.models.hosts.base import (
     AttentionFunction,
     AttentionReplacement,
     BlockLayout,
-    Host,
+    VisionTransformer,
     class_name,
     is_noop,
 )
@@ -115,7 +115,7 @@ def _is_projections_only(module: nn.Module, kwargs: dict[str, Any]) -> bool:
     return not kwargs or all(_DEFAULTS.get(name, kwargs) is value for name, value in kwargs.items())
 
 
-def find_towers(model: nn.Module) -> list[Host]:
+def find_towers(model: nn.Module) -> list[VisionTransformer]:
     """List the timm vision towers in a model."""
     return [
         _host(model, module)
@@ -124,7 +124,7 @@ def find_towers(model: nn.Module) -> list[Host]:
     ]
 
 
-def _host(model: nn.Module, tower: Any) -> Host:
+def _host(model: nn.Module, tower: Any) -> VisionTransformer:
     blocks = tuple(tower.blocks)
     attentions = tuple(getattr(block, "attn", block) for block in blocks)
     for attention in attentions:
@@ -137,7 +137,7 @@ def _host(model: nn.Module, tower: Any) -> Host:
             "do not come from a convolution, so the grid is unknown; build the model with a PatchEmbed"
         )
     names = {class_name(block) for block in blocks}
-    return Host(
+    return VisionTransformer(
         replacement=TimmAttention,
         tower=tower,
         blocks=blocks,

@@ -15,14 +15,14 @@ from bmfa.grid import Grid
 from bmfa.models.hosts.base import (
     AttentionReplacement,
     BlockLayout,
-    Host,
+    VisionTransformer,
     class_name,
     is_noop,
     replacement_of,
 )
 from bmfa.models.hosts.unsupported import SUPPORTED
 from bmfa.models.override import override_method, restore_method
-from bmfa.packages import call_after_import, load_package
+from bmfa.packages import load_package
 
 # The name of our attention function in `config._attn_implementation`.
 IMPLEMENTATION = "bmfa"
@@ -325,7 +325,7 @@ def register_attention() -> None:
     if that has as many tokens, and a square otherwise; for other images, and for other settings, call
     `bmfa.patch(model)`, which reads the grid of every image.
 
-    Importing `bmfa.models` calls this function, at once or as soon as transformers is imported.
+    Call this function before such a model is made or loaded. `bmfa.patch` needs no registration.
 
     Raises:
         ModuleNotFoundError: If transformers is not installed.
@@ -333,7 +333,7 @@ def register_attention() -> None:
     Example:
         >>> import bmfa, torch
         >>> from transformers import AutoModel, ViTConfig
-        >>> bmfa.register_attention()
+        >>> bmfa.models.register_attention()
         >>> config = ViTConfig(hidden_size=32, num_hidden_layers=2, num_attention_heads=2,
         ...                    intermediate_size=64, image_size=64, patch_size=4)
         >>> model = AutoModel.from_config(config, attn_implementation="bmfa").eval()
@@ -341,11 +341,6 @@ def register_attention() -> None:
         torch.Size([1, 257, 32])
     """
     _register()
-
-
-def register_with_transformers() -> None:
-    """Call `register_attention` when transformers is imported, without importing it."""
-    call_after_import("transformers.modeling_utils", _register)
 
 
 def register_function(name: str, function: Callable[..., Any]) -> None:
@@ -366,7 +361,7 @@ def _register() -> None:
 _BY_MODULE = {name.rpartition(".")[0]: family for name, family in FAMILIES.items()}
 
 
-def find_towers(model: nn.Module) -> list[Host]:
+def find_towers(model: nn.Module) -> list[VisionTransformer]:
     """List the transformers vision towers in a model."""
     hosts = []
     for tower in model.modules():
@@ -377,7 +372,7 @@ def find_towers(model: nn.Module) -> list[Host]:
     return hosts
 
 
-def _host(model: nn.Module, tower: nn.Module, embeddings: Any, family: Family) -> Host:
+def _host(model: nn.Module, tower: nn.Module, embeddings: Any, family: Family) -> VisionTransformer:
     pairs = [
         (block, child)
         for block in tower.modules()
@@ -386,7 +381,7 @@ def _host(model: nn.Module, tower: nn.Module, embeddings: Any, family: Family) -
     ]
     registers = int(embeddings.config.num_register_tokens) if family.registers else 0
     suffix = int(getattr(embeddings.config, family.suffix)) if family.suffix else 0
-    return Host(
+    return VisionTransformer(
         replacement=family.replacement,
         tower=tower,
         blocks=tuple(block for block, _ in pairs),

@@ -4,7 +4,7 @@ from typing import NoReturn
 
 from torch import nn
 
-from bmfa.models.hosts.base import Host, class_name
+from bmfa.models.hosts.base import VisionTransformer, class_name
 
 SUPPORTED = (
     "timm VisionTransformer, DeiT (also distilled), EVA, DINOv3, NaFlexViT, Hiera and SAM; "
@@ -28,7 +28,7 @@ _DIFFERENCE = "its output is the difference of two softmax maps"
 _NO_MODULE = "its attention is not a module of its own"
 _UNKNOWN = (
     "its class is not known, so its keys may not be a prefix followed by one grid; name its attention "
-    "modules with bmfa.patch(model, attention=...) or bmfa.register_host"
+    "modules with bmfa.patch(model, attention=...) or bmfa.models.register_model"
 )
 _REASONS = {
     "timm.models.beit.Attention": _BIAS,
@@ -55,7 +55,7 @@ def raise_unsupported(model: nn.Module, attention: nn.Module | None = None) -> N
     )
 
 
-def raise_not_reducible(model: nn.Module, host: Host) -> NoReturn:
+def raise_not_reducible(model: nn.Module, host: VisionTransformer) -> NoReturn:
     """Raise a TypeError that names the block class of the model and why it cannot be reduced."""
     name = class_name(host.blocks[0])
     reason = host.not_reducible or (_SUFFIX if host.suffix else _LAYOUT)
