@@ -520,7 +520,7 @@ def call_with_errors(monkeypatch, *errors):
 
 def test_a_call_that_misses_its_target_is_computed_again(monkeypatch):
     got, targets, exact = call_with_errors(monkeypatch, 0.06, 0.0499)
-    assert targets == pytest.approx([0.05, 0.8 * 0.05**2 / 0.06])
+    assert targets == pytest.approx([0.05, 0.95 * 0.05**2 / 0.06])
     assert not exact and got.stats.error.estimate == pytest.approx(0.0499)
     assert got.stats.error.target == 0.05 and got.stats.rule == "error 0.05"
 
@@ -533,7 +533,7 @@ def test_a_call_that_may_be_far_above_its_target_is_computed_again(monkeypatch):
     upper = estimate * np.exp(2.33 * (3 / 15) ** 0.5 / 2)
     assert estimate < 0.05 and upper > 1.3 * 0.05
     _, targets, exact = call_with_errors(monkeypatch, (0.0, 0.0, 0.0, 0.096), 0.03)
-    assert targets == pytest.approx([0.05, 0.8 * 0.05 * 1.3 * 0.05 / upper])
+    assert targets == pytest.approx([0.05, 0.95 * 0.05 * 1.3 * 0.05 / upper])
     assert not exact
 
 

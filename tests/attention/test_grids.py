@@ -165,8 +165,8 @@ def test_gradients_of_a_query_grid(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[Any] = []
     choose = attention.choose
 
-    def choose_once(*arguments: Any) -> Any:
-        made[:] = made or [choose(*arguments)]
+    def choose_once(*arguments: Any, **options: Any) -> Any:
+        made[:] = made or [choose(*arguments, **options)]
         return made[0]
 
     monkeypatch.setattr(attention, "choose", choose_once)

@@ -296,7 +296,9 @@ def test_gradients(mode: dict[str, Any], masked: bool, monkeypatch: pytest.Monke
 
     # What the probes choose is a constant of the gradient, so finite differences must keep it.
     choose = attention.choose
-    monkeypatch.setattr(attention, "choose", lambda *a: choices.append(choose(*a)) or choices[0])
+    monkeypatch.setattr(
+        attention, "choose", lambda *a, **k: choices.append(choose(*a, **k)) or choices[0]
+    )
     assert torch.autograd.gradcheck(output, [x.requires_grad_() for x in inputs])
     assert len(choices) > 60  # of every finite difference
 

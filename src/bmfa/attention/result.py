@@ -12,15 +12,11 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from bmfa.attention.tiling import MOST_UPPER, TiledAttention
+from bmfa.attention.choice import excess, relative_error, upper_bound
+from bmfa.attention.tiling import TiledAttention
 from bmfa.trees.tree import Tree
 
 Array = npt.NDArray[np.float64]
-# Standard errors of the logarithm of an estimate in its upper bound. Squared errors have heavy tails, of
-# which few probes see too little: a factor of 1.645 would hold in 95 % of normal samples, and this one
-# does in 95 % of samples of 96 log-normal squared errors with sigma 1.2 (test_api.py), and in 99 % of
-# calls on real q, k, v.
-UPPER_FACTOR = 2.33
 
 
 @dataclass(frozen=True)
@@ -82,19 +78,9 @@ class ErrorEstimate:
         return None if self.target is None else meets(self.estimate, self.target)
 
     @property
-    def reliable(self) -> bool:
-        """True if the target is met, and the upper bound is not far above it."""
-        return self.target is None or (
-            meets(self.estimate, self.target) and self.upper <= MOST_UPPER * self.target
-        )
-
-    @property
     def upper(self) -> float:
         """Upper bound on the error for a confidence of 95 %; see the attribute."""
-        if self.estimate == 0.0 or not math.isfinite(self.uncertainty):
-            return self.uncertainty
-        # Errors have a long tail above, so that their logarithms are closer to a normal distribution.
-        return self.estimate * math.exp(min(UPPER_FACTOR * self.uncertainty / self.estimate, 700.0))
+        return upper_bound(self.estimate, self.uncertainty)
 
     @classmethod
     def from_probes(
@@ -102,21 +88,14 @@ class ErrorEstimate:
     ) -> "ErrorEstimate":
         """Estimate the error from `TiledAttention.probes`. Waits for the device.
 
-        With squared errors e, squared norms x and weights w, the estimate is the root of the ratio
-        r = sum w e / sum w x. Its standard error is that of the linearised ratio (the delta method),
-        between groups: with u = sum w (e - r x) over the probes of each of n groups, it is
-        sqrt(n / (n - 1) sum u^2) / sum w x, over 2 sqrt(r) for the root. The draws of a group are not
-        independent, and have no variance of their own; that between groups includes it, and is too
-        large rather than too small where every group has probes.
-
         Args:
             probes: (B, H, P, 3), as in `TiledAttention`. Probes of weight 0 do not count.
             target: Target for the error, or None.
             probes_per_group: Number of probes of a group, which are consecutive.
         """
-        groups = _counted_probes(probes, probes_per_group)
-        values = groups.reshape(-1, 3)
-        estimate, uncertainty = _relative_error(groups)
+        groups = _in_groups(probes, probes_per_group)
+        values = groups[groups[:, 0, 2] > 0].reshape(-1, 3)
+        estimate, uncertainty = relative_error(groups)
         if estimate == 0.0:
             return cls(target, 0.0, 0.0, 0.0, len(values))
         error, norm, weight = values.T
@@ -133,32 +112,14 @@ def meets(estimate: float, target: float) -> bool:
     return estimate <= target
 
 
-def measured_error(probes: Tensor) -> float:
-    """Return `ErrorEstimate.estimate` for `TiledAttention.probes`. Waits for the device."""
-    return _relative_error(_counted_probes(probes, 1))[0]
+def excess_of_probes(probes: Tensor, target: float, probes_per_group: int) -> float:
+    """Return `choice.excess` for `TiledAttention.probes`. Waits for the device."""
+    return excess(*relative_error(_in_groups(probes, probes_per_group)), target)
 
 
-def _counted_probes(probes: Tensor, probes_per_group: int) -> Array:
-    """(groups, probes_per_group, 3) float64 probes of the groups that have queries, in NumPy: a check of
-    every call must be cheap."""
-    values = probes.detach().cpu().numpy().reshape(-1, probes_per_group, 3).astype(np.float64)
-    return values[values[:, 0, 2] > 0]
-
-
-def _relative_error(groups: Array) -> tuple[float, float]:
-    """Return the estimate of `ErrorEstimate` and its uncertainty from (groups, n, 3) probes."""
-    error, norm, weight = groups.transpose(2, 0, 1)
-    weighted = float((weight * error).sum())
-    if weighted == 0.0:
-        return 0.0, 0.0
-    total, count = float((weight * norm).sum()), len(groups)
-    ratio = weighted / total if total > 0 else math.inf
-    estimate, uncertainty = math.sqrt(ratio), math.inf
-    if count > 1 and math.isfinite(ratio):
-        residual = (weight * (error - ratio * norm)).sum(1)
-        variance = float(residual @ residual) * count / (count - 1) / total**2
-        uncertainty = math.sqrt(variance) / (2 * estimate)
-    return estimate, uncertainty
+def _in_groups(probes: Tensor, probes_per_group: int) -> Array:
+    """(groups, probes_per_group, 3) float64 probes in NumPy: a check of every call must be cheap."""
+    return probes.detach().cpu().numpy().reshape(-1, probes_per_group, 3).astype(np.float64)
 
 
 _warned_targets: set[float] = set()
@@ -166,7 +127,7 @@ _warned_targets: set[float] = set()
 
 def warn_if_missed(probes: Tensor, target: float) -> None:
     """Warn if the error that the probes measure misses its target, as `ErrorEstimate.met` has it."""
-    estimate = measured_error(probes)
+    estimate = relative_error(_in_groups(probes, 1))[0]
     if not meets(estimate, target):
         warn_missed(estimate, target)
 

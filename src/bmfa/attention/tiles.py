@@ -23,11 +23,11 @@ from bmfa.attention.result import (
     Computed,
     ErrorEstimate,
     check_later,
+    excess_of_probes,
     warn_if_missed,
 )
 from bmfa.attention.tiling import (
     MOST_EXCESS,
-    MOST_UPPER,
     RETRY_AIM,
     Budget,
     TiledAttention,
@@ -92,16 +92,13 @@ def _run_to_target(
     result, dense = run(budget)
     if not budget.error or dense or options.backend == "triton":
         return result, dense, False
-    measured = ErrorEstimate.from_probes(result.probes, budget.error, tiling.probes_per_group)
-    if measured.reliable:
+    probes_per_group = tiling.probes_per_group
+    missed = excess_of_probes(result.probes, budget.error, probes_per_group)
+    if missed <= 1.0:
         return result, dense, False
-    if measured.estimate <= MOST_EXCESS * budget.error:
-        excess = max(
-            1.0, measured.estimate / budget.error, measured.upper / (MOST_UPPER * budget.error)
-        )
-        result, dense = run(Budget(RETRY_AIM * budget.error / excess, None))
-        measured = ErrorEstimate.from_probes(result.probes, budget.error, tiling.probes_per_group)
-        if dense or measured.reliable:
+    if missed <= MOST_EXCESS:
+        result, dense = run(Budget(RETRY_AIM * budget.error / missed, None))
+        if dense or excess_of_probes(result.probes, budget.error, probes_per_group) <= 1.0:
             return result, dense, dense
     return _exact_result(inputs, tiling, options.backend), True, True
 

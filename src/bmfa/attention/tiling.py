@@ -50,14 +50,15 @@ LARGEST_SHRINKAGE = 1.2
 # Relative length below which the corrections of the probes are noise, and no correction is made.
 SMALLEST_CORRECTION = 1e-3
 # A result is taken if its measured error is at most the target, and the upper bound on it at most
-# MOST_UPPER times the target. Otherwise thresholds are chosen again, for RETRY_AIM times the target that
-# would have met both; if the measured error is more than MOST_EXCESS times the target, or the second
-# result is not taken, the call is computed exactly.
-MOST_UPPER, MOST_EXCESS, RETRY_AIM = 1.3, 1.5, 0.8
+# MOST_UPPER times the target. Thresholds whose error the probes predict to be larger are chosen again
+# before anything is attended, MOST_CHOICES times in all, for RETRY_AIM of the aim that would have met
+# both. So is a call whose measured error is not larger than MOST_EXCESS times the target; any other
+# call, and one that misses again, is computed exactly.
+MOST_UPPER, MOST_EXCESS, RETRY_AIM, MOST_CHOICES = 1.3, 1.5, 0.95, 8
 # Groups with probes, at most.
 PROBE_SLOTS = 64
 # Probes of a group, and of a group of a call with fewer than FEW_GROUPS groups.
-PROBES_PER_GROUP, FEW_GROUPS, PROBES_OF_FEW_GROUPS = 3, 32, 6
+PROBES_PER_GROUP, FEW_GROUPS, PROBES_OF_FEW_GROUPS = 2, 32, 4
 # The Triton kernels have one probe a group. They attend with PROBE_SLOTS queries at once, probes and
 # queries of the prefix together; at least LEAST_PROBES of them are probes, if there are as many groups.
 LEAST_PROBES = 32

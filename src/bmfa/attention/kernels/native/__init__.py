@@ -195,15 +195,13 @@ def prepare_tiles(
     norm, weight = torch.empty((2, heads, probes), dtype=torch.float64)
     call.point(expanded=expanded, expanded_count=count, probes=errors)
     call.point(found=found, norm=norm, weight=weight)
-    error_sum, product, correction, shares = found.numpy().transpose(2, 0, 1, 3)
-    levels = Levels(error_sum, product, correction, shares, norm.numpy(), weight.numpy())
+    levels = Levels(found.numpy(), norm.numpy(), weight.numpy())
     run, measured = _load(call), -1  # the image that scratch memory holds
 
     def attend(
         error: float | None, expand: float | None, exact_above: float
     ) -> tuple[TiledAttention, bool]:
         nonlocal measured
-        aim = None if error is None else tiling.error_aim * error
         share = None if expand is None else expand / tiling.tiles
         call.farthest = 0.0 if error is None else FARTHEST
         exact = True
@@ -211,7 +209,10 @@ def prepare_tiles(
             if image != measured:
                 run(image, _MEASURE)
                 measured = image
-            choice = choose(levels, tiling.probes_per_group, aim, share, exact_above)
+            choice = choose(
+                levels, tiling.probes_per_group, target=error, aim=tiling.error_aim, share=share,
+                dense_threshold=exact_above,
+            )  # fmt: skip
             call.threshold, call.shrinkage, call.exact = (x.ctypes.data for x in choice)
             run(image, _ATTEND)
             exact = exact and bool(choice.exact.all())

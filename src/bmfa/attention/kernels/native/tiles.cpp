@@ -83,6 +83,7 @@ struct Lanes {  // LANES queries, their running softmax and output
 
 struct Scratch {  // of one thread
   Lanes lanes[BLOCKS];
+  const float *k[LANES], *v[LANES];  // rows of the keys and values of a part
   float *scores, *keys, *values;  // (LANES, LANES), (LANES, padded d), (LANES, padded e)
   float *rows, *differences;      // (most queries, padded channels), (LANES, padded e)
   float *cross, *mass, *loss, *far;  // (GROUPS, d, padded e), (LANES, padded parts), (padded parts,) twice
@@ -216,23 +217,21 @@ static char* token_address(const Call& c, const Tensor& x, int b, int head, int 
 }
 
 // Copy a token to `to` in float32, with zeros from `channels` on to the next multiple of WIDTH.
-static void read_token(const Call& c, const Tensor& x, int b, int head, int token, int channels, float* to) {
+static float* read_token(const Call& c, const Tensor& x, int b, int head, int token, int channels, float* to) {
   const char* from = token_address(c, x, b, head, token);
   const uint16_t* half = (const uint16_t*)from;
-  for (int i = 0; c.dtype == 0 && i < channels; i++) to[i] = ((const float*)from)[i];
+  int copied = 0;
+  for (; c.dtype == 0 && copied + WIDTH <= channels; copied += WIDTH) store(to + copied, load((const float*)from + copied));
+  for (int i = copied; c.dtype == 0 && i < channels; i++) to[i] = ((const float*)from)[i];
   for (int i = 0; c.dtype == 1 && i < channels; i++) to[i] = as_float((uint32_t)half[i] << 16);
   for (int i = 0; c.dtype == 2 && i < channels; i++) to[i] = widen_float16(half[i]);
   for (int i = channels; i % WIDTH; i++) to[i] = 0.0f;
-}
-// The same without a copy where the tensor is in float32 itself.
-static const float* read_row(const Call& c, const Tensor& x, int b, int head, int token, int channels, float* to) {
-  if (c.dtype == 0) return (const float*)token_address(c, x, b, head, token);
-  return read_token(c, x, b, head, token, channels, to), to;
+  return to;
 }
 static void write_token(const Call& c, int b, int head, int token, const float* from) {
   char* to = token_address(c, c.output, b, head, token);
   uint16_t* half = (uint16_t*)to;
-  for (int i = 0; c.dtype == 0 && i < c.e; i++) ((float*)to)[i] = from[i];
+  if (c.dtype == 0) memcpy(to, from, 4 * c.e);
   for (int i = 0; c.dtype == 1 && i < c.e; i++) half[i] = to_bfloat16(from[i]);
   for (int i = 0; c.dtype == 2 && i < c.e; i++) half[i] = to_float16(from[i]);
 }
@@ -344,14 +343,23 @@ static void attend(const Problem& c, Scratch& s, Lanes& l, const float* q, int c
   product<true>(values, Strided{s.scores, LANES}, c.e, count, l.width, l.output, LANES, true);
 }
 
+// Find the rows of keys and values of at most LANES tokens. Half precision is copied to float32, and so are
+// rows of a width that `padded` products exceed.
+static void find_rows(const Problem& c, Scratch& s, const Head& h, const int32_t* tokens, int count, bool padded) {
+  const int head = h.number / c.share;
+  const bool copy_k = c.dtype || (padded && c.d < c.pd), copy_v = c.dtype || (padded && c.e < c.pe);
+  for (int i = 0; i < count; i++) {
+    s.k[i] = copy_k ? read_token(c, c.k, h.batch, head, tokens[i], c.d, s.keys + i * c.pd)
+                    : (const float*)token_address(c, c.k, h.batch, head, tokens[i]);
+    s.v[i] = copy_v ? read_token(c, c.v, h.batch, head, tokens[i], c.e, s.values + i * c.pe)
+                    : (const float*)token_address(c, c.v, h.batch, head, tokens[i]);
+  }
+}
+
 // Attend to the keys and values of some tokens, at most LANES, with all queries in the first blocks of lanes.
 static void attend_tokens(const Problem& c, Scratch& s, const Head& h, const int32_t* tokens, int count, int blocks) {
-  const float *keys[LANES], *values[LANES];
-  for (int i = 0; i < count; i++) {
-    keys[i] = read_row(c, c.k, h.batch, h.number / c.share, tokens[i], c.d, s.keys + i * c.pd);
-    values[i] = read_row(c, c.v, h.batch, h.number / c.share, tokens[i], c.e, s.values + i * c.pe);
-  }
-  for (int j = 0; j < blocks; j++) attend(c, s, s.lanes[j], s.lanes[j].q, count, keys, values);
+  find_rows(c, s, h, tokens, count, false);
+  for (int j = 0; j < blocks; j++) attend(c, s, s.lanes[j], s.lanes[j].q, count, s.k, s.v);
 }
 
 // Write the outputs in lanes to their tokens, divided by the sums of the weights.
@@ -444,22 +452,18 @@ static void summarise_head(const Problem& c, const Head& h) {
   for (int j = 0; j < c.pd; j++) h.q_head[j] /= count > 1 ? count : 1;
 }
 
-// Copy the keys and values of a part to `s.keys` and `s.values`; returns their number.
-static int read_part(const Problem& c, Scratch& s, const Head& h, int part) {
-  for (int i = 0; i < c.part_count[part]; i++) {
-    const int token = c.part_tokens[part * LANES + i];
-    read_token(c, c.k, h.batch, h.number / c.share, token, c.d, s.keys + i * c.pd);
-    read_token(c, c.v, h.batch, h.number / c.share, token, c.e, s.values + i * c.pe);
-  }
+// Find the rows of a part; returns their number.
+static int find_part(const Problem& c, Scratch& s, const Head& h, int part) {
+  find_rows(c, s, h, c.part_tokens + part * LANES, c.part_count[part], true);
   return c.part_count[part];
 }
 
 // Subtract the mean of rows with weights p from them.
-static void subtract_mean(const float* x, const float* p, int count, int n, float* to) {
+static void subtract_mean(const float* const* x, const float* p, int count, int n, float* to) {
   alignas(64) float center[256 + WIDTH] = {};
-  for (int i = 0; i < count; i++) add_scaled(center, x + i * n, p[i], n);
+  for (int i = 0; i < count; i++) add_scaled(center, x[i], p[i], n);
   for (int i = 0; i < count; i++)
-    for (int j = 0; j < n; j += WIDTH) store(to + i * n + j, load(x + i * n + j) - load(center + j));
+    for (int j = 0; j < n; j += WIDTH) store(to + i * n + j, load(x[i] + j) - load(center + j));
 }
 
 // Step 2: the covariance of keys and values under qhat, kappa, lambda, and the largest distance of a value.
@@ -469,31 +473,31 @@ static void summarise_tile(const Problem& c, Scratch& s, const Head& h, int tile
   alignas(64) float p[LANES];
   float largest = -INFINITY, total = 0.0f;
   for (int i = 0; i < LANES; i++) {
-    p[i] = i < count ? dot(h.q_head, s.keys + i * d, d) : -INFINITY;
+    p[i] = i < count ? dot(h.q_head, s.k[i], d) : -INFINITY;
     largest = p[i] > largest ? p[i] : largest;
   }
   for (int i = 0; i < LANES && count; i += WIDTH) store(p + i, exponential(load(p + i) - splat(largest)));
   for (int i = 0; i < count; i++) total += p[i];
   for (int i = 0; i < count; i++) p[i] /= total;
-  subtract_mean(s.values, p, count, e, s.differences);
-  subtract_mean(s.keys, p, count, d, s.rows);
-  h.k_spread[tile] = exact_dot(s.rows, s.rows, count * d) / (count > 1 ? count : 1);
-  double most = 0.0, farthest = 0.0;
+  subtract_mean(s.v, p, count, e, s.differences);
+  subtract_mean(s.k, p, count, d, s.rows);
+  double most = 0.0, farthest = 0.0, squares = 0.0;
   for (int i = 0; i < count; i++) {
+    const double distance = exact_dot(s.rows + i * d, s.rows + i * d, d);
+    farthest = fmax(farthest, distance), squares += distance;
     most = fmax(most, exact_dot(s.differences + i * e, s.differences + i * e, e));
-    farthest = fmax(farthest, exact_dot(s.rows + i * d, s.rows + i * d, d));
   }
-  h.radius[tile] = sqrt(most), h.k_farthest[tile] = farthest;
+  h.radius[tile] = sqrt(most), h.k_farthest[tile] = farthest, h.k_spread[tile] = squares / (count > 1 ? count : 1);
   for (int i = 0; i < count; i++)
     for (int j = 0; j < d; j += WIDTH) store(s.rows + i * d + j, load(s.rows + i * d + j) * splat(p[i]));
   product<true>(Strided{s.rows, d}, Strided{s.differences, e}, c.d, count, e, cross, e);
 }
 
-// Steps 3 and 5: what queries in lanes see in the part in `s.keys`: their softmax over it is left in
+// Steps 3 and 5: what queries in lanes see in the part in `s.k`: their softmax over it is left in
 // `s.scores`, and the logarithm of their sums of exponentials in `l.maximum`.
 static void see_part(const Problem& c, Scratch& s, Lanes& l, const float* queries, int count) {
   alignas(64) float unused[LANES];
-  product<false>(Strided{s.keys, c.pd}, Strided{queries, LANES}, count, c.d, l.width, s.scores, LANES);
+  product<false>(s.k, Strided{queries, LANES}, count, c.d, l.width, s.scores, LANES);
   for (int i = 0; i < l.width; i++) l.maximum[i] = -INFINITY, l.sum[i] = 0.0f;
   softmax(s, l, count, nullptr, unused);
   for (int i = 0; i < l.width; i++) l.maximum[i] += logf(l.sum[i]), l.sum[i] = 1.0f / l.sum[i];
@@ -515,8 +519,8 @@ static void represent_part(const Problem& c, Scratch& s, const Head& h, int band
   for (int i = 0; i < l.count; i++) c.log_mass[first + i * c.stride] = count ? l.maximum[i] : -INFINITY;
   if (!count || part >= c.tiles) return;
   const Strided p{s.scores, LANES};
-  product<true>(p, Strided{s.keys, c.pd}, l.count, count, c.pd, c.k_tangent + first * c.pd, c.stride * c.pd);
-  product<true>(p, Strided{s.values, c.pe}, l.count, count, c.pe, c.v_tangent + first * c.pe, c.stride * c.pe);
+  product<true>(p, s.k, l.count, count, c.pd, c.k_tangent + first * c.pd, c.stride * c.pd);
+  product<true>(p, s.v, l.count, count, c.pe, c.v_tangent + first * c.pe, c.stride * c.pe);
 }
 
 // Step 3: shares m of the parts of a group, and in `s.loss` the losses of its tiles.
@@ -631,10 +635,10 @@ static void measure_probes(const Problem& c, Scratch& s, const Head& h, int firs
   for (int start = 0; start < c.parts; start += CHUNK) {
     const int stop = start + CHUNK < c.parts ? start + CHUNK : c.parts;
     for (int t = start; t < stop; t++) {
-      const int keys = read_part(c, s, h, t), at = (t - start) * LANES;
+      const int keys = find_part(c, s, h, t), at = (t - start) * LANES;
       if (keys) see_part(c, s, l, l.q, keys);
       for (int p = 0; p < LANES; p++) exact[at + p] = keys ? l.maximum[p] : -INFINITY;
-      product<true>(Strided{s.scores, LANES}, Strided{s.values, e}, count, keys, e, s.value + at * e, e);
+      product<true>(Strided{s.scores, LANES}, s.v, count, keys, e, s.value + at * e, e);
       if (t < c.tiles)
         product<false>(Strided{deviation, d}, Strided{h.cross + t * c.d * e, e}, count, c.d, e, s.first_order + at * e, e);
     }
@@ -642,12 +646,14 @@ static void measure_probes(const Problem& c, Scratch& s, const Head& h, int firs
       const int g = p / c.group_probes;
       const int64_t row = tangent_row(c, h, first_group + g);
       float *sums[3] = {s.exact_sum + p * L * e, s.tangent_sum + p * L * e, s.term_sum + p * L * e}, most = offset[p];
-      alignas(64) float logits[2][WIDTH > CHUNK ? WIDTH : CHUNK];
+      alignas(64) float logits[2 * CHUNK] = {};  // of keys, and of tangents
       for (int t = start; t < stop; t++) {
-        logits[0][t - start] = exact[(t - start) * LANES + p];
-        logits[1][t - start] = c.part_count[t] && t < c.tiles ? c.log_mass[row + t] + dot(deviation + p * d, c.k_tangent + (row + t) * d, d) : -INFINITY;
-        most = fmaxf(most, fmaxf(logits[0][t - start], logits[1][t - start]));
+        float *of_keys = logits + t - start, *of_tangents = of_keys + CHUNK;
+        *of_keys = exact[(t - start) * LANES + p];
+        *of_tangents = c.part_count[t] && t < c.tiles ? c.log_mass[row + t] + dot(deviation + p * d, c.k_tangent + (row + t) * d, d) : -INFINITY;
+        most = *of_keys > most ? *of_keys : most, most = *of_tangents > most ? *of_tangents : most;
       }
+
       if (most > offset[p]) {
         const float factor = expf(offset[p] - most);
         for (int i = 0; i < L * e; i += WIDTH)
@@ -655,15 +661,16 @@ static void measure_probes(const Problem& c, Scratch& s, const Head& h, int firs
         for (int i = 0; i < 2 * L; i++) s.totals[p * 3 * L + i] *= factor;
         offset[p] = most;
       }
+      for (int i = 0; i < 2 * CHUNK; i += WIDTH) store(logits + i, exponential(load(logits + i) - splat(most)));
       for (int t = start; t < stop; t++) {
         if (!c.part_count[t]) continue;
         const int level = s.level[g * c.parts + t], at = level * e, i = (t - start) * LANES + p;
         double* totals = s.totals + p * 3 * L + level;
-        const float weight = expf(logits[0][t - start] - most);
+        const float weight = logits[t - start];
         add_scaled(sums[0] + at, s.value + i * e, weight, e);
         totals[0] += weight;
         if (t >= c.tiles) continue;
-        const float coarse = expf(logits[1][t - start] - most), mass = s.mass[g * padded + t];
+        const float coarse = logits[CHUNK + t - start], mass = s.mass[g * padded + t];
         add_scaled(sums[1] + at, c.v_tangent + (row + t) * e, coarse, e);
         add_scaled(sums[2] + at, s.first_order + i * e, mass, e);
         totals[L] += coarse, totals[2 * L] += mass;
@@ -795,8 +802,8 @@ static void represent(Problem& c, const Round& round, bool summarise) {
     const Head& h = c.head[round.head + i / c.parts];
     const int part = i % c.parts;
     if (!summarise && reads_everything(c, h, 0) && reads_everything(c, h, 1)) return;
-    const int count = read_part(c, s, h, part);
-    if (summarise) keep_largest(s, 1, s.keys, count * c.pd);
+    const int count = find_part(c, s, h, part);
+    for (int j = 0; summarise && j < count; j++) keep_largest(s, 1, s.k[j], c.pd);
     if (summarise && part < c.tiles) summarise_tile(c, s, h, part);
     for (int j = 0; j < round.bands; j++) represent_part(c, s, h, round.band + j, part);
   });

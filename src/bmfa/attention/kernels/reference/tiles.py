@@ -39,8 +39,9 @@ float32 divides vectors by a power of two near their largest element before it s
    r has the index r n + j. At every level, a threshold of `level_thresholds`, the error and the
    correction of each probe are known. The groups at even positions take the threshold and the shrinkage
    (one for each head) that the probes of the groups at odd positions determine, and the other way round,
-   so that no probe measures what it has determined (`choose`). A head is computed exactly if more than
-   `exact_above` of its tiles would be expanded, by the share of the probes, interpolated like the
+   so that no probe measures what it has determined; where the probes predict that a target will be
+   missed, thresholds are chosen again for a lower aim (`choose`). A head is computed exactly if more
+   than `exact_above` of its tiles would be expanded, by the share of the probes, interpolated like the
    threshold, in the mean of the two halves.
 6. Prefix queries are exact. The outputs of queries that are not valid are undefined (0 here).
 """
@@ -148,9 +149,14 @@ def tiled_attention(
         thresholds = level_thresholds()
         probe_order = order[:probe_groups].repeat(tiling.probes_per_group)
         levels = measure_levels(image, probe_order, drawn, thresholds)
-        aim = None if error is None else tiling.error_aim * error
-        share = None if expand is None else expand / tiling.tiles
-        chosen, shrinkage, exact = choose(levels, tiling.probes_per_group, aim, share, exact_above)
+        chosen, shrinkage, exact = choose(
+            levels,
+            tiling.probes_per_group,
+            target=error,
+            aim=tiling.error_aim,
+            share=None if expand is None else expand / tiling.tiles,
+            dense_threshold=exact_above,
+        )
         result.thresholds[b], result.shrinkage[b], result.exact[b] = chosen, shrinkage, exact
         for h, head in enumerate(image):
             result.losses[b, h] = head.losses
@@ -328,7 +334,7 @@ def measure_levels(
         thresholds: (levels,)
     """
     shape = (len(image), len(groups))
-    error, product, correction, share = (np.zeros((*shape, len(thresholds))) for _ in range(4))
+    found = np.zeros((*shape, 4, len(thresholds)))
     norm, weight = np.zeros(shape), np.zeros(shape)
     for h, head in enumerate(image):
         for p, (g, probe) in enumerate(zip(groups, probes[h], strict=True)):
@@ -340,13 +346,15 @@ def measure_levels(
                 expanded = (head.losses[g] >= threshold) & (head.losses[g] > 0)
                 expanded |= threshold == 0.0
                 expanded &= head.counts > 0
-                share[h, p, level] = expanded.sum() / (head.counts > 0).sum()
                 coarse, term = head.output(probe.token, int(g), expanded)
                 difference = exact - coarse
-                error[h, p, level] = difference @ difference
-                product[h, p, level] = difference @ term
-                correction[h, p, level] = term @ term
-    return Levels(error, product, correction, share, norm, weight)
+                found[h, p, :, level] = (
+                    difference @ difference,
+                    difference @ term,
+                    term @ term,
+                    expanded.sum() / (head.counts > 0).sum(),
+                )
+    return Levels(found, norm, weight)
 
 
 def _probe_errors(head: Head, output: Array, probes: list[Probe | None]) -> Array:

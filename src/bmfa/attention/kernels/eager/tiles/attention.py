@@ -82,12 +82,18 @@ def tiled_attention(
     choices = [Choice.everything(heads)] * batch
     if not everything:
         share = None if expand is None else expand / tiling.tiles
-        aim = None if error is None else tiling.error_aim * error
         with torch.no_grad():
             levels = [[measure_levels(head) for head in image] for image in images]
         exact = [[found.output for found in image] for image in levels]
         choices = [
-            choose(join_heads(image, found), tiling.probes_per_group, aim, share, exact_above)
+            choose(
+                join_heads(image, found),
+                tiling.probes_per_group,
+                target=error,
+                aim=tiling.error_aim,
+                share=share,
+                dense_threshold=exact_above,
+            )
             for image, found in zip(images, levels, strict=True)
         ]
     if exact_above < 1.0 and all(choice.exact.all() for choice in choices):

@@ -74,8 +74,8 @@ def join_heads(heads: list[Head], found: list[HeadLevels]) -> Levels:
     error, product, correction, share = (torch.stack(x) for x in list(zip(*found, strict=True))[:4])
     norm = torch.stack([x.output.double().square().sum(1) for x in found]) * ratio[..., 0]
     weight = torch.stack([head.probe_weight.flatten() for head in heads])
-    fields = (ratio * error, ratio * product, ratio * correction, share, norm, weight.double())
-    return Levels(*(x.cpu().numpy() for x in fields))
+    measured = torch.stack((ratio * error, ratio * product, ratio * correction, share), 2)
+    return Levels(*(x.cpu().numpy() for x in (measured, norm, weight.double())))
 
 
 def coarse_shares(log_mass: Tensor, hidden: Tensor) -> Tensor:
