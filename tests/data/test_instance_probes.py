@@ -19,9 +19,9 @@ from bmfa.data import (
     ProbeSettings,
     Tally,
     probe_blocks,
-    write_coco,
 )
 from bmfa.data.probes import contour_band, crop_box, gradient_magnitude, probe_block, relative_edge
+from coco_files import write_coco
 
 FIELDS = (
     "edge",

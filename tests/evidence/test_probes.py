@@ -21,7 +21,6 @@ from bmfa.data import (
     ProbeBlock,
     ProbeSettings,
     probe_blocks,
-    write_coco,
 )
 from bmfa.evidence import methods
 from bmfa.evidence.images import cases
@@ -31,6 +30,7 @@ from bmfa.evidence.probes import measure
 from bmfa.evidence.probes import run as probes
 from bmfa.grid import Grid
 from bmfa.records import Record
+from coco_files import write_coco
 
 GRID = Grid(16, 16)
 # Leaves within a few points of gamma:0.005's on every image-edge source.

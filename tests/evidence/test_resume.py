@@ -17,7 +17,7 @@ import torch
 from PIL import Image
 
 from bmfa.cli import main
-from bmfa.data import EmbeddedScenes, InstanceFiles, ProbeSettings, Tally, write_coco
+from bmfa.data import EmbeddedScenes, InstanceFiles, ProbeSettings, Tally
 from bmfa.data.classification import EmbeddedImages, LabelledImages
 from bmfa.data.images import ImagesLostError
 from bmfa.data.probes import probe_block
@@ -29,6 +29,7 @@ from bmfa.evidence.runner import resume as resuming
 from bmfa.evidence.runner.resume import Checkpoint, digest, weights_digest
 from bmfa.models import LoadedModel, load_model
 from bmfa.records import Record
+from coco_files import write_coco
 
 METHODS = ["random-quadrants:0.5", "tome:8"]
 

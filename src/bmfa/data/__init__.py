@@ -3,7 +3,6 @@
 from bmfa.data.classification import EmbeddedImages, LabelledImage, LabelledImages
 from bmfa.data.coco import AnnotationFile, InstanceFiles
 from bmfa.data.drawn.badges import BADGE_CLASSES, BadgeImage, draw_badge, draw_badge_batch
-from bmfa.data.drawn.coco_writer import write_coco
 from bmfa.data.drawn.objects import EmbeddedObjects, draw_object
 from bmfa.data.drawn.scenes import EmbeddedScenes, draw_scene
 from bmfa.data.images import ImageError, ImageFiles
@@ -35,5 +34,4 @@ __all__ = [
     "draw_object",
     "draw_scene",
     "probe_blocks",
-    "write_coco",
 ]

@@ -4,24 +4,31 @@ A badge is a closed thin outline with a texture inside and short ticks on its ri
 of the outline (4), the texture (2) and the number of ticks (3): classes differ in a few pixels. Every
 image also has a decoy, an outline without texture, and fragments of lines behind and in front.
 
-An image is described in units of 1/128 of its side and evaluated at pixel centres, so the same image
-can be drawn at any size: larger is sharper, and the content is the same. Arrays go through additions,
-products, quotients, square roots and roundings alone, which IEEE 754 fixes, so equal arguments give
-equal bits on every platform.
+An image is described in units of 1/128 of its side and evaluated in float32 at pixel centres, so the
+same image can be drawn at any size: larger is sharper, and the content is the same.
 """
 
 import math
 from collections.abc import Iterable, Sequence
-from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from bmfa.checks import check_integer
+from bmfa.data.drawn.raster import (
+    LUMA,
+    Array,
+    blend,
+    coverage,
+    direction,
+    knots,
+    noise,
+    plane,
+    segment_distance,
+    to_pixels,
+)
 from bmfa.data.drawn.rng import UniformGenerator
-
-Array = NDArray[np.float32]
 
 BADGE_IMAGE_SIZE = 128  # pixels along a side: 16 patches of 8 for the embedded model
 # Amplitude of the fine noise over the whole image, in levels of 256. It sets the difficulty: a larger
@@ -46,7 +53,6 @@ _BEHIND, _IN_FRONT = 10, 4  # fragments of lines and dots behind and in front of
 _COARSE, _FINE = 26.0, 8.0  # units between the knots of the background's noise
 _WAVE = 9.0  # units by which the border between two regions waves to each side
 _GRAIN_CELL = 1.7  # units between the knots of the grain
-_LUMA = (0.299, 0.587, 0.114)  # weights of R, G and B in ITU-R BT.601
 
 
 class BadgeImage(NamedTuple):
@@ -90,20 +96,21 @@ def draw_badge_parts(
     check_integer("size", size, low=32)
     rng = UniformGenerator(seed, index, _STREAM)
     label = index % len(BADGE_CLASSES)
-    background = _Background.of(rng)
+    background = _Background.draw(rng)
     canvas = _Canvas(size, background)
-    badge = _Badge.of_class(rng, label)
+    badge = _Badge.from_class(rng, label)
     decoy = _Badge.decoy(rng, badge)
-    bar = _Fragments.bar_over(rng, badge)
-    behind, in_front = (_Fragments.scattered(rng, count) for count in (_BEHIND, _IN_FRONT))
+    bar = _Fragment.bar_over(rng, badge)
+    behind, in_front = (_scatter(rng, count) for count in (_BEHIND, _IN_FRONT))
     slots = badge.choose_slots(rng, bar)
     canvas.paint_fragments(rng, behind)
     if decoy is not None:
         decoy.paint(rng, canvas, decoy.choose_slots(rng, None))
     mask, ticks = badge.paint(rng, canvas, slots)
-    for fragments in (bar, in_front):
-        canvas.paint_fragments(rng, fragments, mask)
-    return canvas.to_pixels(rng, grain), label, mask, ticks & mask
+    canvas.paint_fragments(rng, [bar, *in_front], mask)
+    if grain:
+        canvas.planes += canvas.noise(_knot_values(rng, _GRAIN_CELL), _GRAIN_CELL) * grain
+    return to_pixels(canvas.planes), label, mask, ticks & mask
 
 
 def draw_badge_batch(
@@ -132,38 +139,49 @@ def draw_badge_batch(
     return np.stack(pixels), np.array(labels, dtype=np.int64), np.stack(masks)
 
 
-class _Fragments(NamedTuple):
-    """Straight pieces, each from one end to the other with a round pen; all lengths in units."""
+class _Fragment(NamedTuple):
+    """A straight piece from one end to the other with a round pen; all lengths in units."""
 
-    start: NDArray[np.float64]  # (count, 2), x and y
-    end: NDArray[np.float64]  # (count, 2)
-    pen: NDArray[np.float64]  # (count,) widths
-
-    @classmethod
-    def scattered(cls, rng: UniformGenerator, count: int) -> "_Fragments":
-        """Place pieces anywhere: two in three are lines as thin as a tick, the others are dots."""
-        random = rng.array(count, 6)
-        line = random[:, 0] < 2 / 3
-        half = np.where(line, 2.5 + 7.0 * random[:, 1], 0.0)
-        pen = np.where(line, 1.3 + 0.9 * random[:, 2], 2.2 + 3.2 * random[:, 2])
-        centre = random[:, 3:5] * _SIDE
-        turns = random[:, 5].tolist()
-        along = np.array([_direction(turn) for turn in turns]).reshape(-1, 2) * half[:, None]
-        return cls(centre - along, centre + along, pen)
+    start: tuple[float, float]
+    end: tuple[float, float]
+    pen: float
 
     @classmethod
-    def bar_over(cls, rng: UniformGenerator, badge: "_Badge") -> "_Fragments":
+    def around(
+        cls, centre: tuple[float, float], turn: float, half: float, pen: float
+    ) -> "_Fragment":
+        """Make a piece of half a length around a point."""
+        (x, y), (dx, dy) = centre, direction(turn)
+        return cls((x - half * dx, y - half * dy), (x + half * dx, y + half * dy), pen)
+
+    @classmethod
+    def bar_over(cls, rng: UniformGenerator, badge: "_Badge") -> "_Fragment":
         """Place a bar that covers a part of the badge."""
-        random = rng.array(5).tolist()
-        x, y = _direction(random[0])
-        offset, shift = (1.1 * random[1] - 0.55) * badge.radius, (random[2] - 0.5) * badge.radius
-        half, pen = badge.radius * (0.5 + 0.9 * random[3]), 4.0 + 4.0 * random[4]
-        middle_x, middle_y = badge.centre
-        middle_x += shift * x - offset * y
-        middle_y += shift * y + offset * x
-        centre = np.array([[middle_x, middle_y]])
-        along = np.array([[half * x, half * y]])
-        return cls(centre - along, centre + along, np.array([pen]))
+        turn, across, along, length, weight = rng.array(5).tolist()
+        x, y = direction(turn)
+        offset, shift = (1.1 * across - 0.55) * badge.radius, (along - 0.5) * badge.radius
+        centre = (
+            badge.centre[0] + (shift * x - offset * y),
+            badge.centre[1] + (shift * y + offset * x),
+        )
+        return cls.around(centre, turn, badge.radius * (0.5 + 0.9 * length), 4.0 + 4.0 * weight)
+
+    def distance(self, x: Array, y: Array) -> Array:
+        """Return the distance (h, w) of pixels to the piece, negative inside."""
+        distance = segment_distance(x, y, self.start, self.end)
+        distance -= self.pen / 2
+        return distance
+
+
+def _scatter(rng: UniformGenerator, count: int) -> list[_Fragment]:
+    """Place pieces anywhere: two in three are lines as thin as a tick, the others are dots."""
+    pieces = []
+    for kind, length, weight, x, y, turn in rng.array(count, 6).tolist():
+        line = kind < 2 / 3
+        half = 2.5 + 7.0 * length if line else 0.0
+        pen = 1.3 + 0.9 * weight if line else 2.2 + 3.2 * weight
+        pieces.append(_Fragment.around((x * _SIDE, y * _SIDE), turn, half, pen))
+    return pieces
 
 
 class _Badge(NamedTuple):
@@ -179,7 +197,7 @@ class _Badge(NamedTuple):
     tick_length: float
 
     @classmethod
-    def of_class(cls, rng: UniformGenerator, label: int) -> "_Badge":
+    def from_class(cls, rng: UniformGenerator, label: int) -> "_Badge":
         """Place the badge of a class; the whole of it is inside the image."""
         shape, rest = divmod(label, len(TEXTURES) * len(TICK_COUNTS))
         texture, ticks = divmod(rest, len(TICK_COUNTS))
@@ -193,8 +211,7 @@ class _Badge(NamedTuple):
         ticks, radius = rng.integer(0, len(TICK_COUNTS)), rng.number(9.0, 15.0)
         for _ in range(4):
             decoy = cls._placed(rng, shape, None, ticks, radius)
-            apart = math.dist(decoy.centre, badge.centre)
-            if apart > decoy.reach + badge.reach:
+            if math.dist(decoy.centre, badge.centre) > decoy.reach + badge.reach:
                 return decoy
         return None
 
@@ -212,34 +229,28 @@ class _Badge(NamedTuple):
         """Largest distance of the badge from its centre."""
         return self.radius + self.tick_length + 1.0
 
-    def choose_slots(self, rng: UniformGenerator, bar: "_Fragments | None") -> list[float]:
+    def choose_slots(self, rng: UniformGenerator, bar: "_Fragment | None") -> list[float]:
         """Return the directions of the ticks in turns, those farthest from the bar if it is near."""
         jitter = rng.array(_SLOTS, low=-0.03, high=0.03)
         order = np.argsort(rng.array(_SLOTS), kind="stable")
         turns = [float(slot / _SLOTS + jitter[slot]) for slot in order]
         if bar is not None:
-            free = [self._is_free(turn, bar) for turn in turns]
-            turns = [turns[i] for i in sorted(range(_SLOTS), key=lambda i: not free[i])]
+            turns.sort(key=lambda turn: not self._is_free(turn, bar))
         return turns[: self.ticks]
 
-    def _is_free(self, turn: float, bar: "_Fragments") -> bool:
+    def _is_free(self, turn: float, bar: "_Fragment") -> bool:
         """Return True if no part of a tick is within one unit of the bar."""
-        start, end = self._tick(turn)
-        margin = float(bar.pen[0]) / 2 + 2.0
-        points = [
-            [s + share * (e - s) for s, e in zip(start, end, strict=True)]
-            for share in (0.2, 0.6, 1)
-        ]
-        ends = bar.start[0].tolist(), bar.end[0].tolist()
-        return all(_point_distance(point, *ends) > margin for point in points)
+        start, end = np.array(self._tick(turn, 0.0)[:2])
+        x, y = np.transpose([start + share * (end - start) for share in (0.2, 0.6, 1.0)])
+        return bool(bar.distance(x, y).diagonal().min() > 2.0)
 
-    def _tick(self, turn: float) -> tuple[tuple[float, float], tuple[float, float]]:
-        """Return the ends of a tick; it starts one unit inside the rim."""
-        dx, dy = _direction(self.turn + turn)
+    def _tick(self, turn: float, pen: float) -> _Fragment:
+        """Return a tick; it starts one unit inside the rim."""
+        dx, dy = direction(self.turn + turn)
         rim = self._apothem() / max(u * dx + v * dy for u, v in self._normals(dx, dy))
         x, y = self.centre
         low, high = rim - 1.0, rim + self.tick_length
-        return (x + low * dx, y + low * dy), (x + high * dx, y + high * dy)
+        return _Fragment((x + low * dx, y + low * dy), (x + high * dx, y + high * dy), pen)
 
     def _apothem(self) -> float:
         corners = _CORNERS[self.shape]
@@ -247,10 +258,10 @@ class _Badge(NamedTuple):
 
     def _normals(self, dx: float, dy: float) -> list[tuple[float, float]]:
         """Return the normals of all sides, or of a circle the one in a direction."""
-        ax, ay = _direction(self.turn)
+        ax, ay = direction(self.turn)
         corners = _CORNERS[self.shape]
         if corners:
-            local = [_direction((side + 0.5) / corners) for side in range(corners)]
+            local = [direction((side + 0.5) / corners) for side in range(corners)]
         else:
             u, v = (dx * ax + dy * ay) / self.squash, dy * ax - dx * ay
             length = math.hypot(u, v)
@@ -262,65 +273,50 @@ class _Badge(NamedTuple):
         self, rng: UniformGenerator, canvas: "_Canvas", slots: list[float]
     ) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
         """Paint the badge and return its mask and that of its ticks, both (size, size)."""
-        rows, columns = canvas.window(self.centre, self.reach + 1.5)
-        x, y = canvas.steps[columns] - self.centre[0], canvas.steps[rows] - self.centre[1]
+        rows, columns = window = canvas.window(self.centre, self.reach + 1.5)
+        columns_at, rows_at = canvas.steps[columns], canvas.steps[rows]
+        x, y = columns_at - self.centre[0], rows_at - self.centre[1]
         inside = self._signed_distance(x, y)
         pen = rng.number(1.7, 2.3)
         ink = np.abs(inside)
-        ink -= np.float32(pen / 2)
+        ink -= pen / 2
         ticks = np.full_like(ink, self.reach)
         for turn in slots:
-            np.minimum(ticks, self._tick_distance(canvas, rows, columns, turn, pen), out=ticks)
+            np.minimum(ticks, self._tick(turn, pen).distance(columns_at, rows_at), out=ticks)
         np.minimum(ink, ticks, out=ink)
         shape = np.minimum(inside, ink)  # the filled outline and the ticks
         colour = canvas.contrasting_colour(rng, self.centre, 42.0, 85.0)
+        target = canvas.planes[:, rows, columns]
         if self.texture is not None:
-            tint = canvas.cover(inside)
-            tint *= np.float32(0.22)
-            canvas.blend(rows, columns, tint, colour)
+            blend(target, coverage(inside, canvas.unit) * 0.22, colour)
             texture = self._texture_distance(rng, x, y)
             np.minimum(ink, np.maximum(texture, inside), out=ink)
-        canvas.blend(rows, columns, canvas.cover(ink), colour)
+        blend(target, coverage(ink, canvas.unit), colour)
         masks = np.zeros((2, canvas.size, canvas.size), dtype=bool)
-        masks[0, rows, columns] = shape < 0
-        masks[1, rows, columns] = ticks < 0
+        masks[0][window] = shape < 0
+        masks[1][window] = ticks < 0
         return masks[0], masks[1]
 
     def _signed_distance(self, x: Array, y: Array) -> Array:
         """Return the distance (h, w) to the outline, negative inside."""
-        ax, ay = _direction(self.turn)
         if self.shape == "circle":
-            u = _plane(x, y, ax / self.squash, ay / self.squash)
-            v = _plane(x, y, -ay, ax)
-            u *= u
-            v *= v
-            u += v
-            distance: Array = np.sqrt(u)
-            return distance - np.float32(self._apothem())
-        first, *others = (_plane(x, y, *normal) for normal in self._normals(0.0, 0.0))
-        for plane in others:
-            np.maximum(first, plane, out=first)
-        return first - np.float32(self._apothem())
-
-    def _tick_distance(
-        self, canvas: "_Canvas", rows: slice, columns: slice, turn: float, pen: float
-    ) -> Array:
-        start, end = self._tick(turn)
-        return _segment_distance(canvas.steps[columns], canvas.steps[rows], start, end, pen)
+            ax, ay = direction(self.turn)
+            found = _length(plane(x, y, ax / self.squash, ay / self.squash), plane(x, y, -ay, ax))
+        else:
+            found, *others = (plane(x, y, *normal) for normal in self._normals(0.0, 0.0))
+            for other in others:
+                np.maximum(found, other, out=found)
+        return found - self._apothem()
 
     def _texture_distance(self, rng: UniformGenerator, x: Array, y: Array) -> Array:
         """Return the distance (h, w) to the nearest stripe or dot, negative inside it."""
-        dx, dy = _direction(rng.number())
+        dx, dy = direction(rng.number())
         period, phase, other = rng.number(4.4, 5.6), rng.number(), rng.number()
-        along = _to_nearest(_plane(x, y, dx / period, dy / period), phase, period)
+        along = _to_nearest(plane(x, y, dx / period, dy / period), phase, period)
         if self.texture == "striped":
-            return np.abs(along) - np.float32(0.75)
-        across = _to_nearest(_plane(x, y, -dy / period, dx / period), other, period)
-        along *= along
-        across *= across
-        along += across
-        distance: Array = np.sqrt(along)
-        return distance - np.float32(1.45)
+            return np.abs(along) - 0.75
+        across = _to_nearest(plane(x, y, -dy / period, dx / period), other, period)
+        return _length(along, across) - 1.45
 
 
 class _Background(NamedTuple):
@@ -334,7 +330,7 @@ class _Background(NamedTuple):
     fine: Array
 
     @classmethod
-    def of(cls, rng: UniformGenerator) -> "_Background":
+    def draw(cls, rng: UniformGenerator) -> "_Background":
         """Choose the colours and lines of an image."""
         base = rng.number(85.0, 170.0) + rng.array(3, low=-25.0, high=25.0)
         other = rng.number(-25.0, 25.0) + rng.array(3, low=-30.0, high=30.0)
@@ -346,35 +342,28 @@ class _Background(NamedTuple):
 
     def luma_at(self, point: Sequence[float]) -> float:
         """Return the luma of the plain colour at a point."""
-        turn, at = self.border
-        (dx, dy), (x, y) = _direction(turn), point
-        side = (x - at) * dx + (y - at) * dy + _WAVE * _noise_at(self.coarse, _COARSE, x, y)
-        colour = (self.base + self.other if side > 0 else self.base).tolist()
-        return float(sum(weight * value for weight, value in zip(_LUMA, colour, strict=True)))
+        (turn, at), (x, y) = self.border, point
+        dx, dy = direction(turn)
+        row, column = np.array([y]) / _COARSE, np.array([x]) / _COARSE
+        wave = float(noise(self.coarse.astype(np.float64), row, column)[0, 0])
+        side = (x - at) * dx + (y - at) * dy + _WAVE * wave
+        return float(LUMA @ (self.base + self.other if side > 0 else self.base))
 
     def paint(self, canvas: "_Canvas") -> Array:
         """Return the planes (3, size, size)."""
         steps = canvas.steps
-        coarse, fine = (
-            _noise(self.coarse, canvas.size, _COARSE),
-            _noise(self.fine, canvas.size, _FINE),
-        )
+        coarse, fine = canvas.noise(self.coarse, _COARSE), canvas.noise(self.fine, _FINE)
         (turn, at), (stripe_turn, period) = self.border, self.stripes
-        away = steps - np.float32(at)
-        border = _plane(away, away, *_direction(turn))
-        border += np.float32(_WAVE) * coarse
-        border *= np.float32(-1.0)
-        region = canvas.cover(border)
-        dx, dy = _direction(stripe_turn)
-        phase = _plane(steps, steps, dx / period, dy / period)
-        phase += np.float32(0.5) * fine
+        away = steps - at
+        region = coverage(-(plane(away, away, *direction(turn)) + _WAVE * coarse), canvas.unit)
+        dx, dy = direction(stripe_turn)
+        phase = plane(steps, steps, dx / period, dy / period)
+        phase += 0.5 * fine
         texture = np.abs(_to_nearest(phase, 0.0, 56.0))  # 0 to 28 levels
-        texture -= np.float32(14.0)
+        texture -= 14.0
         texture *= region
-        coarse *= np.float32(13.0)
-        fine *= np.float32(9.0)
-        texture += coarse
-        texture += fine
+        texture += coarse * 13.0
+        texture += fine * 9.0
         planes: Array = region * self.other.astype(np.float32)[:, None, None]
         planes += texture
         planes += self.base.astype(np.float32)[:, None, None]
@@ -390,26 +379,21 @@ class _Canvas:
         self.steps: Array = ((np.arange(size) + 0.5) * self.unit).astype(np.float32)
         self.planes = background.paint(self)
 
+    def noise(self, values: Array, cell: float) -> Array:
+        """Return smooth noise (size, size) between knots every `cell` units."""
+        at = _knot_positions(self.size, cell)
+        return noise(values, at, at)
+
     def window(self, centre: tuple[float, float], half: float) -> tuple[slice, slice]:
         """Return the rows and columns within `half` units of a point, along each axis."""
-        bounds = [
-            (max(0, int((at - half) / self.unit)), min(self.size, int((at + half) / self.unit) + 1))
+        columns, rows = (
+            slice(
+                max(0, int((at - half) / self.unit)),
+                min(self.size, int((at + half) / self.unit) + 1),
+            )
             for at in centre
-        ]
-        (left, right), (top, bottom) = bounds
-        return slice(top, bottom), slice(left, right)
-
-    def cover(self, distance: Array) -> Array:
-        """Return the part of each pixel inside a contour, 0 to 1; contours are one pixel soft."""
-        covered: Array = distance * np.float32(-1.0 / self.unit)
-        covered += np.float32(0.5)
-        np.maximum(covered, np.float32(0.0), out=covered)
-        return np.minimum(covered, np.float32(1.0), out=covered)
-
-    def blend(self, rows: slice, columns: slice, cover: Array, colour: Array) -> None:
-        """Mix a colour (3, 1, 1) into a window by its cover (h, w)."""
-        target = self.planes[:, rows, columns]
-        target += cover * (colour - target)
+        )
+        return rows, columns
 
     def contrasting_colour(
         self, rng: UniformGenerator, centre: Sequence[float], low: float, high: float
@@ -420,81 +404,40 @@ class _Canvas:
         return (luma + rng.array(3, low=-30.0, high=30.0)).astype(np.float32)[:, None, None]
 
     def paint_fragments(
-        self, rng: UniformGenerator, fragments: _Fragments, mask: NDArray[np.bool_] | None = None
+        self,
+        rng: UniformGenerator,
+        fragments: Iterable[_Fragment],
+        mask: NDArray[np.bool_] | None = None,
     ) -> None:
         """Paint fragments and remove them from a mask."""
-        for start, end, pen in zip(
-            fragments.start.tolist(), fragments.end.tolist(), fragments.pen.tolist(), strict=True
-        ):
-            centre = ((start[0] + end[0]) / 2, (start[1] + end[1]) / 2)
-            half = max(abs(start[0] - end[0]), abs(start[1] - end[1])) / 2 + pen / 2 + 1.0
+        for fragment in fragments:
+            (ax, ay), (bx, by), pen = fragment
+            centre = ((ax + bx) / 2, (ay + by) / 2)
+            half = max(abs(ax - bx), abs(ay - by)) / 2 + pen / 2 + 1.0
             rows, columns = self.window(centre, half)
-            distance = _segment_distance(self.steps[columns], self.steps[rows], start, end, pen)
+            distance = fragment.distance(self.steps[columns], self.steps[rows])
             colour = self.contrasting_colour(rng, centre, 35.0, 85.0)
-            self.blend(rows, columns, self.cover(distance), colour)
+            blend(self.planes[:, rows, columns], coverage(distance, self.unit), colour)
             if mask is not None:
                 mask[rows, columns] &= distance >= 0
 
-    def to_pixels(self, rng: UniformGenerator, grain: float) -> NDArray[np.uint8]:
-        """Add grain of an amplitude and round to (size, size, 3) uint8."""
-        if grain:
-            noise = _noise(_knot_values(rng, _GRAIN_CELL), self.size, _GRAIN_CELL)
-            noise *= np.float32(grain)
-            self.planes += noise
-        self.planes += np.float32(0.5)
-        np.maximum(self.planes, np.float32(0.0), out=self.planes)
-        np.minimum(self.planes, np.float32(255.0), out=self.planes)
-        return np.ascontiguousarray(self.planes.astype(np.uint8).transpose(1, 2, 0))
 
-
-def _direction(turn: float) -> tuple[float, float]:
-    """Return the unit vector at an angle in turns."""
-    return math.cos(2 * math.pi * turn), math.sin(2 * math.pi * turn)
-
-
-def _plane(x: Array, y: Array, a: float, b: float) -> Array:
-    """Return a x + b y, (h, w) for x (w,) and y (h,)."""
-    return x * np.float32(a) + (y * np.float32(b))[:, None]
+def _length(x: Array, y: Array) -> Array:
+    """Return the length (h, w) of vectors; x and y are overwritten."""
+    x *= x
+    y *= y
+    x += y
+    length: Array = np.sqrt(x)
+    return length
 
 
 def _to_nearest(phase: Array, shift: float, period: float) -> Array:
     """Return the signed distance to the nearest whole phase, in units of `period`."""
-    phase += np.float32(shift + 0.5)
+    phase += shift + 0.5
     phase -= np.floor(phase)
-    phase -= np.float32(0.5)
-    phase *= np.float32(period)
+    phase -= 0.5
+    phase *= period
     return phase
-
-
-def _segment_distance(
-    x: Array, y: Array, start: Iterable[float], end: Iterable[float], pen: float
-) -> Array:
-    """Return the distance (h, w) of pixels to a segment drawn with a round pen, negative inside."""
-    (ax, ay), (bx, by) = start, end
-    length = math.hypot(bx - ax, by - ay)
-    ux, uy = ((bx - ax) / length, (by - ay) / length) if length else (1.0, 0.0)
-    x, y = x - np.float32(ax), y - np.float32(ay)
-    along = _plane(x, y, ux, uy)
-    nearest = np.maximum(along, np.float32(0.0))
-    np.minimum(nearest, np.float32(length), out=nearest)
-    along -= nearest
-    across = _plane(x, y, -uy, ux)
-    along *= along
-    across *= across
-    along += across
-    distance: Array = np.sqrt(along, out=along)
-    distance -= np.float32(pen / 2)
-    return distance
-
-
-def _point_distance(point: list[float], start: list[float], end: list[float]) -> float:
-    """Return the distance of a point to a segment."""
-    along = [e - s for s, e in zip(start, end, strict=True)]
-    away = [p - s for s, p in zip(start, point, strict=True)]
-    square = along[0] ** 2 + along[1] ** 2
-    share = (away[0] * along[0] + away[1] * along[1]) / square if square else 0.0
-    share = min(max(share, 0.0), 1.0)
-    return math.hypot(away[0] - share * along[0], away[1] - share * along[1])
 
 
 def _knot_values(rng: UniformGenerator, cell: float) -> Array:
@@ -503,41 +446,16 @@ def _knot_values(rng: UniformGenerator, cell: float) -> Array:
     return rng.array(count, count, low=-1.0).astype(np.float32)
 
 
-def _noise(values: Array, size: int, cell: float) -> Array:
-    """Return smooth noise (size, size) in [-1, 1) between knots every `cell` units."""
-    before, weight = _knots(size, cell)
-    rows = values[before]
-    rows += (values[before + 1] - rows) * weight[:, None]
-    left, right = rows.take(before, axis=1), rows.take(before + 1, axis=1)
-    right -= left
-    right *= weight
-    right += left
-    return right
-
-
-def _noise_at(values: Array, cell: float, x: float, y: float) -> float:
-    """Return the noise at one point."""
-    column, row = int(x / cell), int(y / cell)
-    s, t = (at / cell - knot for at, knot in ((x, column), (y, row)))
-    s, t = s * s * (3.0 - 2.0 * s), t * t * (3.0 - 2.0 * t)
-    (a, b), (c, d) = values[row : row + 2, column : column + 2].tolist()
-    top, bottom = a + (b - a) * s, c + (d - c) * s
-    return float(top + (bottom - top) * t)
+def _knot_positions(size: int, cell: float) -> Array:
+    """Return the position of each pixel of a line, in units of knots every `cell` units."""
+    positions: Array = (np.arange(size) + 0.5) * (_SIDE / size / cell)
+    return positions
 
 
 def grain_weights(size: int) -> Array:
     """Return (size, knots) weights: the grain is `weights @ values @ weights.T` of its knots."""
-    before, weight = _knots(size, _GRAIN_CELL)
+    before, weight = knots(_knot_positions(size, _GRAIN_CELL))
     weights = np.zeros((size, int(_SIDE / _GRAIN_CELL) + 2), np.float32)
-    weights[np.arange(size), before] = 1 - weight
+    weights[np.arange(size), before] = 1 - weight.astype(np.float32)
     weights[np.arange(size), before + 1] = weight
     return weights
-
-
-@lru_cache(maxsize=64)
-def _knots(size: int, cell: float) -> tuple[NDArray[np.int64], Array]:
-    """Return, for each pixel of a line, the knot before it and the weight of the knot after it."""
-    position = (np.arange(size) + 0.5) * (_SIDE / size / cell)
-    before = position.astype(np.int64)
-    after = position - before
-    return before, (after * after * (3.0 - 2.0 * after)).astype(np.float32)

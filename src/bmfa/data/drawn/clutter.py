@@ -4,14 +4,12 @@ import math
 
 import numpy as np
 
+from bmfa.data.drawn.raster import Array
 from bmfa.data.drawn.rng import UniformGenerator
-from bmfa.data.drawn.shapes import Array, Shape, segment_distance
+from bmfa.data.drawn.shapes import Shape, Stroke
 from bmfa.data.drawn.textures import contrasting_colours, luma_at
 
 Disc = tuple[float, float, float]  # x, y, radius in pixels
-# Side in pixels of the window of a piece: a line reaches 13 pixels from its centre, half its pen adds
-# 1.4 and antialiasing 1, so 16 pixels on both sides of the centre suffice.
-_WINDOW = 33
 
 
 def is_free(disc: Disc, taken: list[Disc]) -> bool:
@@ -20,20 +18,23 @@ def is_free(disc: Disc, taken: list[Disc]) -> bool:
     return all(math.hypot(x - a, y - b) > radius + other for a, b, other in taken)
 
 
-def add_clutter(rng: UniformGenerator, canvas: Array, taken: list[Disc], tries: int) -> None:
+def add_clutter(rng: UniformGenerator, canvas: Array, tries: int) -> None:
     """Paint at most `tries` pieces on a canvas (3, height, width), where their discs are free."""
     height, width = canvas.shape[1:]
     centres = rng.array(tries, 2) * (width, height)
     reach, pen, bend = _sizes(rng, tries)
-    occupied, painted = list(taken), []
-    for index, disc in enumerate(np.column_stack([centres, reach + pen / 2 + 1]).tolist()):
-        if is_free(disc, occupied):
-            occupied.append(disc)
+    occupied: list[Disc] = []
+    painted: list[int] = []
+    for index, (x, y, radius) in enumerate(
+        np.column_stack([centres, reach + pen / 2 + 1]).tolist()
+    ):
+        if is_free((x, y, radius), occupied):
+            occupied.append((x, y, radius))
             painted.append(index)
     segments = _segments(rng, centres[painted], reach[painted], bend[painted])
     colours = contrasting_colours(rng, luma_at(canvas, centres[painted]), 70.0, 120.0)
-    for shape, colour in zip(_shapes(segments, pen[painted], height, width), colours, strict=True):
-        shape.paint(canvas, colour)
+    for piece, width_of_pen, colour in zip(segments, pen[painted].tolist(), colours, strict=True):
+        Shape.from_strokes([Stroke(piece, width_of_pen)], height, width).paint(canvas, colour)
 
 
 def _sizes(rng: UniformGenerator, count: int) -> tuple[Array, Array, Array]:
@@ -52,17 +53,3 @@ def _segments(rng: UniformGenerator, centres: Array, reach: Array, bend: Array) 
     middle = centres + bend[:, None] * along[:, ::-1] * (-1.0, 1.0)
     points = np.stack([centres - along, middle, centres + along], axis=1)
     return np.stack([points[:, :2], points[:, 1:]], axis=2)
-
-
-def _shapes(segments: Array, pen: Array, height: int, width: int) -> list[Shape]:
-    """Return the shapes of all pieces in windows of one size, moved to be inside the canvas."""
-    corner = segments[:, 0, 1].round().astype(int) - _WINDOW // 2
-    left = np.clip(corner[:, 0], 0, width - _WINDOW)
-    top = np.clip(corner[:, 1], 0, height - _WINDOW)
-    steps = np.arange(_WINDOW)
-    distance = segment_distance(left[:, None] + steps, top[:, None] + steps, segments)
-    distance -= pen[:, None, None] / 2
-    return [
-        Shape(slice(row, row + _WINDOW), slice(column, column + _WINDOW), window)
-        for row, column, window in zip(top.tolist(), left.tolist(), distance, strict=True)
-    ]

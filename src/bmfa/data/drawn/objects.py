@@ -8,9 +8,10 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from bmfa.data.drawn.raster import Array, to_pixels
 from bmfa.data.drawn.rng import UniformGenerator
-from bmfa.data.drawn.shapes import Array, Shape, Stroke, arc, polyline, segment_distance
-from bmfa.data.drawn.textures import background, colour, luma_at, to_pixels
+from bmfa.data.drawn.shapes import Shape, Stroke, arc, dot, polyline, stroke_distance
+from bmfa.data.drawn.textures import background, colour, luma_at
 from bmfa.data.instances import Instance, InstanceImage, Tally
 
 OBJECT_IMAGE_SIZE = 256  # pixels along a side
@@ -69,7 +70,7 @@ def _person(rng: UniformGenerator) -> list[_Part]:
                 *(Stroke(polyline(arm), 0.095) for arm in arms),
             ]
         ),
-        _Part(strokes=[Stroke(np.stack([head, head])[None], 0.29)], shade=18.0),
+        _Part(strokes=[Stroke(dot(head), 0.29)], shade=18.0),
     ]
 
 
@@ -202,12 +203,12 @@ def _shape(part: _Part, centre: Array, radius: float, turn: float, size: int) ->
         Stroke(polyline(np.concatenate([polygon, polygon[:1]])), 0.0).placed(centre, radius, turn)
         for polygon in part.polygons
     ]
-    shape = Shape.of([*strokes, *outlines], size, size)
+    shape = Shape.from_strokes([*strokes, *outlines], size, size)
     x = np.arange(shape.columns.start, shape.columns.stop)
     y = np.arange(shape.rows.start, shape.rows.stop)
     for outline in outlines:
         inside = _inside(x, y, outline.segments)
-        distance = segment_distance(x, y, outline.segments)
+        distance = stroke_distance(x, y, outline.segments)
         np.minimum(shape.distance, np.where(inside, -distance, distance), out=shape.distance)
     return shape
 

@@ -8,9 +8,10 @@ from typing import NamedTuple
 import numpy as np
 
 from bmfa.data.drawn.clutter import Disc, add_clutter, is_free
+from bmfa.data.drawn.raster import Array, to_pixels
 from bmfa.data.drawn.rng import UniformGenerator
-from bmfa.data.drawn.shapes import Array, Shape, Stroke, arc, polyline, reach
-from bmfa.data.drawn.textures import background, contrasting_colours, luma_at, texture, to_pixels
+from bmfa.data.drawn.shapes import Shape, Stroke, arc, dot, polyline, reach
+from bmfa.data.drawn.textures import background, contrasting_colours, luma_at, texture
 from bmfa.data.instances import Instance, InstanceImage, Tally
 
 SCENE_HEIGHT, SCENE_WIDTH = 288, 384  # pixels
@@ -33,7 +34,7 @@ def _small(rng: UniformGenerator) -> list[Stroke]:
     """Make a pebble of two or three overlapping discs."""
     count = rng.integer(2, 3)
     centres = rng.array(count, 2, low=-0.4, high=0.4)
-    return [Stroke(np.stack([point, point])[None], rng.number(0.8, 1.2)) for point in centres]
+    return [Stroke(dot(point), rng.number(0.8, 1.2)) for point in centres]
 
 
 def _ring(rng: UniformGenerator) -> list[Stroke]:
@@ -57,7 +58,7 @@ def _compound(rng: UniformGenerator) -> list[Stroke]:
         strokes.append(Stroke(limb, rng.number(0.1, 0.2)).placed(root, 1.0, rng.number()))
     if rng.number() < 0.6:
         head = trunk[1] + (rng.number(0.2, 0.4), rng.number(-0.2, 0.2))
-        strokes.append(Stroke(np.stack([head, head])[None], rng.number(0.3, 0.45)))
+        strokes.append(Stroke(dot(head), rng.number(0.3, 0.45)))
     return strokes
 
 
@@ -116,7 +117,7 @@ def draw_scene(seed: int, index: int) -> list[Instance]:
     rng = UniformGenerator(seed, index, _STREAM)
     canvas = background(rng, SCENE_HEIGHT, SCENE_WIDTH, strength=2.0)
     objects = _place_objects(rng)
-    add_clutter(rng, canvas, [], tries=130)
+    add_clutter(rng, canvas, tries=130)
     for one in objects:
         one.shape.paint(canvas, _surface(rng, canvas, one))
     image = InstanceImage(index, f"{index:012d}.png", to_pixels(canvas))
@@ -133,7 +134,9 @@ def _place_objects(rng: UniformGenerator) -> list[_Object]:
         disc = _free_disc(rng, radius * reach(strokes), [one.disc for one in objects])
         if disc is not None:
             placed = [stroke.placed(np.array(disc[:2]), radius, turn) for stroke in strokes]
-            objects.append(_Object(kind, disc, Shape.of(placed, SCENE_HEIGHT, SCENE_WIDTH)))
+            objects.append(
+                _Object(kind, disc, Shape.from_strokes(placed, SCENE_HEIGHT, SCENE_WIDTH))
+            )
     return objects
 
 
