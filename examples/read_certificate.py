@@ -23,7 +23,7 @@ def relative_error(output: torch.Tensor) -> float:
 
 print("Tiles, with a target of 2 % for the error of the output:")
 tiles = bmfa.screened_attention(
-    q, k, v, grid=grid, error=0.02, form="tiled", audit=0.1, certificate="scores"
+    q, k, v, grid=grid, error=0.02, allow_dense=False, audit=0.1, certificate="scores"
 )
 stats = tiles.stats
 print(f"  backend {stats.backend}, {stats.density:.1%} of the tiles expanded")
@@ -35,11 +35,13 @@ print(f"  audit of {stats.audit.queries} queries: mean {stats.audit.mean:.2%}")
 distance = (tiles.output - exact).norm(dim=-1)
 print(f"  distance to the exact output: max {distance.max():.4f}")
 print(f"  certificate from scores: max {stats.certificate.max():.4f}")
-boxes = bmfa.screened_attention(q, k, v, grid=grid, error=0.02, form="tiled", certificate="boxes")
+boxes = bmfa.screened_attention(
+    q, k, v, grid=grid, error=0.02, allow_dense=False, certificate="boxes"
+)
 print(f"  certificate from boxes: max {boxes.stats.certificate.max():.4f}")
 
 print("The same, with queries whose relative error may exceed 5 % recomputed exactly:")
-fallback = bmfa.screened_attention(q, k, v, grid=grid, error=0.02, form="tiled", fallback=0.05)
+fallback = bmfa.screened_attention(q, k, v, grid=grid, error=0.02, allow_dense=False, fallback=0.05)
 print(f"  {fallback.stats.fallback} of {q.shape[1] * q.shape[2]} queries recomputed")
 print(f"  true error of the output: {relative_error(fallback.output):.2%}")
 

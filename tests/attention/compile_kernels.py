@@ -1,11 +1,8 @@
 """Compile kernels for Hopper on a machine without a GPU; run by test_triton_compiles.py.
 
-Prints a line for each kernel. For the per-query kernel it lists the conversions between layouts that
-Triton 3.6 miscompiles: from registers that repeat a value after the rows to registers that do not.
+Prints a line for each kernel.
 """
 
-import json
-import re
 import sys
 
 import torch
@@ -13,17 +10,12 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from bmfa.attention.kernels.triton.per_query import operators
-from bmfa.attention.kernels.triton.per_query.kernel import per_query_attention_kernel
 from bmfa.attention.kernels.triton.tiles import launch
 
 HOPPER = GPUTarget("cuda", 90, 32)
 POINTERS = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32"}
 POINTERS |= {torch.float64: "*fp64"}
 POINTERS |= {torch.int32: "*i32", torch.uint8: "*u8"}
-LINEAR = re.compile(r"^(#linear\d*) = #ttg.linear<\{register = (\[.*?\]), lane", re.M)
-COLUMN = r"tensor<\d+x1xf32, #ttg.slice<\{dim = 1, parent = (#\w+)\}>>"
-CONVERSION = re.compile(rf"convert_layout %\w+ : {COLUMN} -> {COLUMN}")
 
 
 def build(kernel, tensors, rest, options):
@@ -40,13 +32,13 @@ def build(kernel, tensors, rest, options):
     return triton.compile(source, target=HOPPER, options=options)
 
 
-def tiled(dim, dtype, masked, prefix, aligned, group_tiles, queries=None):
+def tiled(dim, dtype, masked, prefix, group_tiles, queries=None):
     """Compile all kernels; with `queries`, a grid of their own, those that it makes a difference to, for
     three heads that share keys."""
     side, mask = 128, torch.uint8 if masked else dtype
     strides = ((3 * side**2 * dim, dim, 3 * dim),) * 4
     key = launch.CallKey(
-        1, 3, dim, strides, dtype, 0, masked, side, side, 1, prefix, group_tiles, 0.125, aligned,
+        1, 3, dim, strides, dtype, 0, masked, side, side, 1, prefix, group_tiles, 0.125,
         queries, 1 if queries is None else 3,
     )  # fmt: skip
     chain = launch.prepare_attention(key, 0.1, 0.0, 0.5).sequence
@@ -62,52 +54,15 @@ def tiled(dim, dtype, masked, prefix, aligned, group_tiles, queries=None):
         print(plan.kernel.__name__, dim, dtype, f"{own}shared {built.metadata.shared}")
 
 
-def rows_of(layout):
-    """Return the rows that each register of a thread adds; 0 is a copy of the same row."""
-    return [row for row, child, block in layout if row or not child]
-
-
-def tree(rule, depth, width):
-    tile, warps = (
-        operators.SAFE_BLOCK_Q_AND_WARPS
-        if depth == operators.MISCOMPILED_DEPTH
-        else operators.BLOCK_Q_AND_WARPS[2]
-    )
-    kernel = per_query_attention_kernel
-    constants = {
-        "RULE": rule, "FINE": False, "DEPTH": depth, "MAX_DEPTH": depth, "PREFIX": 1, "BLOCK_PREFIX": 16,
-        "BLOCK_D": width, "BLOCK_DV": width, "WORDS": 1, "BLOCK_Q": tile, "HEADS_PER_KEY": 1,
-    }  # fmt: skip
-    names = kernel.arg_names
-    tensors = [torch.float16] * 4 + [torch.int32] * 2 + [torch.float32, torch.int32]
-    numbers = [
-        1.0 if n in ("qk_scale_log2", "threshold") else 64 for n in names[8 : -len(constants)]
-    ]
-    rest = (*numbers, *(constants[name] for name in names[-len(constants) :]))
-    text = build(kernel, tensors, rest, {"num_warps": warps, "num_stages": 1}).asm["ttgir"]
-    layouts = {name: json.loads(bases) for name, bases in LINEAR.findall(text)}
-    layouts = {name: rows_of(x) for name, x in layouts.items() if len(x[0]) == 3}
-    mixed = [
-        (layouts[a], layouts[b])
-        for a, b in CONVERSION.findall(text)
-        if a in layouts and b in layouts and layouts[a] == [*layouts[b], 0]
-    ]
-    print("tree", rule, depth, width, mixed or "sound")
-
-
 if __name__ == "__main__":
-    tiled(64, torch.bfloat16, False, 1, False, 2)
-    tiled(80, torch.bfloat16, True, 17, False, 1)  # no power of 2, and other shapes than S = 64
-    tiled(64, torch.bfloat16, True, 1, False, 1, (60, 100, 2, 3))
-    tree("optimal", operators.MISCOMPILED_DEPTH, 64)
-    tree("optimal", operators.MISCOMPILED_DEPTH, operators.MISCOMPILED_HEAD)
+    tiled(64, torch.bfloat16, False, 1, 2)
+    tiled(80, torch.bfloat16, True, 17, 1)  # no power of 2, and other shapes than S = 64
+    tiled(64, torch.bfloat16, True, 1, 1, (60, 100, 2, 3))
     if "--all" in sys.argv:
         for groups in (1, 2):
-            tiled(128, torch.float16, True, 0, True, groups)
+            tiled(128, torch.float16, True, 0, groups)
             for dim in (32, 72, 96, 128):
-                tiled(dim, torch.bfloat16, False, 17, False, groups)
-            tiled(128, torch.float32, True, 1, False, groups)
-            tiled(80, torch.float16, False, 17, False, groups, (200, 210, 1, 0))
-            tiled(128, torch.float32, True, 0, False, groups, (60, 100, 2, 17))
-        tree("optimal", 2, 64)
-        tree("optimal", 4, 64)
+                tiled(dim, torch.bfloat16, False, 17, groups)
+            tiled(128, torch.float32, True, 1, groups)
+            tiled(80, torch.float16, False, 17, groups, (200, 210, 1, 0))
+            tiled(128, torch.float32, True, 0, groups, (60, 100, 2, 17))

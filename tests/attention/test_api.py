@@ -63,10 +63,9 @@ def test_eager_equals_the_oracle(name):
         tau, valid = (1.0, 0.7)[seed % 2], (None, random_mask(seed, 2, grid))[seed // 2 % 2]
         common = {"grid": grid, "prefix": prefix, "rule": rule, "tau": tau, "valid": valid}
         oracle = screened_attention(q, k, v, backend="reference", **common)
-        for form in ("representative", "repeated"):
-            result = screened_attention(q, k, v, backend="eager", form=form, **common)
-            assert torch.equal(result.tree.split, oracle.tree.split), (name, size)
-            torch.testing.assert_close(result.output, oracle.output, atol=1e-12, rtol=1e-12)
+        result = screened_attention(q, k, v, backend="eager", **common)
+        assert torch.equal(result.tree.split, oracle.tree.split), (name, size)
+        torch.testing.assert_close(result.output, oracle.output, atol=1e-12, rtol=1e-12)
 
 
 @pytest.mark.parametrize("cases", [100, pytest.param(1000, marks=pytest.mark.slow)])
@@ -112,34 +111,19 @@ def test_exact_gap_zero_is_dense_attention(dtype):
     assert error <= 2 * eager_error + 8 * torch.finfo(working).eps
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_forms_agree_to_rounding_in_every_dtype(dtype):
-    grid = Grid(6, 5)
-    q, k, v = tensors(3, grid, dtype=dtype)
-    one, other = (
-        screened_attention(
-            q, k, v, grid=grid, prefix=1, rule="optimal-leaves:0.3", form=form
-        ).output.double()
-        for form in ("representative", "repeated")
-    )
-    assert (one - other).norm() <= 4 * torch.finfo(dtype).eps * one.norm()
-
-
-@pytest.mark.parametrize("form", ["representative", "repeated"])
 @pytest.mark.parametrize("name", ["fixed-depth:1", "optimal-leaves:3", "exact-gap:0"])
-def test_gradients_by_autograd(form, name):
+def test_gradients_by_autograd(name):
     grid = Grid(2, 3)
     inputs = [t.requires_grad_() for t in tensors(1, grid, batch=1, heads=1, width=2)]
 
     def attend(q, k, v):
-        return screened_attention(q, k, v, grid=grid, prefix=1, rule=parse(name), form=form).output
+        return screened_attention(q, k, v, grid=grid, prefix=1, rule=parse(name)).output
 
     assert torch.autograd.gradcheck(attend, inputs)
 
 
-@pytest.mark.parametrize("form", ["representative", "repeated"])
 @pytest.mark.parametrize("masked", [False, True])
-def test_an_exact_gap_of_zero_has_the_gradients_of_attention_where_keys_tie(form, masked):
+def test_an_exact_gap_of_zero_has_the_gradients_of_attention_where_keys_tie(masked):
     """A block of equal keys is one leaf, which loses nothing; the gradients of its keys differ."""
     grid = Grid(8, 8)
     q, k, v = tensors(3, grid, batch=2, heads=2, width=4)
@@ -151,7 +135,7 @@ def test_an_exact_gap_of_zero_has_the_gradients_of_attention_where_keys_tie(form
         valid = torch.rand(2, grid.size, generator=torch.Generator().manual_seed(0)) > 0.2
         mask = torch.cat((valid.new_ones(2, 1), valid), 1)[:, None, None]
     rule = rules.ExactGap(0.0)
-    got = screened_attention(q, k, v, grid=grid, prefix=1, rule=rule, form=form, valid=valid)
+    got = screened_attention(q, k, v, grid=grid, prefix=1, rule=rule, valid=valid)
     assert int(got.tree.leaf_count.min()) < grid.size
     exact = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
     seen = torch.ones_like(q[:, :1, :, :1]) if mask is None else mask.mT.to(q.dtype)
@@ -174,13 +158,12 @@ def test_gradients_with_padding_are_finite_and_zero_on_it():
     assert (k.grad[:, :, 5] == 0).all() and (v.grad[:, :, 5] == 0).all()
 
 
-@pytest.mark.parametrize("form", ["representative", "repeated"])
 @pytest.mark.parametrize("name", ["gamma:0.05", "fixed-blocks:2"])
-def test_gradients_after_a_first_call_in_inference_mode(form, name):
+def test_gradients_after_a_first_call_in_inference_mode(name):
     for cached in (quadtree_layout, tile_layout, _full_counts):
         cached.cache_clear()  # as in a new process
     grid = Grid(5, 6)
-    common = {"grid": grid, "prefix": 1, "rule": parse(name), "form": form}
+    common = {"grid": grid, "prefix": 1, "rule": parse(name)}
     inputs = tensors(4, grid)
     with torch.inference_mode():
         before = screened_attention(*inputs, **common)
@@ -197,8 +180,8 @@ def test_gradients_after_a_first_call_in_inference_mode(form, name):
 
 @pytest.mark.parametrize(
     "criterion",
-    [{"rule": "optimal-leaves:0.4"}, {"form": "tiled", "leaves": 0.4}, {"leaves": 0.4}],
-    ids=["representative", "tiled", "dense"],
+    [{"rule": "optimal-leaves:0.4"}, {"allow_dense": False, "leaves": 0.4}, {"leaves": 0.4}],
+    ids=["tree", "tiled", "dense"],
 )
 def test_padding_may_hold_anything(criterion, request):
     grid = Grid(12, 12)
@@ -229,18 +212,7 @@ def test_heads_and_batch_permute_the_result():
     assert torch.equal(permuted.tree.leaf_count, whole.tree.leaf_count[batch][:, heads])
 
 
-def test_z_order_is_raster_order_reordered():
-    grid = Grid(5, 6)
-    q, k, v = tensors(8, grid, prefix=2)
-    order = torch.cat((torch.arange(2), 2 + grid.z_order))
-    common = {"grid": grid, "prefix": 2, "rule": rules.Optimal(0.002), "valid": None}
-    raster = screened_attention(q, k, v, **common).output
-    z = screened_attention(q[:, :, order], k[:, :, order], v[:, :, order], order="z", **common)
-    torch.testing.assert_close(z.output, raster[:, :, order])
-
-
-@pytest.mark.parametrize("form", ["representative", "repeated"])
-def test_chunk_size_does_not_change_the_output(monkeypatch, form):
+def test_chunk_size_does_not_change_the_output(monkeypatch):
     chunks = []
 
     def counted(*sizes):
@@ -250,7 +222,7 @@ def test_chunk_size_does_not_change_the_output(monkeypatch, form):
     monkeypatch.setattr(per_query, "query_chunks", counted)
     grid = Grid(6, 6)
     q, k, v = tensors(9, grid, heads=3)
-    common = {"grid": grid, "prefix": 1, "rule": "optimal-leaves:0.3", "form": form}
+    common = {"grid": grid, "prefix": 1, "rule": "optimal-leaves:0.3"}
     whole = screened_attention(q, k, v, **common).output
     monkeypatch.setattr(per_query, "CHUNK_ELEMENTS", 200)
     parts = screened_attention(q, k, v, **common).output
@@ -438,7 +410,7 @@ def test_the_error_of_a_call_is_that_of_its_output():
     grid = Grid(64, 64)
     torch.manual_seed(0)
     q, k, v = torch.randn(3, 1, 2, 1 + grid.size, 32)
-    result = screened_attention(0.5 * q, k, v, grid=grid, prefix=1, leaves=0.3, form="tiled")
+    result = screened_attention(0.5 * q, k, v, grid=grid, prefix=1, leaves=0.3, allow_dense=False)
     dense = torch.nn.functional.scaled_dot_product_attention(0.5 * q, k, v)
     true = float((result.output - dense).norm() / dense.norm())
     measured = result.stats.error
@@ -511,7 +483,7 @@ def call_with_errors(monkeypatch, *errors):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         got = screened_attention(
-            q, k, v, grid=(16, 16), prefix=1, error=0.05, form="tiled", backend="eager"
+            q, k, v, grid=(16, 16), prefix=1, error=0.05, allow_dense=False, backend="eager"
         )
         assert got.stats.error.met
     exact = torch.nn.functional.scaled_dot_product_attention(q, k, v)
@@ -567,7 +539,7 @@ def test_trees_are_built_when_they_are_read(monkeypatch):
     monkeypatch.setattr(Tree, "__init__", counted)
     grid = Grid(48, 48)
     q, k, v = (x.float() for x in tensors(15, grid, sharpness=0.1))
-    for criterion in ({}, {"leaves": 0.1}, {"leaves": 1.0}, {"form": "tiled"}):
+    for criterion in ({}, {"leaves": 0.1}, {"leaves": 1.0}, {"allow_dense": False}):
         result = screened_attention(q, k, v, grid=grid, prefix=1, **criterion)
         output, stats = result
         assert output.shape == q.shape and 0 < stats.leaf_ratio <= 1 and 0 <= stats.density <= 1
@@ -577,17 +549,7 @@ def test_trees_are_built_when_they_are_read(monkeypatch):
         built.clear()
 
 
-@pytest.mark.parametrize("form", ["representative", "repeated"])
-@pytest.mark.parametrize("criterion", [{}, {"error": 0.1}, {"leaves": 0.3}])
-def test_a_tree_for_each_query_takes_a_rule(form, criterion):
-    q, k, v = tensors(15, GRID)
-    name, value = next(iter(criterion.items()), ("error", 0.05))
-    message = rf"form='{form}' builds a tree.*pass rule=bmfa\.rules\.Optimal\({name}={value}\)"
-    with pytest.raises(ValueError, match=message):
-        screened_attention(q, k, v, grid=GRID, prefix=1, form=form, **criterion)
-
-
-@pytest.mark.parametrize("criterion", [{}, {"error": 0.1}, {"leaves": 0.3}, {"form": "tiled"}])
+@pytest.mark.parametrize("criterion", [{}, {"error": 0.1}, {"leaves": 0.3}, {"allow_dense": False}])
 def test_some_queries_alone_take_a_rule(criterion):
     q, k, v = tensors(15, GRID)
     message = r"takes a query for each of 17 tokens, and q has 5; pass query_grid="
@@ -617,8 +579,7 @@ GRID = Grid(4, 4)
             ValueError,
             "pass one of auto, native, eager, triton, reference",
         ),
-        ({"form": "sum"}, ValueError, "form is 'sum'"),
-        ({"order": "hilbert"}, ValueError, "order is 'hilbert'"),
+        ({"allow_dense": None}, TypeError, "allow_dense is None; pass True or False"),
         ({"prefix": 0}, ValueError, "k has 17 tokens"),
         ({"prefix": -1}, ValueError, "prefix is -1"),
         ({"tau": 0.0}, ValueError, "tau is 0.0"),

@@ -163,7 +163,7 @@ def test_a_captured_call_selects_tiles() -> None:
     q = torch.randn(4, 3, grid.size, 64, device="cuda", dtype=torch.bfloat16)
     assert screened_attention(q, q, q, grid=grid, leaves=0.08).stats.form == "dense"
     screened_attention(
-        q, q, q, grid=grid, leaves=0.08, form="tiled"
+        q, q, q, grid=grid, leaves=0.08, allow_dense=False
     )  # compile the kernels before the capture
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -192,7 +192,7 @@ def test_repeated_calls_agree() -> None:
         ({"tau": 1.0}, {"tau": True}),
         ({"leaves": 1.0}, {"leaves": True}),
         ({"prefix": 0}, {"prefix": 0.0}),
-        ({}, {"order": ["z"]}),
+        ({"allow_dense": True}, {"allow_dense": 1}),
         ({"grid": (6, 6)}, {"grid": (6.0, 6.0)}),
         ({"audit": 0.0}, {"audit": False}),
     ],
@@ -230,7 +230,7 @@ def test_a_target_holds_for_independent_queries(target: float, size: float) -> N
     torch.manual_seed(3)
     grid = Grid(32, 32)
     q, k, v = torch.randn(3, 1, 2, grid.size, 64)
-    result = screened_attention(size * q, k, v, grid=grid, error=target, form="tiled")
+    result = screened_attention(size * q, k, v, grid=grid, error=target, allow_dense=False)
     exact = torch.nn.functional.scaled_dot_product_attention(size * q, k, v)
     assert float((result.output - exact).norm() / exact.norm()) <= 1.3 * target
     assert result.stats.error is not None and result.stats.error.met

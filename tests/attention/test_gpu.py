@@ -308,7 +308,7 @@ def test_calls_are_equal_to_the_bit_and_do_not_wait(side, budget):
 def test_a_graph_of_a_whole_call_gives_the_same():
     grid = Grid(64, 64)
     q, k, v = smooth(64, 64, torch.bfloat16)
-    options = {"grid": grid, "prefix": 1, "form": "tiled", "backend": "triton"}
+    options = {"grid": grid, "prefix": 1, "allow_dense": False, "backend": "triton"}
     for budget in ({"leaves": 0.1}, {"error": 0.05}):
         expected = screened_attention(q, k, v, **options, **budget).output
         torch.cuda.synchronize()

@@ -18,18 +18,20 @@ from bmfa.packages import load_package
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
 
 SMALL, LONG, PREFIX = Grid(12, 16), Grid(48, 48), 1
-TILED = {"form": "tiled", "error": 0.1}
+TILED = {"allow_dense": False, "error": 0.1}
 CALLS: dict[str, tuple[Grid, dict[str, Any]]] = {
     "dense": (SMALL, {}),
     "tiled": (SMALL, TILED),
     "auto": (LONG, {"error": 0.1}),
     "leaves": (LONG, {"leaves": 0.1}),
-    "certified": (SMALL, {"form": "tiled", "leaves": 0.3, "certificate": True, "fallback": 0.5}),
+    "certified": (
+        SMALL,
+        {"allow_dense": False, "leaves": 0.3, "certificate": True, "fallback": 0.5},
+    ),
     "boxes": (SMALL, {**TILED, "certificate": "boxes"}),
     "reference": (SMALL, {**TILED, "backend": "reference"}),
-    "z": (Grid(16, 16), {**TILED, "order": "z"}),
     "optimal": (SMALL, {"rule": rules.Optimal(0.002)}),
-    "repeated": (SMALL, {"rule": "gamma-h2:0.005", "form": "repeated", "max_depth": 3}),
+    "limited": (SMALL, {"rule": "gamma-h2:0.005", "max_depth": 3}),
     "random": (SMALL, {"rule": rules.RandomQuadrants(0.5, seed=7), "certificate": True}),
     "leaf-budget": (SMALL, {"rule": rules.Optimal(leaves=0.2), "fallback": 0.02}),
 }
@@ -106,7 +108,7 @@ def test_calls_are_exported(name: str, strict: bool) -> None:
         assert_same(name, program(*qkv), attend(*qkv))
 
 
-@pytest.mark.parametrize("name", ["tiled", "auto", "optimal", "repeated", "leaf-budget"])
+@pytest.mark.parametrize("name", ["tiled", "auto", "optimal", "limited", "leaf-budget"])
 def test_gradients_of_compiled_calls(name: str) -> None:
     attend = Attend(name)
     compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
@@ -305,7 +307,7 @@ def test_invalid_queries_do_not_change_exact_outputs() -> None:
     exact = scaled_dot_product_attention(q, k, v, attn_mask=mask)
     exists = mask.transpose(2, 3)
     q, k, v = (x.masked_fill(~exists, torch.nan) for x in (q, k, v))
-    for settings in ({"rule": rules.ExactGap(0.0)}, {"form": "tiled", "error": 0.0}, {}):
+    for settings in ({"rule": rules.ExactGap(0.0)}, {"allow_dense": False, "error": 0.0}, {}):
         result = screened_attention(q, k, v, grid=SMALL, prefix=PREFIX, valid=valid, **settings)
         torch.testing.assert_close(result.output.where(exists, 0.0), exact.where(exists, 0.0))
 
@@ -313,25 +315,10 @@ def test_invalid_queries_do_not_change_exact_outputs() -> None:
 def test_an_audit_skips_invalid_queries() -> None:
     q, k, v = tokens(SMALL)
     valid = torch.rand(2, SMALL.size, generator=torch.Generator().manual_seed(5)) > 0.5
-    options = {"grid": SMALL, "prefix": PREFIX, "valid": valid, "form": "tiled", "audit": 1.0}
+    options = {"grid": SMALL, "prefix": PREFIX, "valid": valid, "allow_dense": False, "audit": 1.0}
     result = screened_attention(q, k, v, error=0.0, **options)
     assert result.stats.audit.queries == 2 * PREFIX + int(valid.sum())
     assert result.stats.audit.maximum < 1e-5
-
-
-@pytest.mark.skipif(find_spec("triton") is None, reason="needs triton: pip install 'bmfa[triton]'")
-@pytest.mark.parametrize("order", ["raster", "z"])
-def test_the_tree_kernel_compiles(order: str) -> None:
-    grid, device = Grid(5, 11), "cuda" if torch.cuda.is_available() else "cpu"
-    settings = {"grid": grid, "prefix": PREFIX, "backend": "triton", "order": order}
-
-    def attend(*qkv: Tensor) -> Tensor:
-        return screened_attention(*qkv, rule="optimal:0.002", **settings).output
-
-    qkv = [x.to(device) for x in tokens(grid)]
-    with torch.no_grad():
-        compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
-        assert torch.equal(compiled(*qkv), attend(*qkv))
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of NumPy, in the interpreter
@@ -344,7 +331,7 @@ def test_certified_triton_tiles_compile(kind: str) -> None:
 
     def attend(*qkv: Tensor) -> Any:
         return screened_attention(
-            *qkv, grid=grid, leaves=0.5, form="tiled", backend="triton", order="z", certificate=kind
+            *qkv, grid=grid, leaves=0.5, allow_dense=False, backend="triton", certificate=kind
         )
 
     def facts(*qkv: Tensor) -> tuple[Any, ...]:

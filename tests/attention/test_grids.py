@@ -73,7 +73,7 @@ def test_tiles_lie_inside_of_a_frame() -> None:
 
 def test_frames_of_whole_tiles_are_one_tall_grid() -> None:
     q, k, v = smooth(0, 3, 1, 2, 1 + 3 * 16 * 24, 32).float()
-    options: dict[str, Any] = {"prefix": 1, "error": 0.05, "form": "tiled"}
+    options: dict[str, Any] = {"prefix": 1, "error": 0.05, "allow_dense": False}
     frames = screened_attention(q, k, v, grid=Grid(16, 24, frames=3), **options)
     tall = screened_attention(q, k, v, grid=(48, 24), **options)
     assert torch.equal(frames.output, tall.output)
@@ -86,7 +86,7 @@ def test_trees_certificates_and_statistics_of_frames() -> None:
     q, k, v = smooth(3, 3, 1, 2, 1 + grid.size, 32)
     exact = scaled_dot_product_attention(q, k, v)
     result = screened_attention(
-        q, k, v, grid=grid, prefix=1, error=0.05, form="tiled", certificate=True, audit=1.0
+        q, k, v, grid=grid, prefix=1, error=0.05, allow_dense=False, certificate=True, audit=1.0
     )
     distance = (result.output - exact).norm(dim=-1)
     certificate = result.stats.certificate
@@ -99,13 +99,11 @@ def test_trees_certificates_and_statistics_of_frames() -> None:
         assert len(((index[0, 0, 1] == leaf).nonzero() // 55).unique()) == 1
 
 
-def test_rules_orders_and_pyramids_take_one_frame() -> None:
+def test_rules_and_pyramids_take_one_frame() -> None:
     grid = Grid(4, 4, frames=2)
     q = k = v = torch.randn(1, 1, 32, 8)
     with pytest.raises(ValueError, match="the grid has 2 frames, and a rule takes one"):
         screened_attention(q, k, v, grid=grid, rule="gamma:0.01")
-    with pytest.raises(ValueError, match="several frames takes tokens in raster order"):
-        screened_attention(q, k, v, grid=grid, order="z")
     with pytest.raises(ValueError, match="2 frames, and a quadtree takes one"):
         bmfa.screen(torch.zeros(32), grid, "gamma:0.01")
     with pytest.raises(ValueError, match="frames is 0"):
@@ -149,7 +147,7 @@ def test_a_query_grid_meets_its_target_and_reports_it() -> None:
     exact = scaled_dot_product_attention(q.double(), k.double(), v.double())
     for target in (0.03, 0.05):
         result = screened_attention(
-            q, k, v, grid=grid, query_grid=query_grid, error=target, form="tiled"
+            q, k, v, grid=grid, query_grid=query_grid, error=target, allow_dense=False
         )
         error = float((result.output - exact).norm() / exact.norm())
         assert error <= 1.3 * target and result.stats.error.met
@@ -176,7 +174,7 @@ def test_gradients_of_a_query_grid(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return screened_attention(
-            q, k, v, grid=grid, prefix=1, query_grid=query_grid, leaves=40, form="tiled"
+            q, k, v, grid=grid, prefix=1, query_grid=query_grid, leaves=40, allow_dense=False
         ).output
 
     assert torch.autograd.gradcheck(attend, (q, k, v), eps=1e-6, atol=1e-5)
@@ -190,7 +188,7 @@ def test_query_grids_in_a_graph() -> None:
 
         def attend(q: Tensor, k: Tensor, v: Tensor, fallback: Any = fallback) -> Tensor:
             return screened_attention(
-                q, k, v, grid=(24, 24), query_grid=(12, 12), leaves=0.3, form="tiled",
+                q, k, v, grid=(24, 24), query_grid=(12, 12), leaves=0.3, allow_dense=False,
                 fallback=fallback,
             ).output  # fmt: skip
 
@@ -241,7 +239,12 @@ def test_probes_measure_their_own_queries(backend: str, prefix: int, query_prefi
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"error": 0.05, "form": "tiled"}, {"rule": "optimal:0.01"}, {"error": 0.05, "audit": 0.5}],
+    [
+        {},
+        {"error": 0.05, "allow_dense": False},
+        {"rule": "optimal:0.01"},
+        {"error": 0.05, "audit": 0.5},
+    ],
 )
 @pytest.mark.parametrize("key_heads", [1, 2])
 def test_fewer_key_heads_equal_repeated_ones(key_heads: int, options: dict[str, Any]) -> None:
@@ -289,7 +292,7 @@ def test_certificates_and_fallbacks_of_shared_keys(kind: Any) -> None:
     k, v = smooth(1, 2, 2, 2, 1 + 12 * 12, 16)
     valid = torch.rand(2, 144, generator=torch.Generator().manual_seed(0)) < 0.9
     options: dict[str, Any] = {"grid": (12, 12), "prefix": 1, "valid": valid, "leaves": 0.4}
-    options |= {"form": "tiled", "certificate": kind}
+    options |= {"allow_dense": False, "certificate": kind}
     copies = [x.repeat_interleave(2, 1) for x in (k, v)]
     for fallback in (None, 0.02):
         got = screened_attention(q, k, v, fallback=fallback, **options)
@@ -335,8 +338,8 @@ def test_fewer_key_heads_in_a_graph() -> None:
     k, v = smooth(1, 2, 1, 2, 24 * 24, 16).float()
     for options in (
         {"error": 0.05},
-        {"leaves": 0.3, "form": "tiled"},
-        {"leaves": 0.3, "form": "tiled", "fallback": 0.1},
+        {"leaves": 0.3, "allow_dense": False},
+        {"leaves": 0.3, "allow_dense": False, "fallback": 0.1},
         {"rule": "gamma:0.05"},
     ):
 
@@ -346,7 +349,7 @@ def test_fewer_key_heads_in_a_graph() -> None:
         compiled = torch.compile(attend, backend="aot_eager", fullgraph=True)
         torch.testing.assert_close(compiled(q, k, v), attend(q, k, v))
     trained = [x.double().requires_grad_() for x in (q, k, v)]
-    options = {"grid": (24, 24), "leaves": 0.3, "form": "tiled"}
+    options = {"grid": (24, 24), "leaves": 0.3, "allow_dense": False}
 
     def loss(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return screened_attention(q, k, v, **options).output.square().sum()

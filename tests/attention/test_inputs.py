@@ -20,14 +20,13 @@ GRID, PREFIX = Grid(9, 12), 2
 SIZE = PREFIX + GRID.size
 EXACT: dict[str, dict[str, Any]] = {  # settings with exact outputs
     "auto": {},
-    "tiled": {"form": "tiled", "leaves": 1.0},
-    "representative": {"rule": rules.ExactGap(0.0)},
-    "repeated": {"rule": rules.ExactGap(0.0), "form": "repeated"},
+    "tiled": {"allow_dense": False, "leaves": 1.0},
+    "tree": {"rule": rules.ExactGap(0.0)},
     "reference": {"rule": rules.ExactGap(0.0), "backend": "reference"},
-    "tiled-reference": {"form": "tiled", "leaves": 1.0, "backend": "reference"},
+    "tiled-reference": {"allow_dense": False, "leaves": 1.0, "backend": "reference"},
 }
 EVERY_FORM = pytest.mark.parametrize("form", EXACT)
-EVERY_TORCH_FORM = pytest.mark.parametrize("form", ["auto", "tiled", "representative", "repeated"])
+EVERY_TORCH_FORM = pytest.mark.parametrize("form", ["auto", "tiled", "tree"])
 
 
 def tokens(batch: int = 2, heads: int = 2, width: int = 8) -> list[Tensor]:
@@ -111,7 +110,7 @@ def test_grids_copy_and_pickle_and_take_names_and_numpy() -> None:
 def test_a_pair_is_accepted_wherever_a_grid_is(pair: Any) -> None:
     q, k, v = tokens()
     assert torch.equal(attend(q, k, v, grid=pair), attend(q, k, v))
-    tiles = {"form": "tiled", "error": 0.1}
+    tiles = {"allow_dense": False, "error": 0.1}
     assert torch.equal(attend(q, k, v, grid=pair, **tiles), attend(q, k, v, **tiles))
     assert torch.equal(
         attend(q, k, v, grid=pair, rule="gamma:0.1"), attend(q, k, v, rule="gamma:0.1")
@@ -171,7 +170,9 @@ def test_token_count_errors_name_the_numbers(settings: Any, message: str) -> Non
 def test_numpy_scalars_are_numbers(plain: Any, scalar: Any) -> None:
     qkv = tokens()
     results = [
-        screened_attention(*qkv, **{"grid": GRID, "prefix": PREFIX, "form": "tiled"} | settings)
+        screened_attention(
+            *qkv, **{"grid": GRID, "prefix": PREFIX, "allow_dense": False} | settings
+        )
         for settings in (plain, scalar)
     ]
     assert torch.equal(results[0].output, results[1].output)
@@ -201,7 +202,7 @@ def test_numpy_scalars_in_rules() -> None:
 @pytest.mark.parametrize("value", [np.bool_(True), True, torch.tensor(0.5), "0.5", 1j])
 def test_invalid_numbers_are_refused(name: str, value: Any) -> None:
     with pytest.raises(TypeError, match=f"^{name} is") as caught:
-        attend(*tokens(), form="tiled", **{name: value})
+        attend(*tokens(), allow_dense=False, **{name: value})
     assert ("call .item()" in str(caught.value)) == isinstance(value, Tensor)
 
 
@@ -274,7 +275,7 @@ def test_invalid_masks_are_refused(valid: Any, kind: type[Exception], message: s
         attend(*tokens(), valid=valid)
 
 
-@pytest.mark.parametrize("form", ["auto", "tiled", "representative"])
+@pytest.mark.parametrize("form", ["auto", "tiled", "tree"])
 def test_masked_calls_refuse_nan_in_valid_tokens(form: str) -> None:
     valid = torch.ones(2, GRID.size, dtype=torch.bool)
     valid[:, 5] = False
@@ -300,7 +301,7 @@ def test_every_dtype_on_a_cpu_against_float64(form: str, dtype: torch.dtype) -> 
     assert bool(((got.double() - exact).abs() <= slack * (1 + exact.abs())).all())
 
 
-@pytest.mark.parametrize("form", ["auto", "tiled", "representative"])
+@pytest.mark.parametrize("form", ["auto", "tiled", "tree"])
 def test_scores_beyond_the_range_of_float16(form: str) -> None:
     q, k, v = tokens()
     q, k, v = (300 * q).half(), (300 * k).half(), v.half()
@@ -364,7 +365,7 @@ def test_values_of_a_different_dimension(form: str) -> None:
         (lambda q, k, v: (q[..., :4], k, v), ValueError, r"q has shape \(2, 2, 110, 4\)"),
     ],
 )
-@pytest.mark.parametrize("form", ["auto", "tiled", "representative"])
+@pytest.mark.parametrize("form", ["auto", "tiled", "tree"])
 def test_mismatched_tensors_are_refused(
     change: Any, kind: type[Exception], message: str, form: str
 ) -> None:

@@ -640,19 +640,6 @@ def test_exact_gap_zero_is_dense_attention(height, width, prefix, masked):
     assert len(trees[0][0]) == prefix + height * width
 
 
-@pytest.mark.parametrize("rule", ALL_RULES, ids=repr)
-def test_multiplicity_equivalence(rule):
-    q, k, v = qkv(3, 1, 2, 1 + 6 * 7)
-    valid = np.random.default_rng(4).random(42) < 0.8
-    options = {"prefix": 1, "valid": valid, "coins": COINS}
-    repeated, trees = reference.per_query_attention(q, k, v, 6, 7, rule, **options)
-    representative, same = reference.per_query_attention(
-        q, k, v, 6, 7, rule, **options, form="representative"
-    )
-    np.testing.assert_allclose(repeated, representative, rtol=0, atol=1e-12)
-    assert trees == same
-
-
 def test_dense_attention_by_hand():
     q, k, v = (
         np.ones((1, 1, 2, 1)),
@@ -702,5 +689,3 @@ def test_refusals_teach():
         build_tree(np.zeros((2, 2)), 3)
     with pytest.raises(ValueError, match=r"rule 'gamma'.*NAME:VALUE"):
         build_tree(np.zeros((2, 2)), "gamma")
-    with pytest.raises(ValueError, match="representative"):
-        reference.per_query_attention(*qkv(0, 1, 1, 1), 1, 1, rules.GlobalMean(), form="single")

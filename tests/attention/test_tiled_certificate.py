@@ -228,18 +228,16 @@ def run(problem: Problem, **options: Any) -> Any:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "screened_attention measured", UserWarning)
         return screened_attention(
-            problem.q, problem.k, problem.v, form="tiled", **(problem.call | options)
+            problem.q, problem.k, problem.v, allow_dense=False, **(problem.call | options)
         )
 
 
-def expanded_tiles(result: Any, order: str = "raster", query_grid: Grid | None = None) -> Tensor:
+def expanded_tiles(result: Any, query_grid: Grid | None = None) -> Tensor:
     """(B, H, R, T) in raster order from the trees of a call."""
     tree, grid = result.tree, result.tree.grid
     tiling = Tiling(grid, query_grid=query_grid)
     prefix = tree.shape[2] - tiling.queries.grid.size
     leaf = tree.leaf_index[:, :, prefix:].cpu()  # (B, H, queries, N)
-    if order == "z":
-        leaf = leaf[:, :, grid.z_rank]
     marks = torch.zeros(*leaf.shape[:2], tiling.groups, tiling.tiles, dtype=torch.bool)
     for group, queries in enumerate(tiling.queries.slot_tokens):
         for tile, keys in enumerate(tiling.slot_tokens):
@@ -425,7 +423,13 @@ def test_the_readme_at_its_own_size_scaled_by_3_and_4(drawn: str, size: float, k
 def test_autocast_does_not_affect_the_certificate(dtype: torch.dtype) -> None:
     torch.manual_seed(1)
     q, k, v = (2 * torch.randn(3, 1, 2, 1 + 256, 64)).to(dtype)
-    call = {"grid": Grid(16, 16), "prefix": 1, "leaves": 0.5, "form": "tiled", "certificate": True}
+    call = {
+        "grid": Grid(16, 16),
+        "prefix": 1,
+        "leaves": 0.5,
+        "allow_dense": False,
+        "certificate": True,
+    }
     with torch.autocast("cpu", torch.bfloat16):
         result = screened_attention(q, k, v, audit=1.0, **call)
     assert result.output.dtype == torch.bfloat16
@@ -503,79 +507,47 @@ def test_chunks_do_not_change_the_bound(monkeypatch: pytest.MonkeyPatch, kind: s
     )
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("order", ["raster", "z"])
-def test_certificates_belong_to_their_queries_in_every_order(
-    order: str, masked: bool, kind: str
-) -> None:
-    torch.manual_seed(7)
-    grid, prefix = Grid(11, 13), 2  # Z-order is not its own inverse here
-    q, k, v = 2 * torch.randn(3, 1, 2, prefix + grid.size, 8, dtype=torch.float64)
-    valid = torch.rand(1, grid.size) < 0.7 if masked else None
-    spatial = grid.z_order if order == "z" else torch.arange(grid.size)
-    assert order == "raster" or not torch.equal(grid.z_order, grid.z_rank)
-    rows = torch.cat((torch.arange(prefix), prefix + spatial))
-    problem = Problem(q, k, v, grid, prefix, scale=8**-0.5, valid=valid)
-    plain = run(problem, leaves=0.4, certificate=kind)
-    permuted = Problem(*(x[:, :, rows] for x in (q, k, v)), grid, prefix, scale=8**-0.5,
-                       valid=None if valid is None else valid[:, spatial])  # fmt: skip
-    result = run(permuted, leaves=0.4, certificate=kind, order=order)
-    for name in ("certificate", "energy_bound"):
-        got, want = getattr(result.stats, name), getattr(plain.stats, name)
-        torch.testing.assert_close(got, want[:, :, rows], rtol=1e-9, atol=1e-12)
-    distance = problem.distance(plain.output)
-    assert distance.max() > 0.1
-    if kind == "scores":
-        apart = plain.stats.certificate.numpy() - distance
-        assert apart.min() >= 0 and apart.max() < 1e-10  # scores below 100, float64
-
-
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of NumPy, in the interpreter
 @pytest.mark.parametrize("backend", ["triton", "reference"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("order", ["raster", "z"])
-def test_every_backend_is_certified(order: str, dtype: torch.dtype, backend: str) -> None:
-    """Triton numbers tiles in the order of the tokens, and rounds what it stores to the dtype."""
+def test_every_backend_is_certified(dtype: torch.dtype, backend: str) -> None:
+    """Triton rounds what it stores to the dtype."""
     if backend == "triton":
         pytest.importorskip("triton")
     torch.manual_seed(11)
-    grid, prefix, dim = Grid(16, 32 if order == "raster" else 16), 2, 32
+    grid, prefix, dim = Grid(16, 32), 2, 32
     q, k, v = torch.randn(3, 1, 2, prefix + grid.size, dim)
     k[:, :, prefix:] *= torch.linspace(0.1, 2, grid.size).view(-1, 1)
-    rows = torch.cat((torch.arange(prefix), prefix + grid.z_order)) if order == "z" else slice(None)
     problem = Problem(*(x.to(dtype) for x in (q, k, v)), grid, prefix, scale=dim**-0.5)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    permuted = [x[:, :, rows].to(device) for x in (problem.q, problem.k, problem.v)]
+    tensors = [x.to(device) for x in (problem.q, problem.k, problem.v)]
     for kind in KINDS:
         result = screened_attention(
-            *permuted, grid=grid, prefix=prefix, leaves=0.5, order=order, form="tiled",
+            *tensors, grid=grid, prefix=prefix, leaves=0.5, allow_dense=False,
             backend=backend, certificate=kind,
         )  # fmt: skip
         assert 0 < result.stats.density < 1
-        output, bound = torch.empty_like(problem.v), torch.empty(problem.v.shape[:3]).double()
-        output[:, :, rows], bound[:, :, rows] = result.output.cpu(), result.stats.certificate.cpu()
+        output, bound = result.output.cpu(), result.stats.certificate.cpu()
         distance = problem.distance(output)
         assert (bound.numpy() >= distance).all()
-        same = bounds(problem, output, expanded_tiles(result, order), kind)
+        same = bounds(problem, output, expanded_tiles(result), kind)
         energy = result.stats.energy_bound.cpu()
-        torch.testing.assert_close(energy, same.divergence[:, :, rows], rtol=1e-9, atol=1e-6)
+        torch.testing.assert_close(energy, same.divergence, rtol=1e-9, atol=1e-6)
         if kind == "scores":  # and near it: queries are not mixed up
             assert (bound.numpy() - distance).max() < 5e-3 and distance.max() > 0.05
 
 
 @pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("order", ["raster", "z"])
-def test_fallback_recomputes_the_queries_above_it_and_no_others(order: str, masked: bool) -> None:
+def test_fallback_recomputes_the_queries_above_it_and_no_others(masked: bool) -> None:
     torch.manual_seed(8)
     grid, prefix = Grid(11, 13), 2
     q, k, v = 2 * torch.randn(3, 1, 2, prefix + grid.size, 8, dtype=torch.float64)
     valid = torch.rand(1, grid.size) < 0.7 if masked else None
     problem = Problem(q, k, v, grid, prefix, scale=8**-0.5, valid=valid)
-    plain = run(problem, leaves=0.4, certificate=True, order=order)
+    plain = run(problem, leaves=0.4, certificate=True)
     relative = plain.stats.certificate / plain.output.norm(dim=-1)
     limit = float(relative[relative > 0].quantile(0.7))
-    mended = run(problem, leaves=0.4, fallback=limit, order=order)
+    mended = run(problem, leaves=0.4, fallback=limit)
     above = relative > limit
     assert 0 < int(above.sum()) < int((~above).sum())
     assert mended.stats.fallback == int(above.sum())

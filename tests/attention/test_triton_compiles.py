@@ -21,7 +21,7 @@ SHARED_MEMORY = 227 * 1024  # bytes that a program may have on Hopper
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU runs the kernels themselves")
 @pytest.mark.parametrize("everything", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_kernels_compile_for_hopper_and_mix_up_no_queries(tmp_path, everything):
+def test_kernels_compile_for_hopper(tmp_path, everything):
     environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
     done = subprocess.run(
         [sys.executable, str(SCRIPT), *(["--all"] if everything else [])],
@@ -41,7 +41,3 @@ def test_kernels_compile_for_hopper_and_mix_up_no_queries(tmp_path, everything):
             assert any(x.startswith(line) and " own grid " in x for x in lines), line
     shared = [int(line.split()[-1]) for line in lines if " shared " in line]
     assert len(shared) >= len(KERNELS) and max(shared) <= SHARED_MEMORY
-    for depth in (2, 3, 4) if everything else (3,):
-        assert f"tree optimal {depth} 64 sound" in lines
-    # The configuration that is refused. If it is sound, nothing needs to be refused any more.
-    assert "tree optimal 3 32 [([0, 8, 0], [0, 8])" in done.stdout

@@ -334,54 +334,13 @@ def test_what_missing_tokens_hold_does_not_matter() -> None:
         assert torch.equal(got.expanded, want.expanded) and torch.equal(got.probes, want.probes)
 
 
-class ZTiling(AnyTiling):
-    """Tiles and groups that are numbered in Z-order, as are their slots."""
-
-    @property
-    def slot_tokens(self) -> Tensor:  # type: ignore[override]
-        return self.grid.z_order.view(-1, self.slots)
-
-    @property
-    def queries(self) -> AnyTiling:
-        return ZTiling(self.grid, group_tiles=1, tile_columns=self.group_tiles, probes_per_group=1)
-
-
-@pytest.mark.parametrize("budget", [{"error": 0.03}, {"expand": 1.3}])
-@pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("group_tiles", [1, 2])
-def test_z_order_equals_the_reference(
-    budget: dict[str, float], masked: bool, group_tiles: int
-) -> None:
-    """In Z-order, tiles, groups and slots have other numbers, and the first groups are other ones."""
-    valid = torch.rand(1, 256, generator=torch.Generator().manual_seed(4)) < 0.7 if masked else None
-    case = smooth_case(
-        4, (16, 16), prefix=3, heads=2, valid=valid, group_tiles=group_tiles, **budget
-    )
-    order = case.tiling.grid.z_order
-    z_tiling = ZTiling(case.tiling.grid, group_tiles=group_tiles, probes_per_group=1)
-    place = torch.cat((torch.arange(3), 3 + order))
-    q, k, v = (x[:, :, place] for x in (case.q, case.k, case.v))
-    z_valid = None if valid is None else valid[:, order]
-    got = run(replace(case, q=q, k=k, v=v, valid=z_valid), order="z")
-    output = torch.empty_like(got.output)
-    output[:, :, place] = got.output
-    case, got = replace(case, tiling=z_tiling), replace(got, output=output)
-    want = case.oracle()
-    assert compare(case, got, want) == got.expanded_count.numel()
-    assert 0 < int(got.expanded_count.sum()) < got.expanded.numel()
-    assert np.allclose(got.probes[..., 1:], want.probes[..., 1:], rtol=1e-4)
-
-
-@pytest.mark.parametrize("order", ["raster", "z"])
-def test_tiles_with_tokens_are_numbered_in_the_order_of_the_tokens(order: str) -> None:
+def test_tiles_with_tokens_are_found() -> None:
     tiling = Tiling(Grid(128, 128))
     for tile in (0, 1, 5, 130, 255):
         valid = torch.zeros(1, tiling.grid.size, dtype=torch.bool)
         tokens = tiling.slot_tokens[tile]
-        if order == "z":
-            tokens = torch.arange(tile * tiling.slots, (tile + 1) * tiling.slots)
         valid[0, tokens[17]] = True
-        found = operators._tiles_with_tokens(tiling, valid, order, valid)
+        found = operators._tiles_with_tokens(tiling, valid, valid)
         assert found.shape == (1, 1, 1, 256)
         assert found.flatten().nonzero().flatten().tolist() == [tile]
 
@@ -554,8 +513,7 @@ def test_scratch_is_at_most_four_times_keys_and_values(side: int, dim: int, pref
     for heads in (3, 6, 12, 16):
         strides = ((tokens * heads * dim, dim, heads * dim),) * 4
         key = launch.CallKey(
-            1, heads, dim, strides, torch.bfloat16, 0, False, side, side, 1, prefix, groups,
-            0.125, False,
+            1, heads, dim, strides, torch.bfloat16, 0, False, side, side, 1, prefix, groups, 0.125
         )  # fmt: skip
         scratch = launch._AttentionLaunch(key, 0.03, 0.0, 0.4).sequence.workspace.bytes
         assert scratch <= 4 * (2 * heads * tokens * dim * 2), scratch / (4 * heads * tokens * dim)
@@ -676,7 +634,7 @@ def test_compiles_into_one_graph() -> None:
 
     def attend(*qkv: Tensor) -> Tensor:
         return screened_attention(
-            *qkv, grid=grid, prefix=1, leaves=0.4, backend="triton", form="tiled"
+            *qkv, grid=grid, prefix=1, leaves=0.4, backend="triton", allow_dense=False
         ).output
 
     compiled = torch.compile(attend, fullgraph=True, backend="inductor" if GPU else "aot_eager")
@@ -691,7 +649,7 @@ def test_a_query_grid_compiles_into_one_graph() -> None:
     def attend(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
         return screened_attention(
             q, k, v, grid=grid, query_grid=query_grid, prefix=1, leaves=0.4, backend="triton",
-            form="tiled", **options,
+            allow_dense=False, **options,
         )  # fmt: skip
 
     def output(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -710,7 +668,6 @@ REFUSED = {
     "dim": ({"dim": 48}, "the head dimension is 48"),
     "strides": ({"strided": True}, "not contiguous"),
     "gradients": ({"grad": True}, "gradients are required"),
-    "order": ({"order": "z"}, "order is 'z' and a 16x24 grid"),
     "prefix": ({"prefix": 65}, "the prefix has 65 tokens; the kernels take up to 64"),
 }
 
@@ -724,19 +681,18 @@ def test_refusals_say_why(name: str) -> None:
         q = q.transpose(2, 3).contiguous().transpose(2, 3)
     if "grad" in change:
         q.requires_grad_()
-    order = change.get("order", "raster")
-    reason = operators.unsupported_reason(q, k, v, Tiling(grid), prefix, order)
+    reason = operators.unsupported_reason(q, k, v, Tiling(grid), prefix)
     assert reason is not None and message in reason
-    options = {"grid": grid, "prefix": prefix, "error": 0.1, "order": order}
+    options = {"grid": grid, "prefix": prefix, "error": 0.1}
     with pytest.raises(ValueError, match=message):
-        screened_attention(q, k, v, backend="triton", form="tiled", **options)
+        screened_attention(q, k, v, backend="triton", allow_dense=False, **options)
     ran = screened_attention(q, k, v, **options)
     assert ran.stats.backend != "triton" and ran.output.isfinite().all()
 
 
 def test_what_the_kernels_cannot_take_is_refused_before_they_run() -> None:
     q, k, v = tensors(Grid(16, 16))
-    assert operators.unsupported_reason(q, k, v, Tiling(Grid(16, 16)), 1, "z") is None
+    assert operators.unsupported_reason(q, k, v, Tiling(Grid(16, 16)), 1) is None
     cases = {
         "the tiles have 4x4 tokens; the kernels take 8x8": (q, k, v, Tiling(Grid(16, 16), side=4)),
         "values 16": (q, k, v[..., :16], Tiling(Grid(16, 16))),
@@ -751,8 +707,7 @@ def test_what_the_kernels_cannot_take_is_refused_before_they_run() -> None:
         "k is torch.float16": (q, k.half(), v, Tiling(Grid(16, 16))),
     }  # fmt: skip
     for message, arguments in cases.items():
-        reason = operators.unsupported_reason(*arguments, 1, "raster")
+        reason = operators.unsupported_reason(*arguments, 1)
         assert reason is not None and message in reason
     own = Tiling(Grid(16, 16), query_grid=Grid(16, 15))
-    assert operators.unsupported_reason(q, k, v, own, 1, "raster") is None
-    assert "a grid of their own" in str(operators.unsupported_reason(q, k, v, own, 1, "z"))
+    assert operators.unsupported_reason(q, k, v, own, 1) is None

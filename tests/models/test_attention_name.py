@@ -132,7 +132,7 @@ def test_such_a_model_can_be_patched_and_restored() -> None:
     full = run(model, SMALL, SMALL)
     bmfa.patch(model, layers="all")
     assert torch.equal(run(model, SMALL, SMALL), full)
-    bmfa.patch(model, layers="all", leaves=2, form="tiled")
+    bmfa.patch(model, layers="all", leaves=2, allow_dense=False)
     assert not torch.equal(run(model, SMALL, SMALL), full)
     assert torch.equal(run(bmfa.unpatch(model), SMALL, SMALL), full)
 

@@ -341,7 +341,7 @@ def test_models_that_read_block_outputs(name: str) -> None:
         full = read(model, pixels)
         exact = read(patch(model, rule=rules.ExactGap(0.0), layers="all"), pixels)
         torch.testing.assert_close(exact, full, rtol=1e-4, atol=1e-5)
-        tiles = read(patch(model, error=0.0, form="tiled", layers="all"), pixels)
+        tiles = read(patch(model, error=0.0, allow_dense=False, layers="all"), pixels)
         torch.testing.assert_close(tiles, full, rtol=1e-4, atol=1e-5)
         none = read(reduce(model, "tome:0"), pixels)
         torch.testing.assert_close(none, full, rtol=1e-4, atol=1e-5)

@@ -23,8 +23,8 @@ from bmfa.models.screened_layer import screened_layers
 from models.host_models import CPU_BACKEND
 
 WIDTH, PATCH = 24, 4
-COARSE = {"leaves": 2, "form": "tiled", "layers": "all"}
-EXACT = {"leaves": 1.0, "form": "tiled", "layers": "all"}
+COARSE = {"leaves": 2, "allow_dense": False, "layers": "all"}
+EXACT = {"leaves": 1.0, "allow_dense": False, "layers": "all"}
 
 
 class Attention(nn.Module):

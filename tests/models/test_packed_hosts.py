@@ -27,7 +27,7 @@ from bmfa.models.screened_layer import LayerInputs, observe, screened_layers
 from models.packed_models import PACKED, SEQUENCES, SIZES, Inputs, make_packed
 
 EXACT: tuple[dict[str, Any], ...] = (
-    {"leaves": 1.0, "form": "tiled"},
+    {"leaves": 1.0, "allow_dense": False},
     {"rule": rules.ExactGap(0.0)},
 )
 COARSE: dict[str, Any] = {"rule": rules.FixedDepth(1)}
@@ -252,7 +252,7 @@ def break_graph(*args: Any) -> None:
 def test_images_whose_grids_need_no_values_compile_as_one_graph(case: str) -> None:
     name, inputs = STATIC[case]
     model = make_packed(name)
-    for options in ({"error": 0.1}, {"leaves": 2, "form": "tiled"}):  # dense, tiles
+    for options in ({"error": 0.1}, {"leaves": 2, "allow_dense": False}):  # dense, tiles
         patch(model, layers="all", **options)
         expected = features(model, inputs)
         torch.compiler.reset()
@@ -296,7 +296,7 @@ def test_summaries(name: str) -> None:
     for _ in range(2):
         features(model, inputs)
         table = bmfa.summary(model)
-        assert [row.form for row in table] == ["representative"] * len(
+        assert [row.form for row in table] == ["tree"] * len(
             find_vision_transformer(model).attentions
         )
         groups = 2 if name in SEQUENCES or name.startswith("naflex") else 1
@@ -509,7 +509,7 @@ def test_plans_have_a_grid_for_each_layer(tuned: str, tmp_path: Path) -> None:
     assert torch.equal(tokens(model, pixels), full)
     plan.save(tmp_path / "plan.json")
     planned = tokens(patch(model, plan=tmp_path / "plan.json"), pixels)
-    expected = tokens(patch(model, error=0.3, form="tiled", layers="all"), pixels)
+    expected = tokens(patch(model, error=0.3, allow_dense=False, layers="all"), pixels)
     assert torch.equal(planned, expected)
     if tuned in ("hiera", "sam2", "naflex", "pixtral"):  # the others have few tokens
         assert not torch.equal(planned, full)

@@ -28,7 +28,7 @@ def test_a_mask_that_hides_tokens_behind_the_grid_is_refused() -> None:
 @torch.no_grad()
 def test_a_padding_mask_is_a_node_of_one_graph() -> None:
     model, inputs = make_supported("vit"), inputs_of("vit")
-    patch(model, leaves=2, form="tiled", layers="all")
+    patch(model, leaves=2, allow_dense=False, layers="all")
     whole = torch.ones(2, 1 + 64, dtype=torch.bool)
     padded, without_class = whole.clone(), whole.clone()
     padded[1, 40:] = False

@@ -145,10 +145,7 @@ def test_options_are_checked_before_anything_is_changed() -> None:
     for options, text in (
         ({"rule": "gamma:x"}, "gamma:x"),
         ({"rule": COARSE, "error": 0.1}, "rule and error"),
-        ({"error": 0.1, "form": "repeated"}, r"rule=bmfa\.rules\.Optimal\(error=0\.1\)"),
         ({"leaves": 9, "max_depth": 2}, "max_depth is 2, which limits trees"),
-        ({"form": "representative"}, "no rule is given"),
-        ({"rule": COARSE, "form": "tiled"}, "takes no rule"),
         ({"leaves": 1}, r"pass leaves=1\.0 for all tokens"),
         ({"backend": "magic"}, "magic"),
         ({"max_depth": -1}, "max_depth"),
@@ -169,13 +166,13 @@ def test_options_are_checked_before_anything_is_changed() -> None:
 
 def test_unsupported_calls_of_a_screened_layer_are_refused() -> None:
     model = timm_model("vit_tiny_patch16_224", **VIT, attn_drop_rate=0.1)
-    patch(model, form="tiled", layers="all")
+    patch(model, allow_dense=False, layers="all")
     with pytest.raises(ValueError, match=r"dropout of 0.1.*model.eval"):
         model.train()(images())
     run(model.eval(), images())
     with pytest.raises(ValueError, match="drops or merges tokens"):
         model.blocks(torch.randn(2, 30, 24))
-    patch(model, form="tiled", layers="all")
+    patch(model, allow_dense=False, layers="all")
     with pytest.raises(RuntimeError, match="call the model itself"):
         model.blocks(torch.randn(2, 65, 24))
 

@@ -156,7 +156,7 @@ def test_a_plan_gives_every_layer_its_own_setting(tmp_path):
 
 def test_a_plan_with_one_target_is_the_same_as_patch():
     model, image = small_model(), smooth(2, 112)
-    expected = bmfa.patch(model, error=0.3, form="tiled", layers=[1, 2])(image)
+    expected = bmfa.patch(model, error=0.3, allow_dense=False, layers=[1, 2])(image)
     planned = bmfa.patch(model, plan=plan_for(model, {1: 0.3, 2: 0.3}))(image)
     assert torch.equal(planned, expected)
 

@@ -70,7 +70,7 @@ def test_rules_and_dense_calls_inside_bmfa() -> None:
     model = patch(make_model("vit"), rule="optimal:0.005", layers=[1], fallback=1e-9)
     run(model, images())
     row = layer_rows(model)[1]
-    assert (row.form, row.density, row.error) == ("representative", None, None)
+    assert (row.form, row.density, row.error) == ("tree", None, None)
     assert row.fallback > 0 and f"{row.fallback} queries recomputed" in str(summary(model))
     assert "rule=optimal:0.005" in row.settings
     patch(model, error=0.1, layers=[1])
@@ -83,7 +83,7 @@ def test_rules_and_dense_calls_inside_bmfa() -> None:
 
 @torch.no_grad()
 def test_the_density_counts_valid_tokens_as_the_statistics_do() -> None:
-    model: Any = patch(make_model("vit"), leaves=0.3, form="tiled", layers=[1])
+    model: Any = patch(make_model("vit"), leaves=0.3, allow_dense=False, layers=[1])
     # Block 1 receives a mask; the others run without one.
     valid = torch.ones(2, 1 + 64, dtype=torch.bool)
     valid[0, 40:] = False
@@ -259,7 +259,7 @@ def test_models_that_are_not_changed_are_refused() -> None:
 @torch.no_grad()
 def test_packed_images_have_a_call_for_each_grid() -> None:
     model, inputs = pixtral().eval(), pixtral_inputs()
-    patch(model, leaves=0.5, form="tiled", layers=[0, 2])
+    patch(model, leaves=0.5, allow_dense=False, layers=[0, 2])
     for _ in range(2):
         model(**inputs)
         first, second, _ = layer_rows(model)

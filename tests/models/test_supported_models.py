@@ -22,8 +22,8 @@ from bmfa.models.token_grid import TokenGrid
 from models.supported_models import SUPPORTED, call, inputs_of, make_supported, table
 
 # All tiles are expanded, or every leaf is one token.
-EXACT = ({"leaves": 1.0, "form": "tiled"}, {"rule": bmfa.rules.ExactGap(0.0)})
-COARSE = {"leaves": 2, "form": "tiled"}
+EXACT = ({"leaves": 1.0, "allow_dense": False}, {"rule": bmfa.rules.ExactGap(0.0)})
+COARSE = {"leaves": 2, "allow_dense": False}
 # A module's own forward, the attention interface with tokens behind the grid, and packed images, which
 # break the graph. Compiling takes seconds; the slow tests compile the other models.
 COMPILED = ("timm-vit", "yolos", "pixtral")

@@ -163,7 +163,7 @@ def test_a_dense_pass_after_gradients_of_tiles_makes_few_calls_in_every_layer(na
 def test_one_model_decides_at_every_size(name: str) -> None:
     model, options = make_model(name), SIZED[name]
     full = {size: run(model, pixels_of(size), **options) for size in (SMALL, LARGE)}
-    forced = patch(copy.deepcopy(model), form="tiled", **TILES)
+    forced = patch(copy.deepcopy(model), allow_dense=False, **TILES)
     tiled = run(forced, pixels_of(LARGE), **options)
     assert is_active(forced) and not torch.equal(tiled, full[LARGE])
     patch(model, **TILES)
@@ -178,8 +178,8 @@ def test_one_model_decides_at_every_size(name: str) -> None:
 @pytest.mark.parametrize(
     "options",
     [
-        {"form": "tiled"},
-        {"form": "tiled", "leaves": 0.1},
+        {"allow_dense": False},
+        {"allow_dense": False, "leaves": 0.1},
         {"fallback": 0.1},
         {"backend": "eager"},
         {"rule": "gamma:0.005"},
@@ -251,7 +251,7 @@ def test_a_recording_that_begins_inside_a_dense_pass_does_not_disturb_it(name: s
 def test_tiles_become_active_inside_a_dense_pass(name: str) -> None:
     model, pixels = make_model(name), pixels_of(SMALL)
     full = run(model, pixels)
-    expected = run(patch(copy.deepcopy(model), form="tiled", **TILES), pixels_of(LARGE))
+    expected = run(patch(copy.deepcopy(model), allow_dense=False, **TILES), pixels_of(LARGE))
     for layer in (0, 1):
         inner: list[Tensor] = []
         patch(model, **TILES)
@@ -272,7 +272,7 @@ def test_tiles_become_active_inside_a_dense_pass(name: str) -> None:
 def test_a_dense_pass_inside_a_tiled_one_leaves_its_tiles(name: str) -> None:
     model, pixels = make_model(name), pixels_of(LARGE)
     full = run(model, pixels_of(SMALL))
-    expected = run(patch(copy.deepcopy(model), form="tiled", **TILES), pixels)
+    expected = run(patch(copy.deepcopy(model), allow_dense=False, **TILES), pixels)
     patch(model, **TILES)
     host = find_vision_transformer(model)
     for module in (host.projection, host.blocks[0], host.blocks[1]):
@@ -294,7 +294,7 @@ def test_a_dense_pass_inside_a_tiled_one_leaves_its_tiles(name: str) -> None:
 @pytest.mark.parametrize("name", HOSTS)
 def test_threads_with_dense_and_tiled_sizes(name: str) -> None:
     original = make_model(name)
-    forced = patch(copy.deepcopy(original), form="tiled", **TILES)
+    forced = patch(copy.deepcopy(original), allow_dense=False, **TILES)
     shown = {SMALL: pixels_of(SMALL), LARGE: pixels_of(LARGE)}
     expected = {SMALL: run(original, shown[SMALL]), LARGE: run(forced, shown[LARGE])}
     wrong: list[object] = []
@@ -361,7 +361,7 @@ def test_a_copied_attention_does_not_copy_the_model() -> None:
 def test_compiled_models_switch_between_sizes(name: str, first: int) -> None:
     model = make_model(name)
     reference = copy.deepcopy(model)
-    forced = patch(copy.deepcopy(model), form="tiled", **TILES)
+    forced = patch(copy.deepcopy(model), allow_dense=False, **TILES)
     patch(model, **TILES)
     torch.compiler.reset()
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
@@ -456,7 +456,7 @@ def test_a_wrapper_and_hooks_of_others_run_in_both_states() -> None:
     layer.forward = wrapper
     layer.register_forward_pre_hook(lambda *_: calls.append("before"))
     layer.proj.register_forward_hook(lambda *_: calls.append("projection"))
-    forced = patch(make_model("vit"), form="tiled", **TILES)
+    forced = patch(make_model("vit"), allow_dense=False, **TILES)
     for size in (SMALL, LARGE, SMALL, LARGE):
         calls.clear()
         output = run(model, pixels_of(size))
@@ -520,7 +520,7 @@ def replica_of(model: nn.Module) -> nn.Module:
 def test_replicas_are_dense_in_the_pass_that_activates_tiles() -> None:
     model, pixels = make_model("vit"), pixels_of(LARGE)
     full = run(model, pixels)
-    tiled = run(patch(copy.deepcopy(model), form="tiled", **TILES), pixels)
+    tiled = run(patch(copy.deepcopy(model), allow_dense=False, **TILES), pixels)
     patch(model, **TILES)
     assert torch.equal(run(replica_of(model), pixels), full)
     assert is_active(model)

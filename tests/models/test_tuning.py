@@ -50,7 +50,7 @@ def change_of(model: nn.Module, images: Tensor, errors: dict[int, float]) -> flo
     """The relative L2 change of the tokens after the last norm, computed without `tune`."""
     tokens: list[Tensor] = []
     handle = model.norm.register_forward_hook(lambda m, i, output: tokens.append(output))
-    options = {layer: {"error": error, "form": "tiled"} for layer, error in errors.items()}
+    options = {layer: {"error": error, "allow_dense": False} for layer, error in errors.items()}
     squares = []
     with torch.no_grad():
         for image in images.split(1):

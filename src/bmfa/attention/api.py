@@ -23,8 +23,6 @@ from bmfa.attention.inputs import (
     AttentionOptions,
     Backend,
     CertificateKind,
-    Form,
-    Order,
     check_inputs,
 )
 from bmfa.attention.per_query import certificate_kind, compute_per_query
@@ -90,8 +88,7 @@ def screened_attention(
     scale: float | None = None,
     max_depth: int | None = None,
     valid: Tensor | None = None,
-    order: Order = "raster",
-    form: Form | None = None,
+    allow_dense: bool = True,
     backend: Backend = "auto",
     audit: float = 0.0,
     certificate: bool | Literal["scores", "boxes"] = False,
@@ -100,13 +97,13 @@ def screened_attention(
 ) -> Screened:
     """Compute attention with the spatial keys of each query summarised by blocks.
 
-    Without a rule the form is "tiled", the fast form for long sequences. Keys and queries are divided
+    Without a rule attention is tiled, which is fast for long sequences. Keys and queries are divided
     into tiles of 8 x 8 tokens. A representative for the queries of a tile, their mean, sees every token
     exactly. It decides which tiles of keys are expanded, that is, read token by token, and summarises
     each of the others by a mean key and a mean value. Some queries, the probes, are attended exactly as
     well: they measure the error of the output and decide how many tiles are expanded.
-    `backend="auto"` runs dense attention where that is faster, unless `form`, `certificate` or
-    `fallback` is given.
+    `backend="auto"` runs dense attention where that is faster, unless `allow_dense` is False, or
+    `certificate` or `fallback` is given.
 
     With a rule every query and head has a tree of its own, and q may have any number of queries.
 
@@ -140,11 +137,8 @@ def screened_attention(
         max_depth: Depth at which a rule splits no block. None goes down to single tokens.
         valid: torch.bool, (N,), (B, N) or (B, 1, 1, N): True for spatial tokens that exist. The others
             may hold any value. With Q = prefix + N, the outputs of invalid queries are undefined.
-        order: Order of the spatial tokens, `"raster"` or `"z"` (Z-order).
-        form: `"tiled"`; or, with a rule, `"representative"` (one logit M + tau log n and one mean value
-            for each leaf) or `"repeated"` (every score replaced by the mean of its leaf), which have
-            the same output; the Triton kernel always runs "repeated", and `stats.form` says so. None
-            selects by `rule`, and lets "auto" run dense attention.
+        allow_dense: If False, "auto" runs tiles even where dense attention is faster. A rule, or another
+            backend, never runs dense attention.
         backend: `"auto"`, `"native"` (C++ on a CPU, no gradients), `"eager"` (torch operations),
             `"triton"` (CUDA, no gradients) or `"reference"` (NumPy, float64).
         audit: Fraction of the queries to recompute exactly; `stats.audit` has their error.
@@ -184,7 +178,7 @@ def screened_attention(
             "screened_attention cannot be traced by torch.jit.trace: a trace would keep the tiles and "
             "trees of the example for all inputs; use torch.compile or torch.export.export"
         )
-    check_choices(form, backend, rule=rule, error=error, leaves=leaves)
+    check_choices(allow_dense, backend, rule=rule, error=error, leaves=leaves)
     if max_depth is not None:
         max_depth = check_integer("max_depth", max_depth, low=0)
     audit = check_number("audit", audit, low=0.0, high=1.0)
@@ -195,7 +189,7 @@ def screened_attention(
     q, k, v, outside_autocast = _cast_for_autocast(q, k, v)
     with outside_autocast:
         inputs = check_inputs(
-            q, k, v, grid=grid, prefix=prefix, tau=tau, scale=scale, valid=valid, order=order,
+            q, k, v, grid=grid, prefix=prefix, tau=tau, scale=scale, valid=valid,
             query_grid=query_grid,
         )  # fmt: skip
         if audit > 0 and not has_values(q):
@@ -206,11 +200,9 @@ def screened_attention(
         if rule is not None:
             check_one_frame(inputs.grid, "a rule")
             chosen = as_rule(rule)
-            run = choose_per_query(inputs, chosen, backend)
-            # The Triton kernel reads every token; both forms have the same output.
-            per_query_form = "repeated" if run.backend == "triton" else (form or "representative")
+            run = choose_per_query(backend)
             options = AttentionOptions(
-                per_query_form,
+                "tree",
                 run.backend,
                 rule=chosen,
                 max_depth=max_depth,
@@ -219,13 +211,18 @@ def screened_attention(
             )
             compute = compute_per_query if has_values(q) else compute_in_graph
             return _screened(inputs, options, compute(inputs, options), run.why, audit)
-        _check_tiled_form(inputs, form, max_depth)
+        _check_tiled_form(inputs, max_depth)
         tiling = inputs.tiling
         budget = Budget.of(tiling, error, leaves)
-        allow_dense = may_run_dense(
-            {"form": form, "backend": backend, "certificate": kind, "fallback": fallback}
+        allowed = may_run_dense(
+            {
+                "allow_dense": allow_dense,
+                "backend": backend,
+                "certificate": kind,
+                "fallback": fallback,
+            }
         )
-        run = choose_tiled(inputs, tiling, budget, backend, allow_dense=allow_dense)
+        run = choose_tiled(inputs, tiling, budget, backend, allow_dense=allowed)
         if run.exact:
             native = run.backend == "native"
             output = (
@@ -240,7 +237,7 @@ def screened_attention(
             certificate=_default_kind(kind, "scores") if bounded else None,
             fallback=fallback,
         )
-        return _tiled(inputs, options, run.why, audit, allow_dense)
+        return _tiled(inputs, options, run.why, audit, allowed)
 
 
 def _tiled(
@@ -333,10 +330,10 @@ def _default_kind(
     return default if kind is None or kind == "default" else kind
 
 
-def check_choices(form: object, backend: object, **exclusive: object) -> None:
+def check_choices(allow_dense: object, backend: object, **exclusive: object) -> None:
     """Check the options with a fixed set of values, and that at most one criterion is given."""
-    if form is not None and form not in get_args(Form):
-        raise ValueError(f"form is {form!r}; pass one of {', '.join(get_args(Form))}")
+    if not isinstance(allow_dense, bool):
+        raise TypeError(f"allow_dense is {allow_dense!r}; pass True or False")
     if backend not in get_args(Backend):
         raise ValueError(f"backend is {backend!r}; pass one of {', '.join(get_args(Backend))}")
     given = [name for name, value in exclusive.items() if value is not None]
@@ -344,29 +341,18 @@ def check_choices(form: object, backend: object, **exclusive: object) -> None:
         raise ValueError(
             f"{' and '.join(given)} are given; pass at most one of {', '.join(exclusive)}"
         )
-    if form == "tiled" and "rule" in given:
-        raise ValueError("form='tiled' takes no rule; pass error= or leaves=")
-    if form in ("representative", "repeated") and "rule" not in given:
-        name = given[0] if given else "error"
-        value = exclusive[name] if given else 0.05
-        received = f"{name}={value!r} is for form='tiled'" if given else "no rule is given"
-        raise ValueError(
-            f"form={form!r} builds a tree for each query, and {received}; pass "
-            f"rule=bmfa.rules.Optimal({name}={value!r})"
-        )
 
 
-def _check_tiled_form(inputs: AttentionInputs, form: Form | None, max_depth: int | None) -> None:
-    """Refuse what the form "tiled", requested or implied by a call without a rule, cannot run."""
+def _check_tiled_form(inputs: AttentionInputs, max_depth: int | None) -> None:
+    """Refuse what a call without a rule cannot run."""
     if max_depth is not None:
         raise ValueError(
             f"max_depth is {max_depth}, which limits trees, and no rule is given; pass rule=, e.g. "
             "bmfa.rules.Optimal(error=0.05), or leave max_depth out"
         )
     if inputs.query_grid is None and not inputs.self_attention:
-        named = "form='tiled'" if form == "tiled" else "a call without a rule"
         raise ValueError(
-            f"{named} takes a query for each of {inputs.tokens} tokens, and q has "
+            f"a call without a rule takes a query for each of {inputs.tokens} tokens, and q has "
             f"{inputs.q.shape[2]}; pass query_grid=, the grid of the queries, or rule=, e.g. "
             "bmfa.rules.Optimal(error=0.05), for a tree for each query"
         )

@@ -96,9 +96,9 @@ def exact_attention(
     """(B, H, n, e) exact attention of some queries, in float64 or, if the inputs allow, float32."""
     q, k, v = inputs.flat_double if double else inputs.flat
     batch, heads = inputs.q.shape[:2]
-    valid = inputs.raster_valid
+    valid = inputs.valid_keys
     if valid is not None:  # (B times key heads, prefix + N)
-        valid = inputs.add_prefix(valid).expand(batch, -1)
+        valid = valid.expand(batch, -1)
         valid = valid.repeat_interleave(inputs.k.shape[1], 0)
     some = q[:, queries]  # (B H, n, d)
     # The queries of all heads that share keys, one after the other.
@@ -176,8 +176,8 @@ def value_diameter(inputs: AttentionInputs, v: Tensor) -> Tensor:
     """(G, 1) upper bound on the diameter of the valid values (G, prefix + N, e) in float64, where G is
     B times the number of heads."""
     mask = torch.ones(1, 1, dtype=torch.bool, device=v.device)
-    if inputs.raster_valid is not None:
-        mask = inputs.add_prefix(inputs.raster_valid)
+    if inputs.valid_keys is not None:
+        mask = inputs.valid_keys
         mask = mask.expand(len(inputs.q), -1).repeat_interleave(len(v) // max(1, len(inputs.q)), 0)
     center = v.where(mask.unsqueeze(-1), 0.0).sum(1, keepdim=True) / v.shape[1]
     radius = _norm(v - center).where(mask, 0.0).amax(-1, keepdim=True)

@@ -24,7 +24,6 @@ from bmfa.attention.kernels.native import library
 from bmfa.attention.tiling import DEFAULT_ERROR, Budget, Tiling
 from bmfa.checks import has_values
 from bmfa.grid import Grid
-from bmfa.trees.rules import Rule
 
 # Constants of the backends: "cuda" is Triton, "native" the C++ kernels on x86-64, "neon" those on ARM,
 # which nobody has measured and which are cautious, and "eager" torch operations. Those of CUDA are read
@@ -154,28 +153,17 @@ def _choose_exact(
     return Choice("native" if native_runs else "dense", f"auto: {reason}", exact=True)
 
 
-def choose_per_query(inputs: AttentionInputs, rule: Rule, backend: Backend) -> Choice:
-    """Choose the backend of the forms with a tree for each query.
+def choose_per_query(backend: Backend) -> Choice:
+    """Choose the backend of a tree for each query.
 
     Raises:
         ValueError: If the requested backend cannot run the call.
     """
-    if backend == "native":
+    if backend in ("native", "triton"):
         raise _unsupported_error(backend, "a rule has a tree for each query, and it runs tiles")
-    unsupported = None
-    if backend == "triton" or (backend == "auto" and inputs.q.is_cuda):
-        unsupported = triton_trees_unsupported_reason(inputs, rule)
     if backend != "auto":
-        if unsupported is not None:
-            raise _unsupported_error(backend, unsupported)
         return Choice(backend, "requested")
-    if not inputs.q.is_cuda:
-        return Choice("eager", "auto: eager supports every rule, dtype and device")
-    if unsupported is None:
-        return Choice(
-            "triton", "auto: triton supports the grid, the rule, the dtype and the device"
-        )
-    return Choice("eager", f"auto: eager, because triton cannot run: {unsupported}")
+    return Choice("eager", "auto: eager supports every rule, dtype and device")
 
 
 def _unsupported_error(backend: str, reason: str) -> ValueError:
@@ -191,15 +179,7 @@ def tiles_unsupported_reason(backend: str, inputs: AttentionInputs, tiling: Tili
         return native.unsupported_reason(q, k, v)
     from bmfa.attention.kernels.triton.tiles import operators
 
-    return operators.unsupported_reason(q, k, v, tiling, inputs.prefix, inputs.order)
-
-
-def triton_trees_unsupported_reason(inputs: AttentionInputs, rule: Rule) -> str | None:
-    """Return why the Triton kernel for a tree for each query cannot run, or None if it can."""
-    from bmfa.attention.kernels.triton.per_query import operators
-
-    q, k, v = inputs.q, inputs.k, inputs.v
-    return operators.unsupported_reason(q, k, v, inputs.grid, rule, inputs.valid)
+    return operators.unsupported_reason(q, k, v, tiling, inputs.prefix)
 
 
 def dense_faster_reason(
@@ -240,9 +220,11 @@ def dense_faster_reason(
 
 def may_run_dense(options: dict[str, Any]) -> bool:
     """True if a call with these arguments of `screened_attention` takes dense attention where faster."""
-    forced = ("rule", "form", "certificate", "fallback")
-    return options.get("backend", "auto") == "auto" and not any(
-        options.get(name) not in (None, False) for name in forced
+    forced = ("rule", "certificate", "fallback")
+    return (
+        options.get("backend", "auto") == "auto"
+        and options.get("allow_dense", True)
+        and not any(options.get(name) not in (None, False) for name in forced)
     )
 
 

@@ -20,11 +20,10 @@ from bmfa.attention.inputs import (
     AttentionOptions,
     CertificateKind,
     Form,
-    Order,
 )
 from bmfa.attention.per_query import compute_per_query
 from bmfa.attention.result import Computed
-from bmfa.attention.tiles import compute_tiled, kernel_order, wrap_result
+from bmfa.attention.tiles import compute_tiled, wrap_result
 from bmfa.attention.tiling import Budget, TiledAttention, Tiling, probes_per_group
 from bmfa.grid import Grid, grid_from_list, grid_to_list
 from bmfa.trees.rules import RandomQuadrants, parse
@@ -41,7 +40,6 @@ class Settings(NamedTuple):
     prefix: int
     tau: float
     scale: float
-    order: Order
     backend: str
     form: Form
     certificate: CertificateKind | None
@@ -60,7 +58,7 @@ class Settings(NamedTuple):
         rule, budget = options.rule, options.budget
         return cls(
             inputs.grid.height, inputs.grid.width, inputs.grid.frames,
-            grid_to_list(inputs.query_grid), inputs.prefix, inputs.tau, inputs.scale, inputs.order,
+            grid_to_list(inputs.query_grid), inputs.prefix, inputs.tau, inputs.scale,
             options.backend, options.form, options.certificate, options.fallback,
             None if budget is None else budget.error, None if budget is None else budget.expand,
             options.exact_above, "" if rule is None else str(rule),
@@ -86,7 +84,7 @@ class Settings(NamedTuple):
     def inputs(self, q: Tensor, k: Tensor, v: Tensor, valid: Tensor | None) -> AttentionInputs:
         query_grid = grid_from_list(self.query_grid)
         return AttentionInputs(
-            q, k, v, self.grid, self.prefix, self.tau, self.scale, valid, self.order, query_grid
+            q, k, v, self.grid, self.prefix, self.tau, self.scale, valid, query_grid
         )
 
     @property
@@ -105,7 +103,7 @@ class Settings(NamedTuple):
 
 _ARGUMENTS = (
     "Tensor q, Tensor k, Tensor v, Tensor? valid, int height, int width, int frames, "
-    "int[] query_grid, int prefix, float tau, float scale, str order, str backend, str form, "
+    "int[] query_grid, int prefix, float tau, float scale, str backend, str form, "
     "str? certificate, float? fallback, float? error, int? expand, float exact_above, str rule, "
     "int seed, int? max_depth"
 )
@@ -128,8 +126,7 @@ def compute_in_graph(inputs: AttentionInputs, options: AttentionOptions) -> Comp
         assert options.budget is not None
         count = expanded.sum(-1, dtype=torch.int32)
         result = TiledAttention(output, count, probes, expanded)
-        order = kernel_order(inputs, options)
-        computed = wrap_result(inputs, settings.tiling, result, options.budget, order)
+        computed = wrap_result(inputs, settings.tiling, result, options.budget)
     else:
         computed = Computed(output, partial(_rebuild_tree, inputs, options))
         computed.measure_leaf_ratio = partial(_rebuilt_leaf_ratio, inputs, options)

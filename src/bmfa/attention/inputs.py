@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal, get_args
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -20,8 +20,7 @@ from bmfa.grid import Grid, check_grid
 from bmfa.trees.build import check_finite_products
 from bmfa.trees.rules import Rule
 
-Order = Literal["raster", "z"]
-Form = Literal["tiled", "representative", "repeated"]
+Form = Literal["tiled", "tree"]
 Backend = Literal["auto", "native", "eager", "triton", "reference"]
 CertificateKind = Literal["scores", "boxes"]
 
@@ -51,8 +50,7 @@ class AttentionInputs:
     prefix: int
     tau: float
     scale: float
-    valid: Tensor | None  # (B or 1, N) bool in the order of the caller, the same for all heads
-    order: Order
+    valid: Tensor | None  # (B or 1, N) bool, the same for all heads
     query_grid: Grid | None = None  # of the queries, if it is not that of the keys
 
     @property
@@ -75,26 +73,9 @@ class AttentionInputs:
         """Number of queries before those of the grid, for calls over tiles."""
         return self.prefix if self.query_grid is None else self.q.shape[2] - self.query_grid.size
 
-    @cached_property
-    def z_rank(self) -> Tensor:
-        """(N,) position in Z-order of every raster token, on the device of q."""
-        return self.grid.z_rank.to(self.q.device)
-
-    @cached_property
-    def z_order(self) -> Tensor:
-        """(N,) raster index of every token in Z-order, on the device of q."""
-        return self.grid.z_order.to(self.q.device)
-
-    @cached_property
-    def raster_valid(self) -> Tensor | None:
-        """(B or 1, N) bool in raster order."""
-        if self.valid is None or self.order == "raster":
-            return self.valid
-        return self.valid[:, self.z_rank]
-
     @property
     def valid_keys(self) -> Tensor | None:
-        """(B or 1, prefix + N) bool in the order of the caller; prefix tokens are always valid."""
+        """(B or 1, prefix + N) bool; prefix tokens are always valid."""
         return None if self.valid is None else self.add_prefix(self.valid)
 
     @property
@@ -127,19 +108,11 @@ class AttentionInputs:
         q = self.q.where(mask, 0.0) if self.self_attention else self.q
         return q, self.k.where(mask, 0.0), self.v.where(mask, 0.0)
 
-    def to_raster(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Return q, k, v of a call over tiles in raster order."""
-        if self.order == "raster":
-            return self.q, self.k, self.v
-        q, k, v = (permute_tokens(x, self.prefix, self.z_rank) for x in (self.q, self.k, self.v))
-        return q, k, v
-
     @cached_property
     def flat(self) -> tuple[Tensor, Tensor, Tensor]:
         """q, k, v with batch and heads in one dimension, in float32 or float64.
 
-        Keys and values are in raster order, queries in the order of the caller. Invalid tokens are 0.
-        k and v have B times the number of key heads.
+        Invalid tokens are 0. k and v have B times the number of key heads.
 
         Raises:
             ValueError: If q or k hold NaN or infinity, or if scores overflow.
@@ -160,10 +133,8 @@ class AttentionInputs:
 
     def _flatten(self, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
         q, k, v = self.q, self.k, self.v
-        if self.order == "z":
-            k, v = (permute_tokens(x, self.prefix, self.z_rank) for x in (k, v))
-        if self.raster_valid is not None:
-            mask = self.add_prefix(self.raster_valid)[:, None, :, None]
+        if (keys := self.valid_keys) is not None:
+            mask = keys[:, None, :, None]
             k, v = k.where(mask, 0.0), v.where(mask, 0.0)
         if (valid := self.valid_queries) is not None:  # keep finite queries: their output is exact
             finite = q.detach().isfinite().all(-1)
@@ -184,20 +155,12 @@ def check_inputs(
     tau: float,
     scale: float | None,
     valid: Tensor | None,
-    order: Order,
     query_grid: Grid | tuple[int, int] | None = None,
 ) -> AttentionInputs:
     """Check the arguments of `screened_attention` that describe its tensors."""
     grid = check_grid(grid)
     query_grid = None if query_grid is None else check_grid(query_grid)
     prefix = check_integer("prefix", prefix, low=0)
-    if order not in get_args(Order):
-        raise ValueError(f"order is {order!r}; pass 'raster' or 'z'")
-    if order == "z" and (grid.frames > 1 or query_grid is not None):
-        what = "query_grid=" if query_grid is not None else "a grid of several frames"
-        raise ValueError(
-            f"order is 'z', and {what} takes tokens in raster order; pass order='raster'"
-        )
     check_tensors(q, k, v)
     _check_token_count(k, grid, prefix)
     scale = float(q.shape[-1] ** -0.5) if scale is None else check_number("scale", scale)
@@ -209,7 +172,7 @@ def check_inputs(
         )
     if query_grid == grid and q.shape[2] == prefix + grid.size:
         query_grid = None  # self-attention
-    return AttentionInputs(q, k, v, grid, prefix, check_tau(tau), scale, valid, order, query_grid)
+    return AttentionInputs(q, k, v, grid, prefix, check_tau(tau), scale, valid, query_grid)
 
 
 def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
@@ -274,8 +237,3 @@ def _check_mask(valid: Tensor, q: Tensor, size: int, prefix: int) -> Tensor:
 def check_finite_scores(q: Tensor, k: Tensor, scale: float) -> None:
     """Raise if q or k hold NaN or infinity, or if scores overflow; half types compute in float32."""
     check_finite_products(q, k, scale, torch.promote_types(q.dtype, torch.float32))
-
-
-def permute_tokens(x: Tensor, prefix: int, index: Tensor) -> Tensor:
-    """Reorder the spatial tokens of (B, H, prefix + N, *) by `index` (N,); prefix tokens stay."""
-    return torch.cat((x[:, :, :prefix], x[:, :, prefix:][:, :, index]), 2)

@@ -1,4 +1,4 @@
-"""The forms "representative" and "repeated": a tree for every query and head."""
+"""A tree for every query and head."""
 
 from functools import partial
 from typing import Any
@@ -15,7 +15,6 @@ from bmfa.attention.tiling import unflatten
 from bmfa.grid import Grid
 from bmfa.trees.build import screen_keys
 from bmfa.trees.certificates import exact_error, key_certificate
-from bmfa.trees.layout import quadtree_layout
 from bmfa.trees.rules import ExactGap, RandomQuadrants, Rule
 from bmfa.trees.tree import Tree
 
@@ -23,7 +22,7 @@ from bmfa.trees.tree import Tree
 def compute_per_query(inputs: AttentionInputs, options: AttentionOptions) -> Computed:
     """Run a backend, then the certificate and the fallback."""
     assert options.rule is not None
-    run = {"triton": _run_triton, "reference": _run_reference}.get(options.backend, _run_eager)
+    run = _run_reference if options.backend == "reference" else _run_eager
     computed = run(inputs, options, options.rule)
     computed.output = computed.output.to(inputs.q.dtype)  # before it is certified
     if options.certificate is not None:
@@ -39,7 +38,7 @@ def compute_per_query(inputs: AttentionInputs, options: AttentionOptions) -> Com
 def _run_eager(inputs: AttentionInputs, options: AttentionOptions, rule: Rule) -> Computed:
     """Build trees from mean keys or streamed scores, then attend to their leaves."""
     q, k, v = inputs.copy_shared(inputs.flat)
-    lead, valid = inputs.q.shape[:2], inputs.raster_valid
+    lead, valid = inputs.q.shape[:2], inputs.valid
     tree = screen_keys(
         unflatten(q.detach(), 0, lead),
         unflatten(k[:, inputs.prefix :].detach(), 0, lead),
@@ -57,12 +56,9 @@ def _run_eager(inputs: AttentionInputs, options: AttentionOptions, rule: Rule) -
             mask = mask.repeat_interleave(lead[1], 0)
         output = eager.dense_attention(q, k, v, scale=inputs.scale, tau=inputs.tau, valid=mask)
     else:
-        attention = (
-            eager.representative_attention
-            if options.form == "representative"
-            else eager.repeated_attention
+        output = eager.tree_attention(
+            q, k, v, tree.flat(), prefix=inputs.prefix, scale=inputs.scale
         )
-        output = attention(q, k, v, tree.flat(), prefix=inputs.prefix, scale=inputs.scale)
     return Computed(unflatten(output, 0, lead), partial(_identity, tree))
 
 
@@ -75,25 +71,6 @@ def _needs_grad(*tensors: Tensor) -> bool:
     return any(x.requires_grad for x in tensors)
 
 
-def _run_triton(inputs: AttentionInputs, options: AttentionOptions, rule: Rule) -> Computed:
-    """Run one kernel from q, k, v to the output and the splits, which become trees on demand."""
-    from bmfa.attention.kernels.triton.per_query import operators
-
-    output, splits = operators.per_query_attention(
-        inputs.q,
-        inputs.k,
-        inputs.v,
-        grid=inputs.grid,
-        prefix=inputs.prefix,
-        rule=rule,
-        tau=inputs.tau,
-        scale=inputs.scale,
-        max_depth=options.max_depth,
-        order=inputs.order,
-    )
-    return Computed(output, partial(_decode_tree, inputs, options, rule, splits))
-
-
 def _run_reference(inputs: AttentionInputs, options: AttentionOptions, rule: Rule) -> Computed:
     """Run the float64 specification, query by query, with the trees that it builds itself."""
     from bmfa.attention.kernels import reference
@@ -102,8 +79,8 @@ def _run_reference(inputs: AttentionInputs, options: AttentionOptions, rule: Rul
     flat = inputs.copy_shared(inputs.flat)
     q, k, v = (x.detach().double().cpu().view(*shape[:2], *x.shape[1:]).numpy() for x in flat)
     masks = None
-    if inputs.raster_valid is not None:
-        masks = inputs.raster_valid.expand(shape[0], -1).cpu()
+    if inputs.valid is not None:
+        masks = inputs.valid.expand(shape[0], -1).cpu()
     output, trees = reference.per_query_attention(
         q,
         k,
@@ -117,7 +94,6 @@ def _run_reference(inputs: AttentionInputs, options: AttentionOptions, rule: Rul
         max_depth=options.max_depth,
         valid=None if masks is None else masks.numpy(),
         coins=_random_choices(rule, shape, inputs.grid),
-        form=options.form,
     )
     boxes = [tree.leaves for heads in trees for queries in heads for tree in queries]
     columns = None if masks is None else masks.T  # (N, B)
@@ -144,7 +120,7 @@ def _certify(
     bound = exact_error if kind == "scores" else key_certificate
     flat = tree.flat()
     energy = bound(q * inputs.scale, k[:, prefix:], flat, k[:, :prefix])  # (B H, Q)
-    attention = eager.representative_attention(q, k, v, flat, prefix=prefix, scale=inputs.scale)
+    attention = eager.tree_attention(q, k, v, flat, prefix=prefix, scale=inputs.scale)
     lead = shape[:2]
     distance = exact_bound(
         inputs, unflatten(attention, 0, lead), computed.output.detach(), slice(None), k.shape[1]
@@ -168,23 +144,6 @@ def _identity(tree: Tree) -> Tree:
 
 def _leaf_ratio(computed: Computed) -> float:
     return float(computed.make_tree().leaf_ratio.mean())
-
-
-def _decode_tree(
-    inputs: AttentionInputs, options: AttentionOptions, rule: Rule, splits: Tensor
-) -> Tree:
-    from bmfa.attention.kernels.triton.per_query.tables import decode_splits
-
-    decision = decode_splits(splits, inputs.grid, options.max_depth)
-    return Tree(
-        quadtree_layout(inputs.grid).to(splits.device),
-        decision.split,
-        tuple(inputs.q.shape[:3]),
-        inputs.tau,
-        str(rule),
-        limited=decision.limited,
-        max_depth=options.max_depth,
-    )
 
 
 def _random_choices(rule: Rule, shape: torch.Size, grid: Grid) -> Any:

@@ -61,7 +61,7 @@ class ErrorEstimate:
     Example:
         >>> import torch, bmfa
         >>> q, k, v = torch.randn(3, 1, 2, 4096, 32, generator=torch.Generator().manual_seed(0))
-        >>> stats = bmfa.screened_attention(0.3 * q, k, v, grid=(64, 64), form="tiled").stats
+        >>> stats = bmfa.screened_attention(0.3 * q, k, v, grid=(64, 64), allow_dense=False).stats
         >>> stats.error.target, stats.error.probes, stats.error.met
         (0.03, 128, True)
     """
@@ -196,7 +196,7 @@ class Stats:
 
     Attributes:
         backend: `"eager"`, `"triton"`, `"reference"` or `"dense"`.
-        form: `"tiled"`, `"representative"`, `"repeated"` or `"dense"`.
+        form: `"tiled"`, `"tree"` or `"dense"`.
         rule: The rule or the budget, as text.
         why: Why this backend ran.
         certificate: (B, H, Q) float64 proven upper bound on |output - exact| of every query, in units of
@@ -293,7 +293,7 @@ class Screened:
         >>> q, k, v = torch.randn(3, 1, 2, 64, 16, generator=torch.Generator().manual_seed(0))
         >>> output, stats = bmfa.screened_attention(q, k, v, grid=(8, 8), rule="gamma:0.1")
         >>> output.shape, stats.form
-        (torch.Size([1, 2, 64, 16]), 'representative')
+        (torch.Size([1, 2, 64, 16]), 'tree')
     """
 
     def __init__(self, output: Tensor, stats: Stats, make_tree: Callable[[], Tree]) -> None:

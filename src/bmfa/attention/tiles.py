@@ -13,9 +13,7 @@ from bmfa.attention.inputs import (
     AttentionInputs,
     AttentionOptions,
     CertificateKind,
-    Order,
     check_finite_scores,
-    permute_tokens,
 )
 from bmfa.attention.kernels import native
 from bmfa.attention.kernels.eager.certificate import bound_output
@@ -34,7 +32,6 @@ from bmfa.attention.tiling import (
     Tiling,
     probes_per_group,
     tokens_to_tiles,
-    unflatten,
 )
 from bmfa.checks import has_values
 from bmfa.trees.layout import tile_layout
@@ -56,13 +53,12 @@ def compute_tiled(inputs: AttentionInputs, options: AttentionOptions) -> Compute
         query_grid=inputs.query_grid,
         probes_per_group=probes_per_group(options.backend),
     )
-    order = kernel_order(inputs, options)
-    result, dense, missed = _run_to_target(inputs, tiling, options, order)
-    computed = wrap_result(inputs, tiling, result, budget, order)
+    result, dense, missed = _run_to_target(inputs, tiling, options)
+    computed = wrap_result(inputs, tiling, result, budget)
     computed.dense, computed.missed = dense, missed
     if options.certificate is not None:
         computed.certificate, computed.energy_bound = tiled_certificate(
-            inputs, tiling, result.output, result.expanded, order, options.certificate
+            inputs, tiling, result.output, result.expanded, options.certificate
         )
         if options.fallback is not None:
             apply_fallback(inputs, computed, options.fallback)
@@ -76,7 +72,7 @@ def compute_tiled(inputs: AttentionInputs, options: AttentionOptions) -> Compute
 
 
 def _run_to_target(
-    inputs: AttentionInputs, tiling: Tiling, options: AttentionOptions, kernel_order: Order
+    inputs: AttentionInputs, tiling: Tiling, options: AttentionOptions
 ) -> tuple[TiledAttention, bool, bool]:
     """Run the kernels, and where the probes miss the target, again: with a lower one, or exactly.
 
@@ -88,7 +84,7 @@ def _run_to_target(
     """
     budget = options.budget
     assert budget is not None
-    run = _prepare_kernel(inputs, tiling, options, kernel_order)
+    run = _prepare_kernel(inputs, tiling, options)
     result, dense = run(budget)
     if not budget.error or dense or options.backend == "triton":
         return result, dense, False
@@ -103,25 +99,19 @@ def _run_to_target(
     return _exact_result(inputs, tiling, options.backend), True, True
 
 
-def kernel_order(inputs: AttentionInputs, options: AttentionOptions) -> Order:
-    """Order of the tokens in the kernel of a backend, which numbers tiles and groups."""
-    return inputs.order if options.backend == "triton" else "raster"
-
-
 def wrap_result(
     inputs: AttentionInputs,
     tiling: Tiling,
     result: TiledAttention,
     budget: Budget,
-    kernel_order: Order,
 ) -> Computed:
     """Wrap the result of a kernel, with its tree and statistics on demand."""
     return Computed(
         result.output,
-        partial(_result_tree, inputs, tiling, result, budget, kernel_order),
+        partial(_result_tree, inputs, tiling, result, budget),
         tiled=result,
-        measure_density=partial(_density, inputs, tiling, result, kernel_order),
-        measure_leaf_ratio=partial(_leaf_ratio, inputs, tiling, result, kernel_order),
+        measure_density=partial(_density, inputs, tiling, result),
+        measure_leaf_ratio=partial(_leaf_ratio, inputs, tiling, result),
         measure_error=partial(
             ErrorEstimate.from_probes, result.probes, budget.error, tiling.probes_per_group
         ),
@@ -129,12 +119,11 @@ def wrap_result(
 
 
 def _prepare_kernel(
-    inputs: AttentionInputs, tiling: Tiling, options: AttentionOptions, kernel_order: Order
+    inputs: AttentionInputs, tiling: Tiling, options: AttentionOptions
 ) -> Callable[[Budget], tuple[TiledAttention, bool]]:
-    """Return a function of the budget that runs the kernels in their order of tokens.
+    """Return a function of the budget that runs the kernels.
 
-    It returns the result, with the output in the order of the caller, and whether every head was
-    computed exactly instead.
+    It returns the result, and whether every head was computed exactly instead.
     """
     shared: dict[str, Any] = {"prefix": inputs.prefix, "scale": inputs.scale, "tau": inputs.tau}
     if options.backend == "triton":
@@ -142,14 +131,14 @@ def _prepare_kernel(
 
         def run_triton(budget: Budget) -> tuple[TiledAttention, bool]:
             result = operators.tiled_attention(
-                inputs.q, inputs.k, inputs.v, tiling, valid=inputs.valid, order=kernel_order,
+                inputs.q, inputs.k, inputs.v, tiling, valid=inputs.valid,
                 error=budget.error, expand=budget.expand, exact_above=options.exact_above, **shared,
             )  # fmt: skip
             return result, False
 
         return run_triton
-    q, k, v = inputs.to_raster()
-    shared |= {"query_prefix": inputs.query_prefix, "valid": inputs.raster_valid}
+    q, k, v = inputs.q, inputs.k, inputs.v
+    shared |= {"query_prefix": inputs.query_prefix, "valid": inputs.valid}
     attend: Callable[[float | None, float | None, float], tuple[TiledAttention | None, bool]]
     is_native = options.backend == "native"
     if is_native and q.numel():
@@ -167,9 +156,6 @@ def _prepare_kernel(
             return _exact_result(inputs, tiling, options.backend), True
         if dense:  # nothing is left for probes to measure
             found = replace(found, probes=torch.zeros_like(found.probes))
-        if inputs.order == "z":
-            output = permute_tokens(found.output, inputs.prefix, inputs.z_order)
-            found = replace(found, output=output)
         return found, dense
 
     return run
@@ -193,7 +179,7 @@ def _run_eager(
 def _exact_result(inputs: AttentionInputs, tiling: Tiling, backend: str) -> TiledAttention:
     """Dense attention as a result with every tile expanded."""
     shape = (*inputs.q.shape[:2], tiling.groups, tiling.tiles)
-    valid = _tile_sizes(inputs, tiling, "raster") > 0  # (B or 1, T)
+    valid = _tile_sizes(inputs, tiling) > 0  # (B or 1, T)
     expanded = valid[:, None, None].expand(shape)
     probes = inputs.q.new_zeros(
         (*shape[:2], tiling.probes(inputs.query_prefix), 3), dtype=torch.float64
@@ -222,7 +208,6 @@ def tiled_certificate(
     tiling: Tiling,
     output: Tensor,
     expanded: Tensor,
-    kernel_order: Order,
     kind: CertificateKind,
 ) -> tuple[Tensor, Tensor]:
     """Bound the distance of an output from exact attention, for every query.
@@ -232,40 +217,21 @@ def tiled_certificate(
     Args:
         inputs: Inputs of the call.
         tiling: Tiles of the keys, and groups of the queries.
-        output: (B, H, Q, e), the output to bound, in the order of the caller.
+        output: (B, H, Q, e), the output to bound.
         expanded: (B, H, R, T) bool, the tiles that every group of queries expands.
-        kernel_order: Order of the tokens in the kernel, which numbers tiles and groups.
         kind: What log Z is bounded from, `"scores"` or `"boxes"`.
 
     Returns:
         (B, H, Q) float64 each: an upper bound on |output - exact|, and one on E of the
         attention before the correction. Invalid queries have 0.
     """
-    q, k, v = inputs.to_raster()
-    prefix = inputs.prefix
-    if inputs.order == "z":
-        output = permute_tokens(output, prefix, inputs.z_rank)
-    if kernel_order == "z":
-        group = _kernel_tiles(inputs, tiling.queries, kernel_order)
-        expanded = expanded[:, :, group][..., _kernel_tiles(inputs, tiling, kernel_order)]
     bound = bound_output(
-        q, k, v, output, tiling, expanded, prefix=prefix, factor=inputs.scale / inputs.tau,
-        valid=inputs.raster_valid, kind=kind, query_prefix=inputs.query_prefix,
+        inputs.q, inputs.k, inputs.v, output, tiling, expanded, prefix=inputs.prefix,
+        factor=inputs.scale / inputs.tau, valid=inputs.valid, kind=kind,
+        query_prefix=inputs.query_prefix,
     )  # fmt: skip
     # Two further roundings: of the product and of tau itself, which is given in decimals.
-    both = torch.stack((bound.distance, bound.divergence * inputs.tau * (1 + 1e-15)), -1)
-    if inputs.order == "z":
-        both = permute_tokens(both, prefix, inputs.z_order)
-    certificate, energy = both.unbind(-1)
-    return certificate, energy
-
-
-def _kernel_tiles(inputs: AttentionInputs, tiling: Tiling, kernel_order: Order) -> Tensor:
-    """(T,) number in the kernel of each tile in raster order."""
-    device = inputs.q.device
-    if kernel_order == "raster":
-        return torch.arange(tiling.tiles, device=device)
-    return inputs.z_rank[tiling.slot_tokens[:, 0].to(device)] // tiling.slots
+    return bound.distance, bound.divergence * inputs.tau * (1 + 1e-15)
 
 
 def _result_tree(
@@ -273,9 +239,8 @@ def _result_tree(
     tiling: Tiling,
     result: TiledAttention,
     budget: Budget,
-    kernel_order: Order,
 ) -> Tree:
-    return tiled_tree(inputs, tiling, result.expanded, budget, kernel_order)
+    return tiled_tree(inputs, tiling, result.expanded, budget)
 
 
 def tiled_tree(
@@ -283,7 +248,6 @@ def tiled_tree(
     tiling: Tiling,
     expanded: Tensor,
     budget: Budget,
-    kernel_order: Order,
 ) -> Tree:
     """Build the partition of the spatial keys that every query sees, (B, H, Q).
 
@@ -294,30 +258,23 @@ def tiled_tree(
         tiling: Tiles of the grid.
         expanded: (B, H, R, T) bool, the tiles that every group of queries expands.
         budget: Names the tree.
-        kernel_order: Order of the tokens in the kernel, which numbers tiles and groups.
     """
     device = expanded.device
     layout = tile_layout(tiling.grid, tiling.side).to(device)
     slots = tiling.slot_tokens.to(device)
-    number = _kernel_tiles(inputs, tiling, kernel_order)  # of each raster tile in the kernel
     group = torch.empty(tiling.queries.grid.size, dtype=torch.int64, device=device)  # of each query
-    if kernel_order == "z":
-        group = torch.arange(tiling.grid.size, device=device) // tiling.queries.slots
-    else:
-        members = tiling.queries.slot_tokens.to(device)
-        groups = torch.arange(tiling.groups, device=device).unsqueeze(-1).expand_as(members)
-        group[members[members >= 0]] = groups[members >= 0]
+    members = tiling.queries.slot_tokens.to(device)
+    groups = torch.arange(tiling.groups, device=device).unsqueeze(-1).expand_as(members)
+    group[members[members >= 0]] = groups[members >= 0]
     several = (slots >= 0).sum(-1) > 1  # a tile of one token is a leaf either way
-    split = expanded[:, :, group][..., number[several]]  # (B, H, N, blocks)
-    if inputs.order == "z" and kernel_order == "raster":
-        split = split[:, :, inputs.z_order]
+    split = expanded[:, :, group][..., several]  # (B, H, N, blocks)
     prefix = split.new_ones(*split.shape[:2], inputs.query_prefix, split.shape[-1])
     split = torch.cat((prefix, split), 2)
     shape = tuple(split.shape[:3])
     blocks = split.flatten(0, 2).T.contiguous()  # (blocks, B H (prefix + N))
-    if inputs.raster_valid is None:
+    if inputs.valid is None:
         return Tree(layout, blocks, shape, inputs.tau, str(budget), block_means=False)
-    masks = inputs.raster_valid.T  # (N, B or 1)
+    masks = inputs.valid.T  # (N, B or 1)
     if layout.block_count:  # a tile with one valid token is a leaf; one without is not
         counted = Counts.of(layout, torch.float32, masks).blocks[0] > 1
         blocks &= counted.repeat_interleave(blocks.shape[1] // max(1, counted.shape[1]), 1)
@@ -329,46 +286,40 @@ def dense_tree(inputs: AttentionInputs, budget: Budget) -> Tree:
     tiling = inputs.tiling
     shape = (*inputs.q.shape[:2], tiling.groups, tiling.tiles)
     expanded = torch.ones(shape, dtype=torch.bool, device=inputs.q.device)
-    return tiled_tree(inputs, tiling, expanded, budget, "raster")
+    return tiled_tree(inputs, tiling, expanded, budget)
 
 
-def _tile_sizes(inputs: AttentionInputs, tiling: Tiling, kernel_order: Order) -> Tensor:
-    """(B or 1, T) valid tokens of each tile, as the kernel numbers them."""
-    valid = inputs.raster_valid
+def _tile_sizes(inputs: AttentionInputs, tiling: Tiling) -> Tensor:
+    """(B or 1, T) valid tokens of each tile."""
+    valid = inputs.valid
     if valid is None:
         valid = torch.ones(1, tiling.grid.size, dtype=torch.bool, device=inputs.q.device)
-    if kernel_order == "z":  # tiles are consecutive in Z-order
-        return unflatten(valid[:, inputs.z_order], 1, (tiling.tiles, tiling.slots)).sum(-1)
     return tokens_to_tiles(valid[:, None, :, None], tiling, torch.bool).squeeze(-1).sum(-1)
 
 
-def _group_sizes(inputs: AttentionInputs, tiling: Tiling, kernel_order: Order) -> Tensor:
-    """(B or 1, R) valid queries of each group, as the kernel numbers them."""
+def _group_sizes(inputs: AttentionInputs, tiling: Tiling) -> Tensor:
+    """(B or 1, R) valid queries of each group."""
     if tiling.query_grid is None:  # the mask is that of the queries, too
-        return _tile_sizes(inputs, tiling.queries, kernel_order)
+        return _tile_sizes(inputs, tiling.queries)
     return (tiling.queries.slot_tokens >= 0).sum(-1).unsqueeze(0).to(inputs.q.device)
 
 
-def _density(
-    inputs: AttentionInputs, tiling: Tiling, result: TiledAttention, kernel_order: Order
-) -> float:
+def _density(inputs: AttentionInputs, tiling: Tiling, result: TiledAttention) -> float:
     """Mean share of the tiles that a group of queries expands, as `Stats.density` defines it."""
     counts = result.expanded_count.double()
     if inputs.valid is None:
         return float(counts.mean()) / tiling.tiles
-    sizes = _tile_sizes(inputs, tiling, kernel_order)  # (B or 1, T)
+    sizes = _tile_sizes(inputs, tiling)  # (B or 1, T)
     shares = counts / (sizes > 0).sum(-1).view(-1, 1, 1)
-    groups = (_group_sizes(inputs, tiling, kernel_order) > 0).unsqueeze(1)  # (B or 1, 1, R)
+    groups = (_group_sizes(inputs, tiling) > 0).unsqueeze(1)  # (B or 1, 1, R)
     return float(shares[groups.expand_as(shares)].mean())
 
 
-def _leaf_ratio(
-    inputs: AttentionInputs, tiling: Tiling, result: TiledAttention, kernel_order: Order
-) -> float:
+def _leaf_ratio(inputs: AttentionInputs, tiling: Tiling, result: TiledAttention) -> float:
     """Mean number of leaves over valid tokens, as `Stats.leaf_ratio` defines it."""
-    sizes = _tile_sizes(inputs, tiling, kernel_order).double()[:, None, None]  # (B or 1, 1, 1, T)
+    sizes = _tile_sizes(inputs, tiling).double()[:, None, None]  # (B or 1, 1, 1, T)
     leaves = torch.where(result.expanded, sizes, sizes.clamp(max=1)).sum(-1)  # (B, H, R)
     ratios = leaves / sizes.sum(-1)
-    queries = _group_sizes(inputs, tiling, kernel_order).double().unsqueeze(1).expand_as(ratios)
+    queries = _group_sizes(inputs, tiling).double().unsqueeze(1).expand_as(ratios)
     prefix = ratios.shape[0] * ratios.shape[1] * inputs.query_prefix  # they see every token
     return float(((ratios * queries).sum() + prefix) / (queries.sum() + prefix))

@@ -160,12 +160,6 @@ class Tiling:
         """True if some tiles have fewer than S tokens."""
         return self.grid.height % self.side != 0 or self.grid.width % self.width != 0
 
-    @property
-    def z_aligned(self) -> bool:
-        """True if the tokens of every tile are consecutive in Z-order."""
-        square = self.grid.frames == 1 and self.rows == self.columns
-        return not self.ragged and square and self.rows & (self.rows - 1) == 0
-
     @cached_property
     def slot_tokens(self) -> Tensor:
         """(T, S) raster index of the token in each slot, -1 for empty slots."""

@@ -10,7 +10,7 @@ from torch import nn
 
 from bmfa.attention.api import check_choices
 from bmfa.attention.dispatch import may_run_dense
-from bmfa.attention.inputs import Backend, Form
+from bmfa.attention.inputs import Backend
 from bmfa.checks import check_integer, check_leaves, check_number
 from bmfa.grid import Grid
 from bmfa.models.dense_decision import DenseDecision, PlannedDecision
@@ -43,7 +43,7 @@ def patch(
     plan: Plan | str | os.PathLike[str] | None = None,
     layers: str | Sequence[int] | None = None,
     max_depth: int | None = None,
-    form: Form | None = None,
+    allow_dense: bool = True,
     backend: Backend = "auto",
     fallback: float | None = None,
     attention: str | Sequence[str] | None = None,
@@ -60,8 +60,9 @@ def patch(
     With `rule`, every query and head has a tree of its own over the spatial keys. Without a rule, the
     layers attend over tiles of keys, within the target `error` or the budget `leaves`: this form makes
     models at high resolution faster. For images at which dense attention is faster, the model runs its
-    own forward, on a CPU with exact attention by the native kernel where that is faster, unless `form`,
-    `fallback` or a `backend` is given. `error=0.0` makes attention exact at every size.
+    own forward, on a CPU with exact attention by the native kernel where that is faster, unless
+    `allow_dense` is False, or `fallback` or a `backend` is given. `error=0.0` makes attention exact at
+    every size.
 
     With `plan`, every layer has the setting that `bmfa.tune` chose for it. A plan holds for one image
     size: images with another number of tokens run dense attention, with one warning for each number.
@@ -88,9 +89,7 @@ def patch(
         layers: `"all"`, `"last-K"`, or the indices of the layers; negative ones count from the end. None
             selects all layers, and `"last-4"` with a rule.
         max_depth: The depth at which trees are not split further; None goes down to single tokens.
-        form: `"tiled"`, `"representative"` or `"repeated"`, see `screened_attention`. None selects
-            `"representative"` with a rule (`"repeated"` if the Triton kernel runs), and otherwise
-            tiles or dense attention.
+        allow_dense: If False, tiles run even where dense attention is faster.
         backend: `"auto"`, `"native"`, `"eager"`, `"triton"` or `"reference"`.
         fallback: Queries whose certificate exceeds this share of |output| are recomputed exactly.
         attention: The names of the attention modules of a model that is not known, as
@@ -125,7 +124,7 @@ def patch(
         "error": error,
         "leaves": leaves,
         "max_depth": max_depth,
-        "form": form,
+        "allow_dense": allow_dense,
         "backend": backend,
         "fallback": fallback,
     }
@@ -172,9 +171,9 @@ def patch_planned(model: nn.Module, plan: Plan | str | os.PathLike[str]) -> nn.M
 def planned_options(errors: Mapping[int, float]) -> dict[int, dict[str, Any]]:
     """Return the arguments of `screened_attention` by layer.
 
-    The form is named so that tiles run wherever the plan has measured that they are faster.
+    Dense attention is off: tiles run wherever the plan has measured that they are faster.
     """
-    return {layer: {"error": error, "form": "tiled"} for layer, error in errors.items()}
+    return {layer: {"error": error, "allow_dense": False} for layer, error in errors.items()}
 
 
 def install_layers(
@@ -327,9 +326,10 @@ def layer_indices(layers: str | Sequence[int], depth: int) -> tuple[int, ...]:
 
 def _check_alone(options: Mapping[str, Any]) -> None:
     """Raise if another option is given with a plan."""
-    default = {"backend": "auto"}
+    default = {"backend": "auto", "allow_dense": True}
     for name, value in options.items():
-        if value is not None and not (isinstance(value, str) and value == default.get(name)):
+        plain = isinstance(value, str | bool)
+        if value is not None and not (plain and value == default.get(name)):
             raise ValueError(
                 f"{name} is {value!r} and a plan is given, which has settings for every layer; pass one "
                 "of the two"
@@ -337,10 +337,17 @@ def _check_alone(options: Mapping[str, Any]) -> None:
 
 
 def _check_options(
-    *, rule: Any, error: Any, leaves: Any, max_depth: Any, form: Any, backend: Any, fallback: Any
+    *,
+    rule: Any,
+    error: Any,
+    leaves: Any,
+    max_depth: Any,
+    allow_dense: Any,
+    backend: Any,
+    fallback: Any,
 ) -> None:
     """Check the arguments of `screened_attention` before the model is changed."""
-    check_choices(form, backend, rule=rule, error=error, leaves=leaves)
+    check_choices(allow_dense, backend, rule=rule, error=error, leaves=leaves)
     if error is not None:
         check_number("error", error, low=0.0)
     if leaves is not None:

@@ -75,8 +75,9 @@ class ScreenedLayer(AttentionFunction):
     def describe(self) -> str:
         """Return the settings of the layer as text."""
         given = {name: value for name, value in self.options.items() if value is not None}
-        if given.get("backend") == "auto":
-            del given["backend"]
+        for name, default in (("backend", "auto"), ("allow_dense", True)):
+            if given.get(name) == default:
+                del given[name]
         if not given.keys() & {"rule", "error", "leaves"}:
             given = {"error": DEFAULT_ERROR} | given
         return ", ".join(f"{name}={value}" for name, value in given.items())

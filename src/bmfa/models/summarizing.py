@@ -26,7 +26,7 @@ class LayerSummary:
     Attributes:
         layer: Index of the layer.
         settings: Settings of the layer; None if it is not patched.
-        form: `"tiled"`, `"representative"`, `"repeated"`, `"dense"`, or `"unknown"` if the layer has
+        form: `"tiled"`, `"tree"`, `"dense"`, or `"unknown"` if the layer has
             not run in this thread or ran in a compiled graph.
         backend: `"native"`, `"eager"`, `"triton"`, `"reference"`, `"dense"` (SDPA in bmfa), `"host"`
             (the attention of the model itself) or `"unknown"`.

@@ -378,7 +378,7 @@ class _Tuner:
         """Run the model once, dense, and time the attention of every layer on the way."""
         token_grid = self.host.make_token_grid(self.host.prefix, self.host.suffix)
         errors = () if times is not None else self.settings.errors
-        never_dense = {"form": "tiled"}  # so that hosts pass q, k, v of every call
+        never_dense = {"allow_dense": False}  # so that hosts pass q, k, v of every call
         functions = [
             TimedLayer(
                 index,

@@ -86,7 +86,7 @@ def screened_call(**options):
     length = torch.tensor([0.1, 0.4, 1.0, 2.5])[row // 8 * 2 + column // 8]
     k[:, :, PREFIX:] *= length.to(DEVICE).unsqueeze(-1)
     return lambda: screened_attention(
-        q, k, v, grid=GRID, prefix=PREFIX, form="tiled", backend="triton", **options
+        q, k, v, grid=GRID, prefix=PREFIX, allow_dense=False, backend="triton", **options
     )
 
 

@@ -305,7 +305,7 @@ class _SizeBenchmark:
             return _BaselineModel(model, baseline)
         shared = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
         arguments: dict[str, Any] = TileSetting.parse(name).arguments(self.grid)
-        arguments |= {"layers": self.settings.layers, "form": self.settings.form}
+        arguments |= {"layers": self.settings.layers, "allow_dense": self.settings.form is None}
         return patch(deepcopy(model, shared), **arguments)
 
     def _forward(self, model: nn.Module) -> timing.Work:

@@ -77,7 +77,7 @@ def tiled_call(
     inputs: RecordedInputs, backend: Backend, setting: TileSetting, **options: Any
 ) -> ScreenedCall:
     """Return tiled attention at a setting."""
-    options |= {"form": "tiled", "backend": backend, **setting.arguments(inputs.grid)}
+    options |= {"allow_dense": False, "backend": backend, **setting.arguments(inputs.grid)}
     return partial(screened_attention, grid=inputs.grid, prefix=inputs.prefix, **options)
 
 

@@ -99,7 +99,7 @@ class _Case:
             expand=self.expanded,
             valid=None if valid is None else valid.numpy(),
         )
-        options: dict[str, Any] = {"form": "tiled", "backend": backend}
+        options: dict[str, Any] = {"allow_dense": False, "backend": backend}
         screened = screened_attention(
             *(x.to(device) for x in tokens),
             grid=self.grid,

@@ -355,7 +355,7 @@ def register_model(
         >>> bmfa.models.register_model(Tiny, attention="attn")
         >>> model, x = Tiny().eval(), torch.randn(1, 256, 8)
         >>> full = model(x)
-        >>> coarse = bmfa.patch(model, leaves=2, form="tiled", layers="all")(x)
+        >>> coarse = bmfa.patch(model, leaves=2, allow_dense=False, layers="all")(x)
         >>> torch.equal(coarse, full), torch.equal(bmfa.unpatch(model)(x), full)
         (False, True)
     """

@@ -18,13 +18,13 @@ from bmfa.trees.tree import Tree
 CHUNK_ELEMENTS = 1 << 22
 
 
-def representative_attention(
+def tree_attention(
     q: Tensor, k: Tensor, v: Tensor, tree: Tree, *, prefix: int, scale: float
 ) -> Tensor:
     """Compute softmax over the prefix and one token a leaf, with logit M + tau log n and mean value.
 
     M is the score of the mean key. The logits of all nodes are computed and those of nodes that are not
-    leaves are masked: this form is simple and differentiable, not sparse.
+    leaves are masked: this is simple and differentiable, not sparse.
 
     Args:
         q: (G, Q, d).
@@ -53,31 +53,6 @@ def representative_attention(
         return weights @ values[heads]
 
     return _in_chunks(q, v, tree, keys.shape[1], compute)
-
-
-def repeated_attention(
-    q: Tensor, k: Tensor, v: Tensor, tree: Tree, *, prefix: int, scale: float
-) -> Tensor:
-    """Compute softmax over all tokens, with every score replaced by the mean score of its leaf.
-
-    Arguments and result are those of `representative_attention`.
-    """
-    if len(q) == 0:
-        return _join([], q, v)
-    valid = tree.mask_of_heads(len(q))
-    if valid is not None:
-        v = torch.cat((v[:, :prefix], v[:, prefix:].where(valid.T.unsqueeze(-1), 0.0)), 1)
-
-    def compute(heads: slice, queries: slice, part: Tree) -> Tensor:
-        scores = q[heads, queries] @ k[heads].transpose(1, 2) * scale
-        spatial = part.reconstruct(scores[..., prefix:].flatten(0, 1)).view_as(scores[..., prefix:])
-        if valid is not None:
-            mask = valid.T if valid.shape[1] == 1 else valid.T[heads]
-            spatial = spatial.masked_fill(~mask.unsqueeze(1), -torch.inf)
-        logits = torch.cat((scores[..., :prefix], spatial), -1) / tree.tau
-        return logits.softmax(-1) @ v[heads]
-
-    return _in_chunks(q, v, tree, k.shape[1], compute)
 
 
 def dense_attention(

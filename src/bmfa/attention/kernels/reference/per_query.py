@@ -76,13 +76,12 @@ def per_query_attention(
     max_depth: int | None = None,
     valid: npt.ArrayLike | None = None,
     coins: npt.ArrayLike | None = None,
-    form: str = "repeated",
 ) -> tuple[Array, Trees]:
     """Compute o~ = sum_i p~_i v_i with p~ = softmax(s~ / tau).
 
     Every query, those of the prefix included, has its own tree over the spatial keys. Prefix keys are
-    exact. In the form "repeated" s~_i = M(L) for every token i of a leaf L. In the form "representative"
-    a leaf is one token with logit M(L) / tau + log n_L and the mean value. The outputs are the same.
+    exact, and s~_i = M(L) for every token i of a leaf L. A leaf as one token with the logit
+    M(L) / tau + log n_L and the mean value has the same output.
 
     Args:
         q: (B, H, Q, d).
@@ -97,13 +96,10 @@ def per_query_attention(
         max_depth: Depth at which no block is split, or None.
         valid: bool (N,) or (B, N), the spatial tokens that exist.
         coins: bool, broadcast to (B, H, Q, quadrants), for RandomQuadrants.
-        form: "repeated" or "representative".
 
     Returns:
         Outputs (B, H, Q, e), and the trees as [batch][head][query].
     """
-    if form not in ("repeated", "representative"):
-        raise ValueError(f"form is {form!r}; pass 'repeated' or 'representative'")
     scores, values = _scores(q, k, scale), np.asarray(v, np.float64)
     leading = scores.shape[:3]  # (B, H, Q)
     masks = _spatial_mask(valid, leading[0], height * width).reshape(-1, height, width)
@@ -123,11 +119,7 @@ def per_query_attention(
             coins=None if coins is None else np.asarray(coins)[b, h, i].tolist(),
         )
         spatial = values[b, h, prefix:].reshape(height, width, -1)
-        if form == "repeated":
-            logits, tokens = tree.reconstruct(grid)[masks[b]] / tau, spatial[masks[b]]
-        else:
-            logits = np.array([x.mean() / tau + math.log(x.size) for x in tree.leaf_values(grid)])
-            tokens = np.array([leaf.mean(0) for leaf in tree.leaf_values(spatial)])
+        logits, tokens = tree.reconstruct(grid)[masks[b]] / tau, spatial[masks[b]]
         output[b, h, i] = _softmax_mean(
             np.concatenate([prefix_scores / tau, logits]),
             np.concatenate([values[b, h, :prefix], tokens]),

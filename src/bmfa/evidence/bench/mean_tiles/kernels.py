@@ -88,7 +88,7 @@ def mean_pool_kernel(
     v += prefix * stride_vt
     for member in range(TILES_PER_PROGRAM):
         tile = part * TILES_PER_PROGRAM + member
-        tokens, on_grid = tile_tokens(tile, slots, height, width, tiles_across, False, SIDE)
+        tokens, on_grid = tile_tokens(tile, slots, height, width, tiles_across, SIDE)
         exists = on_grid & (tile < num_tiles)
         tile_k = load_rows(k, tokens, stride_kt, exists, D, BLOCK_D)  # (S, BLOCK_D)
         tile_v = load_rows(v, tokens, stride_vt, exists, D, BLOCK_D)
@@ -245,7 +245,7 @@ def mean_score_kernel(
         l_i = tl.zeros((BLOCK_R, BLOCK_T), tl.float32)
         for member in range(TILES_PER_PROGRAM):
             tile = program * TILES_PER_PROGRAM + member
-            tokens, on_grid = tile_tokens(tile, slots, height, width, tiles_across, False, SIDE)
+            tokens, on_grid = tile_tokens(tile, slots, height, width, tiles_across, SIDE)
             exists = on_grid & (tile < num_tiles)
             tile_k = load_rows(k, tokens, stride_kt, exists, D, BLOCK_D)  # (S, BLOCK_D)
             scores = tl.dot(q_means, tl.trans(tile_k), input_precision=PRECISION) * qk_scale
@@ -404,7 +404,7 @@ def mean_residual_kernel(
         masses = tl.zeros((BLOCK_R, BLOCK_T), tl.float32)
         for member in range(TILES_PER_STEP):
             tile = start + member
-            tokens, on_grid = tile_tokens(tile, slots, height, width, tiles_across, False, SIDE)
+            tokens, on_grid = tile_tokens(tile, slots, height, width, tiles_across, SIDE)
             exists = on_grid & (tile < num_tiles)
             tile_k = load_rows(k, tokens, stride_kt, exists, D, BLOCK_D)  # (S, BLOCK_D)
             tile_v = load_rows(v, tokens, stride_vt, exists, D, BLOCK_D)
@@ -460,7 +460,7 @@ def mean_attention_kernel(
     line = batch_head * num_rows + row
     slots, columns = tl.arange(0, S), tl.arange(0, BLOCK_D)
     in_head = columns < D
-    tokens, on_grid = tile_tokens(tile, slots, height, width, tiles_across, False, SIDE)
+    tokens, on_grid = tile_tokens(tile, slots, height, width, tiles_across, SIDE)
     tile_q = load_rows(q, tokens, stride_qt, on_grid, D, BLOCK_D)  # (S, BLOCK_D)
     # Loaded early to hide the latency; used after the mean tiles.
     group = batch_head * num_groups + first_group + row
@@ -519,9 +519,7 @@ def mean_attention_kernel(
     expanded_list = (lse + line * num_tiles).to(tl.pointer_type(tl.int32))
     for index in range(num_expanded):
         expanded = tl.load(expanded_list + index)
-        key_tokens, key_on_grid = tile_tokens(
-            expanded, slots, height, width, tiles_across, False, SIDE
-        )
+        key_tokens, key_on_grid = tile_tokens(expanded, slots, height, width, tiles_across, SIDE)
         exists = key_on_grid
         tile_k = load_rows(k, key_tokens, stride_kt, exists, D, BLOCK_D)
         tile_v = load_rows(v, key_tokens, stride_vt, exists, D, BLOCK_D)

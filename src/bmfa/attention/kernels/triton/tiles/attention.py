@@ -20,13 +20,13 @@ def attend_expanded(
     m_i, l_i, acc, queries, k, v, valid, expanded_list, first, last, stride_kt, stride_vt,
     height, width, tiles_across, qk_scale_log2,
     D: tl.constexpr, BLOCK_D: tl.constexpr, SIDE: tl.constexpr,
-    Z_ORDER: tl.constexpr, MASKED: tl.constexpr, RAGGED: tl.constexpr, PRECISION: tl.constexpr,
+    MASKED: tl.constexpr, RAGGED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Add the tokens of the expanded tiles from `first` to `last` in the list to an online softmax."""
     slots = tl.arange(0, SIDE * SIDE)
     for index in range(first, last):
         tile = tl.load(expanded_list + index)
-        tokens, on_grid = tile_tokens(tile, slots, height, width, tiles_across, Z_ORDER, SIDE)
+        tokens, on_grid = tile_tokens(tile, slots, height, width, tiles_across, SIDE)
         exists = valid_tokens(valid, tokens, on_grid, MASKED)
         tile_k = load_rows(k, tokens, stride_kt, exists, D, BLOCK_D)
         tile_v = load_rows(v, tokens, stride_vt, exists, D, BLOCK_D)
@@ -44,7 +44,7 @@ def expand_kernel(
     H, prefix, height, width, frames, tiles_across, num_tiles, num_groups, first_row, row_capacity,
     group_stride, query_prefix, query_height, query_width, query_tiles_across, qk_scale,
     D: tl.constexpr, BLOCK_D: tl.constexpr, SIDE: tl.constexpr, GROUP_TILES: tl.constexpr,
-    NUM_ITEMS: tl.constexpr, ITEM_TILES: tl.constexpr, Z_ORDER: tl.constexpr, MASKED: tl.constexpr,
+    NUM_ITEMS: tl.constexpr, ITEM_TILES: tl.constexpr, MASKED: tl.constexpr,
     RAGGED: tl.constexpr, OWN_GRID: tl.constexpr, HEADS_PER_KEY: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Attend with the queries of a group over one item of its expanded tiles. Grid: (item_capacity,).
@@ -68,7 +68,7 @@ def expand_kernel(
         valid += batch * frames * height * width
         slots, columns = tl.arange(0, QUERIES), tl.arange(0, BLOCK_D)
         tokens, on_grid = group_tokens(
-            group, slots, query_height, query_width, query_tiles_across, Z_ORDER, SIDE, GROUP_TILES
+            group, slots, query_height, query_width, query_tiles_across, SIDE, GROUP_TILES
         )
         group_q = load_rows(q, tokens, stride_qt, on_grid, D, BLOCK_D)  # (QUERIES, BLOCK_D)
         m_i = tl.full((QUERIES,), float("-inf"), tl.float32)
@@ -81,7 +81,7 @@ def expand_kernel(
         m_i, l_i, acc = attend_expanded(
             m_i, l_i, acc, group_q, k, v, valid, expanded_list + line.to(tl.int64) * num_tiles, first,
             last, stride_kt, stride_vt, height, width, tiles_across, qk_scale * LOG2E,
-            D, BLOCK_D, SIDE, Z_ORDER, MASKED, RAGGED, PRECISION,
+            D, BLOCK_D, SIDE, MASKED, RAGGED, PRECISION,
         )  # fmt: skip
         tl.store(item_m + item * QUERIES + slots, m_i)
         tl.store(item_l + item * QUERIES + slots, l_i)
@@ -101,7 +101,7 @@ def attention_kernel(
     qk_scale,
     D: tl.constexpr, BLOCK_D: tl.constexpr, SIDE: tl.constexpr, GROUP_TILES: tl.constexpr,
     BLOCK_MEANS: tl.constexpr, BLOCK_PREFIX: tl.constexpr, ITEM_TILES: tl.constexpr,
-    SKIP_EXACT: tl.constexpr, Z_ORDER: tl.constexpr, MASKED: tl.constexpr, RAGGED: tl.constexpr,
+    SKIP_EXACT: tl.constexpr, MASKED: tl.constexpr, RAGGED: tl.constexpr,
     OWN_GRID: tl.constexpr, HEADS_PER_KEY: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Attend with the queries of one group of one head. Grid: (rows, B * H).
@@ -134,7 +134,7 @@ def attention_kernel(
         slots, columns = tl.arange(0, QUERIES), tl.arange(0, BLOCK_D)
         in_head = columns < D
         tokens, on_grid = group_tokens(
-            group, slots, query_height, query_width, query_tiles_across, Z_ORDER, SIDE, GROUP_TILES
+            group, slots, query_height, query_width, query_tiles_across, SIDE, GROUP_TILES
         )
         group_q = load_rows(q, tokens, stride_qt, on_grid, D, BLOCK_D)  # (QUERIES, BLOCK_D)
         # Loaded early to hide the latency; used after the tangent tiles.
@@ -185,7 +185,7 @@ def attention_kernel(
         m_i, l_i, acc = attend_expanded(
             m_i, l_i, acc, group_q, k + prefix * stride_kt, v + prefix * stride_vt, valid,
             expanded_list + line * num_tiles, 0, own, stride_kt, stride_vt, height, width,
-            tiles_across, qk_scale_log2, D, BLOCK_D, SIDE, Z_ORDER, MASKED, RAGGED, PRECISION,
+            tiles_across, qk_scale_log2, D, BLOCK_D, SIDE, MASKED, RAGGED, PRECISION,
         )  # fmt: skip
         for index in range(tl.cdiv(num_expanded - own, ITEM_TILES)):
             rows = ((item + index) * QUERIES).to(tl.int64) + slots

@@ -79,7 +79,6 @@ class CallKey(NamedTuple):
     prefix: int
     group_tiles: int
     qk_scale: float
-    z_order: bool
     # Height, width, frames and prefix of the queries, if they have a grid of their own.
     queries: tuple[int, int, int, int] | None = None
     heads_per_key: int = 1  # consecutive heads of q that share one of k and v
@@ -87,7 +86,7 @@ class CallKey(NamedTuple):
     @classmethod
     def of(
         cls, tensors: tuple[Tensor, ...], valid: Tensor | None, height: int, width: int, frames: int,
-        prefix: int, group_tiles: int, qk_scale: float, z_order: bool, query_grid: Sequence[int] = (),
+        prefix: int, group_tiles: int, qk_scale: float, query_grid: Sequence[int] = (),
     ) -> "CallKey":  # fmt: skip
         """Read the key off q and o, (B, H, Q, D), and k and v, (B, key heads, prefix + N, D)."""
         q = tensors[0]
@@ -99,7 +98,7 @@ class CallKey(NamedTuple):
             queries = (*sides, num_queries - math.prod(sides))
         return cls(
             batch, heads, dim, strides, q.dtype, q.get_device(), valid is not None,
-            height, width, frames, prefix, group_tiles, qk_scale, z_order, queries,
+            height, width, frames, prefix, group_tiles, qk_scale, queries,
             heads // tensors[1].shape[1],
         )  # fmt: skip
 
@@ -153,7 +152,6 @@ class CallKey(NamedTuple):
             "SIDE": tiling.side,
             "GROUP_TILES": tiling.group_tiles,
             "BLOCK_PREFIX": _dot_block(self.prefix) if self.prefix else 0,
-            "Z_ORDER": self.z_order,
             "MASKED": self.masked,
             "RAGGED": tiling.ragged,
             # Kernels ignore the grid of the queries without it: the code for self-attention is the same
@@ -362,7 +360,7 @@ def prepare_attention(
 def launch_attention(
     q: Tensor, k: Tensor, v: Tensor, valid: Tensor | None, height: int, width: int, frames: int,
     prefix: int, group_tiles: int, qk_scale: float, error: float | None, share: float,
-    exact_above: float, z_order: bool, query_grid: Sequence[int] = (),
+    exact_above: float, query_grid: Sequence[int] = (),
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Run tiled attention.
 
@@ -377,7 +375,6 @@ def launch_attention(
         error: The target for the relative error of the output, or None.
         share: Without a target, the mean share of the tiles that a group expands.
         exact_above: The share of expanded tiles above which a head is computed exactly.
-        z_order: True if the spatial tokens are in Z-order.
         query_grid: Height, width and frames of the grid of the queries, empty if it is that of the keys.
 
     Returns:
@@ -388,7 +385,7 @@ def launch_attention(
     batch, heads, tokens, dim = q.shape
     o = q.new_empty((batch, tokens, heads, dim)).transpose(1, 2)
     key = CallKey.of(
-        (q, k, v, o), valid, height, width, frames, prefix, group_tiles, qk_scale, z_order, query_grid
+        (q, k, v, o), valid, height, width, frames, prefix, group_tiles, qk_scale, query_grid
     )  # fmt: skip
     launch = prepare_attention(key, error, share, exact_above)
     return o, *launch(q, k, v, _mask_pointer(valid, q), o)

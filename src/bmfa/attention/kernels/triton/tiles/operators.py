@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from bmfa.attention.kernels.triton import unsupported_reason as unsupported_device_reason
-from bmfa.attention.tiling import TILE_SIDE, TiledAttention, Tiling, unflatten
+from bmfa.attention.tiling import TILE_SIDE, TiledAttention, Tiling
 from bmfa.grid import Grid, grid_from_list, grid_to_list
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -21,14 +21,12 @@ LARGEST_PREFIX = 64  # tokens, one block of a product
 _library: Any = torch.library.Library("bmfa", "FRAGMENT")  # type: ignore[no-untyped-call]
 _library.define(
     "tiled(Tensor q, Tensor k, Tensor v, Tensor? valid, int height, int width, int frames, int prefix,"
-    " int group_tiles, float factor, float? error, float share, float exact_above, bool z_order,"
+    " int group_tiles, float factor, float? error, float share, float exact_above,"
     " int[] query_grid=[]) -> (Tensor, Tensor, Tensor, Tensor)"
 )
 
 
-def unsupported_reason(
-    q: Tensor, k: Tensor, v: Tensor, tiling: Tiling, prefix: int, order: str
-) -> str | None:
+def unsupported_reason(q: Tensor, k: Tensor, v: Tensor, tiling: Tiling, prefix: int) -> str | None:
     """Return why these kernels cannot run on the inputs, or None if they can."""
     if (reason := unsupported_device_reason(q.device)) is not None:
         return reason
@@ -46,7 +44,7 @@ def unsupported_reason(
         )
     if any(t.stride(-1) != 1 for t in (q, k, v)):
         return "the head dimension is not contiguous; call .contiguous() on q, k and v"
-    grid, prefixes = tiling.grid, {"prefix": prefix}
+    prefixes = {"prefix": prefix}
     tilings = {"grid": tiling}
     if (query_grid := tiling.query_grid) is not None:
         tilings["query_grid"] = Tiling(query_grid)
@@ -67,20 +65,13 @@ def unsupported_reason(
     for name, before in prefixes.items():
         if before > LARGEST_PREFIX:
             return f"the {name} has {before} tokens; the kernels take up to {LARGEST_PREFIX}"
-    if order == "z" and query_grid is not None:
-        return "order is 'z' and the queries have a grid of their own; pass raster order"
-    if order == "z" and not tiling.z_aligned:
-        return (
-            f"order is 'z' and a {grid} grid has no {tiling.side}x{tiling.side} "
-            "tiles in its Z-order; pass raster order"
-        )
     return None
 
 
 def tiled_attention(
     q: Tensor, k: Tensor, v: Tensor, tiling: Tiling, *, prefix: int, scale: float, tau: float = 1.0,
     error: float | None = None, expand: float | None = None, valid: Tensor | None = None,
-    order: str = "raster", exact_above: float = 1.0,
+    exact_above: float = 1.0,
 ) -> TiledAttention:  # fmt: skip
     """Compute tiled attention as specified by `bmfa.attention.kernels.reference.tiles`.
 
@@ -94,8 +85,7 @@ def tiled_attention(
         tau: The temperature.
         error: The target for the relative L2 error of the output; one of `error` and `expand` is given.
         expand: The mean number of tiles that a group expands.
-        valid: bool (B or 1, N), the spatial tokens that exist, in `order`.
-        order: The order of the spatial tokens. It also orders tiles and groups in the result.
+        valid: bool (B or 1, N), the spatial tokens that exist.
         exact_above: The share of expanded tiles above which a head is computed exactly.
     """
     if valid is not None:
@@ -103,7 +93,7 @@ def tiled_attention(
     output, expanded_count, coarse_bits, probes = operator(
         q, k, v, valid, tiling.grid.height, tiling.grid.width, tiling.grid.frames, prefix,
         tiling.group_tiles, scale / tau, error, 0.0 if expand is None else expand / tiling.tiles,
-        exact_above, order == "z", grid_to_list(tiling.query_grid),
+        exact_above, grid_to_list(tiling.query_grid),
     )  # fmt: skip
     shape = (*q.shape[:2], tiling.groups)
 
@@ -111,7 +101,7 @@ def tiled_attention(
         bits = torch.arange(32, device=coarse_bits.device, dtype=torch.int32)
         coarse = (coarse_bits.unsqueeze(-1) >> bits) & 1  # (B * H, R, words, 32)
         mask: Tensor = coarse.flatten(-2)[..., : tiling.tiles] == 0
-        return mask.view(*shape, -1) & _tiles_with_tokens(tiling, valid, order, mask)
+        return mask.view(*shape, -1) & _tiles_with_tokens(tiling, valid, mask)
 
     probes = probes.view(*q.shape[:2], -1, 3)
     return TiledAttention(output, expanded_count.view(shape), probes, expanded)
@@ -126,12 +116,10 @@ def _tiling(
     return Tiling(grid, query_grid=query, group_tiles=group_tiles, probes_per_group=1)
 
 
-def _tiles_with_tokens(tiling: Tiling, valid: Tensor | None, order: str, like: Tensor) -> Tensor:
-    """Return a (B or 1, 1, 1, T) mask of the tiles that have a valid token, as `order` numbers them."""
+def _tiles_with_tokens(tiling: Tiling, valid: Tensor | None, like: Tensor) -> Tensor:
+    """Return a (B or 1, 1, 1, T) mask of the tiles that have a valid token."""
     if valid is None:
         return like.new_ones(1, 1, 1, tiling.tiles)
-    if order == "z":  # the tokens of a tile are consecutive
-        return unflatten(valid, 1, (tiling.tiles, tiling.slots)).any(-1)[:, None, None, :]
     slots = tiling.slot_tokens.to(valid.device)
     exists = valid[:, slots.clamp(min=0)] & (slots >= 0)  # (B, T, S)
     return exists.any(-1)[:, None, None, :]
@@ -145,7 +133,7 @@ def _launch(*arguments: Any) -> Any:
 def _fake(
     q: Tensor, k: Tensor, v: Tensor, valid: Tensor | None, height: int, width: int, frames: int,
     prefix: int, group_tiles: int, factor: float, error: float | None, share: float,
-    exact_above: float, z_order: bool, query_grid: Sequence[int] = (),
+    exact_above: float, query_grid: Sequence[int] = (),
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     batch, heads, tokens, dim = q.shape
     tiling = _tiling(height, width, frames, group_tiles, query_grid)
@@ -169,7 +157,7 @@ operator: Any = torch.ops.bmfa.tiled.default
 def _flops(
     q: Any, k: Any, v: Any, valid: Any, height: int, width: int, frames: int, prefix: int,
     group_tiles: int, factor: float, error: float | None, share: float, exact_above: float,
-    z_order: bool, query_grid: Sequence[int] = (), **kwargs: Any,
+    query_grid: Sequence[int] = (), **kwargs: Any,
 ) -> int:  # fmt: skip
     """Count the products of representatives (scores, keys and values) and exact queries with all tokens,
     and of all queries with the prefix, the tangent tiles and a share of expanded tiles. What a target

@@ -19,7 +19,7 @@ def pool_kernel(
     H, prefix, height, width, frames, tiles_across, num_tiles, num_groups, position_stride, num_probes,
     num_slots, qk_scale,
     D: tl.constexpr, BLOCK_D: tl.constexpr, SIDE: tl.constexpr, GROUP_TILES: tl.constexpr,
-    UNIFORM_SHARE: tl.constexpr, Z_ORDER: tl.constexpr, MASKED: tl.constexpr, OWN_GRID: tl.constexpr,
+    UNIFORM_SHARE: tl.constexpr, MASKED: tl.constexpr, OWN_GRID: tl.constexpr,
 ):  # fmt: skip
     """Summarise the queries of one group of one head. Grid: (R, B * H).
 
@@ -38,9 +38,7 @@ def pool_kernel(
     valid += batch * frames * height * width
     QUERIES: tl.constexpr = SIDE * SIDE * GROUP_TILES
     slots, columns = tl.arange(0, QUERIES), tl.arange(0, BLOCK_D)
-    tokens, on_grid = group_tokens(
-        group, slots, height, width, tiles_across, Z_ORDER, SIDE, GROUP_TILES
-    )
+    tokens, on_grid = group_tokens(group, slots, height, width, tiles_across, SIDE, GROUP_TILES)
     exists = valid_tokens(valid, tokens, on_grid, MASKED)
     queries = load_rows(q, tokens, stride_qt, exists, D, BLOCK_D).to(
         tl.float32
@@ -57,15 +55,11 @@ def pool_kernel(
     tl.store(group_counts + line, count)
     if not OWN_GRID:
         for member in tl.static_range(GROUP_TILES):
-            if Z_ORDER:
-                tile, in_row = group * GROUP_TILES + member, True
-                of_tile = slots // (SIDE * SIDE) == member
-            else:
-                groups_across = (tiles_across + GROUP_TILES - 1) // GROUP_TILES
-                tile_column = (group % groups_across) * GROUP_TILES + member
-                tile = (group // groups_across) * tiles_across + tile_column
-                in_row = tile_column < tiles_across
-                of_tile = slots // SIDE % GROUP_TILES == member
+            groups_across = (tiles_across + GROUP_TILES - 1) // GROUP_TILES
+            tile_column = (group % groups_across) * GROUP_TILES + member
+            tile = (group // groups_across) * tiles_across + tile_column
+            in_row = tile_column < tiles_across
+            of_tile = slots // SIDE % GROUP_TILES == member
             tile_count = tl.sum((exists & of_tile).to(tl.float32), 0)
             tl.store(counts + batch_head * num_tiles + tile, tile_count, mask=in_row)
     if group == 0:

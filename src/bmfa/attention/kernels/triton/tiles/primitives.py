@@ -38,18 +38,15 @@ def sum_products(x, y, AXIS: tl.constexpr):
 @triton.jit
 def group_tokens(
     group, slots, height, width, tiles_across,
-    Z_ORDER: tl.constexpr, SIDE: tl.constexpr, GROUP_TILES: tl.constexpr,
+    SIDE: tl.constexpr, GROUP_TILES: tl.constexpr,
 ):  # fmt: skip
     """Return the token in each slot of GROUP_TILES tiles side by side, and a mask of the slots that are
     on the grid.
 
-    Tokens are numbered from the first spatial token. In Z-order a group is contiguous. `height` is that
-    of a frame, and tiles lie inside of a frame.
+    Tokens are numbered from the first spatial token. `height` is that of a frame, and tiles lie
+    inside of a frame.
     """
     COLUMNS: tl.constexpr = SIDE * GROUP_TILES
-    if Z_ORDER:
-        tokens = group * (SIDE * COLUMNS) + slots
-        return tokens, tokens < height * width
     groups_across = (tiles_across + GROUP_TILES - 1) // GROUP_TILES
     group_row = group // groups_across
     frame_rows = (height + SIDE - 1) // SIDE
@@ -60,11 +57,9 @@ def group_tokens(
 
 
 @triton.jit
-def tile_tokens(
-    tile, slots, height, width, tiles_across, Z_ORDER: tl.constexpr, SIDE: tl.constexpr
-):
+def tile_tokens(tile, slots, height, width, tiles_across, SIDE: tl.constexpr):
     """Return the token in each slot of a tile, and a mask of the slots that are on the grid."""
-    return group_tokens(tile, slots, height, width, tiles_across, Z_ORDER, SIDE, 1)
+    return group_tokens(tile, slots, height, width, tiles_across, SIDE, 1)
 
 
 @triton.jit

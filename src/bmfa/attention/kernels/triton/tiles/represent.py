@@ -20,12 +20,12 @@ LN2 = tl.constexpr(0.6931471805599453)
 @triton.jit
 def tile_or_prefix_tokens(
     tile, valid, prefix, height, width, tiles_across, num_tiles,
-    SIDE: tl.constexpr, Z_ORDER: tl.constexpr, MASKED: tl.constexpr,
+    SIDE: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Return the tokens in the slots of a tile and which exist. Past the last tile, these are the tokens
     of the prefix, whose numbers are negative, and after that none."""
     slots = tl.arange(0, SIDE * SIDE)
-    tokens, on_grid = tile_tokens(tile, slots, height, width, tiles_across, Z_ORDER, SIDE)
+    tokens, on_grid = tile_tokens(tile, slots, height, width, tiles_across, SIDE)
     exists = valid_tokens(valid, tokens, on_grid & (tile < num_tiles), MASKED)
     in_prefix = (tile == num_tiles) & (slots < prefix)
     return tl.where(tile == num_tiles, slots - prefix, tokens), exists | in_prefix
@@ -51,7 +51,7 @@ def represent_tiles(
     prefix, height, width, tiles_across, num_tiles, num_groups, line_stride, first_row, num_rows,
     group_stride, program, block, qk_scale,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr, SIDE: tl.constexpr,
-    TILES: tl.constexpr, Z_ORDER: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
+    TILES: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Tangents of TILES tiles at BLOCK_R representatives; all pointers are those of the head."""
     rows = block * BLOCK_R + tl.arange(0, BLOCK_R)
@@ -62,7 +62,7 @@ def represent_tiles(
     for member in range(TILES):
         tile = program * TILES + member
         tokens, exists = tile_or_prefix_tokens(
-            tile, valid, prefix, height, width, tiles_across, num_tiles, SIDE, Z_ORDER, MASKED
+            tile, valid, prefix, height, width, tiles_across, num_tiles, SIDE, MASKED
         )
         tile_k = load_rows(k, tokens, stride_kt, exists, D, BLOCK_D)  # (S, BLOCK_D)
         tile_v = load_rows(v, tokens, stride_vt, exists, D, BLOCK_D)
@@ -83,7 +83,7 @@ def attend_probes(
     prefix, query_prefix, height, width, tiles_across, num_tiles, line_stride, num_probes, num_slots,
     program, block, qk_scale,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr, SIDE: tl.constexpr,
-    TILES: tl.constexpr, Z_ORDER: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
+    TILES: tl.constexpr, MASKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Log-sum-exp and mean value of TILES tiles at the queries of BLOCK_R slots."""
     rows = block * BLOCK_R + tl.arange(0, BLOCK_R)
@@ -93,7 +93,7 @@ def attend_probes(
     for member in range(TILES):
         tile = program * TILES + member
         tokens, exists = tile_or_prefix_tokens(
-            tile, valid, prefix, height, width, tiles_across, num_tiles, SIDE, Z_ORDER, MASKED
+            tile, valid, prefix, height, width, tiles_across, num_tiles, SIDE, MASKED
         )
         tile_k = load_rows(k, tokens, stride_kt, exists, D, BLOCK_D)
         tile_v = load_rows(v, tokens, stride_vt, exists, D, BLOCK_D)
@@ -113,7 +113,7 @@ def represent_kernel(
     H, prefix, height, width, frames, tiles_across, num_tiles, num_groups, line_stride, first_row,
     num_rows, row_capacity, group_stride, num_probes, num_slots, tile_programs, query_prefix, qk_scale,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr, SIDE: tl.constexpr,
-    TILES: tl.constexpr, STAT_TILES: tl.constexpr, PROBING: tl.constexpr, Z_ORDER: tl.constexpr,
+    TILES: tl.constexpr, STAT_TILES: tl.constexpr, PROBING: tl.constexpr,
     MASKED: tl.constexpr, OWN_GRID: tl.constexpr, HEADS_PER_KEY: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Summarise tiles at representatives. Grid: (programs, blocks of BLOCK_R rows, B * H).
@@ -147,7 +147,7 @@ def represent_kernel(
                 k_tangent + rows * num_tiles * D, v_tangent + rows * num_tiles * D,
                 stride_kt, stride_vt, prefix, height, width, tiles_across, num_tiles, num_groups,
                 line_stride, first_row, num_rows, group_stride, program, block, qk_scale,
-                D, BLOCK_D, BLOCK_R, SIDE, TILES, Z_ORDER, MASKED, PRECISION,
+                D, BLOCK_D, BLOCK_R, SIDE, TILES, MASKED, PRECISION,
             )  # fmt: skip
     elif PROBING and program < 2 * tile_programs:
         if block * BLOCK_R < num_slots:
@@ -157,7 +157,7 @@ def represent_kernel(
                 probe_v + lines * D, stride_qt, stride_kt, stride_vt, prefix, query_prefix, height,
                 width, tiles_across, num_tiles, line_stride, num_probes, num_slots,
                 program - tile_programs, block, qk_scale,
-                D, BLOCK_D, BLOCK_R, SIDE, TILES, Z_ORDER, MASKED, PRECISION,
+                D, BLOCK_D, BLOCK_R, SIDE, TILES, MASKED, PRECISION,
             )  # fmt: skip
     elif PROBING:  # noqa: SIM102
         if block == 0:
@@ -170,5 +170,5 @@ def represent_kernel(
                 probe_cross + batch_head * num_slots * num_tiles * D, stride_kt, stride_vt,
                 height, width, tiles_across, num_tiles, num_groups, group_stride, num_probes, num_slots,
                 program - 2 * tile_programs, qk_scale,
-                D, BLOCK_D, SIDE, STAT_TILES, Z_ORDER, MASKED, OWN_GRID, PRECISION,
+                D, BLOCK_D, SIDE, STAT_TILES, MASKED, OWN_GRID, PRECISION,
             )  # fmt: skip

@@ -19,7 +19,7 @@ def summarise_tiles(
     height, width, tiles_across, num_tiles, num_groups, group_stride, num_probes, num_slots, program,
     qk_scale,
     D: tl.constexpr, BLOCK_D: tl.constexpr, SIDE: tl.constexpr, TILES: tl.constexpr,
-    Z_ORDER: tl.constexpr, MASKED: tl.constexpr, OWN_GRID: tl.constexpr, PRECISION: tl.constexpr,
+    MASKED: tl.constexpr, OWN_GRID: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Summarise the keys and values of TILES tiles; all pointers are those of the head.
 
@@ -40,7 +40,7 @@ def summarise_tiles(
     square = columns[:, None] * D + columns[None, :]
     for member in range(TILES):
         tile = program * TILES + member
-        tokens, on_grid = tile_tokens(tile, slots, height, width, tiles_across, Z_ORDER, SIDE)
+        tokens, on_grid = tile_tokens(tile, slots, height, width, tiles_across, SIDE)
         exists = valid_tokens(valid, tokens, on_grid & (tile < num_tiles), MASKED)
         keys = load_rows(k, tokens, stride_kt, exists, D, BLOCK_D).to(tl.float32)  # (S, BLOCK_D)
         values = load_rows(v, tokens, stride_vt, exists, D, BLOCK_D).to(tl.float32)
