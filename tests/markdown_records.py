@@ -62,7 +62,7 @@ def expected_cell(cell: str, template: str, *values: float | None) -> str:
 
 
 METHODS = {
-    "block mean": "sparge-mean",
+    "block mean": "block-mean",
     "mean + variance / 2": "mean-variance",
     "fixed quadtree, depth 2": "fixed-depth:2",
     "Algorithm 1, `gamma:0.005`": "gamma:0.005",

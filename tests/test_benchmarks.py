@@ -99,7 +99,7 @@ FACTS: list[Fact] = [
     ("the paper: {} bright minorities", lambda: [record("synthetic")["settings"]["settings"]]),
     (
         "The last two columns are {} instances",
-        lambda: [row("probe-embedded", method="sparge-mean", group="all")["instances"]],
+        lambda: [row("probe-embedded", method="block-mean", group="all")["instances"]],
     ),
     (
         "With no tile expanded at all, the error at 16,384 tokens is {} %",

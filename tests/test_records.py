@@ -50,7 +50,7 @@ def test_the_environment_has_the_date_and_the_version_of_the_package():
     [
         ["synthetic", "--method", "gamma:0.005", "--placement", "corner"],
         ["synthetic", "--curve", "--method", "gamma:0.005"],
-        ["probe", "--limit", "2", "--method", "sparge-mean", "--workers", "1"],
+        ["probe", "--limit", "2", "--method", "block-mean", "--workers", "1"],
         ["ablation", "--limit", "2", "--workers", "1"],
         ["bench", "trees", "--grids", "4", "--repeats", "1", "--batch-size", "1"],
         ["bench", "attention", "--tokens", "64", "--tiles", "0", "--repeats", "1"],

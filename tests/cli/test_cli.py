@@ -276,13 +276,18 @@ def test_methods_lists_the_registry(capsys):
         assert row["description"] in printed and row["parameter"] in printed
 
 
+def test_the_earlier_name_of_a_method_still_works(capsys):
+    main(["synthetic", "--placement", "corner", "--method", "sparge-mean", "--json", "-"])
+    assert json.loads(capsys.readouterr().out)["rows"][0]["method"] == "block-mean"
+
+
 @pytest.mark.parametrize(
     ("command", "present", "absent"),
     [
-        ("evaluate", {"full", "optimal:VALUE", "tome:VALUE"}, {"sparge-mean", "tiles:VALUE"}),
+        ("evaluate", {"full", "optimal:VALUE", "tome:VALUE"}, {"block-mean", "tiles:VALUE"}),
         ("closed-loop", {"optimal:VALUE", "global-mean"}, {"tome:VALUE", "full"}),
-        ("probe", {"optimal:VALUE", "sparge-mean"}, {"tome:VALUE"}),
-        ("synthetic", {"optimal:VALUE", "sparge-mean"}, {"tome:VALUE"}),
+        ("probe", {"optimal:VALUE", "block-mean"}, {"tome:VALUE"}),
+        ("synthetic", {"optimal:VALUE", "block-mean"}, {"tome:VALUE"}),
         ("screen", {"optimal:VALUE"}, {"tome:VALUE"}),
     ],
 )

@@ -242,7 +242,7 @@ def measured(scores: np.ndarray) -> dict[str, np.ndarray]:
     exact, mean = free_energy(scores), scores.mean(-1)
     gap, leaves = gamma_gap(scores, 0.005)
     return {
-        "sparge-mean": exact - mean,
+        "block-mean": exact - mean,
         "mean-variance": exact - mean - scores.var(-1) / 2,
         "fixed-depth:1": exact - free_energy(block_means(scores, 1).reshape(len(scores), -1)),
         "fixed-depth:2": exact - free_energy(block_means(scores, 2).reshape(len(scores), -1)),
@@ -261,7 +261,7 @@ def assets() -> Path:
 
 REFERENCE = {
     "image-edge": {
-        "sparge-mean": (2.268, 2.542),
+        "block-mean": (2.268, 2.542),
         "mean-variance": (0.783, 1.134),
         "fixed-depth:1": (2.222, 2.515),
         "fixed-depth:2": (1.863, 2.210),
@@ -303,7 +303,7 @@ def test_the_embedded_probe_ranks_the_methods_as_the_paper_does() -> None:
     means = [
         found[method].mean()
         for method in (
-            "sparge-mean",
+            "block-mean",
             "fixed-depth:1",
             "fixed-depth:2",
             "mean-variance",

@@ -15,7 +15,7 @@ from bmfa.evidence.page.record_set import RecordSet
 from bmfa.grid import Grid
 from bmfa.records import Record
 
-SUMMARIES = ("sparge-mean", "mean-variance")
+SUMMARIES = ("block-mean", "mean-variance")
 
 
 @pytest.fixture(scope="module")

@@ -29,7 +29,7 @@ from bmfa.records import Record
 ENVIRONMENT = {"python": "3.11.9", "torch": "2.13.0", "device_name": "a processor"}
 # Mean and P95 gap and leaf ratio of the recovered sweep, minority in the corner.
 CORNER = {
-    "sparge-mean": (2.58202, 5.11414, 0.390625),
+    "block-mean": (2.58202, 5.11414, 0.390625),
     "mean-variance": (1.32019, 3.47580, 0.390625),
     "fixed-depth:1": (1.90110, 4.39950, 1.5625),
     "fixed-depth:2": (1.12874, 3.79060, 6.25),
@@ -42,7 +42,7 @@ CORNER = {
 }
 # Mean and P95 gap, leaf ratio and share of unsplit roots of 343 COCO instances.
 COCO = {
-    "sparge-mean": (2.268, 2.542, 0.390625, None),
+    "block-mean": (2.268, 2.542, 0.390625, None),
     "mean-variance": (0.783, 1.134, 0.390625, None),
     "fixed-depth:1": (2.222, 2.515, 1.5625, 0.0),
     "fixed-depth:2": (1.863, 2.210, 6.25, 0.0),
@@ -61,7 +61,7 @@ def synthetic() -> Record:
     for placement in ("corner", "shifted-1-1", "centred"):
         for method, (mean, tail, leaf) in CORNER.items():
             if placement == "centred" and method in ("gamma:0.005", "mass:0.002"):
-                mean, tail, leaf = CORNER["sparge-mean"]
+                mean, tail, leaf = CORNER["block-mean"]
             if placement == "centred" and method == "fixed-depth:2":
                 mean = 1.8533
             least = -2.23 if method == "mean-variance" else 0.0
@@ -80,7 +80,7 @@ def failure_curve() -> Record:
             "leaf_percent": 3.9 if method == "gamma:0.005" and delta > 8 and cells == 4 else 0.39,
         }
         for cells in (4, 1)
-        for method, share in (("sparge-mean", 0.6), ("gamma:0.005", 0.2), ("optimal:0.001", 0.0))
+        for method, share in (("block-mean", 0.6), ("gamma:0.005", 0.2), ("optimal:0.001", 0.0))
         for delta in range(19)
     ]
     return record("failure-curve", rows)
@@ -101,7 +101,7 @@ def gallery() -> Record:
         scene(method, boxes, placement=placement, title=f"{placement}, {method}")
         for placement in ("corner", "centred")
         for method, boxes in (
-            ("sparge-mean", [[0, 0, 4, 4]]),
+            ("block-mean", [[0, 0, 4, 4]]),
             ("gamma:0.005", QUARTERS if placement == "corner" else [[0, 0, 4, 4]]),
             ("optimal:0.001", QUARTERS),
         )

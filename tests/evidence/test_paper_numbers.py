@@ -14,7 +14,7 @@ from bmfa.records import Record
 
 # As printed: mean gap, P95 gap and leaf ratio on COCO, then on LVIS.
 IMAGE_EDGE = """
-sparge-mean    2.254 2.551   0.391  2.277 2.613   0.391
+block-mean    2.254 2.551   0.391  2.277 2.613   0.391
 mean-variance  0.787 1.162   0.391  0.824 1.248   0.391
 fixed-depth:1  2.200 2.524   1.563  2.233 2.590   1.563
 fixed-depth:2  1.840 2.241   6.250  1.865 2.313   6.250
@@ -42,7 +42,7 @@ variance:0.2           97.57 99.02 --
 """
 # Mean gap, P95 gap and leaf ratio over the 396 settings.
 SYNTHETIC = """
-sparge-mean    2.582 5.114   0.391
+block-mean    2.582 5.114   0.391
 fixed-depth:2  1.129 --      6.250
 gamma:0.005    0.261 2.035   5.794
 edge-aware     0.000 0.000 100.000

@@ -40,7 +40,7 @@ METHODS = (*DEFAULT_METHODS, *COMPARABLE, POOLED, "gamma:0.05", "gamma:0.001")
 
 # Mean, P95 and leaf percent on the 343 instances of the COCO subset.
 REFERENCE = {
-    ("image-edge", "sparge-mean"): (2.268, 2.542, None),
+    ("image-edge", "block-mean"): (2.268, 2.542, None),
     ("image-edge", "mean-variance"): (0.783, 1.134, None),
     ("image-edge", "fixed-depth:1"): (2.222, 2.515, None),
     ("image-edge", "fixed-depth:2"): (1.863, 2.210, None),
@@ -156,7 +156,7 @@ def test_methods_at_comparable_leaves_compare(
 
 
 def test_lvis_has_frequency_groups(lvis: Record) -> None:
-    groups = {row["group"]: row["instances"] for row in lvis.rows if row["method"] == "sparge-mean"}
+    groups = {row["group"]: row["instances"] for row in lvis.rows if row["method"] == "block-mean"}
     assert {"all", "small", "medium", "large", "frequent"} <= set(groups)
     assert set(groups) <= {"all", *probes.SIZES, *probes.FREQUENCIES.values()}
     assert groups["all"] == lvis.settings["instances"] == 247
@@ -167,7 +167,7 @@ def test_lvis_has_frequency_groups(lvis: Record) -> None:
 def test_the_embedded_run_ranks_the_methods_as_the_paper_does(embedded: Record) -> None:
     found = rows(embedded)
     assert embedded.settings["instances"] >= 500
-    order = ("sparge-mean", "fixed-depth:1", "fixed-depth:2", "mean-variance", "gamma:0.005")
+    order = ("block-mean", "fixed-depth:1", "fixed-depth:2", "mean-variance", "gamma:0.005")
     means = [found[method]["mean_gap"] for method in order]
     assert means == sorted(means, reverse=True)
 
@@ -354,5 +354,5 @@ def test_two_blocks_of_one_image() -> None:
 
 
 def test_a_case_needs_a_tree() -> None:
-    with pytest.raises(ValueError, match="rule 'sparge-mean' is unknown"):
-        cases.run(EmbeddedObjects(), dataset="embedded", methods=("sparge-mean",))
+    with pytest.raises(ValueError, match="rule 'block-mean' is unknown"):
+        cases.run(EmbeddedObjects(), dataset="embedded", methods=("block-mean",))

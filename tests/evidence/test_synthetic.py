@@ -29,7 +29,7 @@ def test_there_are_396_settings_split_as_recovered():
 
 def test_the_paper_is_reproduced_to_three_decimals(rows):
     assert rows["corner", "gamma:0.005"]["count"] == 396
-    assert figures(rows["corner", "sparge-mean"]) == (2.582, 5.114, 0.391)
+    assert figures(rows["corner", "block-mean"]) == (2.582, 5.114, 0.391)
     assert figures(rows["corner", "fixed-depth:2"])[::2] == (1.129, 6.250)
     assert figures(rows["corner", "gamma:0.005"]) == (0.261, 2.035, 5.794)
     assert figures(rows["corner", "edge-aware"]) == (0.0, 0.0, 100.0)
@@ -89,7 +89,7 @@ def test_masks_have_their_cells():
 
 
 def test_the_failure_curve_passes_the_critical_point():
-    rows = synthetic.failure_curve(["sparge-mean", "optimal:0.001"]).rows
+    rows = synthetic.failure_curve(["block-mean", "optimal:0.001"]).rows
     before, after = (
         next(r for r in rows if r["cells"] == 4 and round(r["delta"], 1) == d) for d in (4.1, 4.2)
     )

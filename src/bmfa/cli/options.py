@@ -14,10 +14,18 @@ if TYPE_CHECKING:
 EMBEDDED_IMAGES = 200
 
 
-def option(usage: str, help: str) -> Any:
+# Earlier names of methods, still understood by `--method`.
+OLD_NAMES = {"sparge-mean": "block-mean"}
+
+
+def option(usage: str, help: str, **more: Any) -> Any:
     """Declare an option as its help page shows it, for example `option("--limit N", "...")`."""
     name, _, metavar = usage.partition(" ")
-    return Option(name, metavar=metavar or None, help=help)
+    return Option(name, metavar=metavar or None, help=help, **more)
+
+
+def _current_names(methods: list[str] | None) -> list[str] | None:
+    return methods and [OLD_NAMES.get(name, name) for name in methods]
 
 
 Json = Annotated[
@@ -40,6 +48,7 @@ Methods = Annotated[
         "--method NAME:VALUE",
         "Method such as gamma:0.005; repeat for several. Without this option, a default list runs. "
         "The methods are listed at the end of this page.",
+        callback=_current_names,
     ),
 ]
 Model = Annotated[

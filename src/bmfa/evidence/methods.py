@@ -17,7 +17,7 @@ FULL = "full"
 # Default methods of the experiments on score grids: the paper's six, then further rules.
 DEFAULT_METHODS = (
     *(
-        "sparge-mean",
+        "block-mean",
         "mean-variance",
         "fixed-depth:1",
         "fixed-depth:2",
@@ -104,8 +104,8 @@ BLOCKS_KEPT = "share of the blocks computed exactly (0 to 1)"
 
 # fmt: off
 _ALL = (
-    Method("sparge-mean", "summary", "Mean of the block", "one leaf: the mean of all tokens",
-           "mean", mark=Mark("mean", "o")),
+    Method("block-mean", "summary", "Mean of the block",
+           "one leaf: the mean of all tokens, the paper's Sparge-style mean", "mean", mark=Mark("mean", "o")),
     Method("mean-variance", "summary", "Mean and variance",
            "the mean plus half of the variance; may overestimate", "mean and variance",
            mark=Mark("variance", "v", "dash-dot")),
@@ -186,8 +186,10 @@ _ALL = (
     Method("fixed-pool", "reduction", "Fixed pooling", "merges square blocks of tokens", "nothing",
            "side of a block in tokens", Mark("mean", ">", "dashed", hollow=True)),
     Method("free-energy", "reduction", "Free energy",
-           "ours: merges the pairs that cost the least free energy, mass times distortion",
-           "attention and features", BUDGET, Mark("certified", "*", width=2.2, size=10.0)),
+           "ours: merges the pairs that cost the least free energy, mass times distortion, in every "
+           "second block from a quarter of the depth on", "attention and features",
+           "tokens removed per block on average over all blocks (an integer) or mean share of tokens "
+           "kept per block (0 to 1)", Mark("certified", "*", width=2.2, size=10.0)),
     Method("dense", "bench", "Dense", "the fastest path of scaled_dot_product_attention",
            "all tokens", mark=Mark("ink", "X", size=6.5)),
     Method("tiles", "bench", "Tiles", "tiled attention with a share of the tiles expanded",
@@ -289,7 +291,7 @@ def names(kinds: Iterable[Kind]) -> list[str]:
 
     Example:
         >>> names(["summary"])
-        ['sparge-mean', 'mean-variance', 'edge-aware']
+        ['block-mean', 'mean-variance', 'edge-aware']
     """
     wanted = set(kinds)
     return [method.name for method in METHODS.values() if method.kind in wanted]

@@ -71,7 +71,7 @@ def estimate_all(
 ) -> list[Estimate]:
     """Apply several methods to the same score grids, which share one pyramid of block statistics.
 
-    `sparge-mean` estimates F by the mean, `mean-variance` by mean + variance / (2 tau), and
+    `block-mean` estimates F by the mean, `mean-variance` by mean + variance / (2 tau), and
     `edge-aware` keeps every token and is exact: the paper's full-retention oracle. Every other
     method is a rule.
 
@@ -91,7 +91,7 @@ def estimate_all(
 
     Example:
         >>> scores = torch.tensor([[4.0, 0.0, 0.0, 0.0]], dtype=torch.float64)
-        >>> mean, exact = estimate_all(["sparge-mean", "edge-aware"], scores, Grid(2, 2))
+        >>> mean, exact = estimate_all(["block-mean", "edge-aware"], scores, Grid(2, 2))
         >>> round(float(mean.gap), 4), float(exact.gap)
         (1.6672, 0.0)
     """
@@ -131,7 +131,7 @@ class _Chunk:
             percent = self.scores.new_full((len(self.scores),), 100.0)
             return Estimate(torch.zeros_like(percent), percent)
         mean = self._estimate_by_tree(parse("global-mean"))
-        if method == "sparge-mean":
+        if method == "block-mean":
             return mean
         variance = self._pyramid(quadtree_layout(self.grid)).variances()[0].squeeze(0)
         return Estimate(mean.gap - variance / (2 * self.tau), mean.leaf_percent)

@@ -202,7 +202,7 @@ _EXPLANATIONS: dict[str, Callable[[Failure], str]] = {
     "random-quadrants": _coin,
     "fixed-depth": _no_mass("All blocks have one size."),
     "fixed-blocks": _no_mass("All blocks have one size."),
-    "sparge-mean": lambda failure: (
+    "block-mean": lambda failure: (
         "One mean has no setting: it loses the whole gap. Half of the variance, "
         f"{float(failure.scores.var()) / 2:.2f}, happens to be near to it here."
     ),

@@ -38,7 +38,7 @@ LEAST_LEAVES, MOST_LEAVES = 8, 130
 CLEARLY_LESS = 0.5
 # An image is shown if its margin is at least this share of the best margin of any field.
 IMAGE_PREFERENCE = 0.5
-MEAN, CORRECTED_MEAN = "sparge-mean", "mean-variance"
+MEAN, CORRECTED_MEAN = "block-mean", "mean-variance"
 
 
 def _ladder(low: float, high: float, count: int) -> tuple[float, ...]:

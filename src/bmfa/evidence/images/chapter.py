@@ -126,7 +126,7 @@ def _unsplit(records: RecordSet) -> str:
 
 def _largest_gap(records: RecordSet) -> str:
     """The largest gap of a mean in all probes, and whether it reaches the paper's cases."""
-    rows = records.rows("probe", mode="image-edge", group="all", method="sparge-mean")
+    rows = records.rows("probe", mode="image-edge", group="all", method="block-mean")
     gaps = [(gap, get_text(row, "dataset")) for row in rows if (gap := get_number(row, "max_gap"))]
     if not gaps:
         return ""

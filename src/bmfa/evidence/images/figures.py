@@ -225,7 +225,7 @@ def cases(records: RecordSet, narrow: bool) -> Canvas:
 
 
 def _case_panels(instance: ScoreMap) -> list[Panel]:
-    trees = [row for row in instance.rows if get_text(row, "method") != "sparge-mean"]
+    trees = [row for row in instance.rows if get_text(row, "method") != "block-mean"]
     return [
         *([instance.image_panel("Image")] if get_text(instance.first, "image") else []),
         instance.scores_panel(),

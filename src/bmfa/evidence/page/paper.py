@@ -35,7 +35,7 @@ class AblationPoint:
 ALGORITHM_1 = "gamma:0.005"
 
 SYNTHETIC: Mapping[str, Point] = {
-    "sparge-mean": Point(2.582, 5.114, 0.391),
+    "block-mean": Point(2.582, 5.114, 0.391),
     "fixed-depth:2": Point(1.129, None, 6.250),
     ALGORITHM_1: Point(0.261, 2.035, 5.794),
     "edge-aware": Point(0.0, 0.0, 100.0),
@@ -43,7 +43,7 @@ SYNTHETIC: Mapping[str, Point] = {
 
 PROBES: Mapping[tuple[str, str], Mapping[str, Point]] = {
     ("coco", "image-edge"): {
-        "sparge-mean": Point(2.254, 2.551, 0.391),
+        "block-mean": Point(2.254, 2.551, 0.391),
         "mean-variance": Point(0.787, 1.162, 0.391),
         "fixed-depth:1": Point(2.200, 2.524, 1.563),
         "fixed-depth:2": Point(1.840, 2.241, 6.250),
@@ -51,7 +51,7 @@ PROBES: Mapping[tuple[str, str], Mapping[str, Point]] = {
         "edge-aware": Point(0.0, 0.0, 100.0),
     },
     ("lvis", "image-edge"): {
-        "sparge-mean": Point(2.277, 2.613, 0.391),
+        "block-mean": Point(2.277, 2.613, 0.391),
         "mean-variance": Point(0.824, 1.248, 0.391),
         "fixed-depth:1": Point(2.233, 2.590, 1.563),
         "fixed-depth:2": Point(1.865, 2.313, 6.250),

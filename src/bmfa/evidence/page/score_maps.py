@@ -16,7 +16,7 @@ LINE_HEIGHT = 16.0  # pixels
 CHARACTER_WIDTH = 6.4  # pixels, average of the small font
 
 TREE_TITLES = {
-    "sparge-mean": "Mean of the block",
+    "block-mean": "Mean of the block",
     "gamma": "Algorithm 1",
     "optimal": "Optimal tree",
 }

@@ -174,7 +174,7 @@ def _mean_gap(dataset: str) -> ClaimTest:
     def words(mean: float, gap: float, leaf: float | None) -> str:
         return f"{format_number(mean)} to {format_number(gap)} at {format_percent(leaf)}"
 
-    mean, bmfa = (paper.PROBES[dataset, "image-edge"][method] for method in ("sparge-mean", BMFA))
+    mean, bmfa = (paper.PROBES[dataset, "image-edge"][method] for method in ("block-mean", BMFA))
 
     @claim(
         f"On {paper.dataset_title(dataset)} instances, Algorithm 1 reduces the mean gap of the mean",
@@ -182,7 +182,7 @@ def _mean_gap(dataset: str) -> ClaimTest:
         command_for("probe", {"dataset": dataset}),
     )
     def measure(records: RecordSet) -> tuple[str, Verdict, str]:
-        (mean,) = _values(records, dataset, "sparge-mean", "mean_gap")
+        (mean,) = _values(records, dataset, "block-mean", "mean_gap")
         gap, leaf, instances = _values(
             records, dataset, BMFA, "mean_gap", "leaf_percent", "instances"
         )
@@ -203,7 +203,7 @@ def _mean_gap(dataset: str) -> ClaimTest:
 def _same_order(records: RecordSet) -> tuple[str, Verdict, str]:
     gaps = {method: _values(records, "embedded", method, "mean_gap")[0] for method in ORDER}
     same = sorted(gaps, key=lambda method: gaps[method]) == ORDER
-    change = f"{format_number(gaps['sparge-mean'])} to {format_number(gaps[BMFA])}"
+    change = f"{format_number(gaps['block-mean'])} to {format_number(gaps[BMFA])}"
     note = f"{change}, on images that this library generates."
     return "the same order" if same else "another order", judge_direction(same), note
 

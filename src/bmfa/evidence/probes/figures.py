@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 LINEAR_BELOW = 0.001  # nats; below it the gap axis is linear, so that it can show a gap of 0
 # Offset in pixels and alignment of a method's name beside its point in the overview figure.
 NAME_OFFSETS = {
-    "sparge-mean": (-2, 9, "left"),
+    "block-mean": (-2, 9, "left"),
     "mean-variance": (8, -4, "left"),
     "fixed-depth:1": (2, -17, "center"),
     "fixed-depth:2": (8, -3, "left"),

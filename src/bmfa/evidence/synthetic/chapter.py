@@ -79,7 +79,7 @@ def _stress_test(records: RecordSet) -> list[Block]:
 
 def _main_result(records: RecordSet) -> str:
     corner, centre = (_values(records, paper.ALGORITHM_1, p)[0] for p in ("corner", "centred"))
-    mean, fixed = (_values(records, m, "centred")[0] for m in ("sparge-mean", "fixed-depth:2"))
+    mean, fixed = (_values(records, m, "centred")[0] for m in ("block-mean", "fixed-depth:2"))
     return (
         f"The main result depends on the placement. The mean gap of Algorithm 1 is "
         f"{format_number(corner)} with the minority in the corner and {format_number(centre)} with the "
@@ -164,7 +164,7 @@ def _values(records: RecordSet, method: str, placement: str = "corner") -> list[
 
 
 COMMAND = command_for("synthetic")
-MEAN, BMFA = paper.SYNTHETIC["sparge-mean"], paper.SYNTHETIC[paper.ALGORITHM_1]
+MEAN, BMFA = paper.SYNTHETIC["block-mean"], paper.SYNTHETIC[paper.ALGORITHM_1]
 FIXED = paper.SYNTHETIC["fixed-depth:2"]
 
 
@@ -174,7 +174,7 @@ FIXED = paper.SYNTHETIC["fixed-depth:2"]
     COMMAND,
 )
 def _mean_loses_minority(records: RecordSet) -> tuple[str, Verdict, str]:
-    mean, p95, _ = _values(records, "sparge-mean")
+    mean, p95, _ = _values(records, "block-mean")
     verdict = judge_numbers((MEAN.mean_gap, mean), (MEAN.p95_gap, p95))
     note = "The same for every placement: a mean does not depend on positions."
     return format_numbers(mean, p95), verdict, note
@@ -204,7 +204,7 @@ def _worst_placement(records: RecordSet) -> tuple[str, Verdict, str]:
     holds = gap <= 2 * BMFA.mean_gap
     note = "The paper places the minority in the corner; the other placements are this library's."
     if not holds:
-        mean = format_number(_values(records, "sparge-mean", placement)[0])
+        mean = format_number(_values(records, "block-mean", placement)[0])
         note += f" The gap of the mean is {mean} there: quarters with equal means are not split."
     return f"{format_number(gap)} ({placement})", judge_direction(holds), note
 

@@ -23,7 +23,7 @@ ADVANTAGES = tuple(step / 10 for step in range(91))
 PLACEMENTS = ("corner", "shifted-1-1", "shifted-4-4", "centred", "scattered")
 SCATTER_SEEDS = 200
 CURVE_CELLS = (4, 1)
-GALLERY_METHODS = ("sparge-mean", "gamma:0.005", "optimal:0.001")
+GALLERY_METHODS = ("block-mean", "gamma:0.005", "optimal:0.001")
 
 
 def corner_mask(cells: int) -> np.ndarray:
@@ -108,7 +108,7 @@ def run(
         ValueError: If a method or a placement is unknown.
 
     Example:
-        >>> record = run(["sparge-mean"], ["corner"])
+        >>> record = run(["block-mean"], ["corner"])
         >>> record.rows[0]["count"], round(record.rows[0]["mean_gap"], 3)
         (396, 2.582)
     """
@@ -165,7 +165,7 @@ def failure_curve(
         A record of one row for each size, method and advantage.
 
     Example:
-        >>> record = failure_curve(["sparge-mean"], [4])
+        >>> record = failure_curve(["block-mean"], [4])
         >>> record.rows[0]["delta"], record.rows[0]["gap"]
         (0.0, 0.0)
     """
@@ -212,8 +212,8 @@ def gallery(
         A record of one row for each placement and method.
 
     Example:
-        >>> [row["title"] for row in gallery(["corner"], ["sparge-mean"]).rows]
-        ['corner, sparge-mean']
+        >>> [row["title"] for row in gallery(["corner"], ["block-mean"]).rows]
+        ['corner, block-mean']
     """
     alpha = cells / GRID.size
     rows: list[Row] = []
