@@ -7,7 +7,9 @@ from decimal import ROUND_HALF_UP, Decimal
 from pathlib import Path
 from typing import Any
 
-from bmfa.evidence.bench.summary import errors_at_speeds
+import numpy as np
+
+from bmfa.evidence.bench.summary import own_rows
 
 ROOT = Path(__file__).parents[1]
 RECORDS = ROOT / "records"
@@ -124,15 +126,33 @@ def speed_row(head: list[str], cells: list[str], above: Row) -> list[str]:
 ATTENTION = {"DeiT-Tiny": "attention-h200", "ViT-S/14, saliency": "attention-saliency-h200"}
 
 
+def error_at_speed(rows: Sequence[Row], speedup: float) -> float | None:
+    """Relative L2 error in percent at a speed, or None if no setting is that fast.
+
+    Between neighbouring settings on the frontier the logarithm of the error is linear in the logarithm
+    of the speed. If the slowest setting is faster than the speed, its error is returned.
+    """
+    frontier: list[tuple[float, float]] = []  # speed and error rise
+    for speed, error in sorted(
+        ((one["speedup"], one["error_l2_percent"]) for one in rows), reverse=True
+    ):
+        if not frontier or error < frontier[0][1]:
+            frontier.insert(0, (speed, error))
+    if not frontier or frontier[-1][0] < speedup:
+        return None
+    speeds, errors = zip(*frontier, strict=True)
+    return float(np.exp(np.interp(np.log(speedup), np.log(speeds), np.log(errors))))
+
+
 def at_speed_row(head: list[str], cells: list[str], above: Row) -> list[str]:
     """Errors of tangent tiles and of mean tiles at one speed, interpolated between settings."""
     model = above["model"] = cells[0] or above["model"]
     n = above["n"] = tokens_of(cells[1]) if cells[1] else above["n"]
-    target = n, float(cells[2].rstrip("x"))
-    (found,) = errors_at_speeds(record(ATTENTION[model])["rows"], [target])
+    speedup = float(cells[2].rstrip("x"))
+    rows = [one for one in own_rows(record(ATTENTION[model])["rows"]) if one["n"] == n]
     expected = cells[:3]
-    for cell, column in zip(cells[3:], ("tiles", "mean_tiles"), strict=True):
-        error = found[f"{column}_error_percent"]
+    for cell, start in zip(cells[3:], ("tiled-", "mean-tiles:"), strict=True):
+        error = error_at_speed([one for one in rows if one["method"].startswith(start)], speedup)
         expected.append("not reached" if error is None else expected_cell(cell, "{} %", error))
     return expected
 

@@ -103,8 +103,8 @@ def test_density_counts_whole_blocks(grid, prefix, share, kept):
 def test_an_installed_package_is_timed_at_its_own_shares(package):
     present, absent = peers.available()
     assert {"pisa", "pisa-0th"} <= set(present) and not {"pisa", "pisa-0th"} & set(absent)
-    assert list(peers.calls(["pisa", "flex"], Grid(8, 8), 1)) == [
-        "pisa:0.05", "pisa:0.1", "pisa:0.2", "pisa:0.3", "flex:0.1", "flex:0.3"
+    assert list(peers.calls(["pisa", "pisa-0th"], Grid(8, 8), 1)) == [
+        f"{name}:{share}" for name in ("pisa", "pisa-0th") for share in (0.05, 0.1, 0.2, 0.3)
     ]  # fmt: skip
 
 
@@ -127,7 +127,6 @@ def test_a_bench_compares_with_the_package_and_notes_what_it_lacks(package, monk
         blocks=[1],
         methods=["tiles:1"],
         repeats=1,
-        certificate=False,
     )
     rows = {row["method"]: row for row in record.rows}
     for share, kept in ((0.05, 1 / 5), (0.1, 1 / 5), (0.2, 1 / 5), (0.3, 1 / 5)):

@@ -21,14 +21,12 @@ TREE_COLUMNS = (
 ATTENTION_COLUMNS = (
     "n threads method density_percent error_l2_percent error_p95_query_percent milliseconds speedup ran "
     "heads dim dtype batch e_mean estimated_error_percent target_met_percent milliseconds_eager "
-    "speedup_eager added_milliseconds own_error_percent peak_mebibytes extra_memory_percent "
-    "certificate_over_error_median certificate_percent_median"
+    "speedup_eager own_error_percent peak_mebibytes extra_memory_percent"
 )
 KERNEL_COLUMNS = (
     "n method kernel launches milliseconds limit_milliseconds limit_percent bytes flops heads dim "
     "dtype batch"
 )
-AT_SPEED_COLUMNS = "n speedup tiles_error_percent mean_tiles_error_percent"
 MODEL_COLUMNS = (
     "img_size n method density_percent error_l2_percent mask_iou milliseconds speedup tiled_layers "
     "layers speedup_eager milliseconds_eager peak_mebibytes heads dim dtype batch ran"
@@ -165,35 +163,9 @@ def attention(
         list[str] | None,
         opt.option(
             "--peer NAME",
-            "sparge, natten, pisa, pisa-0th or flex; by default those that are installed, "
-            "except flex.",
+            "sparge, natten, pisa or pisa-0th; by default those that are installed.",
         ),
     ] = None,
-    baseline: Annotated[
-        list[str] | None,
-        opt.option(
-            "--baseline NAME:VALUE...",
-            "mean-tiles:SHARE, topk:SHARE or monarch:STEPS; a default list without this option.",
-        ),
-    ] = None,
-    no_baselines: Annotated[
-        bool, opt.option("--no-baselines", "Time no baseline but the dense paths and the peers.")
-    ] = False,
-    at_speed: Annotated[
-        list[str] | None,
-        opt.option(
-            "--at-speed N:SPEED...",
-            "Also show the error at a speed, interpolated, as in 4096:2.0 16384:4.5; "
-            "works with --records.",
-        ),
-    ] = None,
-    kernels: Annotated[
-        bool,
-        opt.option("--kernels", "Also time each Triton kernel against its limit (on a GPU)."),
-    ] = False,
-    no_certificate: Annotated[
-        bool, opt.option("--no-certificate", "Do not time the certificate and the audit.")
-    ] = False,
 ) -> None:
     """Tiled attention against the best dense path.
 
@@ -203,10 +175,7 @@ def attention(
     from bmfa.evidence.bench import summary
     from bmfa.evidence.bench.inputs import InputSource
 
-    targets = [_speed_target(text) for text in at_speed or ()]
-    results = _Results(
-        Output(json, quiet, csv), ATTENTION_COLUMNS, wide, markdown, figures, targets
-    )
+    results = _Results(Output(json, quiet, csv), ATTENTION_COLUMNS, wide, markdown, figures)
     if records:
         return results.show_files(records)
     require_packages(("PIL",), "data")
@@ -230,9 +199,6 @@ def attention(
         backend=backend,
         repeats=_default_repeats(device) if repeats is None else repeats,
         peer=peer or (),
-        baseline=() if no_baselines else baseline or None,
-        certificate=not no_certificate,
-        kernels=kernels,
         threads=threads or (),
         progress=results.output.progress("sizes"),
     )
@@ -282,13 +248,6 @@ def model(
             "Weights of the saliency decoder of the model; adds the agreement of the masks.",
         ),
     ] = None,
-    baseline: Annotated[
-        list[str] | None,
-        opt.option(
-            "--baseline NAME:VALUE...",
-            "mean-tiles:SHARE, topk:SHARE or monarch:STEPS in all layers of a timm model.",
-        ),
-    ] = None,
 ) -> None:
     """A model at high resolution, screened and dense, end to end."""
     from bmfa.evidence.bench import model as experiment
@@ -303,13 +262,8 @@ def model(
         weights=weights,
         data_dir=data_dir,
         decoder=decoder,
-        methods=(
-            *(
-                _method_names(tiles=tiles, leaves=leaves, error=error)
-                or experiment.default_methods(device)
-            ),
-            *(baseline or ()),
-        ),
+        methods=tuple(_method_names(tiles=tiles, leaves=leaves, error=error))
+        or experiment.default_methods(device),
         layers=opt.parse_layers(layers),
         form=form,
         batch_size=batch_size,
@@ -332,21 +286,18 @@ class _Results:
         wide: bool,
         markdown: bool,
         figure_folder: str | None,
-        at_speed: Sequence[tuple[int, float]] = (),
     ) -> None:
         if figure_folder is not None:
             require_packages(("matplotlib",), "report")
         self.output, self.columns, self.wide = output, columns, wide
         self.markdown, self.figure_folder = markdown, figure_folder
-        self.at_speed = at_speed
 
     def show_files(self, paths: Sequence[str]) -> None:
         for path in paths:
             self.finish(Record.from_json(Path(path).read_text("utf-8"), path))
 
     def finish(self, record: Record, lines: Sequence[str] = ()) -> None:
-        from bmfa.evidence.bench import summary
-        from bmfa.evidence.bench.chapter import at_speed_table, markdown
+        from bmfa.evidence.bench.chapter import markdown
         from bmfa.evidence.page import figures
 
         files: dict[str | Path, Callable[[], bytes]] = {}
@@ -362,11 +313,6 @@ class _Results:
         if kernels and not self.markdown:
             notes += ["\nKernels:\n", table_of(kernels, KERNEL_COLUMNS, self.wide)]
         notes += lines
-        if self.at_speed:
-            errors = summary.errors_at_speeds(record.rows, self.at_speed)
-            heading = "\nError of tiles and of mean tiles at a speed, in percent:\n"
-            body = at_speed_table(errors) if self.markdown else table_of(errors, AT_SPEED_COLUMNS)
-            notes += [heading, body]
         self.output.finish(record, table, notes=notes, figures=files, announce=not self.markdown)
 
 
@@ -434,18 +380,6 @@ def reduction(
 def _method_names(**values: Sequence[float] | None) -> list[str]:
     """Return the names that rows carry: `tiles:0.1` for the value 0.1 of `--tiles`."""
     return [f"{kind}:{value:g}" for kind, given in values.items() for value in given or ()]
-
-
-def _speed_target(text: str) -> tuple[int, float]:
-    """Return the number of tokens and the speed of `4096:2.0`."""
-    tokens, _, speed = text.partition(":")
-    try:
-        target = int(tokens), float(speed)
-    except ValueError:
-        target = 0, 0.0
-    if min(target) <= 0:
-        raise ValueError(f"--at-speed is {text!r}; pass tokens and a speed such as 4096:2.0")
-    return target
 
 
 def _default_repeats(device: str) -> int:

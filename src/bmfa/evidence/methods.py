@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-Kind = Literal["summary", "rule", "reduction", "full", "bench"]
+Kind = Literal["summary", "rule", "reduction", "full", "bench", "historical"]
 Line = Literal["solid", "dotted", "dashed", "long-dashed", "dash-dot", "dash-dot-dot"]
 
 FULL = "full"
@@ -60,8 +60,8 @@ class Method:
     Args:
         name: Name on the command line and in records, without its value.
         kind: `"summary"` (a closed form on a score grid), `"rule"` (a tree), `"reduction"` (merges
-            or prunes tokens), `"full"` (the unchanged model), or `"bench"` (a setting or a baseline
-            of `bmfa bench attention`).
+            or prunes tokens), `"full"` (the unchanged model), `"bench"` (a setting or a peer of
+            `bmfa bench attention`) or `"historical"` (in recorded runs alone).
         title: Short title for panels of figures.
         description: What the method does, as a phrase.
         reads: The inputs its decisions depend on.
@@ -97,7 +97,8 @@ KINDS: Mapping[Kind, str] = {
     "summary": "one number for a block, in closed form",
     "rule": "a tree for each query and head",
     "reduction": "fewer tokens after a block",
-    "bench": "settings and baselines of bmfa bench",
+    "bench": "settings and peers of bmfa bench",
+    "historical": "in recorded runs alone; the package no longer computes it",
 }
 KEPT = "share of tokens kept (0 to 1)"
 BLOCKS_KEPT = "share of the blocks computed exactly (0 to 1)"
@@ -201,15 +202,15 @@ _ALL = (
            "all keys, by mean queries", "error target", Mark("certified", "^", "dash-dot")),
     Method("at-error", "bench", "Tiles at one error", "tiled attention, interpolated at one error",
            "all keys, by mean queries", mark=Mark("optimal", "*", width=2.2, size=10.0)),
-    Method("mean-tiles", "bench", "Mean tiles",
+    Method("mean-tiles", "historical", "Mean tiles",
            "tiles by mean key and value with corrections, the scheme before tangent tiles",
            "tile means", "share of the tiles expanded (0 to 1)",
            Mark("fixed", "o", "dashed", hollow=True)),
-    Method("topk", "bench", "Keep or drop",
+    Method("topk", "historical", "Keep or drop",
            "reads the tiles with most mass for each 8x8 queries and drops the others",
            "all keys, by mean queries", "share of the tiles kept (0 to 1)",
            Mark("random", "v", "dash-dot", hollow=True)),
-    Method("monarch", "bench", "Monarch attention",
+    Method("monarch", "historical", "Monarch attention",
            "a Monarch matrix of grid rows and columns by alternating maximisation", "all tokens",
            "updates of both factors", Mark("lookahead", "h", "dash-dot-dot")),
     Method("sparge", "bench", "SpargeAttention",
@@ -224,9 +225,6 @@ _ALL = (
     Method("pisa-0th", "bench", "PISA, order 0",
            "piecewise sparse attention, other blocks by their mean", "block means", BLOCKS_KEPT,
            Mark("mass", "o", "dotted", hollow=True)),
-    Method("flex", "bench", "FlexAttention",
-           "torch's FlexAttention over the blocks with the highest mean scores", "block means",
-           BLOCKS_KEPT, Mark("variance", "D", "dotted", hollow=True, size=5.5)),
 )
 # fmt: on
 METHODS: Mapping[str, Method] = {method.name: method for method in _ALL}

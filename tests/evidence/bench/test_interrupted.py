@@ -22,7 +22,7 @@ def interrupt_call(monkeypatch, owner, name, number):
 
 def bench_attention():
     return attention_bench.run(
-        InputSource.open("random"), tokens=[16, 64], methods=["tiles:1"], repeats=1, baseline=()
+        InputSource.open("random"), tokens=[16, 64], methods=["tiles:1"], repeats=1
     )
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -12,20 +12,16 @@ from torch.nn.functional import scaled_dot_product_attention
 from bmfa import timing
 from bmfa.attention.inputs import Backend
 from bmfa.attention.kernels.native import library
-from bmfa.attention.result import Screened
 from bmfa.checks import check_integer
-from bmfa.evidence.bench import baselines, dense, peers, summary
-from bmfa.evidence.bench.baselines import DEFAULT_BASELINES
+from bmfa.evidence.bench import dense, peers, summary
 from bmfa.evidence.bench.errors import (
     ErrorEstimates,
     ExactOutputs,
-    mean_and_worst,
     measure_errors,
     missed_targets_ignored,
 )
 from bmfa.evidence.bench.graphs import run_as_timed
 from bmfa.evidence.bench.inputs import QKV, RANDOM, InputSource, RecordedInputs, as_projection
-from bmfa.evidence.bench.roofline import Limits, kernel_rows
 from bmfa.evidence.bench.settings import (
     DEFAULT_METHODS,
     DTYPES,
@@ -38,21 +34,12 @@ from bmfa.evidence.bench.settings import (
 )
 from bmfa.evidence.bench.verify import check_backend, check_dense
 from bmfa.evidence.runner import Progress
-from bmfa.quantiles import quantile
 from bmfa.records import Record, Row, environment, without_folders
 
 TOKENS = {"cuda": (196, 1024, 4096, 16384, 65536), "cpu": (1024, 4096, 16384)}
 BLOCKS = (2, 5, 8, 11)
 # Images are timed together up to this number of tokens.
 BATCH_TOKENS = 65_536
-# The certificate takes about as long as dense attention and is not timed beyond these sizes.
-CERTIFIED_TOKENS = {"cuda": 65_536, "cpu": 4_096}
-CERTIFIED_SETTING, AUDITED_SHARE = "tiles:0.03", 0.05
-# Share of the tiles that is expanded where kernels are timed one by one.
-KERNEL_SHARE = 0.06
-# Timings of each prefix of the launches of a call, each of up to 20 calls in a graph: a call of 65,536
-# tokens has some 40 launches.
-KERNEL_REPEATS = 3
 INTERRUPTED = "interrupted by the keyboard or SIGINT; later sizes are absent, too"
 TIMING = {
     "cuda": "median; calls in a CUDA graph (milliseconds), and one by one (milliseconds_eager); dense "
@@ -70,7 +57,7 @@ Value = TypeVar("Value")
 
 @dataclass(frozen=True)
 class Plan:
-    """The methods, peers, baselines and precision to time, and the number of timings."""
+    """The methods, peers and precision to time, and the number of timings."""
 
     methods: tuple[str, ...]
     backend: Backend
@@ -78,9 +65,6 @@ class Plan:
     device: torch.device
     repeats: int
     peers: tuple[str, ...] = ()
-    certificate: bool = True
-    baselines: tuple[str, ...] = ()
-    limits: Limits | None = None  # of the device, if kernels are to be timed one by one
     threads: tuple[int, ...] = ()  # numbers of threads to time with; empty for that of torch
 
 
@@ -96,13 +80,10 @@ def run(
     backend: Backend | None = None,
     repeats: int = 5,
     peer: Sequence[str] = (),
-    baseline: Sequence[str] | None = None,
-    certificate: bool = True,
-    kernels: bool = False,
     threads: Sequence[int] = (),
     progress: Progress | None = None,
 ) -> Record:
-    """Time tiled attention, dense attention, baselines and peers on the q, k, v of a model.
+    """Time tiled attention, dense attention and peers on the q, k, v of a model.
 
     Everything that is timed is first compared with float64 attention on small grids. An interrupted
     run returns the sizes that are complete.
@@ -118,16 +99,13 @@ def run(
         backend: `"triton"` (default on CUDA), `"native"` (default on a CPU that runs it) or `"eager"`.
         repeats: Timings of which the median counts.
         peer: Packages that must be timed; those installed are timed anyway.
-        baseline: Names such as `mean-tiles:0.06`, `topk:0.1` or `monarch:2`; None for a default list.
-        certificate: True to time the certificate and the audit as well.
-        kernels: True to time each Triton kernel against its limit as well, on CUDA.
         threads: Numbers of threads of torch to time with on a CPU; rows have a column of them if there
             are several.
         progress: Called with the sizes done and their number.
 
     Returns:
         A record of rows for every number of tokens: the fastest dense path, all dense paths, tiled
-        attention, `auto`, baselines and peers. With the backend "native" also exact attention by it, and
+        attention, `auto` and peers. With the backend "native" also exact attention by it, and
         the methods by the backend "eager".
 
     Raises:
@@ -148,23 +126,12 @@ def run(
         device,
         repeats,
         tuple(present),
-        certificate,
-        tuple(_for_device(DEFAULT_BASELINES, device) if baseline is None else baseline),
         threads=tuple(check_integer("threads", count, low=1) for count in threads),
     )
     if plan.threads and device.type == "cuda":
         raise ValueError(f"threads is {list(threads)}, and the device is CUDA; omit --threads")
-    if kernels and (device.type != "cuda" or plan.backend != "triton"):
-        raise ValueError(
-            f"kernels are timed on CUDA by the backend triton, not on {device.type} by "
-            f"{plan.backend}; omit --kernels"
-        )
-    for name in plan.baselines:
-        baselines.parse(name)
     if plan.dtype not in DTYPES:
         raise ValueError(f"dtype is {plan.dtype!r}; pass one of {', '.join(DTYPES)}")
-    if kernels:
-        plan = replace(plan, limits=Limits.measure(device, DTYPES[plan.dtype], repeats))
     pixels = _sizes_in_pixels(source, tokens, sizes)
     chosen = _check_blocks(source, blocks)
     notes: dict[str, str] = {}
@@ -201,7 +168,6 @@ def run(
         "error": ERROR,
         "self_check": "passed: tiled attention and dense paths against float64 on small grids",
         "absent": {**absent, **notes},
-        **({} if plan.limits is None else {"limits": plan.limits.describe()}),
         **summary.summarize(rows),
     }
     return Record("bench", settings, rows, environment(source.device))
@@ -248,7 +214,7 @@ def _check_blocks(source: InputSource, blocks: Sequence[int] | None) -> tuple[in
 def _plan_of_other_heads(plan: Plan) -> Plan:
     """Time shares of tiles alone: random keys have hardly any structure for an error target."""
     shares = tuple(name for name in plan.methods if name.startswith("tiles:"))
-    return replace(plan, methods=shares, peers=(), baselines=(), certificate=False, limits=None)
+    return replace(plan, methods=shares, peers=())
 
 
 def _with_own_errors(rows: Sequence[Row], own: Sequence[Row]) -> list[Row]:
@@ -284,7 +250,7 @@ class SizeBenchmark:
         return next(iter(self.timed.values()))
 
     def rows(self, verified: set[int]) -> list[Row]:
-        """Return the rows of dense paths, tiled attention, `auto`, baselines, peers and the certificate.
+        """Return the rows of dense paths, tiled attention, `auto` and peers.
 
         Args:
             verified: Head dimensions for which the backend was compared with float64 before.
@@ -299,7 +265,6 @@ class SizeBenchmark:
         calls |= self._tiled_calls()
         calls["auto"] = auto_call(self.inputs)
         described: dict[str, Row] = {}
-        calls |= self._baseline_calls(described)
         calls |= self._peer_calls(described)
         measured = {
             name: {**self._measure(name, call), **described.get(name, {})}
@@ -311,8 +276,6 @@ class SizeBenchmark:
                 timed = self._timed_rows(calls, measured)
             several = len(self.plan.threads) > 1
             rows += [{**row, "threads": count} if several else row for row in timed]
-        if self.plan.limits is not None:
-            rows += self._kernel_rows(self.plan.limits)
         return rows
 
     def _timed_rows(self, calls: dict[str, ScreenedCall], measured: Mapping[str, Row]) -> list[Row]:
@@ -333,14 +296,7 @@ class SizeBenchmark:
         ]
         fastest = next(row for row in rows if row["method"] == best)
         rows.insert(0, {**fastest, "method": "dense", "path": best.removeprefix("dense-")})
-        if self._certified:
-            rows += self._certificate_rows(base)
         return rows
-
-    @property
-    def _certified(self) -> bool:
-        largest = _for_device(CERTIFIED_TOKENS, self.plan.device)
-        return self.plan.certificate and self.inputs.grid.size <= largest
 
     def _dense_paths(self) -> dict[str, ScreenedCall]:
         found: dict[str, ScreenedCall] = {}
@@ -367,20 +323,6 @@ class SizeBenchmark:
             calls[EXACT] = exact_call(self.inputs)
             calls |= {f"eager-{one}": tiled_call(self.inputs, "eager", one) for one in settings}
         return calls
-
-    def _baseline_calls(self, described: dict[str, Row]) -> dict[str, ScreenedCall]:
-        """Return the baselines that run on this grid; the others are noted."""
-        found: dict[str, ScreenedCall] = {}
-        grid, prefix = self.inputs.grid, self.inputs.prefix
-        for name in self.plan.baselines:
-            try:
-                baseline = baselines.make(name, grid, prefix, self.plan.backend)
-            except ValueError as error:
-                self.notes[f"{name} at {grid.size}"] = str(error)
-                continue
-            found[name] = baseline.attention
-            described[name] = {"density_percent": _percent(baseline.density), "ran": baseline.ran}
-        return found
 
     def _peer_calls(self, described: dict[str, Row]) -> dict[str, ScreenedCall]:
         """Return the peers that run on these inputs; the others are noted."""
@@ -430,9 +372,6 @@ class SizeBenchmark:
             self.batch,
             run=lambda work: run_as_timed(work, device).result,
         )
-        e_mean = e_worst = None
-        if self._certified and name.startswith("tiled-"):
-            e_mean, e_worst = self._mean_energy(name.removeprefix("tiled-"))
         return {
             "density_percent": 100.0 if name.startswith("dense-") else _percent(errors.density),
             "error_l2_percent": errors.mean,
@@ -441,29 +380,10 @@ class SizeBenchmark:
             "smallest_call_error_percent": errors.smallest_call,
             "largest_call_error_percent": errors.largest_call,
             **_estimate_columns(errors.estimates),
-            "e_mean": e_mean,
-            "worst_block_e_mean": e_worst,
             "error_queries": len(self.exact.queries),
             **self._memory(call),
             "ran": errors.form,
         }
-
-    def _mean_energy(self, setting: str) -> tuple[float, float]:
-        """Return the mean bound on E over all queries, and that of the worst block.
-
-        E is that of the attention without the first-order correction, which is a distribution.
-        """
-        call = tiled_call(
-            self.inputs, self.plan.backend, TileSetting.parse(setting), certificate=True
-        )
-        means: dict[int, list[float]] = {block: [] for block in self.blocks}
-        for block, tokens in self.blocks.items():
-            for start in range(0, self.images, self.batch):
-                result = call(*(x[start : start + self.batch] for x in tokens))
-                assert isinstance(result, Screened) and result.stats.energy_bound is not None
-                spatial = result.stats.energy_bound[:, :, self.inputs.prefix :]  # (B, H, N)
-                means[block] += spatial.mean((1, 2)).tolist()
-        return mean_and_worst(means.values())
 
     def _frame(self, method: str) -> Row:
         return {
@@ -488,72 +408,6 @@ class SizeBenchmark:
         return {
             "peak_mebibytes": (peak + 3 * tensor_bytes) / 2**20,
             "extra_memory_percent": 100 * extra / (2 * tensor_bytes),
-        }
-
-    def _kernel_rows(self, limits: Limits) -> list[Row]:
-        """Time each kernel of tiled attention and of mean tiles against its limit."""
-        plan, grid, prefix = self.plan, self.inputs.grid, self.inputs.prefix
-        setting = TileSetting("tiles", KERNEL_SHARE)
-        name = f"mean-tiles:{KERNEL_SHARE:g}"
-        calls: dict[str, ScreenedCall] = {
-            f"tiled-{setting}": tiled_call(self.inputs, plan.backend, setting),
-            name: baselines.make(name, grid, prefix, plan.backend).attention,
-        }
-
-        def milliseconds(work: timing.Work) -> float:
-            return timing.time_call(work, KERNEL_REPEATS, plan.device)[0]
-
-        rows: list[Row] = []
-        for method, call in calls.items():
-            work = _bind(call, self.first_block)
-            rows += kernel_rows(work, limits, milliseconds, self._frame(method))
-        return rows
-
-    def _certificate_rows(self, base: Times) -> list[Row]:
-        """Time what the certificate and the audit add, without a graph: both wait for the device."""
-        options: dict[str, dict[str, Any]] = {
-            "": {},
-            "+certificate": {"certificate": "scores"},
-            "+certificate-boxes": {"certificate": "boxes"},
-            f"+audit:{AUDITED_SHARE:g}": {"audit": AUDITED_SHARE},
-        }
-        setting = TileSetting.parse(CERTIFIED_SETTING)
-        works = {
-            name: _bind(
-                tiled_call(self.inputs, self.plan.backend, setting, **added), self.first_block
-            )
-            for name, added in options.items()
-        }
-        times = timing.time_alternating(works, max(1, self.plan.repeats // 2), self.plan.device)
-        dense_time = base[0] if base[1] is None else base[1]
-        return [
-            {
-                **self._frame(f"tiled-{CERTIFIED_SETTING}{name}"),
-                "milliseconds": times[name],
-                "added_milliseconds": times[name] - times[""],
-                "speedup": dense_time / times[name],
-                **(self._looseness(works[name]) if "certificate" in name else {}),
-            }
-            for name in list(options)[1:]
-        ]
-
-    def _looseness(self, work: timing.Work) -> Row:
-        """Return by how much the certificate of the first block exceeds the error of its queries."""
-        result = work()
-        assert isinstance(result, Screened) and result.stats.certificate is not None
-        spatial = self.exact.queries >= self.inputs.prefix
-        queries = self.exact.queries[spatial]
-        exact = next(iter(self.exact.outputs.values()))[: self.batch, :, spatial]
-        errors = (result.output[:, :, queries].double() - exact).norm(dim=-1)
-        bounds = result.stats.certificate[:, :, queries]
-        ratios = (bounds / errors)[errors > 0]
-        relative = (bounds / exact.norm(dim=-1)).flatten()
-        if not ratios.numel():
-            return {}
-        return {
-            "certificate_over_error_median": float(quantile(ratios, 0.5)),
-            "certificate_over_error_p95": float(quantile(ratios, 0.95)),
-            "certificate_percent_median": 100 * float(quantile(relative, 0.5)),
         }
 
 

@@ -1,6 +1,6 @@
 """The chapter on speed, and its tables as Markdown."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from bmfa.evidence.bench import figures, summary
@@ -16,7 +16,7 @@ from bmfa.evidence.page.blocks import (
     paragraph,
 )
 from bmfa.evidence.page.record_set import RecordSet, get_number
-from bmfa.records import Record, Row
+from bmfa.records import Record
 
 # Columns by the value of `what` in the rows.
 COLUMNS: dict[str, tuple[Column, ...]] = {
@@ -58,19 +58,6 @@ COLUMNS: dict[str, tuple[Column, ...]] = {
         Column("peak_mebibytes", "peak MiB", 0),
     ),
 }
-
-
-AT_SPEED = (
-    Column("n", "N", 0),
-    Column("speedup", "speed", 1),
-    Column("tiles_error_percent", "tiles, %", 2),
-    Column("mean_tiles_error_percent", "mean tiles, %", 2),
-)
-
-
-def at_speed_table(rows: Sequence[Row]) -> str:
-    """Format the rows of `summary.errors_at_speeds` as a Markdown table."""
-    return _markdown_table(Table("Error at a speed", list(AT_SPEED), list(rows)))
 
 
 def markdown(record: Record) -> str:

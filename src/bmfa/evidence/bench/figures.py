@@ -27,14 +27,13 @@ TITLES = {
     "dense": "dense, fastest path",
     "tiles": "bmfa, share of the tiles",
     "error": "bmfa, error target",
-    "mean-tiles": "mean tiles",
-    "topk": "keep or drop",
-    "monarch": "Monarch attention",
+    "mean-tiles": "mean tiles (historical)",
+    "topk": "keep or drop (historical)",
+    "monarch": "Monarch attention (historical)",
     "sparge": "SpargeAttn",
     "natten": "NATTEN",
     "pisa": "PISA, first order",
     "pisa-0th": "PISA, zeroth order",
-    "flex": "FlexAttention, best blocks",
 }
 MIN_TOKENS = 1024  # dense attention over fewer tokens takes too little time to be a bottleneck
 

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +13,7 @@ from torch import Tensor, nn
 from bmfa import timing
 from bmfa.attention.result import Screened, Stats
 from bmfa.checks import check_integer
-from bmfa.evidence.bench import baselines, dense
+from bmfa.evidence.bench import dense
 from bmfa.evidence.bench.attention import default_backend
 from bmfa.evidence.bench.errors import missed_targets_ignored
 from bmfa.evidence.bench.graphs import capture_once, run_as_timed
@@ -55,8 +54,7 @@ class Settings:
         weights: File of weights; a timm model without one has random weights.
         data_dir: Folder of images; embedded scenes without.
         decoder: File of weights of a saliency decoder, for the agreement of masks.
-        methods: Settings such as `tiles:0.03`, `leaves:0.05` or `error:0.1`, and baselines such as
-            `mean-tiles:0.06`, which take a timm model and run in all layers.
+        methods: Settings such as `tiles:0.03`, `leaves:0.05` or `error:0.1`.
         layers: Layers to patch: `"all"`, `"last-K"` or indices.
         form: `"tiled"` to use tiles even where dense attention is faster.
         batch_size: Images in a batch.
@@ -96,10 +94,7 @@ class Settings:
                 f"images is {self.images} and batch_size {self.batch_size}; pass a multiple of it"
             )
         for name in self.methods:
-            if is_baseline(name):
-                baselines.parse(name)
-            else:
-                TileSetting.parse(name)
+            TileSetting.parse(name)
 
     @property
     def image_count(self) -> int:
@@ -116,11 +111,6 @@ class Settings:
 def default_methods(device: str) -> tuple[str, ...]:
     """Return the methods for a device."""
     return DEFAULT_METHODS.get(torch.device(device).type, DEFAULT_METHODS["cpu"])
-
-
-def is_baseline(name: str) -> bool:
-    """True if a method is a baseline rather than a setting of tiles."""
-    return name.partition(":")[0] in baselines.MAKERS
 
 
 def run(settings: Settings, sizes: Sequence[int] = (), progress: Progress | None = None) -> Record:
@@ -299,10 +289,6 @@ class _SizeBenchmark:
 
     def _screened_model(self, name: str) -> nn.Module:
         model = self.loaded.model
-        if is_baseline(name):
-            backend = "triton" if self.device.type == "cuda" else "eager"
-            baseline = baselines.make(name, self.grid, self.vit.prefix, backend)
-            return _BaselineModel(model, baseline)
         shared = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
         arguments: dict[str, Any] = TileSetting.parse(name).arguments(self.grid)
         arguments |= {"layers": self.settings.layers, "allow_dense": self.settings.form is None}
@@ -346,16 +332,12 @@ class _SizeBenchmark:
                 if self.decoder is not None:
                     agreements += self._mask_agreement(output, expected[index])
         density = statistics.fmean(densities) if densities else None
-        if isinstance(model, _BaselineModel):
-            density = model.baseline.density
         row: Row = {
             "density_percent": None if density is None else 100 * density,
             "tiled_layers": observer.tiled_layers,
             "layers": len(self.vit.attentions),
             "error_l2_percent": 100 * statistics.fmean(errors),
         }
-        if isinstance(model, _BaselineModel):
-            row = {**row, "tiled_layers": None, "ran": model.baseline.ran}
         return {**row, "mask_iou": statistics.fmean(agreements)} if agreements else row
 
     def _mask_agreement(self, output: Tensor, expected: Tensor) -> list[float]:
@@ -386,35 +368,6 @@ class _PreferringPath(nn.Module):
     def forward(self, *args: Any, **options: Any) -> Any:
         with dense.preferring(self.path):
             return self.model(*args, **options)
-
-
-class _BaselineModel(nn.Module):
-    """A model whose attention is a baseline of the attention benchmark.
-
-    The function that the model calls is replaced during a forward pass: a
-    `torch.overrides.TorchFunctionMode` would slow down every other function.
-    """
-
-    def __init__(self, model: nn.Module, baseline: baselines.Baseline) -> None:
-        super().__init__()
-        self.model, self.baseline = model, baseline
-
-    def forward(self, *args: Any, **options: Any) -> Any:
-        calls = 0
-
-        def attention(q: Tensor, k: Tensor, v: Tensor, **unused: Any) -> Tensor:
-            nonlocal calls
-            calls += 1
-            return self.baseline.attention(q, k, v)
-
-        with mock.patch("torch.nn.functional.scaled_dot_product_attention", attention):
-            output = self.model(*args, **options)
-        if not calls:
-            raise ValueError(
-                f"{type(self.model).__name__} does not look up scaled_dot_product_attention in "
-                "torch.nn.functional; baselines run in timm models"
-            )
-        return output
 
 
 def final_features(model: nn.Module, loaded: LoadedModel, pixels: Tensor) -> Tensor:

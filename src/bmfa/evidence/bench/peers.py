@@ -11,7 +11,6 @@ from bmfa.grid import Grid
 from bmfa.packages import is_installed, load_package
 from bmfa.trees.layout import tile_layout
 
-FLEX_BLOCK = 128
 PISA_SIDE = 8
 PISA_BLOCK = PISA_SIDE**2
 # Shares of the keys that are read: blocks kept, or the area of a neighbourhood.
@@ -34,8 +33,6 @@ def available(requested: tuple[str, ...] = ()) -> tuple[list[str], dict[str, str
                     f"peer {name!r} needs the package {peer.module}, which is not installed"
                 )
             absent[name] = f"{peer.module} is not installed"
-        elif name == "flex" and name not in requested:
-            absent[name] = "not asked for: compiling takes longer than timing"
         else:
             present.append(name)
     unknown = set(requested) - set(PEERS)
@@ -145,48 +142,6 @@ class TileOrdered:
         return self.permutations[device]
 
 
-def _flex(grid: Grid, prefix: int, share: float) -> tuple[Attention, float]:
-    """flex_attention over the blocks of keys with the highest mean scores; others are dropped."""
-    module: Any = load_package("torch.nn.attention.flex_attention")
-    compiled: list[Any] = []
-
-    def flex_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        if not compiled:
-            flex = module.flex_attention
-            compiled.append(torch.compile(flex) if q.is_cuda else flex)
-        mask = _block_mask(module, q, k, share)
-        output: Tensor = compiled[0](q, k, v, block_mask=mask)
-        return output
-
-    return flex_attention, share
-
-
-def _block_mask(module: Any, q: Tensor, k: Tensor, share: float) -> Any:
-    means = [
-        torch.stack([part.mean(2) for part in torch.split(x, FLEX_BLOCK, dim=2)], 2) for x in (q, k)
-    ]
-    scores = means[0] @ means[1].transpose(-2, -1)  # (B, heads, blocks, blocks)
-    kept = max(1, round(share * scores.shape[-1]))
-    order = scores.argsort(dim=-1, descending=True, stable=True).to(torch.int32)
-    counts = torch.full(order.shape[:-1], kept, dtype=torch.int32, device=q.device)
-    table = torch.zeros_like(scores, dtype=torch.bool)
-    table.scatter_(-1, order[..., :kept].long(), True)
-
-    def is_kept(b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        return table[b, h, query // FLEX_BLOCK, key // FLEX_BLOCK]
-
-    return module.BlockMask.from_kv_blocks(
-        torch.zeros_like(counts),
-        order,
-        counts,
-        order,
-        BLOCK_SIZE=FLEX_BLOCK,
-        mask_mod=is_kept,
-        seq_lengths=(q.shape[2], k.shape[2]),
-        compute_q_blocks=False,
-    )
-
-
 # Grid, prefix and share to the attention function and its density.
 Maker = Callable[[Grid, int, float], tuple[Attention, float]]
 
@@ -204,5 +159,4 @@ PEERS = {
     "natten": Peer("natten", _natten),
     "pisa": Peer("piecewise_attn", _pisa, PISA_SHARES),
     "pisa-0th": Peer("piecewise_attn", _pisa_zeroth, PISA_SHARES),
-    "flex": Peer("torch.nn.attention.flex_attention", _flex),
 }

@@ -37,7 +37,7 @@ COLUMNS = (
 FAMILIES = {
     "leaves": "bmfa, budget of leaves",
     "error": "bmfa, error target",
-    "mean-tiles": "mean tiles",
+    "mean-tiles": "mean tiles (historical)",
 }
 SIMILAR_MASK = 0.95  # IoU from which masks are called alike in the text
 

@@ -1,4 +1,4 @@
-"""Summary of `bmfa bench attention`: break-even, growth of time with the tokens, error at a speed."""
+"""Summary of `bmfa bench attention`: break-even, and growth of time with the tokens."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -11,8 +11,6 @@ from bmfa.records import Row
 # Relative L2 errors in percent at which times are interpolated, and up to which tiles count as usable
 # in the break-even: both are choices of the benchmark, written into its record.
 FIXED_ERROR, ACCEPTED_ERROR = 7.5, 10.0
-# Methods whose errors are compared at one speed, by column: the start of their names in rows.
-COMPARED = {"tiles_error_percent": "tiled-", "mean_tiles_error_percent": "mean-tiles:"}
 # Exponents are fitted from this number of tokens on; below, launching kernels takes most of the time.
 FIT_FROM = 4096
 
@@ -154,66 +152,6 @@ def time_at_error(rows: Sequence[Row], error: float) -> float | None:
     (above, fast), (below, slow) = frontier[index - 1], frontier[index]
     share = (above - error) / (above - below)
     return math.exp((1 - share) * math.log(fast) + share * math.log(slow))
-
-
-def error_at_speed(rows: Sequence[Row], speedup: float) -> float | None:
-    """Return the relative L2 error in percent at a speed, or None if no setting is that fast.
-
-    Between neighbouring settings on the frontier the logarithm of the error is linear in the logarithm
-    of the speed. If the slowest setting is faster than the speed, its error is returned.
-
-    Args:
-        rows: Rows of one method at several settings, of one number of tokens and one run.
-        speedup: Speed relative to dense attention.
-
-    Example:
-        >>> rows = [{"speedup": 4.0, "error_l2_percent": 8.0}, {"speedup": 1.0, "error_l2_percent": 2.0}]
-        >>> round(error_at_speed(rows, 2.0), 6)
-        4.0
-    """
-    frontier: list[tuple[float, float]] = []  # speed and error fall
-    for speed, error in sorted(
-        ((float(row["speedup"]), float(row["error_l2_percent"])) for row in rows), reverse=True
-    ):
-        if not frontier or error < frontier[-1][1]:
-            frontier.append((speed, error))
-    if not frontier or frontier[0][0] < speedup:
-        return None
-    slower = next((i for i, (speed, _) in enumerate(frontier) if speed <= speedup), None)
-    if slower is None:
-        return frontier[-1][1]
-    if frontier[slower][0] == speedup:
-        return frontier[slower][1]
-    (fast, high), (slow, low) = frontier[slower - 1], frontier[slower]
-    share = math.log(fast / speedup) / math.log(fast / slow)
-    return math.exp((1 - share) * math.log(high) + share * math.log(low))
-
-
-def errors_at_speeds(rows: Iterable[Row], targets: Sequence[tuple[int, float]]) -> list[Row]:
-    """Return the errors of tiled attention and of mean tiles at given speeds.
-
-    Args:
-        rows: Rows of one run of `bmfa bench attention`.
-        targets: Pairs of a number of tokens and a speed.
-
-    Returns:
-        A row for each target: n, speedup and the columns of `COMPARED`, None where a method is never
-        that fast or was not timed.
-    """
-    own = own_rows(rows)
-    return [
-        {
-            "n": n,
-            "speedup": speedup,
-            **{
-                column: error_at_speed(
-                    [r for r in own if r["n"] == n and str(r["method"]).startswith(start)], speedup
-                )
-                for column, start in COMPARED.items()
-            },
-        }
-        for n, speedup in targets
-    ]
 
 
 def exponent(times: dict[int, float], first: int = FIT_FROM) -> float | None:
