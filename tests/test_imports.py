@@ -25,7 +25,7 @@ RANK = {part: rank for rank, parts in enumerate(LAYERS) for part in parts}
 CORE = {part for parts in LAYERS[:4] for part in parts}  # imports torch and numpy only
 KERNELS = {
     "attention": ("reference", "eager", "native", "triton"),
-    "merging": ("reference", "eager", "triton"),
+    "merging": ("eager", "triton"),
 }
 # Imports against the direction that are still to be mended, each with the reason.
 EXEMPT: dict[tuple[str, str], str] = {}

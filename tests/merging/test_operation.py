@@ -5,8 +5,9 @@ import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
+import merging_oracle
 from bmfa.merging.dispatch import merge_tokens, proportional_attention, unit_mean_keys
-from bmfa.merging.kernels import eager, reference
+from bmfa.merging.kernels import eager
 from bmfa.merging.operation import assign_bipartite, match_bipartite, pool
 
 
@@ -26,7 +27,7 @@ def test_attention_adds_log_size(prefix: int, mass: bool, dtype: torch.dtype) ->
     rounding = max(4 * torch.finfo(dtype).eps, 1e-6)
     for index in range(2):
         arrays = (tensor[index].double().numpy() for tensor in (q, k, v, size))
-        expected, expected_mass = reference.proportional_attention(*arrays, 0.3, prefix)
+        expected, expected_mass = merging_oracle.proportional_attention(*arrays, 0.3, prefix)
         np.testing.assert_allclose(
             output[index].double().numpy(), expected, atol=rounding * float(v.abs().max())
         )
@@ -104,17 +105,17 @@ def test_merge_matches_the_reference(seed: int) -> None:
     )
     for index in range(2):
         features = (
-            reference.layer_norm(x[index])
+            merging_oracle.layer_norm(x[index])
             if keys is None
-            else reference.unit_mean_keys(keys[index])
+            else merging_oracle.unit_mean_keys(keys[index])
         )
         weight = None if parts is None else parts[index].sum(0).astype(float)
-        pairs = reference.match_bipartite(features, weight, r, prefix)
-        order = reference.bipartite_order(pairs, tokens, prefix)
-        expected, expected_size = reference.pool(
-            x[index], size[index], reference.groups(pairs, order)
+        pairs = merging_oracle.match_bipartite(features, weight, r, prefix)
+        order = merging_oracle.bipartite_order(pairs, tokens, prefix)
+        expected, expected_size = merging_oracle.pool(
+            x[index], size[index], merging_oracle.groups(pairs, order)
         )
-        assert assignment[index].tolist() == reference.assignment(pairs, order, tokens)
+        assert assignment[index].tolist() == merging_oracle.assignment(pairs, order, tokens)
         # float64 tokens, float32 sizes
         scale = np.abs(expected).max()
         np.testing.assert_allclose(merged[index].numpy(), expected, rtol=0, atol=1e-6 * scale)

@@ -8,6 +8,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+import merging_oracle
 from bmfa import Grid
 from bmfa.merging import (
     DCT,
@@ -26,7 +27,7 @@ from bmfa.merging import (
     ToMe,
     parse,
 )
-from bmfa.merging.kernels import eager, reference
+from bmfa.merging.kernels import eager
 from bmfa.merging.policies.base import kept_count, removed_count
 from bmfa.merging.policies.diffrate import DEIT_TINY
 
@@ -85,7 +86,7 @@ def acting_block(name: str) -> int:
 def arrays(state: LayerState, index: int) -> tuple[Array, Array, Array]:
     """x, size and unit mean keys of one image."""
     x, size, k = (t[index].double().numpy() for t in (state.x, state.size, state.k))
-    return x, size, reference.unit_mean_keys(k)
+    return x, size, merging_oracle.unit_mean_keys(k)
 
 
 def reduce_tokens(policy: Policy, state: LayerState) -> ReducedTokens:
@@ -111,10 +112,10 @@ def test_tome_matches_the_reference(seed: int) -> None:
     reduced = reduce_tokens(ToMe(4), state)
     for index in range(2):
         x, size, keys = arrays(state, index)
-        pairs = reference.match_bipartite(keys, None, 4, state.prefix)
-        order = reference.bipartite_order(pairs, len(x), state.prefix)
-        expected = reference.pool(x, size, reference.groups(pairs, order))
-        check_reduced(reduced, index, *expected, reference.assignment(pairs, order, len(x)))
+        pairs = merging_oracle.match_bipartite(keys, None, 4, state.prefix)
+        order = merging_oracle.bipartite_order(pairs, len(x), state.prefix)
+        expected = merging_oracle.pool(x, size, merging_oracle.groups(pairs, order))
+        check_reduced(reduced, index, *expected, merging_oracle.assignment(pairs, order, len(x)))
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -124,10 +125,10 @@ def test_pitome_matches_the_reference(seed: int, layer: int) -> None:
     reduced = reduce_tokens(PiToMe(4), state)
     for index in range(2):
         x, size, keys = arrays(state, index)
-        pairs = reference.pitome(keys, 4, state.prefix, layer, 4)
-        order = reference.kept_order(pairs, len(x))
-        expected = reference.pool(x, size, reference.groups(pairs, order))
-        check_reduced(reduced, index, *expected, reference.assignment(pairs, order, len(x)))
+        pairs = merging_oracle.pitome(keys, 4, state.prefix, layer, 4)
+        order = merging_oracle.kept_order(pairs, len(x))
+        expected = merging_oracle.pool(x, size, merging_oracle.groups(pairs, order))
+        check_reduced(reduced, index, *expected, merging_oracle.assignment(pairs, order, len(x)))
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -137,17 +138,17 @@ def test_tofu_prunes_early_and_keeps_norms_later(seed: int, layer: int) -> None:
     reduced = reduce_tokens(ToFu(4), state)
     for index in range(2):
         x, size, keys = arrays(state, index)
-        pairs = reference.match_bipartite(keys, None, 4, 1)
-        order = reference.bipartite_order(pairs, len(x), 1)
+        pairs = merging_oracle.match_bipartite(keys, None, 4, 1)
+        order = merging_oracle.bipartite_order(pairs, len(x), 1)
         if layer == 1:
             members = [[stay] for stay in order]
-            position = reference.assignment([], order, len(x))
+            position = merging_oracle.assignment([], order, len(x))
             assert position.count(-1) == 4
-            check_reduced(reduced, index, *reference.pool(x, size, members), position)
+            check_reduced(reduced, index, *merging_oracle.pool(x, size, members), position)
         else:
-            members = reference.groups(pairs, order)
-            position = reference.assignment(pairs, order, len(x))
-            check_reduced(reduced, index, *reference.mlerp(x, size, members), position)
+            members = merging_oracle.groups(pairs, order)
+            position = merging_oracle.assignment(pairs, order, len(x))
+            check_reduced(reduced, index, *merging_oracle.mlerp(x, size, members), position)
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -156,10 +157,10 @@ def test_crossget_matches_the_reference(seed: int) -> None:
     reduced = reduce_tokens(CrossGET(7), state)
     for index in range(2):
         x, size, keys = arrays(state, index)
-        pairs = reference.crossget(keys, 7, state.prefix)
-        order = reference.kept_order(pairs, len(x))
-        expected = reference.pool(x, size, reference.groups(pairs, order))
-        check_reduced(reduced, index, *expected, reference.assignment(pairs, order, len(x)))
+        pairs = merging_oracle.crossget(keys, 7, state.prefix)
+        order = merging_oracle.kept_order(pairs, len(x))
+        expected = merging_oracle.pool(x, size, merging_oracle.groups(pairs, order))
+        check_reduced(reduced, index, *expected, merging_oracle.assignment(pairs, order, len(x)))
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -171,7 +172,7 @@ def test_diffrate_matches_the_reference(seed: int, monkeypatch: pytest.MonkeyPat
     for index in range(2):
         x, size, _ = arrays(state, index)
         attention = state.attention[index].double().numpy()
-        expected = reference.diffrate(x, size, attention, keep, final, state.prefix)
+        expected = merging_oracle.diffrate(x, size, attention, keep, final, state.prefix)
         check_reduced(reduced, index, *expected)
         assert expected[2].count(-1) == len(x) - keep
 
@@ -190,7 +191,7 @@ def test_evit_matches_the_reference(seed: int) -> None:
     for index in range(2):
         x, size, _ = arrays(state, index)
         attention = state.attention[index].double().numpy()
-        tokens, position = reference.evit(x, attention, 0.6, state.prefix)
+        tokens, position = merging_oracle.evit(x, attention, 0.6, state.prefix)
         sizes = np.array([size[np.array(position) == new].sum() for new in range(len(tokens))])
         check_reduced(reduced, index, tokens, sizes, position)
 
@@ -210,7 +211,7 @@ def test_dct_matches_the_reference(share: float) -> None:
     reduced = reduce_tokens(DCT(share), state)
     left = kept_count(share, 20)
     for index in range(2):
-        expected = reference.dct(state.x[index, 2:].numpy(), left)
+        expected = merging_oracle.dct(state.x[index, 2:].numpy(), left)
         np.testing.assert_allclose(reduced.x[index, 2:].numpy(), expected, atol=1e-12)
     assert torch.equal(reduced.x[:, :2], state.x[:, :2])
     torch.testing.assert_close(reduced.size.sum(1), torch.full((2,), 22.0))
@@ -222,8 +223,8 @@ def test_dct_on_the_grid_is_dct_along_both_sides() -> None:
     rows, columns = 3, 4  # round(4 sqrt(0.5)), round(5 sqrt(0.5))
     for index in range(2):
         signal = state.x[index, 1:].view(4, 5, -1).numpy()
-        along = np.stack([reference.dct(row, columns) for row in signal])
-        expected = np.stack([reference.dct(along[:, c], rows) for c in range(columns)], 1)
+        along = np.stack([merging_oracle.dct(row, columns) for row in signal])
+        expected = np.stack([merging_oracle.dct(along[:, c], rows) for c in range(columns)], 1)
         np.testing.assert_allclose(
             reduced.x[index, 1:].numpy(), expected.reshape(rows * columns, -1), atol=1e-12
         )
@@ -269,10 +270,12 @@ def test_free_energy_is_mass_times_distortion(seed: int) -> None:
     for index in range(2):
         x, size, _ = arrays(state, index)
         weight = state.attention[index].double().numpy()
-        pairs = reference.match_bipartite(reference.layer_norm(x), weight, 4, state.prefix)
-        order = reference.bipartite_order(pairs, len(x), state.prefix)
-        expected = reference.pool(x, size, reference.groups(pairs, order))
-        check_reduced(reduced, index, *expected, reference.assignment(pairs, order, len(x)))
+        pairs = merging_oracle.match_bipartite(
+            merging_oracle.layer_norm(x), weight, 4, state.prefix
+        )
+        order = merging_oracle.bipartite_order(pairs, len(x), state.prefix)
+        expected = merging_oracle.pool(x, size, merging_oracle.groups(pairs, order))
+        check_reduced(reduced, index, *expected, merging_oracle.assignment(pairs, order, len(x)))
 
 
 @pytest.mark.parametrize(

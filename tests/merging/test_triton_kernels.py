@@ -10,9 +10,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
+import merging_oracle
+
 pytest.importorskip("triton")
 
-from bmfa.merging.kernels import eager, reference
+from bmfa.merging.kernels import eager
 from bmfa.merging.kernels.triton import attention, merge, operators
 from bmfa.merging.operation import pool
 
@@ -174,11 +176,11 @@ def check_merge(
     assert assignment.dtype == torch.int32
     for b in range(batch):
         weight = None if parts is None else array(parts[b]).sum(0)
-        pairs = reference.match_bipartite(features[b], weight, r, prefix)
-        order = reference.bipartite_order(pairs, tokens, prefix)
-        assert assignment[b].tolist() == reference.assignment(pairs, order, tokens)
-        groups = reference.groups(pairs, order)
-        expected, expected_size = reference.pool(array(x[b]), array(size[b]), groups)
+        pairs = merging_oracle.match_bipartite(features[b], weight, r, prefix)
+        order = merging_oracle.bipartite_order(pairs, tokens, prefix)
+        assert assignment[b].tolist() == merging_oracle.assignment(pairs, order, tokens)
+        groups = merging_oracle.groups(pairs, order)
+        expected, expected_size = merging_oracle.pool(array(x[b]), array(size[b]), groups)
         np.testing.assert_array_equal(array(size_new[b]), expected_size)
         # Up to T terms in float32 before one rounding to the dtype of x.
         bound = torch.finfo(x.dtype).eps / 2 + (tokens + 4) * 2.0**-23
@@ -228,9 +230,9 @@ def test_features_are_unit_mean_keys_or_layer_norms(seed: int) -> None:
     size, parts = random_sizes(seed, 1, tokens), torch.rand(1, 6, tokens, generator=generator)
     for keys in (None, k):
         features = (
-            reference.layer_norm(array(x[0]))
+            merging_oracle.layer_norm(array(x[0]))
             if keys is None
-            else reference.unit_mean_keys(array(k[0]))
+            else merging_oracle.unit_mean_keys(array(k[0]))
         )
         check_merge(x, size, features[None], keys, parts.to(DEVICE), 6, 1)
 
@@ -279,7 +281,7 @@ def test_unit_mean_keys(shape: tuple[int, int, int, int], dtype: torch.dtype) ->
     _, k, _ = random_heads(2, shape, dtype)
     features = operators.unit_mean_keys(k)
     assert features.dtype == dtype
-    exact = np.stack([reference.unit_mean_keys(array(image)) for image in k])
+    exact = np.stack([merging_oracle.unit_mean_keys(array(image)) for image in k])
     atol = torch.finfo(dtype).eps / 2 + 8 * 2.0**-23
     np.testing.assert_allclose(array(features), exact, rtol=0, atol=atol)
     zero = torch.zeros_like(k)

@@ -106,7 +106,8 @@ BLOCKS_KEPT = "share of the blocks computed exactly (0 to 1)"
 # fmt: off
 _ALL = (
     Method("block-mean", "summary", "Mean of the block",
-           "one leaf: the mean of all tokens, the paper's Sparge-style mean", "mean", mark=Mark("mean", "o")),
+           "one leaf: the mean of all tokens, the paper's Sparge-style mean", "mean",
+           mark=Mark("mean", "o")),
     Method("mean-variance", "summary", "Mean and variance",
            "the mean plus half of the variance; may overestimate", "mean and variance",
            mark=Mark("variance", "v", "dash-dot")),

@@ -1,1 +1,1 @@
-"""Kernels of token merging: reference (NumPy), eager (torch) and triton."""
+"""Kernels of token merging: eager (torch) and triton; `tests/merging_oracle.py` specifies them."""
