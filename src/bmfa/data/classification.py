@@ -4,16 +4,14 @@
 they have a length, give an image by index, and pickle for worker processes.
 """
 
-import json
 import os
 import re
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import islice
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -84,8 +82,8 @@ class LabelledImages:
         labels: file with a name and a label on each line; None takes the names of the folders.
         wnids: WordNet ids in the order of the model's outputs; None takes those of ImageNet-1K.
         class_map: file with the class of every folder: the names of the folders in the order of the
-            model's outputs, one on each line; lines `NAME INDEX`; or a JSON list or object of these.
-            None takes the names of the folders.
+            model's outputs, one on each line, or lines `NAME INDEX`. None takes the names of the
+            folders.
         classes: the names of the model's outputs, or their number; None if unknown.
         limit: number of images to take; None takes all.
         strict: True to raise at an image that cannot be read instead of skipping it.
@@ -134,14 +132,19 @@ class LabelledImages:
                 "a label file and a class map are given; pass one of them, because either decides the "
                 "class of every image"
             )
+        self.label_source = "label file"
         self.label_warning: str | None = None
         if labels is not None:
             self._labels = _labels_from_file(self.files, Path(labels), wnids)
-            self.label_source = "label file"
         else:
-            folders = _FolderClasses(self.files, wnids, classes)
-            self._labels = folders.labels(None if class_map is None else Path(class_map))
-            self.label_source, self.label_warning = folders.source, folders.warning
+            folders = {entry: PurePosixPath(entry).parent.name for entry in self.files.entries}
+            names = sorted(set(folders.values()))
+            if class_map is not None:
+                found = _read_class_map(Path(class_map), names)
+            else:
+                found = _classes_of_folders(self.files, names, wnids, classes)
+            index, self.label_source, self.label_warning = found
+            self._labels = {entry: index[name] for entry, name in folders.items() if index}
         self._check_labels(classes)
         self.entries = tuple(islice(self._labels or self.files.entries, limit))
 
@@ -153,7 +156,7 @@ class LabelledImages:
         if beyond is not None:
             raise ImageError(
                 f"{beyond} has class {self._labels[beyond]}, and the model {count} classes; pass the "
-                "model of these images, or labels in its order"
+                "model of these images, or labels in its order (--labels FILE or --class-map FILE)"
             )
 
     @property
@@ -250,156 +253,98 @@ def _imagenet_info() -> Any:
     return load_package("timm.data").ImageNetInfo()
 
 
-class _FolderClasses:
-    """The class index of every folder, by a class map or by the names of the folders.
+class _Classes(NamedTuple):
+    """The class of every folder by its name, how they were found, and a warning; empty if unknown."""
 
-    Attributes:
-        source: how the indices were found, as a phrase.
-        warning: a sentence if the folders may be other classes of the model.
-    """
-
-    def __init__(
-        self,
-        files: ImageFiles,
-        wnids: Sequence[str] | None,
-        classes: Sequence[str] | int | None,
-    ) -> None:
-        self.files, self.wnids = files, wnids
-        self.class_names = () if classes is None or isinstance(classes, int) else tuple(classes)
-        self.class_count = classes if isinstance(classes, int) else len(self.class_names) or None
-        self.folders = {entry: PurePosixPath(entry).parent.name for entry in files.entries}
-        self.names = sorted(set(self.folders.values()))
-        self.source = "none"
-        self.warning: str | None = None
-
-    def labels(self, class_map: Path | None) -> dict[str, int]:
-        """Return the class of every entry; empty for a flat folder."""
-        index = self._index() if class_map is None else self._mapped(class_map)
-        return {entry: index[name] for entry, name in self.folders.items()} if index else {}
-
-    def _index(self) -> Mapping[str, int]:
-        names = self.names
-        if all(_WNID.fullmatch(name) for name in names):
-            if self.wnids is None and self.class_count == len(names) != _IMAGENET_CLASSES:
-                return self._sorted()  # a model that was trained on these folders alone
-            self.source = "folders by WordNet id"
-            return _wnid_index(names, self.wnids)
-        if all(name.isdecimal() for name in names):
-            self.source = "folders by class index"
-            return {name: int(name) for name in names}
-        if len(names) == 1:
-            return {}
-        self._check_unambiguous()
-        if self.class_names and set(names) <= set(self.class_names):
-            self.source = "folders by the class names of the model"
-            return {name: self.class_names.index(name) for name in names}
-        return self._sorted()
-
-    def _sorted(self) -> Mapping[str, int]:
-        names, count = self.names, self.class_count
-        index = {name: number for number, name in enumerate(names)}
-        if count is not None and len(names) > count:
-            raise ImageError(
-                f"{self.files.path} has {len(names)} class folders, and the model {count} classes; pass "
-                "the model of these images, or the class of every folder in a class map "
-                "(--class-map FILE)"
-            )
-        shown = [f"{name} {index[name]}" for name in names]
-        if len(shown) > _MAX_SHOWN:
-            shown = [*shown[: _MAX_SHOWN - 1], "...", shown[-1]]
-        self.source = f"folders in sorted order: {', '.join(shown)}"
-        if count is not None and len(names) < count:
-            self.warning = (
-                f"{len(names)} folders in sorted order are taken as classes 0 to {len(names) - 1} of "
-                f"the model's {count}; if they are others, top-1 means nothing: pass --class-map FILE"
-            )
-        return index
-
-    def _check_unambiguous(self) -> None:
-        """Raise if ordinary names of folders can be understood in more than one way."""
-        path = self.files.path
-        label = next((name for name in self.names if _is_label(name)), None)
-        if label is not None:
-            other = next(name for name in self.names if not _is_label(name))
-            rest = "images of its own" if other == "" else f"a folder {other!r}"
-            raise ImageError(
-                f"{path} has a folder {label!r}, which is a class index or a WordNet id, and {rest}; "
-                "pass the class of every folder in a class map (--class-map FILE), or move the others"
-            )
-        if "" in self.names:
-            image = next(entry for entry, name in self.folders.items() if name == "")
-            raise ImageError(
-                f"{path} has images beside its class folders, e.g. {image}; move them into the "
-                "folder of their class"
-            )
-        above: dict[PurePosixPath, PurePosixPath] = {}
-        for parent in sorted({PurePosixPath(entry).parent for entry in self.folders}):
-            above.setdefault(parent.parent, parent)
-        if len(above) > 1:
-            first, second = list(above.values())[:2]
-            raise ImageError(
-                f"{path} has class folders in several folders, e.g. {first} and {second}; pass the one "
-                "folder whose folders are the classes"
-            )
-
-    def _mapped(self, path: Path) -> Mapping[str, int]:
-        index = _read_class_map(path, self.names)
-        unknown = [name for name in self.names if name not in index]
-        if unknown:
-            known = ", ".join(list(index)[:_MAX_SHOWN])
-            raise ImageError(
-                f"class map {path} has no class for the folder {unknown[0]!r} of {self.files.path}; it "
-                f"has {len(index)} names: {known}{', ...' if len(index) > _MAX_SHOWN else ''}"
-            )
-        self.source = f"class map {path.name}"
-        return index
+    by_name: Mapping[str, int]
+    source: str
+    warning: str | None = None
 
 
-def _read_class_map(path: Path, folders: Sequence[str]) -> dict[str, int]:
-    """Return the index of every name: names in order, lines `NAME INDEX`, or JSON."""
-    try:
-        text = path.read_text(encoding="utf-8")
-        content = json.loads(text) if path.suffix.lower() == ".json" else None
-    except (OSError, ValueError) as error:
-        raise ImageError(f"class map {path} cannot be read: {error}") from error
-    pairs: list[tuple[str, Any]]
-    if isinstance(content, dict):
-        pairs = list(content.items())
-    elif isinstance(content, list):
-        pairs = [(str(name), number) for number, name in enumerate(content)]
-    elif content is not None:
-        raise ImageError(f"class map {path} is JSON of another kind; write an object or a list")
+def _classes_of_folders(
+    files: ImageFiles,
+    names: Sequence[str],
+    wnids: Sequence[str] | None,
+    classes: Sequence[str] | int | None,
+) -> _Classes:
+    """Return the classes that the names of the folders mean."""
+    class_names = () if classes is None or isinstance(classes, int) else classes
+    count = classes if isinstance(classes, int) else len(class_names) or None
+    wordnet = all(_WNID.fullmatch(name) for name in names)
+    # Sorted order for a model that was trained on these folders alone.
+    if wordnet and not (wnids is None and count == len(names) != _IMAGENET_CLASSES):
+        return _Classes(_wnid_index(names, wnids), "folders by WordNet id")
+    if all(name.isdecimal() for name in names):
+        return _Classes({name: int(name) for name in names}, "folders by class index")
+    if len(names) == 1:
+        return _Classes({}, "none")
+    if not wordnet:
+        _check_unambiguous(files, names)
+    if set(names) <= set(class_names):
+        by_name = {name: list(class_names).index(name) for name in names}
+        return _Classes(by_name, "folders by the class names of the model")
+    index = {name: number for number, name in enumerate(names)}
+    shown = [f"{name} {number}" for name, number in index.items()]
+    if len(shown) > _MAX_SHOWN:
+        shown = [*shown[: _MAX_SHOWN - 1], "...", shown[-1]]
+    warning = (
+        f"{len(names)} folders in sorted order are taken as classes 0 to {len(names) - 1} of the "
+        f"model's {count}; if they are others, top-1 means nothing: pass --class-map FILE"
+    )
+    source = f"folders in sorted order: {', '.join(shown)}"
+    return _Classes(index, source, warning if count is not None and len(names) < count else None)
+
+
+def _check_unambiguous(files: ImageFiles, names: Sequence[str]) -> None:
+    """Raise if ordinary names of folders can be understood in more than one way."""
+    label = next((name for name in names if _is_label(name)), None)
+    above = {PurePosixPath(entry).parent.parent for entry in files.entries}
+    if label is not None:
+        other = next(name for name in names if not _is_label(name))
+        fault = f"a folder {label!r}, which is a class index or a WordNet id, beside "
+        fault += f"the folder {other!r}" if other else "images of its own"
+    elif "" in names:
+        fault = "images beside its class folders"
+    elif len(above) > 1:
+        fault = f"class folders in several folders, {' and '.join(map(str, sorted(above)[:2]))}"
     else:
-        lines = [line.strip() for line in text.splitlines() if line.strip()]
-        matches = [re.fullmatch(r"(.+?)(?:\s*,\s*|\s+)(\d+)", line) for line in lines]
-        # A name may end with a number: the lines are names if they are those of the folders.
-        if set(folders) <= set(lines) or not all(matches):
-            pairs = [(line, number) for number, line in enumerate(lines)]
-        else:
-            pairs = [(match[1], int(match[2])) for match in matches if match]
-    bad = next((p for p in pairs if type(p[1]) is not int or p[1] < 0), None)
-    if bad is not None:
-        raise ImageError(
-            f"class map {path} gives {bad[0]!r} the class {bad[1]!r}; write a class index from 0 on"
-        )
-    counts = Counter(name for name, _ in pairs)
-    twice = next((name for name, count in counts.items() if count > 1), None)
-    if twice is not None or not pairs:
-        fault = "names no class" if twice is None else f"names {twice!r} twice"
+        return
+    raise ImageError(
+        f"{files.path} has {fault}; pass the one folder whose folders are the classes, or the class "
+        "of every folder in a class map (--class-map FILE)"
+    )
+
+
+def _read_class_map(path: Path, folders: Sequence[str]) -> _Classes:
+    """Return the class of every name: lines with names in order, or lines `NAME INDEX`."""
+    lines = _read_lines(path, "class map")
+    pairs = [re.fullmatch(r"(.+?)(?:\s*,\s*|\s+)(\d+)", line) for line in lines]
+    # A name may end with a number: the lines are names if they are those of the folders.
+    if set(folders) <= set(lines) or not all(pairs):
+        index = {line: number for number, line in enumerate(lines)}
+    else:
+        index = {pair[1]: int(pair[2]) for pair in pairs if pair}
+    missing = next((name for name in folders if name not in index), None)
+    if missing is not None or len(index) < len(lines):
+        fault = "names a folder twice" if missing is None else f"has no class for {missing!r}"
         raise ImageError(
             f"class map {path} {fault}; write each folder name once, in the order of the model's "
             "outputs or with its index"
         )
-    return dict(pairs)
+    return _Classes(index, f"class map {path.name}")
+
+
+def _read_lines(path: Path, what: str) -> list[str]:
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ImageError(f"{what} {path} cannot be read: {error}") from error
+    return [line.strip() for line in lines if line.strip()]
 
 
 def _labels_from_file(files: ImageFiles, path: Path, wnids: Sequence[str] | None) -> dict[str, int]:
     """Return labels by entry, from lines `NAME LABEL` or `NAME,LABEL`; further columns are ignored."""
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ImageError(f"label file {path} cannot be read: {error}") from error
-    rows = [re.split(r"[\s,]+", line.strip())[:2] for line in lines if line.strip()]
+    rows = [re.split(r"[\s,]+", line)[:2] for line in _read_lines(path, "label file")]
     if rows and len(rows[0]) == 2 and not _is_label(rows[0][1]):
         rows = rows[1:]  # a header
     bad = next((row for row in rows if len(row) < 2 or not _is_label(row[1])), None)
@@ -427,9 +372,8 @@ def _labels_from_file(files: ImageFiles, path: Path, wnids: Sequence[str] | None
 
 def _wnid_index(names: Sequence[str], wnids: Sequence[str] | None) -> Mapping[str, int]:
     """Return the class index of every WordNet id; raise if one of `names` has none."""
-    index = {
-        wnid: number for number, wnid in enumerate(imagenet_wnids() if wnids is None else wnids)
-    }
+    known = imagenet_wnids() if wnids is None else wnids
+    index = {wnid: number for number, wnid in enumerate(known)}
     unknown = [name for name in names if name not in index]
     if unknown:
         raise ImageError(

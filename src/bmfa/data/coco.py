@@ -3,7 +3,8 @@
 import json
 import math
 import os
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,15 +20,7 @@ OTHER_SIZE = "image of another size than annotated"
 UNKNOWN_CATEGORY = "unknown category"
 # Faults that may be gone when the files are read again.
 FILE_FAULTS = (UNREADABLE_IMAGE, OTHER_SIZE)
-_FREQUENCIES = ("r", "c", "f")
 _PART_ANNOTATIONS = 128  # annotations in a part, unless the caller says otherwise
-
-
-class Category(NamedTuple):
-    """A category: its name and, in LVIS, its frequency r(are), c(ommon) or f(requent)."""
-
-    name: str
-    frequency: str | None
 
 
 class ImageRecord(NamedTuple):
@@ -37,16 +30,6 @@ class ImageRecord(NamedTuple):
     width: int
     height: int
     names: tuple[str, ...]
-
-
-class InstanceRecord(NamedTuple):
-    """An annotation with its mask still encoded; the category is None if the file lacks it."""
-
-    id: int
-    category: Category | None
-    area: float | None
-    crowd: bool
-    segmentation: Any
 
 
 class InstanceFiles:
@@ -92,12 +75,12 @@ class InstanceFiles:
             yield from part.instances(tally)
 
     def _rows(self) -> Iterator["_AnnotatedImage"]:
+        of_image = dict(self.annotations.of_image)
         for image in self.annotations.images:
-            records = self.annotations.of_image(image.id)
-            yield _AnnotatedImage(image, self._entries[image.id], records)
-        for identity in self.annotations.unlisted_images():
+            yield _AnnotatedImage(image, self._entries[image.id], of_image.pop(image.id, []))
+        for identity, records in of_image.items():
             unlisted = ImageRecord(identity, 0, 0, (f"image {identity}, not among images",))
-            yield _AnnotatedImage(unlisted, None, self.annotations.of_image(identity))
+            yield _AnnotatedImage(unlisted, None, records)
 
     def _nothing_found(self) -> str:
         sought = [" or ".join(image.names) for image in self.annotations.images[:2]]
@@ -116,7 +99,7 @@ class _AnnotatedImage:
 
     image: ImageRecord
     entry: str | None
-    annotations: list[InstanceRecord]
+    annotations: list[dict[str, Any]]
 
 
 class InstancePart:
@@ -164,21 +147,23 @@ class InstancePart:
 
 
 def _decode_instances(
-    image: InstanceImage, records: list[InstanceRecord], tally: Tally
+    image: InstanceImage, annotations: list[dict[str, Any]], tally: Tally
 ) -> Iterator[Instance]:
     height, width = image.pixels.shape[:2]
-    for record in records:
-        name = f"annotation {record.id} of {image.name}"
-        if record.category is None:
+    for annotation in annotations:
+        identity, category = annotation["id"], annotation["category"]
+        name = f"annotation {identity} of {image.name}"
+        if category is None:
             tally.fault(UNKNOWN_CATEGORY, name)
             continue
         try:
-            mask = decode_mask(record.segmentation, height, width)
+            mask = decode_mask(annotation["segmentation"], height, width)
         except MaskError as error:
             tally.fault(str(error), name)
             continue
-        area = float(mask.sum()) if record.area is None else float(record.area)
-        yield Instance(image, record.id, *record.category, area, record.crowd, mask)
+        area, crowd = float(annotation.get("area", mask.sum())), bool(annotation.get("iscrowd"))
+        frequency = category.get("frequency")
+        yield Instance(image, identity, category["name"], frequency, area, crowd, mask)
 
 
 class AnnotationFile:
@@ -189,153 +174,109 @@ class AnnotationFile:
 
     Raises:
         AnnotationError: the file cannot be read, or an entry is wrong; the message says which.
+
+    Attributes:
+        images: the images in the order of the file.
+        of_image: the annotations by the id of their image, each with its category or None.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
-        top = _Object(parse_json(self.path), str(self.path), "")
-        self.categories = dict(map(_category, top.objects("categories")))
-        self.images = tuple(map(_image, top.objects("images")))
-        self._annotations: dict[int, list[dict[str, Any]]] = {}
-        for annotation in top.objects("annotations"):
-            image_id = _check_annotation(annotation)
-            self._annotations.setdefault(image_id, []).append(annotation.fields)
-        self._check_unique_images()
-
-    def __len__(self) -> int:
-        return sum(map(len, self._annotations.values()))
-
-    def of_image(self, image_id: int) -> list[InstanceRecord]:
-        """Return the annotations of one image in the order of the file."""
-        return [
-            InstanceRecord(
-                annotation["id"],
-                self.categories.get(annotation["category_id"]),
-                annotation.get("area"),
-                bool(annotation.get("iscrowd", 0)),
-                annotation["segmentation"],
+        content = _read_json(self.path)
+        for section, fields in _FIELDS.items():
+            _check_section(self.path, content, section, fields)
+        self.images = tuple(map(_image, content["images"]))
+        twice = [one for one, count in Counter(one.id for one in self.images).items() if count > 1]
+        if twice:
+            raise AnnotationError(
+                f"{self.path}: several images have the id {twice[0]}; give each image its own id"
             )
-            for annotation in self._annotations.get(image_id, [])
-        ]
+        categories = {category["id"]: category for category in content["categories"]}
+        self.of_image: dict[int, list[dict[str, Any]]] = {}
+        for annotation in content["annotations"]:
+            annotation["category"] = categories.get(annotation["category_id"])
+            self.of_image.setdefault(annotation["image_id"], []).append(annotation)
 
-    def unlisted_images(self) -> Iterator[int]:
-        """Return ids of images that annotations refer to but the file does not list."""
-        listed = {image.id for image in self.images}
-        return (image_id for image_id in self._annotations if image_id not in listed)
 
-    def _check_unique_images(self) -> None:
-        seen: set[int] = set()
-        for position, image in enumerate(self.images):
-            if image.id in seen:
+class _Field(NamedTuple):
+    """What a field of an annotation file accepts, in words and as a predicate of its value."""
+
+    accepted: str
+    valid: Callable[[Any], bool]
+    default: Any = None
+
+
+def _at_least(low: float) -> Callable[[Any], bool]:
+    return lambda value: type(value) in (int, float) and low <= value < math.inf
+
+
+_INTEGER = _Field("an integer", lambda value: type(value) is int)
+_SIDE = _Field("an integer of at least 1", lambda value: type(value) is int and value >= 1)
+_TEXT = _Field("a string", lambda value: isinstance(value, str))
+_OPTIONAL_TEXT = _TEXT._replace(default="")
+_MASK = _Field(
+    "a list of polygons or an object of run lengths", lambda value: isinstance(value, (list, dict))
+)
+_FIELDS: dict[str, dict[str, _Field]] = {
+    "categories": {
+        "id": _INTEGER,
+        "name": _TEXT,
+        "frequency": _Field("r, c, f or nothing", lambda value: value in (None, "r", "c", "f")),
+    },
+    "images": {
+        "id": _INTEGER,
+        "width": _SIDE,
+        "height": _SIDE,
+        "file_name": _OPTIONAL_TEXT,
+        "coco_url": _OPTIONAL_TEXT,
+    },
+    "annotations": {
+        "id": _INTEGER,
+        "category_id": _INTEGER,
+        "image_id": _INTEGER,
+        "segmentation": _MASK,
+        "area": _Field("a number of at least 0", _at_least(0), 0),
+        "iscrowd": _Field("0 or 1", lambda value: value in (0, 1), 0),
+    },
+}
+
+
+def _check_section(path: Path, content: Any, section: str, fields: dict[str, _Field]) -> None:
+    """Raise AnnotationError for the first entry of a section that is not as the format says."""
+    entries = content.get(section) if isinstance(content, dict) else None
+    if not isinstance(entries, list):
+        raise AnnotationError(
+            f"{path} has no list {section}; pass a COCO or LVIS instances file, which has images, "
+            "annotations and categories"
+        )
+    for index, entry in enumerate(entries):
+        for name, field in fields.items():
+            value = entry.get(name, field.default) if isinstance(entry, dict) else None
+            if not field.valid(value):
                 raise AnnotationError(
-                    f"{self.path}: images[{position}].id repeats {image.id}; "
-                    "give each image its own id"
+                    f"{path}: {section}[{index}].{name} is {json.dumps(value)[:40]}, and a COCO or "
+                    f"LVIS instances file has {field.accepted} there"
                 )
-            seen.add(image.id)
 
 
-def parse_json(path: Path) -> Any:
-    """Return the content of a JSON file; AnnotationError says in one line where it is damaged."""
+def _read_json(path: Path) -> Any:
     try:
-        text = path.read_bytes().decode("utf-8-sig")
-        return json.loads(text)
+        return json.loads(path.read_bytes().decode("utf-8-sig"))
     except OSError as error:
         raise AnnotationError(f"{path} cannot be read: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise AnnotationError(
-            f"{path} is not JSON text: byte {error.start} of {len(error.object)} is not UTF-8; "
-            "pass the annotation file itself, unpacked"
-        ) from error
-    except json.JSONDecodeError as error:
-        raise AnnotationError(f"{path} {_damage(error)}; download or write it again") from error
     except (ValueError, RecursionError) as error:
-        raise AnnotationError(f"{path} is not an annotation file: {error}") from error
+        raise AnnotationError(
+            f"{path} is not JSON, or was cut off: {error}; pass the annotation file itself, unpacked"
+        ) from error
 
 
-def _damage(error: json.JSONDecodeError) -> str:
-    text = error.doc
-    ends_early = not text[error.pos :].strip() or not text.rstrip().endswith(("}", "]"))
-    state = "is cut off" if ends_early else "is not valid JSON"
-    byte, size = len(text[: error.pos].encode()), len(text.encode())
-    position = f"byte {byte} of {size} (line {error.lineno}, column {error.colno})"
-    return f"{state} at {position}: {error.msg}"
-
-
-class _Object:
-    """A JSON object with its path in the file, such as `annotations[3]`, for error messages."""
-
-    __slots__ = ("fields", "file", "path")
-
-    def __init__(self, fields: Any, file: str, path: str) -> None:
-        self.file, self.path, self.fields = file, path, fields
-        if not isinstance(fields, dict):
-            raise AnnotationError(
-                f"{file}: {path or 'the top level'} is {_brief(fields)}, not an object; pass a COCO "
-                "or LVIS instances file, which has images, annotations and categories"
-            )
-
-    def fail(self, key: str, accepted: str) -> AnnotationError:
-        path = f"{self.path}.{key}" if self.path else key
-        state = f"is {_brief(self.fields[key])}" if key in self.fields else "is missing"
-        return AnnotationError(
-            f"{self.file}: {path} {state}, and a COCO or LVIS instances file has {accepted} there"
-        )
-
-    def objects(self, key: str) -> Iterator["_Object"]:
-        items = self.fields.get(key)
-        if not isinstance(items, list):
-            raise self.fail(key, "a list of objects")
-        return (_Object(item, self.file, f"{key}[{index}]") for index, item in enumerate(items))
-
-    def integer(self, key: str, low: int | None = None) -> int:
-        value = self.fields.get(key)
-        if type(value) is not int or (low is not None and value < low):
-            raise self.fail(key, "an integer" if low is None else f"an integer of at least {low}")
-        return value
-
-    def text(self, key: str) -> str:
-        value = self.fields.get(key)
-        if not isinstance(value, str):
-            raise self.fail(key, "a string")
-        return value
-
-
-def _brief(value: Any) -> str:
-    if isinstance(value, (dict, list)):
-        return "an object" if isinstance(value, dict) else "a list"
-    text = json.dumps(value)
-    return text if len(text) <= 40 else text[:37] + "..."
-
-
-def _category(category: _Object) -> tuple[int, Category]:
-    frequency = category.fields.get("frequency")
-    if frequency is not None and frequency not in _FREQUENCIES:
-        raise category.fail("frequency", "r, c, f or nothing")
-    return category.integer("id"), Category(category.text("name"), frequency)
-
-
-def _image(image: _Object) -> ImageRecord:
-    identity = image.integer("id")
-    names: list[str] = []
-    if "file_name" in image.fields or "coco_url" not in image.fields:
-        names.append(image.text("file_name").removeprefix("./"))
-    if "coco_url" in image.fields:
+def _image(image: dict[str, Any]) -> ImageRecord:
+    names = []
+    if "file_name" in image:
+        names.append(image["file_name"].removeprefix("./"))
+    if "coco_url" in image:
         # LVIS v1 has no other name; the last folder distinguishes train2017 and val2017.
-        names.append("/".join(urlsplit(image.text("coco_url")).path.split("/")[-2:]))
+        names.append("/".join(urlsplit(image["coco_url"]).path.split("/")[-2:]))
     # LVIS v0.5 has the file names of COCO 2014; since 2017 a file is named by its id.
-    names.append(f"{identity:012d}.jpg")
-    width, height = image.integer("width", 1), image.integer("height", 1)
-    return ImageRecord(identity, width, height, tuple(dict.fromkeys(names)))
-
-
-def _check_annotation(annotation: _Object) -> int:
-    annotation.integer("id")
-    annotation.integer("category_id")
-    if not isinstance(annotation.fields.get("segmentation"), (list, dict)):
-        raise annotation.fail("segmentation", "a list of polygons or an object of run lengths")
-    area = annotation.fields.get("area", 0)
-    if type(area) not in (int, float) or not math.isfinite(area) or area < 0:
-        raise annotation.fail("area", "a number of at least 0")
-    if annotation.fields.get("iscrowd", 0) not in (0, 1):
-        raise annotation.fail("iscrowd", "0 or 1")
-    return annotation.integer("image_id")
+    names.append(f"{image['id']:012d}.jpg")
+    return ImageRecord(image["id"], image["width"], image["height"], tuple(dict.fromkeys(names)))
