@@ -150,22 +150,28 @@ REPLACED_BY = {
 }
 
 
-def _recorded_data(records: Sequence[Record]) -> "list[Block]":
-    """A sentence on the records of a chapter that came with the library, if there are any."""
-    recorded = [record for record in records if origin(record) == RECORDED]
-    phrases, commands = [], []
-    for record in recorded:
+def recorded_sources(records: Sequence[Record]) -> dict[str, list[str]]:
+    """Return which of the records came with the library, and the commands that replace them."""
+    names, commands = [], []
+    for record in records:
+        if origin(record) != RECORDED:
+            continue
         subject = str(record.settings.get("dataset") or record.settings.get("model"))
         title = TITLES.get(subject, paper.dataset_title(subject))
         torch = record.environment.get("torch")
         where = describe_data([record]) + (f", torch {torch}" if torch else "")
-        phrases.append(f"{title}, {where}")
+        names.append(f"{title}, {where}")
         commands.append(REPLACED_BY.get(subject, ""))
-    if not recorded:
-        return []
-    replaced = " or ".join(dict.fromkeys(filter(None, commands)))
+    commands = [command for command in commands if command]
+    return {"names": list(dict.fromkeys(names)), "commands": list(dict.fromkeys(commands))}
+
+
+def _recorded_data(records: Sequence[Record]) -> "list[Block]":
+    """A sentence on the records of a chapter that came with the library, if there are any."""
+    sources = recorded_sources(records)
+    replaced = " or ".join(sources["commands"])
     return paragraph(
-        f"{'; '.join(dict.fromkeys(phrases))}.",
+        f"{'; '.join(sources['names'])}." if sources["names"] else "",
         f"{replaced} shows your own instead." if replaced else "",
         lead="Recorded, not run with this page.",
     )

@@ -1,6 +1,6 @@
 """Builds the page: records to chapters, chapters to one self-contained HTML file."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import PurePath
@@ -17,22 +17,25 @@ from bmfa.evidence.failures.chapter import FAILURES
 from bmfa.evidence.faster.chapter import FASTER
 from bmfa.evidence.images.chapter import IMAGES, INSTANCES
 from bmfa.evidence.methods import METHODS, find_method
-from bmfa.evidence.page import paper, style
+from bmfa.evidence.page import paper, plots, style
 from bmfa.evidence.page.blocks import (
     Block,
+    Chapter,
     Column,
     Commands,
+    NotMeasured,
     Properties,
     Table,
     generic_table,
-    illustrate,
     paragraph,
+    recorded_sources,
+    with_paper,
 )
-from bmfa.evidence.page.claims import LEGEND, Claim
+from bmfa.evidence.page.claims import LEGEND, Claim, ClaimTest
+from bmfa.evidence.page.formats import format_number, format_percent, format_small
 from bmfa.evidence.page.record_set import UNPRINTABLE, RecordSet, get_text, unique
 from bmfa.evidence.probes.chapter import PROBES
-from bmfa.evidence.synthetic.chapter import FAILURE_CURVE, STRESS_TEST
-from bmfa.evidence.synthetic.figures import gallery
+from bmfa.evidence.synthetic import chapter as synthetic
 from bmfa.packages import load_package
 from bmfa.records import Record
 
@@ -41,6 +44,38 @@ OPENING = (
     "This page measures how much softmax mass attention loses when a block of tokens is replaced by "
     "its mean, how far the adaptive trees of the BMFA paper repair the loss, and which trees do better. "
     "The paper's numbers are shown next to ours."
+)
+
+
+@dataclass(frozen=True)
+class TemplateChapter:
+    """A chapter whose text is the template `folder/name.html.j2`.
+
+    Attributes:
+        name: its anchor.
+        title: its heading and its entry in the navigation.
+        folder: the folder of its experiment.
+        experiment: the experiment whose record it needs.
+        claims: the claims of the paper that belong to it, for the summary.
+    """
+
+    name: str
+    title: str
+    folder: str
+    experiment: str
+    claims: Sequence[ClaimTest] = ()
+
+    @property
+    def template(self) -> str:
+        """The name of the template."""
+        return f"{self.folder}/{self.name}.html.j2"
+
+
+STRESS_TEST = TemplateChapter(
+    "synthetic", "Synthetic stress test", "synthetic", "synthetic", synthetic.CLAIMS
+)
+FAILURE_CURVE = TemplateChapter(
+    "failure", "Where the mean begins to fail", "synthetic", "failure-curve"
 )
 CHAPTERS = (
     *(FASTER, STRESS_TEST, FAILURE_CURVE, PROBES, ABLATIONS, INSTANCES, FAILURES, EQUAL_LEAVES),
@@ -57,6 +92,7 @@ class Section:
     title: str
     blocks: Sequence[Block]
     in_navigation: bool = True
+    template: str = ""
 
 
 def build_page(records: Sequence[Record], explorer: str | None = None) -> str:
@@ -81,11 +117,11 @@ def build_page(records: Sequence[Record], explorer: str | None = None) -> str:
     found = RecordSet(records)
     page: str = (
         _templates()
-        .get_template("page.html.j2")
+        .get_template("page/templates/page.html.j2")
         .render(
             title=TITLE,
             opening=OPENING,
-            opening_figure=illustrate(gallery, found, _gallery_caption(found)),
+            records=found,
             verdict_legend=LEGEND,
             claims=all_claims(found),
             sections=_sections(found),
@@ -93,7 +129,7 @@ def build_page(records: Sequence[Record], explorer: str | None = None) -> str:
             css_variables=style.css_variables(),
         )
     )
-    return UNPRINTABLE.sub("\ufffd", page)
+    return UNPRINTABLE.sub("\ufffd", page).replace(" %", "\u00a0%")
 
 
 def all_claims(records: RecordSet) -> list[Claim]:
@@ -103,16 +139,36 @@ def all_claims(records: RecordSet) -> list[Claim]:
 
 @cache
 def _templates() -> Any:
-    """The jinja2 environment with the filters of the templates; text is escaped by default."""
+    """The jinja2 environment with what the templates call; text is escaped by default."""
     jinja2 = load_package("jinja2")
     environment = jinja2.Environment(
-        loader=jinja2.PackageLoader("bmfa.evidence.page"),
+        loader=jinja2.PackageLoader("bmfa.evidence", ""),
         autoescape=True,
         trim_blocks=True,
         lstrip_blocks=True,
         undefined=jinja2.StrictUndefined,
     )
-    environment.filters["prose"] = lambda text: text.replace(" %", "\u00a0%")
+
+    def formatter(form: Callable[..., str]) -> Callable[..., str]:
+        """Let a number that a record does not hold be a dash."""
+
+        def format_value(value: Any, *options: Any) -> str:
+            return form(None if isinstance(value, jinja2.Undefined) else value, *options)
+
+        return format_value
+
+    environment.filters |= {
+        "number": formatter(format_number),
+        "percent": formatter(format_percent),
+        "small": formatter(format_small),
+        "prose": lambda text: text.replace(" %", "\u00a0%"),
+        "filled_keys": lambda rows: {key for row in rows for key in row if row[key] is not None},
+        "with_paper": lambda rows, points: [
+            with_paper(row, points.get(get_text(row, "method"))) for row in rows
+        ],
+        "recorded_sources": recorded_sources,
+    }
+    environment.globals |= {"figures": plots.FIGURES, "paper": paper, "synthetic": synthetic}
     return environment
 
 
@@ -120,21 +176,19 @@ def _sections(records: RecordSet) -> list[Section]:
     methods = _method_table(records)
     return [
         *([Section("methods", "Methods", [methods], in_navigation=False)] if methods.rows else []),
-        *(Section(chapter.name, chapter.title, chapter.blocks(records)) for chapter in CHAPTERS),
+        *(_section(chapter, records) for chapter in CHAPTERS),
         *_other_experiments(records),
         Section("environment", "Environment and versions", _environment(records)),
     ]
 
 
-def _gallery_caption(records: RecordSet) -> str:
-    rows = records.rows("gallery", method=paper.ALGORITHM_1)
-    blind = [get_text(row, "placement") for row in rows if len(row.get("boxes", ())) == 1]
-    where = f" It detects nothing if they are {' or '.join(blind)}." if blind else ""
-    return (
-        "A few bright tokens hold most of the softmax mass; each summary shows the mean score of its "
-        f"leaves. Algorithm 1 of the paper compares the means of the four quarters of a block.{where} "
-        "The optimal tree reads every score."
-    )
+def _section(chapter: Chapter | TemplateChapter, records: RecordSet) -> Section:
+    if isinstance(chapter, Chapter):
+        return Section(chapter.name, chapter.title, chapter.blocks(records))
+    if not records.has(chapter.experiment):
+        command = records.commands(chapter.experiment)[0]
+        return Section(chapter.name, chapter.title, [NotMeasured(command)])
+    return Section(chapter.name, chapter.title, [], template=chapter.template)
 
 
 def _method_table(records: RecordSet) -> Table:

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
+from typing import Any
 
 from bmfa.evidence.page.formats import MISSING
 from bmfa.evidence.page.origins import describe_data
@@ -68,7 +69,7 @@ class Claim:
 
 
 ClaimTest = Callable[[RecordSet], Claim]
-Measurement = Callable[[RecordSet], tuple[str, Verdict, str]]
+Measurement = Callable[[RecordSet], Any]
 
 
 def claim(text: str, printed: str, command: str) -> Callable[[Measurement], ClaimTest]:
@@ -89,6 +90,9 @@ def claim(text: str, printed: str, command: str) -> Callable[[Measurement], Clai
             try:
                 with log_reads() as read:
                     measured = measure(records)
+                if len(measured) == 4:
+                    *shown, sources = measured
+                    return Claim(text, printed, *shown, data=describe_data(sources))
                 return Claim(text, printed, *measured, data=describe_data(records.holding(read)))
             except MissingValueError:
                 return Claim(text, printed, MISSING, Verdict.NOT_MEASURED, "Run", command)

@@ -12,16 +12,17 @@ from bmfa.evidence.comparison.figures import equal_leaves, equal_operations
 from bmfa.evidence.failures.figures import failures
 from bmfa.evidence.faster.figures import faster
 from bmfa.evidence.images.figures import attention_cases, cases, motivation, pipeline, screen
+from bmfa.evidence.page import plots
 from bmfa.evidence.page.canvas import Figure
 from bmfa.evidence.probes.figures import distribution, trade_off
-from bmfa.evidence.synthetic.figures import failure_curve, gallery, placements
+from bmfa.evidence.synthetic.chapter import failure_curve, gallery, placements
 from bmfa.files import write_atomic
 from bmfa.records import Record
 
 __all__ = ["ALL", "save_png", "screen"]
 
 # The figures of the page. `screen` shows one image at a time and is not part of the page.
-ALL: dict[str, Figure] = {
+ALL: dict[str, Figure | plots.Figure] = {
     figure.name: figure
     for figure in (
         *(gallery, faster, failure_curve, placements, trade_off, distribution, ablation),

@@ -89,6 +89,10 @@ class RecordSet:
             rows = list({tuple(str(row.get(key)) for key in keys): row for row in rows}.values())
         return [row for row in rows if all(row.get(key) == values[key] for key in values)]
 
+    def by_method(self, experiment: str, **values: Any) -> dict[str, Row]:
+        """Return the rows of an experiment that have these values, by method."""
+        return {get_text(row, "method"): row for row in self.rows(experiment, **values)}
+
     def require(self, experiment: str) -> list[Row]:
         """Return the rows of an experiment; raise ValueError with the command if there are none."""
         rows = self.rows(experiment)

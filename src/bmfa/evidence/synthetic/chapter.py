@@ -1,158 +1,156 @@
-"""The chapters on the synthetic stress test, and the claims of the paper on it."""
+"""Figures and claims of the synthetic stress test."""
 
-from bmfa.evidence.page import paper
-from bmfa.evidence.page.blocks import (
-    METHOD,
-    PAPER_GAP_COLUMNS,
-    Block,
-    Chapter,
-    Column,
-    Table,
-    describe,
-    illustrate,
-    paragraph,
-    with_paper,
-)
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from bmfa.energy import critical_advantage
+from bmfa.evidence.page import paper, plots
 from bmfa.evidence.page.claims import TOLERANCE, Verdict, claim, judge_direction, judge_numbers
 from bmfa.evidence.page.formats import format_number, format_numbers, format_percent
+from bmfa.evidence.page.panels import (
+    Strip,
+    draw_strips,
+    group,
+    minority_shares,
+    read_grid,
+    tree_panel,
+    values_panel,
+)
 from bmfa.evidence.page.record_set import (
     RecordSet,
-    command_for,
     get_number,
     get_text,
     need_number,
     require_any,
     unique,
 )
-from bmfa.evidence.synthetic import figures
-from bmfa.records import Row
+from bmfa.records import Record, Row
 
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure as Drawing
+
+TOKENS = 256  # of the 16 x 16 grid
 # The optimal tree of all settings under one penalty, at the leaves of Algorithm 1 in the corner.
 EQUAL_LEAVES = "optimal-leaves-pooled:0.05794"
-
-CORNER_COLUMNS = (
-    METHOD,
-    Column("mean_gap", "Mean gap", 3),
-    Column("p95_gap", "P95 gap", 3),
-    Column("max_gap", "Largest", 3),
-    Column("leaf_percent", "Leaf %", 3),
-    *PAPER_GAP_COLUMNS,
-)
+PLACEMENTS = {
+    "corner": "In the corner",
+    "centred": "In the centre",
+    "shifted-1-1": "Shifted by one token",
+    "shifted-4-4": "Shifted by four tokens",
+    "scattered": "Scattered",
+}
 
 
-def _stress_test(records: RecordSet) -> list[Block]:
-    count = records.setting("synthetic", "settings", 396)
-    return [
-        *paragraph(
-            "A 16 × 16 grid of scores holds 1 to 64 bright tokens of advantage Δ; all other scores "
-            f"are zero. The {count} settings in which the bright tokens hold at least half of the "
-            "softmax mass are evaluated. The gap is F minus the estimate of a summary, where F is the "
-            "logarithm of the mean exponential: the part of the softmax normaliser that is lost, in "
-            "nats."
-        ),
-        *paragraph(
-            describe(_main_result, records),
-            describe(_mass_rule, records),
-            describe(_variance_correction, records),
-            "The optimal, exact-gap and certified trees read exact scores; gamma-h2 reads block means "
-            "only.",
-        ),
-        *illustrate(
-            figures.placements,
-            records,
-            "The same minority at five placements. Algorithm 1 looks one level down, so it does not "
-            "detect a minority if the four quarters of a block have equal means. A good method has a "
-            "mean gap near zero and a low leaf ratio.",
-        ),
-        Table(
-            "Minority in the corner, as in the paper",
-            CORNER_COLUMNS,
-            [
-                with_paper(row, paper.SYNTHETIC.get(get_text(row, "method")))
-                for row in records.rows("synthetic", placement="corner")
-            ],
-        ),
-        _placement_table(records, "mean_gap", "Mean gap by placement"),
-        _placement_table(records, "leaf_percent", "Leaf ratio by placement, % of tokens"),
-    ]
+# What the templates show
 
 
-def _main_result(records: RecordSet) -> str:
-    corner, centre = (_values(records, paper.ALGORITHM_1, p)[0] for p in ("corner", "centred"))
-    mean, fixed = (_values(records, m, "centred")[0] for m in ("block-mean", "fixed-depth:2"))
-    return (
-        f"The main result depends on the placement. The mean gap of Algorithm 1 is "
-        f"{format_number(corner)} with the minority in the corner and {format_number(centre)} with the "
-        f"minority in the centre; there the mean has {format_number(mean)} and fixed-depth:2 has "
-        f"{format_number(fixed)}."
-    )
-
-
-def _mass_rule(records: RecordSet) -> str:
-    rows = records.rows("synthetic", placement="corner")
-    method = next((m for m in unique(rows, "method") if m.startswith("mass")), "")
-    gap = _values(records, method)[0]
-    if gap <= _values(records, paper.ALGORITHM_1)[0]:
-        return ""
-    return (
-        f"Weighting by mass does not help on its own: {method} has {format_number(gap)} in the corner, "
-        "because it weights the same one-level score."
-    )
-
-
-def _variance_correction(records: RecordSet) -> str:
-    lowest = records.value("synthetic", "min_gap", method="mean-variance", placement="corner")
-    if lowest >= 0:
-        return ""
-    return (
-        f"The variance correction also overestimates F, by up to {format_number(-lowest)}; its mean gap "
-        "is a mean of signed gaps."
-    )
-
-
-def _placement_table(records: RecordSet, column: str, caption: str) -> Block:
+def by_placement(records: RecordSet, column: str) -> tuple[list[tuple[Any, ...]], list[Row]]:
+    """Return the columns and the rows of a table of one measure by method and placement."""
     rows = records.rows("synthetic")
-    by_method: dict[str, Row] = {m: {"method": m} for m in unique(rows, "method")}
+    by_method: dict[str, Row] = {name: {"method": name} for name in unique(rows, "method")}
     for row in rows:
         by_method[get_text(row, "method")][get_text(row, "placement")] = get_number(row, column)
-    columns = [METHOD, *(Column(name, name, 3) for name in unique(rows, "placement"))]
-    return Table(caption, columns, list(by_method.values()))
+    placements = [(name, name, 3) for name in unique(rows, "placement")]
+    return [("method", "Method", "code"), *placements], list(by_method.values())
 
 
-def _failure_curve(records: RecordSet) -> list[Block]:
-    return [
-        *paragraph(
-            "A bright corner of increasing advantage. At the dotted line it holds half of the softmax "
-            "mass (Δ = log((1 − α) / α), where α is its share of the tokens). Beyond the line, the "
-            "loss of the mean grows as fast as Δ itself."
-        ),
-        *illustrate(figures.failure_curve, records, _first_splits(records)),
-    ]
+def first_split(records: RecordSet, cells: int) -> float | None:
+    """Return the advantage of bright tokens from which on Algorithm 1 splits the root."""
+    rows = records.rows("failure-curve", method=paper.ALGORITHM_1, cells=cells)
+    split = (row for row in rows if (get_number(row, "leaf_percent") or 0.0) > 100 / TOKENS)
+    return min((need_number(row, "delta") for row in split), default=None)
 
 
-def _first_splits(records: RecordSet) -> str:
-    """The advantage from which on Algorithm 1 splits the root, for each size of the minority."""
-    rows = records.rows("failure-curve", method=paper.ALGORITHM_1)
-    sentences = []
-    for cells in dict.fromkeys(row.get("cells") for row in rows):
+def most_leaves(records: RecordSet, cells: int) -> float | None:
+    """Return the largest leaf ratio of Algorithm 1 with this number of bright tokens."""
+    rows = records.rows("failure-curve", method=paper.ALGORITHM_1, cells=cells)
+    return max((need_number(row, "leaf_percent") for row in rows), default=None)
+
+
+# Figures
+
+
+@plots.figure("gallery", "gallery")
+def gallery(records: RecordSet, narrow: bool) -> "Drawing":
+    """A bright minority, and what the mean, Algorithm 1 and the optimal tree keep of it."""
+    strips = []
+    for rows in group(records.rows("gallery"), "placement"):
+        scores = read_grid(rows[0], "scores")
+        placement = get_text(rows[0], "placement")
+        panels = [values_panel(scores), *(tree_panel(row, scores) for row in rows)]
+        title = PLACEMENTS.get(placement, placement)
+        strips.append(Strip(panels, title, minority_shares(rows[0])))
+    columns = max(len(strip.panels) for strip in strips)
+    return draw_strips(strips, narrow, columns, aside=170.0)
+
+
+@plots.figure("failure-curve", "failure-curve")
+def failure_curve(records: RecordSet, narrow: bool) -> "Drawing":
+    """Gap against the advantage of the minority for every method, the critical point marked."""
+    rows = records.rows("failure-curve")
+    sizes = sorted({int(size) for row in rows if (size := get_number(row, "cells"))}, reverse=True)
+    drawing, panels = plots.panels(len(sizes), 2, narrow, 350)
+    for cells, axes in zip(sizes, panels, strict=True):
         curve = [row for row in rows if row.get("cells") == cells]
-        leaves = [get_number(row, "leaf_percent") or 0.0 for row in curve]
-        split = [
-            get_number(row, "delta") or 0.0
-            for row, leaf in zip(curve, leaves, strict=True)
-            if leaf > min(leaves)
-        ]
-        tokens = f"{cells} bright token{'' if cells == 1 else 's'}"
-        if split:
-            sentences.append(
-                f"With {tokens}, Algorithm 1 splits the root from Δ = {min(split):.1f} on."
-            )
-        else:
-            sentences.append(
-                f"With {tokens}, it does not split the root in this range, and its curve coincides "
-                "with that of the mean."
-            )
-    return " ".join(sentences)
+        axes.set_xlim(0, max(get_number(row, "delta") or 0.0 for row in curve))
+        axes.set_ylim(plots.value_range(rows, "gap"))
+        ends = plots.draw_methods(axes, curve, "delta", "gap", marker_step=15)
+        _mark_critical_point(axes, cells)
+        title = f"{cells} bright {'token' if cells == 1 else 'tokens'} of {TOKENS}"
+        plots.label(axes, title, "gap, F − estimate", "advantage Δ of the bright tokens")
+        plots.label_ends(axes, ends, 270)
+    return drawing
+
+
+def _mark_critical_point(axes: "Axes", cells: int) -> None:
+    """Mark the advantage at which the minority holds half of the softmax mass."""
+    critical = float(critical_advantage(cells / TOKENS))
+    axes.axvline(critical, color=plots.LIGHT["ink"], linewidth=1.0, linestyle=(0, (2, 2)))
+    right = critical > axes.get_xlim()[1] / 2
+    axes.annotate(
+        f"half of the mass\nlog {(TOKENS - cells) / cells:g} ≈ {critical:.3f}",
+        (critical, 0.98),
+        xytext=(-6 if right else 6, 0),
+        xycoords=("data", "axes fraction"),
+        textcoords="offset points",
+        ha="right" if right else "left",
+        va="top",
+        fontsize=plots.SMALL,
+        bbox={"facecolor": plots.LIGHT["surface"], "edgecolor": "none", "pad": 1.0},
+    )
+
+
+@plots.figure("placements", "synthetic")
+def placements(records: RecordSet, narrow: bool) -> "Drawing":
+    """Mean gap and leaf ratio of every method for every placement of the minority."""
+    rows = records.rows("synthetic")
+    names = unique(rows, "placement")
+    indexed = [{**row, "index": names.index(get_text(row, "placement"))} for row in rows]
+    ticks = [name.replace("shifted-", "shifted\n").replace("-", ",") for name in names]
+    if narrow:
+        ticks[1:] = [tick if "\n" in tick else f"\n{tick}" for tick in ticks[1:]]
+    drawing, panels = plots.panels(2, 2, narrow, 340)
+    panels[1].set_yscale("log")
+    plots.set_ticks(panels[1].yaxis, [0.3, 1, 3, 10, 30, 100])
+    for axes, column, title, y_label in (
+        (panels[0], "mean_gap", "Error", "mean gap"),
+        (panels[1], "leaf_percent", "Cost", "leaf ratio, % of tokens, logarithmic"),
+    ):
+        ends = plots.draw_methods(axes, indexed, "index", column)
+        axes.set_xlim(-0.3, len(names) - 0.7)
+        axes.set_xticks(range(len(names)), ticks)
+        plots.label(axes, title, y_label)
+        plots.label_ends(axes, ends, 250)
+    return drawing
+
+
+# Claims
+
+COMMAND = "bmfa synthetic --json synthetic.json"
+MEAN, BMFA = paper.SYNTHETIC["block-mean"], paper.SYNTHETIC[paper.ALGORITHM_1]
+FIXED = paper.SYNTHETIC["fixed-depth:2"]
+Measured = tuple[str, Verdict, str, Sequence[Record]]
 
 
 def _values(records: RecordSet, method: str, placement: str = "corner") -> list[float]:
@@ -163,21 +161,16 @@ def _values(records: RecordSet, method: str, placement: str = "corner") -> list[
     ]
 
 
-COMMAND = command_for("synthetic")
-MEAN, BMFA = paper.SYNTHETIC["block-mean"], paper.SYNTHETIC[paper.ALGORITHM_1]
-FIXED = paper.SYNTHETIC["fixed-depth:2"]
-
-
 @claim(
     "The mean of a block loses a bright minority: mean and P95 gap over 396 settings",
     format_numbers(MEAN.mean_gap, MEAN.p95_gap),
     COMMAND,
 )
-def _mean_loses_minority(records: RecordSet) -> tuple[str, Verdict, str]:
+def mean_loses_minority(records: RecordSet) -> Measured:
     mean, p95, _ = _values(records, "block-mean")
     verdict = judge_numbers((MEAN.mean_gap, mean), (MEAN.p95_gap, p95))
     note = "The same for every placement: a mean does not depend on positions."
-    return format_numbers(mean, p95), verdict, note
+    return format_numbers(mean, p95), verdict, note, records.of("synthetic")
 
 
 @claim(
@@ -185,11 +178,12 @@ def _mean_loses_minority(records: RecordSet) -> tuple[str, Verdict, str]:
     f"{format_numbers(BMFA.mean_gap, BMFA.p95_gap)} at {format_percent(BMFA.leaf_percent)}",
     COMMAND,
 )
-def _algorithm_1_repairs(records: RecordSet) -> tuple[str, Verdict, str]:
+def algorithm_1_repairs(records: RecordSet) -> Measured:
     mean, p95, leaf = _values(records, paper.ALGORITHM_1)
     verdict = judge_numbers((BMFA.mean_gap, mean), (BMFA.p95_gap, p95), (BMFA.leaf_percent, leaf))
     note = "With the minority in the corner of the grid; the next row shows other placements."
-    return f"{format_numbers(mean, p95)} at {format_percent(leaf)}", verdict, note
+    ours = f"{format_numbers(mean, p95)} at {format_percent(leaf)}"
+    return ours, verdict, note, records.of("synthetic")
 
 
 @claim(
@@ -197,16 +191,18 @@ def _algorithm_1_repairs(records: RecordSet) -> tuple[str, Verdict, str]:
     "near zero (corner)",
     COMMAND,
 )
-def _worst_placement(records: RecordSet) -> tuple[str, Verdict, str]:
+def worst_placement(records: RecordSet) -> Measured:
     rows = records.rows("synthetic", method=paper.ALGORITHM_1)
-    gaps = [(need_number(row, "mean_gap"), get_text(row, "placement")) for row in rows]
-    gap, placement = max(require_any(gaps))
-    holds = gap <= 2 * BMFA.mean_gap
-    note = "The paper places the minority in the corner; the other placements are this library's."
-    if not holds:
-        mean = format_number(_values(records, "block-mean", placement)[0])
-        note += f" The gap of the mean is {mean} there: quarters with equal means are not split."
-    return f"{format_number(gap)} ({placement})", judge_direction(holds), note
+    gap, placement = max(
+        require_any((need_number(r, "mean_gap"), get_text(r, "placement")) for r in rows)
+    )
+    mean = format_number(_values(records, "block-mean", placement)[0])
+    note = (
+        "The paper places the minority in the corner; the other placements are this library's. The gap "
+        f"of the mean is {mean} there: quarters with equal means are not split."
+    )
+    verdict = judge_direction(gap <= 2 * BMFA.mean_gap)
+    return f"{format_number(gap)} ({placement})", verdict, note, records.of("synthetic")
 
 
 @claim(
@@ -214,21 +210,13 @@ def _worst_placement(records: RecordSet) -> tuple[str, Verdict, str]:
     f"{format_number(FIXED.mean_gap)} at {format_percent(FIXED.leaf_percent)}",
     COMMAND,
 )
-def _fixed_depth(records: RecordSet) -> tuple[str, Verdict, str]:
+def fixed_depth(records: RecordSet) -> Measured:
     mean, _, leaf = _values(records, "fixed-depth:2")
     verdict = judge_numbers((FIXED.mean_gap, mean), (FIXED.leaf_percent, leaf))
-    note = describe(_reversed_order, records)
-    return f"{format_number(mean)} at {format_percent(leaf)}", verdict, note
-
-
-def _reversed_order(records: RecordSet) -> str:
-    fixed, adaptive = (
-        _values(records, method, "centred")[0] for method in ("fixed-depth:2", paper.ALGORITHM_1)
-    )
-    if fixed >= adaptive:
-        return ""
-    gaps = f"{format_number(fixed)} against {format_number(adaptive)}"
-    return f"With the minority in the centre the order is reversed: {gaps}."
+    gaps = (_values(records, m, "centred")[0] for m in ("fixed-depth:2", paper.ALGORITHM_1))
+    note = f"With the minority in the centre: {' against '.join(map(format_number, gaps))}."
+    ours = f"{format_number(mean)} at {format_percent(leaf)}"
+    return ours, verdict, note, records.of("synthetic")
 
 
 @claim(
@@ -236,25 +224,18 @@ def _reversed_order(records: RecordSet) -> str:
     f"{format_number(BMFA.mean_gap)} at {format_percent(BMFA.leaf_percent)}",
     f"bmfa synthetic --method {EQUAL_LEAVES} --json synthetic.json",
 )
-def _optimal_tree(records: RecordSet) -> tuple[str, Verdict, str]:
+def optimal_tree(records: RecordSet) -> Measured:
     limit = (BMFA.leaf_percent or 0.0) + TOLERANCE
     candidates = require_any(
         (need_number(row, "mean_gap"), need_number(row, "leaf_percent"), get_text(row, "method"))
         for row in records.rows("synthetic", placement="corner")
         if get_text(row, "method").startswith("optimal")
-        and (get_number(row, "leaf_percent") or 0.0) <= limit
+        and need_number(row, "leaf_percent") <= limit
     )
     gap, leaf, method = min(candidates)
     verdict = Verdict.BEATEN if gap < BMFA.mean_gap else Verdict.NOT_AS_CLAIMED
     note = f"{method} reads every score; Algorithm 1 reads block means only."
-    return f"{format_number(gap)} at {format_percent(leaf)}", verdict, note
+    return f"{format_number(gap)} at {format_percent(leaf)}", verdict, note, records.of("synthetic")
 
 
-STRESS_TEST = Chapter(
-    "synthetic",
-    "Synthetic stress test",
-    "synthetic",
-    _stress_test,
-    (_mean_loses_minority, _algorithm_1_repairs, _worst_placement, _fixed_depth, _optimal_tree),
-)
-FAILURE_CURVE = Chapter("failure", "Where the mean begins to fail", "failure-curve", _failure_curve)
+CLAIMS = (mean_loses_minority, algorithm_1_repairs, worst_placement, fixed_depth, optimal_tree)

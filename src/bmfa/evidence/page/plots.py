@@ -1,0 +1,362 @@
+"""Figures from records: matplotlib with the style of `bmfa.mplstyle`, as SVG for the page or as PNG."""
+
+import io
+import math
+import re
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from zlib import crc32
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bmfa.evidence.methods import Line, Mark, family, find_mark
+from bmfa.evidence.page.record_set import RecordSet, get_number, get_points, get_text, unique
+from bmfa.packages import load_package
+from bmfa.records import Record, Row
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure as Drawing
+
+Array = NDArray[np.float64]
+WIDE, NARROW = 880, 360  # widths of a figure in CSS pixels
+SMALL = 12.0  # font size of notes
+
+# Colours of the light and the dark theme; on the page each is the CSS variable `--name`.
+COLOURS: Mapping[str, tuple[str, str]] = {
+    "ink": ("#1b1f24", "#e8eaed"),
+    "muted": ("#59616c", "#a0a8b2"),
+    "axis": ("#8b939d", "#6d7682"),
+    "grid": ("#e3e6ea", "#2c323a"),
+    "surface": ("#fefefe", "#14171b"),
+    # Colours of methods, named in the registry `bmfa.evidence.methods`.
+    "mean": ("#686e76", "#aab1b9"),
+    "variance": ("#a3468a", "#e391cb"),
+    "fixed": ("#1f78ab", "#7cc4f0"),
+    "gamma": ("#c24a00", "#ff9352"),
+    "lookahead": ("#946500", "#ebbb4c"),
+    "exact": ("#6a4fc4", "#b6a6ff"),
+    "certified": ("#007d68", "#45d0b3"),
+    "mass": ("#6f6f16", "#c8c865"),
+    "optimal": ("#0a4da6", "#6faaff"),
+    "random": ("#8a5a44", "#d6a489"),
+}
+LIGHT = {name: light for name, (light, _) in COLOURS.items()}
+# Colours over photographs, the same in both themes.
+DARK, ORANGE, BLUE, YELLOW = "#0a0d12", "#ff9352", "#6faaff", "#ffd23f"
+
+LINES: Mapping[Line, Any] = {
+    "solid": "-",
+    "dotted": (0, (1, 1.6)),
+    "dashed": (0, (5, 2)),
+    "long-dashed": (0, (9, 2.5)),
+    "dash-dot": (0, (6, 2, 1, 2)),
+    "dash-dot-dot": (0, (6, 2, 1, 2, 1, 2)),
+}
+# The paper's numbers are drawn as rings around ours.
+PAPER = Mark("ink", "o", hollow=True, size=12.0)
+OTHER_MARKERS = "os^Dvph<>P"  # of methods without a mark in the registry, chosen by their name
+MAX_NAME = 21  # characters of a method's name in a figure
+LABEL_DISTANCE = 15.0  # pixels between the baselines of two labels
+SMALLEST_KL = 1e-8  # a smaller output KL is drawn here, because the axis is logarithmic
+
+IMAGE_URI = re.compile(r"data:image/(?:png|jpeg);base64,[A-Za-z0-9+/]+={0,2}")
+MAX_URI_LENGTH = 2_000_000  # characters; a longer image is left out of the figure
+# What matplotlib writes beyond the drawing: metadata, a style sheet for the whole page, names of groups,
+# a font, no rotation, and line breaks. Coordinates have six decimals, of which the first is kept.
+SUPERFLUOUS = re.compile(
+    r"<metadata>.*?</metadata>|<style type=.*?</style>|(?<=<g) id=\"[^\"]*\"|(?<=\d)pt(?=\")"
+    r"| font-family: 'DejaVu Sans';| transform=\"rotate\(-0 [^\"]*\"|(?<=\.\d)\d{5}(?=\D)|\n *(?=<|\")",
+    re.S,
+)
+
+
+# Figures
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A figure that is drawn from records alone.
+
+    Attributes:
+        name: its name in `FIGURES` and its file name.
+        label: its description for screen readers.
+        experiments: the experiments whose rows it shows.
+        draw: draws it for a wide or a narrow screen; None if the records do not hold what it shows.
+    """
+
+    name: str
+    label: str
+    experiments: tuple[str, ...]
+    draw: Callable[[RecordSet, bool], "Drawing | None"]
+
+    def drawable(self, records: Record | Sequence[Record]) -> bool:
+        """Return True if the records hold the data of this figure."""
+        with _style():
+            return self._draw(RecordSet(records), False) is not None
+
+    def svg(self, records: RecordSet, narrow: bool = False) -> str:
+        """Draw the figure for a page, which supplies colours and font; "" if there is no data."""
+        with _style():
+            drawing = self._draw(records, narrow)
+            name = f"{self.name}-narrow" if narrow else self.name
+            return "" if drawing is None else _to_svg(drawing, name, self.label)
+
+    def png(self, records: Record | Sequence[Record], *, scale: float = 2.0) -> bytes:
+        """Draw the figure as PNG in the light colours, `scale` pixels for each CSS pixel.
+
+        Raises:
+            ValueError: if the records do not hold the data; the message names the command.
+        """
+        found = RecordSet(records)
+        with _style():
+            drawing = self._draw(found, False)
+            if drawing is None:
+                present = ", ".join(record.experiment for record in found.records) or "none"
+                raise ValueError(
+                    f"the records ({present}) do not hold the figure {self.name}; make them with: "
+                    f"{', '.join(found.commands(*self.experiments))}"
+                )
+            buffer, metadata = io.BytesIO(), {"Software": None}
+            options = {"format": "png", "facecolor": LIGHT["surface"], "metadata": metadata}
+            drawing.savefig(buffer, dpi=72 * scale, bbox_inches="tight", pad_inches=0.2, **options)
+            return buffer.getvalue()
+
+    def _draw(self, records: RecordSet, narrow: bool) -> "Drawing | None":
+        return self.draw(records, narrow) if all(map(records.has, self.experiments)) else None
+
+
+FIGURES: dict[str, Figure] = {}  # filled by the modules that draw them
+
+
+def figure(name: str, *experiments: str) -> Callable[..., Figure]:
+    """Decorate a function that draws a figure; its docstring becomes the label."""
+
+    def register(draw: Callable[[RecordSet, bool], "Drawing | None"]) -> Figure:
+        FIGURES[name] = Figure(name, draw.__doc__ or name, experiments, draw)
+        return FIGURES[name]
+
+    return register
+
+
+@contextmanager
+def _style() -> Iterator[None]:
+    style = str(Path(__file__).with_name("bmfa.mplstyle"))
+    with load_package("matplotlib.style").context(style), warnings.catch_warnings():
+        # Browsers substitute fonts for any script; the font that matplotlib measures with lacks some.
+        warnings.filterwarnings("ignore", message="Glyph .* missing from font")
+        yield
+
+
+def _to_svg(drawing: "Drawing", name: str, label: str) -> str:
+    """Return SVG in the colours of the page; photographs keep their original bytes."""
+    buffer = io.StringIO()
+    with load_package("matplotlib").rc_context({"svg.hashsalt": name, "svg.id": None}):
+        drawing.savefig(buffer, format="svg", metadata=dict.fromkeys(("Date", "Creator")))
+    text = buffer.getvalue()
+    text = SUPERFLUOUS.sub("", text[text.index("<svg") :])
+    for colour, light in LIGHT.items():
+        text = text.replace(light, f"var(--{colour})")
+    height = drawing.bbox.height
+    for axes in drawing.axes:
+        for artist in axes.images:
+            if uri := getattr(artist, "uri", None):
+                box = axes.get_window_extent()
+                place = f'x="{box.x0:.1f}" y="{height - box.y1:.1f}"'
+                side = f'width="{box.width:.1f}" height="{box.height:.1f}"'
+                image = f'<image xlink:href="{uri}" {place} {side} preserveAspectRatio="none"/>'
+                text = re.sub(f'<image [^>]*id="{artist.get_gid()}"[^>]*/>', image, text)
+    return text.replace("<svg ", f'<svg role="img" aria-label="{label}" ', 1)
+
+
+# Axes
+
+
+def panels(
+    count: int,
+    columns: int,
+    narrow: bool,
+    height: float,
+    legend: Sequence[str] | Mapping[str, str] = (),
+    legend_columns: int = 4,
+) -> tuple["Drawing", list["Axes"]]:
+    """Return a drawing with rows of equal axes, and a legend under them.
+
+    Args:
+        count: number of axes.
+        columns: axes in a row on a wide screen; a narrow screen has one.
+        narrow: True for a narrow screen.
+        height: height of each axes in CSS pixels, with title and labels.
+        legend: methods in the legend, or their titles by method.
+        legend_columns: columns of the legend on a wide screen; a narrow screen has half of them.
+    """
+    columns = 1 if narrow else min(columns, count)
+    legend_columns = -(-legend_columns // 2) if narrow else legend_columns
+    rows, width = -(-count // columns), NARROW if narrow else WIDE
+    total = rows * height + 20 * -(-len(legend) // legend_columns)
+    drawing: Drawing = load_package("matplotlib.figure").Figure(figsize=(width / 72, total / 72))
+    axes = list(drawing.subplots(rows, columns, squeeze=False).flat)
+    for empty in axes[count:]:
+        empty.set_axis_off()
+    if legend:
+        line = load_package("matplotlib.lines").Line2D
+        handles = [line([], [], linestyle="none", **marker(name)) for name in legend]
+        titles = legend.values() if isinstance(legend, Mapping) else map(_shorten, legend)
+        drawing.legend(handles, list(titles), loc="outside lower left", ncols=legend_columns)
+    return drawing, axes[:count]
+
+
+def label(axes: "Axes", title: str, y_label: str, x_label: str = "") -> None:
+    """Set the title, the label of the vertical axis under it, and that of the horizontal axis."""
+    axes.set_title(title)
+    axes.annotate(
+        y_label,
+        (0, 1),
+        (0, 8),
+        xycoords="axes fraction",
+        textcoords="offset points",
+        fontsize=SMALL,
+        color=LIGHT["muted"],
+    )
+    axes.set_xlabel(x_label)
+
+
+def set_ticks(axis: Any, ticks: Sequence[float], labels: Sequence[str] | None = None) -> None:
+    """Set the ticks of an axis, by default labelled with plain numbers, without minor ticks."""
+    axis.set_ticks(ticks, labels or [f"{tick:g}" for tick in ticks])
+    axis.set_minor_locator(load_package("matplotlib.ticker").NullLocator())
+
+
+def set_log_range(axes: "Axes", which: str, values: Sequence[float], factor: float) -> None:
+    """Make the x or y axis logarithmic, with a range around positive values and round ticks."""
+    low, high = min(values) / factor, max(values) * factor
+    axes.set(**{f"{which}scale": "log", f"{which}lim": (low, high)})
+    powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    chosen = [low, high]
+    for steps in ((1.0,), (1.0, 3.0), (1.0, 2.0, 5.0), (1.0, 1.5, 2.0, 3.0, 5.0, 7.0)):
+        inside = [
+            s * 10.0**power for power in powers for s in steps if low <= s * 10.0**power <= high
+        ]
+        if 2 <= len(inside) <= 7:
+            chosen = inside
+    set_ticks(axes.xaxis if which == "x" else axes.yaxis, chosen)
+
+
+# Methods
+
+
+def method_mark(method: str) -> Mark:
+    """Return the mark of a method by its name in records; "paper" is that of the paper's numbers."""
+    number = crc32(family(method).encode())
+    other = Mark("muted", OTHER_MARKERS[number % len(OTHER_MARKERS)], hollow=True)
+    return PAPER if method == "paper" else find_mark(method) or other
+
+
+def marker(method: str, filled: bool = True) -> dict[str, Any]:
+    """Return matplotlib's options for the marker of a method; `filled` fills hollow ones."""
+    mark = method_mark(method)
+    colour, background = LIGHT[mark.colour], LIGHT["surface"]
+    return {
+        "marker": mark.marker,
+        "markersize": mark.size,
+        "markerfacecolor": (background if filled else "none") if mark.hollow else colour,
+        "markeredgecolor": colour if mark.hollow else background,
+        "markeredgewidth": 1.3 if mark.hollow else 0.6,
+    }
+
+
+def draw_line(
+    axes: "Axes",
+    method: str,
+    line: Sequence[tuple[float, float]],
+    filled: bool = False,
+    **options: Any,
+) -> None:
+    """Draw the points of a method, joined by a line."""
+    if line:
+        mark = method_mark(method)
+        style = {
+            "color": LIGHT[mark.colour],
+            "linestyle": LINES[mark.line],
+            "linewidth": mark.width,
+        }
+        axes.plot(
+            *zip(*line, strict=True), clip_on=False, **style | marker(method, filled) | options
+        )
+
+
+def draw_point(axes: "Axes", method: str, x: float | None, y: float | None) -> None:
+    """Draw the marker of a method, if both coordinates are known."""
+    if x is not None and y is not None:
+        draw_line(axes, method, [(x, y)], filled=method == "paper", linestyle="none")
+
+
+def draw_methods(
+    axes: "Axes", rows: Sequence[Row], x: str, y: str, marker_step: int = 1
+) -> dict[str, float]:
+    """Draw a line for each method, its markers shifted; return the y value at the end of each line."""
+    ends, methods = {}, unique(rows, "method")
+    for index, method in enumerate(methods):
+        line = get_points([row for row in rows if get_text(row, "method") == method], x, y)
+        start = index * marker_step // len(methods)
+        draw_line(axes, method, line, filled=True, markevery=(start, marker_step))
+        if line:
+            ends[method] = line[-1][1]
+    return ends
+
+
+def label_ends(axes: "Axes", ends: Mapping[str, float], height: float) -> None:
+    """Write the name of every method beside the right end of its line; axes are `height` pixels high."""
+    axes.autoscale_view()  # otherwise the limits could still change
+    to_axes = axes.transScale + axes.transLimits
+    places = {name: float(to_axes.transform((0, y))[1]) for name, y in ends.items()}
+    order = sorted(places, key=lambda name: places[name])
+    spread = spread_labels([places[n] for n in order], LABEL_DISTANCE / height, -0.05, 1.05)
+    for name, y in zip(order, spread, strict=True):
+        colour = LIGHT[method_mark(name).colour]
+        axes.annotate(
+            _shorten(name),
+            (1.01, places[name]),
+            (1.06, y),
+            xycoords="axes fraction",
+            textcoords="axes fraction",
+            va="center",
+            fontsize=SMALL,
+            color=colour,
+            arrowprops={
+                **{"arrowstyle": "-", "color": colour, "linewidth": 0.8, "relpos": (0, 0.5)},
+                **{"shrinkA": 0, "shrinkB": 0},
+            },
+        )
+
+
+def spread_labels(
+    positions: Sequence[float], distance: float, low: float, high: float
+) -> list[float]:
+    """Move ascending positions as little as possible until they are `distance` apart."""
+    groups: list[tuple[float, int]] = []  # sum and number of positions that move together
+    for index, position in enumerate(positions):
+        total, count = position - index * distance, 1
+        while groups and groups[-1][0] / groups[-1][1] > total / count:
+            previous, members = groups.pop()
+            total, count = total + previous, count + members
+        groups.append((total, count))
+    moved = [total / count for total, count in groups for _ in range(count)]
+    last = high - (len(moved) - 1) * distance
+    return [max(low, min(one, last)) + index * distance for index, one in enumerate(moved)]
+
+
+def value_range(rows: Sequence[Row], column: str) -> tuple[float, float]:
+    """Return axis limits slightly beyond the smallest and the largest value."""
+    values = [value for row in rows if (value := get_number(row, column)) is not None]
+    highest = max(values, default=0.0) or 1.0
+    return min(values, default=0.0) - 0.04 * highest, 1.15 * highest
+
+
+def _shorten(name: str) -> str:
+    return name if len(name) <= MAX_NAME else f"{name[: MAX_NAME - 1]}…"
