@@ -16,7 +16,7 @@ from xml.etree import ElementTree
 import pytest
 
 import model_records
-from bmfa.evidence.page import figures, style
+from bmfa.evidence.page import figures, plots, style
 from bmfa.evidence.page.build import CHAPTERS, all_claims, build_page
 from bmfa.evidence.page.canvas import Figure
 from bmfa.evidence.page.claims import Claim, Verdict, judge_numbers
@@ -420,18 +420,20 @@ def test_instances_are_compared_with_the_papers_figures(page: str) -> None:
 
 def section(records: list[Record], name: str) -> str:
     """The text of one chapter on the page; its figures are not drawn."""
-    with patch.object(Figure, "__call__", return_value=""):
+    with (
+        patch.object(Figure, "__call__", return_value=""),
+        patch.object(plots.Figure, "__call__", return_value="<svg></svg>"),
+    ):
         return model_records.page_text(build_page(records), name)
 
 
 def test_sentences_depend_on_the_records() -> None:
-    assert "Weighting by mass does not help on its own: mass:0.002 has 0.835" in section(
-        [synthetic()], "synthetic"
+    text = section([synthetic()], "synthetic")
+    assert "mass:0.002 has 0.835 in the corner" in text
+    assert (
+        "is 0.261 with the minority in the corner and 2.582 with the minority in the centre" in text
     )
-    better = synthetic()
-    for row in better.rows:
-        row["mean_gap"] = 0.1 if row["method"] == "mass:0.002" else row["mean_gap"]
-    assert "Weighting by mass" not in section([better], "synthetic")
+    assert "splits the root from Δ = 4.5 on" in section([failure_curve()], "failure")
     text = section([probe()], "probes")
     assert "26.5 % (COCO). These instances cause its P95 gap (2.465)" in text
     assert "P95 gaps of rules that look deeper (COCO): optimal:0.001 0.005 at 36.0 %." in text
@@ -571,9 +573,10 @@ def test_figure_is_small_well_formed_svg_with_text(
 ) -> None:
     text = figures.ALL[name](records, narrow=narrow)
     root = ElementTree.fromstring(text)
-    assert float(root.attrib["width"]) == (style.NARROW if narrow else style.WIDE) + 32
+    margin = 0 if isinstance(figures.ALL[name], plots.Figure) else 32
+    assert float(root.attrib["width"]) == (style.NARROW if narrow else style.WIDE) + margin
     assert root.find(".//{http://www.w3.org/2000/svg}text") is not None
-    assert "prefers-color-scheme:dark" in text and "DejaVu" not in text
+    assert "var(--ink" in text and "DejaVu" not in text
     assert len(text) < 200_000
 
 
@@ -588,8 +591,9 @@ def test_figure_is_deterministic(records: list[Record]) -> None:
 
 
 def test_figure_without_rows_names_the_command() -> None:
-    with pytest.raises(ValueError, match=r"no failure-curve rows .*bmfa synthetic --curve"):
-        figures.ALL["failure-curve"](synthetic())
+    assert figures.ALL["failure-curve"](synthetic()) == ""
+    with pytest.raises(ValueError, match=r"do not hold the figure failure-curve.*--curve"):
+        figures.ALL["failure-curve"].png(synthetic())
 
 
 def test_figure_rejects_invalid_scores_and_leaves() -> None:

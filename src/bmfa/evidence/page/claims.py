@@ -91,9 +91,11 @@ def claim(text: str, printed: str, command: str) -> Callable[[Measurement], Clai
                 with log_reads() as read:
                     measured = measure(records)
                 if len(measured) == 4:
-                    *shown, sources = measured
-                    return Claim(text, printed, *shown, data=describe_data(sources))
-                return Claim(text, printed, *measured, data=describe_data(records.holding(read)))
+                    data = describe_data(measured[3])
+                else:
+                    data = describe_data(records.holding(read))
+                ours, verdict, note = measured[:3]
+                return Claim(text, printed, ours, verdict, note, data=data)
             except MissingValueError:
                 return Claim(text, printed, MISSING, Verdict.NOT_MEASURED, "Run", command)
 

@@ -125,7 +125,7 @@ def photograph(axes: "Axes", uri: str) -> None:
         return
     height, width, _ = pixels.shape
     image = axes.imshow(pixels, extent=(0, width, height, 0), aspect="auto")
-    image.uri = uri  # the SVG holds these bytes
+    setattr(image, "source_uri", uri)  # noqa: B010 - the SVG holds these bytes
     image.set_gid(f"photograph-{len(axes.figure.axes)}")
 
 

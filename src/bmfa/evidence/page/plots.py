@@ -70,8 +70,8 @@ MAX_URI_LENGTH = 2_000_000  # characters; a longer image is left out of the figu
 # What matplotlib writes beyond the drawing: metadata, a style sheet for the whole page, names of groups,
 # a font, no rotation, and line breaks. Coordinates have six decimals, of which the first is kept.
 SUPERFLUOUS = re.compile(
-    r"<metadata>.*?</metadata>|<style type=.*?</style>|(?<=<g) id=\"[^\"]*\"|(?<=\d)pt(?=\")"
-    r"| font-family: 'DejaVu Sans';| transform=\"rotate\(-0 [^\"]*\"|(?<=\.\d)\d{5}(?=\D)|\n *(?=<|\")",
+    r"<metadata>.*?</metadata>|<style type=.*?</style>|(?<=<g) id=\"[^\"]*\"| id=\"image[^\"]*\""
+    r"|(?<=\d)pt(?=\")| font-family: 'DejaVu Sans';| transform=\"rotate\(-0 [^\"]*\"|(?<=\.\d)\d{5}(?=\D)|\n *(?=<|\")",
     re.S,
 )
 
@@ -100,10 +100,12 @@ class Figure:
         with _style():
             return self._draw(RecordSet(records), False) is not None
 
-    def svg(self, records: RecordSet, narrow: bool = False) -> str:
-        """Draw the figure for a page, which supplies colours and font; "" if there is no data."""
+    def __call__(
+        self, records: RecordSet | Record | Sequence[Record], *, narrow: bool = False
+    ) -> str:
+        """Draw the figure as SVG for a page, which supplies colours and font; "" without its data."""
         with _style():
-            drawing = self._draw(records, narrow)
+            drawing = self._draw(RecordSet(records), narrow)
             name = f"{self.name}-narrow" if narrow else self.name
             return "" if drawing is None else _to_svg(drawing, name, self.label)
 
@@ -122,9 +124,16 @@ class Figure:
                     f"the records ({present}) do not hold the figure {self.name}; make them with: "
                     f"{', '.join(found.commands(*self.experiments))}"
                 )
-            buffer, metadata = io.BytesIO(), {"Software": None}
-            options = {"format": "png", "facecolor": LIGHT["surface"], "metadata": metadata}
-            drawing.savefig(buffer, dpi=72 * scale, bbox_inches="tight", pad_inches=0.2, **options)
+            buffer = io.BytesIO()
+            drawing.savefig(
+                buffer,
+                format="png",
+                dpi=72 * scale,
+                facecolor=LIGHT["surface"],
+                bbox_inches="tight",
+                pad_inches=0.2,
+                metadata={"Software": None},
+            )
             return buffer.getvalue()
 
     def _draw(self, records: RecordSet, narrow: bool) -> "Drawing | None":
@@ -165,7 +174,7 @@ def _to_svg(drawing: "Drawing", name: str, label: str) -> str:
     height = drawing.bbox.height
     for axes in drawing.axes:
         for artist in axes.images:
-            if uri := getattr(artist, "uri", None):
+            if uri := getattr(artist, "source_uri", None):
                 box = axes.get_window_extent()
                 place = f'x="{box.x0:.1f}" y="{height - box.y1:.1f}"'
                 side = f'width="{box.width:.1f}" height="{box.height:.1f}"'

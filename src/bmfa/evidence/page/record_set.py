@@ -57,6 +57,14 @@ class MissingValueError(LookupError):
     """No record holds a number that a sentence or a claim needs."""
 
 
+class ByMethod(dict[str, Row]):
+    """Rows by method, an empty row for a method that was not measured."""
+
+    def __missing__(self, method: str) -> Row:
+        """Return an empty row."""
+        return {}
+
+
 class RecordSet:
     """Records of any number of experiments.
 
@@ -71,8 +79,11 @@ class RecordSet:
         0.261
     """
 
-    def __init__(self, records: Record | Sequence[Record]) -> None:
-        self.records = (records,) if isinstance(records, Record) else tuple(records)
+    def __init__(self, records: "Record | Sequence[Record] | RecordSet") -> None:
+        listed = records.records if isinstance(records, RecordSet) else records
+        self.records: tuple[Record, ...] = (
+            (listed,) if isinstance(listed, Record) else tuple(listed)
+        )
 
     def of(self, experiment: str) -> list[Record]:
         """Return the records of an experiment."""
@@ -90,8 +101,9 @@ class RecordSet:
         return [row for row in rows if all(row.get(key) == values[key] for key in values)]
 
     def by_method(self, experiment: str, **values: Any) -> dict[str, Row]:
-        """Return the rows of an experiment that have these values, by method."""
-        return {get_text(row, "method"): row for row in self.rows(experiment, **values)}
+        """Return the rows of an experiment that have these values, by method; empty for others."""
+        rows = self.rows(experiment, **values)
+        return ByMethod({get_text(row, "method"): row for row in rows})
 
     def require(self, experiment: str) -> list[Row]:
         """Return the rows of an experiment; raise ValueError with the command if there are none."""
