@@ -29,8 +29,9 @@ from bmfa.grid import Grid
 # which nobody has measured and which are cautious, and "eager" torch operations. Those of CUDA are read
 # off the records of `bmfa bench attention` on the q, k, v of DeiT-Tiny,
 # records/attention-h200.json. The native ones are printed by, on q, k, v of the same model,
-#   BMFA_NATIVE=avx512 bmfa bench attention --threads 1 2 --repeats 15
-#     --tokens 64 144 256 576 1024 2304 4096 --tiles 0 0.1 0.3 --error 0.03
+#   BMFA_NATIVE=avx512 bmfa bench attention --threads 1 --threads 2 --repeats 15
+#     --tokens 64 --tokens 144 --tokens 256 --tokens 576 --tokens 1024 --tokens 2304 --tokens 4096
+#     --method tiles:0 --method tiles:0.1 --method tiles:0.3 --method error:0.03
 # and likewise for avx2 and baseline. Those of eager are read off records/attention-cpu.json.
 NATIVE = "neon" if platform.machine().lower() in ("arm64", "aarch64") else "native"
 

@@ -3,15 +3,12 @@
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated
 
 from bmfa.cli import options as opt
 from bmfa.cli.output import Output, table_of
 from bmfa.packages import require_packages
 from bmfa.records import Record
-
-if TYPE_CHECKING:
-    from rich.table import Table
 
 # Columns by importance: without --wide, those that exceed the width are left out.
 TREE_COLUMNS = (
@@ -20,16 +17,12 @@ TREE_COLUMNS = (
 )
 ATTENTION_COLUMNS = (
     "n threads method density_percent error_l2_percent error_p95_query_percent milliseconds speedup ran "
-    "heads dim dtype batch e_mean estimated_error_percent target_met_percent milliseconds_eager "
-    "speedup_eager own_error_percent peak_mebibytes extra_memory_percent"
-)
-KERNEL_COLUMNS = (
-    "n method kernel launches milliseconds limit_milliseconds limit_percent bytes flops heads dim "
-    "dtype batch"
+    "heads dim dtype batch estimated_error_percent target_met_percent milliseconds_eager speedup_eager "
+    "peak_mebibytes extra_memory_percent"
 )
 MODEL_COLUMNS = (
     "img_size n method density_percent error_l2_percent mask_iou milliseconds speedup tiled_layers "
-    "layers speedup_eager milliseconds_eager peak_mebibytes heads dim dtype batch ran"
+    "layers speedup_eager milliseconds_eager peak_mebibytes heads dim dtype batch"
 )
 REDUCTION_COLUMNS = (
     "baseline schedule chosen_on reported_on images gflops agreement_percent output_kl gain_pp "
@@ -44,18 +37,16 @@ BenchModel = Annotated[
         "also takes random: normal q, k, v without a model.",
     ),
 ]
+BenchMethods = Annotated[
+    list[str] | None,
+    opt.option(
+        "--method NAME:VALUE",
+        "tiles:SHARE of the tiles to expand, error:TARGET or leaves:SHARE of the tokens; may be "
+        "repeated. A default list without it.",
+    ),
+]
 Images = Annotated[
     str | None, opt.option("--data-dir DIR", "Folder of images; embedded ones by default.")
-]
-Tiles = Annotated[
-    list[float] | None, opt.option("--tiles X...", "Fractions of the tiles to expand: 0 0.03 0.1.")
-]
-Leaves = Annotated[
-    list[float] | None, opt.option("--leaves X...", "Budgets: leaves as fractions of the tokens.")
-]
-Error = Annotated[
-    list[float] | None,
-    opt.option("--error X...", "Targets for the relative L2 error of the output: 0.03 0.1."),
 ]
 Dtype = Annotated[
     str | None,
@@ -70,8 +61,8 @@ Repeats = Annotated[
 Records = Annotated[
     list[str] | None,
     opt.option(
-        "--records FILE...",
-        "Show the tables and figures of these records without running anything.",
+        "--records FILE",
+        "Show the tables and figures of this record without running anything; may be repeated.",
     ),
 ]
 Markdown = Annotated[bool, opt.option("--markdown", "Print the table as Markdown.")]
@@ -118,53 +109,26 @@ def attention(
     model: BenchModel = "embedded",
     weights: opt.Weights = None,
     data_dir: Images = None,
-    tiles: Tiles = None,
-    leaves: Leaves = None,
-    error: Error = None,
+    method: BenchMethods = None,
     dtype: Dtype = None,
     repeats: Repeats = None,
     records: Records = None,
     markdown: Markdown = False,
     figures: Figures = None,
-    size: Annotated[
-        list[int] | None, opt.option("--size PX...", "Sides of the images in pixels.")
-    ] = None,
     tokens: Annotated[
         list[int] | None,
         opt.option(
-            "--tokens N...",
-            "Numbers of tokens, which must be squares (1024 4096 16384, and 196 65536 on a GPU).",
+            "--tokens N",
+            "Number of tokens, a square; may be repeated (1024, 4096 and 16384, and 196 and 65536 on a "
+            "GPU).",
         ),
     ] = None,
     images: Annotated[
         int | None, opt.option("--images N", "Number of images (4 on a GPU, else 1).")
     ] = None,
-    blocks: Annotated[
-        str | None, opt.option("--blocks B,B,...", "Blocks of the model, from 0 (2,5,8,11).")
-    ] = None,
-    head_dim: Annotated[
-        int | None,
-        opt.option(
-            "--head-dim D",
-            "Time heads of this dimension, too, on random weights of the same model.",
-        ),
-    ] = None,
-    backend: Annotated[
-        Literal["triton", "native", "eager"] | None,
-        opt.option(
-            "--backend", "Kernels: triton on a GPU, native on a CPU by default, else eager."
-        ),
-    ] = None,
     threads: Annotated[
         list[int] | None,
-        opt.option("--threads N...", "Numbers of threads to time with on a CPU: 1 2."),
-    ] = None,
-    peer: Annotated[
-        list[str] | None,
-        opt.option(
-            "--peer NAME",
-            "sparge, natten, pisa or pisa-0th; by default those that are installed.",
-        ),
+        opt.option("--threads N", "Number of threads to time with on a CPU; may be repeated."),
     ] = None,
 ) -> None:
     """Tiled attention against the best dense path.
@@ -175,34 +139,27 @@ def attention(
     from bmfa.evidence.bench import summary
     from bmfa.evidence.bench.inputs import InputSource
 
-    results = _Results(Output(json, quiet, csv), ATTENTION_COLUMNS, wide, markdown, figures)
+    if figures is not None:
+        require_packages(("matplotlib",), "report")
+    output = Output(json, quiet, csv)
+    show = partial(_show, output, ATTENTION_COLUMNS, wide, markdown, figures)
     if records:
-        return results.show_files(records)
+        return _show_files(show, records)
     require_packages(("PIL",), "data")
     device = opt.resolve_device(device)
-    source = InputSource.open(
-        model,
-        weights,
-        data_dir,
-        images=images or (4 if device.startswith("cuda") else 1),
-        seed=seed,
-        device=device,
-    )
+    cuda = device.startswith("cuda")
     record = experiment.run(
-        source,
+        InputSource.open(
+            model, weights, data_dir, images=images or (4 if cuda else 1), seed=seed, device=device
+        ),
         tokens=tokens or (),
-        sizes=size or (),
-        blocks=None if blocks is None else _indices(blocks),
-        methods=_method_names(tiles=tiles, leaves=leaves, error=error),
-        head_dim=head_dim,
+        methods=method or (),
         dtype=dtype,
-        backend=backend,
-        repeats=_default_repeats(device) if repeats is None else repeats,
-        peer=peer or (),
+        repeats=(5 if cuda else 3) if repeats is None else repeats,
         threads=threads or (),
-        progress=results.output.progress("sizes"),
+        progress=output.progress("sizes"),
     )
-    results.finish(record, [] if markdown else summary.lines(dict(record.settings)))
+    show(record, [] if markdown else summary.lines(dict(record.settings)))
 
 
 def model(
@@ -216,9 +173,7 @@ def model(
     model: BenchModel = "embedded",
     weights: opt.Weights = None,
     data_dir: Images = None,
-    tiles: Tiles = None,
-    leaves: Leaves = None,
-    error: Error = None,
+    method: BenchMethods = None,
     dtype: Dtype = None,
     repeats: Repeats = None,
     records: Records = None,
@@ -227,15 +182,15 @@ def model(
     img_size: Annotated[
         list[int] | None,
         opt.option(
-            "--img-size PX...",
-            "Sides of the images in pixels (1024 2048 4096 on a GPU, else 512 1024 2048).",
+            "--img-size PX",
+            "Side of the images in pixels; may be repeated (1024, 2048 and 4096 on a GPU, else 512, "
+            "1024 and 2048).",
         ),
     ] = None,
     layers: opt.Layers = "all",
-    form: Annotated[
-        Literal["tiled"] | None,
-        opt.option("--form", "Use tiles even where dense attention is faster."),
-    ] = None,
+    tiled: Annotated[
+        bool, opt.option("--tiled", "Use tiles even where dense attention is faster.")
+    ] = False,
     batch_size: opt.BatchSize = 1,
     images: Annotated[
         int | None,
@@ -252,9 +207,12 @@ def model(
     """A model at high resolution, screened and dense, end to end."""
     from bmfa.evidence.bench import model as experiment
 
-    results = _Results(Output(json, quiet, csv), MODEL_COLUMNS, wide, markdown, figures)
+    if figures is not None:
+        require_packages(("matplotlib",), "report")
+    output = Output(json, quiet, csv)
+    show = partial(_show, output, MODEL_COLUMNS, wide, markdown, figures)
     if records:
-        return results.show_files(records)
+        return _show_files(show, records)
     require_packages(("PIL",), "data")
     device = opt.resolve_device(device)
     settings = experiment.Settings(
@@ -262,58 +220,45 @@ def model(
         weights=weights,
         data_dir=data_dir,
         decoder=decoder,
-        methods=tuple(_method_names(tiles=tiles, leaves=leaves, error=error))
-        or experiment.default_methods(device),
+        methods=tuple(method or ()),
         layers=opt.parse_layers(layers),
-        form=form,
+        allow_dense=not tiled,
         batch_size=batch_size,
         images=images,
         dtype=dtype,
         device=device,
-        repeats=_default_repeats(device) if repeats is None else repeats,
+        repeats=(5 if device.startswith("cuda") else 3) if repeats is None else repeats,
         seed=seed,
     )
-    results.finish(experiment.run(settings, img_size or (), results.output.progress("sizes")))
+    show(experiment.run(settings, img_size or (), output.progress("sizes")))
 
 
-class _Results:
-    """Shows the records of a benchmark: tables as text or Markdown, and figures."""
+def _show_files(show: Callable[[Record], None], paths: Sequence[str]) -> None:
+    for path in paths:
+        show(Record.from_json(Path(path).read_text("utf-8"), path))
 
-    def __init__(
-        self,
-        output: Output,
-        columns: str,
-        wide: bool,
-        markdown: bool,
-        figure_folder: str | None,
-    ) -> None:
-        if figure_folder is not None:
-            require_packages(("matplotlib",), "report")
-        self.output, self.columns, self.wide = output, columns, wide
-        self.markdown, self.figure_folder = markdown, figure_folder
 
-    def show_files(self, paths: Sequence[str]) -> None:
-        for path in paths:
-            self.finish(Record.from_json(Path(path).read_text("utf-8"), path))
+def _show(
+    output: Output,
+    columns: str,
+    wide: bool,
+    markdown: bool,
+    folder: str | None,
+    record: Record,
+    notes: Sequence[str] = (),
+) -> None:
+    """Print the table of a benchmark as text or Markdown, and write its figures."""
+    from bmfa.evidence.bench import chapter
+    from bmfa.evidence.page import figures
 
-    def finish(self, record: Record, lines: Sequence[str] = ()) -> None:
-        from bmfa.evidence.bench.chapter import markdown
-        from bmfa.evidence.page import figures
-
-        files: dict[str | Path, Callable[[], bytes]] = {}
-        if self.figure_folder is not None:
-            for name in ("attention-time", "attention-error"):
-                if figures.ALL[name].drawable(record):
-                    path = Path(self.figure_folder) / f"{name}.png"
-                    files[path] = partial(figures.ALL[name].png, record)
-        kernels = [row for row in record.rows if row.get("what") == "kernel"]
-        rows = [row for row in record.rows if row.get("what") != "kernel"]
-        table = markdown(record) if self.markdown else table_of(rows, self.columns, self.wide)
-        notes: list[Table | str] = []
-        if kernels and not self.markdown:
-            notes += ["\nKernels:\n", table_of(kernels, KERNEL_COLUMNS, self.wide)]
-        notes += lines
-        self.output.finish(record, table, notes=notes, figures=files, announce=not self.markdown)
+    files: dict[str | Path, Callable[[], bytes]] = {}
+    if folder is not None:
+        for name in ("attention-time", "attention-error"):
+            if figures.ALL[name].drawable(record):
+                files[Path(folder) / f"{name}.png"] = partial(figures.ALL[name].png, record)
+    rows = [row for row in record.rows if row.get("what") != "kernel"]
+    table = chapter.markdown(record) if markdown else table_of(rows, columns, wide)
+    output.finish(record, table, notes=notes, figures=files, announce=not markdown)
 
 
 def reduction(
@@ -375,19 +320,3 @@ def reduction(
         progress=not quiet,
     )
     output.finish(record, table_of(record.rows, REDUCTION_COLUMNS, wide))
-
-
-def _method_names(**values: Sequence[float] | None) -> list[str]:
-    """Return the names that rows carry: `tiles:0.1` for the value 0.1 of `--tiles`."""
-    return [f"{kind}:{value:g}" for kind, given in values.items() for value in given or ()]
-
-
-def _default_repeats(device: str) -> int:
-    return 5 if device.startswith("cuda") else 3
-
-
-def _indices(text: str) -> list[int]:
-    try:
-        return [int(part) for part in text.split(",")]
-    except ValueError:
-        raise ValueError(f"--blocks is {text!r}; pass indices such as 2,5,8,11") from None

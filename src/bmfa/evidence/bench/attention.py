@@ -1,70 +1,76 @@
 """`bmfa bench attention`: speed, error and memory of tiled attention against dense paths and peers."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
-from typing import TypeVar
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from math import gcd
+from statistics import fmean
 
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from bmfa import timing
+from bmfa.attention.api import screened_attention
 from bmfa.attention.inputs import Backend
-from bmfa.attention.kernels.native import library
+from bmfa.attention.result import Screened, Stats
 from bmfa.checks import check_integer
 from bmfa.evidence.bench import dense, peers, summary
-from bmfa.evidence.bench.errors import (
-    ErrorEstimates,
-    ExactOutputs,
-    measure_errors,
-    missed_targets_ignored,
-)
-from bmfa.evidence.bench.graphs import run_as_timed
 from bmfa.evidence.bench.inputs import QKV, RANDOM, InputSource, RecordedInputs, as_projection
-from bmfa.evidence.bench.settings import (
-    DEFAULT_METHODS,
+from bmfa.evidence.bench.measure import (
+    TIMING,
+    compared_rows,
+    each_size,
+    mean,
+    mean_times,
+    path_of,
+    percent,
+    relative_errors,
+    run_as_timed,
+)
+from bmfa.evidence.bench.methods import (
     DTYPES,
-    EXACT,
     ScreenedCall,
-    TileSetting,
-    auto_call,
-    exact_call,
-    tiled_call,
+    arguments,
+    default_backend,
+    dtype_name,
+    for_device,
+    missed_targets_ignored,
+    parse,
 )
 from bmfa.evidence.bench.verify import check_backend, check_dense
 from bmfa.evidence.runner import Progress
+from bmfa.quantiles import quantile
 from bmfa.records import Record, Row, environment, without_folders
 
 TOKENS = {"cuda": (196, 1024, 4096, 16384, 65536), "cpu": (1024, 4096, 16384)}
+DEFAULT_METHODS = {
+    "cuda": (
+        *("tiles:0", "tiles:0.01", "tiles:0.03", "tiles:0.06", "tiles:0.1", "tiles:0.2"),
+        *("error:0.02", "error:0.05", "error:0.1"),
+    ),
+    "cpu": ("tiles:0", "tiles:0.1", "error:0.03", "error:0.05", "error:0.1"),
+}
 BLOCKS = (2, 5, 8, 11)
 # Images are timed together up to this number of tokens.
 BATCH_TOKENS = 65_536
-INTERRUPTED = "interrupted by the keyboard or SIGINT; later sizes are absent, too"
-TIMING = {
-    "cuda": "median; calls in a CUDA graph (milliseconds), and one by one (milliseconds_eager); dense "
-    "paths are chosen before the clock starts, speedup_eager is against the fastest one by one",
-    "cpu": "median of calls that take turns",
-}
+# All queries are compared below so many tokens; from there on an even sample of about 2,048.
+ALL_QUERIES_TOKENS, SAMPLED_QUERIES = 16_384, 2_048
 ERROR = (
     "relative L2 of the output against float64 attention on the float32 q, k, v, mean over images "
     "and blocks, and of the worst block; error_queries of each head are compared"
 )
 
-Times = tuple[float, float | None]  # milliseconds in a CUDA graph (on a CPU: of a call), and eager
-Value = TypeVar("Value")
-
 
 @dataclass(frozen=True)
 class Plan:
-    """The methods, peers and precision to time, and the number of timings."""
+    """What is timed, in which precision, and how often."""
 
     methods: tuple[str, ...]
     backend: Backend
     dtype: str
     device: torch.device
     repeats: int
-    peers: tuple[str, ...] = ()
     threads: tuple[int, ...] = ()  # numbers of threads to time with; empty for that of torch
 
 
@@ -72,14 +78,9 @@ def run(
     source: InputSource,
     *,
     tokens: Sequence[int] = (),
-    sizes: Sequence[int] = (),
-    blocks: Sequence[int] | None = None,
     methods: Sequence[str] = (),
-    head_dim: int | None = None,
     dtype: str | None = None,
-    backend: Backend | None = None,
     repeats: int = 5,
-    peer: Sequence[str] = (),
     threads: Sequence[int] = (),
     progress: Progress | None = None,
 ) -> Record:
@@ -91,298 +92,221 @@ def run(
     Args:
         source: Model and images.
         tokens: Numbers of tokens, each a square; a default for the device without any.
-        sizes: Sides of the images in pixels, instead of `tokens`.
-        blocks: Blocks of the model; some of its depth by default.
-        methods: Settings such as `tiles:0.03`, `leaves:0.05` or `error:0.1`.
-        head_dim: A further head dimension to time, on random weights of the same model.
+        methods: Names such as `tiles:0.03`, `leaves:0.05` or `error:0.1`; a default for the device
+            without any.
         dtype: `"bfloat16"` (default on CUDA), `"float16"` or `"float32"`.
-        backend: `"triton"` (default on CUDA), `"native"` (default on a CPU that runs it) or `"eager"`.
         repeats: Timings of which the median counts.
-        peer: Packages that must be timed; those installed are timed anyway.
         threads: Numbers of threads of torch to time with on a CPU; rows have a column of them if there
             are several.
         progress: Called with the sizes done and their number.
 
     Returns:
         A record of rows for every number of tokens: the fastest dense path, all dense paths, tiled
-        attention, `auto` and peers. With the backend "native" also exact attention by it, and
-        the methods by the backend "eager".
+        attention, `auto` and peers. With the backend "native" also exact attention by it, and the
+        methods by the backend "eager".
 
     Raises:
-        ValueError: If an argument is out of range, a peer is missing, or the verification fails.
+        ValueError: If an argument is out of range, or the verification fails.
 
     Example:
         >>> record = run(InputSource.open("random"), tokens=[16], methods=["tiles:1"], repeats=1)
         >>> record.rows[0]["method"], record.rows[0]["n"]
         ('dense', 16)
     """
-    check_integer("repeats", repeats, low=1)
-    device = torch.device(source.device)
-    present, absent = peers.available(tuple(peer))
-    plan = Plan(
-        tuple(str(TileSetting.parse(m)) for m in methods or _for_device(DEFAULT_METHODS, device)),
-        backend or default_backend(device),
-        dtype or ("bfloat16" if device.type == "cuda" else "float32"),
-        device,
-        repeats,
-        tuple(present),
-        threads=tuple(check_integer("threads", count, low=1) for count in threads),
-    )
-    if plan.threads and device.type == "cuda":
-        raise ValueError(f"threads is {list(threads)}, and the device is CUDA; omit --threads")
-    if plan.dtype not in DTYPES:
-        raise ValueError(f"dtype is {plan.dtype!r}; pass one of {', '.join(DTYPES)}")
-    pixels = _sizes_in_pixels(source, tokens, sizes)
-    chosen = _check_blocks(source, blocks)
-    notes: dict[str, str] = {}
-    rows: list[Row] = []
+    plan = _plan(torch.device(source.device), methods, dtype, repeats, threads)
+    sizes = _sizes_in_pixels(source, tokens or for_device(TOKENS, plan.device))
+    blocks = tuple(block for block in BLOCKS if block < source.depth) or (source.depth - 1,)
+    present, notes = peers.available()
     verified: set[int] = set()  # head dimensions
+
+    def measure(size: int) -> list[Row]:
+        inputs = source.record(size, blocks)
+        dim = inputs.shape[2]
+        if dim not in verified:
+            check_backend(plan.backend, DTYPES[plan.dtype], source.device, dim)
+            verified.add(dim)
+        return _SizeBenchmark(inputs, plan, present, notes).rows()
+
     with torch.inference_mode(), missed_targets_ignored():
-        for index, size in enumerate(pixels):
-            try:
-                own = SizeBenchmark(source.record(size, chosen), plan, notes).rows(verified)
-                if head_dim is not None:
-                    inputs = source.with_head_dim(head_dim).record(size, chosen)
-                    benchmark = SizeBenchmark(inputs, _plan_of_other_heads(plan), notes)
-                    own = [*own, *_with_own_errors(benchmark.rows(verified), own)]
-            except KeyboardInterrupt:
-                if not rows:
-                    raise
-                notes[f"{size} pixels"] = INTERRUPTED
-                break
-            rows += own
-            if progress is not None:
-                progress(index + 1, len(pixels))
+        rows, interrupted = each_size(sizes, measure, progress)
     if source.model == RANDOM:
         rows = [{**row, "keys": "random q, k, v"} for row in rows]
     settings = {
         **source.describe(),
-        "sizes": pixels,
-        "blocks": list(chosen),
-        "head_dim": head_dim,
+        "sizes": sizes,
+        "blocks": list(blocks),
         "backend": plan.backend,
         "repeats": repeats,
         **({"threads": list(plan.threads)} if plan.threads else {}),
         "seed": source.seed,
-        "timing": _for_device(TIMING, device),
+        "timing": for_device(TIMING, plan.device),
         "error": ERROR,
         "self_check": "passed: tiled attention and dense paths against float64 on small grids",
-        "absent": {**absent, **notes},
+        "absent": {**notes, **interrupted},
         **summary.summarize(rows),
     }
     return Record("bench", settings, rows, environment(source.device))
 
 
-def default_backend(device: torch.device) -> Backend:
-    """Return the fastest backend of tiled attention that runs on a device."""
-    if device.type == "cuda":
-        return "triton"
-    return "eager" if library.unavailable_reason() else "native"
+def _plan(
+    device: torch.device,
+    methods: Sequence[str],
+    dtype: str | None,
+    repeats: int,
+    threads: Sequence[int],
+) -> Plan:
+    """Check what is to be timed."""
+    if threads and device.type == "cuda":
+        raise ValueError(f"threads is {list(threads)}, and the device is CUDA; omit --threads")
+    names = tuple(methods) or for_device(DEFAULT_METHODS, device)
+    for name in names:
+        parse(name)
+    return Plan(
+        names,
+        default_backend(device),
+        dtype_name(dtype, device),
+        device,
+        check_integer("repeats", repeats, low=1),
+        tuple(check_integer("threads", count, low=1) for count in threads),
+    )
 
 
-def _for_device(values: Mapping[str, Value], device: torch.device) -> Value:
-    return values.get(device.type, values["cpu"])
-
-
-def _sizes_in_pixels(source: InputSource, tokens: Sequence[int], sizes: Sequence[int]) -> list[int]:
-    """Return sides of images in pixels, from `sizes` or from square numbers of tokens."""
-    patch = source.patch_size
-    if sizes and tokens:
-        raise ValueError("both --size and --tokens are given; pass one of them")
-    for size in sizes:
-        check_integer("size", size, low=patch)
-        if size % patch:
-            raise ValueError(
-                f"size is {size}; pass a multiple of the model's {patch} pixel patches"
-            )
-    pixels = list(sizes)
-    for count in () if sizes else tokens or _for_device(TOKENS, torch.device(source.device)):
+def _sizes_in_pixels(source: InputSource, tokens: Sequence[int]) -> list[int]:
+    """Return the sides of images in pixels from square numbers of tokens."""
+    sizes = []
+    for count in tokens:
         side = round(check_integer("tokens", count, low=1) ** 0.5)
         if side * side != count:
             raise ValueError(f"tokens is {count}; pass a square number, as {side * side}")
-        pixels.append(side * patch)
-    return pixels
+        sizes.append(side * source.patch_size)
+    return sizes
 
 
-def _check_blocks(source: InputSource, blocks: Sequence[int] | None) -> tuple[int, ...]:
-    depth = source.depth
-    if blocks is None:
-        return tuple(block for block in BLOCKS if block < depth) or (depth - 1,)
-    return tuple(sorted({check_integer("blocks", b, low=0, high=depth - 1) for b in blocks}))
+class _SizeBenchmark:
+    """All calls on q, k, v of one number of tokens."""
 
-
-def _plan_of_other_heads(plan: Plan) -> Plan:
-    """Time shares of tiles alone: random keys have hardly any structure for an error target."""
-    shares = tuple(name for name in plan.methods if name.startswith("tiles:"))
-    return replace(plan, methods=shares, peers=())
-
-
-def _with_own_errors(rows: Sequence[Row], own: Sequence[Row]) -> list[Row]:
-    """Add the errors on the model's own heads to the rows of other heads."""
-    errors = {
-        row["method"]: row.get("error_l2_percent") for row in own if row["what"] == "attention"
-    }
-    return [
-        {**row, "keys": "random weights", "own_error_percent": errors.get(row["method"])}
-        for row in rows
-    ]
-
-
-class SizeBenchmark:
-    """All methods on q, k, v of one number of tokens."""
-
-    def __init__(self, inputs: RecordedInputs, plan: Plan, notes: dict[str, str]) -> None:
-        self.inputs, self.plan, self.notes = inputs, plan, notes
+    def __init__(
+        self, inputs: RecordedInputs, plan: Plan, present: Sequence[str], notes: dict[str, str]
+    ) -> None:
+        self.inputs, self.plan, self.present, self.notes = inputs, plan, present, notes
         self.images, self.heads, self.dim = inputs.shape
         self.batch = max(1, min(self.images, BATCH_TOKENS // inputs.grid.size))
-        self.exact = ExactOutputs.of(inputs)
+        self.exact = ExactOutputs.from_inputs(inputs)
         dtype = DTYPES[plan.dtype]
         self.blocks: dict[int, QKV] = {}
         for block, (q, k, v) in inputs.blocks.items():
             self.blocks[block] = as_projection(q.to(dtype), k.to(dtype), v.to(dtype))
-        self.timed = {
-            block: tuple(x[: self.batch] for x in tokens) for block, tokens in self.blocks.items()
-        }
+        self.timed = [tuple(x[: self.batch] for x in qkv) for qkv in self.blocks.values()]
+        self.screened = partial(screened_attention, grid=inputs.grid, prefix=inputs.prefix)
 
-    @cached_property
-    def first_block(self) -> tuple[Tensor, ...]:
-        """q, k, v of the first block, (batch, heads, prefix + N, d)."""
-        return next(iter(self.timed.values()))
-
-    def rows(self, verified: set[int]) -> list[Row]:
-        """Return the rows of dense paths, tiled attention, `auto` and peers.
-
-        Args:
-            verified: Head dimensions for which the backend was compared with float64 before.
-        """
-        dtype = DTYPES[self.plan.dtype]
-        if self.dim not in verified:
-            check_backend(self.plan.backend, dtype, str(self.plan.device), [self.dim])
-            verified.add(self.dim)
-        paths = self._dense_paths()
-        check_dense(list(paths), dtype, str(self.plan.device), [self.dim])
-        calls: dict[str, ScreenedCall] = {f"dense-{name}": call for name, call in paths.items()}
-        calls |= self._tiled_calls()
-        calls["auto"] = auto_call(self.inputs)
-        described: dict[str, Row] = {}
-        calls |= self._peer_calls(described)
+    def rows(self) -> list[Row]:
+        """Return the rows of dense paths, tiled attention, `auto` and peers."""
+        densities: dict[str, float] = {}
+        calls = self._dense_calls() | self._tiled_calls()
+        calls["auto"] = self.screened
+        calls |= self._peer_calls(densities)
         measured = {
-            name: {**self._measure(name, call), **described.get(name, {})}
+            name: {**self._measure(name, call, densities.get(name)), **self._memory(call)}
             for name, call in calls.items()
         }
         rows: list[Row] = []
         for count in self.plan.threads or (torch.get_num_threads(),):
             with timing.threads(count):
-                timed = self._timed_rows(calls, measured)
-            several = len(self.plan.threads) > 1
-            rows += [{**row, "threads": count} if several else row for row in timed]
+                times = mean_times(self._cases(calls), self.plan.repeats, self.plan.device)
+            several = {"threads": count} if len(self.plan.threads) > 1 else {}
+            rows += [{**row, **several} for row in compared_rows(measured, times)]
         return rows
 
-    def _timed_rows(self, calls: dict[str, ScreenedCall], measured: Mapping[str, Row]) -> list[Row]:
-        """Time all calls, and add the times to what was measured of them."""
-        times = self._time_all(calls)
-        best = min((name for name in calls if name.startswith("dense-")), key=lambda n: times[n][0])
-        base = times[best][0], fastest_eager_dense(times)
-        rows = [
-            {
-                **self._frame(name),
-                **measured[name],
-                "milliseconds": times[name][0],
-                "milliseconds_eager": times[name][1],
-                "speedup": base[0] / times[name][0],
-                "speedup_eager": _ratio(base[1], times[name][1]),
-            }
-            for name in calls
-        ]
-        fastest = next(row for row in rows if row["method"] == best)
-        rows.insert(0, {**fastest, "method": "dense", "path": best.removeprefix("dense-")})
-        return rows
-
-    def _dense_paths(self) -> dict[str, ScreenedCall]:
-        found: dict[str, ScreenedCall] = {}
-        choices = dense.PATHS if self.plan.device.type == "cuda" else ()
-        for name in (dense.DEFAULT, *choices):  # a CPU offers no choice
-            reason = dense.unsupported_reason(name, *self.first_block)
+    def _dense_calls(self) -> dict[str, ScreenedCall]:
+        device, found = self.plan.device, dict[str, ScreenedCall]()
+        for path in (dense.DEFAULT, *(dense.PATHS if device.type == "cuda" else ())):
+            reason = dense.unsupported_reason(path, *self.timed[0])
             if reason is None:
-                found[name] = dense.dense_path(name)
+                found[f"dense-{path}"] = dense.dense_path(path)
             else:
-                self.notes[f"dense-{name} at {self.inputs.grid.size}"] = reason
+                self.notes[f"dense-{path} at {self.inputs.grid.size}"] = reason
+        paths = [path for name in found if (path := path_of(name))]
+        check_dense(paths, DTYPES[self.plan.dtype], str(device), self.dim)
         return found
 
     def _tiled_calls(self) -> dict[str, ScreenedCall]:
-        """Return a call for each setting; of equal ones, as on a small grid, only the first.
+        """Return a call for each method; of equal ones, as on a small grid, only the first.
 
-        Beside the native kernels, exact attention by them, and the same settings by torch operations.
+        Beside the native kernels, exact attention by them, and the same methods by torch operations.
         """
-        distinct: dict[str, TileSetting] = {}
-        for setting in map(TileSetting.parse, self.plan.methods):
-            distinct.setdefault(repr(setting.arguments(self.inputs.grid)), setting)
-        settings, backend = distinct.values(), self.plan.backend
-        calls = {f"tiled-{one}": tiled_call(self.inputs, backend, one) for one in settings}
+        distinct: dict[str, str] = {}
+        for name in self.plan.methods:
+            distinct.setdefault(repr(arguments(name, self.inputs.grid)), name)
+        names, backend = distinct.values(), self.plan.backend
+        calls: dict[str, ScreenedCall] = {
+            f"tiled-{name}": self._tiled(name, backend) for name in names
+        }
         if backend == "native":
-            calls[EXACT] = exact_call(self.inputs)
-            calls |= {f"eager-{one}": tiled_call(self.inputs, "eager", one) for one in settings}
+            calls[summary.EXACT] = partial(self.screened, error=0.0)
+            calls |= {f"eager-{name}": self._tiled(name, "eager") for name in names}
         return calls
 
-    def _peer_calls(self, described: dict[str, Row]) -> dict[str, ScreenedCall]:
+    def _tiled(self, name: str, backend: Backend) -> ScreenedCall:
+        return partial(
+            self.screened, allow_dense=False, backend=backend, **arguments(name, self.inputs.grid)
+        )
+
+    def _peer_calls(self, densities: dict[str, float]) -> dict[str, ScreenedCall]:
         """Return the peers that run on these inputs; the others are noted."""
         found: dict[str, ScreenedCall] = {}
         grid, prefix = self.inputs.grid, self.inputs.prefix
-        for name, (call, density) in peers.calls(self.plan.peers, grid, prefix).items():
+        for name, (call, density) in peers.calls(self.present, grid, prefix).items():
             try:
-                call(*self.first_block)
+                call(*self.timed[0])
             except Exception as error:  # kernels of other packages raise errors of any type
                 words = [without_folders(word) for word in str(error).split()]
                 self.notes[f"{name} at {grid.size}"] = " ".join(words)[:200]
                 continue
-            found[name], described[name] = call, {"density_percent": 100 * density}
+            found[name], densities[name] = call, density
         return found
 
-    def _time_all(self, calls: dict[str, ScreenedCall]) -> dict[str, Times]:
-        """Return the mean over blocks; dense paths, whose time depends on shapes alone, take one."""
-        samples: dict[str, list[Times]] = {name: [] for name in calls}
-        for index, tokens in enumerate(self.timed.values()):
-            timed = {n: c for n, c in calls.items() if index == 0 or not n.startswith("dense-")}
-            if self.plan.device.type == "cuda":
-                for name, call in timed.items():
-                    samples[name].append(self.time_call(name, call, tokens))
-            else:
-                works = {name: _bind(call, tokens) for name, call in timed.items()}
-                medians = timing.time_alternating(works, self.plan.repeats, self.plan.device)
-                for name, milliseconds in medians.items():
-                    samples[name].append((milliseconds, None))
-        return {name: _mean(times) for name, times in samples.items()}
+    def _cases(self, calls: Mapping[str, ScreenedCall]) -> Iterator[dict[str, timing.Work]]:
+        """Yield the calls on each block; dense paths, whose time depends on shapes alone, on one."""
+        for index, tokens in enumerate(self.timed):
+            some = {name: call for name, call in calls.items() if not index or not path_of(name)}
+            yield {name: _bind(_on_chosen_path(name, call), tokens) for name, call in some.items()}
 
-    def time_call(self, name: str, call: ScreenedCall, tokens: Sequence[Tensor]) -> Times:
-        """Time a call with and without a CUDA graph; a dense path is chosen before the clock starts."""
-        path = name.removeprefix("dense-")
-        if path == name:
-            return timing.time_call(_bind(call, tokens), self.plan.repeats, self.plan.device)
-        work = _bind(scaled_dot_product_attention, tokens)
-        with dense.only(path):
-            return timing.time_call(work, self.plan.repeats, self.plan.device)
-
-    def _measure(self, name: str, call: ScreenedCall) -> Row:
-        """Return everything about a call but its time."""
-        device = self.plan.device
-        errors = measure_errors(
-            call,
-            self.blocks,
-            self.exact,
-            self.batch,
-            run=lambda work: run_as_timed(work, device).result,
-        )
+    def _measure(self, name: str, call: ScreenedCall, density: float | None) -> Row:
+        """Return everything about a call but its time and its memory."""
+        by_block: list[list[float]] = []
+        by_call: list[float] = []
+        by_query: list[Tensor] = []
+        stats: list[Stats] = []
+        for block, tokens in self.blocks.items():
+            by_block.append([])
+            for start in range(0, self.images, self.batch):
+                images = slice(start, start + self.batch)
+                work = partial(call, *(x[images] for x in tokens))
+                result = run_as_timed(work, self.plan.device).result
+                if isinstance(result, Screened):
+                    stats.append(result.stats)
+                    result = result.output
+                output = result[:, :, self.exact.queries].double()
+                expected = self.exact.outputs[block][images]
+                by_block[-1] += relative_errors(output, expected).tolist()
+                by_call.append(float((output - expected).norm() / expected.norm()))
+                distances = (output - expected).norm(dim=-1) / expected.norm(dim=-1)
+                by_query.append(distances.flatten().cpu())
+        if path_of(name):
+            density = 1.0
+        elif stats:
+            density = mean(one.density for one in stats)
         return {
-            "density_percent": 100.0 if name.startswith("dense-") else _percent(errors.density),
-            "error_l2_percent": errors.mean,
-            "worst_block_error_percent": errors.worst_block,
-            "error_p95_query_percent": errors.p95_query,
-            "smallest_call_error_percent": errors.smallest_call,
-            "largest_call_error_percent": errors.largest_call,
-            **_estimate_columns(errors.estimates),
+            **self._frame(name),
+            "density_percent": percent(density),
+            "error_l2_percent": 100 * fmean(error for errors in by_block for error in errors),
+            "worst_block_error_percent": 100 * max(map(fmean, by_block)),
+            "error_p95_query_percent": 100 * float(quantile(torch.cat(by_query), 0.95)),
+            "smallest_call_error_percent": 100 * min(by_call),
+            "largest_call_error_percent": 100 * max(by_call),
+            **estimate_columns(stats),
             "error_queries": len(self.exact.queries),
-            **self._memory(call),
-            "ran": errors.form,
+            "ran": stats[-1].form if stats else None,
         }
 
     def _frame(self, method: str) -> Row:
@@ -399,51 +323,58 @@ class SizeBenchmark:
 
     def _memory(self, call: ScreenedCall) -> Row:
         """Return the peak with q, k, v and output, and what is held besides in percent of k and v."""
-        tokens = self.first_block
+        tokens = self.timed[0]
         peak = run_as_timed(_bind(call, tokens), self.plan.device).peak_bytes
         if peak is None:
             return {"peak_mebibytes": None, "extra_memory_percent": None}
         tensor_bytes = tokens[0].numel() * tokens[0].element_size()
-        extra = max(0, peak - tensor_bytes)
         return {
             "peak_mebibytes": (peak + 3 * tensor_bytes) / 2**20,
-            "extra_memory_percent": 100 * extra / (2 * tensor_bytes),
+            "extra_memory_percent": 100 * max(0, peak - tensor_bytes) / (2 * tensor_bytes),
         }
 
 
-def fastest_eager_dense(times: Mapping[str, Times]) -> float | None:
-    """Return the milliseconds of the dense path that is fastest without a CUDA graph."""
-    eager = [time[1] for name, time in times.items() if name.startswith("dense-")]
-    return min((time for time in eager if time is not None), default=None)
+@dataclass(frozen=True, eq=False)
+class ExactOutputs:
+    """Exact outputs of some queries in every block of the model."""
+
+    queries: Tensor  # (Q,) indices of tokens
+    outputs: dict[int, Tensor]  # (images, heads, Q, d) float64 by block
+
+    @classmethod
+    def from_inputs(cls, inputs: RecordedInputs) -> "ExactOutputs":
+        """Compute all queries, or an even sample that has queries in every column of the grid."""
+        tokens = inputs.prefix + inputs.grid.size
+        device = next(iter(inputs.blocks.values()))[0].device
+        step = 1 if inputs.grid.size < ALL_QUERIES_TOKENS else tokens // SAMPLED_QUERIES
+        while gcd(step, inputs.grid.width) != 1:
+            step -= 1
+        queries = torch.arange(0, tokens, step, device=device)
+        outputs = {
+            block: dense.exact_attention(q[:, :, queries], k, v)
+            for block, (q, k, v) in inputs.blocks.items()
+        }
+        return cls(queries, outputs)
 
 
-def _bind(call: ScreenedCall, tokens: Sequence[Tensor]) -> timing.Work:
-    """Bind inputs to a call; a peer with a token order of its own gets them in that order."""
-    if isinstance(call, peers.TileOrdered):
-        return call.bind(*tokens)
-    return lambda: call(*tokens)
-
-
-def _mean(times: Sequence[Times]) -> Times:
-    eager = [time[1] for time in times if time[1] is not None]
-    first = sum(time[0] for time in times) / len(times)
-    return first, sum(eager) / len(eager) if eager else None
-
-
-def _estimate_columns(estimates: ErrorEstimates | None) -> Row:
-    if estimates is None:
+def estimate_columns(stats: Sequence[Stats]) -> Row:
+    """Return what tiled calls say of their own errors, as means in percent; nothing for other calls."""
+    reports = [one.error for one in stats if one.form != "dense" and one.error is not None]
+    if not reports:
         return {}
     return {
-        "estimated_error_percent": estimates.estimate,
-        "estimated_p95_percent": estimates.p95,
-        "estimate_uncertainty_percent": estimates.uncertainty,
-        "target_met_percent": estimates.met,
+        "estimated_error_percent": percent(mean(report.estimate for report in reports)),
+        "estimated_p95_percent": percent(mean(report.p95 for report in reports)),
+        "estimate_uncertainty_percent": percent(mean(report.uncertainty for report in reports)),
+        "target_met_percent": percent(mean(report.met for report in reports)),
     }
 
 
-def _percent(share: float | None) -> float | None:
-    return None if share is None else 100 * share
+def _on_chosen_path(name: str, call: ScreenedCall) -> ScreenedCall:
+    """Return the plain call for a dense path, which the clock's caller chooses before it starts."""
+    return scaled_dot_product_attention if path_of(name) else call
 
 
-def _ratio(base: float | None, time: float | None) -> float | None:
-    return None if base is None or time is None else base / time
+def _bind(call: ScreenedCall, tokens: Sequence[Tensor]) -> Callable[[], Tensor | Screened]:
+    """Bind q, k, v to a call; a peer with a token order of its own gets them in that order."""
+    return call.bind(*tokens) if isinstance(call, peers.TileOrdered) else partial(call, *tokens)

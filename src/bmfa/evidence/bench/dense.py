@@ -31,38 +31,22 @@ def dense_path(name: str) -> Attention:
         return scaled_dot_product_attention
 
     def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        with only(name):
+        with warnings.catch_warnings(), sdpa_kernel([PATHS[name]]):
+            warnings.simplefilter("ignore")
             return scaled_dot_product_attention(q, k, v)
 
     return attention
 
 
 @contextmanager
-def only(name: str) -> Iterator[None]:
-    """Allow one path alone and silence its warnings; `DEFAULT` changes nothing."""
-    if name == DEFAULT:
-        yield
-        return
-    with warnings.catch_warnings(), sdpa_kernel([PATHS[name]]):
-        warnings.simplefilter("ignore")
-        yield
-
-
-@contextmanager
 def preferring(name: str) -> Iterator[None]:
-    """Try one path first and the others after it; call `initialize_priority` before."""
+    """Try one path first and the others after it, on CUDA."""
+    # `sdpa_kernel` restores the priority that it finds, and torch sets its own in the first call.
+    q = torch.zeros(1, 1, 16, 64, device="cuda", dtype=torch.float16)
+    scaled_dot_product_attention(q, q, q)
     rest = [path for other, path in PATHS.items() if other != name]
     with sdpa_kernel([PATHS[name], *rest], set_priority=True):
         yield
-
-
-def initialize_priority(device: torch.device, dtype: torch.dtype) -> None:
-    """Let torch set its own priority of the paths, which it does in the first call.
-
-    `preferring` restores the priority it finds, so a first call inside it would lose torch's own.
-    """
-    q = torch.zeros(1, 1, 16, 64, device=device, dtype=dtype)
-    scaled_dot_product_attention(q, q, q)
 
 
 def unsupported_reason(name: str, q: Tensor, k: Tensor, v: Tensor) -> str | None:

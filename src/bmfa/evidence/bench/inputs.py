@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -17,7 +17,6 @@ from bmfa.data.drawn.scenes import draw_scene
 from bmfa.data.images import ImageFiles
 from bmfa.grid import Grid
 from bmfa.models import LoadedModel, Preprocessing, load_model
-from bmfa.models.embedded import EmbeddedViT
 from bmfa.models.families import VisionTransformer, find_vision_transformer
 from bmfa.models.loading import check_img_size, check_timm_name
 from bmfa.packages import load_package
@@ -54,7 +53,6 @@ class InputSource:
         weights: File of weights.
         images: (H, W, 3) images.
         names: Their names.
-        head_dim: Head dimension of a model with random weights.
         seed: Seed of random weights and draws.
         device: Device of the model and the tensors.
     """
@@ -63,7 +61,6 @@ class InputSource:
     weights: str | None
     images: list[Pixels]
     names: list[str]
-    head_dim: int | None = None
     seed: int = 0
     device: str = "cpu"
 
@@ -91,15 +88,11 @@ class InputSource:
         found, names = read_images(data_dir, images, seed)
         return cls(model, weights, found, names, seed=seed, device=device)
 
-    def with_head_dim(self, head_dim: int) -> "InputSource":
-        """Return the same source with another head dimension, and hence random weights."""
-        return replace(self, weights=None, head_dim=head_dim)
-
     @cached_property
     def _model_facts(self) -> tuple[int, int, str]:
         if self.model == RANDOM:
             return RANDOM_PATCH, 1, "none"
-        loaded, weights = load_any_size(self.model, self.weights, size=224, head_dim=self.head_dim)
+        loaded, weights = load_any_size(self.model, self.weights, size=224)
         vit = find_vision_transformer(loaded.model)
         return _patch_size(vit), len(vit.attentions), weights
 
@@ -121,9 +114,7 @@ class InputSource:
         """Record q, k, v of some blocks for images of size x size pixels."""
         if self.model == RANDOM:
             return self._draw(size // RANDOM_PATCH, blocks)
-        loaded, _ = load_any_size(
-            self.model, self.weights, size=size, head_dim=self.head_dim, seed=self.seed
-        )
+        loaded, _ = load_any_size(self.model, self.weights, size=size, seed=self.seed)
         model = loaded.model.to(self.device)
         vit = find_vision_transformer(model)
         recorded: list[dict[int, QKV]] = []
@@ -137,7 +128,7 @@ class InputSource:
     def _draw(self, side: int, blocks: Sequence[int]) -> RecordedInputs:
         """Draw normal q, k, v on a side x side grid without a prefix."""
         generator = torch.Generator().manual_seed(self.seed)
-        shape = (len(self.names), RANDOM_HEADS, side * side, self.head_dim or RANDOM_DIM)
+        shape = (len(self.names), RANDOM_HEADS, side * side, RANDOM_DIM)
         drawn: dict[int, QKV] = {}
         for block in blocks:
             q, k, v = (torch.randn(shape, generator=generator).to(self.device) for _ in range(3))
@@ -149,7 +140,7 @@ def check_one_grid(vit: VisionTransformer) -> None:
     """Raise a ValueError unless all layers of a model have the grid of its patches.
 
     Args:
-        vit: The vit of the model.
+        vit: The parts of the model.
 
     Raises:
         ValueError: If they do not, or if images of several grids share a call.
@@ -220,12 +211,7 @@ def _record(
 
 
 def load_any_size(
-    name: str,
-    weights: str | os.PathLike[str] | None = None,
-    *,
-    size: int,
-    head_dim: int | None = None,
-    seed: int = 0,
+    name: str, weights: str | os.PathLike[str] | None = None, *, size: int, seed: int = 0
 ) -> tuple[LoadedModel, str]:
     """Load a model for images of size x size pixels, without a download.
 
@@ -233,7 +219,6 @@ def load_any_size(
         name: Name of a model as in `load_model`.
         weights: File of weights. A timm model without one has random weights.
         size: Side of the images in pixels; they are cropped to their centre square.
-        head_dim: Head dimension; the weights are then random.
         seed: Seed of random weights.
 
     Returns:
@@ -242,52 +227,27 @@ def load_any_size(
     Raises:
         ValueError: If the model is unknown, or does not support the size.
     """
-    if head_dim is not None or (name.startswith("timm:") and weights is None):
-        return _load_random(name, size, head_dim, seed), RANDOM
-    if name == "embedded":
-        loaded = load_model(name, weights, img_size=size, crop_pct=1.0)
+    if name.startswith("timm:") and weights is None:
+        loaded, found = _load_random(name, size, seed), RANDOM
     else:
         loaded = load_model(name, weights, img_size=size, crop_pct=1.0)
-        _set_input_size(loaded.model, size)
-    return loaded, SHIPPED if weights is None else os.path.basename(weights)
+        found = SHIPPED if weights is None else os.path.basename(weights)
+    model: Any = loaded.model
+    if hasattr(model, "set_input_size"):  # interpolates position embeddings once, not in every call
+        model.set_input_size(img_size=(size, size))
+    return loaded, found
 
 
-def _load_random(name: str, size: int, head_dim: int | None, seed: int) -> LoadedModel:
+def _load_random(name: str, size: int, seed: int) -> LoadedModel:
+    timm, architecture = load_package("timm"), name.partition(":")[2]
+    check_timm_name(timm, architecture)
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        if name == "embedded":
-            vit = EmbeddedViT(dim=3 * (head_dim or 32), num_heads=3)
-            preprocess = Preprocessing((size, size), 1.0, mean=(0.5,) * 3, std=(0.25,) * 3)
-            model = vit.eval()
-            check_img_size(name, model, (size, size))
-            return LoadedModel(name, model, preprocess)
-        if not name.startswith("timm:"):
-            raise ValueError(
-                f"model {name!r} has no random form; pass embedded or timm:NAME, or omit --head-dim"
-            )
-        return _load_random_timm(name, size, head_dim)
-
-
-def _load_random_timm(name: str, size: int, head_dim: int | None) -> LoadedModel:
-    timm = load_package("timm")
-    architecture = name.partition(":")[2]
-    check_timm_name(timm, architecture)
-    changes: dict[str, Any] = {}
-    if head_dim is not None:
-        heads = timm.create_model(architecture).blocks[0].attn.num_heads
-        changes["embed_dim"] = heads * head_dim
-    model = timm.create_model(architecture, dynamic_img_size=True, **changes).eval()
+        model = timm.create_model(architecture, dynamic_img_size=True).eval()
     check_img_size(name, model, (size, size))
-    _set_input_size(model, size)
     settings = load_package("timm.data").resolve_data_config({}, model=model)
     preprocess = Preprocessing.of_timm(settings).override(img_size=size, crop_pct=1.0)
     return LoadedModel(name, model, preprocess)
-
-
-def _set_input_size(model: Any, size: int) -> None:
-    """Interpolate position embeddings once rather than in every call, if the model can."""
-    if hasattr(model, "set_input_size"):
-        model.set_input_size(img_size=(size, size))
 
 
 def read_images(folder: str | None, count: int, seed: int = 0) -> tuple[list[Pixels], list[str]]:

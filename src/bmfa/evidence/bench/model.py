@@ -1,10 +1,10 @@
 """`bmfa bench model`: time and error of a screened model against the dense model on its best path."""
 
 import os
-import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -13,13 +13,28 @@ from torch import Tensor, nn
 from bmfa import timing
 from bmfa.attention.result import Screened, Stats
 from bmfa.checks import check_integer
-from bmfa.evidence.bench import dense
-from bmfa.evidence.bench.attention import default_backend
-from bmfa.evidence.bench.errors import missed_targets_ignored
-from bmfa.evidence.bench.graphs import capture_once, run_as_timed
 from bmfa.evidence.bench.inputs import check_one_grid, load_any_size, read_images
+from bmfa.evidence.bench.measure import (
+    TIMING,
+    compared_rows,
+    each_size,
+    mean,
+    mean_times,
+    on_path,
+    percent,
+    relative_errors,
+    run_as_timed,
+)
+from bmfa.evidence.bench.methods import (
+    DTYPES,
+    arguments,
+    default_backend,
+    dtype_name,
+    for_device,
+    missed_targets_ignored,
+    parse,
+)
 from bmfa.evidence.bench.saliency import intersection_over_union, load_decoder, masks
-from bmfa.evidence.bench.settings import DTYPES, TileSetting
 from bmfa.evidence.bench.verify import check_backend
 from bmfa.evidence.runner import Progress
 from bmfa.grid import Grid
@@ -33,12 +48,8 @@ DEFAULT_METHODS = {
     "cuda": ("error:0.03", "error:0.1", "leaves:0.1"),
     "cpu": ("error:0.03", "error:0"),
 }
-DENSE_PATHS = ("cudnn", "flash")  # on CUDA, where torch has a choice
-INTERRUPTED = "interrupted by the keyboard or SIGINT; later sizes are absent, too"
-TIMING = (
-    "median of forward passes that take turns, all in CUDA graphs (milliseconds) where all can be "
-    "captured, and call by call (milliseconds_eager); mean over images"
-)
+# Rows of the dense model: on CUDA torch has a choice of paths.
+DENSE_MODELS = {"cuda": ("full-cudnn", "full-flash"), "cpu": ("full-default",)}
 ERROR = (
     "relative L2 of the final features against the dense model of the same dtype, and intersection "
     "over union of the decoder's masks with those of the dense model; means over images"
@@ -54,9 +65,10 @@ class Settings:
         weights: File of weights; a timm model without one has random weights.
         data_dir: Folder of images; embedded scenes without.
         decoder: File of weights of a saliency decoder, for the agreement of masks.
-        methods: Settings such as `tiles:0.03`, `leaves:0.05` or `error:0.1`.
+        methods: Names such as `tiles:0.03`, `leaves:0.05` or `error:0.1`; a default for the device
+            without any.
         layers: Layers to patch: `"all"`, `"last-K"` or indices.
-        form: `"tiled"` to use tiles even where dense attention is faster.
+        allow_dense: False to use tiles even where dense attention is faster.
         batch_size: Images in a batch.
         images: Images over which errors and times are averaged, a multiple of `batch_size`; as
             many by default.
@@ -73,9 +85,9 @@ class Settings:
     weights: str | None = None
     data_dir: str | None = None
     decoder: str | None = None
-    methods: tuple[str, ...] = DEFAULT_METHODS["cpu"]
+    methods: tuple[str, ...] = ()
     layers: str | Sequence[int] = "all"
-    form: str | None = None
+    allow_dense: bool = True
     batch_size: int = 1
     images: int | None = None
     dtype: str | None = None
@@ -86,31 +98,19 @@ class Settings:
     def __post_init__(self) -> None:
         check_integer("batch_size", self.batch_size, low=1)
         check_integer("repeats", self.repeats, low=1)
-        if self.dtype is not None and self.dtype not in DTYPES:
-            raise ValueError(f"dtype is {self.dtype!r}; pass one of {', '.join(DTYPES)}")
+        dtype_name(self.dtype, torch.device(self.device))
         check_integer("images", self.image_count, low=1)
         if self.image_count % self.batch_size:
             raise ValueError(
                 f"images is {self.images} and batch_size {self.batch_size}; pass a multiple of it"
             )
         for name in self.methods:
-            TileSetting.parse(name)
+            parse(name)
 
     @property
     def image_count(self) -> int:
         """The number of images, by default those of one batch."""
         return self.batch_size if self.images is None else self.images
-
-    @property
-    def dtype_name(self) -> str:
-        """The dtype, or the default of the device."""
-        cuda = torch.device(self.device).type == "cuda"
-        return self.dtype or ("bfloat16" if cuda else "float32")
-
-
-def default_methods(device: str) -> tuple[str, ...]:
-    """Return the methods for a device."""
-    return DEFAULT_METHODS.get(torch.device(device).type, DEFAULT_METHODS["cpu"])
 
 
 def run(settings: Settings, sizes: Sequence[int] = (), progress: Progress | None = None) -> Record:
@@ -131,61 +131,32 @@ def run(settings: Settings, sizes: Sequence[int] = (), progress: Progress | None
     Raises:
         ValueError: If the model does not support a size, or the verification fails.
     """
-    rows: list[Row] = []
-    kind = torch.device(settings.device).type
-    chosen = list(sizes) or list(SIZES.get(kind, SIZES["cpu"]))
-    weights, names, absent = "", list[str](), dict[str, str]()
+    device = torch.device(settings.device)
+    chosen = list(sizes) or list(for_device(SIZES, device))
+    known: dict[str, Any] = {"weights": "", "images": []}
+
+    def measure(size: int) -> list[Row]:
+        benchmark = _SizeBenchmark(settings, check_integer("img_size", size, low=16))
+        known.update(weights=benchmark.weights, images=benchmark.names)
+        return benchmark.rows()
+
     with torch.inference_mode(), missed_targets_ignored():
-        for index, size in enumerate(chosen):
-            try:
-                benchmark = _SizeBenchmark(settings, check_integer("img_size", size, low=16))
-                weights, names = benchmark.weights, benchmark.names
-                rows += benchmark.rows()
-                del benchmark  # frees its models before the next ones are made
-            except KeyboardInterrupt:
-                if not rows:
-                    raise
-                absent[f"{size} pixels"] = INTERRUPTED
-                break
-            if progress is not None:
-                progress(index + 1, len(chosen))
+        rows, absent = each_size(chosen, measure, progress)
     recorded = {
         "model": settings.model,
         "layers": settings.layers,
-        "form": settings.form,
+        "allow_dense": settings.allow_dense,
         "repeats": settings.repeats,
         "seed": settings.seed,
-        "weights": weights,
+        **known,
         "decoder": settings.decoder and os.path.basename(settings.decoder),
-        "images": names,
         "sizes": chosen,
         "batch_size": settings.batch_size,
-        "timing": TIMING,
+        "timing": for_device(TIMING, device),
         "error": ERROR,
         **({"absent": absent} if absent else {}),
     }
     return Record("bench", recorded, rows, environment(settings.device))
-
-
-@dataclass
-class _StatsObserver:
-    """Keeps the statistics of the screened layers of the last forward pass."""
-
-    stats: list[Stats] = field(default_factory=list)
-
-    def __call__(self, inputs: LayerInputs, screened: Screened) -> None:
-        self.stats.append(screened.stats)
-
-    @property
-    def density(self) -> float | None:
-        """Mean share of tiles expanded over the layers that know it."""
-        densities = [stats.density for stats in self.stats]
-        known = [density for density in densities if density is not None]
-        return sum(known) / len(known) if known else None
-
-    @property
-    def tiled_layers(self) -> int:
-        return sum(stats.form == "tiled" for stats in self.stats)
 
 
 class _SizeBenchmark:
@@ -194,24 +165,24 @@ class _SizeBenchmark:
     def __init__(self, settings: Settings, size: int) -> None:
         self.settings, self.size = settings, size
         self.device = torch.device(settings.device)
-        self.dtype = DTYPES[settings.dtype_name]
+        self.dtype = dtype_name(settings.dtype, self.device)
         self.loaded, self.weights = load_any_size(
             settings.model, settings.weights, size=size, seed=settings.seed
         )
-        self.loaded.model.to(self.device, self.dtype)
+        self.loaded.model.to(self.device, DTYPES[self.dtype])
         self.vit = find_vision_transformer(self.loaded.model)
         check_one_grid(self.vit)
         images, self.names = read_images(settings.data_dir, settings.image_count, settings.seed)
-        pixels = self.loaded.preprocess.batch(images).to(settings.device).to(self.dtype)
+        pixels = self.loaded.preprocess.batch(images).to(self.device).to(DTYPES[self.dtype])
         self.batches = torch.split(pixels, settings.batch_size)
         self.pixels = self.batches[0].clone()  # CUDA graphs read every batch from here
         self.decoder = None
         if settings.decoder is not None:
-            self.decoder = load_decoder(settings.decoder).to(settings.device)
+            self.decoder = load_decoder(settings.decoder).to(self.device)
         projection: Any = self.vit.projection
         height, width = (
             int(side // stride)
-            for side, stride in zip(self.pixels.shape[-2:], projection.stride, strict=True)
+            for side, stride in zip(pixels.shape[-2:], projection.stride, strict=True)
         )
         self.grid = Grid(height, width)
         attention: Any = self.vit.attentions[0]
@@ -220,125 +191,79 @@ class _SizeBenchmark:
 
     def rows(self) -> list[Row]:
         """Return the rows of the dense model on every path and of every method."""
-        check_backend(
-            default_backend(self.device), self.dtype, self.settings.device, [self.head_dim]
-        )
-        dense.initialize_priority(self.device, self.dtype)
-        full = self._dense_models()
-        models = {**full, **{name: self._screened_model(name) for name in self.settings.methods}}
+        backend = default_backend(self.device)
+        check_backend(backend, DTYPES[self.dtype], str(self.device), self.head_dim)
+        dense_names = for_device(DENSE_MODELS, self.device)
+        models = dict.fromkeys(dense_names, self.loaded.model)
+        for name in self.settings.methods or for_device(DEFAULT_METHODS, self.device):
+            models[name] = self._screened_model(name)
         works = {name: self._forward(model) for name, model in models.items()}
-        eager = self._mean_over_batches(
-            lambda: timing.time_alternating(works, self.settings.repeats, self.device)
-        )
-        times = self._times_in_graphs(works) or eager
-        best = min(full, key=lambda name: times[name])
-        expected = [final_features(models[best], self.loaded, x) for x in self.batches]
-        rows = [
-            {
-                **self._frame(name),
-                **self._errors(model, expected, in_graph=times is not eager),
-                "milliseconds": times[name],
-                "milliseconds_eager": eager[name],
-                "speedup": times[best] / times[name],
-                "speedup_eager": min(eager[other] for other in full) / eager[name],
-                "peak_mebibytes": self._peak(model, in_graph=times is not eager),
-            }
-            for name, model in models.items()
-        ]
-        fastest = next(row for row in rows if row["method"] == best)
-        return [{**fastest, "method": "full", "path": best.removeprefix("full-")}, *rows]
+        times = mean_times(self._cases(works), self.settings.repeats, self.device)
+        best = min(dense_names, key=lambda name: times[name][0])
+        with on_path(best):
+            expected = [final_features(models[best], self.loaded, x) for x in self.batches]
+        measured: dict[str, Row] = {}
+        for name, model in models.items():
+            with on_path(name):
+                measured[name] = self._measure(name, model, expected)
+        return compared_rows(measured, times)
 
-    def _each_batch(self) -> Iterator[Tensor]:
+    def _cases(self, works: Mapping[str, timing.Work]) -> Iterator[Mapping[str, timing.Work]]:
         """Put one batch of images after the other where the models read them."""
         for batch in self.batches:
             self.pixels.copy_(batch)
-            yield batch
-
-    def _mean_over_batches(self, time_all: Callable[[], dict[str, float]]) -> dict[str, float]:
-        """Return the mean over batches of the milliseconds by name."""
-        samples = [time_all() for _ in self._each_batch()]
-        return {name: statistics.fmean(one[name] for one in samples) for name in samples[0]}
-
-    def _times_in_graphs(self, works: Mapping[str, timing.Work]) -> dict[str, float] | None:
-        """Return milliseconds in CUDA graphs; None on a CPU, or if one model cannot be captured."""
-        if self.device.type != "cuda":
-            return None
-        graphs: dict[str, timing.CapturedCalls] = {}
-        for name, work in works.items():
-            graph = timing.capture_calls(work, 1)
-            if graph is None:
-                return None
-            graph.milliseconds()
-            graphs[name] = graph
-
-        def time_all() -> dict[str, float]:
-            samples: dict[str, list[float]] = {name: [] for name in graphs}
-            for _ in range(self.settings.repeats):
-                for name, graph in graphs.items():
-                    samples[name].append(graph.milliseconds())
-            return {name: statistics.median(times) for name, times in samples.items()}
-
-        return self._mean_over_batches(time_all)
-
-    def _dense_models(self) -> dict[str, nn.Module]:
-        """Return the model with each fused path preferred; a CPU offers no choice."""
-        model = self.loaded.model
-        if self.device.type != "cuda":
-            return {"full-default": model}
-        return {f"full-{name}": _PreferringPath(model, name) for name in DENSE_PATHS}
+            yield works
 
     def _screened_model(self, name: str) -> nn.Module:
         model = self.loaded.model
         shared = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
-        arguments: dict[str, Any] = TileSetting.parse(name).arguments(self.grid)
-        arguments |= {"layers": self.settings.layers, "allow_dense": self.settings.form is None}
-        return patch(deepcopy(model, shared), **arguments)
+        options: dict[str, Any] = {
+            "layers": self.settings.layers,
+            "allow_dense": self.settings.allow_dense,
+        }
+        return patch(deepcopy(model, shared), **options, **arguments(name, self.grid))
 
     def _forward(self, model: nn.Module) -> timing.Work:
         return lambda: model(self.pixels, **self.loaded.options)
 
-    def _frame(self, method: str) -> Row:
+    def _measure(self, name: str, model: nn.Module, expected: Sequence[Tensor]) -> Row:
+        """Return everything about a model but its time: features and masks against the dense model."""
+        stats: list[Stats] = []
+        errors: list[float] = []
+        agreements: list[float] = []
+        densities: list[float | None] = []
+
+        def forward() -> Tensor:
+            stats.clear()
+            return final_features(model, self.loaded, self.pixels)
+
+        def keep(inputs: LayerInputs, screened: Screened) -> None:
+            stats.append(screened.stats)
+
+        with observe(model, keep):
+            for index, _ in enumerate(self._cases({})):
+                output = run_as_timed(forward, self.device).result
+                errors += relative_errors(output, expected[index]).tolist()
+                densities.append(mean(one.density for one in stats))
+                if self.decoder is not None:
+                    agreements += self._mask_agreement(output, expected[index])
+        peak = run_as_timed(self._forward(model), self.device).peak_bytes
         return {
             "what": "model",
             "img_size": self.size,
             "n": self.grid.size,
             "heads": self.heads,
             "dim": self.head_dim,
-            "dtype": self.settings.dtype_name,
+            "dtype": self.dtype,
             "batch": len(self.pixels),
-            "method": method,
-        }
-
-    def _errors(self, model: nn.Module, expected: Sequence[Tensor], *, in_graph: bool) -> Row:
-        """Compare features and masks with the dense model, computed as they were timed."""
-        observer = _StatsObserver()
-        errors: list[float] = []
-        agreements: list[float] = []
-        densities: list[float] = []
-
-        def forward() -> Tensor:
-            observer.stats.clear()
-            return final_features(model, self.loaded, self.pixels)
-
-        with observe(model, observer):
-            compute = capture_once(forward, self.device) if in_graph else forward
-            for index, _ in enumerate(self._each_batch()):
-                output = compute()
-                dense_output = expected[index].double()
-                difference = (output.double() - dense_output).flatten(1).norm(dim=1)
-                errors += (difference / dense_output.flatten(1).norm(dim=1)).tolist()
-                if observer.density is not None:
-                    densities.append(observer.density)
-                if self.decoder is not None:
-                    agreements += self._mask_agreement(output, expected[index])
-        density = statistics.fmean(densities) if densities else None
-        row: Row = {
-            "density_percent": None if density is None else 100 * density,
-            "tiled_layers": observer.tiled_layers,
+            "method": name,
+            "density_percent": percent(mean(densities)),
+            "tiled_layers": sum(one.form == "tiled" for one in stats),
             "layers": len(self.vit.attentions),
-            "error_l2_percent": 100 * statistics.fmean(errors),
+            "error_l2_percent": 100 * fmean(errors),
+            **({"mask_iou": fmean(agreements)} if agreements else {}),
+            "peak_mebibytes": None if peak is None else peak / 2**20,
         }
-        return {**row, "mask_iou": statistics.fmean(agreements)} if agreements else row
 
     def _mask_agreement(self, output: Tensor, expected: Tensor) -> list[float]:
         assert self.decoder is not None
@@ -348,26 +273,6 @@ class _SizeBenchmark:
         )
         agreement: list[float] = intersection_over_union(found, wanted).tolist()
         return agreement
-
-    def _peak(self, model: nn.Module, *, in_graph: bool) -> float | None:
-        forward = self._forward(model)
-        if in_graph:
-            peak = run_as_timed(forward, self.device).peak_bytes
-        else:
-            peak = timing.peak_bytes(forward, self.device)
-        return None if peak is None else peak / 2**20
-
-
-class _PreferringPath(nn.Module):
-    """A model whose attention prefers one dense path."""
-
-    def __init__(self, model: nn.Module, path: str) -> None:
-        super().__init__()
-        self.model, self.path = model, path
-
-    def forward(self, *args: Any, **options: Any) -> Any:
-        with dense.preferring(self.path):
-            return self.model(*args, **options)
 
 
 def final_features(model: nn.Module, loaded: LoadedModel, pixels: Tensor) -> Tensor:

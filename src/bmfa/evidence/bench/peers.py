@@ -19,25 +19,14 @@ SHARES = (0.1, 0.3)
 PISA_SHARES = (0.05, 0.1, 0.2, 0.3)
 
 
-def available(requested: tuple[str, ...] = ()) -> tuple[list[str], dict[str, str]]:
-    """Return the peers to time, and why each other one is not timed.
-
-    Raises:
-        ValueError: If a requested peer is unknown or not installed.
-    """
-    present, absent = [], {}
-    for name, peer in PEERS.items():
-        if not is_installed(peer.module):
-            if name in requested:
-                raise ValueError(
-                    f"peer {name!r} needs the package {peer.module}, which is not installed"
-                )
-            absent[name] = f"{peer.module} is not installed"
-        else:
-            present.append(name)
-    unknown = set(requested) - set(PEERS)
-    if unknown:
-        raise ValueError(f"peer {min(unknown)!r} is unknown; pass one of {', '.join(PEERS)}")
+def available() -> tuple[list[str], dict[str, str]]:
+    """Return the peers that are installed, and why each other one is not timed."""
+    present = [name for name, peer in PEERS.items() if is_installed(peer.module)]
+    absent = {
+        name: f"{peer.module} is not installed"
+        for name, peer in PEERS.items()
+        if name not in present
+    }
     return present, absent
 
 

@@ -1,16 +1,19 @@
 """Summary of `bmfa bench attention`: break-even, and growth of time with the tokens."""
 
 import math
+import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from bmfa.attention.tiling import DEFAULT_ERROR
-from bmfa.evidence.bench.settings import EXACT
 from bmfa.records import Row
 
 # Relative L2 errors in percent at which times are interpolated, and up to which tiles count as usable
 # in the break-even: both are choices of the benchmark, written into its record.
 FIXED_ERROR, ACCEPTED_ERROR = 7.5, 10.0
+EXACT = "exact"  # the method `error=0`
 # Exponents are fitted from this number of tokens on; below, launching kernels takes most of the time.
 FIT_FROM = 4096
 
@@ -146,12 +149,11 @@ def time_at_error(rows: Sequence[Row], error: float) -> float | None:
             frontier.append((off, time))
     if not frontier or frontier[-1][0] > error:
         return None
-    if frontier[0][0] <= error:
-        return frontier[0][1]
-    index = next(i for i, (off, _) in enumerate(frontier) if off <= error)
-    (above, fast), (below, slow) = frontier[index - 1], frontier[index]
-    share = (above - error) / (above - below)
-    return math.exp((1 - share) * math.log(fast) + share * math.log(slow))
+    errors, logarithms = (
+        [off for off, _ in frontier[::-1]],
+        [math.log(t) for _, t in frontier[::-1]],
+    )
+    return math.exp(np.interp(error, errors, logarithms))
 
 
 def exponent(times: dict[int, float], first: int = FIT_FROM) -> float | None:
@@ -159,10 +161,7 @@ def exponent(times: dict[int, float], first: int = FIT_FROM) -> float | None:
     points = [(math.log(n), math.log(t)) for n, t in times.items() if n >= first and t > 0]
     if len(points) < 2:
         return None
-    x = sum(a for a, _ in points) / len(points)
-    y = sum(b for _, b in points) / len(points)
-    spread = sum((a - x) * (a - x) for a, _ in points)
-    return sum((a - x) * (b - y) for a, b in points) / spread
+    return statistics.linear_regression(*zip(*points, strict=True)).slope
 
 
 def milliseconds_per_image(row: Row) -> float:

@@ -1,7 +1,8 @@
 """`bmfa bench trees`: time of the vectorised trees against the queue-based oracle and softmax."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from functools import partial
 
 import torch
 import torch.nn.functional as functional
@@ -13,7 +14,6 @@ from bmfa.checks import check_integer
 from bmfa.evidence.runner import Progress
 from bmfa.grid import Grid
 from bmfa.records import Record, Row, environment
-from bmfa.timing import median_milliseconds
 from bmfa.trees.build import screen
 from bmfa.trees.rules import Gamma, parse
 
@@ -95,19 +95,18 @@ def _against_oracle(
     """Compare with the oracle, which screens one grid at a time on one core."""
     grid = Grid(16, 16)
     scores = score_fields(grids, grid, seed)
-    base = _oracle_milliseconds(scores[:ORACLE_GRIDS], grid) / min(ORACLE_GRIDS, grids)
-    rows = [_row("trees", grid, "float64", "gamma:0.005 (oracle)", 1, base * grids, grids, 1.0)]
+    base = grids * _oracle_milliseconds(scores[:ORACLE_GRIDS], grid) / min(ORACLE_GRIDS, grids)
     scores = scores.to(device)
+    rows = [_row("trees", grid, "float64", "gamma:0.005 (oracle)", grids, base, base, threads=1)]
     for threads in sorted({1, torch.get_num_threads()}):
         with timing.threads(threads):
-            for method in methods:
-                rule = parse(method, seed)
-                each = median_milliseconds(lambda: screen(scores, grid, rule), repeats, device)  # noqa: B023
-                leaves = 100 * float(screen(scores, grid, rule).leaf_ratio.mean())
-                row = _row(
-                    "trees", grid, "float32", method, threads, each, grids, base * grids / each
-                )
-                rows.append({**row, "leaf_percent": leaves})
+            rows += [
+                {
+                    **_row("trees", grid, "float32", method, grids, base, time),
+                    "leaf_percent": leaves,
+                }
+                for method, time, leaves in _screened(scores, grid, methods, repeats, seed)
+            ]
     return rows
 
 
@@ -126,16 +125,23 @@ def _against_softmax(batch_size: int, repeats: int, seed: int, device: torch.dev
     rows: list[Row] = []
     for dtype in (torch.float32, torch.float64):
         scores = score_fields(count, grid, seed).to(device, dtype).view(*shape, grid.size)
-        name, threads = str(dtype).removeprefix("torch."), torch.get_num_threads()
-        softmax = median_milliseconds(lambda: scores.softmax(-1), repeats, device)  # noqa: B023
-        rows.append(_row("softmax", grid, name, "softmax", threads, softmax, count, 1.0))
-        for method in SCORE_METHODS:
-            rule = parse(method, seed)
-            each = median_milliseconds(lambda: screen(scores, grid, rule), repeats, device)  # noqa: B023
-            row = _row("softmax", grid, name, method, threads, each, count, softmax / each)
-            leaves = 100 * float(screen(scores, grid, rule).leaf_ratio.mean())
-            rows.append({**row, "multiple_of_softmax": each / softmax, "leaf_percent": leaves})
+        name = str(dtype).removeprefix("torch.")
+        base = timing.median_milliseconds(partial(scores.softmax, -1), repeats, device)
+        rows.append(_row("softmax", grid, name, "softmax", count, base, base))
+        for method, each, leaves in _screened(scores, grid, SCORE_METHODS, repeats, seed):
+            row = _row("softmax", grid, name, method, count, base, each)
+            rows.append({**row, "multiple_of_softmax": each / base, "leaf_percent": leaves})
     return rows
+
+
+def _screened(
+    scores: Tensor, grid: Grid, methods: Sequence[str], repeats: int, seed: int
+) -> Iterator[tuple[str, float, float]]:
+    """Yield each method with its milliseconds and its leaves in percent."""
+    for method in methods:
+        work = partial(screen, scores, grid, parse(method, seed))
+        milliseconds = timing.median_milliseconds(work, repeats, scores.device)
+        yield method, milliseconds, 100 * float(work().leaf_ratio.mean())
 
 
 def _row(
@@ -143,19 +149,19 @@ def _row(
     grid: Grid,
     dtype: str,
     method: str,
-    threads: int,
-    milliseconds: float,
     count: int,
-    speedup: float,
+    base: float,
+    milliseconds: float,
+    threads: int | None = None,
 ) -> Row:
     return {
         "what": what,
         "n": grid.size,
         "dtype": dtype,
         "method": method,
-        "threads": threads,
+        "threads": threads or torch.get_num_threads(),
         "grids": count,
         "milliseconds": milliseconds,
         "microseconds_per_grid": 1e3 * milliseconds / count,
-        "speedup": speedup,
+        "speedup": base / milliseconds,
     }

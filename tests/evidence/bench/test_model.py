@@ -1,4 +1,4 @@
-"""`bmfa bench model`: averages over images, and masks of a decoder."""
+"""`bmfa bench model`: averages over images, masks of a decoder, and interrupted benchmarks."""
 
 import json
 
@@ -7,7 +7,9 @@ import torch
 from torch import nn
 
 from bmfa.cli import main
+from bmfa.evidence.bench import attention as attention_bench
 from bmfa.evidence.bench import model as model_bench
+from bmfa.evidence.bench.inputs import InputSource
 from bmfa.evidence.bench.saliency import (
     SaliencyDecoder,
     intersection_over_union,
@@ -53,17 +55,14 @@ def test_a_decoder_is_three_stages_of_its_weights(tmp_path):
     assert float((found[:, 0] == (expected > 0)).double().mean()) > 0.99
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
+def test_other_weights_are_refused(tmp_path):
+    for changes, message in (
         ({"decoder.upconv2.weight": torch.zeros(3)}, "upconv1 to upconv3"),
         ({"decoder.bn2.bias": torch.zeros(3)}, "not a saliency decoder"),
         ({"decoder.extra": torch.zeros(3)}, "unexpected"),
-    ],
-)
-def test_other_weights_are_no_decoder(tmp_path, changes, message):
-    with pytest.raises(ValueError, match=message):
-        load_decoder(saved_decoder(tmp_path, **changes))
+    ):
+        with pytest.raises(ValueError, match=message):
+            load_decoder(saved_decoder(tmp_path, **changes))
 
 
 def test_agreement_of_masks():
@@ -76,7 +75,8 @@ def test_agreement_of_masks():
 def test_a_model_with_a_decoder(tmp_path, capsys):
     decoder = saved_decoder(tmp_path)
     model = ["--model", "timm:deit_tiny_patch16_224", "--img-size", "128", "--repeats", "1"]
-    options = ["--tiles", "0", "1", "--form", "tiled", "--images", "2", "--decoder", str(decoder)]
+    options = ["--method", "tiles:0", "--method", "tiles:1", "--tiled", "--images", "2"]
+    options += ["--decoder", str(decoder)]
     main(["bench", "model", *model, *options, "--json", "-"])
     made = json.loads(capsys.readouterr().out)
     rows = {row["method"]: row for row in made["rows"]}
@@ -92,7 +92,7 @@ def test_a_model_with_a_decoder(tmp_path, capsys):
 @TIMM
 def test_errors_are_means_over_images():
     settings = {"model": "timm:deit_tiny_patch16_224", "methods": ("tiles:0",), "repeats": 1}
-    settings["form"] = "tiled"
+    settings["allow_dense"] = False
     both = model_bench.run(model_bench.Settings(images=2, **settings), [64])
     batch = model_bench.run(model_bench.Settings(batch_size=2, **settings), [64])
     errors = [
@@ -109,3 +109,51 @@ def test_refusals():
         model_bench.Settings(batch_size=2, images=3)
     with pytest.raises(ValueError, match="unknown"):
         model_bench.Settings(methods=("sparse:1",))
+    with pytest.raises(ValueError, match=r"'int8'.*bfloat16"):
+        model_bench.Settings(dtype="int8")
+
+
+def test_a_screened_model_is_compared_with_the_dense_one():
+    for allow_dense in (True, False):
+        settings = model_bench.Settings(
+            methods=("error:0.05", "tiles:1"), repeats=1, allow_dense=allow_dense
+        )
+        rows = {row["method"]: row for row in model_bench.run(settings, [128]).rows}
+        assert rows["full"]["speedup"] == 1.0 and rows["full"]["error_l2_percent"] == 0.0
+        assert rows["full"]["path"] == "default" and rows["full"]["n"] == 256
+        layers = 0 if allow_dense else 8
+        assert rows["error:0.05"]["tiled_layers"] == layers and rows["error:0.05"]["layers"] == 8
+        # All tiles expanded, or dense where that is faster: the dense model but for rounding.
+        assert rows["tiles:1"]["error_l2_percent"] < 1e-2
+        assert (rows["error:0.05"]["error_l2_percent"] > 1e-2) != allow_dense
+
+
+@pytest.mark.parametrize("bench", ["attention", "model"])
+def test_an_interrupted_benchmark_keeps_the_sizes_that_are_complete(monkeypatch, bench):
+    def run():
+        if bench == "model":
+            settings = model_bench.Settings(methods=("tiles:1",), repeats=1)
+            return model_bench.run(settings, [32, 64])
+        source = InputSource.open("random")
+        return attention_bench.run(source, tokens=[16, 64], methods=["tiles:1"], repeats=1)
+
+    owner, second = {
+        "attention": (attention_bench._SizeBenchmark, "128 pixels"),
+        "model": (model_bench._SizeBenchmark, "64 pixels"),
+    }[bench]
+    original, calls = owner.rows, []
+
+    def rows(self):
+        calls.append(self)
+        if len(calls) == last:
+            raise KeyboardInterrupt
+        return original(self)
+
+    monkeypatch.setattr(owner, "rows", rows)
+    last = 2
+    record = run()
+    assert {row["n"] for row in record.rows} == {16}
+    assert "interrupted" in record.settings["absent"][second]
+    last = len(calls) + 1
+    with pytest.raises(KeyboardInterrupt):
+        run()

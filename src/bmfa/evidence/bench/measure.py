@@ -1,0 +1,176 @@
+"""The loop of the benchmarks: sizes one after the other; times, errors and memory of named calls."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from statistics import fmean
+from typing import Generic, TypeVar
+
+import torch
+from torch import Tensor
+
+from bmfa import timing
+from bmfa.evidence.bench import dense
+from bmfa.evidence.runner import Progress
+from bmfa.records import Row
+
+INTERRUPTED = "interrupted by the keyboard or SIGINT; later sizes are absent, too"
+TIMING = {
+    "cuda": "median; calls in a CUDA graph where they can be captured (milliseconds), and one by one "
+    "(milliseconds_eager); dense paths are chosen before the clock starts, speedup_eager is against the "
+    "fastest one by one",
+    "cpu": "median of calls that take turns",
+}
+
+Result = TypeVar("Result")
+Times = tuple[float, float | None]  # milliseconds in a CUDA graph, and of single calls on CUDA
+
+
+def each_size(
+    sizes: Sequence[int], measure: Callable[[int], list[Row]], progress: Progress | None
+) -> tuple[list[Row], dict[str, str]]:
+    """Measure images of several sizes.
+
+    Args:
+        sizes: Sides of the images in pixels.
+        measure: Returns the rows of a size.
+        progress: Called with the sizes done and their number.
+
+    Returns:
+        The rows, and a note if an interruption left out the later sizes.
+
+    Raises:
+        KeyboardInterrupt: If no size is complete.
+    """
+    rows: list[Row] = []
+    for done, size in enumerate(sizes, 1):
+        try:
+            rows += measure(size)
+        except KeyboardInterrupt:
+            if not rows:
+                raise
+            return rows, {f"{size} pixels": INTERRUPTED}
+        if progress is not None:
+            progress(done, len(sizes))
+    return rows, {}
+
+
+def path_of(name: str) -> str | None:
+    """Return the dense path that a row such as `dense-flash` or `full-cudnn` is named for."""
+    kind, _, path = name.partition("-")
+    return path if kind in ("dense", "full") and path else None
+
+
+def on_path(name: str) -> AbstractContextManager[None]:
+    """Let attention take the path that a row is named for; other names change nothing."""
+    return dense.preferring(path) if (path := path_of(name)) in dense.PATHS else nullcontext()
+
+
+def mean_times(
+    cases: Iterable[Mapping[str, timing.Work]], repeats: int, device: torch.device
+) -> dict[str, Times]:
+    """Time calls by name on every case, and return the mean over the cases that have a name."""
+    samples: dict[str, list[Times]] = {}
+    for works in cases:
+        for name, times in _time_all(works, repeats, device).items():
+            samples.setdefault(name, []).append(times)
+    means: dict[str, Times] = {}
+    for name, found in samples.items():
+        eager = [time[1] for time in found if time[1] is not None]
+        means[name] = fmean(time[0] for time in found), fmean(eager) if eager else None
+    return means
+
+
+def _time_all(
+    works: Mapping[str, timing.Work], repeats: int, device: torch.device
+) -> dict[str, Times]:
+    if device.type != "cuda":  # dense paths have no choice there
+        medians = timing.time_alternating(works, repeats, device)
+        return {name: (milliseconds, None) for name, milliseconds in medians.items()}
+    found: dict[str, Times] = {}
+    for name, work in works.items():
+        with on_path(name):
+            found[name] = timing.time_call(work, repeats, device)
+    return found
+
+
+def compared_rows(rows: Mapping[str, Row], times: Mapping[str, Times]) -> list[Row]:
+    """Add times and speeds to the rows of calls, and put the fastest dense path first.
+
+    Args:
+        rows: A row for each name; those of dense paths are `dense-PATH` or `full-PATH`.
+        times: The times by name.
+    """
+    paths = [name for name in rows if path_of(name)]
+    best = min(paths, key=lambda name: times[name][0])
+    single = [time for name in paths if (time := times[name][1]) is not None]
+    timed: dict[str, Row] = {}
+    for name, row in rows.items():
+        milliseconds, eager = times[name]
+        timed[name] = {
+            **row,
+            "milliseconds": milliseconds,
+            "milliseconds_eager": eager,
+            "speedup": times[best][0] / milliseconds,
+            "speedup_eager": None if eager is None else min(single) / eager,
+        }
+    method = best.partition("-")[0]
+    return [{**timed[best], "method": method, "path": path_of(best)}, *timed.values()]
+
+
+@dataclass(frozen=True, eq=False)
+class Measured(Generic[Result]):
+    """The result of a call, and the largest memory it allocated; None for a CPU."""
+
+    result: Result
+    peak_bytes: int | None
+
+
+def run_as_timed(work: Callable[[], Result], device: torch.device) -> Measured[Result]:
+    """Run a call in a CUDA graph if it can be captured, directly otherwise.
+
+    Times are those of CUDA graphs, in which the host may choose another path than outside, so errors
+    and memory are measured there too.
+
+    Args:
+        work: The call. Its result may be read after the replay, not inside the call.
+        device: Device of the call; a call on a CPU runs directly.
+    """
+    if device.type != "cuda":
+        return Measured(work(), None)
+    calls: list[Measured[Result]] = []
+
+    def measured() -> None:
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        result = work()
+        peak = int(torch.cuda.max_memory_allocated(device) - before)
+        calls[:] = [Measured(result, peak)]
+
+    graph = timing.capture_calls(measured, 1)
+    if graph is None:
+        calls.clear()
+        measured()
+    else:
+        graph.milliseconds()
+    torch.cuda.synchronize(device)
+    return calls[0]
+
+
+def relative_errors(output: Tensor, expected: Tensor) -> Tensor:
+    """Return (B,) relative L2 errors of outputs (B, ...) in float64."""
+    wanted = expected.double()
+    distances = (output.double() - wanted).flatten(1).norm(dim=1)
+    relative: Tensor = distances / wanted.flatten(1).norm(dim=1)
+    return relative
+
+
+def percent(share: float | None) -> float | None:
+    """Return 100 times a share; None stays None."""
+    return None if share is None else 100 * share
+
+
+def mean(values: Iterable[float | None]) -> float | None:
+    """Return the mean of the values that are not None; None without any."""
+    found = [value for value in values if value is not None]
+    return fmean(found) if found else None
