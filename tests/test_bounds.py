@@ -147,40 +147,38 @@ def test_bounds_are_monotone(seed: int, tau: float) -> None:
     assert holds(least, bounds.lower(low, 0.0, variance / more, tau) * rounded)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_degenerate_blocks(dtype: torch.dtype) -> None:
-    value = torch.tensor([0.0, 0.1, -1e4], dtype=dtype)
-    zero = torch.zeros(3, dtype=dtype)
-    for bound in (
-        bounds.hoeffding(value, value),
-        bounds.two_point(value, value, value),
-        bounds.two_point(value, value, value * (1 + 4 * torch.finfo(dtype).eps)),
-        bounds.bennett(value, value, zero),
-        bounds.bennett(value + 1, value, zero),
-        bounds.lower(value, value, zero),
-        bounds.lower(value - 1, value, zero),
-        bounds.lower(zero, zero, zero + 1),
-    ):
-        assert torch.equal(bound, zero)
+def test_degenerate_blocks() -> None:
+    for dtype in DTYPES:
+        value = torch.tensor([0.0, 0.1, -1e4], dtype=dtype)
+        zero = torch.zeros(3, dtype=dtype)
+        for bound in (
+            bounds.hoeffding(value, value),
+            bounds.two_point(value, value, value),
+            bounds.two_point(value, value, value * (1 + 4 * torch.finfo(dtype).eps)),
+            bounds.bennett(value, value, zero),
+            bounds.bennett(value + 1, value, zero),
+            bounds.lower(value, value, zero),
+            bounds.lower(value - 1, value, zero),
+            bounds.lower(zero, zero, zero + 1),
+        ):
+            assert torch.equal(bound, zero)
 
 
-@pytest.mark.parametrize("steps", [1, 5, 1000])
-@pytest.mark.parametrize("size", [2, 64, 4096])
-@pytest.mark.parametrize("top", [1.0, 1e4])
-def test_mean_that_rounds_to_the_maximum(top: float, size: int, steps: int) -> None:
-    ulp = math.ulp(top) * 2**29  # of float32
-    scores = torch.full((size,), top)
-    scores[0] -= steps * ulp
-    gap = energy.gap(scores.double(), tau=1e-3)
-    assert gap > 0
-    high, mean = scores.max(), scores.mean()
-    variance = (scores - mean).square().mean()
-    assert holds(bounds.bennett(high, mean, variance, 1e-3), gap)
-    assert holds(bounds.two_point(scores.min(), high, mean, 1e-3), gap)
-    if mean == high:
-        # The differences of such statistics hide the offset that explains them.
-        assert holds(bounds.bennett(0.0, 0.0, variance, 1e-3), gap)
-    assert bounds.lower(scores.min(), mean, variance, 1e-3).double() <= gap
+def test_mean_that_rounds_to_the_maximum() -> None:
+    for steps, size, top in itertools.product([1, 5, 1000], [2, 64, 4096], [1.0, 1e4]):
+        ulp = math.ulp(top) * 2**29  # of float32
+        scores = torch.full((size,), top)
+        scores[0] -= steps * ulp
+        gap = energy.gap(scores.double(), tau=1e-3)
+        assert gap > 0
+        high, mean = scores.max(), scores.mean()
+        variance = (scores - mean).square().mean()
+        assert holds(bounds.bennett(high, mean, variance, 1e-3), gap)
+        assert holds(bounds.two_point(scores.min(), high, mean, 1e-3), gap)
+        if mean == high:
+            # The differences of such statistics hide the offset that explains them.
+            assert holds(bounds.bennett(0.0, 0.0, variance, 1e-3), gap)
+        assert bounds.lower(scores.min(), mean, variance, 1e-3).double() <= gap
 
 
 def test_variance_may_exceed_its_greatest_value_by_rounding() -> None:
@@ -190,20 +188,20 @@ def test_variance_may_exceed_its_greatest_value_by_rounding() -> None:
     assert holds(bounds.bennett(high, 0.0, variance), attained)
 
 
-@pytest.mark.parametrize("tau", [1e-3, 1.0, 1e3])
-def test_extreme_ranges(tau: float) -> None:
-    low, high = tensor([-1e4, -1e-9, -1e-160, -1e300]), tensor([1e4, 1e-9, 1e-160, 1e300])
-    variance = tensor([1e8, 1e-18, 1e-320, 1e200])
-    two_point = bounds.two_point(low, high, 0.0, tau)
-    bennett = bounds.bennett(high, 0.0, variance, tau)
-    for bound in (two_point, bennett, bounds.lower(low, 0.0, variance, tau)):
-        assert bool(torch.isfinite(bound).all())
-    assert bool((two_point > 0).all())
-    assert bool((bennett > 0).all())
-    # The gap of a block of -a and a.
-    symmetric = energy.binary_gap(0.5, tensor([2e4, 2e-9]), tau)
-    torch.testing.assert_close(two_point[:2], symmetric, rtol=slack(torch.float64, 34), atol=0)
-    assert bounds.bennett(1e-300, 0.0, 1e100) == pytest.approx(1e-300, rel=1e-14)
+def test_extreme_ranges() -> None:
+    for tau in [1e-3, 1.0, 1e3]:
+        low, high = tensor([-1e4, -1e-9, -1e-160, -1e300]), tensor([1e4, 1e-9, 1e-160, 1e300])
+        variance = tensor([1e8, 1e-18, 1e-320, 1e200])
+        two_point = bounds.two_point(low, high, 0.0, tau)
+        bennett = bounds.bennett(high, 0.0, variance, tau)
+        for bound in (two_point, bennett, bounds.lower(low, 0.0, variance, tau)):
+            assert bool(torch.isfinite(bound).all())
+        assert bool((two_point > 0).all())
+        assert bool((bennett > 0).all())
+        # The gap of a block of -a and a.
+        symmetric = energy.binary_gap(0.5, tensor([2e4, 2e-9]), tau)
+        torch.testing.assert_close(two_point[:2], symmetric, rtol=slack(torch.float64, 34), atol=0)
+        assert bounds.bennett(1e-300, 0.0, 1e100) == pytest.approx(1e-300, rel=1e-14)
 
 
 @PROPERTY
@@ -264,29 +262,28 @@ def recursive_gap(means: Tensor, weights: Tensor, gaps: Tensor, tau: float) -> n
     return gap
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("offset", [0.0, 1e4, -1e6])
-def test_recursive_bound_is_rounded_up_at_every_offset(dtype: torch.dtype, offset: float) -> None:
-    generator = torch.Generator().manual_seed(0)
-    eps = torch.finfo(dtype).eps
-    for tau, spread, size in itertools.product(
-        (1e-3, 1.0), (1e-2, 1.0, 100.0), (1e-4, 1.0, 30.0, 1e3)
-    ):
-        noise = torch.randn(4000, 4, generator=generator)
-        means = (offset + spread * noise).to(dtype)
-        weights = torch.randint(0, 65, (4000, 4), generator=generator).to(dtype)
-        weights[:, 0] += 1
-        weights[:1000, 0] *= 1e6  # the others may hold the mass, and hardly any tokens
-        gaps = (size * torch.rand(4000, 4, generator=generator)).to(dtype)
-        bound = bounds.recursive(means, weights, gaps, tau).double().numpy()
-        gap = recursive_gap(means, weights, gaps, tau)
-        reach = (means.amax(-1) - means.amin(-1) + gaps.amax(-1)).double().numpy()
-        # The judge rounds, too: terms of that size cancel.
-        below = bound < gap - 8 * np.finfo(np.longdouble).eps * reach
-        assert not below.any(), (tau, spread, size, int(below.sum()))
-        # The margins of both terms: of the gap, of U_C - D_C, and of exponents up to STEEP.
-        steps = 8 * bounds.RESULT_ULPS * (1 + bounds.STEEP)
-        assert bool((bound - gap <= steps * eps * (gap + reach)).all()), (tau, spread, size)
+def test_recursive_bound_is_rounded_up_at_every_offset() -> None:
+    for dtype, offset in itertools.product(DTYPES, [0.0, 1e4, -1e6]):
+        generator = torch.Generator().manual_seed(0)
+        eps = torch.finfo(dtype).eps
+        for tau, spread, size in itertools.product(
+            (1e-3, 1.0), (1e-2, 1.0, 100.0), (1e-4, 1.0, 30.0, 1e3)
+        ):
+            noise = torch.randn(4000, 4, generator=generator)
+            means = (offset + spread * noise).to(dtype)
+            weights = torch.randint(0, 65, (4000, 4), generator=generator).to(dtype)
+            weights[:, 0] += 1
+            weights[:1000, 0] *= 1e6  # the others may hold the mass, and hardly any tokens
+            gaps = (size * torch.rand(4000, 4, generator=generator)).to(dtype)
+            bound = bounds.recursive(means, weights, gaps, tau).double().numpy()
+            gap = recursive_gap(means, weights, gaps, tau)
+            reach = (means.amax(-1) - means.amin(-1) + gaps.amax(-1)).double().numpy()
+            # The judge rounds, too: terms of that size cancel.
+            below = bound < gap - 8 * np.finfo(np.longdouble).eps * reach
+            assert not below.any(), (tau, spread, size, int(below.sum()))
+            # The margins of both terms: of the gap, of U_C - D_C, and of exponents up to STEEP.
+            steps = 8 * bounds.RESULT_ULPS * (1 + bounds.STEEP)
+            assert bool((bound - gap <= steps * eps * (gap + reach)).all()), (tau, spread, size)
 
 
 def test_recursive_bound_where_child_masses_underflow() -> None:
@@ -347,50 +344,50 @@ def test_certificate_bounds_the_global_error(seed: int, tau: float) -> None:
     )
 
 
-@pytest.mark.parametrize("tau", [0.3, 1.0])
-def test_certificate_is_rounded_up(tau: float) -> None:
+def test_certificate_is_rounded_up() -> None:
     """In float32, judged in float64, where its terms have all their digits."""
-    generator = torch.Generator().manual_seed(0)
-    for size in (1e-6, 1.0, 20.0, 60.0):
-        bound = size * tau * torch.rand(4000, 5, generator=generator)
-        # The masses of steep leaves are tiny: their exponential alone is off by more than the result.
-        mass = torch.rand(4000, 5, generator=generator) * 10 ** torch.empty(4000, 1).uniform_(
-            -25, 0, generator=generator
-        )
-        excess = (mass.double() * torch.expm1(bound.double() / tau)).sum(-1)
-        exact = tau * torch.log1p(excess)
-        got = bounds.certificate(mass, bound, tau).double()
-        assert bool((got >= exact).all()), (size, int((got < exact).sum()))
-        steps = 4 * (bounds.RESULT_ULPS + bounds.STATISTIC_ULPS * (1 + size))
-        assert bool((got <= exact * (1 + steps * torch.finfo(torch.float32).eps) + 1e-37).all())
+    for tau in [0.3, 1.0]:
+        generator = torch.Generator().manual_seed(0)
+        for size in (1e-6, 1.0, 20.0, 60.0):
+            bound = size * tau * torch.rand(4000, 5, generator=generator)
+            # The masses of steep leaves are tiny: the exponential alone is off by more than the result.
+            mass = torch.rand(4000, 5, generator=generator) * 10 ** torch.empty(4000, 1).uniform_(
+                -25, 0, generator=generator
+            )
+            excess = (mass.double() * torch.expm1(bound.double() / tau)).sum(-1)
+            exact = tau * torch.log1p(excess)
+            got = bounds.certificate(mass, bound, tau).double()
+            assert bool((got >= exact).all()), (size, int((got < exact).sum()))
+            steps = 4 * (bounds.RESULT_ULPS + bounds.STATISTIC_ULPS * (1 + size))
+            assert bool((got <= exact * (1 + steps * torch.finfo(torch.float32).eps) + 1e-37).all())
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_a_certificate_that_underflows_is_not_zero(dtype: torch.dtype) -> None:
-    tiny = torch.finfo(dtype).tiny
-    small = torch.tensor([tiny, 1e3 * tiny], dtype=dtype)
-    assert bounds.certificate(small, small) > 0
+def test_a_certificate_that_underflows_is_not_zero() -> None:
+    for dtype in DTYPES:
+        tiny = torch.finfo(dtype).tiny
+        small = torch.tensor([tiny, 1e3 * tiny], dtype=dtype)
+        assert bounds.certificate(small, small) > 0
 
 
-@pytest.mark.parametrize("tau", [0.1, 1.0, 30.0])
-def test_bennett_allows_for_the_rounding_of_the_variance(tau: float) -> None:
+def test_bennett_allows_for_the_rounding_of_the_variance() -> None:
     """With a variance too small by its allowance, the result keeps its own margin, in float32.
 
     On two values the bound is the gap itself. At heights far below tau the variance decides alone: the
     gap is v / 2 tau, and the allowance for the mean adds next to nothing.
     """
-    generator = torch.Generator().manual_seed(0)
-    high = 1e-2 * tau * (0.1 + torch.rand(4000, generator=generator))
-    low = -high * (0.1 + torch.rand(4000, generator=generator))
-    exact_high, exact_low = high.double(), low.double()
-    share = exact_high / (exact_high - exact_low)  # of the low value: the mean is 0
-    exact = energy.binary_gap(share, exact_low - exact_high, tau)
-    eps = torch.finfo(torch.float32).eps
-    rounded = -exact_high * exact_low * (1 - bounds.STATISTIC_ULPS * eps)
-    variance = torch.nextafter(rounded.float(), torch.tensor(0.0))
-    bound = bounds.bennett(high, 0.0, variance, tau).double()
-    computed = 6  # ulps: of the variance's own step, and of binary_gap
-    assert bool((bound >= exact * (1 + (bounds.RESULT_ULPS - computed) * eps)).all())
+    for tau in [0.1, 1.0, 30.0]:
+        generator = torch.Generator().manual_seed(0)
+        high = 1e-2 * tau * (0.1 + torch.rand(4000, generator=generator))
+        low = -high * (0.1 + torch.rand(4000, generator=generator))
+        exact_high, exact_low = high.double(), low.double()
+        share = exact_high / (exact_high - exact_low)  # of the low value: the mean is 0
+        exact = energy.binary_gap(share, exact_low - exact_high, tau)
+        eps = torch.finfo(torch.float32).eps
+        rounded = -exact_high * exact_low * (1 - bounds.STATISTIC_ULPS * eps)
+        variance = torch.nextafter(rounded.float(), torch.tensor(0.0))
+        bound = bounds.bennett(high, 0.0, variance, tau).double()
+        computed = 6  # ulps: of the variance's own step, and of binary_gap
+        assert bool((bound >= exact * (1 + (bounds.RESULT_ULPS - computed) * eps)).all())
 
 
 def test_certificate_in_the_log_domain() -> None:
@@ -435,9 +432,8 @@ def test_numbers_and_tensors_broadcast() -> None:
 ONE = torch.ones(2)
 
 
-@pytest.mark.parametrize(
-    ("call", "error", "message"),
-    [
+def test_bad_input_is_named() -> None:
+    for call, error, message in [
         (lambda: bounds.hoeffding(2.0, 1.0), ValueError, r"holds -1\.0.*low no larger than high"),
         (lambda: bounds.two_point(2.0, 1.0, 1.5), ValueError, r"holds -1\.0"),
         (lambda: bounds.hoeffding("low", 1.0), TypeError, "'low'"),
@@ -455,8 +451,6 @@ ONE = torch.ones(2)
         (lambda: bounds.output_bound(1.0, -2.0), ValueError, r"value_norm holds -2\.0"),
         (lambda: bounds.certificate(-ONE, ONE), ValueError, r"leaf_mass holds -1\.0"),
         (lambda: bounds.certificate(ONE, -ONE), ValueError, r"leaf_bound holds -1\.0"),
-    ],
-)
-def test_bad_input_is_named(call, error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
-        call()
+    ]:
+        with pytest.raises(error, match=message):
+            call()

@@ -1,5 +1,6 @@
 """Free energy, mean, gap and their lower bounds: the paper's statements, and numerical extremes."""
 
+import itertools
 import math
 from decimal import Context, Decimal, localcontext
 
@@ -227,50 +228,51 @@ def test_lemma_cumulant_expansion(scores: Tensor, scale: float, tau: float) -> N
     assert abs(energy.cumulant_gap(scores, tau=tau) - expected) <= 8 * EPS * magnitude
 
 
-@pytest.mark.parametrize("shift", [-1.0, 0.0, 2.0])
-def test_theorem_finite_moment_blindness(shift: float) -> None:
-    alpha = 10.0 ** -torch.arange(2, 301, 2, dtype=torch.float64)
-    delta = energy.critical_advantage(alpha) + shift
-    mean = energy.binary_mean(alpha, delta)
-    for order in range(1, 9):
-        moment = (1 - alpha) * mean**order + alpha * (delta - mean) ** order
-        assert bool((moment <= 2 * alpha * (alpha.log().abs() + abs(shift)) ** order).all())
-        assert moment[-1] < 1e-270
-    limit = math.log1p(math.exp(shift))
-    free_energy = mean + energy.binary_gap(alpha, delta)
-    assert free_energy[-1] == pytest.approx(limit, rel=1e-12)
+def test_theorem_finite_moment_blindness() -> None:
+    for shift in [-1.0, 0.0, 2.0]:
+        alpha = 10.0 ** -torch.arange(2, 301, 2, dtype=torch.float64)
+        delta = energy.critical_advantage(alpha) + shift
+        mean = energy.binary_mean(alpha, delta)
+        for order in range(1, 9):
+            moment = (1 - alpha) * mean**order + alpha * (delta - mean) ** order
+            assert bool((moment <= 2 * alpha * (alpha.log().abs() + abs(shift)) ** order).all())
+            assert moment[-1] < 1e-270
+        limit = math.log1p(math.exp(shift))
+        free_energy = mean + energy.binary_gap(alpha, delta)
+        assert free_energy[-1] == pytest.approx(limit, rel=1e-12)
 
-    corrections = []
-    for size in (2**8, 2**12, 2**16):
-        scores = torch.zeros(size, dtype=torch.float64)
-        scores[0] = energy.critical_advantage(1 / size) + shift
-        corrections.append(
-            [energy.mean(scores) + energy.cumulant_gap(scores, k) for k in (2, 3, 4)]
-        )
-        # F = tau log(1 - alpha) + limit, exactly.
-        assert energy.free_energy(scores) == pytest.approx(limit + math.log1p(-1 / size), rel=1e-9)
-    history = tensor(corrections)
-    # Each is at most a multiple of alpha (log 1 / alpha + shift)^order, here with order 4.
-    assert bool((history.diff(dim=0) < 0).all())
-    assert bool((history[-1] < 2.0**-16 * (16 * math.log(2) + 2) ** 4).all())
+        corrections = []
+        for size in (2**8, 2**12, 2**16):
+            scores = torch.zeros(size, dtype=torch.float64)
+            scores[0] = energy.critical_advantage(1 / size) + shift
+            corrections.append(
+                [energy.mean(scores) + energy.cumulant_gap(scores, k) for k in (2, 3, 4)]
+            )
+            # F = tau log(1 - alpha) + limit, exactly.
+            assert energy.free_energy(scores) == pytest.approx(
+                limit + math.log1p(-1 / size), rel=1e-9
+            )
+        history = tensor(corrections)
+        # Each is at most a multiple of alpha (log 1 / alpha + shift)^order, here with order 4.
+        assert bool((history.diff(dim=0) < 0).all())
+        assert bool((history[-1] < 2.0**-16 * (16 * math.log(2) + 2) ** 4).all())
 
 
-@pytest.mark.parametrize("tau", [0.5, 1.0, 3.0])
-@pytest.mark.parametrize("shift", [-1.0, 0.0, 2.0])
-def test_corollary_mean_variance_inconsistency(shift: float, tau: float) -> None:
-    alpha = 10.0 ** -torch.arange(2, 301, 2, dtype=torch.float64)
-    delta = energy.critical_advantage(alpha, tau=tau) + tau * shift
-    mean = energy.binary_mean(alpha, delta)
-    corrected = mean + alpha * (1 - alpha) * delta**2 / (2 * tau)
-    assert bool((corrected.diff() < 0).all())
-    assert corrected[-1] < 1e-290
-    limit = tau * math.log1p(math.exp(shift))
-    exact = mean + energy.binary_gap(alpha, delta, tau)
-    assert exact[-1] == pytest.approx(limit, rel=1e-12)
+def test_corollary_mean_variance_inconsistency() -> None:
+    for tau, shift in itertools.product([0.5, 1.0, 3.0], [-1.0, 0.0, 2.0]):
+        alpha = 10.0 ** -torch.arange(2, 301, 2, dtype=torch.float64)
+        delta = energy.critical_advantage(alpha, tau=tau) + tau * shift
+        mean = energy.binary_mean(alpha, delta)
+        corrected = mean + alpha * (1 - alpha) * delta**2 / (2 * tau)
+        assert bool((corrected.diff() < 0).all())
+        assert corrected[-1] < 1e-290
+        limit = tau * math.log1p(math.exp(shift))
+        exact = mean + energy.binary_gap(alpha, delta, tau)
+        assert exact[-1] == pytest.approx(limit, rel=1e-12)
 
-    scores = tensor([float(delta[0])] + 99 * [0.0])  # alpha = 1/100
-    estimate = energy.mean(scores) + energy.cumulant_gap(scores, 2, tau=tau)
-    assert estimate == pytest.approx(corrected[0].item(), rel=16 * EPS)
+        scores = tensor([float(delta[0])] + 99 * [0.0])  # alpha = 1/100
+        estimate = energy.mean(scores) + energy.cumulant_gap(scores, 2, tau=tau)
+        assert estimate == pytest.approx(corrected[0].item(), rel=16 * EPS)
 
 
 @PROPERTY
@@ -375,23 +377,24 @@ def test_gap_is_relatively_accurate(scores: Tensor, tau: float) -> None:
     assert energy.gap(single, tau=tau) == pytest.approx(exact, rel=tolerance, abs=1e-37)
 
 
-@pytest.mark.parametrize("offset", [0.0, 1.0, 1e4])
-def test_tiny_gap_is_half_the_variance(offset: float) -> None:
-    scores = offset + 1e-9 * tensor([1.0, -2.0, 0.5, 7.0])
-    variance = scores.sub(scores[0]).var(correction=0).item()  # exact differences
-    # The next term, kappa_3 / 6, is at most 1e-8 of it.
-    assert energy.gap(scores) == pytest.approx(variance / 2, rel=1e-8, abs=0)
+def test_tiny_gap_is_half_the_variance() -> None:
+    for offset in [0.0, 1.0, 1e4]:
+        scores = offset + 1e-9 * tensor([1.0, -2.0, 0.5, 7.0])
+        variance = scores.sub(scores[0]).var(correction=0).item()  # exact differences
+        # The next term, kappa_3 / 6, is at most 1e-8 of it.
+        assert energy.gap(scores) == pytest.approx(variance / 2, rel=1e-8, abs=0)
 
 
-@pytest.mark.parametrize("value", [0.1, 1e4, -1e4, 1e-300, 1e300])
-@pytest.mark.parametrize("size", [1, 3, 7, 49])
-def test_constant_blocks_are_exact(value: float, size: int) -> None:
-    scores = torch.full((size,), value, dtype=torch.float64)
-    labels = torch.arange(size) % 3
-    assert energy.mean(scores) == energy.free_energy(scores, tau=1e-3) == value
-    assert energy.proxy(scores, labels, tau=1e-3) == value
-    assert energy.gap(scores, tau=1e-3) == energy.refinement_score(scores, labels, tau=1e-3) == 0
-    assert energy.cumulants(scores).tolist() == [value, 0, 0, 0]
+def test_constant_blocks_are_exact() -> None:
+    for value, size in itertools.product([0.1, 1e4, -1e4, 1e-300, 1e300], [1, 3, 7, 49]):
+        scores = torch.full((size,), value, dtype=torch.float64)
+        labels = torch.arange(size) % 3
+        assert energy.mean(scores) == energy.free_energy(scores, tau=1e-3) == value
+        assert energy.proxy(scores, labels, tau=1e-3) == value
+        assert (
+            energy.gap(scores, tau=1e-3) == energy.refinement_score(scores, labels, tau=1e-3) == 0
+        )
+        assert energy.cumulants(scores).tolist() == [value, 0, 0, 0]
 
 
 def test_huge_scores_at_a_tiny_temperature() -> None:
@@ -432,58 +435,57 @@ FUNCTIONS = {
 }
 
 
-@pytest.mark.parametrize("name", FUNCTIONS)
-def test_tokens_that_do_not_exist_have_no_effect(name: str) -> None:
-    function = FUNCTIONS[name]
-    generator = torch.Generator().manual_seed(0)
-    scores = torch.randn(2, 3, 6, generator=generator, dtype=torch.float64)
-    valid = torch.tensor([[True, True, True, True, False, True], [True] + [False] * 5] * 3)
-    valid = valid.view(2, 3, 6)
-    poisoned = scores.masked_fill(~valid, math.nan)
-    poisoned[0, 1, 5], poisoned[1, 2, 4] = math.inf, -math.inf
-    assert not valid[0, 1, 5]
-    poisoned.requires_grad_()
-    result = function(poisoned, valid=valid, tau=0.7)
-    for index in [(0, 0), (0, 1)]:
-        kept = scores[index].masked_fill(~valid[index], 5.0)
-        expected = function(kept, valid=valid[index], tau=0.7)
-        assert torch.equal(result[index].detach(), expected)
-    result.square().sum().backward()
-    assert poisoned.grad is not None
-    assert bool(torch.isfinite(poisoned.grad).all())
-    assert bool((poisoned.grad[~valid] == 0).all())
+def test_tokens_that_do_not_exist_have_no_effect() -> None:
+    for name in FUNCTIONS:
+        function = FUNCTIONS[name]
+        generator = torch.Generator().manual_seed(0)
+        scores = torch.randn(2, 3, 6, generator=generator, dtype=torch.float64)
+        valid = torch.tensor([[True, True, True, True, False, True], [True] + [False] * 5] * 3)
+        valid = valid.view(2, 3, 6)
+        poisoned = scores.masked_fill(~valid, math.nan)
+        poisoned[0, 1, 5], poisoned[1, 2, 4] = math.inf, -math.inf
+        assert not valid[0, 1, 5]
+        poisoned.requires_grad_()
+        result = function(poisoned, valid=valid, tau=0.7)
+        for index in [(0, 0), (0, 1)]:
+            kept = scores[index].masked_fill(~valid[index], 5.0)
+            expected = function(kept, valid=valid[index], tau=0.7)
+            assert torch.equal(result[index].detach(), expected)
+        result.square().sum().backward()
+        assert poisoned.grad is not None
+        assert bool(torch.isfinite(poisoned.grad).all())
+        assert bool((poisoned.grad[~valid] == 0).all())
 
 
-@pytest.mark.parametrize(
-    "name", [each for each in FUNCTIONS if each not in ("proxy", "refinement_score")]
-)
-def test_masking_equals_leaving_out(name: str) -> None:
-    function = FUNCTIONS[name]
-    scores = tensor([0.3, -1.0, 2.0, 0.7, 9.0, 4.0])
-    valid = torch.tensor([True, False, True, True, False, True])
-    masked = function(scores, valid=valid, tau=0.5)
-    if name in ("gibbs", "centered"):
-        assert bool((masked[~valid] == 0).all())
-        masked = masked[valid]
-    # The same terms in another order of summation.
-    assert torch.allclose(masked, function(scores[valid], valid=None, tau=0.5), 8 * EPS, 8 * EPS)
+def test_masking_equals_leaving_out() -> None:
+    for name in [each for each in FUNCTIONS if each not in ("proxy", "refinement_score")]:
+        function = FUNCTIONS[name]
+        scores = tensor([0.3, -1.0, 2.0, 0.7, 9.0, 4.0])
+        valid = torch.tensor([True, False, True, True, False, True])
+        masked = function(scores, valid=valid, tau=0.5)
+        if name in ("gibbs", "centered"):
+            assert bool((masked[~valid] == 0).all())
+            masked = masked[valid]
+        # The same terms in another order of summation.
+        assert torch.allclose(
+            masked, function(scores[valid], valid=None, tau=0.5), 8 * EPS, 8 * EPS
+        )
 
 
-@pytest.mark.parametrize("name", FUNCTIONS)
-@pytest.mark.parametrize("scale", [1e-3, 1.0, 100.0])
-def test_gradients(name: str, scale: float) -> None:
-    function = FUNCTIONS[name]
-    generator = torch.Generator().manual_seed(1)
-    scores = torch.randn(2, 6, generator=generator, dtype=torch.float64) * scale
-    scores.requires_grad_()
-    valid = torch.tensor([[True] * 6, [True, False] * 3])
+def test_gradients() -> None:
+    for name, scale in itertools.product(FUNCTIONS, [1e-3, 1.0, 100.0]):
+        function = FUNCTIONS[name]
+        generator = torch.Generator().manual_seed(1)
+        scores = torch.randn(2, 6, generator=generator, dtype=torch.float64) * scale
+        scores.requires_grad_()
+        valid = torch.tensor([[True] * 6, [True, False] * 3])
 
-    def scaled(values: Tensor) -> Tensor:
-        return function(values, valid=valid, tau=scale if name == "partition" else 1.0)
+        def scaled(values: Tensor) -> Tensor:
+            return function(values, valid=valid, tau=scale if name == "partition" else 1.0)
 
-    # Central differences with a step of 1e-6 of the scale.
-    assert gradcheck(scaled, scores, eps=1e-6 * scale, rtol=1e-5, atol=1e-5)
-    assert gradgradcheck(scaled, scores, eps=1e-6 * scale, rtol=1e-4, atol=1e-4)
+        # Central differences with a step of 1e-6 of the scale.
+        assert gradcheck(scaled, scores, eps=1e-6 * scale, rtol=1e-5, atol=1e-5)
+        assert gradgradcheck(scaled, scores, eps=1e-6 * scale, rtol=1e-4, atol=1e-4)
 
 
 @PROPERTY
@@ -497,16 +499,15 @@ def test_gradient_of_the_gap(scores: Tensor, tau: float) -> None:
     assert bool(((gradient - expected).abs() <= tolerance).all())
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("name", FUNCTIONS)
-def test_narrow_types_are_computed_in_float32(name: str, dtype: torch.dtype) -> None:
-    generator = torch.Generator().manual_seed(2)
-    scores = torch.randn(5, 6, generator=generator).to(dtype)
-    result = FUNCTIONS[name](scores, valid=None, tau=1.0)
-    exact = FUNCTIONS[name](scores.double(), valid=None, tau=1.0)
-    assert result.dtype == torch.float32
-    # Sums of six terms of size 1 to 100.
-    assert torch.allclose(result.double(), exact, rtol=1e-5, atol=1e-5)
+def test_narrow_types_are_computed_in_float32() -> None:
+    for dtype, name in itertools.product([torch.float32, torch.bfloat16, torch.float16], FUNCTIONS):
+        generator = torch.Generator().manual_seed(2)
+        scores = torch.randn(5, 6, generator=generator).to(dtype)
+        result = FUNCTIONS[name](scores, valid=None, tau=1.0)
+        exact = FUNCTIONS[name](scores.double(), valid=None, tau=1.0)
+        assert result.dtype == torch.float32
+        # Sums of six terms of size 1 to 100.
+        assert torch.allclose(result.double(), exact, rtol=1e-5, atol=1e-5)
 
 
 def test_leading_dimensions_broadcast() -> None:
@@ -547,9 +548,8 @@ def test_binary_gap_is_accurate_to_ulps(alpha: float, delta: float, negative: bo
         assert error <= Decimal(8 * EPS) * exact + Decimal(2.0**-1070)
 
 
-@pytest.mark.parametrize(
-    ("alpha", "delta"),
-    [
+def test_binary_gap_at_the_seams() -> None:
+    for alpha, delta in [
         (1e-300, 690.0),
         (1e-300, 1400.0),
         (1e-300, 1450.0),
@@ -561,14 +561,12 @@ def test_binary_gap_is_accurate_to_ulps(alpha: float, delta: float, negative: bo
         (1 - 2**-53, -36.0),
         (1 - 2**-53, 1e6),
         (5e-324, 1419.0),
-    ],
-)
-def test_binary_gap_at_the_seams(alpha: float, delta: float) -> None:
-    exact = float(decimal_binary_gap(alpha, delta))
-    assert energy.binary_gap(alpha, delta) == pytest.approx(exact, rel=8 * EPS, abs=0)
-    assert energy.binary_gap(1 - alpha, -delta) == pytest.approx(
-        float(decimal_binary_gap(1 - alpha, -delta)), rel=8 * EPS, abs=0
-    )
+    ]:
+        exact = float(decimal_binary_gap(alpha, delta))
+        assert energy.binary_gap(alpha, delta) == pytest.approx(exact, rel=8 * EPS, abs=0)
+        assert energy.binary_gap(1 - alpha, -delta) == pytest.approx(
+            float(decimal_binary_gap(1 - alpha, -delta)), rel=8 * EPS, abs=0
+        )
 
 
 def test_binary_model_in_float32() -> None:
@@ -617,9 +615,8 @@ def test_minority_mass_at_the_ends() -> None:
 SCORES = torch.zeros(2, 4)
 
 
-@pytest.mark.parametrize(
-    ("call", "error", "message"),
-    [
+def test_bad_input_is_named() -> None:
+    for call, error, message in [
         (lambda: energy.gap([0.0]), TypeError, "list"),
         (lambda: energy.gap(torch.arange(4)), TypeError, "int64"),
         (lambda: energy.gap(torch.zeros(3, 0)), ValueError, r"\(3, 0\)"),
@@ -645,8 +642,6 @@ SCORES = torch.zeros(2, 4)
         (lambda: energy.critical_advantage(0.0), ValueError, "alpha holds 0.0"),
         (lambda: energy.critical_advantage(0.5, mass=1.0), ValueError, "mass holds 1.0"),
         (lambda: energy.minority_mass(0.5, 1.0, tau=-1.0), ValueError, "tau is -1.0"),
-    ],
-)
-def test_bad_input_is_named(call, error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
-        call()
+    ]:
+        with pytest.raises(error, match=message):
+            call()

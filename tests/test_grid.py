@@ -6,8 +6,6 @@ import torch
 from bmfa.grid import Grid, check_grid
 from cases import LARGE, SIZES
 
-every_size = pytest.mark.parametrize(("height", "width"), SIZES + LARGE)
-
 
 def labels(grid: Grid, depth: int) -> list[list[int]]:
     return grid.partition(depth).view(grid.height, grid.width).tolist()
@@ -37,9 +35,8 @@ def test_unequal_sides_split_floor_first():
     assert grid.depth == 3
 
 
-@pytest.mark.parametrize(
-    ("size", "depth"),
-    [
+def test_depth_is_that_of_the_longest_side():
+    for size, depth in [
         ((1, 1), 0),
         ((2, 2), 1),
         ((3, 3), 2),
@@ -47,10 +44,8 @@ def test_unequal_sides_split_floor_first():
         ((17, 16), 5),
         ((37, 37), 6),
         ((1, 64), 6),
-    ],
-)
-def test_depth_is_that_of_the_longest_side(size, depth):
-    assert Grid(*size).depth == depth
+    ]:
+        assert Grid(*size).depth == depth
 
 
 def test_z_order_of_four_squared():
@@ -63,36 +58,36 @@ def test_z_order_of_an_irregular_grid():
     assert Grid(1, 7).z_order.tolist() == list(range(7))
 
 
-@every_size
-def test_z_order_is_a_permutation_and_z_rank_its_inverse(height, width):
-    grid = Grid(height, width)
-    everything = torch.arange(grid.size)
-    assert torch.equal(grid.z_order.sort().values, everything)
-    assert torch.equal(grid.z_order[grid.z_rank], everything)
-    assert torch.equal(grid.z_rank[grid.z_order], everything)
+def test_z_order_is_a_permutation_and_z_rank_its_inverse():
+    for height, width in SIZES + LARGE:
+        grid = Grid(height, width)
+        everything = torch.arange(grid.size)
+        assert torch.equal(grid.z_order.sort().values, everything)
+        assert torch.equal(grid.z_order[grid.z_rank], everything)
+        assert torch.equal(grid.z_rank[grid.z_order], everything)
 
 
-@every_size
-def test_partitions_nest_are_rectangles_and_lie_together_in_z_order(height, width):
-    grid = Grid(height, width)
-    finer = torch.arange(grid.size)[grid.z_rank]
-    for depth in reversed(range(grid.depth + 1)):
-        partition = grid.partition(depth)
-        in_order = partition[grid.z_order]
-        assert in_order[0] == 0 and set(in_order.diff().tolist()) <= {0, 1}
-        # Every finer block has one label: as many pairs as finer labels.
-        pairs = torch.stack((finer, partition)).unique(dim=1)
-        assert pairs.shape[1] == int(finer.max()) + 1
-        sizes = partition.bincount()
-        row, column = torch.arange(grid.size) // width, torch.arange(grid.size) % width
-        spans = []
-        for place in (row, column):
-            low = torch.full_like(sizes, grid.size).scatter_reduce(0, partition, place, "amin")
-            high = torch.zeros_like(sizes).scatter_reduce(0, partition, place, "amax")
-            spans.append(high - low + 1)
-        assert torch.equal(spans[0] * spans[1], sizes)
-        finer = partition
-    assert int(finer.max()) == 0
+def test_partitions_nest_are_rectangles_and_lie_together_in_z_order():
+    for height, width in SIZES + LARGE:
+        grid = Grid(height, width)
+        finer = torch.arange(grid.size)[grid.z_rank]
+        for depth in reversed(range(grid.depth + 1)):
+            partition = grid.partition(depth)
+            in_order = partition[grid.z_order]
+            assert in_order[0] == 0 and set(in_order.diff().tolist()) <= {0, 1}
+            # Every finer block has one label: as many pairs as finer labels.
+            pairs = torch.stack((finer, partition)).unique(dim=1)
+            assert pairs.shape[1] == int(finer.max()) + 1
+            sizes = partition.bincount()
+            row, column = torch.arange(grid.size) // width, torch.arange(grid.size) % width
+            spans = []
+            for place in (row, column):
+                low = torch.full_like(sizes, grid.size).scatter_reduce(0, partition, place, "amin")
+                high = torch.zeros_like(sizes).scatter_reduce(0, partition, place, "amax")
+                spans.append(high - low + 1)
+            assert torch.equal(spans[0] * spans[1], sizes)
+            finer = partition
+        assert int(finer.max()) == 0
 
 
 def test_partition_beyond_the_depth_is_single_tokens():
@@ -118,33 +113,27 @@ def test_grids_are_values():
         Grid(3, 4).height = 5
 
 
-@pytest.mark.parametrize(
-    ("height", "width", "error", "message"),
-    [
+def test_bad_sides_are_named():
+    for height, width, error, message in [
         (0, 4, ValueError, "height is 0; pass an integer at least 1"),
         (4, -1, ValueError, "width is -1; pass an integer at least 1"),
         (4.0, 4, TypeError, "height is 4.0; pass an integer"),
         (4, "4", TypeError, "width is '4'; pass an integer"),
         (True, 4, TypeError, "height is True; pass an integer"),
         (4, None, TypeError, "width is None; pass an integer"),
-    ],
-)
-def test_bad_sides_are_named(height, width, error, message):
-    with pytest.raises(error, match=message):
-        Grid(height, width)
+    ]:
+        with pytest.raises(error, match=message):
+            Grid(height, width)
 
 
-@pytest.mark.parametrize(
-    ("depth", "error"), [(-1, ValueError), (1.0, TypeError), (True, TypeError)]
-)
-def test_bad_depths_are_named(depth, error):
-    with pytest.raises(error, match=f"depth is {depth}; pass an integer"):
-        Grid(4, 4).partition(depth)
+def test_bad_depths_are_named():
+    for depth, error in [(-1, ValueError), (1.0, TypeError), (True, TypeError)]:
+        with pytest.raises(error, match=f"depth is {depth}; pass an integer"):
+            Grid(4, 4).partition(depth)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
+def test_a_wrong_number_of_sides_gets_a_suggestion():
+    for arguments, message in [
         ((196,), r"Grid got \(196\); did you mean Grid\(14, 14\)\?"),
         (((14, 16),), r"Grid got \(\(14, 16\)\); did you mean Grid\(14, 16\)\?"),
         (
@@ -153,11 +142,9 @@ def test_bad_depths_are_named(depth, error):
         ),
         ((), r"Grid got nothing; pass Grid\(height, width\)"),
         ((15,), r"Grid got \(15\); pass Grid\(height, width\)"),
-    ],
-)
-def test_a_wrong_number_of_sides_gets_a_suggestion(arguments, message):
-    with pytest.raises(TypeError, match=message):
-        Grid(*arguments)
+    ]:
+        with pytest.raises(TypeError, match=message):
+            Grid(*arguments)
 
 
 def test_a_pair_of_sides_is_a_grid():

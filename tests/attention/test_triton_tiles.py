@@ -536,7 +536,7 @@ def test_every_element_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
 
         def poisoned(self: Tensor, *args: Any, new: Any = new_empty, **options: Any) -> Tensor:
             fresh = new(self, *args, **options)
-            filled.extend([fresh.dtype] * (fresh.numel() > 0))  # noqa: B023
+            filled.extend([fresh.dtype] * (fresh.numel() > 0))
             return fresh.fill_(math.nan if fresh.is_floating_point() else 255)
 
         with monkeypatch.context() as patch:

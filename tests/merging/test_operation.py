@@ -1,5 +1,7 @@
 """Proportional attention, matching and pooling in torch against the float64 reference; backends."""
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
@@ -11,42 +13,42 @@ from bmfa.merging.kernels import eager
 from bmfa.merging.operation import assign_bipartite, match_bipartite, pool
 
 
-@pytest.mark.parametrize("prefix", [0, 1, 5])
-@pytest.mark.parametrize("mass", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
-def test_attention_adds_log_size(prefix: int, mass: bool, dtype: torch.dtype) -> None:
-    generator = torch.Generator().manual_seed(prefix)
-    q, k, v = (torch.randn(2, 3, 11, 8, generator=generator).to(dtype) for _ in range(3))
-    size = torch.randint(1, 9, (2, 11), generator=generator).float()
-    output, masses = eager.proportional_attention(
-        q, k, v, size, scale=0.3, prefix=prefix, mass=mass
-    )
-    assert output.dtype == dtype and output.shape == q.shape
-    assert (masses is not None) == mass
-    # A weight and a value each round once, and so does a sum of 11 weighted values.
-    rounding = max(4 * torch.finfo(dtype).eps, 1e-6)
-    for index in range(2):
-        arrays = (tensor[index].double().numpy() for tensor in (q, k, v, size))
-        expected, expected_mass = merging_oracle.proportional_attention(*arrays, 0.3, prefix)
-        np.testing.assert_allclose(
-            output[index].double().numpy(), expected, atol=rounding * float(v.abs().max())
+def test_attention_adds_log_size() -> None:
+    for prefix, mass, dtype in itertools.product(
+        [0, 1, 5], [False, True], [torch.float64, torch.float32, torch.float16, torch.bfloat16]
+    ):
+        generator = torch.Generator().manual_seed(prefix)
+        q, k, v = (torch.randn(2, 3, 11, 8, generator=generator).to(dtype) for _ in range(3))
+        size = torch.randint(1, 9, (2, 11), generator=generator).float()
+        output, masses = eager.proportional_attention(
+            q, k, v, size, scale=0.3, prefix=prefix, mass=mass
         )
-        if masses is not None:
-            assert masses.dtype == torch.float32
-            found = masses[index].sum(0).double().numpy() / 3  # mean over three heads
-            np.testing.assert_allclose(found, expected_mass, atol=rounding)
-            np.testing.assert_allclose(found.sum(), 1.0, rtol=1e-5)
+        assert output.dtype == dtype and output.shape == q.shape
+        assert (masses is not None) == mass
+        # A weight and a value each round once, and so does a sum of 11 weighted values.
+        rounding = max(4 * torch.finfo(dtype).eps, 1e-6)
+        for index in range(2):
+            arrays = (tensor[index].double().numpy() for tensor in (q, k, v, size))
+            expected, expected_mass = merging_oracle.proportional_attention(*arrays, 0.3, prefix)
+            np.testing.assert_allclose(
+                output[index].double().numpy(), expected, atol=rounding * float(v.abs().max())
+            )
+            if masses is not None:
+                assert masses.dtype == torch.float32
+                found = masses[index].sum(0).double().numpy() / 3  # mean over three heads
+                np.testing.assert_allclose(found, expected_mass, atol=rounding)
+                np.testing.assert_allclose(found.sum(), 1.0, rtol=1e-5)
 
 
-@pytest.mark.parametrize("mass", [False, True])
-def test_attention_with_sizes_is_attention_over_repeated_tokens(mass: bool) -> None:
-    generator = torch.Generator().manual_seed(3)
-    q, k, v = (torch.randn(1, 2, 5, 4, generator=generator).double() for _ in range(3))
-    size = torch.tensor([[1.0, 3.0, 2.0, 1.0, 4.0]])
-    repeated = [tensor.repeat_interleave(size[0].long(), 2) for tensor in (k, v)]
-    expected = scaled_dot_product_attention(q, *repeated, scale=0.7)
-    output, _ = proportional_attention(q, k, v, size, scale=0.7, prefix=1, mass=mass)
-    torch.testing.assert_close(output, expected, rtol=1e-6, atol=1e-6)
+def test_attention_with_sizes_is_attention_over_repeated_tokens() -> None:
+    for mass in [False, True]:
+        generator = torch.Generator().manual_seed(3)
+        q, k, v = (torch.randn(1, 2, 5, 4, generator=generator).double() for _ in range(3))
+        size = torch.tensor([[1.0, 3.0, 2.0, 1.0, 4.0]])
+        repeated = [tensor.repeat_interleave(size[0].long(), 2) for tensor in (k, v)]
+        expected = scaled_dot_product_attention(q, *repeated, scale=0.7)
+        output, _ = proportional_attention(q, k, v, size, scale=0.7, prefix=1, mass=mass)
+        torch.testing.assert_close(output, expected, rtol=1e-6, atol=1e-6)
 
 
 def merge_by_features(
@@ -85,53 +87,53 @@ def test_weights_change_which_pairs_are_cheap() -> None:
     assert match_bipartite(features, weight, 1, prefix=1)[0].item() == 4
 
 
-@pytest.mark.parametrize("seed", range(24))
-def test_merge_matches_the_reference(seed: int) -> None:
-    rng = np.random.default_rng(seed)
-    prefix = int(rng.integers(0, 4))
-    tokens = prefix + int(rng.integers(2, 30))
-    r = int(rng.integers(0, (tokens - prefix) // 2 + 1))
-    x = rng.normal(size=(2, tokens, 5))
-    keys = rng.normal(size=(2, 3, tokens, 4)) if seed % 2 else None
-    size = rng.integers(1, 6, (2, tokens)).astype(float)
-    parts = rng.random((2, 3, tokens)).astype(np.float32) if seed % 3 else None
-    merged, sizes, assignment = merge_tokens(
-        torch.from_numpy(x),
-        torch.from_numpy(size).float(),
-        None if keys is None else torch.from_numpy(keys),
-        None if parts is None else torch.from_numpy(parts),
-        r,
-        prefix=prefix,
-    )
-    for index in range(2):
-        features = (
-            merging_oracle.layer_norm(x[index])
-            if keys is None
-            else merging_oracle.unit_mean_keys(keys[index])
+def test_merge_matches_the_reference() -> None:
+    for seed in range(24):
+        rng = np.random.default_rng(seed)
+        prefix = int(rng.integers(0, 4))
+        tokens = prefix + int(rng.integers(2, 30))
+        r = int(rng.integers(0, (tokens - prefix) // 2 + 1))
+        x = rng.normal(size=(2, tokens, 5))
+        keys = rng.normal(size=(2, 3, tokens, 4)) if seed % 2 else None
+        size = rng.integers(1, 6, (2, tokens)).astype(float)
+        parts = rng.random((2, 3, tokens)).astype(np.float32) if seed % 3 else None
+        merged, sizes, assignment = merge_tokens(
+            torch.from_numpy(x),
+            torch.from_numpy(size).float(),
+            None if keys is None else torch.from_numpy(keys),
+            None if parts is None else torch.from_numpy(parts),
+            r,
+            prefix=prefix,
         )
-        weight = None if parts is None else parts[index].sum(0).astype(float)
-        pairs = merging_oracle.match_bipartite(features, weight, r, prefix)
-        order = merging_oracle.bipartite_order(pairs, tokens, prefix)
-        expected, expected_size = merging_oracle.pool(
-            x[index], size[index], merging_oracle.groups(pairs, order)
-        )
-        assert assignment[index].tolist() == merging_oracle.assignment(pairs, order, tokens)
-        # float64 tokens, float32 sizes
-        scale = np.abs(expected).max()
-        np.testing.assert_allclose(merged[index].numpy(), expected, rtol=0, atol=1e-6 * scale)
-        np.testing.assert_allclose(sizes[index].numpy(), expected_size, rtol=1e-6)
+        for index in range(2):
+            features = (
+                merging_oracle.layer_norm(x[index])
+                if keys is None
+                else merging_oracle.unit_mean_keys(keys[index])
+            )
+            weight = None if parts is None else parts[index].sum(0).astype(float)
+            pairs = merging_oracle.match_bipartite(features, weight, r, prefix)
+            order = merging_oracle.bipartite_order(pairs, tokens, prefix)
+            expected, expected_size = merging_oracle.pool(
+                x[index], size[index], merging_oracle.groups(pairs, order)
+            )
+            assert assignment[index].tolist() == merging_oracle.assignment(pairs, order, tokens)
+            # float64 tokens, float32 sizes
+            scale = np.abs(expected).max()
+            np.testing.assert_allclose(merged[index].numpy(), expected, rtol=0, atol=1e-6 * scale)
+            np.testing.assert_allclose(sizes[index].numpy(), expected_size, rtol=1e-6)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_half_precision_is_averaged_in_float32(dtype: torch.dtype) -> None:
-    x = torch.full((1, 5, 3), 1.0, dtype=dtype)
-    x[0, 2] = 1.0 + 2 * torch.finfo(dtype).eps
-    size = torch.tensor([[1.0, 100.0, 100.0, 1.0, 1.0]])
-    features = torch.tensor([[[0.0], [5.0], [5.0], [9.0], [20.0]]])
-    merged, sizes, _ = merge_by_features(x, size, features, 1)
-    assert merged.dtype == dtype and sizes.dtype == torch.float32
-    assert merged[0, 2, 0].item() == 1.0 + torch.finfo(dtype).eps
-    assert sizes[0].tolist() == [1.0, 1.0, 200.0, 1.0]
+def test_half_precision_is_averaged_in_float32() -> None:
+    for dtype in [torch.float16, torch.bfloat16]:
+        x = torch.full((1, 5, 3), 1.0, dtype=dtype)
+        x[0, 2] = 1.0 + 2 * torch.finfo(dtype).eps
+        size = torch.tensor([[1.0, 100.0, 100.0, 1.0, 1.0]])
+        features = torch.tensor([[[0.0], [5.0], [5.0], [9.0], [20.0]]])
+        merged, sizes, _ = merge_by_features(x, size, features, 1)
+        assert merged.dtype == dtype and sizes.dtype == torch.float32
+        assert merged[0, 2, 0].item() == 1.0 + torch.finfo(dtype).eps
+        assert sizes[0].tolist() == [1.0, 1.0, 200.0, 1.0]
 
 
 def test_auto_is_eager_on_the_cpu_and_triton_runs_or_raises() -> None:
@@ -143,9 +145,8 @@ def test_auto_is_eager_on_the_cpu_and_triton_runs_or_raises() -> None:
         unit_mean_keys(k, "triton")
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
+def test_merge_refuses_inputs_that_do_not_fit() -> None:
+    for change, message in [
         ({"r": 5}, "r is 5; of 10 tokens, 1 of them prefix tokens, merge from 0 to 4"),
         ({"r": -1}, "r is -1"),
         ({"prefix": 11}, "prefix is 11; pass an integer from 0 to 10"),
@@ -155,19 +156,17 @@ def test_auto_is_eager_on_the_cpu_and_triton_runs_or_raises() -> None:
         ({"keys": torch.ones(1, 10, 4)}, r"keys have shape \(1, 10, 4\); pass \(1, H, 10, d\)"),
         ({"keys": torch.ones(1, 2, 9, 4)}, r"keys have shape \(1, 2, 9, 4\)"),
         ({"x": torch.ones(10, 4)}, r"x has shape \(10, 4\); pass tokens as \(B, T, C\)"),
-    ],
-)
-def test_merge_refuses_inputs_that_do_not_fit(change: dict[str, object], message: str) -> None:
-    inputs = {
-        "x": torch.ones(1, 10, 4),
-        "size": torch.ones(1, 10),
-        "keys": torch.ones(1, 2, 10, 4),
-        "weight": None,
-        "r": 2,
-        "prefix": 1,
-    }
-    with pytest.raises(ValueError, match=message):
-        merge_tokens(**(inputs | change))  # type: ignore[arg-type]
+    ]:
+        inputs = {
+            "x": torch.ones(1, 10, 4),
+            "size": torch.ones(1, 10),
+            "keys": torch.ones(1, 2, 10, 4),
+            "weight": None,
+            "r": 2,
+            "prefix": 1,
+        }
+        with pytest.raises(ValueError, match=message):
+            merge_tokens(**(inputs | change))  # type: ignore[arg-type]
 
 
 def test_attention_refuses_inputs_that_do_not_fit() -> None:

@@ -1,5 +1,6 @@
 """The Triton kernels against float64 references, on a GPU or in Triton's interpreter."""
 
+import itertools
 import math
 from types import SimpleNamespace
 
@@ -26,9 +27,10 @@ needs_gpu = pytest.mark.skipif(not GPU, reason="no CUDA device")
 slow = pytest.mark.slow
 
 
-def seeds(fast: int, slow_until: int) -> list[object]:
+def seed_ranges(fast: int, slow_until: int) -> pytest.MarkDecorator:
     """Seeds of the default run, then those of the long one."""
-    return [*range(fast), *(pytest.param(n, marks=slow) for n in range(fast, slow_until))]
+    more = pytest.param(range(fast, slow_until), marks=slow, id="more")
+    return pytest.mark.parametrize("seeds", [pytest.param(range(fast), id="few"), more])
 
 
 @pytest.fixture
@@ -96,33 +98,34 @@ def check_attention(q: Tensor, k: Tensor, v: Tensor, size: Tensor, prefix: int, 
     np.testing.assert_allclose(array(masses).sum(1), expected, rtol=rtol, atol=atol)
 
 
-@pytest.mark.parametrize("seed", seeds(8, 18))
 @pytest.mark.usefixtures("poison")
-def test_attention_is_the_formula(seed: int) -> None:
-    rng = np.random.default_rng(seed)
-    tokens = int(rng.choice([rng.integers(2, 40), rng.integers(60, 150), 16, 17, 64, 129]))
-    heads = int(rng.integers(1, 4 if tokens < 40 else 2))
-    shape = (int(rng.integers(1, 3)), heads, tokens, int(rng.choice([16, 24, 64])))
-    dtype = (torch.float32, torch.float16)[seed % 2]
-    q, k, v = random_heads(seed, shape, dtype)
-    prefix = int(rng.integers(0, min(3, tokens)))
-    check_attention(q, k, v, random_sizes(seed, shape[0], tokens), prefix, bool(seed % 3))
+@seed_ranges(8, 18)
+def test_attention_is_the_formula(seeds: range) -> None:
+    for seed in seeds:
+        rng = np.random.default_rng(seed)
+        tokens = int(rng.choice([rng.integers(2, 40), rng.integers(60, 150), 16, 17, 64, 129]))
+        heads = int(rng.integers(1, 4 if tokens < 40 else 2))
+        shape = (int(rng.integers(1, 3)), heads, tokens, int(rng.choice([16, 24, 64])))
+        dtype = (torch.float32, torch.float16)[seed % 2]
+        q, k, v = random_heads(seed, shape, dtype)
+        prefix = int(rng.integers(0, min(3, tokens)))
+        check_attention(q, k, v, random_sizes(seed, shape[0], tokens), prefix, bool(seed % 3))
 
 
-@pytest.mark.parametrize(("tokens", "prefix"), [(70, 66), (130, 65), (150, 5)])
-def test_a_prefix_may_cross_tiles_and_blocks_of_keys(tokens: int, prefix: int) -> None:
-    q, k, v = random_heads(3, (1, 1, tokens, 16), torch.float16)
-    check_attention(q, k, v, random_sizes(3, 1, tokens), prefix, True)
+def test_a_prefix_may_cross_tiles_and_blocks_of_keys() -> None:
+    for tokens, prefix in [(70, 66), (130, 65), (150, 5)]:
+        q, k, v = random_heads(3, (1, 1, tokens, 16), torch.float16)
+        check_attention(q, k, v, random_sizes(3, 1, tokens), prefix, True)
 
 
-@pytest.mark.parametrize("tokens", [1, 15, 16, 31, 133, 189, 197, 256, 257, 300, 512])
-def test_two_blocks_hold_all_keys_with_little_padding(tokens: int) -> None:
-    first, second = attention.key_blocks(tokens)
-    assert first + second >= tokens
-    assert all(
-        block == 0 or (block >= 16 and block & (block - 1) == 0) for block in (first, second)
-    )
-    assert first + second <= max(16, 4 * tokens // 3 + 16)
+def test_two_blocks_hold_all_keys_with_little_padding() -> None:
+    for tokens in [1, 15, 16, 31, 133, 189, 197, 256, 257, 300, 512]:
+        first, second = attention.key_blocks(tokens)
+        assert first + second >= tokens
+        assert all(
+            block == 0 or (block >= 16 and block & (block - 1) == 0) for block in (first, second)
+        )
+        assert first + second <= max(16, 4 * tokens // 3 + 16)
 
 
 def test_several_tiles_per_program_give_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -150,18 +153,18 @@ def test_a_token_of_size_n_is_n_equal_tokens() -> None:
     assert mass.sum().item() == pytest.approx(2.0, rel=1e-6)  # one per head
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
-@pytest.mark.parametrize(
-    "value", [0.0, 1.0, 2.0**15]
-)  # products and sums of powers of two are exact
-def test_attention_of_constant_and_huge_inputs(dtype: torch.dtype, value: float) -> None:
-    size = torch.full((1, 21), 1e6, device=DEVICE)
-    x = torch.full((1, 2, 21, 16), value, dtype=dtype, device=DEVICE)
-    output, mass = operators.proportional_attention(x, x, x, size, scale=1.0, prefix=1, mass=True)
-    torch.testing.assert_close(output, x, rtol=2e-3, atol=0)
-    assert mass is not None
-    received = mass.sum(1)
-    torch.testing.assert_close(received, torch.full_like(received, 2 / 21), rtol=1e-6, atol=0)
+def test_attention_of_constant_and_huge_inputs() -> None:
+    values = [0.0, 1.0, 2.0**15]  # products and sums of powers of two are exact
+    for dtype, value in itertools.product([torch.float16, torch.float32], values):
+        size = torch.full((1, 21), 1e6, device=DEVICE)
+        x = torch.full((1, 2, 21, 16), value, dtype=dtype, device=DEVICE)
+        output, mass = operators.proportional_attention(
+            x, x, x, size, scale=1.0, prefix=1, mass=True
+        )
+        torch.testing.assert_close(output, x, rtol=2e-3, atol=0)
+        assert mass is not None
+        received = mass.sum(1)
+        torch.testing.assert_close(received, torch.full_like(received, 2 / 21), rtol=1e-6, atol=0)
 
 
 def check_merge(
@@ -211,30 +214,31 @@ def merge_case(seed: int) -> tuple[Tensor, Tensor, Tensor, Tensor, int, int]:
     return x.transpose(1, 2), random_sizes(seed, batch, tokens), keys, parts, r, prefix
 
 
-@pytest.mark.parametrize("weighted", [False, True])
-@pytest.mark.parametrize("seed", seeds(9, 24))
 @pytest.mark.usefixtures("poison")
-def test_merge_is_the_definition(seed: int, weighted: bool) -> None:
-    x, size, keys, parts, r, prefix = merge_case(seed)
-    features = array(keys).mean(1) / 2  # keys of length 2
-    check_merge(x, size, features, keys, parts if weighted else None, r, prefix)
+@seed_ranges(9, 24)
+def test_merge_is_the_definition(seeds: range) -> None:
+    for weighted, seed in itertools.product([False, True], seeds):
+        x, size, keys, parts, r, prefix = merge_case(seed)
+        features = array(keys).mean(1) / 2  # keys of length 2
+        check_merge(x, size, features, keys, parts if weighted else None, r, prefix)
 
 
-@pytest.mark.parametrize("seed", seeds(2, 6))
 @pytest.mark.usefixtures("poison")
-def test_features_are_unit_mean_keys_or_layer_norms(seed: int) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    tokens, channels, heads, dim = (23, 40, 3, 24) if seed % 2 else (37, 70, 2, 80)
-    x = (3 * torch.randn(1, tokens, channels, generator=generator) + 1).to(DEVICE)
-    k = random_heads(seed, (1, heads, tokens, dim), torch.float32)[1]
-    size, parts = random_sizes(seed, 1, tokens), torch.rand(1, 6, tokens, generator=generator)
-    for keys in (None, k):
-        features = (
-            merging_oracle.layer_norm(array(x[0]))
-            if keys is None
-            else merging_oracle.unit_mean_keys(array(k[0]))
-        )
-        check_merge(x, size, features[None], keys, parts.to(DEVICE), 6, 1)
+@seed_ranges(2, 6)
+def test_features_are_unit_mean_keys_or_layer_norms(seeds: range) -> None:
+    for seed in seeds:
+        generator = torch.Generator().manual_seed(seed)
+        tokens, channels, heads, dim = (23, 40, 3, 24) if seed % 2 else (37, 70, 2, 80)
+        x = (3 * torch.randn(1, tokens, channels, generator=generator) + 1).to(DEVICE)
+        k = random_heads(seed, (1, heads, tokens, dim), torch.float32)[1]
+        size, parts = random_sizes(seed, 1, tokens), torch.rand(1, 6, tokens, generator=generator)
+        for keys in (None, k):
+            features = (
+                merging_oracle.layer_norm(array(x[0]))
+                if keys is None
+                else merging_oracle.unit_mean_keys(array(k[0]))
+            )
+            check_merge(x, size, features[None], keys, parts.to(DEVICE), 6, 1)
 
 
 def test_matching_in_smaller_steps_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -259,33 +263,34 @@ def test_ties_go_to_the_lowest_positions() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:(overflow|invalid value):RuntimeWarning")
-@pytest.mark.parametrize("value", [0.0, 1e4, 1e30])
-def test_every_token_has_a_new_position_if_costs_overflow(value: float) -> None:
-    generator = torch.Generator().manual_seed(1)
-    x = (torch.randn(2, 31, 12, generator=generator) * value).to(DEVICE)
-    size = random_sizes(1, 2, 31)
-    weight = torch.full((2, 1, 31), 3e38, device=DEVICE)
-    for parts in (None, weight):
-        x_new, size_new, assignment = operators.merge_tokens(x, size, None, parts, 7, prefix=1)
-        torch.testing.assert_close(size_new.sum(1), size.sum(1), rtol=0, atol=0)
-        expected, _ = pool(x.double(), size, assignment, 24)
-        torch.testing.assert_close(x_new, expected.float(), rtol=1e-5, atol=1e-6 * value)
-        for row in assignment:
-            assert sorted(set(row.tolist())) == list(range(24))
+def test_every_token_has_a_new_position_if_costs_overflow() -> None:
+    for value in [0.0, 1e4, 1e30]:
+        generator = torch.Generator().manual_seed(1)
+        x = (torch.randn(2, 31, 12, generator=generator) * value).to(DEVICE)
+        size = random_sizes(1, 2, 31)
+        weight = torch.full((2, 1, 31), 3e38, device=DEVICE)
+        for parts in (None, weight):
+            x_new, size_new, assignment = operators.merge_tokens(x, size, None, parts, 7, prefix=1)
+            torch.testing.assert_close(size_new.sum(1), size.sum(1), rtol=0, atol=0)
+            expected, _ = pool(x.double(), size, assignment, 24)
+            torch.testing.assert_close(x_new, expected.float(), rtol=1e-5, atol=1e-6 * value)
+            for row in assignment:
+                assert sorted(set(row.tolist())) == list(range(24))
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
-@pytest.mark.parametrize("shape", [(2, 3, 37, 24), (1, 1, 5, 64)])
 @pytest.mark.usefixtures("poison")
-def test_unit_mean_keys(shape: tuple[int, int, int, int], dtype: torch.dtype) -> None:
-    _, k, _ = random_heads(2, shape, dtype)
-    features = operators.unit_mean_keys(k)
-    assert features.dtype == dtype
-    exact = np.stack([merging_oracle.unit_mean_keys(array(image)) for image in k])
-    atol = torch.finfo(dtype).eps / 2 + 8 * 2.0**-23
-    np.testing.assert_allclose(array(features), exact, rtol=0, atol=atol)
-    zero = torch.zeros_like(k)
-    torch.testing.assert_close(operators.unit_mean_keys(zero), zero[:, 0], rtol=0, atol=0)
+def test_unit_mean_keys() -> None:
+    for dtype, shape in itertools.product(
+        [torch.float16, torch.float32], [(2, 3, 37, 24), (1, 1, 5, 64)]
+    ):
+        _, k, _ = random_heads(2, shape, dtype)
+        features = operators.unit_mean_keys(k)
+        assert features.dtype == dtype
+        exact = np.stack([merging_oracle.unit_mean_keys(array(image)) for image in k])
+        atol = torch.finfo(dtype).eps / 2 + 8 * 2.0**-23
+        np.testing.assert_allclose(array(features), exact, rtol=0, atol=atol)
+        zero = torch.zeros_like(k)
+        torch.testing.assert_close(operators.unit_mean_keys(zero), zero[:, 0], rtol=0, atol=0)
 
 
 def test_an_empty_batch_stays_empty() -> None:
@@ -359,18 +364,17 @@ def test_an_old_or_missing_triton_is_named(monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.mark.gpu
 @needs_gpu
-@pytest.mark.parametrize("dtype", HALVES)
-@pytest.mark.parametrize("tokens", [197, 189, 149, 101, 257])
-def test_attention_at_full_size(tokens: int, dtype: torch.dtype) -> None:
-    q, k, v = random_heads(0, (256, 3, tokens, 64), dtype)
-    size = random_sizes(0, 256, tokens)
-    check_attention(q, k, v, size, 1, True)
-    check_attention(q, k, v, size, 1, False)
-    one, two = (
-        operators.proportional_attention(q, k, v, size, scale=0.125, prefix=1, mass=True)
-        for _ in range(2)
-    )
-    assert all(torch.equal(a, b) for a, b in zip(one, two, strict=True) if a is not None)
+def test_attention_at_full_size() -> None:
+    for dtype, tokens in itertools.product(HALVES, [197, 189, 149, 101, 257]):
+        q, k, v = random_heads(0, (256, 3, tokens, 64), dtype)
+        size = random_sizes(0, 256, tokens)
+        check_attention(q, k, v, size, 1, True)
+        check_attention(q, k, v, size, 1, False)
+        one, two = (
+            operators.proportional_attention(q, k, v, size, scale=0.125, prefix=1, mass=True)
+            for _ in range(2)
+        )
+        assert all(torch.equal(a, b) for a, b in zip(one, two, strict=True) if a is not None)
 
 
 def check_pairs_are_cheapest(
@@ -394,23 +398,23 @@ def check_pairs_are_cheapest(
 
 @pytest.mark.gpu
 @needs_gpu
-@pytest.mark.parametrize("weighted", [False, True])
-@pytest.mark.parametrize("dtype", HALVES)
-@pytest.mark.parametrize(("tokens", "r"), [(197, 8), (149, 12), (101, 8), (197, 98), (261, 16)])
-def test_merge_at_full_size(tokens: int, r: int, dtype: torch.dtype, weighted: bool) -> None:
-    generator = torch.Generator(device=DEVICE).manual_seed(tokens)
-    x = torch.randn(256, tokens, 192, device=DEVICE, generator=generator).to(dtype)
-    keys = torch.randn(256, 3, tokens, 64, device=DEVICE, generator=generator).to(dtype)
-    parts = torch.rand(256, 3, tokens, device=DEVICE, generator=generator) if weighted else None
-    size = random_sizes(1, 256, tokens)
-    x_new, size_new, assignment = operators.merge_tokens(x, size, keys, parts, r, prefix=1)
-    pooled, sizes = pool(x, size, assignment, tokens - r)
-    torch.testing.assert_close(size_new, sizes, rtol=0, atol=0)
-    # At most one rounding to the dtype of x apart.
-    torch.testing.assert_close(x_new, pooled, rtol=torch.finfo(dtype).eps, atol=1e-6)
-    features = operators.unit_mean_keys(keys[:8])
-    for b in range(8):
-        weight = None if parts is None else array(parts[b]).sum(0)
-        check_pairs_are_cheapest(array(features[b]), weight, assignment[b].cpu().numpy(), r)
-    again = operators.merge_tokens(x, size, keys, parts, r, prefix=1)
-    assert torch.equal(again[0], x_new) and torch.equal(again[2], assignment)
+def test_merge_at_full_size() -> None:
+    for weighted, dtype, (tokens, r) in itertools.product(
+        [False, True], HALVES, [(197, 8), (149, 12), (101, 8), (197, 98), (261, 16)]
+    ):
+        generator = torch.Generator(device=DEVICE).manual_seed(tokens)
+        x = torch.randn(256, tokens, 192, device=DEVICE, generator=generator).to(dtype)
+        keys = torch.randn(256, 3, tokens, 64, device=DEVICE, generator=generator).to(dtype)
+        parts = torch.rand(256, 3, tokens, device=DEVICE, generator=generator) if weighted else None
+        size = random_sizes(1, 256, tokens)
+        x_new, size_new, assignment = operators.merge_tokens(x, size, keys, parts, r, prefix=1)
+        pooled, sizes = pool(x, size, assignment, tokens - r)
+        torch.testing.assert_close(size_new, sizes, rtol=0, atol=0)
+        # At most one rounding to the dtype of x apart.
+        torch.testing.assert_close(x_new, pooled, rtol=torch.finfo(dtype).eps, atol=1e-6)
+        features = operators.unit_mean_keys(keys[:8])
+        for b in range(8):
+            weight = None if parts is None else array(parts[b]).sum(0)
+            check_pairs_are_cheapest(array(features[b]), weight, assignment[b].cpu().numpy(), r)
+        again = operators.merge_tokens(x, size, keys, parts, r, prefix=1)
+        assert torch.equal(again[0], x_new) and torch.equal(again[2], assignment)

@@ -44,7 +44,6 @@ RULES = [
 # Found by bisection: thousands of small steps, so that fewer cases must do.
 SEARCHED = [rule for rule in RULES if isinstance(rule, rules.Optimal) and rule.penalty is None]
 SHARED = [rule for rule in RULES if not getattr(rule, "coarse", False)]
-every_rule = pytest.mark.parametrize("rule", RULES, ids=str)
 # Rules that decide every tree from its own scores, and those that read the batch as a whole.
 SEPARATE = [rule for rule in RULES if not rule.needs_all_trees]
 POOLED = [rule for rule in RULES if getattr(rule, "pooled", False)]
@@ -97,12 +96,15 @@ MASKS = {
 }
 
 
-@every_rule
 @pytest.mark.parametrize(
-    "masked",
-    ["none", "head", *(pytest.param(n, marks=pytest.mark.slow) for n in ("one", "batch"))],
+    "masks", [("none", "head"), pytest.param(("one", "batch"), marks=pytest.mark.slow)]
 )
-def test_keys_give_the_trees_of_the_scores(rule, masked):
+def test_keys_give_the_trees_of_the_scores(masks):
+    for rule, masked in itertools.product(RULES, masks):
+        check_keys(rule, masked)
+
+
+def check_keys(rule, masked):
     ties = trees = 0
     for seed, size in enumerate(GRIDS[2::2] if rule in SEARCHED else GRIDS + GRIDS[-2:]):
         grid = Grid(*size)
@@ -129,40 +131,42 @@ def test_keys_give_the_trees_of_the_scores(rule, masked):
     assert ties <= trees / 100, "ties within rounding should be rare"
 
 
-@every_rule
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
-def test_whole_numbers_give_equal_trees(rule, dtype):
+def test_whole_numbers_give_equal_trees():
     """Means of integers over blocks of 2^n are exact, and so is a scale of 1/2."""
-    for size in [(16, 16), (2, 8)]:
-        grid = Grid(*size)
-        q, k = whole(2, 2, 9, 4, seed=1).to(dtype), whole(2, 2, grid.size, 4, seed=2).to(dtype)
-        scores = (q.double() @ k.double().mT) / 2
-        exact = scores.to(torch.promote_types(dtype, torch.float32))
-        assert torch.equal(exact.double(), scores)
-        assert same(screen_keys(q, k, grid, rule), screen(exact, grid, rule))
+    for rule in RULES:
+        for dtype in [torch.float16, torch.bfloat16, torch.float32, torch.float64]:
+            for size in [(16, 16), (2, 8)]:
+                grid = Grid(*size)
+                q, k = (
+                    whole(2, 2, 9, 4, seed=1).to(dtype),
+                    whole(2, 2, grid.size, 4, seed=2).to(dtype),
+                )
+                scores = (q.double() @ k.double().mT) / 2
+                exact = scores.to(torch.promote_types(dtype, torch.float32))
+                assert torch.equal(exact.double(), scores)
+                assert same(screen_keys(q, k, grid, rule), screen(exact, grid, rule))
 
 
-@pytest.mark.parametrize("share", [0.0, 2.0], ids=["whole levels", "reached alone"])
-@pytest.mark.parametrize("size", [(16, 16), (7, 9), (1, 7)])
-def test_nodes_reached_alone_or_whole_levels(share, size, monkeypatch):
+def test_nodes_reached_alone_or_whole_levels(monkeypatch):
     """However Gamma is computed from keys, for few nodes or for all, the tree is that of the scores."""
-    monkeypatch.setattr(bmfa.trees.keys, "SPARSE_SHARE", share)
-    grid = Grid(*size)
-    q, k = noise(2, 3, 9, 4, seed=1), noise(2, 3, grid.size, 4, seed=2)
-    q *= torch.logspace(-2, 1, 9, dtype=torch.float64).unsqueeze(1)
-    for tau, epsilon in ((1.0, 0.01), (0.3, 0.2), (1.0, 1e-14)):
-        tree = screen_keys(q, k, grid, rules.Gamma(epsilon), tau=tau)
-        expected = screen(q @ k.mT / 2, grid, rules.Gamma(epsilon), tau=tau)
-        assert same(tree, expected)
-        assert tree.leaf_count.max() > 1
+    for share, size in itertools.product([0.0, 2.0], [(16, 16), (7, 9), (1, 7)]):
+        monkeypatch.setattr(bmfa.trees.keys, "SPARSE_SHARE", share)
+        grid = Grid(*size)
+        q, k = noise(2, 3, 9, 4, seed=1), noise(2, 3, grid.size, 4, seed=2)
+        q *= torch.logspace(-2, 1, 9, dtype=torch.float64).unsqueeze(1)
+        for tau, epsilon in ((1.0, 0.01), (0.3, 0.2), (1.0, 1e-14)):
+            tree = screen_keys(q, k, grid, rules.Gamma(epsilon), tau=tau)
+            expected = screen(q @ k.mT / 2, grid, rules.Gamma(epsilon), tau=tau)
+            assert same(tree, expected)
+            assert tree.leaf_count.max() > 1
 
 
-@every_rule
-def test_keys_without_leading_heads(rule):
-    grid = Grid(4, 4)
-    q, k = whole(9, 4, seed=1), whole(16, 4, seed=2)
-    tree = screen_keys(q.unsqueeze(0), k.unsqueeze(0), grid, rule)
-    assert same(tree, screen((q @ k.mT).unsqueeze(0) / 2, grid, rule))
+def test_keys_without_leading_heads():
+    for rule in RULES:
+        grid = Grid(4, 4)
+        q, k = whole(9, 4, seed=1), whole(16, 4, seed=2)
+        tree = screen_keys(q.unsqueeze(0), k.unsqueeze(0), grid, rule)
+        assert same(tree, screen((q @ k.mT).unsqueeze(0) / 2, grid, rule))
 
 
 def test_queries_of_two_dimensions():
@@ -171,147 +175,147 @@ def test_queries_of_two_dimensions():
     assert same(tree, screen((q @ k.mT) / 2, Grid(4, 4), rules.Gamma(0.1)))
 
 
-@pytest.mark.parametrize("rule", [rules.Gamma(0.01), rules.ExactGap(0.01), rules.Optimal(0.01)])
-def test_masks_that_differ_between_queries_are_refused(rule):
-    grid = Grid(4, 4)
-    q, k = noise(2, 3, 5, 8), noise(2, 3, 16, 8, seed=1)
-    with pytest.raises(ValueError, match="valid differs between queries of a head; pass"):
-        screen_keys(q, k, grid, rule, valid=mask(2, 3, 5, 16))
-    # Masks given for each query that are equal within a head are obeyed.
-    valid = mask(2, 3, 1, 16)
-    tree = screen_keys(q, k, grid, rule, valid=valid.expand(2, 3, 5, 16))
-    expected = screen((q @ k.mT) * 8**-0.5, grid, rule, valid=valid)
-    assert torch.equal(tree.leaf_index, expected.leaf_index)
-    assert bool((tree.leaf_index.ge(0) == valid).all())
+def test_masks_that_differ_between_queries_are_refused():
+    for rule in [rules.Gamma(0.01), rules.ExactGap(0.01), rules.Optimal(0.01)]:
+        grid = Grid(4, 4)
+        q, k = noise(2, 3, 5, 8), noise(2, 3, 16, 8, seed=1)
+        with pytest.raises(ValueError, match="valid differs between queries of a head; pass"):
+            screen_keys(q, k, grid, rule, valid=mask(2, 3, 5, 16))
+        # Masks given for each query that are equal within a head are obeyed.
+        valid = mask(2, 3, 1, 16)
+        tree = screen_keys(q, k, grid, rule, valid=valid.expand(2, 3, 5, 16))
+        expected = screen((q @ k.mT) * 8**-0.5, grid, rule, valid=valid)
+        assert torch.equal(tree.leaf_index, expected.leaf_index)
+        assert bool((tree.leaf_index.ge(0) == valid).all())
 
 
-@pytest.mark.parametrize("rule", [rules.Gamma(0.01), rules.Optimal(0.01)], ids=str)
-def test_keys_of_tokens_that_do_not_exist_may_hold_anything(rule):
-    grid = Grid(4, 4)
-    q, k = whole(2, 5, 4), whole(2, 16, 4, seed=1)
-    valid = mask(16)
-    expected = screen_keys(q, k, grid, rule, valid=valid)
-    k[:, ~valid] = NAN
-    assert same(screen_keys(q, k, grid, rule, valid=valid), expected)
+def test_keys_of_tokens_that_do_not_exist_may_hold_anything():
+    for rule in [rules.Gamma(0.01), rules.Optimal(0.01)]:
+        grid = Grid(4, 4)
+        q, k = whole(2, 5, 4), whole(2, 16, 4, seed=1)
+        valid = mask(16)
+        expected = screen_keys(q, k, grid, rule, valid=valid)
+        k[:, ~valid] = NAN
+        assert same(screen_keys(q, k, grid, rule, valid=valid), expected)
 
 
-@every_rule
-def test_scores_of_tokens_that_do_not_exist_may_hold_anything(rule):
-    grid = Grid(5, 7)
-    scores, valid = noise(4, 3, 35), mask(4, 1, 35)
-    expected = screen(scores, grid, rule, valid=valid)
-    for value in (NAN, INF, -INF, 1e300):
-        spoilt = scores.where(valid, value)
-        tree = screen(spoilt, grid, rule, valid=valid)
-        assert same(tree, expected)
-        torch.testing.assert_close(tree.error(spoilt), expected.error(scores), atol=1e-14, rtol=0)
-
-
-@pytest.mark.parametrize("rule", SEPARATE, ids=str)
-def test_masks_of_every_shape(rule):
-    """One mask for all, masks for some dimensions, a mask for each row: the trees of each row alone."""
-    grid = Grid(5, 3)
-    scores = noise(2, 3, 15)
-    for shape in [(15,), (3, 15), (2, 1, 15), (2, 3, 15)]:
-        valid = mask(*shape, seed=len(shape))
-        tree = screen(scores, grid, rule, valid=valid)
-        rows = valid.expand(2, 3, 15)
-        for i, j in ((0, 0), (1, 2)):
-            alone = screen(scores[i, j], grid, rule, valid=rows[i, j])
-            assert torch.equal(tree[i, j].leaf_index, alone.leaf_index)
-    full = screen(scores, grid, rule, valid=torch.ones(15, dtype=torch.bool))
-    assert torch.equal(full.leaf_index, screen(scores, grid, rule).leaf_index)
-
-
-@pytest.mark.parametrize("rule", [r for r in RULES if r.needs_all_trees], ids=str)
-def test_masks_of_every_shape_of_a_batch_decided_together(rule):
-    """Each mask, in the shape that broadcasts and row by row, gives the same trees on valid tokens."""
-    grid = Grid(5, 3)
-    scores = noise(2, 3, 15)
-    for shape in [(15,), (3, 15), (2, 1, 15)]:
-        valid = mask(*shape, seed=len(shape))
-        tree = screen(scores, grid, rule, valid=valid)
-        assert torch.equal(tree.leaf_index >= 0, valid.expand(2, 3, 15))
-        rows = screen(scores, grid, rule, valid=valid.expand(2, 3, 15).contiguous())
-        assert torch.equal(tree.leaf_index, rows.leaf_index)
-        spoilt = screen(scores.where(valid, 99.0), grid, rule, valid=valid)
-        assert torch.equal(tree.leaf_index, spoilt.leaf_index)
-
-
-@pytest.mark.parametrize("rule", GROWING, ids=str)
-@pytest.mark.parametrize("share", [0, 1, 2, (0, 1), (1, 2), (0, 2), (0, 1, 2)], ids=str)
-def test_a_tree_shared_by_max_refines_every_member(rule, share):
-    grid = Grid(5, 6)
-    scores = noise(2, 3, 4, 30) * 2
-    members = screen(scores, grid, rule)
-    most = screen(scores, grid, rule, share=share)
-    least = screen(scores, grid, rule, share=share, share_by=0.0)
-    dims = (share,) if isinstance(share, int) else share
-    shape = tuple(1 if d in dims else n for d, n in enumerate((2, 3, 4)))
-    assert most.shape == least.shape == shape
-    assert most.members == least.members == 24 // most.leaf_count.numel()
-    for index in itertools.product(range(2), range(3), range(4)):
-        group = tuple(0 if d in dims else i for d, i in enumerate(index))
-        assert bool(most[group].refines(members[index]))
-        assert bool(members[index].refines(least[group]))
-    assert most.leaf_count.max() > 1
-
-
-@pytest.mark.parametrize("rule", SHARED, ids=str)
-def test_quantiles_zero_and_one_are_minimum_and_maximum(rule):
-    grid = Grid(5, 6)
-    scores = noise(4, 5, 30) * 2
-    for share in (0, 1, (0, 1)):
-        most = screen(scores, grid, rule, share=share, share_by="max")
-        assert same(screen(scores, grid, rule, share=share, share_by=1.0), most)
-        assert same(screen(scores, grid, rule, share=share, share_by=1), most)
-        if rule in GROWING:
-            least = screen(scores, grid, rule, share=share, share_by=0)
-            half = screen(scores, grid, rule, share=share, share_by=0.5)
-            assert bool(most.refines(half).all()) and bool(half.refines(least).all())
-            assert bool(
-                most.refines(screen(scores, grid, rule, share=share, share_by="mean")).all()
+def test_scores_of_tokens_that_do_not_exist_may_hold_anything():
+    for rule in RULES:
+        grid = Grid(5, 7)
+        scores, valid = noise(4, 3, 35), mask(4, 1, 35)
+        expected = screen(scores, grid, rule, valid=valid)
+        for value in (NAN, INF, -INF, 1e300):
+            spoilt = scores.where(valid, value)
+            tree = screen(spoilt, grid, rule, valid=valid)
+            assert same(tree, expected)
+            torch.testing.assert_close(
+                tree.error(spoilt), expected.error(scores), atol=1e-14, rtol=0
             )
 
 
-@pytest.mark.parametrize("share", [0, 1, (0, 1)], ids=str)
-def test_what_is_aggregated_is_the_score_of_the_node(share):
+def test_masks_of_every_shape():
+    """One mask for all, masks for some dimensions, a mask for each row: the trees of each row alone."""
+    for rule in SEPARATE:
+        grid = Grid(5, 3)
+        scores = noise(2, 3, 15)
+        for shape in [(15,), (3, 15), (2, 1, 15), (2, 3, 15)]:
+            valid = mask(*shape, seed=len(shape))
+            tree = screen(scores, grid, rule, valid=valid)
+            rows = valid.expand(2, 3, 15)
+            for i, j in ((0, 0), (1, 2)):
+                alone = screen(scores[i, j], grid, rule, valid=rows[i, j])
+                assert torch.equal(tree[i, j].leaf_index, alone.leaf_index)
+        full = screen(scores, grid, rule, valid=torch.ones(15, dtype=torch.bool))
+        assert torch.equal(full.leaf_index, screen(scores, grid, rule).leaf_index)
+
+
+def test_masks_of_every_shape_of_a_batch_decided_together():
+    """Each mask, in the shape that broadcasts and row by row, gives the same trees on valid tokens."""
+    for rule in [r for r in RULES if r.needs_all_trees]:
+        grid = Grid(5, 3)
+        scores = noise(2, 3, 15)
+        for shape in [(15,), (3, 15), (2, 1, 15)]:
+            valid = mask(*shape, seed=len(shape))
+            tree = screen(scores, grid, rule, valid=valid)
+            assert torch.equal(tree.leaf_index >= 0, valid.expand(2, 3, 15))
+            rows = screen(scores, grid, rule, valid=valid.expand(2, 3, 15).contiguous())
+            assert torch.equal(tree.leaf_index, rows.leaf_index)
+            spoilt = screen(scores.where(valid, 99.0), grid, rule, valid=valid)
+            assert torch.equal(tree.leaf_index, spoilt.leaf_index)
+
+
+def test_a_tree_shared_by_max_refines_every_member():
+    for rule, share in itertools.product(GROWING, [0, 1, 2, (0, 1), (1, 2), (0, 2), (0, 1, 2)]):
+        grid = Grid(5, 6)
+        scores = noise(2, 3, 4, 30) * 2
+        members = screen(scores, grid, rule)
+        most = screen(scores, grid, rule, share=share)
+        least = screen(scores, grid, rule, share=share, share_by=0.0)
+        dims = (share,) if isinstance(share, int) else share
+        shape = tuple(1 if d in dims else n for d, n in enumerate((2, 3, 4)))
+        assert most.shape == least.shape == shape
+        assert most.members == least.members == 24 // most.leaf_count.numel()
+        for index in itertools.product(range(2), range(3), range(4)):
+            group = tuple(0 if d in dims else i for d, i in enumerate(index))
+            assert bool(most[group].refines(members[index]))
+            assert bool(members[index].refines(least[group]))
+        assert most.leaf_count.max() > 1
+
+
+def test_quantiles_zero_and_one_are_minimum_and_maximum():
+    for rule in SHARED:
+        grid = Grid(5, 6)
+        scores = noise(4, 5, 30) * 2
+        for share in (0, 1, (0, 1)):
+            most = screen(scores, grid, rule, share=share, share_by="max")
+            assert same(screen(scores, grid, rule, share=share, share_by=1.0), most)
+            assert same(screen(scores, grid, rule, share=share, share_by=1), most)
+            if rule in GROWING:
+                least = screen(scores, grid, rule, share=share, share_by=0)
+                half = screen(scores, grid, rule, share=share, share_by=0.5)
+                assert bool(most.refines(half).all()) and bool(half.refines(least).all())
+                assert bool(
+                    most.refines(screen(scores, grid, rule, share=share, share_by="mean")).all()
+                )
+
+
+def test_what_is_aggregated_is_the_score_of_the_node():
     """On 2x2 the one score is the gap itself."""
-    scores = noise(5, 6, 4, seed=3) * 2
-    gaps = energy.gap(scores)
-    dims = (share,) if isinstance(share, int) else share
-    flat = gaps.movedim(dims, tuple(range(-len(dims), 0))).flatten(-len(dims))
-    for epsilon in (0.2, 0.5, 1.0):
-        for by in ("max", "mean", 0.0, 0.1, 0.5, 0.85, 1.0):
-            if by == "max":
-                expected = flat.amax(-1)
-            else:
-                expected = flat.mean(-1) if by == "mean" else flat.quantile(by, dim=-1)
-            tree = screen(scores, Grid(2, 2), rules.Gamma(epsilon), share=share, share_by=by)
-            assert torch.equal(tree.leaf_count.flatten() == 4, expected.flatten() > epsilon), by
+    for share in [0, 1, (0, 1)]:
+        scores = noise(5, 6, 4, seed=3) * 2
+        gaps = energy.gap(scores)
+        dims = (share,) if isinstance(share, int) else share
+        flat = gaps.movedim(dims, tuple(range(-len(dims), 0))).flatten(-len(dims))
+        for epsilon in (0.2, 0.5, 1.0):
+            for by in ("max", "mean", 0.0, 0.1, 0.5, 0.85, 1.0):
+                if by == "max":
+                    expected = flat.amax(-1)
+                else:
+                    expected = flat.mean(-1) if by == "mean" else flat.quantile(by, dim=-1)
+                tree = screen(scores, Grid(2, 2), rules.Gamma(epsilon), share=share, share_by=by)
+                assert torch.equal(tree.leaf_count.flatten() == 4, expected.flatten() > epsilon), by
 
 
-@pytest.mark.parametrize("rule", SHARED, ids=str)
-@pytest.mark.parametrize("by", ["max", "mean", 0.75], ids=str)
-def test_keys_share_as_scores_do(rule, by):
-    grid = Grid(8, 8)
-    q, k = whole(2, 3, 6, 4, seed=5), whole(2, 3, 64, 4, seed=6)
-    scores = (q @ k.mT) / 2
-    for share in ((1, 2), -2):
-        tree = screen_keys(q, k, grid, rule, share=share, share_by=by)
-        assert same(tree, screen(scores, grid, rule, share=share, share_by=by)), share
+def test_keys_share_as_scores_do():
+    for rule, by in itertools.product(SHARED, ["max", "mean", 0.75]):
+        grid = Grid(8, 8)
+        q, k = whole(2, 3, 6, 4, seed=5), whole(2, 3, 64, 4, seed=6)
+        scores = (q @ k.mT) / 2
+        for share in ((1, 2), -2):
+            tree = screen_keys(q, k, grid, rule, share=share, share_by=by)
+            assert same(tree, screen(scores, grid, rule, share=share, share_by=by)), share
 
 
-@pytest.mark.parametrize("rule", [r for r in SHARED if r in SEPARATE], ids=str)
-def test_sharing_among_equals_changes_nothing(rule):
-    grid = Grid(7, 5)
-    scores = noise(3, 1, 35) * 2
-    alone = screen(scores, grid, rule)
-    for by in ("max", 0.3):
-        shared = screen(scores.expand(3, 4, 35), grid, rule, share=1, share_by=by)
-        assert torch.equal(shared.split, alone.split) and shared.members == 4
-    nobody = screen(scores, grid, rule, share=())
-    assert torch.equal(nobody.split, alone.split) and nobody.members == 1
+def test_sharing_among_equals_changes_nothing():
+    for rule in [r for r in SHARED if r in SEPARATE]:
+        grid = Grid(7, 5)
+        scores = noise(3, 1, 35) * 2
+        alone = screen(scores, grid, rule)
+        for by in ("max", 0.3):
+            shared = screen(scores.expand(3, 4, 35), grid, rule, share=1, share_by=by)
+            assert torch.equal(shared.split, alone.split) and shared.members == 4
+        nobody = screen(scores, grid, rule, share=())
+        assert torch.equal(nobody.split, alone.split) and nobody.members == 1
 
 
 def test_budgets_of_shared_trees():
@@ -364,24 +368,24 @@ def test_sharing_warns_of_nothing():
     assert not [str(warning.message) for warning in caught]
 
 
-@pytest.mark.parametrize("rule", SEPARATE + POOLED, ids=str)
-def test_permuting_the_batch_permutes_the_trees(rule):
-    grid = Grid(7, 9)
-    scores, valid = noise(6, 5, 63) * 2, mask(6, 1, 63)
-    order, heads = torch.tensor([3, 0, 5, 1, 4, 2]), torch.tensor([4, 2, 0, 1, 3])
-    tree = screen(scores, grid, rule, valid=valid)
-    moved = screen(scores[order][:, heads], grid, rule, valid=valid[order])
-    assert same(moved, tree[order][:, heads])
+def test_permuting_the_batch_permutes_the_trees():
+    for rule in SEPARATE + POOLED:
+        grid = Grid(7, 9)
+        scores, valid = noise(6, 5, 63) * 2, mask(6, 1, 63)
+        order, heads = torch.tensor([3, 0, 5, 1, 4, 2]), torch.tensor([4, 2, 0, 1, 3])
+        tree = screen(scores, grid, rule, valid=valid)
+        moved = screen(scores[order][:, heads], grid, rule, valid=valid[order])
+        assert same(moved, tree[order][:, heads])
 
 
-@pytest.mark.parametrize("rule", SEPARATE + POOLED, ids=str)
-def test_permuting_heads_and_queries_permutes_the_trees(rule):
-    grid = Grid(5, 6)
-    q, k = noise(2, 4, 7, 6), noise(2, 4, 30, 6, seed=1)
-    heads, queries = torch.tensor([2, 0, 3, 1]), torch.tensor([6, 2, 0, 4, 1, 5, 3])
-    tree = screen_keys(q, k, grid, rule)
-    moved = screen_keys(q[:, heads][:, :, queries], k[:, heads], grid, rule)
-    assert torch.equal(moved.leaf_index, tree[:, heads][:, :, queries].leaf_index)
+def test_permuting_heads_and_queries_permutes_the_trees():
+    for rule in SEPARATE + POOLED:
+        grid = Grid(5, 6)
+        q, k = noise(2, 4, 7, 6), noise(2, 4, 30, 6, seed=1)
+        heads, queries = torch.tensor([2, 0, 3, 1]), torch.tensor([6, 2, 0, 4, 1, 5, 3])
+        tree = screen_keys(q, k, grid, rule)
+        moved = screen_keys(q[:, heads][:, :, queries], k[:, heads], grid, rule)
+        assert torch.equal(moved.leaf_index, tree[:, heads][:, :, queries].leaf_index)
 
 
 def test_random_quadrants_belong_to_positions_of_the_batch():
@@ -393,101 +397,107 @@ def test_random_quadrants_belong_to_positions_of_the_batch():
     assert not torch.equal(tree.split, tree[torch.arange(5, -1, -1)].split)
 
 
-@every_rule
-def test_chunks_change_nothing(rule, monkeypatch):
-    grid = Grid(7, 5)
-    q, k = noise(2, 2, 4, 4, seed=1) * 2, noise(2, 2, 35, 4, seed=2)
-    scores, valid = q @ k.mT / 2, mask(2, 2, 1, 35)
-    calls = [
-        lambda: screen(scores, grid, rule),
-        lambda: screen(scores, grid, rule, valid=valid, max_depth=2),
-        lambda: screen_keys(q, k, grid, rule),
-        lambda: screen_keys(q, k, grid, rule, valid=valid, max_depth=2),
-    ]
-    if rule in SEARCHED:
-        calls = calls[1:3]
-    elif rule in SHARED:
-        calls += [
-            lambda: screen(scores, grid, rule, share=1),
-            lambda: screen(scores, grid, rule, share=(0, 2), share_by="mean"),
-            lambda: screen_keys(q, k, grid, rule, share=(0, 1), share_by=0.6),
+def test_chunks_change_nothing(monkeypatch):
+    for rule in RULES:
+        grid = Grid(7, 5)
+        q, k = noise(2, 2, 4, 4, seed=1) * 2, noise(2, 2, 35, 4, seed=2)
+        scores, valid = q @ k.mT / 2, mask(2, 2, 1, 35)
+        calls = [
+            lambda: screen(scores, grid, rule),
+            lambda: screen(scores, grid, rule, valid=valid, max_depth=2),
+            lambda: screen_keys(q, k, grid, rule),
+            lambda: screen_keys(q, k, grid, rule, valid=valid, max_depth=2),
         ]
-    at_once = [call() for call in calls]
-    sizes = (1, 35 * 3, 35 * 12)  # one row, some rows of a head, some heads
-    for elements in sizes[1:] if rule in SEARCHED else sizes:
-        monkeypatch.setattr(bmfa.trees.build, "CHUNK_ELEMENTS", elements)
-        for number, (call, expected) in enumerate(zip(calls, at_once, strict=True)):
-            assert same(call(), expected), (elements, number)
+        if rule in SEARCHED:
+            calls = calls[1:3]
+        elif rule in SHARED:
+            calls += [
+                lambda: screen(scores, grid, rule, share=1),
+                lambda: screen(scores, grid, rule, share=(0, 2), share_by="mean"),
+                lambda: screen_keys(q, k, grid, rule, share=(0, 1), share_by=0.6),
+            ]
+        at_once = [call() for call in calls]
+        sizes = (1, 35 * 3, 35 * 12)  # one row, some rows of a head, some heads
+        for elements in sizes[1:] if rule in SEARCHED else sizes:
+            with monkeypatch.context() as patch:
+                patch.setattr(bmfa.trees.build, "CHUNK_ELEMENTS", elements)
+                for number, (call, expected) in enumerate(zip(calls, at_once, strict=True)):
+                    assert same(call(), expected), (rule, elements, number)
 
 
-@pytest.mark.parametrize(
-    "rule",
-    [rules.FixedDepth(1), rules.FixedBlocks(3), rules.RandomQuadrants(0.5), rules.GlobalMean()],
-)
-def test_an_empty_batch_of_fixed_trees(rule):
-    for shape in ((0,), (2, 0, 3)):
-        tree = screen(torch.zeros(*shape, 16), Grid(4, 4), rule)
-        assert tree.shape == shape and tree.leaf_count.shape == shape
-        assert tree.leaf_index.shape == (*shape, 16)
+def test_an_empty_batch_of_fixed_trees():
+    for rule in [
+        rules.FixedDepth(1),
+        rules.FixedBlocks(3),
+        rules.RandomQuadrants(0.5),
+        rules.GlobalMean(),
+    ]:
+        for shape in ((0,), (2, 0, 3)):
+            tree = screen(torch.zeros(*shape, 16), Grid(4, 4), rule)
+            assert tree.shape == shape and tree.leaf_count.shape == shape
+            assert tree.leaf_index.shape == (*shape, 16)
 
 
-@pytest.mark.parametrize("rule", [r for r in RULES if r.needs != "nothing"], ids=str)
-@pytest.mark.parametrize("keys", [False, True], ids=["scores", "keys"])
-def test_an_empty_batch_of_trees(rule, keys):
-    grid = Grid(4, 4)
-    for batch, queries in ((0, 5), (2, 0)):
-        if keys:
-            tree = screen_keys(
-                torch.zeros(batch, queries, 3), torch.zeros(batch, 16, 3), grid, rule
+def test_an_empty_batch_of_trees():
+    for rule, keys in itertools.product([r for r in RULES if r.needs != "nothing"], [False, True]):
+        grid = Grid(4, 4)
+        for batch, queries in ((0, 5), (2, 0)):
+            if keys:
+                tree = screen_keys(
+                    torch.zeros(batch, queries, 3), torch.zeros(batch, 16, 3), grid, rule
+                )
+            else:
+                tree = screen(torch.zeros(batch, queries, 16), grid, rule)
+            assert tree.shape == (batch, queries) and tree.leaf_count.shape == (batch, queries)
+            assert tree.leaf_index.shape == (batch, queries, 16)
+
+
+def test_an_empty_batch_under_masks():
+    for shape in [(0, 5), (2, 0)]:
+        valid = mask(*shape, 16)
+        tree = screen(torch.zeros(*shape, 16), Grid(4, 4), rules.Gamma(0.1), valid=valid)
+        assert tree.shape == shape and tree.leaf_index.shape == (*shape, 16)
+
+
+def test_a_tree_shared_by_nobody_is_refused():
+    for by in ["max", 0.5]:
+        with pytest.raises(ValueError, match="share"):
+            screen(torch.zeros(0, 5, 16), Grid(4, 4), rules.Gamma(0.1), share=0, share_by=by)
+
+
+def test_half_precision_is_computed_in_float32():
+    for rule in RULES:
+        for dtype in [torch.float16, torch.bfloat16]:
+            grid = Grid(7, 9)
+            scores = (noise(20, 63) * 3).to(dtype)
+            assert same(screen(scores, grid, rule), screen(scores.float(), grid, rule))
+            q, k = noise(2, 5, 8).to(dtype), noise(2, 63, 8, seed=1).to(dtype)
+            assert same(
+                screen_keys(q, k, grid, rule), screen_keys(q.float(), k.float(), grid, rule)
             )
-        else:
-            tree = screen(torch.zeros(batch, queries, 16), grid, rule)
-        assert tree.shape == (batch, queries) and tree.leaf_count.shape == (batch, queries)
-        assert tree.leaf_index.shape == (batch, queries, 16)
 
 
-@pytest.mark.parametrize("shape", [(0, 5), (2, 0)])
-def test_an_empty_batch_under_masks(shape):
-    valid = mask(*shape, 16)
-    tree = screen(torch.zeros(*shape, 16), Grid(4, 4), rules.Gamma(0.1), valid=valid)
-    assert tree.shape == shape and tree.leaf_index.shape == (*shape, 16)
+def test_gradients_are_neither_needed_nor_kept():
+    for rule in RULES:
+        grid = Grid(4, 4)
+        scores = noise(3, 16).requires_grad_()
+        q, k = noise(3, 5, 4).requires_grad_(), noise(3, 16, 4, seed=1).requires_grad_()
+        for tree in (screen(scores, grid, rule), screen_keys(q, k, grid, rule)):
+            assert not tree.split.requires_grad
+            assert tree.labels is None or not tree.labels.requires_grad
+        assert same(screen(scores, grid, rule), screen(scores.detach(), grid, rule))
 
 
-@pytest.mark.parametrize("by", ["max", 0.5])
-def test_a_tree_shared_by_nobody_is_refused(by):
-    with pytest.raises(ValueError, match="share"):
-        screen(torch.zeros(0, 5, 16), Grid(4, 4), rules.Gamma(0.1), share=0, share_by=by)
-
-
-@every_rule
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_half_precision_is_computed_in_float32(rule, dtype):
-    grid = Grid(7, 9)
-    scores = (noise(20, 63) * 3).to(dtype)
-    assert same(screen(scores, grid, rule), screen(scores.float(), grid, rule))
-    q, k = noise(2, 5, 8).to(dtype), noise(2, 63, 8, seed=1).to(dtype)
-    assert same(screen_keys(q, k, grid, rule), screen_keys(q.float(), k.float(), grid, rule))
-
-
-@every_rule
-def test_gradients_are_neither_needed_nor_kept(rule):
-    grid = Grid(4, 4)
-    scores = noise(3, 16).requires_grad_()
-    q, k = noise(3, 5, 4).requires_grad_(), noise(3, 16, 4, seed=1).requires_grad_()
-    for tree in (screen(scores, grid, rule), screen_keys(q, k, grid, rule)):
-        assert not tree.split.requires_grad
-        assert tree.labels is None or not tree.labels.requires_grad
-    assert same(screen(scores, grid, rule), screen(scores.detach(), grid, rule))
-
-
-@every_rule
-def test_strides_do_not_matter(rule):
-    grid = Grid(5, 6)
-    scores = noise(30, 4, 3)
-    views = scores.permute(2, 1, 0), scores.permute(2, 1, 0).contiguous()
-    assert same(*(screen(view, grid, rule) for view in views))
-    wide = noise(3, 4, 60)
-    assert same(screen(wide[..., ::2], grid, rule), screen(wide[..., ::2].contiguous(), grid, rule))
+def test_strides_do_not_matter():
+    for rule in RULES:
+        grid = Grid(5, 6)
+        scores = noise(30, 4, 3)
+        views = scores.permute(2, 1, 0), scores.permute(2, 1, 0).contiguous()
+        assert same(*(screen(view, grid, rule) for view in views))
+        wide = noise(3, 4, 60)
+        assert same(
+            screen(wide[..., ::2], grid, rule), screen(wide[..., ::2].contiguous(), grid, rule)
+        )
 
 
 def test_inputs_are_left_as_they_were():
@@ -673,11 +683,11 @@ BAD = {
 }
 
 
-@pytest.mark.parametrize("name", BAD)
-def test_bad_scores_and_settings_are_named(name):
-    call, error, message = BAD[name]
-    with pytest.raises(error, match=message):
-        call()
+def test_bad_scores_and_settings_are_named():
+    for name in BAD:
+        call, error, message = BAD[name]
+        with pytest.raises(error, match=message):
+            call()
 
 
 def keys(*shape: int) -> Tensor:
@@ -789,33 +799,29 @@ BAD_KEYS = {
 }
 
 
-@pytest.mark.parametrize("name", BAD_KEYS)
-def test_bad_keys_are_named(name):
-    call, error, message = BAD_KEYS[name]
-    with pytest.raises(error, match=message):
-        call()
+def test_bad_keys_are_named():
+    for name in BAD_KEYS:
+        call, error, message = BAD_KEYS[name]
+        with pytest.raises(error, match=message):
+            call()
 
 
-@pytest.mark.parametrize("rule", [rules.Gamma(0.1), rules.ExactGap(0.1)], ids=str)
-def test_products_that_overflow_are_refused(rule):
-    q, k = noise(2, 5, 8).float() * 1e30, noise(2, 16, 8, seed=1).float() * 1e30
-    with pytest.raises(ValueError, match=r"hold -?inf|overflow"):
-        screen_keys(q, k, GRID, rule)
+def test_products_that_overflow_are_refused():
+    for rule in [rules.Gamma(0.1), rules.ExactGap(0.1)]:
+        q, k = noise(2, 5, 8).float() * 1e30, noise(2, 16, 8, seed=1).float() * 1e30
+        with pytest.raises(ValueError, match=r"hold -?inf|overflow"):
+            screen_keys(q, k, GRID, rule)
 
 
-@pytest.mark.parametrize(
-    "call",
-    [
+def test_wrong_types_are_named():
+    for call in [
         lambda: screen(SCORES, {4}, RULE),
         lambda: screen(SCORES, GRID, RULE, share="0"),
         lambda: screen(SCORES, GRID, RULE, share=0.0),
         lambda: screen(SCORES, GRID, RULE, share=False),
-    ],
-    ids=["grid", "share text", "share float", "share bool"],
-)
-def test_wrong_types_are_named(call):
-    with pytest.raises(TypeError, match=r"(grid|share) is .*; pass"):
-        call()
+    ]:
+        with pytest.raises(TypeError, match=r"(grid|share) is .*; pass"):
+            call()
 
 
 class Largest(TorchDispatchMode):
@@ -841,22 +847,18 @@ LARGE_RULES += [rules.Mass(1e-3), rules.Mass(1e-3, coarse=True), rules.Optimal(1
 LARGE_RULES += [rules.Certified(0.5), rules.FixedDepth(2), rules.FixedBlocks(3)]
 
 
-@pytest.mark.parametrize(
-    ("rule", "share"),
-    [(rule, None) for rule in LARGE_RULES]
-    + [(r, 2) for r in LARGE_RULES if "coarse" not in str(r)],
-    ids=lambda value: str(value),
-)
-def test_no_tensor_is_as_large_as_the_score_matrix(rule, share, monkeypatch):
-    monkeypatch.setattr(bmfa.trees.build, "CHUNK_ELEMENTS", 1 << 15)
-    grid = Grid(16, 20)
-    q, k = noise(1, 2, 320, 8), noise(1, 2, 320, 8, seed=1)
-    with Largest() as largest:
-        screen_keys(q, k, grid, rule, share=share)
-        screen_keys(q, k, grid, rule, share=share, valid=mask(320))
-    # The splits themselves take a byte for each block of each tree, two fifths of N x N a head.
-    assert largest.floating < 320 * 320 / 2
-    assert largest.any < 2 * 320 * 320
+def test_no_tensor_is_as_large_as_the_score_matrix(monkeypatch):
+    shared = [(rule, 2) for rule in LARGE_RULES if "coarse" not in str(rule)]
+    for rule, share in [*((rule, None) for rule in LARGE_RULES), *shared]:
+        monkeypatch.setattr(bmfa.trees.build, "CHUNK_ELEMENTS", 1 << 15)
+        grid = Grid(16, 20)
+        q, k = noise(1, 2, 320, 8), noise(1, 2, 320, 8, seed=1)
+        with Largest() as largest:
+            screen_keys(q, k, grid, rule, share=share)
+            screen_keys(q, k, grid, rule, share=share, valid=mask(320))
+        # The splits themselves take a byte for each block of each tree, two fifths of N x N a head.
+        assert largest.floating < 320 * 320 / 2
+        assert largest.any < 2 * 320 * 320
 
 
 def test_a_coarse_mass_is_not_shared():
@@ -895,23 +897,23 @@ print(peak() - before, tree.leaf_count.double().mean().item())
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="ru_maxrss is in other units")
-@pytest.mark.parametrize(("heads", "rule"), [(12, "gamma:0.02"), (3, "optimal:0.0005")])
-def test_all_queries_of_a_large_grid_take_little_memory(heads, rule):
+def test_all_queries_of_a_large_grid_take_little_memory():
     """64x64 tokens, all 4,096 queries, d = 64: the score matrix alone would take 768 MiB for 12 heads.
 
     With 3 heads of the 12 the streamed part is measured in full: a chunk holds queries of one head.
     """
-    command = [sys.executable, "-c", MEMORY, str(heads), rule]
-    shown = subprocess.run(command, capture_output=True, text=True)
-    assert shown.returncode == 0, shown.stderr
-    grown, leaves = map(float, shown.stdout.split())
-    assert grown < 2**30, "half of the 2 GiB allowed"
-    assert 10 < leaves < 3000, "trees that ask something of the screening"
+    for heads, rule in [(12, "gamma:0.02"), (3, "optimal:0.0005")]:
+        command = [sys.executable, "-c", MEMORY, str(heads), rule]
+        shown = subprocess.run(command, capture_output=True, text=True)
+        assert shown.returncode == 0, shown.stderr
+        grown, leaves = map(float, shown.stdout.split())
+        assert grown < 2**30, "half of the 2 GiB allowed"
+        assert 10 < leaves < 3000, "trees that ask something of the screening"
 
 
-@pytest.mark.parametrize("share", [np.int64(1), np.array([1])])
-def test_shared_dimensions_may_be_numpy_integers(share: object) -> None:
-    scores = torch.randn(2, 3, 16, dtype=torch.float64)
-    expected = screen(scores, Grid(4, 4), rules.Gamma(0.01), share=1)
-    tree = screen(scores, Grid(4, 4), rules.Gamma(0.01), share=share)  # type: ignore[arg-type]
-    assert torch.equal(tree.leaf_index, expected.leaf_index)
+def test_shared_dimensions_may_be_numpy_integers() -> None:
+    for share in [np.int64(1), np.array([1])]:
+        scores = torch.randn(2, 3, 16, dtype=torch.float64)
+        expected = screen(scores, Grid(4, 4), rules.Gamma(0.01), share=1)
+        tree = screen(scores, Grid(4, 4), rules.Gamma(0.01), share=share)  # type: ignore[arg-type]
+        assert torch.equal(tree.leaf_index, expected.leaf_index)

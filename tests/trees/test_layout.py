@@ -1,6 +1,5 @@
 """Static layouts: bookkeeping of the levels of quadtrees and tiles."""
 
-import pytest
 import torch
 
 from bmfa.grid import Grid
@@ -13,14 +12,6 @@ TILES = [(1, 1, 1), (1, 7, 3), (5, 8, 3), (4, 4, 4), (14, 14, 4), (6, 3, 1), (3,
 def layouts() -> list[Layout]:
     made = [quadtree_layout(Grid(*size)) for size in SIZES + LARGE]
     return made + [tile_layout(Grid(height, width), side) for height, width, side in TILES]
-
-
-def name(layout: Layout) -> str:
-    grid = layout.grid
-    return f"{grid.height}x{grid.width}-{len(layout.levels)}-levels"
-
-
-every_layout = pytest.mark.parametrize("layout", layouts(), ids=name)
 
 
 def rows(level: Level, width: int) -> torch.Tensor:
@@ -60,73 +51,73 @@ def test_layouts_are_built_once():
     assert layout.to("meta").device.type == "meta"
 
 
-@every_layout
-def test_every_token_ends_at_one_level(layout):
-    tokens = torch.cat([level.tokens for level in layout.levels])
-    assert torch.equal(tokens.sort().values, torch.arange(layout.grid.size))
-    starts = torch.cat([level.token_starts for level in layout.levels])
-    assert torch.equal(layout.token_rank[tokens], starts)
-    assert torch.equal(layout.token_order[layout.token_rank], torch.arange(layout.grid.size))
+def test_every_token_ends_at_one_level():
+    for layout in layouts():
+        tokens = torch.cat([level.tokens for level in layout.levels])
+        assert torch.equal(tokens.sort().values, torch.arange(layout.grid.size))
+        starts = torch.cat([level.token_starts for level in layout.levels])
+        assert torch.equal(layout.token_rank[tokens], starts)
+        assert torch.equal(layout.token_order[layout.token_rank], torch.arange(layout.grid.size))
 
 
-@every_layout
-def test_children_fill_their_parents(layout):
-    width = layout.grid.width
-    for level, below in zip(layout.levels, layout.levels[1:], strict=False):
-        boxes = rows(below, width)
-        area = (boxes[:, 2] - boxes[:, 0]) * (boxes[:, 3] - boxes[:, 1])
-        children = boxes[level.children]  # (n, k, 4)
-        assert bool((area[level.children] * level.present).sum(1).eq(level.counts).all())
-        inside = torch.cat(
-            (
-                children[..., :2] >= level.boxes[:, None, :2],
-                children[..., 2:] <= level.boxes[:, None, 2:],
-            ),
-            -1,
-        )
-        assert bool(inside.all())
-        # Each row of the level below is the child of one parent, and knows it.
-        parents = torch.arange(level.size)[:, None].expand_as(level.children)
-        listed = level.children[level.present]
-        assert torch.equal(listed.sort().values, torch.arange(len(boxes)))
-        known = torch.cat((below.parents, below.token_parents))
-        assert torch.equal(known[listed], parents[level.present])
+def test_children_fill_their_parents():
+    for layout in layouts():
+        width = layout.grid.width
+        for level, below in zip(layout.levels, layout.levels[1:], strict=False):
+            boxes = rows(below, width)
+            area = (boxes[:, 2] - boxes[:, 0]) * (boxes[:, 3] - boxes[:, 1])
+            children = boxes[level.children]  # (n, k, 4)
+            assert bool((area[level.children] * level.present).sum(1).eq(level.counts).all())
+            inside = torch.cat(
+                (
+                    children[..., :2] >= level.boxes[:, None, :2],
+                    children[..., 2:] <= level.boxes[:, None, 2:],
+                ),
+                -1,
+            )
+            assert bool(inside.all())
+            # Each row of the level below is the child of one parent, and knows it.
+            parents = torch.arange(level.size)[:, None].expand_as(level.children)
+            listed = level.children[level.present]
+            assert torch.equal(listed.sort().values, torch.arange(len(boxes)))
+            known = torch.cat((below.parents, below.token_parents))
+            assert torch.equal(known[listed], parents[level.present])
 
 
-@every_layout
-def test_starts_follow_from_the_counts(layout):
-    for level, below in zip(layout.levels, layout.levels[1:], strict=False):
-        starts = torch.cat((below.starts, below.token_starts))[level.children]
-        counts = torch.cat((below.counts, torch.ones_like(below.tokens)))[level.children]
-        counts = counts * level.present
-        expected = level.starts[:, None] + counts.cumsum(1) - counts
-        assert torch.equal(starts[level.present], expected[level.present])
+def test_starts_follow_from_the_counts():
+    for layout in layouts():
+        for level, below in zip(layout.levels, layout.levels[1:], strict=False):
+            starts = torch.cat((below.starts, below.token_starts))[level.children]
+            counts = torch.cat((below.counts, torch.ones_like(below.tokens)))[level.children]
+            counts = counts * level.present
+            expected = level.starts[:, None] + counts.cumsum(1) - counts
+            assert torch.equal(starts[level.present], expected[level.present])
 
 
-@every_layout
-def test_rows_of_children_are_gathered(layout):
+def test_rows_of_children_are_gathered():
     """`Layout.children` on the boxes themselves gives what the index tensors say."""
-    width = layout.grid.width
-    every_token = torch.arange(layout.grid.size)
-    top, left = every_token // width, every_token % width
-    tokens = torch.stack((top, left, top + 1, left + 1), -1)
-    for depth, level in enumerate(layout.levels[:-1]):
-        below = layout.levels[depth + 1]
-        gathered = layout.gather_children(depth, below.boxes, tokens)
-        assert torch.equal(gathered, rows(below, width)[level.children])
-        zeroed = layout.gather_children(depth, torch.ones_like(below.boxes), None)
-        block = level.children < below.size
-        assert torch.equal(zeroed[..., 0].bool(), block)
+    for layout in layouts():
+        width = layout.grid.width
+        every_token = torch.arange(layout.grid.size)
+        top, left = every_token // width, every_token % width
+        tokens = torch.stack((top, left, top + 1, left + 1), -1)
+        for depth, level in enumerate(layout.levels[:-1]):
+            below = layout.levels[depth + 1]
+            gathered = layout.gather_children(depth, below.boxes, tokens)
+            assert torch.equal(gathered, rows(below, width)[level.children])
+            zeroed = layout.gather_children(depth, torch.ones_like(below.boxes), None)
+            block = level.children < below.size
+            assert torch.equal(zeroed[..., 0].bool(), block)
 
 
-@every_layout
-def test_offsets_count_the_blocks(layout):
-    sizes = [level.size for level in layout.levels]
-    assert layout.offsets[0] == 0 and layout.block_count == sum(sizes) == layout.offsets[-1]
-    assert [b - a for a, b in zip(layout.offsets, layout.offsets[1:], strict=False)] == sizes
-    assert sizes[-1] == 0, "the last level holds single tokens alone"
-    for level in layout.levels:
-        assert bool((level.counts > 1).all())
+def test_offsets_count_the_blocks():
+    for layout in layouts():
+        sizes = [level.size for level in layout.levels]
+        assert layout.offsets[0] == 0 and layout.block_count == sum(sizes) == layout.offsets[-1]
+        assert [b - a for a, b in zip(layout.offsets, layout.offsets[1:], strict=False)] == sizes
+        assert sizes[-1] == 0, "the last level holds single tokens alone"
+        for level in layout.levels:
+            assert bool((level.counts > 1).all())
 
 
 def test_tiles_have_remainders_at_the_right_and_the_bottom():
@@ -159,13 +150,13 @@ def test_tiles_of_one_token_and_of_the_whole_grid():
     assert whole.levels[0].boxes.tolist() == [[0, 0, 3, 4]]
 
 
-@every_layout
-def test_the_tokens_of_a_quadtree_are_in_z_order(layout):
-    if layout is quadtree_layout(layout.grid):
-        assert torch.equal(layout.token_rank, layout.grid.z_rank)
-        assert torch.equal(layout.token_order, layout.grid.z_order)
-    else:
-        assert torch.equal(layout.levels[0].starts.sort().values, layout.levels[0].starts)
+def test_the_tokens_of_a_quadtree_are_in_z_order():
+    for layout in layouts():
+        if layout is quadtree_layout(layout.grid):
+            assert torch.equal(layout.token_rank, layout.grid.z_rank)
+            assert torch.equal(layout.token_order, layout.grid.z_order)
+        else:
+            assert torch.equal(layout.levels[0].starts.sort().values, layout.levels[0].starts)
 
 
 def test_partition_labels_the_blocks_of_every_level():

@@ -1,5 +1,6 @@
 """Trees under a mask against the recursive oracle: equal, not close."""
 
+import itertools
 from dataclasses import dataclass
 
 import numpy as np
@@ -249,17 +250,17 @@ def test_masked_trees_from_keys_equal_the_oracle(one_mask: bool, step: int) -> N
     assert report.ties <= report.trees // 1000, report
 
 
-@pytest.mark.parametrize("shape", [(1, 4), (3, 8), (4, 16), (24, 64)])
-def test_a_mask_of_all_tokens_changes_nothing(shape: tuple[int, int]) -> None:
-    generator = np.random.default_rng(0)
-    grid = Grid(*shape)
-    scores = 20 * torch.from_numpy(generator.normal(size=(8, grid.size)))
-    everything = torch.ones(grid.size, dtype=torch.bool)
-    for rule in (*every_rule(generator), rules.ExactGap(0.0), rules.Gamma(0.0, lookahead=9)):
-        for tau in (0.3, 1.0):
-            plain = screen(scores, grid, rule, tau=tau)
-            masked = screen(scores, grid, rule, tau=tau, valid=everything)
-            assert torch.equal(plain.split, masked.split), rule
+def test_a_mask_of_all_tokens_changes_nothing() -> None:
+    for shape in [(1, 4), (3, 8), (4, 16), (24, 64)]:
+        generator = np.random.default_rng(0)
+        grid = Grid(*shape)
+        scores = 20 * torch.from_numpy(generator.normal(size=(8, grid.size)))
+        everything = torch.ones(grid.size, dtype=torch.bool)
+        for rule in (*every_rule(generator), rules.ExactGap(0.0), rules.Gamma(0.0, lookahead=9)):
+            for tau in (0.3, 1.0):
+                plain = screen(scores, grid, rule, tau=tau)
+                masked = screen(scores, grid, rule, tau=tau, valid=everything)
+                assert torch.equal(plain.split, masked.split), rule
 
 
 def test_a_missing_child_does_not_dominate() -> None:
@@ -268,38 +269,35 @@ def test_a_missing_child_does_not_dominate() -> None:
     assert tree.leaf_count == 4
 
 
-@pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("shape", [(1, 16), (2, 8), (4, 4)])
-def test_a_variance_beyond_all_numbers_is_above_every_threshold(
-    shape: tuple[int, int], masked: bool
-) -> None:
-    scores = 1e25 * torch.randn(3, 16, generator=torch.Generator().manual_seed(0))
-    valid = torch.ones(16, dtype=torch.bool) if masked else None
-    tree = screen(scores, Grid(*shape), rules.Variance(1.0), valid=valid)
-    assert tree.leaf_count.tolist() == [16, 16, 16]
+def test_a_variance_beyond_all_numbers_is_above_every_threshold() -> None:
+    for masked, shape in itertools.product([False, True], [(1, 16), (2, 8), (4, 4)]):
+        scores = 1e25 * torch.randn(3, 16, generator=torch.Generator().manual_seed(0))
+        valid = torch.ones(16, dtype=torch.bool) if masked else None
+        tree = screen(scores, Grid(*shape), rules.Variance(1.0), valid=valid)
+        assert tree.leaf_count.tolist() == [16, 16, 16]
 
 
-@pytest.mark.parametrize("seed", range(60))
-def test_masked_trees_that_are_shared_equal_the_oracle(seed: int) -> None:
+def test_masked_trees_that_are_shared_equal_the_oracle() -> None:
     """The largest score of a block among those that share a tree decides on its split."""
-    generator = np.random.default_rng(seed)
-    shape = SHAPES[seed % len(SHAPES)]
-    scores = 30 * generator.normal(size=(2, *shape))
-    valid = generator.random(shape) < 0.9
-    valid[0, 0] = True
-    oracles = [Oracle(row, valid, 0.3, None) for row in scores]
-    flat, mask = torch.from_numpy(scores).flatten(1), torch.from_numpy(valid).flatten()
-    for rule in (rules.ExactGap(3.0), rules.Gamma(3.0, lookahead=2), rules.Mass(1e-3)):
-        tree = screen(flat, Grid(*shape), rule, tau=0.3, valid=mask, share=0)
-        judged = [{n.box: s for n, (s, _) in o.judged(rule).items()} for o in oracles]
-        worst = {box: max(scores[box] for scores in judged) for box in judged[0]}
-        want, reached = set(), [oracles[0].root]
-        while reached:
-            node = reached.pop()
-            if node.count > 1 and worst[node.box] > rule.epsilon:
-                want.add(node.box)
-                reached += node.children
-        assert split_boxes(tree) == [want]
+    for seed in range(60):
+        generator = np.random.default_rng(seed)
+        shape = SHAPES[seed % len(SHAPES)]
+        scores = 30 * generator.normal(size=(2, *shape))
+        valid = generator.random(shape) < 0.9
+        valid[0, 0] = True
+        oracles = [Oracle(row, valid, 0.3, None) for row in scores]
+        flat, mask = torch.from_numpy(scores).flatten(1), torch.from_numpy(valid).flatten()
+        for rule in (rules.ExactGap(3.0), rules.Gamma(3.0, lookahead=2), rules.Mass(1e-3)):
+            tree = screen(flat, Grid(*shape), rule, tau=0.3, valid=mask, share=0)
+            judged = [{n.box: s for n, (s, _) in o.judged(rule).items()} for o in oracles]
+            worst = {box: max(scores[box] for scores in judged) for box in judged[0]}
+            want, reached = set(), [oracles[0].root]
+            while reached:
+                node = reached.pop()
+                if node.count > 1 and worst[node.box] > rule.epsilon:
+                    want.add(node.box)
+                    reached += node.children
+            assert split_boxes(tree) == [want]
 
 
 def test_the_output_bound_takes_no_value_that_does_not_exist() -> None:

@@ -33,35 +33,32 @@ BY_EPSILON = [
 ]
 
 
-@pytest.mark.parametrize("make", BY_EPSILON)
-@pytest.mark.parametrize(
-    ("value", "error"),
-    [
-        (-0.1, ValueError),
-        (-1, ValueError),
-        (NAN, ValueError),
-        (INF, ValueError),
-        ("0.1", TypeError),
-        (None, TypeError),
-        (True, TypeError),
-        ([0.1], TypeError),
-        (1j, TypeError),
-        (torch.tensor(0.1), TypeError),
-    ],
-    ids=str,
-)
-def test_a_bad_epsilon_is_refused_when_made(make, value, error):
-    received = re.escape(repr(float(value) if error is ValueError else value))
-    accepted = r"pass a (finite|real) number in \[0, inf[\])]"
-    if isinstance(value, torch.Tensor):
-        accepted += r", not a tensor: call \.item\(\)"
-    with pytest.raises(error, match=f"^epsilon is {received}; {accepted}$"):
-        make(value)
+def test_a_bad_epsilon_is_refused_when_made():
+    for make, (value, error) in itertools.product(
+        BY_EPSILON,
+        [
+            (-0.1, ValueError),
+            (-1, ValueError),
+            (NAN, ValueError),
+            (INF, ValueError),
+            ("0.1", TypeError),
+            (None, TypeError),
+            (True, TypeError),
+            ([0.1], TypeError),
+            (1j, TypeError),
+            (torch.tensor(0.1), TypeError),
+        ],
+    ):
+        received = re.escape(repr(float(value) if error is ValueError else value))
+        accepted = r"pass a (finite|real) number in \[0, inf[\])]"
+        if isinstance(value, torch.Tensor):
+            accepted += r", not a tensor: call \.item\(\)"
+        with pytest.raises(error, match=f"^epsilon is {received}; {accepted}$"):
+            make(value)
 
 
-@pytest.mark.parametrize(
-    ("make", "error", "message"),
-    [
+def test_bad_parameters_are_refused_when_made():
+    for make, error, message in [
         (lambda: rules.Gamma(0.1, lookahead=0), ValueError, "lookahead is 0; pass .* at least 1"),
         (lambda: rules.Gamma(0.1, lookahead=-2), ValueError, "lookahead is -2; pass"),
         (lambda: rules.Gamma(0.1, lookahead=1.0), TypeError, r"lookahead is 1\.0; pass an integer"),
@@ -103,21 +100,18 @@ def test_a_bad_epsilon_is_refused_when_made(make, value, error):
         (lambda: rules.Optimal(leaves=True), TypeError, "leaves is True; pass an integer"),
         (lambda: rules.Optimal(leaves="3"), TypeError, "leaves is '3'; pass an integer"),
         (lambda: rules.Optimal(0.1, pooled=True), ValueError, "pooled=True pools a budget"),
-    ],
-)
-def test_bad_parameters_are_refused_when_made(make, error, message):
-    with pytest.raises(error, match=message):
-        make()
+    ]:
+        with pytest.raises(error, match=message):
+            make()
 
 
-@pytest.mark.parametrize(
-    "make",
-    [lambda: rules.Mass(0.1, coarse="no"), lambda: rules.Optimal(leaves=3, pooled="no")],
-    ids=["coarse", "pooled"],
-)
-def test_bad_flags_are_refused_when_made(make):
-    with pytest.raises(TypeError, match="'no'; pass"):
-        make()
+def test_bad_flags_are_refused_when_made():
+    for make in [
+        lambda: rules.Mass(0.1, coarse="no"),
+        lambda: rules.Optimal(leaves=3, pooled="no"),
+    ]:
+        with pytest.raises(TypeError, match="'no'; pass"):
+            make()
 
 
 def test_the_global_mean_has_no_depth():
@@ -130,17 +124,20 @@ def test_a_number_beyond_all_floats_is_refused():
         rules.Gamma(10**400)
 
 
-@pytest.mark.parametrize(
-    "rule",
-    [rules.Gamma(0.1), rules.Optimal(0.1), rules.FixedBlocks(2), rules.RandomQuadrants(0.5)],
-    ids=str,
-)
-def test_rules_are_immutable_values(rule):
-    for field in dataclasses.fields(rule):
-        with pytest.raises(dataclasses.FrozenInstanceError):
-            setattr(rule, field.name, 1)
-    assert dataclasses.replace(rule) == rule and hash(dataclasses.replace(rule)) == hash(rule)
-    assert rules.Gamma(0.1) != rules.ExactGap(0.1) and rules.Variance(0.1) != rules.QuadrantGap(0.1)
+def test_rules_are_immutable_values():
+    for rule in [
+        rules.Gamma(0.1),
+        rules.Optimal(0.1),
+        rules.FixedBlocks(2),
+        rules.RandomQuadrants(0.5),
+    ]:
+        for field in dataclasses.fields(rule):
+            with pytest.raises(dataclasses.FrozenInstanceError):
+                setattr(rule, field.name, 1)
+        assert dataclasses.replace(rule) == rule and hash(dataclasses.replace(rule)) == hash(rule)
+        assert rules.Gamma(0.1) != rules.ExactGap(0.1) and rules.Variance(0.1) != rules.QuadrantGap(
+            0.1
+        )
 
 
 NAMES = {
@@ -168,60 +165,55 @@ NAMES = {
 }
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_tree_functions_take_rules_by_name(name):
-    assert rules.as_rule(name) == NAMES[name] and rules.as_rule(NAMES[name]) is NAMES[name]
-    q, k = noise(2, 3, 5), noise(2, 64, 5, seed=1)
-    scores = q @ k.transpose(1, 2) / math.sqrt(5)
-    by_name, by_rule = (screen(scores, Grid(8, 8), rule) for rule in (name, NAMES[name]))
-    assert torch.equal(by_name.split, by_rule.split) and by_name.rule == name
-    by_name, by_rule = (screen_keys(q, k, Grid(8, 8), rule) for rule in (name, NAMES[name]))
-    assert torch.equal(by_name.split, by_rule.split)
-    if name != "random-quadrants:0.25" and "pooled" not in name:
-        one = scores[0, 0].view(8, 8).numpy()
-        assert reference.build_tree(one, name) == reference.build_tree(one, NAMES[name])
+def test_tree_functions_take_rules_by_name():
+    for name in NAMES:
+        assert rules.as_rule(name) == NAMES[name] and rules.as_rule(NAMES[name]) is NAMES[name]
+        q, k = noise(2, 3, 5), noise(2, 64, 5, seed=1)
+        scores = q @ k.transpose(1, 2) / math.sqrt(5)
+        by_name, by_rule = (screen(scores, Grid(8, 8), rule) for rule in (name, NAMES[name]))
+        assert torch.equal(by_name.split, by_rule.split) and by_name.rule == name
+        by_name, by_rule = (screen_keys(q, k, Grid(8, 8), rule) for rule in (name, NAMES[name]))
+        assert torch.equal(by_name.split, by_rule.split)
+        if name != "random-quadrants:0.25" and "pooled" not in name:
+            one = scores[0, 0].view(8, 8).numpy()
+            assert reference.build_tree(one, name) == reference.build_tree(one, NAMES[name])
 
 
-@pytest.mark.parametrize("rule", [None, 0.005, rules.Gamma, ("gamma", 0.005)], ids=repr)
-def test_what_is_no_rule_is_refused_with_the_way_out(rule):
-    message = rf"^rule is {re.escape(repr(rule))}; pass one of bmfa.rules.*'gamma:0.005'"
-    for call in (
-        lambda: rules.as_rule(rule),
-        lambda: screen(torch.zeros(4), Grid(2, 2), rule),
-        lambda: screen_keys(torch.zeros(3, 5), torch.zeros(4, 5), Grid(2, 2), rule),
-    ):
-        with pytest.raises(TypeError, match=message):
-            call()
+def test_what_is_no_rule_is_refused_with_the_way_out():
+    for rule in [None, 0.005, rules.Gamma, ("gamma", 0.005)]:
+        message = rf"^rule is {re.escape(repr(rule))}; pass one of bmfa.rules.*'gamma:0.005'"
+        for call in (
+            lambda: rules.as_rule(rule),
+            lambda: screen(torch.zeros(4), Grid(2, 2), rule),
+            lambda: screen_keys(torch.zeros(3, 5), torch.zeros(4, 5), Grid(2, 2), rule),
+        ):
+            with pytest.raises(TypeError, match=message):
+                call()
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_rules_say_their_command_line_name_and_are_read_from_it(name):
-    assert str(NAMES[name]) == name
-    assert rules.parse(name) == NAMES[name]
-    assert screen(torch.zeros(256), Grid(16, 16), NAMES[name]).rule == name
+def test_rules_say_their_command_line_name_and_are_read_from_it():
+    for name in NAMES:
+        assert str(NAMES[name]) == name
+        assert rules.parse(name) == NAMES[name]
+        assert screen(torch.zeros(256), Grid(16, 16), NAMES[name]).rule == name
 
 
-@pytest.mark.parametrize(
-    "rule",
-    [
+def test_no_two_rules_have_one_name():
+    for rule in [
         rules.Optimal(leaves=1.0),
         rules.Optimal(leaves=1234567),
         rules.Gamma(0.12345678),
         rules.RandomQuadrants(1 / 3),
-    ],
-    ids=repr,
-)
-def test_no_two_rules_have_one_name(rule):
-    assert repr(rules.parse(str(rule))) == repr(rule)
+    ]:
+        assert repr(rules.parse(str(rule))) == repr(rule)
 
 
 def test_the_seed_of_coins_comes_beside_the_name():
     assert rules.parse("random-quadrants:0.25", seed=7) == rules.RandomQuadrants(0.25, 7)
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
+def test_names_of_no_rule_are_refused():
+    for text in [
         "",
         "gamma",
         "gamma:",
@@ -239,11 +231,9 @@ def test_the_seed_of_coins_comes_beside_the_name():
         "optimal-leaves:0",
         "optimal-leaves:1.5",
         "sparge:1",
-    ],
-)
-def test_names_of_no_rule_are_refused(text):
-    with pytest.raises(ValueError, match=rf"^rule '{re.escape(text)}'.*NAME:VALUE"):
-        rules.parse(text)
+    ]:
+        with pytest.raises(ValueError, match=rf"^rule '{re.escape(text)}'.*NAME:VALUE"):
+            rules.parse(text)
 
 
 THRESHOLD_RULES = [
@@ -259,56 +249,58 @@ THRESHOLD_RULES = [
 ]
 
 
-@pytest.mark.parametrize("rule", THRESHOLD_RULES, ids=str)
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
-def test_a_constant_grid_is_one_leaf(rule, dtype):
-    constants = torch.tensor([0.1, 3.7, 1e4, -1e4, 0.0, 1 / 3, 6e-5], dtype=torch.float64).to(dtype)
-    for size in [(1, 1), (1, 7), (5, 3), (14, 14), (37, 37)]:
-        grid = Grid(*size)
-        scores = constants.unsqueeze(1).expand(-1, grid.size)
-        for tau in (1.0, 1e-3):
-            tree = screen(scores, grid, rule, tau=tau)
-            assert tree.leaf_count.tolist() == [1] * 7, (size, tau)
-            assert not bool(tree.error(scores).any())
-    valid = torch.arange(15 * 11) % 3 > 0
-    spoilt = constants.unsqueeze(1).expand(-1, 165).clone()
-    spoilt[:, ~valid] = torch.tensor([NAN, INF, -INF, 5.0, 1e3], dtype=dtype).repeat(11)
-    assert screen(spoilt, Grid(15, 11), rule, valid=valid).leaf_count.tolist() == [1] * 7
+def test_a_constant_grid_is_one_leaf():
+    for rule, dtype in itertools.product(
+        THRESHOLD_RULES, [torch.float16, torch.bfloat16, torch.float32, torch.float64]
+    ):
+        constants = torch.tensor([0.1, 3.7, 1e4, -1e4, 0.0, 1 / 3, 6e-5], dtype=torch.float64).to(
+            dtype
+        )
+        for size in [(1, 1), (1, 7), (5, 3), (14, 14), (37, 37)]:
+            grid = Grid(*size)
+            scores = constants.unsqueeze(1).expand(-1, grid.size)
+            for tau in (1.0, 1e-3):
+                tree = screen(scores, grid, rule, tau=tau)
+                assert tree.leaf_count.tolist() == [1] * 7, (size, tau)
+                assert not bool(tree.error(scores).any())
+        valid = torch.arange(15 * 11) % 3 > 0
+        spoilt = constants.unsqueeze(1).expand(-1, 165).clone()
+        spoilt[:, ~valid] = torch.tensor([NAN, INF, -INF, 5.0, 1e3], dtype=dtype).repeat(11)
+        assert screen(spoilt, Grid(15, 11), rule, valid=valid).leaf_count.tolist() == [1] * 7
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("offset", [3.7, -100.0])
-def test_means_that_differ_by_rounding_are_equal(dtype, offset):
+def test_means_that_differ_by_rounding_are_equal():
     """Quadrants of the same values in other orders: their means are one number, to rounding."""
-    for side in (4, 7, 10):
-        values = noise(40, 1, side * side) + offset
-        order = torch.rand(
-            40, 4, side * side, generator=torch.Generator().manual_seed(side)
-        ).argsort(-1)
-        quadrants = values.expand(40, 4, -1).gather(-1, order).view(40, 2, 2, side, side)
-        scores = quadrants.transpose(2, 3).reshape(40, -1).to(dtype)
-        for rule in (rules.Gamma(0.0), rules.Mass(0.0), rules.Mass(0.0, coarse=True)):
-            assert bool((screen(scores, Grid(2 * side, 2 * side), rule).leaf_count == 1).all())
+    for dtype, offset in itertools.product([torch.float32, torch.float64], [3.7, -100.0]):
+        for side in (4, 7, 10):
+            values = noise(40, 1, side * side) + offset
+            order = torch.rand(
+                40, 4, side * side, generator=torch.Generator().manual_seed(side)
+            ).argsort(-1)
+            quadrants = values.expand(40, 4, -1).gather(-1, order).view(40, 2, 2, side, side)
+            scores = quadrants.transpose(2, 3).reshape(40, -1).to(dtype)
+            for rule in (rules.Gamma(0.0), rules.Mass(0.0), rules.Mass(0.0, coarse=True)):
+                assert bool((screen(scores, Grid(2 * side, 2 * side), rule).leaf_count == 1).all())
 
 
-@pytest.mark.parametrize("rule", THRESHOLD_RULES, ids=str)
-def test_the_smallest_step_in_a_constant_grid_is_told_or_lost_in_rounding(rule):
+def test_the_smallest_step_in_a_constant_grid_is_told_or_lost_in_rounding():
     """One token a rounding above the rest: whatever is decided, the error is rounding."""
-    scores = torch.full((4, 64), 3.7, dtype=torch.float64)
-    for row, step in enumerate((1e-15, 1e-12, 1e-8, 1e-4)):
-        scores[row, 27] += step
-    tree = screen(scores, Grid(8, 8), rule)
-    assert tree.error(scores).max() < 1e-9  # no rule may hide the step of 1e-4: E = 7.7e-11
-    if not isinstance(rule, rules.Optimal) or rule.error is None:
-        assert tree.leaf_count[3] > 1
+    for rule in THRESHOLD_RULES:
+        scores = torch.full((4, 64), 3.7, dtype=torch.float64)
+        for row, step in enumerate((1e-15, 1e-12, 1e-8, 1e-4)):
+            scores[row, 27] += step
+        tree = screen(scores, Grid(8, 8), rule)
+        assert tree.error(scores).max() < 1e-9  # no rule may hide the step of 1e-4: E = 7.7e-11
+        if not isinstance(rule, rules.Optimal) or rule.error is None:
+            assert tree.leaf_count[3] > 1
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_exact_gap_zero_is_dense(dtype):
-    scores = noise(20, 14 * 14).to(dtype)
-    tree = screen(scores, Grid(14, 14), rules.ExactGap(0.0))
-    assert bool((tree.leaf_count == 196).all())
-    assert torch.equal(tree.reconstruct(scores), scores)
+def test_exact_gap_zero_is_dense():
+    for dtype in [torch.float32, torch.float64]:
+        scores = noise(20, 14 * 14).to(dtype)
+        tree = screen(scores, Grid(14, 14), rules.ExactGap(0.0))
+        assert bool((tree.leaf_count == 196).all())
+        assert torch.equal(tree.reconstruct(scores), scores)
 
 
 def test_random_quadrants_are_those_of_the_seed():
@@ -336,29 +328,33 @@ def test_random_quadrants_are_those_of_the_seed():
     assert torch.equal(other.split, split(1)), "a coin reads no score"
 
 
-@pytest.mark.parametrize("p", [0.0, 0.25, 0.5, 1.0])
-def test_random_quadrants_leave_the_expected_share(p):
-    tree = screen(torch.zeros(20000, 196), Grid(14, 14), rules.RandomQuadrants(p, seed=5))
-    expected = p + 4 * (1 - p) / 196
-    spread = math.sqrt(4 * p * (1 - p)) * 48 / 196 / math.sqrt(20000)
-    assert tree.leaf_ratio.double().mean().item() == pytest.approx(expected, abs=5 * spread + 1e-7)
-    assert set(tree.leaf_count.unique().tolist()) <= {4 + 48 * k for k in range(5)}
+def test_random_quadrants_leave_the_expected_share():
+    for p in [0.0, 0.25, 0.5, 1.0]:
+        tree = screen(torch.zeros(20000, 196), Grid(14, 14), rules.RandomQuadrants(p, seed=5))
+        expected = p + 4 * (1 - p) / 196
+        spread = math.sqrt(4 * p * (1 - p)) * 48 / 196 / math.sqrt(20000)
+        assert tree.leaf_ratio.double().mean().item() == pytest.approx(
+            expected, abs=5 * spread + 1e-7
+        )
+        assert set(tree.leaf_count.unique().tolist()) <= {4 + 48 * k for k in range(5)}
 
 
-@pytest.mark.parametrize("size", [(1, 1), (1, 2), (1, 3), (2, 2), (3, 1), (3, 3), (14, 14), (5, 8)])
-@pytest.mark.parametrize("rule", [rules.QuadrantGap(0.0), rules.Variance(0.0)], ids=str)
-def test_quadrants_are_whole_or_token_by_token(size, rule):
-    grid = Grid(*size)
-    quadrant = grid.partition(1)
-    scores = torch.zeros(16, grid.size, dtype=torch.float64)
-    # Row r of the batch has spread in the quadrants of its bits.
-    lively = torch.tensor([[bool(r >> (3 - i) & 1) for i in range(4)] for r in range(16)])
-    scores = torch.where(lively[:, quadrant], noise(16, grid.size), scores)
-    tree = screen(scores, grid, rule)
-    sizes = quadrant.bincount(minlength=4)
-    expected = torch.where(lively, sizes, sizes.clamp(max=1)).sum(-1)
-    assert tree.leaf_count.tolist() == expected.tolist()
-    assert (tree.leaf_index[:, 0] == 0).all()
+def test_quadrants_are_whole_or_token_by_token():
+    for size, rule in itertools.product(
+        [(1, 1), (1, 2), (1, 3), (2, 2), (3, 1), (3, 3), (14, 14), (5, 8)],
+        [rules.QuadrantGap(0.0), rules.Variance(0.0)],
+    ):
+        grid = Grid(*size)
+        quadrant = grid.partition(1)
+        scores = torch.zeros(16, grid.size, dtype=torch.float64)
+        # Row r of the batch has spread in the quadrants of its bits.
+        lively = torch.tensor([[bool(r >> (3 - i) & 1) for i in range(4)] for r in range(16)])
+        scores = torch.where(lively[:, quadrant], noise(16, grid.size), scores)
+        tree = screen(scores, grid, rule)
+        sizes = quadrant.bincount(minlength=4)
+        expected = torch.where(lively, sizes, sizes.clamp(max=1)).sum(-1)
+        assert tree.leaf_count.tolist() == expected.tolist()
+        assert (tree.leaf_index[:, 0] == 0).all()
 
 
 def test_quadrant_gap_and_variance_read_what_they_say():
@@ -389,15 +385,15 @@ def test_fixed_rules_read_no_score():
         assert torch.equal(tree.leaf_index.long(), grid.partition(depth))
 
 
-@pytest.mark.parametrize("seed", range(6))
-def test_coarse_mass_never_splits_less(seed):
+def test_coarse_mass_never_splits_less():
     """Z~ <= Z, so the share a split recovers is never smaller."""
-    grid = Grid(*[(16, 16), (14, 14), (5, 13)][seed % 3])
-    scores = noise(40, grid.size, seed=seed) * 3
-    for epsilon in (1e-4, 1e-3, 0.01, 0.1):
-        exact = screen(scores, grid, rules.Mass(epsilon))
-        coarse = screen(scores, grid, rules.Mass(epsilon, coarse=True))
-        assert bool(coarse.refines(exact).all())
+    for seed in range(6):
+        grid = Grid(*[(16, 16), (14, 14), (5, 13)][seed % 3])
+        scores = noise(40, grid.size, seed=seed) * 3
+        for epsilon in (1e-4, 1e-3, 0.01, 0.1):
+            exact = screen(scores, grid, rules.Mass(epsilon))
+            coarse = screen(scores, grid, rules.Mass(epsilon, coarse=True))
+            assert bool(coarse.refines(exact).all())
 
 
 def label_of(field: np.ndarray, epsilon: float, tau: float, slack: float) -> set[str]:
@@ -425,30 +421,31 @@ def label_of(field: np.ndarray, epsilon: float, tau: float, slack: float) -> set
     return allowed
 
 
-@pytest.mark.parametrize("limit", [0, 1, 2, None])
-@pytest.mark.parametrize("tau", [0.3, 1.0])
-def test_certified_labels(limit, tau):
-    grid = Grid(10, 7)
-    scores = noise(12, 70, seed=3) * torch.linspace(0.05, 3, 12, dtype=torch.float64).unsqueeze(1)
-    seen = set()
-    for epsilon in (0.05, 0.5):
-        tree = screen(scores, grid, rules.Certified(epsilon), tau=tau, max_depth=limit)
-        for i in range(12):
-            field = scores[i].view(10, 7).numpy()
-            one = tree[i]
-            for box, label, marked in zip(
-                one.leaf_boxes.tolist(), one.leaf_labels, one.depth_limited, strict=True
-            ):
-                top, left, bottom, right = box
-                name = LABELS[label]
-                seen.add(name)
-                assert name in label_of(field[top:bottom, left:right], epsilon, tau, 1e-9)
-                # What is not safe is there because of the depth limit alone.
-                assert (name == "safe") != bool(marked)
-                gap = reference.gap(field[top:bottom, left:right], tau)
-                assert (name != "safe") or gap <= epsilon
-                assert (name != "must-refine") or gap > epsilon
-    assert seen == ({"safe"} if limit is None else set(LABELS))
+def test_certified_labels():
+    for limit, tau in itertools.product([0, 1, 2, None], [0.3, 1.0]):
+        grid = Grid(10, 7)
+        scores = noise(12, 70, seed=3) * torch.linspace(0.05, 3, 12, dtype=torch.float64).unsqueeze(
+            1
+        )
+        seen = set()
+        for epsilon in (0.05, 0.5):
+            tree = screen(scores, grid, rules.Certified(epsilon), tau=tau, max_depth=limit)
+            for i in range(12):
+                field = scores[i].view(10, 7).numpy()
+                one = tree[i]
+                for box, label, marked in zip(
+                    one.leaf_boxes.tolist(), one.leaf_labels, one.depth_limited, strict=True
+                ):
+                    top, left, bottom, right = box
+                    name = LABELS[label]
+                    seen.add(name)
+                    assert name in label_of(field[top:bottom, left:right], epsilon, tau, 1e-9)
+                    # What is not safe is there because of the depth limit alone.
+                    assert (name == "safe") != bool(marked)
+                    gap = reference.gap(field[top:bottom, left:right], tau)
+                    assert (name != "safe") or gap <= epsilon
+                    assert (name != "must-refine") or gap > epsilon
+        assert seen == ({"safe"} if limit is None else set(LABELS))
 
 
 def test_labels_of_shared_trees_are_those_of_the_bounds():
@@ -460,18 +457,19 @@ def test_labels_of_shared_trees_are_those_of_the_bounds():
     assert torch.equal(shared.flat().leaf_boxes, alone.leaf_boxes)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
-@pytest.mark.parametrize("offset", [0.0, 100.0, 1e4])
-def test_certified_keeps_its_promise_without_tolerance(dtype, offset):
-    for size in [(1, 7), (14, 14), (16, 25)]:
-        grid = Grid(*size)
-        scores = (noise(24, grid.size) * 3 + offset).to(dtype)
-        scores[::3] = scores[::3].round()  # ties and constant blocks
-        scores[1::3, 0] += 9
-        for tau, epsilon in itertools.product((1e-3, 1.0), (1e-6, 0.01, 0.5)):
-            tree = screen(scores, grid, rules.Certified(epsilon), tau=tau)
-            assert bool((tree.error(scores.double()) <= epsilon).all()), (size, tau, epsilon)
-            assert not bool(tree.leaf_labels.any())
+def test_certified_keeps_its_promise_without_tolerance():
+    for dtype, offset in itertools.product(
+        [torch.float16, torch.bfloat16, torch.float32, torch.float64], [0.0, 100.0, 1e4]
+    ):
+        for size in [(1, 7), (14, 14), (16, 25)]:
+            grid = Grid(*size)
+            scores = (noise(24, grid.size) * 3 + offset).to(dtype)
+            scores[::3] = scores[::3].round()  # ties and constant blocks
+            scores[1::3, 0] += 9
+            for tau, epsilon in itertools.product((1e-3, 1.0), (1e-6, 0.01, 0.5)):
+                tree = screen(scores, grid, rules.Certified(epsilon), tau=tau)
+                assert bool((tree.error(scores.double()) <= epsilon).all()), (size, tau, epsilon)
+                assert not bool(tree.leaf_labels.any())
 
 
 def test_certified_needs_no_more_than_the_range_bound():
@@ -486,7 +484,6 @@ def test_certified_needs_no_more_than_the_range_bound():
 
 
 BUDGET_GRIDS = [(1, 1), (1, 7), (5, 3), (14, 14)]
-every_budget_grid = pytest.mark.parametrize("size", BUDGET_GRIDS, ids=lambda s: f"{s[0]}x{s[1]}")
 
 
 def masks(grid: Grid, batch: int) -> Tensor:
@@ -495,22 +492,22 @@ def masks(grid: Grid, batch: int) -> Tensor:
     return valid
 
 
-@every_budget_grid
-@pytest.mark.parametrize(("dtype", "masked"), [(torch.float32, False), (torch.float64, True)])
-def test_a_budget_of_leaves_holds_for_each_tree(size, dtype, masked):
-    grid = Grid(*size)
-    scores = noise(16, grid.size).to(dtype) * 2
-    valid = masks(grid, 16) if masked else torch.ones(16, grid.size, dtype=torch.bool)
-    tokens = valid.sum(-1)
-    fewest = int(tokens.min())
-    for count in sorted({2, max(2, fewest // 3), fewest} - {1}) if fewest > 1 else ():
-        tree = screen(scores, grid, rules.Optimal(leaves=count), valid=valid)
-        assert bool((tree.leaf_count <= count).all())
-    for share in (0.01, 0.3, 0.5, 1.0):
-        tree = screen(scores, grid, rules.Optimal(leaves=share), valid=valid)
-        allowed = (tokens * share + 1e-9).floor().clamp(min=1)
-        assert bool((tree.leaf_count <= allowed).all())
-    assert torch.equal(tree.leaf_count, tokens), "a share of 1.0 is every token"
+def test_a_budget_of_leaves_holds_for_each_tree():
+    for size in BUDGET_GRIDS:
+        for dtype, masked in [(torch.float32, False), (torch.float64, True)]:
+            grid = Grid(*size)
+            scores = noise(16, grid.size).to(dtype) * 2
+            valid = masks(grid, 16) if masked else torch.ones(16, grid.size, dtype=torch.bool)
+            tokens = valid.sum(-1)
+            fewest = int(tokens.min())
+            for count in sorted({2, max(2, fewest // 3), fewest} - {1}) if fewest > 1 else ():
+                tree = screen(scores, grid, rules.Optimal(leaves=count), valid=valid)
+                assert bool((tree.leaf_count <= count).all())
+            for share in (0.01, 0.3, 0.5, 1.0):
+                tree = screen(scores, grid, rules.Optimal(leaves=share), valid=valid)
+                allowed = (tokens * share + 1e-9).floor().clamp(min=1)
+                assert bool((tree.leaf_count <= allowed).all())
+            assert torch.equal(tree.leaf_count, tokens), "a share of 1.0 is every token"
 
 
 def test_a_share_of_a_whole_count_is_that_count():
@@ -521,26 +518,35 @@ def test_a_share_of_a_whole_count_is_that_count():
     assert torch.equal(tree.split, counted.split)
 
 
-@every_budget_grid
-@pytest.mark.parametrize(("masked", "tau"), [(False, 0.1), (True, 1.0)])
-def test_a_budget_of_error_holds_for_each_tree(size, masked, tau):
-    grid = Grid(*size)
-    scores = noise(16, grid.size) * tau * torch.linspace(0.1, 4, 16, dtype=torch.float64)[:, None]
-    valid = masks(grid, 16) if masked else None
-    for error in (0.0, 1e-6, 0.1, 1.0):
-        tree = screen(scores, grid, rules.Optimal(error=error), tau=tau, valid=valid)
-        assert bool((tree.error(scores) <= error * (1 + 1e-9) + 1e-14).all())
-        narrow = screen(scores.float(), grid, rules.Optimal(error=error), tau=tau, valid=valid)
-        rounding = 1e-6 * tau
-        assert bool((narrow.error(scores.float().double()) <= error * (1 + 1e-5) + rounding).all())
+def test_a_budget_of_error_holds_for_each_tree():
+    for size in BUDGET_GRIDS:
+        for masked, tau in [(False, 0.1), (True, 1.0)]:
+            grid = Grid(*size)
+            scores = (
+                noise(16, grid.size)
+                * tau
+                * torch.linspace(0.1, 4, 16, dtype=torch.float64)[:, None]
+            )
+            valid = masks(grid, 16) if masked else None
+            for error in (0.0, 1e-6, 0.1, 1.0):
+                tree = screen(scores, grid, rules.Optimal(error=error), tau=tau, valid=valid)
+                assert bool((tree.error(scores) <= error * (1 + 1e-9) + 1e-14).all())
+                narrow = screen(
+                    scores.float(), grid, rules.Optimal(error=error), tau=tau, valid=valid
+                )
+                rounding = 1e-6 * tau
+                assert bool(
+                    (narrow.error(scores.float().double()) <= error * (1 + 1e-5) + rounding).all()
+                )
 
 
-@pytest.mark.parametrize(("dtype", "budget"), [(torch.float64, 40.0), (torch.float32, 18.0)])
-@pytest.mark.parametrize("tau", [1e-3, 1.0])
-def test_a_large_budget_of_error_holds_for_each_tree(dtype, budget, tau):
-    scores = noise(64, 64).to(dtype) * 60 * tau
-    tree = screen(scores, Grid(8, 8), rules.Optimal(error=budget * tau), tau=tau)
-    assert bool((tree.error(scores.double()) <= 1.001 * budget * tau).all())
+def test_a_large_budget_of_error_holds_for_each_tree():
+    for (dtype, budget), tau in itertools.product(
+        [(torch.float64, 40.0), (torch.float32, 18.0)], [1e-3, 1.0]
+    ):
+        scores = noise(64, 64).to(dtype) * 60 * tau
+        tree = screen(scores, Grid(8, 8), rules.Optimal(error=budget * tau), tau=tau)
+        assert bool((tree.error(scores.double()) <= 1.001 * budget * tau).all())
 
 
 def all_trees(scores: np.ndarray) -> list[tuple[int, float]]:
@@ -576,21 +582,21 @@ def test_a_budget_takes_the_best_tree_of_the_path_and_not_of_all_trees():
     assert better["error"] and better["leaves"]  # as the documentation of Optimal says
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_pooled_budgets_hold_on_average(dtype):
-    grid = Grid(14, 14)
-    scores = (noise(3, 8, 196) * torch.linspace(0.2, 4, 24, dtype=torch.float64).view(3, 8, 1)).to(
-        dtype
-    )
-    for leaves in (2, 20, 196, 0.02, 0.25, 1.0):
-        tree = screen(scores, grid, rules.Optimal(leaves=leaves, pooled=True))
-        budget = 196 * leaves if isinstance(leaves, float) else leaves
-        assert tree.leaf_count.double().mean() <= budget + 1e-6
-    spread = screen(scores, grid, rules.Optimal(leaves=0.25, pooled=True)).leaf_count
-    assert spread.min() < 49 < spread.max(), "one penalty spends the budget where it pays"
-    for error in (0.0, 1e-3, 0.1):
-        tree = screen(scores, grid, rules.Optimal(error=error, pooled=True))
-        assert tree.error(scores.double()).mean() <= error + 1e-6
+def test_pooled_budgets_hold_on_average():
+    for dtype in [torch.float32, torch.float64]:
+        grid = Grid(14, 14)
+        scores = (
+            noise(3, 8, 196) * torch.linspace(0.2, 4, 24, dtype=torch.float64).view(3, 8, 1)
+        ).to(dtype)
+        for leaves in (2, 20, 196, 0.02, 0.25, 1.0):
+            tree = screen(scores, grid, rules.Optimal(leaves=leaves, pooled=True))
+            budget = 196 * leaves if isinstance(leaves, float) else leaves
+            assert tree.leaf_count.double().mean() <= budget + 1e-6
+        spread = screen(scores, grid, rules.Optimal(leaves=0.25, pooled=True)).leaf_count
+        assert spread.min() < 49 < spread.max(), "one penalty spends the budget where it pays"
+        for error in (0.0, 1e-3, 0.1):
+            tree = screen(scores, grid, rules.Optimal(error=error, pooled=True))
+            assert tree.error(scores.double()).mean() <= error + 1e-6
 
 
 def test_pooled_trees_share_one_penalty():
@@ -602,12 +608,16 @@ def test_pooled_trees_share_one_penalty():
     assert torch.equal(pooled.split, same.split)
 
 
-@pytest.mark.parametrize("rule", [rules.Optimal(leaves=17), rules.Optimal(leaves=17, pooled=True)])
-def test_a_leaf_budget_above_the_tokens_is_refused(rule):
-    with pytest.raises(ValueError, match=r"leaves is 17 and the 4x4 grid has 16 .* from 2 to 16"):
-        screen(torch.zeros(16), Grid(4, 4), rule)
-    valid = torch.ones(3, 36, dtype=torch.bool)
-    valid[1, 10:] = False
-    with pytest.raises(ValueError, match=r"leaves is 17 and the 6x6 grid has 10 valid .* 2 to 10"):
-        screen(torch.zeros(3, 36), Grid(6, 6), rule, valid=valid)
-    assert screen(torch.zeros(36), Grid(6, 6), rule).leaf_count == 1
+def test_a_leaf_budget_above_the_tokens_is_refused():
+    for rule in [rules.Optimal(leaves=17), rules.Optimal(leaves=17, pooled=True)]:
+        with pytest.raises(
+            ValueError, match=r"leaves is 17 and the 4x4 grid has 16 .* from 2 to 16"
+        ):
+            screen(torch.zeros(16), Grid(4, 4), rule)
+        valid = torch.ones(3, 36, dtype=torch.bool)
+        valid[1, 10:] = False
+        with pytest.raises(
+            ValueError, match=r"leaves is 17 and the 6x6 grid has 10 valid .* 2 to 10"
+        ):
+            screen(torch.zeros(3, 36), Grid(6, 6), rule, valid=valid)
+        assert screen(torch.zeros(36), Grid(6, 6), rule).leaf_count == 1

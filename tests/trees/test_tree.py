@@ -1,5 +1,6 @@
 """What a tree says of itself: leaves, counts, order, reconstruction, indexing, size."""
 
+import itertools
 from dataclasses import replace
 
 import numpy as np
@@ -30,8 +31,6 @@ RULES = [
     rules.RandomQuadrants(0.5),
     rules.GlobalMean(),
 ]
-every_grid = pytest.mark.parametrize("size", GRIDS, ids=lambda size: f"{size[0]}x{size[1]}")
-every_rule = pytest.mark.parametrize("rule", RULES, ids=str)
 
 
 def noise(*shape: int, seed: int = 0) -> Tensor:
@@ -53,38 +52,39 @@ def paint(tree: Tree) -> np.ndarray:
     return index
 
 
-@every_grid
-@every_rule
-def test_boxes_partition_the_grid_and_agree_with_the_index(size, rule):
-    grid = Grid(*size)
-    tree = screen(noise(5, grid.size) * 2, grid, rule)
-    painted = paint(tree)
-    assert painted.min() >= 0
-    assert np.array_equal(painted, tree.leaf_index.view(5, *size).numpy())
-    assert tree.leaf_boxes.shape == (5, int(tree.leaf_count.max()), 4)
-    assert torch.equal(tree.leaf_index.amax(-1) + 1, tree.leaf_count)
-    torch.testing.assert_close(tree.leaf_ratio.double(), tree.leaf_count.double() / grid.size)
+def test_boxes_partition_the_grid_and_agree_with_the_index():
+    for size, rule in itertools.product(GRIDS, RULES):
+        grid = Grid(*size)
+        tree = screen(noise(5, grid.size) * 2, grid, rule)
+        painted = paint(tree)
+        assert painted.min() >= 0
+        assert np.array_equal(painted, tree.leaf_index.view(5, *size).numpy())
+        assert tree.leaf_boxes.shape == (5, int(tree.leaf_count.max()), 4)
+        assert torch.equal(tree.leaf_index.amax(-1) + 1, tree.leaf_count)
+        torch.testing.assert_close(tree.leaf_ratio.double(), tree.leaf_count.double() / grid.size)
 
 
-@pytest.mark.parametrize("seed", range(0, 200, 2))
-def test_boxes_cover_the_valid_tokens(seed):
-    case = random_case(seed)
-    valid = flat_valid(case)
-    tree = screen(
-        torch.from_numpy(case.scores.ravel()),
-        case.grid,
-        case.rule,
-        tau=case.tau,
-        valid=valid,
-        max_depth=case.max_depth,
-    )
-    painted = paint(tree)[0]
-    inside = np.ones_like(painted, bool) if case.valid is None else case.valid
-    assert (painted[inside] >= 0).all()
-    expected = np.where(inside, painted, -1)
-    assert np.array_equal(tree.leaf_index.view(expected.shape).numpy(), expected)
-    assert set(painted[inside]) == set(range(int(tree.leaf_count))), "a leaf without valid tokens"
-    assert tree.leaf_ratio.item() == pytest.approx(int(tree.leaf_count) / inside.sum())
+def test_boxes_cover_the_valid_tokens():
+    for seed in range(0, 200, 2):
+        case = random_case(seed)
+        valid = flat_valid(case)
+        tree = screen(
+            torch.from_numpy(case.scores.ravel()),
+            case.grid,
+            case.rule,
+            tau=case.tau,
+            valid=valid,
+            max_depth=case.max_depth,
+        )
+        painted = paint(tree)[0]
+        inside = np.ones_like(painted, bool) if case.valid is None else case.valid
+        assert (painted[inside] >= 0).all()
+        expected = np.where(inside, painted, -1)
+        assert np.array_equal(tree.leaf_index.view(expected.shape).numpy(), expected)
+        assert set(painted[inside]) == set(range(int(tree.leaf_count))), (
+            "a leaf without valid tokens"
+        )
+        assert tree.leaf_ratio.item() == pytest.approx(int(tree.leaf_count) / inside.sum())
 
 
 def test_leaves_come_depth_first():
@@ -145,16 +145,16 @@ def test_a_masked_tile_of_one_token_is_no_leaf():
     assert alone.leaf_count == 15 and alone.leaf_ratio == 1
 
 
-@every_rule
-def test_depth_limited_marks_and_labels_have_a_place_for_every_leaf(rule):
-    tree = screen(noise(3, 14 * 14) * 3, Grid(14, 14), rule, max_depth=1)
-    assert tree.depth_limited.shape == tree.leaf_boxes.shape[:-1]
-    assert tree.depth_limited.dtype == torch.bool
-    if isinstance(rule, rules.Certified):
-        assert tree.leaf_labels.shape == tree.depth_limited.shape
-        return
-    with pytest.raises(ValueError, match=r"labels no leaves; screen with rules\.Certified"):
-        _ = tree.leaf_labels
+def test_depth_limited_marks_and_labels_have_a_place_for_every_leaf():
+    for rule in RULES:
+        tree = screen(noise(3, 14 * 14) * 3, Grid(14, 14), rule, max_depth=1)
+        assert tree.depth_limited.shape == tree.leaf_boxes.shape[:-1]
+        assert tree.depth_limited.dtype == torch.bool
+        if isinstance(rule, rules.Certified):
+            assert tree.leaf_labels.shape == tree.depth_limited.shape
+            continue
+        with pytest.raises(ValueError, match=r"labels no leaves; screen with rules\.Certified"):
+            _ = tree.leaf_labels
 
 
 def test_refines_is_an_order():
@@ -216,22 +216,24 @@ def test_refines_between_tiles_and_quadtrees():
     assert bool(dense.refines(tree(16, rules.FixedBlocks(3))).all())
 
 
-@pytest.mark.parametrize("seed", range(20))
-def test_refines_agrees_with_the_leaves(seed):
+def test_refines_agrees_with_the_leaves():
     """Both ways of deciding it, against the definition."""
-    grid = Grid(*GRIDS[seed % len(GRIDS)][:2]) if seed % 7 < 6 else Grid(9, 6)
-    scores = noise(4, grid.size, seed=seed) * 2
-    made = [rules.Gamma(0.3), rules.Gamma(0.05), rules.FixedBlocks(2), rules.FixedDepth(1)]
-    trees = [screen(scores, grid, rule) for rule in made]
-    for fine in trees:
-        for coarse in trees:
-            inside = []
-            for i in range(4):
-                pairs = {
-                    *zip(fine[i].leaf_index.tolist(), coarse[i].leaf_index.tolist(), strict=True)
-                }
-                inside.append(len(pairs) == int(fine[i].leaf_count))
-            assert fine.refines(coarse).tolist() == inside
+    for seed in range(20):
+        grid = Grid(*GRIDS[seed % len(GRIDS)][:2]) if seed % 7 < 6 else Grid(9, 6)
+        scores = noise(4, grid.size, seed=seed) * 2
+        made = [rules.Gamma(0.3), rules.Gamma(0.05), rules.FixedBlocks(2), rules.FixedDepth(1)]
+        trees = [screen(scores, grid, rule) for rule in made]
+        for fine in trees:
+            for coarse in trees:
+                inside = []
+                for i in range(4):
+                    pairs = {
+                        *zip(
+                            fine[i].leaf_index.tolist(), coarse[i].leaf_index.tolist(), strict=True
+                        )
+                    }
+                    inside.append(len(pairs) == int(fine[i].leaf_count))
+                assert fine.refines(coarse).tolist() == inside
 
 
 def test_refines_needs_one_grid():
@@ -254,22 +256,21 @@ def test_refines_between_hierarchies_with_a_mask_on_the_other():
     assert answer
 
 
-@every_grid
-@every_rule
-def test_reconstruct_repeats_the_mean(size, rule):
-    grid = Grid(*size)
-    scores = noise(2, grid.size)
-    tree = screen(scores, grid, rule)
-    rebuilt = tree.reconstruct(scores)
-    for tree_, field, result in zip((tree[0], tree[1]), scores, rebuilt, strict=True):
-        field, result = field.view(*size), result.view(*size)
-        for top, left, bottom, right in boxes(tree_):
-            part = result[top:bottom, left:right]
-            assert bool((part == part[0, 0]).all())
-            mean = field[top:bottom, left:right].mean()
-            torch.testing.assert_close(part[0, 0], mean, atol=1e-13, rtol=0)
-    torch.testing.assert_close(tree.reconstruct(rebuilt), rebuilt, atol=1e-13, rtol=0)
-    torch.testing.assert_close(rebuilt.mean(-1), scores.mean(-1), atol=1e-13, rtol=0)
+def test_reconstruct_repeats_the_mean():
+    for size, rule in itertools.product(GRIDS, RULES):
+        grid = Grid(*size)
+        scores = noise(2, grid.size)
+        tree = screen(scores, grid, rule)
+        rebuilt = tree.reconstruct(scores)
+        for tree_, field, result in zip((tree[0], tree[1]), scores, rebuilt, strict=True):
+            field, result = field.view(*size), result.view(*size)
+            for top, left, bottom, right in boxes(tree_):
+                part = result[top:bottom, left:right]
+                assert bool((part == part[0, 0]).all())
+                mean = field[top:bottom, left:right].mean()
+                torch.testing.assert_close(part[0, 0], mean, atol=1e-13, rtol=0)
+        torch.testing.assert_close(tree.reconstruct(rebuilt), rebuilt, atol=1e-13, rtol=0)
+        torch.testing.assert_close(rebuilt.mean(-1), scores.mean(-1), atol=1e-13, rtol=0)
 
 
 def test_reconstruct_of_single_tokens_is_the_input():
@@ -287,13 +288,13 @@ def test_reconstruct_leaves_invalid_tokens_out():
     assert tree.error(scores).isfinite()
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
-def test_half_precision_scores_are_taken_in_float32(dtype):
-    scores = noise(3, 64).to(dtype)
-    tree = screen(scores, Grid(8, 8), rules.Gamma(0.1))
-    wide = torch.promote_types(dtype, torch.float32)
-    assert tree.reconstruct(scores).dtype == tree.error(scores).dtype == wide
-    assert torch.equal(tree.error(scores), tree.error(scores.to(wide)))
+def test_half_precision_scores_are_taken_in_float32():
+    for dtype in [torch.float16, torch.bfloat16, torch.float32, torch.float64]:
+        scores = noise(3, 64).to(dtype)
+        tree = screen(scores, Grid(8, 8), rules.Gamma(0.1))
+        wide = torch.promote_types(dtype, torch.float32)
+        assert tree.reconstruct(scores).dtype == tree.error(scores).dtype == wide
+        assert torch.equal(tree.error(scores), tree.error(scores.to(wide)))
 
 
 def test_the_gradient_of_the_error_is_what_the_attention_misses():
@@ -335,30 +336,30 @@ INDICES = [
 ]
 
 
-@pytest.mark.parametrize("index", INDICES, ids=lambda index: str(index).replace("\n", ""))
-def test_indexing_is_that_of_the_leading_dimensions(index):
-    tree, scores = example()
-    part, place = tree[index], torch.arange(24).view(2, 3, 4)[index]
-    assert part.shape == tuple(place.shape)
+def test_indexing_is_that_of_the_leading_dimensions():
+    for index in INDICES:
+        tree, scores = example()
+        part, place = tree[index], torch.arange(24).view(2, 3, 4)[index]
+        assert part.shape == tuple(place.shape)
 
-    def picked(values: Tensor) -> Tensor:
-        return values.flatten(0, 2)[place]
+        def picked(values: Tensor) -> Tensor:
+            return values.flatten(0, 2)[place]
 
-    for name in ("leaf_count", "node_count", "leaf_ratio", "leaf_index"):
-        assert torch.equal(getattr(part, name), picked(getattr(tree, name))), name
-    error = picked(tree.error(scores))
-    torch.testing.assert_close(part.error(picked(scores)), error, atol=1e-14, rtol=1e-13)
-    if place.numel():
-        most = int(part.leaf_count.max())
-        assert torch.equal(part.leaf_boxes, picked(tree.leaf_boxes)[..., :most, :])
-        assert torch.equal(part.leaf_labels, picked(tree.leaf_labels)[..., :most])
-        assert torch.equal(part.depth_limited, picked(tree.depth_limited)[..., :most])
+        for name in ("leaf_count", "node_count", "leaf_ratio", "leaf_index"):
+            assert torch.equal(getattr(part, name), picked(getattr(tree, name))), name
+        error = picked(tree.error(scores))
+        torch.testing.assert_close(part.error(picked(scores)), error, atol=1e-14, rtol=1e-13)
+        if place.numel():
+            most = int(part.leaf_count.max())
+            assert torch.equal(part.leaf_boxes, picked(tree.leaf_boxes)[..., :most, :])
+            assert torch.equal(part.leaf_labels, picked(tree.leaf_labels)[..., :most])
+            assert torch.equal(part.depth_limited, picked(tree.depth_limited)[..., :most])
 
 
-@pytest.mark.parametrize("index", [2, (0, 0, 0, 0), (0, 3), -3])
-def test_indices_out_of_range(index):
-    with pytest.raises(IndexError):
-        example()[0][index]
+def test_indices_out_of_range():
+    for index in [2, (0, 0, 0, 0), (0, 3), -3]:
+        with pytest.raises(IndexError):
+            example()[0][index]
 
 
 def test_indexing_one_tree():
@@ -416,35 +417,43 @@ def test_shared_trees_spread_over_the_scores_they_serve():
     assert torch.equal(one.error(scores), every.error(scores))
 
 
-@pytest.mark.parametrize("shape", [(3,), (2, 4), (4, 2), ()])
-def test_scores_of_other_trees_are_refused(shape):
-    tree = screen(noise(2, 3, 16), Grid(4, 4), rules.Gamma(0.1))
-    with pytest.raises(ValueError, match=r"leading dimensions .* and the trees \(2, 3\); pass"):
-        tree.error(noise(*shape, 16))
-    with pytest.raises(ValueError, match="scores end in 15 tokens and the grid has 16"):
-        tree.reconstruct(noise(2, 3, 15))
-    with pytest.raises(TypeError, match=r"dtype torch\.int64"):
-        tree.error(torch.zeros(2, 3, 16, dtype=torch.int64))
+def test_scores_of_other_trees_are_refused():
+    for shape in [(3,), (2, 4), (4, 2), ()]:
+        tree = screen(noise(2, 3, 16), Grid(4, 4), rules.Gamma(0.1))
+        with pytest.raises(ValueError, match=r"leading dimensions .* and the trees \(2, 3\); pass"):
+            tree.error(noise(*shape, 16))
+        with pytest.raises(ValueError, match="scores end in 15 tokens and the grid has 16"):
+            tree.reconstruct(noise(2, 3, 15))
+        with pytest.raises(TypeError, match=r"dtype torch\.int64"):
+            tree.error(torch.zeros(2, 3, 16, dtype=torch.int64))
 
 
-@every_rule
-def test_chunks_change_nothing(rule, monkeypatch):
-    grid = Grid(7, 5)
-    scores = noise(2, 4, 35)
-    valid = torch.rand(4, 35, generator=torch.Generator().manual_seed(3)) < 0.7
-    valid[:, 3] = True
-    tree = screen(scores, grid, rule, valid=valid, max_depth=2)
-    names = ["leaf_count", "node_count", "leaf_ratio", "leaf_index", "leaf_boxes", "depth_limited"]
-    if isinstance(rule, rules.Certified):
-        names.append("leaf_labels")
-    whole = {name: getattr(tree, name) for name in names}
-    error, rebuilt = tree.error(scores), tree.reconstruct(scores)
-    for elements in (1, 35 * 4):
-        monkeypatch.setattr(bmfa.trees.tree, "CHUNK_ELEMENTS", elements)
-        for name in names:
-            assert torch.equal(getattr(tree, name), whole[name]), name
-        torch.testing.assert_close(tree.error(scores), error, atol=1e-14, rtol=1e-13)
-        torch.testing.assert_close(tree.reconstruct(scores), rebuilt, atol=1e-14, rtol=0)
+def test_chunks_change_nothing(monkeypatch):
+    for rule in RULES:
+        grid = Grid(7, 5)
+        scores = noise(2, 4, 35)
+        valid = torch.rand(4, 35, generator=torch.Generator().manual_seed(3)) < 0.7
+        valid[:, 3] = True
+        tree = screen(scores, grid, rule, valid=valid, max_depth=2)
+        names = [
+            "leaf_count",
+            "node_count",
+            "leaf_ratio",
+            "leaf_index",
+            "leaf_boxes",
+            "depth_limited",
+        ]
+        if isinstance(rule, rules.Certified):
+            names.append("leaf_labels")
+        whole = {name: getattr(tree, name) for name in names}
+        error, rebuilt = tree.error(scores), tree.reconstruct(scores)
+        for elements in (1, 35 * 4):
+            with monkeypatch.context() as patch:
+                patch.setattr(bmfa.trees.tree, "CHUNK_ELEMENTS", elements)
+                for name in names:
+                    assert torch.equal(getattr(tree, name), whole[name]), name
+                torch.testing.assert_close(tree.error(scores), error, atol=1e-14, rtol=1e-13)
+                torch.testing.assert_close(tree.reconstruct(scores), rebuilt, atol=1e-14, rtol=0)
 
 
 def test_trees_from_boxes():
@@ -469,15 +478,15 @@ def test_an_empty_batch_of_trees():
     assert "0 trees (0,)" in repr(tree)
 
 
-@pytest.mark.parametrize("shape", [(0,), (2, 0)])
-def test_an_empty_batch_of_trees_has_no_boxes(shape):
-    scores = noise(*shape, 16)
-    trees = screen(noise(2, 3, 16), Grid(4, 4), rules.Gamma(0.1))
-    tree = trees[0, :0] if shape == (0,) else trees[:, :0]
-    assert tree.shape == shape
-    assert tree.reconstruct(scores).shape == (*shape, 16)
-    assert tree.leaf_boxes.shape == (*shape, 0, 4)
-    assert tree.depth_limited.shape == (*shape, 0)
+def test_an_empty_batch_of_trees_has_no_boxes():
+    for shape in [(0,), (2, 0)]:
+        scores = noise(*shape, 16)
+        trees = screen(noise(2, 3, 16), Grid(4, 4), rules.Gamma(0.1))
+        tree = trees[0, :0] if shape == (0,) else trees[:, :0]
+        assert tree.shape == shape
+        assert tree.reconstruct(scores).shape == (*shape, 16)
+        assert tree.leaf_boxes.shape == (*shape, 0, 4)
+        assert tree.depth_limited.shape == (*shape, 0)
 
 
 def held_bytes(tree: Tree) -> int:
