@@ -71,7 +71,8 @@ MAX_URI_LENGTH = 2_000_000  # characters; a longer image is left out of the figu
 # a font, no rotation, and line breaks. Coordinates have six decimals, of which the first is kept.
 SUPERFLUOUS = re.compile(
     r"<metadata>.*?</metadata>|<style type=.*?</style>|(?<=<g) id=\"[^\"]*\"| id=\"image[^\"]*\""
-    r"|(?<=\d)pt(?=\")| font-family: 'DejaVu Sans';| transform=\"rotate\(-0 [^\"]*\"|(?<=\.\d)\d{5}(?=\D)|\n *(?=<|\")",
+    r"|(?<=\d)pt(?=\")| font-family: 'DejaVu Sans';| transform=\"rotate\(-0 [^\"]*\""
+    r"|(?<=\.\d)\d{5}(?=\D)|\n *(?=<|\")",
     re.S,
 )
 
