@@ -6,7 +6,6 @@ import numpy as np
 import torch
 
 from bmfa import rules
-from bmfa.attention.kernels import reference
 from bmfa.grid import Grid
 from bmfa.trees.tree import Tree
 
@@ -53,7 +52,9 @@ class Case:
     valid: np.ndarray | None
 
 
-def random_scores(generator: np.random.Generator, height: int, width: int) -> np.ndarray:
+def random_scores(
+    generator: np.random.Generator, height: int, width: int, offset: float = 1e4
+) -> np.ndarray:
     """A grid of one of the kinds that matter: noise, a bright minority, ties, +-a, an offset."""
     kind = generator.integers(6)
     noise = generator.normal(size=(height, width)) * generator.choice([0.1, 1.0, 4.0])
@@ -72,7 +73,7 @@ def random_scores(generator: np.random.Generator, height: int, width: int) -> np
         top, left = generator.integers(height), generator.integers(width)
         field[top : top + height // 2 + 1, left : left + width // 2 + 1] = generator.uniform(1, 9)
         return field
-    return noise + generator.choice([-1e4, 1e4])
+    return noise + generator.choice([-offset, offset])
 
 
 def random_rule(generator: np.random.Generator, tokens: int) -> rules.Rule:
@@ -131,13 +132,6 @@ def flat_valid(case: Case) -> torch.Tensor | None:
 def boxes(tree: Tree) -> list[tuple[int, ...]]:
     """The leaves of one tree."""
     return [tuple(box) for box in tree.leaf_boxes.tolist()]
-
-
-def reference_tree(case: Case, rule: rules.Rule | None = None) -> reference.ReferenceTree:
-    """The oracle's tree."""
-    return reference.build_tree(
-        case.scores, rule or case.rule, tau=case.tau, max_depth=case.max_depth, valid=case.valid
-    )
 
 
 def nudged(rule: rules.Rule, factor: float) -> rules.Rule:

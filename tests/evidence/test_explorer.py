@@ -12,7 +12,6 @@ from PIL import Image
 
 import bmfa
 import cases
-from bmfa.attention.kernels import reference
 from bmfa.cli import main
 from bmfa.data.classification import EmbeddedImages, LabelledImage
 from bmfa.evidence import report
@@ -25,6 +24,7 @@ from bmfa.models.preprocessing import Preprocessing
 from bmfa.records import Record
 from chromium import Page, find_chromium, open_browser
 from models.packed_models import hiera
+from tree_oracle import Oracle
 
 FIELDS = 200
 # Thresholds of every rule on the seeded fields: 0, where rounding decides, and ordinary ones.
@@ -359,9 +359,9 @@ def test_the_specification_agrees_with_the_browser_on_ordinary_thresholds(shared
         scores = np.reshape(field["scores"], shape)
         valid = None if field["valid"] is None else np.reshape(field["valid"], shape)
         for name, ((boxes, error),) in zip(RULES, by_rule, strict=True):
-            tree = reference.build_tree(scores, f"{name}:0.02", tau=field["tau"], valid=valid)
+            tree = Oracle(scores, valid, field["tau"]).tree(f"{name}:0.02")
             assert boxes == [list(box) for box in tree.leaves], name
-            assert error == pytest.approx(tree.error(scores, field["tau"]), rel=1e-8, abs=1e-8)
+            assert error == pytest.approx(tree.error(), rel=1e-8, abs=1e-8)
 
 
 def test_scores_and_trees_of_the_shipped_image_are_those_of_python(shared_page, exploration):

@@ -11,7 +11,6 @@ import pytest
 import torch
 from PIL import Image
 
-from bmfa.attention.kernels import reference
 from bmfa.cli import main
 from bmfa.data.classification import LabelledImage
 from bmfa.data.drawn.badges import BADGE_CLASSES, draw_badge
@@ -22,7 +21,7 @@ from bmfa.models import LoadedModel, load_model, patch
 from bmfa.models.screened_layer import screened_layers
 from bmfa.packages import load_package
 from bmfa.records import Record
-from bmfa.trees.rules import parse
+from tree_oracle import Oracle
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +62,7 @@ def test_attention_tree_and_error_are_the_oracles(
     assert np.allclose(row["attention"], full[1:], atol=1e-4)
     assert row["prefix_percent"] == pytest.approx(100 * full[0], abs=0.01)
     grid = np.asarray(row["scores"]).reshape(16, 16)
-    tree = reference.build_tree(grid, parse("optimal:0.002"))
+    tree = Oracle(grid).tree("optimal:0.002")
     assert {tuple(box) for box in row["boxes"]} == {tuple(box) for box in tree.leaves}
     kept = scores.copy()
     for top, left, bottom, right in row["boxes"]:

@@ -10,11 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from bmfa import bounds, rules
-from bmfa.attention.kernels import reference
+from bmfa import bounds, energy, rules
 from bmfa.grid import Grid
 from bmfa.trees.build import screen, screen_keys
-from bmfa.trees.rules import LABELS
 
 NAN, INF = math.nan, math.inf
 
@@ -174,9 +172,6 @@ def test_tree_functions_take_rules_by_name():
         assert torch.equal(by_name.split, by_rule.split) and by_name.rule == name
         by_name, by_rule = (screen_keys(q, k, Grid(8, 8), rule) for rule in (name, NAMES[name]))
         assert torch.equal(by_name.split, by_rule.split)
-        if name != "random-quadrants:0.25" and "pooled" not in name:
-            one = scores[0, 0].view(8, 8).numpy()
-            assert reference.build_tree(one, name) == reference.build_tree(one, NAMES[name])
 
 
 def test_what_is_no_rule_is_refused_with_the_way_out():
@@ -362,7 +357,7 @@ def test_quadrant_gap_and_variance_read_what_they_say():
     scores = noise(50, 196) * torch.linspace(0.1, 2, 50, dtype=torch.float64).unsqueeze(1)
     parts = scores.view(50, 2, 7, 2, 7).transpose(2, 3).reshape(50, 4, 49)
     for tau in (0.5, 1.0):
-        exact = torch.tensor([[reference.gap(part, tau) for part in row] for row in parts])
+        exact = energy.gap(parts, tau=tau)
         second = parts.var(-1, unbiased=False) / (2 * tau)
         for values, make in ((exact, rules.QuadrantGap), (second, rules.Variance)):
             tree = screen(scores, grid, make(0.4), tau=tau)
@@ -394,58 +389,6 @@ def test_coarse_mass_never_splits_less():
             exact = screen(scores, grid, rules.Mass(epsilon))
             coarse = screen(scores, grid, rules.Mass(epsilon, coarse=True))
             assert bool(coarse.refines(exact).all())
-
-
-def label_of(field: np.ndarray, epsilon: float, tau: float, slack: float) -> set[str]:
-    """The labels a block may have: safe, must-refine or undecided; more than one within rounding."""
-    values = np.asarray(field, float).ravel()
-    upper, lower = reference.upper_bound(values, tau), reference.lower_bound(values, tau)
-    height, width = field.shape
-    parts = [
-        part
-        for rows in (slice(0, height // 2), slice(height // 2, None))
-        for columns in (slice(0, width // 2), slice(width // 2, None))
-        if (part := field[rows, columns]).size
-    ]
-    if len(parts) > 1:
-        gamma = reference.refinement_score([p.mean() for p in parts], [p.size for p in parts], tau)
-        lower = max(lower, gamma)
-    allowed = set()
-    if upper <= epsilon + slack:
-        allowed.add("safe")
-    if upper > epsilon - slack:
-        if lower > epsilon - slack:
-            allowed.add("must-refine")
-        if lower <= epsilon + slack:
-            allowed.add("undecided")
-    return allowed
-
-
-def test_certified_labels():
-    for limit, tau in itertools.product([0, 1, 2, None], [0.3, 1.0]):
-        grid = Grid(10, 7)
-        scores = noise(12, 70, seed=3) * torch.linspace(0.05, 3, 12, dtype=torch.float64).unsqueeze(
-            1
-        )
-        seen = set()
-        for epsilon in (0.05, 0.5):
-            tree = screen(scores, grid, rules.Certified(epsilon), tau=tau, max_depth=limit)
-            for i in range(12):
-                field = scores[i].view(10, 7).numpy()
-                one = tree[i]
-                for box, label, marked in zip(
-                    one.leaf_boxes.tolist(), one.leaf_labels, one.depth_limited, strict=True
-                ):
-                    top, left, bottom, right = box
-                    name = LABELS[label]
-                    seen.add(name)
-                    assert name in label_of(field[top:bottom, left:right], epsilon, tau, 1e-9)
-                    # What is not safe is there because of the depth limit alone.
-                    assert (name == "safe") != bool(marked)
-                    gap = reference.gap(field[top:bottom, left:right], tau)
-                    assert (name != "safe") or gap <= epsilon
-                    assert (name != "must-refine") or gap > epsilon
-        assert seen == ({"safe"} if limit is None else set(LABELS))
 
 
 def test_labels_of_shared_trees_are_those_of_the_bounds():

@@ -697,3 +697,18 @@ def test_a_penalty_equal_to_the_gain_is_not_paid():
     assert screen(scores, Grid(1, 2), rules.Optimal(gain)).leaf_count == 1
     below = math.nextafter(gain, 0.0)
     assert screen(scores, Grid(1, 2), rules.Optimal(below)).leaf_count == 2
+
+
+def test_the_output_bound_takes_no_value_that_does_not_exist() -> None:
+    torch.manual_seed(0)
+    scores, values = torch.randn(2, 3, 4, 16), torch.randn(2, 3, 16, 5)
+    valid = torch.rand(2, 1, 1, 16) < 0.6
+    valid[..., 0] = True
+    tree = screen(scores, Grid(4, 4), rules.GlobalMean(), valid=valid)
+    gone = ~valid.squeeze(2).unsqueeze(-1)
+    bound = tree.output_bound(scores, values.masked_fill(gone, torch.nan))
+    want = tree.output_bound(scores, values.masked_fill(gone, 0.0))
+    assert torch.equal(bound, want) and bool((bound > 0).all())
+    one = screen(scores, Grid(4, 4), rules.GlobalMean(), valid=valid[0])
+    bound = one.output_bound(scores, values.masked_fill(gone[0], torch.nan))
+    assert torch.equal(bound, one.output_bound(scores, values.masked_fill(gone[0], 0.0)))
