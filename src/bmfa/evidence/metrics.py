@@ -1,4 +1,4 @@
-"""Measures that the experiments share: divergence and agreement of outputs, overlap of masks, intervals."""
+"""Measures that the experiments share: divergence of outputs, overlap of masks, intervals."""
 
 import numpy as np
 import torch
