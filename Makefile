@@ -12,29 +12,36 @@ PYTEST := $(BIN)/python -m pytest --numprocesses $(JOBS) --maxprocesses 8 --dist
 # The variable keeps oneDNN from using AMX; it has no effect on other processors.
 export ONEDNN_MAX_CPU_ISA ?= AVX512_CORE_BF16
 
-.PHONY: help setup report test test-slow test-all lint docs dist clean
+.PHONY: help setup report test test-slow test-all test-install lint docs dist clean
 
 help:
-	@echo "make report    the evidence page, in report/"
-	@echo "make test      ruff, mypy and the tests, without the slow ones"
-	@echo "make test-all  the same and the slow tests"
-	@echo "make docs      the manual, in build/site/"
-	@echo "make dist      sdist and wheel, in dist/"
-	@echo "make setup     .venv with the pinned versions"
-	@echo "make clean     removes .venv and everything that was built"
+	@echo "make report        the evidence page, in report/"
+	@echo "make test          ruff, mypy and the tests, without the slow ones"
+	@echo "make test-all      the same and the slow tests"
+	@echo "make test-install  the tests that build packages and compile with sanitizers"
+	@echo "make docs          the tables of the texts from records, and the manual in build/site/"
+	@echo "make dist          sdist and wheel, in dist/"
+	@echo "make setup         .venv with the pinned versions of everything"
+	@echo "make clean         removes .venv and everything that was built"
 
-setup: .venv/.installed .venv/.repaired .venv/.compiled
+setup: .venv/.tools .venv/.repaired .venv/.compiled
 
+# What `make report` needs.
 .venv/.installed: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 	  || { echo "bmfa needs Python 3.11 or newer; $(PYTHON) is older. Run: make $(MAKECMDGOALS) PYTHON=python3.11"; exit 2; }
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(PIP) torch
+	$(PIP) --editable '.[report]'
+	touch $@
+
+# Models, tests, linters and the manual.
+.venv/.tools: .venv/.installed
 	$(PIP) --editable '.[test]'
 	touch $@
 
 # torchvision does not import beside a CPU build of torch that it was not built for.
-.venv/.repaired: .venv/.installed tools/torchvision_operators.py
+.venv/.repaired: .venv/.tools tools/torchvision_operators.py
 	$(BIN)/python tools/torchvision_operators.py
 	touch $@
 
@@ -42,7 +49,7 @@ setup: .venv/.installed .venv/.repaired .venv/.compiled
 .venv/.compiled: .venv/.installed $(NATIVE)/compile.py $(wildcard $(NATIVE)/*.cpp $(NATIVE)/*.h)
 	@if $(BIN)/python $(NATIVE)/compile.py; then touch $@; fi
 
-report: setup
+report: .venv/.installed .venv/.compiled
 	$(BIN)/bmfa report
 
 lint: setup
@@ -54,9 +61,12 @@ test: lint
 	$(PYTEST)
 
 test-slow: setup
-	$(PYTEST) -m slow
+	$(PYTEST) -m "slow and not install"
 
 test-all: test test-slow
+
+test-install: setup
+	$(PYTEST) -m install
 
 docs: setup
 	$(BIN)/mkdocs build --strict

@@ -18,7 +18,7 @@ from bmfa.evidence import recorded
 
 ROOT = Path(__file__).parents[1]
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.install
 
 
 @pytest.fixture(scope="module")

@@ -333,7 +333,7 @@ def test_a_started_process_gives_equal_bits(tmp_path: Path) -> None:
 # Sanitizers
 
 
-@SLOW
+@pytest.mark.install
 @pytest.mark.parametrize("name", SETS)
 def test_sanitizers_find_nothing(name: str, tmp_path: Path) -> None:
     """`native_driver.cpp` draws cases, and is compiled with the sanitizers of addresses and of

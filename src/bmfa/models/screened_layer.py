@@ -28,10 +28,12 @@ class LayerInputs:
     layer: int
     q: Tensor  # (B, heads, prefix + N, d); tokens behind the grid are the first ones of the prefix
     k: Tensor  # (B, heads, prefix + N, d)
+    v: Tensor  # (B, heads, prefix + N, d)
     scale: float
     grid: Grid
     prefix: int
     valid: Tensor | None  # (B or 1, N) spatial keys that exist
+    query_grid: Grid | None = None  # of the queries, where they are fewer than the keys
 
 
 Observer = Callable[[LayerInputs, Screened], None]
@@ -103,7 +105,9 @@ class ScreenedLayer(AttentionFunction):
         )
         self.token_grid.log.add(self.layer, screened.stats, grid, valid)
         if self.observer is not None:
-            self.observer(LayerInputs(self.layer, q, k, scale, grid, prefix, valid), screened)
+            query_grid = options.get("query_grid")
+            inputs = LayerInputs(self.layer, q, k, v, scale, grid, prefix, valid, query_grid)
+            self.observer(inputs, screened)
         return screened.output.roll(-suffix, 2) if suffix else screened.output
 
 

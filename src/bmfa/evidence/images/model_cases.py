@@ -11,6 +11,7 @@ from bmfa.checks import check_integer
 from bmfa.data.classification import LabelledImage
 from bmfa.data.drawn.badges import BADGE_CLASSES, BADGE_IMAGE_SIZE, BadgeImage, draw_badge
 from bmfa.evidence.images import run as images
+from bmfa.evidence.metrics import output_kl
 from bmfa.models import LoadedModel, patch, unpatch
 from bmfa.records import Record
 from bmfa.trees.rules import parse
@@ -92,13 +93,13 @@ def _output_kl(
     with torch.inference_mode():
         for start in range(0, len(pixels), batch_size):
             batch = pixels[start : start + batch_size]
-            full = model.logits(batch.to(device)).double().log_softmax(-1)
+            full = model.logits(batch.to(device))
             patch(model.model, rule=parse(FAILING_METHOD), layers=layers)
             try:
-                screened = model.logits(batch.to(device)).double().log_softmax(-1)
+                screened = model.logits(batch.to(device))
             finally:
                 unpatch(model.model)
-            parts.append((full.exp() * (full - screened)).sum(-1).cpu())
+            parts.append(output_kl(full, screened).cpu())
     return torch.cat(parts)
 
 

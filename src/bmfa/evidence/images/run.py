@@ -12,6 +12,7 @@ from torch import Tensor
 from bmfa.data.classification import LabelledImage
 from bmfa.energy import gap
 from bmfa.evidence.images.thumbnails import jpeg_uri
+from bmfa.evidence.metrics import output_kl
 from bmfa.evidence.model_methods import Layers
 from bmfa.models import LoadedModel, layer_indices, patch, unpatch
 from bmfa.models.families import find_vision_transformer
@@ -241,14 +242,14 @@ def _attention(query: Query, rule: Rule, tree: Tree) -> Row:
 
 def _predictions(model: LoadedModel, image: LabelledImage, full: Tensor, screened: Tensor) -> Row:
     """Return the classes that the full and the screened model predict, and the KL of the outputs."""
-    before, after = (logits[0].double().log_softmax(-1) for logits in (full, screened))
+    before, after = (logits[0].double().log_softmax(-1).exp() for logits in (full, screened))
     first, second = int(before.argmax()), int(after.argmax())
     row: Row = {
         "full_class": _class_name(model, first),
-        "full_class_percent": 100 * float(before[first].exp()),
+        "full_class_percent": 100 * float(before[first]),
         "screened_class": _class_name(model, second),
-        "screened_class_percent": 100 * float(after[second].exp()),
-        "output_kl": float((before.exp() * (before - after)).sum()),
+        "screened_class_percent": 100 * float(after[second]),
+        "output_kl": float(output_kl(full, screened)),
     }
     if image.label is not None:
         row["label"] = image.label_name or _class_name(model, image.label)

@@ -1,0 +1,64 @@
+"""Measures that the experiments share: divergence of outputs, overlap of masks, intervals."""
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+RESAMPLES = 10_000  # of the bootstrap: the ends of a 95 % interval repeat to a tenth of a point
+
+
+def output_kl(full: Tensor, changed: Tensor) -> Tensor:
+    """Return the divergence KL(full || changed) of the class distributions of every image.
+
+    Args:
+        full: (B, classes) logits of the full model.
+        changed: (B, classes) logits of the changed model.
+
+    Returns:
+        (B,) float64, in nats.
+
+    Example:
+        >>> logits = torch.tensor([[0.0, 1.0], [2.0, 0.0]])
+        >>> output_kl(logits, logits).tolist()
+        [0.0, 0.0]
+    """
+    before, after = (logits.double().log_softmax(-1) for logits in (full, changed))
+    return (before.exp() * (before - after)).sum(-1)
+
+
+def agreement(full: Tensor, changed: Tensor) -> Tensor:
+    """Return (B,) torch.bool, True where both (B, classes) logits have the same top class."""
+    return full.argmax(-1) == changed.argmax(-1)
+
+
+def mask_iou(first: Tensor, second: Tensor) -> Tensor:
+    """Return the intersection over union of (B, ...) torch.bool masks.
+
+    Returns:
+        (B,) float64; 1 where both masks are empty.
+
+    Example:
+        >>> a, b = torch.tensor([[True, True, False]]), torch.tensor([[True, False, False]])
+        >>> float(mask_iou(a, b))
+        0.5
+    """
+    both, either = ((first & second).flatten(1).sum(1), (first | second).flatten(1).sum(1))
+    return torch.where(either > 0, both.double() / either.clamp(min=1), 1.0)
+
+
+def interval(gain: NDArray[np.float64], seed: int) -> tuple[float, float]:
+    """Return the 95 % interval of the mean of paired differences, by resampling the images.
+
+    Args:
+        gain: (images,) differences.
+        seed: Seed of the resampling.
+
+    Example:
+        >>> interval(np.zeros(5), 0)
+        (0.0, 0.0)
+    """
+    random = np.random.default_rng(seed)
+    picked = random.integers(0, len(gain), (RESAMPLES, len(gain)))
+    low, high = np.quantile(gain[picked].mean(1), (0.025, 0.975))
+    return float(low), float(high)
