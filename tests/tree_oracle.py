@@ -330,6 +330,42 @@ class Oracle:
         return [tile for tile in tiles if tile is not None]
 
 
+@dataclass(frozen=True, eq=False)
+class OracleAttention:
+    """Attention with the tree of each query, in float64."""
+
+    output: np.ndarray  # (B, H, Q, e)
+    error: np.ndarray  # (B, H, Q), E over all keys; the prefix is exact
+    trees: list[OracleTree]  # of all batches, heads and queries
+
+
+def tree_attention(
+    q, k, v, shape, rule, *, prefix=0, tau=1.0, scale=None, valid=None, max_depth=None
+) -> OracleAttention:
+    """The softmax over exact scores of the prefix and mean scores of leaves, query by query."""
+    q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
+    scores = (q.shape[-1] ** -0.5 if scale is None else scale) * (q @ k.swapaxes(-1, -2))
+    masks = np.ones((len(q), *shape), bool)
+    if valid is not None:
+        masks &= np.asarray(valid).reshape(-1, *shape)
+    coins: Sequence[list[bool] | None] = [None] * scores[..., 0].size
+    if isinstance(rule, rules.RandomQuadrants):
+        coins = rule.draw(len(coins), len(quadrants((0, 0, *shape)))).tolist()
+    output, error = np.empty((*scores.shape[:3], v.shape[-1])), np.empty(scores.shape[:3])
+    trees = []
+    for index, coin in zip(np.ndindex(error.shape), coins, strict=True):
+        outside, inside = scores[index][:prefix], scores[index][prefix:].reshape(shape)
+        mask = masks[index[0]]
+        tree = Oracle(inside, mask, tau, max_depth).tree(rule, coin)
+        logits = np.concatenate([outside, tree.reconstruct()[mask]]) / tau
+        weights = np.exp(logits - logits.max())
+        values = v[index[:2]]
+        values = np.concatenate([values[:prefix], values[prefix:][mask.ravel()]])
+        output[index], error[index] = weights @ values / weights.sum(), tree.error(outside)
+        trees.append(tree)
+    return OracleAttention(output, error, trees)
+
+
 def leaf_budget(rule: rules.Optimal, tokens: int) -> int:
     """The number of leaves that a rule allows."""
     if isinstance(rule.leaves, float):

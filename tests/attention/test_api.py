@@ -1,5 +1,6 @@
 """Screened attention: the eager backend against the float64 oracle, forms, errors, gradients."""
 
+import itertools
 import warnings
 from dataclasses import replace
 from functools import partial
@@ -10,7 +11,6 @@ import torch
 
 from bmfa import Grid, rules, screened_attention
 from bmfa.attention import result as results
-from bmfa.attention.kernels import reference
 from bmfa.attention.kernels.eager import per_query, tiles
 from bmfa.attention.result import ErrorEstimate, Stats
 from bmfa.trees.keys import query_chunks
@@ -19,6 +19,7 @@ from bmfa.trees.pyramid import _full_counts
 from bmfa.trees.rules import parse
 from bmfa.trees.tree import Tree
 from cases import nudged
+from tree_oracle import tree_attention
 
 GRIDS = ((1, 1), (1, 7), (2, 3), (4, 4), (5, 7), (7, 7))
 RULES = (
@@ -54,44 +55,44 @@ def random_mask(seed, batch, grid):
     return mask
 
 
-@pytest.mark.parametrize("name", RULES)
-def test_eager_equals_the_oracle(name):
-    for seed, size in enumerate(GRIDS):
-        grid, rule = Grid(*size), parse(name, seed)
-        prefix = seed % 3
-        q, k, v = tensors(seed, grid, prefix)
-        tau, valid = (1.0, 0.7)[seed % 2], (None, random_mask(seed, 2, grid))[seed // 2 % 2]
-        common = {"grid": grid, "prefix": prefix, "rule": rule, "tau": tau, "valid": valid}
-        oracle = screened_attention(q, k, v, backend="reference", **common)
-        result = screened_attention(q, k, v, backend="eager", **common)
-        assert torch.equal(result.tree.split, oracle.tree.split), (name, size)
-        torch.testing.assert_close(result.output, oracle.output, atol=1e-12, rtol=1e-12)
+def equals_oracle(result, oracle, atol=1e-12):
+    """True if all trees are those of the oracle; the outputs must then be close."""
+    index = result.tree.leaf_index.flatten(0, -2).tolist()
+    if index != [tree.leaf_index().ravel().tolist() for tree in oracle.trees]:
+        return False
+    np.testing.assert_allclose(result.output.numpy(), oracle.output, atol=atol, rtol=atol)
+    return True
 
 
-@pytest.mark.parametrize("cases", [100, pytest.param(1000, marks=pytest.mark.slow)])
-def test_seeded_cases_against_the_oracle(cases):
+def test_trees_and_outputs_equal_the_oracle():
+    for name, (seed, size) in itertools.product(RULES, enumerate(GRIDS)):
+        rule, prefix = parse(name, seed), seed % 3
+        q, k, v = tensors(seed, Grid(*size), prefix)
+        tau, valid = (1.0, 0.7)[seed % 2], (None, random_mask(seed, 2, Grid(*size)))[seed // 2 % 2]
+        common = {"prefix": prefix, "tau": tau, "valid": valid}
+        oracle = tree_attention(q, k, v, size, rule, **common)
+        result = screened_attention(q, k, v, grid=size, rule=rule, **common)
+        assert equals_oracle(result, oracle), (name, size)
+
+
+@pytest.mark.slow
+def test_seeded_cases_equal_the_oracle():
     ties = 0
-    for seed in range(cases):
+    for seed in range(1000):
         generator = np.random.default_rng(seed)
-        grid = Grid(*(int(side) for side in generator.integers(1, 6, size=2)))
-        rule = parse(RULES[seed % len(RULES)], seed)
-        prefix = int(generator.integers(0, 3))
-        q, k, v = tensors(seed, grid, prefix, batch=1, heads=1, width=int(generator.integers(1, 9)))
+        size = tuple(int(side) for side in generator.integers(1, 6, size=2))
+        rule, prefix = parse(RULES[seed % len(RULES)], seed), int(generator.integers(0, 3))
+        width = int(generator.integers(1, 9))
+        q, k, v = tensors(seed, Grid(*size), prefix, batch=1, heads=1, width=width)
         q = q[:, :, :2] if q.shape[2] > 1 else q
-        common = {"grid": grid, "prefix": prefix, "rule": rule}
-        oracle = screened_attention(q, k, v, backend="reference", **common)
-        result = screened_attention(q, k, v, backend="eager", **common)
-        if not torch.equal(result.tree.split, oracle.tree.split):
+        result = screened_attention(q, k, v, grid=size, prefix=prefix, rule=rule)
+        if not equals_oracle(result, tree_attention(q, k, v, size, rule, prefix=prefix)):
             around = (
-                screened_attention(
-                    q, k, v, backend="reference", **{**common, "rule": nudged(rule, f)}
-                )
-                for f in (1 - 1e-9, 1 + 1e-9)
+                tree_attention(q, k, v, size, nudged(rule, factor), prefix=prefix)
+                for factor in (1 - 1e-9, 1 + 1e-9)
             )
-            assert any(not torch.equal(a.tree.split, oracle.tree.split) for a in around), seed
+            assert any(equals_oracle(result, one) for one in around), seed
             ties += 1
-            continue
-        torch.testing.assert_close(result.output, oracle.output, atol=1e-12, rtol=1e-12)
     assert ties <= 5
 
 
@@ -240,12 +241,8 @@ def test_the_energy_bound_is_never_below_the_error(name, masked):
         rule = parse(name, seed)
         common = {"grid": grid, "prefix": 2, "rule": rule, "valid": valid}
         result = screened_attention(q, k, v, certificate=True, **common)
-        _, trees = reference.per_query_attention(
-            *(t.numpy() for t in (q, k, v)), 6, 7, rule, prefix=2,
-            valid=None if valid is None else valid.numpy(),
-            coins=rule.draw(2 * 2 * 44, 4).view(2, 2, 44, 4).numpy() if "random" in name else None,
-        )  # fmt: skip
-        error = torch.from_numpy(reference.attention_error(q.numpy(), k.numpy(), trees, prefix=2))
+        oracle = tree_attention(q, k, v, (6, 7), rule, prefix=2, valid=valid)
+        error = torch.from_numpy(oracle.error)
         assert (result.stats.energy_bound >= error).all()
         assert result.stats.certified_by == ("scores" if rule.needs == "tokens" else "boxes")
         if rule.needs == "tokens":

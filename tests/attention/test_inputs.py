@@ -22,8 +22,7 @@ EXACT: dict[str, dict[str, Any]] = {  # settings with exact outputs
     "auto": {},
     "tiled": {"allow_dense": False, "leaves": 1.0},
     "tree": {"rule": rules.ExactGap(0.0)},
-    "reference": {"rule": rules.ExactGap(0.0), "backend": "reference"},
-    "tiled-reference": {"allow_dense": False, "leaves": 1.0, "backend": "reference"},
+    "reference": {"allow_dense": False, "leaves": 1.0, "backend": "reference"},
 }
 EVERY_FORM = pytest.mark.parametrize("form", EXACT)
 EVERY_TORCH_FORM = pytest.mark.parametrize("form", ["auto", "tiled", "tree"])

@@ -1,6 +1,6 @@
 """Which backend runs a call, and why.
 
-The eager and reference backends run every call. The native kernels and Triton have one predicate for
+The eager backend runs every call, the reference every call over tiles. The native kernels and Triton have one predicate for
 each form, which returns None if the kernels can run a call and a reason if they cannot: it selects the
 backend for "auto", and explains the refusal if the backend was requested. `dense_faster_reason` does the
 same for dense attention.
@@ -160,7 +160,7 @@ def choose_per_query(backend: Backend) -> Choice:
     Raises:
         ValueError: If the requested backend cannot run the call.
     """
-    if backend in ("native", "triton"):
+    if backend in ("native", "triton", "reference"):
         raise _unsupported_error(backend, "a rule has a tree for each query, and it runs tiles")
     if backend != "auto":
         return Choice(backend, "requested")

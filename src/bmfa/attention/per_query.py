@@ -1,7 +1,6 @@
 """A tree for every query and head."""
 
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,18 +11,16 @@ from bmfa.attention.kernels import eager
 from bmfa.attention.kernels.eager.certificate import total_variation
 from bmfa.attention.result import Computed
 from bmfa.attention.tiling import unflatten
-from bmfa.grid import Grid
 from bmfa.trees.build import screen_keys
 from bmfa.trees.certificates import exact_error, key_certificate
-from bmfa.trees.rules import ExactGap, RandomQuadrants, Rule
+from bmfa.trees.rules import ExactGap, Rule
 from bmfa.trees.tree import Tree
 
 
 def compute_per_query(inputs: AttentionInputs, options: AttentionOptions) -> Computed:
-    """Run a backend, then the certificate and the fallback."""
+    """Build the trees and attend to their leaves, then the certificate and the fallback."""
     assert options.rule is not None
-    run = _run_reference if options.backend == "reference" else _run_eager
-    computed = run(inputs, options, options.rule)
+    computed = _run_eager(inputs, options, options.rule)
     computed.output = computed.output.to(inputs.q.dtype)  # before it is certified
     if options.certificate is not None:
         tree = computed.make_tree()
@@ -71,38 +68,6 @@ def _needs_grad(*tensors: Tensor) -> bool:
     return any(x.requires_grad for x in tensors)
 
 
-def _run_reference(inputs: AttentionInputs, options: AttentionOptions, rule: Rule) -> Computed:
-    """Run the float64 specification, query by query, with the trees that it builds itself."""
-    from bmfa.attention.kernels import reference
-
-    shape = inputs.q.shape[:3]
-    flat = inputs.copy_shared(inputs.flat)
-    q, k, v = (x.detach().double().cpu().view(*shape[:2], *x.shape[1:]).numpy() for x in flat)
-    masks = None
-    if inputs.valid is not None:
-        masks = inputs.valid.expand(shape[0], -1).cpu()
-    output, trees = reference.per_query_attention(
-        q,
-        k,
-        v,
-        inputs.grid.height,
-        inputs.grid.width,
-        rule,
-        prefix=inputs.prefix,
-        tau=inputs.tau,
-        scale=inputs.scale,
-        max_depth=options.max_depth,
-        valid=None if masks is None else masks.numpy(),
-        coins=_random_choices(rule, shape, inputs.grid),
-    )
-    boxes = [tree.leaves for heads in trees for queries in heads for tree in queries]
-    columns = None if masks is None else masks.T  # (N, B)
-    layout = rule.layout(inputs.grid)
-    tree = Tree.from_boxes(layout, boxes, shape, tau=inputs.tau, rule=str(rule), valid=columns)
-    made = partial(_identity, tree.to(inputs.q.device))
-    return Computed(torch.from_numpy(output).to(flat[0]), made)
-
-
 def _certify(
     inputs: AttentionInputs, computed: Computed, tree: Tree, kind: CertificateKind
 ) -> None:
@@ -144,11 +109,3 @@ def _identity(tree: Tree) -> Tree:
 
 def _leaf_ratio(computed: Computed) -> float:
     return float(computed.make_tree().leaf_ratio.mean())
-
-
-def _random_choices(rule: Rule, shape: torch.Size, grid: Grid) -> Any:
-    """The quadrants that RandomQuadrants keeps for every query, as the reference takes them."""
-    if not isinstance(rule, RandomQuadrants):
-        return None
-    quadrants = (1 + (grid.height > 1)) * (1 + (grid.width > 1))
-    return rule.draw(shape.numel(), quadrants).view(*shape, quadrants).numpy()

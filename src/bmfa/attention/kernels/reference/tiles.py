@@ -53,10 +53,10 @@ import numpy as np
 import numpy.typing as npt
 
 from bmfa.attention.choice import Levels, choose, level_thresholds
-from bmfa.attention.kernels.reference.energy import Array
-from bmfa.attention.kernels.reference.trees import Mask
 from bmfa.attention.tiling import FARTHEST, PROBE_SLOTS, UNIFORM_SHARE, Tiling
 
+Array = npt.NDArray[np.float64]
+Mask = npt.NDArray[np.bool_]
 Indices = npt.NDArray[np.int64]
 
 
