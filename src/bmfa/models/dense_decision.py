@@ -109,7 +109,7 @@ class PlannedDecision(DenseDecision):
         assert choice is not None  # the error of the options is 0
         height, width = self.planned.height, self.planned.width
         return choice._replace(
-            why=f"the plan is for a {height}x{width} grid of tokens, and there are {grid.size} tokens"
+            reason=f"the plan is for a {height}x{width} grid of tokens, and there are {grid.size} tokens"
         )
 
     def decide(self, key: Key) -> Choice | None:
