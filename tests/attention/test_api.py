@@ -317,9 +317,9 @@ def test_the_defaults_report_what_ran():
     output, stats = result
     assert output.shape == q.shape
     assert result.tree.shape == (2, 2, 17) and result.tree is result.tree
-    assert (stats.backend, stats.form, stats.rule) == ("dense", "dense", "error 0.03")
+    assert (stats.backend, stats.form, stats.setting) == ("dense", "dense", "error 0.03")
     assert stats.leaf_ratio == stats.density == 1.0
-    assert "16" in stats.why
+    assert "16" in stats.reason
     assert stats.certificate is None and stats.audit is None
     exact = torch.nn.functional.scaled_dot_product_attention(q, k, v)
     torch.testing.assert_close(output, exact)
@@ -467,7 +467,7 @@ def call_with_errors(monkeypatch, *errors):
     compute, targets = tiles.tiled_attention, []
 
     def with_errors(*args, **kwargs):
-        found = compute(*args, **{**kwargs, "exact_above": 1.0})
+        found = compute(*args, **{**kwargs, "dense_threshold": 1.0})
         tiling, probes = args[3], torch.ones_like(found.probes)
         error = torch.tensor(errors[len(targets)]).square().flatten()
         groups = error.repeat(tiling.groups)[: tiling.groups]
@@ -491,7 +491,7 @@ def test_a_call_that_misses_its_target_is_computed_again(monkeypatch):
     got, targets, exact = call_with_errors(monkeypatch, 0.06, 0.0499)
     assert targets == pytest.approx([0.05, 0.95 * 0.05**2 / 0.06])
     assert not exact and got.stats.error.estimate == pytest.approx(0.0499)
-    assert got.stats.error.target == 0.05 and got.stats.rule == "error 0.05"
+    assert got.stats.error.target == 0.05 and got.stats.setting == "error 0.05"
 
 
 def test_a_call_that_may_be_far_above_its_target_is_computed_again(monkeypatch):
@@ -514,7 +514,7 @@ def test_a_call_that_misses_its_target_by_far_or_again_is_exact(errors, monkeypa
     got, targets, exact = call_with_errors(monkeypatch, *errors)
     assert exact and len(targets) == len(errors)
     assert got.stats.error.estimate == 0.0 and got.stats.density == 1.0
-    assert "tiles missed error 0.05" in got.stats.why
+    assert "tiles missed error 0.05" in got.stats.reason
 
 
 def test_the_text_of_stats_reads_no_tensor():

@@ -35,7 +35,7 @@ def queries(grid: Grid, heads: int = 1) -> torch.Tensor:
 
 def test_expected_share_of_budgets_and_targets() -> None:
     tiling = Tiling(Grid(64, 64))
-    assert expected_share(Budget.of(tiling, None, 1.0), tiling.tiles) == 1.0
+    assert expected_share(Budget.from_arguments(tiling, None, 1.0), tiling.tiles) == 1.0
     assert expected_share(Budget(None, 16), tiling.tiles) == 16 / 64
     errors = (0.0, 0.01, 0.05, 0.1, 0.2, 1.0)
     shares = [expected_share(Budget(error, None), tiling.tiles) for error in errors]
@@ -102,7 +102,7 @@ def test_auto_reports_why_it_is_dense(
     result = screened_attention(q, q, q, grid=grid, **criterion)
     assert result.stats.form == ("tiled" if reason is None else "dense")
     if reason is not None:
-        assert reason in result.stats.why and result.stats.density == 1.0
+        assert reason in result.stats.reason and result.stats.density == 1.0
         exact = torch.nn.functional.scaled_dot_product_attention(q, q, q)
         torch.testing.assert_close(result.output, exact)
 
@@ -145,7 +145,7 @@ def test_a_query_grid_needs_as_many_queries_and_keys_as_self_attention() -> None
     few = Tiling(Grid(256, 256), query_grid=Grid(64, 64))
     for leaves, expected in ((0.05, True), (0.5, False)):
         found = dense_faster_reason(
-            (1, 3, 4096, 64), "cuda", few, Budget.of(few, None, leaves), in_graph=False
+            (1, 3, 4096, 64), "cuda", few, Budget.from_arguments(few, None, leaves), in_graph=False
         )
         assert (found is None) == expected, found
 
@@ -177,7 +177,7 @@ def test_repeated_calls_agree() -> None:
     q = queries(grid)
     first, second = (screened_attention(q, 2 * q, q, grid=grid, error=0.3) for _ in "ab")
     assert torch.equal(first.output, second.output)
-    assert repr(first.stats) == repr(second.stats) and "dense" in first.stats.why
+    assert repr(first.stats) == repr(second.stats) and "dense" in first.stats.reason
     assert second.stats.density == 1.0 and second.stats.leaf_ratio == first.stats.leaf_ratio
     assert torch.equal(second.tree.leaf_count, first.tree.leaf_count)
     q[0, 0, 3] = torch.nan
@@ -242,7 +242,7 @@ def test_auto_is_dense_if_the_target_expands_most_tiles() -> None:
     q, k, v = torch.randn(3, 1, 1, LONG.size, 32)
     result = screened_attention(q, k, v, grid=LONG, error=0.1)
     assert result.stats.form == "dense"
-    assert "error 0.1 expands more than 87% of the tiles" in result.stats.why
+    assert "error 0.1 expands more than 87% of the tiles" in result.stats.reason
     assert result.stats.backend == "native"
     exact = torch.nn.functional.scaled_dot_product_attention(q, k, v)
     torch.testing.assert_close(result.output, exact)
@@ -293,8 +293,10 @@ def test_what_the_native_kernels_cannot_run_is_dense_and_says_why(
     }
     assert exact_choice(**call, options={}) is None
     choice = exact_choice(**(call | change), options={})
-    assert choice.backend == "dense" and choice.why.startswith("auto: dense, because native cannot")
-    assert reason in choice.why
+    assert choice.backend == "dense" and choice.reason.startswith(
+        "auto: dense, because native cannot"
+    )
+    assert reason in choice.reason
     exact = exact_choice(**(call | change), options={"error": 0.0})
     assert exact.backend == "dense"
 
@@ -308,11 +310,11 @@ def test_without_native_kernels_calls_are_dense_and_say_why(
     q = queries(LONG)
     result = screened_attention(q, q, q, grid=LONG)
     assert (result.stats.backend, result.stats.form) == ("dense", "dense")
-    assert result.stats.why == f"auto: dense, because native cannot run: {reason}"
+    assert result.stats.reason == f"auto: dense, because native cannot run: {reason}"
     with pytest.raises(ValueError, match="backend='native' cannot run this call"):
         screened_attention(q, q, q, grid=LONG, backend="native")
     small = queries(Grid(6, 6))
-    why = screened_attention(small, small, small, grid=Grid(6, 6)).stats.why
+    why = screened_attention(small, small, small, grid=Grid(6, 6)).stats.reason
     assert why.startswith("auto: dense attention is as fast below")
 
 

@@ -202,8 +202,8 @@ def test_a_query_grid_with_an_error_target_of_zero_is_dense_attention(side, quer
     tiling = Tiling(Grid(side, side), query_grid=Grid(query_side, query_side))
     exact = dense(q, k, v)
     rounding = relative_error(scaled_dot_product_attention(q, k, v), exact)
-    for exact_above in (1.0, 0.4):  # by the attention kernel, and by one of its own
-        settings = {"prefix": 1, "scale": 0.125, "error": 0.0, "exact_above": exact_above}
+    for dense_threshold in (1.0, 0.4):  # by the attention kernel, and by one of its own
+        settings = {"prefix": 1, "scale": 0.125, "error": 0.0, "dense_threshold": dense_threshold}
         got = tiled_attention(q, k, v, tiling, **settings)
         assert bool(got.expanded.all())
         assert relative_error(got.output, exact) <= 2 * rounding + 1e-6
@@ -211,7 +211,7 @@ def test_a_query_grid_with_an_error_target_of_zero_is_dense_attention(side, quer
 
 @TRITON
 @pytest.mark.parametrize("side", [64, 128])
-@pytest.mark.parametrize("budget", [{"error": 0.02}, {"error": 0.0, "exact_above": 0.4}])
+@pytest.mark.parametrize("budget", [{"error": 0.02}, {"error": 0.0, "dense_threshold": 0.4}])
 def test_shared_keys_equal_copies_to_the_bit_and_save_their_memory(side, budget):
     q, k, v = smooth(side, 64, torch.bfloat16, heads=6)
     tiling, settings = Tiling(Grid(side, side)), {"prefix": 1, "scale": 0.125, **budget}
@@ -262,7 +262,7 @@ def test_random_tokens_are_attended_exactly(dim, dtype):
     """16,384 tokens without structure: every tile would be expanded, and all heads are exact."""
     torch.manual_seed(dim)
     q, k, v = torch.randn(3, 1, 4, 1 + 128 * 128, dim, device=DEVICE).to(dtype)
-    settings = {"prefix": 1, "scale": dim**-0.5, "error": 0.03, "exact_above": 0.4}
+    settings = {"prefix": 1, "scale": dim**-0.5, "error": 0.03, "dense_threshold": 0.4}
     got = tiled_attention(q, k, v, Tiling(Grid(128, 128)), **settings)
     exact = dense(q, k, v)
     rounding = relative_error(scaled_dot_product_attention(q, k, v), exact)
@@ -273,7 +273,7 @@ def test_random_tokens_are_attended_exactly(dim, dtype):
 @TRITON
 @pytest.mark.parametrize("side", [64, 128])
 @pytest.mark.parametrize(
-    "budget", [{"error": 0.02}, {"error": 0.02, "exact_above": 0.4}, {"expand": 30.0}]
+    "budget", [{"error": 0.02}, {"error": 0.02, "dense_threshold": 0.4}, {"expand": 30.0}]
 )
 def test_calls_are_equal_to_the_bit_and_do_not_wait(side, budget):
     """Launched by Triton at first, then directly, and from a CUDA graph."""

@@ -175,7 +175,7 @@ def test_numpy_scalars_are_numbers(plain: Any, scalar: Any) -> None:
         for settings in (plain, scalar)
     ]
     assert torch.equal(results[0].output, results[1].output)
-    assert results[0].stats.rule == results[1].stats.rule
+    assert results[0].stats.setting == results[1].stats.setting
 
 
 def test_numpy_scalars_in_rules() -> None:
@@ -209,7 +209,7 @@ def test_invalid_numbers_are_refused(name: str, value: Any) -> None:
 def test_rules_by_name(name: str) -> None:
     qkv = tokens()
     result = screened_attention(*qkv, grid=GRID, prefix=PREFIX, rule=name)
-    assert result.stats.rule == name
+    assert result.stats.setting == name
     assert torch.equal(result.output, attend(*qkv, rule=rules.parse(name)))
 
 

@@ -420,7 +420,13 @@ def test_heads_above_the_limit_are_exact() -> None:
             q, k, v = torch.randn(3, 1, 3, 1 + 24 * 24, 32).to(dtype)
             q[:, 0] *= 0.1  # nothing is expanded in this head
             q[:, 1:] *= 4
-            settings = {"prefix": 1, "scale": 0.2, "tau": 1.0, "error": 0.05, "exact_above": 0.3}
+            settings = {
+                "prefix": 1,
+                "scale": 0.2,
+                "tau": 1.0,
+                "error": 0.05,
+                "dense_threshold": 0.3,
+            }
             tiling = Tiling(Grid(24, 24), group_tiles=group_tiles)
             valid = torch.rand(1, 576) < 0.8 if masked else None
             case = TiledCase(q, k, v, tiling, settings, valid)
@@ -451,14 +457,14 @@ def test_everything_expanded_is_exact_attention() -> None:
             assert torch.equal(got.output, attended)
 
 
-@pytest.mark.parametrize("exact_above", [0.2, 0.5])
-def test_exact_heads_of_drawn_cases_equal_the_specification(exact_above: float) -> None:
-    """`exact_above` between the shares of the heads; the share of a head is far from it, or a tie."""
+@pytest.mark.parametrize("dense_threshold", [0.2, 0.5])
+def test_exact_heads_of_drawn_cases_equal_the_specification(dense_threshold: float) -> None:
+    """`dense_threshold` lies between shares of heads; the share of a head is far from it or a tie."""
     seen = set()
     for seed in range(12):
         case = draw_case(9500 + seed, heads=(2, 2), error=0.02)
-        got, want = run(case, exact_above=exact_above), expand_heads(case)
-        want = replace(want, settings=want.settings | {"exact_above": exact_above}).oracle()
+        got, want = run(case, dense_threshold=dense_threshold), expand_heads(case)
+        want = replace(want, settings=want.settings | {"dense_threshold": dense_threshold}).oracle()
         equal = (got.expanded.numpy() == want.expanded).all((2, 3))
         everything = got.expanded.flatten(2).all(-1).numpy()
         if case.valid is None:
@@ -703,7 +709,7 @@ def test_without_a_build_other_backends_run_and_say_why(monkeypatch: pytest.Monk
     with pytest.raises(ValueError, match=r"cannot run this call: .* BMFA_NATIVE is off"):
         screened_attention(case.q, case.k, case.v, backend="native", **options)
     got = screened_attention(case.q, case.k, case.v, allow_dense=False, **options)
-    assert got.stats.backend == "eager" and "BMFA_NATIVE is off" in got.stats.why
+    assert got.stats.backend == "eager" and "BMFA_NATIVE is off" in got.stats.reason
     difference = (got.output - native_result.output).norm() / native_result.output.norm()
     assert float(difference) < 0.05
     assert screened_attention(case.q, case.k, case.v, **options).stats.backend in ("dense", "eager")

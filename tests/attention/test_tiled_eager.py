@@ -77,7 +77,7 @@ def test_an_error_of_zero_is_exact() -> None:
     assert bool(got.expanded.all())
     exact = scaled_dot_product_attention(q, k, v, scale=0.2)
     assert torch.allclose(got.output, exact, rtol=1e-11, atol=1e-12)
-    assert attend(q, k, v, Tiling(Grid(16, 16)), exact_above=0.5, **options) is None
+    assert attend(q, k, v, Tiling(Grid(16, 16)), dense_threshold=0.5, **options) is None
 
 
 def test_probes_report_the_error_of_the_returned_output() -> None:
@@ -137,7 +137,7 @@ def test_heads_above_the_limit_are_exact() -> None:
     q, k, v = torch.randn(3, 1, 3, 1 + 24 * 24, 32)
     q[:, 0] *= 0.1  # nothing is expanded in this head
     q[:, 1:] *= 4
-    options = {"prefix": 1, "scale": 0.2, "error": 0.05, "exact_above": 0.3}
+    options = {"prefix": 1, "scale": 0.2, "error": 0.05, "dense_threshold": 0.3}
     tiling = Tiling(Grid(24, 24))
     got = attend(q, k, v, tiling, **options)
     want = reference_attention(q.numpy(), k.numpy(), v.numpy(), tiling, **options)

@@ -225,7 +225,7 @@ def test_exact_heads_of_a_query_grid(
         q = torch.randn(case.q.shape, generator=torch.Generator().manual_seed(1))
         q[:, 0] *= 0.05  # nothing is expanded in this head
         q[:, 1] *= 12
-        case = replace(case, q=q, settings=case.settings | {"exact_above": 0.3})
+        case = replace(case, q=q, settings=case.settings | {"dense_threshold": 0.3})
         got, want = check(case)
         assert prepared[-1].separate_exact == separate and want.exact.tolist() == [[False, True]]
         assert bool((got.probes[:, 1, :, 0] < 1e-8).all())
@@ -262,7 +262,7 @@ def test_shared_keys_equal_copies_to_the_bit(
     """In every kernel that reads keys; the operator is called with as many key heads as there are."""
     if divided:
         settings(LEAST_DIVIDED_TILES=1, LEAST_ITEM_TILES=1, SEPARATE_EXACT_TILES=1)
-    budget = {"expand": 1.7, "exact_above": 0.5 if divided else 1.0}
+    budget = {"expand": 1.7, "dense_threshold": 0.5 if divided else 1.0}
     for case in (
         smooth_case(5, (11, 17), heads=4, prefix=2, **budget),
         cross_case(6, Grid(11, 17), Grid(9, 10), batch=2, heads=4, masked=True, **budget),
@@ -436,7 +436,7 @@ def test_heads_above_the_limit_are_exact(
     q[:, 0] *= 0.1  # nothing is expanded in this head
     q[:, 1:] *= 4
     valid = torch.rand(1, 13 * 24) < 0.7 if masked else None
-    budget = {"prefix": 1, "scale": 0.2, "tau": 1.0, "error": 0.05, "exact_above": 0.3}
+    budget = {"prefix": 1, "scale": 0.2, "tau": 1.0, "error": 0.05, "dense_threshold": 0.3}
     case = TiledCase(q, k, v, Tiling(Grid(13, 24)), budget, valid)
     got, want = check(case)
     assert prepared[0].separate_exact == separate

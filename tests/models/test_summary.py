@@ -45,8 +45,8 @@ def test_a_summary_says_what_ran_with_its_density_and_error(name: str) -> None:
     run(model, pixels_of(SMALL))
     first, unpatched, _ = rows = layer_rows(model)
     assert [(row.form, row.backend, row.density) for row in rows] == [("dense", "host", 1.0)] * 3
-    assert first.why.startswith("auto: dense attention is as fast below")
-    assert unpatched.why == "the layer is not patched" and unpatched.settings is None
+    assert first.reason.startswith("auto: dense attention is as fast below")
+    assert unpatched.reason == "the layer is not patched" and unpatched.settings is None
     assert first.error is None and first.settings == "leaves=0.2"
 
     with record(model, trees=False) as recording:
@@ -54,7 +54,7 @@ def test_a_summary_says_what_ran_with_its_density_and_error(name: str) -> None:
     first, unpatched, last = layer_rows(model)
     for row in (first, last):
         stats = recording[row.layer].stats[0]
-        assert (row.form, row.backend, row.why) == (stats.form, stats.backend, stats.why)
+        assert (row.form, row.backend, row.reason) == (stats.form, stats.backend, stats.reason)
         assert row.density == pytest.approx(stats.density)
         assert row.error == stats.error and isinstance(row.error, ErrorEstimate)
         assert row.density < 1 and row.error.estimate > 0
@@ -191,7 +191,7 @@ def test_a_compiled_pass_is_reported_as_unknown() -> None:
         run(compiled, pixels_of(size))
         rows = layer_rows(model)
         assert {(row.form, row.density, row.error) for row in rows} == {("unknown", None, None)}
-        assert all("ran in a compiled graph" in row.why for row in rows)
+        assert all("ran in a compiled graph" in row.reason for row in rows)
         run(model, pixels_of(size))
         assert layer_rows(model)[1].form == ("dense" if size == SMALL else "tiled")
         assert "passes inside a compiled graph are not in this table" in str(summary(model))
@@ -265,4 +265,4 @@ def test_packed_images_have_a_call_for_each_grid() -> None:
         first, second, _ = layer_rows(model)
         assert (first.form, first.backend) == ("tiled", CPU_BACKEND)
         assert len(first._calls) == 2 and first.density is not None and first.error is not None
-        assert (second.backend, second.why) == ("host", "the layer is not patched")
+        assert (second.backend, second.reason) == ("host", "the layer is not patched")

@@ -205,13 +205,13 @@ def test_recording_a_dense_layer_says_why(name: str) -> None:
         assert is_active(model)
     stats = recording[2].stats[0]
     assert (stats.backend, stats.form) == ("dense", "dense")
-    assert "64" in stats.why and stats.why.startswith("auto: ")
+    assert "64" in stats.reason and stats.reason.startswith("auto: ")
     assert recording[2].trees[0].grid == bmfa.Grid(8, 8)
     assert not is_active(model)
     run(model, pixels)
     assert len(recording[2].stats) == 1
     choices = screened_layers(model)[0].decision.choices.values()
-    assert {choice.why for choice in choices} == {stats.why}
+    assert {choice.reason for choice in choices} == {stats.reason}
 
 
 def test_recording_inside_another_and_at_both_sizes() -> None:
@@ -535,7 +535,7 @@ def test_layers_with_equal_options_share_one_decision_for_each_size() -> None:
     run(model, pixels_of(LARGE))
     decided = {key[1]: choice for key, choice in first.decision.choices.items()}
     assert decided.keys() == {1 + 64, 1 + 4096}
-    assert decided[1 + 64].why.startswith("auto: dense attention") and decided[1 + 4096] is None
+    assert decided[1 + 64].reason.startswith("auto: dense attention") and decided[1 + 4096] is None
 
 
 # Sides of images whose exact attention is native: 324 tokens, in four heads.
@@ -561,8 +561,8 @@ def test_exact_attention_is_native_where_it_is_faster(name: str, options: dict[s
     with record(model, trees=False) as recording:
         assert torch.equal(run(model, pixels, **sizes), output)
     stats = recording[0].stats[0]
-    assert (stats.form, stats.backend) == ("dense", "native") and {row.why for row in rows} == {
-        stats.why
+    assert (stats.form, stats.backend) == ("dense", "native") and {row.reason for row in rows} == {
+        stats.reason
     }
     calls = without_embedded(calls_into_bmfa(lambda: run(model, pixels, **sizes)))
     assert not any("screened_attention" in call or "BlockGrid.run" in call for call in calls)

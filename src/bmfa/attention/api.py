@@ -13,7 +13,7 @@ from bmfa.attention.dispatch import (
     Choice,
     choose_per_query,
     choose_tiled,
-    exact_above,
+    dense_threshold,
     in_graph,
     may_run_dense,
 )
@@ -210,10 +210,10 @@ def screened_attention(
                 fallback=fallback,
             )
             compute = compute_per_query if has_values(q) else compute_in_graph
-            return _screened(inputs, options, compute(inputs, options), run.why, audit)
+            return _screened(inputs, options, compute(inputs, options), run.reason, audit)
         _check_tiled_form(inputs, max_depth)
         tiling = inputs.tiling
-        budget = Budget.of(tiling, error, leaves)
+        budget = Budget.from_arguments(tiling, error, leaves)
         allowed = may_run_dense(
             {
                 "allow_dense": allow_dense,
@@ -233,20 +233,20 @@ def screened_attention(
             "tiled",
             run.backend,
             budget=budget,
-            exact_above=exact_above(budget, run.backend),
+            dense_threshold=dense_threshold(budget, run.backend),
             certificate=_default_kind(kind, "scores") if bounded else None,
             fallback=fallback,
         )
-        return _tiled(inputs, options, run.why, audit, allowed)
+        return _tiled(inputs, options, run.reason, audit, allowed)
 
 
 def _tiled(
-    inputs: AttentionInputs, options: AttentionOptions, why: str, audit: float, allow_dense: bool
+    inputs: AttentionInputs, options: AttentionOptions, reason: str, audit: float, allow_dense: bool
 ) -> Screened:
     """Run the form "tiled", or dense attention if too many tiles would be expanded."""
     assert options.budget is not None
     percent = round(
-        100 * options.exact_above
+        100 * options.dense_threshold
     )  # torch.compile cannot format the attribute with ".0%"
     over = f"{options.budget} expands more than {percent}% of the tiles"
     # A certificate depends on which tiles are expanded, so it cannot be recorded in a graph.
@@ -255,17 +255,17 @@ def _tiled(
         computed = compute_tiled(inputs, options)
     else:
         computed = compute_in_graph(inputs, options)
-        if options.exact_above < 1.0:
-            why = f"auto: tiles, or dense attention inside the operator if {over}"
+        if options.dense_threshold < 1.0:
+            reason = f"auto: tiles, or dense attention inside the operator if {over}"
     if computed.missed:
         over = f"tiles missed {options.budget}, as their probes measured it"
     if computed.dense and allow_dense:
-        why = f"auto: {over}" + ("" if computed.missed else ", dense is faster")
+        reason = f"auto: {over}" + ("" if computed.missed else ", dense is faster")
         backend = "native" if options.backend == "native" else "dense"
-        return _dense(inputs, computed.output, options.budget, Choice(backend, why), audit)
+        return _dense(inputs, computed.output, options.budget, Choice(backend, reason), audit)
     if computed.dense:
-        why = f"{why}; {over}, and every tile is expanded"
-    return _screened(inputs, options, computed, why, audit)
+        reason = f"{reason}; {over}, and every tile is expanded"
+    return _screened(inputs, options, computed, reason, audit)
 
 
 def _dense(
@@ -277,7 +277,7 @@ def _dense(
         run.backend,
         "dense",
         str(budget),
-        run.why,
+        run.reason,
         audit=measured,
         measure_error=partial(ErrorEstimate, budget.error, 0.0, 0.0, 0.0, 0),
     )
@@ -288,7 +288,7 @@ def _screened(
     inputs: AttentionInputs,
     options: AttentionOptions,
     computed: Computed,
-    why: str,
+    reason: str,
     audit: float,
 ) -> Screened:
     rule, recomputed = options.rule, computed.recomputed
@@ -299,7 +299,7 @@ def _screened(
         options.backend,
         options.form,
         str(options.budget if rule is None else rule),
-        why,
+        reason,
         computed.certificate,
         computed.energy_bound,
         options.certificate,

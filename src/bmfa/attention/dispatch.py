@@ -1,12 +1,12 @@
 """Which backend runs a call, and why.
 
-The eager backend runs every call, the reference every call over tiles. The native kernels and Triton have one predicate for
-each form, which returns None if the kernels can run a call and a reason if they cannot: it selects the
+The eager backend runs every call, the reference every call over tiles. The native kernels and Triton
+have one predicate for each form, which returns None if the kernels can run a call and a reason if they cannot: it selects the
 backend for "auto", and explains the refusal if the backend was requested. `dense_faster_reason` does the
 same for dense attention.
 
 An error target on a CPU is decided later: the kernels count the expanded tiles first, and attend exactly
-in heads in which they are too many (`AttentionOptions.exact_above`).
+in heads in which they are too many (`AttentionOptions.dense_threshold`).
 """
 
 import math
@@ -79,7 +79,7 @@ class Choice(NamedTuple):
     """The backend that runs a call, and why. Backend "dense" is `scaled_dot_product_attention`."""
 
     backend: str
-    why: str
+    reason: str
     exact: bool = False  # True for dense attention, by "dense" or "native"
 
 
@@ -112,7 +112,7 @@ def choose_tiled(
             q.shape, inputs.k.shape[2], fast, unsupported, tiling, budget, in_graph=in_graph(q)
         )
         if exact is not None:
-            return exact if has_values(q) else Choice("dense", exact.why, exact=True)
+            return exact if has_values(q) else Choice("dense", exact.reason, exact=True)
     if unsupported is not None:
         return Choice("eager", f"auto: eager, because {fast} cannot run: {unsupported}")
     return Choice(fast, f"auto: {fast} supports the grid, the dtype and the device")
@@ -255,7 +255,7 @@ def exact_choice(
     if not may_run_dense(options):
         return None
     tiling = Tiling(grid)
-    budget = Budget.of(tiling, options.get("error"), options.get("leaves"))
+    budget = Budget.from_arguments(tiling, options.get("error"), options.get("leaves"))
     fast, unsupported = "triton", None
     if device != "cuda":
         fast = "native"
@@ -273,7 +273,7 @@ def expected_share(budget: Budget, tiles: int) -> float:
     return min(1.0, DEFAULT_EXPANDED_SHARE * growth)
 
 
-def exact_above(budget: Budget, backend: str) -> float:
+def dense_threshold(budget: Budget, backend: str) -> float:
     """Share of expanded tiles above which exact attention is faster; a budget of leaves has no such
     limit."""
     cost = EXPANDED_COST.get("cuda" if backend == "triton" else backend, EXPANDED_COST["eager"])

@@ -46,7 +46,7 @@ class Settings(NamedTuple):
     fallback: float | None
     error: float | None  # of a Budget, as is `expand`
     expand: int | None
-    exact_above: (
+    dense_threshold: (
         float  # dense attention runs if a larger share of the tiles is expanded in all heads
     )
     rule: str  # of the other forms, as are `seed` and `max_depth`
@@ -54,14 +54,14 @@ class Settings(NamedTuple):
     max_depth: int | None
 
     @classmethod
-    def of(cls, inputs: AttentionInputs, options: AttentionOptions) -> "Settings":
+    def from_call(cls, inputs: AttentionInputs, options: AttentionOptions) -> "Settings":
         rule, budget = options.rule, options.budget
         return cls(
             inputs.grid.height, inputs.grid.width, inputs.grid.frames,
             grid_to_list(inputs.query_grid), inputs.prefix, inputs.tau, inputs.scale,
             options.backend, options.form, options.certificate, options.fallback,
             None if budget is None else budget.error, None if budget is None else budget.expand,
-            options.exact_above, "" if rule is None else str(rule),
+            options.dense_threshold, "" if rule is None else str(rule),
             rule.seed if isinstance(rule, RandomQuadrants) else 0, options.max_depth,
         )  # fmt: skip
 
@@ -93,7 +93,7 @@ class Settings(NamedTuple):
             self.form,
             self.backend,
             Budget(self.error, self.expand) if self.tiled else None,
-            self.exact_above,
+            self.dense_threshold,
             None if self.tiled else parse(self.rule, self.seed),
             self.max_depth,
             self.certificate,
@@ -104,7 +104,7 @@ class Settings(NamedTuple):
 _ARGUMENTS = (
     "Tensor q, Tensor k, Tensor v, Tensor? valid, int height, int width, int frames, "
     "int[] query_grid, int prefix, float tau, float scale, str backend, str form, "
-    "str? certificate, float? fallback, float? error, int? expand, float exact_above, str rule, "
+    "str? certificate, float? fallback, float? error, int? expand, float dense_threshold, str rule, "
     "int seed, int? max_depth"
 )
 _library: Any = torch.library.Library("bmfa", "FRAGMENT")  # type: ignore[no-untyped-call]
@@ -115,10 +115,10 @@ _library.define(f"screened_attention_backward(Tensor g, {_ARGUMENTS}) -> (Tensor
 def compute_in_graph(inputs: AttentionInputs, options: AttentionOptions) -> Computed:
     """Insert the operator for a call whose values cannot be read.
 
-    If more than `options.exact_above` of the tiles would be expanded in every head, the operator runs
-    dense attention, and reports every tile as expanded.
+    If more than `options.dense_threshold` of the tiles would be expanded in every head, the operator
+    runs dense attention, and reports every tile as expanded.
     """
-    settings = Settings.of(inputs, options)
+    settings = Settings.from_call(inputs, options)
     output, expanded, probes, certificate, energy_bound, recomputed = _operator(
         inputs.q, inputs.k, inputs.v, inputs.valid, *settings
     )

@@ -32,7 +32,7 @@ class AttentionOptions:
     form: Form
     backend: str  # "native", "eager", "triton" or "reference"
     budget: Budget | None = None  # of the form "tiled"
-    exact_above: float = 1.0  # share of expanded tiles above which a head is computed exactly
+    dense_threshold: float = 1.0  # share of expanded tiles above which a head is computed exactly
     rule: Rule | None = None  # of the other forms, as is max_depth
     max_depth: int | None = None
     certificate: CertificateKind | None = None  # what it is computed from; None without one

@@ -197,8 +197,8 @@ class Stats:
     Attributes:
         backend: `"eager"`, `"triton"`, `"reference"` or `"dense"`.
         form: `"tiled"`, `"tree"` or `"dense"`.
-        rule: The rule or the budget, as text.
-        why: Why this backend ran.
+        setting: The rule or the budget, as text.
+        reason: Why this backend ran.
         certificate: (B, H, Q) float64 proven upper bound on |output - exact| of every query, in units of
             the values, or None. It bounds the output that is returned, its rounding included. Invalid
             queries have 0.
@@ -215,14 +215,14 @@ class Stats:
         >>> import torch, bmfa
         >>> q, k, v = torch.randn(3, 1, 2, 196, 16, generator=torch.Generator().manual_seed(0))
         >>> stats = bmfa.screened_attention(q, k, v, grid=(14, 14)).stats
-        >>> stats.form, stats.why
+        >>> stats.form, stats.reason
         ('dense', 'auto: dense attention is as fast below 2304 tokens, and there are 196')
     """
 
     backend: str
     form: str
-    rule: str
-    why: str
+    setting: str
+    reason: str
     certificate: Tensor | None = None
     energy_bound: Tensor | None = None
     certified_by: str | None = None

@@ -42,7 +42,7 @@ from bmfa.trees.tree import Tree
 def compute_tiled(inputs: AttentionInputs, options: AttentionOptions) -> Computed:
     """Run the kernels of a backend, then the certificate and the fallback.
 
-    Where every head would be computed exactly (`options.exact_above`), dense attention runs.
+    Where every head would be computed exactly (`options.dense_threshold`), dense attention runs.
     """
     assert options.budget is not None
     budget = options.budget
@@ -132,7 +132,8 @@ def _prepare_kernel(
         def run_triton(budget: Budget) -> tuple[TiledAttention, bool]:
             result = operators.tiled_attention(
                 inputs.q, inputs.k, inputs.v, tiling, valid=inputs.valid,
-                error=budget.error, expand=budget.expand, exact_above=options.exact_above, **shared,
+                error=budget.error, expand=budget.expand,
+                dense_threshold=options.dense_threshold, **shared,
             )  # fmt: skip
             return result, False
 
@@ -151,7 +152,7 @@ def _prepare_kernel(
     def run(budget: Budget) -> tuple[TiledAttention, bool]:
         found, dense = None, True
         if not (is_native and budget.expands_all(tiling)):
-            found, dense = attend(budget.error, budget.expand, options.exact_above)
+            found, dense = attend(budget.error, budget.expand, options.dense_threshold)
         if found is None:
             return _exact_result(inputs, tiling, options.backend), True
         if dense:  # nothing is left for probes to measure
@@ -163,11 +164,11 @@ def _prepare_kernel(
 
 def _run_eager(
     backend: str, tensors: tuple[Tensor, Tensor, Tensor], tiling: Tiling, share: int,
-    settings: dict[str, Any], error: float | None, expand: float | None, exact_above: float,
+    settings: dict[str, Any], error: float | None, expand: float | None, dense_threshold: float,
 ) -> tuple[TiledAttention | None, bool]:  # fmt: skip
     """Run the torch form or the specification; None instead of a result if every head is exact."""
     q, k, v = tensors
-    settings = settings | {"error": error, "expand": expand, "exact_above": exact_above}
+    settings = settings | {"error": error, "expand": expand, "dense_threshold": dense_threshold}
     if backend == "reference":
         k, v = (x.repeat_interleave(share, 1) for x in (k, v))
         return _run_reference(q, k, v, tiling, **settings), False

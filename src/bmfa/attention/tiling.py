@@ -268,7 +268,9 @@ class Budget:
     expand: int | None
 
     @classmethod
-    def of(cls, tiling: Tiling, error: float | None, leaves: float | int | None) -> "Budget":
+    def from_arguments(
+        cls, tiling: Tiling, error: float | None, leaves: float | int | None
+    ) -> "Budget":
         """Make a budget from the arguments of `screened_attention`, with the default error if both
         are None."""
         if leaves is not None:

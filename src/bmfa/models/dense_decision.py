@@ -32,7 +32,7 @@ class DenseDecision:
     head_dim: int
     options: dict[str, Any]  # arguments of screened_attention
     grids: dict[int, Grid] = field(default_factory=dict)  # by the number of tokens
-    # What runs exact attention, None where tiles may run; `Stats.why` has the same text.
+    # What runs exact attention, None where tiles may run; `Stats.reason` has the same text.
     choices: dict[Key, Choice | None] = field(default_factory=dict)
 
     def choice(self, x: Tensor) -> Choice | None:
@@ -109,7 +109,7 @@ class PlannedDecision(DenseDecision):
         assert choice is not None  # the error of the options is 0
         height, width = self.planned.height, self.planned.width
         return choice._replace(
-            why=f"the plan is for a {height}x{width} grid of tokens, and there are {grid.size} tokens"
+            reason=f"the plan is for a {height}x{width} grid of tokens, and there are {grid.size} tokens"
         )
 
     def decide(self, key: Key) -> Choice | None:
@@ -118,7 +118,7 @@ class PlannedDecision(DenseDecision):
         if choice is not None and key[1] not in self.warned:
             self.warned.add(key[1])
             warnings.warn(
-                f"{choice.why}: this size runs dense attention; make a plan for it with bmfa.tune",
+                f"{choice.reason}: this size runs dense attention; make a plan for it with bmfa.tune",
                 stacklevel=2,
             )
         return choice

@@ -28,7 +28,7 @@ class LayerEntry:
 
     form: str
     backend: str
-    why: str
+    reason: str
     fallback: int
     grid: Grid
     expanded_count: Tensor | None  # (B, heads, groups)
@@ -37,14 +37,14 @@ class LayerEntry:
     in_cuda_graph: bool  # True if a replay of the graph may change the tensors
 
     @classmethod
-    def of(cls, stats: Stats, grid: Grid, valid: Tensor | None) -> "LayerEntry":
+    def from_stats(cls, stats: Stats, grid: Grid, valid: Tensor | None) -> "LayerEntry":
         """Keep what is shown of a call."""
         count = stats.expanded_count
         captured = count is not None and count.is_cuda
         return cls(
             stats.form,
             stats.backend,
-            stats.why,
+            stats.reason,
             stats.fallback if isinstance(stats.fallback, int) else 0,
             grid,
             count,
@@ -163,7 +163,7 @@ class LayerLog:
     def add(self, layer: int, stats: Stats, grid: Grid, valid: Tensor | None) -> None:
         """Note a call of a screened layer."""
         if not torch.compiler.is_compiling() and (entries := self.running.current) is not None:
-            entries.setdefault(layer, []).append(LayerEntry.of(stats, grid, valid))
+            entries.setdefault(layer, []).append(LayerEntry.from_stats(stats, grid, valid))
 
     def __call__(self, module: nn.Module, inputs: Any, output: Any) -> None:
         """Forward hook of the last block: the pass of these tokens is finished."""

@@ -30,7 +30,7 @@ class LayerSummary:
             not run in this thread or ran in a compiled graph.
         backend: `"native"`, `"eager"`, `"triton"`, `"reference"`, `"dense"` (SDPA in bmfa), `"host"`
             (the attention of the model itself) or `"unknown"`.
-        why: Why this ran.
+        reason: Why this ran.
 
     Example:
         >>> import bmfa, torch
@@ -39,7 +39,7 @@ class LayerSummary:
         >>> row = bmfa.summary(model).rows[7]
         >>> row.form, row.backend, row.settings
         ('dense', 'host', 'error=0.05')
-        >>> row.why
+        >>> row.reason
         'auto: dense attention is as fast below 2304 tokens, and there are 196'
     """
 
@@ -49,14 +49,14 @@ class LayerSummary:
         settings: str | None,
         form: str,
         backend: str,
-        why: str,
+        reason: str,
         calls: Sequence[LayerEntry] = (),
     ) -> None:
         self.layer = layer
         self.settings = settings
         self.form = form
         self.backend = backend
-        self.why = why
+        self.reason = reason
         self._calls = tuple(calls)
 
     @cached_property
@@ -107,11 +107,13 @@ class LayerSummary:
             "error_p95": None if error is None else error.p95,
             "error_met": None if error is None else error.met,
             "fallback": self.fallback,
-            "why": self.why,
+            "reason": self.reason,
         }
 
     def __repr__(self) -> str:
-        return f"LayerSummary(layer={self.layer}, {self.form}, {self.backend}, why={self.why!r})"
+        return (
+            f"LayerSummary(layer={self.layer}, {self.form}, {self.backend}, reason={self.reason!r})"
+        )
 
 
 @dataclass(frozen=True)
@@ -285,18 +287,18 @@ def _layer_row(
 ) -> LayerSummary:
     settings = None if layer is None else layer.describe()
     if finished is None or finished.compiled:
-        why = _NOT_CALLED if finished is None else _COMPILED
-        return LayerSummary(index, settings, _UNKNOWN, _UNKNOWN, why)
+        reason = _NOT_CALLED if finished is None else _COMPILED
+        return LayerSummary(index, settings, _UNKNOWN, _UNKNOWN, reason)
     if layer is None:
         return LayerSummary(index, None, "dense", "host", _NOT_PATCHED)
     calls = finished.entries.get(index)
     if not calls:
         choice = _exact_choice(layer, finished)
         backend = "native" if choice.backend == "native" else "host"
-        return LayerSummary(index, settings, "dense", backend, choice.why)
-    texts = ((call.form, call.backend, call.why) for call in calls)
-    form, backend, why = (" / ".join(dict.fromkeys(parts)) for parts in zip(*texts, strict=True))
-    return LayerSummary(index, settings, form, backend, why, calls)
+        return LayerSummary(index, settings, "dense", backend, choice.reason)
+    texts = ((call.form, call.backend, call.reason) for call in calls)
+    form, backend, reason = (" / ".join(dict.fromkeys(parts)) for parts in zip(*texts, strict=True))
+    return LayerSummary(index, settings, form, backend, reason, calls)
 
 
 def _exact_choice(layer: ScreenedLayer, finished: FinishedPass) -> Choice:
@@ -323,7 +325,7 @@ def _reduced_summary(model: nn.Module, reduction: TokenReduction) -> Summary:
     return Summary(title, rows, notes)
 
 
-_LAYER_COLUMNS = ("layer", "form", "backend", "density", "error", "settings", "why")
+_LAYER_COLUMNS = ("layer", "form", "backend", "density", "error", "settings", "reason")
 _BLOCK_COLUMNS = ("block", "tokens", "removed")
 
 
@@ -337,7 +339,7 @@ def _layer_cells(row: LayerSummary) -> tuple[str, ...]:
         "-" if density is None else f"{100 * density:.1f} %",
         "-" if error is None else f"{100 * error.estimate:.2f} %{missed}",
         row.settings or "-",
-        row.why if not row.fallback else f"{row.why}; {row.fallback} queries recomputed",
+        row.reason if not row.fallback else f"{row.reason}; {row.fallback} queries recomputed",
     )
 
 

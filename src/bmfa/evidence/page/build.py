@@ -17,10 +17,9 @@ from bmfa.evidence.failures.chapter import FAILURES
 from bmfa.evidence.faster.chapter import FASTER
 from bmfa.evidence.images.chapter import IMAGES, INSTANCES
 from bmfa.evidence.methods import METHODS, find_method
-from bmfa.evidence.page import paper, plots, style
+from bmfa.evidence.page import blocks, paper, plots, style
 from bmfa.evidence.page.blocks import (
     Block,
-    Chapter,
     Column,
     Commands,
     NotMeasured,
@@ -31,11 +30,18 @@ from bmfa.evidence.page.blocks import (
     recorded_sources,
     with_paper,
 )
-from bmfa.evidence.page.claims import LEGEND, Claim, ClaimTest
+from bmfa.evidence.page.chapter import Chapter
+from bmfa.evidence.page.claims import LEGEND, Claim
 from bmfa.evidence.page.formats import format_number, format_percent, format_small
-from bmfa.evidence.page.record_set import UNPRINTABLE, RecordSet, get_text, unique
+from bmfa.evidence.page.record_set import (
+    UNPRINTABLE,
+    MissingValueError,
+    RecordSet,
+    get_text,
+    unique,
+)
 from bmfa.evidence.probes.chapter import PROBES
-from bmfa.evidence.synthetic import chapter as synthetic
+from bmfa.evidence.synthetic.chapter import SYNTHETIC
 from bmfa.packages import load_package
 from bmfa.records import Record
 
@@ -47,38 +53,8 @@ OPENING = (
 )
 
 
-@dataclass(frozen=True)
-class TemplateChapter:
-    """A chapter whose text is the template `folder/name.html.j2`.
-
-    Attributes:
-        name: its anchor.
-        title: its heading and its entry in the navigation.
-        folder: the folder of its experiment.
-        experiment: the experiment whose record it needs.
-        claims: the claims of the paper that belong to it, for the summary.
-    """
-
-    name: str
-    title: str
-    folder: str
-    experiment: str
-    claims: Sequence[ClaimTest] = ()
-
-    @property
-    def template(self) -> str:
-        """The name of the template."""
-        return f"{self.folder}/{self.name}.html.j2"
-
-
-STRESS_TEST = TemplateChapter(
-    "synthetic", "Synthetic stress test", "synthetic", "synthetic", synthetic.CLAIMS
-)
-FAILURE_CURVE = TemplateChapter(
-    "failure", "Where the mean begins to fail", "synthetic", "failure-curve"
-)
 CHAPTERS = (
-    *(FASTER, STRESS_TEST, FAILURE_CURVE, PROBES, ABLATIONS, INSTANCES, FAILURES, EQUAL_LEAVES),
+    *(FASTER, *SYNTHETIC, PROBES, ABLATIONS, INSTANCES, FAILURES, EQUAL_LEAVES),
     *(CLOSED_LOOP, LAYERS, IMAGES, CLASSIFICATION, EQUAL_OPERATIONS, REDUCTIONS),
     *(DENSE_PREDICTION, SPEED),
 )
@@ -92,7 +68,7 @@ class Section:
     title: str
     blocks: Sequence[Block]
     in_navigation: bool = True
-    template: str = ""
+    html: str = ""
 
 
 def build_page(records: Sequence[Record], explorer: str | None = None) -> str:
@@ -168,7 +144,7 @@ def _templates() -> Any:
         ],
         "recorded_sources": recorded_sources,
     }
-    environment.globals |= {"figures": plots.FIGURES, "paper": paper, "synthetic": synthetic}
+    environment.globals |= {"figures": plots.FIGURES, "paper": paper}
     return environment
 
 
@@ -182,13 +158,18 @@ def _sections(records: RecordSet) -> list[Section]:
     ]
 
 
-def _section(chapter: Chapter | TemplateChapter, records: RecordSet) -> Section:
-    if isinstance(chapter, Chapter):
+def _section(chapter: blocks.Chapter | Chapter, records: RecordSet) -> Section:
+    if isinstance(chapter, blocks.Chapter):
         return Section(chapter.name, chapter.title, chapter.blocks(records))
-    if not records.has(chapter.experiment):
-        command = records.commands(chapter.experiment)[0]
+    try:
+        if not records.has(chapter.experiment):
+            raise MissingValueError(chapter.experiment)
+        values = {"records": records, **chapter.values(records)}
+    except MissingValueError:
+        command = chapter.command or records.commands(chapter.experiment)[0]
         return Section(chapter.name, chapter.title, [NotMeasured(command)])
-    return Section(chapter.name, chapter.title, [], template=chapter.template)
+    html = _templates().get_template(chapter.template).render(values)
+    return Section(chapter.name, chapter.title, [], html=html)
 
 
 def _method_table(records: RecordSet) -> Table:
@@ -221,11 +202,11 @@ def _other_experiments(records: RecordSet) -> list[Section]:
     sections = []
     for index, experiment in enumerate(others):
         title = experiment.capitalize()
-        blocks: list[Block] = [
+        shown: list[Block] = [
             generic_table(title, records.rows(experiment)),
             Commands(records.commands(experiment)),
         ]
-        sections.append(Section(f"record-{index}", title, blocks))
+        sections.append(Section(f"record-{index}", title, shown))
     return sections
 
 

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from bmfa.energy import critical_advantage
 from bmfa.evidence.page import paper, plots
+from bmfa.evidence.page.chapter import Chapter
 from bmfa.evidence.page.claims import TOLERANCE, Verdict, claim, judge_direction, judge_numbers
 from bmfa.evidence.page.formats import format_number, format_numbers, format_percent
 from bmfa.evidence.page.panels import (
@@ -55,17 +56,28 @@ def by_placement(records: RecordSet, column: str) -> tuple[list[tuple[Any, ...]]
     return [("method", "Method", "code"), *placements], list(by_method.values())
 
 
-def first_split(records: RecordSet, cells: int) -> float | None:
-    """Return the advantage of bright tokens from which on Algorithm 1 splits the root."""
-    rows = records.rows("failure-curve", method=paper.ALGORITHM_1, cells=cells)
-    split = (row for row in rows if (get_number(row, "leaf_percent") or 0.0) > 100 / TOKENS)
-    return min((need_number(row, "delta") for row in split), default=None)
+def stress_test(records: RecordSet) -> dict[str, Any]:
+    """Return the values of the chapter on the stress test."""
+    return {
+        "corner": records.by_method("synthetic", placement="corner"),
+        "centre": records.by_method("synthetic", placement="centred"),
+        "by_placement": {
+            column: by_placement(records, column) for column in ("mean_gap", "leaf_percent")
+        },
+    }
 
 
-def most_leaves(records: RecordSet, cells: int) -> float | None:
-    """Return the largest leaf ratio of Algorithm 1 with this number of bright tokens."""
-    rows = records.rows("failure-curve", method=paper.ALGORITHM_1, cells=cells)
-    return max((need_number(row, "leaf_percent") for row in rows), default=None)
+def failure(records: RecordSet) -> dict[str, Any]:
+    """Return from which advantage on Algorithm 1 splits 4 bright tokens, and its leaves on one."""
+    four, one = (
+        records.rows("failure-curve", method=paper.ALGORITHM_1, cells=cells) for cells in (4, 1)
+    )
+    split = [row for row in four if (get_number(row, "leaf_percent") or 0.0) > 100 / TOKENS]
+    return {
+        "first_split": min((need_number(row, "delta") for row in split), default=None),
+        "most_leaves": max((need_number(row, "leaf_percent") for row in one), default=None),
+        "tokens": TOKENS,
+    }
 
 
 # Figures
@@ -239,3 +251,20 @@ def optimal_tree(records: RecordSet) -> Measured:
 
 
 CLAIMS = (mean_loses_minority, algorithm_1_repairs, worst_placement, fixed_depth, optimal_tree)
+SYNTHETIC = (
+    Chapter(
+        "synthetic",
+        "Synthetic stress test",
+        "synthetic/synthetic.html.j2",
+        "synthetic",
+        CLAIMS,
+        stress_test,
+    ),
+    Chapter(
+        "failure",
+        "Where the mean begins to fail",
+        "synthetic/failure.html.j2",
+        "failure-curve",
+        values=failure,
+    ),
+)

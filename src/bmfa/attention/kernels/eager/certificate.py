@@ -362,7 +362,7 @@ class _ByScores:
         mass = tile_mass + head.k.shape[1] * tiny
         excess = (mass.log() - tangent).clamp(min=0).where(merged, 0.0)
         divergence = _divergence(tangent - log_z.unsqueeze(-1), excess)
-        rounding = _Rounding.of(head, q, q_mean, _norm(difference)).logits + own
+        rounding = _Rounding.from_queries(head, q, q_mean, _norm(difference)).logits + own
         rounding = rounding + rounding_unit(self.working) * (head.k.shape[1] + 64)
         return _round_up(divergence + 6 * rounding).where(merged.any(-1), 0.0)
 
@@ -407,7 +407,7 @@ class _Rounding(NamedTuple):
     attention: Tensor  # of the output of a
 
     @classmethod
-    def of(cls, head: _Head, q: Tensor, q_mean: Tensor, length: Tensor) -> "_Rounding":
+    def from_queries(cls, head: _Head, q: Tensor, q_mean: Tensor, length: Tensor) -> "_Rounding":
         slots, dim = head.k.shape[1:]
         own = score_rounding(dim, head.largest_score(q))
         representative = score_rounding(dim, head.largest_score(q_mean)).unsqueeze(-1)
@@ -425,7 +425,7 @@ def _bound_chunk(head: _Head, groups: Tensor, expanded: Tensor) -> tuple[Tensor,
     """(C, Q) bounds on the distance and the divergence of the queries of some groups."""
     q, q_mean = head.q[groups], head.q_mean[groups]
     difference = q - q_mean.unsqueeze(1)  # (C, Q, d)
-    rounding = _Rounding.of(head, q, q_mean, _norm(difference))
+    rounding = _Rounding.from_queries(head, q, q_mean, _norm(difference))
     merged = ~expanded & head.occupied  # (C, T)
     log_mass, p = _representative_softmax(head, q_mean)
     v_tangent = (p @ head.v).transpose(0, 1)  # (C, T, e)

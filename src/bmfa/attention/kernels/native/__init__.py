@@ -147,7 +147,7 @@ def exact_attention(
 def tiled_attention(
     q: Tensor, k: Tensor, v: Tensor, tiling: Tiling, *, prefix: int, scale: float, tau: float = 1.0,
     error: float | None = None, expand: float | None = None, valid: Tensor | None = None,
-    exact_above: float = 1.0, query_prefix: int | None = None,
+    dense_threshold: float = 1.0, query_prefix: int | None = None,
 ) -> tuple[TiledAttention, bool]:  # fmt: skip
     """Compute tiled attention as specified by `bmfa.attention.kernels.reference.tiled_attention`.
 
@@ -162,14 +162,14 @@ def tiled_attention(
     attend = prepare_tiles(
         q, k, v, tiling, prefix=prefix, scale=scale, tau=tau, valid=valid, query_prefix=query_prefix
     )
-    return attend(error, expand, exact_above)
+    return attend(error, expand, dense_threshold)
 
 
 def prepare_tiles(
     q: Tensor, k: Tensor, v: Tensor, tiling: Tiling, *, prefix: int, scale: float, tau: float = 1.0,
     valid: Tensor | None = None, query_prefix: int | None = None,
 ) -> Callable[[float | None, float | None, float], tuple[TiledAttention, bool]]:  # fmt: skip
-    """Return `tiled_attention` of these arguments as a function of error, expand and exact_above.
+    """Return `tiled_attention` of these arguments as a function of error, expand and dense_threshold.
 
     Called again for a single image, it does not measure the probes again. The results of all calls
     share their memory.
@@ -199,7 +199,7 @@ def prepare_tiles(
     run, measured = _load(call), -1  # the image that scratch memory holds
 
     def attend(
-        error: float | None, expand: float | None, exact_above: float
+        error: float | None, expand: float | None, dense_threshold: float
     ) -> tuple[TiledAttention, bool]:
         nonlocal measured
         share = None if expand is None else expand / tiling.tiles
@@ -211,7 +211,7 @@ def prepare_tiles(
                 measured = image
             choice = choose(
                 levels, tiling.probes_per_group, target=error, aim=tiling.error_aim, share=share,
-                dense_threshold=exact_above,
+                dense_threshold=dense_threshold,
             )  # fmt: skip
             call.threshold, call.shrinkage, call.exact = (x.ctypes.data for x in choice)
             run(image, _ATTEND)

@@ -41,8 +41,8 @@ float32 divides vectors by a power of two near their largest element before it s
    (one for each head) that the probes of the groups at odd positions determine, and the other way round,
    so that no probe measures what it has determined; where the probes predict that a target will be
    missed, thresholds are chosen again for a lower aim (`choose`). A head is computed exactly if more
-   than `exact_above` of its tiles would be expanded, by the share of the probes, interpolated like the
-   threshold, in the mean of the two halves.
+   than `dense_threshold` of its tiles would be expanded, by the share of the probes, interpolated like
+   the threshold, in the mean of the two halves.
 6. Prefix queries are exact. The outputs of queries that are not valid are undefined (0 here).
 """
 
@@ -91,7 +91,7 @@ def tiled_attention(
     error: float | None = None,
     expand: float | None = None,
     valid: npt.ArrayLike | None = None,
-    exact_above: float = 1.0,
+    dense_threshold: float = 1.0,
     query_prefix: int | None = None,
 ) -> ReferenceTiled:
     """Compute tiled attention as the module describes it.
@@ -107,7 +107,7 @@ def tiled_attention(
         error: Target for the relative L2 error of the output; one of `error` and `expand` is given.
         expand: Mean number of tiles that a group expands.
         valid: bool (B, N), the spatial tokens that exist.
-        exact_above: Share of expanded tiles above which a head is computed exactly.
+        dense_threshold: Share of expanded tiles above which a head is computed exactly.
         query_prefix: Number of queries before the grid, if it is not that of the keys.
 
     Returns:
@@ -155,7 +155,7 @@ def tiled_attention(
             target=error,
             aim=tiling.error_aim,
             share=None if expand is None else expand / tiling.tiles,
-            dense_threshold=exact_above,
+            dense_threshold=dense_threshold,
         )
         result.thresholds[b], result.shrinkage[b], result.exact[b] = chosen, shrinkage, exact
         for h, head in enumerate(image):

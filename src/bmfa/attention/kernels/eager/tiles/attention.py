@@ -38,7 +38,7 @@ from bmfa.attention.tiling import (
 def tiled_attention(
     q: Tensor, k: Tensor, v: Tensor, tiling: Tiling, *, prefix: int, scale: float, tau: float = 1.0,
     error: float | None = None, expand: float | None = None, valid: Tensor | None = None,
-    exact_above: float = 1.0, query_prefix: int | None = None,
+    dense_threshold: float = 1.0, query_prefix: int | None = None,
 ) -> TiledAttention | None:  # fmt: skip
     """Compute tiled attention as specified by `bmfa.attention.kernels.reference.tiled_attention`.
 
@@ -56,12 +56,12 @@ def tiled_attention(
         error: The target for the relative L2 error of the output; one of `error` and `expand` is given.
         expand: The mean number of tiles that a group expands.
         valid: bool (B or 1, N), the spatial tokens that exist.
-        exact_above: The share of expanded tiles above which a head is computed exactly.
+        dense_threshold: The share of expanded tiles above which a head is computed exactly.
         query_prefix: The number of queries before the grid, if it is not that of the keys.
 
     Returns:
         Output, expanded tiles of each group and errors of the probes; None if every head would be
-        computed exactly because it expands more than `exact_above` of the tiles.
+        computed exactly because it expands more than `dense_threshold` of the tiles.
     """
     if (error is None) == (expand is None):
         raise ValueError(f"error is {error!r} and expand is {expand!r}; pass exactly one of them")
@@ -74,7 +74,7 @@ def tiled_attention(
         counts = expanded.sum(-1, dtype=torch.int32)
         return TiledAttention(q[..., :1] * values, counts, probes, expanded)
     everything = error == 0.0 or (expand is not None and expand >= tiling.tiles)
-    if everything and exact_above < 1.0:
+    if everything and dense_threshold < 1.0:
         return None
     farthest = 0.0 if error is None else FARTHEST
     images = _arrange(q, k, v, tiling, prefix, query_prefix, scale / tau, valid, farthest)
@@ -92,11 +92,11 @@ def tiled_attention(
                 target=error,
                 aim=tiling.error_aim,
                 share=share,
-                dense_threshold=exact_above,
+                dense_threshold=dense_threshold,
             )
             for image, found in zip(images, levels, strict=True)
         ]
-    if exact_above < 1.0 and all(choice.exact.all() for choice in choices):
+    if dense_threshold < 1.0 and all(choice.exact.all() for choice in choices):
         return None
     results = [
         _attend_head(
@@ -125,13 +125,17 @@ def _arrange(
     for b in range(len(q)):
         exists = _exists(tiling, valid, b, device)
         query_exists = _exists(tiling.queries, query_valid, b, device)
-        keys = [Keys.of(x, y, tiling, prefix, exists) for x, y in zip(k[b], v[b], strict=True)]
+        keys = [
+            Keys.from_tokens(x, y, tiling, prefix, exists) for x, y in zip(k[b], v[b], strict=True)
+        ]
         image = []
         for h, x in enumerate(q[b, :, query_prefix:]):
             queries = to_tiles(x, tiling.queries, query_exists, dtype)[order] * factor
             quantiles = tiling.probe_quantile(groups, torch.tensor(h, device=device), draws)
             image.append(
-                Head.of(queries, keys[h // share], query_exists[order], quantiles, farthest)
+                Head.from_queries(
+                    queries, keys[h // share], query_exists[order], quantiles, farthest
+                )
             )
         images.append(image)
     return images

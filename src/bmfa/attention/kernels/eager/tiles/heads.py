@@ -35,7 +35,9 @@ class Keys:
     unit: Tensor  # ()
 
     @classmethod
-    def of(cls, k: Tensor, v: Tensor, tiling: Tiling, prefix: int, exists: Tensor) -> "Keys":
+    def from_tokens(
+        cls, k: Tensor, v: Tensor, tiling: Tiling, prefix: int, exists: Tensor
+    ) -> "Keys":
         """Arrange keys (prefix + N, d) and values (prefix + N, e) in tiles, in at least float32."""
         dtype = torch.promote_types(k.dtype, torch.float32)
         tiles, tile_values = (to_tiles(x[prefix:], tiling, exists, dtype) for x in (k, v))
@@ -114,7 +116,7 @@ class Head:
     probe_weight: Tensor  # (probe groups, n) float64, 0 in a group without a query
 
     @classmethod
-    def of(
+    def from_queries(
         cls, q: Tensor, keys: Keys, exists: Tensor, quantiles: Tensor, farthest: float = FARTHEST
     ) -> "Head":
         """Compute steps 1 and 2.

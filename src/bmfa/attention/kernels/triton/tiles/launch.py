@@ -84,7 +84,7 @@ class CallKey(NamedTuple):
     heads_per_key: int = 1  # consecutive heads of q that share one of k and v
 
     @classmethod
-    def of(
+    def from_tensors(
         cls, tensors: tuple[Tensor, ...], valid: Tensor | None, height: int, width: int, frames: int,
         prefix: int, group_tiles: int, qk_scale: float, query_grid: Sequence[int] = (),
     ) -> "CallKey":  # fmt: skip
@@ -165,7 +165,9 @@ class CallKey(NamedTuple):
 class _AttentionLaunch:
     """The launches of tiled attention for one `CallKey` and one error target or budget."""
 
-    def __init__(self, key: CallKey, error: float | None, share: float, exact_above: float) -> None:
+    def __init__(
+        self, key: CallKey, error: float | None, share: float, dense_threshold: float
+    ) -> None:
         self.key, self.tiling = key, key.tiling
         self.batch_heads = key.batch * key.heads
         self.num_probes = self.tiling.probes(key.query_prefix)
@@ -181,7 +183,7 @@ class _AttentionLaunch:
         memory = 2 * key.dtype.itemsize * self.num_slots * tiles * key.dim
         capacity = self.batch_heads * memory // (4 * slots * (key.dim + 2) + 4)
         self.item_capacity = capacity if self.has_items else 1
-        self.separate_exact = tiles >= SEPARATE_EXACT_TILES and exact_above < 1.0
+        self.separate_exact = tiles >= SEPARATE_EXACT_TILES and dense_threshold < 1.0
         kv_bytes = 2 * self.batch_heads * self.tiling.grid.size * key.dim * key.dtype.itemsize
         workspace = self._workspace()
         while workspace.bytes > MOST_SCRATCH * kv_bytes and self.rows - 16 >= self.num_slots:
@@ -195,7 +197,7 @@ class _AttentionLaunch:
             "num_probes": self.num_probes,
             "num_slots": self.num_slots,
             "target": share if error is None else self.tiling.error_aim * error,
-            "exact_above": exact_above,
+            "dense_threshold": dense_threshold,
             "heads": self.batch_heads,
             "line_stride": self.line_stride,
             "item_capacity": self.item_capacity,
@@ -351,16 +353,16 @@ class _AttentionLaunch:
 
 @lru_cache(maxsize=256)
 def prepare_attention(
-    key: CallKey, error: float | None, share: float, exact_above: float
+    key: CallKey, error: float | None, share: float, dense_threshold: float
 ) -> _AttentionLaunch:
     """Return the launches for all calls with this key."""
-    return _AttentionLaunch(key, error, share, exact_above)
+    return _AttentionLaunch(key, error, share, dense_threshold)
 
 
 def launch_attention(
     q: Tensor, k: Tensor, v: Tensor, valid: Tensor | None, height: int, width: int, frames: int,
     prefix: int, group_tiles: int, qk_scale: float, error: float | None, share: float,
-    exact_above: float, query_grid: Sequence[int] = (),
+    dense_threshold: float, query_grid: Sequence[int] = (),
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Run tiled attention.
 
@@ -374,7 +376,7 @@ def launch_attention(
         qk_scale: The factor of q . k, the temperature included.
         error: The target for the relative error of the output, or None.
         share: Without a target, the mean share of the tiles that a group expands.
-        exact_above: The share of expanded tiles above which a head is computed exactly.
+        dense_threshold: The share of expanded tiles above which a head is computed exactly.
         query_grid: Height, width and frames of the grid of the queries, empty if it is that of the keys.
 
     Returns:
@@ -384,10 +386,10 @@ def launch_attention(
     """
     batch, heads, tokens, dim = q.shape
     o = q.new_empty((batch, tokens, heads, dim)).transpose(1, 2)
-    key = CallKey.of(
+    key = CallKey.from_tensors(
         (q, k, v, o), valid, height, width, frames, prefix, group_tiles, qk_scale, query_grid
     )  # fmt: skip
-    launch = prepare_attention(key, error, share, exact_above)
+    launch = prepare_attention(key, error, share, dense_threshold)
     return o, *launch(q, k, v, _mask_pointer(valid, q), o)
 
 

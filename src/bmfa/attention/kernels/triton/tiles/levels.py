@@ -291,7 +291,7 @@ def interpolate(
 @triton.jit
 def choose_kernel(
     level_stats, probes, thresholds, shrinkage, exact_heads,
-    H, num_probes, target, exact_above,
+    H, num_probes, target, dense_threshold,
     LEVELS: tl.constexpr, LEVEL_RATIO: tl.constexpr, SMALLEST_CORRECTION: tl.constexpr,
     LARGEST_SHRINKAGE: tl.constexpr, STEEP_FALL: tl.constexpr, STEEP_RISE: tl.constexpr,
     BLOCK_H: tl.constexpr,
@@ -301,7 +301,7 @@ def choose_kernel(
 
     `target` is the error to aim at, or without BY_ERROR the share of tiles to expand. Writes thresholds
     (B, 2) and shrinkage (B * H, 2), for the groups at even and at odd positions, and exact_heads
-    (B * H), 1 for heads that would expand more than `exact_above` of the tiles.
+    (B * H), 1 for heads that would expand more than `dense_threshold` of the tiles.
     """
     image = tl.program_id(0)
     level_stats += image * H * num_probes * (4 * LEVELS)
@@ -365,5 +365,5 @@ def choose_kernel(
         tl.store(shrinkage + heads * 2 + 1, pick(factor, level_1, LEVELS), mask=heads < H)
         chosen = share_at(weighted_mean(share, weight_0), level_0, part_0, LEVELS)
         chosen += share_at(weighted_mean(share, weight_1), level_1, part_1, LEVELS)
-        many = 0.5 * chosen > exact_above
+        many = 0.5 * chosen > dense_threshold
         tl.store(exact_heads + image * H + heads, many.to(tl.int32), mask=heads < H)

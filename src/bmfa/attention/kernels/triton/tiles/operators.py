@@ -21,7 +21,7 @@ LARGEST_PREFIX = 64  # tokens, one block of a product
 _library: Any = torch.library.Library("bmfa", "FRAGMENT")  # type: ignore[no-untyped-call]
 _library.define(
     "tiled(Tensor q, Tensor k, Tensor v, Tensor? valid, int height, int width, int frames, int prefix,"
-    " int group_tiles, float factor, float? error, float share, float exact_above,"
+    " int group_tiles, float factor, float? error, float share, float dense_threshold,"
     " int[] query_grid=[]) -> (Tensor, Tensor, Tensor, Tensor)"
 )
 
@@ -71,7 +71,7 @@ def unsupported_reason(q: Tensor, k: Tensor, v: Tensor, tiling: Tiling, prefix: 
 def tiled_attention(
     q: Tensor, k: Tensor, v: Tensor, tiling: Tiling, *, prefix: int, scale: float, tau: float = 1.0,
     error: float | None = None, expand: float | None = None, valid: Tensor | None = None,
-    exact_above: float = 1.0,
+    dense_threshold: float = 1.0,
 ) -> TiledAttention:  # fmt: skip
     """Compute tiled attention as specified by `bmfa.attention.kernels.reference.tiles`.
 
@@ -86,14 +86,14 @@ def tiled_attention(
         error: The target for the relative L2 error of the output; one of `error` and `expand` is given.
         expand: The mean number of tiles that a group expands.
         valid: bool (B or 1, N), the spatial tokens that exist.
-        exact_above: The share of expanded tiles above which a head is computed exactly.
+        dense_threshold: The share of expanded tiles above which a head is computed exactly.
     """
     if valid is not None:
         valid = valid.expand(q.shape[0], -1)
     output, expanded_count, coarse_bits, probes = operator(
         q, k, v, valid, tiling.grid.height, tiling.grid.width, tiling.grid.frames, prefix,
         tiling.group_tiles, scale / tau, error, 0.0 if expand is None else expand / tiling.tiles,
-        exact_above, grid_to_list(tiling.query_grid),
+        dense_threshold, grid_to_list(tiling.query_grid),
     )  # fmt: skip
     shape = (*q.shape[:2], tiling.groups)
 
@@ -133,7 +133,7 @@ def _launch(*arguments: Any) -> Any:
 def _fake(
     q: Tensor, k: Tensor, v: Tensor, valid: Tensor | None, height: int, width: int, frames: int,
     prefix: int, group_tiles: int, factor: float, error: float | None, share: float,
-    exact_above: float, query_grid: Sequence[int] = (),
+    dense_threshold: float, query_grid: Sequence[int] = (),
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     batch, heads, tokens, dim = q.shape
     tiling = _tiling(height, width, frames, group_tiles, query_grid)
@@ -156,7 +156,7 @@ operator: Any = torch.ops.bmfa.tiled.default
 @register_flop_formula(torch.ops.bmfa.tiled)
 def _flops(
     q: Any, k: Any, v: Any, valid: Any, height: int, width: int, frames: int, prefix: int,
-    group_tiles: int, factor: float, error: float | None, share: float, exact_above: float,
+    group_tiles: int, factor: float, error: float | None, share: float, dense_threshold: float,
     query_grid: Sequence[int] = (), **kwargs: Any,
 ) -> int:  # fmt: skip
     """Count the products of representatives (scores, keys and values) and exact queries with all tokens,
