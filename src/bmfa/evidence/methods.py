@@ -37,7 +37,7 @@ class Mark:
     """Marker and line of a method in figures.
 
     Args:
-        colour: Name of a colour role of `bmfa.evidence.page.style`, with a light and a dark value.
+        colour: Name of a colour role of `bmfa.evidence.page.plots`, with a light and a dark value.
         marker: Marker in Matplotlib's notation.
         line: Line style.
         width: Line width in points.

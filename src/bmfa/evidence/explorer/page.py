@@ -8,7 +8,7 @@ from typing import Any
 from bmfa.evidence.explorer.packing import rounded_up
 from bmfa.evidence.explorer.run import Exploration
 from bmfa.evidence.methods import METHODS
-from bmfa.evidence.page import style
+from bmfa.evidence.page import plots
 from bmfa.evidence.page.record_set import UNPRINTABLE
 from bmfa.packages import load_package
 
@@ -63,7 +63,7 @@ def build_explorer(exploration: Exploration, report: str | None = None) -> str:
             data=_data(exploration),
             script=script,
             script_hash=_script_hash(script),
-            css_variables=style.css_variables(),
+            css_variables=plots.css_variables(),
         )
     )
     return UNPRINTABLE.sub("\ufffd", page)

@@ -17,7 +17,7 @@ from bmfa.evidence.failures.chapter import FAILURES
 from bmfa.evidence.faster.chapter import FASTER
 from bmfa.evidence.images.chapter import IMAGES, INSTANCES
 from bmfa.evidence.methods import METHODS, find_method
-from bmfa.evidence.page import blocks, paper, plots, style
+from bmfa.evidence.page import blocks, paper, plots
 from bmfa.evidence.page.blocks import (
     Block,
     Column,
@@ -102,7 +102,7 @@ def build_page(records: Sequence[Record], explorer: str | None = None) -> str:
             claims=all_claims(found),
             sections=_sections(found),
             explorer=explorer,
-            css_variables=style.css_variables(),
+            css_variables=plots.css_variables(),
         )
     )
     return UNPRINTABLE.sub("\ufffd", page).replace(" %", "\u00a0%")

@@ -47,6 +47,8 @@ COLOURS: Mapping[str, tuple[str, str]] = {
     "random": ("#8a5a44", "#d6a489"),
 }
 LIGHT = {name: light for name, (light, _) in COLOURS.items()}
+FONT = '-apple-system, "Segoe UI", Roboto, "Helvetica Neue", Arial, sans-serif'
+MONO = 'ui-monospace, "SF Mono", Menlo, Consolas, "Liberation Mono", monospace'
 # Colours over photographs, the same in both themes.
 DARK, ORANGE, BLUE, YELLOW = "#0a0d12", "#ff9352", "#6faaff", "#ffd23f"
 
@@ -182,6 +184,17 @@ def _to_svg(drawing: "Drawing", name: str, label: str) -> str:
                 image = f'<image xlink:href="{uri}" {place} {side} preserveAspectRatio="none"/>'
                 text = re.sub(f'<image [^>]*id="{artist.get_gid()}"[^>]*/>', image, text)
     return text.replace("<svg ", f'<svg role="img" aria-label="{label}" ', 1)
+
+
+def css_variables() -> str:
+    """Return colours and fonts as CSS variables for the light and the dark theme."""
+    light, dark = (
+        "".join(f"--{name}:{theme[dark]};" for name, theme in COLOURS.items()) for dark in (0, 1)
+    )
+    return (
+        f":root{{{light}--font:{FONT};--mono:{MONO};}}\n"
+        f"@media screen and (prefers-color-scheme:dark){{:root{{{dark}}}}}\n"
+    )
 
 
 # Axes
