@@ -1,9 +1,9 @@
 """Which backend runs a call, and why.
 
 The eager backend runs every call, the reference every call over tiles. The native kernels and Triton
-have one predicate for each form, which returns None if the kernels can run a call and a reason if they cannot: it selects the
-backend for "auto", and explains the refusal if the backend was requested. `dense_faster_reason` does the
-same for dense attention.
+have one predicate for each form, which returns None if the kernels can run a call and a reason if they
+cannot: it selects the backend for "auto", and explains the refusal if the backend was requested.
+`dense_faster_reason` does the same for dense attention.
 
 An error target on a CPU is decided later: the kernels count the expanded tiles first, and attend exactly
 in heads in which they are too many (`AttentionOptions.dense_threshold`).
