@@ -148,7 +148,7 @@ def test_the_command_draws_a_figure_and_writes_a_record(
     told = capsys.readouterr().out
     assert "gamma:0.05" in told and f"figure: {figure}" in told and "certificate from keys" in told
     with Image.open(figure) as image:
-        assert image.format == "PNG" and image.size[0] == 2 * (880 + 32)
+        assert image.format == "PNG" and image.size[0] > 2 * 880
         assert len(image.convert("RGB").getcolors(1 << 24)) > 500
     assert [path.name for path in figure.parent.iterdir()] == ["out.png"]
     (row,) = Record.from_json(record.read_text()).rows
@@ -170,7 +170,7 @@ def test_the_embedded_images_need_no_file(
     [
         (["nowhere.png"], "nowhere.png is no file; pass an image file, or embedded:N"),
         (["."], "is a folder"),
-        (["torn.png"], "torn.png is no readable"),
+        (["torn.png"], "torn.png cannot be decoded"),
         (["embedded:x"], "e.g. embedded:3"),
         (["embedded:1", "--query", "20,1"], "outside the 16x16 grid"),
         (["embedded:1", "--layer", "99"], "layers 0 to 7"),

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 Box = tuple[float, float, float, float]  # top, left, bottom, right in tokens
 # Pixels: height of a line of notes, average width of a character in them, and space between panels.
-LINE, CHARACTER, GAP = 16.0, 6.4, 10.0
+LINE, CHARACTER, GAP = 16.0, 6.2, 10.0
 TITLE = 26.0  # pixels above a panel for its title
 HEADING = {"fontweight": "bold", "color": plots.LIGHT["ink"]}
 
@@ -70,7 +70,7 @@ def draw_strips(
         shown = -(-len(strip.panels) // columns) * step
         words = (len(text) + 1.4) * LINE if strip.title else 0.0
         heights.append(max(shown, words) if aside else shown + words)
-    rows = [max(heights[first : first + across]) + 6 for first in range(0, len(strips), across)]
+    rows = [max(heights[first : first + across]) + 14 for first in range(0, len(strips), across)]
     drawing: Drawing = load_package("matplotlib.figure").Figure(
         figsize=(width / 72, sum(rows) / 72), layout="none"
     )
