@@ -6,7 +6,7 @@ from xml.etree import ElementTree
 import pytest
 
 import model_records
-from bmfa.evidence.page import figures, model_runs, paper, style
+from bmfa.evidence.page import figures, model_runs, paper, plots
 from bmfa.evidence.page.build import CHAPTERS, all_claims, build_page
 from bmfa.evidence.page.canvas import Figure
 from bmfa.evidence.page.claims import Claim, Verdict

@@ -2,7 +2,6 @@
 
 from typing import Any
 
-from bmfa.evidence.images import figures
 from bmfa.evidence.page import paper
 from bmfa.evidence.page.chapter import Chapter
 from bmfa.evidence.page.claims import Verdict, claim, judge_direction
@@ -16,8 +15,6 @@ from bmfa.evidence.page.record_set import (
     require_any,
 )
 from bmfa.records import Record, Row
-
-__all__ = ["IMAGES", "INSTANCES", "figures"]
 
 # A claim about a small part that holds nearly all mass: percentages, and a gap that loses 1 - exp(-2),
 # or 86 % of it.
@@ -59,14 +56,18 @@ def _table(records: RecordSet) -> list[Row]:
     for row in records.rows("blocks"):
         rows.append({**row, "name": f"Drawn: {get_text(row, 'title').lower()}", "leaves": None})
     for which, block in zip(("first", "second"), paper.FIRST_FIGURE, strict=True):
-        shares = {
-            "minority_area_percent": block.area_percent,
-            "gibbs_mass_percent": block.mass_percent,
-        }
-        rows.append({"name": f"Paper: first figure, {which} block", "gap": block.gap, **shares})
+        rows.append(
+            {
+                "name": f"Paper: first figure, {which} block",
+                "minority_area_percent": block.area_percent,
+                "gibbs_mass_percent": block.mass_percent,
+                "gap": block.gap,
+            }
+        )
     areas, gaps = ("{} to {}".format(*pair) for pair in (paper.CASE_AREAS, paper.CASE_GAPS))
-    shares = {"minority_area_percent": areas, "gibbs_mass_percent": f"over {paper.CASE_MASS:g}"}
-    rows.append({"name": "Paper: four cases", "gap": gaps, **shares})
+    mass = f"over {paper.CASE_MASS:g}"
+    four = {"minority_area_percent": areas, "gibbs_mass_percent": mass, "gap": gaps}
+    rows.append({"name": "Paper: four cases", **four})
     leaves = f"{paper.OVERVIEW_LEAVES} of {paper.OVERVIEW_TOKENS}"
     return [*rows, {"name": "Paper: overview, a kite", "leaves": leaves}]
 

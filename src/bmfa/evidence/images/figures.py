@@ -68,9 +68,8 @@ def _draw_scene(rows: Sequence[Row], axes: "Axes") -> None:
     for number, row in enumerate(rows):
         left, top, right, bottom = row["scene_box"]
         outlines_on_photograph(axes, [(top, left, bottom, right)], (1, 1), plots.YELLOW)
-        place = (left + 0.02, 1 - top - 0.02)
-        options = {"color": plots.YELLOW, "fontweight": "bold", "va": "top"}
-        axes.text(*place, f"{number + 1}", transform=axes.transAxes, **options)
+        text = axes.text(left + 0.02, 0.98 - top, f"{number + 1}", transform=axes.transAxes)
+        text.set(color=plots.YELLOW, fontweight="bold", va="top")
 
 
 def _block_panels(row: Row, number: int) -> list[Panel]:
