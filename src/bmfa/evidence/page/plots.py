@@ -70,13 +70,15 @@ SMALLEST_KL = 1e-8  # a smaller output KL is drawn here, because the axis is log
 IMAGE_URI = re.compile(r"data:image/(?:png|jpeg);base64,[A-Za-z0-9+/]+={0,2}")
 MAX_URI_LENGTH = 2_000_000  # characters; a longer image is left out of the figure
 # What matplotlib writes beyond the drawing: metadata, a style sheet for the whole page, names of groups,
-# a font, no rotation, and line breaks. Coordinates have six decimals, of which the first is kept.
+# a font, no rotation, and line breaks.
 SUPERFLUOUS = re.compile(
     r"<metadata>.*?</metadata>|<style type=.*?</style>|(?<=<g) id=\"[^\"]*\"| id=\"image[^\"]*\""
     r"|(?<=\d)pt(?=\")| font-family: 'DejaVu Sans';| transform=\"rotate\(-0 [^\"]*\""
-    r"|(?<=\.\d)\d{5}(?=\D)|\n *(?=<|\")",
+    r"|\n *(?=<|\")",
     re.S,
 )
+# Coordinates have six decimals, of which the first is kept; numbers outside of attributes are text.
+ATTRIBUTE, DECIMALS = re.compile(r'"[^"<>]*"'), re.compile(r"(?<=\.\d)\d{5}(?=\D)")
 
 
 # Figures
@@ -172,6 +174,7 @@ def _to_svg(drawing: "Drawing", name: str, label: str) -> str:
         drawing.savefig(buffer, format="svg", metadata=dict.fromkeys(("Date", "Creator")))
     text = buffer.getvalue()
     text = SUPERFLUOUS.sub("", text[text.index("<svg") :])
+    text = ATTRIBUTE.sub(lambda found: DECIMALS.sub("", found[0]), text)
     for colour, light in LIGHT.items():
         text = text.replace(light, f"var(--{colour})")
     height = drawing.bbox.height
