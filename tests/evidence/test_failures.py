@@ -6,14 +6,14 @@ import torch
 
 from bmfa.energy import gap, refinement_score
 from bmfa.evidence.failures import figures
-from bmfa.evidence.failures.chapter import FAILURES
-from bmfa.evidence.failures.explanations import Failure, explain
+from bmfa.evidence.failures.explanations import describe, explain
 from bmfa.evidence.failures.fields import FIELDS, draw_field
 from bmfa.evidence.failures.run import LEAST_LEAVES, READS, SETTINGS, run
 from bmfa.evidence.methods import family
-from bmfa.evidence.page.record_set import RecordSet
+from bmfa.evidence.page.build import build_page
 from bmfa.grid import Grid
 from bmfa.records import Record
+from model_records import page_text
 
 SUMMARIES = ("block-mean", "mean-variance")
 
@@ -79,45 +79,39 @@ def test_the_search_is_deterministic(record: Record) -> None:
 
 def test_sentences_have_the_numbers_of_the_record(record: Record) -> None:
     fails = roles(record, "gamma")["fails"]
-    failure = Failure.of(fails)
-    top, left, bottom, right = failure.worst.box
-    block = torch.tensor(fails["scores"]).double().view(16, 16)[top:bottom, left:right]
-    tokens = block.reshape(-1)
-    score = refinement_score(tokens, Grid(*block.shape).partition(1))
+    tokens = torch.from_numpy(describe(fails)["worst"]["scores"]).contiguous()
+    score = refinement_score(tokens.ravel(), Grid(*tokens.shape).partition(1))
     # It is not split because its score is at most the threshold, and yet its gap is large.
     assert float(score) <= float(fails["method"].partition(":")[2])
-    assert f"a gap of {float(gap(tokens)):.2f}, and stays one leaf" in explain(fails)
+    assert f"a gap of {float(gap(tokens.ravel())):.2f}, and stays one leaf" in explain(fails)
     for rule in (*SETTINGS, *SUMMARIES):
         text = explain(roles(record, rule)["fails"])
         assert 40 < len(text) < 300 and text.endswith(".")
-        assert "nan" not in text
-
-
-def test_sentences_on_quarters_say_which_are_kept(record: Record) -> None:
-    fails = roles(record, "random-quadrants")["fails"]
-    kept = [leaf.mass for leaf, is_kept, _ in Failure.of(fails).quarters() if is_kept]
-    assert len(fails["boxes"]) == 64 * len(kept) + 4 - len(kept)
-    assert explain({**fails, "rule": "unknown"}) == ""
+        assert "nan" not in text and "{" not in text
+    coin = roles(record, "random-quadrants")["fails"]
+    kept = describe(coin)["kept_count"]
+    assert len(coin["boxes"]) == 64 * kept + 4 - kept
+    assert explain({**coin, "rule": "unknown"}) == ""
 
 
 def test_chapter_and_figure(record: Record) -> None:
-    blocks = FAILURES.blocks(RecordSet(record))
-    assert [block.macro for block in blocks] == ["paragraph", "illustration", "table"]
-    assert f"{record.settings['searched']} drawn images and seeded fields" in blocks[0].text
-    assert len(blocks[2].rows) == len(SETTINGS) + len(SUMMARIES)
-    svg = figures.failures(record)
+    text = page_text(build_page([record]), "failures")
+    assert f"{record.settings['searched']} drawn images and seeded fields" in text
+    for rule in (*SETTINGS, *SUMMARIES):
+        fails = roles(record, rule)["fails"]
+        assert explain(fails).replace("\u00a0", " ") in text and fails["method"] in text
     for title in ("Algorithm 1", "Optimal tree", "Random quadrants", "Mean and variance"):
-        assert title in svg
+        assert title in figures.failures(record)
 
 
-@pytest.mark.parametrize("kind", FIELDS)
-def test_fields_depend_on_their_key_alone(kind: str) -> None:
-    field = draw_field(kind, 0, 3)
-    assert field.shape == (16, 16) and np.isfinite(field).all()
-    assert np.array_equal(field, draw_field(kind, 0, 3))
-    assert not np.array_equal(field, draw_field(kind, 0, 4))
-    assert not np.array_equal(field, draw_field(kind, 1, 3))
-    assert np.ptp(field) > 0.5
+def test_fields_depend_on_their_key_alone() -> None:
+    for kind in FIELDS:
+        field = draw_field(kind, 0, 3)
+        assert field.shape == (16, 16) and np.isfinite(field).all()
+        assert np.array_equal(field, draw_field(kind, 0, 3))
+        assert not np.array_equal(field, draw_field(kind, 0, 4))
+        assert not np.array_equal(field, draw_field(kind, 1, 3))
+        assert np.ptp(field) > 0.5
 
 
 def test_bad_numbers_are_refused() -> None:
