@@ -22,25 +22,19 @@ def check_number(
 ) -> float:
     """Return a finite real number in [low, high], or (low, high] with `open_low`, as a float."""
     value = python_number(value)
+    bounds = f"{'(' if open_low else '['}{low:g}, {high:g}{']' if math.isfinite(high) else ')'}"
     if isinstance(value, bool) or not isinstance(value, (int, float)):
-        bounds = _interval(low, high, open_low)
         raise TypeError(f"{name} is {value!r}; pass a real number in {bounds}{_item_of(value)}")
     try:
         number = float(value)
     except OverflowError:
-        bounds = _interval(low, high, open_low)
         raise ValueError(
             f"{name} is too large for a float; pass a finite number in {bounds}"
         ) from None
     inside = low < number <= high if open_low else low <= number <= high
     if not math.isfinite(number) or not inside:
-        bounds = _interval(low, high, open_low)
         raise ValueError(f"{name} is {number!r}; pass a finite number in {bounds}")
     return number
-
-
-def _interval(low: float, high: float, open_low: bool) -> str:
-    return f"{'(' if open_low else '['}{low:g}, {high:g}{']' if math.isfinite(high) else ')'}"
 
 
 def check_integer(name: str, value: object, *, low: int, high: int | None = None) -> int:
@@ -135,6 +129,24 @@ def check_scores(scores: object, size: int | None = None) -> Tensor:
             "pass (..., height * width) in raster order, without prefix tokens"
         )
     return tensor
+
+
+def check_products(q: Tensor, k: Tensor, scale: float | None) -> float:
+    """Check that the shapes and dtypes of queries and keys fit; return the scale of their products."""
+    check_floating("q", q)
+    check_floating("k", k)
+    if q.dtype != k.dtype or q.device != k.device:
+        raise TypeError(
+            f"q is {q.dtype} on {q.device} and k {k.dtype} on {k.device}; pass one dtype and device"
+        )
+    fits = q.dim() >= 2 and k.dim() == q.dim() and q.shape[:-2] == k.shape[:-2]
+    if not fits or q.shape[-1] != k.shape[-1] or q.shape[-1] == 0:
+        raise ValueError(
+            f"q has shape {tuple(q.shape)} and k {tuple(k.shape)}; pass (..., Q, d) and (..., N, d)"
+        )
+    if scale is None:
+        return float(q.shape[-1] ** -0.5)
+    return check_number("scale", scale)
 
 
 def check_valid(valid: object, shape: Iterable[int]) -> Tensor:

@@ -28,59 +28,6 @@ STEEP = 32.0
 LARGE_ADVANTAGE = 4.0
 
 
-def log_partition(scores: Tensor, *, valid: Tensor | None = None, tau: float = 1.0) -> Tensor:
-    """Compute log Z = log sum_i exp(s_i / tau), without overflow.
-
-    Args:
-        scores: (..., n) float16, bfloat16, float32 or float64 scores, n >= 1.
-        valid: bool tensor that broadcasts to `scores`, True for tokens that exist; None for all.
-        tau: Temperature, above 0, in units of the scores.
-
-    Returns:
-        (...) log Z, without unit, in float32, or float64 for float64 scores.
-
-    Raises:
-        TypeError: If an argument has the wrong type or dtype.
-        ValueError: If a valid score is not finite, a row has no valid token, or tau is out of range.
-
-    Example:
-        >>> import torch
-        >>> from bmfa import energy
-        >>> energy.log_partition(torch.zeros(4))
-        tensor(1.3863)
-    """
-    values, counts = _tokens(scores, valid)
-    tau = check_tau(tau)
-    return _free_energy(values, counts, tau) / tau + counts.sum(-1).log()
-
-
-def partition(scores: Tensor, *, valid: Tensor | None = None, tau: float = 1.0) -> Tensor:
-    """Compute Z = sum_i exp(s_i / tau).
-
-    Args:
-        scores: (..., n) float16, bfloat16, float32 or float64 scores, n >= 1.
-        valid: bool tensor that broadcasts to `scores`, True for tokens that exist; None for all.
-        tau: Temperature, above 0, in units of the scores.
-
-    Returns:
-        (...) Z, without unit, in float32, or float64 for float64 scores; infinite if it overflows, see
-        `log_partition`.
-
-    Raises:
-        TypeError: If an argument has the wrong type or dtype.
-        ValueError: If a valid score is not finite, a row has no valid token, or tau is out of range.
-
-    Example:
-        >>> import torch
-        >>> from bmfa import energy
-        >>> energy.partition(torch.zeros(4))
-        tensor(4.)
-    """
-    values, counts = _tokens(scores, valid)
-    values = torch.where(counts > 0, values, 0.0)
-    return torch.where(counts > 0, torch.exp(values / check_tau(tau)), 0.0).sum(-1)
-
-
 def free_energy(scores: Tensor, *, valid: Tensor | None = None, tau: float = 1.0) -> Tensor:
     """Compute the free energy F = tau log(Z / n), the exact log-mean-exp of the scores.
 

@@ -116,22 +116,6 @@ def time_alternating(
     return {name: statistics.median(times) for name, times in samples.items()}
 
 
-def time_alternating_graphs(works: Mapping[str, Work], repeats: int) -> dict[str, float] | None:
-    """Return the same with every call in a CUDA graph; None if one of them cannot be captured."""
-    graphs = {}
-    for name, work in works.items():
-        graph = capture_calls(work, 1)
-        if graph is None:
-            return None
-        graph.milliseconds()
-        graphs[name] = graph
-    samples: dict[str, list[float]] = {name: [] for name in works}
-    for _ in range(repeats):
-        for name, graph in graphs.items():
-            samples[name].append(graph.milliseconds())
-    return {name: statistics.median(times) for name, times in samples.items()}
-
-
 def peak_bytes(work: Work, device: torch.device) -> int | None:
     """Return the most device memory that a call allocates, in bytes; None on devices but CUDA."""
     if device.type != "cuda":

@@ -13,7 +13,8 @@ from bmfa.trees.build import screen
 from bmfa.trees.errors import tree_error
 from bmfa.trees.layout import Layout, quadtree_layout
 from bmfa.trees.pyramid import Counts, ScorePyramid
-from bmfa.trees.rules import Context, Rule, parse
+from bmfa.trees.rules import Rule, parse
+from bmfa.trees.rules.base import Context
 from bmfa.trees.tree import Tree
 
 # Grids screened at once, so that their pyramid fits into the processor's cache.

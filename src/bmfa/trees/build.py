@@ -1,25 +1,23 @@
 """Build trees from scores, or from queries and keys."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from bmfa.checks import (
     check_finite,
-    check_floating,
     check_integer,
-    check_number,
+    check_products,
     check_scores,
     check_tau,
     check_valid,
 )
 from bmfa.grid import Grid, check_grid
 from bmfa.trees.keys import KeyLevels, KeyPyramid, query_chunks
-from bmfa.trees.layout import Layout
 from bmfa.trees.pyramid import Counts, Pyramid, ScorePyramid
-from bmfa.trees.rules import Context, Decision, Rule, as_rule
+from bmfa.trees.rules import Rule, as_rule
+from bmfa.trees.rules.base import Context, Decision
 from bmfa.trees.sharing import ShareBy, aggregate_scores, assign_trees, check_share_by
 from bmfa.trees.tree import Tree
 
@@ -74,16 +72,7 @@ def screen(
     """
     grid, rule = check_grid(grid), as_rule(rule)
     check_scores(scores, grid.size)
-    batch = _make_batch(
-        scores,
-        grid,
-        rule,
-        tau=tau,
-        max_depth=max_depth,
-        valid=valid,
-        share=share,
-        share_by=share_by,
-    )
+    batch = _Batch(scores, grid, rule, tau, max_depth, valid, share, share_by)
     half = scores.dtype in (torch.float16, torch.bfloat16)
     # A finite sum proves that all scores are finite, in one pass; huge scores may still overflow it.
     if not bool(torch.isfinite(scores.detach().sum(dtype=torch.float32 if half else None))):
@@ -145,20 +134,16 @@ def screen_keys(
         True
     """
     grid, rule = check_grid(grid), as_rule(rule)
-    scale = check_queries(q, k, grid, scale)
+    scale = check_products(q, k, scale)
+    if k.shape[-2] != grid.size:
+        raise ValueError(
+            f"k has {k.shape[-2]} tokens and the {grid.height}x{grid.width} grid {grid.size}; "
+            "pass the spatial keys alone, without prefix tokens"
+        )
     like = q[..., :1].expand(*q.shape[:-1], grid.size)  # of the shape of the scores
     if valid is not None:
         valid = _one_mask_per_head(check_valid(valid, like.shape))
-    batch = _make_batch(
-        like,
-        grid,
-        rule,
-        tau=tau,
-        max_depth=max_depth,
-        valid=valid,
-        share=share,
-        share_by=share_by,
-    )
+    batch = _Batch(like, grid, rule, tau, max_depth, valid, share, share_by)
     heads = q.shape[:-2].numel()
     queries = q.detach().to(batch.dtype).reshape(heads, *q.shape[-2:]) * scale  # (G, Q, d)
     keys = k.detach().to(batch.dtype).reshape(heads, *k.shape[-2:])  # (G, N, d)
@@ -173,74 +158,66 @@ def screen_keys(
     return _build(batch, _key_pyramids(batch, KeyLevels.of(batch.layout, keys, head_mask), queries))
 
 
-@dataclass(frozen=True, eq=False)
 class _Batch:
     """A batch of score rows, the members, and the trees they get."""
 
-    rule: Rule
-    layout: Layout
-    dtype: torch.dtype  # of the statistics
-    tau: float
-    max_depth: int | None
-    members: int
-    shape: tuple[int, ...]  # of the trees
-    trees: int
-    valid: Tensor | None  # (N, C) bool, each column for members / C consecutive members
-    tree_of_member: Tensor | None  # (members,) index of its tree; None for one tree each
-    share_by: ShareBy
+    def __init__(
+        self,
+        scores: Tensor,
+        grid: Grid,
+        rule: Rule,
+        tau: float,
+        max_depth: int | None,
+        valid: Tensor | None,
+        share: int | Sequence[int] | None,
+        share_by: ShareBy,
+    ) -> None:
+        """Check the options of `screen` for scores of this shape, dtype and device."""
+        if max_depth is not None:
+            max_depth = check_integer("max_depth", max_depth, low=0)
+        lead = tuple(scores.shape[:-1])
+        columns = None if valid is None else _distinct_masks(check_valid(valid, scores.shape), lead)
+        fewest = grid.size if columns is None or columns.numel() == 0 else int(columns.sum(0).min())
+        rule.check(grid, fewest)
+        self.rule, self.max_depth, self.tau = rule, max_depth, check_tau(tau)
+        self.layout = rule.layout(grid).to(scores.device)
+        float64 = scores.dtype == torch.float64 or rule.float64_statistics
+        self.dtype = torch.float64 if float64 else torch.float32  # of the statistics
+        self.share_by = check_share_by(share_by)
+        self.members = torch.Size(lead).numel()
+        self.valid = columns  # (N, C) bool, each column for members / C consecutive members
+        self.shape = lead  # of the trees
+        self.tree_of_member: Tensor | None = None  # (members,); None for one tree each
+        if share is not None:
+            self.shape, self.tree_of_member = assign_trees(lead, share, scores.device)
+        self.trees = torch.Size(self.shape).numel()
+        self.tree_valid = self._tree_masks()  # (N, C) bool, each column for trees / C trees
 
     def mask_of(self, part: slice) -> Tensor | None:
         """(N, b) or (N, 1) masks of some members."""
         if self.valid is None or self.valid.shape[1] == 1:
             return self.valid
-        return self.valid[:, self.mask_index[part]]
+        return self.valid[:, self._mask_index(self.valid)[part]]
 
-    @property
-    def mask_index(self) -> Tensor:
+    def _mask_index(self, valid: Tensor) -> Tensor:
         """(members,) column of `valid` with the mask of each member."""
-        assert self.valid is not None
-        members = torch.arange(self.members, device=self.valid.device)
-        return members // (self.members // self.valid.shape[1])
+        members = torch.arange(self.members, device=valid.device)
+        return members // (self.members // valid.shape[1])
 
-
-def _make_batch(
-    scores: Tensor,
-    grid: Grid,
-    rule: Rule,
-    *,
-    tau: float,
-    max_depth: int | None,
-    valid: Tensor | None,
-    share: int | Sequence[int] | None,
-    share_by: ShareBy,
-) -> _Batch:
-    """Check the options of `screen` for scores of this shape, dtype and device."""
-    if max_depth is not None:
-        max_depth = check_integer("max_depth", max_depth, low=0)
-    lead = tuple(scores.shape[:-1])
-    columns = None if valid is None else _distinct_masks(check_valid(valid, scores.shape), lead)
-    fewest = grid.size if columns is None or columns.numel() == 0 else int(columns.sum(0).min())
-    rule.check(grid, fewest)
-    shape, tree_of_member = (
-        (lead, None) if share is None else assign_trees(lead, share, scores.device)
-    )
-    float64 = scores.dtype == torch.float64 or rule.float64_statistics
-    batch = _Batch(
-        rule=rule,
-        layout=rule.layout(grid).to(scores.device),
-        dtype=torch.float64 if float64 else torch.float32,
-        tau=check_tau(tau),
-        max_depth=max_depth,
-        members=scores.shape[:-1].numel(),
-        shape=shape,
-        trees=torch.Size(shape).numel(),
-        valid=columns,
-        tree_of_member=tree_of_member,
-        share_by=check_share_by(share_by),
-    )
-    if tree_of_member is not None and columns is not None and columns.shape[1] > 1:
-        _check_shared_masks(batch)
-    return batch
+    def _tree_masks(self) -> Tensor | None:
+        """Return the masks of the trees; raise ValueError if members of a tree have different ones."""
+        tree, valid = self.tree_of_member, self.valid
+        if tree is None or valid is None or valid.shape[1] == 1:
+            return valid
+        columns = self._mask_index(valid)
+        of_tree = columns.new_zeros(self.trees).scatter_(0, tree, columns)  # of any of its members
+        pairs = torch.unique(torch.stack((of_tree[tree], columns), 1), dim=0)
+        if not torch.equal(valid[:, pairs[:, 0]], valid[:, pairs[:, 1]]):
+            raise ValueError(
+                "valid differs between query-head pairs that share a tree; share only over "
+                "dimensions along which valid is constant"
+            )
+        return valid[:, of_tree]
 
 
 def _distinct_masks(valid: Tensor, lead: tuple[int, ...]) -> Tensor:
@@ -261,27 +238,6 @@ def _one_mask_per_head(valid: Tensor) -> Tensor:
             "valid differs between queries of a head; pass (..., 1, N), one mask for the keys"
         )
     return valid[..., :1, :]
-
-
-def _check_shared_masks(batch: _Batch) -> None:
-    """Raise ValueError if members with different masks share a tree."""
-    assert batch.tree_of_member is not None and batch.valid is not None
-    columns = batch.mask_index
-    first = columns[_first_members(batch)][batch.tree_of_member]
-    pairs = torch.unique(torch.stack((first, columns), 1), dim=0)
-    if not torch.equal(batch.valid[:, pairs[:, 0]], batch.valid[:, pairs[:, 1]]):
-        raise ValueError(
-            "valid differs between query-head pairs that share a tree; share only over "
-            "dimensions along which valid is constant"
-        )
-
-
-def _first_members(batch: _Batch) -> Tensor:
-    """(trees,) the first member of each shared tree."""
-    assert batch.tree_of_member is not None
-    first = torch.zeros(batch.trees, dtype=torch.int64, device=batch.tree_of_member.device)
-    members = torch.arange(batch.members, device=batch.tree_of_member.device)
-    return first.scatter_(0, batch.tree_of_member.flip(0), members.flip(0))
 
 
 def _score_pyramids(batch: _Batch, scores: Tensor) -> Iterator[tuple[slice, Pyramid]]:
@@ -312,23 +268,17 @@ def _key_pyramids(
 
 def _build(batch: _Batch, pyramids: Iterator[tuple[slice, Pyramid]]) -> Tree:
     """Decide the splits of every tree: chunk by chunk, or all trees from aggregated node scores."""
-    rule, layout = batch.rule, batch.layout
-    mask = batch.valid  # of the trees
-    if batch.tree_of_member is not None and mask is not None and mask.shape[1] > 1:
-        mask = mask[:, batch.mask_index[_first_members(batch)]]
+    rule, layout, mask = batch.rule, batch.layout, batch.tree_valid
+    reads_scores = rule.needs != "nothing" and layout.block_count > 0
     if batch.trees == 0:
-        none = torch.zeros(layout.block_count, 0, dtype=torch.bool, device=layout.device)
-        decision = Decision(none)
-    elif (
-        batch.tree_of_member is None
-        and not rule.needs_all_trees
-        and rule.needs != "nothing"
-        and layout.block_count > 0
-    ):
+        decision = Decision(
+            torch.zeros(layout.block_count, 0, dtype=torch.bool, device=layout.device)
+        )
+    elif batch.tree_of_member is None and not rule.needs_all_trees and reads_scores:
         decision = _concatenate([_decide(batch, part, pyramid) for part, pyramid in pyramids])
     else:
         scores = torch.empty(0, batch.trees, device=layout.device)
-        if rule.needs != "nothing" and layout.block_count > 0:
+        if reads_scores:
             parts = ((part, rule.node_scores(pyramid)) for part, pyramid in pyramids)
             scores = aggregate_scores(parts, batch.tree_of_member, batch.trees, batch.share_by)
         tree_mask = mask
@@ -372,35 +322,6 @@ def _concatenate(parts: list[Decision]) -> Decision:
         cat([part.limited for part in parts]),
         cat([part.labels for part in parts]),
     )
-
-
-def check_queries(q: Tensor, k: Tensor, grid: Grid, scale: float | None) -> float:
-    """Check queries and spatial keys; return the scale, 1 / sqrt(d) by default."""
-    scale = check_products(q, k, scale)
-    if k.shape[-2] != grid.size:
-        raise ValueError(
-            f"k has {k.shape[-2]} tokens and the {grid.height}x{grid.width} grid {grid.size}; "
-            "pass the spatial keys alone, without prefix tokens"
-        )
-    return scale
-
-
-def check_products(q: Tensor, k: Tensor, scale: float | None) -> float:
-    """Check that the shapes and dtypes of queries and keys fit; return the scale of their products."""
-    check_floating("q", q)
-    check_floating("k", k)
-    if q.dtype != k.dtype or q.device != k.device:
-        raise TypeError(
-            f"q is {q.dtype} on {q.device} and k {k.dtype} on {k.device}; pass one dtype and device"
-        )
-    fits = q.dim() >= 2 and k.dim() == q.dim() and q.shape[:-2] == k.shape[:-2]
-    if not fits or q.shape[-1] != k.shape[-1] or q.shape[-1] == 0:
-        raise ValueError(
-            f"q has shape {tuple(q.shape)} and k {tuple(k.shape)}; pass (..., Q, d) and (..., N, d)"
-        )
-    if scale is None:
-        return float(q.shape[-1] ** -0.5)
-    return check_number("scale", scale)
 
 
 def check_finite_products(q: Tensor, keys: Tensor, scale: float, dtype: torch.dtype) -> None:

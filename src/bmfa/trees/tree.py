@@ -1,6 +1,6 @@
 """A batch of trees: which blocks are split, and everything that follows from that."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,13 +13,11 @@ from bmfa.grid import Grid
 from bmfa.trees.errors import leaf_means, tree_error
 from bmfa.trees.layout import Layout, Level
 from bmfa.trees.pyramid import Counts, ScorePyramid
-from bmfa.trees.rules import Context, Decision
+from bmfa.trees.rules.base import Context, Decision
 
 # Tokens of all trees handled at once by properties that visit every token of every tree: 2 MB in
 # float32, so that the temporaries stay in the second-level cache.
 CHUNK_ELEMENTS = 1 << 19
-
-Box = tuple[int, int, int, int]  # top, left, bottom, right; half open
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,31 +81,6 @@ class Tree:
             max_depth=context.max_depth,
             labels=decision.labels,
         )
-
-    @classmethod
-    def from_boxes(
-        cls,
-        layout: Layout,
-        boxes: Sequence[Sequence[Box]],
-        shape: tuple[int, ...],
-        *,
-        tau: float,
-        rule: str,
-        valid: Tensor | None = None,
-    ) -> "Tree":
-        """Return the trees with these leaves, which must be nodes of the layout."""
-        split = torch.zeros(layout.block_count, len(boxes), dtype=torch.bool)
-        blocks = torch.cat([level.boxes for level in layout.levels]).tolist()
-        for column, leaves in enumerate(boxes):
-            area = torch.full(
-                (layout.grid.size // layout.grid.width, layout.grid.width), layout.grid.size + 1
-            )
-            for top, left, bottom, right in leaves:
-                area[top:bottom, left:right] = (bottom - top) * (right - left)
-            for row, (top, left, bottom, right) in enumerate(blocks):
-                smallest = area[top:bottom, left:right].min()
-                split[row, column] = smallest < (bottom - top) * (right - left)
-        return cls(layout, split, tuple(shape), tau, rule, valid)
 
     @property
     def grid(self) -> Grid:

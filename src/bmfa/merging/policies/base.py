@@ -5,7 +5,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import ClassVar, Literal
 
 import torch
@@ -154,7 +154,7 @@ class Policy:
             position on the grid.
 
     Example:
-        >>> from dataclasses import dataclass
+        >>> from dataclasses import dataclass, fields
         >>> import torch
         >>> from bmfa import Grid, merging
         >>> @dataclass(frozen=True)
@@ -174,6 +174,10 @@ class Policy:
     prunes: ClassVar[bool] = False
     transforms: ClassVar[bool] = False
 
+    def __str__(self) -> str:
+        values = [getattr(self, field.name) for field in fields(self)]
+        return f"{self.name}:{values[0]!r}" if values else self.name
+
     def check(self, grid: Grid, prefix: int, depth: int) -> None:
         """Raise ValueError if the parameters do not fit a model with this grid, prefix and depth."""
 
@@ -184,6 +188,21 @@ class Policy:
     def reduce(self, state: LayerState) -> ReducedTokens | None:
         """Return the tokens that remain, or None if this block keeps all of them."""
         raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class FractionPolicy(Policy):
+    """Base class of policies whose parameter is the fraction that a block keeps, in (0, 1].
+
+    Raises:
+        ValueError: the fraction is out of range.
+        TypeError: the fraction is not a number.
+    """
+
+    fraction: float
+
+    def __post_init__(self) -> None:
+        check_number("fraction kept", self.fraction, low=0.0, high=1.0, open_low=True)
 
 
 @dataclass(frozen=True)
@@ -213,7 +232,7 @@ class BudgetPolicy(Policy):
     def __str__(self) -> str:
         if isinstance(self.budget, tuple):
             return f"{self.name}:{','.join(map(str, self.budget))}"
-        return f"{self.name}:{self.budget!r}"
+        return super().__str__()
 
     def check(self, grid: Grid, prefix: int, depth: int) -> None:
         if isinstance(self.budget, tuple):
@@ -225,6 +244,14 @@ class BudgetPolicy(Policy):
                 f"{self} removes {count} tokens a block, but of the {grid.size} tokens of a "
                 f"{grid.height}x{grid.width} grid at most {most} can be removed; pass at most {most}"
             )
+
+    def reduce(self, state: LayerState) -> ReducedTokens | None:
+        count = self.removed(state)
+        return self.remove(state, count) if count else None
+
+    def remove(self, state: LayerState, r: int) -> ReducedTokens:
+        """Return the tokens that remain when r of them, at least 1, are merged or pruned."""
+        raise NotImplementedError
 
     def max_removed(self, tokens: int) -> int:
         """Return how many of `tokens` spatial tokens one block can remove."""

@@ -36,10 +36,7 @@ class CrossGET(BudgetPolicy):
     def max_removed(self, tokens: int) -> int:
         return tokens - 1
 
-    def reduce(self, state: LayerState) -> ReducedTokens | None:
-        r = self.removed(state)
-        if r == 0:
-            return None
+    def remove(self, state: LayerState, r: int) -> ReducedTokens:
         cosines = without_diagonal(state.cosines)
         best = cosines.amax(2)
         rank = best.argsort(dim=1, descending=True, stable=True).argsort(dim=1)

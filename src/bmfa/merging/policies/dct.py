@@ -8,13 +8,12 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from bmfa.checks import check_number
 from bmfa.grid import Grid
-from bmfa.merging.policies.base import LayerState, Policy, ReducedTokens, kept_count
+from bmfa.merging.policies.base import FractionPolicy, LayerState, ReducedTokens, kept_count
 
 
 @dataclass(frozen=True)
-class DCT(Policy):
+class DCT(FractionPolicy):
     """Drop high frequencies along the sequence: every block keeps ceil(fraction T) of T coefficients.
 
     The spatial tokens are transformed by an orthonormal DCT-II, truncated to M coefficients, and
@@ -37,13 +36,6 @@ class DCT(Policy):
     name: ClassVar[str] = "dct"
     stage: ClassVar[Literal["attention", "mlp"]] = "mlp"
     transforms: ClassVar[bool] = True
-    fraction: float
-
-    def __post_init__(self) -> None:
-        check_number("fraction kept", self.fraction, low=0.0, high=1.0, open_low=True)
-
-    def __str__(self) -> str:
-        return f"{self.name}:{self.fraction!r}"
 
     def reduce(self, state: LayerState) -> ReducedTokens | None:
         before, after = state.tokens, kept_count(self.fraction, state.tokens)

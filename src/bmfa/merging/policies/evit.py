@@ -5,12 +5,11 @@ from typing import ClassVar
 
 import torch
 
-from bmfa.checks import check_number
-from bmfa.merging.policies.base import LayerState, Policy, ReducedTokens, kept_count
+from bmfa.merging.policies.base import FractionPolicy, LayerState, ReducedTokens, kept_count
 
 
 @dataclass(frozen=True)
-class EViT(Policy):
+class EViT(FractionPolicy):
     """Keep attentive tokens and fuse the rest, in three of the blocks (Liang et al., 2022).
 
     It acts after a quarter, a half and three quarters of the blocks. The tokens with the largest
@@ -33,13 +32,6 @@ class EViT(Policy):
 
     name: ClassVar[str] = "evit"
     proportional: ClassVar[bool] = False
-    fraction: float
-
-    def __post_init__(self) -> None:
-        check_number("fraction kept", self.fraction, low=0.0, high=1.0, open_low=True)
-
-    def __str__(self) -> str:
-        return f"evit:{self.fraction!r}"
 
     def reads_mass(self, layer: int, depth: int) -> bool:
         return layer in {depth // 4, depth // 2, 3 * depth // 4} - {0}

@@ -36,9 +36,6 @@ class FixedPool(Policy):
     def __post_init__(self) -> None:
         check_integer("side", self.side, low=1)
 
-    def __str__(self) -> str:
-        return f"fixed-pool:{self.side}"
-
     def check(self, grid: Grid, prefix: int, depth: int) -> None:
         if self.side > max(grid.height, grid.width):
             raise ValueError(

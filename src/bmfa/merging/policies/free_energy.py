@@ -69,9 +69,8 @@ class FreeEnergy(BudgetPolicy):
             return self.budget[layer] > 0
         return layer in _merging_blocks(depth)
 
-    def reduce(self, state: LayerState) -> ReducedTokens | None:
-        r = self.removed(state)
-        return state.merge_cheapest(r, weight=state.required_mass) if r else None
+    def remove(self, state: LayerState, r: int) -> ReducedTokens:
+        return state.merge_cheapest(r, weight=state.required_mass)
 
     def removed(self, state: LayerState) -> int:
         if isinstance(self.budget, tuple):

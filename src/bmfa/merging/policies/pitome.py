@@ -36,10 +36,7 @@ class PiToMe(BudgetPolicy):
 
     name: ClassVar[str] = "pitome"
 
-    def reduce(self, state: LayerState) -> ReducedTokens | None:
-        r = self.removed(state)
-        if r == 0:
-            return None
+    def remove(self, state: LayerState, r: int) -> ReducedTokens:
         cosines = state.cosines
         margin = _LARGEST_MARGIN * (1.0 - state.layer / state.depth)
         energy = elu(cosines - margin).mean(-1)

@@ -38,10 +38,7 @@ class RandomPool(BudgetPolicy):
         super().__post_init__()
         check_integer("seed", self.seed, low=0)
 
-    def reduce(self, state: LayerState) -> ReducedTokens | None:
-        r = self.removed(state)
-        if r == 0:
-            return None
+    def remove(self, state: LayerState, r: int) -> ReducedTokens:
         # Drawn on the CPU, so that every device draws the same pairs.
         generator = torch.Generator().manual_seed(_LAYER_STRIDE * self.seed + state.layer)
         drawn = torch.randperm(state.tokens, generator=generator).to(state.x.device)

@@ -35,10 +35,7 @@ class ToFu(BudgetPolicy):
     name: ClassVar[str] = "tofu"
     prunes: ClassVar[bool] = True
 
-    def reduce(self, state: LayerState) -> ReducedTokens | None:
-        r = self.removed(state)
-        if r == 0:
-            return None
+    def remove(self, state: LayerState, r: int) -> ReducedTokens:
         tokens, prefix = state.x.shape[1], state.prefix
         source, destination = match_bipartite(state.unit_keys, None, r, prefix=prefix)
         assignment = assign_bipartite(source, destination, tokens, prefix)

@@ -27,7 +27,6 @@ class ToMe(BudgetPolicy):
 
     name: ClassVar[str] = "tome"
 
-    def reduce(self, state: LayerState) -> ReducedTokens | None:
-        r = self.removed(state)
+    def remove(self, state: LayerState, r: int) -> ReducedTokens:
         # The squared distance of unit keys is 2 - 2 cosine: the nearest are the most similar.
-        return state.merge_cheapest(r, keys=state.k) if r else None
+        return state.merge_cheapest(r, keys=state.k)

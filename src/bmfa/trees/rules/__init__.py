@@ -1,6 +1,6 @@
 """Rules decide which blocks of a tree are split."""
 
-from bmfa.trees.rules.base import LABELS, Context, Decision, Rule
+from bmfa.trees.rules.base import LABELS, Rule
 from bmfa.trees.rules.fixed import (
     FixedBlocks,
     FixedDepth,
@@ -16,8 +16,6 @@ from bmfa.trees.rules.threshold import Certified, ExactGap, Gamma, Mass
 __all__ = [
     "LABELS",
     "Certified",
-    "Context",
-    "Decision",
     "ExactGap",
     "FixedBlocks",
     "FixedDepth",
