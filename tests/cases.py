@@ -4,6 +4,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from bmfa import rules
 from bmfa.grid import Grid
@@ -132,6 +133,23 @@ def flat_valid(case: Case) -> torch.Tensor | None:
 def boxes(tree: Tree) -> list[tuple[int, ...]]:
     """The leaves of one tree."""
     return [tuple(box) for box in tree.leaf_boxes.tolist()]
+
+
+class Largest(TorchDispatchMode):
+    """The most bytes that any tensor made meanwhile has memory for: of all kinds, and of floats."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes = self.floating = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        for tensor in result if isinstance(result, tuple | list) else (result,):
+            if isinstance(tensor, torch.Tensor):
+                held = tensor.untyped_storage().nbytes()
+                self.bytes = max(self.bytes, held)
+                self.floating = max(self.floating, held * tensor.is_floating_point())
+        return result
 
 
 def nudged(rule: rules.Rule, factor: float) -> rules.Rule:

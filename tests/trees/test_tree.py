@@ -1,21 +1,18 @@
 """What a tree says of itself: leaves, counts, order, reconstruction, indexing, size."""
 
-import itertools
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import bmfa.trees.tree
 from bmfa import rules
 from bmfa.grid import Grid
 from bmfa.trees.build import screen
-from bmfa.trees.layout import quadtree_layout
 from bmfa.trees.tree import Tree
-from cases import boxes, flat_valid, random_case
+from cases import Largest, boxes, flat_valid, random_case
 
 GRIDS = [(1, 1), (1, 7), (2, 2), (5, 3), (14, 14), (16, 25), (37, 37)]
 RULES = [
@@ -52,18 +49,6 @@ def paint(tree: Tree) -> np.ndarray:
     return index
 
 
-def test_boxes_partition_the_grid_and_agree_with_the_index():
-    for size, rule in itertools.product(GRIDS, RULES):
-        grid = Grid(*size)
-        tree = screen(noise(5, grid.size) * 2, grid, rule)
-        painted = paint(tree)
-        assert painted.min() >= 0
-        assert np.array_equal(painted, tree.leaf_index.view(5, *size).numpy())
-        assert tree.leaf_boxes.shape == (5, int(tree.leaf_count.max()), 4)
-        assert torch.equal(tree.leaf_index.amax(-1) + 1, tree.leaf_count)
-        torch.testing.assert_close(tree.leaf_ratio.double(), tree.leaf_count.double() / grid.size)
-
-
 def test_boxes_cover_the_valid_tokens():
     for seed in range(0, 200, 2):
         case = random_case(seed)
@@ -87,60 +72,20 @@ def test_boxes_cover_the_valid_tokens():
         assert tree.leaf_ratio.item() == pytest.approx(int(tree.leaf_count) / inside.sum())
 
 
-def test_leaves_come_depth_first():
-    """A 4x4 grid, its second quadrant split."""
-    scores = torch.zeros(4, 4, dtype=torch.float64)
-    scores[0, 2] = 5.0
-    tree = screen(scores.flatten(), Grid(4, 4), rules.Gamma(0.01))
-    assert boxes(tree) == [
-        (0, 0, 2, 2),
-        (0, 2, 1, 3),
-        (0, 3, 1, 4),
-        (1, 2, 2, 3),
-        (1, 3, 2, 4),
-        (2, 0, 4, 2),
-        (2, 2, 4, 4),
-    ]
-    assert tree.leaf_index.view(4, 4).tolist() == [
-        [0, 0, 1, 2],
-        [0, 0, 3, 4],
-        [5, 5, 6, 6],
-        [5, 5, 6, 6],
-    ]
-    assert (tree.leaf_count, tree.node_count) == (7, 9)
-    assert tree.leaf_ratio == 7 / 16
-    assert tree.leaf_index.dtype == torch.int32
-
-
-def test_tiles_come_row_by_row():
-    tree = screen(torch.zeros(15), Grid(3, 5), rules.FixedBlocks(2))
-    assert boxes(tree) == [
-        (0, 0, 2, 2),
-        (0, 2, 2, 4),
-        (0, 4, 2, 5),
-        (2, 0, 3, 2),
-        (2, 2, 3, 4),
-        (2, 4, 3, 5),
-    ]
-    assert (tree.leaf_count, tree.node_count) == (6, 6)
-
-
 def test_masked_tokens_belong_to_no_leaf():
     valid = torch.tensor([[True, False, False, False], [False, False, True, True]]).flatten()
     tree = screen(torch.zeros(8), Grid(2, 4), rules.FixedDepth(1), valid=valid)
     assert tree.leaf_count == 2 and tree.leaf_ratio == 2 / 3
-    # Columns split 2 | 2, rows 1 | 1: the quadrants without valid tokens are no leaves.
+    # Columns split 2 | 2, rows 1 | 1: a quadrant without valid tokens is not a leaf.
     assert boxes(tree) == [(0, 0, 1, 2), (1, 2, 2, 4)]
     assert tree.leaf_index.tolist() == [0, -1, -1, -1, -1, -1, 1, 1]
-
-
-def test_a_masked_tile_of_one_token_is_no_leaf():
-    """4x4 in tiles of 3: the remainder in the corner is a token of its own."""
+    # 4x4 in tiles of 3, row by row: the remainder in the corner is a token of its own.
     valid = torch.ones(2, 16, dtype=torch.bool)
     valid[1, 15] = False
     tree = screen(torch.zeros(2, 16), Grid(4, 4), rules.FixedBlocks(3), valid=valid)
-    assert tree.leaf_count.tolist() == [4, 3]
+    assert tree.leaf_count.tolist() == tree.node_count.tolist() == [4, 3]
     assert tree.leaf_boxes[:, 3].tolist() == [[3, 3, 4, 4], [0, 0, 0, 0]]
+    assert boxes(tree[0])[:3] == [(0, 0, 3, 3), (0, 3, 3, 4), (3, 0, 4, 3)]
     alone = screen(torch.zeros(16), Grid(4, 4), rules.FixedBlocks(1), valid=valid[1])
     assert alone.leaf_count == 15 and alone.leaf_ratio == 1
 
@@ -157,43 +102,23 @@ def test_depth_limited_marks_and_labels_have_a_place_for_every_leaf():
             _ = tree.leaf_labels
 
 
-def test_refines_is_an_order():
-    grid = Grid(14, 14)
-    scores = noise(6, 196)
-    fine, coarse = (screen(scores, grid, rules.ExactGap(e)) for e in (0.3, 0.5))
-    other = screen(scores.flip(-1), grid, rules.ExactGap(0.3))
-    assert bool(fine.refines(coarse).all()) and not bool(coarse.refines(fine).any())
-    assert bool(fine.refines(fine).all())
-    assert not bool((fine.refines(other) | other.refines(fine)).any())
-    assert fine.refines(coarse).shape == (6,)
-
-
-def test_refines_one_tree_for_all():
-    grid = Grid(8, 8)
-    trees = screen(noise(2, 3, 64), grid, rules.ExactGap(0.3))
-    assert 1 < trees.leaf_count.min() and trees.leaf_count.max() < 64
-    whole = screen(noise(64), grid, rules.GlobalMean())
-    single = screen(noise(64), grid, rules.FixedDepth(9))
-    assert trees.refines(whole).tolist() == [[True] * 3] * 2
-    assert trees.refines(single).tolist() == [[False] * 3] * 2
-
-
-def test_refines_broadcasts():
+def test_refines_broadcasts_and_explains_what_does_not_fit():
     grid = Grid(8, 8)
     trees = screen(noise(2, 3, 64), grid, rules.ExactGap(0.4))
     whole = screen(noise(64), grid, rules.GlobalMean())
-    assert torch.equal(whole.refines(trees), trees.leaf_count == 1)
-    assert not bool(whole.refines(trees).all())
     rows = screen(noise(2, 1, 64), grid, rules.FixedDepth(9))
+    assert trees.leaf_count.max() < 64 and bool(trees.refines(whole).all())
+    assert torch.equal(whole.refines(trees), trees.leaf_count == 1) and trees.leaf_count.max() > 1
     assert rows.refines(trees).tolist() == [[True] * 3] * 2
     assert trees.refines(rows).tolist() == [[False] * 3] * 2
-
-
-def test_refines_refuses_shapes_that_do_not_broadcast():
-    grid = Grid(4, 4)
-    first, second = (screen(noise(*s, 16), grid, rules.Gamma(0.1)) for s in ((2, 3), (3, 2)))
-    with pytest.raises(ValueError, match="shape"):
-        first.refines(second)
+    tiles = screen(torch.zeros(64), grid, rules.FixedBlocks(2), valid=torch.arange(64) > 0)
+    for other, message in (
+        (screen(noise(3, 2, 64), grid, "gamma:0.1"), r"shapes \(2, 3\) and \(3, 2\)"),
+        (screen(noise(64), Grid(4, 16), rules.GlobalMean()), r"8x8 and 4x16; compare on one grid"),
+        (tiles, "different hierarchies have masks"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            trees.refines(other)
 
 
 def test_refines_between_tiles_and_quadtrees():
@@ -236,50 +161,6 @@ def test_refines_agrees_with_the_leaves():
                 assert fine.refines(coarse).tolist() == inside
 
 
-def test_refines_needs_one_grid():
-    first = screen(noise(12), Grid(3, 4), rules.GlobalMean())
-    second = screen(noise(12), Grid(4, 3), rules.GlobalMean())
-    with pytest.raises(ValueError, match=r"on 3x4 and 4x3; compare on one grid"):
-        first.refines(second)
-
-
-def test_refines_between_hierarchies_with_a_mask_on_the_other():
-    grid = Grid(4, 4)
-    tiles = screen(torch.zeros(16), grid, rules.FixedBlocks(2))
-    valid = torch.ones(16, dtype=torch.bool)
-    valid[0] = False
-    nodes = screen(torch.zeros(16), grid, rules.FixedDepth(1), valid=valid)
-    try:
-        answer = bool(tiles.refines(nodes))
-    except ValueError as error:
-        answer = "valid" in str(error)  # a refusal is as good
-    assert answer
-
-
-def test_reconstruct_repeats_the_mean():
-    for size, rule in itertools.product(GRIDS, RULES):
-        grid = Grid(*size)
-        scores = noise(2, grid.size)
-        tree = screen(scores, grid, rule)
-        rebuilt = tree.reconstruct(scores)
-        for tree_, field, result in zip((tree[0], tree[1]), scores, rebuilt, strict=True):
-            field, result = field.view(*size), result.view(*size)
-            for top, left, bottom, right in boxes(tree_):
-                part = result[top:bottom, left:right]
-                assert bool((part == part[0, 0]).all())
-                mean = field[top:bottom, left:right].mean()
-                torch.testing.assert_close(part[0, 0], mean, atol=1e-13, rtol=0)
-        torch.testing.assert_close(tree.reconstruct(rebuilt), rebuilt, atol=1e-13, rtol=0)
-        torch.testing.assert_close(rebuilt.mean(-1), scores.mean(-1), atol=1e-13, rtol=0)
-
-
-def test_reconstruct_of_single_tokens_is_the_input():
-    grid = Grid(5, 7)
-    scores = noise(3, 35) + 1e4
-    dense = screen(scores, grid, rules.FixedDepth(9))
-    assert torch.equal(dense.reconstruct(scores), scores)
-
-
 def test_reconstruct_leaves_invalid_tokens_out():
     valid = torch.tensor([True, True, False, True])
     scores = torch.tensor([1.0, 3.0, float("nan"), 5.0])
@@ -318,21 +199,9 @@ def example() -> tuple[Tree, Tensor]:
 
 MASK = torch.tensor([[True, False, True], [False, True, False]])
 INDICES = [
-    0,
-    -1,
-    (1, 2),
-    (1, 2, 3),
-    slice(1, None),
-    (slice(None), slice(None, None, 2)),
-    ...,
-    (..., 1),
-    (0, ..., slice(1, 3)),
-    None,
-    MASK,
-    torch.tensor([1, 0, 1]),
-    ([0, 1], [2, 0]),
-    (slice(None), [2, 0, 1]),
-    slice(0, 0),
+    *(0, -1, (1, 2), (1, 2, 3), slice(1, None), (slice(None), slice(None, None, 2)), ..., (..., 1)),
+    *((0, ..., slice(1, 3)), None, MASK, torch.tensor([1, 0, 1]), ([0, 1], [2, 0])),
+    *((slice(None), [2, 0, 1]), slice(0, 0)),
 ]
 
 
@@ -356,18 +225,13 @@ def test_indexing_is_that_of_the_leading_dimensions():
             assert torch.equal(part.depth_limited, picked(tree.depth_limited)[..., :most])
 
 
-def test_indices_out_of_range():
-    for index in [2, (0, 0, 0, 0), (0, 3), -3]:
-        with pytest.raises(IndexError):
-            example()[0][index]
-
-
 def test_indexing_one_tree():
     tree = screen(noise(16), Grid(4, 4), rules.Gamma(0.1))
     assert tree.shape == () and tree[...].shape == () and tree[None].shape == (1,)
     assert torch.equal(tree[None].leaf_index[0], tree.leaf_index)
-    with pytest.raises(IndexError):
-        tree[0]
+    for trees, index in ((tree, 0), *((example()[0], i) for i in (2, (0, 0, 0, 0), (0, 3), -3))):
+        with pytest.raises(IndexError):
+            trees[index]
 
 
 def test_a_mask_for_all_trees_survives_indexing():
@@ -456,37 +320,16 @@ def test_chunks_change_nothing(monkeypatch):
                 torch.testing.assert_close(tree.reconstruct(scores), rebuilt, atol=1e-14, rtol=0)
 
 
-def test_trees_from_boxes():
-    grid = Grid(5, 3)
-    scores = noise(4, 15)
-    for valid in (None, torch.arange(15) % 4 > 0):
-        tree = screen(scores, grid, rules.Gamma(0.1), valid=valid)
-        leaves = [boxes(tree[i]) for i in range(4)]
-        mask = None if valid is None else valid.view(-1, 1)
-        made = Tree.from_boxes(
-            quadtree_layout(grid), leaves, (4,), tau=1.0, rule="made", valid=mask
-        )
-        assert torch.equal(made.leaf_index, tree.leaf_index)
-        assert torch.equal(made.error(scores), tree.error(scores))
-
-
 def test_an_empty_batch_of_trees():
-    tree = screen(noise(5, 16), Grid(4, 4), rules.Gamma(0.1))[:0]
-    assert tree.leaf_count.shape == tree.node_count.shape == tree.leaf_ratio.shape == (0,)
-    assert tree.leaf_index.shape == (0, 16)
-    assert tree.error(noise(0, 16)).shape == (0,)
-    assert "0 trees (0,)" in repr(tree)
-
-
-def test_an_empty_batch_of_trees_has_no_boxes():
-    for shape in [(0,), (2, 0)]:
-        scores = noise(*shape, 16)
-        trees = screen(noise(2, 3, 16), Grid(4, 4), rules.Gamma(0.1))
-        tree = trees[0, :0] if shape == (0,) else trees[:, :0]
-        assert tree.shape == shape
-        assert tree.reconstruct(scores).shape == (*shape, 16)
-        assert tree.leaf_boxes.shape == (*shape, 0, 4)
-        assert tree.depth_limited.shape == (*shape, 0)
+    trees = screen(noise(2, 3, 16), Grid(4, 4), rules.Gamma(0.1))
+    for tree in (trees[0, :0], trees[:, :0]):
+        scores = noise(*tree.shape, 16)
+        for name in ("leaf_count", "node_count", "leaf_ratio"):
+            assert getattr(tree, name).shape == tree.error(scores).shape == tree.shape
+        assert tree.leaf_index.shape == tree.reconstruct(scores).shape == (*tree.shape, 16)
+        assert tree.leaf_boxes.shape == (*tree.shape, 0, 4)
+        assert tree.depth_limited.shape == (*tree.shape, 0)
+        assert "0 trees" in repr(tree)
 
 
 def held_bytes(tree: Tree) -> int:
@@ -504,31 +347,6 @@ def test_a_million_trees_fit_in_a_gibibyte():
     assert None not in (full.valid, full.limited, full.labels)
     assert 1000 * held_bytes(plain) <= 100e6
     assert 1000 * held_bytes(full) < 2**30
-
-
-class Largest(TorchDispatchMode):
-    """The most bytes that any tensor made meanwhile has memory for."""
-
-    bytes = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        for tensor in result if isinstance(result, tuple | list) else (result,):
-            if isinstance(tensor, Tensor):
-                self.bytes = max(self.bytes, tensor.untyped_storage().nbytes())
-        return result
-
-
-@pytest.mark.slow
-def test_counting_the_leaves_of_a_million_trees_takes_little_memory():
-    base = screen(noise(1000, 256), Grid(16, 16), rules.Gamma(0.02))
-    tree = replace(base, split=base.split.repeat(1, 1000), shape=(1000, 1000))
-    tree.split[:, 7000:8000] = False
-    with Largest() as largest:
-        counts, ratios = tree.leaf_count, tree.leaf_ratio
-    assert largest.bytes <= 16e6, "an answer or two, and chunks: not another batch of trees"
-    assert counts.shape == ratios.shape == (1000, 1000)
-    assert torch.equal(counts[6], base.leaf_count) and bool((counts[7] == 1).all())
 
 
 def test_ratios_of_masked_trees_take_little_memory():
