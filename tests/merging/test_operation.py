@@ -80,13 +80,6 @@ def test_many_tokens_may_merge_into_one_and_ties_go_to_the_lowest_index() -> Non
     assert merged[0, 2, 0].item() == pytest.approx((1 + 2 + 4) / 3)
 
 
-def test_weights_change_which_pairs_are_cheap() -> None:
-    features = torch.tensor([[[0.0], [0.0], [1.0], [9.0], [10.1]]])
-    weight = torch.tensor([[0.0, 1.0, 1.0, 0.1, 0.1]])
-    assert match_bipartite(features, None, 1, prefix=1)[0].item() == 2
-    assert match_bipartite(features, weight, 1, prefix=1)[0].item() == 4
-
-
 def test_merge_matches_the_reference() -> None:
     for seed in range(24):
         rng = np.random.default_rng(seed)

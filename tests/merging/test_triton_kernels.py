@@ -2,7 +2,6 @@
 
 import itertools
 import math
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -139,18 +138,6 @@ def test_several_tiles_per_program_give_the_same_bits(monkeypatch: pytest.Monkey
     attention._plan.cache_clear()
     for result in results[1:]:
         torch.testing.assert_close(result, results[0], rtol=0, atol=0)
-
-
-def test_a_token_of_size_n_is_n_equal_tokens() -> None:
-    q, k, v = random_heads(11, (1, 2, 20, 16), torch.float32)
-    size = torch.ones(1, 20, device=DEVICE)
-    size[0, 5], size[0, 19] = 3, 2
-    k_repeated, v_repeated = (t.repeat_interleave(size[0].long(), 2) for t in (k, v))
-    output, mass = operators.proportional_attention(q, k, v, size, scale=0.25, prefix=1, mass=True)
-    weights = (q @ k_repeated.transpose(2, 3) * 0.25).softmax(-1)
-    torch.testing.assert_close(output, weights @ v_repeated, rtol=1e-5, atol=1e-6)
-    assert mass is not None
-    assert mass.sum().item() == pytest.approx(2.0, rel=1e-6)  # one per head
 
 
 def test_attention_of_constant_and_huge_inputs() -> None:
@@ -349,17 +336,6 @@ def test_unsupported_inputs_have_a_reason(monkeypatch: pytest.MonkeyPatch) -> No
     assert "need a CUDA device" in reason(torch.zeros(1, 9, 8))
     monkeypatch.setattr(operators, "_TRITON_PROBLEM", "Triton is not installed")
     assert reason(tokens) == "Triton is not installed"
-
-
-def test_an_old_or_missing_triton_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    def missing(name: str) -> object:
-        raise ModuleNotFoundError(f"No module named {name!r}", name=name)
-
-    old = SimpleNamespace(__version__="3.1.0")
-    monkeypatch.setattr(operators, "load_package", lambda name: old)
-    assert "3.1.0" in (operators._find_triton_problem() or "")
-    monkeypatch.setattr(operators, "load_package", missing)
-    assert "pip install triton" in (operators._find_triton_problem() or "")
 
 
 @pytest.mark.gpu
