@@ -17,10 +17,10 @@ from bmfa.cli import main
 from bmfa.data.classification import EmbeddedImages, LabelledImage
 from bmfa.evidence.classification import flops, throughput
 from bmfa.evidence.classification import run as evaluation
-from bmfa.evidence.classification.throughput import Rate
 from bmfa.evidence.closed_loop import run as closed_loop
-from bmfa.evidence.model_methods import applied, check_methods, count_leaves, parse
+from bmfa.evidence.model_methods import applied, check_methods, parse
 from bmfa.evidence.page import figures
+from bmfa.evidence.runner.loop import Subject, observed_trees
 from bmfa.models import LoadedModel, load_model, patch
 from bmfa.models.screened_layer import screened_layers
 from bmfa.models.token_reduction import find_reduction
@@ -114,24 +114,31 @@ def test_operations_against_counting_by_hand(model: LoadedModel) -> None:
     methods = ["full", "fixed-depth:4", "global-mean", "optimal:0.002", "random-pool:8", "tome:8"]
     costs = flops.costs(model, pixels, methods, "last-4")
     whole = model_flops([257] * 8, [257] * 8)
-    assert costs["full"].flops == whole
-    assert costs["fixed-depth:4"].flops == whole  # every token is a leaf
+    assert costs["full"] == {"final_tokens": None, "gflops": whole / 1e9}
+    assert costs["fixed-depth:4"]["gflops"] == whole / 1e9  # every token is a leaf
     # 3 heads and 257 queries in 4 layers: of 257 products with keys and with values, 2 are left.
-    assert costs["global-mean"].flops == whole - 4 * 2 * 2 * 96 * 257 * (257 - 2)
+    left = whole - 4 * 2 * 2 * 96 * 257 * (257 - 2)
+    assert costs["global-mean"]["gflops"] == left / 1e9
     with (
         torch.inference_mode(),
         applied(model.model, "optimal:0.002", "last-4"),
-        count_leaves(model.model) as leaves,
+        observed_trees(model.model) as trees,
     ):
         model.logits(pixels)
-    kept = round(256 * leaves.sum * 4 * 3 * 257)  # leaves of all trees
-    assert costs["optimal:0.002"].flops == whole - 2 * 32 * (4 * 3 * 257 * 256 - kept)
+    kept = round(
+        256 * float(trees.columns()["leaf_ratio"].sum()) * 4 * 3 * 257
+    )  # leaves of all trees
+    left = whole - 2 * 32 * (4 * 3 * 257 * 256 - kept)
+    assert costs["optimal:0.002"]["gflops"] == left / 1e9
     fewer = [257 - 8 * block for block in range(9)]
     merged = model_flops(fewer[:8], fewer[1:])
-    assert costs["random-pool:8"] == flops.Cost(merged, 257 - 64)  # pairs cost no products
+    assert costs["random-pool:8"] == {
+        "final_tokens": 257 - 64,
+        "gflops": merged / 1e9,
+    }  # pairs cost no products
     matching = sum(2 * 32 * (tokens // 2 + 1) ** 2 for tokens in fewer[:8])
-    assert merged < costs["tome:8"].flops <= merged + matching
-    assert costs["tome:8"].final_tokens == 257 - 64
+    assert merged < 1e9 * costs["tome:8"]["gflops"] <= merged + matching
+    assert costs["tome:8"]["final_tokens"] == 257 - 64
 
 
 def test_speed_is_a_median_of_alternating_samples(
@@ -149,11 +156,10 @@ def test_speed_is_a_median_of_alternating_samples(
 
     monkeypatch.setattr(throughput.time, "perf_counter", lambda: clock[0])
     pixels = throughput.repeat_to_size(torch.zeros(3, 3, 4, 4), 8)
-    rates = throughput.model_rates(
-        model, call, pixels, ["full", "global-mean"], layers="last-4", repeats=3
-    )
+    subject = Subject(model)
+    rates = throughput.model_rates(subject, call, pixels, ["full", "global-mean"], "last-4", 3)
     assert seen == [False, False, True, True] + [False, True] * 3
-    assert rates == {"full": Rate(8 / 0.5, "eager"), "global-mean": Rate(8 / 2.0, "eager")}
+    assert rates == {"full": (8 / 0.5, "eager"), "global-mean": (8 / 2.0, "eager")}
 
 
 def test_short_calls_are_timed_together(
@@ -167,34 +173,29 @@ def test_short_calls_are_timed_together(
         return pixels
 
     monkeypatch.setattr(throughput.time, "perf_counter", lambda: clock[0])
-    rates = throughput.model_rates(
-        model, call, torch.zeros(2, 3, 4, 4), ["full"], layers="last-4", repeats=2
-    )
-    assert rates["full"].images_per_second == pytest.approx(200.0)
+    pixels = torch.zeros(2, 3, 4, 4)
+    rates = throughput.model_rates(Subject(model), call, pixels, ["full"], "last-4", 2)
+    assert rates["full"][0] == pytest.approx(200.0)
     assert len(calls) >= 2 + 2 * 10
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_cuda_graphs_are_timed_where_they_can_be_captured(model: LoadedModel) -> None:
-    on_cuda = replace(model, model=copy.deepcopy(model.model).cuda())
+    subject = Subject(replace(model, model=copy.deepcopy(model.model)), "cuda")
     pixels, kept = torch.zeros(2, 3, 112, 112, device="cuda"), []
 
     def call(pixels: torch.Tensor) -> torch.Tensor:
-        logits = on_cuda.logits(pixels)
-        if not find_reduction(on_cuda.model):
+        logits = subject.logits(pixels)
+        if not find_reduction(subject.model.model):
             kept.append(float(logits.sum()))  # waits for the device
         return logits
 
     with torch.inference_mode():
-        rates = throughput.model_rates(
-            on_cuda, call, pixels, ["full", "tome:8"], layers="last-4", repeats=2
-        )
-        assert (rates["full"].timed, rates["tome:8"].timed) == ("eager", "graph")
-        rates = throughput.model_rates(
-            on_cuda, on_cuda.logits, pixels, ["full"], layers="last-4", repeats=2
-        )
-    assert rates["full"].timed == "graph" and rates["full"].images_per_second > 0
+        rates = throughput.model_rates(subject, call, pixels, ["full", "tome:8"], "last-4", 2)
+        assert (rates["full"][1], rates["tome:8"][1]) == ("eager", "graph")
+        rates = throughput.model_rates(subject, subject.logits, pixels, ["full"], "last-4", 2)
+    assert rates["full"][1] == "graph" and rates["full"][0] > 0
 
 
 def test_timed_rows_and_their_figure(model: LoadedModel) -> None:
@@ -305,7 +306,7 @@ def test_the_command_names_what_it_skipped(
     whole = next(data.glob("*/*.png")).read_bytes()
     (data / "000").mkdir(exist_ok=True)
     (data / "000" / "torn.png").write_bytes(whole[: len(whole) // 2])
-    Image.new("1", (20_000, 20_000)).save(data / "000" / "bomb.png")
+    Image.new("1", (10_000, 10_000)).save(data / "000" / "bomb.png")
     arguments = ["evaluate", "--data-dir", str(data), "--method", "full", "--repeats", "0"]
     main([*arguments, "--json", str(tmp_path / "r.json")])
     record = json.loads((tmp_path / "r.json").read_text())

@@ -18,9 +18,7 @@ from bmfa.data import (
     EmbeddedObjects,
     EmbeddedScenes,
     InstanceFiles,
-    ProbeBlock,
     ProbeSettings,
-    probe_blocks,
 )
 from bmfa.evidence import methods
 from bmfa.evidence.images import cases
@@ -28,11 +26,10 @@ from bmfa.evidence.images.thumbnails import IMAGE_SIDE
 from bmfa.evidence.methods import DEFAULT_METHODS
 from bmfa.evidence.probes import measure
 from bmfa.evidence.probes import run as probes
-from bmfa.grid import Grid
 from bmfa.records import Record
+from bmfa.timing import threads
 from coco_files import write_coco
 
-GRID = Grid(16, 16)
 # Leaves within a few points of gamma:0.005's on every image-edge source.
 COMPARABLE = ("gamma-h2:0.2", "exact-gap:1.2", "certified:1.3", "mass:0.0004", "optimal:0.005")
 POOLED = "optimal-leaves-pooled:0.3"
@@ -85,11 +82,6 @@ def lvis() -> Record:
 @pytest.fixture(scope="module")
 def embedded() -> Record:
     return probes.run(EmbeddedScenes(), dataset="embedded", mode="image-edge", methods=METHODS)
-
-
-@pytest.fixture(scope="module")
-def blocks() -> list[ProbeBlock]:
-    return list(probe_blocks(EmbeddedScenes(images=24)))
 
 
 def rows(record: Record, group: str = "all") -> dict[str, dict[str, Any]]:
@@ -202,47 +194,19 @@ def test_rows_are_complete_and_become_json(embedded: Record) -> None:
         assert total == pytest.approx(whole["instances"] * whole["mean_gap"])
 
 
-def test_batches_change_nothing(blocks: list[ProbeBlock], monkeypatch: pytest.MonkeyPatch) -> None:
-    def measured() -> list[dict[str, Any]]:
-        probe = probes.Probe(METHODS, GRID, seed=0)
-        for batch in measure.batch_blocks(blocks):
-            probe.add(batch, "image-edge")
-        return probe.rows()
-
-    whole = measured()
-    monkeypatch.setattr(measure, "CHUNK", 1)
-    assert len(list(measure.batch_blocks(blocks))) == len(blocks) > 1
-    for one, other in zip(measured(), whole, strict=True):
-        assert one.keys() == other.keys()
-        for key, value in one.items():
-            same = value == other[key] if isinstance(value, str) or value is None else None
-            assert same or value == pytest.approx(other[key], rel=1e-12, abs=1e-14), key
+def test_fixed_blocks_have_no_root_to_split() -> None:
+    scenes, options = EmbeddedScenes(images=24), {"dataset": "embedded", "mode": "image-edge"}
+    row = probes.run(scenes, methods=["fixed-blocks:2"], **options).rows[0]  # type: ignore[arg-type]
+    assert row["unsplit_percent"] is None and row["leaf_percent"] == 25.0
 
 
-def test_random_rules_toss_a_coin_for_every_instance(blocks: list[ProbeBlock]) -> None:
-    probe = probes.Probe(("random-quadrants:0.5",), GRID, seed=3)
-    for _ in range(2):
-        probe.add(blocks[:1], "image-edge")
-    probe.rows()
-    (measured,) = probe._statistics["random-quadrants:0.5"]
-    first, second = measured.leaf_percent.chunk(2)
-    assert not torch.equal(first, second)
-
-
-def test_tiles_have_no_root_to_split(blocks: list[ProbeBlock]) -> None:
-    probe = probes.Probe(("fixed-blocks:2",), GRID, seed=0)
-    probe.add(blocks, "image-edge")
-    row = probe.rows()[0]
-    assert row["unsplit_percent"] is None
-    assert row["leaf_percent"] == 25.0
-
-
-def test_the_callers_threads_are_given_back() -> None:
-    before = torch.get_num_threads()
-    with suppress(RuntimeError), measure.ThreadTimer().measure():
-        assert torch.get_num_threads() == 1
-        raise RuntimeError
-    assert torch.get_num_threads() == before
+def test_a_call_is_timed_on_one_thread_and_the_callers_threads_are_given_back() -> None:
+    with threads(2):
+        found, seconds = measure.time_on_one_thread(torch.get_num_threads)
+        assert (found, torch.get_num_threads()) == (1, 2) and seconds >= 0
+        with suppress(ZeroDivisionError):
+            measure.time_on_one_thread(lambda: 1 / 0)
+        assert torch.get_num_threads() == 2
 
 
 def test_a_limit_progress_and_strict_reach_the_stream(tmp_path: Path) -> None:

@@ -40,7 +40,7 @@ def closed_loop(
 ) -> None:
     """A model's outputs with its attention screened."""
     from bmfa.evidence.closed_loop import run as experiment
-    from bmfa.evidence.runner.processes import joined
+    from bmfa.evidence.runner.parts import joined, rank
     from bmfa.models import load_model
 
     output = Output(json, quiet, csv)
@@ -56,7 +56,7 @@ def closed_loop(
         seed=seed,
     )
     toy = opt.toy_model_warning(model, weights, "the images were") if data_dir else []
-    with joined(device) as processes:
+    with joined(device):
         record = experiment.run(
             loaded,
             images,
@@ -69,7 +69,7 @@ def closed_loop(
             resume=resume,
             progress=output.progress("images"),
         )
-        if processes.first:
+        if rank() == 0:
             output.finish(
                 record,
                 table_of(record.rows, COLUMNS, wide),

@@ -44,7 +44,7 @@ def evaluate(
 ) -> None:
     """Accuracy, cost and speed of a model, method by method."""
     from bmfa.evidence.classification import run as experiment
-    from bmfa.evidence.runner.processes import joined
+    from bmfa.evidence.runner.parts import joined, rank
     from bmfa.models import load_model
 
     output = Output(json, quiet, csv)
@@ -60,7 +60,7 @@ def evaluate(
         seed=seed,
     )
     toy = opt.toy_model_warning(model, weights, "the images were") if data_dir else []
-    with joined(device) as processes:
+    with joined(device):
         record = experiment.run(
             loaded,
             images,
@@ -76,7 +76,7 @@ def evaluate(
             resume=resume,
             progress=output.progress("images"),
         )
-        if processes.first:
+        if rank() == 0:
             output.finish(
                 record,
                 table_of(record.rows, COLUMNS, wide),

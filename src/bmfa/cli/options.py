@@ -124,7 +124,7 @@ def resolve_device(name: str, *, multi_process: bool = False) -> str:
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if multi_process:
-        from bmfa.evidence.runner.processes import own_device
+        from bmfa.evidence.runner.parts import own_device
 
         name = own_device(name)
     try:
@@ -163,7 +163,7 @@ def instance_source(
 
 def instance_workers(workers: int | None) -> int:
     """Return the number of processes that read instances, by default one for each core."""
-    from bmfa.evidence.runner.processes import cores_per_process
+    from bmfa.evidence.runner.parts import cores_per_process
 
     return cores_per_process() if workers is None else workers
 

@@ -50,10 +50,10 @@ def probe(
     from bmfa.data import ProbeSettings
     from bmfa.evidence.methods import COMPARABLE_METHODS, DEFAULT_METHODS
     from bmfa.evidence.probes import run as experiment
-    from bmfa.evidence.runner.processes import joined
+    from bmfa.evidence.runner.parts import joined, rank
 
     output = Output(json, quiet, csv)
-    with joined() as processes:
+    with joined():
         record = experiment.run(
             source,
             dataset=dataset,
@@ -67,7 +67,7 @@ def probe(
             seed=seed,
             resume=resume,
         )
-        if processes.first:
+        if rank() == 0:
             rows = [row for row in record.rows if row["group"] == "all"]
             groups = dict.fromkeys(row["group"] for row in record.rows if row["group"] != "all")
             note = f"by group ({', '.join(groups)}): in the record, --json FILE"

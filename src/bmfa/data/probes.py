@@ -7,7 +7,6 @@ mask crosses are the minority, and the edges of the image determine how high eac
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -32,7 +31,7 @@ MINORITY_EDGE = 2.2  # its increase per unit of edge
 MAJORITY_EDGE = 0.35  # score of other cells per unit of edge
 MASK_ONLY_SCORE = 4.25  # score of minority cells in the mask-only mode; others have 0
 
-_PART_INSTANCES = 128  # instances in a part, the unit of work of a process
+PART_INSTANCES = 128  # instances in a part, the unit of work of a process
 
 
 def multiples(size: int, step: int) -> str:
@@ -125,10 +124,6 @@ class ProbeBlock:
 
 Progress = Callable[[int, int], None]  # images done, of how many
 Result = tuple[int, ProbeBlock | None, Tally]  # images of a part, its probes, what was not used
-Compute = Callable[[Iterable[InstanceSource]], Iterator[Result]]
-# Computes some of the parts by the given function, and takes the results of the others from
-# elsewhere.
-Spread = Callable[[Iterator[InstanceSource], Compute], Iterator[Result]]
 
 
 def probe_blocks(
@@ -139,7 +134,6 @@ def probe_blocks(
     limit: int | None = None,
     tally: Tally | None = None,
     progress: Progress | None = None,
-    spread: Spread | None = None,
 ) -> Iterator[ProbeBlock]:
     """Yield blocks of probes in the order of the source, equal for any number of worker processes.
 
@@ -152,7 +146,6 @@ def probe_blocks(
         limit: number of instances after which the blocks end.
         tally: counts the instances that are skipped; with its `strict` a fault raises.
         progress: called with the number of images done and of all images.
-        spread: computes some parts elsewhere, such as in other processes of a distributed run.
 
     Raises:
         ValueError: workers or limit are below 1.
@@ -169,11 +162,8 @@ def probe_blocks(
     if limit is not None:
         check_integer("limit", limit, low=1)
     tally = Tally() if tally is None else tally
-    compute = partial(
-        _compute_parts, settings=settings or ProbeSettings(), strict=tally.strict, workers=workers
-    )
-    parts = source.parts(_PART_INSTANCES)
-    results = compute(parts) if spread is None else spread(parts, compute)
+    parts = source.parts(PART_INSTANCES)
+    results = probe_parts(parts, settings or ProbeSettings(), tally.strict, workers)
     return _collect_blocks(results, len(source), limit, tally, progress)
 
 
@@ -199,9 +189,10 @@ def _collect_blocks(
             return
 
 
-def _compute_parts(
+def probe_parts(
     parts: Iterable[InstanceSource], settings: ProbeSettings, strict: bool, workers: int
 ) -> Iterator[Result]:
+    """Yield the result of every part, in order."""
     if workers == 1:
         yield from (_probe_part(part, settings, strict) for part in parts)
         return

@@ -1,5 +1,7 @@
 """Measures that the experiments share: divergence of outputs, overlap of masks, intervals."""
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -30,6 +32,38 @@ def output_kl(full: Tensor, changed: Tensor) -> Tensor:
 def agreement(full: Tensor, changed: Tensor) -> Tensor:
     """Return (B,) torch.bool, True where both (B, classes) logits have the same top class."""
     return full.argmax(-1) == changed.argmax(-1)
+
+
+def compare(
+    full: Tensor, changed: Tensor, labels: Sequence[int | None] | Tensor
+) -> dict[str, Tensor]:
+    """Compare the outputs of a changed model with those of the full model, image by image.
+
+    Args:
+        full: (B, classes) logits of the full model.
+        changed: (B, classes) logits of the changed model.
+        labels: (B,) classes, None where unknown.
+
+    Returns:
+        (B,) each: `agreeing`, `right` and `top5` torch.bool, `output_kl` float64 in nats. `right` and
+        `top5` are False without a label. Scores that tie with that of the label do not exclude it from
+        the first five.
+
+    Example:
+        >>> logits = torch.tensor([[0.0, 1.0], [2.0, 0.0]])
+        >>> {name: found.tolist() for name, found in compare(logits, -logits, [0, None]).items()}
+        ... # doctest: +NORMALIZE_WHITESPACE, +ELLIPSIS
+        {'agreeing': [False, False], 'right': [True, False], 'top5': [True, False], 'output_kl': [...]}
+    """
+    known = torch.tensor([-1 if label is None else int(label) for label in labels])
+    known = known.to(changed.device)
+    own = changed.gather(1, known.clamp(min=0)[:, None])
+    return {
+        "agreeing": agreement(full, changed),
+        "right": changed.argmax(-1) == known,
+        "top5": ((changed > own).sum(1) < 5) & (known >= 0),
+        "output_kl": output_kl(full, changed),
+    }
 
 
 def mask_iou(first: Tensor, second: Tensor) -> Tensor:

@@ -1,19 +1,16 @@
-"""Methods on a model: parse a name, apply it to the model, and count the leaves of its trees."""
+"""Methods on a model: parse a name, and apply it to the model."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from bmfa import merging
-from bmfa.attention.result import Screened
 from bmfa.evidence.methods import FULL, is_kind, names
 from bmfa.models import LoadedModel, layer_indices, patch, unpatch
 from bmfa.models.families import find_vision_transformer
 from bmfa.models.reducing import reduce
-from bmfa.models.screened_layer import LayerInputs, observe
 from bmfa.trees import rules
 
 Layers = str | Sequence[int]  # "all", "last-K" or indices
@@ -66,17 +63,20 @@ def check_methods(methods: Sequence[str], model: nn.Module, layers: Layers) -> l
 
 
 @contextmanager
-def applied(model: nn.Module, name: str, layers: Layers, seed: int = 0) -> Iterator[ModelMethod]:
+def applied(
+    model: nn.Module, name: str, layers: Layers, seed: int = 0, *, dense: bool | None = None
+) -> Iterator[ModelMethod]:
     """Apply a method inside the block: a rule in `layers`, a reduction in the blocks it chooses.
 
-    Patches that the model had before are removed, and it has none afterwards.
+    `dense` is that of `bmfa.reduce`. Patches that the model had before are removed, and it has none
+    afterwards.
     """
     method = parse(name, seed)
     unpatch(model)
     if method.rule is not None:
         patch(model, rule=method.rule, layers=layers)
     elif method.policy is not None:
-        reduce(model, method.policy)
+        reduce(model, method.policy, dense=dense)
     try:
         yield method
     finally:
@@ -86,26 +86,3 @@ def applied(model: nn.Module, name: str, layers: Layers, seed: int = 0) -> Itera
 def class_names(model: LoadedModel) -> Sequence[str] | int | None:
     """Return the names of the outputs of a model, else their number, else None."""
     return model.classes or getattr(model.model, "num_classes", None) or None
-
-
-@dataclass(eq=False)
-class LeafCounter:
-    """An observer of screened layers that keeps their leaf ratios."""
-
-    ratios: list[Tensor] = field(default_factory=list)  # (B,) for every layer
-
-    def __call__(self, inputs: LayerInputs, screened: Screened) -> None:
-        self.ratios.append(screened.tree.leaf_ratio.double().flatten(1).mean(1))
-
-    @property
-    def sum(self) -> float:
-        """Sum over the images of the leaf ratio, each a mean over layers, heads and queries."""
-        return float(torch.stack(self.ratios).mean(0).sum()) if self.ratios else 0.0
-
-
-@contextmanager
-def count_leaves(model: nn.Module) -> Iterator[LeafCounter]:
-    """Count the leaves of the screened layers that run inside the block."""
-    counter = LeafCounter()
-    with observe(model, counter):
-        yield counter

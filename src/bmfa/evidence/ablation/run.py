@@ -1,25 +1,25 @@
 """Ablations of Algorithm 1 on instance probes: threshold, depth, grid and look-ahead."""
 
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
 
 from torch import Tensor
 
 from bmfa.checks import check_integer
-from bmfa.data import ProbeBlock, ProbeSettings, Tally
+from bmfa.data import ProbeSettings, Tally
 from bmfa.data.instances import InstanceSource
 from bmfa.data.probes import Mode, multiples, probe_blocks
 from bmfa.evidence.probes.measure import (
     PROTOCOL,
     TAU,
-    GapStatistics,
-    ThreadTimer,
-    batch_blocks,
     check_any_instances,
     check_mode,
     describe_source,
-    score_grids,
+    gap_row,
+    read_scores,
+    time_on_one_thread,
 )
 from bmfa.evidence.runner import Progress
 from bmfa.evidence.score_methods import estimate
@@ -47,32 +47,13 @@ class Setting:
             check_integer("depth", self.depth, low=1)
         check_integer("grid", self.grid, low=2)
 
-    def measure(self, scores: Tensor) -> tuple[GapStatistics, float]:
-        """Return the gaps on (B, N) scores, and the seconds of screening and error."""
-        best = math.inf
+    def row(self, scores: Tensor) -> Row:
+        """Return the gaps on (B, N) scores, and the time of screening and error for an instance."""
         grid, method = Grid(self.grid, self.grid), f"gamma-h{self.lookahead}:{self.epsilon!r}"
-        for _ in range(REPEATS):
-            timer = ThreadTimer()
-            with timer.measure():
-                found = estimate(method, scores, grid, tau=TAU, max_depth=self.depth)
-            best = min(best, timer.seconds)
-        return GapStatistics.of(method, found, grid), best
-
-
-@dataclass
-class Total:
-    """The statistics and the time of one setting over all batches."""
-
-    parts: list[GapStatistics] = field(default_factory=list)
-    seconds: float = 0.0
-
-    def add(self, statistics: GapStatistics, seconds: float) -> None:
-        self.parts.append(statistics)
-        self.seconds += seconds
-
-    def row(self) -> Row:
-        row = GapStatistics.join(self.parts).row()
-        microseconds = 1e6 * self.seconds / row["instances"]
+        screen = partial(estimate, method, scores, grid, tau=TAU, max_depth=self.depth)
+        found, times = zip(*(time_on_one_thread(screen) for _ in range(REPEATS)), strict=True)
+        row = gap_row(method, found[0], grid)
+        microseconds = 1e6 * min(times) / len(scores)
         return {name: row[name] for name in COLUMNS} | {"microseconds_per_instance": microseconds}
 
 
@@ -120,8 +101,7 @@ def run(
     """
     check_mode(mode)
     planned = _plan(epsilons, depths, grids, lookaheads)
-    totals = {setting: Total() for _, _, setting in planned}
-    grids_read = list(dict.fromkeys(setting.grid for setting in totals))
+    grids_read = list(dict.fromkeys(setting.grid for _, _, setting in planned))
     ProbeSettings(1, image_size)  # raises if the size is not valid
     if image_size % (step := math.lcm(*grids_read)):
         raise ValueError(
@@ -129,16 +109,22 @@ def run(
             f"{', '.join(map(str, sorted(grids_read)))} cells do not all divide; "
             f"pass {multiples(image_size, step)}"
         )
-    readings = [ProbeSettings(grid, image_size) for grid in grids_read]
-    tally = Tally()
-    for number, reading in enumerate(readings):
-        shown = progress and _part_of(progress, number, len(readings))
+    measured: dict[Setting, Row] = {}
+    for number, side in enumerate(grids_read):
         tally = Tally()
         blocks = probe_blocks(
-            source, reading, workers=workers, limit=limit, tally=tally, progress=shown
+            source,
+            ProbeSettings(side, image_size),
+            workers=workers,
+            limit=limit,
+            tally=tally,
+            progress=progress and _part_of(progress, number, len(grids_read)),
         )
-        of_grid = {s: total for s, total in totals.items() if s.grid == reading.grid}
-        check_any_instances(_measure(blocks, mode, of_grid), tally)
+        scores = read_scores(blocks, mode)
+        check_any_instances(len(scores), tally)
+        for _, _, setting in planned:
+            if setting.grid == side and setting not in measured:
+                measured[setting] = setting.row(scores)
     settings = {
         "dataset": dataset,
         "mode": mode,
@@ -155,9 +141,7 @@ def run(
         "protocol": PROTOCOL,
         **describe_source(source, tally),
     }
-    rows = [
-        {"parameter": name, "value": v, **totals[setting].row()} for name, v, setting in planned
-    ]
+    rows = [{"parameter": name, "value": v, **measured[setting]} for name, v, setting in planned]
     return Record("ablation", settings, rows)
 
 
@@ -176,17 +160,6 @@ def _plan(
     if not planned:
         raise ValueError("no parameter has a value; pass epsilons, depths, grids or lookaheads")
     return planned
-
-
-def _measure(blocks: Iterable[ProbeBlock], mode: Mode, totals: dict[Setting, Total]) -> int:
-    """Measure every setting on all blocks and return the number of instances."""
-    instances = 0
-    for batch in batch_blocks(blocks):
-        scores = score_grids(batch, mode)
-        instances += len(scores)
-        for setting, total in totals.items():
-            total.add(*setting.measure(scores))
-    return instances
 
 
 def _part_of(progress: Progress, reading: int, readings: int) -> Progress:

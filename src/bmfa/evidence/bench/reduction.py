@@ -127,7 +127,8 @@ def _read(
     model: LoadedModel, images: Iterable[LabelledImage] | ImageSource, batch_size: int
 ) -> Tensor:
     batches = ImageBatches(images, model.preprocess, batch_size, workers=0)
-    parts = [batch.to("cpu") for batch in batches.read(range(len(batches))) if len(batch)]
+    numbers = range(len(batches.sizes))
+    parts = [batch.pixels for batch in batches.read(numbers) if batch.indices]
     return torch.cat(parts) if parts else torch.empty(0, 3, 1, 1)
 
 

@@ -2,8 +2,7 @@
 
 from collections.abc import Sequence
 from copy import deepcopy
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -14,6 +13,7 @@ from bmfa.models import LoadedModel
 from bmfa.models.flops import attention_flops, count_flops
 from bmfa.models.reducing import final_tokens
 from bmfa.models.screened_layer import LayerInputs, observe
+from bmfa.records import Row
 from bmfa.trees.rules import Rule
 
 # The setting "gflops" of a record.
@@ -25,17 +25,9 @@ COUNTING = (
 )
 
 
-@dataclass(frozen=True)
-class Cost:
-    """Operations for one image, and the tokens after the last block if they are reduced."""
-
-    flops: int
-    final_tokens: int | None = None
-
-
 def costs(
     model: LoadedModel, pixels: Tensor, methods: Sequence[str], layers: Layers, seed: int = 0
-) -> dict[str, Cost]:
+) -> dict[str, Row]:
     """Count the operations of every method on one image.
 
     A copy of the model in float32 on the CPU is counted, so that no fused kernel hides its products
@@ -49,25 +41,22 @@ def costs(
         seed: Seed of random methods.
 
     Returns:
-        The cost by method.
+        For each method `gflops`, and `final_tokens`: the tokens after the last block if reduced.
     """
     counted = replace(model, model=deepcopy(model.model).to("cpu", torch.float32).eval())
     pixels = pixels.to("cpu", torch.float32)
-    found = {}
-    count = partial(count_flops, counted.model, pixels, counted.options)
+    found: dict[str, Row] = {}
     with torch.inference_mode():
-        full = count()
+        full = count_flops(counted.model, pixels, counted.options)
         for name in methods:
+            flops, tokens = full, None
             with applied(counted.model, name, layers, seed) as method:
                 if method.rule is not None:
-                    found[name] = Cost(full + _added_flops(counted, pixels, method.rule))
+                    flops += _added_flops(counted, pixels, method.rule)
                 elif method.policy is not None:
-                    found[name] = Cost(
-                        count_flops(counted.model, pixels, counted.options),
-                        final_tokens(counted.model),
-                    )
-                else:
-                    found[name] = Cost(full)
+                    flops = count_flops(counted.model, pixels, counted.options)
+                    tokens = final_tokens(counted.model)
+            found[name] = {"final_tokens": tokens, "gflops": flops / 1e9}
     return found
 
 
@@ -80,21 +69,14 @@ def tree_flops(inputs: LayerInputs, screened: Screened, rule: Rule) -> int:
     return 2 * width * (2 * trees * inputs.prefix + spatial + leaves)
 
 
-@dataclass(eq=False)
-class _AddedFlops:
-    """An observer that adds the operations of screened layers minus those of full attention."""
-
-    rule: Rule
-    flops: int = 0
-
-    def __call__(self, inputs: LayerInputs, screened: Screened) -> None:
-        full = attention_flops(inputs.q.shape, inputs.k.shape, inputs.k.shape)
-        self.flops += tree_flops(inputs, screened, self.rule) - full
-
-
 def _added_flops(model: LoadedModel, pixels: Tensor, rule: Rule) -> int:
-    """Return what screening adds to the operations of the full model, usually negative."""
-    difference = _AddedFlops(rule)
-    with observe(model.model, difference):
+    """Return the operations of screened layers minus those of full attention, usually negative."""
+    added = []
+
+    def count(inputs: LayerInputs, screened: Screened) -> None:
+        full = attention_flops(inputs.q.shape, inputs.k.shape, inputs.k.shape)
+        added.append(tree_flops(inputs, screened, rule) - full)
+
+    with observe(model.model, count):
         model.logits(pixels)
-    return difference.flops
+    return sum(added)

@@ -1,21 +1,19 @@
 """Classification: accuracy, cost and speed of a model under every method, on labelled images."""
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 
 import torch
 
 from bmfa.checks import check_integer
-from bmfa.data.classification import LabelledImage
 from bmfa.evidence.classification import flops, throughput
-from bmfa.evidence.classification.evaluator import Evaluator, Total
 from bmfa.evidence.methods import FULL, is_kind
 from bmfa.evidence.model_methods import Layers, check_methods
 from bmfa.evidence.runner import Progress
-from bmfa.evidence.runner.batches import ImageBatches, ImageSource, label_settings
-from bmfa.evidence.runner.resume import open_checkpoint
-from bmfa.evidence.runner.totals import check_part, run_identity, sum_over_images
+from bmfa.evidence.runner.batches import ImageBatches, Images, image_settings
+from bmfa.evidence.runner.loop import Subject, measure_images
+from bmfa.evidence.runner.parts import count, from_first
 from bmfa.models import LoadedModel
 from bmfa.records import Record, Row, environment
 
@@ -33,7 +31,7 @@ TIMING = (
 
 def run(
     model: LoadedModel,
-    images: Iterable[LabelledImage] | ImageSource,
+    images: Images,
     methods: Sequence[str] = DEFAULT_METHODS,
     *,
     layers: Layers = "last-4",
@@ -83,7 +81,7 @@ def run(
     """
     check_integer("repeats", repeats, low=0)
     names = check_methods(methods, model.model, layers)
-    evaluator = Evaluator(model, layers, seed=seed, device=device, amp=amp, dtype=dtype)
+    subject = Subject(model, device, amp=amp, dtype=dtype)
     batches = ImageBatches(images, model.preprocess, batch_size, workers=workers, device=device)
     settings = {
         "model": model.name,
@@ -96,55 +94,45 @@ def run(
         "dtype": dtype or "float32",
     }
     # Before the long work, because this raises if a method does not support the model.
-    costs = flops.costs(evaluator.model, batches.first(), names, layers, seed)
-    checkpoint = open_checkpoint(
-        resume,
-        "evaluate",
-        lambda: {**settings, **run_identity(evaluator.model, batches, device)},
-        check_part(batches, names, Total),
-    )
-    with torch.inference_mode(), checkpoint as saved:
-        totals, skipped = sum_over_images(
-            batches, lambda batch: evaluator.measure_all(batch, names), Total, saved, progress
+    costs = flops.costs(subject.model, batches.first(), names, layers, seed)
+    with torch.inference_mode():
+        sums, skipped = measure_images(
+            subject,
+            batches,
+            {name: (name, layers) for name in names[1:]},
+            seed=seed,
+            identity={"experiment": "evaluate", **settings},
+            resume=resume,
+            progress=progress,
         )
-        speed = saved.processes.from_first(
-            lambda: throughput.measure(evaluator, batches, names, repeats)
-        )
+        timed = from_first(lambda: throughput.measure(subject, batches, names, layers, repeats))
     settings |= {
-        **label_settings(batches.source),
-        "skipped": skipped.count,
-        "skipped_names": skipped.reasons,
-        "processes": saved.processes.count,
+        **image_settings(batches, skipped),
+        "processes": count(),
         "repeats": repeats,
         "workers": batches.workers,
         "gflops": flops.COUNTING,
         "timing": TIMING,
     }
-    rows = [_row(name, totals, costs[name], speed) for name in names]
+    best = _top1(sums[FULL])
+    rows = [_row(name, sums[name], best) | costs[name] | timed[name] for name in names]
     return Record("evaluate", settings, rows, environment(device))
 
 
-def _row(
-    name: str, totals: dict[str, Total], cost: flops.Cost, speed: throughput.Throughput
-) -> Row:
-    total, full = totals[name], totals[FULL]
-    top1, full_top1 = total.percent(total.top1), full.percent(full.top1)
-    rate, full_rate = speed.model.get(name), speed.model.get(FULL)
+def _row(name: str, total: Mapping[str, float], best: float | None) -> Row:
+    images, labelled, top1 = total["images"], total["labelled"], _top1(total)
     return {
         "method": name,
-        "images": total.images,
+        "images": images,
         "top1_percent": top1,
-        "top5_percent": total.percent(total.top5),
-        "drop_pp": None if top1 is None or full_top1 is None else full_top1 - top1,
-        "agreement_percent": 100 * total.agreeing / total.images,
-        "output_kl": total.output_kl / total.images,
-        "leaf_percent": 100 * total.leaf_ratio / total.images if is_kind(name, "rule") else None,
-        "final_tokens": cost.final_tokens,
-        "gflops": cost.flops / 1e9,
-        "images_per_second": None if rate is None else rate.images_per_second,
-        "images_per_second_end_to_end": speed.end_to_end.get(name),
-        "speedup": rate.images_per_second / full_rate.images_per_second
-        if rate is not None and full_rate is not None
-        else None,
-        "timed": None if rate is None else rate.timed,
+        "top5_percent": 100 * total["top5"] / labelled if labelled else None,
+        "drop_pp": None if top1 is None or best is None else best - top1,
+        "agreement_percent": 100 * total["agreeing"] / images,
+        "output_kl": total["output_kl"] / images,
+        "leaf_percent": 100 * total["leaf_ratio"] / images if is_kind(name, "rule") else None,
     }
+
+
+def _top1(total: Mapping[str, float]) -> float | None:
+    """Return the accuracy in percent of the labelled images; None if none has a label."""
+    return 100 * total["right"] / total["labelled"] if total["labelled"] else None

@@ -3,7 +3,6 @@
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from itertools import cycle, islice
 from typing import Literal
@@ -11,10 +10,11 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from bmfa.evidence.classification.evaluator import Evaluator
+from bmfa.data.workers import iterate
 from bmfa.evidence.model_methods import Layers, applied
 from bmfa.evidence.runner.batches import ImageBatches
-from bmfa.models import LoadedModel
+from bmfa.evidence.runner.loop import Subject
+from bmfa.records import Row
 from bmfa.timing import Work, capture_calls, synchronize
 
 # A sample lasts at least 0.1 s or 50 calls, so that the clock's own time does not count.
@@ -23,37 +23,31 @@ MAX_CALLS = 50
 END_TO_END_BATCHES = 2
 
 Forward = Callable[[Tensor], Tensor]  # pixels on the device to outputs
-Timed = Literal["graph", "eager"]
-
-
-@dataclass(frozen=True)
-class Rate:
-    """Images per second, and whether a CUDA graph or the host launched the kernels."""
-
-    images_per_second: float
-    timed: Timed
-
-
-@dataclass(frozen=True)
-class Throughput:
-    """Rates by method; both are empty if nothing was timed."""
-
-    model: dict[str, Rate]
-    end_to_end: dict[str, float]  # images per second
+Timed = Literal["graph", "eager"]  # whether a CUDA graph or the host launched the kernels
 
 
 def measure(
-    evaluator: Evaluator, batches: ImageBatches, methods: Sequence[str], repeats: int
-) -> Throughput:
-    """Time every method on one batch on the device, and end to end; 0 repeats time nothing."""
+    subject: Subject, batches: ImageBatches, methods: Sequence[str], layers: Layers, repeats: int
+) -> dict[str, Row]:
+    """Time every method on one batch on the device, and end to end; 0 repeats time nothing.
+
+    Returns:
+        The columns of speed by method, None for what was not timed.
+    """
+    columns = ("images_per_second", "images_per_second_end_to_end", "speedup", "timed")
     if repeats == 0:
-        return Throughput({}, {})
-    first = next(batch for batch in batches.read(range(len(batches))) if len(batch))
-    pixels = repeat_to_size(evaluator.load(first), batches.size)
-    rates = model_rates(
-        evaluator.model, evaluator.logits, pixels, methods, layers=evaluator.layers, repeats=repeats
-    )
-    return Throughput(rates, end_to_end_rates(evaluator, batches, methods))
+        return {name: dict.fromkeys(columns) for name in methods}
+    numbers = range(len(batches.sizes))
+    first = next(batch for batch in batches.read(numbers) if batch.indices)
+    pixels = repeat_to_size(subject.load(first), batches.size)
+    rates = model_rates(subject, subject.logits, pixels, methods, layers, repeats)
+    end_to_end = end_to_end_rates(subject, batches, methods, layers)
+    full = rates[methods[0]][0]
+    found: dict[str, Row] = {}
+    for name, (rate, timed) in rates.items():
+        values = (rate, end_to_end[name], rate / full, timed)
+        found[name] = dict(zip(columns, values, strict=True))
+    return found
 
 
 def repeat_to_size(pixels: Tensor, size: int) -> Tensor:
@@ -62,14 +56,13 @@ def repeat_to_size(pixels: Tensor, size: int) -> Tensor:
 
 
 def model_rates(
-    model: LoadedModel,
+    subject: Subject,
     forward: Forward,
     pixels: Tensor,
     methods: Sequence[str],
-    *,
     layers: Layers,
     repeats: int,
-) -> dict[str, Rate]:
+) -> dict[str, tuple[float, Timed]]:
     """Return the images per second of every method on one batch that is on the device.
 
     All methods are warmed up and then timed in turn, `repeats` times over, so that a machine that
@@ -79,7 +72,7 @@ def model_rates(
     calls: dict[str, int] = {}
     timed: dict[str, Timed] = {}
     for name in methods:
-        with applied(model.model, name, layers):
+        with applied(subject.model.model, name, layers):
             _seconds(partial(forward, pixels), pixels.device, 1)
             work, timed[name] = _capture(forward, pixels, "graph" if pixels.is_cuda else "eager")
             once = _seconds(work, pixels.device, 1)
@@ -87,36 +80,36 @@ def model_rates(
     samples: dict[str, list[float]] = {name: [] for name in methods}
     for _ in range(repeats):
         for name in methods:
-            with applied(model.model, name, layers):
+            with applied(subject.model.model, name, layers):
                 work, timed[name] = _capture(forward, pixels, timed[name])
                 if pixels.is_cuda:
                     _seconds(work, pixels.device, 1)  # raises the clocks, sets up the fresh patch
                 samples[name].append(_seconds(work, pixels.device, calls[name]) / calls[name])
     return {
-        name: Rate(len(pixels) / statistics.median(times), timed[name])
+        name: (len(pixels) / statistics.median(times), timed[name])
         for name, times in samples.items()
     }
 
 
 def end_to_end_rates(
-    evaluator: Evaluator, batches: ImageBatches, methods: Sequence[str]
+    subject: Subject, batches: ImageBatches, methods: Sequence[str], layers: Layers
 ) -> dict[str, float]:
     """Return the images per second of every method over the first batches, read anew for each.
 
     The files have been read before, so they usually come from the page cache.
     """
-    rates = {}
-    reader = batches.read(range(min(END_TO_END_BATCHES, len(batches))), keep_workers=True)
-    for _ in reader:
+    numbers = range(min(END_TO_END_BATCHES, len(batches.sizes)))
+    loader, rates = batches.loader(numbers, persistent_workers=True), {}
+    for _ in iterate(loader):
         pass  # starts the worker processes
     for name in methods:
-        with applied(evaluator.model.model, name, evaluator.layers):
-            count, start = 0, time.perf_counter()
-            for batch in reader:
-                if len(batch):
-                    evaluator.logits(evaluator.load(batch)).cpu()
-                    count += len(batch)
-            rates[name] = count / (time.perf_counter() - start)
+        with applied(subject.model.model, name, layers):
+            images, start = 0, time.perf_counter()
+            for batch in iterate(loader):
+                if batch.indices:
+                    subject.logits(subject.load(batch)).cpu()
+                    images += len(batch.indices)
+            rates[name] = images / (time.perf_counter() - start)
     return rates
 
 

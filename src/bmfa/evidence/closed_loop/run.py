@@ -1,32 +1,20 @@
 """The closed loop: how far screening inside a model moves its outputs, against the leaves left."""
 
 import os
-import sys
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from bmfa.data.classification import LabelledImage
-from bmfa.evidence.methods import FULL
 from bmfa.evidence.model_methods import Layers
 from bmfa.evidence.runner import Progress
-from bmfa.evidence.runner.batches import Batch, ImageBatches, ImageSource, label_settings
-from bmfa.evidence.runner.resume import open_checkpoint
-from bmfa.evidence.runner.totals import (
-    ROUNDING,
-    Reference,
-    Sums,
-    check_part,
-    run_identity,
-    sum_over_images,
-)
-from bmfa.models import LoadedModel, layer_indices, patch, record, unpatch
+from bmfa.evidence.runner.batches import ImageBatches, Images, image_settings
+from bmfa.evidence.runner.loop import Subject, measure_images
+from bmfa.models import LoadedModel, layer_indices
 from bmfa.models.families import find_vision_transformer
 from bmfa.records import Record, Row, environment
-from bmfa.trees.rules import RandomQuadrants, parse
+from bmfa.trees.rules import parse
 
 # Rules of the paper's tables without its variance-only row (quadrant-gap is our fit of its rule), then
 # further rules. `bmfa report` adds the rows with printed thresholds.
@@ -42,62 +30,9 @@ PROTOCOL = (
 )
 
 
-@dataclass
-class Total:
-    """Sums over the images of one method in one choice of layers."""
-
-    images: int = 0
-    labelled: int = 0
-    agreeing: int = 0
-    right: int = 0
-    output_kl: float = 0.0
-    leaf_ratio: float = 0.0
-    attention_kl: float = 0.0
-
-    def add(
-        self, reference: Reference, logits: Tensor, leaf_ratio: float, attention_kl: float
-    ) -> None:
-        """Add the (B, classes) outputs of some images, their mean leaf ratio and attention KL."""
-        size = len(reference)
-        self.images += size
-        self.labelled += reference.labelled
-        self.agreeing += reference.count_agreeing(logits)
-        self.right += reference.count_correct(logits)
-        self.output_kl += reference.sum_output_kl(logits)
-        self.leaf_ratio += size * leaf_ratio
-        self.attention_kl += size * attention_kl
-
-    def ranges(self) -> dict[str, tuple[float, float]]:
-        """Return the least and the largest possible value of every sum for `images` images."""
-        non_negative = (-ROUNDING * self.images, sys.float_info.max)
-        return {
-            "labelled": (0, self.images),
-            "agreeing": (0, self.images),
-            "right": (0, self.labelled),
-            "output_kl": non_negative,
-            "leaf_ratio": (0, (1 + ROUNDING) * self.images),
-            "attention_kl": non_negative,
-        }
-
-    def row(self, method: str, layers: str) -> Row:
-        """Return the means in the units of records."""
-        row: Row = {
-            "method": method,
-            "layers": layers,
-            "images": self.images,
-            "leaf_percent": 100 * self.leaf_ratio / self.images,
-            "agreement_percent": 100 * self.agreeing / self.images,
-            "output_kl": self.output_kl / self.images,
-            "attention_kl": self.attention_kl / self.images,
-        }
-        if self.labelled:
-            row["top1_percent"] = 100 * self.right / self.labelled
-        return row
-
-
 def run(
     model: LoadedModel,
-    images: Iterable[LabelledImage] | ImageSource,
+    images: Images,
     methods: Sequence[str] = DEFAULT_METHODS,
     *,
     layers: Layers | Sequence[Layers] = "last-4",
@@ -142,7 +77,7 @@ def run(
     choices = _layer_choices(layers)
     _check(model, methods, choices)
     batches = ImageBatches(images, model.preprocess, batch_size, workers=workers, device=device)
-    cases = {f"{m} in {name}": (m, name) for name in choices for m in dict.fromkeys(methods)}
+    cases = {f"{m} in {name}": (m, choices[name]) for name in choices for m in methods}
     settings = {
         "model": model.name,
         "preprocessing": asdict(model.preprocess),
@@ -152,49 +87,38 @@ def run(
         "seed": seed,
         "protocol": PROTOCOL,
     }
-    unpatch(model.model).to(device)
-
-    def measure(batch: Batch) -> Sums:
-        pixels = batch.to(device)
-        reference = Reference(pixels, batch.indices, batch.labels, model.logits(pixels))
-        full = Total()
-        full.add(reference, reference.full, 1.0, 0.0)
-        totals = {FULL: full}
-        for case, (method, name) in cases.items():
-            totals[case] = _measure(model, reference, method, choices[name], seed)
-        return {key: asdict(total) for key, total in totals.items()}
-
-    checkpoint = open_checkpoint(
-        resume,
-        "closed-loop",
-        lambda: {**settings, **run_identity(model, batches, device)},
-        check_part(batches, [FULL, *cases], Total),
-    )
-    with torch.inference_mode(), checkpoint as saved:
-        totals, skipped = sum_over_images(batches, measure, Total, saved, progress)
-    rows = [totals[FULL].row(FULL, "none"), *(totals[case].row(*cases[case]) for case in cases)]
-    settings |= {
-        **label_settings(batches.source),
-        "skipped": skipped.count,
-        "skipped_names": skipped.reasons,
-    }
+    with torch.inference_mode():
+        sums, skipped = measure_images(
+            Subject(model, device),
+            batches,
+            cases,
+            seed=seed,
+            errors=True,
+            identity={"experiment": "closed-loop", **settings},
+            resume=resume,
+            progress=progress,
+        )
+    rows = []
+    for key, total in sums.items():
+        method, _, name = key.partition(" in ")
+        rows.append(_row(method, name or "none", total))
+    settings |= image_settings(batches, skipped)
     return Record("closed-loop", settings, rows, environment(device))
 
 
-def _measure(
-    model: LoadedModel, reference: Reference, method: str, layers: Layers, seed: int
-) -> Total:
-    """Measure one method; random rules draw for each image alone, independent of its batch."""
-    random, total = isinstance(parse(method), RandomQuadrants), Total()
-    for part in reference.single() if random else [reference]:
-        patch(model.model, rule=parse(method, seed + part.indices[0]), layers=layers)
-        try:
-            with record(model.model) as recording:
-                logits = model.logits(part.pixels)
-        finally:
-            unpatch(model.model)
-        total.add(part, logits, recording.leaf_ratio, recording.error)
-    return total
+def _row(method: str, layers: str, total: Mapping[str, float]) -> Row:
+    """Return the means over images in the units of records; every leaf of the full model is a token."""
+    images, labelled = total["images"], total["labelled"]
+    row: Row = {
+        "method": method,
+        "layers": layers,
+        "images": images,
+        "leaf_percent": 100 * total.get("leaf_ratio", images) / images,
+        "agreement_percent": 100 * total["agreeing"] / images,
+        "output_kl": total["output_kl"] / images,
+        "attention_kl": total.get("attention_kl", 0.0) / images,
+    }
+    return row | ({"top1_percent": 100 * total["right"] / labelled} if labelled else {})
 
 
 def _layer_choices(layers: Layers | Sequence[Layers]) -> dict[str, Layers]:

@@ -6,8 +6,6 @@ baseline are of the same images, and their intervals are from the bootstrap over
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -17,9 +15,11 @@ from torch import Tensor
 from bmfa.checks import check_integer
 from bmfa.data.classification import EmbeddedImages
 from bmfa.evidence.methods import FULL, family, is_kind
-from bmfa.evidence.model_methods import Layers, LeafCounter, count_leaves, parse
-from bmfa.models import LoadedModel, patch, reduce, unpatch
-from bmfa.models.embedded import EmbeddedViT, mask_iou
+from bmfa.evidence.metrics import RESAMPLES, compare, interval, mask_iou
+from bmfa.evidence.model_methods import Layers, applied
+from bmfa.evidence.runner.loop import observed_trees
+from bmfa.models import LoadedModel, unpatch
+from bmfa.models.embedded import EmbeddedViT
 from bmfa.models.flops import count_flops
 from bmfa.records import Record, Row, environment
 
@@ -46,18 +46,10 @@ LEAF_TOLERANCE = 0.75  # percentage points of leaves within which a threshold is
 COST_TOLERANCE = 0.01  # share of the operations within which a budget is matched
 MATCHING_IMAGES = 6
 MATCHING_SEED = 1_000_003  # far from the seeds of the images that are measured
-RESAMPLES = 10_000  # of the bootstrap: the ends of a 95 % interval repeat to a tenth of a point
 
-
-@dataclass(frozen=True, eq=False)
-class Outcome:
-    """What a method gives on every image; the arrays are (images,)."""
-
-    agrees: NDArray[np.bool_]  # with the class of the full model
-    right: NDArray[np.bool_]
-    output_kl: NDArray[np.float64]  # KL(full || method), nats
-    mask_iou: NDArray[np.float64]  # with the object
-    leaves: NDArray[np.float64]  # share of the spatial keys, 0 to 1; zeros without a tree
+# What a method gives on every image, (images,) each: `agreeing`, `right`, `output_kl`, `mask_iou` with
+# the object, and `leaf_ratio` of rules.
+Outcome = dict[str, NDArray[np.float64]]
 
 
 def run(
@@ -104,7 +96,7 @@ def run(
         [('full', 100.0), ('fixed-blocks:2', 25.0)]
     """
     comparison = Comparison(model, images, layers, batch_size, seed, device)
-    rows = [comparison.row(FULL, comparison.full) | {"leaf_percent": 100.0}]
+    rows = [comparison.row(FULL, comparison.measure(FULL)) | {"leaf_percent": 100.0}]
     for share in leaves:
         rows += comparison.rules(rules, share)
     for baseline in baselines:
@@ -151,15 +143,12 @@ class Comparison:
         size = loaded.preprocess.size[0]
         drawn = list(EmbeddedImages(images, seed, size))
         self.pixels = loaded.preprocess.batch([one.pixels for one in drawn])
-        self.labels = torch.tensor([one.label for one in drawn])
+        self.labels = [one.label for one in drawn]
         self.masks = torch.from_numpy(np.stack([one.mask for one in drawn if one.mask is not None]))
         others = EmbeddedImages(MATCHING_IMAGES, MATCHING_SEED + seed, size)
-        self.matching = loaded.preprocess.batch([one.pixels for one in others])
+        self.matching = loaded.preprocess.batch([one.pixels for one in others]).to(device)
         with torch.inference_mode():
-            self.flops = count_flops(self.model, self.pixels[:1].to(device))
-            parts = [self.model.forward_dense(part) for part in self._batches()]
-        self.logits = torch.cat([logits for logits, _ in parts]).double().cpu()
-        self.full = self._outcome(self.logits, torch.cat([m for _, m in parts]).cpu())
+            self.logits = torch.cat([self.model(self._pixels(part)) for part in self._parts()])
 
     def rules(self, names: Sequence[str], share: float) -> list[Row]:
         """Measure rules at a share of leaves in percent."""
@@ -170,17 +159,17 @@ class Comparison:
                     f"rule {name!r} at {share} % leaves is unknown; pass rules from "
                     f"{', '.join(RULES)} and leaves from {', '.join(map(str, LEAVES))}"
                 )
-            value = match_value(
-                RULES[name][LEAVES.index(share)],
-                share,
-                lambda value, name=name: self._leaf_percent(f"{name}:{value:.4g}"),  # type: ignore[misc]
-                LEAF_TOLERANCE,
-            )
+
+            def leaf_percent(value: float, name: str = name) -> float:
+                return self._leaf_percent(f"{name}:{value:.4g}")
+
+            first = RULES[name][LEAVES.index(share)]
+            value = match_value(first, share, leaf_percent, LEAF_TOLERANCE)
             outcomes[f"{name}:{value:.4g}"] = self.measure(f"{name}:{value:.4g}")
         baseline = next((o for m, o in outcomes.items() if family(m) == BASELINE_RULE), None)
         return [
             self.row(method, outcome, baseline)
-            | {"target_percent": share, "leaf_percent": 100 * float(outcome.leaves.mean())}
+            | {"target_percent": share, "leaf_percent": 100 * float(outcome["leaf_ratio"].mean())}
             for method, outcome in outcomes.items()
         ]
 
@@ -189,13 +178,12 @@ class Comparison:
         target, first = self._gflops(baseline), self.measure(baseline)
         rows = [self.row(baseline, first, first) | {"gflops": target, "baseline": baseline}]
         for name in names:
-            value = match_value(
-                0.9,
-                target,
-                lambda value, name=name: self._gflops(f"{name}:{value:.4g}"),  # type: ignore[misc]
-                COST_TOLERANCE * target,
-                limits=(0.5, 1.0),  # the shares of tokens kept that all policies accept
-            )
+
+            def gflops(value: float, name: str = name) -> float:
+                return self._gflops(f"{name}:{value:.4g}")
+
+            # Shares of tokens kept that all policies accept.
+            value = match_value(0.9, target, gflops, COST_TOLERANCE * target, limits=(0.5, 1.0))
             method = f"{name}:{value:.4g}"
             cost = {"gflops": self._gflops(method), "baseline": baseline}
             rows.append(self.row(method, self.measure(method), first) | cost)
@@ -203,15 +191,18 @@ class Comparison:
 
     def measure(self, method: str) -> Outcome:
         """Measure one method on all images."""
-        outputs: list[Tensor] = []
-        masks: list[Tensor] = []
-        with torch.inference_mode(), self._applied(method) as leaves:
-            for part in self._batches():
-                logits, mask = self.model.forward_dense(part)
-                outputs.append(logits.double().cpu())
-                masks.append(mask.cpu())
-        ratios = _mean_over_layers(leaves, len(outputs))
-        return self._outcome(torch.cat(outputs), torch.cat(masks), ratios)
+        found = []
+        with torch.inference_mode(), applied(*self._method(method), dense=True):
+            for part in self._parts():
+                with observed_trees(self.model) as trees:
+                    logits, masks = self.model.forward_dense(self._pixels(part))
+                columns = compare(self.logits[part], logits, self.labels[part]) | trees.columns()
+                columns["mask_iou"] = mask_iou(masks.cpu() > 0, self.masks[part])
+                found.append(columns)
+        return {
+            name: torch.cat([columns[name].double().cpu() for columns in found]).numpy()
+            for name in found[0]
+        }
 
     def row(self, method: str, outcome: Outcome, baseline: Outcome | None = None) -> Row:
         """Return the means of an outcome, and its gain over a baseline."""
@@ -219,15 +210,15 @@ class Comparison:
             "method": method,
             "kind": "rule" if is_kind(method, "rule") else "reduction",
             "images": self.count,
-            "agreement_percent": 100 * float(outcome.agrees.mean()),
-            "output_kl": float(outcome.output_kl.mean()),
-            "top1_percent": 100 * float(outcome.right.mean()),
-            "mask_iou": float(outcome.mask_iou.mean()),
+            "agreement_percent": 100 * float(outcome["agreeing"].mean()),
+            "output_kl": float(outcome["output_kl"].mean()),
+            "top1_percent": 100 * float(outcome["right"].mean()),
+            "mask_iou": float(outcome["mask_iou"].mean()),
         }
         if method == FULL:
-            row |= {"kind": FULL, "gflops": self.flops / 1e9}
+            row |= {"kind": FULL, "gflops": self._gflops(FULL)}
         if baseline is not None:
-            gain = outcome.agrees.astype(float) - baseline.agrees
+            gain = outcome["agreeing"] - baseline["agreeing"]
             low, high = interval(gain, self.seed)
             row |= {
                 "gain_pp": 100 * float(gain.mean()),
@@ -236,58 +227,28 @@ class Comparison:
             }
         return row
 
-    @contextmanager
-    def _applied(self, method: str) -> Iterator[LeafCounter]:
-        """Apply a method to the model inside the block and count the leaves of its trees."""
-        parsed = parse(method, self.seed)
-        unpatch(self.model)
-        if parsed.rule is not None:
-            patch(self.model, rule=parsed.rule, layers=self.layers)
-        elif parsed.policy is not None:
-            reduce(self.model, parsed.policy, dense=True)
-        try:
-            with count_leaves(self.model) as leaves:
-                yield leaves
-        finally:
-            unpatch(self.model)
-
     def _leaf_percent(self, method: str) -> float:
-        with torch.inference_mode(), self._applied(method) as leaves:
-            self.model(self.matching.to(self.device))
-        return 100 * leaves.sum / len(self.matching)
+        with (
+            torch.inference_mode(),
+            applied(*self._method(method)),
+            observed_trees(self.model) as trees,
+        ):
+            self.model(self.matching)
+        return 100 * float(trees.columns()["leaf_ratio"].mean())
 
     def _gflops(self, method: str) -> float:
-        with torch.inference_mode(), self._applied(method):
-            return count_flops(self.model, self.pixels[:1].to(self.device)) / 1e9
+        with torch.inference_mode(), applied(*self._method(method), dense=True):
+            return count_flops(self.model, self._pixels(slice(1))) / 1e9
 
-    def _batches(self) -> Iterator[Tensor]:
-        for start in range(0, len(self.pixels), self.batch_size):
-            yield self.pixels[start : start + self.batch_size].to(self.device)
+    def _method(self, name: str) -> tuple[EmbeddedViT, str, Layers, int]:
+        return self.model, name, self.layers, self.seed
 
-    def _outcome(
-        self, logits: Tensor, masks: Tensor, leaves: NDArray[np.float64] | None = None
-    ) -> Outcome:
-        full, found = (x.double().log_softmax(-1) for x in (self.logits, logits))
-        return Outcome(
-            agrees=(found.argmax(-1) == full.argmax(-1)).numpy(),
-            right=(found.argmax(-1) == self.labels).numpy(),
-            output_kl=(full.exp() * (full - found)).sum(-1).numpy(),
-            mask_iou=mask_iou(masks, self.masks).numpy(),
-            leaves=np.zeros(self.count) if leaves is None else leaves,
-        )
+    def _parts(self) -> Iterator[slice]:
+        for start in range(0, self.count, self.batch_size):
+            yield slice(start, start + self.batch_size)
 
-
-def _mean_over_layers(leaves: LeafCounter, batches: int) -> NDArray[np.float64] | None:
-    """Return the leaf ratio of every image; None if no layer was screened."""
-    if not leaves.ratios:
-        return None
-    layers = len(leaves.ratios) // batches
-    parts = [
-        torch.stack(leaves.ratios[start : start + layers]).mean(0)
-        for start in range(0, len(leaves.ratios), layers)
-    ]
-    ratios: NDArray[np.float64] = torch.cat(parts).cpu().numpy()
-    return ratios
+    def _pixels(self, part: slice) -> Tensor:
+        return self.pixels[part].to(self.device)
 
 
 def match_value(
@@ -318,47 +279,20 @@ def match_value(
         3.0
     """
     tried = {first: measure(first)}
-
-    def best() -> float:
-        return min(tried, key=lambda value: abs(tried[value] - target))
-
-    def attempt(value: float) -> None:
-        tried[value] = measure(value)
-
-    while abs(tried[best()] - target) > tolerance and len(tried) < 24:
-        below = [v for v, m in tried.items() if m < target]
-        above = [v for v, m in tried.items() if m >= target]
-        if below and above:
-            low, high = min(
-                ((b, a) for b in below for a in above),
-                key=lambda pair: abs(np.log(pair[0] / pair[1])),
-            )
-            middle = float(np.sqrt(low * high))
-            if middle in tried or abs(np.log(low / high)) < 1e-4:
-                break
-            attempt(middle)
-            continue
-        ends = max(min(tried) / 4.0, limits[0]), min(max(tried) * 4.0, limits[1])
-        if all(value in tried for value in ends):
+    for _ in range(23):
+        nearest = min(tried, key=lambda value: abs(tried[value] - target))
+        if abs(tried[nearest] - target) <= tolerance:
             break
-        for value in ends:
-            if value not in tried:
-                attempt(value)
-    return best()
-
-
-def interval(gain: NDArray[np.float64], seed: int) -> tuple[float, float]:
-    """Return the 95 % interval of the mean of paired differences, by resampling the images.
-
-    Args:
-        gain: (images,) differences.
-        seed: Seed of the resampling.
-
-    Example:
-        >>> interval(np.zeros(5), 0)
-        (0.0, 0.0)
-    """
-    random = np.random.default_rng(seed)
-    picked = random.integers(0, len(gain), (RESAMPLES, len(gain)))
-    low, high = np.quantile(gain[picked].mean(1), (0.025, 0.975))
-    return float(low), float(high)
+        below = [value for value, found in tried.items() if found < target]
+        above = [value for value, found in tried.items() if found >= target]
+        if below and above:
+            pairs = [(low, high) for low in below for high in above]
+            low, high = min(pairs, key=lambda pair: abs(np.log(pair[0] / pair[1])))
+            new = [float(np.sqrt(low * high))] if abs(np.log(low / high)) >= 1e-4 else []
+        else:
+            new = [max(min(tried) / 4.0, limits[0]), min(max(tried) * 4.0, limits[1])]
+        new = [value for value in new if value not in tried]
+        if not new:
+            break
+        tried |= {value: measure(value) for value in new}
+    return min(tried, key=lambda value: abs(tried[value] - target))

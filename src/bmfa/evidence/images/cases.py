@@ -21,7 +21,7 @@ from bmfa.evidence.probes.measure import (
     TAU,
     check_any_instances,
     describe_source,
-    score_grids,
+    read_scores,
 )
 from bmfa.evidence.probes.run import check_probe
 from bmfa.evidence.runner import Progress
@@ -92,7 +92,7 @@ def run(
     check_probe(dataset, mode, methods, settings, seed)
     tally = Tally()
     probes = _read_probes(source, settings, tally, limit=limit, workers=workers, progress=progress)
-    scores = score_grids([probes], mode)
+    scores = read_scores([probes], mode)
     measured = _measure(probes, scores)
     chosen = _choose(probes, measured)
     if not chosen:
@@ -156,7 +156,7 @@ def blocks(*, images: int = 24, seed: int = 0) -> Record:
     drawn = [draw_kite_flyer(seed, index) for index in range(images)]
     probes = probe_block([one for pair in drawn for one in pair], settings, Tally())
     assert probes is not None and len(probes) == 2 * images
-    scores = score_grids([probes], "image-edge")
+    scores = read_scores([probes], "image-edge")
     measured = _measure(probes, scores, BLOCKS_METHOD)
     worse = measured["gap"].view(images, 2).amin(1)
     worse[(measured["algorithm_leaves"].view(images, 2) == 1).any(1)] = -torch.inf

@@ -1,11 +1,10 @@
 """Shared by the experiments on instances: score grids, statistics of gaps, checks and timing."""
 
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -14,101 +13,65 @@ from bmfa.data import MODES, EmbeddedScenes, InstanceFiles, ProbeBlock, Tally
 from bmfa.data.instances import InstanceSource
 from bmfa.data.probes import Mode
 from bmfa.evidence.methods import is_kind
-from bmfa.evidence.score_methods import CHUNK, Estimate
+from bmfa.evidence.score_methods import Estimate
 from bmfa.grid import Grid
 from bmfa.quantiles import quantile
 from bmfa.records import Row
+from bmfa.timing import threads
 from bmfa.trees.layout import quadtree_layout
 from bmfa.trees.rules import parse
 
 PROTOCOL = "a reconstruction fitted to the paper's published figures, not its own code"
 TAU = 1.0
 
-
-def batch_blocks(blocks: Iterable[ProbeBlock]) -> Iterator[list[ProbeBlock]]:
-    """Group consecutive blocks into batches of at most `CHUNK` instances."""
-    batch: list[ProbeBlock] = []
-    for block in blocks:
-        if batch and sum(map(len, batch)) + len(block) > CHUNK:
-            yield batch
-            batch = []
-        batch.append(block)
-    if batch:
-        yield batch
+Result = TypeVar("Result")
 
 
-def score_grids(batch: Sequence[ProbeBlock], mode: Mode) -> Tensor:
-    """Return the (B, N) float64 score grids of several blocks."""
-    return torch.cat([torch.from_numpy(block.scores(mode)) for block in batch])
+def read_scores(blocks: Iterable[ProbeBlock], mode: Mode) -> Tensor:
+    """Return the (B, N) float64 score grids of all instances."""
+    parts = [torch.from_numpy(block.scores(mode)) for block in blocks]
+    return torch.cat(parts) if parts else torch.empty(0, 0, dtype=torch.float64)
 
 
-@dataclass(frozen=True, eq=False)
-class GapStatistics:
-    """The gap and the leaves of every instance under one method."""
+def gap_row(
+    method: str, estimate: Estimate, grid: Grid, instances: Tensor | slice = slice(None)
+) -> Row:
+    """Return statistics of the gaps of some instances; quantiles are interpolated linearly.
 
-    gap: Tensor  # (B,)
-    leaf_percent: Tensor  # (B,)
-    unsplit: Tensor | None = None  # (B,) bool, True if the root is a leaf; None without a quadtree
-
-    @classmethod
-    def of(cls, method: str, estimate: Estimate, grid: Grid) -> "GapStatistics":
-        """Take the statistics of an estimate; summaries and fixed blocks have no root to split."""
-        split = estimate.root_split
-        is_tree = not is_kind(method, "summary")
-        is_quadtree = is_tree and parse(method).layout(grid) is quadtree_layout(grid)
-        unsplit = ~split if is_quadtree and split is not None else None
-        return cls(estimate.gap, estimate.leaf_percent, unsplit)
-
-    @classmethod
-    def join(cls, parts: Sequence["GapStatistics"]) -> "GapStatistics":
-        """Concatenate the statistics of several batches."""
-        unsplit = [part.unsplit for part in parts if part.unsplit is not None]
-        return cls(
-            torch.cat([part.gap for part in parts]),
-            torch.cat([part.leaf_percent for part in parts]),
-            torch.cat(unsplit) if unsplit else None,
-        )
-
-    def row(self, instances: Tensor | slice = slice(None)) -> Row:
-        """Return the statistics of some instances; quantiles are interpolated linearly."""
-        gap = self.gap[instances]
-        quantiles = quantile(gap, torch.linspace(0, 1, 101, dtype=torch.float64)).tolist()
-        unsplit = None if self.unsplit is None else self.unsplit[instances].double().mean()
-        return {
-            "instances": len(gap),
-            "mean_gap": float(gap.mean()),
-            "median_gap": quantiles[50],
-            "p95_gap": quantiles[95],
-            "p99_gap": quantiles[99],
-            "max_gap": quantiles[100],
-            "min_gap": quantiles[0],
-            "leaf_percent": float(self.leaf_percent[instances].mean()),
-            "unsplit_percent": None if unsplit is None else 100 * float(unsplit),
-            "gap_quantiles": quantiles,
-        }
+    `unsplit_percent` counts the roots that are leaves; summaries and fixed blocks have none to split.
+    """
+    gap, split = estimate.gap[instances], estimate.root_split
+    quantiles = quantile(gap, torch.linspace(0, 1, 101, dtype=torch.float64)).tolist()
+    is_quadtree = not is_kind(method, "summary") and parse(method).layout(grid) is quadtree_layout(
+        grid
+    )
+    unsplit = None
+    if is_quadtree and split is not None:
+        unsplit = 100 * float((~split[instances]).double().mean())
+    return {
+        "instances": len(gap),
+        "mean_gap": float(gap.mean()),
+        "median_gap": quantiles[50],
+        "p95_gap": quantiles[95],
+        "p99_gap": quantiles[99],
+        "max_gap": quantiles[100],
+        "min_gap": quantiles[0],
+        "leaf_percent": float(estimate.leaf_percent[instances].mean()),
+        "unsplit_percent": unsplit,
+        "gap_quantiles": quantiles,
+    }
 
 
-@dataclass
-class ThreadTimer:
-    """Adds up the processor time of blocks that run on one thread.
+def time_on_one_thread(work: Callable[[], Result]) -> tuple[Result, float]:
+    """Return the result of a call on one thread, and its processor time in seconds.
 
     Worker processes occupy the other cores, where threads that wait for each other take many times
     longer. The processor time of one thread is the wall-clock time on a free core.
     """
-
-    seconds: float = 0.0
-
-    @contextmanager
-    def measure(self) -> Iterator[None]:
-        """Run the block on one thread and add its processor time."""
-        threads = torch.get_num_threads()
-        torch.set_num_threads(1)
+    with threads(1):
         start = time.thread_time()
-        try:
-            yield
-            self.seconds += time.thread_time() - start
-        finally:
-            torch.set_num_threads(threads)
+        result = work()
+        return result, time.thread_time() - start
 
 
 def describe_source(source: InstanceSource, tally: Tally) -> dict[str, Any]:

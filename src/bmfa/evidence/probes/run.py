@@ -1,33 +1,40 @@
 """Instance probes: the softmax mass that each method loses on the score grids of real objects."""
 
+import base64
+import hashlib
 import os
+import zlib
+from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from dataclasses import asdict
+from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from bmfa.data import ProbeBlock, ProbeSettings, Tally
+from bmfa.checks import check_integer
+from bmfa.data import InstanceFiles, ProbeBlock, ProbeSettings, Tally
+from bmfa.data.coco import FILE_FAULTS, MISSING_IMAGE
 from bmfa.data.instances import SIZES, InstanceSource
-from bmfa.data.probes import Mode, probe_blocks
-from bmfa.evidence.methods import DEFAULT_METHODS, is_kind
+from bmfa.data.probes import PART_INSTANCES, Mode, probe_parts
+from bmfa.evidence.methods import DEFAULT_METHODS
 from bmfa.evidence.probes.measure import (
     PROTOCOL,
     TAU,
-    GapStatistics,
-    ThreadTimer,
-    batch_blocks,
     check_any_instances,
     check_mode,
     describe_source,
-    score_grids,
+    gap_row,
+    time_on_one_thread,
 )
-from bmfa.evidence.probes.parts import resumable
 from bmfa.evidence.runner import Progress
+from bmfa.evidence.runner.parts import Part, compute_parts
 from bmfa.evidence.score_methods import check_method, estimate_all
 from bmfa.grid import Grid
 from bmfa.records import Record, Row
-from bmfa.trees.rules import parse
 
 DATASETS = ("coco", "lvis", "embedded")
 FREQUENCIES = {"f": "frequent", "c": "common", "r": "rare"}
@@ -50,10 +57,9 @@ def run(
 ) -> Record:
     """Probe every instance of a source with every method.
 
-    Score grids are built by worker processes and screened in this one, batch by batch in the order
-    of the source, so the rows are the same for any number of workers. Processes joined by
-    torch.distributed share the building of grids. Only a few numbers are kept for each instance and
-    method, except for pooled methods, which need all grids at once.
+    Score grids are built by worker processes, in processes joined by torch.distributed, or read from
+    a file of partial results, and screened in this process in the order of the source. So the rows
+    are the same for any number of workers and processes.
 
     Args:
         source: Annotated images.
@@ -83,21 +89,54 @@ def run(
     """
     settings = settings or ProbeSettings()
     names = check_probe(dataset, mode, methods, settings, seed)
-    tally = Tally(strict)
-    blocks = probe_blocks(
-        source,
-        settings,
-        workers=workers,
-        limit=limit,
-        tally=tally,
-        progress=progress,
-        spread=resumable(source, settings, strict, resume),
-    )
-    probe = Probe(names, Grid(settings.grid, settings.grid), seed)
-    for batch in batch_blocks(blocks):
-        probe.add(batch, mode)
-    check_any_instances(len(probe.sizes), tally)
-    rows: list[Row] = [{"dataset": dataset, "mode": mode, **row} for row in probe.rows()]
+    check_integer("workers", workers, low=1)
+    limit = None if limit is None else check_integer("limit", limit, low=1)
+    parts = list(source.parts(PART_INSTANCES))
+
+    def compute(numbers: Sequence[int]) -> Iterator[Part]:
+        mine = [parts[number] for number in numbers]
+        with closing(probe_parts(mine, settings, strict, workers)) as found:  # type: ignore[type-var]
+            yield from (_pack(block, mode, tally) for _, block, tally in found)
+
+    def identity() -> dict[str, Any]:
+        measured = {"mode": mode, **asdict(settings), "strict": strict}
+        return {"experiment": "probe", **measured, "images": len(source), **_origin(source)}
+
+    tally, grid = Tally(strict), Grid(settings.grid, settings.grid)
+    scores: list[Tensor] = []
+    sizes: list[str] = []
+    frequencies: list[str | None] = []
+    for part in compute_parts(
+        list(map(len, parts)), compute, resume=resume, identity=identity, progress=progress
+    ):
+        faults: Counter[str] = Counter(part["faults"])
+        left_out: Counter[str] = Counter(part["left_out"])
+        tally.merge(Tally(strict, faults, left_out, part["names"]))
+        scores.append(_unpack_scores(part["scores"], grid))
+        sizes += part["sizes"]
+        frequencies += part["frequencies"]
+        if limit is not None and len(sizes) >= limit:
+            break
+    instances = torch.cat(scores)[:limit] if scores else torch.empty(0)
+    check_any_instances(len(instances), tally)
+    groups = list(_groups(sizes[:limit], frequencies[:limit]))
+
+    def measure() -> list[Row]:
+        estimates = estimate_all(names, instances, grid, tau=TAU, seed=seed)
+        found = zip(names, estimates, strict=True)
+        return [
+            {"dataset": dataset, "mode": mode, "method": name, "group": group}
+            | gap_row(name, estimate, grid, members)
+            for name, estimate in found
+            for group, members in groups
+        ]
+
+    # Builds the tables of the grid, which are not part of the time of an instance.
+    estimate_all(names, torch.zeros(1, grid.size, dtype=torch.float64), grid)
+    rows, seconds = time_on_one_thread(measure)
+    for row in rows:
+        if row["group"] != "all":
+            del row["gap_quantiles"]
     recorded = {
         "dataset": dataset,
         "mode": mode,
@@ -110,68 +149,52 @@ def run(
         "seed": seed,
         "protocol": PROTOCOL,
         **describe_source(source, tally),
-        "instances": len(probe.sizes),
+        "instances": len(instances),
         "timing": TIMING,
-        "microseconds_per_instance": 1e6 * probe.timer.seconds / len(probe.sizes),
+        "microseconds_per_instance": 1e6 * seconds / len(instances),
     }
     return Record("probe", recorded, rows)
 
 
-class Probe:
-    """The statistics of all instances so far by method, and the time they took."""
-
-    def __init__(self, methods: Sequence[str], grid: Grid, seed: int) -> None:
-        self.grid, self.seed, self.timer = grid, seed, ThreadTimer()
-        self.sizes: list[str] = []
-        self.frequencies: list[str | None] = []
-        self._statistics: dict[str, list[GapStatistics]] = {name: [] for name in methods}
-        self._pooled = [name for name in methods if _needs_all_instances(name)]
-        self._scores: list[Tensor] = []  # (B, N), for pooled methods alone
-        # Builds the tables of the grid, which are not part of the time of an instance.
-        estimate_all(methods, torch.zeros(1, grid.size, dtype=torch.float64), grid)
-
-    def add(self, batch: Sequence[ProbeBlock], mode: Mode) -> None:
-        """Screen a batch by all methods but the pooled ones, which `rows` applies at the end."""
-        scores = score_grids(batch, mode)
-        self._screen([name for name in self._statistics if name not in self._pooled], scores)
-        if self._pooled:
-            self._scores.append(scores)
-        self.sizes += [size for block in batch for size in block.size]
-        self.frequencies += [frequency for block in batch for frequency in block.frequency]
-
-    def rows(self) -> list[Row]:
-        """Return one row for each method and group; all 101 quantiles for all instances alone."""
-        if self._pooled:
-            self._screen(self._pooled, torch.cat(self._scores))
-        groups, rows = list(self._groups()), []
-        with self.timer.measure():
-            for name, parts in self._statistics.items():
-                statistics = GapStatistics.join(parts)
-                for group, instances in groups:
-                    row = {"method": name, "group": group, **statistics.row(instances)}
-                    if group != "all":
-                        del row["gap_quantiles"]
-                    rows.append(row)
-        return rows
-
-    def _screen(self, methods: Sequence[str], scores: Tensor) -> None:
-        with self.timer.measure():
-            estimates = estimate_all(methods, scores, self.grid, tau=TAU, seed=self.seed)
-        for name, estimate in zip(methods, estimates, strict=True):
-            self._statistics[name].append(GapStatistics.of(name, estimate, self.grid))
-
-    def _groups(self) -> Iterator[tuple[str, Tensor | slice]]:
-        """Yield all instances, then each size and frequency that occurs."""
-        yield "all", slice(None)
-        members = {size: [one == size for one in self.sizes] for size in SIZES}
-        members |= {
-            name: [one == key for one in self.frequencies] for key, name in FREQUENCIES.items()
-        }
-        yield from ((name, torch.tensor(mask)) for name, mask in members.items() if any(mask))
+def _groups(
+    sizes: Sequence[str], frequencies: Sequence[str | None]
+) -> Iterator[tuple[str, Tensor | slice]]:
+    """Yield all instances, then each size and frequency that occurs."""
+    yield "all", slice(None)
+    members = {size: [one == size for one in sizes] for size in SIZES}
+    members |= {name: [one == key for one in frequencies] for key, name in FREQUENCIES.items()}
+    yield from ((name, torch.tensor(mask)) for name, mask in members.items() if any(mask))
 
 
-def _needs_all_instances(method: str) -> bool:
-    return not is_kind(method, "summary") and parse(method).needs_all_trees
+def _pack(block: ProbeBlock | None, mode: Mode, tally: Tally) -> Part:
+    """Return a part as JSON: the score grids of its instances, and what was not used.
+
+    An image that is missing or cannot be read may be there when the run continues.
+    """
+    data = b"" if block is None else block.scores(mode).tobytes()
+    return {
+        "skipped": [name for name in (MISSING_IMAGE, *FILE_FAULTS) if tally.faults[name]],
+        "scores": base64.b64encode(zlib.compress(data, 1)).decode(),
+        "sizes": [] if block is None else list(block.size),
+        "frequencies": [] if block is None else list(block.frequency),
+        "faults": tally.faults,
+        "left_out": tally.left_out,
+        "names": tally.names,
+    }
+
+
+def _unpack_scores(text: str, grid: Grid) -> Tensor:
+    """Return the (B, N) float64 score grids of a part."""
+    data = zlib.decompress(base64.b64decode(text))
+    return torch.from_numpy(np.frombuffer(data).reshape(-1, grid.size).copy())
+
+
+def _origin(source: InstanceSource) -> dict[str, Any]:
+    """Return what identifies a source."""
+    if isinstance(source, InstanceFiles):
+        annotations = Path(source.annotations.path).read_bytes()
+        return {"annotations": hashlib.sha256(annotations).hexdigest()[:16]}
+    return {"source": repr(source)}
 
 
 def check_probe(

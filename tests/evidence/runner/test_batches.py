@@ -10,7 +10,7 @@ from bmfa.data.classification import EmbeddedImages, LabelledImage, LabelledImag
 from bmfa.data.images import ImageError, ImagesLostError
 from bmfa.evidence.classification import run as evaluation
 from bmfa.evidence.runner import batches as reading
-from bmfa.evidence.runner.batches import ImageBatches, default_workers
+from bmfa.evidence.runner.batches import ImageBatches
 from bmfa.models import LoadedModel, load_model
 
 
@@ -31,23 +31,12 @@ def test_batches_come_in_order_for_any_number_of_workers(
     model: LoadedModel, tmp_path: Path, workers: int
 ) -> None:
     images = LabelledImages(write_images(tmp_path / "val", 11))
-    reader = ImageBatches(images, model.preprocess, 2, workers=workers).read(range(6))
-    for _ in range(2):  # a reader can be iterated again
-        found = list(reader)
-        assert [batch.indices for batch in found] == [[0, 1], [2, 3], [4, 5], [6, 7], [8, 9], [10]]
-        expected = model.preprocess.batch([p.pixels for p in EmbeddedImages(11)])
-        assert torch.equal(torch.cat([batch.to("cpu") for batch in found]), expected)
-
-
-def test_large_batches_are_split_between_workers(
-    model: LoadedModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(reading, "READ_SIZE", 2)
-    batches = ImageBatches(EmbeddedImages(7), model.preprocess, 5, workers=2)
-    first, second = batches.read([0, 1])
-    assert [len(part) for part in first.pixels] == [2, 2, 1] and second.indices == [5, 6]
-    expected = model.preprocess.batch([p.pixels for p in EmbeddedImages(5)])
-    assert torch.equal(first.to("cpu", torch.float64), expected.double())
+    batches = ImageBatches(images, model.preprocess, 2, workers=workers)
+    assert batches.sizes == [2, 2, 2, 2, 2, 1]
+    found = list(batches.read(range(6)))
+    assert [batch.indices for batch in found] == [[0, 1], [2, 3], [4, 5], [6, 7], [8, 9], [10]]
+    expected = model.preprocess.batch([p.pixels for p in EmbeddedImages(11)])
+    assert torch.equal(torch.cat([batch.pixels for batch in found]), expected)
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -58,8 +47,8 @@ def test_unreadable_images_are_skipped_or_raise(
     (folder / "001.png").write_bytes(b"no image")
     batches = ImageBatches(LabelledImages(folder), model.preprocess, 2, workers=workers)
     first, second = batches.read([0, 1])
-    assert first.indices == [0] and len(first.skipped) == 1 and "001.png" in first.skipped[0]
-    assert second.indices == [2, 3] and second.skipped == []
+    assert first.indices == [0] and len(first.errors) == 1 and "001.png" in str(first.errors[0])
+    assert second.indices == [2, 3] and second.errors == []
     strict = LabelledImages(folder, strict=True)
     with pytest.raises(ImageError, match=r"^001\.png [^\n]*$"):
         list(ImageBatches(strict, model.preprocess, 2, workers=workers).read([0, 1]))
@@ -97,14 +86,14 @@ def test_rows_do_not_depend_on_the_workers(model: LoadedModel, tmp_path: Path) -
 
 
 def test_workers_are_for_files_on_several_cores(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    model: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cores = {"value": 64}
     monkeypatch.setattr(reading, "cores_per_process", lambda: cores["value"])
     files = LabelledImages(write_images(tmp_path / "val", 1))
     for cores["value"], expected in ((64, 16), (4, 4), (1, 0)):
-        assert default_workers(files) == expected
-        assert default_workers(EmbeddedImages(3)) == 0
+        assert ImageBatches(files, model.preprocess, 1).workers == expected
+        assert ImageBatches(EmbeddedImages(3), model.preprocess, 1).workers == 0
 
 
 def test_images_in_memory_are_read_by_index(model: LoadedModel) -> None:

@@ -1,0 +1,205 @@
+"""The measurement loop: every method on the same images, compared with the full model."""
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from copy import deepcopy
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from bmfa.attention.result import Screened
+from bmfa.environment import amx_refused
+from bmfa.evidence.methods import FULL
+from bmfa.evidence.metrics import compare
+from bmfa.evidence.model_methods import Layers, applied, parse
+from bmfa.evidence.runner import Progress
+from bmfa.evidence.runner.batches import Batch, ImageBatches, no_images_error
+from bmfa.evidence.runner.parts import Part, add, compute_parts, weights_digest
+from bmfa.models import LoadedModel, Recording, unpatch
+from bmfa.models.screened_layer import LayerInputs, observe
+
+DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+
+Columns = dict[str, Tensor]  # (B,) each
+Case = tuple[str, Layers]  # a method, and the layers that it screens if it is a rule
+
+
+class Subject:
+    """A model on its device and in its dtype, without a patch."""
+
+    def __init__(
+        self,
+        model: LoadedModel,
+        device: str = "cpu",
+        *,
+        amp: bool = False,
+        dtype: str | None = None,
+    ) -> None:
+        self.device, self.amp, self.dtype = torch.device(device), amp, _parse_dtype(dtype, amp)
+        _check_bfloat16(self.device, amp or dtype == "bfloat16")
+        unpatch(model.model)
+        if self.dtype is not None:
+            # The caller's model keeps its own dtype.
+            model = replace(model, model=deepcopy(model.model).to(self.device, self.dtype))
+        model.model.to(self.device)
+        self.model = model
+
+    def load(self, batch: Batch) -> Tensor:
+        """Return the (B, 3, H, W) pixels of a batch; copies from pinned memory do not block."""
+        return batch.pixels.to(self.device, self.dtype, non_blocking=True)
+
+    def logits(self, pixels: Tensor) -> Tensor:
+        """Return the (B, classes) outputs of the model as it is patched now."""
+        half = torch.bfloat16 if self.device.type == "cpu" else torch.float16
+        with torch.autocast(self.device.type, dtype=half, enabled=self.amp):
+            return self.model.logits(pixels)
+
+    def measure(self, batch: Batch, cases: Mapping[str, Case], seed: int, errors: bool) -> Part:
+        """Return the sums of every case over a batch; random rules draw for each image alone."""
+        pixels, labels = self.load(batch), batch.labels
+        full = _check_finite(self.logits(pixels).float(), self.model.name)
+        _check_labels(labels, full.shape[-1])
+        sums = {FULL: _sum(compare(full, full, labels), labels)}
+        for key, (name, layers) in cases.items():
+            alone = parse(name).random
+            parts = []
+            for start in range(0, len(labels), 1 if alone else len(labels)):
+                some = slice(start, start + 1 if alone else None)
+                with (
+                    applied(self.model.model, name, layers, seed + batch.indices[start] * alone),
+                    observed_trees(self.model.model, errors) as trees,
+                ):
+                    logits = _check_finite(self.logits(pixels[some]).float(), name)
+                found = compare(full[some], logits, labels[some]) | trees.columns()
+                parts.append(_sum(found, labels[some]))
+            sums[key] = add(parts)
+        return sums
+
+
+def measure_images(
+    subject: Subject,
+    batches: ImageBatches,
+    cases: Mapping[str, Case],
+    *,
+    seed: int = 0,
+    errors: bool = False,
+    identity: Mapping[str, Any],
+    resume: str | os.PathLike[str] | None = None,
+    progress: Progress | None = None,
+) -> tuple[dict[str, dict[str, float]], list[str]]:
+    """Measure every case on all images, in all processes of a run.
+
+    Args:
+        subject: The model.
+        batches: The images.
+        cases: The cases by key.
+        seed: Seed of random methods.
+        errors: True to measure the error E of trees too.
+        identity: The settings that partial results depend on.
+        resume: File of partial results.
+        progress: Called with the images done and their number.
+
+    Returns:
+        The sums over images by key, `full` first, and why images could not be read.
+
+    Raises:
+        ValueError: If no image could be read, a label is not a class of the model, or an output is
+            not finite.
+    """
+
+    def compute(numbers: Sequence[int]) -> Iterator[Part]:
+        for batch in batches.read(numbers):
+            sums = subject.measure(batch, cases, seed, errors) if batch.indices else {}
+            yield {"skipped": list(map(str, batch.errors)), "sums": sums}
+
+    def run_identity() -> dict[str, Any]:
+        weights = {"weights": weights_digest(subject.model.model), "device": subject.device.type}
+        return {**identity, **weights, **batches.identity()}
+
+    parts = compute_parts(
+        batches.sizes, compute, resume=resume, identity=run_identity, progress=progress
+    )
+    total = add([{"skipped": [], "sums": {}}, *parts])
+    if not total["sums"]:
+        raise no_images_error(total["skipped"])
+    return total["sums"], total["skipped"]
+
+
+@dataclass(eq=False)
+class ScreenedTrees:
+    """What the trees of screened layers were, call by call."""
+
+    leaf_ratios: list[Tensor] = field(default_factory=list)  # (B,) for every call of a layer
+    errors: list[Tensor] = field(default_factory=list)
+
+    def columns(self) -> Columns:
+        """Return means over the layers of one forward pass."""
+        found = {"leaf_ratio": self.leaf_ratios, "attention_kl": self.errors}
+        return {name: torch.stack(parts).mean(0) for name, parts in found.items() if parts}
+
+
+@contextmanager
+def observed_trees(model: nn.Module, errors: bool = False) -> Iterator[ScreenedTrees]:
+    """Observe the trees of the layers that run inside the block, their errors E only if asked to."""
+    trees = ScreenedTrees()
+
+    def keep(inputs: LayerInputs, screened: Screened) -> None:
+        trees.leaf_ratios.append(_each_image(screened.tree.leaf_ratio))
+        if errors:
+            recording = Recording()
+            recording(inputs, screened)
+            trees.errors.append(_each_image(recording[inputs.layer].errors[0]))
+
+    with observe(model, keep):
+        yield trees
+
+
+def _each_image(values: Tensor) -> Tensor:
+    """Return the means of (B, heads, queries) over heads and queries."""
+    return values.double().flatten(1).mean(1)
+
+
+def _sum(columns: Columns, labels: Sequence[int | None]) -> dict[str, float]:
+    labelled = sum(label is not None for label in labels)
+    sums = {name: values.sum().item() for name, values in columns.items()}
+    return {"images": len(labels), "labelled": labelled, **sums}
+
+
+def _check_labels(labels: Sequence[int | None], classes: int) -> None:
+    beyond = next((label for label in labels if label is not None and label >= classes), None)
+    if beyond is not None:
+        raise ValueError(
+            f"an image has class {beyond}, and the model {classes} classes; "
+            "pass the model of these images, or labels in its order"
+        )
+
+
+def _check_finite(logits: Tensor, name: str) -> Tensor:
+    if not bool(torch.isfinite(logits).all()):
+        raise ValueError(
+            f"{name} gives outputs that are not finite; try --dtype bfloat16, or float32"
+        )
+    return logits
+
+
+def _check_bfloat16(device: torch.device, bfloat16: bool) -> None:
+    """Raise if oneDNN would kill the process: it uses an AMX that is advertised but not granted."""
+    unsafe = bfloat16 and device.type == "cpu" and "ONEDNN_MAX_CPU_ISA" not in os.environ
+    if unsafe and amx_refused():
+        raise ValueError(
+            "bfloat16 products are unsafe here: AMX is advertised but refused; "
+            "set ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16 in the environment"
+        )
+
+
+def _parse_dtype(name: str | None, amp: bool) -> torch.dtype | None:
+    if name is None:
+        return None
+    if name not in DTYPES:
+        raise ValueError(f"dtype is {name!r}; pass one of {', '.join(DTYPES)}")
+    if amp and name != "float32":
+        raise ValueError(f"amp and dtype {name} are given; pass one of them")
+    return DTYPES[name]

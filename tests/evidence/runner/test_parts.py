@@ -1,0 +1,584 @@
+"""Parts of a run: killed runs go on, processes give the numbers of one, an outage is not a result."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+
+from bmfa.cli import main
+from bmfa.data import EmbeddedScenes, InstanceFiles, ProbeSettings
+from bmfa.data.classification import EmbeddedImages, LabelledImages
+from bmfa.data.images import ImagesLostError
+from bmfa.evidence.classification import run as evaluation
+from bmfa.evidence.closed_loop import run as closed_loop
+from bmfa.evidence.probes import run as probes
+from bmfa.evidence.runner import parts as runner
+from bmfa.evidence.runner.parts import PartFile, add, compute_parts, digest, weights_digest
+from bmfa.models import LoadedModel, load_model
+from bmfa.records import Record
+from coco_files import write_coco
+
+METHODS = ["random-quadrants:0.5", "tome:8"]
+
+
+@pytest.fixture(scope="module")
+def model() -> LoadedModel:
+    return load_model("embedded")
+
+
+@pytest.fixture
+def _one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    torch.set_num_threads(1)
+
+
+class KilledError(Exception):
+    """Stands for the end of the process."""
+
+
+def evaluate(model: LoadedModel, **options: Any) -> Record:
+    given: dict[str, Any] = {"batch_size": 2, "repeats": 0, "seed": 5, **options}
+    return evaluation.run(model, EmbeddedImages(7), METHODS, **given)
+
+
+def loop(model: LoadedModel, **options: Any) -> Record:
+    methods = ["random-quadrants:0.5", "optimal:0.01"]
+    layers = ["last-1", "last-2"]
+    return closed_loop.run(
+        model, EmbeddedImages(7), methods, layers=layers, batch_size=2, **options
+    )
+
+
+def probe(**options: Any) -> Record:
+    methods = ["gamma:0.005", "random-quadrants:0.5", "optimal-leaves-pooled:0.1"]
+    given: dict[str, Any] = {"dataset": "embedded", "mode": "image-edge", "methods": methods}
+    return probes.run(EmbeddedScenes(images=60), **{**given, **options})
+
+
+def saved_parts(file: Path) -> dict[int, Any]:
+    """The parts of the whole lines of a file."""
+    lines = file.read_bytes().rpartition(b"\n")[0].splitlines()[1:]
+    return {number: part for number, part, _ in map(json.loads, lines)}
+
+
+def test_parts_are_added_exactly_in_any_order_and_grouping() -> None:
+    parts = [{"a": 0.1, "n": 1, "names": [str(i)]} for i in range(10)]
+    assert add(parts) == {"a": 1.0, "n": 10, "names": list("0123456789")}
+    assert add([{"a": 1e16, "b": 1}, {"a": 1.0}, {"a": -1e16}]) == {"a": 1.0, "b": 1}
+    assert type(add([1, 2])) is int and add([{"x": {"y": 0.5}}] * 2) == {"x": {"y": 1.0}}
+
+
+@pytest.mark.parametrize("run", [evaluate, loop])
+def test_a_run_that_ends_after_any_batch_continues_to_the_same_rows(
+    model: LoadedModel, run: Callable[..., Record], tmp_path: Path
+) -> None:
+    expected, file, seen = run(model), tmp_path / "parts.json", []
+
+    def end(done: int, total: int) -> None:
+        seen.append((done, total))
+        raise KilledError
+
+    for _ in range(4):
+        with pytest.raises(KilledError):
+            run(model, resume=file, progress=end)
+        with file.open("a") as torn:
+            torn.write('[3, {"skipped": [')  # as a process leaves it that is killed while it writes
+    assert seen == [(2, 7), (4, 7), (6, 7), (7, 7)]
+    last = run(model, resume=file, progress=end)  # nothing is left to do
+    assert last.rows == expected.rows and last.settings == expected.settings
+
+
+def test_a_probe_continues_to_the_same_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(probes, "PART_INSTANCES", 32)
+    expected, file = probe(), tmp_path / "parts.json"
+
+    def end(done: int, total: int) -> None:
+        raise KilledError
+
+    for count in (1, 2):
+        with pytest.raises(KilledError):
+            probe(resume=file, progress=end)
+        assert len(saved_parts(file)) == count
+    resumed = probe(resume=file)
+    assert len(saved_parts(file)) > 3 and resumed.rows == expected.rows
+    for name in ("faults", "left_out", "instances", "images"):
+        assert resumed.settings[name] == expected.settings[name]
+    assert probe(resume=file, limit=50).rows == probe(limit=50).rows  # any limit and methods
+    probe(resume=file, methods=["global-mean"])
+    for match, options in (
+        ("grid was 16 and is 8", {"settings": ProbeSettings(8, 256)}),
+        ('mode was "image-edge" and is "mask-only"', {"mode": "mask-only"}),
+    ):
+        with pytest.raises(ValueError, match=match):
+            probe(resume=file, **options)
+
+
+def test_another_run_is_refused_with_the_first_difference(
+    model: LoadedModel, tmp_path: Path
+) -> None:
+    file = tmp_path / "parts.json"
+    evaluate(model, resume=file)
+    other = load_model("embedded")
+    with torch.no_grad():
+        other.model.head.bias[0] += 1  # type: ignore[union-attr, index]
+
+    def run(images: Any = None, methods: list[str] = METHODS, **options: Any) -> None:
+        settings: dict[str, Any] = {"batch_size": 2, "repeats": 0, "seed": 5, **options}
+        evaluation.run(model, images or EmbeddedImages(7), methods, resume=file, **settings)
+
+    for match, work in (
+        ("belongs to another run: seed was 5 and is 6", lambda: run(seed=6)),
+        ("batch_size was 2 and is 3", lambda: run(batch_size=3, seed=6)),
+        ('layers was "last-4" and is "last-2"', lambda: run(layers="last-2")),
+        ('dtype was "float32" and is "float16"', lambda: run(dtype="float16")),
+        ("number of images was 7 and is 8", lambda: run(EmbeddedImages(8))),
+        ("names of images was", lambda: run(EmbeddedImages(7, seed=1))),
+        ("methods was .* and is", lambda: run(methods=METHODS[:1])),
+        ("weights was", lambda: evaluate(other, resume=file)),
+        ('experiment was "evaluate" and is "closed-loop"', lambda: loop(model, resume=file)),
+    ):
+        with pytest.raises(ValueError, match=match):
+            work()
+
+
+def test_a_file_that_is_torn_foreign_or_damaged_is_refused_and_kept(
+    model: LoadedModel, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    file = tmp_path / "parts.json"
+    contents = [
+        ("", "is not JSON"),
+        ('{"format": "bmfa partial resu', "is not JSON"),
+        ("[1, 2]\n", "its format is not"),
+        ('{"experiment": "evaluate", "rows": []}\n', "its format is not"),
+        ("\x00\xff\n", "is not JSON"),
+    ]
+    for content, words in contents:
+        file.write_bytes(content.encode("latin-1"))
+        with pytest.raises(SystemExit) as stop:
+            main(["evaluate", "--limit", "1", "--method", "full", "--resume", str(file)])
+        error = capsys.readouterr().err
+        assert stop.value.code == 2 and error.count("\n") == 1, content
+        assert words in error and "delete it to start afresh" in error
+        assert file.read_bytes() == content.encode("latin-1")
+    file.unlink()
+    evaluate(model, resume=file)
+    header, first, second, *rest = file.read_text().splitlines()
+    for damaged in (
+        [header, first.replace('"images": 2', '"images": 3'), second, *rest],
+        [header, first.replace("[0,", "[1,"), second.replace("[1,", "[0,"), *rest],
+        [header, first, '["1"]', *rest],
+    ):
+        file.write_text("\n".join(damaged) + "\n")
+        with pytest.raises(ValueError, match=r"part .* does not match its fingerprint"):
+            evaluate(model, resume=file)
+    with pytest.raises(ValueError, match="is a folder"):
+        evaluate(model, resume=tmp_path)
+
+
+def test_fingerprints_tell_apart() -> None:
+    assert digest(["ab", "c"]) != digest(["a", "bc"])
+    layer = torch.nn.Linear(2, 2)
+    before = weights_digest(layer)
+    assert before == weights_digest(layer)
+    with torch.no_grad():
+        layer.weight[0, 0] += 1
+    assert weights_digest(layer) != before
+    assert weights_digest(layer.half()) != weights_digest(layer.float())
+
+
+def test_a_full_disk_under_the_partial_results_does_not_end_the_run(
+    model: LoadedModel,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    expected, file = evaluate(model), tmp_path / "parts.json"
+
+    whole = Path.open
+
+    def full(self: Path, *args: Any, **options: Any) -> Any:
+        if self == file:
+            raise OSError(28, "No space left on device", str(file))
+        return whole(self, *args, **options)
+
+    def fill(done: int, total: int) -> None:
+        monkeypatch.setattr(Path, "open", full)
+
+    assert evaluate(model, resume=file, progress=fill).rows == expected.rows
+    assert caplog.text.count("partial results are not saved") == 1 and str(file) in caplog.text
+    monkeypatch.undo()
+    assert list(saved_parts(file)) == [0]
+    assert evaluate(model, resume=file).rows == expected.rows
+
+
+def write_images(folder: Path, count: int = 6) -> Path:
+    for index, image in enumerate(EmbeddedImages(count)):
+        place = folder / str(image.label)
+        place.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(image.pixels).save(place / f"{index}.png")
+    return folder
+
+
+def take_away(root: Path) -> None:
+    root.rename(root.with_name("elsewhere"))
+
+
+def leave_empty(root: Path) -> None:
+    """As a disk that is unmounted does."""
+    take_away(root)
+    root.mkdir()
+
+
+def bring_back(root: Path) -> None:
+    if root.exists():
+        root.rmdir()
+    root.with_name("elsewhere").rename(root)
+
+
+COMMANDS = {
+    "evaluate": "--method tome:8 --repeats 0 --batch-size 2 --workers 0",
+    "closed-loop": "--method global-mean --layers last-1 --batch-size 2 --workers 0",
+}
+
+
+def vanishing(root: Path, vanish: Callable[[Path], None]) -> Callable[[int, int], None]:
+    """Progress that takes the images away after the first batch."""
+    return lambda done, total: vanish(root) if done == 2 else None
+
+
+@pytest.mark.parametrize(
+    ("command", "vanish"), list(zip(COMMANDS, [take_away, leave_empty], strict=True))
+)
+def test_images_that_vanish_stop_the_run_which_continues_when_they_are_back(
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    command: str,
+    vanish: Callable[[Path], None],
+) -> None:
+    root, file = write_images(tmp_path / "val"), tmp_path / "parts.json"
+    arguments = [command, "--data-dir", str(root), *COMMANDS[command].split(), "--json", "-"]
+    main(arguments)
+    expected = json.loads(capsys.readouterr().out)
+    assert expected["rows"][0]["images"] == 6
+    for resume in ([], ["--resume", str(file)]):
+        with monkeypatch.context() as patch:
+            patch.setattr("bmfa.cli.output.Output.progress", lambda *_: vanishing(root, vanish))
+            with pytest.raises(SystemExit) as stop:
+                main([*arguments, *resume])
+        printed = capsys.readouterr()
+        assert stop.value.code == 2 and printed.out == "" and printed.err.count("\n") == 1
+        assert str(root) in printed.err and "bring the images back" in printed.err
+        saved = f"1 batch is saved in {file}, and --resume {file} continues from there"
+        assert (saved if resume else "nothing of this run is saved") in printed.err
+        bring_back(root)
+    assert list(saved_parts(file)) == [0]
+    main([*arguments, "--resume", str(file)])
+    resumed = json.loads(capsys.readouterr().out)
+    assert resumed["rows"] == expected["rows"] and resumed["settings"]["skipped"] == 0
+
+
+def test_links_into_a_disk_that_vanishes_stop_the_run_too(
+    model: LoadedModel, tmp_path: Path
+) -> None:
+    disk, root = write_images(tmp_path / "disk"), tmp_path / "val"
+    root.mkdir()
+    for file in disk.glob("*/*.png"):
+        (root / file.name).symlink_to(file)
+    options: dict[str, Any] = {"batch_size": 2, "repeats": 0, "workers": 0}
+    progress = vanishing(disk, take_away)
+    with pytest.raises(ImagesLostError, match="disk"):
+        evaluation.run(model, LabelledImages(root), ["full"], progress=progress, **options)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_unreadable_images_are_tried_again(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, command: str
+) -> None:
+    root, file = write_images(tmp_path / "val"), tmp_path / "parts.json"
+    arguments = [command, "--data-dir", str(root), *COMMANDS[command].split(), "--json", "-"]
+
+    def run() -> Any:
+        main(arguments)
+        return json.loads(capsys.readouterr().out)
+
+    expected = run()["rows"]
+    torn = [root / "2" / "2.png", root / "5" / "5.png"]
+    whole = [path.read_bytes() for path in torn]
+    for path in torn:
+        path.write_bytes(b"\x89PNG\r\n")
+    arguments += ["--resume", str(file)]
+    assert run()["settings"]["skipped"] == 2
+    torn[0].write_bytes(whole[0])
+    record = run()
+    assert record["settings"]["skipped"] == 1 and record["rows"][0]["images"] == 5
+    assert run()["rows"] == record["rows"]  # the last one is still torn
+    torn[1].write_bytes(whole[1])
+    assert run()["rows"] == expected
+
+
+def test_a_probe_stops_where_its_images_vanish_and_tries_unreadable_ones_again(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(probes, "PART_INSTANCES", 8)
+    annotations, images = write_coco(tmp_path, images=8), tmp_path / "images"
+    file = tmp_path / "parts.json"
+
+    def run(**options: Any) -> Record:
+        source = InstanceFiles(annotations, images)
+        return probe_files(source, **options)
+
+    def probe_files(source: InstanceFiles, **options: Any) -> Record:
+        methods = ["gamma:0.005"]
+        return probes.run(source, dataset="coco", mode="mask-only", methods=methods, **options)
+
+    expected = run()
+    lost: list[int] = []
+
+    def vanish(done: int, total: int) -> None:
+        if not lost:
+            lost.append(done)
+            take_away(images)
+
+    with pytest.raises(ImagesLostError, match=r"1 batch is saved in .*--resume"):
+        run(resume=file, progress=vanish)
+    bring_back(images)
+    lost.clear()
+    with pytest.raises(ImagesLostError, match="nothing of this run is saved"):
+        run(progress=vanish)
+    bring_back(images)
+
+    first, second = sorted(images.iterdir())[-2:]
+    kept = second.read_bytes()
+    second.write_bytes(b"torn")
+    first.rename(tmp_path / first.name)
+    resumed = run(resume=file)
+    assert resumed.settings["faults"].keys() == {"missing image", "unreadable image"}
+    second.write_bytes(kept)
+    (tmp_path / first.name).rename(first)
+    again = run(resume=file)
+    assert again.rows == expected.rows and again.settings["faults"] == {}
+
+
+def test_a_process_killed_mid_run_continues_to_the_same_rows(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    arguments = ["evaluate", "--limit", "16", "--batch-size", "1", "--method", "optimal:0.01"]
+    arguments += ["--repeats", "0"]
+    file, record = tmp_path / "parts.json", tmp_path / "record.json"
+    command = [sys.executable, "-m", "bmfa", *arguments, "--resume", str(file)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen([*command, "--json", str(record)], env=environment)
+    try:
+        deadline = time.monotonic() + 120
+        while not (file.exists() and saved_parts(file)):
+            assert process.poll() is None and time.monotonic() < deadline
+            time.sleep(0.005)
+    finally:
+        process.send_signal(signal.SIGKILL)
+    assert process.wait() == -signal.SIGKILL
+    before = saved_parts(file)
+    assert 0 < len(before) < 16 and not record.exists()
+    main([*arguments, "--resume", str(file), "--json", "-"])
+    resumed, after = json.loads(capsys.readouterr().out), saved_parts(file)
+    assert len(after) == 16 and {**after, **before} == after
+    main([*arguments, "--json", "-"])
+    assert resumed["rows"] == json.loads(capsys.readouterr().out)["rows"]
+
+
+def launch(processes: int, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """The command under torchrun; a free port is chosen."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    return subprocess.run(
+        [*launcher, "--nproc-per-node", str(processes), "-m", "bmfa", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env=dict(os.environ),
+    )
+
+
+def rows_alone(capsys: pytest.CaptureFixture[str], *arguments: str) -> Any:
+    main([*arguments, "--json", "-"])
+    return json.loads(capsys.readouterr().out)["rows"]
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    """Nine images that do not fill the last batch, and one that cannot be read."""
+    folder = write_images(tmp_path / "val", 9)
+    (folder / "8" / "torn.png").write_bytes(b"\x89PNG\r\n")
+    return folder
+
+
+@pytest.mark.usefixtures("_one_thread")
+@pytest.mark.parametrize("processes", [2, pytest.param(3, marks=pytest.mark.slow)])
+def test_evaluate_gives_the_rows_of_one_process(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, data: Path, processes: int
+) -> None:
+    methods = "--method random-quadrants:0.5 --method optimal:0.01 --method tome:8 --repeats 0"
+    arguments = f"evaluate --data-dir {data} --batch-size 2 {methods}".split()
+    expected = rows_alone(capsys, *arguments)
+    done = launch(processes, *arguments, "--json", str(tmp_path / "r.json"))
+    assert done.returncode == 0, done.stderr
+    record = json.loads((tmp_path / "r.json").read_text())
+    assert record["rows"] == expected
+    assert record["rows"][0]["images"] == 9 and record["settings"]["skipped"] == 1
+    assert record["settings"]["processes"] == processes
+    # One process prints.
+    assert done.stdout.count("optimal:0.01") == 1 and done.stdout.count("torn.png") == 1
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("_one_thread")
+def test_closed_loop_continues_in_more_processes(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, data: Path
+) -> None:
+    arguments = f"closed-loop --data-dir {data} --batch-size 2 --layers last-1 --method".split()
+    arguments += ["random-quadrants:0.5"]
+    expected = rows_alone(capsys, *arguments)
+    file = tmp_path / "parts.json"
+    rows_alone(capsys, *arguments, "--resume", str(file))
+    lines = file.read_text().splitlines()
+    assert len(lines) == 6
+    file.write_text("\n".join([*lines[:2], *lines[3:5]]) + "\n")
+    done = launch(2, *arguments, "--resume", str(file), "--json", str(tmp_path / "r.json"))
+    assert done.returncode == 0, done.stderr
+    assert json.loads((tmp_path / "r.json").read_text())["rows"] == expected
+    assert sorted(saved_parts(file)) == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("_one_thread")
+def test_probe_gives_the_rows_of_one_process(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    arguments = ["probe", "--limit", "300", "--workers", "1", "--method", "random-quadrants:0.5"]
+    expected = rows_alone(capsys, *arguments)
+    done = launch(2, *arguments, "--json", str(tmp_path / "r.json"))
+    assert done.returncode == 0, done.stderr
+    assert json.loads((tmp_path / "r.json").read_text())["rows"] == expected
+    assert done.stdout.count("random-quadrants:0.5") == 1
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("_one_thread")
+def test_an_error_is_told_once_and_ends_all(tmp_path: Path) -> None:
+    (tmp_path / "parts.json").write_text("torn")
+    resume = ["--resume", f"{tmp_path}/parts.json"]
+    done = launch(2, "evaluate", "--limit", "2", "--method", "full", *resume)
+    assert done.returncode != 0
+    assert done.stderr.count("holds no usable partial results") == 1
+
+
+def simulate(monkeypatch: pytest.MonkeyPatch, rank: int, count: int, compute: Any) -> list[Any]:
+    """What one of several processes yields, which takes the parts of the others from `compute`."""
+
+    def gather_object(outcomes: list[Any], mine: Any) -> None:
+        start = round_starts.pop(0)
+        for place in range(count):
+            number = start + place
+            outcomes[place] = mine if place == rank else (compute(number), None)
+
+    round_starts = list(range(0, 100, count))
+    monkeypatch.setattr(runner, "rank", lambda: rank)
+    monkeypatch.setattr(runner, "count", lambda: count)
+    monkeypatch.setattr(runner.distributed, "all_gather_object", gather_object)
+
+    def some(numbers: Any) -> Iterator[Any]:
+        assert list(numbers) == list(range(rank, 7, count))
+        for number in numbers:
+            if compute(number) is None:
+                raise ValueError(f"part {number} failed")
+            yield compute(number)
+
+    return list(compute_parts([1] * 7, some))
+
+
+def test_every_part_is_computed_once_and_yielded_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    for count in (1, 2, 3, 7, 9):
+        for rank in range(count):
+            found = simulate(monkeypatch, rank, count, lambda number: {"n": number})
+            assert found == [{"n": number} for number in range(7)], (rank, count)
+
+
+def test_an_error_of_one_process_is_raised_in_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    failure = None, ValueError("part 3 failed")
+    for mine, others in ((failure, (1, None)), ((1, None), failure)):
+
+        def gather_object(outcomes: list[Any], outcome: Any, others: Any = others) -> None:
+            outcomes[:] = [outcome, others]
+
+        def work(mine: Any = mine) -> Any:
+            if mine[1] is not None:
+                raise mine[1]
+            return mine[0]
+
+        monkeypatch.setattr(runner, "count", lambda: 2)
+        monkeypatch.setattr(runner.distributed, "all_gather_object", gather_object)
+        with pytest.raises(ValueError, match="part 3 failed"):
+            runner.gather(work)
+
+
+def test_one_process_needs_no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    assert not runner.launched() and runner.own_device("cuda") == "cuda"
+    with runner.joined():
+        assert (runner.rank(), runner.count()) == (0, 1)
+        assert runner.gather(lambda: "x") == ["x"] and runner.from_first(lambda: 3) == 3
+
+
+def test_a_machine_with_too_few_devices_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = {"RANK": "5", "WORLD_SIZE": "8", "MASTER_ADDR": "h", "MASTER_PORT": "1"}
+    for name, value in {**settings, "LOCAL_RANK": "5"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    with pytest.raises(ValueError, match="finds 4 CUDA devices; start at most 4"):
+        runner.own_device("cuda")
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    assert runner.own_device("cuda") == "cuda:3" and runner.own_device("cpu") == "cpu"
+
+
+def test_the_first_process_reads_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = PartFile(tmp_path / "f", {"a": (1, 2)})
+    file.read()
+    file.append(10, {"sum": 0.1 + 0.2})
+    file.append(2, {"sum": 1e-300})
+    assert PartFile(tmp_path / "f", {"a": [1, 2]}).read() == {
+        10: {"sum": 0.1 + 0.2},
+        2: {"sum": 1e-300},
+    }
+    monkeypatch.setattr(runner, "rank", lambda: 1)
+    assert runner.from_first(lambda: 1 / 0) is None
+
+
+def test_the_sum_does_not_depend_on_threads(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MKL_CBWR", "")
+    monkeypatch.delenv("MKL_CBWR")
+    with pytest.raises(SystemExit):
+        main(["evaluate", "--limit", "0"])
+    assert "count is 0" in capsys.readouterr().err
+    assert os.environ["MKL_CBWR"] == "AUTO,STRICT"  # torchrun gives each process one thread
+
+
+def test_other_commands_run_in_the_first_process_alone(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    main(["synthetic", "--placement", "corner", "--method", "gamma:0.005"])
+    assert capsys.readouterr() == ("", "")
