@@ -21,7 +21,7 @@ import typer
 from torch.nn.functional import interpolate, scaled_dot_product_attention
 
 import bmfa
-from bmfa.attention.result import Audit, ErrorEstimate, Stats
+from bmfa.attention.result import ErrorEstimate, Stats
 from bmfa.cli.app import app, main
 from bmfa.evidence.methods import METHODS
 
@@ -197,11 +197,10 @@ def test_every_name_of_the_library_exists(path):
     assert missing == []
 
 
-def test_attributes_of_stats_and_audit_exist():
+def test_attributes_of_stats_exist():
     text = "".join(path.read_text("utf-8") for path in TEXTS)
     patterns = (
         (Stats, r"\bstats\.(\w+)"),
-        (Audit, r"\bstats\.audit\.(\w+)"),
         (ErrorEstimate, r"\bstats\.error\.(\w+)"),
     )
     for kind, pattern in patterns:

@@ -20,6 +20,7 @@ HEAVY = (
     "triton",
 )
 PUBLIC = {
+    "certify",
     "bounds",
     "energy",
     "merging",

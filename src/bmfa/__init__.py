@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from bmfa import models as models
     from bmfa import rules as rules
     from bmfa.attention.api import screened_attention as screened_attention
+    from bmfa.attention.certify import certify as certify
     from bmfa.attention.result import Screened as Screened
     from bmfa.energy import free_energy as free_energy
     from bmfa.energy import gap as gap
@@ -36,6 +37,7 @@ _MODULES = {
     "Plan": "bmfa.models",
     "Screened": "bmfa.attention.result",
     "Tree": "bmfa.trees.tree",
+    "certify": "bmfa.attention.certify",
     "free_energy": "bmfa.energy",
     "gap": "bmfa.energy",
     "load_model": "bmfa.models",

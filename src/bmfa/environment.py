@@ -53,7 +53,6 @@ def _devices(processor: str) -> list[Row]:
 
 def _backends() -> list[Row]:
     return [
-        _row("backend", "reference", "available: float64 NumPy, the specification"),
         _row("backend", "eager", "available: any torch device, gradients by autograd"),
         _row("backend", "native", _native()),
         _row("backend", "triton", _triton()),

@@ -194,7 +194,6 @@ def test_repeated_calls_agree() -> None:
         ({"prefix": 0}, {"prefix": 0.0}),
         ({"allow_dense": True}, {"allow_dense": 1}),
         ({"grid": (6, 6)}, {"grid": (6.0, 6.0)}),
-        ({"audit": 0.0}, {"audit": False}),
     ],
 )
 def test_a_valid_call_does_not_admit_an_invalid_one_that_equals_it(
@@ -370,7 +369,6 @@ def test_invalid_tokens_may_hold_any_value(grid: Grid, size: float) -> None:
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"audit": torch.zeros(2)}, "audit is"),
         ({"q": None}, "q is NoneType; pass a torch.Tensor"),
         ({"v": [1.0]}, "v is list; pass a torch.Tensor"),
     ],

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.functional import interpolate, scaled_dot_product_attention
 
 import bmfa
-from bmfa import Grid, screened_attention
+from bmfa import Grid, certify, screened_attention
 from bmfa.attention.kernels import native
 from bmfa.attention.kernels.eager.tiles import attention, tiled_attention
 from bmfa.attention.tiling import Tiling
@@ -85,12 +85,9 @@ def test_trees_certificates_and_statistics_of_frames() -> None:
     grid = Grid(5, 11, frames=3)
     q, k, v = smooth(3, 3, 1, 2, 1 + grid.size, 32)
     exact = scaled_dot_product_attention(q, k, v)
-    result = screened_attention(
-        q, k, v, grid=grid, prefix=1, error=0.05, allow_dense=False, certificate=True, audit=1.0
-    )
+    result = screened_attention(q, k, v, grid=grid, prefix=1, error=0.05, allow_dense=False)
     distance = (result.output - exact).norm(dim=-1)
-    certificate = result.stats.certificate
-    assert certificate is not None and (distance <= certificate).all()
+    assert (distance <= certify(q, k, v, result).distance).all()
     ratio = result.tree.leaf_ratio.double().mean()
     assert float(ratio) == pytest.approx(result.stats.leaf_ratio)
     index = result.tree.leaf_index
@@ -184,16 +181,13 @@ def test_query_grids_in_a_graph() -> None:
     k, v = smooth(1, 2, 1, 2, 24 * 24, 16).float()
     q = smooth(2, 1, 2, 12 * 12, 16).float()
 
-    for fallback in (None, 0.02):
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return screened_attention(
+            q, k, v, grid=(24, 24), query_grid=(12, 12), leaves=0.3, allow_dense=False
+        ).output
 
-        def attend(q: Tensor, k: Tensor, v: Tensor, fallback: Any = fallback) -> Tensor:
-            return screened_attention(
-                q, k, v, grid=(24, 24), query_grid=(12, 12), leaves=0.3, allow_dense=False,
-                fallback=fallback,
-            ).output  # fmt: skip
-
-        compiled = torch.compile(attend, backend="aot_eager", fullgraph=True)
-        torch.testing.assert_close(compiled(q, k, v), attend(q, k, v))
+    compiled = torch.compile(attend, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(q, k, v), attend(q, k, v))
 
 
 def test_query_grids_are_checked() -> None:
@@ -203,8 +197,8 @@ def test_query_grids_are_checked() -> None:
         screened_attention(q, k, v, grid=(8, 8), query_grid=(4, 4))
     with pytest.raises(ValueError, match="pass query_grid=, the grid of the queries"):
         screened_attention(q, k, v, grid=(8, 8))
-    same = screened_attention(k, k, v, grid=(8, 8), query_grid=(8, 8), certificate=True)
-    assert same.stats.certificate is not None  # self-attention
+    same = screened_attention(k, k, v, grid=(8, 8), query_grid=(8, 8))
+    assert same.tree.shape == (1, 1, 64)  # self-attention
 
 
 @pytest.mark.parametrize("backend", ["reference", "eager", "native"])
@@ -243,7 +237,7 @@ def test_probes_measure_their_own_queries(backend: str, prefix: int, query_prefi
         {},
         {"error": 0.05, "allow_dense": False},
         {"rule": "optimal:0.01"},
-        {"error": 0.05, "audit": 0.5},
+        {"leaves": 0.3},
     ],
 )
 @pytest.mark.parametrize("key_heads", [1, 2])
@@ -286,26 +280,22 @@ def test_shared_keys_equal_the_reference_and_copies(
     torch.testing.assert_close(got.output[seen], same.output[seen], rtol=1e-10, atol=1e-12)
 
 
-@pytest.mark.parametrize("kind", ["scores", "boxes"])
-def test_certificates_and_fallbacks_of_shared_keys(kind: Any) -> None:
+def test_certificates_of_shared_keys() -> None:
     q = smooth(0, 2, 4, 1 + 12 * 12, 16)
     k, v = smooth(1, 2, 2, 2, 1 + 12 * 12, 16)
     valid = torch.rand(2, 144, generator=torch.Generator().manual_seed(0)) < 0.9
     options: dict[str, Any] = {"grid": (12, 12), "prefix": 1, "valid": valid, "leaves": 0.4}
-    options |= {"allow_dense": False, "certificate": kind}
     copies = [x.repeat_interleave(2, 1) for x in (k, v)]
-    for fallback in (None, 0.02):
-        got = screened_attention(q, k, v, fallback=fallback, **options)
-        want = screened_attention(q, *copies, fallback=fallback, **options)
-        for name in ("certificate", "energy_bound"):
-            ours, theirs = getattr(got.stats, name), getattr(want.stats, name)
-            torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-12)
-        assert got.stats.fallback == want.stats.fallback
+    results = [
+        (screened_attention(q, *x, allow_dense=False, **options), x) for x in ((k, v), copies)
+    ]
+    got, want = (certify(q, *x, result) for result, x in results)
+    for ours, theirs in zip(got, want, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-12)
     mask = torch.cat((valid.new_ones(2, 1), valid), 1)[:, None, None]
     exact = scaled_dot_product_attention(q, *copies, attn_mask=mask)
-    distance = (got.output - exact).norm(dim=-1) * mask[:, :, 0]
-    assert got.stats.certificate is not None and bool((got.stats.certificate >= distance).all())
-    assert got.stats.fallback > 0
+    distance = (results[0][0].output - exact).norm(dim=-1) * mask[:, :, 0]
+    assert bool((got.distance >= distance).all())
 
 
 def peak_bytes(function: Callable[[], Any]) -> int:
@@ -339,7 +329,6 @@ def test_fewer_key_heads_in_a_graph() -> None:
     for options in (
         {"error": 0.05},
         {"leaves": 0.3, "allow_dense": False},
-        {"leaves": 0.3, "allow_dense": False, "fallback": 0.1},
         {"rule": "gamma:0.05"},
     ):
 

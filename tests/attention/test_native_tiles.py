@@ -657,7 +657,7 @@ def test_an_empty_batch_and_no_heads() -> None:
 
 
 @pytest.mark.parametrize("masked", [False, True])
-def test_the_public_function_equals_its_reference_backend(masked: bool) -> None:
+def test_the_public_function_equals_its_eager_backend(masked: bool) -> None:
     case = smooth_case(11, (32, 32), heads=2, prefix=2)
     valid = torch.rand(1024, generator=torch.Generator().manual_seed(4)) < 0.7 if masked else None
     seen = torch.ones(1026, dtype=torch.bool)
@@ -669,7 +669,7 @@ def test_the_public_function_equals_its_reference_backend(masked: bool) -> None:
                 case.q, case.k, case.v, grid=(32, 32), prefix=2, valid=valid,
                 backend=backend, **options,
             )
-            for backend in ("native", "reference")
+            for backend in ("native", "eager")
         )  # fmt: skip
         torch.testing.assert_close(
             got.output[:, :, seen], want.output[:, :, seen], rtol=2e-5, atol=2e-5

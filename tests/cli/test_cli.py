@@ -224,9 +224,7 @@ def test_records_survive_json_and_reject_other_files():
 def test_info_names_backends_and_what_is_missing(capsys):
     main(["info", "--json", "-"])
     rows = json.loads(capsys.readouterr().out)["rows"]
-    assert {"reference", "eager", "native"} <= {
-        row["name"] for row in rows if row["what"] == "backend"
-    }
+    assert {"eager", "native"} <= {row["name"] for row in rows if row["what"] == "backend"}
     assert any(row["what"] == "device" and row["name"].startswith("cuda") for row in rows)
 
 

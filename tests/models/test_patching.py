@@ -149,7 +149,6 @@ def test_options_are_checked_before_anything_is_changed() -> None:
         ({"leaves": 1}, r"pass leaves=1\.0 for all tokens"),
         ({"backend": "magic"}, "magic"),
         ({"max_depth": -1}, "max_depth"),
-        ({"fallback": -1.0}, "fallback"),
         ({"layers": "last-9"}, "last-9"),
     ):
         with pytest.raises(ValueError, match=text):
@@ -157,11 +156,10 @@ def test_options_are_checked_before_anything_is_changed() -> None:
     with pytest.raises(TypeError, match=r"pass one of bmfa\.rules"):
         patch(model, rule=3)
     assert not screened_layers(model)
-    patch(model, rule=rules.Optimal(leaves=0.25), layers="all", fallback=0.01)
+    patch(model, rule=rules.Optimal(leaves=0.25), layers="all")
     with record(model) as recording:
         run(model, images())
     assert recording.leaf_ratio <= 0.25
-    assert any(stats.fallback for stats in recording[0].stats)
 
 
 def test_unsupported_calls_of_a_screened_layer_are_refused() -> None:

@@ -288,7 +288,6 @@ def test_wrappers_and_patches_do_not_change_the_fingerprint():
         {"rule": "gamma:0.1"},
         {"layers": "all"},
         {"backend": "eager"},
-        {"fallback": 0.1},
     ],
 )
 def test_options_beside_a_plan_are_refused(options):

@@ -49,7 +49,7 @@ def test_records_hold_trees_errors_and_attention() -> None:
 
 def test_recorded_attention_is_what_the_layer_used() -> None:
     model, used = make_model("vit"), []
-    patch(model, rule=rules.Optimal(leaves=0.3), layers=[1], fallback=1e9)
+    patch(model, rule=rules.Optimal(leaves=0.3), layers=[1])
     screen = screened_layers(model)[0]
     attend = type(screen).__call__
 
@@ -60,20 +60,11 @@ def test_recorded_attention_is_what_the_layer_used() -> None:
 
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(type(screen), "__call__", watched)
-        with record(model) as recording:
-            run(model, images())
-        certificate = recording[1].stats[0].certificate
-        assert certificate is not None
-        middle = float((certificate / used.pop()[1].norm(dim=-1)).median())
-        patch(model, rule=rules.Optimal(leaves=0.3), layers=[1], fallback=middle)
         with record(model, attention=True) as recording:
             run(model, images())
     (value, output), layer = used[0], recording[1]
-    recomputed = layer.stats[0].fallback
-    assert 0 < recomputed < output.shape[:3].numel()
     torch.testing.assert_close(layer.attention[0] @ value, output, rtol=1e-4, atol=1e-5)
-    same = (layer.attention[0] == layer.full_attention[0]).all(-1)
-    assert int(same.sum()) == recomputed
+    assert not torch.allclose(layer.attention[0], layer.full_attention[0], atol=1e-3)
 
 
 def test_attention_over_tiles_has_no_weights_to_record() -> None:

@@ -180,7 +180,6 @@ def test_one_model_decides_at_every_size(name: str) -> None:
     [
         {"allow_dense": False},
         {"allow_dense": False, "leaves": 0.1},
-        {"fallback": 0.1},
         {"backend": "eager"},
         {"rule": "gamma:0.005"},
     ],

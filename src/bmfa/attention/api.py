@@ -3,12 +3,12 @@
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial, wraps
-from typing import Any, Literal, ParamSpec, TypeVar, get_args
+from typing import Any, ParamSpec, TypeVar, get_args
 
 import torch
 from torch import Tensor
 
-from bmfa.attention.dense import audit_output, dense_attention, native_dense_attention
+from bmfa.attention.dense import dense_attention, native_dense_attention
 from bmfa.attention.dispatch import (
     Choice,
     choose_per_query,
@@ -22,14 +22,13 @@ from bmfa.attention.inputs import (
     AttentionInputs,
     AttentionOptions,
     Backend,
-    CertificateKind,
     check_inputs,
 )
-from bmfa.attention.per_query import certificate_kind, compute_per_query
+from bmfa.attention.per_query import compute_per_query
 from bmfa.attention.result import Computed, ErrorEstimate, Screened, Stats
 from bmfa.attention.tiles import compute_tiled, dense_tree
 from bmfa.attention.tiling import Budget
-from bmfa.checks import check_floating, check_integer, check_number, has_values
+from bmfa.checks import check_floating, check_integer, has_values
 from bmfa.grid import Grid, check_one_frame
 from bmfa.trees.rules import Rule, as_rule
 
@@ -88,12 +87,9 @@ def screened_attention(
     scale: float | None = None,
     max_depth: int | None = None,
     valid: Tensor | None = None,
+    query_grid: Grid | tuple[int, int] | None = None,
     allow_dense: bool = True,
     backend: Backend = "auto",
-    audit: float = 0.0,
-    certificate: bool | Literal["scores", "boxes"] = False,
-    fallback: float | None = None,
-    query_grid: Grid | tuple[int, int] | None = None,
 ) -> Screened:
     """Compute attention with the spatial keys of each query summarised by blocks.
 
@@ -102,8 +98,7 @@ def screened_attention(
     exactly. It decides which tiles of keys are expanded, that is, read token by token, and summarises
     each of the others by a mean key and a mean value. Some queries, the probes, are attended exactly as
     well: they measure the error of the output and decide how many tiles are expanded.
-    `backend="auto"` runs dense attention where that is faster, unless `allow_dense` is False, or
-    `certificate` or `fallback` is given.
+    `backend="auto"` runs dense attention where that is faster, unless `allow_dense` is False.
 
     With a rule every query and head has a tree of its own, and q may have any number of queries.
 
@@ -137,25 +132,18 @@ def screened_attention(
         max_depth: Depth at which a rule splits no block. None goes down to single tokens.
         valid: torch.bool, (N,), (B, N) or (B, 1, 1, N): True for spatial tokens that exist. The others
             may hold any value. With Q = prefix + N, the outputs of invalid queries are undefined.
-        allow_dense: If False, "auto" runs tiles even where dense attention is faster. A rule, or another
-            backend, never runs dense attention.
-        backend: `"auto"`, `"native"` (C++ on a CPU, no gradients), `"eager"` (torch operations),
-            `"triton"` (CUDA, no gradients) or `"reference"` (NumPy, float64).
-        audit: Fraction of the queries to recompute exactly; `stats.audit` has their error.
-        certificate: If True, `stats.certificate` is a proven bound on |output - exact| of every query,
-            and `stats.energy_bound` one on E. `"scores"` computes them from all scores; for tiles this
-            takes longer than dense attention, and the bound is the distance up to rounding. `"boxes"`
-            computes them from boxes around the keys of each tile or leaf, without a further pass over
-            the keys, and is hundreds of times larger. True is "scores" for tiles, and for a tree what
-            its rule reads.
-        fallback: Queries whose certificate exceeds this share of |output| are recomputed exactly.
         query_grid: For tiles, the grid of the queries where it is not that of the keys, as in
             cross-attention or with pooled queries. Queries before those of the grid are exact, and
             `valid` is a mask of the keys alone.
+        allow_dense: If False, "auto" runs tiles even where dense attention is faster. A rule, or another
+            backend, never runs dense attention.
+        backend: `"auto"`, `"native"` (C++ on a CPU, no gradients), `"eager"` (torch operations),
+            or `"triton"` (CUDA, no gradients).
 
     Returns:
         A `Screened`, which unpacks as `output, stats`: the output is (B, H, Q, e) in the dtype of q.
-        `.tree` builds the trees of every query on demand.
+        `.tree` builds the trees of every query on demand, and `bmfa.certify` proves a bound on the
+        distance of the output from exact attention.
 
     Raises:
         TypeError: If an argument has a wrong type.
@@ -181,22 +169,12 @@ def screened_attention(
     check_choices(allow_dense, backend, rule=rule, error=error, leaves=leaves)
     if max_depth is not None:
         max_depth = check_integer("max_depth", max_depth, low=0)
-    audit = check_number("audit", audit, low=0.0, high=1.0)
-    if fallback is not None:
-        fallback = check_number("fallback", fallback, low=0.0)
-    kind = _check_certificate(certificate)
-    bounded = kind is not None or fallback is not None
     q, k, v, outside_autocast = _cast_for_autocast(q, k, v)
     with outside_autocast:
         inputs = check_inputs(
             q, k, v, grid=grid, prefix=prefix, tau=tau, scale=scale, valid=valid,
             query_grid=query_grid,
         )  # fmt: skip
-        if audit > 0 and not has_values(q):
-            raise ValueError(
-                f"audit is {audit:g}, and values cannot be read in a graph or on the meta device; "
-                "pass audit=0 there, and audit calls outside of it"
-            )
         if rule is not None:
             check_one_frame(inputs.grid, "a rule")
             chosen = as_rule(rule)
@@ -206,42 +184,31 @@ def screened_attention(
                 run.backend,
                 rule=chosen,
                 max_depth=max_depth,
-                certificate=_default_kind(kind, certificate_kind(chosen)) if bounded else None,
-                fallback=fallback,
             )
             compute = compute_per_query if has_values(q) else compute_in_graph
-            return _screened(inputs, options, compute(inputs, options), run.reason, audit)
+            return _screened(inputs, options, compute(inputs, options), run.reason)
         _check_tiled_form(inputs, max_depth)
         tiling = inputs.tiling
         budget = Budget.from_arguments(tiling, error, leaves)
-        allowed = may_run_dense(
-            {
-                "allow_dense": allow_dense,
-                "backend": backend,
-                "certificate": kind,
-                "fallback": fallback,
-            }
-        )
+        allowed = may_run_dense({"allow_dense": allow_dense, "backend": backend})
         run = choose_tiled(inputs, tiling, budget, backend, allow_dense=allowed)
         if run.exact:
             native = run.backend == "native"
             output = (
                 native_dense_attention(inputs) if native else dense_attention(inputs, in_graph(q))
             )
-            return _dense(inputs, output, budget, run, audit)
+            return _dense(inputs, output, budget, run)
         options = AttentionOptions(
             "tiled",
             run.backend,
             budget=budget,
             dense_threshold=dense_threshold(budget, run.backend),
-            certificate=_default_kind(kind, "scores") if bounded else None,
-            fallback=fallback,
         )
-        return _tiled(inputs, options, run.reason, audit, allowed)
+        return _tiled(inputs, options, run.reason, allowed)
 
 
 def _tiled(
-    inputs: AttentionInputs, options: AttentionOptions, reason: str, audit: float, allow_dense: bool
+    inputs: AttentionInputs, options: AttentionOptions, reason: str, allow_dense: bool
 ) -> Screened:
     """Run the form "tiled", or dense attention if too many tiles would be expanded."""
     assert options.budget is not None
@@ -249,9 +216,7 @@ def _tiled(
         100 * options.dense_threshold
     )  # torch.compile cannot format the attribute with ".0%"
     over = f"{options.budget} expands more than {percent}% of the tiles"
-    # A certificate depends on which tiles are expanded, so it cannot be recorded in a graph.
-    recordable = options.backend == "triton" and options.certificate is None
-    if recordable or has_values(inputs.q):
+    if options.backend == "triton" or has_values(inputs.q):
         computed = compute_tiled(inputs, options)
     else:
         computed = compute_in_graph(inputs, options)
@@ -262,26 +227,22 @@ def _tiled(
     if computed.dense and allow_dense:
         reason = f"auto: {over}" + ("" if computed.missed else ", dense is faster")
         backend = "native" if options.backend == "native" else "dense"
-        return _dense(inputs, computed.output, options.budget, Choice(backend, reason), audit)
+        return _dense(inputs, computed.output, options.budget, Choice(backend, reason))
     if computed.dense:
         reason = f"{reason}; {over}, and every tile is expanded"
-    return _screened(inputs, options, computed, reason, audit)
+    return _screened(inputs, options, computed, reason)
 
 
-def _dense(
-    inputs: AttentionInputs, output: Tensor, budget: Budget, run: Choice, audit: float
-) -> Screened:
+def _dense(inputs: AttentionInputs, output: Tensor, budget: Budget, run: Choice) -> Screened:
     """Wrap the output of dense attention."""
-    measured = audit_output(inputs, output, audit) if audit > 0 else None
     stats = Stats(
         run.backend,
         "dense",
         str(budget),
         run.reason,
-        audit=measured,
         measure_error=partial(ErrorEstimate, budget.error, 0.0, 0.0, 0.0, 0),
     )
-    return Screened(output, stats, partial(dense_tree, inputs, budget))
+    return Screened(output, stats, partial(dense_tree, inputs, budget), inputs)
 
 
 def _screened(
@@ -289,45 +250,19 @@ def _screened(
     options: AttentionOptions,
     computed: Computed,
     reason: str,
-    audit: float,
 ) -> Screened:
-    rule, recomputed = options.rule, computed.recomputed
-    fallback: int | Tensor = 0
-    if recomputed is not None:
-        fallback = int(recomputed.sum()) if has_values(recomputed) else recomputed.sum()
+    rule = options.rule
     stats = Stats(
         options.backend,
         options.form,
         str(options.budget if rule is None else rule),
         reason,
-        computed.certificate,
-        computed.energy_bound,
-        options.certificate,
-        fallback,
-        recomputed,
-        audit_output(inputs, computed.output, audit) if audit > 0 else None,
         None if computed.tiled is None else computed.tiled.expanded_count,
         computed.measure_density,
         computed.measure_leaf_ratio,
         computed.measure_error,
     )
-    return Screened(computed.output, stats, computed.make_tree)
-
-
-def _check_certificate(certificate: object) -> CertificateKind | Literal["default"] | None:
-    """Return the kind of certificate that a call asks for, "default" for True, None for False."""
-    if isinstance(certificate, bool):
-        return "default" if certificate else None
-    for kind in get_args(CertificateKind):
-        if certificate == kind:
-            return kind  # type: ignore[no-any-return]
-    raise ValueError(f"certificate is {certificate!r}; pass True, False, 'scores' or 'boxes'")
-
-
-def _default_kind(
-    kind: CertificateKind | Literal["default"] | None, default: CertificateKind
-) -> CertificateKind:
-    return default if kind is None or kind == "default" else kind
+    return Screened(computed.output, stats, computed.make_tree, inputs, computed.tiled)
 
 
 def check_choices(allow_dense: object, backend: object, **exclusive: object) -> None:

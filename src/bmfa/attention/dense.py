@@ -1,4 +1,4 @@
-"""Exact attention: the dense path of "auto", and the queries that a certificate or an audit asks for."""
+"""Exact attention: the dense path of "auto"."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -9,9 +9,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from bmfa.attention.inputs import AttentionInputs, check_finite_scores
-from bmfa.attention.kernels import eager, native
-from bmfa.attention.kernels.eager.certificate import UNIT, attention_rounding, score_rounding
-from bmfa.attention.result import Audit, Computed
+from bmfa.attention.kernels import native
 from bmfa.checks import has_values
 
 # Backends of SDPA by their speed on Hopper and later; torch takes the first that supports a call.
@@ -88,122 +86,3 @@ def _cudnn_must_be_selected(q: Tensor, k: Tensor, v: Tensor, in_graph: bool) -> 
         return False
     own_choice: int = torch._fused_sdp_choice(q, k, v, enable_gqa=q.shape[1] != k.shape[1])
     return own_choice != SDPBackend.CUDNN_ATTENTION.value
-
-
-def exact_attention(
-    inputs: AttentionInputs, queries: Tensor | slice, *, double: bool = False
-) -> Tensor:
-    """(B, H, n, e) exact attention of some queries, in float64 or, if the inputs allow, float32."""
-    q, k, v = inputs.flat_double if double else inputs.flat
-    batch, heads = inputs.q.shape[:2]
-    valid = inputs.valid_keys
-    if valid is not None:  # (B times key heads, prefix + N)
-        valid = valid.expand(batch, -1)
-        valid = valid.repeat_interleave(inputs.k.shape[1], 0)
-    some = q[:, queries]  # (B H, n, d)
-    # The queries of all heads that share keys, one after the other.
-    shared = some.reshape(len(k), inputs.share * some.shape[1], q.shape[-1])
-    output = eager.dense_attention(shared, k, v, scale=inputs.scale, tau=inputs.tau, valid=valid)
-    return output.reshape(batch, heads, some.shape[1], v.shape[-1])
-
-
-def apply_fallback(inputs: AttentionInputs, computed: Computed, fallback: float) -> None:
-    """Recompute exactly the queries whose certificate is not at most `fallback` * |output|.
-
-    They are computed in float64, and their certificate becomes the bound of that and of the rounding to
-    the dtype of the output; their bound on E becomes 0.
-
-    Args:
-        inputs: Inputs of the call.
-        computed: Its output, certificate and energy_bound, which are changed.
-        fallback: Largest accepted relative error.
-    """
-    output, certificate = computed.output, computed.certificate
-    assert certificate is not None and computed.energy_bound is not None
-    size = torch.linalg.vector_norm(output.detach(), dim=-1, dtype=torch.float64)
-    above = ~(certificate <= fallback * size)  # NaN counts as above
-    if (valid := inputs.valid_queries) is not None:
-        above = above & valid.unsqueeze(1)
-    computed.recomputed = above
-    if not bool(above.any()):
-        return
-    queries = above.flatten(0, 1).any(0).nonzero().squeeze(1)  # recomputed in all heads
-    exact = exact_attention(inputs, queries, double=True)
-    rounded = exact.to(output.dtype)
-    bound = exact_bound(inputs, exact.detach(), rounded.detach(), queries)
-    some = above[:, :, queries]
-    mixed = rounded.where(some.unsqueeze(-1), output[:, :, queries])
-    computed.output = output.index_copy(2, queries, mixed)
-    bound = bound.where(some, certificate[:, :, queries])
-    computed.certificate = certificate.index_copy(2, queries, bound)
-    computed.energy_bound = computed.energy_bound.where(~above, 0.0)
-
-
-def exact_bound(
-    inputs: AttentionInputs,
-    computed: Tensor,
-    output: Tensor,
-    queries: Tensor | slice,
-    key_terms: int = 1,
-) -> Tensor:
-    """(B, H, n) upper bound on |output - a|, from an attention a that was computed in float64.
-
-    Args:
-        inputs: Inputs of the call.
-        computed: (B, H, n, e) the attention in float64: exact attention, or that of trees.
-        output: (B, H, n, e), the output to bound.
-        queries: The n queries.
-        key_terms: Largest number of keys whose mean is a key of a.
-    """
-    q, k, v = (x.detach() for x in inputs.flat_double)
-    lead = inputs.q.shape[:2]
-    largest_key, largest_value, diameter = (
-        x.repeat_interleave(inputs.share, 0)
-        for x in (
-            _norm(k).amax(-1, keepdim=True),
-            _norm(v).amax(-1, keepdim=True),
-            value_diameter(inputs, v),
-        )
-    )  # (B H, 1)
-    largest_score = _norm(q[:, queries]) * largest_key  # (B H, n)
-    score = score_rounding(q.shape[-1] + key_terms, abs(inputs.scale / inputs.tau) * largest_score)
-    rounding = attention_rounding(score, k.shape[1], diameter, largest_value)
-    distance = _norm(output.double() - computed)
-    return (distance + rounding.view(*lead, -1)) * (1 + 1000 * UNIT)
-
-
-def value_diameter(inputs: AttentionInputs, v: Tensor) -> Tensor:
-    """(G, 1) upper bound on the diameter of the valid values (G, prefix + N, e) in float64, where G is
-    B times the number of heads."""
-    mask = torch.ones(1, 1, dtype=torch.bool, device=v.device)
-    if inputs.valid_keys is not None:
-        mask = inputs.valid_keys
-        mask = mask.expand(len(inputs.q), -1).repeat_interleave(len(v) // max(1, len(inputs.q)), 0)
-    center = v.where(mask.unsqueeze(-1), 0.0).sum(1, keepdim=True) / v.shape[1]
-    radius = _norm(v - center).where(mask, 0.0).amax(-1, keepdim=True)
-    return 2 * radius + 4 * UNIT * (v.shape[-1] + 8) * _norm(v).amax(-1, keepdim=True)
-
-
-def _norm(x: Tensor) -> Tensor:
-    norm: Tensor = torch.linalg.vector_norm(x, dim=-1)
-    return norm
-
-
-def audit_output(inputs: AttentionInputs, output: Tensor, fraction: float) -> Audit | None:
-    """Measure the relative error at a random fraction of the query positions, at least one.
-
-    Invalid queries do not count; None if no query is left.
-    """
-    total = inputs.q.shape[2]
-    count = max(1, round(fraction * total))
-    with torch.no_grad():
-        queries = torch.randperm(total, device=output.device)[:count]
-        exact = exact_attention(inputs, queries).double()
-        errors = (output[:, :, queries].double() - exact).norm(dim=-1) / exact.norm(dim=-1)
-        if (valid := inputs.valid_queries) is not None:
-            errors = errors[valid[:, None, queries].expand_as(errors)]
-    if errors.numel() == 0:
-        return None
-    ordered = errors.nan_to_num(0.0).flatten().sort().values  # 0 / 0 where both outputs are 0
-    p95 = ordered[min(len(ordered) - 1, int(0.95 * len(ordered)))]
-    return Audit(len(ordered), float(ordered.mean()), float(p95), float(ordered[-1]))

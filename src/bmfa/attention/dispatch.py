@@ -1,9 +1,8 @@
 """Which backend runs a call, and why.
 
-The eager backend runs every call, the reference every call over tiles. The native kernels and Triton
-have one predicate for each form, which returns None if the kernels can run a call and a reason if they
-cannot: it selects the backend for "auto", and explains the refusal if the backend was requested.
-`dense_faster_reason` does the same for dense attention.
+The eager backend runs every call. The native kernels and Triton have one predicate, which returns None
+if the kernels can run a call and a reason if they cannot: it selects the backend for "auto" and explains
+the refusal of a requested one. `dense_faster_reason` does the same for dense attention.
 
 An error target on a CPU is decided later: the kernels count the expanded tiles first, and attend exactly
 in heads in which they are too many (`AttentionOptions.dense_threshold`).
@@ -160,7 +159,7 @@ def choose_per_query(backend: Backend) -> Choice:
     Raises:
         ValueError: If the requested backend cannot run the call.
     """
-    if backend in ("native", "triton", "reference"):
+    if backend in ("native", "triton"):
         raise _unsupported_error(backend, "a rule has a tree for each query, and it runs tiles")
     if backend != "auto":
         return Choice(backend, "requested")
@@ -221,11 +220,10 @@ def dense_faster_reason(
 
 def may_run_dense(options: dict[str, Any]) -> bool:
     """True if a call with these arguments of `screened_attention` takes dense attention where faster."""
-    forced = ("rule", "certificate", "fallback")
     return (
         options.get("backend", "auto") == "auto"
         and options.get("allow_dense", True)
-        and not any(options.get(name) not in (None, False) for name in forced)
+        and options.get("rule") is None
     )
 
 

@@ -3,8 +3,8 @@
 The values in q and k decide which tiles are expanded and which blocks are split. Values cannot be read
 while a graph is compiled or exported, on the meta device and in a FakeTensorMode. There a call becomes
 one node, `torch.ops.bmfa.screened_attention`, which runs like a call outside of a graph. Its backward
-recomputes the forward. Dense attention and, without a certificate, the Triton kernels of the form
-"tiled" depend on shapes alone, and are nodes of their own.
+recomputes the forward. Dense attention and the Triton kernels depend on shapes alone, and are
+nodes of their own.
 
 A program that loads an exported graph must import this module first; `bmfa.screened_attention` does.
 """
@@ -18,7 +18,6 @@ from torch import Tensor
 from bmfa.attention.inputs import (
     AttentionInputs,
     AttentionOptions,
-    CertificateKind,
     Form,
 )
 from bmfa.attention.per_query import compute_per_query
@@ -42,8 +41,6 @@ class Settings(NamedTuple):
     scale: float
     backend: str
     form: Form
-    certificate: CertificateKind | None
-    fallback: float | None
     error: float | None  # of a Budget, as is `expand`
     expand: int | None
     dense_threshold: (
@@ -59,7 +56,7 @@ class Settings(NamedTuple):
         return cls(
             inputs.grid.height, inputs.grid.width, inputs.grid.frames,
             grid_to_list(inputs.query_grid), inputs.prefix, inputs.tau, inputs.scale,
-            options.backend, options.form, options.certificate, options.fallback,
+            options.backend, options.form,
             None if budget is None else budget.error, None if budget is None else budget.expand,
             options.dense_threshold, "" if rule is None else str(rule),
             rule.seed if isinstance(rule, RandomQuadrants) else 0, options.max_depth,
@@ -96,19 +93,16 @@ class Settings(NamedTuple):
             self.dense_threshold,
             None if self.tiled else parse(self.rule, self.seed),
             self.max_depth,
-            self.certificate,
-            self.fallback,
         )
 
 
 _ARGUMENTS = (
     "Tensor q, Tensor k, Tensor v, Tensor? valid, int height, int width, int frames, "
     "int[] query_grid, int prefix, float tau, float scale, str backend, str form, "
-    "str? certificate, float? fallback, float? error, int? expand, float dense_threshold, str rule, "
-    "int seed, int? max_depth"
+    "float? error, int? expand, float dense_threshold, str rule, int seed, int? max_depth"
 )
 _library: Any = torch.library.Library("bmfa", "FRAGMENT")  # type: ignore[no-untyped-call]
-_library.define(f"screened_attention({_ARGUMENTS}) -> ({', '.join(['Tensor'] * 6)})")
+_library.define(f"screened_attention({_ARGUMENTS}) -> ({', '.join(['Tensor'] * 3)})")
 _library.define(f"screened_attention_backward(Tensor g, {_ARGUMENTS}) -> (Tensor, Tensor, Tensor)")
 
 
@@ -119,9 +113,7 @@ def compute_in_graph(inputs: AttentionInputs, options: AttentionOptions) -> Comp
     runs dense attention, and reports every tile as expanded.
     """
     settings = Settings.from_call(inputs, options)
-    output, expanded, probes, certificate, energy_bound, recomputed = _operator(
-        inputs.q, inputs.k, inputs.v, inputs.valid, *settings
-    )
+    output, expanded, probes = _operator(inputs.q, inputs.k, inputs.v, inputs.valid, *settings)
     if options.form == "tiled":
         assert options.budget is not None
         count = expanded.sum(-1, dtype=torch.int32)
@@ -130,10 +122,6 @@ def compute_in_graph(inputs: AttentionInputs, options: AttentionOptions) -> Comp
     else:
         computed = Computed(output, partial(_rebuild_tree, inputs, options))
         computed.measure_leaf_ratio = partial(_rebuilt_leaf_ratio, inputs, options)
-    if options.certificate is not None:
-        computed.certificate, computed.energy_bound = certificate, energy_bound
-    if options.fallback is not None:
-        computed.recomputed = recomputed
     return computed
 
 
@@ -156,37 +144,27 @@ def _forward(
     q: Tensor, k: Tensor, v: Tensor, valid: Tensor | None, *rest: Any
 ) -> tuple[Tensor, ...]:
     outputs = _fake(q, k, v, valid, *rest)
-    output, expanded, probes, certificate, energy_bound, recomputed = outputs
+    output, expanded, probes = outputs
     with torch.autocast(q.device.type, enabled=False):
         computed = _compute(q, k, v, valid, Settings(*rest))
     output.copy_(computed.output)
     if computed.tiled is not None:
         expanded.copy_(computed.tiled.expanded)
         probes.copy_(computed.tiled.probes)
-    if computed.certificate is not None and computed.energy_bound is not None:
-        certificate.copy_(computed.certificate)
-        energy_bound.copy_(computed.energy_bound)
-    if computed.recomputed is not None:
-        recomputed.copy_(computed.recomputed)
     return outputs
 
 
 def _fake(q: Tensor, k: Tensor, v: Tensor, valid: Tensor | None, *rest: Any) -> tuple[Tensor, ...]:
-    """Contiguous output, expanded tiles, probes, bounds on the output and on E, and recomputed queries;
-    empty where there are none."""
+    """Contiguous output, expanded tiles and probes; empty where there are none."""
     settings = Settings(*rest)
     tiling, lead, none = settings.tiling, q.shape[:2], (0,)
     tiles = (*lead, tiling.groups, tiling.tiles)
     prefix = q.shape[2] - tiling.queries.grid.size if settings.tiled else 0
     probes = (*lead, tiling.probes(prefix), 3)
-    queries = none if settings.certificate is None else q.shape[:3]
     return (
         q.new_empty((*q.shape[:3], v.shape[-1])),
         q.new_empty(tiles if settings.tiled else none, dtype=torch.bool),
         q.new_empty(probes if settings.tiled else none, dtype=torch.float64),
-        q.new_empty(queries, dtype=torch.float64),
-        q.new_empty(queries, dtype=torch.float64),
-        q.new_empty(none if settings.fallback is None else q.shape[:3], dtype=torch.bool),
     )
 
 

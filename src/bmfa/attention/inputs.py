@@ -1,6 +1,6 @@
 """The tensors and settings of one call of `screened_attention`: checked once, laid out on demand."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
@@ -21,8 +21,7 @@ from bmfa.trees.build import check_finite_products
 from bmfa.trees.rules import Rule
 
 Form = Literal["tiled", "tree"]
-Backend = Literal["auto", "native", "eager", "triton", "reference"]
-CertificateKind = Literal["scores", "boxes"]
+Backend = Literal["auto", "native", "eager", "triton"]
 
 
 @dataclass(frozen=True)
@@ -30,13 +29,11 @@ class AttentionOptions:
     """How a call is computed: the form, its parameters and the backend that runs it."""
 
     form: Form
-    backend: str  # "native", "eager", "triton" or "reference"
+    backend: str  # "native", "eager" or "triton"
     budget: Budget | None = None  # of the form "tiled"
     dense_threshold: float = 1.0  # share of expanded tiles above which a head is computed exactly
     rule: Rule | None = None  # of the other forms, as is max_depth
     max_depth: int | None = None
-    certificate: CertificateKind | None = None  # what it is computed from; None without one
-    fallback: float | None = None
 
 
 @dataclass(eq=False)
@@ -117,12 +114,23 @@ class AttentionInputs:
         Raises:
             ValueError: If q or k hold NaN or infinity, or if scores overflow.
         """
-        return self._flatten(torch.promote_types(self.q.dtype, torch.float32))
+        if has_values(self.q):
+            check_finite_scores(*self.zero_invalid()[:2], self.scale)
+        return self.flatten(torch.promote_types(self.q.dtype, torch.float32))
 
-    @property
-    def flat_double(self) -> tuple[Tensor, Tensor, Tensor]:
-        """`flat` in float64."""
-        return self._flatten(torch.float64)
+    def with_tensors(self, q: Tensor, k: Tensor, v: Tensor) -> "AttentionInputs":
+        """Return the same call for tensors of the same shapes.
+
+        Raises:
+            ValueError: If the shapes are not those of the call.
+        """
+        for name, given, own in (("q", q, self.q), ("k", k, self.k), ("v", v, self.v)):
+            if given.shape != own.shape:
+                raise ValueError(
+                    f"{name} has shape {tuple(given.shape)} and the call had {tuple(own.shape)}; pass "
+                    "the tensors of the call"
+                )
+        return replace(self, q=q, k=k, v=v)
 
     def copy_shared(self, flat: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         """Return `flat` with a copy of its key head for every query head."""
@@ -131,7 +139,8 @@ class AttentionInputs:
             return q, k, v
         return q, k.repeat_interleave(self.share, 0), v.repeat_interleave(self.share, 0)
 
-    def _flatten(self, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    def flatten(self, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+        """`flat` in a dtype, whatever q and k hold."""
         q, k, v = self.q, self.k, self.v
         if (keys := self.valid_keys) is not None:
             mask = keys[:, None, :, None]
@@ -139,8 +148,6 @@ class AttentionInputs:
         if (valid := self.valid_queries) is not None:  # keep finite queries: their output is exact
             finite = q.detach().isfinite().all(-1)
             q = q.where((valid.unsqueeze(1) | finite).unsqueeze(-1), 0.0)
-        if has_values(q):
-            check_finite_scores(q, k, self.scale)
         q, k, v = (x.to(dtype).flatten(0, 1).contiguous() for x in (q, k, v))
         return q, k, v
 

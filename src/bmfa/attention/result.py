@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from bmfa.attention.choice import excess, relative_error, upper_bound
+from bmfa.attention.inputs import AttentionInputs
 from bmfa.attention.tiling import TiledAttention
 from bmfa.trees.tree import Tree
 
@@ -20,29 +21,11 @@ Array = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True)
-class Audit:
-    """Relative L2 error of the output at a random sample of the queries.
-
-    Attributes:
-        queries: Number of (image, head, query) triples that were recomputed exactly.
-        mean: Mean of |output - exact| / |exact|.
-        p95: 95th percentile.
-        maximum: Largest value.
-    """
-
-    queries: int
-    mean: float
-    p95: float
-    maximum: float
-
-
-@dataclass(frozen=True)
 class ErrorEstimate:
     """Relative L2 error of the output of a call, measured at probe queries.
 
     A probe is a query that is also attended exactly. No probe takes part in the choices that determine
-    its own output, unless a missed target made the call choose again (`met`). Queries that `fallback`
-    recomputes count with the error that they had before.
+    its own output, unless a missed target made the call choose again (`met`).
 
     Attributes:
         target: The `error` of the call, or None if it was given `leaves`.
@@ -139,7 +122,7 @@ def warn_missed(estimate: float, target: float) -> None:
     _warned_targets.add(target)
     warnings.warn(
         f"screened_attention measured an output error of {estimate:.3g}, and the target is "
-        f"{target:.3g}; for these inputs pass a smaller error=, fallback=, or "
+        f"{target:.3g}; for these inputs pass a smaller error=, or "
         f"leaves=1.0 for exact attention (stats.error has the measurement of every call)",
         UserWarning,
         stacklevel=2,
@@ -195,20 +178,10 @@ class Stats:
     """What ran, why, and what is known of its error.
 
     Attributes:
-        backend: `"eager"`, `"triton"`, `"reference"` or `"dense"`.
+        backend: `"native"`, `"eager"`, `"triton"` or `"dense"` (SDPA).
         form: `"tiled"`, `"tree"` or `"dense"`.
         setting: The rule or the budget, as text.
         reason: Why this backend ran.
-        certificate: (B, H, Q) float64 proven upper bound on |output - exact| of every query, in units of
-            the values, or None. It bounds the output that is returned, its rounding included. Invalid
-            queries have 0.
-        energy_bound: (B, H, Q) float64 upper bound on E = tau KL(attention || exact attention) of every
-            query over all keys, or None. In the form "tiled" the attention is the one before the
-            first-order correction, which is not a distribution.
-        certified_by: `"scores"` (from all scores) or `"boxes"` (from boxes around the keys of a leaf).
-        fallback: Number of queries that were recomputed exactly. A tensor in compiled graphs.
-        recomputed: (B, H, Q) bool, True for the queries that were recomputed exactly, or None.
-        audit: Measured error at a sample of the queries, or None.
         expanded_count: (B, H, groups) int32 expanded tiles of each group of queries, or None.
 
     Example:
@@ -223,12 +196,6 @@ class Stats:
     form: str
     setting: str
     reason: str
-    certificate: Tensor | None = None
-    energy_bound: Tensor | None = None
-    certified_by: str | None = None
-    fallback: int | Tensor = 0
-    recomputed: Tensor | None = None
-    audit: Audit | None = None
     expanded_count: Tensor | None = None
     # Computed on demand by `_density` and `_leaf_ratio` of tiles.py and per_query.py.
     measure_density: Callable[[], float] | None = field(default=None, repr=False)
@@ -296,10 +263,24 @@ class Screened:
         (torch.Size([1, 2, 64, 16]), 'tree')
     """
 
-    def __init__(self, output: Tensor, stats: Stats, make_tree: Callable[[], Tree]) -> None:
+    def __init__(
+        self,
+        output: Tensor,
+        stats: Stats,
+        make_tree: Callable[[], Tree],
+        inputs: AttentionInputs,
+        tiled: TiledAttention | None = None,
+    ) -> None:
         self.output = output
         self.stats = stats
+        self.inputs = inputs
         self._make_tree = make_tree
+        self._tiled = tiled
+
+    @property
+    def expanded(self) -> Tensor | None:
+        """(B, H, R, T) bool, the tiles that each group of queries reads token by token, or None."""
+        return None if self._tiled is None else self._tiled.expanded
 
     @cached_property
     def tree(self) -> Tree:
@@ -308,8 +289,8 @@ class Screened:
         Trees are built when this property is first read, and take much more memory than the output:
         a boolean for every query and block. In the form "tiled" a leaf is a token of an expanded tile
         or an unexpanded tile. The attention inside an unexpanded tile is not uniform, so `tree.error`
-        and `tree.output_bound` raise a ValueError; `stats.error` and `stats.certificate` have the error
-        of the output.
+        and `tree.output_bound` raise a ValueError; `stats.error` has the error of the output, and
+        `bmfa.certify` a bound on it.
 
         Returns:
             A `Tree` of shape (B, H, Q).
@@ -335,9 +316,6 @@ class Computed:
 
     output: Tensor  # (B, H, Q, e)
     make_tree: Callable[[], Tree]
-    certificate: Tensor | None = None  # (B, H, Q) float64, as is energy_bound
-    energy_bound: Tensor | None = None
-    recomputed: Tensor | None = None  # (B, H, Q) bool, queries that the fallback recomputed
     tiled: TiledAttention | None = None  # result of the kernel of the form "tiled"
     dense: bool = False  # True if dense attention ran in place of tiles
     missed: bool = False  # True if it ran because tiles missed the target

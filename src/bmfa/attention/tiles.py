@@ -8,15 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bmfa.attention.dense import apply_fallback, dense_attention, native_dense_attention
+from bmfa.attention.dense import dense_attention, native_dense_attention
 from bmfa.attention.inputs import (
     AttentionInputs,
     AttentionOptions,
-    CertificateKind,
     check_finite_scores,
 )
 from bmfa.attention.kernels import native
-from bmfa.attention.kernels.eager.certificate import bound_output
 from bmfa.attention.result import (
     Computed,
     ErrorEstimate,
@@ -40,7 +38,7 @@ from bmfa.trees.tree import Tree
 
 
 def compute_tiled(inputs: AttentionInputs, options: AttentionOptions) -> Computed:
-    """Run the kernels of a backend, then the certificate and the fallback.
+    """Run the kernels of a backend.
 
     Where every head would be computed exactly (`options.dense_threshold`), dense attention runs.
     """
@@ -56,12 +54,6 @@ def compute_tiled(inputs: AttentionInputs, options: AttentionOptions) -> Compute
     result, dense, missed = _run_to_target(inputs, tiling, options)
     computed = wrap_result(inputs, tiling, result, budget)
     computed.dense, computed.missed = dense, missed
-    if options.certificate is not None:
-        computed.certificate, computed.energy_bound = tiled_certificate(
-            inputs, tiling, result.output, result.expanded, options.certificate
-        )
-        if options.fallback is not None:
-            apply_fallback(inputs, computed, options.fallback)
     # Other backends do not return a result that misses its target.
     if options.backend == "triton" and has_values(inputs.q) and budget.error is not None:
         if inputs.q.is_cuda:
@@ -147,7 +139,7 @@ def _prepare_kernel(
     else:
         if not inputs.q.is_cuda:
             check_finite_scores(*inputs.zero_invalid()[:2], inputs.scale)
-        attend = partial(_run_eager, options.backend, (q, k, v), tiling, inputs.share, shared)
+        attend = partial(_run_eager, (q, k, v), tiling, shared)
 
     def run(budget: Budget) -> tuple[TiledAttention, bool]:
         found, dense = None, True
@@ -163,15 +155,12 @@ def _prepare_kernel(
 
 
 def _run_eager(
-    backend: str, tensors: tuple[Tensor, Tensor, Tensor], tiling: Tiling, share: int,
-    settings: dict[str, Any], error: float | None, expand: float | None, dense_threshold: float,
+    tensors: tuple[Tensor, Tensor, Tensor], tiling: Tiling, settings: dict[str, Any],
+    error: float | None, expand: float | None, dense_threshold: float,
 ) -> tuple[TiledAttention | None, bool]:  # fmt: skip
-    """Run the torch form or the specification; None instead of a result if every head is exact."""
+    """Run the torch form; None instead of a result if every head is exact."""
     q, k, v = tensors
     settings = settings | {"error": error, "expand": expand, "dense_threshold": dense_threshold}
-    if backend == "reference":
-        k, v = (x.repeat_interleave(share, 1) for x in (k, v))
-        return _run_reference(q, k, v, tiling, **settings), False
     from bmfa.attention.kernels.eager import tiles
 
     return tiles.tiled_attention(q, k, v, tiling, **settings), False
@@ -188,51 +177,6 @@ def _exact_result(inputs: AttentionInputs, tiling: Tiling, backend: str) -> Tile
     count = expanded.sum(-1, dtype=torch.int32)
     attend = native_dense_attention if backend == "native" else dense_attention
     return TiledAttention(attend(inputs), count, probes, expanded)
-
-
-def _run_reference(
-    q: Tensor, k: Tensor, v: Tensor, tiling: Tiling, *, valid: Tensor | None, **shared: Any
-) -> TiledAttention:
-    from bmfa.attention.kernels import reference
-
-    masks = None if valid is None else valid.expand(q.shape[0], -1).cpu().numpy()
-    query, key, value = (x.detach().double().cpu().numpy() for x in (q, k, v))
-    result = reference.tiled_attention(query, key, value, tiling, valid=masks, **shared)
-    expanded = torch.from_numpy(result.expanded).to(q.device)
-    output, probes = torch.from_numpy(result.output).to(q), torch.from_numpy(result.probes)
-    count = expanded.sum(-1, dtype=torch.int32)
-    return TiledAttention(output, count, probes.to(q.device), expanded)
-
-
-def tiled_certificate(
-    inputs: AttentionInputs,
-    tiling: Tiling,
-    output: Tensor,
-    expanded: Tensor,
-    kind: CertificateKind,
-) -> tuple[Tensor, Tensor]:
-    """Bound the distance of an output from exact attention, for every query.
-
-    `bmfa.attention.kernels.eager.certificate` has the proofs.
-
-    Args:
-        inputs: Inputs of the call.
-        tiling: Tiles of the keys, and groups of the queries.
-        output: (B, H, Q, e), the output to bound.
-        expanded: (B, H, R, T) bool, the tiles that every group of queries expands.
-        kind: What log Z is bounded from, `"scores"` or `"boxes"`.
-
-    Returns:
-        (B, H, Q) float64 each: an upper bound on |output - exact|, and one on E of the
-        attention before the correction. Invalid queries have 0.
-    """
-    bound = bound_output(
-        inputs.q, inputs.k, inputs.v, output, tiling, expanded, prefix=inputs.prefix,
-        factor=inputs.scale / inputs.tau, valid=inputs.valid, kind=kind,
-        query_prefix=inputs.query_prefix,
-    )  # fmt: skip
-    # Two further roundings: of the product and of tau itself, which is given in decimals.
-    return bound.distance, bound.divergence * inputs.tau * (1 + 1e-15)
 
 
 def _result_tree(

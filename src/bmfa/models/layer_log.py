@@ -29,7 +29,6 @@ class LayerEntry:
     form: str
     backend: str
     reason: str
-    fallback: int
     grid: Grid
     expanded_count: Tensor | None  # (B, heads, groups)
     valid: Tensor | None  # (B or 1, N)
@@ -45,7 +44,6 @@ class LayerEntry:
             stats.form,
             stats.backend,
             stats.reason,
-            stats.fallback if isinstance(stats.fallback, int) else 0,
             grid,
             count,
             valid,

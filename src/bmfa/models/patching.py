@@ -45,7 +45,6 @@ def patch(
     max_depth: int | None = None,
     allow_dense: bool = True,
     backend: Backend = "auto",
-    fallback: float | None = None,
     attention: str | Sequence[str] | None = None,
     grid: GridSource = None,
     prefix: int = 0,
@@ -61,8 +60,7 @@ def patch(
     layers attend over tiles of keys, within the target `error` or the budget `leaves`: this form makes
     models at high resolution faster. For images at which dense attention is faster, the model runs its
     own forward, on a CPU with exact attention by the native kernel where that is faster, unless
-    `allow_dense` is False, or `fallback` or a `backend` is given. `error=0.0` makes attention exact at
-    every size.
+    `allow_dense` is False or a `backend` is given. `error=0.0` makes attention exact at every size.
 
     With `plan`, every layer has the setting that `bmfa.tune` chose for it. A plan holds for one image
     size: images with another number of tokens run dense attention, with one warning for each number.
@@ -90,8 +88,7 @@ def patch(
             selects all layers, and `"last-4"` with a rule.
         max_depth: The depth at which trees are not split further; None goes down to single tokens.
         allow_dense: If False, tiles run even where dense attention is faster.
-        backend: `"auto"`, `"native"`, `"eager"`, `"triton"` or `"reference"`.
-        fallback: Queries whose certificate exceeds this share of |output| are recomputed exactly.
+        backend: `"auto"`, `"native"`, `"eager"` or `"triton"`.
         attention: The names of the attention modules of a model that is not known, as
             `model.named_modules()` has them; `*` is any characters but a dot: `"blocks.*.attn"`.
         grid: With `attention`: (height, width) of the grid in tokens, a function that returns it from
@@ -126,7 +123,6 @@ def patch(
         "max_depth": max_depth,
         "allow_dense": allow_dense,
         "backend": backend,
-        "fallback": fallback,
     }
     if attention is None and (grid is not None or prefix or suffix):
         raise ValueError(
@@ -344,7 +340,6 @@ def _check_options(
     max_depth: Any,
     allow_dense: Any,
     backend: Any,
-    fallback: Any,
 ) -> None:
     """Check the arguments of `screened_attention` before the model is changed."""
     check_choices(allow_dense, backend, rule=rule, error=error, leaves=leaves)
@@ -354,8 +349,6 @@ def _check_options(
         check_leaves(leaves)
     if max_depth is not None:
         check_integer("max_depth", max_depth, low=0)
-    if fallback is not None:
-        check_number("fallback", fallback, low=0.0)
     if rule is None and max_depth is not None:
         raise ValueError(
             f"max_depth is {max_depth}, which limits trees, and no rule is given; pass rule=, e.g. "

@@ -26,8 +26,7 @@ class LayerRecord:
         leaf_ratios: (B, heads, queries) leaves as a fraction of the valid tokens.
         errors: (B, heads, queries) error E of the trees over the spatial keys. For attention over
             tiles it is the error of the partition, before the corrections of the form.
-        attention: (B, heads, queries, prefix + N) the attention weights that the layer used: those of
-            its trees, or full attention for queries that `fallback` recomputed.
+        attention: (B, heads, queries, prefix + N) the attention weights of the trees of the layer.
         full_attention: The weights of full attention on the same inputs.
 
     Example:
@@ -138,8 +137,6 @@ class Recording:
                 scores = q @ k.transpose(-2, -1) * inputs.scale  # (B, heads, Q, prefix + N)
                 full = _attention_weights(inputs, scores)
                 weights = _attention_weights(inputs, scores, screened.tree)
-                if (recomputed := screened.stats.recomputed) is not None:
-                    weights = torch.where(recomputed.unsqueeze(-1), full, weights)
                 record.attention.append(weights)
                 record.full_attention.append(full)
 

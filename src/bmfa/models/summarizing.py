@@ -28,7 +28,7 @@ class LayerSummary:
         settings: Settings of the layer; None if it is not patched.
         form: `"tiled"`, `"tree"`, `"dense"`, or `"unknown"` if the layer has
             not run in this thread or ran in a compiled graph.
-        backend: `"native"`, `"eager"`, `"triton"`, `"reference"`, `"dense"` (SDPA in bmfa), `"host"`
+        backend: `"native"`, `"eager"`, `"triton"`, `"dense"` (SDPA in bmfa), `"host"`
             (the attention of the model itself) or `"unknown"`.
         reason: Why this ran.
 
@@ -82,11 +82,6 @@ class LayerSummary:
         known = [error for call in self._calls if (error := call.error) is not None]
         return max(known, key=lambda error: error.estimate) if known else None
 
-    @property
-    def fallback(self) -> int:
-        """Number of queries that `fallback` recomputed exactly."""
-        return sum(call.fallback for call in self._calls)
-
     def as_dict(self) -> dict[str, Any]:
         """Return the row as a flat dictionary of numbers and text. Waits for the device.
 
@@ -106,7 +101,6 @@ class LayerSummary:
             "error": None if error is None else error.estimate,
             "error_p95": None if error is None else error.p95,
             "error_met": None if error is None else error.met,
-            "fallback": self.fallback,
             "reason": self.reason,
         }
 
@@ -339,7 +333,7 @@ def _layer_cells(row: LayerSummary) -> tuple[str, ...]:
         "-" if density is None else f"{100 * density:.1f} %",
         "-" if error is None else f"{100 * error.estimate:.2f} %{missed}",
         row.settings or "-",
-        row.reason if not row.fallback else f"{row.reason}; {row.fallback} queries recomputed",
+        row.reason,
     )
 
 

@@ -382,7 +382,7 @@ class Tree:
             raise ValueError(
                 f"these trees are of a tiled call: they say which tokens are merged, and the attention "
                 f"inside a merged tile is not uniform, so that {name} of the tree is not that of the "
-                "output; read stats.error, or pass certificate=True and read stats.certificate"
+                "output; read stats.error, or call bmfa.certify"
             )
 
     def mask_of_heads(self, heads: int) -> Tensor | None:

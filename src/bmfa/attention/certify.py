@@ -1,0 +1,292 @@
+"""A proven bound on |output - exact| of every query, from all scores, for an output that was returned.
+
+The exact output is computed in float64 and its distance is measured, so that corrections and every
+rounding of a kernel are in it; the bound is above the distance by rounding alone. E is known for each
+form: 0 for dense attention, `bmfa.trees.certificates.exact_error` for trees, and for tiles as follows.
+
+Let c = scale / tau, and let a be step 4 of `bmfa.attention.kernels.reference.tiles` without its
+correction, for any representative qbar of the group and the tiles that a backend has expanded:
+
+    an unexpanded tile L has the logit T_L(q) = A_L(qbar) + c (q - qbar) . k_L and the value v_L,
+    A_L(q) = log sum_{i in L} exp(c q . k_i), with k_L and v_L the means under p = softmax over L of
+    c qbar . k_i; expanded tiles and the prefix are exact.
+
+a is an attention: token i of L has the weight w_L p_i. Its divergence from exact attention is
+
+    KL(a || exact) = log Z - log Z~ = log sum_j w_j exp(d_j),
+
+where d_L = A_L(q) - T_L(q) >= 0 (the tangent of a convex function) is the divergence of p from softmax
+over L of c q . k_i, and d_j = 0 for exact tokens: the logarithm of the ratio of the two distributions is
+d_L - c (q - qbar) . (k_i - k_L), whose last term has the mean 0 under p. E = tau KL.
+
+Rounding errors are bounded by `score_rounding`, `attention_rounding` and `_logit_rounding`, and results
+are rounded up.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from bmfa.attention.inputs import AttentionInputs
+from bmfa.attention.kernels import eager
+from bmfa.attention.result import Screened
+from bmfa.attention.tiling import Tiling, tiles_to_tokens, tokens_to_tiles, unflatten, valid_slots
+from bmfa.checks import has_values
+from bmfa.trees.certificates import exact_error
+from bmfa.trees.tree import Tree
+
+# Scores in memory at once, for a CPU and for an accelerator.
+CHUNK_ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 25}
+# Two roundings: matrix units may truncate, and exponentials are accurate to two roundings.
+UNIT = 2 * torch.finfo(torch.float64).eps
+
+
+class Certificate(NamedTuple):
+    """Proven bounds for every query; 0 for invalid queries, infinity where nothing is known (NaN).
+
+    Attributes:
+        distance: (B, H, Q) float64, at least |output - exact|, in units of the values.
+        energy: (B, H, Q) float64, at least E = tau KL(attention || exact attention) over all keys. For
+            tiles the attention is the one before the first-order correction, which is no distribution.
+    """
+
+    distance: Tensor
+    energy: Tensor
+
+
+@torch.no_grad()
+def certify(q: Tensor, k: Tensor, v: Tensor, screened: Screened) -> Certificate:
+    """Bound the distance of an output of `screened_attention` from exact attention, for every query.
+
+    All scores are computed in float64, which takes several times as long as dense attention: this checks
+    a setting. `stats.error` measures the error of every call at little cost.
+
+    Args:
+        q: (B, H, Q, d), k: (B, H or a divisor of it, prefix + N, d) and v: (B, as many, prefix + N, e)
+            as they were passed to `screened_attention`. Exact attention is that of these tensors:
+            under autocast, what is lost by casting them counts.
+        k: Keys.
+        v: Values.
+        screened: Result of the call.
+
+    Returns:
+        A `Certificate`, which unpacks as `distance, energy`: (B, H, Q) float64 each.
+
+    Raises:
+        ValueError: If the tensors are not those of the call, or their values cannot be read.
+
+    Example:
+        >>> import torch, bmfa
+        >>> q, k, v = torch.randn(3, 1, 2, 196, 16, generator=torch.Generator().manual_seed(0))
+        >>> screened = bmfa.screened_attention(q, k, v, grid=(14, 14), leaves=0.2, allow_dense=False)
+        >>> distance, energy = bmfa.certify(q, k, v, screened)
+        >>> exact = torch.nn.functional.scaled_dot_product_attention(q, k, v)
+        >>> bool(((screened.output - exact).norm(dim=-1) <= distance + 1e-5).all())
+        True
+    """
+    inputs, output = screened.inputs.with_tensors(q, k, v), screened.output
+    if not (has_values(q) and has_values(output)):
+        raise ValueError("values cannot be read in a graph or on the meta device; certify outside")
+    if q.numel() == 0:
+        return Certificate(*(q.new_zeros(q.shape[:3], dtype=torch.float64) for _ in range(2)))
+    flat = inputs.copy_shared(inputs.flatten(torch.float64))
+    distance = _bound_distance(inputs, flat, output)
+    if screened.stats.form == "dense":
+        energy = torch.zeros_like(distance)
+    elif screened.expanded is None:
+        energy = _tree_energy(inputs, flat, screened.tree)
+    else:
+        energy = _tile_energy(inputs, flat, screened.expanded)
+    bounds = [x.where(x == x, torch.inf) for x in (distance, energy)]  # NaN: nothing is known
+    if (valid := inputs.valid_queries) is not None:
+        bounds = [x.where(valid.unsqueeze(1), 0.0) for x in bounds]
+    return Certificate(*bounds)
+
+
+def score_rounding(dim: int, largest_score: Tensor) -> Tensor:
+    """Bound the rounding error of c q . k, from c |q| max |k|.
+
+    A sum of d products in any order is off by less than d + 2 roundings of sum |q_i k_i| <= |q| |k|; c,
+    the rounding of q and k, and the differences and logarithms that follow add less than 14 more.
+    """
+    return torch.finfo(torch.float64).eps * (dim + 16) * largest_score
+
+
+def attention_rounding(
+    score: Tensor, terms: int, diameter: Tensor, largest_value: Tensor
+) -> Tensor:
+    """Bound the rounding error of an attention over `terms` tokens whose scores are off by `score`.
+
+    Logits that are off by r change the output by at most D tanh(r / 2), where D is the diameter of the
+    values: the logarithm of the ratio of the two distributions has a range of at most 2 r, and then
+    their total variation is largest for two points with the ratios exp(+-r). Exponentials, sums of
+    weights and weighted sums of values are off by at most terms + 64 units of the largest value.
+    """
+    return diameter * score / 2 + UNIT * (terms + 64) * largest_value
+
+
+def _bound_distance(
+    inputs: AttentionInputs, flat: tuple[Tensor, Tensor, Tensor], output: Tensor
+) -> Tensor:
+    """(B, H, Q) upper bound on |output - exact|, from q, k, v (G, *, *) in float64."""
+    q, k, v = flat
+    mask = inputs.valid_keys
+    if mask is not None:
+        mask = mask.expand(len(output), -1).repeat_interleave(output.shape[1], 0)
+    exact = eager.dense_attention(q, k, v, scale=inputs.scale, tau=inputs.tau, valid=mask)
+    largest_key, largest_value = (_norm(x).amax(1, keepdim=True) for x in (k, v))  # (G, 1)
+    largest_score = abs(inputs.scale / inputs.tau) * _norm(q) * largest_key
+    # A difference and a norm are off by less than e + 8 units of the largest value.
+    radius = _norm(v - v.mean(1, keepdim=True))
+    if mask is not None:
+        radius = radius.where(mask, 0.0)
+    diameter = 2 * radius.amax(1, keepdim=True) + 4 * UNIT * (v.shape[-1] + 8) * largest_value
+    own = score_rounding(q.shape[-1], largest_score)
+    rounding = attention_rounding(own, k.shape[1], diameter, largest_value)
+    distance = _norm(output.double().flatten(0, 1) - exact)
+    return _round_up(distance + rounding).view(output.shape[:3])
+
+
+def _tree_energy(
+    inputs: AttentionInputs, flat: tuple[Tensor, Tensor, Tensor], tree: Tree
+) -> Tensor:
+    """(B, H, Q) upper bound on E of a tree for each query."""
+    q, k, _ = flat
+    prefix = inputs.prefix
+    energy = exact_error(q * inputs.scale, k[:, prefix:], tree.flat(), k[:, :prefix])
+    return energy.view(inputs.q.shape[:3])
+
+
+def _tile_energy(
+    inputs: AttentionInputs, flat: tuple[Tensor, Tensor, Tensor], expanded: Tensor
+) -> Tensor:
+    """(B, H, Q) upper bound on E of tiles before the correction.
+
+    Args:
+        inputs: Inputs of the call.
+        flat: q and k (G, tokens, d) in float64, one head of keys for each head of queries.
+        expanded: (B, H, R, T) bool, the tiles that each group reads token by token.
+    """
+    q, k, _ = flat
+    tiling, prefix, first = inputs.tiling, inputs.prefix, inputs.query_prefix
+    lead = inputs.q.shape[:2]
+    key_mask = valid_slots(tiling, inputs.valid, inputs.q)
+    query_valid = inputs.valid if tiling.query_grid is None else None
+    query_mask = valid_slots(tiling.queries, query_valid, inputs.q)
+    divergence = q.new_zeros(q.shape[:2])
+    for head, marks in enumerate(expanded.flatten(0, 1)):
+        keys = _in_tiles(k[head, prefix:], tiling, key_mask, head)
+        queries = _in_tiles(q[head, first:], tiling.queries, query_mask, head)
+        exists = None if key_mask is None else key_mask[head]
+        q_mean = queries.mean(1)
+        if query_mask is not None:
+            q_mean = queries.sum(1) / query_mask[head].sum(1, keepdim=True).clamp(min=1)
+        factor = inputs.scale / inputs.tau
+        parts = [
+            _divergence(
+                queries[groups],
+                q_mean[groups],
+                keys,
+                k[head, :prefix],
+                exists,
+                marks[groups],
+                factor,
+            )
+            for groups in _chunks(len(queries), queries.shape[1] * keys.shape[0] * keys.shape[1], q)
+        ]
+        spatial = torch.cat(parts).unsqueeze(0).unsqueeze(-1)  # (1, R, S, 1)
+        divergence[head, first:] = tiles_to_tokens(spatial, tiling.queries)[0, :, 0]
+    # Two further roundings: of the product and of tau itself, which is given in decimals.
+    return unflatten(divergence, 0, lead) * inputs.tau * (1 + 1e-15)
+
+
+def _divergence(
+    q: Tensor,
+    q_mean: Tensor,
+    k: Tensor,
+    prefix_k: Tensor,
+    exists: Tensor | None,
+    expanded: Tensor,
+    factor: float,
+) -> Tensor:
+    """(C, Q) log Z - log Z~ of C groups of Q queries, rounded up.
+
+    Args:
+        q: (C, Q, d) queries, 0 in empty slots.
+        q_mean: (C, d) representatives.
+        k: (T, S, d) keys, 0 in empty slots.
+        prefix_k: (P, d) keys before the grid.
+        exists: (T, S) bool, None if every slot of a tile holds a token.
+        expanded: (C, T) bool.
+        factor: scale / tau.
+    """
+    difference = q - q_mean.unsqueeze(1)
+
+    def tile_scores(queries: Tensor) -> Tensor:  # (..., T, S), -inf in empty slots
+        scores = factor * torch.einsum("...d,tsd->...ts", queries, k)
+        return scores if exists is None else scores.masked_fill(~exists, -torch.inf)
+
+    exact = tile_scores(q).logsumexp(-1)  # (C, Q, T) A_L(q)
+    representative = tile_scores(q_mean)  # (C, T, S)
+    log_mass = representative.logsumexp(-1, keepdim=True)
+    p = (representative - log_mass).exp().nan_to_num(0.0)  # 0 in tiles without a token
+    k_mean = torch.einsum("cts,tsd->ctd", p, k)
+    tangent = log_mass.transpose(1, 2) + factor * difference @ k_mean.transpose(1, 2)
+    merged = ~expanded & (log_mass.squeeze(-1) > -torch.inf)  # (C, T)
+    coarse = torch.where(merged.unsqueeze(1), tangent, exact)
+    prefix = factor * q @ prefix_k.T  # (C, Q, P)
+    log_z, coarse_log_z = (torch.cat((x, prefix), -1).logsumexp(-1) for x in (exact, coarse))
+    largest_key = torch.cat((_norm(k).flatten(), _norm(prefix_k))).amax()
+    rounding = _logit_rounding(q, q_mean, difference, k, len(prefix_k), factor, largest_key)
+    divergence = (log_z - coarse_log_z).clamp(min=0) + 6 * rounding
+    return _round_up(divergence).where(merged.any(-1, keepdim=True), 0.0)
+
+
+def _logit_rounding(
+    q: Tensor,
+    q_mean: Tensor,
+    difference: Tensor,
+    k: Tensor,
+    prefix: int,
+    factor: float,
+    largest_key: Tensor,
+) -> Tensor:
+    """(C, Q) bound on the rounding errors of the logits of a query, and of its log Z and log Z~.
+
+    With r the error of a score of the representative (`score_rounding`), A_L(qbar) is off by r and
+    S + 16 units. p is off by a factor of exp(+-2 r), which moves k_L by at most 2 r times the diameter
+    of the keys of L, and k_L has S + d + 24 further units of the largest key; both are multiplied by
+    c |q - qbar|. A score of the query has an error of its own, and a log-sum-exp over all tokens adds
+    terms + 64 units.
+    """
+    tiles, slots, dim = k.shape
+    size = abs(factor) * largest_key
+    own = score_rounding(dim, size * _norm(q))
+    representative = score_rounding(dim, size * _norm(q_mean)).unsqueeze(-1)
+    moved_key = (8 * representative + UNIT * (slots + dim + 24)) * largest_key
+    tangent = representative + abs(factor) * _norm(difference) * moved_key
+    return own + tangent + UNIT * (tiles * slots + prefix + slots + 80)
+
+
+def _in_tiles(tokens: Tensor, tiling: Tiling, mask: Tensor | None, head: int) -> Tensor:
+    """(T, S, d) from (N, d) tokens in raster order, 0 in empty slots."""
+    tiles = tokens_to_tiles(tokens[None, None], tiling, tokens.dtype)[0]
+    return tiles if mask is None else tiles.masked_fill(~mask[head].unsqueeze(-1), 0.0)
+
+
+def _chunks(groups: int, scores: int, like: Tensor) -> list[slice]:
+    """Groups with so many scores each, divided so that the scores of a chunk fit in memory."""
+    limit = CHUNK_ELEMENTS.get(like.device.type, CHUNK_ELEMENTS["cpu"])
+    step = max(1, limit // scores)
+    return [slice(start, min(start + step, groups)) for start in range(0, groups, step)]
+
+
+def _norm(x: Tensor) -> Tensor:
+    norm: Tensor = torch.linalg.vector_norm(x, dim=-1)
+    return norm
+
+
+def _round_up(x: Tensor) -> Tensor:
+    """Make up for the last operations of a bound."""
+    return x * (1 + 1000 * UNIT)
