@@ -73,7 +73,7 @@ def python_number(value: object) -> object:
     """Return NumPy scalars and symbolic numbers of a compiler as Python numbers, others unchanged."""
     if isinstance(value, np.generic):
         return value.item()
-    if torch.compiler.is_compiling() and isinstance(value, (int, float)):
+    if is_compiling() and isinstance(value, (int, float)):
         from torch.fx.experimental.symbolic_shapes import guard_scalar
 
         return guard_scalar(value)
@@ -84,12 +84,17 @@ def _item_of(value: object) -> str:
     return ", not a tensor: call .item()" if isinstance(value, Tensor) else ""
 
 
+def is_compiling() -> bool:
+    """True while torch.compile or torch.export traces the caller."""
+    return torch.compiler.is_compiling()
+
+
 def has_values(tensor: Tensor) -> bool:
     """False if the numbers in a tensor cannot be read.
 
     This is so in graphs that are being compiled or exported, on the meta device, and for fake tensors.
     """
-    unreadable = torch.compiler.is_compiling() or tensor.is_meta or isinstance(tensor, FakeTensor)
+    unreadable = is_compiling() or tensor.is_meta or isinstance(tensor, FakeTensor)
     return not unreadable
 
 
@@ -182,6 +187,23 @@ def check_finite(name: str, tensor: Tensor, valid: Tensor | None = None) -> None
         raise ValueError(
             f"{name} hold {tensor[index].item()} at index {index} ({int(bad.sum())} such entries); "
             f"pass finite {name} and use valid= for tokens that do not exist"
+        )
+
+
+def check_finite_products(q: Tensor, keys: Tensor, scale: float, dtype: torch.dtype) -> None:
+    """Raise ValueError if a query or a key is not finite, or their products may overflow `dtype`."""
+    largest = abs(scale) * keys.shape[-1]
+    for tensor in (q, keys):
+        if tensor.numel():
+            values = tensor.detach()
+            largest *= max(-float(values.amin()), float(values.amax()))  # NaN propagates
+    if largest < torch.finfo(dtype).max:
+        return
+    check_finite("queries", q)
+    check_finite("keys", keys)
+    if q.numel() and keys.numel():
+        raise ValueError(
+            f"scores of up to {largest:.3g} overflow {dtype}; pass float64, or smaller queries and keys"
         )
 
 

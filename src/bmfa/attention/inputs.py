@@ -9,6 +9,7 @@ from torch import Tensor
 
 from bmfa.attention.tiling import Budget, Tiling
 from bmfa.checks import (
+    check_finite_products,
     check_floating,
     check_integer,
     check_number,
@@ -17,7 +18,6 @@ from bmfa.checks import (
     has_values,
 )
 from bmfa.grid import Grid, check_grid
-from bmfa.trees.build import check_finite_products
 from bmfa.trees.rules import Rule
 
 Form = Literal["tiled", "tree"]

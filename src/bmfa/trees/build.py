@@ -7,6 +7,7 @@ from torch import Tensor
 
 from bmfa.checks import (
     check_finite,
+    check_finite_products,
     check_integer,
     check_products,
     check_scores,
@@ -322,20 +323,3 @@ def _concatenate(parts: list[Decision]) -> Decision:
         cat([part.limited for part in parts]),
         cat([part.labels for part in parts]),
     )
-
-
-def check_finite_products(q: Tensor, keys: Tensor, scale: float, dtype: torch.dtype) -> None:
-    """Raise ValueError if a query or a key is not finite, or their products may overflow `dtype`."""
-    largest = abs(scale) * keys.shape[-1]
-    for tensor in (q, keys):
-        if tensor.numel():
-            values = tensor.detach()
-            largest *= max(-float(values.amin()), float(values.amax()))  # NaN propagates
-    if largest < torch.finfo(dtype).max:
-        return
-    check_finite("queries", q)
-    check_finite("keys", keys)
-    if q.numel() and keys.numel():
-        raise ValueError(
-            f"scores of up to {largest:.3g} overflow {dtype}; pass float64, or smaller queries and keys"
-        )

@@ -16,7 +16,7 @@ from torch import Tensor
 from bmfa.attention.choice import Levels, choose, level_thresholds
 from bmfa.attention.kernels.native import library
 from bmfa.attention.tiling import FARTHEST, NUM_LEVELS, UNIFORM_SHARE, TiledAttention, Tiling
-from bmfa.trees.build import check_finite_products
+from bmfa.checks import check_finite_products
 
 Mask = npt.NDArray[np.bool_]
 
