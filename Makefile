@@ -69,6 +69,7 @@ test-install: setup
 	$(PYTEST) -m install
 
 docs: setup
+	$(BIN)/python tools/tables.py
 	$(BIN)/mkdocs build --strict
 
 dist: setup

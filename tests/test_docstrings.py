@@ -19,11 +19,9 @@ MODULES = ("energy", "bounds", "rules", "merging", "models")
 CLASSES = ("Plan", "Tree", "Screened")
 # Methods of public classes that only other parts of the library call.
 INTERNAL = {
-    *("Tree.from_decision", "Tree.from_boxes", "Tree.mask_of_heads"),
+    *("Tree.from_decision", "Tree.mask_of_heads"),
     *("Tree.level_splits", "Tree.level_leaves", "Tree.leaf_nodes"),
 }
-# Public names whose documentation is not complete yet; must be empty.
-PENDING: set[str] = set()
 OPTIONS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 
 
@@ -100,14 +98,9 @@ def missing_sections(value: object) -> list[str]:
 SURFACE = surface()
 
 
-@pytest.mark.parametrize("name", [name for name in SURFACE if name not in PENDING])
-def test_public_names_are_documented(name):
-    assert not missing_sections(SURFACE[name]), f"{name} lacks {missing_sections(SURFACE[name])}"
-
-
-def test_pending_documentation_is_still_missing():
-    """A name whose documentation is complete leaves the list."""
-    assert {name for name in PENDING if not missing_sections(SURFACE[name])} == set()
+def test_public_names_are_documented():
+    missing = {name: missing_sections(value) for name, value in SURFACE.items()}
+    assert {name: sections for name, sections in missing.items() if sections} == {}
 
 
 def examples() -> Iterator[doctest.DocTest]:
@@ -127,10 +120,18 @@ def examples() -> Iterator[doctest.DocTest]:
             yield from finder.find(documented, name, module=module, globs=dict(vars(module)))
 
 
-@pytest.mark.parametrize("example", [e for e in examples() if e.examples], ids=lambda e: e.name)
-def test_examples_run(example):
-    torch.manual_seed(0)
-    torch.set_printoptions(profile="default")
+EXAMPLES: dict[str, list[doctest.DocTest]] = {}
+for example in examples():
+    owner, dot, _ = example.name.partition(".")
+    EXAMPLES.setdefault(owner if dot else "bmfa", []).append(example)
+
+
+@pytest.mark.parametrize("owner", EXAMPLES)
+def test_examples_run(owner):
+    """The examples of a module or a class."""
     report: list[str] = []
-    doctest.DocTestRunner(optionflags=OPTIONS).run(example, out=report.append)
+    for example in EXAMPLES[owner]:
+        torch.manual_seed(0)
+        torch.set_printoptions(profile="default")
+        doctest.DocTestRunner(optionflags=OPTIONS).run(example, out=report.append)
     assert not report, "".join(report)
