@@ -19,6 +19,8 @@ SHOWN = {
     "evaluate-rules-deit-h200": "model",
     "reduction-deit-cpu": "model",
     "model-saliency-h200": "saliency",
+    "model-cpu": "saliency",
+    "model-saliency-cpu": "saliency",
 }
 # A wheel holds the folder `records` of the repository here.
 PACKAGED = Path(__file__).parent / "recorded"

@@ -1,31 +1,26 @@
-"""Figures of the attention benchmark: time over the number of tokens, and error over speed."""
+"""Figures of the benchmarks: time of attention over tokens, error over speed, masks over speed."""
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from bmfa.evidence.bench import summary
-from bmfa.evidence.page import style
-from bmfa.evidence.page.canvas import Canvas, figure
-from bmfa.evidence.page.drawing import (
-    Margins,
-    add_labels,
-    draw_line,
-    label_line_ends,
-    panel_grid,
-    set_log_range,
-    set_ticks,
-)
+from bmfa.evidence.methods import family
+from bmfa.evidence.page import plots
 from bmfa.evidence.page.record_set import RecordSet, get_number, get_points, get_text
-from bmfa.records import Record, Row
+from bmfa.records import Row
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure as Drawing
 
 # Methods with a line of their own in the figure of times; the figure of errors shows all.
 TIMED_METHODS = ("tiled-tiles:0", "tiled-tiles:0.1", "tiled-error:0.1")
+# Settings of one method that a line joins, with the titles of the legend.
 TITLES = {
     "dense": "dense, fastest path",
     "tiles": "bmfa, share of the tiles",
+    "leaves": "bmfa, budget of leaves",
     "error": "bmfa, error target",
     "mean-tiles": "mean tiles (historical)",
     "topk": "keep or drop (historical)",
@@ -38,24 +33,14 @@ TITLES = {
 MIN_TOKENS = 1024  # dense attention over fewer tokens takes too little time to be a bottleneck
 
 
-def attention_records(records: RecordSet) -> RecordSet:
-    """Return the attention records of the machine with most rows: other times share no axis."""
-
-    def count(record: Record) -> int:
-        return sum(row.get("what") == "attention" for row in record.rows)
-
-    found = [record for record in records.of("bench") if count(record)]
-    device = _device(RecordSet(max(found, key=count))) if found else None
-    return RecordSet([r for r in found if r.environment.get("device_name") == device])
-
-
-def _device(records: RecordSet) -> object:
-    return records.records[0].environment.get("device_name") if records.records else None
-
-
 def attention_rows(records: RecordSet) -> list[Row]:
-    """Return the complete rows of attention on a model's own heads, of one machine."""
-    rows = attention_records(records).rows("bench")
+    """Return the complete rows of attention on a model's own heads, of the machine with most rows."""
+    by_device: dict[str, list[Row]] = {}
+    for record in records.of("bench"):
+        device = str(record.environment.get("device_name"))
+        rows = [{**row, "device": device} for row in record.rows if row.get("what") == "attention"]
+        by_device.setdefault(device, []).extend(rows)
+    rows = max(by_device.values(), key=len, default=[])
     return [
         row
         for row in summary.own_rows([r for r in rows if "method" in r and "n" in r])
@@ -64,46 +49,26 @@ def attention_rows(records: RecordSet) -> list[Row]:
     ]
 
 
-def _has_times(records: RecordSet) -> bool:
-    """True if the dense path was timed at two numbers of tokens or more."""
-    return len(summary.times_of(attention_rows(records), "dense")) >= 2
-
-
-def _has_errors(records: RecordSet) -> bool:
-    return bool(summary.tiled_rows(_long_rows(records)))
-
-
-def _long_rows(records: RecordSet) -> list[Row]:
-    return [row for row in attention_rows(records) if int(row["n"]) >= MIN_TOKENS]
-
-
-def _require(available: bool) -> None:
-    if not available:
-        raise ValueError(
-            "too few attention rows among the records; make them with: bmfa bench attention --json FILE"
-        )
-
-
-@figure("attention-time", needs=("bench",), available=_has_times)
-def attention_time(records: RecordSet, narrow: bool) -> Canvas:
+@plots.figure("attention-time", "bench")
+def attention_time(records: RecordSet, narrow: bool) -> "Drawing | None":
     """Time of attention against the number of tokens, with the fitted exponents."""
-    _require(_has_times(records))
-    lines = _time_lines(attention_rows(records))
-    canvas, (axes,) = panel_grid(1, 1, narrow=narrow, height=300, margins=Margins(right=150))
+    rows = attention_rows(records)
+    lines = _time_lines(rows)
+    if not any(name.startswith("dense:") and len(line) > 1 for name, line in lines.items()):
+        return None
+    drawing, (axes,) = plots.panels(1, 1, narrow, 390)
     sizes = sorted({n for line in lines.values() for n in line})
     axes.set(xscale="log", xlim=(sizes[0] / 1.1, sizes[-1] * 1.1))
-    set_ticks(axes.xaxis, sizes[-4:] if narrow else sizes)
-    set_log_range(axes, "y", [time for line in lines.values() for time in line.values()], 1.3)
-    ends = {}
+    plots.set_ticks(axes.xaxis, sizes[-4:] if narrow else sizes)
+    plots.set_log_range(axes, "y", [time for line in lines.values() for time in line.values()], 1.3)
     for name, line in lines.items():
-        draw_line(axes, name, sorted(line.items()))
-        ends[name] = line[max(line)]
-    device = _device(attention_records(records))
-    title = "Attention" if device is None else f"Attention, {device}"
+        plots.draw_line(axes, name, sorted(line.items()))
     x_label = "tokens N, logarithmic; exponents fitted from 4,096 tokens"
-    add_labels(canvas, axes, title, "milliseconds per image, logarithmic", x_label)
-    label_line_ends(canvas, axes, ends)
-    return canvas
+    plots.label(
+        axes, f"Attention, {rows[0]['device']}", "milliseconds per image, logarithmic", x_label
+    )
+    plots.label_ends(axes, {name: line[max(line)] for name, line in lines.items()}, 300)
+    return drawing
 
 
 def _time_lines(rows: Sequence[Row]) -> dict[str, Mapping[int, float]]:
@@ -123,40 +88,72 @@ def _time_lines(rows: Sequence[Row]) -> dict[str, Mapping[int, float]]:
     return named
 
 
-@figure("attention-error", needs=("bench",), available=_has_errors)
-def attention_error(records: RecordSet, narrow: bool) -> Canvas:
+@plots.figure("attention-error", "bench")
+def attention_error(records: RecordSet, narrow: bool) -> "Drawing | None":
     """Error of attention against its speed, for every number of tokens."""
-    _require(_has_errors(records))
-    rows = _long_rows(records)
-    sizes = sorted({int(row["n"]) for row in rows})
-    legend = {name: title for name, title in TITLES.items() if _family(rows, name)}
-    columns = min(2, len(sizes))
-    canvas, panels = panel_grid(
-        len(sizes), columns, narrow=narrow, height=200, legend=legend, legend_columns=3
-    )
-    for n, axes in zip(sizes, panels, strict=True):
-        found = [row for row in rows if row["n"] == n]
-        _draw_errors(axes, {name: _family(found, name) for name in legend})
-        x_label = "speed-up over the fastest dense path, logarithmic"
-        add_labels(canvas, axes, f"{n:,} tokens", "relative L2 error, %", x_label)
-    return canvas
+    rows = [row for row in attention_rows(records) if int(row["n"]) >= MIN_TOKENS]
+    if not summary.tiled_rows(rows):
+        return None
+    rows = [{**row, "method": get_text(row, "method").removeprefix("tiled-")} for row in rows]
+    labels = ("relative L2 error, %", "speed-up over the fastest dense path, logarithmic")
+    drawing, panels = _over_speed(rows, "error_l2_percent", labels, narrow)
+    for axes in panels:
+        axes.set_ylim(0, 1.1 * axes.dataLim.y1 or 1.0)
+    return drawing
 
 
-def _draw_errors(axes: "Axes", rows: Mapping[str, Sequence[Row]]) -> None:
-    lines = {name: get_points(found, "speedup", "error_l2_percent") for name, found in rows.items()}
-    speeds = [speed for line in lines.values() for speed, _ in line]
-    errors = [error for line in lines.values() for _, error in line]
-    set_log_range(axes, "x", speeds, 1.2)
-    axes.set_ylim(0, 1.1 * max(errors) or 1.0)
-    axes.axvline(1.0, color=style.INK.light, linewidth=1.0)
-    for name, line in lines.items():
-        draw_line(axes, name, line)
+def mask_rows(records: RecordSet) -> list[Row]:
+    """Return the rows of whole models with the overlap of their masks, and the machine of each.
 
-
-def _family(rows: Sequence[Row], name: str) -> list[Row]:
-    """The rows of a method at all parameters; of the dense paths only the fastest."""
-    if name == "dense":
-        return [row for row in rows if get_text(row, "method") == name]
+    Of the dense paths only the fastest one is there.
+    """
     return [
-        row for row in rows if get_text(row, "method").removeprefix("tiled-").startswith(f"{name}:")
+        {**row, "device": str(record.environment.get("device_name"))}
+        for record in records.of("bench")
+        for row in record.rows
+        if get_number(row, "mask_iou") is not None
+        and get_number(row, "speedup") is not None
+        and not get_text(row, "method").startswith("full-")
     ]
+
+
+@plots.figure("saliency", "bench")
+def saliency(records: RecordSet, narrow: bool) -> "Drawing | None":
+    """Agreement of the masks of a saliency model against its speed, for every number of tokens."""
+    # Without tiled layers a row is dense attention, because it is faster.
+    tiled = [row for row in mask_rows(records) if row.get("tiled_layers") != 0]
+    settings = Counter(row["n"] for row in tiled)
+    rows = [row for row in tiled if settings[row["n"]] > 1]
+    if not rows:
+        return None
+    labels = ("IoU with the mask of the dense model", "speed-up over the dense model, logarithmic")
+    drawing, panels = _over_speed(rows, "mask_iou", labels, narrow)
+    for axes in panels:
+        axes.set_ylim(0.45, 1.02)
+    return drawing
+
+
+def _over_speed(
+    rows: Sequence[Row], column: str, labels: tuple[str, str], narrow: bool
+) -> tuple["Drawing", list["Axes"]]:
+    """Draw a measure over the speed-up, in axes for each number of tokens."""
+    sizes = sorted({int(row["n"]) for row in rows})
+    methods = {family(get_text(row, "method")) for row in rows}
+    legend = {name: title for name, title in TITLES.items() if name in methods}
+    drawing, panels = plots.panels(len(sizes), 2, narrow, 290, legend, legend_columns=3)
+    for n, axes in zip(sizes, panels, strict=True):
+        lines = {
+            name: get_points(
+                [row for row in rows if row["n"] == n and family(get_text(row, "method")) == name],
+                "speedup",
+                column,
+            )
+            for name in legend
+        }
+        speeds = [speed for line in lines.values() for speed, _ in line]
+        plots.set_log_range(axes, "x", [*speeds, 1.0], 1.2)
+        axes.axvline(1.0, color=plots.LIGHT["ink"], linewidth=1.0)
+        for name, line in lines.items():
+            plots.draw_line(axes, name, line)
+        plots.label(axes, f"{n:,} tokens", *labels)
+    return drawing, panels

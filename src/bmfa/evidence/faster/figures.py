@@ -1,67 +1,139 @@
-"""Figure of the speed of a patched model: times and measures as bars, and masks side by side."""
+"""Figures of the speed of patched models: times as bars, and masks side by side."""
 
 import base64
 import binascii
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from bmfa.evidence.methods import FULL
-from bmfa.evidence.page import style
-from bmfa.evidence.page.canvas import Canvas, figure
-from bmfa.evidence.page.drawing import Array, draw_overlay
+from bmfa.evidence.page import plots
 from bmfa.evidence.page.formats import format_number
-from bmfa.evidence.page.record_set import RecordSet, get_number, get_text, unique
-from bmfa.evidence.page.score_maps import Panel, ScoreMap, draw_row
+from bmfa.evidence.page.panels import (
+    Panel,
+    Strip,
+    draw_strips,
+    group,
+    overlay,
+    photograph,
+    photograph_panel,
+)
+from bmfa.evidence.page.record_set import RecordSet, get_number, get_text
 from bmfa.records import Row
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure as Drawing
 
-DARK, MASK, ORANGE, BLUE = "#0a0d12", "#ffd23f", "#ff9352", "#6faaff"
-GAP = 12.0  # pixels between panels
-BAR_ROW = 30.0  # pixels
+Mask = NDArray[np.bool_]
 # Columns at the right of the bars: key, heading, decimals.
-NUMBERS = (
+SETTING_MEASURES = (
     ("mask_iou", "mask IoU", 3),
-    ("agreement_percent", "agreement", 0),
+    ("agreement_percent", "agreement, %", 0),
     ("error_percent", "error, %", 2),
 )
+MODEL_MEASURES = (("error_l2_percent", "features, %", 2), ("mask_iou", "mask IoU", 3))
+MODELS = {
+    "timm:deit_tiny_patch16_224": "DeiT-Tiny",
+    "timm:vit_small_patch14_dinov2": "ViT-S/14, saliency",
+}
 
 
-@figure("faster", needs=("faster",))
-def faster(records: RecordSet, narrow: bool) -> Canvas:
-    """Time of an image with and without the patch, and the masks that both predict."""
-    rows = records.require("faster")
-    settings = [row for row in rows if get_text(row, "what") == "setting"]
-    examples = [row for row in rows if get_text(row, "what") == "image"]
-    groups = [
-        [row for row in examples if get_text(row, "title") == title]
-        for title in unique(examples, "title")
+def cpu_models(records: RecordSet) -> list[list[Row]]:
+    """Return the rows of each whole model that was timed on a CPU, one group for each size."""
+    rows = [
+        {**row, "model": MODELS.get(str(record.settings["model"]), record.settings["model"])}
+        for record in records.of("bench")
+        if record.environment.get("device") == "cpu"
+        for row in record.rows
+        if row.get("what") == "model" and not get_text(row, "method").startswith("full-")
     ]
-    best = best_setting(settings)
-    width, columns = (style.NARROW, 3) if narrow else (style.WIDE, 5)
-    side = (width - (columns - 1) * GAP) / columns
-    lines = -(-5 // columns)
-    bars = 40 + BAR_ROW * len(settings)
-    step = side + 62
-    canvas = Canvas(width, bars + 26 + len(groups) * (lines * step))
-    _draw_bars(canvas, settings, narrow)
-    for number, group in enumerate(groups):
-        panels = _mask_panels(group, best)
-        for line in range(lines):
-            top = bars + 56 + (number * lines + line) * step
-            draw_row(canvas, 0, top, side, GAP, panels[line * columns : (line + 1) * columns])
-    return canvas
+    rows.sort(key=lambda row: (row["method"] != FULL, row["method"]))
+    return group(rows, "model", "img_size")
+
+
+@plots.figure("faster-models", "bench")
+def faster_models(records: RecordSet, narrow: bool) -> "Drawing | None":
+    """Time of whole models on a CPU with and without the patch, and the change of their output."""
+    models = cpu_models(records)
+    if not models:
+        return None
+    drawing, panels = plots.panels(len(models), 2, narrow, 175)
+    for axes, rows in zip(panels, models, strict=True):
+        measures = [one for one in MODEL_MEASURES if any(one[0] in row for row in rows)]
+        _draw_times(axes, rows, [] if narrow else measures, 0.21)
+        title = f"{rows[0]['model']}, {rows[0]['img_size']:,} px"
+        plots.label(axes, title, f"time of an image, {rows[0]['n']:,} tokens")
+    return drawing
+
+
+@plots.figure("faster", "faster")
+def faster(records: RecordSet, narrow: bool) -> "Drawing":
+    """Time of an image with and without the patch, and what it changes."""
+    rows = records.rows("faster", what="setting")
+    drawing, (axes,) = plots.panels(1, 1, narrow, 80 + 30 * len(rows))
+    _draw_times(axes, rows, SETTING_MEASURES[:1] if narrow else SETTING_MEASURES, 0.14)
+    plots.label(axes, "Time of an image", f"{rows[0]['n']:,} tokens")
+    return drawing
+
+
+def _draw_times(
+    axes: "Axes", rows: Sequence[Row], measures: Sequence[tuple[str, str, int]], step: float
+) -> None:
+    """Draw a bar of the time of every row, with measures beside it at steps of the width."""
+    times = [get_number(row, "milliseconds") or 0.0 for row in rows]
+    small: dict[str, Any] = {"fontsize": plots.SMALL, "va": "center"}
+    for line, (row, time) in enumerate(zip(rows, times, strict=True)):
+        full = get_text(row, "method") == FULL
+        axes.barh(line, time, 0.6, color=plots.LIGHT["mean" if full else "optimal"])
+        label = f"{time:.0f} ms" if time < 1000 else f"{time / 1000:.1f} s"
+        label += "" if full else f"  {get_number(row, 'speedup') or 0.0:.1f}×"
+        axes.annotate(label, (time, line), (6, 0), textcoords="offset points", **small)
+        for place, (column, _, decimals) in enumerate(reversed(measures)):
+            shown = format_number(get_number(row, column), decimals)
+            axes.text(
+                1 - step * place,
+                line,
+                shown,
+                transform=axes.get_yaxis_transform(),
+                ha="right",
+                **small,
+            )
+    for place, (_, heading, _) in enumerate(reversed(measures)):
+        axes.text(
+            1 - step * place, 1.0, heading, transform=axes.transAxes, ha="right",
+            fontsize=plots.SMALL, color=plots.LIGHT["muted"],
+        )  # fmt: skip
+    axes.set_yticks(range(len(rows)), [setting_title(row) for row in rows])
+    axes.set(
+        xticks=[],
+        ylim=(len(rows) - 0.5, -0.5),
+        xlim=(0, max(times) / (0.72 - step * len(measures))),
+    )
+    axes.spines["bottom"].set_visible(False)
+    axes.grid(visible=False)
+
+
+@plots.figure("masks", "faster")
+def masks(records: RecordSet, narrow: bool) -> "Drawing":
+    """Images with the masks that the full and the patched model predict, and their difference."""
+    best = best_setting(records.rows("faster", what="setting"))
+    strips = [Strip(_mask_panels(rows, best)) for rows in group(_examples(records), "title")]
+    return draw_strips(strips, narrow, 3 if narrow else 5)
+
+
+def _examples(records: RecordSet) -> list[Row]:
+    return records.rows("faster", what="image")
 
 
 def best_setting(settings: Sequence[Row], most_iou: float = 0.02) -> str:
     """Return the fastest patched setting whose IoU is surely within `most_iou` of the full model's.
 
-    The whole 95 % interval of the change counts, if the rows have it.
-
-    Without one, the setting with the smallest change of the IoU.
+    The whole 95 % interval of the change counts, if the rows have it. Without such a setting, it is the
+    one with the smallest change of the IoU.
     """
     patched = [row for row in settings if get_text(row, "method") != FULL]
     if not patched:
@@ -83,95 +155,43 @@ def setting_title(row: Row) -> str:
     return f"patch(error={value})" if name == "error" else "full model"
 
 
-def _draw_bars(canvas: Canvas, settings: Sequence[Row], narrow: bool) -> None:
-    """Draw a bar of the time of every setting, with its measures beside it."""
-    slowest = max((get_number(row, "milliseconds") or 0.0 for row in settings), default=1.0) or 1.0
-    name_width, number_width = (104.0, 52.0) if narrow else (150.0, 92.0)
-    numbers = NUMBERS[:1] if narrow else NUMBERS
-    left = name_width
-    width = canvas.width - left - number_width * len(numbers) - 10
-    canvas.add_title(0, 14, "Time of an image")
-    tokens = get_number(settings[0], "n") if settings else None
-    if tokens is not None:
-        canvas.add_note(0, 32, f"{tokens:,.0f} tokens")
-    for index, (_, heading, _) in enumerate(numbers):
-        x = canvas.width - (len(numbers) - index) * number_width + number_width - 4
-        canvas.add_note(x, 32, heading, ha="right")
-    axes = canvas.add_pixel_axes(left, 40, width, BAR_ROW * len(settings))
-    for line, row in enumerate(settings):
-        time, speedup = get_number(row, "milliseconds") or 0.0, get_number(row, "speedup")
-        full = get_text(row, "method") == FULL
-        y = line * BAR_ROW + BAR_ROW / 2
-        colour = style.LIGHT["mean"] if full else style.LIGHT["optimal"]
-        length = max(1.0, (width - 112) * time / slowest)
-        axes.barh(y, length, 18, left=0, color=colour)
-        baseline = 40 + y + 4
-        canvas.add_text(0, baseline, setting_title(row), fontsize=style.SMALL)
-        label = f"{time:.0f} ms" + ("" if full or speedup is None else f"  {speedup:.1f}×")
-        canvas.add_text(left + length + 6, baseline, label, fontsize=style.SMALL)
-        for index, (column, _, decimals) in enumerate(numbers):
-            x = canvas.width - (len(numbers) - index) * number_width + number_width - 4
-            shown = format_number(get_number(row, column), decimals)
-            canvas.add_text(x, baseline, shown, fontsize=style.SMALL, ha="right")
-
-
-def _mask_panels(group: Sequence[Row], best: str) -> list[Panel]:
+def _mask_panels(rows: Sequence[Row], best: str) -> list[Panel]:
     """The image, the object, the masks of the full and the patched model, and their difference."""
-    by_method = {get_text(row, "method"): row for row in group}
-    full = by_method.get(FULL, group[0])
+    by_method = {get_text(row, "method"): row for row in rows}
+    full = by_method.get(FULL, rows[0])
     patched = by_method.get(best, full)
-    truth, before, after = (
-        read_mask(row, column)
-        for row, column in ((full, "true_mask"), (full, "mask"), (patched, "mask"))
-    )
-    image = ScoreMap(group, np.zeros((1, 1))).image_panel("Image")
-    difference = np.abs(before.astype(int) - after.astype(int))
-    changed = f"{100 * float(difference.mean()):.2f} % of the pixels"
+    truth, before = read_mask(full, "true_mask"), read_mask(full, "mask")
+    after = read_mask(patched, "mask")
+    added, removed = after & ~before, before & ~after
+    changed = f"{100 * float((added | removed).mean()):.2f} % of the pixels"
+
+    def panel(title: str, notes: Sequence[str], *shown: tuple[Mask, str]) -> Panel:
+        return Panel(title, partial(_draw_masks, get_text(full, "image"), shown), notes)
+
     return [
-        Panel("Image", image.draw, [get_text(full, "label")]),
-        _overlay_panel(full, "Object", [(truth, MASK)]),
-        _overlay_panel(full, "Full model", [(before, MASK)], _numbers(full)),
-        _overlay_panel(full, setting_title(patched), [(after, MASK)], _numbers(patched)),
-        _overlay_panel(
-            full,
-            "Difference",
-            [(after & ~before, ORANGE), (before & ~after, BLUE)],
-            [changed],
-        ),
+        photograph_panel(full, notes=[get_text(full, "label")]),
+        panel("Object", (), (truth, plots.YELLOW)),
+        panel("Full model", _numbers(full), (before, plots.YELLOW)),
+        panel(setting_title(patched), _numbers(patched), (after, plots.YELLOW)),
+        panel("Difference", [changed], (added, plots.ORANGE), (removed, plots.BLUE)),
     ]
 
 
 def _numbers(row: Row) -> list[str]:
-    iou, time = get_number(row, "mask_iou"), get_number(row, "milliseconds")
-    return [
-        *([] if time is None else [f"{time:.0f} ms"]),
-        *([] if iou is None else [f"IoU {iou:.3f}"]),
-    ]
+    time, iou = get_number(row, "milliseconds") or 0.0, get_number(row, "mask_iou") or 0.0
+    return [f"{time:.0f} ms", f"IoU {iou:.3f}"]
 
 
-def _overlay_panel(
-    row: Row, title: str, masks: Sequence[tuple["np.ndarray", str]], notes: Sequence[str] = ()
-) -> Panel:
-    """A panel of the image, darkened, with masks in colours over it."""
-
-    def draw(canvas: Canvas, left: float, top: float, side: float) -> None:
-        if not canvas.add_image(left, top, side, get_text(row, "image")):
-            canvas.add_pixel_axes(left, top, side, side).barh(side / 2, side, side, color=DARK)
-        axes: Axes = canvas.add_axes(left, top, side, side)
-        height, width = masks[0][0].shape
-        axes.set(xlim=(0, width), ylim=(height, 0))
-        axes.set_axis_off()
-        covered: Array = np.zeros((height, width))
-        for mask, _ in masks:
-            covered = np.maximum(covered, mask)
-        draw_overlay(axes, 0.72 * (1 - covered), DARK)
-        for mask, colour in masks:
-            draw_overlay(axes, 0.85 * mask.astype(float), colour)
-
-    return Panel(title, draw, notes)
+def _draw_masks(uri: str, masks: Sequence[tuple[Mask, str]], axes: "Axes") -> None:
+    """Draw an image, darkened outside of the masks, with the masks in colours over it."""
+    photograph(axes, uri)
+    covered = np.any([mask for mask, _ in masks], axis=0)
+    overlay(axes, np.where(covered, 0.0, 0.72), plots.DARK)
+    for mask, colour in masks:
+        overlay(axes, np.where(mask, 0.85, 0.0), colour)
 
 
-def read_mask(row: Row, column: str) -> "np.ndarray":
+def read_mask(row: Row, column: str) -> Mask:
     """Return a mask of a row, (side, side) bool; raise ValueError if its length does not fit."""
     side = int(get_number(row, "mask_side") or 0)
     try:

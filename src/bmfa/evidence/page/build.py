@@ -7,8 +7,7 @@ from pathlib import PurePath
 from typing import Any
 
 from bmfa.evidence.ablation.chapter import ABLATIONS
-from bmfa.evidence.bench.chapter import SPEED
-from bmfa.evidence.bench.saliency_chapter import DENSE_PREDICTION
+from bmfa.evidence.bench.chapter import DENSE_PREDICTION, SPEED
 from bmfa.evidence.classification.chapter import CLASSIFICATION, REDUCTIONS
 from bmfa.evidence.classification.figures import reduction_runs
 from bmfa.evidence.closed_loop.chapter import CLOSED_LOOP, LAYERS

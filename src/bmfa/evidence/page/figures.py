@@ -4,13 +4,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from bmfa.evidence.ablation.figures import ablation
-from bmfa.evidence.bench.figures import attention_error, attention_time
-from bmfa.evidence.bench.saliency_chapter import saliency
+from bmfa.evidence.bench.figures import attention_error, attention_time, saliency
 from bmfa.evidence.classification.figures import accuracy, reductions, top1
 from bmfa.evidence.closed_loop.figures import closed_loop, layers
 from bmfa.evidence.comparison.figures import equal_leaves, equal_operations
 from bmfa.evidence.failures.figures import failures
-from bmfa.evidence.faster.figures import faster
+from bmfa.evidence.faster.figures import faster, faster_models, masks
 from bmfa.evidence.images.figures import attention_cases, cases, motivation, pipeline, screen
 from bmfa.evidence.page import plots
 from bmfa.evidence.page.canvas import Figure
@@ -25,7 +24,17 @@ __all__ = ["ALL", "save_png", "screen"]
 ALL: dict[str, Figure | plots.Figure] = {
     figure.name: figure
     for figure in (
-        *(gallery, faster, failure_curve, placements, trade_off, distribution, ablation),
+        *(
+            gallery,
+            faster,
+            faster_models,
+            masks,
+            failure_curve,
+            placements,
+            trade_off,
+            distribution,
+            ablation,
+        ),
         *(motivation, pipeline, cases, failures, equal_leaves, equal_operations),
         *(closed_loop, layers, attention_cases, top1, accuracy, reductions),
         *(saliency, attention_time, attention_error),
