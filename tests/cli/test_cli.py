@@ -30,42 +30,44 @@ def refused(capsys, *arguments):
     return error
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        ([], ["command", "synthetic"]),
-        (["nonsense"], ["'nonsense'", "synthetic"]),
-        (["synthetic", "--nonsense"], ["--nonsense", "--help"]),
-        (["synthetc"], ["'synthetc'", "did you mean 'synthetic'"]),
-        (["synthetic", "--plcement", "corner"], ["--plcement", "did you mean --placement"]),
-        (["synthetic", "--max-depth", "deep"], ["'deep'", "--max-depth", "integer"]),
-        (["synthetic", "--device", "--quiet"], ["--device", "requires an argument"]),
-        (["synthetic", "--quiet=yes"], ["--quiet", "does not take a value"]),
-        (["probe", "--dataset", "kitti"], ["'kitti'", "embedded", "lvis"]),
-        (["report", "--coco", "a.json"], ["--coco", "2 arguments"]),
-        (["screen"], ["IMAGE"]),
-        (["info", "extra"], ["extra"]),
-        (["bench", "attention", "--tokens", "196", "many"], ["'many'", "--tokens"]),
-        (["synthetic", "--max-depth", "-1", "--placement", "corner"], ["-1", "at least 0"]),
-        (["synthetic", "--placement", "middle"], ["'middle'", "corner"]),
-        (["synthetic", "--method", "gamma:much"], ["'gamma:much'", "NAME:VALUE"]),
-        (["synthetic", "--method", "gamma:-1"], ["-1", "[0, inf)"]),
-        (["synthetic", "--method", "delta:1"], ["'delta:1'", "optimal"]),
-        (["synthetic", "--method", "optimal-leaves:999"], ["999", "256"]),
-        (["synthetic", "--scatter-seeds", "0"], ["scatter_seeds is 0"]),
-        (["probe", "--img-size", "100"], ["--img-size", "is 100", "such as 96 or 112"]),
-        (["ablation", "--img-size", "100"], ["--img-size", "is 100", "such as 96 or 128"]),
-        (["evaluate", "--img-size", "100"], ["is 100", "such as 96 or 104"]),
-        (["closed-loop", "--img-size", "100"], ["is 100", "such as 96 or 104"]),
-        (["screen", "embedded:3", "--img-size", "100"], ["is 100", "such as 96 or 104"]),
-        (["bench", "model", "--img-size", "100"], ["is 100", "such as 96 or 104"]),
-        (["bench", "trees", "--device", "abacus"], ["'abacus'", "cpu"]),
-        (["bench", "trees", "--grids", "0"], ["grids is 0"]),
-    ],
-)
-def test_bad_input_is_one_line_and_status_2(capsys, arguments, words):
-    error = refused(capsys, *arguments)
-    assert all(word in error for word in words), error
+BAD_INPUT = {
+    "": ["command", "synthetic"],
+    "nonsense": ["'nonsense'", "synthetic"],
+    "synthetic --nonsense": ["--nonsense", "bmfa synthetic --help"],
+    "synthetc": ["'synthetc'", "did you mean 'synthetic'"],
+    "synthetic --plcement corner": ["--plcement", "did you mean --placement"],
+    "synthetic --max-depth deep": ["'deep'", "--max-depth", "integer"],
+    "synthetic --quiet --device": ["--device", "requires an argument", "bmfa synthetic --help"],
+    "synthetic --device --quiet": ["'--quiet'", "cpu"],
+    "synthetic --quiet=yes": ["--quiet", "does not take a value"],
+    "probe --dataset kitti": ["'kitti'", "embedded", "lvis"],
+    "report --coco a.json": ["--coco", "2 arguments"],
+    "screen": ["IMAGE"],
+    "info extra": ["extra"],
+    "bench attention --tokens many": ["'many'", "--tokens"],
+    "synthetic --method global-mean gamma:1": ["unexpected extra argument", "gamma:1"],
+    "synthetic --max-depth -1 --placement corner": ["-1", "at least 0"],
+    "synthetic --placement middle": ["'middle'", "corner"],
+    "synthetic --method gamma:much": ["'gamma:much'", "NAME:VALUE"],
+    "synthetic --method gamma:-1": ["-1", "[0, inf)"],
+    "synthetic --method delta:1": ["'delta:1'", "optimal"],
+    "synthetic --method optimal-leaves:999": ["999", "256"],
+    "synthetic --scatter-seeds 0": ["scatter_seeds is 0"],
+    "probe --img-size 100": ["--img-size", "is 100", "such as 96 or 112"],
+    "ablation --img-size 100": ["--img-size", "is 100", "such as 96 or 128"],
+    "evaluate --img-size 100": ["is 100", "such as 96 or 104"],
+    "closed-loop --img-size 100": ["is 100", "such as 96 or 104"],
+    "screen embedded:3 --img-size 100": ["is 100", "such as 96 or 104"],
+    "bench model --img-size 100": ["is 100", "such as 96 or 104"],
+    "bench trees --device abacus": ["'abacus'", "cpu"],
+    "bench trees --grids 0": ["grids is 0"],
+}
+
+
+def test_bad_input_is_one_line_and_status_2(capsys):
+    for line, words in BAD_INPUT.items():
+        error = refused(capsys, *line.split())
+        assert all(word in error for word in words), (line, error)
 
 
 def test_a_target_that_cannot_be_written_is_reported_before_the_work(capsys, tmp_path):
@@ -112,27 +114,18 @@ BENCH_TREES = ["bench", "trees", "--repeats", "1", "--batch-size", "1", "--metho
 
 
 @full_device
-@pytest.mark.parametrize("quiet", [[], ["--quiet"]])
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        CORNER,
-        ["probe", "--limit", "5", "--workers", "1", "--method", "gamma:0.005"],
-        ["evaluate", "--limit", "2", "--repeats", "0", "--method", "gamma:0.005"],
-        [*BENCH_TREES, "--grids", "5"],
-    ],
-)
-def test_a_full_disk_names_the_file_and_the_table_is_printed(capsys, tmp_path, arguments, quiet):
+def test_a_full_disk_names_the_file_and_the_table_is_printed(capsys, tmp_path):
     target = full_disk(tmp_path / "record.json")
-    with pytest.raises(SystemExit) as stop:
-        main([*arguments, *quiet, "--json", str(target)])
-    printed = capsys.readouterr()
-    assert stop.value.code == 2 and printed.err.count("\n") == 1
-    assert f"{target} cannot be written (No space left on device)" in printed.err
-    assert printed.out.startswith(("placement  method", "method", "what"))
-    assert "\ngamma:0.005 " in printed.out or " gamma:0.005 " in printed.out
-    assert "record:" not in printed.out
-    assert target.is_symlink()  # a device is written to, not replaced
+    evaluate = ["evaluate", "--limit", "2", "--repeats", "0", "--method", "gamma:0.005"]
+    for arguments in (CORNER, [*CORNER, "--quiet"], evaluate):
+        with pytest.raises(SystemExit) as stop:
+            main([*arguments, "--json", str(target)])
+        printed = capsys.readouterr()
+        assert stop.value.code == 2 and printed.err.count("\n") == 1
+        assert f"{target} cannot be written (No space left on device)" in printed.err
+        assert printed.out.startswith(("placement  method", "method"))
+        assert "gamma:0.005 " in printed.out and "record:" not in printed.out
+        assert target.is_symlink()  # a device is written to, not replaced
 
 
 @full_device
@@ -172,42 +165,35 @@ def test_a_full_disk_leaves_the_older_file(tmp_path, monkeypatch):
     assert path.read_text() == "before" and list(tmp_path.iterdir()) == [path]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "missing", "extra"),
-    [
-        (["report"], ("matplotlib", "PIL"), "report"),
-        (["report"], ("PIL",), "report"),
-        (["report", "--coco", "a.json", "b"], ("pycocotools",), "data"),
-        (["screen", "embedded:3"], ("matplotlib", "PIL"), "report"),
-        (["explore", "embedded:3"], ("jinja2",), "report"),
-        (["probe"], ("PIL",), "data"),
-        (["ablation"], ("PIL",), "data"),
-        (
-            ["probe", "--dataset", "coco", "--annotations", "a", "--images", "b"],
-            ("pycocotools",),
-            "data",
-        ),
-        (["evaluate", "--data-dir", "images"], ("PIL",), "data"),
-        (["closed-loop", "--data-dir", "images"], ("PIL",), "data"),
-        (["bench", "attention"], ("PIL",), "data"),
-        (["bench", "model", "--records", "a.json", "--figures", "f"], ("matplotlib",), "report"),
-    ],
-)
-def test_missing_packages_are_reported_before_the_work(
-    capsys, monkeypatch, tmp_path, arguments, missing, extra
-):
+MISSING = {
+    "report": (("matplotlib", "PIL"), "report"),
+    "report --coco a.json b": (("pycocotools",), "data"),
+    "screen embedded:3": (("matplotlib", "PIL"), "report"),
+    "explore embedded:3": (("jinja2",), "report"),
+    "probe": (("PIL",), "data"),
+    "ablation": (("PIL",), "data"),
+    "probe --dataset coco --annotations a --images b": (("pycocotools",), "data"),
+    "evaluate --data-dir images": (("PIL",), "data"),
+    "closed-loop --data-dir images": (("PIL",), "data"),
+    "bench attention": (("PIL",), "data"),
+    "bench model --records a.json --figures f": (("matplotlib",), "report"),
+}
+
+
+def test_missing_packages_are_reported_before_the_work(capsys, monkeypatch, tmp_path):
     def work(*_, **__):
         raise AssertionError("work began")
 
     monkeypatch.chdir(tmp_path)
-    for name in missing:
-        monkeypatch.setitem(sys.modules, name, None)
     monkeypatch.setattr("bmfa.evidence.synthetic.run.run", work)
-    names = {"PIL": "pillow"}
-    error = refused(capsys, *arguments)
-    assert all(names.get(name, name) in error for name in missing), error
-    assert f"pip install 'bmfa[{extra}]'" in error
-    assert list(tmp_path.iterdir()) == []
+    for line, (missing, extra) in MISSING.items():
+        with monkeypatch.context() as patch:
+            for name in missing:
+                patch.setitem(sys.modules, name, None)
+            error = refused(capsys, *line.split())
+        assert all({"PIL": "pillow"}.get(name, name) in error for name in missing), error
+        assert f"pip install 'bmfa[{extra}]'" in error
+        assert list(tmp_path.iterdir()) == []
 
 
 def test_records_survive_json_and_reject_other_files():
@@ -235,19 +221,19 @@ def native_status(capsys) -> str:
     return status
 
 
-@pytest.mark.parametrize("setting", ["off", "nonsense", "avx2", ""])
-def test_info_says_which_native_kernels_run_or_why_none_does(capsys, monkeypatch, setting):
-    monkeypatch.setenv("BMFA_NATIVE", setting)
-    status, reason = native_status(capsys), library.unavailable_reason()
-    if reason is None:
-        assert status.startswith(f"available: {library.instruction_set()} (compiled: ")
-        assert setting in ("", library.instruction_set())
-    else:
-        assert status.startswith(f"unavailable: {reason} (compiled: ")
-        assert setting not in ("off", "nonsense") or "BMFA_NATIVE" in reason
-    assert ", ".join(library.built_sets()) in status
-    recorded = Record("x", {}, []).environment.get("instruction_set")
-    assert recorded == library.instruction_set()
+def test_info_says_which_native_kernels_run_or_why_none_does(capsys, monkeypatch):
+    for setting in ("off", "nonsense", "avx2", ""):
+        monkeypatch.setenv("BMFA_NATIVE", setting)
+        status, reason = native_status(capsys), library.unavailable_reason()
+        if reason is None:
+            assert status.startswith(f"available: {library.instruction_set()} (compiled: ")
+            assert setting in ("", library.instruction_set())
+        else:
+            assert status.startswith(f"unavailable: {reason} (compiled: ")
+            assert setting not in ("off", "nonsense") or "BMFA_NATIVE" in reason
+        assert ", ".join(library.built_sets()) in status
+        recorded = Record("x", {}, []).environment.get("instruction_set")
+        assert recorded == library.instruction_set()
 
 
 def test_info_says_how_to_compile_native_kernels(capsys, monkeypatch):
@@ -279,30 +265,29 @@ def test_the_earlier_name_of_a_method_still_works(capsys):
     assert json.loads(capsys.readouterr().out)["rows"][0]["method"] == "block-mean"
 
 
-@pytest.mark.parametrize(
-    ("command", "present", "absent"),
-    [
-        ("evaluate", {"full", "optimal:VALUE", "tome:VALUE"}, {"block-mean", "tiles:VALUE"}),
-        ("closed-loop", {"optimal:VALUE", "global-mean"}, {"tome:VALUE", "full"}),
-        ("probe", {"optimal:VALUE", "block-mean"}, {"tome:VALUE"}),
-        ("synthetic", {"optimal:VALUE", "block-mean"}, {"tome:VALUE"}),
-        ("screen", {"optimal:VALUE"}, {"tome:VALUE"}),
-    ],
-)
-def test_help_lists_the_methods_of_a_command_and_their_parameters(
-    capsys, monkeypatch, command, present, absent
-):
+HELP = {
+    "evaluate": ({"full", "optimal:VALUE", "tome:VALUE"}, {"block-mean", "tiles:VALUE"}),
+    "closed-loop": ({"optimal:VALUE", "global-mean"}, {"tome:VALUE", "full"}),
+    "probe": ({"optimal:VALUE", "block-mean"}, {"tome:VALUE"}),
+    "synthetic": ({"optimal:VALUE", "block-mean"}, {"tome:VALUE"}),
+    "screen": ({"optimal:VALUE"}, {"tome:VALUE"}),
+}
+
+
+def test_help_lists_the_methods_of_a_command_and_their_parameters(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
-    with pytest.raises(SystemExit):
-        main([command, "--help"])
-    lines = capsys.readouterr().out.partition("Methods for --method")[2].splitlines()
-    names = {line.split()[0] for line in lines if line.strip() and not line.startswith(" " * 9)}
-    assert present <= names and not absent & names
-    (line,) = (line for line in lines if line.startswith("    optimal:VALUE"))
-    assert line.split(maxsplit=1)[1] == METHODS["optimal"].parameter
+    for command, (present, absent) in HELP.items():
+        with pytest.raises(SystemExit):
+            main([command, "--help"])
+        lines = capsys.readouterr().out.partition("Methods for --method")[2].splitlines()
+        names = {line.split()[0] for line in lines if line.strip() and line[:9].strip()}
+        assert present <= names and not absent & names, command
+        (line,) = (line for line in lines if line.startswith("    optimal:VALUE"))
+        assert line.split(maxsplit=1)[1] == METHODS["optimal"].parameter
 
 
-EVALUATE = ("evaluate", "--limit", "2", "--method", "tome:8", "optimal:0.002", "--repeats", "1")
+EVALUATE = ["evaluate", "--limit", "2", "--repeats", "1"]
+EVALUATE += ["--method", "tome:8", "--method", "optimal:0.002"]
 
 
 def test_evaluate_fits_into_120_columns_and_wide_has_all(capsys):
@@ -329,35 +314,27 @@ def test_csv_has_the_rows_of_the_record(capsys, tmp_path):
     assert f"--csv {tmp_path} is a folder" in refused(capsys, *CORNER, "--csv", str(tmp_path))
 
 
-@pytest.mark.parametrize(
-    ("words", "saved"),
-    [
-        ([], "nothing of this run is saved"),
-        (["--resume", "FILE"], "partial results are in FILE"),
-        (["--res=FILE"], "partial results are in FILE"),
-        (["--resume", "MISSING"], "nothing is saved yet"),
-    ],
-)
-def test_an_interruption_names_the_command_that_goes_on(
-    capsys, monkeypatch, tmp_path, words, saved
-):
+def test_an_interruption_names_the_command_that_goes_on(capsys, monkeypatch, tmp_path):
     def interrupted(*args, **kwargs):
         raise KeyboardInterrupt
 
-    file = tmp_path / "my part.json"
-    file.write_text("{}")
-    places = {"FILE": str(file), "MISSING": str(tmp_path / "none")}
-    for name, path in places.items():
-        words, saved = [w.replace(name, path) for w in words], saved.replace(name, path)
     monkeypatch.setattr("bmfa.evidence.classification.run.run", interrupted)
-    typed = ["evaluate", "--limit", "2", *words]
-    with pytest.raises(SystemExit) as stop:
-        main(typed)
-    error = capsys.readouterr().err
-    assert stop.value.code == 130 and error.count("\n") == 1
-    assert error.startswith(f"bmfa: interrupted; {saved}")
-    command = shlex.split(error.rpartition(": ")[2])
-    assert command == ["bmfa", *typed, *([] if words else ["--resume", "evaluate.part"])]
+    file, missing = str(tmp_path / "my part.json"), str(tmp_path / "none")
+    Path(file).write_text("{}")
+    for words, saved in (
+        ([], "nothing of this run is saved"),
+        (["--resume", file], f"partial results are in {file}"),
+        ([f"--resume={file}"], f"partial results are in {file}"),
+        (["--resume", missing], "nothing is saved yet"),
+    ):
+        typed = ["evaluate", "--limit", "2", *words]
+        with pytest.raises(SystemExit) as stop:
+            main(typed)
+        error = capsys.readouterr().err
+        assert stop.value.code == 130 and error.count("\n") == 1
+        assert error.startswith(f"bmfa: interrupted; {saved}")
+        command = shlex.split(error.rpartition(": ")[2])
+        assert command == ["bmfa", *typed, *([] if words else ["--resume", "evaluate.part"])]
 
 
 def test_a_command_that_cannot_resume_is_interrupted_without_advice(capsys, monkeypatch):
@@ -394,22 +371,13 @@ def test_methods_starts_without_torch():
     assert done.stdout.splitlines()[-1] == "False"
 
 
-@pytest.mark.parametrize("separate", [True, False])
-def test_an_option_takes_several_values_or_is_repeated(capsys, separate):
-    names = ["gamma:0.005", "global-mean"]
-    words = (
-        [word for name in names for word in ("--method", name)]
-        if separate
-        else ["--method", *names]
-    )
-    main(["synthetic", "--placement", "corner", *words, "--json", "-"])
-    assert [row["method"] for row in json.loads(capsys.readouterr().out)["rows"]] == names
-
-
-def test_a_unique_prefix_of_an_option_is_enough(capsys):
-    main(["synthetic", "--place", "corner", "--meth=global-mean", "--js", "-"])
-    assert json.loads(capsys.readouterr().out)["rows"][0]["method"] == "global-mean"
-    assert "no such option: --s" in refused(capsys, "synthetic", "--s", "1")
+def test_records_may_follow_one_option_as_a_shell_writes_them(capsys):
+    folder = Path(__file__).parents[2] / "records"
+    names = [str(folder / f"model-{name}.json") for name in ("cpu", "saliency-cpu")]
+    main(["bench", "model", "--records", *names])
+    together = capsys.readouterr().out
+    main(["bench", "model", "--records", names[0], "--records", names[1]])
+    assert capsys.readouterr().out == together and together.count("img_size") == 2
 
 
 def test_auto_is_a_device_that_works_and_the_record_names_it(capsys):
@@ -439,11 +407,17 @@ def test_the_module_is_the_command():
     assert done.stdout.strip() == f"bmfa {__version__}"
 
 
-@pytest.mark.parametrize(
-    "command", [[], ["synthetic"], ["bench"], ["bench", "trees"], ["info"], ["methods"], ["screen"]]
-)
-def test_every_command_has_help(capsys, command):
-    with pytest.raises(SystemExit) as stop:
-        main([*command, "--help"])
-    assert stop.value.code == 0
-    assert "Usage: bmfa" in capsys.readouterr().out
+def test_every_command_has_help(capsys):
+    for line in (
+        "",
+        "synthetic",
+        "bench",
+        "bench trees",
+        "bench model",
+        "info",
+        "methods",
+        "screen",
+    ):
+        with pytest.raises(SystemExit) as stop:
+            main([*line.split(), "--help"])
+        assert stop.value.code == 0 and f"Usage: bmfa {line}".strip() in capsys.readouterr().out

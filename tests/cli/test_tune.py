@@ -10,7 +10,7 @@ from bmfa.cli import main
 from bmfa.cli.tune import format_change, layer_rows, reduction_lines, total_lines
 from bmfa.models import Plan, ReductionPlan, load_model, reduce
 
-QUICK = ("tune", "--repeats", "1", "--limit", "4", "--error", "0.1", "0.2")
+QUICK = ("tune", "--repeats", "1", "--limit", "4", "--error", "0.1", "--error", "0.2")
 
 
 def refused(capsys, *arguments: str) -> str:

@@ -12,11 +12,15 @@ import typer
 from typer.core import TyperCommand
 
 from bmfa import __version__
-from bmfa.cli import bench
 from bmfa.cli.ablation import ablation
+from bmfa.cli.bench.attention import attention as bench_attention
+from bmfa.cli.bench.model import model as bench_model
+from bmfa.cli.bench.reduction import reduction as bench_reduction
+from bmfa.cli.bench.trees import trees as bench_trees
 from bmfa.cli.closed_loop import closed_loop
 from bmfa.cli.evaluate import evaluate
 from bmfa.cli.explore import explore
+from bmfa.cli.groups import expanded
 from bmfa.cli.info import info
 from bmfa.cli.methods import help_text, methods
 from bmfa.cli.output import check_targets, fail, flushed_stdout, process_rank
@@ -36,11 +40,11 @@ INTERRUPTED_STATUS = 130
 
 
 class Command(TyperCommand):
-    """A subcommand that accepts `--size 224 448`, and `--lim` as a unique prefix of `--limit`."""
+    """A subcommand that checks its targets before the work, and says how to go on after Ctrl-C."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         try:
-            return super().parse_args(ctx, self._expand(args))
+            return super().parse_args(ctx, args)
         except typer.TyperException as error:
             error.ctx = ctx  # type: ignore[attr-defined]  # some errors of the parser lack it
             raise
@@ -51,7 +55,7 @@ class Command(TyperCommand):
             os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")
         elif process_rank() != 0:
             return None
-        check_targets(ctx.params["json"], ctx.params.get("csv"))
+        check_targets(ctx.params.get("json"), ctx.params.get("csv"))
         try:
             result = super().invoke(ctx)
             with flushed_stdout():
@@ -61,36 +65,6 @@ class Command(TyperCommand):
             sys.exit(INTERRUPTED_STATUS)
         except BrokenPipeError:
             sys.exit(BROKEN_PIPE_STATUS)
-
-    def _expand(self, args: Sequence[str]) -> list[str]:
-        """Complete abbreviated options, and repeat an option before each of its values."""
-        options: dict[str, Any] = {
-            name: param for param in self.params for name in param.opts if name.startswith("--")
-        }
-        has_arguments = any(param.param_type_name == "argument" for param in self.params)
-        expanded: list[str] = []
-        name, missing = "", 0  # the last option, and how many of its values are yet to come
-        for index, word in enumerate(args):
-            if word == "--":
-                return [*expanded, *args[index:]]
-            if word.startswith("--"):
-                if missing:
-                    raise typer.TyperException(f"Option {name!r} requires an argument")
-                name, equals, value = word.partition("=")
-                matches = [option for option in options if option.startswith(name)]
-                if name not in options and len(matches) == 1:
-                    name = matches[0]
-                option = options.get(name)
-                missing = 0 if option is None or option.is_flag or equals else option.nargs
-                expanded.append(name + equals + value)
-            elif missing:
-                missing -= 1
-                expanded.append(word)
-            elif not has_arguments and getattr(options.get(name), "multiple", False):
-                expanded += [word] if word == "-h" else [name, word]
-            else:
-                expanded.append(word)
-        return expanded
 
 
 app = typer.Typer(
@@ -104,22 +78,19 @@ bench_app = typer.Typer(
     rich_markup_mode=None,
     subcommand_metavar="WHAT",
 )
-app.command("report", cls=Command)(report)
-app.command("synthetic", cls=Command, epilog=help_text(("summary", "rule")))(synthetic)
-app.command("probe", cls=Command, epilog=help_text(("summary", "rule")))(probe)
-app.command("ablation", cls=Command)(ablation)
-app.command("closed-loop", cls=Command, epilog=help_text(("rule",)))(closed_loop)
-app.command("evaluate", cls=Command, epilog=help_text(("full", "rule", "reduction")))(evaluate)
-app.command("screen", cls=Command, epilog=help_text(("rule",)))(screen)
-app.command("explore", cls=Command)(explore)
-app.command("tune", cls=Command)(tune)
-app.command("methods", cls=Command)(methods)
-app.command("info", cls=Command)(info)
+SCORES, MODELS = help_text(("summary", "rule")), help_text(("full", "rule", "reduction"))
+EPILOGS = {"synthetic": SCORES, "probe": SCORES, "evaluate": MODELS}
+EPILOGS |= dict.fromkeys(("closed-loop", "screen"), help_text(("rule",)))
+COMMANDS = (
+    *(report, synthetic, probe, ablation, closed_loop, evaluate),
+    *(screen, explore, tune, methods, info),
+)
+for run in COMMANDS:
+    name = run.__name__.replace("_", "-")
+    app.command(name, cls=Command, epilog=EPILOGS.get(name))(expanded(run))
+for benchmark in (bench_trees, bench_attention, bench_model, bench_reduction):
+    bench_app.command(cls=Command)(expanded(benchmark))
 app.add_typer(bench_app, name="bench")
-bench_app.command("trees", cls=Command)(bench.trees)
-bench_app.command("attention", cls=Command)(bench.attention)
-bench_app.command("model", cls=Command)(bench.model)
-bench_app.command("reduction", cls=Command)(bench.reduction)
 
 
 def _print_version(requested: bool) -> None:

@@ -1,12 +1,10 @@
 """bmfa explore: one image on a page where query, layer, head and rule can be chosen."""
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from typer import Argument
-
 from bmfa.cli import options as opt
-from bmfa.cli.output import Output, table_of
+from bmfa.cli.groups import option
+from bmfa.cli.output import Output, check_file
 from bmfa.cli.screen import EMBEDDED, read_image
 from bmfa.packages import require_packages
 
@@ -17,20 +15,13 @@ COLUMNS = "layer head height width mean_gap max_gap"
 
 
 def explore(
-    *,
-    image: Annotated[
-        str,
-        Argument(metavar="IMAGE", help="An image file, or embedded:N for the N-th embedded image."),
-    ],
-    json: opt.Json = None,
-    seed: opt.Seed = 0,
-    device: opt.Device = "auto",
-    quiet: opt.Quiet = False,
+    output: Output,
+    image: opt.Image,
     model: opt.Model = "embedded",
     weights: opt.Weights = None,
     layers: Annotated[
         str | None,
-        opt.option(
+        option(
             "--layers CHOICE",
             "Layers on the page: all, last-K or indices such as 8,9,10. By default as many of the last "
             "layers as fit in 4 MB.",
@@ -38,9 +29,7 @@ def explore(
     ] = None,
     crop_pct: opt.CropPct = None,
     img_size: opt.ImgSize = None,
-    output: Annotated[
-        str, opt.option("--output FILE.html", "File for the page.")
-    ] = "explorer.html",
+    page: Annotated[str, option("--output FILE.html", "File for the page.")] = "explorer.html",
 ) -> None:
     """One image as an interactive page for the browser."""
     require_packages(("jinja2", "PIL"), "report")
@@ -48,32 +37,25 @@ def explore(
     from bmfa.evidence.explorer.page import build_explorer
     from bmfa.models import load_model
 
-    _check_page(output)
+    check_file("--output", page, ".html", ".htm")
     exploration = experiment.run(
         load_model(model, weights, img_size=img_size, crop_pct=crop_pct),
-        read_image(image, seed),
+        read_image(image, output.seed),
         layers=None if layers is None else opt.parse_layers(layers),
         drawn=image.startswith(EMBEDDED),
-        device=opt.resolve_device(device),
+        device=output.torch_device(),
     )
     record = exploration.record
     warnings = [f"not on the page: {reason}" for reason in record.settings["left_out"]]
     if not exploration.drawn:
         warnings += opt.toy_model_warning(model, weights, "this image was")
-    Output(json, quiet).finish(
+    output.finish(
         record,
-        table_of(record.rows, COLUMNS),
+        COLUMNS,
         notes=_notes(exploration),
         warnings=warnings,
-        figures={output: lambda: build_explorer(exploration).encode()},
+        figures={page: lambda: build_explorer(exploration).encode()},
     )
-
-
-def _check_page(path: str) -> None:
-    """Raise before the work if the page cannot be written."""
-    if Path(path).is_dir() or Path(path).suffix.lower() not in (".html", ".htm"):
-        raise ValueError(f"--output {path} is not the name of a page; pass FILE.html")
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
 
 
 def _notes(exploration: "Exploration") -> list[str]:

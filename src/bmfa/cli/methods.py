@@ -3,8 +3,7 @@
 import textwrap
 from collections.abc import Sequence
 
-from bmfa.cli import options as opt
-from bmfa.cli.output import COLUMN_GAP, MAX_WIDTH, Output, show, table_of
+from bmfa.cli.output import COLUMN_GAP, MAX_WIDTH, Output, table_of
 from bmfa.evidence.methods import KINDS, METHODS, Kind, Method
 
 COLUMNS = "method kind reads parameter description"
@@ -13,33 +12,20 @@ HELP_WIDTH = 78
 NAME_WIDTH = max(len(method.usage) for method in METHODS.values()) + COLUMN_GAP
 
 
-def methods(
-    *,
-    json: opt.Json = None,
-    csv: opt.Csv = None,
-    wide: opt.Wide = False,
-    seed: opt.Seed = 0,
-    device: opt.Device = "auto",
-    quiet: opt.Quiet = False,
-) -> None:
+def methods(output: Output) -> None:
     """Every method, its parameter and the inputs it reads."""
     from bmfa.records import Record
 
+    columns = ("kind", "reads", "parameter", "description")
     rows = [
-        {
-            "method": method.usage,
-            "kind": method.kind,
-            "reads": method.reads,
-            "parameter": method.parameter,
-            "description": method.description,
-        }
+        {"method": method.usage} | {name: getattr(method, name) for name in columns}
         for method in METHODS.values()
     ]
-    table = table_of(rows, COLUMNS, wide=True) if wide else listing()
-    if json is not None or csv is not None:
-        Output(json, quiet, csv).finish(Record("methods", {}, rows), table)
-    elif not quiet:
-        show(table)  # without a record, whose environment would import torch
+    table = table_of(rows, COLUMNS, wide=True) if output.wide else listing()
+    if output.json is not None or output.csv is not None:
+        output.finish(Record("methods", {}, rows), COLUMNS, table=table)
+    elif not output.quiet:
+        print(table)  # without a record, whose environment would import torch
 
 
 def listing() -> str:

@@ -1,10 +1,15 @@
 """Options that several commands share, and the values they stand for."""
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from typer import Option
+from typer import Argument
 
+from bmfa.cli.groups import option
+from bmfa.cli.output import Output
 from bmfa.packages import require_packages
+from bmfa.records import Record
 
 if TYPE_CHECKING:
     from bmfa.data import InstanceSource
@@ -18,29 +23,9 @@ EMBEDDED_IMAGES = 200
 OLD_NAMES = {"sparge-mean": "block-mean"}
 
 
-def option(usage: str, help: str, **more: Any) -> Any:
-    """Declare an option as its help page shows it, for example `option("--limit N", "...")`."""
-    name, _, metavar = usage.partition(" ")
-    return Option(name, metavar=metavar or None, help=help, **more)
-
-
 def _current_names(methods: list[str] | None) -> list[str] | None:
     return methods and [OLD_NAMES.get(name, name) for name in methods]
 
-
-Json = Annotated[
-    str | None, option("--json FILE", "Write the record to FILE; - is standard output.")
-]
-Seed = Annotated[int, option("--seed N", "Seed of all random numbers.")]
-Device = Annotated[
-    str,
-    option("--device NAME", "auto (CUDA if available, else the CPU), cpu, cuda, cuda:1 or mps."),
-]
-Csv = Annotated[
-    str | None, option("--csv FILE", "Write the rows as CSV to FILE; - is standard output.")
-]
-Wide = Annotated[bool, option("--wide", "Print every column; by default at most 120 characters.")]
-Quiet = Annotated[bool, option("--quiet", "Print no table and no progress.")]
 
 Methods = Annotated[
     list[str] | None,
@@ -95,70 +80,23 @@ Layers = Annotated[
     str, option("--layers CHOICE", "Screened layers: all, last-K or indices such as 8,9,10.")
 ]
 
-Dataset = Annotated[
-    Literal["embedded", "coco", "lvis"], option("--dataset", "Instances; embedded needs no files.")
+Image = Annotated[
+    str,
+    Argument(metavar="IMAGE", help="An image file, or embedded:N for the N-th embedded image."),
 ]
-Mode = Annotated[
-    Literal["image-edge", "mask-only"], option("--mode", "What the scores are made of.")
+Records = Annotated[
+    list[str] | None,
+    option("--records FILE", "Show this record without running anything; repeat for several."),
 ]
-Annotations = Annotated[
-    str | None, option("--annotations FILE", "Instances in COCO or LVIS format.")
+Files = Annotated[
+    list[str] | None, Argument(metavar="[FILE]...", help="Further files for --records.")
 ]
-Images = Annotated[str | None, option("--images DIR", "Folder or zip of the images.")]
-CropSize = Annotated[int, option("--img-size PX", "Side of a resized crop in pixels.")]
-InstanceLimit = Annotated[int | None, option("--limit N", "Use only the first N instances.")]
-
-
-def resolve_device(name: str, *, multi_process: bool = False) -> str:
-    """Return the torch device that `--device` stands for.
-
-    Args:
-        name: `auto`, or the name of a torch device.
-        multi_process: give every process of torchrun a CUDA device of its own.
-
-    Raises:
-        ValueError: the device cannot be used on this machine.
-    """
-    import torch
-
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    if multi_process:
-        from bmfa.evidence.runner.parts import own_device
-
-        name = own_device(name)
-    try:
-        torch.empty(1, device=name)
-    except (RuntimeError, AssertionError) as error:
-        reason = str(error).splitlines()[0]
-        raise ValueError(f"device {name!r} is not usable ({reason}); pass --device cpu") from None
-    return name
 
 
 def parse_layers(text: str) -> str | list[int]:
     """Return indices for `8,9,10`, and any other choice as it is."""
     parts = text.split(",")
     return [int(part) for part in parts] if all(part.isdecimal() for part in parts) else text
-
-
-def instance_source(
-    dataset: str, annotations: str | None, images: str | None, seed: int
-) -> "InstanceSource":
-    """Open the instances of `--dataset`, `--annotations` and `--images`."""
-    from bmfa.data import EmbeddedScenes, InstanceFiles
-
-    require_packages(("PIL",), "data")
-    if dataset == "embedded":
-        if annotations or images:
-            raise ValueError("--annotations and --images need --dataset coco or lvis, not embedded")
-        return EmbeddedScenes(seed=seed)
-    if not annotations or not images:
-        raise ValueError(
-            f"--dataset {dataset} needs --annotations FILE and --images DIR; "
-            "--dataset embedded needs neither"
-        )
-    require_packages(("PIL", "pycocotools"), "data")
-    return InstanceFiles(annotations, images)
 
 
 def instance_workers(workers: int | None) -> int:
@@ -168,15 +106,111 @@ def instance_workers(workers: int | None) -> int:
     return cores_per_process() if workers is None else workers
 
 
+@dataclass(frozen=True)
+class Instances:
+    """The options of experiments on annotated instances."""
+
+    dataset: Annotated[
+        Literal["embedded", "coco", "lvis"],
+        option("--dataset", "Instances; embedded needs no files."),
+    ] = "embedded"
+    mode: Annotated[
+        Literal["image-edge", "mask-only"], option("--mode", "What the scores are made of.")
+    ] = "image-edge"
+    annotations: Annotated[
+        str | None, option("--annotations FILE", "Instances in COCO or LVIS format.")
+    ] = None
+    images: Annotated[str | None, option("--images DIR", "Folder or zip of the images.")] = None
+    img_size: Annotated[int, option("--img-size PX", "Side of a resized crop in pixels.")] = 256
+    limit: Annotated[int | None, option("--limit N", "Use only the first N instances.")] = None
+    workers: Workers = None
+
+    def source(self, seed: int) -> "InstanceSource":
+        """Open the instances."""
+        from bmfa.data import EmbeddedScenes, InstanceFiles
+
+        require_packages(("PIL",), "data")
+        if self.dataset == "embedded":
+            if self.annotations or self.images:
+                raise ValueError(
+                    "--annotations and --images need --dataset coco or lvis, not embedded"
+                )
+            return EmbeddedScenes(seed=seed)
+        if not self.annotations or not self.images:
+            raise ValueError(
+                f"--dataset {self.dataset} needs --annotations FILE and --images DIR; "
+                "--dataset embedded needs neither"
+            )
+        require_packages(("PIL", "pycocotools"), "data")
+        return InstanceFiles(self.annotations, self.images)
+
+
+@dataclass(frozen=True)
+class ModelOnImages:
+    """The options of experiments that run a model on images."""
+
+    model: Model = "embedded"
+    weights: Weights = None
+    data_dir: DataDir = None
+    labels: Labels = None
+    class_map: ClassMap = None
+    crop_pct: CropPct = None
+    img_size: ImgSize = None
+    batch_size: BatchSize = 25
+    limit: Limit = None
+    strict: Strict = False
+    workers: Workers = None
+    resume: Resume = None
+
+    def run(
+        self, experiment: Callable[..., Record], output: Output, columns: str, **options: Any
+    ) -> None:
+        """Run an experiment in all processes of torchrun, and finish with its record in the first."""
+        from bmfa.evidence.runner.parts import joined, own_device, rank
+        from bmfa.models import load_model
+
+        device = output.torch_device(own_device)
+        loaded = load_model(
+            self.model, self.weights, img_size=self.img_size, crop_pct=self.crop_pct
+        )
+        images = labelled_images(
+            self.data_dir,
+            model=loaded,
+            labels=self.labels,
+            class_map=self.class_map,
+            limit=self.limit,
+            strict=self.strict,
+            seed=output.seed,
+        )
+        with joined(device):
+            record = experiment(
+                loaded,
+                images,
+                batch_size=self.batch_size,
+                seed=output.seed,
+                device=device,
+                workers=self.workers,
+                resume=self.resume,
+                progress=output.progress("images"),
+                **options,
+            )
+            if rank() == 0:
+                warnings = image_warnings(record.settings, images)
+                if self.data_dir:
+                    warnings += toy_model_warning(self.model, self.weights, "the images were")
+                notes = image_notes(images)
+                output.finish(record, columns, notes=notes, warnings=warnings)
+
+
 def labelled_images(
     data_dir: str | None,
     *,
     model: "LoadedModel",
-    labels: str | None,
     limit: int | None,
-    strict: bool,
     seed: int,
+    labels: str | None = None,
     class_map: str | None = None,
+    strict: bool = False,
 ) -> Any:
     """Open the images of `--data-dir`, or draw the embedded ones for the embedded model."""
     from bmfa.data.classification import EmbeddedImages, LabelledImages

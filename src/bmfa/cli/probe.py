@@ -1,15 +1,15 @@
 """bmfa probe."""
 
-from typing import Annotated
+from typing import Annotated, Any
 
 from bmfa.cli import options as opt
+from bmfa.cli.groups import option
 from bmfa.cli.output import Output, table_of
 from bmfa.records import Record
 
 COLUMNS = (
     "method instances mean_gap median_gap p95_gap p99_gap max_gap leaf_percent unsplit_percent"
 )
-
 CASE_COLUMNS = (
     "category instances minority_area_percent gibbs_mass_percent gap method error leaves "
     "unsplit_percent"
@@ -17,92 +17,56 @@ CASE_COLUMNS = (
 
 
 def probe(
-    *,
-    json: opt.Json = None,
-    csv: opt.Csv = None,
-    seed: opt.Seed = 0,
-    device: opt.Device = "auto",
-    quiet: opt.Quiet = False,
-    dataset: opt.Dataset = "embedded",
-    mode: opt.Mode = "image-edge",
-    annotations: opt.Annotations = None,
-    images: opt.Images = None,
-    img_size: opt.CropSize = 256,
-    limit: opt.InstanceLimit = None,
-    workers: opt.Workers = None,
+    output: Output,
+    instances: opt.Instances,
     method: opt.Methods = None,
-    grid: Annotated[int, opt.option("--grid N", "Cells along a side of the grid.")] = 16,
-    strict: Annotated[bool, opt.option("--strict", "Stop at the first bad instance.")] = False,
+    grid: Annotated[int, option("--grid N", "Cells along a side of the grid.")] = 16,
+    strict: Annotated[bool, option("--strict", "Stop at the first bad instance.")] = False,
     resume: opt.Resume = None,
     cases: Annotated[
         bool,
-        opt.option(
+        option(
             "--cases",
             "Record a kite, a person, a book and a spoon with their trees instead, without images.",
         ),
     ] = False,
 ) -> None:
     """The mass each method loses on instances of real images."""
-    if cases:
-        _run_cases(Output(json, quiet), dataset, mode, annotations, images, limit, workers, seed)
-        return
-    source = opt.instance_source(dataset, annotations, images, seed)
-    from bmfa.data import ProbeSettings
+    source = instances.source(output.seed)
+    from bmfa.data import EmbeddedObjects, ProbeSettings
+    from bmfa.evidence.images import cases as four_objects
     from bmfa.evidence.methods import COMPARABLE_METHODS, DEFAULT_METHODS
     from bmfa.evidence.probes import run as experiment
     from bmfa.evidence.runner.parts import joined, rank
 
-    output = Output(json, quiet, csv)
+    options: dict[str, Any] = {
+        "dataset": instances.dataset,
+        "mode": instances.mode,
+        "limit": instances.limit,
+        "workers": opt.instance_workers(instances.workers),
+        "progress": output.progress("images"),
+        "seed": output.seed,
+    }
+    if cases:
+        drawn = EmbeddedObjects(seed=output.seed) if instances.dataset == "embedded" else source
+        record = four_objects.run(drawn, images=False, **options)
+        return output.finish(record, CASE_COLUMNS, warnings=_unused_instances(record))
     with joined():
         record = experiment.run(
             source,
-            dataset=dataset,
-            mode=mode,
             methods=method or (*DEFAULT_METHODS, *COMPARABLE_METHODS),
-            settings=ProbeSettings(grid, img_size),
-            workers=opt.instance_workers(workers),
-            limit=limit,
+            settings=ProbeSettings(grid, instances.img_size),
             strict=strict,
-            progress=output.progress("images"),
-            seed=seed,
             resume=resume,
+            **options,
         )
         if rank() == 0:
-            rows = [row for row in record.rows if row["group"] == "all"]
             groups = dict.fromkeys(row["group"] for row in record.rows if row["group"] != "all")
             note = f"by group ({', '.join(groups)}): in the record, --json FILE"
-            table = table_of(rows, COLUMNS)
-            output.finish(record, table, notes=[note], warnings=_unused_instances(record))
-
-
-def _run_cases(
-    output: Output,
-    dataset: str,
-    mode: opt.Mode,
-    annotations: str | None,
-    images: str | None,
-    limit: int | None,
-    workers: int | None,
-    seed: int,
-) -> None:
-    """Record the paper's four objects; the embedded ones are drawn."""
-    from bmfa.data import EmbeddedObjects, InstanceSource
-    from bmfa.evidence.images import cases as experiment
-
-    source: InstanceSource = opt.instance_source(dataset, annotations, images, seed)
-    if dataset == "embedded":
-        source = EmbeddedObjects(seed=seed)
-    record = experiment.run(
-        source,
-        dataset=dataset,
-        mode=mode,
-        images=False,
-        limit=limit,
-        workers=opt.instance_workers(workers),
-        progress=output.progress("images"),
-        seed=seed,
-    )
-    output.finish(record, table_of(record.rows, CASE_COLUMNS), warnings=_unused_instances(record))
+            shown = [row for row in record.rows if row["group"] == "all"]
+            table = table_of(shown, COLUMNS, output.wide)
+            warnings = _unused_instances(record)
+            output.finish(record, COLUMNS, table=table, notes=[note], warnings=warnings)
 
 
 def _unused_instances(record: Record) -> list[str]:

@@ -3,37 +3,28 @@
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 from bmfa import __version__
 from bmfa.cli import options as opt
+from bmfa.cli.groups import option
+from bmfa.cli.output import Common
 from bmfa.files import write_atomic
 from bmfa.packages import require_packages
 from bmfa.records import Record
 
-if TYPE_CHECKING:
-    from bmfa.evidence.report import OwnModel
-
 
 def report(
-    *,
-    json: opt.Json = None,
-    seed: opt.Seed = 0,
-    device: opt.Device = "auto",
-    quiet: opt.Quiet = False,
+    common: Common,
     output: Annotated[
-        str, opt.option("--output DIR", "Folder for the page and the records.")
+        str, option("--output DIR", "Folder for the page and the records.")
     ] = "report",
-    records: Annotated[
-        list[str] | None,
-        opt.option(
-            "--records FILE...", "Make the page from these records without running any experiment."
-        ),
-    ] = None,
-    png: Annotated[bool, opt.option("--png", "Write every figure as PNG, too.")] = False,
+    records: opt.Records = None,
+    files: opt.Files = None,
+    png: Annotated[bool, option("--png", "Write every figure as PNG, too.")] = False,
     coco: Annotated[
         tuple[str, str] | None,
-        opt.option(
+        option(
             "--coco ANNOTATIONS IMAGES",
             "Run the probe of a COCO file and its folder or zip of images, instead of the recorded "
             "one.",
@@ -41,7 +32,7 @@ def report(
     ] = None,
     lvis: Annotated[
         tuple[str, str] | None,
-        opt.option(
+        option(
             "--lvis ANNOTATIONS IMAGES",
             "Run the probe of an LVIS file and its folder or zip of images, instead of the recorded "
             "one.",
@@ -49,23 +40,23 @@ def report(
     ] = None,
     imagenet: Annotated[
         str | None,
-        opt.option(
+        option(
             "--imagenet DIR",
             "Run the model chapters on these images, in folders by class, instead of the recorded "
             "ones; needs --weights.",
         ),
     ] = None,
     weights: Annotated[
-        str | None, opt.option("--weights FILE", "Weights of the model for --imagenet.")
+        str | None, option("--weights FILE", "Weights of the model for --imagenet.")
     ] = None,
     model: Annotated[
-        str, opt.option("--model NAME", "The model for --imagenet.")
+        str, option("--model NAME", "The model for --imagenet.")
     ] = "timm:deit_tiny_patch16_224",
     labels: Annotated[
-        str | None, opt.option("--labels FILE", "Labels, if --imagenet is one folder of images.")
+        str | None, option("--labels FILE", "Labels, if --imagenet is one folder of images.")
     ] = None,
     class_map: opt.ClassMap = None,
-    limit: Annotated[int, opt.option("--limit N", "Number of images of --imagenet.")] = 100,
+    limit: Annotated[int, option("--limit N", "Number of images of --imagenet.")] = 100,
     workers: opt.Workers = None,
 ) -> None:
     """The evidence chain on one self-contained page."""
@@ -79,39 +70,42 @@ def report(
 
     folder = Path(output)
     explorer = folder / "explorer.html"
-    if records:
-        collected = _read_records(records)
+    if paths := [*(records or ()), *(files or ())]:
+        collected = _read_records(paths)
     else:
         from bmfa.evidence import report as experiments
         from bmfa.evidence.explorer.page import build_explorer
 
-        own = _own_model(
-            imagenet, weights, model=model, labels=labels, class_map=class_map, limit=limit
-        )
-        device = opt.resolve_device(device)
+        collected = []
+
+        def keep(name: str, record: Record, origin: str = "") -> None:
+            write_atomic(folder / "records" / f"{name}.json", record.to_json())
+            collected.append(record)
+            if not common.quiet:
+                print(f"{name}: {len(record.rows)} rows{origin}", flush=True)
+
+        if (imagenet is None) != (weights is None):
+            raise ValueError("--weights FILE and --imagenet DIR go together; pass both, or neither")
+        own = None
+        if imagenet is not None and weights is not None:
+            own = experiments.OwnModel(weights, imagenet, model, labels, class_map, limit)
+        device = common.torch_device()
         owned = {"coco": coco, "lvis": lvis, "model": own}
         shown, problems = recorded.load(without=[kind for kind, given in owned.items() if given])
-        collected = []
         for name, record in experiments.run(
-            seed=seed,
+            seed=common.seed,
             workers=opt.instance_workers(workers),
             coco=coco,
             lvis=lvis,
             own=own,
             device=device,
         ):
-            write_atomic(folder / "records" / f"{name}.json", record.to_json())
-            collected.append(record)
-            if not quiet:
-                print(f"{name}: {len(record.rows)} rows", flush=True)
+            keep(name, record)
         for name, record in shown.items():
-            write_atomic(folder / "records" / f"{name}.json", record.to_json())
-            collected.append(record)
-            if not quiet:
-                print(f"{name}: {len(record.rows)} rows, {describe_data([record])}", flush=True)
+            keep(name, record, f", {describe_data([record])}")
         for problem in problems:
             print(f"bmfa: {problem}", file=sys.stderr)
-        exploration = experiments.explore(own, seed=seed, device=device)
+        exploration = experiments.explore(own, seed=common.seed, device=device)
         write_atomic(explorer, build_explorer(exploration, report="index.html"))
     link = explorer.name if explorer.is_file() else None
     try:
@@ -119,14 +113,13 @@ def report(
     except (LookupError, AttributeError, TypeError, ValueError) as error:
         raise _unusable_records(collected, error) from error
     write_atomic(folder / "index.html", page)
-    if png:
-        for name, figure in figures.ALL.items():
-            if figure.drawable(collected):
-                figures.save_png(name, collected, folder / "figures" / f"{name}.png")
-    if not quiet:
-        print(f"page: {folder / 'index.html'}")
-        if link:
-            print(f"explorer: {explorer}")
+    for name, figure in figures.ALL.items() if png else ():
+        if figure.drawable(collected):
+            figures.save_png(name, collected, folder / "figures" / f"{name}.png")
+    if not common.quiet:
+        print(
+            f"page: {folder / 'index.html'}", *([f"explorer: {explorer}"] if link else []), sep="\n"
+        )
 
 
 def _read_records(names: Sequence[str]) -> list[Record]:
@@ -152,22 +145,3 @@ def _unusable_records(records: Sequence[Record], error: Exception) -> ValueError
         f"the page cannot be made of these records{made} ({type(error).__name__}: {error}); make them "
         f"again with bmfa {__version__}, or leave out the one at fault"
     )
-
-
-def _own_model(
-    imagenet: str | None,
-    weights: str | None,
-    *,
-    model: str,
-    labels: str | None,
-    class_map: str | None,
-    limit: int,
-) -> "OwnModel | None":
-    """Return the user's model and images, or None if neither is given."""
-    from bmfa.evidence.report import OwnModel
-
-    if imagenet is None and weights is None:
-        return None
-    if imagenet is None or weights is None:
-        raise ValueError("--weights FILE and --imagenet DIR go together; pass both, or neither")
-    return OwnModel(weights, imagenet, model, labels, class_map, limit=limit)

@@ -4,10 +4,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from typer import Argument
-
 from bmfa.cli import options as opt
-from bmfa.cli.output import Output, table_of
+from bmfa.cli.groups import option
+from bmfa.cli.output import Output, check_file
 from bmfa.packages import require_packages
 from bmfa.records import Record
 
@@ -19,29 +18,22 @@ COLUMNS = "method layer head query leaves leaf_percent gap error certificate mov
 
 
 def screen(
-    *,
-    image: Annotated[
-        str,
-        Argument(metavar="IMAGE", help="An image file, or embedded:N for the N-th embedded image."),
-    ],
-    json: opt.Json = None,
-    seed: opt.Seed = 0,
-    device: opt.Device = "auto",
-    quiet: opt.Quiet = False,
+    output: Output,
+    image: opt.Image,
     model: opt.Model = "embedded",
     weights: opt.Weights = None,
     layer: Annotated[
-        int | None, opt.option("--layer L", "Layer to show, from 0; the last by default.")
+        int | None, option("--layer L", "Layer to show, from 0; the last by default.")
     ] = None,
     head: Annotated[
-        int | None, opt.option("--head H", "Head, from 0; the one with the largest gap by default.")
+        int | None, option("--head H", "Head, from 0; the one with the largest gap by default.")
     ] = None,
-    query: Annotated[str, opt.option("--query TOKEN", "class or ROW,COLUMN.")] = "class",
+    query: Annotated[str, option("--query TOKEN", "class or ROW,COLUMN.")] = "class",
     method: opt.Methods = None,
     layers: opt.Layers = "last-4",
     crop_pct: opt.CropPct = None,
     img_size: opt.ImgSize = None,
-    output: Annotated[str, opt.option("--output FILE.png", "File for the figure.")] = "screen.png",
+    figure: Annotated[str, option("--output FILE.png", "File for the figure.")] = "screen.png",
 ) -> None:
     """One image: a query's attention, tree and certificate."""
     require_packages(("matplotlib", "PIL"), "report")
@@ -49,26 +41,25 @@ def screen(
     from bmfa.evidence.page import figures
     from bmfa.models import load_model
 
-    _check_figure(output)
+    check_file("--output", figure, ".png")
     view = experiment.View(layer, head, query)
-    shown = read_image(image, seed)
+    shown = read_image(image, output.seed)
     record = experiment.run(
         load_model(model, weights, img_size=img_size, crop_pct=crop_pct),
         [shown],
         method or experiment.DEFAULT_METHODS,
         view=view,
         layers=layers,
-        seed=seed,
-        device=opt.resolve_device(device),
+        seed=output.seed,
+        device=output.torch_device(),
     )
-    Output(json, quiet).finish(
+    drawn = image.startswith(EMBEDDED)
+    output.finish(
         record,
-        table_of(record.rows, COLUMNS),
+        COLUMNS,
         notes=_predictions(record, layers),
-        warnings=[]
-        if image.startswith(EMBEDDED)
-        else opt.toy_model_warning(model, weights, "this image was"),
-        figures={output: partial(figures.screen.png, record)},
+        warnings=[] if drawn else opt.toy_model_warning(model, weights, "this image was"),
+        figures={figure: partial(figures.screen.png, record)},
     )
 
 
@@ -87,13 +78,6 @@ def read_image(name: str, seed: int) -> "LabelledImage":
         kind = "a folder" if path.is_dir() else "no file"
         raise ValueError(f"{name} is {kind}; pass an image file, or embedded:N to try without one")
     return LabelledImage(path.name, ImageFiles(path.parent).read(path.name))
-
-
-def _check_figure(path: str) -> None:
-    """Raise before the work if the figure cannot be written."""
-    if Path(path).is_dir() or Path(path).suffix.lower() != ".png":
-        raise ValueError(f"--output {path} is not the name of a figure; pass FILE.png")
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
 
 
 def _predictions(record: Record, layers: str) -> list[str]:

@@ -3,34 +3,28 @@
 from typing import Annotated
 
 from bmfa.cli import options as opt
-from bmfa.cli.output import Output, table_of
+from bmfa.cli.groups import option
+from bmfa.cli.output import Output
 
 COLUMNS = "placement method count mean_gap p95_gap leaf_percent"
 CURVE_COLUMNS = "method cells delta minority_mass gap leaf_percent"
 
 
 def synthetic(
-    *,
-    json: opt.Json = None,
-    csv: opt.Csv = None,
-    seed: opt.Seed = 0,
-    device: opt.Device = "auto",
-    quiet: opt.Quiet = False,
+    output: Output,
     method: opt.Methods = None,
     placement: Annotated[
         list[str] | None,
-        opt.option(
+        option(
             "--placement NAME",
             "corner, shifted-1-1, shifted-4-4, centred or scattered; repeat for several. "
             "All of them by default.",
         ),
     ] = None,
-    max_depth: Annotated[int, opt.option("--max-depth D", "Depth limit of the trees.")] = 4,
-    scatter_seeds: Annotated[
-        int, opt.option("--scatter-seeds N", "Number of scattered masks.")
-    ] = 200,
+    max_depth: Annotated[int, option("--max-depth D", "Depth limit of the trees.")] = 4,
+    scatter_seeds: Annotated[int, option("--scatter-seeds N", "Number of scattered masks.")] = 200,
     curve: Annotated[
-        bool, opt.option("--curve", "Run the failure curve at 4 cells and 1 cell instead.")
+        bool, option("--curve", "Run the failure curve at 4 cells and 1 cell instead.")
     ] = False,
 ) -> None:
     """The stress test: bright minorities on a 16x16 grid.
@@ -40,19 +34,17 @@ def synthetic(
     from bmfa.evidence.methods import DEFAULT_METHODS
     from bmfa.evidence.synthetic import run as experiment
 
-    output = Output(json, quiet, csv)
     methods = method or DEFAULT_METHODS
     if curve:
-        record = experiment.failure_curve(methods, seed=seed)
-        output.finish(record, table_of(record.rows, CURVE_COLUMNS))
-        return
+        record = experiment.failure_curve(methods, seed=output.seed)
+        return output.finish(record, CURVE_COLUMNS)
     record = experiment.run(
         methods,
         placement or experiment.PLACEMENTS,
         max_depth=max_depth,
-        seed=seed,
+        seed=output.seed,
         scatter_seeds=scatter_seeds,
-        device=opt.resolve_device(device),
+        device=output.torch_device(),
         progress=output.progress("placements"),
     )
-    output.finish(record, table_of(record.rows, COLUMNS))
+    output.finish(record, COLUMNS)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from bmfa.cli import options as opt
+from bmfa.cli.groups import option
 from bmfa.cli.output import Output, table_of
 from bmfa.packages import require_packages
 
@@ -24,69 +25,65 @@ BATCH_SIZE, REDUCTION_BATCH_SIZE = 1, 25
 
 
 def tune(
-    *,
-    json: opt.Json = None,
-    seed: opt.Seed = 0,
-    device: opt.Device = "auto",
-    quiet: opt.Quiet = False,
+    output: Output,
     model: opt.Model = "embedded",
     weights: opt.Weights = None,
     images: Annotated[
         str | None,
-        opt.option("--images DIR", "Folder or zip of images like those of the later use."),
+        option("--images DIR", "Folder or zip of images like those of the later use."),
     ] = None,
     img_size: opt.ImgSize = None,
     crop_pct: opt.CropPct = None,
     tolerance: Annotated[
         float | None,
-        opt.option(
+        option(
             "--tolerance X", "Largest change of the output: 0.03 (default) is 3 % of the features."
         ),
     ] = None,
     measure: Annotated[
         Literal["features", "logits"] | None,
-        opt.option("--measure", "Change of the features (default), or KL of the class scores."),
+        option("--measure", "Change of the features (default), or KL of the class scores."),
     ] = None,
     error: Annotated[
         list[float] | None,
-        opt.option("--error X...", "Error targets to try in each layer: 0.03 0.1."),
+        option("--error X", "Error target to try in each layer; repeat for several."),
     ] = None,
     layers: Annotated[
         str | None,
-        opt.option("--layers CHOICE", "Layers that may change: all (default), last-K or 8,9,10."),
+        option("--layers CHOICE", "Layers that may change: all (default), last-K or 8,9,10."),
     ] = None,
     gflops: Annotated[
         float | None,
-        opt.option("--gflops X", "Plan merging instead: GFLOPs of an image to stay within."),
+        option("--gflops X", "Plan merging instead: GFLOPs of an image to stay within."),
     ] = None,
     agreement: Annotated[
         float | None,
-        opt.option("--agreement X", "Plan merging instead: 0.95 keeps the class of 95 %."),
+        option("--agreement X", "Plan merging instead: 0.95 keeps the class of 95 %."),
     ] = None,
     policy: Annotated[
-        str | None, opt.option("--policy NAME", "Policy of merging: free-energy (default), tome.")
+        str | None, option("--policy NAME", "Policy of merging: free-energy (default), tome.")
     ] = None,
     batch_size: Annotated[
-        int | None, opt.option("--batch-size N", "Images in a batch (1; 25 for merging).")
+        int | None, option("--batch-size N", "Images in a batch (1; 25 for merging).")
     ] = None,
     limit: Annotated[
         int | None,
-        opt.option(
+        option(
             "--limit N",
             "Images to use, half of them for choosing (32 on a GPU, else 8; 512 or 128 for merging).",
         ),
     ] = None,
     dtype: Annotated[
-        str | None, opt.option("--dtype NAME", "Cast the model: float32, float16 or bfloat16.")
+        str | None, option("--dtype NAME", "Cast the model: float32, float16 or bfloat16.")
     ] = None,
     repeats: Annotated[
-        int | None, opt.option("--repeats N", "Timings (5); their median counts.")
+        int | None, option("--repeats N", "Timings (5); their median counts.")
     ] = None,
     save: Annotated[
         str | None,
-        opt.option("--save FILE.json", "File for the plan, for bmfa.patch or bmfa.reduce."),
+        option("--save FILE.json", "File for the plan, for bmfa.patch or bmfa.reduce."),
     ] = None,
-    figure: Annotated[str | None, opt.option("--figure FILE.png", "File for the figure.")] = None,
+    figure: Annotated[str | None, option("--figure FILE.png", "File for the figure.")] = None,
 ) -> None:
     """Settings for each layer, or tokens to merge in each block, chosen on your images."""
     from bmfa.checks import check_integer
@@ -116,13 +113,12 @@ def tune(
         require_packages(("matplotlib",), "report")
     if dtype is not None and dtype not in DTYPES:
         raise ValueError(f"--dtype is {dtype!r}; pass one of {', '.join(DTYPES)}")
-    seed = check_integer("seed", seed, low=0)
+    seed = check_integer("seed", output.seed, low=0)
     limit = None if limit is None else check_integer("limit", limit, low=2)
     drawn = (REDUCTION_IMAGES if merging else IMAGES)["cpu"]
     images = _images(images, model, drawn if limit is None else limit, seed, img_size)
-    output = Output(json, quiet)
     loaded = load_model(model, weights, img_size=img_size, crop_pct=crop_pct)
-    loaded.model.to(opt.resolve_device(device), _dtype(dtype))
+    loaded.model.to(output.torch_device(), _dtype(dtype))
     if merging:
         made = tune_reduction(
             loaded,
@@ -160,9 +156,8 @@ def tune(
         from bmfa.evidence.tuning.figures import tuning
 
         files[figure] = partial(tuning.png, record)
-    output.finish(
-        record, table_of(layer_rows(plan), COLUMNS), notes=total_lines(plan), figures=files
-    )
+    table = table_of(layer_rows(plan), COLUMNS)
+    output.finish(record, COLUMNS, table=table, notes=total_lines(plan), figures=files)
 
 
 def layer_rows(plan: "Plan") -> list[dict[str, Any]]:
@@ -239,8 +234,7 @@ def _finish_reduction(output: Output, plan: "ReductionPlan", save: str | None) -
     """Print the table of a plan of merging, and write its files."""
     record = plan.to_record()
     files: dict[str | Path, Any] = {} if save is None else {save: partial(_plan_bytes, plan)}
-    table = table_of(record.rows, REDUCTION_COLUMNS)
-    output.finish(record, table, notes=reduction_lines(plan), figures=files)
+    output.finish(record, REDUCTION_COLUMNS, notes=reduction_lines(plan), figures=files)
 
 
 def reduction_lines(plan: "ReductionPlan") -> list[str]:

@@ -1,0 +1,1 @@
+"""bmfa bench: one file a command; `shared.py` has what they share."""

@@ -1,0 +1,63 @@
+"""bmfa bench reduction."""
+
+from typing import Annotated
+
+from bmfa.cli import options as opt
+from bmfa.cli.groups import option
+from bmfa.cli.output import Output
+
+COLUMNS = (
+    "baseline schedule chosen_on reported_on images gflops agreement_percent output_kl gain_pp "
+    "gain_low_pp gain_high_pp"
+)
+
+
+def reduction(
+    output: Output,
+    model: opt.Model = "embedded",
+    weights: opt.Weights = None,
+    data_dir: opt.DataDir = None,
+    crop_pct: opt.CropPct = None,
+    img_size: opt.ImgSize = None,
+    batch_size: opt.BatchSize = 25,
+    limit: opt.Limit = None,
+    workers: Annotated[
+        int, option("--workers N", "2 runs the two halves in processes of their own.")
+    ] = 1,
+    choosing: Annotated[
+        int | None, option("--choosing N", "Images of a half that choose; all by default.")
+    ] = None,
+    rounds: Annotated[
+        int, option("--rounds N", "Rounds of exchanges of tokens between blocks.")
+    ] = 1,
+    policy: Annotated[
+        str, option("--policy NAME", "The policy whose schedules are tuned.")
+    ] = "free-energy",
+    baseline: Annotated[
+        list[str] | None,
+        option("--baseline NAME:VALUE", "Reduction to compare with: tome:8; may be repeated."),
+    ] = None,
+) -> None:
+    """Token merging with tuned and with fixed schedules.
+
+    A schedule is tuned on one half of the images and measured on the other.
+    """
+    from bmfa.evidence.bench import reduction as experiment
+    from bmfa.models import load_model
+
+    device = output.torch_device()
+    loaded = load_model(model, weights, img_size=img_size, crop_pct=crop_pct)
+    record = experiment.run(
+        loaded,
+        opt.labelled_images(data_dir, model=loaded, limit=limit, seed=output.seed),
+        baseline or experiment.BASELINES,
+        policy=policy,
+        batch_size=batch_size,
+        seed=output.seed,
+        device=device,
+        workers=workers,
+        choosing=choosing,
+        rounds=rounds,
+        progress=not output.quiet,
+    )
+    output.finish(record, COLUMNS)
