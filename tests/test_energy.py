@@ -307,28 +307,18 @@ def test_proposition_proxy_bounds(case: tuple[Tensor, Tensor], tau: float) -> No
 
 @PROPERTY
 @given(partitioned(), taus)
-def test_proxy_of_the_coarsest_and_the_finest_partition(
-    case: tuple[Tensor, Tensor], tau: float
-) -> None:
-    scores, _ = case
-    whole, single = torch.zeros(len(scores), dtype=torch.int64), torch.arange(len(scores)).flip(0)
-    assert abs(energy.proxy(scores, whole, tau=tau) - energy.mean(scores)) <= rounding(scores)
-    assert energy.refinement_score(scores, whole, tau=tau) == 0
-    exact = energy.free_energy(scores, tau=tau)
-    assert abs(energy.proxy(scores, single, tau=tau) - exact) <= rounding(scores, tau)
-    gamma, gap = energy.refinement_score(scores, single, tau=tau), energy.gap(scores, tau=tau)
-    assert gamma == pytest.approx(gap.item(), rel=2 * gap_tolerance(scores, tau), abs=0)
-
-
-@PROPERTY
-@given(partitioned(), taus)
 def test_theorem_partition_monotonicity(case: tuple[Tensor, Tensor], tau: float) -> None:
     scores, labels = case
     tolerance = rounding(scores, tau)
-    ladder = [labels * 0, labels // 4, labels // 2, labels, torch.arange(len(scores))]
+    single = torch.arange(len(scores)).flip(0)
+    ladder = [labels * 0, labels // 4, labels // 2, labels, single]
     phis = torch.stack([energy.proxy(scores, each, tau=tau) for each in ladder])
     assert bool((phis.diff() >= -tolerance).all())
     assert abs(phis[-1] - energy.free_energy(scores, tau=tau)) <= tolerance
+    assert abs(phis[0] - energy.mean(scores)) <= tolerance
+    assert energy.refinement_score(scores, labels * 0, tau=tau) == 0
+    gamma, gap = energy.refinement_score(scores, single, tau=tau), energy.gap(scores, tau=tau)
+    assert gamma == pytest.approx(gap.item(), rel=2 * gap_tolerance(scores, tau), abs=0)
 
 
 @PROPERTY
@@ -377,14 +367,6 @@ def test_gap_is_relatively_accurate(scores: Tensor, tau: float) -> None:
     assert energy.gap(single, tau=tau) == pytest.approx(exact, rel=tolerance, abs=1e-37)
 
 
-def test_tiny_gap_is_half_the_variance() -> None:
-    for offset in [0.0, 1.0, 1e4]:
-        scores = offset + 1e-9 * tensor([1.0, -2.0, 0.5, 7.0])
-        variance = scores.sub(scores[0]).var(correction=0).item()  # exact differences
-        # The next term, kappa_3 / 6, is at most 1e-8 of it.
-        assert energy.gap(scores) == pytest.approx(variance / 2, rel=1e-8, abs=0)
-
-
 def test_constant_blocks_are_exact() -> None:
     for value, size in itertools.product([0.1, 1e4, -1e4, 1e-300, 1e300], [1, 3, 7, 49]):
         scores = torch.full((size,), value, dtype=torch.float64)
@@ -397,39 +379,30 @@ def test_constant_blocks_are_exact() -> None:
         assert energy.cumulants(scores).tolist() == [value, 0, 0, 0]
 
 
-def test_huge_scores_at_a_tiny_temperature() -> None:
+def test_extreme_scores() -> None:
     scores = tensor([1e4, -1e4, 0.0, 9999.0])
     assert energy.free_energy(scores, tau=1e-3) == pytest.approx(1e4 - 1e-3 * math.log(4), rel=EPS)
-    assert energy.log_partition(scores, tau=1e-3) == pytest.approx(1e7, rel=EPS)
     assert energy.gibbs(scores, tau=1e-3).tolist() == [1, 0, 0, 0]
-    assert energy.partition(scores) == math.inf
     assert energy.gap(scores, tau=1e-3) == pytest.approx(float(decimal_gap(scores, 1e-3)), rel=EPS)
+    for offset in [0.0, 1.0, 1e4]:  # a tiny gap is half the variance
+        scores = offset + 1e-9 * tensor([1.0, -2.0, 0.5, 7.0])
+        variance = scores.sub(scores[0]).var(correction=0).item()  # exact differences
+        # The next term, kappa_3 / 6, is at most 1e-8 of it.
+        assert energy.gap(scores) == pytest.approx(variance / 2, rel=1e-8, abs=0)
+    ends = [(0.0, 1e6, 0), (1.0, -1e6, 1), (1e-300, 1e6, 1), (0.25, -1e6, 0), (0.25, 0.0, 0.25)]
+    for alpha, delta, mass in ends:
+        assert energy.minority_mass(alpha, delta) == mass
 
 
-@PROPERTY
-@given(blocks(spread=100.0), st.sampled_from([1.0, 30.0]))
-def test_partition_function(scores: Tensor, tau: float) -> None:
-    expected = torch.logsumexp(scores / tau, -1)
-    # Both round the largest score over tau.
-    tolerance = 4 * EPS * ((scores / tau).abs().max() + math.log(2 * len(scores)))
-    assert abs(energy.log_partition(scores, tau=tau) - expected) <= tolerance
-    partition = energy.partition(scores, tau=tau)
-    assert partition == pytest.approx((scores / tau).exp().sum().item(), rel=4 * EPS)
-    assert energy.gibbs(scores, tau=tau).sum() == pytest.approx(1.0, rel=4 * EPS)
-
-
+PARTITION = torch.arange(6) // 2
 FUNCTIONS = {
-    "log_partition": energy.log_partition,
-    "partition": energy.partition,
     "free_energy": energy.free_energy,
     "mean": lambda scores, valid, tau: energy.mean(scores, valid=valid),
     "centered": lambda scores, valid, tau: energy.centered(scores, valid=valid),
     "gap": energy.gap,
     "gibbs": energy.gibbs,
-    "proxy": lambda scores, **rest: energy.proxy(scores, torch.arange(6) // 2, **rest),
-    "refinement_score": lambda scores, **rest: energy.refinement_score(
-        scores, torch.arange(6) // 2, **rest
-    ),
+    "proxy": lambda scores, **rest: energy.proxy(scores, PARTITION, **rest),
+    "refinement_score": lambda scores, **rest: energy.refinement_score(scores, PARTITION, **rest),
     "cumulants": lambda scores, valid, tau: energy.cumulants(scores, valid=valid),
     "cumulant_gap": energy.cumulant_gap,
 }
@@ -458,34 +431,30 @@ def test_tokens_that_do_not_exist_have_no_effect() -> None:
 
 
 def test_masking_equals_leaving_out() -> None:
-    for name in [each for each in FUNCTIONS if each not in ("proxy", "refinement_score")]:
-        function = FUNCTIONS[name]
-        scores = tensor([0.3, -1.0, 2.0, 0.7, 9.0, 4.0])
-        valid = torch.tensor([True, False, True, True, False, True])
-        masked = function(scores, valid=valid, tau=0.5)
+    scores = tensor([0.3, -1.0, 2.0, 0.7, 9.0, 4.0])
+    valid = torch.tensor([True, False, True, True, False, True])
+    for name in FUNCTIONS.keys() - {"proxy", "refinement_score"}:
+        masked = FUNCTIONS[name](scores, valid=valid, tau=0.5)
         if name in ("gibbs", "centered"):
             assert bool((masked[~valid] == 0).all())
             masked = masked[valid]
-        # The same terms in another order of summation.
-        assert torch.allclose(
-            masked, function(scores[valid], valid=None, tau=0.5), 8 * EPS, 8 * EPS
-        )
+        alone = FUNCTIONS[name](scores[valid], valid=None, tau=0.5)
+        assert torch.allclose(masked, alone, 8 * EPS, 8 * EPS)  # summed in another order
 
 
 def test_gradients() -> None:
+    valid = torch.tensor([[True] * 6, [True, False] * 3])
     for name, scale in itertools.product(FUNCTIONS, [1e-3, 1.0, 100.0]):
-        function = FUNCTIONS[name]
         generator = torch.Generator().manual_seed(1)
         scores = torch.randn(2, 6, generator=generator, dtype=torch.float64) * scale
         scores.requires_grad_()
-        valid = torch.tensor([[True] * 6, [True, False] * 3])
 
-        def scaled(values: Tensor) -> Tensor:
-            return function(values, valid=valid, tau=scale if name == "partition" else 1.0)
+        def function(values: Tensor) -> Tensor:
+            return FUNCTIONS[name](values, valid=valid, tau=1.0)
 
         # Central differences with a step of 1e-6 of the scale.
-        assert gradcheck(scaled, scores, eps=1e-6 * scale, rtol=1e-5, atol=1e-5)
-        assert gradgradcheck(scaled, scores, eps=1e-6 * scale, rtol=1e-4, atol=1e-4)
+        assert gradcheck(function, scores, eps=1e-6 * scale, rtol=1e-5, atol=1e-5)
+        assert gradgradcheck(function, scores, eps=1e-6 * scale, rtol=1e-4, atol=1e-4)
 
 
 @PROPERTY
@@ -549,24 +518,15 @@ def test_binary_gap_is_accurate_to_ulps(alpha: float, delta: float, negative: bo
 
 
 def test_binary_gap_at_the_seams() -> None:
+    tiny, most = 1e-300, 1 - 2**-53
     for alpha, delta in [
-        (1e-300, 690.0),
-        (1e-300, 1400.0),
-        (1e-300, 1450.0),
-        (1e-300, 1e6),
-        (1e-14, 32.3),
-        (0.5, 4.0),
-        (0.5, -1e6),
-        (0.5, 1e-12),
-        (1 - 2**-53, -36.0),
-        (1 - 2**-53, 1e6),
-        (5e-324, 1419.0),
+        *((tiny, 690.0), (tiny, 1400.0), (tiny, 1450.0), (tiny, 1e6), (1e-14, 32.3), (0.5, 4.0)),
+        *((0.5, -1e6), (0.5, 1e-12), (most, -36.0), (most, 1e6), (5e-324, 1419.0)),
     ]:
-        exact = float(decimal_binary_gap(alpha, delta))
-        assert energy.binary_gap(alpha, delta) == pytest.approx(exact, rel=8 * EPS, abs=0)
-        assert energy.binary_gap(1 - alpha, -delta) == pytest.approx(
-            float(decimal_binary_gap(1 - alpha, -delta)), rel=8 * EPS, abs=0
-        )
+        for share, advantage in ((alpha, delta), (1 - alpha, -delta)):
+            exact = float(decimal_binary_gap(share, advantage))
+            gap = energy.binary_gap(share, advantage)
+            assert gap == pytest.approx(exact, rel=8 * EPS, abs=0)
 
 
 def test_binary_model_in_float32() -> None:
@@ -602,14 +562,6 @@ def test_binary_model_scales_and_differentiates() -> None:
     inside = alpha.detach()[2:-1].requires_grad_()
     assert gradcheck(energy.minority_mass, (inside, delta))
     assert bool(torch.isfinite(energy.binary_gap(alpha, 1e6, tau=1e-300)).all())
-
-
-def test_minority_mass_at_the_ends() -> None:
-    assert energy.minority_mass(0.0, 1e6) == 0
-    assert energy.minority_mass(1.0, -1e6) == 1
-    assert energy.minority_mass(1e-300, 1e6) == 1
-    assert energy.minority_mass(0.25, -1e6) == 0
-    assert energy.minority_mass(0.25, 0.0) == 0.25
 
 
 SCORES = torch.zeros(2, 4)

@@ -20,13 +20,6 @@ def test_a_row_of_seven_splits_into_three_and_four():
     assert grid.depth == 3
 
 
-def test_a_side_of_one_does_not_split():
-    grid = Grid(3, 1)
-    assert labels(grid, 1) == [[0], [1], [1]]
-    assert labels(grid, 2) == [[0], [1], [2]]
-    assert grid.depth == 2
-
-
 def test_unequal_sides_split_floor_first():
     grid = Grid(5, 3)
     assert labels(grid, 1) == [[0, 1, 1], [0, 1, 1], [2, 3, 3], [2, 3, 3], [2, 3, 3]]
@@ -35,27 +28,14 @@ def test_unequal_sides_split_floor_first():
     assert grid.depth == 3
 
 
-def test_depth_is_that_of_the_longest_side():
-    for size, depth in [
-        ((1, 1), 0),
-        ((2, 2), 1),
-        ((3, 3), 2),
-        ((16, 16), 4),
-        ((17, 16), 5),
-        ((37, 37), 6),
-        ((1, 64), 6),
-    ]:
-        assert Grid(*size).depth == depth
-
-
-def test_z_order_of_four_squared():
-    grid = Grid(4, 4)
-    assert grid.z_order.tolist() == [0, 1, 4, 5, 2, 3, 6, 7, 8, 9, 12, 13, 10, 11, 14, 15]
-
-
-def test_z_order_of_an_irregular_grid():
+def test_z_order_by_hand():
+    expected = [0, 1, 4, 5, 2, 3, 6, 7, 8, 9, 12, 13, 10, 11, 14, 15]
+    assert Grid(4, 4).z_order.tolist() == expected
     assert Grid(3, 2).z_order.tolist() == [0, 1, 2, 4, 3, 5]
     assert Grid(1, 7).z_order.tolist() == list(range(7))
+    assert labels(Grid(3, 1), 1) == [[0], [1], [1]]  # a side of one does not split
+    sizes = [(1, 1), (2, 2), (3, 3), (16, 16), (17, 16), (37, 37), (1, 64)]
+    assert [Grid(*size).depth for size in sizes] == [0, 1, 2, 4, 5, 6, 6]
 
 
 def test_z_order_is_a_permutation_and_z_rank_its_inverse():

@@ -209,7 +209,9 @@ def recursive(
     bounds = torch.where(weights > 0, bounds, 0.0)
     depth = means / tau
     mass = weights * torch.exp(depth)
-    rounding = 1 - _ulps(means, STATISTIC_ULPS) * depth.clamp(min=-1000.0)
+    # A mass errs by ulps of its depth, and every share by those of the deepest child with a mass.
+    deepest = depth.clamp(min=-1000.0).amin(-1, keepdim=True)
+    rounding = 1 - _ulps(means, STATISTIC_ULPS) * deepest
     residual = certificate(rounding * mass / mass.sum(-1, keepdim=True), bounds, tau)
     steep = bounds.amax(-1) > STEEP * tau
     smooth = _outward(gamma, gamma == 0) + residual
