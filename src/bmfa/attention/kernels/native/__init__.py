@@ -40,8 +40,7 @@ class _Call(ctypes.Structure):
     _fields_ = [
         *((name, _Tensor) for name in ("q", "k", "v", "output")),
         *((name, ctypes.c_int64) for name in (
-            "dtype", "batch", "heads", "share", "queries", "keys", "d", "e", "query_prefix", "prefix",
-            "threads",
+            "dtype", "heads", "share", "queries", "keys", "d", "e", "query_prefix", "threads",
         )),
         *((name, ctypes.c_void_p) for name in ("parallel", "scratch")),
         ("factor", ctypes.c_double),
@@ -178,7 +177,7 @@ def prepare_tiles(
     mask_queries = tiling.query_grid is None
     call, output = _describe(q, k, v, scale / tau, mask_queries and valid is not None)
     batch, heads = q.shape[:2]
-    call.prefix, call.query_prefix = prefix, query_prefix
+    call.query_prefix = query_prefix
     lists = _token_lists(tiling, prefix, q.shape[2], k.shape[2], valid, mask_queries)
     call.images, call.parts = lists["part_count"].shape
     call.tiles, call.groups, call.group_slots = tiling.tiles, *lists["member_tokens"].shape[1:]
@@ -302,7 +301,7 @@ def _describe(q: Tensor, k: Tensor, v: Tensor, factor: float, zeros: bool) -> tu
     for name, x in (("q", q), ("k", k), ("v", v), ("output", output)):
         setattr(call, name, _Tensor(x.data_ptr(), *x.stride()[:3]))
     call.kept = [q, k, v]
-    call.dtype, call.batch, call.heads = DTYPES[q.dtype], batch, heads
+    call.dtype, call.heads = DTYPES[q.dtype], heads
     call.share, call.queries, call.keys = heads // max(1, k.shape[1]), queries, k.shape[2]
     call.d, call.e, call.factor = d, e, factor
     return call, output

@@ -24,6 +24,7 @@ constexpr int MOST_VECTORS = 2;  // 12 of 16
 constexpr int MOST_ROWS = 6;
 
 typedef float Vector __attribute__((vector_size(4 * WIDTH)));
+typedef float Unaligned __attribute__((vector_size(4 * WIDTH), aligned(4), may_alias));
 typedef int32_t Integers __attribute__((vector_size(4 * WIDTH)));
 typedef float Half __attribute__((vector_size(2 * WIDTH)));
 typedef double Doubles __attribute__((vector_size(4 * WIDTH)));
@@ -34,11 +35,12 @@ static inline To read(const void* x) {
   memcpy(&result, x, sizeof result);
   return result;
 }
-static inline Vector load(const float* x) { return read<Vector>(x); }
-static inline void store(float* x, Vector value) { memcpy(x, &value, sizeof value); }
+static inline Unaligned& vec(float* x) { return *(Unaligned*)x; }  // WIDTH floats, to be read and written
+static inline const Unaligned& vec(const float* x) { return *(const Unaligned*)x; }
 static inline Vector splat(float x) { return x - Vector{}; }  // unlike x + 0, it is x itself
 static inline Vector larger(Vector x, Vector y) { return x > y ? x : y; }
-static inline int round_up(int n, int multiple) { return (n + multiple - 1) / multiple * multiple; }
+static inline int blocks_of(int n, int size) { return (n + size - 1) / size; }
+static inline int round_up(int n, int multiple) { return blocks_of(n, multiple) * multiple; }
 
 #if defined(__clang__)
 #define SHUFFLE(x, y, ...) __builtin_shufflevector(x, y, __VA_ARGS__)
@@ -65,13 +67,12 @@ static inline float sum(Vector x) {
 // exp(x) for x <= 0, relative error 2e-7; 0 below -87, where the result is not a normal number. The
 // exponent n of 2^n is rounded by the addition of a number whose last bit is 1; the rest is a polynomial.
 static inline Vector exponential(Vector x) {
-  const Vector round = splat(12582912.0f), least = splat(-87.0f);
-  const Vector clamped = larger(x, least);
-  const Vector n = (clamped * splat(1.442695041f) + round) - round;
-  const Vector r = (clamped - n * splat(0.693359375f)) + n * splat(2.12194440e-4f);
+  const float round = 12582912.0f;
+  const Vector least = splat(-87.0f), clamped = larger(x, least);
+  const Vector n = (clamped * 1.442695041f + round) - round;
+  const Vector r = (clamped - n * 0.693359375f) + n * 2.12194440e-4f;
   Vector y = splat(1.0f / 720.0f);
-  for (float coefficient : {1.0f / 120.0f, 1.0f / 24.0f, 1.0f / 6.0f, 0.5f, 1.0f, 1.0f})
-    y = y * r + splat(coefficient);
+  for (float a : {1.0f / 120.0f, 1.0f / 24.0f, 1.0f / 6.0f, 0.5f, 1.0f, 1.0f}) y = y * r + a;
   const Integers power = (__builtin_convertvector(n, Integers) + 127) << 23;
   return x < least ? Vector{} : y * read<Vector>(&power);
 }
@@ -89,7 +90,7 @@ static inline void transpose(Strided row, int count, int columns, float* to, int
   for (int r = 0; r < count; r += WIDTH)
     for (int c = 0; c < columns; c += WIDTH) {
       Vector x[WIDTH], y[WIDTH];
-      for (int i = 0; i < WIDTH; i++) x[i] = r + i < count ? load(row[r + i] + c) : Vector{};
+      for (int i = 0; i < WIDTH; i++) x[i] = r + i < count ? (Vector)vec(row[r + i] + c) : Vector{};
       for (int step = 1; step < WIDTH; step *= 2) {  // a perfect shuffle of the rows in each step
         for (int i = 0; i < WIDTH / 2; i++) {
           y[2 * i] = interleave<0>(x[i], x[i + WIDTH / 2], Indices());
@@ -97,7 +98,7 @@ static inline void transpose(Strided row, int count, int columns, float* to, int
         }
         memcpy(x, y, sizeof x);
       }
-      for (int i = 0; i < WIDTH; i++) store(to + (c + i) * (int64_t)stride + r, x[i]);
+      for (int i = 0; i < WIDTH; i++) vec(to + (c + i) * (int64_t)stride + r) = x[i];
     }
 }
 
@@ -111,7 +112,7 @@ static inline void product_rows(const A& a, const B& b, int row, int rows, int l
     Vector sum[ROWS][VECTORS] = {};
     for (int k = 0; k < depth; k++) {
       Vector y[VECTORS];
-      for (int j = 0; j < VECTORS; j++) y[j] = load(b[k] + lane + j * WIDTH);
+      for (int j = 0; j < VECTORS; j++) y[j] = vec(b[k] + lane + j * WIDTH);
       for (int i = 0; i < ROWS; i++) {
         const Vector x = splat(TRANSPOSED ? a[k][row + i] : a[row + i][k]);
         for (int j = 0; j < VECTORS; j++) sum[i][j] += x * y[j];
@@ -119,8 +120,8 @@ static inline void product_rows(const A& a, const B& b, int row, int rows, int l
     }
     for (int i = 0; i < ROWS; i++)
       for (int j = 0; j < VECTORS; j++) {
-        float* at = to + i * stride + j * WIDTH;  // a sum that is large already is added once, at last
-        store(at, accumulate ? load(at) + sum[i][j] : sum[i][j]);
+        Unaligned& at = vec(to + i * stride + j * WIDTH);
+        at = accumulate ? at + sum[i][j] : sum[i][j];  // a sum that is large already is added once, at last
       }
   }
   if constexpr (ROWS > 1)
