@@ -1,70 +1,77 @@
-"""The chapter on the ablations of Algorithm 1, and the claims of the paper on them."""
+"""The chapter on the ablations of Algorithm 1: its figure, and the claims of the paper on them."""
 
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import TYPE_CHECKING, Any
 
-from bmfa.evidence.ablation import figures
-from bmfa.evidence.page import paper
-from bmfa.evidence.page.blocks import (
-    Block,
-    Chapter,
-    Column,
-    Table,
-    describe,
-    illustrate,
-    paragraph,
-    with_paper,
-)
-from bmfa.evidence.page.claims import Verdict, claim, judge_direction
+from bmfa.evidence.page import paper, plots
+from bmfa.evidence.page.chapter import Chapter
+from bmfa.evidence.page.claims import Measured, Verdict, claim, judge_direction
 from bmfa.evidence.page.formats import format_number, format_numbers
-from bmfa.evidence.page.record_set import RecordSet, command_for, get_number, get_text
-from bmfa.records import Row
+from bmfa.evidence.page.record_set import RecordSet, get_number, get_points, get_text
 
-COLUMNS = (
-    Column("parameter", "Parameter"),
-    Column("value_text", "Value", 0),
-    Column("mean_gap", "Mean gap", 3),
-    Column("leaf_percent", "Leaf %", 3),
-    Column("microseconds_per_instance", "µs", 1),
-    Column("paper_mean_gap", "Paper: mean gap", 3),
-    Column("paper_leaf_percent", "Leaf %", 2),
-    Column("paper_milliseconds", "ms", 3),
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure as Drawing
+
+# Parameter, column, title and labels of the vertical and the horizontal axis of every panel.
+GAP_LABEL = "mean gap; the leaf ratio stands below"
+PANELS = (
+    ("epsilon", "mean_gap", "Error", "mean gap", "threshold ε"),
+    ("epsilon", "leaf_percent", "Leaf ratio", "% of tokens", "threshold ε"),
+    ("epsilon", "microseconds_per_instance", "Run time", "µs per instance", "threshold ε"),
+    ("depth", "mean_gap", "Depth", GAP_LABEL, "maximum depth of the tree"),
+    ("grid", "mean_gap", "Grid", GAP_LABEL, "cells along a side"),
+    ("lookahead", "mean_gap", "Look-ahead", GAP_LABEL, "levels below the block"),
 )
 
 
-def _content(records: RecordSet) -> list[Block]:
-    dataset = paper.dataset_title(str(records.setting("ablation", "dataset") or ""))
-    return [
-        *paragraph(
-            "One parameter of Algorithm 1 is changed at a time. The others are ε = 0.005, full depth, "
-            "16 × 16 cells and a look-ahead of one level.",
-            f"Data: {dataset}." if dataset else "",
-            describe(_lookahead, records),
-        ),
-        *illustrate(
-            figures.ablation,
-            records,
-            "A smaller threshold lowers the error and increases the number of leaves. Rings are the "
-            "paper's numbers on COCO; its run times are from another machine and from code that "
-            "processes one instance at a time.",
-        ),
-        Table("Ablations", COLUMNS, [_table_row(row) for row in records.rows("ablation")]),
-    ]
+def values(records: RecordSet) -> dict[str, Any]:
+    """Return the rows with the paper's numbers, and those of the look-ahead by level."""
+    rows = []
+    for row in records.rows("ablation"):
+        point = paper.ABLATION.get((get_text(row, "parameter"), get_number(row, "value") or 0.0))
+        printed = paper.beside(row, point)
+        if point is not None and point.milliseconds is not None:
+            printed["paper_microseconds_per_instance"] = 1000 * point.milliseconds
+        rows.append(printed)
+    lookahead = {row["value"]: row for row in rows if row["parameter"] == "lookahead"}
+    return {"dataset": _dataset(records), "lookahead": {1: {}, 2: {}} | lookahead, "rows": rows}
 
 
-def _lookahead(records: RecordSet) -> str:
-    one, two = _values(records, "lookahead", (1, 2))
-    if two >= one:
-        return ""
-    return (
-        f"Looking two levels down instead of one reduces the mean gap from {format_number(one)} to "
-        f"{format_number(two)}; the paper leaves this to future work."
-    )
+def _dataset(records: RecordSet) -> str:
+    return paper.dataset_title(str(records.setting("ablation", "dataset") or "one source"))
 
 
-def _table_row(row: Row) -> Row:
-    key = (get_text(row, "parameter"), get_number(row, "value") or 0.0)
-    return {**with_paper(row, paper.ABLATION.get(key)), "value_text": get_text(row, "value")}
+@plots.figure("ablation", "ablation")
+def ablation(records: RecordSet, narrow: bool) -> "Drawing":
+    """Error, leaf ratio and run time over threshold, depth, grid and look-ahead."""
+    drawing, panels = plots.panels(6, 3, narrow, 270, ["gamma", paper.NAME])
+    every_row = values(records)["rows"]
+    for axes, (parameter, column, title, y_label, x_label) in zip(panels, PANELS, strict=True):
+        rows = [row for row in every_row if row["parameter"] == parameter]
+        printed = get_points(rows, "value", f"paper_{column}")
+        measured = get_points(rows, "value", column)
+        for x, y in printed:
+            plots.draw_point(axes, paper.NAME, x, y)
+        plots.draw_line(axes, "gamma", measured)
+        ticks = {row["value"]: f"{row['value']:g}" for row in rows}
+        if parameter == "epsilon":
+            axes.set(xscale="log", xlim=(0.07, 0.0007))
+        else:
+            axes.set_xscale("log" if parameter == "grid" else "linear")
+            axes.margins(x=0.14)
+            for row in rows:
+                ticks[row["value"]] += f"\n{format_number(get_number(row, 'leaf_percent'), 0)} %"
+        plots.set_ticks(axes.xaxis, list(ticks), list(ticks.values()))
+        if column == "microseconds_per_instance" and measured:
+            plots.set_log_range(axes, "y", [y for _, y in printed + measured], 1.6)
+        else:
+            axes.set_ylim(0, axes.get_ylim()[1] * 1.06)
+        plots.label(axes, title, y_label, x_label)
+    return drawing
+
+
+# Claims
 
 
 def _values(
@@ -81,12 +88,16 @@ def _decreases(values: Sequence[float]) -> bool:
     return all(after < before for before, after in pairwise(values))
 
 
-COMMAND = command_for("ablation")
-
-
 def _threshold_words(gaps: Sequence[float], leaves: Sequence[float | None]) -> str:
     first, last = (format_number(leaf, 2) for leaf in leaves)
     return f"{format_number(gaps[0])} to {format_number(gaps[1])}, {first} to {last} %"
+
+
+def _data_note(records: RecordSet) -> str:
+    return (
+        f"Measured on {_dataset(records)}, scores from our fit. The paper's numbers are for COCO, so "
+        "only the trend is comparable."
+    )
 
 
 THRESHOLDS = (0.05, 0.001)
@@ -96,32 +107,21 @@ POINTS = [paper.ABLATION["epsilon", value] for value in THRESHOLDS]
 @claim(
     "Threshold 0.05 to 0.001: mean gap and leaf ratio",
     _threshold_words([p.mean_gap for p in POINTS], [p.leaf_percent for p in POINTS]),
-    COMMAND,
+    "ablation",
 )
-def _threshold(records: RecordSet) -> tuple[str, Verdict, str]:
+def _threshold(records: RecordSet) -> Measured:
     gaps = _values(records, "epsilon", THRESHOLDS)
     leaves = _values(records, "epsilon", THRESHOLDS, "leaf_percent")
     verdict = judge_direction(_decreases(gaps) and _decreases(leaves[::-1]))
     return _threshold_words(gaps, leaves), verdict, _data_note(records)
 
 
-def _data_note(records: RecordSet) -> str:
-    dataset = str(records.setting("ablation", "dataset") or "")
-    rows = records.rows("ablation", parameter="epsilon", value=0.005)
-    count = get_number(rows[-1], "instances") if rows else None
-    instances = "" if count is None else f" on {count:,.0f} instances"
-    return (
-        f"Measured{instances} of {paper.dataset_title(dataset) or 'one source'}, scores from our fit. "
-        "The paper's numbers are for COCO, so only the trend is comparable."
-    )
-
-
 @claim(
     "Depth 5 changes nothing on a 16 × 16 grid: mean gap at depth 4 and 5",
     _printed("depth", (4, 5)),
-    COMMAND,
+    "ablation",
 )
-def _depth(records: RecordSet) -> tuple[str, Verdict, str]:
+def _depth(records: RecordSet) -> Measured:
     gaps = _values(records, "depth", (4, 5))
     note = "True on any data: the leaves at depth 4 are single tokens, which cannot be split."
     return format_numbers(*gaps), judge_direction(gaps[0] == gaps[1]), note
@@ -130,9 +130,9 @@ def _depth(records: RecordSet) -> tuple[str, Verdict, str]:
 @claim(
     "A finer grid has fewer leaves and loses more: mean gap at 8, 16 and 32 cells",
     _printed("grid", (8, 16, 32)),
-    COMMAND,
+    "ablation",
 )
-def _grid(records: RecordSet) -> tuple[str, Verdict, str]:
+def _grid(records: RecordSet) -> Measured:
     gaps = _values(records, "grid", (8, 16, 32))
     return format_numbers(*gaps), judge_direction(_decreases(gaps[::-1])), _data_note(records)
 
@@ -140,9 +140,9 @@ def _grid(records: RecordSet) -> tuple[str, Verdict, str]:
 @claim(
     "Screening one instance at the default threshold",
     f"{format_number(1000 * (paper.ABLATION['epsilon', 0.005].milliseconds or 0.0), 0)} µs",
-    COMMAND,
+    "ablation",
 )
-def _run_time(records: RecordSet) -> tuple[str, Verdict, str]:
+def _run_time(records: RecordSet) -> Measured:
     (ours,) = _values(records, "epsilon", (0.005,), "microseconds_per_instance")
     note = (
         "Another machine and other code: a batch in torch here, one instance at a time in NumPy in "
@@ -152,5 +152,10 @@ def _run_time(records: RecordSet) -> tuple[str, Verdict, str]:
 
 
 ABLATIONS = Chapter(
-    "ablations", "Ablations", "ablation", _content, (_threshold, _depth, _grid, _run_time)
+    "ablations",
+    "Ablations",
+    "ablation/ablation.html.j2",
+    "ablation",
+    (_threshold, _depth, _grid, _run_time),
+    values,
 )

@@ -1,293 +1,90 @@
-"""The chapters on screening inside a model and on its layers, and the claims of the paper."""
+"""The chapters on screening inside a model and on its layers: figures, and the claims of the paper."""
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
-from bmfa.evidence.closed_loop import figures
-from bmfa.evidence.page import paper
-from bmfa.evidence.page.blocks import (
-    METHOD,
-    Block,
-    Chapter,
-    Column,
-    NotMeasured,
-    Paragraph,
-    Table,
-    describe,
-    illustrate,
-    paragraph,
-    with_paper,
-)
-from bmfa.evidence.page.claims import Verdict, claim, judge_direction
+from bmfa.evidence.page import paper, plots
+from bmfa.evidence.page.chapter import Chapter
+from bmfa.evidence.page.claims import Measured, Verdict, claim, judge_direction
 from bmfa.evidence.page.formats import format_number, format_percent, format_small
-from bmfa.evidence.page.model_runs import (
-    EMBEDDED,
-    ModelRun,
-    closed_loop_runs,
-    judged_run,
-    layer_runs,
-    select_layer_records,
+from bmfa.evidence.page.leaf_plots import (
+    OUTPUT_MEASURES,
+    against_leaf_ratio,
+    clip_kl,
+    set_measure_axis,
 )
+from bmfa.evidence.page.model_runs import ModelRun, closed_loop_runs, judged_run, layer_runs
 from bmfa.evidence.page.record_set import (
+    MissingValueError,
     RecordSet,
-    command_for,
-    get_number,
     get_text,
     need_number,
     require_any,
+    unique,
 )
 
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure as Drawing
+
 BMFA, RANDOM = paper.BMFA, paper.RANDOM
-COLUMNS = (
-    METHOD,
-    Column("leaf_percent", "Leaf %", 2),
-    Column("agreement_percent", "Agreement %", 1),
-    Column("output_kl", "Output KL", 3, small=True),
-    Column("attention_kl", "Attention KL", 3),
-    Column("top1_percent", "Top-1 %", 1),
-    Column("paper_leaf_percent", "Paper: leaf %", 2),
-    Column("paper_agreement_percent", "Agreement %", 2),
-    Column("paper_output_kl", "Output KL", 3),
-)
 SIMILAR_LEAVES = 5.0  # percentage points within which two leaf ratios count as the same budget
 NEARLY_ALL = 90.0  # percent of the tokens
 
 
-def _content(records: RecordSet) -> list[Block]:
-    runs = closed_loop_runs(records)
-    rings = any(run.is_papers_model for run in runs)
-    return [
-        *paragraph(
-            "Every query and head of the screened layers gets its own tree over the keys, and its "
-            "attention is computed on the leaves; the key of the class token stays exact. Agreement is "
-            "the share of images whose top class is that of the full model. Output KL is the "
-            "divergence of the class distributions, KL(full ‖ screened).",
-            f"The paper screens the last four of the twelve layers of {paper.MODEL} on 5,000 images "
-            "of COCO.",
-            *(_describe(run) for run in runs),
-        ),
-        *illustrate(
-            figures.closed_loop,
-            select_layer_records(records, several=False),
-            "Up and to the left is better for the agreement, down and to the left for the output KL. A "
-            "line joins the parameters of one rule. An output KL below 10⁻⁸ is drawn at 10⁻⁸. "
-            + ("Rings are the paper's agreement on ImageNet. " if rings else "")
-            + "The panels titled “Paper” show the points that the paper prints.",
-        ),
-        *(
-            Paragraph(" ".join(filter(None, (describe(f, run) for f in FINDINGS))), f"{run.title}.")
-            for run in runs
-        ),
-        *paragraph(
-            *_which_rule(runs),
-            lead="The rule of the paper's model tables is our inference.",
-            style="warning",
-        ),
-        *(_table(run) for run in runs),
+def _is_single(run: ModelRun) -> bool:
+    """True if each choice of layers is one layer."""
+    return all(choice.isdecimal() for choice in unique(run.rows, "layers"))
+
+
+def layer_values(records: RecordSet) -> dict[str, Any]:
+    """Return the runs of several choices of layers, and those of one layer at a time."""
+    runs = require_any(layer_runs(records))
+    single = [run for run in runs if _is_single(run) and "global-mean" in run.families]
+    return {**_shown(runs), "single": single}
+
+
+def _shown(runs: Sequence[ModelRun]) -> dict[str, Any]:
+    """The runs of a chapter, and their records alone for its figure."""
+    return {"runs": runs, "records": RecordSet([run.record for run in runs])}
+
+
+# Figures
+
+
+@plots.figure("closed-loop", "closed-loop")
+def closed_loop(records: RecordSet, narrow: bool) -> "Drawing":
+    """Agreement with the full model and output KL against leaf ratio, ours and the paper's."""
+    sources = [
+        (run.panel_title, run.rows, paper.imagenet_rows() if run.is_papers_model else [])
+        for run in closed_loop_runs(records)
     ]
+    printed = [{"method": name, **vars(point)} for name, point in paper.CLOSED_LOOP.items()]
+    sources.append((f"Paper: {paper.MODEL}, COCO", printed, []))
+    return against_leaf_ratio(sources, OUTPUT_MEASURES, narrow)
 
 
-def _describe(run: ModelRun) -> str:
-    if run.model == EMBEDDED:
-        return (
-            "Here it is the embedded model (1.0 M parameters, eight layers, 16 × 16 tokens; "
-            f"{paper.MODEL} has 14 × 14) on {run.images:,} images that the library draws: the order "
-            "of the rules can be compared with the paper, the numbers cannot."
-        )
-    if run.is_papers_model:
-        return f"{run.title} is shown on {run.images:,} images, which are not those of the paper."
-    return f"{run.title}, another model than the paper's, is shown on {run.images:,} images."
+@plots.figure("layers", "closed-loop")
+def layers(records: RecordSet, narrow: bool) -> "Drawing":
+    """Agreement and output KL over the screened layers, several layers and single ones."""
+    runs = sorted(require_any(layer_runs(records)), key=_is_single)
+    drawing, panels = plots.panels(2 * len(runs), 2, narrow, 300)
+    pairs = [(run, measure) for run in runs for measure in OUTPUT_MEASURES]
+    for axes, (run, (column, y_label)) in zip(panels, pairs, strict=True):
+        choices = unique(run.rows, "layers")
+        rows = [
+            {**row, "index": choices.index(get_text(row, "layers"))} for row in clip_kl(run.rows)
+        ]
+        set_measure_axis(axes, column, rows)
+        ends = plots.draw_methods(axes, rows, "index", column)
+        axes.set_xticks(range(len(choices)), [c.replace("last-", "last ") for c in choices])
+        axes.set_xlim(-0.25, len(choices) - 0.75)
+        title = f"{run.panel_title}, one layer" if _is_single(run) else run.panel_title
+        plots.label(axes, title, y_label, "screened layers")
+        plots.label_ends(axes, ends, 210)
+    return drawing
 
 
-def _agreement(run: ModelRun, method: str) -> str:
-    agreement, leaf = run.values(method, "agreement_percent", "leaf_percent")
-    return f"{format_percent(agreement, 1)} at {format_percent(leaf, 1)} leaves"
-
-
-def _bmfa_and_random(run: ModelRun) -> str:
-    higher = run.value(BMFA, "agreement_percent") > run.value(RANDOM, "agreement_percent")
-    return (
-        f"{BMFA}, our fit to the rule of the paper's tables, has an agreement of "
-        f"{_agreement(run, BMFA)}; this is {'higher' if higher else 'no higher'} than that of random "
-        f"quadrants ({_agreement(run, RANDOM)})."
-    )
-
-
-def _algorithm_1_and_blocks(run: ModelRun) -> str:
-    """Algorithm 1 and fixed 2 x 2 blocks, at the leaf ratio nearest to theirs."""
-    leaf, kl = run.values(paper.FIXED, "leaf_percent", "output_kl")
-    distances = [
-        (abs(need_number(row, "leaf_percent") - leaf), get_text(row, "method"))
-        for row in run.family("gamma")
-    ]
-    _, method = min(require_any(distances))
-    gamma_kl = run.value(method, "output_kl")
-    return (
-        f"Algorithm 1 as printed, {method} ({_agreement(run, method)}, output KL "
-        f"{format_small(gamma_kl)}), is {'better' if gamma_kl < kl else 'not better'} than fixed "
-        f"blocks of 2 × 2 tokens ({_agreement(run, paper.FIXED)}, {format_small(kl)})"
-        + ("." if gamma_kl < kl else ": its score measures how much a block varies, not its mass.")
-    )
-
-
-def _variance_rows(run: ModelRun) -> str:
-    methods = [get_text(row, "method") for row in run.family("variance")]
-    if not methods:
-        return "The paper's variance-only row was not measured."
-    printed = paper.CLOSED_LOOP[paper.VARIANCE]
-    return (
-        f"Quadrants kept by their variance: "
-        f"{', '.join(f'{method} {_agreement(run, method)}' for method in methods)}. The paper prints "
-        f"one such row, {format_percent(printed.agreement_percent, 2)} at "
-        f"{format_percent(printed.leaf_percent, 2)} leaves, without a threshold."
-    )
-
-
-def _cheapest_optimal(run: ModelRun) -> str:
-    """The optimal tree with the fewest leaves whose output KL is at most that of the paper's rule."""
-    leaf, kl = run.values(BMFA, "leaf_percent", "output_kl")
-    candidates = [
-        (need_number(row, "leaf_percent"), get_text(row, "method"))
-        for row in run.family("optimal")
-        if need_number(row, "output_kl") <= kl
-    ]
-    if not candidates:
-        return f"No optimal tree measured here has an output KL as low as that of {BMFA}."
-    optimal_leaf, method = min(candidates)
-    if optimal_leaf >= leaf:
-        needed = format_percent(optimal_leaf, 1)
-        return f"The optimal tree needs {needed} leaves to reach the output KL of {BMFA}."
-    return (
-        f"The optimal tree reaches the output KL of {BMFA} with {format_percent(optimal_leaf, 1)} "
-        f"leaves ({method}) instead of {format_percent(leaf, 1)}, "
-        f"{format_number(leaf / optimal_leaf, 1)} times fewer."
-    )
-
-
-def _mass_rule(run: ModelRun) -> str:
-    """The mass rule, if even its best parameter is worse than fixed blocks."""
-    agreements = [
-        (need_number(row, "agreement_percent"), get_text(row, "method"))
-        for row in run.family("mass")
-    ]
-    best, method = max(require_any(agreements))
-    if best >= run.value(paper.FIXED, "agreement_percent"):
-        return ""
-    return (
-        f"The mass rule is worse than fixed blocks: its best parameter ({method}) has an agreement of "
-        f"{_agreement(run, method)}, because it weights a score that does not detect a small object "
-        "inside a block."
-    )
-
-
-FINDINGS = (
-    _bmfa_and_random,
-    _algorithm_1_and_blocks,
-    _variance_rows,
-    _cheapest_optimal,
-    _mass_rule,
-)
-
-
-def _which_rule(runs: Sequence[ModelRun]) -> list[str]:
-    """Why quadrant-gap stands for BMFA, and what Algorithm 1 does at the printed threshold."""
-    sentences = [
-        "The paper names the rule of its model tables but does not define it. On a 14 × 14 grid it "
-        "prints leaf ratios of 26.53 % and 51.02 % for random retention. These are p + 4 (1 − p) / 196 "
-        "for p = 0.25 and 0.5: one level of four 7 × 7 quadrants, each kept token by token or replaced "
-        "by its mean. The same construction with the exact gap as the criterion, quadrant-gap, is our "
-        "fit to the leaf ratios that the paper prints for BMFA. Here quadrant-gap stands for the "
-        "paper's BMFA, and gamma for Algorithm 1 as printed."
-    ]
-    sentences.append(describe(_printed_threshold, runs))
-    if not any(run.is_papers_model for run in runs):
-        sentences.append(
-            f"To compare the two in {paper.MODEL} itself, run bmfa report --weights FILE --imagenet DIR "
-            "with its weights and images."
-        )
-    return sentences
-
-
-def _printed_threshold(runs: Sequence[ModelRun]) -> str:
-    run = judged_run(runs)
-    leaf = format_percent(run.value(paper.PRINTED_THRESHOLD, "leaf_percent"), 1)
-    printed = format_percent(paper.CLOSED_LOOP[BMFA].leaf_percent, 2)
-    return (
-        f"At the threshold of the tables, ε = 0.8, Algorithm 1 has {leaf} leaves ({run.title}), whereas "
-        f"the paper prints {printed}."
-    )
-
-
-def _table(run: ModelRun) -> Block:
-    layers = get_text(run.rows[0], "layers")
-    caption = f"{run.caption}, {layers}; the paper: {paper.MODEL}, COCO, last-4"
-    printed = paper.CLOSED_LOOP
-    rows = [with_paper(row, printed.get(get_text(row, "method"))) for row in run.all_rows]
-    return Table(caption, COLUMNS, rows)
-
-
-def _layers(records: RecordSet) -> list[Block]:
-    several, single = layer_runs(records), layer_runs(records, single=True)
-    if not several and not single:
-        options = "--layers last-2 --layers last-4 --layers all"
-        return [NotMeasured(f"bmfa closed-loop {options} --json layers.json")]
-    return [
-        *paragraph(
-            "The same rules in an increasing number of layers, counted from the last, and in one layer "
-            "at a time. The figure of the paper is in a supplement that is not available. According to "
-            "its text, every method degrades with more layers and its rule stays ahead of random "
-            "retention (last-2, last-4, last-8 and all layers).",
-            *(_lead_over_random(run, choices) for run, choices in several),
-            *(describe(_most_sensitive_layer, run) for run, _ in single),
-        ),
-        *illustrate(
-            figures.layers,
-            select_layer_records(records, several=True),
-            "Agreement with the full model and output KL. The embedded model has eight layers, so "
-            "last-8 would be all of them.",
-        ),
-    ]
-
-
-def _layers_with_lead(run: ModelRun, choices: Sequence[str]) -> list[str]:
-    """The choices of layers in which the paper's rule is better than random retention.
-
-    The one with the higher agreement is better; if both agree equally, the one with the lower KL.
-    """
-    quality = {
-        (get_text(row, "method"), get_text(row, "layers")): (agreement, -(kl or 0.0))
-        for row in run.rows
-        for agreement, kl in [(get_number(row, "agreement_percent"), get_number(row, "output_kl"))]
-        if agreement is not None
-    }
-    pairs = {
-        choice: [quality.get((method, choice)) for method in (BMFA, RANDOM)] for choice in choices
-    }
-    return [c for c, (bmfa, random) in pairs.items() if bmfa and random and bmfa > random]
-
-
-def _lead_over_random(run: ModelRun, choices: Sequence[str]) -> str:
-    choices = [choice for choice in choices if not run.covers_all_layers(choice)]
-    ahead = _layers_with_lead(run, choices)
-    if not ahead:
-        return ""
-    where = "in all of them" if len(ahead) == len(choices) else f"in {', '.join(ahead)}"
-    return f"{run.title}, {', '.join(choices)}: {BMFA} is ahead of {RANDOM} {where}."
-
-
-def _most_sensitive_layer(run: ModelRun) -> str:
-    rows = run.family("global-mean")
-    worst = max(require_any((need_number(row, "output_kl"), row["layers"]) for row in rows))
-    return (
-        f"One mean for all keys changes the output most in layer {worst[1]} of "
-        f"{run.title_in_sentence} (output KL {format_number(worst[0])})."
-    )
-
-
-COMMAND = command_for("closed-loop")
-
-
-def _judged(records: RecordSet) -> ModelRun:
-    return judged_run(closed_loop_runs(records))
+# Claims
 
 
 def _printed(method: str) -> str:
@@ -304,45 +101,43 @@ def _measured(run: ModelRun, method: str) -> str:
 
 def _compare(run: ModelRun, other: str) -> tuple[str, Verdict]:
     """The agreement of the paper's rule and of another method."""
-    ahead = run.value(BMFA, "agreement_percent") > run.value(other, "agreement_percent")
-    return f"{_measured(run, BMFA)} against {_measured(run, other)}", judge_direction(ahead)
+    (ours,), (theirs,) = (run.values(method, "agreement_percent") for method in (BMFA, other))
+    return f"{_measured(run, BMFA)} against {_measured(run, other)}", judge_direction(ours > theirs)
 
 
 @claim(
     "Inside a model BMFA preserves more than random retention: agreement and leaf ratio of each",
     f"{_printed(BMFA)} against {_printed(RANDOM)}",
-    COMMAND,
+    "closed-loop",
 )
-def _more_than_random(records: RecordSet) -> tuple[str, Verdict, str]:
-    run = _judged(records)
+def _more_than_random(records: RecordSet) -> Measured:
+    run = judged_run(closed_loop_runs(records))
     note = f"{run.heading}; the paper: {paper.MODEL}, 5,000 images of COCO. {paper.FIT_NOTE}."
-    return *_compare(run, RANDOM), note
+    return *_compare(run, RANDOM), note, [run.record]
 
 
 @claim(
     "It also preserves more than fixed blocks of 2 × 2 tokens",
     f"{_printed(BMFA)} against {_printed(paper.FIXED)}",
-    COMMAND,
+    "closed-loop",
 )
-def _more_than_blocks(records: RecordSet) -> tuple[str, Verdict, str]:
-    run = _judged(records)
-    more = run.value(BMFA, "leaf_percent") > run.value(paper.FIXED, "leaf_percent")
-    note = f"{run.heading}{'; with more leaves, as in the paper' if more else ''}."
-    return *_compare(run, paper.FIXED), note
+def _more_than_blocks(records: RecordSet) -> Measured:
+    run = judged_run(closed_loop_runs(records))
+    return *_compare(run, paper.FIXED), f"{run.heading}.", [run.record]
 
 
 @claim(
     "The rule of these tables is Algorithm 1: leaf ratio at ε = 0.8",
     format_percent(paper.CLOSED_LOOP[BMFA].leaf_percent, 2),
-    command_for("closed-loop", {"method": paper.PRINTED_THRESHOLD}),
+    "closed-loop",
+    command=f"bmfa closed-loop --method {paper.PRINTED_THRESHOLD} --json closed-loop.json",
 )
-def _same_as_algorithm_1(records: RecordSet) -> tuple[str, Verdict, str]:
-    run = _judged(records)
-    leaf, quadrants = (run.value(m, "leaf_percent") for m in (paper.PRINTED_THRESHOLD, BMFA))
+def _same_as_algorithm_1(records: RecordSet) -> Measured:
+    run = judged_run(closed_loop_runs(records))
+    (leaf,), (quadrants,) = (run.values(m, "leaf_percent") for m in (paper.PRINTED_THRESHOLD, BMFA))
     same = abs(leaf - paper.CLOSED_LOOP[BMFA].leaf_percent) <= SIMILAR_LEAVES
-    note = run.heading + ("" if same else "; Algorithm 1 hardly splits at this threshold")
-    note += f". One level of quadrants, our fit, has {format_percent(quadrants, 2)}."
-    return format_percent(leaf, 2), judge_direction(same), note
+    note = f"{run.heading}. One level of quadrants, our fit, has {format_percent(quadrants, 2)}."
+    return format_percent(leaf, 2), judge_direction(same), note, [run.record]
 
 
 ENOUGH = paper.CLOSED_LOOP[paper.VARIANCE].agreement_percent
@@ -350,38 +145,35 @@ ENOUGH = paper.CLOSED_LOOP[paper.VARIANCE].agreement_percent
 
 @claim(
     "By variance alone nearly every token must be kept: the fewest leaves with at least "
-    f"{format_percent(ENOUGH, 2)} agreement",
+    f"{format_percent(ENOUGH, 2)} agreement, or the most measured",
     _printed(paper.VARIANCE),
-    command_for("closed-loop", {"method": paper.VARIANCE}),
+    "closed-loop",
+    command=f"bmfa closed-loop --method {paper.VARIANCE} --json closed-loop.json",
 )
-def _variance_keeps_all(records: RecordSet) -> tuple[str, Verdict, str]:
-    run = _judged(records)
-    points = [
-        (need_number(row, "leaf_percent"), get_text(row, "method"))
-        for row in run.family("variance")
-    ]
-    enough = [p for p in points if run.value(p[1], "agreement_percent") >= ENOUGH]
-    leaf, method = min(enough) if enough else max(require_any(points))
+def _variance_keeps_all(records: RecordSet) -> Measured:
+    run = judged_run(closed_loop_runs(records))
+    rows = require_any(run.families.get("variance", []))
+    points = [(need_number(row, "leaf_percent"), get_text(row, "method")) for row in rows]
+    enough = [p for p in points if run.values(p[1], "agreement_percent")[0] >= ENOUGH]
+    leaf, method = min(enough) if enough else max(points)
     note = f"{run.heading}; the paper states no threshold."
-    if not enough:
-        note += (
-            " No threshold measured here reaches this agreement; the one with most leaves is shown."
-        )
-    return f"{_measured(run, method)} ({method})", judge_direction(leaf >= NEARLY_ALL), note
+    shown = f"{_measured(run, method)} ({method})"
+    return shown, judge_direction(leaf >= NEARLY_ALL), note, [run.record]
 
 
 @claim(
     f"The smallest output KL at no more leaves than {BMFA}",
     f"{format_number(paper.CLOSED_LOOP[BMFA].output_kl)} at "
     f"{format_percent(paper.CLOSED_LOOP[BMFA].leaf_percent, 2)}",
-    command_for("closed-loop", {"method": "optimal:0.002"}),
+    "closed-loop",
+    command="bmfa closed-loop --method optimal:0.002 --json closed-loop.json",
 )
-def _smallest_kl(records: RecordSet) -> tuple[str, Verdict, str]:
-    run = _judged(records)
+def _smallest_kl(records: RecordSet) -> Measured:
+    run = judged_run(closed_loop_runs(records))
     leaf, kl = run.values(BMFA, "leaf_percent", "output_kl")
     candidates = [
         (need_number(row, "output_kl"), need_number(row, "leaf_percent"), get_text(row, "method"))
-        for row in run.family("optimal")
+        for row in run.families.get("optimal", [])
     ]
     lowest, leaves, method = min(require_any(c for c in candidates if c[1] <= leaf))
     note = (
@@ -389,39 +181,52 @@ def _smallest_kl(records: RecordSet) -> tuple[str, Verdict, str]:
         "read exact scores, as this rule does."
     )
     shown = f"{format_small(lowest)} at {format_percent(leaves, 2)} ({method})"
-    return shown, Verdict.AHEAD if lowest < kl else Verdict.DIFFERS, note
+    return shown, Verdict.AHEAD if lowest < kl else Verdict.DIFFERS, note, [run.record]
 
 
 @claim(
     "The lead over random retention persists as more layers are screened",
     ", ".join(paper.LAYER_CHOICES),
-    COMMAND,
+    "closed-loop",
+    command="bmfa closed-loop --layers last-2 --layers last-4 --layers all --json layers.json",
 )
-def _lead_persists(records: RecordSet) -> tuple[str, Verdict, str]:
-    found = layer_runs(records)
-    run = judged_run([run for run, _ in found])
-    choices = next(choices for other, choices in found if other is run)
-    choices = require_any(choice for choice in choices if not run.covers_all_layers(choice))
-    ahead = _layers_with_lead(run, choices)
-    behind = [choice for choice in choices if choice not in ahead]
+def _lead_persists(records: RecordSet) -> Measured:
+    run = judged_run(run for run in layer_runs(records) if not _is_single(run))
+    choices = unique(run.rows, "layers")
+    # The higher agreement leads; if both agree equally, the lower output KL.
+    quality = {
+        (get_text(row, "method"), get_text(row, "layers")): (
+            need_number(row, "agreement_percent"),
+            -need_number(row, "output_kl"),
+        )
+        for row in run.rows
+    }
+    try:
+        ahead = [c for c in choices if quality[BMFA, c] > quality[RANDOM, c]]
+    except KeyError as error:
+        raise MissingValueError(str(error)) from error
     missing = [choice for choice in paper.LAYER_CHOICES if choice not in choices]
-    note = run.heading + (f"; not in {', '.join(behind)}" if behind else "")
-    all_layers = [choice for choice in missing if run.covers_all_layers(choice)]
-    if all_layers:
-        note += f"; {', '.join(all_layers)} means all layers of this model and is not judged"
-    if absent := [choice for choice in missing if choice not in all_layers]:
-        note += f"; {', '.join(absent)} not measured"
-    return ", ".join(ahead) or "in none", judge_direction(not behind), f"{note}."
+    note = f"{run.heading}; not measured: {', '.join(missing) or 'none'}."
+    holds = judge_direction(ahead == choices)
+    return ", ".join(ahead) or "in none", holds, note, [run.record]
 
 
 CLOSED_LOOP = Chapter(
     "closed-loop",
     "Inside a model",
+    "closed_loop/closed_loop.html.j2",
     "closed-loop",
-    _content,
     (
         *(_more_than_random, _more_than_blocks, _same_as_algorithm_1),
         *(_variance_keeps_all, _smallest_kl, _lead_persists),
     ),
+    lambda records: _shown(closed_loop_runs(records)),
 )
-LAYERS = Chapter("layers", "Layer sensitivity", "closed-loop", _layers)
+LAYERS = Chapter(
+    "layers",
+    "Layer sensitivity",
+    "closed_loop/layers.html.j2",
+    "closed-loop",
+    values=layer_values,
+    command="bmfa closed-loop --layers last-2 --layers last-4 --layers all --json layers.json",
+)

@@ -8,7 +8,6 @@ from bmfa.evidence.page.claims import Verdict, claim, judge_direction
 from bmfa.evidence.page.formats import format_number
 from bmfa.evidence.page.record_set import (
     RecordSet,
-    command_for,
     get_number,
     get_text,
     need_number,
@@ -81,7 +80,7 @@ def _algorithm_1(records: RecordSet) -> list[Row]:
     "Four instances: shares of area and of Gibbs mass of the bright part in %, gap of the mean",
     f"{paper.CASE_AREAS[0]} to {paper.CASE_AREAS[1]}, over {paper.CASE_MASS:g}, "
     f"{paper.CASE_GAPS[0]} to {paper.CASE_GAPS[1]}",
-    command_for("cases"),
+    "cases",
 )
 def four_instances(records: RecordSet) -> tuple[str, Verdict, str, list[Record]]:
     found = _algorithm_1(records)

@@ -138,8 +138,8 @@ def _draw_agreement(run: ModelRun, axes: "Axes") -> None:
         for name, point in paper.CLOSED_LOOP.items()
         if family(name) in STRATEGIES
     ]
-    shown = [name for name in (*STRATEGIES, "optimal") if run.family(name)]
-    rows = [*printed, *(row for name in shown for row in run.family(name))]
+    shown = [name for name in (*STRATEGIES, "optimal") if name in run.families]
+    rows = [*printed, *(row for name in shown for row in run.families.get(name, ()))]
     values = [get_number(row, "agreement_percent") or 0.0 for row in rows]
     plot.set(xlim=(0, 105), ylim=(10 * (min(values) // 10), 101))
     plots.set_ticks(plot.xaxis, [0, 25, 50, 75, 100])
@@ -148,7 +148,7 @@ def _draw_agreement(run: ModelRun, axes: "Axes") -> None:
         plots.draw_point(plot, paper.NAME, x, y)
         plot.text(x, y, STRATEGIES[family(row["method"])], ha="center", va="center", fontsize=8)
     for name in shown:
-        line = get_points(run.family(name), "leaf_percent", "agreement_percent")
+        line = get_points(run.families.get(name, []), "leaf_percent", "agreement_percent")
         plots.draw_line(plot, name, line, label=name)
     handles = plot.get_legend_handles_labels()
     axes.legend(

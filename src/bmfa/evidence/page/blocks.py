@@ -4,12 +4,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from bmfa.evidence.page import paper
 from bmfa.evidence.page.canvas import Figure
 from bmfa.evidence.page.claims import ClaimTest
 from bmfa.evidence.page.formats import format_number, format_small
-from bmfa.evidence.page.model_runs import TITLES
-from bmfa.evidence.page.origins import RECORDED, describe_data, origin
+from bmfa.evidence.page.origins import recorded_sources
 from bmfa.evidence.page.record_set import MissingValueError, RecordSet
 from bmfa.records import Record, Row
 
@@ -140,30 +138,6 @@ class Chapter:
         if records.has(self.experiment):
             return [*self.content(records), *_recorded_data(records.of(self.experiment))]
         return [NotMeasured(self.command or records.commands(self.experiment)[0])]
-
-
-# What replaces recorded data by the user's own, by the data set or the model of a record.
-REPLACED_BY = {
-    "coco": "bmfa report --coco ANNOTATIONS IMAGES",
-    "lvis": "bmfa report --lvis ANNOTATIONS IMAGES",
-    "timm:deit_tiny_patch16_224": "bmfa report --weights FILE --imagenet DIR",
-}
-
-
-def recorded_sources(records: Sequence[Record]) -> dict[str, list[str]]:
-    """Return which of the records came with the library, and the commands that replace them."""
-    names, commands = [], []
-    for record in records:
-        if origin(record) != RECORDED:
-            continue
-        subject = str(record.settings.get("dataset") or record.settings.get("model"))
-        title = TITLES.get(subject, paper.dataset_title(subject))
-        torch = record.environment.get("torch")
-        where = describe_data([record]) + (f", torch {torch}" if torch else "")
-        names.append(f"{title}, {where}")
-        commands.append(REPLACED_BY.get(subject, ""))
-    commands = [command for command in commands if command]
-    return {"names": list(dict.fromkeys(names)), "commands": list(dict.fromkeys(commands))}
 
 
 def _recorded_data(records: Sequence[Record]) -> "list[Block]":

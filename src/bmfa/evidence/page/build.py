@@ -1,7 +1,6 @@
 """Builds the page: records to chapters, chapters to one self-contained HTML file."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cache
 from pathlib import PurePath
 from typing import Any
@@ -9,7 +8,6 @@ from typing import Any
 from bmfa.evidence.ablation.chapter import ABLATIONS
 from bmfa.evidence.bench.chapter import DENSE_PREDICTION, SPEED
 from bmfa.evidence.classification.chapter import CLASSIFICATION, REDUCTIONS
-from bmfa.evidence.classification.figures import reduction_runs
 from bmfa.evidence.closed_loop.chapter import CLOSED_LOOP, LAYERS
 from bmfa.evidence.comparison.chapter import EQUAL_LEAVES, EQUAL_OPERATIONS
 from bmfa.evidence.failures.chapter import FAILURES
@@ -17,21 +15,11 @@ from bmfa.evidence.faster.chapter import FASTER
 from bmfa.evidence.images.chapter import IMAGES, INSTANCES
 from bmfa.evidence.methods import METHODS, find_method
 from bmfa.evidence.page import blocks, paper, plots
-from bmfa.evidence.page.blocks import (
-    Block,
-    Column,
-    Commands,
-    NotMeasured,
-    Properties,
-    Table,
-    generic_table,
-    paragraph,
-    recorded_sources,
-    with_paper,
-)
 from bmfa.evidence.page.chapter import Chapter
 from bmfa.evidence.page.claims import LEGEND, Claim
 from bmfa.evidence.page.formats import format_number, format_percent, format_small
+from bmfa.evidence.page.model_runs import of_family
+from bmfa.evidence.page.origins import describe_data, recorded_sources
 from bmfa.evidence.page.record_set import (
     UNPRINTABLE,
     MissingValueError,
@@ -42,32 +30,18 @@ from bmfa.evidence.page.record_set import (
 from bmfa.evidence.probes.chapter import PROBES
 from bmfa.evidence.synthetic.chapter import SYNTHETIC
 from bmfa.packages import load_package
-from bmfa.records import Record
+from bmfa.records import Record, Row
 
 TITLE = "What attention loses when blocks become means"
-OPENING = (
-    "This page measures how much softmax mass attention loses when a block of tokens is replaced by "
-    "its mean, how far the adaptive trees of the BMFA paper repair the loss, and which trees do better. "
-    "The paper's numbers are shown next to ours."
-)
-
-
 CHAPTERS = (
     *(FASTER, *SYNTHETIC, PROBES, ABLATIONS, INSTANCES, FAILURES, EQUAL_LEAVES),
     *(CLOSED_LOOP, LAYERS, IMAGES, CLASSIFICATION, EQUAL_OPERATIONS, REDUCTIONS),
     *(DENSE_PREDICTION, SPEED),
 )
-
-
-@dataclass(frozen=True)
-class Section:
-    """A section of the page as the template shows it."""
-
-    name: str
-    title: str
-    blocks: Sequence[Block]
-    in_navigation: bool = True
-    html: str = ""
+# Experiments that have no chapter of their own, but are part of one.
+PARTS = ("gallery", "blocks", "reduction")
+# Values of rows that do not fit into a cell.
+LONG_VALUES = {"scores", "boxes", "image", "gap_quantiles", "attention", "screened_attention"}
 
 
 def build_page(records: Sequence[Record], explorer: str | None = None) -> str:
@@ -90,16 +64,19 @@ def build_page(records: Sequence[Record], explorer: str | None = None) -> str:
         True
     """
     found = RecordSet(records)
+    known = {chapter.experiment for chapter in CHAPTERS} | set(PARTS)
     page: str = (
         _templates()
         .get_template("page/templates/page.html.j2")
         .render(
             title=TITLE,
-            opening=OPENING,
             records=found,
             verdict_legend=LEGEND,
             claims=all_claims(found),
-            sections=_sections(found),
+            methods=_methods(found),
+            chapters=[(chapter, _chapter(chapter, found)) for chapter in CHAPTERS],
+            others=dict.fromkeys(r.experiment for r in records if r.experiment not in known),
+            environments=_environments(records),
             explorer=explorer,
             css_variables=plots.css_variables(),
         )
@@ -136,99 +113,64 @@ def _templates() -> Any:
         "number": formatter(format_number),
         "percent": formatter(format_percent),
         "small": formatter(format_small),
-        "prose": lambda text: text.replace(" %", "\u00a0%"),
         "filled_keys": lambda rows: {key for row in rows for key in row if row[key] is not None},
         "with_paper": lambda rows, points: [
-            with_paper(row, points.get(get_text(row, "method"))) for row in rows
+            paper.beside(row, points.get(get_text(row, "method"))) for row in rows
         ],
+        "of_family": of_family,
+        "describe_data": describe_data,
+        "describe_settings": _describe_settings,
         "recorded_sources": recorded_sources,
+        "columns_of": _columns_of,
     }
     environment.globals |= {"figures": plots.FIGURES, "paper": paper}
     return environment
 
 
-def _sections(records: RecordSet) -> list[Section]:
-    methods = _method_table(records)
-    return [
-        *([Section("methods", "Methods", [methods], in_navigation=False)] if methods.rows else []),
-        *(_section(chapter, records) for chapter in CHAPTERS),
-        *_other_experiments(records),
-        Section("environment", "Environment and versions", _environment(records)),
-    ]
-
-
-def _section(chapter: blocks.Chapter | Chapter, records: RecordSet) -> Section:
+def _chapter(chapter: blocks.Chapter | Chapter, records: RecordSet) -> str:
+    """The chapter as HTML, "" if the records do not hold what it shows."""
     if isinstance(chapter, blocks.Chapter):
-        return Section(chapter.name, chapter.title, chapter.blocks(records))
+        template = _templates().get_template("page/templates/chapter_of_blocks.html.j2")
+        return str(template.render(shown=chapter.blocks(records)))
+    if not records.has(chapter.experiment):
+        return ""
     try:
-        if not records.has(chapter.experiment):
-            raise MissingValueError(chapter.experiment)
         values = {"records": records, **chapter.values(records)}
     except MissingValueError:
-        command = chapter.command or records.commands(chapter.experiment)[0]
-        return Section(chapter.name, chapter.title, [NotMeasured(command)])
-    html = _templates().get_template(chapter.template).render(values)
-    return Section(chapter.name, chapter.title, [], html=html)
+        return ""
+    try:
+        return str(_templates().get_template(chapter.template).render(values))
+    except load_package("jinja2").UndefinedError as error:
+        raise ValueError(f"the records of {chapter.experiment} lack a column: {error}") from error
 
 
-def _method_table(records: RecordSet) -> Table:
-    """The methods in the records, with what each does and reads."""
+def _methods(records: RecordSet) -> list[dict[str, Any]]:
+    """The methods in the records."""
     experiments = ("synthetic", "probe", "closed-loop", "evaluate")
     names = [name for e in experiments for name in unique(records.rows(e), "method")]
     shown = {method.name for name in names if (method := find_method(name)) is not None}
-    return Table(
-        "The methods; the number after a name is its threshold, depth, price, probability or budget",
-        [
-            Column("name", "Name", code=True),
-            Column("description", "Description"),
-            Column("reads", "Reads"),
-        ],
-        [
-            vars(method)
-            for method in METHODS.values()
-            if method.name in shown and method.kind != "full"
-        ],
-    )
+    return [vars(m) for m in METHODS.values() if m.name in shown and m.kind != "full"]
 
 
-def _other_experiments(records: RecordSet) -> list[Section]:
-    """A plain table for every experiment that has no chapter."""
-    known = {chapter.experiment for chapter in CHAPTERS} | {"gallery", "blocks"}
-    known |= (
-        {"reduction"} if reduction_runs(records) else set()
-    )  # part of the chapter on reductions
-    others = dict.fromkeys(r.experiment for r in records.records if r.experiment not in known)
-    sections = []
-    for index, experiment in enumerate(others):
-        title = experiment.capitalize()
-        shown: list[Block] = [
-            generic_table(title, records.rows(experiment)),
-            Commands(records.commands(experiment)),
-        ]
-        sections.append(Section(f"record-{index}", title, shown))
-    return sections
+def _columns_of(rows: Sequence[Row]) -> list[tuple[str, str, int | str]]:
+    """The columns of a table of all values of rows, for experiments without a chapter."""
+    columns: list[tuple[str, str, int | str]] = []
+    for key in dict.fromkeys(key for row in rows for key in row if key not in LONG_VALUES):
+        values = [row[key] for row in rows if row.get(key) is not None]
+        form: int | str = "code" if key == "method" else "text"
+        if all(isinstance(value, int | float) for value in values):
+            form = 0 if all(isinstance(value, int) for value in values) else 3
+        columns.append((key, key.replace("_", " "), form))
+    return columns
 
 
-def _environment(records: RecordSet) -> list[Block]:
-    """The environment of every record, equal ones together, and the settings of every record."""
-    if not records.records:
-        return paragraph("There are no records.")
-    environments: dict[str, tuple[Mapping[str, Any], list[str]]] = {}
-    for record in records.records:
+def _environments(records: Sequence[Record]) -> list[tuple[str, Mapping[str, Any]]]:
+    """Every environment with the experiments that ran in it."""
+    found: dict[str, tuple[list[str], Mapping[str, Any]]] = {}
+    for record in records:
         key = repr(sorted(record.environment.items(), key=str))
-        environments.setdefault(key, (record.environment, []))[1].append(record.experiment)
-    columns = (Column("record", "Record"), Column("settings", "Settings"))
-    rows = [
-        {"record": record.experiment, "settings": _describe_settings(record.settings)}
-        for record in records.records
-    ]
-    return [
-        *(
-            Properties(", ".join(dict.fromkeys(experiments)), environment)
-            for environment, experiments in environments.values()
-        ),
-        Table("Settings of the records", columns, rows),
-    ]
+        found.setdefault(key, ([], record.environment))[0].append(record.experiment)
+    return [(", ".join(dict.fromkeys(names)), environment) for names, environment in found.values()]
 
 
 def _describe_settings(settings: Mapping[str, Any]) -> str:

@@ -1,13 +1,14 @@
 """The claims of the paper and the verdicts on them."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
 from bmfa.evidence.page.formats import MISSING
 from bmfa.evidence.page.origins import describe_data
-from bmfa.evidence.page.record_set import MissingValueError, RecordSet, log_reads
+from bmfa.evidence.page.record_set import MissingValueError, RecordSet, command_for
+from bmfa.records import Record
 
 TOLERANCE = 0.0006  # the paper prints three decimals; half a unit of the last one, and rounding
 
@@ -69,35 +70,36 @@ class Claim:
 
 
 ClaimTest = Callable[[RecordSet], Claim]
-Measurement = Callable[[RecordSet], Any]
+# Our numbers, the verdict, a note and, if the claim chooses among the records, those that it read.
+Measured = tuple[str, Verdict, str] | tuple[str, Verdict, str, Sequence[Record]]
 
 
-def claim(text: str, printed: str, command: str) -> Callable[[Measurement], ClaimTest]:
+def claim(
+    text: str, printed: str, experiment: str, *, command: str = "", **settings: Any
+) -> Callable[[Callable[[RecordSet], Measured]], ClaimTest]:
     """Decorate a function that tests a claim of the paper on records.
 
     Args:
         text: what the paper claims.
         printed: the numbers that the paper prints.
-        command: the command that makes the records.
+        experiment: the experiment whose records the numbers are from.
+        command: the command that makes the records; by default that of the experiment.
+        settings: settings of the records.
 
     Returns:
-        A decorator. The function returns our numbers, the verdict and a note. If it raises
-        MissingValueError, the claim is not measured and shows the command.
+        A decorator of a function of the records. If it raises MissingValueError, the claim is not
+        measured and shows the command.
     """
 
-    def decorate(measure: Measurement) -> ClaimTest:
+    def decorate(measure: Callable[[RecordSet], Measured]) -> ClaimTest:
         def test(records: RecordSet) -> Claim:
             try:
-                with log_reads() as read:
-                    measured = measure(records)
-                if len(measured) == 4:
-                    data = describe_data(measured[3])
-                else:
-                    data = describe_data(records.holding(read))
-                ours, verdict, note = measured[:3]
-                return Claim(text, printed, ours, verdict, note, data=data)
+                ours, verdict, note, *chosen = measure(records)
             except MissingValueError:
-                return Claim(text, printed, MISSING, Verdict.NOT_MEASURED, "Run", command)
+                makes = command or command_for(experiment, settings)
+                return Claim(text, printed, MISSING, Verdict.NOT_MEASURED, "Run", makes)
+            read = chosen[0] if chosen else records.of(experiment, **settings)
+            return Claim(text, printed, ours, verdict, note, data=describe_data(read))
 
         return test
 

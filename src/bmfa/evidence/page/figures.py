@@ -3,17 +3,17 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from bmfa.evidence.ablation.figures import ablation
+from bmfa.evidence.ablation.chapter import ablation
 from bmfa.evidence.bench.figures import attention_error, attention_time, saliency
-from bmfa.evidence.classification.figures import accuracy, reductions, top1
-from bmfa.evidence.closed_loop.figures import closed_loop, layers
-from bmfa.evidence.comparison.figures import equal_leaves, equal_operations
+from bmfa.evidence.classification.chapter import accuracy, reductions, top1
+from bmfa.evidence.closed_loop.chapter import closed_loop, layers
+from bmfa.evidence.comparison.chapter import equal_leaves, equal_operations
 from bmfa.evidence.failures.figures import failures
 from bmfa.evidence.faster.figures import faster, faster_models, masks
 from bmfa.evidence.images.figures import attention_cases, cases, motivation, pipeline, screen
 from bmfa.evidence.page import plots
 from bmfa.evidence.page.canvas import Figure
-from bmfa.evidence.probes.figures import distribution, trade_off
+from bmfa.evidence.probes.chapter import distribution, trade_off
 from bmfa.evidence.synthetic.chapter import failure_curve, gallery, placements
 from bmfa.files import write_atomic
 from bmfa.records import Record

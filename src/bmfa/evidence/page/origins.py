@@ -4,6 +4,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
+from bmfa.evidence.page import paper
 from bmfa.records import Record
 
 SYNTHETIC, EMBEDDED, RECORDED, OWN = "synthetic", "embedded", "recorded", "own"
@@ -50,6 +51,25 @@ def describe_origin(record: Record) -> str:
     return f"{found} on {machine or 'another machine'}" + (f" ({date})" if date else "")
 
 
+# What replaces recorded data by a person's own, by the data set or the model of a record.
+REPLACED_BY = {
+    "coco": "bmfa report --coco ANNOTATIONS IMAGES",
+    "lvis": "bmfa report --lvis ANNOTATIONS IMAGES",
+    "timm:deit_tiny_patch16_224": "bmfa report --weights FILE --imagenet DIR",
+}
+
+
+def recorded_sources(records: Iterable[Record]) -> dict[str, list[str]]:
+    """Return which of the records came with the library, and the commands that replace them."""
+    names, commands = [], []
+    for record in records:
+        if origin(record) == RECORDED:
+            subject = str(record.settings.get("dataset") or record.settings.get("model"))
+            names.append(f"{paper.title(subject)}, {describe_data([record])}")
+            commands += [REPLACED_BY[subject]] if subject in REPLACED_BY else []
+    return {"names": list(dict.fromkeys(names)), "commands": list(dict.fromkeys(commands))}
+
+
 def describe_size(record: Record) -> str:
     """Return the number of instances, images or settings as a phrase, "" if it is unknown.
 
@@ -82,6 +102,13 @@ def describe_data(records: Iterable[Record]) -> str:
         for record in records
     )
     return "; ".join(dict.fromkeys(phrases))
+
+
+def caption(title: str, record: Record) -> str:
+    """Return a title with the size of a record, and with its origin if it came with the package."""
+    if origin(record) == RECORDED:
+        return f"{title}, {describe_data([record])}"
+    return ", ".join(filter(None, (title, describe_size(record))))
 
 
 def _largest(rows: Iterable[Mapping[str, Any]], column: str) -> int:

@@ -2,6 +2,9 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
+
+from bmfa.records import Row
 
 NAME = "paper"
 # Titles of the data sets, in the order of the page.
@@ -9,6 +12,11 @@ DATASETS: Mapping[str, str] = {
     "coco": "COCO",
     "lvis": "LVIS",
     "embedded": "Embedded images",
+}
+# Titles of the names that load the paper's model.
+MODELS: Mapping[str, str] = {
+    "timm:deit_tiny_patch16_224": "DeiT-Tiny",
+    "hf:facebook/deit-tiny-patch16-224": "DeiT-Tiny",
 }
 # Instances of each data set in the paper.
 INSTANCES: Mapping[str, int] = {"coco": 36149, "lvis": 20000}
@@ -151,9 +159,29 @@ CASE_AREAS, CASE_MASS, CASE_GAPS = (9.8, 12.5), 97.0, (2.854, 3.091)
 OVERVIEW_EPSILON, OVERVIEW_LEAVES, OVERVIEW_TOKENS = 0.004, 82, 256
 
 
+def imagenet_rows() -> list[Row]:
+    """Return the ImageNet results that have a leaf ratio, as rows."""
+    return [
+        {"method": name, **vars(point)}
+        for name, point in IMAGENET.items()
+        if point.leaf_percent is not None
+    ]
+
+
+def beside(row: Row, point: Any) -> Row:
+    """Return a row with the numbers of a point added under keys `paper_...`; None adds nothing."""
+    printed = {} if point is None else vars(point)
+    return {**row, **{f"paper_{key}": value for key, value in printed.items()}}
+
+
 def dataset_title(name: str) -> str:
     """Return the title of a data set."""
     return DATASETS.get(name, name)
+
+
+def title(name: str) -> str:
+    """Return the title of a data set of the paper or of its model; other names stay."""
+    return MODELS.get(name, dataset_title(name))
 
 
 def sort_datasets(names: Sequence[str]) -> list[str]:

@@ -15,7 +15,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bmfa.evidence.methods import Line, Mark, family, find_mark
-from bmfa.evidence.page.record_set import RecordSet, get_number, get_points, get_text, unique
+from bmfa.evidence.page.record_set import (
+    MissingValueError,
+    RecordSet,
+    get_number,
+    get_points,
+    get_text,
+    unique,
+)
 from bmfa.packages import load_package
 from bmfa.records import Record, Row
 
@@ -92,13 +99,13 @@ class Figure:
         name: its name in `FIGURES` and its file name.
         label: its description for screen readers.
         experiments: the experiments whose rows it shows.
-        draw: draws it for a wide or a narrow screen; None if the records do not hold what it shows.
+        draw: draws it for a wide or a narrow screen; raises MissingValueError without its data.
     """
 
     name: str
     label: str
     experiments: tuple[str, ...]
-    draw: Callable[[RecordSet, bool], "Drawing | None"]
+    draw: Callable[[RecordSet, bool], "Drawing"]
 
     def drawable(self, records: Record | Sequence[Record]) -> bool:
         """Return True if the records hold the data of this figure."""
@@ -142,7 +149,12 @@ class Figure:
             return buffer.getvalue()
 
     def _draw(self, records: RecordSet, narrow: bool) -> "Drawing | None":
-        return self.draw(records, narrow) if all(map(records.has, self.experiments)) else None
+        if not all(map(records.has, self.experiments)):
+            return None
+        try:
+            return self.draw(records, narrow)
+        except MissingValueError:
+            return None
 
 
 FIGURES: dict[str, Figure] = {}  # filled by the modules that draw them
@@ -151,7 +163,7 @@ FIGURES: dict[str, Figure] = {}  # filled by the modules that draw them
 def figure(name: str, *experiments: str) -> Callable[..., Figure]:
     """Decorate a function that draws a figure; its docstring becomes the label."""
 
-    def register(draw: Callable[[RecordSet, bool], "Drawing | None"]) -> Figure:
+    def register(draw: Callable[[RecordSet, bool], "Drawing"]) -> Figure:
         FIGURES[name] = Figure(name, draw.__doc__ or name, experiments, draw)
         return FIGURES[name]
 
@@ -320,6 +332,13 @@ def draw_point(axes: "Axes", method: str, x: float | None, y: float | None) -> N
     """Draw the marker of a method, if both coordinates are known."""
     if x is not None and y is not None:
         draw_line(axes, method, [(x, y)], filled=method == "paper", linestyle="none")
+
+
+def mark_level(axes: "Axes", x: float | None = None, y: float | None = None) -> None:
+    """Draw a vertical line at x and a horizontal one at y, where these are known."""
+    for value, draw in ((x, axes.axvline), (y, axes.axhline)):
+        if value is not None:
+            draw(value, color=LIGHT["ink"], linewidth=1.0)
 
 
 def draw_methods(

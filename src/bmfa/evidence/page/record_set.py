@@ -2,9 +2,7 @@
 
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, TypeVar
 
@@ -29,28 +27,17 @@ KEYS: Mapping[str, tuple[str, ...]] = {
     "comparison": ("target_percent", "baseline", "method", "images"),
     "image": ("model", "title", "layer", "head", "query", "method"),
 }
+# Commands of the experiments that are not `bmfa EXPERIMENT --json EXPERIMENT.json`.
 COMMANDS: Mapping[str, str] = {
-    "synthetic": "bmfa synthetic --json synthetic.json",
+    **dict.fromkeys(("gallery", "blocks", "failures", "faster", "comparison"), "bmfa report"),
     "failure-curve": "bmfa synthetic --curve --json curve.json",
-    "gallery": "bmfa report",
-    "ablation": "bmfa ablation --json ablation.json",
-    "blocks": "bmfa report",
     "cases": "bmfa probe --cases --json cases.json",
-    "failures": "bmfa report",
-    "faster": "bmfa report",
-    "comparison": "bmfa report",
     "bench": "bmfa bench trees --json bench.json",
     "reduction": "bmfa bench reduction --json reduction.json",
     "image": "bmfa screen embedded:3 --json image.json",
-    "tune": "bmfa tune --json tune.json",
 }
 # Three methods after `--method`, and those after them.
 MANY_METHODS = re.compile(r"(--method(?: [^-\s]\S*){3})(?: [^-\s]\S*)+")
-MAX_LAYER_OPTIONS = 4  # more --layers options than this are not printed as a command
-
-
-# Rows whose numbers were read in a context of `log_reads`.
-_reads: ContextVar[list[Row] | None] = ContextVar("reads", default=None)
 
 
 class MissingValueError(LookupError):
@@ -85,9 +72,14 @@ class RecordSet:
             (listed,) if isinstance(listed, Record) else tuple(listed)
         )
 
-    def of(self, experiment: str) -> list[Record]:
-        """Return the records of an experiment."""
-        return [record for record in self.records if record.experiment == experiment]
+    def of(self, experiment: str, **settings: Any) -> list[Record]:
+        """Return the records of an experiment that have these settings."""
+        return [
+            record
+            for record in self.records
+            if record.experiment == experiment
+            and all(record.settings.get(name) == value for name, value in settings.items())
+        ]
 
     def has(self, experiment: str) -> bool:
         """Return True if any record of the experiment has rows."""
@@ -121,11 +113,6 @@ class RecordSet:
         rows = self.rows(experiment, **values)
         return need_number(rows[-1] if rows else {}, column)
 
-    def holding(self, rows: Iterable[Row]) -> list[Record]:
-        """Return the records that hold any of these rows, which are compared by identity."""
-        wanted = {id(row) for row in rows}
-        return [r for r in self.records if any(id(row) in wanted for row in r.rows)]
-
     def setting(self, experiment: str, name: str, default: Any = None) -> Any:
         """Return a setting of the last record of an experiment."""
         records = self.of(experiment)
@@ -156,46 +143,24 @@ def _recorded_command(record: Record) -> str | None:
 
 def command_for(experiment: str, settings: Mapping[str, Any] = MappingProxyType({})) -> str:
     """Return the command that makes a record of an experiment with these settings."""
-    if experiment in ("closed-loop", "evaluate"):
-        return _model_command(experiment, settings)
-    if experiment != "probe":
-        return COMMANDS.get(experiment, f"bmfa {experiment} --json {experiment}.json")
-    dataset, mode = settings.get("dataset", "coco"), settings.get("mode", "image-edge")
-    files = "" if dataset == "embedded" else " --annotations FILE --images DIR"
-    return f"bmfa probe --dataset {dataset} --mode {mode}{files} --json probe.json"
-
-
-def _model_command(experiment: str, settings: Mapping[str, Any]) -> str:
-    model = str(settings.get("model", "embedded"))
-    files = "" if model == "embedded" else f" --model {model} --weights FILE --data-dir DIR"
+    if experiment in COMMANDS:
+        return COMMANDS[experiment]
+    options = ""
+    if experiment == "probe":
+        dataset, mode = settings.get("dataset", "coco"), settings.get("mode", "image-edge")
+        files = "" if dataset == "embedded" else " --annotations FILE --images DIR"
+        options = f" --dataset {dataset} --mode {mode}{files}"
+    elif settings.get("model", "embedded") != "embedded":
+        options = f" --model {settings['model']} --weights FILE --data-dir DIR"
     layers = settings.get("layers")
-    choices = [str(choice) for choice in layers] if isinstance(layers, list | tuple) else []
-    if len(choices) > MAX_LAYER_OPTIONS:
-        return "bmfa report"
-    options = "".join(f" --layers {choice}" for choice in choices if choices != ["last-4"])
-    method = f" --method {settings['method']}" if "method" in settings else ""
-    return f"bmfa {experiment}{files}{options}{method} --json {experiment}.json"
-
-
-@contextmanager
-def log_reads() -> Iterator[list[Row]]:
-    """Collect the rows whose numbers are read inside the block, except for numbers of images.
-
-    The number of images is read of many rows, to choose among them.
-    """
-    rows: list[Row] = []
-    token = _reads.set(rows)
-    try:
-        yield rows
-    finally:
-        _reads.reset(token)
+    if isinstance(layers, list | tuple) and len(layers) > 1:
+        options += "".join(f" --layers {choice}" for choice in layers)
+    return f"bmfa {experiment}{options} --json {experiment}.json"
 
 
 def get_number(row: Row, column: str) -> float | None:
     """Return a finite number of a row, or None."""
     value = row.get(column)
-    if column != "images" and (reads := _reads.get()) is not None:
-        reads.append(row)
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         return None
     return float(value)

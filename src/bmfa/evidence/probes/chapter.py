@@ -1,151 +1,118 @@
-"""The chapter on the instance probes, and the claims of the paper on them."""
+"""The chapter on the instance probes: its figures, and the claims of the paper on them."""
 
-from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
-from bmfa.evidence.page import paper
-from bmfa.evidence.page.blocks import (
-    METHOD,
-    PAPER_GAP_COLUMNS,
-    Block,
-    Chapter,
-    Column,
-    Table,
-    illustrate,
-    paragraph,
-    with_paper,
-)
-from bmfa.evidence.page.claims import ClaimTest, Verdict, claim, judge_direction
+from bmfa.evidence.methods import family
+from bmfa.evidence.page import paper, plots
+from bmfa.evidence.page.chapter import Chapter
+from bmfa.evidence.page.claims import ClaimTest, Measured, Verdict, claim, judge_direction
 from bmfa.evidence.page.formats import format_number, format_numbers, format_percent
-from bmfa.evidence.page.origins import RECORDED, describe_origin, origin
+from bmfa.evidence.page.origins import caption
 from bmfa.evidence.page.record_set import (
+    ByMethod,
     RecordSet,
-    command_for,
     get_number,
     get_text,
     require_any,
     unique,
 )
-from bmfa.evidence.probes import figures
-from bmfa.records import Row
 
-MEASURES = (
-    Column("mean_gap", "Mean gap", 3),
-    Column("median_gap", "Median", 3),
-    Column("p95_gap", "P95", 3),
-    Column("p99_gap", "P99", 3),
-    Column("max_gap", "Largest", 3),
-    Column("leaf_percent", "Leaf %", 3),
-    Column("unsplit_percent", "Unsplit %", 1),
-)
-BEYOND_P95 = 5.0  # percent of the instances lie above the 95th percentile
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure as Drawing
+
 DEEPER_RULES = ("gamma-h2", "exact-gap", "certified", "optimal")
+LINEAR_BELOW = 0.001  # nats; below it the gap axis is linear, so that it can show a gap of 0
 
 
-def _content(records: RecordSet) -> list[Block]:
-    return [
-        *paragraph(
-            "The image is cropped around each annotated object and divided into 16 × 16 cells. Cells "
-            "on the contour of the object get a high score, which depends on the strength of the image "
-            "edge (image-edge) or is the same for all (mask-only); other cells get a low score. The "
-            "scores are built from annotations, but only edge-aware reads the annotations. “Unsplit” "
-            "is the share of instances whose root is never split."
-        ),
-        *paragraph(
-            "The supplement of the paper is not available. This construction was fitted to the "
-            "published table, so agreement with the table is not independent evidence.",
-            lead="The protocol is reconstructed, not confirmed.",
-            style="warning",
-        ),
-        *illustrate(
-            figures.trade_off,
-            records,
-            "Down and to the left is better. A ring is the number that the paper prints for the point "
-            "inside it. Methods with equal results, such as exact-gap and certified, are drawn over "
-            "each other; edge-aware keeps every token.",
-        ),
-        *paragraph(*_findings(records)),
-        *illustrate(
-            figures.distribution,
-            records,
-            "The gap of every instance, from the smallest to the largest. A mean over all instances "
-            "hides this spread.",
-        ),
-        *_tables(records),
-    ]
-
-
-def _findings(records: RecordSet) -> list[str]:
-    rows = records.rows("probe", mode="image-edge", group="all", method=paper.ALGORITHM_1)
-    by_dataset = {get_text(row, "dataset"): row for row in rows}
-    rows = [by_dataset[dataset] for dataset in paper.sort_datasets(list(by_dataset))]
-    rows = [
-        r for r in rows if None not in (get_number(r, "unsplit_percent"), get_number(r, "p95_gap"))
-    ]
-    if not rows:
-        return []
-    shares = ", ".join(
-        f"{format_percent(row['unsplit_percent'], 1)} ({paper.dataset_title(get_text(row, 'dataset'))})"
-        for row in rows
-    )
-    sentences = [f"Algorithm 1 does not split the root of some instances: {shares}."]
-    if all(row["unsplit_percent"] > BEYOND_P95 for row in rows):
-        tails = format_numbers(*(row["p95_gap"] for row in rows))
-        sentences.append(
-            f"These instances cause its P95 gap ({tails}): if an object is centred in its crop, its "
-            "contour is spread evenly over the four quarters, and the one-level score is near zero."
+def values(records: RecordSet) -> dict[str, Any]:
+    """Return every probe with its rows, those with image edges, and the first one's deeper rules."""
+    probes: list[dict[str, Any]] = []
+    for record in records.of("probe"):
+        dataset, mode = (str(record.settings.get(name, "")) for name in ("dataset", "mode"))
+        everything = [row for row in record.rows if row.get("group") == "all"]
+        groups = [row for row in record.rows if row.get("group") != "all"]
+        instances = max((get_number(row, "instances") or 0 for row in everything), default=0)
+        names = unique(groups, "group")
+        probes.append(
+            {
+                "dataset": dataset,
+                "mode": mode,
+                "title": paper.dataset_title(dataset),
+                "heading": f"{paper.dataset_title(dataset)}, {instances:,.0f} instances",
+                "caption": caption(f"{paper.dataset_title(dataset)}, {mode}", record),
+                "printed": paper.PROBES.get((dataset, mode), {}),
+                "all": ByMethod((get_text(row, "method"), row) for row in everything),
+                "groups": sorted(groups, key=lambda row: names.index(get_text(row, "group"))),
+            }
         )
-    # The tables have the other data sets.
-    return [*sentences, _deeper_rules(records, get_text(rows[0], "dataset"))]
+    order = paper.sort_datasets([probe["dataset"] for probe in probes])
+    probes.sort(key=lambda probe: order.index(probe["dataset"]))
+    image_edge = [probe for probe in probes if probe["mode"] == "image-edge"]
+    rows = image_edge[0]["all"].values() if image_edge else ()
+    deeper = [row for row in rows if family(row["method"]) in DEEPER_RULES]
+    return {"probes": probes, "image_edge": image_edge, "deeper_rules": deeper}
 
 
-def _deeper_rules(records: RecordSet, dataset: str) -> str:
-    """P95 gap and leaf ratio of the rules that look further down than Algorithm 1."""
-    results = [
-        f"{get_text(row, 'method')} {format_number(row['p95_gap'])} at "
-        f"{format_percent(row['leaf_percent'], 1)}"
-        for row in records.rows("probe", mode="image-edge", group="all")
-        if get_text(row, "dataset") == dataset
-        and get_text(row, "method").partition(":")[0] in DEEPER_RULES
-        and None not in (get_number(row, "p95_gap"), get_number(row, "leaf_percent"))
-    ]
-    title = paper.dataset_title(dataset)
-    return f"P95 gaps of rules that look deeper ({title}): {', '.join(results)}." if results else ""
+# Figures
 
 
-def _tables(records: RecordSet) -> list[Block]:
-    rows = records.rows("probe")
-    tables: list[Block] = []
-    for dataset in paper.sort_datasets(unique(rows, "dataset")):
-        in_dataset = [row for row in rows if get_text(row, "dataset") == dataset]
-        for mode in unique(in_dataset, "mode"):
-            found = [row for row in in_dataset if get_text(row, "mode") == mode]
-            title = f"{paper.dataset_title(dataset)}, {mode}"
-            printed = paper.PROBES.get((dataset, mode), {})
-            everything = [r for r in found if r.get("group") == "all"]
-            recorded = [r for r in records.holding(everything) if origin(r) == RECORDED]
-            where = "".join(f", {phrase}" for phrase in {*map(describe_origin, recorded)})
-            tables.append(_method_table(title + where, printed, everything))
-            tables += _group_table(title, [row for row in found if row.get("group") != "all"])
-    return tables
-
-
-def _method_table(title: str, printed: Mapping[str, paper.Point], rows: list[Row]) -> Block:
-    count = format_number(rows[0].get("instances"), 0) if rows else "0"
-    return Table(
-        f"{title}, {count} instances",
-        [METHOD, *MEASURES, *(PAPER_GAP_COLUMNS if printed else ())],
-        [with_paper(row, printed.get(get_text(row, "method"))) for row in rows],
+@plots.figure("trade-off", "synthetic", "probe")
+def trade_off(records: RecordSet, narrow: bool) -> "Drawing":
+    """Mean gap against leaf ratio for every method and data source, with the paper's points."""
+    corner = records.by_method("synthetic", placement="corner")
+    sources = [("Synthetic, corner", corner, paper.SYNTHETIC)] if corner else []
+    for probe in values(records)["image_edge"]:
+        sources.append((probe["heading"], probe["all"], probe["printed"]))
+    methods = list(dict.fromkeys(method for _, rows, _ in sources for method in rows))
+    drawing, panels = plots.panels(
+        len(require_any(sources)), 2, narrow, 300, [*methods, paper.NAME]
     )
+    for axes, (title, rows, printed) in zip(panels, sources, strict=True):
+        axes.set_xscale("log")
+        axes.set_yscale("symlog", linthresh=LINEAR_BELOW, linscale=0.4)
+        axes.set(xlim=(0.25, 160), ylim=(-0.0004, 4))
+        plots.set_ticks(axes.xaxis, [0.4, 1, 3, 10, 30, 100])
+        plots.set_ticks(axes.yaxis, [0, 0.001, 0.01, 0.1, 1])
+        for point in printed.values():
+            plots.draw_point(axes, paper.NAME, point.leaf_percent, point.mean_gap)
+        for method, row in rows.items():
+            leaf, gap = get_number(row, "leaf_percent"), get_number(row, "mean_gap")
+            plots.draw_point(axes, method, leaf, gap)
+        y_label = f"mean gap, logarithmic above {LINEAR_BELOW:g}"
+        plots.label(axes, title, y_label, "leaf ratio, % of tokens, logarithmic")
+    return drawing
 
 
-def _group_table(title: str, rows: list[Row]) -> list[Block]:
-    """A closed table by size or frequency of the objects."""
-    if not rows:
-        return []
-    groups = unique(rows, "group")
-    columns = [Column("group", "Group"), METHOD, Column("instances", "Instances", 0), *MEASURES]
-    rows = sorted(rows, key=lambda row: groups.index(get_text(row, "group")))
-    return [Table(f"{title}, by group", columns, rows, f"{title}, by {', '.join(groups)}")]
+@plots.figure("distribution", "probe")
+def distribution(records: RecordSet, narrow: bool) -> "Drawing":
+    """Gap at every percentile of the instances for every method."""
+    sources = []
+    for probe in values(records)["image_edge"]:
+        points = [
+            {"method": method, "percentile": 100 * index / (len(gaps) - 1), "gap": gap}
+            for method, row in probe["all"].items()
+            if (gaps := row.get("gap_quantiles"))
+            for index, gap in enumerate(gaps)
+        ]
+        if points:
+            sources.append((probe["heading"], points))
+    sources = require_any(sources)
+    limits = plots.value_range([point for _, points in sources for point in points], "gap")
+    drawing, panels = plots.panels(len(sources), 3, narrow, 340)
+    for axes, (title, points) in zip(panels, sources, strict=True):
+        axes.set(xlim=(0, 100), ylim=limits)
+        ends = plots.draw_methods(axes, points, "percentile", "gap", marker_step=16)
+        plots.label(axes, title, "gap", "percentile of the instances")
+        plots.label_ends(axes, ends, 250)
+    return drawing
+
+
+# Claims
+
+
+COCO, COCO_MASKS = paper.PROBES["coco", "image-edge"], paper.PROBES["coco", "mask-only"]
+BMFA, VARIANCE = paper.ALGORITHM_1, "mean-variance"
+ORDER = sorted(COCO, key=lambda method: COCO[method].mean_gap)
 
 
 def _values(
@@ -155,17 +122,6 @@ def _values(
         records.value("probe", column, dataset=dataset, mode=mode, method=method, group="all")
         for column in columns
     ]
-
-
-def _best_dataset(records: RecordSet) -> str:
-    """A data set of the paper if one was probed, otherwise another one."""
-    probed = unique(records.rows("probe"), "dataset")
-    return next((dataset for dataset in paper.DATASETS if dataset in probed), "coco")
-
-
-COCO, COCO_MASKS = paper.PROBES["coco", "image-edge"], paper.PROBES["coco", "mask-only"]
-BMFA, VARIANCE = paper.ALGORITHM_1, "mean-variance"
-ORDER = sorted(COCO, key=lambda method: COCO[method].mean_gap)
 
 
 def _mean_gap(dataset: str) -> ClaimTest:
@@ -179,9 +135,11 @@ def _mean_gap(dataset: str) -> ClaimTest:
     @claim(
         f"On {paper.dataset_title(dataset)} instances, Algorithm 1 reduces the mean gap of the mean",
         words(mean.mean_gap, bmfa.mean_gap, bmfa.leaf_percent),
-        command_for("probe", {"dataset": dataset}),
+        "probe",
+        dataset=dataset,
+        mode="image-edge",
     )
-    def measure(records: RecordSet) -> tuple[str, Verdict, str]:
+    def measure(records: RecordSet) -> Measured:
         (mean,) = _values(records, dataset, "block-mean", "mean_gap")
         gap, leaf, instances = _values(
             records, dataset, BMFA, "mean_gap", "leaf_percent", "instances"
@@ -198,9 +156,11 @@ def _mean_gap(dataset: str) -> ClaimTest:
 @claim(
     "The methods have the same order on other data: by mean gap, on the embedded images",
     "the order of its table",
-    command_for("probe", {"dataset": "embedded"}),
+    "probe",
+    dataset="embedded",
+    mode="image-edge",
 )
-def _same_order(records: RecordSet) -> tuple[str, Verdict, str]:
+def _same_order(records: RecordSet) -> Measured:
     gaps = {method: _values(records, "embedded", method, "mean_gap")[0] for method in ORDER}
     same = sorted(gaps, key=lambda method: gaps[method]) == ORDER
     change = f"{format_number(gaps['block-mean'])} to {format_number(gaps[BMFA])}"
@@ -209,18 +169,18 @@ def _same_order(records: RecordSet) -> tuple[str, Verdict, str]:
 
 
 @claim(
-    "The P95 gap of Algorithm 1 is larger than that of a variance correction",
-    f"{format_number(COCO[BMFA].p95_gap)} against {format_number(COCO[VARIANCE].p95_gap)} (COCO)",
-    command_for("probe"),
+    "The P95 gap of Algorithm 1 is larger than that of a variance correction, on COCO",
+    f"{format_number(COCO[BMFA].p95_gap)} against {format_number(COCO[VARIANCE].p95_gap)}",
+    "probe",
+    dataset="coco",
+    mode="image-edge",
 )
-def _p95_gap(records: RecordSet) -> tuple[str, Verdict, str]:
-    dataset = _best_dataset(records)
-    ours, unsplit = _values(records, dataset, BMFA, "p95_gap", "unsplit_percent")
-    (correction,) = _values(records, dataset, VARIANCE, "p95_gap")
-    note = f"The cause is the {format_percent(unsplit, 1)} of instances whose root is not split."
+def _p95_gap(records: RecordSet) -> Measured:
+    ours, unsplit = _values(records, "coco", BMFA, "p95_gap", "unsplit_percent")
+    (correction,) = _values(records, "coco", VARIANCE, "p95_gap")
+    note = f"Algorithm 1 does not split the root of {format_percent(unsplit, 1)} of the instances."
     shown = f"{format_number(ours)} against {format_number(correction)}"
-    shown += f" ({paper.dataset_title(dataset)})"
-    return shown, judge_direction(ours > correction), note if unsplit > BEYOND_P95 else ""
+    return shown, judge_direction(ours > correction), note
 
 
 @claim(
@@ -229,46 +189,48 @@ def _p95_gap(records: RecordSet) -> tuple[str, Verdict, str]:
         format_numbers(COCO_MASKS[method].mean_gap, COCO_MASKS[method].p95_gap)
         for method in (BMFA, VARIANCE)
     ),
-    command_for("probe", {"mode": "mask-only"}),
+    "probe",
+    dataset="coco",
+    mode="mask-only",
 )
-def _mask_only(records: RecordSet) -> tuple[str, Verdict, str]:
+def _mask_only(records: RecordSet) -> Measured:
     columns = ("mean_gap", "p95_gap", "instances")
     mean, p95, instances = _values(records, "coco", BMFA, *columns, mode="mask-only")
     other_mean, other_p95, _ = _values(records, "coco", VARIANCE, *columns, mode="mask-only")
-    note = f"On {instances:,.0f} of {paper.INSTANCES['coco']:,} instances, scores from our fit"
-    if mean > other_mean:
-        note += "; the variance correction leads in the mean gap as well"
+    note = f"On {instances:,.0f} of {paper.INSTANCES['coco']:,} instances, scores from our fit."
     shown = f"{format_numbers(mean, p95)} against {format_numbers(other_mean, other_p95)}"
-    return shown, judge_direction(mean < other_mean and p95 > other_p95), f"{note}."
+    return shown, judge_direction(mean < other_mean and p95 > other_p95), note
 
 
 @claim(
-    "The smallest P95 gap of a summary without annotations",
-    f"{format_number(COCO[VARIANCE].p95_gap)} (mean-variance, COCO)",
-    command_for("probe"),
+    "The smallest P95 gap of a summary without annotations, on COCO",
+    f"{format_number(COCO[VARIANCE].p95_gap)} ({VARIANCE})",
+    "probe",
+    dataset="coco",
+    mode="image-edge",
 )
-def _smallest_p95_gap(records: RecordSet) -> tuple[str, Verdict, str]:
-    dataset = _best_dataset(records)
-    rows = records.rows("probe", dataset=dataset, mode="image-edge", group="all")
-    methods = require_any(m for m in unique(rows, "method") if m.startswith("optimal:"))
-    p95, leaf = _values(records, dataset, methods[0], "p95_gap", "leaf_percent")
-    (correction,) = _values(records, dataset, VARIANCE, "p95_gap")
-    (leaves,) = _values(records, dataset, BMFA, "leaf_percent")
+def _smallest_p95_gap(records: RecordSet) -> Measured:
+    rows = records.by_method("probe", dataset="coco", mode="image-edge", group="all")
+    method = require_any(name for name in rows if name.startswith("optimal:"))[0]
+    p95, leaf = _values(records, "coco", method, "p95_gap", "leaf_percent")
+    (correction,) = _values(records, "coco", VARIANCE, "p95_gap")
+    (leaves,) = _values(records, "coco", BMFA, "leaf_percent")
     note = (
-        f"mean-variance has {format_number(correction)} there, with one leaf. {methods[0]} reads exact "
+        f"{VARIANCE} has {format_number(correction)} there, with one leaf. {method} reads exact "
         f"scores; Algorithm 1 has {format_percent(leaves)} leaves."
     )
-    shown = f"{format_number(p95)} at {format_percent(leaf)} ({paper.dataset_title(dataset)})"
+    shown = f"{format_number(p95)} at {format_percent(leaf)}"
     return shown, Verdict.AHEAD if p95 < correction else Verdict.DIFFERS, note
 
 
 PROBES = Chapter(
     "probes",
     "Instance probes",
+    "probes/probes.html.j2",
     "probe",
-    _content,
     (
         *(_mean_gap("coco"), _mean_gap("lvis"), _same_order),
         *(_p95_gap, _mask_only, _smallest_p95_gap),
     ),
+    values,
 )

@@ -1,12 +1,18 @@
 """Figures and claims of the synthetic stress test."""
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from bmfa.energy import critical_advantage
 from bmfa.evidence.page import paper, plots
 from bmfa.evidence.page.chapter import Chapter
-from bmfa.evidence.page.claims import TOLERANCE, Verdict, claim, judge_direction, judge_numbers
+from bmfa.evidence.page.claims import (
+    TOLERANCE,
+    Measured,
+    Verdict,
+    claim,
+    judge_direction,
+    judge_numbers,
+)
 from bmfa.evidence.page.formats import format_number, format_numbers, format_percent
 from bmfa.evidence.page.panels import (
     Strip,
@@ -25,7 +31,7 @@ from bmfa.evidence.page.record_set import (
     require_any,
     unique,
 )
-from bmfa.records import Record, Row
+from bmfa.records import Row
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -159,10 +165,8 @@ def placements(records: RecordSet, narrow: bool) -> "Drawing":
 
 # Claims
 
-COMMAND = "bmfa synthetic --json synthetic.json"
 MEAN, BMFA = paper.SYNTHETIC["block-mean"], paper.SYNTHETIC[paper.ALGORITHM_1]
 FIXED = paper.SYNTHETIC["fixed-depth:2"]
-Measured = tuple[str, Verdict, str, Sequence[Record]]
 
 
 def _values(records: RecordSet, method: str, placement: str = "corner") -> list[float]:
@@ -176,32 +180,32 @@ def _values(records: RecordSet, method: str, placement: str = "corner") -> list[
 @claim(
     "The mean of a block loses a bright minority: mean and P95 gap over 396 settings",
     format_numbers(MEAN.mean_gap, MEAN.p95_gap),
-    COMMAND,
+    "synthetic",
 )
 def mean_loses_minority(records: RecordSet) -> Measured:
     mean, p95, _ = _values(records, "block-mean")
     verdict = judge_numbers((MEAN.mean_gap, mean), (MEAN.p95_gap, p95))
     note = "The same for every placement: a mean does not depend on positions."
-    return format_numbers(mean, p95), verdict, note, records.of("synthetic")
+    return format_numbers(mean, p95), verdict, note
 
 
 @claim(
     "Algorithm 1 repairs the loss: mean and P95 gap, leaf ratio",
     f"{format_numbers(BMFA.mean_gap, BMFA.p95_gap)} at {format_percent(BMFA.leaf_percent)}",
-    COMMAND,
+    "synthetic",
 )
 def algorithm_1_repairs(records: RecordSet) -> Measured:
     mean, p95, leaf = _values(records, paper.ALGORITHM_1)
     verdict = judge_numbers((BMFA.mean_gap, mean), (BMFA.p95_gap, p95), (BMFA.leaf_percent, leaf))
     note = "With the minority in the corner of the grid; the next row shows other placements."
     ours = f"{format_numbers(mean, p95)} at {format_percent(leaf)}"
-    return ours, verdict, note, records.of("synthetic")
+    return ours, verdict, note
 
 
 @claim(
     "Refinement brings the residual near zero: largest mean gap over the placements",
     "near zero (corner)",
-    COMMAND,
+    "synthetic",
 )
 def worst_placement(records: RecordSet) -> Measured:
     rows = records.rows("synthetic", method=paper.ALGORITHM_1)
@@ -214,13 +218,13 @@ def worst_placement(records: RecordSet) -> Measured:
         f"of the mean is {mean} there: quarters with equal means are not split."
     )
     verdict = judge_direction(gap <= 2 * BMFA.mean_gap)
-    return f"{format_number(gap)} ({placement})", verdict, note, records.of("synthetic")
+    return f"{format_number(gap)} ({placement})", verdict, note
 
 
 @claim(
     "Where to refine matters more than how much: fixed-depth:2 at a similar leaf ratio",
     f"{format_number(FIXED.mean_gap)} at {format_percent(FIXED.leaf_percent)}",
-    COMMAND,
+    "synthetic",
 )
 def fixed_depth(records: RecordSet) -> Measured:
     mean, _, leaf = _values(records, "fixed-depth:2")
@@ -228,13 +232,14 @@ def fixed_depth(records: RecordSet) -> Measured:
     gaps = (_values(records, m, "centred")[0] for m in ("fixed-depth:2", paper.ALGORITHM_1))
     note = f"With the minority in the centre: {' against '.join(map(format_number, gaps))}."
     ours = f"{format_number(mean)} at {format_percent(leaf)}"
-    return ours, verdict, note, records.of("synthetic")
+    return ours, verdict, note
 
 
 @claim(
     "The smallest mean gap at no more leaves than Algorithm 1, minority in the corner",
     f"{format_number(BMFA.mean_gap)} at {format_percent(BMFA.leaf_percent)}",
-    f"bmfa synthetic --method {EQUAL_LEAVES} --json synthetic.json",
+    "synthetic",
+    command=f"bmfa synthetic --method {EQUAL_LEAVES} --json synthetic.json",
 )
 def optimal_tree(records: RecordSet) -> Measured:
     limit = (BMFA.leaf_percent or 0.0) + TOLERANCE
@@ -247,7 +252,7 @@ def optimal_tree(records: RecordSet) -> Measured:
     gap, leaf, method = min(candidates)
     verdict = Verdict.BEATEN if gap < BMFA.mean_gap else Verdict.NOT_AS_CLAIMED
     note = f"{method} reads every score; Algorithm 1 reads block means only."
-    return f"{format_number(gap)} at {format_percent(leaf)}", verdict, note, records.of("synthetic")
+    return f"{format_number(gap)} at {format_percent(leaf)}", verdict, note
 
 
 CLAIMS = (mean_loses_minority, algorithm_1_repairs, worst_placement, fixed_depth, optimal_tree)
