@@ -125,8 +125,8 @@ def test_the_verdicts_follow_the_numbers():
 def test_the_chapters_state_spread_order_and_lead():
     page = build_page([model_records.comparison()])
     leaves = model_records.page_text(page, "equal-leaves")
-    assert "Spread at 6.25 % leaves: Agreement 61.0 to 82.0, Output KL 0.180 to 0.390" in leaves
-    assert "the optimal tree agrees 12.0 points more often than Algorithm 1" in leaves
+    assert "agreement of the rules is 61.0 to 82.0 %, the output KL 0.180 to 0.390" in leaves
+    assert "minus that of Algorithm 1 is 12.0 points (95 % interval 9.0 to 15.0)" in leaves
     merging = model_records.page_text(page, "equal-operations")
-    assert "By agreement at the operations of tome:16: Free energy 85.0 %, ToMe 80.0 %." in merging
-    assert "Free-energy merging is ahead of tome:24: 5.0 points" in merging
+    assert "By agreement: free-energy:0.9 85.0 %, tome:16 80.0 %." in merging
+    assert "minus that of tome:24 is 5.0 points (95 % interval 2.0 to 8.0)" in merging

@@ -6,7 +6,7 @@ from xml.etree import ElementTree
 import pytest
 
 import model_records
-from bmfa.evidence.page import figures, model_runs, paper, plots
+from bmfa.evidence.page import figures, paper, plots
 from bmfa.evidence.page.build import CHAPTERS, all_claims, build_page
 from bmfa.evidence.page.canvas import Figure
 from bmfa.evidence.page.claims import Claim, Verdict
@@ -14,7 +14,7 @@ from bmfa.evidence.page.formats import format_small
 from bmfa.evidence.page.record_set import RecordSet
 from bmfa.evidence.report import CLOSED_LOOP_METHODS
 from bmfa.records import Record
-from model_records import DEIT, MERGED, page_text
+from model_records import DEIT, page_text
 
 FIGURES = ("closed-loop", "layers", "top1", "reductions", "attention-cases")
 
@@ -51,17 +51,6 @@ def test_figures_show_the_papers_points() -> None:
     assert ">paper<" not in figures.ALL["closed-loop"](model_records.closed_loop())
 
 
-def test_figures_without_rows_are_not_drawable() -> None:
-    one = [model_records.closed_loop()]
-    assert figures.ALL["closed-loop"].drawable(one) and not figures.ALL["layers"].drawable(one)
-    with pytest.raises(ValueError, match="several choices of layers"):
-        figures.ALL["layers"](one)
-    plain = [model_records.evaluate(merged=False)]
-    assert figures.ALL["top1"].drawable(plain) and not figures.ALL["reductions"].drawable(plain)
-    with pytest.raises(ValueError, match="no evaluate row is of a reduction"):
-        figures.ALL["reductions"](plain)
-
-
 def test_the_page_has_the_model_chapters_in_order() -> None:
     page = build_page(model_records.every())
     assert len(page.encode()) < 700_000
@@ -79,31 +68,6 @@ def test_one_record_makes_one_chapter() -> None:
     assert "--layers last-2" in chapter([model_records.closed_loop()], "layers")
     assert "--method tome:8" in chapter([model_records.evaluate(merged=False)], "reductions")
     assert "last-2" in chapter([model_records.layers()], "layers")
-
-
-def test_text_names_differences_between_the_models() -> None:
-    embedded = chapter(model_records.every(), "closed-loop")
-    assert "embedded model (1.0 M parameters" in embedded and "the numbers cannot" in embedded
-    own = chapter([model_records.closed_loop(DEIT)], "closed-loop")
-    assert "DeiT-Tiny is shown on 100 images, which are not those of the paper" in own
-    assert "not the thousand classes" in chapter(model_records.every(), "classification")
-    assert "smallest object" in chapter(model_records.every(), "images")
-
-
-def test_text_distinguishes_algorithm_1_from_the_quadrant_rule() -> None:
-    text = chapter([model_records.closed_loop(DEIT)], "closed-loop")
-    assert "p + 4 (1 − p) / 196" in text
-    assert "Algorithm 1 has 0.6 % leaves (DeiT-Tiny), whereas the paper prints 30.82 %" in text
-    assert "is not better than fixed blocks of 2 × 2 tokens" in text
-    # p + 4 (1 - p) / 196 is what the paper prints of random retention, to its decimals.
-    for share, printed in ((0.25, 26.53), (0.5, 51.02)):
-        assert 100 * (share + 4 * (1 - share) / 196) == pytest.approx(printed, abs=0.005)
-
-
-def test_text_depends_on_the_record() -> None:
-    better = model_records.closed_loop(changes={"gamma:0.05": (25.0, 99.0, 0.001)})
-    text = chapter([better], "closed-loop")
-    assert "is better than fixed blocks" in text and "not better" not in text
 
 
 @pytest.mark.parametrize(
@@ -181,30 +145,8 @@ def test_the_quadrant_rule_is_called_our_fit() -> None:
     assert "rule is one level of quadrants" not in page
 
 
-@pytest.mark.parametrize("extra", [[], ["last-8"], ["last-12"]])
-def test_all_layers_are_not_judged_as_the_last_eight(extra: list[str]) -> None:
-    record = model_records.layers()
-    # A choice that is all eight layers, and in which the rule is behind.
-    rows = [
-        {**row, "layers": choice, "agreement_percent": 100.0 - row["agreement_percent"]}
-        for choice in extra
-        for row in record.rows
-        if row["layers"] == "last-2"
-    ]
-    made = [Record("closed-loop", record.settings, [*record.rows, *rows])]
-    claim = find(made, "lead over random")
-    assert claim.ours == "last-2, last-4, all" and claim.verdict is Verdict.AGREES
-    assert "last-8 means all layers of this model and is not judged" in claim.note
-    assert "last-8:" not in chapter(made, "layers") and "last-12" not in claim.note
-    deit = find([model_records.layers(DEIT)], "lead over random")
-    assert "last-8 not measured" in deit.note
-
-
 def test_variance_claim() -> None:
     assert {"variance:0.8", "variance:0.2"} <= set(CLOSED_LOOP_METHODS)
-    text = chapter(model_records.every(), "closed-loop")
-    assert "variance:0.2 99.5 % at 95.9 % leaves" in text
-    assert "99.02 % at 97.57 % leaves, without a threshold" in text
     claim = find(model_records.every(), "By variance alone")
     assert claim.ours == "99.50 % at 95.90 % (variance:0.2)"
     assert claim.printed == "99.02 % at 97.57 %" and "states no threshold" in claim.note
@@ -214,7 +156,6 @@ def test_variance_claim() -> None:
     without = [row for row in base.rows if not row["method"].startswith("variance")]
     records = [Record("closed-loop", base.settings, without)]
     assert find(records, "By variance alone").verdict is Verdict.NOT_MEASURED
-    assert "variance-only row was not measured" in chapter(records, "closed-loop")
 
 
 def test_the_papers_model_is_preferred_for_claims() -> None:
@@ -223,20 +164,6 @@ def test_the_papers_model_is_preferred_for_claims() -> None:
     assert claim.note.startswith("DeiT-Tiny, 100 images")
     assert claim.printed == "75.98 % at 30.82 % against 61.54 % at 26.53 %"
     assert claim.ours == "88.00 % at 35.40 % against 76.40 % at 26.50 %"
-
-
-def test_model_runs_use_the_row_with_most_images() -> None:
-    records = RecordSet([model_records.layers(), model_records.closed_loop()])
-    (run,) = model_runs.closed_loop_runs(records)
-    assert run.value("quadrant-gap:0.8", "images") == 100
-    ((several, choices),) = model_runs.layer_runs(records)
-    assert choices == ["last-2", "last-4", "all"] and several.images == 40
-    both = RecordSet([model_records.closed_loop(DEIT), model_records.closed_loop()])
-    assert [one.model for one in model_runs.closed_loop_runs(both)] == ["embedded", DEIT]
-
-
-def test_title_of_a_model_path_is_its_last_part() -> None:
-    assert model_runs.ModelRun("/home/someone/models/vit", None, []).title == "vit"
 
 
 def test_drops_in_the_paper_are_consistent() -> None:
@@ -279,27 +206,6 @@ def test_text_of_a_record_is_escaped() -> None:
 )
 def test_format_small(value: float | None, shown: str) -> None:
     assert format_small(value) == shown
-
-
-def test_indistinguishable_reductions_are_named() -> None:
-    base = model_records.evaluate()
-    same = [
-        row | ({"output_kl": 1e-8, "agreement_percent": 100.0} if row["method"] in MERGED else {})
-        for row in base.rows
-    ]
-    records = [Record("evaluate", base.settings, same)]
-    assert "hardly distinguishes the reductions: 4 of 4" in chapter(records, "reductions")
-    assert find(records, "best merging").verdict is Verdict.LEVEL
-    assert "hardly distinguishes" not in chapter([base], "reductions")
-
-
-def test_merging_is_compared_with_tome() -> None:
-    assert "ahead of tome with 94.2 %" in chapter([model_records.evaluate()], "reductions")
-    worse = {"free-energy:8": {"agreement_percent": 94.2, "output_kl": 0.03}}
-    base = model_records.evaluate()
-    rows = [row | worse.get(row["method"], {}) for row in base.rows]
-    text = chapter([Record("evaluate", base.settings, rows)], "reductions")
-    assert "(output KL 0.030), behind tome with 94.2 %" in text
 
 
 def test_speeds_have_their_conditions() -> None:

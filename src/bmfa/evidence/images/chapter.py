@@ -98,7 +98,8 @@ def four_instances(records: RecordSet) -> tuple[str, Verdict, str, list[Record]]
     holds = max(areas) < LARGE_AREA and min(masses) > LEAST_MASS and min(gaps) > LEAST_GAP
     names = sorted({paper.dataset_title(get_text(row, "dataset")) for row in rows})
     note = f"{', '.join(names)}, with scores from our fit to the paper's probe."
-    return ours, judge_direction(holds), note, records.holding(rows)
+    read = records.of("cases", dataset="coco") or records.of("cases")
+    return ours, judge_direction(holds), note, read
 
 
 def images(records: RecordSet) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from bmfa.evidence.failures.chapter import FAILURES
 from bmfa.evidence.faster.chapter import FASTER
 from bmfa.evidence.images.chapter import IMAGES, INSTANCES
 from bmfa.evidence.methods import METHODS, find_method
-from bmfa.evidence.page import blocks, paper, plots
+from bmfa.evidence.page import blocks, figures, paper, plots
 from bmfa.evidence.page.chapter import Chapter
 from bmfa.evidence.page.claims import LEGEND, Claim
 from bmfa.evidence.page.formats import format_number, format_percent, format_small
@@ -38,8 +38,6 @@ CHAPTERS = (
     *(CLOSED_LOOP, LAYERS, IMAGES, CLASSIFICATION, EQUAL_OPERATIONS, REDUCTIONS),
     *(DENSE_PREDICTION, SPEED),
 )
-# Experiments that have no chapter of their own, but are part of one.
-PARTS = ("gallery", "blocks", "reduction")
 # Values of rows that do not fit into a cell.
 LONG_VALUES = {"scores", "boxes", "image", "gap_quantiles", "attention", "screened_attention"}
 
@@ -64,7 +62,8 @@ def build_page(records: Sequence[Record], explorer: str | None = None) -> str:
         True
     """
     found = RecordSet(records)
-    known = {chapter.experiment for chapter in CHAPTERS} | set(PARTS)
+    known = {chapter.experiment for chapter in CHAPTERS} | {"gallery", "blocks"}
+    known |= {"reduction"} if found.has("evaluate") else set()  # a part of that chapter
     page: str = (
         _templates()
         .get_template("page/templates/page.html.j2")
@@ -123,7 +122,7 @@ def _templates() -> Any:
         "recorded_sources": recorded_sources,
         "columns_of": _columns_of,
     }
-    environment.globals |= {"figures": plots.FIGURES, "paper": paper}
+    environment.globals |= {"figures": figures.ALL, "paper": paper}
     return environment
 
 
