@@ -153,7 +153,7 @@ def recorded_blocks(model: str, tokens_across: int) -> dict[int, list[Tensor]]:
     assets = Path(os.environ["BMFA_ASSETS"])
     name, weights, patch = MODELS[model]
     folder = str(assets / "photos")
-    source = InputSource.open(name, str(assets / "weights" / weights), folder, images=4)
+    source = InputSource(name, str(assets / "weights" / weights), folder, images=4)
     recorded = source.record(patch * tokens_across, list(range(12)))
     return {block: [x.float() for x in qkv] for block, qkv in recorded.blocks.items()}
 

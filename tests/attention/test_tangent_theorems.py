@@ -232,7 +232,7 @@ def test_tangents_are_no_worse_than_block_means_on_any_real_block(
     from bmfa.evidence.bench.inputs import InputSource
 
     assets = Path(os.environ["BMFA_ASSETS"])
-    source = InputSource.open(model, str(assets / "weights" / weights), str(assets / "photos"))
+    source = InputSource(model, str(assets / "weights" / weights), str(assets / "photos"))
     recorded = source.record(patch * tokens_across, list(range(12)))
     tiling = Tiling(recorded.grid)
     errors = {

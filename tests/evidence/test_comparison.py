@@ -1,13 +1,12 @@
 """Rules at equal leaves and policies at equal operations: matching, intervals, rows and the chapters."""
 
-import numpy as np
 import pytest
 import torch
 
 import model_records
 from bmfa.data import draw_badge_batch
 from bmfa.evidence.comparison import run as comparison
-from bmfa.evidence.comparison.run import interval, match_value
+from bmfa.evidence.comparison.run import match_value
 from bmfa.evidence.page.build import all_claims, build_page
 from bmfa.evidence.page.claims import Verdict
 from bmfa.evidence.page.record_set import RecordSet
@@ -98,14 +97,6 @@ def test_a_step_ends_the_search_at_the_nearest_side():
     assert len(seen) < 30
     assert 0.1 <= min(seen) <= max(seen) <= 1.0
     assert match_value(0.9, 5.0, lambda value: value, 0.01, limits=(0.5, 1.0)) == 1.0
-
-
-def test_the_interval_is_that_of_the_normal_distribution():
-    gain = np.random.default_rng(0).choice([-1.0, 0.0, 1.0], 400, p=[0.1, 0.6, 0.3])
-    low, high = interval(gain, 1)
-    half = 1.96 * gain.std() / np.sqrt(len(gain))
-    assert low == pytest.approx(gain.mean() - half, abs=0.01)
-    assert high == pytest.approx(gain.mean() + half, abs=0.01)
 
 
 def verdict(record, words):

@@ -12,7 +12,6 @@ from bmfa.evidence.bench import model as model_bench
 from bmfa.evidence.bench.inputs import InputSource
 from bmfa.evidence.bench.saliency import (
     SaliencyDecoder,
-    intersection_over_union,
     load_decoder,
     masks,
 )
@@ -63,12 +62,6 @@ def test_other_weights_are_refused(tmp_path):
     ):
         with pytest.raises(ValueError, match=message):
             load_decoder(saved_decoder(tmp_path, **changes))
-
-
-def test_agreement_of_masks():
-    first = torch.tensor([[1, 1, 0, 0], [0, 0, 0, 0], [1, 1, 1, 1]]).bool()
-    second = torch.tensor([[0, 1, 1, 0], [0, 0, 0, 0], [0, 0, 0, 0]]).bool()
-    assert intersection_over_union(first, second).tolist() == pytest.approx([1 / 3, 1.0, 0.0])
 
 
 @TIMM
@@ -134,12 +127,12 @@ def test_an_interrupted_benchmark_keeps_the_sizes_that_are_complete(monkeypatch,
         if bench == "model":
             settings = model_bench.Settings(methods=("tiles:1",), repeats=1)
             return model_bench.run(settings, [32, 64])
-        source = InputSource.open("random")
+        source = InputSource("random")
         return attention_bench.run(source, tokens=[16, 64], methods=["tiles:1"], repeats=1)
 
     owner, second = {
-        "attention": (attention_bench._SizeBenchmark, "128 pixels"),
-        "model": (model_bench._SizeBenchmark, "64 pixels"),
+        "attention": (attention_bench.SizeBenchmark, "128 pixels"),
+        "model": (model_bench.SizeBenchmark, "64 pixels"),
     }[bench]
     original, calls = owner.rows, []
 

@@ -115,7 +115,7 @@ def test_a_package_that_is_absent_is_noted(monkeypatch):
 def test_a_bench_compares_with_the_package_and_notes_what_it_lacks(package, monkeypatch):
     monkeypatch.delattr(sys.modules["piecewise_attn"], NAMES["pisa-0th"])
     record = attention_bench.run(
-        InputSource.open(),
+        InputSource(),
         tokens=[256],
         methods=["tiles:1"],
         repeats=1,

@@ -1,6 +1,5 @@
 """bmfa bench reduction: halves, pairs of images and intervals."""
 
-import numpy as np
 import pytest
 
 from bmfa.data.classification import EmbeddedImages
@@ -31,14 +30,6 @@ def test_schedules_are_reported_on_the_half_that_did_not_choose() -> None:
         odd, even, both = (row for row in record.rows if row["schedule"] == kind)
         assert both["output_kl"] == pytest.approx((odd["output_kl"] + even["output_kl"]) / 2)
         parse(odd["method"])
-
-
-def test_the_interval_is_that_of_paired_differences() -> None:
-    gain = np.array([1.0] * 30 + [-1.0] * 10 + [0.0] * 160)
-    low, high = reduction._interval(gain, seed=0)
-    expected = gain.std() / np.sqrt(len(gain))  # of the mean
-    assert low == pytest.approx(0.1 - 1.96 * expected, abs=0.01)
-    assert high == pytest.approx(0.1 + 1.96 * expected, abs=0.01)
 
 
 def test_too_few_images_are_refused() -> None:

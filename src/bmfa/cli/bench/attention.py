@@ -46,7 +46,7 @@ def attention(
     device = output.torch_device()
     count = images or (4 if device.startswith("cuda") else 1)
     record = experiment.run(
-        InputSource.open(
+        InputSource(
             bench.model,
             bench.weights,
             bench.data_dir,

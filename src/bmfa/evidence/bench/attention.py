@@ -38,7 +38,7 @@ from bmfa.evidence.bench.methods import (
     missed_targets_ignored,
     parse,
 )
-from bmfa.evidence.bench.verify import check_backend, check_dense
+from bmfa.evidence.bench.verify import check_backend
 from bmfa.evidence.runner import Progress
 from bmfa.quantiles import quantile
 from bmfa.records import Record, Row, environment, without_folders
@@ -60,18 +60,6 @@ ERROR = (
     "relative L2 of the output against float64 attention on the float32 q, k, v, mean over images "
     "and blocks, and of the worst block; error_queries of each head are compared"
 )
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What is timed, in which precision, and how often."""
-
-    methods: tuple[str, ...]
-    backend: Backend
-    dtype: str
-    device: torch.device
-    repeats: int
-    threads: tuple[int, ...] = ()  # numbers of threads to time with; empty for that of torch
 
 
 def run(
@@ -109,12 +97,24 @@ def run(
         ValueError: If an argument is out of range, or the verification fails.
 
     Example:
-        >>> record = run(InputSource.open("random"), tokens=[16], methods=["tiles:1"], repeats=1)
+        >>> record = run(InputSource("random"), tokens=[16], methods=["tiles:1"], repeats=1)
         >>> record.rows[0]["method"], record.rows[0]["n"]
         ('dense', 16)
     """
-    plan = _plan(torch.device(source.device), methods, dtype, repeats, threads)
-    sizes = _sizes_in_pixels(source, tokens or for_device(TOKENS, plan.device))
+    device = torch.device(source.device)
+    if threads and device.type == "cuda":
+        raise ValueError(f"threads is {list(threads)}, and the device is CUDA; omit --threads")
+    names = tuple(methods) or for_device(DEFAULT_METHODS, device)
+    for name in names:
+        parse(name)
+    plan = Plan(
+        names,
+        dtype_name(dtype, device),
+        device,
+        check_integer("repeats", repeats, low=1),
+        tuple(check_integer("threads", count, low=1) for count in threads),
+    )
+    sizes = _sizes_in_pixels(source, tokens or for_device(TOKENS, device))
     blocks = tuple(block for block in BLOCKS if block < source.depth) or (source.depth - 1,)
     present, notes = peers.available()
     verified: set[int] = set()  # head dimensions
@@ -125,7 +125,7 @@ def run(
         if dim not in verified:
             check_backend(plan.backend, DTYPES[plan.dtype], source.device, dim)
             verified.add(dim)
-        return _SizeBenchmark(inputs, plan, present, notes).rows()
+        return SizeBenchmark(inputs, plan, present, notes).rows()
 
     with torch.inference_mode(), missed_targets_ignored():
         rows, interrupted = each_size(sizes, measure, progress)
@@ -148,29 +148,6 @@ def run(
     return Record("bench", settings, rows, environment(source.device))
 
 
-def _plan(
-    device: torch.device,
-    methods: Sequence[str],
-    dtype: str | None,
-    repeats: int,
-    threads: Sequence[int],
-) -> Plan:
-    """Check what is to be timed."""
-    if threads and device.type == "cuda":
-        raise ValueError(f"threads is {list(threads)}, and the device is CUDA; omit --threads")
-    names = tuple(methods) or for_device(DEFAULT_METHODS, device)
-    for name in names:
-        parse(name)
-    return Plan(
-        names,
-        default_backend(device),
-        dtype_name(dtype, device),
-        device,
-        check_integer("repeats", repeats, low=1),
-        tuple(check_integer("threads", count, low=1) for count in threads),
-    )
-
-
 def _sizes_in_pixels(source: InputSource, tokens: Sequence[int]) -> list[int]:
     """Return the sides of images in pixels from square numbers of tokens."""
     sizes = []
@@ -182,7 +159,23 @@ def _sizes_in_pixels(source: InputSource, tokens: Sequence[int]) -> list[int]:
     return sizes
 
 
-class _SizeBenchmark:
+@dataclass(frozen=True)
+class Plan:
+    """What is timed, in which precision, and how often."""
+
+    methods: tuple[str, ...]
+    dtype: str
+    device: torch.device
+    repeats: int
+    threads: tuple[int, ...] = ()  # numbers of threads to time with; empty for that of torch
+
+    @property
+    def backend(self) -> Backend:
+        """The fastest backend of tiled attention on the device."""
+        return default_backend(self.device)
+
+
+class SizeBenchmark:
     """All calls on q, k, v of one number of tokens."""
 
     def __init__(
@@ -191,11 +184,13 @@ class _SizeBenchmark:
         self.inputs, self.plan, self.present, self.notes = inputs, plan, present, notes
         self.images, self.heads, self.dim = inputs.shape
         self.batch = max(1, min(self.images, BATCH_TOKENS // inputs.grid.size))
-        self.exact = ExactOutputs.from_inputs(inputs)
+        self.queries = sampled_queries(inputs)
         dtype = DTYPES[plan.dtype]
         self.blocks: dict[int, QKV] = {}
+        self.exact: dict[int, Tensor] = {}  # (images, heads, Q, d) float64 of the sampled queries
         for block, (q, k, v) in inputs.blocks.items():
             self.blocks[block] = as_projection(q.to(dtype), k.to(dtype), v.to(dtype))
+            self.exact[block] = dense.exact_attention(q[:, :, self.queries], k, v)
         self.timed = [tuple(x[: self.batch] for x in qkv) for qkv in self.blocks.values()]
         self.screened = partial(screened_attention, grid=inputs.grid, prefix=inputs.prefix)
 
@@ -203,30 +198,27 @@ class _SizeBenchmark:
         """Return the rows of dense paths, tiled attention, `auto` and peers."""
         densities: dict[str, float] = {}
         calls = self._dense_calls() | self._tiled_calls()
-        calls["auto"] = self.screened
-        calls |= self._peer_calls(densities)
+        calls |= {"auto": self.screened, **self._peer_calls(densities)}
         measured = {
-            name: {**self._measure(name, call, densities.get(name)), **self._memory(call)}
+            name: {**self.measure(name, call, densities.get(name)), **self._memory(call)}
             for name, call in calls.items()
         }
         rows: list[Row] = []
         for count in self.plan.threads or (torch.get_num_threads(),):
             with timing.threads(count):
-                times = mean_times(self._cases(calls), self.plan.repeats, self.plan.device)
+                times = mean_times(self.cases(calls), self.plan.repeats, self.plan.device)
             several = {"threads": count} if len(self.plan.threads) > 1 else {}
             rows += [{**row, **several} for row in compared_rows(measured, times)]
         return rows
 
     def _dense_calls(self) -> dict[str, ScreenedCall]:
-        device, found = self.plan.device, dict[str, ScreenedCall]()
-        for path in (dense.DEFAULT, *(dense.PATHS if device.type == "cuda" else ())):
+        found = dict[str, ScreenedCall]()
+        for path in (dense.DEFAULT, *(dense.PATHS if self.plan.device.type == "cuda" else ())):
             reason = dense.unsupported_reason(path, *self.timed[0])
             if reason is None:
                 found[f"dense-{path}"] = dense.dense_path(path)
             else:
                 self.notes[f"dense-{path} at {self.inputs.grid.size}"] = reason
-        paths = [path for name in found if (path := path_of(name))]
-        check_dense(paths, DTYPES[self.plan.dtype], str(device), self.dim)
         return found
 
     def _tiled_calls(self) -> dict[str, ScreenedCall]:
@@ -237,19 +229,20 @@ class _SizeBenchmark:
         distinct: dict[str, str] = {}
         for name in self.plan.methods:
             distinct.setdefault(repr(arguments(name, self.inputs.grid)), name)
-        names, backend = distinct.values(), self.plan.backend
-        calls: dict[str, ScreenedCall] = {
-            f"tiled-{name}": self._tiled(name, backend) for name in names
-        }
-        if backend == "native":
-            calls[summary.EXACT] = partial(self.screened, error=0.0)
-            calls |= {f"eager-{name}": self._tiled(name, "eager") for name in names}
-        return calls
 
-    def _tiled(self, name: str, backend: Backend) -> ScreenedCall:
-        return partial(
-            self.screened, allow_dense=False, backend=backend, **arguments(name, self.inputs.grid)
-        )
+        def tiled(prefix: str, backend: Backend) -> dict[str, ScreenedCall]:
+            options = {"allow_dense": False, "backend": backend}
+            return {
+                f"{prefix}-{name}": partial(
+                    self.screened, **options, **arguments(name, self.inputs.grid)
+                )
+                for name in distinct.values()
+            }
+
+        calls = tiled("tiled", self.plan.backend)
+        if self.plan.backend == "native":
+            calls |= {summary.EXACT: partial(self.screened, error=0.0), **tiled("eager", "eager")}
+        return calls
 
     def _peer_calls(self, densities: dict[str, float]) -> dict[str, ScreenedCall]:
         """Return the peers that run on these inputs; the others are noted."""
@@ -265,13 +258,19 @@ class _SizeBenchmark:
             found[name], densities[name] = call, density
         return found
 
-    def _cases(self, calls: Mapping[str, ScreenedCall]) -> Iterator[dict[str, timing.Work]]:
-        """Yield the calls on each block; dense paths, whose time depends on shapes alone, on one."""
-        for index, tokens in enumerate(self.timed):
-            some = {name: call for name, call in calls.items() if not index or not path_of(name)}
-            yield {name: _bind(_on_chosen_path(name, call), tokens) for name, call in some.items()}
+    def cases(self, calls: Mapping[str, ScreenedCall]) -> Iterator[dict[str, timing.Work]]:
+        """Yield the calls on each block; dense paths, whose time depends on shapes alone, on one.
 
-    def _measure(self, name: str, call: ScreenedCall, density: float | None) -> Row:
+        The path of a dense call is chosen before its clock starts.
+        """
+        for index, tokens in enumerate(self.timed):
+            yield {
+                name: _bind(scaled_dot_product_attention if path_of(name) else call, tokens)
+                for name, call in calls.items()
+                if not index or not path_of(name)
+            }
+
+    def measure(self, name: str, call: ScreenedCall, density: float | None) -> Row:
         """Return everything about a call but its time and its memory."""
         by_block: list[list[float]] = []
         by_call: list[float] = []
@@ -282,12 +281,11 @@ class _SizeBenchmark:
             for start in range(0, self.images, self.batch):
                 images = slice(start, start + self.batch)
                 work = partial(call, *(x[images] for x in tokens))
-                result = run_as_timed(work, self.plan.device).result
+                result, _ = run_as_timed(work, self.plan.device)
                 if isinstance(result, Screened):
                     stats.append(result.stats)
                     result = result.output
-                output = result[:, :, self.exact.queries].double()
-                expected = self.exact.outputs[block][images]
+                output, expected = result[:, :, self.queries].double(), self.exact[block][images]
                 by_block[-1] += relative_errors(output, expected).tolist()
                 by_call.append(float((output - expected).norm() / expected.norm()))
                 distances = (output - expected).norm(dim=-1) / expected.norm(dim=-1)
@@ -297,20 +295,6 @@ class _SizeBenchmark:
         elif stats:
             density = mean(one.density for one in stats)
         return {
-            **self._frame(name),
-            "density_percent": percent(density),
-            "error_l2_percent": 100 * fmean(error for errors in by_block for error in errors),
-            "worst_block_error_percent": 100 * max(map(fmean, by_block)),
-            "error_p95_query_percent": 100 * float(quantile(torch.cat(by_query), 0.95)),
-            "smallest_call_error_percent": 100 * min(by_call),
-            "largest_call_error_percent": 100 * max(by_call),
-            **estimate_columns(stats),
-            "error_queries": len(self.exact.queries),
-            "ran": stats[-1].form if stats else None,
-        }
-
-    def _frame(self, method: str) -> Row:
-        return {
             "what": "attention",
             "n": self.inputs.grid.size,
             "heads": self.heads,
@@ -318,13 +302,22 @@ class _SizeBenchmark:
             "dtype": self.plan.dtype,
             "batch": self.batch,
             "images": self.images,
-            "method": method,
+            "method": name,
+            "density_percent": percent(density),
+            "error_l2_percent": 100 * fmean(error for errors in by_block for error in errors),
+            "worst_block_error_percent": 100 * max(map(fmean, by_block)),
+            "error_p95_query_percent": 100 * float(quantile(torch.cat(by_query), 0.95)),
+            "smallest_call_error_percent": 100 * min(by_call),
+            "largest_call_error_percent": 100 * max(by_call),
+            **estimate_columns(stats),
+            "error_queries": len(self.queries),
+            "ran": stats[-1].form if stats else None,
         }
 
     def _memory(self, call: ScreenedCall) -> Row:
         """Return the peak with q, k, v and output, and what is held besides in percent of k and v."""
         tokens = self.timed[0]
-        peak = run_as_timed(_bind(call, tokens), self.plan.device).peak_bytes
+        _, peak = run_as_timed(_bind(call, tokens), self.plan.device)
         if peak is None:
             return {"peak_mebibytes": None, "extra_memory_percent": None}
         tensor_bytes = tokens[0].numel() * tokens[0].element_size()
@@ -334,27 +327,13 @@ class _SizeBenchmark:
         }
 
 
-@dataclass(frozen=True, eq=False)
-class ExactOutputs:
-    """Exact outputs of some queries in every block of the model."""
-
-    queries: Tensor  # (Q,) indices of tokens
-    outputs: dict[int, Tensor]  # (images, heads, Q, d) float64 by block
-
-    @classmethod
-    def from_inputs(cls, inputs: RecordedInputs) -> "ExactOutputs":
-        """Compute all queries, or an even sample that has queries in every column of the grid."""
-        tokens = inputs.prefix + inputs.grid.size
-        device = next(iter(inputs.blocks.values()))[0].device
-        step = 1 if inputs.grid.size < ALL_QUERIES_TOKENS else tokens // SAMPLED_QUERIES
-        while gcd(step, inputs.grid.width) != 1:
-            step -= 1
-        queries = torch.arange(0, tokens, step, device=device)
-        outputs = {
-            block: dense.exact_attention(q[:, :, queries], k, v)
-            for block, (q, k, v) in inputs.blocks.items()
-        }
-        return cls(queries, outputs)
+def sampled_queries(inputs: RecordedInputs) -> Tensor:
+    """Return the indices of all queries, or of an even sample in every column of the grid."""
+    tokens = inputs.prefix + inputs.grid.size
+    step = 1 if inputs.grid.size < ALL_QUERIES_TOKENS else tokens // SAMPLED_QUERIES
+    while gcd(step, inputs.grid.width) != 1:
+        step -= 1
+    return torch.arange(0, tokens, step, device=inputs.device)
 
 
 def estimate_columns(stats: Sequence[Stats]) -> Row:
@@ -368,11 +347,6 @@ def estimate_columns(stats: Sequence[Stats]) -> Row:
         "estimate_uncertainty_percent": percent(mean(report.uncertainty for report in reports)),
         "target_met_percent": percent(mean(report.met for report in reports)),
     }
-
-
-def _on_chosen_path(name: str, call: ScreenedCall) -> ScreenedCall:
-    """Return the plain call for a dense path, which the clock's caller chooses before it starts."""
-    return scaled_dot_product_attention if path_of(name) else call
 
 
 def _bind(call: ScreenedCall, tokens: Sequence[Tensor]) -> Callable[[], Tensor | Screened]:

@@ -3,7 +3,6 @@
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -43,30 +42,29 @@ class RecordedInputs:
         q = next(iter(self.blocks.values()))[0]
         return q.shape[0], q.shape[1], q.shape[3]
 
+    @property
+    def device(self) -> torch.device:
+        """Device of the tensors."""
+        return next(iter(self.blocks.values()))[0].device
 
-@dataclass(frozen=True, eq=False)
+
 class InputSource:
-    """A model and images from which q, k, v are recorded.
+    """A model and images from which q, k, v are recorded; for `RANDOM`, several draws.
 
     Args:
         model: Name of a model, or `RANDOM` for q, k, v drawn at random.
         weights: File of weights.
-        images: (H, W, 3) images.
-        names: Their names.
+        data_dir: Folder of which the first images are taken; None for embedded scenes.
+        images: Number of images.
         seed: Seed of random weights and draws.
         device: Device of the model and the tensors.
+
+    Raises:
+        ValueError: If `RANDOM` is combined with weights or images, or there are too few.
     """
 
-    model: str
-    weights: str | None
-    images: list[Pixels]
-    names: list[str]
-    seed: int = 0
-    device: str = "cpu"
-
-    @classmethod
-    def open(
-        cls,
+    def __init__(
+        self,
         model: str = "embedded",
         weights: str | None = None,
         data_dir: str | None = None,
@@ -74,41 +72,22 @@ class InputSource:
         images: int = 1,
         seed: int = 0,
         device: str = "cpu",
-    ) -> "InputSource":
-        """Take the first images of a folder, or embedded scenes; for `RANDOM`, several draws.
-
-        Raises:
-            ValueError: If `RANDOM` is combined with weights or images, or there are too few.
-        """
+    ) -> None:
+        self.model, self.weights, self.seed, self.device = model, weights, seed, device
         if model == RANDOM:
             if weights is not None or data_dir is not None:
                 raise ValueError("model random has no weights and no images; leave both out")
-            draws = [f"draw {index}" for index in range(images)]
-            return cls(model, None, [], draws, seed=seed, device=device)
-        found, names = read_images(data_dir, images, seed)
-        return cls(model, weights, found, names, seed=seed, device=device)
-
-    @cached_property
-    def _model_facts(self) -> tuple[int, int, str]:
-        if self.model == RANDOM:
-            return RANDOM_PATCH, 1, "none"
-        loaded, weights = load_any_size(self.model, self.weights, size=224)
+            self.names = [f"draw {index}" for index in range(images)]
+            self.patch_size, self.depth, self.weights_name = RANDOM_PATCH, 1, "none"
+            return
+        self.images, self.names = read_images(data_dir, images, seed)
+        loaded, self.weights_name = load_any_size(model, weights, size=224)
         vit = find_vision_transformer(loaded.model)
-        return _patch_size(vit), len(vit.attentions), weights
-
-    @property
-    def patch_size(self) -> int:
-        """Side of a patch in pixels."""
-        return self._model_facts[0]
-
-    @property
-    def depth(self) -> int:
-        """Number of blocks."""
-        return self._model_facts[1]
+        self.patch_size, self.depth = _patch_size(vit), len(vit.attentions)
 
     def describe(self) -> dict[str, Any]:
         """Return what the settings of a record say about the source."""
-        return {"model": self.model, "weights": self._model_facts[2], "images": self.names}
+        return {"model": self.model, "weights": self.weights_name, "images": self.names}
 
     def record(self, size: int, blocks: Sequence[int]) -> RecordedInputs:
         """Record q, k, v of some blocks for images of size x size pixels."""
@@ -121,8 +100,11 @@ class InputSource:
         for image in self.images:
             pixels = loaded.preprocess.batch([image]).to(self.device)
             recorded.append(_record(model, loaded.options, pixels, blocks))
-        joined = {block: _join([one[block] for one in recorded]) for block in blocks}
         side = size // _patch_size(vit)
+        joined: dict[int, Any] = {
+            block: tuple(map(torch.cat, zip(*(one[block] for one in recorded), strict=True)))
+            for block in blocks
+        }
         return RecordedInputs(Grid(side, side), vit.prefix, joined)
 
     def _draw(self, side: int, blocks: Sequence[int]) -> RecordedInputs:
@@ -162,11 +144,6 @@ def as_projection(q: Tensor, k: Tensor, v: Tensor) -> QKV:
     """Return q, k, v as most hosts hand them over: views of one projection (B, tokens, 3, heads, d)."""
     tokens = torch.stack([x.transpose(1, 2) for x in (q, k, v)], 2)
     q, k, v = tokens.permute(2, 0, 3, 1, 4).unbind(0)
-    return q, k, v
-
-
-def _join(parts: Sequence[QKV]) -> QKV:
-    q, k, v = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
     return q, k, v
 
 

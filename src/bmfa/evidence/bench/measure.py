@@ -2,9 +2,8 @@
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from statistics import fmean
-from typing import Generic, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -72,26 +71,22 @@ def mean_times(
     """Time calls by name on every case, and return the mean over the cases that have a name."""
     samples: dict[str, list[Times]] = {}
     for works in cases:
-        for name, times in _time_all(works, repeats, device).items():
+        if device.type == "cuda":
+            found = {name: _time_on_path(name, work, repeats) for name, work in works.items()}
+        else:  # dense paths have no choice there
+            medians = timing.time_alternating(works, repeats, device)
+            found = {name: (milliseconds, None) for name, milliseconds in medians.items()}
+        for name, times in found.items():
             samples.setdefault(name, []).append(times)
-    means: dict[str, Times] = {}
-    for name, found in samples.items():
-        eager = [time[1] for time in found if time[1] is not None]
-        means[name] = fmean(time[0] for time in found), fmean(eager) if eager else None
-    return means
+    return {
+        name: (fmean(graph for graph, _ in times), mean(eager for _, eager in times))
+        for name, times in samples.items()
+    }
 
 
-def _time_all(
-    works: Mapping[str, timing.Work], repeats: int, device: torch.device
-) -> dict[str, Times]:
-    if device.type != "cuda":  # dense paths have no choice there
-        medians = timing.time_alternating(works, repeats, device)
-        return {name: (milliseconds, None) for name, milliseconds in medians.items()}
-    found: dict[str, Times] = {}
-    for name, work in works.items():
-        with on_path(name):
-            found[name] = timing.time_call(work, repeats, device)
-    return found
+def _time_on_path(name: str, work: timing.Work, repeats: int) -> Times:
+    with on_path(name):
+        return timing.time_call(work, repeats, torch.device("cuda"))
 
 
 def compared_rows(rows: Mapping[str, Row], times: Mapping[str, Times]) -> list[Row]:
@@ -118,15 +113,7 @@ def compared_rows(rows: Mapping[str, Row], times: Mapping[str, Times]) -> list[R
     return [{**timed[best], "method": method, "path": path_of(best)}, *timed.values()]
 
 
-@dataclass(frozen=True, eq=False)
-class Measured(Generic[Result]):
-    """The result of a call, and the largest memory it allocated; None for a CPU."""
-
-    result: Result
-    peak_bytes: int | None
-
-
-def run_as_timed(work: Callable[[], Result], device: torch.device) -> Measured[Result]:
+def run_as_timed(work: Callable[[], Result], device: torch.device) -> tuple[Result, int | None]:
     """Run a call in a CUDA graph if it can be captured, directly otherwise.
 
     Times are those of CUDA graphs, in which the host may choose another path than outside, so errors
@@ -135,21 +122,22 @@ def run_as_timed(work: Callable[[], Result], device: torch.device) -> Measured[R
     Args:
         work: The call. Its result may be read after the replay, not inside the call.
         device: Device of the call; a call on a CPU runs directly.
+
+    Returns:
+        The result of the call, and the largest memory it allocated in bytes; None for a CPU.
     """
     if device.type != "cuda":
-        return Measured(work(), None)
-    calls: list[Measured[Result]] = []
+        return work(), None
+    calls: list[tuple[Result, int]] = []
 
     def measured() -> None:
         torch.cuda.reset_peak_memory_stats(device)
         before = torch.cuda.memory_allocated(device)
         result = work()
-        peak = int(torch.cuda.max_memory_allocated(device) - before)
-        calls[:] = [Measured(result, peak)]
+        calls[:] = [(result, torch.cuda.max_memory_allocated(device) - before)]
 
     graph = timing.capture_calls(measured, 1)
     if graph is None:
-        calls.clear()
         measured()
     else:
         graph.milliseconds()

@@ -1,7 +1,7 @@
 """`bmfa bench model`: time and error of a screened model against the dense model on its best path."""
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from statistics import fmean
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from bmfa import timing
-from bmfa.attention.result import Screened, Stats
+from bmfa.attention.result import Stats
 from bmfa.checks import check_integer
 from bmfa.evidence.bench.inputs import check_one_grid, load_any_size, read_images
 from bmfa.evidence.bench.measure import (
@@ -34,13 +34,14 @@ from bmfa.evidence.bench.methods import (
     missed_targets_ignored,
     parse,
 )
-from bmfa.evidence.bench.saliency import intersection_over_union, load_decoder, masks
+from bmfa.evidence.bench.saliency import load_decoder, masks
 from bmfa.evidence.bench.verify import check_backend
+from bmfa.evidence.metrics import mask_iou
 from bmfa.evidence.runner import Progress
 from bmfa.grid import Grid
 from bmfa.models import LoadedModel, patch
 from bmfa.models.families import find_vision_transformer
-from bmfa.models.screened_layer import LayerInputs, observe
+from bmfa.models.screened_layer import observe
 from bmfa.records import Record, Row, environment
 
 SIZES = {"cuda": (1024, 2048, 4096), "cpu": (512, 1024, 2048)}
@@ -136,7 +137,7 @@ def run(settings: Settings, sizes: Sequence[int] = (), progress: Progress | None
     known: dict[str, Any] = {"weights": "", "images": []}
 
     def measure(size: int) -> list[Row]:
-        benchmark = _SizeBenchmark(settings, check_integer("img_size", size, low=16))
+        benchmark = SizeBenchmark(settings, check_integer("img_size", size, low=16))
         known.update(weights=benchmark.weights, images=benchmark.names)
         return benchmark.rows()
 
@@ -159,7 +160,7 @@ def run(settings: Settings, sizes: Sequence[int] = (), progress: Progress | None
     return Record("bench", recorded, rows, environment(settings.device))
 
 
-class _SizeBenchmark:
+class SizeBenchmark:
     """One model at one size, with a copy for each method that shares the parameters."""
 
     def __init__(self, settings: Settings, size: int) -> None:
@@ -191,28 +192,28 @@ class _SizeBenchmark:
 
     def rows(self) -> list[Row]:
         """Return the rows of the dense model on every path and of every method."""
-        backend = default_backend(self.device)
-        check_backend(backend, DTYPES[self.dtype], str(self.device), self.head_dim)
+        check_backend(
+            default_backend(self.device), DTYPES[self.dtype], str(self.device), self.head_dim
+        )
         dense_names = for_device(DENSE_MODELS, self.device)
         models = dict.fromkeys(dense_names, self.loaded.model)
         for name in self.settings.methods or for_device(DEFAULT_METHODS, self.device):
             models[name] = self._screened_model(name)
         works = {name: self._forward(model) for name, model in models.items()}
-        times = mean_times(self._cases(works), self.settings.repeats, self.device)
+        times = mean_times((works for _ in self._batches()), self.settings.repeats, self.device)
         best = min(dense_names, key=lambda name: times[name][0])
         with on_path(best):
-            expected = [final_features(models[best], self.loaded, x) for x in self.batches]
+            expected = [final_features(models[best], self.loaded, x) for x in self._batches()]
         measured: dict[str, Row] = {}
         for name, model in models.items():
             with on_path(name):
                 measured[name] = self._measure(name, model, expected)
         return compared_rows(measured, times)
 
-    def _cases(self, works: Mapping[str, timing.Work]) -> Iterator[Mapping[str, timing.Work]]:
+    def _batches(self) -> Iterator[Tensor]:
         """Put one batch of images after the other where the models read them."""
         for batch in self.batches:
-            self.pixels.copy_(batch)
-            yield works
+            yield self.pixels.copy_(batch)
 
     def _screened_model(self, name: str) -> nn.Module:
         model = self.loaded.model
@@ -237,17 +238,16 @@ class _SizeBenchmark:
             stats.clear()
             return final_features(model, self.loaded, self.pixels)
 
-        def keep(inputs: LayerInputs, screened: Screened) -> None:
-            stats.append(screened.stats)
-
-        with observe(model, keep):
-            for index, _ in enumerate(self._cases({})):
-                output = run_as_timed(forward, self.device).result
-                errors += relative_errors(output, expected[index]).tolist()
+        with observe(model, lambda inputs, screened: stats.append(screened.stats)):
+            for wanted, _ in zip(expected, self._batches(), strict=True):
+                output, _ = run_as_timed(forward, self.device)
+                errors += relative_errors(output, wanted).tolist()
                 densities.append(mean(one.density for one in stats))
                 if self.decoder is not None:
-                    agreements += self._mask_agreement(output, expected[index])
-        peak = run_as_timed(self._forward(model), self.device).peak_bytes
+                    where = self.grid, self.vit.prefix
+                    pair = (masks(self.decoder, x, *where) for x in (output, wanted))
+                    agreements += mask_iou(*pair).tolist()
+        _, peak = run_as_timed(self._forward(model), self.device)
         return {
             "what": "model",
             "img_size": self.size,
@@ -264,15 +264,6 @@ class _SizeBenchmark:
             **({"mask_iou": fmean(agreements)} if agreements else {}),
             "peak_mebibytes": None if peak is None else peak / 2**20,
         }
-
-    def _mask_agreement(self, output: Tensor, expected: Tensor) -> list[float]:
-        assert self.decoder is not None
-        found, wanted = (
-            masks(self.decoder, features, self.grid, self.vit.prefix)
-            for features in (output, expected)
-        )
-        agreement: list[float] = intersection_over_union(found, wanted).tolist()
-        return agreement
 
 
 def final_features(model: nn.Module, loaded: LoadedModel, pixels: Tensor) -> Tensor:

@@ -5,9 +5,10 @@ chosen for the operations of every baseline, and all methods are compared on the
 the same images, and their intervals are from the bootstrap over images.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict
+from functools import partial
 from multiprocessing import get_context
 from typing import Any
 
@@ -15,8 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bmfa.data.classification import LabelledImage
-from bmfa.evidence.runner.batches import ImageBatches, ImageSource
+from bmfa.evidence.metrics import RESAMPLES, compare, interval
+from bmfa.evidence.runner.batches import ImageBatches, Images
 from bmfa.merging import parse
 from bmfa.models import LoadedModel, reduce, unpatch
 from bmfa.models.families import find_vision_transformer
@@ -25,13 +26,11 @@ from bmfa.models.tuning_reduction import Progress, ReductionTuner, fixed_schedul
 from bmfa.records import Record, Row, environment
 
 BASELINES = ("tome:8", "tome:12")
-RESAMPLES = 10_000  # of the bootstrap: the ends of a 95 % interval repeat to a tenth of a point
-HALVES = ("even", "odd")
 
 
 def run(
     model: LoadedModel,
-    images: Iterable[LabelledImage] | ImageSource,
+    images: Images,
     baselines: Sequence[str] = BASELINES,
     *,
     policy: str = "free-energy",
@@ -71,40 +70,25 @@ def run(
     if len(tensors) < 4:
         raise ValueError(f"{len(tensors)} images can be read; pass at least four")
     model.model.to(device)
-    halves = [tensors[0::2], tensors[1::2]]
-    pairs = ((0, 1), (1, 0))
-    arguments = [
-        (
-            model,
-            policy,
-            list(baselines),
-            halves[chosen][:choosing],
-            halves[reported],
-            batch_size,
-            rounds,
-        )
-        for chosen, reported in pairs
-    ]
+    halves = {"even": tensors[0::2], "odd": tensors[1::2]}
+    pairs = (("even", "odd"), ("odd", "even"))  # the half that chooses, and the other one
+    compare_all = partial(_compare_all, model, policy, list(baselines), batch_size, rounds)
+    arguments = [(halves[chosen][:choosing], halves[reported]) for chosen, reported in pairs]
     if workers > 1:
         # New processes: a fork of one that has run kernels in threads may hang.
         with ProcessPoolExecutor(2, mp_context=get_context("spawn")) as pool:
-            jobs = [pool.submit(_compare_all, *some, False) for some in arguments]
+            jobs = [pool.submit(compare_all, False, *some) for some in arguments]
             results = [job.result() for job in jobs]
     else:
-        results = [_compare_all(*some, progress) for some in arguments]
+        results = [compare_all(progress, *some) for some in arguments]
     rows: list[Row] = []
-    outcomes: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for (chosen, reported), result in zip(pairs, results, strict=True):
         for name, found in result.items():
-            for outcome in found:
-                outcomes.setdefault((name, outcome["kind"]), []).append(outcome)
-            rows += _rows(name, found, HALVES[chosen], HALVES[reported], seed)
+            rows += _rows(name, found, chosen, reported, seed)
     for name in baselines:
-        pooled = [
-            _pooled(outcomes[name, kind])
-            for kind in ("baseline", "fixed", "tuned")
-            if (name, kind) in outcomes
-        ]
+        first, second = (result[name] for result in results)
+        both = [kind for kind in first if kind in second]
+        pooled = {kind: _pooled(first[kind], second[kind]) for kind in both}
         rows += _rows(name, pooled, "the other half", "both", seed)
     settings = {
         "model": model.name,
@@ -123,26 +107,28 @@ def run(
     return Record("reduction", settings, rows, environment(device))
 
 
-def _read(
-    model: LoadedModel, images: Iterable[LabelledImage] | ImageSource, batch_size: int
-) -> Tensor:
+def _read(model: LoadedModel, images: Images, batch_size: int) -> Tensor:
     batches = ImageBatches(images, model.preprocess, batch_size, workers=0)
     numbers = range(len(batches.sizes))
     parts = [batch.pixels for batch in batches.read(numbers) if batch.indices]
     return torch.cat(parts) if parts else torch.empty(0, 3, 1, 1)
 
 
+# A method of one kind: its name, its operations, and the columns of `compare` over the images.
+Outcome = dict[str, Any]
+
+
 def _compare_all(
     model: LoadedModel,
     policy: str,
     baselines: Sequence[str],
-    choosing: Tensor,
-    reporting: Tensor,
     batch_size: int,
     rounds: int,
     progress: Progress | bool,
-) -> dict[str, list[dict[str, Any]]]:
-    """Compare schedules chosen on some images with every baseline, on other images."""
+    choosing: Tensor,
+    reporting: Tensor,
+) -> dict[str, dict[str, Outcome]]:
+    """Compare every baseline with schedules of its operations, chosen on some images, on others."""
     depth = len(find_vision_transformer(model.model).blocks)
     tuner = ReductionTuner(
         model.model, dict(model.options), policy, choosing, batch_size, depth, progress, rounds
@@ -154,8 +140,7 @@ def _compare_all(
 
 def _compare(
     tuner: ReductionTuner, name: str, images: Tensor, reference: Tensor
-) -> list[dict[str, Any]]:
-    """Measure a baseline, and schedules of its operations, on images that did not choose."""
+) -> dict[str, Outcome]:
     reduce(tuner.counted, name)
     flops = count_flops(tuner.counted, images[:1].to("cpu", torch.float32), tuner.options)
     reduce(tuner.model, name)
@@ -163,33 +148,28 @@ def _compare(
         logits = tuner.logits(images)
     finally:
         unpatch(tuner.model)
-    found = [_outcome("baseline", name, flops, reference, logits)]
+    found = {"baseline": _outcome(name, flops, reference, logits)}
     tuned = tuner.best_schedule(flops)
-    schedules = {"fixed": fixed_schedule(tuner.search, flops), "tuned": tuned}
-    for kind, schedule in schedules.items():
+    for kind, schedule in (("fixed", fixed_schedule(tuner.search, flops)), ("tuned", tuned)):
         if schedule is not None:
             method = f"{tuner.policy}:{','.join(map(str, schedule))}"
             logits = tuner.reduced_logits(schedule, images)
-            found.append(_outcome(kind, method, tuner.count(schedule), reference, logits))
+            found[kind] = _outcome(method, tuner.count(schedule), reference, logits)
     return found
 
 
-def _outcome(
-    kind: str, method: str, flops: int, reference: Tensor, logits: Tensor
-) -> dict[str, Any]:
-    p, q = reference.log_softmax(-1), logits.log_softmax(-1)
+def _outcome(method: str, flops: int, reference: Tensor, logits: Tensor) -> Outcome:
+    columns = compare(reference, logits, [None] * len(logits))
     return {
-        "kind": kind,
         "method": method,
         "gflops": flops / 1e9,
-        "agrees": (logits.argmax(-1) == reference.argmax(-1)).double().numpy(),
-        "kl": (p.exp() * (p - q)).sum(-1).numpy(),
+        "agrees": columns["agreeing"].double().cpu().numpy(),
+        "kl": columns["output_kl"].cpu().numpy(),
     }
 
 
-def _pooled(outcomes: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def _pooled(*outcomes: Outcome) -> Outcome:
     return {
-        "kind": outcomes[0]["kind"],
         "method": " and ".join(dict.fromkeys(outcome["method"] for outcome in outcomes)),
         "gflops": sum(outcome["gflops"] for outcome in outcomes) / len(outcomes),
         "agrees": np.concatenate([outcome["agrees"] for outcome in outcomes]),
@@ -198,14 +178,12 @@ def _pooled(outcomes: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _rows(
-    baseline: str, outcomes: Sequence[dict[str, Any]], chosen: str, reported: str, seed: int
+    baseline: str, outcomes: Mapping[str, Outcome], chosen: str, reported: str, seed: int
 ) -> list[Row]:
-    first = outcomes[0]
     rows: list[Row] = []
-    for outcome in outcomes:
-        gain = outcome["agrees"] - first["agrees"]
-        low, high = _interval(gain, seed)
-        kind = outcome["kind"]
+    for kind, outcome in outcomes.items():
+        gain = outcome["agrees"] - outcomes["baseline"]["agrees"]
+        low, high = interval(gain, seed)
         rows.append(
             {
                 "baseline": baseline,
@@ -223,11 +201,3 @@ def _rows(
             }
         )
     return rows
-
-
-def _interval(gain: Any, seed: int) -> tuple[float, float]:
-    """Return the 95 % interval of the mean of paired differences, by resampling the images."""
-    random = np.random.default_rng(seed)
-    means = [gain[random.integers(0, len(gain), len(gain))].mean() for _ in range(RESAMPLES)]
-    low, high = np.quantile(means, (0.025, 0.975))
-    return float(low), float(high)

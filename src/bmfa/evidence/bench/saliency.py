@@ -3,7 +3,6 @@
 import os
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from bmfa.grid import Grid
@@ -82,16 +81,3 @@ def masks(decoder: SaliencyDecoder, features: Tensor, grid: Grid, prefix: int) -
     maps = spatial.reshape(*spatial.shape[:2], grid.height, grid.width)
     mask: Tensor = decoder(maps) > THRESHOLD
     return mask
-
-
-def intersection_over_union(first: Tensor, second: Tensor) -> Tensor:
-    """Return (B,) float64 agreement of bool masks; 1 where both are empty.
-
-    Example:
-        >>> a, b = torch.tensor([[True, True, False]]), torch.tensor([[True, False, False]])
-        >>> float(intersection_over_union(a, b))
-        0.5
-    """
-    union = (first | second).flatten(1).sum(1).double()
-    common = (first & second).flatten(1).sum(1).double()
-    return torch.where(union > 0, common / union.clamp(min=1), 1.0)

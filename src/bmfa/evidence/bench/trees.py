@@ -4,7 +4,9 @@ import math
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -14,7 +16,6 @@ from torch import Tensor
 
 from bmfa import timing
 from bmfa.checks import check_integer
-from bmfa.evidence.runner import Progress
 from bmfa.grid import Grid
 from bmfa.records import Record, Row, environment
 from bmfa.trees.build import screen
@@ -48,7 +49,6 @@ def run(
     repeats: int = 7,
     seed: int = 0,
     device: str = "cpu",
-    progress: Progress | None = None,
 ) -> Record:
     """Time trees on 16x16 grids against a queue on one core, and screening against softmax.
 
@@ -59,7 +59,6 @@ def run(
         repeats: Timings of which the median counts.
         seed: Seed of the scores.
         device: Device of the vectorised trees.
-        progress: Called when all rows are done.
 
     Returns:
         A record of rows `trees` (speedup over the oracle) and `softmax` (multiples of softmax).
@@ -80,8 +79,6 @@ def run(
         *_against_oracle(methods, grids, repeats, seed, on_device),
         *_against_softmax(batch_size, repeats, seed, on_device),
     ]
-    if progress is not None:
-        progress(len(rows), len(rows))
     settings = {
         "grids": grids,
         "oracle_grids": min(grids, ORACLE_GRIDS),
@@ -92,24 +89,57 @@ def run(
     return Record("bench", settings, rows, environment(device))
 
 
+@dataclass(frozen=True)
+class _Part:
+    """Trees on one batch of scores, compared with a baseline that took `base` milliseconds."""
+
+    what: str
+    grid: Grid
+    count: int
+    base: float
+
+    def row(self, dtype: str, method: str, milliseconds: float, **columns: Any) -> Row:
+        return {
+            "what": self.what,
+            "n": self.grid.size,
+            "dtype": dtype,
+            "method": method,
+            "threads": torch.get_num_threads(),
+            "grids": self.count,
+            "milliseconds": milliseconds,
+            "microseconds_per_grid": 1e3 * milliseconds / self.count,
+            "speedup": self.base / milliseconds,
+            **columns,
+        }
+
+    def screened(
+        self, scores: Tensor, methods: Sequence[str], repeats: int, seed: int
+    ) -> Iterator[Row]:
+        """Yield the row of every method on (..., N) scores."""
+        for method in methods:
+            work = partial(screen, scores, self.grid, parse(method, seed))
+            milliseconds = timing.median_milliseconds(work, repeats, scores.device)
+            leaves = 100 * float(work().leaf_ratio.mean())
+            dtype = str(scores.dtype).removeprefix("torch.")
+            yield self.row(dtype, method, milliseconds, leaf_percent=leaves)
+
+
 def _against_oracle(
     methods: Sequence[str], grids: int, repeats: int, seed: int, device: torch.device
 ) -> list[Row]:
     """Compare with `grow_tree`, which screens one grid at a time on one core."""
     grid = Grid(16, 16)
     scores = score_fields(grids, grid, seed)
-    base = grids * _oracle_milliseconds(scores[:ORACLE_GRIDS], grid) / min(ORACLE_GRIDS, grids)
-    scores = scores.to(device)
-    rows = [_row("trees", grid, "float64", "gamma:0.005 (oracle)", grids, base, base, threads=1)]
+    some = scores[:ORACLE_GRIDS].double().view(-1, grid.height, grid.width).numpy()
+    start = time.perf_counter()
+    for field in some:
+        grow_tree(field, 0.005)
+    base = 1e3 * (time.perf_counter() - start) * grids / len(some)
+    part = _Part("trees", grid, grids, base)
+    rows = [part.row("float64", "gamma:0.005 (oracle)", base, threads=1)]
     for threads in sorted({1, torch.get_num_threads()}):
         with timing.threads(threads):
-            rows += [
-                {
-                    **_row("trees", grid, "float32", method, grids, base, time),
-                    "leaf_percent": leaves,
-                }
-                for method, time, leaves in _screened(scores, grid, methods, repeats, seed)
-            ]
+            rows += part.screened(scores.to(device), methods, repeats, seed)
     return rows
 
 
@@ -141,14 +171,6 @@ def grow_tree(scores: npt.NDArray[np.float64], epsilon: float) -> int:
     return leaves
 
 
-def _oracle_milliseconds(scores: Tensor, grid: Grid) -> float:
-    fields = scores.double().view(-1, grid.height, grid.width).numpy()
-    start = time.perf_counter()
-    for field in fields:
-        grow_tree(field, 0.005)
-    return 1e3 * (time.perf_counter() - start)
-
-
 def _against_softmax(batch_size: int, repeats: int, seed: int, device: torch.device) -> list[Row]:
     """Time the screening of the scores of a DeiT-Tiny batch in multiples of a softmax over them."""
     grid, shape = Grid(14, 14), (batch_size, HEADS, QUERIES)
@@ -156,43 +178,9 @@ def _against_softmax(batch_size: int, repeats: int, seed: int, device: torch.dev
     rows: list[Row] = []
     for dtype in (torch.float32, torch.float64):
         scores = score_fields(count, grid, seed).to(device, dtype).view(*shape, grid.size)
-        name = str(dtype).removeprefix("torch.")
         base = timing.median_milliseconds(partial(scores.softmax, -1), repeats, device)
-        rows.append(_row("softmax", grid, name, "softmax", count, base, base))
-        for method, each, leaves in _screened(scores, grid, SCORE_METHODS, repeats, seed):
-            row = _row("softmax", grid, name, method, count, base, each)
-            rows.append({**row, "multiple_of_softmax": each / base, "leaf_percent": leaves})
+        part = _Part("softmax", grid, count, base)
+        rows.append(part.row(str(dtype).removeprefix("torch."), "softmax", base))
+        for row in part.screened(scores, SCORE_METHODS, repeats, seed):
+            rows.append({**row, "multiple_of_softmax": row["milliseconds"] / base})
     return rows
-
-
-def _screened(
-    scores: Tensor, grid: Grid, methods: Sequence[str], repeats: int, seed: int
-) -> Iterator[tuple[str, float, float]]:
-    """Yield each method with its milliseconds and its leaves in percent."""
-    for method in methods:
-        work = partial(screen, scores, grid, parse(method, seed))
-        milliseconds = timing.median_milliseconds(work, repeats, scores.device)
-        yield method, milliseconds, 100 * float(work().leaf_ratio.mean())
-
-
-def _row(
-    what: str,
-    grid: Grid,
-    dtype: str,
-    method: str,
-    count: int,
-    base: float,
-    milliseconds: float,
-    threads: int | None = None,
-) -> Row:
-    return {
-        "what": what,
-        "n": grid.size,
-        "dtype": dtype,
-        "method": method,
-        "threads": threads or torch.get_num_threads(),
-        "grids": count,
-        "milliseconds": milliseconds,
-        "microseconds_per_grid": 1e3 * milliseconds / count,
-        "speedup": base / milliseconds,
-    }

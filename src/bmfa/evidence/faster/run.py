@@ -9,7 +9,6 @@ import statistics
 import time
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -18,12 +17,14 @@ from torch import Tensor, nn
 
 from bmfa.checks import check_integer, check_number
 from bmfa.data.classification import EmbeddedImages, LabelledImage
-from bmfa.evidence.bench.saliency import intersection_over_union
+from bmfa.evidence.bench.measure import mean, percent
 from bmfa.evidence.images.thumbnails import square_uri
 from bmfa.evidence.methods import FULL
+from bmfa.evidence.metrics import agreement, mask_iou, output_kl
 from bmfa.evidence.model_methods import Layers
 from bmfa.models import LoadedModel, patch, summary
 from bmfa.models.embedded.model import PATCH_SIZE
+from bmfa.models.screened_layer import screened_layers
 from bmfa.models.summarizing import LayerSummary
 from bmfa.packages import load_package
 from bmfa.records import Record, Row, environment
@@ -88,29 +89,31 @@ def run(
     check_integer("shown", shown, low=0, high=images)
     for error in errors:
         check_number("error", error, low=0.0)
-    runs = {FULL: _Run(copy.deepcopy(model.model).to(device))}
+    models: dict[str, Any] = {FULL: copy.deepcopy(model.model).to(device)}
     for error in errors:
         patched = patch(copy.deepcopy(model.model).to(device), error=error, layers=layers)
-        runs[f"error:{error:g}"] = _Run(patched)
+        models[f"error:{error:g}"] = patched
     size = side * PATCH_SIZE
-    drawn = EmbeddedImages(images, seed, size)
     preprocess = model.preprocess.override(img_size=size)
-    chosen = [number * images // shown for number in range(shown)]
-    examples: dict[int, LabelledImage] = {}
+    drawn = list(EmbeddedImages(images, seed, size))
+    # What every model gives on every image.
+    found: dict[str, list[dict[str, Any]]] = {name: [] for name in models}
     with torch.inference_mode(), warnings.catch_warnings():
         # A missed target warns once; the record has the share of the calls that met it.
         warnings.filterwarnings("ignore", message="screened_attention measured an output error")
         for index, image in enumerate(drawn):
             pixels = preprocess(image.pixels)[None].to(device)
-            for one in runs.values():
-                one.measure(pixels, image, warm_up=WARM_UP if index == 0 else 0)
-            if index in chosen:
-                examples[index] = image
-    full = runs[FULL]
-    rows = [_setting(name, one, full, side) for name, one in runs.items()]
-    for index, image in examples.items():
-        for name, one in runs.items():
-            rows.append(_example(name, one, full, image, index))
+            for name, one in models.items():
+                for _ in range(WARM_UP if index == 0 else 0):
+                    one.forward_dense(pixels)
+                found[name].append(_measure(one, pixels, image))
+                found[name][-1] |= _compare(found[name][-1], found[FULL][-1])
+            for results in found.values():
+                del results[-1]["features"]  # the largest of them
+    rows = [_setting(name, results, found[FULL], side) for name, results in found.items()]
+    for index in (number * images // shown for number in range(shown)):
+        for name, results in found.items():
+            rows.append(_example(name, results[index], drawn[index]))
     settings = {
         "model": model.name,
         "errors": list(errors),
@@ -124,140 +127,102 @@ def run(
     return Record("faster", settings, rows, environment(device))
 
 
-@dataclass(eq=False)
-class _Run:
-    """One model, and what it computed of every image."""
-
-    model: nn.Module
-    milliseconds: list[float] = field(default_factory=list)
-    logits: list[Tensor] = field(default_factory=list)  # (classes,) each
-    masks: list[Tensor] = field(default_factory=list)  # (height, width) bool each
-    features: list[Tensor] = field(default_factory=list)  # (tokens, dim) each
-    mask_iou: list[float] = field(default_factory=list)
-    right: list[bool] = field(default_factory=list)
-    errors: list[float] = field(default_factory=list)  # of patched layers
-    met: list[bool] = field(default_factory=list)
-    densities: list[float] = field(default_factory=list)
-    dense_layers: int = 0
-
-    def measure(self, pixels: Tensor, image: LabelledImage, warm_up: int) -> None:
-        """Time a forward pass and keep its outputs."""
-        model: Any = self.model
-        captured: list[Tensor] = []
-        handle = model.norm.register_forward_hook(
-            lambda module, inputs, output: captured.append(output)
-        )
-        try:
-            for _ in range(warm_up):
-                model.forward_dense(pixels)
-            captured.clear()
-            synchronize(pixels.device)
-            start = time.perf_counter()
-            logits, mask_logits = model.forward_dense(pixels)
-            synchronize(pixels.device)
-            self.milliseconds.append(1000 * (time.perf_counter() - start))
-        finally:
-            handle.remove()
-        assert image.mask is not None
-        mask = mask_logits[0].cpu() > 0
-        self.logits.append(logits[0].double().cpu())
-        self.masks.append(mask)
-        self.features.append(captured[0][0].cpu())
-        truth = torch.from_numpy(image.mask)
-        self.mask_iou.append(float(intersection_over_union(mask[None], truth[None])))
-        self.right.append(int(logits[0].argmax()) == image.label)
-        self._note_layers()
-
-    def _note_layers(self) -> None:
-        """Keep the error and the density that the patched layers report of the last pass."""
-        try:
-            rows = summary(self.model).rows
-        except ValueError:  # the model is not patched
-            return
-        layers = [row for row in rows if isinstance(row, LayerSummary) and row.settings is not None]
-        for row in layers:
-            if row.error is not None:
-                self.errors.append(row.error.estimate)
-                self.met.append(bool(row.error.met))
-            if row.density is not None:
-                self.densities.append(row.density)
-        self.dense_layers = sum(row.form == "dense" for row in layers)
+def _measure(model: Any, pixels: Tensor, image: LabelledImage) -> dict[str, Any]:
+    """Time a forward pass on one image, and return its outputs."""
+    captured: list[Tensor] = []
+    handle = model.norm.register_forward_hook(lambda *call: captured.append(call[2]))
+    try:
+        synchronize(pixels.device)
+        start = time.perf_counter()
+        logits, mask_logits = model.forward_dense(pixels)
+        synchronize(pixels.device)
+        milliseconds = 1000 * (time.perf_counter() - start)
+    finally:
+        handle.remove()
+    mask, truth = mask_logits.cpu() > 0, torch.from_numpy(image.mask)[None]
+    return {
+        "milliseconds": milliseconds,
+        "logits": logits.cpu(),
+        "mask": mask,
+        "features": captured[0].double().cpu(),
+        "mask_iou": float(mask_iou(mask, truth)),
+        "right": int(logits.argmax()) == image.label,
+        "layers": _patched_layers(model),
+    }
 
 
-def _setting(name: str, one: _Run, full: _Run, side: int) -> Row:
+def _patched_layers(model: nn.Module) -> list[LayerSummary]:
+    """Return what the patched layers report of the last pass; nothing if the model is not patched."""
+    if not screened_layers(model):
+        return []
+    rows = summary(model).rows
+    return [row for row in rows if isinstance(row, LayerSummary) and row.settings is not None]
+
+
+def _compare(one: dict[str, Any], full: dict[str, Any]) -> dict[str, Any]:
+    """Compare the outputs on one image with those of the full model."""
+    distance = (one["features"] - full["features"]).norm() / full["features"].norm()
+    return {
+        "speedup": full["milliseconds"] / one["milliseconds"],
+        "full_mask_iou": float(mask_iou(one["mask"], full["mask"])),
+        "agrees": bool(agreement(one["logits"], full["logits"])),
+        "output_kl": float(output_kl(full["logits"], one["logits"])),
+        "feature_error": float(distance),
+    }
+
+
+def _setting(
+    name: str, results: Sequence[dict[str, Any]], full: Sequence[dict[str, Any]], side: int
+) -> Row:
     """Return the row of one model over all images."""
-    logits, before = torch.stack(one.logits), torch.stack(full.logits)
-    change = _iou_interval(one, full)
+
+    def values(column: str) -> list[float]:
+        return [result[column] for result in results]
+
+    change = np.array(values("mask_iou")) - [result["mask_iou"] for result in full]
+    # Two standard errors of the mean; the distribution of a mean of images is close to normal.
+    spread = 2 * float(change.std(ddof=1)) / len(change) ** 0.5 if len(change) > 1 else 0.0
     row: Row = {
         "what": "setting",
         "method": name,
-        "images": len(one.logits),
+        "images": len(results),
         "n": side * side,
-        "milliseconds": statistics.median(one.milliseconds),
-        "speedup": statistics.median(
-            a / b for a, b in zip(full.milliseconds, one.milliseconds, strict=True)
-        ),
-        "mask_iou": statistics.fmean(one.mask_iou),
-        "mask_iou_change": change[0],
-        "mask_iou_change_low": change[1],
-        "mask_iou_change_high": change[2],
-        "full_mask_iou": statistics.fmean(_mask_agreement(one, full)),
-        "top1_percent": 100 * statistics.fmean(one.right),
-        "agreement_percent": 100 * float((logits.argmax(1) == before.argmax(1)).double().mean()),
-        "output_kl": _mean_kl(before, logits),
+        "milliseconds": statistics.median(values("milliseconds")),
+        "speedup": statistics.median(values("speedup")),
+        "mask_iou": statistics.fmean(values("mask_iou")),
+        "mask_iou_change": float(change.mean()),
+        "mask_iou_change_low": float(change.mean()) - spread,
+        "mask_iou_change_high": float(change.mean()) + spread,
+        "full_mask_iou": statistics.fmean(values("full_mask_iou")),
+        "top1_percent": 100 * statistics.fmean(values("right")),
+        "agreement_percent": 100 * statistics.fmean(values("agrees")),
+        "output_kl": statistics.fmean(values("output_kl")),
     }
-    if name != FULL:
-        row |= {
-            "error_percent": 100 * statistics.fmean(one.errors) if one.errors else None,
-            "target_met_percent": 100 * statistics.fmean(one.met) if one.met else None,
-            "feature_error_percent": 100 * statistics.fmean(_feature_errors(one, full)),
-            "density_percent": 100 * statistics.fmean(one.densities) if one.densities else None,
-            "dense_layers": one.dense_layers,
-        }
-    return row
+    if name == FULL:
+        return row
+    layers = [layer for result in results for layer in result["layers"]]
+    errors = [layer.error for layer in layers if layer.error is not None]
+    last = [layer.form == "dense" for layer in results[-1]["layers"]]
+    return row | {
+        "error_percent": percent(mean(error.estimate for error in errors)),
+        "target_met_percent": percent(mean(bool(error.met) for error in errors)),
+        "feature_error_percent": 100 * statistics.fmean(values("feature_error")),
+        "density_percent": percent(mean(layer.density for layer in layers)),
+        "dense_layers": sum(last),
+    }
 
 
-def _mask_agreement(one: _Run, full: _Run) -> list[float]:
-    return [
-        float(intersection_over_union(a[None], b[None]))
-        for a, b in zip(one.masks, full.masks, strict=True)
-    ]
-
-
-def _feature_errors(one: _Run, full: _Run) -> list[float]:
-    return [
-        float((a.double() - b.double()).norm() / b.double().norm())
-        for a, b in zip(one.features, full.features, strict=True)
-    ]
-
-
-def _mean_kl(before: Tensor, after: Tensor) -> float:
-    full, changed = before.log_softmax(-1), after.log_softmax(-1)
-    return float((full.exp() * (full - changed)).sum(-1).mean())
-
-
-def _iou_interval(one: _Run, full: _Run) -> tuple[float, float, float]:
-    """Return the mean change of the IoU and a 95 % interval of it over images."""
-    change = np.array(one.mask_iou) - np.array(full.mask_iou)
-    mean = float(change.mean())
-    # Two standard errors of the mean; the distribution of a mean of images is close to normal.
-    spread = 2 * float(change.std(ddof=1)) / len(change) ** 0.5 if len(change) > 1 else 0.0
-    return mean, mean - spread, mean + spread
-
-
-def _example(name: str, one: _Run, full: _Run, image: LabelledImage, index: int) -> Row:
+def _example(name: str, result: dict[str, Any], image: LabelledImage) -> Row:
     """Return the row of one image that is shown: its masks, small, and its numbers."""
+    columns = ("milliseconds", "speedup", "mask_iou", "full_mask_iou")
     row: Row = {
         "what": "image",
         "method": name,
         "title": image.name,
         "label": image.label_name,
-        "milliseconds": one.milliseconds[index],
-        "speedup": full.milliseconds[index] / one.milliseconds[index],
-        "mask_iou": one.mask_iou[index],
-        "full_mask_iou": _mask_agreement(one, full)[index],
+        **{column: result[column] for column in columns},
         "mask_side": MASK_SIDE,
-        "mask": pack_mask(one.masks[index].numpy()),
+        "mask": pack_mask(result["mask"][0].numpy()),
     }
     if name == FULL:
         side = len(image.pixels)
