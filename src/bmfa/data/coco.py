@@ -5,7 +5,6 @@ import math
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
@@ -32,7 +31,70 @@ class ImageRecord(NamedTuple):
     names: tuple[str, ...]
 
 
-class InstanceFiles:
+class _AnnotatedImage(NamedTuple):
+    """An image, its entry in the folder or zip (None if missing), and its annotations."""
+
+    image: ImageRecord
+    entry: str | None
+    annotations: list[dict[str, Any]]
+
+
+class InstancePart:
+    """Images with their annotations; a few are small to pickle, and decoded where they are read."""
+
+    def __init__(self, images: ImageFiles, rows: list[_AnnotatedImage]) -> None:
+        self.images, self._rows = images, rows
+
+    def __len__(self) -> int:
+        """Return the number of images."""
+        return len(self._rows)
+
+    def parts(self, instances: int = _PART_ANNOTATIONS) -> Iterator["InstancePart"]:
+        """Yield consecutive images in parts of at least so many annotations, but for the last."""
+        rows: list[_AnnotatedImage] = []
+        count = 0
+        for row in self._rows:
+            rows.append(row)
+            count += len(row.annotations)
+            if count >= instances:
+                yield InstancePart(self.images, rows)
+                rows, count = [], 0
+        if rows:
+            yield InstancePart(self.images, rows)
+
+    def listing(self) -> list[str]:
+        """Return the id and the file of every image; it changes when a missing file is added."""
+        return [f"{row.image.id}\n{row.entry}" for row in self._rows]
+
+    def instances(self, tally: Tally | None = None) -> Iterator[Instance]:
+        """Yield every usable instance, image by image; `tally` counts the others."""
+        tally = Tally() if tally is None else tally
+        for row in self._rows:
+            image = self._read(row, tally) if row.annotations else None
+            if image is not None:
+                yield from _decode_instances(image, row.annotations, tally)
+
+    def _read(self, row: _AnnotatedImage, tally: Tally) -> InstanceImage | None:
+        name, instances = row.image.names[0], len(row.annotations)
+        if row.entry is None:
+            tally.fault(MISSING_IMAGE, name, instances)
+            return None
+        try:
+            pixels = self.images.read(row.entry)
+        except ImageError as error:
+            tally.fault(UNREADABLE_IMAGE, str(error), instances)
+            return None
+        annotated = (row.image.height, row.image.width)
+        if pixels.shape[:2] != annotated:
+            # The annotations may ignore the EXIF orientation.
+            pixels = self.images.read(row.entry, upright=False)
+        if pixels.shape[:2] != annotated:
+            tally.fault(OTHER_SIZE, row.entry, instances)
+            return None
+        return InstanceImage(row.image.id, row.entry, pixels)
+
+
+class InstanceFiles(InstancePart):
     """The instances of an annotation file, with images from a folder or a zip.
 
     Args:
@@ -46,104 +108,24 @@ class InstanceFiles:
 
     def __init__(self, annotations: str | os.PathLike[str], images: str | os.PathLike[str]) -> None:
         self.annotations = AnnotationFile(annotations)
-        self.images = ImageFiles(images)
-        self._entries = {p.id: self.images.find(p.names) for p in self.annotations.images}
-        if not any(self._entries.values()):
-            raise ImageError(self._nothing_found())
-
-    def __len__(self) -> int:
-        """Return the number of images."""
-        return len(self.annotations.images)
-
-    def parts(self, instances: int = _PART_ANNOTATIONS) -> Iterator["InstancePart"]:
-        """Yield consecutive images in parts of at least so many annotations, but for the last."""
-        rows: list[_AnnotatedImage] = []
-        count = 0
-        for row in self._rows():
-            rows.append(row)
-            count += len(row.annotations)
-            if count >= instances:
-                yield InstancePart(self.images, rows)
-                rows, count = [], 0
-        if rows:
-            yield InstancePart(self.images, rows)
-
-    def instances(self, tally: Tally | None = None) -> Iterator[Instance]:
-        """Yield every usable instance, image by image; `tally` counts the others."""
-        tally = Tally() if tally is None else tally
-        for part in self.parts():
-            yield from part.instances(tally)
-
-    def _rows(self) -> Iterator["_AnnotatedImage"]:
+        files, listed = ImageFiles(images), self.annotations.images
         of_image = dict(self.annotations.of_image)
-        for image in self.annotations.images:
-            yield _AnnotatedImage(image, self._entries[image.id], of_image.pop(image.id, []))
-        for identity, records in of_image.items():
+        rows = [
+            _AnnotatedImage(image, files.find(image.names), of_image.pop(image.id, []))
+            for image in listed
+        ]
+        if not any(row.entry for row in rows):
+            sought = "; ".join(" or ".join(image.names) for image in listed[:2])
+            shown = f", such as {', '.join(files.entries[:3])}" if files.entries else ""
+            raise ImageError(
+                f"{files.path} holds none of the {len(listed)} images of {self.annotations.path}: "
+                f"looked for {sought or 'nothing, the file lists no image'}; found "
+                f"{len(files.entries)} images{shown}; pass the folder or zip that holds them"
+            )
+        for identity, annotated in of_image.items():
             unlisted = ImageRecord(identity, 0, 0, (f"image {identity}, not among images",))
-            yield _AnnotatedImage(unlisted, None, records)
-
-    def _nothing_found(self) -> str:
-        sought = [" or ".join(image.names) for image in self.annotations.images[:2]]
-        found = self.images.entries
-        shown = f", such as {', '.join(found[:3])}" if found else ""
-        return (
-            f"{self.images.path} holds none of the {len(self)} images of {self.annotations.path}: "
-            f"looked for {'; '.join(sought) or 'nothing, the file lists no image'}; "
-            f"found {len(found)} images{shown}; pass the folder or zip that holds them"
-        )
-
-
-@dataclass(frozen=True)
-class _AnnotatedImage:
-    """An image, its entry in the folder or zip (None if missing), and its annotations."""
-
-    image: ImageRecord
-    entry: str | None
-    annotations: list[dict[str, Any]]
-
-
-class InstancePart:
-    """A few images with their annotations; small to pickle, decoded in the process that reads it."""
-
-    def __init__(self, images: ImageFiles, rows: list[_AnnotatedImage]) -> None:
-        self._images, self._rows = images, rows
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def parts(self, instances: int = _PART_ANNOTATIONS) -> Iterator["InstancePart"]:
-        """Yield the part itself: it is not split further."""
-        yield self
-
-    def listing(self) -> list[str]:
-        """Return the id and the file of every image; it changes when a missing file is added."""
-        return [f"{row.image.id}\n{row.entry}" for row in self._rows]
-
-    def instances(self, tally: Tally) -> Iterator[Instance]:
-        """Yield every usable instance, image by image; `tally` counts the others."""
-        for row in self._rows:
-            image = self._read(row, tally) if row.annotations else None
-            if image is not None:
-                yield from _decode_instances(image, row.annotations, tally)
-
-    def _read(self, row: _AnnotatedImage, tally: Tally) -> InstanceImage | None:
-        name, instances = row.image.names[0], len(row.annotations)
-        if row.entry is None:
-            tally.fault(MISSING_IMAGE, name, instances)
-            return None
-        try:
-            pixels = self._images.read(row.entry)
-        except ImageError as error:
-            tally.fault(UNREADABLE_IMAGE, str(error), instances)
-            return None
-        annotated = (row.image.height, row.image.width)
-        if pixels.shape[:2] != annotated:
-            # The annotations may ignore the EXIF orientation.
-            pixels = self._images.read(row.entry, upright=False)
-        if pixels.shape[:2] != annotated:
-            tally.fault(OTHER_SIZE, row.entry, instances)
-            return None
-        return InstanceImage(row.image.id, row.entry, pixels)
+            rows.append(_AnnotatedImage(unlisted, None, annotated))
+        super().__init__(files, rows)
 
 
 def _decode_instances(

@@ -18,6 +18,7 @@ from bmfa.data.instances import Instance, InstanceSource, Tally
 from bmfa.data.workers import iterate, make_loader
 from bmfa.packages import load_package
 
+Box = tuple[int, int, int, int]  # left, top, right, bottom
 Mode = Literal["image-edge", "mask-only"]
 MODES: tuple[Mode, ...] = get_args(Mode)
 CROWD, SMALL, NO_CONTOUR = "crowd", "smaller than the least area", "no contour inside the crop"
@@ -197,7 +198,7 @@ def probe_parts(
         yield from (_probe_part(part, settings, strict) for part in parts)
         return
     dataset = _ProbeParts(list(parts), settings, strict)
-    yield from iterate(make_loader(dataset, workers, batch_size=None, collate_fn=_unchanged))
+    yield from iterate(make_loader(dataset, workers, batch_size=None, collate_fn=_as_it_is))
 
 
 class _ProbeParts(Dataset[Any]):
@@ -218,7 +219,7 @@ class _ProbeParts(Dataset[Any]):
             return error
 
 
-def _unchanged(result: Any) -> Any:
+def _as_it_is(result: Any) -> Any:
     return result
 
 
@@ -232,74 +233,43 @@ def probe_block(
     instances: Iterable[Instance], settings: ProbeSettings, tally: Tally
 ) -> ProbeBlock | None:
     """Return the probes of all instances that the protocol includes, or None if there are none."""
-    included: list[_Cells] = []
-    for instance in instances:
-        reason = _exclusion_reason(instance)
-        cells = None if reason else _compute_cells(instance, settings)
+    found = []  # the values of the fields of ProbeBlock, of each instance
+    for one in instances:
+        reason = CROWD if one.crowd else SMALL if one.area < MIN_AREA else NO_CONTOUR
+        cells = _compute_cells(one, settings) if reason == NO_CONTOUR else None
         if cells is None:
-            name = f"annotation {instance.annotation_id} of {instance.image.name}"
-            tally.leave_out(reason or NO_CONTOUR, name)
-        else:
-            included.append(cells)
-    return _stack(included) if included else None
+            tally.leave_out(reason, f"annotation {one.annotation_id} of {one.image.name}")
+            continue
+        known = (one.image.id, one.annotation_id, one.area, one.category, one.size, one.frequency)
+        found.append((*cells, *known))
+    if not found:
+        return None
+    gradient, minority, box, image_id, annotation_id, area, *names = zip(*found, strict=True)
+    return ProbeBlock(
+        relative_edge(np.stack(gradient)),
+        np.stack(minority),
+        np.array(box, dtype=np.int64),
+        np.array(image_id, dtype=np.int64),
+        np.array(annotation_id, dtype=np.int64),
+        np.array(area, dtype=np.float64),
+        *names,
+    )
 
 
-@dataclass(frozen=True, eq=False)
-class _Cells:
-    """The cells of one instance; fields as in `ProbeBlock`."""
-
-    gradient: NDArray[np.float64]
-    minority: NDArray[np.bool_]
-    box: tuple[int, int, int, int]
-    image_id: int
-    annotation_id: int
-    area: float
-    category: str
-    size: str
-    frequency: str | None
-
-
-def _exclusion_reason(instance: Instance) -> str | None:
-    if instance.crowd:
-        return CROWD
-    return SMALL if instance.area < MIN_AREA else None
-
-
-def _compute_cells(instance: Instance, settings: ProbeSettings) -> _Cells | None:
+def _compute_cells(
+    instance: Instance, settings: ProbeSettings
+) -> tuple[NDArray[np.float64], NDArray[np.bool_], Box] | None:
+    """Return gradient and minority of the cells and the crop; None without a contour in the crop."""
     box = crop_box(instance.mask)
     mask = resize_mask(instance.mask, box, settings.image_size)
     minority = _sum_cells(contour_band(mask), settings.grid) > 0
     if not minority.any():
         return None
     grey = resize_grey(instance.image.grey, box, settings.image_size)
-    return _Cells(
-        _sum_cells(gradient_magnitude(grey), settings.grid),
-        minority,
-        box,
-        instance.image.id,
-        instance.annotation_id,
-        instance.area,
-        instance.category,
-        instance.size,
-        instance.frequency,
-    )
+    return _sum_cells(gradient_magnitude(grey), settings.grid), minority, box
 
 
-def _stack(cells: Sequence[_Cells]) -> ProbeBlock:
-    return ProbeBlock(
-        edge=relative_edge(np.stack([one.gradient for one in cells])),
-        minority=np.stack([one.minority for one in cells]),
-        box=np.array([one.box for one in cells], dtype=np.int64),
-        image_id=np.array([one.image_id for one in cells], dtype=np.int64),
-        annotation_id=np.array([one.annotation_id for one in cells], dtype=np.int64),
-        area=np.array([one.area for one in cells], dtype=np.float64),
-        category=tuple(one.category for one in cells),
-        size=tuple(one.size for one in cells),
-        frequency=tuple(one.frequency for one in cells),
-    )
-
-
-def crop_box(mask: NDArray[np.bool_]) -> tuple[int, int, int, int]:
+def crop_box(mask: NDArray[np.bool_]) -> Box:
     """Return left, top, right and bottom of the crop.
 
     It is a square around the pixels of the mask, 1.5 times as long as their longer side, extended
@@ -322,9 +292,7 @@ def _extent(mask: NDArray[np.bool_], axis: int) -> tuple[int, int]:
     return int(line.argmax()), len(line) - int(line[::-1].argmax())
 
 
-def resize_mask(
-    mask: NDArray[np.bool_], box: tuple[int, int, int, int], size: int
-) -> NDArray[np.bool_]:
+def resize_mask(mask: NDArray[np.bool_], box: Box, size: int) -> NDArray[np.bool_]:
     """Crop a mask and resize it to (size, size) by the nearest pixel."""
     image = load_package("PIL.Image")
     left, top, right, bottom = box
@@ -332,7 +300,7 @@ def resize_mask(
     return np.asarray(crop.resize((size, size), image.Resampling.NEAREST)).view(bool)
 
 
-def resize_grey(grey: Any, box: tuple[int, int, int, int], size: int) -> NDArray[np.uint8]:
+def resize_grey(grey: Any, box: Box, size: int) -> NDArray[np.uint8]:
     """Crop a grey Pillow image and resize it to (size, size) by Pillow's antialiased bilinear filter."""
     # With `box=` of resize the filter would read pixels outside the crop.
     crop = grey.crop(box).resize((size, size), load_package("PIL.Image").Resampling.BILINEAR)
