@@ -76,12 +76,6 @@ def test_polygons_and_both_run_lengths_give_one_mask(tmp_path: Path) -> None:
         assert one.image is instances[0].image
 
 
-def test_parts_of_a_polygon_are_joined_and_slivers_ignored(tmp_path: Path) -> None:
-    parts = [*SQUARE, [20, 20, 30, 20, 30, 25, 20, 25], [1, 1, 2, 2]]
-    (one,) = written(tmp_path, content([annotation(1, parts)])).instances()
-    assert one.mask.sum() == 100 + 50
-
-
 @settings(deadline=None, max_examples=60)
 @given(st.integers(1, 20), st.integers(1, 20), st.integers(0, 2**32 - 1))
 def test_run_lengths_are_decoded_as_pycocotools_does(height: int, width: int, seed: int) -> None:
@@ -164,60 +158,48 @@ def test_faults_are_counted_named_and_skipped(tmp_path: Path) -> None:
     assert "missing image: 3 (gone.png, image 77, not among images, ...)" in lines
 
 
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
+def test_strict_stops_at_the_first_fault(tmp_path: Path) -> None:
+    for changes, said in (
         ({"segmentation": [[1, 1, 5, 5]]}, "annotation 1 of .*: degenerate polygon; .*strict"),
         ({"category_id": 9}, "unknown category"),
         ({"image_id": 77}, "image 77, not among images: missing image"),
-    ],
-)
-def test_strict_stops_at_the_first_fault(
-    tmp_path: Path, changes: dict[str, Any], said: str
-) -> None:
-    source = written(tmp_path, content([annotation(1, **changes)]))
-    with pytest.raises(AnnotationError, match=said):
-        list(source.instances(Tally(strict=True)))
+    ):
+        source = written(tmp_path, content([annotation(1, **changes)]))
+        with pytest.raises(AnnotationError, match=said):
+            list(source.instances(Tally(strict=True)))
 
 
 def test_area_comes_from_the_mask_where_the_file_has_none(tmp_path: Path) -> None:
-    record = annotation(1)
+    parts = [*SQUARE, [20, 20, 30, 20, 30, 25, 20, 25], [1, 1, 2, 2]]  # joined, slivers ignored
+    record = annotation(1, parts)
     del record["area"]
     (one,) = written(tmp_path, content([record])).instances()
-    assert one.area == 100
-    assert [size_group(area) for area in (1023.9, 1024, 9215.9, 9216)] == [
-        "small",
-        "medium",
-        "medium",
-        "large",
-    ]
+    assert one.area == one.mask.sum() == 100 + 50
+    sizes = [size_group(area) for area in (1023.9, 1024, 9215.9, 9216)]
+    assert sizes == ["small", "medium", "medium", "large"]
 
 
-@pytest.mark.parametrize(
-    ("image", "name"),
-    [
-        ({"file_name": "COCO_val2014_000000000001.jpg"}, "000000000001.jpg"),
-        ({"file_name": "COCO_val2014_000000000001.jpg"}, "COCO_val2014_000000000001.jpg"),
-        ({"coco_url": "http://images.example/val2017/000000000001.jpg"}, "000000000001.jpg"),
-        (
-            {"coco_url": "http://images.example/val2017/000000000001.jpg"},
-            "val2017/000000000001.jpg",
-        ),
-    ],
-)
-def test_lvis_images_are_found_by_id_and_by_url(tmp_path: Path, image: Any, name: str) -> None:
-    (tmp_path / "images" / "val2017").mkdir(parents=True)
+def test_lvis_images_are_found_by_id_and_by_url(tmp_path: Path) -> None:
+    by_name = {"file_name": "COCO_val2014_000000000001.jpg"}
+    by_url = {"coco_url": "http://images.example/val2017/000000000001.jpg"}
     category = {"id": 1, "name": "acorn", "frequency": "r", "synset": "acorn.n.01"}
     record = annotation(1)
     del record["iscrowd"]
-    whole = content(
-        [record],
-        images=[{"id": 1, "width": WIDTH, "height": HEIGHT, "neg_category_ids": []} | image],
-        categories=[category],
-    )
-    (one,) = written(tmp_path, whole, names=(name,)).instances()
-    assert (one.category, one.frequency, one.crowd) == ("acorn", "r", False)
-    assert one.image.name == name
+    for number, (image, name) in enumerate(
+        [
+            (by_name, "000000000001.jpg"),
+            (by_name, "COCO_val2014_000000000001.jpg"),
+            (by_url, "000000000001.jpg"),
+            (by_url, "val2017/000000000001.jpg"),
+        ]
+    ):
+        folder = tmp_path / str(number)
+        (folder / "images" / "val2017").mkdir(parents=True)
+        listed = {"id": 1, "width": WIDTH, "height": HEIGHT, "neg_category_ids": []} | image
+        whole = content([record], images=[listed], categories=[category])
+        (one,) = written(folder, whole, names=(name,)).instances()
+        assert (one.category, one.frequency, one.crowd) == ("acorn", "r", False)
+        assert one.image.name == name
 
 
 def test_a_folder_without_the_images_says_what_was_sought_and_found(tmp_path: Path) -> None:
@@ -271,6 +253,8 @@ def test_a_file_of_another_structure_names_the_place(tmp_path: Path) -> None:
 
 
 def test_damage_is_located(tmp_path: Path) -> None:
+    with pytest.raises(AnnotationError, match="cannot be read: No such file"):
+        AnnotationFile(tmp_path / "a.json")
     whole = json.dumps(content([annotation(1)])).encode()
     damaged = [(whole[:keep], r"was cut off: .*line 1 column \d+") for keep in (0, 1, 30, 200, -1)]
     damaged += [
@@ -284,8 +268,3 @@ def test_damage_is_located(tmp_path: Path) -> None:
         with pytest.raises(AnnotationError, match=said) as caught:
             AnnotationFile(tmp_path / "a.json")
         assert "\n" not in str(caught.value)
-
-
-def test_a_missing_file_is_one_line(tmp_path: Path) -> None:
-    with pytest.raises(AnnotationError, match="cannot be read: No such file"):
-        AnnotationFile(tmp_path / "a.json")

@@ -2,7 +2,6 @@
 
 import hashlib
 from collections.abc import Iterable
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,7 +12,6 @@ from bmfa.data import (
     EmbeddedObjects,
     EmbeddedScenes,
     Instance,
-    InstanceFiles,
     draw_badge,
     draw_badge_batch,
     draw_object,
@@ -25,13 +23,11 @@ from bmfa.data.drawn.badges import (
     TEXTURES,
     TICK_COUNTS,
     _Badge,
-    _Fragment,
     draw_badge_parts,
 )
 from bmfa.data.drawn.objects import OBJECT_CATEGORIES, draw_kite_flyer
 from bmfa.data.drawn.rng import UniformGenerator
 from bmfa.data.drawn.scenes import OBJECT_KINDS
-from coco_files import write_coco
 
 
 def checksum(arrays: Iterable[np.ndarray]) -> str:
@@ -89,27 +85,16 @@ def test_badges_are_small_everywhere_and_balanced() -> None:
     assert regions.min() > 0.02 * regions.max()
 
 
-def test_badges_contrast_with_their_surroundings() -> None:
-    for index in range(60):
-        image = draw_badge(2, index)
-        near = np.pad(image.mask, 3)
-        around = np.lib.stride_tricks.sliding_window_view(near, (7, 7)).any((2, 3)) & ~image.mask
-        ground = np.median(image.pixels[around], axis=0)
-        inked = np.abs(image.pixels[image.mask] - ground).max(-1)
-        assert np.percentile(inked, 90) > 25
-
-
-@pytest.mark.parametrize("index", [0, 5, 11, 17, 23])
-def test_four_times_the_side_has_the_same_content(index: int) -> None:
-    small, large = draw_badge(5, index), draw_badge(5, index, 512)
-    assert large.label == small.label
-    averaged = large.pixels.reshape(128, 4, 128, 4, 3).mean((1, 3))
-    # Within the antialiased pixels of contours the two differ; elsewhere by the rounding of the grain.
-    difference = np.abs(averaged - small.pixels)
-    assert difference.mean() < 2.0
-    shares = large.mask.reshape(128, 4, 128, 4).mean((1, 3))
-    assert np.abs(shares - small.mask)[np.abs(shares - 0.5) > 0.45].max() < 0.5
-    assert abs(shares.mean() / small.mask.mean() - 1) < 0.05
+def test_four_times_the_side_has_the_same_content() -> None:
+    for index in (0, 5, 11, 17, 23):
+        small, large = draw_badge(5, index), draw_badge(5, index, 512)
+        assert large.label == small.label
+        averaged = large.pixels.reshape(128, 4, 128, 4, 3).mean((1, 3))
+        # Antialiased pixels of contours differ, the others by the rounding of the grain.
+        assert np.abs(averaged - small.pixels).mean() < 2.0
+        shares = large.mask.reshape(128, 4, 128, 4).mean((1, 3))
+        assert np.abs(shares - small.mask)[np.abs(shares - 0.5) > 0.45].max() < 0.5
+        assert abs(shares.mean() / small.mask.mean() - 1) < 0.05
 
 
 def test_no_tick_is_under_the_bar() -> None:
@@ -117,7 +102,7 @@ def test_no_tick_is_under_the_bar() -> None:
     for index in range(240):
         rng = UniformGenerator(0, index)
         badge = _Badge.from_class(rng, index % len(BADGE_CLASSES))
-        bar = _Fragment.bar_over(rng, badge)
+        bar = badge.bar(rng)
         turns = badge.choose_slots(rng, bar)
         assert len(set(turns)) == badge.ticks == TICK_COUNTS[index % len(TICK_COUNTS)]
         covered += not all(badge._is_free(turn, bar) for turn in turns)
@@ -129,27 +114,20 @@ def test_images_of_the_task_have_masks_and_any_size() -> None:
     assert image.name == "embedded:25, seed 4"
     assert EmbeddedImages(4).names()[3][0] == "embedded:3"  # as `bmfa screen` takes it
     assert image.pixels.shape == (64, 64, 3)
-    assert image.mask is not None
-    assert image.mask.shape == (64, 64)
+    assert image.mask is not None and image.mask.shape == (64, 64)
     assert (image.label, image.label_name) == (1, BADGE_CLASSES[1])
-    np.testing.assert_array_equal(image.pixels, draw_badge(4, 25, 64).pixels)
-    with pytest.raises(ValueError, match="size is 16; pass an integer at least 32"):
-        EmbeddedImages(1, size=16)
-
-
-def test_a_batch_holds_the_images() -> None:
-    pixels, labels, masks = draw_badge_batch(4, [3, 25])
-    assert pixels.shape == (2, 128, 128, 3)
-    assert pixels.dtype == np.uint8
-    assert labels.tolist() == [3, 1]
-    np.testing.assert_array_equal(pixels[1], draw_badge(4, 25).pixels)
-    np.testing.assert_array_equal(masks[1], draw_badge(4, 25).mask)
-
-
-@pytest.mark.parametrize(("seed", "index"), [(-1, 0), (0, -1)])
-def test_negative_keys_are_explained(seed: int, index: int) -> None:
-    with pytest.raises(ValueError, match="at least 0"):
-        draw_badge(seed, index)
+    pixels, labels, masks = draw_badge_batch(4, [3, 25], 64)
+    assert pixels.shape == (2, 64, 64, 3) and labels.tolist() == [3, 1]
+    np.testing.assert_array_equal(pixels[1], image.pixels)
+    np.testing.assert_array_equal(masks[1], image.mask)
+    for call, message in (
+        (lambda: EmbeddedImages(1, size=16), "size is 16; pass an integer at least 32"),
+        (lambda: draw_badge(-1, 0), "at least 0"),
+        (lambda: draw_badge(0, -1), "at least 0"),
+        (lambda: draw_object("fork", 0, 0), "category is 'fork'; pass one of kite, person"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            call()
 
 
 def test_scene_masks_are_disjoint_and_of_every_kind_and_size() -> None:
@@ -164,26 +142,16 @@ def test_scene_masks_are_disjoint_and_of_every_kind_and_size() -> None:
 
 
 def test_parts_of_a_source_are_its_images_in_order() -> None:
-    source = EmbeddedScenes(images=11, seed=3, start=5)
-    parts = list(source.parts(32))
-    assert [len(part) for part in parts] == [4, 4, 3]
-    whole = [one.annotation_id for one in source.instances()]
-    assert [one.annotation_id for part in parts for one in part.instances()] == whole
-
-
-def test_written_scenes_are_read_back_exactly(tmp_path: Path) -> None:
-    file = write_coco(tmp_path / "deep" / "er", images=3, seed=8)
-    read = list(InstanceFiles(file, file.parent / "images").instances())
-    made = list(EmbeddedScenes(images=3, seed=8).instances())
-    assert len(read) == len(made)
-    for one, other in zip(read, made, strict=True):
-        np.testing.assert_array_equal(one.mask, other.mask)
-        np.testing.assert_array_equal(one.image.pixels, other.image.pixels)
-        assert (one.category, one.area, one.annotation_id) == (
-            other.category,
-            other.area,
-            other.annotation_id,
-        )
+    objects = EmbeddedObjects(poses=3, seed=2)
+    scenes = EmbeddedScenes(images=11, seed=3, start=5)
+    for source, instances, sizes in ((scenes, 32, [4, 4, 3]), (objects, 5, [5, 5, 2])):
+        parts = list(source.parts(instances))
+        assert [len(part) for part in parts] == sizes
+        whole = [one.annotation_id for one in source.instances()]
+        assert [one.annotation_id for part in parts for one in part.instances()] == whole
+    assert [one.category for one in objects.instances()] == 3 * list(OBJECT_CATEGORIES)
+    kite, person = draw_kite_flyer(0, 1)
+    assert kite.image is person.image and not (kite.mask & person.mask).any()
 
 
 def test_objects_are_inside_their_images_and_contrast_with_them() -> None:
@@ -195,24 +163,3 @@ def test_objects_are_inside_their_images_and_contrast_with_them() -> None:
         ring[2:, 2:] |= mask[:-2, :-2]
         ring[:-2, :-2] |= mask[2:, 2:]
         assert abs(luma[mask].mean() - luma[ring & ~mask].mean()) > 20
-
-
-def test_objects_come_in_parts_of_the_same_instances() -> None:
-    source = EmbeddedObjects(poses=3, seed=2)
-    whole = list(source.instances())
-    assert len(whole) == len(source) == 12
-    assert [one.category for one in whole] == 3 * list(OBJECT_CATEGORIES)
-    parts = [one for part in source.parts(5) for one in part.instances()]
-    assert [one.annotation_id for one in parts] == [one.annotation_id for one in whole]
-    assert len({one.image.id for one in whole}) == 12
-
-
-def test_a_kite_flyer_has_two_objects_that_do_not_touch() -> None:
-    kite, person = draw_kite_flyer(0, 1)
-    assert kite.image is person.image
-    assert not (kite.mask & person.mask).any()
-
-
-def test_an_unknown_object_is_refused() -> None:
-    with pytest.raises(ValueError, match="category is 'fork'; pass one of kite, person"):
-        draw_object("fork", 0, 0)

@@ -54,42 +54,33 @@ def zip_of(path: Path, files: dict[str, bytes]) -> Path:
     return path
 
 
-@pytest.fixture(params=["folder", "zip"])
-def store(request: pytest.FixtureRequest, tmp_path: Path):
-    def make(files: dict[str, bytes]) -> ImageFiles:
-        if request.param == "folder":
-            (tmp_path / "images").mkdir()
-            return ImageFiles(folder_of(tmp_path / "images", files))
-        return ImageFiles(zip_of(tmp_path / "images.zip", files))
-
-    return make
+def stores(tmp_path: Path, files: dict[str, bytes]) -> list[ImageFiles]:
+    """The same files in a folder and in a zip."""
+    folder = tmp_path / f"images-{len(list(tmp_path.iterdir()))}"
+    return [
+        ImageFiles(folder_of(folder, files)),
+        ImageFiles(zip_of(folder.with_suffix(".zip"), files)),
+    ]
 
 
-def test_reads_the_same_pixels_from_folder_and_zip(store) -> None:
-    source = store({"val2017/a.png": encoded(sample()), "notes.txt": b"no image"})
-    assert source.entries == ("val2017/a.png",)
-    np.testing.assert_array_equal(source.read("val2017/a.png"), sample())
+def test_reads_the_same_pixels_from_folder_and_zip(tmp_path: Path) -> None:
+    for source in stores(tmp_path, {"val2017/a.png": encoded(sample()), "notes.txt": b"no image"}):
+        assert source.entries == ("val2017/a.png",)
+        for reader in (source, pickle.loads(pickle.dumps(source))):
+            np.testing.assert_array_equal(reader.read("val2017/a.png"), sample())
 
 
-def test_a_name_fits_by_path_by_its_end_or_by_its_base(store) -> None:
-    source = store({"coco/val2017/1.jpg": b"", "coco/val2017/2.jpg": b""})
-    assert source.find(["1.jpg"]) == "coco/val2017/1.jpg"
-    assert source.find(["val2017/2.jpg"]) == "coco/val2017/2.jpg"
-    assert source.find(["elsewhere/2.jpg"]) == "coco/val2017/2.jpg"
-    assert source.find(["3.jpg", "1.jpg"]) == "coco/val2017/1.jpg"
-    assert source.find(["3.jpg"]) is None
-
-
-def test_a_longer_name_settles_a_doubtful_one_and_doubt_is_said(store) -> None:
-    source = store({"train/1.jpg": b"", "val/1.jpg": b""})
-    assert source.find(["1.jpg", "val/1.jpg"]) == "val/1.jpg"
+def test_a_name_fits_by_path_by_its_end_or_by_its_base(tmp_path: Path) -> None:
+    for source in stores(tmp_path, {"coco/val2017/1.jpg": b"", "coco/val2017/2.jpg": b""}):
+        assert source.find(["1.jpg"]) == "coco/val2017/1.jpg"
+        assert source.find(["val2017/2.jpg"]) == "coco/val2017/2.jpg"
+        assert source.find(["elsewhere/2.jpg"]) == "coco/val2017/2.jpg"
+        assert source.find(["3.jpg", "1.jpg"]) == "coco/val2017/1.jpg"
+        assert source.find(["3.jpg"]) is None
+    source, _ = stores(tmp_path, {"train/1.jpg": b"", "val/1.jpg": b""})
+    assert source.find(["1.jpg", "val/1.jpg"]) == "val/1.jpg"  # a longer name settles the doubt
     with pytest.raises(ImageError, match=r"1\.jpg matches 2 images .*train/1\.jpg, val/1\.jpg"):
         source.find(["1.jpg"])
-
-
-def test_reading_survives_pickling(store) -> None:
-    source = pickle.loads(pickle.dumps(store({"a.png": encoded(sample())})))
-    np.testing.assert_array_equal(source.read("a.png"), sample())
 
 
 def test_linked_folders_are_followed_once(tmp_path: Path) -> None:
@@ -129,50 +120,34 @@ UPRIGHT = {
 }
 
 
-def test_images_are_turned_upright_as_exif_says(store) -> None:
-    files = store({f"{o}.png": with_orientation(sample(), o) for o in UPRIGHT})
-    for orientation, turn in UPRIGHT.items():
-        np.testing.assert_array_equal(files.read(f"{orientation}.png"), turn(sample()))
-        np.testing.assert_array_equal(files.read(f"{orientation}.png", upright=False), sample())
-
-
-def test_a_pillow_image_is_turned_upright_by_the_preprocessing() -> None:
-    preprocess = Preprocessing((7, 5), 1.0)
+def test_images_are_turned_upright_as_exif_says(tmp_path: Path) -> None:
+    for files in stores(tmp_path, {f"{o}.png": with_orientation(sample(), o) for o in UPRIGHT}):
+        for orientation, turn in UPRIGHT.items():
+            np.testing.assert_array_equal(files.read(f"{orientation}.png"), turn(sample()))
+            np.testing.assert_array_equal(files.read(f"{orientation}.png", upright=False), sample())
+    damaged = encoded(sample(), "PNG", exif=b"Exif\x00\x00II*\x00\xff\xff\xff\xff")
+    for data in (damaged, *(with_orientation(sample(), o) for o in (0, 9, 77))):
+        np.testing.assert_array_equal(images.decode_image(data, "a.png"), sample())
+    preprocess = Preprocessing((7, 5), 1.0)  # turns a Pillow image, too
     image = Image.open(io.BytesIO(with_orientation(sample(), 6)))
     expected = preprocess(np.ascontiguousarray(UPRIGHT[6](sample())))
     np.testing.assert_array_equal(preprocess(image).numpy(), expected.numpy())
 
 
-def test_an_orientation_that_means_nothing_turns_nothing() -> None:
-    for orientation in (0, 9, 77):
-        data = with_orientation(sample(), orientation)
-        np.testing.assert_array_equal(images.decode_image(data, "a.png"), sample())
-
-
-def test_damaged_exif_data_turn_nothing() -> None:
-    data = encoded(sample(), "PNG", exif=b"Exif\x00\x00II*\x00\xff\xff\xff\xff")
-    np.testing.assert_array_equal(images.decode_image(data, "a.png"), sample())
-
-
-@pytest.mark.parametrize("annotated", [(5, 7), (7, 5)])
-def test_annotations_decide_where_they_fit_one_orientation_alone(
-    tmp_path: Path, annotated: tuple[int, int]
-) -> None:
-    height, width = annotated
+def test_annotations_decide_where_they_fit_one_orientation_alone(tmp_path: Path) -> None:
     folder_of(tmp_path / "images", {"1.png": with_orientation(sample(), 6)})
-    segmentation = {"size": [height, width], "counts": [0, height * width]}
-    annotation = {"id": 1, "image_id": 1, "category_id": 1, "segmentation": segmentation}
-    content = {
-        "images": [{"id": 1, "file_name": "1.png", "height": height, "width": width}],
-        "annotations": [annotation],
-        "categories": [{"id": 1, "name": "thing"}],
-    }
-    (tmp_path / "instances.json").write_text(json.dumps(content))
-    tally = Tally(strict=True)
-    source = InstanceFiles(tmp_path / "instances.json", tmp_path / "images")
-    (instance,) = source.instances(tally)
-    expected = sample() if annotated == (5, 7) else UPRIGHT[6](sample())
-    np.testing.assert_array_equal(instance.image.pixels, expected)
+    for height, width, expected in ((5, 7, sample()), (7, 5, UPRIGHT[6](sample()))):
+        segmentation = {"size": [height, width], "counts": [0, height * width]}
+        annotation = {"id": 1, "image_id": 1, "category_id": 1, "segmentation": segmentation}
+        content = {
+            "images": [{"id": 1, "file_name": "1.png", "height": height, "width": width}],
+            "annotations": [annotation],
+            "categories": [{"id": 1, "name": "thing"}],
+        }
+        (tmp_path / "instances.json").write_text(json.dumps(content))
+        source = InstanceFiles(tmp_path / "instances.json", tmp_path / "images")
+        (instance,) = source.instances(Tally(strict=True))
+        np.testing.assert_array_equal(instance.image.pixels, expected)
 
 
 def gif(frames: int) -> bytes:
@@ -212,50 +187,38 @@ def test_a_gif_among_images_is_not_left_out_in_silence(
         assert "no image could be read (b.gif cannot be decoded" in error
 
 
-def test_sixteen_bits_are_refused_rather_than_clipped() -> None:
-    deep = np.full((4, 4), 40_000, dtype=np.uint16)
-    with pytest.raises(ImageError, match=r"16.*convert it to 8 bits"):
-        images.decode_image(encoded(deep), "deep.png")
-
-
-@pytest.mark.parametrize("side", [10_000, 30_000])
-def test_decompression_bombs_are_refused(store, side: int) -> None:
-    source = store({"bomb.png": png_that_claims(side, side)})
-    with pytest.raises(ImageError, match=r"bomb\.png .*decompression bomb"):
-        source.read("bomb.png")
-
-
-def test_entries_that_unpack_too_large_are_refused(store, monkeypatch: pytest.MonkeyPatch) -> None:
-    source = store({"large.png": bytes(2000)})
-    monkeypatch.setattr(images, "MAX_FILE_BYTES", 1000)
-    with pytest.raises(ImageError, match="unpacks to 2,000 bytes, the limit is 1,000"):
-        source.read("large.png")
-
-
-@pytest.mark.parametrize("data", [b"", b"no image", encoded(sample(40, 40), "JPEG")[:500]])
-def test_unreadable_images_are_one_clear_line(store, data: bytes) -> None:
-    with pytest.raises(
-        ImageError, match=r"a\.jpg cannot be decoded.*JPEG, PNG, WEBP or BMP"
-    ) as caught:
-        store({"a.jpg": data}).read("a.jpg")
-    assert "\n" not in str(caught.value)
-
-
-def test_missing_places_are_named(tmp_path: Path) -> None:
-    with pytest.raises(ImageError, match="no folder or zip at"):
-        ImageFiles(tmp_path / "nowhere")
-    (tmp_path / "a.zip").write_bytes(b"no zip")
-    with pytest.raises(ImageError, match="neither a folder nor a readable zip"):
-        ImageFiles(tmp_path / "a.zip").find(["a.png"])
-    with pytest.raises(ImageError, match=r"b\.png in .* cannot be read"):
-        ImageFiles(tmp_path).read("b.png")
-
-
-def test_a_missing_package_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "PIL.Image", None)
-    with pytest.raises(
-        ModuleNotFoundError, match=r"pillow is not installed; run: pip install 'bmfa\[data\]'"
+def test_what_cannot_be_read_is_one_clear_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cut, deep = encoded(sample(40, 40), "JPEG")[:500], np.full((4, 4), 40_000, dtype=np.uint16)
+    undecodable = r"cannot be decoded.*JPEG, PNG, WEBP or BMP"
+    for name, data, message in (
+        ("a.jpg", b"", undecodable),
+        ("a.jpg", b"no image", undecodable),
+        ("a.jpg", cut, undecodable),
+        ("deep.png", encoded(deep), r"16.*convert it to 8 bits"),
+        ("bomb.png", png_that_claims(10_000, 10_000), "decompression bomb"),
+        ("bomb.png", png_that_claims(30_000, 30_000), "decompression bomb"),
     ):
+        for source in stores(tmp_path, {name: data}):
+            with pytest.raises(ImageError, match=rf"{name} .*{message}") as caught:
+                source.read(name)
+            assert "\n" not in str(caught.value)
+    (tmp_path / "a.zip").write_bytes(b"no zip")
+    for call, message in (
+        (lambda: ImageFiles(tmp_path / "nowhere"), "no folder or zip at"),
+        (lambda: ImageFiles(tmp_path / "a.zip").entries, "neither a folder nor a readable zip"),
+        (lambda: ImageFiles(tmp_path).read("b.png"), r"b\.png in .* cannot be read"),
+    ):
+        with pytest.raises(ImageError, match=message):
+            call()
+    monkeypatch.setattr(images, "MAX_FILE_BYTES", 1000)
+    for source in stores(tmp_path, {"large.png": bytes(2000)}):
+        with pytest.raises(ImageError, match="unpacks to 2,000 bytes, the limit is 1,000"):
+            source.read("large.png")
+    monkeypatch.setitem(sys.modules, "PIL.Image", None)
+    message = r"pillow is not installed; run: pip install 'bmfa\[data\]'"
+    with pytest.raises(ModuleNotFoundError, match=message):
         images.decode_image(b"", "a.png")
 
 
@@ -271,18 +234,16 @@ def test_a_image_that_fits_is_prepared_without_pillow(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*:DeprecationWarning")
-@pytest.mark.parametrize(
-    ("form", "method"), [("folder", "fork"), ("zip", "fork"), ("zip", "spawn")]
-)
-def test_worker_processes_read_the_same_images(tmp_path: Path, form: str, method: str) -> None:
+def test_worker_processes_read_the_same_images(tmp_path: Path) -> None:
     files = {f"{n}/{n}.png": encoded(sample() + np.uint8(n)) for n in range(4)}
-    make = folder_of if form == "folder" else zip_of
-    source = LabelledImages(make(tmp_path / "images.zip", files))
-    expected = list(source)  # opens the zip before the fork
-    processes = 2 if method == "fork" else 1  # a spawned one imports torch
-    with ProcessPoolExecutor(processes, multiprocessing.get_context(method)) as pool:
-        read = list(pool.map(source.__getitem__, range(4)))
-    assert [image.label for image in read] == [0, 1, 2, 3]
-    for n, (one, other) in enumerate(zip(read, expected, strict=True)):
-        np.testing.assert_array_equal(one.pixels, sample() + np.uint8(n))
-        np.testing.assert_array_equal(one.pixels, other.pixels)
+    folder, archive = folder_of(tmp_path / "images", files), zip_of(tmp_path / "images.zip", files)
+    for place, method in ((folder, "fork"), (archive, "fork"), (archive, "spawn")):
+        source = LabelledImages(place)
+        expected = list(source)  # opens the zip before the fork
+        processes = 2 if method == "fork" else 1  # a spawned one imports torch
+        with ProcessPoolExecutor(processes, multiprocessing.get_context(method)) as pool:
+            read = list(pool.map(source.__getitem__, range(4)))
+        assert [image.label for image in read] == [0, 1, 2, 3]
+        for n, (one, other) in enumerate(zip(read, expected, strict=True)):
+            np.testing.assert_array_equal(one.pixels, sample() + np.uint8(n))
+            np.testing.assert_array_equal(one.pixels, other.pixels)

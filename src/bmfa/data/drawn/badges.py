@@ -25,10 +25,10 @@ from bmfa.data.drawn.raster import (
     knots,
     noise,
     plane,
-    segment_distance,
     to_pixels,
 )
 from bmfa.data.drawn.rng import UniformGenerator
+from bmfa.data.drawn.shapes import Shape, Stroke
 
 BADGE_IMAGE_SIZE = 128  # pixels along a side: 16 patches of 8 for the embedded model
 # Amplitude of the fine noise over the whole image, in levels of 256. It sets the difficulty: a larger
@@ -100,7 +100,7 @@ def draw_badge_parts(
     canvas = _Canvas(size, background)
     badge = _Badge.from_class(rng, label)
     decoy = _Badge.decoy(rng, badge)
-    bar = _Fragment.bar_over(rng, badge)
+    bar = badge.bar(rng)
     behind, in_front = (_scatter(rng, count) for count in (_BEHIND, _IN_FRONT))
     slots = badge.choose_slots(rng, bar)
     canvas.paint_fragments(rng, behind)
@@ -139,48 +139,21 @@ def draw_badge_batch(
     return np.stack(pixels), np.array(labels, dtype=np.int64), np.stack(masks)
 
 
-class _Fragment(NamedTuple):
-    """A straight piece from one end to the other with a round pen; all lengths in units."""
-
-    start: tuple[float, float]
-    end: tuple[float, float]
-    pen: float
-
-    @classmethod
-    def around(
-        cls, centre: tuple[float, float], turn: float, half: float, pen: float
-    ) -> "_Fragment":
-        """Make a piece of half a length around a point."""
-        (x, y), (dx, dy) = centre, direction(turn)
-        return cls((x - half * dx, y - half * dy), (x + half * dx, y + half * dy), pen)
-
-    @classmethod
-    def bar_over(cls, rng: UniformGenerator, badge: "_Badge") -> "_Fragment":
-        """Place a bar that covers a part of the badge."""
-        turn, across, along, length, weight = rng.array(5).tolist()
-        x, y = direction(turn)
-        offset, shift = (1.1 * across - 0.55) * badge.radius, (along - 0.5) * badge.radius
-        centre = (
-            badge.centre[0] + (shift * x - offset * y),
-            badge.centre[1] + (shift * y + offset * x),
-        )
-        return cls.around(centre, turn, badge.radius * (0.5 + 0.9 * length), 4.0 + 4.0 * weight)
-
-    def distance(self, x: Array, y: Array) -> Array:
-        """Return the distance (h, w) of pixels to the piece, negative inside."""
-        distance = segment_distance(x, y, self.start, self.end)
-        distance -= self.pen / 2
-        return distance
+def _piece(centre: tuple[float, float], turn: float, half: float, pen: float) -> Stroke:
+    """Make a straight piece of half a length around a point."""
+    (x, y), (dx, dy) = centre, direction(turn)
+    ends = ((x - half * dx, y - half * dy), (x + half * dx, y + half * dy))
+    return Stroke(np.array([ends]), pen)
 
 
-def _scatter(rng: UniformGenerator, count: int) -> list[_Fragment]:
+def _scatter(rng: UniformGenerator, count: int) -> list[Stroke]:
     """Place pieces anywhere: two in three are lines as thin as a tick, the others are dots."""
     pieces = []
     for kind, length, weight, x, y, turn in rng.array(count, 6).tolist():
         line = kind < 2 / 3
         half = 2.5 + 7.0 * length if line else 0.0
         pen = 1.3 + 0.9 * weight if line else 2.2 + 3.2 * weight
-        pieces.append(_Fragment.around((x * _SIDE, y * _SIDE), turn, half, pen))
+        pieces.append(_piece((x * _SIDE, y * _SIDE), turn, half, pen))
     return pieces
 
 
@@ -229,7 +202,15 @@ class _Badge(NamedTuple):
         """Largest distance of the badge from its centre."""
         return self.radius + self.tick_length + 1.0
 
-    def choose_slots(self, rng: UniformGenerator, bar: "_Fragment | None") -> list[float]:
+    def bar(self, rng: UniformGenerator) -> Stroke:
+        """Place a bar that covers a part of the badge."""
+        turn, across, along, length, weight = rng.array(5).tolist()
+        x, y = direction(turn)
+        offset, shift = (1.1 * across - 0.55) * self.radius, (along - 0.5) * self.radius
+        at = (self.centre[0] + (shift * x - offset * y), self.centre[1] + (shift * y + offset * x))
+        return _piece(at, turn, self.radius * (0.5 + 0.9 * length), 4.0 + 4.0 * weight)
+
+    def choose_slots(self, rng: UniformGenerator, bar: Stroke | None) -> list[float]:
         """Return the directions of the ticks in turns, those farthest from the bar if it is near."""
         jitter = rng.array(_SLOTS, low=-0.03, high=0.03)
         order = np.argsort(rng.array(_SLOTS), kind="stable")
@@ -238,19 +219,20 @@ class _Badge(NamedTuple):
             turns.sort(key=lambda turn: not self._is_free(turn, bar))
         return turns[: self.ticks]
 
-    def _is_free(self, turn: float, bar: "_Fragment") -> bool:
+    def _is_free(self, turn: float, bar: Stroke) -> bool:
         """Return True if no part of a tick is within one unit of the bar."""
-        start, end = np.array(self._tick(turn, 0.0)[:2])
+        start, end = self._tick(turn, 0.0).segments[0]
         x, y = np.transpose([start + share * (end - start) for share in (0.2, 0.6, 1.0)])
         return bool(bar.distance(x, y).diagonal().min() > 2.0)
 
-    def _tick(self, turn: float, pen: float) -> _Fragment:
+    def _tick(self, turn: float, pen: float) -> Stroke:
         """Return a tick; it starts one unit inside the rim."""
         dx, dy = direction(self.turn + turn)
         rim = self._apothem() / max(u * dx + v * dy for u, v in self._normals(dx, dy))
         x, y = self.centre
         low, high = rim - 1.0, rim + self.tick_length
-        return _Fragment((x + low * dx, y + low * dy), (x + high * dx, y + high * dy), pen)
+        ends = ((x + low * dx, y + low * dy), (x + high * dx, y + high * dy))
+        return Stroke(np.array([ends]), pen)
 
     def _apothem(self) -> float:
         corners = _CORNERS[self.shape]
@@ -273,7 +255,11 @@ class _Badge(NamedTuple):
         self, rng: UniformGenerator, canvas: "_Canvas", slots: list[float]
     ) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
         """Paint the badge and return its mask and that of its ticks, both (size, size)."""
-        rows, columns = window = canvas.window(self.centre, self.reach + 1.5)
+        half = self.reach + 1.5
+        columns, rows = (
+            slice(max(0, int((at - half) / canvas.unit)), int((at + half) / canvas.unit) + 1)
+            for at in self.centre
+        )
         columns_at, rows_at = canvas.steps[columns], canvas.steps[rows]
         x, y = columns_at - self.centre[0], rows_at - self.centre[1]
         inside = self._signed_distance(x, y)
@@ -293,8 +279,8 @@ class _Badge(NamedTuple):
             np.minimum(ink, np.maximum(texture, inside), out=ink)
         blend(target, coverage(ink, canvas.unit), colour)
         masks = np.zeros((2, canvas.size, canvas.size), dtype=bool)
-        masks[0][window] = shape < 0
-        masks[1][window] = ticks < 0
+        masks[0][rows, columns] = shape < 0
+        masks[1][rows, columns] = ticks < 0
         return masks[0], masks[1]
 
     def _signed_distance(self, x: Array, y: Array) -> Array:
@@ -384,17 +370,6 @@ class _Canvas:
         at = _knot_positions(self.size, cell)
         return noise(values, at, at)
 
-    def window(self, centre: tuple[float, float], half: float) -> tuple[slice, slice]:
-        """Return the rows and columns within `half` units of a point, along each axis."""
-        columns, rows = (
-            slice(
-                max(0, int((at - half) / self.unit)),
-                min(self.size, int((at + half) / self.unit) + 1),
-            )
-            for at in centre
-        )
-        return rows, columns
-
     def contrasting_colour(
         self, rng: UniformGenerator, centre: Sequence[float], low: float, high: float
     ) -> Array:
@@ -406,20 +381,17 @@ class _Canvas:
     def paint_fragments(
         self,
         rng: UniformGenerator,
-        fragments: Iterable[_Fragment],
+        fragments: Iterable[Stroke],
         mask: NDArray[np.bool_] | None = None,
     ) -> None:
         """Paint fragments and remove them from a mask."""
         for fragment in fragments:
-            (ax, ay), (bx, by), pen = fragment
-            centre = ((ax + bx) / 2, (ay + by) / 2)
-            half = max(abs(ax - bx), abs(ay - by)) / 2 + pen / 2 + 1.0
-            rows, columns = self.window(centre, half)
-            distance = fragment.distance(self.steps[columns], self.steps[rows])
-            colour = self.contrasting_colour(rng, centre, 35.0, 85.0)
-            blend(self.planes[:, rows, columns], coverage(distance, self.unit), colour)
+            shape = Shape.from_strokes([fragment], self.steps, self.steps, self.unit)
+            (a, b) = fragment.segments[0]
+            colour = self.contrasting_colour(rng, (a + b) / 2, 35.0, 85.0)
+            shape.paint(self.planes, colour, self.unit)
             if mask is not None:
-                mask[rows, columns] &= distance >= 0
+                mask[shape.rows, shape.columns] &= shape.distance >= 0
 
 
 def _length(x: Array, y: Array) -> Array:

@@ -21,20 +21,19 @@ def is_free(disc: Disc, taken: list[Disc]) -> bool:
 def add_clutter(rng: UniformGenerator, canvas: Array, tries: int) -> None:
     """Paint at most `tries` pieces on a canvas (3, height, width), where their discs are free."""
     height, width = canvas.shape[1:]
+    x, y = np.arange(width), np.arange(height)
     centres = rng.array(tries, 2) * (width, height)
     reach, pen, bend = _sizes(rng, tries)
     occupied: list[Disc] = []
     painted: list[int] = []
-    for index, (x, y, radius) in enumerate(
-        np.column_stack([centres, reach + pen / 2 + 1]).tolist()
-    ):
-        if is_free((x, y, radius), occupied):
-            occupied.append((x, y, radius))
+    for index, disc in enumerate(np.column_stack([centres, reach + pen / 2 + 1]).tolist()):
+        if is_free(disc, occupied):
+            occupied.append(disc)
             painted.append(index)
     segments = _segments(rng, centres[painted], reach[painted], bend[painted])
     colours = contrasting_colours(rng, luma_at(canvas, centres[painted]), 70.0, 120.0)
     for piece, width_of_pen, colour in zip(segments, pen[painted].tolist(), colours, strict=True):
-        Shape.from_strokes([Stroke(piece, width_of_pen)], height, width).paint(canvas, colour)
+        Shape.from_strokes([Stroke(piece, width_of_pen)], x, y).paint(canvas, colour)
 
 
 def _sizes(rng: UniformGenerator, count: int) -> tuple[Array, Array, Array]:

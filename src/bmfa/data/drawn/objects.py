@@ -203,9 +203,9 @@ def _shape(part: _Part, centre: Array, radius: float, turn: float, size: int) ->
         Stroke(polyline(np.concatenate([polygon, polygon[:1]])), 0.0).placed(centre, radius, turn)
         for polygon in part.polygons
     ]
-    shape = Shape.from_strokes([*strokes, *outlines], size, size)
-    x = np.arange(shape.columns.start, shape.columns.stop)
-    y = np.arange(shape.rows.start, shape.rows.stop)
+    steps = np.arange(size)
+    shape = Shape.from_strokes([*strokes, *outlines], steps, steps)
+    x, y = steps[shape.columns], steps[shape.rows]
     for outline in outlines:
         inside = _inside(x, y, outline.segments)
         distance = stroke_distance(x, y, outline.segments)

@@ -134,9 +134,8 @@ def _place_objects(rng: UniformGenerator) -> list[_Object]:
         disc = _free_disc(rng, radius * reach(strokes), [one.disc for one in objects])
         if disc is not None:
             placed = [stroke.placed(np.array(disc[:2]), radius, turn) for stroke in strokes]
-            objects.append(
-                _Object(kind, disc, Shape.from_strokes(placed, SCENE_HEIGHT, SCENE_WIDTH))
-            )
+            shape = Shape.from_strokes(placed, np.arange(SCENE_WIDTH), np.arange(SCENE_HEIGHT))
+            objects.append(_Object(kind, disc, shape))
     return objects
 
 
