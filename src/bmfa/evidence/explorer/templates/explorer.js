@@ -773,7 +773,7 @@
     else pendingCurves = setTimeout(drawCurves, 150);
     clearTimeout(pendingStatus);
     pendingStatus = setTimeout(() => {
-      byId("status").textContent = activePanels().map(({ rule, tree }) => `${RULES[rule.name].title}: ${tree.leaves.length} leaves, E ${number(tree.error)}`).join("; ");
+      byId("status").textContent = activePanels().filter(({ tree }) => tree).map(({ rule, tree }) => `${RULES[rule.name].title}: ${tree.leaves.length} leaves, E ${number(tree.error)}`).join("; ");
     }, 600);
   }
 
