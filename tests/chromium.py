@@ -16,9 +16,10 @@ OPTIONS = (
     # The script may read the frame; the console goes to standard error.
     *("--allow-file-access-from-files", "--enable-logging=stderr", "--v=0", "--dump-dom"),
 )
-# The page stands in a frame, so that it can be narrower than any window and stays as it is. Chromium prints
-# the document when it is loaded, which it is not while the document of the second frame is open.
-OUTER = """<!DOCTYPE html><meta charset="utf-8"><iframe></iframe><iframe hidden></iframe><pre></pre><script>
+# The page stands in a frame, so that it can be narrower than any window and stays as it is. Chromium
+# prints the document when it is loaded, which it is not while the document of the second frame is open.
+OUTER = """<!DOCTYPE html><meta charset="utf-8">
+<iframe></iframe><iframe hidden></iframe><pre></pre><script>
 const args = %s, result = document.querySelector("pre");
 const [frame, open] = document.querySelectorAll("iframe");
 open.contentDocument.open();
