@@ -1,29 +1,16 @@
 """The script that trains the embedded model: its steps, checkpoints, settings and command line."""
 
-import importlib.util
 import json
-import sys
 from itertools import pairwise
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+import train_embedded as script
 from bmfa.data.drawn.badges import draw_badge_batch, grain_weights
 from bmfa.models.embedded import EmbeddedViT, load
-
-SCRIPT = Path(__file__).parents[2] / "tools" / "train_embedded.py"
-spec = importlib.util.spec_from_file_location("train_embedded", SCRIPT)
-script = sys.modules["train_embedded"] = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(script)
-Recipe, augment, evaluate, held_out_row = (
-    script.Recipe,
-    script.augment,
-    script.evaluate,
-    script.held_out_row,
-)
-main, mask_loss, train = script.main, script.mask_loss, script.train
+from train_embedded import Recipe, augment, evaluate, held_out_row, main, mask_loss, train
 
 SMALL = Recipe(
     batch=2,
@@ -158,9 +145,11 @@ def test_the_learning_rate_rises_and_falls_and_the_grain_rises():
     assert recipe.grain_limit(0.5) == recipe.grain_limit(1.0) == recipe.grain
 
 
-@pytest.mark.parametrize(
-    ("arguments", "line"),
-    [
+def test_training_refuses_bad_settings_and_files(tmp_path):
+    torn, other = tmp_path / "torn", tmp_path / "other"
+    torn.write_bytes(b"half of it")
+    torch.save([1, 2], other)
+    for arguments, line in (
         ({"seed": -1}, "seed is -1; pass an integer from 0"),
         ({"steps": 0}, "steps is 0; pass an integer at least 1"),
         ({"device": "gpu"}, "device 'gpu' cannot be used"),
@@ -168,21 +157,11 @@ def test_the_learning_rate_rises_and_falls_and_the_grain_rises():
         ({"stop_after": 60.0}, "stop_after is 60 without a checkpoint; pass resume=FILE"),
         ({"seconds": 0.0}, "seconds is 0"),
         ({"seconds": 5.0, "steps": 3}, "steps is 3 and seconds is 5; pass one of them"),
-    ],
-)
-def test_training_refuses_bad_settings(tmp_path, arguments, line):
-    with pytest.raises(ValueError, match=line):
-        train(tmp_path / "weights", **arguments)
-
-
-def test_training_refuses_files_that_are_no_checkpoint(tmp_path):
-    torn, other = tmp_path / "torn", tmp_path / "other"
-    torn.write_bytes(b"half of it")
-    torch.save([1, 2], other)
-    with pytest.raises(ValueError, match=r"is not a complete checkpoint \(\w+\); delete it"):
-        train(tmp_path / "weights", steps=1, resume=torn, recipe=SMALL)
-    with pytest.raises(ValueError, match="is not a checkpoint of this training"):
-        train(tmp_path / "weights", steps=1, resume=other, recipe=SMALL)
+        ({"steps": 1, "resume": torn}, r"is not a complete checkpoint \(\w+\); delete it"),
+        ({"steps": 1, "resume": other}, "is not a checkpoint of this training"),
+    ):
+        with pytest.raises(ValueError, match=line):
+            train(tmp_path / "weights", **arguments)
     with pytest.raises(ValueError, match="cannot be written"):
         train(tmp_path / "nowhere" / "weights", steps=1)
     with pytest.raises(ValueError, match="drawn is 0; pass an integer at least 1"):
