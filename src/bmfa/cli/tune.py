@@ -6,22 +6,14 @@ It is one of attention for a tolerance, or one of merging for a target of GFLOPs
 import warnings
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 from bmfa.cli import options as opt
 from bmfa.cli.groups import option
 from bmfa.cli.output import Output, table_of
 from bmfa.packages import require_packages
 
-if TYPE_CHECKING:
-    from bmfa.models import Plan, ReductionPlan
-
-COLUMNS = "layer setting change_alone milliseconds dense_milliseconds speedup"
-REDUCTION_COLUMNS = "block removed tokens_left"
 DTYPES = ("float32", "float16", "bfloat16")
-# Values of options that are left out, and differ between the two kinds of plans or exclude each other.
-TOLERANCE, MEASURE, REPEATS, POLICY = 0.03, "features", 5, "free-energy"
-BATCH_SIZE, REDUCTION_BATCH_SIZE = 1, 25
 
 
 def tune(
@@ -70,7 +62,7 @@ def tune(
         int | None,
         option(
             "--limit N",
-            "Images to use, half of them for choosing (32 on a GPU, else 8; 512 or 128 for merging).",
+            "Images to use, half of them for calibration (32 on a GPU, else 8; 512 or 128 for merging).",
         ),
     ] = None,
     dtype: Annotated[
@@ -88,25 +80,25 @@ def tune(
     """Settings for each layer, or tokens to merge in each block, chosen on your images."""
     from bmfa.checks import check_integer
     from bmfa.models import load_model, tune_reduction
-    from bmfa.models.tuning import ERRORS, IMAGES, check_tolerance
+    from bmfa.models.tuning import IMAGES, check_tolerance
     from bmfa.models.tuning import tune as tune_attention
     from bmfa.models.tuning_reduction import IMAGES as REDUCTION_IMAGES
     from bmfa.models.tuning_reduction import check_policy, check_target
 
     merging = gflops is not None or agreement is not None
     attention = {
-        "--tolerance": tolerance,
-        "--measure": measure,
-        "--error": error,
-        "--layers": layers,
-        "--repeats": repeats,
-        "--figure": figure,
+        "tolerance": tolerance,
+        "measure": measure,
+        "errors": error,
+        "layers": None if layers is None else opt.parse_layers(layers),
+        "repeats": repeats,
     }
-    _check_kind(merging, attention, policy)
-    tolerance = check_tolerance(TOLERANCE if tolerance is None else tolerance)
+    _check_kind(merging, attention | {"figure": figure}, policy)
+    if tolerance is not None:
+        check_tolerance(tolerance, measure or "features")
     if merging:
         check_target(gflops, agreement)
-        check_policy(policy or POLICY)
+        check_policy(policy or "free-energy")
     _check_target("--save", save, ".json")
     _check_target("--figure", figure, ".png")
     if figure is not None:
@@ -114,182 +106,39 @@ def tune(
     if dtype is not None and dtype not in DTYPES:
         raise ValueError(f"--dtype is {dtype!r}; pass one of {', '.join(DTYPES)}")
     seed = check_integer("seed", output.seed, low=0)
-    limit = None if limit is None else check_integer("limit", limit, low=2)
     drawn = (REDUCTION_IMAGES if merging else IMAGES)["cpu"]
-    images = _images(images, model, drawn if limit is None else limit, seed, img_size)
+    drawn = drawn if limit is None else check_integer("limit", limit, low=2)
+    images = _images(images, model, drawn, seed, img_size)
     loaded = load_model(model, weights, img_size=img_size, crop_pct=crop_pct)
     loaded.model.to(output.torch_device(), _dtype(dtype))
-    if merging:
-        made = tune_reduction(
-            loaded,
-            images,
-            policy or POLICY,
-            gflops=gflops,
-            agreement=agreement,
-            batch_size=REDUCTION_BATCH_SIZE if batch_size is None else batch_size,
-            limit=limit,
-            seed=seed,
-            progress=output.progress("schedules") or False,
-        )
-        _finish_reduction(output, made, save)
-        return
+    merge = {"gflops": gflops, "agreement": agreement, "policy": policy}
+    options = (merge if merging else attention) | {"batch_size": batch_size, "limit": limit}
+    given = {name: value for name, value in options.items() if value is not None}
+    make: Any = tune_reduction if merging else tune_attention
+    progress = output.progress("schedules" if merging else "steps") or False
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # `total_lines` says if the plan does not hold
-        plan = tune_attention(
-            loaded,
-            images,
-            tolerance,
-            measure or MEASURE,
-            errors=error or ERRORS,
-            layers="all" if layers is None else opt.parse_layers(layers),
-            batch_size=BATCH_SIZE if batch_size is None else batch_size,
-            limit=limit,
-            seed=seed,
-            repeats=REPEATS if repeats is None else repeats,
-            progress=output.progress("steps") or False,
-        )
-    record = plan.to_record()
+        warnings.simplefilter("ignore")  # the notes say if the plan does not hold
+        plan = make(loaded, images, seed=seed, progress=progress, **given)
+    record, rows, (first, *notes) = plan.to_record(), plan.table(), plan.notes()
     files: dict[str | Path, Any] = {}
     if save is not None:
-        files[save] = partial(_plan_bytes, plan)
+        files[save] = lambda: plan.to_json().encode()
     if figure is not None:
         from bmfa.evidence.tuning.figures import tuning
 
         files[figure] = partial(tuning.png, record)
-    table = table_of(layer_rows(plan), COLUMNS)
-    output.finish(record, COLUMNS, table=table, notes=total_lines(plan), figures=files)
-
-
-def layer_rows(plan: "Plan") -> list[dict[str, Any]]:
-    """Return a row for the chosen setting of every layer."""
-    dense = {s.layer: s.milliseconds for s in plan.candidates if s.error is None}
-    return [
-        {
-            "layer": s.layer,
-            "setting": s.name,
-            "change_alone": format_change(plan.measure, s.change),
-            "milliseconds": s.milliseconds,
-            "dense_milliseconds": dense[s.layer],
-            "speedup": f"{dense[s.layer] / s.milliseconds:.2f}x",
-        }
-        for s in plan.layers
-    ]
-
-
-def total_lines(plan: "Plan") -> list[str]:
-    """Describe the whole model: change and time, predicted and measured."""
-    change = partial(format_change, plan.measure)
-    height, width = plan.img_size
-    tiled = len(plan.errors)
-    lines = [
-        f"\n{plan.measure} at {width}x{height} px, {plan.dtype}, batches of {plan.batch_size} on "
-        f"{plan.environment['device_name']}: {tiled} of {len(plan.layers)} layers attend over tiles",
-        f"change: {change(plan.predicted_change)} predicted from {_count(plan.choosing)}, "
-        f"{change(plan.checked_change)} measured on {_count(plan.checking, 'other ')}, tolerance "
-        f"{change(plan.tolerance)}",
-        _confirmation(plan),
-        f"time: {plan.dense_milliseconds:.5g} ms dense, {plan.predicted_milliseconds:.5g} ms predicted "
-        f"({plan.predicted_speedup:.2f}x), {plan.milliseconds:.5g} ms measured ({plan.speedup:.2f}x)",
-    ]
-    options = {"fastest predicted combination": plan.optimum()}
-    single = plan.single_target()
-    if single is not None:
-        options[f"best single target predicted, error={single['error']:g}"] = single
-    for name, row in options.items() if plan.errors or len(plan.checks) > 1 else ():
-        if row is None:
-            continue
-        measured = row["measured_change"]
-        checked = "not checked" if measured is None else f"{change(measured)} measured"
-        speedup = plan.dense_milliseconds / row["predicted_milliseconds"]
-        lines.append(
-            f"{name}: {row['predicted_milliseconds']:.5g} ms ({speedup:.2f}x), "
-            f"{change(row['predicted_change'])} predicted, {checked}"
-        )
-    if not plan.errors and not any(s.change for s in plan.candidates):
-        lines.append(
-            "no setting is faster than dense attention at this size: the model stays as it is"
-        )
-    if len(plan.checks) > 1:
-        number, row = next((i, r) for i, r in enumerate(plan.checks, 1) if r["chosen"])
-        lines.append(f"choice: combination {number} of {len(plan.checks)} checked, {row['why']}")
-    return lines
-
-
-def _confirmation(plan: "Plan") -> str:
-    """Say what was measured on images that took no part in the choice."""
-    change = partial(format_change, plan.measure)
-    if not plan.confirming:
-        return (
-            "unseen images: none, because fewer than six were given; "
-            f"{change(plan.expected_change)} expected"
-        )
-    exceeded = "" if plan.holds else "; this exceeds the tolerance: pass more images (--limit)"
-    return (
-        f"unseen images: {change(plan.expected_change)} expected, {change(plan.measured_change)} "
-        f"measured on {plan.confirming}{exceeded}"
-    )
-
-
-def _finish_reduction(output: Output, plan: "ReductionPlan", save: str | None) -> None:
-    """Print the table of a plan of merging, and write its files."""
-    record = plan.to_record()
-    files: dict[str | Path, Any] = {} if save is None else {save: partial(_plan_bytes, plan)}
-    output.finish(record, REDUCTION_COLUMNS, notes=reduction_lines(plan), figures=files)
-
-
-def reduction_lines(plan: "ReductionPlan") -> list[str]:
-    """Describe a reduced model: its operations, its output KL and its agreement."""
-    height, width = plan.img_size
-    removed = sum(plan.schedule)
-    target = (
-        f"at most {plan.target_value:g} GFLOPs"
-        if plan.target == "gflops"
-        else f"an agreement of {100 * plan.target_value:.1f} %"
-    )
-    lines = [
-        f"\n{plan.policy} at {width}x{height} px for {target}: {removed} of {plan.token_grid.size} "
-        "spatial tokens are removed",
-        f"operations: {plan.gflops:.4g} of {plan.full_gflops:.4g} GFLOPs "
-        f"({100 * plan.gflops / plan.full_gflops:.1f} %)",
-    ]
-    rows = [("that chose", plan.choosing, plan.choosing_kl, plan.choosing_agreement)]
-    if plan.checking:
-        last = plan.checks[-1]
-        rows.append(("that checked", plan.checking, last["output_kl"], last["agreement"]))
-    if plan.confirming:
-        rows.append(("unseen", plan.confirming, plan.output_kl, plan.agreement))
-    for name, count, kl, agreement in rows:
-        images = f"image{'' if count == 1 else 's'}"
-        what = f"unseen {images}" if name == "unseen" else f"{images} {name}"
-        lines.append(
-            f"{count} {what}: {100 * agreement:.1f} % keep their class, output KL {kl:.3g} nats"
-        )
-    if not plan.confirming:
-        lines.append("unseen images: none, because fewer than six were given")
-    if not plan.holds:
-        lines.append("the unseen images miss the target: pass more images (--limit)")
-    if not removed:
-        lines.append("no schedule with fewer operations keeps the target: the model stays as it is")
-    return lines
-
-
-def _count(images: int, kind: str = "") -> str:
-    return f"{images} {kind}image{'' if images == 1 else 's'}"
-
-
-def format_change(measure: str, change: float | None) -> str:
-    """Format a change: in percent for features, in nats for logits."""
-    if change is None:
-        return "none"
-    return f"{change:.3g} nats" if measure == "logits" else f"{100 * change:.2f} %"
+    columns = " ".join(rows[0])
+    table = table_of(rows, columns)
+    output.finish(record, columns, table=table, notes=[f"\n{first}", *notes], figures=files)
 
 
 def _check_kind(merging: bool, attention: dict[str, Any], policy: str | None) -> None:
     """Raise if options of plans for attention and of plans for merging are given together."""
-    given = [name for name, value in attention.items() if value is not None]
+    options = {"errors": "error"}  # the others have the names of their arguments
+    given = [options.get(name, name) for name, value in attention.items() if value is not None]
     if merging and given:
         raise ValueError(
-            f"{given[0]} is for plans of attention, and --gflops and --agreement are for plans of "
+            f"--{given[0]} is for plans of attention, and --gflops and --agreement are for plans of "
             "merging; pass one kind of them"
         )
     if policy is not None and not merging:
@@ -316,10 +165,6 @@ def _dtype(name: str | None) -> Any:
     import torch
 
     return None if name is None else getattr(torch, name)
-
-
-def _plan_bytes(plan: "Plan | ReductionPlan") -> bytes:
-    return plan.to_json().encode()
 
 
 def _check_target(option: str, path: str | None, suffix: str) -> None:

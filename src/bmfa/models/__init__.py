@@ -2,14 +2,13 @@
 
 from bmfa.models.hosts.generic import register_model
 from bmfa.models.hosts.transformers import register_attention
+from bmfa.models.layer_settings import LayerSetting
 from bmfa.models.loading import LoadedModel, load_model
 from bmfa.models.patching import layer_indices, patch, unpatch
-from bmfa.models.plan import ModelFingerprint, Plan
+from bmfa.models.plan import ModelFingerprint, Plan, ReductionPlan
 from bmfa.models.preprocessing import Preprocessing
 from bmfa.models.recording import LayerRecord, Recording, record
 from bmfa.models.reducing import final_tokens, reduce, unmerge
-from bmfa.models.reduction_plan import ReductionPlan
-from bmfa.models.setting_search import LayerSetting
 from bmfa.models.summarizing import BlockSummary, LayerSummary, Summary, summary
 from bmfa.models.tuning import tune
 from bmfa.models.tuning_reduction import tune_reduction

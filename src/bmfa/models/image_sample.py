@@ -19,14 +19,25 @@ ACCEPTED = (
 )
 
 # Images from which on some of them take no part in the choice.
-LEAST_CONFIRMED = 6
+LEAST_TESTED = 6
 
 
-def split_counts(count: int) -> list[int]:
-    """Return the numbers of images, of at least two, that choose, check and only confirm."""
-    choosing = (count + 1) // 2
-    confirming = (count - choosing) // 2 if count >= LEAST_CONFIRMED else 0
-    return [choosing, count - choosing - confirming, confirming]
+def split_images(images: Tensor, batch_size: int = 1) -> list[Tensor]:
+    """Divide images: a half for calibration, the others for validation and, if they are enough, for test."""
+    count = len(images)
+    if count < 2:
+        raise ValueError(
+            "there is only 1 image; pass at least two, because the settings are validated on images "
+            "on which they were not chosen"
+        )
+    calibration = (count + 1) // 2
+    if batch_size > calibration:
+        raise ValueError(
+            f"batch_size is {batch_size} and {calibration} of {count} images calibrate; pass at least "
+            f"{2 * batch_size} images (and limit), or a smaller batch_size"
+        )
+    test = (count - calibration) // 2 if count >= LEAST_TESTED else 0
+    return list(torch.split(images, [calibration, count - calibration - test, test]))
 
 
 def sample_images(

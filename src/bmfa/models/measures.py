@@ -42,14 +42,10 @@ def find_measure(measure: str | Function) -> Measure:
         TypeError: If it is neither a string nor a function.
         ValueError: If the name is unknown.
     """
-    if isinstance(measure, str):
-        if measure not in MEASURES:
-            raise ValueError(
-                f"measure is {measure!r}; pass 'features', 'logits' or a function of two outputs"
-            )
+    if isinstance(measure, str) and measure in MEASURES:
         return MEASURES[measure]
     if not callable(measure):
-        raise TypeError(
+        raise (ValueError if isinstance(measure, str) else TypeError)(
             f"measure is {measure!r}; pass 'features', 'logits' or a function of two outputs"
         )
     name = getattr(measure, "__name__", type(measure).__name__)
@@ -71,7 +67,7 @@ def features(model: nn.Module, images: Tensor, options: Mapping[str, Any]) -> li
     """Compute the tokens after the last block, or else the floating-point outputs of the model.
 
     They are those of `forward_features` (timm and the embedded model) or `last_hidden_state`
-    (transformers, also of the tower inside a classifier).
+    (transformers, also of the vision encoder inside a classifier).
 
     Args:
         model: The model.
@@ -84,9 +80,9 @@ def features(model: nn.Module, images: Tensor, options: Mapping[str, Any]) -> li
     forward_features = getattr(model, "forward_features", None)
     if callable(forward_features):
         return output_tensors(forward_features(images))
-    tower = find_vision_transformer(model).tower
+    encoder = find_vision_transformer(model).tower
     captured: list[Any] = []
-    handle = tower.register_forward_hook(lambda module, inputs, output: captured.append(output))
+    handle = encoder.register_forward_hook(lambda module, inputs, output: captured.append(output))
     try:
         output = _call(model, images, options)
     finally:
@@ -115,8 +111,8 @@ def logits(model: nn.Module, images: Tensor, options: Mapping[str, Any]) -> Tens
     scores = output if isinstance(output, Tensor) else getattr(output, "logits", None)
     if not isinstance(scores, Tensor):
         raise TypeError(
-            f"{type(model).__name__} returns {type(output).__name__} without logits; pass "
-            "measure='features' or a function of two outputs"
+            f"{type(model).__name__} returns {type(output).__name__} without logits; pass a "
+            "classifier, measure='features' or a function of two outputs"
         )
     return scores
 
@@ -128,11 +124,10 @@ def squared_distance(reference: list[Tensor], output: list[Tensor]) -> float:
             "the output of the model has no floating-point tensor; pass a function of two outputs as "
             "measure"
         )
-    distance = sum(
-        _squares(o.double() - r.double()) for r, o in zip(reference, output, strict=True)
-    )
-    size = sum(_squares(r.double()) for r in reference)
-    return float((distance / size).mean())  # type: ignore[union-attr]
+    exact = torch.cat([tensor.double().flatten(1) for tensor in reference], 1)
+    changed = torch.cat([tensor.double().flatten(1) for tensor in output], 1)
+    ratio = (changed - exact).square().sum(1) / exact.square().sum(1)
+    return float(ratio.mean())
 
 
 def kl_divergence(reference: Tensor, output: Tensor) -> float:
@@ -140,17 +135,14 @@ def kl_divergence(reference: Tensor, output: Tensor) -> float:
     dim = 1 if reference.dim() == 4 else -1  # (B, classes, height, width), as in cross_entropy
     p = reference.double().log_softmax(dim)
     q = output.double().log_softmax(dim)
+    divergence = float((p.exp() * (p - q)).sum(dim).mean())
     # Rounding makes the divergence of nearly equal distributions slightly negative.
-    return max(0.0, float((p.exp() * (p - q)).sum(dim).mean())) if _finite(p, q) else float("nan")
+    return max(0.0, divergence) if math.isfinite(divergence) else math.nan
 
 
-def _finite(*tensors: Tensor) -> bool:
-    return all(bool(torch.isfinite(tensor).all()) for tensor in tensors)
-
-
-def _squares(tensor: Tensor) -> Tensor:
-    """(B,) sums of squares."""
-    return tensor.flatten(1).square().sum(1)
+def disagreement(reference: Tensor, output: Tensor) -> float:
+    """Return the share of images whose class is not that of the reference."""
+    return float((output.argmax(-1) != reference.argmax(-1)).double().mean())
 
 
 def _call(model: nn.Module, images: Tensor, options: Mapping[str, Any]) -> Any:

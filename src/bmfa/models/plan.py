@@ -1,15 +1,17 @@
 """Plans: settings for each layer of a model, chosen on the user's images, in a readable JSON file.
 
-`ModelFingerprint`, `write_plan` and `read_plan` serve every kind of plan; `Plan` is that of `bmfa.tune`.
+`Plan` has settings of attention (`bmfa.tune`), and `ReductionPlan` a schedule of merging (`bmfa.tune_reduction`).
 """
 
 import hashlib
+import html
 import json
 import os
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+import types
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Self, get_args, get_origin, get_type_hints
 
 import torch
 from torch import Tensor, nn
@@ -17,28 +19,33 @@ from torch import Tensor, nn
 from bmfa.checks import check_integer, check_number
 from bmfa.files import write_atomic
 from bmfa.grid import Grid
+from bmfa.merging import Policy, parse
 from bmfa.models.families import find_vision_transformer
-from bmfa.models.hosts.base import class_name
+from bmfa.models.layer_settings import LayerSetting
 from bmfa.models.measures import MEASURES
-from bmfa.models.setting_search import Combination, LayerSetting, SettingSearch
+from bmfa.models.search import Check
 from bmfa.records import Record, Row, environment
 
 # Version of the files; a plan of another version is refused.
-PLAN_VERSION = 2
+PLAN_VERSION = 3
 # Elements of every parameter that the fingerprint reads, evenly spaced: training changes some of them in
 # every parameter that it changes. Reading all weights of a large model would take longer than patching.
 _HASHED_ELEMENTS = 16
 _DIGITS = 16  # of a hash in hexadecimal, 64 bits
-# Keys that every file of a plan begins with.
-_KIND, _VERSION = "plan", "version"
+# Position embeddings are resampled to the size of the images, so they are not what identifies a model.
+_POSITIONS = ("pos_", "position")
 
 
 @dataclass(frozen=True)
 class ModelFingerprint:
-    """Identifies a model: its class, its architecture and a sample of its weights.
+    """Identifies a model by its architecture and a sample of its weights.
+
+    It is that of the vision encoder without its position embeddings, which depend on the size of the images:
+    the same weights have the same fingerprint in a model that was built for another size, inside a wrapper,
+    and in a class of the same name in another module.
 
     Args:
-        name: The module path and name of the class.
+        name: The name of the class.
         layers: The number of attention layers.
         parameters: The number of parameters.
         dtype: The dtype of the first floating-point parameter, e.g. `"float32"`.
@@ -48,7 +55,7 @@ class ModelFingerprint:
     Example:
         >>> import bmfa
         >>> model = bmfa.load_model("embedded").model
-        >>> fingerprint = ModelFingerprint.of(model)
+        >>> fingerprint = ModelFingerprint.from_model(model)
         >>> fingerprint.layers, fingerprint.dtype
         (8, 'float32')
         >>> fingerprint.mismatch(model) is None
@@ -63,12 +70,11 @@ class ModelFingerprint:
     weights: str
 
     @classmethod
-    def of(cls, model: nn.Module) -> "ModelFingerprint":
+    def from_model(cls, model: nn.Module) -> "ModelFingerprint":
         """Compute the fingerprint of a model.
 
         Args:
-            model: A model that `patch` supports; wrappers of `torch.compile` and of data-parallel
-                training are looked through.
+            model: A model that `patch` supports.
 
         Returns:
             The fingerprint.
@@ -76,27 +82,22 @@ class ModelFingerprint:
         Raises:
             TypeError: If the model is not supported.
         """
-        layers = len(find_vision_transformer(model).attentions)
-        inner = _unwrap(model)
-        parameters = dict(inner.named_parameters())
+        vit = find_vision_transformer(model)
+        parameters = {
+            name: parameter
+            for name, parameter in vit.tower.named_parameters()
+            if not any(part in name for part in _POSITIONS)
+        }
         shapes = "\n".join(f"{name} {tuple(p.shape)}" for name, p in parameters.items())
         floating = (p.dtype for p in parameters.values() if p.is_floating_point())
         return cls(
-            class_name(inner),
-            layers,
+            type(vit.tower).__qualname__,
+            len(vit.attentions),
             sum(p.numel() for p in parameters.values()),
             str(next(floating, torch.float32)).removeprefix("torch."),
             hashlib.sha256(shapes.encode()).hexdigest()[:_DIGITS],
             _hash_weights(list(parameters.values())),
         )
-
-    def check(self, model: nn.Module, make_again: str) -> None:
-        """Raise a ValueError unless a model has this fingerprint; `make_again` names the remedy."""
-        mismatch = self.mismatch(model)
-        if mismatch is not None:
-            raise ValueError(
-                f"the plan does not fit: {mismatch}; make a plan for this model with {make_again}"
-            )
 
     def mismatch(self, model: nn.Module) -> str | None:
         """Say how a model differs from the one with this fingerprint.
@@ -105,96 +106,188 @@ class ModelFingerprint:
             model: A model that `patch` supports.
 
         Returns:
-            A clause that names the difference, or None if there is none.
+            A clause that names the difference and a remedy, or None if there is none.
 
         Raises:
             TypeError: If the model is not supported.
         """
-        other = ModelFingerprint.of(model)
-        if other.name != self.name:
-            return f"it is for {self.name}, and the model is {other.name}"
-        if (other.architecture, other.layers) != (self.architecture, self.layers):
-            return (
-                f"it is for {self.layers} layers and {self.parameters:,} parameters, and the model has "
-                f"{other.layers} and {other.parameters:,}, or other shapes"
-            )
-        if other.dtype != self.dtype:
-            return f"it is for {self.dtype} weights, and the model has {other.dtype}"
-        if other.weights != self.weights:
-            return "it is for other weights of the same architecture"
+        other = ModelFingerprint.from_model(model)
+        sizes = [f"{x.layers} layers and {x.parameters:,} parameters" for x in (self, other)]
+        for name, here, there, remedy in (
+            ("", self.name, other.name, "pass that model"),
+            ("", *sizes, "build the model with the same arguments, the size of the images apart"),
+            ("shapes ", self.architecture, other.architecture, "build it with the same arguments"),
+            ("", self.dtype, other.dtype, f"call model.to(torch.{self.dtype})"),
+            ("weights ", self.weights, other.weights, "load the weights that it was made for"),
+        ):
+            if here != there:
+                return f"it is for {name}{here}, and the model has {there}; {remedy}"
         return None
 
 
-def write_plan(path: str | os.PathLike[str], kind: str, content: Mapping[str, Any]) -> None:
-    """Write the file of a plan, whole or not at all.
+@dataclass(frozen=True, kw_only=True)
+class PlanFile:
+    """What both kinds of plans share: their file, their table and the check of the model."""
 
-    Args:
-        path: The file; its folder is created if it is missing.
-        kind: What the plan is for, e.g. `"attention"`.
-        content: JSON values by name. A list of objects gets one line for each object.
+    kind: ClassVar[str]
+    made_by: ClassVar[str]
 
-    Raises:
-        OSError: If the file cannot be written.
-        ValueError: If a number is infinite or NaN.
-    """
-    write_atomic(Path(path), format_plan(kind, content))
+    model: ModelFingerprint
+    img_size: tuple[int, int]
+    checks: tuple[Check, ...]
+    calibration_images: int
+    validation_images: int
+    test_images: int
+    seed: int
+    environment: Mapping[str, Any] = field(default_factory=lambda: environment())
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the plan to a JSON file, whole or not at all.
+
+        Args:
+            path: The file; its folder is created if it is missing.
+
+        Raises:
+            OSError: If the file cannot be written.
+
+        Example:
+            >>> import bmfa, torch
+            >>> model = bmfa.load_model("embedded").model
+            >>> plan = bmfa.tune(model, torch.zeros(2, 3, 112, 112), errors=[0.1], repeats=1)
+            >>> plan.save("plan.json")
+            >>> bmfa.Plan.load("plan.json") == plan
+            True
+            >>> os.remove("plan.json")
+        """
+        write_atomic(Path(path), self.to_json())
+
+    def to_json(self) -> str:
+        """Return the text of the file that `save` writes.
+
+        Returns:
+            JSON text with one line for each setting.
+
+        Raises:
+            ValueError: If a number is infinite or NaN.
+
+        Example:
+            >>> import bmfa, torch
+            >>> model = bmfa.load_model("embedded").model
+            >>> plan = bmfa.tune(model, torch.zeros(2, 3, 112, 112), errors=[0.1], repeats=1)
+            >>> print(plan.to_json()[:24])
+            {
+              "plan": "attention",
+        """
+        entries = {"plan": self.kind, "version": PLAN_VERSION, **asdict(self)}
+        lines = (f"  {json.dumps(name)}: {_format(value)}" for name, value in entries.items())
+        return "{\n" + ",\n".join(lines) + "\n}\n"
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Self:
+        """Read a plan.
+
+        Args:
+            path: A file that `save` wrote.
+
+        Returns:
+            The plan.
+
+        Raises:
+            OSError: If the file cannot be read.
+            ValueError: If it is a plan of another kind or version, or damaged; the message names the field.
+
+        Example:
+            >>> import bmfa, torch
+            >>> model = bmfa.load_model("embedded").model
+            >>> plan = bmfa.tune(model, torch.zeros(2, 3, 112, 112), errors=[0.1], repeats=1)
+            >>> plan.save("plan.json")
+            >>> model = bmfa.patch(model, plan=bmfa.Plan.load("plan.json"))
+            >>> os.remove("plan.json")
+        """
+        saved = "pass a file that Plan.save wrote"
+        try:
+            data = json.loads(Path(path).read_text(encoding="utf-8"))
+        except OSError as error:
+            reason = error.strerror
+            raise type(error)(f"plan {path} cannot be read ({reason}); {saved}") from None
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"{path} is not JSON ({error}); {saved}") from None
+        if not isinstance(data, dict) or "plan" not in data:
+            raise ValueError(f"{path} is not a plan; {saved}")
+        kind, version = data.pop("plan"), data.pop("version", None)
+        if kind != cls.kind:
+            raise ValueError(
+                f"{path} is a plan of the kind {kind!r}; pass one of the kind {cls.kind!r}"
+            )
+        if version != PLAN_VERSION:
+            raise ValueError(
+                f"{path} has plan version {version!r} and this bmfa reads version {PLAN_VERSION}; make "
+                f"the plan again with {cls.made_by}"
+            )
+        try:
+            plan: Self = _decode(cls, data, "")
+        except (ValueError, TypeError) as error:
+            raise ValueError(
+                f"{path} is a damaged plan: {error}; make it again with {cls.made_by}"
+            ) from None
+        return plan
+
+    def check_model(self, model: nn.Module) -> None:
+        """Raise unless the plan is for this model.
+
+        Args:
+            model: A model that `patch` supports.
+
+        Raises:
+            TypeError: If the model is not supported.
+            ValueError: If the plan is for another model.
+
+        Example:
+            >>> import bmfa, torch
+            >>> model = bmfa.load_model("embedded").model
+            >>> plan = bmfa.tune(model, torch.zeros(2, 3, 112, 112), errors=[0.1], repeats=1)
+            >>> plan.check_model(model)
+        """
+        mismatch = self.model.mismatch(model)
+        if mismatch is not None:
+            raise ValueError(
+                f"the plan does not fit: {mismatch}, or make a plan for this model with {self.made_by}"
+            )
+
+    def table(self) -> list[Row]:
+        """Return the rows of the table that `print` shows, one for each layer or block."""
+        raise NotImplementedError
+
+    def notes(self) -> list[str]:
+        """Return the sentences below the table: change and time, predicted and measured."""
+        raise NotImplementedError
+
+    def __str__(self) -> str:
+        rows = self.table()
+        cells = [list(rows[0]), *(list(map(str, row.values())) for row in rows)]
+        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+        lines = []
+        for row in cells:
+            padded = (cell.rjust(width) for cell, width in zip(row, widths, strict=True))
+            lines.append("  ".join(padded))
+        return "\n".join([*lines, "", *self.notes()])
+
+    def _repr_html_(self) -> str:
+        """Return the table as HTML, for notebooks."""
+        rows = self.table()
+        lines = ["".join(f"<th>{html.escape(name)}</th>" for name in rows[0])]
+        for row in rows:
+            lines.append("".join(f"<td>{html.escape(str(cell))}</td>" for cell in row.values()))
+        table = "".join(f"<tr>{line}</tr>\n" for line in lines)
+        return f"<table>\n{table}</table>\n<p>{'<br>'.join(map(html.escape, self.notes()))}</p>"
 
 
-def format_plan(kind: str, content: Mapping[str, Any]) -> str:
-    """Return the text that `write_plan` writes."""
-    entries = {_KIND: kind, _VERSION: PLAN_VERSION, **content}
-    lines = (f"  {json.dumps(name)}: {_format(value)}" for name, value in entries.items())
-    return "{\n" + ",\n".join(lines) + "\n}\n"
-
-
-def read_plan(path: str | os.PathLike[str], kind: str) -> dict[str, Any]:
-    """Read the file of a plan.
-
-    Args:
-        path: A file that `write_plan` wrote.
-        kind: What the plan must be for, e.g. `"attention"`.
-
-    Returns:
-        The content that was passed to `write_plan`.
-
-    Raises:
-        OSError: If the file cannot be read; the message names it.
-        ValueError: If it is not a plan of this kind and version.
-    """
-    try:
-        text = Path(path).read_text(encoding="utf-8")
-    except OSError as error:
-        raise type(error)(
-            f"plan {path} cannot be read ({error.strerror}); pass a file that Plan.save wrote"
-        ) from None
-    except UnicodeDecodeError:
-        raise ValueError(f"{path} is not text; pass a file that Plan.save wrote") from None
-    try:
-        data = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ValueError(
-            f"{path} is not JSON (line {error.lineno}: {error.msg}); pass a file that Plan.save wrote"
-        ) from None
-    if not isinstance(data, dict) or _KIND not in data:
-        raise ValueError(f"{path} is not a plan; pass a file that Plan.save wrote")
-    if data[_KIND] != kind:
-        raise ValueError(
-            f"{path} is a plan of the kind {data[_KIND]!r}; pass one of the kind {kind!r}"
-        )
-    if data.get(_VERSION) != PLAN_VERSION:
-        raise ValueError(
-            f"{path} has plan version {data.get(_VERSION)!r} and this bmfa reads version "
-            f"{PLAN_VERSION}; make the plan again with this version of bmfa"
-        )
-    return {name: value for name, value in data.items() if name not in (_KIND, _VERSION)}
-
-
-@dataclass(frozen=True)
-class Plan:
+@dataclass(frozen=True, kw_only=True)
+class Plan(PlanFile):
     """Settings for each layer of a model at one image size, with what was predicted and measured.
 
     `bmfa.tune` makes these, and `bmfa.patch(model, plan=...)` applies them. Times are of a batch on the
-    device of the plan.
+    device of the plan. `print(plan)` shows it as a table.
 
     Args:
         model: The fingerprint of the model.
@@ -207,23 +300,20 @@ class Plan:
         tolerance: The largest change of the output that was accepted.
         layers: The chosen setting of every layer.
         candidates: Every setting that was measured, and those interpolated between two of them.
-        predicted_change: The change that follows from the layers alone on the choosing images, None for
-            other measures than `"features"` and `"logits"`.
-        checked_change: The change of the whole model on the checking images.
-        measured_change: The change of the whole model on the confirming images, which took no part in
-            the choice; on the checking images if there are none.
-        checks: Every combination that was checked, in order: `errors`, the target of each layer (None is
-            dense), the number of `tiled_layers`, `attention_milliseconds` of all layers,
-            `predicted_change`, `choosing_change` (measured on the choosing images, None if it was not),
-            `measured_change` on the checking images, whether it `holds` on both, whether it is the
-            `chosen` one, and `why` it was checked.
+        predicted_change: The change that follows from the layers alone on the calibration images, None
+            for other measures than `"features"` and `"logits"`.
+        validation_change: The change of the whole model on the validation images.
+        measured_change: The change of the whole model on the test images, which took no part in the
+            choice; on the validation images if there are none.
+        checks: Every combination that was checked, in order. For `"features"` and `"logits"` the first one
+            is the fastest that is predicted to be within the tolerance.
         dense_milliseconds: The time of the unpatched model.
         predicted_milliseconds: The time that follows from the attention of the layers.
         milliseconds: The time of the patched model.
-        choosing: The number of images on which the settings were chosen.
-        checking: The number of images on which combinations were checked. More than one check chooses,
-            too.
-        confirming: The number of images that took no part in the choice, 0 if there were too few.
+        calibration_images: The number of images on which each layer alone was measured.
+        validation_images: The number of images on which combinations were checked. More than one check
+            chooses, too.
+        test_images: The number of images that took no part in the choice, 0 if there were too few.
         seed: The seed of the split into these.
         environment: Versions, device and processor.
 
@@ -236,8 +326,9 @@ class Plan:
         (8, True)
     """
 
-    model: ModelFingerprint
-    img_size: tuple[int, int]
+    kind: ClassVar[str] = "attention"
+    made_by: ClassVar[str] = "bmfa.tune"
+
     grids: tuple[tuple[int, int], ...]
     batch_size: int
     dtype: str
@@ -247,17 +338,30 @@ class Plan:
     layers: tuple[LayerSetting, ...]
     candidates: tuple[LayerSetting, ...]
     predicted_change: float | None
-    checked_change: float
+    validation_change: float
     measured_change: float
-    checks: tuple[Row, ...]
     dense_milliseconds: float
     predicted_milliseconds: float
     milliseconds: float
-    choosing: int
-    checking: int
-    confirming: int
-    seed: int
-    environment: Mapping[str, Any] = field(default_factory=lambda: environment())
+
+    def __post_init__(self) -> None:
+        for name in ("dense_milliseconds", "predicted_milliseconds", "milliseconds", "tolerance"):
+            check_number(name, getattr(self, name), low=0.0, open_low=True)
+        for name in ("calibration_images", "validation_images", "batch_size"):
+            check_integer(name, getattr(self, name), low=1)
+        for setting in self.candidates:
+            check_number("candidates.milliseconds", setting.milliseconds, low=0.0, open_low=True)
+        depth = self.model.layers
+        dense = sorted(s.layer for s in self.candidates if s.error is None)
+        for name, layers in (("layers", [s.layer for s in self.layers]), ("candidates", dense)):
+            if layers != list(range(depth)):
+                raise ValueError(f"{name} has layers {layers} of a model with {depth} layers")
+        if len(self.grids) != depth or min(map(min, self.grids)) < 1:
+            raise ValueError(
+                f"grids is {self.grids}, which is not a grid for each of {depth} layers"
+            )
+        if [check.holds for check in self.checks if check.chosen] != [True]:
+            raise ValueError("checks has not exactly one that is chosen and holds")
 
     @property
     def holds(self) -> bool:
@@ -266,23 +370,25 @@ class Plan:
 
     @property
     def expected_change(self) -> float:
-        """The change that is expected on other images: the mean over choosing and checking images.
+        """The change that is expected on other images: the mean over calibration and validation images.
 
-        It is the root mean square for features. For the choosing images the predicted change counts, if
-        none was measured.
+        It is the root mean square for features. For the calibration images the predicted change counts,
+        if none was measured.
 
         Example:
             >>> Plan.load("plan.json").expected_change  # doctest: +SKIP
             0.0287
         """
-        row = next(row for row in self.checks if row["chosen"])
-        choosing = row["choosing_change"]
-        choosing = row["predicted_change"] if choosing is None else choosing
-        if choosing is None:  # all layers are dense
-            return float(self.checked_change)
-        power = self._power or 1
-        total = self.choosing * choosing**power + self.checking * self.checked_change**power
-        return float((total / (self.choosing + self.checking)) ** (1.0 / power))
+        check = next(check for check in self.checks if check.chosen)
+        calibrated = check.calibration_change
+        calibrated = check.predicted_change if calibrated is None else calibrated
+        if calibrated is None:  # all layers are dense
+            return self.validation_change
+        power = (MEASURES[self.measure].power if self.measure in MEASURES else None) or 1
+        total = self.calibration_images * calibrated**power
+        total += self.validation_images * self.validation_change**power
+        images = self.calibration_images + self.validation_images
+        return float((total / images) ** (1.0 / power))
 
     @property
     def speedup(self) -> float:
@@ -308,123 +414,68 @@ class Plan:
                 times.setdefault(setting.layer, {})[setting.error] = setting.milliseconds
         return times
 
-    def single_target(self) -> Row | None:
-        """Return the fastest single error target that is predicted to be within the tolerance.
-
-        Layers in which the target saves no time stay dense. It shows what the choice for each layer is
-        worth.
-
-        Returns:
-            `error`, `predicted_change`, `predicted_milliseconds` and `measured_change` on the checking
-            images (None if it was not checked, because the plan is faster anyway); or None if no target
-            is within the tolerance, or it is not known how the changes of the measure add.
-
-        Example:
-            >>> import bmfa, torch
-            >>> model = bmfa.load_model("embedded").model
-            >>> times = {layer: {None: 1.0, 0.1: 0.5} for layer in range(8)}
-            >>> plan = bmfa.tune(
-            ...     model, torch.zeros(2, 3, 112, 112), 10.0, errors=[0.1], repeats=1, times=times
-            ... )
-            >>> plan.single_target()["error"]
-            0.1
-        """
-        search = self._search()
-        if search is None:
-            return None
-        singles = [
-            {"error": error} | self._predict(search, chosen)
-            for error, chosen in search.single_targets().items()
-            if search.change(chosen) <= self.tolerance
-        ]
-        return min(singles, key=lambda row: float(row["predicted_milliseconds"]), default=None)
-
-    def optimum(self) -> Row | None:
-        """Return the fastest combination that is predicted to be within the tolerance.
-
-        It is what the measured times and changes allow on the choosing images. The plan is slower if
-        this combination does not hold on the checking images.
-
-        Returns:
-            `errors`, the target of each layer (None is dense), `predicted_change`,
-            `predicted_milliseconds` and `measured_change` on the checking images; or None if it is not
-            known how the changes of the measure add.
-
-        Example:
-            >>> import bmfa, torch
-            >>> model = bmfa.load_model("embedded").model
-            >>> times = {layer: {None: 1.0, 0.1: 0.5} for layer in range(8)}
-            >>> plan = bmfa.tune(
-            ...     model, torch.zeros(2, 3, 112, 112), 10.0, errors=[0.1], repeats=1, times=times
-            ... )
-            >>> plan.optimum()["errors"] == [0.1] * 8
-            True
-        """
-        search = self._search()
-        if search is None:
-            return None
-        chosen = search.fastest(self.tolerance**search.power)
-        errors = [chosen[layer] for layer in sorted(chosen)]
-        return {"errors": errors} | self._predict(search, chosen)
-
-    def _search(self) -> SettingSearch | None:
-        """Return a search of the candidates, None if it is not known how their changes add."""
-        if self._power is None:
-            return None
-        return SettingSearch(self.candidates, self._power)
+    @property
+    def grid(self) -> tuple[int, int] | None:
+        """The height and width of the grid of tokens, None if layers have different ones."""
+        return self.grids[0] if len(set(self.grids)) == 1 else None
 
     @property
-    def _power(self) -> int | None:
-        """The power of the change that adds over layers."""
-        return MEASURES[self.measure].power if self.measure in MEASURES else None
+    def token_grids(self) -> tuple[Grid, ...]:
+        """The grid of tokens in every layer."""
+        return tuple(Grid(height, width) for height, width in self.grids)
 
-    def _predict(self, search: SettingSearch, chosen: Combination) -> Row:
-        """Return the predicted change and time of a combination, and what its check has measured."""
-        dense = search.milliseconds(dict.fromkeys(chosen))
-        errors = [chosen[layer] for layer in sorted(chosen)]
-        checked = (row["measured_change"] for row in self.checks if row["errors"] == errors)
-        return {
-            "predicted_change": search.change(chosen),
-            "predicted_milliseconds": self.dense_milliseconds
-            - (dense - search.milliseconds(chosen)),
-            "measured_change": next(checked, None),
-        }
-
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the plan to a JSON file, whole or not at all.
-
-        Args:
-            path: The file; its folder is created if it is missing.
-
-        Raises:
-            OSError: If the file cannot be written.
+    def table(self) -> list[Row]:
+        """Return a row for the chosen setting of every layer.
 
         Example:
-            >>> import bmfa, torch
-            >>> model = bmfa.load_model("embedded").model
-            >>> plan = bmfa.tune(model, torch.zeros(2, 3, 112, 112), errors=[0.1], repeats=1)
-            >>> plan.save("plan.json")
-            >>> Plan.load("plan.json") == plan
-            True
-            >>> os.remove("plan.json")
+            >>> Plan.load("plan.json").table()[2]  # doctest: +SKIP
+            {'layer': 2, 'setting': 'error=0.1', 'change_alone': '0.88 %', ...}
         """
-        write_atomic(Path(path), self.to_json())
-
-    def to_json(self) -> str:
-        """Return the text of the file that `save` writes.
-
-        Returns:
-            JSON text with one line for each setting.
-
-        Example:
-            >>> import bmfa, torch
-            >>> model = bmfa.load_model("embedded").model
-            >>> plan = bmfa.tune(model, torch.zeros(2, 3, 112, 112), errors=[0.1], repeats=1)
-            >>> print(plan.to_json()[:24])
+        dense = {s.layer: s.milliseconds for s in self.candidates if s.error is None}
+        return [
             {
-              "plan": "attention",
-        """
-        return format_plan("attention", asdict(self))
+                "layer": s.layer,
+                "setting": s.name,
+                "change_alone": self._format(s.change),
+                "milliseconds": s.milliseconds,
+                "dense_milliseconds": dense[s.layer],
+                "speedup": f"{dense[s.layer] / s.milliseconds:.2f}x",
+            }
+            for s in self.layers
+        ]
+
+    def notes(self) -> list[str]:
+        """Return sentences on the whole model: its change and its time, predicted and measured."""
+        change, (height, width) = self._format, self.img_size
+        device = self.environment.get("device_name", self.device)
+        unseen = f"{change(self.measured_change)} measured on {self.test_images}"
+        if not self.test_images:
+            unseen = "none, because fewer than six images were given"
+        lines = [
+            f"{self.measure} at {width}x{height} px, {self.dtype}, batches of {self.batch_size} on {device}: "
+            f"{len(self.errors)} of {len(self.layers)} layers attend over tiles",
+            f"change: {change(self.predicted_change)} predicted from {self.calibration_images} calibration "
+            f"images, {change(self.validation_change)} measured on {self.validation_images} validation "
+            f"images, tolerance {change(self.tolerance)}",
+            f"test images: {change(self.expected_change)} expected, {unseen}",
+            f"time: {self.dense_milliseconds:.5g} ms dense, {self.predicted_milliseconds:.5g} ms "
+            f"predicted ({self.predicted_speedup:.2f}x), {self.milliseconds:.5g} ms measured "
+            f"({self.speedup:.2f}x)",
+        ]
+        if not self.holds:
+            lines.append("the change exceeds the tolerance: pass more images (limit)")
+        if len(self.checks) > 1 or not self.errors:
+            number, check = next((i, c) for i, c in enumerate(self.checks, 1) if c.chosen)
+            lines.append(
+                f"choice: combination {number} of {len(self.checks)} checked, {check.reason}"
+            )
+        return lines
+
+    def _format(self, change: float | None) -> str:
+        """Format a change: in nats for logits, otherwise in percent."""
+        if change is None:
+            return "none"
+        return f"{change:.3g} nats" if self.measure == "logits" else f"{100 * change:.2f} %"
 
     def to_record(self) -> Record:
         """Return the plan as the record of an experiment, from which its figure is drawn.
@@ -441,121 +492,204 @@ class Plan:
         """
         chosen, dense = set(self.layers), {s.layer: s for s in self.candidates if s.error is None}
         rows = [
-            {
-                "layer": s.layer,
-                "setting": s.name,
-                "error": s.error,
-                "change": s.change,
-                "milliseconds": s.milliseconds,
-                "dense_milliseconds": dense[s.layer].milliseconds,
-                "checking_change": s.checking_change,
-                "interpolated": s.interpolated,
-                "chosen": s in chosen,
-            }
+            {"setting": s.name, **asdict(s)}
+            | {"dense_milliseconds": dense[s.layer].milliseconds, "chosen": s in chosen}
             for s in self.candidates
         ]
-        settings = {
-            name: value
-            for name, value in asdict(self).items()
-            if name not in ("layers", "candidates", "environment")
-        }
-        totals = {
+        settings = asdict(self) | {
             "speedup": self.speedup,
             "predicted_speedup": self.predicted_speedup,
             "expected_change": self.expected_change,
-            "single_target": self.single_target(),
-            "optimum": self.optimum(),
         }
-        return Record("tune", settings | totals, rows, self.environment)
+        for name in ("layers", "candidates", "environment"):
+            del settings[name]
+        return Record("tune", settings, rows, self.environment)
 
-    @classmethod
-    def load(cls, path: str | os.PathLike[str]) -> "Plan":
-        """Read a plan.
 
-        Args:
-            path: A file that `save` wrote.
+@dataclass(frozen=True, kw_only=True)
+class ReductionPlan(PlanFile):
+    """The tokens that each block of a model removes at one image size, with what was measured.
+
+    `bmfa.tune_reduction` makes these, and `bmfa.reduce(model, plan=...)` applies them. `print(plan)` shows it as
+    a table.
+
+    Args:
+        model: The fingerprint of the model.
+        img_size: The height and width of the images in pixels.
+        grid: The height and width of the grid of tokens.
+        policy: The name of the policy, e.g. `"free-energy"`.
+        schedule: The number of tokens that each block removes.
+        target: What was requested, `"gflops"` or `"agreement"`.
+        target_value: The GFLOPs of an image, or the share of the images that keep their class.
+        full_gflops: The GFLOPs of an image in the full model.
+        gflops: The GFLOPs of an image with this schedule.
+        predicted_kl: The sum of the output KL of the blocks alone, in nats.
+        calibration_kl: The output KL on the calibration images: the mean divergence of the class
+            probabilities from those of the full model.
+        calibration_agreement: The share of these images whose class is that of the full model.
+        output_kl: The output KL on images that took no part in the choice, or on the validation images if
+            there are none.
+        agreement: The share of the same images whose class is that of the full model.
+        alone: What was measured for each block alone: block, removed, output_kl and gflops.
+        checks: Every schedule that was checked for a target of agreement, in order. The change is the share
+            of images whose class is another one.
+        calibration_images: The number of images on which each block alone was measured.
+        validation_images: The number of images on which a target of agreement was checked, which chooses,
+            too; 0 for a target of GFLOPs.
+        test_images: The number of images that took no part in the choice, 0 if there were too few.
+        seed: The seed of the split into these.
+        environment: Versions, device and processor.
+
+    Example:
+        >>> import bmfa, torch
+        >>> loaded = bmfa.load_model("embedded")
+        >>> images = torch.rand(4, 3, 112, 112, generator=torch.Generator().manual_seed(0))
+        >>> plan = bmfa.tune_reduction(loaded, images, gflops=0.42)
+        >>> len(plan.schedule), plan.gflops <= 0.42
+        (8, True)
+    """
+
+    kind: ClassVar[str] = "reduction"
+    made_by: ClassVar[str] = "bmfa.tune_reduction"
+
+    grid: tuple[int, int]
+    policy: str
+    schedule: tuple[int, ...]
+    target: str
+    target_value: float
+    full_gflops: float
+    gflops: float
+    predicted_kl: float
+    calibration_kl: float
+    calibration_agreement: float
+    output_kl: float
+    agreement: float
+    alone: tuple[dict[str, Any], ...]
+
+    def __post_init__(self) -> None:
+        check_number("full_gflops", self.full_gflops, low=0.0, open_low=True)
+        if len(self.schedule) != self.model.layers:  # one number would be a count for every block
+            blocks = self.model.layers
+            raise ValueError(
+                f"schedule has {len(self.schedule)} numbers of tokens for {blocks} blocks"
+            )
+        _ = self.reduction
+
+    @property
+    def reduction(self) -> Policy:
+        """The policy with its schedule, as `bmfa.reduce` takes it.
+
+        Example:
+            >>> str(ReductionPlan.load("plan.json").reduction)  # doctest: +SKIP
+            'free-energy:0,0,0,24,8,20,0,24,0,20,0,0'
+        """
+        return parse(f"{self.policy}:{','.join(map(str, self.schedule))}")
+
+    @property
+    def holds(self) -> bool:
+        """True if the target is kept; one of agreement on the images that took no part in the choice."""
+        if self.target == "gflops":
+            return self.gflops <= self.target_value
+        return self.agreement >= self.target_value
+
+    @property
+    def token_grid(self) -> Grid:
+        """The grid of tokens.
+
+        Example:
+            >>> ReductionPlan.load("plan.json").token_grid  # doctest: +SKIP
+            Grid(height=14, width=14)
+        """
+        return Grid(*self.grid)
+
+    def table(self) -> list[Row]:
+        """Return a row for each block: `block`, `removed` and `tokens_left`, which counts spatial tokens.
+
+        Example:
+            >>> plan.table()[3]  # doctest: +SKIP
+            {'block': 3, 'removed': 24, 'tokens_left': 172}
+        """
+        left = [
+            self.token_grid.size - sum(self.schedule[: i + 1]) for i in range(len(self.schedule))
+        ]
+        return [
+            {"block": block, "removed": removed, "tokens_left": left[block]}
+            for block, removed in enumerate(self.schedule)
+        ]
+
+    def notes(self) -> list[str]:
+        """Return sentences on the reduced model: its operations, its output KL and its agreement."""
+        (height, width), removed = self.img_size, sum(self.schedule)
+        target = f"an agreement of {100 * self.target_value:.1f} %"
+        if self.target == "gflops":
+            target = f"at most {self.target_value:g} GFLOPs"
+        images = (
+            f"{self.test_images} test"
+            if self.test_images
+            else f"{self.validation_images} validation"
+        )
+        lines = [
+            f"{self.policy} at {width}x{height} px for {target}: {removed} of {self.token_grid.size} "
+            "spatial tokens are removed",
+            f"operations: {self.gflops:.4g} of {self.full_gflops:.4g} GFLOPs "
+            f"({100 * self.gflops / self.full_gflops:.1f} %)",
+            f"{self.calibration_images} calibration images: {100 * self.calibration_agreement:.1f} % keep "
+            f"their class, output KL {self.calibration_kl:.3g} nats",
+            f"{images} images: {100 * self.agreement:.1f} % keep their class, output KL "
+            f"{self.output_kl:.3g} nats",
+        ]
+        if not self.holds:
+            lines.append("the target is missed: pass more images (limit)")
+        if not removed:
+            lines.append(
+                "no schedule with fewer operations keeps the target: the model stays as it is"
+            )
+        return lines
+
+    def to_record(self) -> Record:
+        """Return the plan as the record of an experiment.
 
         Returns:
-            The plan.
-
-        Raises:
-            OSError: If the file cannot be read.
-            ValueError: If it is not a plan for attention, or of another version.
+            A record with the rows of `table`; its settings have the totals.
 
         Example:
-            >>> import bmfa, torch
-            >>> model = bmfa.load_model("embedded").model
-            >>> plan = bmfa.tune(model, torch.zeros(2, 3, 112, 112), errors=[0.1], repeats=1)
-            >>> plan.save("plan.json")
-            >>> model = bmfa.patch(model, plan=Plan.load("plan.json"))
-            >>> os.remove("plan.json")
+            >>> plan.to_record().rows[3]  # doctest: +SKIP
+            {'block': 3, 'removed': 24, 'tokens_left': 172}
         """
-        data = read_plan(path, "attention")
-        try:
-            plan = cls(
-                model=ModelFingerprint(**data.pop("model")),
-                img_size=read_sides(data.pop("img_size")),
-                grids=tuple(map(read_sides, data.pop("grids"))),
-                checks=tuple(data.pop("checks")),
-                layers=tuple(map(_checked_setting, data.pop("layers"))),
-                candidates=tuple(map(_checked_setting, data.pop("candidates"))),
-                **data,
-            )
-        except (KeyError, TypeError, ValueError) as error:
-            raise ValueError(
-                f"{path} is not a complete plan ({error}); make it again with bmfa.tune"
-            ) from None
-        layers = plan.model.layers
-        if [s.layer for s in plan.layers] != list(range(layers)) or len(plan.grids) != layers:
-            raise ValueError(
-                f"{path} is not a complete plan (it has {len(plan.layers)} settings and "
-                f"{len(plan.grids)} grids for {layers} layers); make it again with bmfa.tune"
-            )
-        return plan
-
-    def check_model(self, model: nn.Module) -> None:
-        """Raise unless the plan is for this model.
-
-        Args:
-            model: A model that `patch` supports.
-
-        Raises:
-            TypeError: If the model is not supported.
-            ValueError: If the plan is for another model.
-
-        Example:
-            >>> import bmfa, torch
-            >>> model = bmfa.load_model("embedded").model
-            >>> plan = bmfa.tune(model, torch.zeros(2, 3, 112, 112), errors=[0.1], repeats=1)
-            >>> plan.check_model(model)
-        """
-        self.model.check(model, "bmfa.tune")
-
-    @property
-    def grid(self) -> tuple[int, int] | None:
-        """The height and width of the grid of tokens, None if layers have different ones."""
-        return self.grids[0] if len(set(self.grids)) == 1 else None
-
-    @property
-    def token_grids(self) -> tuple[Grid, ...]:
-        """The grid of tokens in every layer."""
-        return tuple(Grid(height, width) for height, width in self.grids)
+        settings = asdict(self)
+        del settings["environment"]
+        return Record("tune-reduction", settings, self.table(), self.environment)
 
 
-def _checked_setting(row: Mapping[str, Any]) -> LayerSetting:
-    setting = LayerSetting(**row)
-    check_integer("layer", setting.layer, low=0)
-    check_number("milliseconds", setting.milliseconds, low=0.0)
-    for name in ("error", "change", "checking_change"):
-        if getattr(setting, name) is not None:
-            check_number(name, getattr(setting, name), low=0.0)
-    return setting
-
-
-def read_sides(values: Any) -> tuple[int, int]:
-    """Return the height and width of an image or a grid in the data of a plan."""
-    height, width = values
-    return check_integer("height", height, low=1), check_integer("width", width, low=1)
+def _decode(kind: Any, value: Any, name: str) -> Any:
+    """Convert JSON data to the type of a field; raise a ValueError that names the field."""
+    origin, arguments = get_origin(kind), get_args(kind)
+    if origin is types.UnionType:  # with None
+        return None if value is None else _decode(arguments[0], value, name)
+    if kind is float:
+        return check_number(name, value, low=0.0)
+    if kind is int:
+        return check_integer(name, value, low=0)
+    if origin is tuple:
+        count = "" if arguments[-1] is ... else f" of {len(arguments)} numbers"
+        if not isinstance(value, list) or (count and len(value) != len(arguments)):
+            raise ValueError(f"{name} is not a list{count}")
+        return tuple(_decode(arguments[0], item, f"{name}[{i}]") for i, item in enumerate(value))
+    if is_dataclass(kind) and isinstance(value, dict):
+        hints = {one.name: get_type_hints(kind)[one.name] for one in fields(kind)}
+        for what, names in (
+            ("lacks", set(hints) - set(value)),
+            ("does not have", set(value) - set(hints)),
+        ):
+            if names:
+                raise ValueError(f"{name or 'a plan'} {what} the field {min(names)!r}")
+        prefix = f"{name}." if name else ""
+        decoded = {one: _decode(hint, value[one], prefix + one) for one, hint in hints.items()}
+        return kind(**decoded)
+    expected = {"str": str, "bool": bool}.get(getattr(kind, "__name__", ""), dict)
+    if not isinstance(value, expected):
+        raise ValueError(f"{name} is {value!r}, which is not of the type {expected.__name__}")
+    return value
 
 
 def _format(value: Any) -> str:
@@ -568,20 +702,7 @@ def _format(value: Any) -> str:
     return json.dumps(value, allow_nan=False)
 
 
-def _unwrap(model: nn.Module) -> nn.Module:
-    """Return the model inside the wrappers of torch.compile and of data-parallel training."""
-    while True:
-        name = "_orig_mod" if hasattr(model, "_orig_mod") else "module"
-        inner = model._modules.get(name)
-        is_wrapper = isinstance(model, nn.DataParallel) or type(model).__module__.startswith(
-            ("torch._dynamo", "torch.nn.parallel")
-        )
-        if inner is None or not is_wrapper:
-            return model
-        model = inner
-
-
-def _hash_weights(parameters: list[nn.Parameter]) -> str:
+def _hash_weights(parameters: Sequence[nn.Parameter]) -> str:
     """Hash evenly spaced elements of every parameter, the last one among them, as float64."""
     samples: dict[torch.device, list[Tensor]] = {}  # one transfer from each device
     for parameter in parameters:

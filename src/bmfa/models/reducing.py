@@ -11,7 +11,7 @@ from bmfa.models.hosts.base import class_name
 from bmfa.models.hosts.unsupported import raise_not_reducible
 from bmfa.models.override import has_instance_forward, override_method
 from bmfa.models.patching import unpatch
-from bmfa.models.reduction_plan import ReductionPlan
+from bmfa.models.plan import ReductionPlan
 from bmfa.models.token_grid import TokenGrid
 from bmfa.models.token_reduction import (
     ExposedBlocks,

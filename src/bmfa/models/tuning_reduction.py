@@ -1,42 +1,52 @@
 """Choose how many tokens each block of a model removes, on a person's images."""
 
-import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+import math
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from copy import deepcopy
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from bmfa.checks import check_integer, check_number
 from bmfa.grid import Grid
-from bmfa.merging import POLICY_NAMES
+from bmfa.merging import POLICY_NAMES, Policy, parse
 from bmfa.merging.policies.base import BudgetPolicy
 from bmfa.models.families import find_vision_transformer
 from bmfa.models.flops import count_flops
-from bmfa.models.hosts.base import replacements_in
-from bmfa.models.image_sample import find_preprocessing, sample_images, split_counts
+from bmfa.models.image_sample import find_preprocessing, sample_images, split_images
 from bmfa.models.loading import LoadedModel
+from bmfa.models.measures import disagreement, kl_divergence, logits
 from bmfa.models.patching import unpatch
-from bmfa.models.plan import ModelFingerprint
+from bmfa.models.plan import ModelFingerprint, ReductionPlan
 from bmfa.models.preprocessing import Preprocessing
 from bmfa.models.reducing import reduce
-from bmfa.models.reduction_plan import ReductionPlan, make_policy
-from bmfa.models.schedule_search import CostModel, Schedule, ScheduleSearch, spread_schedule
-from bmfa.records import Row
+from bmfa.models.search import Check, Combination, Search
+from bmfa.models.tuning import Progress, Steps, check_tunable, unchanged
+from bmfa.records import round_digits
 
-Progress = Callable[[int, int], None]  # schedules measured, of about how many
+Schedule = tuple[int, ...]
 
-# Images that are used, half of them for choosing. The classes of 64 images are known to 1.6 points.
+# Images that are used, half of them for calibration. The classes of 64 images are known to 1.6 points.
 IMAGES = {"cuda": 512, "cpu": 128}
-# Images that rank what to try; those that decide are all the choosing ones.
+# Calibration images that rank schedules; all of them decide.
 SAMPLED = 32
-# Budgets between which an agreement is searched: 2^-6 is 1.6 % of the operations.
-BISECTIONS = 6
-# Share of the operations of the full model that a budget grows by if the agreement does not hold.
-GROWTH = 0.02
+# Shares of the tokens that a block removes alone; the change between them is interpolated by a power.
+ALONE_SHARES = (1 / 12, 1 / 4)
+# Tokens by which a block is changed around a schedule, as a share of the tokens: 8 of 196.
+AROUND_SHARE = 1 / 24
+# Factor between the measured and the predicted effect of a block around a schedule, at most.
+MOST_FACTOR = 4.0
+# States of the dynamic programming: numbers of tokens that are left.
+STATES = 256
+# Exponents of 10 between which the weight of operations is bisected: change per share of the full model.
+LEAST_WEIGHT, MOST_WEIGHT, BISECTIONS = -8.0, 8.0, 30
+# Schedules whose operations are counted to fit `ScheduleModel`, twice its coefficients.
+COUNTED_SCHEDULES = 14
 
 
 def tune_reduction(
@@ -57,12 +67,12 @@ def tune_reduction(
 ) -> ReductionPlan:
     """Choose how many tokens each block of a classifier removes, for a target of GFLOPs or of agreement.
 
-    Half of the images choose: they measure the change of the class probabilities for each block alone,
-    a greedy allocation makes a schedule within the budget, and exchanges of tokens between blocks are
-    kept where they lower the change of the whole model. The schedule is then measured on the other half.
-    For a target of agreement, the budget grows until the target holds on a quarter of the images, and
-    the last quarter, which took no part in the choice, is measured; with fewer than six images there
-    is no such quarter.
+    Half of the images calibrate: they measure the change of the class probabilities for each block alone.
+    The schedule within a number of operations whose predicted change is the least follows by dynamic
+    programming; then the blocks are measured again around this schedule, and a better one replaces it.
+    The schedule is tested on the other half. For a target of agreement, a quarter of the images validates
+    schedules of more and of fewer operations, and the last quarter, which took no part in the choice,
+    tests the plan; with fewer than six images there is no such quarter.
 
     The model is the same afterwards, also if an error or Ctrl-C ends the call. Apply the plan with
     `bmfa.reduce(model, plan=plan)`.
@@ -81,9 +91,10 @@ def tune_reduction(
         options: Keyword arguments of every call of the model. None takes those of `load_model`.
         batch_size: The number of images in a call.
         limit: The number of images to use. None is 512 on CUDA and 128 elsewhere.
-        seed: Seed of which images are used, and which of them choose.
-        rounds: Rounds of exchanges of tokens between blocks, at least 0. A round measures about 30
-            schedules.
+        seed: Seed of which images are used, and which of them calibrate, validate
+            and test.
+        rounds: How often the blocks are measured again around the schedule. A round measures two
+            schedules for each block.
         progress: True shows a progress bar on a terminal. A function is called with the schedules that
             are measured and about how many there will be.
 
@@ -107,129 +118,118 @@ def tune_reduction(
     """
     check_target(gflops, agreement)
     check_policy(policy)
-    module = model.model if isinstance(model, LoadedModel) else model
-    host = find_vision_transformer(module)
-    if replacements_in(module):
-        raise ValueError("the model is patched or reduced; call bmfa.unpatch(model) first")
-    if options is None:
-        options = model.options if isinstance(model, LoadedModel) else {}
+    module, host, options = check_tunable(model, options)
     batch_size = check_integer("batch_size", batch_size, low=1)
     seed = check_integer("seed", seed, low=0)
+    rounds = check_integer("rounds", rounds, low=0)
     device = next((p.device.type for p in module.parameters()), "cpu")
-    most = IMAGES.get(device, IMAGES["cpu"]) if limit is None else limit
-    images = sample_images(
-        images,
-        find_preprocessing(model, preprocess, img_size),
-        check_integer("limit", most, low=2),
-        torch.Generator().manual_seed(seed),
-    )
-    if len(images) < 2:
-        raise ValueError(
-            "there is only 1 image; pass at least two, because the schedule is checked on images "
-            "that did not choose it"
-        )
-    choosing, checking, confirming = torch.split(images, split_counts(len(images)))
-    tuner = ReductionTuner(
-        module,
-        dict(options),
-        policy,
-        choosing,
-        batch_size,
-        len(host.blocks),
-        progress,
-        check_integer("rounds", rounds, low=0),
-    )
+    limit = IMAGES.get(device, IMAGES["cpu"]) if limit is None else limit
+    generator = torch.Generator().manual_seed(seed)
+    preprocess = find_preprocessing(model, preprocess, img_size)
+    limit = check_integer("limit", limit, low=2)
+    parts = split_images(sample_images(images, preprocess, limit, generator))
+    depth = len(host.blocks)
+    tuner = ReductionTuner(module, options, policy, parts[0], batch_size, depth, progress, rounds)
     with tuner:
         if gflops is not None:
-            return tuner.plan_for_gflops(gflops, images[len(choosing) :], seed)
+            budget, test = gflops * 1e9, torch.cat(parts[1:])
+            full = tuner.count(tuner.dense) <= budget
+            schedule = tuner.dense if full else tuner.best_schedule(budget)
+            return tuner.plan(("gflops", gflops), schedule, [parts[0], test[:0], test], seed)
         assert agreement is not None
-        return tuner.plan_for_agreement(agreement, checking, confirming, seed)
+        search = tuner.search_agreement(agreement, parts[1])
+        schedule = next(check.settings for check in search.checks if check.chosen)
+        return tuner.plan(("agreement", agreement), schedule, parts, seed, search.checks)
 
 
 @dataclass(eq=False)
 class ReductionTuner:
-    """Measures schedules of a model; a context manager that leaves the model as it was."""
+    """Measures schedules of a model, a problem of `Search`; a context manager that restores the model."""
 
     model: nn.Module
-    options: dict[str, Any]
+    options: Mapping[str, Any]
     policy: str
-    choosing: Tensor  # (n, 3, height, width)
+    calibration: Tensor  # (n, 3, height, width)
     batch_size: int
     depth: int
     progress: Progress | bool = False
     rounds: int = 1
-    measured: int = 0
-    bar: Any = None
-    training: list[nn.Module] = field(default_factory=list)
-    search: ScheduleSearch = field(init=False)
-    reference: Tensor = field(init=False)  # (n, classes) logits of the full model
-    grid: Grid = field(init=False)
-    counted: nn.Module = field(init=False)  # copy of the model in float32 on the CPU
+
+    def __post_init__(self) -> None:
+        self.dense: Schedule = (0,) * self.depth
+        self.stack = ExitStack()
+        self.kls: dict[
+            tuple[Schedule, int], float
+        ] = {}  # measured, by schedule and number of images
 
     def __enter__(self) -> "ReductionTuner":
-        self.training = [module for module in self.model.modules() if module.training]
-        self.model.eval()
+        total = 4 * self.depth + 12
+        self.steps = self.stack.enter_context(Steps(self.progress, total, " schedules"))
+        self.stack.enter_context(unchanged(self.model))
         try:
-            self.prepare()
+            self._prepare()
         except BaseException:
-            self.__exit__()
+            self.stack.close()
             raise
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self.bar is not None:
-            self.bar.close()
-        unpatch(self.model)
-        for module in self.training:
-            module.training = True
+        self.stack.close()
 
-    def prepare(self) -> None:
-        """Run the full model, and read its grid and its operations."""
-        if self.progress is True and sys.stderr.isatty():
-            from tqdm import tqdm
-
-            self.bar = tqdm(unit=" schedules", leave=False, dynamic_ncols=True)
-        reduce(self.model, make_policy(self.policy, (0,) * self.depth))  # raises if it cannot
+    def _prepare(self) -> None:
+        """Run the full model, read its grid, and measure every block alone."""
+        policy = make_policy(self.policy, self.dense)
+        reduce(self.model, policy)  # raises if it cannot
         unpatch(self.model)
-        with _grid_of(self.model) as grids:
-            self.reference = self.logits(self.choosing)
-        self.grid = grids[-1]
-        self.counted = deepcopy(self.model).to("cpu", torch.float32).eval()
-        policy = make_policy(self.policy, (0,) * self.depth)
-        assert isinstance(policy, BudgetPolicy)
-        first = 1 if self.policy == "diffrate" else 0  # its first block never merges
-        cost = CostModel.fit(self.grid.size, self.depth, policy.max_removed, self.count_from(first))
-        self.search = ScheduleSearch(
-            self.grid.size,
-            range(first, self.depth),
-            self.depth,
-            policy.max_removed,
-            cost,
-            self.kl,
-            self.sampled_kl,
+        grids: list[Grid] = []
+        handle = find_vision_transformer(self.model).projection.register_forward_hook(
+            lambda module, inputs, output: grids.append(Grid(*map(int, output.shape[-2:])))
         )
+        try:
+            self.reference = self.logits(self.calibration)
+        finally:
+            handle.remove()
+        self.grid = grids[-1]
+        # Operations are counted on a copy of the model in float32 on the CPU.
+        self.counted = deepcopy(self.model).to("cpu", torch.float32)
+        first = 1 if self.policy == "diffrate" else 0  # its first block never merges
+        blocks = range(first, self.depth)
+        most = policy.max_removed
+        self.search = ScheduleModel(self.grid.size, self.depth, blocks, most, self.count)
 
-    def count_from(self, first: int) -> Callable[[Schedule], int]:
-        """Return a function that counts the operations of a schedule without its first blocks."""
-        return lambda schedule: self.count((0,) * first + schedule[first:])
+    def measure_alone(self) -> None:
+        """Measure the change by every block alone, once."""
+        for block, count in () if self.search.alone else self.search.singles():
+            change = self.kl(with_count(self.dense, block, count), SAMPLED)
+            self.search.alone[block, count] = change
+
+    def measure_around(self, schedule: Schedule) -> None:
+        """Measure the change by every block around a schedule, as a factor of what it changes alone."""
+        search, step = self.search, max(1, round(AROUND_SHARE * self.grid.size))
+        search.factors, factors = [1.0] * self.depth, [1.0] * self.depth
+        for block in search.blocks:
+            few = with_count(schedule, block, max(0, schedule[block] - step))
+            many = with_count(schedule, block, schedule[block] + step)
+            many = many if search.clipped(many) == many else schedule
+            predicted = search.predicted(many) - search.predicted(few)
+            if predicted > 0.0:
+                factor = (self.kl(many, SAMPLED) - self.kl(few, SAMPLED)) / predicted
+                factors[block] = min(max(factor, 1 / MOST_FACTOR), MOST_FACTOR)
+        search.factors = factors
 
     def logits(self, images: Tensor) -> Tensor:
         """Return the (n, classes) logits of the model as it is now, in float64 on the CPU."""
         parameter = next(self.model.parameters())
         parts = []
-        with torch.inference_mode():
-            for batch in torch.split(images, self.batch_size):
-                output = self.model(batch.to(parameter.device, parameter.dtype), **self.options)
-                scores = output if isinstance(output, Tensor) else getattr(output, "logits", None)
-                if not isinstance(scores, Tensor) or scores.dim() != 2:
-                    raise TypeError(
-                        f"{type(self.model).__name__} returns no (B, classes) logits; pass a classifier"
-                    )
-                parts.append(scores.double().cpu())
-        logits = torch.cat(parts)
-        if not bool(torch.isfinite(logits).all()):
+        for batch in torch.split(images, self.batch_size):
+            scores = logits(self.model, batch.to(parameter.device, parameter.dtype), self.options)
+            if scores.dim() != 2:
+                name = type(self.model).__name__
+                raise TypeError(f"{name} returns no (B, classes) logits; pass a classifier")
+            parts.append(scores.double().cpu())
+        if not all(bool(torch.isfinite(part).all()) for part in parts):
             raise ValueError("the logits of the model are not finite; pass other images")
-        return logits
+        return torch.cat(parts)
 
     def reduced_logits(self, schedule: Schedule, images: Tensor) -> Tensor:
         """Return the logits with a schedule."""
@@ -239,221 +239,316 @@ class ReductionTuner:
         finally:
             unpatch(self.model)
 
-    def kl(self, schedule: Schedule) -> float:
-        """Return the output KL on the choosing images."""
-        self._advance()
-        return mean_kl(self.reference, self.reduced_logits(schedule, self.choosing))
-
-    def sampled_kl(self, schedule: Schedule) -> float:
-        """Return the output KL on some of the choosing images."""
-        self._advance()
-        some = self.choosing[:SAMPLED]
-        return mean_kl(self.reference[:SAMPLED], self.reduced_logits(schedule, some))
+    def kl(self, schedule: Schedule, images: int | None = None) -> float:
+        """Return the output KL on the first calibration images, measured once."""
+        key = schedule, len(self.calibration[:images])
+        if any(schedule) and key not in self.kls:
+            self.steps.advance()
+            changed = self.reduced_logits(schedule, self.calibration[:images])
+            self.kls[key] = kl_divergence(self.reference[:images], changed)
+        return self.kls.get(key, 0.0)
 
     def count(self, schedule: Schedule) -> int:
         """Count the operations of an image with a schedule."""
         reduce(self.counted, make_policy(self.policy, schedule))
-        pixels = self.choosing[:1].to("cpu", torch.float32)
+        pixels = self.calibration[:1].to("cpu", torch.float32)
         return count_flops(self.counted, pixels, self.options)
 
     def best_schedule(self, budget: float) -> Schedule:
-        """Search the schedule with the least output KL of at most `budget` operations."""
+        """Return the schedule of at most `budget` operations with the least output KL that is found."""
+        self.measure_alone()
         search = self.search
-        if not search.alone:
-            search.measure_alone()
-        starts = self.starts(budget)
-        if not starts:
-            raise ValueError(self._unreachable(budget))
-        schedule = search.improve(min(starts, key=search.measure), budget, self.rounds)
-        for _ in range(search.tokens):  # the fit of the operations may be off by a few
-            if not any(schedule) or self.count(schedule) <= budget:
+        search.factors = [1.0] * self.depth
+        best = self.start(budget)
+        for _ in range(self.rounds):
+            self.measure_around(best)
+            best = min((best, self.start(budget)), key=self.kl)
+        for _ in range(self.grid.size):  # the fit of the operations may be off by a few
+            if not any(best) or self.count(best) <= budget:
                 break
-            last = max(block for block, removed in enumerate(schedule) if removed)
-            schedule = tuple(n + (block == last) for block, n in enumerate(schedule))
-        return schedule
+            last = max(block for block, removed in enumerate(best) if removed)
+            best = with_count(best, last, best[last] + 1)
+        return best
 
-    def starts(self, budget: float) -> list[Schedule]:
-        """Return schedules of a budget to start from: greedy, fixed and regular ones that exist."""
-        search, first = self.search, max(1, self.depth // 4)
-        found = [
-            search.greedy(budget),
-            fixed_schedule(search, budget),
-            even_schedule(search, budget, range(first, self.depth - 1)),
-        ]
-        for blocks in (range(first, self.depth - 2), range(max(1, first - 1), self.depth - 1)):
-            found.append(proportional_schedule(search, budget, blocks))
-        return [schedule for schedule in found if schedule is not None]
-
-    def plan_for_gflops(self, gflops: float, confirming: Tensor, seed: int) -> ReductionPlan:
-        """Make the plan for a number of operations."""
-        budget = gflops * 1e9
-        full = self.count((0,) * self.depth)
-        schedule = (0,) * self.depth if full <= budget else self.best_schedule(budget)
-        row = self.check(schedule, confirming, self.logits(confirming))
-        return self._plan("gflops", gflops, schedule, [row], row, (0, len(confirming)), seed)
-
-    def plan_for_agreement(
-        self, agreement: float, checking: Tensor, confirming: Tensor, seed: int
-    ) -> ReductionPlan:
-        """Make the plan of least operations that keeps an agreement."""
-        search, full = self.search, float(self.count((0,) * self.depth))
-        search.measure_alone()
-        low, high = 0.0, full
-        for _ in range(BISECTIONS):
-            middle = (low + high) / 2
-            starts = self.starts(middle)
-            schedule = min(starts, key=search.sample) if starts else None
-            held = schedule is not None and agreement <= mean_agreement(
-                self.reference, self.reduced_logits(schedule, self.choosing)
+    def start(self, budget: float, images: int | None = None) -> Schedule:
+        """Return the optimal schedule by the changes alone or an even one, whichever changes less."""
+        search = self.search
+        found = {search.optimal(budget), fixed_schedule(search, budget)}
+        found.add(search.even(range(max(1, self.depth // 4), self.depth - 1), budget))
+        fitting = [s for s in found if s is not None and search.flops(s) <= budget]
+        if not fitting:
+            least = search.flops(search.optimal(0.0)) / 1e9
+            raise ValueError(
+                f"gflops is {budget / 1e9:g}, and {self.policy} needs at least about {least:.3g} at this "
+                "size; pass more"
             )
-            low, high = (low, middle) if held else (middle, high)
-        reference, rows, budget = self.logits(checking), [], high
-        while True:
-            schedule = (0,) * self.depth if budget >= full else self.best_schedule(budget)
-            rows.append(self.check(schedule, checking, reference))
-            if rows[-1]["agreement"] >= agreement or not any(schedule):
-                break
-            budget += GROWTH * full
-        last = rows[-1]
-        if len(confirming):
-            last = last | self._measure(schedule, confirming, self.logits(confirming))
-        counts = (len(checking), len(confirming))
-        return self._plan("agreement", agreement, schedule, rows, last, counts, seed)
+        return min(fitting, key=lambda schedule: (self.kl(schedule, images), schedule))
 
-    def check(self, schedule: Schedule, images: Tensor, reference: Tensor) -> Row:
-        """Measure a schedule on images that did not choose it, and on those that did."""
-        choosing = self._measure(schedule, self.choosing, self.reference)
-        row: Row = {"schedule": list(schedule), "gflops": self.count(schedule) / 1e9}
-        row |= {"choosing_kl": choosing["output_kl"], "choosing_agreement": choosing["agreement"]}
-        return row | self._measure(schedule, images, reference)
+    # The problem of `Search` for a target of agreement; its budgets are operations that are saved.
 
-    def _measure(self, schedule: Schedule, images: Tensor, reference: Tensor) -> Row:
-        """Return output KL and agreement of a schedule; `reference` are logits of the full model."""
-        logits = self.reduced_logits(schedule, images)
-        return {
-            "output_kl": mean_kl(reference, logits),
-            "agreement": mean_agreement(reference, logits),
+    def price(self, chosen: Combination) -> float:
+        """Return the GFLOPs of an image."""
+        return round_digits(self.search.flops(chosen) / 1e9, 6)
+
+    def cost(self, chosen: Combination) -> float:
+        """Return the operations that a schedule saves."""
+        return self.search.flops(self.dense) - self.search.flops(chosen)
+
+    predicted_cost = cost
+
+    def choose(self, budget: float) -> Combination:
+        """Return the schedule that saves so many operations with the least change."""
+        least, full = self.search.flops(self.search.optimal(0.0)), self.search.flops(self.dense)
+        return self.start(max(least, full - budget), SAMPLED)
+
+    def measure(self, images: str, chosen: Combination) -> float:
+        """Return the share of images whose class changes."""
+        self.steps.advance()
+        pixels, reference = self.parts[images]
+        return disagreement(reference, self.reduced_logits(chosen, pixels))
+
+    def refine(self, chosen: Combination) -> None:
+        """Measure the blocks around a schedule that failed."""
+        if self.rounds:
+            self.measure_around(chosen)
+
+    def uniform(self) -> list[tuple[str, Combination]]:
+        """Return nothing: `start` compares with even schedules."""
+        return []
+
+    def search_agreement(self, agreement: float, validation: Tensor) -> Search:
+        """Search the schedule of least operations that keeps an agreement."""
+        self.measure_alone()
+        self.parts = {
+            "calibration": (self.calibration, self.reference),
+            "validation": (validation, self.logits(validation)),
         }
+        most = self.cost(self.search.optimal(0.0))
+        # The tolerance is a share of images, so rounding must not exclude one.
+        search = Search(self, 1.0 - agreement + 1e-9, None, most)
+        search.run()
+        return search
 
-    def _plan(
+    def plan(
         self,
-        target: str,
-        value: float,
+        target: tuple[str, float],
         schedule: Schedule,
-        checks: list[Row],
-        measured: Row,
-        counts: tuple[int, int],
+        parts: Sequence[Tensor],
         seed: int,
+        checks: Sequence[Check] = (),
     ) -> ReductionPlan:
-        """Make the plan; `measured` is the last check, `counts` of checking and confirming images."""
+        """Test a schedule, and make its plan; `parts` are calibration, validation and test images."""
+        calibration, validation, test = parts
+        tested = test if len(test) else validation
+        outputs = [
+            (self.logits(images), self.reduced_logits(schedule, images))
+            for images in (calibration, tested)
+        ]
+        (kl, agreement), (test_kl, test_agreement) = (
+            (kl_divergence(*pair), 1.0 - disagreement(*pair)) for pair in outputs
+        )
         search = self.search
-        alone = [
+        alone = (
             {
                 "block": block,
                 "removed": count,
                 "output_kl": change,
-                "gflops": search.cost.flops(search.single(block, count)) / 1e9,
+                "gflops": search.flops(with_count(self.dense, block, count)) / 1e9,
             }
             for (block, count), change in search.alone.items()
-        ]
+        )
         return ReductionPlan(
-            ModelFingerprint.of(self.model),
-            (int(self.choosing.shape[-2]), int(self.choosing.shape[-1])),
-            (self.grid.height, self.grid.width),
-            self.policy,
-            schedule,
-            target,
-            value,
-            self.count((0,) * self.depth) / 1e9,
-            measured["gflops"],
-            search.predicted(schedule) if search.alone else 0.0,
-            measured["choosing_kl"],
-            measured["choosing_agreement"],
-            measured["output_kl"],
-            measured["agreement"],
-            tuple(alone),
-            tuple(checks),
-            len(self.choosing),
-            *counts,
-            seed,
+            model=ModelFingerprint.from_model(self.model),
+            img_size=(int(calibration.shape[-2]), int(calibration.shape[-1])),
+            grid=(self.grid.height, self.grid.width),
+            policy=self.policy,
+            schedule=schedule,
+            target=target[0],
+            target_value=target[1],
+            full_gflops=self.count(self.dense) / 1e9,
+            gflops=self.count(schedule) / 1e9,
+            predicted_kl=search.predicted(schedule) if any(schedule) else 0.0,
+            calibration_kl=kl,
+            calibration_agreement=agreement,
+            output_kl=test_kl,
+            agreement=test_agreement,
+            alone=tuple(alone),
+            checks=tuple(checks),
+            calibration_images=len(calibration),
+            validation_images=len(validation),
+            test_images=len(test),
+            seed=seed,
         )
 
-    def _unreachable(self, budget: float) -> str:
-        least: Schedule = (0,) * self.depth
-        left = self.search.tokens
-        for block in self.search.blocks:
-            removed = self.search.most(left)
-            least = tuple(removed if i == block else n for i, n in enumerate(least))
-            left -= removed
-        return (
-            f"gflops is {budget / 1e9:g}, and {self.policy} needs at least about "
-            f"{self.search.cost.flops(least) / 1e9:.3g} at this size; pass more"
+
+class ScheduleModel:
+    """Predicts the operations and the change of schedules, and finds the best ones.
+
+    A block costs a T + b T^2 for its attention, c (T - r) for its MLP, and, if it merges, d + e T + f T^2 for the
+    matching, where r of T tokens are removed; the rest of the model is a constant. The coefficients are fitted
+    to counts, so the formula holds for any policy whose matching is at most quadratic.
+
+    The change of a schedule is the sum of the changes by its blocks alone, each for the share that it removes
+    of the tokens that are left.
+
+    Args:
+        tokens: Spatial tokens before the first block.
+        depth: Number of blocks.
+        blocks: The blocks that may remove tokens.
+        most: Returns how many of some tokens one block can remove.
+        count: Counts the operations of a schedule.
+    """
+
+    def __init__(
+        self,
+        tokens: int,
+        depth: int,
+        blocks: Sequence[int],
+        most: Callable[[int], int],
+        count: Callable[[Schedule], float],
+    ) -> None:
+        self.tokens, self.depth, self.blocks, self.most = tokens, depth, blocks, most
+        self.alone: dict[tuple[int, int], float] = {}  # changes by block and count
+        self.factors = [1.0] * depth  # of the changes of blocks around a schedule
+        self.coefficients = self._fit(count)
+        # For the dynamic programming: a row for each number of tokens left, a column for each removed.
+        self.step = -(-tokens // STATES)
+        left = np.arange(tokens, 0, -self.step)
+        removed = self.step * np.arange(len(left))
+        self.before, self.removed = np.broadcast_arrays(left[:, None], removed)
+        self.allowed = removed <= np.array([most(int(n)) for n in left])[:, None]
+        self.operations = _cost_terms(self.before, self.removed) @ self.coefficients[1:]
+        rows = np.arange(len(left))
+        self.after = np.minimum(rows[:, None] + rows, len(left) - 1)
+
+    def _fit(self, count: Callable[[Schedule], float]) -> NDArray[np.float64]:
+        random = np.random.default_rng(0)
+        schedules: list[Schedule] = [(0,) * self.depth]
+        while len(schedules) < COUNTED_SCHEDULES:
+            high = max(2, self.tokens // self.depth)
+            drawn = random.integers(1, high, self.depth) * (random.random(self.depth) < 0.5)
+            drawn[[block not in self.blocks for block in range(self.depth)]] = 0
+            schedules.append(self.clipped(tuple(map(int, drawn))))
+        rows = np.array([self._terms(schedule) for schedule in schedules])
+        counts = np.array([count(schedule) for schedule in schedules], dtype=np.float64)
+        scale = np.abs(rows).max(0).clip(min=1.0)
+        solution: NDArray[np.float64] = np.linalg.lstsq(rows / scale, counts, rcond=None)[0]
+        return solution / scale
+
+    def _terms(self, schedule: Schedule) -> NDArray[np.float64]:
+        before = self.tokens - np.cumsum((0, *schedule[:-1]))
+        return np.append(1.0, _cost_terms(before, np.array(schedule)).sum(0))
+
+    def flops(self, schedule: Schedule) -> float:
+        """Return the operations of a schedule."""
+        return float(self._terms(schedule) @ self.coefficients)
+
+    def clipped(self, schedule: Schedule) -> Schedule:
+        """Let blocks remove no more tokens than they can."""
+        left, clipped = self.tokens, []
+        for removed in schedule:
+            clipped.append(min(removed, self.most(left)))
+            left -= clipped[-1]
+        return tuple(clipped)
+
+    def singles(self) -> list[tuple[int, int]]:
+        """Return the blocks and counts that are measured alone."""
+        counts = {max(1, round(share * self.tokens)) for share in ALONE_SHARES}
+        return [
+            (b, n)
+            for b in self.blocks
+            for n in sorted({min(n, self.most(self.tokens)) for n in counts})
+        ]
+
+    def change(self, block: int, share: Any) -> Any:
+        """Return the change by a block that removes a share of the tokens, a power between measured ones."""
+        points = sorted(
+            (count, max(change, 1e-12)) for (b, count), change in self.alone.items() if b == block
         )
+        (low, first), (high, last) = points[0], points[-1]
+        power = 2.0 if low == high else max(math.log(last / first) / math.log(high / low), 1.0)
+        return self.factors[block] * first * (share * self.tokens / low) ** power
 
-    def _advance(self) -> None:
-        self.measured += 1
-        search = self.search
-        about = len(search.alone_counts()) * len(search.blocks) + 2 * self.depth + 12
-        if self.bar is not None:
-            self.bar.update()
-        elif callable(self.progress):
-            self.progress(self.measured, max(about, self.measured))
+    def predicted(self, schedule: Schedule) -> float:
+        """Return the change of a schedule."""
+        before = self.tokens - np.cumsum((0, *schedule[:-1]))
+        blocks = (block for block, removed in enumerate(schedule) if removed)
+        return float(sum(self.change(b, schedule[b] / before[b]) for b in blocks))
+
+    def optimal(self, budget: float) -> Schedule:
+        """Return the schedule of at most `budget` operations with the least predicted change.
+
+        It minimises change + weight * operations by dynamic programming over the blocks and the tokens left;
+        the weight is the least that keeps the budget. The schedule of the largest weight is returned if none
+        does.
+        """
+        changes = []
+        for block in range(self.depth):
+            allowed = self.allowed & ((self.removed == 0) | (block in self.blocks))
+            share = self.removed / self.before
+            changes.append(
+                np.where(
+                    allowed, self.change(block, share) if block in self.blocks else 0.0, np.inf
+                )
+            )
+        low, high = LEAST_WEIGHT, MOST_WEIGHT
+        full = self.flops((0,) * self.depth)
+        best = self._minimum(changes, 10.0**high / full)
+        for _ in range(BISECTIONS if self.flops(best) <= budget else 0):
+            middle = (low + high) / 2
+            schedule = self._minimum(changes, 10.0**middle / full)
+            if self.flops(schedule) <= budget:
+                best, high = schedule, middle
+            else:
+                low = middle
+        return best
+
+    def _minimum(self, changes: Sequence[NDArray[np.float64]], weight: float) -> Schedule:
+        rest, choices = np.zeros(len(self.before)), []
+        for change in reversed(changes):
+            total = change + weight * self.operations + rest[self.after]
+            choices.append(total.argmin(1))
+            rest = total.min(1)
+        row, schedule = 0, []
+        for choice in reversed(choices):
+            schedule.append(int(self.step * choice[row]))
+            row += choice[row]
+        return tuple(schedule)
+
+    def even(self, blocks: Sequence[int], budget: float) -> Schedule | None:
+        """Return the schedule in which some blocks remove equal parts of what a budget needs."""
+        for total in range(self.tokens if len(blocks) else 0):
+            schedule = [0] * self.depth
+            for index, block in enumerate(blocks):
+                schedule[block] = total // len(blocks) + (index < total % len(blocks))
+            if self.flops(clipped := self.clipped(tuple(schedule))) <= budget:
+                return clipped
+        return None
 
 
-def fixed_schedule(search: ScheduleSearch, budget: float) -> Schedule | None:
+def fixed_schedule(search: ScheduleModel, budget: float) -> Schedule | None:
     """Return the schedule of `FreeEnergy` with a count, with as many tokens removed as a budget needs.
 
     Every second block merges, from a quarter of the depth on, except the last.
     """
-    blocks = range(max(1, search.depth // 4), search.depth - 1, 2)
-    return even_schedule(search, budget, blocks)
+    return search.even(range(max(1, search.depth // 4), search.depth - 1, 2), budget)
 
 
-def even_schedule(search: ScheduleSearch, budget: float, blocks: range) -> Schedule | None:
-    """Return the schedule in which some blocks remove equal parts of what a budget needs."""
-    for total in range(search.tokens if blocks else 0):
-        schedule = search.clipped(spread_schedule(search.depth, blocks, total))
-        if search.cost.flops(schedule) <= budget:
-            return schedule
-    return None
+def with_count(schedule: Schedule, block: int, count: int) -> Schedule:
+    """Let a block remove another number of tokens."""
+    return (*schedule[:block], count, *schedule[block + 1 :])
 
 
-def proportional_schedule(search: ScheduleSearch, budget: float, blocks: range) -> Schedule | None:
-    """Return the schedule in which some blocks remove one share of the tokens that are left to them."""
-    for permille in range(1, 501 if blocks else 0):
-        left, schedule = search.tokens, [0] * search.depth
-        for block in blocks:
-            schedule[block] = min(round(left * permille / 1000), search.most(left))
-            left -= schedule[block]
-        if search.cost.flops(tuple(schedule)) <= budget:
-            return tuple(schedule)
-    return None
+def make_policy(name: str, schedule: Schedule) -> Policy:
+    """Make a policy with a schedule."""
+    return parse(f"{name}:{','.join(map(str, schedule))}")
 
 
-def mean_kl(reference: Tensor, logits: Tensor) -> float:
-    """Return the mean KL divergence of the class probabilities from those of the reference, in nats."""
-    p, q = reference.log_softmax(-1), logits.log_softmax(-1)
-    return max(0.0, float((p.exp() * (p - q)).sum(-1).mean()))
-
-
-def mean_agreement(reference: Tensor, logits: Tensor) -> float:
-    """Return the share of images whose class is that of the reference."""
-    return float((logits.argmax(-1) == reference.argmax(-1)).double().mean())
-
-
-@contextmanager
-def _grid_of(model: nn.Module) -> Iterator[list[Grid]]:
-    """Note the grids of the images that run through the model."""
-    grids: list[Grid] = []
-
-    def note(module: nn.Module, inputs: Any, output: Tensor) -> None:
-        grids.append(Grid(int(output.shape[-2]), int(output.shape[-1])))
-
-    handle = find_vision_transformer(model).projection.register_forward_hook(note)
-    try:
-        yield grids
-    finally:
-        handle.remove()
+def _cost_terms(before: Any, removed: Any) -> NDArray[np.float64]:
+    """Return (..., 6) terms of the operations of blocks with tokens before and removed."""
+    before, merging = np.asarray(before, np.float64), removed > 0
+    terms = (before, before**2, before - removed, merging, merging * before, merging * before**2)
+    return np.stack(terms, -1)
 
 
 def check_target(gflops: object, agreement: object) -> None:
@@ -470,10 +565,9 @@ def check_target(gflops: object, agreement: object) -> None:
 def check_policy(policy: object) -> None:
     """Raise unless a name is that of a policy that takes a schedule."""
     accepted = [name for name in POLICY_NAMES if _takes_schedule(name)]
-    if not isinstance(policy, str) or policy not in accepted:
+    if policy not in accepted:
         raise ValueError(
-            f"policy is {policy!r}; pass the name of a policy that takes a schedule: "
-            f"{', '.join(accepted)}"
+            f"policy is {policy!r}; pass the name of a policy that takes a schedule: {', '.join(accepted)}"
         )
 
 

@@ -101,7 +101,7 @@ def _draw_changes(canvas: Canvas, axes: "Axes", record: Record) -> None:
     checks, tolerance = record.settings["checks"], scale * record.settings["tolerance"]
     highest = tolerance
     for index, check in enumerate(checks):
-        bars = (("predicted_change", -0.2, "mean"), ("measured_change", 0.2, "optimal"))
+        bars = (("predicted_change", -0.2, "mean"), ("validation_change", 0.2, "optimal"))
         for name, shift, colour in bars:
             if check[name] is None:
                 continue
