@@ -101,7 +101,7 @@ def entering_tokens(schedule: tuple[int, ...], tokens: int = 100) -> float:
 
 
 def quadratic_model(weights: tuple[float, ...], tokens: int = 100) -> ScheduleModel:
-    """Changes add and are quadratic in the share of the tokens left; operations are the tokens entering."""
+    """Changes add and are quadratic in the share of the tokens left; operations are those entering."""
     model = ScheduleModel(
         tokens,
         len(weights),

@@ -23,7 +23,7 @@ LEAST_TESTED = 6
 
 
 def split_images(images: Tensor, batch_size: int = 1) -> list[Tensor]:
-    """Divide images: a half for calibration, the others for validation and, if they are enough, for test."""
+    """Divide images: a half for calibration, the others for validation and, if enough, for test."""
     count = len(images)
     if count < 2:
         raise ValueError(

@@ -105,7 +105,8 @@ class SettingProblem:
             out.
         power: The power of the change that adds over layers.
         measure: Measures the change of a combination on calibration or validation images.
-        measure_alone: Measures the change by one layer on the validation images, in units of `candidates`.
+        measure_alone: Measures the change by one layer on the validation images, in units of
+            `candidates`.
     """
 
     def __init__(

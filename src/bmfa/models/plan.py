@@ -1,6 +1,7 @@
 """Plans: settings for each layer of a model, chosen on the user's images, in a readable JSON file.
 
-`Plan` has settings of attention (`bmfa.tune`), and `ReductionPlan` a schedule of merging (`bmfa.tune_reduction`).
+`Plan` has settings of attention (`bmfa.tune`), and `ReductionPlan` a schedule of merging
+(`bmfa.tune_reduction`).
 """
 
 import hashlib
@@ -40,9 +41,9 @@ _POSITIONS = ("pos_", "position")
 class ModelFingerprint:
     """Identifies a model by its architecture and a sample of its weights.
 
-    It is that of the vision encoder without its position embeddings, which depend on the size of the images:
-    the same weights have the same fingerprint in a model that was built for another size, inside a wrapper,
-    and in a class of the same name in another module.
+    It is that of the vision encoder without its position embeddings, which depend on the size of the
+    images: the same weights have the same fingerprint in a model that was built for another size, inside
+    a wrapper, and in a class of the same name in another module.
 
     Args:
         name: The name of the class.
@@ -194,7 +195,8 @@ class PlanFile:
 
         Raises:
             OSError: If the file cannot be read.
-            ValueError: If it is a plan of another kind or version, or damaged; the message names the field.
+            ValueError: If it is a plan of another kind or version, or damaged; the message names the
+                field.
 
         Example:
             >>> import bmfa, torch
@@ -305,8 +307,8 @@ class Plan(PlanFile):
         validation_change: The change of the whole model on the validation images.
         measured_change: The change of the whole model on the test images, which took no part in the
             choice; on the validation images if there are none.
-        checks: Every combination that was checked, in order. For `"features"` and `"logits"` the first one
-            is the fastest that is predicted to be within the tolerance.
+        checks: Every combination that was checked, in order. For `"features"` and `"logits"` the first
+            one is the fastest that is predicted to be within the tolerance.
         dense_milliseconds: The time of the unpatched model.
         predicted_milliseconds: The time that follows from the attention of the layers.
         milliseconds: The time of the patched model.
@@ -452,11 +454,11 @@ class Plan(PlanFile):
         if not self.test_images:
             unseen = "none, because fewer than six images were given"
         lines = [
-            f"{self.measure} at {width}x{height} px, {self.dtype}, batches of {self.batch_size} on {device}: "
-            f"{len(self.errors)} of {len(self.layers)} layers attend over tiles",
-            f"change: {change(self.predicted_change)} predicted from {self.calibration_images} calibration "
-            f"images, {change(self.validation_change)} measured on {self.validation_images} validation "
-            f"images, tolerance {change(self.tolerance)}",
+            f"{self.measure} at {width}x{height} px, {self.dtype}, batches of {self.batch_size} on "
+            f"{device}: {len(self.errors)} of {len(self.layers)} layers attend over tiles",
+            f"change: {change(self.predicted_change)} predicted from {self.calibration_images} "
+            f"calibration images, {change(self.validation_change)} measured on "
+            f"{self.validation_images} validation images, tolerance {change(self.tolerance)}",
             f"test images: {change(self.expected_change)} expected, {unseen}",
             f"time: {self.dense_milliseconds:.5g} ms dense, {self.predicted_milliseconds:.5g} ms "
             f"predicted ({self.predicted_speedup:.2f}x), {self.milliseconds:.5g} ms measured "
@@ -510,8 +512,8 @@ class Plan(PlanFile):
 class ReductionPlan(PlanFile):
     """The tokens that each block of a model removes at one image size, with what was measured.
 
-    `bmfa.tune_reduction` makes these, and `bmfa.reduce(model, plan=...)` applies them. `print(plan)` shows it as
-    a table.
+    `bmfa.tune_reduction` makes these, and `bmfa.reduce(model, plan=...)` applies them. `print(plan)`
+    shows it as a table.
 
     Args:
         model: The fingerprint of the model.
@@ -527,15 +529,15 @@ class ReductionPlan(PlanFile):
         calibration_kl: The output KL on the calibration images: the mean divergence of the class
             probabilities from those of the full model.
         calibration_agreement: The share of these images whose class is that of the full model.
-        output_kl: The output KL on images that took no part in the choice, or on the validation images if
-            there are none.
+        output_kl: The output KL on images that took no part in the choice, or on the validation images
+            if there are none.
         agreement: The share of the same images whose class is that of the full model.
         alone: What was measured for each block alone: block, removed, output_kl and gflops.
-        checks: Every schedule that was checked for a target of agreement, in order. The change is the share
-            of images whose class is another one.
+        checks: Every schedule that was checked for a target of agreement, in order. The change is the
+            share of images whose class is another one.
         calibration_images: The number of images on which each block alone was measured.
-        validation_images: The number of images on which a target of agreement was checked, which chooses,
-            too; 0 for a target of GFLOPs.
+        validation_images: The number of images on which a target of agreement was checked, which
+            chooses, too; 0 for a target of GFLOPs.
         test_images: The number of images that took no part in the choice, 0 if there were too few.
         seed: The seed of the split into these.
         environment: Versions, device and processor.
@@ -603,7 +605,7 @@ class ReductionPlan(PlanFile):
         return Grid(*self.grid)
 
     def table(self) -> list[Row]:
-        """Return a row for each block: `block`, `removed` and `tokens_left`, which counts spatial tokens.
+        """Return a row for each block: `block`, `removed` and `tokens_left`, of the spatial tokens.
 
         Example:
             >>> plan.table()[3]  # doctest: +SKIP
@@ -633,8 +635,8 @@ class ReductionPlan(PlanFile):
             "spatial tokens are removed",
             f"operations: {self.gflops:.4g} of {self.full_gflops:.4g} GFLOPs "
             f"({100 * self.gflops / self.full_gflops:.1f} %)",
-            f"{self.calibration_images} calibration images: {100 * self.calibration_agreement:.1f} % keep "
-            f"their class, output KL {self.calibration_kl:.3g} nats",
+            f"{self.calibration_images} calibration images: {100 * self.calibration_agreement:.1f} % "
+            f"keep their class, output KL {self.calibration_kl:.3g} nats",
             f"{images} images: {100 * self.agreement:.1f} % keep their class, output KL "
             f"{self.output_kl:.3g} nats",
         ]
@@ -675,7 +677,7 @@ def _decode(kind: Any, value: Any, name: str) -> Any:
         if not isinstance(value, list) or (count and len(value) != len(arguments)):
             raise ValueError(f"{name} is not a list{count}")
         return tuple(_decode(arguments[0], item, f"{name}[{i}]") for i, item in enumerate(value))
-    if is_dataclass(kind) and isinstance(value, dict):
+    if is_dataclass(kind) and isinstance(kind, type) and isinstance(value, dict):
         hints = {one.name: get_type_hints(kind)[one.name] for one in fields(kind)}
         for what, names in (
             ("lacks", set(hints) - set(value)),

@@ -1,9 +1,9 @@
 """The search that `tune` and `tune_reduction` share: choose, validate, tighten until it holds.
 
-What each layer changes alone is calibrated before, on calibration images. From this a problem chooses the
-cheapest combination of settings within a budget, and the whole model is validated with it on images that
-took no part in that choice. A combination that fails tightens the budget by what it exceeds; one that holds
-widens it by what is left of the tolerance.
+What each layer changes alone is calibrated before, on calibration images. From this a problem chooses
+the cheapest combination of settings within a budget, and the whole model is validated with it on images
+that took no part in that choice. A combination that fails tightens the budget by what it exceeds; one
+that holds widens it by what is left of the tolerance.
 """
 
 import math
@@ -17,8 +17,8 @@ Combination = tuple[Any, ...]
 
 # Combinations that are checked in one approach to the tolerance. The first few come within some percent.
 MOST_CHECKS = 12
-# A budget that failed shrinks by the ratio of tolerance and change, and by this factor to the power of the
-# number of checks that failed.
+# A budget that failed shrinks by the ratio of tolerance and change, and by this factor to the power of
+# the number of checks that failed.
 SHRINK = 0.95
 # Largest factor between two budgets for a measure of which it is not known how it grows.
 LARGEST_STEP = 4.0
@@ -94,8 +94,8 @@ class Search:
     1. The cheapest combination within the budget is checked. The budget then becomes the cost of this
        combination, times the power of the ratio of the tolerance to its change. This repeats until no
        other combination is cheaper than the best one that holds.
-    2. Uniform combinations that are cheaper are checked, the cheapest first, and the first one that holds
-       is the next start of step 1. So no uniform one that holds is cheaper than the result.
+    2. Uniform combinations that are cheaper are checked, the cheapest first, and the first one that
+       holds is the next start of step 1. So no uniform one that holds is cheaper than the result.
 
     Args:
         problem: What is chosen.
@@ -130,6 +130,7 @@ class Search:
                 break
         if self.best is None:
             self._check(self.problem.dense, "dense")
+        assert self.best is not None
         return self._choose(self.checks.index(self.best))
 
     def stay_dense(self, reason: str) -> Check:

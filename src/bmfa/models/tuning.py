@@ -165,7 +165,9 @@ def tune(
     parts = split_images(images, batch_size)
     parameter = next((p for p in module.parameters() if p.is_floating_point()), torch.empty(0))
     batches = {
-        name: part.to(parameter.device, parameter.dtype).split(batch_size) if len(part) else ()
+        name: torch.split(part.to(parameter.device, parameter.dtype), batch_size)
+        if len(part)
+        else ()
         for name, part in zip(("calibration", "validation", "test"), parts, strict=True)
     }
     steps = Steps(progress, 3 + len(host.attentions) + len(indices) * len(errors))
@@ -175,8 +177,8 @@ def tune(
         plan = tuner.make_plan(indices, times, seed)
     if not plan.holds:
         warnings.warn(
-            f"the plan changes {plan.measure} by {plan.measured_change:.3g} on {plan.test_images} images "
-            f"that took no part in the choice, above the tolerance of {plan.tolerance:g}; pass more "
+            f"the plan changes {plan.measure} by {plan.measured_change:.3g} on {plan.test_images} "
+            f"images that took no part in the choice, above the tolerance of {plan.tolerance:g}; pass more "
             "images (and limit), or a smaller tolerance",
             stacklevel=2,
         )
@@ -354,8 +356,8 @@ class _Tuner:
             layer, grid = inputs.layer, inputs.grid
             if self.grids.setdefault(layer, grid) != grid:
                 raise ValueError(
-                    f"layer {layer} of the model attends on grids of {self.grids[layer]} and {grid} tokens, "
-                    "and a plan is for one grid in each layer; pass error= to bmfa.patch"
+                    f"layer {layer} of the model attends on grids of {self.grids[layer]} and {grid} "
+                    "tokens, and a plan is for one grid in each layer; pass error= to bmfa.patch"
                 )
             if layer not in self.times:
                 found = (
@@ -376,8 +378,8 @@ class _Tuner:
         unused = [layer for layer in range(len(self.host.attentions)) if layer not in self.grids]
         if unused:
             raise ValueError(
-                f"layer {unused[0]} of the model did not run; a plan is for models that run every layer in "
-                "each pass; pass error= to bmfa.patch"
+                f"layer {unused[0]} of the model did not run; a plan is for models that run every layer "
+                "in each pass; pass error= to bmfa.patch"
             )
 
     def time_model(self, batch: Tensor, chosen: Combination) -> tuple[float, float]:
@@ -451,9 +453,9 @@ def _check_times(times: Times, layers: Sequence[int], errors: Sequence[float]) -
         try:
             check_number("times", times[layer][error], low=0.0, open_low=True)
         except (KeyError, IndexError, TypeError):
+            what = "dense attention (None)" if error is None else f"error={error:g}"
             raise ValueError(
-                f"times lacks {'dense attention (None)' if error is None else f'error={error:g}'} of layer "
-                f"{layer}; pass milliseconds by layer and target for each of them, such as "
+                f"times lacks {what} of layer {layer}; pass milliseconds by layer and target for each of them, such as "
                 "{0: {None: 2.5, 0.1: 1.2}}, or leave times out"
             ) from None
 

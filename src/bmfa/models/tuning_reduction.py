@@ -67,12 +67,12 @@ def tune_reduction(
 ) -> ReductionPlan:
     """Choose how many tokens each block of a classifier removes, for a target of GFLOPs or of agreement.
 
-    Half of the images calibrate: they measure the change of the class probabilities for each block alone.
-    The schedule within a number of operations whose predicted change is the least follows by dynamic
-    programming; then the blocks are measured again around this schedule, and a better one replaces it.
-    The schedule is tested on the other half. For a target of agreement, a quarter of the images validates
-    schedules of more and of fewer operations, and the last quarter, which took no part in the choice,
-    tests the plan; with fewer than six images there is no such quarter.
+    Half of the images calibrate: they measure the change of the class probabilities for each block
+    alone. The schedule within a number of operations whose predicted change is the least follows by
+    dynamic programming; then the blocks are measured again around this schedule, and a better one
+    replaces it. The schedule is tested on the other half. For a target of agreement, a quarter of the
+    images validates schedules of more and of fewer operations, and the last quarter, which took no part
+    in the choice, tests the plan; with fewer than six images there is no such quarter.
 
     The model is the same afterwards, also if an error or Ctrl-C ends the call. Apply the plan with
     `bmfa.reduce(model, plan=plan)`.
@@ -138,13 +138,13 @@ def tune_reduction(
             return tuner.plan(("gflops", gflops), schedule, [parts[0], test[:0], test], seed)
         assert agreement is not None
         search = tuner.search_agreement(agreement, parts[1])
-        schedule = next(check.settings for check in search.checks if check.chosen)
+        schedule = tuple(int(count or 0) for count in search.run().settings)
         return tuner.plan(("agreement", agreement), schedule, parts, seed, search.checks)
 
 
 @dataclass(eq=False)
 class ReductionTuner:
-    """Measures schedules of a model, a problem of `Search`; a context manager that restores the model."""
+    """Measures schedules of a model, as a problem of `Search`; at its end the model is restored."""
 
     model: nn.Module
     options: Mapping[str, Any]
@@ -194,6 +194,7 @@ class ReductionTuner:
         self.counted = deepcopy(self.model).to("cpu", torch.float32)
         first = 1 if self.policy == "diffrate" else 0  # its first block never merges
         blocks = range(first, self.depth)
+        assert isinstance(policy, BudgetPolicy)
         most = policy.max_removed
         self.search = ScheduleModel(self.grid.size, self.depth, blocks, most, self.count)
 
@@ -279,8 +280,8 @@ class ReductionTuner:
         if not fitting:
             least = search.flops(search.optimal(0.0)) / 1e9
             raise ValueError(
-                f"gflops is {budget / 1e9:g}, and {self.policy} needs at least about {least:.3g} at this "
-                "size; pass more"
+                f"gflops is {budget / 1e9:g}, and {self.policy} needs at least about {least:.3g} at "
+                "this size; pass more"
             )
         return min(fitting, key=lambda schedule: (self.kl(schedule, images), schedule))
 
@@ -317,7 +318,7 @@ class ReductionTuner:
         return []
 
     def search_agreement(self, agreement: float, validation: Tensor) -> Search:
-        """Search the schedule of least operations that keeps an agreement."""
+        """Return the search of the schedule of least operations that keeps an agreement."""
         self.measure_alone()
         self.parts = {
             "calibration": (self.calibration, self.reference),
@@ -325,9 +326,7 @@ class ReductionTuner:
         }
         most = self.cost(self.search.optimal(0.0))
         # The tolerance is a share of images, so rounding must not exclude one.
-        search = Search(self, 1.0 - agreement + 1e-9, None, most)
-        search.run()
-        return search
+        return Search(self, 1.0 - agreement + 1e-9, None, most)
 
     def plan(
         self,
@@ -384,12 +383,13 @@ class ReductionTuner:
 class ScheduleModel:
     """Predicts the operations and the change of schedules, and finds the best ones.
 
-    A block costs a T + b T^2 for its attention, c (T - r) for its MLP, and, if it merges, d + e T + f T^2 for the
-    matching, where r of T tokens are removed; the rest of the model is a constant. The coefficients are fitted
-    to counts, so the formula holds for any policy whose matching is at most quadratic.
+    A block costs a T + b T^2 for its attention, c (T - r) for its MLP, and, if it merges, d + e T +
+    f T^2 for the matching, where r of T tokens are removed; the rest of the model is a constant. The
+    coefficients are fitted to counts, so the formula holds for any policy whose matching is at most
+    quadratic.
 
-    The change of a schedule is the sum of the changes by its blocks alone, each for the share that it removes
-    of the tokens that are left.
+    The change of a schedule is the sum of the changes by its blocks alone, each for the share that it
+    removes of the tokens that are left.
 
     Args:
         tokens: Spatial tokens before the first block.
@@ -432,8 +432,8 @@ class ScheduleModel:
         rows = np.array([self._terms(schedule) for schedule in schedules])
         counts = np.array([count(schedule) for schedule in schedules], dtype=np.float64)
         scale = np.abs(rows).max(0).clip(min=1.0)
-        solution: NDArray[np.float64] = np.linalg.lstsq(rows / scale, counts, rcond=None)[0]
-        return solution / scale
+        solution = np.linalg.lstsq(rows / scale, counts, rcond=None)[0] / scale
+        return np.asarray(solution, np.float64)
 
     def _terms(self, schedule: Schedule) -> NDArray[np.float64]:
         before = self.tokens - np.cumsum((0, *schedule[:-1]))
@@ -461,7 +461,7 @@ class ScheduleModel:
         ]
 
     def change(self, block: int, share: Any) -> Any:
-        """Return the change by a block that removes a share of the tokens, a power between measured ones."""
+        """Return the change by a block that removes a share of the tokens, by the power measured."""
         points = sorted(
             (count, max(change, 1e-12)) for (b, count), change in self.alone.items() if b == block
         )
@@ -478,9 +478,9 @@ class ScheduleModel:
     def optimal(self, budget: float) -> Schedule:
         """Return the schedule of at most `budget` operations with the least predicted change.
 
-        It minimises change + weight * operations by dynamic programming over the blocks and the tokens left;
-        the weight is the least that keeps the budget. The schedule of the largest weight is returned if none
-        does.
+        It minimises change + weight * operations by dynamic programming over the blocks and the tokens
+        left; the weight is the least that keeps the budget. The schedule of the largest weight is
+        returned if none does.
         """
         changes = []
         for block in range(self.depth):
@@ -567,7 +567,8 @@ def check_policy(policy: object) -> None:
     accepted = [name for name in POLICY_NAMES if _takes_schedule(name)]
     if policy not in accepted:
         raise ValueError(
-            f"policy is {policy!r}; pass the name of a policy that takes a schedule: {', '.join(accepted)}"
+            f"policy is {policy!r}; pass the name of a policy that takes a schedule: "
+            f"{', '.join(accepted)}"
         )
 
 

@@ -22,7 +22,8 @@ from bmfa.merging import parse
 from bmfa.models import LoadedModel, reduce, unpatch
 from bmfa.models.families import find_vision_transformer
 from bmfa.models.flops import count_flops
-from bmfa.models.tuning_reduction import Progress, ReductionTuner, fixed_schedule
+from bmfa.models.tuning import Progress
+from bmfa.models.tuning_reduction import ReductionTuner, fixed_schedule
 from bmfa.records import Record, Row, environment
 
 BASELINES = ("tome:8", "tome:12")
