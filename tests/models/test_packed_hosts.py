@@ -362,7 +362,7 @@ def test_the_hiera_of_a_whole_sam2_model() -> None:
     plan = bmfa.tune(
         model,
         torch.randn(2, 3, 64, 64),
-        10.0,
+        1.0,
         lambda reference, output: float((output.pred_masks - reference.pred_masks).abs().max()),
         options=prompts,
         errors=[0.3],
@@ -483,7 +483,7 @@ TUNED = {
 def tuned_plan(model: nn.Module, pixels: Tensor, layers: int) -> bmfa.Plan:
     times = {layer: {None: 1.0, 0.3: 0.5} for layer in range(layers)}
     options: dict[str, Any] = {"errors": [0.3], "repeats": 1, "progress": False}
-    return bmfa.tune(model, pixels, 10.0, times=times, **options)
+    return bmfa.tune(model, pixels, 1.0, times=times, **options)
 
 
 def tokens(model: nn.Module, pixels: Tensor) -> Tensor:
@@ -532,7 +532,7 @@ def test_other_sizes_than_planned_run_dense(tuned: str) -> None:
 @torch.no_grad()
 def test_times_of_pooled_queries_are_measured() -> None:
     model = make_packed("hiera")
-    plan = bmfa.tune(model, smooth((64, 128)), 10.0, errors=[0.3], repeats=1, progress=False)
+    plan = bmfa.tune(model, smooth((64, 128)), 1.0, errors=[0.3], repeats=1, progress=False)
     assert all(set(plan.times[layer]) == {None, 0.3} for layer in range(5))
     assert all(setting.milliseconds > 0 for setting in plan.candidates)
 

@@ -178,8 +178,8 @@ def tune(
     if not plan.holds:
         warnings.warn(
             f"the plan changes {plan.measure} by {plan.measured_change:.3g} on {plan.test_images} "
-            f"images that took no part in the choice, above the tolerance of {plan.tolerance:g}; pass more "
-            "images (and limit), or a smaller tolerance",
+            f"images that took no part in the choice, above the tolerance of {plan.tolerance:g}; "
+            "pass more images (and limit), or a smaller tolerance",
             stacklevel=2,
         )
     return plan
@@ -223,7 +223,7 @@ class _Tuner:
     errors: tuple[float, ...]
     repeats: int
     steps: Steps
-    images: dict[str, Sequence[Tensor]]  # batches for "calibration", "validation" and "test"
+    images: Mapping[str, Sequence[Tensor]]  # batches for "calibration", "validation" and "test"
     references: dict[tuple[str, str], list[Any]] = field(
         default_factory=dict
     )  # by measure and images
@@ -360,11 +360,9 @@ class _Tuner:
                     "tokens, and a plan is for one grid in each layer; pass error= to bmfa.patch"
                 )
             if layer not in self.times:
-                found = (
-                    time_attention(inputs, self.errors, self.repeats)
-                    if times is None
-                    else times[layer]
-                )
+                found = (times or {}).get(layer, {})
+                if times is None:
+                    found = time_attention(inputs, self.errors, self.repeats)
                 self.times[layer] = {error: round_digits(ms, 5) for error, ms in found.items()}
                 self.dtype = str(inputs.q.dtype).removeprefix("torch.")
                 self.steps.advance()
@@ -455,8 +453,8 @@ def _check_times(times: Times, layers: Sequence[int], errors: Sequence[float]) -
         except (KeyError, IndexError, TypeError):
             what = "dense attention (None)" if error is None else f"error={error:g}"
             raise ValueError(
-                f"times lacks {what} of layer {layer}; pass milliseconds by layer and target for each of them, such as "
-                "{0: {None: 2.5, 0.1: 1.2}}, or leave times out"
+                f"times lacks {what} of layer {layer}; pass milliseconds by layer and target for each "
+                "of them, such as {0: {None: 2.5, 0.1: 1.2}}, or leave times out"
             ) from None
 
 
