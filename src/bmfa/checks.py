@@ -49,6 +49,14 @@ def check_integer(name: str, value: object, *, low: int, high: int | None = None
     return value
 
 
+def check_error(error: object) -> float:
+    """Return a target for a relative error, a fraction."""
+    number = check_number("error", error, low=0.0)
+    if number > 1.0:
+        raise ValueError(f"error is {number:g}; pass a fraction: 0.03 is 3 %")
+    return number
+
+
 def check_leaves(leaves: object, *, size: int | None = None) -> float | int:
     """Return a budget of leaves: a float in (0, 1] is a fraction of the tokens, an int >= 2 a count.
 

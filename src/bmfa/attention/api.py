@@ -1,36 +1,23 @@
 """The public function `screened_attention`: checks, one choice of a backend, one result."""
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from functools import partial, wraps
-from typing import Any, ParamSpec, TypeVar, get_args
+from typing import ParamSpec, TypeVar, get_args
 
 import torch
 from torch import Tensor
 
-from bmfa.attention.dense import dense_attention, native_dense_attention
-from bmfa.attention.dispatch import (
-    Choice,
-    choose_per_query,
-    choose_tiled,
-    dense_threshold,
-    in_graph,
-    may_run_dense,
-)
-from bmfa.attention.graph_operator import compute_in_graph
-from bmfa.attention.inputs import (
-    AttentionInputs,
-    AttentionOptions,
-    Backend,
-    check_inputs,
-)
-from bmfa.attention.per_query import compute_per_query
-from bmfa.attention.result import Computed, ErrorEstimate, Screened, Stats
-from bmfa.attention.tiles import compute_tiled, dense_tree
-from bmfa.attention.tiling import Budget
-from bmfa.checks import check_floating, check_integer, has_values
-from bmfa.grid import Grid, check_one_frame
-from bmfa.trees.rules import Rule, as_rule
+from bmfa.attention.call import Backend, Call, cast_for_autocast, check_mask
+from bmfa.attention.dense import dense_attention
+from bmfa.attention.dispatch import choose, dense_threshold, in_graph, run_tiles, too_many
+from bmfa.attention.graph_operator import run_in_graph
+from bmfa.attention.result import Screened, Stats
+from bmfa.attention.trees import attend_trees, build_trees
+from bmfa.checks import has_values
+from bmfa.grid import Grid
+from bmfa.trees.rules import Rule
+from bmfa.trees.tree import Tree
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -167,102 +154,65 @@ def screened_attention(
             "trees of the example for all inputs; use torch.compile or torch.export.export"
         )
     check_choices(allow_dense, backend, rule=rule, error=error, leaves=leaves)
-    if max_depth is not None:
-        max_depth = check_integer("max_depth", max_depth, low=0)
-    q, k, v, outside_autocast = _cast_for_autocast(q, k, v)
+    q, k, v, outside_autocast = cast_for_autocast(q, k, v)
     with outside_autocast:
-        inputs = check_inputs(
-            q, k, v, grid=grid, prefix=prefix, tau=tau, scale=scale, valid=valid,
-            query_grid=query_grid,
+        call = Call.from_arguments(
+            q, k, v, grid=grid, prefix=prefix, rule=rule, error=error, leaves=leaves, tau=tau,
+            scale=scale, max_depth=max_depth, query_grid=query_grid,
         )  # fmt: skip
+        valid = None if valid is None else check_mask(valid, q, call)
+        chosen, reason, exact = choose(q, k, v, call, backend, allow_dense)
+        if exact:
+            output = dense_attention(q, k, v, valid, call, chosen, in_graph(q))
+            return Screened(output, Stats(chosen, "dense", reason, call, valid))
+        threshold = dense_threshold(call.error, chosen)
+        call = replace(call, backend=chosen, dense_threshold=threshold)
         if rule is not None:
-            check_one_frame(inputs.grid, "a rule")
-            chosen = as_rule(rule)
-            run = choose_per_query(backend)
-            options = AttentionOptions(
-                "tree",
-                run.backend,
-                rule=chosen,
-                max_depth=max_depth,
-            )
-            compute = compute_per_query if has_values(q) else compute_in_graph
-            return _screened(inputs, options, compute(inputs, options), run.reason)
-        _check_tiled_form(inputs, max_depth)
-        tiling = inputs.tiling
-        budget = Budget.from_arguments(tiling, error, leaves)
-        allowed = may_run_dense({"allow_dense": allow_dense, "backend": backend})
-        run = choose_tiled(inputs, tiling, budget, backend, allow_dense=allowed)
-        if run.exact:
-            native = run.backend == "native"
-            output = (
-                native_dense_attention(inputs) if native else dense_attention(inputs, in_graph(q))
-            )
-            return _dense(inputs, output, budget, run)
-        options = AttentionOptions(
-            "tiled",
-            run.backend,
-            budget=budget,
-            dense_threshold=dense_threshold(budget, run.backend),
-        )
-        return _tiled(inputs, options, run.reason, allowed)
+            return _attend_trees(q, k, v, valid, call, reason)
+        return _attend_tiles(q, k, v, valid, call, reason, allow_dense and backend == "auto")
 
 
-def _tiled(
-    inputs: AttentionInputs, options: AttentionOptions, reason: str, allow_dense: bool
+def _attend_trees(
+    q: Tensor, k: Tensor, v: Tensor, valid: Tensor | None, call: Call, reason: str
 ) -> Screened:
-    """Run the form "tiled", or dense attention if too many tiles would be expanded."""
-    assert options.budget is not None
-    percent = round(
-        100 * options.dense_threshold
-    )  # torch.compile cannot format the attribute with ".0%"
-    over = f"{options.budget} expands more than {percent}% of the tiles"
-    if options.backend == "triton" or has_values(inputs.q):
-        computed = compute_tiled(inputs, options)
+    if has_values(q):
+        output, tree = attend_trees(q, k, v, valid, call)
+        make_tree = partial(_identity, tree)
     else:
-        computed = compute_in_graph(inputs, options)
-        if options.dense_threshold < 1.0:
-            reason = f"auto: tiles, or dense attention inside the operator if {over}"
-    if computed.missed:
-        over = f"tiles missed {options.budget}, as their probes measured it"
-    if computed.dense and allow_dense:
-        reason = f"auto: {over}" + ("" if computed.missed else ", dense is faster")
-        backend = "native" if options.backend == "native" else "dense"
-        return _dense(inputs, computed.output, options.budget, Choice(backend, reason))
-    if computed.dense:
-        reason = f"{reason}; {over}, and every tile is expanded"
-    return _screened(inputs, options, computed, reason)
+        output = run_in_graph(q, k, v, valid, call).output
+        make_tree = partial(build_trees, q.detach(), k.detach(), valid, call)
+    stats = Stats(call.backend, "tree", reason, call, valid, make_tree=make_tree)
+    return Screened(output, stats)
 
 
-def _dense(inputs: AttentionInputs, output: Tensor, budget: Budget, run: Choice) -> Screened:
-    """Wrap the output of dense attention."""
-    stats = Stats(
-        run.backend,
-        "dense",
-        str(budget),
-        run.reason,
-        measure_error=partial(ErrorEstimate, budget.error, 0.0, 0.0, 0.0, 0),
-    )
-    return Screened(output, stats, partial(dense_tree, inputs, budget), inputs)
+# A function of the module instead of a lambda: results of compiled graphs hold it.
+def _identity(tree: Tree) -> Tree:
+    return tree
 
 
-def _screened(
-    inputs: AttentionInputs,
-    options: AttentionOptions,
-    computed: Computed,
+def _attend_tiles(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    valid: Tensor | None,
+    call: Call,
     reason: str,
+    allow_dense: bool,
 ) -> Screened:
-    rule = options.rule
-    stats = Stats(
-        options.backend,
-        options.form,
-        str(options.budget if rule is None else rule),
-        reason,
-        None if computed.tiled is None else computed.tiled.expanded_count,
-        computed.measure_density,
-        computed.measure_leaf_ratio,
-        computed.measure_error,
-    )
-    return Screened(computed.output, stats, computed.make_tree, inputs, computed.tiled)
+    """Attend over tiles, or exactly where they are too many or miss their target."""
+    if call.backend == "triton" or has_values(q):
+        tiles, exact = run_tiles(q, k, v, valid, call)
+        if exact and allow_dense:
+            backend = "native" if call.backend == "native" else "dense"
+            reason = f"auto: {exact}"
+            return Screened(tiles.output, Stats(backend, "dense", reason, call, valid))
+        if exact:
+            reason = f"{reason}; {exact}, and every tile is expanded"
+    else:
+        tiles = run_in_graph(q, k, v, valid, call)
+        if call.dense_threshold < 1.0:
+            reason = f"auto: tiles, or dense attention inside the operator if {too_many(call)}"
+    return Screened(tiles.output, Stats(call.backend, "tiled", reason, call, valid, tiles))
 
 
 def check_choices(allow_dense: object, backend: object, **exclusive: object) -> None:
@@ -276,34 +226,3 @@ def check_choices(allow_dense: object, backend: object, **exclusive: object) -> 
         raise ValueError(
             f"{' and '.join(given)} are given; pass at most one of {', '.join(exclusive)}"
         )
-
-
-def _check_tiled_form(inputs: AttentionInputs, max_depth: int | None) -> None:
-    """Refuse what a call without a rule cannot run."""
-    if max_depth is not None:
-        raise ValueError(
-            f"max_depth is {max_depth}, which limits trees, and no rule is given; pass rule=, e.g. "
-            "bmfa.rules.Optimal(error=0.05), or leave max_depth out"
-        )
-    if inputs.query_grid is None and not inputs.self_attention:
-        raise ValueError(
-            f"a call without a rule takes a query for each of {inputs.tokens} tokens, and q has "
-            f"{inputs.q.shape[2]}; pass query_grid=, the grid of the queries, or rule=, e.g. "
-            "bmfa.rules.Optimal(error=0.05), for a tree for each query"
-        )
-
-
-def _cast_for_autocast(
-    q: Tensor, k: Tensor, v: Tensor
-) -> tuple[Tensor, Tensor, Tensor, AbstractContextManager[Any]]:
-    """Cast to the dtype of autocast, as SDPA does; the context disables autocast inside the call."""
-    kind = q.device.type if isinstance(q, Tensor) else "meta"
-    if kind == "meta" or not torch.is_autocast_enabled(kind):
-        return q, k, v, nullcontext()
-    for name, tensor in (("q", q), ("k", k), ("v", v)):
-        check_floating(name, tensor)
-    outside = torch.autocast(kind, enabled=False)
-    if q.dtype == torch.float64:
-        return q, k, v, outside
-    dtype = torch.get_autocast_dtype(kind)
-    return q.to(dtype), k.to(dtype), v.to(dtype), outside

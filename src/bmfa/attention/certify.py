@@ -28,13 +28,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from bmfa.attention.inputs import AttentionInputs
+from bmfa.attention.call import Call, check_tensors, flatten_heads
 from bmfa.attention.kernels import eager
 from bmfa.attention.result import Screened
 from bmfa.attention.tiling import Tiling, tiles_to_tokens, tokens_to_tiles, unflatten, valid_slots
 from bmfa.checks import has_values
 from bmfa.trees.certificates import exact_error
-from bmfa.trees.tree import Tree
 
 # Scores in memory at once, for a CPU and for an accelerator.
 CHUNK_ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 25}
@@ -85,22 +84,33 @@ def certify(q: Tensor, k: Tensor, v: Tensor, screened: Screened) -> Certificate:
         >>> bool(((screened.output - exact).norm(dim=-1) <= distance + 1e-5).all())
         True
     """
-    inputs, output = screened.inputs.with_tensors(q, k, v), screened.output
+    output, stats = screened
+    call, valid = stats.call, stats.valid
+    check_tensors(q, k, v)
+    keys = call.prefix + call.grid.size
+    if (*q.shape[:3], v.shape[-1]) != output.shape or k.shape[2] != keys:
+        raise ValueError(
+            f"q has shape {tuple(q.shape)}, k {tuple(k.shape)} and v {tuple(v.shape)}, and the call "
+            f"had {keys} keys and an output of shape {tuple(output.shape)}; pass the tensors of the "
+            "call"
+        )
     if not (has_values(q) and has_values(output)):
         raise ValueError("values cannot be read in a graph or on the meta device; certify outside")
     if q.numel() == 0:
         return Certificate(*(q.new_zeros(q.shape[:3], dtype=torch.float64) for _ in range(2)))
-    flat = inputs.copy_shared(inputs.flatten(torch.float64))
-    distance = _bound_distance(inputs, flat, output)
-    if screened.stats.form == "dense":
+    flat = flatten_heads(q, k, v, valid, call, torch.float64)
+    distance = _bound_distance(flat, output, valid, call)
+    if stats.form == "dense":
         energy = torch.zeros_like(distance)
-    elif screened.expanded is None:
-        energy = _tree_energy(inputs, flat, screened.tree)
+    elif stats.tiles is None:
+        queries, spatial, before = flat[0] * call.scale, flat[1][:, call.prefix :], flat[1]
+        tree = screened.tree.flat()
+        energy = exact_error(queries, spatial, tree, before[:, : call.prefix]).view(q.shape[:3])
     else:
-        energy = _tile_energy(inputs, flat, screened.expanded)
+        energy = _tile_energy(flat, stats.tiles.expanded, valid, call)
     bounds = [x.where(x == x, torch.inf) for x in (distance, energy)]  # NaN: nothing is known
-    if (valid := inputs.valid_queries) is not None:
-        bounds = [x.where(valid.unsqueeze(1), 0.0) for x in bounds]
+    if (mask := call.query_mask(valid)) is not None:
+        bounds = [x.where(mask.unsqueeze(1), 0.0) for x in bounds]
     return Certificate(*bounds)
 
 
@@ -127,16 +137,16 @@ def attention_rounding(
 
 
 def _bound_distance(
-    inputs: AttentionInputs, flat: tuple[Tensor, Tensor, Tensor], output: Tensor
+    flat: tuple[Tensor, Tensor, Tensor], output: Tensor, valid: Tensor | None, call: Call
 ) -> Tensor:
     """(B, H, Q) upper bound on |output - exact|, from q, k, v (G, *, *) in float64."""
     q, k, v = flat
-    mask = inputs.valid_keys
+    mask = call.key_mask(valid)
     if mask is not None:
         mask = mask.expand(len(output), -1).repeat_interleave(output.shape[1], 0)
-    exact = eager.dense_attention(q, k, v, scale=inputs.scale, tau=inputs.tau, valid=mask)
+    exact = eager.dense_attention(q, k, v, scale=call.scale, tau=call.tau, valid=mask)
     largest_key, largest_value = (_norm(x).amax(1, keepdim=True) for x in (k, v))  # (G, 1)
-    largest_score = abs(inputs.scale / inputs.tau) * _norm(q) * largest_key
+    largest_score = abs(call.factor) * _norm(q) * largest_key
     # A difference and a norm are off by less than e + 8 units of the largest value.
     radius = _norm(v - v.mean(1, keepdim=True))
     if mask is not None:
@@ -148,32 +158,22 @@ def _bound_distance(
     return _round_up(distance + rounding).view(output.shape[:3])
 
 
-def _tree_energy(
-    inputs: AttentionInputs, flat: tuple[Tensor, Tensor, Tensor], tree: Tree
-) -> Tensor:
-    """(B, H, Q) upper bound on E of a tree for each query."""
-    q, k, _ = flat
-    prefix = inputs.prefix
-    energy = exact_error(q * inputs.scale, k[:, prefix:], tree.flat(), k[:, :prefix])
-    return energy.view(inputs.q.shape[:3])
-
-
 def _tile_energy(
-    inputs: AttentionInputs, flat: tuple[Tensor, Tensor, Tensor], expanded: Tensor
+    flat: tuple[Tensor, Tensor, Tensor], expanded: Tensor, valid: Tensor | None, call: Call
 ) -> Tensor:
     """(B, H, Q) upper bound on E of tiles before the correction.
 
     Args:
-        inputs: Inputs of the call.
         flat: q and k (G, tokens, d) in float64, one head of keys for each head of queries.
         expanded: (B, H, R, T) bool, the tiles that each group reads token by token.
+        valid: Spatial tokens that exist.
+        call: Description of the call.
     """
     q, k, _ = flat
-    tiling, prefix, first = inputs.tiling, inputs.prefix, inputs.query_prefix
-    lead = inputs.q.shape[:2]
-    key_mask = valid_slots(tiling, inputs.valid, inputs.q)
-    query_valid = inputs.valid if tiling.query_grid is None else None
-    query_mask = valid_slots(tiling.queries, query_valid, inputs.q)
+    tiling, prefix, first = call.tiling, call.prefix, call.query_prefix
+    key_mask = valid_slots(tiling, valid, expanded)
+    query_valid = valid if tiling.query_grid is None else None
+    query_mask = valid_slots(tiling.queries, query_valid, expanded)
     divergence = q.new_zeros(q.shape[:2])
     for head, marks in enumerate(expanded.flatten(0, 1)):
         keys = _in_tiles(k[head, prefix:], tiling, key_mask, head)
@@ -182,7 +182,6 @@ def _tile_energy(
         q_mean = queries.mean(1)
         if query_mask is not None:
             q_mean = queries.sum(1) / query_mask[head].sum(1, keepdim=True).clamp(min=1)
-        factor = inputs.scale / inputs.tau
         parts = [
             _divergence(
                 queries[groups],
@@ -191,14 +190,14 @@ def _tile_energy(
                 k[head, :prefix],
                 exists,
                 marks[groups],
-                factor,
+                call.factor,
             )
             for groups in _chunks(len(queries), queries.shape[1] * keys.shape[0] * keys.shape[1], q)
         ]
         spatial = torch.cat(parts).unsqueeze(0).unsqueeze(-1)  # (1, R, S, 1)
         divergence[head, first:] = tiles_to_tokens(spatial, tiling.queries)[0, :, 0]
     # Two further roundings: of the product and of tau itself, which is given in decimals.
-    return unflatten(divergence, 0, lead) * inputs.tau * (1 + 1e-15)
+    return unflatten(divergence, 0, expanded.shape[:2]) * call.tau * (1 + 1e-15)
 
 
 def _divergence(

@@ -8,9 +8,9 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from bmfa.attention.inputs import AttentionInputs, check_finite_scores
+from bmfa.attention.call import Call, check_finite_scores, zero_invalid
 from bmfa.attention.kernels import native
-from bmfa.checks import has_values
+from bmfa.checks import has_values, is_compiling
 
 # Backends of SDPA by their speed on Hopper and later; torch takes the first that supports a call.
 HOPPER_PRIORITY = [
@@ -25,48 +25,52 @@ HOPPER_PRIORITY = [
 LEAST_CUDNN_OPERATIONS = 3e10
 
 
-def dense_attention(inputs: AttentionInputs, in_graph: bool = False) -> Tensor:
-    """(B, H, Q, e) attention by `torch.nn.functional.scaled_dot_product_attention`.
+def dense_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    valid: Tensor | None,
+    call: Call,
+    backend: str = "dense",
+    in_graph: bool = False,
+) -> Tensor:
+    """(B, H, Q, e) exact attention.
 
     Args:
-        inputs: Inputs of the call.
+        q: Queries, as in `Call`.
+        k: Keys.
+        v: Values.
+        valid: Spatial tokens that exist.
+        call: Description of the call.
+        backend: "native" for the native kernel, "dense" for `scaled_dot_product_attention`.
         in_graph: True if the launches are recorded in a graph, where host time does not count.
 
     Raises:
         ValueError: If q or k on a CPU hold NaN or infinity, or if scores overflow.
     """
-    q, k, v = inputs.zero_invalid()
-    valid = inputs.valid_keys
-    mask = None if valid is None else valid[:, None, None, :]
-    options: dict[str, Any] = {"scale": inputs.scale / inputs.tau, "enable_gqa": inputs.shares_keys}
+    if backend == "native":
+        return native.exact_attention(
+            q, k, v, scale=call.scale, tau=call.tau, prefix=call.prefix, valid=valid,
+            mask_queries=call.self_attention,
+        )  # fmt: skip
+    options: dict[str, Any] = {"scale": call.factor}
+    if q.shape[1] != k.shape[1]:
+        options["enable_gqa"] = True
+    if valid is not None:
+        q, k, v = zero_invalid(q, k, v, valid, call)
+        mask = call.key_mask(valid)
+        assert mask is not None
+        options["attn_mask"] = mask[:, None, None, :]
     if q.numel() == 0:  # fused CUDA kernels do not support an empty batch
         with sdpa_kernel(SDPBackend.MATH):
-            return scaled_dot_product_attention(q, k, v, attn_mask=mask, **options)
-    if mask is None and _cudnn_must_be_selected(q, k, v, in_graph):
+            return scaled_dot_product_attention(q, k, v, **options)
+    if valid is None and _cudnn_must_be_selected(q, k, v, in_graph):
         with sdpa_kernel(HOPPER_PRIORITY, set_priority=True):
             return scaled_dot_product_attention(q, k, v, **options)
-    output = scaled_dot_product_attention(q, k, v, attn_mask=mask, **options)
+    output = scaled_dot_product_attention(q, k, v, **options)
     if not q.is_cuda and has_values(q):
-        check_finite_scores(q, k, inputs.scale)
+        check_finite_scores(q, k, call.scale)
     return output
-
-
-def native_dense_attention(inputs: AttentionInputs) -> Tensor:
-    """(B, H, Q, e) attention by the native kernel.
-
-    Raises:
-        ValueError: If q or k hold NaN or infinity, or if scores overflow.
-    """
-    return native.exact_attention(
-        inputs.q,
-        inputs.k,
-        inputs.v,
-        scale=inputs.scale,
-        tau=inputs.tau,
-        prefix=inputs.prefix,
-        valid=inputs.valid,
-        mask_queries=inputs.self_attention,
-    )
 
 
 def attention_operations(shape: Sequence[int], keys: int | None = None) -> float:
@@ -78,7 +82,7 @@ def attention_operations(shape: Sequence[int], keys: int | None = None) -> float
 
 def _cudnn_must_be_selected(q: Tensor, k: Tensor, v: Tensor, in_graph: bool) -> bool:
     """True if cuDNN is the fastest backend of SDPA and torch would take another one."""
-    if not q.is_cuda or torch.compiler.is_compiling():
+    if not q.is_cuda or is_compiling():
         return False
     if torch.cuda.get_device_capability(q.device) < (9, 0):
         return False

@@ -5,23 +5,31 @@ if the kernels can run a call and a reason if they cannot: it selects the backen
 the refusal of a requested one. `dense_faster_reason` does the same for dense attention.
 
 An error target on a CPU is decided later: the kernels count the expanded tiles first, and attend exactly
-in heads in which they are too many (`AttentionOptions.dense_threshold`).
+in heads in which they are too many (`Call.dense_threshold`). `run_tiles` runs what was chosen.
 """
 
 import math
 import platform
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from bmfa.attention.dense import attention_operations
-from bmfa.attention.inputs import AttentionInputs, Backend
+from bmfa.attention.call import Backend, Call, budget, check_finite_scores, zero_invalid
+from bmfa.attention.dense import attention_operations, dense_attention
 from bmfa.attention.kernels import native
 from bmfa.attention.kernels.native import library
-from bmfa.attention.tiling import DEFAULT_ERROR, Budget, Tiling
-from bmfa.checks import has_values
+from bmfa.attention.result import check_later, excess_of_probes, warn_if_missed
+from bmfa.attention.tiling import (
+    DEFAULT_ERROR,
+    MOST_EXCESS,
+    RETRY_AIM,
+    TiledAttention,
+    tokens_to_tiles,
+)
+from bmfa.checks import has_values, is_compiling
 from bmfa.grid import Grid
 
 # Constants of the backends: "cuda" is Triton, "native" the C++ kernels on x86-64, "neon" those on ARM,
@@ -82,88 +90,73 @@ class Choice(NamedTuple):
     exact: bool = False  # True for dense attention, by "dense" or "native"
 
 
-def choose_tiled(
-    inputs: AttentionInputs, tiling: Tiling, budget: Budget, backend: Backend, *, allow_dense: bool
+def choose(
+    q: Tensor, k: Tensor, v: Tensor, call: Call, backend: Backend, allow_dense: bool
 ) -> Choice:
-    """Choose the backend of the form "tiled".
+    """Choose what runs a call.
 
     Args:
-        inputs: Inputs of the call.
-        tiling: Tiles of the grid.
-        budget: Error target or number of tiles.
+        q: Queries, as in `Call`.
+        k: Keys.
+        v: Values.
+        call: Description of the call.
         backend: Requested backend, or "auto".
-        allow_dense: True if "auto" may take dense attention instead.
+        allow_dense: True if "auto" may take dense attention instead of tiles.
 
     Raises:
         ValueError: If the requested backend cannot run the call.
     """
-    q, unsupported = inputs.q, None
-    fast = "triton" if q.is_cuda else "native"  # of the device, if it can run
-    if backend in ("auto", "native", "triton"):
-        chosen = fast if backend == "auto" else backend
-        unsupported = tiles_unsupported_reason(chosen, inputs, tiling)
-    if backend != "auto":
-        if unsupported is not None:
-            raise _unsupported_error(backend, unsupported)
-        return Choice(backend, "requested")
-    if allow_dense:
-        exact = _choose_exact(
-            q.shape, inputs.k.shape[2], fast, unsupported, tiling, budget, in_graph=in_graph(q)
+    if call.rule is not None:
+        if backend in ("native", "triton"):
+            raise _unsupported_error(backend, "a rule has a tree for each query, and it runs tiles")
+        reason = (
+            "requested"
+            if backend == "eager"
+            else "auto: eager supports every rule, dtype and device"
         )
+        return Choice("eager", reason)
+    fast = "triton" if q.is_cuda else "native"  # of the device, if it can run
+    if backend == "eager":
+        return Choice("eager", "requested")
+    if backend != "auto":
+        if (refusal := tiles_unsupported_reason(backend, q, k, v, call)) is not None:
+            raise _unsupported_error(backend, refusal)
+        return Choice(backend, "requested")
+    unsupported = tiles_unsupported_reason(fast, q, k, v, call)
+    if allow_dense:
+        exact = _choose_exact(q.shape, fast, unsupported, call, in_graph=in_graph(q))
         if exact is not None:
-            return exact if has_values(q) else Choice("dense", exact.reason, exact=True)
+            return exact if has_values(q) else exact._replace(backend="dense")
     if unsupported is not None:
         return Choice("eager", f"auto: eager, because {fast} cannot run: {unsupported}")
     return Choice(fast, f"auto: {fast} supports the grid, the dtype and the device")
 
 
 def _choose_exact(
-    shape: Sequence[int],
-    keys: int,
-    fast: str,
-    unsupported: str | None,
-    tiling: Tiling,
-    budget: Budget,
-    *,
-    in_graph: bool,
+    shape: Sequence[int], fast: str, unsupported: str | None, call: Call, *, in_graph: bool
 ) -> Choice | None:
-    """Choose what runs exact attention, the native kernel or SDPA; None if tiles are faster.
+    """Choose what runs dense attention, the native kernel or SDPA; None if tiles are faster.
 
     Args:
         shape: (B, H, Q, d), the shape of the queries.
-        keys: Number of keys.
         fast: Fast backend of the device, "native" or "triton".
         unsupported: Why it cannot run, or None.
-        tiling: Tiles of the grid, and groups of the queries.
-        budget: Error target or number of tiles.
+        call: Description of the call.
         in_graph: True if the launches are recorded in a graph, where host time does not count.
     """
     cost = "cuda" if fast == "triton" else NATIVE
-    reason = dense_faster_reason(shape, cost, tiling, budget, in_graph=in_graph)
+    reason = dense_faster_reason(shape, cost, call, in_graph=in_graph)
     if reason is None and unsupported is not None:
-        slow = dense_faster_reason(shape, "eager", tiling, budget, in_graph=in_graph)
+        slow = dense_faster_reason(shape, "eager", call, in_graph=in_graph)
         if fast == "triton" or slow is not None:
             reason = f"dense, because {fast} cannot run: {unsupported}"
     if reason is None:
         return None
-    native_runs = fast == "native" and unsupported is None and not torch.compiler.is_compiling()
+    native_runs = fast == "native" and unsupported is None and not is_compiling()
     if native_runs:
         least = LEAST_EXACT_SCORES[library.instruction_set() or NATIVE]
-        native_runs = math.prod(shape[:3]) * keys >= least
+        native_runs = math.prod(shape[:3]) * (call.prefix + call.grid.size) >= least
     return Choice("native" if native_runs else "dense", f"auto: {reason}", exact=True)
-
-
-def choose_per_query(backend: Backend) -> Choice:
-    """Choose the backend of a tree for each query.
-
-    Raises:
-        ValueError: If the requested backend cannot run the call.
-    """
-    if backend in ("native", "triton"):
-        raise _unsupported_error(backend, "a rule has a tree for each query, and it runs tiles")
-    if backend != "auto":
-        return Choice(backend, "requested")
-    return Choice("eager", "auto: eager supports every rule, dtype and device")
 
 
 def _unsupported_error(backend: str, reason: str) -> ValueError:
@@ -172,50 +165,50 @@ def _unsupported_error(backend: str, reason: str) -> ValueError:
     )
 
 
-def tiles_unsupported_reason(backend: str, inputs: AttentionInputs, tiling: Tiling) -> str | None:
+def tiles_unsupported_reason(
+    backend: str, q: Tensor, k: Tensor, v: Tensor, call: Call
+) -> str | None:
     """Return why the kernels of a backend, "native" or "triton", cannot run over tiles, or None."""
-    q, k, v = inputs.q, inputs.k, inputs.v
     if backend == "native":
         return native.unsupported_reason(q, k, v)
     from bmfa.attention.kernels.triton.tiles import operators
 
-    return operators.unsupported_reason(q, k, v, tiling, inputs.prefix)
+    return operators.unsupported_reason(q, k, v, call.tiling, call.prefix)
 
 
 def dense_faster_reason(
-    shape: Sequence[int], backend: str, tiling: Tiling, budget: Budget, *, in_graph: bool
+    shape: Sequence[int], backend: str, call: Call, *, in_graph: bool
 ) -> str | None:
-    """Return why dense attention is expected to be faster, or None if the tiled form is.
+    """Return why dense attention is expected to be faster, or None if tiles are.
 
     Args:
         shape: (B, H, Q, d), the shape of the queries.
         backend: "cuda", "native", "neon" or "eager", whose costs decide.
-        tiling: Tiles of the grid, and groups of the queries.
-        budget: Error target or number of tiles.
+        call: Description of the call.
         in_graph: True if the launches are recorded in a graph, where host time does not count.
     """
-    # Few keys leave little to summarise. Few queries on a large image are far apart, so that a group of
-    # them expands as much as on a small image, and the probes and statistics of tiles cost as much.
-    size = min(tiling.grid.size, tiling.queries.grid.size)
     if math.prod(shape) == 0:
         return "the call has no queries"
-    tokens = LEAST_TOKENS_OF_BUDGET if budget.error is None else LEAST_TOKENS
+    # Few keys leave little to summarise. Few queries on a large image are far apart, so that a group of
+    # them expands as much as on a small image, and the probes and statistics of tiles cost as much.
+    size = call.grid.size if call.query_grid is None else min(call.grid.size, call.query_grid.size)
+    tokens = LEAST_TOKENS_OF_BUDGET if call.error is None else LEAST_TOKENS
     least = tokens[backend]
     if size < least:
         return f"dense attention is as fast below {least} tokens, and there are {size}"
-    if budget.error and backend != "cuda":
+    if call.error and backend != "cuda":
         return None  # the kernels count the expanded tiles before they read their tokens
-    share = expected_share(budget, tiling.tiles)
+    share = expected_share(call)
     relative_time, keys = EXPANDED_COST[backend] * share, None
-    if tiling.query_grid is not None:
+    if call.query_grid is not None:
         relative_time += OWN_GRID_COST[backend]
-        keys = tiling.grid.size
+        keys = call.grid.size
     saved = attention_operations(shape, keys) * (1.0 - relative_time)
     if saved > 0 and saved >= LEAST_SAVED_OPERATIONS["cuda graph" if in_graph else backend]:
         return None
-    if torch.compiler.is_compiling():  # the share may be a symbol, which has no format ".0%"
+    if is_compiling():  # the share may be a symbol, which has no format ".0%"
         return "tiles save less than they cost"
-    return f"{budget} would expand {share:.0%} of the tiles, which saves less than tiles cost"
+    return f"{call.setting} would expand {share:.0%} of the tiles, which saves less than tiles cost"
 
 
 def may_run_dense(options: dict[str, Any]) -> bool:
@@ -252,34 +245,136 @@ def exact_choice(
     """
     if not may_run_dense(options):
         return None
-    tiling = Tiling(grid)
-    budget = Budget.from_arguments(tiling, options.get("error"), options.get("leaves"))
+    error, expand = budget(grid, options.get("error"), options.get("leaves"))
+    call = Call(grid, shape[2], shape[2] - grid.size, error=error, expand=expand)
     fast, unsupported = "triton", None
     if device != "cuda":
         fast = "native"
         unsupported = native.unsupported_kind(device, dtype, shape[3], requires_grad)
-    return _choose_exact(shape, shape[2], fast, unsupported, tiling, budget, in_graph=in_graph)
+    return _choose_exact(shape, fast, unsupported, call, in_graph=in_graph)
 
 
-def expected_share(budget: Budget, tiles: int) -> float:
+def expected_share(call: Call) -> float:
     """Share of the tiles that are expanded: exact for a number of tiles, estimated for a target."""
-    if budget.expand is not None:
-        return budget.expand / tiles
-    if not budget.error:
+    if call.expand is not None:
+        return call.expand / call.tiling.tiles
+    if not call.error:
         return 1.0
-    growth: float = (DEFAULT_ERROR / budget.error) ** SHARE_EXPONENT
+    growth: float = (DEFAULT_ERROR / call.error) ** SHARE_EXPONENT
     return min(1.0, DEFAULT_EXPANDED_SHARE * growth)
 
 
-def dense_threshold(budget: Budget, backend: str) -> float:
+def dense_threshold(error: float | None, backend: str) -> float:
     """Share of expanded tiles above which exact attention is faster; a budget of leaves has no such
     limit."""
     cost = EXPANDED_COST.get("cuda" if backend == "triton" else backend, EXPANDED_COST["eager"])
-    return 1.0 if budget.error is None else 1.0 / cost
+    return 1.0 if error is None else 1.0 / cost
 
 
 def in_graph(q: Tensor) -> bool:
     """True if the launches of a call are recorded, in a compiled graph or a CUDA graph."""
+    return q.is_cuda and (is_compiling() or torch.cuda.is_current_stream_capturing())
+
+
+def run_tiles(
+    q: Tensor, k: Tensor, v: Tensor, valid: Tensor | None, call: Call
+) -> tuple[TiledAttention, str]:
+    """Run the kernels of a backend, and where the probes miss the target, again: with a lower one, or
+    exactly.
+
+    Triton runs once, because the host would wait for the device, and warns of a target that it misses.
+
+    Returns:
+        The result, and why every head was computed exactly, or "".
+    """
+    if call.backend == "triton":
+        return _run_triton(q, k, v, valid, call), ""
+    if call.backend == "native" and native.unsupported_reason(q, k, v):
+        call = replace(call, backend="eager")  # an operator of a graph, with other tensors
+    why = too_many(call)
+    if call.backend == "native" and q.numel() and call.expands_all:
+        return _run_exactly(q, k, v, valid, call), why
+    attend = _prepare_tiles(q, k, v, valid, call)
+    error, probes_per_group = call.error, call.tiling.probes_per_group
+    for _ in range(2):
+        found, exact = attend(error, call.expand, call.dense_threshold)
+        if found is None:
+            return _run_exactly(q, k, v, valid, call), why
+        if exact:  # nothing is left for probes to measure
+            return replace(found, probes=torch.zeros_like(found.probes)), why
+        if not call.error:
+            return found, ""
+        missed = excess_of_probes(found.probes, call.error, probes_per_group)
+        if missed <= 1.0:
+            return found, ""
+        why = f"tiles missed {call.setting}, as their probes measured it"
+        if missed > MOST_EXCESS or math.isnan(missed):
+            break
+        error = RETRY_AIM * call.error / missed
+    return _run_exactly(q, k, v, valid, call), why
+
+
+def too_many(call: Call) -> str:
+    """Say that exact attention is faster than the tiles that a call would expand."""
+    # torch.compile cannot format the attribute with ".0%".
+    return f"{call.setting} expands more than {round(100 * call.dense_threshold)}% of the tiles"
+
+
+def _prepare_tiles(
+    q: Tensor, k: Tensor, v: Tensor, valid: Tensor | None, call: Call
+) -> Callable[..., tuple[TiledAttention | None, bool]]:
+    """Return a function of error, expand and dense_threshold that runs native or eager kernels.
+
+    It returns the result, or None, and whether every head is exact.
+    """
+    settings: dict[str, Any] = {
+        "prefix": call.prefix, "scale": call.scale, "tau": call.tau, "valid": valid,
+        "query_prefix": call.query_prefix,
+    }  # fmt: skip
+    if call.backend == "native" and q.numel():
+        return native.prepare_tiles(q, k, v, call.tiling, **settings)
+    from bmfa.attention.kernels.eager import tiles
+
     if not q.is_cuda:
-        return False
-    return torch.compiler.is_compiling() or torch.cuda.is_current_stream_capturing()
+        check_finite_scores(*zero_invalid(q, k, v, valid, call)[:2], call.scale)
+
+    def attend(
+        error: float | None, expand: int | None, dense_threshold: float
+    ) -> tuple[TiledAttention | None, bool]:
+        budget: dict[str, Any] = {"error": error, "expand": expand}
+        budget["dense_threshold"] = dense_threshold
+        return tiles.tiled_attention(q, k, v, call.tiling, **settings, **budget), False
+
+    return attend
+
+
+def _run_triton(
+    q: Tensor, k: Tensor, v: Tensor, valid: Tensor | None, call: Call
+) -> TiledAttention:
+    from bmfa.attention.kernels.triton.tiles import operators
+
+    result = operators.tiled_attention(
+        q, k, v, call.tiling, prefix=call.prefix, scale=call.scale, tau=call.tau, valid=valid,
+        error=call.error, expand=call.expand, dense_threshold=call.dense_threshold,
+    )  # fmt: skip
+    if has_values(q) and call.error is not None:
+        (check_later if q.is_cuda else warn_if_missed)(result.probes, call)
+    return result
+
+
+def _run_exactly(
+    q: Tensor, k: Tensor, v: Tensor, valid: Tensor | None, call: Call
+) -> TiledAttention:
+    """Dense attention as a result with every tile expanded."""
+    tiling = call.tiling
+    shape = (*q.shape[:2], tiling.groups, tiling.tiles)
+    expanded = q.new_ones(shape, dtype=torch.bool)
+    if valid is not None:  # (B or 1, T) tiles with a token
+        tokens = tokens_to_tiles(valid[:, None, :, None], tiling, torch.bool).squeeze(-1)
+        expanded = tokens.any(-1)[:, None, None].expand(shape)
+    probes = q.new_zeros((*shape[:2], tiling.probes(call.query_prefix), 3), dtype=torch.float64)
+    count = expanded.sum(-1, dtype=torch.int32)
+    output = dense_attention(
+        q, k, v, valid, call, "native" if call.backend == "native" else "dense"
+    )
+    return TiledAttention(output, count, probes, expanded)

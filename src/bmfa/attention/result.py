@@ -3,8 +3,8 @@
 import math
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, fields
-from functools import cached_property
+from dataclasses import dataclass
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -12,9 +12,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from bmfa.attention.call import Call, Form
 from bmfa.attention.choice import excess, relative_error, upper_bound
-from bmfa.attention.inputs import AttentionInputs
-from bmfa.attention.tiling import TiledAttention
+from bmfa.attention.tiling import TiledAttention, Tiling, tokens_to_tiles
+from bmfa.attention.trees import tile_tree
 from bmfa.trees.tree import Tree
 
 Array = npt.NDArray[np.float64]
@@ -105,25 +106,27 @@ def _in_groups(probes: Tensor, probes_per_group: int) -> Array:
     return probes.detach().cpu().numpy().reshape(-1, probes_per_group, 3).astype(np.float64)
 
 
-_warned_targets: set[float] = set()
+# Calls that have warned, with their number of heads: another model warns, too.
+_warned: set[tuple[Call, int]] = set()
 
 
-def warn_if_missed(probes: Tensor, target: float) -> None:
+def warn_if_missed(probes: Tensor, call: Call) -> None:
     """Warn if the error that the probes measure misses its target, as `ErrorEstimate.met` has it."""
-    estimate = relative_error(_in_groups(probes, 1))[0]
-    if not meets(estimate, target):
-        warn_missed(estimate, target)
+    estimate = relative_error(_in_groups(probes, call.tiling.probes_per_group))[0]
+    assert call.error is not None
+    if not meets(estimate, call.error):
+        warn_missed(estimate, call, probes.shape[1])
 
 
-def warn_missed(estimate: float, target: float) -> None:
-    """Warn, once for each target in a process, that the output misses its target for the error."""
-    if target in _warned_targets:
+def warn_missed(estimate: float, call: Call, heads: int) -> None:
+    """Warn, once for calls of one kind in a process, that the output misses its target for the error."""
+    if (call, heads) in _warned:
         return
-    _warned_targets.add(target)
+    _warned.add((call, heads))
     warnings.warn(
         f"screened_attention measured an output error of {estimate:.3g}, and the target is "
-        f"{target:.3g}; for these inputs pass a smaller error=, or "
-        f"leaves=1.0 for exact attention (stats.error has the measurement of every call)",
+        f"{call.error:.3g}; for these inputs pass a smaller error=, or leaves=1.0 for exact attention "
+        "(stats.error has the measurement of every call)",
         UserWarning,
         stacklevel=2,
     )
@@ -136,53 +139,53 @@ class _LaterCheck:
         self.memory = torch.empty(0, dtype=torch.float64)
         self.copied: Any = None  # event of the copy, None if no measurement is on its way
         self.shape: tuple[int, ...] = ()
-        self.target = 0.0
+        self.call: Call
 
-    def start(self, probes: Tensor, target: float) -> None:
+    def start(self, probes: Tensor, call: Call) -> None:
         """Copy the probes to the host while it goes on."""
         if self.memory.numel() < probes.numel():
             self.memory = torch.empty(probes.numel(), dtype=torch.float64, pin_memory=True)
         self.memory[: probes.numel()].copy_(probes.flatten(), non_blocking=True)
-        self.shape, self.target = tuple(probes.shape), target
+        self.shape, self.call = tuple(probes.shape), call
         self.copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        self.copied.record()
+        self.copied.record(torch.cuda.current_stream(probes.device))
 
     def finish(self) -> None:
         """Warn if the measurement misses its target."""
         self.copied = None
-        probes = self.memory[: math.prod(self.shape)].view(self.shape)
-        warn_if_missed(probes, self.target)
+        warn_if_missed(self.memory[: math.prod(self.shape)].view(self.shape), self.call)
 
 
 _later_check = _LaterCheck()
 
 
-def check_later(probes: Tensor, target: float) -> None:
+def check_later(probes: Tensor, call: Call) -> None:
     """Check the error of a call on CUDA at a later call, so that nothing waits for the device.
 
     One measurement at a time is on its way to the host. Calls in between, calls that are recorded in a
-    graph, and calls with a target that has warned before are not checked.
+    graph, and calls of a kind that has warned before are not checked.
     """
-    if torch.cuda.is_current_stream_capturing():
-        return
-    if _later_check.copied is not None:
-        if not _later_check.copied.query():
+    with torch.cuda.device(probes.device):
+        if torch.cuda.is_current_stream_capturing():
             return
-        _later_check.finish()
-    if target not in _warned_targets:
-        _later_check.start(probes, target)
+        if _later_check.copied is not None:
+            if not _later_check.copied.query():
+                return
+            _later_check.finish()
+        if (call, probes.shape[1]) not in _warned:
+            _later_check.start(probes, call)
 
 
-@dataclass(frozen=True, repr=False)
+@dataclass(frozen=True, repr=False, eq=False)
 class Stats:
     """What ran, why, and what is known of its error.
 
     Attributes:
         backend: `"native"`, `"eager"`, `"triton"` or `"dense"` (SDPA).
         form: `"tiled"`, `"tree"` or `"dense"`.
-        setting: The rule or the budget, as text.
         reason: Why this backend ran.
-        expanded_count: (B, H, groups) int32 expanded tiles of each group of queries, or None.
+        call: Description of the call: grid, prefix, scale and the setting.
+        valid: (B or 1, N) bool, the spatial tokens that exist, or None.
 
     Example:
         >>> import torch, bmfa
@@ -193,38 +196,55 @@ class Stats:
     """
 
     backend: str
-    form: str
-    setting: str
+    form: Form
     reason: str
-    expanded_count: Tensor | None = None
-    # Computed on demand by `_density` and `_leaf_ratio` of tiles.py and per_query.py.
-    measure_density: Callable[[], float] | None = field(default=None, repr=False)
-    measure_leaf_ratio: Callable[[], float] | None = field(default=None, repr=False)
-    measure_error: Callable[[], ErrorEstimate] | None = field(default=None, repr=False)
+    call: Call
+    valid: Tensor | None = None
+    tiles: TiledAttention | None = None  # of the form "tiled"
+    make_tree: Callable[[], Tree] | None = None  # of the form "tree"
 
     def __repr__(self) -> str:
-        """Show tensors by their shape: their values would wait for the device."""
-        parts = []
-        for item in fields(self):
-            value = getattr(self, item.name)
-            if item.repr:
-                shown = f"tensor{tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
-                parts.append(f"{item.name}={shown}")
-        return f"Stats({', '.join(parts)})"
+        """Show the tensors by their shape: their values would wait for the device."""
+        count = self.expanded_count
+        shown = "" if count is None else f", expanded_count=tensor{tuple(count.shape)}"
+        return (
+            f"Stats(backend={self.backend!r}, form={self.form!r}, setting={self.setting!r}, "
+            f"reason={self.reason!r}{shown})"
+        )
+
+    @property
+    def setting(self) -> str:
+        """The rule or the budget, as text."""
+        return self.call.setting
+
+    @property
+    def expanded_count(self) -> Tensor | None:
+        """(B, H, groups) int32 expanded tiles of each group of queries, or None."""
+        return None if self.tiles is None else self.tiles.expanded_count
+
+    @property
+    def measure_error(self) -> Callable[[], ErrorEstimate] | None:
+        """A function that returns `error` without its warning, or None."""
+        if self.form == "dense":
+            return partial(ErrorEstimate, self.call.error, 0.0, 0.0, 0.0, 0)
+        if self.tiles is None:
+            return None
+        count = self.call.tiling.probes_per_group
+        return partial(ErrorEstimate.from_probes, self.tiles.probes, self.call.error, count)
 
     @cached_property
     def error(self) -> ErrorEstimate | None:
         """Measured relative L2 error of the output. Waits for the device.
 
         0 for dense attention, None for a tree for each query. If the target is missed, reading this
-        property warns, once for each target in a process. Calls by Triton warn of an earlier one; other
-        backends compute a call again that misses its target.
+        property warns, once for calls of one kind in a process. Calls by Triton warn of an earlier one;
+        other backends compute a call again that misses its target.
         """
         if self.measure_error is None:
             return None
         measured = self.measure_error()
-        if measured.met is False and measured.target is not None:
-            warn_missed(measured.estimate, measured.target)
+        if measured.met is False and self.tiles is not None:
+            warn_missed(measured.estimate, self.call, self.tiles.probes.shape[1])
         return measured
 
     @property
@@ -234,9 +254,14 @@ class Stats:
         The mean is over images, heads and groups. Tiles without a valid token and groups without a
         valid query do not count. 1.0 for dense attention, None for a tree for each query.
         """
-        if self.form == "dense":
-            return 1.0
-        return None if self.measure_density is None else self.measure_density()
+        if self.tiles is None:
+            return 1.0 if self.form == "dense" else None
+        counts, tiling = self.tiles.expanded_count.double(), self.call.tiling
+        if self.valid is None:
+            return float(counts.mean()) / tiling.tiles
+        shares = counts / (self._tile_sizes(tiling) > 0).sum(-1).view(-1, 1, 1)
+        groups = (self._group_sizes(tiling) > 0).unsqueeze(1)  # (B or 1, 1, R)
+        return float(shares[groups.expand_as(shares)].mean())
 
     @property
     def leaf_ratio(self) -> float:
@@ -245,7 +270,35 @@ class Stats:
         The mean is over images, heads and queries; in the form "tiled", invalid queries do not
         count. Prefix tokens are not leaves. 1.0 for dense attention.
         """
-        return 1.0 if self.measure_leaf_ratio is None else self.measure_leaf_ratio()
+        if self.make_tree is not None:
+            return float(self.make_tree().leaf_ratio.mean())
+        if self.tiles is None:
+            return 1.0
+        tiling, expanded = self.call.tiling, self.tiles.expanded
+        sizes = self._tile_sizes(tiling).double()[:, None, None]  # (B or 1, 1, 1, T)
+        leaves = torch.where(expanded, sizes, sizes.clamp(max=1)).sum(-1)  # (B, H, R)
+        ratios = leaves / sizes.sum(-1)
+        queries = self._group_sizes(tiling).double().unsqueeze(1).expand_as(ratios)
+        # Queries before the grid see every token.
+        before = self.call.query_prefix * ratios.shape[0] * ratios.shape[1]
+        return float(((ratios * queries).sum() + before) / (queries.sum() + before))
+
+    def _tile_sizes(self, tiling: Tiling) -> Tensor:
+        """(B or 1, T) valid tokens of each tile."""
+        valid = self.valid
+        if valid is None:
+            valid = self._on_device(torch.ones(1, tiling.grid.size, dtype=torch.bool))
+        return tokens_to_tiles(valid[:, None, :, None], tiling, torch.bool).squeeze(-1).sum(-1)
+
+    def _group_sizes(self, tiling: Tiling) -> Tensor:
+        """(B or 1, R) valid queries of each group."""
+        if tiling.query_grid is None:  # the mask is that of the queries, too
+            return self._tile_sizes(tiling.queries)
+        return self._on_device((tiling.queries.slot_tokens >= 0).sum(-1).unsqueeze(0))
+
+    def _on_device(self, x: Tensor) -> Tensor:
+        assert self.tiles is not None
+        return x.to(self.tiles.expanded_count.device)
 
 
 class Screened:
@@ -263,24 +316,9 @@ class Screened:
         (torch.Size([1, 2, 64, 16]), 'tree')
     """
 
-    def __init__(
-        self,
-        output: Tensor,
-        stats: Stats,
-        make_tree: Callable[[], Tree],
-        inputs: AttentionInputs,
-        tiled: TiledAttention | None = None,
-    ) -> None:
+    def __init__(self, output: Tensor, stats: Stats) -> None:
         self.output = output
         self.stats = stats
-        self.inputs = inputs
-        self._make_tree = make_tree
-        self._tiled = tiled
-
-    @property
-    def expanded(self) -> Tensor | None:
-        """(B, H, R, T) bool, the tiles that each group of queries reads token by token, or None."""
-        return None if self._tiled is None else self._tiled.expanded
 
     @cached_property
     def tree(self) -> Tree:
@@ -301,24 +339,19 @@ class Screened:
             >>> bmfa.screened_attention(q, k, v, grid=(8, 8), rule="fixed-depth:1").tree
             Tree(128 trees (1, 2, 64) on 8x8, fixed-depth:1: 4 leaves, 6.25 % of tokens)
         """
-        return self._make_tree()
+        stats = self.stats
+        if stats.make_tree is not None:
+            return stats.make_tree()
+        if stats.tiles is not None:
+            expanded = stats.tiles.expanded
+        else:  # dense attention: every token is a leaf
+            tiling = stats.call.tiling
+            shape = (*self.output.shape[:2], tiling.groups, tiling.tiles)
+            expanded = torch.ones(shape, dtype=torch.bool, device=self.output.device)
+        return tile_tree(expanded, stats.valid, stats.call)
 
     def __iter__(self) -> Iterator[Any]:
         return iter((self.output, self.stats))
 
     def __repr__(self) -> str:
         return f"Screened(output={tuple(self.output.shape)}, stats={self.stats!r})"
-
-
-@dataclass(eq=False)
-class Computed:
-    """What a form returns before it becomes a `Screened`."""
-
-    output: Tensor  # (B, H, Q, e)
-    make_tree: Callable[[], Tree]
-    tiled: TiledAttention | None = None  # result of the kernel of the form "tiled"
-    dense: bool = False  # True if dense attention ran in place of tiles
-    missed: bool = False  # True if it ran because tiles missed the target
-    measure_density: Callable[[], float] | None = None
-    measure_leaf_ratio: Callable[[], float] | None = None
-    measure_error: Callable[[], ErrorEstimate] | None = None

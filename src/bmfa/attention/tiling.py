@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from bmfa.checks import check_integer, check_leaves, check_number
+from bmfa.checks import check_integer, check_leaves
 from bmfa.grid import Grid, check_grid
 
 # Side of a tile in tokens. The Triton kernels are written for this size and refuse others.
@@ -249,40 +249,6 @@ class Tiling:
         if budget >= self.grid.size:
             return self.tiles
         return min(self.tiles, max(0, int((budget - self.tiles) // (self.slots - 1))))
-
-
-def probes_per_group(backend: str) -> int:
-    """`Tiling.probes_per_group` of the kernels of a backend."""
-    return 1 if backend == "triton" else 0
-
-
-@dataclass(frozen=True)
-class Budget:
-    """Stopping criterion of the tiled form: a target for the error, or a number of expanded tiles.
-
-    The error is the relative L2 error of the output. The number is the mean over the groups of a
-    image. Exactly one of the two is not None.
-    """
-
-    error: float | None
-    expand: int | None
-
-    @classmethod
-    def from_arguments(
-        cls, tiling: Tiling, error: float | None, leaves: float | int | None
-    ) -> "Budget":
-        """Make a budget from the arguments of `screened_attention`, with the default error if both
-        are None."""
-        if leaves is not None:
-            return cls(None, tiling.tiles_within(leaves))
-        return cls(check_number("error", DEFAULT_ERROR if error is None else error, low=0.0), None)
-
-    def expands_all(self, tiling: Tiling) -> bool:
-        """True if every tile is expanded, whatever the tensors hold."""
-        return self.error == 0.0 or (self.expand is not None and self.expand >= tiling.tiles)
-
-    def __str__(self) -> str:
-        return f"error {self.error:g}" if self.expand is None else f"{self.expand} tiles expanded"
 
 
 @dataclass(frozen=True, eq=False)

@@ -9,8 +9,8 @@ from typing import Any
 from torch import nn
 
 from bmfa.attention.api import check_choices
+from bmfa.attention.call import Backend
 from bmfa.attention.dispatch import may_run_dense
-from bmfa.attention.inputs import Backend
 from bmfa.checks import check_integer, check_leaves, check_number
 from bmfa.grid import Grid
 from bmfa.models.dense_decision import DenseDecision, PlannedDecision

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
 from bmfa.attention.api import screened_attention
-from bmfa.attention.inputs import check_tensors
+from bmfa.attention.call import check_tensors
 from bmfa.attention.kernels import native
 from bmfa.attention.result import Screened
 from bmfa.attention.tiling import DEFAULT_ERROR

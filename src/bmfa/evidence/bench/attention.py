@@ -12,7 +12,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from bmfa import timing
 from bmfa.attention.api import screened_attention
-from bmfa.attention.inputs import Backend
+from bmfa.attention.call import Backend
 from bmfa.attention.result import Screened, Stats
 from bmfa.checks import check_integer
 from bmfa.evidence.bench import dense, peers, summary

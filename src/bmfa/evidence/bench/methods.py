@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bmfa.attention.inputs import Backend
+from bmfa.attention.call import Backend
 from bmfa.attention.kernels.native import library
 from bmfa.attention.result import Screened
 from bmfa.attention.tiling import Tiling

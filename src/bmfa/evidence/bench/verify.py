@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from bmfa.attention.api import screened_attention
-from bmfa.attention.inputs import Backend
+from bmfa.attention.call import Backend
 from bmfa.attention.kernels.reference import tiled_attention
 from bmfa.attention.tiling import Tiling
 from bmfa.evidence.bench.methods import leaves_for
