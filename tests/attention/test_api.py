@@ -3,7 +3,6 @@
 import itertools
 import warnings
 from dataclasses import replace
-from functools import partial
 
 import numpy as np
 import pytest
@@ -11,8 +10,10 @@ import torch
 
 from bmfa import Grid, certify, rules, screened_attention
 from bmfa.attention import result as results
+from bmfa.attention.call import Call
 from bmfa.attention.kernels.eager import per_query, tiles
 from bmfa.attention.result import ErrorEstimate, Stats
+from bmfa.attention.tiling import TiledAttention
 from bmfa.trees.keys import query_chunks
 from bmfa.trees.layout import quadtree_layout, tile_layout
 from bmfa.trees.pyramid import _full_counts
@@ -386,38 +387,42 @@ def test_dense_attention_has_no_error_and_trees_have_no_estimate():
     assert stats.error is None
 
 
-def test_a_missed_target_warns_once_for_each_target(monkeypatch):
-    monkeypatch.setattr(results, "_warned_targets", set())
-    missed = partial(ErrorEstimate, 0.01, 0.05, 0.1, 0.002, 64)
+def tiled_stats(error: float, *, target: float = 0.05, heads: int = 1, grid=(8, 8)):
+    """Stats of a call by Triton whose single probe has this relative error."""
+    rows = [[error**2 * 4.0, 4.0, 64.0], [0.0, 0.0, 64.0]]
+    probes = probes_of(rows).expand(1, heads, 2, 3)
+    call = Call(Grid(*grid), grid[0] * grid[1], error=target, backend="triton")
+    none = torch.empty(0)
+    return Stats("triton", "tiled", "", call, tiles=TiledAttention(none, none, probes, none))
+
+
+def test_a_missed_target_warns_once_for_calls_of_one_kind(monkeypatch):
+    monkeypatch.setattr(results, "_warned", set())
     with pytest.warns(UserWarning, match=r"output error of 0\.05, and the target is 0\.01"):
-        assert Stats("triton", "tiled", "", "", measure_error=missed).error.met is False
+        assert tiled_stats(0.05, target=0.01).error.met is False
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert Stats("triton", "tiled", "", "", measure_error=missed).error.met is False
-        met = partial(ErrorEstimate, 0.05, 0.05, 0.1, 0.02, 64)
-        assert Stats("triton", "tiled", "", "", measure_error=met).error.met is True
-    other = partial(ErrorEstimate, 0.02, 0.05, 0.1, 0.002, 64)
-    with pytest.warns(UserWarning, match=r"the target is 0\.02"):
-        assert Stats("triton", "tiled", "", "", measure_error=other).error.met is False
+        assert tiled_stats(0.05, target=0.01).error.met is False
+        assert tiled_stats(0.05, target=0.05).error.met is True
+    # Another target, and other models.
+    for other in ({"target": 0.02}, {"heads": 2}, {"grid": (8, 16)}):
+        with pytest.warns(UserWarning, match="the target is 0"):
+            assert tiled_stats(0.05, **{"target": 0.01, **other}).error.met is False
 
 
-@pytest.mark.parametrize(
-    "estimate", [0.0, 0.049, 0.05, 0.0501, 0.06, 1.0, float("inf"), float("nan")]
-)
-def test_the_warning_and_met_agree(estimate, monkeypatch):
+def test_the_warning_and_met_agree(monkeypatch):
     """However uncertain the estimate is."""
-    monkeypatch.setattr(results, "_warned_targets", set())
-    rows = [[estimate**2 * 4.0, 4.0, 64.0], [0.0, 0.0, 64.0]]
-    measured = ErrorEstimate.from_probes(probes_of(rows), 0.05)
-    with warnings.catch_warnings(record=True) as first:
-        warnings.simplefilter("always")
-        results.warn_if_missed(probes_of(rows), 0.05)
-    results._warned_targets.clear()
-    with warnings.catch_warnings(record=True) as second:
-        warnings.simplefilter("always")
-        Stats("triton", "tiled", "", "", measure_error=lambda: measured).error  # noqa: B018
-    assert len(first) == len(second) == (0 if measured.met else 1)
-    assert measured.met is (estimate <= 0.05)
+    for error in (0.0, 0.049, 0.05, 0.0501, 0.06, 1.0, float("inf"), float("nan")):
+        warned = []
+        for read in (lambda x: x.error, lambda x: results.warn_if_missed(x.tiles.probes, x.call)):
+            monkeypatch.setattr(results, "_warned", set())
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                read(tiled_stats(error))
+            warned.append(len(caught))
+        measured = tiled_stats(error).measure_error()
+        assert measured.met is (error <= 0.05)
+        assert warned == [0 if measured.met else 1] * 2
 
 
 def call_with_errors(monkeypatch, *errors):
@@ -479,8 +484,10 @@ def test_a_call_that_misses_its_target_by_far_or_again_is_exact(errors, monkeypa
 
 
 def test_the_text_of_stats_reads_no_tensor():
-    count = torch.empty(1, 2, 9, device="meta")
-    stats = Stats("triton", "tiled", "error 0.1", "", count, measure_error=pytest.fail)
+    meta = torch.empty(1, 2, 9, device="meta")
+    call = Call(GRID, GRID.size, error=0.1)
+    stats = Stats("triton", "tiled", "", call, tiles=TiledAttention(meta, meta, meta, meta))
+    assert "setting='error 0.1'" in repr(stats)
     assert "expanded_count=tensor(1, 2, 9)" in repr(stats)
 
 
@@ -541,6 +548,7 @@ GRID = Grid(4, 4)
         ({"tau": 0.0}, ValueError, "tau is 0.0"),
         ({"scale": float("nan")}, ValueError, "scale is nan"),
         ({"error": -1.0}, ValueError, "error is -1.0"),
+        ({"error": 3}, ValueError, "error is 3; pass a fraction: 0.03 is 3 %"),
         ({"leaves": 0}, ValueError, "leaves is 0"),
         ({"leaves": 17}, ValueError, "leaves is 17"),
         ({"leaves": 1.5}, ValueError, "leaves is 1.5"),

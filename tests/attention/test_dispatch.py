@@ -1,5 +1,6 @@
 """The choice between tiles and dense attention, and the reason that a call reports."""
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,7 @@ import pytest
 import torch
 
 from bmfa import Grid, screened_attention
+from bmfa.attention.call import Call, budget
 from bmfa.attention.dispatch import (
     DEFAULT_EXPANDED_SHARE,
     EXPANDED_COST,
@@ -20,7 +22,6 @@ from bmfa.attention.dispatch import (
     expected_share,
 )
 from bmfa.attention.kernels.native import library
-from bmfa.attention.tiling import Budget, Tiling
 
 LONG = Grid(48, 48)
 needs_native = pytest.mark.skipif(
@@ -33,12 +34,20 @@ def queries(grid: Grid, heads: int = 1) -> torch.Tensor:
     return torch.randn(1, heads, grid.size, 8, generator=torch.Generator().manual_seed(0))
 
 
+def tiles(
+    grid: Grid, query_grid: Grid | None = None, error: float | None = None, **leaves: float
+) -> Call:
+    """A call over tiles."""
+    queries = grid.size if query_grid is None else query_grid.size
+    target, expand = budget(grid, error, leaves.get("leaves"))
+    return Call(grid, queries, query_grid=query_grid, error=target, expand=expand)
+
+
 def test_expected_share_of_budgets_and_targets() -> None:
-    tiling = Tiling(Grid(64, 64))
-    assert expected_share(Budget.from_arguments(tiling, None, 1.0), tiling.tiles) == 1.0
-    assert expected_share(Budget(None, 16), tiling.tiles) == 16 / 64
-    errors = (0.0, 0.01, 0.05, 0.1, 0.2, 1.0)
-    shares = [expected_share(Budget(error, None), tiling.tiles) for error in errors]
+    grid = Grid(64, 64)
+    assert expected_share(tiles(grid, leaves=1.0)) == 1.0
+    assert expected_share(Call(grid, grid.size, expand=16)) == 16 / 64
+    shares = [expected_share(tiles(grid, error=x)) for x in (0.0, 0.01, 0.05, 0.1, 0.2, 1.0)]
     assert shares[0] == 1.0 and shares == sorted(shares, reverse=True) and shares[-1] < 0.001
 
 
@@ -63,7 +72,7 @@ def test_the_estimated_share_is_the_one_in_the_record() -> None:
     }
     assert measured["auto"] == pytest.approx(DEFAULT_EXPANDED_SHARE, abs=0.001)
     for error in (0.02, 0.05, 0.1):
-        share = expected_share(Budget(error, None), 256)
+        share = expected_share(tiles(Grid(128, 128), error=error))
         assert share == pytest.approx(measured[f"tiled-error:{error}"], abs=0.04)
         assert share >= measured[f"tiled-error:{error}"]
 
@@ -80,31 +89,24 @@ def test_the_cost_of_expanded_tiles_is_the_one_in_the_records() -> None:
     assert max(slopes) - min(slopes) < 0.5
 
 
-@pytest.mark.parametrize(
-    ("grid", "criterion", "reason"),
-    [
+@needs_native
+def test_auto_reports_why_it_is_dense() -> None:
+    saves = "which saves less than tiles cost"
+    for grid, criterion, reason in (
         (Grid(14, 14), {}, f"below {LEAST_TOKENS[NATIVE]} tokens, and there are 196"),
-        pytest.param(LONG, {}, None, marks=needs_native),
-        pytest.param(LONG, {"error": 0.05}, None, marks=needs_native),
-        (
-            LONG,
-            {"error": 0.0},
-            "error 0 would expand 100% of the tiles, which saves less than tiles cost",
-        ),
-        (LONG, {"leaves": 1.0}, "which saves less than tiles cost"),
-        pytest.param(LONG, {"leaves": 0.1}, None, marks=needs_native),
-    ],
-)
-def test_auto_reports_why_it_is_dense(
-    grid: Grid, criterion: dict[str, float], reason: str | None
-) -> None:
-    q = 0.3 * queries(grid)
-    result = screened_attention(q, q, q, grid=grid, **criterion)
-    assert result.stats.form == ("tiled" if reason is None else "dense")
-    if reason is not None:
-        assert reason in result.stats.reason and result.stats.density == 1.0
-        exact = torch.nn.functional.scaled_dot_product_attention(q, q, q)
-        torch.testing.assert_close(result.output, exact)
+        (LONG, {}, None),
+        (LONG, {"error": 0.05}, None),
+        (LONG, {"error": 0.0}, f"error 0 would expand 100% of the tiles, {saves}"),
+        (LONG, {"leaves": 1.0}, saves),
+        (LONG, {"leaves": 0.1}, None),
+    ):
+        q = 0.3 * queries(grid)
+        result = screened_attention(q, q, q, grid=grid, **criterion)  # type: ignore[arg-type]
+        assert result.stats.form == ("tiled" if reason is None else "dense")
+        if reason is not None:
+            assert reason in result.stats.reason and result.stats.density == 1.0
+            exact = torch.nn.functional.scaled_dot_product_attention(q, q, q)
+            torch.testing.assert_close(result.output, exact)
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -120,16 +122,15 @@ def test_compiled_calls_of_several_batch_sizes_agree() -> None:
 
 
 def test_tiles_pay_off_earlier_in_a_graph() -> None:
-    tiling, budget = Tiling(Grid(64, 64)), Budget(None, 4)
-    shape = (4, 3, 4096, 64)
-    assert dense_faster_reason(shape, "cuda", tiling, budget, in_graph=False) is not None
-    assert dense_faster_reason(shape, "cuda", tiling, budget, in_graph=True) is None
-    few = dense_faster_reason((1, *shape[1:]), "cuda", tiling, budget, in_graph=True)
+    call, shape = Call(Grid(64, 64), 4096, expand=4), (4, 3, 4096, 64)
+    assert dense_faster_reason(shape, "cuda", call, in_graph=False) is not None
+    assert dense_faster_reason(shape, "cuda", call, in_graph=True) is None
+    few = dense_faster_reason((1, *shape[1:]), "cuda", call, in_graph=True)
     assert few is not None and "which saves less than tiles cost" in few
 
 
 def test_a_query_grid_needs_as_many_queries_and_keys_as_self_attention() -> None:
-    budget, large = Budget(0.03, None), Grid(128, 128)
+    large = Grid(128, 128)
     for grid, query_grid, heads, dense in (
         (Grid(256, 256), large, 3, None),
         (large, Grid(256, 256), 3, None),
@@ -137,16 +138,13 @@ def test_a_query_grid_needs_as_many_queries_and_keys_as_self_attention() -> None
         (Grid(96, 96), Grid(256, 256), 12, "below 16384 tokens, and there are 9216"),
         (Grid(128, 129), large, 1, "which saves less than tiles cost"),
     ):
-        tiling = Tiling(grid, query_grid=query_grid)
-        shape = (1, heads, query_grid.size, 64)
-        reason = dense_faster_reason(shape, "cuda", tiling, budget, in_graph=False)
+        call, shape = tiles(grid, query_grid), (1, heads, query_grid.size, 64)
+        reason = dense_faster_reason(shape, "cuda", call, in_graph=False)
         assert reason is None if dense is None else reason is not None and dense in reason
     # Queries and keys count alike, not the square of the queries.
-    few = Tiling(Grid(256, 256), query_grid=Grid(64, 64))
     for leaves, expected in ((0.05, True), (0.5, False)):
-        found = dense_faster_reason(
-            (1, 3, 4096, 64), "cuda", few, Budget.from_arguments(few, None, leaves), in_graph=False
-        )
+        call = tiles(Grid(256, 256), Grid(64, 64), leaves=leaves)
+        found = dense_faster_reason((1, 3, 4096, 64), "cuda", call, in_graph=False)
         assert (found is None) == expected, found
 
 
@@ -185,24 +183,19 @@ def test_repeated_calls_agree() -> None:
         screened_attention(q, 2 * q.nan_to_num(), q, grid=grid, error=0.3)
 
 
-@pytest.mark.parametrize(
-    ("accepted", "refused"),
-    [
+def test_a_valid_call_does_not_admit_an_invalid_one_that_equals_it() -> None:
+    q, grid = queries(Grid(6, 6)), {"grid": Grid(6, 6)}
+    for accepted, refused in (
         ({"error": 1.0}, {"error": True}),
         ({"tau": 1.0}, {"tau": True}),
         ({"leaves": 1.0}, {"leaves": True}),
         ({"prefix": 0}, {"prefix": 0.0}),
         ({"allow_dense": True}, {"allow_dense": 1}),
         ({"grid": (6, 6)}, {"grid": (6.0, 6.0)}),
-    ],
-)
-def test_a_valid_call_does_not_admit_an_invalid_one_that_equals_it(
-    accepted: dict[str, Any], refused: dict[str, Any]
-) -> None:
-    q, grid = queries(Grid(6, 6)), {"grid": Grid(6, 6)}
-    screened_attention(q, q, q, **(grid | accepted))
-    with pytest.raises((TypeError, ValueError)):
-        screened_attention(q, q, q, **(grid | refused))
+    ):
+        screened_attention(q, q, q, **(grid | accepted))  # type: ignore[arg-type]
+        with pytest.raises((TypeError, ValueError)):
+            screened_attention(q, q, q, **(grid | refused))  # type: ignore[arg-type]
 
 
 def test_an_integer_budget_of_one_is_refused() -> None:
@@ -223,16 +216,15 @@ def test_autocast_sets_the_dtype_of_every_call() -> None:
     assert screened_attention(q, q, q, grid=grid).output.dtype == q.dtype
 
 
-@pytest.mark.parametrize("target", [0.02, 0.1, 0.3])
-@pytest.mark.parametrize("size", [0.5, 1.0, 2.0])
-def test_a_target_holds_for_independent_queries(target: float, size: float) -> None:
+def test_a_target_holds_for_independent_queries() -> None:
     torch.manual_seed(3)
     grid = Grid(32, 32)
     q, k, v = torch.randn(3, 1, 2, grid.size, 64)
-    result = screened_attention(size * q, k, v, grid=grid, error=target, allow_dense=False)
-    exact = torch.nn.functional.scaled_dot_product_attention(size * q, k, v)
-    assert float((result.output - exact).norm() / exact.norm()) <= 1.3 * target
-    assert result.stats.error is not None and result.stats.error.met
+    for size, target in itertools.product((0.5, 1.0, 2.0), (0.02, 0.1, 0.3)):
+        result = screened_attention(size * q, k, v, grid=grid, error=target, allow_dense=False)
+        exact = torch.nn.functional.scaled_dot_product_attention(size * q, k, v)
+        assert float((result.output - exact).norm() / exact.norm()) <= 1.3 * target
+        assert result.stats.error is not None and result.stats.error.met
 
 
 @needs_native
@@ -270,41 +262,29 @@ def test_exact_attention_is_native_from_the_size_at_which_it_is_faster(
 
 
 @needs_native
-@pytest.mark.parametrize(
-    ("change", "reason"),
-    [
+def test_what_the_native_kernels_cannot_run_is_dense_and_says_why() -> None:
+    call: dict[str, Any] = {
+        "shape": (1, 3, LONG.size, 64), "dtype": torch.float32, "device": "cpu", "grid": LONG,
+        "in_graph": False,
+    }  # fmt: skip
+    assert exact_choice(**call, options={}) is None
+    for change, reason in (
         ({"requires_grad": True}, "gradients are required"),
         ({"dtype": torch.float64}, "the dtype is torch.float64"),
         ({"shape": (1, 3, LONG.size, 300)}, "a head has 300 channels"),
         ({"device": "mps"}, "the tensors are on mps"),
-    ],
-)
-def test_what_the_native_kernels_cannot_run_is_dense_and_says_why(
-    change: dict[str, Any], reason: str
-) -> None:
-    shape = (1, 3, LONG.size, 64)
-    call = {
-        "shape": shape,
-        "dtype": torch.float32,
-        "device": "cpu",
-        "grid": LONG,
-        "in_graph": False,
-    }
-    assert exact_choice(**call, options={}) is None
-    choice = exact_choice(**(call | change), options={})
-    assert choice.backend == "dense" and choice.reason.startswith(
-        "auto: dense, because native cannot"
-    )
-    assert reason in choice.reason
-    exact = exact_choice(**(call | change), options={"error": 0.0})
-    assert exact.backend == "dense"
+    ):
+        choice = exact_choice(**(call | change), options={})
+        assert choice is not None and choice.backend == "dense" and reason in choice.reason
+        assert choice.reason.startswith("auto: dense, because native cannot")
+        exact = exact_choice(**(call | change), options={"error": 0.0})
+        assert exact is not None and exact.backend == "dense"
 
 
-@pytest.mark.parametrize("setting", ["off", "nonsense"])
 def test_without_native_kernels_calls_are_dense_and_say_why(
-    setting: str, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setenv("BMFA_NATIVE", setting)
+    monkeypatch.setenv("BMFA_NATIVE", "off")
     reason = library.unavailable_reason()
     q = queries(LONG)
     result = screened_attention(q, q, q, grid=LONG)
@@ -352,31 +332,17 @@ def test_dense_calls_refuse_nan_and_overflow() -> None:
                 screened_attention(corrupted["queries"], corrupted["keys"], v, grid=grid)
 
 
-@pytest.mark.parametrize(
-    ("grid", "size"), [(Grid(6, 6), 1.0), (LONG, 1.0), pytest.param(LONG, 0.1, marks=needs_native)]
-)
-def test_invalid_tokens_may_hold_any_value(grid: Grid, size: float) -> None:
-    torch.manual_seed(5)
-    valid = torch.rand(1, grid.size) > 0.3
-    clean = torch.randn(3, 1, 1, grid.size, 32)
-    q, k, v = clean.masked_fill(~valid[:, None, None, :, None], torch.nan).unbind()
-    got = screened_attention(size * q, k, v, grid=grid, valid=valid)
-    want = screened_attention(size * clean[0], *clean[1:], grid=grid, valid=valid)
-    assert got.stats.form == want.stats.form == ("tiled" if size < 1 else "dense")
-    torch.testing.assert_close(got.output[:, :, valid[0]], want.output[:, :, valid[0]])
-
-
-@pytest.mark.parametrize(
-    ("wrong", "message"),
-    [
-        ({"q": None}, "q is NoneType; pass a torch.Tensor"),
-        ({"v": [1.0]}, "v is list; pass a torch.Tensor"),
-    ],
-)
-def test_invalid_arguments_are_named(wrong: dict[str, Any], message: str) -> None:
-    q = queries(Grid(6, 6))
-    with pytest.raises(TypeError, match=message):
-        screened_attention(**({"q": q, "k": q, "v": q, "grid": Grid(6, 6)} | wrong))
+@needs_native
+def test_invalid_tokens_may_hold_any_value() -> None:
+    for grid, size in ((Grid(6, 6), 1.0), (LONG, 1.0), (LONG, 0.1)):
+        torch.manual_seed(5)
+        valid = torch.rand(1, grid.size) > 0.3
+        clean = torch.randn(3, 1, 1, grid.size, 32)
+        q, k, v = clean.masked_fill(~valid[:, None, None, :, None], torch.nan).unbind()
+        got = screened_attention(size * q, k, v, grid=grid, valid=valid)
+        want = screened_attention(size * clean[0], *clean[1:], grid=grid, valid=valid)
+        assert got.stats.form == want.stats.form == ("tiled" if size < 1 else "dense")
+        torch.testing.assert_close(got.output[:, :, valid[0]], want.output[:, :, valid[0]])
 
 
 def test_an_empty_batch() -> None:

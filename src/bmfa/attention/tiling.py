@@ -1,4 +1,4 @@
-"""Geometry of the tiled form: tiles of keys, groups of queries, budgets, and token layouts.
+"""Geometry and constants of tiles: tiles of keys, groups of queries, and token layouts.
 
 Shapes: B batch, H heads, N spatial tokens in raster order, T tiles, S = side * side slots in a tile,
 R groups of queries. A ragged grid has tiles with fewer than S tokens; their other slots are empty.
