@@ -47,7 +47,7 @@ class Certificate(NamedTuple):
     Attributes:
         distance: (B, H, Q) float64, at least |output - exact|, in units of the values.
         energy: (B, H, Q) float64, at least E = tau KL(attention || exact attention) over all keys. For
-            tiles the attention is the one before the first-order correction, which is no distribution.
+            tiles, the attention before the first-order correction, which is not a distribution.
     """
 
     distance: Tensor

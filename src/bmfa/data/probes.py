@@ -308,7 +308,7 @@ def resize_grey(grey: Any, box: Box, size: int) -> NDArray[np.uint8]:
 
 
 def contour_band(mask: NDArray[np.bool_]) -> NDArray[np.bool_]:
-    """Return the inner contour of a mask, dilated by 3x3; the border of the crop is no contour."""
+    """Return the inner contour of a mask, dilated by 3x3; the border of the crop is not a contour."""
     inner = mask & ~_combine_3x3(mask, outside=True, combine=np.logical_and)
     return _combine_3x3(inner, outside=False, combine=np.logical_or)
 

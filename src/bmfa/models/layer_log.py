@@ -114,7 +114,7 @@ class LayerLog:
     handle: Any = None
     # True if `begin` is called in every pass, so that the entries of the thread are those of the pass.
     by_thread: bool = False
-    # Blocks of the model whose attention is no layer, and what it is instead.
+    # Blocks of the model whose attention is not a patched layer, and what it is instead.
     other_blocks: dict[int, str] = field(default_factory=dict)
 
     @property

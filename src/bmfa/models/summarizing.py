@@ -266,7 +266,7 @@ def _patched_summary(model: nn.Module, layers: list[ScreenedLayer]) -> Summary:
 
 
 def _block_notes(blocks: dict[int, str]) -> tuple[str, ...]:
-    """Say which blocks are no layers of the table, and why they stay as they are."""
+    """Say which blocks are not layers of the table, and why they are left unchanged."""
     notes = []
     for reason in dict.fromkeys(blocks.values()):
         indices = [str(index) for index, why in blocks.items() if why == reason]

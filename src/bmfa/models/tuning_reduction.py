@@ -102,7 +102,7 @@ def tune_reduction(
         The plan.
 
     Raises:
-        TypeError: If the model cannot be reduced or is no classifier, or an argument has a wrong type.
+        TypeError: If the model cannot be reduced or does not classify, or an argument has a wrong type.
         ValueError: If an argument is out of range, the target cannot be reached, there are fewer than
             two images, they cannot be read or differ in size, or the model is patched. The model is
             unchanged.

@@ -56,7 +56,7 @@ def _low_outliers(rng: UniformGenerator) -> Field:
 
 
 def _tiles(rng: UniformGenerator) -> Field:
-    """Make constant tiles of three or five tokens, whose borders are no borders of a quadtree."""
+    """Make constant tiles of three or five tokens, whose borders are not those of a quadtree."""
     side = (3, 5)[rng.integer(0, 1)]
     count = -(-SIDE // side)
     levels = rng.number(3.0, 7.0) * rng.array(count, count)

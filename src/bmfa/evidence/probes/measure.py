@@ -112,5 +112,5 @@ def check_any_instances(instances: int, tally: Tally) -> None:
         reasons = "; ".join(tally.lines()) or "the source has none"
         raise ValueError(
             f"no instance can be probed: {reasons}; pass annotations with objects of at least "
-            "20 square pixels that are no crowds"
+            "20 square pixels that are not crowds"
         )

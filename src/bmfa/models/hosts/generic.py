@@ -138,7 +138,7 @@ class DescribedGrid(TokenGrid):
         if side == 0 or side * side != spatial:
             raise ValueError(
                 f"attention over {tokens} tokens, of which {spatial} are left without {self.prefix} "
-                f"prefix tokens and {self.suffix} behind the grid, and these are no square; pass "
+                f"prefix tokens and {self.suffix} behind the grid, which is not a perfect square; pass "
                 "grid=(height, width) or a function of the inputs of the model, and the right prefix="
             )
         return Grid(side, side)

@@ -21,7 +21,7 @@ _SUFFIX = "it has tokens behind the grid, which the policies would merge"
 _LAYOUT = "its block is not an attention branch followed by an MLP branch"
 _BIAS = (
     "it adds a relative position bias to the scores, with a number of its own for each head and pair of "
-    "distances, which is no product of query and key"
+    "distances, which is not a product of query and key"
 )
 _WINDOWS = "it attends inside windows, not over one grid, and adds a relative position bias"
 _DIFFERENCE = "its output is the difference of two softmax maps"

@@ -133,7 +133,7 @@ class LaunchSequence:
     def add(
         self, kernel: Any, grid: LaunchGrid, arguments: Mapping[str, Any], **options: object
     ) -> None:
-        """Append a kernel; arguments that are no tensors are looked up by name."""
+        """Append a kernel; arguments other than tensors are looked up by name."""
         indices = tuple(self.names.index(name) for name in kernel.arg_names if name in self.names)
         rest = tuple(arguments[name] for name in kernel.arg_names if name not in self.names)
         self.steps.append((CachedLaunch(kernel, grid, rest, **options), indices))
