@@ -56,4 +56,4 @@ def test_every_kind_of_plan_can_be_drawn():
 
 def test_a_record_of_another_experiment_is_refused():
     with pytest.raises(ValueError, match="bmfa tune --json"):
-        tuning(Record("synthetic", {}, [{"method": "a"}]))
+        tuning.png(Record("synthetic", {}, [{"method": "a"}]))
