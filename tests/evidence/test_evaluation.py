@@ -217,16 +217,6 @@ def test_timed_rows_and_their_figure(model: LoadedModel) -> None:
         figures.ALL["accuracy"](untimed)
 
 
-@pytest.mark.parametrize("low", [0.02, 3.0, 45.0, 980.0])
-@pytest.mark.parametrize("span", [1.3, 2.0, 12.0, 900.0])
-def test_ticks_are_few_and_inside(low: float, span: float) -> None:
-    from bmfa.evidence.page.drawing import round_ticks
-
-    ticks = round_ticks(low, low * span)
-    assert 1 <= len(ticks) <= 7
-    assert all(low <= tick <= low * span for tick in ticks)
-
-
 def test_half_precision_leaves_the_callers_model_alone(model: LoadedModel) -> None:
     images = EmbeddedImages(4)
     single = evaluation.run(model, images, ["tome:8"], repeats=0).rows

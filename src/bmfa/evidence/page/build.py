@@ -14,7 +14,7 @@ from bmfa.evidence.failures.chapter import FAILURES
 from bmfa.evidence.faster.chapter import FASTER
 from bmfa.evidence.images.chapter import IMAGES, INSTANCES
 from bmfa.evidence.methods import METHODS, find_method
-from bmfa.evidence.page import blocks, figures, paper, plots
+from bmfa.evidence.page import figures, paper, plots
 from bmfa.evidence.page.chapter import Chapter
 from bmfa.evidence.page.claims import LEGEND, Claim
 from bmfa.evidence.page.formats import format_number, format_percent, format_small
@@ -126,11 +126,8 @@ def _templates() -> Any:
     return environment
 
 
-def _chapter(chapter: blocks.Chapter | Chapter, records: RecordSet) -> str:
+def _chapter(chapter: Chapter, records: RecordSet) -> str:
     """The chapter as HTML, "" if the records do not hold what it shows."""
-    if isinstance(chapter, blocks.Chapter):
-        template = _templates().get_template("page/templates/chapter_of_blocks.html.j2")
-        return str(template.render(shown=chapter.blocks(records)))
     if not records.has(chapter.experiment):
         return ""
     try:

@@ -12,7 +12,6 @@ from bmfa.evidence.failures.figures import failures
 from bmfa.evidence.faster.figures import faster, faster_models, masks
 from bmfa.evidence.images.figures import attention_cases, cases, motivation, pipeline, screen
 from bmfa.evidence.page import plots
-from bmfa.evidence.page.canvas import Figure
 from bmfa.evidence.probes.chapter import distribution, trade_off
 from bmfa.evidence.synthetic.chapter import failure_curve, gallery, placements
 from bmfa.files import write_atomic
@@ -21,20 +20,11 @@ from bmfa.records import Record
 __all__ = ["ALL", "save_png", "screen"]
 
 # The figures of the page. `screen` shows one image at a time and is not part of the page.
-ALL: dict[str, Figure | plots.Figure] = {
+ALL: dict[str, plots.Figure] = {
     figure.name: figure
     for figure in (
-        *(
-            gallery,
-            faster,
-            faster_models,
-            masks,
-            failure_curve,
-            placements,
-            trade_off,
-            distribution,
-            ablation,
-        ),
+        *(gallery, faster, faster_models, masks, failure_curve, placements),
+        *(trade_off, distribution, ablation),
         *(motivation, pipeline, cases, failures, equal_leaves, equal_operations),
         *(closed_loop, layers, attention_cases, top1, accuracy, reductions),
         *(saliency, attention_time, attention_error),

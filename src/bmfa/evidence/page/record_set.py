@@ -97,17 +97,6 @@ class RecordSet:
         rows = self.rows(experiment, **values)
         return ByMethod({get_text(row, "method"): row for row in rows})
 
-    def require(self, experiment: str) -> list[Row]:
-        """Return the rows of an experiment; raise ValueError with the command if there are none."""
-        rows = self.rows(experiment)
-        if not rows:
-            present = ", ".join(record.experiment for record in self.records) or "none"
-            raise ValueError(
-                f"no {experiment} rows among the records ({present}); "
-                f"make them with: {self.commands(experiment)[0]}"
-            )
-        return rows
-
     def value(self, experiment: str, column: str, **values: Any) -> float:
         """Return a number of the last row that has these values, or raise MissingValueError."""
         rows = self.rows(experiment, **values)
