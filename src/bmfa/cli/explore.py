@@ -17,8 +17,7 @@ COLUMNS = "layer head height width mean_gap max_gap"
 def explore(
     output: Output,
     image: opt.Image,
-    model: opt.Model = "embedded",
-    weights: opt.Weights = None,
+    model: opt.ModelOptions,
     layers: Annotated[
         str | None,
         option(
@@ -27,19 +26,16 @@ def explore(
             "layers as fit in 4 MB.",
         ),
     ] = None,
-    crop_pct: opt.CropPct = None,
-    img_size: opt.ImgSize = None,
     page: Annotated[str, option("--output FILE.html", "File for the page.")] = "explorer.html",
 ) -> None:
     """One image as an interactive page for the browser."""
     require_packages(("jinja2", "PIL"), "report")
     from bmfa.evidence.explorer import run as experiment
     from bmfa.evidence.explorer.page import build_explorer
-    from bmfa.models import load_model
 
     check_file("--output", page, ".html", ".htm")
     exploration = experiment.run(
-        load_model(model, weights, img_size=img_size, crop_pct=crop_pct),
+        model.load(),
         read_image(image, output.seed),
         layers=None if layers is None else opt.parse_layers(layers),
         drawn=image.startswith(EMBEDDED),
@@ -48,7 +44,7 @@ def explore(
     record = exploration.record
     warnings = [f"not on the page: {reason}" for reason in record.settings["left_out"]]
     if not exploration.drawn:
-        warnings += opt.toy_model_warning(model, weights, "this image was")
+        warnings += model.toy_warning("this image was")
     output.finish(
         record,
         COLUMNS,

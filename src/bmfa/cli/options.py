@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 # Embedded images that a model command draws by default: one percent point is two of them.
 EMBEDDED_IMAGES = 200
+NO_LABELS = "none, because there are no class folders; pass --labels FILE for top-1"
 
 
 # Earlier names of methods, still understood by `--method`.
@@ -36,19 +37,8 @@ Methods = Annotated[
         callback=_current_names,
     ),
 ]
-Model = Annotated[
-    str, option("--model NAME", "embedded, timm:NAME, hf:NAME or a folder saved by transformers.")
-]
 Weights = Annotated[
     str | None, option("--weights FILE", "Weights of the model: safetensors or a state dict.")
-]
-DataDir = Annotated[
-    str | None,
-    option(
-        "--data-dir DIR",
-        "Images in one folder for each class, named by class index, WordNet id, or anything (then "
-        "sorted order counts); embedded images by default.",
-    ),
 ]
 ClassMap = Annotated[
     str | None,
@@ -57,14 +47,7 @@ ClassMap = Annotated[
         "Classes of the folders: their names in the model's order, one on each line, or NAME INDEX.",
     ),
 ]
-Labels = Annotated[str | None, option("--labels FILE", "Labels, if the images are in one folder.")]
-CropPct = Annotated[
-    float | None, option("--crop-pct P", "Fraction of the image that the crop keeps.")
-]
-ImgSize = Annotated[int | None, option("--img-size PX", "Side of the model's input in pixels.")]
 BatchSize = Annotated[int, option("--batch-size N", "Images in a batch.")]
-Limit = Annotated[int | None, option("--limit N", "Use only the first N images.")]
-Strict = Annotated[bool, option("--strict", "Stop at the first unreadable image.")]
 Workers = Annotated[
     int | None,
     option("--workers N", "Processes that read images; by default according to the cores."),
@@ -146,19 +129,91 @@ class Instances:
 
 
 @dataclass(frozen=True)
-class ModelOnImages:
-    """The options of experiments that run a model on images."""
+class ModelOptions:
+    """The options of every command that loads a model."""
 
-    model: Model = "embedded"
+    model: Annotated[
+        str,
+        option("--model NAME", "embedded, timm:NAME, hf:NAME or a folder saved by transformers."),
+    ] = "embedded"
     weights: Weights = None
-    data_dir: DataDir = None
-    labels: Labels = None
+    crop_pct: Annotated[
+        float | None, option("--crop-pct P", "Fraction of the image that the crop keeps.")
+    ] = None
+    img_size: Annotated[
+        int | None, option("--img-size PX", "Side of the model's input in pixels.")
+    ] = None
+
+    def load(self) -> "LoadedModel":
+        """Load the model."""
+        from bmfa.models import load_model
+
+        return load_model(self.model, self.weights, img_size=self.img_size, crop_pct=self.crop_pct)
+
+    def toy_warning(self, images: str) -> list[str]:
+        """Warn if images of the user are shown to the embedded model, which knows drawn ones alone."""
+        if self.model != "embedded" or self.weights is not None:
+            return []
+        return [
+            f"warning: {images} seen by the embedded toy model, which was trained on drawn images "
+            "alone, so its classes mean nothing here; pass --model timm:NAME --weights FILE for a "
+            "real one"
+        ]
+
+
+@dataclass(frozen=True)
+class LabelledData(ModelOptions):
+    """A model and images with labels."""
+
+    data_dir: Annotated[
+        str | None,
+        option(
+            "--data-dir DIR",
+            "Images in one folder for each class, named by class index, WordNet id, or anything (then "
+            "sorted order counts); embedded images by default.",
+        ),
+    ] = None
+    labels: Annotated[
+        str | None, option("--labels FILE", "Labels, if the images are in one folder.")
+    ] = None
     class_map: ClassMap = None
-    crop_pct: CropPct = None
-    img_size: ImgSize = None
     batch_size: BatchSize = 25
-    limit: Limit = None
-    strict: Strict = False
+    limit: Annotated[int | None, option("--limit N", "Use only the first N images.")] = None
+    strict: Annotated[bool, option("--strict", "Stop at the first unreadable image.")] = False
+
+    def images(self, model: "LoadedModel", seed: int) -> Any:
+        """Open the images of `--data-dir`, or draw the embedded ones for the embedded model."""
+        from bmfa.data.classification import EmbeddedImages, LabelledImages
+        from bmfa.evidence.model_methods import class_names
+
+        if self.labels is not None and self.class_map is not None:
+            raise ValueError(
+                "--labels and --class-map both give the classes of the images; pass one of them"
+            )
+        if self.data_dir is not None:
+            require_packages(("PIL",), "data")
+            return LabelledImages(
+                self.data_dir,
+                self.labels,
+                class_map=self.class_map,
+                classes=class_names(model),
+                limit=self.limit,
+                strict=self.strict,
+            )
+        if model.name != "embedded":
+            raise ValueError(f"--model {model.name} needs --data-dir DIR with images")
+        for name, value in (("--labels", self.labels), ("--class-map", self.class_map)):
+            if value is not None:
+                raise ValueError(f"{name} needs --data-dir DIR; the embedded images have labels")
+        # Drawn at the size of the model's input rather than resized: larger is sharper.
+        count = EMBEDDED_IMAGES if self.limit is None else self.limit
+        return EmbeddedImages(count, seed, model.preprocess.size[0])
+
+
+@dataclass(frozen=True)
+class ModelOnImages(LabelledData):
+    """The options of experiments that torchrun divides and `--resume` continues."""
+
     workers: Workers = None
     resume: Resume = None
 
@@ -166,22 +221,11 @@ class ModelOnImages:
         self, experiment: Callable[..., Record], output: Output, columns: str, **options: Any
     ) -> None:
         """Run an experiment in all processes of torchrun, and finish with its record in the first."""
+        from bmfa.data.classification import SkippedImages
         from bmfa.evidence.runner.parts import joined, own_device, rank
-        from bmfa.models import load_model
 
-        device = output.torch_device(own_device)
-        loaded = load_model(
-            self.model, self.weights, img_size=self.img_size, crop_pct=self.crop_pct
-        )
-        images = labelled_images(
-            self.data_dir,
-            model=loaded,
-            labels=self.labels,
-            class_map=self.class_map,
-            limit=self.limit,
-            strict=self.strict,
-            seed=output.seed,
-        )
+        device, loaded = output.torch_device(own_device), self.load()
+        images = self.images(loaded, output.seed)
         with joined(device):
             record = experiment(
                 loaded,
@@ -195,74 +239,13 @@ class ModelOnImages:
                 **options,
             )
             if rank() == 0:
-                warnings = image_warnings(record.settings, images)
+                skipped = record.settings["skipped"], record.settings["skipped_names"]
+                warnings = SkippedImages(*skipped).lines()
+                if (warning := getattr(images, "label_warning", None)) is not None:
+                    warnings.append(f"warning: {warning}")
                 if self.data_dir:
-                    warnings += toy_model_warning(self.model, self.weights, "the images were")
-                notes = image_notes(images)
+                    warnings += self.toy_warning("the images were")
+                found = getattr(images, "label_source", None)
+                found = NO_LABELS if found == "none" else found
+                notes = [] if found is None else [f"labels: {found}"]
                 output.finish(record, columns, notes=notes, warnings=warnings)
-
-
-def labelled_images(
-    data_dir: str | None,
-    *,
-    model: "LoadedModel",
-    limit: int | None,
-    seed: int,
-    labels: str | None = None,
-    class_map: str | None = None,
-    strict: bool = False,
-) -> Any:
-    """Open the images of `--data-dir`, or draw the embedded ones for the embedded model."""
-    from bmfa.data.classification import EmbeddedImages, LabelledImages
-    from bmfa.evidence.model_methods import class_names
-
-    if labels is not None and class_map is not None:
-        raise ValueError(
-            "--labels and --class-map both give the classes of the images; pass one of them"
-        )
-    if data_dir is not None:
-        require_packages(("PIL",), "data")
-        return LabelledImages(
-            data_dir,
-            labels,
-            class_map=class_map,
-            classes=class_names(model),
-            limit=limit,
-            strict=strict,
-        )
-    if model.name != "embedded":
-        raise ValueError(f"--model {model.name} needs --data-dir DIR with images")
-    for option_name, value in (("--labels", labels), ("--class-map", class_map)):
-        if value is not None:
-            raise ValueError(f"{option_name} needs --data-dir DIR; the embedded images have labels")
-    # Drawn at the size of the model's input rather than resized: larger is sharper.
-    count = EMBEDDED_IMAGES if limit is None else limit
-    return EmbeddedImages(count, seed, model.preprocess.size[0])
-
-
-def image_notes(images: Any) -> list[str]:
-    """Describe how the classes of the folders were found; nothing for the embedded images."""
-    source = getattr(images, "label_source", None)
-    if source is None:
-        return []
-    none = "labels: none, because there are no class folders; pass --labels FILE for top-1"
-    return [none if source == "none" else f"labels: {source}"]
-
-
-def image_warnings(settings: Any, images: Any) -> list[str]:
-    """Describe the images that could not be read, and labels that may not be the model's."""
-    from bmfa.data.classification import SkippedImages
-
-    skipped = SkippedImages(settings["skipped"], settings["skipped_names"]).lines()
-    warning = getattr(images, "label_warning", None)
-    return [*skipped, *([] if warning is None else [f"warning: {warning}"])]
-
-
-def toy_model_warning(model: str, weights: str | None, images: str) -> list[str]:
-    """Warn if images of the user are shown to the embedded model, which knows drawn ones alone."""
-    if model != "embedded" or weights is not None:
-        return []
-    return [
-        f"warning: {images} seen by the embedded toy model, which was trained on drawn images "
-        "alone, so its classes mean nothing here; pass --model timm:NAME --weights FILE for a real one"
-    ]

@@ -20,8 +20,7 @@ COLUMNS = "method layer head query leaves leaf_percent gap error certificate mov
 def screen(
     output: Output,
     image: opt.Image,
-    model: opt.Model = "embedded",
-    weights: opt.Weights = None,
+    model: opt.ModelOptions,
     layer: Annotated[
         int | None, option("--layer L", "Layer to show, from 0; the last by default.")
     ] = None,
@@ -31,21 +30,18 @@ def screen(
     query: Annotated[str, option("--query TOKEN", "class or ROW,COLUMN.")] = "class",
     method: opt.Methods = None,
     layers: opt.Layers = "last-4",
-    crop_pct: opt.CropPct = None,
-    img_size: opt.ImgSize = None,
     figure: Annotated[str, option("--output FILE.png", "File for the figure.")] = "screen.png",
 ) -> None:
     """One image: a query's attention, tree and certificate."""
     require_packages(("matplotlib", "PIL"), "report")
     from bmfa.evidence.images import run as experiment
     from bmfa.evidence.page import figures
-    from bmfa.models import load_model
 
     check_file("--output", figure, ".png")
     view = experiment.View(layer, head, query)
     shown = read_image(image, output.seed)
     record = experiment.run(
-        load_model(model, weights, img_size=img_size, crop_pct=crop_pct),
+        model.load(),
         [shown],
         method or experiment.DEFAULT_METHODS,
         view=view,
@@ -58,7 +54,7 @@ def screen(
         record,
         COLUMNS,
         notes=_predictions(record, layers),
-        warnings=[] if drawn else opt.toy_model_warning(model, weights, "this image was"),
+        warnings=[] if drawn else model.toy_warning("this image was"),
         figures={figure: partial(figures.screen.png, record)},
     )
 

@@ -18,14 +18,11 @@ DTYPES = ("float32", "float16", "bfloat16")
 
 def tune(
     output: Output,
-    model: opt.Model = "embedded",
-    weights: opt.Weights = None,
+    model: opt.ModelOptions,
     images: Annotated[
         str | None,
         option("--images DIR", "Folder or zip of images like those of the later use."),
     ] = None,
-    img_size: opt.ImgSize = None,
-    crop_pct: opt.CropPct = None,
     tolerance: Annotated[
         float | None,
         option(
@@ -79,7 +76,7 @@ def tune(
 ) -> None:
     """Settings for each layer, or tokens to merge in each block, chosen on your images."""
     from bmfa.checks import check_integer
-    from bmfa.models import load_model, tune_reduction
+    from bmfa.models import tune_reduction
     from bmfa.models.tuning import IMAGES, check_tolerance
     from bmfa.models.tuning import tune as tune_attention
     from bmfa.models.tuning_reduction import IMAGES as REDUCTION_IMAGES
@@ -108,8 +105,8 @@ def tune(
     seed = check_integer("seed", output.seed, low=0)
     drawn = (REDUCTION_IMAGES if merging else IMAGES)["cpu"]
     drawn = drawn if limit is None else check_integer("limit", limit, low=2)
-    images = _images(images, model, drawn, seed, img_size)
-    loaded = load_model(model, weights, img_size=img_size, crop_pct=crop_pct)
+    images = _images(images, model.model, drawn, seed, model.img_size)
+    loaded = model.load()
     loaded.model.to(output.torch_device(), _dtype(dtype))
     merge = {"gflops": gflops, "agreement": agreement, "policy": policy}
     options = (merge if merging else attention) | {"batch_size": batch_size, "limit": limit}

@@ -14,13 +14,7 @@ COLUMNS = (
 
 def reduction(
     output: Output,
-    model: opt.Model = "embedded",
-    weights: opt.Weights = None,
-    data_dir: opt.DataDir = None,
-    crop_pct: opt.CropPct = None,
-    img_size: opt.ImgSize = None,
-    batch_size: opt.BatchSize = 25,
-    limit: opt.Limit = None,
+    data: opt.LabelledData,
     workers: Annotated[
         int, option("--workers N", "2 runs the two halves in processes of their own.")
     ] = 1,
@@ -43,16 +37,15 @@ def reduction(
     A schedule is tuned on one half of the images and measured on the other.
     """
     from bmfa.evidence.bench import reduction as experiment
-    from bmfa.models import load_model
 
     device = output.torch_device()
-    loaded = load_model(model, weights, img_size=img_size, crop_pct=crop_pct)
+    loaded = data.load()
     record = experiment.run(
         loaded,
-        opt.labelled_images(data_dir, model=loaded, limit=limit, seed=output.seed),
+        data.images(loaded, output.seed),
         baseline or experiment.BASELINES,
         policy=policy,
-        batch_size=batch_size,
+        batch_size=data.batch_size,
         seed=output.seed,
         device=device,
         workers=workers,

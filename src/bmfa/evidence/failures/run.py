@@ -20,7 +20,7 @@ from bmfa.data.probes import Mode, probe_block
 from bmfa.energy import gap
 from bmfa.evidence.failures.fields import FIELDS, SIDE, draw_field
 from bmfa.evidence.images.thumbnails import crop_uri
-from bmfa.evidence.methods import family, is_kind
+from bmfa.evidence.methods import family
 from bmfa.evidence.score_methods import estimate_all
 from bmfa.grid import Grid
 from bmfa.records import Record, Row, environment
@@ -101,8 +101,8 @@ def run(*, fields: int = 60, poses: int = 24, scenes: int = 30, seed: int = 0) -
     check_integer("poses", poses, low=1)
     check_integer("scenes", scenes, low=1)
     pool = _pool(fields, poses, scenes, seed)
-    table = _Table.of(pool, seed)
-    taken: set[int] = set()  # rows of the pool, so that no rule is shown on the field of another
+    table = _Table(pool.scores, seed)
+    taken: list[int] = []  # rows of the pool, so that no rule is shown on the field of another
     rows = [row for rule in SETTINGS for row in _failure(pool, table, rule, taken, seed)]
     rows += _summaries(pool, table)
     settings = {
@@ -132,77 +132,55 @@ class _Pool:
     Args:
         scores: (count, 256) float64.
         titles: What each field or image shows.
-        probes: Probes of the images, the first of `scores`, one block for each source.
-        sources: The sources of the blocks.
+        probes: Source, block and index in it of every image, the first of `scores`.
     """
 
     scores: Tensor
     titles: Sequence[str]
-    probes: Sequence[ProbeBlock]
-    sources: Sequence[InstanceSource]
+    probes: Sequence[tuple[InstanceSource, ProbeBlock, int]]
 
     @property
     def images(self) -> int:
-        return sum(map(len, self.probes))
-
-    def image(self, index: int) -> str | None:
-        """Return the crop of an image as a data URI; None for a field."""
-        for block, source in zip(self.probes, self.sources, strict=True):
-            if index < len(block):
-                return crop_uri(source, block, index, IMAGE_BYTES)
-            index -= len(block)
-        return None
+        return len(self.probes)
 
 
 def _pool(fields: int, poses: int, scenes: int, seed: int) -> _Pool:
     sources = (EmbeddedObjects(poses, seed), EmbeddedScenes(scenes, seed))
-    probes = [probe_block(one.instances(), ProbeSettings(SIDE), Tally()) for one in sources]
-    blocks = [block for block in probes if block is not None]
+    blocks = [
+        (source, block)
+        for source in sources
+        if (block := probe_block(source.instances(), ProbeSettings(SIDE), Tally())) is not None
+    ]
     drawn = [draw_field(kind, seed, index) for kind in FIELDS for index in range(fields)]
-    scores = [*(block.scores(MODE) for block in blocks), np.stack(drawn).reshape(-1, GRID.size)]
+    scores = [*(block.scores(MODE) for _, block in blocks), np.stack(drawn).reshape(-1, GRID.size)]
     titles = [
         name if name in OBJECT_CATEGORIES else f"{name} object"
-        for block in blocks
+        for _, block in blocks
         for name in block.category
     ]
     titles += [kind for kind in FIELDS for _ in range(fields)]
     # Rounded as in the record, so that the record alone gives the same trees.
     rounded = torch.from_numpy(np.concatenate(scores)).round(decimals=DIGITS)
-    return _Pool(rounded, titles, blocks, sources)
+    probes = [(source, block, i) for source, block in blocks for i in range(len(block))]
+    return _Pool(rounded, titles, probes)
 
 
-@dataclass(frozen=True)
 class _Table:
     """Error and leaves of every setting (columns) on everything that is searched (rows)."""
 
-    names: list[str]
-    error: NDArray[np.float64]
-    leaves: NDArray[np.int64]
-
-    @classmethod
-    def of(cls, pool: _Pool, seed: int) -> "_Table":
+    def __init__(self, scores: Tensor, seed: int) -> None:
         rules = [f"{rule}:{value:g}" for rule, values in SETTINGS.items() for value in values]
-        names = [*rules, MEAN, CORRECTED_MEAN]
-        found = estimate_all(names, pool.scores, GRID, seed=seed)
-        error = torch.stack([one.gap for one in found], 1).numpy()
+        self.names = [*rules, MEAN, CORRECTED_MEAN]
+        found = estimate_all(self.names, scores, GRID, seed=seed)
+        self.error = torch.stack([one.gap for one in found], 1).numpy()
         leaves = torch.stack([one.leaf_percent for one in found], 1) * (GRID.size / 100)
-        return cls(names, error, leaves.round().long().numpy())
+        self.leaves = leaves.round().long().numpy()
 
-    def columns(self, rule: str) -> list[int]:
-        return [index for index, name in enumerate(self.names) if family(name) == rule]
-
-
-@dataclass(frozen=True)
-class _Candidate:
-    """A margin in E, and where it is: the row of the pool and two settings."""
-
-    margin: float
-    row: int
-    fails: int
-    better: int
+    def columns(self, *rules: str) -> NDArray[np.int64]:
+        return np.flatnonzero([family(name) in rules for name in self.names])
 
 
-def _failure(pool: _Pool, table: _Table, rule: str, taken: set[int], seed: int) -> list[Row]:
+def _failure(pool: _Pool, table: _Table, rule: str, taken: list[int], seed: int) -> list[Row]:
     """Return the rows of one rule: its tree, that of the other rule, and the optimal one.
 
     Its row of the pool is added to `taken`.
@@ -211,33 +189,39 @@ def _failure(pool: _Pool, table: _Table, rule: str, taken: set[int], seed: int) 
     # A rule that is better by chance explains nothing.
     excluded = (rule, "optimal", "random-quadrants")
     others = [other for other in SETTINGS if other not in excluded and READS[other] <= allowed]
-    rivals = [column for other in others for column in table.columns(other)]
-    found = [
-        _largest_margin(table, column, rivals, pool.images, taken) for column in table.columns(rule)
-    ]
-    image = max((pair[0] for pair in found), key=lambda one: one.margin)
-    field = max((pair[1] for pair in found), key=lambda one: one.margin)
-    enough = image.margin >= max(0.0, IMAGE_PREFERENCE * field.margin)
-    chosen = image if enough else field
-    if chosen.margin <= 0:
+    columns, rivals = table.columns(rule), table.columns(*others)
+    error, leaves = table.error[:, columns], table.leaves[:, columns]  # (rows, settings)
+    affordable = table.leaves[:, None, rivals] <= leaves[:, :, None]
+    rival_errors = np.where(affordable, table.error[:, None, rivals], np.inf)
+    margin = error - rival_errors.min(2)
+    margin[(leaves < LEAST_LEAVES) | (leaves > MOST_LEAVES)] = -np.inf
+    margin[rival_errors.min(2) > CLEARLY_LESS * error] = -np.inf
+    margin[taken] = -np.inf
+    # The first setting, and then the first row, with the largest margin on images and on fields.
+    fails, row = np.unravel_index(margin[: pool.images].T.argmax(), (len(columns), pool.images))
+    best = margin[pool.images :]
+    if not margin[row, fails] >= max(0.0, IMAGE_PREFERENCE * best.max()):
+        fails, row = np.unravel_index(best.T.argmax(), best.T.shape)
+        row += pool.images
+    if margin[row, fails] <= 0:
         return []
-    taken.add(chosen.row)
-    leaves = int(table.leaves[chosen.row, chosen.fails])
-    names = {"fails": table.names[chosen.fails], "better": table.names[chosen.better]}
+    taken.append(int(row))
+    better = rivals[rival_errors[row, fails].argmin()]
+    names = {"fails": table.names[columns[fails]], "better": table.names[better]}
     if rule != "optimal":
-        names["optimal"] = f"optimal-leaves:{leaves}"
+        names["optimal"] = f"optimal-leaves:{leaves[row, fails]}"
     # Random rules draw one coin for every row of a batch, so all rows of the pool are screened.
-    shared = _shared(pool, chosen.row, rule)
+    shared, scores = _shared(pool, int(row), rule), pool.scores[row]
     rows = []
     for role, name in names.items():
-        drawn = is_kind(name, "rule") and family(name) == "random-quadrants"
-        scores = pool.scores if drawn else pool.scores[chosen.row : chosen.row + 1]
-        tree = screen(scores, GRID, parse(name, seed))[chosen.row if drawn else 0]
+        drawn = family(name) == "random-quadrants"
+        tree = screen(pool.scores if drawn else scores[None], GRID, parse(name, seed))
+        tree = tree[int(row) if drawn else 0]
         result: Row = {
             "role": role,
             "method": name,
             "boxes": tree.leaf_boxes.tolist(),
-            "error": float(tree.error(pool.scores[chosen.row])),
+            "error": float(tree.error(scores)),
             "leaves": int(tree.leaf_count),
             "leaf_percent": 100 * float(tree.leaf_ratio),
         }
@@ -245,28 +229,9 @@ def _failure(pool: _Pool, table: _Table, rule: str, taken: set[int], seed: int) 
     return rows
 
 
-def _largest_margin(
-    table: _Table, column: int, rivals: Sequence[int], images: int, taken: set[int]
-) -> tuple[_Candidate, _Candidate]:
-    """Return the largest margins of rivals over one setting, on images and on fields not taken."""
-    error, leaves = table.error[:, column], table.leaves[:, column]
-    affordable = table.leaves[:, rivals] <= leaves[:, None]
-    rival_errors = np.where(affordable, table.error[:, rivals], np.inf)
-    best = rival_errors.argmin(1)
-    margin = error - rival_errors.min(1)
-    margin[(leaves < LEAST_LEAVES) | (leaves > MOST_LEAVES)] = -np.inf
-    margin[rival_errors.min(1) > CLEARLY_LESS * error] = -np.inf
-    margin[list(taken)] = -np.inf
-    rows = [int(margin[:images].argmax()), images + int(margin[images:].argmax())]
-    first, second = (
-        _Candidate(float(margin[row]), row, column, rivals[int(best[row])]) for row in rows
-    )
-    return first, second
-
-
 def _summaries(pool: _Pool, table: _Table) -> list[Row]:
     """Return rows for the two summaries of one leaf: where one is nearer to F than the other."""
-    mean, corrected = (table.columns(name)[0] for name in (MEAN, CORRECTED_MEAN))
+    mean, corrected = (int(table.columns(name)[0]) for name in (MEAN, CORRECTED_MEAN))
     size = np.abs(table.error)
     rows = []
     for fails, better in ((mean, corrected), (corrected, mean)):
@@ -299,6 +264,6 @@ def _shared(pool: _Pool, index: int, rule: str) -> Row:
         "scores": [round(score, DIGITS) for score in scores.tolist()],
         "gap": float(gap(scores)),
     }
-    if (image := pool.image(index)) is not None:
-        row["image"] = image
+    if index < pool.images:
+        row["image"] = crop_uri(*pool.probes[index], IMAGE_BYTES)
     return row

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -12,9 +13,9 @@ from bmfa.data.classification import LabelledImage
 from bmfa.data.drawn.badges import BADGE_CLASSES, BADGE_IMAGE_SIZE, BadgeImage, draw_badge
 from bmfa.evidence.images import run as images
 from bmfa.evidence.metrics import output_kl
-from bmfa.models import LoadedModel, patch, unpatch
+from bmfa.evidence.model_methods import applied
+from bmfa.models import LoadedModel, unpatch
 from bmfa.records import Record
-from bmfa.trees.rules import parse
 
 METHODS = ("quadrant-gap:0.8", "gamma:0.05", "optimal:0.002")
 # The failure case is the worst image of the paper's algorithm at about 15 % leaves.
@@ -51,19 +52,12 @@ def run(
     drawn = [draw_badge(seed, index) for index in range(count)]
     moved = _output_kl(model, drawn, layers, batch_size, device)
     chosen = _choose(drawn, moved)
-    shown = [
-        LabelledImage(f"{title}: {BADGE_CLASSES[one.label]}", one.pixels, one.label)
-        for title, one in ((title, drawn[index]) for title, index in chosen.items())
-    ]
-    record = images.run(
-        model,
-        shown,
-        METHODS,
-        layers=layers,
-        image_bytes=IMAGE_BYTES,
-        seed=seed,
-        device=device,
-    )
+    shown = []
+    for title, index in chosen.items():
+        pixels, label, _ = drawn[index]
+        shown.append(LabelledImage(f"{title}: {BADGE_CLASSES[label]}", pixels, label))
+    options: dict[str, Any] = {"layers": layers, "image_bytes": IMAGE_BYTES}
+    record = images.run(model, shown, METHODS, **options, seed=seed, device=device)
     choice = {"chosen_from": count, "failure": f"the output that {FAILING_METHOD} moves most"}
     return replace(record, settings={**record.settings, **choice, "command": "bmfa report"})
 
@@ -91,15 +85,10 @@ def _output_kl(
     pixels = model.preprocess.batch([one.pixels for one in drawn])
     parts = []
     with torch.inference_mode():
-        for start in range(0, len(pixels), batch_size):
-            batch = pixels[start : start + batch_size]
+        for batch in torch.split(pixels, batch_size):
             full = model.logits(batch.to(device))
-            patch(model.model, rule=parse(FAILING_METHOD), layers=layers)
-            try:
-                screened = model.logits(batch.to(device))
-            finally:
-                unpatch(model.model)
-            parts.append(output_kl(full, screened).cpu())
+            with applied(model.model, FAILING_METHOD, layers):
+                parts.append(output_kl(full, model.logits(batch.to(device))).cpu())
     return torch.cat(parts)
 
 

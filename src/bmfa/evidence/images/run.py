@@ -9,12 +9,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from bmfa.attention.result import Screened
 from bmfa.data.classification import LabelledImage
 from bmfa.energy import gap
 from bmfa.evidence.images.thumbnails import jpeg_uri
 from bmfa.evidence.metrics import output_kl
-from bmfa.evidence.model_methods import Layers
-from bmfa.models import LoadedModel, layer_indices, patch, unpatch
+from bmfa.evidence.model_methods import Layers, applied
+from bmfa.models import LoadedModel, layer_indices, unpatch
 from bmfa.models.families import find_vision_transformer
 from bmfa.models.screened_layer import LayerInputs, observe
 from bmfa.packages import load_package
@@ -96,15 +97,25 @@ def run(
         (1, True)
     """
     view = view or View()
-    rules = {method: parse(method, seed) for method in methods}
+    for method in methods:
+        parse(method, seed)
     depth = len(find_vision_transformer(model.model).attentions)
     layer_indices(layers, depth)
     view = replace(view, layer=_layer(view.layer, depth))
-    model.model.to(device)
+    unpatch(model.model).to(device)
     rows: list[Row] = []
     with torch.inference_mode():
         for image in images:
-            rows += _rows(model, image, rules, view, layers, image_bytes, device)
+            pixels = model.preprocess(image.pixels)[None].to(device)
+            full = model.logits(pixels)
+            uri = jpeg_uri(_to_image(model, pixels[0]), image_bytes)
+            for method in methods:
+                named = {"model": model.name, "title": image.name}
+                row = named | _row(model, pixels, full, method, view, layers, seed)
+                row["image"] = uri
+                if image.label is not None:
+                    row["label"] = image.label_name or _class_name(model, image.label)
+                rows.append(row)
     settings = {
         "model": model.name,
         "preprocessing": asdict(model.preprocess),
@@ -118,17 +129,6 @@ def run(
     return Record("image", settings, rows, environment(device))
 
 
-@dataclass(eq=False)
-class LastCall:
-    """An observer that keeps the inputs and the trees of the last call of a screened layer."""
-
-    inputs: LayerInputs | None = None
-    tree: Tree | None = None
-
-    def __call__(self, inputs: LayerInputs, screened: Any) -> None:
-        self.inputs, self.tree = inputs, screened.tree
-
-
 @dataclass(frozen=True, eq=False)
 class Query:
     """One query of one head and all keys, in float64; q is multiplied by the scale."""
@@ -140,9 +140,9 @@ class Query:
     prefix: int
 
     @classmethod
-    def of(cls, call: LayerInputs, view: View) -> "Query":
-        index = _query_index(view, call)
-        heads = call.q.shape[1]
+    def from_layer(cls, call: LayerInputs, view: View) -> "Query":
+        """Choose the query, and the head, of a view."""
+        index, heads = _query_index(view, call), call.q.shape[1]
         q, k = call.q[0].double() * call.scale, call.k[0].double()
         if view.head is None:
             scores = (q[:, index : index + 1] @ k.transpose(-2, -1))[:, 0]  # (heads, prefix + N)
@@ -153,11 +153,6 @@ class Query:
             raise ValueError(f"head is {view.head}; layer {call.layer} has heads 0 to {heads - 1}")
         return cls(head, index, q[head, index][None, None], k[head][None], call.prefix)
 
-    @property
-    def scores(self) -> Tensor:
-        """(prefix + N,) scores of all keys."""
-        return (self.q @ self.keys.transpose(-2, -1))[0, 0]
-
     def certificate(self, rule: Rule, tree: Tree) -> float:
         """Return a proven bound on E, from exact scores if the rule reads them, else from means."""
         bound = exact_error if rule.needs == "tokens" else key_certificate
@@ -165,61 +160,46 @@ class Query:
         return float(bound(self.q, spatial, tree.flat(), before))
 
 
-def _rows(
+def _row(
     model: LoadedModel,
-    image: LabelledImage,
-    rules: dict[str, Rule],
+    pixels: Tensor,
+    full: Tensor,
+    method: str,
     view: View,
     layers: Layers,
-    image_bytes: int,
-    device: str,
-) -> list[Row]:
-    unpatch(model.model)
-    pixels = model.preprocess(image.pixels)[None].to(device)
-    full = model.logits(pixels)
-    uri = jpeg_uri(_to_image(model, pixels[0]), image_bytes)
-    rows = []
-    for method, rule in rules.items():
-        call, trees = _observe_layer(model, pixels, rule, view.layer or 0)
-        query = Query.of(call, view)
-        tree = trees[0, query.head, query.index : query.index + 1]
-        row: Row = {"model": model.name, "title": image.name, "method": method}
-        row |= {"layer": call.layer, "head": query.head, "query": view.query}
-        row |= {"height": call.grid.height, "width": call.grid.width, "image": uri}
-        row |= _attention(query, rule, tree)
-        row |= _predictions(model, image, full, _screened_logits(model, pixels, rule, layers))
-        rows.append(row)
-    return rows
+    seed: int,
+) -> Row:
+    """Return the row of one method; the layer that is shown has the inputs of the full model."""
+    calls: list[tuple[LayerInputs, Tree]] = []
 
+    def keep(inputs: LayerInputs, screened: Screened) -> None:
+        calls.append((inputs, screened.tree))
 
-def _observe_layer(
-    model: LoadedModel, pixels: Tensor, rule: Rule, layer: int
-) -> tuple[LayerInputs, Tree]:
-    """Return the inputs of one layer of the full model, and the trees of a rule on them."""
-    patch(model.model, rule=rule, layers=[layer])
-    last = LastCall()
-    try:
-        with observe(model.model, last):
-            model.logits(pixels)
-    finally:
-        unpatch(model.model)
-    if last.inputs is None or last.tree is None:
-        raise RuntimeError(f"layer {layer} of {model.name} was not called")
-    return last.inputs, last.tree
-
-
-def _screened_logits(model: LoadedModel, pixels: Tensor, rule: Rule, layers: Layers) -> Tensor:
-    """Return the outputs of the model with some layers screened."""
-    patch(model.model, rule=rule, layers=layers)
-    try:
-        return model.logits(pixels)
-    finally:
-        unpatch(model.model)
+    with (
+        applied(model.model, method, [view.layer or 0], seed),
+        observe(model.model, keep),
+    ):
+        model.logits(pixels)
+    with applied(model.model, method, layers, seed):
+        screened = model.logits(pixels)
+    call, trees = calls[-1]
+    query = Query.from_layer(call, view)
+    tree = trees[0, query.head, query.index : query.index + 1]
+    return {
+        "method": method,
+        "layer": call.layer,
+        "head": query.head,
+        "query": view.query,
+        "height": call.grid.height,
+        "width": call.grid.width,
+        **_attention(query, parse(method, seed), tree),
+        **_predictions(model, full, screened),
+    }
 
 
 def _attention(query: Query, rule: Rule, tree: Tree) -> Row:
     """Return both distributions over the spatial keys, the tree, E and its bound."""
-    scores = query.scores
+    scores = (query.q @ query.keys.transpose(-2, -1))[0, 0]  # (prefix + N,)
     before, spatial = scores[: query.prefix], scores[query.prefix :]
     screened = torch.cat((before, tree.reconstruct(spatial[None])[0]))
     full, approximate = scores.softmax(-1), screened.softmax(-1)
@@ -240,20 +220,15 @@ def _attention(query: Query, rule: Rule, tree: Tree) -> Row:
     }
 
 
-def _predictions(model: LoadedModel, image: LabelledImage, full: Tensor, screened: Tensor) -> Row:
+def _predictions(model: LoadedModel, full: Tensor, screened: Tensor) -> Row:
     """Return the classes that the full and the screened model predict, and the KL of the outputs."""
-    before, after = (logits[0].double().log_softmax(-1).exp() for logits in (full, screened))
-    first, second = int(before.argmax()), int(after.argmax())
-    row: Row = {
-        "full_class": _class_name(model, first),
-        "full_class_percent": 100 * float(before[first]),
-        "screened_class": _class_name(model, second),
-        "screened_class_percent": 100 * float(after[second]),
-        "output_kl": float(output_kl(full, screened)),
-    }
-    if image.label is not None:
-        row["label"] = image.label_name or _class_name(model, image.label)
-    return row
+    row: Row = {}
+    for name, logits in (("full", full), ("screened", screened)):
+        shares = logits[0].double().log_softmax(-1).exp()
+        first = int(shares.argmax())
+        row |= {f"{name}_class": _class_name(model, first)}
+        row |= {f"{name}_class_percent": 100 * float(shares[first])}
+    return row | {"output_kl": float(output_kl(full, screened))}
 
 
 def _class_name(model: LoadedModel, index: int) -> str:
