@@ -1,6 +1,7 @@
 """The command line: invalid input, files it writes, missing packages, help."""
 
 import csv
+import inspect
 import io
 import json
 import shlex
@@ -13,7 +14,7 @@ import torch
 
 from bmfa import __version__
 from bmfa.attention.kernels.native import library
-from bmfa.cli import main
+from bmfa.cli import app, groups, main
 from bmfa.cli.output import MAX_WIDTH
 from bmfa.data import EmbeddedImages
 from bmfa.evidence.methods import METHODS
@@ -421,3 +422,14 @@ def test_every_command_has_help(capsys):
         with pytest.raises(SystemExit) as stop:
             main([*line.split(), "--help"])
         assert stop.value.code == 0 and f"Usage: bmfa {line}".strip() in capsys.readouterr().out
+
+
+def test_every_option_has_help_and_no_docstring_describes_another():
+    for command in (*app.COMMANDS, *app.bench_app.registered_commands):
+        run = getattr(command, "callback", command)
+        shown = inspect.signature(run if command is not run else groups.expanded(run)).parameters
+        for name, parameter in shown.items():
+            (info,) = parameter.annotation.__metadata__
+            assert info.help and not info.help.endswith(".."), (run.__name__, name)
+        described = groups._entries(inspect.unwrap(run))
+        assert described.keys() <= shown.keys(), run.__name__

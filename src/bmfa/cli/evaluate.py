@@ -1,9 +1,6 @@
 """bmfa evaluate."""
 
-from typing import Annotated
-
 from bmfa.cli import options as opt
-from bmfa.cli.groups import option
 from bmfa.cli.output import Output
 
 # By importance: without --wide, those that exceed the width are left out.
@@ -17,14 +14,21 @@ def evaluate(
     output: Output,
     images: opt.ModelOnImages,
     method: opt.Methods = None,
-    layers: opt.Layers = "last-4",
-    amp: Annotated[bool, option("--amp", "Run the model under autocast.")] = False,
-    dtype: Annotated[
-        str | None, option("--dtype NAME", "Cast the model: float32, float16 or bfloat16.")
-    ] = None,
-    repeats: Annotated[int, option("--repeats N", "Timings; their median counts. 0 for none.")] = 5,
+    layers: str = "last-4",
+    amp: bool = False,
+    dtype: str | None = None,
+    repeats: int = 5,
 ) -> None:
-    """Accuracy, cost and speed of a model, method by method."""
+    """Accuracy, cost and speed of a model, method by method.
+
+    Args:
+        method (NAME:VALUE): Method such as gamma:0.005; repeat for several. Without this option, a
+            default list runs. The methods are listed at the end of this page.
+        layers (CHOICE): Screened layers: all, last-K or indices such as 8,9,10.
+        amp: Run the model under autocast.
+        dtype (NAME): Cast the model: float32, float16 or bfloat16.
+        repeats (N): Timings; their median counts. 0 for none.
+    """
     from bmfa.evidence.classification import run as experiment
 
     images.run(

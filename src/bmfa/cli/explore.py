@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING, Annotated
 
 from bmfa.cli import options as opt
-from bmfa.cli.groups import option
+from bmfa.cli.groups import POSITIONAL
 from bmfa.cli.output import Output, check_file
 from bmfa.cli.screen import EMBEDDED, read_image
 from bmfa.packages import require_packages
@@ -15,42 +15,42 @@ COLUMNS = "layer head height width mean_gap max_gap"
 
 
 def explore(
-    output: Output,
-    image: opt.Image,
+    common: Output,
+    image: Annotated[str, POSITIONAL],
     model: opt.ModelOptions,
-    layers: Annotated[
-        str | None,
-        option(
-            "--layers CHOICE",
-            "Layers on the page: all, last-K or indices such as 8,9,10. By default as many of the last "
-            "layers as fit in 4 MB.",
-        ),
-    ] = None,
-    page: Annotated[str, option("--output FILE.html", "File for the page.")] = "explorer.html",
+    layers: str | None = None,
+    output: str = "explorer.html",
 ) -> None:
-    """One image as an interactive page for the browser."""
+    """One image as an interactive page for the browser.
+
+    Args:
+        image (IMAGE): An image file, or embedded:N for the N-th embedded image.
+        layers (CHOICE): Layers on the page: all, last-K or indices such as 8,9,10. By default as many
+            of the last layers as fit in 4 MB.
+        output (FILE.html): File for the page.
+    """
     require_packages(("jinja2", "PIL"), "report")
     from bmfa.evidence.explorer import run as experiment
     from bmfa.evidence.explorer.page import build_explorer
 
-    check_file("--output", page, ".html", ".htm")
+    check_file("--output", output, ".html", ".htm")
     exploration = experiment.run(
         model.load(),
-        read_image(image, output.seed),
+        read_image(image, common.seed),
         layers=None if layers is None else opt.parse_layers(layers),
         drawn=image.startswith(EMBEDDED),
-        device=output.torch_device(),
+        device=common.torch_device(),
     )
     record = exploration.record
     warnings = [f"not on the page: {reason}" for reason in record.settings["left_out"]]
     if not exploration.drawn:
         warnings += model.toy_warning("this image was")
-    output.finish(
+    common.finish(
         record,
         COLUMNS,
         notes=_notes(exploration),
         warnings=warnings,
-        figures={page: lambda: build_explorer(exploration).encode()},
+        figures={output: lambda: build_explorer(exploration).encode()},
     )
 
 

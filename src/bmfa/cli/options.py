@@ -4,9 +4,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from typer import Argument
-
-from bmfa.cli.groups import option
 from bmfa.cli.output import Output
 from bmfa.packages import require_packages
 from bmfa.records import Record
@@ -28,52 +25,7 @@ def _current_names(methods: list[str] | None) -> list[str] | None:
     return methods and [OLD_NAMES.get(name, name) for name in methods]
 
 
-Methods = Annotated[
-    list[str] | None,
-    option(
-        "--method NAME:VALUE",
-        "Method such as gamma:0.005; repeat for several. Without this option, a default list runs. "
-        "The methods are listed at the end of this page.",
-        callback=_current_names,
-    ),
-]
-Weights = Annotated[
-    str | None, option("--weights FILE", "Weights of the model: safetensors or a state dict.")
-]
-ClassMap = Annotated[
-    str | None,
-    option(
-        "--class-map FILE",
-        "Classes of the folders: their names in the model's order, one on each line, or NAME INDEX.",
-    ),
-]
-BatchSize = Annotated[int, option("--batch-size N", "Images in a batch.")]
-Workers = Annotated[
-    int | None,
-    option("--workers N", "Processes that read images; by default according to the cores."),
-]
-Resume = Annotated[
-    str | None,
-    option(
-        "--resume FILE",
-        "Partial results to continue from; the file is created if it does not exist.",
-    ),
-]
-Layers = Annotated[
-    str, option("--layers CHOICE", "Screened layers: all, last-K or indices such as 8,9,10.")
-]
-
-Image = Annotated[
-    str,
-    Argument(metavar="IMAGE", help="An image file, or embedded:N for the N-th embedded image."),
-]
-Records = Annotated[
-    list[str] | None,
-    option("--records FILE", "Show this record without running anything; repeat for several."),
-]
-Files = Annotated[
-    list[str] | None, Argument(metavar="[FILE]...", help="Further files for --records.")
-]
+Methods = Annotated[list[str] | None, _current_names]
 
 
 def parse_layers(text: str) -> str | list[int]:
@@ -91,22 +43,25 @@ def instance_workers(workers: int | None) -> int:
 
 @dataclass(frozen=True)
 class Instances:
-    """The options of experiments on annotated instances."""
+    """The options of experiments on annotated instances.
 
-    dataset: Annotated[
-        Literal["embedded", "coco", "lvis"],
-        option("--dataset", "Instances; embedded needs no files."),
-    ] = "embedded"
-    mode: Annotated[
-        Literal["image-edge", "mask-only"], option("--mode", "What the scores are made of.")
-    ] = "image-edge"
-    annotations: Annotated[
-        str | None, option("--annotations FILE", "Instances in COCO or LVIS format.")
-    ] = None
-    images: Annotated[str | None, option("--images DIR", "Folder or zip of the images.")] = None
-    img_size: Annotated[int, option("--img-size PX", "Side of a resized crop in pixels.")] = 256
-    limit: Annotated[int | None, option("--limit N", "Use only the first N instances.")] = None
-    workers: Workers = None
+    Args:
+        dataset: Instances; embedded needs no files.
+        mode: What the scores are made of.
+        annotations (FILE): Instances in COCO or LVIS format.
+        images (DIR): Folder or zip of the images.
+        img_size (PX): Side of a resized crop in pixels.
+        limit (N): Use only the first N instances.
+        workers (N): Processes that read images; by default according to the cores.
+    """
+
+    dataset: Literal["embedded", "coco", "lvis"] = "embedded"
+    mode: Literal["image-edge", "mask-only"] = "image-edge"
+    annotations: str | None = None
+    images: str | None = None
+    img_size: int = 256
+    limit: int | None = None
+    workers: int | None = None
 
     def source(self, seed: int) -> "InstanceSource":
         """Open the instances."""
@@ -130,19 +85,19 @@ class Instances:
 
 @dataclass(frozen=True)
 class ModelOptions:
-    """The options of every command that loads a model."""
+    """The options of every command that loads a model.
 
-    model: Annotated[
-        str,
-        option("--model NAME", "embedded, timm:NAME, hf:NAME or a folder saved by transformers."),
-    ] = "embedded"
-    weights: Weights = None
-    crop_pct: Annotated[
-        float | None, option("--crop-pct P", "Fraction of the image that the crop keeps.")
-    ] = None
-    img_size: Annotated[
-        int | None, option("--img-size PX", "Side of the model's input in pixels.")
-    ] = None
+    Args:
+        model (NAME): embedded, timm:NAME, hf:NAME or a folder saved by transformers.
+        weights (FILE): Weights of the model: safetensors or a state dict.
+        crop_pct (P): Fraction of the image that the crop keeps.
+        img_size (PX): Side of the model's input in pixels.
+    """
+
+    model: str = "embedded"
+    weights: str | None = None
+    crop_pct: float | None = None
+    img_size: int | None = None
 
     def load(self) -> "LoadedModel":
         """Load the model."""
@@ -163,23 +118,25 @@ class ModelOptions:
 
 @dataclass(frozen=True)
 class LabelledData(ModelOptions):
-    """A model and images with labels."""
+    """A model and images with labels.
 
-    data_dir: Annotated[
-        str | None,
-        option(
-            "--data-dir DIR",
-            "Images in one folder for each class, named by class index, WordNet id, or anything (then "
-            "sorted order counts); embedded images by default.",
-        ),
-    ] = None
-    labels: Annotated[
-        str | None, option("--labels FILE", "Labels, if the images are in one folder.")
-    ] = None
-    class_map: ClassMap = None
-    batch_size: BatchSize = 25
-    limit: Annotated[int | None, option("--limit N", "Use only the first N images.")] = None
-    strict: Annotated[bool, option("--strict", "Stop at the first unreadable image.")] = False
+    Args:
+        data_dir (DIR): Images in one folder for each class, named by class index, WordNet id, or
+            anything (then sorted order counts); embedded images by default.
+        labels (FILE): Labels, if the images are in one folder.
+        class_map (FILE): Classes of the folders: their names in the model's order, one on each line,
+            or NAME INDEX.
+        batch_size (N): Images in a batch.
+        limit (N): Use only the first N images.
+        strict: Stop at the first unreadable image.
+    """
+
+    data_dir: str | None = None
+    labels: str | None = None
+    class_map: str | None = None
+    batch_size: int = 25
+    limit: int | None = None
+    strict: bool = False
 
     def images(self, model: "LoadedModel", seed: int) -> Any:
         """Open the images of `--data-dir`, or draw the embedded ones for the embedded model."""
@@ -212,10 +169,15 @@ class LabelledData(ModelOptions):
 
 @dataclass(frozen=True)
 class ModelOnImages(LabelledData):
-    """The options of experiments that torchrun divides and `--resume` continues."""
+    """The options of experiments that torchrun divides and `--resume` continues.
 
-    workers: Workers = None
-    resume: Resume = None
+    Args:
+        workers (N): Processes that read images; by default according to the cores.
+        resume (FILE): Partial results to continue from; the file is created if it does not exist.
+    """
+
+    workers: int | None = None
+    resume: str | None = None
 
     def run(
         self, experiment: Callable[..., Record], output: Output, columns: str, **options: Any

@@ -11,9 +11,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
-from bmfa.cli.groups import option
 from bmfa.files import write_atomic
 from bmfa.records import Record, Row
 
@@ -32,16 +31,17 @@ KINDS = {".json": "plan", ".html": "page", ".htm": "page"}
 
 @dataclass(frozen=True)
 class Common:
-    """The options of every command."""
+    """The options of every command.
 
-    quiet: Annotated[bool, option("--quiet", "Print no table and no progress.")] = False
-    seed: Annotated[int, option("--seed N", "Seed of all random numbers.")] = 0
-    device: Annotated[
-        str,
-        option(
-            "--device NAME", "auto (CUDA if available, else the CPU), cpu, cuda, cuda:1 or mps."
-        ),
-    ] = "auto"
+    Args:
+        quiet: Print no table and no progress.
+        seed (N): Seed of all random numbers.
+        device (NAME): auto (CUDA if available, else the CPU), cpu, cuda, cuda:1 or mps.
+    """
+
+    quiet: bool = False
+    seed: int = 0
+    device: str = "auto"
 
     def torch_device(self, own: Callable[[str], str] = str) -> str:
         """Return the torch device that `--device` stands for.
@@ -69,17 +69,17 @@ class Common:
 
 @dataclass(frozen=True)
 class Output(Common):
-    """The options of a command that shows a record."""
+    """The options of a command that shows a record.
 
-    json: Annotated[
-        str | None, option("--json FILE", "Write the record to FILE; - is standard output.")
-    ] = None
-    csv: Annotated[
-        str | None, option("--csv FILE", "Write the rows as CSV to FILE; - is standard output.")
-    ] = None
-    wide: Annotated[
-        bool, option("--wide", "Print every column; by default at most 120 characters.")
-    ] = False
+    Args:
+        json (FILE): Write the record to FILE; - is standard output.
+        csv (FILE): Write the rows as CSV to FILE; - is standard output.
+        wide: Print every column; by default at most 120 characters.
+    """
+
+    json: str | None = None
+    csv: str | None = None
+    wide: bool = False
 
     def progress(self, unit: str) -> "Progress | None":
         """Return a callback that draws a bar on a terminal; None with `--quiet`."""

@@ -1,9 +1,8 @@
 """bmfa probe."""
 
-from typing import Annotated, Any
+from typing import Any
 
 from bmfa.cli import options as opt
-from bmfa.cli.groups import option
 from bmfa.cli.output import Output, table_of
 from bmfa.records import Record
 
@@ -20,18 +19,21 @@ def probe(
     output: Output,
     instances: opt.Instances,
     method: opt.Methods = None,
-    grid: Annotated[int, option("--grid N", "Cells along a side of the grid.")] = 16,
-    strict: Annotated[bool, option("--strict", "Stop at the first bad instance.")] = False,
-    resume: opt.Resume = None,
-    cases: Annotated[
-        bool,
-        option(
-            "--cases",
-            "Record a kite, a person, a book and a spoon with their trees instead, without images.",
-        ),
-    ] = False,
+    grid: int = 16,
+    strict: bool = False,
+    resume: str | None = None,
+    cases: bool = False,
 ) -> None:
-    """The mass each method loses on instances of real images."""
+    """The mass each method loses on instances of real images.
+
+    Args:
+        method (NAME:VALUE): Method such as gamma:0.005; repeat for several. Without this option, a
+            default list runs. The methods are listed at the end of this page.
+        grid (N): Cells along a side of the grid.
+        strict: Stop at the first bad instance.
+        resume (FILE): Partial results to continue from; the file is created if it does not exist.
+        cases: Record a kite, a person, a book and a spoon with their trees instead, without images.
+    """
     source = instances.source(output.seed)
     from bmfa.data import EmbeddedObjects, ProbeSettings
     from bmfa.evidence.images import cases as four_objects

@@ -7,7 +7,7 @@ from typing import Annotated
 
 from bmfa import __version__
 from bmfa.cli import options as opt
-from bmfa.cli.groups import option
+from bmfa.cli.groups import POSITIONAL
 from bmfa.cli.output import Common
 from bmfa.files import write_atomic
 from bmfa.packages import require_packages
@@ -16,50 +16,42 @@ from bmfa.records import Record
 
 def report(
     common: Common,
-    output: Annotated[
-        str, option("--output DIR", "Folder for the page and the records.")
-    ] = "report",
-    records: opt.Records = None,
-    files: opt.Files = None,
-    png: Annotated[bool, option("--png", "Write every figure as PNG, too.")] = False,
-    coco: Annotated[
-        tuple[str, str] | None,
-        option(
-            "--coco ANNOTATIONS IMAGES",
-            "Run the probe of a COCO file and its folder or zip of images, instead of the recorded "
-            "one.",
-        ),
-    ] = None,
-    lvis: Annotated[
-        tuple[str, str] | None,
-        option(
-            "--lvis ANNOTATIONS IMAGES",
-            "Run the probe of an LVIS file and its folder or zip of images, instead of the recorded "
-            "one.",
-        ),
-    ] = None,
-    imagenet: Annotated[
-        str | None,
-        option(
-            "--imagenet DIR",
-            "Run the model chapters on these images, in folders by class, instead of the recorded "
-            "ones; needs --weights.",
-        ),
-    ] = None,
-    weights: Annotated[
-        str | None, option("--weights FILE", "Weights of the model for --imagenet.")
-    ] = None,
-    model: Annotated[
-        str, option("--model NAME", "The model for --imagenet.")
-    ] = "timm:deit_tiny_patch16_224",
-    labels: Annotated[
-        str | None, option("--labels FILE", "Labels, if --imagenet is one folder of images.")
-    ] = None,
-    class_map: opt.ClassMap = None,
-    limit: Annotated[int, option("--limit N", "Number of images of --imagenet.")] = 100,
-    workers: opt.Workers = None,
+    output: str = "report",
+    records: list[str] | None = None,
+    files: Annotated[list[str] | None, POSITIONAL] = None,
+    png: bool = False,
+    coco: tuple[str, str] | None = None,
+    lvis: tuple[str, str] | None = None,
+    imagenet: str | None = None,
+    weights: str | None = None,
+    model: str = "timm:deit_tiny_patch16_224",
+    labels: str | None = None,
+    class_map: str | None = None,
+    limit: int = 100,
+    workers: int | None = None,
 ) -> None:
-    """The evidence chain on one self-contained page."""
+    """The evidence chain on one self-contained page.
+
+    Args:
+        output (DIR): Folder for the page and the records.
+        records (FILE): Make the page from this record, without running any experiment; repeat for
+            several.
+        files ([FILE]...): Further files for --records.
+        png: Write every figure as PNG, too.
+        coco (ANNOTATIONS IMAGES): Run the probe of a COCO file and its folder or zip of images, instead
+            of the recorded one.
+        lvis (ANNOTATIONS IMAGES): Run the probe of an LVIS file and its folder or zip of images,
+            instead of the recorded one.
+        imagenet (DIR): Run the model chapters on these images, in folders by class, instead of the
+            recorded ones; needs --weights.
+        weights (FILE): Weights of the model for --imagenet.
+        model (NAME): The model for --imagenet.
+        labels (FILE): Labels, if --imagenet is one folder of images.
+        class_map (FILE): Classes of the folders: their names in the model's order, one on each line,
+            or NAME INDEX.
+        limit (N): Number of images of --imagenet.
+        workers (N): Processes that read images; by default according to the cores.
+    """
     require_packages(("jinja2", "matplotlib", "PIL"), "report")
     if coco or lvis:
         require_packages(("pycocotools",), "data")

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from bmfa.cli import options as opt
-from bmfa.cli.groups import option
+from bmfa.cli.groups import POSITIONAL
 from bmfa.cli.output import Output, check_file
 from bmfa.packages import require_packages
 from bmfa.records import Record
@@ -18,44 +18,51 @@ COLUMNS = "method layer head query leaves leaf_percent gap error certificate mov
 
 
 def screen(
-    output: Output,
-    image: opt.Image,
+    common: Output,
+    image: Annotated[str, POSITIONAL],
     model: opt.ModelOptions,
-    layer: Annotated[
-        int | None, option("--layer L", "Layer to show, from 0; the last by default.")
-    ] = None,
-    head: Annotated[
-        int | None, option("--head H", "Head, from 0; the one with the largest gap by default.")
-    ] = None,
-    query: Annotated[str, option("--query TOKEN", "class or ROW,COLUMN.")] = "class",
+    layer: int | None = None,
+    head: int | None = None,
+    query: str = "class",
     method: opt.Methods = None,
-    layers: opt.Layers = "last-4",
-    figure: Annotated[str, option("--output FILE.png", "File for the figure.")] = "screen.png",
+    layers: str = "last-4",
+    output: str = "screen.png",
 ) -> None:
-    """One image: a query's attention, tree and certificate."""
+    """One image: a query's attention, tree and certificate.
+
+    Args:
+        image (IMAGE): An image file, or embedded:N for the N-th embedded image.
+        layer (L): Layer to show, from 0; the last by default.
+        head (H): Head, from 0; the one with the largest gap by default.
+        query (TOKEN): class or ROW,COLUMN.
+        method (NAME:VALUE): Method such as gamma:0.005; repeat for several. Without this option, a
+            default list runs. The methods are listed at the end of this page.
+        layers (CHOICE): Screened layers: all, last-K or indices such as 8,9,10.
+        output (FILE.png): File for the figure.
+    """
     require_packages(("matplotlib", "PIL"), "report")
     from bmfa.evidence.images import run as experiment
     from bmfa.evidence.page import figures
 
-    check_file("--output", figure, ".png")
+    check_file("--output", output, ".png")
     view = experiment.View(layer, head, query)
-    shown = read_image(image, output.seed)
+    shown = read_image(image, common.seed)
     record = experiment.run(
         model.load(),
         [shown],
         method or experiment.DEFAULT_METHODS,
         view=view,
         layers=layers,
-        seed=output.seed,
-        device=output.torch_device(),
+        seed=common.seed,
+        device=common.torch_device(),
     )
     drawn = image.startswith(EMBEDDED)
-    output.finish(
+    common.finish(
         record,
         COLUMNS,
         notes=_predictions(record, layers),
         warnings=[] if drawn else model.toy_warning("this image was"),
-        figures={figure: partial(figures.screen.png, record)},
+        figures={output: partial(figures.screen.png, record)},
     )
 
 

@@ -6,11 +6,10 @@ It is one of attention for a tolerance, or one of merging for a target of GFLOPs
 import warnings
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 from bmfa.cli import options as opt
-from bmfa.cli.groups import option
-from bmfa.cli.output import Output, table_of
+from bmfa.cli.output import Output, check_file, table_of
 from bmfa.packages import require_packages
 
 DTYPES = ("float32", "float16", "bfloat16")
@@ -19,62 +18,40 @@ DTYPES = ("float32", "float16", "bfloat16")
 def tune(
     output: Output,
     model: opt.ModelOptions,
-    images: Annotated[
-        str | None,
-        option("--images DIR", "Folder or zip of images like those of the later use."),
-    ] = None,
-    tolerance: Annotated[
-        float | None,
-        option(
-            "--tolerance X", "Largest change of the output: 0.03 (default) is 3 % of the features."
-        ),
-    ] = None,
-    measure: Annotated[
-        Literal["features", "logits"] | None,
-        option("--measure", "Change of the features (default), or KL of the class scores."),
-    ] = None,
-    error: Annotated[
-        list[float] | None,
-        option("--error X", "Error target to try in each layer; repeat for several."),
-    ] = None,
-    layers: Annotated[
-        str | None,
-        option("--layers CHOICE", "Layers that may change: all (default), last-K or 8,9,10."),
-    ] = None,
-    gflops: Annotated[
-        float | None,
-        option("--gflops X", "Plan merging instead: GFLOPs of an image to stay within."),
-    ] = None,
-    agreement: Annotated[
-        float | None,
-        option("--agreement X", "Plan merging instead: 0.95 keeps the class of 95 %."),
-    ] = None,
-    policy: Annotated[
-        str | None, option("--policy NAME", "Policy of merging: free-energy (default), tome.")
-    ] = None,
-    batch_size: Annotated[
-        int | None, option("--batch-size N", "Images in a batch (1; 25 for merging).")
-    ] = None,
-    limit: Annotated[
-        int | None,
-        option(
-            "--limit N",
-            "Images to use, half of them for calibration (32 on a GPU, else 8; 512 or 128 for merging).",
-        ),
-    ] = None,
-    dtype: Annotated[
-        str | None, option("--dtype NAME", "Cast the model: float32, float16 or bfloat16.")
-    ] = None,
-    repeats: Annotated[
-        int | None, option("--repeats N", "Timings (5); their median counts.")
-    ] = None,
-    save: Annotated[
-        str | None,
-        option("--save FILE.json", "File for the plan, for bmfa.patch or bmfa.reduce."),
-    ] = None,
-    figure: Annotated[str | None, option("--figure FILE.png", "File for the figure.")] = None,
+    images: str | None = None,
+    tolerance: float | None = None,
+    measure: Literal["features", "logits"] | None = None,
+    error: list[float] | None = None,
+    layers: str | None = None,
+    gflops: float | None = None,
+    agreement: float | None = None,
+    policy: str | None = None,
+    batch_size: int | None = None,
+    limit: int | None = None,
+    dtype: str | None = None,
+    repeats: int | None = None,
+    save: str | None = None,
+    figure: str | None = None,
 ) -> None:
-    """Settings for each layer, or tokens to merge in each block, chosen on your images."""
+    """Settings for each layer, or tokens to merge in each block, chosen on your images.
+
+    Args:
+        images (DIR): Folder or zip of images like those of the later use.
+        tolerance (X): Largest change of the output: 0.03 (default) is 3 % of the features.
+        measure: Change of the features (default), or KL of the class scores.
+        error (X): Error target to try in each layer; repeat for several.
+        layers (CHOICE): Layers that may change: all (default), last-K or 8,9,10.
+        gflops (X): Plan merging instead: GFLOPs of an image to stay within.
+        agreement (X): Plan merging instead: 0.95 keeps the class of 95 %.
+        policy (NAME): Policy of merging: free-energy (default), tome.
+        batch_size (N): Images in a batch (1; 25 for merging).
+        limit (N): Images to use, half of them for calibration (32 on a GPU, else 8; 512 or 128 for
+            merging).
+        dtype (NAME): Cast the model: float32, float16 or bfloat16.
+        repeats (N): Timings (5); their median counts.
+        save (FILE.json): File for the plan, for bmfa.patch or bmfa.reduce.
+        figure (FILE.png): File for the figure.
+    """
     from bmfa.checks import check_integer
     from bmfa.models import tune_reduction
     from bmfa.models.tuning import IMAGES, check_tolerance
@@ -96,8 +73,9 @@ def tune(
     if merging:
         check_target(gflops, agreement)
         check_policy(policy or "free-energy")
-    _check_target("--save", save, ".json")
-    _check_target("--figure", figure, ".png")
+    for name, path, suffix in (("--save", save, ".json"), ("--figure", figure, ".png")):
+        if path is not None:
+            check_file(name, path, suffix)
     if figure is not None:
         require_packages(("matplotlib",), "report")
     if dtype is not None and dtype not in DTYPES:
@@ -162,12 +140,3 @@ def _dtype(name: str | None) -> Any:
     import torch
 
     return None if name is None else getattr(torch, name)
-
-
-def _check_target(option: str, path: str | None, suffix: str) -> None:
-    """Raise before the work if a file cannot be written to this path."""
-    if path is None:
-        return
-    if Path(path).is_dir() or Path(path).suffix.lower() != suffix:
-        raise ValueError(f"{option} {path} is not the name of a {suffix} file; pass FILE{suffix}")
-    Path(path).parent.mkdir(parents=True, exist_ok=True)

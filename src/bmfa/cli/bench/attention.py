@@ -1,9 +1,6 @@
 """bmfa bench attention."""
 
-from typing import Annotated
-
 from bmfa.cli.bench.shared import Benchmark
-from bmfa.cli.groups import option
 from bmfa.cli.output import Output
 
 # Columns by importance: without --wide, those that exceed the width are left out.
@@ -17,25 +14,19 @@ COLUMNS = (
 def attention(
     output: Output,
     bench: Benchmark,
-    tokens: Annotated[
-        list[int] | None,
-        option(
-            "--tokens N",
-            "Number of tokens, a square; may be repeated (1024, 4096 and 16384, and 196 and 65536 on a "
-            "GPU).",
-        ),
-    ] = None,
-    images: Annotated[
-        int | None, option("--images N", "Number of images (4 on a GPU, else 1).")
-    ] = None,
-    threads: Annotated[
-        list[int] | None,
-        option("--threads N", "Number of threads to time with on a CPU; may be repeated."),
-    ] = None,
+    tokens: list[int] | None = None,
+    images: int | None = None,
+    threads: list[int] | None = None,
 ) -> None:
     """Tiled attention against the best dense path.
 
     Queries, keys and values are those of a model on images, at several numbers of tokens.
+
+    Args:
+        tokens (N): Number of tokens, a square; may be repeated (1024, 4096 and 16384, and 196 and
+            65536 on a GPU).
+        images (N): Number of images (4 on a GPU, else 1).
+        threads (N): Number of threads to time with on a CPU; may be repeated.
     """
     from bmfa.evidence.bench import attention as experiment
     from bmfa.evidence.bench import summary

@@ -1,10 +1,7 @@
 """bmfa bench model."""
 
-from typing import Annotated
-
 from bmfa.cli import options as opt
 from bmfa.cli.bench.shared import Benchmark
-from bmfa.cli.groups import option
 from bmfa.cli.output import Output
 
 COLUMNS = (
@@ -16,32 +13,24 @@ COLUMNS = (
 def model(
     output: Output,
     bench: Benchmark,
-    img_size: Annotated[
-        list[int] | None,
-        option(
-            "--img-size PX",
-            "Side of the images in pixels; may be repeated (1024, 2048 and 4096 on a GPU, else 512, "
-            "1024 and 2048).",
-        ),
-    ] = None,
-    layers: opt.Layers = "all",
-    tiled: Annotated[
-        bool, option("--tiled", "Use tiles even where dense attention is faster.")
-    ] = False,
-    batch_size: opt.BatchSize = 1,
-    images: Annotated[
-        int | None,
-        option("--images N", "Images to average over; those of one batch by default."),
-    ] = None,
-    decoder: Annotated[
-        str | None,
-        option(
-            "--decoder FILE",
-            "Weights of the saliency decoder of the model; adds the agreement of the masks.",
-        ),
-    ] = None,
+    img_size: list[int] | None = None,
+    layers: str = "all",
+    tiled: bool = False,
+    batch_size: int = 1,
+    images: int | None = None,
+    decoder: str | None = None,
 ) -> None:
-    """A model at high resolution, screened and dense, end to end."""
+    """A model at high resolution, screened and dense, end to end.
+
+    Args:
+        img_size (PX): Side of the images in pixels; may be repeated (1024, 2048 and 4096 on a GPU, else
+            512, 1024 and 2048).
+        layers (CHOICE): Screened layers: all, last-K or indices such as 8,9,10.
+        tiled: Use tiles even where dense attention is faster.
+        batch_size (N): Images in a batch.
+        images (N): Images to average over; those of one batch by default.
+        decoder (FILE): Weights of the saliency decoder of the model; adds the agreement of the masks.
+    """
     from bmfa.evidence.bench import model as experiment
 
     if bench.show_files(output, COLUMNS):

@@ -1,9 +1,6 @@
 """bmfa bench reduction."""
 
-from typing import Annotated
-
 from bmfa.cli import options as opt
-from bmfa.cli.groups import option
 from bmfa.cli.output import Output
 
 COLUMNS = (
@@ -15,26 +12,22 @@ COLUMNS = (
 def reduction(
     output: Output,
     data: opt.LabelledData,
-    workers: Annotated[
-        int, option("--workers N", "2 runs the two halves in processes of their own.")
-    ] = 1,
-    choosing: Annotated[
-        int | None, option("--choosing N", "Images of a half that choose; all by default.")
-    ] = None,
-    rounds: Annotated[
-        int, option("--rounds N", "Rounds of exchanges of tokens between blocks.")
-    ] = 1,
-    policy: Annotated[
-        str, option("--policy NAME", "The policy whose schedules are tuned.")
-    ] = "free-energy",
-    baseline: Annotated[
-        list[str] | None,
-        option("--baseline NAME:VALUE", "Reduction to compare with: tome:8; may be repeated."),
-    ] = None,
+    workers: int = 1,
+    choosing: int | None = None,
+    rounds: int = 1,
+    policy: str = "free-energy",
+    baseline: list[str] | None = None,
 ) -> None:
     """Token merging with tuned and with fixed schedules.
 
     A schedule is tuned on one half of the images and measured on the other.
+
+    Args:
+        workers (N): 2 runs the two halves in processes of their own.
+        choosing (N): Images of a half that choose; all by default.
+        rounds (N): Rounds of exchanges of tokens between blocks.
+        policy (NAME): The policy whose schedules are tuned.
+        baseline (NAME:VALUE): Reduction to compare with: tome:8; may be repeated.
     """
     from bmfa.evidence.bench import reduction as experiment
 

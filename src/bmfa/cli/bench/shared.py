@@ -6,8 +6,7 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated
 
-from bmfa.cli import options as opt
-from bmfa.cli.groups import option
+from bmfa.cli.groups import POSITIONAL
 from bmfa.cli.output import Output, table_of
 from bmfa.packages import require_packages
 from bmfa.records import Record
@@ -15,45 +14,33 @@ from bmfa.records import Record
 
 @dataclass(frozen=True)
 class Benchmark:
-    """What is timed, and records to show instead."""
+    """What is timed, and records to show instead.
 
-    model: Annotated[
-        str,
-        option(
-            "--model NAME",
-            "embedded or timm:NAME, with random weights unless --weights is given; bench attention "
-            "also takes random: normal q, k, v without a model.",
-        ),
-    ] = "embedded"
-    weights: opt.Weights = None
-    data_dir: Annotated[
-        str | None, option("--data-dir DIR", "Folder of images; embedded ones by default.")
-    ] = None
-    method: Annotated[
-        list[str] | None,
-        option(
-            "--method NAME:VALUE",
-            "tiles:SHARE of the tiles to expand, error:TARGET or leaves:SHARE of the tokens; may be "
-            "repeated. A default list without it.",
-        ),
-    ] = None
-    dtype: Annotated[
-        str | None,
-        option(
-            "--dtype NAME",
-            "bfloat16 (the default on a GPU), float16 or float32 (the default elsewhere).",
-        ),
-    ] = None
-    repeats: Annotated[
-        int | None,
-        option("--repeats N", "Timings; their median counts (5 on a GPU, 3 elsewhere)."),
-    ] = None
-    records: opt.Records = None
-    files: opt.Files = None
-    markdown: Annotated[bool, option("--markdown", "Print the table as Markdown.")] = False
-    figures: Annotated[str | None, option("--figures DIR", "Write the figures to DIR as PNG.")] = (
-        None
-    )
+    Args:
+        model (NAME): embedded or timm:NAME, with random weights unless --weights is given; bench
+            attention also takes random: normal q, k, v without a model.
+        weights (FILE): Weights of the model: safetensors or a state dict.
+        data_dir (DIR): Folder of images; embedded ones by default.
+        method (NAME:VALUE): tiles:SHARE of the tiles to expand, error:TARGET or leaves:SHARE of the
+            tokens; may be repeated. A default list without it.
+        dtype (NAME): bfloat16 (the default on a GPU), float16 or float32 (the default elsewhere).
+        repeats (N): Timings; their median counts (5 on a GPU, 3 elsewhere).
+        records (FILE): Show this record without running anything; repeat for several.
+        files ([FILE]...): Further files for --records.
+        markdown: Print the table as Markdown.
+        figures (DIR): Write the figures to DIR as PNG.
+    """
+
+    model: str = "embedded"
+    weights: str | None = None
+    data_dir: str | None = None
+    method: list[str] | None = None
+    dtype: str | None = None
+    repeats: int | None = None
+    records: list[str] | None = None
+    files: Annotated[list[str] | None, POSITIONAL] = None
+    markdown: bool = False
+    figures: str | None = None
 
     def __post_init__(self) -> None:
         require_packages(("PIL",), "data")  # before the work

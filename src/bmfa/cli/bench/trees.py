@@ -1,9 +1,6 @@
 """bmfa bench trees."""
 
-from typing import Annotated
-
 from bmfa.cli import options as opt
-from bmfa.cli.groups import option
 from bmfa.cli.output import Output
 
 COLUMNS = (
@@ -15,13 +12,19 @@ COLUMNS = (
 def trees(
     output: Output,
     method: opt.Methods = None,
-    grids: Annotated[int, option("--grids N", "Number of 16x16 grids.")] = 36_000,
-    batch_size: Annotated[
-        int, option("--batch-size N", "Images in a batch of the softmax part.")
-    ] = 64,
-    repeats: Annotated[int, option("--repeats N", "Timings; their median counts.")] = 7,
+    grids: int = 36_000,
+    batch_size: int = 64,
+    repeats: int = 7,
 ) -> None:
-    """Trees against the queue-based oracle, and against softmax."""
+    """Trees against the queue-based oracle, and against softmax.
+
+    Args:
+        method (NAME:VALUE): Method such as gamma:0.005; repeat for several. Without this option, a
+            default list runs.
+        grids (N): Number of 16x16 grids.
+        batch_size (N): Images in a batch of the softmax part.
+        repeats (N): Timings; their median counts.
+    """
     from bmfa.evidence.bench import trees as experiment
 
     record = experiment.run(
