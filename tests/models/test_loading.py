@@ -1,6 +1,5 @@
 """Models by name: weights loaded or refused, sizes, folders, downloads."""
 
-import io
 import json
 import sys
 from importlib.util import find_spec
@@ -15,7 +14,7 @@ if find_spec("timm") is None or find_spec("transformers") is None:
     pytest.skip("needs timm and transformers: pip install 'bmfa[models]'", allow_module_level=True)
 
 from bmfa.evidence.bench.inputs import load_any_size
-from bmfa.models import Preprocessing, embedded, hub, load_model
+from bmfa.models import Preprocessing, embedded, load_model, loading
 from bmfa.packages import load_package
 from models.host_models import (
     images,
@@ -68,29 +67,16 @@ def test_weights_that_do_not_fit_are_named(tmp_path: Path) -> None:
         load_model(name, tmp_path / "nowhere.pth")
 
 
-@pytest.mark.parametrize("name", ["weights.safetensors", "weights.pth", "weights.bin"])
-@pytest.mark.parametrize(
-    ("content", "words"),
-    [
-        (
-            b"version https://lfs.example/spec/v1\noid sha256:0",
-            "text file that begins with 'version",
-        ),
-        (
-            "<!doctype html>\n<p>Gr\u00fc\u00dfe</p>".encode(),
-            "text file that begins with '<!doctype",
-        ),
-        (b"", "is empty"),
-    ],
-)
-def test_text_files_are_refused_as_weights(
-    tmp_path: Path, name: str, content: bytes, words: str
-) -> None:
-    (tmp_path / name).write_bytes(content)
-    with pytest.raises(
-        ValueError, match=f"{name} is.*{words.removeprefix('is ')}.*pass a safetensors"
-    ):
-        load_model("embedded", tmp_path / name)
+def test_text_files_are_refused_as_weights(tmp_path: Path) -> None:
+    for name in ("weights.safetensors", "weights.pth", "weights.bin"):
+        for content, words in (
+            (b"version https://lfs.example/spec/v1", "a text file that begins with 'version"),
+            ("<!doctype html>\n<p>Gr\u00fc\u00dfe".encode(), "a text file that begins with '<!doc"),
+            (b"", "empty"),
+        ):
+            (tmp_path / name).write_bytes(content)
+            with pytest.raises(ValueError, match=f"{name} is {words}.*pass a safetensors"):
+                load_model("embedded", tmp_path / name)
     with pytest.raises(FileNotFoundError, match=r"is a folder; pass a safetensors file"):
         load_model("embedded", tmp_path)
 
@@ -100,22 +86,23 @@ def test_a_folder_whose_weights_are_text_is_refused(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_text("version https://lfs.example/spec/v1\n")
     with pytest.raises(ValueError, match=r"model\.safetensors is a text file that begins with"):
         load_model(str(tmp_path))
+    save_safetensors(make_model("hf-vit"), tmp_path / "model.safetensors")
+    content = (tmp_path / "model.safetensors").read_bytes()
+    (tmp_path / "model.safetensors").write_bytes(content[:100])
+    with pytest.raises(FileNotFoundError, match="does not contain a complete model"):
+        load_model(str(tmp_path))
 
 
-@pytest.mark.parametrize(
-    ("name", "offered"),
-    [
+def test_unknown_timm_names_suggest_similar_ones() -> None:
+    for name, offered in (
         ("deit_tny_patch16_224", "deit_tiny_patch16_224"),
         ("vit-base-patch16-224", "vit_base_patch16_224"),
         ("vit_base_patch16_224.nope", "vit_base_patch16_224.augreg"),
         ("nope", "deit_tiny_patch16_224"),
-    ],
-)
-def test_unknown_timm_names_suggest_similar_ones(name: str, offered: str) -> None:
-    with pytest.raises(ValueError, match=f"timm has no model '{name}'.*such as .*{offered}"):
-        load_model(f"timm:{name}")
-    with pytest.raises(ValueError, match=f"timm has no model '{name}'.*such as .*{offered}"):
-        load_any_size(f"timm:{name}", size=224)
+    ):
+        for load in (load_model, lambda name: load_any_size(name, size=224)):
+            with pytest.raises(ValueError, match=f"no model '{name}'.*such as .*{offered}"):
+                load(f"timm:{name}")
 
 
 def test_image_sizes_must_be_multiples_of_the_patch_size(tmp_path: Path) -> None:
@@ -141,22 +128,6 @@ def test_image_sizes_must_be_multiples_of_the_patch_size(tmp_path: Path) -> None
         load_any_size("timm:vit_tiny_patch16_224", size=100)
     with pytest.raises(ValueError, match="multiple of 8, such as 96 or 104"):
         load_any_size("embedded", size=100)
-
-
-@pytest.mark.parametrize("terminal", [False, True])
-def test_progress_bars_are_for_terminals(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, terminal: bool
-) -> None:
-    make_model("hf-deit").save_pretrained(tmp_path)
-    logging = load_package("transformers.utils.logging")
-    monkeypatch.delenv("HF_HUB_DISABLE_PROGRESS_BARS", raising=False)
-    stderr = io.StringIO()
-    monkeypatch.setattr(stderr, "isatty", lambda: terminal)
-    monkeypatch.setattr(sys, "stderr", stderr)
-    logging.enable_progress_bar()
-    load_model(f"hf:{tmp_path}")
-    assert ("%|" in stderr.getvalue()) == terminal
-    assert logging.is_progress_bar_enabled()  # the process's own choice is left as it was
 
 
 def test_transformers_folders(tmp_path: Path) -> None:
@@ -201,12 +172,13 @@ def test_the_embedded_model_is_loaded_by_name() -> None:
 def test_without_a_network_the_error_says_what_to_download(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(hub, "is_reachable", lambda: False)
+    monkeypatch.setattr(loading, "is_reachable", lambda: False)
     monkeypatch.setattr(load_package("huggingface_hub.constants"), "HF_HUB_CACHE", str(tmp_path))
-    url = "https://huggingface.co/timm/deit_tiny_patch16_224.fb_in1k/resolve/main/model.safetensors"
+    url = "https://huggingface.co/timm/deit_tiny_patch16_224.fb_in1k/tree/main"
     with pytest.raises(FileNotFoundError) as caught:
         load_model("timm:deit_tiny_patch16_224")
     assert url in str(caught.value) and "weights='PATH/model.safetensors'" in str(caught.value)
+    assert "download model.safetensors from" in str(caught.value)
     with pytest.raises(FileNotFoundError, match="from https://huggingface"):
         load_model("hf:facebook/deit-tiny-patch16-224")
     with pytest.raises(ValueError, match="timm has no model 'nothing'"):
@@ -215,9 +187,9 @@ def test_without_a_network_the_error_says_what_to_download(
         load_model("resnet")
 
 
-@pytest.mark.parametrize("package", ["timm", "torchvision", "transformers", "huggingface_hub"])
-def test_a_missing_package_names_the_extra(monkeypatch: pytest.MonkeyPatch, package: str) -> None:
-    monkeypatch.setitem(sys.modules, package, None)
-    words = rf"{package} is not installed; run: pip install 'bmfa\[models\]'"
-    with pytest.raises(ModuleNotFoundError, match=words):
-        load_package(package)
+def test_a_missing_package_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    for package in ("timm", "torchvision", "transformers", "huggingface_hub"):
+        monkeypatch.setitem(sys.modules, package, None)
+        words = rf"{package} is not installed; run: pip install 'bmfa\[models\]'"
+        with pytest.raises(ModuleNotFoundError, match=words):
+            load_package(package)

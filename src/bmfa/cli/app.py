@@ -121,6 +121,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         arguments: the words that follow `bmfa`; those of this process by default.
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
+    if not sys.stderr.isatty():  # packages that load weights show no bars in a pipe, either
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     try:
         with made_by_command(words):
             status = typer.main.get_command(app).main(

@@ -1,18 +1,16 @@
 """A sample of the user's images as one tensor, from a folder, a DataLoader or tensors."""
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import islice
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.data import DataLoader
 
 from bmfa.data.images import ImageError, ImageFiles
-from bmfa.models import embedded
-from bmfa.models.loading import LoadedModel, check_img_size
 from bmfa.models.preprocessing import Preprocessing
-from bmfa.packages import load_package
 
 ACCEPTED = (
     "a (N, 3, height, width) tensor, a list of (3, height, width) tensors, a DataLoader or a folder"
@@ -66,106 +64,49 @@ def sample_images(
         ImageError: If a folder has no images, or one of those drawn cannot be read.
     """
     if isinstance(images, (str, os.PathLike)):
-        return _from_folder(images, preprocess, limit, generator)
+        if preprocess is None:
+            raise ValueError(
+                f"images is the folder {os.fspath(images)} and the preprocessing of the model is not "
+                "known; pass what bmfa.load_model returns as the model, "
+                "preprocess=bmfa.models.Preprocessing(...), or tensors"
+            )
+        files = ImageFiles(images)
+        order = torch.randperm(len(files.entries), generator=generator)[:limit].tolist()
+        found = [preprocess(files.read(files.entries[index])) for index in order]
+        if not found:
+            raise ImageError(
+                f"{images} has no images; pass a folder with at least two JPEG or PNG files"
+            )
+        return torch.stack(found)
     if isinstance(images, DataLoader):
-        first = _stack(_first_images(images, limit))
-        return first[_order(len(first), limit, generator)]
-    if isinstance(images, Tensor):
-        tensor = _checked(images)
-    elif isinstance(images, Sequence):
-        tensor = _stack([image for part in images for image in _checked(part)])
+        found = list(islice(_each_image(images), limit))
+    elif isinstance(images, (Tensor, Sequence)):
+        found = list(_each_image([images] if isinstance(images, Tensor) else images))
     else:
         raise TypeError(f"images is {type(images).__name__}; pass {ACCEPTED}")
-    if len(tensor) == 0:
+    if not found:
         raise ValueError(f"images is empty; pass {ACCEPTED} with at least two images")
-    return tensor[_order(len(tensor), limit, generator)]
-
-
-def find_preprocessing(
-    model: LoadedModel | nn.Module,
-    preprocess: Preprocessing | None,
-    img_size: int | tuple[int, int] | None,
-) -> Preprocessing | None:
-    """Return the preprocessing for images of a folder, None if it is not known.
-
-    Raises:
-        ValueError: If the model does not accept `img_size`.
-    """
-    module = model.model if isinstance(model, LoadedModel) else model
-    if preprocess is None:
-        if isinstance(model, LoadedModel):
-            preprocess = model.preprocess
-        elif isinstance(model, embedded.EmbeddedViT):
-            side, mean, std = embedded.IMAGE_SIZE, embedded.MEAN, embedded.STD
-            preprocess = Preprocessing((side, side), 1.0, mean=(mean,) * 3, std=(std,) * 3)
-        elif hasattr(model, "pretrained_cfg"):
-            settings = load_package("timm.data").resolve_data_config({}, model=model)
-            preprocess = Preprocessing.of_timm(settings)
-        else:
-            return None
-    if img_size is not None:
-        preprocess = preprocess.override(img_size=img_size)
-        check_img_size(type(module).__name__, module, preprocess.size)
-    return preprocess
-
-
-def _from_folder(
-    path: str | os.PathLike[str],
-    preprocess: Preprocessing | None,
-    limit: int,
-    generator: torch.Generator,
-) -> Tensor:
-    if preprocess is None:
-        raise ValueError(
-            f"images is the folder {os.fspath(path)} and the preprocessing of the model is not known; "
-            "pass what bmfa.load_model returns as the model, preprocess=bmfa.models.Preprocessing(...), "
-            "or tensors"
-        )
-    files = ImageFiles(path)
-    if not files.entries:
-        raise ImageError(f"{path} has no images; pass a folder with at least two JPEG or PNG files")
-    order = _order(len(files.entries), limit, generator)
-    return torch.stack([preprocess(files.read(files.entries[index])) for index in order])
-
-
-def _first_images(batches: Iterable[Any], limit: int) -> list[Tensor]:
-    images: list[Tensor] = []
-    for batch in batches:
-        part = batch[0] if isinstance(batch, (tuple, list)) and len(batch) > 0 else batch
-        part = part.get("pixel_values") if isinstance(part, Mapping) else part
-        images += list(_checked(part))
-        if len(images) >= limit:
-            break
-    return images[:limit]
-
-
-def _checked(images: Any) -> Tensor:
-    """Return (N, 3, height, width) from a tensor with or without the first dimension."""
-    if not isinstance(images, Tensor):
-        raise TypeError(f"images has {type(images).__name__} elements; pass {ACCEPTED}")
-    images = images.unsqueeze(0) if images.dim() == 3 else images
-    if images.dim() != 4 or not images.is_floating_point():
-        raise ValueError(
-            f"images has a tensor of shape {tuple(images.shape)} and dtype {images.dtype}; pass "
-            "preprocessed images, (N, 3, height, width) of a floating-point dtype"
-        )
-    detached: Tensor = images.detach()
-    return detached
-
-
-def _stack(images: list[Tensor]) -> Tensor:
-    if not images:
-        raise ValueError(f"images is empty; pass {ACCEPTED} with at least two images")
-    sizes = sorted({tuple(image.shape[-2:]) for image in images})
+    sizes = [f"{height}x{width}" for height, width in sorted({x.shape[-2:] for x in found})]
     if len(sizes) > 1:
-        first, second = (f"{height}x{width}" for height, width in sizes[:2])
         raise ValueError(
-            f"images have different sizes, such as {first} and {second} pixels; a plan is for one "
+            f"images have different sizes, such as {sizes[0]} and {sizes[1]} pixels; a plan is for one "
             "size: pass images of that size"
         )
-    return torch.stack(images)
+    order = torch.randperm(len(found), generator=generator)[:limit].tolist()
+    return torch.stack([found[index] for index in order])
 
 
-def _order(count: int, limit: int, generator: torch.Generator) -> list[int]:
-    order: list[int] = torch.randperm(count, generator=generator)[:limit].tolist()
-    return order
+def _each_image(batches: Iterable[Any]) -> Iterator[Tensor]:
+    """Yield (3, height, width) images from tensors, tuples and dictionaries of batches."""
+    for batch in batches:
+        images = batch[0] if isinstance(batch, (tuple, list)) and len(batch) > 0 else batch
+        images = images.get("pixel_values") if isinstance(images, Mapping) else images
+        if not isinstance(images, Tensor):
+            raise TypeError(f"images has {type(images).__name__} elements; pass {ACCEPTED}")
+        images = images.unsqueeze(0) if images.dim() == 3 else images
+        if images.dim() != 4 or not images.is_floating_point():
+            raise ValueError(
+                f"images has a tensor of shape {tuple(images.shape)} and dtype {images.dtype}; pass "
+                "preprocessed images, (N, 3, height, width) of a floating-point dtype"
+            )
+        yield from images.detach()

@@ -1,22 +1,26 @@
 """Load models by name, with their own preprocessing and weights from a file or the hub."""
 
 import os
-from collections.abc import Mapping, Sequence
+import socket
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from inspect import signature
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlparse
 
+from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from bmfa.data.classification import imagenet_names
 from bmfa.data.drawn.badges import BADGE_CLASSES
 from bmfa.data.probes import multiples
-from bmfa.models import embedded, hub
+from bmfa.models import embedded
 from bmfa.models.families import find_vision_transformer
 from bmfa.models.preprocessing import Interpolation, Preprocessing
-from bmfa.models.weights import load_weights
+from bmfa.models.weights import check_binary, load_weights
 from bmfa.packages import load_package
 
 ACCEPTED = (
@@ -27,6 +31,12 @@ ACCEPTED = (
 _EXAMPLES = ["deit_tiny_patch16_224", "vit_base_patch16_224", "vit_small_patch14_dinov2"]
 # The argument with which models of transformers accept images of another size.
 _INTERPOLATE = "interpolate_pos_encoding"
+_EMBEDDED_PREPROCESSING = Preprocessing(
+    (embedded.IMAGE_SIZE, embedded.IMAGE_SIZE),
+    1.0,
+    mean=(embedded.MEAN,) * 3,
+    std=(embedded.STD,) * 3,
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -121,16 +131,14 @@ def load_model(
         >>> loaded.preprocess.size, loaded.classes[0]
         ((128, 128), 'striped triangle, 1 tick')
     """
-    any_size = img_size is not None
     source, _, rest = name.partition(":")
     if name == "embedded":
         loaded = _load_embedded(weights)
     elif source == "timm" and rest:
-        loaded = _load_timm(name, rest, weights, any_size)
-    elif source == "hf" and rest:
-        loaded = _load_transformers(name, rest, weights, any_size)
-    elif Path(name).is_dir():
-        loaded = _load_transformers(name, name, weights, any_size)
+        loaded = _load_timm(rest, weights, any_size=img_size is not None)
+    elif (source == "hf" and rest) or Path(name).is_dir():
+        path = rest if source == "hf" else name
+        loaded = _load_transformers(path, weights, any_size=img_size is not None)
     else:
         raise ValueError(f"model {name!r} is unknown; pass {ACCEPTED}")
     preprocess = loaded.preprocess.override(
@@ -139,7 +147,31 @@ def load_model(
     if img_size is not None:
         check_img_size(name, loaded.model, preprocess.size)
     loaded.model.eval()
-    return replace(loaded, preprocess=preprocess)
+    return replace(loaded, name=name, preprocess=preprocess)
+
+
+def find_preprocessing(
+    model: LoadedModel | nn.Module,
+    preprocess: Preprocessing | None = None,
+    img_size: int | tuple[int, int] | None = None,
+) -> Preprocessing | None:
+    """Return the preprocessing for images of a folder, None if it is not known.
+
+    Raises:
+        ValueError: If the model does not accept `img_size`.
+    """
+    module = model.model if isinstance(model, LoadedModel) else model
+    if preprocess is None and isinstance(model, LoadedModel):
+        preprocess = model.preprocess
+    elif preprocess is None and isinstance(model, embedded.EmbeddedViT):
+        preprocess = _EMBEDDED_PREPROCESSING
+    elif preprocess is None and hasattr(model, "pretrained_cfg"):
+        settings = load_package("timm.data").resolve_data_config({}, model=model)
+        preprocess = Preprocessing.from_timm(settings)
+    if preprocess is not None and img_size is not None:
+        preprocess = preprocess.override(img_size=img_size)
+        check_img_size(type(module).__name__, module, preprocess.size)
+    return preprocess
 
 
 def check_img_size(name: str, model: nn.Module, size: tuple[int, int]) -> None:
@@ -153,12 +185,9 @@ def check_img_size(name: str, model: nn.Module, size: tuple[int, int]) -> None:
     except TypeError:
         return
     projection: Any = host.projection
-    if hasattr(projection, "stride"):
-        strides = projection.stride[-2:]
-    else:  # the linear projection of NaFlexViT
-        embeds: Any = host.tower.embeds
-        strides = embeds.patch_size
-    for side, patch_size in zip(size, strides, strict=True):
+    encoder: Any = host.tower  # NaFlexViT has a linear projection
+    strides = projection.stride if hasattr(projection, "stride") else encoder.embeds.patch_size
+    for side, patch_size in zip(size, strides[-2:], strict=True):
         if side % patch_size:
             raise ValueError(
                 f"img_size is {given}; {name} has patches of {patch_size} pixels, so pass "
@@ -169,10 +198,10 @@ def check_img_size(name: str, model: nn.Module, size: tuple[int, int]) -> None:
 def check_timm_name(timm: Any, architecture: str) -> None:
     """Raise ValueError with similar names unless timm has this model."""
     model, _, tag = architecture.partition(".")
-    tagged = timm.list_pretrained(f"{model}.*") if tag and timm.is_model(model) else None
-    if architecture in tagged if tagged is not None else timm.is_model(architecture):
+    tagged = timm.list_pretrained(f"{model}.*") if tag and timm.is_model(model) else []
+    if architecture in tagged or (not tagged and timm.is_model(architecture)):
         return
-    names = timm.list_models() if tagged is None else tagged
+    names = tagged or timm.list_models()
     similar = get_close_matches(architecture, names, n=5, cutoff=0.5) or tagged or _EXAMPLES
     raise ValueError(
         f"timm has no model {architecture!r}; pass one of its names, such as {', '.join(similar[:5])} "
@@ -181,48 +210,103 @@ def check_timm_name(timm: Any, architecture: str) -> None:
 
 
 def _load_embedded(weights: str | os.PathLike[str] | None) -> LoadedModel:
-    side, mean, std = embedded.IMAGE_SIZE, embedded.MEAN, embedded.STD
-    preprocess = Preprocessing((side, side), 1.0, mean=(mean,) * 3, std=(std,) * 3)
-    return LoadedModel("embedded", embedded.load(weights), preprocess, BADGE_CLASSES)
+    model = embedded.load(weights)
+    return LoadedModel("embedded", model, _EMBEDDED_PREPROCESSING, BADGE_CLASSES)
 
 
-def _load_timm(
-    name: str, architecture: str, weights: str | os.PathLike[str] | None, any_size: bool
-) -> LoadedModel:
+def _load_timm(name: str, weights: str | os.PathLike[str] | None, *, any_size: bool) -> LoadedModel:
     timm = load_package("timm")
-    check_timm_name(timm, architecture)
-    options = {"dynamic_img_size": True} if any_size else {}
+    check_timm_name(timm, name)
+    options: dict[str, Any] = {"dynamic_img_size": True} if any_size else {}
+    if weights is None:
+        cfg = timm.get_pretrained_cfg(name)
+        repository = cfg.hf_hub_id if cfg is not None else None
+        if not repository:
+            raise ValueError(f"timm publishes no weights for {name} on the hub; pass weights=FILE")
+        with _explained(f"timm:{name}", repository, "model.safetensors"):
+            file = load_package("huggingface_hub").hf_hub_download(
+                repository, "model.safetensors", local_files_only=not is_reachable()
+            )
+        options |= {"pretrained": True, "pretrained_cfg_overlay": {"file": file}}
     try:
-        if weights is None:
-            model = hub.create_timm(timm, architecture, options)
-        else:
-            model = timm.create_model(architecture, **options)
-            load_weights(model, weights)
+        model = timm.create_model(name, **options)
     except TypeError as error:
         if "dynamic_img_size" not in str(error):
             raise
         raise ValueError(
-            f"img_size is given, and {name} takes images of one size; leave img_size out, or make the "
-            "model with timm.create_model and pass it to bmfa.patch"
+            f"img_size is given, and timm:{name} takes images of one size; leave img_size out, or make "
+            "the model with timm.create_model and pass it to bmfa.patch"
         ) from None
-    settings = load_package("timm.data").resolve_data_config({}, model=model)
+    if weights is not None:
+        load_weights(model, weights)
+    preprocess = find_preprocessing(model) or Preprocessing()
     classes = imagenet_names() if model.num_classes == 1000 else None
-    return LoadedModel(name, model, Preprocessing.of_timm(settings), classes)
+    return LoadedModel(name, model, preprocess, classes)
 
 
 def _load_transformers(
-    name: str, source: str, weights: str | os.PathLike[str] | None, any_size: bool
+    source: str, weights: str | os.PathLike[str] | None, *, any_size: bool
 ) -> LoadedModel:
-    config = hub.transformers_config(source)
-    kind = hub.transformers_class(config)
-    if weights is None:
-        model = hub.create_transformers(kind, source)
-    else:
-        model = kind._from_config(config)
+    transformers, folder = load_package("transformers"), Path(source)
+    is_path = folder.is_dir() or folder.is_absolute() or source.startswith(".")
+    if is_path and not (folder / "config.json").is_file():
+        raise FileNotFoundError(
+            f"{source} has no config.json; pass a folder with config.json and model.safetensors"
+        )
+    for file in sorted(folder.glob("*.safetensors")) if is_path and weights is None else ():
+        check_binary(file)
+    # Code from the hub never runs, and an unreachable hub is not asked.
+    options = {"local_files_only": is_path or not is_reachable(), "trust_remote_code": False}
+    files = "config.json, preprocessor_config.json and model.safetensors"
+    with _explained(f"hf:{source}", source, files):
+        config = transformers.AutoConfig.from_pretrained(source, **options)
+        classifies = any("ForImageClassification" in name for name in config.architectures or ())
+        kind = (
+            transformers.AutoModelForImageClassification if classifies else transformers.AutoModel
+        )
+        model = kind.from_config(config) if weights else kind.from_pretrained(source, **options)
+    if weights is not None:
         load_weights(model, weights)
-    labels: dict[int, Any] = config.id2label if hasattr(model, "classifier") else {}
+    try:
+        processor = transformers.AutoImageProcessor.from_pretrained(source, **options)
+        preprocess = Preprocessing.from_transformers(processor.to_dict())
+    except OSError:  # the folder has none
+        side = getattr(config, "vision_config", config).image_size
+        preprocess = Preprocessing((side, side) if isinstance(side, int) else tuple(side))
+    labels: dict[int, Any] = config.id2label if classifies else {}
     classes = tuple(str(labels[index]) for index in sorted(labels)) or None
     interpolates = any_size and _INTERPOLATE in signature(model.forward).parameters
-    options = {_INTERPOLATE: True} if interpolates else {}
-    preprocess = hub.transformers_preprocessing(source, config)
-    return LoadedModel(name, model, preprocess, classes, options)
+    return LoadedModel(
+        source, model, preprocess, classes, {_INTERPOLATE: True} if interpolates else {}
+    )
+
+
+@contextmanager
+def _explained(model: str, repository: str, files: str) -> Iterator[None]:
+    """Raise a FileNotFoundError that says what to download if files are missing."""
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        if Path(repository).is_dir():
+            raise FileNotFoundError(
+                f"{repository} does not contain a complete model: {str(error).splitlines()[0]}; "
+                "put a whole model.safetensors beside config.json, or pass weights=FILE"
+            ) from None
+        raise FileNotFoundError(
+            f"the files of {model} are not in the local cache and cannot be downloaded "
+            f"({type(error).__name__}); on a machine with a network download {files} from "
+            f"https://huggingface.co/{repository}/tree/main, copy them to this machine, and pass the "
+            "weights with weights='PATH/model.safetensors' (--weights), or the folder as hf:PATH"
+        ) from None
+
+
+def is_reachable() -> bool:
+    """Return True if the name of the hub resolves; if not, its client would retry for a minute."""
+    if any(name.lower().endswith("_proxy") for name in os.environ):
+        return True
+    host = urlparse(os.environ.get("HF_ENDPOINT", "https://huggingface.co")).hostname
+    try:
+        socket.getaddrinfo(host, 443)
+    except OSError:
+        return False
+    return True

@@ -62,7 +62,7 @@ class Preprocessing:
             raise ValueError(f"interpolation is {self.interpolation!r}; pass one of {accepted}")
 
     @classmethod
-    def of_timm(cls, settings: Mapping[str, Any]) -> "Preprocessing":
+    def from_timm(cls, settings: Mapping[str, Any]) -> "Preprocessing":
         """Convert the settings of timm.
 
         Args:
@@ -74,12 +74,11 @@ class Preprocessing:
         Example:
             >>> settings = {"input_size": (3, 64, 64), "crop_pct": 0.9, "interpolation": "bilinear"}
             >>> settings |= {"mean": (0.5,) * 3, "std": (0.5,) * 3, "crop_mode": "center"}
-            >>> Preprocessing.of_timm(settings).size
+            >>> Preprocessing.from_timm(settings).size
             (64, 64)
         """
-        _, height, width = settings["input_size"]
         return cls(
-            (height, width),
+            tuple(settings["input_size"][1:]),
             float(settings["crop_pct"]),
             settings["interpolation"],
             tuple(settings["mean"]),
@@ -88,29 +87,30 @@ class Preprocessing:
         )
 
     @classmethod
-    def of_transformers(cls, settings: Mapping[str, Any]) -> "Preprocessing":
+    def from_transformers(cls, settings: Mapping[str, Any]) -> "Preprocessing":
         """Convert the settings of transformers.
 
         Args:
-            settings: The content of a preprocessor_config.json.
+            settings: What `to_dict` of an image processor returns.
 
         Returns:
             The same preprocessing.
 
         Example:
-            >>> Preprocessing.of_transformers({"size": {"height": 64, "width": 64}}).squash
+            >>> Preprocessing.from_transformers({"size": {"height": 64, "width": 64}}).squash
             True
         """
-        resized = _sides(settings.get("size", 224))
-        crop = settings.get("crop_size") if settings.get("do_center_crop") else None
-        size = _sides(crop) if crop is not None else resized
+        resized = size = _sides(settings["size"])
+        crops = bool(settings.get("do_center_crop"))
+        if crops:
+            size = _sides(settings["crop_size"])
         return cls(
             size,
             min(1.0, min(size) / min(resized)),
             _RESAMPLE.get(settings.get("resample", 3), "bicubic"),
             tuple(settings.get("image_mean", IMAGENET_MEAN)),
             tuple(settings.get("image_std", IMAGENET_STD)),
-            crop is None,
+            squash=not crops,
         )
 
     def override(
@@ -142,8 +142,8 @@ class Preprocessing:
             "size": (img_size, img_size) if isinstance(img_size, int) else img_size,
             "crop_pct": crop_pct,
             "interpolation": interpolation,
-            "mean": None if mean is None else tuple(mean),
-            "std": None if std is None else tuple(std),
+            "mean": mean and tuple(mean),
+            "std": std and tuple(std),
             "squash": None if crop_pct is None else False,
         }
         return replace(self, **{name: v for name, v in changes.items() if v is not None})
@@ -202,10 +202,7 @@ class Preprocessing:
         return image.crop((left, top, left + width, top + height))
 
 
-def _sides(size: Any) -> tuple[int, int]:
-    """Return the height and width from any form that preprocessor_config.json uses."""
-    if isinstance(size, int):
-        return size, size
-    if "shortest_edge" in size:
-        return size["shortest_edge"], size["shortest_edge"]
-    return size["height"], size["width"]
+def _sides(size: Mapping[str, int]) -> tuple[int, int]:
+    """Return the height and width from `height` and `width`, or `shortest_edge`."""
+    side = size.get("shortest_edge", 0)
+    return size.get("height", side), size.get("width", side)

@@ -20,9 +20,9 @@ from bmfa.attention.api import screened_attention
 from bmfa.checks import check_integer, check_number
 from bmfa.grid import Grid
 from bmfa.models.families import VisionTransformer, find_vision_transformer
-from bmfa.models.image_sample import find_preprocessing, sample_images, split_images
+from bmfa.models.image_sample import sample_images, split_images
 from bmfa.models.layer_settings import LayerSetting, SettingProblem, add_between
-from bmfa.models.loading import LoadedModel
+from bmfa.models.loading import LoadedModel, find_preprocessing
 from bmfa.models.measures import MEASURES, Function, Measure, find_measure
 from bmfa.models.patching import (
     install_layers,

@@ -18,8 +18,8 @@ from bmfa.merging import POLICY_NAMES, Policy, parse
 from bmfa.merging.policies.base import BudgetPolicy
 from bmfa.models.families import find_vision_transformer
 from bmfa.models.flops import count_flops
-from bmfa.models.image_sample import find_preprocessing, sample_images, split_images
-from bmfa.models.loading import LoadedModel
+from bmfa.models.image_sample import sample_images, split_images
+from bmfa.models.loading import LoadedModel, find_preprocessing
 from bmfa.models.measures import disagreement, kl_divergence, logits
 from bmfa.models.patching import unpatch
 from bmfa.models.plan import ModelFingerprint, ReductionPlan
@@ -40,7 +40,7 @@ ALONE_SHARES = (1 / 12, 1 / 4)
 # Tokens by which a block is changed around a schedule, as a share of the tokens: 8 of 196.
 AROUND_SHARE = 1 / 24
 # Factor between the measured and the predicted effect of a block around a schedule, at most.
-MOST_FACTOR = 4.0
+MOST_FACTOR = 16.0
 # States of the dynamic programming: numbers of tokens that are left.
 STATES = 256
 # Exponents of 10 between which the weight of operations is bisected: change per share of the full model.

@@ -5,9 +5,9 @@ import pickle
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 # Keys under which training scripts store the weights in a checkpoint.
@@ -35,9 +35,9 @@ def read_state_dict(path: str | os.PathLike[str]) -> dict[str, Tensor]:
         problem = "is a folder" if file.is_dir() else "does not exist"
         raise FileNotFoundError(f"weights {file} {problem}; {_ACCEPTED}")
     check_binary(file)
-    if file.suffix == ".safetensors":
-        return _read_safetensors(file)
     try:
+        if file.suffix == ".safetensors":
+            return dict(load_file(file))
         with warnings.catch_warnings():
             # torch warns about pickles of other programs; what it cannot read raises anyway.
             warnings.simplefilter("ignore")
@@ -49,10 +49,18 @@ def read_state_dict(path: str | os.PathLike[str]) -> dict[str, Tensor]:
             "save model.state_dict() alone, or as safetensors"
         ) from None
     except Exception as error:  # on other content torch raises errors of any type
-        raise ValueError(
-            f"{file} is not a readable state dict: {error or type(error).__name__}; {_ACCEPTED}"
-        ) from None
-    return _tensors(content, file)
+        kind = "safetensors file" if file.suffix == ".safetensors" else "state dict"
+        reason = str(error) or type(error).__name__
+        raise ValueError(f"{file} is not a readable {kind}: {reason}; {_ACCEPTED}") from None
+    for name in _WRAPPERS:
+        if isinstance(content, Mapping) and isinstance(content.get(name), Mapping):
+            content = content[name]
+    tensors = dict(content) if isinstance(content, Mapping) else {"the file": content}
+    wrong = [name for name, value in tensors.items() if not isinstance(value, Tensor)]
+    if wrong or not tensors:
+        held = f"{wrong[0]!r}, which is not a tensor" if wrong else "no tensors"
+        raise ValueError(f"{file} contains {held}; save only a state dict")
+    return tensors
 
 
 def load_weights(model: nn.Module, path: str | os.PathLike[str]) -> None:
@@ -65,19 +73,18 @@ def load_weights(model: nn.Module, path: str | os.PathLike[str]) -> None:
     found, expected = read_state_dict(path), model.state_dict()
     missing = [key for key in expected if key not in found]
     unexpected = [key for key in found if key not in expected]
-    if missing or unexpected:
-        raise ValueError(
-            f"{path} does not fit {type(model).__name__}: {_summary('missing', missing)}; "
-            f"{_summary('unexpected', unexpected)}; pass weights of the same model"
-        )
-    for key, tensor in expected.items():
-        if tensor.shape != found[key].shape:
-            raise ValueError(
-                f"{path} does not fit {type(model).__name__}: {key} is "
-                f"{tuple(found[key].shape)}, the model's is {tuple(tensor.shape)}; "
-                "pass weights of the same model"
-            )
-    model.load_state_dict(found)
+    problem = f"{_summary('missing', missing)}; {_summary('unexpected', unexpected)}"
+    if not missing and not unexpected:
+        shapes = {key: (tuple(found[key].shape), tuple(expected[key].shape)) for key in expected}
+        wrong = [key for key, (given, own) in shapes.items() if given != own]
+        if not wrong:
+            model.load_state_dict(found)
+            return
+        given, own = shapes[wrong[0]]
+        problem = f"{wrong[0]} is {given}, the model's is {own}"
+    raise ValueError(
+        f"{path} does not fit {type(model).__name__}: {problem}; pass weights of the same model"
+    )
 
 
 def check_binary(file: Path) -> None:
@@ -91,35 +98,5 @@ def check_binary(file: Path) -> None:
         raise ValueError(f"{file} is a text file that begins with {line!r}; {_ACCEPTED}")
 
 
-def _read_safetensors(file: Path) -> dict[str, Tensor]:
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
-    try:
-        return dict(load_file(file))
-    except SafetensorError as error:
-        raise ValueError(
-            f"{file} is not a readable safetensors file ({error}); {_ACCEPTED}"
-        ) from None
-
-
-def _tensors(content: Any, file: Path) -> dict[str, Tensor]:
-    for name in _WRAPPERS:
-        if isinstance(content, Mapping) and isinstance(content.get(name), Mapping):
-            content = content[name]
-    if not isinstance(content, Mapping) or not content:
-        raise ValueError(
-            f"{file} contains a {type(content).__name__}; pass a file with a dict of tensors"
-        )
-    wrong = next((key for key, value in content.items() if not isinstance(value, Tensor)), None)
-    if wrong is not None:
-        raise ValueError(
-            f"{file} contains {wrong!r}, which is not a tensor; save only a state dict"
-        )
-    return dict(content)
-
-
 def _summary(what: str, keys: list[str]) -> str:
-    if not keys:
-        return f"none {what}"
-    return f"{len(keys)} {what}, first {keys[0]}"
+    return f"{len(keys)} {what}, first {keys[0]}" if keys else f"none {what}"

@@ -223,7 +223,7 @@ def _load_random(name: str, size: int, seed: int) -> LoadedModel:
         model = timm.create_model(architecture, dynamic_img_size=True).eval()
     check_img_size(name, model, (size, size))
     settings = load_package("timm.data").resolve_data_config({}, model=model)
-    preprocess = Preprocessing.of_timm(settings).override(img_size=size, crop_pct=1.0)
+    preprocess = Preprocessing.from_timm(settings).override(img_size=size, crop_pct=1.0)
     return LoadedModel(name, model, preprocess)
 
 
