@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlparse
 
-from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from bmfa.data.classification import imagenet_names
@@ -284,6 +283,8 @@ def _load_transformers(
 @contextmanager
 def _explained(model: str, repository: str, files: str) -> Iterator[None]:
     """Raise a FileNotFoundError that says what to download if files are missing."""
+    from safetensors import SafetensorError
+
     try:
         yield
     except (OSError, SafetensorError) as error:

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file
 from torch import Tensor, nn
 
 # Keys under which training scripts store the weights in a checkpoint.
@@ -37,6 +36,8 @@ def read_state_dict(path: str | os.PathLike[str]) -> dict[str, Tensor]:
     check_binary(file)
     try:
         if file.suffix == ".safetensors":
+            from safetensors.torch import load_file
+
             return dict(load_file(file))
         with warnings.catch_warnings():
             # torch warns about pickles of other programs; what it cannot read raises anyway.
