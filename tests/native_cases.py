@@ -1,11 +1,13 @@
 """Seeded problems for the native kernels: any grids, heads, dimensions, masks and memory layouts."""
 
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 
 from bmfa import Grid
 from bmfa.attention.kernels import native
@@ -17,6 +19,7 @@ from tiled_cases import KINDS, TiledCase, allowed_difference, compare, keys_of_k
 SETS = library.supported_sets()
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 DIMS = (16, 17, 24, 32, 33, 64, 72, 80, 96, 128, 160, 256)
+INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # by their size in bytes
 BLOCK = 64  # keys of which the kernel sums the weights one by one
 LAYOUTS = ("contiguous", "packed", "tokens first", "strided", "one image", "one head")
 
@@ -97,7 +100,7 @@ def _draw_options(rng: np.random.Generator) -> dict[str, Any]:
 
 
 def _draw_mask(rng: np.random.Generator, batch: int, tiling: Tiling) -> Tensor:
-    """(B, N): random tokens are missing, and in half of the cases a tile or all but one token."""
+    """(B, N): random tokens are missing; often a tile, all but one token, or blocks of tokens, too."""
     valid = torch.from_numpy(rng.random((batch, tiling.grid.size)) < 0.7)
     case = rng.random()
     if case < 0.4:
@@ -105,6 +108,8 @@ def _draw_mask(rng: np.random.Generator, batch: int, tiling: Tiling) -> Tensor:
         valid[:, gone[gone >= 0]] = False
     elif case < 0.5:
         valid[0] = False
+    elif case < 0.6:
+        valid[:, torch.arange(tiling.grid.size) // BLOCK % 2 == 0] = False
     valid[:, int(rng.integers(tiling.grid.size))] = True
     return valid
 
@@ -130,12 +135,81 @@ def lay_out(x: Tensor, layout: str) -> Tensor:
 
 
 def run(case: TiledCase, **changes: Any) -> TiledAttention:
-    """Run the native kernel."""
-    settings = case.settings | changes
-    result, _ = native.tiled_attention(
-        case.q, case.k, case.v, case.tiling, valid=case.valid, **settings
-    )
-    return result
+    """Run the tiled kernel."""
+    return attend(case, **changes)[0]
+
+
+def attend(case: TiledCase, **changes: Any) -> tuple[TiledAttention, bool]:
+    """Run the tiled kernel; return whether every head was computed exactly, too."""
+    settings = {"error": None, "expand": None, "dense_threshold": 1.0} | case.settings | changes
+    budget = [settings.pop(name) for name in ("error", "expand", "dense_threshold")]
+    run = native.prepare_tiles(case.q, case.k, case.v, case.tiling, valid=case.valid, **settings)
+    return run(*budget)
+
+
+def run_exact(case: TiledCase) -> Tensor:
+    """Run the exact kernel."""
+    settings = {name: case.settings[name] for name in ("prefix", "scale", "tau")}
+    return native.exact_attention(
+        case.q, case.k, case.v, valid=case.valid,
+        mask_queries=case.tiling.query_grid is None, **settings,
+    )  # fmt: skip
+
+
+def results(case: TiledCase) -> tuple[Tensor, ...]:
+    """All results of both kernels."""
+    got = run(case)
+    return got.output, got.expanded, got.expanded_count, got.probes, run_exact(case)
+
+
+def equal(got: Sequence[Tensor], want: Sequence[Tensor]) -> bool:
+    """True for equal bits. NumPy compares, because operations of torch that run in several threads hang
+    in a forked process."""
+    return all(np.array_equal(_bits(x), _bits(y)) for x, y in zip(got, want, strict=True))
+
+
+def _bits(x: Tensor) -> np.ndarray:
+    return x.view(torch.uint8 if x.dtype == torch.bool else INTEGERS[x.element_size()]).numpy()
+
+
+def replace_qkv(case: TiledCase, change: Callable[[Tensor], Tensor]) -> TiledCase:
+    """The same case with a function of q, k and v."""
+    return replace(case, q=change(case.q), k=change(case.k), v=change(case.v))
+
+
+def image_of(case: TiledCase, b: int) -> TiledCase:
+    """One image of a case."""
+    one = replace_qkv(case, lambda x: x[b : b + 1])
+    valid = case.valid if case.valid is None or len(case.valid) == 1 else case.valid[b : b + 1]
+    return replace(one, valid=valid)
+
+
+def dense(case: TiledCase, dtype: torch.dtype = torch.float64) -> Tensor:
+    """`scaled_dot_product_attention` in a dtype; invalid queries are 0."""
+    case = expand_heads(replace_qkv(case, lambda x: x.nan_to_num(0.0).to(dtype)))
+    mask = None
+    if case.valid is not None:
+        before = case.valid.new_ones(len(case.valid), case.settings["prefix"])
+        mask = torch.cat((before, case.valid), 1)[:, None, None]
+    factor = case.settings["scale"] / case.settings["tau"]
+    output = scaled_dot_product_attention(case.q, case.k, case.v, attn_mask=mask, scale=factor)
+    if mask is not None and case.tiling.query_grid is None:
+        output = output.where(mask.mT, 0.0)
+    return output
+
+
+def check_exact(case: TiledCase) -> None:
+    """Assert an error of at most twice that of torch in the same dtype, and the rounding of sums."""
+    got, want = run_exact(case), dense(case)
+    assert got.dtype == case.q.dtype and got.shape == want.shape
+    theirs = float((dense(case, case.q.dtype).double() - want).abs().max())
+    ours = float((got.double() - want).abs().max())
+    # Partial sums of a score walk to about |q| |k| sqrt(j / d^2) after j of d terms, so that their
+    # roundings add up to about |q| |k| eps / 2.
+    eps = float(torch.finfo(torch.float32).eps)
+    rounding = rounding_of_sums(case) + 2 * eps + eps / 2 * largest_score(case)
+    allowed = 2 * theirs + rounding * float(case.v.nan_to_num(0.0).abs().max())
+    assert ours <= allowed, (ours, theirs, allowed)
 
 
 def expand_heads(case: TiledCase) -> TiledCase:

@@ -166,7 +166,7 @@ static void run_case(int number) {
   const Listed part_list(parts, LANES, keys_exist);
   const Listed members(squares(query_height, query_width, side, columns, query_prefix, slots), slots, queries_exist);
   c.part_tokens = part_list.tokens.data(), c.part_count = part_list.counts.data();
-  c.member_tokens = members.tokens.data(), c.members = members.counts.data();
+  c.member_tokens = members.tokens.data(), c.member_count = members.counts.data();
   c.parts = parts.size() / LANES, c.groups = members.counts.size() / images, c.group_slots = slots;
   std::vector<int32_t> order = count_up(c.groups, 1);
   std::shuffle(order.begin(), order.end(), generator);

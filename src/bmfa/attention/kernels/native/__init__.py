@@ -7,6 +7,7 @@
 import ctypes
 from collections.abc import Callable
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -18,7 +19,7 @@ from bmfa.attention.kernels.native import library
 from bmfa.attention.tiling import FARTHEST, NUM_LEVELS, UNIFORM_SHARE, TiledAttention, Tiling
 from bmfa.checks import check_finite_products
 
-Mask = npt.NDArray[np.bool_]
+Array = npt.NDArray[Any]
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 MAX_CHANNELS = 256  # of keys and of values
@@ -27,47 +28,38 @@ PART_SLOTS = 64  # keys of a tile, at most
 _EXACT, _MEASURE, _ATTEND = range(3)  # steps of a call
 
 
+def _fields(kind: Any, names: str) -> list[tuple[str, Any]]:
+    return [(name, kind) for name in names.split()]
+
+
 class _Tensor(ctypes.Structure):
-    _fields_ = [
-        ("data", ctypes.c_void_p),
-        *((name, ctypes.c_int64) for name in ("batch", "head", "token")),
-    ]
+    _fields_ = [("data", ctypes.c_void_p), *_fields(ctypes.c_int64, "batch head token")]
 
 
 class _Call(ctypes.Structure):
     """`Call` of tiles.cpp: the same fields in the same order."""
 
     _fields_ = [
-        *((name, _Tensor) for name in ("q", "k", "v", "output")),
-        *((name, ctypes.c_int64) for name in (
-            "dtype", "heads", "share", "queries", "keys", "d", "e", "query_prefix", "threads",
-        )),
-        *((name, ctypes.c_void_p) for name in ("parallel", "scratch")),
-        ("factor", ctypes.c_double),
-        ("largest", ctypes.c_uint32 * 2),
-        ("images", ctypes.c_int64),
-        *((name, ctypes.c_void_p) for name in (
-            "key_tokens", "key_count", "query_tokens", "query_count",
-        )),
-        *((name, ctypes.c_int64) for name in (
-            "tiles", "parts", "groups", "group_slots", "probe_groups", "group_probes", "levels",
-        )),
-        *((name, ctypes.c_void_p) for name in (
-            "part_tokens", "part_count", "member_tokens", "members", "group_order", "quantiles",
-            "thresholds",
-        )),
-        *((name, ctypes.c_double) for name in ("uniform_share", "farthest")),
-        *((name, ctypes.c_void_p) for name in (
-            "found", "norm", "weight", "threshold", "shrinkage", "exact", "expanded",
-            "expanded_count", "probes",
-        )),
-    ]  # fmt: skip
+        *_fields(_Tensor, "q k v output"),
+        *_fields(ctypes.c_int64, "dtype heads share queries keys d e query_prefix threads"),
+        *_fields(ctypes.c_void_p, "parallel scratch"),
+        *_fields(ctypes.c_double, "factor"),
+        *_fields(ctypes.c_uint32 * 2, "largest"),
+        *_fields(ctypes.c_int64, "images"),
+        *_fields(ctypes.c_void_p, "key_tokens key_count query_tokens query_count"),
+        *_fields(ctypes.c_int64, "tiles parts groups group_slots probe_groups group_probes levels"),
+        *_fields(ctypes.c_void_p, "part_tokens part_count member_tokens member_count group_order"),
+        *_fields(ctypes.c_void_p, "quantiles thresholds"),
+        *_fields(ctypes.c_double, "uniform_share farthest"),
+        *_fields(ctypes.c_void_p, "found norm weight threshold shrinkage exact"),
+        *_fields(ctypes.c_void_p, "expanded expanded_count probes"),
+    ]
 
-    def point(self, **arrays: Tensor) -> None:
-        """Set fields to the addresses of tensors, and keep these as long as the call."""
+    def point(self, **arrays: Array) -> None:
+        """Set fields to the addresses of arrays, and keep these as long as the call."""
         self.kept = [*getattr(self, "kept", ()), *arrays.values()]
         for name, array in arrays.items():
-            setattr(self, name, array.data_ptr())
+            setattr(self, name, array.ctypes.data)
 
 
 def unsupported_reason(q: Tensor, k: Tensor, v: Tensor) -> str | None:
@@ -130,11 +122,7 @@ def exact_attention(
     Raises:
         ValueError: If q or k hold NaN or infinity, or if scores overflow.
     """
-    call, output = _describe(q, k, v, scale / tau, mask_queries and valid is not None)
-    keys, queries = k.shape[2], q.shape[2]
-    lists = _token_lists(None, prefix, queries, keys, valid, mask_queries)
-    call.images = len(lists["key_count"])
-    call.point(**lists)
+    call, output = _describe(q, k, v, None, scale / tau, prefix, valid, mask_queries)
     if q.numel():
         run = _load(call)
         for image in range(len(q)):
@@ -143,58 +131,35 @@ def exact_attention(
     return output
 
 
-def tiled_attention(
-    q: Tensor, k: Tensor, v: Tensor, tiling: Tiling, *, prefix: int, scale: float, tau: float = 1.0,
-    error: float | None = None, expand: float | None = None, valid: Tensor | None = None,
-    dense_threshold: float = 1.0, query_prefix: int | None = None,
-) -> tuple[TiledAttention, bool]:  # fmt: skip
-    """Compute tiled attention as specified by `bmfa.attention.kernels.reference.tiled_attention`.
-
-    The arguments are those of the specification, in float32 or half precision.
-
-    Returns:
-        The result, and whether every head was computed exactly.
-
-    Raises:
-        ValueError: If q or k hold NaN or infinity, or if scores overflow.
-    """
-    attend = prepare_tiles(
-        q, k, v, tiling, prefix=prefix, scale=scale, tau=tau, valid=valid, query_prefix=query_prefix
-    )
-    return attend(error, expand, dense_threshold)
-
-
 def prepare_tiles(
     q: Tensor, k: Tensor, v: Tensor, tiling: Tiling, *, prefix: int, scale: float, tau: float = 1.0,
     valid: Tensor | None = None, query_prefix: int | None = None,
 ) -> Callable[[float | None, float | None, float], tuple[TiledAttention, bool]]:  # fmt: skip
-    """Return `tiled_attention` of these arguments as a function of error, expand and dense_threshold.
+    """Prepare tiled attention as specified by `bmfa.attention.kernels.reference.tiled_attention`.
 
-    Called again for a single image, it does not measure the probes again. The results of all calls
-    share their memory.
+    The arguments are those of the specification, in float32 or half precision.
+
+    Returns:
+        A function of error, expand and dense_threshold, which returns the result, and whether every head
+        was computed exactly. Called again for a single image, it does not measure the probes again. The
+        results of all calls share their memory. It raises a ValueError if q or k hold NaN or infinity,
+        or if scores overflow.
     """
     query_prefix = prefix if query_prefix is None else query_prefix
     mask_queries = tiling.query_grid is None
-    call, output = _describe(q, k, v, scale / tau, mask_queries and valid is not None)
+    call, output = _describe(q, k, v, tiling, scale / tau, prefix, valid, mask_queries)
     batch, heads = q.shape[:2]
-    call.query_prefix = query_prefix
-    lists = _token_lists(tiling, prefix, q.shape[2], k.shape[2], valid, mask_queries)
-    call.images, call.parts = lists["part_count"].shape
-    call.tiles, call.groups, call.group_slots = tiling.tiles, *lists["member_tokens"].shape[1:]
-    call.probe_groups = tiling.probe_groups(query_prefix)
-    call.group_probes, call.levels = tiling.probes_per_group, NUM_LEVELS
-    draws = _probe_draws(tiling, heads, query_prefix)
-    call.point(**lists, **draws)
-    call.uniform_share = UNIFORM_SHARE
-    lead, probes = (batch, heads), tiling.probes(query_prefix)
-    expanded = torch.empty((*lead, tiling.groups, tiling.tiles), dtype=torch.bool)
-    count = torch.empty((*lead, tiling.groups), dtype=torch.int32)
-    errors = torch.empty((*lead, probes, 3), dtype=torch.float64)
-    found = torch.empty((heads, probes, 4, NUM_LEVELS), dtype=torch.float64)
-    norm, weight = torch.empty((2, heads, probes), dtype=torch.float64)
+    draws, probes = tiling.probes_per_group, tiling.probes(query_prefix)
+    call.query_prefix, call.uniform_share, call.levels = query_prefix, UNIFORM_SHARE, NUM_LEVELS
+    call.probe_groups, call.group_probes = tiling.probe_groups(query_prefix), draws
+    call.point(**_probe_draws(tiling, heads, query_prefix))
+    expanded = _empty(batch, heads, tiling.groups, tiling.tiles, dtype=np.bool_)
+    count = _empty(batch, heads, tiling.groups, dtype=np.int32)
+    errors = _empty(batch, heads, probes, 3)
     call.point(expanded=expanded, expanded_count=count, probes=errors)
-    call.point(found=found, norm=norm, weight=weight)
-    levels = Levels(found.numpy(), norm.numpy(), weight.numpy())
+    found, norm = _empty(heads, probes, 4, NUM_LEVELS), _empty(heads, probes)
+    levels = Levels(found, norm, _empty(heads, probes))
+    call.point(**levels._asdict())
     run, measured = _load(call), -1  # the image that scratch memory holds
 
     def attend(
@@ -209,101 +174,102 @@ def prepare_tiles(
                 run(image, _MEASURE)
                 measured = image
             choice = choose(
-                levels, tiling.probes_per_group, target=error, aim=tiling.error_aim, share=share,
+                levels, draws, target=error, aim=tiling.error_aim, share=share,
                 dense_threshold=dense_threshold,
             )  # fmt: skip
             call.threshold, call.shrinkage, call.exact = (x.ctypes.data for x in choice)
             run(image, _ATTEND)
             exact = exact and bool(choice.exact.all())
         _check_scores(call, q, k, scale, prefix, valid, mask_queries)
-        return TiledAttention(output, count, errors, expanded), exact
+        results = (torch.from_numpy(x) for x in (count, errors, expanded))
+        return TiledAttention(output, *results), exact
 
     return attend
 
 
+def _empty(*shape: int, dtype: type = np.float64) -> Array:
+    return np.empty(shape, dtype)
+
+
 @lru_cache(maxsize=32)
-def _probe_draws(tiling: Tiling, heads: int, query_prefix: int) -> dict[str, Tensor]:
+def _probe_draws(tiling: Tiling, heads: int, query_prefix: int) -> dict[str, Array]:
     """Return the order of the groups, the numbers that draw the probes, and the thresholds."""
-    order = tiling.group_order
-    groups = order[: tiling.probe_groups(query_prefix)].view(1, -1, 1)
+    groups = tiling.group_order[: tiling.probe_groups(query_prefix)].view(1, -1, 1)
     head = torch.arange(heads).view(-1, 1, 1)
     quantiles = tiling.probe_quantile(groups, head, torch.arange(tiling.probes_per_group))
     return {
-        "group_order": order.int(),
-        "quantiles": quantiles.double().contiguous(),
-        "thresholds": torch.from_numpy(level_thresholds()),
+        "group_order": tiling.group_order.int().numpy(),
+        "quantiles": quantiles.double().contiguous().numpy(),
+        "thresholds": level_thresholds(),
     }
 
 
-def _token_lists(
-    tiling: Tiling | None, prefix: int, queries: int, keys: int, valid: Tensor | None,
-    mask_queries: bool,
-) -> dict[str, Tensor]:  # fmt: skip
-    """Return the tokens that exist among all keys and queries, in each tile and in each group, as
-    `Call` has them, for the images of a mask, or one."""
-    if valid is None:
-        return _all_tokens(tiling, prefix, queries, keys)
-    exist = np.pad(valid.numpy(), ((0, 0), (prefix, 0)), constant_values=True)
-    return _find_tokens(
-        tiling, prefix, exist, exist if mask_queries else np.ones((1, queries), bool)
-    )
-
-
 @lru_cache(maxsize=32)
-def _all_tokens(tiling: Tiling | None, prefix: int, queries: int, keys: int) -> dict[str, Tensor]:
+def _all_tokens(tiling: Tiling | None, prefix: int, queries: int, keys: int) -> dict[str, Array]:
     return _find_tokens(tiling, prefix, np.ones((1, keys), bool), np.ones((1, queries), bool))
 
 
 def _find_tokens(
-    tiling: Tiling | None, prefix: int, keys_exist: Mask, queries_exist: Mask
-) -> dict[str, Tensor]:
+    tiling: Tiling | None, prefix: int, keys_exist: Array, queries_exist: Array
+) -> dict[str, Array]:
+    """Return the tokens that exist among all keys and queries, in each tile and in each group, as
+    `Call` has them, for the images of a mask, or one."""
     # NumPy, because operations of torch in several threads hang in a forked process.
-    images, queries = len(keys_exist), queries_exist.shape[1]
-    queries_exist = np.broadcast_to(queries_exist, (images, queries))
-    lists: dict[str, npt.NDArray[np.int64]] = {
-        "key": np.arange(keys_exist.shape[1]),
-        "query": np.arange(queries),
+    queries = queries_exist.shape[1]
+    queries_exist = np.broadcast_to(queries_exist, (len(keys_exist), queries))
+    lists: dict[str, tuple[Array, Array]] = {
+        "key": (np.arange(keys_exist.shape[1]), keys_exist),
+        "query": (np.arange(queries), queries_exist),
     }
-    found = {}
     if tiling is not None:
-        blocks = -(-prefix // PART_SLOTS)
-        parts = np.full((tiling.tiles + blocks, PART_SLOTS), -1)
+        parts = np.full((tiling.tiles - -prefix // PART_SLOTS, PART_SLOTS), -1)
         slots = tiling.slot_tokens.numpy()
         parts[: tiling.tiles, : tiling.slots] = np.where(slots < 0, -1, slots + prefix)
         parts[tiling.tiles :].flat[:prefix] = np.arange(prefix)
         groups = tiling.queries.slot_tokens.numpy()[tiling.group_order.numpy()]
-        first = queries - tiling.queries.grid.size
-        lists |= {"part": parts, "member": np.where(groups < 0, -1, groups + first)}
-    for name, tokens in lists.items():
-        exist = queries_exist if name in ("query", "member") else keys_exist
+        groups = np.where(groups < 0, -1, groups + queries - tiling.queries.grid.size)
+        lists |= {"part": (parts, keys_exist), "member": (groups, queries_exist)}
+    found = {}
+    for name, (tokens, exist) in lists.items():
         present = exist[:, np.maximum(tokens, 0)] & (tokens >= 0)  # (images, *tokens.shape)
         order = np.argsort(~present, axis=-1, kind="stable")
         listed = np.take_along_axis(np.broadcast_to(tokens, present.shape), order, -1)
-        found[f"{name}_tokens"] = torch.from_numpy(np.ascontiguousarray(listed, np.int32))
-        count = "members" if name == "member" else f"{name}_count"
-        found[count] = torch.from_numpy(np.ascontiguousarray(present.sum(-1), np.int32))
+        found[f"{name}_tokens"] = np.ascontiguousarray(listed, np.int32)
+        found[f"{name}_count"] = np.ascontiguousarray(present.sum(-1), np.int32)
     return found
 
 
-def _describe(q: Tensor, k: Tensor, v: Tensor, factor: float, zeros: bool) -> tuple[_Call, Tensor]:
-    """Return a call and its output."""
+def _describe(
+    q: Tensor, k: Tensor, v: Tensor, tiling: Tiling | None, factor: float, prefix: int,
+    valid: Tensor | None, mask_queries: bool,
+) -> tuple[_Call, Tensor]:  # fmt: skip
+    """Return a call, with the tokens that exist, and its output."""
     q, k, v = (x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous() for x in (q, k, v))
     batch, heads, queries, d = q.shape
-    e = v.shape[-1]
+    e, keys = v.shape[-1], k.shape[2]
     # As hosts use it: the channels of all heads of a token are contiguous.
     shape = (batch, queries, heads, e)
-    if zeros:  # queries that do not exist are not written. torch.zeros hangs in a forked process
-        zero = np.zeros((*shape[:3], e * q.element_size()), np.uint8)
-        output = torch.from_numpy(zero).view(q.dtype).transpose(1, 2)
+    if valid is None:
+        lists = _all_tokens(tiling, prefix, queries, keys)
+        output = torch.empty(shape, dtype=q.dtype)
     else:
-        output = torch.empty(shape, dtype=q.dtype).transpose(1, 2)
-    call = _Call()
-    for name, x in (("q", q), ("k", k), ("v", v), ("output", output)):
-        setattr(call, name, _Tensor(x.data_ptr(), *x.stride()[:3]))
+        exist = np.pad(valid.numpy(), ((0, 0), (prefix, 0)), constant_values=True)
+        every = np.ones((1, queries), bool)
+        lists = _find_tokens(tiling, prefix, exist, exist if mask_queries else every)
+        # Queries that do not exist are not written. torch.zeros hangs in a forked process.
+        zero = np.zeros((*shape[:3], e * q.element_size()), np.uint8)
+        output = torch.from_numpy(zero).view(q.dtype)
+    output = output.transpose(1, 2)
+    call = _Call(
+        *(_Tensor(x.data_ptr(), *x.stride()[:3]) for x in (q, k, v, output)),
+        dtype=DTYPES[q.dtype], heads=heads, share=heads // max(1, k.shape[1]), queries=queries,
+        keys=keys, d=d, e=e, factor=factor, images=len(lists["key_count"]),
+    )  # fmt: skip
     call.kept = [q, k, v]
-    call.dtype, call.heads = DTYPES[q.dtype], heads
-    call.share, call.queries, call.keys = heads // max(1, k.shape[1]), queries, k.shape[2]
-    call.d, call.e, call.factor = d, e, factor
+    call.point(**lists)
+    if tiling is not None:
+        call.tiles, call.parts = tiling.tiles, lists["part_count"].shape[1]
+        call.groups, call.group_slots = lists["member_tokens"].shape[1:]
     return call, output
 
 

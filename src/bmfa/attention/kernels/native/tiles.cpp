@@ -46,10 +46,10 @@ struct Call {
   // The rest is for tiles. Parts are the tiles, then the prefix in blocks of LANES keys, which are like tiles
   // that are always expanded. Groups are in the order of their positions, `group_order`.
   int64_t tiles, parts, groups, group_slots, probe_groups, group_probes, levels;
-  const int32_t *part_tokens, *part_count;  // (images, parts, LANES), (images, parts)
-  const int32_t *member_tokens, *members;   // (images, groups, group_slots), (images, groups)
-  const int32_t* group_order;               // (groups,)
-  const double *quantiles, *thresholds;     // (heads, probes), (levels,)
+  const int32_t *part_tokens, *part_count;      // (images, parts, LANES), (images, parts)
+  const int32_t *member_tokens, *member_count;  // (images, groups, group_slots), (images, groups)
+  const int32_t* group_order;                   // (groups,)
+  const double *quantiles, *thresholds;         // (heads, probes), (levels,)
   double uniform_share, farthest;
   // What the probes of an image find: error, product, correction and share; norm and weight.
   double *found, *norm, *weight;  // (heads, probes, 4, levels), (heads, probes)
@@ -114,7 +114,7 @@ struct Problem : Call {
     const int64_t i = images > 1 ? b : 0;
     image = b, key_tokens += i * keys, key_count += i, query_tokens += i * queries, query_count += i;
     part_tokens += i * parts * LANES, part_count += i * parts;
-    member_tokens += i * groups * group_slots, members += i * groups;
+    member_tokens += i * groups * group_slots, member_count += i * groups;
   }
   bool keeps_tangents() const { return units_at_once == units; }  // they are made once then
   bool reads_everything(int h, int position) const { return exact[h] || threshold[position % 2] == 0.0; }
@@ -365,7 +365,7 @@ struct Worker {
 
   // Step 1: the mean query of a group, rho, and the probes. Queries are times scale / tau throughout.
   void summarise_group(int position) {
-    const int d = c.pd, count = c.members[position];
+    const int d = c.pd, count = c.member_count[position];
     const int32_t* tokens = c.member_tokens + position * c.group_slots;
     float* mean = h->q_mean + position * d;
     memset(mean, 0, 4 * d);
@@ -388,7 +388,7 @@ struct Worker {
 
   // Step 5: the probes of a group; `distances`, squared, become the probabilities of its queries.
   void draw_probes(int position, double largest) {
-    const int count = c.members[position];
+    const int count = c.member_count[position];
     double total = 0.0, *p = distances;
     for (int i = 0; i < count; i++) {
       p[i] = largest > 0.0 ? p[i] / largest : 1.0;
@@ -411,8 +411,8 @@ struct Worker {
     int count = 0;
     memset(h->q_head, 0, 4 * c.pd);
     for (int r = 0; r < c.band_end(0); r++) {
-      add_scaled(h->q_head, h->q_mean + r * c.pd, c.members[r], c.pd);
-      count += c.members[r];
+      add_scaled(h->q_head, h->q_mean + r * c.pd, c.member_count[r], c.pd);
+      count += c.member_count[r];
     }
     for (int j = 0; j < c.pd; j++) h->q_head[j] /= std::max(count, 1);
   }
@@ -651,7 +651,7 @@ struct Worker {
   // Step 4: the attention of a group, given the mean covariance of its unexpanded tiles, or null.
   void attend_group(int position, const float* covariance) {
     const uint8_t* expanded = c.expanded + group_at(position) * c.tiles;
-    const int count = c.members[position], blocks = blocks_of(count, LANES);
+    const int count = c.member_count[position], blocks = blocks_of(count, LANES);
     const int64_t row = tangent_row(position);
     const float *mean = h->q_mean + position * c.pd, *k_rows[LANES], *v_rows[LANES];
     float bias[LANES];
@@ -708,7 +708,7 @@ struct Worker {
     int32_t* end = exact_queries;
     for (int r = first; r < last; r++) {
       const int32_t* members = c.member_tokens + r * c.group_slots;
-      if (c.reads_everything(head, r)) end = std::copy_n(members, c.members[r], end);
+      if (c.reads_everything(head, r)) end = std::copy_n(members, c.member_count[r], end);
       else attend_group(r, corrected[r - first] ? cross + (r - first) * size : nullptr);
     }
     attend_exactly(exact_queries, end - exact_queries);
