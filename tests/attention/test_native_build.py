@@ -26,8 +26,8 @@ needs_compiler = pytest.mark.skipif(
 
 
 def clear_caches():
-    for cached in (library._selected, library._open_once, library.supported_sets):
-        cached.cache_clear()
+    library._select.cache_clear()
+    library.supported_sets.cache_clear()
 
 
 @pytest.fixture
@@ -55,51 +55,50 @@ def test_every_set_is_compiled_once_and_loaded_in_one_process(stub, monkeypatch)
     assert stub.compile_all() == (list(SETS), None)
     assert objects(stub) == sorted(f"tiles-{name}.so" for name in SETS)
     assert library.built_sets() == SETS
-    loaded = {name: library.load_set(name) for name in library.supported_sets()}
-    for name, opened in loaded.items():
-        assert opened.bmfa_sources().decode() == stub.sources_hash(name)
-        assert library.load_set(name) is opened
+    for name in library.supported_sets():
+        monkeypatch.setenv("BMFA_NATIVE", name)
+        assert library.instruction_set() == name
+        assert library.load().bmfa_sources().decode() == stub.sources_hash(name)
+        assert library.load() is library.load()
+    monkeypatch.delenv("BMFA_NATIVE")
     monkeypatch.setenv("CXX", "false")  # is not run: nothing is out of date
     assert stub.compile_all() == (list(SETS), None)
 
 
 @needs_compiler
-@pytest.mark.parametrize(
-    ("value", "chosen", "reason"),
-    [
-        (None, "best", None),
-        ("", "best", None),
-        ("AUTO", "best", None),
-        (" last ", "last", None),
-        ("off", None, "BMFA_NATIVE is off"),
-        ("sse9", None, "BMFA_NATIVE=sse9 is not known on this machine; it accepts auto, off, "),
-    ],
-)
-def test_values_of_the_environment_variable(stub, monkeypatch, value, chosen, reason):
+def test_values_of_the_environment_variable(stub, monkeypatch):
     stub.compile_all()
-    named = {"best": library.supported_sets()[0], "last": library.supported_sets()[-1]}
-    if value is not None:
-        monkeypatch.setenv("BMFA_NATIVE", value.replace("last", named["last"]))
-    assert library.instruction_set() == named.get(chosen)
-    assert (library.load() is None) == (chosen is None)
-    found = library.unavailable_reason()
-    assert found is None if reason is None else reason in found
+    best, *_, last = (*library.supported_sets(), library.supported_sets()[-1])
+    unknown = "BMFA_NATIVE=sse9 is not known on this machine; it accepts auto, off, "
+    for value, chosen, reason in (
+        ("", best, None),
+        ("AUTO", best, None),
+        (f" {last} ", last, None),
+        ("off", None, "BMFA_NATIVE is off"),
+        ("sse9", None, unknown),
+    ):
+        monkeypatch.setenv("BMFA_NATIVE", value)
+        assert library.instruction_set() == chosen and (library.load() is None) == (chosen is None)
+        found = library.unavailable_reason()
+        assert found is None if reason is None else reason in found
 
 
 @needs_compiler
-def test_a_missing_or_broken_object_has_a_reason_and_auto_takes_the_next(stub):
+def test_a_missing_or_broken_object_has_a_reason_and_auto_takes_the_next(stub, monkeypatch):
     stub.compile_all()
     best, *others = library.supported_sets()
-    stub.object_path(best).write_bytes(b"no object")
-    with pytest.raises(ImportError, match=rf"tiles-{best}\.so cannot be loaded .* run python -m"):
-        library.load_set(best)
-    stub.object_path(best).unlink()
-    clear_caches()
-    with pytest.raises(ImportError, match=f"{best} have not been compiled; run python -m"):
-        library.load_set(best)
-    assert library.instruction_set() == (others[0] if others else None)
-    with pytest.raises(ImportError, match="sse9 is not known here"):
-        library.load_set("sse9")
+    for content, reason in (
+        (b"no object", rf"tiles-{best}\.so cannot be loaded .* run python -m"),
+        (None, f"{best} have not been compiled; run python -m"),
+    ):
+        stub.object_path(best).unlink()
+        if content is not None:
+            stub.object_path(best).write_bytes(content)
+        for setting, chosen in ((best, None), ("auto", others[0] if others else None)):
+            clear_caches()
+            monkeypatch.setenv("BMFA_NATIVE", setting)
+            assert library.instruction_set() == chosen
+            assert chosen or re.search(reason, library.unavailable_reason())
 
 
 @pytest.mark.skipif(build.architecture() != "x86_64", reason="other processors have one set")
@@ -130,27 +129,24 @@ def test_objects_of_other_sources_are_refused_and_compiled_again(stub, monkeypat
         assert stub.sources_hash(name).encode() in stub.object_path(name).read_bytes()
 
 
-NO_BUILD = {
-    "no compiler": ({"PATH": "", "CXX": ""}, "no C++ compiler was found; install g++ or clang"),
-    "a failing compiler": ({"CXX": "false"}, "false cannot compile the kernels for"),
-    "a missing compiler": ({"CXX": "/nowhere/c++ -m64"}, "/nowhere/c++ cannot compile"),
-    "an unbalanced quote": ({"CXX": "'"}, "the kernels were not compiled (No closing quotation)"),
-    "turned off": ({"BMFA_NATIVE": "off"}, "BMFA_NATIVE was off at installation"),
-}
-
-
 @pytest.mark.skipif(not SETS, reason="there are no kernels for this machine")
-@pytest.mark.parametrize("case", NO_BUILD)
-def test_without_a_build_there_is_a_reason(stub, monkeypatch, case):
-    variables, message = NO_BUILD[case]
-    with monkeypatch.context() as patch:
-        for name, value in variables.items():
-            patch.setenv(name, value)
-        built, reason = stub.compile_all()
-    assert built == [] and objects(stub) == []
-    assert message in reason and "\n" not in reason
-    assert library.load() is None and library.instruction_set() is None
-    assert library.unavailable_reason() == reason and stub.COMMAND in reason
+def test_without_a_build_there_is_a_reason(stub, monkeypatch):
+    for variables, message in (
+        ({"PATH": "", "CXX": ""}, "no C++ compiler was found; install g++ or clang"),
+        ({"CXX": "false"}, "false cannot compile the kernels for"),
+        ({"CXX": "/nowhere/c++ -m64"}, "/nowhere/c++ cannot compile"),
+        ({"CXX": "'"}, "the kernels were not compiled (No closing quotation)"),
+        ({"BMFA_NATIVE": "off"}, "BMFA_NATIVE was off at installation"),
+    ):
+        with monkeypatch.context() as patch:
+            for name, value in variables.items():
+                patch.setenv(name, value)
+            built, reason = stub.compile_all()
+        clear_caches()
+        assert built == [] and objects(stub) == []
+        assert message in reason and "\n" not in reason and stub.COMMAND in reason
+        assert library.load() is None and library.instruction_set() is None
+        assert library.unavailable_reason() == reason
 
 
 @needs_compiler
@@ -168,9 +164,8 @@ def test_an_error_of_the_compiler_is_reported_and_a_later_build_removes_it(stub)
     assert library.load() is not None
 
 
-@pytest.mark.parametrize(
-    ("system", "machine", "archflags", "expected"),
-    [
+def test_the_architecture(stub, monkeypatch):
+    for system, machine, archflags, expected in (
         ("Linux", "x86_64", "-arch arm64", "x86_64"),
         ("Linux", "aarch64", "", "arm64"),
         ("Darwin", "arm64", "", "arm64"),
@@ -178,26 +173,19 @@ def test_an_error_of_the_compiler_is_reported_and_a_later_build_removes_it(stub)
         ("Darwin", "arm64", "-arch arm64 -arch x86_64", "arm64"),
         ("Linux", "riscv64", "", None),
         ("Windows", "AMD64", "", None),
-    ],
-)
-def test_the_architecture(stub, monkeypatch, system, machine, archflags, expected):
-    monkeypatch.setattr(platform, "system", lambda: system)
-    monkeypatch.setattr(platform, "machine", lambda: machine)
-    monkeypatch.setenv("ARCHFLAGS", archflags)
-    assert stub.architecture() == expected
-    if expected is None:
-        reason = f"there are kernels for Linux and macOS on x86-64 and ARM64, not for {system} on"
-        assert library.supported_sets() == library.built_sets() == () and library.load() is None
-        assert reason in stub.compile_all()[1] and reason in library.unavailable_reason()
+    ):
+        monkeypatch.setattr(platform, "system", lambda system=system: system)
+        monkeypatch.setattr(platform, "machine", lambda machine=machine: machine)
+        monkeypatch.setenv("ARCHFLAGS", archflags)
+        assert stub.architecture() == expected
+        if expected is None:
+            clear_caches()
+            reason = f"there are kernels for Linux and macOS on x86-64 and ARM64, not for {system}"
+            assert library.supported_sets() == library.built_sets() == () and library.load() is None
+            assert reason in stub.compile_all()[1] and reason in library.unavailable_reason()
 
 
 # The objects of this installation
-
-
-def object_of(name):
-    if name not in library.built_sets():
-        pytest.skip(f"the kernels for {name} are not compiled")
-    return build.object_path(name)
 
 
 def inspect(*command):
@@ -206,26 +194,29 @@ def inspect(*command):
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
-@pytest.mark.parametrize("name", SETS)
-def test_the_kernels_load(name):
-    object_of(name)
-    if name not in library.supported_sets():
-        pytest.skip(f"this processor does not have {name}")
-    assert library.load_set(name).bmfa_sources().decode() == build.sources_hash(name)
+def test_the_kernels_load(monkeypatch):
+    for name in set(library.supported_sets()) & set(library.built_sets()):
+        monkeypatch.setenv("BMFA_NATIVE", name)
+        assert library.load().bmfa_sources().decode() == build.sources_hash(name)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads ELF")
-@pytest.mark.parametrize("name", SETS)
-def test_the_kernels_need_the_c_library_alone(name):
-    needed = re.findall(r"NEEDED.*\[([^\]]+)\]", inspect("readelf", "-d", str(object_of(name))))
+def test_the_kernels_need_the_c_library_alone():
     allowed = {"libc", "libm", "libpthread", "ld-linux-x86-64", "ld-linux-aarch64"}
-    assert {library_name.partition(".")[0] for library_name in needed} <= allowed
+    for name in library.built_sets():
+        read = inspect("readelf", "-d", str(build.object_path(name)))
+        needed = re.findall(r"NEEDED.*\[([^\]]+)\]", read)
+        assert {library_name.partition(".")[0] for library_name in needed} <= allowed
 
 
 @pytest.mark.skipif(build.architecture() != "x86_64", reason="reads x86-64")
-@pytest.mark.parametrize(("name", "absent"), [("baseline", "v[a-z]"), ("avx2", ".*%zmm|.*{%k")])
-def test_the_kernels_have_no_instruction_of_a_better_set(name, absent):
-    text = inspect("objdump", "--disassemble", "--no-show-raw-insn", str(object_of(name)))
-    instructions = re.findall(r"^ +[0-9a-f]+:\t(.+)$", text, re.M)
-    assert len(instructions) > 1000
-    assert [line for line in instructions if re.match(absent, line)] == []
+def test_the_kernels_have_no_instruction_of_a_better_set():
+    for name, absent in (("baseline", "v[a-z]"), ("avx2", ".*%zmm|.*{%k")):
+        if name not in library.built_sets():
+            pytest.skip(f"the kernels for {name} are not compiled")
+        read = inspect(
+            "objdump", "--disassemble", "--no-show-raw-insn", str(build.object_path(name))
+        )
+        instructions = re.findall(r"^ +[0-9a-f]+:\t(.+)$", read, re.M)
+        assert len(instructions) > 1000
+        assert [line for line in instructions if re.match(absent, line)] == []

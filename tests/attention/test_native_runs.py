@@ -222,8 +222,7 @@ def test_a_fork_before_first_use():
     want = results(CASES[2])
 
     def child():
-        library._selected.cache_clear()
-        library._open_once.cache_clear()
+        library._select.cache_clear()
         return equal(results(CASES[2]), want)
 
     in_child(child)

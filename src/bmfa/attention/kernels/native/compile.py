@@ -55,6 +55,11 @@ def architecture() -> str | None:
     return name if name in INSTRUCTION_SETS else None
 
 
+def known_sets() -> tuple[str, ...]:
+    """Return the instruction sets of the architecture, best first."""
+    return tuple(INSTRUCTION_SETS.get(architecture() or "", ()))
+
+
 def features(name: str) -> tuple[str, ...]:
     """Return the processor features that an instruction set needs."""
     return next(sets[name] for sets in INSTRUCTION_SETS.values() if name in sets)
@@ -90,40 +95,39 @@ def compile_all(folder: Path = FOLDER) -> tuple[list[str], str | None]:
     Returns:
         The instruction sets that are up to date now, and why others are not, or None.
     """
+    built: list[str] = []
     try:
-        built, reason = _compile_all(folder)
+        reason = _compile_missing(folder)
+        built = [name for name in known_sets() if _is_current(name, folder)]
     except (OSError, ValueError) as error:  # an unreadable source, an unbalanced quote in CXX
-        built, reason = [], f"the kernels were not compiled ({error}); run {COMMAND}"
+        reason = f"the kernels were not compiled ({error}); run {COMMAND}"
     with contextlib.suppress(OSError):  # the folder is read-only; the reason is still returned
-        if reason is None:
-            (folder / FAILURE_FILE).unlink(missing_ok=True)
-        else:
+        (folder / FAILURE_FILE).unlink(missing_ok=True)
+        if reason is not None:
             (folder / FAILURE_FILE).write_text(f"{reason}\n", "utf-8")
     return built, reason
 
 
-def _compile_all(folder: Path) -> tuple[list[str], str | None]:
-    target = architecture()
-    if target is None:
-        return [], unsupported_machine()
+def _compile_missing(folder: Path) -> str | None:
+    """Compile what is missing or out of date; return why that failed, or None."""
+    if architecture() is None:
+        return unsupported_machine()
+    missing = [name for name in known_sets() if not _is_current(name, folder)]
+    if not missing:
+        return None
     if os.environ.get("BMFA_NATIVE", "").strip().lower() == "off":
-        return [], f"BMFA_NATIVE was off at installation; with g++ or clang, run {COMMAND}"
-    names = list(INSTRUCTION_SETS[target])
-    current = [name for name in names if _is_current(name, folder)]
-    if current == names:
-        return current, None
+        return f"BMFA_NATIVE was off at installation; with g++ or clang, run {COMMAND}"
     compiler = _compiler()
     if not compiler:
-        return current, f"no C++ compiler was found; install g++ or clang and run {COMMAND}"
+        return f"no C++ compiler was found; install g++ or clang and run {COMMAND}"
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        problems = list(pool.map(lambda name: _compile(name, target, compiler, folder), names))
-    failed = {name: text for name, text in zip(names, problems, strict=True) if text is not None}
-    built = [name for name in names if name not in failed]
+        problems = pool.map(lambda name: _compile(name, compiler, folder), missing)
+        failed = [(name, text) for name, text in zip(missing, problems, strict=True) if text]
     if not failed:
-        return built, None
-    name, text = next(iter(failed.items()))
+        return None
+    name, text = failed[0]
     advice = f"install a recent g++ or clang and run {COMMAND}"
-    return built, f"{compiler[0]} cannot compile the kernels for {name} ({text}); {advice}"
+    return f"{compiler[0]} cannot compile the kernels for {name} ({text}); {advice}"
 
 
 def unsupported_machine() -> str:
@@ -145,13 +149,11 @@ def _is_current(name: str, folder: Path) -> bool:
     return path.is_file() and sources_hash(name, folder).encode() in path.read_bytes()
 
 
-def _compile(name: str, target: str, compiler: list[str], folder: Path) -> str | None:
+def _compile(name: str, compiler: list[str], folder: Path) -> str | None:
     """Compile one instruction set, to an object that appears whole or not at all; return what failed."""
-    if _is_current(name, folder):
-        return None
     final = object_path(name, folder)
     partial = final.with_name(f"{final.name}.{os.getpid()}")
-    host = LINUX_FLAGS if platform.system() == "Linux" else ("-arch", target)
+    host = LINUX_FLAGS if platform.system() == "Linux" else ("-arch", str(architecture()))
     sources = f'-DBMFA_SOURCES="{sources_hash(name, folder)}"'
     command = [*compiler, *set_flags(name), *host, sources, "-o", partial.name, "tiles.cpp"]
     try:
