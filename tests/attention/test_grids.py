@@ -16,6 +16,7 @@ from bmfa import Grid, certify, screened_attention
 from bmfa.attention.kernels import native
 from bmfa.attention.kernels.eager.tiles import attention, tiled_attention
 from bmfa.attention.tiling import Tiling
+from native_cases import run as run_native
 from tiled_cases import TiledCase, compare
 
 
@@ -210,7 +211,7 @@ def test_probes_measure_their_own_queries(backend: str, prefix: int, query_prefi
     if backend == "native":
         if reason := native.unsupported_reason(q, k, v):
             pytest.skip(reason)
-        got = native.tiled_attention(q, k, v, case.tiling, **case.settings)[0]
+        got = run_native(replace(case, q=q, k=k, v=v))
         output, probes = got.output.double(), got.probes
     elif backend == "eager":
         got = run_eager(case)

@@ -239,7 +239,7 @@ def test_info_says_which_native_kernels_run_or_why_none_does(capsys, monkeypatch
 
 def test_info_says_how_to_compile_native_kernels(capsys, monkeypatch):
     reason = "the kernels for avx512 have not been compiled; run python -m there"
-    monkeypatch.setattr(library, "_selected", lambda setting: reason)
+    monkeypatch.setattr(library, "_select", lambda setting: library.Selection(reason=reason))
     monkeypatch.setattr(library, "built_sets", tuple)
     assert native_status(capsys) == f"unavailable: {reason} (compiled: none)"
 
