@@ -152,7 +152,7 @@ def test_the_report_explores_the_first_image_of_its_run(tmp_path):
     assert found.toy and found.drawn and found.title == EmbeddedImages(1, seed=3)[0].name
     for name in ("first.png", "second.png"):
         Image.fromarray(np.full((40, 60, 3), 90, np.uint8)).save(tmp_path / name)
-    own = report.OwnModel(str(embedded.WEIGHTS), str(tmp_path), "embedded")
+    own = report.load_own(str(embedded.WEIGHTS), str(tmp_path), "embedded")
     assert report.explore(own).title == "first.png"
 
 

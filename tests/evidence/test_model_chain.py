@@ -32,17 +32,17 @@ def _few_methods(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(report, name, ("tome:8", "free-energy:8"))
 
 
-def own_files(folder: Path) -> report.OwnModel:
+def own_files(folder: Path) -> report.Own:
     """The embedded model and images, as if they were a person's own."""
     for index in range(3):
         path = folder / str(index) / "a.png"
         path.parent.mkdir(parents=True)
         Image.fromarray(draw_badge(0, index)[0]).save(path)
-    return report.OwnModel(str(embedded.WEIGHTS), str(folder), "embedded", limit=2)
+    return report.load_own(str(embedded.WEIGHTS), str(folder), "embedded", limit=2)
 
 
 def test_the_records_make_every_figure_of_the_model_chapters(tmp_path: Path) -> None:
-    own = own_files(tmp_path).load()
+    own = own_files(tmp_path)
     records = dict(report.run_models(own, images=4, layer_images=2))
     assert list(records) == [
         *("closed-loop", "closed-loop-layers", "closed-loop-single", "faster", "images"),

@@ -80,7 +80,7 @@ def report(
             raise ValueError("--weights FILE and --imagenet DIR go together; pass both, or neither")
         own = None
         if imagenet is not None and weights is not None:
-            own = experiments.OwnModel(weights, imagenet, model, labels, class_map, limit)
+            own = experiments.load_own(weights, imagenet, model, labels, class_map, limit)
         device = common.torch_device()
         owned = {"coco": coco, "lvis": lvis, "model": own}
         shown, problems = recorded.load(without=[kind for kind, given in owned.items() if given])

@@ -1,7 +1,6 @@
 """All experiments of `bmfa report`, on the embedded data and model and on the user's own."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from bmfa.data import EmbeddedObjects, EmbeddedScenes, InstanceFiles, InstanceSource
@@ -70,14 +69,22 @@ COMPARISONS: dict[str, dict[str, Any]] = {
 DEIT = "timm:deit_tiny_patch16_224"
 # The paper's figures are of a centre crop of 224 pixels from a shorter side of 256.
 DEIT_CROP_PCT = 0.875
-OWN_IMAGES = 100
 # Batch size and timings of which the median counts; rules are slow on a CPU.
 CPU_TIMING, GPU_TIMING = (10, 3), (256, 5)
 
 
-@dataclass(frozen=True)
-class OwnModel:
-    """The user's model and images; the default is DeiT-Tiny on ImageNet, as in the paper.
+Own = tuple[LoadedModel, LabelledImages]
+
+
+def load_own(
+    weights: str,
+    images: str,
+    name: str = DEIT,
+    labels: str | None = None,
+    class_map: str | None = None,
+    limit: int = 100,
+) -> Own:
+    """Load the user's model and list its images; DeiT-Tiny has the crop of the paper.
 
     Args:
         weights: File of weights.
@@ -87,30 +94,11 @@ class OwnModel:
         class_map: File with the class of every folder; None reads it from the names of folders.
         limit: Number of images.
     """
-
-    weights: str
-    images: str
-    name: str = DEIT
-    labels: str | None = None
-    class_map: str | None = None
-    limit: int = OWN_IMAGES
-
-    def load(self) -> tuple[LoadedModel, LabelledImages]:
-        """Load the model, DeiT-Tiny with the crop of the paper, and list its images."""
-        # First without the model, so that a wrong folder is found before the weights are read.
-        self._list_images(None)
-        crop = DEIT_CROP_PCT if self.name == DEIT else None
-        model = load_model(self.name, self.weights, crop_pct=crop)
-        return model, self._list_images(model)
-
-    def _list_images(self, model: LoadedModel | None) -> LabelledImages:
-        return LabelledImages(
-            self.images,
-            self.labels,
-            class_map=self.class_map,
-            classes=None if model is None else class_names(model),
-            limit=self.limit,
-        )
+    options: dict[str, Any] = {"class_map": class_map, "limit": limit}
+    # First without the model, so that a wrong folder is found before the weights are read.
+    LabelledImages(images, labels, **options)
+    model = load_model(name, weights, crop_pct=DEIT_CROP_PCT if name == DEIT else None)
+    return model, LabelledImages(images, labels, classes=class_names(model), **options)
 
 
 def run(
@@ -119,7 +107,7 @@ def run(
     workers: int = 1,
     coco: Sequence[str] | None = None,
     lvis: Sequence[str] | None = None,
-    own: OwnModel | None = None,
+    own: Own | None = None,
     device: str = "cpu",
 ) -> Iterator[tuple[str, Record]]:
     """Run all experiments and yield their names and records.
@@ -135,39 +123,32 @@ def run(
     Raises:
         ValueError: If a file cannot be used; it is opened before the first experiment.
     """
-    loaded = own.load() if own is not None else None
-    files = {
-        name: InstanceFiles(*paths) for name, paths in (("coco", coco), ("lvis", lvis)) if paths
-    }
+    given = (("coco", coco), ("lvis", lvis))
+    files = {name: InstanceFiles(*paths) for name, paths in given if paths}
+    instances: dict[str, Any] = {"workers": workers, "seed": seed}
     yield "synthetic", synthetic.run(SYNTHETIC_METHODS, seed=seed)
     yield "failure-curve", synthetic.failure_curve(seed=seed)
     yield "gallery", synthetic.gallery(seed=seed)
-    embedded = EmbeddedScenes(seed=seed)
-    sources: dict[str, InstanceSource] = {"embedded": embedded, **files}
+    scenes = EmbeddedScenes(seed=seed)
+    sources: dict[str, InstanceSource] = {"embedded": scenes, **files}
     for dataset, source in sources.items():
         for mode in MODES:
             record = probes.run(
-                source,
-                dataset=dataset,
-                mode=mode,
-                methods=PROBE_METHODS,
-                workers=workers,
-                seed=seed,
+                source, dataset=dataset, mode=mode, methods=PROBE_METHODS, **instances
             )
             yield f"probe-{dataset}-{mode}", record
-    yield "ablation", ablation.run(embedded, dataset="embedded", workers=workers)
+    yield "ablation", ablation.run(scenes, dataset="embedded", workers=workers)
     yield "blocks", cases.blocks(seed=seed)
-    objects: dict[str, InstanceSource] = {"embedded": EmbeddedObjects(seed=seed), **files}
-    for dataset, source in objects.items():
-        name = "cases" if dataset == "embedded" else f"cases-{dataset}"
-        yield name, cases.run(source, dataset=dataset, workers=workers, seed=seed)
+    yield "cases", cases.run(EmbeddedObjects(seed=seed), dataset="embedded", **instances)
+    for dataset, source in files.items():
+        yield f"cases-{dataset}", cases.run(source, dataset=dataset, **instances)
     yield "failures", failures.run(seed=seed)
-    yield from run_models(loaded, seed=seed, device=device)
+    yield from run_models(own, seed=seed, device=device)
     yield "bench", bench.run(repeats=3, seed=seed)
 
 
 def run_models(
-    own: tuple[LoadedModel, LabelledImages] | None = None,
+    own: Own | None = None,
     *,
     seed: int = 0,
     images: int = 100,
@@ -183,29 +164,43 @@ def run_models(
         layer_images: Number of embedded images for the comparison of layers.
         device: Device of the models.
     """
+    options: dict[str, Any] = {"seed": seed, "device": device}
+    batch_size, repeats = CPU_TIMING if device == "cpu" else GPU_TIMING
+    timing: dict[str, Any] = {"batch_size": batch_size, "repeats": repeats, **options}
     model = load_model("embedded")
     few, many = EmbeddedImages(layer_images, seed), EmbeddedImages(images, seed)
-    yield "closed-loop", closed_loop.run(model, many, CLOSED_LOOP_METHODS, seed=seed, device=device)
-    for name, layers, methods in _layer_experiments(model):
-        record = closed_loop.run(model, few, methods, layers=layers, seed=seed, device=device)
-        yield f"closed-loop-{name}", record
-    yield "faster", faster.run(model, seed=seed, device=device)
-    for name, options in COMPARISONS.items():
-        yield f"comparison-{name}", comparison.run(model, **options, seed=seed, device=device)
-    yield "images", model_cases.run(model, count=images, seed=seed, device=device)
-    yield "evaluate", _evaluate(model, many, EMBEDDED_REDUCTIONS, seed, device)
+    last, single = _layer_choices(model)
+    yield "closed-loop", closed_loop.run(model, many, CLOSED_LOOP_METHODS, **options)
+    layers = closed_loop.run(model, few, LAYER_METHODS, layers=last, **options)
+    yield "closed-loop-layers", layers
+    layers = closed_loop.run(model, few, SINGLE_LAYER_METHODS, layers=single, **options)
+    yield "closed-loop-single", layers
+    yield "faster", faster.run(model, **options)
+    for name, choices in COMPARISONS.items():
+        yield f"comparison-{name}", comparison.run(model, **choices, **options)
+    yield "images", model_cases.run(model, count=images, **options)
+    evaluated = (FULL, *EVALUATED_RULES)
+    methods = [*evaluated, *EMBEDDED_REDUCTIONS]
+    yield "evaluate", classification.run(model, many, methods, **timing)
     if own is None:
         return
     model, labelled = own
-    record = closed_loop.run(model, labelled, CLOSED_LOOP_METHODS, seed=seed, device=device)
-    yield "own-closed-loop", record
-    name, layers, methods = _layer_experiments(model)[0]
-    record = closed_loop.run(model, labelled, methods, layers=layers, seed=seed, device=device)
-    yield f"own-closed-loop-{name}", record
-    yield "own-evaluate", _evaluate(model, labelled, REDUCTIONS, seed, device)
+    yield "own-closed-loop", closed_loop.run(model, labelled, CLOSED_LOOP_METHODS, **options)
+    last, _ = _layer_choices(model)
+    layers = closed_loop.run(model, labelled, LAYER_METHODS, layers=last, **options)
+    yield "own-closed-loop-layers", layers
+    methods = [*evaluated, *REDUCTIONS]
+    yield "own-evaluate", classification.run(model, labelled, methods, **timing)
 
 
-def explore(own: OwnModel | None = None, *, seed: int = 0, device: str = "cpu") -> Exploration:
+def _layer_choices(model: LoadedModel) -> tuple[list[str | list[int]], list[str | list[int]]]:
+    """Return the choices of the last K layers, and those of single layers."""
+    depth = len(find_vision_transformer(model.model).attentions)
+    last = [f"last-{count}" for count in (2, 4, 8) if count < depth]
+    return [*last, "all"], [[layer] for layer in range(depth)]
+
+
+def explore(own: Own | None = None, *, seed: int = 0, device: str = "cpu") -> Exploration:
     """Record the first image for the explorer: of the user's own model, or of the embedded one.
 
     Args:
@@ -217,40 +212,8 @@ def explore(own: OwnModel | None = None, *, seed: int = 0, device: str = "cpu") 
         ValueError: If no image of the user can be read.
     """
     images: LabelledImages | EmbeddedImages
-    if own is None:
-        model, images = load_model("embedded"), EmbeddedImages(1, seed)
-    else:
-        model, images = own.load()
+    model, images = own or (load_model("embedded"), EmbeddedImages(1, seed))
     image = next(iter(images), None)
     if image is None:
         raise ValueError("no image could be read for the explorer; pass other images")
     return explorer.run(model, image, drawn=own is None, device=device)
-
-
-def _evaluate(
-    model: LoadedModel,
-    images: LabelledImages | EmbeddedImages,
-    reductions: Sequence[str],
-    seed: int,
-    device: str,
-) -> Record:
-    batch_size, repeats = CPU_TIMING if device == "cpu" else GPU_TIMING
-    return classification.run(
-        model,
-        images,
-        (FULL, *EVALUATED_RULES, *reductions),
-        batch_size=batch_size,
-        repeats=repeats,
-        seed=seed,
-        device=device,
-    )
-
-
-def _layer_experiments(
-    model: LoadedModel,
-) -> list[tuple[str, list[str | list[int]], Sequence[str]]]:
-    """Return name, layers and methods of two experiments: the last K layers, and single layers."""
-    depth = len(find_vision_transformer(model.model).attentions)
-    last: list[str | list[int]] = [f"last-{count}" for count in (2, 4, 8) if count < depth]
-    single: list[str | list[int]] = [[layer] for layer in range(depth)]
-    return [("layers", [*last, "all"], LAYER_METHODS), ("single", single, SINGLE_LAYER_METHODS)]
