@@ -6,7 +6,8 @@ from dataclasses import asdict, is_dataclass
 from typing import Any
 
 from bmfa.evidence.page import paper
-from bmfa.evidence.page.build import build_page
+from bmfa.evidence.page.build import all_claims, build_page
+from bmfa.evidence.page.record_set import RecordSet
 from bmfa.evidence.recorded import folder
 from bmfa.records import Record
 
@@ -126,6 +127,19 @@ def has_number(value: Any) -> bool:
     if isinstance(value, list | tuple):
         return any(map(has_number, value))
     return isinstance(value, int | float)
+
+
+def test_claims_print_what_the_paper_prints() -> None:
+    """Each number with as many digits as a claim prints; run times in microseconds."""
+    tables = (IMAGE_EDGE, SYNTHETIC, MASK_ONLY, ABLATION, CLOSED_LOOP, IMAGENET)
+    known = {n for words in tables for row in table(words).values() for n in row if n is not None}
+    known |= {*paper.CASE_AREAS, *paper.CASE_GAPS, paper.CASE_MASS, *(1000 * n for n in known)}
+    for claim in all_claims(RecordSet([])):
+        words = re.sub(r"last-\d|tome:8|P95", "", claim.printed).replace(",", "")
+        for number in re.findall(r"\d+(?:\.\d+)?", words):
+            digits = len(number.partition(".")[2])
+            nearest = min(abs(float(number) - value) for value in known)
+            assert nearest <= 0.5001 * 10.0**-digits, (claim.claim, number)
 
 
 def test_no_number_of_the_paper_goes_unchecked() -> None:

@@ -63,7 +63,7 @@ def build_explorer(exploration: Exploration, report: str | None = None) -> str:
             data=_data(exploration),
             script=script,
             script_hash=_script_hash(script),
-            css_variables=plots.css_variables(),
+            css_variables=plots.STYLE_SHEET,
         )
     )
     return UNPRINTABLE.sub("\ufffd", page)

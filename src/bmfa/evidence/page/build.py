@@ -14,9 +14,9 @@ from bmfa.evidence.failures.chapter import FAILURES
 from bmfa.evidence.faster.chapter import FASTER
 from bmfa.evidence.images.chapter import IMAGES, INSTANCES
 from bmfa.evidence.methods import METHODS, find_method
-from bmfa.evidence.page import figures, paper, plots
+from bmfa.evidence.page import figures, paper
 from bmfa.evidence.page.chapter import Chapter
-from bmfa.evidence.page.claims import LEGEND, Claim
+from bmfa.evidence.page.claims import Claim
 from bmfa.evidence.page.formats import format_number, format_percent, format_small
 from bmfa.evidence.page.model_runs import of_family
 from bmfa.evidence.page.origins import describe_data, recorded_sources
@@ -70,14 +70,12 @@ def build_page(records: Sequence[Record], explorer: str | None = None) -> str:
         .render(
             title=TITLE,
             records=found,
-            verdict_legend=LEGEND,
             claims=all_claims(found),
             methods=_methods(found),
             chapters=[(chapter, _chapter(chapter, found)) for chapter in CHAPTERS],
             others=dict.fromkeys(r.experiment for r in records if r.experiment not in known),
             environments=_environments(records),
             explorer=explorer,
-            css_variables=plots.css_variables(),
         )
     )
     return UNPRINTABLE.sub("\ufffd", page).replace(" %", "\u00a0%")

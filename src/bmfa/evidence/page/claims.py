@@ -35,17 +35,6 @@ class Verdict(Enum):
         return self.value[1].replace(" ", "-")
 
 
-LEGEND = (
-    "“Reproduced”, “beaten” and “not as claimed” are used only if the data and the model are the "
-    "paper's own: the synthetic sweep with the minority in the corner, and DeiT-Tiny on all validation "
-    "images of ImageNet. On other data, on a subset of the paper's data, or with scores from our fit "
-    "to its probes, a claim “agrees in direction” or “differs here”, and a method of this library can "
-    "be “ahead here”. Under each verdict stands the data that it rests on: “embedded” is drawn by this "
-    "library and was run with this page, “recorded” came with the library as a file of numbers, “own” "
-    "is yours."
-)
-
-
 @dataclass(frozen=True)
 class Claim:
     """One row of the summary table.

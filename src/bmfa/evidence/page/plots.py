@@ -34,28 +34,9 @@ Array = NDArray[np.float64]
 WIDE, NARROW = 880, 360  # widths of a figure in CSS pixels
 SMALL = 12.0  # font size of notes
 
-# Colours of the light and the dark theme; on the page each is the CSS variable `--name`.
-COLOURS: Mapping[str, tuple[str, str]] = {
-    "ink": ("#1b1f24", "#e8eaed"),
-    "muted": ("#59616c", "#a0a8b2"),
-    "axis": ("#8b939d", "#6d7682"),
-    "grid": ("#e3e6ea", "#2c323a"),
-    "surface": ("#fefefe", "#14171b"),
-    # Colours of methods, named in the registry `bmfa.evidence.methods`.
-    "mean": ("#686e76", "#aab1b9"),
-    "variance": ("#a3468a", "#e391cb"),
-    "fixed": ("#1f78ab", "#7cc4f0"),
-    "gamma": ("#c24a00", "#ff9352"),
-    "lookahead": ("#946500", "#ebbb4c"),
-    "exact": ("#6a4fc4", "#b6a6ff"),
-    "certified": ("#007d68", "#45d0b3"),
-    "mass": ("#6f6f16", "#c8c865"),
-    "optimal": ("#0a4da6", "#6faaff"),
-    "random": ("#8a5a44", "#d6a489"),
-}
-LIGHT = {name: light for name, (light, _) in COLOURS.items()}
-FONT = '-apple-system, "Segoe UI", Roboto, "Helvetica Neue", Arial, sans-serif'
-MONO = 'ui-monospace, "SF Mono", Menlo, Consolas, "Liberation Mono", monospace'
+# The page's colours and fonts as CSS variables, and the colours of its light theme by name.
+STYLE_SHEET = Path(__file__).with_name("templates").joinpath("colours.css").read_text("utf-8")
+LIGHT = dict(re.findall(r"--(\w+): (#\w{6})", STYLE_SHEET.partition("@media")[0]))
 # Colours over photographs, the same in both themes.
 DARK, ORANGE, BLUE, YELLOW = "#0a0d12", "#ff9352", "#6faaff", "#ffd23f"
 
@@ -72,8 +53,6 @@ PAPER = Mark("ink", "o", hollow=True, size=12.0)
 OTHER_MARKERS = "os^Dvph<>P"  # of methods without a mark in the registry, chosen by their name
 MAX_NAME = 21  # characters of a method's name in a figure
 LABEL_DISTANCE = 15.0  # pixels between the baselines of two labels
-SMALLEST_KL = 1e-8  # a smaller output KL is drawn here, because the axis is logarithmic
-
 IMAGE_URI = re.compile(r"data:image/(?:png|jpeg);base64,[A-Za-z0-9+/]+={0,2}")
 MAX_URI_LENGTH = 2_000_000  # characters; a longer image is left out of the figure
 # What matplotlib writes beyond the drawing: metadata, a style sheet for the whole page, names of groups,
@@ -131,10 +110,9 @@ class Figure:
         with _style():
             drawing = self._draw(found, False)
             if drawing is None:
-                present = ", ".join(record.experiment for record in found.records) or "none"
+                commands = ", ".join(found.commands(*self.experiments))
                 raise ValueError(
-                    f"the records ({present}) do not hold the figure {self.name}; make them with: "
-                    f"{', '.join(found.commands(*self.experiments))}"
+                    f"the records do not hold the figure {self.name}; make them with: {commands}"
                 )
             buffer = io.BytesIO()
             drawing.savefig(
@@ -199,17 +177,6 @@ def _to_svg(drawing: "Drawing", name: str, label: str) -> str:
                 image = f'<image xlink:href="{uri}" {place} {side} preserveAspectRatio="none"/>'
                 text = re.sub(f'<image [^>]*id="{artist.get_gid()}"[^>]*/>', image, text)
     return text.replace("<svg ", f'<svg role="img" aria-label="{label}" ', 1)
-
-
-def css_variables() -> str:
-    """Return colours and fonts as CSS variables for the light and the dark theme."""
-    light, dark = (
-        "".join(f"--{name}:{theme[dark]};" for name, theme in COLOURS.items()) for dark in (0, 1)
-    )
-    return (
-        f":root{{{light}--font:{FONT};--mono:{MONO};}}\n"
-        f"@media screen and (prefers-color-scheme:dark){{:root{{{dark}}}}}\n"
-    )
 
 
 # Axes
