@@ -532,7 +532,7 @@ class ReductionPlan(PlanFile):
         output_kl: The output KL on images that took no part in the choice, or on the validation images
             if there are none.
         agreement: The share of the same images whose class is that of the full model.
-        alone: What was measured for each block alone: block, removed, output_kl and gflops.
+        alone: What was measured for each block alone: block, removed and output_kl.
         checks: Every schedule that was checked for a target of agreement, in order. The change is the
             share of images whose class is another one.
         calibration_images: The number of images on which each block alone was measured.

@@ -2,9 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
 from copy import deepcopy
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -39,8 +37,9 @@ SAMPLED = 32
 ALONE_SHARES = (1 / 12, 1 / 4)
 # Tokens by which a block is changed around a schedule, as a share of the tokens: 8 of 196.
 AROUND_SHARE = 1 / 24
-# Factor between the measured and the predicted effect of a block around a schedule, at most.
-MOST_FACTOR = 16.0
+# Limits of the factor between the measured and the predicted effect of a block around a schedule. A
+# small one is noise: the effect of a few tokens may even be negative on some images.
+FACTORS = 0.5, 16.0
 # States of the dynamic programming: numbers of tokens that are left.
 STATES = 256
 # Exponents of 10 between which the weight of operations is bisected: change per share of the full model.
@@ -128,9 +127,10 @@ def tune_reduction(
     preprocess = find_preprocessing(model, preprocess, img_size)
     limit = check_integer("limit", limit, low=2)
     parts = split_images(sample_images(images, preprocess, limit, generator))
-    depth = len(host.blocks)
-    tuner = ReductionTuner(module, options, policy, parts[0], batch_size, depth, progress, rounds)
-    with tuner:
+    # Two schedules of each block alone, and as many around each best one.
+    steps = Steps(progress, 2 * len(host.blocks) * (1 + rounds) + 8, " schedules")
+    with unchanged(module), steps:
+        tuner = ReductionTuner(module, options, policy, parts[0], batch_size, rounds, steps)
         if gflops is not None:
             budget, test = gflops * 1e9, torch.cat(parts[1:])
             full = tuner.count(tuner.dense) <= budget
@@ -142,60 +142,53 @@ def tune_reduction(
         return tuner.plan(("agreement", agreement), schedule, parts, seed, search.checks)
 
 
-@dataclass(eq=False)
 class ReductionTuner:
-    """Measures schedules of a model, as a problem of `Search`; at its end the model is restored."""
+    """Measures schedules of a model, as a problem of `Search`, inside of `unchanged(model)`.
 
-    model: nn.Module
-    options: Mapping[str, Any]
-    policy: str
-    calibration: Tensor  # (n, 3, height, width)
-    batch_size: int
-    depth: int
-    progress: Progress | bool = False
-    rounds: int = 1
+    Args:
+        model: The model.
+        options: Keyword arguments of every call.
+        policy: The name of the policy.
+        calibration: (n, 3, height, width) images.
+        batch_size: The number of images in a call.
+        rounds: How often the blocks are measured again around a schedule.
+        steps: Counts the schedules that are measured.
+    """
 
-    def __post_init__(self) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        options: Mapping[str, Any],
+        policy: str,
+        calibration: Tensor,
+        batch_size: int,
+        rounds: int,
+        steps: Steps,
+    ) -> None:
+        self.model, self.options, self.policy = model, options, policy
+        self.calibration, self.batch_size = calibration, batch_size
+        self.rounds, self.steps = rounds, steps
+        vit = find_vision_transformer(model)
+        self.depth = len(vit.blocks)
         self.dense: Schedule = (0,) * self.depth
-        self.stack = ExitStack()
-        self.kls: dict[
-            tuple[Schedule, int], float
-        ] = {}  # measured, by schedule and number of images
-
-    def __enter__(self) -> "ReductionTuner":
-        total = 4 * self.depth + 12
-        self.steps = self.stack.enter_context(Steps(self.progress, total, " schedules"))
-        self.stack.enter_context(unchanged(self.model))
-        try:
-            self._prepare()
-        except BaseException:
-            self.stack.close()
-            raise
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.stack.close()
-
-    def _prepare(self) -> None:
-        """Run the full model, read its grid, and measure every block alone."""
-        policy = make_policy(self.policy, self.dense)
-        reduce(self.model, policy)  # raises if it cannot
-        unpatch(self.model)
+        self.kls: dict[tuple[Schedule, int], float] = {}  # by schedule and number of images
+        unchanged_policy = make_policy(policy, self.dense)
+        assert isinstance(unchanged_policy, BudgetPolicy)
+        reduce(model, unchanged_policy)  # raises if it cannot
+        unpatch(model)
         grids: list[Grid] = []
-        handle = find_vision_transformer(self.model).projection.register_forward_hook(
+        handle = vit.projection.register_forward_hook(
             lambda module, inputs, output: grids.append(Grid(*map(int, output.shape[-2:])))
         )
         try:
-            self.reference = self.logits(self.calibration)
+            self.reference = self.logits(calibration)
         finally:
             handle.remove()
         self.grid = grids[-1]
         # Operations are counted on a copy of the model in float32 on the CPU.
-        self.counted = deepcopy(self.model).to("cpu", torch.float32)
-        first = 1 if self.policy == "diffrate" else 0  # its first block never merges
-        blocks = range(first, self.depth)
-        assert isinstance(policy, BudgetPolicy)
-        most = policy.max_removed
+        self.counted = deepcopy(model).to("cpu", torch.float32)
+        first = 1 if policy == "diffrate" else 0  # its first block never merges
+        blocks, most = range(first, self.depth), unchanged_policy.max_removed
         self.search = ScheduleModel(self.grid.size, self.depth, blocks, most, self.count)
 
     def measure_alone(self) -> None:
@@ -215,7 +208,7 @@ class ReductionTuner:
             predicted = search.predicted(many) - search.predicted(few)
             if predicted > 0.0:
                 factor = (self.kl(many, SAMPLED) - self.kl(few, SAMPLED)) / predicted
-                factors[block] = min(max(factor, 1 / MOST_FACTOR), MOST_FACTOR)
+                factors[block] = min(max(factor, FACTORS[0]), FACTORS[1])
         search.factors = factors
 
     def logits(self, images: Tensor) -> Tensor:
@@ -346,16 +339,7 @@ class ReductionTuner:
         (kl, agreement), (test_kl, test_agreement) = (
             (kl_divergence(*pair), 1.0 - disagreement(*pair)) for pair in outputs
         )
-        search = self.search
-        alone = (
-            {
-                "block": block,
-                "removed": count,
-                "output_kl": change,
-                "gflops": search.flops(with_count(self.dense, block, count)) / 1e9,
-            }
-            for (block, count), change in search.alone.items()
-        )
+        alone = self.search.alone.items()
         return ReductionPlan(
             model=ModelFingerprint.from_model(self.model),
             img_size=(int(calibration.shape[-2]), int(calibration.shape[-1])),
@@ -366,12 +350,12 @@ class ReductionTuner:
             target_value=target[1],
             full_gflops=self.count(self.dense) / 1e9,
             gflops=self.count(schedule) / 1e9,
-            predicted_kl=search.predicted(schedule) if any(schedule) else 0.0,
+            predicted_kl=self.search.predicted(schedule),
             calibration_kl=kl,
             calibration_agreement=agreement,
             output_kl=test_kl,
             agreement=test_agreement,
-            alone=tuple(alone),
+            alone=tuple({"block": b, "removed": n, "output_kl": kl} for (b, n), kl in alone),
             checks=tuple(checks),
             calibration_images=len(calibration),
             validation_images=len(validation),

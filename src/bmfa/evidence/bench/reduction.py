@@ -20,9 +20,8 @@ from bmfa.evidence.metrics import RESAMPLES, compare, interval
 from bmfa.evidence.runner.batches import ImageBatches, Images
 from bmfa.merging import parse
 from bmfa.models import LoadedModel, reduce, unpatch
-from bmfa.models.families import find_vision_transformer
 from bmfa.models.flops import count_flops
-from bmfa.models.tuning import Progress
+from bmfa.models.tuning import Progress, Steps, unchanged
 from bmfa.models.tuning_reduction import ReductionTuner, fixed_schedule
 from bmfa.records import Record, Row, environment
 
@@ -130,11 +129,10 @@ def _compare_all(
     reporting: Tensor,
 ) -> dict[str, dict[str, Outcome]]:
     """Compare every baseline with schedules of its operations, chosen on some images, on others."""
-    depth = len(find_vision_transformer(model.model).blocks)
-    tuner = ReductionTuner(
-        model.model, dict(model.options), policy, choosing, batch_size, depth, progress, rounds
-    )
-    with tuner:
+    with unchanged(model.model), Steps(progress, 0, " schedules") as steps:
+        tuner = ReductionTuner(
+            model.model, model.options, policy, choosing, batch_size, rounds, steps
+        )
         reference = tuner.logits(reporting)
         return {name: _compare(tuner, name, reporting, reference) for name in baselines}
 
