@@ -96,29 +96,6 @@ def test_on_equal_images_the_first_combination_is_the_plan():
         assert all("for all layers" in row.reason for row in search.checks[1:])
 
 
-def test_the_search_is_deterministic():
-    for seed in range(5):
-        first, second = Simulated(seed).search(), Simulated(seed).search()
-        assert first.run() == second.run() and first.checks == second.checks
-
-
-def test_one_layer_that_is_far_worse_does_not_slow_down_the_others():
-    """Shrinking the whole budget would take a factor of 100 from all layers."""
-    for seed in range(10):
-        model = Simulated(seed, largest_factor=1.0)
-        budget = model.tolerance**2
-        first = model.choose(budget)
-        layer = max(range(12), key=lambda i: model.truth[i, first[i]])
-        if first[layer] is None:
-            continue
-        model.factor[layer] = 10.0
-        check(model, search := model.search())
-        settings = model.settings.values()
-        without = SettingProblem([s for s in settings if s.layer != layer or s.error is None], 2)
-        least = without.price(without.choose(0.9 * budget))
-        assert search.best.price <= 1.01 * least
-
-
 def optimum(model: Simulated) -> float:
     """A lower bound of the least time within both budgets, by Lagrange multipliers between them."""
     times = []
