@@ -44,7 +44,7 @@ def run(model: nn.Module, height: int = LARGE, width: int = LARGE, **options: An
 
 def tiled_calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The grid and prefix of every call of our attention function."""
-    from bmfa.models.hosts import transformers
+    from bmfa.models import transformers_attention as transformers
 
     calls: list[Any] = []
     original = transformers.screened_attention

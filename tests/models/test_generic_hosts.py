@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 import bmfa
 from bmfa.models import patch, record, unpatch
 from bmfa.models.families import find_vision_transformer
-from bmfa.models.hosts import generic
+from bmfa.models import described as generic
 from bmfa.models.screened_layer import screened_layers
 from models.host_models import CPU_BACKEND
 
@@ -189,7 +189,7 @@ def test_multihead_attention_of_torch() -> None:
     [
         ("by hand", NAMED, RuntimeError, "computes the softmax itself"),
         ("cross", NAMED, ValueError, "do not name modules of cross-attention"),
-        ("sdpa", NAMED | {"prefix": 2}, ValueError, "no square; pass grid="),
+        ("sdpa", NAMED | {"prefix": 2}, ValueError, "not a square; pass grid="),
         ("sdpa", NAMED | {"grid": (16, 15)}, ValueError, "16x15 grid"),
         ("sdpa", NAMED | {"grid": lambda x: 256}, TypeError, "returned 256"),
         ("sdpa", NAMED | {"attention": "blocks.*.norm"}, RuntimeError, "LayerNorm"),

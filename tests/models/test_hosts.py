@@ -13,7 +13,7 @@ if find_spec("timm") is None or find_spec("transformers") is None:
 from bmfa import Grid, rules
 from bmfa.models import patch, record, unpatch
 from bmfa.models.families import find_vision_transformer
-from bmfa.models.hosts.base import replacements_in
+from bmfa.models.replacement import replacements_in
 from bmfa.models.screened_layer import screened_layers
 from bmfa.packages import load_package
 from models.host_models import (
@@ -98,7 +98,7 @@ def test_nested_attention_without_one_caller_is_refused(owners: int) -> None:
     for part in attention.attention[:owners]:
         part.config = model.config
     with pytest.raises(
-        TypeError, match=rf"Dinov2Attention .* {owners} of its parts .* from 5\.9 on"
+        TypeError, match=rf"Dinov2Attention .* {owners} of its parts .* 5\.9 or newer"
     ):
         patch(model, rule=COARSE, layers="all")
     assert not screened_layers(model)
@@ -110,7 +110,7 @@ def test_a_wrapped_model_is_found() -> None:
     full = run(wrapped, images())
     assert not torch.equal(run(patch(wrapped, rule=COARSE, layers="all"), images()), full)
     assert torch.equal(run(unpatch(wrapped), images()), full)
-    with pytest.raises(ValueError, match="2 vision towers"):
+    with pytest.raises(ValueError, match="2 vision encoders"):
         patch(nn.ModuleList([make_model("vit"), make_model("hf-vit")]))
 
 
@@ -156,7 +156,7 @@ def test_unsupported_models_are_refused(
     with pytest.raises(TypeError, match=reason) as caught:
         patch(model(), rule=COARSE)
     assert culprit in str(caught.value)
-    assert "timm VisionTransformer" in str(caught.value)
+    assert "docs/models.md lists" in str(caught.value) and str(caught.value).count("\n") == 1
 
 
 def test_parallel_blocks_and_an_unknown_attention_are_refused() -> None:

@@ -18,8 +18,8 @@ from bmfa import Grid, rules
 from bmfa.evidence.bench.inputs import check_one_grid
 from bmfa.models import patch, record, unpatch
 from bmfa.models.families import find_vision_transformer
-from bmfa.models.hosts.base import attention_heads, replacements_in
-from bmfa.models.hosts.relative import with_relative_positions
+from bmfa.models.replacement import replacements_in
+from bmfa.models.relative import with_relative_positions
 from bmfa.models.loading import check_img_size
 from bmfa.models.measures import MEASURES
 from bmfa.models.packing import pack, raster_order
@@ -112,7 +112,7 @@ def test_the_tokens_of_each_image_are_in_raster_order(name: str) -> None:
     patch(model, layers=[0], **COARSE)
     with record(model, trees=False):
         features(model, inputs)
-    packing = screened_layers(model)[0].token_grid.packing
+    packing = screened_layers(model)[0].passes.images
     sizes = [(h, w) for frames, h, w in SIZES for _ in range(frames)]
     sizes = [(12, 8), (6, 10)] if name == "pixtral" else sizes
     start, seen = 0, dict.fromkeys({Grid(*size) for size in sizes}, 0)
@@ -201,7 +201,7 @@ def test_naflex_finds_the_grids_of_padded_images_and_of_images() -> None:
 def test_naflex_refuses_masks_and_incomplete_images() -> None:
     model, inputs = make_packed("naflex"), inputs_of("naflex")["x"]
     patch(model, layers="all", **COARSE)
-    with pytest.raises(ValueError, match="attn_mask is not supported"):
+    with pytest.raises(ValueError, match="attention mask is not supported"):
         model(inputs | {"attn_mask": torch.zeros(2, 1, 103, 103)})
     hole = inputs | {"patch_valid": inputs["patch_valid"].clone()}
     hole["patch_valid"][0, 5] = False
@@ -218,10 +218,10 @@ def test_hiera_orders_tokens_as_the_host_does() -> None:
     # Blocks 2 to 6 attend over the grid; 3 and 6 pool the queries.
     assert sorted(find_vision_transformer(model).dense_blocks) == [0, 1]
     assert [replacement.queries is None for replacement in replacements] == [1, 0, 1, 1, 0]
-    assert [replacement.tokens.grid.height for replacement in replacements] == [8, 8, 4, 4, 4]
-    layouts = [replacement.queries or replacement.tokens for replacement in replacements]
+    assert [replacement.keys.grid.height for replacement in replacements] == [8, 8, 4, 4, 4]
+    layouts = [replacement.queries or replacement.keys for replacement in replacements]
     assert [layout.grid.width for layout in layouts] == [16, 8, 8, 8, 4]
-    layouts += [replacement.tokens for replacement in replacements]
+    layouts += [replacement.keys for replacement in replacements]
     blocks = [2, 3, 4, 5, 6, 2, 2, 4, 5, 5]  # whose outputs have that order
     for index, layout in zip(blocks, layouts, strict=True):
         tokens = torch.arange(layout.grid.size).view(1, -1, 1)
@@ -377,7 +377,6 @@ def test_blocks_of_hiera_that_stay_as_they_are_have_a_reason() -> None:
         host = find_vision_transformer(make_packed(name))
         assert len(host.attentions) + len(host.dense_blocks) == len(host.blocks)
         assert {type(reason) for reason in host.dense_blocks.values()} == {str}
-        assert 96 in {attention_heads(module, 0)[1] for module in host.attentions}
     assert "mask units" in find_vision_transformer(make_packed("hiera")).dense_blocks[0]
     assert "windows" in host.dense_blocks[0]
     model = patch(make_packed("hiera"), layers="all", **COARSE)
@@ -406,10 +405,9 @@ def test_relative_positions_are_products_of_queries_and_keys() -> None:
         torch.testing.assert_close(scores[:, :, i, j], (q[:, :, i] * vector).sum(-1))
 
 
-def test_the_dense_decision_of_sam_counts_the_dimensions_of_relative_positions() -> None:
+def test_windows_of_sam_stay_as_they_are() -> None:
     for name in ("sam", "timm-sam", "vitdet"):
         host = find_vision_transformer(make_packed(name))
-        assert attention_heads(host.attentions[0], 24) == (3, 8 + 8 + 8)
         assert host.dense_blocks == {1: "attention inside windows"}
     with pytest.raises(TypeError, match="cannot be reduced: its blocks work on maps"):
         bmfa.reduce(make_packed("sam"), "tome:2")
@@ -439,7 +437,7 @@ def test_windows_of_qwen_2_5_stay_as_they_are() -> None:
 
 def test_a_block_alone_and_positions_that_fill_no_grid_are_refused() -> None:
     model = patch(make_packed("qwen3-vl"), layers="all", **COARSE)
-    with pytest.raises(RuntimeError, match="sizes of the images are unknown"):
+    with pytest.raises(RuntimeError, match="call the model itself"):
         model.blocks[0](
             torch.zeros(16, 32),
             cu_seqlens=torch.tensor([0, 16]),

@@ -15,7 +15,7 @@ import bmfa
 from bmfa import Grid, rules
 from bmfa.merging import LayerState, Policy, ReducedTokens, ToMe, parse
 from bmfa.models import final_tokens, patch, record, reduce, unmerge, unpatch
-from bmfa.models.hosts.base import replacements_in
+from bmfa.models.replacement import replacements_in
 from bmfa.models.token_reduction import ReductionState, find_reduction
 from models.host_models import (
     MODELS,
@@ -152,7 +152,7 @@ def test_transforms_of_tokens_with_rotary_positions_are_refused(name: str) -> No
 def test_keys_are_merged_after_rotation(shape: tuple[int, ...]) -> None:
     """A merged token has the mean of the rotated keys of tokens with its content."""
     reduction = find_reduction(reduce(make_model("eva"), "tome:0"))
-    assert reduction is not None and reduction.token_grid.prefix == 1
+    assert reduction is not None and reduction.passes.prefix == 1
     generator = torch.Generator().manual_seed(0)
     angles = torch.randn(*shape, 8, 6, generator=generator)
     cos, sin = angles.cos(), angles.sin()
@@ -220,7 +220,7 @@ def test_merging_keeps_exact_multiplicities(name: str, policy: str) -> None:
     run(model, shown(name))
     prefix = MODELS[name][0]
     tokens = 196 if name == "embedded" else 64
-    sizes = find_reduction(model).finished.current.size
+    sizes = find_reduction(model).thread.finished.size
     assert sizes.shape == (2, final_tokens(model)) and sizes.dtype == torch.float32
     assert sizes[:, :prefix].eq(1).all()
     assert sizes[:, prefix:].sum(1).tolist() == [tokens, tokens]
@@ -298,7 +298,7 @@ def test_unmerging_follows_every_merge() -> None:
         model, torch.arange(float(final_tokens(model))).view(1, -1, 1).expand(2, -1, 1)
     )
     assert source.shape == (2, 65, 1)
-    state = find_reduction(model).finished.current
+    state = find_reduction(model).thread.finished
     for image in range(2):
         for token in range(65):
             place = token
@@ -310,7 +310,7 @@ def test_unmerging_follows_every_merge() -> None:
 def test_pruned_tokens_get_their_nearest_neighbour() -> None:
     model = reduce(make_model("vit"), "diffrate:0")
     run(model, images(12, 16))
-    state = find_reduction(model).finished.current
+    state = find_reduction(model).thread.finished
     assert state is not None and state.grid == Grid(3, 4)
     state.assignments = (torch.tensor([[0, -1, 1, -1, -1, -1, -1, -1, 2, -1, -1, -1, -1]]),)
     #   . a . .      a at (0, 1), b at (1, 3)
@@ -343,7 +343,7 @@ def test_a_mean_over_unmerged_tokens_is_weighted_by_size() -> None:
     reduce(model, "tome:6", dense=False)
     model.blocks[-1].register_forward_hook(lambda m, x, y: behind.append(y))
     run(model, pixels)
-    sizes = find_reduction(model).finished.current.size
+    sizes = find_reduction(model).thread.finished.size
     weighted = (behind[0] * sizes.unsqueeze(-1)).sum(1) / sizes.sum(1, keepdim=True)
     run(reduce(model, "tome:6"), pixels)
     torch.testing.assert_close(tokens[1], weighted)

@@ -18,7 +18,7 @@ import bmfa
 from bmfa.models import final_tokens, patch, reduce, unpatch
 from bmfa.models.families import find_vision_transformer
 from bmfa.models.screened_layer import ScreenedLayer, screened_layers
-from bmfa.models.token_grid import TokenGrid
+from bmfa.models.passes import Passes
 from models.supported_models import SUPPORTED, call, inputs_of, make_supported, table
 
 # All tiles are expanded, or every leaf is one token.
@@ -78,8 +78,8 @@ def layer_with_suffix(**options: Any) -> tuple[ScreenedLayer, list[Tensor]]:
     """A layer over a class token, a grid and seven tokens behind it, with q, k, v."""
     generator = torch.Generator().manual_seed(0)
     tensors = [torch.randn(2, 3, 1 + 256 + 7, 8, generator=generator) for _ in range(3)]
-    token_grid = TokenGrid(prefix=1, suffix=7)
-    token_grid.passes.set(bmfa.Grid(16, 16))
+    token_grid = Passes(prefix=1, suffix=7)
+    token_grid.begin(bmfa.Grid(16, 16))
     return ScreenedLayer(0, token_grid, options), tensors
 
 

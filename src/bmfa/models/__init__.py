@@ -1,7 +1,6 @@
 """Vision Transformers: load, patch, tune, record and reduce them."""
 
-from bmfa.models.hosts.generic import register_model
-from bmfa.models.hosts.transformers import register_attention
+from bmfa.models.described import register_model
 from bmfa.models.layer_settings import LayerSetting
 from bmfa.models.loading import LoadedModel, load_model
 from bmfa.models.patching import layer_indices, patch, unpatch
@@ -10,6 +9,7 @@ from bmfa.models.preprocessing import Preprocessing
 from bmfa.models.recording import LayerRecord, Recording, record
 from bmfa.models.reducing import final_tokens, reduce, unmerge
 from bmfa.models.summarizing import BlockSummary, LayerSummary, Summary, summary
+from bmfa.models.transformers_attention import register_attention
 from bmfa.models.tuning import tune
 from bmfa.models.tuning_reduction import tune_reduction
 

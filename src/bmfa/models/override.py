@@ -1,18 +1,14 @@
-"""Run other code in place of a method of one module, usually its forward, and undo it.
+"""Run other code in place of a method of one module, and undo it.
 
 The class of the instance is replaced by a subclass with another method. The subclass reads its weights
-through `self`, so copies, pickles and the replicas of `nn.DataParallel` compute with their own. An
-override that is not active is stored in the module, which keeps its class: its calls cost nothing.
+through `self`, so copies, pickles and the replicas of `nn.DataParallel` compute with their own.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from typing import Any, Protocol
 
 from torch import nn
-
-from bmfa.models.forward_state import ForwardState
 
 _ATTRIBUTE = "bmfa_override"
 
@@ -20,85 +16,42 @@ _ATTRIBUTE = "bmfa_override"
 class Override(Protocol):
     """Code that runs in place of a method of a module."""
 
-    def run(self, module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Compute what the method returns; `forward` is the method that was replaced."""
-        ...
-
-    def uses_host(self, x: Any) -> bool:
-        """True if the module runs its own method for the first argument x."""
+    def run(self, module: nn.Module, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Compute what the method returns; `method` is the one that was replaced."""
         ...
 
 
-@dataclass(eq=False)
-class _Installed:
-    override: Override
-    method: str
-    active: bool = False
-    instance_method: Callable[..., Any] | None = None  # set on the instance by a wrapper, before
-    running: ForwardState[bool] = field(default_factory=ForwardState)  # True in instance_method
-
-
-def override_method(
-    module: nn.Module, override: Override, method: str = "forward", *, active: bool = True
-) -> None:
+def override_method(module: nn.Module, override: Override, method: str = "forward") -> None:
     """Run `override` in place of a method of the module until `restore_method`.
 
     Args:
         module: The module.
         override: What runs in place of the method.
-        method: Name of the method.
-        active: If False, the module runs its own method until `activate_override`.
+        method: Name of the method. `"__call__"` runs around hooks and a `forward` that a wrapper has set
+            on the instance; in place of `"forward"`, the latter would never run, so it is refused.
+
+    Raises:
+        TypeError: If the module has a forward of its own that would hide the override.
     """
-    module.__dict__[_ATTRIBUTE] = _Installed(override, method)
-    if active:
-        activate_override(module)
-
-
-def activate_override(module: nn.Module) -> None:
-    """Run the override of a module from now on.
-
-    Other threads may be calling the module: at every step it runs either the override or its own method.
-    """
-    installed: _Installed = module.__dict__[_ATTRIBUTE]
-    if installed.active:
-        return
+    if method in module.__dict__:
+        raise TypeError(
+            f"{type(module).__name__} has a {method} of its own, set on the instance by a wrapper, "
+            "which bmfa would have to replace; remove the wrapper, or apply it after bmfa"
+        )
+    module.__dict__[_ATTRIBUTE] = override
     kind: Any = type(module)
-    installed.active = True
-    installed.instance_method = module.__dict__.get(installed.method)
-    module.__class__ = _subclass(kind, installed.method)
-    module.__dict__.pop(installed.method, None)
-
-
-def deactivate_override(module: nn.Module) -> None:
-    """Undo `activate_override`; a method that was set on the instance since then stays."""
-    installed: _Installed = module.__dict__[_ATTRIBUTE]
-    if not installed.active:
-        return
-    installed.active = False
-    if installed.instance_method is not None:
-        module.__dict__.setdefault(installed.method, installed.instance_method)
-        installed.instance_method = None
-    module.__class__ = type(module).__mro__[1]
+    module.__class__ = _subclass(kind, method)
 
 
 def restore_method(module: nn.Module) -> None:
-    """Undo `override_method`; a method that was set on the instance since then stays."""
-    deactivate_override(module)
+    """Undo `override_method`."""
     del module.__dict__[_ATTRIBUTE]
+    module.__class__ = type(module).__mro__[1]
 
 
 def override_of(module: nn.Module) -> Override | None:
     """Return the override of a module, or None."""
-    installed: _Installed | None = module.__dict__.get(_ATTRIBUTE)
-    return None if installed is None else installed.override
-
-
-def has_instance_forward(module: nn.Module) -> bool:
-    """Return True if a wrapper has set `forward` on the instance."""
-    installed: _Installed | None = module.__dict__.get(_ATTRIBUTE)
-    return "forward" in module.__dict__ or (
-        installed is not None and installed.instance_method is not None
-    )
+    return module.__dict__.get(_ATTRIBUTE)
 
 
 @lru_cache(maxsize=256)
@@ -107,20 +60,10 @@ def _subclass(kind: Any, method: str) -> type[nn.Module]:
     original = getattr(kind, method)
 
     def run(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        installed = self.__dict__.get(_ATTRIBUTE)
-        # Without an active override, a wrapper or a running call has kept this method.
-        if installed is None or not installed.active:
+        override = self.__dict__.get(_ATTRIBUTE)
+        if override is None:  # a wrapper has kept the method of a module that is restored
             return original(self, *args, **kwargs)
-        own = len(args) > 0 and installed.override.uses_host(args[0])
-        if installed.instance_method is None:
-            if own:
-                return original(self, *args, **kwargs)
-            return installed.override.run(self, partial(original, self), *args, **kwargs)
-        if installed.running.current:  # the wrapper itself calls an overridden method
-            return original(self, *args, **kwargs)
-        wrapper = installed.instance_method
-        function = wrapper if own else partial(installed.override.run, self, wrapper)
-        return installed.running.run_with(True, partial(function, *args, **kwargs))
+        return override.run(self, partial(original, self), *args, **kwargs)
 
     def reduce_ex(self: nn.Module, protocol: Any) -> Any:
         state: Any = super(subclass, self).__reduce_ex__(protocol)

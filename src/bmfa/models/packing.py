@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from bmfa.checks import is_compiling
 from bmfa.grid import Grid
 
 # Attention over (images, heads, prefix + N, d) tokens of images with the same grid.
@@ -36,7 +37,7 @@ class Packing:
     inverse: Tensor
     padded: bool  # True if there are tokens of no image
     shape: tuple[int, int]  # (B, T)
-    own_mask: bool = False  # True if the caller of the model has passed an attention mask
+    mask_is_padding: bool = False  # True if attention masks hide nothing but padding
     traced: bool = False  # True if it was made inside a graph of torch.compile
 
     def attend(
@@ -90,7 +91,7 @@ def pack(
     shape: tuple[int, int],
     device: torch.device,
     *,
-    own_mask: bool = False,
+    mask_is_padding: bool = False,
     padding_attends: bool = False,
 ) -> Packing:
     """Make a packing from the grid and the (prefix + N,) flat positions of the tokens of each image.
@@ -119,14 +120,14 @@ def pack(
         inverse.to(device),
         len(rows) < batch * tokens,
         shape,
-        own_mask,
-        torch.compiler.is_compiling(),
+        mask_is_padding,
+        is_compiling(),
     )
 
 
 def index_device(x: Tensor) -> torch.device:
     """Device for indices of tokens: that of x in a graph; else the CPU, with one copy at the end."""
-    return x.device if torch.compiler.is_compiling() else torch.device("cpu")
+    return x.device if is_compiling() else torch.device("cpu")
 
 
 def _behind(index: Tensor, tokens: int) -> Tensor | None:
@@ -181,7 +182,7 @@ def outside_graphs(
     function: Callable[..., Any], *args: Any, traceable: bool = False, **kwargs: Any
 ) -> Any:
     """Call a function; torch.compile breaks its graph there, unless the function is traceable."""
-    if traceable or not torch.compiler.is_compiling():
+    if traceable or not is_compiling():
         return function(*args, **kwargs)
     return _outside["call"](partial(function, *args, **kwargs))
 

@@ -5,6 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bmfa.checks import is_compiling
+
 # Hosts hide a key by adding -inf or the smallest number of the dtype, -65504 in float16, to its score.
 _HIDDEN_SCORE = -1e4
 
@@ -24,7 +26,7 @@ def valid_keys(mask: Tensor, prefix: int, suffix: int = 0) -> Tensor | None:
     Raises:
         ValueError: If the mask is not a padding mask of spatial keys.
     """
-    if torch.compiler.is_compiling():
+    if is_compiling():
         valid: Tensor = torch.ops.bmfa.valid_keys(mask, prefix, suffix)
         return valid
     valid = _checked_keys(mask, prefix, suffix)

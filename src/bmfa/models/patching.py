@@ -2,7 +2,7 @@
 
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -10,23 +10,15 @@ from torch import nn
 
 from bmfa.attention.api import check_choices
 from bmfa.attention.call import Backend
-from bmfa.attention.dispatch import may_run_dense
 from bmfa.checks import check_integer, check_leaves, check_number
 from bmfa.grid import Grid
-from bmfa.models.dense_decision import DenseDecision, PlannedDecision
+from bmfa.models.described import DescribedPasses, GridSource, describe, described_model
 from bmfa.models.families import VisionTransformer, check_module, find_vision_transformer
-from bmfa.models.hosts.base import (
-    AttentionFunction,
-    attention_heads,
-    replacement_of,
-    replacements_in,
-)
-from bmfa.models.hosts.generic import GridSource, describe, described_host
-from bmfa.models.override import override_method, override_of, restore_method
+from bmfa.models.override import override_of, restore_method
+from bmfa.models.passes import Passes
 from bmfa.models.plan import Plan
-from bmfa.models.screened_layer import ScreenedLayer
-from bmfa.models.tile_switch import TileSwitch
-from bmfa.models.token_grid import BlockGrid, TokenGrid
+from bmfa.models.replacement import replacement_of, replacements_in
+from bmfa.models.screened_layer import AttentionFunction, ScreenedLayer
 from bmfa.trees.rules import RandomQuadrants, Rule, as_rule
 
 # A prime larger than the depth of any model, so that no two pairs of seed and layer share a stream.
@@ -140,13 +132,16 @@ def patch(
         return patch_planned(model, plan)
     _check_options(**options)
     if attention is None:
-        host = find_vision_transformer(model)
+        vit = find_vision_transformer(model)
     else:
-        host = described_host(check_module(model), describe(attention, grid, prefix, suffix))
+        vit = described_model(check_module(model), describe(attention, grid, prefix, suffix))
     if layers is None:
         layers = "all" if rule is None else _DEFAULT_RULE_LAYERS
-    indices = layer_indices(layers, len(host.attentions))
-    install_layers(model, host, {index: _options_of_layer(options, index) for index in indices})
+    depth = len(vit.attentions)
+    if layers == _DEFAULT_RULE_LAYERS and rule is not None and depth < 4:
+        layers = "all"
+    indices = layer_indices(layers, depth)
+    install_layers(model, vit, {index: _options_of_layer(options, index) for index in indices})
     return model
 
 
@@ -159,8 +154,10 @@ def patch_planned(model: nn.Module, plan: Plan | str | os.PathLike[str]) -> nn.M
             f"plan is {type(plan).__name__}; pass what bmfa.tune returned, or the file it was saved to"
         )
     plan.check_model(model)
-    host = find_vision_transformer(model)
-    install_layers(model, host, planned_options(plan.errors), plan.token_grids)
+    vit = find_vision_transformer(model)
+    exact = {"error": 0.0}  # by the native kernel where that is faster
+    options = dict.fromkeys(range(len(vit.attentions)), exact) | planned_options(plan.errors)
+    install_layers(model, vit, options, plan.token_grids)
     return model
 
 
@@ -174,7 +171,7 @@ def planned_options(errors: Mapping[int, float]) -> dict[int, dict[str, Any]]:
 
 def install_layers(
     model: nn.Module,
-    host: VisionTransformer,
+    vit: VisionTransformer,
     options: Mapping[int, dict[str, Any]],
     planned: Sequence[Grid] | None = None,
 ) -> None:
@@ -182,7 +179,7 @@ def install_layers(
 
     Args:
         model: The model; patches that it has are undone.
-        host: The host of the model.
+        vit: Its parts.
         options: The arguments by the index of the layer; the others stay as they are.
         planned: For each layer of the model the only grid at which it does not run dense; None for no
             such limit.
@@ -190,54 +187,37 @@ def install_layers(
     unpatch(model)
     if not options:
         return
-    token_grid = host.make_token_grid(host.prefix, host.suffix)
-    screened = [ScreenedLayer(index, token_grid, options[index]) for index in sorted(options)]
-    decisions: tuple[DenseDecision, ...]
-    if planned is None:
-        decisions = _add_decisions(host, screened)
-    else:
-        made: dict[tuple[Grid, int, int], DenseDecision] = {}
-        for layer in screened:
-            key = planned[layer.layer], *_heads_of(host, layer.layer)
-            if key not in made:
-                made[key] = PlannedDecision(
-                    host.prefix + host.suffix, *key[1:], {"error": 0.0}, planned=key[0]
-                )
-            layer.decision = made[key]
-        decisions = tuple(made.values())
-    install_functions(host, token_grid, screened, decisions)
+
+    def make(passes: Passes) -> list[ScreenedLayer]:
+        layers = [ScreenedLayer(index, passes, options[index]) for index in sorted(options)]
+        for layer in layers if planned is not None else ():
+            layer.planned = planned[layer.layer] if layer.options["error"] else None
+        return layers
+
+    install_functions(vit, make)
 
 
 def install_functions(
-    host: VisionTransformer,
-    token_grid: TokenGrid,
-    functions: Sequence[AttentionFunction],
-    decisions: tuple[DenseDecision, ...] = (),
-) -> None:
+    vit: VisionTransformer, make: Callable[[Passes], Sequence[AttentionFunction]]
+) -> Sequence[AttentionFunction]:
     """Replace the attention of some layers by functions of q, k and v.
 
     Args:
-        host: The host of a model that is not patched.
-        token_grid: The token grid that the functions share.
-        functions: One function for each of the layers.
-        decisions: Of all functions; empty if some of them never run dense.
+        vit: The parts of a model that is not patched.
+        make: Makes the functions, one for each of the layers.
+
+    Returns:
+        The functions.
     """
-    if host.watch is not None:
-        # Images of several grids may share a call, so each call of attention decides for itself.
-        decisions = ()
-        host.watch(host, token_grid)
-    token_grid.uses_tiles = token_grid.keeps_tiles = not decisions
+    passes = vit.follow()
+    functions = make(passes)
     for function in functions:
-        host.replacement(function).install(host.attentions[function.layer], active=not decisions)
-    token_grid.log.watch(host.blocks[-1], len(host.attentions))
-    token_grid.log.other_blocks = dict(host.dense_blocks)
-    if host.watch is not None:
-        return
-    for index, block in enumerate(host.blocks):
-        override_method(block, BlockGrid(index, token_grid, decisions), active=not decisions)
-    modules = (*host.blocks, *(host.attentions[function.layer] for function in functions))
-    hook = TileSwitch(token_grid, decisions, modules) if decisions else None
-    token_grid.watch(host.projection, hook)
+        vit.replacement(function).install(vit.attentions[function.layer])
+    passes.depth = len(vit.attentions)
+    passes.other_blocks = dict(vit.dense_blocks)
+    if isinstance(passes, DescribedPasses):
+        passes.idle = {function.layer for function in functions}
+    return functions
 
 
 def is_patched(model: nn.Module) -> bool:
@@ -267,7 +247,7 @@ def unpatch(model: nn.Module) -> nn.Module:
         True
     """
     for module, replacement in replacements_in(model):
-        replacement.function.token_grid.remove()
+        replacement.function.passes.remove()
         replacement.restore(module)
     for module in model.modules():
         if override_of(module) is not None:
@@ -354,34 +334,6 @@ def _check_options(
             f"max_depth is {max_depth}, which limits trees, and no rule is given; pass rule=, e.g. "
             "bmfa.rules.Optimal(error=0.05), or leave max_depth out"
         )
-
-
-def _add_decisions(
-    host: VisionTransformer, layers: list[ScreenedLayer]
-) -> tuple[DenseDecision, ...]:
-    """Give every layer that may run dense its decision, one for all layers with equal options.
-
-    Returns:
-        The decisions, or an empty tuple if a layer never runs dense.
-    """
-    decisions: list[DenseDecision] = []
-    for layer in layers:
-        shape = _heads_of(host, layer.layer)
-        if not all(shape) or not may_run_dense(layer.options):
-            continue
-        made = DenseDecision(host.prefix + host.suffix, *shape, layer.options)
-        equal = (d for d in decisions if (d.heads, d.head_dim, d.options) == (*shape, made.options))
-        layer.decision = next(equal, made)
-        if layer.decision is made:
-            decisions.append(made)
-    return tuple(decisions) if all(layer.decision is not None for layer in layers) else ()
-
-
-def _heads_of(host: VisionTransformer, layer: int) -> tuple[int, int]:
-    """Return the number of heads of a layer and their dimension, 0 and 0 if unknown."""
-    projection: Any = host.projection
-    width = int(getattr(projection, "out_channels", 0))
-    return attention_heads(host.attentions[layer], width) or (0, 0)
 
 
 def _options_of_layer(options: dict[str, Any], layer: int) -> dict[str, Any]:

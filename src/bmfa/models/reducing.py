@@ -6,13 +6,12 @@ from torch import Tensor, nn
 
 from bmfa.merging import Policy, parse
 from bmfa.merging.dispatch import Backend, check_backend
-from bmfa.models.families import find_vision_transformer
-from bmfa.models.hosts.base import class_name
-from bmfa.models.hosts.unsupported import raise_not_reducible
-from bmfa.models.override import has_instance_forward, override_method
+from bmfa.models.families import find_vision_transformer, raise_not_reducible
+from bmfa.models.override import override_method
+from bmfa.models.passes import Passes
 from bmfa.models.patching import unpatch
 from bmfa.models.plan import ReductionPlan
-from bmfa.models.token_grid import TokenGrid
+from bmfa.models.replacement import class_name
 from bmfa.models.token_reduction import (
     ExposedBlocks,
     ReducedAttention,
@@ -82,39 +81,39 @@ def reduce(
             f"policy is {policy!r}; pass one of bmfa.merging, or a name such as 'tome:8'"
         )
     check_backend(backend)
-    host = find_vision_transformer(model)
-    if host.layout is None:
-        raise_not_reducible(model, host)
-    if host.layout.rotary and chosen.transforms:
+    vit = find_vision_transformer(model)
+    if vit.layout is None:
+        raise_not_reducible(model, vit)
+    if vit.layout.rotary and chosen.transforms:
         raise TypeError(
             f"policy {chosen} transforms tokens into others that have no position, and "
-            f"{class_name(host.blocks[0])} rotates queries and keys by their position; use a policy "
+            f"{class_name(vit.blocks[0])} rotates queries and keys by their position; use a policy "
             "that merges or prunes tokens, e.g. 'free-energy:8'"
         )
-    for layer, block in enumerate(host.blocks):
-        if has_instance_forward(block):
+    for layer, block in enumerate(vit.blocks):
+        if "forward" in vars(block):
             raise TypeError(
                 f"block {layer} of {type(model).__name__} has a forward of its own, set on the instance "
                 "by a wrapper, so its branches are unknown; remove the wrapper, or apply it after "
                 "bmfa.reduce"
             )
     unpatch(model)
-    token_grid = TokenGrid(host.prefix)
-    token_grid.watch(host.projection)
+    passes = Passes(vit.prefix)
+    passes.handles.append(vit.projection.register_forward_hook(passes.read_grid))
     reduction = TokenReduction(
-        token_grid,
+        passes,
         chosen,
-        host.blocks,
+        vit.blocks,
         backend,
-        dense=host.reads_spatial_tokens if dense is None else dense,
+        dense=vit.reads_spatial_tokens if dense is None else dense,
         expose=dense is not False,
         planned=None if plan is None else plan.token_grid,
     )
-    for layer, (block, attention) in enumerate(zip(host.blocks, host.attentions, strict=True)):
-        override_method(block, ReducedBlock(layer, host.layout, reduction))
-        host.replacement(ReducedAttention(layer, token_grid, reduction)).install(attention)
-    if hasattr(host.tower, "forward_intermediates"):
-        override_method(host.tower, ExposedBlocks(reduction), "forward_intermediates")
+    for layer, (block, attention) in enumerate(zip(vit.blocks, vit.attentions, strict=True)):
+        override_method(block, ReducedBlock(layer, vit.layout, reduction))
+        vit.replacement(ReducedAttention(layer, passes, reduction)).install(attention)
+    if hasattr(vit.tower, "forward_intermediates"):
+        override_method(vit.tower, ExposedBlocks(reduction), "forward_intermediates")
     return model
 
 
@@ -180,7 +179,7 @@ def unmerge(model: nn.Module, tokens: Tensor) -> Tensor:
     """
     reduction, state = _last_pass(model)
     on_grid = reduction.dense or state.full_grid
-    expected = reduction.token_grid.prefix + state.grid.size if on_grid else state.tokens
+    expected = reduction.passes.prefix + state.grid.size if on_grid else state.tokens
     if tokens.dim() != 3 or tokens.shape[1] != expected:
         raise ValueError(
             f"tokens have shape {tuple(tokens.shape)}; pass (B, {expected}, C) of the last pass"
@@ -192,7 +191,7 @@ def _last_pass(model: nn.Module) -> tuple[TokenReduction, ReductionState]:
     reduction = find_reduction(model)
     if reduction is None:
         raise ValueError("the model is not reduced; call bmfa.reduce(model, 'tome:8') first")
-    state = reduction.finished.current
+    state = reduction.thread.finished
     if state is None:
         raise RuntimeError("the model was not called in this thread; call it first")
     return reduction, state

@@ -7,9 +7,8 @@ from typing import Any
 
 from torch import nn
 
-from bmfa.attention.dispatch import Choice
 from bmfa.attention.result import ErrorEstimate
-from bmfa.models.layer_log import FinishedPass, LayerEntry
+from bmfa.models.passes import ForwardPass, LayerCall
 from bmfa.models.screened_layer import ScreenedLayer, screened_layers
 from bmfa.models.token_reduction import TokenReduction, find_reduction
 
@@ -17,7 +16,6 @@ _UNKNOWN = "unknown"
 _NOT_CALLED = "the model has not finished a forward pass in this thread"
 _COMPILED = "the pass ran in a compiled graph, which reports nothing; call the model without it"
 _NOT_PATCHED = "the layer is not patched"
-_DENSE = "auto: dense attention is faster at this size"
 
 
 class LayerSummary:
@@ -50,7 +48,7 @@ class LayerSummary:
         form: str,
         backend: str,
         reason: str,
-        calls: Sequence[LayerEntry] = (),
+        calls: Sequence[LayerCall] = (),
     ) -> None:
         self.layer = layer
         self.settings = settings
@@ -250,16 +248,15 @@ def summary(model: nn.Module) -> Summary:
 
 
 def _patched_summary(model: nn.Module, layers: list[ScreenedLayer]) -> Summary:
-    log = layers[0].token_grid.log
-    finished, by_index = log.finished, {layer.layer: layer for layer in layers}
-    depth = max(log.depth, 1 + max(by_index))
+    passes, by_index = layers[0].passes, {layer.layer: layer for layer in layers}
+    finished, depth = passes.thread.finished, max(passes.depth, 1 + max(by_index))
     rows = tuple(_layer_row(index, by_index.get(index), finished) for index in range(depth))
     title = f"{type(model).__name__}, {len(layers)} of {depth} layers patched"
     if finished is not None and not finished.compiled:
-        dtype = str(finished.dtype).removeprefix("torch.")
-        title += f"; tokens {finished.shape} {dtype} on {finished.device}"
-    notes = _block_notes(log.other_blocks)
-    if log.compiled and (finished is None or not finished.compiled):
+        shape, dtype, device = finished.output
+        title += f"; tokens {shape} {str(dtype).removeprefix('torch.')} on {device}"
+    notes = _block_notes(passes.other_blocks)
+    if passes.compiled and (finished is None or not finished.compiled):
         note = "The model was compiled; passes inside a compiled graph are not in this table."
         notes = (*notes, note)
     return Summary(title, rows, notes)
@@ -277,7 +274,7 @@ def _block_notes(blocks: dict[int, str]) -> tuple[str, ...]:
 
 
 def _layer_row(
-    index: int, layer: ScreenedLayer | None, finished: FinishedPass | None
+    index: int, layer: ScreenedLayer | None, finished: ForwardPass | None
 ) -> LayerSummary:
     settings = None if layer is None else layer.describe()
     if finished is None or finished.compiled:
@@ -285,34 +282,21 @@ def _layer_row(
         return LayerSummary(index, settings, _UNKNOWN, _UNKNOWN, reason)
     if layer is None:
         return LayerSummary(index, None, "dense", "host", _NOT_PATCHED)
-    calls = finished.entries.get(index)
+    calls = finished.calls.get(index)
     if not calls:
-        choice = _exact_choice(layer, finished)
-        backend = "native" if choice.backend == "native" else "host"
-        return LayerSummary(index, settings, "dense", backend, choice.reason)
+        return LayerSummary(index, settings, _UNKNOWN, _UNKNOWN, "the layer did not run")
     texts = ((call.form, call.backend, call.reason) for call in calls)
     form, backend, reason = (" / ".join(dict.fromkeys(parts)) for parts in zip(*texts, strict=True))
     return LayerSummary(index, settings, form, backend, reason, calls)
 
 
-def _exact_choice(layer: ScreenedLayer, finished: FinishedPass) -> Choice:
-    """Return what ran exact attention in a layer without a log, as decided from shapes."""
-    decision, key = layer.decision, finished.key
-    if decision is None or key is None:
-        return Choice("dense", _DENSE)
-    made = [(other, choice) for other, choice in decision.choices.items() if choice is not None]
-    # Attention has a batch of its own in packed images, and tokens with two axes have no such key.
-    made.sort(key=lambda one: (one[0] == key, one[0][1] == key[1], one[0][2:] == key[2:]))
-    return made[-1][1] if made else Choice("dense", _DENSE)
-
-
 def _reduced_summary(model: nn.Module, reduction: TokenReduction) -> Summary:
-    state, policy = reduction.finished.current, str(reduction.policy)
+    state, policy = reduction.thread.finished, str(reduction.policy)
     title, notes = f"{type(model).__name__}, reduced by {policy}", ()
     if state is None:
         rows = tuple(BlockSummary(i, policy, None, None) for i in range(reduction.depth))
         return Summary(title, rows, (f"{_NOT_CALLED[0].upper()}{_NOT_CALLED[1:]}.",))
-    before = (reduction.token_grid.prefix + state.grid.size, *state.kept)
+    before = (reduction.passes.prefix + state.grid.size, *state.kept)
     rows = tuple(
         BlockSummary(i, policy, kept, before[i] - kept) for i, kept in enumerate(state.kept)
     )

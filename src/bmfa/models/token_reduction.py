@@ -1,5 +1,6 @@
 """Token reduction inside a model: its blocks, its attention, and the state of a forward pass."""
 
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -9,14 +10,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
+from bmfa.checks import is_compiling
 from bmfa.grid import Grid
 from bmfa.merging import LayerState, Policy
 from bmfa.merging.dispatch import Backend, proportional_attention
 from bmfa.merging.operation import pool
-from bmfa.models.forward_state import ForwardState, is_recomputing
-from bmfa.models.hosts.base import AttentionFunction, BlockLayout, is_noop
+from bmfa.models.families import BlockLayout
 from bmfa.models.override import override_of
-from bmfa.models.token_grid import TokenGrid
+from bmfa.models.passes import Passes, PerThread, current_graph_task, is_recomputing, mark, marked
+from bmfa.models.screened_layer import AttentionFunction
 
 
 @dataclass(eq=False)
@@ -35,7 +37,7 @@ class ReductionState:
     unmerge_matrices: tuple[Tensor, ...] = ()  # of every block that transformed them
     kept: tuple[int, ...] = ()  # tokens that each block so far left, for `bmfa.summary`
     # If the last block returned the full grid: its output, and the tokens it was made from.
-    returned: Tensor | None = None
+    returned: weakref.ref[Tensor] | None = None
     merged: Tensor | None = None
     # Left by the attention of the running block for its policy.
     keys: Tensor | None = None  # (B, heads, T, d)
@@ -56,23 +58,36 @@ class ReductionState:
 
 
 @dataclass(eq=False)
+class _Thread:
+    """The states of the passes in a thread."""
+
+    state: ReductionState | None = None
+    graph_task: int = -1  # the backward pass in which the state was set
+    running: ReductionState | None = None  # of the block that runs
+    finished: ReductionState | None = None
+    exposing: bool = False  # True while a method runs that returns the outputs of blocks
+
+
+@dataclass(eq=False)
 class TokenReduction:
     """The reduction of one model: its policy, and the states of its forward passes.
 
     Copies and pickles of a model include the policy, but no states.
     """
 
-    token_grid: TokenGrid
+    passes: Passes
     policy: Policy
     blocks: tuple[nn.Module, ...]
     backend: Backend
     dense: bool  # True if the last block returns the full grid
     expose: bool  # True if every block does whose output something reads
     planned: Grid | None = None  # the grid that the policy was chosen for; None for any
-    passes: ForwardState[ReductionState] = field(default_factory=ForwardState)
-    finished: ForwardState[ReductionState] = field(default_factory=ForwardState)
-    # True while a method runs that returns the outputs of blocks.
-    exposing: ForwardState[bool] = field(default_factory=ForwardState)
+    threads: PerThread[_Thread] = field(default_factory=partial(PerThread, _Thread))
+
+    @property
+    def thread(self) -> _Thread:
+        """The states of this thread."""
+        return self.threads.get()
 
     @property
     def depth(self) -> int:
@@ -87,20 +102,38 @@ class TokenReduction:
                 "example to all inputs; use torch.compile or torch.export.export"
             )
         start = self._state_before(layer, x)
-        expected = start.tokens if start.returned is None else self._all_tokens(start)
+        expected = start.tokens if start.merged is None else self._all_tokens(start)
         if start.layer != layer or x.shape[1] != expected:
             raise RuntimeError(
                 f"block {layer} runs on {x.shape[1]} tokens, but block {start.layer} on {expected} was "
                 "next; call the whole model, or apply gradient checkpointing to whole blocks"
             )
-        self.passes.attach(x, start)
-        if start.returned is None or start.merged is None:
-            return start.copy(), x
-        return start.copy(), self._merged_tokens(start, start.returned, start.merged, x)
+        if start.merged is not None and not is_compiling() and marked(x, self) is None:
+            raise RuntimeError(
+                f"the tokens that block {layer - 1} returned were replaced before block {layer}, which "
+                "works on merged ones; remove the hook that replaces them, or call bmfa.unpatch(model)"
+            )
+        mark(x, self, start)
+        state = start.copy()
+        self._set(state)
+        return state, x if start.merged is None else self._merged_tokens(start, start.merged, x)
+
+    def _set(self, state: ReductionState) -> None:
+        self.thread.state = state
+        if not is_compiling():
+            self.thread.graph_task = current_graph_task()
+
+    @property
+    def state(self) -> ReductionState | None:
+        """The state of the running pass, in a backward pass only if it was set there."""
+        thread = self.thread
+        if is_recomputing() and thread.graph_task != current_graph_task():
+            return None
+        return thread.state
 
     def attention(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         """Compute the attention of the running block; its state keeps keys and mass."""
-        state = self.passes.current
+        state = self.thread.running
         if state is None or k.shape[2] != state.tokens:
             raise RuntimeError(
                 f"attention over {k.shape[2]} tokens runs outside of its block; call the whole model, "
@@ -111,7 +144,7 @@ class TokenReduction:
         size = state.size if self.policy.proportional else None
         if size is None and not reads_mass:
             return scaled_dot_product_attention(q, k, v, scale=scale)
-        size, prefix = _ones(k) if size is None else size, self.token_grid.prefix
+        size, prefix = _ones(k) if size is None else size, self.passes.prefix
         output, state.mass = proportional_attention(
             q, k, v, size, scale=scale, prefix=prefix, mass=reads_mass, backend=self.backend
         )
@@ -127,7 +160,7 @@ class TokenReduction:
             state.layer,
             self.depth,
             state.grid,
-            self.token_grid.prefix,
+            self.passes.prefix,
             x,
             _ones(state.keys) if state.size is None else state.size,
             state.keys,
@@ -159,17 +192,19 @@ class TokenReduction:
         if (state.full_grid or (last and self.dense)) and state.tokens < self._all_tokens(state):
             output = self.unmerge(state, x)
             if not last:
-                state.returned, state.merged = output, x
+                state.merged = x
+                if not is_compiling():
+                    state.returned = weakref.ref(output)
         if last:
             state.size = None if state.size is None else state.size.detach()
-            self.finished.set(state)
-        self.passes.attach(output, state)
-        self.passes.set(state)
+            self.thread.finished = state
+        mark(output, self, state)
+        self._set(state)
         return output
 
     def unmerge(self, state: ReductionState, tokens: Tensor) -> Tensor:
         """Return (B, prefix + N, C) from the tokens (B, T, C) that are left."""
-        prefix = self.token_grid.prefix
+        prefix = self.passes.prefix
         if state.unmerge_matrices:
             first, *others = state.unmerge_matrices
             matrix = torch.linalg.multi_dot(state.unmerge_matrices) if others else first
@@ -199,7 +234,7 @@ class TokenReduction:
             return tuple(self.merged_rotations(state, table) for table in tables)
         if not state.assignments:
             return tables
-        prefix = self.token_grid.prefix
+        prefix = self.passes.prefix
         source = _compose(state.assignments)[:, prefix:]  # (B, N)
         table = tables[(None,) * (4 - tables.dim())]  # (B or 1, heads or 1, N, D)
         batch, heads = len(source), table.shape[1]
@@ -211,18 +246,20 @@ class TokenReduction:
 
     def _state_before(self, layer: int, x: Tensor) -> ReductionState:
         """Return the state in which a block starts that receives x."""
-        attached = self.passes.find(x)
+        attached: ReductionState | None = marked(x, self)
         if layer == 0 and (attached is None or not is_recomputing()):
-            grid = self.token_grid.of_attention(x.shape[1], self.token_grid.of_block(0, x))
+            begun = None if is_compiling() or is_recomputing() else self.passes.enter_first(x)
+            images = self.passes.images if begun is None else begun.images
+            grid = self.passes.grid_of(x.shape[1], images if isinstance(images, Grid) else None)
             if self.planned is not None and grid != self.planned:
                 raise ValueError(
                     f"the plan is for a {self.planned.height}x{self.planned.width} grid of tokens, and "
                     f"the image has {grid.height}x{grid.width}; make a plan for this size with "
                     "bmfa.tune_reduction, or pass images of the size of the plan"
                 )
-            self.policy.check(grid, self.token_grid.prefix, self.depth)
+            self.policy.check(grid, self.passes.prefix, self.depth)
             return ReductionState(grid, x.shape[1], self.expose and self._reads_block_outputs())
-        state = self.passes.current if attached is None else attached
+        state = self.state if attached is None else attached
         if state is None:
             raise RuntimeError(
                 f"block {layer} runs without a forward pass of the model; call the whole model, or "
@@ -232,24 +269,18 @@ class TokenReduction:
 
     def _reads_block_outputs(self) -> bool:
         hooks = (block._forward_hooks or block._forward_pre_hooks for block in self.blocks)
-        return bool(self.exposing.current) or any(hooks)
+        return self.thread.exposing or any(hooks)
 
     def _all_tokens(self, state: ReductionState) -> int:
-        return self.token_grid.prefix + state.grid.size
+        return self.passes.prefix + state.grid.size
 
-    def _merged_tokens(
-        self, start: ReductionState, returned: Tensor, merged: Tensor, x: Tensor
-    ) -> Tensor:
+    def _merged_tokens(self, start: ReductionState, merged: Tensor, x: Tensor) -> Tensor:
         """Return the tokens from which the full grid x was made."""
-        same = x is returned and (torch.is_grad_enabled() or not x.requires_grad)
-        if same or torch.compiler.is_compiling():
+        if is_compiling():
             return merged
-        if x.untyped_storage()._cdata != returned.untyped_storage()._cdata:
-            raise RuntimeError(
-                f"the tokens that block {start.layer - 1} returned were replaced before block "
-                f"{start.layer}, which works on merged ones; remove the hook that replaces them, or "
-                "call bmfa.unpatch(model)"
-            )
+        returned = None if start.returned is None else start.returned()
+        if x is returned and (torch.is_grad_enabled() or not x.requires_grad):
+            return merged
         # Reentrant checkpointing detached the grid; gradients must flow through x.
         if start.unmerge_matrices:
             raise RuntimeError(
@@ -269,7 +300,7 @@ class TokenReduction:
         """
         source = _compose(state.assignments)
         if self.policy.prunes:
-            prefix = self.token_grid.prefix
+            prefix = self.passes.prefix
             filled = torch.stack([_fill_pruned(row, state.grid) for row in source[:, prefix:]])
             source = torch.cat((source[:, :prefix], filled), 1)
         return source
@@ -283,15 +314,16 @@ class ReducedBlock:
     layout: BlockLayout
     reduction: TokenReduction
 
-    def uses_host(self, x: Any) -> bool:
-        """False: every block works on the reduced tokens."""
-        return False
-
-    def run(self, module: nn.Module, forward: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def run(self, module: nn.Module, method: Any, *args: Any, **kwargs: Any) -> Tensor:
         """Compute the output of the block."""
-        state, x = self.reduction.begin_block(self.layer, x)
-        branches = partial(self._run_branches, module, state, x, *args, **kwargs)
-        return self.reduction.end_block(state, self.reduction.passes.run_with(state, branches))
+        state, x = self.reduction.begin_block(self.layer, args[0])
+        thread = self.reduction.thread
+        before, thread.running = thread.running, state
+        try:
+            x = self._run_branches(module, state, x, *args[1:], **kwargs)
+        finally:
+            thread.running = before
+        return self.reduction.end_block(state, x)
 
     def _run_branches(
         self, module: nn.Module, state: ReductionState, x: Tensor, *args: Any, **kwargs: Any
@@ -314,17 +346,13 @@ class ExposedBlocks:
 
     reduction: TokenReduction
 
-    def uses_host(self, x: Any) -> bool:
-        """False: the blocks must know that the method runs."""
-        return False
-
-    def run(self, module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def run(self, module: nn.Module, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Compute what the method returns."""
-        self.reduction.exposing.set(True)
+        self.reduction.thread.exposing = True
         try:
-            return forward(*args, **kwargs)
+            return method(*args, **kwargs)
         finally:
-            self.reduction.exposing.set(False)
+            self.reduction.thread.exposing = False
 
 
 @dataclass(eq=False)
@@ -338,7 +366,14 @@ class ReducedAttention(AttentionFunction):
         return str(self.reduction.policy)
 
     def compute(
-        self, q: Tensor, k: Tensor, v: Tensor, scale: float, valid: Tensor | None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        scale: float,
+        valid: Tensor | None,
+        grid: Grid | None,
+        query_grid: Grid | None,
     ) -> Tensor:
         """Run the attention of the block that is being reduced."""
         if valid is not None:
@@ -360,7 +395,7 @@ def _run_parts(block: nn.Module, names: tuple[str, ...] | list[str], x: Tensor) 
         part = getattr(block, name)
         if isinstance(part, Tensor):
             x = part * x
-        elif part is not None and not is_noop(part):
+        elif part is not None:
             x = part(x)
     return x
 

@@ -1,1 +1,0 @@
-"""How the attention of each library is found and replaced."""

@@ -1,0 +1,405 @@
+"""The forward passes of a patched or reduced model: their images, and what their layers did.
+
+A hook of the patch projection begins a pass, and hooks of the blocks say which pass their tokens belong
+to. Every thread has a current pass. The tokens between blocks carry their pass as an attribute of their
+storage, which gradient checkpointing shares when it detaches a tensor, so a block that is recomputed in
+a backward pass, or that runs in turn with the blocks of another pass, finds its own.
+"""
+
+import threading
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Generic, TypeAlias, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from bmfa.attention.result import ErrorEstimate, Stats
+from bmfa.attention.tiling import Tiling, tokens_to_tiles
+from bmfa.checks import is_compiling
+from bmfa.grid import Grid
+from bmfa.models.packing import Packing
+
+# Token counts whose grid is remembered for recomputation inside a block; later ones are refused there.
+_MAX_SIZES = 256
+# The id of the backward pass that this thread runs, -1 outside of backward passes.
+current_graph_task: Callable[[], int] = torch._C._current_graph_task_id
+
+# The grid of all images of a pass, or where the tokens of each image are.
+Images: TypeAlias = Grid | Packing
+State = TypeVar("State")
+
+
+def is_recomputing() -> bool:
+    """True in a backward pass, where gradient checkpointing reruns modules."""
+    return not is_compiling() and current_graph_task() >= 0
+
+
+@dataclass(frozen=True, eq=False)
+class LayerCall:
+    """One call of a patched layer, for `bmfa.summary`: small tensors, but neither q, k, v nor trees."""
+
+    form: str
+    backend: str
+    reason: str
+    grid: Grid | None = None
+    expanded_count: Tensor | None = None  # (B, heads, groups)
+    valid: Tensor | None = None  # (B or 1, N)
+    measure_error: Callable[[], ErrorEstimate] | None = None
+    in_cuda_graph: bool = False  # True if a replay of the graph may change the tensors
+
+    @classmethod
+    def from_stats(cls, stats: Stats, grid: Grid, valid: Tensor | None) -> "LayerCall":
+        """Keep what is shown of a call of `screened_attention`."""
+        count = stats.expanded_count
+        in_graph = count is not None and count.is_cuda and torch.cuda.is_current_stream_capturing()
+        result = (stats.form, stats.backend, stats.reason, grid, count, valid)
+        return cls(*result, stats.measure_error, in_graph)
+
+    @property
+    def density(self) -> float | None:
+        """Mean share of the tiles that a group of queries expands, as in `Stats.density`."""
+        if self.form == "dense":
+            return 1.0
+        if self.grid is None or self.expanded_count is None or self.in_cuda_graph:
+            return None
+        tiling, counts = Tiling(self.grid), self.expanded_count.double()
+        if self.valid is None:
+            return float(counts.mean()) / tiling.tiles
+        valid = self.valid[:, None, :, None]
+        tiles, groups = (
+            tokens_to_tiles(valid, x, torch.bool).squeeze(-1).any(-1)
+            for x in (tiling, tiling.queries)
+        )  # (B or 1, T) and (B or 1, R)
+        shares = counts / tiles.sum(-1).view(-1, 1, 1)
+        return float(shares[groups.unsqueeze(1).expand_as(shares)].mean())
+
+    @property
+    def error(self) -> ErrorEstimate | None:
+        """The measured error, as in `Stats.error`, without its warning."""
+        return None if self.measure_error is None or self.in_cuda_graph else self.measure_error()
+
+
+@dataclass(eq=False)
+class ForwardPass:
+    """One forward pass of a model."""
+
+    images: Images | None
+    calls: dict[int, list[LayerCall]] = field(default_factory=dict)  # by layer
+    block: int = -1  # the last block that began
+    inside: bool = False  # True while that block runs
+    outer: "ForwardPass | None" = None  # the pass whose block runs this one, by a hook
+    ambiguous: bool = False  # True if its images may be those of an abandoned pass
+    problem: str = ""  # why the images are None
+    compiled: bool = False  # True if the pass ran in a compiled graph; nothing is known of it then
+    output: tuple[Any, ...] = ()  # shape, dtype and device of the tokens behind the last block
+
+    def fits(self, tokens: Tensor, special: int) -> bool:
+        """True if the tokens (B, tokens, C) may be those of the images."""
+        if not isinstance(self.images, Grid):
+            return True
+        return tokens.dim() != 3 or tokens.shape[1] == special + self.images.size
+
+
+class PerThread(Generic[State]):
+    """A state for each thread. Copies and pickles start without any."""
+
+    def __init__(self, make: Callable[[], State]) -> None:
+        self._make = make
+        self._local = threading.local()
+
+    def __reduce__(self) -> Any:
+        return PerThread, (self._make,)
+
+    def get(self) -> State:
+        """Return the state of this thread."""
+        state: State | None = getattr(self._local, "state", None)
+        if state is None:
+            self._local.state = state = self._make()
+        return state
+
+
+@dataclass(eq=False)
+class _Thread:
+    """The passes of a thread."""
+
+    current: ForwardPass | None = None
+    graph_task: int = -1  # the backward pass in which `current` was set
+    begun: tuple[ForwardPass, ...] = ()  # passes that have not reached the first block
+    entered: "tuple[weakref.ref[ForwardPass], ...]" = ()  # passes beyond it whose tokens live
+    finished: ForwardPass | None = None  # the last one that left the last block
+    traced: Images | None = None  # of the pass that torch.compile traces
+
+
+@dataclass(eq=False)
+class Passes:
+    """The forward passes of one model, and the layout of its tokens."""
+
+    prefix: int = 0  # tokens before the grid
+    suffix: int = 0  # tokens behind the grid, such as detection tokens
+    threads: PerThread[_Thread] = field(default_factory=partial(PerThread, _Thread))
+    handles: list[Any] = field(default_factory=list)  # of hooks
+    # By token count: the grid of all passes so far, or None if several grids have that many tokens.
+    sizes: dict[int, Grid | None] = field(default_factory=dict)
+    warned: set[Grid] = field(default_factory=set)  # grids that a plan is not for
+    compiled: bool = False  # True if torch.compile has traced the model
+    depth: int = 0  # number of layers
+    idle: set[int] = field(default_factory=set)  # layers that must run in the first pass
+    # Blocks of the model whose attention is not a layer, and what it is instead.
+    other_blocks: dict[int, str] = field(default_factory=dict)
+
+    @property
+    def thread(self) -> _Thread:
+        """The passes of this thread."""
+        return self.threads.get()
+
+    @property
+    def special(self) -> int:
+        """The number of tokens that are not on the grid; their keys stay exact."""
+        return self.prefix + self.suffix
+
+    def watch(self, vit: Any) -> None:
+        """Begin a pass at the patch projection, or with a reader of its own, and follow the blocks."""
+        for layer, block in enumerate(vit.blocks):
+            hooks = BlockHooks(self, layer, last=layer == len(vit.blocks) - 1)
+            self.handles.append(block.register_forward_pre_hook(hooks.enter))
+            self.handles.append(block.register_forward_hook(hooks.leave))
+        if vit.reader is None:
+            self.handles.append(vit.projection.register_forward_hook(self.read_grid))
+        else:
+            vit.reader(self).watch(vit.tower)
+
+    def remove(self) -> None:
+        """Remove all hooks."""
+        for handle in self.handles:
+            handle.remove()
+        self.handles = []
+
+    def read_grid(self, module: nn.Module, inputs: Any, output: Tensor) -> None:
+        """Forward hook of the projection."""
+        height, width = output.shape[-2:]
+        # Integers, not symbols: whatever depends on a grid is a constant of a compiled graph.
+        self.begin(Grid(int(height), int(width)))
+
+    def begin(self, images: Images | None) -> None:
+        """Begin a forward pass in this thread."""
+        thread = self.thread
+        if is_compiling():
+            thread.traced, thread.current = images, None
+            return
+        begun, before = ForwardPass(images), thread.current
+        begun.outer = before if before is not None and before.inside else None
+        thread.traced, thread.current = None, begun
+        thread.graph_task = current_graph_task()
+        thread.begun = (*(p for p in thread.begun if p.images != images), begun)
+        if isinstance(images, Grid) and images.size not in self.sizes:
+            if len(self.sizes) < _MAX_SIZES:
+                self.sizes[images.size] = images
+        elif isinstance(images, Grid) and self.sizes[images.size] != images:
+            self.sizes[images.size] = None
+
+    def enter_first(self, tokens: Tensor, found: ForwardPass | None = None) -> ForwardPass | None:
+        """Return the pass whose tokens the first block receives, None if there is none.
+
+        Args:
+            tokens: (B, tokens, C).
+            found: The pass that these tokens have been through, if they run a second time.
+        """
+        thread = self.thread
+        fitting = [begun for begun in thread.begun if begun.fits(tokens, self.special)]
+        if fitting:
+            # The latest: an exception, or a call of the projection alone, has left the others.
+            latest = fitting[-1]
+            latest.ambiguous = any(begun.images != latest.images for begun in fitting)
+            thread.begun = tuple(begun for begun in thread.begun if begun not in fitting)
+            living = (entered for entered in thread.entered if entered() is not None)
+            thread.entered = (*living, weakref.ref(latest))
+            return latest
+        found = thread.current if found is None else found
+        if found is None or not found.ambiguous:
+            return None if found is None else ForwardPass(found.images)
+        return ForwardPass(
+            None,
+            problem="images with different grids and the same number of tokens went through the patch "
+            "embedding before any of them reached the first block, so the grid of these tokens is "
+            "ambiguous; run one image through the model after the other",
+        )
+
+    @property
+    def images(self) -> Images | None:
+        """The images of the running pass, None if they are not known.
+
+        In a backward pass they are not, unless they were set in this backward pass: those of a
+        forward pass may belong to another input than the block that is recomputed.
+        """
+        thread = self.thread
+        if thread.traced is not None or thread.current is None:
+            return thread.traced
+        if is_recomputing() and thread.graph_task != current_graph_task():
+            return None
+        return thread.current.images
+
+    def set_grid(self, grid: Grid) -> None:
+        """Set the grid of the running pass, in models whose layers have several."""
+        if is_compiling() or self.thread.current is None:
+            self.thread.traced = grid
+        else:
+            self.thread.current.images = grid
+
+    def layout(self, tokens: int) -> Images | None:
+        """Return the images of attention over a number of tokens, None if they are not known."""
+        images = self.images
+        other = isinstance(images, Grid) and images.size != tokens - self.special
+        return None if other else images
+
+    def grid_of(self, tokens: int, grid: Grid | None = None) -> Grid:
+        """Return the grid of the running block, or the given one, if it fits the number of tokens.
+
+        Raises:
+            RuntimeError: If no grid is known.
+            ValueError: If the prefix and the grid do not make up the tokens.
+        """
+        if grid is None and isinstance(images := self.images, Grid):
+            grid = images
+        if grid is None and is_recomputing():
+            grid = self.sizes.get(tokens - self.special)
+            if grid is None:
+                raise RuntimeError(
+                    f"attention over {tokens} tokens is recomputed in a backward pass and its grid is "
+                    "unknown; apply gradient checkpointing to whole blocks or to the model"
+                )
+        if grid is None:
+            current = self.thread.current
+            raise RuntimeError(
+                (current is not None and current.problem)
+                or "no image went through the patch embedding in this thread; call the model itself, "
+                "not one of its blocks"
+            )
+        if self.special + grid.size != tokens:
+            suffix = f" and {self.suffix} tokens behind it" if self.suffix else ""
+            raise ValueError(
+                f"attention over {tokens} tokens, but {self.prefix} prefix tokens and a "
+                f"{grid.height}x{grid.width} grid{suffix} make {self.special + grid.size}; screening "
+                "needs all of them: switch off whatever drops or merges tokens"
+            )
+        return grid
+
+    def log(self, layer: int, call: LayerCall) -> None:
+        """Note a call of a layer in the running pass; a compiled graph notes nothing."""
+        if is_compiling():
+            return
+        current = self.thread.current
+        if current is not None and not is_recomputing():
+            current.calls.setdefault(layer, []).append(call)
+
+    def finish(self, running: ForwardPass | None, tokens: Any) -> None:
+        """Note that the running pass has left the last block."""
+        if is_compiling():
+            self.mark_compiled()
+            self.thread.traced = None  # what is left at the end of a graph would be an output of it
+        elif running is not None and isinstance(tokens, Tensor) and not is_recomputing():
+            running.output = (tuple(tokens.shape), tokens.dtype, tokens.device)
+            self.thread.finished = running
+            self.thread.current, running.outer = running.outer or running, None
+
+    def mark_compiled(self) -> None:
+        """Note that the pass of this thread is traced: a compiled graph does not write this log."""
+        self.compiled = True
+        self.thread.finished = ForwardPass(None, compiled=True)
+
+    # torch.compile calls this function while it traces. The mark is that of
+    # torch.compiler.assume_constant_result, which would load the compiler on import.
+    mark_compiled._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+@dataclass(eq=False)
+class BlockHooks:
+    """Hooks of one block that set the current pass to that of the tokens."""
+
+    passes: Passes
+    layer: int
+    last: bool
+
+    def enter(self, module: nn.Module, args: Any) -> None:
+        """Forward pre-hook."""
+        if is_compiling():
+            return
+        tokens = args[0] if args and isinstance(args[0], Tensor) else None
+        running = None if tokens is None else self._find(tokens)
+        if running is None:
+            running = self.passes.thread.current
+        if running is None:
+            return
+        thread = self.passes.thread
+        thread.current, thread.graph_task = running, current_graph_task()
+        running.block, running.inside = self.layer, True
+        if tokens is not None:
+            mark(tokens, self.passes, running)
+
+    def leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        """Forward hook."""
+        tokens, thread = first_tensor(output), self.passes.thread
+        if not is_compiling():
+            running = None
+            if args and isinstance(args[0], Tensor):
+                running = marked(args[0], self.passes)
+            thread.current = running = thread.current if running is None else running
+            if running is not None:
+                running.inside = False
+                if isinstance(tokens, Tensor):
+                    mark(tokens, self.passes, running)
+        if self.last:
+            self.passes.finish(thread.current, tokens)
+
+    def _find(self, tokens: Tensor) -> ForwardPass | None:
+        """Return the pass of the tokens that the block receives, None if they do not say."""
+        found: ForwardPass | None = marked(tokens, self.passes)
+        if is_recomputing():
+            return found
+        if self.layer == 0:
+            return self.passes.enter_first(tokens, found)
+        return found or self._unmarked()
+
+    def _unmarked(self) -> ForwardPass | None:
+        """Return the pass of tokens that no block has returned, such as a copy."""
+        before, current = self.layer - 1, self.passes.thread.current
+        if current is None:
+            return None
+        running = (entered() for entered in self.passes.thread.entered)
+        others = (one.images for one in running if one is not None and one.block == before)
+        if current.block == before and all(images == current.images for images in others):
+            return current
+        return ForwardPass(
+            None,
+            problem=f"block {self.layer} receives tokens that block {before} did not return, so their "
+            "grid is unknown; run one image through the model after the other, and all blocks in turn",
+        )
+
+
+def mark(tokens: Tensor, passes: object, state: object) -> None:
+    """Associate the state of a pass with the storage of the tokens for as long as that lives."""
+    storage = None if is_compiling() else _storage(tokens)
+    if storage is not None:
+        storage.bmfa_pass = (passes, state)
+
+
+def marked(tokens: Tensor, passes: object) -> Any:
+    """Return the state that `mark` has associated with the tokens, None if there is none."""
+    if is_compiling():
+        return None
+    owner, state = getattr(_storage(tokens), "bmfa_pass", (None, None))
+    return state if owner is passes else None
+
+
+def _storage(tokens: Tensor) -> Any:
+    try:
+        return tokens.untyped_storage()
+    except (NotImplementedError, RuntimeError):
+        return None  # tensors inside torch.func transforms
+
+
+def first_tensor(output: Any) -> Any:
+    """Return the tokens that a block returns, alone or first in a tuple."""
+    return output[0] if isinstance(output, tuple) and output else output
