@@ -16,9 +16,9 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 
 import bmfa
+from bmfa.models import described as generic
 from bmfa.models import patch, record, unpatch
 from bmfa.models.families import find_vision_transformer
-from bmfa.models import described as generic
 from bmfa.models.screened_layer import screened_layers
 from models.host_models import CPU_BACKEND
 

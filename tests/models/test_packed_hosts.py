@@ -18,11 +18,11 @@ from bmfa import Grid, rules
 from bmfa.evidence.bench.inputs import check_one_grid
 from bmfa.models import patch, record, unpatch
 from bmfa.models.families import find_vision_transformer
-from bmfa.models.replacement import replacements_in
-from bmfa.models.relative import with_relative_positions
 from bmfa.models.loading import check_img_size
 from bmfa.models.measures import MEASURES
 from bmfa.models.packing import pack, raster_order
+from bmfa.models.relative import with_relative_positions
+from bmfa.models.replacement import replacements_in
 from bmfa.models.screened_layer import LayerInputs, observe, screened_layers
 from models.packed_models import PACKED, SEQUENCES, SIZES, Inputs, make_packed
 

@@ -17,8 +17,8 @@ if find_spec("timm") is None or find_spec("transformers") is None:
 import bmfa
 from bmfa.models import final_tokens, patch, reduce, unpatch
 from bmfa.models.families import find_vision_transformer
-from bmfa.models.screened_layer import ScreenedLayer, screened_layers
 from bmfa.models.passes import Passes
+from bmfa.models.screened_layer import ScreenedLayer, screened_layers
 from models.supported_models import SUPPORTED, call, inputs_of, make_supported, table
 
 # All tiles are expanded, or every leaf is one token.

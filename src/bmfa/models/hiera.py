@@ -57,12 +57,15 @@ class HieraAttention(InterceptedAttention):
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Run the function of the layer on tokens in raster order."""
+        grid = self.function.passes.grid_of(
+            key.shape[2], self.keys.grid
+        )  # all tokens must be there
         queries = self.queries or self.keys
         output = self.function(
             queries.to_raster(query),
             self.keys.to_raster(key),
             self.keys.to_raster(value),
-            grid=self.function.passes.grid_of(key.shape[2], self.keys.grid),
+            grid=grid,
             query_grid=None if self.queries is None else queries.grid,
         )
         return queries.from_raster(output)

@@ -209,23 +209,26 @@ class Passes:
         """
         thread = self.thread
         fitting = [begun for begun in thread.begun if begun.fits(tokens, self.special)]
+        found = thread.current if found is None else found
         if fitting:
             # The latest: an exception, or a call of the projection alone, has left the others.
-            latest = fitting[-1]
-            latest.ambiguous = any(begun.images != latest.images for begun in fitting)
+            entered = fitting[-1]
+            entered.ambiguous = any(begun.images != entered.images for begun in fitting)
             thread.begun = tuple(begun for begun in thread.begun if begun not in fitting)
-            living = (entered for entered in thread.entered if entered() is not None)
-            thread.entered = (*living, weakref.ref(latest))
-            return latest
-        found = thread.current if found is None else found
-        if found is None or not found.ambiguous:
-            return None if found is None else ForwardPass(found.images)
-        return ForwardPass(
-            None,
-            problem="images with different grids and the same number of tokens went through the patch "
-            "embedding before any of them reached the first block, so the grid of these tokens is "
-            "ambiguous; run one image through the model after the other",
-        )
+        elif found is None:
+            return None
+        elif found.ambiguous:
+            return ForwardPass(
+                None,
+                problem="images with different grids and the same number of tokens went through the "
+                "patch embedding before any of them reached the first block, so the grid of these "
+                "tokens is ambiguous; run one image through the model after the other",
+            )
+        else:
+            entered = ForwardPass(found.images)
+        living = (one for one in thread.entered if one() is not None)
+        thread.entered = (*living, weakref.ref(entered))
+        return entered
 
     @property
     def images(self) -> Images | None:

@@ -190,8 +190,9 @@ def install_layers(
 
     def make(passes: Passes) -> list[ScreenedLayer]:
         layers = [ScreenedLayer(index, passes, options[index]) for index in sorted(options)]
-        for layer in layers if planned is not None else ():
-            layer.planned = planned[layer.layer] if layer.options["error"] else None
+        if planned is not None:
+            for layer in layers:
+                layer.planned = planned[layer.layer] if layer.options["error"] else None
         return layers
 
     install_functions(vit, make)
