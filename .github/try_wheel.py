@@ -16,7 +16,9 @@ def main(word: str = "") -> None:
     objects = sorted(package.glob("attention/kernels/native/tiles-*.so"))
     assert bool(objects) == (word != "pure"), objects
     for path in objects:
-        print(path.name, "vectors of", ctypes.CDLL(str(path)).bmfa_vector_width(), "floats")
+        sources = ctypes.CDLL(str(path)).bmfa_sources
+        sources.restype = ctypes.c_char_p
+        print(path.name, "of sources", sources().decode())
     if word != "objects":
         attend(word == "pure")
 
@@ -34,7 +36,7 @@ def attend(pure: bool) -> None:
     output, stats = bmfa.screened_attention(q, k, v, grid=(64, 64), error=0.03)
     exact = torch.nn.functional.scaled_dot_product_attention(q, k, v)
     error = float((output - exact).norm() / exact.norm())
-    print(stats.backend, stats.why, f"error {error:.4f}")
+    print(stats.backend, stats.reason, f"error {error:.4f}")
     assert error < 0.06  # twice the target, which is estimated from a sample
 
 

@@ -63,6 +63,8 @@ def test_every_set_is_compiled_once_and_loaded_in_one_process(stub, monkeypatch)
     monkeypatch.delenv("BMFA_NATIVE")
     monkeypatch.setenv("CXX", "false")  # is not run: nothing is out of date
     assert stub.compile_all() == (list(SETS), None)
+    monkeypatch.setenv("BMFA_NATIVE", "off")  # leaves them out of a wheel all the same
+    assert stub.compile_all()[0] == []
 
 
 @needs_compiler

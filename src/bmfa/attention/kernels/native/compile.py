@@ -97,8 +97,13 @@ def compile_all(folder: Path = FOLDER) -> tuple[list[str], str | None]:
     """
     built: list[str] = []
     try:
-        reason = _compile_missing(folder)
-        built = [name for name in known_sets() if _is_current(name, folder)]
+        if os.environ.get("BMFA_NATIVE", "").strip().lower() == "off":
+            reason: str | None = (
+                f"BMFA_NATIVE was off at installation; with g++ or clang, run {COMMAND}"
+            )
+        else:
+            reason = _compile_missing(folder)
+            built = [name for name in known_sets() if _is_current(name, folder)]
     except (OSError, ValueError) as error:  # an unreadable source, an unbalanced quote in CXX
         reason = f"the kernels were not compiled ({error}); run {COMMAND}"
     with contextlib.suppress(OSError):  # the folder is read-only; the reason is still returned
@@ -115,8 +120,6 @@ def _compile_missing(folder: Path) -> str | None:
     missing = [name for name in known_sets() if not _is_current(name, folder)]
     if not missing:
         return None
-    if os.environ.get("BMFA_NATIVE", "").strip().lower() == "off":
-        return f"BMFA_NATIVE was off at installation; with g++ or clang, run {COMMAND}"
     compiler = _compiler()
     if not compiler:
         return f"no C++ compiler was found; install g++ or clang and run {COMMAND}"
