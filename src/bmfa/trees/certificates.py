@@ -1,4 +1,4 @@
-"""The error E of trees on queries and keys: exact from the scores, or bounded from mean keys.
+"""The error E of trees on queries and keys, rounded up.
 
 q is (G, Q, d) and already scaled, keys are (G, N, d), trees are a flat batch of G Q.
 """
@@ -8,9 +8,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from bmfa import bounds
-from bmfa.trees.keys import KeyLevels, KeyPyramid, key_scores, query_chunks
-from bmfa.trees.pyramid import Counts, ScorePyramid, machine_epsilon
+from bmfa.trees.keys import key_scores, query_chunks
+from bmfa.trees.pyramid import machine_epsilon
 from bmfa.trees.tree import Tree
 
 # Scores of a chunk, as in `bmfa.trees.build`.
@@ -56,44 +55,6 @@ def exact_error(q: Tensor, keys: Tensor, tree: Tree, prefix_keys: Tensor) -> Ten
     return torch.cat(errors).view(q.shape[:2])
 
 
-def key_certificate(q: Tensor, keys: Tensor, tree: Tree, prefix_keys: Tensor) -> Tensor:
-    """Bound E over all keys without visiting the tokens of leaves that are not expanded.
-
-    The scores of a leaf exceed their mean by at most relu(q) . high - relu(-q) . low, where `high`
-    and `low` are the extremes of its keys minus their mean in each dimension; likewise from below.
-    The two-point bound turns this range into a bound on the gap of the leaf. It is proven, and loose
-    if d is large.
-
-    Args:
-        q: (G, Q, d) scaled queries.
-        keys: (G, N, d) spatial keys.
-        tree: Flat batch of G Q trees.
-        prefix_keys: (G, P, d) keys of prefix tokens, P >= 0.
-
-    Returns:
-        (G, Q) upper bounds in units of the scores.
-    """
-    layout, valid = tree.layout, tree.mask_of_heads(len(q))
-    levels = KeyLevels.of(layout, keys, valid)
-    boxes = _key_boxes(levels, keys.dtype, valid)
-    certificates = []
-    for heads, queries, part in _chunks(q, tree):
-        rows = q[heads, queries]
-        counts = Counts.of(layout, q.dtype, part.valid)
-        pyramid = KeyPyramid(levels, heads, rows, counts, tree.tau)
-        prefix = key_scores(prefix_keys[heads].transpose(0, 1), rows)
-        logits, upper = [prefix / tree.tau], [torch.zeros_like(prefix)]
-        for depth, (low, high) in enumerate(boxes):
-            logits.append(pyramid.mean(depth) / tree.tau + counts.blocks[depth].log())
-            upper.append(_leaf_bound(rows, low[:, heads], high[:, heads], tree.tau))
-        tokens = key_scores(levels.tokens[:, heads], rows)
-        logits.append(tokens / tree.tau)
-        upper.append(torch.zeros_like(tokens))
-        leaves = torch.cat((part.split.new_ones(prefix.shape), part.leaf_nodes()))
-        mass = torch.cat(logits).masked_fill(~leaves, -torch.inf).softmax(0)
-        bound = torch.cat(upper).where(leaves, 0.0)
-        certificates.append(bounds.certificate(mass.T, bound.T, tau=tree.tau))
-    return torch.cat(certificates).view(q.shape[:2])
 
 
 def _chunks(q: Tensor, tree: Tree) -> Iterator[tuple[slice, slice, Tree]]:
@@ -104,31 +65,8 @@ def _chunks(q: Tensor, tree: Tree) -> Iterator[tuple[slice, slice, Tree]]:
         yield heads, queries, tree[start : start + count]
 
 
-def _key_boxes(
-    levels: KeyLevels, dtype: torch.dtype, valid: Tensor | None
-) -> list[tuple[Tensor, Tensor]]:
-    """For each depth, (n, G, d) smallest and largest difference of a block's keys from their mean."""
-    size, heads, dim = levels.tokens.shape
-    if valid is not None and valid.shape[1] > 1:
-        valid = valid.repeat_interleave(dim, 1)  # (N, G d)
-    flat = levels.tokens.reshape(size, heads * dim)
-    counts = Counts.of(levels.layout, dtype, valid)
-    pyramid = ScorePyramid(levels.layout, counts, 1.0, flat, valid)
-    boxes = []
-    for depth, (low, high) in enumerate(zip(pyramid.minima(), pyramid.maxima(), strict=True)):
-        mean = pyramid.mean(depth)
-        boxes.append(((low - mean).view(-1, heads, dim), (high - mean).view(-1, heads, dim)))
-    return boxes
 
 
-def _leaf_bound(q: Tensor, low: Tensor, high: Tensor, tau: float) -> Tensor:
-    """(n, B) two-point bound over the range of scores that (n, g, d) key boxes allow."""
-    positive, negative = q.clamp(min=0), q.clamp(max=0)
-    above = key_scores(high, positive) + key_scores(low, negative)
-    below = key_scores(low, positive) + key_scores(high, negative)
-    return bounds.two_point(
-        below.clamp(max=0), above.clamp(min=0), torch.zeros_like(above), tau=tau
-    )
 
 
 def _score_bound(keys: Tensor, q: Tensor) -> Tensor:

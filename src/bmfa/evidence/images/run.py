@@ -20,7 +20,7 @@ from bmfa.models.families import find_vision_transformer
 from bmfa.models.screened_layer import LayerInputs, observe
 from bmfa.packages import load_package
 from bmfa.records import Record, Row, environment
-from bmfa.trees.certificates import exact_error, key_certificate
+from bmfa.trees.certificates import exact_error
 from bmfa.trees.rules import Rule, parse
 from bmfa.trees.tree import Tree
 
@@ -153,11 +153,10 @@ class Query:
             raise ValueError(f"head is {view.head}; layer {call.layer} has heads 0 to {heads - 1}")
         return cls(head, index, q[head, index][None, None], k[head][None], call.prefix)
 
-    def certificate(self, rule: Rule, tree: Tree) -> float:
-        """Return a proven bound on E, from exact scores if the rule reads them, else from means."""
-        bound = exact_error if rule.needs == "tokens" else key_certificate
+    def certificate(self, tree: Tree) -> float:
+        """Return a proven bound on E, from the exact scores."""
         spatial, before = self.keys[:, self.prefix :], self.keys[:, : self.prefix]
-        return float(bound(self.q, spatial, tree.flat(), before))
+        return float(exact_error(self.q, spatial, tree.flat(), before))
 
 
 def _row(
@@ -214,8 +213,8 @@ def _attention(query: Query, rule: Rule, tree: Tree) -> Row:
         "leaf_percent": 100 * float(tree.leaf_ratio[0]),
         "gap": float(gap(spatial)),
         "error": max(error, 0.0),
-        "certificate": query.certificate(rule, tree),
-        "certificate_from": "scores" if rule.needs == "tokens" else "keys",
+        "certificate": query.certificate(tree),
+        "certificate_from": "scores",
         "moved_percent": 50 * float((full - approximate).abs().sum()),
     }
 
