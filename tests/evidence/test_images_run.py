@@ -145,7 +145,9 @@ def test_the_command_draws_a_figure_and_writes_a_record(
     arguments = ["screen", str(file), "--query", "4,6", "--method", "gamma:0.05"]
     main([*arguments, "--output", str(figure), "--json", str(record)])
     told = capsys.readouterr().out
-    assert "gamma:0.05" in told and f"figure: {figure}" in told and "certificate from scores" in told
+    assert (
+        "gamma:0.05" in told and f"figure: {figure}" in told and "certificate from scores" in told
+    )
     with Image.open(figure) as image:
         assert image.format == "PNG" and image.size[0] > 2 * 880
         assert len(image.convert("RGB").getcolors(1 << 24)) > 500

@@ -8,7 +8,13 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 import merging_oracle
-from bmfa.merging.dispatch import merge_tokens, proportional_attention, unit_mean_keys
+from bmfa.merging.dispatch import (
+    BACKENDS,
+    check_backend,
+    merge_tokens,
+    proportional_attention,
+    unit_mean_keys,
+)
 from bmfa.merging.kernels import eager
 from bmfa.merging.operation import assign_bipartite, match_bipartite, pool
 
@@ -136,6 +142,9 @@ def test_auto_is_eager_on_the_cpu_and_triton_runs_or_raises() -> None:
     assert torch.equal(unit_mean_keys(k, "eager"), expected)
     with pytest.raises(ValueError, match=r"backend='triton' cannot run: .*pass backend='auto'"):
         unit_mean_keys(k, "triton")
+    assert [check_backend(name) for name in BACKENDS] == ["auto", "eager", "triton"]
+    with pytest.raises(ValueError, match="backend is 'cuda'; pass one of auto, eager, triton"):
+        check_backend("cuda")
 
 
 def test_merge_refuses_inputs_that_do_not_fit() -> None:

@@ -49,6 +49,12 @@ def paint(tree: Tree) -> np.ndarray:
     return index
 
 
+def token_boxes(grid: Grid) -> Tensor:
+    """(N, 4) boxes of the tokens in raster order."""
+    top, left = torch.arange(grid.size) // grid.width, torch.arange(grid.size) % grid.width
+    return torch.stack((top, left, top + 1, left + 1), -1)
+
+
 def test_boxes_cover_the_valid_tokens():
     for seed in range(0, 200, 2):
         case = random_case(seed)
@@ -70,6 +76,9 @@ def test_boxes_cover_the_valid_tokens():
             "a leaf without valid tokens"
         )
         assert tree.leaf_ratio.item() == pytest.approx(int(tree.leaf_count) / inside.sum())
+        nodes = torch.cat((*(level.boxes for level in tree.layout.levels), token_boxes(case.grid)))
+        of_nodes = nodes[tree.flat().leaf_nodes().squeeze(1)].tolist()
+        assert sorted(map(tuple, of_nodes)) == sorted(boxes(tree))
 
 
 def test_masked_tokens_belong_to_no_leaf():
