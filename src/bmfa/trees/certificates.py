@@ -55,18 +55,12 @@ def exact_error(q: Tensor, keys: Tensor, tree: Tree, prefix_keys: Tensor) -> Ten
     return torch.cat(errors).view(q.shape[:2])
 
 
-
-
 def _chunks(q: Tensor, tree: Tree) -> Iterator[tuple[slice, slice, Tree]]:
     """Chunks of heads and queries with their trees."""
     for heads, queries in query_chunks(len(q), q.shape[1], tree.grid.size, CHUNK_ELEMENTS):
         start = heads.start * q.shape[1] + queries.start
         count = (heads.stop - heads.start) * (queries.stop - queries.start)
         yield heads, queries, tree[start : start + count]
-
-
-
-
 
 
 def _score_bound(keys: Tensor, q: Tensor) -> Tensor:
