@@ -48,12 +48,6 @@ class PackedHead:
         """Return what the page holds: integers in base64, little-endian, row by row."""
         return {"q": _encode(self.q), "k": _encode(self.k), "step": self.step}
 
-    @classmethod
-    def from_json(cls, content: dict[str, Any], dim: int) -> "PackedHead":
-        """Read what `to_json` returns; `rounding` is not part of it and is NaN."""
-        q, k = (_decode(content[name], dim) for name in ("q", "k"))
-        return cls(q, k, float(content["step"]), float("nan"))
-
 
 def pack_head(q: Array, k: Array, scale: float) -> PackedHead:
     """Round the queries and keys of one head to 16 bits.
@@ -124,7 +118,3 @@ def _quantise(values: Array) -> tuple[NDArray[np.int16], float]:
 
 def _encode(values: NDArray[np.int16]) -> str:
     return base64.b64encode(values.astype("<i2").tobytes()).decode()
-
-
-def _decode(text: str, dim: int) -> NDArray[np.int16]:
-    return np.frombuffer(base64.b64decode(text), "<i2").astype(np.int16).reshape(-1, dim)

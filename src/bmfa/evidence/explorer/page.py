@@ -2,7 +2,7 @@
 
 import base64
 import hashlib
-from functools import cache
+from pathlib import Path
 from typing import Any
 
 from bmfa.evidence.explorer.packing import rounded_up
@@ -47,26 +47,28 @@ def build_explorer(exploration: Exploration, report: str | None = None) -> str:
     Raises:
         ModuleNotFoundError: If jinja2 is missing; the message names the extra.
     """
+    jinja2 = load_package("jinja2")
+    template = jinja2.Template(
+        _read("explorer.html.j2"), autoescape=True, trim_blocks=True, lstrip_blocks=True
+    )
     script = "\n".join(_read(name) for name in SCRIPTS)
-    toy = "" if not exploration.toy else TOY if exploration.drawn else TOY_ELSEWHERE
-    page: str = (
-        _templates()
-        .get_template("explorer.html.j2")
-        .render(
-            title=exploration.title,
-            model=exploration.model,
-            prediction=exploration.prediction,
-            label=exploration.label,
-            toy=toy,
-            numbers=_numbers(exploration),
-            report=report,
-            data=_data(exploration),
-            script=script,
-            script_hash=_script_hash(script),
-            css_variables=plots.STYLE_SHEET,
-        )
+    # The source of the only script that the browser may run.
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    page: str = template.render(
+        exploration=exploration,
+        toy=TOY if exploration.drawn else TOY_ELSEWHERE,
+        numbers=_numbers(exploration),
+        report=report,
+        data=_data(exploration),
+        script=script,
+        script_hash=f"'sha256-{digest}'",
+        style=plots.STYLE_SHEET + _read("explorer.css"),
     )
     return UNPRINTABLE.sub("\ufffd", page)
+
+
+def _read(name: str) -> str:
+    return (Path(__file__).parent / "templates" / name).read_text(encoding="utf-8")
 
 
 def _data(exploration: Exploration) -> dict[str, Any]:
@@ -108,28 +110,4 @@ def _numbers(exploration: Exploration) -> str:
         f"queries and keys of {layers} in 16 bits, which changes no score by more than "
         f"{rounded_up(rounding)}; "
         "scores, trees and attention are computed from them in float64"
-    )
-
-
-def _script_hash(script: str) -> str:
-    """The source of the only script that the browser may run."""
-    digest = hashlib.sha256(script.encode()).digest()
-    return f"'sha256-{base64.b64encode(digest).decode()}'"
-
-
-def _read(name: str) -> str:
-    source: str = _templates().loader.get_source(_templates(), name)[0]
-    return source
-
-
-@cache
-def _templates() -> Any:
-    """The jinja2 environment; text is escaped by default."""
-    jinja2 = load_package("jinja2")
-    return jinja2.Environment(
-        loader=jinja2.PackageLoader("bmfa.evidence.explorer"),
-        autoescape=True,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        undefined=jinja2.StrictUndefined,
     )

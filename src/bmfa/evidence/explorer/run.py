@@ -13,14 +13,14 @@ from bmfa.data.classification import LabelledImage
 from bmfa.energy import gap
 from bmfa.evidence.explorer.packing import PackedHead, pack_head, query_slices
 from bmfa.evidence.images.thumbnails import jpeg_uri
+from bmfa.evidence.model_methods import applied
 from bmfa.grid import Grid
-from bmfa.models import LoadedModel, layer_indices, patch, unpatch
+from bmfa.models import LoadedModel, layer_indices, unpatch
 from bmfa.models.families import find_vision_transformer
 from bmfa.models.screened_layer import LayerInputs, observe
 from bmfa.packages import load_package
 from bmfa.records import Record, Row, environment
 from bmfa.trees.build import screen
-from bmfa.trees.rules import GlobalMean
 
 # Bytes of queries and keys in a page if no layers are asked for: with the image and the program the
 # page stays below 4.5 MB, and below 6 MB together with the page of `bmfa report` (1.6 MB).
@@ -62,17 +62,31 @@ class ExploredLayer:
             "heads": [head.to_json() for head in self.heads],
         }
 
-    def gaps(self) -> list[NDArray[np.float64]]:
-        """(queries,) gap of one leaf over the spatial keys, for every head."""
+    def rows(self) -> list[Row]:
+        """Return a row for each head, with the gap of one leaf over the spatial keys of its queries."""
         valid = None if self.valid is None else torch.from_numpy(self.valid)
-        result = []
-        for head in self.heads:
-            spatial = (
-                torch.from_numpy(head.scores(part)[:, self.prefix :])
-                for part in query_slices(len(head.q), len(head.k))
+        rows = []
+        for index, head in enumerate(self.heads):
+            gaps = torch.cat(
+                [
+                    gap(torch.from_numpy(head.scores(part)[:, self.prefix :]), valid=valid)
+                    for part in query_slices(len(head.q), len(head.k))
+                ]
             )
-            result.append(torch.cat([gap(scores, valid=valid) for scores in spatial]).numpy())
-        return result
+            rows.append(
+                {
+                    "layer": self.layer,
+                    "head": index,
+                    "height": self.grid.height,
+                    "width": self.grid.width,
+                    "prefix": self.prefix,
+                    "dim": int(head.q.shape[1]),
+                    "mean_gap": float(gaps.numpy().mean()),
+                    "max_gap": float(gaps.max()),
+                    "rounding": head.rounding,
+                }
+            )
+        return rows
 
 
 @dataclass(frozen=True, eq=False)
@@ -155,7 +169,6 @@ def run(
             "whose layers attend over one grid"
         )
     label = image.label_name or ("" if image.label is None else _class_name(model, image.label))
-    gaps = {layer.layer: layer.gaps() for layer in found}
     settings = {
         "model": model.name,
         "preprocessing": asdict(model.preprocess),
@@ -166,7 +179,7 @@ def run(
         "label": label,
         "protocol": PROTOCOL,
     }
-    rows = [row for layer in found for row in _rows(layer, gaps[layer.layer])]
+    rows = [row for layer in found for row in layer.rows()]
     return Exploration(
         title=image.name,
         model=model.name,
@@ -205,12 +218,11 @@ def _observe_layer(model: LoadedModel, pixels: Tensor, layer: int) -> list[Layer
     """Return the inputs of the calls of one layer in the full model."""
     calls: list[LayerInputs] = []
     # The output of the observed layer is not used: the layers before it are those of the full model.
-    patch(model.model, rule=GlobalMean(), layers=[layer])
-    try:
-        with observe(model.model, lambda inputs, _: calls.append(inputs)):
-            model.model(pixels, **model.options)
-    finally:
-        unpatch(model.model)
+    with (
+        applied(model.model, "global-mean", [layer]),
+        observe(model.model, lambda inputs, _: calls.append(inputs)),
+    ):
+        model.model(pixels, **model.options)
     return calls
 
 
@@ -233,23 +245,6 @@ def _explored(call: LayerInputs) -> ExploredLayer:
     if call.valid is not None and not bool(call.valid[0].all()):
         valid = call.valid[0].cpu().numpy()
     return ExploredLayer(call.layer, call.grid, call.prefix, heads, valid)
-
-
-def _rows(layer: ExploredLayer, gaps: Sequence[NDArray[np.float64]]) -> list[Row]:
-    return [
-        {
-            "layer": layer.layer,
-            "head": head,
-            "height": layer.grid.height,
-            "width": layer.grid.width,
-            "prefix": layer.prefix,
-            "dim": int(packed.q.shape[1]),
-            "mean_gap": float(gaps[head].mean()),
-            "max_gap": float(gaps[head].max()),
-            "rounding": packed.rounding,
-        }
-        for head, packed in enumerate(layer.heads)
-    ]
 
 
 def _start(layer: ExploredLayer) -> dict[str, int]:
