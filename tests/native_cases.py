@@ -136,15 +136,10 @@ def lay_out(x: Tensor, layout: str) -> Tensor:
 
 def run(case: TiledCase, **changes: Any) -> TiledAttention:
     """Run the tiled kernel."""
-    return attend(case, **changes)[0]
-
-
-def attend(case: TiledCase, **changes: Any) -> tuple[TiledAttention, bool]:
-    """Run the tiled kernel; return whether every head was computed exactly, too."""
     settings = {"error": None, "expand": None, "dense_threshold": 1.0} | case.settings | changes
-    budget = [settings.pop(name) for name in ("error", "expand", "dense_threshold")]
-    run = native.prepare_tiles(case.q, case.k, case.v, case.tiling, valid=case.valid, **settings)
-    return run(*budget)
+    budget = {name: settings.pop(name) for name in ("error", "expand", "dense_threshold")}
+    attend = native.prepare_tiles(case.q, case.k, case.v, case.tiling, valid=case.valid, **settings)
+    return attend(**budget)
 
 
 def run_exact(case: TiledCase) -> Tensor:

@@ -11,6 +11,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from bmfa.attention.kernels.triton.tiles import launch
+from bmfa.attention.tiling import Tiling
+from bmfa.grid import Grid
 
 HOPPER = GPUTarget("cuda", 90, 32)
 POINTERS = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32"}
@@ -33,13 +35,18 @@ def build(kernel, tensors, rest, options):
 
 
 def tiled(dim, dtype, masked, prefix, group_tiles, queries=None):
-    """Compile all kernels; with `queries`, a grid of their own, those that it makes a difference to, for
-    three heads that share keys."""
+    """Compile all kernels; with `queries`, a grid of their own and the number of queries before it, only
+    those that it makes a difference to, for three heads that share keys."""
     side, mask = 128, torch.uint8 if masked else dtype
     strides = ((3 * side**2 * dim, dim, 3 * dim),) * 4
+    query_grid, before = queries or (None, prefix)
+    tiling = Tiling(
+        Grid(side, side), query_grid=query_grid, group_tiles=group_tiles, probes_per_group=1
+    )
+    tokens = before + tiling.queries.grid.size
     key = launch.CallKey(
-        1, 3, dim, strides, dtype, 0, masked, side, side, 1, prefix, group_tiles, 0.125,
-        queries, 1 if queries is None else 3,
+        (1, 3, tokens, dim), strides, dtype, 0, masked, 1 if queries is None else 3, tiling, prefix,
+        0.125,
     )  # fmt: skip
     chain = launch.prepare_attention(key, 0.1, 0.0, 0.5).sequence
     dtypes = dict.fromkeys(("q", "k", "v", "o"), dtype) | {"valid": mask}
@@ -57,12 +64,12 @@ def tiled(dim, dtype, masked, prefix, group_tiles, queries=None):
 if __name__ == "__main__":
     tiled(64, torch.bfloat16, False, 1, 2)
     tiled(80, torch.bfloat16, True, 17, 1)  # no power of 2, and other shapes than S = 64
-    tiled(64, torch.bfloat16, True, 1, 1, (60, 100, 2, 3))
+    tiled(64, torch.bfloat16, True, 1, 1, (Grid(60, 100, frames=2), 3))
     if "--all" in sys.argv:
         for groups in (1, 2):
             tiled(128, torch.float16, True, 0, groups)
             for dim in (32, 72, 96, 128):
                 tiled(dim, torch.bfloat16, False, 17, groups)
             tiled(128, torch.float32, True, 1, groups)
-            tiled(80, torch.float16, False, 17, groups, (200, 210, 1, 0))
-            tiled(128, torch.float32, True, 0, groups, (60, 100, 2, 17))
+            tiled(80, torch.float16, False, 17, groups, (Grid(200, 210), 0))
+            tiled(128, torch.float32, True, 0, groups, (Grid(60, 100, frames=2), 17))

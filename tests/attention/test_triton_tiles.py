@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from bmfa import Grid, certify, screened_attention
 from bmfa.attention.kernels.reference.tiles import ReferenceTiled
-from bmfa.attention.tiling import PROBE_SLOTS, TiledAttention
+from bmfa.attention.tiling import PROBE_SLOTS, TiledAttention, tile_sizes
 from bmfa.attention.tiling import Tiling as AnyTiling
 from bmfa.grid import grid_to_list
 from tiled_cases import NAMED_GRIDS, TiledCase, compare, dense_error, tiled_case
@@ -340,8 +340,8 @@ def test_tiles_with_tokens_are_found() -> None:
         valid = torch.zeros(1, tiling.grid.size, dtype=torch.bool)
         tokens = tiling.slot_tokens[tile]
         valid[0, tokens[17]] = True
-        found = operators._tiles_with_tokens(tiling, valid, valid)
-        assert found.shape == (1, 1, 1, 256)
+        found = tile_sizes(tiling, valid, valid.device)
+        assert found.shape == (1, 256)
         assert found.flatten().nonzero().flatten().tolist() == [tile]
 
 
@@ -509,12 +509,11 @@ def test_items_equal_the_reference(
 @pytest.mark.parametrize("side", [64, 128, 256, 512])
 @pytest.mark.parametrize("dim", operators.DIMS)
 def test_scratch_is_at_most_four_times_keys_and_values(side: int, dim: int, prefix: int) -> None:
-    tokens, groups = prefix + side * side, Tiling(Grid(side, side)).group_tiles
+    tokens, tiling = prefix + side * side, Tiling(Grid(side, side))
     for heads in (3, 6, 12, 16):
         strides = ((tokens * heads * dim, dim, heads * dim),) * 4
-        key = launch.CallKey(
-            1, heads, dim, strides, torch.bfloat16, 0, False, side, side, 1, prefix, groups, 0.125
-        )  # fmt: skip
+        shape = (1, heads, tokens, dim)
+        key = launch.CallKey(shape, strides, torch.bfloat16, 0, False, 1, tiling, prefix, 0.125)
         scratch = launch._AttentionLaunch(key, 0.03, 0.0, 0.4).sequence.workspace.bytes
         assert scratch <= 4 * (2 * heads * tokens * dim * 2), scratch / (4 * heads * tokens * dim)
 
@@ -582,10 +581,10 @@ def operator_arguments(masked: bool, query_grid: Grid | None = None) -> tuple[An
     q, k, v = tensors(Grid(9, 16))
     k, v = k[:, :1], v[:, :1]
     valid = torch.rand(1, 144, device=DEVICE) < 0.7 if masked else None
-    arguments = (valid, 9, 16, 1, 1, 2, 0.2, 0.1, 0.0, 1.0, False)
-    if query_grid is None:
-        return q, k, v, *arguments
-    return tensors(query_grid, prefix=3)[0], k, v, *arguments, grid_to_list(query_grid)
+    if query_grid is not None:
+        q = tensors(query_grid, prefix=3)[0]
+    grids = ([9, 16, 1], grid_to_list(query_grid))
+    return q, k, v, valid, *grids, 2, 1, 0.2, 0.1, 0.0, 1.0
 
 
 @pytest.mark.parametrize("query_grid", [None, Grid(5, 9, frames=2)])
@@ -610,13 +609,13 @@ def test_fake_tensors_have_the_shapes_of_results(query_grid: Grid | None) -> Non
 
 def test_flops() -> None:
     grid = Grid(128, 128)
-    arguments = (None, grid.height, grid.width, 1, 1, 2, 0.125, None)
+    arguments = (None, grid_to_list(grid), [], 2, 1, 0.125, None)
     flops = []
     with torch._subclasses.FakeTensorMode():
         q, k, v = (torch.empty(2, 3, 1 + grid.size, 64, device=DEVICE) for _ in "qkv")
         for share in (0.0, 0.1, 1.0):
             with FlopCounterMode(display=False) as counter:
-                operators.operator(q, k, v, *arguments, share, 1.0, False)
+                operators.operator(q, k, v, *arguments, share, 1.0)
             flops.append(counter.get_total_flops())
     dense = 4 * q.numel() * q.shape[2]
     # T / 2 representatives read keys once for scores and once for means, and values once; N queries read

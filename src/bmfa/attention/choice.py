@@ -49,11 +49,6 @@ class Choice(NamedTuple):
     shrinkage: Array  # (H, 2)
     exact: npt.NDArray[np.bool_]  # (H,) heads in which every tile is expanded
 
-    @classmethod
-    def everything(cls, heads: int) -> "Choice":
-        """Expand every tile."""
-        return cls(np.zeros(2), np.zeros((heads, 2)), np.ones(heads, bool))
-
 
 def level_thresholds() -> Array:
     """Thresholds of all levels; at the last one, 0, every tile is expanded."""

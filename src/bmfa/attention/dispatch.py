@@ -12,6 +12,7 @@ import math
 import platform
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -27,7 +28,7 @@ from bmfa.attention.tiling import (
     MOST_EXCESS,
     RETRY_AIM,
     TiledAttention,
-    tokens_to_tiles,
+    tile_sizes,
 )
 from bmfa.checks import has_values, is_compiling
 from bmfa.grid import Grid
@@ -294,21 +295,21 @@ def run_tiles(
     if call.backend == "native" and native.unsupported_reason(q, k, v):
         call = replace(call, backend="eager")  # an operator of a graph, with other tensors
     why = too_many(call)
-    if call.backend == "native" and q.numel() and call.expands_all:
+    if q.numel() == 0 or call.expands_all:
         return _run_exactly(q, k, v, valid, call), why
     attend = _prepare_tiles(q, k, v, valid, call)
-    error, probes_per_group = call.error, call.tiling.probes_per_group
+    error = call.error
     for _ in range(2):
-        found, exact = attend(error, call.expand, call.dense_threshold)
-        if found is None:
+        tiles = attend(error=error, expand=call.expand, dense_threshold=call.dense_threshold)
+        if tiles is None:
             return _run_exactly(q, k, v, valid, call), why
-        if exact:  # nothing is left for probes to measure
-            return replace(found, probes=torch.zeros_like(found.probes)), why
-        if not call.error:
-            return found, ""
-        missed = excess_of_probes(found.probes, call.error, probes_per_group)
+        if tiles.exact:
+            return tiles, why
+        if call.error is None:
+            return tiles, ""
+        missed = excess_of_probes(tiles.probes, call.error, call.tiling.probes_per_group)
         if missed <= 1.0:
-            return found, ""
+            return tiles, ""
         why = f"tiles missed {call.setting}, as their probes measured it"
         if missed > MOST_EXCESS or math.isnan(missed):
             break
@@ -324,30 +325,22 @@ def too_many(call: Call) -> str:
 
 def _prepare_tiles(
     q: Tensor, k: Tensor, v: Tensor, valid: Tensor | None, call: Call
-) -> Callable[..., tuple[TiledAttention | None, bool]]:
+) -> Callable[..., TiledAttention | None]:
     """Return a function of error, expand and dense_threshold that runs native or eager kernels.
 
-    It returns the result, or None, and whether every head is exact.
+    It returns None if every head should be computed exactly.
     """
     settings: dict[str, Any] = {
         "prefix": call.prefix, "scale": call.scale, "tau": call.tau, "valid": valid,
         "query_prefix": call.query_prefix,
     }  # fmt: skip
-    if call.backend == "native" and q.numel():
+    if call.backend == "native":
         return native.prepare_tiles(q, k, v, call.tiling, **settings)
     from bmfa.attention.kernels.eager import tiles
 
     if not q.is_cuda:
         check_finite_scores(*zero_invalid(q, k, v, valid, call)[:2], call.scale)
-
-    def attend(
-        error: float | None, expand: int | None, dense_threshold: float
-    ) -> tuple[TiledAttention | None, bool]:
-        budget: dict[str, Any] = {"error": error, "expand": expand}
-        budget["dense_threshold"] = dense_threshold
-        return tiles.tiled_attention(q, k, v, call.tiling, **settings, **budget), False
-
-    return attend
+    return partial(tiles.tiled_attention, q, k, v, call.tiling, **settings)
 
 
 def _run_triton(
@@ -368,15 +361,10 @@ def _run_exactly(
     q: Tensor, k: Tensor, v: Tensor, valid: Tensor | None, call: Call
 ) -> TiledAttention:
     """Dense attention as a result with every tile expanded."""
-    tiling = call.tiling
-    shape = (*q.shape[:2], tiling.groups, tiling.tiles)
-    expanded = q.new_ones(shape, dtype=torch.bool)
-    if valid is not None:  # (B or 1, T) tiles with a token
-        tokens = tokens_to_tiles(valid[:, None, :, None], tiling, torch.bool).squeeze(-1)
-        expanded = tokens.any(-1)[:, None, None].expand(shape)
-    probes = q.new_zeros((*shape[:2], tiling.probes(call.query_prefix), 3), dtype=torch.float64)
+    tiling, backend = call.tiling, "native" if call.backend == "native" else "dense"
+    output = dense_attention(q, k, v, valid, call, backend)
+    present = tile_sizes(tiling, valid, q.device)[:, None, None] > 0  # (B or 1, 1, 1, T)
+    expanded = present.expand(*q.shape[:2], tiling.groups, -1)
+    probes = q.new_zeros((*q.shape[:2], tiling.probes(call.query_prefix), 3), dtype=torch.float64)
     count = expanded.sum(-1, dtype=torch.int32)
-    output = dense_attention(
-        q, k, v, valid, call, "native" if call.backend == "native" else "dense"
-    )
-    return TiledAttention(output, count, probes, expanded)
+    return TiledAttention(output, count, probes, expanded, exact=True)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from bmfa.attention.call import Call, Form
 from bmfa.attention.choice import excess, relative_error, upper_bound
-from bmfa.attention.tiling import TiledAttention, Tiling, tokens_to_tiles
+from bmfa.attention.tiling import TiledAttention, tile_sizes
 from bmfa.attention.trees import tile_tree
 from bmfa.trees.tree import Tree
 
@@ -59,7 +59,7 @@ class ErrorEstimate:
     @property
     def met(self) -> bool | None:
         """True if `estimate` is at most the target; None without a target."""
-        return None if self.target is None else meets(self.estimate, self.target)
+        return None if self.target is None else self.estimate <= self.target
 
     @property
     def upper(self) -> float:
@@ -91,11 +91,6 @@ class ErrorEstimate:
         return cls(target, estimate, float(p95), uncertainty, len(values))
 
 
-def meets(estimate: float, target: float) -> bool:
-    """True if an estimate of the error meets a target. Infinity and NaN meet none."""
-    return estimate <= target
-
-
 def excess_of_probes(probes: Tensor, target: float, probes_per_group: int) -> float:
     """Return `choice.excess` for `TiledAttention.probes`. Waits for the device."""
     return excess(*relative_error(_in_groups(probes, probes_per_group)), target)
@@ -114,7 +109,7 @@ def warn_if_missed(probes: Tensor, call: Call) -> None:
     """Warn if the error that the probes measure misses its target, as `ErrorEstimate.met` has it."""
     estimate = relative_error(_in_groups(probes, call.tiling.probes_per_group))[0]
     assert call.error is not None
-    if not meets(estimate, call.error):
+    if not estimate <= call.error:  # NaN meets no target
         warn_missed(estimate, call, probes.shape[1])
 
 
@@ -256,12 +251,12 @@ class Stats:
         """
         if self.tiles is None:
             return 1.0 if self.form == "dense" else None
-        counts, tiling = self.tiles.expanded_count.double(), self.call.tiling
+        counts = self.tiles.expanded_count.double()
         if self.valid is None:
-            return float(counts.mean()) / tiling.tiles
-        shares = counts / (self._tile_sizes(tiling) > 0).sum(-1).view(-1, 1, 1)
-        groups = (self._group_sizes(tiling) > 0).unsqueeze(1)  # (B or 1, 1, R)
-        return float(shares[groups.expand_as(shares)].mean())
+            return float(counts.mean()) / self.call.tiling.tiles
+        tiles, groups = (sizes > 0 for sizes in self._sizes(counts.device))
+        shares = counts / tiles.sum(-1).view(-1, 1, 1)
+        return float(shares[groups.unsqueeze(1).expand_as(shares)].mean())
 
     @property
     def leaf_ratio(self) -> float:
@@ -274,31 +269,24 @@ class Stats:
             return float(self.make_tree().leaf_ratio.mean())
         if self.tiles is None:
             return 1.0
-        tiling, expanded = self.call.tiling, self.tiles.expanded
-        sizes = self._tile_sizes(tiling).double()[:, None, None]  # (B or 1, 1, 1, T)
+        expanded = self.tiles.expanded
+        tiles, groups = (sizes.double().unsqueeze(1) for sizes in self._sizes(expanded.device))
+        sizes = tiles.unsqueeze(1)  # (B or 1, 1, 1, T)
         leaves = torch.where(expanded, sizes, sizes.clamp(max=1)).sum(-1)  # (B, H, R)
         ratios = leaves / sizes.sum(-1)
-        queries = self._group_sizes(tiling).double().unsqueeze(1).expand_as(ratios)
+        queries = groups.expand_as(ratios)
         # Queries before the grid see every token.
         before = self.call.query_prefix * ratios.shape[0] * ratios.shape[1]
         return float(((ratios * queries).sum() + before) / (queries.sum() + before))
 
-    def _tile_sizes(self, tiling: Tiling) -> Tensor:
-        """(B or 1, T) valid tokens of each tile."""
-        valid = self.valid
-        if valid is None:
-            valid = self._on_device(torch.ones(1, tiling.grid.size, dtype=torch.bool))
-        return tokens_to_tiles(valid[:, None, :, None], tiling, torch.bool).squeeze(-1).sum(-1)
-
-    def _group_sizes(self, tiling: Tiling) -> Tensor:
-        """(B or 1, R) valid queries of each group."""
-        if tiling.query_grid is None:  # the mask is that of the queries, too
-            return self._tile_sizes(tiling.queries)
-        return self._on_device((tiling.queries.slot_tokens >= 0).sum(-1).unsqueeze(0))
-
-    def _on_device(self, x: Tensor) -> Tensor:
-        assert self.tiles is not None
-        return x.to(self.tiles.expanded_count.device)
+    def _sizes(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """(B or 1, T) valid tokens of each tile, and (B or 1, R) valid queries of each group."""
+        tiling = self.call.tiling
+        queries_valid = self.valid if tiling.query_grid is None else None
+        return (
+            tile_sizes(tiling, self.valid, device),
+            tile_sizes(tiling.queries, queries_valid, device),
+        )
 
 
 class Screened:

@@ -6,9 +6,9 @@ R groups of queries. A ragged grid has tiles with fewer than S tokens; their oth
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import overload
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -116,13 +116,9 @@ class Tiling:
         """The tiling of the queries, whose tiles are the groups."""
         if not self.separate_groups:
             return self
-        grid = self.grid if self.query_grid is None else self.query_grid
-        return Tiling(
-            grid,
-            self.side,
-            group_tiles=1,
-            tile_columns=self.group_tiles,
-            probes_per_group=self.probes_per_group,
+        grid = self.query_grid or self.grid
+        return replace(
+            self, grid=grid, query_grid=None, group_tiles=1, tile_columns=self.group_tiles
         )
 
     @property
@@ -216,17 +212,10 @@ class Tiling:
         r * probes_per_group + j."""
         return self.probe_groups(prefix) * self.probes_per_group
 
-    @overload
-    def probe_quantile(self, group: int, head: int, probe: int = 0) -> float: ...
-
-    @overload
-    def probe_quantile(self, group: Tensor, head: Tensor, probe: Tensor | int = 0) -> Tensor: ...
-
-    def probe_quantile(
-        self, group: int | Tensor, head: int | Tensor, probe: int | Tensor = 0
-    ) -> float | Tensor:
+    def probe_quantile(self, group: Any, head: Any, probe: Any = 0) -> Any:
         """Return the number in (0, 1), by a fixed hash, that draws a probe of a group of a head.
 
+        The arguments are integers, or tensors of integers that broadcast. The result is alike.
         The numbers of the probes of a group are 1 / probes_per_group apart, modulo 1: systematic
         sampling, in which a query of at least that probability is always drawn.
         """
@@ -259,6 +248,7 @@ class TiledAttention:
     expanded_count: Tensor  # (B, H, R) int32, expanded tiles of each group
     probes: Tensor  # (B, H, P, 3) float64: |output - exact|^2, |exact|^2, weight of the probe
     expanded_or_make: Tensor | Callable[[], Tensor]  # see `expanded`
+    exact: bool = False  # True if every head was computed exactly
 
     @cached_property
     def expanded(self) -> Tensor:
@@ -285,6 +275,13 @@ def tiles_to_tokens(tiles: Tensor, tiling: Tiling) -> Tensor:
     x = x.transpose(2, 3).flatten(3, 4).flatten(1, 2)  # (B H, rows * side, columns * width, *)
     x = unflatten(x, 1, (grid.frames, tiling.frame_rows * side))
     return x[:, :, : grid.height, : grid.width].flatten(1, 3)
+
+
+def tile_sizes(tiling: Tiling, valid: Tensor | None, device: torch.device) -> Tensor:
+    """(B or 1, T) int64 tokens of each tile, of those in a mask (B or 1, N) if there is one."""
+    slots = tiling.slot_tokens.to(device)
+    exists = (slots >= 0).unsqueeze(0)  # (1, T, S)
+    return (exists if valid is None else valid[:, slots.clamp(min=0)] & exists).sum(-1)
 
 
 def valid_slots(tiling: Tiling, valid: Tensor | None, like: Tensor) -> Tensor | None:

@@ -134,16 +134,15 @@ def exact_attention(
 def prepare_tiles(
     q: Tensor, k: Tensor, v: Tensor, tiling: Tiling, *, prefix: int, scale: float, tau: float = 1.0,
     valid: Tensor | None = None, query_prefix: int | None = None,
-) -> Callable[[float | None, float | None, float], tuple[TiledAttention, bool]]:  # fmt: skip
+) -> Callable[..., TiledAttention]:  # fmt: skip
     """Prepare tiled attention as specified by `bmfa.attention.kernels.reference.tiled_attention`.
 
     The arguments are those of the specification, in float32 or half precision.
 
     Returns:
-        A function of error, expand and dense_threshold, which returns the result, and whether every head
-        was computed exactly. Called again for a single image, it does not measure the probes again. The
-        results of all calls share their memory. It raises a ValueError if q or k hold NaN or infinity,
-        or if scores overflow.
+        A function of error, expand and dense_threshold, which returns the result. Called again for a
+        single image, it does not measure the probes again. The results of all calls share their memory.
+        It raises a ValueError if q or k hold NaN or infinity, or if scores overflow.
     """
     query_prefix = prefix if query_prefix is None else query_prefix
     mask_queries = tiling.query_grid is None
@@ -163,8 +162,8 @@ def prepare_tiles(
     run, measured = _load(call), -1  # the image that scratch memory holds
 
     def attend(
-        error: float | None, expand: float | None, dense_threshold: float
-    ) -> tuple[TiledAttention, bool]:
+        *, error: float | None, expand: float | None, dense_threshold: float
+    ) -> TiledAttention:
         nonlocal measured
         share = None if expand is None else expand / tiling.tiles
         call.farthest = 0.0 if error is None else FARTHEST
@@ -181,8 +180,10 @@ def prepare_tiles(
             run(image, _ATTEND)
             exact = exact and bool(choice.exact.all())
         _check_scores(call, q, k, scale, prefix, valid, mask_queries)
+        if exact:  # nothing is left for probes to measure
+            errors[:] = 0.0
         results = (torch.from_numpy(x) for x in (count, errors, expanded))
-        return TiledAttention(output, *results), exact
+        return TiledAttention(output, *results, exact)
 
     return attend
 

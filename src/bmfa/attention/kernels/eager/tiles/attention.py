@@ -67,41 +67,27 @@ def tiled_attention(
         raise ValueError(f"error is {error!r} and expand is {expand!r}; pass exactly one of them")
     query_prefix = prefix if query_prefix is None else query_prefix
     batch, heads = q.shape[:2]
-    if q.numel() == 0:  # an empty batch still has gradients
-        expanded = q.new_zeros(batch, heads, tiling.groups, tiling.tiles, dtype=torch.bool)
-        probes = q.new_zeros(batch, heads, tiling.probes(query_prefix), 3, dtype=torch.float64)
-        values = v[:, :, :1].repeat_interleave(heads // max(1, v.shape[1]), 1)
-        counts = expanded.sum(-1, dtype=torch.int32)
-        return TiledAttention(q[..., :1] * values, counts, probes, expanded)
-    everything = error == 0.0 or (expand is not None and expand >= tiling.tiles)
-    if everything and dense_threshold < 1.0:
-        return None
     farthest = 0.0 if error is None else FARTHEST
     images = _arrange(q, k, v, tiling, prefix, query_prefix, scale / tau, valid, farthest)
-    exact: list[list[Tensor | None]] = [[None] * heads] * batch  # outputs of the probes
-    choices = [Choice.everything(heads)] * batch
-    if not everything:
-        share = None if expand is None else expand / tiling.tiles
-        with torch.no_grad():
-            levels = [[measure_levels(head) for head in image] for image in images]
-        exact = [[found.output for found in image] for image in levels]
-        choices = [
-            choose(
-                join_heads(image, found),
-                tiling.probes_per_group,
-                target=error,
-                aim=tiling.error_aim,
-                share=share,
-                dense_threshold=dense_threshold,
-            )
-            for image, found in zip(images, levels, strict=True)
-        ]
+    share = None if expand is None else expand / tiling.tiles
+    with torch.no_grad():
+        levels = [[measure_levels(head) for head in image] for image in images]
+    choices = [
+        choose(
+            join_heads(image, found),
+            tiling.probes_per_group,
+            target=error,
+            aim=tiling.error_aim,
+            share=share,
+            dense_threshold=dense_threshold,
+        )
+        for image, found in zip(images, levels, strict=True)
+    ]
     if dense_threshold < 1.0 and all(choice.exact.all() for choice in choices):
         return None
+    before = q[:, :, :query_prefix] * (scale / tau)
     results = [
-        _attend_head(
-            images[b][h], q[b, h, :query_prefix] * (scale / tau), choices[b], h, exact[b][h]
-        )
+        _attend_head(images[b][h], before[b, h], choices[b], h, levels[b][h].output)
         for b in range(batch)
         for h in range(heads)
     ]
@@ -150,7 +136,7 @@ def _exists(tiling: Tiling, valid: Tensor | None, b: int, device: torch.device) 
 
 
 def _attend_head(
-    head: Head, before: Tensor, choice: Choice, number: int, exact_probes: Tensor | None
+    head: Head, before: Tensor, choice: Choice, number: int, exact_probes: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Step 4 for all groups of a head.
 
@@ -159,7 +145,7 @@ def _attend_head(
         before: (query_prefix, d) queries before the grid, times scale / tau.
         choice: What the probes of the image determine.
         number: Number of the head in its image.
-        exact_probes: (P, e) exact outputs of the probes; None if the output is exact.
+        exact_probes: (P, e) exact outputs of the probes.
 
     Returns:
         Output (query_prefix + queries, e) in the dtype of `before`, expanded tiles (R, T) in raster
@@ -260,16 +246,16 @@ def _attend_groups(
 
 
 @torch.no_grad()
-def _probe_errors(head: Head, output: Tensor, exact: Tensor | None) -> Tensor:
+def _probe_errors(head: Head, output: Tensor, exact: Tensor) -> Tensor:
     """Return float64 (P, 3): |output - exact|^2, |exact|^2, weight of the probe.
 
     Args:
         head: The head.
         output: (R, S, e) outputs of groups.
-        exact: (P, e) in units of `Keys.unit`; None if the output is exact.
+        exact: (P, e) in units of `Keys.unit`.
     """
     slot, weight = head.probe_slot.unsqueeze(2), head.probe_weight.flatten()
     got = output[: len(slot)].gather(1, slot.expand(-1, -1, output.shape[2])).flatten(0, 1).double()
-    exact = got if exact is None else exact.double() * head.keys.unit
+    exact = exact.double() * head.keys.unit
     probes = torch.stack(((got - exact).square().sum(1), exact.square().sum(1), weight), 1)
     return probes.where(weight.unsqueeze(1) > 0, 0.0)

@@ -3,14 +3,14 @@
 Everything but the tensors is computed once for calls with equal shapes, strides and options.
 """
 
-import math
-from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from triton import next_power_of_2
 
+from bmfa.attention import tiling as tilings
 from bmfa.attention.kernels.triton.launch import LaunchGrid, LaunchSequence, Workspace
 from bmfa.attention.kernels.triton.tiles.attention import (
     attention_kernel,
@@ -21,23 +21,13 @@ from bmfa.attention.kernels.triton.tiles.levels import choose_kernel, levels_ker
 from bmfa.attention.kernels.triton.tiles.pool import pool_kernel
 from bmfa.attention.kernels.triton.tiles.represent import represent_kernel
 from bmfa.attention.kernels.triton.tiles.select import cross_kernel, select_kernel
-from bmfa.attention.tiling import (
-    FARTHEST,
-    LARGEST_SHRINKAGE,
-    LEVEL_RATIO,
-    NUM_LEVELS,
-    SMALLEST_CORRECTION,
-    STEEP_FALL,
-    STEEP_RISE,
-    UNIFORM_SHARE,
-    Tiling,
-)
-from bmfa.grid import Grid, grid_from_list
+from bmfa.attention.tiling import Tiling
+from bmfa.grid import Grid
 
 # Tensors that every call passes; kernels find them by these names.
 INPUTS = ("q", "k", "v", "valid", "o", "expanded_count", "coarse_bits", "probes")
-# Arguments that kernels take for the grid of the keys, and again as query_* for that of the queries.
-OF_QUERIES = ("prefix", "height", "width", "tiles_across")
+# Constants of tiles, which kernels take by their names.
+CONSTANTS = {name: value for name, value in vars(tilings).items() if name.isupper()}
 
 # The settings below are pinned rather than tuned at run time, so that equal inputs give equal bits.
 # `bmfa bench attention` measures them.
@@ -66,89 +56,47 @@ SEPARATE_EXACT_TILES = 256
 class CallKey(NamedTuple):
     """Everything about a call that its launches depend on."""
 
-    batch: int
-    heads: int
-    dim: int
+    shape: tuple[int, int, int, int]  # (B, H, Q, D) of q
     strides: tuple[tuple[int, ...], ...]  # (batch, head, token) of q, k, v and o
     dtype: torch.dtype
     device: int
     masked: bool
-    height: int
-    width: int
-    frames: int
-    prefix: int
-    group_tiles: int
+    heads_per_key: int  # consecutive heads of q that share one of k and v
+    tiling: Tiling  # with one probe a group
+    prefix: int  # keys before the grid
     qk_scale: float
-    # Height, width, frames and prefix of the queries, if they have a grid of their own.
-    queries: tuple[int, int, int, int] | None = None
-    heads_per_key: int = 1  # consecutive heads of q that share one of k and v
-
-    @classmethod
-    def from_tensors(
-        cls, tensors: tuple[Tensor, ...], valid: Tensor | None, height: int, width: int, frames: int,
-        prefix: int, group_tiles: int, qk_scale: float, query_grid: Sequence[int] = (),
-    ) -> "CallKey":  # fmt: skip
-        """Read the key off q and o, (B, H, Q, D), and k and v, (B, key heads, prefix + N, D)."""
-        q = tensors[0]
-        batch, heads, num_queries, dim = q.shape
-        strides = tuple(tensor.stride()[:3] for tensor in tensors)
-        queries = None
-        if query_grid:
-            sides = (query_grid[0], query_grid[1], query_grid[2])
-            queries = (*sides, num_queries - math.prod(sides))
-        return cls(
-            batch, heads, dim, strides, q.dtype, q.get_device(), valid is not None,
-            height, width, frames, prefix, group_tiles, qk_scale, queries,
-            heads // tensors[1].shape[1],
-        )  # fmt: skip
-
-    @property
-    def tiling(self) -> Tiling:
-        """Tiles of the one size that the kernels are written for."""
-        grid = Grid(self.height, self.width, frames=self.frames)
-        query_grid = grid_from_list(self.queries[:3] if self.queries else ())
-        return Tiling(grid, query_grid=query_grid, group_tiles=self.group_tiles, probes_per_group=1)
 
     @property
     def query_prefix(self) -> int:
         """Number of queries before the grid."""
-        return self.prefix if self.queries is None else self.queries[3]
+        return self.shape[2] - self.tiling.queries.grid.size
 
-    def query_arguments(self) -> dict[str, int]:
+    def query_arguments(self) -> dict[str, Any]:
         """Return the arguments of a kernel that reads queries alone, by the names of their grid."""
-        grid = self.tiling.queries.grid
-        return {
-            "prefix": self.query_prefix,
-            "height": grid.height,
-            "width": grid.width,
-            "frames": grid.frames,
-            "tiles_across": Tiling(grid).columns,
-            "MASKED": self.masked and self.queries is None,  # the mask is one of keys
-        }
+        masked = self.masked and self.tiling.query_grid is None  # the mask is one of keys
+        arguments = _grid_arguments(self.tiling.queries.grid, self.query_prefix)
+        return {**arguments, "MASKED": masked}
 
     def arguments(self) -> dict[str, Any]:
         """Return the arguments that the kernels share, by the names of their parameters."""
-        tiling, of_queries = self.tiling, self.query_arguments()
+        tiling, dim = self.tiling, self.shape[3]
+        of_queries = _grid_arguments(tiling.queries.grid, self.query_prefix)
         strides = {
             f"stride_{name}{dimension}": stride
-            for name, tensor_strides in zip("qkvo", self.strides, strict=False)
+            for name, tensor_strides in zip("qkvo", self.strides, strict=True)
             for dimension, stride in zip("bht", tensor_strides, strict=True)
         }
         return {
             **strides,
-            "H": self.heads,
-            "prefix": self.prefix,
-            "height": self.height,
-            "width": self.width,
-            "frames": self.frames,
-            "tiles_across": tiling.columns,
+            **_grid_arguments(tiling.grid, self.prefix),
+            **{f"query_{name}": value for name, value in of_queries.items()},
+            "H": self.shape[1],
             "num_tiles": tiling.tiles,
             "num_groups": tiling.groups,
-            **{f"query_{name}": of_queries[name] for name in OF_QUERIES},
-            "num_queries": self.query_prefix + tiling.queries.grid.size,
+            "num_queries": self.shape[2],
             "qk_scale": self.qk_scale,
-            "D": self.dim,
-            "BLOCK_D": _dot_block(self.dim),
+            "D": dim,
+            "BLOCK_D": _dot_block(dim),
             "SIDE": tiling.side,
             "GROUP_TILES": tiling.group_tiles,
             "BLOCK_PREFIX": _dot_block(self.prefix) if self.prefix else 0,
@@ -156,10 +104,21 @@ class CallKey(NamedTuple):
             "RAGGED": tiling.ragged,
             # Kernels ignore the grid of the queries without it: the code for self-attention is the same
             # as if there were no such arguments.
-            "OWN_GRID": self.queries is not None,
+            "OWN_GRID": tiling.query_grid is not None,
             "HEADS_PER_KEY": self.heads_per_key,
             "PRECISION": "ieee" if self.dtype == torch.float32 else "tf32",
         }
+
+
+def _grid_arguments(grid: Grid, prefix: int) -> dict[str, int]:
+    """Return the arguments of a kernel for the tokens of a prefix and a grid."""
+    return {
+        "prefix": prefix,
+        "height": grid.height,
+        "width": grid.width,
+        "frames": grid.frames,
+        "tiles_across": Tiling(grid).columns,
+    }
 
 
 class _AttentionLaunch:
@@ -169,7 +128,8 @@ class _AttentionLaunch:
         self, key: CallKey, error: float | None, share: float, dense_threshold: float
     ) -> None:
         self.key, self.tiling = key, key.tiling
-        self.batch_heads = key.batch * key.heads
+        batch, heads, _, dim = key.shape
+        self.batch_heads = batch * heads
         self.num_probes = self.tiling.probes(key.query_prefix)
         self.num_slots = self.tiling.probe_slots(key.query_prefix)
         self.rows = min(ROWS_PER_BAND, self.tiling.groups)
@@ -177,23 +137,24 @@ class _AttentionLaunch:
         self.line_stride = -(-(tiles + 1) // 16) * 16  # of tiles and the prefix, in whole sectors
         self.has_items = tiles >= LEAST_DIVIDED_TILES
         least = LEAST_ITEM_TILES if self.has_items else tiles
-        self.item_tiles = max(least, _power_of_2(tiles) // MOST_ITEMS)
+        item_tiles = max(least, next_power_of_2(tiles) // MOST_ITEMS)
         # The items take the memory of the probes, which are done by then.
         slots = self.tiling.queries.slots
-        memory = 2 * key.dtype.itemsize * self.num_slots * tiles * key.dim
-        capacity = self.batch_heads * memory // (4 * slots * (key.dim + 2) + 4)
+        memory = 2 * key.dtype.itemsize * self.num_slots * tiles * dim
+        capacity = self.batch_heads * memory // (4 * slots * (dim + 2) + 4)
         self.item_capacity = capacity if self.has_items else 1
         self.separate_exact = tiles >= SEPARATE_EXACT_TILES and dense_threshold < 1.0
-        kv_bytes = 2 * self.batch_heads * self.tiling.grid.size * key.dim * key.dtype.itemsize
+        kv_bytes = 2 * self.batch_heads * self.tiling.grid.size * dim * key.dtype.itemsize
         workspace = self._workspace()
         while workspace.bytes > MOST_SCRATCH * kv_bytes and self.rows - 16 >= self.num_slots:
             self.rows -= 16
             workspace = self._workspace()
         self.arguments: dict[str, Any] = {
+            **CONSTANTS,
             **key.arguments(),
             "row_capacity": self.rows,
             "group_stride": self.tiling.group_stride,
-            "position_stride": _inverse(self.tiling.group_stride, self.tiling.groups),
+            "position_stride": pow(self.tiling.group_stride, -1, self.tiling.groups),
             "num_probes": self.num_probes,
             "num_slots": self.num_slots,
             "target": share if error is None else self.tiling.error_aim * error,
@@ -201,34 +162,29 @@ class _AttentionLaunch:
             "heads": self.batch_heads,
             "line_stride": self.line_stride,
             "item_capacity": self.item_capacity,
-            "ITEM_TILES": self.item_tiles,
-            "NUM_ITEMS": max(2, -(-tiles // self.item_tiles)),
+            "ITEM_TILES": item_tiles,
+            "NUM_ITEMS": max(2, -(-tiles // item_tiles)),
             "BLOCK_R": BLOCK_R,
-            "BLOCK_T": max(32, _power_of_2(tiles)),
-            "BLOCK_P": _power_of_2(self.num_probes),
+            "BLOCK_T": max(32, next_power_of_2(tiles)),
+            "BLOCK_P": next_power_of_2(self.num_probes),
             "BLOCK_MEANS": BLOCK_MEANS,
             "BLOCK_M": BLOCK_M,
             "CHUNK": CHUNK,
             "STAT_TILES": STAT_TILES,
-            "LEVELS": NUM_LEVELS,
-            "LEVEL_RATIO": LEVEL_RATIO,
-            "FARTHEST": 0.0 if error is None else FARTHEST,
-            "LARGEST_SHRINKAGE": LARGEST_SHRINKAGE,
-            "UNIFORM_SHARE": UNIFORM_SHARE,
-            "SMALLEST_CORRECTION": SMALLEST_CORRECTION,
-            "STEEP_FALL": STEEP_FALL,
-            "STEEP_RISE": STEEP_RISE,
-            "BLOCK_H": min(MOST_HEADS, _power_of_2(key.heads)),
+            "LEVELS": tilings.NUM_LEVELS,
+            "FARTHEST": 0.0 if error is None else tilings.FARTHEST,
+            "BLOCK_H": min(MOST_HEADS, next_power_of_2(heads)),
             "SKIP_EXACT": self.separate_exact,
             "BY_ERROR": error is not None,
         }
         self.sequence = LaunchSequence(INPUTS, workspace)
         pool_grid = (self.tiling.groups, self.batch_heads, 1)
-        self._add(pool_kernel, pool_grid, num_warps=2 * key.group_tiles, **key.query_arguments())
+        warps = 2 * self.tiling.group_tiles
+        self._add(pool_kernel, pool_grid, num_warps=warps, **key.query_arguments())
         for first_row in range(0, self.tiling.groups, self.rows):
             self._add_band(first_row)
         if self.separate_exact:
-            blocks = -(-self.arguments["num_queries"] // BLOCK_M)
+            blocks = -(-key.shape[2] // BLOCK_M)
             self._add(exact_kernel, (blocks, self.batch_heads, 1), num_warps=8, BLOCK_N=BLOCK_N)
 
     def __call__(
@@ -244,8 +200,8 @@ class _AttentionLaunch:
         return expanded_count, coarse_bits, probes
 
     def _workspace(self) -> Workspace:
-        key, tiles = self.key, self.tiling.tiles
-        dim, dtype, single = key.dim, key.dtype, torch.float32
+        (batch, _, _, dim), dtype = self.key.shape, self.key.dtype
+        tiles, single = self.tiling.tiles, torch.float32
         heads = (self.batch_heads,)
         rows, slots = (*heads, self.rows, tiles), (*heads, self.num_slots, tiles)
         lines = (*heads, self.num_slots, self.line_stride)
@@ -260,8 +216,8 @@ class _AttentionLaunch:
         workspace.add("probe_tokens", probes, torch.int32)
         workspace.add("probe_deviation", (*heads, self.num_slots, dim), dtype)
         workspace.add("probe_exact", (*probes, dim), single)
-        workspace.add("level_stats", (*probes, 4, NUM_LEVELS), torch.float64)
-        workspace.add("thresholds", (key.batch, 2), single)
+        workspace.add("level_stats", (*probes, 4, tilings.NUM_LEVELS), torch.float64)
+        workspace.add("thresholds", (batch, 2), single)
         workspace.add("shrinkage", (*heads, 2), single)
         workspace.add("exact_heads", heads, torch.int32)
         workspace.add("probe_lse", lines, single)
@@ -273,8 +229,9 @@ class _AttentionLaunch:
             "item_m": (queries, single),
             "item_l": (queries, single),
         }
+        group_cross = ((*heads, self.rows, dim, dim), dtype)
         if not self.has_items:
-            later["group_cross"] = ((*heads, self.rows, dim, dim), dtype)
+            later["group_cross"] = group_cross
         workspace.reuse("probe_v", later)
         workspace.add("cross", (*heads, tiles, dim, dim), dtype)
         workspace.add("log_mass", (*heads, self.rows, self.line_stride), single)
@@ -285,43 +242,42 @@ class _AttentionLaunch:
         workspace.add("k_tangent", (*rows, dim), dtype)
         workspace.add("v_tangent", (*rows, dim), dtype)
         if self.has_items:
-            workspace.add("group_cross", (*heads, self.rows, dim, dim), dtype)
+            workspace.add("group_cross", *group_cross)
         return workspace
 
     def _add_band(self, first_row: int) -> None:
         """Represent, select and attend for the groups at `rows` positions; probe in the first band."""
-        key, tiles, heads = self.key, self.tiling.tiles, self.batch_heads
+        tiling, heads, (batch, _, _, dim) = self.tiling, self.batch_heads, self.key.shape
+        tiles = tiling.tiles
         rows = min(self.rows, self.tiling.groups - first_row)
         probing = first_row == 0
         blocks = -(-rows // BLOCK_R)
         tiles_per_program = TILES_PER_PROGRAM if blocks * tiles * heads > FEW_TILES else 2
         programs = -(-(tiles + 1) // tiles_per_program)
-        warps = 4 if key.dim <= WIDE_HEAD else 8
-        group_warps = min(8, warps * key.group_tiles)
+        warps = 4 if dim <= WIDE_HEAD else 8
+        group_warps = min(8, warps * tiling.group_tiles)
         # Three blocks of means at once are faster for groups of two tiles, if shared memory holds them.
-        deep = key.group_tiles == 2 and key.dim * key.dtype.itemsize <= 128
+        deep = tiling.group_tiles == 2 and dim * self.key.dtype.itemsize <= 128
         band = {"first_row": first_row, "num_rows": rows}
-        few_registers = 128 if key.dim <= WIDE_HEAD else None  # four programs of four warps at once
+        few_registers = 128 if dim <= WIDE_HEAD else None  # four programs of four warps at once
         grid = (programs, blocks, heads)
         if probing:
-            grid = (
-                2 * programs + -(-tiles // STAT_TILES),
-                max(blocks, self.num_slots // BLOCK_R),
-                heads,
-            )
+            stat_programs = -(-tiles // STAT_TILES)
+            probe_blocks = self.num_slots // BLOCK_R
+            grid = (2 * programs + stat_programs, max(blocks, probe_blocks), heads)
         self._add(
             represent_kernel, grid, **band, num_warps=warps, num_stages=2, maxnreg=few_registers,
             tile_programs=programs, TILES=tiles_per_program, PROBING=probing,
         )  # fmt: skip
         if probing:
             self._add(
-                levels_kernel, (self.num_probes + key.query_prefix, heads, 1), num_stages=2,
-                num_warps=warps // 2, maxnreg=168 if key.dim <= WIDE_HEAD else None,
+                levels_kernel, (self.num_probes + self.key.query_prefix, heads, 1), num_stages=2,
+                num_warps=warps // 2, maxnreg=168 if dim <= WIDE_HEAD else None,
             )  # fmt: skip
-            self._add(choose_kernel, (key.batch, 1, 1))
+            self._add(choose_kernel, (batch, 1, 1))
         line_warps = max(1, min(8, self.arguments["BLOCK_T"] // 256))
         self._add(select_kernel, (rows, heads, 1), **band, num_warps=line_warps)
-        entries = -(-(key.dim**2) // CROSS_ENTRIES)
+        entries = -(-(dim**2) // CROSS_ENTRIES)
         block = 128 if rows > 64 else 64
         self._add(
             cross_kernel, (entries + self.has_items, -(-rows // block), heads), **band, BLOCK_R=block,
@@ -332,23 +288,14 @@ class _AttentionLaunch:
             self._add(expand_kernel, items, **band, num_warps=group_warps, num_stages=2)
         self._add(
             attention_kernel, (rows, heads, 1), **band, num_warps=group_warps,
-            num_stages=3 if deep else 2,
-            maxnreg=few_registers,
+            num_stages=3 if deep else 2, maxnreg=few_registers,
         )  # fmt: skip
 
-    def _add(
-        self,
-        kernel: Any,
-        grid: LaunchGrid,
-        num_warps: int = 4,
-        num_stages: int = 3,
-        maxnreg: int | None = None,
-        **arguments: int,
-    ) -> None:
-        arguments = {**self.arguments, **arguments}
-        self.sequence.add(
-            kernel, grid, arguments, num_warps=num_warps, num_stages=num_stages, maxnreg=maxnreg
-        )
+    def _add(self, kernel: Any, grid: LaunchGrid, **arguments: Any) -> None:
+        """Append a kernel, whose options of the compiler may be among the arguments."""
+        defaults = {"num_warps": 4, "num_stages": 3, "maxnreg": None}
+        options = {name: arguments.pop(name, default) for name, default in defaults.items()}
+        self.sequence.add(kernel, grid, {**self.arguments, **arguments}, **options)
 
 
 @lru_cache(maxsize=256)
@@ -360,9 +307,8 @@ def prepare_attention(
 
 
 def launch_attention(
-    q: Tensor, k: Tensor, v: Tensor, valid: Tensor | None, height: int, width: int, frames: int,
-    prefix: int, group_tiles: int, qk_scale: float, error: float | None, share: float,
-    dense_threshold: float, query_grid: Sequence[int] = (),
+    q: Tensor, k: Tensor, v: Tensor, valid: Tensor | None, tiling: Tiling, prefix: int, qk_scale: float,
+    error: float | None, share: float, dense_threshold: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Run tiled attention.
 
@@ -370,14 +316,12 @@ def launch_attention(
         q: (B, H, Q, D).
         k, v: (B, H or a divisor of it, prefix + N, D).
         valid: bool (B, N), the tokens that exist, or None if all do.
-        height, width, frames: The grid of the N spatial tokens.
+        tiling: The tiles of the grid of N spatial tokens, and the groups of the queries.
         prefix: The number of keys before the grid.
-        group_tiles: The number of tiles whose queries form a group.
         qk_scale: The factor of q . k, the temperature included.
         error: The target for the relative error of the output, or None.
         share: Without a target, the mean share of the tiles that a group expands.
         dense_threshold: The share of expanded tiles above which a head is computed exactly.
-        query_grid: Height, width and frames of the grid of the queries, empty if it is that of the keys.
 
     Returns:
         The output (B, H, Q, D), the number of expanded tiles (B * H, R) in int32, int32 words
@@ -386,28 +330,17 @@ def launch_attention(
     """
     batch, heads, tokens, dim = q.shape
     o = q.new_empty((batch, tokens, heads, dim)).transpose(1, 2)
-    key = CallKey.from_tensors(
-        (q, k, v, o), valid, height, width, frames, prefix, group_tiles, qk_scale, query_grid
+    strides = tuple([tensor.stride()[:3] for tensor in (q, k, v, o)])
+    key = CallKey(
+        (batch, heads, tokens, dim), strides, q.dtype, q.get_device(), valid is not None,
+        heads // k.shape[1], tiling, prefix, qk_scale,
     )  # fmt: skip
     launch = prepare_attention(key, error, share, dense_threshold)
-    return o, *launch(q, k, v, _mask_pointer(valid, q), o)
-
-
-def _mask_pointer(valid: Tensor | None, unused: Tensor) -> Tensor:
-    """Return the mask in bytes; without one the kernels read nothing of the tensor in its place."""
-    return unused if valid is None else valid.contiguous().view(torch.uint8)
-
-
-def _inverse(stride: int, groups: int) -> int:
-    """Return the inverse of a stride modulo the number of groups."""
-    return pow(stride, -1, groups) if groups > 1 else 1
-
-
-def _power_of_2(number: int) -> int:
-    """Return the smallest power of 2 that is at least the number."""
-    return 1 << (number - 1).bit_length()
+    # Without a mask the kernels read nothing of the tensor in its place.
+    mask = q if valid is None else valid.contiguous().view(torch.uint8)
+    return o, *launch(q, k, v, mask, o)
 
 
 def _dot_block(size: int) -> int:
     """Return the block of a dimension of `tl.dot`: a power of 2, at least 16."""
-    return max(16, _power_of_2(size))
+    return max(16, int(next_power_of_2(size)))

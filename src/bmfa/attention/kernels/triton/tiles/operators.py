@@ -1,7 +1,7 @@
 """Tiled attention as an operator of torch."""
 
 from collections.abc import Sequence
-from importlib import import_module
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -9,8 +9,8 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from bmfa.attention.kernels.triton import unsupported_reason as unsupported_device_reason
-from bmfa.attention.tiling import TILE_SIDE, TiledAttention, Tiling
-from bmfa.grid import Grid, grid_from_list, grid_to_list
+from bmfa.attention.tiling import TILE_SIDE, TiledAttention, Tiling, tile_sizes
+from bmfa.grid import grid_from_list, grid_to_list
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 DIMS = (32, 64, 72, 80, 96, 128)  # head dimensions that the tests run
@@ -20,9 +20,9 @@ LARGEST_PREFIX = 64  # tokens, one block of a product
 
 _library: Any = torch.library.Library("bmfa", "FRAGMENT")  # type: ignore[no-untyped-call]
 _library.define(
-    "tiled(Tensor q, Tensor k, Tensor v, Tensor? valid, int height, int width, int frames, int prefix,"
-    " int group_tiles, float factor, float? error, float share, float dense_threshold,"
-    " int[] query_grid=[]) -> (Tensor, Tensor, Tensor, Tensor)"
+    "tiled(Tensor q, Tensor k, Tensor v, Tensor? valid, int[] grid, int[] query_grid, int group_tiles,"
+    " int prefix, float factor, float? error, float share, float dense_threshold)"
+    " -> (Tensor, Tensor, Tensor, Tensor)"
 )
 
 
@@ -44,27 +44,22 @@ def unsupported_reason(q: Tensor, k: Tensor, v: Tensor, tiling: Tiling, prefix: 
         )
     if any(t.stride(-1) != 1 for t in (q, k, v)):
         return "the head dimension is not contiguous; call .contiguous() on q, k and v"
-    prefixes = {"prefix": prefix}
-    tilings = {"grid": tiling}
+    tokens = [("grid", tiling.grid, "prefix", prefix)]
     if (query_grid := tiling.query_grid) is not None:
-        tilings["query_grid"] = Tiling(query_grid)
-        prefixes["prefix of q"] = q.shape[2] - query_grid.size
-    for name, tiles in tilings.items():
-        if max(tiles.grid.height, tiles.grid.width) > LARGEST_SIDE or tiles.tiles > MOST_TILES:
+        tokens.append(("query_grid", query_grid, "prefix of q", q.shape[2] - query_grid.size))
+    for name, grid, name_before, before in tokens:
+        if max(grid.height, grid.width) > LARGEST_SIDE or Tiling(grid).tiles > MOST_TILES:
             return (
-                f"the {name} is {tiles.grid}; the kernels take sides up to {LARGEST_SIDE}, and "
-                f"{MOST_TILES} tiles"
+                f"the {name} is {grid}; the kernels take sides up to {LARGEST_SIDE}, and {MOST_TILES} "
+                "tiles"
             )
-    if tiling.side != TILE_SIDE:
-        return (
-            f"the tiles have {tiling.side}x{tiling.side} tokens; the kernels take {TILE_SIDE}x"
-            f"{TILE_SIDE}"
-        )
+        if before > LARGEST_PREFIX:
+            return f"the {name_before} has {before} tokens; the kernels take up to {LARGEST_PREFIX}"
+    side = tiling.side
+    if side != TILE_SIDE:
+        return f"the tiles have {side}x{side} tokens; the kernels take {TILE_SIDE}x{TILE_SIDE}"
     if tiling.group_tiles not in GROUP_TILES:
         return f"a group has {tiling.group_tiles} tiles; the kernels take one of {GROUP_TILES}"
-    for name, before in prefixes.items():
-        if before > LARGEST_PREFIX:
-            return f"the {name} has {before} tokens; the kernels take up to {LARGEST_PREFIX}"
     return None
 
 
@@ -91,9 +86,8 @@ def tiled_attention(
     if valid is not None:
         valid = valid.expand(q.shape[0], -1)
     output, expanded_count, coarse_bits, probes = operator(
-        q, k, v, valid, tiling.grid.height, tiling.grid.width, tiling.grid.frames, prefix,
-        tiling.group_tiles, scale / tau, error, 0.0 if expand is None else expand / tiling.tiles,
-        dense_threshold, grid_to_list(tiling.query_grid),
+        q, k, v, valid, grid_to_list(tiling.grid), grid_to_list(tiling.query_grid), tiling.group_tiles,
+        prefix, scale / tau, error, 0.0 if expand is None else expand / tiling.tiles, dense_threshold,
     )  # fmt: skip
     shape = (*q.shape[:2], tiling.groups)
 
@@ -101,42 +95,41 @@ def tiled_attention(
         bits = torch.arange(32, device=coarse_bits.device, dtype=torch.int32)
         coarse = (coarse_bits.unsqueeze(-1) >> bits) & 1  # (B * H, R, words, 32)
         mask: Tensor = coarse.flatten(-2)[..., : tiling.tiles] == 0
-        return mask.view(*shape, -1) & _tiles_with_tokens(tiling, valid, mask)
+        present = tile_sizes(tiling, valid, mask.device) > 0
+        return mask.view(*shape, -1) & present[:, None, None, :]
 
     probes = probes.view(*q.shape[:2], -1, 3)
     return TiledAttention(output, expanded_count.view(shape), probes, expanded)
 
 
-def _tiling(
-    height: int, width: int, frames: int, group_tiles: int, query_grid: Sequence[int]
-) -> Tiling:
-    """Make the tiling of a call from the arguments of the operator."""
-    grid = Grid(height, width, frames=frames)
-    query = grid_from_list(query_grid)
-    return Tiling(grid, query_grid=query, group_tiles=group_tiles, probes_per_group=1)
+def _tiling(grid: Sequence[int], query_grid: Sequence[int], group_tiles: int) -> Tiling:
+    """Return the tiling of a call from arguments of the operator."""
+    return _make_tiling(tuple(grid), tuple(query_grid), group_tiles)
 
 
-def _tiles_with_tokens(tiling: Tiling, valid: Tensor | None, like: Tensor) -> Tensor:
-    """Return a (B or 1, 1, 1, T) mask of the tiles that have a valid token."""
-    if valid is None:
-        return like.new_ones(1, 1, 1, tiling.tiles)
-    slots = tiling.slot_tokens.to(valid.device)
-    exists = valid[:, slots.clamp(min=0)] & (slots >= 0)  # (B, T, S)
-    return exists.any(-1)[:, None, None, :]
+@lru_cache(maxsize=256)
+def _make_tiling(grid: tuple[int, ...], query_grid: tuple[int, ...], group_tiles: int) -> Tiling:
+    keys, queries = grid_from_list(grid), grid_from_list(query_grid)
+    assert keys is not None
+    return Tiling(keys, query_grid=queries, group_tiles=group_tiles, probes_per_group=1)
 
 
-# Kernels are imported on the first call: Triton may be missing.
-def _launch(*arguments: Any) -> Any:
-    return import_module("bmfa.attention.kernels.triton.tiles.launch").launch_attention(*arguments)
+def _launch(
+    q: Tensor, k: Tensor, v: Tensor, valid: Tensor | None, grid: Sequence[int],
+    query_grid: Sequence[int], group_tiles: int, *settings: Any,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    # Imported on the first call: Triton may be missing.
+    from bmfa.attention.kernels.triton.tiles.launch import launch_attention
+
+    return launch_attention(q, k, v, valid, _tiling(grid, query_grid, group_tiles), *settings)
 
 
 def _fake(
-    q: Tensor, k: Tensor, v: Tensor, valid: Tensor | None, height: int, width: int, frames: int,
-    prefix: int, group_tiles: int, factor: float, error: float | None, share: float,
-    dense_threshold: float, query_grid: Sequence[int] = (),
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    q: Tensor, k: Tensor, v: Tensor, valid: Tensor | None, grid: Sequence[int],
+    query_grid: Sequence[int], group_tiles: int, *settings: Any,
+) -> tuple[Tensor, ...]:  # fmt: skip
     batch, heads, tokens, dim = q.shape
-    tiling = _tiling(height, width, frames, group_tiles, query_grid)
+    tiling = _tiling(grid, query_grid, group_tiles)
     probes = tiling.probes(tokens - tiling.queries.grid.size)
     lines = (batch * heads, tiling.groups)
     return (
@@ -155,15 +148,14 @@ operator: Any = torch.ops.bmfa.tiled.default
 
 @register_flop_formula(torch.ops.bmfa.tiled)
 def _flops(
-    q: Any, k: Any, v: Any, valid: Any, height: int, width: int, frames: int, prefix: int,
-    group_tiles: int, factor: float, error: float | None, share: float, dense_threshold: float,
-    query_grid: Sequence[int] = (), **kwargs: Any,
+    q: Any, k: Any, v: Any, valid: Any, grid: Sequence[int], query_grid: Sequence[int],
+    group_tiles: int, prefix: int, factor: float, error: float | None, share: float, *_: Any, **__: Any,
 ) -> int:  # fmt: skip
     """Count the products of representatives (scores, keys and values) and exact queries with all tokens,
     and of all queries with the prefix, the tangent tiles and a share of expanded tiles. What a target
     expands is not known."""
     batch, heads, all_queries, dim = q
-    tiling = _tiling(height, width, frames, group_tiles, query_grid)
+    tiling = _tiling(grid, query_grid, group_tiles)
     tokens, tiles, groups = tiling.grid.size, tiling.tiles, tiling.groups
     queries = tiling.queries.grid.size
     exact = tiling.probes(all_queries - queries) + all_queries - queries
