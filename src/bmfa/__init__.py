@@ -31,28 +31,18 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-# Public names and the modules that define them, imported on first use so that `import bmfa` is fast.
-_MODULES = {
-    "Grid": "bmfa.grid",
-    "Plan": "bmfa.models",
-    "Screened": "bmfa.attention.result",
-    "Tree": "bmfa.trees.tree",
-    "certify": "bmfa.attention.certify",
-    "free_energy": "bmfa.energy",
-    "gap": "bmfa.energy",
-    "load_model": "bmfa.models",
-    "patch": "bmfa.models",
-    "record": "bmfa.models",
-    "reduce": "bmfa.models",
-    "refinement_score": "bmfa.energy",
-    "screen": "bmfa.trees.build",
-    "screen_keys": "bmfa.trees.build",
-    "screened_attention": "bmfa.attention.api",
-    "tune": "bmfa.models",
-    "summary": "bmfa.models",
-    "tune_reduction": "bmfa.models",
-    "unpatch": "bmfa.models",
+# Public names by the module that defines them, imported on first use so that `import bmfa` is fast.
+_PUBLIC = {
+    "attention.api": "screened_attention",
+    "attention.certify": "certify",
+    "attention.result": "Screened",
+    "energy": "free_energy gap refinement_score",
+    "grid": "Grid",
+    "models": "Plan load_model patch record reduce summary tune tune_reduction unpatch",
+    "trees.build": "screen screen_keys",
+    "trees.tree": "Tree",
 }
+_MODULES = {name: f"bmfa.{module}" for module, names in _PUBLIC.items() for name in names.split()}
 _SUBMODULES = ("bounds", "energy", "merging", "models", "rules")
 __all__ = ["__version__", *_MODULES, *_SUBMODULES]
 

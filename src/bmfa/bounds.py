@@ -47,45 +47,9 @@ def hoeffding(low: float | Tensor, high: float | Tensor, tau: float = 1.0) -> Te
         (tensor(1.1250), tensor(0.7379))
     """
     low, high = as_tensors(low=low, high=high)
-    _check_order(low, high)
+    check_elements("high - low", high - low, low <= high, "low no larger than high")
     spread = high - low
     return _outward(spread * (spread / (8 * check_tau(tau))), spread == 0)
-
-
-def two_point(
-    low: float | Tensor, high: float | Tensor, mean: float | Tensor, tau: float = 1.0
-) -> Tensor:
-    """Bound the gap by minimum, maximum and mean, rounded up.
-
-    G <= tau log[(b e^(a / tau) - a e^(b / tau)) / (b - a)] with a = low - mean and b = high - mean,
-    the largest gap of any block with these extremes and this mean; 0 if low = high.
-
-    Args:
-        low: Smallest score of the block, or a lower bound on it; a number or a tensor.
-        high: Largest score, or an upper bound on it.
-        mean: Mean score. Its rounding is allowed for, see `STATISTIC_ULPS`.
-        tau: Temperature, above 0, in units of the scores.
-
-    Returns:
-        Upper bound of the broadcast shape, in the promoted dtype of the tensors, at least float32;
-        float64 for numbers.
-
-    Raises:
-        TypeError: If an argument has the wrong type or dtype.
-        ValueError: If low exceeds high, a value is not finite, the shapes do not
-            broadcast, or tau is out of range.
-
-    Example:
-        >>> from bmfa import bounds
-        >>> bounds.two_point(0.0, 3.0, 1.0)
-        tensor(0.9963, dtype=torch.float64)
-    """
-    low, high, mean = as_tensors(low=low, high=high, mean=mean)
-    _check_order(low, high)
-    allowance = _allowance(low, high, mean)
-    top = (high - mean).clamp(min=0) + allowance
-    bottom = (mean - low).clamp(min=0) + allowance
-    return _outward(_two_point_gap(top, bottom, tau), low == high)
 
 
 def bennett(
@@ -359,10 +323,6 @@ def _outward(bound: Tensor, zero: Tensor) -> Tensor:
     """Round up by RESULT_ULPS, and by the smallest normal number in case of underflow."""
     raised = bound * (1 + _ulps(bound, RESULT_ULPS)) + torch.finfo(bound.dtype).tiny
     return torch.where(zero, 0.0, raised)
-
-
-def _check_order(low: Tensor, high: Tensor) -> None:
-    check_elements("high - low", high - low, low <= high, "low no larger than high")
 
 
 def _check_variance(variance: Tensor) -> None:

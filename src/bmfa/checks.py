@@ -102,8 +102,7 @@ def has_values(tensor: Tensor) -> bool:
 
     This is so in graphs that are being compiled or exported, on the meta device, and for fake tensors.
     """
-    unreadable = is_compiling() or tensor.is_meta or isinstance(tensor, FakeTensor)
-    return not unreadable
+    return not (is_compiling() or tensor.is_meta or isinstance(tensor, FakeTensor))
 
 
 def check_flag(name: str, value: object) -> bool:

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache, wraps
+from functools import wraps
 from typing import ParamSpec, TypeVar
 
 import numpy as np
@@ -106,7 +106,7 @@ class Grid:
         """(N,) int64: raster index of the i-th token in Z-order.
 
         The tokens of every quadtree block are consecutive in Z-order; `scores[..., grid.z_order]`
-        reorders raster scores.
+        reorders raster scores, and `z_order.argsort()` is the position of every raster token.
 
         Example:
             >>> import bmfa
@@ -114,19 +114,7 @@ class Grid:
             tensor([0, 1, 2, 4, 3, 5])
         """
         check_one_frame(self, "Z-order")
-        return _z_order(self.height, self.width).clone()
-
-    @property
-    def z_rank(self) -> Tensor:
-        """(N,) int64: position in Z-order of the i-th raster token; the inverse of `z_order`.
-
-        Example:
-            >>> import bmfa
-            >>> bmfa.Grid(3, 2).z_rank
-            tensor([0, 1, 2, 4, 3, 5])
-        """
-        check_one_frame(self, "Z-order")
-        return _z_order(self.height, self.width).argsort()
+        return _z_codes(self).argsort(stable=True)
 
     def partition(self, depth: int) -> Tensor:
         """Label every token with its quadtree block at one depth.
@@ -148,7 +136,7 @@ class Grid:
         """
         check_integer("depth", depth, low=0)
         check_one_frame(self, "a quadtree")
-        codes = _z_codes(self.height, self.width) >> 2 * max(0, self.depth - depth)
+        codes = _z_codes(self) >> 2 * max(0, self.depth - depth)
         labels: Tensor = torch.unique(codes, return_inverse=True)[1]
         return labels
 
@@ -197,20 +185,13 @@ def _suggest_grid(sides: tuple[object, ...]) -> str:
     return "pass Grid(height, width), or the pair (height, width) where a grid is taken"
 
 
-@lru_cache(maxsize=256)
-@normal_tensors
-def _z_order(height: int, width: int) -> Tensor:
-    return _z_codes(height, width).argsort(stable=True)
-
-
-def _z_codes(height: int, width: int) -> Tensor:
+def _z_codes(grid: Grid) -> Tensor:
     """(N,) int64 Z-order code of every raster token: a row bit and a column bit for each level.
 
     The bits tell which half of its block the token belongs to, the pair of the root first, so that
     the tokens of a block share a prefix.
     """
-    depth = (max(height, width) - 1).bit_length()
-    rows, columns = _half_bits(height, depth), _half_bits(width, depth)
+    rows, columns = (_half_bits(side, grid.depth) for side in (grid.height, grid.width))
     return (2 * rows.unsqueeze(1) + columns).flatten()  # (H, W) -> (N,)
 
 

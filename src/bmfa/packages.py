@@ -35,9 +35,8 @@ def load_package(module: str) -> Any:
     try:
         return import_module(module)
     except ModuleNotFoundError as error:
-        if error.name is None or error.name.partition(".")[0] != package:
-            raise
-        if package not in PACKAGES:
+        missing = (error.name or "").partition(".")[0]
+        if missing != package or package not in PACKAGES:
             raise
         raise _missing([package], PACKAGES[package][1]) from None
 

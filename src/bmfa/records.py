@@ -5,7 +5,7 @@ import platform
 import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
@@ -17,15 +17,8 @@ Row = dict[str, Any]
 
 # Packages whose versions are written into every record.
 VERSIONED_PACKAGES = (
-    "bmfa",
-    "numpy",
-    "torch",
-    "triton",
-    "matplotlib",
-    "pillow",
-    "pycocotools",
-    "timm",
-    "transformers",
+    *("bmfa", "numpy", "torch", "triton"),
+    *("matplotlib", "pillow", "pycocotools", "timm", "transformers"),
 )
 
 _HUB_NAME = re.compile(r"hf:[\w.-]+/[\w.-]+")
@@ -80,10 +73,8 @@ class Record:
             raise ValueError(
                 f"{name} is not JSON (line {error.lineno}: {error.msg}); pass a record written by --json"
             ) from None
-        missing = {"experiment", "settings", "environment", "rows"} - set(
-            data if isinstance(data, dict) else ()
-        )
-        if missing:
+        given = data if isinstance(data, dict) else {}
+        if missing := {"experiment", "settings", "environment", "rows"} - given.keys():
             raise ValueError(
                 f"{name} lacks {', '.join(sorted(missing))}; pass a record written by --json"
             )
@@ -138,11 +129,9 @@ def environment(device: str = "cpu") -> dict[str, Any]:
 
     versions = {}
     for package in VERSIONED_PACKAGES:
-        try:
+        with suppress(metadata.PackageNotFoundError):
             # A checkout on PYTHONPATH has no metadata of its own.
             versions[package] = _version() if package == "bmfa" else metadata.version(package)
-        except metadata.PackageNotFoundError:
-            continue
     name = torch.cuda.get_device_name() if device.startswith("cuda") else _processor()
     instructions = library.instruction_set()
     command = _command.get()

@@ -62,7 +62,7 @@ class CapturedCalls:
 
     def milliseconds(self) -> float:
         """Return the time of a call, from one replay."""
-        start, end = _event(), _event()
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         start.record()
         self.graph.replay()
         end.record()
@@ -73,10 +73,6 @@ class CapturedCalls:
         """Return the median time of a call over several replays, after one warm-up replay."""
         self.milliseconds()
         return statistics.median(self.milliseconds() for _ in range(repeats))
-
-
-def _event() -> Any:
-    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
 
 
 def capture_calls(work: Work, calls: int) -> CapturedCalls | None:
@@ -114,20 +110,6 @@ def time_alternating(
             synchronize(device)
             samples[name].append(1e3 * (time.perf_counter() - start))
     return {name: statistics.median(times) for name, times in samples.items()}
-
-
-def peak_bytes(work: Work, device: torch.device) -> int | None:
-    """Return the most device memory that a call allocates, in bytes; None on devices but CUDA."""
-    if device.type != "cuda":
-        return None
-    work()
-    torch.cuda.synchronize(device)
-    torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats(device)
-    before = torch.cuda.memory_allocated(device)
-    work()
-    torch.cuda.synchronize(device)
-    return int(torch.cuda.max_memory_allocated(device) - before)
 
 
 def synchronize(device: torch.device) -> None:

@@ -20,13 +20,19 @@ def rows(level: Level, width: int) -> torch.Tensor:
     return torch.cat((level.boxes, torch.stack((top, left, top + 1, left + 1), -1)))
 
 
+def block_sizes(level: Level) -> torch.Tensor:
+    """(n,) number of tokens of each block."""
+    top, left, bottom, right = level.boxes.unbind(-1)
+    return (bottom - top) * (right - left)
+
+
 def test_boxes_of_fourteen_squared():
     levels = quadtree_layout(Grid(14, 14)).levels
     assert levels[0].boxes.tolist() == [[0, 0, 14, 14]]
     assert levels[1].boxes.tolist() == [[0, 0, 7, 7], [0, 7, 7, 14], [7, 0, 14, 7], [7, 7, 14, 14]]
     first = [[0, 0, 3, 3], [0, 3, 3, 7], [3, 0, 7, 3], [3, 3, 7, 7]]
     assert levels[2].boxes[:4].tolist() == first
-    assert levels[2].counts[:4].tolist() == [9, 12, 12, 16]
+    assert block_sizes(levels[2])[:4].tolist() == [9, 12, 12, 16]
     # 3x3 splits into 1 | 2 each way: a single token, which ends there, and three blocks.
     assert levels[3].tokens[0] == 0
     assert levels[3].boxes[:3].tolist() == [[0, 1, 1, 3], [1, 0, 3, 1], [1, 1, 3, 3]]
@@ -57,7 +63,7 @@ def test_every_token_ends_at_one_level():
         assert torch.equal(tokens.sort().values, torch.arange(layout.grid.size))
         starts = torch.cat([level.token_starts for level in layout.levels])
         assert torch.equal(layout.token_rank[tokens], starts)
-        assert torch.equal(layout.token_order[layout.token_rank], torch.arange(layout.grid.size))
+        assert torch.equal(layout.token_rank.sort().values, torch.arange(layout.grid.size))
 
 
 def test_children_fill_their_parents():
@@ -67,7 +73,7 @@ def test_children_fill_their_parents():
             boxes = rows(below, width)
             area = (boxes[:, 2] - boxes[:, 0]) * (boxes[:, 3] - boxes[:, 1])
             children = boxes[level.children]  # (n, k, 4)
-            assert bool((area[level.children] * level.present).sum(1).eq(level.counts).all())
+            assert bool((area[level.children] * level.present).sum(1).eq(block_sizes(level)).all())
             inside = torch.cat(
                 (
                     children[..., :2] >= level.boxes[:, None, :2],
@@ -88,7 +94,8 @@ def test_starts_follow_from_the_counts():
     for layout in layouts():
         for level, below in zip(layout.levels, layout.levels[1:], strict=False):
             starts = torch.cat((below.starts, below.token_starts))[level.children]
-            counts = torch.cat((below.counts, torch.ones_like(below.tokens)))[level.children]
+            sizes = torch.cat((block_sizes(below), torch.ones_like(below.tokens)))
+            counts = sizes[level.children]
             counts = counts * level.present
             expected = level.starts[:, None] + counts.cumsum(1) - counts
             assert torch.equal(starts[level.present], expected[level.present])
@@ -117,7 +124,7 @@ def test_offsets_count_the_blocks():
         assert [b - a for a, b in zip(layout.offsets, layout.offsets[1:], strict=False)] == sizes
         assert sizes[-1] == 0, "the last level holds single tokens alone"
         for level in layout.levels:
-            assert bool((level.counts > 1).all())
+            assert bool((block_sizes(level) > 1).all())
 
 
 def test_tiles_have_remainders_at_the_right_and_the_bottom():
@@ -126,7 +133,7 @@ def test_tiles_have_remainders_at_the_right_and_the_bottom():
     assert layout.levels[0].boxes.tolist() == boxes
     assert layout.levels[0].starts.tolist() == [0, 9, 18, 24, 30, 36]
     # Inside a tile the tokens lie in raster order.
-    assert layout.token_order[18:24].tolist() == [6, 7, 14, 15, 22, 23]
+    assert layout.token_rank.argsort()[18:24].tolist() == [6, 7, 14, 15, 22, 23]
     first = tile_layout(Grid(4, 4), 3).levels[0]  # a remainder of one token is a token
     assert first.boxes.tolist() == [[0, 0, 3, 3], [0, 3, 3, 4], [3, 0, 4, 3]]
     assert first.tokens.tolist() == [15] and first.token_starts.tolist() == [15]
@@ -137,8 +144,7 @@ def test_tiles_have_remainders_at_the_right_and_the_bottom():
 def test_the_tokens_of_a_quadtree_are_in_z_order():
     for layout in layouts():
         if layout is quadtree_layout(layout.grid):
-            assert torch.equal(layout.token_rank, layout.grid.z_rank)
-            assert torch.equal(layout.token_order, layout.grid.z_order)
+            assert torch.equal(layout.token_rank.argsort(), layout.grid.z_order)
         else:
             assert torch.equal(layout.levels[0].starts.sort().values, layout.levels[0].starts)
 
