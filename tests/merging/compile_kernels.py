@@ -40,7 +40,7 @@ def qkv(tokens, dtype):
 def compile_attention(tokens, dtype):
     q, k, v = qkv(tokens, dtype)
     strides = (*q.stride(), *k.stride(), *v.stride())
-    launch = attention._plan(0, dtype, q.shape, strides, 0.125, 1, True)
+    launch = attention._prepare(0, dtype, q.shape, strides, 0.125, 1, True)
     compile_launch(launch, dtype, dtype, dtype, torch.float32, dtype, torch.float32)
 
 
@@ -48,7 +48,7 @@ def compile_merge(tokens, dtype, r, parts):
     x = torch.empty(2, tokens, 192, dtype=dtype, device="meta")
     f = x if parts else qkv(tokens, dtype)[1]
     shapes = (tuple(x.shape), x.stride(), (dtype, tuple(f.shape), f.stride()))
-    launch = merge._plan(0, dtype, *shapes, parts, r, 1)
+    launch = merge._prepare(0, dtype, *shapes, parts, r, 1)
     single = torch.float32
     compile_launch(launch, dtype, single, dtype, single, dtype, single, torch.int32)
 
@@ -59,4 +59,4 @@ if __name__ == "__main__":
     compile_merge(197, torch.float16, 8, 0)
     compile_merge(40, torch.float32, 8, 3)
     k = qkv(197, torch.bfloat16)[1]
-    compile_launch(features.plan_unit_mean_keys(k), torch.bfloat16, torch.bfloat16)
+    compile_launch(features.prepare_unit_mean_keys(k), torch.bfloat16, torch.bfloat16)

@@ -133,9 +133,9 @@ def test_several_tiles_per_program_give_the_same_bits(monkeypatch: pytest.Monkey
     for tiles in (1, 2, 9):
         config = attention.LaunchConfig(16, tiles, 4, 1)
         monkeypatch.setattr(attention, "launch_config", lambda *_, config=config: config)
-        attention._plan.cache_clear()
+        attention._prepare.cache_clear()
         results.append(attention.launch_attention(q, k, v, size, 0.25, 1, True))
-    attention._plan.cache_clear()
+    attention._prepare.cache_clear()
     for result in results[1:]:
         torch.testing.assert_close(result, results[0], rtol=0, atol=0)
 
@@ -234,9 +234,9 @@ def test_matching_in_smaller_steps_is_the_same(monkeypatch: pytest.MonkeyPatch) 
     for block_dst, block_c in ((64, 64), (16, 16)):
         monkeypatch.setattr(merge, "BLOCK_DST", block_dst)
         monkeypatch.setattr(merge, "BLOCK_C", block_c)
-        merge._plan.cache_clear()
+        merge._prepare.cache_clear()
         results.append(merge.launch_merge(x, size, keys, parts, r, prefix))
-    merge._plan.cache_clear()
+    merge._prepare.cache_clear()
     torch.testing.assert_close(results[1], results[0], rtol=0, atol=0)
 
 

@@ -156,21 +156,13 @@ def check_backend(backend: object) -> Backend:
     raise ValueError(f"backend is {backend!r}; pass one of {', '.join(BACKENDS)}")
 
 
-def unsupported_reason(first: Tensor, *others: Tensor | None) -> str | None:
-    """Return the reason why the Triton kernels cannot run on these inputs, or None if they can."""
-    from bmfa.merging.kernels.triton import operators
-
-    return operators.unsupported_reason(first, *others)
-
-
 def _select(backend: Backend, first: Tensor, *others: Tensor | None) -> ModuleType:
     """Return the module that computes with these inputs: "auto" tries Triton on CUDA only."""
     if backend == "eager" or (backend == "auto" and not first.is_cuda):
         return eager
-    reason = unsupported_reason(first, *others)
-    if reason is None:
-        from bmfa.merging.kernels.triton import operators
+    from bmfa.merging.kernels.triton import operators
 
+    if (reason := operators.unsupported_reason(first, *others)) is None:
         return operators
     if backend == "triton":
         raise ValueError(f"backend='triton' cannot run: {reason}; pass backend='auto' or 'eager'")

@@ -42,7 +42,5 @@ class RandomPool(BudgetPolicy):
         # Drawn on the CPU, so that every device draws the same pairs.
         generator = torch.Generator().manual_seed(_LAYER_STRIDE * self.seed + state.layer)
         drawn = torch.randperm(state.tokens, generator=generator).to(state.x.device)
-        source, destination = (
-            part.expand(len(state.x), -1) for part in (drawn[:r], drawn[r : 2 * r])
-        )
-        return state.merge_pairs(source, destination)
+        drawn = drawn.expand(len(state.x), -1)
+        return state.merge_pairs(drawn[:, :r], drawn[:, r : 2 * r])

@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from bmfa.attention.kernels.triton.launch import CachedLaunch
-from bmfa.merging.kernels.triton.features import MAX_PLANS
+from bmfa.merging.kernels.triton.features import MAX_LAUNCHES
 
 LOG2_E = math.log2(math.e)  # exp(x) = exp2(x * LOG2_E)
 
@@ -173,13 +173,13 @@ def launch_attention(
     masses = torch.empty(shape, dtype=torch.float32, device=q.device)
     if batch * heads > 0:
         strides = (*q.stride(), *k.stride(), *v.stride())
-        plan = _plan(q.get_device(), q.dtype, q.shape, strides, scale, prefix, mass)
-        plan(q, k, v, size, output, masses)
+        launch = _prepare(q.get_device(), q.dtype, q.shape, strides, scale, prefix, mass)
+        launch(q, k, v, size, output, masses)
     return output.transpose(1, 2), masses
 
 
-@lru_cache(maxsize=MAX_PLANS)
-def _plan(
+@lru_cache(maxsize=MAX_LAUNCHES)
+def _prepare(
     device: int,
     dtype: torch.dtype,
     shape: tuple[int, ...],

@@ -13,7 +13,7 @@ from bmfa.attention.kernels.triton.launch import CachedLaunch
 LAYER_NORM_EPS = tl.constexpr(1e-5)  # the default of torch.nn.functional.layer_norm
 MIN_NORM = tl.constexpr(1e-12)  # the default of torch.nn.functional.normalize
 # Launches that each kernel caches, a few hundred bytes each; a reduced model of 24 blocks needs 24.
-MAX_PLANS = 256
+MAX_LAUNCHES = 256
 # Keys per program of unit_mean_keys_kernel: 32 rows of 64 channels fill four warps.
 KEYS_BLOCK_T = 32
 
@@ -115,11 +115,11 @@ def launch_unit_mean_keys(k: Tensor) -> Tensor:
     batch, _, tokens, dim = k.shape
     features = torch.empty((batch, tokens, dim), dtype=k.dtype, device=k.device)
     if batch * tokens > 0:
-        plan_unit_mean_keys(k)(k, features)
+        prepare_unit_mean_keys(k)(k, features)
     return features
 
 
-def plan_unit_mean_keys(k: Tensor) -> CachedLaunch:
+def prepare_unit_mean_keys(k: Tensor) -> CachedLaunch:
     """Return the launch for keys of this shape and these strides."""
     batch, heads, tokens, dim = k.shape
     block_d = max(16, triton.next_power_of_2(dim))

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from bmfa.attention.kernels.triton.launch import CachedLaunch
 from bmfa.merging.kernels.triton.features import (
-    MAX_PLANS,
+    MAX_LAUNCHES,
     feature_statistics,
     load_features,
     load_rows,
@@ -199,15 +199,15 @@ def launch_merge(
         f = x if keys is None else keys
         parts = 0 if weight is None else weight.shape[1]
         features = (f.dtype, tuple(f.shape), f.stride())
-        plan = _plan(
+        launch = _prepare(
             x.get_device(), x.dtype, tuple(x.shape), x.stride(), features, parts, r, prefix
         )
-        plan(x, size, f, size if weight is None else weight, x_new, size_new, assignment)
+        launch(x, size, f, size if weight is None else weight, x_new, size_new, assignment)
     return x_new, size_new, assignment
 
 
-@lru_cache(maxsize=MAX_PLANS)
-def _plan(
+@lru_cache(maxsize=MAX_LAUNCHES)
+def _prepare(
     device: int,
     dtype: torch.dtype,
     shape: tuple[int, ...],

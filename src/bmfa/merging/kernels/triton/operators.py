@@ -4,6 +4,8 @@ This module loads without Triton, so that `unsupported_reason` can say that it i
 modules with the kernels are imported by the first call.
 """
 
+from collections.abc import Callable
+from importlib import import_module
 from os import environ
 from typing import Any
 
@@ -19,7 +21,6 @@ MAX_TOKENS = 512
 # Bytes of the keys of one head, padded to powers of two. Keys and values together take twice as
 # much of the 227 KiB of shared memory of a multiprocessor of compute capability 9.0.
 MAX_KEY_BYTES = 65536
-MIN_TRITON = (3, 2)  # as the extra `triton` installs
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 # Defined without torch.library.custom_op, whose wrappers cost 10 to 25 microseconds a call.
@@ -99,18 +100,11 @@ def _key_bytes(heads: Tensor) -> int:
     return tokens * dim * heads.itemsize
 
 
-def _find_triton_problem() -> str | None:
-    try:
-        version: str = load_package("triton").__version__
-    except ImportError as error:
-        return f"Triton does not load ({error}); run: pip install triton"
-    if tuple(int(part) for part in version.split(".")[:2]) < MIN_TRITON:
-        oldest = ".".join(map(str, MIN_TRITON))
-        return f"Triton is {version}, and the kernels need {oldest} or newer: pip install -U triton"
-    return None
-
-
-_TRITON_PROBLEM = _find_triton_problem()
+_TRITON_PROBLEM: str | None = None
+try:
+    load_package("triton")
+except ImportError as error:
+    _TRITON_PROBLEM = f"Triton does not load ({error}); run: pip install triton"
 # Triton reads the variable when kernels are defined, so a later change has no effect.
 _INTERPRETED = environ.get("TRITON_INTERPRET") == "1"
 
@@ -120,12 +114,14 @@ def _contiguous_float32(values: Tensor) -> Tensor:
     return values.to(torch.float32).contiguous()
 
 
-def _attention_impl(
-    q: Tensor, k: Tensor, v: Tensor, size: Tensor, scale: float, prefix: int, mass: bool
-) -> tuple[Tensor, Tensor]:
-    from bmfa.merging.kernels.triton.attention import launch_attention
+def _launcher(module: str, function: str) -> Callable[..., Any]:
+    """A launch, whose module is imported by the first call."""
 
-    return launch_attention(q, k, v, size, scale, prefix, mass)
+    def launch(*arguments: Any) -> Any:
+        kernels = import_module(f"bmfa.merging.kernels.triton.{module}")
+        return getattr(kernels, function)(*arguments)
+
+    return launch
 
 
 def _attention_fake(
@@ -139,14 +135,6 @@ def _attention_fake(
     return output, q.new_empty(shape, dtype=torch.float32)
 
 
-def _merge_impl(
-    x: Tensor, size: Tensor, keys: Tensor | None, weight: Tensor | None, r: int, prefix: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    from bmfa.merging.kernels.triton.merge import launch_merge
-
-    return launch_merge(x, size, keys, weight, r, prefix)
-
-
 def _merge_fake(
     x: Tensor, size: Tensor, keys: Tensor | None, weight: Tensor | None, r: int, prefix: int
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -156,21 +144,15 @@ def _merge_fake(
     return x_new, size_new, x.new_empty((batch, tokens), dtype=torch.int32)
 
 
-def _keys_impl(k: Tensor) -> Tensor:
-    from bmfa.merging.kernels.triton.features import launch_unit_mean_keys
-
-    return launch_unit_mean_keys(k)
-
-
 def _keys_fake(k: Tensor) -> Tensor:
     batch, _, tokens, dim = k.shape
     return k.new_empty((batch, tokens, dim))
 
 
 for _name, _impl, _fake in (
-    ("proportional_attention", _attention_impl, _attention_fake),
-    ("merge_tokens", _merge_impl, _merge_fake),
-    ("unit_mean_keys", _keys_impl, _keys_fake),
+    ("proportional_attention", _launcher("attention", "launch_attention"), _attention_fake),
+    ("merge_tokens", _launcher("merge", "launch_merge"), _merge_fake),
+    ("unit_mean_keys", _launcher("features", "launch_unit_mean_keys"), _keys_fake),
 ):
     _library.impl(_name, _impl, "CUDA")
     _library.impl(_name, _impl, "CPU")  # Triton's interpreter
