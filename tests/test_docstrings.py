@@ -19,8 +19,7 @@ MODULES = ("energy", "bounds", "rules", "merging", "models")
 CLASSES = ("Plan", "Tree", "Screened")
 # Methods of public classes that only other parts of the library call.
 INTERNAL = {
-    *("Tree.from_decision", "Tree.mask_of_heads"),
-    *("Tree.level_splits", "Tree.level_leaves", "Tree.leaf_nodes"),
+    *("Tree.mask_of_heads", "Tree.level_splits", "Tree.level_leaves", "Tree.leaf_nodes"),
 }
 OPTIONS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 
@@ -107,9 +106,7 @@ def examples() -> Iterator[doctest.DocTest]:
     """The examples of the public surface, of all of `Grid`, and of modules with helpers for users."""
     finder = doctest.DocTestFinder(recurse=False)
     values = dict(SURFACE)
-    values |= {
-        f"Grid.{name}": getattr(bmfa.Grid, name) for name in ("z_order", "z_rank", "partition")
-    }
+    values |= {f"Grid.{name}": getattr(bmfa.Grid, name) for name in ("z_order", "partition")}
     values |= {"quantile": quantile, "without_folders": without_folders}
     seen = set()
     for name, value in values.items():

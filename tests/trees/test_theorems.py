@@ -112,7 +112,7 @@ def divergence(tree: Tree, scores: Tensor) -> Tensor:
 
 def pyramid_of(grid: Grid, scores: Tensor, tau: float, valid: Tensor | None = None) -> ScorePyramid:
     mask = None if valid is None else valid.view(-1, 1)
-    counts = Counts.of(quadtree_layout(grid), torch.float64, mask)
+    counts = Counts.from_mask(quadtree_layout(grid), torch.float64, mask)
     tokens = scores.reshape(-1, grid.size).T
     return ScorePyramid(quadtree_layout(grid), counts, tau, tokens, mask)
 

@@ -9,7 +9,7 @@ from bmfa.attention.tiling import unflatten
 from bmfa.checks import has_values
 from bmfa.trees.build import screen_keys
 from bmfa.trees.layout import tile_layout
-from bmfa.trees.pyramid import Counts
+from bmfa.trees.pyramid import Counts, repeat_columns
 from bmfa.trees.rules import ExactGap
 from bmfa.trees.tree import Tree
 
@@ -28,8 +28,10 @@ def attend_trees(
     queries, keys, values = flatten_heads(q, k, v, valid, call, dtype)
     tree = _build(queries, keys, lead, valid, call)
     gradients = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
-    if _splits_all_but_ties(call) and gradients:
-        # A leaf of equal scores has their common gradient, which is not that of each of its keys.
+    rule = call.rule
+    if gradients and isinstance(rule, ExactGap) and rule.epsilon == 0.0 and call.max_depth is None:
+        # The leaves are tokens, or blocks with equal scores, whose common gradient is not that of each
+        # of their keys.
         mask = call.key_mask(valid)
         if mask is not None and len(mask) > 1:
             mask = mask.repeat_interleave(lead[1], 0)
@@ -64,12 +66,6 @@ def _build(q: Tensor, k: Tensor, lead: torch.Size, valid: Tensor | None, call: C
     )
 
 
-def _splits_all_but_ties(call: Call) -> bool:
-    """True if the leaves of a rule are tokens, or blocks with equal scores."""
-    rule = call.rule
-    return isinstance(rule, ExactGap) and rule.epsilon == 0.0 and call.max_depth is None
-
-
 def tile_tree(expanded: Tensor, valid: Tensor | None, call: Call) -> Tree:
     """Build the partition of the spatial keys that every query of tiles sees, (B, H, Q).
 
@@ -94,10 +90,9 @@ def tile_tree(expanded: Tensor, valid: Tensor | None, call: Call) -> Tree:
     split = torch.cat((prefix, split), 2)
     shape = tuple(split.shape[:3])
     blocks = split.flatten(0, 2).T.contiguous()  # (blocks, B H Q)
-    if valid is None:
-        return Tree(layout, blocks, shape, call.tau, call.setting, block_means=False)
-    masks = valid.T  # (N, B or 1)
-    if layout.block_count:  # a tile with one valid token is a leaf; one without is not
-        counted = Counts.of(layout, torch.float32, masks).blocks[0] > 1
-        blocks &= counted.repeat_interleave(blocks.shape[1] // max(1, counted.shape[1]), 1)
+    masks = None if valid is None else valid.T  # (N, B or 1)
+    if masks is not None and layout.block_count:
+        # A tile with one valid token is a leaf; one without is not.
+        several_valid = Counts.from_mask(layout, torch.float32, masks).blocks[0] > 1
+        blocks &= repeat_columns(several_valid, blocks.shape[1])  # type: ignore[arg-type]
     return Tree(layout, blocks, shape, call.tau, call.setting, masks, block_means=False)

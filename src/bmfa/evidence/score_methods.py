@@ -141,12 +141,16 @@ class _Chunk:
         layout = rule.layout(self.grid)
         pyramid = self._pyramid(layout)
         context = Context(layout, pyramid.counts, self.tau, len(self.scores), self.max_depth)
-        tree = Tree.from_decision(rule.screen(pyramid, context), context, str(rule))
+        decision = vars(rule.screen(pyramid, context))
+        shape, name = (context.trees,), str(rule)
+        tree = Tree(
+            layout, shape=shape, tau=self.tau, rule=name, max_depth=self.max_depth, **decision
+        )
         return Estimate(tree_error(tree, pyramid), 100 * tree.leaf_ratio, _root_split(tree), tree)
 
     def _pyramid(self, layout: Layout) -> ScorePyramid:
         if layout not in self.pyramids:
-            counts = Counts.of(layout, self.scores.dtype)
+            counts = Counts.from_mask(layout, self.scores.dtype)
             self.pyramids[layout] = ScorePyramid(layout, counts, self.tau, self.scores.T, None)
         return self.pyramids[layout]
 

@@ -193,11 +193,9 @@ def _tree_errors(inputs: LayerInputs, tree: Tree) -> Tensor:
     q, k = (x.flatten(0, 1) for x in _widened(inputs))  # (B heads, tokens, d)
     keys, trees = k[:, inputs.prefix :].transpose(1, 2), tree.flat()
     errors, queries = [], q.shape[1]
-    for heads, part in query_chunks(len(q), queries, inputs.grid.size, CHUNK_ELEMENTS):
+    for heads, part, pairs in query_chunks(len(q), queries, inputs.grid.size, CHUNK_ELEMENTS):
         scores = q[heads, part] @ keys[heads] * inputs.scale  # (g, b, N)
-        first = heads.start * queries + part.start  # a chunk is a range of the flat trees
-        count = scores.shape[0] * scores.shape[1]
-        errors.append(trees[first : first + count].error(scores.flatten(0, 1)))
+        errors.append(trees[pairs].error(scores.flatten(0, 1)))
     return torch.cat(errors).view(tree.shape)
 
 

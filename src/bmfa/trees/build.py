@@ -16,7 +16,7 @@ from bmfa.checks import (
 )
 from bmfa.grid import Grid, check_grid
 from bmfa.trees.keys import KeyLevels, KeyPyramid, query_chunks
-from bmfa.trees.pyramid import Counts, Pyramid, ScorePyramid
+from bmfa.trees.pyramid import Counts, Pyramid, ScorePyramid, repeat_columns
 from bmfa.trees.rules import Rule, as_rule
 from bmfa.trees.rules.base import Context, Decision
 from bmfa.trees.sharing import ShareBy, aggregate_scores, assign_trees, check_share_by
@@ -148,15 +148,11 @@ def screen_keys(
     heads = q.shape[:-2].numel()
     queries = q.detach().to(batch.dtype).reshape(heads, *q.shape[-2:]) * scale  # (G, Q, d)
     keys = k.detach().to(batch.dtype).reshape(heads, *k.shape[-2:])  # (G, N, d)
-    head_mask = batch.valid  # (N, C), C divides G
+    head_mask = repeat_columns(batch.valid, heads)
     if head_mask is not None:
-        if head_mask.shape[1] > 1:
-            head_mask = head_mask.repeat_interleave(heads // head_mask.shape[1], dim=1)
         keys = keys.where(head_mask.T.unsqueeze(-1), 0.0)
     check_finite_products(q, keys, scale, batch.dtype)
-    if rule.needs == "nothing" or batch.trees == 0:
-        return _build(batch, iter(()))
-    return _build(batch, _key_pyramids(batch, KeyLevels.of(batch.layout, keys, head_mask), queries))
+    return _build(batch, _key_pyramids(batch, keys, head_mask, queries))
 
 
 class _Batch:
@@ -194,23 +190,24 @@ class _Batch:
         self.trees = torch.Size(self.shape).numel()
         self.tree_valid = self._tree_masks()  # (N, C) bool, each column for trees / C trees
 
+    def context(self, counts: Counts, trees: int) -> Context:
+        """The context of the decisions for some of the trees."""
+        shared = self.tree_of_member is not None
+        return Context(self.layout, counts, self.tau, trees, self.max_depth, shared)
+
     def mask_of(self, part: slice) -> Tensor | None:
         """(N, b) or (N, 1) masks of some members."""
         if self.valid is None or self.valid.shape[1] == 1:
             return self.valid
-        return self.valid[:, self._mask_index(self.valid)[part]]
-
-    def _mask_index(self, valid: Tensor) -> Tensor:
-        """(members,) column of `valid` with the mask of each member."""
-        members = torch.arange(self.members, device=valid.device)
-        return members // (self.members // valid.shape[1])
+        members = torch.arange(part.start, part.stop, device=self.valid.device)
+        return self.valid[:, members // (self.members // self.valid.shape[1])]
 
     def _tree_masks(self) -> Tensor | None:
         """Return the masks of the trees; raise ValueError if members of a tree have different ones."""
         tree, valid = self.tree_of_member, self.valid
         if tree is None or valid is None or valid.shape[1] == 1:
             return valid
-        columns = self._mask_index(valid)
+        columns = torch.arange(self.members, device=tree.device) // (self.members // valid.shape[1])
         of_tree = columns.new_zeros(self.trees).scatter_(0, tree, columns)  # of any of its members
         pairs = torch.unique(torch.stack((of_tree[tree], columns), 1), dim=0)
         if not torch.equal(valid[:, pairs[:, 0]], valid[:, pairs[:, 1]]):
@@ -247,22 +244,21 @@ def _score_pyramids(batch: _Batch, scores: Tensor) -> Iterator[tuple[slice, Pyra
     for start in range(0, len(scores), step):
         part = slice(start, min(start + step, len(scores)))
         mask = batch.mask_of(part)
-        counts = Counts.of(batch.layout, batch.dtype, mask)
+        counts = Counts.from_mask(batch.layout, batch.dtype, mask)
         tokens = scores[part].to(batch.dtype).T  # (N, b)
         yield part, ScorePyramid(batch.layout, counts, batch.tau, tokens, mask)
 
 
 def _key_pyramids(
-    batch: _Batch, levels: KeyLevels, queries: Tensor
+    batch: _Batch, keys: Tensor, head_mask: Tensor | None, queries: Tensor
 ) -> Iterator[tuple[slice, Pyramid]]:
-    """Chunks of (G, Q, d) queries, each with the pyramid of its scores."""
+    """Chunks of (G, Q, d) queries, each with the pyramid of its scores of (G, N, d) keys."""
+    levels = KeyLevels.from_keys(batch.layout, keys, head_mask)
     heads_total, queries_total, _ = queries.shape
     size = batch.layout.grid.size
-    for heads, rows in query_chunks(heads_total, queries_total, size, CHUNK_ELEMENTS):
-        start = heads.start * queries_total + rows.start
-        part = slice(start, start + (heads.stop - heads.start) * (rows.stop - rows.start))
+    for heads, rows, part in query_chunks(heads_total, queries_total, size, CHUNK_ELEMENTS):
         mask = batch.mask_of(part)
-        counts = Counts.of(batch.layout, batch.dtype, mask)
+        counts = Counts.from_mask(batch.layout, batch.dtype, mask)
         pyramid = KeyPyramid(levels, heads, queries[heads, rows], counts, batch.tau)
         yield part, pyramid if batch.rule.needs == "means" else pyramid.exact_scores(mask)
 
@@ -276,50 +272,32 @@ def _build(batch: _Batch, pyramids: Iterator[tuple[slice, Pyramid]]) -> Tree:
             torch.zeros(layout.block_count, 0, dtype=torch.bool, device=layout.device)
         )
     elif batch.tree_of_member is None and not rule.needs_all_trees and reads_scores:
-        decision = _concatenate([_decide(batch, part, pyramid) for part, pyramid in pyramids])
+        decision = _concatenate(
+            [
+                rule.screen(pyramid, batch.context(pyramid.counts, part.stop - part.start))
+                for part, pyramid in pyramids
+            ]
+        )
     else:
         scores = torch.empty(0, batch.trees, device=layout.device)
         if reads_scores:
             parts = ((part, rule.node_scores(pyramid)) for part, pyramid in pyramids)
             scores = aggregate_scores(parts, batch.tree_of_member, batch.trees, batch.share_by)
-        tree_mask = mask
-        if mask is not None and 1 < mask.shape[1] < batch.trees:
-            tree_mask = mask.repeat_interleave(batch.trees // mask.shape[1], dim=1)
-        counts = Counts.of(layout, batch.dtype, tree_mask)
-        shared = batch.tree_of_member is not None
-        context = Context(layout, counts, batch.tau, batch.trees, batch.max_depth, shared)
-        decision = rule.decide(scores, context)
+        counts = Counts.from_mask(layout, batch.dtype, repeat_columns(mask, batch.trees))
+        decision = rule.decide(scores, batch.context(counts, batch.trees))
     return Tree(
         layout=layout,
-        split=decision.split,
         shape=batch.shape,
         tau=batch.tau,
         rule=str(rule),
         valid=mask,
-        limited=decision.limited,
         max_depth=batch.max_depth,
-        labels=decision.labels,
         members=batch.members // max(1, batch.trees),
+        **vars(decision),
     )
-
-
-def _decide(batch: _Batch, part: slice, pyramid: Pyramid) -> Decision:
-    """Decide the splits of a chunk with one tree for each member."""
-    trees = part.stop - part.start
-    context = Context(batch.layout, pyramid.counts, batch.tau, trees, batch.max_depth)
-    return batch.rule.screen(pyramid, context)
 
 
 def _concatenate(parts: list[Decision]) -> Decision:
-    if len(parts) == 1:
-        return parts[0]
-
-    def cat(tensors: list[Tensor | None]) -> Tensor | None:
-        present = [tensor for tensor in tensors if tensor is not None]
-        return torch.cat(present, dim=1) if len(present) == len(tensors) else None
-
-    return Decision(
-        torch.cat([part.split for part in parts], dim=1),
-        cat([part.limited for part in parts]),
-        cat([part.labels for part in parts]),
-    )
+    fields = zip(*(vars(part).values() for part in parts), strict=True)
+    tensors = [None if field[0] is None else torch.cat(field, dim=1) for field in fields]
+    return Decision(*tensors)  # type: ignore[arg-type]

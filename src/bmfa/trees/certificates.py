@@ -3,12 +3,10 @@
 q is (G, Q, d) and already scaled, keys are (G, N, d), trees are a flat batch of G Q.
 """
 
-from collections.abc import Iterator
-
 import torch
 from torch import Tensor
 
-from bmfa.trees.keys import key_scores, query_chunks
+from bmfa.trees.keys import key_scores, query_chunks, score_bounds
 from bmfa.trees.pyramid import machine_epsilon
 from bmfa.trees.tree import Tree
 
@@ -36,8 +34,8 @@ def exact_error(q: Tensor, keys: Tensor, tree: Tree, prefix_keys: Tensor) -> Ten
         (G, Q) errors in units of the scores.
     """
     errors = []
-    for heads, queries, part in _chunks(q, tree):
-        rows = q[heads, queries]
+    for heads, queries, pairs in query_chunks(len(q), q.shape[1], tree.grid.size, CHUNK_ELEMENTS):
+        rows, part = q[heads, queries], tree[pairs]
         scores = key_scores(keys[heads].transpose(0, 1), rows)  # (N, B)
         spatial_error = part.error(scores.T) / tree.tau
         masked = scores if part.valid is None else scores.masked_fill(~part.valid, -torch.inf)
@@ -50,21 +48,7 @@ def exact_error(q: Tensor, keys: Tensor, tree: Tree, prefix_keys: Tensor) -> Ten
         error = torch.where(lost < 0.5, -torch.log1p(-lost.clamp(max=0.5)), difference) * tree.tau
         # Rounding a score by delta changes F and F~ by at most delta each.
         epsilon = machine_epsilon(q)
-        rounding = SCORE_ROUNDINGS * q.shape[-1] * epsilon * _score_bound(keys[heads], rows)
+        longest = torch.linalg.vector_norm(keys[heads], dim=-1).amax(-1)
+        rounding = SCORE_ROUNDINGS * q.shape[-1] * epsilon * score_bounds(longest, rows)
         errors.append(error * (1 + ERROR_ROUNDINGS * epsilon) + rounding)
     return torch.cat(errors).view(q.shape[:2])
-
-
-def _chunks(q: Tensor, tree: Tree) -> Iterator[tuple[slice, slice, Tree]]:
-    """Chunks of heads and queries with their trees."""
-    for heads, queries in query_chunks(len(q), q.shape[1], tree.grid.size, CHUNK_ELEMENTS):
-        start = heads.start * q.shape[1] + queries.start
-        count = (heads.stop - heads.start) * (queries.stop - queries.start)
-        yield heads, queries, tree[start : start + count]
-
-
-def _score_bound(keys: Tensor, q: Tensor) -> Tensor:
-    """(B,) |q| max |k|."""
-    longest = torch.linalg.vector_norm(keys, dim=-1).amax(-1, keepdim=True)
-    bound: Tensor = torch.linalg.vector_norm(q, dim=-1) * longest
-    return bound.flatten()

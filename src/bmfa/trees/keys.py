@@ -13,6 +13,7 @@ from bmfa.trees.pyramid import (
     Pyramid,
     ScorePyramid,
     child_offsets,
+    computed_once,
     pool,
     weighted_expm1,
     zero_below_rounding,
@@ -34,7 +35,7 @@ class KeyLevels:
     longest: Tensor  # (G,) largest norm of a key
 
     @classmethod
-    def of(cls, layout: Layout, keys: Tensor, valid: Tensor | None) -> "KeyLevels":
+    def from_keys(cls, layout: Layout, keys: Tensor, valid: Tensor | None) -> "KeyLevels":
         """Pool (G, N, d) keys; `valid` is (N, G) or (N, 1)."""
         tokens = keys.transpose(0, 1)  # (N, G, d)
         size, heads, dim = tokens.shape
@@ -43,7 +44,7 @@ class KeyLevels:
             if valid.shape[1] > 1:
                 valid = valid.repeat_interleave(dim, dim=1)  # (N, G d)
         flat = tokens.reshape(size, heads * dim)
-        means = pool(layout, Counts.of(layout, keys.dtype, valid), flat)
+        means = pool(layout, Counts.from_mask(layout, keys.dtype, valid), flat)
         rows = []
         for depth, level in enumerate(layout.levels):
             singles = tokens[level.tokens]  # (t, G, d)
@@ -66,24 +67,19 @@ class KeyPyramid(Pyramid):
         self.keys = keys
         self.heads = heads
         self.queries = queries
-        self._offsets: dict[int, ChildOffsets] = {}
 
     def score_bound(self) -> Tensor:
         """(B,) |q| max |k|."""
-        longest = self.keys.longest[self.heads].unsqueeze(1)
-        bound: Tensor = torch.linalg.vector_norm(self.queries, dim=-1) * longest
-        return bound.flatten()
+        return score_bounds(self.keys.longest[self.heads], self.queries)
 
+    @computed_once
     def offsets(self, depth: int) -> ChildOffsets:
         """Child means relative to the largest child, from the mean keys of the level below."""
-        if depth not in self._offsets:
-            level = self.layout.levels[depth]
-            rows = key_scores(self.keys.rows[depth + 1][:, self.heads], self.queries)  # (r, B)
-            if not level.children_contiguous:
-                rows = rows.index_select(0, level.children.flatten())
-            children = rows.view(*level.children.shape, rows.shape[1])  # (n, k, B)
-            self._offsets[depth] = self._offsets_from(depth, children)
-        return self._offsets[depth]
+        level = self.layout.levels[depth]
+        rows = key_scores(self.keys.rows[depth + 1][:, self.heads], self.queries)  # (r, B)
+        if not level.children_contiguous:
+            rows = rows.index_select(0, level.children.flatten())
+        return self._offsets_from(depth, rows.view(*level.children.shape, rows.shape[1]))
 
     def gamma_exceeds(self, depth: int, epsilon: float, reached: Tensor) -> Tensor:
         """(n, B) bool: one-step Gamma > epsilon, computed for the reached blocks if they are few."""
@@ -116,9 +112,15 @@ def key_scores(keys: Tensor, queries: Tensor) -> Tensor:
     return scores.transpose(0, 1).reshape(len(keys), queries.shape[0] * queries.shape[1])
 
 
+def score_bounds(longest: Tensor, queries: Tensor) -> Tensor:
+    """(g Q,) |q| max |k| of (g, Q, d) queries, from the largest norms (g,) of the keys."""
+    bound: Tensor = torch.linalg.vector_norm(queries, dim=-1) * longest.unsqueeze(1)
+    return bound.flatten()
+
+
 def query_chunks(
     heads: int, queries: int, size: int, elements: int
-) -> Iterator[tuple[slice, slice]]:
+) -> Iterator[tuple[slice, slice, slice]]:
     """Split (heads, queries) pairs into chunks of about `elements` scores.
 
     Args:
@@ -128,14 +130,14 @@ def query_chunks(
         elements: Largest number of scores of a chunk, unless one query has more keys.
 
     Yields:
-        A slice of heads and a slice of queries: several complete heads, or queries of one head.
+        A slice of heads and a slice of queries, several complete heads or queries of one head, and the
+        slice of these pairs among all pairs, heads first.
     """
     step = max(1, elements // size)
-    if queries <= step:
-        heads_per_chunk = max(1, step // max(1, queries))
-        for head in range(0, heads, heads_per_chunk):
-            yield slice(head, min(head + heads_per_chunk, heads)), slice(0, queries)
-        return
-    for head in range(heads):
-        for query in range(0, queries, step):
-            yield slice(head, head + 1), slice(query, min(query + step, queries))
+    several = max(1, step // max(1, queries))  # heads
+    for head in range(0, heads, several):
+        last = min(head + several, heads)
+        for query in range(0, max(1, queries), step):
+            stop = min(query + step, queries)
+            pairs = slice(head * queries + query, (last - 1) * queries + stop)
+            yield slice(head, last), slice(query, stop), pairs

@@ -34,13 +34,6 @@ class Level:
         return self.boxes.shape[0]
 
     @cached_property
-    @normal_tensors
-    def counts(self) -> Tensor:
-        """(n,) number of tokens of each block."""
-        top, left, bottom, right = self.boxes.unbind(-1)
-        return (bottom - top) * (right - left)
-
-    @cached_property
     def children_contiguous(self) -> bool:
         """True if all children are present and consecutive in the next level."""
         n, k = self.children.shape
@@ -50,10 +43,8 @@ class Level:
 
     def to(self, device: torch.device) -> "Level":
         """Return the level on another device."""
-        return Level(**{name: value.to(device) for name, value in self._tensors()})
-
-    def _tensors(self) -> list[tuple[str, Tensor]]:
-        return [(name, getattr(self, name)) for name in self.__dataclass_fields__]
+        names = self.__dataclass_fields__
+        return Level(**{name: getattr(self, name).to(device) for name in names})
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,12 +75,6 @@ class Layout:
         for level in self.levels:
             rank[level.tokens] = level.token_starts
         return rank
-
-    @cached_property
-    @normal_tensors
-    def token_order(self) -> Tensor:
-        """(N,) raster index of the i-th token in depth-first order."""
-        return self.token_rank.argsort()
 
     @property
     def device(self) -> torch.device:

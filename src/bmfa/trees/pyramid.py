@@ -7,7 +7,7 @@ whatever the size of the grid.
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache, wraps
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ from torch import Tensor
 from bmfa.grid import normal_tensors
 from bmfa.trees.layout import Layout
 
-PyramidT = TypeVar("PyramidT", bound="Pyramid")
+Result = TypeVar("Result")
 
 # Roundings, in units of the machine epsilon, up to which a difference counts as 0. The mean of four
 # children takes four products, three additions and one difference.
@@ -36,7 +36,7 @@ class Counts:
     total: Tensor  # (B,) valid tokens of the grid
 
     @classmethod
-    def of(cls, layout: Layout, dtype: torch.dtype, valid: Tensor | None = None) -> "Counts":
+    def from_mask(cls, layout: Layout, dtype: torch.dtype, valid: Tensor | None = None) -> "Counts":
         """Count the tokens of a (N, B) or (N, 1) mask, or all tokens."""
         return _full_counts(layout, dtype) if valid is None else _counts(layout, dtype, valid)
 
@@ -61,13 +61,15 @@ def _counts(layout: Layout, dtype: torch.dtype, valid: Tensor) -> Counts:
         weights.append(children / below.clamp(min=1).unsqueeze(1))
         empty.append(children == 0)
         branching.append((children > 0).sum(1).to(dtype))
-    return Counts(
-        tuple(reversed(blocks)),
-        tuple(reversed(weights)),
-        tuple(reversed(empty)),
-        tuple(reversed(branching)),
-        ones.sum(0),
-    )
+    levels = [tuple(reversed(statistic)) for statistic in (blocks, weights, empty, branching)]
+    return Counts(levels[0], levels[1], levels[2], levels[3], ones.sum(0))
+
+
+def repeat_columns(mask: Tensor | None, count: int) -> Tensor | None:
+    """(N, count) mask from columns that each hold for as many consecutive ones; (N, 1) stays."""
+    if mask is None or mask.shape[1] <= 1:
+        return mask
+    return mask.repeat_interleave(count // mask.shape[1], dim=1)
 
 
 @dataclass(frozen=True, eq=False)
@@ -137,17 +139,16 @@ def machine_epsilon(tensor: Tensor) -> float:
     return torch.finfo(tensor.dtype).eps
 
 
-def _once_per_level(
-    compute: Callable[[PyramidT, int], Tensor],
-) -> Callable[[PyramidT, int], Tensor]:
-    """Decorator of a method of one depth: its results are stored with the pyramid."""
+def computed_once(compute: Callable[..., Result]) -> Callable[..., Result]:
+    """Decorator of a method: its result, one for each depth, is stored with the pyramid."""
 
     @wraps(compute)
-    def lookup(self: PyramidT, depth: int) -> Tensor:
-        key = (compute.__name__, depth)
+    def lookup(self: "Pyramid", *depth: int) -> Result:
+        key = (compute.__name__, *depth)
         if key not in self.computed:
-            self.computed[key] = compute(self, depth)
-        return self.computed[key]
+            self.computed[key] = compute(self, *depth)
+        result: Result = self.computed[key]
+        return result
 
     return lookup
 
@@ -160,7 +161,7 @@ class Pyramid:
         self.counts = counts
         self.tau = tau
         self.depth = len(layout.levels) - 1
-        self.computed: dict[tuple[str, int], Tensor] = {}
+        self.computed: dict[tuple[Any, ...], Any] = {}
 
     def score_bound(self) -> Tensor:
         """(B,) upper bound on `abs(scores)`, within rounding."""
@@ -180,7 +181,7 @@ class Pyramid:
         """(n, B) M of the blocks at `depth`."""
         return self.offsets(depth).mean
 
-    @_once_per_level
+    @computed_once
     def _expm1(self, depth: int) -> Tensor:
         """(n, B) sum_C w_C exp(offset_C / tau) - 1 of the blocks at `depth`."""
         return weighted_expm1(self.offsets(depth).offset, self.counts.weights[depth], self.tau)
@@ -222,7 +223,7 @@ class Pyramid:
         gap = top + self._times_tau(log_mass) - offsets.shift
         return zero_below_rounding(gap, top, offsets.shift)
 
-    @_once_per_level
+    @computed_once
     def excess(self, depth: int) -> Tensor:
         """(n, B) sum_C w_C exp(M_C / tau) - exp(M_B / tau), over exp(largest / tau): in [0, 1)."""
         mean = (self.offsets(depth).shift / self.tau).expm1()
@@ -248,8 +249,6 @@ class ScorePyramid(Pyramid):
             tokens = tokens.where(valid, largest)
         self.tokens = tokens
         self.valid = valid
-        self._score_bound: Tensor | None = None
-        self._log_partition: Tensor | None = None
         self._levels: list[ChildOffsets] = []
         below = tokens[:0]
         for depth in reversed(range(self.depth)):
@@ -261,23 +260,21 @@ class ScorePyramid(Pyramid):
         """Child means relative to the largest child, for the blocks at `depth`."""
         return self._levels[depth]
 
+    @computed_once
     def score_bound(self) -> Tensor:
         """(B,) largest absolute score."""
-        if self._score_bound is None:
-            tokens = self.tokens.detach()  # amax and amin take a tenth of the time of aminmax
-            self._score_bound = torch.maximum(tokens.amax(0), -tokens.amin(0))
-        return self._score_bound
+        tokens = self.tokens.detach()  # amax and amin take a tenth of the time of aminmax
+        return torch.maximum(tokens.amax(0), -tokens.amin(0))
 
+    @computed_once
     def log_partition(self) -> Tensor:
         """(B,) log Z of the grid."""
-        if self._log_partition is None:
-            scaled = self.tokens if self.tau == 1.0 else self.tokens / self.tau
-            if self.valid is not None:
-                scaled = scaled.masked_fill(~self.valid, -torch.inf)
-            self._log_partition = scaled.logsumexp(0)
-        return self._log_partition
+        scaled = self.tokens if self.tau == 1.0 else self.tokens / self.tau
+        if self.valid is not None:
+            scaled = scaled.masked_fill(~self.valid, -torch.inf)
+        return scaled.logsumexp(0)
 
-    @_once_per_level
+    @computed_once
     def gain(self, depth: int) -> Tensor:
         """(n, B) share of Z that splitting a block recovers: pi_B (exp(Gamma_B / tau) - 1)."""
         scale = self.offsets(depth).largest / self.tau - self.log_partition()

@@ -1,6 +1,5 @@
 """One tree for several query-head pairs: which pairs share a tree, and their aggregated scores."""
 
-import warnings
 from collections.abc import Iterable, Sequence
 from typing import Literal
 
@@ -93,9 +92,7 @@ def aggregate_scores(
         if part.start == 0:
             total = scores.new_full((len(scores), trees), -torch.inf if share_by == "max" else 0.0)
         if share_by == "max":
-            with warnings.catch_warnings():  # index_reduce_ warns in some versions that it is beta
-                warnings.simplefilter("ignore", UserWarning)
-                total.index_reduce_(1, groups[part], scores, "amax")
+            total.scatter_reduce_(1, groups[part].expand_as(scores), scores, "amax")
         else:
             total.index_add_(1, groups[part], scores)
     return total if share_by == "max" else total / (len(groups) // trees)

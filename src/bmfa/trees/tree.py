@@ -1,6 +1,6 @@
 """A batch of trees: which blocks are split, and everything that follows from that."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,8 +12,7 @@ from bmfa.checks import check_scores
 from bmfa.grid import Grid
 from bmfa.trees.errors import leaf_means, tree_error
 from bmfa.trees.layout import Layout, Level
-from bmfa.trees.pyramid import Counts, ScorePyramid
-from bmfa.trees.rules.base import Context, Decision
+from bmfa.trees.pyramid import Counts, ScorePyramid, repeat_columns
 
 # Tokens of all trees handled at once by properties that visit every token of every tree: 2 MB in
 # float32, so that the temporaries stay in the second-level cache.
@@ -38,7 +37,7 @@ class Tree:
         tau: Temperature.
         rule: Name of the rule that decided the splits.
         valid: (N, C) bool masks, each column for B / C consecutive trees; None if all tokens exist.
-        limited: (n, B) bool: blocks at `max_depth` that the rule would split.
+        limited: (blocks, B) bool: those at `max_depth` that the rule would split.
         max_depth: Depth limit, or None.
         labels: (blocks, B) int8 index into `bmfa.rules.LABELS`, for `Certified`.
         members: Number of query-head pairs that each tree serves.
@@ -67,20 +66,6 @@ class Tree:
     labels: Tensor | None = None
     members: int = 1
     block_means: bool = True
-
-    @classmethod
-    def from_decision(cls, decision: Decision, context: Context, rule: str) -> "Tree":
-        """Return the flat batch of trees of a decision without masks."""
-        return cls(
-            layout=context.layout,
-            split=decision.split,
-            shape=(context.trees,),
-            tau=context.tau,
-            rule=rule,
-            limited=decision.limited,
-            max_depth=context.max_depth,
-            labels=decision.labels,
-        )
 
     @property
     def grid(self) -> Grid:
@@ -161,7 +146,11 @@ class Tree:
             >>> bmfa.screen(torch.zeros(2, 16), (4, 4), "fixed-depth:1").leaf_count
             tensor([4, 4])
         """
-        return self._in_chunks(lambda part: part._leaf_count()).view(self.shape)
+        counts = [
+            torch.stack([leaves.sum(0) for leaves in part.level_leaves()]).sum(0)
+            for part, _ in self._chunks()
+        ]
+        return torch.cat(counts).view(self.shape)
 
     @property
     def node_count(self) -> Tensor:
@@ -172,8 +161,7 @@ class Tree:
             >>> bmfa.screen(torch.zeros(2, 16), (4, 4), "fixed-depth:1").node_count
             tensor([5, 5])
         """
-        splits = self._in_chunks(lambda part: part.split.sum(0))
-        return self.leaf_count + splits.view(self.shape)
+        return self.leaf_count + self.split.sum(0).view(self.shape)
 
     @property
     def leaf_ratio(self) -> Tensor:
@@ -199,7 +187,8 @@ class Tree:
             >>> bmfa.screen(torch.zeros(8), (2, 4), "fixed-depth:1").leaf_index
             tensor([0, 0, 1, 1, 2, 2, 3, 3], dtype=torch.int32)
         """
-        return self._in_chunks(lambda part: part._leaf_index()).view(*self.shape, self.grid.size)
+        index = torch.cat([part._leaf_index() for part, _ in self._chunks()])
+        return index.view(*self.shape, self.grid.size)
 
     @property
     def leaf_boxes(self) -> Tensor:
@@ -245,7 +234,11 @@ class Tree:
             >>> bmfa.screen(scores, (4, 4), "gamma:0.005", max_depth=1).depth_limited
             tensor([ True, False, False, False])
         """
-        return self._by_leaf(lambda part: part._node_rows(part._limited_blocks()))
+        return self._by_leaf(
+            lambda part: part._node_rows(
+                part.split & False if part.limited is None else part.limited
+            )
+        )
 
     def refines(self, other: "Tree") -> Tensor:
         """Compare trees on one grid.
@@ -387,21 +380,18 @@ class Tree:
 
     def mask_of_heads(self, heads: int) -> Tensor | None:
         """(N, heads) or (N, 1) bool: mask of each head, which all its queries share."""
-        if self.valid is None or self.valid.shape[1] == 1:
-            return self.valid
-        if self.valid.shape[1] > heads:
+        if self.valid is not None and self.valid.shape[1] > heads > 0:
             return self.valid[:, :: self.valid.shape[1] // heads]
-        return self.valid.repeat_interleave(heads // self.valid.shape[1], dim=1)
+        return repeat_columns(self.valid, heads)
 
     def level_splits(self) -> list[Tensor]:
         """(n, B) bool for every level that has blocks: blocks that are split."""
-        offsets = self.layout.offsets
-        depths = range(len(self.layout.levels) - 1)
-        return [self.split[offsets[d] : offsets[d + 1]] for d in depths]
+        sizes = [level.size for level in self.layout.levels[:-1]]
+        return list(self.split.split(sizes))  # type: ignore[no-untyped-call]
 
     def level_leaves(self) -> list[Tensor]:
         """(n + t, B) bool for every level: blocks and tokens that are leaves with valid tokens."""
-        counts = Counts.of(self.layout, torch.float32, self.valid)
+        counts = Counts.from_mask(self.layout, torch.float32, self.valid)
         parents: Tensor | None = None
         leaves: list[Tensor] = []
         splits = [*self.level_splits(), self.split[:0]]
@@ -428,21 +418,6 @@ class Tree:
             tokens[level.tokens] = leaves[level.size :]
         return torch.cat((*blocks, tokens))
 
-    def _leaf_count(self) -> Tensor:
-        counts = Counts.of(self.layout, torch.float32, self.valid)
-        first = self.layout.levels[0]
-        if self.valid is None:
-            roots = torch.tensor(first.size + first.tokens.numel(), device=self.device)
-        else:
-            roots = self.valid[first.tokens].sum(0)
-            if counts.blocks:
-                roots = roots + (counts.blocks[0] > 0).sum(0)
-        added = sum(
-            ((branching - 1) * split).sum(0)
-            for branching, split in zip(counts.branching, self.level_splits(), strict=True)
-        )
-        return (roots + added + torch.zeros_like(self.split[:1].sum(0))).round().long()
-
     def _leaf_index(self) -> Tensor:
         begins = self.split.new_zeros(self.grid.size, self.split.shape[1])
         for level, leaves in zip(self.layout.levels, self.level_leaves(), strict=True):
@@ -453,20 +428,11 @@ class Tree:
             index = index.masked_fill(~self.valid, -1)
         return index.T.contiguous()
 
-    def _limited_blocks(self) -> Tensor:
-        blocks = torch.zeros_like(self.split)
-        if self.limited is not None and self.max_depth is not None:
-            start = self.layout.offsets[self.max_depth]
-            blocks[start : start + self.limited.shape[0]] = self.limited
-        return blocks
-
-    def _node_rows(self, blocks: Tensor | None) -> Tensor:
+    def _node_rows(self, blocks: Any) -> Tensor:
         """(nodes, B) values of all blocks and tokens from those of the blocks; tokens have 0."""
-        assert blocks is not None
-        rows, offsets = [], self.layout.offsets
-        for depth, level in enumerate(self.layout.levels):
-            rows.append(blocks[offsets[depth] : offsets[depth + 1]])
-            rows.append(blocks.new_zeros(level.tokens.numel(), blocks.shape[1]))
+        rows, levels = [], self.layout.levels
+        for level, part in zip(levels, blocks.split([x.size for x in levels]), strict=True):
+            rows += [part, part.new_zeros(level.tokens.numel(), part.shape[1])]
         return torch.cat(rows)
 
     def _by_leaf(self, node_values: Callable[["Tree"], Tensor]) -> Tensor:
@@ -485,29 +451,27 @@ class Tree:
             out[tree, rank] = values[order[position], tree]
             return out
 
-        selected = self._in_chunks(select)
+        selected = torch.cat([select(part) for part, _ in self._chunks()])
         return selected.view((*self.shape, *selected.shape[1:]))
 
     def _token_mask(self) -> Tensor:
         """(..., N) valid tokens of every tree, or (N,) if all have the same."""
-        assert self.valid is not None
-        if self.valid.shape[1] == 1:
-            return self.valid.squeeze(1)
-        repeats = self.split.shape[1] // max(1, self.valid.shape[1])
-        return self.valid.repeat_interleave(repeats, 1).T.view(*self.shape, self.grid.size)
+        mask = repeat_columns(self.valid, self.split.shape[1])
+        assert mask is not None
+        return mask.squeeze(1) if mask.shape[1] == 1 else mask.T.view(*self.shape, self.grid.size)
 
     def _broadcast(self, shape: tuple[int, ...]) -> "Tree":
         """Return the flat batch of the trees at each index of a shape to which they broadcast."""
         trees = torch.arange(self.split.shape[1], device=self.device).view(self.shape)
         return self.flat()[trees.expand(shape).flatten()]
 
-    def _in_chunks(self, compute: Callable[["Tree"], Tensor]) -> Tensor:
-        """Compute on the flat batch, a chunk of trees at a time."""
-        trees = self.split.shape[1]
+    def _chunks(self) -> Iterator[tuple["Tree", slice]]:
+        """The flat batch, a chunk of trees at a time, and which trees these are."""
+        flat, trees = self.flat(), self.split.shape[1]
         step = max(1, CHUNK_ELEMENTS // self.grid.size)
-        if trees <= step:
-            return compute(self.flat()[:])
-        return torch.cat([compute(self.flat()[i : i + step]) for i in range(0, trees, step)])
+        for start in range(0, max(1, trees), step):
+            part = slice(start, start + step)
+            yield flat[part], part
 
     def _on_scores(
         self, scores: Tensor, compute: Callable[["Tree", ScorePyramid], Tensor]
@@ -515,9 +479,8 @@ class Tree:
         """Compute on (..., N) scores to whose leading dimensions the trees broadcast."""
         check_scores(scores, self.grid.size)
         lead = scores.shape[:-1]
-        trees = torch.arange(self.split.shape[1], device=self.device).view(self.shape)
         try:
-            columns = trees.expand(lead).flatten()
+            trees = self._broadcast(lead)
         except RuntimeError:
             raise ValueError(
                 f"scores have leading dimensions {tuple(lead)} and the trees {self.shape}; "
@@ -525,12 +488,10 @@ class Tree:
             ) from None
         flat = scores.reshape(-1, self.grid.size)
         flat = flat if flat.dtype == torch.float64 else flat.float()
-        step = max(1, CHUNK_ELEMENTS // self.grid.size)
         parts = []
-        for start in range(0, max(1, len(flat)), step):
-            part = self.flat()[columns[start : start + step]]
-            tokens = flat[start : start + step].T  # (N, b)
-            counts = Counts.of(self.layout, tokens.dtype, part.valid)
+        for part, rows in trees._chunks():
+            tokens = flat[rows].T  # (N, b)
+            counts = Counts.from_mask(self.layout, tokens.dtype, part.valid)
             pyramid = ScorePyramid(self.layout, counts, self.tau, tokens, part.valid)
             parts.append(compute(part, pyramid))
         result = torch.cat(parts)

@@ -107,9 +107,8 @@ class TileOrdered:
 
     def __init__(self, attention: Attention, grid: Grid, prefix: int) -> None:
         self.attention = attention
-        self.order = torch.cat(
-            (tile_layout(grid, PISA_SIDE).token_order + prefix, torch.arange(prefix))
-        )
+        tokens = tile_layout(grid, PISA_SIDE).token_rank.argsort()
+        self.order = torch.cat((tokens + prefix, torch.arange(prefix)))
         self.permutations: dict[torch.device, tuple[Tensor, Tensor]] = {}
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -47,7 +47,7 @@ class Decision:
     """The splits of B trees; rows are the blocks of all levels, from the root down."""
 
     split: Tensor  # (blocks, B) bool
-    limited: Tensor | None = None  # (n, B) bool: blocks at max_depth that would be split
+    limited: Tensor | None = None  # (blocks, B) bool: those at max_depth that would be split
     labels: Tensor | None = None  # (blocks, B) int8 index into LABELS
 
 
@@ -125,7 +125,8 @@ def split_from_root(context: Context, wants_split: Callable[[int, Tensor], Tenso
         if counts.empty is not None:
             selected &= counts.blocks[depth] > 1
         if depth == context.max_depth:
-            limited = selected
+            limited = torch.zeros_like(split)
+            context.rows(limited, depth).copy_(selected)
             break
         context.rows(split, depth).copy_(selected)
         if below.size == 0:
@@ -137,3 +138,17 @@ def split_from_root(context: Context, wants_split: Callable[[int, Tensor], Tenso
 def split_above(scores: Tensor, threshold: float, context: Context) -> Decision:
     """Split every reached block whose score exceeds the threshold."""
     return split_from_root(context, lambda depth, _: context.rows(scores, depth) > threshold)
+
+
+@dataclass(frozen=True)
+class ThresholdRule(Rule):
+    """Base of rules that split while the node score exceeds epsilon."""
+
+    epsilon: float
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_number("epsilon", self.epsilon, low=0.0)
+
+    def decide(self, scores: Tensor, context: Context) -> Decision:
+        return split_above(scores, self.epsilon, context)

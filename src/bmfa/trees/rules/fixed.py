@@ -14,6 +14,7 @@ from bmfa.trees.rules.base import (
     Decision,
     Needs,
     Rule,
+    ThresholdRule,
     format_number,
     split_from_root,
 )
@@ -124,7 +125,7 @@ class QuadrantRule(Rule):
 
 
 @dataclass(frozen=True)
-class QuadrantGap(QuadrantRule):
+class QuadrantGap(QuadrantRule, ThresholdRule):
     """Expand every quadrant of the grid whose exact gap G exceeds epsilon.
 
     Args:
@@ -141,12 +142,6 @@ class QuadrantGap(QuadrantRule):
         >>> int(bmfa.screen(scores, (4, 4), bmfa.rules.QuadrantGap(0.8)).leaf_count)
         7
     """
-
-    epsilon: float
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_number("epsilon", self.epsilon, low=0.0)
 
     def __str__(self) -> str:
         return f"quadrant-gap:{format_number(self.epsilon)}"

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -74,16 +75,14 @@ class Optimal(Rule):
                 f"Optimal got {' and '.join(passed) or 'nothing'}; pass exactly one of "
                 "penalty=, leaves= and error="
             )
-        if self.penalty is not None:
-            check_number("penalty", self.penalty, low=0.0)
-            if self.pooled:
-                raise ValueError(
-                    "pooled=True pools a budget, and penalty= is none; pass leaves= or error="
-                )
-        if self.error is not None:
-            check_number("error", self.error, low=0.0)
         if self.leaves is not None:
             check_leaves(self.leaves)
+        else:
+            check_number(passed[0], getattr(self, passed[0]), low=0.0)
+        if self.pooled and self.penalty is not None:
+            raise ValueError(
+                "pooled=True pools a budget, and a penalty is not a budget; pass leaves= or error="
+            )
 
     @property
     def needs_all_trees(self) -> bool:
@@ -127,18 +126,15 @@ class Optimal(Rule):
         total, leaves = pruning.context.counts.total, self.leaves
         assert leaves is not None
         budget = total * leaves if isinstance(leaves, float) else torch.full_like(total, leaves)
-        budget = (budget * (1 + LEAVES_SLACK)).clamp(min=1)
-        return pruning.search(
-            lambda cost: self._average(cost.leaves) <= self._average(budget), smallest=True
-        )
+        budget = self._average((budget * (1 + LEAVES_SLACK)).clamp(min=1))
+        return pruning.search(lambda cost: self._average(cost.leaves) <= budget, smallest=True)
 
     def _average(self, values: Tensor) -> Tensor:
         """(B,) the values, or their mean for every tree if the budget is pooled."""
         return values.double().mean().expand_as(values) if self.pooled else values
 
 
-@dataclass(frozen=True)
-class Cost:
+class Cost(NamedTuple):
     """Number of leaves and error of pruned trees."""
 
     leaves: Tensor  # (B,)
@@ -182,7 +178,8 @@ class Pruning:
         first = context.layout.levels[0]
         leaves = held = None
         for depth in reversed(self.depths):
-            split = torch.zeros_like(splits[depth]) if self._beyond_limit(depth) else splits[depth]
+            beyond_limit = context.max_depth is not None and depth >= context.max_depth
+            split = torch.zeros_like(splits[depth]) if beyond_limit else splits[depth]
             more, gain = self.added_leaves[depth].expand_as(split), self.gain[depth]
             if leaves is not None and held is not None:
                 more = more + self._sum_children(depth, leaves)
@@ -197,18 +194,13 @@ class Pruning:
         error = error * context.tau
         return Cost(first.size + first.tokens.numel() + leaves.sum(0), error)
 
-    def _beyond_limit(self, depth: int) -> bool:
-        return self.context.max_depth is not None and depth >= self.context.max_depth
-
     def _sum_children(self, depth: int, below: Tensor) -> Tensor:
         """(n, B) sum over the children of each block; tokens count 0."""
         rows = self.context.layout.gather_children(depth, below, None)
         level = self.context.layout.levels[depth]
-        return (
-            rows.sum(1)
-            if level.children_contiguous
-            else (rows * level.present.unsqueeze(-1)).sum(1)
-        )
+        if not level.children_contiguous:
+            rows = rows * level.present.unsqueeze(-1)
+        return rows.sum(1)
 
     def search(self, fits: Callable[[Cost], Tensor], smallest: bool) -> Tensor:
         """(B,) smallest or largest penalty whose cost fits, by bisection of its logarithm."""

@@ -1,13 +1,13 @@
 """Rules that split a block while its score exceeds epsilon."""
 
-from dataclasses import dataclass, fields
-from typing import ClassVar
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
 from bmfa import bounds
-from bmfa.checks import check_flag, check_integer, check_number
+from bmfa.checks import check_flag, check_integer
 from bmfa.trees.pyramid import Pyramid, ScorePyramid
 from bmfa.trees.rules.base import (
     MUST_REFINE,
@@ -16,25 +16,11 @@ from bmfa.trees.rules.base import (
     Context,
     Decision,
     Needs,
-    Rule,
+    ThresholdRule,
     format_number,
     split_above,
     split_from_root,
 )
-
-
-@dataclass(frozen=True)
-class ThresholdRule(Rule):
-    """Base of rules that split while the node score exceeds epsilon."""
-
-    epsilon: float
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_number("epsilon", self.epsilon, low=0.0)
-
-    def decide(self, scores: Tensor, context: Context) -> Decision:
-        return split_above(scores, self.epsilon, context)
 
 
 @dataclass(frozen=True)
@@ -153,7 +139,7 @@ class Certified(ThresholdRule):
 
     def node_scores(self, pyramid: Pyramid) -> Tensor:
         """(2 blocks, B) U of every block, then L of every block."""
-        blocks = _BlockStatistics.of(pyramid)
+        blocks = _BlockStatistics.from_pyramid(pyramid)
         return torch.cat((blocks.upper(pyramid.tau), blocks.lower(pyramid.tau)))
 
     def screen(self, pyramid: Pyramid, context: Context) -> Decision:
@@ -162,13 +148,13 @@ class Certified(ThresholdRule):
         Gamma > epsilon forces a split, because U >= Gamma. A range bound of at most epsilon makes a
         block safe, because U is no larger.
         """
-        blocks = _BlockStatistics.of(pyramid)
+        blocks = _BlockStatistics.from_pyramid(pyramid)
         forced = blocks.gamma > self.epsilon
         safe = bounds.hoeffding(blocks.minimum, blocks.maximum, tau=pyramid.tau) <= self.epsilon
         upper = torch.where(forced, torch.inf, 0.0).to(blocks.mean.dtype)
         lower = blocks.gamma.clone()
         undecided = ~(forced | safe)
-        remaining = blocks.select(undecided)
+        remaining = _BlockStatistics(*(statistic[undecided] for statistic in blocks))
         upper[undecided] = remaining.upper(pyramid.tau)
         lower[undecided] = remaining.lower(pyramid.tau)
         return self.decide(torch.cat((upper, lower)), context)
@@ -182,8 +168,7 @@ class Certified(ThresholdRule):
         return Decision(decision.split, decision.limited, labels)
 
 
-@dataclass(frozen=True)
-class _BlockStatistics:
+class _BlockStatistics(NamedTuple):
     """Statistics of blocks from which the bounds of `Certified` are computed."""
 
     mean: Tensor
@@ -193,18 +178,12 @@ class _BlockStatistics:
     gamma: Tensor
 
     @classmethod
-    def of(cls, pyramid: Pyramid) -> "_BlockStatistics":
+    def from_pyramid(cls, pyramid: Pyramid) -> "_BlockStatistics":
         assert isinstance(pyramid, ScorePyramid)
-        return cls(
-            torch.cat([pyramid.mean(d) for d in range(pyramid.depth)]),
-            torch.cat(pyramid.variances()),
-            torch.cat(pyramid.minima()),
-            torch.cat(pyramid.maxima()),
-            torch.cat([pyramid.gamma(d) for d in range(pyramid.depth)]),
-        )
-
-    def select(self, mask: Tensor) -> "_BlockStatistics":
-        return _BlockStatistics(*(getattr(self, field.name)[mask] for field in fields(self)))
+        depths = range(pyramid.depth)
+        means, gammas = (list(map(level, depths)) for level in (pyramid.mean, pyramid.gamma))
+        extrema = (pyramid.minima(), pyramid.maxima())
+        return cls(*map(torch.cat, (means, pyramid.variances(), *extrema, gammas)))
 
     def upper(self, tau: float) -> Tensor:
         return bounds.bennett(self.maximum, self.mean, self.variance, tau=tau)

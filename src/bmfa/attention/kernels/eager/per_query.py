@@ -4,14 +4,12 @@ Shapes: G = B * H heads, Q queries, N spatial tokens in raster order after the p
 of keys and values. Trees are a flat batch of G * Q, heads first.
 """
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
 from bmfa.attention.tiling import unflatten
-from bmfa.trees.keys import query_chunks
-from bmfa.trees.pyramid import Counts, pool
+from bmfa.trees.keys import KeyLevels, query_chunks
+from bmfa.trees.pyramid import Counts
 from bmfa.trees.tree import Tree
 
 # Logits in memory at once, 16 MB in float32.
@@ -44,15 +42,15 @@ def tree_attention(
     values, _ = _with_blocks(v, tree, prefix, valid)
     log_counts = counts.log()  # (1 or G, rows)
 
-    def compute(heads: slice, queries: slice, part: Tree) -> Tensor:
+    outputs = []
+    for heads, queries, pairs in query_chunks(len(q), q.shape[1], keys.shape[1], CHUNK_ELEMENTS):
         logits = q[heads, queries] @ keys[heads].transpose(1, 2) * (scale / tree.tau)
         logits = logits + (log_counts if len(log_counts) == 1 else log_counts[heads])[:, None]
-        leaves = unflatten(part.leaf_nodes().T, 0, logits.shape[:2])
+        leaves = unflatten(tree[pairs].leaf_nodes().T, 0, logits.shape[:2])
         spatial = logits[..., prefix:].masked_fill(~leaves, -torch.inf)
         weights = torch.cat((logits[..., :prefix], spatial), -1).softmax(-1)
-        return weights @ values[heads]
-
-    return _in_chunks(q, v, tree, keys.shape[1], compute)
+        outputs.append((weights @ values[heads]).flatten(0, 1))
+    return _join(outputs, q, v)
 
 
 def dense_attention(
@@ -62,24 +60,12 @@ def dense_attention(
     if valid is not None:
         v = v.where(valid.unsqueeze(-1), 0.0)
     outputs = []
-    for heads, queries in query_chunks(len(q), q.shape[1], k.shape[1], CHUNK_ELEMENTS):
+    for heads, queries, _ in query_chunks(len(q), q.shape[1], k.shape[1], CHUNK_ELEMENTS):
         logits = q[heads, queries] @ k[heads].transpose(1, 2) * (scale / tau)
         if valid is not None:
             mask = valid if len(valid) == 1 else valid[heads]
             logits = logits.masked_fill(~mask.unsqueeze(1), -torch.inf)
         outputs.append((logits.softmax(-1) @ v[heads]).flatten(0, 1))
-    return _join(outputs, q, v)
-
-
-def _in_chunks(
-    q: Tensor, v: Tensor, tree: Tree, rows: int, compute: Callable[[slice, slice, Tree], Tensor]
-) -> Tensor:
-    """Call `compute` on so few queries at once that their logits over `rows` keys stay small."""
-    outputs = []
-    for heads, queries in query_chunks(len(q), q.shape[1], rows, CHUNK_ELEMENTS):
-        start = heads.start * q.shape[1] + queries.start
-        count = (heads.stop - heads.start) * (queries.stop - queries.start)
-        outputs.append(compute(heads, queries, tree[start : start + count]).flatten(0, 1))
     return _join(outputs, q, v)
 
 
@@ -93,17 +79,12 @@ def _with_blocks(
     tokens: Tensor, tree: Tree, prefix: int, valid: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """Return rows (G, prefix + blocks + N, d) of all nodes, and counts (1 or G, rows) of tokens."""
-    heads, _, channels = tokens.shape
-    spatial = tokens[:, prefix:].transpose(0, 1)  # (N, G, d)
-    channel_valid = valid
-    if valid is not None:
-        spatial = spatial.where(valid.unsqueeze(-1), 0.0)
-        channel_valid = valid if valid.shape[1] == 1 else valid.repeat_interleave(channels, 1)
-    counts = Counts.of(tree.layout, tokens.dtype, channel_valid)
-    means = pool(tree.layout, counts, spatial.flatten(1))
-    blocks = [unflatten(level, 1, (heads, channels)).transpose(0, 1) for level in means]
-    rows = torch.cat((tokens[:, :prefix], *blocks, spatial.transpose(0, 1)), 1)
-    block_counts = Counts.of(tree.layout, tokens.dtype, valid).blocks
-    sizes = torch.cat(block_counts).T if block_counts else tokens.new_ones(1, 0)  # (1 or G, blocks)
-    ones = tokens.new_ones(len(sizes), prefix + len(spatial))
+    levels = KeyLevels.from_keys(tree.layout, tokens[:, prefix:], valid)
+    blocks = [
+        rows[: level.size] for rows, level in zip(levels.rows, tree.layout.levels, strict=True)
+    ]
+    rows = torch.cat((tokens[:, :prefix].transpose(0, 1), *blocks, levels.tokens)).transpose(0, 1)
+    counts = Counts.from_mask(tree.layout, tokens.dtype, valid).blocks
+    sizes = torch.cat(counts).T if counts else tokens.new_ones(1, 0)  # (1 or G, blocks)
+    ones = tokens.new_ones(len(sizes), tokens.shape[1])
     return rows, torch.cat((ones[:, :prefix], sizes, ones[:, prefix:]), 1)
