@@ -14,7 +14,7 @@ from bmfa.attention.dispatch import choose, dense_threshold, in_graph, run_tiles
 from bmfa.attention.graph_operator import run_in_graph
 from bmfa.attention.result import Screened, Stats
 from bmfa.attention.trees import attend_trees, build_trees
-from bmfa.checks import has_values
+from bmfa.checks import check_flag, has_values
 from bmfa.grid import Grid
 from bmfa.trees.rules import Rule
 from bmfa.trees.tree import Tree
@@ -37,26 +37,22 @@ def _explain_sdpa_arguments(function: Callable[_P, _R]) -> Callable[_P, _R]:
 
     @wraps(function)
     def wrapper(*args: _P.args, **kwargs: _P.kwargs) -> _R:
-        if len(args) > 3 or "grid" not in kwargs or any(name in kwargs for name in _SDPA_ARGUMENTS):
-            _raise_for_arguments(args, kwargs)
+        for name in _SDPA_ARGUMENTS:
+            if name in kwargs:
+                raise TypeError(f"screened_attention takes no {name}: {_SDPA_ARGUMENTS[name]}")
+        if len(args) > 3:
+            raise TypeError(
+                f"screened_attention takes q, k and v as positional arguments and got {len(args)}; "
+                "name the others: grid=, prefix=, valid=; for an attention mask, pass valid="
+            )
+        if "grid" not in kwargs:
+            raise TypeError(
+                "screened_attention got no grid; pass grid=(height, width), the grid of the spatial "
+                "tokens, and prefix=, the number of class and register tokens before them"
+            )
         return function(*args, **kwargs)
 
     return wrapper
-
-
-def _raise_for_arguments(args: tuple[object, ...], kwargs: dict[str, object]) -> None:
-    for name, hint in _SDPA_ARGUMENTS.items():
-        if name in kwargs:
-            raise TypeError(f"screened_attention takes no {name}: {hint}")
-    if len(args) > 3:
-        raise TypeError(
-            f"screened_attention takes q, k and v as positional arguments and got {len(args)}; name "
-            "the others: grid=, prefix=, valid=; for an attention mask, pass valid="
-        )
-    raise TypeError(
-        "screened_attention got no grid; pass grid=(height, width), the grid of the spatial tokens, "
-        "and prefix=, the number of class and register tokens before them"
-    )
 
 
 @_explain_sdpa_arguments
@@ -217,8 +213,7 @@ def _attend_tiles(
 
 def check_choices(allow_dense: object, backend: object, **exclusive: object) -> None:
     """Check the options with a fixed set of values, and that at most one criterion is given."""
-    if not isinstance(allow_dense, bool):
-        raise TypeError(f"allow_dense is {allow_dense!r}; pass True or False")
+    check_flag("allow_dense", allow_dense)
     if backend not in get_args(Backend):
         raise ValueError(f"backend is {backend!r}; pass one of {', '.join(get_args(Backend))}")
     given = [name for name, value in exclusive.items() if value is not None]

@@ -18,10 +18,9 @@ from bmfa.checks import (
     check_number,
     check_tau,
     check_valid,
-    python_number,
 )
 from bmfa.grid import Grid, check_grid, check_one_frame, grid_from_list, grid_to_list
-from bmfa.trees.rules import RandomQuadrants, Rule, as_rule, parse
+from bmfa.trees.rules import Rule, as_rule, parse
 
 Backend = Literal["auto", "native", "eager", "triton"]
 Form = Literal["tiled", "tree", "dense"]
@@ -77,10 +76,7 @@ class Call:
         prefix = check_integer("prefix", prefix, low=0)
         check_tensors(q, k, v)
         _check_token_count(k, grid, prefix)
-        if scale is None:
-            scale = python_number(q.shape[-1] ** -0.5)  # type: ignore[assignment]
-        else:
-            scale = check_number("scale", scale)
+        scale = check_number("scale", q.shape[-1] ** -0.5 if scale is None else scale)
         if max_depth is not None:
             max_depth = check_integer("max_depth", max_depth, low=0)
         queries = check_integer("queries", q.shape[2], low=0)
@@ -91,7 +87,7 @@ class Call:
             )
         if query_grid == grid and queries == prefix + grid.size:
             query_grid = None  # self-attention
-        common = (grid, queries, prefix, float(scale), check_tau(tau), query_grid)  # type: ignore[arg-type]
+        common = (grid, queries, prefix, scale, check_tau(tau), query_grid)
         if rule is not None:
             check_one_frame(grid, "a rule")
             return cls(*common, rule=as_rule(rule), max_depth=max_depth)
@@ -134,9 +130,7 @@ class Call:
     @property
     def expands_all(self) -> bool:
         """True if every tile is expanded, whatever the tensors hold."""
-        if self.expand is None:
-            return self.error == 0.0
-        return self.expand >= self.tiling.tiles
+        return self.error == 0.0 if self.expand is None else self.expand >= self.tiling.tiles
 
     @property
     def query_prefix(self) -> int:
@@ -163,28 +157,25 @@ class Call:
 
     def to_text(self) -> str:
         """Return the call as text, which an operator of a graph takes."""
-        rule = "" if self.rule is None else str(self.rule)
-        seed = self.rule.seed if isinstance(self.rule, RandomQuadrants) else 0
-        grids = (grid_to_list(self.grid), grid_to_list(self.query_grid))
-        fields = (
-            *grids, self.queries, self.prefix, self.scale, self.tau, self.error, self.expand, rule, seed,
-            self.max_depth, self.backend, self.dense_threshold,
-        )  # fmt: skip
+        plain: dict[str, Any] = {n: grid_to_list(getattr(self, n)) for n in ("grid", "query_grid")}
+        if self.rule is not None:
+            plain["rule"] = (str(self.rule), getattr(self.rule, "seed", 0))
+        fields = [plain.get(name, getattr(self, name)) for name in _FIELDS]
         return f"[{', '.join([f'{field!r}' for field in fields])}]"
 
     @staticmethod
     @lru_cache(maxsize=256)
     def from_text(text: str) -> "Call":
         """Read `to_text`."""
-        sides, query_sides, *numbers, rule, seed, depth, backend, threshold = ast.literal_eval(text)
-        grid, query_grid = grid_from_list(sides), grid_from_list(query_sides)
-        assert grid is not None
-        queries, prefix, scale, tau, error, expand = numbers
-        parsed = parse(rule, seed) if rule else None
-        return Call(
-            grid, queries, prefix, scale, tau, query_grid, error, expand, parsed, depth, backend,
-            threshold,
-        )  # fmt: skip
+        fields = dict(zip(_FIELDS, ast.literal_eval(text), strict=True))
+        for name in ("grid", "query_grid"):
+            fields[name] = grid_from_list(fields[name])
+        if fields["rule"] is not None:
+            fields["rule"] = parse(*fields["rule"])
+        return Call(**fields)
+
+
+_FIELDS = tuple(Call.__dataclass_fields__)
 
 
 def budget(
@@ -265,11 +256,10 @@ def cast_for_autocast(
         return q, k, v, nullcontext()
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         check_floating(name, tensor)
-    outside = torch.autocast(kind, enabled=False)
-    if q.dtype == torch.float64:
-        return q, k, v, outside
-    dtype = torch.get_autocast_dtype(kind)
-    return q.to(dtype), k.to(dtype), v.to(dtype), outside
+    if q.dtype != torch.float64:
+        dtype = torch.get_autocast_dtype(kind)
+        q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
+    return q, k, v, torch.autocast(kind, enabled=False)
 
 
 def zero_invalid(
@@ -291,13 +281,13 @@ def flatten_heads(
 
     Invalid tokens are 0, but finite invalid queries stay, because their outputs are exact.
     """
-    share = q.shape[1] // max(1, k.shape[1])
+    heads_per_key = q.shape[1] // max(1, k.shape[1])
     _, k, v = zero_invalid(q, k, v, valid, call)
     if (mask := call.query_mask(valid)) is not None:
         finite = q.detach().isfinite().all(-1)
         q = q.where((mask.unsqueeze(1) | finite).unsqueeze(-1), 0.0)
-    if share > 1:
-        k, v = (x.repeat_interleave(share, 1) for x in (k, v))
+    if heads_per_key > 1:
+        k, v = (x.repeat_interleave(heads_per_key, 1) for x in (k, v))
     q, k, v = (x.to(dtype).flatten(0, 1).contiguous() for x in (q, k, v))
     return q, k, v
 

@@ -19,7 +19,7 @@ where d_L = A_L(q) - T_L(q) >= 0 (the tangent of a convex function) is the diver
 over L of c q . k_i, and d_j = 0 for exact tokens: the logarithm of the ratio of the two distributions is
 d_L - c (q - qbar) . (k_i - k_L), whose last term has the mean 0 under p. E = tau KL.
 
-Rounding errors are bounded by `score_rounding`, `attention_rounding` and `_logit_rounding`, and results
+Rounding errors are bounded by `score_rounding`, `attention_rounding` and `_divergence`, and results
 are rounded up.
 """
 
@@ -30,13 +30,12 @@ from torch import Tensor
 
 from bmfa.attention.call import Call, check_tensors, flatten_heads
 from bmfa.attention.kernels import eager
+from bmfa.attention.kernels.eager.tiles.heads import chunks, to_tiles
 from bmfa.attention.result import Screened
-from bmfa.attention.tiling import Tiling, tiles_to_tokens, tokens_to_tiles, unflatten, valid_slots
+from bmfa.attention.tiling import slots_with_tokens, tiles_to_tokens, unflatten
 from bmfa.checks import has_values
 from bmfa.trees.certificates import exact_error
 
-# Scores in memory at once, for a CPU and for an accelerator.
-CHUNK_ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 25}
 # Two roundings: matrix units may truncate, and exponentials are accurate to two roundings.
 UNIT = 2 * torch.finfo(torch.float64).eps
 
@@ -171,33 +170,24 @@ def _tile_energy(
     """
     q, k, _ = flat
     tiling, prefix, first = call.tiling, call.prefix, call.query_prefix
-    key_mask = valid_slots(tiling, valid, expanded)
+    batch, heads = expanded.shape[:2]
     query_valid = valid if tiling.query_grid is None else None
-    query_mask = valid_slots(tiling.queries, query_valid, expanded)
+    key_slots = slots_with_tokens(tiling, valid, q.device).expand(batch, -1, -1)
+    query_slots = slots_with_tokens(tiling.queries, query_valid, q.device).expand(batch, -1, -1)
     divergence = q.new_zeros(q.shape[:2])
     for head, marks in enumerate(expanded.flatten(0, 1)):
-        keys = _in_tiles(k[head, prefix:], tiling, key_mask, head)
-        queries = _in_tiles(q[head, first:], tiling.queries, query_mask, head)
-        exists = None if key_mask is None else key_mask[head]
-        q_mean = queries.mean(1)
-        if query_mask is not None:
-            q_mean = queries.sum(1) / query_mask[head].sum(1, keepdim=True).clamp(min=1)
+        exist, query_exist = key_slots[head // heads], query_slots[head // heads]
+        before, keys = k[head, :prefix], to_tiles(k[head, prefix:], tiling, exist, q.dtype)
+        queries = to_tiles(q[head, first:], tiling.queries, query_exist, q.dtype)
+        q_mean = queries.sum(1) / query_exist.sum(1, keepdim=True).clamp(min=1)
         parts = [
-            _divergence(
-                queries[groups],
-                q_mean[groups],
-                keys,
-                k[head, :prefix],
-                exists,
-                marks[groups],
-                call.factor,
-            )
-            for groups in _chunks(len(queries), queries.shape[1] * keys.shape[0] * keys.shape[1], q)
+            _divergence(queries[at], q_mean[at], keys, before, exist, marks[at], call.factor)
+            for at in chunks(len(queries), queries.shape[1] * exist.numel(), q.device)
         ]
         spatial = torch.cat(parts).unsqueeze(0).unsqueeze(-1)  # (1, R, S, 1)
         divergence[head, first:] = tiles_to_tokens(spatial, tiling.queries)[0, :, 0]
     # Two further roundings: of the product and of tau itself, which is given in decimals.
-    return unflatten(divergence, 0, expanded.shape[:2]) * call.tau * (1 + 1e-15)
+    return unflatten(divergence, 0, (batch, heads)) * call.tau * (1 + 1e-15)
 
 
 def _divergence(
@@ -205,18 +195,24 @@ def _divergence(
     q_mean: Tensor,
     k: Tensor,
     prefix_k: Tensor,
-    exists: Tensor | None,
+    exist: Tensor,
     expanded: Tensor,
     factor: float,
 ) -> Tensor:
     """(C, Q) log Z - log Z~ of C groups of Q queries, rounded up.
+
+    With r the error of a score of the representative (`score_rounding`), A_L(qbar) is off by r and
+    S + 16 units. p is off by a factor of exp(+-2 r), which moves k_L by at most 2 r times the diameter
+    of the keys of L, and k_L has S + d + 24 further units of the largest key; both are multiplied by
+    c |q - qbar|. A score of the query has an error of its own, and a log-sum-exp over all tokens adds
+    terms + 64 units.
 
     Args:
         q: (C, Q, d) queries, 0 in empty slots.
         q_mean: (C, d) representatives.
         k: (T, S, d) keys, 0 in empty slots.
         prefix_k: (P, d) keys before the grid.
-        exists: (T, S) bool, None if every slot of a tile holds a token.
+        exist: (T, S) bool, slots with a token.
         expanded: (C, T) bool.
         factor: scale / tau.
     """
@@ -224,7 +220,7 @@ def _divergence(
 
     def tile_scores(queries: Tensor) -> Tensor:  # (..., T, S), -inf in empty slots
         scores = factor * torch.einsum("...d,tsd->...ts", queries, k)
-        return scores if exists is None else scores.masked_fill(~exists, -torch.inf)
+        return scores.masked_fill(~exist, -torch.inf)
 
     exact = tile_scores(q).logsumexp(-1)  # (C, Q, T) A_L(q)
     representative = tile_scores(q_mean)  # (C, T, S)
@@ -236,49 +232,15 @@ def _divergence(
     coarse = torch.where(merged.unsqueeze(1), tangent, exact)
     prefix = factor * q @ prefix_k.T  # (C, Q, P)
     log_z, coarse_log_z = (torch.cat((x, prefix), -1).logsumexp(-1) for x in (exact, coarse))
+    (tiles, slots, dim), before = k.shape, len(prefix_k)
     largest_key = torch.cat((_norm(k).flatten(), _norm(prefix_k))).amax()
-    rounding = _logit_rounding(q, q_mean, difference, k, len(prefix_k), factor, largest_key)
+    size = abs(factor) * largest_key
+    own, of_mean = (score_rounding(dim, size * _norm(x)) for x in (q, q_mean.unsqueeze(1)))
+    moved_key = (8 * of_mean + UNIT * (slots + dim + 24)) * largest_key
+    rounding = own + of_mean + abs(factor) * _norm(difference) * moved_key
+    rounding = rounding + UNIT * (tiles * slots + before + slots + 80)
     divergence = (log_z - coarse_log_z).clamp(min=0) + 6 * rounding
     return _round_up(divergence).where(merged.any(-1, keepdim=True), 0.0)
-
-
-def _logit_rounding(
-    q: Tensor,
-    q_mean: Tensor,
-    difference: Tensor,
-    k: Tensor,
-    prefix: int,
-    factor: float,
-    largest_key: Tensor,
-) -> Tensor:
-    """(C, Q) bound on the rounding errors of the logits of a query, and of its log Z and log Z~.
-
-    With r the error of a score of the representative (`score_rounding`), A_L(qbar) is off by r and
-    S + 16 units. p is off by a factor of exp(+-2 r), which moves k_L by at most 2 r times the diameter
-    of the keys of L, and k_L has S + d + 24 further units of the largest key; both are multiplied by
-    c |q - qbar|. A score of the query has an error of its own, and a log-sum-exp over all tokens adds
-    terms + 64 units.
-    """
-    tiles, slots, dim = k.shape
-    size = abs(factor) * largest_key
-    own = score_rounding(dim, size * _norm(q))
-    representative = score_rounding(dim, size * _norm(q_mean)).unsqueeze(-1)
-    moved_key = (8 * representative + UNIT * (slots + dim + 24)) * largest_key
-    tangent = representative + abs(factor) * _norm(difference) * moved_key
-    return own + tangent + UNIT * (tiles * slots + prefix + slots + 80)
-
-
-def _in_tiles(tokens: Tensor, tiling: Tiling, mask: Tensor | None, head: int) -> Tensor:
-    """(T, S, d) from (N, d) tokens in raster order, 0 in empty slots."""
-    tiles = tokens_to_tiles(tokens[None, None], tiling, tokens.dtype)[0]
-    return tiles if mask is None else tiles.masked_fill(~mask[head].unsqueeze(-1), 0.0)
-
-
-def _chunks(groups: int, scores: int, like: Tensor) -> list[slice]:
-    """Groups with so many scores each, divided so that the scores of a chunk fit in memory."""
-    limit = CHUNK_ELEMENTS.get(like.device.type, CHUNK_ELEMENTS["cpu"])
-    step = max(1, limit // scores)
-    return [slice(start, min(start + step, groups)) for start in range(0, groups, step)]
 
 
 def _norm(x: Tensor) -> Tensor:

@@ -10,17 +10,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from bmfa.attention.tiling import (
-    LARGEST_SHRINKAGE,
-    LEVEL_RATIO,
-    MOST_CHOICES,
-    MOST_UPPER,
-    NUM_LEVELS,
-    RETRY_AIM,
-    SMALLEST_CORRECTION,
-    STEEP_FALL,
-    STEEP_RISE,
-)
+from bmfa.attention import tiling
 
 Array = npt.NDArray[np.float64]
 # Standard errors of the logarithm of an estimate in its upper bound. Squared errors have heavy tails, of
@@ -52,7 +42,7 @@ class Choice(NamedTuple):
 
 def level_thresholds() -> Array:
     """Thresholds of all levels; at the last one, 0, every tile is expanded."""
-    thresholds = LEVEL_RATIO ** np.arange(NUM_LEVELS, dtype=np.float64)
+    thresholds = tiling.LEVEL_RATIO ** np.arange(tiling.NUM_LEVELS, dtype=np.float64)
     thresholds[-1] = 0.0
     return thresholds
 
@@ -99,7 +89,7 @@ def excess(estimate: float, uncertainty: float, target: float) -> float:
     The estimate must be at most the target, and its upper bound at most MOST_UPPER times the target.
     """
     upper = estimate if estimate < SMALLEST_ERROR else upper_bound(estimate, uncertainty)
-    found = max(estimate, upper / MOST_UPPER)
+    found = max(estimate, upper / tiling.MOST_UPPER)
     if target == 0.0:
         return 0.0 if found == 0.0 else math.inf
     return math.inf if math.isnan(found) else found / target
@@ -134,13 +124,13 @@ def choose(
         assert share is not None
         return curves.choose(None, share, dense_threshold)[0]
     aim *= target
-    for _ in range(MOST_CHOICES):
+    for _ in range(tiling.MOST_CHOICES):
         choice, squares = curves.choose(aim, None, dense_threshold)
         probes = np.stack((squares, levels.norm, levels.weight), -1)
         missed = excess(*relative_error(probes.reshape(-1, probes_per_group, 3)), target)
         if missed <= 1.0 or aim < SMALLEST_ERROR:
             break
-        aim *= RETRY_AIM / missed
+        aim *= tiling.RETRY_AIM / missed
     return choice
 
 
@@ -165,9 +155,9 @@ class _Curves(NamedTuple):
             sums = (weight @ levels.found.reshape(heads, probes, -1)).reshape(heads, 2, 4, -1)
             total, dot, square, expanded = np.moveaxis(sums, 2, 0)  # (H, 2, levels)
             norm = (weight * levels.norm[:, None]).sum(2)
-            known = square > SMALLEST_CORRECTION**2 * norm[..., None]
+            known = square > tiling.SMALLEST_CORRECTION**2 * norm[..., None]
             factor = np.where(known, dot / np.where(known, square, 1.0), 0.0)
-            factor = np.clip(factor, 0.0, LARGEST_SHRINKAGE)
+            factor = np.clip(factor, 0.0, tiling.LARGEST_SHRINKAGE)
             squares = (total - 2 * factor * dot + factor**2 * square).sum(0)
             norm = norm.sum(0)[:, None]
             errors = np.sqrt(np.maximum(squares, 0.0) / np.where(norm > 0, norm, 1.0))
@@ -222,7 +212,7 @@ def interpolate_down(errors: Array, target: float) -> tuple[int, float]:
     if target <= 0.0:
         return last, 1.0
     level = next((j for j, value in enumerate(errors) if value <= target), last)
-    if level in (0, last) or errors[level] < STEEP_FALL * target:
+    if level in (0, last) or errors[level] < tiling.STEEP_FALL * target:
         return level, 1.0
     ratio = math.log(errors[level - 1] / errors[level])
     part = math.log(errors[level - 1] / target) / ratio if ratio != 0.0 else 1.0
@@ -242,7 +232,7 @@ def interpolate_up(shares: Array, target: float) -> tuple[int, float]:
     level = next((j for j, value in enumerate(shares) if value > target * (1 + 1e-9)), last)
     if target <= 0.0 or level == 0:
         return 0, 1.0
-    if level == last or shares[level] > STEEP_RISE * target:
+    if level == last or shares[level] > tiling.STEEP_RISE * target:
         return level - 1, 1.0
     return level, float((target - shares[level - 1]) / (shares[level] - shares[level - 1]))
 

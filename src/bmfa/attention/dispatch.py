@@ -28,7 +28,7 @@ from bmfa.attention.tiling import (
     MOST_EXCESS,
     RETRY_AIM,
     TiledAttention,
-    tile_sizes,
+    slots_with_tokens,
 )
 from bmfa.checks import has_values, is_compiling
 from bmfa.grid import Grid
@@ -56,10 +56,8 @@ LEAST_TOKENS_OF_BUDGET = {"cuda": 4096, "native": 1024, "neon": 4096, "eager": 4
 # With 3 heads of 256 tokens on a processor that has AVX-512, avx512 is 2.0 times as fast as torch, avx2
 # 1.15 times and baseline 0.4 times; with 64 tokens avx512 is about as fast and avx2 slower.
 LEAST_EXACT_SCORES = {
-    "avx512": 3 * 128**2,
-    "avx2": 3 * 128**2,
-    "baseline": math.inf,
-    "neon": math.inf,
+    **dict.fromkeys(("avx512", "avx2"), 3 * 128**2),
+    **dict.fromkeys(("baseline", "neon"), math.inf),
 }
 # Time that an expanded tile adds, relative to the time that dense attention spends on a tile. On CUDA
 # it is the slope of time over density at 16,384 tokens, 1.9 in records/attention-saliency-h200.json and
@@ -76,13 +74,7 @@ OWN_GRID_COST = {"cuda": 0.16, "native": 0.0, "neon": 0.0, "eager": 0.0}
 # Operations of dense attention that the tiled form must save. On an H200 2e10 operations take about
 # 0.04 ms, the time of the kernels that run before the attention itself; a call outside of a graph adds
 # about 0.2 ms of host time for its launches (milliseconds_eager - milliseconds in the record).
-LEAST_SAVED_OPERATIONS = {
-    "cuda": 1e11,
-    "cuda graph": 2e10,
-    "native": 0.0,
-    "neon": 0.0,
-    "eager": 0.0,
-}
+LEAST_SAVED_OPERATIONS = {"cuda": 1e11, "cuda graph": 2e10}
 
 
 class Choice(NamedTuple):
@@ -109,22 +101,20 @@ def choose(
     Raises:
         ValueError: If the requested backend cannot run the call.
     """
-    if call.rule is not None:
-        if backend in ("native", "triton"):
-            raise _unsupported_error(backend, "a rule has a tree for each query, and it runs tiles")
-        reason = (
-            "requested"
-            if backend == "eager"
-            else "auto: eager supports every rule, dtype and device"
-        )
-        return Choice("eager", reason)
-    fast = "triton" if q.is_cuda else "native"  # of the device, if it can run
     if backend == "eager":
         return Choice("eager", "requested")
+    fast = "triton" if q.is_cuda else "native"  # of the device, if it can run
     if backend != "auto":
-        if (refusal := tiles_unsupported_reason(backend, q, k, v, call)) is not None:
-            raise _unsupported_error(backend, refusal)
+        refusal: str | None = "a rule has a tree for each query, and it runs tiles"
+        if call.rule is None:
+            refusal = tiles_unsupported_reason(backend, q, k, v, call)
+        if refusal is not None:
+            raise ValueError(
+                f"backend={backend!r} cannot run this call: {refusal}; pass backend='auto' or 'eager'"
+            )
         return Choice(backend, "requested")
+    if call.rule is not None:
+        return Choice("eager", "auto: eager supports every rule, dtype and device")
     unsupported = tiles_unsupported_reason(fast, q, k, v, call)
     if allow_dense:
         exact = _choose_exact(q.shape, fast, unsupported, call, in_graph=in_graph(q))
@@ -160,12 +150,6 @@ def _choose_exact(
         least = LEAST_EXACT_SCORES[library.instruction_set() or NATIVE]
         native_runs = math.prod(shape[:3]) * (call.prefix + call.grid.size) >= least
     return Choice("native" if native_runs else "dense", f"auto: {reason}", exact=True)
-
-
-def _unsupported_error(backend: str, reason: str) -> ValueError:
-    return ValueError(
-        f"backend={backend!r} cannot run this call: {reason}; pass backend='auto' or 'eager'"
-    )
 
 
 def tiles_unsupported_reason(
@@ -207,7 +191,8 @@ def dense_faster_reason(
         relative_time += OWN_GRID_COST[backend]
         keys = call.grid.size
     saved = attention_operations(shape, keys) * (1.0 - relative_time)
-    if saved > 0 and saved >= LEAST_SAVED_OPERATIONS["cuda graph" if in_graph else backend]:
+    least_saved = LEAST_SAVED_OPERATIONS.get("cuda graph" if in_graph else backend, 0.0)
+    if saved > 0 and saved >= least_saved:
         return None
     if is_compiling():  # the share may be a symbol, which has no format ".0%"
         return "tiles save less than they cost"
@@ -291,7 +276,15 @@ def run_tiles(
         The result, and why every head was computed exactly, or "".
     """
     if call.backend == "triton":
-        return _run_triton(q, k, v, valid, call), ""
+        from bmfa.attention.kernels.triton.tiles import operators
+
+        tiles = operators.tiled_attention(
+            q, k, v, call.tiling, prefix=call.prefix, scale=call.scale, tau=call.tau, valid=valid,
+            error=call.error, expand=call.expand, dense_threshold=call.dense_threshold,
+        )  # fmt: skip
+        if has_values(q) and call.error is not None:
+            (check_later if q.is_cuda else warn_if_missed)(tiles.probes, call)
+        return tiles, ""
     if call.backend == "native" and native.unsupported_reason(q, k, v):
         call = replace(call, backend="eager")  # an operator of a graph, with other tensors
     why = too_many(call)
@@ -300,16 +293,16 @@ def run_tiles(
     attend = _prepare_tiles(q, k, v, valid, call)
     error = call.error
     for _ in range(2):
-        tiles = attend(error=error, expand=call.expand, dense_threshold=call.dense_threshold)
-        if tiles is None:
-            return _run_exactly(q, k, v, valid, call), why
-        if tiles.exact:
-            return tiles, why
+        found = attend(error=error, expand=call.expand, dense_threshold=call.dense_threshold)
+        if found is None:
+            break
+        if found.exact:
+            return found, why
         if call.error is None:
-            return tiles, ""
-        missed = excess_of_probes(tiles.probes, call.error, call.tiling.probes_per_group)
+            return found, ""
+        missed = excess_of_probes(found.probes, call.error, call.tiling.probes_per_group)
         if missed <= 1.0:
-            return tiles, ""
+            return found, ""
         why = f"tiles missed {call.setting}, as their probes measured it"
         if missed > MOST_EXCESS or math.isnan(missed):
             break
@@ -330,31 +323,17 @@ def _prepare_tiles(
 
     It returns None if every head should be computed exactly.
     """
-    settings: dict[str, Any] = {
+    arguments: dict[str, Any] = {
         "prefix": call.prefix, "scale": call.scale, "tau": call.tau, "valid": valid,
         "query_prefix": call.query_prefix,
     }  # fmt: skip
     if call.backend == "native":
-        return native.prepare_tiles(q, k, v, call.tiling, **settings)
+        return native.prepare_tiles(q, k, v, call.tiling, **arguments)
     from bmfa.attention.kernels.eager import tiles
 
     if not q.is_cuda:
         check_finite_scores(*zero_invalid(q, k, v, valid, call)[:2], call.scale)
-    return partial(tiles.tiled_attention, q, k, v, call.tiling, **settings)
-
-
-def _run_triton(
-    q: Tensor, k: Tensor, v: Tensor, valid: Tensor | None, call: Call
-) -> TiledAttention:
-    from bmfa.attention.kernels.triton.tiles import operators
-
-    result = operators.tiled_attention(
-        q, k, v, call.tiling, prefix=call.prefix, scale=call.scale, tau=call.tau, valid=valid,
-        error=call.error, expand=call.expand, dense_threshold=call.dense_threshold,
-    )  # fmt: skip
-    if has_values(q) and call.error is not None:
-        (check_later if q.is_cuda else warn_if_missed)(result.probes, call)
-    return result
+    return partial(tiles.tiled_attention, q, k, v, call.tiling, **arguments)
 
 
 def _run_exactly(
@@ -363,8 +342,8 @@ def _run_exactly(
     """Dense attention as a result with every tile expanded."""
     tiling, backend = call.tiling, "native" if call.backend == "native" else "dense"
     output = dense_attention(q, k, v, valid, call, backend)
-    present = tile_sizes(tiling, valid, q.device)[:, None, None] > 0  # (B or 1, 1, 1, T)
-    expanded = present.expand(*q.shape[:2], tiling.groups, -1)
+    present = slots_with_tokens(tiling, valid, q.device).any(-1)  # (B or 1, T)
+    expanded = present[:, None, None].expand(*q.shape[:2], tiling.groups, -1)
     probes = q.new_zeros((*q.shape[:2], tiling.probes(call.query_prefix), 3), dtype=torch.float64)
     count = expanded.sum(-1, dtype=torch.int32)
     return TiledAttention(output, count, probes, expanded, exact=True)

@@ -50,11 +50,10 @@ def _run(q: Tensor, k: Tensor, v: Tensor, valid: Tensor | None, call: Call) -> T
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, valid: Tensor | None, text: str
 ) -> tuple[Tensor, ...]:
-    output, expanded, probes = outputs = _fake(q, k, v, valid, text)
+    outputs = _fake(q, k, v, valid, text)
     found = _run(q, k, v, valid, Call.from_text(text))
-    output.copy_(found.output)
-    expanded.copy_(found.expanded)
-    probes.copy_(found.probes)
+    for output, result in zip(outputs, (found.output, found.expanded, found.probes), strict=True):
+        output.copy_(result)
     return outputs
 
 
@@ -89,10 +88,8 @@ def _backward(
     )
 
 
-def _fake_backward(
-    g: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any
-) -> tuple[Tensor, Tensor, Tensor]:
-    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+def _fake_backward(g: Tensor, *inputs: Any) -> tuple[Tensor, ...]:
+    return tuple(torch.empty_like(x) for x in inputs[:3])
 
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:

@@ -1,6 +1,5 @@
 """The result of `screened_attention`: the output, and statistics and trees on demand."""
 
-import math
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -14,7 +13,7 @@ from torch import Tensor
 
 from bmfa.attention.call import Call, Form
 from bmfa.attention.choice import excess, relative_error, upper_bound
-from bmfa.attention.tiling import TiledAttention, tile_sizes
+from bmfa.attention.tiling import TiledAttention, slots_with_tokens
 from bmfa.attention.trees import tile_tree
 from bmfa.trees.tree import Tree
 
@@ -127,31 +126,9 @@ def warn_missed(estimate: float, call: Call, heads: int) -> None:
     )
 
 
-class _LaterCheck:
-    """One measurement on its way from a CUDA device to the host, in pinned memory that is kept."""
-
-    def __init__(self) -> None:
-        self.memory = torch.empty(0, dtype=torch.float64)
-        self.copied: Any = None  # event of the copy, None if no measurement is on its way
-        self.shape: tuple[int, ...] = ()
-        self.call: Call
-
-    def start(self, probes: Tensor, call: Call) -> None:
-        """Copy the probes to the host while it goes on."""
-        if self.memory.numel() < probes.numel():
-            self.memory = torch.empty(probes.numel(), dtype=torch.float64, pin_memory=True)
-        self.memory[: probes.numel()].copy_(probes.flatten(), non_blocking=True)
-        self.shape, self.call = tuple(probes.shape), call
-        self.copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        self.copied.record(torch.cuda.current_stream(probes.device))
-
-    def finish(self) -> None:
-        """Warn if the measurement misses its target."""
-        self.copied = None
-        warn_if_missed(self.memory[: math.prod(self.shape)].view(self.shape), self.call)
-
-
-_later_check = _LaterCheck()
+# The measurement on its way from a CUDA device to the host, if there is one: an event of the copy, the
+# probes in pinned memory, and their call.
+_on_its_way: list[tuple[Any, Tensor, Call]] = []
 
 
 def check_later(probes: Tensor, call: Call) -> None:
@@ -163,12 +140,18 @@ def check_later(probes: Tensor, call: Call) -> None:
     with torch.cuda.device(probes.device):
         if torch.cuda.is_current_stream_capturing():
             return
-        if _later_check.copied is not None:
-            if not _later_check.copied.query():
+        if _on_its_way:
+            copied, measured, earlier = _on_its_way[0]
+            if not copied.query():
                 return
-            _later_check.finish()
+            _on_its_way.clear()
+            warn_if_missed(measured, earlier)
         if (call, probes.shape[1]) not in _warned:
-            _later_check.start(probes, call)
+            measured = torch.empty(probes.shape, dtype=probes.dtype, pin_memory=True)
+            measured.copy_(probes, non_blocking=True)
+            copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            copied.record(torch.cuda.current_stream(probes.device))
+            _on_its_way.append((copied, measured, call))
 
 
 @dataclass(frozen=True, repr=False, eq=False)
@@ -283,10 +266,9 @@ class Stats:
         """(B or 1, T) valid tokens of each tile, and (B or 1, R) valid queries of each group."""
         tiling = self.call.tiling
         queries_valid = self.valid if tiling.query_grid is None else None
-        return (
-            tile_sizes(tiling, self.valid, device),
-            tile_sizes(tiling.queries, queries_valid, device),
-        )
+        pairs = ((tiling, self.valid), (tiling.queries, queries_valid))
+        tiles, groups = (slots_with_tokens(*pair, device).sum(-1) for pair in pairs)
+        return tiles, groups
 
 
 class Screened:

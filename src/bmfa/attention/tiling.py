@@ -277,25 +277,11 @@ def tiles_to_tokens(tiles: Tensor, tiling: Tiling) -> Tensor:
     return x[:, :, : grid.height, : grid.width].flatten(1, 3)
 
 
-def tile_sizes(tiling: Tiling, valid: Tensor | None, device: torch.device) -> Tensor:
-    """(B or 1, T) int64 tokens of each tile, of those in a mask (B or 1, N) if there is one."""
+def slots_with_tokens(tiling: Tiling, valid: Tensor | None, device: torch.device) -> Tensor:
+    """(B or 1, T, S) bool, the slots with a token, of those in a mask (B or 1, N) if there is one."""
     slots = tiling.slot_tokens.to(device)
-    exists = (slots >= 0).unsqueeze(0)  # (1, T, S)
-    return (exists if valid is None else valid[:, slots.clamp(min=0)] & exists).sum(-1)
-
-
-def valid_slots(tiling: Tiling, valid: Tensor | None, like: Tensor) -> Tensor | None:
-    """(B H, T, S) bool, True for slots with a valid token of `like` (B, H, ...).
-
-    None if every slot has one.
-    """
-    batch, heads = like.shape[:2]
-    if valid is None:
-        if not tiling.ragged:
-            return None
-        valid = torch.ones(1, tiling.grid.size, dtype=torch.bool, device=like.device)
-    inside = tokens_to_tiles(valid[:, None, :, None], tiling, torch.bool).squeeze(-1)
-    return inside.repeat_interleave(batch * heads // len(inside), 0)
+    exist = (slots >= 0).unsqueeze(0)
+    return exist if valid is None else valid[:, slots.clamp(min=0)] & exist
 
 
 def unflatten(x: Tensor, dim: int, sizes: tuple[int, ...]) -> Tensor:

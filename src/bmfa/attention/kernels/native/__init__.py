@@ -6,7 +6,7 @@
 
 import ctypes
 from collections.abc import Callable
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
@@ -64,8 +64,7 @@ class _Call(ctypes.Structure):
 
 def unsupported_reason(q: Tensor, k: Tensor, v: Tensor) -> str | None:
     """Return why the native kernels cannot run on these tensors, or None if they can."""
-    gradients = q.requires_grad or k.requires_grad or v.requires_grad
-    gradients = gradients and torch.is_grad_enabled()
+    gradients = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
     return unsupported_kind(q.device.type, q.dtype, max(k.shape[-1], v.shape[-1]), gradients)
 
 
@@ -81,16 +80,7 @@ def unsupported_kind(
         return f"a head has {channels} channels, and the most is {MAX_CHANNELS}"
     if requires_grad:
         return "gradients are required, which native kernels do not compute"
-    return _unavailable_reason()
-
-
-def _unavailable_reason() -> str | None:
     return library.unavailable_reason()
-
-
-# torch.compile takes the result as a constant. The mark is that of
-# torch.compiler.assume_constant_result, which would load the compiler on import.
-_unavailable_reason._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def exact_attention(
@@ -183,7 +173,7 @@ def prepare_tiles(
         if exact:  # nothing is left for probes to measure
             errors[:] = 0.0
         results = (torch.from_numpy(x) for x in (count, errors, expanded))
-        return TiledAttention(output, *results, exact)
+        return TiledAttention(output, *results, exact=exact)
 
     return attend
 
@@ -274,7 +264,7 @@ def _describe(
     return call, output
 
 
-def _load(call: _Call) -> Callable[[int, int], None]:
+def _load(call: _Call) -> Callable[..., None]:
     """Return a function that runs a step of a call for an image, with scratch memory for all of them."""
     loaded = library.load()
     if loaded is None:
@@ -283,11 +273,7 @@ def _load(call: _Call) -> Callable[[int, int], None]:
     scratch = _allocate(loaded.bmfa_scratch_bytes(ctypes.byref(call)) + 64)
     call.scratch = -(-scratch.data_ptr() // 64) * 64
     call.kept.append(scratch)
-
-    def run(image: int, step: int) -> None:
-        loaded.bmfa_attend(ctypes.byref(call), image, step)
-
-    return run
+    return partial(loaded.bmfa_attend, ctypes.byref(call))
 
 
 def _allocate(size: int) -> Tensor:

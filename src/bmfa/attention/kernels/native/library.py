@@ -6,7 +6,6 @@ Where nothing can be loaded, there is a reason.
 
 import ctypes
 import os
-import platform
 from functools import cache, lru_cache
 from pathlib import Path
 from types import ModuleType
@@ -29,6 +28,11 @@ def load() -> ctypes.CDLL | None:
 def unavailable_reason() -> str | None:
     """Return why there is no library and what to do about it, or None if there is one."""
     return _select(_setting()).reason
+
+
+# torch.compile takes the result as a constant. The mark is that of
+# torch.compiler.assume_constant_result, which would load the compiler on import.
+unavailable_reason._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def instruction_set() -> str | None:
@@ -82,23 +86,16 @@ def _build() -> ModuleType:
 
 
 def _processor_features() -> set[str]:
-    """Features of x86-64 beyond its baseline that the processor has and the operating system enables."""
-    if platform.system() == "Darwin":
-        names = _build().AVX512
-        return {name for name in names if _sysctl(f"hw.optional.{name.replace('avx2', 'avx2_0')}")}
+    """Features of x86-64 beyond its baseline that the processor has and the operating system enables.
+
+    They are read on Linux alone: torch has no builds for macOS on x86-64.
+    """
     try:  # Linux removes the flags of registers that it does not save
         lines = Path("/proc/cpuinfo").read_text("utf-8", errors="replace").splitlines()
     except OSError:
         return set()
     flags = (line.partition(":")[2] for line in lines if line.startswith("flags"))
     return set(next(flags, "").split())
-
-
-def _sysctl(name: str) -> bool:
-    value, size = ctypes.c_int(0), ctypes.c_size_t(ctypes.sizeof(ctypes.c_int))
-    query = ctypes.CDLL(None).sysctlbyname
-    status = query(name.encode(), ctypes.byref(value), ctypes.byref(size), None, ctypes.c_size_t(0))
-    return bool(status == 0 and value.value)
 
 
 @lru_cache(maxsize=16)

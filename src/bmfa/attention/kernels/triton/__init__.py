@@ -23,9 +23,6 @@ def _unsupported_reason(device: torch.device) -> str | None:
         if (major, minor) >= LEAST_CAPABILITY:
             return None
         return f"compute capability {major}.{minor} is below 8.0"
-    return None if is_interpreted() else f"the device is {device.type}, and Triton needs CUDA"
-
-
-def is_interpreted() -> bool:
-    """True if Triton kernels run in its interpreter on the CPU, which is slow and for tests."""
-    return bool(load_package("triton").knobs.runtime.interpret)
+    # Its interpreter runs on a CPU; it is slow, and for tests.
+    interpreted = load_package("triton").knobs.runtime.interpret
+    return None if interpreted else f"the device is {device.type}, and Triton needs CUDA"

@@ -6,6 +6,8 @@ tensors of the same dtypes, shapes and strides.
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import reduce
+from operator import or_
 from typing import Any
 
 import torch
@@ -92,16 +94,18 @@ class Workspace:
 
     def add(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
         """Reserve space for one more tensor."""
-        self.tensors[name] = (self.bytes, shape, dtype)
-        size = math.prod(shape) * dtype.itemsize
-        self.bytes += -(-size // _WORKSPACE_ALIGNMENT) * _WORKSPACE_ALIGNMENT
+        self._place(self.bytes, {name: (shape, dtype)})
 
     def reuse(self, first: str, tensors: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> None:
         """Place tensors, by their shapes and dtypes, over those that were added from `first` on.
 
         The earlier tensors must not be needed any more when the new ones are written.
         """
-        start = self.tensors[first][0]
+        self._place(self.tensors[first][0], tensors)
+
+    def _place(
+        self, start: int, tensors: Mapping[str, tuple[tuple[int, ...], torch.dtype]]
+    ) -> None:
         for name, (shape, dtype) in tensors.items():
             self.tensors[name] = (start, shape, dtype)
             size = math.prod(shape) * dtype.itemsize
@@ -157,10 +161,7 @@ class LaunchSequence:
 
 
 def _all_aligned(pointers: Sequence[int]) -> bool:
-    bits = 0
-    for pointer in pointers:
-        bits |= pointer
-    return bits & _ALIGNMENT_MASK == 0
+    return reduce(or_, pointers) & _ALIGNMENT_MASK == 0
 
 
 def _current_stream(device: int) -> int:

@@ -6,31 +6,20 @@ of `Tiling.group_order`, n probes in each of the first groups, d and e channels 
 """
 
 from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
 
-from bmfa.attention.choice import Choice, choose
-from bmfa.attention.kernels.eager.tiles.heads import (
-    Head,
-    Keys,
-    Tangents,
-    chunk_elements,
-    to_tiles,
-)
-from bmfa.attention.kernels.eager.tiles.levels import (
-    clip,
-    coarse_shares,
-    join_heads,
-    measure_levels,
-)
+from bmfa.attention.choice import Choice, Levels, choose, level_thresholds
+from bmfa.attention.kernels.eager.tiles.heads import Head, Keys, Tangents, chunk_elements, to_tiles
 from bmfa.attention.tiling import (
     FARTHEST,
+    NUM_LEVELS,
     TiledAttention,
     Tiling,
+    slots_with_tokens,
     tiles_to_tokens,
-    tokens_to_tiles,
     unflatten,
 )
 
@@ -69,18 +58,13 @@ def tiled_attention(
     batch, heads = q.shape[:2]
     farthest = 0.0 if error is None else FARTHEST
     images = _arrange(q, k, v, tiling, prefix, query_prefix, scale / tau, valid, farthest)
-    share = None if expand is None else expand / tiling.tiles
     with torch.no_grad():
         levels = [[measure_levels(head) for head in image] for image in images]
+    budget: dict[str, Any] = {"target": error, "aim": tiling.error_aim}
+    budget |= {"share": None if expand is None else expand / tiling.tiles}
+    budget |= {"dense_threshold": dense_threshold}
     choices = [
-        choose(
-            join_heads(image, found),
-            tiling.probes_per_group,
-            target=error,
-            aim=tiling.error_aim,
-            share=share,
-            dense_threshold=dense_threshold,
-        )
+        choose(join_heads(image, found), tiling.probes_per_group, **budget)
         for image, found in zip(images, levels, strict=True)
     ]
     if dense_threshold < 1.0 and all(choice.exact.all() for choice in choices):
@@ -103,36 +87,98 @@ def _arrange(
 ) -> list[list[Head]]:  # fmt: skip
     """Steps 1 and 2 of the specification for the heads of all images."""
     dtype, device = torch.promote_types(q.dtype, torch.float32), q.device
-    order, share = tiling.group_order.to(device), q.shape[1] // k.shape[1]
+    order, heads_per_key = tiling.group_order.to(device), q.shape[1] // k.shape[1]
     groups = order[: tiling.probe_groups(query_prefix)].unsqueeze(1)
     draws = torch.arange(tiling.probes_per_group, device=device)
     query_valid = valid if tiling.query_grid is None else None
+    key_slots = slots_with_tokens(tiling, valid, device).expand(len(q), -1, -1)
+    query_slots = slots_with_tokens(tiling.queries, query_valid, device).expand(len(q), -1, -1)
     images = []
-    for b in range(len(q)):
-        exists = _exists(tiling, valid, b, device)
-        query_exists = _exists(tiling.queries, query_valid, b, device)
+    for b, (exists, query_exists) in enumerate(zip(key_slots, query_slots, strict=True)):
         keys = [
             Keys.from_tokens(x, y, tiling, prefix, exists) for x, y in zip(k[b], v[b], strict=True)
         ]
         image = []
         for h, x in enumerate(q[b, :, query_prefix:]):
             queries = to_tiles(x, tiling.queries, query_exists, dtype)[order] * factor
-            quantiles = tiling.probe_quantile(groups, torch.tensor(h, device=device), draws)
-            image.append(
-                Head.from_queries(
-                    queries, keys[h // share], query_exists[order], quantiles, farthest
-                )
-            )
+            quantiles = tiling.probe_quantile(groups, h, draws)
+            shared, exist = keys[h // heads_per_key], query_exists[order]
+            image.append(Head.from_queries(queries, shared, exist, quantiles, farthest))
         images.append(image)
     return images
 
 
-def _exists(tiling: Tiling, valid: Tensor | None, b: int, device: torch.device) -> Tensor:
-    """(T, S) bool, the slots of an image with a token."""
-    exists = torch.ones(tiling.grid.size, dtype=torch.bool, device=device)
-    if valid is not None:
-        exists = valid[b % len(valid)]
-    return tokens_to_tiles(exists[None, None, :, None], tiling, torch.bool)[0, ..., 0]
+class HeadLevels(NamedTuple):
+    """What the probes of a head find at every level."""
+
+    found: (
+        Tensor  # (P, 4, levels) float64 as in `Levels`; squares and products are over `Keys.unit`^2
+    )
+    output: Tensor  # (P, e) exact outputs over `Keys.unit`
+
+
+def measure_levels(head: Head) -> HeadLevels:
+    """Evaluate every probe at every level."""
+    groups, probes = head.probe_slot.shape
+    chunks = [_measure_chunk(head, positions) for positions in head.chunks(groups, probes)]
+    return HeadLevels(*(torch.cat(field) for field in zip(*chunks, strict=True)))
+
+
+def _measure_chunk(head: Head, positions: slice) -> HeadLevels:
+    """Evaluate the n probes of each of r groups."""
+    keys, tangents, slot = head.keys, head.tangents(positions), head.probe_slot[positions]
+    shape = (*slot.shape, NUM_LEVELS, -1)
+    q = head.q[positions].gather(1, slot.unsqueeze(2).expand(-1, -1, head.q.shape[2]))  # (r, n, d)
+    deviation = q - head.q_mean[positions].unsqueeze(1)
+    exact_mass, p = keys.softmax(q.flatten(0, 1))
+    exact_values = (p @ keys.v).transpose(0, 1)  # (r n, T, e)
+    tangent_mass = tangents.log_mass.unsqueeze(1) + deviation @ tangents.k.transpose(1, 2)
+    thresholds = torch.from_numpy(level_thresholds()).to(q.device).view(-1, 1, 1)
+    expanded = tangents.expanded(thresholds).transpose(0, 1).unsqueeze(1)  # (r, 1, levels, T)
+    tiles = torch.where(
+        expanded, exact_mass.view_as(tangent_mass).unsqueeze(2), tangent_mass.unsqueeze(2)
+    )
+    prefix = (q @ keys.prefix_k.T).unsqueeze(2).expand(shape)
+    weights = torch.cat((tiles, prefix), 3).softmax(3)  # (r, n, levels, T + prefix)
+    tiles, prefix = torch.split(weights, [len(keys.k), len(keys.prefix_k)], 3)
+    coarse = tiles.masked_fill(expanded, 0.0)
+    output = (coarse.flatten(1, 2) @ tangents.v).view(shape) + prefix @ keys.prefix_v
+    output += ((tiles - coarse).flatten(0, 1) @ exact_values).view(shape)
+    first_order = torch.einsum("pd,tde->pte", deviation.flatten(0, 1), head.cross)
+    shares = coarse_shares(tangents.log_mass.view(-1, 1, 1, len(keys.k)), expanded)
+    term = (shares.expand_as(tiles).flatten(0, 1) @ first_order).view(shape)
+    term = coarse.sum(3, keepdim=True) * clip(term, head.diameter)
+    exact = output[:, :, -1]
+    difference, term = (exact.unsqueeze(2) - output).double(), term.double()
+    present = (~keys.empty).sum().double()
+    share = (expanded.sum(3) / present).expand(shape[:3])
+    squares = (difference.square(), difference * term, term.square())
+    found = torch.stack((*(x.sum(3) for x in squares), share), 2)  # (r, n, 4, levels)
+    return HeadLevels(found.flatten(0, 1), exact.flatten(0, 1))
+
+
+def join_heads(heads: list[Head], levels: list[HeadLevels]) -> Levels:
+    """What the probes of an image find, from those of its heads, whose values are in different units."""
+    units = torch.stack([head.keys.unit for head in heads]).double()
+    ratio = (units / units.amax()).square().view(-1, 1)  # at most 1
+    norm = torch.stack([x.output.double().square().sum(1) for x in levels]) * ratio
+    weight = torch.stack([head.probe_weight.flatten() for head in heads])
+    found = torch.stack([x.found for x in levels])  # (H, P, 4, levels)
+    found[:, :, :3] *= ratio[..., None, None]
+    return Levels(*(x.cpu().numpy() for x in (found, norm, weight.double())))
+
+
+def coarse_shares(log_mass: Tensor, hidden: Tensor) -> Tensor:
+    """Shares (..., T) of the tiles that are not hidden in their common mass, from log_mass (..., T)."""
+    bias = log_mass.masked_fill(hidden, -torch.inf)
+    return bias.masked_fill(bias.amax(-1, keepdim=True) == -torch.inf, 0.0).softmax(-1)
+
+
+def clip(vectors: Tensor, limit: Tensor) -> Tensor:
+    """Limit the lengths of vectors (..., e), whose squares may overflow in their dtype."""
+    limit = limit.where(limit > 0, 1.0)  # of values that are all equal, which need no correction
+    relative = (vectors.double() / limit).square().sum(-1, keepdim=True)
+    return vectors * relative.clamp(min=1.0).rsqrt().to(vectors.dtype)
 
 
 def _attend_head(
@@ -154,7 +200,7 @@ def _attend_head(
     tiling, unit = head.keys.tiling, head.keys.unit
     raster = tiling.group_order.argsort().to(unit.device)
     if choice.exact[number]:
-        output = _attend_exactly(head.keys, head.q.flatten(0, 1)).view(*head.q.shape[:2], -1)
+        output = head.keys.attend(head.q.flatten(0, 1)).view(*head.q.shape[:2], -1)
         expanded = ~head.keys.empty.expand(len(head.q), -1)
     else:
         thresholds = torch.from_numpy(choice.thresholds).to(unit.device)
@@ -167,17 +213,8 @@ def _attend_head(
     output = (output * unit).to(before.dtype)
     probes = _probe_errors(head, output.detach(), exact_probes)
     spatial = tiles_to_tokens(output[raster].unsqueeze(0), tiling.queries)[0]
-    prefix = _attend_exactly(head.keys, before.to(unit.dtype)) * unit
+    prefix = head.keys.attend(before.to(unit.dtype)) * unit
     return torch.cat((prefix.to(before.dtype), spatial)), expanded[raster], probes
-
-
-def _attend_exactly(keys: Keys, q: Tensor) -> Tensor:
-    """Exact outputs (n, e) of queries (n, d)."""
-    k, v, exists = keys.all()
-    output: Tensor = scaled_dot_product_attention(
-        q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0), attn_mask=exists.view(1, 1, -1), scale=1.0
-    )
-    return output[0]
 
 
 def _attend_chunk(

@@ -5,14 +5,9 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 
-from bmfa.attention.tiling import (
-    FARTHEST,
-    PROBE_SLOTS,
-    UNIFORM_SHARE,
-    Tiling,
-    tokens_to_tiles,
-)
+from bmfa.attention.tiling import FARTHEST, PROBE_SLOTS, UNIFORM_SHARE, Tiling, tokens_to_tiles
 
 # Scores in memory at once, for a CPU and for an accelerator, whose launches cost more.
 CHUNK_ELEMENTS = 1 << 20
@@ -58,14 +53,15 @@ class Keys:
         """(T,) tokens of each tile, at least 1."""
         return self.exists.sum(1).clamp(min=1)
 
-    def all(self) -> tuple[Tensor, Tensor, Tensor]:
-        """(prefix + T S, *) keys and values, those of the prefix first, and which of them exist."""
-        exists = torch.cat((self.exists.new_ones(len(self.prefix_k)), self.exists.flatten()))
+    def attend(self, queries: Tensor) -> Tensor:
+        """Return the exact outputs (n, e) of queries (n, d), over `unit`."""
+        before = self.exists.new_ones(len(self.prefix_k))
+        exists = torch.cat((before, self.exists.flatten())).view(1, 1, -1)
         k, v = (
-            torch.cat((prefix, x.flatten(0, 1)))
+            torch.cat((prefix, x.flatten(0, 1))).unsqueeze(0)
             for prefix, x in ((self.prefix_k, self.k), (self.prefix_v, self.v))
         )
-        return k, v, exists
+        return scaled_dot_product_attention(queries.unsqueeze(0), k, v, exists, scale=1.0)[0]
 
     def softmax(self, queries: Tensor) -> tuple[Tensor, Tensor]:
         """Return what queries (n, d) see in every tile.
@@ -104,7 +100,6 @@ class Head:
 
     keys: Keys
     q: Tensor  # (R, S, d) times scale / tau, 0 in empty slots
-    q_exists: Tensor  # (R, S) bool
     q_mean: Tensor  # (R, d) representatives
     q_spread: Tensor  # (R,) float64 rho (scale / tau)^2 / 2d
     k_spread: Tensor  # (T,) float64 kappa
@@ -147,7 +142,6 @@ class Head:
         return cls(
             keys=keys,
             q=q,
-            q_exists=exists,
             q_mean=q_mean,
             q_spread=mean_square.sqrt() * lengths.amax(1) / (2 * q.shape[-1]),
             k_spread=k_squares.sum(1) / keys.counts,
@@ -160,11 +154,8 @@ class Head:
         )
 
     def chunks(self, groups: int, queries: int = 1) -> Iterator[slice]:
-        """Yield positions of the first groups, of which so many queries each have about
-        `CHUNK_ELEMENTS` scores."""
-        step = max(1, chunk_elements(self.q.device) // (self.keys.exists.numel() * queries))
-        for start in range(0, groups, step):
-            yield slice(start, min(start + step, groups))
+        """Positions of the first groups, of so many queries each, a chunk at a time."""
+        return chunks(groups, self.keys.exists.numel() * queries, self.q.device)
 
     def tangents(self, positions: slice) -> Tangents:
         """Step 3 for some groups."""
@@ -209,6 +200,13 @@ def draw_probes(lengths: Tensor, exists: Tensor, quantiles: Tensor) -> tuple[Ten
 def chunk_elements(device: torch.device) -> int:
     """Number of scores that are in memory at once."""
     return CHUNK_ELEMENTS if device.type == "cpu" else DEVICE_CHUNK_ELEMENTS
+
+
+def chunks(groups: int, scores: int, device: torch.device) -> Iterator[slice]:
+    """Divide groups with so many scores each, so that the scores of a chunk fit in memory."""
+    step = max(1, chunk_elements(device) // scores)
+    for start in range(0, groups, step):
+        yield slice(start, min(start + step, groups))
 
 
 def to_tiles(x: Tensor, tiling: Tiling, exists: Tensor, dtype: torch.dtype) -> Tensor:

@@ -18,8 +18,7 @@ from bmfa.attention.kernels.triton.tiles.attention import (
     expand_kernel,
 )
 from bmfa.attention.kernels.triton.tiles.levels import choose_kernel, levels_kernel
-from bmfa.attention.kernels.triton.tiles.pool import pool_kernel
-from bmfa.attention.kernels.triton.tiles.represent import represent_kernel
+from bmfa.attention.kernels.triton.tiles.represent import pool_kernel, represent_kernel
 from bmfa.attention.kernels.triton.tiles.select import cross_kernel, select_kernel
 from bmfa.attention.tiling import Tiling
 from bmfa.grid import Grid
@@ -40,9 +39,8 @@ WIDE_HEAD = 64  # above this head dimension some kernels take twice as many warp
 FEW_TILES = 2048  # of all row blocks and heads, below which a program takes fewer of them
 # Expanded tiles that one program reads, at least; more are divided among programs, in at most this many.
 LEAST_ITEM_TILES, MOST_ITEMS = 8, 64
-LEAST_DIVIDED_TILES = (
-    128  # of a grid, below which no group reads so many tiles that it is worth the launch
-)
+# Tiles of a grid below which no group reads so many that dividing them is worth the launch.
+LEAST_DIVIDED_TILES = 128
 # Groups whose tangents are held in memory at once, fewer where all scratch tensors would take more than
 # MOST_SCRATCH times the memory of k and v, had these as many heads as q. The tangents of 64 groups take
 # as much as k and v.
@@ -136,8 +134,8 @@ class _AttentionLaunch:
         tiles = self.tiling.tiles
         self.line_stride = -(-(tiles + 1) // 16) * 16  # of tiles and the prefix, in whole sectors
         self.has_items = tiles >= LEAST_DIVIDED_TILES
-        least = LEAST_ITEM_TILES if self.has_items else tiles
-        item_tiles = max(least, next_power_of_2(tiles) // MOST_ITEMS)
+        fewest = LEAST_ITEM_TILES if self.has_items else tiles
+        self.item_tiles = max(fewest, next_power_of_2(tiles) // MOST_ITEMS)
         # The items take the memory of the probes, which are done by then.
         slots = self.tiling.queries.slots
         memory = 2 * key.dtype.itemsize * self.num_slots * tiles * dim
@@ -162,8 +160,8 @@ class _AttentionLaunch:
             "heads": self.batch_heads,
             "line_stride": self.line_stride,
             "item_capacity": self.item_capacity,
-            "ITEM_TILES": item_tiles,
-            "NUM_ITEMS": max(2, -(-tiles // item_tiles)),
+            "ITEM_TILES": self.item_tiles,
+            "NUM_ITEMS": max(2, -(-tiles // self.item_tiles)),
             "BLOCK_R": BLOCK_R,
             "BLOCK_T": max(32, next_power_of_2(tiles)),
             "BLOCK_P": next_power_of_2(self.num_probes),
@@ -248,8 +246,7 @@ class _AttentionLaunch:
     def _add_band(self, first_row: int) -> None:
         """Represent, select and attend for the groups at `rows` positions; probe in the first band."""
         tiling, heads, (batch, _, _, dim) = self.tiling, self.batch_heads, self.key.shape
-        tiles = tiling.tiles
-        rows = min(self.rows, self.tiling.groups - first_row)
+        rows, tiles = min(self.rows, tiling.groups - first_row), tiling.tiles
         probing = first_row == 0
         blocks = -(-rows // BLOCK_R)
         tiles_per_program = TILES_PER_PROGRAM if blocks * tiles * heads > FEW_TILES else 2

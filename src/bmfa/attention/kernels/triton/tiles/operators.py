@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from bmfa.attention.kernels.triton import unsupported_reason as unsupported_device_reason
-from bmfa.attention.tiling import TILE_SIDE, TiledAttention, Tiling, tile_sizes
+from bmfa.attention.tiling import TILE_SIDE, TiledAttention, Tiling, slots_with_tokens
 from bmfa.grid import grid_from_list, grid_to_list
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -95,20 +95,16 @@ def tiled_attention(
         bits = torch.arange(32, device=coarse_bits.device, dtype=torch.int32)
         coarse = (coarse_bits.unsqueeze(-1) >> bits) & 1  # (B * H, R, words, 32)
         mask: Tensor = coarse.flatten(-2)[..., : tiling.tiles] == 0
-        present = tile_sizes(tiling, valid, mask.device) > 0
-        return mask.view(*shape, -1) & present[:, None, None, :]
+        present = slots_with_tokens(tiling, valid, mask.device).any(-1)
+        return mask.view(*shape, -1) & present[:, None, None]
 
     probes = probes.view(*q.shape[:2], -1, 3)
     return TiledAttention(output, expanded_count.view(shape), probes, expanded)
 
 
-def _tiling(grid: Sequence[int], query_grid: Sequence[int], group_tiles: int) -> Tiling:
-    """Return the tiling of a call from arguments of the operator."""
-    return _make_tiling(tuple(grid), tuple(query_grid), group_tiles)
-
-
 @lru_cache(maxsize=256)
-def _make_tiling(grid: tuple[int, ...], query_grid: tuple[int, ...], group_tiles: int) -> Tiling:
+def _tiling(grid: tuple[int, ...], query_grid: tuple[int, ...], group_tiles: int) -> Tiling:
+    """Return the tiling of a call from arguments of the operator."""
     keys, queries = grid_from_list(grid), grid_from_list(query_grid)
     assert keys is not None
     return Tiling(keys, query_grid=queries, group_tiles=group_tiles, probes_per_group=1)
@@ -121,7 +117,9 @@ def _launch(
     # Imported on the first call: Triton may be missing.
     from bmfa.attention.kernels.triton.tiles.launch import launch_attention
 
-    return launch_attention(q, k, v, valid, _tiling(grid, query_grid, group_tiles), *settings)
+    return launch_attention(
+        q, k, v, valid, _tiling(tuple(grid), tuple(query_grid), group_tiles), *settings
+    )
 
 
 def _fake(
@@ -129,7 +127,7 @@ def _fake(
     query_grid: Sequence[int], group_tiles: int, *settings: Any,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     batch, heads, tokens, dim = q.shape
-    tiling = _tiling(grid, query_grid, group_tiles)
+    tiling = _tiling(tuple(grid), tuple(query_grid), group_tiles)
     probes = tiling.probes(tokens - tiling.queries.grid.size)
     lines = (batch * heads, tiling.groups)
     return (
@@ -155,7 +153,7 @@ def _flops(
     and of all queries with the prefix, the tangent tiles and a share of expanded tiles. What a target
     expands is not known."""
     batch, heads, all_queries, dim = q
-    tiling = _tiling(grid, query_grid, group_tiles)
+    tiling = _tiling(tuple(grid), tuple(query_grid), group_tiles)
     tokens, tiles, groups = tiling.grid.size, tiling.tiles, tiling.groups
     queries = tiling.queries.grid.size
     exact = tiling.probes(all_queries - queries) + all_queries - queries

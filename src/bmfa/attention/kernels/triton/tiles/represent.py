@@ -1,4 +1,7 @@
-"""Kernel 2: tangents of all tiles at the representatives, exact probes, and statistics of tiles."""
+"""Kernels 1 and 2: the mean query and the probe of each group; tangents and statistics of all tiles.
+
+The second one attends exactly with the probes, too.
+"""
 
 import triton
 import triton.language as tl
@@ -6,15 +9,97 @@ import triton.language as tl
 from bmfa.attention.kernels.triton.tiles.primitives import (
     LOG2E,
     SMALLEST_SUM,
+    group_tokens,
     load_rows,
     probe_queries,
     split_batch_head,
+    sum_products,
     tile_tokens,
     valid_tokens,
 )
-from bmfa.attention.kernels.triton.tiles.statistics import summarise_tiles
 
 LN2 = tl.constexpr(0.6931471805599453)
+
+
+@triton.jit
+def pool_kernel(
+    q, valid, q_mean, q_spread, group_counts, counts, probe_tokens, probe_deviation, probes, v_radius,
+    stride_qb, stride_qh, stride_qt,
+    H, prefix, height, width, frames, tiles_across, num_tiles, num_groups, position_stride, num_probes,
+    num_slots, qk_scale,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, SIDE: tl.constexpr, GROUP_TILES: tl.constexpr,
+    UNIFORM_SHARE: tl.constexpr, MASKED: tl.constexpr, OWN_GRID: tl.constexpr,
+):  # fmt: skip
+    """Summarise the queries of one group of one head. Grid: (R, B * H).
+
+    Writes q_mean (B * H, R, D), q_spread (B * H, R) = qk_scale^2 rho / 2d, and the tokens of the group
+    and of its tiles to group_counts (B * H, R) and counts (B * H, T). If the
+    group has a probe, writes its token, or -1, to probe_tokens (B * H, num_probes), its difference to
+    the mean to probe_deviation (B * H, num_slots, D) and its weight to the last column of probes (B *
+    H, num_probes, 3). Sets v_radius (B * H) to 0.
+
+    The grid and the prefix are those of the queries. With OWN_GRID they are not those of the keys, no
+    mask applies, and `summarise_tiles` writes counts.
+    """
+    group = tl.program_id(0)
+    batch, head, batch_head = split_batch_head(tl.program_id(1), H)
+    q += batch * stride_qb + head * stride_qh + prefix * stride_qt
+    valid += batch * frames * height * width
+    QUERIES: tl.constexpr = SIDE * SIDE * GROUP_TILES
+    slots, columns = tl.arange(0, QUERIES), tl.arange(0, BLOCK_D)
+    tokens, on_grid = group_tokens(group, slots, height, width, tiles_across, SIDE, GROUP_TILES)
+    exists = valid_tokens(valid, tokens, on_grid, MASKED)
+    queries = load_rows(q, tokens, stride_qt, exists, D, BLOCK_D).to(
+        tl.float32
+    )  # (QUERIES, BLOCK_D)
+    count = tl.sum(exists.to(tl.float32), 0)
+    at_least_one = tl.maximum(count, 1.0)
+    means = (tl.sum(queries, 0) / at_least_one).to(q_mean.dtype.element_ty)  # (BLOCK_D,)
+    difference = tl.where(exists[:, None], queries - means.to(tl.float32)[None, :], 0.0)
+    square = sum_products(difference, difference, 1)  # (QUERIES,)
+    line = batch_head * num_groups + group
+    tl.store(q_mean + line * D + columns, means, mask=columns < D)
+    spread = tl.sqrt(tl.sum(square, 0) / at_least_one) * tl.sqrt(tl.max(square, 0))
+    tl.store(q_spread + line, spread * (qk_scale * qk_scale / (2 * D)))
+    tl.store(group_counts + line, count)
+    if not OWN_GRID:
+        for member in tl.static_range(GROUP_TILES):
+            groups_across = (tiles_across + GROUP_TILES - 1) // GROUP_TILES
+            tile_column = (group % groups_across) * GROUP_TILES + member
+            tile = (group // groups_across) * tiles_across + tile_column
+            in_row = tile_column < tiles_across
+            of_tile = slots // SIDE % GROUP_TILES == member
+            tile_count = tl.sum((exists & of_tile).to(tl.float32), 0)
+            tl.store(counts + batch_head * num_tiles + tile, tile_count, mask=in_row)
+    if group == 0:
+        tl.store(v_radius + batch_head, 0)
+    # The group at a position p is p * stride modulo R; `position_stride` inverts that.
+    position = group * position_stride % num_groups
+    if position < num_probes:
+        # Tiling.probe_quantile
+        quantile = ((group * 40503 + head.to(tl.int32) * 9973 + 17) % 65536).to(tl.float32)
+        quantile = (quantile + 0.5) / 65536
+        largest = tl.max(square, 0)
+        ratio = square / tl.where(largest > 0.0, largest, 1.0)
+        fourth = ratio * ratio
+        uniform = tl.where(exists, 1.0 / at_least_one, 0.0)
+        far = fourth / tl.where(largest > 0.0, tl.sum(fourth, 0), 1.0)
+        p = tl.where(largest > 0.0, UNIFORM_SHARE * uniform + (1 - UNIFORM_SHARE) * far, uniform)
+        # The first slot whose cumulative probability exceeds the quantile, or the last valid one.
+        passed = exists & (tl.cumsum(p, 0) > quantile)
+        last = tl.max(tl.where(exists, slots, -1), 0)
+        chosen = tl.minimum(tl.min(tl.where(passed, slots, QUERIES), 0), last)
+        token = tl.sum(tl.where(slots == chosen, prefix + tokens, 0), 0)
+        own = tl.sum(tl.where(slots == chosen, p, 0.0), 0)
+        target = batch_head * num_probes + position
+        tl.store(probe_tokens + target, tl.where(last >= 0, token, -1))
+        weight = tl.where(last >= 0, 1.0 / tl.where(own > 0.0, own, 1.0), 0.0)
+        tl.store(probes + target * 3 + 2, weight)
+        deviation = tl.sum(tl.where((slots == chosen)[:, None], difference, 0.0), 0)
+        tl.store(
+            probe_deviation + (batch_head * num_slots + position) * D + columns,
+            deviation.to(probe_deviation.dtype.element_ty), mask=columns < D,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -103,6 +188,72 @@ def attend_probes(
         tl.store(probe_lse + rows * line_stride + tile, lse, mask=is_line)
         pointers = probe_v + (rows * line_stride + tile)[:, None] * D + columns[None, :]
         tl.store(pointers, values.to(tile_v.dtype), mask=is_line[:, None] & in_head[None, :])
+
+
+@triton.jit
+def summarise_tiles(
+    k, v, valid, q_mean, group_counts, probe_deviation, counts, cross, k_spread, v_radius, probe_cross,
+    stride_kt, stride_vt,
+    height, width, tiles_across, num_tiles, num_groups, group_stride, num_probes, num_slots, program,
+    qk_scale,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, SIDE: tl.constexpr, TILES: tl.constexpr,
+    MASKED: tl.constexpr, OWN_GRID: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Summarise the keys and values of TILES tiles; all pointers are those of the head.
+
+    Writes the covariance `cross` (T, D, D) of keys and values under the softmax at the mean query of the
+    head, its product probe_cross (num_slots, T, D) with the probes, k_spread (2, T), the mean and the
+    largest |k - mean k|^2, and the bits of the largest |v - mean v| in a tile to v_radius. With
+    OWN_GRID, writes the tokens of each tile to counts (T).
+    """
+    S: tl.constexpr = SIDE * SIDE
+    slots, columns = tl.arange(0, S), tl.arange(0, BLOCK_D)
+    in_head = columns < D
+    # The means of the first groups, which are spread over the grid: the mean query of the head.
+    groups = slots * group_stride % num_groups
+    weight = tl.load(group_counts + groups, mask=slots < num_groups, other=0.0)
+    means = load_rows(q_mean, groups, D, slots < num_groups, D, BLOCK_D).to(tl.float32)
+    q_head = tl.sum(weight[:, None] * means, 0) / tl.maximum(tl.sum(weight, 0), 1.0)
+    dtype = cross.dtype.element_ty
+    square = columns[:, None] * D + columns[None, :]
+    for member in range(TILES):
+        tile = program * TILES + member
+        tokens, on_grid = tile_tokens(tile, slots, height, width, tiles_across, SIDE)
+        exists = valid_tokens(valid, tokens, on_grid & (tile < num_tiles), MASKED)
+        keys = load_rows(k, tokens, stride_kt, exists, D, BLOCK_D).to(tl.float32)  # (S, BLOCK_D)
+        values = load_rows(v, tokens, stride_vt, exists, D, BLOCK_D).to(tl.float32)
+        logits = tl.sum(keys * q_head[None, :], 1) * qk_scale
+        logits = tl.where(exists, logits, float("-inf"))
+        m_i = tl.max(logits, 0)
+        p = tl.exp(logits - tl.where(m_i == float("-inf"), 0.0, m_i))
+        p = p / tl.maximum(tl.sum(p, 0), SMALLEST_SUM)
+        keys = keys - tl.sum(p[:, None] * keys, 0)[None, :]
+        values = values - tl.sum(p[:, None] * values, 0)[None, :]
+        covariance = tl.dot(
+            tl.trans((p[:, None] * keys).to(dtype)), values.to(dtype), input_precision=PRECISION
+        ).to(dtype)
+        is_tile = tile < num_tiles
+        mask = in_head[:, None] & in_head[None, :] & is_tile
+        tl.store(cross + tile.to(tl.int64) * (D * D) + square, covariance, mask=mask)
+        if OWN_GRID:
+            tl.store(counts + tile, tl.sum(exists.to(tl.float32), 0), mask=is_tile)
+        count = tl.maximum(tl.sum(exists.to(tl.float32), 0), 1.0)
+        k_squares = tl.where(exists, sum_products(keys, keys, 1), 0.0)
+        spread = (tl.sum(k_squares, 0) / count).to(tl.float32)
+        tl.store(k_spread + tile, spread, mask=is_tile)
+        farthest = tl.max(k_squares, 0).to(tl.float32)
+        tl.store(k_spread + num_tiles + tile, farthest, mask=is_tile)
+        v_squares = tl.where(exists, sum_products(values, values, 1), 0.0)
+        radius = tl.sqrt(tl.max(v_squares, 0)).to(tl.float32)
+        # The bits of numbers that are not negative are in their order.
+        tl.atomic_max(v_radius, radius.to(tl.int32, bitcast=True))
+        for start in range(0, num_slots, S):
+            slot = start + slots
+            deviation = load_rows(probe_deviation, slot, D, slot < num_probes, D, BLOCK_D)
+            product = tl.dot(deviation, covariance, input_precision=PRECISION) * qk_scale
+            pointers = (slot * num_tiles + tile)[:, None] * D + columns[None, :]
+            is_stored = (slot < num_probes)[:, None] & in_head[None, :] & is_tile
+            tl.store(probe_cross + pointers, product.to(dtype), mask=is_stored)
 
 
 @triton.jit
