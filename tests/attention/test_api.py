@@ -171,8 +171,8 @@ def test_gradients_after_a_first_call_in_inference_mode(name):
         before = screened_attention(*inputs, **common)
         layouts = [before.tree.layout, quadtree_layout(grid)]
         levels = [level for layout in layouts for level in layout.levels]
-        cached = [value for level in levels for value in (*vars(level).values(), level.counts)]
-        cached += [order for layout in layouts for order in (layout.token_rank, layout.token_order)]
+        cached = [value for level in levels for value in vars(level).values()]
+        cached += [layout.token_rank for layout in layouts]
     assert not any(value.is_inference() for value in cached if isinstance(value, torch.Tensor))
     q, k, v = (t.requires_grad_() for t in inputs)
     after = screened_attention(q, k, v, **common).output

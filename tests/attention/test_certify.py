@@ -379,7 +379,7 @@ def test_chunks_do_not_change_the_bound(monkeypatch: pytest.MonkeyPatch) -> None
     problem = adversarial(8)
     result = run(problem, leaves=0.5)
     whole = certify(problem.q, problem.k, problem.v, result)
-    monkeypatch.setattr("bmfa.attention.certify.CHUNK_ELEMENTS", {"cpu": 1})
+    monkeypatch.setattr("bmfa.attention.kernels.eager.tiles.heads.CHUNK_ELEMENTS", 1)
     for got, want in zip(certify(problem.q, problem.k, problem.v, result), whole, strict=True):
         torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-12)
 

@@ -8,9 +8,9 @@ import torch
 from bmfa.attention.tiling import (
     TiledAttention,
     Tiling,
+    slots_with_tokens,
     tiles_to_tokens,
     tokens_to_tiles,
-    valid_slots,
 )
 from bmfa.grid import Grid
 from tiled_cases import NAMED_GRIDS
@@ -49,11 +49,8 @@ def test_layout_is_undone(shape: tuple[int, int]) -> None:
     gathered[:, tiling.slot_tokens < 0] = 0
     assert torch.equal(tiles, gathered)
     assert torch.equal(tiles_to_tokens(tiles, tiling), flat)
-    exists = valid_slots(tiling, None, tokens)
-    whole = torch.ones(4, *tiling.slot_tokens.shape, dtype=torch.bool)
-    assert torch.equal(
-        whole if exists is None else exists, (tiling.slot_tokens >= 0).expand_as(whole)
-    )
+    exist = slots_with_tokens(tiling, None, tokens.device)
+    assert torch.equal(exist[0], tiling.slot_tokens >= 0)
 
 
 @pytest.mark.parametrize("shape", [*NAMED_GRIDS, (128, 128), (80, 24)])

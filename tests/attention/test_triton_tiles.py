@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from bmfa import Grid, certify, screened_attention
 from bmfa.attention.kernels.reference.tiles import ReferenceTiled
-from bmfa.attention.tiling import PROBE_SLOTS, TiledAttention, tile_sizes
+from bmfa.attention.tiling import PROBE_SLOTS, TiledAttention, slots_with_tokens
 from bmfa.attention.tiling import Tiling as AnyTiling
 from bmfa.grid import grid_to_list
 from tiled_cases import NAMED_GRIDS, TiledCase, compare, dense_error, tiled_case
@@ -340,7 +340,7 @@ def test_tiles_with_tokens_are_found() -> None:
         valid = torch.zeros(1, tiling.grid.size, dtype=torch.bool)
         tokens = tiling.slot_tokens[tile]
         valid[0, tokens[17]] = True
-        found = tile_sizes(tiling, valid, valid.device)
+        found = slots_with_tokens(tiling, valid, valid.device).sum(-1)
         assert found.shape == (1, 256)
         assert found.flatten().nonzero().flatten().tolist() == [tile]
 
