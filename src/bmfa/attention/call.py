@@ -2,14 +2,14 @@
 
 import ast
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from bmfa.attention.tiling import DEFAULT_ERROR, Tiling
+from bmfa.attention.tiling import DEFAULT_ERROR, FEW_GROUPS, Tiling
 from bmfa.checks import (
     check_error,
     check_finite_products,
@@ -123,9 +123,14 @@ class Call:
 
     @property
     def tiling(self) -> Tiling:
-        """Tiles of the keys and groups of the queries, with the probes of the backend."""
-        probes = 1 if self.backend == "triton" else 0
-        return Tiling(self.grid, query_grid=self.query_grid, probes_per_group=probes)
+        """Tiles of the keys and groups of the queries, with the probes of the backend.
+
+        A target rests on the probes, which are more than one in a group. With a budget they measure the
+        error, for which one is enough if there are many groups.
+        """
+        tiling = Tiling(self.grid, query_grid=self.query_grid)
+        budget = self.error is None and tiling.groups >= FEW_GROUPS
+        return replace(tiling, probes_per_group=1) if budget or self.backend == "triton" else tiling
 
     @property
     def expands_all(self) -> bool:

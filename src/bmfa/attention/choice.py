@@ -188,15 +188,17 @@ class _Curves(NamedTuple):
             none = level == 0 and aim is None
             thresholds[half] = math.inf if none else threshold_at(level, part)
             shrinkage[:, half] = self.shrinkage[:, half, level]
-            ends = [max(level - 1, 0), level]
-            shares[:, half] = self.shares[:, half][:, ends] @ (1 - part, part)
+            ends = slice(max(level - 1, 0), level + 1)  # one level or two
+            between = self.shares[:, half, ends]
+            shares[:, half] = between[:, 0] * (1 - part) + between[:, -1] * part
             of_half = self.odd == half
-            error, dot, square = np.moveaxis(self.found[:, of_half, :3][..., ends], 2, 0)
+            error, dot, square = np.moveaxis(self.found[:, :, :3, ends][:, of_half], 2, 0)
             factor = shrinkage[:, half, None, None]
-            above, below = np.maximum(error - 2 * factor * dot + factor**2 * square, 0.0).T
+            errors = np.maximum(error - 2 * factor * dot + factor**2 * square, 0.0)
+            above, below = errors[..., 0], errors[..., -1]
             # Interpolated geometrically, errors are too small, and arithmetically they are too large.
             geometric = above ** (1 - part) * below**part
-            squares[:, of_half] = ((geometric + (1 - part) * above + part * below) / 2).T
+            squares[:, of_half] = (geometric + (1 - part) * above + part * below) / 2
         exact = shares.mean(1) > dense_threshold
         squares[exact] = 0.0
         return Choice(thresholds, shrinkage, exact), squares
