@@ -203,7 +203,7 @@ def _attend_tiles(
             reason = f"auto: {exact}"
             return Screened(tiles.output, Stats(backend, "dense", reason, call, valid))
         if exact:
-            reason = f"{reason}; {exact}, and every tile is expanded"
+            reason = f"{reason}; attention is exact, because {exact}"
     else:
         tiles = run_in_graph(q, k, v, valid, call)
         if call.dense_threshold < 1.0:

@@ -287,8 +287,8 @@ def run_tiles(
         return tiles, ""
     if call.backend == "native" and native.unsupported_reason(q, k, v):
         call = replace(call, backend="eager")  # an operator of a graph, with other tensors
-    why = too_many(call)
-    if q.numel() == 0 or call.expands_all:
+    why = too_many(call) if q.numel() else ""
+    if not why or call.expands_all:
         return _run_exactly(q, k, v, valid, call), why
     attend = _prepare_tiles(q, k, v, valid, call)
     error = call.error
@@ -312,6 +312,8 @@ def run_tiles(
 
 def too_many(call: Call) -> str:
     """Say that exact attention is faster than the tiles that a call would expand."""
+    if call.expands_all:
+        return "every tile would be expanded"
     # torch.compile cannot format the attribute with ".0%".
     return f"{call.setting} expands more than {round(100 * call.dense_threshold)}% of the tiles"
 

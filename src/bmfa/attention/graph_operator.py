@@ -66,12 +66,9 @@ def _fake(
     if call.rule is not None:
         return output, q.new_empty(0, dtype=torch.bool), q.new_empty(0, dtype=torch.float64)
     tiling = call.tiling
+    expanded = q.new_empty((*lead, tiling.groups, tiling.tiles), dtype=torch.bool)
     probes = (*lead, tiling.probes(call.query_prefix), 3)
-    return (
-        output,
-        q.new_empty((*lead, tiling.groups, tiling.tiles), dtype=torch.bool),
-        q.new_empty(probes, dtype=torch.float64),
-    )
+    return output, expanded, q.new_empty(probes, dtype=torch.float64)
 
 
 def _backward(

@@ -266,9 +266,8 @@ class Stats:
         """(B or 1, T) valid tokens of each tile, and (B or 1, R) valid queries of each group."""
         tiling = self.call.tiling
         queries_valid = self.valid if tiling.query_grid is None else None
-        pairs = ((tiling, self.valid), (tiling.queries, queries_valid))
-        tiles, groups = (slots_with_tokens(*pair, device).sum(-1) for pair in pairs)
-        return tiles, groups
+        tiles = slots_with_tokens(tiling, self.valid, device).sum(-1)
+        return tiles, slots_with_tokens(tiling.queries, queries_valid, device).sum(-1)
 
 
 class Screened:

@@ -175,8 +175,8 @@ def prepare_tiles(
         _check_scores(call, q, k, scale, prefix, valid, mask_queries)
         if exact:  # nothing is left for probes to measure
             errors[:] = 0.0
-        results = (torch.from_numpy(x) for x in (count, errors, expanded))
-        return TiledAttention(output, *results, exact=exact)
+        results = [torch.from_numpy(x) for x in (count, errors, expanded)]
+        return TiledAttention(output, results[0], results[1], results[2], exact)
 
     return attend
 
