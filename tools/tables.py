@@ -97,7 +97,7 @@ def screening() -> Lines:
     return lines
 
 
-def gpu_attention(settings: Sequence[tuple[int, str]], left_out: Sequence[str] = ()) -> Lines:
+def gpu_attention(settings: Sequence[tuple[int, str]]) -> Lines:
     """One setting of attention of DeiT-Tiny at one number of tokens in each row."""
 
     def if_tiled(text: str, otherwise: str = "") -> Callable[[Row], str]:
@@ -118,7 +118,6 @@ def gpu_attention(settings: Sequence[tuple[int, str]], left_out: Sequence[str] =
     def dense(one: Row) -> Row:
         return row("attention-h200", what="attention", n=one["n"], method="dense")
 
-    columns = {title: cell for title, cell in columns.items() if title not in left_out}
     found = (row("attention-h200", what="attention", n=n, method=name) for n, name in settings)
     return cells(columns, found)
 
@@ -222,6 +221,19 @@ def kernels() -> Lines:
     return cells(columns, (one for one in every if not one["kernel"].startswith("mean_")))
 
 
+def gpu_models_short() -> Lines:
+    """The model of `gpu_models` with two targets."""
+    lines = [["model, image", "full", "`error=0.03`", "`error=0.05`", "error of the features"]]
+    for size in (1792, 3584):
+        every = rows("model-saliency-h200", img_size=size)
+        full = min(one["milliseconds_eager"] for one in every if one["method"].startswith("full"))
+        found = [row("model-saliency-h200", img_size=size, method=f"error:{e}") for e in (0.03, 0.05)]
+        errors = " and ".join(f"{one['error_l2_percent']:.1f} %" for one in found)
+        speeds = [times(one["speedup_eager"]) for one in found]
+        lines.append([f"{SALIENCY}, {size:,} px", f"{full:.1f} ms", *speeds, errors])
+    return lines
+
+
 def gpu_models() -> Lines:
     """A whole model at two sizes, calls one by one."""
     lines = [["model", "image", "full", "setting", "tiles expanded", "patched", "speed"]]
@@ -305,20 +317,17 @@ def schedules() -> Lines:
 TABLES: dict[str, Callable[[], Lines]] = {
     "screening": screening,
     "gpu-attention": lambda: gpu_attention(GPU_SETTINGS),
-    "gpu-attention-short": lambda: gpu_attention(
-        [(4096, "tiled-tiles:0.2"), (16384, "tiled-tiles:0.06"), (65536, "tiled-tiles:0")],
-        left_out=("P95 of queries", "without graphs"),
-    ),
     "equal-speed": equal_speed,
     "methods": methods,
     "targets": targets,
     "kernels": kernels,
     "gpu-models": gpu_models,
+    "gpu-models-short": gpu_models_short,
     "reductions": reductions,
     "schedules": schedules,
     "cpu-attention": cpu_attention,
     "cpu-models": lambda: cpu_models([(DEIT, 512), (DEIT, 1024), (DEIT, 2048), (SALIENCY, 896)]),
-    "cpu-models-short": lambda: cpu_models([(DEIT, 1024), (DEIT, 2048)]),
+    "cpu-models-short": lambda: cpu_models([(DEIT, 1024), (DEIT, 2048), (SALIENCY, 896)]),
 }
 
 
