@@ -1,6 +1,10 @@
-"""Seeded random screening problems, and what the oracle and the trees say of them."""
+"""Seeded random screening problems, what the trees say of them, and q, k, v of real models."""
 
+import os
 from dataclasses import dataclass, replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -39,6 +43,24 @@ SIZES = [
     (33, 64),
 ]
 LARGE = [(37, 37), (256, 256)]
+
+RULES = (  # of each kind
+    "gamma:0.05",
+    "gamma-h2:0.02",
+    "exact-gap:0.1",
+    "certified:0.2",
+    "mass:0.005",
+    "mass-coarse:0.005",
+    "optimal:0.003",
+    "optimal-leaves:0.3",
+    "optimal-error:0.02",
+    "fixed-depth:1",
+    "fixed-blocks:2",
+    "quadrant-gap:0.3",
+    "variance:0.3",
+    "random-quadrants:0.5",
+    "global-mean",
+)
 
 
 @dataclass(frozen=True)
@@ -160,3 +182,25 @@ def nudged(rule: rules.Rule, factor: float) -> rules.Rule:
         if isinstance(value := getattr(rule, name, None), float)
     }
     return replace(rule, **moved)
+
+
+MODELS = {  # name, weights in BMFA_ASSETS, and side of a patch
+    "deit": ("timm:deit_tiny_patch16_224", "deit_tiny_patch16_224.fp16.safetensors", 16),
+    "saliency": (
+        "timm:vit_small_patch14_dinov2",
+        "vit_small_patch14_saliency.fp16.safetensors",
+        14,
+    ),
+}
+
+
+@lru_cache(maxsize=2)
+def recorded_blocks(model: str, tokens_across: int, images: int = 1) -> Any:
+    """q, k, v of all 12 blocks of a model on photographs of BMFA_ASSETS."""
+    from bmfa.evidence.bench.inputs import InputSource
+
+    assets = Path(os.environ["BMFA_ASSETS"])
+    name, weights, patch = MODELS[model]
+    weights_file, photos = str(assets / "weights" / weights), str(assets / "photos")
+    source = InputSource(name, weights_file, photos, images=images)
+    return source.record(patch * tokens_across, list(range(12)))

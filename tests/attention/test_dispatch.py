@@ -1,26 +1,16 @@
 """The choice between tiles and dense attention, and the reason that a call reports."""
 
-import itertools
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.nn.functional import scaled_dot_product_attention
 
 from bmfa import Grid, screened_attention
+from bmfa.attention import dispatch
 from bmfa.attention.call import Call, budget
-from bmfa.attention.dispatch import (
-    DEFAULT_EXPANDED_SHARE,
-    EXPANDED_COST,
-    LEAST_EXACT_SCORES,
-    LEAST_TOKENS,
-    NATIVE,
-    OWN_GRID_COST,
-    dense_faster_reason,
-    exact_choice,
-    expected_share,
-)
 from bmfa.attention.kernels.native import library
 
 LONG = Grid(48, 48)
@@ -45,55 +35,52 @@ def tiles(
 
 def test_expected_share_of_budgets_and_targets() -> None:
     grid = Grid(64, 64)
-    assert expected_share(tiles(grid, leaves=1.0)) == 1.0
-    assert expected_share(Call(grid, grid.size, expand=16)) == 16 / 64
-    shares = [expected_share(tiles(grid, error=x)) for x in (0.0, 0.01, 0.05, 0.1, 0.2, 1.0)]
+    assert dispatch.expected_share(tiles(grid, leaves=1.0)) == 1.0
+    assert dispatch.expected_share(Call(grid, grid.size, expand=16)) == 16 / 64
+    shares = [
+        dispatch.expected_share(tiles(grid, error=x)) for x in (0.0, 0.01, 0.05, 0.1, 0.2, 1.0)
+    ]
     assert shares[0] == 1.0 and shares == sorted(shares, reverse=True) and shares[-1] < 0.001
 
 
-def rows_of(record: str, tokens: int) -> list[dict[str, Any]]:
-    """The rows of tiled attention in a record of `bmfa bench attention`."""
+def rows_of(record: str) -> dict[str, dict[str, Any]]:
+    """Rows of `bmfa bench attention` with the fewest tokens of tiles on CUDA, by their method."""
     rows = json.loads((RECORDS / record).read_text())["rows"]
-    return [
-        row
+    return {
+        row["method"]: row
         for row in rows
-        if row["n"] == tokens
-        and row["method"].startswith("tiled-")
-        and row.get("density_percent") is not None
-    ]
-
-
-def test_the_estimated_share_is_the_one_in_the_record() -> None:
-    rows = json.loads((RECORDS / "attention-saliency-h200.json").read_text())["rows"]
-    measured = {
-        row["method"]: row["density_percent"] / 100
-        for row in rows
-        if row["n"] == LEAST_TOKENS["cuda"] and row.get("density_percent") is not None
+        if row["n"] == dispatch.LEAST_TOKENS["cuda"] and row.get("density_percent") is not None
     }
-    assert measured["auto"] == pytest.approx(DEFAULT_EXPANDED_SHARE, abs=0.001)
-    for error in (0.02, 0.05, 0.1):
-        share = expected_share(tiles(Grid(128, 128), error=error))
-        assert share == pytest.approx(measured[f"tiled-error:{error}"], abs=0.04)
-        assert share >= measured[f"tiled-error:{error}"]
 
 
-def test_the_cost_of_expanded_tiles_is_the_one_in_the_records() -> None:
+def test_the_constants_are_those_of_the_records() -> None:
     slopes = []
     for record in ("attention-h200.json", "attention-saliency-h200.json"):
-        rows = {row["method"]: row for row in rows_of(record, LEAST_TOKENS["cuda"])}
+        rows = rows_of(record)
         first, last = rows["tiled-tiles:0"], rows["tiled-tiles:0.06"]
         dense = last["milliseconds"] * last["speedup"]
         share = (last["density_percent"] - first["density_percent"]) / 100
         slopes.append((last["milliseconds"] - first["milliseconds"]) / share / dense)
-    assert sum(slopes) / 2 == pytest.approx(EXPANDED_COST["cuda"], abs=0.05)
+        assert 1 / first["speedup"] <= dispatch.OWN_GRID_COST["cuda"]
+    assert sum(slopes) / 2 == pytest.approx(dispatch.EXPANDED_COST["cuda"], abs=0.05)
     assert max(slopes) - min(slopes) < 0.5
+    measured = {name: row["density_percent"] / 100 for name, row in rows.items()}
+    assert measured["auto"] == pytest.approx(dispatch.DEFAULT_EXPANDED_SHARE, abs=0.001)
+    for error in (0.02, 0.05, 0.1):
+        share = dispatch.expected_share(tiles(Grid(128, 128), error=error))
+        assert share == pytest.approx(measured[f"tiled-error:{error}"], abs=0.04)
+        assert share >= measured[f"tiled-error:{error}"]
 
 
 @needs_native
 def test_auto_reports_why_it_is_dense() -> None:
     saves = "which saves less than tiles cost"
     for grid, criterion, reason in (
-        (Grid(14, 14), {}, f"below {LEAST_TOKENS[NATIVE]} tokens, and there are 196"),
+        (
+            Grid(14, 14),
+            {},
+            f"below {dispatch.LEAST_TOKENS[dispatch.NATIVE]} tokens, and there are 196",
+        ),
         (LONG, {}, None),
         (LONG, {"error": 0.05}, None),
         (LONG, {"error": 0.0}, f"error 0 would expand 100% of the tiles, {saves}"),
@@ -105,27 +92,15 @@ def test_auto_reports_why_it_is_dense() -> None:
         assert result.stats.form == ("tiled" if reason is None else "dense")
         if reason is not None:
             assert reason in result.stats.reason and result.stats.density == 1.0
-            exact = torch.nn.functional.scaled_dot_product_attention(q, q, q)
+            exact = scaled_dot_product_attention(q, q, q)
             torch.testing.assert_close(result.output, exact)
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_compiled_calls_of_several_batch_sizes_agree() -> None:
-    compiled = torch.compile(
-        lambda q: screened_attention(q, q, q, grid=LONG, error=0.0).output, backend="eager"
-    )
-    for batch in (1, 2, 3):  # from the second on the size is a symbol
-        q = queries(LONG).expand(batch, -1, -1, -1).contiguous()
-        exact = torch.nn.functional.scaled_dot_product_attention(q, q, q)
-        torch.testing.assert_close(compiled(q), exact)
-    torch.compiler.reset()
 
 
 def test_tiles_pay_off_earlier_in_a_graph() -> None:
     call, shape = Call(Grid(64, 64), 4096, expand=4), (4, 3, 4096, 64)
-    assert dense_faster_reason(shape, "cuda", call, in_graph=False) is not None
-    assert dense_faster_reason(shape, "cuda", call, in_graph=True) is None
-    few = dense_faster_reason((1, *shape[1:]), "cuda", call, in_graph=True)
+    assert dispatch.dense_faster_reason(shape, "cuda", call, in_graph=False) is not None
+    assert dispatch.dense_faster_reason(shape, "cuda", call, in_graph=True) is None
+    few = dispatch.dense_faster_reason((1, *shape[1:]), "cuda", call, in_graph=True)
     assert few is not None and "which saves less than tiles cost" in few
 
 
@@ -139,48 +114,13 @@ def test_a_query_grid_needs_as_many_queries_and_keys_as_self_attention() -> None
         (Grid(128, 129), large, 1, "which saves less than tiles cost"),
     ):
         call, shape = tiles(grid, query_grid), (1, heads, query_grid.size, 64)
-        reason = dense_faster_reason(shape, "cuda", call, in_graph=False)
+        reason = dispatch.dense_faster_reason(shape, "cuda", call, in_graph=False)
         assert reason is None if dense is None else reason is not None and dense in reason
     # Queries and keys count alike, not the square of the queries.
     for leaves, expected in ((0.05, True), (0.5, False)):
         call = tiles(Grid(256, 256), Grid(64, 64), leaves=leaves)
-        found = dense_faster_reason((1, 3, 4096, 64), "cuda", call, in_graph=False)
+        found = dispatch.dense_faster_reason((1, 3, 4096, 64), "cuda", call, in_graph=False)
         assert (found is None) == expected, found
-
-
-def test_the_cost_of_a_query_grid_is_that_of_all_tiles_in_the_record() -> None:
-    for record in ("attention-h200.json", "attention-saliency-h200.json"):
-        rows = {row["method"]: row for row in rows_of(record, LEAST_TOKENS["cuda"])}
-        assert 1 / rows["tiled-tiles:0"]["speedup"] <= OWN_GRID_COST["cuda"]
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_a_captured_call_selects_tiles() -> None:
-    grid = Grid(64, 64)
-    q = torch.randn(4, 3, grid.size, 64, device="cuda", dtype=torch.bfloat16)
-    assert screened_attention(q, q, q, grid=grid, leaves=0.08).stats.form == "dense"
-    screened_attention(
-        q, q, q, grid=grid, leaves=0.08, allow_dense=False
-    )  # compile the kernels before the capture
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        result = screened_attention(q, q, q, grid=grid, leaves=0.08)
-    assert result.stats.form == "tiled"
-
-
-def test_repeated_calls_agree() -> None:
-    grid = Grid(6, 6)
-    q = queries(grid)
-    first, second = (screened_attention(q, 2 * q, q, grid=grid, error=0.3) for _ in "ab")
-    assert torch.equal(first.output, second.output)
-    assert repr(first.stats) == repr(second.stats) and "dense" in first.stats.reason
-    assert second.stats.density == 1.0 and second.stats.leaf_ratio == first.stats.leaf_ratio
-    assert torch.equal(second.tree.leaf_count, first.tree.leaf_count)
-    q[0, 0, 3] = torch.nan
-    with pytest.raises(ValueError, match="queries"):
-        screened_attention(q, 2 * q.nan_to_num(), q, grid=grid, error=0.3)
 
 
 def test_a_valid_call_does_not_admit_an_invalid_one_that_equals_it() -> None:
@@ -198,13 +138,6 @@ def test_a_valid_call_does_not_admit_an_invalid_one_that_equals_it() -> None:
             screened_attention(q, q, q, **(grid | refused))  # type: ignore[arg-type]
 
 
-def test_an_integer_budget_of_one_is_refused() -> None:
-    q = queries(Grid(6, 6))
-    assert screened_attention(q, q, q, grid=Grid(6, 6), leaves=1.0).stats.density == 1.0
-    with pytest.raises(ValueError, match=r"one leaf or all tokens; pass leaves=1\.0"):
-        screened_attention(q, q, q, grid=Grid(6, 6), leaves=1)
-
-
 def test_autocast_sets_the_dtype_of_every_call() -> None:
     q, grid = queries(Grid(6, 6)), Grid(6, 6)
     assert screened_attention(q, q, q, grid=grid).output.dtype == q.dtype
@@ -216,17 +149,6 @@ def test_autocast_sets_the_dtype_of_every_call() -> None:
     assert screened_attention(q, q, q, grid=grid).output.dtype == q.dtype
 
 
-def test_a_target_holds_for_independent_queries() -> None:
-    torch.manual_seed(3)
-    grid = Grid(32, 32)
-    q, k, v = torch.randn(3, 1, 2, grid.size, 64)
-    for size, target in itertools.product((0.5, 1.0, 2.0), (0.02, 0.1, 0.3)):
-        result = screened_attention(size * q, k, v, grid=grid, error=target, allow_dense=False)
-        exact = torch.nn.functional.scaled_dot_product_attention(size * q, k, v)
-        assert float((result.output - exact).norm() / exact.norm()) <= 1.3 * target
-        assert result.stats.error is not None and result.stats.error.met
-
-
 @needs_native
 def test_auto_is_dense_if_the_target_expands_most_tiles() -> None:
     torch.manual_seed(4)
@@ -235,7 +157,7 @@ def test_auto_is_dense_if_the_target_expands_most_tiles() -> None:
     assert result.stats.form == "dense"
     assert "error 0.1 expands more than 87% of the tiles" in result.stats.reason
     assert result.stats.backend == "native"
-    exact = torch.nn.functional.scaled_dot_product_attention(q, k, v)
+    exact = scaled_dot_product_attention(q, k, v)
     torch.testing.assert_close(result.output, exact)
     constant_queries = q[:, :, :1].expand_as(q).contiguous()
     result = screened_attention(constant_queries, k, v, grid=LONG, error=0.5)
@@ -244,40 +166,35 @@ def test_auto_is_dense_if_the_target_expands_most_tiles() -> None:
     assert result.stats.form == "tiled" and result.stats.density > 0.43
 
 
-@pytest.mark.parametrize("setting", ["avx512", "avx2", "baseline", "neon"])
+@needs_native
 def test_exact_attention_is_native_from_the_size_at_which_it_is_faster(
-    setting: str, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setenv("BMFA_NATIVE", setting)
-    if library.unavailable_reason() is not None:
-        pytest.skip(f"{library.unavailable_reason()}")
-    for grid in (Grid(6, 6), LONG):
-        q = queries(grid)
-        result = screened_attention(q, q, q, grid=grid, error=0.0)
-        native = grid.size**2 >= LEAST_EXACT_SCORES[setting]
-        assert result.stats.backend == ("native" if native else "dense")
-        assert result.stats.form == "dense" and result.stats.error.estimate == 0.0
-        exact = torch.nn.functional.scaled_dot_product_attention(q, q, q)
-        torch.testing.assert_close(result.output, exact)
+    for setting in set(library.supported_sets()) & set(library.built_sets()):
+        monkeypatch.setenv("BMFA_NATIVE", setting)
+        for grid in (Grid(6, 6), LONG):
+            q = queries(grid)
+            stats = screened_attention(q, q, q, grid=grid, error=0.0).stats
+            native = grid.size**2 >= dispatch.LEAST_EXACT_SCORES[setting]
+            assert stats.backend == ("native" if native else "dense")
+            assert stats.form == "dense" and stats.error is not None and stats.error.estimate == 0
 
 
 @needs_native
 def test_what_the_native_kernels_cannot_run_is_dense_and_says_why() -> None:
-    call: dict[str, Any] = {
-        "shape": (1, 3, LONG.size, 64), "dtype": torch.float32, "device": "cpu", "grid": LONG,
-        "in_graph": False,
-    }  # fmt: skip
-    assert exact_choice(**call, options={}) is None
+    call: dict[str, Any] = {"shape": (1, 3, LONG.size, 64), "dtype": torch.float32}
+    call |= {"device": "cpu", "grid": LONG, "in_graph": False}
+    assert dispatch.exact_choice(**call, options={}) is None
     for change, reason in (
         ({"requires_grad": True}, "gradients are required"),
         ({"dtype": torch.float64}, "the dtype is torch.float64"),
         ({"shape": (1, 3, LONG.size, 300)}, "a head has 300 channels"),
         ({"device": "mps"}, "the tensors are on mps"),
     ):
-        choice = exact_choice(**(call | change), options={})
+        choice = dispatch.exact_choice(**(call | change), options={})
         assert choice is not None and choice.backend == "dense" and reason in choice.reason
         assert choice.reason.startswith("auto: dense, because native cannot")
-        exact = exact_choice(**(call | change), options={"error": 0.0})
+        exact = dispatch.exact_choice(**(call | change), options={"error": 0.0})
         assert exact is not None and exact.backend == "dense"
 
 
@@ -315,37 +232,3 @@ def test_dense_calls_compile_once() -> None:
     compiled(q)
     assert counters["unique_graphs"] == 1
     torch.compiler.reset()
-
-
-def test_dense_calls_refuse_nan_and_overflow() -> None:
-    grid = Grid(6, 6)
-    q, k, v = torch.rand(3, 1, 1, grid.size, 8) + 0.1
-    for _ in "ab":  # with checks and without
-        assert screened_attention(q, k, v, grid=grid).stats.form == "dense"
-    with pytest.raises(ValueError, match="overflow"):
-        screened_attention(1e20 * q, -1e20 * k, v, grid=grid)  # all scores -inf: no NaN comes of it
-    for name in ("queries", "keys"):
-        for bad in (torch.inf, -torch.inf, torch.nan):
-            corrupted = {"queries": q.clone(), "keys": k.clone()}
-            corrupted[name][0, 0, 3, 0] = bad
-            with pytest.raises(ValueError, match=f"{name} hold"):
-                screened_attention(corrupted["queries"], corrupted["keys"], v, grid=grid)
-
-
-@needs_native
-def test_invalid_tokens_may_hold_any_value() -> None:
-    for grid, size in ((Grid(6, 6), 1.0), (LONG, 1.0), (LONG, 0.1)):
-        torch.manual_seed(5)
-        valid = torch.rand(1, grid.size) > 0.3
-        clean = torch.randn(3, 1, 1, grid.size, 32)
-        q, k, v = clean.masked_fill(~valid[:, None, None, :, None], torch.nan).unbind()
-        got = screened_attention(size * q, k, v, grid=grid, valid=valid)
-        want = screened_attention(size * clean[0], *clean[1:], grid=grid, valid=valid)
-        assert got.stats.form == want.stats.form == ("tiled" if size < 1 else "dense")
-        torch.testing.assert_close(got.output[:, :, valid[0]], want.output[:, :, valid[0]])
-
-
-def test_an_empty_batch() -> None:
-    q = queries(LONG)[:0]
-    result = screened_attention(q, q, q, grid=LONG)
-    assert result.output.shape == q.shape and result.stats.density == 1.0

@@ -16,6 +16,9 @@ from bmfa.models import embedded, patch
 from bmfa.packages import load_package
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
+needs_compiler = pytest.mark.skipif(
+    which("g++") is None and which("clang++") is None, reason="needs a C++ compiler"
+)
 
 SMALL, LONG, PREFIX = Grid(12, 16), Grid(48, 48), 1
 TILED = {"allow_dense": False, "error": 0.1}
@@ -25,12 +28,12 @@ CALLS: dict[str, tuple[Grid, dict[str, Any]]] = {
     "auto": (LONG, {"error": 0.1}),
     "leaves": (LONG, {"leaves": 0.1}),
     "eager": (SMALL, {**TILED, "backend": "eager"}),
+    "query grid": (SMALL, {"query_grid": Grid(9, 7), "leaves": 0.5, "allow_dense": False}),
     "optimal": (SMALL, {"rule": rules.Optimal(0.002)}),
     "limited": (SMALL, {"rule": "gamma-h2:0.005", "max_depth": 3}),
     "random": (SMALL, {"rule": rules.RandomQuadrants(0.5, seed=7)}),
     "leaf-budget": (SMALL, {"rule": rules.Optimal(leaves=0.2)}),
 }
-EVERY_CALL = pytest.mark.parametrize("name", CALLS)
 
 
 @pytest.fixture(autouse=True)
@@ -40,79 +43,85 @@ def _fresh_compiler() -> Iterator[None]:
     torch.compiler.reset()
 
 
-def tokens(grid: Grid, seed: int = 0, batch: int = 2, size: float = 0.1) -> tuple[Tensor, ...]:
-    """Random q, k, v; on LONG, `auto` selects tiles for size 0.1 and dense attention for 1.0."""
-    generator = torch.Generator().manual_seed(seed)
-    q, k, v = torch.randn(3, batch, 1, PREFIX + grid.size, 16, generator=generator)
-    return size * q, k, v
-
-
 class Attend(nn.Module):
     """A call as a function of q, k and v."""
 
     def __init__(self, name: str) -> None:
         super().__init__()
-        self.grid, self.settings = CALLS[name]
+        torch.compiler.reset()
+        self.name, (self.grid, self.settings) = name, CALLS[name]
+
+    def tokens(self, seed: int = 0, batch: int = 2, size: float = 0.1) -> list[Tensor]:
+        """Random q, k, v with one key head; on LONG, `auto` selects tiles for size 0.1 and dense
+        attention for 1.0."""
+        generator = torch.Generator().manual_seed(seed)
+        queries = self.settings.get("query_grid", self.grid)
+        heads = 1 if self.grid == LONG else 2
+        q, k, v = (
+            torch.randn(batch, count, PREFIX + grid.size, 16, generator=generator)
+            for count, grid in ((heads, queries), (1, self.grid), (1, self.grid))
+        )
+        return [size * q, k, v]
+
+    def masked(self, seed: int, filling: float) -> tuple[Tensor, Tensor, list[Tensor]]:
+        """A mask of the keys, one of the queries, and q, k, v with a number in missing tokens."""
+        valid = torch.rand(2, self.grid.size, generator=torch.Generator().manual_seed(seed)) > 0.3
+        exists = torch.cat((valid.new_ones(2, PREFIX), valid), 1)[:, None, :, None]
+        q, k, v = self.tokens()
+        own = "query_grid" in self.settings
+        seen = torch.ones_like(q[..., :1], dtype=torch.bool) if own else exists
+        k, v = (x.masked_fill(~exists, filling) for x in (k, v))
+        return valid, seen, [q.masked_fill(~seen, filling), k, v]
 
     def call(self, *qkv: Tensor, **more: Any) -> Any:
-        return screened_attention(
-            *qkv, **{"grid": self.grid, "prefix": PREFIX} | self.settings | more
-        )
+        common = {"grid": self.grid, "prefix": PREFIX}
+        return screened_attention(*qkv, **common | self.settings | more)
 
     def forward(self, *qkv: Tensor) -> Tensor:
         return self.call(*qkv).output
 
+    def assert_same(self, got: Tensor, want: Tensor) -> None:
+        """Dense attention in a graph is that of torch; elsewhere it may be that of the native
+        kernels."""
+        if self.name == "dense":
+            torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+        else:
+            assert torch.equal(got, want), self.name
 
-def assert_same(name: str, got: torch.Tensor, want: torch.Tensor) -> None:
-    """Dense attention in a graph is that of torch; elsewhere it may be that of the native kernels."""
-    if name == "dense":
-        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
-    else:
-        assert torch.equal(got, want)
 
-
-@EVERY_CALL
 @pytest.mark.parametrize("dynamic", [None, True])
-def test_calls_compile_into_one_graph(name: str, dynamic: bool | None) -> None:
-    attend = Attend(name)
-    compiled = torch.compile(attend, fullgraph=True, dynamic=dynamic, backend="aot_eager")
-    for seed, size in ((0, 0.1), (1, 1.0)):  # every input selects its own tiles
-        qkv = tokens(attend.grid, seed, size=size)
-        assert_same(name, compiled(*qkv), attend(*qkv))
-    if dynamic:
-        qkv = tokens(attend.grid, batch=3)
-        assert_same(name, compiled(*qkv), attend(*qkv))
+def test_calls_compile_into_one_graph(dynamic: bool | None) -> None:
+    for attend in map(Attend, CALLS):
+        compiled = torch.compile(attend, fullgraph=True, dynamic=dynamic, backend="aot_eager")
+        for seed, size in ((0, 0.1), (1, 1.0)):  # every input selects its own tiles
+            qkv = attend.tokens(seed, size=size)
+            attend.assert_same(compiled(*qkv), attend(*qkv))
+        if dynamic:
+            qkv = attend.tokens(batch=3)
+            attend.assert_same(compiled(*qkv), attend(*qkv))
 
 
-def test_auto_is_tiled_or_dense_in_the_same_graph() -> None:
-    attend = Attend("auto")
-    forms = [attend.call(*tokens(LONG, size=size)).stats.form for size in (0.1, 1.0)]
-    assert forms == ["tiled", "dense"]  # the two inputs of the test above
-
-
-@EVERY_CALL
 @pytest.mark.parametrize("strict", [False, True])
-def test_calls_are_exported(name: str, strict: bool) -> None:
-    attend = Attend(name)
+def test_calls_are_exported(strict: bool) -> None:
     batch = torch.export.Dim("batch", min=1, max=16)
-    program = torch.export.export(
-        attend, tokens(attend.grid), dynamic_shapes=(({0: batch},) * 3,), strict=strict
-    ).module()
-    for seed, size, count in ((1, 0.1, 3), (2, 1.0, 1)):
-        qkv = tokens(attend.grid, seed, count, size)
-        assert_same(name, program(*qkv), attend(*qkv))
+    for attend in map(Attend, CALLS):
+        shapes, example = (({0: batch},) * 3,), tuple(attend.tokens())
+        exported = torch.export.export(attend, example, dynamic_shapes=shapes, strict=strict)
+        program = exported.module()
+        for seed, size, count in ((1, 0.1, 3), (2, 1.0, 1)):
+            qkv = attend.tokens(seed, count, size)
+            attend.assert_same(program(*qkv), attend(*qkv))
 
 
-@pytest.mark.parametrize("name", ["tiled", "auto", "optimal", "limited", "leaf-budget"])
-def test_gradients_of_compiled_calls(name: str) -> None:
-    attend = Attend(name)
-    compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
-    gradients = []
-    for function in (attend, compiled):
-        qkv = [x.double().requires_grad_() for x in tokens(attend.grid)]
-        function(*qkv).sin().sum().backward()
-        gradients.append([x.grad for x in qkv])
-    torch.testing.assert_close(gradients[1], gradients[0], rtol=1e-12, atol=1e-12)
+def test_gradients_of_compiled_calls() -> None:
+    for name in ("tiled", "auto", "query grid", "optimal", "limited", "leaf-budget"):
+        attend = Attend(name)
+        gradients = []
+        for function in (attend, torch.compile(attend, fullgraph=True, backend="aot_eager")):
+            qkv = [x.double().requires_grad_() for x in attend.tokens()]
+            function(*qkv).sin().sum().backward()
+            gradients.append([x.grad for x in qkv])
+        torch.testing.assert_close(gradients[1], gradients[0], rtol=1e-12, atol=1e-12)
 
 
 def test_the_operator_passes_opcheck() -> None:
@@ -123,172 +132,125 @@ def test_the_operator_passes_opcheck() -> None:
         seen.extend(n.args for n in graph.graph.nodes if "screened_attention" in str(n.target))
         return graph
 
-    torch.compile(attend, fullgraph=True, backend=keep)(*tokens(SMALL))
+    torch.compile(attend, fullgraph=True, backend=keep)(*attend.tokens())
     (arguments,) = seen
-    qkv = [x.double().requires_grad_() for x in tokens(SMALL, batch=1)]
+    qkv = [x.double().requires_grad_() for x in attend.tokens(batch=1)]
     torch.library.opcheck(
-        torch.ops.bmfa.screened_attention.default, (*qkv, None, *arguments[4:]),
+        torch.ops.bmfa.screened_attention.default,
+        (*qkv, None, *arguments[4:]),
         test_utils=("test_schema", "test_faketensor", "test_autograd_registration"),
-    )  # fmt: skip
-
-
-@EVERY_CALL
-def test_masked_calls_compile(name: str) -> None:
-    attend = Attend(name)
-    valid = torch.rand(2, attend.grid.size, generator=torch.Generator().manual_seed(3)) > 0.3
-    compiled = torch.compile(
-        lambda *x: attend.call(*x[:3], valid=x[3]).output, fullgraph=True, backend="aot_eager"
     )
-    qkv = tokens(attend.grid)
-    got, want = compiled(*qkv, valid), attend.call(*qkv, valid=valid).output
-    exists = torch.cat((valid.new_ones(2, PREFIX), valid), 1)[:, None, :, None]
-    assert_same(name, got.where(exists, 0.0), want.where(exists, 0.0))
 
 
-@pytest.mark.parametrize("name", ["tiled", "optimal"])
-def test_trees_of_compiled_calls(name: str) -> None:
-    attend = Attend(name)
-    compiled = torch.compile(lambda *qkv: attend.call(*qkv), backend="eager")
-    qkv = tokens(attend.grid)
-    got, want = compiled(*qkv), attend.call(*qkv)
-    assert torch.equal(got.tree.leaf_index, want.tree.leaf_index)
-    assert got.stats.leaf_ratio == want.stats.leaf_ratio
-    assert got.stats.density == want.stats.density
-    assert got.stats.error == want.stats.error
-    assert (got.stats.error is None) == (name == "optimal")
+def test_masked_calls_compile() -> None:
+    for attend in map(Attend, CALLS):
+        valid, seen, qkv = attend.masked(3, 0.0)
+        compiled = torch.compile(
+            lambda *x: attend.call(*x[:3], valid=x[3]).output, fullgraph=True, backend="aot_eager"
+        )
+        got, want = compiled(*qkv, valid), attend.call(*qkv, valid=valid).output
+        attend.assert_same(got.where(seen, 0.0), want.where(seen, 0.0))
 
 
-@pytest.mark.parametrize("size", [0.1, 1.0])
-def test_the_error_of_compiled_calls_that_may_be_dense(size: float) -> None:
-    attend = Attend("auto")
-    qkv = tokens(LONG, size=size)
-    got = torch.compile(lambda *qkv: attend.call(*qkv), backend="eager")(*qkv).stats.error
-    want = attend.call(*qkv).stats.error
-    assert got == want and got is not None and got.met and (got.estimate == 0) == (size == 1.0)
+def test_results_of_compiled_calls() -> None:
+    """`auto` is tiled or dense in the same graph."""
+    for name, size, form in (
+        ("tiled", 0.1, "tiled"),
+        ("optimal", 0.1, "tree"),
+        ("auto", 0.1, "tiled"),
+        ("auto", 1.0, "dense"),
+    ):
+        attend = Attend(name)
+        qkv = attend.tokens(size=size)
+        got = torch.compile(lambda *qkv: attend.call(*qkv), backend="eager")(*qkv)
+        want = attend.call(*qkv)
+        assert want.stats.form == form and got.stats.error == want.stats.error
+        assert got.stats.density == want.stats.density
+        assert (got.stats.error is None) == (name == "optimal")
+        if form != "dense":
+            assert torch.equal(got.tree.leaf_index, want.tree.leaf_index)
+            assert got.stats.leaf_ratio == want.stats.leaf_ratio
 
 
 def test_compiled_tiles_still_refuse_nan() -> None:
     attend = Attend("tiled")
     compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
-    q, k, v = tokens(SMALL)
+    q, k, v = attend.tokens()
     q[0, 0, 3, 0] = torch.nan
     with pytest.raises(ValueError, match="queries hold nan"):
         compiled(q, k, v)
 
 
-@pytest.mark.skipif(
-    which("g++") is None and which("clang++") is None, reason="needs a C++ compiler"
-)
-@pytest.mark.parametrize("rule", ["optimal:0.002", "optimal-error:0.05"])
-def test_inductor_compiles_optimal(rule: str) -> None:
-    def attend(*qkv: Tensor) -> Tensor:
-        return screened_attention(*qkv, grid=SMALL, prefix=PREFIX, rule=rule).output
-
-    qkv = tokens(SMALL)
-    assert torch.equal(torch.compile(attend, fullgraph=True)(*qkv), attend(*qkv))
-
-
-@EVERY_CALL
-def test_meta_and_fake_tensors_have_output_shapes(name: str) -> None:
-    attend = Attend(name)
-    real = attend.call(*tokens(attend.grid))
-    qkv = [
-        x[..., :8].to("meta") if i == 2 else x.to("meta") for i, x in enumerate(tokens(attend.grid))
-    ]
-    result = attend.call(*qkv)
-    assert result.output.is_meta and result.output.dtype == torch.float32
-    assert result.output.shape == (*real.output.shape[:3], 8)
-    with FakeTensorMode() as mode:
-        fake = attend(*(mode.from_tensor(x.half()) for x in tokens(attend.grid)))
-    assert fake.shape == real.output.shape and fake.dtype == torch.float16
-    assert fake.device.type == "cpu"
-
-
-def test_calls_on_meta_do_not_affect_later_calls() -> None:
-    grid = Grid(6, 6)
-    q = torch.randn(1, 1, 36, 8, device="meta")
-    assert screened_attention(q, q, q, grid=grid).output.is_meta
-    with FakeTensorMode() as mode:
-        fake = mode.from_tensor(torch.zeros(1, 1, 36, 8))
-        screened_attention(fake, fake, fake, grid=grid)
+def test_meta_and_fake_tensors_have_output_shapes() -> None:
+    for attend in map(Attend, CALLS):
+        q, k, v = attend.tokens()
+        shape = attend(q, k, v).shape
+        output = attend(q.to("meta"), k.to("meta"), v[..., :8].to("meta"))
+        assert output.is_meta and output.dtype == torch.float32
+        assert output.shape == (*shape[:3], 8)
+        half = [x.half() for x in (q, k, v)]
+        with FakeTensorMode() as mode:
+            fake = attend(*map(mode.from_tensor, half))
+        assert fake.shape == shape and fake.dtype == torch.float16
+        assert fake.device.type == "cpu"
+    # They do not affect later calls.
     bad = torch.full((1, 1, 36, 8), torch.nan)
+    assert screened_attention(*[bad.to("meta")] * 3, grid=(6, 6)).output.is_meta
     with pytest.raises(ValueError, match="queries hold nan"):
-        screened_attention(bad, bad, bad, grid=grid)
+        screened_attention(bad, bad, bad, grid=(6, 6))
 
 
-@EVERY_CALL
-@pytest.mark.parametrize("empty", ["batch", "heads", "queries"])
-def test_empty_inputs_give_empty_outputs(name: str, empty: str) -> None:
-    attend = Attend(name)
-    shapes = {"batch": (0, 2, 1.0), "heads": (2, 0, 1.0), "queries": (2, 2, 0.0)}
-    batch, heads, queries = shapes[empty]
-    count = int(queries * (PREFIX + attend.grid.size))
-    q = torch.zeros(batch, heads, count, 16, requires_grad=True)
-    k = torch.zeros(batch, heads, PREFIX + attend.grid.size, 16, requires_grad=True)
-    v = torch.zeros(batch, heads, PREFIX + attend.grid.size, 8, requires_grad=True)
-    valid = torch.ones(batch, attend.grid.size, dtype=torch.bool)
-    if empty == "queries" and "rule" not in attend.settings:
-        with pytest.raises(ValueError, match=r"and q has 0; pass query_grid="):
-            attend.call(q, k, v)
-        return
-    for mask in (None, valid):
-        result = attend.call(q, k, v, valid=mask)
-        assert result.output.shape == (batch, heads, count, 8)
-        assert result.tree.shape == (batch, heads, count)
-        result.output.sum().backward()
-        assert q.grad is not None and q.grad.shape == q.shape
+def test_empty_inputs_give_empty_outputs() -> None:
+    for attend in map(Attend, CALLS):
+        own = "query_grid" in attend.settings
+        queries = attend.tokens()[0].shape[2]
+        for batch, heads, count in ((0, 2, queries), (2, 0, queries), (2, 2, 0)):
+            q = torch.zeros(batch, heads, count, 16, requires_grad=True)
+            k = torch.zeros(batch, heads, PREFIX + attend.grid.size, 16, requires_grad=True)
+            v = torch.zeros(batch, heads, PREFIX + attend.grid.size, 8, requires_grad=True)
+            valid = torch.ones(batch, attend.grid.size, dtype=torch.bool)
+            if count == 0 and "rule" not in attend.settings:
+                with pytest.raises(ValueError, match=r"q has 0"):
+                    attend.call(q, k, v)
+                continue
+            for mask in (None, valid):
+                result = attend.call(q, k, v, valid=mask)
+                assert result.output.shape == (batch, heads, count, 8)
+                assert own or result.tree.shape == (batch, heads, count)
+                result.output.sum().backward()
+                assert q.grad is not None and q.grad.shape == q.shape
 
 
-@EVERY_CALL
-def test_a_traced_call_is_refused(name: str) -> None:
-    with pytest.raises(RuntimeError, match=r"torch\.compile or torch\.export"):
-        torch.jit.trace(Attend(name), tokens(CALLS[name][0]))
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
+def test_traced_calls_and_models_are_refused() -> None:
+    message = r"torch\.compile or torch\.export"
+    for attend in map(Attend, CALLS):
+        with pytest.raises(RuntimeError, match=message):
+            torch.jit.trace(attend, tuple(attend.tokens()))
+    for name in ("timm-tiled", "embedded-optimal"):
+        model, images = patched(name)
+        with pytest.raises(RuntimeError, match=message):
+            torch.jit.trace(model, images())
 
 
-@EVERY_CALL
-@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
-def test_invalid_queries_may_hold_any_value(name: str, bad: float) -> None:
-    attend = Attend(name)
-    grid = attend.grid
-    valid = torch.rand(2, grid.size, generator=torch.Generator().manual_seed(4)) > 0.2
-    clean = tokens(grid)
-    exists = torch.cat((valid.new_ones(2, PREFIX), valid), 1)[:, None, :, None]
-    corrupted = [x.masked_fill(~exists, bad) for x in clean]
-    got, want = (attend.call(*x, valid=valid) for x in (corrupted, clean))
-    assert torch.equal(got.output.where(exists, 0.0), want.output.where(exists, 0.0))
-    assert bool(got.output.isfinite().all())
-    for bound in certify(*corrupted, got):
-        assert bool(bound.isfinite().all())
-
-
-def test_invalid_queries_do_not_change_exact_outputs() -> None:
-    q, k, v = (x.double() for x in tokens(SMALL))
-    valid = torch.rand(2, SMALL.size, generator=torch.Generator().manual_seed(4)) > 0.2
-    mask = torch.cat((valid.new_ones(2, PREFIX), valid), 1)[:, None, None]
-    exact = scaled_dot_product_attention(q, k, v, attn_mask=mask)
-    exists = mask.transpose(2, 3)
-    q, k, v = (x.masked_fill(~exists, torch.nan) for x in (q, k, v))
+def test_invalid_queries_may_hold_any_value() -> None:
+    for attend in map(Attend, CALLS):
+        want = None
+        for filling in (1.0, torch.nan, torch.inf):
+            valid, seen, qkv = attend.masked(4, filling)
+            got = attend.call(*qkv, valid=valid)
+            output = got.output.where(seen, 0.0)
+            want = output if want is None else want
+            assert torch.equal(output, want) and bool(got.output.isfinite().all())
+            assert all(bool(bound.isfinite().all()) for bound in certify(*qkv, got))
+    attend = Attend("dense")
+    valid, seen, _ = attend.masked(4, 0.0)
+    clean, dirty = ([x.double() for x in attend.masked(4, x)[2]] for x in (0.0, torch.nan))
+    k, v = (x.expand(-1, 2, -1, -1) for x in clean[1:])
+    exact = scaled_dot_product_attention(clean[0], k, v, attn_mask=seen.mT).where(seen, 0.0)
     for settings in ({"rule": rules.ExactGap(0.0)}, {"allow_dense": False, "error": 0.0}, {}):
-        result = screened_attention(q, k, v, grid=SMALL, prefix=PREFIX, valid=valid, **settings)
-        torch.testing.assert_close(result.output.where(exists, 0.0), exact.where(exists, 0.0))
-
-
-@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of NumPy, in the interpreter
-@pytest.mark.skipif(find_spec("triton") is None, reason="needs triton: pip install 'bmfa[triton]'")
-def test_certified_triton_tiles_compile() -> None:
-    grid, device = Grid(16, 16), "cuda" if torch.cuda.is_available() else "cpu"
-    torch.manual_seed(0)
-    qkv = [x.to(device) for x in torch.randn(3, 1, 2, grid.size, 32)]
-
-    def attend(*qkv: Tensor) -> Any:
-        return screened_attention(*qkv, grid=grid, leaves=0.5, allow_dense=False, backend="triton")
-
-    with torch.no_grad():
-        compiled, plain = torch.compile(attend, backend="eager")(*qkv), attend(*qkv)
-    assert torch.equal(compiled.tree.leaf_index, plain.tree.leaf_index)
-    assert compiled.stats.error == plain.stats.error
-    for ours, theirs in zip(certify(*qkv, compiled), certify(*qkv, plain), strict=True):
-        assert torch.equal(ours, theirs)
+        got = attend.call(*dirty, valid=valid, **settings).output
+        torch.testing.assert_close(got.where(seen, 0.0), exact)
 
 
 # Models: q, k and v come from a network, and the grid from its patches.
@@ -299,9 +261,8 @@ def timm_model(size: int) -> nn.Module:
         pytest.skip("needs timm: pip install 'bmfa[models]'")
     torch.manual_seed(0)
     options = {"patch_size": 4, "depth": 2, "embed_dim": 24, "num_heads": 3, "num_classes": 5}
-    model: nn.Module = load_package("timm").create_model(
-        "vit_tiny_patch16_224", img_size=size, **options
-    )
+    timm = load_package("timm")
+    model: nn.Module = timm.create_model("vit_tiny_patch16_224", img_size=size, **options)
     return model.eval()
 
 
@@ -317,7 +278,6 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], int, dict[str, Any]]] = {
     "embedded-tiled": (embedded_model, 112, TILED),
     "embedded-optimal": (embedded_model, 112, {"rule": "optimal:0.002"}),
 }
-EVERY_MODEL = pytest.mark.parametrize("name", MODELS)
 
 
 def patched(name: str) -> tuple[nn.Module, Callable[..., Tensor]]:
@@ -328,29 +288,28 @@ def patched(name: str) -> tuple[nn.Module, Callable[..., Tensor]]:
         generator = torch.Generator().manual_seed(seed)
         return torch.randn(batch, 3, size, size, generator=generator)
 
+    torch.compiler.reset()
     return patch(make(), layers="all", **settings), images
 
 
-@EVERY_MODEL
 @pytest.mark.parametrize("dynamic", [None, pytest.param(True, marks=pytest.mark.slow)])
 @torch.no_grad()
-def test_patched_models_compile_into_one_graph(name: str, dynamic: bool | None) -> None:
-    model, images = patched(name)
-    compiled = torch.compile(model, fullgraph=True, dynamic=dynamic, backend="aot_eager")
-    for seed in (0, 1):
-        torch.testing.assert_close(compiled(images(seed=seed)), model(images(seed=seed)))
+def test_patched_models_compile_into_one_graph(dynamic: bool | None) -> None:
+    for model, images in map(patched, MODELS):
+        compiled = torch.compile(model, fullgraph=True, dynamic=dynamic, backend="aot_eager")
+        for seed in (0, 1):
+            torch.testing.assert_close(compiled(images(seed=seed)), model(images(seed=seed)))
 
 
-@EVERY_MODEL
 @torch.no_grad()
-def test_patched_models_are_exported(name: str) -> None:
-    model, images = patched(name)
+def test_patched_models_are_exported() -> None:
     shapes = ({0: torch.export.Dim("batch", min=1, max=16)},)
-    program = torch.export.export(model, (images(),), dynamic_shapes=shapes).module()
-    torch.testing.assert_close(program(images(3, seed=1)), model(images(3, seed=1)))
+    for model, images in map(patched, MODELS):
+        program = torch.export.export(model, (images(),), dynamic_shapes=shapes).module()
+        torch.testing.assert_close(program(images(3, seed=1)), model(images(3, seed=1)))
 
 
-@EVERY_MODEL
+@pytest.mark.parametrize("name", MODELS)
 @torch.no_grad()
 def test_patched_models_on_meta_and_without_images(name: str) -> None:
     model, images = patched(name)
@@ -360,19 +319,14 @@ def test_patched_models_on_meta_and_without_images(name: str) -> None:
     assert output.is_meta and output.shape == (2, classes)
 
 
-@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
-@pytest.mark.parametrize("name", ["timm-tiled", "embedded-optimal"])
-def test_traced_models_are_refused(name: str) -> None:
-    model, images = patched(name)
-    with pytest.raises(RuntimeError, match=r"torch\.compile or torch\.export"):
-        torch.jit.trace(model, images())
-
-
-@pytest.mark.skipif(
-    which("g++") is None and which("clang++") is None, reason="needs a C++ compiler"
-)
+@needs_compiler
 @torch.no_grad()
-def test_inductor_compiles_a_model_with_optimal_trees() -> None:
+def test_inductor_compiles_optimal_trees() -> None:
+    for rule in ("optimal:0.002", "optimal-error:0.05"):
+        attend = Attend("optimal")
+        attend.settings = {"rule": rule}
+        qkv = attend.tokens()
+        assert torch.equal(torch.compile(attend, fullgraph=True)(*qkv), attend(*qkv))
     images = patched("embedded-optimal")[1]
     model = patch(embedded_model(depth=1), layers="all", rule="optimal:0.002")
     torch.testing.assert_close(

@@ -1,6 +1,6 @@
 """Tiles, groups and budgets."""
 
-from itertools import pairwise
+import itertools
 
 import pytest
 import torch
@@ -15,18 +15,21 @@ from bmfa.attention.tiling import (
 from bmfa.grid import Grid
 from tiled_cases import NAMED_GRIDS
 
+SHAPES = (*(Grid(*shape) for shape in NAMED_GRIDS), Grid(5, 11, frames=3))
 
-@pytest.mark.parametrize("shape", NAMED_GRIDS)
-@pytest.mark.parametrize("side", [8, 5, 2])
-def test_every_token_has_one_slot(shape: tuple[int, int], side: int) -> None:
-    tiling = Tiling(Grid(*shape), side)
-    assert tiling.slot_tokens.shape == (tiling.tiles, side * side)
-    assert tiling.slot_tokens.dtype == torch.int64
-    tokens = tiling.slot_tokens[tiling.slot_tokens >= 0]
-    assert torch.equal(tokens.sort().values, torch.arange(tiling.grid.size))
-    assert tiling.groups == tiling.tiles
-    assert tiling.ragged == bool((tiling.slot_tokens < 0).any())
-    assert tiling.slot_tokens is tiling.slot_tokens
+
+def test_every_token_has_one_slot() -> None:
+    for grid, side in itertools.product(SHAPES, (8, 5, 2)):
+        tiling = Tiling(grid, side)
+        assert tiling.slot_tokens.shape == (tiling.tiles, side * side)
+        assert tiling.slot_tokens.dtype == torch.int64
+        tokens = tiling.slot_tokens[tiling.slot_tokens >= 0]
+        assert torch.equal(tokens.sort().values, torch.arange(grid.size))
+        assert tiling.groups == tiling.tiles
+        assert tiling.ragged == bool((tiling.slot_tokens < 0).any())
+        assert tiling.slot_tokens is tiling.slot_tokens
+        for tokens in tiling.slot_tokens:  # no tile has tokens of two frames
+            assert len((tokens[tokens >= 0] // (grid.height * grid.width)).unique()) == 1
 
 
 def test_slots_are_raster_within_raster() -> None:
@@ -38,40 +41,38 @@ def test_slots_are_raster_within_raster() -> None:
         assert tiling.slot_tokens[tile, slot] == (row * 17 + column if inside else -1)
 
 
-@pytest.mark.parametrize("shape", NAMED_GRIDS)
-def test_layout_is_undone(shape: tuple[int, int]) -> None:
-    tiling = Tiling(Grid(*shape))
-    tokens = torch.randn(2, 2, tiling.grid.size, 3)
-    tiles = tokens_to_tiles(tokens, tiling, torch.float64)
-    assert tiles.dtype == torch.float64
-    flat = tokens.flatten(0, 1).double()
-    gathered = flat[:, tiling.slot_tokens.clamp(min=0)]
-    gathered[:, tiling.slot_tokens < 0] = 0
-    assert torch.equal(tiles, gathered)
-    assert torch.equal(tiles_to_tokens(tiles, tiling), flat)
-    exist = slots_with_tokens(tiling, None, tokens.device)
-    assert torch.equal(exist[0], tiling.slot_tokens >= 0)
+def test_layout_is_undone() -> None:
+    for grid in SHAPES:
+        tiling = Tiling(grid)
+        tokens = torch.randn(2, 2, grid.size, 3)
+        tiles = tokens_to_tiles(tokens, tiling, torch.float64)
+        assert tiles.dtype == torch.float64
+        flat, inside = tokens.flatten(0, 1).double(), tiling.slot_tokens >= 0
+        gathered = flat[:, tiling.slot_tokens.clamp(min=0)] * inside.unsqueeze(-1)
+        assert torch.equal(tiles, gathered)
+        assert torch.equal(tiles_to_tokens(tiles, tiling), flat)
+        assert torch.equal(slots_with_tokens(tiling, None, tokens.device)[0], inside)
 
 
-@pytest.mark.parametrize("shape", [*NAMED_GRIDS, (128, 128), (80, 24)])
-def test_any_first_groups_in_order_are_spread_over_the_grid(shape: tuple[int, int]) -> None:
-    tiling = Tiling(Grid(*shape))
-    order = tiling.group_order
-    assert torch.equal(order.sort().values, torch.arange(tiling.groups))
-    for count in (8, 16, 64):
-        if count < tiling.groups:
-            first = order[:count].sort().values
-            gaps = torch.cat((first, first[:1] + tiling.groups)).diff()
-            assert int(gaps.max()) <= 4 * -(-tiling.groups // count)
+def test_any_first_groups_in_order_are_spread_over_the_grid() -> None:
+    for grid in (*SHAPES, Grid(128, 128), Grid(80, 24)):
+        tiling = Tiling(grid)
+        order = tiling.group_order
+        assert torch.equal(order.sort().values, torch.arange(tiling.groups))
+        for count in (8, 16, 64):
+            if count < tiling.groups:
+                first = order[:count].sort().values
+                gaps = torch.cat((first, first[:1] + tiling.groups)).diff()
+                assert int(gaps.max()) <= 4 * -(-tiling.groups // count)
 
 
-@pytest.mark.parametrize("prefix", [0, 1, 5, 32, 33, 100])
-def test_probes_and_prefix_fill_slots(prefix: int) -> None:
+def test_probes_and_prefix_fill_slots() -> None:
     """The Triton kernels have one probe in a group."""
     tiling = Tiling(Grid(128, 128), probes_per_group=1)
-    assert tiling.probe_slots(prefix) % 64 == 0
-    assert tiling.probes(prefix) == tiling.probe_slots(prefix) - prefix >= 32
-    assert Tiling(Grid(16, 16), probes_per_group=1).probes(prefix) == 4
+    for prefix in (0, 1, 5, 32, 33, 100):
+        assert tiling.probe_slots(prefix) == 64 * (1 + (prefix > 32) + (prefix > 96))
+        assert tiling.probes(prefix) == tiling.probe_slots(prefix) - prefix >= 32
+        assert Tiling(Grid(16, 16), probes_per_group=1).probes(prefix) == 4
 
 
 def test_quantiles_of_probes_are_uniform() -> None:
@@ -85,51 +86,45 @@ def test_quantiles_of_probes_are_uniform() -> None:
     assert bool(((counts - 192).abs() < 5 * 13).all())
 
 
-@pytest.mark.parametrize("probes", [1, 2, 3])
-def test_probes_of_a_group_are_drawn_systematically(probes: int) -> None:
-    tiling = Tiling(Grid(64, 64), probes_per_group=probes)
-    assert tiling.probes(0) == probes * tiling.probe_groups(0)
-    for group in range(64):
+def test_probes_of_a_group_are_drawn_systematically() -> None:
+    for probes, group in itertools.product((1, 2, 3), range(64)):
+        tiling = Tiling(Grid(64, 64), probes_per_group=probes)
+        assert tiling.probes(0) == probes * tiling.probe_groups(0)
         quantiles = sorted(tiling.probe_quantile(group, 1, draw) for draw in range(probes))
-        gaps = [after - before for before, after in pairwise(quantiles)]
+        gaps = [after - before for before, after in itertools.pairwise(quantiles)]
         assert gaps == pytest.approx([1 / probes] * (probes - 1))
         assert 0 < quantiles[0] < 1 / probes  # in each part of this length lies one
 
 
 def test_leaves_buy_tiles() -> None:
     tiling = Tiling(Grid(64, 64))  # 64 tiles
-    assert tiling.tiles_within(64) == 0
-    assert tiling.tiles_within(64 + 63) == 1
-    assert tiling.tiles_within(64 + 62) == 0
-    assert tiling.tiles_within(2) == 0
-    assert tiling.tiles_within(0.1) == (410 - 64) // 63
-    assert tiling.tiles_within(1.0) == 64
-    assert tiling.tiles_within(4096) == 64
+    for leaves, tiles in (
+        (64, 0),
+        (64 + 63, 1),
+        (64 + 62, 0),
+        (2, 0),
+        (0.1, (410 - 64) // 63),
+        (1.0, 64),
+        (4096, 64),
+    ):
+        assert tiling.tiles_within(leaves) == tiles
+    for grid in SHAPES:
+        tiling = Tiling(grid)
+        for leaves in range(max(2, tiling.tiles), grid.size, 7):
+            assert tiling.tiles + 63 * tiling.tiles_within(leaves) <= max(leaves, tiling.tiles)
+        assert tiling.tiles_within(1.0) == tiling.tiles
+        if grid.size > 1:  # an integer of 1 is refused
+            assert tiling.tiles_within(grid.size) == tiling.tiles
 
 
-@pytest.mark.parametrize("shape", NAMED_GRIDS)
-def test_a_budget_is_kept_and_all_tokens_are_dense(shape: tuple[int, int]) -> None:
-    tiling = Tiling(Grid(*shape))
-    for leaves in range(max(2, tiling.tiles), tiling.grid.size, 7):
-        assert tiling.tiles + 63 * tiling.tiles_within(leaves) <= max(leaves, tiling.tiles)
-    assert tiling.tiles_within(1.0) == tiling.tiles
-    if tiling.grid.size > 1:  # an integer of 1 is refused
-        assert tiling.tiles_within(tiling.grid.size) == tiling.tiles
-
-
-@pytest.mark.parametrize(
-    ("make", "error", "word"),
-    [
-        (lambda: Tiling(64), TypeError, "grid is 64"),  # type: ignore[arg-type]
-        (lambda: Tiling(Grid(8, 8), side=1), ValueError, "side is 1"),
-        (lambda: Tiling(Grid(8, 8)).tiles_within(0), ValueError, "leaves is 0"),
-        (lambda: Tiling(Grid(8, 8)).tiles_within(1.5), ValueError, "leaves is 1.5"),
-        (lambda: Tiling(Grid(8, 8)).tiles_within(True), TypeError, "leaves is True"),
-    ],
-)
-def test_bad_input_is_named(make, error, word) -> None:
-    with pytest.raises(error, match=word):
-        make()
+def test_bad_input_is_named() -> None:
+    with pytest.raises(TypeError, match="grid is 64"):
+        Tiling(64)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="side is 1"):
+        Tiling(Grid(8, 8), side=1)
+    for leaves, error in ((0, ValueError), (1.5, ValueError), (True, TypeError)):
+        with pytest.raises(error, match=f"leaves is {leaves}"):
+            Tiling(Grid(8, 8)).tiles_within(leaves)
 
 
 def test_marks_are_made_once_on_demand() -> None:

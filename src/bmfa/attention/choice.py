@@ -15,8 +15,8 @@ from bmfa.attention import tiling
 Array = npt.NDArray[np.float64]
 # Standard errors of the logarithm of an estimate in its upper bound. Squared errors have heavy tails, of
 # which few probes see too little: a factor of 1.645 would hold in 95 % of normal samples, and this one
-# does in 95 % of samples of 96 log-normal squared errors with sigma 1.2 (test_api.py), and in 99 % of
-# calls on real q, k, v.
+# does in 95 % of samples of 96 log-normal squared errors with sigma 1.2 (test_error_estimate.py), and in
+# 99 % of calls on real q, k, v.
 UPPER_FACTOR = 2.33
 # Relative error that is the rounding of float32: of it no bound is asked, and no less is aimed at.
 SMALLEST_ERROR = 1e-5
