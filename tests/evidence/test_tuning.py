@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 from tests.models.tuned_models import plan_for, small_model
 
-from bmfa.models.layer_settings import LayerSetting
+from bmfa.models.search import LayerSetting
 from bmfa.records import Record
 
 pytest.importorskip("matplotlib")

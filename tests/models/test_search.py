@@ -6,8 +6,14 @@ import random
 
 import pytest
 
-from bmfa.models.layer_settings import BUDGET_STEPS, LayerSetting, SettingProblem, add_between
-from bmfa.models.search import MOST_CHECKS, Search
+from bmfa.models.search import (
+    BUDGET_STEPS,
+    MOST_CHECKS,
+    LayerSetting,
+    Search,
+    SettingProblem,
+    add_between,
+)
 
 ERRORS = (0.01, 0.02, 0.03, 0.05, 0.1, 0.2)
 CASES = 12
@@ -54,7 +60,7 @@ class Simulated(SettingProblem):
         return all(self.change(images, chosen) <= self.tolerance for images in IMAGES)
 
     def search(self, *, predicts: bool = True) -> Search:
-        budget = self.tolerance**self.power if predicts else self.largest
+        budget = self.tolerance**self.power if predicts else sum(self.costs.values())
         return Search(self, self.tolerance, self.power if predicts else None, budget)
 
 
@@ -186,7 +192,7 @@ def test_the_knapsack_is_optimal_up_to_the_rounding_of_the_budget():
         for budget in (0.0, 0.3, 1.0, 10.0):
             chosen = problem.choose(budget)
             assert problem.cost(chosen) <= budget
-            time = sum(problem.settings[key].milliseconds for key in enumerate(chosen))
+            time = sum(problem.milliseconds[key] for key in enumerate(chosen))
             # Rounding up costs each of the five layers less than one step of the budget.
             least = brute_force(layers, budget * (1 - len(layers) / BUDGET_STEPS), power)
             assert brute_force(layers, budget, power) <= time + 1e-12 <= least + 2e-12

@@ -1,13 +1,13 @@
 """Vision Transformers: load, patch, tune, record and reduce them."""
 
 from bmfa.models.described import register_model
-from bmfa.models.layer_settings import LayerSetting
 from bmfa.models.loading import LoadedModel, load_model
 from bmfa.models.patching import layer_indices, patch, unpatch
 from bmfa.models.plan import ModelFingerprint, Plan, ReductionPlan
 from bmfa.models.preprocessing import Preprocessing
 from bmfa.models.recording import LayerRecord, Recording, record
 from bmfa.models.reducing import final_tokens, reduce, unmerge
+from bmfa.models.search import LayerSetting
 from bmfa.models.summarizing import BlockSummary, LayerSummary, Summary, summary
 from bmfa.models.transformers_attention import register_attention
 from bmfa.models.tuning import tune

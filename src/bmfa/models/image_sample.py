@@ -1,4 +1,4 @@
-"""A sample of the user's images as one tensor, from a folder, a DataLoader or tensors."""
+"""A sample of the user's images, from a folder, a DataLoader or tensors, in three parts."""
 
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -6,94 +6,96 @@ from itertools import islice
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from bmfa.data.images import ImageError, ImageFiles
+from bmfa.checks import check_integer
+from bmfa.data.images import ImageFiles
+from bmfa.models.loading import LoadedModel, find_preprocessing
 from bmfa.models.preprocessing import Preprocessing
 
 ACCEPTED = (
     "a (N, 3, height, width) tensor, a list of (3, height, width) tensors, a DataLoader or a folder"
 )
-
 # Images from which on some of them take no part in the choice.
 LEAST_TESTED = 6
 
 
-def split_images(images: Tensor, batch_size: int = 1) -> list[Tensor]:
-    """Divide images: a half for calibration, the others for validation and, if enough, for test."""
-    count = len(images)
-    if count < 2:
-        raise ValueError(
-            "there is only 1 image; pass at least two, because the settings are validated on images "
-            "on which they were not chosen"
-        )
-    calibration = (count + 1) // 2
-    if batch_size > calibration:
-        raise ValueError(
-            f"batch_size is {batch_size} and {calibration} of {count} images calibrate; pass at least "
-            f"{2 * batch_size} images (and limit), or a smaller batch_size"
-        )
-    test = (count - calibration) // 2 if count >= LEAST_TESTED else 0
-    return list(torch.split(images, [calibration, count - calibration - test, test]))
-
-
 def sample_images(
     images: Any,
-    preprocess: Preprocessing | None,
+    model: nn.Module | LoadedModel,
     limit: int,
-    generator: torch.Generator,
-) -> Tensor:
-    """Read at most `limit` images in random order.
+    seed: int = 0,
+    *,
+    img_size: int | tuple[int, int] | None = None,
+    preprocess: Preprocessing | None = None,
+) -> dict[str, Tensor]:
+    """Read at most `limit` images in random order, and divide them.
 
     Args:
         images: A (N, 3, height, width) tensor, a list of tensors with or without the dimension N, a
             DataLoader of tensors, of tuples that begin with one or of dictionaries with `pixel_values`,
             or the path of a folder or zip.
-        preprocess: The preprocessing for images of a folder.
+        model: The model, whose preprocessing images of a folder have by default.
         limit: The largest number of images. Of a DataLoader they are the first ones, of anything else
             they are drawn.
-        generator: Draws and shuffles the images.
+        seed: Seed of the images that are drawn, and of their order.
+        img_size: The side, or (height, width), of images of a folder in pixels.
+        preprocess: The preprocessing of images of a folder.
 
     Returns:
-        (n, 3, height, width) tensor.
+        (n, 3, height, width) tensors: a half of the images for "calibration", and the others for
+        "validation" and, if there are enough, for "test".
 
     Raises:
         TypeError: If `images` is of another type.
-        ValueError: If there are no images, or they differ in size.
-        ImageError: If a folder has no images, or one of those drawn cannot be read.
+        ValueError: If there are fewer than two images, they differ in size, or an argument is out of
+            range or not for images of this kind.
+        ImageError: If there is no such folder, or an image that is drawn cannot be read.
     """
-    if isinstance(images, (str, os.PathLike)):
+    limit = check_integer("limit", limit, low=2)
+    generator = torch.Generator().manual_seed(check_integer("seed", seed, low=0))
+    files = ImageFiles(images) if isinstance(images, (str, os.PathLike)) else None
+    found: Sequence[Any]
+    if files is not None:
+        preprocess = find_preprocessing(model, preprocess, img_size)
         if preprocess is None:
             raise ValueError(
                 f"images is the folder {os.fspath(images)} and the preprocessing of the model is not "
                 "known; pass what bmfa.load_model returns as the model, "
                 "preprocess=bmfa.models.Preprocessing(...), or tensors"
             )
-        files = ImageFiles(images)
-        order = torch.randperm(len(files.entries), generator=generator)[:limit].tolist()
-        found = [preprocess(files.read(files.entries[index])) for index in order]
-        if not found:
-            raise ImageError(
-                f"{images} has no images; pass a folder with at least two JPEG or PNG files"
-            )
-        return torch.stack(found)
-    if isinstance(images, DataLoader):
-        found = list(islice(_each_image(images), limit))
-    elif isinstance(images, (Tensor, Sequence)):
-        found = list(_each_image([images] if isinstance(images, Tensor) else images))
-    else:
+        found = files.entries
+    elif not isinstance(images, (Tensor, Sequence, DataLoader)):
         raise TypeError(f"images is {type(images).__name__}; pass {ACCEPTED}")
-    if not found:
-        raise ValueError(f"images is empty; pass {ACCEPTED} with at least two images")
+    elif img_size is not None or preprocess is not None:
+        raise ValueError(
+            "img_size and preprocess are for images of a folder; leave them out, and pass tensors of "
+            "the size of the model"
+        )
+    else:
+        batches = [images] if isinstance(images, Tensor) else images
+        most = limit if isinstance(images, DataLoader) else None
+        found = list(islice(_each_image(batches), most))
+    if len(found) < 2:
+        name = "images" if files is None else images
+        raise ValueError(
+            f"{name} has {len(found)} images; pass at least two, because the settings are validated on "
+            f"images on which they were not chosen: {ACCEPTED}"
+        )
+    found = [found[index] for index in torch.randperm(len(found), generator=generator)[:limit]]
+    if files is not None and preprocess is not None:
+        found = [preprocess(files.read(entry)) for entry in found]
     sizes = [f"{height}x{width}" for height, width in sorted({x.shape[-2:] for x in found})]
     if len(sizes) > 1:
         raise ValueError(
             f"images have different sizes, such as {sizes[0]} and {sizes[1]} pixels; a plan is for one "
             "size: pass images of that size"
         )
-    order = torch.randperm(len(found), generator=generator)[:limit].tolist()
-    return torch.stack([found[index] for index in order])
+    calibration = (len(found) + 1) // 2
+    test = (len(found) - calibration) // 2 if len(found) >= LEAST_TESTED else 0
+    parts = torch.split(torch.stack(found), [calibration, len(found) - calibration - test, test])
+    return dict(zip(("calibration", "validation", "test"), parts, strict=True))
 
 
 def _each_image(batches: Iterable[Any]) -> Iterator[Tensor]:

@@ -153,3 +153,4 @@ MEASURES = {
     "features": Measure("features", features, squared_distance, 2),
     "logits": Measure("logits", logits, kl_divergence, 1),
 }
+DISAGREEMENT = Measure("agreement", logits, disagreement, None)

@@ -9,8 +9,9 @@ import html
 import json
 import os
 import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, ClassVar, Self, get_args, get_origin, get_type_hints
 
@@ -22,16 +23,18 @@ from bmfa.files import write_atomic
 from bmfa.grid import Grid
 from bmfa.merging import Policy, parse
 from bmfa.models.families import find_vision_transformer
-from bmfa.models.layer_settings import LayerSetting
 from bmfa.models.measures import MEASURES
-from bmfa.models.search import Check
+from bmfa.models.search import Check, LayerSetting
 from bmfa.records import Record, Row, environment
 
 # Version of the files; a plan of another version is refused.
 PLAN_VERSION = 3
+# Names of the policies that take a schedule.
+SCHEDULED = ("tome", "pitome", "tofu", "diffrate", "crossget", "free-energy", "random-pool")
 # Elements of every parameter that the fingerprint reads, evenly spaced: training changes some of them in
 # every parameter that it changes. Reading all weights of a large model would take longer than patching.
 _HASHED_ELEMENTS = 16
+_MOST = 2**53  # the largest integer of a file; all up to it are exact in any reader of JSON
 _DIGITS = 16  # of a hash in hexadecimal, 64 bits
 # Position embeddings are resampled to the size of the images, so they are not what identifies a model.
 _POSITIONS = ("pos_", "position")
@@ -85,19 +88,20 @@ class ModelFingerprint:
         """
         vit = find_vision_transformer(model)
         parameters = {
-            name: parameter
+            name: parameter.detach()
             for name, parameter in vit.tower.named_parameters()
             if not any(part in name for part in _POSITIONS)
         }
-        shapes = "\n".join(f"{name} {tuple(p.shape)}" for name, p in parameters.items())
         floating = (p.dtype for p in parameters.values() if p.is_floating_point())
+        shapes = "\n".join(f"{name} {tuple(p.shape)}" for name, p in parameters.items())
+        samples = torch.cat([torch.empty(0).double(), *map(_sample, parameters.values())])
+        hashes = (hashlib.sha256(data) for data in (shapes.encode(), samples.numpy().tobytes()))
         return cls(
             type(vit.tower).__qualname__,
             len(vit.attentions),
             sum(p.numel() for p in parameters.values()),
             str(next(floating, torch.float32)).removeprefix("torch."),
-            hashlib.sha256(shapes.encode()).hexdigest()[:_DIGITS],
-            _hash_weights(list(parameters.values())),
+            *(found.hexdigest()[:_DIGITS] for found in hashes),
         )
 
     def mismatch(self, model: nn.Module) -> str | None:
@@ -216,16 +220,12 @@ class PlanFile:
             raise ValueError(f"{path} is not JSON ({error}); {saved}") from None
         if not isinstance(data, dict) or "plan" not in data:
             raise ValueError(f"{path} is not a plan; {saved}")
-        kind, version = data.pop("plan"), data.pop("version", None)
-        if kind != cls.kind:
-            raise ValueError(
-                f"{path} is a plan of the kind {kind!r}; pass one of the kind {cls.kind!r}"
-            )
-        if version != PLAN_VERSION:
-            raise ValueError(
-                f"{path} has plan version {version!r} and this bmfa reads version {PLAN_VERSION}; make "
-                f"the plan again with {cls.made_by}"
-            )
+        for name, expected in (("plan", cls.kind), ("version", PLAN_VERSION)):
+            if (found := data.pop(name, None)) != expected:
+                raise ValueError(
+                    f"{path} has {name} {found!r}, and {expected!r} is read here; pass a file of "
+                    f"{cls.made_by}, made by this version"
+                )
         try:
             plan: Self = _decode(cls, data, "")
         except (ValueError, TypeError) as error:
@@ -264,27 +264,25 @@ class PlanFile:
         """Return the sentences below the table: change and time, predicted and measured."""
         raise NotImplementedError
 
-    def __str__(self) -> str:
+    def _cells(self) -> list[list[str]]:
         rows = self.table()
-        cells = [list(rows[0]), *(list(map(str, row.values())) for row in rows)]
-        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-        lines = []
-        for row in cells:
-            padded = (cell.rjust(width) for cell, width in zip(row, widths, strict=True))
-            lines.append("  ".join(padded))
+        return [list(rows[0]), *([str(cell) for cell in row.values()] for row in rows)]
+
+    def __str__(self) -> str:
+        widths = [max(map(len, column)) for column in zip(*self._cells(), strict=True)]
+        lines = ("  ".join(map(str.rjust, row, widths)) for row in self._cells())
         return "\n".join([*lines, "", *self.notes()])
+
+    __repr__ = __str__
 
     def _repr_html_(self) -> str:
         """Return the table as HTML, for notebooks."""
-        rows = self.table()
-        lines = ["".join(f"<th>{html.escape(name)}</th>" for name in rows[0])]
-        for row in rows:
-            lines.append("".join(f"<td>{html.escape(str(cell))}</td>" for cell in row.values()))
-        table = "".join(f"<tr>{line}</tr>\n" for line in lines)
-        return f"<table>\n{table}</table>\n<p>{'<br>'.join(map(html.escape, self.notes()))}</p>"
+        rows = ("</td><td>".join(map(html.escape, row)) for row in self._cells())
+        lines = "".join(f"<tr><td>{row}</td></tr>\n" for row in rows)
+        return f"<table>\n{lines}</table>\n<p>{'<br>'.join(map(html.escape, self.notes()))}</p>"
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class Plan(PlanFile):
     """Settings for each layer of a model at one image size, with what was predicted and measured.
 
@@ -347,17 +345,21 @@ class Plan(PlanFile):
     milliseconds: float
 
     def __post_init__(self) -> None:
-        for name in ("dense_milliseconds", "predicted_milliseconds", "milliseconds", "tolerance"):
+        for name in (
+            *("dense_milliseconds", "predicted_milliseconds", "milliseconds", "tolerance"),
+            *("calibration_images", "validation_images", "batch_size"),
+        ):
             check_number(name, getattr(self, name), low=0.0, open_low=True)
-        for name in ("calibration_images", "validation_images", "batch_size"):
-            check_integer(name, getattr(self, name), low=1)
-        for setting in self.candidates:
-            check_number("candidates.milliseconds", setting.milliseconds, low=0.0, open_low=True)
         depth = self.model.layers
         dense = sorted(s.layer for s in self.candidates if s.error is None)
-        for name, layers in (("layers", [s.layer for s in self.layers]), ("candidates", dense)):
+        known = sorted({s.layer for s in self.candidates})
+        chosen = [s.layer for s in self.layers]
+        for name, layers in (("layers", chosen), ("candidates", dense), ("candidates", known)):
             if layers != list(range(depth)):
                 raise ValueError(f"{name} has layers {layers} of a model with {depth} layers")
+            for setting in getattr(self, name):
+                time = setting.milliseconds
+                check_number(f"{name}.milliseconds", time, low=0.0, open_low=True)
         if len(self.grids) != depth or min(map(min, self.grids)) < 1:
             raise ValueError(
                 f"grids is {self.grids}, which is not a grid for each of {depth} layers"
@@ -381,9 +383,9 @@ class Plan(PlanFile):
             >>> Plan.load("plan.json").expected_change  # doctest: +SKIP
             0.0287
         """
-        check = next(check for check in self.checks if check.chosen)
-        calibrated = check.calibration_change
-        calibrated = check.predicted_change if calibrated is None else calibrated
+        chosen = next(check for check in self.checks if check.chosen)
+        calibrated = chosen.calibration_change
+        calibrated = chosen.predicted_change if calibrated is None else calibrated
         if calibrated is None:  # all layers are dense
             return self.validation_change
         power = (MEASURES[self.measure].power if self.measure in MEASURES else None) or 1
@@ -427,7 +429,10 @@ class Plan(PlanFile):
         return tuple(Grid(height, width) for height, width in self.grids)
 
     def table(self) -> list[Row]:
-        """Return a row for the chosen setting of every layer.
+        """Return the table that `print` shows.
+
+        Returns:
+            A row for the chosen setting of every layer.
 
         Example:
             >>> Plan.load("plan.json").table()[2]  # doctest: +SKIP
@@ -447,19 +452,27 @@ class Plan(PlanFile):
         ]
 
     def notes(self) -> list[str]:
-        """Return sentences on the whole model: its change and its time, predicted and measured."""
+        """Return the sentences below the table, on the whole model.
+
+        Returns:
+            The change and the time, predicted and measured.
+
+        Example:
+            >>> Plan.load("plan.json").notes()[-1]  # doctest: +SKIP
+            'time: 4597.4 ms dense, 4176.7 ms predicted (1.10x), 3754.2 ms measured (1.22x)'
+        """
         change, (height, width) = self._format, self.img_size
         device = self.environment.get("device_name", self.device)
-        unseen = f"{change(self.measured_change)} measured on {self.test_images}"
-        if not self.test_images:
-            unseen = "none, because fewer than six images were given"
         lines = [
             f"{self.measure} at {width}x{height} px, {self.dtype}, batches of {self.batch_size} on "
             f"{device}: {len(self.errors)} of {len(self.layers)} layers attend over tiles",
             f"change: {change(self.predicted_change)} predicted from {self.calibration_images} "
             f"calibration images, {change(self.validation_change)} measured on "
             f"{self.validation_images} validation images, tolerance {change(self.tolerance)}",
-            f"test images: {change(self.expected_change)} expected, {unseen}",
+            f"test images: {change(self.expected_change)} expected, "
+            + f"{change(self.measured_change)} measured on {self.test_images}"
+            if self.test_images
+            else "none, because fewer than six images were given",
             f"time: {self.dense_milliseconds:.5g} ms dense, {self.predicted_milliseconds:.5g} ms "
             f"predicted ({self.predicted_speedup:.2f}x), {self.milliseconds:.5g} ms measured "
             f"({self.speedup:.2f}x)",
@@ -498,17 +511,14 @@ class Plan(PlanFile):
             | {"dense_milliseconds": dense[s.layer].milliseconds, "chosen": s in chosen}
             for s in self.candidates
         ]
-        settings = asdict(self) | {
-            "speedup": self.speedup,
-            "predicted_speedup": self.predicted_speedup,
-            "expected_change": self.expected_change,
-        }
+        derived = ("speedup", "predicted_speedup", "expected_change")
+        settings = asdict(self) | {name: getattr(self, name) for name in derived}
         for name in ("layers", "candidates", "environment"):
             del settings[name]
         return Record("tune", settings, rows, self.environment)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class ReductionPlan(PlanFile):
     """The tokens that each block of a model removes at one image size, with what was measured.
 
@@ -570,12 +580,15 @@ class ReductionPlan(PlanFile):
 
     def __post_init__(self) -> None:
         check_number("full_gflops", self.full_gflops, low=0.0, open_low=True)
+        check_integer("grid", min(self.grid), low=1)
+        for name, accepted in (("policy", SCHEDULED), ("target", ("gflops", "agreement"))):
+            if (value := getattr(self, name)) not in accepted:
+                raise ValueError(f"{name} is {value!r}; pass one of {', '.join(accepted)}")
         if len(self.schedule) != self.model.layers:  # one number would be a count for every block
             blocks = self.model.layers
             raise ValueError(
-                f"schedule has {len(self.schedule)} numbers of tokens for {blocks} blocks"
+                f"schedule has {len(self.schedule)} numbers of tokens for {blocks} blocks of the model"
             )
-        _ = self.reduction
 
     @property
     def reduction(self) -> Policy:
@@ -611,12 +624,10 @@ class ReductionPlan(PlanFile):
             >>> plan.table()[3]  # doctest: +SKIP
             {'block': 3, 'removed': 24, 'tokens_left': 172}
         """
-        left = [
-            self.token_grid.size - sum(self.schedule[: i + 1]) for i in range(len(self.schedule))
-        ]
+        so_far = zip(self.schedule, accumulate(self.schedule), strict=True)
         return [
-            {"block": block, "removed": removed, "tokens_left": left[block]}
-            for block, removed in enumerate(self.schedule)
+            {"block": block, "removed": removed, "tokens_left": self.token_grid.size - total}
+            for block, (removed, total) in enumerate(so_far)
         ]
 
     def notes(self) -> list[str]:
@@ -625,11 +636,9 @@ class ReductionPlan(PlanFile):
         target = f"an agreement of {100 * self.target_value:.1f} %"
         if self.target == "gflops":
             target = f"at most {self.target_value:g} GFLOPs"
-        images = (
-            f"{self.test_images} test"
-            if self.test_images
-            else f"{self.validation_images} validation"
-        )
+        tested = f"{self.test_images} test images"
+        if not self.test_images:
+            tested = f"{self.validation_images} validation images"
         lines = [
             f"{self.policy} at {width}x{height} px for {target}: {removed} of {self.token_grid.size} "
             "spatial tokens are removed",
@@ -637,7 +646,7 @@ class ReductionPlan(PlanFile):
             f"({100 * self.gflops / self.full_gflops:.1f} %)",
             f"{self.calibration_images} calibration images: {100 * self.calibration_agreement:.1f} % "
             f"keep their class, output KL {self.calibration_kl:.3g} nats",
-            f"{images} images: {100 * self.agreement:.1f} % keep their class, output KL "
+            f"{tested}: {100 * self.agreement:.1f} % keep their class, output KL "
             f"{self.output_kl:.3g} nats",
         ]
         if not self.holds:
@@ -671,27 +680,23 @@ def _decode(kind: Any, value: Any, name: str) -> Any:
     if kind is float:
         return check_number(name, value, low=0.0)
     if kind is int:
-        return check_integer(name, value, low=0)
+        return check_integer(name, value, low=0, high=_MOST)
     if origin is tuple:
         count = "" if arguments[-1] is ... else f" of {len(arguments)} numbers"
         if not isinstance(value, list) or (count and len(value) != len(arguments)):
             raise ValueError(f"{name} is not a list{count}")
         return tuple(_decode(arguments[0], item, f"{name}[{i}]") for i, item in enumerate(value))
-    if is_dataclass(kind) and isinstance(kind, type) and isinstance(value, dict):
-        hints = {one.name: get_type_hints(kind)[one.name] for one in fields(kind)}
-        for what, names in (
-            ("lacks", set(hints) - set(value)),
-            ("does not have", set(value) - set(hints)),
-        ):
-            if names:
-                raise ValueError(f"{name or 'a plan'} {what} the field {min(names)!r}")
-        prefix = f"{name}." if name else ""
-        decoded = {one: _decode(hint, value[one], prefix + one) for one, hint in hints.items()}
-        return kind(**decoded)
-    expected = {"str": str, "bool": bool}.get(getattr(kind, "__name__", ""), dict)
+    expected = kind if kind in (str, bool) else dict
     if not isinstance(value, expected):
         raise ValueError(f"{name} is {value!r}, which is not of the type {expected.__name__}")
-    return value
+    if not (isinstance(kind, type) and is_dataclass(kind)):
+        return value
+    hints = {one.name: get_type_hints(kind)[one.name] for one in fields(kind)}
+    for wrong in sorted(hints.keys() ^ value.keys()):
+        what = "lacks" if wrong in hints else "does not have"
+        raise ValueError(f"{name or 'a plan'} {what} the field {wrong!r}")
+    prefix = f"{name}." if name else ""
+    return kind(**{one: _decode(hint, value[one], prefix + one) for one, hint in hints.items()})
 
 
 def _format(value: Any) -> str:
@@ -699,20 +704,11 @@ def _format(value: Any) -> str:
     if isinstance(value, (list, tuple)) and value and isinstance(value[0], Mapping):
         rows = ",\n".join(f"    {json.dumps(row, allow_nan=False)}" for row in value)
         return f"[\n{rows}\n  ]"
-    if isinstance(value, Mapping):
-        return json.dumps(value, indent=2, allow_nan=False).replace("\n", "\n  ")
     return json.dumps(value, allow_nan=False)
 
 
-def _hash_weights(parameters: Sequence[nn.Parameter]) -> str:
-    """Hash evenly spaced elements of every parameter, the last one among them, as float64."""
-    samples: dict[torch.device, list[Tensor]] = {}  # one transfer from each device
-    for parameter in parameters:
-        flat = parameter.detach().flatten()
-        step = max(1, flat.numel() // _HASHED_ELEMENTS)
-        sample = flat[(flat.numel() - 1) % step :: step].double()
-        samples.setdefault(parameter.device, []).append(sample)
-    digest = hashlib.sha256()
-    for parts in samples.values():
-        digest.update(torch.cat(parts).cpu().numpy().tobytes())
-    return digest.hexdigest()[:_DIGITS]
+def _sample(parameter: Tensor) -> Tensor:
+    """Return evenly spaced elements of a parameter, the last one among them, as float64."""
+    flat = parameter.flatten()
+    step = max(1, flat.numel() // _HASHED_ELEMENTS)
+    return flat[(flat.numel() - 1) % step :: step].double().cpu()

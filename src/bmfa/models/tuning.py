@@ -1,16 +1,14 @@
 """Choose a setting for each layer of a model on a person's images, within a tolerance."""
 
 import math
-import os
 import statistics
-import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
-from itertools import product
+from functools import cached_property, partial
+from itertools import count, product
 from typing import Any
 
 import torch
@@ -20,9 +18,8 @@ from bmfa.attention.api import screened_attention
 from bmfa.checks import check_integer, check_number
 from bmfa.grid import Grid
 from bmfa.models.families import VisionTransformer, find_vision_transformer
-from bmfa.models.image_sample import sample_images, split_images
-from bmfa.models.layer_settings import LayerSetting, SettingProblem, add_between
-from bmfa.models.loading import LoadedModel, find_preprocessing
+from bmfa.models.image_sample import sample_images
+from bmfa.models.loading import LoadedModel
 from bmfa.models.measures import MEASURES, Function, Measure, find_measure
 from bmfa.models.patching import (
     install_layers,
@@ -35,7 +32,7 @@ from bmfa.models.patching import (
 from bmfa.models.plan import ModelFingerprint, Plan
 from bmfa.models.preprocessing import Preprocessing
 from bmfa.models.screened_layer import LayerInputs, observe
-from bmfa.models.search import Combination, Search
+from bmfa.models.search import Combination, LayerSetting, Search, SettingProblem, add_between
 from bmfa.records import environment, round_digits
 from bmfa.timing import synchronize, time_alternating
 
@@ -53,6 +50,8 @@ IMAGES = {"cuda": 32, "cpu": 8}
 LEAST_GAIN = 0.02
 # Calls between two synchronisations on CUDA, so that launches overlap with kernels as in a model.
 CUDA_CALLS = 8
+# A mean change of equal outputs may be this far below 0 by rounding.
+ROUNDING = 1e-6
 
 
 def tune(
@@ -139,41 +138,29 @@ def tune(
     """
     found = find_measure(measure)
     tolerance, errors = check_tolerance(tolerance, found.name), _check_errors(errors)
-    batch_size = check_integer("batch_size", batch_size, low=1)
-    seed = check_integer("seed", seed, low=0)
     repeats = check_integer("repeats", repeats, low=1)
-    module, host, options = check_tunable(model, options)
-    if host.not_tunable:
+    module, vit, options = check_tunable(model, options)
+    if vit.not_tunable:
         raise TypeError(
-            f"{type(module).__name__} is not supported by tune: {host.not_tunable}; pass error= to "
+            f"{type(module).__name__} is not supported by tune: {vit.not_tunable}; pass error= to "
             "bmfa.patch"
         )
-    indices = layer_indices(layers, len(host.attentions))
+    indices = layer_indices(layers, len(vit.attentions))
     if times is not None:
         _check_times(times, indices, errors)
-    device = next((p.device.type for p in module.parameters()), "cpu")
-    default = max(IMAGES.get(device, IMAGES["cpu"]), 2 * batch_size)
-    limit = check_integer("limit", default if limit is None else limit, low=2)
-    if isinstance(images, (str, os.PathLike)):
-        preprocess = find_preprocessing(model, preprocess, img_size)
-    elif img_size is not None or preprocess is not None:
+    limit = default_limit(module, IMAGES, batch_size) if limit is None else limit
+    parts = sample_images(images, model, limit, seed, img_size=img_size, preprocess=preprocess)
+    if batch_size > len(parts["calibration"]):
         raise ValueError(
-            "img_size and preprocess are for images of a folder; leave them out, and pass tensors of "
-            "the size of the model"
+            f"batch_size is {batch_size} and {len(parts['calibration'])} images calibrate; pass at "
+            f"least {2 * batch_size} images (and limit), or a smaller batch_size"
         )
-    images = sample_images(images, preprocess, limit, torch.Generator().manual_seed(seed))
-    parts = split_images(images, batch_size)
-    parameter = next((p for p in module.parameters() if p.is_floating_point()), torch.empty(0))
-    batches = {
-        name: torch.split(part.to(parameter.device, parameter.dtype), batch_size)
-        if len(part)
-        else ()
-        for name, part in zip(("calibration", "validation", "test"), parts, strict=True)
-    }
-    steps = Steps(progress, 3 + len(host.attentions) + len(indices) * len(errors))
-    with unchanged(module), steps, warnings.catch_warnings():
+    total = 3 + len(vit.attentions) + len(indices) * len(errors)
+    with unchanged(module), count_steps(progress, total) as advance, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # settings that miss their target are measured, not used
-        tuner = _Tuner(module, host, found, options, tolerance, errors, repeats, steps, batches)
+        tuner = _AttentionTuner(
+            module, vit, options, parts, batch_size, advance, found, tolerance, errors, repeats
+        )
         plan = tuner.make_plan(indices, times, seed)
     if not plan.holds:
         warnings.warn(
@@ -185,65 +172,111 @@ def tune(
     return plan
 
 
-class Steps:
-    """Counts steps, and shows them as a bar on a terminal or passes them to a function."""
+@dataclass(eq=False)
+class Tuner:
+    """Runs a model with settings of its layers on images, inside of `unchanged(model)`.
 
-    def __init__(self, progress: Progress | bool, total: int, unit: str = " steps") -> None:
-        self.progress, self.total, self.done, self.bar = progress, total, 0, None
-        if progress is True and sys.stderr.isatty():
-            from tqdm import tqdm
+    Args:
+        model: The model.
+        vit: Its parts.
+        options: Keyword arguments of every call.
+        images: (n, 3, height, width) "calibration", "validation" and "test" images.
+        batch_size: The number of images in a call.
+        advance: Counts a step.
+    """
 
-            self.bar = tqdm(total=total, unit=unit, leave=False, dynamic_ncols=True)
+    model: nn.Module
+    vit: VisionTransformer
+    options: Mapping[str, Any]
+    images: Mapping[str, Tensor]
+    batch_size: int
+    advance: Callable[[], None]
 
-    def __enter__(self) -> "Steps":
-        return self
+    @cached_property
+    def batches(self) -> dict[str, Sequence[Tensor]]:
+        """Batches of the images, in the dtype and on the device of the model."""
+        floating = (p for p in self.model.parameters() if p.is_floating_point())
+        parameter = next(floating, torch.empty(0))
+        return {
+            name: torch.split(part.to(parameter.device, parameter.dtype), self.batch_size)
+            for name, part in self.images.items()
+            if len(part)
+        }
 
-    def __exit__(self, *_: object) -> None:
-        if self.bar is not None:
-            self.bar.close()
+    @cached_property
+    def references(self) -> dict[Any, list[Any]]:
+        """What the unchanged model returns, by the outputs of a measure and the name of the images."""
+        return {}
 
-    def advance(self) -> None:
-        """Count one step."""
-        self.done += 1
-        if self.bar is not None:
-            self.bar.update()
-        elif callable(self.progress):
-            self.progress(self.done, max(self.done, self.total))
+    def install(self, chosen: Combination) -> None:
+        """Change the model to a combination of settings; an empty one changes nothing."""
+        raise NotImplementedError
+
+    def outputs(self, measure: Measure, images: str, chosen: Combination = ()) -> Iterator[Any]:
+        """Yield what a measure compares for each batch of images."""
+        self.install(chosen)
+        try:
+            for batch in self.batches[images]:
+                yield measure.outputs(self.model, batch, self.options)
+        finally:
+            unpatch(self.model)
+
+    def change(self, measure: Measure, images: str, chosen: Combination) -> float:
+        """Return the change of the output on images."""
+        key = measure.outputs, images
+        if key not in self.references:
+            self.references[key] = list(self.outputs(measure, images))
+        pairs = zip(self.references[key], self.outputs(measure, images, chosen), strict=True)
+        changes = [measure.compare(reference, output) for reference, output in pairs]
+        mean = statistics.fmean(changes, weights=map(len, self.batches[images]))
+        if not math.isfinite(mean) or mean < -ROUNDING:
+            raise ValueError(
+                f"the measure {measure.name!r} returned {mean:g} with the settings {chosen}; it must be "
+                "finite and grow with the change from 0, its value for equal outputs (return 1 - IoU "
+                "rather than IoU - 1), and the outputs of the model must be finite"
+            )
+        return measure.change(max(mean, 0.0))
+
+    def common_fields(self, seed: int) -> dict[str, Any]:
+        """Return the fields that plans of attention and of merging share."""
+        first = self.batches["calibration"][0]
+        return {f"{name}_images": len(part) for name, part in self.images.items()} | {
+            "model": ModelFingerprint.from_model(self.model),
+            "img_size": (int(first.shape[-2]), int(first.shape[-1])),
+            "seed": seed,
+            "environment": environment(str(first.device)),
+        }
 
 
 @dataclass(eq=False)
-class _Tuner:
+class _AttentionTuner(Tuner):
     """One run of `tune` on a model."""
 
-    model: nn.Module
-    host: VisionTransformer
     measure: Measure
-    options: Mapping[str, Any]
     tolerance: float
-    errors: tuple[float, ...]
+    errors: Sequence[float]
     repeats: int
-    steps: Steps
-    images: Mapping[str, Sequence[Tensor]]  # batches for "calibration", "validation" and "test"
-    references: dict[tuple[str, str], list[Any]] = field(
-        default_factory=dict
-    )  # by measure and images
     times: dict[int, Mapping[float | None, float]] = field(default_factory=dict)  # by layer
     grids: dict[int, Grid] = field(default_factory=dict)
     dtype: str = ""
 
     def make_plan(self, layers: Sequence[int], times: Times | None, seed: int) -> Plan:
         # What is not additive is ranked by features, and only checked by itself.
-        additive = self.measure if self.measure.power is not None else MEASURES["features"]
-        depth = len(self.host.attentions)
+        power = self.measure.power
+        additive = MEASURES["features"] if power is None else self.measure
+        depth = len(self.vit.attentions)
         for measure in dict.fromkeys((additive, self.measure)):
-            self.check_deterministic(measure, (None,) * depth)
-        self.steps.advance()
-        batch = self.images["calibration"][0]
+            self.check_deterministic(measure)
+        self.advance()
+        batch = self.batches["calibration"][0]
         self.time_layers(batch, times)
+
+        def change(images: str, chosen: Combination) -> float:
+            return round_digits(self.change(self.measure, images, chosen), 6)
 
         def change_alone(layer: int, error: float, images: str = "validation") -> float:
             alone = tuple(error if index == layer else None for index in range(depth))
-            return self.change(images, alone, additive)
+            return round_digits(self.change(additive, images, alone), 6)
 
         candidates: list[LayerSetting] = []
         for layer in range(depth):
@@ -251,16 +284,15 @@ class _Tuner:
             settings = [LayerSetting(layer, None, found.get(None, 0.0), 0.0)]
             for error in self.errors if layer in layers else ():
                 faster = found[error] < (1.0 - LEAST_GAIN) * found[None]
-                change = change_alone(layer, error, "calibration") if faster else None
-                settings.append(LayerSetting(layer, error, found[error], change))
-                self.steps.advance()
+                alone = change_alone(layer, error, "calibration") if faster else None
+                settings.append(LayerSetting(layer, error, found[error], alone))
+                self.advance()
             candidates += add_between(settings)
-        problem = SettingProblem(candidates, additive.power or 1, self.change, change_alone)
-        power = self.measure.power
-        budget = problem.largest if power is None else self.tolerance**power
+        problem = SettingProblem(candidates, additive.power or 1, change, change_alone)
+        budget = sum(problem.costs.values()) if power is None else self.tolerance**power
         search = Search(problem, self.tolerance, power, budget)
         chosen = search.run()
-        self.steps.advance()
+        self.advance()
         dense_ms, planned_ms = self.time_model(batch, chosen.settings)
         if times is None and planned_ms >= dense_ms and any(chosen.settings):
             # The layers gain less than patching a model costs.
@@ -269,26 +301,22 @@ class _Tuner:
             )
             planned_ms = dense_ms
         assert chosen.validation_change is not None
-        measured = chosen.validation_change
-        if self.images["test"]:
-            measured = self.change("test", chosen.settings)
-        self.steps.advance()
-        settings = [
+        tested = "test" in self.batches
+        measured = change("test", chosen.settings) if tested else chosen.validation_change
+        self.advance()
+        candidates = [
             replace(s, validation_change=problem.alone.get((s.layer, s.error))) for s in candidates
         ]
         saved = problem.price(problem.dense) - problem.price(chosen.settings)
-        device = str(batch.device)
         return Plan(
-            model=ModelFingerprint.from_model(self.model),
-            img_size=(int(batch.shape[-2]), int(batch.shape[-1])),
             grids=tuple((self.grids[i].height, self.grids[i].width) for i in range(depth)),
             batch_size=len(batch),
             dtype=self.dtype,
-            device=device,
+            device=str(batch.device),
             measure=self.measure.name,
             tolerance=self.tolerance,
-            layers=tuple(s for s in settings if s.error == chosen.settings[s.layer]),
-            candidates=tuple(settings),
+            layers=tuple(s for s in candidates if s.error == chosen.settings[s.layer]),
+            candidates=tuple(candidates),
             predicted_change=chosen.predicted_change,
             validation_change=chosen.validation_change,
             measured_change=measured,
@@ -297,40 +325,12 @@ class _Tuner:
             # A sum of layers that exceeds the model can only come from the noise of short times.
             predicted_milliseconds=max(dense_ms - saved, 0.01 * dense_ms),
             milliseconds=planned_ms,
-            calibration_images=sum(map(len, self.images["calibration"])),
-            validation_images=sum(map(len, self.images["validation"])),
-            test_images=sum(map(len, self.images["test"])),
-            seed=seed,
-            environment=environment(device),
+            **self.common_fields(seed),
         )
 
-    def change(self, images: str, chosen: Combination, measure: Measure | None = None) -> float:
-        """Return the change of the output on one kind of images with these error targets."""
-        measure, batches = measure or self.measure, self.images[images]
-        references = self.references.setdefault((measure.name, images), [])
-        for batch in batches[len(references) :]:
-            references.append(measure.outputs(self.model, batch, self.options))
-        self.install(chosen)
-        try:
-            outputs = (measure.outputs(self.model, batch, self.options) for batch in batches)
-            changes = [
-                len(batch) * measure.compare(reference, output)
-                for batch, reference, output in zip(batches, references, outputs, strict=True)
-            ]
-        finally:
-            unpatch(self.model)
-        mean = sum(changes) / sum(map(len, batches))
-        if not math.isfinite(mean) or mean < -self.tolerance:
-            raise ValueError(
-                f"the measure {measure.name!r} returned {mean:g} with the settings {chosen}; it must be "
-                "finite and grow with the change from 0, its value for equal outputs (return 1 - IoU "
-                "rather than IoU - 1), and the outputs of the model must be finite"
-            )
-        return round_digits(measure.change(max(mean, 0.0)), 6)  # rounding may be below 0
-
-    def check_deterministic(self, measure: Measure, dense: Combination) -> None:
+    def check_deterministic(self, measure: Measure) -> None:
         """Raise unless the unchanged model is within the tolerance of itself."""
-        change = self.change("calibration", dense, measure)
+        change = self.change(measure, "calibration", ())
         if change > self.tolerance:
             raise ValueError(
                 f"the measure {measure.name!r} returned {change:g} for two runs of the unchanged model, "
@@ -339,11 +339,10 @@ class _Tuner:
             )
 
     def install(self, chosen: Combination) -> None:
-        """Patch the model with these error targets."""
         errors = {layer: error for layer, error in enumerate(chosen) if error is not None}
         if errors:
             grids = [self.grids[layer] for layer in range(len(chosen))]
-            install_layers(self.model, self.host, planned_options(errors), grids)
+            install_layers(self.model, self.vit, planned_options(errors), grids)
 
     def time_layers(self, batch: Tensor, times: Times | None) -> None:
         """Run the model once with exact attention, and time the attention of every layer on the way.
@@ -365,7 +364,7 @@ class _Tuner:
                     found = time_attention(inputs, self.errors, self.repeats)
                 self.times[layer] = {error: round_digits(ms, 5) for error, ms in found.items()}
                 self.dtype = str(inputs.q.dtype).removeprefix("torch.")
-                self.steps.advance()
+                self.advance()
 
         patch(self.model, error=0.0)
         try:
@@ -373,11 +372,11 @@ class _Tuner:
                 self.measure.outputs(self.model, batch, self.options)
         finally:
             unpatch(self.model)
-        unused = [layer for layer in range(len(self.host.attentions)) if layer not in self.grids]
+        unused = set(range(len(self.vit.attentions))) - set(self.grids)
         if unused:
             raise ValueError(
-                f"layer {unused[0]} of the model did not run; a plan is for models that run every layer "
-                "in each pass; pass error= to bmfa.patch"
+                f"layer {min(unused)} of the model did not run; a plan is for models that run every "
+                "layer in each pass; pass error= to bmfa.patch"
             )
 
     def time_model(self, batch: Tensor, chosen: Combination) -> tuple[float, float]:
@@ -419,13 +418,19 @@ def check_tunable(
     model: nn.Module | LoadedModel, options: Mapping[str, Any] | None
 ) -> tuple[nn.Module, VisionTransformer, dict[str, Any]]:
     """Return the module, its parts and the keyword arguments of its calls; raise if it is patched."""
-    module = model.model if isinstance(model, LoadedModel) else model
-    host = find_vision_transformer(module)
+    module, own = (model.model, model.options) if isinstance(model, LoadedModel) else (model, {})
+    vit = find_vision_transformer(module)
     if is_patched(module):
         raise ValueError("the model is patched or reduced; call bmfa.unpatch(model) first")
-    if options is None:
-        options = model.options if isinstance(model, LoadedModel) else {}
-    return module, host, dict(options)
+    return module, vit, dict(own if options is None else options)
+
+
+def default_limit(model: nn.Module, images: Mapping[str, int], batch_size: int) -> int:
+    """Return the number of images to use on the device of a model, at least two batches."""
+    device = next((p.device.type for p in model.parameters()), "cpu")
+    return max(
+        images.get(device, images["cpu"]), 2 * check_integer("batch_size", batch_size, low=1)
+    )
 
 
 def check_tolerance(tolerance: object, measure: str = "features") -> float:
@@ -437,13 +442,10 @@ def check_tolerance(tolerance: object, measure: str = "features") -> float:
         raise ValueError(f"{error}; it is a fraction of the output: 0.05 is 5 %") from None
 
 
-def _check_errors(errors: Sequence[float]) -> tuple[float, ...]:
-    if isinstance(errors, (str, int, float)) or not hasattr(errors, "__iter__"):
+def _check_errors(errors: Any) -> tuple[float, ...]:
+    if isinstance(errors, str) or not isinstance(errors, Iterable) or not list(errors):
         raise TypeError(f"errors is {errors!r}; pass a list of error targets, such as [0.03, 0.1]")
-    checked = {check_number("errors", error, low=0.0, open_low=True) for error in errors}
-    if not checked:
-        raise ValueError("errors is empty; pass at least one error target, such as [0.03, 0.1]")
-    return tuple(sorted(checked))
+    return tuple(sorted({check_number("errors", x, low=0.0, open_low=True) for x in errors}))
 
 
 def _check_times(times: Times, layers: Sequence[int], errors: Sequence[float]) -> None:
@@ -451,11 +453,29 @@ def _check_times(times: Times, layers: Sequence[int], errors: Sequence[float]) -
         try:
             check_number("times", times[layer][error], low=0.0, open_low=True)
         except (KeyError, IndexError, TypeError):
-            what = "dense attention (None)" if error is None else f"error={error:g}"
             raise ValueError(
-                f"times lacks {what} of layer {layer}; pass milliseconds by layer and target for each "
-                "of them, such as {0: {None: 2.5, 0.1: 1.2}}, or leave times out"
+                f"times lacks times[{layer}][{error}]; pass milliseconds by layer and target (None is "
+                "dense), such as {0: {None: 2.5, 0.1: 1.2}}, or leave times out"
             ) from None
+
+
+@contextmanager
+def count_steps(
+    progress: Progress | bool, total: int, unit: str = " steps"
+) -> Iterator[Callable[[], None]]:
+    """Yield a function that counts a step, for a bar on a terminal or for a function."""
+    from tqdm import tqdm
+
+    numbers, disable = count(1), None if progress is True else True
+    with tqdm(total=total, unit=unit, leave=False, dynamic_ncols=True, disable=disable) as bar:
+
+        def advance() -> None:
+            bar.update()
+            if callable(progress):
+                number = next(numbers)
+                progress(number, max(number, total))
+
+        yield advance
 
 
 @contextmanager

@@ -3,28 +3,35 @@
 import math
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import nn
 
 from bmfa.checks import check_integer, check_number
 from bmfa.grid import Grid
-from bmfa.merging import POLICY_NAMES, Policy, parse
+from bmfa.merging import Policy, parse
 from bmfa.merging.policies.base import BudgetPolicy
-from bmfa.models.families import find_vision_transformer
 from bmfa.models.flops import count_flops
-from bmfa.models.image_sample import sample_images, split_images
-from bmfa.models.loading import LoadedModel, find_preprocessing
-from bmfa.models.measures import disagreement, kl_divergence, logits
+from bmfa.models.image_sample import sample_images
+from bmfa.models.loading import LoadedModel
+from bmfa.models.measures import DISAGREEMENT, MEASURES, logits
 from bmfa.models.patching import unpatch
-from bmfa.models.plan import ModelFingerprint, ReductionPlan
+from bmfa.models.plan import SCHEDULED, ReductionPlan
 from bmfa.models.preprocessing import Preprocessing
 from bmfa.models.reducing import reduce
-from bmfa.models.search import Check, Combination, Search
-from bmfa.models.tuning import Progress, Steps, check_tunable, unchanged
+from bmfa.models.search import Check, Combination, Search, cheapest_path
+from bmfa.models.tuning import (
+    Progress,
+    Tuner,
+    check_tunable,
+    count_steps,
+    default_limit,
+    unchanged,
+)
 from bmfa.records import round_digits
 
 Schedule = tuple[int, ...]
@@ -89,7 +96,8 @@ def tune_reduction(
         preprocess: The preprocessing of images of a folder. None takes that of the model.
         options: Keyword arguments of every call of the model. None takes those of `load_model`.
         batch_size: The number of images in a call.
-        limit: The number of images to use. None is 512 on CUDA and 128 elsewhere.
+        limit: The number of images to use. None is 512 on CUDA and 128 elsewhere, or two batches
+            if these are more.
         seed: Seed of which images are used, and which of them calibrate, validate
             and test.
         rounds: How often the blocks are measured again around the schedule. A round measures two
@@ -115,163 +123,122 @@ def tune_reduction(
         True
         >>> model = bmfa.reduce(loaded.model, plan=plan)
     """
-    check_target(gflops, agreement)
+    target, value = check_target(gflops, agreement)
     check_policy(policy)
-    module, host, options = check_tunable(model, options)
-    batch_size = check_integer("batch_size", batch_size, low=1)
-    seed = check_integer("seed", seed, low=0)
+    module, vit, options = check_tunable(model, options)
     rounds = check_integer("rounds", rounds, low=0)
-    device = next((p.device.type for p in module.parameters()), "cpu")
-    limit = IMAGES.get(device, IMAGES["cpu"]) if limit is None else limit
-    generator = torch.Generator().manual_seed(seed)
-    preprocess = find_preprocessing(model, preprocess, img_size)
-    limit = check_integer("limit", limit, low=2)
-    parts = split_images(sample_images(images, preprocess, limit, generator))
+    limit = default_limit(module, IMAGES, batch_size) if limit is None else limit
+    parts = sample_images(images, model, limit, seed, img_size=img_size, preprocess=preprocess)
+    if target == "gflops":  # nothing is validated
+        unseen = torch.cat([parts["validation"], parts["test"]])
+        parts |= {"validation": unseen[:0], "test": unseen}
     # Two schedules of each block alone, and as many around each best one.
-    steps = Steps(progress, 2 * len(host.blocks) * (1 + rounds) + 8, " schedules")
-    with unchanged(module), steps:
-        tuner = ReductionTuner(module, options, policy, parts[0], batch_size, rounds, steps)
-        if gflops is not None:
-            budget, test = gflops * 1e9, torch.cat(parts[1:])
-            full = tuner.count(tuner.dense) <= budget
-            schedule = tuner.dense if full else tuner.best_schedule(budget)
-            return tuner.plan(("gflops", gflops), schedule, [parts[0], test[:0], test], seed)
-        assert agreement is not None
-        search = tuner.search_agreement(agreement, parts[1])
-        schedule = tuple(int(count or 0) for count in search.run().settings)
-        return tuner.plan(("agreement", agreement), schedule, parts, seed, search.checks)
+    total = 2 * len(vit.blocks) * (1 + rounds) + 8
+    with unchanged(module), count_steps(progress, total, " schedules") as advance:
+        tuner = ReductionTuner(module, vit, options, parts, batch_size, advance, policy, rounds)
+        return tuner.make_plan(target, value, seed)
 
 
-class ReductionTuner:
-    """Measures schedules of a model, as a problem of `Search`, inside of `unchanged(model)`.
+@dataclass(eq=False)
+class ReductionTuner(Tuner):
+    """Measures schedules of a model, as a problem of `Search`.
 
     Args:
-        model: The model.
-        options: Keyword arguments of every call.
         policy: The name of the policy.
-        calibration: (n, 3, height, width) images.
-        batch_size: The number of images in a call.
         rounds: How often the blocks are measured again around a schedule.
-        steps: Counts the schedules that are measured.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        options: Mapping[str, Any],
-        policy: str,
-        calibration: Tensor,
-        batch_size: int,
-        rounds: int,
-        steps: Steps,
-    ) -> None:
-        self.model, self.options, self.policy = model, options, policy
-        self.calibration, self.batch_size = calibration, batch_size
-        self.rounds, self.steps = rounds, steps
-        vit = find_vision_transformer(model)
-        self.depth = len(vit.blocks)
-        self.dense: Schedule = (0,) * self.depth
-        self.kls: dict[tuple[Schedule, int], float] = {}  # by schedule and number of images
-        unchanged_policy = make_policy(policy, self.dense)
-        assert isinstance(unchanged_policy, BudgetPolicy)
-        reduce(model, unchanged_policy)  # raises if it cannot
-        unpatch(model)
+    policy: str
+    rounds: int
+    kls: dict[tuple[Schedule, str], float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        depth = len(self.vit.blocks)
+        self.dense: Schedule = (0,) * depth
+        first = self.batches["calibration"][0]
+        self.batches["sample"] = torch.split(
+            torch.cat(list(self.batches["calibration"]))[:SAMPLED], self.batch_size
+        )
         grids: list[Grid] = []
-        handle = vit.projection.register_forward_hook(
+        self.install(self.dense)  # raises if the model cannot be reduced
+        handle = self.vit.projection.register_forward_hook(
             lambda module, inputs, output: grids.append(Grid(*map(int, output.shape[-2:])))
         )
         try:
-            self.reference = self.logits(calibration)
+            scores = logits(self.model, first, self.options)
         finally:
             handle.remove()
+            unpatch(self.model)
+        if scores.dim() != 2:
+            name = type(self.model).__name__
+            raise TypeError(f"{name} returns no (B, classes) logits; pass a classifier")
         self.grid = grids[-1]
         # Operations are counted on a copy of the model in float32 on the CPU.
-        self.counted = deepcopy(model).to("cpu", torch.float32)
-        first = 1 if policy == "diffrate" else 0  # its first block never merges
-        blocks, most = range(first, self.depth), unchanged_policy.max_removed
-        self.search = ScheduleModel(self.grid.size, self.depth, blocks, most, self.count)
+        self.counted = deepcopy(self.model).to("cpu", torch.float32)
+        blocks = range(1 if self.policy == "diffrate" else 0, depth)  # its first block never merges
+        policy = make_policy(self.policy, self.dense)
+        assert isinstance(policy, BudgetPolicy)
+        self.schedules = ScheduleModel(
+            self.grid.size, depth, blocks, policy.max_removed, self.count
+        )
 
-    def measure_alone(self) -> None:
-        """Measure the change by every block alone, once."""
-        for block, count in () if self.search.alone else self.search.singles():
-            change = self.kl(with_count(self.dense, block, count), SAMPLED)
-            self.search.alone[block, count] = change
-
-    def measure_around(self, schedule: Schedule) -> None:
-        """Measure the change by every block around a schedule, as a factor of what it changes alone."""
-        search, step = self.search, max(1, round(AROUND_SHARE * self.grid.size))
-        search.factors, factors = [1.0] * self.depth, [1.0] * self.depth
-        for block in search.blocks:
-            few = with_count(schedule, block, max(0, schedule[block] - step))
-            many = with_count(schedule, block, schedule[block] + step)
-            many = many if search.clipped(many) == many else schedule
-            predicted = search.predicted(many) - search.predicted(few)
-            if predicted > 0.0:
-                factor = (self.kl(many, SAMPLED) - self.kl(few, SAMPLED)) / predicted
-                factors[block] = min(max(factor, FACTORS[0]), FACTORS[1])
-        search.factors = factors
-
-    def logits(self, images: Tensor) -> Tensor:
-        """Return the (n, classes) logits of the model as it is now, in float64 on the CPU."""
-        parameter = next(self.model.parameters())
-        parts = []
-        for batch in torch.split(images, self.batch_size):
-            scores = logits(self.model, batch.to(parameter.device, parameter.dtype), self.options)
-            if scores.dim() != 2:
-                name = type(self.model).__name__
-                raise TypeError(f"{name} returns no (B, classes) logits; pass a classifier")
-            parts.append(scores.double().cpu())
-        if not all(bool(torch.isfinite(part).all()) for part in parts):
-            raise ValueError("the logits of the model are not finite; pass other images")
-        return torch.cat(parts)
-
-    def reduced_logits(self, schedule: Schedule, images: Tensor) -> Tensor:
-        """Return the logits with a schedule."""
-        reduce(self.model, make_policy(self.policy, schedule))
-        try:
-            return self.logits(images)
-        finally:
-            unpatch(self.model)
-
-    def kl(self, schedule: Schedule, images: int | None = None) -> float:
-        """Return the output KL on the first calibration images, measured once."""
-        key = schedule, len(self.calibration[:images])
-        if any(schedule) and key not in self.kls:
-            self.steps.advance()
-            changed = self.reduced_logits(schedule, self.calibration[:images])
-            self.kls[key] = kl_divergence(self.reference[:images], changed)
-        return self.kls.get(key, 0.0)
+    def install(self, chosen: Combination) -> None:
+        if chosen:
+            reduce(self.model, make_policy(self.policy, chosen))
 
     def count(self, schedule: Schedule) -> int:
         """Count the operations of an image with a schedule."""
         reduce(self.counted, make_policy(self.policy, schedule))
-        pixels = self.calibration[:1].to("cpu", torch.float32)
+        pixels = self.images["calibration"][:1].to("cpu", torch.float32)
         return count_flops(self.counted, pixels, self.options)
+
+    def kl(self, schedule: Schedule, images: str = "calibration") -> float:
+        """Return the output KL on images, measured once."""
+        if any(schedule) and (schedule, images) not in self.kls:
+            self.advance()
+            self.kls[schedule, images] = self.change(MEASURES["logits"], images, schedule)
+        return self.kls.get((schedule, images), 0.0)
+
+    def measure_alone(self) -> None:
+        """Measure the change by every block alone."""
+        alone = ((b, n, with_count(self.dense, b, n)) for b, n in self.schedules.singles())
+        self.schedules.alone = {(b, n): self.kl(schedule, "sample") for b, n, schedule in alone}
+        self.schedules.factors = [1.0] * len(self.dense)
+
+    def measure_around(self, schedule: Schedule) -> None:
+        """Measure the change by every block around a schedule, as a factor of what it changes alone."""
+        schedules, step = self.schedules, max(1, round(AROUND_SHARE * self.grid.size))
+        schedules.factors, factors = [1.0] * len(self.dense), [1.0] * len(self.dense)
+        for block in schedules.blocks:
+            few = with_count(schedule, block, max(0, schedule[block] - step))
+            many = with_count(schedule, block, schedule[block] + step)
+            many = many if schedules.clipped(many) == many else schedule
+            predicted = schedules.predicted(many) - schedules.predicted(few)
+            if predicted > 0.0:
+                factor = (self.kl(many, "sample") - self.kl(few, "sample")) / predicted
+                factors[block] = min(max(factor, FACTORS[0]), FACTORS[1])
+        schedules.factors = factors
 
     def best_schedule(self, budget: float) -> Schedule:
         """Return the schedule of at most `budget` operations with the least output KL that is found."""
         self.measure_alone()
-        search = self.search
-        search.factors = [1.0] * self.depth
         best = self.start(budget)
         for _ in range(self.rounds):
             self.measure_around(best)
             best = min((best, self.start(budget)), key=self.kl)
-        for _ in range(self.grid.size):  # the fit of the operations may be off by a few
-            if not any(best) or self.count(best) <= budget:
-                break
+        while any(best) and self.count(best) > budget:  # the fit may be off by a few operations
             last = max(block for block, removed in enumerate(best) if removed)
             best = with_count(best, last, best[last] + 1)
         return best
 
-    def start(self, budget: float, images: int | None = None) -> Schedule:
+    def start(self, budget: float, images: str = "calibration") -> Schedule:
         """Return the optimal schedule by the changes alone or an even one, whichever changes less."""
-        search = self.search
-        found = {search.optimal(budget), fixed_schedule(search, budget)}
-        found.add(search.even(range(max(1, self.depth // 4), self.depth - 1), budget))
-        fitting = [s for s in found if s is not None and search.flops(s) <= budget]
+        schedules = self.schedules
+        found = {schedules.optimal(budget), fixed_schedule(schedules, budget)}
+        found.add(schedules.even(range(max(1, schedules.depth // 4), schedules.depth - 1), budget))
+        fitting = [s for s in found if s is not None and schedules.flops(s) <= budget]
         if not fitting:
-            least = search.flops(search.optimal(0.0)) / 1e9
+            least = schedules.flops(schedules.optimal(0.0)) / 1e9
             raise ValueError(
                 f"gflops is {budget / 1e9:g}, and {self.policy} needs at least about {least:.3g} at "
                 "this size; pass more"
@@ -282,24 +249,23 @@ class ReductionTuner:
 
     def price(self, chosen: Combination) -> float:
         """Return the GFLOPs of an image."""
-        return round_digits(self.search.flops(chosen) / 1e9, 6)
+        return round_digits(self.schedules.flops(chosen) / 1e9, 6)
 
     def cost(self, chosen: Combination) -> float:
         """Return the operations that a schedule saves."""
-        return self.search.flops(self.dense) - self.search.flops(chosen)
+        return self.schedules.flops(self.dense) - self.schedules.flops(chosen)
 
     predicted_cost = cost
 
     def choose(self, budget: float) -> Combination:
         """Return the schedule that saves so many operations with the least change."""
-        least, full = self.search.flops(self.search.optimal(0.0)), self.search.flops(self.dense)
-        return self.start(max(least, full - budget), SAMPLED)
+        least = self.schedules.flops(self.schedules.optimal(0.0))
+        return self.start(max(least, self.schedules.flops(self.dense) - budget), "sample")
 
     def measure(self, images: str, chosen: Combination) -> float:
         """Return the share of images whose class changes."""
-        self.steps.advance()
-        pixels, reference = self.parts[images]
-        return disagreement(reference, self.reduced_logits(chosen, pixels))
+        self.advance()
+        return self.change(DISAGREEMENT, images, chosen)
 
     def refine(self, chosen: Combination) -> None:
         """Measure the blocks around a schedule that failed."""
@@ -310,60 +276,45 @@ class ReductionTuner:
         """Return nothing: `start` compares with even schedules."""
         return []
 
-    def search_agreement(self, agreement: float, validation: Tensor) -> Search:
-        """Return the search of the schedule of least operations that keeps an agreement."""
-        self.measure_alone()
-        self.parts = {
-            "calibration": (self.calibration, self.reference),
-            "validation": (validation, self.logits(validation)),
-        }
-        most = self.cost(self.search.optimal(0.0))
-        # The tolerance is a share of images, so rounding must not exclude one.
-        return Search(self, 1.0 - agreement + 1e-9, None, most)
-
-    def plan(
-        self,
-        target: tuple[str, float],
-        schedule: Schedule,
-        parts: Sequence[Tensor],
-        seed: int,
-        checks: Sequence[Check] = (),
-    ) -> ReductionPlan:
-        """Test a schedule, and make its plan; `parts` are calibration, validation and test images."""
-        calibration, validation, test = parts
-        tested = test if len(test) else validation
-        outputs = [
-            (self.logits(images), self.reduced_logits(schedule, images))
-            for images in (calibration, tested)
-        ]
-        (kl, agreement), (test_kl, test_agreement) = (
-            (kl_divergence(*pair), 1.0 - disagreement(*pair)) for pair in outputs
+    def make_plan(self, target: str, value: float, seed: int) -> ReductionPlan:
+        """Choose a schedule for a target, and test it."""
+        schedule: Combination = self.dense
+        checks: list[Check] = []
+        if target == "agreement":
+            self.measure_alone()
+            # The tolerance is a share of images, so rounding must not exclude one.
+            most = self.cost(self.schedules.optimal(0.0))
+            search = Search(self, 1.0 - value + 1e-9, None, most)
+            schedule, checks = search.run().settings, search.checks
+        elif self.count(self.dense) > value * 1e9:
+            schedule = self.best_schedule(value * 1e9)
+        tested = "test" if "test" in self.batches else "validation"
+        kl, test_kl, change, test_change = (
+            self.change(measure, images, schedule)
+            for measure in (MEASURES["logits"], DISAGREEMENT)
+            for images in ("calibration", tested)
         )
-        alone = self.search.alone.items()
+        alone = self.schedules.alone.items()
         return ReductionPlan(
-            model=ModelFingerprint.from_model(self.model),
-            img_size=(int(calibration.shape[-2]), int(calibration.shape[-1])),
             grid=(self.grid.height, self.grid.width),
             policy=self.policy,
             schedule=schedule,
-            target=target[0],
-            target_value=target[1],
+            target=target,
+            target_value=value,
             full_gflops=self.count(self.dense) / 1e9,
             gflops=self.count(schedule) / 1e9,
-            predicted_kl=self.search.predicted(schedule),
+            predicted_kl=self.schedules.predicted(schedule),
             calibration_kl=kl,
-            calibration_agreement=agreement,
+            calibration_agreement=1.0 - change,
             output_kl=test_kl,
-            agreement=test_agreement,
+            agreement=1.0 - test_change,
             alone=tuple({"block": b, "removed": n, "output_kl": kl} for (b, n), kl in alone),
             checks=tuple(checks),
-            calibration_images=len(calibration),
-            validation_images=len(validation),
-            test_images=len(test),
-            seed=seed,
+            **self.common_fields(seed),
         )
 
 
+@dataclass(eq=False)
 class ScheduleModel:
     """Predicts the operations and the change of schedules, and finds the best ones.
 
@@ -383,29 +334,15 @@ class ScheduleModel:
         count: Counts the operations of a schedule.
     """
 
-    def __init__(
-        self,
-        tokens: int,
-        depth: int,
-        blocks: Sequence[int],
-        most: Callable[[int], int],
-        count: Callable[[Schedule], float],
-    ) -> None:
-        self.tokens, self.depth, self.blocks, self.most = tokens, depth, blocks, most
-        self.alone: dict[tuple[int, int], float] = {}  # changes by block and count
-        self.factors = [1.0] * depth  # of the changes of blocks around a schedule
-        self.coefficients = self._fit(count)
-        # For the dynamic programming: a row for each number of tokens left, a column for each removed.
-        self.step = -(-tokens // STATES)
-        left = np.arange(tokens, 0, -self.step)
-        removed = self.step * np.arange(len(left))
-        self.before, self.removed = np.broadcast_arrays(left[:, None], removed)
-        self.allowed = removed <= np.array([most(int(n)) for n in left])[:, None]
-        self.operations = _cost_terms(self.before, self.removed) @ self.coefficients[1:]
-        rows = np.arange(len(left))
-        self.after = np.minimum(rows[:, None] + rows, len(left) - 1)
+    tokens: int
+    depth: int
+    blocks: Sequence[int]
+    most: Callable[[int], int]
+    count: Callable[[Schedule], float]
+    alone: dict[tuple[int, int], float] = field(default_factory=dict)  # changes by block and count
 
-    def _fit(self, count: Callable[[Schedule], float]) -> NDArray[np.float64]:
+    def __post_init__(self) -> None:
+        self.factors = [1.0] * self.depth  # of the changes of blocks around a schedule
         random = np.random.default_rng(0)
         schedules: list[Schedule] = [(0,) * self.depth]
         while len(schedules) < COUNTED_SCHEDULES:
@@ -414,10 +351,17 @@ class ScheduleModel:
             drawn[[block not in self.blocks for block in range(self.depth)]] = 0
             schedules.append(self.clipped(tuple(map(int, drawn))))
         rows = np.array([self._terms(schedule) for schedule in schedules])
-        counts = np.array([count(schedule) for schedule in schedules], dtype=np.float64)
-        scale = np.abs(rows).max(0).clip(min=1.0)
-        solution = np.linalg.lstsq(rows / scale, counts, rcond=None)[0] / scale
-        return np.asarray(solution, np.float64)
+        counts = np.array([self.count(schedule) for schedule in schedules], dtype=np.float64)
+        self.coefficients = np.linalg.lstsq(rows, counts, rcond=None)[0]
+        # For the dynamic programming: a row for each number of tokens left, a column for each removed.
+        self.step = -(-self.tokens // STATES)
+        left = np.arange(self.tokens, 0, -self.step)
+        removed = self.step * np.arange(len(left))
+        self.before, self.removed = np.broadcast_arrays(left[:, None], removed)
+        self.allowed = removed <= np.array([self.most(int(n)) for n in left])[:, None]
+        self.operations = _cost_terms(self.before, self.removed) @ self.coefficients[1:]
+        rows = np.arange(len(left))
+        self.after = np.minimum(rows[:, None] + rows, len(left) - 1)
 
     def _terms(self, schedule: Schedule) -> NDArray[np.float64]:
         before = self.tokens - np.cumsum((0, *schedule[:-1]))
@@ -437,12 +381,9 @@ class ScheduleModel:
 
     def singles(self) -> list[tuple[int, int]]:
         """Return the blocks and counts that are measured alone."""
-        counts = {max(1, round(share * self.tokens)) for share in ALONE_SHARES}
-        return [
-            (b, n)
-            for b in self.blocks
-            for n in sorted({min(n, self.most(self.tokens)) for n in counts})
-        ]
+        shares = (max(1, round(share * self.tokens)) for share in ALONE_SHARES)
+        counts = sorted({min(count, self.most(self.tokens)) for count in shares})
+        return [(block, count) for block in self.blocks for count in counts]
 
     def change(self, block: int, share: Any) -> Any:
         """Return the change by a block that removes a share of the tokens, by the power measured."""
@@ -468,36 +409,26 @@ class ScheduleModel:
         """
         changes = []
         for block in range(self.depth):
+            change = self.change(block, self.removed / self.before) if block in self.blocks else 0.0
             allowed = self.allowed & ((self.removed == 0) | (block in self.blocks))
-            share = self.removed / self.before
-            changes.append(
-                np.where(
-                    allowed, self.change(block, share) if block in self.blocks else 0.0, np.inf
-                )
-            )
+            changes.append(np.where(allowed, change, np.inf))
+
+        def lightest(exponent: float) -> Schedule:
+            weight = 10.0**exponent / self.flops((0,) * self.depth)
+            tables = ((change + weight * self.operations, self.after) for change in changes[::-1])
+            path = cheapest_path(tables, len(self.after), 0)
+            return tuple(self.step * choice for choice in path)
+
         low, high = LEAST_WEIGHT, MOST_WEIGHT
-        full = self.flops((0,) * self.depth)
-        best = self._minimum(changes, 10.0**high / full)
+        best = lightest(high)
         for _ in range(BISECTIONS if self.flops(best) <= budget else 0):
             middle = (low + high) / 2
-            schedule = self._minimum(changes, 10.0**middle / full)
+            schedule = lightest(middle)
             if self.flops(schedule) <= budget:
                 best, high = schedule, middle
             else:
                 low = middle
         return best
-
-    def _minimum(self, changes: Sequence[NDArray[np.float64]], weight: float) -> Schedule:
-        rest, choices = np.zeros(len(self.before)), []
-        for change in reversed(changes):
-            total = change + weight * self.operations + rest[self.after]
-            choices.append(total.argmin(1))
-            rest = total.min(1)
-        row, schedule = 0, []
-        for choice in reversed(choices):
-            schedule.append(int(self.step * choice[row]))
-            row += choice[row]
-        return tuple(schedule)
 
     def even(self, blocks: Sequence[int], budget: float) -> Schedule | None:
         """Return the schedule in which some blocks remove equal parts of what a budget needs."""
@@ -510,12 +441,12 @@ class ScheduleModel:
         return None
 
 
-def fixed_schedule(search: ScheduleModel, budget: float) -> Schedule | None:
+def fixed_schedule(schedules: ScheduleModel, budget: float) -> Schedule | None:
     """Return the schedule of `FreeEnergy` with a count, with as many tokens removed as a budget needs.
 
     Every second block merges, from a quarter of the depth on, except the last.
     """
-    return search.even(range(max(1, search.depth // 4), search.depth - 1, 2), budget)
+    return schedules.even(range(max(1, schedules.depth // 4), schedules.depth - 1, 2), budget)
 
 
 def with_count(schedule: Schedule, block: int, count: int) -> Schedule:
@@ -535,29 +466,20 @@ def _cost_terms(before: Any, removed: Any) -> NDArray[np.float64]:
     return np.stack(terms, -1)
 
 
-def check_target(gflops: object, agreement: object) -> None:
-    """Raise unless one of a number of GFLOPs and an agreement is given, and in range."""
+def check_target(gflops: object, agreement: object) -> tuple[str, float]:
+    """Return what is given, a number of GFLOPs or an agreement; raise unless it is one, in range."""
     if (gflops is None) == (agreement is None):
         given = "neither gflops nor agreement is" if gflops is None else "gflops and agreement are"
         raise ValueError(f"{given} given; pass one of them, e.g. gflops=1.5 or agreement=0.95")
     if gflops is not None:
-        check_number("gflops", gflops, low=0.0, open_low=True)
-    if agreement is not None:
-        check_number("agreement", agreement, low=0.0, high=1.0, open_low=True)
+        return "gflops", check_number("gflops", gflops, low=0.0, open_low=True)
+    return "agreement", check_number("agreement", agreement, low=0.0, high=1.0, open_low=True)
 
 
 def check_policy(policy: object) -> None:
     """Raise unless a name is that of a policy that takes a schedule."""
-    accepted = [name for name in POLICY_NAMES if _takes_schedule(name)]
-    if policy not in accepted:
+    if policy not in SCHEDULED:
         raise ValueError(
             f"policy is {policy!r}; pass the name of a policy that takes a schedule: "
-            f"{', '.join(accepted)}"
+            f"{', '.join(SCHEDULED)}"
         )
-
-
-def _takes_schedule(name: str) -> bool:
-    try:
-        return isinstance(make_policy(name, (0, 0)), BudgetPolicy)
-    except ValueError:
-        return False

@@ -19,10 +19,12 @@ from torch import Tensor
 from bmfa.evidence.metrics import RESAMPLES, compare, interval
 from bmfa.evidence.runner.batches import ImageBatches, Images
 from bmfa.merging import parse
-from bmfa.models import LoadedModel, reduce, unpatch
+from bmfa.models import LoadedModel, reduce
+from bmfa.models.families import find_vision_transformer
 from bmfa.models.flops import count_flops
-from bmfa.models.tuning import Progress, Steps, unchanged
-from bmfa.models.tuning_reduction import ReductionTuner, fixed_schedule
+from bmfa.models.measures import MEASURES
+from bmfa.models.tuning import Progress, count_steps, unchanged
+from bmfa.models.tuning_reduction import ReductionTuner, Schedule, fixed_schedule
 from bmfa.records import Record, Row, environment
 
 BASELINES = ("tome:8", "tome:12")
@@ -129,30 +131,33 @@ def _compare_all(
     reporting: Tensor,
 ) -> dict[str, dict[str, Outcome]]:
     """Compare every baseline with schedules of its operations, chosen on some images, on others."""
-    with unchanged(model.model), Steps(progress, 0, " schedules") as steps:
+    vit = find_vision_transformer(model.model)
+    images = {"calibration": choosing, "test": reporting}
+    with unchanged(model.model), count_steps(progress, 0, " schedules") as advance:
         tuner = ReductionTuner(
-            model.model, model.options, policy, choosing, batch_size, rounds, steps
+            model.model, vit, model.options, images, batch_size, advance, policy, rounds
         )
-        reference = tuner.logits(reporting)
-        return {name: _compare(tuner, name, reporting, reference) for name in baselines}
+        reference = _logits(tuner)
+        return {name: _compare(tuner, name, reference) for name in baselines}
 
 
-def _compare(
-    tuner: ReductionTuner, name: str, images: Tensor, reference: Tensor
-) -> dict[str, Outcome]:
+def _logits(tuner: ReductionTuner, schedule: Schedule = ()) -> Tensor:
+    """Return the logits of the images that are reported with a schedule, or of the model as it is."""
+    logits = torch.cat(list(tuner.outputs(MEASURES["logits"], "test", schedule)))
+    return logits.double().cpu()
+
+
+def _compare(tuner: ReductionTuner, name: str, reference: Tensor) -> dict[str, Outcome]:
     reduce(tuner.counted, name)
-    flops = count_flops(tuner.counted, images[:1].to("cpu", torch.float32), tuner.options)
+    pixels = tuner.images["test"][:1].to("cpu", torch.float32)
+    flops = count_flops(tuner.counted, pixels, tuner.options)
     reduce(tuner.model, name)
-    try:
-        logits = tuner.logits(images)
-    finally:
-        unpatch(tuner.model)
-    found = {"baseline": _outcome(name, flops, reference, logits)}
+    found = {"baseline": _outcome(name, flops, reference, _logits(tuner))}
     tuned = tuner.best_schedule(flops)
-    for kind, schedule in (("fixed", fixed_schedule(tuner.search, flops)), ("tuned", tuned)):
+    for kind, schedule in (("fixed", fixed_schedule(tuner.schedules, flops)), ("tuned", tuned)):
         if schedule is not None:
             method = f"{tuner.policy}:{','.join(map(str, schedule))}"
-            logits = tuner.reduced_logits(schedule, images)
+            logits = _logits(tuner, schedule)
             found[kind] = _outcome(method, tuner.count(schedule), reference, logits)
     return found
 
