@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from functools import partial
 from textwrap import shorten
+from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -87,7 +88,7 @@ def _block_panels(row: Row, number: int) -> list[Panel]:
     ]
 
 
-def _draw_shares(row: Row, printed: paper.FigureBlock, axes: "Axes") -> None:
+def _draw_shares(row: Row, printed: SimpleNamespace, axes: "Axes") -> None:
     """Draw the minority's shares of area and mass as bars, the paper's as marks on them."""
     axes.set(xlim=(0, 100), ylim=(2, 0))
     shares = (
