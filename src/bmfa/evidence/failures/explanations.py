@@ -7,7 +7,7 @@ import torch
 
 from bmfa.energy import gap, gibbs, refinement_score
 from bmfa.evidence.methods import family
-from bmfa.evidence.page.panels import read_boxes, read_grid
+from bmfa.evidence.page.panels import read_grid
 from bmfa.evidence.page.record_set import get_text
 from bmfa.grid import Grid
 from bmfa.records import Row
@@ -74,7 +74,7 @@ def describe(row: Row) -> dict[str, Any]:
             "variance": float(inside.var()),
         }
 
-    boxes = read_boxes(row, scores.shape)
+    boxes = [(box[0], box[1], box[2], box[3]) for box in row["boxes"]]
     leaves = [part(box) for box in boxes]
     # A leaf of mass p and gap G holds p exp(-G) of it and loses the rest.
     worst = min(leaves, key=lambda leaf: leaf["mass"] * np.expm1(-leaf["gap"]))
