@@ -203,8 +203,7 @@ def _class(row: Row, which: str) -> str:
     return f"{shorten(name, 14, placeholder='…')} {row[f'{which}_class_percent']:.0f} %"
 
 
-@plots.figure("screen", "image")
-def screen(records: RecordSet, narrow: bool) -> "Drawing":
+def _draw_screen(records: RecordSet, narrow: bool) -> "Drawing":
     """An image with its tree, the attention of a query full and screened, and the difference."""
     strips = []
     for row in (row for rows in _queries(records) for row in rows):
@@ -226,6 +225,10 @@ def screen(records: RecordSet, narrow: bool) -> "Drawing":
         title = shorten(get_text(row, "title"), 50, placeholder=" …")
         strips.append(Strip(panels, title, _describe(row)))
     return draw_strips(strips, narrow, 2 if narrow else 4)
+
+
+# The figure of `bmfa screen`, which is not on the page.
+screen = plots.Figure("screen", str(_draw_screen.__doc__), ("image",), _draw_screen)
 
 
 def _describe(row: Row) -> list[str]:
