@@ -10,6 +10,7 @@ from torch import Tensor
 from bmfa.checks import check_integer, check_scores
 from bmfa.evidence.methods import is_kind, names
 from bmfa.grid import Grid
+from bmfa.records import Row
 from bmfa.trees.build import screen
 from bmfa.trees.errors import tree_error
 from bmfa.trees.layout import Layout
@@ -37,6 +38,16 @@ class Estimate:
     leaf_percent: Tensor
     root_split: Tensor | None = None
     tree: Tree | None = None
+
+
+def tree_columns(tree: Tree, scores: Tensor) -> Row:
+    """Return the columns of a row that describe one tree: leaves, E and their number."""
+    return {
+        "boxes": tree.leaf_boxes.tolist(),
+        "error": float(tree.error(scores)),
+        "leaves": int(tree.leaf_count),
+        "leaf_percent": 100 * float(tree.leaf_ratio),
+    }
 
 
 def check_method(name: str, seed: int = 0) -> str:

@@ -16,7 +16,7 @@ from bmfa.energy import gap
 from bmfa.evidence.failures.fields import FIELDS, SIDE, draw_field
 from bmfa.evidence.images.thumbnails import crop_uri
 from bmfa.evidence.methods import family
-from bmfa.evidence.score_methods import estimate_all
+from bmfa.evidence.score_methods import estimate_all, tree_columns
 from bmfa.grid import Grid
 from bmfa.records import Record, Row, environment
 from bmfa.trees.build import screen
@@ -183,13 +183,7 @@ class _Pool:
         # Random rules draw one coin for every row of a batch, so all rows of the pool are screened.
         drawn, scores = family(name) == "random-quadrants", self.scores[index]
         trees = screen(self.scores if drawn else scores[None], GRID, parse(name, self.seed))
-        tree = trees[index if drawn else 0]
-        return {
-            "boxes": tree.leaf_boxes.tolist(),
-            "error": float(tree.error(scores)),
-            "leaves": int(tree.leaf_count),
-            "leaf_percent": 100 * float(tree.leaf_ratio),
-        }
+        return tree_columns(trees[index if drawn else 0], scores)
 
 
 def _failure(pool: _Pool, rule: str, taken: list[int]) -> list[Row]:

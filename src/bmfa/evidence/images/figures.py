@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from functools import partial
 from textwrap import shorten
 from types import SimpleNamespace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -140,7 +140,7 @@ def _draw_agreement(run: ModelRun, axes: "Axes") -> None:
         plot.text(x, y, letter, ha="center", va="center", fontsize=8)
     for name, line in lines.items():
         plots.draw_line(plot, name, line, label=name)
-    style = {"ncols": 2, "fontsize": 10, "columnspacing": 0.8, "handlelength": 1.2}
+    style: dict[str, Any] = {"ncols": 2, "fontsize": 10, "columnspacing": 0.8, "handlelength": 1.2}
     axes.legend(*plot.get_legend_handles_labels(), loc="lower left", **style)
 
 
@@ -253,7 +253,7 @@ def _queries(records: RecordSet) -> list[list[Row]]:
 
 def _largest(rows: Sequence[Row]) -> float:
     """The largest weight of all."""
-    return max(max(row["attention"] + row["screened_attention"]) for row in rows)
+    return float(max(max(row["attention"] + row["screened_attention"]) for row in rows))
 
 
 def _attention_panel(

@@ -15,13 +15,12 @@ from bmfa.evidence.faster.chapter import FASTER
 from bmfa.evidence.images import figures as _  # noqa: F401 - draws what the chapters show
 from bmfa.evidence.images.chapter import IMAGES, INSTANCES
 from bmfa.evidence.methods import METHODS, find_method
-from bmfa.evidence.page import paper
+from bmfa.evidence.page import paper, plots
 from bmfa.evidence.page.chapter import Chapter
 from bmfa.evidence.page.claims import Claim
 from bmfa.evidence.page.formats import format_number, format_percent, format_small
 from bmfa.evidence.page.model_runs import of_family
 from bmfa.evidence.page.origins import describe_data, recorded_sources
-from bmfa.evidence.page.plots import FIGURES
 from bmfa.evidence.page.record_set import (
     UNPRINTABLE,
     MissingValueError,
@@ -40,6 +39,7 @@ CHAPTERS = (
     *(CLOSED_LOOP, LAYERS, IMAGES, CLASSIFICATION, EQUAL_OPERATIONS, REDUCTIONS),
     *(DENSE_PREDICTION, SPEED),
 )
+FIGURES = plots.FIGURES  # those of all chapters
 # Values of rows that do not fit into a cell.
 LONG_VALUES = {"scores", "boxes", "image", "gap_quantiles", "attention", "screened_attention"}
 

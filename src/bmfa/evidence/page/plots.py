@@ -121,7 +121,7 @@ class Figure:
                 f"the records do not hold the figure {self.name}; make them with: {commands}"
             )
         buffer = io.BytesIO()
-        options = {"dpi": 72 * scale, "bbox_inches": "tight", "pad_inches": 0.2}
+        options: dict[str, Any] = {"dpi": 72 * scale, "bbox_inches": "tight", "pad_inches": 0.2}
         drawing.savefig(buffer, facecolor=LIGHT["surface"], metadata={"Software": None}, **options)
         return buffer.getvalue()
 
@@ -157,7 +157,8 @@ def _to_svg(drawing: "Drawing", name: str, label: str) -> str:
     text = ATTRIBUTE.sub(lambda found: DECIMALS.sub("", found[0]), text)
     for colour, light in LIGHT.items():
         text = text.replace(light, f"var(--{colour})")
-    for image in (image for axes in drawing.axes for image in axes.images if image.get_gid()):
+    photographs: list[Any] = [i for axes in drawing.axes for i in axes.images if i.get_gid()]
+    for image in photographs:
         box = image.axes.get_window_extent()
         place = f'x="{box.x0:.1f}" y="{drawing.bbox.height - box.y1:.1f}"'
         side = f'width="{box.width:.1f}" height="{box.height:.1f}"'
@@ -208,7 +209,7 @@ def panels(
 def label(axes: "Axes", title: str, y_label: str, x_label: str = "") -> None:
     """Set the title, the label of the vertical axis under it, and that of the horizontal axis."""
     axes.set_title(title)
-    place = {"xycoords": "axes fraction", "textcoords": "offset points"}
+    place: dict[str, Any] = {"xycoords": "axes fraction", "textcoords": "offset points"}
     axes.annotate(y_label, (0, 1), (0, 8), **place, fontsize=SMALL, color=LIGHT["muted"])
     axes.set_xlabel(x_label)
 
